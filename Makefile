@@ -1,0 +1,33 @@
+# Every target makes the environment it needs; `make clean` removes them.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+EXTRAS ?= test
+PYTEST_WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+demo: $(VENV)/installed-examples ## Train the digits autoencoder in float32 and float16
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/installed-test ## Run the tests
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+check: $(VENV)/installed-test ## Run the linter, the formatter's check and the type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## Remove what the targets made
+	rm -rf .venv* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/installed-%: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@

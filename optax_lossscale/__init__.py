@@ -1,0 +1,42 @@
+"""Loss scaling for Optax: float16 training in two changed lines."""
+
+from optax_lossscale._diagnostics import loss_scale_metrics
+from optax_lossscale._policies import (
+  DynamicLossScale,
+  FixedLossScale,
+  LossScale,
+)
+from optax_lossscale._scaling import (
+  all_finite,
+  grad,
+  scale_loss,
+  unscale_grads,
+  value_and_grad,
+)
+from optax_lossscale._state import (
+  get_loss_scale_state,
+  LossScaleState,
+  select_if_finite,
+  set_loss_scale,
+)
+from optax_lossscale._wrapper import LossScalingState, with_loss_scaling
+
+__version__ = "0.1.0"
+
+__all__ = [
+  "DynamicLossScale",
+  "FixedLossScale",
+  "LossScale",
+  "LossScaleState",
+  "LossScalingState",
+  "all_finite",
+  "get_loss_scale_state",
+  "grad",
+  "loss_scale_metrics",
+  "scale_loss",
+  "select_if_finite",
+  "set_loss_scale",
+  "unscale_grads",
+  "value_and_grad",
+  "with_loss_scaling",
+]

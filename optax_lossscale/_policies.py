@@ -1,0 +1,302 @@
+"""The policies: rules that move the loss scale after each step."""
+
+import dataclasses
+from typing import Any, get_args, Literal, Protocol, runtime_checkable
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale import _state
+from optax_lossscale._state import LossScaleState
+
+HysteresisRefill = Literal["growth", "finite", "backoff"]
+
+_LARGEST_COUNT = 2**31 - 1
+
+
+@runtime_checkable
+class LossScale(Protocol):
+  """The protocol of a policy: two pure functions and no state of its own.
+
+  A policy is an immutable object that holds hyperparameters only; everything
+  that changes is in the :class:`LossScaleState` that it returns. Any object
+  with these two methods can be given to
+  :func:`~optax_lossscale.with_loss_scaling`.
+  """
+
+  def init(self) -> LossScaleState:
+    """Returns the state before the first step."""
+    ...
+
+  def adjust(
+    self,
+    state: LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    *,
+    grads_amax: jax.typing.ArrayLike | None = None,
+  ) -> LossScaleState:
+    """Returns the state after a step.
+
+    Args:
+      state: the state that scaled the loss of this step.
+      grads_finite: whether all gradients were finite; bool, shape ``()``.
+      grads_amax: the largest magnitude among the unscaled gradients; float32,
+        shape ``()``; of no meaning if they were not finite. A policy that does
+        not look at it costs nothing for it.
+
+    Returns:
+      A state of the same structure, shapes and dtypes.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale:
+  """A loss scale that never moves.
+
+  Steps with non-finite gradients are skipped all the same:
+  ``FixedLossScale(1.0)`` is skipping without scaling, which serves bfloat16,
+  too.
+
+  Attributes:
+    scale: what the loss is multiplied by, in [2**-126, 2**126]. A power of two
+      changes no bit of a gradient that neither overflows nor underflows;
+      another number rounds each gradient twice, once when the loss is scaled
+      and once when the gradient is unscaled (a relative error of about 1e-7 in
+      float32 gradients, 1e-3 in float16 ones).
+
+  Raises:
+    TypeError: if ``scale`` is not a number.
+    ValueError: if it is out of range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> print(ols.FixedLossScale(128.0).init().loss_scale)
+    128.0
+  """
+
+  scale: float
+
+  def __post_init__(self):
+    _check_scale("scale", self.scale)
+
+  def init(self) -> LossScaleState:
+    """Returns the state before the first step."""
+    return initial_state(self.scale)
+
+  def adjust(
+    self,
+    state: LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    *,
+    grads_amax: jax.typing.ArrayLike | None = None,
+  ) -> LossScaleState:
+    """Returns the state with its counts brought up to date."""
+    del grads_amax
+    return record_step(state, grads_finite)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+  """Raises the scale after a while without overflow, lowers it on overflow.
+
+  On the ``growth_interval``-th finite step in a row the scale is multiplied by
+  ``growth_factor``; a non-finite step multiplies it by ``backoff_factor`` and
+  restarts the count. The scale stays within [``min_scale``, ``max_scale``];
+  a growth held at ``max_scale`` restarts the count as well.
+
+  Attributes:
+    init_scale: the scale before the first step.
+    growth_factor: what a growth multiplies the scale by, greater than 1.
+    backoff_factor: what a backoff multiplies the scale by, between 0 and 1.
+      Factors and scales that are not powers of two work; they round each
+      gradient as :class:`FixedLossScale` says.
+    growth_interval: how many finite steps in a row make the scale grow.
+    min_scale: the lowest scale, at least 2**-126.
+    max_scale: the highest scale, at most 2**126: beyond it the reciprocal is
+      no normal float32 number, and gradients would unscale to zero.
+    hysteresis: the number of the overflow that lowers the scale. The ones
+      before it only skip the step and restart the count; every further one
+      lowers it again, until the tolerance is refilled.
+    hysteresis_refill: when the tolerance is refilled: on ``"growth"`` alone
+      (as in Megatron and DeepSpeed), on every ``"finite"`` step as well (as in
+      apex), or on every finite step and after each ``"backoff"`` (as in
+      PaddlePaddle).
+
+  Raises:
+    TypeError: if a hyperparameter is not a number.
+    ValueError: if one is out of range.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> policy = ols.DynamicLossScale(init_scale=64.0, growth_interval=2)
+    >>> state = policy.init()
+    >>> for finite in [True, True, False, True]:
+    ...   state = policy.adjust(state, jnp.array(finite))
+    ...   print(state.loss_scale, state.finite_count, state.total_notfinite)
+    64.0 1 0
+    128.0 0 0
+    64.0 0 1
+    64.0 1 1
+
+  References:
+    Micikevicius et al, `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018
+  """
+
+  init_scale: float = 2.0**15
+  growth_factor: float = 2.0
+  backoff_factor: float = 0.5
+  growth_interval: int = 2000
+  min_scale: float = 1.0
+  max_scale: float = 2.0**126
+  hysteresis: int = 1
+  hysteresis_refill: HysteresisRefill = "growth"
+
+  def __post_init__(self):
+    _check_scale("init_scale", self.init_scale)
+    _check_scale("min_scale", self.min_scale)
+    _check_scale("max_scale", self.max_scale)
+    _check_order(self)
+    # The bounds of the factors are the float32 neighbours of 1: nearer to 1
+    # they would round to it, and the scale never move.
+    _state.check_number(
+      "growth_factor", self.growth_factor, 1 + 2**-23, _state.LARGEST_SCALE
+    )
+    _state.check_number(
+      "backoff_factor", self.backoff_factor, _state.SMALLEST_SCALE, 1 - 2**-24
+    )
+    for name in ("growth_interval", "hysteresis"):
+      _state.check_number(
+        name, getattr(self, name), 1, _LARGEST_COUNT, integer=True
+      )
+    if self.hysteresis_refill not in get_args(HysteresisRefill):
+      raise ValueError(
+        "hysteresis_refill must be one of"
+        f" {', '.join(map(repr, get_args(HysteresisRefill)))}, got"
+        f" hysteresis_refill = {self.hysteresis_refill!r}."
+      )
+
+  def init(self) -> LossScaleState:
+    """Returns the state before the first step."""
+    return initial_state(
+      self.init_scale,
+      memory=_i32(self.hysteresis) if self._has_memory() else (),
+    )
+
+  def adjust(
+    self,
+    state: LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    *,
+    grads_amax: jax.typing.ArrayLike | None = None,
+  ) -> LossScaleState:
+    """Returns the state with the scale of the next step."""
+    del grads_amax
+    after = record_step(state, grads_finite)
+    # `>=`, since a restored or migrated count may lie above the interval.
+    grow = after.finite_count >= _i32(self.growth_interval)
+    backoff = ~after.last_finite
+    memory = state.memory
+    if self._has_memory():
+      tolerated, memory = self._spend_hysteresis(memory, backoff, grow)
+      backoff = backoff & ~tolerated
+    factor = jnp.where(grow, _f32(self.growth_factor), jnp.float32(1))
+    factor = jnp.where(backoff, _f32(self.backoff_factor), factor)
+    scale = jnp.clip(
+      state.loss_scale * factor, _f32(self.min_scale), _f32(self.max_scale)
+    )
+    return after._replace(
+      loss_scale=scale,
+      finite_count=jnp.where(grow, jnp.int32(0), after.finite_count),
+      memory=memory,
+    )
+
+  def _has_memory(self):
+    # A traced hysteresis (a hyperparameter injected by Optax) may be any.
+    return isinstance(self.hysteresis, jax.core.Tracer) or self.hysteresis > 1
+
+  def _spend_hysteresis(self, left, overflow, grow):
+    """Whether this overflow is tolerated, and the hysteresis left after it."""
+    full = _i32(self.hysteresis)
+    left = jnp.where(overflow, jnp.maximum(left - 1, 0), left)
+    tolerated = left > 0
+    refill = grow
+    if self.hysteresis_refill in ("finite", "backoff"):
+      refill = ~overflow
+    if self.hysteresis_refill == "backoff":
+      refill = refill | ~tolerated
+    return tolerated, jnp.where(refill, full, left)
+
+
+def initial_state(scale: float, memory: Any = ()) -> LossScaleState:
+  """The state before the first step; each field a buffer of its own."""
+  return LossScaleState(
+    loss_scale=_f32(scale),
+    finite_count=jnp.zeros((), jnp.int32),
+    notfinite_count=jnp.zeros((), jnp.int32),
+    last_finite=jnp.ones((), jnp.bool_),
+    total_notfinite=jnp.zeros((), jnp.int32),
+    memory=memory,
+  )
+
+
+def record_step(
+  state: LossScaleState, grads_finite: jax.typing.ArrayLike
+) -> LossScaleState:
+  """The state with its counts moved on by one step, and the scale as it was."""
+  finite = jnp.asarray(grads_finite, jnp.bool_)
+  zero = jnp.int32(0)
+  skipped = optax.safe_increment(state.total_notfinite)
+  in_a_row = optax.safe_increment(state.notfinite_count)
+  applied = optax.safe_increment(state.finite_count)
+  return state._replace(
+    finite_count=jnp.where(finite, applied, zero),
+    notfinite_count=jnp.where(finite, zero, in_a_row),
+    last_finite=finite,
+    total_notfinite=jnp.where(finite, state.total_notfinite, skipped),
+  )
+
+
+def as_policy(loss_scale: Any) -> LossScale:
+  """The policy that ``with_loss_scaling(loss_scale=...)`` stands for."""
+  if isinstance(loss_scale, str) and loss_scale == "dynamic":
+    return DynamicLossScale()
+  if isinstance(loss_scale, LossScale) and not isinstance(loss_scale, type):
+    return loss_scale
+  is_number = _state.is_array(loss_scale) and not isinstance(loss_scale, bool)
+  if not is_number:
+    raise TypeError(
+      "loss_scale must be a policy (such as DynamicLossScale()), 'dynamic' or"
+      f" a positive number, got loss_scale = {loss_scale!r}."
+    )
+  _check_scale("loss_scale", loss_scale)
+  return FixedLossScale(loss_scale)
+
+
+def _check_scale(name, value):
+  _state.check_number(name, value, _state.SMALLEST_SCALE, _state.LARGEST_SCALE)
+
+
+def _check_order(policy):
+  bounds = policy.min_scale, policy.init_scale, policy.max_scale
+  if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
+    return
+  if not bounds[0] <= bounds[1] <= bounds[2]:
+    raise ValueError(
+      "Scales must satisfy min_scale <= init_scale <= max_scale, got"
+      " min_scale = {!r}, init_scale = {!r} and max_scale = {!r}.".format(
+        *bounds
+      )
+    )
+
+
+def _f32(x):
+  return lax.convert_element_type(x, jnp.float32)
+
+
+def _i32(x):
+  return lax.convert_element_type(x, jnp.int32)

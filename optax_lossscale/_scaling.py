@@ -1,0 +1,418 @@
+"""Pure functions: scale the loss, unscale the gradients, measure them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+import warnings
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from optax_lossscale import _state
+
+_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+
+
+def scale_loss(loss: Any, state: Any) -> Any:
+  """Multiplies a loss by the loss scale.
+
+  Args:
+    loss: a float or complex scalar, or any pytree of them. The product of a
+      float16, bfloat16 or float8 loss is float32, since float16 ends at 65504.
+    state: a :class:`LossScaleState`, or any pytree that holds exactly one.
+
+  Returns:
+    A pytree of the same structure; other leaves (integers, ``None``) are as
+    they were.
+
+  Raises:
+    ValueError: if ``state`` does not hold exactly one loss-scale state.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> state = ols.FixedLossScale(1024.0).init()
+    >>> print(ols.scale_loss(jnp.float32(0.5), state))
+    512.0
+  """
+  scale = _state.get_loss_scale_state(state).loss_scale
+
+  def scale_leaf(leaf):
+    if not is_inexact(leaf):
+      return leaf
+    return times(_astype(leaf, _at_least_float32(_dtype(leaf))), scale)
+
+  return jax.tree.map(scale_leaf, loss)
+
+
+def unscale_grads(grads: Any, state: Any) -> Any:
+  """Divides gradients by the loss scale.
+
+  Args:
+    grads: a pytree of gradients of a scaled loss.
+    state: the state that scaled the loss: a :class:`LossScaleState`, or any
+      pytree that holds exactly one.
+
+  Returns:
+    A pytree of the same structure. float16 and float8 leaves come back in
+    float32, where the quotient does not underflow; bfloat16 has the range and
+    keeps its type, as do float32, float64 and complex leaves. Leaves that are
+    no gradients are returned as they are: integers, bools, float0, PRNG keys,
+    and everything under Flax's ``_overwrite_with_gradient`` collection.
+
+  Raises:
+    ValueError: if ``state`` does not hold exactly one loss-scale state.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> state = ols.FixedLossScale(1024.0).init()
+    >>> print(ols.unscale_grads({"w": jnp.float32(512.0)}, state)["w"])
+    0.5
+  """
+  # Scale and reciprocal are both normal float32 numbers in the allowed range,
+  # and exact for powers of two.
+  factor = 1 / _state.get_loss_scale_state(state).loss_scale
+  return multiply_grads(grads, factor)
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Tests, element by element, whether a pytree holds no inf and no NaN.
+
+  Args:
+    tree: any pytree; only leaves of a float or complex dtype are looked at, and
+      none under Flax's ``_overwrite_with_gradient`` collection.
+
+  Returns:
+    A bool of shape ``()``; True for an empty tree.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> print(ols.all_finite({"a": jnp.array([1.0, 2.0]), "b": jnp.inf}))
+    False
+  """
+  poison = jnp.float32(0)
+  for leaf in _grad_leaves(tree):
+    poison += _poison_unless(jnp.all(_isfinite(leaf)))
+  return is_unpoisoned(poison)
+
+
+def value_and_grad(
+  fun: Callable[..., Any],
+  state: Any,
+  argnums: int | Sequence[int] = 0,
+  has_aux: bool = False,
+  *,
+  using: Callable[..., Any] = jax.value_and_grad,
+  **kwargs: Any,
+) -> Callable[..., Any]:
+  """Like :func:`jax.value_and_grad`, through a scaled loss.
+
+  The loss is multiplied by the loss scale before the backward pass and the
+  gradients are divided by it after. What is returned is the true loss and the
+  true gradients.
+
+  Args:
+    fun: the function to differentiate. Returns a scalar loss of a float dtype
+      (float32 is best: a float16 loss overflows with a scale above 2**15), or a
+      pair of it and auxiliary data.
+    state: the state that scales the loss: a :class:`LossScaleState`, or any
+      pytree that holds exactly one, such as the optimizer state.
+    argnums: which positional arguments to differentiate with respect to.
+    has_aux: whether ``fun`` returns a pair of loss and auxiliary data.
+    using: the function to differentiate with: :func:`jax.value_and_grad`, or
+      one with its signature such as ``flax.nnx.value_and_grad`` or
+      ``equinox.filter_value_and_grad``.
+    **kwargs: further keyword arguments for ``using``.
+
+  Returns:
+    A function of the arguments of ``fun``, which returns ``(loss, grads)``, or
+    ``((loss, aux), grads)`` if ``has_aux``. The loss is unscaled and in its own
+    dtype; the gradients are as from :func:`unscale_grads`, and inf or NaN where
+    they overflowed.
+
+  Raises:
+    TypeError: if the loss is not of a float dtype.
+    ValueError: if the loss is not a scalar, or ``state`` does not hold exactly
+      one loss-scale state.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> state = ols.DynamicLossScale().init()
+    >>> def loss_fn(w):
+    ...   return jnp.sum(w.astype(jnp.float16) ** 2).astype(jnp.float32)
+    >>> loss, grad = ols.value_and_grad(loss_fn, state)(jnp.array([0.5]))
+    >>> print(loss, grad)
+    0.25 [1.]
+  """
+  if not callable(fun):
+    raise TypeError(f"fun must be a function, got fun = {fun!r}.")
+  if not callable(using):
+    raise TypeError(
+      "using must be a function like jax.value_and_grad, got using ="
+      f" {using!r}."
+    )
+  scale_state = _state.get_loss_scale_state(state)
+  # Equinox has no `argnums`: it is passed on only if it says something.
+  if not isinstance(argnums, int) or argnums != 0:
+    kwargs["argnums"] = argnums
+
+  def scaled_fun(*args, **fun_kwargs):
+    out = fun(*args, **fun_kwargs)
+    loss = _split_aux(out)[0] if has_aux else out
+    _check_loss(loss)
+    return scale_loss(loss, scale_state), out
+
+  # jax.value_and_grad shows the docstring of the function it is given.
+  scaled_fun.__name__ = getattr(fun, "__name__", "fun")
+  scaled_fun.__doc__ = getattr(fun, "__doc__", None)
+  differentiated = using(scaled_fun, has_aux=True, **kwargs)
+
+  def value_and_grad_fun(*args, **fun_kwargs):
+    (_, out), grads = differentiated(*args, **fun_kwargs)
+    return out, unscale_grads(grads, scale_state)
+
+  return value_and_grad_fun
+
+
+def grad(
+  fun: Callable[..., Any],
+  state: Any,
+  argnums: int | Sequence[int] = 0,
+  has_aux: bool = False,
+  *,
+  using: Callable[..., Any] = jax.value_and_grad,
+  **kwargs: Any,
+) -> Callable[..., Any]:
+  """Like :func:`jax.grad`, through a scaled loss.
+
+  Args:
+    fun: the function to differentiate; see :func:`value_and_grad`.
+    state: the state that scales the loss.
+    argnums: which positional arguments to differentiate with respect to.
+    has_aux: whether ``fun`` returns a pair of loss and auxiliary data.
+    using: the function to differentiate with; one that returns the value, too,
+      as :func:`jax.value_and_grad` does.
+    **kwargs: further keyword arguments for ``using``.
+
+  Returns:
+    A function of the arguments of ``fun``, which returns the unscaled
+    gradients, or ``(grads, aux)`` if ``has_aux``.
+
+  Raises:
+    TypeError: if the loss is not of a float dtype.
+    ValueError: if the loss is not a scalar, or ``state`` does not hold exactly
+      one loss-scale state.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> state = ols.DynamicLossScale().init()
+    >>> print(ols.grad(lambda w: w**2, state)(jnp.float32(3.0)))
+    6.0
+  """
+  with_value = value_and_grad(
+    fun, state, argnums, has_aux, using=using, **kwargs
+  )
+
+  def grad_fun(*args, **fun_kwargs):
+    out, grads = with_value(*args, **fun_kwargs)
+    return (grads, out[1]) if has_aux else grads
+
+  return grad_fun
+
+
+def multiply_grads(grads: Any, factor: jax.typing.ArrayLike) -> Any:
+  """Gradients times a float32 scalar, float16 and float8 ones widened."""
+  return map_grads(lambda leaf: times(widen(leaf), factor), grads)
+
+
+def widen(leaf: Any) -> Any:
+  """The leaf in float32 if it is float16 or float8, else as it is."""
+  if not is_inexact(leaf) or not _is_narrow(_dtype(leaf)):
+    return leaf
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    return leaf.update(dtype=jnp.float32)
+  return _astype(leaf, jnp.float32)
+
+
+def map_grads(fun: Callable[..., Any], grads: Any, *rest: Any) -> Any:
+  """``jax.tree.map`` over the leaves that are gradients; others stay."""
+
+  def apply(path, leaf, *others):
+    is_grad = is_inexact(leaf) and not is_overwritten(path)
+    return fun(leaf, *others) if is_grad else leaf
+
+  return jax.tree_util.tree_map_with_path(apply, grads, *rest)
+
+
+def sum_is_finite(grads: Any) -> jax.Array:
+  """Whether all gradients are finite, for the price of reading them once.
+
+  No inf and no NaN leaves a sum finite, in whatever order XLA adds; a maximum
+  may lose a NaN on CPU. The converse has a limit: a leaf whose finite entries
+  add up to more than its dtype can hold (a mean of 1e32 over a million float32
+  entries) counts as overflowed.
+
+  For 16 bits and fewer XLA would write out a converted copy, and comparing is
+  cheaper.
+  """
+  poison = jnp.float32(0)
+  for leaf in _grad_leaves(grads):
+    if jnp.finfo(_dtype(leaf)).bits <= 16:
+      finite = jnp.all(_isfinite(leaf))
+    else:
+      finite = jnp.isfinite(jnp.sum(leaf))
+    poison += _poison_unless(finite)
+  return is_unpoisoned(poison)
+
+
+def is_unpoisoned(poison: jax.Array) -> jax.Array:
+  """Whether a float32 scalar is finite, computed once for all its readers.
+
+  XLA copies a cheap scalar computation, and with it the reductions of all
+  leaves, into each kernel that reads its result: code and compile time would
+  grow with the square of the number of leaves. It does not copy a square root.
+  """
+  return jnp.isfinite(lax.sqrt(lax.abs(poison)))
+
+
+def largest_magnitude(grads: Any) -> jax.Array:
+  """The largest magnitude in the tree; float32[]; of finite gradients only."""
+  amax = jnp.float32(0)
+  for leaf in _grad_leaves(grads):
+    leaf = _float_or_complex(leaf)
+    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    for part in (leaf.real, leaf.imag) if is_complex else (leaf,):
+      largest = jnp.max(jnp.abs(part), initial=0)
+      # A float64 may lie above float32's range, and still be finite.
+      if jnp.finfo(part.dtype).bits > 32:
+        largest = jnp.minimum(largest, jnp.asarray(_FLOAT32_MAX, part.dtype))
+      amax = jnp.maximum(amax, largest.astype(jnp.float32))
+  return amax
+
+
+def sum_of_squares(grads: Any) -> jax.Array:
+  """The squared global norm of a tree; float32[]; inf or NaN where it is."""
+  total = jnp.float32(0)
+  for leaf in _grad_leaves(grads):
+    total += _sum_of_squares(leaf)
+  return total
+
+
+def is_inexact(leaf: Any) -> bool:
+  """Whether a leaf is a float or complex array, or a Python number of them."""
+  if not hasattr(leaf, "dtype"):
+    return isinstance(leaf, (float, complex))
+  return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def is_overwritten(path: Any) -> bool:
+  """Whether a tree path leads into Flax's fp8 statistics."""
+  return any(
+    getattr(key, "key", getattr(key, "name", None))
+    == _state.OVERWRITE_WITH_GRADIENT
+    for key in path
+  )
+
+
+def times(x: Any, factor: jax.typing.ArrayLike) -> jax.Array:
+  """X times a float32 scalar, in the dtype of x."""
+  x = jnp.asarray(x)
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    # By parts: the product of two complex numbers loses the sign of zeros.
+    return lax.complex(times(x.real, factor), times(x.imag, factor))
+  if x.dtype == jnp.bfloat16:
+    # In float32, so that a factor that is no power of two rounds only once.
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+  return x * lax.convert_element_type(factor, x.dtype)
+
+
+def cast_real_or_complex(x: jax.Array, dtype: Any) -> jax.Array:
+  """X in another dtype, unless that would drop or invent an imaginary part."""
+  is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+  if is_complex != jnp.issubdtype(x.dtype, jnp.complexfloating):
+    return x
+  return x.astype(dtype)
+
+
+def _check_loss(loss):
+  if not _state.is_array(loss):
+    raise TypeError(
+      f"fun must return a scalar loss, got {type(loss).__name__}. If it is a"
+      " pair of the loss and auxiliary data, pass has_aux=True."
+    )
+  shape, dtype = jnp.shape(loss), _dtype(loss)
+  if shape != ():
+    raise ValueError(
+      "fun must return a scalar loss, got a loss of shape"
+      f" {shape}. Take its mean or sum."
+    )
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise TypeError(
+      f"fun must return a loss of a float dtype, got a loss of {dtype}."
+    )
+  if dtype == jnp.float16:
+    warnings.warn(
+      "fun returns a float16 loss. Its backward pass starts with the loss"
+      " scale in float16, where every scale above 2**15 overflows; the scale"
+      " will settle below. Return the loss in float32.",
+      stacklevel=2,
+    )
+
+
+def _split_aux(out):
+  if not isinstance(out, (tuple, list)) or len(out) != 2:
+    raise TypeError(
+      "fun must return a pair (loss, aux) when has_aux=True, got"
+      f" {type(out).__name__}."
+    )
+  return out
+
+
+def _grad_leaves(tree):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return [x for path, x in leaves if is_inexact(x) and not is_overwritten(path)]
+
+
+def _poison_unless(finite):
+  """0 if finite, else NaN: terms of one sum that stand for a conjunction."""
+  return jnp.where(finite, jnp.float32(0), jnp.float32(jnp.nan))
+
+
+def _isfinite(leaf):
+  return jnp.isfinite(_float_or_complex(leaf))
+
+
+def _float_or_complex(leaf):
+  """The leaf as an array that XLA can reduce: float8 and less in float32."""
+  leaf = jnp.asarray(leaf)
+  is_tiny = jnp.finfo(leaf.dtype).bits < 16
+  return leaf.astype(jnp.float32) if is_tiny else leaf
+
+
+def _sum_of_squares(leaf):
+  leaf = jnp.asarray(leaf)
+  leaf = leaf.astype(_at_least_float32(leaf.dtype))
+  squares = jnp.square(leaf.real)
+  if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+    squares += jnp.square(leaf.imag)
+  return jnp.sum(squares).astype(jnp.float32)
+
+
+def _at_least_float32(dtype):
+  return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def _is_narrow(dtype):
+  return jnp.finfo(dtype).bits <= 16 and dtype != jnp.bfloat16
+
+
+def _astype(x, dtype):
+  return lax.convert_element_type(x, dtype)
+
+
+def _dtype(x):
+  return jnp.result_type(x)

@@ -1,0 +1,171 @@
+"""Runs an inner update so that a skipped step keeps the old state, for free."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from optax_lossscale import _state
+
+
+def update_or_keep(
+  update: Callable[..., Any],
+  finite: jax.Array,
+  grads: Any,
+  state: Any,
+  params: Any,
+  **extra_args: Any,
+) -> tuple[Any, Any]:
+  """Calls ``update`` and keeps the old state unless ``finite``.
+
+  ``jnp.where(finite, new, old)`` behind the update is right, but dear: the
+  updates read the new moments, which XLA then computes twice, once for the
+  state and once, from the old ones, for the updates. The old ones are needed
+  to the end, and cannot be overwritten in place. So the selection is put where
+  each new leaf is produced, and all that follows reads the selected one. On an
+  applied step that is the same number, and the updates of a skipped one are
+  thrown away.
+
+  Args:
+    update: the update function of an optimizer.
+    finite: whether to take the new state; bool, shape ``()``.
+    grads: the gradients.
+    state: the optimizer's state.
+    params: the parameters, or None.
+    **extra_args: further arguments of ``update``; functions are fine.
+
+  Returns:
+    The updates as ``update`` gave them, and the selected state in the
+    structure and dtypes of ``state``.
+
+  Raises:
+    ValueError: if ``update`` returns a state of another structure.
+  """
+  # Outside jit there is nothing to fuse, and state leaves may be any object.
+  if not isinstance(finite, jax.core.Tracer):
+    updates, new_state = update(grads, state, params, **extra_args)
+    return updates, keep(finite, new_state, state)
+
+  def run():
+    updates, new_state = update(grads, state, params, **extra_args)
+    _check_structure(new_state, state)
+    return updates, _cast_like(new_state, state)
+
+  return _run_with_selects(run, finite, state)
+
+
+def keep(finite: jax.Array, new_state: Any, state: Any) -> Any:
+  """The new state where ``finite``, else the old one: the plain way."""
+  _check_structure(new_state, state)
+  return _state.select(finite, new_state, state)
+
+
+def _run_with_selects(run, finite, state):
+  # `run` closes over everything: traced values arrive as constants of the
+  # jaxpr, with their shardings and manual axes, and functions need no care.
+  closed, shapes = jax.make_jaxpr(run, return_shape=True)()
+  old_leaves = jax.tree.leaves(state)
+  first = len(closed.jaxpr.outvars) - len(old_leaves)
+  new_vars = closed.jaxpr.outvars[first:]
+  # A value that is two leaves of the state is selected for the first of them.
+  old = {}
+  for var, leaf in zip(new_vars, old_leaves, strict=True):
+    if not isinstance(var, core.Literal):
+      old.setdefault(var, leaf)
+  outs, selected = _evaluate(closed.jaxpr, closed.consts, finite, old)
+
+  def finish(var, out, leaf):
+    if out is leaf or (var in selected and old[var] is leaf):
+      return out
+    # No equation of its own produced it: the plain way.
+    return _state.select_leaf(finite, out, leaf)
+
+  new_leaves = map(finish, new_vars, outs[first:], old_leaves)
+  updates = jax.tree.unflatten(jax.tree.structure(shapes[0]), outs[:first])
+  return updates, jax.tree.unflatten(jax.tree.structure(state), new_leaves)
+
+
+def _evaluate(jaxpr, args, finite, old):
+  """Evaluates a jaxpr, selecting against ``old`` right where it is produced.
+
+  Args:
+    jaxpr: the jaxpr.
+    args: a value for each of its constants and inputs.
+    finite: whether to take the new values.
+    old: a dict from output variables to the values to keep.
+
+  Returns:
+    The outputs, and the set of variables that were selected.
+  """
+  env = dict(zip(jaxpr.constvars + jaxpr.invars, args, strict=True))
+  selected = set()
+
+  def read(var):
+    return var.val if isinstance(var, core.Literal) else env[var]
+
+  for eqn in jaxpr.eqns:
+    if _is_transparent(eqn):
+      inner = eqn.params["jaxpr"]
+      # Keyed by the variable inside; one that leaves twice is selected once.
+      pairs = {
+        i: o
+        for i, o in zip(inner.jaxpr.outvars, eqn.outvars, strict=True)
+        if o in old and not isinstance(i, core.Literal)
+      }
+      outs, within = _evaluate(
+        inner.jaxpr,
+        [*inner.consts, *map(read, eqn.invars)],
+        finite,
+        {i: old[o] for i, o in pairs.items()},
+      )
+      selected |= {pairs[i] for i in within}
+      env.update(zip(eqn.outvars, outs, strict=True))
+      continue
+    env.update(_evaluate_one(jaxpr, eqn, read))
+    for var in eqn.outvars:
+      if var in old:
+        env[var] = _state.select_leaf(finite, env[var], old[var])
+        selected.add(var)
+  return [read(var) for var in jaxpr.outvars], selected
+
+
+def _evaluate_one(jaxpr, eqn, read):
+  """The values of the output variables of one equation."""
+  inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
+  inputs = list(dict.fromkeys(inputs))
+  # A jaxpr of this equation alone lets JAX do the evaluation.
+  alone = jaxpr.replace(
+    constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn]
+  )
+  fun = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
+  return zip(eqn.outvars, fun(*map(read, inputs)), strict=True)
+
+
+def _is_transparent(eqn):
+  """Whether to look inside: a jitted function with several results.
+
+  With one result there is nothing in it that reads the selected value.
+  """
+  return eqn.primitive.name in ("jit", "pjit") and len(eqn.outvars) > 1
+
+
+def _cast_like(new_state, state):
+  return jax.tree.map(
+    lambda new, old: (
+      _state.cast(new, old.dtype)
+      if hasattr(old, "dtype") and _state.is_array(old)
+      else new
+    ),
+    new_state,
+    state,
+  )
+
+
+def _check_structure(new_state, state):
+  new, old = jax.tree.structure(new_state), jax.tree.structure(state)
+  if new != old:
+    raise ValueError(
+      "The state of inner must keep its structure, so that a skipped step can"
+      f" keep the old one; got {new} from update and {old} before it."
+    )

@@ -1,0 +1,289 @@
+"""``with_loss_scaling``: the loss scaler as an Optax transformation."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale import _policies, _scaling, _select, _state
+
+AxisName = Hashable | Sequence[Hashable]
+
+
+class LossScalingState(NamedTuple):
+  """The state of :func:`with_loss_scaling`.
+
+  Attributes:
+    loss_scale_state: the :class:`LossScaleState`.
+    inner_state: the state of the wrapped optimizer.
+  """
+
+  loss_scale_state: _state.LossScaleState
+  inner_state: Any
+
+
+def with_loss_scaling(
+  inner: optax.GradientTransformation,
+  loss_scale: _policies.LossScale | jax.typing.ArrayLike | str = "dynamic",
+  *,
+  axis_name: AxisName | None = None,
+  max_norm: jax.typing.ArrayLike | None = None,
+  grads_are_scaled: bool = False,
+  skip_nonfinite: bool = True,
+  check_updates: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer in loss scaling: skips bad steps, moves the scale.
+
+  Differentiate with :func:`~optax_lossscale.value_and_grad`, and give
+  ``update`` what it returns. A step whose gradients hold an inf or a NaN
+  changes nothing but the loss-scale state: its updates are -0.0, which added
+  to a parameter changes no bit of it, and the inner state is kept. Nothing is
+  read back to the host.
+
+  Wrap the whole chain: clipping or weight decay outside would hide an overflow
+  or act on a skipped step. ``update`` takes a further bool,
+  ``grads_finite``, which must be true as well for the step to be applied; all
+  other extra arguments go to ``inner``.
+
+  float16 and float8 gradients and parameters are float32 inside ``inner``, in
+  ``init`` and ``update`` alike; updates come back in the dtypes of the
+  parameters.
+
+  Args:
+    inner: the optimizer to wrap.
+    loss_scale: a policy such as :class:`~optax_lossscale.DynamicLossScale`;
+      ``"dynamic"`` for that with its defaults; or a number for a fixed scale.
+    axis_name: the axis or axes of ``pmap`` or ``shard_map`` over which the
+      step is decided together: one device's overflow makes all skip. Not needed
+      under sharded ``jit``.
+    max_norm: if given, gradients whose global norm is larger are scaled down
+      to it, as :func:`optax.clip_by_global_norm` does, but in the same pass
+      that tests them; float32 scalar, in units of the unscaled gradients. A
+      norm too large for float32 counts as an overflow.
+    grads_are_scaled: whether ``update`` is given gradients of the scaled loss,
+      which it then unscales.
+    skip_nonfinite: if False, the gradients are not tested and every step is
+      applied. For a fixed scale only.
+    check_updates: if True, an inf or a NaN that ``inner`` produced counts as an
+      overflow, too.
+
+  Returns:
+    A :class:`optax.GradientTransformationExtraArgs` whose state is a
+    :class:`LossScalingState`.
+
+  Raises:
+    TypeError: if an argument is of the wrong type.
+    ValueError: if an argument is out of range, or in ``init``, if ``inner``
+      scales losses already.
+
+  Examples:
+    >>> import jax, optax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> def loss_fn(w, x):
+    ...   return jnp.mean((w.astype(jnp.float16) * x).astype(jnp.float32) ** 2)
+    >>> tx = ols.with_loss_scaling(optax.sgd(0.5))
+    >>> w = jnp.array([0.5, 0.25])
+    >>> opt_state = tx.init(w)
+    >>> x = jnp.array([1.0, 0.5], jnp.float16)
+    >>> loss, grad = ols.value_and_grad(loss_fn, opt_state)(w, x)
+    >>> updates, opt_state = tx.update(grad, opt_state, w)
+    >>> print(loss, optax.apply_updates(w, updates))
+    0.1328125 [0.25    0.21875]
+
+  References:
+    Micikevicius et al, `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018
+  """
+  inner = _as_transformation(inner)
+  policy = _policies.as_policy(loss_scale)
+  _check_options(policy, max_norm, skip_nonfinite, check_updates)
+
+  def init_fn(params):
+    inner_state = inner.init(jax.tree.map(_scaling.widen, params))
+    if _state.holds_loss_scale(inner_state):
+      raise ValueError(
+        "inner must be an optimizer without loss scaling, got one whose state"
+        " holds a loss scale already. Wrap it once, and outermost."
+      )
+    return LossScalingState(policy.init(), jax.tree.map(_strong, inner_state))
+
+  def update_fn(
+    updates, state, params=None, *, grads_finite=True, **extra_args
+  ):
+    _check_state(state)
+    scale_state, inner_state = state
+    unscale = 1 / scale_state.loss_scale if grads_are_scaled else None
+
+    finite, amax, factor = _measure(updates, unscale, max_norm, axis_name)
+    finite = _agree(finite & grads_finite, axis_name)
+    if not skip_nonfinite:
+      finite = jnp.bool_(True)
+
+    grads = _scaling.map_grads(
+      lambda leaf: _zero_unless(finite, leaf, factor), updates
+    )
+    wide_params = jax.tree.map(_scaling.widen, params)
+    args = grads, inner_state, wide_params
+    if check_updates:
+      new_updates, new_inner_state = inner.update(*args, **extra_args)
+      finite &= _agree(_scaling.sum_is_finite(new_updates), axis_name)
+      new_inner_state = _select.keep(finite, new_inner_state, inner_state)
+    else:
+      new_updates, new_inner_state = _select.update_or_keep(
+        inner.update, finite, *args, **extra_args
+      )
+
+    return _finish_updates(finite, new_updates, params), LossScalingState(
+      policy.adjust(scale_state, finite, grads_amax=amax), new_inner_state
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _measure(grads, unscale, max_norm, axis_name):
+  """What one pass over the gradients, as they arrive, tells.
+
+  Args:
+    grads: the gradients, true or scaled.
+    unscale: float32[] by which scaled ones become true ones; None for true.
+    max_norm: the largest norm allowed, or None.
+    axis_name: the axes over which the norm and the maximum are taken, or None.
+
+  Returns:
+    Whether those of this device are finite once they are true; the largest
+    magnitude of the true ones; and the float32[] to multiply the gradients by,
+    or None.
+  """
+  amax = _scaling.largest_magnitude(grads)
+  if axis_name is not None:
+    amax = lax.pmax(amax, axis_name)
+  factor = unscale
+  if unscale is not None:
+    amax *= unscale
+  if max_norm is None:
+    finite = _scaling.sum_is_finite(grads)
+  else:
+    norm = _global_norm(grads, axis_name)
+    if unscale is not None:
+      norm *= unscale
+    finite = jnp.isfinite(norm)
+    max_norm = lax.convert_element_type(max_norm, jnp.float32)
+    clip = jnp.where(norm > max_norm, max_norm / norm, jnp.float32(1))
+    factor = clip if unscale is None else clip * unscale
+  if unscale is not None:
+    # Finite scaled gradients overflow when a scale below 1 unscales them. The
+    # bound is the least of the dtypes in which a gradient may come out.
+    finite &= amax <= jnp.float32(jnp.finfo(jnp.bfloat16).max)
+  return finite, amax, factor
+
+
+def _global_norm(grads, axis_name):
+  total = _scaling.sum_of_squares(grads)
+  if axis_name is not None:
+    total = lax.psum(total, axis_name)
+  return lax.sqrt(total)
+
+
+def _agree(finite, axis_name):
+  """The flag that is true if it is on every device along the axes."""
+  if axis_name is None:
+    return finite
+  return lax.pmin(finite.astype(jnp.int32), axis_name) > 0
+
+
+def _zero_unless(finite, grad, factor):
+  """The widened gradient times the factor; zeros unless finite."""
+  grad = jnp.asarray(_scaling.widen(grad))
+  if factor is not None:
+    grad = _scaling.times(grad, factor)
+  return lax.select(finite, grad, jnp.zeros_like(grad))
+
+
+def _finish_updates(finite, updates, params):
+  """Updates in the dtypes of the params; -0.0 where the step is skipped.
+
+  p + (-0.0) is p bit for bit, the sign of a zero included.
+  """
+
+  def finish(path, update, param=None):
+    if not _state.is_array(update) or _scaling.is_overwritten(path):
+      return update
+    update = jnp.asarray(update)
+    if not _scaling.is_inexact(update):
+      is_integer = jnp.issubdtype(update.dtype, jnp.integer)
+      zero = jnp.zeros_like(update) if is_integer else update
+      return lax.select(finite, update, zero)
+    if _scaling.is_inexact(param):
+      update = _scaling.cast_real_or_complex(update, jnp.result_type(param))
+    return lax.select(finite, update, _negative_zeros_like(update))
+
+  # None and MaskedNode stand where params may have a leaf.
+  is_leaf = lambda x: x is None or isinstance(x, optax.MaskedNode)
+  rest = () if params is None else (params,)
+  return jax.tree_util.tree_map_with_path(
+    finish, updates, *rest, is_leaf=is_leaf
+  )
+
+
+def _negative_zeros_like(x):
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    return lax.complex(
+      _negative_zeros_like(x.real), _negative_zeros_like(x.imag)
+    )
+  return jnp.full_like(x, -0.0)
+
+
+def _strong(leaf):
+  """A leaf without weak type, so that the second step does not trace again."""
+  if not _state.is_array(leaf):
+    return leaf
+  return _state.cast(leaf, jnp.result_type(leaf))
+
+
+def _as_transformation(inner):
+  if isinstance(inner, optax.MultiSteps):
+    inner = inner.gradient_transformation()
+  has_methods = callable(getattr(inner, "init", None)) and callable(
+    getattr(inner, "update", None)
+  )
+  if isinstance(inner, type) or not has_methods:
+    hint = " Call it to make one." if callable(inner) else ""
+    raise TypeError(
+      "inner must be an optimizer such as optax.adam(1e-3), got inner ="
+      f" {inner!r}.{hint}"
+    )
+  if not isinstance(inner, optax.GradientTransformation):
+    inner = optax.GradientTransformation(inner.init, inner.update)
+  return optax.with_extra_args_support(inner)
+
+
+def _check_options(policy, max_norm, skip_nonfinite, check_updates):
+  if max_norm is not None:
+    # The largest and the smallest normal float32.
+    _state.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
+  if skip_nonfinite:
+    return
+  if not isinstance(policy, _policies.FixedLossScale):
+    raise ValueError(
+      "skip_nonfinite=False goes with a fixed scale only, got loss_scale ="
+      f" {policy!r}. A scale that moves does so by the steps it skips."
+    )
+  if check_updates:
+    raise ValueError(
+      "check_updates must be False if skip_nonfinite is, got"
+      " check_updates = True."
+    )
+
+
+def _check_state(state):
+  if not isinstance(state, LossScalingState):
+    raise TypeError(
+      "update must be given a LossScalingState, got"
+      f" {type(state).__name__}. It is what init returned; to go on from a"
+      " state of the bare optimizer, use"
+      " tx.init(params)._replace(inner_state=state)."
+    )
