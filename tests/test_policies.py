@@ -1,0 +1,275 @@
+"""The rules, against a plain Python oracle and as sentences."""
+
+import dataclasses
+import itertools
+import pickle
+
+from hypothesis import given
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+REFILLS = ["growth", "finite", "backoff"]
+POWERS = [2.0**k for k in range(-126, 127)]
+
+
+def run(policy, finites, state=None):
+  """The states after each step, as (scale, finite_count) in numpy."""
+  state = policy.init() if state is None else state
+  steps = jnp.array(finites, bool)
+
+  def step(state, finite):
+    state = policy.adjust(state, finite)
+    return state, state
+
+  _, states = jax.jit(lambda s: jax.lax.scan(step, s, steps))(state)
+  return states
+
+
+def scales(policy, string, state=None):
+  """The scale after each step of a string of F (finite) and T (overflow)."""
+  states = run(policy, [c == "F" for c in string], state)
+  return states.loss_scale.tolist()
+
+
+class Oracle:
+  """DynamicLossScale in plain Python; numpy rounds as float32 does."""
+
+  def __init__(self, policy):
+    self.policy = policy
+    self.scale = np.float32(policy.init_scale)
+    self.count = self.in_a_row = self.total = 0
+    self.left = policy.hysteresis
+
+  def step(self, finite):
+    p = self.policy
+    if finite:
+      self.count, self.in_a_row = self.count + 1, 0
+      if p.hysteresis_refill in ("finite", "backoff"):
+        self.left = p.hysteresis
+      if self.count >= p.growth_interval:
+        self.count, self.left = 0, p.hysteresis
+        self._multiply(p.growth_factor)
+      return
+    self.count, self.in_a_row = 0, self.in_a_row + 1
+    self.total += 1
+    self.left = max(self.left - 1, 0)
+    if self.left == 0:
+      self._multiply(p.backoff_factor)
+      if p.hysteresis_refill == "backoff":
+        self.left = p.hysteresis
+
+  def _multiply(self, factor):
+    with np.errstate(over="ignore", under="ignore"):
+      scale = self.scale * np.float32(factor)
+    low, high = (
+      np.float32(self.policy.min_scale),
+      np.float32(self.policy.max_scale),
+    )
+    self.scale = min(max(scale, low), high)
+
+
+@st.composite
+def policies(draw):
+  low, init, high = sorted(
+    draw(st.lists(st.sampled_from(POWERS), min_size=3, max_size=3))
+  )
+  return ols.DynamicLossScale(
+    init_scale=init,
+    growth_factor=draw(st.sampled_from([2.0, 4.0, 1.5, 2.0**100])),
+    backoff_factor=draw(st.sampled_from([0.5, 0.25, 0.7, 2.0**-100])),
+    growth_interval=draw(st.integers(1, 5)),
+    min_scale=low,
+    max_scale=high,
+    hysteresis=draw(st.integers(1, 4)),
+    hysteresis_refill=draw(st.sampled_from(REFILLS)),
+  )
+
+
+@given(policies(), st.lists(st.booleans(), min_size=1, max_size=30), st.data())
+def test_dynamic_follows_the_oracle_through_a_checkpoint_cut(
+  policy, finites, data
+):
+  finites += [True] * (30 - len(finites))  # one length, one shape
+  oracle = Oracle(policy)
+  expected = []
+  for finite in finites:
+    oracle.step(finite)
+    expected.append((oracle.scale, oracle.count, oracle.in_a_row, oracle.total))
+
+  cut = data.draw(st.integers(0, len(finites)))
+  adjust = jax.jit(policy.adjust)
+  state, got = policy.init(), []
+  for i, finite in enumerate(finites):
+    if i == cut:
+      state = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, state)))
+    state = adjust(state, finite)
+    got.append(
+      (
+        state.loss_scale.item(),
+        state.finite_count.item(),
+        state.notfinite_count.item(),
+        state.total_notfinite.item(),
+      )
+    )
+    assert bool(state.last_finite) == finite
+    assert policy.min_scale <= state.loss_scale <= policy.max_scale
+  assert got == expected
+
+
+@pytest.mark.parametrize(
+  "refill, mixed, overflows",
+  [
+    ("growth", [64, 64, 32, 16, 16, 8], [64, 32, 16, 8]),
+    ("finite", [64, 64, 64, 32, 32, 32], [64, 32, 16, 8]),
+    ("backoff", [64, 64, 64, 32, 32, 32], [64, 32, 32, 16]),
+  ],
+)
+def test_hysteresis_of_two_tolerates_one_overflow_until_refilled(
+  refill, mixed, overflows
+):
+  policy = ols.DynamicLossScale(64.0, hysteresis=2, hysteresis_refill=refill)
+  assert scales(policy, "TFTTFT") == mixed
+  assert scales(policy, "TTTT") == overflows
+
+
+def test_growth_refills_the_hysteresis_whatever_the_rule():
+  for refill in REFILLS:
+    policy = ols.DynamicLossScale(
+      64.0, growth_interval=2, hysteresis=2, hysteresis_refill=refill
+    )
+    assert scales(policy, "TFFTT") == [64, 64, 128, 128, 64]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_the_scale_grows_on_the_nth_finite_step(interval):
+  policy = ols.DynamicLossScale(1.0, growth_interval=interval)
+  got = scales(policy, "F" * 12)
+  assert got == [2.0 ** ((i + 1) // interval) for i in range(12)]
+
+
+@pytest.mark.parametrize("count", [3, 4, 1000, 2**31 - 1])
+def test_a_restored_count_at_or_above_the_interval_grows_at_once(count):
+  policy = ols.DynamicLossScale(1.0, growth_interval=3)
+  state = policy.init()._replace(finite_count=jnp.int32(count))
+  assert scales(policy, "FFFF", state) == [2, 2, 2, 4]
+
+
+def test_a_growth_held_at_the_maximum_restarts_the_count():
+  policy = ols.DynamicLossScale(2.0, growth_interval=2, max_scale=2.0)
+  states = run(policy, [True] * 5)
+  assert states.loss_scale.tolist() == [2] * 5
+  assert states.finite_count.tolist() == [1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.5, 2.0**126])
+@pytest.mark.parametrize("backoff", [0.5, 0.3, 2.0**-126])
+def test_no_string_of_steps_reaches_zero_inf_or_nan(factor, backoff):
+  policy = ols.DynamicLossScale(
+    growth_factor=factor,
+    backoff_factor=backoff,
+    growth_interval=1,
+    min_scale=2.0**-126,
+  )
+  for string in ("F" * 300, "T" * 300, "F" * 300 + "T" * 300):
+    got = scales(policy, string)
+    assert min(got) >= 2.0**-126
+    assert max(got) <= 2.0**126
+  # And back from either end: no value absorbs.
+  assert scales(policy, "F" * 300 + "T")[-1] < 2.0**126
+  assert scales(policy, "T" * 300 + "F")[-1] > 2.0**-126
+
+
+def test_counters_saturate():
+  top = 2**31 - 1
+  policy = ols.DynamicLossScale(growth_interval=top)
+  state = policy.init()._replace(
+    finite_count=jnp.int32(top - 2),
+    notfinite_count=jnp.int32(top),
+    total_notfinite=jnp.int32(top),
+  )
+  skipped = policy.adjust(state, jnp.array(False))
+  assert skipped.notfinite_count == top
+  assert skipped.total_notfinite == top
+  fixed = ols.FixedLossScale(1.0).init()._replace(finite_count=jnp.int32(top))
+  assert ols.FixedLossScale(1.0).adjust(fixed, True).finite_count == top
+
+
+def test_a_fixed_scale_never_moves_and_still_counts():
+  states = run(ols.FixedLossScale(3.0), [True, False, False, True, True])
+  assert states.loss_scale.tolist() == [3.0] * 5
+  assert states.finite_count.tolist() == [1, 0, 0, 1, 2]
+  assert states.notfinite_count.tolist() == [0, 1, 2, 0, 0]
+  assert states.last_finite.tolist() == [True, False, False, True, True]
+  assert states.total_notfinite.tolist() == [0, 1, 2, 2, 2]
+
+
+NON_DEFAULTS = {
+  "init_scale": 8.0,
+  "growth_factor": 4.0,
+  "backoff_factor": 0.25,
+  "growth_interval": 2,
+  "min_scale": 4.0,
+  "max_scale": 8.0,
+  "hysteresis": 2,
+  "hysteresis_refill": "backoff",
+}
+
+
+@pytest.mark.parametrize("name", NON_DEFAULTS)
+def test_every_hyperparameter_acts_after_jit_scan_and_a_checkpoint(name):
+  """jmp's minimum is lost in its flatten, and returns to 1 after jit."""
+  base = {"init_scale": 8.0, "growth_interval": 3, "hysteresis": 3}
+  base.update(max_scale=2.0**20, hysteresis_refill="growth")
+  default = ols.DynamicLossScale(**base)
+  changed = ols.DynamicLossScale(**(base | {name: NON_DEFAULTS[name]}))
+  if name == "init_scale":
+    default = dataclasses.replace(default, init_scale=16.0)
+  string = "FFFFFFTTTTTTTTFTTFTTTTTTTTFFFFF"
+  cut = 7
+  expected = []
+  oracle = Oracle(changed)
+  for c in string:
+    oracle.step(c == "F")
+    expected.append(oracle.scale)
+
+  head = run(changed, [c == "F" for c in string[:cut]])
+  last = jax.tree.map(lambda x: np.asarray(x[-1]), head)
+  got = head.loss_scale.tolist() + scales(changed, string[cut:], last)
+  assert got == expected
+  assert got != scales(default, string)
+
+
+def test_policies_are_hashable_printable_and_round_trip_through_asdict():
+  for policy in (
+    ols.DynamicLossScale(**NON_DEFAULTS),
+    ols.FixedLossScale(2.0),
+  ):
+    assert isinstance(policy, ols.LossScale)
+    assert hash(policy) == hash(dataclasses.replace(policy))
+    assert type(policy)(**dataclasses.asdict(policy)) == policy
+    assert eval(repr(policy), vars(ols)) == policy
+    with pytest.raises(dataclasses.FrozenInstanceError):
+      policy.anything = 1
+
+
+def test_the_memory_is_empty_unless_there_is_hysteresis():
+  assert ols.DynamicLossScale().init().memory == ()
+  assert ols.DynamicLossScale(hysteresis=3).init().memory == 3
+
+
+def test_adjust_works_under_vmap_with_a_scale_per_member():
+  policy = ols.DynamicLossScale(64.0, hysteresis=2)
+  strings = ["".join(s) for s in itertools.product("FT", repeat=4)]
+  finites = jnp.array([[c == "F" for c in s] for s in strings])
+  states = jax.vmap(
+    lambda f: jax.lax.scan(
+      lambda s, x: (policy.adjust(s, x), ()), policy.init(), f
+    )[0]
+  )(finites)
+  expected = [scales(policy, s)[-1] for s in strings]
+  assert states.loss_scale.tolist() == expected

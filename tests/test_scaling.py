@@ -1,0 +1,239 @@
+"""Scaling, unscaling and differentiating: the true loss, the true gradients."""
+
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import FLOATS, OTHERS, same_bits, ZOO
+
+import optax_lossscale as ols
+
+
+def state_at(scale):
+  return ols.FixedLossScale(scale).init()
+
+
+def test_unscale_undoes_scale_bit_for_bit_at_every_power_of_two():
+  """A reciprocal of 2**127 is flushed to zero, and every gradient with it."""
+  g = jnp.array([1.0, -1.5, 3.1415927, -0.0, 0.0, 1.0000001])
+
+  @jax.jit
+  def there_and_back(g, state):
+    return ols.unscale_grads(ols.scale_loss(g, state), state)
+
+  for k in range(-126, 127):
+    got = there_and_back(g, state_at(2.0**k))
+    assert same_bits(got, g), k
+
+
+def test_a_small_float16_gradient_unscales_to_exactly_its_value():
+  grads = jnp.full(3, 2.0**-10, jnp.float16)
+  got = ols.unscale_grads(grads, state_at(2.0**15))
+  assert got.dtype == jnp.float32
+  assert got.tolist() == [2.0**-25] * 3
+
+
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**17])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_the_loss_is_exact_and_in_its_own_dtype_whatever_the_scale(
+  scale, dtype
+):
+  """3 * 2**15 is no float16: Flax reports inf on a step that it applies."""
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    loss, _ = jax.jit(
+      lambda w: ols.value_and_grad(
+        lambda w: (w * 3).astype(dtype), state_at(scale)
+      )(w)
+    )(jnp.float32(1.0))
+  assert (loss, loss.dtype) == (3.0, dtype)
+
+
+@pytest.mark.parametrize(
+  "dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.float32]
+)
+def test_a_scaled_loss_is_at_least_float32(dtype):
+  got = ols.scale_loss({"a": jnp.asarray(3, dtype)}, state_at(2.0**17))
+  assert got["a"].dtype == jnp.float32
+  assert got["a"] == 3 * 2.0**17
+
+
+def test_a_float16_loss_is_warned_of_while_tracing_and_trains():
+  state = ols.DynamicLossScale(2.0**17).init()
+  policy = ols.DynamicLossScale(2.0**17)
+  step = jax.jit(
+    lambda s: ols.value_and_grad(lambda w: w * jnp.float16(0.5), s)(
+      jnp.float16(0.25)
+    )
+  )
+  with pytest.warns(
+    UserWarning, match="float16 loss.*Return the loss in float"
+  ):
+    loss, grad = step(state)
+  assert loss == 0.125
+  assert not jnp.isfinite(grad)
+  for _ in range(2):  # No further warning: warnings are errors here.
+    state = policy.adjust(state, ols.all_finite(grad))
+    loss, grad = step(state)
+  assert (state.loss_scale, grad) == (2.0**15, 0.5)
+
+
+def test_a_bfloat16_or_float32_loss_is_not_warned_of():
+  for dtype in (jnp.bfloat16, jnp.float32):
+    ols.grad(lambda w: w * w, state_at(2.0))(jnp.ones((), dtype))
+
+
+def test_the_zoo_comes_out_of_unscale_grads_as_documented():
+  got = ols.unscale_grads(ZOO, state_at(2.0))
+  assert same_bits(got["others"], OTHERS)
+  wide = {"f16": "float32", "f8": "float32", "f8_5": "float32"}
+  for name, leaf in FLOATS.items():
+    out = got["floats"][name]
+    expected = np.asarray(leaf).astype(
+      wide.get(name, jnp.result_type(leaf))
+    ) / np.asarray(2, wide.get(name, jnp.result_type(leaf)))
+    assert same_bits(out, jnp.asarray(expected)), name
+
+
+def test_the_zoo_comes_out_of_scale_loss_with_its_types_kept_or_widened():
+  got = ols.scale_loss(
+    FLOATS | {k: OTHERS[k] for k in ("int", "none")}, state_at(2)
+  )
+  assert same_bits(got["int"], OTHERS["int"])
+  assert got["none"] is None
+  assert got["complex"].dtype == jnp.complex64
+  assert same_bits(got["complex"], FLOATS["complex"] * 2)
+  assert got["f8"].dtype == got["bf16"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_all_finite_finds_one_bad_entry_in_a_leaf_of_any_type(name, bad):
+  if FLOATS[name] is FLOATS["empty"]:
+    assert ols.all_finite(FLOATS["empty"])
+    return
+  leaf = np.array(FLOATS[name])
+  if name == "f8" and np.isinf(bad):
+    bad = jnp.nan  # e4m3fn has no inf
+  leaf.reshape(-1)[-1] = bad
+  assert not ols.all_finite(FLOATS | {name: leaf})
+  assert not jax.jit(ols.all_finite)(FLOATS | {name: leaf})
+
+
+def test_all_finite_looks_at_floats_only():
+  assert ols.all_finite(ZOO)
+  for empty in ({}, None, [], OTHERS):
+    assert ols.all_finite(empty)
+
+
+@pytest.mark.parametrize("value", [1e20, 1e30, 3.4e38, -3.4e38, 1e-45, 0.0])
+def test_all_finite_raises_no_false_alarm(value):
+  assert ols.all_finite(jnp.full(100_000, value))
+  assert ols.all_finite({"a": jnp.full(3, 65504, jnp.float16)})
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 100_003, 2**20])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_all_finite_finds_a_bad_entry_in_leaves_of_any_size(size, bad):
+  """XLA's maximum on CPU loses a NaN in leaves of some 4,000 entries."""
+  finite = jax.jit(ols.all_finite)
+  for where in {0, size // 2, size - 1}:
+    leaf = np.ones(size, np.float32)
+    leaf[where] = bad
+    assert not finite(leaf)
+  assert finite(np.ones(size, np.float32))
+
+
+def loss_fn(a, b, *, c=1.0):
+  return jnp.sum(a["w"] ** 2) * b * c
+
+
+A = {"w": jnp.array([1.0, 2.0])}
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1,)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**15])
+def test_value_and_grad_returns_what_jax_does(has_aux, argnums, scale):
+  def fun(a, b, c=1.0):
+    loss = loss_fn(a, b, c=c)
+    return (loss, {"aux": a, "none": None}) if has_aux else loss
+
+  args, kwargs = (A, jnp.float32(3.0)), {"c": 2.0}
+  state = state_at(scale)
+  expected = jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
+  got = ols.value_and_grad(fun, state, argnums, has_aux)(*args, **kwargs)
+  assert same_bits(got, expected)
+  expected = jax.grad(fun, argnums, has_aux)(*args, **kwargs)
+  got = ols.grad(fun, state, argnums, has_aux)(*args, **kwargs)
+  assert same_bits(got, expected)
+
+
+def test_value_and_grad_forwards_its_keywords():
+  got = ols.grad(lambda x: x["f"] ** 2, state_at(2.0), allow_int=True)(
+    {"f": jnp.float32(3.0), "i": jnp.int32(1)}
+  )
+  assert got["f"] == 6
+  assert got["i"].dtype == jax.dtypes.float0
+
+
+def test_gradients_that_overflowed_stay_inf_or_nan_until_update():
+  grads = ols.grad(
+    lambda w: jnp.sum(w.astype(jnp.float16)).astype(jnp.float32),
+    state_at(2.0**17),
+  )(jnp.ones(2))
+  assert jnp.isinf(grads).all()
+
+
+def test_scaling_saves_what_float16_would_flush_to_zero():
+  def fun(w):
+    return (w.astype(jnp.float16) * jnp.float16(1)).astype(
+      jnp.float32
+    ) * 2.0**-30
+
+  assert jax.grad(fun)(jnp.float32(1)) == 0
+  assert ols.grad(fun, state_at(2.0**15))(jnp.float32(1)) == 2.0**-30
+
+
+@pytest.mark.parametrize("scale", [3.0, 1000.0, 0.7])
+def test_a_scale_that_is_no_power_of_two_costs_rounding_alone(scale):
+  w = jnp.linspace(0.1, 5, 1000)
+  expected = jax.grad(lambda w: jnp.sum(w**3))(w)
+  got = ols.grad(lambda w: jnp.sum(w**3), state_at(scale))(w)
+  np.testing.assert_allclose(got, expected, rtol=5e-7)
+
+
+def test_bfloat16_gradients_round_once_when_unscaled():
+  grads = jnp.array([1.0, 3.140625, -1e-30], jnp.bfloat16)
+  expected = (np.asarray(grads, np.float32) * np.float32(1 / 3)).astype(
+    jnp.bfloat16
+  )
+  assert same_bits(
+    ols.unscale_grads(grads, state_at(3.0)), jnp.asarray(expected)
+  )
+
+
+def test_a_gradient_of_a_gradient_sees_the_scale_once():
+  """A gradient penalty: the inner gradient is of the unscaled function."""
+
+  def critic(w, x):
+    return jnp.sum(w * x**2)
+
+  def penalty(w):
+    inner = jax.grad(critic, argnums=1)(w, jnp.float32(3.0))
+    return (inner - 1) ** 2
+
+  for scale, w in itertools.product([1.0, 2.0**15], [0.5, 2.0]):
+    got = ols.grad(penalty, state_at(scale))(jnp.float32(w))
+    assert got == 2 * (6 * w - 1) * 6
+
+
+def test_the_state_may_be_any_tree_that_holds_it():
+  state = state_at(2.0**10)
+  for tree in (state, {"opt": (state, jnp.ones(2))}):
+    assert ols.scale_loss(1.0, tree) == 2.0**10
+    assert ols.unscale_grads(1.0, tree) == 2.0**-10
+    assert ols.grad(lambda w: w * w, tree)(1.0) == 2

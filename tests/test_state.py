@@ -1,0 +1,331 @@
+"""The state as a pytree: stable types, tolerant of any leaf, found anywhere."""
+
+import pickle
+
+import flax.serialization
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+POLICIES = {
+  "fixed": ols.FixedLossScale(2.0),
+  "dynamic": ols.DynamicLossScale(),
+  "hysteresis": ols.DynamicLossScale(hysteresis=2),
+}
+PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+
+
+def types(tree):
+  """What must not change from step to step."""
+  leaves = jax.tree.map(
+    lambda x: (jnp.shape(x), jnp.result_type(x), jax.typeof(x).weak_type), tree
+  )
+  return leaves
+
+
+def counted(step):
+  """A jitted step, and the list that grows with each trace of it."""
+  traces = []
+
+  def traced(*args):
+    traces.append(1)
+    return step(*args)
+
+  return jax.jit(traced), traces
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_many_steps_are_one_trace_and_types_never_change(policy):
+  tx = ols.with_loss_scaling(optax.adamw(0.1), policy)
+  state = tx.init(PARAMS)
+  before = types(state)
+  assert not any(
+    t[2]
+    for t in jax.tree.leaves(
+      before,
+      is_leaf=lambda x: (
+        isinstance(x, tuple) and len(x) == 3 and isinstance(x[2], bool)
+      ),
+    )
+  )
+  step, traces = counted(lambda g, s, p: tx.update(g, s, p))
+  for factor in (1.0, jnp.inf, 1.0, jnp.nan):
+    grads = jax.tree.map(lambda x, f=factor: x * f, PARAMS)
+    _, state = step(grads, state, PARAMS)
+    assert types(state) == before
+  assert len(traces) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_the_state_is_a_scan_carry(policy):
+  tx = ols.with_loss_scaling(optax.adam(0.1), policy)
+
+  def step(carry, factor):
+    params, state = carry
+    grads = jax.tree.map(lambda x: x * factor, params)
+    updates, state = tx.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  factors = jnp.array([1.0, jnp.inf, 1.0])
+  (_, state), _ = lax.scan(step, (PARAMS, tx.init(PARAMS)), factors)
+  assert state.loss_scale_state.total_notfinite == 1
+
+
+def test_the_state_can_be_filled_with_anything():
+  """jmp validates when it is unflattened, and breaks every tool that maps."""
+  state = ols.with_loss_scaling(
+    optax.adam(0.1), ols.DynamicLossScale(hysteresis=2)
+  ).init(PARAMS)
+  for filling in (P(), "str", object(), -1.0, jnp.nan):
+    filled = jax.tree.map(lambda _, x=filling: x, state)
+    assert jax.tree.leaves(filled) == [filling] * len(jax.tree.leaves(state))
+  filled = jax.tree.map(lambda _: None, state)
+  assert filled.loss_scale_state.loss_scale is None
+  shapes = jax.eval_shape(lambda s: s, state)
+  assert shapes.loss_scale_state.loss_scale.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("params", [{}, None, (), [{}]], ids=str)
+def test_init_and_update_work_on_an_empty_tree(params):
+  tx = ols.with_loss_scaling(optax.adam(0.1), max_norm=1.0)
+  state = tx.init(params)
+  updates, state = jax.jit(tx.update)(params, state, params)
+  assert updates == params
+  assert state.loss_scale_state.last_finite
+
+
+def test_init_works_on_placeholders_and_shapes():
+  tx = ols.with_loss_scaling(optax.adam(0.1))
+  params = {"w": jnp.ones(3, jnp.float16), "b": jnp.ones(2)}
+  shapes = jax.eval_shape(lambda: params)
+  from_shapes = jax.eval_shape(tx.init, shapes)
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), from_shapes) == (
+    jax.tree.map(lambda x: (x.shape, x.dtype), tx.init(params))
+  )
+  assert tx.init(shapes).inner_state[0].mu["w"].dtype == jnp.float32
+  marked = optax.tree.map_params(
+    tx.init, lambda _: "param", tx.init(params), transform_non_params=str
+  )
+  assert marked.inner_state[0].mu == {"w": "param", "b": "param"}
+  assert marked.loss_scale_state.loss_scale == "32768.0"
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_fresh_state_can_be_donated_twice(policy):
+  tx = ols.with_loss_scaling(optax.adam(0.1), policy)
+  step = jax.jit(tx.update, donate_argnums=(1,))
+  state = tx.init(PARAMS)
+  for _ in range(2):
+    _, state = step(PARAMS, state, PARAMS)
+  assert state.loss_scale_state.finite_count == 2
+
+
+def test_optax_tree_get_and_set_reach_the_loss_scale_alone():
+  """A field called `scale` would collide with LayerNorm's parameters."""
+  params = {"LayerNorm": {"scale": jnp.ones(2), "bias": jnp.ones(2)}}
+  tx = ols.with_loss_scaling(optax.adam(0.1))
+  state = tx.init(params)
+  assert optax.tree.get(state, "loss_scale") == 2.0**15
+  state = optax.tree.set(state, loss_scale=jnp.float32(4.0))
+  assert ols.get_loss_scale_state(state).loss_scale == 4.0
+
+
+def test_flax_msgpack_round_trips_the_state():
+  tx = ols.with_loss_scaling(
+    optax.adam(0.1), ols.DynamicLossScale(hysteresis=3)
+  )
+  _, state = tx.update(
+    jax.tree.map(lambda x: x * jnp.inf, PARAMS), tx.init(PARAMS), PARAMS
+  )
+  data = flax.serialization.to_bytes(state)
+  restored = flax.serialization.from_bytes(tx.init(PARAMS), data)
+  assert jax.tree.structure(restored) == jax.tree.structure(state)
+  assert jax.tree.all(
+    jax.tree.map(lambda a, b: (a == b).all(), restored, state)
+  )
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+def test_the_scale_is_float32_in_every_mode(x64, promotion):
+  with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):
+    params = {"w": jnp.ones(3, jnp.float64 if x64 else jnp.float32)}
+    tx = ols.with_loss_scaling(
+      optax.identity(), ols.DynamicLossScale(hysteresis=2), max_norm=2.0
+    )
+    state = tx.init(params)
+    before = types(state)
+    grads = ols.grad(lambda p: jnp.sum(p["w"] * p["w"]), state)(params)
+    assert grads["w"].dtype == params["w"].dtype
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    assert types(state) == before
+    assert updates["w"].dtype == params["w"].dtype
+    scale_state = state.loss_scale_state
+    assert scale_state.loss_scale.dtype == jnp.float32
+    assert scale_state.finite_count.dtype == jnp.int32
+    assert scale_state.memory.dtype == jnp.int32
+    # The rest of our functions, for what strict promotion has to say.
+    scaled = tx_scaled = ols.with_loss_scaling(
+      optax.identity(), grads_are_scaled=True, check_updates=True, max_norm=1.0
+    )
+    scaled.update(grads, tx_scaled.init(params), params)
+    ols.scale_loss({"f16": jnp.float16(1), "f32": jnp.float32(1)}, state)
+    ols.unscale_grads(
+      {"bf16": jnp.ones(2, jnp.bfloat16), "c": jnp.ones(2, jnp.complex64)},
+      state,
+    )
+    ols.all_finite([params, jnp.ones(2, jnp.bfloat16), 1.0])
+    ols.select_if_finite(state, params, params)
+    ols.loss_scale_metrics(ols.set_loss_scale(state, 2))
+
+
+def test_float64_gradients_are_not_rounded_to_float32():
+  with jax.enable_x64(True):
+    grad = jnp.float64(1 + 2**-40)
+    state = ols.FixedLossScale(2.0**10).init()
+    assert ols.unscale_grads(grad * 2**10, state) == grad
+    tx = ols.with_loss_scaling(optax.sgd(1.0))
+    updates, _ = tx.update(grad, tx.init(grad), grad)
+    assert updates == -grad
+    assert tx.update(jnp.float64(1e300), tx.init(grad))[1][0].last_finite
+
+
+def in_a_mapping(state):
+  return flax.serialization.to_state_dict(state)
+
+
+@pytest.mark.parametrize(
+  "hide",
+  [
+    lambda s: s,
+    lambda s: s.loss_scale_state,
+    lambda s: {"a": [s, jnp.ones(2)]},
+    lambda s: (optax.EmptyState(), s),
+    in_a_mapping,
+    lambda s: pickle.loads(pickle.dumps(s)),
+  ],
+  ids=["itself", "scale state", "nested", "chain", "mapping", "pickled"],
+)
+def test_the_scale_is_found_and_set_wherever_it_is(hide):
+  tx = ols.with_loss_scaling(optax.adam(0.1), 64.0)
+  _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+  tree = hide(state)
+  found = ols.get_loss_scale_state(tree)
+  assert isinstance(found, ols.LossScaleState)
+  assert (found.loss_scale, found.finite_count) == (64, 1)
+  changed = ols.set_loss_scale(tree, 8)
+  assert jax.tree.structure(changed) == jax.tree.structure(tree)
+  assert types(changed) == types(jax.tree.map(jnp.asarray, tree))
+  found = ols.get_loss_scale_state(changed)
+  assert (found.loss_scale, found.finite_count) == (8, 0)
+  assert ols.get_loss_scale_state(tree).loss_scale == 64
+  rest = [x for x in jax.tree.leaves(changed) if jnp.size(x) > 1]
+  old = [x for x in jax.tree.leaves(tree) if jnp.size(x) > 1]
+  assert all((a == b).all() for a, b in zip(rest, old, strict=True))
+
+
+def test_a_traced_scale_is_held_in_range():
+  state = ols.FixedLossScale(4.0).init()
+  set_scale = jax.jit(ols.set_loss_scale)
+  for value, expected in [
+    (8.0, 8.0),
+    (0.0, 2.0**-126),
+    (-1.0, 2.0**-126),
+    (jnp.inf, 2.0**126),
+    (jnp.nan, 4.0),
+  ]:
+    assert set_scale(state, value).loss_scale == expected
+
+
+def test_setting_the_scale_of_many_members_sets_each():
+  state = jax.vmap(lambda s: ols.FixedLossScale(s).init())(jnp.arange(1.0, 4))
+  assert ols.set_loss_scale(state, 2).loss_scale.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+  "get",
+  [
+    ols.get_loss_scale_state,
+    ols.loss_scale_metrics,
+    lambda t: ols.set_loss_scale(t, 2.0),
+    lambda t: ols.scale_loss(1.0, t),
+    lambda t: ols.unscale_grads(1.0, t),
+    lambda t: ols.select_if_finite(t, 1, 1),
+    lambda t: ols.value_and_grad(lambda x: x, t),
+    lambda t: ols.grad(lambda x: x, t),
+  ],
+)
+def test_no_scale_or_two_is_an_error_that_says_what_to_do(get):
+  with pytest.raises(
+    ValueError, match=r"dict that holds none.*with_loss_scaling"
+  ):
+    get({"w": jnp.ones(2)})
+  two = {
+    "g": ols.FixedLossScale(1.0).init(),
+    "d": ols.FixedLossScale(1.0).init(),
+  }
+  with pytest.raises(
+    ValueError, match=r"holds 2: at \['d'\], \['g'\]. Pass the"
+  ):
+    get(two)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_select_if_finite_takes_one_side_bit_by_bit(finite):
+  state = ols.DynamicLossScale().adjust(ols.DynamicLossScale().init(), finite)
+  key = jax.random.key(0)
+  old = {"m": jnp.array([-0.0, 1.0]), "n": jnp.int32(3), "k": key, "x": None}
+  new = {
+    "m": jnp.array([jnp.nan, -jnp.inf]),
+    "n": jnp.int32(4),
+    "k": jax.random.key(1),
+    "x": None,
+  }
+  got = jax.jit(ols.select_if_finite)(state, new, old)
+  want = new if finite else old
+  assert got["m"].tobytes() == want["m"].tobytes()
+  assert got["n"] == want["n"]
+  assert (jax.random.key_data(got["k"]) == jax.random.key_data(want["k"])).all()
+  assert got["x"] is None
+
+
+def test_select_if_finite_keeps_the_dtypes_of_skipped():
+  state = ols.FixedLossScale(1.0).init()
+  got = ols.select_if_finite(state, jnp.float16(2), jnp.float32(1))
+  assert (got, got.dtype) == (2, jnp.float32)
+
+
+def test_select_if_finite_names_two_structures_that_differ():
+  state = ols.FixedLossScale(1.0).init()
+  with pytest.raises(
+    ValueError, match="applied and skipped must have the same"
+  ):
+    ols.select_if_finite(state, {"a": 1}, {"b": 1})
+
+
+def test_metrics_are_scalars_of_the_names_of_the_state():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  state = tx.update(jnp.inf, tx.init(0.0))[1]
+  metrics = jax.jit(ols.loss_scale_metrics)(state)
+  assert {k: v.item() for k, v in metrics.items()} == {
+    "loss_scale": 2.0**14,
+    "finite_count": 0,
+    "notfinite_count": 1,
+    "last_finite": False,
+    "total_notfinite": 1,
+    "log2_loss_scale": 14.0,
+  }
+
+
+def test_the_log2_is_exact_for_every_power_of_two():
+  for k in range(-126, 127):
+    metrics = ols.loss_scale_metrics(ols.FixedLossScale(2.0**k).init())
+    assert metrics["log2_loss_scale"] == k
+  third = ols.loss_scale_metrics(ols.FixedLossScale(3.0).init())
+  np.testing.assert_allclose(third["log2_loss_scale"], np.log2(3), rtol=1e-6)
