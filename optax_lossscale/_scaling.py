@@ -93,7 +93,7 @@ def all_finite(tree: Any) -> jax.Array:
     False
   """
   poison = jnp.float32(0)
-  for leaf in _grad_leaves(tree):
+  for leaf in grad_leaves(tree):
     poison += _poison_unless(jnp.all(_isfinite(leaf)))
   return is_unpoisoned(poison)
 
@@ -260,7 +260,7 @@ def sum_is_finite(grads: Any) -> jax.Array:
   cheaper.
   """
   poison = jnp.float32(0)
-  for leaf in _grad_leaves(grads):
+  for leaf in grad_leaves(grads):
     if jnp.finfo(_dtype(leaf)).bits <= 16:
       finite = jnp.all(_isfinite(leaf))
     else:
@@ -282,7 +282,7 @@ def is_unpoisoned(poison: jax.Array) -> jax.Array:
 def largest_magnitude(grads: Any) -> jax.Array:
   """The largest magnitude in the tree; float32[]; of finite gradients only."""
   amax = jnp.float32(0)
-  for leaf in _grad_leaves(grads):
+  for leaf in grad_leaves(grads):
     leaf = _float_or_complex(leaf)
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
     for part in (leaf.real, leaf.imag) if is_complex else (leaf,):
@@ -297,9 +297,15 @@ def largest_magnitude(grads: Any) -> jax.Array:
 def sum_of_squares(grads: Any) -> jax.Array:
   """The squared global norm of a tree; float32[]; inf or NaN where it is."""
   total = jnp.float32(0)
-  for leaf in _grad_leaves(grads):
+  for leaf in grad_leaves(grads):
     total += _sum_of_squares(leaf)
   return total
+
+
+def grad_leaves(tree: Any) -> list[Any]:
+  """The leaves of a tree that are gradients."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return [x for path, x in leaves if is_inexact(x) and not is_overwritten(path)]
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -370,11 +376,6 @@ def _split_aux(out):
       f" {type(out).__name__}."
     )
   return out
-
-
-def _grad_leaves(tree):
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return [x for path, x in leaves if is_inexact(x) and not is_overwritten(path)]
 
 
 def _poison_unless(finite):

@@ -1,6 +1,5 @@
 """``with_loss_scaling``: the loss scaler as an Optax transformation."""
 
-from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,9 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _policies, _scaling, _select, _state
-
-AxisName = Hashable | Sequence[Hashable]
+from optax_lossscale import _axes, _policies, _scaling, _select, _state
 
 
 class LossScalingState(NamedTuple):
@@ -29,7 +26,7 @@ def with_loss_scaling(
   inner: optax.GradientTransformation,
   loss_scale: _policies.LossScale | jax.typing.ArrayLike | str = "dynamic",
   *,
-  axis_name: AxisName | None = None,
+  axis_name: _axes.AxisName | None = None,
   max_norm: jax.typing.ArrayLike | None = None,
   grads_are_scaled: bool = False,
   skip_nonfinite: bool = True,
@@ -56,13 +53,15 @@ def with_loss_scaling(
     inner: the optimizer to wrap.
     loss_scale: a policy such as :class:`~optax_lossscale.DynamicLossScale`;
       ``"dynamic"`` for that with its defaults; or a number for a fixed scale.
-    axis_name: the axis or axes of ``pmap`` or ``shard_map`` over which the
-      step is decided together: one device's overflow makes all skip. Not needed
-      under sharded ``jit``.
+    axis_name: the axis of ``pmap`` or ``shard_map``, or a tuple of axes, over
+      which the step is decided together: one device's overflow makes all skip.
+      Not needed under sharded ``jit``.
     max_norm: if given, gradients whose global norm is larger are scaled down
       to it, as :func:`optax.clip_by_global_norm` does, but in the same pass
       that tests them; float32 scalar, in units of the unscaled gradients. A
-      norm too large for float32 counts as an overflow.
+      norm too large for float32 counts as an overflow. With ``axis_name`` it
+      needs ``shard_map`` with ``check_vma=True``, which alone tells gradients
+      that are shards from those that every device holds whole.
     grads_are_scaled: whether ``update`` is given gradients of the scaled loss,
       which it then unscales.
     skip_nonfinite: if False, the gradients are not tested and every step is
@@ -76,8 +75,9 @@ def with_loss_scaling(
 
   Raises:
     TypeError: if an argument is of the wrong type.
-    ValueError: if an argument is out of range, or in ``init``, if ``inner``
-      scales losses already.
+    ValueError: if an argument is out of range; in ``init``, if ``inner``
+      scales losses already; in ``update``, if ``max_norm`` cannot be known to
+      be that of the whole.
 
   Examples:
     >>> import jax, optax
@@ -119,7 +119,8 @@ def with_loss_scaling(
     unscale = 1 / scale_state.loss_scale if grads_are_scaled else None
 
     finite, amax, factor = _measure(updates, unscale, max_norm, axis_name)
-    finite = _agree(finite & grads_finite, axis_name)
+    finite = _axes.all_agree(finite & grads_finite, axis_name)
+    amax = _axes.maximum(amax, axis_name)
     if not skip_nonfinite:
       finite = jnp.bool_(True)
 
@@ -130,7 +131,7 @@ def with_loss_scaling(
     args = grads, inner_state, wide_params
     if check_updates:
       new_updates, new_inner_state = inner.update(*args, **extra_args)
-      finite &= _agree(_scaling.sum_is_finite(new_updates), axis_name)
+      finite &= _axes.all_agree(_scaling.sum_is_finite(new_updates), axis_name)
       new_inner_state = _select.keep(finite, new_inner_state, inner_state)
     else:
       new_updates, new_inner_state = _select.update_or_keep(
@@ -151,23 +152,21 @@ def _measure(grads, unscale, max_norm, axis_name):
     grads: the gradients, true or scaled.
     unscale: float32[] by which scaled ones become true ones; None for true.
     max_norm: the largest norm allowed, or None.
-    axis_name: the axes over which the norm and the maximum are taken, or None.
+    axis_name: the axes over which the norm is taken, or None.
 
   Returns:
     Whether those of this device are finite once they are true; the largest
-    magnitude of the true ones; and the float32[] to multiply the gradients by,
+    magnitude of its true ones; and the float32[] to multiply the gradients by,
     or None.
   """
   amax = _scaling.largest_magnitude(grads)
-  if axis_name is not None:
-    amax = lax.pmax(amax, axis_name)
   factor = unscale
   if unscale is not None:
     amax *= unscale
   if max_norm is None:
     finite = _scaling.sum_is_finite(grads)
   else:
-    norm = _global_norm(grads, axis_name)
+    norm = _axes.global_norm(grads, axis_name)
     if unscale is not None:
       norm *= unscale
     finite = jnp.isfinite(norm)
@@ -179,20 +178,6 @@ def _measure(grads, unscale, max_norm, axis_name):
     # bound is the least of the dtypes in which a gradient may come out.
     finite &= amax <= jnp.float32(jnp.finfo(jnp.bfloat16).max)
   return finite, amax, factor
-
-
-def _global_norm(grads, axis_name):
-  total = _scaling.sum_of_squares(grads)
-  if axis_name is not None:
-    total = lax.psum(total, axis_name)
-  return lax.sqrt(total)
-
-
-def _agree(finite, axis_name):
-  """The flag that is true if it is on every device along the axes."""
-  if axis_name is None:
-    return finite
-  return lax.pmin(finite.astype(jnp.int32), axis_name) > 0
 
 
 def _zero_unless(finite, grad, factor):

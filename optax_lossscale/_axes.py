@@ -1,0 +1,105 @@
+"""What the devices along mapped axes decide together, and measure as one."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from optax_lossscale import _scaling
+
+AxisName = Hashable | Sequence[Hashable]
+
+
+def all_agree(finite: jax.Array, axis_name: AxisName | None) -> jax.Array:
+  """The flag that is true if it is on every device along the axes."""
+  axes = _may_differ_over(finite, axis_name)
+  if not axes:
+    return finite
+  # A maximum in float32, as `maximum` is: XLA can merge the two.
+  return lax.pmax(1 - finite.astype(jnp.float32), axes) < 1
+
+
+def maximum(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
+  """The largest of a scalar along the axes; costs nothing if not used."""
+  axes = _may_differ_over(x, axis_name)
+  return lax.pmax(x, axes) if axes else x
+
+
+def global_norm(grads: Any, axis_name: AxisName | None) -> jax.Array:
+  """The norm of gradients of which devices hold parts; float32[].
+
+  Args:
+    grads: a pytree of gradients, each of which is sharded or replicated along
+      each of the axes.
+    axis_name: the axes, or None.
+
+  Returns:
+    The norm of the whole, the same on all devices along the axes. A leaf that
+    varies over an axis is a part, and its squares are summed over the axis;
+    one that does not is counted once.
+
+  Raises:
+    ValueError: if it cannot be known which leaves are parts.
+  """
+  names = _as_tuple(axis_name)
+  for name in names:
+    if not _is_tracked(name):
+      raise ValueError(_cannot_tell(name))
+  leaves = _scaling.grad_leaves(grads)
+  axes = tuple(n for n in names if any(n in _varying(x) for x in leaves))
+  total = jnp.float32(0)
+  for leaf in leaves:
+    square = _scaling.sum_of_squares([leaf])
+    for name in axes:
+      if name not in _varying(leaf):
+        # All devices have it, the first one brings it: one sum serves sharded
+        # and replicated leaves.
+        is_first = lax.axis_index(name) == 0
+        square = jnp.where(is_first, square, jnp.float32(0))
+    total += square
+  return lax.sqrt(lax.psum(total, axes) if axes else total)
+
+
+def _may_differ_over(x, axis_name):
+  """Those of the axes along which devices may hold different values of x."""
+  return tuple(
+    name
+    for name in _as_tuple(axis_name)
+    if not _is_tracked(name) or name in _varying(x)
+  )
+
+
+def _is_tracked(name):
+  """Whether types tell what varies over this axis.
+
+  They do under ``shard_map`` with ``check_vma=True``, and not with False, under
+  ``pmap`` and under ``vmap``. The index along the axis varies in any case.
+  """
+  return name in _varying(lax.axis_index(name))
+
+
+def _varying(x):
+  """The mapped axes over which the type says that x varies."""
+  kind = jax.typeof(x)
+  if hasattr(kind, "manual_axis_type"):
+    return kind.manual_axis_type.varying
+  return kind.vma  # Its name before JAX 0.10.
+
+
+def _as_tuple(axis_name):
+  if axis_name is None:
+    return ()
+  is_sequence = isinstance(axis_name, (tuple, list))
+  return tuple(axis_name) if is_sequence else (axis_name,)
+
+
+def _cannot_tell(name):
+  return (
+    "max_norm needs shard_map with check_vma=True to know which gradients are"
+    f" shards and which are whole on every device, got axis {name!r} of pmap,"
+    " vmap or shard_map with check_vma=False. If all of them are averaged over"
+    " the devices already, each device can clip by itself: leave out max_norm,"
+    " and wrap optax.chain(optax.clip_by_global_norm(...), inner)."
+  )
