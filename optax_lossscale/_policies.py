@@ -184,7 +184,7 @@ class DynamicLossScale:
     """Returns the state before the first step."""
     return initial_state(
       self.init_scale,
-      memory=_i32(self.hysteresis) if self._has_memory() else (),
+      memory=_i32(self.hysteresis) if self._needs_memory() else (),
     )
 
   def adjust(
@@ -201,7 +201,7 @@ class DynamicLossScale:
     grow = after.finite_count >= _i32(self.growth_interval)
     backoff = ~after.last_finite
     memory = state.memory
-    if self._has_memory():
+    if self._checked_memory(memory):
       tolerated, memory = self._spend_hysteresis(memory, backoff, grow)
       backoff = backoff & ~tolerated
     factor = jnp.where(grow, _f32(self.growth_factor), jnp.float32(1))
@@ -215,9 +215,20 @@ class DynamicLossScale:
       memory=memory,
     )
 
-  def _has_memory(self):
+  def _needs_memory(self):
     # A traced hysteresis (a hyperparameter injected by Optax) may be any.
     return isinstance(self.hysteresis, jax.core.Tracer) or self.hysteresis > 1
+
+  def _checked_memory(self, memory):
+    """Whether there is a memory; an error if it is needed and missing."""
+    has_memory = bool(jax.tree.leaves(memory))
+    is_traced = isinstance(self.hysteresis, jax.core.Tracer)
+    if not has_memory and not is_traced and self.hysteresis > 1:
+      raise ValueError(
+        "state.memory must hold the hysteresis left, got a state of a policy"
+        " without. Use state._replace(memory=policy.init().memory)."
+      )
+    return has_memory
 
   def _spend_hysteresis(self, left, overflow, grow):
     """Whether this overflow is tolerated, and the hysteresis left after it."""
