@@ -76,7 +76,8 @@ def _run_with_selects(run, finite, state):
   outs, selected = _evaluate(closed.jaxpr, closed.consts, finite, old)
 
   def finish(var, out, leaf):
-    if out is leaf or (var in selected and old[var] is leaf):
+    is_literal = isinstance(var, core.Literal)
+    if out is leaf or (not is_literal and var in selected and old[var] is leaf):
       return out
     # No equation of its own produced it: the plain way.
     return _state.select_leaf(finite, out, leaf)
