@@ -1,0 +1,259 @@
+"""A wrong call is answered with what is wrong, what came, and what to do."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+NAN, INF = float("nan"), float("inf")
+NOT_NUMBERS = [None, "8", True, [8.0], np.ones(2), 1j, jnp.bool_(True), object]
+
+
+def message(error, call):
+  with pytest.raises(error) as info:
+    call()
+  return str(info.value)
+
+
+@pytest.mark.parametrize(
+  "name, values",
+  [
+    ("init_scale", [0, -1.0, NAN, INF, 2.0**127, 2.0**-127, 10**400]),
+    ("min_scale", [0, -1.0, NAN, INF, 2.0**127, 1e-45]),
+    ("max_scale", [0, -1.0, NAN, INF, 2.0**127]),
+    ("growth_factor", [1, 1.0, 0.5, 0, -2, NAN, INF, 1 + 1e-9]),
+    ("backoff_factor", [1, 1.0, 0.0, -0.5, 2, NAN, INF, 1 - 1e-9]),
+    ("growth_interval", [0, -1, 1.5, NAN, INF, 2**31]),
+    ("hysteresis", [0, -1, 1.5, NAN, INF, 2**31]),
+  ],
+)
+def test_dynamic_names_the_hyperparameter_and_quotes_its_value(name, values):
+  for value in values:
+    text = message(
+      ValueError, lambda v=value: ols.DynamicLossScale(**{name: v})
+    )
+    assert f"{name} must be" in text
+    assert f"got {name} = {value!r}" in text
+  for value in NOT_NUMBERS:
+    text = message(TypeError, lambda v=value: ols.DynamicLossScale(**{name: v}))
+    assert f"{name} must be" in text
+    assert f"got {name} = {value!r}" in text
+
+
+@pytest.mark.parametrize(
+  "bounds",
+  [
+    {"init_scale": 0.5},
+    {"init_scale": 4.0, "max_scale": 2.0},
+    {"init_scale": 4.0, "min_scale": 8.0},
+  ],
+)
+def test_scales_out_of_order_are_refused(bounds):
+  text = message(ValueError, lambda: ols.DynamicLossScale(**bounds))
+  assert "min_scale <= init_scale <= max_scale" in text
+  for name, value in bounds.items():
+    assert f"{name} = {value}" in text
+
+
+@pytest.mark.parametrize("refill", ["never", None, 1, "GROWTH"])
+def test_an_unknown_refill_is_refused_and_the_known_ones_are_named(refill):
+  text = message(
+    ValueError, lambda: ols.DynamicLossScale(hysteresis_refill=refill)
+  )
+  assert "'growth', 'finite', 'backoff'" in text
+  assert repr(refill) in text
+
+
+@pytest.mark.parametrize("value", [0, -1.0, NAN, INF, 2.0**127])
+def test_a_scale_out_of_range_is_refused_wherever_it_is_given(value):
+  state = ols.FixedLossScale(1.0).init()
+  for name, call in {
+    "scale": lambda: ols.FixedLossScale(value),
+    "loss_scale": lambda: ols.with_loss_scaling(optax.sgd(1.0), value),
+    "value": lambda: ols.set_loss_scale(state, value),
+  }.items():
+    text = message(ValueError, call)
+    assert f"{name} must be a number in [2**-126, 2**126]" in text
+    assert repr(value) in text
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS, ids=repr)
+def test_a_scale_that_is_no_number_is_refused_wherever_it_is_given(value):
+  state = ols.FixedLossScale(1.0).init()
+  for name, call in {
+    "scale": lambda: ols.FixedLossScale(value),
+    "loss_scale": lambda: ols.with_loss_scaling(optax.sgd(1.0), value),
+    "value": lambda: ols.set_loss_scale(state, value),
+  }.items():
+    text = message(TypeError, call)
+    assert f"{name} must be" in text
+    assert f"got {name} = {value!r}" in text
+
+
+@pytest.mark.parametrize("value", [ols.DynamicLossScale, "static", {}])
+def test_a_class_or_another_word_is_no_policy(value):
+  text = message(
+    TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), value)
+  )
+  assert "loss_scale must be a policy" in text
+  assert repr(value) in text
+
+
+@pytest.mark.parametrize(
+  "inner, hint",
+  [
+    (True, ""),
+    (None, ""),
+    (optax.adam, "Call it to make one."),
+    (optax.GradientTransformation, "Call it to make one."),
+    (ols.DynamicLossScale(), ""),
+    (1e-3, ""),
+  ],
+)
+def test_what_is_no_optimizer_is_refused(inner, hint):
+  text = message(TypeError, lambda: ols.with_loss_scaling(inner))
+  assert "inner must be an optimizer such as optax.adam(1e-3)" in text
+  assert f"got inner = {inner!r}" in text
+  assert hint in text
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF])
+def test_max_norm_must_be_positive(value):
+  text = message(
+    ValueError, lambda: ols.with_loss_scaling(optax.sgd(1.0), max_norm=value)
+  )
+  assert "max_norm must be a number" in text
+  assert f"got max_norm = {value!r}" in text
+  for value in (True, "1"):
+    text = message(
+      TypeError,
+      lambda v=value: ols.with_loss_scaling(optax.sgd(1.0), max_norm=v),
+    )
+    assert "max_norm must be a number" in text
+
+
+def test_applying_non_finite_steps_goes_with_a_fixed_scale_only():
+  for loss_scale in ("dynamic", ols.DynamicLossScale()):
+    text = message(
+      ValueError,
+      lambda s=loss_scale: ols.with_loss_scaling(
+        optax.sgd(1.0), s, skip_nonfinite=False
+      ),
+    )
+    assert "skip_nonfinite=False goes with a fixed scale only" in text
+  text = message(
+    ValueError,
+    lambda: ols.with_loss_scaling(
+      optax.sgd(1.0), 1.0, skip_nonfinite=False, check_updates=True
+    ),
+  )
+  assert "check_updates must be False" in text
+
+
+def test_a_scaled_optimizer_is_not_wrapped_again():
+  scaled = ols.with_loss_scaling(optax.sgd(1.0))
+  for inner in (scaled, optax.chain(optax.clip(1.0), scaled)):
+    twice = ols.with_loss_scaling(inner)
+    text = message(ValueError, lambda t=twice: t.init(jnp.ones(2)))
+    assert "inner must be an optimizer without loss scaling" in text
+    assert "Wrap it once, and outermost." in text
+
+
+def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
+  inner = optax.sgd(1.0, momentum=0.9)
+  tx = ols.with_loss_scaling(inner)
+  w = jnp.ones(2)
+  old = inner.init(w)
+  text = message(TypeError, lambda: tx.update(w, old, w))
+  assert "tx.init(params)._replace(inner_state=state)" in text
+  tx.update(w, tx.init(w)._replace(inner_state=old), w)
+
+
+@pytest.mark.parametrize(
+  "loss, error, text",
+  [
+    (jnp.int32(1), TypeError, "float dtype, got a loss of int32"),
+    (True, TypeError, "float dtype, got a loss of bool"),
+    (jnp.complex64(1), TypeError, "float dtype, got a loss of complex64"),
+    (jnp.ones(3), ValueError, r"scalar loss, got a loss of shape (3,)"),
+    (jnp.ones((1,)), ValueError, r"scalar loss, got a loss of shape (1,)"),
+    (None, TypeError, "scalar loss, got NoneType"),
+    ((1.0, {}), TypeError, "pass has_aux=True"),
+  ],
+)
+@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+def test_a_loss_that_cannot_be_scaled_is_refused(
+  differentiate, loss, error, text
+):
+  state = ols.FixedLossScale(1.0).init()
+  got = message(error, lambda: differentiate(lambda w: loss, state)(1.0))
+  assert "fun must return a" in got
+  assert text in got
+
+
+@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+def test_has_aux_without_a_pair_is_refused(differentiate):
+  state = ols.FixedLossScale(1.0).init()
+  fun = differentiate(lambda w: w, state, has_aux=True)
+  text = message(TypeError, lambda: fun(jnp.float32(1)))
+  assert "fun must return a pair (loss, aux) when has_aux=True" in text
+
+
+@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+def test_what_is_no_function_is_refused(differentiate):
+  state = ols.FixedLossScale(1.0).init()
+  text = message(TypeError, lambda: differentiate(3.0, state))
+  assert "fun must be a function, got fun = 3.0" in text
+  text = message(
+    TypeError, lambda: differentiate(lambda w: w, state, using="jax")
+  )
+  assert "using must be a function like jax.value_and_grad" in text
+
+
+def test_swapped_arguments_are_answered_with_what_was_expected():
+  """The commonest slip: state and function, or params in place of the state."""
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  params = {"w": jnp.ones(2)}
+  state = tx.init(params)
+  text = message(TypeError, lambda: ols.value_and_grad(state, lambda p: 1.0))
+  assert "fun must be a function" in text
+  text = message(ValueError, lambda: ols.value_and_grad(lambda p: 1.0, params))
+  assert "state must hold a loss-scale state, got a dict" in text
+  text = message(ValueError, lambda: ols.scale_loss(state, jnp.float32(1.0)))
+  assert "state must hold a loss-scale state" in text
+
+
+def test_an_unbound_axis_name_is_jaxs_error():
+  tx = ols.with_loss_scaling(optax.sgd(1.0), axis_name="nowhere")
+  w = jnp.ones(2)
+  with pytest.raises(NameError, match="nowhere"):
+    tx.update(w, tx.init(w), w)
+
+
+def test_a_state_that_changes_its_structure_is_refused():
+  inner = optax.GradientTransformation(
+    lambda p: (), lambda u, s, p=None: (u, {"new": u})
+  )
+  tx = ols.with_loss_scaling(inner)
+  for update in (tx.update, jax.jit(tx.update)):
+    text = message(ValueError, lambda u=update: u(jnp.ones(2), tx.init(1.0)))
+    assert "The state of inner must keep its structure" in text
+
+
+def test_a_memory_that_the_policy_needs_and_lacks_is_refused():
+  policy = ols.DynamicLossScale(hysteresis=2)
+  state = ols.DynamicLossScale().init()
+  text = message(ValueError, lambda: policy.adjust(state, True))
+  assert "state._replace(memory=policy.init().memory)" in text
+  repaired = state._replace(memory=policy.init().memory)
+  assert policy.adjust(repaired, False).loss_scale == 2.0**15
+
+
+def test_nothing_validates_when_a_state_or_a_policy_is_only_carried():
+  """A state may hold anything: PartitionSpecs, strings, None."""
+  state = ols.LossScaleState(P(), None, "x", NAN, -1, object())
+  assert jax.tree.map(lambda x: x, state) == state

@@ -1,0 +1,681 @@
+"""The transformation: what a step does, and what a skipped one leaves alone."""
+
+import functools
+
+from hypothesis import given
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from zoo import same_bits
+
+import optax_lossscale as ols
+
+NAN, INF = float("nan"), float("inf")
+
+
+def params_of(dtype=jnp.float32):
+  return {
+    "w": jnp.array([[1.0, -2.0, 0.5], [-0.0, 0.0, 4.0]], dtype),
+    "b": jnp.array([-0.0, 3.0], dtype),
+  }
+
+
+def grads_of(dtype=jnp.float32):
+  return jax.tree.map(lambda x: (x * 0.25 + 0.5).astype(dtype), params_of())
+
+
+def spoil(tree, bad, leaf="w"):
+  flat = tree[leaf].reshape(-1).at[-1].set(bad)
+  return tree | {leaf: flat.reshape(tree[leaf].shape)}
+
+
+@functools.cache
+def step_of(tx):
+  return jax.jit(
+    lambda g, s, p, **extra: _apply(p, *tx.update(g, s, p, **extra))
+  )
+
+
+def _apply(params, updates, state):
+  return optax.apply_updates(params, updates), updates, state
+
+
+# Sizes: SGD shows a wrong factor, Adam is blind to one.
+
+
+def test_the_update_on_a_growth_step_equals_the_one_before_it():
+  """Unscaling with the adjusted scale halves the gradient of a growth step."""
+  for grads_are_scaled in (False, True):
+    tx = ols.with_loss_scaling(
+      optax.sgd(1.0),
+      ols.DynamicLossScale(4.0, growth_interval=2),
+      grads_are_scaled=grads_are_scaled,
+    )
+    w = jnp.float32(1.0)
+    state = tx.init(w)
+    for expected_scale in (4, 8, 8, 16):
+      scale = ols.get_loss_scale_state(state).loss_scale
+      grad = 3 * scale if grads_are_scaled else jnp.float32(3)
+      updates, state = tx.update(grad, state, w)
+      assert updates == -3
+      assert ols.get_loss_scale_state(state).loss_scale == expected_scale
+
+
+def test_both_idioms_give_the_true_gradient_to_the_optimizer():
+  """DeepSpeed divides gradients that nobody has multiplied."""
+
+  def loss_fn(w):
+    return jnp.sum(w.astype(jnp.float16) ** 2).astype(jnp.float32)
+
+  w = jnp.array([0.5, -0.25])
+  tx = ols.with_loss_scaling(optax.sgd(1.0), 2.0**10)
+  state = tx.init(w)
+  updates, _ = tx.update(ols.grad(loss_fn, state)(w), state, w)
+  assert updates.tolist() == [-1.0, 0.5]
+
+  tx = ols.with_loss_scaling(optax.sgd(1.0), 2.0**10, grads_are_scaled=True)
+  by_hand = jax.grad(lambda w: ols.scale_loss(loss_fn(w), state))(w)
+  updates, _ = tx.update(by_hand, state, w)
+  assert updates.tolist() == [-1.0, 0.5]
+
+
+@pytest.mark.parametrize("grad", [1e-4, 0.0, 300.0, 2.0**-24])
+def test_float16_gradients_do_not_destroy_adam(grad):
+  """In float16, Adam gives -inf at 1e-4, NaN at 0 and nu = inf at 300."""
+  params = {"w": jnp.zeros(2, jnp.float16)}
+  grads = {"w": jnp.full(2, grad, jnp.float16)}
+  tx = ols.with_loss_scaling(optax.adam(1e-2))
+  state = tx.init(params)
+  assert state.inner_state[0].nu["w"].dtype == jnp.float32
+  updates, state = step_of(tx)(grads, state, params)[1:]
+  reference = optax.adam(1e-2)
+  wide = {"w": grads["w"].astype(jnp.float32)}
+  expected, _ = reference.update(wide, reference.init(wide), wide)
+  assert updates["w"].dtype == jnp.float16
+  np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-3)
+  assert ols.all_finite(state)
+
+
+# Finiteness.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("size", [3, 4097, 100_003])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_one_bad_entry_anywhere_skips_the_step(dtype, size, bad):
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  step = step_of(tx)
+  for where in (0, size // 2, size - 1):
+    grads = np.ones(size, np.float32)
+    grads[where] = bad
+    w = jnp.ones(size)
+    new, _, state = step(jnp.asarray(grads, dtype), tx.init(w), w)
+    assert not state.loss_scale_state.last_finite
+    assert same_bits(new, w)
+
+
+def test_an_inf_and_a_minus_inf_do_not_cancel():
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  w = jnp.ones(4)
+  for bad in ([INF, -INF, 1, 1], [INF, 1, 1, 1], [NAN, INF, -INF, 1]):
+    _, state = tx.update(jnp.array(bad), tx.init(w), w)
+    assert not state.loss_scale_state.last_finite
+  _, state = tx.update({"a": jnp.inf, "b": -jnp.inf}, tx.init(w), None)
+  assert not state.loss_scale_state.last_finite
+
+
+@pytest.mark.parametrize(
+  "grads",
+  [
+    np.full(100_000, 1e20, np.float32),
+    np.full(100_000, 1e30, np.float32),
+    np.full(100_000, 65504, np.float16),
+    np.full(100_000, 3e38, jnp.bfloat16),
+    np.full(10, 1e-45, np.float32),
+    np.zeros(10, np.float32),
+  ],
+  ids=["1e20", "1e30", "65504", "bf16", "subnormal", "zero"],
+)
+def test_finite_gradients_are_never_taken_for_an_overflow(grads):
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  w = jnp.zeros(len(grads))
+  _, state = jax.jit(tx.update)(grads, tx.init(w), w)
+  assert state.loss_scale_state.last_finite
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(dtype):
+  """torch tests the scaled gradients, and applies the inf."""
+  tx = ols.with_loss_scaling(optax.sgd(1.0), 2.0**-20, grads_are_scaled=True)
+  w = jnp.ones(2)
+  state = tx.init(w)
+  new, _, state = step_of(tx)(jnp.array([1e35, -1e35], dtype), state, w)
+  assert same_bits(new, w)
+  assert not state.loss_scale_state.last_finite
+  new, _, state = step_of(tx)(jnp.array([1e30, 1.0], dtype), state, w)
+  assert state.loss_scale_state.last_finite
+
+
+def test_a_nan_born_in_the_optimizer_is_seen_if_asked():
+  born = optax.stateless(lambda u, p: jax.tree.map(lambda x: jnp.log(x), u))
+  inner = optax.chain(optax.trace(0.9), born)
+  w = jnp.array([1.0, 1.0])
+  bad = jnp.array([1.0, -1.0])
+  plain = ols.with_loss_scaling(inner)
+  new, _, state = step_of(plain)(bad, plain.init(w), w)
+  assert jnp.isnan(new[1])
+  checked = ols.with_loss_scaling(inner, check_updates=True)
+  new, _, state = step_of(checked)(bad, checked.init(w), w)
+  assert same_bits(new, w)
+  assert same_bits(state.inner_state, checked.init(w).inner_state)
+  assert state.loss_scale_state.total_notfinite == 1
+  new, _, state = step_of(checked)(w, state, w)
+  assert state.loss_scale_state.last_finite
+
+
+def test_a_callers_flag_is_combined_with_our_own():
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  w = jnp.ones(2)
+  for flag, grad, applied in [
+    (True, 1.0, True),
+    (False, 1.0, False),
+    (True, INF, False),
+  ]:
+    new, _, state = step_of(tx)(
+      w * grad, tx.init(w), w, grads_finite=jnp.array(flag)
+    )
+    assert state.loss_scale_state.last_finite == applied
+    assert same_bits(new, w) == (not applied)
+
+
+# Skipping.
+
+OPTIMIZERS = {
+  "sgd": optax.sgd(0.1),
+  "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+  "adam": optax.adam(0.1),
+  "adamw": optax.adamw(0.1),
+  "lion": optax.lion(0.1),
+  "adafactor": optax.adafactor(0.1),
+  "muon": optax.contrib.muon(0.1),
+}
+DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
+
+
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("param_dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_skipped_step_changes_no_bit_and_no_type_in_any_mix_of_dtypes(
+  optimizer, param_dtype, grad_dtype
+):
+  tx = ols.with_loss_scaling(OPTIMIZERS[optimizer])
+  params = params_of(DTYPES[param_dtype])
+  grads = grads_of(DTYPES[grad_dtype])
+  traces = []
+
+  @jax.jit
+  def step(grads, state, params):
+    traces.append(1)
+    return _apply(params, *tx.update(grads, state, params))
+
+  state = tx.init(params)
+  params, _, state = step(grads, state, params)
+  for bad, leaf in ((NAN, "w"), (INF, "b"), (-INF, "w")):
+    new, updates, skipped = step(spoil(grads, bad, leaf), state, params)
+    assert same_bits(new, params)
+    assert same_bits(skipped.inner_state, state.inner_state)
+    assert all(
+      (x == 0).all() and jnp.signbit(x).all() for x in jax.tree.leaves(updates)
+    )
+    state = state._replace(loss_scale_state=skipped.loss_scale_state)
+  new, updates, state = step(grads, state, params)
+  assert not same_bits(new, params)
+  assert jax.tree.map(jnp.result_type, updates) == (
+    jax.tree.map(jnp.result_type, params)
+  )
+  assert len(traces) == 1
+
+
+def test_the_sign_of_a_zero_parameter_survives_a_skip():
+  tx = ols.with_loss_scaling(optax.adamw(0.1))
+  w = jnp.array([-0.0, 0.0])
+  new, _, _ = step_of(tx)(jnp.array([NAN, 1.0]), tx.init(w), w)
+  assert jnp.signbit(new).tolist() == [True, False]
+
+
+def test_complex_parameters_survive_a_skip_and_train():
+  tx = ols.with_loss_scaling(optax.sgd(0.5, momentum=0.9))
+  w = jnp.array([complex(-0.0, -0.0), complex(0.0, -0.0), complex(1, 2)])
+  grads = jnp.array([1.0, 1.0, complex(0.0, INF)])
+  new, _, _ = step_of(tx)(grads, tx.init(w), w)
+  assert same_bits(new, w)
+  new, _, _ = step_of(tx)(w, tx.init(w), w)
+  assert new[2] == complex(0.5, 1)
+
+
+def test_leaves_of_the_inner_state_that_are_no_arrays_keep_their_value():
+  key = jax.random.key(3)
+
+  def init(params):
+    del params
+    return {"n": 0, "flag": False, "k": key, "x": None, "m": optax.MaskedNode()}
+
+  def update(updates, state, params=None):
+    del params
+    k = jax.random.split(state["k"])[0]
+    return updates, state | {"n": state["n"] + 1, "flag": True, "k": k}
+
+  tx = ols.with_loss_scaling(optax.GradientTransformation(init, update))
+  w = jnp.ones(2)
+  for jitted in (True, False):
+    step = jax.jit(tx.update) if jitted else tx.update
+    state = tx.init(w)
+    _, skipped = step(w * NAN, state, w)
+    assert same_bits(skipped.inner_state, state.inner_state)
+    _, applied = step(w, state, w)
+    assert (applied.inner_state["n"], applied.inner_state["flag"]) == (1, True)
+    assert not same_bits(applied.inner_state["k"], state.inner_state["k"])
+
+
+def test_names_in_the_inner_state_are_kept_outside_jit():
+  def update(updates, state, params=None):
+    return updates, state
+
+  inner = optax.GradientTransformation(lambda p: {"name": "mine"}, update)
+  tx = ols.with_loss_scaling(inner)
+  _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+  assert state.inner_state == {"name": "mine"}
+
+
+def test_injected_hyperparameters_and_their_schedule_stay_on_a_skip():
+  schedule = optax.linear_schedule(1.0, 0.0, 10)
+  tx = ols.with_loss_scaling(
+    optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+  )
+  w = jnp.ones(2)
+  _, _, state = step_of(tx)(w, tx.init(w), w)
+  _, _, skipped = step_of(tx)(w * INF, state, w)
+  assert same_bits(skipped.inner_state, state.inner_state)
+  _, _, applied = step_of(tx)(w, skipped, w)
+  assert applied.inner_state.hyperparams["learning_rate"] == np.float32(0.9)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "muon"])
+def test_no_inner_optimizer_ever_sees_a_nan(optimizer):
+  seen = []
+
+  def spy(updates, state, params=None):
+    jax.debug.callback(lambda u: seen.append(np.asarray(u)), updates["w"])
+    return updates, state
+
+  inner = optax.chain(
+    optax.GradientTransformation(lambda p: optax.EmptyState(), spy),
+    OPTIMIZERS[optimizer],
+  )
+  tx = ols.with_loss_scaling(inner)
+  params, grads = params_of(), grads_of()
+  step_of(tx)(spoil(grads, NAN), tx.init(params), params)
+  jax.effects_barrier()
+  assert len(seen) == 1
+  assert (seen[0] == 0).all()
+
+
+def test_debug_nans_does_not_trip_on_a_skipped_step():
+  tx = ols.with_loss_scaling(optax.adam(0.1), max_norm=1.0)
+  w = jnp.ones(3)
+
+  @jax.jit
+  def step(w, state):
+    grads = w * jnp.float32(1e30) * 1e30  # overflows inside the step
+    return _apply(w, *tx.update(grads, state, w))
+
+  with jax.debug_nans(True):
+    new, _, state = step(w, tx.init(w))
+    assert same_bits(new, w)
+    assert state.loss_scale_state.total_notfinite == 1
+
+
+def test_nothing_raises_or_applies_a_nan_however_long_it_lasts():
+  """optax.apply_if_finite gives in after `max_consecutive_errors`."""
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  w = jnp.ones(2)
+
+  def step(carry, _):
+    w, state = carry
+    w, _, state = _apply(w, *tx.update(w * NAN, state, w))
+    return (w, state), None
+
+  (new, state), _ = jax.lax.scan(step, (w, tx.init(w)), length=1000)
+  assert same_bits(new, w)
+  state = state.loss_scale_state
+  assert (state.loss_scale, state.notfinite_count) == (1.0, 1000)
+
+
+@given(st.lists(st.sampled_from([1.0, INF, NAN]), min_size=12, max_size=12))
+def test_a_run_with_skips_equals_the_run_without_those_steps(factors):
+  tx = ols.with_loss_scaling(optax.adamw(0.1))
+
+  def run(steps):
+    params, state = params_of(), tx.init(params_of())
+    for i, factor in steps:
+      factor_now = (i + 1) * factor
+      grads = jax.tree.map(
+        functools.partial(jnp.multiply, factor_now), grads_of()
+      )
+      params, _, state = _ADAMW_STEP(grads, state, params)
+    return params, state.inner_state
+
+  steps = list(enumerate(factors))
+  assert same_bits(run(steps), run([(i, f) for i, f in steps if f == 1.0]))
+
+
+_ADAMW_STEP = step_of(ols.with_loss_scaling(optax.adamw(0.1)))
+
+
+# The order of things.
+
+
+def test_clipping_inside_sees_the_overflow_and_outside_hides_it():
+  w = jnp.ones(2)
+  bad = jnp.array([INF, 1.0])
+  inside = ols.with_loss_scaling(
+    optax.chain(optax.zero_nans(), optax.clip(1.0), optax.sgd(1.0))
+  )
+  _, state = inside.update(bad, inside.init(w), w)
+  assert not state.loss_scale_state.last_finite
+  outside = optax.chain(optax.clip(1.0), ols.with_loss_scaling(optax.sgd(1.0)))
+  _, state = outside.update(bad, outside.init(w), w)
+  assert ols.get_loss_scale_state(state).last_finite
+
+
+def test_weight_decay_and_schedules_outside_move_on_a_skip_and_inside_do_not():
+  w = jnp.ones(2)
+  bad = w * NAN
+  decay = optax.add_decayed_weights(0.1)
+  outside = optax.chain(ols.with_loss_scaling(optax.identity()), decay)
+  new, _, _ = step_of(outside)(bad, outside.init(w), w)
+  assert not same_bits(new, w)
+  inside = ols.with_loss_scaling(
+    optax.chain(decay, optax.scale_by_schedule(lambda n: 1.0 / (n + 1)))
+  )
+  new, _, state = step_of(inside)(bad, inside.init(w), w)
+  assert same_bits(new, w)
+  assert state.inner_state[1].count == 0
+
+
+def test_one_bad_micro_batch_costs_one_micro_batch_if_we_wrap_multi_steps():
+  w = jnp.zeros(2)
+  good, bad = jnp.ones(2), jnp.array([NAN, 1.0])
+  for inner in (
+    optax.MultiSteps(optax.sgd(1.0), 2),
+    optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
+  ):
+    tx = ols.with_loss_scaling(inner)
+    params, state = w, tx.init(w)
+    for grads in (good, bad, 3 * good):
+      params, _, state = step_of(tx)(grads, state, params)
+    assert params.tolist() == [-2.0, -2.0]
+    assert state.inner_state.gradient_step == 1
+
+
+def test_inside_multi_steps_one_nan_poisons_the_accumulator_for_ever():
+  """Optax's MultiSteps multiplies the accumulator by zero: wrap it instead."""
+  tx = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(1.0)), 2)
+  params = jnp.zeros(2)
+  state = tx.init(params)
+  step = jax.jit(tx.update)
+  for grads in (jnp.ones(2), jnp.full(2, NAN), *[jnp.ones(2)] * 4):
+    updates, state = step(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  assert params.tolist() == [0.0, 0.0]
+  assert not ols.all_finite(state.acc_grads)
+
+
+def test_batch_statistics_of_a_skipped_step_are_selected_away():
+  """In torch, Keras and Flax's ImageNet recipe they stay NaN for ever."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  w, stats = jnp.float32(1.0), {"mean": jnp.float32(0.0)}
+  state = tx.init(w)
+
+  def loss_fn(w, stats, x):
+    h = (w * x).astype(jnp.float16)
+    new = {"mean": 0.9 * stats["mean"] + 0.1 * h.mean().astype(jnp.float32)}
+    return (h**2).mean().astype(jnp.float32), new
+
+  def step(w, stats, state, x, select):
+    (_, new), grad = ols.value_and_grad(loss_fn, state, has_aux=True)(
+      w, stats, x
+    )
+    updates, state = tx.update(grad, state, w)
+    if select:
+      new = ols.select_if_finite(state, new, stats)
+    return optax.apply_updates(w, updates), new, state
+
+  batches = [jnp.ones(4), jnp.full(4, 1e6), jnp.ones(4)]
+  for select in (True, False):
+    a, b, c = w, stats, state
+    for x in batches:
+      a, b, c = step(a, b, c, x, select)
+    assert jnp.isfinite(a)
+    assert bool(jnp.isfinite(b["mean"])) == select
+  assert c.loss_scale_state.total_notfinite == 1
+
+
+# Options.
+
+
+@pytest.mark.parametrize("grads_are_scaled", [False, True])
+@pytest.mark.parametrize("max_norm", [0.5, 1.0, 1e6])
+def test_max_norm_clips_as_optax_does(grads_are_scaled, max_norm):
+  params, grads = params_of(), grads_of()
+  tx = ols.with_loss_scaling(
+    optax.sgd(1.0),
+    2.0**10,
+    max_norm=max_norm,
+    grads_are_scaled=grads_are_scaled,
+  )
+  bare = optax.chain(optax.clip_by_global_norm(max_norm), optax.sgd(1.0))
+  expected, _ = bare.update(grads, bare.init(params), params)
+  if grads_are_scaled:
+    grads = jax.tree.map(lambda x: x * 2.0**10, grads)
+  got = step_of(tx)(grads, tx.init(params), params)[1]
+  for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_max_norm_clips_float16_and_complex_gradients_by_their_true_norm():
+  grads = {
+    "a": jnp.full(10_000, 300.0, jnp.float16),
+    "c": jnp.full(10_000, 300j),
+  }
+  tx = ols.with_loss_scaling(optax.identity(), max_norm=1.0)
+  updates = tx.update(grads, tx.init(grads))[0]
+  norm = np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in updates.values()))
+  np.testing.assert_allclose(norm, 1.0, rtol=1e-4)
+
+
+def test_max_norm_skips_a_non_finite_gradient_and_leaves_zeros_alone():
+  tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
+  w = jnp.ones(3)
+  for bad in (NAN, INF):
+    new, _, state = step_of(tx)(w.at[1].set(bad), tx.init(w), w)
+    assert same_bits(new, w)
+    assert not state.loss_scale_state.last_finite
+  new, _, state = step_of(tx)(w * 0, tx.init(w), w)
+  assert state.loss_scale_state.last_finite
+  assert ols.all_finite(new)
+
+
+def test_a_fixed_scale_may_apply_non_finite_steps_as_keras_does():
+  w = jnp.ones(2)
+  bad = jnp.array([INF, 1.0])
+  skipping = ols.with_loss_scaling(optax.sgd(1.0), 2.0)
+  assert same_bits(step_of(skipping)(bad, skipping.init(w), w)[0], w)
+  applying = ols.with_loss_scaling(optax.sgd(1.0), 2.0, skip_nonfinite=False)
+  new, _, state = step_of(applying)(bad, applying.init(w), w)
+  assert new.tolist() == [-INF, 0.0]
+  assert state.loss_scale_state.last_finite
+  assert state.loss_scale_state.total_notfinite == 0
+
+
+def test_loss_scale_takes_a_policy_a_word_or_a_number():
+  def first(loss_scale):
+    tx = ols.with_loss_scaling(optax.sgd(1.0), loss_scale)
+    _, state = tx.update(jnp.inf, tx.init(0.0))
+    return state.loss_scale_state.loss_scale.item()
+
+  assert first("dynamic") == 2.0**14
+  assert first(ols.DynamicLossScale(8.0)) == 4
+  for number in (128, 128.0, np.float32(128), jnp.float32(128), np.int64(128)):
+    assert first(number) == 128
+
+
+def test_a_fixed_scale_of_one_is_skipping_without_scaling():
+  tx = ols.with_loss_scaling(optax.sgd(1.0), 1.0)
+  w = jnp.ones(2, jnp.bfloat16)
+  grads = ols.grad(lambda w: jnp.sum(w * w), tx.init(w))(w)
+  assert grads.dtype == jnp.bfloat16
+  assert same_bits(step_of(tx)(grads * NAN, tx.init(w), w)[0], w)
+
+
+# Extra arguments.
+
+
+def test_plateau_and_line_search_are_given_the_true_value_and_gradient():
+  def loss_fn(w):
+    return jnp.sum((w - 1) ** 2)
+
+  inner = optax.chain(
+    optax.sgd(1.0),
+    optax.scale_by_backtracking_linesearch(max_backtracking_steps=15),
+  )
+  w = jnp.array([3.0, -2.0])
+  runs = []
+  for tx in (inner, ols.with_loss_scaling(inner, 2.0**15)):
+    params, state = w, tx.init(w)
+    for _ in range(3):
+      if tx is inner:
+        value, grad = jax.value_and_grad(loss_fn)(params)
+      else:
+        value, grad = ols.value_and_grad(loss_fn, state)(params)
+      updates, state = jax.jit(tx.update, static_argnames="value_fn")(
+        grad, state, params, value=value, grad=grad, value_fn=loss_fn
+      )
+      params = optax.apply_updates(params, updates)
+    runs.append(params)
+  assert same_bits(*runs)
+
+  plateau = optax.chain(
+    optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1)
+  )
+  tx = ols.with_loss_scaling(plateau, 2.0**15)
+  value, grad = ols.value_and_grad(loss_fn, tx.init(w))(w)
+  _, state = tx.update(grad, tx.init(w), w, value=value)
+  assert state.inner_state[1].best_value == loss_fn(w)
+
+
+def test_nothing_is_required_that_a_train_state_cannot_pass():
+  """TrainState.apply_gradients calls tx.update(grads, opt_state, params)."""
+  from flax.training import train_state
+
+  w = {"w": jnp.ones(2)}
+  tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=10.0)
+  state = train_state.TrainState.create(apply_fn=None, params=w, tx=tx)
+  grads = ols.grad(lambda p: jnp.sum(p["w"] ** 2), state)(w)
+  applied = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+  assert applied.params["w"].tolist() == [-1.0, -1.0]
+  skipped = applied.apply_gradients(grads={"w": jnp.full(2, NAN)})
+  assert same_bits(skipped.params, applied.params)
+  assert skipped.step == 2  # Flax's own counter counts calls.
+
+
+def test_arguments_that_a_plain_optimizer_does_not_take_are_dropped():
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  updates, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=3.0)
+  assert updates.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda loss_scale=4.0, max_norm=2.0: ols.with_loss_scaling(
+      optax.sgd(1.0), loss_scale, max_norm=max_norm
+    ),
+    lambda interval=2, growth=2.0, hysteresis=1: ols.with_loss_scaling(
+      optax.sgd(1.0),
+      ols.DynamicLossScale(
+        4.0,
+        growth_interval=interval,
+        growth_factor=growth,
+        hysteresis=hysteresis,
+      ),
+    ),
+  ],
+  ids=["fixed", "dynamic"],
+)
+def test_a_factory_can_be_injected_with_hyperparameters(make):
+  tx = optax.inject_hyperparams(make)()
+  w = jnp.ones(2)
+  state = tx.init(w)
+  step = jax.jit(tx.update)
+  for _ in range(2):
+    updates, state = step(w, state, w)
+  np.testing.assert_allclose(updates, [-1.0, -1.0], rtol=1e-6)
+  _, state = step(w * INF, state, w)
+  assert not ols.get_loss_scale_state(state).last_finite
+
+
+def test_with_loss_scaling_itself_can_be_injected():
+  tx = optax.inject_hyperparams(ols.with_loss_scaling)(
+    inner=optax.sgd(1.0), loss_scale=ols.DynamicLossScale(4.0), max_norm=1.0
+  )
+  w = jnp.array([3.0, 4.0])
+  updates, state = jax.jit(tx.update)(w, tx.init(w), w)
+  np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
+  assert optax.tree.get(state, "max_norm") == 1
+
+
+# Transformations of JAX.
+
+
+def test_vmap_gives_each_member_a_scale_and_a_flag():
+  tx = ols.with_loss_scaling(optax.adam(0.1), ols.DynamicLossScale(4.0))
+  w = jnp.ones((3, 2))
+  state = jax.vmap(tx.init)(w)
+  grads = w.at[1, 0].set(INF)
+  updates, state = jax.jit(jax.vmap(tx.update))(grads, state, w)
+  assert state.loss_scale_state.loss_scale.tolist() == [4, 2, 4]
+  assert state.inner_state[0].count.tolist() == [1, 0, 1]
+  assert (updates[1] == 0).all()
+  assert (updates[0] != 0).all()
+
+
+def test_a_skipped_step_can_be_differentiated_through():
+  tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9))
+
+  @jax.jit
+  def after_two(w):
+    state, total = tx.init(w), w
+    for overflow in (0.0, jnp.inf):
+      updates, state = tx.update(total + overflow, state, total)
+      total = optax.apply_updates(total, updates)
+    return jnp.sum(total)
+
+  assert jnp.isfinite(jax.grad(after_two)(jnp.ones(2))).all()
+
+
+def test_disabled_jit_and_eager_steps_equal_the_jitted_ones():
+  tx = ols.with_loss_scaling(optax.sgd(0.5, momentum=0.5), max_norm=1.0)
+  params = params_of()
+  for grads in (grads_of(), spoil(grads_of(), NAN)):
+    jitted = jax.jit(tx.update)(grads, tx.init(params), params)
+    eager = tx.update(grads, tx.init(params), params)
+    with jax.disable_jit():
+      disabled = tx.update(grads, tx.init(params), params)
+    assert same_bits(eager, disabled)
+    for a, b in zip(*map(jax.tree.leaves, (eager, jitted)), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-6)
