@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from zoo import same_bits
+from zoo import FLOATS, OTHERS, same_bits, ZOO
 
 import optax_lossscale as ols
 
@@ -637,6 +637,44 @@ def test_with_loss_scaling_itself_can_be_injected():
   updates, state = jax.jit(tx.update)(w, tx.init(w), w)
   np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
   assert optax.tree.get(state, "max_norm") == 1
+
+
+# Leaves of every kind.
+
+
+@pytest.mark.parametrize(
+  "options",
+  [{}, {"max_norm": 1e9}, {"grads_are_scaled": True}, {"check_updates": True}],
+  ids=str,
+)
+@pytest.mark.parametrize("jitted", [True, False])
+def test_the_zoo_passes_through_a_step(options, jitted):
+  tx = ols.with_loss_scaling(optax.identity(), 1.0, **options)
+  update = jax.jit(tx.update) if jitted else tx.update
+  updates, state = update(ZOO, tx.init(ZOO), ZOO)
+  assert state.loss_scale_state.last_finite
+  expected = jax.tree.map(
+    lambda x: jnp.asarray(x) if isinstance(x, (int, float)) else x, ZOO
+  )
+  assert same_bits(updates, expected)
+
+  bad = ZOO | {"floats": FLOATS | {"f16": FLOATS["f16"] * jnp.inf}}
+  updates, state = update(bad, tx.init(ZOO), ZOO)
+  assert not state.loss_scale_state.last_finite
+  # What is added to a parameter adds nothing; the rest is not added.
+  for leaf in jax.tree.leaves(updates["floats"]):
+    assert (np.asarray(leaf) == 0).all()
+  assert not updates["others"]["int"].any()
+  for name in ("bool", "float0", "key", "_overwrite_with_gradient"):
+    assert same_bits(updates["others"][name], OTHERS[name])
+
+
+def test_float16_gradients_are_clipped_by_optax_inside_the_wrapper():
+  """In float16 the norm overflows, and clip_by_global_norm returns zeros."""
+  tx = ols.with_loss_scaling(optax.clip_by_global_norm(1.0))
+  grads = jnp.full(4, 300.0, jnp.float16)
+  updates, _ = tx.update(grads, tx.init(grads))
+  np.testing.assert_allclose(updates, 0.5, rtol=1e-6)
 
 
 # Transformations of JAX.
