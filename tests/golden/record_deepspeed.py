@@ -1,0 +1,107 @@
+"""Records deepspeed's DynamicLossScaler. Needs: torch, deepspeed.
+
+Run it once with deepspeed 0.17.0, the last version with the old rule, and once
+with 0.17.3 (the new rule came with 0.17.1): each writes a file of its own.
+DS_BUILD_OPS=0 installs deepspeed without compiling anything.
+
+The scaler is made as the engine makes it, from the `fp16` block of a config.
+"""
+
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+from deepspeed.runtime.fp16 import loss_scaler as module
+import record_common as common
+import torch
+
+# The scaler asks for the rank before it logs an overflow.
+module.dist.get_rank = lambda *args, **kwargs: 1
+STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class DynamicLossScaler:
+  def __init__(self, fp16):
+    self.fp16 = fp16
+    # The engine's own reading of the block, where this version has it.
+    arguments = {
+      "init_scale": 2 ** fp16.get("initial_scale_power", 16),
+      "scale_window": fp16.get("loss_scale_window", 1000),
+      "delayed_shift": fp16.get("hysteresis", 2),
+      "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
+      "min_scale": fp16.get("min_loss_scale", 1),
+    }
+    self.scaler = module.CreateLossScaler(torch.half, 0, True, arguments)
+
+  def step(self, finite):
+    try:
+      self.scaler.update_scale(not finite)
+    except Exception as error:
+      if "already at minimum" not in str(error):
+        raise
+      return None
+    return finite
+
+  def scale(self):
+    return float(self.scaler.cur_scale)
+
+  def counter(self):
+    return self.scaler.cur_iter - self.scaler.last_overflow_iter - 1
+
+  def save(self):
+    return {name: getattr(self.scaler, name) for name in STATE}
+
+  def load(self, saved):
+    other = DynamicLossScaler(self.fp16)
+    for name in STATE:
+      setattr(other.scaler, name, saved[name])
+    return other
+
+
+def cases():
+  for window, hysteresis, consecutive in (
+    (1, 1, False),
+    (2, 2, False),
+    (3, 2, True),
+    (4, 3, False),
+    (4, 3, True),
+  ):
+    fp16 = {
+      "enabled": True,
+      "loss_scale": 0,
+      "initial_scale_power": 15,
+      "loss_scale_window": window,
+      "hysteresis": hysteresis,
+      "consecutive_hysteresis": consecutive,
+      "min_loss_scale": 1,
+    }
+    kind = f"window {window}, hysteresis {hysteresis}"
+    kind += ", consecutive" if consecutive else ""
+    for name, steps in common.strings(window, hysteresis).items():
+      yield f"{kind}: {name}", fp16, steps
+  yield "defaults", {}, "F" * 2100 + "TTT" + "F" * 2100
+  high = {"initial_scale_power": 124, "loss_scale_window": 2}
+  yield "top", high, "F" * 12 + "TTT" + "F" * 8
+  yield "climb", {"loss_scale_window": 1, "hysteresis": 1}, "F" * 100
+  low = {"initial_scale_power": 6, "min_loss_scale": 4, "hysteresis": 1}
+  yield "raises at the floor", low, "F" + "T" * 8
+
+
+if __name__ == "__main__":
+  old = tuple(map(int, deepspeed.__version__.split("+")[0].split("."))) < (
+    (0, 17, 1)
+  )
+  common.write(
+    f"deepspeed_{'old' if old else 'new'}.json",
+    "deepspeed",
+    deepspeed.__version__,
+    {
+      "cases": [
+        common.record_case(
+          name, fp16, lambda s=fp16: DynamicLossScaler(s), steps
+        )
+        for name, fp16, steps in cases()
+      ]
+    },
+  )

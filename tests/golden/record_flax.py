@@ -1,0 +1,150 @@
+"""Records flax.training.dynamic_scale.DynamicScale. Needs: flax, optax."""
+
+import flax
+from flax.training import dynamic_scale as dynamic_scale_lib
+from flax.training import train_state as train_state_lib
+import jax
+import jax.numpy as jnp
+import optax
+import record_common as common
+
+
+@jax.jit
+def one_step(dynamic_scale, factor):
+  grad_fn = dynamic_scale.value_and_grad(lambda x: x * factor)
+  dynamic_scale, finite, _, _ = grad_fn(jnp.float32(1))
+  return dynamic_scale, finite
+
+
+class DynamicScale:
+  def __init__(self, settings):
+    self.settings = settings
+    self.dynamic_scale = dynamic_scale_lib.DynamicScale(**settings)
+
+  def step(self, finite):
+    # The smaller factor keeps the scaled loss finite at any scale.
+    factor = jnp.float32(2.0**-20 if finite else jnp.inf)
+    self.dynamic_scale, applied = one_step(self.dynamic_scale, factor)
+    return bool(applied)
+
+  def scale(self):
+    return float(self.dynamic_scale.scale)
+
+  def counter(self):
+    return int(self.dynamic_scale.fin_steps)
+
+  def save(self):
+    saved = flax.serialization.to_state_dict(self.dynamic_scale)
+    return jax.tree.map(lambda x: x.item() if hasattr(x, "item") else x, saved)
+
+  def load(self, saved):
+    other = DynamicScale(self.settings)
+    other.dynamic_scale = flax.serialization.from_state_dict(
+      other.dynamic_scale, saved
+    )
+    return other
+
+
+def cases():
+  for window in (1, 2, 3, 5):
+    settings = {"scale": 2.0**15, "growth_interval": window}
+    for name, steps in common.strings(window + 1).items():
+      yield f"window {window}: {name}", settings, steps
+  yield "defaults", {}, "F" * 2100 + "T" + "F" * 2100
+  yield "long climb", {"growth_interval": 1}, "F" * 218
+  high = {"scale": 2.0**124, "growth_interval": 1}
+  yield "top", high, "F" * 12 + "TTT" + "F" * 8
+  yield "long fall to the floor", {}, "T" * 150 + "F" * 5
+  floor = {"scale": 2.0**6, "minimum_scale": 4.0, "growth_interval": 2}
+  yield "own floor", floor, "T" * 8 + "F" * 8
+  factors = {
+    "scale": 2.0**20,
+    "growth_factor": 8.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 2,
+  }
+  yield "factors 8, 1/4", factors, common.strings(3)["random 0.2"]
+
+
+def training(name, tx):
+  def loss_fn(params, x, y):
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+  @jax.jit
+  def train_step(state, dynamic_scale, x, y):
+    grad_fn = dynamic_scale.value_and_grad(loss_fn)
+    dynamic_scale, finite, _, grads = grad_fn(state.params, x, y)
+    new = state.apply_gradients(grads=grads)
+    select = lambda a, b: jax.tree.map(
+      lambda x, y: jnp.where(finite, x, y), a, b
+    )
+    return (
+      new.replace(
+        params=select(new.params, state.params),
+        opt_state=select(new.opt_state, state.opt_state),
+      ),
+      dynamic_scale,
+    )
+
+  state = train_state_lib.TrainState.create(
+    apply_fn=None,
+    params={
+      "w": jnp.asarray(common.FIRST_WEIGHTS),
+      "b": jnp.asarray(common.FIRST_BIAS),
+    },
+    tx=tx,
+  )
+  dynamic_scale = dynamic_scale_lib.DynamicScale(
+    scale=jnp.float32(common.TRAINING_SCALE),
+    fin_steps=jnp.int32(0),
+    # Flax grows one step later.
+    growth_interval=common.TRAINING_WINDOW - 1,
+  )
+  params, scales = [], []
+  for step in range(len(common.TRAINING_STEPS)):
+    x, y = map(jnp.asarray, common.batch(step))
+    state, dynamic_scale = train_step(state, dynamic_scale, x, y)
+    params.append(common.flat(state.params["w"], state.params["b"]))
+    scales.append(float(dynamic_scale.scale))
+  return {
+    "name": name,
+    "scale": common.runs(map(common.exponent, scales)),
+    "params": params,
+    "counts": {
+      "TrainState.step": int(state.step),
+      "schedule": int(
+        optax.tree.get_all_with_path(state.opt_state, "count")[-1][1]
+      ),
+    },
+  }
+
+
+def from_our_state(case):
+  scaler = DynamicScale(case["exported"])
+  steps = common.unpack(case["steps"])
+  return {**case, **common.packed(common.run(scaler, steps))}
+
+
+def decayed(rate):
+  return lambda count: rate / (1 + 0.125 * count)
+
+
+if __name__ == "__main__":
+  common.write(
+    "flax.json",
+    "flax, optax, jax",
+    f"{flax.__version__}, {optax.__version__}, {jax.__version__}",
+    {
+      "cases": [
+        common.record_case(
+          name, settings, lambda s=settings: DynamicScale(s), steps
+        )
+        for name, settings, steps in cases()
+      ],
+      "exports": [from_our_state(c) for c in common.exports("flax")],
+      "training": [
+        training("sgd, decayed", optax.sgd(decayed(0.25))),
+        training("adam, decayed", optax.adam(decayed(0.0625))),
+      ],
+    },
+  )

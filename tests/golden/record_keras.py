@@ -1,0 +1,161 @@
+"""Records Keras 3's LossScaleOptimizer on JAX. Needs: keras, jax."""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import keras
+import record_common as common
+
+
+@functools.cache
+def optimizer_and_step(window):
+  """One compiled step for all cases of a window; the state goes in and out."""
+  optimizer = keras.optimizers.LossScaleOptimizer(
+    keras.optimizers.SGD(1.0), dynamic_growth_steps=window
+  )
+  optimizer.build([keras.Variable(0.0)])
+  return optimizer, jax.jit(optimizer.stateless_apply)
+
+
+class LossScaleOptimizer:
+  def __init__(self, config):
+    self.config = {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000}
+    self.config |= config
+    self.optimizer, self.apply = optimizer_and_step(
+      self.config["dynamic_growth_steps"]
+    )
+    names = [v.name for v in self.optimizer.variables]
+    self.at = names.index("step_counter"), names.index("dynamic_scale")
+    self.variables = [v.value for v in self.optimizer.variables]
+    self.assign(0, self.config["initial_scale"])
+
+  def assign(self, counter, scale):
+    self.variables[self.at[0]] = jnp.asarray(counter, jnp.int32)
+    self.variables[self.at[1]] = jnp.asarray(scale, jnp.float32)
+
+  def step(self, finite):
+    grad = jnp.float32(1.0 if finite else jnp.inf)
+    (param,), self.variables = self.apply(
+      self.variables, [grad], [jnp.float32(0)]
+    )
+    # A scale of zero makes the update infinite, or NaN.
+    return bool(param != 0)
+
+  def scale(self):
+    return float(self.variables[self.at[1]])
+
+  def counter(self):
+    return int(self.variables[self.at[0]])
+
+  def save(self):
+    for variable, value in zip(
+      self.optimizer.variables, self.variables, strict=True
+    ):
+      variable.assign(value)
+    self.optimizer.initial_scale = self.config["initial_scale"]
+    own = self.optimizer.variables
+    variables = {own[at].name: own[at].numpy().item() for at in self.at}
+    config = {**self.optimizer.get_config(), "inner_optimizer": "left out"}
+    return {"config": config, "variables": variables}
+
+  def load(self, saved):
+    other = LossScaleOptimizer(self.config)
+    variables = saved["variables"]
+    other.assign(variables["step_counter"], variables["dynamic_scale"])
+    return other
+
+
+def cases():
+  for window in (1, 2, 3, 5):
+    config = {"initial_scale": 2.0**15, "dynamic_growth_steps": window}
+    for name, steps in common.strings(window).items():
+      yield f"window {window}: {name}", config, steps
+  yield "defaults", {}, "F" * 2100 + "T" + "F" * 2100
+  yield "long climb", {"dynamic_growth_steps": 1}, "F" * 111
+  high = {"initial_scale": 2.0**124, "dynamic_growth_steps": 2}
+  yield "top", high, "F" * 12 + "TTT" + "F" * 8
+  yield "long fall", {}, "T" * 140 + "F" * 5
+  low = {"initial_scale": 2.0**-120, "dynamic_growth_steps": 2}
+  yield "bottom", low, "T" * 32 + "F" * 8
+
+
+def training(name, inner):
+  weights = keras.Variable(jnp.array(common.FIRST_WEIGHTS))
+  bias = keras.Variable(jnp.array(common.FIRST_BIAS))
+  optimizer = keras.optimizers.LossScaleOptimizer(
+    inner,
+    initial_scale=common.TRAINING_SCALE,
+    dynamic_growth_steps=common.TRAINING_WINDOW,
+  )
+  optimizer.build([weights, bias])
+  scale_at = [v.name for v in optimizer.variables].index("dynamic_scale")
+
+  @jax.jit
+  def step(params, variables, x, y):
+    def scaled_loss(params):
+      weights, bias = params
+      # As optimizer.scale_loss, with the scale of the state that is carried.
+      return jnp.mean((x @ weights + bias - y) ** 2) * variables[scale_at]
+
+    grads = jax.grad(scaled_loss)(params)
+    return optimizer.stateless_apply(variables, grads, params)
+
+  params = [weights.value, bias.value]
+  variables = [v.value for v in optimizer.variables]
+  history, scales = [], []
+  for at in range(len(common.TRAINING_STEPS)):
+    x, y = map(jnp.asarray, common.batch(at))
+    params, variables = step(params, variables, x, y)
+    history.append(common.flat(*params))
+    scales.append(float(variables[scale_at]))
+  iterations = [
+    int(value)
+    for variable, value in zip(optimizer.variables, variables, strict=True)
+    if variable is inner.iterations
+  ]
+  return {
+    "name": name,
+    "scale": common.runs(map(common.exponent, scales)),
+    "params": history,
+    "counts": {"iterations": iterations[0]},
+  }
+
+
+def decayed(rate):
+  return keras.optimizers.schedules.InverseTimeDecay(rate, 1, 0.125)
+
+
+def from_our_state(case):
+  saved = case["exported"]
+  scaler = LossScaleOptimizer(saved["config"]).load(saved)
+  steps = common.unpack(case["steps"])
+  return {**case, **common.packed(common.run(scaler, steps))}
+
+
+if __name__ == "__main__":
+  common.write(
+    "keras.json",
+    "keras, jax",
+    f"{keras.__version__}, {jax.__version__}",
+    {
+      "cases": [
+        common.record_case(
+          name, config, lambda c=config: LossScaleOptimizer(c), steps
+        )
+        for name, config, steps in cases()
+      ],
+      "exports": [from_our_state(c) for c in common.exports("keras")],
+      "training": [
+        training("sgd, decayed", keras.optimizers.SGD(decayed(0.25))),
+        training(
+          "adam, decayed",
+          keras.optimizers.Adam(decayed(0.0625), epsilon=1e-8),
+        ),
+      ],
+    },
+  )

@@ -1,0 +1,102 @@
+"""Records paddle.amp.GradScaler. Needs: paddlepaddle, numpy<2.3.
+
+With numpy 2.4 paddle 3.3.1 raises on its first backoff (it prints the scale as
+`float(array of one element)`).
+On a CPU the class disables itself. Its check of the device is told that there
+is a GPU; nothing else is changed, and the kernels run on the CPU.
+"""
+
+import contextlib
+import io
+import types
+
+import numpy as np
+import paddle
+from paddle.amp import grad_scaler as module
+import record_common as common
+
+_place = types.SimpleNamespace(is_gpu_place=lambda: True)
+_tracer = types.SimpleNamespace(_expected_place=_place)
+
+
+def enabled(**settings):
+  real, module._dygraph_tracer = module._dygraph_tracer, lambda: _tracer
+  try:
+    return paddle.amp.GradScaler(**settings)
+  finally:
+    module._dygraph_tracer = real
+
+
+class GradScaler:
+  def __init__(self, settings):
+    self.settings = settings
+    self.scaler = enabled(**settings)
+    self.param = paddle.create_parameter(
+      [1], "float32", default_initializer=paddle.nn.initializer.Constant(0.0)
+    )
+    self.sgd = paddle.optimizer.SGD(1.0, parameters=[self.param])
+
+  def step(self, finite):
+    grad = 1.0 if finite else float("inf")
+    self.param.set_value(np.zeros([1], np.float32))
+    self.sgd.clear_grad()
+    (self.param * paddle.to_tensor([grad])).sum().backward()
+    with contextlib.redirect_stdout(io.StringIO()):
+      self.scaler.step(self.sgd)
+      self.scaler.update()
+    # In numpy: paddle holds numbers within 1e-8 of each other for equal.
+    return bool(self.param.numpy()[0] != 0)
+
+  def scale(self):
+    return float(self.scaler._scale.item())
+
+  def counter(self):
+    return self.scaler.state_dict()["incr_count"]
+
+  def save(self):
+    state = self.scaler.state_dict()
+    return {**state, "scale": state["scale"].tolist()}
+
+  def load(self, saved):
+    other = GradScaler(self.settings)
+    other.scaler.load_state_dict({**saved, "scale": np.array(saved["scale"])})
+    return other
+
+
+def cases():
+  for window, overflows in ((1, 1), (2, 2), (3, 1), (3, 2), (4, 3)):
+    settings = {
+      "init_loss_scaling": 2.0**15,
+      "incr_every_n_steps": window,
+      "decr_every_n_nan_or_inf": overflows,
+    }
+    for name, steps in common.strings(window, overflows).items():
+      yield f"window {window}, {overflows} overflows: {name}", settings, steps
+  yield "defaults", {}, "F" * 2100 + "T" + "F" * 2100
+  ratios = {
+    "init_loss_scaling": 2.0**20,
+    "incr_ratio": 8.0,
+    "decr_ratio": 0.25,
+    "incr_every_n_steps": 3,
+  }
+  yield "ratios 8, 1/4", ratios, common.strings(3)["random 0.2"]
+  high = {"init_loss_scaling": 2.0**124, "incr_every_n_steps": 2}
+  yield "top", high, "F" * 12 + "TTT" + "F" * 8
+  low = {"init_loss_scaling": 2.0**-120, "incr_every_n_steps": 2}
+  yield "bottom", low, "T" * 32 + "F" * 8
+
+
+if __name__ == "__main__":
+  common.write(
+    "paddle.json",
+    "paddlepaddle",
+    paddle.__version__,
+    {
+      "cases": [
+        common.record_case(
+          name, settings, lambda s=settings: GradScaler(s), steps
+        )
+        for name, settings, steps in cases()
+      ]
+    },
+  )
