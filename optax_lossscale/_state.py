@@ -266,6 +266,8 @@ def _keystr(path):
 
 
 def _short(bound):
+  if bound <= 0:
+    return f"{bound:.8g}"
   log2 = math.log2(bound)
   exponent = round(log2)
   if abs(exponent) > 20 and log2 == exponent:
