@@ -1,11 +1,14 @@
 """Loss scaling for Optax: float16 training in two changed lines."""
 
+from optax_lossscale._adaptive import HeadroomLossScale
 from optax_lossscale._diagnostics import loss_scale_metrics
+from optax_lossscale._logmax import LogMaxLossScale
 from optax_lossscale._policies import (
   DynamicLossScale,
   FixedLossScale,
   LossScale,
 )
+from optax_lossscale._probes import probe, probe_metrics, probe_slots
 from optax_lossscale._scaling import (
   all_finite,
   grad,
@@ -26,6 +29,8 @@ __version__ = "0.1.0"
 __all__ = [
   "DynamicLossScale",
   "FixedLossScale",
+  "HeadroomLossScale",
+  "LogMaxLossScale",
   "LossScale",
   "LossScaleState",
   "LossScalingState",
@@ -33,6 +38,9 @@ __all__ = [
   "get_loss_scale_state",
   "grad",
   "loss_scale_metrics",
+  "probe",
+  "probe_metrics",
+  "probe_slots",
   "scale_loss",
   "select_if_finite",
   "set_loss_scale",

@@ -7,7 +7,14 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _axes, _policies, _scaling, _select, _state
+from optax_lossscale import (
+  _axes,
+  _policies,
+  _probes,
+  _scaling,
+  _select,
+  _state,
+)
 
 
 class LossScalingState(NamedTuple):
@@ -41,9 +48,14 @@ def with_loss_scaling(
   read back to the host.
 
   Wrap the whole chain: clipping or weight decay outside would hide an overflow
-  or act on a skipped step. ``update`` takes a further bool,
-  ``grads_finite``, which must be true as well for the step to be applied; all
-  other extra arguments go to ``inner``.
+  or act on a skipped step.
+
+  Two extra arguments of ``update`` are its own, all others go to ``inner``:
+  ``grads_finite``, a further bool that must be true for the step to be applied,
+  and ``cotangents``, a pytree of what :func:`~optax_lossscale.probe` counted.
+  An inf or a NaN among these counts as one among the gradients, even where none
+  arrives at them: what cut it off on its way may have cut off more. Their
+  largest magnitude counts as one of a gradient.
 
   float16 and float8 gradients and parameters are float32 inside ``inner``, in
   ``init`` and ``update`` alike; updates come back in the dtypes of the
@@ -112,13 +124,22 @@ def with_loss_scaling(
     return LossScalingState(policy.init(), jax.tree.map(_strong, inner_state))
 
   def update_fn(
-    updates, state, params=None, *, grads_finite=True, **extra_args
+    updates,
+    state,
+    params=None,
+    *,
+    grads_finite=True,
+    cotangents=None,
+    **extra_args,
   ):
     _check_state(state)
     scale_state, inner_state = state
     unscale = 1 / scale_state.loss_scale if grads_are_scaled else None
 
     finite, amax, factor = _measure(updates, unscale, max_norm, axis_name)
+    finite, amax = _probes.fold(
+      cotangents, scale_state.loss_scale, finite, amax
+    )
     finite = _axes.all_agree(finite & grads_finite, axis_name)
     amax = _axes.maximum(amax, axis_name)
     if not skip_nonfinite:

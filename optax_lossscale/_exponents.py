@@ -1,0 +1,33 @@
+"""Powers of two and their exponents, exact on every backend.
+
+XLA's logarithm and power functions are not: on CPU its log2(32768) is
+14.999999.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+  """2**exponent in float32, for an int32 exponent in [-126, 127]."""
+  # The bits of a float32 number: its exponent from bit 23 on, and no mantissa.
+  return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def floor_log2(x: jax.Array) -> jax.Array:
+  """The exponent of the largest power of two that is not above a positive x."""
+  return jnp.frexp(x)[1] - 1
+
+
+def ceil_log2(x: jax.Array) -> jax.Array:
+  """The exponent of the least power of two that is not below a positive x."""
+  mantissa, exponent = jnp.frexp(x)
+  return exponent - (mantissa == 0.5).astype(exponent.dtype)
+
+
+def log2(x: jax.Array) -> jax.Array:
+  """The logarithm of a positive float32, exact for powers of two."""
+  mantissa, exponent = jnp.frexp(x)
+  # It is exact for 1.
+  return jnp.log2(2 * mantissa) + (exponent - 1).astype(jnp.float32)

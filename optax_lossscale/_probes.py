@@ -1,0 +1,271 @@
+"""Probes: what the backward pass holds on its way to the gradients."""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from optax_lossscale import _axes, _scaling, _state
+
+# The bins: what float16 takes for zero; its binades, of which the last ten are
+# those of its subnormal numbers, in ascending order; finite, but too large
+# for it; inf and NaN.
+_LOWEST, _HIGHEST = -24, 15
+_TOO_LARGE = 1 + _HIGHEST - _LOWEST + 1
+_NONFINITE = _TOO_LARGE + 1
+_BINS = _NONFINITE + 1
+
+# An int32 counts so many; above, the parts of an array are counted apart.
+_LARGEST_COUNT = 2**31 - 1
+
+
+def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
+  """Returns ``x``, and in the backward pass counts its cotangent by size.
+
+  Overflow and underflow begin within the backward pass, at the float16
+  activations. The gradients of the parameters are sums over batch and sequence,
+  often in float32, and hide both. A probe is an identity whose cotangent, with
+  the loss scale in it, is sorted into binades. The counts are the gradient of
+  ``slot``: differentiate with respect to the slots as well. They go to
+  ``update`` as ``cotangents=``, and to :func:`probe_metrics`.
+
+  Autodiff adds the gradients of what is used more than once, and counts add up.
+  So one slot may serve many probes, all layers of a ``scan``, or all members of
+  a ``vmap``; where each is to have its own, map over slots as well.
+
+  All is plain JAX: it works under ``jit``, ``scan``, ``vmap``,
+  ``jax.checkpoint``, ``shard_map`` and sharded ``jit``, and a slot that is not
+  differentiated costs nothing. Forward-mode differentiation does not pass.
+
+  Args:
+    x: a float or complex array; float16 where the backward pass is to be
+      watched. Of other dtypes, what float16 would take for zero or inf is
+      counted as zero or as too large.
+    slot: where the counts go; from :func:`probe_slots`. Its value is of no
+      meaning.
+
+  Returns:
+    ``x``.
+
+  Raises:
+    TypeError: if ``x`` is of no float or complex dtype, or ``slot`` is not
+      float32.
+    ValueError: if ``slot`` is of the wrong shape.
+
+  Examples:
+    >>> import jax, optax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> def loss_fn(w, slot, x):
+    ...   y = ols.probe(w.astype(jnp.float16) * x, slot)
+    ...   return jnp.mean(y.astype(jnp.float32) ** 2)
+    >>> tx = ols.with_loss_scaling(optax.sgd(0.5), ols.HeadroomLossScale())
+    >>> w, slot = jnp.array([0.5, 0.0]), ols.probe_slots()
+    >>> opt_state = tx.init(w)
+    >>> loss, (grad, cotangents) = ols.value_and_grad(
+    ...   loss_fn, opt_state, argnums=(0, 1)
+    ... )(w, slot, jnp.array([1.0, 0.5], jnp.float16))
+    >>> updates, opt_state = tx.update(
+    ...   grad, opt_state, w, cotangents=cotangents
+    ... )
+    >>> metrics = ols.probe_metrics(cotangents)
+    >>> {name: x.item() for name, x in sorted(metrics.items())}
+    {'largest': 32752.0, 'nonfinite_share': 0.0, 'top_share': 0.5,
+     'zero_share': 0.5}
+  """
+  if not _state.is_array(x) or not _scaling.is_inexact(x):
+    raise TypeError(f"x must be a float or complex array, got x = {x!r}.")
+  _check_slots("slot", slot)
+  if jnp.ndim(slot) != 1:
+    raise ValueError(
+      f"slot must be of shape ({_BINS},), got shape {jnp.shape(slot)}. Give"
+      " each probe one slot, as scan and vmap do with an array of slots."
+    )
+  x, slot = jnp.asarray(x), jnp.asarray(slot)
+  # Under shard_map a slot that all devices share collects from all: the
+  # transpose of this cast is a sum over the devices.
+  ours, slots = _axes._varying(x), _axes._varying(slot)
+  if ours - slots:
+    slot = lax.pcast(slot, tuple(ours - slots), to="varying")
+  return _probe(tuple(slots - ours), x, slot)
+
+
+def probe_slots(*shape: int) -> jax.Array:
+  """Returns slots for :func:`probe`: float32 zeros, shape ``(*shape, 43)``.
+
+  Args:
+    *shape: the shape of an array of slots, such as the number of layers of a
+      ``scan``; nothing for a single one.
+
+  Returns:
+    The slots, to be differentiated with respect to.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> print(ols.probe_slots().shape, ols.probe_slots(12).shape)
+    (43,) (12, 43)
+  """
+  return jnp.zeros((*shape, _BINS), jnp.float32)
+
+
+def probe_metrics(cotangents: Any) -> Any:
+  """Returns what there is to log of the gradients of slots.
+
+  All are ratios or sizes, so that it does not matter that
+  :func:`~optax_lossscale.value_and_grad` divides all gradients, the counts as
+  well, by the loss scale.
+
+  Args:
+    cotangents: the gradient of a slot, of an array of slots, or a pytree of
+      them.
+
+  Returns:
+    For each array a dict of float32 arrays, of shape ``()`` for a single slot
+    and else of the shape that was given to :func:`probe_slots`:
+
+    * ``largest``: the largest finite magnitude in the backward pass, with the
+      loss scale in it, to a binade: the top of the binade in which it lies, at
+      most 65504; 65536 for all that is larger.
+    * ``zero_share``: the share of zeros, flushed or true.
+    * ``top_share``: the share in the three binades below 2**16, or above.
+    * ``nonfinite_share``: the share of inf and NaN.
+
+    Shares of nothing are 0.
+
+  Raises:
+    TypeError: if an array is not float32.
+    ValueError: if one is of the wrong shape.
+  """
+  _check_slots("cotangents", cotangents)
+
+  def metrics(counts):
+    total = jnp.maximum(jnp.sum(counts, axis=-1), jnp.float32(2**-126))
+
+    def share(first, last):
+      return jnp.sum(counts[..., first : last + 1], axis=-1) / total
+
+    return {
+      "largest": _largest(counts),
+      "zero_share": share(0, 0),
+      "top_share": share(_TOO_LARGE - 3, _TOO_LARGE),
+      "nonfinite_share": share(_NONFINITE, _NONFINITE),
+    }
+
+  return jax.tree.map(metrics, cotangents)
+
+
+def fold(
+  cotangents: Any, loss_scale: jax.Array, finite: jax.Array, amax: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """What the gradients tell of a step, and the probes with them.
+
+  Args:
+    cotangents: a pytree of gradients of slots.
+    loss_scale: the scale of the step; float32, shape ``()``.
+    finite: whether the gradients are finite; bool, shape ``()``.
+    amax: their largest true magnitude; float32, shape ``()``.
+
+  Returns:
+    Whether the cotangents are finite as well; and the larger of ``amax`` and
+    the largest cotangent, unscaled.
+  """
+  _check_slots("cotangents", cotangents)
+  for counts in jax.tree.leaves(cotangents):
+    finite &= ~jnp.any(counts[..., _NONFINITE] > 0)
+    largest = jnp.max(_largest(counts), initial=0)
+    # A scale below 1 may bring it above float32's range.
+    unscaled = jnp.minimum(largest / loss_scale, jnp.finfo(jnp.float32).max)
+    amax = jnp.maximum(amax, unscaled)
+  return finite, amax
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _probe(more_axes, x, slot):
+  del more_axes, slot
+  return x
+
+
+def _probe_fwd(more_axes, x, slot):
+  del more_axes, slot
+  return x, None
+
+
+def _probe_bwd(more_axes, _, cotangent):
+  counts = _histogram(cotangent)
+  if more_axes:
+    counts = lax.pcast(counts, more_axes, to="varying")
+  return cotangent, counts
+
+
+_probe.defvjp(_probe_fwd, _probe_bwd)
+
+
+def _histogram(x):
+  """How many numbers are in each bin; float32, shape ``(_BINS,)``.
+
+  A float32 counts exactly to 2**24. Above, adding one at a time would stop
+  there; counted in integers, the total is rounded, and no bin is lost.
+  """
+  if x.size > _LARGEST_COUNT:
+    return jnp.sum(jax.vmap(_histogram)(x), axis=0)
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    return _histogram(x.real) + _histogram(x.imag)
+  bins = _bin(x)
+  # A loop over the numbers is best on CPU, where other devices would all wait
+  # for the same few counters. Explicit shardings do not scatter.
+  if any(jax.typeof(x).sharding.spec):
+    counts = _count_by_comparing(bins)
+  else:
+    counts = lax.platform_dependent(
+      bins, cpu=_count_by_scattering, default=_count_by_comparing
+    )
+  return counts.astype(jnp.float32)
+
+
+def _bin(x):
+  """The bin of each number, by the exponent in its bits: nothing is flushed."""
+  if x.dtype == jnp.float64:
+    largest = jnp.finfo(jnp.float32).max
+    x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+  bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  exponent = (bits >> 23) & 0xFF
+  bins = jnp.clip(exponent - (127 + _LOWEST - 1), 0, _TOO_LARGE)
+  return jnp.where(exponent == 0xFF, jnp.int32(_NONFINITE), bins)
+
+
+def _count_by_scattering(bins):
+  return jnp.zeros((_BINS,), jnp.int32).at[bins].add(1)
+
+
+def _count_by_comparing(bins):
+  each = lax.broadcasted_iota(jnp.int32, (_BINS,) + (1,) * bins.ndim, 0)
+  axes = tuple(range(1, bins.ndim + 1))
+  return jnp.sum(bins[None] == each, axis=axes, dtype=jnp.int32)
+
+
+def _largest(counts):
+  """The largest float16 number in the highest bin that is not empty."""
+  tops = [0.0]
+  tops += [(2 - 2**-10) * 2.0**e for e in range(_LOWEST, _HIGHEST + 1)]
+  tops += [2.0**16]
+  finite = counts[..., :_NONFINITE]
+  return jnp.max(
+    jnp.where(finite > 0, jnp.array(tops, jnp.float32), jnp.float32(0)), axis=-1
+  )
+
+
+def _check_slots(name, tree):
+  for leaf in jax.tree.leaves(tree):
+    shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+    if not shape or shape[-1] != _BINS:
+      raise ValueError(
+        f"{name} must be of shape (..., {_BINS}), got shape {shape}. Slots come"
+        " from probe_slots()."
+      )
+    if dtype != jnp.float32:
+      raise TypeError(
+        f"{name} must be float32, got {dtype}. Counts in it would not be exact;"
+        " keep slots apart from parameters that are cast."
+      )
