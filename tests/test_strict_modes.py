@@ -1,0 +1,113 @@
+"""The core under each of JAX's strict modes: same results, nothing tripped."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+MODES = {
+  "plain": contextlib.nullcontext,
+  "x64": lambda: jax.enable_x64(True),
+  "strict_promotion": lambda: jax.numpy_dtype_promotion("strict"),
+  "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
+  "debug_nans": lambda: jax.debug_nans(True),
+  "debug_infs": lambda: jax.debug_infs(True),
+  "no_transfers": lambda: jax.transfer_guard("disallow"),
+  "leaks": jax.checking_leaks,
+  "no_jit": jax.disable_jit,
+}
+OPTIONS = {
+  "true_gradients": {},
+  "scaled_and_clipped": {"grads_are_scaled": True, "max_norm": 1.0},
+  "check_updates": {"check_updates": True},
+}
+
+
+def loss_fn(params, x):
+  half = params["w"].astype(jnp.float16)
+  hidden = jnp.tanh(x.astype(jnp.float16) @ half) + params["b"].astype(
+    jnp.float16
+  )
+  return jnp.mean(jnp.square(hidden.astype(jnp.float32)))
+
+
+def train(tx, params, batches, flags, grads_are_scaled):
+  """A jitted loop; a flag of False makes its step a skipped one."""
+
+  def step(carry, inputs):
+    params, state = carry
+    batch, flag = inputs
+    if grads_are_scaled:
+      scaled_fn = lambda p: ols.scale_loss(loss_fn(p, batch), state)
+      grads = jax.grad(scaled_fn)(params)
+    else:
+      grads = ols.grad(loss_fn, state)(params, batch)
+    updates, state = tx.update(grads, state, params, grads_finite=flag)
+    return (optax.apply_updates(params, updates), state), state
+
+  return jax.lax.scan(step, (params, tx.init(params)), (batches, flags))
+
+
+@pytest.fixture(scope="module")
+def inputs():
+  rng = np.random.default_rng(0)
+  params = {
+    "w": rng.normal(size=(4, 3)).astype(np.float32),
+    "b": np.zeros((2, 3), np.float32),
+  }
+  batches = rng.normal(size=(6, 2, 4)).astype(np.float32)
+  flags = np.array([True, True, False, True, True, True])
+  return jax.device_put((params, batches, flags))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_training_loop_does_the_same_in_every_mode(mode, options, inputs):
+  options = OPTIONS[options]
+  tx = ols.with_loss_scaling(
+    optax.sgd(0.125, momentum=0.5),  # Optax's Adam itself promotes
+    ols.DynamicLossScale(2.0**10, growth_interval=3, hysteresis=2),
+    **options,
+  )
+  run = lambda p, b, f: train(
+    tx, p, b, f, options.get("grads_are_scaled", False)
+  )
+  expected = jax.jit(run)(*inputs)
+  with MODES[mode]():
+    got = jax.jit(run)(*inputs)
+  got_state, want_state = got[1].loss_scale_state, expected[1].loss_scale_state
+  for got_leaf, want_leaf in zip(got_state, want_state, strict=True):
+    assert got_leaf.dtype == want_leaf.dtype
+    assert got_leaf.tolist() == want_leaf.tolist()
+  assert got_state.last_finite.tolist() == inputs[2].tolist()
+  assert got_state.loss_scale.tolist() == [1024.0] * 5 + [2048.0]
+  for a, b in zip(*map(jax.tree.leaves, (got[0], expected[0])), strict=True):
+    # Fused and unfused float16 arithmetic round differently.
+    np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("mode", ["debug_nans", "no_transfers", "leaks"])
+def test_an_overflow_inside_a_jitted_step_trips_nothing(mode, inputs):
+  tx = ols.with_loss_scaling(optax.adam(0.1), ols.DynamicLossScale(2.0**30))
+  params, batches, _ = inputs
+
+  @jax.jit
+  def step(params, state, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(params)
+  batch = batches[0]
+  with MODES[mode]():
+    new, state = step(params, state, batch)
+  assert state.loss_scale_state.total_notfinite == 1
+  assert all(
+    (a == b).all()
+    for a, b in zip(*map(jax.tree.leaves, (new, params)), strict=True)
+  )
