@@ -233,6 +233,8 @@ class DynamicLossScale:
   def _spend_hysteresis(self, left, overflow, grow):
     """Whether this overflow is tolerated, and the hysteresis left after it."""
     full = _i32(self.hysteresis)
+    # A state of another policy may have more left than this one allows.
+    left = jnp.minimum(left, full)
     left = jnp.where(overflow, jnp.maximum(left - 1, 0), left)
     tolerated = left > 0
     refill = grow

@@ -11,4 +11,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 hypothesis.settings.register_profile(
   "ci", deadline=None, derandomize=True, max_examples=100
 )
+hypothesis.settings.register_profile(
+  "nightly", deadline=None, max_examples=10_000, print_blob=True
+)
 hypothesis.settings.load_profile("ci")
