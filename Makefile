@@ -3,11 +3,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-EXTRAS ?= test
 PYTEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test nightly check clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -17,6 +16,10 @@ demo: $(VENV)/installed-examples ## Train the digits autoencoder in float32 and 
 
 test: $(VENV)/installed-test ## Run the tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+nightly: $(VENV)/installed-test ## Run what takes long: soaks, 10,000 random programs
+	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly
+	$(BIN)/python -m pytest tests/test_state_machine.py --hypothesis-profile=nightly
 
 check: $(VENV)/installed-test ## Run the linter, the formatter's check and the type checker
 	$(BIN)/ruff check .

@@ -1,0 +1,76 @@
+"""Long runs: bounds hold, counts are exact or saturated, memory stays flat.
+
+10,000 steps here; `make nightly` runs a million for each policy.
+"""
+
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+POLICIES = {
+  "fixed": ols.FixedLossScale(2.0**10),
+  "dynamic": ols.DynamicLossScale(growth_interval=50),
+  "hysteresis": ols.DynamicLossScale(growth_interval=50, hysteresis=2),
+  "headroom": ols.HeadroomLossScale(),
+  "logmax": ols.LogMaxLossScale(),
+}
+STEPS = [10_000, pytest.param(1_000_000, marks=pytest.mark.nightly)]
+CHUNKS = 10
+TOP = 2**31 - 1
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_long_run_keeps_bounds_counts_types_and_memory(policy, steps):
+  rng = np.random.default_rng(0)
+  tx = ols.with_loss_scaling(optax.sgd(0.0, momentum=0.5), policy)
+
+  @jax.jit
+  def run(state, grads):
+    def step(state, grad):
+      _, state = tx.update({"w": jnp.full(3, grad)}, state)
+      return state, state.loss_scale_state.loss_scale
+
+    return jax.lax.scan(step, state, grads)
+
+  state = tx.init({"w": jnp.zeros(3)})
+  # One counter starts where it will saturate, one where it will not.
+  near_top = jnp.int32(TOP - 10)
+  state = state._replace(
+    loss_scale_state=state.loss_scale_state._replace(total_notfinite=near_top)
+  )
+  types = jax.tree.map(jax.typeof, state)
+  skips, resident = 0, []
+  for _ in range(CHUNKS):
+    overflow = rng.random(steps // CHUNKS) < 1 / 200
+    grads = np.exp2(rng.normal(-10, 2, steps // CHUNKS)).astype(np.float32)
+    state, scales = run(state, np.where(overflow, np.float32(np.inf), grads))
+    skips += overflow.sum()
+    assert scales.min() >= getattr(policy, "min_scale", 2.0**10)
+    assert scales.max() <= getattr(policy, "max_scale", 2.0**10)
+    assert jax.tree.map(jax.typeof, state) == types
+    resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+  assert skips > 10
+  assert state.loss_scale_state.total_notfinite == TOP
+  assert ols.all_finite(state)
+  assert resident[-1] - resident[1] < 32 * 1024  # KiB
+
+
+def test_counts_of_a_long_run_are_exact():
+  tx = ols.with_loss_scaling(optax.sgd(0.0), 1.0)
+  finite = np.random.default_rng(1).random(10_000) > 1 / 200
+
+  def step(state, flag):
+    return tx.update({"w": jnp.ones(2)}, state, grads_finite=flag)[1], None
+
+  state = tx.init({"w": jnp.zeros(2)})
+  state, _ = jax.jit(lambda s, f: jax.lax.scan(step, s, f))(state, finite)
+  state = state.loss_scale_state
+  assert state.total_notfinite == (~finite).sum()
+  assert state.finite_count == np.argmin(finite[::-1])
