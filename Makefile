@@ -17,8 +17,8 @@ demo: $(VENV)/installed-examples ## Train the digits autoencoder in float32 and 
 test: $(VENV)/installed-test ## Run the tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-nightly: $(VENV)/installed-test ## Run what takes long: soaks, 10,000 random programs
-	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly
+nightly: $(VENV)/installed-test ## Run what takes long, and 10,000 random programs
+	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m pytest tests/test_state_machine.py --hypothesis-profile=nightly
 
 check: $(VENV)/installed-test ## Run the linter, the formatter's check and the type checker

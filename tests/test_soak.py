@@ -1,7 +1,4 @@
-"""Long runs: bounds hold, counts are exact or saturated, memory stays flat.
-
-10,000 steps here; `make nightly` runs a million for each policy.
-"""
+"""A million steps: bounds hold, counts are exact or saturated, memory flat."""
 
 import resource
 
@@ -20,14 +17,12 @@ POLICIES = {
   "headroom": ols.HeadroomLossScale(),
   "logmax": ols.LogMaxLossScale(),
 }
-STEPS = [10_000, pytest.param(1_000_000, marks=pytest.mark.nightly)]
-CHUNKS = 10
+STEPS, CHUNKS = 1_000_000, 10
 TOP = 2**31 - 1
 
 
-@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_a_long_run_keeps_bounds_counts_types_and_memory(policy, steps):
+def test_a_long_run_keeps_bounds_counts_types_and_memory(policy):
   rng = np.random.default_rng(0)
   tx = ols.with_loss_scaling(optax.sgd(0.0, momentum=0.5), policy)
 
@@ -48,15 +43,15 @@ def test_a_long_run_keeps_bounds_counts_types_and_memory(policy, steps):
   types = jax.tree.map(jax.typeof, state)
   skips, resident = 0, []
   for _ in range(CHUNKS):
-    overflow = rng.random(steps // CHUNKS) < 1 / 200
-    grads = np.exp2(rng.normal(-10, 2, steps // CHUNKS)).astype(np.float32)
+    overflow = rng.random(STEPS // CHUNKS) < 1 / 200
+    grads = np.exp2(rng.normal(-10, 2, STEPS // CHUNKS)).astype(np.float32)
     state, scales = run(state, np.where(overflow, np.float32(np.inf), grads))
     skips += overflow.sum()
     assert scales.min() >= getattr(policy, "min_scale", 2.0**10)
     assert scales.max() <= getattr(policy, "max_scale", 2.0**10)
     assert jax.tree.map(jax.typeof, state) == types
     resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-  assert skips > 10
+  assert abs(skips - STEPS / 200) < 500
   assert state.loss_scale_state.total_notfinite == TOP
   assert ols.all_finite(state)
   assert resident[-1] - resident[1] < 32 * 1024  # KiB
@@ -64,7 +59,7 @@ def test_a_long_run_keeps_bounds_counts_types_and_memory(policy, steps):
 
 def test_counts_of_a_long_run_are_exact():
   tx = ols.with_loss_scaling(optax.sgd(0.0), 1.0)
-  finite = np.random.default_rng(1).random(10_000) > 1 / 200
+  finite = np.random.default_rng(1).random(STEPS) > 1 / 200
 
   def step(state, flag):
     return tx.update({"w": jnp.ones(2)}, state, grads_finite=flag)[1], None
