@@ -1,0 +1,245 @@
+"""What a step costs on the wires: counted in the optimized programs."""
+
+from collections import Counter
+import dataclasses
+
+import devices
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+ONE_ALL_REDUCE = Counter({"all-reduce": 1})
+WIDTH = 16
+
+# Name: (mesh, spec of the even layers, of the odd ones, of the batch).
+LAYOUTS = {
+  "data parallel": (((8,), ("data",)), P(), P(), P("data")),
+  "fsdp": (((8,), ("data",)), P("data"), P("data"), P("data")),
+  "tensor parallel": (
+    ((8,), ("model",)),
+    P(None, "model"),
+    P("model", None),
+    P(),
+  ),
+  "2x4": (
+    ((2, 4), ("data", "model")),
+    P("data", "model"),
+    P("model", "data"),
+    P("data"),
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsMagnitude(ols.DynamicLossScale):
+  """A policy that looks at the largest gradient."""
+
+  def adjust(self, state, grads_finite, *, grads_amax=None):
+    state = super().adjust(state, grads_finite)
+    scale = jnp.where(grads_amax < 2.0**-20, 2.0**20, state.loss_scale)
+    return state._replace(loss_scale=scale)
+
+
+@pytest.mark.parametrize(
+  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=str
+)
+@pytest.mark.parametrize("layout", ["fsdp", "tensor parallel"])
+def test_sharded_jit_gains_one_all_reduce_and_nothing_else(layout, axis_type):
+  bare = compile_jit(layout, axis_type, optax.adam(1e-3))
+  scaled = compile_jit(
+    layout, axis_type, ols.with_loss_scaling(optax.adam(1e-3))
+  )
+  assert gain(scaled, bare) == ONE_ALL_REDUCE
+
+
+def test_sharded_jit_gains_one_all_reduce_however_many_leaves():
+  tx = optax.adam(1e-3)
+  for depth in (1, 7):
+    bare = compile_jit("fsdp", AxisType.Auto, tx, depth)
+    scaled = compile_jit(
+      "fsdp", AxisType.Auto, ols.with_loss_scaling(tx), depth
+    )
+    assert gain(scaled, bare) == ONE_ALL_REDUCE
+
+
+def test_sharded_jit_gains_none_where_every_device_has_all_gradients():
+  bare = compile_jit("data parallel", AxisType.Auto, optax.adam(1e-3))
+  scaled = compile_jit(
+    "data parallel", AxisType.Auto, ols.with_loss_scaling(optax.adam(1e-3))
+  )
+  assert not gain(scaled, bare)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "2x4"])
+def test_in_sharded_jit_max_norm_costs_no_more_than_clipping(layout):
+  clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+  clipping = compile_jit(layout, AxisType.Auto, clip)
+  scaled = compile_jit(
+    layout,
+    AxisType.Auto,
+    ols.with_loss_scaling(optax.adam(1e-3), max_norm=1.0),
+  )
+  assert not gain(scaled, clipping)
+
+
+@pytest.mark.parametrize(
+  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=str
+)
+def test_over_two_axes_sharded_jit_gains_what_any_global_scalar_costs(
+  axis_type,
+):
+  """XLA's CPU compiler reduces over one mesh axis after the other.
+
+  A leaf in tiles of a 2x4 mesh takes two scalar all-reduces, leaves with
+  transposed tiles do not share both. It is the same for a global norm.
+  """
+  bare = compile_jit("2x4", axis_type, optax.adam(1e-3))
+  scaled = compile_jit(
+    "2x4", axis_type, ols.with_loss_scaling(optax.adam(1e-3))
+  )
+  clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+  assert gain(scaled, bare) == gain(compile_jit("2x4", axis_type, clip), bare)
+  assert set(gain(scaled, bare)) == {"all-reduce"}
+  scalars = map(devices.count_scalar_all_reduces, (scaled, bare))
+  assert gain(scaled, bare)["all-reduce"] == next(scalars) - next(scalars)
+
+
+@pytest.mark.parametrize("depth", [1, 7])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_gains_one_scalar_all_reduce_however_many_leaves(
+  check_vma, depth
+):
+  spec = P("data")
+  bare = compile_shard_map(spec, check_vma, depth=depth)
+  scaled = compile_shard_map(spec, check_vma, depth=depth, axis_name="data")
+  assert gain(scaled, bare) == ONE_ALL_REDUCE
+
+
+def test_shard_map_gains_none_where_types_say_that_all_agree():
+  bare = compile_shard_map(P(), True)
+  scaled = compile_shard_map(P(), True, axis_name="data")
+  assert not gain(scaled, bare)
+  unchecked = compile_shard_map(P(), False)
+  scaled = compile_shard_map(P(), False, axis_name="data")
+  assert gain(scaled, unchecked) == ONE_ALL_REDUCE
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_largest_gradient_travels_with_the_flag(check_vma):
+  options = {"axis_name": "data"}
+  scaled = compile_shard_map(P("data"), check_vma, **options)
+  options["loss_scale"] = ReadsMagnitude()
+  reading = compile_shard_map(P("data"), check_vma, **options)
+  assert not gain(reading, scaled)
+
+
+def test_in_shard_map_max_norm_costs_no_more_than_clipping():
+  for spec, reductions in [(P(), 0), (P("data"), 1)]:
+    bare = compile_shard_map(spec, True)
+    scaled = compile_shard_map(spec, True, axis_name="data", max_norm=1.0)
+    assert gain(scaled, bare) == Counter({"all-reduce": reductions})
+
+
+def test_scaled_gradients_cost_no_more_than_true_ones():
+  options = {"axis_name": "data", "grads_are_scaled": True}
+  bare = compile_shard_map(P("data"), True)
+  scaled = compile_shard_map(P("data"), True, **options)
+  assert gain(scaled, bare) == ONE_ALL_REDUCE
+
+
+def gain(compiled, bare):
+  """What one program sends more than another, which sends nothing more."""
+  counts = devices.count_wire_ops(compiled)
+  counts.subtract(devices.count_wire_ops(bare))
+  return Counter({name: n for name, n in counts.items() if n})
+
+
+def compile_jit(layout, axis_type, tx, depth=2):
+  """A step of a multilayer perceptron in float16, compiled."""
+  mesh, even, odd, batch_spec = LAYOUTS[layout]
+  mesh = devices.make_mesh(*mesh, axis_type)
+  specs = [(even, odd)[i % 2] for i in range(depth)]
+  shapes = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * depth
+  shardings = devices.named(
+    mesh, (specs, devices.state_specs(tx, shapes, specs), batch_spec)
+  )
+  batch = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float16)
+  args = jax.tree.map(
+    lambda x, sharding: x.update(sharding=sharding),
+    (shapes, jax.eval_shape(tx.init, shapes), batch),
+    shardings,
+  )
+
+  def loss_fn(params, x):
+    for i, weight in enumerate(params):
+      if axis_type == AxisType.Explicit:
+        weight, out = explicitly(weight, i, mesh, batch_spec)
+        x = jnp.einsum("bi,io->bo", x, weight, out_sharding=out)
+      else:
+        x = x @ weight.astype(jnp.float16)
+      x = jnp.tanh(x)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+  with jax.set_mesh(mesh):
+    step = jax.jit(make_step(tx, loss_fn), out_shardings=shardings[:2])
+    return step.lower(*args).compile()
+
+
+def explicitly(weight, i, mesh, batch_spec):
+  """A weight whole along the batch's axis, and the spec of what it makes."""
+  model = "model" if "model" in mesh.axis_names else None
+  spec = P(model, None) if i % 2 else P(None, model)
+  weight = jax.sharding.reshard(weight.astype(jnp.float16), spec)
+  batch_axis = "data" if "data" in batch_spec else None
+  return weight, P(batch_axis, None if i % 2 else model)
+
+
+def compile_shard_map(spec, check_vma, *, depth=2, **options):
+  """Such a step, its params replicated, or gathered for use."""
+  mesh = devices.make_mesh((8,), ("data",))
+  tx = optax.adam(1e-3)
+  if options:
+    tx = ols.with_loss_scaling(tx, **options)
+  params = [jnp.ones((WIDTH, WIDTH)) for _ in range(depth)]
+  specs = [spec] * depth
+
+  def loss_fn(params, x):
+    for weight in params:
+      if spec != P():
+        weight = lax.all_gather(weight, "data", tiled=True)
+      x = jnp.tanh(x @ weight.astype(jnp.float16))
+    return jnp.sum(x.astype(jnp.float32) ** 2) / WIDTH**2
+
+  reduces_by_hand = spec == P() and not check_vma
+  carry_specs = specs, devices.state_specs(tx, params, specs)
+  step = jax.shard_map(
+    make_step(tx, loss_fn, "data" if reduces_by_hand else None),
+    mesh=mesh,
+    in_specs=(*carry_specs, P("data")),
+    out_specs=carry_specs,
+    check_vma=check_vma,
+  )
+  args = params, tx.init(params), jnp.ones((WIDTH, WIDTH), jnp.float16)
+  return jax.jit(step).lower(*args).compile()
+
+
+def make_step(tx, loss_fn, axis_name=None):
+  # It returns no loss: XLA would merge the mean's all-reduce with the flag's,
+  # which are independent, and there would be nothing to count.
+  def step(params, opt_state, x):
+    if isinstance(opt_state, ols.LossScalingState):
+      grads = ols.grad(loss_fn, opt_state)(params, x)
+    else:
+      grads = jax.grad(loss_fn)(params, x)
+    if axis_name is not None:
+      grads = lax.psum(grads, axis_name)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  return step

@@ -1,0 +1,192 @@
+"""Sharded jit: nobody names an axis, and nothing but a flag is exchanged."""
+
+import functools
+
+import devices
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+STEPS = 50
+
+# Name: (shape and names of the mesh, specs of the params, of a batch).
+LAYOUTS = {
+  "data parallel": (
+    ((8,), ("data",)),
+    {"table": P(), "rows": P(), "bias": P(None)},
+    {"table": P("data"), "rows": P("data"), "bias": P("data")},
+  ),
+  "fsdp": (
+    ((8,), ("data",)),
+    {"table": P("data"), "rows": P("data"), "bias": P(None)},
+    {"table": P("data"), "rows": P("data"), "bias": P("data")},
+  ),
+  "tensor parallel": (
+    ((8,), ("model",)),
+    {"table": P(None, "model"), "rows": P("model"), "bias": P(None)},
+    {
+      "table": P(None, None, "model"),
+      "rows": P(None, "model"),
+      "bias": P(None),
+    },
+  ),
+  "2x4": (
+    ((2, 4), ("data", "model")),
+    {"table": P("data", "model"), "rows": P("model"), "bias": P(None)},
+    {
+      "table": P("data", None, "model"),
+      "rows": P("data", "model"),
+      "bias": P("data"),
+    },
+  ),
+}
+AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fifty_steps_on_eight_devices_are_those_on_one(layout, axis_type):
+  run = ShardedRun(layout, axis_type)
+  batches, finite = devices.make_batches(STEPS)
+  params, opt_state, scales = run.train(batches)
+  expected = one_device()
+  devices.assert_trees_equal((params, opt_state, scales), expected)
+  devices.assert_replicas_equal((params, opt_state))
+  state = ols.get_loss_scale_state(opt_state)
+  assert state.total_notfinite == np.sum(~finite) > 5
+  assert len(np.unique(scales)) > 3
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+@pytest.mark.parametrize(
+  ("layout", "jitted"),
+  [*((layout, True) for layout in LAYOUTS), ("2x4", False)],
+)
+def test_an_overflow_in_one_shard_of_one_param_skips_the_step_everywhere(
+  layout, jitted, axis_type
+):
+  run = ShardedRun(layout, axis_type)
+  batch, overflow = make_two_batches()
+  step = jax.jit(run.step) if jitted else run.step
+  with jax.set_mesh(run.mesh):
+    start = run.start()
+    applied = step(*start, run.put(batch))
+    skipped = step(*applied, run.put(overflow))
+  devices.assert_replicas_equal((applied, skipped))
+  # Sharded as it was, on both kinds of step.
+  devices.assert_shardings_equal(applied, start)
+  devices.assert_shardings_equal(skipped, start)
+  devices.assert_trees_equal(skipped[0], applied[0])
+  devices.assert_trees_equal(skipped[1].inner_state, applied[1].inner_state)
+  assert np.any(applied[0]["table"] != start[0]["table"])
+  state = ols.get_loss_scale_state(skipped)
+  assert (state.loss_scale, state.last_finite) == (2.0**9, False)
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_init_under_jit_puts_each_leaf_where_it_is_told(axis_type):
+  run = ShardedRun("2x4", axis_type)
+  with jax.set_mesh(run.mesh):
+    _, opt_state = run.start()
+  shardings = jax.tree.map(lambda x: x.sharding, opt_state)
+  assert shardings == run.state_shardings
+  momentum = opt_state.inner_state[0].trace
+  assert momentum["table"].addressable_shards[0].data.shape == (4, 2)
+  for leaf in jax.tree.leaves(opt_state.loss_scale_state):
+    assert leaf.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_eval_shape_of_init_takes_shardings_from_the_params(axis_type):
+  """So that a checkpoint can be restored before anything is allocated."""
+  run = ShardedRun("2x4", axis_type)
+  with jax.set_mesh(run.mesh):
+    params, opt_state = run.start()
+    shapes = jax.eval_shape(run.tx.init, params)
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), opt_state
+  )
+  assert shapes.loss_scale_state.loss_scale.weak_type is False
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_many_sharded_steps_compile_once_and_touch_no_host(axis_type):
+  run = ShardedRun("2x4", axis_type)
+  two = make_two_batches()
+  traces = []
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(*args):
+    traces.append(1)
+    return run.step(*args)
+
+  with jax.set_mesh(run.mesh):
+    batches = [run.put(batch) for batch in two]
+    carry = run.start()
+    with jax.transfer_guard("disallow"):
+      for batch in batches * 2:
+        carry = step(*carry, batch)
+  assert len(traces) == step._cache_size() == 1
+  assert ols.get_loss_scale_state(carry).total_notfinite == 2
+
+
+class ShardedRun:
+  """The exact problem in one layout."""
+
+  def __init__(self, layout, axis_type):
+    mesh, specs, batch_specs = LAYOUTS[layout]
+    self.tx = devices.make_optimizer()
+    self.mesh = devices.make_mesh(*mesh, axis_type)
+    self.shardings = devices.named(self.mesh, specs)
+    self.batch_specs = batch_specs
+    # How the model computes: params are whole along the axis of the batch.
+    self.gathered = jax.tree.map(
+      lambda spec: P(*(None if axis == "data" else axis for axis in spec)),
+      specs,
+      is_leaf=devices.is_spec,
+    )
+    self.is_explicit = axis_type == AxisType.Explicit
+    self.state_shardings = devices.named(
+      self.mesh, devices.state_specs(self.tx, devices.init_params(), specs)
+    )
+
+  def start(self):
+    params = jax.device_put(devices.init_params(), self.shardings)
+    init = jax.jit(self.tx.init, out_shardings=self.state_shardings)
+    return params, init(params)
+
+  def step(self, params, opt_state, batch):
+    return devices.train_step(self.tx, params, opt_state, batch, self.loss)
+
+  def loss(self, params, batch):
+    if self.is_explicit:
+      # The compiler does so by itself along axes of type Auto.
+      params = jax.sharding.reshard(params, self.gathered)
+    return devices.loss_fn(params, batch)
+
+  def put(self, batch):
+    return jax.device_put(batch, devices.named(self.mesh, self.batch_specs))
+
+  def train(self, batches):
+    stacked = {name: P(None, *s) for name, s in self.batch_specs.items()}
+    with jax.set_mesh(self.mesh):
+      batches = jax.device_put(batches, devices.named(self.mesh, stacked))
+      run = jax.jit(lambda *args: devices.train(self.step, *args))
+      return run(*self.start(), batches)
+
+
+@functools.cache
+def one_device():
+  batches, _ = devices.make_batches(STEPS)
+  return devices.train_on_one_device(devices.make_optimizer(), batches)
+
+
+def make_two_batches():
+  """A finite one, and one that overflows in one entry of the table."""
+  batches, _ = devices.make_batches(2, overflows=0)
+  batches["table"][1, 3, 5, 6] = devices.OVERFLOWING
+  return [{name: x[i] for name, x in batches.items()} for i in range(2)]

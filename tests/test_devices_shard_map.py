@@ -1,0 +1,318 @@
+"""shard_map, pmap and vmap: the axes are named, and all decide as one."""
+
+import functools
+
+import devices
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+STEPS = 50
+REPLICATED = {"table": P(), "rows": P(), "bias": P()}
+
+# Name: (shape of the mesh, axis_name, specs of the params). Examples are
+# sharded over all axes.
+LAYOUTS = {
+  "replicated": ((8,), "data", REPLICATED),
+  "sharded": (
+    (8,),
+    "data",
+    {"table": P("data"), "rows": P("data"), "bias": P()},
+  ),
+  "two axes, replicated": ((2, 4), ("data", "model"), REPLICATED),
+  "two axes, sharded": (
+    (2, 4),
+    ("data", "model"),
+    {"table": P("data", "model"), "rows": P("model"), "bias": P()},
+  ),
+}
+both_check_vma = pytest.mark.parametrize("check_vma", [True, False])
+mapped_axes = pytest.mark.parametrize("mapped", ["pmap", "vmap"])
+
+
+@both_check_vma
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
+  run = ShardMapRun(layout, check_vma)
+  batches, finite = devices.make_batches(STEPS)
+  stacked = jax.tree.map(lambda _: P(None, run.names), run.specs)
+  train = run.shard_map(
+    functools.partial(devices.train, run.step),
+    in_specs=(*run.carry_specs, stacked),
+    out_specs=(*run.carry_specs, P()),
+  )
+  params, opt_state, scales = jax.jit(train)(*run.start(), batches)
+  devices.assert_trees_equal((params, opt_state, scales), one_device())
+  devices.assert_replicas_equal((params, opt_state))
+  state = ols.get_loss_scale_state(opt_state)
+  assert state.total_notfinite == np.sum(~finite) > 5
+
+
+@both_check_vma
+@pytest.mark.parametrize(
+  ("bad", "jitted"), [(np.nan, True), (-np.inf, True), (np.inf, False)]
+)
+def test_one_bad_entry_of_one_shard_makes_every_device_skip(
+  bad, jitted, check_vma
+):
+  run = ShardMapRun("two axes, sharded", check_vma)
+  update = run.shard_map(
+    run.update, (run.specs, *run.carry_specs), run.carry_specs
+  )
+  update = jax.jit(update) if jitted else update
+  params, opt_state = run.start()
+  grads = jax.tree.map(jnp.ones_like, params)
+  grads["table"] = grads["table"].at[5, 6].set(bad)
+  new_params, new_state = update(grads, params, opt_state)
+  devices.assert_trees_equal(new_params, params)
+  devices.assert_trees_equal(new_state.inner_state, opt_state.inner_state)
+  devices.assert_replicas_equal((new_params, new_state))
+  assert not new_state.loss_scale_state.last_finite
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_max_norm_under_shard_map_is_the_norm_of_the_whole(scaled):
+  options = {"max_norm": 2.5, "grads_are_scaled": scaled}
+  run = ShardMapRun("two axes, sharded", True, sgd=True, **options)
+  update = run.shard_map(
+    run.update, (run.specs, *run.carry_specs), run.carry_specs
+  )
+  params, opt_state = run.start()
+  rng = np.random.default_rng(0)
+  grads = {
+    name: rng.normal(size=shape).astype(np.float32)
+    for name, shape in devices.SHAPES.items()
+  }
+  # A wrong norm is off by more than the leaves' shares of it.
+  assert (
+    5 < np.linalg.norm(np.concatenate([*map(np.ravel, grads.values())])) < 15
+  )
+  clip = optax.clip_by_global_norm(2.5)
+  clipped, _ = clip.update(grads, clip.init(params))
+  expected = jax.tree.map(lambda p, g: p - g, params, clipped)
+  factor = opt_state.loss_scale_state.loss_scale if scaled else 1
+  given = jax.tree.map(lambda g: g * factor, grads)
+  new_params, _ = jax.jit(update)(given, params, opt_state)
+  for name, param in new_params.items():
+    np.testing.assert_allclose(param, expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_max_norm_counts_a_leaf_once_along_axes_that_are_not_named():
+  """Sharded over data alone, with both axes named, and the other way round."""
+  mesh = devices.make_mesh((2, 4), ("data", "model"))
+  tx = ols.with_loss_scaling(
+    optax.sgd(1.0), axis_name=("model", "data"), max_norm=1.0
+  )
+  for spec in (P("data"), P("model"), P(), P(("data", "model"))):
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    def update(grad):
+      return tx.update(grad, tx.init(grad))[0]
+
+    updates = jax.jit(update)(jnp.full(16, 3.0))
+    np.testing.assert_allclose(updates, np.full(16, -0.25), rtol=1e-6)
+
+
+def test_max_norm_is_an_error_where_check_vma_hides_what_is_a_shard():
+  run = ShardMapRun("sharded", False, max_norm=1.0)
+  update = run.shard_map(
+    run.update, (run.specs, *run.carry_specs), run.carry_specs
+  )
+  params, opt_state = run.start()
+  with pytest.raises(ValueError, match=r"check_vma=True.*axis 'data'"):
+    jax.jit(update)(params, params, opt_state)
+
+
+@mapped_axes
+def test_max_norm_is_an_error_under_pmap_and_vmap(mapped):
+  tx = ols.with_loss_scaling(optax.sgd(1.0), axis_name="data", max_norm=1.0)
+  update = lambda g: tx.update(g, tx.init(g))[0]
+  with pytest.raises(ValueError, match=r"optax\.clip_by_global_norm"):
+    map_over("data", mapped, update)(jnp.ones((8, 2)))
+
+
+@mapped_axes
+def test_the_cure_for_that_error_clips_averaged_gradients(mapped):
+  inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+  tx = ols.with_loss_scaling(inner, axis_name="data")
+
+  def update(grad):
+    return tx.update(lax.pmean(grad, "data"), tx.init(grad))[0]
+
+  grads = jnp.arange(8.0)[:, None] * jnp.array([0.0, 3.0])
+  updates = map_over("data", mapped, update)(grads)
+  np.testing.assert_allclose(updates, np.tile([0.0, -1.0], (8, 1)), rtol=1e-6)
+
+
+@mapped_axes
+def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
+  tx = devices.make_optimizer(axis_name="data")
+
+  def step(params, opt_state, batch):
+    one_example = {name: x[None] for name, x in batch.items()}
+    grads = ols.grad(devices.loss_fn, opt_state)(params, one_example)
+    updates, opt_state = tx.update(lax.psum(grads, "data"), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  train = lambda batches: devices.train(
+    step, params := devices.init_params(), tx.init(params), batches
+  )
+  batches, _ = devices.make_batches(STEPS)
+  by_device = {name: np.moveaxis(x, 1, 0) for name, x in batches.items()}
+  replicas = map_over("data", mapped, train)(by_device)
+  for i in range(8):
+    replica = jax.tree.map(lambda x, i=i: x[i], replicas)
+    devices.assert_trees_equal(replica, one_device())
+
+
+@mapped_axes
+def test_one_bad_replica_under_pmap_and_vmap_makes_all_skip(mapped):
+  tx = devices.make_optimizer(axis_name="data")
+  update = lambda g: tx.update(g, tx.init(g))
+  grads = jnp.ones((8, 2)).at[3, 1].set(jnp.inf)
+  updates, state = map_over("data", mapped, update)(grads)
+  assert np.all(np.signbit(updates)) and not np.any(updates)
+  assert not np.any(state.loss_scale_state.last_finite)
+  # Without a name each decides alone, and replicas part.
+  alone = devices.make_optimizer()
+  _, state = map_over("data", mapped, lambda g: alone.update(g, alone.init(g)))(
+    grads
+  )
+  assert np.sum(state.loss_scale_state.last_finite) == 7
+
+
+def test_vmapped_seeds_have_a_scale_and_a_flag_each():
+  tx = devices.make_optimizer()
+  step = functools.partial(devices.train_step, tx)
+  train = jax.jit(lambda *args: devices.train(step, *args))
+  seeds = [devices.make_batches(STEPS, seed)[0] for seed in range(4)]
+  params = devices.init_params()
+  start = params, tx.init(params)
+  together = jax.vmap(train, in_axes=(None, None, 0))(
+    *start, jax.tree.map(lambda *x: np.stack(x), *seeds)
+  )
+  skips = together[1].loss_scale_state.total_notfinite
+  assert len(np.unique(skips)) > 1
+  for i, batches in enumerate(seeds):
+    member = jax.tree.map(lambda x, i=i: x[i], together)
+    devices.assert_trees_equal(member, train(*start, batches))
+
+
+@both_check_vma
+def test_a_callers_flag_from_one_device_counts_for_all(check_vma):
+  tx = devices.make_optimizer(axis_name="data")
+
+  def update(grad):
+    mine = lax.axis_index("data") != 3
+    return tx.update(grad, tx.init(grad), grads_finite=mine)
+
+  mesh = devices.make_mesh((8,), ("data",))
+  update = jax.shard_map(
+    update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma
+  )
+  updates, state = jax.jit(update)(jnp.ones(2))
+  assert np.all(np.signbit(updates)) and not np.any(updates)
+  devices.assert_replicas_equal(state)
+  assert not state.loss_scale_state.last_finite
+
+
+@both_check_vma
+def test_a_nan_that_one_devices_optimizer_made_counts_for_all(check_vma):
+  def break_on_shard_3(updates, state, params=None):
+    del params
+    is_bad = lax.axis_index("data") == 3
+    return jnp.where(is_bad, jnp.nan, updates), state
+
+  inner = optax.GradientTransformation(lambda _: (), break_on_shard_3)
+  tx = ols.with_loss_scaling(inner, axis_name="data", check_updates=True)
+  mesh = devices.make_mesh((8,), ("data",))
+  update = jax.shard_map(
+    lambda grad: tx.update(grad, tx.init(grad)),
+    mesh=mesh,
+    in_specs=P("data"),
+    out_specs=(P("data"), P()),
+    check_vma=check_vma,
+  )
+  updates, state = jax.jit(update)(jnp.ones(8))
+  assert np.all(np.signbit(updates)) and not np.any(updates)
+  devices.assert_replicas_equal(state)
+  assert not state.loss_scale_state.last_finite
+
+
+class ShardMapRun:
+  """The exact problem in one layout: params are gathered to be used."""
+
+  def __init__(self, layout, check_vma, sgd=False, **options):
+    shape, axis_name, self.specs = LAYOUTS[layout]
+    self.names = ("data", "model")[: len(shape)]
+    if sgd:
+      self.tx = ols.with_loss_scaling(
+        optax.sgd(1.0), devices.POLICY, axis_name=axis_name, **options
+      )
+    else:
+      self.tx = devices.make_optimizer(axis_name=axis_name, **options)
+    self.mesh = devices.make_mesh(shape, self.names)
+    self.check_vma = check_vma
+    # Only P() for the loss-scale state: JAX checks that it is replicated.
+    self.carry_specs = (
+      self.specs,
+      devices.state_specs(self.tx, devices.init_params(), self.specs),
+    )
+
+  def start(self):
+    params = devices.init_params()
+    return params, self.tx.init(params)
+
+  def shard_map(self, fun, in_specs, out_specs):
+    return jax.shard_map(
+      fun,
+      mesh=self.mesh,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      check_vma=self.check_vma,
+    )
+
+  def step(self, params, opt_state, batch):
+    grads = ols.grad(self.loss, opt_state)(params, batch)
+    if not self.check_vma:
+      grads = {name: self.psum_missing(name, g) for name, g in grads.items()}
+    return self.update(grads, params, opt_state)
+
+  def update(self, grads, params, opt_state):
+    updates, opt_state = self.tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  def loss(self, params, batch):
+    """This device's part; differentiated, gathering becomes scattering."""
+    return devices.loss_fn(
+      {name: self.gather(name, p) for name, p in params.items()}, batch
+    )
+
+  def gather(self, name, param):
+    for dim, axis in enumerate(self.specs[name]):
+      if axis is not None:
+        param = lax.all_gather(param, axis, axis=dim, tiled=True)
+    return param
+
+  def psum_missing(self, name, grad):
+    """What check_vma does by itself: sums over axes that hold replicas."""
+    axes = tuple(axis for axis in self.names if axis not in self.specs[name])
+    return lax.psum(grad, axes) if axes else grad
+
+
+def map_over(axis_name, mapped, fun):
+  if mapped == "pmap":
+    return jax.pmap(fun, axis_name=axis_name)
+  return jax.jit(jax.vmap(fun, axis_name=axis_name))
+
+
+@functools.cache
+def one_device():
+  batches, _ = devices.make_batches(STEPS)
+  return devices.train_on_one_device(devices.make_optimizer(), batches)
