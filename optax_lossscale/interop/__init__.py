@@ -1,0 +1,36 @@
+"""Other systems' settings and checkpoints, without importing those systems."""
+
+from optax_lossscale.interop._apex import from_apex
+from optax_lossscale.interop._deepspeed import from_deepspeed
+from optax_lossscale.interop._fairseq import from_fairseq
+from optax_lossscale.interop._flax import from_flax, to_flax
+from optax_lossscale.interop._jmp import from_jmp
+from optax_lossscale.interop._keras import from_keras, to_keras
+from optax_lossscale.interop._megatron import from_megatron
+from optax_lossscale.interop._paddle import from_paddle
+from optax_lossscale.interop._rules import (
+  DeepSpeedLossScale,
+  DeepSpeedMemory,
+  FairseqLossScale,
+  FairseqMemory,
+)
+from optax_lossscale.interop._torch import from_torch, to_torch
+
+__all__ = [
+  "DeepSpeedLossScale",
+  "DeepSpeedMemory",
+  "FairseqLossScale",
+  "FairseqMemory",
+  "from_apex",
+  "from_deepspeed",
+  "from_fairseq",
+  "from_flax",
+  "from_jmp",
+  "from_keras",
+  "from_megatron",
+  "from_paddle",
+  "from_torch",
+  "to_flax",
+  "to_keras",
+  "to_torch",
+]

@@ -1,0 +1,187 @@
+"""DeepSpeed's loss scaler, by its rule before and since version 0.17.1."""
+
+import re
+from typing import Any
+
+import jax.numpy as jnp
+
+from optax_lossscale import _policies, _state
+from optax_lossscale.interop import _reading
+from optax_lossscale.interop._rules import DeepSpeedLossScale, DeepSpeedMemory
+
+_FP16 = (
+  "enabled",
+  "loss_scale",
+  "initial_scale_power",
+  "loss_scale_window",
+  "hysteresis",
+  "consecutive_hysteresis",
+  "min_loss_scale",
+)
+_FP16_IGNORED = ("auto_cast", "fp16_master_weights_and_grads")
+_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_STATE_IGNORED = ("dynamic", "raise_error_at_min_scale", "dtype")
+_FIRST_NEW_VERSION = (0, 17, 1)
+
+
+def from_deepspeed(
+  fp16: Any, state: Any = None, version: str = "0.17.3"
+) -> tuple[_policies.LossScale, _state.LossScaleState]:
+  """The policy and state of DeepSpeed's `DynamicLossScaler`.
+
+  Up to version 0.17.0 it doubles the scale on every W-th finite step; since
+  0.17.1 first on the (W+1)-th after a start or an overflow, then on every W-th.
+  It halves it on the `hysteresis`-th overflow and on each that follows, until a
+  growth (with `consecutive_hysteresis`, a finite step) refills the tolerance.
+  At its floor DeepSpeed raises; ours stays there, and
+  :func:`~optax_lossscale.raise_if_stuck` raises when asked to.
+
+  Args:
+    fp16: the `fp16` block of a DeepSpeed config. Settings left out have
+      DeepSpeed's defaults: `loss_scale` 0 (dynamic; a number is a fixed scale),
+      `initial_scale_power` 16, `loss_scale_window` 1000, `hysteresis` 2,
+      `consecutive_hysteresis` False, `min_loss_scale` 1. `enabled: false` gives
+      `FixedLossScale(1.0)`; left out, it counts as true.
+    state: the scaler, as a ZeRO checkpoint holds it under `loss_scaler`, or a
+      dict of its attributes: `cur_scale`, `cur_iter`, `last_overflow_iter` and
+      (unless the hysteresis is 1) `cur_hysteresis`. Settings in it must agree
+      with the block.
+    version: the version of DeepSpeed whose rule is meant, such as "0.16.9".
+
+  Returns:
+    `(policy, state)`: a :class:`~optax_lossscale.DynamicLossScale` for the old
+    rule, a :class:`DeepSpeedLossScale` for the new one.
+
+  Raises:
+    TypeError: if a value is of the wrong type.
+    ValueError: if a key is unknown or missing, or a value out of range.
+
+  Examples:
+    >>> from optax_lossscale import interop
+    >>> block = {"enabled": True, "loss_scale_window": 500, "hysteresis": 1}
+    >>> policy, state = interop.from_deepspeed(block, version="0.16.9")
+    >>> type(policy).__name__, policy.growth_interval
+    ('DynamicLossScale', 500)
+  """
+  options = _reading.read_mapping(
+    "from_deepspeed", "fp16", fp16, _FP16, _FP16_IGNORED
+  )
+  is_new = _version(version) >= _FIRST_NEW_VERSION
+  fixed = _fixed_scale(options)
+  if fixed is not None:
+    return fixed, fixed.init()
+  policy = _policy(options, is_new)
+  if state is None:
+    return policy, policy.init()
+  return policy, _restored(policy, is_new, state)
+
+
+def _fixed_scale(options):
+  """The fixed policy that the block asks for, or None."""
+  if not options.boolean("enabled", default=True):
+    return _policies.FixedLossScale(1.0)
+  scale = options.number("loss_scale", 0.0, _state.LARGEST_SCALE, default=0.0)
+  if not scale:
+    return None
+  return _policies.FixedLossScale(options.scale("loss_scale"))
+
+
+def _policy(options, is_new):
+  floor = options.scale("min_loss_scale", 1.0)
+  scale = 2.0 ** options.integer("initial_scale_power", 0, 126, 16)
+  if scale < floor:
+    options.fail(
+      "min_loss_scale",
+      f"at most the initial scale, {_reading.bound(scale)}",
+      ValueError,
+    )
+  largest = _reading.LARGEST_INT
+  window = options.integer("loss_scale_window", 1, largest, 1000)
+  hysteresis = options.integer("hysteresis", 1, largest, 2)
+  consecutive = options.boolean("consecutive_hysteresis", default=False)
+  if is_new:
+    return DeepSpeedLossScale(scale, window, floor, hysteresis, consecutive)
+  return _policies.DynamicLossScale(
+    init_scale=scale,
+    growth_interval=window,
+    min_scale=floor,
+    hysteresis=hysteresis,
+    hysteresis_refill="finite" if consecutive else "growth",
+  )
+
+
+def _restored(policy, is_new, state):
+  values = _read_state(policy, state)
+  left = policy.hysteresis
+  if "cur_hysteresis" in values or left > 1:
+    values.require("cur_hysteresis")
+    left = values.integer("cur_hysteresis", 1, left)
+  left = jnp.asarray(left, jnp.int32)
+  finite, window = _finite_since_overflow(values), policy.growth_interval
+  if is_new:
+    grown = finite > window
+    count = (finite - 1) % window if grown else finite
+    memory = DeepSpeedMemory(left, jnp.asarray(grown, jnp.bool_))
+  else:
+    count, memory = finite % window, left
+  restored = _reading.state_at(policy, values, scale="cur_scale", memory=memory)
+  return restored._replace(finite_count=jnp.asarray(count, jnp.int32))
+
+
+def _read_state(policy, state):
+  """The values of the scaler, checked to have the settings of the policy."""
+  settings = _scaler_settings(policy)
+  values = _reading.read(
+    "from_deepspeed", "state", state, (*_STATE, *settings), _STATE_IGNORED
+  )
+  values.require(*_STATE[:3])
+  for key, expected in settings.items():
+    if key not in values:
+      continue
+    if isinstance(expected, bool):
+      same = values.boolean(key) == expected
+    else:
+      same = values.number(key, 0, _state.LARGEST_SCALE) == expected
+    if not same:
+      values.fail(key, f"{expected}, as in the fp16 block", ValueError)
+  return values
+
+
+def _scaler_settings(policy):
+  """The attributes by which the scaler holds what the fp16 block says."""
+  if isinstance(policy, DeepSpeedLossScale):
+    consecutive = policy.consecutive_hysteresis
+  else:
+    consecutive = policy.hysteresis_refill == "finite"
+  return {
+    "scale_factor": 2.0,
+    "scale_window": policy.growth_interval,
+    "min_scale": policy.min_scale,
+    "delayed_shift": policy.hysteresis,
+    "consecutive_hysteresis": consecutive,
+  }
+
+
+def _finite_since_overflow(values):
+  """Finite steps since the last overflow; the iteration of the start is -1."""
+  step = values.integer("cur_iter", 0, _reading.LARGEST_INT)
+  overflow = values.integer("last_overflow_iter", -1, _reading.LARGEST_INT)
+  if overflow >= step:
+    values.fail("last_overflow_iter", f"less than cur_iter, {step}", ValueError)
+  return step - overflow - 1
+
+
+def _version(version):
+  """The numbers of a version: (0, 17, 3) of 0.17.3+cpu."""
+  if not isinstance(version, str):
+    raise TypeError(
+      "from_deepspeed: version must be a string such as '0.17.3', got"
+      f" version = {_reading.show(version)}."
+    )
+  match = re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(?![\d])", version)
+  if not match:
+    raise ValueError(
+      "from_deepspeed: version must be that of a DeepSpeed release, such as"
+      f" '0.17.3', got version = {_reading.show(version)}."
+    )
+  return tuple(int(part or 0) for part in match.groups())

@@ -1,0 +1,78 @@
+"""fairseq's loss scaler."""
+
+from typing import Any
+
+from optax_lossscale import _state
+from optax_lossscale.interop import _reading
+from optax_lossscale.interop._rules import FairseqLossScale
+
+_SETTINGS = (
+  "fp16_init_scale",
+  "fp16_scale_window",
+  "fp16_scale_tolerance",
+  "threshold_loss_scale",
+  "min_loss_scale",
+)
+
+
+def from_fairseq(
+  settings: Any, loss_scale: Any = None
+) -> tuple[FairseqLossScale, _state.LossScaleState]:
+  """The policy and state of fairseq's `DynamicLossScaler`.
+
+  At its floor fairseq raises; ours stays there, and
+  :func:`~optax_lossscale.raise_if_stuck` raises when asked to.
+
+  Args:
+    settings: a dict of fairseq's arguments, or the object that holds them (its
+      `args`; the other attributes are left alone): `fp16_init_scale` (128),
+      `fp16_scale_window`, `fp16_scale_tolerance` (0), `threshold_loss_scale`
+      (None) and `min_loss_scale` (1e-4). The window must be given: fairseq's
+      default depends on the number of workers.
+    loss_scale: the `loss_scale` of a checkpoint. It is all that fairseq saves;
+      its counts start again, and so do ours.
+
+  Returns:
+    `(policy, state)`, with a :class:`FairseqLossScale`.
+
+  Raises:
+    TypeError: if a value is of the wrong type.
+    ValueError: if a key is unknown or missing, or a value out of range.
+
+  Examples:
+    >>> from optax_lossscale import interop
+    >>> policy, state = interop.from_fairseq(
+    ...     {"fp16_scale_window": 256, "fp16_scale_tolerance": 0.25}, 1024.0)
+    >>> policy.tolerance, state.loss_scale.item()
+    (0.25, 1024.0)
+  """
+  name = "from_fairseq"
+  options = _reading.read(name, "settings", settings, _SETTINGS).without_none()
+  if "fp16_scale_window" not in options:
+    raise ValueError(
+      "from_fairseq: fp16_scale_window must be given. fairseq's default is"
+      " 2**14 / number of workers / update_freq, which settings do not tell."
+    )
+  floor = options.scale("min_loss_scale", 1e-4)
+  threshold = None
+  if "threshold_loss_scale" in options:
+    threshold = options.scale("threshold_loss_scale")
+  policy = FairseqLossScale(
+    growth_interval=options.integer(
+      "fp16_scale_window", 1, _reading.LARGEST_INT
+    ),
+    init_scale=options.number(
+      "fp16_init_scale", floor, _state.LARGEST_SCALE, max(floor, 2.0**7)
+    ),
+    tolerance=_tolerance(options),
+    threshold=threshold,
+    min_scale=floor,
+  )
+  if loss_scale is None:
+    return policy, policy.init()
+  values = _reading.Values(name, "the argument", {"loss_scale": loss_scale})
+  return policy, _reading.state_at(policy, values, scale="loss_scale")
+
+
+def _tolerance(options):
+  return options.number("fp16_scale_tolerance", 0.0, 2.0**15, 0.0)

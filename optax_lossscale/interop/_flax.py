@@ -1,0 +1,124 @@
+"""flax.training.dynamic_scale.DynamicScale."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from optax_lossscale import _policies, _state
+from optax_lossscale.interop import _reading, _writing
+
+_STATE = ("fin_steps", "scale")
+_STATIC = (
+  "growth_factor",
+  "backoff_factor",
+  "growth_interval",
+  "minimum_scale",
+)
+
+
+def from_flax(
+  dynamic_scale: Any, **static: Any
+) -> tuple[_policies.LossScale, _state.LossScaleState]:
+  """The policy and state of Flax's `DynamicScale`.
+
+  Flax grows the scale on finite step `growth_interval + 1`: the policy's
+  interval is one more than Flax's, and its counter is the same.
+
+  Args:
+    dynamic_scale: a `DynamicScale`; or its state dict, which holds `fin_steps`
+      and `scale`, and may hold the static fields.
+    **static: the static fields that the state dict does not hold:
+      `growth_factor`, `backoff_factor`, `growth_interval` and `minimum_scale`.
+      Those left out have Flax's defaults, as in `DynamicScale(**static)`: 2,
+      1/2, 2000, and 2**-126.
+
+  Returns:
+    `(policy, state)`. The scale of a `DynamicScale` is the current one, not the
+    first, so that `policy.init_scale` is the current one, too.
+
+  Raises:
+    TypeError: if a value is of the wrong type.
+    ValueError: if a key is unknown, missing or given twice, or a value is out
+      of range.
+
+  Examples:
+    >>> from flax.training.dynamic_scale import DynamicScale
+    >>> from optax_lossscale import interop
+    >>> policy, state = interop.from_flax(DynamicScale(growth_interval=1999))
+    >>> policy.growth_interval, state.loss_scale.item()
+    (2000, 65536.0)
+  """
+  values = _read(dynamic_scale, static)
+  values.require(*_STATE)
+  interval = values.integer(
+    "growth_interval", 0, _reading.LARGEST_INT - 1, default=2000
+  )
+  if values.found.get("minimum_scale") is None:
+    values = values.without_none()
+  floor = values.scale("minimum_scale", default=_state.SMALLEST_SCALE)
+  policy = _policies.DynamicLossScale(
+    init_scale=values.number("scale", floor, _state.LARGEST_SCALE),
+    growth_factor=values.growth("growth_factor", 2.0),
+    backoff_factor=values.backoff("backoff_factor", 0.5),
+    growth_interval=interval + 1,
+    min_scale=floor,
+  )
+  state = _reading.state_at(policy, values, scale="scale", count="fin_steps")
+  return policy, state
+
+
+def to_flax(policy: _policies.LossScale, state: Any) -> dict[str, Any]:
+  """The fields of the `DynamicScale` that goes on as ours would.
+
+  Args:
+    policy: a :class:`~optax_lossscale.DynamicLossScale` without hysteresis, and
+      with the `max_scale` 2**126, which is no bound: Flax has neither.
+    state: its state, or a pytree that holds it.
+
+  Returns:
+    What `DynamicScale(**fields)` takes. Flax grows one step later than the
+    interval says, so that the interval is one less than the policy's.
+
+  Raises:
+    TypeError: if the policy is of another class.
+    ValueError: if Flax has no such rule, or the tree no such state.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> policy = ols.DynamicLossScale(growth_interval=2000)
+    >>> ols.interop.to_flax(policy, policy.init())["growth_interval"]
+    1999
+  """
+  rule = _writing.Rule("to_flax", "Flax's DynamicScale", policy)
+  dynamic = rule.dynamic()
+  now = _writing.read_state("to_flax", state)
+  return {
+    "growth_factor": float(dynamic.growth_factor),
+    "backoff_factor": float(dynamic.backoff_factor),
+    "growth_interval": int(dynamic.growth_interval) - 1,
+    "fin_steps": now.count_below(dynamic.growth_interval),
+    "scale": now.scale,
+    "minimum_scale": float(dynamic.min_scale),
+  }
+
+
+def _read(dynamic_scale, static):
+  name, known = "from_flax", (*_STATE, *_STATIC)
+  given = _reading.read_mapping(name, "the static fields", static, _STATIC)
+  if isinstance(dynamic_scale, Mapping):
+    values = _reading.read_mapping(name, "the state dict", dynamic_scale, known)
+  elif type(dynamic_scale).__name__ == "DynamicScale":
+    what = "the DynamicScale"
+    values = _reading.read_attributes(name, what, dynamic_scale, known)
+    values.require(*known)
+  else:
+    raise TypeError(
+      "from_flax: dynamic_scale must be a DynamicScale or its state dict, got"
+      f" {_reading.show(dynamic_scale)}."
+    )
+  twice = [key for key in given.found if key in values]
+  if twice:
+    raise ValueError(
+      f"from_flax: {', '.join(twice)} must be given once, got it in"
+      f" {values.what} and as an argument."
+    )
+  return _reading.Values(name, values.what, {**values.found, **given.found})

@@ -1,0 +1,86 @@
+"""The loss scales of jmp, and MindSpore's, which are shaped after them."""
+
+from typing import Any
+
+from optax_lossscale import _policies, _state
+from optax_lossscale.interop import _reading
+
+# The attributes of each class, by its name.
+_CLASSES = {
+  "DynamicLossScale": (
+    "loss_scale",
+    "counter",
+    "period",
+    "factor",
+    "min_loss_scale",
+  ),
+  "StaticLossScale": ("loss_scale",),
+  "NoOpLossScale": (),
+  "DynamicLossScaler": (
+    "scale_value",
+    "counter",
+    "scale_window",
+    "scale_factor",
+  ),
+  "StaticLossScaler": ("scale_value",),
+}
+
+
+def from_jmp(
+  loss_scale: Any,
+) -> tuple[_policies.LossScale, _state.LossScaleState]:
+  """The policy and state of a jmp or MindSpore loss scale.
+
+  Both grow the scale on the N-th finite step and divide it by the same factor
+  on an overflow; jmp's floor is `min_loss_scale`, MindSpore's 1.
+
+  Args:
+    loss_scale: jmp's `DynamicLossScale`, `StaticLossScale` or `NoOpLossScale`;
+      MindSpore's `DynamicLossScaler` or `StaticLossScaler`. A jmp scale that
+      has been through `jax.jit` has lost its `min_loss_scale`: it is 1 again,
+      and is read as 1.
+
+  Returns:
+    `(policy, state)`. The objects hold the current scale, not the first one, so
+    that `policy.init_scale` is the current one, too.
+
+  Raises:
+    TypeError: if the object is of another class, or an attribute of the wrong
+      type.
+    ValueError: if an attribute is missing or out of range.
+
+  Examples:
+    >>> from optax_lossscale import interop
+    >>> class StaticLossScale:  # jmp's, in a few words
+    ...   loss_scale = 128.0
+    >>> interop.from_jmp(StaticLossScale())[0]
+    FixedLossScale(scale=128.0)
+  """
+  name = type(loss_scale).__name__
+  if name not in _CLASSES:
+    raise TypeError(
+      f"from_jmp: loss_scale must be one of {', '.join(_CLASSES)}, got"
+      f" {_reading.show(loss_scale)}."
+    )
+  names = _CLASSES[name]
+  values = _reading.read_attributes("from_jmp", name, loss_scale, names)
+  values.require(*names)
+  if name == "DynamicLossScale":
+    floor = values.scale("min_loss_scale")
+    return _dynamic(values, *names[:4], floor=floor)
+  if name == "DynamicLossScaler":
+    return _dynamic(values, *names, floor=1.0)
+  fixed = _policies.FixedLossScale(values.scale(names[0]) if names else 1.0)
+  return fixed, fixed.init()
+
+
+def _dynamic(values, scale, counter, window, factor, *, floor):
+  growth = values.growth(factor)
+  policy = _policies.DynamicLossScale(
+    init_scale=values.number(scale, floor, _state.LARGEST_SCALE),
+    growth_factor=growth,
+    backoff_factor=1 / growth,
+    growth_interval=values.integer(window, 1, _reading.LARGEST_INT),
+    min_scale=floor,
+  )
+  return policy, _reading.state_at(policy, values, scale=scale, count=counter)

@@ -1,0 +1,301 @@
+"""The scalers of TensorFlow 1 and 2, tf.keras and Keras 3."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from optax_lossscale import _policies, _state
+from optax_lossscale.interop import _reading, _writing
+
+_Result = tuple[_policies.LossScale, _state.LossScaleState]
+
+_FIXED = ("loss_scale_value",)
+_DYNAMIC = ("initial_loss_scale", "increment_period", "multiplier")
+_OLD_OPTIMIZER = ("loss_scale",)
+_TF_OPTIMIZER = ("dynamic", "initial_scale", "dynamic_growth_steps")
+_KERAS_3_OPTIMIZER = ("initial_scale", "dynamic_growth_steps")
+# The configs of the optimizers hold these, too. Scaling has no use for them.
+_INNER = ("inner_optimizer", "optimizer", "name")
+# Early Keras 3 wrote these settings of its base class, which do nothing there.
+_KERAS_3_BASE = (
+  "weight_decay",
+  "clipnorm",
+  "global_clipnorm",
+  "clipvalue",
+  "use_ema",
+  "ema_momentum",
+  "ema_overwrite_frequency",
+  "loss_scale_factor",
+  "gradient_accumulation_steps",
+)
+_ENVELOPE = ("class_name", "config")
+_ENVELOPE_IGNORED = (
+  "module",
+  "registered_name",
+  "build_config",
+  "compile_config",
+  "shared_object_id",
+)
+_OPTIMIZERS = ("LossScaleOptimizer", "LossScaleOptimizerV3")
+_TF_1_OPTIMIZER = "MixedPrecisionLossScaleOptimizer"
+_CLASSES = ("FixedLossScale", "DynamicLossScale", *_OPTIMIZERS, _TF_1_OPTIMIZER)
+
+_TF_VARIABLES = ("current_loss_scale", "good_steps")
+_KERAS_3_VARIABLES = ("dynamic_scale", "step_counter")
+
+
+def from_keras(config: Any, variables: Any = None) -> _Result:
+  """The policy and state of a TensorFlow, tf.keras or Keras 3 loss scaler.
+
+  All of them grow the scale on the N-th finite step and halve it (or divide it
+  by `multiplier`) on an overflow. TensorFlow and tf.keras have a floor of 1.
+  Keras 3 has neither floor nor ceiling: below 2**-126 it falls to 0 and beyond
+  2**127 it rises to inf, for ever; ours stays within [2**-126, 2**126].
+
+  A fixed scale of theirs applies steps with non-finite gradients. To do so here
+  as well, give `with_loss_scaling` the argument `skip_nonfinite=False`.
+
+  Args:
+    config: what `get_config()` of a `FixedLossScale`, `DynamicLossScale` or
+      `LossScaleOptimizer` returns (that of tf.keras is told by its key
+      `dynamic`, that of TF 2.3 and before by `loss_scale`); the serialized
+      `{"class_name": ..., "config": ...}` around it, also for
+      `MixedPrecisionLossScaleOptimizer`; or what those optimizers take for a
+      loss scale, `"dynamic"` or a number of at least 1. Settings left out have
+      the defaults of the class. The nested config of the inner optimizer is
+      read past.
+    variables: `{"current_loss_scale": ..., "good_steps": ...}` of TensorFlow
+      and tf.keras (where an optimizer has them as `loss_scale` and
+      `dynamic_counter`), `{"dynamic_scale": ..., "step_counter": ...}` of
+      Keras 3; none of a fixed scale.
+
+  Returns:
+    `(policy, state)`; the initial state if there are no variables.
+
+  Raises:
+    TypeError: if a value is of the wrong type.
+    ValueError: if a key is unknown or missing, a value out of range, or the
+      config that of another class.
+
+  Examples:
+    >>> from optax_lossscale import interop
+    >>> policy, state = interop.from_keras(
+    ...     {"inner_optimizer": {"class_name": "Adam", "config": {}},
+    ...      "dynamic": True, "initial_scale": 1024.0,
+    ...      "dynamic_growth_steps": 500},
+    ...     {"current_loss_scale": 4096.0, "good_steps": 12})
+    >>> policy.growth_interval, policy.min_scale, state.loss_scale.item()
+    (500, 1.0, 4096.0)
+  """
+  name, config = _unwrapped(config)
+  if isinstance(config, Mapping):
+    policy, names = _READERS[_kind(name, config)](config)
+  else:
+    policy, names = _from_argument(config)
+  return policy, _state_from(policy, variables, names)
+
+
+def to_keras(policy: _policies.LossScale, state: Any) -> dict[str, Any]:
+  """The config and variables from which a Keras optimizer goes on as ours.
+
+  Args:
+    policy: a :class:`~optax_lossscale.DynamicLossScale` with the factors 2 and
+      1/2 and no hysteresis. With `min_scale` 1 it is written for tf.keras, with
+      2**-126, which is no bound, for Keras 3. A
+      :class:`~optax_lossscale.FixedLossScale` is written for tf.keras.
+    state: its state, or a pytree that holds it.
+
+  Returns:
+    `{"config": ..., "variables": ...}`, which is also what :func:`from_keras`
+    takes. Call `LossScaleOptimizer(inner_optimizer, **config)`, and assign the
+    variables by name.
+
+  Raises:
+    TypeError: if the policy is of another class.
+    ValueError: if Keras has no such rule, or the tree no such state.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> policy = ols.DynamicLossScale(growth_interval=500)
+    >>> ols.interop.to_keras(policy, policy.init())["variables"]
+    {'current_loss_scale': 32768.0, 'good_steps': 0}
+  """
+  now = _writing.read_state("to_keras", state)
+  if isinstance(policy, _policies.FixedLossScale):
+    config = {
+      "dynamic": False,
+      "initial_scale": now.scale,
+      "dynamic_growth_steps": None,
+    }
+    return {"config": config, "variables": {}}
+  rule = _writing.Rule("to_keras", "Keras's LossScaleOptimizer", policy)
+  dynamic = rule.dynamic()
+  rule.require("growth_factor", 2, "it doubles")
+  rule.require("backoff_factor", 0.5, "it halves")
+  config = {
+    "initial_scale": float(dynamic.init_scale),
+    "dynamic_growth_steps": int(dynamic.growth_interval),
+  }
+  if dynamic.min_scale == 1:
+    return {
+      "config": {"dynamic": True, **config},
+      "variables": {"current_loss_scale": now.scale, "good_steps": now.count},
+    }
+  floors = "tf.keras has a floor of 1 and Keras 3 none, which is 2**-126 here"
+  rule.require("min_scale", _state.SMALLEST_SCALE, floors)
+  count = now.count_below(dynamic.growth_interval)
+  return {
+    "config": config,
+    "variables": {"dynamic_scale": now.scale, "step_counter": count},
+  }
+
+
+def _unwrapped(config):
+  """The class name, if the config is a serialized one, and the config in it."""
+  if not (isinstance(config, Mapping) and "class_name" in config):
+    return None, config
+  values = _read("the serialized config", config, _ENVELOPE, _ENVELOPE_IGNORED)
+  values.require(*_ENVELOPE)
+  name = values.found["class_name"]
+  if not isinstance(name, str) or name not in _CLASSES:
+    values.fail("class_name", f"one of {', '.join(_CLASSES)}", ValueError)
+  inner = values.found["config"]
+  if not isinstance(inner, Mapping):
+    values.fail("config", "a dict", TypeError)
+  return name, inner
+
+
+def _kind(name, config):
+  """Which reader a config is for; told by its class, or else by its keys."""
+  if name in ("FixedLossScale", "DynamicLossScale", _TF_1_OPTIMIZER):
+    return name
+  if "loss_scale" in config:
+    return "old optimizer"
+  if "dynamic" in config:
+    return "tf.keras"
+  if name in _OPTIMIZERS or any(key in config for key in _KERAS_3_OPTIMIZER):
+    return "Keras 3"
+  if any(key in config for key in _FIXED):
+    return "FixedLossScale"
+  if any(key in config for key in _DYNAMIC):
+    return "DynamicLossScale"
+  known = [*_TF_OPTIMIZER, *_OLD_OPTIMIZER, *_FIXED, *_DYNAMIC, *_ENVELOPE]
+  raise ValueError(
+    f"from_keras: config is of no class that is known, got"
+    f" {_reading.show(config)}. Known keys: {', '.join(known)}; known classes:"
+    f" {', '.join(_CLASSES)}."
+  )
+
+
+def _from_tf_optimizer(config):
+  values = _read("config of tf.keras", config, _TF_OPTIMIZER, _INNER)
+  # None is what tf.keras's arguments default to, and means the default.
+  values = values.without_none()
+  if values.boolean("dynamic", default=True):
+    return _dynamic(
+      values, "initial_scale", "dynamic_growth_steps", 2.0
+    ), _TF_VARIABLES
+  if "dynamic_growth_steps" in values:
+    values.fail("dynamic_growth_steps", "None if dynamic=False", ValueError)
+  values.require("initial_scale")
+  return _policies.FixedLossScale(values.scale("initial_scale")), ()
+
+
+def _from_keras_3_optimizer(config):
+  ignored = (*_INNER, *_KERAS_3_BASE)
+  values = _read("config of Keras 3", config, _KERAS_3_OPTIMIZER, ignored)
+  policy = _dynamic(
+    values, "initial_scale", "dynamic_growth_steps", 2.0, floor=None
+  )
+  return policy, _KERAS_3_VARIABLES
+
+
+def _from_old_optimizer(config):
+  """The LossScaleOptimizer of TF 2.3 and before, read as tf.keras reads it."""
+  policy, names = _from_tf_1_optimizer(config)
+  factor = getattr(policy, "growth_factor", 2.0)
+  if factor != 2:
+    raise ValueError(
+      "from_keras: multiplier in the DynamicLossScale of a LossScaleOptimizer"
+      f" must be 2, which is what tf.keras accepts, got multiplier = {factor}."
+    )
+  return policy, names
+
+
+def _from_tf_1_optimizer(config):
+  values = _read("config of the optimizer", config, _OLD_OPTIMIZER, _INNER)
+  values.require("loss_scale")
+  name, inner = _unwrapped(values.found["loss_scale"])
+  if not isinstance(inner, Mapping):
+    return _from_argument(inner)
+  kind = _kind(name, inner)
+  if kind not in ("FixedLossScale", "DynamicLossScale"):
+    values.fail(
+      "loss_scale", "a FixedLossScale or DynamicLossScale", ValueError
+    )
+  return _READERS[kind](inner)
+
+
+def _from_fixed(config):
+  values = _read("config of FixedLossScale", config, _FIXED)
+  values.require("loss_scale_value")
+  scale = values.number("loss_scale_value", 1.0, _state.LARGEST_SCALE)
+  return _policies.FixedLossScale(scale), ()
+
+
+def _from_dynamic(config):
+  values = _read("config of DynamicLossScale", config, _DYNAMIC)
+  factor = values.growth("multiplier", 2.0)
+  policy = _dynamic(values, "initial_loss_scale", "increment_period", factor)
+  return policy, _TF_VARIABLES
+
+
+def _from_argument(argument):
+  if isinstance(argument, str) and argument == "dynamic":
+    return _from_dynamic({})
+  plain = isinstance(argument, str | bytes | list | tuple) or argument is None
+  if plain or isinstance(argument, type):
+    raise TypeError(
+      "from_keras: a loss scale must be a config, 'dynamic' or a number, got"
+      f" {_reading.show(argument)}."
+    )
+  values = _reading.Values(
+    "from_keras", "the argument", {"loss_scale": argument}
+  )
+  scale = values.number("loss_scale", 1.0, _state.LARGEST_SCALE)
+  return _policies.FixedLossScale(scale), ()
+
+
+def _dynamic(values, scale, steps, factor, floor=1.0):
+  low = floor or _state.SMALLEST_SCALE
+  return _policies.DynamicLossScale(
+    init_scale=values.number(scale, low, _state.LARGEST_SCALE, 2.0**15),
+    growth_factor=factor,
+    backoff_factor=1 / factor,
+    growth_interval=values.integer(steps, 1, _reading.LARGEST_INT, 2000),
+    min_scale=low,
+  )
+
+
+def _state_from(policy, variables, names):
+  if variables is None:
+    return policy.init()
+  values = _read("variables", variables, names)
+  if not names:
+    return policy.init()
+  values.require(*names)
+  scale, count = names
+  return _reading.state_at(policy, values, scale=scale, count=count)
+
+
+def _read(what, source, known, ignored=()):
+  return _reading.read_mapping("from_keras", what, source, known, ignored)
+
+
+_READERS = {
+  "FixedLossScale": _from_fixed,
+  "DynamicLossScale": _from_dynamic,
+  _TF_1_OPTIMIZER: _from_tf_1_optimizer,
+  "old optimizer": _from_old_optimizer,
+  "tf.keras": _from_tf_optimizer,
+  "Keras 3": _from_keras_3_optimizer,
+}

@@ -1,0 +1,82 @@
+"""paddle.amp.GradScaler."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from optax_lossscale import _policies, _state
+from optax_lossscale.interop import _reading
+
+_KEYS = (
+  "scale",
+  "incr_ratio",
+  "decr_ratio",
+  "incr_every_n_steps",
+  "decr_every_n_nan_or_inf",
+  "incr_count",
+  "decr_count",
+  "use_dynamic_loss_scaling",
+)
+
+
+def from_paddle(
+  state_dict: Any,
+) -> tuple[_policies.LossScale, _state.LossScaleState]:
+  """The policy and state of a `paddle.amp.GradScaler`.
+
+  It grows the scale on the N-th finite step, and lowers it on every n-th
+  overflow in a row. It has neither floor nor ceiling, falls to 0 and rises to
+  inf; ours stays within [2**-126, 2**126].
+
+  Args:
+    state_dict: `scaler.state_dict()`. Empty, as a disabled scaler gives it,
+      stands for `FixedLossScale(1.0)`.
+
+  Returns:
+    `(policy, state)`. The state dict holds the current scale, not the first
+    one, so that `policy.init_scale` is the current one, too. Without dynamic
+    scaling, the policy is a fixed one.
+
+  Raises:
+    TypeError: if a value is of the wrong type.
+    ValueError: if a key is unknown or missing, or a value out of range.
+
+  Examples:
+    >>> import numpy as np
+    >>> from optax_lossscale import interop
+    >>> policy, state = interop.from_paddle({
+    ...     "scale": np.array([1024.0], np.float32),
+    ...     "incr_ratio": 2.0, "decr_ratio": 0.5,
+    ...     "incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2,
+    ...     "incr_count": 0, "decr_count": 1, "use_dynamic_loss_scaling": True})
+    >>> policy.hysteresis, policy.hysteresis_refill, state.memory.item()
+    (2, 'backoff', 1)
+  """
+  values = _reading.read_mapping("from_paddle", "state_dict", state_dict, _KEYS)
+  if not values.found:
+    fixed = _policies.FixedLossScale(1.0)
+    return fixed, fixed.init()
+  values.require(*_KEYS)
+  if not values.boolean("use_dynamic_loss_scaling"):
+    fixed = _policies.FixedLossScale(values.scale("scale"))
+    return fixed, fixed.init()
+  largest = _reading.LARGEST_INT
+  overflows = values.integer("decr_every_n_nan_or_inf", 1, largest)
+  policy = _policies.DynamicLossScale(
+    init_scale=values.scale("scale"),
+    growth_factor=values.growth("incr_ratio"),
+    backoff_factor=values.backoff("decr_ratio"),
+    growth_interval=values.integer("incr_every_n_steps", 1, largest),
+    min_scale=_state.SMALLEST_SCALE,
+    hysteresis=overflows,
+    hysteresis_refill="backoff",
+  )
+  left = overflows - values.integer("decr_count", 0, overflows - 1)
+  state = _reading.state_at(
+    policy,
+    values,
+    scale="scale",
+    count="incr_count",
+    memory=jnp.asarray(left, jnp.int32),
+  )
+  return policy, state

@@ -1,0 +1,288 @@
+"""Reading what another system wrote: keys, numbers, and errors that name them.
+
+Input comes out of files and is not trusted: it is only looked at, by the names
+that are known, never imported, called or evaluated. Messages quote it through
+:func:`show`, since the `repr` of a hostile object may raise, recurse or never
+end.
+"""
+
+from collections.abc import Collection, Mapping
+import dataclasses
+import math
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _state
+
+LARGEST_INT = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+  """The values found under known keys, and who asks for them.
+
+  Attributes:
+    function: the public function, for the messages.
+    what: what was read, for the messages.
+    found: value by key.
+  """
+
+  function: str
+  what: str
+  found: Mapping[str, Any]
+
+  def __contains__(self, key: str) -> bool:
+    """Whether the key was given."""
+    return key in self.found
+
+  def require(self, *keys: str) -> None:
+    """Raises unless all keys were given."""
+    missing = [key for key in keys if key not in self.found]
+    if missing:
+      raise ValueError(
+        f"{self.function}: {self.what} must hold {', '.join(map(repr, keys))},"
+        f" but {', '.join(map(repr, missing))} is missing."
+      )
+
+  def without_none(self) -> "Values":
+    """The values without those that are None."""
+    found = {k: v for k, v in self.found.items() if v is not None}
+    return dataclasses.replace(self, found=found)
+
+  def fail(self, key: str, rule: str, error: type[Exception]) -> NoReturn:
+    """Raises an error that quotes the value."""
+    got = show(self.found[key])
+    raise error(
+      f"{self.function}: {key} in {self.what} must be {rule}, got"
+      f" {key} = {got}."
+    )
+
+  def number(
+    self, key: str, low: float, high: float, default: float | None = None
+  ) -> float:
+    """A finite number within bounds, as a Python float."""
+    if key not in self.found and default is not None:
+      return default
+    rule = f"a number in [{bound(low)}, {bound(high)}]"
+    value = self._plain(key, rule)
+    if not low <= value <= high:  # True for NaN, too.
+      self.fail(key, rule, ValueError)
+    return float(value)
+
+  def integer(
+    self, key: str, low: int, high: int, default: int | None = None
+  ) -> int:
+    """An integer within bounds, as a Python int."""
+    if key not in self.found and default is not None:
+      return default
+    rule = f"an integer in [{low}, {high}]"
+    value = self._plain(key, rule)
+    if not low <= value <= high or value != int(value):
+      self.fail(key, rule, ValueError)
+    return int(value)
+
+  def scale(self, key: str, default: float | None = None) -> float:
+    """A loss scale that float32 and its reciprocal can hold."""
+    return self.number(
+      key, _state.SMALLEST_SCALE, _state.LARGEST_SCALE, default
+    )
+
+  def growth(self, key: str, default: float | None = None) -> float:
+    """A growth factor that float32 can tell from 1."""
+    return self.number(key, 1 + 2**-23, _state.LARGEST_SCALE, default)
+
+  def backoff(self, key: str, default: float | None = None) -> float:
+    """A backoff factor that float32 can tell from 1."""
+    return self.number(key, _state.SMALLEST_SCALE, 1 - 2**-24, default)
+
+  def boolean(self, key: str, default: bool | None = None) -> bool:
+    """True or False, and nothing that merely counts as one."""
+    if key not in self.found and default is not None:
+      return default
+    value = self.found[key]
+    if not isinstance(value, bool | np.bool_):
+      self.fail(key, "True or False", TypeError)
+    return bool(value)
+
+  def _plain(self, key: str, rule: str) -> int | float:
+    value = self.found[key]
+    if isinstance(value, jax.core.Tracer):
+      self.fail(key, f"{rule} that is known outside of jit", TypeError)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+      return value
+    try:
+      array = np.asarray(value) if _is_array(value) else None
+    except Exception as error:
+      raise TypeError(
+        f"{self.function}: {key} in {self.what} must be {rule}, got a"
+        f" {type(value).__name__} that cannot be read as an array; convert it"
+        " to a Python number first."
+      ) from error
+    if array is None or array.size != 1:
+      self.fail(key, rule, TypeError)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+      return int(array.reshape(())[()])
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+      self.fail(key, rule, TypeError)
+    if array.dtype.itemsize < 4:
+      self.fail(key, f"{rule}, kept in float32 or wider", TypeError)
+    return float(array.reshape(())[()])
+
+
+def read_mapping(
+  function: str,
+  what: str,
+  source: Any,
+  known: Collection[str],
+  ignored: Collection[str] = (),
+) -> Values:
+  """The values of a mapping, in which every key must be known.
+
+  Args:
+    function: the public function that reads, for the messages.
+    what: what is read, for the messages.
+    source: the mapping.
+    known: the keys that mean something.
+    ignored: keys that may be there, and are read past.
+
+  Returns:
+    The values under known keys.
+  """
+  if not isinstance(source, Mapping):
+    raise TypeError(
+      f"{function}: {what} must be a dict, got {show(source)}."
+      f" Known keys: {', '.join(known) or 'none'}."
+    )
+  unknown = [key for key in source if not _among(key, [*known, *ignored])]
+  if unknown:
+    past = f" Read past: {', '.join(ignored)}." if ignored else ""
+    raise ValueError(
+      f"{function}: unknown key {show(unknown[0])} in {what}. Known keys:"
+      f" {', '.join(known) or 'none'}.{past}"
+    )
+  return Values(function, what, {k: source[k] for k in known if k in source})
+
+
+def read_attributes(
+  function: str, what: str, source: Any, known: Collection[str]
+) -> Values:
+  """The values of an object's known attributes; it may have others."""
+  found = {}
+  for name in known:
+    try:
+      found[name] = getattr(source, name)
+    except AttributeError:
+      continue
+    except Exception as error:
+      raise ValueError(
+        f"{function}: the attribute {name} of {what}, {show(source)}, cannot be"
+        f" read: it raises {type(error).__name__}."
+      ) from error
+  return Values(function, what, found)
+
+
+def read(
+  function: str,
+  what: str,
+  source: Any,
+  known: Collection[str],
+  ignored: Collection[str] = (),
+) -> Values:
+  """The values of a mapping, or of the object that argparse made."""
+  plain = source is None or isinstance(
+    source, str | bytes | int | float | complex | list | tuple | type
+  )
+  if plain or isinstance(source, Mapping) or _is_array(source):
+    return read_mapping(function, what, source, known, ignored)
+  values = read_attributes(function, what, source, known)
+  if not values.found:
+    raise TypeError(
+      f"{function}: {what} must be a dict, or an object with some of the"
+      f" attributes {', '.join(known)}; got {show(source)}, which has none."
+    )
+  return values
+
+
+def state_at(
+  policy: Any,
+  values: Values,
+  *,
+  scale: str,
+  count: str | None = None,
+  memory: Any = None,
+) -> _state.LossScaleState:
+  """The state of a policy at another system's scale and count.
+
+  Args:
+    policy: the policy, whose `init` gives all that is not known.
+    values: what was read.
+    scale: the key of the scale.
+    count: the key of the count of finite steps, if there is one.
+    memory: the policy's memory, if it is not the initial one.
+
+  Returns:
+    The state.
+  """
+  state = policy.init()
+  value = values.scale(scale)
+  low = getattr(policy, "min_scale", _state.SMALLEST_SCALE)
+  high = getattr(policy, "max_scale", _state.LARGEST_SCALE)
+  if not low <= value <= high:
+    values.fail(
+      scale,
+      f"between the floor {bound(low)} and the ceiling {bound(high)} of its"
+      " settings",
+      ValueError,
+    )
+  state = state._replace(loss_scale=jnp.asarray(value, jnp.float32))
+  if count is not None:
+    finite = values.integer(count, 0, LARGEST_INT)
+    state = state._replace(finite_count=jnp.asarray(finite, jnp.int32))
+  if memory is not None and jax.tree.leaves(state.memory):
+    state = state._replace(memory=memory)
+  return state
+
+
+def show(value: Any) -> str:
+  """A short text for a message, whatever the value is."""
+  if value is None or isinstance(value, bool | float):
+    return repr(value)
+  if isinstance(value, int):
+    if value.bit_length() < 200:
+      return int.__repr__(value)
+    return f"an integer of {value.bit_length()} bits"
+  if isinstance(value, str):
+    text = str.__str__(value)
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+  name = type(value).__name__
+  if isinstance(value, type):
+    return f"the class {value.__name__}"
+  if isinstance(value, np.ndarray | np.generic | jax.Array):
+    if value.size == 1 and not isinstance(value, jax.core.Tracer):
+      return f"{np.asarray(value).reshape(())[()]} ({name} of {value.dtype})"
+    return f"a {name} of {value.dtype}, shape {value.shape}"
+  if isinstance(value, Mapping):
+    keys = [show(key) for key in list(value)[:8] if isinstance(key, str)]
+    return f"a {name} of {len(value)} keys ({', '.join(keys)})"
+  return f"a {name}"
+
+
+def bound(value: float) -> str:
+  """A bound as people write it."""
+  exponent = round(math.log2(value)) if 0 < value < math.inf else 0
+  if abs(exponent) > 20 and value == 2.0**exponent:
+    return f"2**{exponent}"
+  return f"{value:.8g}"
+
+
+def _among(key: Any, names: Collection[str]) -> bool:
+  return isinstance(key, str) and key in names
+
+
+def _is_array(value: Any) -> bool:
+  if isinstance(value, type):
+    return False
+  return isinstance(value, np.generic) or hasattr(value, "__array__")

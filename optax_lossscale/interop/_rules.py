@@ -1,0 +1,263 @@
+"""Rules that :class:`~optax_lossscale.DynamicLossScale` cannot express."""
+
+import dataclasses
+import fractions
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale import _policies, _state
+from optax_lossscale.interop import _reading
+
+# Tolerances are compared as fractions of such integers, see _reaches.
+_LARGEST_PART = 2**15
+
+
+class DeepSpeedMemory(NamedTuple):
+  """What :class:`DeepSpeedLossScale` alone remembers.
+
+  Attributes:
+    hysteresis_left: how many overflows until one lowers the scale; int32.
+    grown: whether the scale has grown since the start or the last overflow;
+      bool.
+  """
+
+  hysteresis_left: jax.typing.ArrayLike
+  grown: jax.typing.ArrayLike
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSpeedLossScale:
+  """DeepSpeed's rule since 0.17.1: growth after W+1 steps, then every W.
+
+  Attributes:
+    init_scale: the scale before the first step.
+    growth_interval: W. The first growth after the start, or after an overflow,
+      takes one finite step more.
+    min_scale: the lowest scale, where DeepSpeed raises.
+    hysteresis: the number of the overflow that halves the scale; each further
+      one halves it again, until the tolerance is refilled.
+    consecutive_hysteresis: whether a finite step refills the tolerance, and not
+      only a growth.
+
+  Raises:
+    TypeError: if a hyperparameter is not a number.
+    ValueError: if one is out of range.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import interop
+    >>> policy = interop.DeepSpeedLossScale(init_scale=8.0, growth_interval=2)
+    >>> state = policy.init()
+    >>> for _ in range(5):
+    ...   state = policy.adjust(state, jnp.array(True))
+    ...   print(state.loss_scale)
+    8.0
+    8.0
+    16.0
+    16.0
+    32.0
+  """
+
+  init_scale: float = 2.0**16
+  growth_interval: int = 1000
+  min_scale: float = 1.0
+  hysteresis: int = 2
+  consecutive_hysteresis: bool = False
+
+  def __post_init__(self):
+    low, high = _state.SMALLEST_SCALE, _state.LARGEST_SCALE
+    _state.check_number("min_scale", self.min_scale, low, high)
+    _state.check_number("init_scale", self.init_scale, self.min_scale, high)
+    for name in ("growth_interval", "hysteresis"):
+      _state.check_number(
+        name, getattr(self, name), 1, _reading.LARGEST_INT, integer=True
+      )
+    if not isinstance(self.consecutive_hysteresis, bool):
+      raise TypeError(
+        "consecutive_hysteresis must be True or False, got"
+        " consecutive_hysteresis ="
+        f" {_reading.show(self.consecutive_hysteresis)}."
+      )
+
+  def init(self) -> _state.LossScaleState:
+    """Returns the state before the first step."""
+    memory = DeepSpeedMemory(
+      jnp.asarray(self.hysteresis, jnp.int32), jnp.zeros((), jnp.bool_)
+    )
+    return _policies.initial_state(self.init_scale, memory)
+
+  def adjust(
+    self,
+    state: _state.LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    *,
+    grads_amax: jax.typing.ArrayLike | None = None,
+  ) -> _state.LossScaleState:
+    """Returns the state with the scale of the next step."""
+    del grads_amax
+    after = _policies.record_step(state, grads_finite)
+    finite, (left, grown) = after.last_finite, state.memory
+    interval = jnp.asarray(self.growth_interval, jnp.int32)
+    # Written so that the interval plus one cannot exceed an int32.
+    grow = after.finite_count > interval - grown.astype(jnp.int32)
+    backoff = ~finite & (left <= 1)
+    left = jnp.where(finite | backoff, left, left - 1)
+    refill = finite if self.consecutive_hysteresis else grow
+    factor = jnp.where(grow, jnp.float32(2), jnp.float32(1))
+    factor = jnp.where(backoff, jnp.float32(0.5), factor)
+    return after._replace(
+      loss_scale=jnp.clip(
+        state.loss_scale * factor,
+        jnp.float32(self.min_scale),
+        jnp.float32(_state.LARGEST_SCALE),
+      ),
+      finite_count=jnp.where(grow, jnp.int32(0), after.finite_count),
+      memory=DeepSpeedMemory(
+        jnp.where(refill, jnp.asarray(self.hysteresis, jnp.int32), left),
+        finite & (grown | grow),
+      ),
+    )
+
+
+class FairseqMemory(NamedTuple):
+  """What :class:`FairseqLossScale` alone remembers.
+
+  Attributes:
+    steps: steps since the scale last moved; int32.
+    overflows: overflows since the last backoff; int32.
+  """
+
+  steps: jax.typing.ArrayLike
+  overflows: jax.typing.ArrayLike
+
+
+@dataclasses.dataclass(frozen=True)
+class FairseqLossScale:
+  """fairseq's rule: a backoff only if enough of the steps overflowed.
+
+  The scale doubles on the `growth_interval`-th finite step in a row. An
+  overflow halves it if overflows since the last backoff, divided by steps since
+  the last move of the scale, reach `tolerance`.
+
+  Attributes:
+    growth_interval: how many finite steps in a row make the scale grow.
+    init_scale: the scale before the first step.
+    tolerance: the share of overflows that is tolerated, in [0, 32768]. It must
+      be a fraction of two integers up to 32768, as all decimals of up to four
+      digits are, so that the comparison is exact on every device.
+    threshold: the lowest scale of a backoff; None for no such.
+    min_scale: a backoff to this scale or below does not happen; fairseq raises
+      there.
+
+  Raises:
+    TypeError: if a hyperparameter is not a number.
+    ValueError: if one is out of range.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import interop
+    >>> policy = interop.FairseqLossScale(256, init_scale=8.0, tolerance=0.5)
+    >>> state = policy.init()
+    >>> for finite in [True, True, False, False]:
+    ...   state = policy.adjust(state, jnp.array(finite))
+    ...   print(state.loss_scale)
+    8.0
+    8.0
+    8.0
+    4.0
+  """
+
+  growth_interval: int
+  init_scale: float = 2.0**7
+  tolerance: float = 0.0
+  threshold: float | None = None
+  min_scale: float = 1e-4
+
+  def __post_init__(self):
+    low, high = _state.SMALLEST_SCALE, _state.LARGEST_SCALE
+    _state.check_number(
+      "growth_interval",
+      self.growth_interval,
+      1,
+      _reading.LARGEST_INT,
+      integer=True,
+    )
+    _state.check_number("min_scale", self.min_scale, low, high)
+    _state.check_number("init_scale", self.init_scale, self.min_scale, high)
+    _reading.Values(
+      "FairseqLossScale", "its arguments", {"tolerance": self.tolerance}
+    ).number("tolerance", 0, _LARGEST_PART)
+    if self.threshold is not None:
+      _state.check_number("threshold", self.threshold, low, high)
+    if float(self._share()) != float(self.tolerance):
+      raise ValueError(
+        "tolerance must be a fraction of two integers up to"
+        f" {_LARGEST_PART}, got tolerance = {_reading.show(self.tolerance)};"
+        f" the nearest is {float(self._share())!r}."
+      )
+
+  def init(self) -> _state.LossScaleState:
+    """Returns the state before the first step."""
+    zeros = FairseqMemory(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    return _policies.initial_state(self.init_scale, zeros)
+
+  def adjust(
+    self,
+    state: _state.LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    *,
+    grads_amax: jax.typing.ArrayLike | None = None,
+  ) -> _state.LossScaleState:
+    """Returns the state with the scale of the next step."""
+    del grads_amax
+    after = _policies.record_step(state, grads_finite)
+    overflow = ~after.last_finite
+    steps = optax.safe_increment(state.memory.steps)
+    overflows = state.memory.overflows
+    overflows = jnp.where(overflow, optax.safe_increment(overflows), overflows)
+    backoff = overflow & _reaches(overflows, steps, self._share())
+    grow = after.finite_count >= jnp.asarray(self.growth_interval, jnp.int32)
+    zero = jnp.int32(0)
+    return after._replace(
+      loss_scale=self._moved(state.loss_scale, grow, backoff),
+      finite_count=jnp.where(grow, zero, after.finite_count),
+      memory=FairseqMemory(
+        jnp.where(grow | backoff, zero, steps),
+        jnp.where(backoff, zero, overflows),
+      ),
+    )
+
+  def _moved(self, scale, grow, backoff):
+    higher = jnp.minimum(scale * 2, jnp.float32(_state.LARGEST_SCALE))
+    lower = scale * jnp.float32(0.5)
+    if self.threshold is not None:
+      lower = jnp.maximum(lower, jnp.float32(self.threshold))
+    lower = jnp.where(lower > jnp.float32(self.min_scale), lower, scale)
+    return jnp.where(grow, higher, jnp.where(backoff, lower, scale))
+
+  def _share(self):
+    share = fractions.Fraction(float(self.tolerance))
+    return share.limit_denominator(_LARGEST_PART)
+
+
+def _reaches(part, whole, share):
+  """Whether part / whole >= share, exactly: part * q >= whole * p."""
+  high, low = _product(part, share.denominator)
+  other_high, other_low = _product(whole, share.numerator)
+  equal = (high == other_high) & (low >= other_low)
+  return (high > other_high) | equal
+
+
+def _product(count, factor):
+  """A count times a factor up to 2**15, as digits to the base 2**15.
+
+  The product of an int32 and the factor needs up to 46 bits; JAX has no more
+  than 32 unless x64 is on.
+  """
+  base, factor = jnp.uint32(_LARGEST_PART), jnp.uint32(factor)
+  count = count.astype(jnp.uint32)
+  low = count % base * factor
+  return count // base * factor + low // base, low % base

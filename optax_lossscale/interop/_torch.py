@@ -1,0 +1,102 @@
+"""torch.amp.GradScaler, and hence Lightning and Accelerate, which keep one."""
+
+from typing import Any
+
+from optax_lossscale import _policies, _state
+from optax_lossscale.interop import _reading, _writing
+
+_KEYS = (
+  "scale",
+  "growth_factor",
+  "backoff_factor",
+  "growth_interval",
+  "_growth_tracker",
+)
+
+
+def from_torch(
+  state_dict: Any,
+) -> tuple[_policies.LossScale, _state.LossScaleState]:
+  """The policy and state of a `torch.amp.GradScaler`.
+
+  torch grows the scale on the `growth_interval`-th finite step, and has no
+  floor; ours is 2**-126, the smallest scale that float32 holds exactly. Its
+  ceiling is 2**127; ours 2**126, since the reciprocal of 2**127 is flushed to
+  zero.
+
+  Args:
+    state_dict: `scaler.state_dict()`. Empty, as a disabled scaler gives it,
+      stands for `FixedLossScale(1.0)`; a disabled scaler applies non-finite
+      steps, which here takes `skip_nonfinite=False`.
+
+  Returns:
+    `(policy, state)`. The state dict holds the current scale and not the first
+    one, so that `policy.init_scale` is the current one, too.
+
+  Raises:
+    TypeError: if a value is of the wrong type.
+    ValueError: if a key is unknown or missing, or a value out of range.
+
+  Examples:
+    >>> from optax_lossscale import interop
+    >>> policy, state = interop.from_torch({
+    ...     "scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+    ...     "growth_interval": 2000, "_growth_tracker": 17})
+    >>> policy.growth_interval, state.finite_count.item()
+    (2000, 17)
+  """
+  values = _reading.read_mapping("from_torch", "state_dict", state_dict, _KEYS)
+  if not values.found:
+    fixed = _policies.FixedLossScale(1.0)
+    return fixed, fixed.init()
+  values.require(*_KEYS)
+  policy = _policies.DynamicLossScale(
+    init_scale=values.scale("scale"),
+    growth_factor=values.growth("growth_factor"),
+    backoff_factor=values.backoff("backoff_factor"),
+    growth_interval=values.integer("growth_interval", 1, _reading.LARGEST_INT),
+    min_scale=_state.SMALLEST_SCALE,
+  )
+  state = _reading.state_at(
+    policy, values, scale="scale", count="_growth_tracker"
+  )
+  return policy, state
+
+
+def to_torch(policy: _policies.LossScale, state: Any) -> dict[str, Any]:
+  """The state dict from which a `torch.amp.GradScaler` goes on as ours would.
+
+  Args:
+    policy: a :class:`~optax_lossscale.DynamicLossScale` with the rule that
+      torch has: no hysteresis, `min_scale` 2**-126 and `max_scale` 2**126,
+      which are no bounds; or `FixedLossScale(1.0)`, a disabled scaler.
+    state: its state, or a pytree that holds it.
+
+  Returns:
+    What `scaler.load_state_dict` takes; `{}` for a disabled scaler, which has
+    nothing to load.
+
+  Raises:
+    TypeError: if the policy is of another class.
+    ValueError: if torch has no such rule, or the tree no such state.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> policy = ols.DynamicLossScale(min_scale=2.0**-126)
+    >>> ols.interop.to_torch(policy, policy.init())["scale"]
+    32768.0
+  """
+  rule = _writing.Rule("to_torch", "torch's GradScaler", policy)
+  if isinstance(policy, _policies.FixedLossScale):
+    rule.require("scale", 1.0, "disabled, it has the scale 1")
+    return {}
+  dynamic = rule.dynamic()
+  rule.require("min_scale", _state.SMALLEST_SCALE, "it has no floor")
+  now = _writing.read_state("to_torch", state)
+  return {
+    "scale": now.scale,
+    "growth_factor": float(dynamic.growth_factor),
+    "backoff_factor": float(dynamic.backoff_factor),
+    "growth_interval": int(dynamic.growth_interval),
+    "_growth_tracker": now.count_below(dynamic.growth_interval),
+  }
