@@ -1,0 +1,65 @@
+"""Replaying recorded trajectories with our policies, and comparing."""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+from golden import record_common as common
+import jax
+import numpy as np
+
+LOW, HIGH = 2.0**-126, 2.0**126
+
+
+def load(name):
+  return json.loads((common.HERE / f"{name}.json").read_text())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scan(policy, state, finite):
+  def body(state, step):
+    state = policy.adjust(state, step)
+    return state, (state.loss_scale, state.finite_count, state.last_finite)
+
+  return jax.lax.scan(body, state, finite)[1]
+
+
+def replay(policy, state, steps):
+  """Ours, in one compiled scan; padded, so that strings share it."""
+  finite = np.array([step == "F" for step in steps])
+  length = max(128, 1 << (len(steps) - 1).bit_length())
+  padded = np.concatenate([finite, np.zeros(length - len(finite), bool)])
+  # The first scale does not act on the steps; equal rules share a compilation.
+  if hasattr(policy, "init_scale"):
+    start = min(
+      max(2.0**15, policy.min_scale), getattr(policy, "max_scale", HIGH)
+    )
+    policy = dataclasses.replace(policy, init_scale=start)
+  return [np.asarray(x)[: len(steps)] for x in scan(policy, state, padded)]
+
+
+def assert_the_same(theirs, counts, ours, may_leave):
+  scales = np.array([common.number(x) for x in common.unruns(theirs["scale"])])
+  taken = common.unpack(theirs["taken"])
+  our_scales, our_counts, our_applied = ours
+  inside = in_range(scales)
+  end = len(scales) if inside.all() else int(np.argmin(inside))
+  assert end == len(scales) or may_leave
+  np.testing.assert_array_equal(our_scales[:end], scales[:end])
+  np.testing.assert_array_equal(our_counts[:end], counts[:end])
+  applied = np.array([x == "A" for x in taken])[:end]
+  np.testing.assert_array_equal(our_applied[:end], applied)
+  assert in_range(our_scales).all()
+  if taken.endswith("R"):  # It raised at its floor; ours skips, and stays.
+    assert our_scales[len(scales)] == scales[-1]
+    assert not our_applied[len(scales)]
+
+
+def in_range(scale):
+  """Whether float32 holds the scale and its reciprocal as normal numbers."""
+  return (scale >= LOW) & (scale <= HIGH)
+
+
+def counters(encoded):
+  return list(itertools.accumulate(common.unruns(encoded)))

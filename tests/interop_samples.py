@@ -1,0 +1,208 @@
+"""A valid dict for everything that interop reads, and values that are none."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import interop
+
+TF = {"dynamic": True, "initial_scale": 1024.0, "dynamic_growth_steps": 20}
+KERAS_3 = {"initial_scale": 1024.0, "dynamic_growth_steps": 20}
+TF_1 = {
+  "initial_loss_scale": 64.0,
+  "increment_period": 20,
+  "multiplier": 2.0,
+}
+TORCH = {
+  "scale": 1024.0,
+  "growth_factor": 2.0,
+  "backoff_factor": 0.5,
+  "growth_interval": 20,
+  "_growth_tracker": 3,
+}
+FLAX = {
+  "growth_factor": 2.0,
+  "backoff_factor": 0.5,
+  "growth_interval": 20,
+  "minimum_scale": 2.0,
+  "fin_steps": 3,
+  "scale": 1024.0,
+}
+KERNEL = {"current_scale": 64.0, "growth_tracker": 3, "hysteresis_tracker": 2}
+KERNEL_SETTINGS = {
+  "growth_factor": 2.0,
+  "backoff_factor": 0.5,
+  "growth_interval": 20,
+  "hysteresis": 2,
+}
+AMP = {"loss_scale": 1024.0, "unskipped": 3}
+AMP_SETTINGS = {
+  "init_scale": 2.0**16,
+  "scale_window": 20,
+  "min_loss_scale": 1.0,
+  "max_loss_scale": 2.0**20,
+}
+FP16 = {
+  "enabled": True,
+  "loss_scale": 0,
+  "initial_scale_power": 16,
+  "loss_scale_window": 20,
+  "hysteresis": 2,
+  "consecutive_hysteresis": False,
+  "min_loss_scale": 1,
+}
+DEEPSPEED = {
+  "cur_scale": 1024.0,
+  "cur_iter": 30,
+  "last_overflow_iter": 20,
+  "cur_hysteresis": 2,
+}
+MEGATRON = {
+  "initial_loss_scale": 2.0**16,
+  "min_loss_scale": 1.0,
+  "loss_scale_window": 20,
+  "hysteresis": 2,
+}
+MEGATRON_STATE = {"scale": 64.0, "growth_tracker": 3, "hysteresis_tracker": 2}
+FAIRSEQ = {
+  "fp16_init_scale": 128.0,
+  "fp16_scale_window": 20,
+  "fp16_scale_tolerance": 0.25,
+  "threshold_loss_scale": 2.0,
+  "min_loss_scale": 1.0,
+}
+PADDLE = {
+  "scale": np.array([64.0], np.float32),
+  "incr_ratio": 2.0,
+  "decr_ratio": 0.5,
+  "incr_every_n_steps": 20,
+  "decr_every_n_nan_or_inf": 2,
+  "incr_count": 3,
+  "decr_count": 1,
+  "use_dynamic_loss_scaling": True,
+}
+TF_VARIABLES = {"current_loss_scale": 64.0, "good_steps": 3}
+KERAS_3_VARIABLES = {"dynamic_scale": 64.0, "step_counter": 3}
+
+
+def look_alike(class_name):
+  return lambda values: interop.from_jmp(type(class_name, (), values)())
+
+
+JMP = {
+  "loss_scale": 64.0,
+  "counter": 3,
+  "period": 20,
+  "factor": 2,
+  "min_loss_scale": 1.0,
+}
+MINDSPORE = {
+  "scale_value": 64.0,
+  "counter": 3,
+  "scale_window": 20,
+  "scale_factor": 2,
+}
+
+# Every dict that can be given: a name, the call, and a valid dict.
+CALLS = {
+  "tf.keras": (interop.from_keras, TF),
+  "Keras 3": (interop.from_keras, KERAS_3),
+  "TF 1": (interop.from_keras, TF_1),
+  "tf.keras variables": (lambda v: interop.from_keras(TF, v), TF_VARIABLES),
+  "Keras 3 variables": (
+    lambda v: interop.from_keras(KERAS_3, v),
+    KERAS_3_VARIABLES,
+  ),
+  "torch": (interop.from_torch, TORCH),
+  "Flax": (interop.from_flax, FLAX),
+  "Flax, fields": (
+    lambda v: interop.from_flax({"fin_steps": 3, "scale": 1024.0}, **v),
+    {k: v for k, v in FLAX.items() if k not in ("fin_steps", "scale")},
+  ),
+  "jmp": (look_alike("DynamicLossScale"), JMP),
+  "MindSpore": (look_alike("DynamicLossScaler"), MINDSPORE),
+  "apex": (lambda v: interop.from_apex({"loss_scaler0": v}), AMP),
+  "apex, settings": (lambda v: interop.from_apex({}, **v), AMP_SETTINGS),
+  "apex, kernel": (
+    lambda v: interop.from_apex(v, **KERNEL_SETTINGS),
+    KERNEL,
+  ),
+  "apex, kernel settings": (
+    lambda v: interop.from_apex(KERNEL, **v),
+    KERNEL_SETTINGS,
+  ),
+  "DeepSpeed": (interop.from_deepspeed, FP16),
+  "DeepSpeed, old": (lambda v: interop.from_deepspeed(v, version="0.16"), FP16),
+  "DeepSpeed, state": (lambda v: interop.from_deepspeed(FP16, v), DEEPSPEED),
+  "Megatron": (interop.from_megatron, MEGATRON),
+  "Megatron, state": (
+    lambda v: interop.from_megatron(MEGATRON, v),
+    MEGATRON_STATE,
+  ),
+  "fairseq": (interop.from_fairseq, FAIRSEQ),
+  "fairseq, scale": (
+    lambda v: interop.from_fairseq(FAIRSEQ, **v),
+    {"loss_scale": 64.0},
+  ),
+  "Paddle": (interop.from_paddle, PADDLE),
+}
+
+
+class Hostile:
+  """Raises whatever is asked of it."""
+
+  def __repr__(self):
+    raise RecursionError
+
+  __str__ = __repr__
+
+  def __array__(self, *args, **kwargs):
+    raise RuntimeError("no array")
+
+  def __getattr__(self, name):
+    raise RuntimeError(name)
+
+
+def nested(depth):
+  value = []
+  for _ in range(depth):
+    value = [value]
+  return value
+
+
+def nested_dict(depth):
+  value = {}
+  for _ in range(depth):
+    value = {"config": value, "class_name": "LossScaleOptimizer"}
+  return value
+
+
+WRONG_TYPE = {
+  "a string": "1024",
+  "bytes": b"1024",
+  "a long string": "9" * 100_000,
+  "a complex number": 1j,
+  "a list": [1.0],
+  "a deep list": nested(100_000),
+  "a dict": {"scale": 1.0},
+  "a class": float,
+  "a function": abs,
+  "a hostile object": Hostile(),
+  "two numbers": np.ones(2, np.float32),
+  "no number": np.ones(0, np.float32),
+  "a float16": np.float16(2.0),
+  "a bfloat16 array": jnp.ones((), jnp.bfloat16),
+  "an array of strings": np.array("1024"),
+  "an array of objects": np.array([1.0, None], object)[:1],
+  "an array of bool": np.array(True),
+  "a bool of numpy": np.True_,
+}
+WRONG_VALUE = {
+  "NaN": float("nan"),
+  "inf": float("inf"),
+  "-inf": -np.float32(np.inf),
+  "a negative": -5,
+  "a huge float": 1e300,
+  "a huge int": 10**5000,
+  "a negative huge int": -(10**5000),
+  "a subnormal": 1e-45,
+}

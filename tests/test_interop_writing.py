@@ -1,0 +1,186 @@
+"""to_torch, to_keras and to_flax write only what goes on as ours does."""
+
+import dataclasses
+
+from golden import record_common as common
+import interop_replay
+import interop_samples as samples
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import interop
+
+
+def exports():
+  for name, write in (
+    ("torch", interop.to_torch),
+    ("tf_keras", interop.to_keras),
+    ("keras", interop.to_keras),
+    ("flax", interop.to_flax),
+  ):
+    for case in interop_replay.load(name)["exports"]:
+      yield pytest.param(write, case, id=f"{name}, {case['name']}")
+
+
+def exported_state(floor, case):
+  """The policy and state that each case of exported.json was written from."""
+  if case["name"] == "fixed":
+    policy = ols.FixedLossScale(128.0)
+  elif case["name"] == "window 1":
+    policy = ols.DynamicLossScale(growth_interval=1)
+  elif case["name"] == "window 3, 1 step in":
+    policy = ols.DynamicLossScale(growth_interval=3, min_scale=floor)
+    return policy, at(policy, 1024.0, 1)
+  else:
+    policy = ols.DynamicLossScale(2.0**16, growth_interval=2, min_scale=floor)
+    if "config" not in case["exported"]:  # Keras has 2 and 1/2 alone.
+      policy = dataclasses.replace(
+        policy, growth_factor=4.0, backoff_factor=0.25
+      )
+    return policy, at(policy, 2.0**16, 5)
+  return policy, policy.init()
+
+
+def at(policy, scale, count):
+  return policy.init()._replace(
+    loss_scale=jnp.float32(scale), finite_count=jnp.int32(count)
+  )
+
+
+def floor_of(case):
+  exported = case["exported"]
+  if "minimum_scale" in exported:
+    return exported["minimum_scale"]
+  return 1.0 if "dynamic" in exported.get("config", {}) else interop_replay.LOW
+
+
+@pytest.mark.parametrize("write, case", list(exports()))
+def test_they_go_on_from_what_we_wrote_as_ours_does(write, case):
+  policy, state = exported_state(floor_of(case), case)
+  written = write(policy, state)
+  assert written == case["exported"]
+  ours = interop_replay.replay(policy, state, common.unpack(case["steps"]))
+  if case["name"] == "fixed":
+    scales = common.unruns(case["scale"])
+    assert [common.exponent(float(x)) for x in ours[0]] == scales
+    return
+  theirs = interop_replay.counters(case["counter"])
+  interop_replay.assert_the_same(case, theirs, ours, may_leave=False)
+
+
+@pytest.mark.parametrize("write, case", list(exports()))
+def test_what_we_wrote_is_read_back_as_it_was(write, case):
+  policy, state = exported_state(floor_of(case), case)
+  written = write(policy, state)
+  if write is interop.to_keras:
+    again, state_again = interop.from_keras(**written)
+  elif write is interop.to_torch:
+    again, state_again = interop.from_torch(written)
+  else:
+    again, state_again = interop.from_flax(written)
+  if isinstance(policy, ols.DynamicLossScale) and write is not interop.to_keras:
+    policy = dataclasses.replace(policy, init_scale=written["scale"])
+  assert again == policy
+  assert state_again.loss_scale == state.loss_scale
+  count = int(state.finite_count)
+  if "good_steps" not in str(written):
+    # Those that test for equality get a count from which they still grow.
+    count = min(count, getattr(policy, "growth_interval", 1) - 1)
+  assert state_again.finite_count == count
+
+
+def test_a_fixed_scale_of_keras_applies_an_overflow_as_ours_can():
+  (case,) = (
+    c for c in interop_replay.load("tf_keras")["cases"] if c["name"] == "fixed"
+  )
+  policy, state = interop.from_keras(
+    case["saved"]["config"], case["saved"]["variables"]
+  )
+  assert state.loss_scale == common.number(case["scale"][0][0])
+  tx = optax.sgd(1.0)
+  tx = ols.with_loss_scaling(tx, policy, skip_nonfinite=False)
+  params = {"w": jnp.zeros(())}
+  opt_state = tx.init(params)
+  for step, taken in zip(
+    common.unpack(case["steps"]), common.unpack(case["taken"]), strict=True
+  ):
+    grads = {"w": jnp.float32(1.0 if step == "F" else jnp.inf)}
+    updates, opt_state = tx.update(grads, opt_state, params)
+    assert (updates["w"] != 0) == (taken == "A")
+
+
+TO = {
+  interop.to_torch: ols.DynamicLossScale(min_scale=2.0**-126),
+  interop.to_keras: ols.DynamicLossScale(),
+  interop.to_flax: ols.DynamicLossScale(),
+}
+INEXPRESSIBLE = [
+  (interop.to_torch, {"min_scale": 1.0}),
+  (interop.to_torch, {"max_scale": 2.0**24}),
+  (interop.to_torch, {"hysteresis": 2}),
+  (interop.to_keras, {"growth_factor": 4.0}),
+  (interop.to_keras, {"backoff_factor": 0.25}),
+  (interop.to_keras, {"min_scale": 2.0}),
+  (interop.to_keras, {"max_scale": 2.0**24}),
+  (interop.to_keras, {"hysteresis": 3}),
+  (interop.to_flax, {"max_scale": 2.0**24}),
+  (interop.to_flax, {"hysteresis": 2}),
+]
+
+
+@pytest.mark.parametrize("write, change", INEXPRESSIBLE)
+def test_a_rule_that_the_other_side_lacks_is_not_written(write, change):
+  policy = dataclasses.replace(TO[write], **change)
+  ((name, _),) = change.items()
+  with pytest.raises(ValueError, match=f"{write.__name__}.*{name}.*replace"):
+    write(policy, policy.init())
+
+
+@pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
+def test_only_the_policies_that_others_know_are_written(write):
+  state = ols.DynamicLossScale().init()
+  for policy in (
+    interop.DeepSpeedLossScale(),
+    interop.FairseqLossScale(10),
+    "dynamic",
+    None,
+    ols.DynamicLossScale,
+    samples.Hostile(),
+  ):
+    with pytest.raises(TypeError, match=f"{write.__name__}: policy"):
+      write(policy, state)
+
+
+@pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
+def test_only_a_state_that_is_known_is_written(write):
+  policy = TO[write]
+  state = policy.init()
+  with pytest.raises(ValueError, match="loss-scale state"):
+    write(policy, {"scale": 1.0})
+  with pytest.raises(TypeError, match=f"{write.__name__}.*outside of jit"):
+    jax.jit(lambda s: write(policy, s))(state)
+  batch = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+  with pytest.raises(ValueError, match=rf"{write.__name__}.*shape \(2,\)"):
+    write(policy, batch)
+  absorbed = state._replace(loss_scale=jnp.float32(jnp.inf))
+  with pytest.raises(ValueError, match=f"{write.__name__}.*loss_scale.*inf"):
+    write(policy, absorbed)
+
+
+def test_a_fixed_scale_is_written_where_there_is_one():
+  one, two = ols.FixedLossScale(1.0), ols.FixedLossScale(2.0)
+  assert interop.to_torch(one, one.init()) == {}
+  with pytest.raises(ValueError, match=r"to_torch.*scale"):
+    interop.to_torch(two, two.init())
+  with pytest.raises(TypeError, match="to_flax: policy"):
+    interop.to_flax(one, one.init())
+
+
+def test_the_state_may_be_anywhere_in_an_optimizer_state():
+  policy = ols.DynamicLossScale()
+  opt_state = ols.with_loss_scaling(optax.sgd(0.1), policy).init({"w": 1.0})
+  written = interop.to_keras(policy, opt_state)
+  assert written == interop.to_keras(policy, policy.init())
