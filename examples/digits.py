@@ -1,0 +1,250 @@
+"""Trains an autoencoder in float32, and in float16 with and without scaling.
+
+It learns to remove noise from scikit-learn's digits. This process plays one of
+1,024 data-parallel workers: the loss is the mean over the batch of all of them,
+so what it differentiates is its own mean / 1,024. The more workers, the smaller
+each number in the backward pass, and what is below 2**-25 is zero in float16.
+"""
+
+import argparse
+import itertools
+import pathlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+import tqdm
+
+import optax_lossscale as ols
+
+WORKERS = 1024
+BATCH_SIZE = 512  # of this worker
+LAYERS = (64, 128, 32, 128, 64)
+NOISE = 0.25
+LEARNING_RATE = 3e-3
+
+# Name of the run: (dtype that the model computes in, loss scale).
+RUNS = {
+  "float32": (jnp.float32, 1.0),
+  "float16, no scaling": (jnp.float16, 1.0),
+  "float16, fixed scale of 8": (jnp.float16, 8.0),
+  "float16, dynamic scale": (jnp.float16, "dynamic"),
+}
+
+
+class Run(NamedTuple):
+  """What is left of a training run."""
+
+  params: list  # of (weight, bias), float32
+  loss_scale_state: ols.LossScaleState
+  losses: np.ndarray  # of each step
+  scales: np.ndarray  # of each step
+  test_loss: float
+
+
+def main():
+  args = parse_args()
+  data = load_data(args.seed)
+  runs = {}
+  with tqdm.tqdm(total=len(RUNS) * args.steps, unit=" steps") as progress:
+    for name in RUNS:
+      progress.set_description(f"{name:25}")
+      runs[name] = train(
+        data, *RUNS[name], args.steps, args.seed, progress.update
+      )
+  print(make_table(runs, data))
+  plot(runs).savefig(args.out, dpi=150, format="png")
+  print(f"The curves are in {args.out}.")
+
+
+def train(data, dtype, loss_scale, steps=1200, seed=0, on_step=lambda: None):
+  """Trains float32 parameters with a model that computes in dtype."""
+  train_set, test_set = data
+  init_key, train_key, test_key = jax.random.split(jax.random.key(seed), 3)
+  params = init_params(init_key)
+  tx = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, steps))
+  tx = ols.with_loss_scaling(tx, loss_scale)  # The first changed line.
+  opt_state = tx.init(params)
+
+  @jax.jit
+  def step(params, opt_state, i):
+    batch = sample_batch(jax.random.fold_in(train_key, i), train_set)
+    # The second changed line: `jax.value_and_grad(worker_loss)` before.
+    loss, grads = ols.value_and_grad(worker_loss, opt_state)(
+      params, *batch, dtype
+    )
+    # These are true gradients, in float32. Add up the workers'; all are alike.
+    grads = jax.tree.map(lambda g: WORKERS * g, grads)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    return params, opt_state, WORKERS * loss
+
+  losses, scales = [], []
+  for i in range(steps):
+    scales.append(ols.get_loss_scale_state(opt_state).loss_scale)
+    params, opt_state, loss = step(params, opt_state, i)
+    losses.append(loss)
+    on_step()
+
+  noisy = add_noise(test_key, test_set)
+  return Run(
+    params,
+    ols.get_loss_scale_state(opt_state),
+    losses=np.array(jax.device_get(losses)),
+    scales=np.array(jax.device_get(scales)),
+    test_loss=reconstruction_loss(params, noisy, test_set, dtype).item(),
+  )
+
+
+def worker_loss(params, noisy, clean, dtype):
+  """This worker's part of the mean over the batch of all workers."""
+  return reconstruction_loss(params, noisy, clean, dtype) / WORKERS
+
+
+def reconstruction_loss(params, noisy, clean, dtype):
+  """The mean squared error, in float32, of a model that computes in dtype."""
+  params, x = jax.tree.map(lambda x: x.astype(dtype), (params, noisy))
+  *hidden, (last_weight, last_bias) = params
+  for weight, bias in hidden:
+    x = jnp.tanh(x @ weight + bias)
+  x = x @ last_weight + last_bias
+  return jnp.mean((x.astype(jnp.float32) - clean) ** 2)
+
+
+def init_params(key):
+  keys = jax.random.split(key, len(LAYERS) - 1)
+  return [
+    (jax.random.normal(key, (m, n)) / np.sqrt(m), jnp.zeros(n))
+    for key, (m, n) in zip(keys, itertools.pairwise(LAYERS), strict=True)
+  ]
+
+
+def load_data(seed):
+  """1,500 images to train with and 297 to test, pixels from 0 to 1."""
+  images = load_digits().data.astype(np.float32) / 16
+  images = np.random.default_rng(seed).permutation(images)
+  return jnp.asarray(images[:1500]), jnp.asarray(images[1500:])
+
+
+def sample_batch(key, images):
+  """Noisy images, and the same without the noise."""
+  batch_key, noise_key = jax.random.split(key)
+  clean = jax.random.choice(batch_key, images, (BATCH_SIZE,), replace=False)
+  return add_noise(noise_key, clean), clean
+
+
+def add_noise(key, images):
+  return images + NOISE * jax.random.normal(key, images.shape)
+
+
+def make_table(runs, data):
+  """A line of text for each run."""
+  lines = [
+    "                            test    times  skipped  final"
+    "  gradients  cosine to",
+    "                             MSE  float32    steps  scale"
+    "    flushed    float32",
+  ]
+  reference = runs["float32"]
+  for name, run in runs.items():
+    skipped = run.loss_scale_state.total_notfinite
+    scale = run.loss_scale_state.loss_scale
+    flushed, cosine = compare_gradients(name, run, reference.params, data)
+    lines.append(
+      f"{name:25}{run.test_loss:8.4f}"
+      f"{run.test_loss / reference.test_loss:9.3f}"
+      f"{skipped:9}{scale:7g}{flushed:11.1%}{cosine:11.4f}"
+    )
+  return "\n".join(lines)
+
+
+def compare_gradients(name, run, params, data):
+  """Compares the weights' gradients of a run with those of float32.
+
+  Args:
+    name: the name of the run.
+    run: the run, whose last loss scale is used.
+    params: where to differentiate: at the same place for all runs.
+    data: what load_data returned.
+
+  Returns:
+    The share of entries flushed to zero, and the cosine of the angle between
+    the two gradients; NaN if one is zero.
+  """
+  batch = sample_batch(jax.random.key(0), data[0])
+
+  def weight_gradient(dtype):
+    grad_fn = ols.grad(worker_loss, run.loss_scale_state)
+    grads = jax.jit(grad_fn, static_argnums=3)(params, *batch, dtype)
+    # float64, in which their squares do not underflow.
+    return np.concatenate([np.float64(weight).ravel() for weight, _ in grads])
+
+  exact, grad = weight_gradient(jnp.float32), weight_gradient(RUNS[name][0])
+  flushed = np.mean(grad[exact != 0] == 0)
+  norms = np.linalg.norm(exact) * np.linalg.norm(grad)
+  return flushed, exact @ grad / norms if norms else np.nan
+
+
+def plot(runs):
+  """Draws the losses and the loss scales over the steps."""
+  styles = (
+    {"color": "silver", "linewidth": 6},
+    {"color": "tab:red", "linewidth": 1.5},
+    {"color": "tab:orange", "linewidth": 3},
+    {"color": "tab:blue", "linewidth": 1},
+  )
+  figure = Figure(figsize=(8, 7), layout="constrained")
+  top, bottom = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+  for (name, run), style in zip(runs.items(), styles, strict=True):
+    top.plot(run.losses, label=name, **style)
+    if name != "float32":
+      bottom.plot(run.scales, **style)
+      middle = run.scales.size // 2
+      label_at = middle, run.scales[middle]
+      bottom.annotate(
+        name, label_at, (0, 4), textcoords="offset points", ha="center"
+      )
+  top.set_title("Removing noise from digits, as one of 1,024 workers")
+  top.set(ylabel="training loss (mean squared error)", yscale="log")
+  top.set_yticks([0.02, 0.05, 0.1, 0.2, 0.5], minor=False)
+  top.yaxis.set_major_formatter("{x:g}")
+  top.yaxis.set_minor_formatter("")
+  top.legend()
+  bottom.set(xlabel="step", ylabel="loss scale")
+  bottom.set_yscale("log", base=2)
+  bottom.margins(y=0.15)
+  for axes in (top, bottom):
+    axes.grid(alpha=0.3)
+  return figure
+
+
+def parse_args():
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "--steps", type=int, default=1200, help="how long to train (%(default)s)"
+  )
+  parser.add_argument(
+    "--seed", type=int, default=0, help="for all random numbers (%(default)s)"
+  )
+  parser.add_argument(
+    "--out", default="digits.png", help="the PNG to draw (%(default)s)"
+  )
+  args = parser.parse_args()
+  # Now, rather than when the training is over.
+  if args.steps < 2:
+    parser.error(f"--steps must be at least 2, got {args.steps}")
+  if args.seed < 0:
+    parser.error(f"--seed must be at least 0, got {args.seed}")
+  if not pathlib.Path(args.out).parent.is_dir():
+    parser.error(f"--out must be in a folder that exists, got {args.out}")
+  return args
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,146 @@
+"""The digits example keeps its promises, and runs as its users run it."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "digits.py"
+
+
+@pytest.fixture(scope="module")
+def digits():
+  spec = importlib.util.spec_from_file_location("digits", SCRIPT)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.fixture(scope="module")
+def data(digits):
+  return digits.load_data(seed=0)
+
+
+@pytest.fixture(scope="module")
+def runs(digits, data):
+  """Those runs of the demo that are compared, of full length."""
+  names = "float32", "float16, no scaling", "float16, dynamic scale"
+  return {name: digits.train(data, *digits.RUNS[name]) for name in names}
+
+
+def test_the_script_shows_its_progress_a_table_and_a_picture(tmp_path):
+  command = [sys.executable, "-W", "error", SCRIPT, "--steps", "3"]
+  command += ["--seed", "1", "--out", "curves.png"]
+  done = subprocess.run(
+    command,
+    cwd=tmp_path,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},  # this package, no other
+    capture_output=True,
+    text=True,
+  )
+
+  assert done.returncode == 0, done.stderr
+  assert "12/12" in done.stderr  # The progress bar: 3 steps for 4 runs.
+  lines = done.stdout.splitlines()
+  rows = {line[:25].strip(): line[25:].split() for line in lines[2:6]}
+  assert list(rows) == [
+    "float32",
+    "float16, no scaling",
+    "float16, fixed scale of 8",
+    "float16, dynamic scale",
+  ]
+  assert rows["float32"][1:] == ["1.000", "0", "1", "0.0%", "1.0000"]
+  assert rows["float16, dynamic scale"][3] == "32768"
+  assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_dynamic_scale_trains_within_1_percent_of_float32(runs):
+  dynamic = runs["float16, dynamic scale"].test_loss
+  assert dynamic == pytest.approx(runs["float32"].test_loss, rel=0.01)
+  assert dynamic < 0.02
+
+
+def test_no_scaling_is_at_least_3_times_worse_than_float32(runs):
+  unscaled = runs["float16, no scaling"].test_loss
+  assert unscaled >= 3 * runs["float32"].test_loss
+
+
+def test_the_scale_brings_back_the_gradients_that_float16_flushed(
+  digits, data, runs
+):
+  params = runs["float32"].params
+  table = {
+    name: digits.compare_gradients(name, run, params, data)
+    for name, run in runs.items()
+  }
+
+  flushed, cosine = table["float16, no scaling"]
+  assert flushed > 0.8 and cosine < 0.5
+  flushed, cosine = table["float16, dynamic scale"]
+  assert flushed < 0.001 and cosine > 0.999
+  assert table["float32"] == pytest.approx((0, 1))
+
+
+def test_the_float32_run_is_what_optax_alone_gives(digits, data):
+  steps = 5
+  run = digits.train(data, jnp.float32, 1.0, steps=steps)
+
+  init_key, train_key, _ = jax.random.split(jax.random.key(0), 3)
+  tx = optax.adam(
+    optax.cosine_decay_schedule(digits.LEARNING_RATE, decay_steps=steps)
+  )
+  params = digits.init_params(init_key)
+  opt_state = tx.init(params)
+
+  @jax.jit
+  def step(params, opt_state, i):
+    key = jax.random.fold_in(train_key, i)
+    noisy, clean = digits.sample_batch(key, data[0])
+    grads = jax.grad(digits.reconstruction_loss)(
+      params, noisy, clean, jnp.float32
+    )
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  for i in range(steps):
+    params, opt_state = step(params, opt_state, i)
+
+  # 1024 is a power of two: it divides and multiplies without rounding.
+  for mine, theirs in zip(
+    jax.tree.leaves(run.params), jax.tree.leaves(params), strict=True
+  ):
+    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+  "args, message",
+  [
+    (["--steps", "1"], "--steps must be at least 2, got 1"),
+    (["--seed", "-1"], "--seed must be at least 0, got -1"),
+    (["--out", "missing/curves.png"], "must be in a folder that exists, got"),
+  ],
+)
+def test_wrong_arguments_are_refused_before_the_training(
+  digits, monkeypatch, capsys, args, message
+):
+  monkeypatch.setattr(sys, "argv", ["digits.py", *args])
+  with pytest.raises(SystemExit, match="2"):
+    digits.parse_args()
+  assert message in capsys.readouterr().err
+
+
+def test_help_names_the_options_and_their_defaults(digits, monkeypatch, capsys):
+  monkeypatch.setattr(sys, "argv", ["digits.py", "--help"])
+  with pytest.raises(SystemExit, match="0"):
+    digits.parse_args()
+  text = capsys.readouterr().out
+  for part in ("--steps", "(1200)", "--seed", "(0)", "--out", "(digits.png)"):
+    assert part in text
