@@ -252,7 +252,8 @@ def _strong(leaf):
 
 def _as_transformation(inner):
   if isinstance(inner, optax.MultiSteps):
-    inner = inner.gradient_transformation()
+    # Its gradient_transformation() hides that `update` takes extra arguments.
+    inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
   has_methods = callable(getattr(inner, "init", None)) and callable(
     getattr(inner, "update", None)
   )
