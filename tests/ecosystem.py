@@ -1,0 +1,109 @@
+"""A tiny problem, and the loops over it, that ecosystem tests share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_lossscale as ols
+
+
+def init_params():
+  keys = jax.random.split(jax.random.key(0), 3)
+  return {
+    "b": jnp.array([0.1, -0.2, 0.3]),
+    "v": jax.random.normal(keys[0], (3, 2)),
+    "w": 0.5 * jax.random.normal(keys[1], (4, 3)),
+  }
+
+
+def make_batches(steps):
+  """A list of (x, y)."""
+  keys = jax.random.split(jax.random.key(1), steps)
+  keys = [jax.random.split(key) for key in keys]
+  return [
+    (jax.random.normal(key_x, (5, 4)), jax.random.normal(key_y, (5, 2)))
+    for key_x, key_y in keys
+  ]
+
+
+def overflowing(batch):
+  """The same, but with inputs that make the loss NaN and all gradients."""
+  x, y = batch
+  return jnp.full_like(x, jnp.inf), y
+
+
+def loss_fn(params, batch):
+  x, y = batch
+  hidden = jnp.tanh(x @ params["w"] + params["b"])
+  return jnp.mean((hidden @ params["v"] - y) ** 2)
+
+
+def half_loss_fn(params, batch):
+  """The same in float16, with a float32 loss."""
+  (x, y), params = optax.tree.cast((batch, params), jnp.float16)
+  hidden = jnp.tanh(x @ params["w"] + params["b"])
+  return jnp.mean((hidden @ params["v"] - y).astype(jnp.float32) ** 2)
+
+
+def make_step(tx, loss_fn=loss_fn, *, extra=None):
+  """A jitted step with the two changed lines.
+
+  Args:
+    tx: a wrapped optimizer.
+    loss_fn: the loss.
+    extra: from the value, the gradients and the loss as a function of params,
+      the extra arguments of ``update``.
+
+  Returns:
+    A function (params, opt_state, batch) -> (params, opt_state, loss).
+  """
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    fun = lambda params: loss_fn(params, batch)
+    value, grads = ols.value_and_grad(fun, opt_state)(params)
+    extra_args = {} if extra is None else extra(value, grads, fun)
+    updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+    return optax.apply_updates(params, updates), opt_state, value
+
+  return step
+
+
+def train(step, params, opt_state, batches):
+  for batch in batches:
+    params, opt_state, _ = step(params, opt_state, batch)
+  return params, opt_state
+
+
+def has_same_bits(actual, expected):
+  """Whether two pytrees are equal in structure, dtypes and bits."""
+  return not _differences(actual, expected)
+
+
+def assert_same_bits(actual, expected):
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  differences = _differences(actual, expected)
+  assert not differences, "\n".join(differences)
+
+
+def _differences(actual, expected):
+  if jax.tree.structure(actual) != jax.tree.structure(expected):
+    return ["the structures differ"]
+  pairs = zip(
+    jax.tree_util.tree_leaves_with_path(actual),
+    jax.tree.leaves(expected),
+    strict=True,
+  )
+  return [
+    f"{jax.tree_util.keystr(path)}: {a} != {b}"
+    for (path, a), b in pairs
+    if _bits(a) != _bits(b)
+  ]
+
+
+def _bits(x):
+  if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  x = np.asarray(x)
+  return x.dtype, x.shape, x.tobytes()

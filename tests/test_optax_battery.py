@@ -1,0 +1,166 @@
+"""Every optimizer that Optax exports, wrapped."""
+
+import functools
+import inspect
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+from ecosystem import assert_same_bits, init_params
+import jax
+import jax.numpy as jnp
+import optax
+import optax_battery
+import pytest
+
+import optax_lossscale as ols
+
+# These wrap an optimizer and take none of the others' arguments; they are
+# tested in test_optax_compositions.py.
+WRAPPERS = {"lookahead", "sam", "selective_transform"}
+
+# Injected hyperparameters become arrays; these may not.
+STATIC = {
+  "base_optimizer",
+  "clip_value_fn",
+  "linesearch",
+  "memory_size",
+  "min_dim_size_to_factor",
+  "num_betas",
+  "ns_steps",
+  "rank",
+  "update_proj_gap",
+  "warmup_steps",
+  "key",
+  "seed",
+}
+
+FACTORIES = {
+  f"{module}.{name}": factory
+  for module in optax_battery.MODULES
+  for name, factory in optax_battery.factories(module).items()
+}
+# Some are deprecated, or take an argument that is.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+
+each_optimizer = pytest.mark.parametrize("name", FACTORIES)
+# Gradients of each example cannot be accumulated, as Optax says.
+each_that_accumulates = pytest.mark.parametrize(
+  "name", [name for name in FACTORIES if not name.endswith(".dpsgd")]
+)
+
+
+@pytest.mark.parametrize("module", optax_battery.MODULES)
+def test_no_exported_optimizer_is_missing(module):
+  namespace, table = optax_battery.MODULES[module]
+  marks = {"learning_rate", "max_learning_rate", "optimizer", "base_optimizer"}
+  exported = {
+    name
+    for name, factory in vars(namespace).items()
+    if inspect.isfunction(factory)
+    and not name.startswith(("_", "scale_by_"))
+    and marks & set(inspect.signature(factory).parameters)
+  }
+  assert exported - WRAPPERS <= set(table)
+
+
+@pytest.mark.skipif(
+  platform.machine() != "x86_64",
+  reason="XLA leaves the multiply-add out for x86 processors only",
+)
+@pytest.mark.parametrize("module", optax_battery.MODULES)
+def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
+  # At the scales 1 and 2**15, with gradients scaled and true; a skipped step
+  # is as if it had not been; one trace; the loss falls.
+  root = pathlib.Path(ols.__file__).parents[1]
+  process = subprocess.run(
+    [sys.executable, "-W", "ignore", optax_battery.__file__, module],
+    env=os.environ | optax_battery.ENVIRONMENT | {"PYTHONPATH": str(root)},
+    stdout=subprocess.PIPE,
+    check=True,
+  )
+  expected = optax_battery.expected_of_each()
+  found = json.loads(process.stdout)
+  assert found == dict.fromkeys(optax_battery.factories(module), expected)
+
+
+@pytest.mark.parametrize(
+  "name",
+  # A bare line search cannot be mapped either: it asks for a leaf's dtype.
+  [name for name in FACTORIES if name != "optax.lbfgs"],
+)
+def test_the_state_maps_over_params(name):
+  tx = wrapped(name)
+  state = tx.init(init_params())
+  assert_same_bits(optax.tree.map_params(tx, lambda x: x, state), state)
+
+
+@each_optimizer
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_types_stay_in_each_dtype(name, dtype):
+  with jax.enable_x64(dtype == "float64"):
+    check_types(name, wrapped(name), jnp.dtype(dtype))
+
+
+@each_optimizer
+def test_types_stay_with_hyperparams_injected_inside(name):
+  factory, kwargs = FACTORIES[name]
+  inner = optax.inject_hyperparams(factory, static_args_of(factory))(**kwargs)
+  check_types(name, ols.with_loss_scaling(inner))
+
+
+@each_optimizer
+def test_types_stay_with_hyperparams_injected_around(name):
+  factory, kwargs = FACTORIES[name]
+
+  @functools.wraps(factory)
+  def wrapped_factory(*args, **kwargs):
+    return ols.with_loss_scaling(factory(*args, **kwargs))
+
+  static = static_args_of(factory)
+  check_types(name, optax.inject_hyperparams(wrapped_factory, static)(**kwargs))
+
+
+@each_that_accumulates
+def test_types_stay_around_multi_steps(name):
+  multi_steps = optax.MultiSteps(make(name), every_k_schedule=2)
+  check_types(name, ols.with_loss_scaling(multi_steps))
+
+
+def make(name):
+  factory, kwargs = FACTORIES[name]
+  return factory(**kwargs)
+
+
+def wrapped(name):
+  return ols.with_loss_scaling(make(name))
+
+
+def static_args_of(factory):
+  return STATIC & set(inspect.signature(factory).parameters)
+
+
+def check_types(name, tx, dtype=jnp.float32):
+  """Traces a step; a second one would find the same types."""
+  params = optax.tree.cast(init_params(), dtype)
+  # The loss of a model of any type is float32.
+  step = functools.partial(update, name, tx, jnp.float32(1))
+  state = jax.eval_shape(tx.init, params)
+  updates, new_state = jax.eval_shape(step, state, params)
+  assert jax.eval_shape(lambda: params) == updates
+  assert new_state == state
+
+
+def update(name, tx, value, state, params):
+  grads = params
+  if name.endswith(".dpsgd"):  # of each example
+    grads = jax.tree.map(lambda x: x[None], params)
+  loss_fn = lambda params: sum(
+    jnp.vdot(x, x).real for x in jax.tree.leaves(params)
+  )
+  _, name = name.rsplit(".", 1)
+  extra = optax_battery.extra_args(name, value, grads, loss_fn)
+  return tx.update(grads, state, params, **extra)
