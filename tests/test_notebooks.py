@@ -1,0 +1,86 @@
+"""The notebooks run, and are kept as a reader wants to find them."""
+
+import pathlib
+import re
+
+import nbclient
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted(
+  (pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb")
+)
+ROOT = pathlib.Path(__file__).parents[1]
+
+each_notebook = pytest.mark.parametrize(
+  "path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS]
+)
+
+
+@each_notebook
+def test_a_notebook_runs_without_an_error_or_a_warning(
+  path, tmp_path, monkeypatch
+):
+  # This package, no other, and nothing of the user's own settings.
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
+  monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+  notebook = nbformat.read(path, as_version=4)
+  # Raises on an output that is an error, and so for a failed assertion.
+  nbclient.NotebookClient(
+    notebook, timeout=120, resources={"metadata": {"path": tmp_path}}
+  ).execute()
+
+  for cell in notebook.cells:
+    for output in cell.get("outputs", []):
+      is_stderr = output.get("name") == "stderr"
+      assert not (is_stderr and "Warning" in output["text"]), output["text"]
+
+
+@each_notebook
+def test_a_notebook_is_kept_with_its_outputs_run_from_top_to_bottom(path):
+  cells = [
+    cell
+    for cell in nbformat.read(path, as_version=4).cells
+    if cell.cell_type == "code"
+  ]
+  assert [cell.execution_count for cell in cells] == [
+    i + 1 for i in range(len(cells))
+  ]
+  kinds = {
+    mime for output in outputs_of(cells) for mime in output.get("data", {})
+  }
+  assert "image/png" in kinds
+  assert "error" not in [output.output_type for output in outputs_of(cells)]
+
+
+@each_notebook
+def test_a_notebook_asserts_its_claim(path):
+  cells = nbformat.read(path, as_version=4).cells
+  assert any(
+    re.search(r"^assert ", cell.source, re.MULTILINE)
+    for cell in cells
+    if cell.cell_type == "code"
+  )
+
+
+@each_notebook
+def test_a_notebook_is_small_and_tells_nothing_of_the_machine(path):
+  assert path.stat().st_size < 400_000
+  notebook = nbformat.read(path, as_version=4)
+  assert notebook.metadata == {
+    "kernelspec": {
+      "display_name": "Python 3",
+      "language": "python",
+      "name": "python3",
+    },
+    "language_info": {"name": "python"},
+  }
+  assert all(not cell.metadata for cell in notebook.cells)
+  for output in outputs_of(notebook.cells):
+    text = output.get("text", "") + output.get("data", {}).get("text/plain", "")
+    # A path that starts at the root, or an address in memory.
+    assert not re.search(r"(?<![\w.])/\w+/\w+|\b0x[0-9a-f]{6}", text), text
+
+
+def outputs_of(cells):
+  return [output for cell in cells for output in cell.get("outputs", [])]
