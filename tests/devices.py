@@ -103,6 +103,17 @@ def named(mesh, specs):
   )
 
 
+def put(tree, shardings):
+  """Host data to devices, some of which may be other processes'."""
+  return jax.tree.map(
+    lambda x, sharding: jax.make_array_from_callback(
+      np.shape(x), sharding, lambda index: np.asarray(x)[index]
+    ),
+    tree,
+    shardings,
+  )
+
+
 def state_specs(tx, params, specs):
   """The specs of an optimizer's state: its params' where it has such leaves.
 

@@ -3,9 +3,9 @@
 import functools
 
 import devices
+from devices_runs import JIT_LAYOUTS, ShardedRun
 import jax
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -13,42 +13,11 @@ import optax_lossscale as ols
 
 STEPS = 50
 
-# Name: (shape and names of the mesh, specs of the params, of a batch).
-LAYOUTS = {
-  "data parallel": (
-    ((8,), ("data",)),
-    {"table": P(), "rows": P(), "bias": P(None)},
-    {"table": P("data"), "rows": P("data"), "bias": P("data")},
-  ),
-  "fsdp": (
-    ((8,), ("data",)),
-    {"table": P("data"), "rows": P("data"), "bias": P(None)},
-    {"table": P("data"), "rows": P("data"), "bias": P("data")},
-  ),
-  "tensor parallel": (
-    ((8,), ("model",)),
-    {"table": P(None, "model"), "rows": P("model"), "bias": P(None)},
-    {
-      "table": P(None, None, "model"),
-      "rows": P(None, "model"),
-      "bias": P(None),
-    },
-  ),
-  "2x4": (
-    ((2, 4), ("data", "model")),
-    {"table": P("data", "model"), "rows": P("model"), "bias": P(None)},
-    {
-      "table": P("data", None, "model"),
-      "rows": P("data", "model"),
-      "bias": P("data"),
-    },
-  ),
-}
 AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", JIT_LAYOUTS)
 def test_fifty_steps_on_eight_devices_are_those_on_one(layout, axis_type):
   run = ShardedRun(layout, axis_type)
   batches, finite = devices.make_batches(STEPS)
@@ -64,7 +33,7 @@ def test_fifty_steps_on_eight_devices_are_those_on_one(layout, axis_type):
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize(
   ("layout", "jitted"),
-  [*((layout, True) for layout in LAYOUTS), ("2x4", False)],
+  [*((layout, True) for layout in JIT_LAYOUTS), ("2x4", False)],
 )
 def test_an_overflow_in_one_shard_of_one_param_skips_the_step_everywhere(
   layout, jitted, axis_type
@@ -132,51 +101,6 @@ def test_many_sharded_steps_compile_once_and_touch_no_host(axis_type):
         carry = step(*carry, batch)
   assert len(traces) == step._cache_size() == 1
   assert ols.get_loss_scale_state(carry).total_notfinite == 2
-
-
-class ShardedRun:
-  """The exact problem in one layout."""
-
-  def __init__(self, layout, axis_type):
-    mesh, specs, batch_specs = LAYOUTS[layout]
-    self.tx = devices.make_optimizer()
-    self.mesh = devices.make_mesh(*mesh, axis_type)
-    self.shardings = devices.named(self.mesh, specs)
-    self.batch_specs = batch_specs
-    # How the model computes: params are whole along the axis of the batch.
-    self.gathered = jax.tree.map(
-      lambda spec: P(*(None if axis == "data" else axis for axis in spec)),
-      specs,
-      is_leaf=devices.is_spec,
-    )
-    self.is_explicit = axis_type == AxisType.Explicit
-    self.state_shardings = devices.named(
-      self.mesh, devices.state_specs(self.tx, devices.init_params(), specs)
-    )
-
-  def start(self):
-    params = jax.device_put(devices.init_params(), self.shardings)
-    init = jax.jit(self.tx.init, out_shardings=self.state_shardings)
-    return params, init(params)
-
-  def step(self, params, opt_state, batch):
-    return devices.train_step(self.tx, params, opt_state, batch, self.loss)
-
-  def loss(self, params, batch):
-    if self.is_explicit:
-      # The compiler does so by itself along axes of type Auto.
-      params = jax.sharding.reshard(params, self.gathered)
-    return devices.loss_fn(params, batch)
-
-  def put(self, batch):
-    return jax.device_put(batch, devices.named(self.mesh, self.batch_specs))
-
-  def train(self, batches):
-    stacked = {name: P(None, *s) for name, s in self.batch_specs.items()}
-    with jax.set_mesh(self.mesh):
-      batches = jax.device_put(batches, devices.named(self.mesh, stacked))
-      run = jax.jit(lambda *args: devices.train(self.step, *args))
-      return run(*self.start(), batches)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import functools
 
 import devices
+from devices_runs import SHARD_MAP_LAYOUTS, ShardMapRun
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -14,40 +15,16 @@ import pytest
 import optax_lossscale as ols
 
 STEPS = 50
-REPLICATED = {"table": P(), "rows": P(), "bias": P()}
-
-# Name: (shape of the mesh, axis_name, specs of the params). Examples are
-# sharded over all axes.
-LAYOUTS = {
-  "replicated": ((8,), "data", REPLICATED),
-  "sharded": (
-    (8,),
-    "data",
-    {"table": P("data"), "rows": P("data"), "bias": P()},
-  ),
-  "two axes, replicated": ((2, 4), ("data", "model"), REPLICATED),
-  "two axes, sharded": (
-    (2, 4),
-    ("data", "model"),
-    {"table": P("data", "model"), "rows": P("model"), "bias": P()},
-  ),
-}
 both_check_vma = pytest.mark.parametrize("check_vma", [True, False])
 mapped_axes = pytest.mark.parametrize("mapped", ["pmap", "vmap"])
 
 
 @both_check_vma
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SHARD_MAP_LAYOUTS)
 def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
   run = ShardMapRun(layout, check_vma)
   batches, finite = devices.make_batches(STEPS)
-  stacked = jax.tree.map(lambda _: P(None, run.names), run.specs)
-  train = run.shard_map(
-    functools.partial(devices.train, run.step),
-    in_specs=(*run.carry_specs, stacked),
-    out_specs=(*run.carry_specs, P()),
-  )
-  params, opt_state, scales = jax.jit(train)(*run.start(), batches)
+  params, opt_state, scales = run.train(batches)
   devices.assert_trees_equal((params, opt_state, scales), one_device())
   devices.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)
@@ -243,67 +220,6 @@ def test_a_nan_that_one_devices_optimizer_made_counts_for_all(check_vma):
   assert np.all(np.signbit(updates)) and not np.any(updates)
   devices.assert_replicas_equal(state)
   assert not state.loss_scale_state.last_finite
-
-
-class ShardMapRun:
-  """The exact problem in one layout: params are gathered to be used."""
-
-  def __init__(self, layout, check_vma, sgd=False, **options):
-    shape, axis_name, self.specs = LAYOUTS[layout]
-    self.names = ("data", "model")[: len(shape)]
-    if sgd:
-      self.tx = ols.with_loss_scaling(
-        optax.sgd(1.0), devices.POLICY, axis_name=axis_name, **options
-      )
-    else:
-      self.tx = devices.make_optimizer(axis_name=axis_name, **options)
-    self.mesh = devices.make_mesh(shape, self.names)
-    self.check_vma = check_vma
-    # Only P() for the loss-scale state: JAX checks that it is replicated.
-    self.carry_specs = (
-      self.specs,
-      devices.state_specs(self.tx, devices.init_params(), self.specs),
-    )
-
-  def start(self):
-    params = devices.init_params()
-    return params, self.tx.init(params)
-
-  def shard_map(self, fun, in_specs, out_specs):
-    return jax.shard_map(
-      fun,
-      mesh=self.mesh,
-      in_specs=in_specs,
-      out_specs=out_specs,
-      check_vma=self.check_vma,
-    )
-
-  def step(self, params, opt_state, batch):
-    grads = ols.grad(self.loss, opt_state)(params, batch)
-    if not self.check_vma:
-      grads = {name: self.psum_missing(name, g) for name, g in grads.items()}
-    return self.update(grads, params, opt_state)
-
-  def update(self, grads, params, opt_state):
-    updates, opt_state = self.tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  def loss(self, params, batch):
-    """This device's part; differentiated, gathering becomes scattering."""
-    return devices.loss_fn(
-      {name: self.gather(name, p) for name, p in params.items()}, batch
-    )
-
-  def gather(self, name, param):
-    for dim, axis in enumerate(self.specs[name]):
-      if axis is not None:
-        param = lax.all_gather(param, axis, axis=dim, tiled=True)
-    return param
-
-  def psum_missing(self, name, grad):
-    """What check_vma does by itself: sums over axes that hold replicas."""
-    axes = tuple(axis for axis in self.names if axis not in self.specs[name])
-    return lax.psum(grad, axes) if axes else grad
 
 
 def map_over(axis_name, mapped, fun):

@@ -1,0 +1,182 @@
+"""The exact problem of ``devices`` under sharded jit, and under shard_map."""
+
+import functools
+
+import devices
+import jax
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import optax
+
+import optax_lossscale as ols
+
+# Name: (shape and names of the mesh, specs of the params, of a batch).
+JIT_LAYOUTS = {
+  "data parallel": (
+    ((8,), ("data",)),
+    {"table": P(), "rows": P(), "bias": P(None)},
+    {"table": P("data"), "rows": P("data"), "bias": P("data")},
+  ),
+  "fsdp": (
+    ((8,), ("data",)),
+    {"table": P("data"), "rows": P("data"), "bias": P(None)},
+    {"table": P("data"), "rows": P("data"), "bias": P("data")},
+  ),
+  "tensor parallel": (
+    ((8,), ("model",)),
+    {"table": P(None, "model"), "rows": P("model"), "bias": P(None)},
+    {
+      "table": P(None, None, "model"),
+      "rows": P(None, "model"),
+      "bias": P(None),
+    },
+  ),
+  "2x4": (
+    ((2, 4), ("data", "model")),
+    {"table": P("data", "model"), "rows": P("model"), "bias": P(None)},
+    {
+      "table": P("data", None, "model"),
+      "rows": P("data", "model"),
+      "bias": P("data"),
+    },
+  ),
+}
+
+REPLICATED = {"table": P(), "rows": P(), "bias": P()}
+
+# Name: (shape of the mesh, axis_name, specs of the params). Examples are
+# sharded over all axes.
+SHARD_MAP_LAYOUTS = {
+  "replicated": ((8,), "data", REPLICATED),
+  "sharded": (
+    (8,),
+    "data",
+    {"table": P("data"), "rows": P("data"), "bias": P()},
+  ),
+  "two axes, replicated": ((2, 4), ("data", "model"), REPLICATED),
+  "two axes, sharded": (
+    (2, 4),
+    ("data", "model"),
+    {"table": P("data", "model"), "rows": P("model"), "bias": P()},
+  ),
+}
+
+
+class ShardedRun:
+  """The exact problem in one layout."""
+
+  def __init__(self, layout, axis_type):
+    mesh, specs, batch_specs = JIT_LAYOUTS[layout]
+    self.tx = devices.make_optimizer()
+    self.mesh = devices.make_mesh(*mesh, axis_type)
+    self.shardings = devices.named(self.mesh, specs)
+    self.batch_specs = batch_specs
+    # How the model computes: params are whole along the axis of the batch.
+    self.gathered = jax.tree.map(
+      lambda spec: P(*(None if axis == "data" else axis for axis in spec)),
+      specs,
+      is_leaf=devices.is_spec,
+    )
+    self.is_explicit = axis_type == AxisType.Explicit
+    self.state_shardings = devices.named(
+      self.mesh, devices.state_specs(self.tx, devices.init_params(), specs)
+    )
+
+  def start(self):
+    params = devices.put(devices.init_params(), self.shardings)
+    init = jax.jit(self.tx.init, out_shardings=self.state_shardings)
+    return params, init(params)
+
+  def step(self, params, opt_state, batch):
+    return devices.train_step(self.tx, params, opt_state, batch, self.loss)
+
+  def loss(self, params, batch):
+    if self.is_explicit:
+      # The compiler does so by itself along axes of type Auto.
+      params = jax.sharding.reshard(params, self.gathered)
+    return devices.loss_fn(params, batch)
+
+  def put(self, batch):
+    return devices.put(batch, devices.named(self.mesh, self.batch_specs))
+
+  def train(self, batches):
+    stacked = {name: P(None, *s) for name, s in self.batch_specs.items()}
+    with jax.set_mesh(self.mesh):
+      batches = devices.put(batches, devices.named(self.mesh, stacked))
+      run = jax.jit(lambda *args: devices.train(self.step, *args))
+      return run(*self.start(), batches)
+
+
+class ShardMapRun:
+  """The exact problem in one layout: params are gathered to be used."""
+
+  def __init__(self, layout, check_vma, sgd=False, **options):
+    shape, axis_name, self.specs = SHARD_MAP_LAYOUTS[layout]
+    self.names = ("data", "model")[: len(shape)]
+    if sgd:
+      self.tx = ols.with_loss_scaling(
+        optax.sgd(1.0), devices.POLICY, axis_name=axis_name, **options
+      )
+    else:
+      self.tx = devices.make_optimizer(axis_name=axis_name, **options)
+    self.mesh = devices.make_mesh(shape, self.names)
+    self.check_vma = check_vma
+    # Only P() for the loss-scale state: JAX checks that it is replicated.
+    self.carry_specs = (
+      self.specs,
+      devices.state_specs(self.tx, devices.init_params(), self.specs),
+    )
+
+  def start(self):
+    params = devices.init_params()
+    return params, self.tx.init(params)
+
+  def train(self, batches):
+    batch_specs = jax.tree.map(lambda _: P(None, self.names), self.specs)
+    in_specs = (*self.carry_specs, batch_specs)
+    train = self.shard_map(
+      functools.partial(devices.train, self.step),
+      in_specs=in_specs,
+      out_specs=(*self.carry_specs, P()),
+    )
+    args = devices.put(
+      (*self.start(), batches), devices.named(self.mesh, in_specs)
+    )
+    return jax.jit(train)(*args)
+
+  def shard_map(self, fun, in_specs, out_specs):
+    return jax.shard_map(
+      fun,
+      mesh=self.mesh,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      check_vma=self.check_vma,
+    )
+
+  def step(self, params, opt_state, batch):
+    grads = ols.grad(self.loss, opt_state)(params, batch)
+    if not self.check_vma:
+      grads = {name: self.psum_missing(name, g) for name, g in grads.items()}
+    return self.update(grads, params, opt_state)
+
+  def update(self, grads, params, opt_state):
+    updates, opt_state = self.tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  def loss(self, params, batch):
+    """This device's part; differentiated, gathering becomes scattering."""
+    return devices.loss_fn(
+      {name: self.gather(name, p) for name, p in params.items()}, batch
+    )
+
+  def gather(self, name, param):
+    for dim, axis in enumerate(self.specs[name]):
+      if axis is not None:
+        param = lax.all_gather(param, axis, axis=dim, tiled=True)
+    return param
+
+  def psum_missing(self, name, grad):
+    """What check_vma does by itself: sums over axes that hold replicas."""
+    axes = tuple(axis for axis in self.names if axis not in self.specs[name])
+    return lax.psum(grad, axes) if axes else grad

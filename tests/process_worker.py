@@ -1,0 +1,94 @@
+"""One process of several, for the tests that start them.
+
+``python process_worker.py '{"port": ..., "process_id": ..., ...}'`` trains the
+exact problem on eight devices that all processes have together, and writes what
+this process holds in the end to ``<folder>/<process_id>.npz``.
+"""
+
+import json
+import os
+from pathlib import Path
+import signal
+import sys
+
+import devices
+from devices_runs import ShardedRun, ShardMapRun
+import jax
+from jax.sharding import AxisType
+import numpy as np
+
+import optax_lossscale as ols
+
+N_DEVICES = 8
+
+
+def main(config):
+  jax.config.update("jax_platforms", "cpu")
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  n_local = N_DEVICES // config["processes"]
+  jax.config.update("jax_num_cpu_devices", n_local)
+  jax.distributed.initialize(
+    f"127.0.0.1:{config['port']}",
+    num_processes=config["processes"],
+    process_id=config["process_id"],
+    initialization_timeout=240,
+    heartbeat_timeout_seconds=config["heartbeat_timeout"],
+  )
+  assert jax.device_count() == N_DEVICES
+  assert jax.local_device_count() == n_local
+  mode = {"train": train, "train_and_save": train_and_save}[config["mode"]]
+  trees = mode(config)
+  path = Path(config["folder"]) / f"{config['process_id']}.npz"
+  np.savez(path, **flatten(trees))
+
+
+def train(config):
+  """All steps in one program, under sharded jit and under shard_map."""
+  batches, _ = devices.make_batches(config["steps"])
+  return {
+    "jit": ShardedRun("fsdp", AxisType.Auto).train(batches),
+    "shard_map": ShardMapRun("two axes, sharded", True).train(batches),
+  }
+
+
+def train_and_save(config):
+  """Step by step, with a checkpoint to start from and one to write."""
+  import orbax.checkpoint as ocp
+
+  run = ShardedRun("fsdp", AxisType.Auto)
+  batches, _ = devices.make_batches(config["steps"])
+  checkpoint = Path(config["folder"]) / "checkpoint"
+  saver = ocp.StandardCheckpointer()
+  with jax.set_mesh(run.mesh):
+    first, carry = 0, run.start()
+    if checkpoint.exists():
+      first, carry = config["save_after"], saver.restore(checkpoint, carry)
+    step = jax.jit(run.step, donate_argnums=(0, 1))
+    for i in range(first, config["steps"]):
+      if i == config["die_before"] and config["process_id"] == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+      batch = {name: x[i] for name, x in batches.items()}
+      carry = jax.block_until_ready(step(*carry, run.put(batch)))
+      print(f"step {i}", flush=True)
+      if first == 0 and i + 1 == config["save_after"]:
+        saver.save(checkpoint, carry)
+        saver.wait_until_finished()
+  return {"end": (*carry, ols.get_loss_scale_state(carry).loss_scale)}
+
+
+def flatten(tree):
+  """Each leaf's parts by where they are; replicas in a process are equal."""
+  devices.assert_replicas_equal(tree)
+  return {
+    json.dumps([jax.tree_util.keystr(path), _slices(shard)]): shard.data
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    for shard in leaf.addressable_shards
+  }
+
+
+def _slices(shard):
+  return [[index.start, index.stop] for index in shard.index]
+
+
+if __name__ == "__main__":
+  main(json.loads(sys.argv[1]))

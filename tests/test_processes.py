@@ -1,0 +1,147 @@
+"""Several real processes on one machine, each with its part of the devices."""
+
+import functools
+import json
+import os
+from pathlib import Path
+import socket
+import subprocess
+import sys
+import time
+
+import devices
+import jax
+import numpy as np
+import pytest
+
+WORKER = Path(__file__).with_name("process_worker.py")
+ROOT = WORKER.parents[1]
+STEPS = 50
+# Far more than is needed, for machines with more to do than processors.
+PATIENCE = 300
+# JAX's own is 100 seconds; a process waits this long for one that died.
+HEARTBEAT_TIMEOUT = 10
+
+
+@pytest.mark.parametrize("n_processes", [2, 4])
+def test_all_processes_skip_what_overflows_on_one(tmp_path, n_processes):
+  """Each overflow is in one example, which one process alone has."""
+  config = {"mode": "train", "steps": STEPS}
+  with Processes(n_processes, tmp_path, config) as processes:
+    processes.wait_for_success()
+  expected = one_device(STEPS)
+  assert expected[1].loss_scale_state.total_notfinite > 5
+  for mode in ("jit", "shard_map"):
+    assert_equal(tmp_path, n_processes, {mode: expected})
+
+
+def test_a_killed_process_does_not_hang_the_rest_and_a_restart_goes_on(
+  tmp_path,
+):
+  steps = 8
+  config = {"mode": "train_and_save", "steps": steps, "save_after": 4}
+  config["heartbeat_timeout"] = HEARTBEAT_TIMEOUT
+  with Processes(2, tmp_path, config | {"die_before": 6}) as processes:
+    assert processes.wait(1) < 0, processes.logs()
+    died = time.monotonic()
+    # What ends the other is JAX's: the broken connection or the heartbeat.
+    assert processes.wait(0) != 0, processes.logs()
+    assert time.monotonic() - died < HEARTBEAT_TIMEOUT + 60
+    assert "step 5" in processes.logs() and "step 6" not in processes.logs()
+  with Processes(2, tmp_path, config | {"die_before": None}) as processes:
+    processes.wait_for_success()
+    assert "step 4" in processes.logs() and "step 3" not in processes.logs()
+  expected = one_device(steps)
+  scale_state = expected[1].loss_scale_state
+  assert scale_state.total_notfinite > 0
+  end = (*expected[:2], scale_state.loss_scale)
+  assert_equal(tmp_path, 2, {"end": end})
+
+
+class Processes:
+  """Workers with a JAX cluster of their own, on loopback."""
+
+  def __init__(self, n_processes, folder, config):
+    self.folder = folder
+    config = {
+      "processes": n_processes,
+      "folder": str(folder),
+      "port": free_port(),
+      "heartbeat_timeout": 100,
+      **config,
+    }
+    self.processes = [
+      self.start(config | {"process_id": i}) for i in range(n_processes)
+    ]
+
+  def start(self, config):
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    # A file, since a full pipe would stop the process.
+    with open(self.log_file(config["process_id"]), "w") as log:
+      return subprocess.Popen(
+        [sys.executable, str(WORKER), json.dumps(config)],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+      )
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    for process in self.processes:
+      process.kill()
+      process.wait()
+
+  def wait(self, process_id):
+    try:
+      return self.processes[process_id].wait(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+      pytest.fail(f"Process {process_id} hangs.\n{self.logs()}")
+
+  def wait_for_success(self):
+    for i in range(len(self.processes)):
+      assert self.wait(i) == 0, self.logs()
+
+  def log_file(self, process_id):
+    return self.folder / f"{process_id}.log"
+
+  def logs(self):
+    return "\n".join(
+      f"process {i}:\n{self.log_file(i).read_text()}"
+      for i in range(len(self.processes))
+    )
+
+
+def free_port():
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
+
+
+@functools.cache
+def one_device(steps):
+  batches, _ = devices.make_batches(steps)
+  return devices.train_on_one_device(devices.make_optimizer(), batches)
+
+
+def assert_equal(folder, n_processes, expected):
+  """All that the processes hold equals the leaves' parts, bit for bit."""
+  leaves = {
+    jax.tree_util.keystr(path): np.asarray(leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(expected)
+  }
+  covered = dict.fromkeys(leaves, 0)
+  for i in range(n_processes):
+    with np.load(folder / f"{i}.npz") as parts:
+      for key, part in parts.items():
+        name, slices = json.loads(key)
+        if name not in leaves:
+          continue
+        whole = leaves[name][tuple(slice(*pair) for pair in slices)]
+        assert part.tobytes() == whole.tobytes(), f"process {i}: {key}"
+        assert part.dtype == whole.dtype
+        covered[name] += part.size
+  for name, size in covered.items():
+    assert size >= leaves[name].size, name
