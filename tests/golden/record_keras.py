@@ -31,6 +31,12 @@ class LossScaleOptimizer:
     )
     names = [v.name for v in self.optimizer.variables]
     self.at = names.index("step_counter"), names.index("dynamic_scale")
+    inner = self.optimizer.inner_optimizer
+    (self.iterations_at,) = (
+      at
+      for at, variable in enumerate(self.optimizer.variables)
+      if variable is inner.iterations
+    )
     self.variables = [v.value for v in self.optimizer.variables]
     self.assign(0, self.config["initial_scale"])
 
@@ -40,11 +46,10 @@ class LossScaleOptimizer:
 
   def step(self, finite):
     grad = jnp.float32(1.0 if finite else jnp.inf)
-    (param,), self.variables = self.apply(
-      self.variables, [grad], [jnp.float32(0)]
-    )
-    # A scale of zero makes the update infinite, or NaN.
-    return bool(param != 0)
+    before = self.variables[self.iterations_at]
+    _, self.variables = self.apply(self.variables, [grad], [jnp.float32(0)])
+    # The inner optimizer counts the steps that it makes.
+    return bool(self.variables[self.iterations_at] != before)
 
   def scale(self):
     return float(self.variables[self.at[1]])
