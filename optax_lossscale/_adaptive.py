@@ -15,6 +15,8 @@ from optax_lossscale._state import LossScaleState
 _LARGEST_GROWTH = 8
 _BACKOFF = 2
 
+_FLOAT32_MAX = jnp.finfo(jnp.float32).max
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale:
@@ -27,24 +29,27 @@ class HeadroomLossScale:
   under, and by 8 binades a step at most; if all those gradients were zero, they
   may have underflowed, and it rises by 8. A non-finite step lowers it by 2
   binades and is not remembered, so that the next finite one returns to the
-  exact answer. But if the scale had moved right before, that answer is in
-  doubt: what overflowed may be no gradient of a parameter but a value on the
-  way to it. Then the step is remembered, with the least that overflows.
+  exact answer. But where a step overflows right after the scale rose, no such
+  answer is to be had: what overflowed may be no gradient of a parameter but a
+  value on the way to it. Then the scale returns to where it was, and this is
+  the answer for a window of steps.
 
   While no step's largest gradient exceeds the largest of the window by more
   than ``-target`` binades, and the scale is above ``min_scale``, no step is
   lost: ``target=-3`` leaves room for a factor of 8.
 
   The gradients of the parameters are what it looks at. Where larger values
-  occur on the way to them, each ``window`` of steps loses one or two;
-  :func:`~optax_lossscale.probe` shows them to it, and none is lost.
+  occur on the way to them, one step is lost in each ``window``;
+  :func:`~optax_lossscale.probe` shows them to it, and none is.
 
   Attributes:
     init_scale: the scale before the first step; a power of two, as are the
       other two.
     dtype: the dtype of the backward pass, whose largest number is the top.
     target: where to keep the largest gradient, in binades from the top; an
-      integer in [-64, 0].
+      integer in [-64, 64]. What counts are the gradients that ``update`` is
+      given: where they are sums over 1,024 workers, each of which is far
+      smaller, 10 more is right.
     window: over how many applied steps to take the maximum.
     min_scale: the lowest scale, at least 2**-126.
     max_scale: the highest scale, at most 2**126.
@@ -76,7 +81,7 @@ class HeadroomLossScale:
   def __post_init__(self):
     check_scales(self)
     check_dtype(self.dtype)
-    _state.check_number("target", self.target, -64, 0, integer=True)
+    _state.check_number("target", self.target, -64, 64, integer=True)
     if isinstance(self.window, jax.core.Tracer):
       raise TypeError(
         "window must be a Python integer, since it is the shape of an array,"
@@ -91,6 +96,8 @@ class HeadroomLossScale:
       memory={
         "amax_window": jnp.zeros((int(self.window),), jnp.float32),
         "amax_cursor": jnp.zeros((), jnp.int32),
+        # By how many binades the last step raised the scale.
+        "growth": jnp.zeros((), jnp.int32),
       },
     )
 
@@ -110,30 +117,35 @@ class HeadroomLossScale:
     after = _policies.record_step(state, grads_finite)
     finite = after.last_finite
     check_memory(self, state)
-    # Gradients that left room, and an overflow as soon as the scale took it:
-    # something within the backward pass was at least the top.
-    is_fresh = state.last_finite & (state.finite_count == 0)
-    at_least = float(jnp.finfo(self.dtype).max) / state.loss_scale
+    exponent = _exponents.floor_log2(state.loss_scale)
+    growth = state.memory["growth"]
     memory = _remember(
       state.memory,
-      jnp.where(finite, amax, at_least),
-      finite | is_fresh,
+      jnp.where(finite, amax, self._amax_for(exponent - growth)),
+      finite | (growth > 0),
     )
-    exponent = _exponents.floor_log2(state.loss_scale)
     headroom = self._best_exponent(memory["amax_window"]) - exponent
-    growth = jnp.minimum(headroom, _LARGEST_GROWTH)
-    step = jnp.where(growth == 1, jnp.int32(0), growth)
-    step = jnp.where(finite, step, jnp.int32(-_BACKOFF))
-    return move(self, after._replace(memory=memory), exponent + step)
+    up = jnp.minimum(headroom, _LARGEST_GROWTH)
+    up = jnp.where(up == 1, jnp.int32(0), up)
+    down = jnp.where(growth > 0, growth, jnp.int32(_BACKOFF))
+    new = bounded(self, exponent + jnp.where(finite, up, -down))
+    memory["growth"] = jnp.where(finite, jnp.maximum(new - exponent, 0), 0)
+    return move(after._replace(memory=memory), new)
 
   def _best_exponent(self, window):
     """The largest at which the window's maximum stays under the target."""
-    top_mantissa, top_exponent = math.frexp(float(jnp.finfo(self.dtype).max))
+    top_mantissa, top_exponent = math.frexp(top(self))
     mantissa, exponent = jnp.frexp(jnp.max(window))
     best = top_exponent + _state.cast(self.target, jnp.int32) - exponent
     best -= (mantissa > top_mantissa).astype(jnp.int32)
     # Beyond any scale; how fast it rises and how far is not decided here.
     return jnp.where(mantissa > 0, best, jnp.int32(2**12))
+
+  def _amax_for(self, exponent):
+    """The maximum whose best exponent this is."""
+    exponent = _state.cast(self.target, jnp.int32) - exponent
+    exponent = jnp.clip(exponent, -126, 127)
+    return top(self) * _exponents.power_of_two(exponent)
 
 
 def _remember(memory, amax, is_known):
@@ -141,7 +153,7 @@ def _remember(memory, amax, is_known):
   is_known &= jnp.isfinite(amax)
   window, cursor = memory["amax_window"], memory["amax_cursor"]
   following = (cursor + 1) % window.shape[0]
-  return {
+  return memory | {
     "amax_window": jnp.where(is_known, window.at[cursor].set(amax), window),
     "amax_cursor": jnp.where(is_known, following, cursor),
   }
@@ -158,6 +170,11 @@ def as_amax(policy: Any, grads_amax: jax.typing.ArrayLike | None) -> jax.Array:
   return jnp.abs(_state.cast(grads_amax, jnp.float32))
 
 
+def top(policy: Any) -> float:
+  """The largest number of the policy's dtype, or of float32."""
+  return min(float(jnp.finfo(policy.dtype).max), float(_FLOAT32_MAX))
+
+
 def check_memory(policy: Any, state: LossScaleState) -> None:
   """Raises unless the memory is one of this class of policies."""
   own: Any = jax.tree.structure(jax.eval_shape(policy.init).memory)
@@ -169,14 +186,17 @@ def check_memory(policy: Any, state: LossScaleState) -> None:
     )
 
 
-def move(
-  policy: Any, state: LossScaleState, exponent: jax.Array
-) -> LossScaleState:
-  """The state with 2**exponent, held within bounds, for its scale."""
+def bounded(policy: Any, exponent: jax.Array) -> jax.Array:
+  """The exponent, held within those of the policy's bounds."""
   # Traced bounds need not be powers of two, and bound those within.
   low = _exponents.ceil_log2(_state.cast(policy.min_scale, jnp.float32))
   high = _exponents.floor_log2(_state.cast(policy.max_scale, jnp.float32))
-  scale = _exponents.power_of_two(jnp.clip(exponent, low, high))
+  return jnp.clip(exponent, low, high)
+
+
+def move(state: LossScaleState, exponent: jax.Array) -> LossScaleState:
+  """The state with 2**exponent for its scale."""
+  scale = _exponents.power_of_two(exponent)
   moved = scale != state.loss_scale
   return state._replace(
     loss_scale=scale,

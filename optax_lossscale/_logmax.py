@@ -122,10 +122,9 @@ class LogMaxLossScale:
     best = self._best_exponent(memory)
     if_finite = jnp.where(is_known, best, exponent + is_zero.astype(jnp.int32))
     if_overflow = jnp.minimum(best, exponent - 1)
+    new = jnp.where(finite, if_finite, if_overflow)
     return _adaptive.move(
-      self,
-      after._replace(memory=memory),
-      jnp.where(finite, if_finite, if_overflow),
+      after._replace(memory=memory), _adaptive.bounded(self, new)
     )
 
   def _average(self, memory, log2_amax, at_least, finite):
@@ -156,7 +155,7 @@ class LogMaxLossScale:
     return jnp.floor(best).astype(jnp.int32)
 
   def _top(self):
-    return jnp.float32(math.log2(float(jnp.finfo(self.dtype).max)))
+    return jnp.float32(math.log2(_adaptive.top(self)))
 
 
 def _next_rate(decay, weight):
