@@ -1,0 +1,277 @@
+"""Optax's wrappers inside, around and beside the loss scaler.
+
+An overflow strikes in the middle of each run.
+"""
+
+import chex
+from ecosystem import (
+  assert_same_bits,
+  has_same_bits,
+  init_params,
+  loss_fn,
+  make_batches,
+  make_step,
+  overflowing,
+  train,
+)
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import contrib
+import pytest
+
+import optax_lossscale as ols
+
+NOT_B = {"b": False, "v": True, "w": True}
+ONLY_B = {"b": True, "v": False, "w": False}
+SCHEDULE = optax.linear_schedule(0.1, 0.01, transition_steps=10)
+
+
+def take_value(value, grads, fun):
+  return {"value": value}
+
+
+def take_all(value, grads, fun):
+  return {"value": value, "grad": grads, "value_fn": fun}
+
+
+def line_search():
+  return optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
+
+
+# Each with the extra arguments that it needs.
+INSIDE = {
+  "apply_if_finite": (optax.apply_if_finite(optax.adam(0.01), 5), None),
+  "chain": (
+    optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01)),
+    None,
+  ),
+  "ema": (optax.chain(optax.sgd(0.1), optax.ema(0.9)), None),
+  "freeze": (optax.chain(optax.adam(0.01), optax.freeze(ONLY_B)), None),
+  "inject_hyperparams": (
+    optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE),
+    None,
+  ),
+  "line search": (line_search(), take_all),
+  "masked": (optax.masked(optax.adam(0.01), NOT_B), None),
+  "MultiSteps": (optax.MultiSteps(optax.adam(0.01), 2), None),
+  "MultiSteps with a loss": (
+    optax.MultiSteps(optax.polyak_sgd(0.1), 2),
+    take_value,
+  ),
+  "partition": (
+    optax.partition(
+      {"adam": optax.adam(0.01), "sgd": optax.sgd(0.1)},
+      {"b": "adam", "v": "sgd", "w": "sgd"},
+    ),
+    None,
+  ),
+  "reduce_on_plateau": (
+    optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=1)),
+    take_value,
+  ),
+  "sam": (contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2), None),
+  "schedule": (optax.sgd(SCHEDULE, momentum=0.9), None),
+  "schedule_free": (contrib.schedule_free(optax.sgd(0.1), 0.1), None),
+  "selective_transform": (
+    optax.selective_transform(optax.adam(0.01), freeze_mask=ONLY_B),
+    None,
+  ),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside_an_overflow_is_as_if_it_had_not_been(name):
+  inner, extra = INSIDE[name]
+  tx = ols.with_loss_scaling(inner)
+  step = make_step(tx, extra=extra)
+  params = init_params()
+  opt_state = tx.init(params)
+  good = make_batches(5)
+  bad = [*good[:3], overflowing(good[0]), *good[3:]]
+
+  good_params, good_state = train(step, params, opt_state, good)
+  bad_params, bad_state = train(step, params, opt_state, bad)
+
+  assert_same_bits(bad_params, good_params)
+  assert_same_bits(bad_state.inner_state, good_state.inner_state)
+  scale_state = ols.get_loss_scale_state(bad_state)
+  assert scale_state.total_notfinite == 1
+  assert scale_state.loss_scale == 2.0**14
+
+  bare_step = make_bare_step(inner, loss_fn, extra)
+  bare_params, _ = train(bare_step, params, inner.init(params), good)
+  chex.assert_trees_all_close(good_params, bare_params, rtol=1e-5, atol=1e-6)
+
+
+def make_bare_step(tx, loss_fn, extra=None):
+  @jax.jit
+  def step(params, opt_state, batch):
+    fun = lambda params: loss_fn(params, batch)
+    value, grads = jax.value_and_grad(fun)(params)
+    extra_args = {} if extra is None else extra(value, grads, fun)
+    updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+    return optax.apply_updates(params, updates), opt_state, value
+
+  return step
+
+
+def test_lookahead_keeps_both_its_params_through_an_overflow():
+  tx = ols.with_loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+  params = optax.LookaheadParams.init_synced(init_params())
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    value, grads = ols.value_and_grad(loss_fn, opt_state)(params.fast, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value
+
+  good = make_batches(4)
+  bad = [*good[:1], overflowing(good[0]), *good[1:]]
+  good_params, good_state = train(step, params, tx.init(params), good)
+  bad_params, bad_state = train(step, params, tx.init(params), bad)
+  assert_same_bits(bad_params, good_params)
+  assert_same_bits(bad_state.inner_state, good_state.inner_state)
+  assert not np.array_equal(good_params.slow["w"], params.slow["w"])
+
+
+@pytest.mark.parametrize(
+  "inner",
+  [optax.sgd(0.1), contrib.split_real_and_imaginary(optax.adam(0.01))],
+  ids=["sgd", "adam in parts"],
+)
+def test_complex_params_keep_their_imaginary_part(inner):
+  tx = ols.with_loss_scaling(inner)
+  loss_fn = lambda w, x: jnp.mean(jnp.abs(w * x - (1 + 2j)) ** 2)
+  step = make_step(tx, loss_fn)
+  w = jnp.array([0.5 - 0.5j, -1j], jnp.complex64)
+  x = jnp.array([1 + 1j, 2j], jnp.complex64)
+  expected, _, _ = make_bare_step(inner, loss_fn)(w, inner.init(w), x)
+  w1, opt_state, _ = step(w, tx.init(w), x)
+  chex.assert_trees_all_close(w1, expected, rtol=1e-6)
+  w2, opt_state, _ = step(w1, opt_state, x * jnp.inf)
+  assert_same_bits(w2, w1)
+  assert ols.get_loss_scale_state(opt_state).total_notfinite == 1
+
+
+# What is around the scaler, and why it belongs inside.
+
+
+def test_weight_decay_behind_the_scaler_acts_on_a_skipped_step():
+  decay = optax.add_decayed_weights(-0.1)
+  behind = optax.chain(ols.with_loss_scaling(optax.sgd(0.1)), decay)
+  inside = ols.with_loss_scaling(optax.chain(optax.sgd(0.1), decay))
+  assert not skips_bitwise(behind)
+  assert skips_bitwise(inside)
+
+
+@pytest.mark.parametrize(
+  ("hiding", "value"),
+  [(optax.zero_nans(), jnp.nan), (optax.clip(1.0), jnp.inf)],
+  ids=["zero_nans", "clip"],
+)
+def test_what_cleans_gradients_before_the_scaler_hides_overflows(hiding, value):
+  grads = {"w": jnp.array([value, 1.0])}
+  params = {"w": jnp.array([1.0, 1.0])}
+  before = optax.chain(hiding, ols.with_loss_scaling(optax.sgd(0.1)))
+  inside = ols.with_loss_scaling(optax.chain(hiding, optax.sgd(0.1)))
+  for tx, skips in [(before, 0), (inside, 1)]:
+    _, opt_state = tx.update(grads, tx.init(params), params)
+    assert ols.get_loss_scale_state(opt_state).total_notfinite == skips
+
+
+def test_apply_if_finite_around_keeps_overflows_from_the_scaler():
+  around = optax.apply_if_finite(ols.with_loss_scaling(optax.sgd(0.1)), 5)
+  params = init_params()
+  grads = jax.tree.map(lambda x: x * jnp.nan, params)
+  _, opt_state = jax.jit(around.update)(grads, around.init(params), params)
+  assert ols.get_loss_scale_state(opt_state).loss_scale == 2.0**15
+
+
+def test_one_bad_micro_batch_costs_one_if_the_scaler_is_outside():
+  params = {"w": jnp.array([1.0])}
+  grads = [{"w": jnp.array([g])} for g in (jnp.nan, 2.0, 4.0)]
+  outside = ols.with_loss_scaling(optax.MultiSteps(optax.sgd(0.1), 2))
+  # Here the scaler sees sums, the NaN in one of which spoils it.
+  inside = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(0.1)), 2)
+  assert after_updates(outside, params, grads)["w"] == 1 - np.float32(0.3)
+  assert after_updates(inside, params, grads[:2])["w"] == 1
+
+
+def test_an_injected_schedule_stands_still_inside_and_moves_around():
+  def make_scaled(learning_rate):
+    return ols.with_loss_scaling(optax.sgd(learning_rate))
+
+  inside = ols.with_loss_scaling(
+    optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE)
+  )
+  around = optax.inject_hyperparams(make_scaled)(learning_rate=SCHEDULE)
+  params = init_params()
+  good = jax.tree.map(jnp.ones_like, params)
+  bad = jax.tree.map(lambda x: x * jnp.nan, params)
+  rates = {}
+  for name, tx in {"inside": inside, "around": around}.items():
+    opt_state = tx.init(params)
+    update = jax.jit(tx.update)
+    for grads in (good, bad, good):
+      _, opt_state = update(grads, opt_state, params)
+    rates[name] = optax.tree.get(opt_state, "hyperparams")["learning_rate"]
+  assert rates == {"inside": SCHEDULE(1), "around": SCHEDULE(2)}
+
+
+def test_hyperparams_of_policy_and_scaler_can_be_injected():
+  def factory(learning_rate, growth_interval, backoff_factor, max_norm):
+    policy = ols.DynamicLossScale(
+      growth_interval=growth_interval, backoff_factor=backoff_factor
+    )
+    return ols.with_loss_scaling(
+      optax.sgd(learning_rate), policy, max_norm=max_norm
+    )
+
+  tx = optax.inject_hyperparams(factory)(
+    learning_rate=0.1, growth_interval=2, backoff_factor=0.25, max_norm=1.0
+  )
+  params = {"w": jnp.array([3.0, 4.0])}
+  opt_state = tx.init(params)
+  update = jax.jit(tx.update)
+  updates, opt_state = update(params, opt_state, params)
+  np.testing.assert_allclose(updates["w"], [-0.06, -0.08], rtol=1e-6)
+  _, opt_state = update(params, opt_state, params)
+  assert optax.tree.get(opt_state, "loss_scale") == 2.0**16
+  _, opt_state = update({"w": params["w"] * jnp.inf}, opt_state, params)
+  assert optax.tree.get(opt_state, "loss_scale") == 2.0**14
+  assert update._cache_size() == 1
+
+
+def test_optax_gets_and_sets_the_scale_and_the_learning_rate():
+  inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+  tx = ols.with_loss_scaling(inner)
+  params = {"scale": jnp.array([1.0]), "w": jnp.array([2.0])}
+  opt_state = tx.init(params)
+  assert optax.tree.get(opt_state, "loss_scale") == 2.0**15
+  assert optax.tree.get(opt_state, "learning_rate") == np.float32(0.1)
+
+  opt_state = optax.tree.set(
+    opt_state, loss_scale=jnp.float32(8), learning_rate=jnp.float32(0.5)
+  )
+  assert ols.get_loss_scale_state(opt_state).loss_scale == 8
+  updates, opt_state = jax.jit(tx.update)(params, opt_state, params)
+  np.testing.assert_array_equal(updates["w"], [-1.0])
+  assert optax.tree.get(opt_state, "loss_scale") == 8
+
+
+def skips_bitwise(tx):
+  params = init_params()
+  grads = jax.tree.map(lambda x: x * jnp.nan, params)
+  updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+  return has_same_bits(optax.apply_updates(params, updates), params)
+
+
+def after_updates(tx, params, all_grads):
+  opt_state = tx.init(params)
+  update = jax.jit(tx.update)
+  for grads in all_grads:
+    updates, opt_state = update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+  return params
