@@ -16,6 +16,7 @@ import pytest
 
 WORKER = Path(__file__).with_name("process_worker.py")
 ROOT = WORKER.parents[1]
+EXAMPLE = ROOT / "examples" / "multihost.py"
 STEPS = 50
 # Far more than is needed, for machines with more to do than processors.
 PATIENCE = 300
@@ -58,6 +59,20 @@ def test_a_killed_process_does_not_hang_the_rest_and_a_restart_goes_on(
   assert_equal(tmp_path, 2, {"end": end})
 
 
+def test_the_multihost_example_trains_on_two_processes():
+  done = subprocess.run(
+    [sys.executable, EXAMPLE, "--processes", "2", "--steps", "3"],
+    capture_output=True,
+    check=False,
+    env=environment(),
+    text=True,
+    timeout=PATIENCE,
+  )
+  assert done.returncode == 0, done.stderr
+  assert "3/3" in done.stderr  # the progress bar, of one process
+  assert done.stdout.count("2 processes, 2 devices: test MSE 0.") == 1
+
+
 class Processes:
   """Workers with a JAX cluster of their own, on loopback."""
 
@@ -75,15 +90,13 @@ class Processes:
     ]
 
   def start(self, config):
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     # A file, since a full pipe would stop the process.
     with open(self.log_file(config["process_id"]), "w") as log:
       return subprocess.Popen(
         [sys.executable, str(WORKER), json.dumps(config)],
         stdout=log,
         stderr=subprocess.STDOUT,
-        env=environment,
+        env=environment(),
       )
 
   def __enter__(self):
@@ -112,6 +125,11 @@ class Processes:
       f"process {i}:\n{self.log_file(i).read_text()}"
       for i in range(len(self.processes))
     )
+
+
+def environment():
+  path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+  return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def free_port():
