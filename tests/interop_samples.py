@@ -154,6 +154,10 @@ class Hostile:
     raise RecursionError
 
   __str__ = __repr__
+  __hash__ = object.__hash__
+
+  def __eq__(self, other):
+    raise RuntimeError("not comparable")
 
   def __array__(self, *args, **kwargs):
     raise RuntimeError("no array")
