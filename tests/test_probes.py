@@ -1,0 +1,370 @@
+"""Probes: they change nothing, count everything once, and are heard."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import _probes
+
+BINS = 43
+X = jnp.asarray(
+  np.random.default_rng(0).normal(size=(16, 4, 8)).astype(np.float16)
+)
+SLOT = ols.probe_slots()
+
+
+def loss_fn(x, slot):
+  """Its cotangent, x / 64, is of many sizes."""
+  return jnp.sum(ols.probe(x, slot).astype(jnp.float32) ** 2) / 128
+
+
+def counts_of(x, slot=SLOT):
+  """The counts of a cotangent that is x itself."""
+  return jax.vjp(lambda slot: ols.probe(x, slot), slot)[1](x)[0]
+
+
+def oracle(x):
+  """The counts, by numpy's frexp."""
+  counts = np.zeros(BINS)
+  for value in np.asarray(x, np.float64).ravel():
+    if not math.isfinite(value):
+      counts[42] += 1
+    elif abs(value) < 2.0**-24:
+      counts[0] += 1
+    else:
+      counts[min(math.frexp(abs(value))[1] + 24, 41)] += 1
+  return counts
+
+
+def test_every_float16_is_counted_in_its_binade():
+  every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+  np.testing.assert_array_equal(counts_of(jnp.asarray(every)), oracle(every))
+
+
+@pytest.mark.parametrize(
+  "dtype", [jnp.bfloat16, jnp.float32, jnp.float8_e5m2, jnp.float64]
+)
+def test_other_dtypes_are_counted_as_float16_would_see_them(dtype):
+  info = jnp.finfo(dtype)
+  special = [0.0, -0.0, math.inf, -math.inf, math.nan, float(info.max)]
+  special += [float(info.smallest_subnormal), -float(info.smallest_normal)]
+  with jax.enable_x64(dtype == jnp.float64):
+    x = jnp.exp2(jnp.linspace(-30, 15.9, 301)).astype(dtype)
+    x = jnp.concatenate([-x, jnp.array(special, dtype)])
+    counts = counts_of(x, ols.probe_slots())
+    assert counts.dtype == jnp.float32
+    np.testing.assert_array_equal(counts, oracle(x))
+
+
+def test_both_parts_of_complex_numbers_are_counted():
+  x = jnp.array([1 + 2j, 3 + 0j], jnp.complex64)
+  np.testing.assert_array_equal(counts_of(x), oracle([1, 2, 3, 0]))
+
+
+def test_values_and_cotangents_pass_through_bit_for_bit():
+  every = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(np.float16))
+  out, vjp = jax.vjp(ols.probe, every, SLOT)
+  assert np.asarray(out).tobytes() == np.asarray(every).tobytes()
+  assert np.asarray(vjp(every)[0]).tobytes() == np.asarray(every).tobytes()
+
+
+def slots_grad(fun):
+  return jax.grad(fun, argnums=1)
+
+
+def shared_scan(x, slot):
+  return jax.lax.scan(lambda s, row: (s + loss_fn(row, slot), None), 0.0, x)[0]
+
+
+def own_scan(x, slots):
+  add = lambda s, row_and_slot: (s + loss_fn(*row_and_slot), None)
+  return jax.lax.scan(add, 0.0, (x, slots))[0]
+
+
+def shared_vmap(x, slot):
+  return jnp.sum(jax.vmap(loss_fn, (0, None))(x, slot))
+
+
+def in_three_parts(x, slot):
+  return sum(loss_fn(part, slot) for part in (x[:1], x[1:7], x[7:]))
+
+
+WAYS = {
+  "eager": (slots_grad(loss_fn), SLOT),
+  "jit": (jax.jit(slots_grad(loss_fn)), SLOT),
+  "remat": (jax.jit(slots_grad(jax.checkpoint(loss_fn))), SLOT),
+  "reuse": (jax.jit(slots_grad(in_three_parts)), SLOT),
+  "scan, one slot": (slots_grad(shared_scan), SLOT),
+  "scan, a slot each": (slots_grad(own_scan), ols.probe_slots(16)),
+  "scan and remat": (slots_grad(jax.checkpoint(shared_scan)), SLOT),
+  "vmap, one slot": (slots_grad(shared_vmap), SLOT),
+  "vmap, a slot each": (jax.vmap(slots_grad(loss_fn)), ols.probe_slots(16)),
+  "vmap of gradients": (jax.vmap(slots_grad(loss_fn), (0, None)), SLOT),
+  "pmap": (
+    jax.pmap(lambda x, s: slots_grad(loss_fn)(x, s), in_axes=(0, None)),
+    SLOT,
+  ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_counts_add_up_to_the_same(way):
+  fun, slots = WAYS[way]
+  x = X.reshape(8, 2, 4, 8) if way == "pmap" else X
+  counts = fun(x, slots).reshape(-1, BINS).sum(axis=0)
+  np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_counts_add_up_under_sharded_jit_by_one_small_all_reduce(kind):
+  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+  with jax.set_mesh(mesh):
+    x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
+    fun = jax.jit(slots_grad(loss_fn)).lower(x, SLOT).compile()
+    counts = fun(x, jax.device_put(SLOT, NamedSharding(mesh, P())))
+  np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
+  assert "all-gather" not in fun.as_text()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_counts_add_up_under_shard_map(inside, check_vma):
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+  def on_each(x, slot):
+    if not inside:
+      return jax.lax.psum(loss_fn(x, slot), "data")
+    counts = slots_grad(loss_fn)(x, slot)
+    # With check_vma a slot that all share has got the sum already.
+    return counts if check_vma else jax.lax.psum(counts, "data")
+
+  fun = jax.shard_map(
+    on_each,
+    mesh=mesh,
+    in_specs=(P("data"), P()),
+    out_specs=P(),
+    check_vma=check_vma,
+  )
+  counts = jax.jit(fun if inside else slots_grad(fun))(X, SLOT)
+  np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
+
+
+def test_under_shard_map_each_device_may_have_a_slot_of_its_own():
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+  def on_each(x, slots):
+    return slots_grad(loss_fn)(x, slots[0])[None]
+
+  for spec, factor in ((P("data"), 1), (P(), 8)):
+    fun = jax.shard_map(
+      on_each, mesh=mesh, in_specs=(spec, P("data")), out_specs=P("data")
+    )
+    counts = jax.jit(fun)(X, ols.probe_slots(8)).sum(axis=0)
+    np.testing.assert_array_equal(counts, factor * oracle(np.float32(X) / 64))
+
+
+def test_both_ways_of_counting_count_the_same():
+  bins = jnp.asarray(np.random.default_rng(0).integers(0, BINS, (7, 5, 3)))
+  np.testing.assert_array_equal(
+    _probes._count_by_comparing(bins), _probes._count_by_scattering(bins)
+  )
+
+
+def test_counts_are_exact_beyond_what_float32_can_count_one_by_one():
+  counts = counts_of(jnp.ones(2**24 + 4, jnp.float16))
+  assert counts.sum() == 2**24 + 4
+
+
+def test_more_numbers_than_an_int32_counts_are_counted_in_parts(monkeypatch):
+  monkeypatch.setattr(_probes, "_LARGEST_COUNT", 20)
+  np.testing.assert_array_equal(counts_of(X[:, 0]), oracle(X[:, 0]))
+
+
+def test_a_slot_that_is_not_differentiated_costs_nothing():
+  def flops(fun):
+    compiled = jax.jit(jax.grad(fun)).lower(X, SLOT).compile()
+    return compiled.cost_analysis()["flops"], compiled.as_text().count("fusion")
+
+  plain = lambda x, slot: jnp.sum(x.astype(jnp.float32) ** 2) / 128
+  assert flops(loss_fn) == flops(plain)
+
+
+def test_what_reads_the_counts():
+  x = jnp.array([0, 0, 0.75, 40000, -20000, jnp.inf, jnp.nan, 1], jnp.float16)
+  metrics = ols.probe_metrics({"a": counts_of(x), "b": ols.probe_slots(2)})
+  assert {k: v.item() for k, v in metrics["a"].items()} == {
+    "largest": 65504.0,
+    "zero_share": 2 / 8,
+    "top_share": 2 / 8,
+    "nonfinite_share": 2 / 8,
+  }
+  assert all((v == jnp.zeros(2)).all() for v in metrics["b"].values())
+
+
+@pytest.mark.parametrize(
+  "x, largest",
+  [
+    (2.0**-24, 2.0**-24),
+    (1.0, 2 - 2**-10),
+    (3 * 2.0**-16, 2.0**-14 - 2.0**-24),
+    (3 * 2.0**-15, 2.0**-13 - 2.0**-24),
+    (3 * 2.0**-14, 2.0**-12 - 2.0**-23),
+    (-60000.0, 65504.0),
+    (2.0**30, 65536.0),
+  ],
+)
+def test_the_largest_is_the_largest_float16_of_its_binade(x, largest):
+  metrics = ols.probe_metrics(counts_of(jnp.float32([x, 0.0])))
+  assert metrics["largest"] == largest
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0, 2.0**-126, 2.0**126])
+def test_it_does_not_matter_that_counts_are_unscaled(scale):
+  state = ols.FixedLossScale(scale).init()
+  unscaled = ols.unscale_grads(oracle(X).astype(np.float32), state)
+  for a, b in zip(
+    ols.probe_metrics(unscaled).values(),
+    ols.probe_metrics(jnp.float32(oracle(X))).values(),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+# What the wrapper makes of them.
+
+
+def make_step(policy, with_probes, **options):
+  """A cotangent of 2**-2 behind a gradient of 2**-12: x is that small."""
+  tx = ols.with_loss_scaling(optax.sgd(2.0**-10), policy, **options)
+  x = jnp.full(4, 2.0**-10, jnp.float16)
+
+  def loss_fn(w, slot):
+    y = ols.probe(w.astype(jnp.float16) * x, slot)
+    return jnp.sum(y.astype(jnp.float32)) / 4
+
+  @jax.jit
+  def step(w, opt_state):
+    value_and_grad = ols.value_and_grad(loss_fn, opt_state, argnums=(0, 1))
+    _, (grad, cotangents) = value_and_grad(w, SLOT)
+    extra = {"cotangents": {"y": cotangents}} if with_probes else {}
+    updates, opt_state = tx.update(grad, opt_state, w, **extra)
+    return optax.apply_updates(w, updates), opt_state
+
+  w = jnp.ones(4)
+  return step, w, tx.init(w)
+
+
+def skips(with_probes):
+  step, w, opt_state = make_step(ols.HeadroomLossScale(), with_probes)
+  for _ in range(50):
+    w, opt_state = step(w, opt_state)
+  state = opt_state.loss_scale_state
+  return int(state.total_notfinite), float(state.loss_scale)
+
+
+def test_headroom_respects_the_hottest_probe():
+  # 0.25 is in the binade whose top is 0.49976; 2**14 brings that to 8188.
+  assert skips(with_probes=True) == (0, 2.0**14)
+  skipped, _ = skips(with_probes=False)
+  assert skipped > 0
+
+
+def fold(x, scale=1.0, finite=True, amax=0.0):
+  finite, amax = _probes.fold(
+    {"a": counts_of(jnp.asarray(x)), "none": None},
+    jnp.float32(scale),
+    jnp.array(finite),
+    jnp.float32(amax),
+  )
+  return bool(finite), float(amax)
+
+
+@pytest.mark.parametrize(
+  "given, expected",
+  [
+    ({"x": [0.5], "scale": 2.0}, (True, 0.499756)),
+    ({"x": [0.5], "amax": 3.0}, (True, 3.0)),
+    ({"x": [0.0]}, (True, 0.0)),
+    ({"x": [0.5], "finite": False}, (False, 0.999512)),
+    ({"x": [math.nan, 0.5]}, (False, 0.999512)),
+    ({"x": [2.0**15], "scale": 2.0**-126}, (True, 3.4028235e38)),
+    ({"x": [2.0**-24], "scale": 2.0**126}, (True, 0.0)),
+  ],
+)
+def test_folding(given, expected):
+  finite, amax = fold(**given)
+  assert finite == expected[0]
+  np.testing.assert_allclose(amax, expected[1], rtol=1e-5)
+
+
+def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
+  tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
+  w = jnp.ones(3)
+  opt_state = tx.init(w)
+  for x, applied in (([1.0, jnp.inf], False), ([1.0, 0.0], True)):
+    counts = counts_of(jnp.array(x, jnp.float16))
+    updates, after = tx.update(w, opt_state, w, cotangents=[counts])
+    assert after.loss_scale_state.last_finite == applied
+    assert bool((updates != 0).all()) == applied
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_devices_hot_probe_lowers_the_scale_of_all(check_vma):
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  tx = ols.with_loss_scaling(
+    optax.sgd(1.0), ols.HeadroomLossScale(), axis_name="data"
+  )
+  x = jnp.full(8, 2.0**-10, jnp.float16).at[5].set(2.0**15)
+
+  def on_each(x):
+    counts = slots_grad(lambda x, s: jnp.vdot(ols.probe(x, s), x))(x, SLOT)
+    w = jnp.full(3, 2.0**-12)
+    _, opt_state = tx.update(w, tx.init(w), w, cotangents=counts)
+    return opt_state.loss_scale_state.loss_scale
+
+  fun = jax.shard_map(
+    on_each, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma
+  )
+  # The cotangent is x, of a loss that was multiplied by 2**15.
+  assert jax.jit(fun)(x) == 2.0**12
+
+
+@pytest.mark.parametrize(
+  "x, slot, error, message",
+  [
+    (jnp.array([1]), SLOT, TypeError, "x must be a float or complex array"),
+    ("x", SLOT, TypeError, "got x = 'x'"),
+    (X, jnp.zeros(42), ValueError, r"slot must be of shape \(..., 43\)"),
+    (X, 0.0, ValueError, r"got shape \(\). Slots come from probe_slots"),
+    (X, ols.probe_slots(3), ValueError, "Give each probe one slot"),
+    (X, SLOT.astype(jnp.float16), TypeError, "slot must be float32"),
+  ],
+)
+def test_a_wrong_call_says_what_to_do(x, slot, error, message):
+  with pytest.raises(error, match=message):
+    ols.probe(x, slot)
+
+
+def test_cotangents_that_are_no_counts_are_refused():
+  for reader in (ols.probe_metrics, fold_in_update):
+    with pytest.raises(ValueError, match=r"cotangents must be of shape"):
+      reader({"a": jnp.zeros(3)})
+
+
+def fold_in_update(cotangents):
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  return tx.update(X, tx.init(X), X, cotangents=cotangents)
+
+
+def test_probes_work_under_strict_promotion():
+  with jax.numpy_dtype_promotion("strict"):
+    counts = jax.jit(counts_of)(X)
+    ols.probe_metrics(counts)
+    fold_in_update(counts)
