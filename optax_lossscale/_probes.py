@@ -247,9 +247,12 @@ def _count_by_comparing(bins):
 
 def _largest(counts):
   """The largest float16 number in the highest bin that is not empty."""
-  tops = [0.0]
-  tops += [(2 - 2**-10) * 2.0**e for e in range(_LOWEST, _HIGHEST + 1)]
-  tops += [2.0**16]
+  # Numbers of a binade are 2**(e - 10) apart, subnormal ones 2**-24.
+  tops = [
+    2.0 ** (e + 1) - 2.0 ** max(e - 10, _LOWEST)
+    for e in range(_LOWEST, _HIGHEST + 1)
+  ]
+  tops = [0.0, *tops, 2.0**16]
   finite = counts[..., :_NONFINITE]
   return jnp.max(
     jnp.where(finite > 0, jnp.array(tops, jnp.float32), jnp.float32(0)), axis=-1
