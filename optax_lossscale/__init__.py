@@ -1,7 +1,13 @@
 """Loss scaling for Optax: float16 training in two changed lines."""
 
 from optax_lossscale._adaptive import HeadroomLossScale
-from optax_lossscale._diagnostics import loss_scale_metrics
+from optax_lossscale._diagnostics import (
+  finite_per_leaf,
+  loss_scale_metrics,
+  LossScaleError,
+  nonfinite_leaves,
+  raise_if_stuck,
+)
 from optax_lossscale._logmax import LogMaxLossScale
 from optax_lossscale._policies import (
   DynamicLossScale,
@@ -9,6 +15,7 @@ from optax_lossscale._policies import (
   LossScale,
 )
 from optax_lossscale._probes import probe, probe_metrics, probe_slots
+from optax_lossscale._report import gradient_report
 from optax_lossscale._scaling import (
   all_finite,
   grad,
@@ -32,15 +39,20 @@ __all__ = [
   "HeadroomLossScale",
   "LogMaxLossScale",
   "LossScale",
+  "LossScaleError",
   "LossScaleState",
   "LossScalingState",
   "all_finite",
+  "finite_per_leaf",
   "get_loss_scale_state",
   "grad",
+  "gradient_report",
   "loss_scale_metrics",
+  "nonfinite_leaves",
   "probe",
   "probe_metrics",
   "probe_slots",
+  "raise_if_stuck",
   "scale_loss",
   "select_if_finite",
   "set_loss_scale",

@@ -1,0 +1,293 @@
+"""``gradient_report``: what a dtype does to gradients at a loss scale."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _leaves, _state
+
+
+class GradientStats(NamedTuple):
+  """What is known of one leaf, or of all; a row of a report.
+
+  Attributes:
+    name: the path in the tree, such as ``"layers/0/weight"``.
+    shape: the shape; ``()`` for the total.
+    dtype: the dtype as a string; empty for the total.
+    size: how many entries.
+    largest: the largest finite magnitude, unscaled.
+    smallest: the smallest non-zero magnitude, unscaled; 0 if there is none.
+    zero: the share of entries that are zero as they are.
+    flushed: the share that becomes zero.
+    subnormal: the share that becomes subnormal, and loses bits.
+    overflow: the share that becomes infinite.
+    nonfinite: the share that is inf or NaN as it is.
+    best_scales: two integers, log2 of the smallest and of the largest scale
+      that lose least: no entry overflows, and as few as possible are flushed.
+      None if all entries are zero, when no scale is better than another.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: str
+  size: int
+  largest: float
+  smallest: float
+  zero: float
+  flushed: float
+  subnormal: float
+  overflow: float
+  nonfinite: float
+  best_scales: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientReport:
+  """What :func:`gradient_report` found; prints as a table.
+
+  Attributes:
+    dtype: the dtype that the shares are about, as a string.
+    loss_scale: the loss scale that they are about.
+    leaves: a :class:`GradientStats` for each leaf.
+    total: the same for all of them together.
+  """
+
+  dtype: str
+  loss_scale: float
+  leaves: tuple[GradientStats, ...]
+  total: GradientStats
+
+  def sorted_by(self, column: str, reverse: bool = True) -> "GradientReport":
+    """Returns the report with its leaves in another order.
+
+    Args:
+      column: a field of :class:`GradientStats`.
+      reverse: whether the largest come first.
+
+    Returns:
+      Another :class:`GradientReport`.
+
+    Raises:
+      ValueError: if there is no such column.
+    """
+    if column not in GradientStats._fields:
+      raise ValueError(
+        f"column must be one of {', '.join(GradientStats._fields)}, got column"
+        f" = {column!r}."
+      )
+    # None, which says that any scale will do, comes before all others.
+    key = lambda row: (
+      getattr(row, column) is not None,
+      getattr(row, column) or 0,
+    )
+    leaves = sorted(self.leaves, key=key, reverse=reverse)
+    return dataclasses.replace(self, leaves=tuple(leaves))
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the rows as dicts: ``"leaves"`` by name, and ``"total"``."""
+    return {
+      "leaves": {row.name: row._asdict() for row in self.leaves},
+      "total": self.total._asdict(),
+    }
+
+  def __str__(self):
+    header = (
+      "", "shape", "dtype", "largest", "smallest", "zero", "flushed",
+      "subnormal", "overflow", "nonfinite", "best scales",
+    )  # fmt: skip
+    table = [header, *map(_format_row, [*self.leaves, self.total])]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+      "  ".join(
+        cell.ljust(width) if i < 3 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+      ).rstrip()
+      for row in table
+    ]
+    return f"In {self.dtype}, times {self.loss_scale:g}:\n" + "\n".join(lines)
+
+
+def gradient_report(
+  grads: Any, dtype: Any = jnp.float16, loss_scale: Any = 1.0
+) -> GradientReport:
+  """Tells what a dtype would do to gradients at a loss scale.
+
+  To be called outside ``jit``. Each leaf is reduced where it lies, sharded or
+  not, and only the counts are read back.
+
+  Args:
+    grads: a pytree of true gradients, best computed in float32: those that
+      float16 has flushed already are zeros here.
+    dtype: a float dtype of at most 32 bits.
+    loss_scale: what they would be multiplied by: a number, or a pytree that
+      holds exactly one :class:`LossScaleState`.
+
+  Returns:
+    A :class:`GradientReport` with ``leaves`` and ``total``, which prints as a
+    table; ``sorted_by("flushed")`` and ``as_dict()`` are its methods. In the
+    table, "best scales" are those that lose least: with them no entry
+    overflows, and as few as possible are flushed to zero.
+
+  Raises:
+    TypeError: if ``dtype`` is no such dtype, ``loss_scale`` is not a number,
+      or under ``jit``.
+    ValueError: if ``loss_scale`` is out of range.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> grads = {"w": jnp.array([1e-3, 1e-5, 1e-8, 0.0]), "b": jnp.ones(2)}
+    >>> report = ols.gradient_report(grads, jnp.float16)
+    >>> print(f"{report.total.flushed:.1%} are flushed")
+    16.7% are flushed
+    >>> for leaf in report.sorted_by("flushed").leaves:
+    ...   low, high = leaf.best_scales
+    ...   print(f"{leaf.name}: {leaf.flushed:.0%}, best 2^{low} to 2^{high}")
+    w: 25%, best 2^2 to 2^25
+    b: 0%, best 2^-24 to 2^15
+  """
+  dtype = as_small_float(dtype)
+  scale = as_scale(loss_scale)
+  named = _leaves.named_grads(grads, "gradient_report")
+  limits = limits_of(dtype)
+  with np.errstate(over="ignore"):  # float32 itself becomes inf at inf.
+    args = np.float32(scale), *map(np.float32, limits)
+  # All are on their way before the first is read.
+  measured = jax.device_get([_measure(leaf, *args) for _, leaf in named])
+  rows = [
+    _make_row(name, leaf.shape, str(leaf.dtype), leaf.size, found, limits)
+    for (name, leaf), found in zip(named, measured, strict=True)
+  ]
+  total_size = sum(leaf.size for _, leaf in named)
+  total = _make_row("total", (), "", total_size, _add_up(measured), limits)
+  return GradientReport(str(dtype), scale, tuple(rows), total)
+
+
+class _Limits(NamedTuple):
+  """Where rounding to a dtype changes its kind."""
+
+  zero: float  # up to here a number becomes zero
+  normal: float  # from here on it is normal
+  inf: float  # from here on it is infinite
+
+
+class _Measured(NamedTuple):
+  """What is read back of one leaf."""
+
+  largest: Any
+  smallest: Any  # inf if there is none
+  zero: Any
+  flushed: Any
+  subnormal: Any
+  overflow: Any
+  nonfinite: Any
+
+
+@_leaves.reduce_on_device
+def _measure(xp, leaf, scale, zero, normal, inf):
+  finite = xp.isfinite(leaf)
+  size = _leaves.magnitude(xp, leaf)
+  nonzero = finite & (size > 0)
+  # Zeros where it is not finite, so that nothing warns.
+  scaled = xp.where(finite, size, 0) * scale
+  count = lambda mask: _leaves.count(xp, mask)
+  return _Measured(
+    largest=xp.max(size, initial=0, where=nonzero),
+    smallest=xp.min(size, initial=xp.inf, where=nonzero),
+    zero=count(size == 0),
+    flushed=count(nonzero & (scaled <= zero)),
+    subnormal=count((scaled > zero) & (scaled < normal)),
+    overflow=count(scaled >= inf),
+    nonfinite=count(~finite),
+  )
+
+
+def _add_up(measured):
+  """All leaves as one; Python numbers, which do not overflow."""
+  counts = [
+    sum(int(getattr(found, name)) for found in measured)
+    for name in _Measured._fields[2:]
+  ]
+  return _Measured(
+    max((float(found.largest) for found in measured), default=0.0),
+    min((float(found.smallest) for found in measured), default=math.inf),
+    *counts,
+  )
+
+
+def _make_row(name, shape, dtype, size, found, limits):
+  largest, smallest = float(found.largest), float(found.smallest)
+  shares = [int(number) / max(size, 1) for number in found[2:]]
+  return GradientStats(
+    name,
+    tuple(shape),
+    dtype,
+    size,
+    largest,
+    smallest if largest > 0 else 0.0,
+    *shares,
+    _best_scales(largest, smallest, limits),
+  )
+
+
+def _best_scales(largest, smallest, limits):
+  if largest == 0:
+    return None
+  # The largest power of two that keeps the largest entry below inf, and the
+  # smallest that lifts the smallest entry above zero.
+  high = math.ceil(math.log2(limits.inf) - math.log2(largest)) - 1
+  low = math.floor(math.log2(limits.zero) - math.log2(smallest)) + 1
+  bound = round(math.log2(_state.LARGEST_SCALE))
+  high = min(max(high, -bound), bound)
+  return max(min(low, high), -bound), high
+
+
+def as_small_float(dtype: Any) -> np.dtype:
+  """The dtype, checked."""
+  dtype = np.dtype(dtype)
+  if not jnp.issubdtype(dtype, jnp.floating) or dtype == np.float64:
+    raise TypeError(
+      "dtype must be a float dtype of at most 32 bits, such as float16, got"
+      f" dtype = {dtype}."
+    )
+  return dtype
+
+
+def as_scale(loss_scale: Any) -> float:
+  """The scale, checked, that a number or a state stands for."""
+  if _state.holds_loss_scale(loss_scale):
+    loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
+  _state.check_number(
+    "loss_scale", loss_scale, _state.SMALLEST_SCALE, _state.LARGEST_SCALE
+  )
+  return float(loss_scale)
+
+
+def limits_of(dtype: np.dtype) -> _Limits:
+  """Where rounding to a dtype changes the kind of a number."""
+  info = jnp.finfo(dtype)
+  top = float(info.max)
+  # Half a unit in the last place above the largest, a number rounds to inf.
+  last_place = 2.0 ** math.floor(math.log2(top)) * float(info.eps)
+  return _Limits(
+    zero=float(info.smallest_subnormal) / 2,
+    normal=float(info.smallest_normal),
+    inf=top + last_place / 2,
+  )
+
+
+def _format_row(row):
+  low, high = row.best_scales or (None, None)
+  return (
+    row.name,
+    str(list(row.shape)) if row.dtype else str(row.size),
+    row.dtype,
+    f"{row.largest:.3g}",
+    f"{row.smallest:.3g}",
+    *(f"{share:.1%}" for share in row[6:11]),
+    "any" if low is None else f"2^{low} to 2^{high}",
+  )

@@ -1,0 +1,250 @@
+"""Pictures of gradients and loss scales, drawn with matplotlib if installed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _leaves, _report
+
+__all__ = [
+  "ExponentHistogram",
+  "exponent_histogram",
+  "plot_exponents",
+  "plot_loss_scale",
+]
+
+# floor(log2) of the magnitudes that there are: of float64, subnormals included.
+_LOWEST, _HIGHEST = -1074, 1023
+
+
+class ExponentHistogram(NamedTuple):
+  """How many entries there are of each power of two.
+
+  Attributes:
+    exponents: int array of floor(log2(magnitude)), without gaps, ascending.
+    counts: int array of the same length: how many entries have this exponent.
+    zero_count: how many entries are zero.
+    nonfinite_count: how many are inf or NaN.
+  """
+
+  exponents: np.ndarray
+  counts: np.ndarray
+  zero_count: int
+  nonfinite_count: int
+
+
+def exponent_histogram(tree: Any) -> ExponentHistogram:
+  """Counts the entries of a tree by their power of two.
+
+  To be called outside ``jit``. Each leaf is counted where it lies, sharded or
+  not, and only the counts are read back. Needs no matplotlib.
+
+  Args:
+    tree: a pytree of gradients, or of anything else in float or complex.
+
+  Returns:
+    An :class:`ExponentHistogram` of all leaves together. A subnormal float32
+    number counts as zero where the device takes it as that.
+
+  Raises:
+    TypeError: if called under ``jit``.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import plots
+    >>> found = plots.exponent_histogram([jnp.array([0.5, 0.6, 2.0, 0.0])])
+    >>> print(found.exponents, found.counts, found.zero_count)
+    [-1  0  1] [2 0 1] 1
+  """
+  leaves = _leaves.named_grads(tree, "exponent_histogram")
+  # All are on their way before the first is read.
+  found = jax.device_get([_count_exponents(leaf) for _, leaf in leaves])
+  total = np.zeros(_HIGHEST - _LOWEST + 1, np.int64)
+  for counts, _, _ in found:
+    total += np.asarray(counts, np.int64)
+  (used,) = np.nonzero(total)
+  span = slice(used[0], used[-1] + 1) if used.size else slice(0)
+  return ExponentHistogram(
+    np.arange(_LOWEST, _HIGHEST + 1)[span],
+    total[span],
+    zero_count=sum(int(zeros) for _, zeros, _ in found),
+    nonfinite_count=sum(int(nonfinite) for _, _, nonfinite in found),
+  )
+
+
+def plot_exponents(
+  grads: Any,
+  dtype: Any = jnp.float16,
+  loss_scale: Any = 1.0,
+  *,
+  ax: Any = None,
+) -> Any:
+  """Draws how large gradients are, beside what a dtype can hold.
+
+  The picture in which Micikevicius et al. showed why losses are scaled: the
+  share of entries of each power of two, as they are and times the loss scale,
+  over the ranges where the dtype is normal, subnormal or zero.
+
+  Args:
+    grads: a pytree of true gradients, best computed in float32.
+    dtype: a float dtype of at most 32 bits.
+    loss_scale: a number, or a pytree that holds exactly one
+      :class:`LossScaleState`.
+    ax: the matplotlib axes to draw on; by default, those of a new figure.
+
+  Returns:
+    The matplotlib axes.
+
+  Raises:
+    ImportError: if matplotlib is not installed.
+    TypeError: if an argument is of the wrong type, or under ``jit``.
+    ValueError: if ``loss_scale`` is out of range.
+
+  References:
+    Micikevicius et al, `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018
+  """
+  dtype = _report.as_small_float(dtype)
+  scale = _report.as_scale(loss_scale)
+  limits = _report.limits_of(dtype)
+  found = exponent_histogram(grads)
+  if ax is None:
+    ax = _new_axes("plot_exponents")
+
+  size = found.counts.sum() + found.zero_count + found.nonfinite_count
+  shares = 100 * found.counts / max(size, 1)
+  shift = np.log2(scale)
+  zero, normal, inf = np.log2(limits)
+  left = min([zero - 10, *found.exponents])
+  right = max([inf + 4, *found.exponents + shift + 1])
+  bands = (
+    (left, zero, "tab:red", f"zero in {dtype}"),
+    (zero, normal, "gold", "subnormal: loses bits"),
+    (normal, inf, "tab:green", "normal"),
+    (inf, right, "tab:purple", "overflow"),
+  )
+  for start, end, color, label in bands:
+    ax.axvspan(start, end, color=color, alpha=0.15, linewidth=0, label=label)
+  style = {"width": 1.0, "align": "edge"}
+  ax.bar(found.exponents, shares, color="gray", label="gradients", **style)
+  if scale != 1:
+    ax.bar(
+      found.exponents + shift,
+      shares,
+      fill=False,
+      edgecolor="tab:blue",
+      label=f"times the loss scale, {_power_of_two(shift)}",
+      **style,
+    )
+  ax.set_xlim(left, right)
+  ax.set_xlabel("log₂ of the magnitude")
+  ax.set_ylabel("% of the entries")
+  ax.set_title(f"{found.zero_count / max(size, 1):.1%} are zero as they are")
+  ax.legend(fontsize="small")
+  return ax
+
+
+def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
+  """Draws the loss scale over the steps, and the steps that were skipped.
+
+  Args:
+    history: what :func:`~optax_lossscale.loss_scale_metrics` returned after
+      each step: a sequence of dicts, or one dict of arrays, as ``lax.scan``
+      stacks them. Needs ``"loss_scale"``; skipped steps are drawn if there is
+      ``"last_finite"``. Or an array of scales alone.
+    ax: the matplotlib axes to draw on; by default, those of a new figure.
+
+  Returns:
+    The matplotlib axes.
+
+  Raises:
+    ImportError: if matplotlib is not installed.
+    ValueError: if ``history`` holds no scales.
+  """
+  scales, skipped = _read_history(history)
+  if ax is None:
+    ax = _new_axes("plot_loss_scale")
+  steps = np.arange(scales.size)
+  ax.step(steps, scales, where="post", color="tab:blue", label="loss scale")
+  if skipped is not None and skipped.any():
+    label = f"skipped steps: {skipped.sum()} of {skipped.size}"
+    ax.plot(steps[skipped], scales[skipped], "x", color="tab:red", label=label)
+  ax.set_yscale("log", base=2)
+  ax.set_xlabel("step")
+  ax.set_ylabel("loss scale after the step")
+  ax.grid(alpha=0.3)
+  ax.legend()
+  return ax
+
+
+@_leaves.reduce_on_device
+def _count_exponents(xp, leaf):
+  """Counts by exponent from _LOWEST to _HIGHEST, of zeros, of inf and NaN."""
+  size = _leaves.magnitude(xp, leaf)
+  finite = xp.isfinite(leaf)
+  counted = finite & (size > 0)
+  _, exponents = xp.frexp(xp.where(counted, size, 1))
+  index = xp.where(counted, exponents - 1 - _LOWEST, -1)
+  zeros = _leaves.count(xp, size == 0)
+  nonfinite = _leaves.count(xp, ~finite)
+  length = _HIGHEST - _LOWEST + 1
+  if xp is np:
+    return np.bincount(index[counted], minlength=length), zeros, nonfinite
+
+  # A sum for each exponent that occurs, rather than a scatter, which would
+  # gather a sharded array.
+  def count_one(i, counts):
+    return counts.at[i].set(_leaves.count(xp, index == i))
+
+  first = xp.min(xp.where(counted, index, length), initial=length)
+  last = xp.max(index, initial=-1)
+  counts = lax.fori_loop(
+    first, last + 1, count_one, jnp.zeros(length, jnp.uint32)
+  )
+  return counts, zeros, nonfinite
+
+
+def _read_history(history):
+  """The scales, and whether each step was skipped, or None; numpy arrays."""
+  if isinstance(history, Sequence) and all(
+    isinstance(metrics, Mapping) for metrics in history
+  ):
+    # Of an empty sequence nothing is left, and it is told below.
+    keys = {"loss_scale", "last_finite"}.intersection(*history)
+    history = {key: [metrics[key] for metrics in history] for key in keys}
+  if not isinstance(history, Mapping):
+    history = {"loss_scale": history}
+  if "loss_scale" not in history:
+    raise ValueError(
+      'history must hold "loss_scale", as what loss_scale_metrics returns does,'
+      f" got {', '.join(map(repr, history)) or 'nothing'}."
+    )
+  history = jax.device_get(dict(history))
+  scales = np.asarray(history["loss_scale"], np.float32)
+  if scales.ndim != 1 or not scales.size:
+    raise ValueError(
+      "history must hold a scale for each step, got scales of shape"
+      f" {scales.shape}."
+    )
+  if "last_finite" not in history:
+    return scales, None
+  return scales, ~np.asarray(history["last_finite"], bool)
+
+
+def _new_axes(caller):
+  try:
+    from matplotlib import pyplot as plt
+  except ImportError as error:
+    raise ImportError(
+      f"{caller} needs matplotlib, which is not installed. Run `pip install"
+      " matplotlib`."
+    ) from error
+  return plt.subplots(figsize=(8, 3.5), layout="constrained")[1]
+
+
+def _power_of_two(log2):
+  return f"$2^{{{log2:.4g}}}$"
