@@ -1,5 +1,6 @@
 """Loss scaling for Optax: float16 training in two changed lines."""
 
+from optax_lossscale import interop as interop
 from optax_lossscale._adaptive import HeadroomLossScale
 from optax_lossscale._diagnostics import (
   finite_per_leaf,
