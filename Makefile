@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 PYTEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly check clean
+.PHONY: help demo test nightly check docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -25,6 +25,13 @@ check: $(VENV)/installed-test ## Run the linter, the formatter's check and the t
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: ## Build the pages in docs/_build/html, with the notebooks executed
+	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs
+	.venv-docs/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+dist: $(VENV)/installed-dist ## Build the source and the binary distribution
+	$(BIN)/python -m build --outdir dist
 
 clean: ## Remove what the targets made
 	rm -rf .venv* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache
