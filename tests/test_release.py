@@ -1,0 +1,99 @@
+"""What is published: both distributions are built, looked into, and used."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+
+import pytest
+
+import optax_lossscale as ols
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAME = f"optax_lossscale-{ols.__version__}"
+
+
+def run(*command, cwd):
+  """What a command prints; its errors are in the message if it fails."""
+  done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+  """The folder with both, the wheel built from the source distribution."""
+  out = tmp_path_factory.mktemp("dist")
+  # `make dist` without --no-isolation, which makes an environment of its own
+  # and installs the same flit_core into it.
+  build = sys.executable, "-m", "build", "--no-isolation"
+  run(*build, "--outdir", str(out), str(ROOT), cwd=out)
+  return out
+
+
+def test_there_is_one_source_distribution_and_one_wheel(dist):
+  names = [path.name for path in sorted(dist.iterdir())]
+  assert names == [f"{NAME}-py3-none-any.whl", f"{NAME}.tar.gz"]
+
+
+def test_the_wheel_holds_the_package_its_types_and_the_license_alone(dist):
+  with zipfile.ZipFile(dist / f"{NAME}-py3-none-any.whl") as wheel:
+    names = wheel.namelist()
+    metadata = wheel.read(f"{NAME}.dist-info/METADATA").decode()
+  assert "optax_lossscale/py.typed" in names
+  assert f"{NAME}.dist-info/licenses/LICENSE" in names
+  assert {name.split("/")[0] for name in names} == {
+    "optax_lossscale",
+    f"{NAME}.dist-info",
+  }
+  ours = {
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "optax_lossscale").rglob("*")
+    if path.suffix in {".py", ".typed"}
+  }
+  assert {n for n in names if n.startswith("optax_lossscale/")} == ours
+  required = re.findall(r"^Requires-Dist: (\w+)(?!.*extra ==)", metadata, re.M)
+  assert sorted(required) == ["jax", "optax"]
+
+
+def test_the_source_distribution_can_be_built_from_and_is_small(dist):
+  with tarfile.open(dist / f"{NAME}.tar.gz") as sdist:
+    names = {name.removeprefix(f"{NAME}/") for name in sdist.getnames()}
+  assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+  folders = {name.split("/")[0] for name in names if "/" in name}
+  assert folders == {"optax_lossscale"}
+
+
+def test_the_readmes_first_example_runs_with_the_wheel_in_an_empty_environment(
+  dist, tmp_path
+):
+  python = make_environment(tmp_path / "venv", dist)
+  readme = (ROOT / "README.md").read_text()
+  example = re.search(r"^```python\n(.*?)^```", readme, re.M | re.S)[1]
+  example += "print(ols.__file__)\n"
+  out = run(python, "-c", example, cwd=tmp_path)
+  assert "32768.0" in out
+  # The installed package, and not this folder.
+  assert str(tmp_path / "venv") in out
+
+
+def make_environment(folder, dist):
+  """An environment with the wheel in it; its Python.
+
+  jax and optax, which take minutes to install, are those of this environment:
+  it comes last on the path of the new one, as a folder of packages without the
+  `.pth` files in it, one of which leads to this folder.
+  """
+  venv.create(folder, with_pip=False)
+  python = str(folder / "bin" / "python")
+  wheel = str(dist / f"{NAME}-py3-none-any.whl")
+  pip = (sys.executable, "-m", "pip", f"--python={python}", "install")
+  run(*pip, "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
+  (packages,) = folder.glob("lib/python*/site-packages")
+  ours = sysconfig.get_paths()["purelib"]
+  (packages / "borrowed.pth").write_text(f"{ours}\n")
+  return python
