@@ -247,14 +247,19 @@ def _unboxed(state):
   if isinstance(state, Mapping):
     state = LossScaleState(**state)
   return jax.tree.map(
-    lambda x: x.value if _is_box(x) else x, state, is_leaf=_is_box
+    lambda x: jax.tree.leaves(x)[0] if _is_box(x) else x,
+    state,
+    is_leaf=_is_box,
   )
 
 
 def _is_box(x):
   """Whether x is a variable around one array, as Flax NNX keeps them."""
   is_container = isinstance(x, (tuple, list, Mapping))
-  return not is_container and hasattr(x, "value") and jax.tree.leaves(x) != [x]
+  if is_container or jax.tree_util.all_leaves([x]):
+    return False
+  # By its name alone: to read it off an nnx.Variable is deprecated.
+  return "value" in dir(x)
 
 
 def _key_name(key):
