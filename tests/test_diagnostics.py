@@ -1,0 +1,249 @@
+"""Which leaves overflow, and why a run is stuck."""
+
+from array_kinds import AS_ARRAYS, bad_weight, shard
+import equinox as eqx
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import _diagnostics, _report, plots
+
+NAN, INF = float("nan"), float("inf")
+BAD = bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
+
+as_arrays = pytest.mark.parametrize("kind", AS_ARRAYS)
+
+
+@as_arrays
+def test_the_counts_and_the_first_index_of_a_bad_leaf_are_told(kind):
+  tree = {"good": jnp.ones(3), "bad": AS_ARRAYS[kind](BAD)}
+  (leaf,) = ols.nonfinite_leaves(tree)
+  assert leaf._asdict() == {
+    "name": "bad",
+    "shape": (4, 8),
+    "dtype": tree["bad"].dtype,
+    "inf_count": 2,
+    "nan_count": 1,
+    "first_index": (1, 2),
+  }
+
+
+@pytest.mark.parametrize(
+  "index", [(0, 0, 0), (0, 2, 1), (2, 0, 0), (2, 3, 4), (1, 0, 4)]
+)
+def test_the_first_index_is_the_first_in_row_major_order(index):
+  x = np.zeros((3, 4, 5), np.float32)
+  flat = np.ravel_multi_index(index, x.shape)
+  x.reshape(-1)[flat:] = NAN
+  for leaf in x, jnp.asarray(x):
+    assert ols.nonfinite_leaves(leaf)[0].first_index == index
+
+
+def test_a_scalar_an_empty_leaf_and_a_python_number_are_looked_at():
+  tree = [jnp.array(INF), np.zeros((0, 3), np.float32), NAN, 2.0, 3, None]
+  found = ols.nonfinite_leaves(tree)
+  assert [(leaf.name, leaf.first_index) for leaf in found] == [
+    ("0", ()),
+    ("2", ()),
+  ]
+  assert "first at the scalar itself" in str(found[0])
+
+
+def test_a_finite_float64_of_numpy_is_not_cut_to_an_infinite_float32():
+  grads = {"w": np.array([1e300, 1.0])}
+  assert ols.nonfinite_leaves(grads) == []
+  assert ols.gradient_report(grads).total.largest == 1e300
+
+
+def test_leaves_that_are_no_gradients_are_left_out():
+  tree = {
+    "int": jnp.arange(3),
+    "bool": jnp.array(True),
+    "key": jax.random.key(0),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "masked": optax.MaskedNode(),
+    "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
+    "_overwrite_with_gradient": {"scale": jnp.array(INF)},
+    "w": jnp.array([1.0, 0.0]),
+    "c": jnp.array([1 + 2j]),
+  }
+  assert ols.nonfinite_leaves(tree) == []
+  report = ols.gradient_report(tree)
+  assert [leaf.name for leaf in report.leaves] == ["c", "w"]
+  assert plots.exponent_histogram(tree).counts.sum() == 2
+  flags = ols.finite_per_leaf(tree)
+  assert all(jax.tree.leaves(flags))
+
+
+def test_nnx_and_equinox_leaves_are_named_as_their_users_name_them():
+  class Model(nnx.Module):
+    def __init__(self):
+      rngs = nnx.Rngs(0)
+      self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+      for layer in self.layers:
+        x = layer(x)
+      return jnp.sum(x)
+
+  model = Model()
+  model.layers[1].bias[...] = jnp.array([1.0, NAN])
+  mlp = eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0))
+  mlp = eqx.tree_at(lambda m: m.layers[1].bias, mlp, jnp.array([1.0, NAN]))
+
+  for tree in model, nnx.state(model), mlp:
+    (leaf,) = ols.nonfinite_leaves(tree)
+    assert (leaf.name, leaf.first_index) == ("layers/1/bias", (1,))
+    assert ols.gradient_report(tree).total.nonfinite > 0
+    assert plots.exponent_histogram(tree).nonfinite_count == 1
+
+  grads = nnx.grad(lambda model: model(jnp.full((1, 2), INF)))(model)
+  assert "layers/0/kernel" in [
+    leaf.name for leaf in ols.nonfinite_leaves(grads)
+  ]
+
+
+def test_flags_per_leaf_leave_a_jitted_step():
+  tree = {"a": jnp.ones(2), "b": [jnp.array([1.0, NAN]), shard(BAD)], "n": 3}
+  flags = jax.jit(ols.finite_per_leaf)(tree)
+  assert jax.tree.map(bool, flags) == {
+    "a": True,
+    "b": [False, False],
+    "n": True,
+  }
+
+
+@pytest.mark.parametrize(
+  "reads_values",
+  [
+    ols.nonfinite_leaves,
+    ols.gradient_report,
+    plots.exponent_histogram,
+    lambda x: ols.raise_if_stuck(
+      ols.FixedLossScale(1.0).init()._replace(notfinite_count=x[0])
+    ),
+  ],
+  ids=["nonfinite_leaves", "gradient_report", "exponent_histogram", "stuck"],
+)
+def test_under_jit_the_error_says_to_call_it_outside(reads_values):
+  with pytest.raises(TypeError, match="must be called outside jit"):
+    jax.jit(reads_values)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("axis_type", list(AxisType)[:2])
+@pytest.mark.parametrize("name", ["find", "measure", "count"])
+def test_a_sharded_leaf_is_never_gathered(name, axis_type):
+  reduce, args = {
+    "find": (_diagnostics._find_nonfinite, ()),
+    "measure": (_report._measure, (1.0, 1e-8, 1e-5, 65520.0)),
+    "count": (plots._count_exponents, ()),
+  }[name]
+  leaf = shard(jnp.ones((64, 64)), axis_type)
+  text = reduce.on_device.lower(leaf, *args).compile().as_text()
+  assert "all-reduce" in text
+  for gathers in ("all-gather", "all-to-all", "collective-permute", "64,64"):
+    assert gathers not in text
+
+
+def stuck(policy, skips):
+  state = policy.init()
+  for _ in range(skips):
+    state = policy.adjust(state, jnp.array(False))
+  return state
+
+
+AT_FLOOR = stuck(ols.DynamicLossScale(init_scale=2.0), 5)
+FIXED = stuck(ols.FixedLossScale(1024.0), 5)
+
+
+@pytest.mark.parametrize(
+  "state, grads, messages",
+  [
+    (AT_FLOOR, None, ["lowest allowed", "overflow or are NaN", "Pass grads"]),
+    (
+      AT_FLOOR,
+      {"w": jnp.array([1.0, INF]), "v": jnp.array(NAN)},
+      [
+        "lowest allowed",
+        "still overflow: lower min_scale",
+        "\n  v float32[]: 0 inf, 1 NaN",
+        "\n  w float32[2]: 1 inf, 0 NaN of 2, first at [1]",
+      ],
+    ),
+    (
+      AT_FLOOR,
+      {"w": jnp.array([1.0, NAN])},
+      ["NaN, none of them infinite; no loss scale can cure it", "\n  w float"],
+    ),
+    (FIXED, None, ["is 1024, above the lowest", "Use DynamicLossScale"]),
+    (FIXED, {"w": jnp.array(INF)}, ["is 1024", "not finite:\n  w float32"]),
+    (FIXED, {"w": jnp.array(NAN)}, ["is 1024", "If a NaN is the model's own"]),
+    (AT_FLOOR, {"w": jnp.ones(2)}, ["given are finite", "check_updates"]),
+  ],
+)
+def test_the_error_tells_a_scale_at_its_floor_from_nans(state, grads, messages):
+  with pytest.raises(ols.LossScaleError) as error:
+    ols.raise_if_stuck({"opt": state}, max_consecutive_skips=5, grads=grads)
+  for message in ["The last 5 steps were all skipped.", *messages]:
+    assert message in str(error.value)
+
+
+def test_below_the_limit_or_after_a_finite_step_nothing_is_raised():
+  ols.raise_if_stuck(AT_FLOOR, max_consecutive_skips=6)
+  ols.raise_if_stuck(AT_FLOOR)
+  recovered = ols.DynamicLossScale().adjust(AT_FLOOR, jnp.array(True))
+  ols.raise_if_stuck(recovered, max_consecutive_skips=1)
+
+
+def test_of_many_members_the_worst_is_told():
+  states = jax.tree.map(
+    lambda *leaves: jnp.stack(leaves), ols.FixedLossScale(4.0).init(), FIXED
+  )
+  with pytest.raises(ols.LossScaleError, match=r"last 5 steps .* is 1024"):
+    ols.raise_if_stuck(states, max_consecutive_skips=5)
+
+
+def test_the_floor_is_that_of_the_policy_that_the_caller_names():
+  policy = ols.DynamicLossScale(init_scale=256.0, min_scale=128.0)
+  state = stuck(policy, 5)
+  with pytest.raises(ols.LossScaleError, match="above the lowest allowed"):
+    ols.raise_if_stuck(state, 5)
+  with pytest.raises(ols.LossScaleError, match="is 128, the lowest allowed"):
+    ols.raise_if_stuck(state, 5, min_scale=policy.min_scale)
+
+
+@pytest.mark.parametrize(
+  "kwargs, error",
+  [
+    ({"max_consecutive_skips": 0}, ValueError),
+    ({"max_consecutive_skips": 2.5}, ValueError),
+    ({"max_consecutive_skips": True}, TypeError),
+    ({"min_scale": 0.0}, ValueError),
+    ({"min_scale": "low"}, TypeError),
+  ],
+)
+def test_raise_if_stuck_refuses_wrong_arguments_even_if_not_stuck(
+  kwargs, error
+):
+  (name,) = kwargs
+  with pytest.raises(error, match=f"{name} must be"):
+    ols.raise_if_stuck(ols.FixedLossScale(1.0).init(), **kwargs)
+
+
+def test_a_real_run_that_cannot_be_saved_is_reported():
+  tx = ols.with_loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(4.0))
+  params = {"w": jnp.array([1.0, 0.0])}
+  opt_state = tx.init(params)
+  # The derivative of the square root at zero is infinite at any scale.
+  loss_fn = lambda params: jnp.sum(jnp.sqrt(params["w"]))
+  for _ in range(4):
+    _, grads = ols.value_and_grad(loss_fn, opt_state)(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+  with pytest.raises(ols.LossScaleError, match=r"w float32\[2\]: 1 inf"):
+    ols.raise_if_stuck(opt_state, max_consecutive_skips=4, grads=grads)

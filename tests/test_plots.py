@@ -1,0 +1,121 @@
+"""The histogram and the pictures show what is there."""
+
+import builtins
+import sys
+
+from array_kinds import AS_ARRAYS, bad_weight
+from jax import lax
+import jax.numpy as jnp
+import matplotlib
+import matplotlib.figure
+import matplotlib.pyplot
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import plots
+
+INF = float("inf")
+
+matplotlib.use("agg")
+
+as_arrays = pytest.mark.parametrize("kind", AS_ARRAYS)
+
+
+@as_arrays
+def test_the_histogram_counts_entries_by_their_power_of_two(kind):
+  x = bad_weight(
+    [(0, 0), (0, 1), (0, 2), (3, 7), (2, 2)], [0.0, 0.25, -0.4, INF, 2.0]
+  )
+  found = plots.exponent_histogram([AS_ARRAYS[kind](x)])
+  assert found.exponents.tolist() == [-2, -1, 0, 1]
+  assert found.counts.tolist() == [2, 0, 27, 1]
+  assert (found.zero_count, found.nonfinite_count) == (1, 1)
+
+
+def test_the_histogram_holds_the_whole_range_of_float32_and_float64():
+  x = np.array([2.0**-126, 2.0**127, 1.5 * 2.0**127], np.float32)
+  for leaf in x, jnp.asarray(x):
+    found = plots.exponent_histogram(leaf)
+    assert (found.exponents[0], found.exponents[-1]) == (-126, 127)
+    assert (found.counts[0], found.counts[-1]) == (1, 2)
+  found = plots.exponent_histogram(np.array([5e-324, 1e308]))
+  assert (found.exponents[0], found.exponents[-1]) == (-1074, 1023)
+
+
+def test_the_histogram_of_nothing_is_empty():
+  found = plots.exponent_histogram([jnp.zeros(3), jnp.zeros((0, 2))])
+  assert found.counts.size == found.exponents.size == 0
+  assert found.zero_count == 3
+
+
+def test_the_plot_of_exponents_shows_the_gradients_and_the_scaled_ones():
+  grads = {"w": jnp.array([2.0**-30, 2.0**-28, 2.0**-28, 0.0])}
+  ax = plots.plot_exponents(grads, loss_scale=2.0**15)
+  bars, scaled = ax.containers
+  heights = {bar.get_x(): bar.get_height() for bar in bars}
+  assert heights == {-30: 25.0, -29: 0.0, -28: 50.0}
+  assert [bar.get_x() for bar in scaled] == [-15, -14, -13]
+  labels = ax.get_legend_handles_labels()[1]
+  assert "zero in float16" in labels
+  assert "times the loss scale, $2^{15}$" in labels
+  assert ax.get_title() == "25.0% are zero as they are"
+  matplotlib.pyplot.close("all")
+
+
+def test_the_plots_draw_on_the_axes_that_they_are_given():
+  axes = matplotlib.figure.Figure().subplots(2)
+  grads = [jnp.zeros(2), jnp.array([1e30])]
+  assert plots.plot_exponents(grads, jnp.bfloat16, ax=axes[0]) is axes[0]
+  assert plots.plot_loss_scale([1.0, 2.0], ax=axes[1]) is axes[1]
+  assert not matplotlib.pyplot.get_fignums()
+
+
+def test_the_plot_of_the_scale_takes_what_a_loop_or_a_scan_collected():
+  policy = ols.DynamicLossScale(init_scale=64.0, growth_interval=2)
+  finite = [True, True, False, True]
+
+  def step(state, finite):
+    state = policy.adjust(state, finite)
+    return state, ols.loss_scale_metrics(state)
+
+  state, listed = policy.init(), []
+  for flag in finite:
+    state, metrics = step(state, jnp.array(flag))
+    listed.append(metrics)
+  _, stacked = lax.scan(step, policy.init(), jnp.array(finite))
+
+  for history in listed, stacked, tuple(listed):
+    ax = plots.plot_loss_scale(
+      history, ax=matplotlib.figure.Figure().subplots()
+    )
+    scale, skipped = ax.lines
+    assert scale.get_ydata().tolist() == [64, 128, 64, 64]
+    assert skipped.get_xdata().tolist() == [2]
+    assert skipped.get_label() == "skipped steps: 1 of 4"
+
+
+@pytest.mark.parametrize("history", [[], {}, {"loss": [1.0]}, 3.0, [{"a": 1}]])
+def test_a_history_without_scales_is_refused(history):
+  with pytest.raises(ValueError, match="history must hold"):
+    plots.plot_loss_scale(history)
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
+  for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+    monkeypatch.delitem(sys.modules, name)
+  real_import = builtins.__import__
+
+  def no_matplotlib(name, *args, **kwargs):
+    if name.startswith("matplotlib"):
+      raise ImportError(name)
+    return real_import(name, *args, **kwargs)
+
+  monkeypatch.setattr(builtins, "__import__", no_matplotlib)
+  for plot, argument in (
+    (plots.plot_exponents, [jnp.ones(2)]),
+    (plots.plot_loss_scale, [1.0]),
+  ):
+    with pytest.raises(ImportError, match=f"{plot.__name__} needs matplotlib"):
+      plot(argument)
+  assert plots.exponent_histogram([jnp.ones(2)]).counts.tolist() == [2]
