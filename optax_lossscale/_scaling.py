@@ -70,10 +70,10 @@ def unscale_grads(grads: Any, state: Any) -> Any:
     >>> print(ols.unscale_grads({"w": jnp.float32(512.0)}, state)["w"])
     0.5
   """
-  # Scale and reciprocal are both normal float32 numbers in the allowed range,
-  # and exact for powers of two.
-  factor = 1 / _state.get_loss_scale_state(state).loss_scale
-  return multiply_grads(grads, factor)
+  scale = _state.get_loss_scale_state(state).loss_scale
+  wide = map_grads(lambda leaf: jnp.asarray(widen(leaf)), grads)
+  settled = iter(_settle(grad_leaves(wide)))
+  return map_grads(lambda _: divided_by(next(settled), scale), wide)
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -224,11 +224,6 @@ def grad(
   return grad_fun
 
 
-def multiply_grads(grads: Any, factor: jax.typing.ArrayLike) -> Any:
-  """Gradients times a float32 scalar, float16 and float8 ones widened."""
-  return map_grads(lambda leaf: times(widen(leaf), factor), grads)
-
-
 def widen(leaf: Any) -> Any:
   """The leaf in float32 if it is float16 or float8, else as it is."""
   if not is_inexact(leaf) or not _is_narrow(_dtype(leaf)):
@@ -336,12 +331,38 @@ def times(x: Any, factor: jax.typing.ArrayLike) -> jax.Array:
   return x * lax.convert_element_type(factor, x.dtype)
 
 
+def divided_by(x: jax.Array, divisor: jax.Array) -> jax.Array:
+  """X divided by a float32 scalar, in the dtype of x."""
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    return lax.complex(divided_by(x.real, divisor), divided_by(x.imag, divisor))
+  if x.dtype == jnp.bfloat16:
+    return (x.astype(jnp.float32) / divisor).astype(x.dtype)
+  return x / lax.convert_element_type(divisor, x.dtype)
+
+
 def cast_real_or_complex(x: jax.Array, dtype: Any) -> jax.Array:
   """X in another dtype, unless that would drop or invent an imaginary part."""
   is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
   if is_complex != jnp.issubdtype(x.dtype, jnp.complexfloating):
     return x
   return x.astype(dtype)
+
+
+def _settle(leaves):
+  """The same leaves; on CPU, what follows does not compute them again.
+
+  XLA's CPU compiler would repeat the end of the backward pass (a transposition
+  and the conversion from float16) in each kernel of the optimizer. Behind the
+  barrier comes a division, which it does only once for all who read it. Other
+  compilers are left free to fuse.
+  """
+  if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    return leaves
+  return lax.platform_dependent(
+    leaves,
+    cpu=lambda leaves: [lax.optimization_barrier(x) for x in leaves],
+    default=lambda leaves: leaves,
+  )
 
 
 def _check_loss(loss):
