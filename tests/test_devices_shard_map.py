@@ -222,6 +222,30 @@ def test_a_nan_that_one_devices_optimizer_made_counts_for_all(check_vma):
   assert not state.loss_scale_state.last_finite
 
 
+@both_check_vma
+def test_a_policy_is_given_the_largest_gradient_of_all_devices(check_vma):
+  policy = ScaleIsMagnitude()
+  tx = ols.with_loss_scaling(optax.sgd(1.0), policy, axis_name="data")
+  update = jax.shard_map(
+    lambda grad: tx.update(grad, tx.init(grad))[1],
+    mesh=devices.make_mesh((8,), ("data",)),
+    in_specs=P("data"),
+    out_specs=P(),
+    check_vma=check_vma,
+  )
+  state = jax.jit(update)(jnp.array([1.0, 2, 3, -9, 5, 6, 7, 8]))
+  devices.assert_replicas_equal(state)
+  assert state.loss_scale_state.loss_scale == 9
+
+
+class ScaleIsMagnitude(ols.DynamicLossScale):
+  """No sound policy, but one that shows what it was given."""
+
+  def adjust(self, state, grads_finite, *, grads_amax=None):
+    state = super().adjust(state, grads_finite)
+    return state._replace(loss_scale=grads_amax)
+
+
 def map_over(axis_name, mapped, fun):
   if mapped == "pmap":
     return jax.pmap(fun, axis_name=axis_name)
