@@ -1,0 +1,188 @@
+"""Save and restore at any step; adopt the wrapper, and leave it again."""
+
+from ecosystem import (
+  assert_same_bits,
+  init_params,
+  loss_fn,
+  make_batches,
+  make_step,
+  overflowing,
+)
+from flax import serialization
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import optax_lossscale as ols
+
+STEPS = 6
+# Every hyperparameter away from its default: none may be lost on the way.
+POLICIES = {
+  "dynamic": ols.DynamicLossScale(
+    init_scale=2.0**8,
+    growth_factor=4.0,
+    backoff_factor=0.25,
+    growth_interval=2,
+    min_scale=2.0**6,
+    max_scale=2.0**12,
+    hysteresis=2,
+    hysteresis_refill="finite",
+  ),
+  "headroom": ols.HeadroomLossScale(init_scale=2.0**8, window=3),
+}
+
+
+class Run:
+  """One training, compiled once; each step's state is kept."""
+
+  def __init__(self, policy):
+    self.tx = ols.with_loss_scaling(optax.adam(0.01), policy)
+    self.traces = 0
+    self.step = make_step(self.tx, self.count_traces)
+    self.params = init_params()
+    self.start = self.params, self.tx.init(self.params)
+    self.good = make_batches(STEPS)
+    self.bad = [overflowing(batch) for batch in self.good]
+
+  def count_traces(self, params, batch):
+    self.traces += 1
+    return loss_fn(params, batch)
+
+  def states(self, overflows, carry=None, first=0):
+    """The state before each step from `first` on, and the last."""
+    carry = self.start if carry is None else carry
+    states = [carry]
+    for i in range(first, STEPS):
+      batch = (self.bad if overflows[i] else self.good)[i]
+      *carry, _ = self.step(*carry, batch)
+      carry = tuple(carry)
+      states.append(carry)
+    return states
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def run(request):
+  return Run(POLICIES[request.param])
+
+
+overflow_strings = st.lists(st.booleans(), min_size=STEPS, max_size=STEPS)
+cuts = st.integers(0, STEPS)
+
+
+@settings(max_examples=25)
+@given(overflows=overflow_strings, cut=cuts)
+def test_resumed_from_msgpack_equals_uninterrupted(run, overflows, cut):
+  states = run.states(overflows)
+  data = serialization.to_bytes(states[cut])
+  restored = serialization.from_bytes(run.start, data)
+  assert_same_bits(restored, states[cut])
+  resumed = run.states(overflows, restored, cut)
+  assert_same_bits(resumed[-1], states[-1])
+
+
+@settings(max_examples=4)
+@given(overflows=overflow_strings, cut=cuts)
+def test_resumed_from_orbax_equals_uninterrupted(
+  run, tmp_path_factory, overflows, cut
+):
+  states = run.states(overflows)
+  path = tmp_path_factory.mktemp("orbax") / "state"
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(path, states[cut])
+    checkpointer.wait_until_finished()
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, run.start)
+    restored = checkpointer.restore(path, target)
+  assert_same_bits(restored, states[cut])
+  resumed = run.states(overflows, restored, cut)
+  assert_same_bits(resumed[-1], states[-1])
+
+
+def test_a_restored_state_is_not_traced_again(run):
+  run.states([False] * STEPS)
+  before = run.traces
+  _, opt_state = serialization.from_bytes(
+    run.start, serialization.to_bytes(run.start)
+  )
+  run.step(run.params, opt_state, run.good[0])
+  assert run.traces == before == 1
+
+
+def test_a_checkpoint_read_without_a_target_still_tells_the_scale(run):
+  data = serialization.msgpack_restore(serialization.to_bytes(run.start))
+  assert ols.get_loss_scale_state(data).loss_scale == 2.0**8
+
+
+def test_a_checkpoint_survives_a_change_of_policy():
+  before = ols.with_loss_scaling(optax.adam(0.01), 2.0**9)
+  after = ols.with_loss_scaling(optax.adam(0.01), "dynamic")
+  params = init_params()
+  data = serialization.to_bytes(before.init(params))
+  opt_state = serialization.from_bytes(after.init(params), data)
+  assert ols.get_loss_scale_state(opt_state).loss_scale == 2.0**9
+  _, opt_state = after.update(params, opt_state, params)
+  assert ols.get_loss_scale_state(opt_state).finite_count == 1
+
+
+# Adopting and leaving: one line each.
+
+
+def adopt(tx, params, bare_state):
+  return tx.init(params)._replace(inner_state=bare_state)
+
+
+def test_a_bare_state_is_adopted_and_left_again_bit_for_bit():
+  bare = optax.adam(0.01)
+  tx = ols.with_loss_scaling(bare)
+  params, batches = init_params(), make_batches(3)
+
+  @jax.jit
+  def bare_step(params, opt_state, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    updates, opt_state = bare.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  params, bare_state = bare_step(params, bare.init(params), batches[0])
+  saved = serialization.to_bytes(bare_state)
+  bare_state = serialization.from_bytes(bare.init(params), saved)
+
+  opt_state = adopt(tx, params, bare_state)
+  assert optax.tree.get(opt_state, "count") == 1
+  step = make_step(tx)
+  params, opt_state, _ = step(params, opt_state, batches[1])
+  params, opt_state, _ = step(params, opt_state, overflowing(batches[1]))
+  assert optax.tree.get(opt_state, "count") == 2
+
+  bare_state = opt_state.inner_state  # the line that leaves
+  assert jax.tree.structure(bare_state) == jax.tree.structure(bare.init(params))
+  params, bare_state = bare_step(params, bare_state, batches[2])
+  assert optax.tree.get(bare_state, "count") == 3
+
+
+def test_the_wrapper_explains_how_to_adopt_a_bare_state():
+  params = init_params()
+  tx = ols.with_loss_scaling(optax.adam(0.01))
+  with pytest.raises(TypeError, match="_replace\\(inner_state=state\\)"):
+    tx.update(params, optax.adam(0.01).init(params), params)
+
+
+def test_float16_moments_of_a_bare_state_are_widened_when_adopted():
+  params = {"w": jnp.ones(3, jnp.float16)}
+  bare = optax.sgd(0.5, momentum=0.5)
+  tx = ols.with_loss_scaling(bare)
+  fresh = tx.init(params)
+  opt_state = fresh._replace(
+    inner_state=optax.tree.cast_like(bare.init(params), fresh.inner_state)
+  )
+  assert jax.eval_shape(lambda: opt_state) == jax.eval_shape(lambda: fresh)
+  # A trace of 2**-20 would be lost in float16, whose steps there are 2**-24
+  # wide, but for its last bits.
+  grads = {"w": jnp.full(3, 2.0**-20 + 2.0**-30)}
+  _, opt_state = tx.update(grads, opt_state, params)
+  np.testing.assert_array_equal(
+    optax.tree.get(opt_state, "trace")["w"], grads["w"]
+  )

@@ -1,0 +1,220 @@
+"""Flax linen: TrainState, batch statistics, fp8 layers, serialization."""
+
+import chex
+from ecosystem import assert_same_bits
+from flax import linen as nn
+from flax import serialization
+from flax.linen import fp8_ops
+from flax.training.train_state import TrainState
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+OVERWRITTEN = fp8_ops.OVERWRITE_WITH_GRADIENT
+POLICY = ols.DynamicLossScale(growth_interval=3)
+
+
+class StatsState(TrainState):
+  batch_stats: dict
+
+
+class Model(nn.Module):
+  """Half precision but for the loss."""
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    x = nn.Dense(8, dtype=jnp.float16)(x)
+    x = nn.BatchNorm(use_running_average=not train, dtype=jnp.float16)(x)
+    return nn.Dense(1, dtype=jnp.float16)(nn.relu(x)).astype(jnp.float32)
+
+
+MODEL = Model()
+
+
+def make_data(overflow=False):
+  x = jax.random.normal(jax.random.key(0), (16, 4))
+  if overflow:  # in the forward pass, of float16 alone
+    x = x.at[3].set(60000.0)
+  return x, jnp.sum(x, axis=-1, keepdims=True) / 4
+
+
+def make_state(tx):
+  variables = MODEL.init(jax.random.key(1), make_data()[0])
+  return StatsState.create(apply_fn=MODEL.apply, tx=tx, **variables)
+
+
+def loss_fn(params, state, batch):
+  x, y = batch
+  variables = {"params": params, "batch_stats": state.batch_stats}
+  out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+  return jnp.mean((out - y) ** 2), new["batch_stats"]
+
+
+@jax.jit
+def careless_step(state, batch):
+  (loss, batch_stats), grads = ols.value_and_grad(loss_fn, state, has_aux=True)(
+    state.params, state, batch
+  )
+  return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
+
+
+@jax.jit
+def step(state, batch):
+  new_state, loss = careless_step(state, batch)
+  batch_stats = ols.select_if_finite(
+    new_state, new_state.batch_stats, state.batch_stats
+  )
+  return new_state.replace(batch_stats=batch_stats), loss
+
+
+@pytest.fixture(scope="module")
+def started():
+  """A state after two good steps."""
+  state = make_state(ols.with_loss_scaling(optax.adam(0.01), POLICY))
+  for _ in range(2):
+    state, _ = step(state, make_data())
+  return state
+
+
+def test_a_train_state_trains_with_only_two_lines_changed(started):
+  state = started
+  _, first = step(state, make_data())
+  for _ in range(50):
+    state, loss = step(state, make_data())
+  assert loss < first / 2
+  scale_state = ols.get_loss_scale_state(state)
+  assert scale_state.total_notfinite + state.opt_state.inner_state[0].count == (
+    state.step
+  )
+
+
+def test_batch_statistics_stay_finite_through_an_overflowing_forward_pass(
+  started,
+):
+  after, _ = step(started, make_data(overflow=True))
+  assert_same_bits(after.batch_stats, started.batch_stats)
+  assert_same_bits(after.params, started.params)
+  after, loss = step(after, make_data())
+  assert np.isfinite(loss)
+  assert all(map(np.all, map(np.isfinite, jax.tree.leaves(after.batch_stats))))
+
+
+def test_without_the_recipe_batch_statistics_are_lost_for_ever(started):
+  state, _ = careless_step(started, make_data(overflow=True))
+  assert_same_bits(state.params, started.params)  # the step was skipped ...
+  for _ in range(5):
+    state, loss = careless_step(state, make_data())
+  assert np.isfinite(loss)  # ... and nothing looks wrong in training,
+  mean = state.batch_stats["BatchNorm_0"]["mean"]
+  assert not np.isfinite(mean).all()
+  variables = {"params": state.params, "batch_stats": state.batch_stats}
+  out = MODEL.apply(variables, make_data()[0], train=False)
+  assert not np.isfinite(out).any()  # ... until the model is used
+
+
+def test_a_skip_moves_the_step_of_the_train_state_alone(started):
+  after, _ = step(started, make_data(overflow=True))
+  assert after.step == started.step + 1
+  assert_same_bits(after.opt_state.inner_state, started.opt_state.inner_state)
+  scale_state = ols.get_loss_scale_state(after)
+  assert scale_state.loss_scale == 2.0**14
+  assert scale_state.total_notfinite == 1
+
+
+def test_the_state_keeps_its_type_through_a_skip(started):
+  # As TrainState.create makes it, `step` is a Python int; after one step all
+  # leaves are arrays, and stay of one type.
+  after, _ = step(started, make_data(overflow=True))
+  assert jax.eval_shape(lambda: after) == jax.eval_shape(lambda: started)
+
+
+@pytest.mark.parametrize("to", ["bytes", "state_dict"])
+def test_flax_serialization_round_trips(started, to):
+  fresh = make_state(started.tx)
+  if to == "bytes":
+    data = serialization.msgpack_restore(serialization.to_bytes(started))
+  else:
+    data = serialization.to_state_dict(started)
+  restored = serialization.from_state_dict(fresh, data)
+  assert_same_bits(restored, started)
+  # The dict alone is enough to read the scale from.
+  chex.assert_trees_all_equal(
+    ols.loss_scale_metrics(data), ols.loss_scale_metrics(started)
+  )
+
+
+# An fp8 layer keeps statistics beside its params, and their "gradients" are
+# the new statistics.
+
+
+def make_fp8_state(tx):
+  model = nn.Dense(4, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+  x = jax.random.normal(jax.random.key(0), (16, 16))
+  variables = model.init(jax.random.key(1), x)
+  state = TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+  return state, x
+
+
+def fp8_step(differentiate):
+  @jax.jit
+  def step(state, x, weight):
+    def loss_fn(params):
+      return weight * jnp.mean((state.apply_fn(params, x) - 1) ** 2)
+
+    grads = differentiate(loss_fn, state)(state.params)
+    return state.apply_gradients(grads=grads)
+
+  return step
+
+
+@pytest.fixture(scope="module")
+def fp8_runs():
+  """Three steps, bare and at two scales."""
+  bare, x = make_fp8_state(optax.sgd(0.1))
+  bare_step = fp8_step(lambda fun, state: jax.grad(fun))
+  scaled = {}
+  for scale in (1.0, 2.0**15):
+    tx = ols.with_loss_scaling(optax.sgd(0.1), scale)
+    scaled[scale], _ = make_fp8_state(tx)
+  step = fp8_step(ols.grad)
+  for _ in range(3):
+    bare = bare_step(bare, x, 1.0)
+    scaled = {scale: step(state, x, 1.0) for scale, state in scaled.items()}
+  return bare, scaled, step, x
+
+
+def test_fp8_statistics_come_through_untouched(fp8_runs):
+  bare, scaled, _, _ = fp8_runs
+  assert_same_bits(scaled[1.0].params[OVERWRITTEN], bare.params[OVERWRITTEN])
+  (stats,) = scaled[2.0**15].params[OVERWRITTEN].values()
+  (bare_stats,) = bare.params[OVERWRITTEN].values()
+  for name, value in stats.items():
+    # What comes in on the backward pass is larger by the scale.
+    factor = 2.0**15 if name.startswith("output_grad") else 1
+    if name.endswith("history"):
+      np.testing.assert_allclose(value, bare_stats[name] * factor, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**15])
+def test_an_fp8_model_trains_as_without_scaling(fp8_runs, scale):
+  bare, scaled, _, _ = fp8_runs
+  chex.assert_trees_all_close(
+    scaled[scale].params["params"], bare.params["params"], rtol=1e-5
+  )
+
+
+def test_fp8_statistics_are_kept_on_a_skip_by_the_recipe(fp8_runs):
+  _, scaled, step, x = fp8_runs
+  state = scaled[2.0**15]
+  after = step(state, x, jnp.inf)
+  assert ols.get_loss_scale_state(after).total_notfinite == 1
+  assert_same_bits(after.params["params"], state.params["params"])
+  assert not all(
+    np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.params)
+  )
+  kept = ols.select_if_finite(after, after.params, state.params)
+  assert_same_bits(kept, state.params)

@@ -1,0 +1,168 @@
+"""Flax NNX: models and optimizers whose leaves are variables."""
+
+from ecosystem import assert_same_bits
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+POLICY = ols.DynamicLossScale(growth_interval=3)
+
+
+class Model(nnx.Module):
+  """Half precision but for the loss."""
+
+  def __init__(self, rngs):
+    half = {"dtype": jnp.float16, "rngs": rngs}
+    self.hidden = nnx.Linear(4, 8, **half)
+    self.norm = nnx.BatchNorm(8, **half)
+    self.out = nnx.Linear(8, 1, **half)
+
+  def __call__(self, x):
+    x = nnx.relu(self.norm(self.hidden(x)))
+    return self.out(x).astype(jnp.float32)
+
+
+def make_data(overflow=False):
+  x = jax.random.normal(jax.random.key(0), (16, 4))
+  if overflow:  # in the forward pass, of float16 alone
+    x = x.at[3].set(60000.0)
+  return x, jnp.sum(x, axis=-1, keepdims=True) / 4
+
+
+def make():
+  model = Model(nnx.Rngs(0))
+  tx = ols.with_loss_scaling(optax.adam(0.01), POLICY)
+  return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def loss_fn(model, x, y):
+  return jnp.mean((model(x) - y) ** 2)
+
+
+def train_step(model, optimizer, x, y):
+  differentiated = ols.value_and_grad(
+    loss_fn, optimizer, using=nnx.value_and_grad
+  )
+  loss, grads = differentiated(model, x, y)
+  optimizer.update(model, grads)
+  return loss
+
+
+def careful_step(model, optimizer, x, y):
+  # A copy, since the forward pass writes into the model.
+  old = jax.tree.map(jnp.asarray, nnx.state(model, nnx.BatchStat))
+  loss = train_step(model, optimizer, x, y)
+  new = nnx.state(model, nnx.BatchStat)
+  nnx.update(model, ols.select_if_finite(optimizer, new, old))
+  return loss
+
+
+step = nnx.jit(train_step)
+recipe = nnx.jit(careful_step)
+
+
+def arrays(node, *filters):
+  """A snapshot: the arrays of a model or an optimizer."""
+  return jax.tree.map(np.array, jax.tree.leaves(nnx.state(node, *filters)))
+
+
+def test_an_nnx_optimizer_trains_with_only_two_lines_changed():
+  model, optimizer = make()
+  losses = [step(model, optimizer, *make_data()) for _ in range(60)]
+  assert losses[-1] < losses[0] / 2
+  skips = ols.get_loss_scale_state(optimizer).total_notfinite
+  assert optimizer.step[...] == 60
+  assert optimizer.opt_state.inner_state[0].count[...] == 60 - skips
+
+
+def test_a_skip_moves_the_step_of_the_optimizer_alone():
+  model, optimizer = make()
+  recipe(model, optimizer, *make_data())
+  params, stats = arrays(model, nnx.Param), arrays(model, nnx.BatchStat)
+  inner = arrays(optimizer.opt_state.inner_state)
+  recipe(model, optimizer, *make_data(overflow=True))
+  assert_same_bits(arrays(model, nnx.Param), params)
+  assert_same_bits(arrays(model, nnx.BatchStat), stats)
+  assert_same_bits(arrays(optimizer.opt_state.inner_state), inner)
+  assert optimizer.step[...] == 2
+  assert ols.get_loss_scale_state(optimizer).loss_scale == 2.0**14
+
+
+def test_without_the_recipe_batch_statistics_are_lost_for_ever():
+  model, optimizer = make()
+  step(model, optimizer, *make_data(overflow=True))
+  assert np.isfinite(step(model, optimizer, *make_data()))
+  assert not np.isfinite(model.norm.mean[...]).all()
+
+
+@pytest.mark.parametrize(
+  "tree",
+  [lambda o: o, lambda o: o.opt_state, lambda o: nnx.state(o)],
+  ids=["optimizer", "opt_state", "state"],
+)
+def test_the_scale_is_found_and_read_wherever_it_lies(tree):
+  model, optimizer = make()
+  step(model, optimizer, *make_data())
+  scale_state = ols.get_loss_scale_state(tree(optimizer))
+  assert all(isinstance(x, jax.Array) for x in scale_state[:-1])
+  assert scale_state.loss_scale == 2.0**15
+  assert scale_state.finite_count == 1
+  assert ols.loss_scale_metrics(tree(optimizer))["log2_loss_scale"] == 15
+
+
+def test_the_scale_of_an_optimizer_can_be_set():
+  model, optimizer = make()
+  step(model, optimizer, *make_data())
+  nnx.update(optimizer, ols.set_loss_scale(nnx.state(optimizer), 2.0**8))
+  assert ols.get_loss_scale_state(optimizer).loss_scale == 2.0**8
+  step(model, optimizer, *make_data())
+  assert ols.get_loss_scale_state(optimizer).finite_count == 1
+
+
+def test_nnx_scan_carries_model_and_optimizer_through_an_overflow():
+  data = [make_data(), make_data(overflow=True), make_data()]
+  xs, ys = jax.tree.map(lambda *leaves: jnp.stack(leaves), *data)
+
+  @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=(nnx.Carry, 0))
+  def scanned(carry, x, y):
+    return carry, careful_step(*carry, x, y)
+
+  carry = make()
+  carry, losses = nnx.jit(scanned)(carry, xs, ys)
+  np.testing.assert_array_equal(np.isfinite(losses), [True, False, True])
+  model, optimizer = make()
+  for x, y in data:
+    recipe(model, optimizer, x, y)
+  for got, want in zip(carry, (model, optimizer), strict=True):
+    for a, b in zip(arrays(got), arrays(want), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_the_second_step_is_not_traced_again():
+  traces = []
+
+  @nnx.jit
+  def counted_step(model, optimizer, x, y):
+    traces.append(None)
+    return train_step(model, optimizer, x, y)
+
+  model, optimizer = make()
+  for overflow in (False, True, False):
+    counted_step(model, optimizer, *make_data(overflow))
+  assert len(traces) == 1
+
+
+def test_extra_arguments_reach_the_inner_optimizer():
+  model = Model(nnx.Rngs(0))
+  tx = ols.with_loss_scaling(optax.polyak_sgd(0.1))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  loss, grads = ols.value_and_grad(
+    loss_fn, optimizer, using=nnx.value_and_grad
+  )(model, *make_data())
+  optimizer.update(model, grads, value=loss)
+  assert loss_fn(model, *make_data()) < loss
