@@ -121,16 +121,17 @@ def plot_exponents(
   zero, normal, inf = np.log2(limits)
   left = min([zero - 10, *found.exponents])
   right = max([inf + 4, *found.exponents + shift + 1])
+  far = 2 * _HIGHEST  # so that the outer bands fill whatever part is shown
   bands = (
-    (left, zero, "tab:red", f"zero in {dtype}"),
+    (-far, zero, "tab:red", f"zero in {dtype}"),
     (zero, normal, "gold", "subnormal: loses bits"),
     (normal, inf, "tab:green", "normal"),
-    (inf, right, "tab:purple", "overflow"),
+    (inf, far, "tab:purple", "overflow"),
   )
   for start, end, color, label in bands:
     ax.axvspan(start, end, color=color, alpha=0.15, linewidth=0, label=label)
   style = {"width": 1.0, "align": "edge"}
-  ax.bar(found.exponents, shares, color="gray", label="gradients", **style)
+  ax.bar(found.exponents, shares, color="gray", label="as they are", **style)
   if scale != 1:
     ax.bar(
       found.exponents + shift,
