@@ -1,0 +1,36 @@
+"""Each example runs for a few steps, as its users run it."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import optax_lossscale as ols
+
+ROOT = pathlib.Path(__file__).parents[1]
+# What each says last; examples with tests of their own are not here.
+LAST_LINES = {
+  "equinox_mlp": "loss scale 32768, skipped 0",
+  "flax_linen": "statistics finite: True",
+  "flax_nnx": "steps counted by nnx.Optimizer, the skipped included: 4",
+  "gan": "critic: loss scale ",
+}
+
+
+@pytest.mark.parametrize("name", LAST_LINES)
+def test_an_example_runs(name):
+  process = subprocess.run(
+    [sys.executable, ROOT / "examples" / f"{name}.py", "--steps", "4"],
+    env=os.environ
+    | {
+      "JAX_PLATFORMS": "cpu",
+      "PYTHONPATH": str(pathlib.Path(ols.__file__).parents[1]),
+    },
+    capture_output=True,
+    text=True,
+  )
+  assert process.returncode == 0, process.stderr
+  assert process.stdout.splitlines()[-1].startswith(LAST_LINES[name])
+  assert "4/4" in process.stderr  # the progress bar
