@@ -80,10 +80,8 @@ class GradientReport:
         f" = {column!r}."
       )
     # None, which says that any scale will do, comes before all others.
-    key = lambda row: (
-      getattr(row, column) is not None,
-      getattr(row, column) or 0,
-    )
+    value = lambda row: getattr(row, column)
+    key = lambda row: (value(row) is not None, value(row) or 0)
     leaves = sorted(self.leaves, key=key, reverse=reverse)
     return dataclasses.replace(self, leaves=tuple(leaves))
 
@@ -154,10 +152,10 @@ def gradient_report(
   scale = as_scale(loss_scale)
   named = _leaves.named_grads(grads, "gradient_report")
   limits = limits_of(dtype)
-  with np.errstate(over="ignore"):  # float32 itself becomes inf at inf.
-    args = np.float32(scale), *map(np.float32, limits)
   # All are on their way before the first is read.
-  measured = jax.device_get([_measure(leaf, *args) for _, leaf in named])
+  measured = jax.device_get(
+    [_measure(leaf, *_in_dtype_of(leaf, scale, limits)) for _, leaf in named]
+  )
   rows = [
     _make_row(name, leaf.shape, str(leaf.dtype), leaf.size, found, limits)
     for (name, leaf), found in zip(named, measured, strict=True)
@@ -185,6 +183,13 @@ class _Measured(NamedTuple):
   subnormal: Any
   overflow: Any
   nonfinite: Any
+
+
+def _in_dtype_of(leaf, scale, limits):
+  """The scale and the limits as the scalars that a leaf is compared with."""
+  is_double = jnp.finfo(leaf.dtype).bits > 32
+  with np.errstate(over="ignore"):  # Where float32 ends, inf is its own limit.
+    return np.array((scale, *limits), np.float64 if is_double else np.float32)
 
 
 @_leaves.reduce_on_device

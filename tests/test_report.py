@@ -1,6 +1,7 @@
 """What a dtype does to gradients at a loss scale, against plain rounding."""
 
 from array_kinds import shard
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,6 +42,27 @@ def test_the_shares_are_those_of_rounding_every_entry(dtype, scale):
     total = ols.gradient_report([leaf], dtype, scale).total._asdict()
     for kind, share in count_kinds(x, dtype, scale).items():
       assert total[kind] == pytest.approx(share, abs=1e-12), kind
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_float64_gradients_are_compared_in_float64(dtype):
+  x = np.array([1e300, 1.0, 1e-300])
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+    for leaf in x, jnp.asarray(x), jnp.asarray(x, jnp.complex128):
+      total = ols.gradient_report([leaf], dtype).total
+      assert total.overflow == total.flushed == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+  "dtype", ["float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"]
+)
+def test_all_dtypes_are_read_under_strict_promotion(dtype):
+  with jax.numpy_dtype_promotion("strict"):
+    grads = [jnp.array([1.0, 0.5]).astype(dtype)]
+    assert ols.gradient_report(grads, loss_scale=3.0).total.largest == 1
+    assert plots.exponent_histogram(grads).exponents.tolist() == [-1, 0]
+    assert ols.nonfinite_leaves(grads) == []
 
 
 def test_the_total_of_a_report_weighs_leaves_by_their_size():
