@@ -1,0 +1,177 @@
+"""What loss scaling costs: the figures that do not depend on a clock."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+SIDE = 1024
+BYTES_OF_STATE = 12  # A parameter and the two moments of Adam, in float32.
+
+
+def leaves(count=4, side=SIDE, dtype=jnp.float32):
+  return {f"w{i:03}": jnp.zeros((side, side), dtype) for i in range(count)}
+
+
+def trace(tx, params, grads):
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  state = jax.eval_shape(tx.init, params)
+  return jax.jit(step, donate_argnums=(0, 1)).trace(params, state, grads)
+
+
+def cost(tx, count=4, grad_dtype=jnp.float32):
+  """Bytes accessed, temporary and aliased, each for one parameter."""
+  params, grads = leaves(count), leaves(count, dtype=grad_dtype)
+  compiled = trace(tx, params, grads).lower().compile()
+  memory = compiled.memory_analysis()
+  figures = (
+    compiled.cost_analysis()["bytes accessed"],
+    memory.temp_size_in_bytes,
+    memory.alias_size_in_bytes,
+  )
+  return [figure / (count * SIDE**2) for figure in figures]
+
+
+def wrapped(inner=None, loss_scale="dynamic", **options):
+  inner = optax.adam(1e-3) if inner is None else inner
+  return ols.with_loss_scaling(inner, loss_scale, **options)
+
+
+def test_a_step_reads_the_gradients_once_more_and_copies_no_state():
+  bare, _, _ = cost(optax.adam(1e-3))
+  accessed, temporary, aliased = cost(wrapped())
+  assert bare == pytest.approx(40, abs=0.01)
+  assert accessed == pytest.approx(44, abs=0.01)
+  assert temporary < 0.01
+  assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
+
+
+def test_unscaling_in_update_copies_neither_gradients_nor_state():
+  accessed, temporary, aliased = cost(wrapped(grads_are_scaled=True))
+  assert accessed <= 48.01
+  assert temporary < 0.01
+  assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
+
+
+def test_float16_gradients_are_widened_without_a_copy():
+  bare, _, _ = cost(optax.adam(1e-3), grad_dtype=jnp.float16)
+  accessed, temporary, aliased = cost(wrapped(), grad_dtype=jnp.float16)
+  assert accessed / bare < 1.115
+  assert temporary < 1.01  # One leaf's predicate after the other would be less.
+  assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
+
+
+def test_the_own_clip_moves_less_than_three_quarters_of_optax_clip():
+  optax_clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+  bare, _, _ = cost(optax_clip)
+  own_clip = wrapped(optax.adamw(1e-3), max_norm=1.0)
+  accessed, temporary, aliased = cost(own_clip)
+  assert accessed == pytest.approx(44, abs=0.01)
+  assert accessed <= 0.75 * bare
+  assert temporary < 0.01
+  assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
+
+
+class MeasuringScale(ols.FixedLossScale):
+  """A policy that keeps what it is told of the gradients."""
+
+  def init(self):
+    return super().init()._replace(memory=jnp.float32(0))
+
+  def adjust(self, state, grads_finite, *, grads_amax=None):
+    state = super().adjust(state, grads_finite)
+    return state._replace(memory=grads_amax)
+
+
+def test_only_a_policy_that_asks_for_the_largest_gradient_pays_for_it():
+  without, _, _ = cost(wrapped(loss_scale=ols.FixedLossScale(8.0)))
+  asked, _, _ = cost(wrapped(loss_scale=MeasuringScale(8.0)))
+  assert without == pytest.approx(44, abs=0.01)
+  assert asked == pytest.approx(48, abs=0.01)
+
+
+def instructions(tx, count):
+  params = leaves(count, side=64)
+  return trace(tx, params, params).lower().compile().as_text().count(" = ")
+
+
+def test_code_grows_linearly_with_the_leaves():
+  few, more, most = (instructions(wrapped(), n) for n in (10, 20, 40))
+  assert most - more == pytest.approx(2 * (more - few), rel=0.05)
+  bare = instructions(optax.adam(1e-3), 40)
+  assert most < 2 * bare
+
+
+def test_few_equations_are_added_per_leaf():
+  def per_leaf(tx):
+    few, more = (
+      len(trace(tx, params, params).jaxpr.eqns)
+      for params in (leaves(3, side=8), leaves(4, side=8))
+    )
+    return more - few
+
+  assert per_leaf(wrapped()) - per_leaf(optax.adam(1e-3)) <= 14
+
+
+def float16_loss(params, x):
+  for w in params.values():
+    x = jnp.tanh(x @ w.astype(jnp.float16))
+  return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def full_step(tx, value_and_grad):
+  def step(params, state, x):
+    _, grads = value_and_grad(state)(params, x)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = leaves(3, side=256)
+  args = params, tx.init(params), jnp.ones((8, 256), jnp.float16)
+  lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
+  return lowered.compile().as_text()
+
+
+def conversions_of_gradients(text):
+  """Those in fused code, so often as the code is there."""
+  return text.count(" = f16[256,256]{1,0} convert(")
+
+
+def test_gradients_of_a_model_are_converted_once_not_in_every_kernel():
+  tx = wrapped()
+  text = full_step(tx, lambda s: ols.value_and_grad(float16_loss, s))
+  bare = full_step(optax.adam(1e-3), lambda s: jax.value_and_grad(float16_loss))
+  # Three parameters on their way in, three gradients on their way out.
+  assert conversions_of_gradients(text) == 6
+  assert conversions_of_gradients(bare) > 6
+
+
+def test_steps_applied_and_skipped_share_one_trace():
+  traces = 0
+  tx = wrapped(optax.adamw(1e-3), max_norm=1.0)
+
+  @jax.jit
+  def step(params, state, x):
+    nonlocal traces
+    traces += 1
+    _, grads = ols.value_and_grad(float16_loss, state)(params, x)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = leaves(2, side=8)
+  state = tx.init(params)
+  for i in range(10):
+    x = jnp.full((2, 8), jnp.inf if i % 3 == 0 else 1.0, jnp.float16)
+    params, state = step(params, state, x)
+  assert traces == 1
+  assert ols.get_loss_scale_state(state).total_notfinite == 4
+
+
+def test_nothing_depends_on_a_branch_so_a_skipped_step_costs_no_more():
+  params = leaves(2, side=8)
+  text = trace(wrapped(), params, params).lower().as_text()
+  assert "stablehlo.case" not in text and "stablehlo.if" not in text
