@@ -1,0 +1,91 @@
+"""Tables and the figure of the results."""
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+# Heading and cell of each column. CPU time is that of all threads.
+COLUMNS = {
+  "time": lambda f: _spread(f.get("time")),
+  "CPU time": lambda f: _spread(f.get("cpu_time")),
+  "skip / step": lambda f: _spread(f.get("skipped_time")),
+  "same, CPU": lambda f: _spread(f.get("skipped_cpu_time")),
+  "bytes": lambda f: f"{f['bytes']:.2f} ({f['bytes_ratio']:.2f}x)",
+  "flops": lambda f: f"{f['flops']:.1f}",
+  "temporary": lambda f: f"{f['temporary_bytes']:.2f}",
+  "aliased": lambda f: f"{f['aliased_bytes']:.2f}",
+  "equations": lambda f: str(f["equations"]),
+  "instructions": lambda f: str(f["instructions"]),
+  "trace": lambda f: f"{f['trace_seconds']:.2f} s",
+  "compile": lambda f: f"{f['compile_seconds']:.2f} s",
+  "both": lambda f: f"{f['trace_and_compile_ratio']:.2f}x",
+}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+  """One workload as a Markdown table."""
+  rows = [["variant", *COLUMNS]]
+  rows += [
+    [name, *(cell(figures) for cell in COLUMNS.values())]
+    for name, figures in results.items()
+  ]
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = [
+    "| "
+    + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+    + " |"
+    for row in rows
+  ]
+  lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+  return "\n".join(lines)
+
+
+def plot(results: dict[str, dict[str, Any]], time: str, path: str) -> None:
+  """Time and bytes of all workloads against the baselines, as a PNG file.
+
+  Args:
+    results: by workload, by variant, by figure.
+    time: which time to show: "time" by the clock, or "cpu_time".
+    path: where to write.
+  """
+  names = list(dict.fromkeys(n for r in results.values() for n in r))
+  names = [n for n in names if not n.lower().endswith("bare")]
+  figure, axes = plt.subplots(
+    1, 2, figsize=(13, 1.1 * len(results) + 1.5), sharey=True
+  )
+  height = 0.8 / len(names)
+  for i, name in enumerate(names):
+    columns = _ratios(results, name, time)
+    for axis, ratios in zip(axes, columns, strict=True):
+      y = [k + i * height for k, ratio in enumerate(ratios) if ratio]
+      found = [ratio for ratio in ratios if ratio]
+      middle = [r[1] for r in found]
+      spread = [[r[1] - r[0] for r in found], [r[2] - r[1] for r in found]]
+      axis.barh(y, middle, height, xerr=spread, label=name, color=f"C{i}")
+  for axis, title in zip(
+    axes, (time.replace("_", " "), "bytes accessed"), strict=True
+  ):
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xlabel(f"{title}, relative to no loss scaling")
+  axes[0].set_yticks([k + 0.4 for k in range(len(results))], list(results))
+  axes[0].invert_yaxis()
+  axes[1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+  figure.tight_layout()
+  figure.savefig(path, dpi=120)
+
+
+def _ratios(results, name, time):
+  """Time and bytes of a variant, workload by workload, None where not run."""
+  times, sizes = [], []
+  for variants in results.values():
+    figures = variants.get(name)
+    times.append(figures and figures[time])
+    sizes.append(figures and [figures["bytes_ratio"]] * 3)
+  return times, sizes
+
+
+def _spread(quartiles):
+  if quartiles is None:
+    return ""
+  low, middle, high = quartiles
+  return f"{middle:.2f} [{low:.2f}, {high:.2f}]"

@@ -1,0 +1,91 @@
+"""Measures the cost of loss scaling: ours, and what one would use instead."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import sys
+
+import jax
+from measure import count_traces, measure
+import report
+import tqdm
+from variants import VARIANTS
+from workloads import make_workloads
+
+HERE = pathlib.Path(__file__).parent
+PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "keras")
+
+
+def main() -> None:
+  """Measures what the command line asks for, prints and writes it."""
+  args = _parse_args()
+  workloads = make_workloads(args.size)
+  selected = args.workloads or list(workloads)
+  results = {}
+  total = len(selected) * (len(args.variants) + args.rounds + 1)
+  with tqdm.tqdm(total=total) as bar:
+    for name in selected:
+      bar.set_description(name)
+      results[name] = measure(
+        workloads[name](), args.variants, args.rounds, bar
+      )
+  tiny = make_workloads(1 / 1024)["adam"]()
+  traces = {name: count_traces(name, tiny) for name in args.variants}
+  _write(args.output, _environment(), results, traces)
+
+
+def _parse_args():
+  names = list(make_workloads(1))
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME")
+  parser.add_argument(
+    "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS)
+  )
+  parser.add_argument("--rounds", type=int, default=20)
+  parser.add_argument(
+    "--size", type=float, default=1, help="what numbers of params are times"
+  )
+  parser.add_argument("--output", type=pathlib.Path, default=HERE)
+  args = parser.parse_args()
+  missing = {VARIANTS[name][1] for name in args.variants} - set(args.variants)
+  args.variants = sorted(missing) + args.variants
+  return args
+
+
+def _environment():
+  device = jax.devices()[0]
+  return {
+    "command": shlex.join(["python", *sys.argv]),
+    "device": f"{len(jax.devices())} x {device.device_kind}",
+    "platform": device.platform,
+    "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    "python": platform.python_version(),
+    **{name: importlib.metadata.version(name) for name in PACKAGES},
+  }
+
+
+def _write(output, environment, results, traces):
+  output.mkdir(parents=True, exist_ok=True)
+  (output / "results.json").write_text(
+    json.dumps(
+      {"environment": environment, "results": results, "traces": traces},
+      indent=1,
+    )
+    + "\n"
+  )
+  # On GPU the CPU only waits; on CPU others may take it away meanwhile.
+  clock = "cpu_time" if environment["platform"] == "cpu" else "time"
+  report.plot(results, clock, output / "results.png")
+  print(", ".join(f"{key}: {value}" for key, value in environment.items()))
+  for name, variants in results.items():
+    print(f"\n### {name}\n\n{report.table(variants)}")
+  print("\nTraces in ten steps:")
+  print(", ".join(f"{name}: {count}" for name, count in traces.items()))
+
+
+if __name__ == "__main__":
+  main()
