@@ -28,8 +28,8 @@ class LogMaxLossScale:
   itself, which pins the scale at 1 for thousands of steps. A maximum of zero
   leaves the averages alone, where its logarithm would poison them for ever;
   since it may have underflowed, the scale doubles. And an overflow halves the
-  scale at least, as otherwise one that nothing else precedes would repeat
-  itself for ever.
+  scale at least, as otherwise one could repeat itself for ever; before the
+  first finite step it does nothing else.
 
   Attributes:
     init_scale: the scale before the first step; a power of two, as are the
@@ -115,7 +115,7 @@ class LogMaxLossScale:
 
     finite = after.last_finite
     memory = _state.select(
-      is_known | ~finite,
+      jnp.where(finite, is_known, state.memory["log2_mean_weight"] > 0),
       self._average(state.memory, log2_amax, at_least, finite),
       state.memory,
     )
@@ -131,8 +131,7 @@ class LogMaxLossScale:
     """The averages with one more logarithm in them."""
     mean, mean_weight = memory["log2_mean"], memory["log2_mean_weight"]
     # "At least 2" is no news where 5 is usual, and says nothing against it.
-    censored = jnp.where(mean_weight > 0, jnp.maximum(at_least, mean), at_least)
-    x = jnp.where(finite, log2_amax, censored)
+    x = jnp.where(finite, log2_amax, jnp.maximum(at_least, mean))
     mean_rate, mean_weight = _next_rate(self.mean_decay, mean_weight)
     rate, weight = _next_rate(
       self.deviation_decay, memory["log2_variance_weight"]
@@ -151,8 +150,10 @@ class LogMaxLossScale:
   def _best_exponent(self, memory):
     deviations = _state.cast(self.deviations, jnp.float32)
     margin = deviations * jnp.sqrt(memory["log2_variance"])
-    best = self._top() - (memory["log2_mean"] + margin)
-    return jnp.floor(best).astype(jnp.int32)
+    best = jnp.floor(self._top() - (memory["log2_mean"] + margin))
+    # Beyond any scale, while nothing is known.
+    is_known = memory["log2_mean_weight"] > 0
+    return jnp.where(is_known, best, jnp.float32(2**12)).astype(jnp.int32)
 
   def _top(self):
     return jnp.float32(math.log2(_adaptive.top(self)))

@@ -282,17 +282,21 @@ def test_logmax_is_not_pinned_by_one_overflow():
   assert (drop <= 1).all()
 
 
-def test_logmax_comes_down_from_overflows_that_come_first():
-  policy = ols.LogMaxLossScale()
+@pytest.mark.parametrize("start", [15, 60])
+def test_logmax_comes_down_from_overflows_that_come_first(start):
+  policy = ols.LogMaxLossScale(init_scale=2.0**start)
 
   def step(state, _):
     amax = jnp.float32(2.0**8)
     finite = amax * state.loss_scale <= TOP
-    return policy.adjust(state, finite, grads_amax=amax), finite
+    state = policy.adjust(state, finite, grads_amax=amax)
+    return state, (state.loss_scale, finite)
 
-  _, finite = jax.lax.scan(step, policy.init(), length=100)
-  assert (~finite).sum() <= 10
-  assert finite[-80:].all()
+  _, (scales, finite) = jax.lax.scan(step, policy.init(), length=100)
+  assert (~finite).sum() == start - 7
+  assert finite[start:].all()
+  # And nothing of it is left: 2**7 is the best.
+  assert scales[start] == 2.0**7
 
 
 @pytest.mark.parametrize("zero", [0.0, 2.0**-149, 2.0**-127])
@@ -547,19 +551,25 @@ def test_types_are_strong_and_32_bits_wide_in_every_mode(policy):
 
 @pytest.mark.parametrize("cls", [ols.HeadroomLossScale, ols.LogMaxLossScale])
 def test_hyperparameters_may_be_traced(cls):
-  def factory(init_scale, max_scale):
-    return ols.with_loss_scaling(
-      optax.sgd(1.0), cls(init_scale=init_scale, max_scale=max_scale)
+  def factory(init_scale, min_scale, max_scale):
+    policy = cls(
+      init_scale=init_scale, min_scale=min_scale, max_scale=max_scale
     )
+    return ols.with_loss_scaling(optax.sgd(1.0), policy)
 
-  tx = optax.inject_hyperparams(factory)(init_scale=4.0, max_scale=100.0)
+  tx = optax.inject_hyperparams(factory)(
+    init_scale=4.0, min_scale=0.3, max_scale=100.0
+  )
   params = jnp.ones(2)
   opt_state = jax.jit(tx.init)(params)
   update = jax.jit(tx.update)
   for _ in range(3):
     _, opt_state = update(jnp.full(2, 2.0**-30), opt_state, params)
-  # 64 is the largest power of two within.
+  # 64 and 0.5 are the outermost powers of two within.
   assert ols.get_loss_scale_state(opt_state).loss_scale == 64
+  for _ in range(3):
+    _, opt_state = update(jnp.full(2, 2.0**90), opt_state, params)
+  assert ols.get_loss_scale_state(opt_state).loss_scale == 0.5
 
 
 def test_the_maximum_costs_nothing_where_no_policy_asks_for_it(monkeypatch):
