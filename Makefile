@@ -4,9 +4,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 PYTEST_WORKERS ?= 2
+PIP_OPTIONS ?=
+OLDEST = .venv-oldest
+# Not the pages, notebooks and plots, which are made with the newest versions.
+OLDEST_TESTS ?= $(filter-out $(addprefix tests/test_,bit_identity.py cost.py \
+  digits.py docs.py kill.py notebooks.py package.py plots.py release.py \
+  soak.py), $(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly check docs dist clean
+.PHONY: help demo test test-oldest nightly check bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -17,6 +23,15 @@ demo: $(VENV)/installed-examples ## Train the digits autoencoder in float32 and 
 test: $(VENV)/installed-test ## Run the tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
+test-oldest: ## Run the tests on the oldest versions that pyproject.toml allows
+	mkdir -p $(OLDEST)
+	$(PYTHON) tools/lower_bounds.py > $(OLDEST)/constraints.txt
+	$(MAKE) --no-print-directory VENV=$(OLDEST) \
+	  PIP_OPTIONS='--constraint $(OLDEST)/constraints.txt' \
+	  $(OLDEST)/installed-test
+	$(OLDEST)/bin/python -m pytest -n $(PYTEST_WORKERS) \
+	  -W 'ignore:jax.:DeprecationWarning' $(OLDEST_TESTS) # Flax 0.12.0 earns it
+
 nightly: $(VENV)/installed-test ## Run what takes long, and 10,000 random programs
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m pytest tests/test_state_machine.py --hypothesis-profile=nightly
@@ -25,6 +40,10 @@ check: $(VENV)/installed-test ## Run the linter, the formatter's check and the t
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: ## Measure speed against other loss scalers; ARGS="--help" lists options
+	$(MAKE) --no-print-directory VENV=.venv-bench .venv-bench/installed-bench
+	.venv-bench/bin/python benchmarks/run.py $(ARGS)
 
 docs: ## Build the pages in docs/_build/html, with the notebooks executed
 	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs
@@ -39,5 +58,6 @@ clean: ## Remove what the targets made
 
 $(VENV)/installed-%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  $(PIP_OPTIONS) --editable '.[$*]'
 	touch $@
