@@ -1,0 +1,145 @@
+"""Settings of the documentation's build; see `make docs`."""
+
+import importlib
+import inspect
+import re
+
+import jax
+from sphinx.util import logging
+from sphinx.util import typing as sphinx_typing
+
+import optax_lossscale as ols
+
+project = "optax_lossscale"
+version = release = ols.__version__
+author = "the optax_lossscale authors"
+
+# Of these modules, each public name must be on a page: see warn_of_gaps.
+PUBLIC_MODULES = (
+  "optax_lossscale",
+  "optax_lossscale.interop",
+  "optax_lossscale.plots",
+)
+
+extensions = [
+  "myst_nb",  # pages in Markdown, and notebooks
+  "sphinx.ext.autodoc",
+  "sphinx.ext.autosummary",
+  "sphinx.ext.mathjax",
+  "sphinx.ext.napoleon",
+]
+exclude_patterns = ["_build"]
+
+# Docstrings.
+default_role = "code"  # `this` is code in docstrings as it is in Markdown
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autosummary_generate = False  # the pages list their names themselves
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 78
+toc_object_entries = False  # each has a heading
+
+# A reference that leads nowhere is a warning, and warnings are errors. Only
+# ours are looked up: other projects' inventories are on the network.
+nitpicky = True
+nitpick_ignore_regex = [
+  (r"py:.*", r"(?!optax_lossscale|LossScal|.*LossScale\b).*"),
+]
+
+# Pages and notebooks.
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_merge_streams = True
+suppress_warnings = [
+  "mystnb.unknown_mime_type",  # of outputs that are no picture and no text
+]
+
+html_theme = "sphinx_book_theme"
+html_title = "optax_lossscale"
+html_theme_options = {
+  "home_page_in_toc": True,
+  "show_navbar_depth": 1,
+  "show_toc_level": 2,
+  "use_download_button": False,
+  "use_fullscreen_button": False,
+}
+html_show_copyright = False
+html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+
+
+def setup(app):
+  app.connect("source-read", link_to_the_notebooks_pages)
+  app.connect("autodoc-process-signature", shorten_array_like)
+  app.connect("missing-reference", find_by_last_name)
+  app.connect("env-check-consistency", warn_of_gaps)
+
+
+def link_to_the_notebooks_pages(app, docname, source):
+  """Leads links into the repository's notebooks/ to the pages made of them.
+
+  In the sources the links are those that work where the sources lie, in a clone
+  or on a code host. Here docs/notebooks is a symbolic link, whose pages only
+  Sphinx's own references find.
+  """
+  del app, docname
+  source[0] = re.sub(
+    r"\[([^]]+)\]\((?:\.\./)+(notebooks/\w+)\.ipynb\)",
+    r"{doc}`\1 </\2>`",
+    source[0],
+  )
+
+
+def shorten_array_like(
+  app, what, name, obj, options, signature, return_annotation
+):
+  """Says ArrayLike where the signature has the eight types that it stands for."""
+  del app, what, name, obj, options
+  if signature is not None:
+    for mode in ("smart", "fully-qualified-except-typing"):
+      long = sphinx_typing.stringify_annotation(jax.typing.ArrayLike, mode)
+      signature = signature.replace(long, "ArrayLike")
+  return signature, return_annotation
+
+
+def find_by_last_name(app, env, node, contnode):
+  """Finds a class that a docstring names without its module."""
+  if node["refdomain"] != "py" or node.get("refspecific"):
+    return None
+  node["refspecific"] = True  # Sphinx: in whatever module it is
+  return env.domains["py"].resolve_xref(
+    env,
+    node["refdoc"],
+    app.builder,
+    node["reftype"],
+    node["reftarget"],
+    node,
+    contnode,
+  )
+
+
+def warn_of_gaps(app, env):
+  """Warns of a public name that is on no page, or has no docstring."""
+  del app
+  documented = env.domains["py"].objects
+  for module_name in PUBLIC_MODULES:
+    module = importlib.import_module(module_name)
+    for name in module.__all__:
+      if inspect.ismodule(getattr(module, name)):
+        continue
+      full_name = f"{module_name}.{name}"
+      if full_name not in documented:
+        _warn("%s is on no page in docs/api", full_name)
+      elif not inspect.getdoc(getattr(module, name)):
+        _warn("%s has no docstring", full_name)
+
+
+def _warn(message, *args):
+  logging.getLogger(__name__).warning(message, *args)

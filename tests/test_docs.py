@@ -1,0 +1,152 @@
+"""The documentation: complete, its links lead somewhere, its code runs.
+
+`make docs` builds the pages; what can be known without building is here.
+"""
+
+import json
+import pathlib
+import re
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import interop, plots
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+API_PAGES = sorted((DOCS / "api").glob("*.md"))
+GUIDES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(ROOT.glob("*.md")) + GUIDES + API_PAGES
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+# A ```python block runs, after the ones above it on its page, and so does a
+# {code-cell}, which is a part of a page that is a notebook. A ```py block is
+# for looking at: code of other systems, or a part of a function.
+RUNNABLE = re.compile(
+  r"^```(?:python|\{code-cell\} python)\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
+# These tests run all of their page as well, and look at more of it.
+RUN_ELSEWHERE = {
+  "migrating.md": "test_interop_docs.py",
+  "policies.md": "test_adaptive.py",
+}
+
+
+def relative_name(path):
+  return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+  "path",
+  [
+    path
+    for path in GUIDES
+    if RUNNABLE.search(path.read_text()) and path.name not in RUN_ELSEWHERE
+  ],
+  ids=relative_name,
+)
+def test_the_code_on_a_page_runs_from_top_to_bottom(
+  path, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  matplotlib.use("Agg")
+  namespace = {}
+  for block in RUNNABLE.findall(path.read_text()):
+    # Lines such as `:tags: [hide-input]` are options of the cell.
+    block = re.sub(r"^:.*$", "", block, flags=re.MULTILINE)
+    exec(compile(block, relative_name(path), "exec"), namespace)
+  plt.close("all")
+
+
+@pytest.mark.parametrize("page, test", RUN_ELSEWHERE.items())
+def test_a_page_that_is_run_elsewhere_is_named_there(page, test):
+  assert f'"{page}"' in (ROOT / "tests" / test).read_text()
+
+
+def names_on(page):
+  """The (module, name) that an API page has an entry for, and lists on top."""
+  text = page.read_text()
+  modules = set(re.findall(r"^\.\. currentmodule:: (\S+)$", text, re.MULTILINE))
+  (module,) = modules or [None]
+  entries = re.findall(r"^\.\. auto\w+:: (\w+)(?:\(\))?$", text, re.MULTILINE)
+  listed = re.findall(r"^   (\w+)$", text, re.MULTILINE)
+  return [(module, name) for name in entries], listed
+
+
+@pytest.mark.parametrize(
+  "module", [ols, interop, plots], ids=lambda module: module.__name__
+)
+def test_each_public_name_has_one_entry_on_an_api_page(module):
+  entries = [entry for page in API_PAGES for entry in names_on(page)[0]]
+  ours = [name for owner, name in entries if owner == module.__name__]
+  assert sorted(ours) == sorted(module.__all__)
+
+
+@pytest.mark.parametrize("page", API_PAGES, ids=relative_name)
+def test_an_api_page_lists_its_entries_in_their_order(page):
+  entries, listed = names_on(page)
+  assert listed[: len(entries)] == [name for _, name in entries]
+
+
+def texts():
+  """The (file, text) of everything in Markdown."""
+  for path in PAGES:
+    yield path, path.read_text()
+  for path in NOTEBOOKS:
+    for cell in json.loads(path.read_text())["cells"]:
+      if cell["cell_type"] == "markdown":
+        yield path, "".join(cell["source"])
+
+
+def test_each_relative_link_leads_to_a_file_or_a_label():
+  labels = {
+    label
+    for path in PAGES
+    for label in re.findall(r"^\(([\w-]+)\)=$", path.read_text(), re.MULTILINE)
+  }
+  found = 0
+  for path, text in texts():
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+      target = link.split("#")[0]
+      if not target or re.match(r"\w+:", target) or target in labels:
+        continue
+      found += 1
+      where = f"{relative_name(path)} links to {link}"
+      assert (path.parent / target).exists(), where
+  assert found > 20
+
+
+def test_a_power_of_two_in_prose_is_code():
+  """Else Markdown takes the two asterisks of one and of the next for bold."""
+  for path, text in texts():
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`]*`", "", text)
+    found = re.search(r".*\d\*\*-?\d.*", text)
+    assert not found, f"{relative_name(path)}: {found[0]}"
+
+
+def test_each_page_is_in_a_table_of_contents():
+  listed = {"index"}
+  for path in [*GUIDES, *API_PAGES]:
+    for tree in re.findall(
+      r"^```\{toctree\}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL
+    ):
+      pages = [line for line in tree.splitlines() if re.match(r"\w", line)]
+      folder = path.parent.relative_to(DOCS)
+      listed |= {str(folder / page) for page in pages}
+  pages = {str(p.relative_to(DOCS).with_suffix("")) for p in GUIDES + API_PAGES}
+  notebooks = {f"notebooks/{path.stem}" for path in NOTEBOOKS}
+  assert listed == pages | notebooks
+
+
+def test_a_workflow_calls_make_targets_that_exist():
+  targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+  workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+  assert len(workflows) == 3
+  for path in workflows:
+    called = re.findall(r"run: make ([a-z-]+)", path.read_text())
+    assert called, path.name
+    assert set(called) <= set(targets), path.name
