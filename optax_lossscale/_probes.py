@@ -137,6 +137,16 @@ def probe_metrics(cotangents: Any) -> Any:
   Raises:
     TypeError: if an array is not float32.
     ValueError: if one is of the wrong shape.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> x = jnp.array([2.0, 0.0, 1e5], jnp.float32)
+    >>> loss_fn = lambda slot: jnp.sum(x * ols.probe(x, slot))
+    >>> metrics = ols.probe_metrics(jax.grad(loss_fn)(ols.probe_slots()))
+    >>> print(metrics["largest"], f"{metrics['zero_share']:.2f}")
+    65536.0 0.33
   """
   _check_slots("cotangents", cotangents)
 
