@@ -100,7 +100,7 @@ def link_to_the_notebooks_pages(app, docname, source):
 def shorten_array_like(
   app, what, name, obj, options, signature, return_annotation
 ):
-  """Says ArrayLike where the signature has the eight types that it stands for."""
+  """Says ArrayLike where a signature has the many types it stands for."""
   del app, what, name, obj, options
   if signature is not None:
     for mode in ("smart", "fully-qualified-except-typing"):
