@@ -401,7 +401,7 @@ def _split_aux(out):
 
 def _poison_unless(finite):
   """0 if finite, else NaN: terms of one sum that stand for a conjunction."""
-  return jnp.where(finite, jnp.float32(0), jnp.float32(jnp.nan))
+  return lax.select(finite, jnp.float32(0), jnp.float32(jnp.nan))
 
 
 def _isfinite(leaf):
