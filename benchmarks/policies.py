@@ -105,7 +105,10 @@ def main():
   draw(processes, traces, here / "policies.png")
   file.write_text(json.dumps(results, indent=1) + "\n")
   for process, rows in results["simulation"].items():
-    print_table(process, rows)
+    print_table(process.capitalize(), rows)
+  # What policies_training.py has measured.
+  for name in ("digits", "transformer"):
+    print_table(f"Training: {name}", results.get(name, {}))
 
 
 def make_processes():
@@ -192,10 +195,12 @@ def to_json(x):
   return None if not np.isfinite(x) else int(x) if x == int(x) else x
 
 
-def print_table(process, rows):
+def print_table(title, rows):
+  if not rows:
+    return
   columns = list(next(iter(rows.values())))
   heads = [column.replace("_", " ") for column in columns]
-  print(f"\n### {process.capitalize()}\n")
+  print(f"\n### {title}\n")
   print(" | ".join(["| policy", *heads]) + " |")
   print("|---|" + "--:|" * len(columns))
   for name, row in rows.items():
