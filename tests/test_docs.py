@@ -18,7 +18,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 API_PAGES = sorted((DOCS / "api").glob("*.md"))
 GUIDES = sorted(DOCS.glob("*.md"))
-PAGES = sorted(ROOT.glob("*.md")) + GUIDES + API_PAGES
+PAGES = [
+  *sorted(ROOT.glob("*.md")),
+  *sorted(ROOT.glob("benchmarks/*.md")),
+  *GUIDES,
+  *API_PAGES,
+]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 # A ```python block runs, after the ones above it on its page, and so does a
@@ -109,7 +114,9 @@ def test_each_relative_link_leads_to_a_file_or_a_label():
   found = 0
   for path, text in texts():
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    links += re.findall(r"^<!-- include (\S+) -->$", text, re.MULTILINE)
+    for link in links:
       target = link.split("#")[0]
       if not target or re.match(r"\w+:", target) or target in labels:
         continue
