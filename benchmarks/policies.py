@@ -44,15 +44,15 @@ class RecoveringLossScale:
 
 @dataclasses.dataclass(frozen=True)
 class PublishedLogMax(ols.LogMaxLossScale):
-  """Its averages as OpenSeq2Seq keeps them: 65536 is what an overflow enters.
+  """The averages as OpenSeq2Seq keeps them.
 
-  Plain sums corrected by their weights, a logarithm of whatever arrives, and no
-  rounding to a power of two.
+  An overflow enters 65536 among the logarithms, a zero its own; and the scale
+  is not rounded to a power of two.
   """
 
   def adjust(self, state, grads_finite, *, grads_amax=None):
     memory = state.memory
-    x = jnp.where(grads_finite, jnp.log2(grads_amax), jnp.float32(16))
+    x = jnp.where(grads_finite, jnp.log2(grads_amax), 2.0**16)
 
     def averaged(decay, name, value):
       return decay * memory[name] + (1 - decay) * value
