@@ -23,13 +23,13 @@ class LogMaxLossScale:
   ``dtype``. Mean and deviation are exponential averages, corrected for their
   start at nothing.
 
-  Three things differ from the published rule. An overflow says that the
-  gradient was at least 2**top over the *scale*; there it enters as 2**16
-  itself, which pins the scale at 1 for thousands of steps. A maximum of zero
-  leaves the averages alone, where its logarithm would poison them for ever;
-  since it may have underflowed, the scale doubles. And an overflow halves the
-  scale at least, as otherwise one could repeat itself for ever; before the
-  first finite step it does nothing else.
+  Three things differ from the published rule. An overflow enters as what it
+  says, that the logarithm is at least top - log2(scale); there the number 65536
+  enters among logarithms, which pins the scale at 1 for thousands of steps. A
+  maximum of zero leaves the averages alone, where its logarithm would poison
+  them for ever; since it may have underflowed, the scale doubles. And an
+  overflow halves the scale at least, as otherwise one could repeat itself for
+  ever; before the first finite step it does nothing else.
 
   Attributes:
     init_scale: the scale before the first step; a power of two, as are the
