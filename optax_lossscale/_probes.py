@@ -88,7 +88,7 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
   # transpose of this cast is a sum over the devices.
   ours, slots = _axes._varying(x), _axes._varying(slot)
   if ours - slots:
-    slot = lax.pcast(slot, tuple(ours - slots), to="varying")
+    slot = _vary(slot, tuple(ours - slots))
   return _probe(tuple(slots - ours), x, slot)
 
 
@@ -205,7 +205,7 @@ def _probe_fwd(more_axes, x, slot):
 def _probe_bwd(more_axes, _, cotangent):
   counts = _histogram(cotangent)
   if more_axes:
-    counts = lax.pcast(counts, more_axes, to="varying")
+    counts = _vary(counts, more_axes)
   return cotangent, counts
 
 
@@ -267,6 +267,13 @@ def _largest(counts):
   return jnp.max(
     jnp.where(finite > 0, jnp.array(tops, jnp.float32), jnp.float32(0)), axis=-1
   )
+
+
+def _vary(x, axes):
+  """X as a value that may differ along the axes."""
+  if hasattr(lax, "pcast"):
+    return lax.pcast(x, axes, to="varying")
+  return lax.pvary(x, axes)  # What JAX 0.8.0 has instead.
 
 
 def _check_slots(name, tree):
