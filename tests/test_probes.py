@@ -1,6 +1,7 @@
 """Probes: they change nothing, count everything once, and are heard."""
 
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -368,3 +369,24 @@ def test_probes_work_under_strict_promotion():
     counts = jax.jit(counts_of)(X)
     ols.probe_metrics(counts)
     fold_in_update(counts)
+
+
+def test_the_transformer_of_the_examples_learns_and_loses_no_step(
+  monkeypatch, tmp_path
+):
+  folder = pathlib.Path(__file__).parents[1] / "examples"
+  monkeypatch.syspath_prepend(str(folder))
+  import transformer
+
+  sizes = {"LAYERS": 2, "WIDTH": 32, "CONTEXT": 32, "BATCH_SIZE": 8}
+  for name, size in sizes.items():
+    monkeypatch.setattr(transformer, name, size)
+  text = transformer.load_text()
+  policy = ols.HeadroomLossScale(init_scale=1.0)
+  run = transformer.train(text, policy, steps=40)
+  assert run.losses[-5:].mean() < run.losses[0] - 0.5
+  assert not run.skipped.any()
+  assert run.scales[-1] > 2.0**8
+  assert "largest cotangent" in transformer.make_table(run)
+  transformer.plot(run).savefig(tmp_path / "curves.png")
+  assert transformer.sample(run.params, "def ", 5, seed=0)[:4] == "def "
