@@ -7,7 +7,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _scaling
+from optax_lossscale import _grads
 
 AxisName = Hashable | Sequence[Hashable]
 
@@ -47,11 +47,11 @@ def global_norm(grads: Any, axis_name: AxisName | None) -> jax.Array:
   for name in names:
     if not _is_tracked(name):
       raise ValueError(_cannot_tell(name))
-  leaves = _scaling.grad_leaves(grads)
+  leaves = _grads.grad_leaves(grads)
   axes = tuple(n for n in names if any(n in _varying(x) for x in leaves))
   total = jnp.float32(0)
   for leaf in leaves:
-    square = _scaling.sum_of_squares([leaf])
+    square = _grads.sum_of_squares([leaf])
     for name in axes:
       if name not in _varying(leaf):
         # All devices have it, the first one brings it: one sum serves sharded

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _leaves, _scaling, _state
+from optax_lossscale import _grads, _leaves, _scaling, _state
 
 
 def loss_scale_metrics(tree: Any) -> dict[str, jax.Array]:
@@ -59,7 +59,7 @@ def finite_per_leaf(grads: Any) -> Any:
   """
 
   def is_finite(path, leaf):
-    if _scaling.is_overwritten(path) or not _state.is_array(leaf):
+    if _grads.is_overwritten(path) or not _state.is_array(leaf):
       return jnp.bool_(True)
     return _scaling.all_finite(leaf)
 

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _scaling, _state
+from optax_lossscale import _grads, _state
 
 
 def named_grads(tree: Any, caller: str) -> list[tuple[str, Any]]:
   """The leaves that are gradients, as (name, numpy or JAX array)."""
   leaves = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    is_grad = _scaling.is_inexact(leaf) and not _scaling.is_overwritten(path)
+    is_grad = _grads.is_inexact(leaf) and not _grads.is_overwritten(path)
     if not is_grad or not _state.is_array(leaf):
       continue
     if isinstance(leaf, jax.core.Tracer):

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _axes, _scaling, _state
+from optax_lossscale import _axes, _grads, _state
 
 # The bins: what float16 takes for zero; its binades, of which the last ten are
 # those of its subnormal numbers, in ascending order; finite, but too large
@@ -75,7 +75,7 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
     {'largest': 32752.0, 'nonfinite_share': 0.0, 'top_share': 0.5,
      'zero_share': 0.5}
   """
-  if not _state.is_array(x) or not _scaling.is_inexact(x):
+  if not _state.is_array(x) or not _grads.is_inexact(x):
     raise TypeError(f"x must be a float or complex array, got x = {x!r}.")
   _check_slots("slot", slot)
   if jnp.ndim(slot) != 1:

@@ -1,4 +1,4 @@
-"""Pure functions: scale the loss, unscale the gradients, measure them."""
+"""Pure functions: scale the loss, unscale the gradients, differentiate."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,9 +8,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _state
-
-_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+from optax_lossscale import _grads, _state
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -38,9 +36,10 @@ def scale_loss(loss: Any, state: Any) -> Any:
   scale = _state.get_loss_scale_state(state).loss_scale
 
   def scale_leaf(leaf):
-    if not is_inexact(leaf):
+    if not _grads.is_inexact(leaf):
       return leaf
-    return times(_astype(leaf, _at_least_float32(_dtype(leaf))), scale)
+    dtype = _grads.at_least_float32(jnp.result_type(leaf))
+    return _grads.times(lax.convert_element_type(leaf, dtype), scale)
 
   return jax.tree.map(scale_leaf, loss)
 
@@ -71,9 +70,11 @@ def unscale_grads(grads: Any, state: Any) -> Any:
     0.5
   """
   scale = _state.get_loss_scale_state(state).loss_scale
-  wide = map_grads(lambda leaf: jnp.asarray(widen(leaf)), grads)
-  settled = iter(_settle(grad_leaves(wide)))
-  return map_grads(lambda _: divided_by(next(settled), scale), wide)
+  wide = _grads.map_grads(lambda leaf: jnp.asarray(_grads.widen(leaf)), grads)
+  settled = iter(_settle(_grads.grad_leaves(wide)))
+  return _grads.map_grads(
+    lambda _: _grads.divided_by(next(settled), scale), wide
+  )
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -92,10 +93,7 @@ def all_finite(tree: Any) -> jax.Array:
     >>> print(ols.all_finite({"a": jnp.array([1.0, 2.0]), "b": jnp.inf}))
     False
   """
-  poison = jnp.float32(0)
-  for leaf in grad_leaves(tree):
-    poison += _poison_unless(jnp.all(_isfinite(leaf)))
-  return is_unpoisoned(poison)
+  return _grads.every_entry_is_finite(tree)
 
 
 def value_and_grad(
@@ -224,130 +222,6 @@ def grad(
   return grad_fun
 
 
-def widen(leaf: Any) -> Any:
-  """The leaf in float32 if it is float16 or float8, else as it is."""
-  if not is_inexact(leaf) or not _is_narrow(_dtype(leaf)):
-    return leaf
-  if isinstance(leaf, jax.ShapeDtypeStruct):
-    return leaf.update(dtype=jnp.float32)
-  return _astype(leaf, jnp.float32)
-
-
-def map_grads(fun: Callable[..., Any], grads: Any, *rest: Any) -> Any:
-  """``jax.tree.map`` over the leaves that are gradients; others stay."""
-
-  def apply(path, leaf, *others):
-    is_grad = is_inexact(leaf) and not is_overwritten(path)
-    return fun(leaf, *others) if is_grad else leaf
-
-  return jax.tree_util.tree_map_with_path(apply, grads, *rest)
-
-
-def sum_is_finite(grads: Any) -> jax.Array:
-  """Whether all gradients are finite, for the price of reading them once.
-
-  No inf and no NaN leaves a sum finite, in whatever order XLA adds; a maximum
-  may lose a NaN on CPU. The converse has a limit: a leaf whose finite entries
-  add up to more than its dtype can hold (a mean of 1e32 over a million float32
-  entries) counts as overflowed.
-
-  For 16 bits and fewer XLA would write out a converted copy, and comparing is
-  cheaper.
-  """
-  poison = jnp.float32(0)
-  for leaf in grad_leaves(grads):
-    if jnp.finfo(_dtype(leaf)).bits <= 16:
-      finite = jnp.all(_isfinite(leaf))
-    else:
-      finite = jnp.isfinite(jnp.sum(leaf))
-    poison += _poison_unless(finite)
-  return is_unpoisoned(poison)
-
-
-def is_unpoisoned(poison: jax.Array) -> jax.Array:
-  """Whether a float32 scalar is finite, computed once for all its readers.
-
-  XLA copies a cheap scalar computation, and with it the reductions of all
-  leaves, into each kernel that reads its result: code and compile time would
-  grow with the square of the number of leaves. It does not copy a square root.
-  """
-  return jnp.isfinite(lax.sqrt(lax.abs(poison)))
-
-
-def largest_magnitude(grads: Any) -> jax.Array:
-  """The largest magnitude in the tree; float32[]; of finite gradients only."""
-  amax = jnp.float32(0)
-  for leaf in grad_leaves(grads):
-    leaf = _float_or_complex(leaf)
-    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    for part in (leaf.real, leaf.imag) if is_complex else (leaf,):
-      largest = jnp.max(jnp.abs(part), initial=0)
-      # A float64 may lie above float32's range, and still be finite.
-      if jnp.finfo(part.dtype).bits > 32:
-        largest = jnp.minimum(largest, jnp.asarray(_FLOAT32_MAX, part.dtype))
-      amax = jnp.maximum(amax, largest.astype(jnp.float32))
-  return amax
-
-
-def sum_of_squares(grads: Any) -> jax.Array:
-  """The squared global norm of a tree; float32[]; inf or NaN where it is."""
-  total = jnp.float32(0)
-  for leaf in grad_leaves(grads):
-    total += _sum_of_squares(leaf)
-  return total
-
-
-def grad_leaves(tree: Any) -> list[Any]:
-  """The leaves of a tree that are gradients."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return [x for path, x in leaves if is_inexact(x) and not is_overwritten(path)]
-
-
-def is_inexact(leaf: Any) -> bool:
-  """Whether a leaf is a float or complex array, or a Python number of them."""
-  if not hasattr(leaf, "dtype"):
-    return isinstance(leaf, (float, complex))
-  return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def is_overwritten(path: Any) -> bool:
-  """Whether a tree path leads into Flax's fp8 statistics."""
-  return any(
-    getattr(key, "key", getattr(key, "name", None))
-    == _state.OVERWRITE_WITH_GRADIENT
-    for key in path
-  )
-
-
-def times(x: Any, factor: jax.typing.ArrayLike) -> jax.Array:
-  """X times a float32 scalar, in the dtype of x."""
-  x = jnp.asarray(x)
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    # By parts: the product of two complex numbers loses the sign of zeros.
-    return lax.complex(times(x.real, factor), times(x.imag, factor))
-  if x.dtype == jnp.bfloat16:
-    # In float32, so that a factor that is no power of two rounds only once.
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
-  return x * lax.convert_element_type(factor, x.dtype)
-
-
-def divided_by(x: jax.Array, divisor: jax.Array) -> jax.Array:
-  """X divided by a float32 scalar, in the dtype of x."""
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    return lax.complex(divided_by(x.real, divisor), divided_by(x.imag, divisor))
-  if x.dtype == jnp.bfloat16:
-    return (x.astype(jnp.float32) / divisor).astype(x.dtype)
-  return x / lax.convert_element_type(divisor, x.dtype)
-
-
-def cast_real_or_complex(x: jax.Array, dtype: Any) -> jax.Array:
-  """X in another dtype, unless that would drop or invent an imaginary part."""
-  is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-  if is_complex != jnp.issubdtype(x.dtype, jnp.complexfloating):
-    return x
-  return x.astype(dtype)
-
-
 def _settle(leaves):
   """The same leaves; on CPU, what follows does not compute them again.
 
@@ -371,7 +245,7 @@ def _check_loss(loss):
       f"fun must return a scalar loss, got {type(loss).__name__}. If it is a"
       " pair of the loss and auxiliary data, pass has_aux=True."
     )
-  shape, dtype = jnp.shape(loss), _dtype(loss)
+  shape, dtype = jnp.shape(loss), jnp.result_type(loss)
   if shape != ():
     raise ValueError(
       "fun must return a scalar loss, got a loss of shape"
@@ -397,44 +271,3 @@ def _split_aux(out):
       f" {type(out).__name__}."
     )
   return out
-
-
-def _poison_unless(finite):
-  """0 if finite, else NaN: terms of one sum that stand for a conjunction."""
-  return lax.select(finite, jnp.float32(0), jnp.float32(jnp.nan))
-
-
-def _isfinite(leaf):
-  return jnp.isfinite(_float_or_complex(leaf))
-
-
-def _float_or_complex(leaf):
-  """The leaf as an array that XLA can reduce: float8 and less in float32."""
-  leaf = jnp.asarray(leaf)
-  is_tiny = jnp.finfo(leaf.dtype).bits < 16
-  return leaf.astype(jnp.float32) if is_tiny else leaf
-
-
-def _sum_of_squares(leaf):
-  leaf = jnp.asarray(leaf)
-  leaf = leaf.astype(_at_least_float32(leaf.dtype))
-  squares = jnp.square(leaf.real)
-  if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-    squares += jnp.square(leaf.imag)
-  return jnp.sum(squares).astype(jnp.float32)
-
-
-def _at_least_float32(dtype):
-  return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
-
-
-def _is_narrow(dtype):
-  return jnp.finfo(dtype).bits <= 16 and dtype != jnp.bfloat16
-
-
-def _astype(x, dtype):
-  return lax.convert_element_type(x, dtype)
-
-
-def _dtype(x):
-  return jnp.result_type(x)

@@ -9,9 +9,9 @@ import optax
 
 from optax_lossscale import (
   _axes,
+  _grads,
   _policies,
   _probes,
-  _scaling,
   _select,
   _state,
 )
@@ -71,7 +71,8 @@ def with_loss_scaling(
     max_norm: if given, gradients whose global norm is larger are scaled down
       to it, as :func:`optax.clip_by_global_norm` does, but in the same pass
       that tests them; float32 scalar, in units of the unscaled gradients. A
-      norm too large for float32 counts as an overflow. With ``axis_name`` it
+      norm above 1.8e19 (with the scale in it, if ``grads_are_scaled``) cannot
+      be squared in float32, and counts as an overflow. With ``axis_name`` it
       needs ``shard_map`` with ``check_vma=True``, which alone tells gradients
       that are shards from those that every device holds whole.
     grads_are_scaled: whether ``update`` is given gradients of the scaled loss,
@@ -115,7 +116,7 @@ def with_loss_scaling(
   _check_options(policy, max_norm, skip_nonfinite, check_updates)
 
   def init_fn(params):
-    inner_state = inner.init(jax.tree.map(_scaling.widen, params))
+    inner_state = inner.init(jax.tree.map(_grads.widen, params))
     if _state.holds_loss_scale(inner_state):
       raise ValueError(
         "inner must be an optimizer without loss scaling, got one whose state"
@@ -145,14 +146,14 @@ def with_loss_scaling(
     if not skip_nonfinite:
       finite = jnp.bool_(True)
 
-    grads = _scaling.map_grads(
+    grads = _grads.map_grads(
       lambda leaf: _zero_unless(finite, leaf, factor), updates
     )
-    wide_params = jax.tree.map(_scaling.widen, params)
+    wide_params = jax.tree.map(_grads.widen, params)
     args = grads, inner_state, wide_params
     if check_updates:
       new_updates, new_inner_state = inner.update(*args, **extra_args)
-      finite &= _axes.all_agree(_scaling.sum_is_finite(new_updates), axis_name)
+      finite &= _axes.all_agree(_grads.sum_is_finite(new_updates), axis_name)
       new_inner_state = _select.keep(finite, new_inner_state, inner_state)
     else:
       new_updates, new_inner_state = _select.update_or_keep(
@@ -180,12 +181,12 @@ def _measure(grads, unscale, max_norm, axis_name):
     magnitude of its true ones; and the float32[] to multiply the gradients by,
     or None.
   """
-  amax = _scaling.largest_magnitude(grads)
+  amax = _grads.largest_magnitude(grads)
   factor = unscale
   if unscale is not None:
     amax *= unscale
   if max_norm is None:
-    finite = _scaling.sum_is_finite(grads)
+    finite = _grads.sum_is_finite(grads)
   else:
     norm = _axes.global_norm(grads, axis_name)
     if unscale is not None:
@@ -203,9 +204,9 @@ def _measure(grads, unscale, max_norm, axis_name):
 
 def _zero_unless(finite, grad, factor):
   """The widened gradient times the factor; zeros unless finite."""
-  grad = jnp.asarray(_scaling.widen(grad))
+  grad = jnp.asarray(_grads.widen(grad))
   if factor is not None:
-    grad = _scaling.times(grad, factor)
+    grad = _grads.times(grad, factor)
   return lax.select(finite, grad, jnp.zeros_like(grad))
 
 
@@ -216,15 +217,15 @@ def _finish_updates(finite, updates, params):
   """
 
   def finish(path, update, param=None):
-    if not _state.is_array(update) or _scaling.is_overwritten(path):
+    if not _state.is_array(update) or _grads.is_overwritten(path):
       return update
     update = jnp.asarray(update)
-    if not _scaling.is_inexact(update):
+    if not _grads.is_inexact(update):
       is_integer = jnp.issubdtype(update.dtype, jnp.integer)
       zero = jnp.zeros_like(update) if is_integer else update
       return lax.select(finite, update, zero)
-    if _scaling.is_inexact(param):
-      update = _scaling.cast_real_or_complex(update, jnp.result_type(param))
+    if _grads.is_inexact(param):
+      update = _grads.cast_real_or_complex(update, jnp.result_type(param))
     return lax.select(finite, update, _negative_zeros_like(update))
 
   # None and MaskedNode stand where params may have a leaf.

@@ -573,7 +573,7 @@ def test_hyperparameters_may_be_traced(cls):
 
 
 def test_the_maximum_costs_nothing_where_no_policy_asks_for_it(monkeypatch):
-  from optax_lossscale import _scaling
+  from optax_lossscale import _grads
 
   params = {"a": jnp.zeros((64, 32)), "b": jnp.zeros(500)}
 
@@ -584,7 +584,7 @@ def test_the_maximum_costs_nothing_where_no_policy_asks_for_it(monkeypatch):
 
   dynamic, headroom = flops(ols.DynamicLossScale()), flops(POLICIES[0])
   monkeypatch.setattr(
-    _scaling, "largest_magnitude", lambda grads: jnp.float32(0)
+    _grads, "largest_magnitude", lambda grads: jnp.float32(0)
   )
   assert dynamic == flops(ols.DynamicLossScale())
   assert headroom > flops(POLICIES[0])
