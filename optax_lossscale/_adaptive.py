@@ -216,7 +216,7 @@ def check_scales(policy: Any) -> None:
       raise ValueError(
         f"{name} must be a power of two, got {name} = {value!r}."
       )
-  _policies._check_order(policy)
+  _policies.check_order(policy)
 
 
 def check_dtype(dtype: Any) -> None:

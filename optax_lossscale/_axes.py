@@ -48,12 +48,12 @@ def global_norm(grads: Any, axis_name: AxisName | None) -> jax.Array:
     if not _is_tracked(name):
       raise ValueError(_cannot_tell(name))
   leaves = _grads.grad_leaves(grads)
-  axes = tuple(n for n in names if any(n in _varying(x) for x in leaves))
+  axes = tuple(n for n in names if any(n in varying(x) for x in leaves))
   total = jnp.float32(0)
   for leaf in leaves:
     square = _grads.sum_of_squares([leaf])
     for name in axes:
-      if name not in _varying(leaf):
+      if name not in varying(leaf):
         # All devices have it, the first one brings it: one sum serves sharded
         # and replicated leaves.
         is_first = lax.axis_index(name) == 0
@@ -67,7 +67,7 @@ def _may_differ_over(x, axis_name):
   return tuple(
     name
     for name in _as_tuple(axis_name)
-    if not _is_tracked(name) or name in _varying(x)
+    if not _is_tracked(name) or name in varying(x)
   )
 
 
@@ -77,10 +77,10 @@ def _is_tracked(name):
   They do under ``shard_map`` with ``check_vma=True``, and not with False, under
   ``pmap`` and under ``vmap``. The index along the axis varies in any case.
   """
-  return name in _varying(lax.axis_index(name))
+  return name in varying(lax.axis_index(name))
 
 
-def _varying(x):
+def varying(x: Any) -> frozenset[Hashable]:
   """The mapped axes over which the type says that x varies."""
   kind = jax.typeof(x)
   if hasattr(kind, "manual_axis_type"):

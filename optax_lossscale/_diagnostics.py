@@ -288,4 +288,4 @@ def _find_nonfinite(xp, leaf):
 def _log2(x):
   # XLA's log2 is not exact for powers of two; it is for 1.
   mantissa, exponent = jnp.frexp(x)
-  return jnp.log2(2 * mantissa) + (exponent - 1)
+  return jnp.log2(2 * mantissa) + (exponent - 1).astype(jnp.float32)

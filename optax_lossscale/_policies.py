@@ -160,7 +160,7 @@ class DynamicLossScale:
     _check_scale("init_scale", self.init_scale)
     _check_scale("min_scale", self.min_scale)
     _check_scale("max_scale", self.max_scale)
-    _check_order(self)
+    check_order(self)
     # The bounds of the factors are the float32 neighbours of 1: nearer to 1
     # they would round to it, and the scale never move.
     _state.check_number(
@@ -294,7 +294,8 @@ def _check_scale(name, value):
   _state.check_number(name, value, _state.SMALLEST_SCALE, _state.LARGEST_SCALE)
 
 
-def _check_order(policy):
+def check_order(policy: Any) -> None:
+  """Raises unless the three scales of a policy are in order."""
   bounds = policy.min_scale, policy.init_scale, policy.max_scale
   if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
     return

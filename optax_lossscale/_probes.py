@@ -86,7 +86,7 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
   x, slot = jnp.asarray(x), jnp.asarray(slot)
   # Under shard_map a slot that all devices share collects from all: the
   # transpose of this cast is a sum over the devices.
-  ours, slots = _axes._varying(x), _axes._varying(slot)
+  ours, slots = _axes.varying(x), _axes.varying(slot)
   if ours - slots:
     slot = _vary(slot, tuple(ours - slots))
   return _probe(tuple(slots - ours), x, slot)
