@@ -583,9 +583,7 @@ def test_the_maximum_costs_nothing_where_no_policy_asks_for_it(monkeypatch):
     return update.compile().cost_analysis()["flops"]
 
   dynamic, headroom = flops(ols.DynamicLossScale()), flops(POLICIES[0])
-  monkeypatch.setattr(
-    _grads, "largest_magnitude", lambda grads: jnp.float32(0)
-  )
+  monkeypatch.setattr(_grads, "largest_magnitude", lambda grads: jnp.float32(0))
   assert dynamic == flops(ols.DynamicLossScale())
   assert headroom > flops(POLICIES[0])
 
