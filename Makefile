@@ -34,9 +34,10 @@ test-oldest: ## Run the tests on the oldest versions that pyproject.toml allows
 	$(OLDEST)/bin/python -m pytest -n $(PYTEST_WORKERS) \
 	  -W 'ignore:jax.:DeprecationWarning' $(OLDEST_TESTS) # Flax 0.12.0 earns it
 
-nightly: $(VENV)/installed-test ## Run what takes long, and 10,000 random programs
+nightly: $(VENV)/installed-test ## Run what takes minutes: 50 kills, 10,000 random programs
 	$(BIN)/python -m pytest -m nightly
-	$(BIN)/python -m pytest tests/test_state_machine.py --hypothesis-profile=nightly
+	$(BIN)/python -m pytest --hypothesis-profile=nightly \
+	  tests/test_state_machine.py tests/test_interop_fuzz.py
 
 check: $(VENV)/installed-test ## Run the linter, the formatter's check and the type checker
 	$(BIN)/ruff check .
