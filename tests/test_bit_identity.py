@@ -110,10 +110,21 @@ def test_a_skip_changes_no_bit_in_large_leaves(name, dtype, size):
     check_skips(factory(**kwargs), (size,), dtype)
 
 
+# GaLore's own lax.cond refuses these, wrapped or bare.
+REFUSED = {("optax.contrib.galore", "bf16")}
+
+
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+  "name, dtype",
+  [
+    (name, dtype)
+    for name in NAMES
+    for dtype in DTYPES
+    if (name, dtype) not in REFUSED
+  ],
+)
 def test_a_skip_changes_no_bit_of_any_optimizer(name, dtype):
   factory, kwargs = ALL[name]
   check_skips(factory(**kwargs), (6, 4), DTYPES[dtype])
