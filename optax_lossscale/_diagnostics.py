@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _grads, _leaves, _scaling, _state
+from optax_lossscale import _exponents, _grads, _leaves, _scaling, _state
 
 
 def loss_scale_metrics(tree: Any) -> dict[str, jax.Array]:
@@ -34,7 +34,7 @@ def loss_scale_metrics(tree: Any) -> dict[str, jax.Array]:
   """
   metrics = _state.get_loss_scale_state(tree)._asdict()
   del metrics["memory"]
-  return metrics | {"log2_loss_scale": _log2(metrics["loss_scale"])}
+  return metrics | {"log2_loss_scale": _exponents.log2(metrics["loss_scale"])}
 
 
 def finite_per_leaf(grads: Any) -> Any:
@@ -283,9 +283,3 @@ def _find_nonfinite(xp, leaf):
     mask = mask & (position == first)
     index.append(first)
   return _leaves.count(xp, is_inf), _leaves.count(xp, is_nan & ~is_inf), index
-
-
-def _log2(x):
-  # XLA's log2 is not exact for powers of two; it is for 1.
-  mantissa, exponent = jnp.frexp(x)
-  return jnp.log2(2 * mantissa) + (exponent - 1).astype(jnp.float32)

@@ -16,8 +16,7 @@ def map_grads(fun: Callable[..., Any], grads: Any, *rest: Any) -> Any:
   """``jax.tree.map`` over the leaves that are gradients; others stay."""
 
   def apply(path, leaf, *others):
-    is_grad = is_inexact(leaf) and not is_overwritten(path)
-    return fun(leaf, *others) if is_grad else leaf
+    return fun(leaf, *others) if is_grad(path, leaf) else leaf
 
   return jax.tree_util.tree_map_with_path(apply, grads, *rest)
 
@@ -25,7 +24,12 @@ def map_grads(fun: Callable[..., Any], grads: Any, *rest: Any) -> Any:
 def grad_leaves(tree: Any) -> list[Any]:
   """The leaves of a tree that are gradients."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return [x for path, x in leaves if is_inexact(x) and not is_overwritten(path)]
+  return [leaf for path, leaf in leaves if is_grad(path, leaf)]
+
+
+def is_grad(path: Any, leaf: Any) -> bool:
+  """Whether a leaf, at this path of its tree, is a gradient."""
+  return is_inexact(leaf) and not is_overwritten(path)
 
 
 def is_inexact(leaf: Any) -> bool:

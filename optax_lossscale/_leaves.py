@@ -19,8 +19,7 @@ def named_grads(tree: Any, caller: str) -> list[tuple[str, Any]]:
   """The leaves that are gradients, as (name, numpy or JAX array)."""
   leaves = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    is_grad = _grads.is_inexact(leaf) and not _grads.is_overwritten(path)
-    if not is_grad or not _state.is_array(leaf):
+    if not _grads.is_grad(path, leaf) or not _state.is_array(leaf):
       continue
     if isinstance(leaf, jax.core.Tracer):
       raise TypeError(
