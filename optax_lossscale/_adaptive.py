@@ -142,10 +142,10 @@ class HeadroomLossScale:
     return jnp.where(mantissa > 0, best, jnp.int32(2**12))
 
   def _amax_for(self, exponent):
-    """The maximum whose best exponent this is."""
-    exponent = _state.cast(self.target, jnp.int32) - exponent
-    exponent = jnp.clip(exponent, -126, 127)
-    return top(self) * _exponents.power_of_two(exponent)
+    """The maximum whose best exponent this is; inf if float32 ends before."""
+    mantissa, top_exponent = math.frexp(top(self))
+    exponent = top_exponent - 1 + _state.cast(self.target, jnp.int32) - exponent
+    return 2 * mantissa * _exponents.power_of_two(jnp.clip(exponent, -126, 128))
 
 
 def _remember(memory, amax, is_known):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-  """2**exponent in float32, for an int32 exponent in [-126, 127]."""
+  """2**exponent in float32, for an int32 in [-126, 127]; inf for 128."""
   # The bits of a float32 number: its exponent from bit 23 on, and no mantissa.
   return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
