@@ -50,11 +50,16 @@ def is_overwritten(path: Any) -> bool:
 
 def widen(leaf: Any) -> Any:
   """The leaf in float32 if it is float16 or float8, else as it is."""
-  if not is_inexact(leaf) or not _is_narrow(jnp.result_type(leaf)):
+  if not is_inexact(leaf) or not is_narrow(jnp.result_type(leaf)):
     return leaf
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return leaf.update(dtype=jnp.float32)
   return lax.convert_element_type(leaf, jnp.float32)
+
+
+def is_narrow(dtype: Any) -> bool:
+  """Whether a float dtype is too narrow in range for unscaled gradients."""
+  return jnp.finfo(dtype).bits <= 16 and dtype != jnp.bfloat16
 
 
 def times(x: Any, factor: jax.typing.ArrayLike) -> jax.Array:
@@ -172,7 +177,3 @@ def _float_or_complex(leaf):
   leaf = jnp.asarray(leaf)
   is_tiny = jnp.finfo(leaf.dtype).bits < 16
   return leaf.astype(jnp.float32) if is_tiny else leaf
-
-
-def _is_narrow(dtype):
-  return jnp.finfo(dtype).bits <= 16 and dtype != jnp.bfloat16

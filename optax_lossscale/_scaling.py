@@ -255,11 +255,11 @@ def _check_loss(loss):
     raise TypeError(
       f"fun must return a loss of a float dtype, got a loss of {dtype}."
     )
-  if dtype == jnp.float16:
+  if _grads.is_narrow(dtype):
     warnings.warn(
-      "fun returns a float16 loss. Its backward pass starts with the loss"
-      " scale in float16, where every scale above 2**15 overflows; the scale"
-      " will settle below. Return the loss in float32.",
+      f"fun returns a {dtype} loss. Its backward pass starts with the loss"
+      f" scale in {dtype}, which ends at {jnp.finfo(dtype).max}; the scale will"
+      " settle below. Return the loss in float32.",
       stacklevel=2,
     )
 

@@ -25,8 +25,8 @@ def message(error, call):
     ("init_scale", [0, -1.0, NAN, INF, 2.0**127, 2.0**-127, 10**400]),
     ("min_scale", [0, -1.0, NAN, INF, 2.0**127, 1e-45]),
     ("max_scale", [0, -1.0, NAN, INF, 2.0**127]),
-    ("growth_factor", [1, 1.0, 0.5, 0, -2, NAN, INF, 1 + 1e-9]),
-    ("backoff_factor", [1, 1.0, 0.0, -0.5, 2, NAN, INF, 1 - 1e-9]),
+    ("growth_factor", [1, 1.0, 0.5, 0, -2, NAN, INF, 1 + 2**-24]),
+    ("backoff_factor", [1, 1.0, 0.0, -0.5, 2, NAN, INF, 1 - 2**-25]),
     ("growth_interval", [0, -1, 1.5, NAN, INF, 2**31]),
     ("hysteresis", [0, -1, 1.5, NAN, INF, 2**31]),
   ],
@@ -42,6 +42,27 @@ def test_dynamic_names_the_hyperparameter_and_quotes_its_value(name, values):
     text = message(TypeError, lambda v=value: ols.DynamicLossScale(**{name: v}))
     assert f"{name} must be" in text
     assert f"got {name} = {value!r}" in text
+
+
+@pytest.mark.parametrize(
+  "name, values",
+  [
+    ("min_scale", [2.0**-126]),
+    ("max_scale", [2.0**15, 2.0**126]),
+    ("growth_factor", [1 + 2**-23, 2.0**126]),
+    ("backoff_factor", [2.0**-126, 1 - 2**-24]),
+    ("growth_interval", [1, 2**31 - 1]),
+    ("hysteresis", [1, 2**31 - 1]),
+  ],
+)
+def test_the_bounds_of_a_hyperparameter_are_allowed_themselves(name, values):
+  for value in values:
+    policy = ols.DynamicLossScale(**{name: value})
+    state = policy.adjust(policy.init(), True)
+    assert 2.0**-126 <= state.loss_scale <= 2.0**126
+    if name.endswith("factor"):  # They are told from 1 in float32.
+      moved = jnp.float32(value) * jnp.float32(2.0**15)
+      assert moved != 2.0**15
 
 
 @pytest.mark.parametrize(
@@ -196,9 +217,12 @@ def test_a_loss_that_cannot_be_scaled_is_refused(
 
 
 @pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-def test_has_aux_without_a_pair_is_refused(differentiate):
+@pytest.mark.parametrize(
+  "out", [lambda w: w, lambda w: (w,), lambda w: (w, 1, 2), lambda w: {0: w}]
+)
+def test_has_aux_without_a_pair_is_refused(differentiate, out):
   state = ols.FixedLossScale(1.0).init()
-  fun = differentiate(lambda w: w, state, has_aux=True)
+  fun = differentiate(out, state, has_aux=True)
   text = message(TypeError, lambda: fun(jnp.float32(1)))
   assert "fun must return a pair (loss, aux) when has_aux=True" in text
 

@@ -81,6 +81,14 @@ def test_a_float16_loss_is_warned_of_while_tracing_and_trains():
   assert (state.loss_scale, grad) == (2.0**15, 0.5)
 
 
+def test_a_float8_loss_is_warned_of_too_and_a_bfloat16_loss_is_not():
+  state = ols.FixedLossScale(2.0).init()
+  fun = lambda dtype: ols.value_and_grad(lambda w: w.astype(dtype), state)
+  with pytest.warns(UserWarning, match=r"float8_e4m3fn loss.*ends at 448\."):
+    fun(jnp.float8_e4m3fn)(jnp.float32(1.0))
+  fun(jnp.bfloat16)(jnp.float32(1.0))  # No warning, which would be an error.
+
+
 def test_a_bfloat16_or_float32_loss_is_not_warned_of():
   for dtype in (jnp.bfloat16, jnp.float32):
     ols.grad(lambda w: w * w, state_at(2.0))(jnp.ones((), dtype))
@@ -155,7 +163,7 @@ A = {"w": jnp.array([1.0, 2.0])}
 
 
 @pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1,)])
+@pytest.mark.parametrize("argnums", [0, 1, -1, (0, 1), (1,)])
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
 def test_value_and_grad_returns_what_jax_does(has_aux, argnums, scale):
   def fun(a, b, c=1.0):
