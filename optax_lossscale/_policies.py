@@ -201,7 +201,7 @@ class DynamicLossScale:
     grow = after.finite_count >= _i32(self.growth_interval)
     backoff = ~after.last_finite
     memory = state.memory
-    if self._checked_memory(memory):
+    if self._counts_hysteresis(memory):
       tolerated, memory = self._spend_hysteresis(memory, backoff, grow)
       backoff = backoff & ~tolerated
     factor = jnp.where(grow, _f32(self.growth_factor), jnp.float32(1))
@@ -219,16 +219,22 @@ class DynamicLossScale:
     # A traced hysteresis (a hyperparameter injected by Optax) may be any.
     return isinstance(self.hysteresis, jax.core.Tracer) or self.hysteresis > 1
 
-  def _checked_memory(self, memory):
-    """Whether there is a memory; an error if it is needed and missing."""
-    has_memory = bool(jax.tree.leaves(memory))
-    is_traced = isinstance(self.hysteresis, jax.core.Tracer)
-    if not has_memory and not is_traced and self.hysteresis > 1:
-      raise ValueError(
-        "state.memory must hold the hysteresis left, got a state of a policy"
-        " without. Use state._replace(memory=policy.init().memory)."
-      )
-    return has_memory
+  def _counts_hysteresis(self, memory):
+    """Whether the memory is the hysteresis left; an error if it must be."""
+    if not self._needs_memory():
+      return False  # What another policy remembers stays for it.
+    structure: Any = jax.tree.structure(memory)
+    if structure == jax.tree.structure(0):
+      return True
+    if structure == jax.tree.structure(()) and isinstance(
+      self.hysteresis, jax.core.Tracer
+    ):
+      return False
+    raise ValueError(
+      "state.memory must be the hysteresis left, an integer, got"
+      f" {structure} of another policy. Use"
+      " state._replace(memory=policy.init().memory)."
+    )
 
   def _spend_hysteresis(self, left, overflow, grow):
     """Whether this overflow is tolerated, and the hysteresis left after it."""

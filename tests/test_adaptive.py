@@ -1,6 +1,5 @@
-"""The policies that look at the gradients: oracles, invariants, sentences."""
+"""The policies that look at the gradients: models, invariants, sentences."""
 
-import collections
 import dataclasses
 import doctest
 import functools
@@ -17,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import policy_models
 import pytest
 from zoo import same_bits
 
@@ -69,44 +69,6 @@ def last(states):
   return jax.tree.map(lambda x: x[-1], states)
 
 
-class Oracle:
-  """HeadroomLossScale in plain Python, whose floats are exact here."""
-
-  def __init__(self, policy):
-    self.policy = policy
-    self.scale, self.before = policy.init_scale, None
-    self.window = collections.deque([0.0], policy.window)
-
-  def step(self, finite, amax):
-    p = self.policy
-    top = float(jnp.finfo(p.dtype).max) * 2.0**p.target
-    exponent = math.frexp(self.scale)[1] - 1
-    if finite:
-      if math.isfinite(amax):
-        self.window.append(amax)
-      growth = self._growth(max(self.window), exponent, top)
-      exponent += min(growth, 8) if growth != 1 else 0
-    elif self.before is not None:
-      if top / self.before < 2.0**128:  # float32 ends there.
-        self.window.append(top / self.before)
-      exponent = math.frexp(self.before)[1] - 1
-    else:
-      exponent -= 2
-    scale = min(max(2.0**exponent, p.min_scale), p.max_scale)
-    self.before = self.scale if finite and scale > self.scale else None
-    self.scale = scale
-
-  def _growth(self, amax, exponent, top):
-    if amax == 0:
-      return 8
-    growth = 0
-    while amax * 2.0 ** (exponent + growth) > top:
-      growth -= 1
-    while growth < 8 and (amax * 2.0 ** (exponent + growth + 1) <= top):
-      growth += 1
-    return growth
-
-
 def float32s(**kwargs):
   return st.floats(width=32, allow_subnormal=False, **kwargs)
 
@@ -131,13 +93,14 @@ amaxes_of_any_size = st.one_of(
     max_size=STEPS,
   )
 )
-def test_headroom_is_its_plain_python_oracle(policy, steps):
+def test_headroom_is_its_plain_python_model(policy, steps):
   finites, amaxes = map(np.array, zip(*steps, strict=True))
   states = scan(policy, finites, np.float32(amaxes))
-  oracle = Oracle(policy)
+  scale, window = policy.init_scale, policy_models.fresh(policy)
   for i, (finite, amax) in enumerate(steps):
-    oracle.step(finite, amax)
-    assert states.loss_scale[i] == oracle.scale, i
+    scale, window = policy_models.headroom(policy, scale, window, finite, amax)
+    assert states.loss_scale[i] == scale, i
+    assert states.memory["growth"][i] == window.growth, i
 
 
 @pytest.mark.parametrize(
@@ -263,6 +226,13 @@ def test_logmax_is_the_published_rule_rounded_down():
     )
     best = math.log2(TOP) - (mean + 3.09 * math.sqrt(variance))
     assert best - 1 - 1e-3 < np.log2(scales[n - 1]) <= best + 1e-3
+
+
+def test_headroom_returns_exactly_from_a_growth_at_the_largest_scales_too():
+  policy = ols.HeadroomLossScale(
+    init_scale=2.0**63, dtype=jnp.bfloat16, target=-64
+  )
+  assert log2_scales(policy, [0.0, None, 2.0**-100]) == [71, 63, 63]
 
 
 @pytest.mark.parametrize("amax", [2.0**-10, 3 * 2.0**-12, 2.0**20, 2.0**-60])
@@ -400,6 +370,13 @@ BAD_LOGMAX = [
 def test_a_bad_hyperparameter_is_named_and_quoted(cls, options, error, message):
   with pytest.raises(error, match=message):
     cls(**options)
+
+
+def test_a_window_that_is_traced_is_refused_with_the_reason():
+  with pytest.raises(
+    TypeError, match=r"window must be a Python integer.*shape"
+  ):
+    jax.jit(lambda n: ols.HeadroomLossScale(window=n).init())(8)
 
 
 @by_name

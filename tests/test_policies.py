@@ -1,4 +1,4 @@
-"""The rules, against a plain Python oracle and as sentences."""
+"""The rules, against a plain Python model and as sentences."""
 
 import dataclasses
 import itertools
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+from policy_models import Model
 import pytest
 
 import optax_lossscale as ols
@@ -36,43 +37,6 @@ def scales(policy, string, state=None):
   return states.loss_scale.tolist()
 
 
-class Oracle:
-  """DynamicLossScale in plain Python; numpy rounds as float32 does."""
-
-  def __init__(self, policy):
-    self.policy = policy
-    self.scale = np.float32(policy.init_scale)
-    self.count = self.in_a_row = self.total = 0
-    self.left = policy.hysteresis
-
-  def step(self, finite):
-    p = self.policy
-    if finite:
-      self.count, self.in_a_row = self.count + 1, 0
-      if p.hysteresis_refill in ("finite", "backoff"):
-        self.left = p.hysteresis
-      if self.count >= p.growth_interval:
-        self.count, self.left = 0, p.hysteresis
-        self._multiply(p.growth_factor)
-      return
-    self.count, self.in_a_row = 0, self.in_a_row + 1
-    self.total += 1
-    self.left = max(self.left - 1, 0)
-    if self.left == 0:
-      self._multiply(p.backoff_factor)
-      if p.hysteresis_refill == "backoff":
-        self.left = p.hysteresis
-
-  def _multiply(self, factor):
-    with np.errstate(over="ignore", under="ignore"):
-      scale = self.scale * np.float32(factor)
-    low, high = (
-      np.float32(self.policy.min_scale),
-      np.float32(self.policy.max_scale),
-    )
-    self.scale = min(max(scale, low), high)
-
-
 @st.composite
 def policies(draw):
   low, init, high = sorted(
@@ -91,15 +55,15 @@ def policies(draw):
 
 
 @given(policies(), st.lists(st.booleans(), min_size=1, max_size=30), st.data())
-def test_dynamic_follows_the_oracle_through_a_checkpoint_cut(
+def test_dynamic_follows_its_model_through_a_checkpoint_cut(
   policy, finites, data
 ):
   finites += [True] * (30 - len(finites))  # one length, one shape
-  oracle = Oracle(policy)
+  model = Model(policy)
   expected = []
   for finite in finites:
-    oracle.step(finite)
-    expected.append((oracle.scale, oracle.count, oracle.in_a_row, oracle.total))
+    model.step(finite)
+    expected.append((model.scale, model.count, model.in_a_row, model.total))
 
   cut = data.draw(st.integers(0, len(finites)))
   adjust = jax.jit(policy.adjust)
@@ -232,10 +196,10 @@ def test_every_hyperparameter_acts_after_jit_scan_and_a_checkpoint(name):
   string = "FFFFFFTTTTTTTTFTTFTTTTTTTTFFFFF"
   cut = 7
   expected = []
-  oracle = Oracle(changed)
+  model = Model(changed)
   for c in string:
-    oracle.step(c == "F")
-    expected.append(oracle.scale)
+    model.step(c == "F")
+    expected.append(model.scale)
 
   head = run(changed, [c == "F" for c in string[:cut]])
   last = jax.tree.map(lambda x: np.asarray(x[-1]), head)
@@ -260,6 +224,29 @@ def test_policies_are_hashable_printable_and_round_trip_through_asdict():
 def test_the_memory_is_empty_unless_there_is_hysteresis():
   assert ols.DynamicLossScale().init().memory == ()
   assert ols.DynamicLossScale(hysteresis=3).init().memory == 3
+
+
+@pytest.mark.parametrize(
+  "policy", [ols.DynamicLossScale(growth_interval=1), ols.FixedLossScale(2.0)]
+)
+def test_what_another_policy_remembers_stays_where_nothing_is_remembered(
+  policy,
+):
+  for other in (ols.HeadroomLossScale(), ols.DynamicLossScale(hysteresis=3)):
+    state = ols.set_loss_scale(other.init(), 2.0)
+    for finite in (True, False):
+      after = policy.adjust(state, finite)
+      assert after.memory is state.memory
+      assert after[:5] == policy.adjust(state._replace(memory=()), finite)[:5]
+
+
+@pytest.mark.parametrize(
+  "state", [ols.DynamicLossScale().init(), ols.HeadroomLossScale().init()]
+)
+def test_hysteresis_refuses_a_state_that_does_not_hold_it(state):
+  policy = ols.DynamicLossScale(hysteresis=2)
+  with pytest.raises(ValueError, match=r"memory=policy\.init\(\)\.memory"):
+    policy.adjust(state, True)
 
 
 def test_adjust_works_under_vmap_with_a_scale_per_member():

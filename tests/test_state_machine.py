@@ -15,68 +15,27 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+from policy_models import Averages, Model, Window
 
 import optax_lossscale as ols
 
 BAD = [None, np.nan, np.inf, -np.inf]
-SIZE = 8  # parameters, spread over one or eight devices
+SIZE = 8  # parameters, spread over one, two or eight devices
 INNER = optax.sgd(0.5, momentum=0.5)
 REFILLS = ["growth", "finite", "backoff"]
 
 
-class Model:
-  """What a step does, in Python and numpy's float32."""
+class Run(Model):
+  """What steps do to the state, the parameters and the optimizer."""
 
   def __init__(self, policy):
-    self.policy = policy
-    self.scale = np.float32(policy.init().loss_scale)
-    self.count = self.in_a_row = self.total = 0
-    self.left = None  # the memory: the hysteresis left, if it is kept
-    self.switch(policy)
+    super().__init__(policy)
     self.w = np.arange(SIZE, dtype=np.float32)
     self.momentum = np.zeros(SIZE, np.float32)
 
-  def step(self, grads, finite):
-    if finite:
-      self.momentum = grads + np.float32(0.5) * self.momentum
-      self.w = self.w - np.float32(0.5) * self.momentum
-      self.count, self.in_a_row = self.count + 1, 0
-    else:
-      self.count, self.in_a_row = 0, self.in_a_row + 1
-      self.total += 1
-    if isinstance(self.policy, ols.DynamicLossScale):
-      self._adjust(finite)
-
-  def _adjust(self, finite):
-    p = self.policy
-    left = 1 if self.left is None else min(self.left, p.hysteresis)
-    factor = 1.0
-    if finite:
-      if p.hysteresis_refill != "growth":
-        left = p.hysteresis
-      if self.count >= p.growth_interval:
-        self.count, left, factor = 0, p.hysteresis, p.growth_factor
-    else:
-      left = max(left - 1, 0)
-      if left == 0:
-        factor = p.backoff_factor
-        if p.hysteresis_refill == "backoff":
-          left = p.hysteresis
-    if self.left is not None:
-      self.left = left
-    with np.errstate(over="ignore", under="ignore"):
-      scale = self.scale * np.float32(factor)
-    self.scale = np.clip(
-      scale, np.float32(p.min_scale), np.float32(p.max_scale)
-    )
-
-  def switch(self, policy):
-    self.policy = policy
-    if self.left is None and getattr(policy, "hysteresis", 1) > 1:
-      self.left = policy.hysteresis
-
-  def set_scale(self, value):
-    self.scale, self.count = np.float32(value), 0
+  def apply(self, grads):
+    self.momentum = grads + np.float32(0.5) * self.momentum
+    self.w = self.w - np.float32(0.5) * self.momentum
 
 
 @functools.cache
@@ -112,14 +71,16 @@ def compiled_step(kind, devices, grads_are_scaled):
 def split_policy(policy):
   """A policy as what is compiled in, and the numbers that are not."""
   fields = dataclasses.asdict(policy)
-  kind = type(policy), fields.pop("hysteresis_refill", None)
-  return kind, {k: jnp.asarray(v) for k, v in fields.items()}
+  static = {"hysteresis_refill", "dtype", "window"} & set(fields)
+  if fields.get("hysteresis") == 1:  # as opposed to one that may be any
+    static.add("hysteresis")
+  words = tuple((name, fields.pop(name)) for name in sorted(static))
+  return (type(policy), words), {k: jnp.asarray(v) for k, v in fields.items()}
 
 
 def make_policy(kind, numbers):
-  cls, refill = kind
-  words = {} if refill is None else {"hysteresis_refill": refill}
-  return cls(**numbers, **words)
+  cls, words = kind
+  return cls(**numbers, **dict(words))
 
 
 SCALES = st.integers(-60, 60).map(lambda k: 2.0**k)
@@ -127,19 +88,32 @@ SCALES = st.integers(-60, 60).map(lambda k: 2.0**k)
 
 @st.composite
 def policies(draw):
-  if draw(st.integers(0, 3)) == 0:
+  kind = draw(st.sampled_from(["fixed", "dynamic", "headroom", "logmax"]))
+  if kind == "fixed":
     return ols.FixedLossScale(draw(SCALES))
   low, init, high = sorted(draw(st.tuples(SCALES, SCALES, SCALES)))
+  scales = {"init_scale": init, "min_scale": low, "max_scale": high}
+  if kind == "headroom":
+    target = draw(st.integers(-6, 2))
+    return ols.HeadroomLossScale(**scales, target=target, window=2)
+  if kind == "logmax":
+    return ols.LogMaxLossScale(
+      **scales,
+      deviations=draw(st.sampled_from([0.0, 3.09])),
+      mean_decay=draw(st.sampled_from([0.0, 0.5, 0.99])),
+      deviation_decay=draw(st.sampled_from([0.5, 0.999])),
+    )
+  hysteresis = draw(st.integers(1, 3))
   return ols.DynamicLossScale(
-    init_scale=init,
+    **scales,
     # Powers of two, which round no gradient: the params are compared by bits.
     growth_factor=draw(st.sampled_from([2.0, 4.0, 2.0**20])),
     backoff_factor=draw(st.sampled_from([0.5, 0.25, 2.0**-20])),
     growth_interval=draw(st.integers(1, 4)),
-    min_scale=low,
-    max_scale=high,
-    hysteresis=draw(st.integers(1, 3)),
-    hysteresis_refill=draw(st.sampled_from(REFILLS)),
+    hysteresis=hysteresis,
+    hysteresis_refill=draw(st.sampled_from(REFILLS))
+    if hysteresis > 1
+    else "growth",
   )
 
 
@@ -147,6 +121,7 @@ STEP = st.tuples(
   st.just("step"),
   st.sampled_from([None, None, *BAD]),
   st.integers(0, SIZE - 1),
+  st.sampled_from([0.0, 0.25, 1.0, 1.0]),
   st.booleans(),
 )
 OPERATION = st.one_of(
@@ -162,25 +137,29 @@ OPERATION = st.one_of(
 @settings(max_examples=max(500, settings.default.max_examples))
 @given(
   policies(),
-  st.sampled_from([1, 8]),
+  st.sampled_from([1, 1, 2, 8]),
   st.lists(OPERATION, min_size=1, max_size=14),
 )
 def test_any_program_does_what_the_model_does(policy, devices, program):
-  model = Model(policy)
+  model = Run(policy)
   tx = ols.with_loss_scaling(INNER, policy)
   w = jnp.asarray(model.w)
   state = tx.init(w)
   for number, (name, *args) in enumerate(program):
     if name == "step":
-      bad, where, grads_are_scaled = args
-      grads = np.arange(SIZE, dtype=np.float32) - number
-      model.step(grads, bad is None)
-      if bad is not None:
+      bad, where, size, grads_are_scaled = args
+      grads = (np.arange(SIZE, dtype=np.float32) - number) * np.float32(size)
+      amax = float(abs(grads).max())
+      if bad is None:
+        model.apply(grads)
+      else:
         grads[where] = bad
       kind, numbers = split_policy(model.policy)
       step = compiled_step(kind, devices, grads_are_scaled)
       state, w = step(numbers, state, w, grads)
-      assert state.loss_scale_state.last_finite == (bad is None)
+      got = state.loss_scale_state
+      assert got.last_finite == (bad is None)
+      model.step(bad is None, amax, hint=float(got.loss_scale))
     elif name == "checkpoint":
       state, w = pickle.loads(
         pickle.dumps(jax.tree.map(np.asarray, (state, w)))
@@ -198,7 +177,8 @@ def switched(state, policy):
   """The state as another policy takes it over."""
   fresh = policy.init().memory
   scale_state = state.loss_scale_state
-  if jax.tree.leaves(fresh) and not jax.tree.leaves(scale_state.memory):
+  same = jax.tree.structure(fresh) == jax.tree.structure(scale_state.memory)
+  if jax.tree.leaves(fresh) and not same:
     scale_state = scale_state._replace(memory=fresh)
   return state._replace(loss_scale_state=scale_state)
 
@@ -210,7 +190,7 @@ def check(state, w, model):
   assert got.finite_count == model.count
   assert got.notfinite_count == model.in_a_row
   assert got.total_notfinite == model.total
-  assert got.memory == (() if model.left is None else model.left)
+  check_memory(got.memory, model.memory)
   assert [x.dtype for x in got[:5]] == [
     "float32",
     "int32",
@@ -228,3 +208,16 @@ def check(state, w, model):
     if isinstance(leaf, jax.Array):  # and not restored from a checkpoint
       shards = {np.asarray(s.data).tobytes() for s in leaf.addressable_shards}
       assert len(shards) == 1
+
+
+def check_memory(got, want):
+  if isinstance(want, Window):
+    assert sorted(got["amax_window"]) == sorted(want.amaxes)
+    assert got["growth"] == want.growth
+  elif isinstance(want, Averages):
+    names = ["mean", "mean_weight", "slow_mean", "variance", "variance_weight"]
+    np.testing.assert_allclose(
+      [got[f"log2_{name}"] for name in names], want, rtol=1e-4, atol=1e-4
+    )
+  else:
+    assert got == (() if want is None else want)
