@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from optax_lossscale import _state
 
+# Of the dtypes in which a true gradient may come out, bfloat16 ends first.
+LARGEST_GRAD = float(jnp.finfo(jnp.bfloat16).max)
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
@@ -104,7 +106,7 @@ def every_entry_is_finite(grads: Any) -> jax.Array:
   return is_unpoisoned(poison)
 
 
-def sum_is_finite(grads: Any) -> jax.Array:
+def sum_is_finite(grads: Any, factor: jax.Array | None = None) -> jax.Array:
   """Whether all gradients are finite, for the price of reading them once.
 
   No inf and no NaN leaves a sum finite, in whatever order XLA adds; a maximum
@@ -114,13 +116,31 @@ def sum_is_finite(grads: Any) -> jax.Array:
 
   For 16 bits and fewer XLA would write out a converted copy, and comparing is
   cheaper.
+
+  Args:
+    grads: the gradients.
+    factor: if given, a float32[] that they will be multiplied by, once they are
+      widened; they must be finite then, too.
+
+  Returns:
+    bool[].
   """
   poison = jnp.float32(0)
   for leaf in grad_leaves(grads):
-    if jnp.finfo(jnp.result_type(leaf)).bits <= 16:
+    is_small = jnp.finfo(jnp.result_type(leaf)).bits <= 16
+    if factor is None and is_small:
       finite = jnp.all(_isfinite(leaf))
-    else:
+    elif factor is None:
       finite = jnp.isfinite(jnp.sum(leaf))
+    else:
+      # Of magnitudes: large ones of both signs must not cancel, and XLA would
+      # write out the products that the optimizer reads, too.
+      magnitude = jnp.abs(jnp.asarray(leaf))
+      if is_small:
+        product = magnitude.astype(jnp.float32) * factor
+        finite = jnp.all(product <= LARGEST_GRAD)
+      else:
+        finite = jnp.isfinite(times(jnp.sum(magnitude), factor))
     poison += _poison_unless(finite)
   return is_unpoisoned(poison)
 
@@ -141,8 +161,11 @@ def largest_magnitude(grads: Any) -> jax.Array:
   for leaf in grad_leaves(grads):
     leaf = _float_or_complex(leaf)
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    if not leaf.size:
+      continue
     for part in (leaf.real, leaf.imag) if is_complex else (leaf,):
-      largest = jnp.max(jnp.abs(part), initial=0)
+      # Not of abs(part): XLA would write that out for `sum_is_finite`, too.
+      largest = jnp.max(jnp.maximum(part, -part))
       # A float64 may lie above float32's range, and still be finite.
       if jnp.finfo(part.dtype).bits > 32:
         largest = jnp.minimum(largest, jnp.asarray(_FLOAT32_MAX, part.dtype))

@@ -182,24 +182,19 @@ def _measure(grads, unscale, max_norm, axis_name):
     or None.
   """
   amax = _grads.largest_magnitude(grads)
-  factor = unscale
   if unscale is not None:
     amax *= unscale
   if max_norm is None:
-    finite = _grads.sum_is_finite(grads)
-  else:
-    norm = _axes.global_norm(grads, axis_name)
-    if unscale is not None:
-      norm *= unscale
-    finite = jnp.isfinite(norm)
-    max_norm = lax.convert_element_type(max_norm, jnp.float32)
-    clip = jnp.where(norm > max_norm, max_norm / norm, jnp.float32(1))
-    factor = clip if unscale is None else clip * unscale
+    return _grads.sum_is_finite(grads, unscale), amax, unscale
+  norm = _axes.global_norm(grads, axis_name)
   if unscale is not None:
-    # Finite scaled gradients overflow when a scale below 1 unscales them. The
-    # bound is the least of the dtypes in which a gradient may come out.
-    finite &= amax <= jnp.float32(jnp.finfo(jnp.bfloat16).max)
-  return finite, amax, factor
+    norm *= unscale
+  max_norm = lax.convert_element_type(max_norm, jnp.float32)
+  factor = jnp.where(norm > max_norm, max_norm / norm, jnp.float32(1))
+  if unscale is not None:
+    factor *= unscale
+  # A scale below 1 may unscale what is finite to inf.
+  return norm <= _grads.LARGEST_GRAD, amax, factor
 
 
 def _zero_unless(finite, grad, factor):

@@ -147,17 +147,36 @@ def test_finite_gradients_are_never_taken_for_an_overflow(grads):
   assert state.loss_scale_state.last_finite
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(dtype):
+# Gradients that stay finite when they are unscaled, and ones that do not.
+UNSCALED_TO_INF = [
+  (jnp.float32, 2.0**-80, 1e14, 1e15),
+  (jnp.bfloat16, 2.0**-80, 1e14, 1e15),
+  # Finite in float32, and beyond bfloat16.
+  (jnp.bfloat16, 4 / 3.4e38, 3.96875, 4.0),
+  (jnp.complex64, 2.0**-80, 1e14j, 1e15j),
+  (jnp.float16, 2.0**-120, 200.0, 300.0),
+  (jnp.float8_e4m3fn, 2.0**-120, 192.0, 256.0),
+]
+
+
+@pytest.mark.parametrize("dtype, scale, large, largest", UNSCALED_TO_INF)
+@pytest.mark.parametrize("max_norm", [None, 2.0**120])
+def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
+  dtype, scale, large, largest, max_norm
+):
   """torch tests the scaled gradients, and applies the inf."""
-  tx = ols.with_loss_scaling(optax.sgd(1.0), 2.0**-20, grads_are_scaled=True)
-  w = jnp.ones(2)
+  tx = ols.with_loss_scaling(
+    optax.sgd(2.0**-126), scale, grads_are_scaled=True, max_norm=max_norm
+  )
+  w = jnp.ones(2, jnp.complex64 if dtype == jnp.complex64 else jnp.float32)
   state = tx.init(w)
-  new, _, state = step_of(tx)(jnp.array([1e35, -1e35], dtype), state, w)
-  assert same_bits(new, w)
-  assert not state.loss_scale_state.last_finite
-  new, _, state = step_of(tx)(jnp.array([1e30, 1.0], dtype), state, w)
+  for bad in ([largest, -largest], [0.0, largest]):
+    new, _, state = step_of(tx)(jnp.array(bad, dtype), state, w)
+    assert same_bits(new, w)
+    assert not state.loss_scale_state.last_finite
+  new, _, state = step_of(tx)(jnp.array([large, 0.0], dtype), state, w)
   assert state.loss_scale_state.last_finite
+  assert ols.all_finite(new)
 
 
 def test_a_nan_born_in_the_optimizer_is_seen_if_asked():
@@ -255,6 +274,16 @@ def test_complex_parameters_survive_a_skip_and_train():
   assert same_bits(new, w)
   new, _, _ = step_of(tx)(w, tx.init(w), w)
   assert new[2] == complex(0.5, 1)
+
+
+def test_an_update_is_never_made_complex_or_real_by_the_wrapper():
+  turn = lambda updates, params: jax.tree.map(lambda g: g * 1j, updates)
+  tx = ols.with_loss_scaling(optax.stateless(turn))
+  w = jnp.array([1.0, 2.0])
+  updates, _ = tx.update(w, tx.init(w), w)
+  bare, _ = optax.stateless(turn).update(w, (), w)
+  np.testing.assert_array_equal(updates, bare)
+  assert updates.dtype == bare.dtype == jnp.complex64
 
 
 def test_leaves_of_the_inner_state_that_are_no_arrays_keep_their_value():
@@ -591,6 +620,19 @@ def test_nothing_is_required_that_a_train_state_cannot_pass():
   skipped = applied.apply_gradients(grads={"w": jnp.full(2, NAN)})
   assert same_bits(skipped.params, applied.params)
   assert skipped.step == 2  # Flax's own counter counts calls.
+
+
+def test_any_object_with_init_and_update_is_an_optimizer():
+  class Halve:
+    def init(self, params):
+      return ()
+
+    def update(self, updates, state, params=None):
+      return jax.tree.map(lambda g: g / 2, updates), state
+
+  tx = ols.with_loss_scaling(Halve())
+  updates, _ = tx.update(jnp.float32(3.0), tx.init(jnp.float32(0.0)))
+  assert updates == 1.5
 
 
 def test_arguments_that_a_plain_optimizer_does_not_take_are_dropped():
