@@ -14,7 +14,7 @@ OLDEST_TESTS ?= $(filter-out $(addprefix tests/test_,bit_identity.py cost.py \
   --deselect=tests/test_select.py::test_a_loop_that_makes_the_updates_too_is_selected_behind
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest nightly check bench docs dist clean
+.PHONY: help demo test coverage test-oldest nightly check bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -24,6 +24,9 @@ demo: $(VENV)/installed-examples ## Train the digits autoencoder in float32 and 
 
 test: $(VENV)/installed-test ## Run the tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+coverage: $(VENV)/installed-test ## Run the tests; fail unless they take every branch
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --cov --cov-report=term-missing
 
 test-oldest: ## Run the tests on the oldest versions that pyproject.toml allows
 	mkdir -p $(OLDEST)

@@ -210,6 +210,43 @@ def test_a_scale_outside_of_its_own_bounds_is_not_moved_into_them(call, values):
     call(values)
 
 
+STARTS_TOO_LOW = {
+  "amp": (
+    lambda v: interop.from_apex({}, **v),
+    {"init_scale": 2.0, "min_loss_scale": 4.0},
+    "init_scale in settings must be at least min_loss_scale",
+  ),
+  "DeepSpeed": (
+    interop.from_deepspeed,
+    {"initial_scale_power": 2, "min_loss_scale": 8.0},
+    "min_loss_scale in fp16 must be at most the initial scale, 4",
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  "call, settings, message", STARTS_TOO_LOW.values(), ids=STARTS_TOO_LOW
+)
+def test_a_start_below_the_floor_is_an_error(call, settings, message):
+  with pytest.raises(ValueError, match=f"from_.*{message}"):
+    call(settings)
+
+
+def test_a_serialized_config_of_another_class_is_an_error():
+  serialized = {"class_name": "Adam", "config": samples.KERAS_3}
+  with pytest.raises(ValueError, match=r"class_name.*one of FixedLoss.*Adam"):
+    interop.from_keras(serialized)
+
+
+def test_an_attribute_that_cannot_be_read_is_an_error_of_ours():
+  def fail(self):
+    raise RuntimeError("out of order")
+
+  broken = {**samples.JMP, "period": property(fail)}
+  with pytest.raises(ValueError, match=r"from_jmp.*period.*raises RuntimeErr"):
+    samples.look_alike("DynamicLossScale")(broken)
+
+
 def test_a_deepspeed_scaler_must_agree_with_its_block():
   for key, value in (
     ("scale_window", 21),

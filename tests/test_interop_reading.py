@@ -81,6 +81,7 @@ def test_a_fixed_scale_is_fixed():
   assert interop.from_paddle({**samples.PADDLE, **no})[0] == fixed
   assert interop.from_deepspeed({**samples.FP16, "loss_scale": 64})[0] == fixed
   assert interop.from_megatron({"loss_scale": 64}, {})[0] == fixed
+  assert interop.from_megatron({"loss_scale": 64})[0] == fixed
   assert interop.from_apex({}, loss_scale=64)[0] == fixed
   static = type("StaticLossScale", (), {"loss_scale": np.float32(64)})()
   assert interop.from_jmp(static)[0] == fixed
