@@ -208,6 +208,19 @@ def test_every_hyperparameter_acts_after_jit_scan_and_a_checkpoint(name):
   assert got != scales(default, string)
 
 
+def test_the_defaults_are_those_of_the_documentation():
+  assert ols.DynamicLossScale() == ols.DynamicLossScale(
+    init_scale=32768.0,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=2000,
+    min_scale=1.0,
+    max_scale=8.507059173023462e37,
+    hysteresis=1,
+    hysteresis_refill="growth",
+  )
+
+
 def test_policies_are_hashable_printable_and_round_trip_through_asdict():
   for policy in (
     ols.DynamicLossScale(**NON_DEFAULTS),
@@ -247,6 +260,23 @@ def test_hysteresis_refuses_a_state_that_does_not_hold_it(state):
   policy = ols.DynamicLossScale(hysteresis=2)
   with pytest.raises(ValueError, match=r"memory=policy\.init\(\)\.memory"):
     policy.adjust(state, True)
+
+
+def test_a_traced_hysteresis_counts_only_where_the_state_does():
+  adjust = jax.jit(
+    lambda hysteresis, state: ols.DynamicLossScale(
+      hysteresis=hysteresis
+    ).adjust(state, False)
+  )
+  counting = ols.DynamicLossScale(hysteresis=2).init()
+  assert (adjust(2, counting).loss_scale, adjust(2, counting).memory) == (
+    2.0**15,
+    1,
+  )
+  plain = adjust(1, ols.DynamicLossScale().init())
+  assert (plain.loss_scale, plain.memory) == (2.0**14, ())
+  with pytest.raises(ValueError, match="of another policy"):
+    adjust(1, ols.HeadroomLossScale().init())
 
 
 def test_adjust_works_under_vmap_with_a_scale_per_member():

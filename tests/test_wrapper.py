@@ -118,6 +118,18 @@ def test_one_bad_entry_anywhere_skips_the_step(dtype, size, bad):
     assert same_bits(new, w)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_unscaling_rounds_a_gradient_once(dtype):
+  tx = ols.with_loss_scaling(optax.sgd(-1.0), 3.0, grads_are_scaled=True)
+  grads = jnp.linspace(0.5, 2, 100).astype(dtype)
+  updates, _ = tx.update(grads, tx.init(grads))
+  third = np.float32(1) / np.float32(3)
+  expected = np.asarray(grads, np.float32) * third
+  if dtype == jnp.bfloat16:
+    expected = expected.astype(dtype)
+  assert same_bits(updates, jnp.asarray(expected))
+
+
 def test_an_inf_and_a_minus_inf_do_not_cancel():
   tx = ols.with_loss_scaling(optax.sgd(1.0))
   w = jnp.ones(4)
@@ -135,10 +147,11 @@ def test_an_inf_and_a_minus_inf_do_not_cancel():
     np.full(100_000, 1e30, np.float32),
     np.full(100_000, 65504, np.float16),
     np.full(100_000, 3e38, jnp.bfloat16),
+    np.full(100_000, 448, jnp.float8_e4m3fn),
     np.full(10, 1e-45, np.float32),
     np.zeros(10, np.float32),
   ],
-  ids=["1e20", "1e30", "65504", "bf16", "subnormal", "zero"],
+  ids=["1e20", "1e30", "65504", "bf16", "f8", "subnormal", "zero"],
 )
 def test_finite_gradients_are_never_taken_for_an_overflow(grads):
   tx = ols.with_loss_scaling(optax.sgd(1.0))
