@@ -262,6 +262,17 @@ def test_hysteresis_refuses_a_state_that_does_not_hold_it(state):
     policy.adjust(state, True)
 
 
+@pytest.mark.parametrize(
+  "refill, left", [("growth", 0), ("finite", 3), ("backoff", 3)]
+)
+def test_a_state_with_no_hysteresis_left_is_refilled_by_the_same_rule(
+  refill, left
+):
+  policy = ols.DynamicLossScale(hysteresis=3, hysteresis_refill=refill)
+  state = policy.init()._replace(memory=jnp.int32(0))
+  assert policy.adjust(state, True).memory == left
+
+
 def test_a_traced_hysteresis_counts_only_where_the_state_does():
   adjust = jax.jit(
     lambda hysteresis, state: ols.DynamicLossScale(
