@@ -146,11 +146,24 @@ def test_in_shard_map_max_norm_costs_no_more_than_clipping():
     assert gain(scaled, bare) == Counter({"all-reduce": reductions})
 
 
-def test_scaled_gradients_cost_no_more_than_true_ones():
+def test_in_shard_map_scaled_gradients_cost_no_more_than_true_ones():
   options = {"axis_name": "data", "grads_are_scaled": True}
   bare = compile_shard_map(P("data"), True)
   scaled = compile_shard_map(P("data"), True, **options)
   assert gain(scaled, bare) == ONE_ALL_REDUCE
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "2x4"])
+def test_in_sharded_jit_scaled_gradients_cost_no_more_than_true_ones(layout):
+  true, scaled = (
+    compile_jit(
+      layout,
+      AxisType.Auto,
+      ols.with_loss_scaling(optax.adam(1e-3), grads_are_scaled=are_scaled),
+    )
+    for are_scaled in (False, True)
+  )
+  assert not gain(scaled, true)
 
 
 def gain(compiled, bare):
