@@ -142,8 +142,8 @@ def test_what_is_no_optimizer_is_refused(inner, hint):
   assert hint in text
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF])
-def test_max_norm_must_be_positive(value):
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF, 2.0**-127, 2.0**128])
+def test_max_norm_must_be_a_normal_positive_number(value):
   text = message(
     ValueError, lambda: ols.with_loss_scaling(optax.sgd(1.0), max_norm=value)
   )
@@ -192,6 +192,15 @@ def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
   text = message(TypeError, lambda: tx.update(w, old, w))
   assert "tx.init(params)._replace(inner_state=state)" in text
   tx.update(w, tx.init(w)._replace(inner_state=old), w)
+
+
+@pytest.mark.parametrize("value", [2.0**-126, 2.0**127])
+def test_max_norm_may_be_any_normal_number(value):
+  tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=value)
+  grads = jnp.array([3.0, 4.0])
+  updates, _ = tx.update(grads, tx.init(grads))
+  norm = jnp.linalg.norm(updates)
+  assert norm == 5 if value > 5 else norm <= value
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,15 @@ def jit_of_one_result(grads, state, params):
   return of_state(new), new
 
 
+def jit_of_two_results(grads, state, params):
+  def inner(grads, a):
+    a = 0.9 * a + grads
+    return jnp.sqrt(a), a
+
+  root, a = jax.jit(inner)(grads, state["a"])
+  return root, {"a": a, "b": state["b"]}
+
+
 def jit_that_returns_one_value_twice(grads, state, params):
   def inner(grads, state):
     a = state["a"] + grads
@@ -192,6 +201,7 @@ UPDATES = [
   jit_of_everything,
   jit_in_jit,
   jit_of_one_result,
+  jit_of_two_results,
   jit_that_returns_one_value_twice,
   jit_that_passes_through,
   custom_derivatives,
@@ -311,6 +321,10 @@ def readers_of_selected(update):
 def test_updates_read_the_selected_state(update):
   # a / (sqrt(b) + 1): the square root reads b, the division a.
   assert readers_of_selected(update) == ["sqrt", "div"]
+
+
+def test_a_jit_of_one_new_leaf_and_its_update_is_looked_into():
+  assert readers_of_selected(jit_of_two_results) == ["sqrt"]
 
 
 def test_a_loop_that_makes_the_updates_too_is_selected_behind():
