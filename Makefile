@@ -6,6 +6,7 @@ BIN = $(VENV)/bin
 PYTEST_WORKERS ?= 2
 PIP_OPTIONS ?=
 OLDEST = .venv-oldest
+CORE = _policies _scaling _grads _select _wrapper
 # Not the pages, notebooks and plots, which are made with the newest versions,
 # nor what counts the equations or the instructions of a step: others there.
 OLDEST_TESTS ?= $(filter-out $(addprefix tests/test_,bit_identity.py cost.py \
@@ -14,7 +15,7 @@ OLDEST_TESTS ?= $(filter-out $(addprefix tests/test_,bit_identity.py cost.py \
   --deselect=tests/test_select.py::test_a_loop_that_makes_the_updates_too_is_selected_behind
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage test-oldest nightly check bench docs dist clean
+.PHONY: help demo test coverage test-oldest nightly mutants check bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -41,6 +42,11 @@ nightly: $(VENV)/installed-test ## Run what takes minutes: 50 kills, 10,000 rand
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m pytest --hypothesis-profile=nightly \
 	  tests/test_state_machine.py tests/test_interop_fuzz.py
+
+mutants: $(addprefix mutants-,$(CORE)) ## Break the core in 580 ways; tests must fail. An hour or more: -j2
+
+mutants-%: $(VENV)/installed-mutants
+	$(BIN)/python tools/mutants.py $*
 
 check: $(VENV)/installed-test ## Run the linter, the formatter's check and the type checker
 	$(BIN)/ruff check .
