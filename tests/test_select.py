@@ -114,7 +114,7 @@ def jit_of_two_results(grads, state, params):
     return jnp.sqrt(a), a
 
   root, a = jax.jit(inner)(grads, state["a"])
-  return root, {"a": a, "b": state["b"]}
+  return -root, {"a": a, "b": state["b"] + 1}  # Equations come after it.
 
 
 def jit_that_returns_one_value_twice(grads, state, params):
@@ -243,6 +243,20 @@ def test_keys_integers_and_missing_leaves_are_selected_too():
 
   state = KeyedState(jax.random.key(0), jnp.int32(7), None)
   check_against_plain(update, GRADS, state)
+
+
+def test_python_numbers_in_a_state_that_is_closed_over_are_selected():
+  def count(grads, state, params):
+    return grads, {"steps": state["steps"] + 1, "sum": state["sum"] + grads}
+
+  state = {"steps": 3, "sum": 0.5}
+
+  @jax.jit
+  def run(finite, grads):
+    return _select.update_or_keep(count, finite, grads, state, None)[1]
+
+  assert run(True, 2.0) == {"steps": 4, "sum": 2.5}
+  assert run(False, 2.0) == state
 
 
 def test_two_leaves_of_one_value_each_keep_their_own():
