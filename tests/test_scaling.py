@@ -61,6 +61,14 @@ def test_a_scaled_loss_is_at_least_float32(dtype):
   assert got["a"] == 3 * 2.0**17
 
 
+def test_a_float64_loss_keeps_its_precision():
+  with jax.enable_x64(True):
+    loss = jnp.float64(1 + 2.0**-50)
+    scaled = ols.scale_loss(loss, state_at(2.0**15))
+    assert scaled.dtype == jnp.float64
+    assert scaled == 2.0**15 + 2.0**-35
+
+
 def test_a_float16_loss_is_warned_of_while_tracing_and_trains():
   state = ols.DynamicLossScale(2.0**17).init()
   policy = ols.DynamicLossScale(2.0**17)

@@ -635,6 +635,17 @@ def test_nothing_is_required_that_a_train_state_cannot_pass():
   assert skipped.step == 2  # Flax's own counter counts calls.
 
 
+@pytest.mark.parametrize("nothing", [None, optax.MaskedNode()], ids=repr)
+def test_there_may_be_no_gradient_where_params_have_a_leaf(nothing):
+  # As in optim.update(grads, opt_state, model) of an Equinox model.
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  params = {"w": jnp.ones(2, jnp.float16), "static": jnp.ones(3)}
+  grads = {"w": jnp.ones(2), "static": nothing}
+  updates, _ = tx.update(grads, tx.init(grads), params)
+  assert updates["static"] == nothing
+  assert same_bits(updates["w"], -jnp.ones(2, jnp.float16))
+
+
 def test_any_object_with_init_and_update_is_an_optimizer():
   class Halve:
     def init(self, params):
