@@ -67,6 +67,7 @@ def test_a_float64_loss_keeps_its_precision():
     scaled = ols.scale_loss(loss, state_at(2.0**15))
     assert scaled.dtype == jnp.float64
     assert scaled == 2.0**15 + 2.0**-35
+    assert ols.unscale_grads(scaled, state_at(2.0**15)) == loss
 
 
 def test_a_float16_loss_is_warned_of_while_tracing_and_trains():

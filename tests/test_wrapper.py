@@ -130,6 +130,15 @@ def test_unscaling_rounds_a_gradient_once(dtype):
   assert same_bits(updates, jnp.asarray(expected))
 
 
+def test_float64_gradients_keep_their_precision_and_range():
+  with jax.enable_x64(True):
+    tx = ols.with_loss_scaling(optax.sgd(-1.0), 4.0, grads_are_scaled=True)
+    grads = jnp.array([1 + 2.0**-50, 1e300])
+    updates, state = tx.update(grads, tx.init(grads), grads)
+    assert updates.tolist() == [0.25 * (1 + 2.0**-50), 0.25e300]
+    assert state.loss_scale_state.last_finite
+
+
 def test_an_inf_and_a_minus_inf_do_not_cancel():
   tx = ols.with_loss_scaling(optax.sgd(1.0))
   w = jnp.ones(4)

@@ -30,7 +30,10 @@ OTHERS = {
   "masked": optax.MaskedNode(),
   "python_int": 3,
   "python_bool": True,
-  "_overwrite_with_gradient": {"amax": jnp.array([jnp.inf, 1.0])},
+  # An equal string, not the same: as one that was read from a checkpoint.
+  "_".join(["", "overwrite", "with", "gradient"]): {
+    "amax": jnp.array([jnp.inf, 1.0])
+  },
 }
 
 ZOO = {"floats": FLOATS, "others": OTHERS, "nothing": {}}
