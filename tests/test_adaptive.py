@@ -412,6 +412,31 @@ def history(step, opt_state, amaxes=AMAXES):
   return jax.tree.map(lambda *xs: jnp.stack(xs), *outs)
 
 
+@pytest.mark.parametrize("grads_are_scaled", [False, True])
+@pytest.mark.parametrize(
+  "grads, amax",
+  [
+    (jnp.array([1.0, -8.0]), 8.0),
+    (jnp.array([8.0, -1.0]), 8.0),
+    (jnp.array([1 + 2j, 3 - 8j]), 8.0),
+    (jnp.array([-0.25, 0.125], jnp.float16), 0.25),
+    (jnp.array([-0.25, 0.125], jnp.float8_e5m2), 0.25),
+    ({"a": jnp.array([-2.0]), "b": jnp.array([1.0]), "c": jnp.array([])}, 2.0),
+    (jnp.zeros(3), 0.0),
+  ],
+  ids=["negative", "positive", "complex", "f16", "f8", "tree", "zeros"],
+)
+def test_the_largest_magnitude_is_that_of_either_sign_and_part(
+  grads, amax, grads_are_scaled
+):
+  policy = ols.HeadroomLossScale(init_scale=4.0)
+  options = {"grads_are_scaled": grads_are_scaled}
+  tx = ols.with_loss_scaling(optax.sgd(1.0), policy, **options)
+  _, state = tx.update(grads, tx.init(grads))
+  window = state.loss_scale_state.memory["amax_window"]
+  assert window[0] == (amax / 4 if grads_are_scaled else amax)
+
+
 @by_name
 def test_eager_jit_and_scan_do_the_same_in_one_trace(policy):
   step, opt_state = make_step(policy)

@@ -120,14 +120,17 @@ def test_one_bad_entry_anywhere_skips_the_step(dtype, size, bad):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_unscaling_rounds_a_gradient_once(dtype):
-  tx = ols.with_loss_scaling(optax.sgd(-1.0), 3.0, grads_are_scaled=True)
+  tx = ols.with_loss_scaling(optax.sgd(-1.0), 3.01, grads_are_scaled=True)
   grads = jnp.linspace(0.5, 2, 100).astype(dtype)
   updates, _ = tx.update(grads, tx.init(grads))
-  third = np.float32(1) / np.float32(3)
-  expected = np.asarray(grads, np.float32) * third
+  reciprocal = np.float32(1) / np.float32(3.01)
+  expected = np.asarray(grads, np.float32) * reciprocal
   if dtype == jnp.bfloat16:
     expected = expected.astype(dtype)
   assert same_bits(updates, jnp.asarray(expected))
+  # XLA, too, multiplies by the reciprocal where it is asked to divide.
+  unscaled = ols.unscale_grads(grads, tx.init(grads))
+  assert same_bits(unscaled, jnp.asarray(expected))
 
 
 def test_float64_gradients_keep_their_precision_and_range():
