@@ -232,10 +232,13 @@ def test_a_start_below_the_floor_is_an_error(call, settings, message):
     call(settings)
 
 
-def test_a_serialized_config_of_another_class_is_an_error():
+def test_a_serialized_config_must_be_a_dict_of_a_known_class():
   serialized = {"class_name": "Adam", "config": samples.KERAS_3}
   with pytest.raises(ValueError, match=r"class_name.*one of FixedLoss.*Adam"):
     interop.from_keras(serialized)
+  no_config = {"class_name": "LossScaleOptimizer", "config": [1, 2]}
+  with pytest.raises(TypeError, match=r"from_keras: config .*must be a dict"):
+    interop.from_keras(no_config)
 
 
 def test_an_attribute_that_cannot_be_read_is_an_error_of_ours():
