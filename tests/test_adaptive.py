@@ -421,7 +421,7 @@ def history(step, opt_state, amaxes=AMAXES):
     (jnp.array([1 + 2j, 3 - 8j]), 8.0),
     (jnp.array([-0.25, 0.125], jnp.float16), 0.25),
     (jnp.array([-0.25, 0.125], jnp.float8_e5m2), 0.25),
-    ({"a": jnp.array([-2.0]), "b": jnp.array([1.0]), "c": jnp.array([])}, 2.0),
+    ({"a": jnp.array([]), "b": jnp.array([-2.0]), "c": jnp.array([1.0])}, 2.0),
     (jnp.zeros(3), 0.0),
   ],
   ids=["negative", "positive", "complex", "f16", "f8", "tree", "zeros"],
