@@ -121,6 +121,29 @@ def factories(module):
   return found
 
 
+def all_factories():
+  """The same for both modules, by names such as `optax.adam`."""
+  return {
+    f"{module}.{name}": factory
+    for module in MODULES
+    for name, factory in factories(module).items()
+  }
+
+
+def sum_of_squares(params):
+  return sum(jnp.vdot(x, x).real for x in jax.tree.leaves(params))
+
+
+def update(name, tx, value, grads, state, params):
+  """An update by a name such as `optax.adam`, with all that it may need."""
+  _, name = name.rsplit(".", 1)
+  true_grads = jax.grad(sum_of_squares)(params)
+  if name == "dpsgd":  # of each example
+    grads = jax.tree.map(lambda x: x[None], grads)
+  extra = extra_args(name, value, true_grads, sum_of_squares)
+  return tx.update(grads, state, params, **extra)
+
+
 def extra_args(name, value, grads, fun):
   """What some of the optimizers need beside the gradients."""
   extra = {"value": value, "grad": grads}

@@ -12,11 +12,7 @@ import pytest
 
 import optax_lossscale as ols
 
-ALL = {
-  f"{module}.{name}": (factory, kwargs)
-  for module in ("optax", "optax.contrib")
-  for name, (factory, kwargs) in optax_battery.factories(module).items()
-}
+ALL = optax_battery.all_factories()
 BAD = [np.nan, np.inf, -np.inf]
 LEAVES = ["first", "middle", "zlast"]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -61,7 +57,10 @@ def check_skips(name, shapes, dtype):
       .reshape(grad.shape)
       for i, (name, grad) in enumerate(grads.items())
     }
-    updates, new_state = update(name, tx, grads, state, params)
+    value = optax_battery.sum_of_squares(params)
+    updates, new_state = optax_battery.update(
+      name, tx, value, grads, state, params
+    )
     new_params = optax.apply_updates(params, updates)
     return (
       new_params,
@@ -82,18 +81,6 @@ def check_skips(name, shapes, dtype):
         _, after, same = step(params, state, grads, leaf, where, value)
         assert same, (value, leaf_name, where)
         assert after.loss_scale_state.total_notfinite == 1
-
-
-def update(name, tx, grads, state, params):
-  """With all that some of the optimizers need beside the gradients."""
-  _, name = name.rsplit(".", 1)
-  if name == "dpsgd":  # of each example
-    grads = jax.tree.map(lambda x: x[None], grads)
-  loss_fn = lambda params: sum(jnp.vdot(x, x) for x in jax.tree.leaves(params))
-  # Of numbers that are finite, as a loss is whose gradients are not.
-  true_grads = jax.grad(loss_fn)(params)
-  extra = optax_battery.extra_args(name, loss_fn(params), true_grads, loss_fn)
-  return tx.update(grads, state, params, **extra)
 
 
 def same_bits(a, b):

@@ -38,11 +38,7 @@ STATIC = {
   "seed",
 }
 
-FACTORIES = {
-  f"{module}.{name}": factory
-  for module in optax_battery.MODULES
-  for name, factory in optax_battery.factories(module).items()
-}
+FACTORIES = optax_battery.all_factories()
 # Some are deprecated, or take an argument that is.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 
@@ -154,20 +150,8 @@ def check_types(name, tx, dtype=jnp.float32):
   """Traces a step; a second one would find the same types."""
   params = optax.tree.cast(init_params(), dtype)
   # The loss of a model of any type is float32.
-  step = functools.partial(update, name, tx, jnp.float32(1))
+  step = functools.partial(optax_battery.update, name, tx, jnp.float32(1))
   state = jax.eval_shape(tx.init, params)
-  updates, new_state = jax.eval_shape(step, state, params)
+  updates, new_state = jax.eval_shape(step, params, state, params)
   assert jax.eval_shape(lambda: params) == updates
   assert new_state == state
-
-
-def update(name, tx, value, state, params):
-  grads = params
-  if name.endswith(".dpsgd"):  # of each example
-    grads = jax.tree.map(lambda x: x[None], params)
-  loss_fn = lambda params: sum(
-    jnp.vdot(x, x).real for x in jax.tree.leaves(params)
-  )
-  _, name = name.rsplit(".", 1)
-  extra = optax_battery.extra_args(name, value, grads, loss_fn)
-  return tx.update(grads, state, params, **extra)
