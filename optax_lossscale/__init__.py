@@ -1,7 +1,6 @@
 """Loss scaling for Optax: float16 training in two changed lines."""
 
 from optax_lossscale import interop as interop
-from optax_lossscale._adaptive import HeadroomLossScale
 from optax_lossscale._diagnostics import (
   finite_per_leaf,
   loss_scale_metrics,
@@ -9,7 +8,7 @@ from optax_lossscale._diagnostics import (
   nonfinite_leaves,
   raise_if_stuck,
 )
-from optax_lossscale._logmax import LogMaxLossScale
+from optax_lossscale._headroom import HeadroomLossScale
 from optax_lossscale._policies import (
   DynamicLossScale,
   FixedLossScale,
@@ -38,7 +37,6 @@ __all__ = [
   "DynamicLossScale",
   "FixedLossScale",
   "HeadroomLossScale",
-  "LogMaxLossScale",
   "LossScale",
   "LossScaleError",
   "LossScaleState",

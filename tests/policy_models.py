@@ -4,7 +4,6 @@ Each is a function from the scale, what the policy remembers and a step to the
 scale and what it remembers then. Nothing here is shared with the package.
 """
 
-import collections
 import math
 from typing import NamedTuple
 
@@ -14,21 +13,12 @@ import numpy as np
 import optax_lossscale as ols
 
 
-class Window(NamedTuple):
+class Learned(NamedTuple):
   """What HeadroomLossScale remembers."""
 
-  amaxes: tuple  # the oldest first
-  growth: int  # in binades
-
-
-class Averages(NamedTuple):
-  """What LogMaxLossScale remembers."""
-
-  mean: float = 0.0
-  mean_weight: float = 0.0
-  slow_mean: float = 0.0
-  variance: float = 0.0
-  weight: float = 0.0
+  amaxes: tuple = ()  # the oldest first; as many as the window holds
+  caution: int = 0
+  credit: int = 0
 
 
 class Model:
@@ -39,8 +29,8 @@ class Model:
     self.scale = float(policy.init().loss_scale)
     self.count = self.in_a_row = self.total = 0
 
-  def step(self, finite, amax=0.0, hint=None):
-    """Moves on by a step; where two scales are right, the hint is taken."""
+  def step(self, finite, amax=0.0):
+    """Moves on by a step."""
     self.count = self.count + 1 if finite else 0
     self.in_a_row = 0 if finite else self.in_a_row + 1
     self.total += not finite
@@ -49,12 +39,8 @@ class Model:
       return
     if isinstance(self.policy, ols.DynamicLossScale):
       right, self.memory, restarts = dynamic(*args, self.count, finite)
-    elif isinstance(self.policy, ols.HeadroomLossScale):
-      right, self.memory = headroom(*args, finite, amax)
-      restarts = right != self.scale
     else:
-      right, self.memory = logmax(*args, finite, amax)
-      right = hint if hint in right else min(right)
+      right, self.memory = headroom(*args, self.in_a_row, amax)
       restarts = right != self.scale
     self.scale = right
     self.count = 0 if restarts else self.count
@@ -73,9 +59,7 @@ class Model:
 def fresh(policy):
   """What a policy remembers before the first step."""
   if isinstance(policy, ols.HeadroomLossScale):
-    return Window((0.0,) * policy.window, 0)
-  if isinstance(policy, ols.LogMaxLossScale):
-    return Averages()
+    return Learned()
   if isinstance(policy, ols.DynamicLossScale) and policy.hysteresis > 1:
     return policy.hysteresis
   return None
@@ -107,77 +91,51 @@ def dynamic(policy, scale, left, count, finite):
   return float(scale), left if p.hysteresis > 1 else memory, grows
 
 
-def headroom(policy, scale, window, finite, amax):
-  """HeadroomLossScale; returns the scale and the window."""
-  exponent = floor_log2(scale)
-  target = top(policy) * 2.0**policy.target
-  amaxes = collections.deque(window.amaxes, len(window.amaxes))
-  if finite:
-    if math.isfinite(amax):
-      amaxes.append(amax)
-    growth = _room(max(amaxes), exponent, target)
-    new = exponent + (growth if growth != 1 else 0)
-  elif window.growth:
-    new = exponent - window.growth
-    if target / 2.0**new < 2.0**128:  # float32 ends there.
-      amaxes.append(target / 2.0**new)
-  else:
-    new = exponent - 2
-  new_scale = bounded(policy, new)
-  growth = max(floor_log2(new_scale) - exponent, 0) if finite else 0
-  return new_scale, Window(tuple(amaxes), growth)
+def headroom(policy, scale, memory, in_a_row, amax):
+  """HeadroomLossScale; in_a_row is the overflows in a row, 0 if finite.
 
-
-def _room(amax, exponent, target):
-  """The most binades, 8 at most, that the scale can grow under the target."""
-  if amax == 0:
-    return 8
-  growth = 0
-  while amax * 2.0 ** (exponent + growth) > target:
-    growth -= 1
-  while growth < 8 and amax * 2.0 ** (exponent + growth + 1) <= target:
-    growth += 1
-  return growth
-
-
-def logmax(policy, scale, averages, finite, amax):
-  """LogMaxLossScale; returns the scales that are right, and the averages.
-
-  There are two where the logarithm is an integer but for rounding.
+  Returns the scale, and what is remembered.
   """
-  exponent = floor_log2(scale)
-  log2_top = math.log2(top(policy))
-  if finite and amax > 0:
-    averages = _averaged(policy, averages, math.log2(amax))
-  elif not finite and averages.mean_weight > 0:
-    at_least = max(log2_top - exponent, averages.mean)
-    averages = _averaged(policy, averages, at_least)
-  if averages.mean_weight == 0:
-    best = {2**12}
+  p, exponent = policy, floor_log2(scale)
+  amaxes, caution, credit = memory
+  if in_a_row:
+    if in_a_row == 1:
+      if credit < 256:
+        # Without evidence the way down is as steep as in a row of overflows.
+        caution += 1 if amaxes else min(caution + 1, 16)
+      credit = max(credit - 256, 0)
+    tiny = float(jnp.finfo(p.dtype).smallest_normal)
+    if amaxes and max(amaxes) * scale < tiny:
+      caution = 0
+  elif 2.0**-126 <= amax < math.inf:
+    credit = 0 if amax * scale > top(p) / 2 else min(credit + 1, 4096)
+    if not amaxes:
+      caution = 0
+    if credit == 4096 and caution:
+      caution, credit = caution - 1, 0
+    amaxes = (*amaxes, amax)[-p.window :]
+
+  if amaxes:
+    evidence = _best_exponent(max(amaxes), top(p) * 2.0**p.target)
   else:
-    deviation = math.sqrt(averages.variance)
-    best = log2_top - (averages.mean + policy.deviations * deviation)
-    best = {math.floor(best - 1e-3), math.floor(best + 1e-3)}
-  if not finite:
-    best = {min(b, exponent - 1) for b in best}
-  elif amax == 0:
-    best = {exponent + 1}
-  return {bounded(policy, b) for b in best}, averages
+    evidence = floor_log2(p.init_scale if caution else p.max_scale)
+  low, high = floor_log2(p.min_scale), floor_log2(p.max_scale)
+  new = min(max(evidence, low), high) - caution
+  if in_a_row:
+    new = min(new, exponent - 2 ** min(in_a_row - 1, 4))
+  else:
+    new = min(new, exponent + 8)
+  return 2.0 ** min(max(new, low), high), Learned(amaxes, caution, credit)
 
 
-def _averaged(policy, averages, x):
-  decay, slow_decay = policy.mean_decay, policy.deviation_decay
-  mean_weight = decay * averages.mean_weight + (1 - decay)
-  weight = slow_decay * averages.weight + (1 - slow_decay)
-  mean_rate, rate = (1 - decay) / mean_weight, (1 - slow_decay) / weight
-  error = x - averages.slow_mean
-  return Averages(
-    mean=averages.mean + mean_rate * (x - averages.mean),
-    mean_weight=mean_weight,
-    slow_mean=averages.slow_mean + rate * error,
-    variance=(1 - rate) * (averages.variance + rate * error**2),
-    weight=weight,
-  )
+def _best_exponent(amax, target):
+  """The largest k with amax * 2**k at most the target."""
+  k = math.floor(math.log2(target) - math.log2(amax))
+  while amax * 2.0**k > target:
+    k -= 1
+  while amax * 2.0 ** (k + 1) <= target:
+    k += 1
+  return k
 
 
 def floor_log2(x):
@@ -186,7 +144,3 @@ def floor_log2(x):
 
 def top(policy):
   return float(jnp.finfo(policy.dtype).max)
-
-
-def bounded(policy, exponent):
-  return min(max(2.0**exponent, policy.min_scale), policy.max_scale)

@@ -15,7 +15,6 @@ POLICIES = {
   "dynamic": ols.DynamicLossScale(growth_interval=50),
   "hysteresis": ols.DynamicLossScale(growth_interval=50, hysteresis=2),
   "headroom": ols.HeadroomLossScale(),
-  "logmax": ols.LogMaxLossScale(),
 }
 STEPS, CHUNKS = 1_000_000, 10
 TOP = 2**31 - 1

@@ -1,0 +1,291 @@
+"""The policy that follows the gradients, and starves on none."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale import _exponents, _policies, _state
+from optax_lossscale._state import LossScaleState
+
+# In binades a step. What underflowed looks smaller than it is, so that a rise
+# may go too far; it comes in strides, which the next step corrects.
+_LARGEST_RISE = 8
+_LARGEST_DROP = 16
+
+# In steps that had gradients. The cost of one overflow lies under the 500 steps
+# after which data with a NaN now and then have earned it again.
+_COST_OF_OVERFLOW = 256
+_COST_OF_A_BINADE = 4096
+
+_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+_FLOAT32_TINY = float(jnp.finfo(jnp.float32).smallest_normal)
+
+
+class HeadroomMemory(NamedTuple):
+  """What :class:`HeadroomLossScale` remembers.
+
+  Attributes:
+    amax_window: the largest magnitude of each of the last steps that had
+      gradients other than zero; float32, shape ``(window,)``, zeros where there
+      was none yet.
+    amax_cursor: where the next one goes; int32, shape ``()``.
+    caution: by how many binades the scale stays under what the window asks for;
+      int32, shape ``()``.
+    credit: the steps that may pay for an overflow; int32, shape ``()``.
+  """
+
+  amax_window: jax.Array
+  amax_cursor: jax.Array
+  caution: jax.Array
+  credit: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadroomLossScale:
+  """Keeps the largest gradient of the last steps some binades below overflow.
+
+  The scale is a power of two: the evidence minus the caution.
+
+  The evidence is the scale that brings the largest of the last ``window``
+  maxima ``-target`` binades under the top of ``dtype``. A maximum is the
+  largest magnitude among the unscaled gradients of one step. Steps whose
+  gradients are all zero are no evidence, and change none. The scale falls to
+  the evidence at once, and rises to it by at most 8 binades a step. Before the
+  first gradient that is not zero the evidence is ``max_scale``, since zeros may
+  be gradients that underflowed; after a first overflow it is ``init_scale``.
+
+  An overflow does two things. For the moment it lowers the scale by 1, 2, 4, 8
+  and then 16 binades, the more of them come in a row; the next finite step
+  undoes that. For long it costs credit. Each step with gradients earns a credit
+  of 1, up to 4,096, and the first overflow of a row costs 256. If the credit is
+  too small, it is lost, and the caution grows by a binade. A credit of 4,096
+  buys that binade back. A step that came within a binade of overflow empties
+  the credit. So a NaN now and then costs nothing, what overflows again and
+  again is learned, and a binade bought back too early costs one step.
+
+  The caution is forgotten by an overflow at a scale so low that even the
+  largest maximum of the window would be subnormal: that was not the scale's
+  fault. Before the first evidence the caution grows as the momentary drop does,
+  and the first evidence clears it.
+
+  Values on the way to the gradients, which may be larger, are not seen;
+  overflows teach the caution that they need.
+  :func:`~optax_lossscale.probe` shows them to the policy, and saves these
+  steps.
+
+  Attributes:
+    init_scale: the scale before the first step; a power of two, as are the
+      other two.
+    dtype: the dtype of the backward pass, whose largest number is the top.
+    target: where to keep the largest gradient, in binades from the top; an
+      integer in [-64, 64]. What counts are the gradients that ``update`` is
+      given: where they are sums over 1,024 workers, each of which is far
+      smaller, 10 more is right. ``-1`` keeps more of the smallest gradients,
+      and loses more steps.
+    window: how many maxima to remember.
+    min_scale: the lowest scale, at least 2**-126.
+    max_scale: the highest scale, at most 2**126.
+
+  Raises:
+    TypeError: if a hyperparameter is not a number, or ``dtype`` no float dtype.
+    ValueError: if one is out of range.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> policy = ols.HeadroomLossScale()
+    >>> state = policy.init()
+    >>> for amax in [2.0**-6, 2.0**-2, 0.0]:
+    ...   state = policy.adjust(state, jnp.array(True), grads_amax=amax)
+    ...   print(state.loss_scale, state.loss_scale * amax)
+    131072.0 2048.0
+    8192.0 2048.0
+    8192.0 0.0
+  """
+
+  init_scale: float = 2.0**15
+  dtype: Any = jnp.float16
+  target: int = -4
+  window: int = 8
+  min_scale: float = 2.0**-24
+  max_scale: float = 2.0**126
+
+  def __post_init__(self):
+    _check_scales(self)
+    # One of the ways to write a dtype, so that equal policies are equal.
+    object.__setattr__(self, "dtype", _as_float_dtype(self.dtype))
+    _state.check_number("target", self.target, -64, 64, integer=True)
+    if isinstance(self.window, jax.core.Tracer):
+      raise TypeError(
+        "window must be a Python integer, since it is the shape of an array,"
+        f" got window = {self.window!r}."
+      )
+    _state.check_number("window", self.window, 1, 2**20, integer=True)
+
+  def init(self) -> LossScaleState:
+    """Returns the state before the first step."""
+    return _policies.initial_state(
+      self.init_scale,
+      memory=HeadroomMemory(
+        amax_window=jnp.zeros((int(self.window),), jnp.float32),
+        amax_cursor=jnp.zeros((), jnp.int32),
+        caution=jnp.zeros((), jnp.int32),
+        credit=jnp.zeros((), jnp.int32),
+      ),
+    )
+
+  def adjust(
+    self,
+    state: LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    *,
+    grads_amax: jax.typing.ArrayLike | None = None,
+  ) -> LossScaleState:
+    """Returns the state with the scale of the next step.
+
+    Raises:
+      TypeError: if ``grads_amax`` is not given.
+      ValueError: if the state is one of another policy.
+    """
+    amax = _as_amax(grads_amax)
+    self._check_memory(state)
+    after = _policies.record_step(state, grads_finite)
+    finite, in_a_row = after.last_finite, after.notfinite_count
+    # XLA takes subnormal numbers for zeros.
+    has_grads = (amax >= _FLOAT32_TINY) & jnp.isfinite(amax)
+    memory = _where(
+      finite,
+      _where(has_grads, self._after_grads(state, amax), state.memory),
+      self._after_overflow(state, is_first=in_a_row == 1),
+    )
+
+    exponent = _exponents.floor_log2(state.loss_scale)
+    drop = jnp.minimum(1 << jnp.minimum(in_a_row - 1, 8), _LARGEST_DROP)
+    limit = jnp.where(finite, exponent + _LARGEST_RISE, exponent - drop)
+    low, high = self._bounds()
+    # Within the bounds before the caution counts, which would mean nothing if
+    # it were subtracted from evidence far above them.
+    evidence = jnp.clip(self._evidence(memory), low, high)
+    new = jnp.clip(jnp.minimum(evidence - memory.caution, limit), low, high)
+
+    scale = _exponents.power_of_two(new)
+    moved = scale != state.loss_scale
+    return after._replace(
+      loss_scale=scale,
+      finite_count=jnp.where(moved, jnp.int32(0), after.finite_count),
+      memory=memory,
+    )
+
+  def _after_grads(self, state, amax):
+    """The memory after a finite step whose gradients were not all zero."""
+    memory = state.memory
+    was_close = amax * state.loss_scale > self._top() / 2
+    credit = jnp.where(was_close, 0, memory.credit + 1)
+    is_full = credit >= _COST_OF_A_BINADE
+    bought = is_full & (memory.caution > 0)
+    cursor = memory.amax_cursor
+    return HeadroomMemory(
+      amax_window=memory.amax_window.at[cursor].set(amax),
+      amax_cursor=(cursor + 1) % memory.amax_window.shape[0],
+      caution=jnp.where(
+        jnp.max(memory.amax_window) > 0,
+        memory.caution - bought.astype(jnp.int32),
+        0,  # What was learned without evidence goes when the first comes.
+      ),
+      credit=jnp.where(bought, 0, jnp.minimum(credit, _COST_OF_A_BINADE)),
+    )
+
+  def _after_overflow(self, state, is_first):
+    """The memory after a step that was not finite."""
+    memory = state.memory
+    largest = jnp.max(memory.amax_window)
+    has_evidence = largest > 0
+    left = memory.credit - _COST_OF_OVERFLOW
+    is_paid = ~is_first | (left >= 0)
+    stride = jnp.where(
+      has_evidence, 1, jnp.minimum(memory.caution + 1, _LARGEST_DROP)
+    )
+    caution = jnp.where(is_paid, memory.caution, memory.caution + stride)
+    tiny = _state.cast(jnp.finfo(self.dtype).smallest_normal, jnp.float32)
+    is_hopeless = has_evidence & (largest * state.loss_scale < tiny)
+    return memory._replace(
+      caution=jnp.where(is_hopeless, 0, caution),
+      credit=jnp.where(is_first, jnp.maximum(left, 0), memory.credit),
+    )
+
+  def _evidence(self, memory):
+    """The exponent of the scale that the gradients ask for; may be any."""
+    top_mantissa, top_exponent = math.frexp(self._top())
+    mantissa, exponent = jnp.frexp(jnp.max(memory.amax_window))
+    best = top_exponent + _state.cast(self.target, jnp.int32) - exponent
+    best -= (mantissa > top_mantissa).astype(jnp.int32)
+    # Without gradients there is caution only if there was an overflow.
+    without = jnp.where(memory.caution > 0, self.init_scale, self.max_scale)
+    without = _exponents.floor_log2(_state.cast(without, jnp.float32))
+    return jnp.where(mantissa > 0, best, without)
+
+  def _top(self):
+    """The largest number of the backward pass that float32 holds, too."""
+    return min(float(jnp.finfo(self.dtype).max), _FLOAT32_MAX)
+
+  def _bounds(self):
+    """The exponents of the lowest and of the highest scale."""
+    # Traced bounds need not be powers of two, and bound those within.
+    return (
+      _exponents.ceil_log2(_state.cast(self.min_scale, jnp.float32)),
+      _exponents.floor_log2(_state.cast(self.max_scale, jnp.float32)),
+    )
+
+  def _check_memory(self, state):
+    own: Any = jax.tree.structure(jax.eval_shape(self.init).memory)
+    got: Any = jax.tree.structure(state.memory)
+    if got != own:
+      raise ValueError(
+        f"state.memory must be that of a HeadroomLossScale, got {got} of"
+        " another policy. Use state._replace(memory=policy.init().memory)."
+      )
+
+
+def _where(condition, if_true, if_false):
+  choose = lambda x, y: jnp.where(condition, x, y)
+  return jax.tree.map(choose, if_true, if_false)
+
+
+def _as_amax(grads_amax):
+  """The maximum as float32, or an error that says how to get it."""
+  if grads_amax is None:
+    raise TypeError(
+      "HeadroomLossScale.adjust must be given grads_amax, the largest"
+      " magnitude among the unscaled gradients, got None. with_loss_scaling"
+      " passes it; by hand it is optax.tree.norm(grads, ord='inf')."
+    )
+  return jnp.abs(_state.cast(grads_amax, jnp.float32))
+
+
+def _check_scales(policy):
+  for name in ("init_scale", "min_scale", "max_scale"):
+    value = getattr(policy, name)
+    _state.check_number(
+      name, value, _state.SMALLEST_SCALE, _state.LARGEST_SCALE
+    )
+    is_traced = isinstance(value, jax.core.Tracer)
+    if not is_traced and math.frexp(float(value))[0] != 0.5:
+      raise ValueError(
+        f"{name} must be a power of two, got {name} = {value!r}."
+      )
+  _policies.check_order(policy)
+
+
+def _as_float_dtype(dtype):
+  try:
+    as_dtype = jnp.dtype(dtype)
+  except TypeError:
+    as_dtype = None
+  if as_dtype is None or not jnp.issubdtype(as_dtype, jnp.floating):
+    raise TypeError(
+      f"dtype must be a float dtype such as jnp.float16, got dtype = {dtype!r}."
+    )
+  return as_dtype
