@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from optax_lossscale import _state
+from optax_lossscale import _axes, _state
 
 
 def update_or_keep(
@@ -25,7 +25,8 @@ def update_or_keep(
   to the end, and cannot be overwritten in place. So the selection is put where
   each new leaf is produced, and all that follows reads the selected one. On an
   applied step that is the same number, and the updates of a skipped one are
-  thrown away.
+  thrown away. Where a reader could tell the two apart by more than the number,
+  the selection is left behind the update.
 
   Args:
     update: the update function of an optimizer.
@@ -73,7 +74,9 @@ def _run_with_selects(run, finite, state):
   for var, leaf in zip(new_vars, old_leaves, strict=True):
     if not isinstance(var, core.Literal):
       old.setdefault(var, leaf)
-  outs, selected = _evaluate(closed.jaxpr, closed.consts, finite, old)
+  outs, selected = _evaluate(
+    closed.jaxpr, closed.consts, finite, old, _jit_called_here()
+  )
 
   def finish(var, out, leaf):
     is_literal = isinstance(var, core.Literal)
@@ -87,7 +90,13 @@ def _run_with_selects(run, finite, state):
   return updates, jax.tree.unflatten(jax.tree.structure(state), new_leaves)
 
 
-def _evaluate(jaxpr, args, finite, old):
+def _jit_called_here():
+  """The equation of a jit of which nothing is said: what others differ from."""
+  (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns
+  return eqn
+
+
+def _evaluate(jaxpr, args, finite, old, here):
   """Evaluates a jaxpr, selecting against ``old`` right where it is produced.
 
   Args:
@@ -95,6 +104,7 @@ def _evaluate(jaxpr, args, finite, old):
     args: a value for each of its constants and inputs.
     finite: whether to take the new values.
     old: a dict from output variables to the values to keep.
+    here: what ``_jit_called_here`` returns.
 
   Returns:
     The outputs, and the set of variables that were selected.
@@ -106,29 +116,36 @@ def _evaluate(jaxpr, args, finite, old):
     return var.val if isinstance(var, core.Literal) else env[var]
 
   for eqn in jaxpr.eqns:
-    if _is_transparent(eqn):
-      inner = eqn.params["jaxpr"]
-      # Keyed by the variable inside; one that leaves twice is selected once.
-      pairs = {
-        i: o
-        for i, o in zip(inner.jaxpr.outvars, eqn.outvars, strict=True)
-        if o in old and not isinstance(i, core.Literal)
-      }
-      outs, within = _evaluate(
-        inner.jaxpr,
-        [*inner.consts, *map(read, eqn.invars)],
-        finite,
-        {i: old[o] for i, o in pairs.items()},
-      )
-      selected |= {pairs[i] for i in within}
+    if _may_be_entered(eqn, here):
+      outs, within = _enter(eqn, map(read, eqn.invars), finite, old, here)
+      selected |= within
       env.update(zip(eqn.outvars, outs, strict=True))
       continue
     env.update(_evaluate_one(jaxpr, eqn, read))
     for var in eqn.outvars:
-      if var in old:
+      if var in old and _may_select(eqn, env[var], finite, old[var], here):
         env[var] = _state.select_leaf(finite, env[var], old[var])
         selected.add(var)
   return [read(var) for var in jaxpr.outvars], selected
+
+
+def _enter(eqn, args, finite, old, here):
+  """``_evaluate`` for what a jit calls."""
+  inner = eqn.params["jaxpr"]
+  # Keyed by the variable inside; one that leaves twice is selected once.
+  pairs = {
+    i: o
+    for i, o in zip(inner.jaxpr.outvars, eqn.outvars, strict=True)
+    if o in old and not isinstance(i, core.Literal)
+  }
+  inner_old = {i: old[o] for i, o in pairs.items()}
+  # Profiles go on to show the scopes around the call, and its name.
+  name = f"{eqn.source_info.name_stack}/jit({eqn.params['name']})"
+  with jax.named_scope(name.removeprefix("/")):
+    outs, selected = _evaluate(
+      inner.jaxpr, [*inner.consts, *args], finite, inner_old, here
+    )
+  return outs, {pairs[i] for i in selected}
 
 
 def _evaluate_one(jaxpr, eqn, read):
@@ -143,12 +160,46 @@ def _evaluate_one(jaxpr, eqn, read):
   return zip(eqn.outvars, fun(*map(read, inputs)), strict=True)
 
 
-def _is_transparent(eqn):
-  """Whether to look inside: a jitted function with several results.
+def _may_be_entered(eqn, here):
+  """Whether to look inside: a jit of which nothing is said.
 
-  With one result there is nothing in it that reads the selected value.
+  Shardings, donation and all else that is said of a call would be lost. With
+  one result there is nothing in it that reads the selected value.
   """
-  return eqn.primitive.name in ("jit", "pjit") and len(eqn.outvars) > 1
+  if eqn.primitive.name not in ("jit", "pjit") or len(eqn.outvars) == 1:
+    return False
+  is_as_here = (
+    _kinds(value) <= _kinds(here.params.get(name))
+    for name, value in eqn.params.items()
+    if name not in ("jaxpr", "name")
+  )
+  return eqn.ctx == here.ctx and all(is_as_here)
+
+
+def _kinds(param):
+  """The different values of a parameter, which may be one for each argument."""
+  return set(param) if isinstance(param, tuple) else {param}
+
+
+def _may_select(eqn, value, finite, old, here):
+  """Whether what reads the value may read the selected one in its place.
+
+  Not if the select is of another type, since all that follows was traced with
+  this one. Not on another device or mesh than this call is on, such as between
+  operations of the host. Not if the equation says where its result lies: that
+  of the select would lie wherever XLA likes.
+  """
+  shardings = map(_is_sharding, jax.tree.leaves(eqn.params))
+  return (
+    _axes.varying(finite) <= _axes.varying(value)
+    and jax.typeof(value) == jax.typeof(old)
+    and eqn.ctx == here.ctx
+    and not any(shardings)
+  )
+
+
+def _is_sharding(x):
+  return isinstance(x, jax.sharding.Sharding)
 
 
 def _cast_like(new_state, state):

@@ -1,0 +1,238 @@
+"""Selecting inside the inner update: types, places and names stay.
+
+An equation that reads a selected value, or a call that holds one, was traced
+with the value itself. It must not be able to tell the two apart.
+"""
+
+import functools
+import re
+
+import devices
+import jax
+from jax import lax
+from jax.experimental.compute_on import compute_on
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import _select
+
+OLD = {"a": jnp.arange(8.0), "b": jnp.arange(8.0) + 10}
+GRADS = jnp.linspace(-1.0, 1.0, 8)
+
+
+def ordinary(grads, state, params=None):
+  del params
+  new = {"a": 0.9 * state["a"] + grads, "b": state["b"] + grads**2}
+  return new["a"] / (jnp.sqrt(new["b"]) + 1), new
+
+
+def jaxpr_of(update, grads=GRADS, state=OLD):
+  def run(finite, grads, state):
+    return _select.update_or_keep(update, finite, grads, state, None)
+
+  return jax.make_jaxpr(run)(jnp.bool_(True), grads, state).jaxpr
+
+
+def as_optimizer(update):
+  return optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, {"a": params, "b": params}),
+    update,
+  )
+
+
+def test_each_device_may_train_adam_alone_where_types_tell_what_varies():
+  """There is no axis_name, so that the devices' flags differ."""
+  tx = ols.with_loss_scaling(optax.adam(0.1))
+
+  def train(params, batches):
+    state = tx.init(params)
+    for grads in batches:
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+    return params, jax.tree.map(jnp.atleast_1d, state)
+
+  batches = jnp.linspace(-1, 1, 48).reshape(3, 16).at[1, 6].set(jnp.nan)
+  params = jnp.arange(16.0)
+  together = jax.jit(
+    jax.shard_map(
+      train,
+      mesh=devices.make_mesh((8,), ("data",)),
+      in_specs=(P("data"), P(None, "data")),
+      out_specs=P("data"),
+    )
+  )(params, batches)
+  skips = together[1].loss_scale_state.total_notfinite
+  assert skips.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+  counts = together[1].inner_state[0].count
+  assert counts.tolist() == [3, 3, 3, 2, 3, 3, 3, 3]
+  alone = jax.jit(train)
+  for i in range(8):
+    part = slice(2 * i, 2 * i + 2)
+    expected, _ = alone(params[part], batches[:, part])
+    np.testing.assert_array_equal(together[0][part], expected)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_adam_on_sharded_arrays_keeps_shardings_as_the_bare_one_does(
+  axis_type, jit
+):
+  mesh = devices.make_mesh((8,), ("x",), axis_type)
+  adam = optax.adam(0.1)
+  inner = optax.GradientTransformation(adam.init, jit(adam.update))
+  tx = ols.with_loss_scaling(inner)
+  with jax.set_mesh(mesh):
+    params = jax.device_put(jnp.arange(16.0), P("x"))
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    bare_updates, bare = jax.jit(inner.update)(
+      params, inner.init(params), params
+    )
+  devices.assert_shardings_equal(updates, bare_updates)
+  devices.assert_shardings_equal(state.inner_state[0].mu, bare[0].mu)
+  np.testing.assert_allclose(updates, bare_updates, rtol=1e-6)
+
+
+def sharding_of_updates(update):
+  """How a jitted step of wrapped and bare leave the updates on devices."""
+  mesh = devices.make_mesh((8,), ("x",))
+  sharded = NamedSharding(mesh, P("x"))
+  inner = as_optimizer(update)
+  found = []
+  for tx in (ols.with_loss_scaling(inner), inner):
+    params = jax.device_put(GRADS, sharded)
+    state = jax.jit(tx.init)(params)
+    state = jax.tree.map(
+      lambda x: jax.device_put(x, sharded) if x.ndim else x, state
+    )
+    updates, _ = jax.jit(tx.update)(params, state, params)
+    found.append(updates.sharding.spec)
+  return found
+
+
+def test_a_jit_inside_an_optimizer_keeps_its_out_shardings():
+  mesh = devices.make_mesh((8,), ("x",))
+  replicated = NamedSharding(mesh, P())
+  update = jax.jit(ordinary, out_shardings=(replicated, None))
+  assert sharding_of_updates(update) == [P(), P()]
+
+
+def test_a_constraint_on_a_new_moment_reaches_the_updates():
+  mesh = devices.make_mesh((8,), ("x",))
+  gather = lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
+
+  def update(grads, state, params=None):
+    new = {"a": gather(0.9 * state["a"] + grads), "b": gather(state["b"])}
+    return new["a"] / (new["b"] + 1), new
+
+  assert sharding_of_updates(update) == [P(), P()]
+  names = [eqn.primitive.name for eqn in jaxpr_of(update).eqns]
+  assert names[-1] == "select_n"  # All selects are behind.
+
+
+def jit_eqns(jaxpr):
+  return [e for e in jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"donate_argnums": 1},
+    {"keep_unused": True},
+    {"out_shardings": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
+    {"in_shardings": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
+  ],
+  ids=lambda options: next(iter(options)),
+)
+def test_a_jit_of_which_something_is_said_stays_a_jit(options):
+  update = jax.jit(lambda grads, state: ordinary(grads, state), **options)
+  jaxpr = jaxpr_of(lambda grads, state, _: update(grads, state))
+  (found,) = jit_eqns(jaxpr)
+  (bare,) = jit_eqns(jax.make_jaxpr(update)(GRADS, OLD).jaxpr)
+  said = lambda eqn: {k: v for k, v in eqn.params.items() if k != "jaxpr"}
+  assert said(found) == said(bare)
+
+
+def test_a_jit_of_which_nothing_is_said_is_looked_into():
+  assert not jit_eqns(jaxpr_of(jax.jit(ordinary)))
+
+
+def test_without_jit_the_plain_and_the_nested_update_are_the_same():
+  with jax.disable_jit():
+    jaxpr = jaxpr_of(jax.jit(ordinary))
+  assert [e.primitive.name for e in jaxpr.eqns].count("select_n") == 2
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
+  def on_host(grads, state, params=None):
+    with compute_on("device_host"):
+      return jit(ordinary)(grads, state)
+
+  places = [eqn.ctx.compute_type for eqn in jaxpr_of(on_host).eqns]
+  host = [i for i, place in enumerate(places) if place == "device_host"]
+  assert host == list(range(host[0], host[0] + len(host)))
+  assert len(places) > len(host)  # The selects, on the device.
+
+
+def test_where_all_is_on_the_host_the_selects_are_there_too():
+  with compute_on("device_host"):
+    jaxpr = jaxpr_of(ordinary)
+  assert {eqn.ctx.compute_type for eqn in jaxpr.eqns} == {"device_host"}
+  assert jaxpr.eqns[-1].primitive.name != "select_n"
+
+
+def op_names(update):
+  """The names of the operations that profiles show, below the outermost."""
+  text = jax.jit(update).lower(GRADS, OLD).compile().as_text()
+  return set(re.findall(r'op_name="jit\(\w+\)/([^"]+)"', text))
+
+
+def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into():
+  def named(grads, state, params=None):
+    with jax.named_scope("outer"):
+
+      @jax.jit
+      def inner(grads, state):
+        with jax.named_scope("deep"):
+          return ordinary(grads, state)
+
+      return inner(grads, state)
+
+  def wrapped(grads, state):
+    with jax.named_scope("optimizer"):
+      return _select.update_or_keep(
+        named, jnp.isfinite(grads[0]), grads, state, None
+      )
+
+  def bare(grads, state):
+    with jax.named_scope("optimizer"):
+      return named(grads, state)
+
+  expected = {name for name in op_names(bare) if "/deep/" in name}
+  assert "optimizer/outer/jit(inner)/deep/sqrt" in expected
+  assert expected <= op_names(wrapped)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])
+def test_members_of_a_vmap_are_selected_each_by_its_flag(in_axes):
+  batch = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x + 1]), tree)
+  grads = batch(GRADS) if in_axes[0] == 0 else GRADS
+  state = batch(OLD) if in_axes[1] == 0 else OLD
+
+  def run(finite, grads, state):
+    return _select.update_or_keep(ordinary, finite, grads, state, None)
+
+  finite = jnp.array([True, False])
+  _, new = jax.vmap(run, (0, *in_axes))(finite, grads, state)
+  _, applied = jax.vmap(functools.partial(run, True), in_axes)(grads, state)
+  old = (
+    state if in_axes[1] == 0 else jax.tree.map(lambda x: jnp.stack([x, x]), OLD)
+  )
+  for name in OLD:
+    np.testing.assert_array_equal(new[name][0], applied[name][0])
+    np.testing.assert_array_equal(new[name][1], old[name][1])
