@@ -14,6 +14,7 @@ from optax_lossscale import (
   _probes,
   _select,
   _state,
+  _updates,
 )
 
 
@@ -153,15 +154,18 @@ def with_loss_scaling(
     args = grads, inner_state, wide_params
     if check_updates:
       new_updates, new_inner_state = inner.update(*args, **extra_args)
+      new_updates = _updates.cast_like(new_updates, params)
       finite &= _axes.all_agree(_grads.sum_is_finite(new_updates), axis_name)
       new_inner_state = _select.keep(finite, new_inner_state, inner_state)
     else:
       new_updates, new_inner_state = _select.update_or_keep(
         inner.update, finite, *args, **extra_args
       )
+      new_updates = _updates.cast_like(new_updates, params)
 
-    return _finish_updates(finite, new_updates, params), LossScalingState(
-      policy.adjust(scale_state, finite, grads_amax=amax), new_inner_state
+    new_scale_state = policy.adjust(scale_state, finite, grads_amax=amax)
+    return _updates.nothing_unless(finite, new_updates), LossScalingState(
+      new_scale_state, new_inner_state
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -203,40 +207,6 @@ def _zero_unless(finite, grad, factor):
   if factor is not None:
     grad = _grads.times(grad, factor)
   return lax.select(finite, grad, jnp.zeros_like(grad))
-
-
-def _finish_updates(finite, updates, params):
-  """Updates in the dtypes of the params; -0.0 where the step is skipped.
-
-  p + (-0.0) is p bit for bit, the sign of a zero included.
-  """
-
-  def finish(path, update, param=None):
-    if not _state.is_array(update) or _grads.is_overwritten(path):
-      return update
-    update = jnp.asarray(update)
-    if not _grads.is_inexact(update):
-      is_integer = jnp.issubdtype(update.dtype, jnp.integer)
-      zero = jnp.zeros_like(update) if is_integer else update
-      return lax.select(finite, update, zero)
-    if _grads.is_inexact(param):
-      update = _grads.cast_real_or_complex(update, jnp.result_type(param))
-    return lax.select(finite, update, _negative_zeros_like(update))
-
-  # None and MaskedNode stand where params may have a leaf.
-  is_leaf = lambda x: x is None or isinstance(x, optax.MaskedNode)
-  rest = () if params is None else (params,)
-  return jax.tree_util.tree_map_with_path(
-    finish, updates, *rest, is_leaf=is_leaf
-  )
-
-
-def _negative_zeros_like(x):
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    return lax.complex(
-      _negative_zeros_like(x.real), _negative_zeros_like(x.imag)
-    )
-  return jnp.full_like(x, -0.0)
 
 
 def _strong(leaf):

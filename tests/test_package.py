@@ -104,6 +104,7 @@ ORDER = (
   "_headroom",
   "_probes",
   "_select",
+  "_updates",
   "_wrapper",
   "_leaves",
   "_diagnostics",
@@ -115,6 +116,7 @@ ORDER = (
 NEVER = {
   "_policies": {"_scaling"},
   "_select": {"_scaling", "_policies"},
+  "_updates": {"_scaling", "_policies", "_axes"},
   "_diagnostics": {"_policies", "_wrapper"},
   "interop": {"_scaling", "_select", "_wrapper", "_diagnostics"},
 }

@@ -225,6 +225,62 @@ def test_a_nan_born_in_the_optimizer_is_seen_if_asked():
   assert state.loss_scale_state.last_finite
 
 
+def make_update_of(value, dtype=jnp.float32):
+  """An optimizer whose every update is this number, in this dtype."""
+  return optax.stateless(
+    lambda updates, params: jax.tree.map(
+      lambda g: jnp.full(g.shape, value, dtype), updates
+    )
+  )
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize(
+  "dtype, value",
+  [
+    (jnp.float16, -1e6),  # becomes -inf
+    (jnp.float8_e4m3fn, 1e3),  # becomes NaN, since the dtype has no inf
+    (jnp.bfloat16, 3.4028e38),  # rounds up to inf
+  ],
+)
+def test_check_updates_looks_at_the_updates_in_the_dtype_of_the_params(
+  dtype, value, jitted
+):
+  inner = optax.chain(optax.trace(0.5), make_update_of(value))
+  tx = ols.with_loss_scaling(inner, check_updates=True)
+  w = jnp.ones(3, dtype)
+  state = tx.init(w)
+  update = jax.jit(tx.update) if jitted else tx.update
+  updates, new = update(w, state, w)
+  assert not new.loss_scale_state.last_finite
+  assert same_bits(new.inner_state, state.inner_state)
+  assert same_bits(updates, jnp.full(3, -0.0, dtype))
+
+
+def test_check_updates_finds_float64_updates_too_large_for_float32_params():
+  with jax.enable_x64(True):
+    tx = ols.with_loss_scaling(
+      make_update_of(1e300, jnp.float64), check_updates=True
+    )
+    w = jnp.ones(2, jnp.float32)
+    updates, state = jax.jit(tx.update)(w, tx.init(w), w)
+    assert not state.loss_scale_state.last_finite
+    assert same_bits(updates, jnp.full(2, -0.0, jnp.float32))
+    # And is content with what float64 params can hold.
+    w = jnp.ones(2, jnp.float64)
+    updates, state = jax.jit(tx.update)(w, tx.init(w), w)
+    assert state.loss_scale_state.last_finite
+    assert updates.tolist() == [1e300, 1e300]
+
+
+def test_check_updates_applies_what_the_params_can_hold():
+  tx = ols.with_loss_scaling(make_update_of(65504.0), check_updates=True)
+  w = jnp.zeros(2, jnp.float16)
+  updates, state = jax.jit(tx.update)(w, tx.init(w), w)
+  assert state.loss_scale_state.last_finite
+  assert same_bits(updates, jnp.full(2, 65504.0, jnp.float16))
+
+
 def test_a_callers_flag_is_combined_with_our_own():
   tx = ols.with_loss_scaling(optax.sgd(1.0))
   w = jnp.ones(2)

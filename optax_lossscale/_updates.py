@@ -1,0 +1,58 @@
+"""The updates that a step returns: of the params' dtypes, or nothing to add."""
+
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale import _grads, _state
+
+
+def cast_like(updates: Any, params: Any) -> Any:
+  """The updates in the dtypes of the params, where there are params."""
+  if params is None:
+    return updates
+
+  def cast(path, update, param):
+    if not _grads.is_grad(path, update) or not _grads.is_inexact(param):
+      return update
+    update = jnp.asarray(update)
+    return _grads.cast_real_or_complex(update, jnp.result_type(param))
+
+  # None and MaskedNode stand where params may have a leaf.
+  is_leaf = lambda x: x is None or isinstance(x, optax.MaskedNode)
+  return jax.tree_util.tree_map_with_path(
+    cast, updates, params, is_leaf=is_leaf
+  )
+
+
+def nothing_unless(finite: jax.Array, updates: Any) -> Any:
+  """The updates if ``finite``, else what adds nothing to the params.
+
+  That is -0.0, since p + (-0.0) is p with the sign of a zero included, and 0
+  for an integer. What is not added to a parameter stays as it is.
+  """
+
+  def choose(path, update):
+    if not _state.is_array(update) or _grads.is_overwritten(path):
+      return update
+    update = jnp.asarray(update)
+    if _grads.is_inexact(update):
+      nothing = _negative_zeros_like(update)
+    elif jnp.issubdtype(update.dtype, jnp.integer):
+      nothing = jnp.zeros_like(update)
+    else:
+      return update
+    return lax.select(finite, update, nothing)
+
+  return jax.tree_util.tree_map_with_path(choose, updates)
+
+
+def _negative_zeros_like(x):
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    return lax.complex(
+      _negative_zeros_like(x.real), _negative_zeros_like(x.imag)
+    )
+  return jnp.full_like(x, -0.0)
