@@ -52,8 +52,12 @@ def with_loss_scaling(
   or act on a skipped step.
 
   Two extra arguments of ``update`` are its own, all others go to ``inner``:
-  ``grads_finite``, a further bool that must be true for the step to be applied,
+  ``grads_finite``, further evidence of whether the backward pass overflowed,
   and ``cotangents``, a pytree of what :func:`~optax_lossscale.probe` counted.
+  ``grads_finite`` is a bool, or a number that counts by its truth (a NaN as
+  false). If it is false, the step is skipped and the scale is lowered, as by an
+  overflow. For a condition that has nothing to do with the scale, wrap
+  :func:`optax.transforms.conditionally_mask`, which leaves the scale alone.
   An inf or a NaN among these counts as one among the gradients, even where none
   arrives at them: what cut it off on its way may have cut off more. Their
   largest magnitude counts as one of a gradient.
@@ -135,6 +139,7 @@ def with_loss_scaling(
     **extra_args,
   ):
     _check_state(state)
+    grads_finite = _as_flag("grads_finite", grads_finite)
     scale_state, inner_state = state
     unscale = 1 / scale_state.loss_scale if grads_are_scaled else None
 
@@ -214,6 +219,23 @@ def _strong(leaf):
   if not _state.is_array(leaf):
     return leaf
   return _state.cast(leaf, jnp.result_type(leaf))
+
+
+def _as_flag(name, value):
+  """A bool, or a number by its truth; a NaN is no answer, and false."""
+  rule = f"{name} must be one bool or number, true if the gradients are finite"
+  remedy = "Reduce several with jnp.all; leave it out if you have none."
+  if not _state.is_array(value):
+    raise TypeError(f"{rule}, got {name} = {value!r}. {remedy}")
+  shape, dtype = jnp.shape(value), jnp.result_type(value)
+  if jnp.issubdtype(dtype, jax.dtypes.extended):
+    raise TypeError(f"{rule}, got {name} of dtype {dtype}. {remedy}")
+  if shape:
+    raise ValueError(f"{rule}, got {name} of shape {shape}. {remedy}")
+  value = jnp.asarray(value)
+  if jnp.issubdtype(dtype, jnp.bool_):
+    return value
+  return (value != 0) & (value == value)
 
 
 def _as_transformation(inner):

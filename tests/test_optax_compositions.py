@@ -23,6 +23,7 @@ import pytest
 
 import optax_lossscale as ols
 
+REJECTED = jnp.arange(200) % 10 == 3
 NOT_B = {"b": False, "v": True, "w": True}
 ONLY_B = {"b": True, "v": False, "w": False}
 SCHEDULE = optax.linear_schedule(0.1, 0.01, transition_steps=10)
@@ -275,3 +276,73 @@ def after_updates(tx, params, all_grads):
     updates, opt_state = update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
   return params
+
+
+def filtered(inner):
+  return optax.transforms.conditionally_mask(
+    inner, lambda step, *, is_wanted, **_: is_wanted, forward_extra_args=True
+  )
+
+
+def run_filtered(tx, name):
+  """200 steps, of which each tenth is rejected by the argument of this name."""
+
+  def step(carry, rejected):
+    params, state = carry
+    grads = jax.tree.map(lambda p: 0.1 * p + rejected, params)
+    updates, state = tx.update(grads, state, params, **{name: ~rejected})
+    return (optax.apply_updates(params, updates), state), params
+
+  start = init_params(), tx.init(init_params())
+  (params, state), history = jax.lax.scan(step, start, REJECTED)
+  return (
+    params,
+    state,
+    jax.tree.map(lambda h, p: jnp.concatenate([h, p[None]]), history, params),
+  )
+
+
+def test_a_filter_inside_that_rejects_each_tenth_step_leaves_the_scale_alone():
+  tx = ols.with_loss_scaling(filtered(optax.adam(0.01)))
+  params, state, history = run_filtered(tx, "is_wanted")
+  scale_state = ols.get_loss_scale_state(state)
+  assert scale_state.loss_scale == 2.0**15
+  assert (scale_state.finite_count, scale_state.total_notfinite) == (200, 0)
+  # A rejected step moves no parameter, any other moves them all.
+  for leaf in jax.tree.leaves(history):
+    moved = np.any(leaf[1:] != leaf[:-1], axis=tuple(range(1, leaf.ndim)))
+    np.testing.assert_array_equal(moved, ~REJECTED)
+  # What is left is a run of the optimizer over the other steps alone.
+  bare = optax.adam(0.01)
+
+  def step(carry, _):
+    params, state = carry
+    grads = jax.tree.map(lambda p: 0.1 * p, params)
+    updates, state = bare.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  start = init_params(), bare.init(init_params())
+  expected, _ = jax.lax.scan(step, start, length=180)
+  chex.assert_trees_all_close(
+    (params, state.inner_state.inner_state), expected, atol=1e-6
+  )
+
+
+def test_the_same_filter_given_as_grads_finite_takes_the_scale_to_its_floor():
+  """It is evidence of an overflow, and not a condition."""
+  tx = ols.with_loss_scaling(optax.adam(0.01))
+  _, state, _ = run_filtered(tx, "grads_finite")
+  scale_state = ols.get_loss_scale_state(state)
+  assert (scale_state.loss_scale, scale_state.total_notfinite) == (1, 20)
+
+
+def test_a_filter_inside_does_not_hide_an_overflow():
+  tx = ols.with_loss_scaling(filtered(optax.adam(0.01)))
+  params = init_params()
+  bad = jax.tree.map(lambda p: p * jnp.nan, params)
+  for is_wanted in (True, False):
+    updates, state = tx.update(
+      bad, tx.init(params), params, is_wanted=is_wanted
+    )
+    assert not ols.get_loss_scale_state(state).last_finite
+    assert_same_bits(optax.apply_updates(params, updates), params)

@@ -281,6 +281,57 @@ def test_check_updates_applies_what_the_params_can_hold():
   assert same_bits(updates, jnp.full(2, 65504.0, jnp.float16))
 
 
+FLAGS = [
+  (True, True),
+  (np.bool_(False), False),
+  (2, True),
+  (0, False),
+  (np.int32(2), True),
+  (np.uint8(4), True),
+  (np.int32(-1), True),
+  (0.5, True),
+  (np.float16(0.0), False),
+  (-0.0, False),
+  (INF, True),
+  (NAN, False),
+]
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("flag, applied", FLAGS, ids=repr)
+def test_a_number_given_as_grads_finite_counts_by_its_truth(
+  flag, applied, jitted
+):
+  """A NaN is no answer, and counts as a no."""
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  w = jnp.ones(2)
+  update = jax.jit(tx.update) if jitted else tx.update
+  _, state = update(w, tx.init(w), w, grads_finite=flag)
+  assert state.loss_scale_state.last_finite == applied
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize(
+  "flag", [jnp.array([True, True]), np.ones((1, 1)), [True, False]], ids=repr
+)
+def test_a_grads_finite_that_is_no_scalar_is_an_error(flag, jitted):
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  w = jnp.ones(2)
+  update = jax.jit(tx.update) if jitted else tx.update
+  error = TypeError if isinstance(flag, list) else ValueError
+  with pytest.raises(error, match=r"grads_finite must be one.*jnp\.all"):
+    update(w, tx.init(w), w, grads_finite=flag)
+
+
+@pytest.mark.parametrize(
+  "flag", [None, "yes", {}, jax.random.key(0)], ids=["None", "str", "{}", "key"]
+)
+def test_a_grads_finite_that_is_no_number_is_an_error(flag):
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  with pytest.raises(TypeError, match="grads_finite must be one"):
+    tx.update(jnp.ones(2), tx.init(jnp.ones(2)), grads_finite=flag)
+
+
 def test_a_callers_flag_is_combined_with_our_own():
   tx = ols.with_loss_scaling(optax.sgd(1.0))
   w = jnp.ones(2)
