@@ -23,6 +23,9 @@ def all_agree(finite: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 def maximum(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
   """The largest of a scalar along the axes; costs nothing if not used."""
+  # A maximum over devices has no derivative in JAX. All policies are given this
+  # one, and no policy needs a derivative of it: the scale is not trained.
+  x = lax.stop_gradient(x)
   axes = _may_differ_over(x, axis_name)
   return lax.pmax(x, axes) if axes else x
 

@@ -238,6 +238,49 @@ def test_a_policy_is_given_the_largest_gradient_of_all_devices(check_vma):
   assert state.loss_scale_state.loss_scale == 9
 
 
+def map_by(mapped, fun):
+  """Maps a function of an array of eight over axis "data", one for each."""
+  if mapped in ("pmap", "vmap"):
+    return map_over("data", mapped, fun)
+  mesh = devices.make_mesh((8,), ("data",))
+  specs = {"in_specs": P("data"), "out_specs": P("data")}
+  fun_of_part = lambda part: fun(part[0])[None]
+  return jax.shard_map(
+    fun_of_part, mesh=mesh, check_vma=mapped == "check_vma", **specs
+  )
+
+
+@pytest.mark.parametrize("policy", ["dynamic", ols.HeadroomLossScale()])
+@pytest.mark.parametrize(
+  "mapped", ["pmap", "vmap", "no check_vma", "check_vma"]
+)
+def test_a_step_that_is_decided_together_can_be_differentiated_through(
+  mapped, policy
+):
+  inner = optax.sgd(0.1, momentum=0.5)
+
+  def after(w, axis_name):
+    """A step, one that overflows on the fourth device, and another step."""
+    tx = ols.with_loss_scaling(inner, policy, axis_name=axis_name)
+    state, total = tx.init(w), w
+    bad = jnp.where(lax.axis_index("data") == 3, jnp.inf, 0.0)
+    for overflow in (0.0, bad, 0.0):
+      updates, state = tx.update(total**2 + overflow, state, total)
+      total = optax.apply_updates(total, updates)
+    return total
+
+  def bare(w):
+    state, total = inner.init(w), w
+    for _ in range(2):
+      updates, state = inner.update(total**2, state, total)
+      total = optax.apply_updates(total, updates)
+    return total
+
+  w = jnp.linspace(0.5, 2.0, 8)
+  slopes = map_by(mapped, jax.grad(functools.partial(after, axis_name="data")))
+  np.testing.assert_allclose(slopes(w), jax.vmap(jax.grad(bare))(w), rtol=1e-6)
+
+
 class ScaleIsMagnitude(ols.DynamicLossScale):
   """No sound policy, but one that shows what it was given."""
 
