@@ -105,6 +105,15 @@ def test_only_a_policy_that_asks_for_the_largest_gradient_pays_for_it(
   assert temporary < 0.01
 
 
+def test_outside_jit_the_largest_gradient_is_measured_for_every_policy():
+  """Each operation that is traced is one that runs there."""
+  tx = wrapped(loss_scale=ols.FixedLossScale(8.0))
+  params = leaves(2, side=8)
+  jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+  names = [eqn.primitive.name for eqn in jaxpr.eqns]
+  assert names.count("reduce_max") == 2
+
+
 def instructions(tx, count):
   params = leaves(count, side=64)
   return trace(tx, params, params).lower().compile().as_text().count(" = ")
