@@ -11,7 +11,7 @@ CORE = _policies _scaling _grads _select _wrapper
 # nor what counts the equations or the instructions of a step: others there.
 OLDEST_TESTS ?= $(filter-out $(addprefix tests/test_,bit_identity.py cost.py \
   digits.py docs.py kill.py notebooks.py package.py plots.py release.py \
-  soak.py), $(wildcard tests/test_*.py)) \
+  soak.py subnormal.py), $(wildcard tests/test_*.py)) \
   --deselect=tests/test_select.py::test_a_loop_that_makes_the_updates_too_is_selected_behind
 
 .DEFAULT_GOAL := help

@@ -32,7 +32,8 @@ def nothing_unless(finite: jax.Array, updates: Any) -> Any:
   """The updates if ``finite``, else what adds nothing to the params.
 
   That is -0.0, since p + (-0.0) is p with the sign of a zero included, and 0
-  for an integer. What is not added to a parameter stays as it is.
+  for an integer. What is not added to a parameter stays as it is. (Where XLA
+  flushes subnormal numbers, no update keeps them: p + anything has lost p.)
   """
 
   def choose(path, update):

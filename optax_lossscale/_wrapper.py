@@ -46,7 +46,8 @@ def with_loss_scaling(
   ``update`` what it returns. A step whose gradients hold an inf or a NaN
   changes nothing but the loss-scale state: its updates are -0.0, which added
   to a parameter changes no bit of it, and the inner state is kept. Nothing is
-  read back to the host.
+  read back to the host. On CPU a sum may make a subnormal parameter zero,
+  whatever is added; :func:`~optax_lossscale.select_if_finite` keeps those, too.
 
   Wrap the whole chain: clipping or weight decay outside would hide an overflow
   or act on a skipped step.
