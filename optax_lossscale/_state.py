@@ -212,7 +212,7 @@ def check_number(
   if isinstance(value, jax.core.Tracer):
     return
   kind = "an integer" if integer else "a number"
-  rule = f"{name} must be {kind} in [{_short(low)}, {_short(high)}]"
+  rule = f"{name} must be {kind} in [{show_bound(low)}, {show_bound(high)}]"
   is_number = isinstance(value, (int, float)) or (
     hasattr(value, "dtype") and getattr(value, "shape", None) == ()
   )
@@ -225,6 +225,14 @@ def check_number(
   in_range = low <= value <= high  # False for NaN, too.
   if not in_range or (integer and value != int(value)):
     raise ValueError(f"{rule}, got {name} = {value!r}.")
+
+
+def show_bound(value: float) -> str:
+  """A bound as people write it: ``2**126``, ``0.5``, ``2147483647``."""
+  exponent = round(math.log2(value)) if 0 < value < math.inf else 0
+  if abs(exponent) > 20 and value == 2.0**exponent:
+    return f"2**{exponent}"
+  return str(value) if isinstance(value, int) else f"{value:.8g}"
 
 
 def _find(tree):
@@ -268,13 +276,3 @@ def _key_name(key):
 
 def _keystr(path):
   return jax.tree_util.keystr(path) or "the tree itself"
-
-
-def _short(bound):
-  if bound <= 0:
-    return f"{bound:.8g}"
-  log2 = math.log2(bound)
-  exponent = round(log2)
-  if abs(exponent) > 20 and log2 == exponent:
-    return f"2**{exponent}"
-  return f"{bound:.8g}"

@@ -65,6 +65,15 @@ def test_the_bounds_of_a_hyperparameter_are_allowed_themselves(name, values):
       assert moved != 2.0**15
 
 
+def test_bounds_are_written_as_people_write_them():
+  for call, bounds in {
+    lambda: ols.DynamicLossScale(growth_interval=0): "[1, 2147483647]",
+    lambda: ols.DynamicLossScale(growth_factor=0): "[1.0000001, 2**126]",
+    lambda: ols.DynamicLossScale(min_scale=0): "[2**-126, 2**126]",
+  }.items():
+    assert bounds in message(ValueError, call)
+
+
 @pytest.mark.parametrize(
   "bounds",
   [

@@ -92,7 +92,7 @@ def _policy(options, is_new):
   if scale < floor:
     options.fail(
       "min_loss_scale",
-      f"at most the initial scale, {_reading.bound(scale)}",
+      f"at most the initial scale, {_state.show_bound(scale)}",
       ValueError,
     )
   largest = _reading.LARGEST_INT

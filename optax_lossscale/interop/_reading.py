@@ -8,7 +8,6 @@ end.
 
 from collections.abc import Collection, Mapping
 import dataclasses
-import math
 from typing import Any, NoReturn
 
 import jax
@@ -66,7 +65,7 @@ class Values:
     """A finite number within bounds, as a Python float."""
     if key not in self.found and default is not None:
       return default
-    rule = f"a number in [{bound(low)}, {bound(high)}]"
+    rule = f"a number in [{_state.show_bound(low)}, {_state.show_bound(high)}]"
     value = self._plain(key, rule)
     if not low <= value <= high:  # True for NaN, too.
       self.fail(key, rule, ValueError)
@@ -233,8 +232,8 @@ def state_at(
   if not low <= value <= high:
     values.fail(
       scale,
-      f"between the floor {bound(low)} and the ceiling {bound(high)} of its"
-      " settings",
+      f"between the floor {_state.show_bound(low)} and the ceiling"
+      f" {_state.show_bound(high)} of its settings",
       ValueError,
     )
   state = state._replace(loss_scale=jnp.asarray(value, jnp.float32))
@@ -268,14 +267,6 @@ def show(value: Any) -> str:
     keys = [show(key) for key in list(value)[:8] if isinstance(key, str)]
     return f"a {name} of {len(value)} keys ({', '.join(keys)})"
   return f"a {name}"
-
-
-def bound(value: float) -> str:
-  """A bound as people write it."""
-  exponent = round(math.log2(value)) if 0 < value < math.inf else 0
-  if abs(exponent) > 20 and value == 2.0**exponent:
-    return f"2**{exponent}"
-  return f"{value:.8g}"
 
 
 def _among(key: Any, names: Collection[str]) -> bool:

@@ -44,8 +44,9 @@ class Rule:
         f"{self.function}: {self.system} cannot express {field} ="
         f" {_reading.show(got)}: {why}. It would go on differently from"
         f" {type(self.policy).__name__}({field}="
-        f"{_reading.show(got)}); give one with {field}={_reading.bound(only)}"
-        " (dataclasses.replace(policy, ...)) if that is meant."
+        f"{_reading.show(got)}); give one with"
+        f" {field}={_state.show_bound(only)} (dataclasses.replace(policy, ...))"
+        " if that is meant."
       )
 
 
