@@ -36,8 +36,9 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
   a ``vmap``; where each is to have its own, map over slots as well.
 
   All is plain JAX: it works under ``jit``, ``scan``, ``vmap``,
-  ``jax.checkpoint``, ``shard_map`` and sharded ``jit``, and a slot that is not
-  differentiated costs nothing. Forward-mode differentiation does not pass.
+  ``jax.checkpoint``, ``shard_map``, sharded ``jit`` and ``jax.export``, with
+  symbolic shapes as well, and a slot that is not differentiated costs nothing.
+  Forward-mode differentiation does not pass.
 
   Args:
     x: a float or complex array; float16 where the backward pass is to be
@@ -218,7 +219,11 @@ def _histogram(x):
   A float32 counts exactly to 2**24. Above, adding one at a time would stop
   there; counted in integers, the total is rounded, and no bin is lost.
   """
-  if x.size > _LARGEST_COUNT:
+  if isinstance(x.size, int):
+    in_parts = x.size > _LARGEST_COUNT
+  else:  # A symbolic size, as `jax.export` has, may turn out to be any.
+    in_parts = x.ndim > 1
+  if in_parts:
     return jnp.sum(jax.vmap(_histogram)(x), axis=0)
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
     return _histogram(x.real) + _histogram(x.imag)

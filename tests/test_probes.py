@@ -4,6 +4,7 @@ import math
 import pathlib
 
 import jax
+from jax import export
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -186,6 +187,25 @@ def test_counts_are_exact_beyond_what_float32_can_count_one_by_one():
 def test_more_numbers_than_an_int32_counts_are_counted_in_parts(monkeypatch):
   monkeypatch.setattr(_probes, "_LARGEST_COUNT", 20)
   np.testing.assert_array_equal(counts_of(X[:, 0]), oracle(X[:, 0]))
+
+
+@pytest.mark.parametrize(
+  "symbolic, shape",
+  [
+    ("b", lambda b: (b,)),
+    ("b, 4, 8", lambda b: (b, 4, 8)),
+    ("4, b, 8", lambda b: (4, b, 8)),
+    ("b, 4, 2*b", lambda b: (b, 4, 2 * b)),
+  ],
+)
+def test_a_probe_is_exported_with_a_symbolic_batch_size(symbolic, shape):
+  x = jax.ShapeDtypeStruct(export.symbolic_shape(symbolic), jnp.float16)
+  exported = export.export(jax.jit(slots_grad(loss_fn)))(x, SLOT)
+  for batch in (1, 6):
+    x = X.reshape(-1)[: math.prod(shape(batch))].reshape(shape(batch))
+    np.testing.assert_array_equal(
+      exported.call(x, SLOT), oracle(np.float32(x) / 64)
+    )
 
 
 def test_a_slot_that_is_not_differentiated_costs_nothing():
