@@ -1,6 +1,8 @@
 """Pure functions: scale the loss, unscale the gradients, differentiate."""
 
 from collections.abc import Callable, Sequence
+import inspect
+import traceback
 from typing import Any
 import warnings
 
@@ -9,6 +11,16 @@ from jax import lax
 import jax.numpy as jnp
 
 from optax_lossscale import _grads, _state
+
+# Packages whose frames lie between a user's line and the tracing of a loss.
+_NOT_THE_USERS = {
+  "contextlib",
+  "equinox",
+  "flax",
+  "functools",
+  "jax",
+  "optax_lossscale",
+}
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -170,6 +182,7 @@ def value_and_grad(
 
   def value_and_grad_fun(*args, **fun_kwargs):
     (_, out), grads = differentiated(*args, **fun_kwargs)
+    _warn_of_narrow_loss(out[0] if has_aux else out)
     return out, unscale_grads(grads, scale_state)
 
   return value_and_grad_fun
@@ -255,13 +268,6 @@ def _check_loss(loss):
     raise TypeError(
       f"fun must return a loss of a float dtype, got a loss of {dtype}."
     )
-  if _grads.is_narrow(dtype):
-    warnings.warn(
-      f"fun returns a {dtype} loss. Its backward pass starts with the loss"
-      f" scale in {dtype}, which ends at {jnp.finfo(dtype).max}; the scale will"
-      " settle below. Return the loss in float32.",
-      stacklevel=2,
-    )
 
 
 def _split_aux(out):
@@ -271,3 +277,33 @@ def _split_aux(out):
       f" {type(out).__name__}."
     )
   return out
+
+
+def _warn_of_narrow_loss(loss):
+  dtype = jnp.result_type(loss)
+  if not _grads.is_narrow(dtype):
+    return
+  warnings.warn(
+    f"fun returns a {dtype} loss. Its backward pass starts with the loss"
+    f" scale in {dtype}, which ends at {jnp.finfo(dtype).max}; the scale will"
+    " settle below. Return the loss in float32.",
+    stacklevel=_level_of_users_line(),
+  )
+
+
+def _level_of_users_line():
+  """The `stacklevel` at which the caller's warning names the user's line.
+
+  Between the two are our frames, and those of what maps or compiles what
+  `value_and_grad` returned.
+  """
+  frames = traceback.walk_stack(inspect.currentframe())
+  packages = (
+    frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames
+  )
+  users = (
+    level
+    for level, package in enumerate(packages)
+    if package not in _NOT_THE_USERS
+  )
+  return next(users, 1)

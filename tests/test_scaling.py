@@ -1,8 +1,11 @@
 """Scaling, unscaling and differentiating: the true loss, the true gradients."""
 
 import itertools
+import linecache
 import warnings
 
+import equinox as eqx
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,6 +91,105 @@ def test_a_float16_loss_is_warned_of_while_tracing_and_trains():
     state = policy.adjust(state, ols.all_finite(grad))
     loss, grad = step(state)
   assert (state.loss_scale, grad) == (2.0**15, 0.5)
+
+
+def float16_loss(w):
+  return w * jnp.float16(0.5)
+
+
+def call_jax():
+  differentiated = ols.value_and_grad(float16_loss, state_at(2.0))
+  return differentiated(jnp.float16(1))  # the line
+
+
+def call_jax_under_jit():
+  @jax.jit
+  def step(w):
+    return ols.grad(float16_loss, state_at(2.0))(w)  # the line
+
+  return step(jnp.float16(1))
+
+
+def call_jax_in_a_scan_under_jit():
+  def body(w, _):
+    grad = ols.grad(float16_loss, state_at(2.0))(w)  # the line
+    return grad.astype(w.dtype), None
+
+  return jax.jit(lambda w: jax.lax.scan(body, w, length=2))(jnp.float16(1))
+
+
+def call_what_jit_made():
+  differentiated = ols.value_and_grad(float16_loss, state_at(2.0))
+  named = jax.named_scope("backward")(jax.vmap(differentiated))
+  step = jax.jit(jax.checkpoint(named))
+  return step(jnp.ones(3, jnp.float16))  # the line
+
+
+def call_nnx():
+  @nnx.jit
+  def step(model):
+    return ols.value_and_grad(  # the line
+      lambda model: float16_loss(model.w[...]),
+      state_at(2.0),
+      using=nnx.value_and_grad,
+    )(model)
+
+  class Model(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(jnp.float16(1))
+
+  return step(Model())
+
+
+def call_what_nnx_jit_made():
+  differentiated = ols.value_and_grad(
+    lambda model: float16_loss(model.w[...]),
+    state_at(2.0),
+    using=nnx.value_and_grad,
+  )
+
+  class Model(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(jnp.float16(1))
+
+  return nnx.jit(differentiated)(Model())  # the line
+
+
+def call_equinox():
+  differentiated = ols.grad(
+    float16_loss, state_at(2.0), using=eqx.filter_value_and_grad
+  )
+  return eqx.filter_jit(differentiated)(jnp.float16(1))  # the line
+
+
+def call_using_a_function_of_ones_own():
+  def using(fun, **kwargs):
+    differentiated = jax.value_and_grad(fun, **kwargs)
+    return lambda *args: differentiated(*args)
+
+  fun = ols.value_and_grad(float16_loss, state_at(2.0), using=using)
+  return fun(jnp.float16(1))  # the line
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    call_jax,
+    call_jax_under_jit,
+    call_jax_in_a_scan_under_jit,
+    call_what_jit_made,
+    call_nnx,
+    call_what_nnx_jit_made,
+    call_equinox,
+    call_using_a_function_of_ones_own,
+  ],
+)
+def test_the_warning_of_a_float16_loss_points_to_the_users_line(call):
+  with pytest.warns(UserWarning, match="float16 loss") as warned:
+    call()
+  (warning,) = warned
+  assert warning.filename == __file__
+  assert "# the line" in linecache.getline(__file__, warning.lineno)
 
 
 def test_a_float8_loss_is_warned_of_too_and_a_bfloat16_loss_is_not():
