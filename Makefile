@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 PYTEST_WORKERS ?= 2
 PIP_OPTIONS ?=
 OLDEST = .venv-oldest
-CORE = _policies _scaling _grads _select _wrapper
+CORE = _policies _loss _scaling _grads _select _wrapper
 # Not the pages, notebooks and plots, which are made with the newest versions,
 # nor what counts the equations or the instructions of a step: others there.
 OLDEST_TESTS ?= $(filter-out $(addprefix tests/test_,bit_identity.py cost.py \

@@ -1,26 +1,13 @@
 """Pure functions: scale the loss, unscale the gradients, differentiate."""
 
 from collections.abc import Callable, Sequence
-import inspect
-import traceback
 from typing import Any
-import warnings
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _grads, _state
-
-# Packages whose frames lie between a user's line and the tracing of a loss.
-_NOT_THE_USERS = {
-  "contextlib",
-  "equinox",
-  "flax",
-  "functools",
-  "jax",
-  "optax_lossscale",
-}
+from optax_lossscale import _grads, _loss, _state
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -171,18 +158,17 @@ def value_and_grad(
 
   def scaled_fun(*args, **fun_kwargs):
     out = fun(*args, **fun_kwargs)
-    loss = _split_aux(out)[0] if has_aux else out
-    _check_loss(loss)
-    return scale_loss(loss, scale_state), out
+    return scale_loss(_loss.checked(out, has_aux), scale_state), out
 
   # jax.value_and_grad shows the docstring of the function it is given.
   scaled_fun.__name__ = getattr(fun, "__name__", "fun")
   scaled_fun.__doc__ = getattr(fun, "__doc__", None)
   differentiated = using(scaled_fun, has_aux=True, **kwargs)
+  _loss.check_not_differentiated(fun, scaled_fun, differentiated)
 
   def value_and_grad_fun(*args, **fun_kwargs):
     (_, out), grads = differentiated(*args, **fun_kwargs)
-    _warn_of_narrow_loss(out[0] if has_aux else out)
+    _loss.warn_if_narrow(out[0] if has_aux else out)
     return out, unscale_grads(grads, scale_state)
 
   return value_and_grad_fun
@@ -250,60 +236,3 @@ def _settle(leaves):
     cpu=lambda leaves: [lax.optimization_barrier(x) for x in leaves],
     default=lambda leaves: leaves,
   )
-
-
-def _check_loss(loss):
-  if not _state.is_array(loss):
-    raise TypeError(
-      f"fun must return a scalar loss, got {type(loss).__name__}. If it is a"
-      " pair of the loss and auxiliary data, pass has_aux=True."
-    )
-  shape, dtype = jnp.shape(loss), jnp.result_type(loss)
-  if shape != ():
-    raise ValueError(
-      "fun must return a scalar loss, got a loss of shape"
-      f" {shape}. Take its mean or sum."
-    )
-  if not jnp.issubdtype(dtype, jnp.floating):
-    raise TypeError(
-      f"fun must return a loss of a float dtype, got a loss of {dtype}."
-    )
-
-
-def _split_aux(out):
-  if not isinstance(out, (tuple, list)) or len(out) != 2:
-    raise TypeError(
-      "fun must return a pair (loss, aux) when has_aux=True, got"
-      f" {type(out).__name__}."
-    )
-  return out
-
-
-def _warn_of_narrow_loss(loss):
-  dtype = jnp.result_type(loss)
-  if not _grads.is_narrow(dtype):
-    return
-  warnings.warn(
-    f"fun returns a {dtype} loss. Its backward pass starts with the loss"
-    f" scale in {dtype}, which ends at {jnp.finfo(dtype).max}; the scale will"
-    " settle below. Return the loss in float32.",
-    stacklevel=_level_of_users_line(),
-  )
-
-
-def _level_of_users_line():
-  """The `stacklevel` at which the caller's warning names the user's line.
-
-  Between the two are our frames, and those of what maps or compiles what
-  `value_and_grad` returned.
-  """
-  frames = traceback.walk_stack(inspect.currentframe())
-  packages = (
-    frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames
-  )
-  users = (
-    level
-    for level, package in enumerate(packages)
-    if package not in _NOT_THE_USERS
-  )
-  return next(users, 1)

@@ -1,5 +1,9 @@
 """A wrong call is answered with what is wrong, what came, and what to do."""
 
+import functools
+
+import equinox as eqx
+from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -243,6 +247,126 @@ def test_has_aux_without_a_pair_is_refused(differentiate, out):
   fun = differentiate(out, state, has_aux=True)
   text = message(TypeError, lambda: fun(jnp.float32(1)))
   assert "fun must return a pair (loss, aux) when has_aux=True" in text
+
+
+def loss_of(w):
+  return jnp.sum(w**2)
+
+
+DIFFERENTIATED = {
+  "jax": jax.value_and_grad(loss_of),
+  "jit": jax.jit(jax.value_and_grad(loss_of)),
+  "aux": jax.value_and_grad(lambda w: (loss_of(w), w), has_aux=True),
+  "equinox": eqx.filter_value_and_grad(loss_of),
+}
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+def test_what_jax_or_equinox_differentiated_is_refused(
+  differentiate, name, has_aux
+):
+  """With has_aux=True, unscaled gradients would pass for auxiliary data."""
+  fun, state = DIFFERENTIATED[name], ols.FixedLossScale(8.0).init()
+  using = eqx.filter_value_and_grad if name == "equinox" else jax.value_and_grad
+  call = lambda: differentiate(fun, state, has_aux=has_aux, using=using)
+  text = message(TypeError, call)
+  assert "fun must be the loss function itself" in text
+  assert f"got {fun.__name__}, which is differentiated already" in text
+
+
+@pytest.mark.parametrize(
+  "fun",
+  [
+    jax.grad(loss_of),
+    jax.value_and_grad(loss_of, argnums=(0,)),
+    eqx.filter_value_and_grad(loss_of),
+    nnx.value_and_grad(loss_of),
+    nnx.jit(nnx.value_and_grad(loss_of)),
+  ],
+)
+@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+def test_what_returns_no_loss_may_be_differentiated_already(differentiate, fun):
+  fun = differentiate(fun, ols.FixedLossScale(8.0).init())
+  text = message((TypeError, ValueError), lambda: fun(jnp.ones(2)))
+  assert "fun must return a scalar loss, got" in text
+  assert "If fun is differentiated already" in text
+  assert "pass the loss function itself" in text
+
+
+def test_has_aux_is_not_asked_for_where_it_is_given():
+  fun = lambda w: ((loss_of(w), w), w)
+  fun = ols.value_and_grad(fun, ols.FixedLossScale(8.0).init(), has_aux=True)
+  text = message(TypeError, lambda: fun(jnp.ones(2)))
+  assert "fun must return a scalar loss, got tuple" in text
+  assert "pass has_aux" not in text
+
+
+def loss_and_grads(w):
+  return jax.value_and_grad(loss_of)(w)
+
+
+WRAPS = functools.wraps(DIFFERENTIATED["jax"])
+# Functions with a loss and what looks like gradients, but is asked for.
+LEGITIMATE = {
+  "params": lambda w: (loss_of(w), w),
+  "checkpoint": jax.checkpoint(lambda w: (loss_of(w), w)),
+  "vmap": jax.vmap(
+    lambda w: (loss_of(w), w), in_axes=None, out_axes=None, axis_size=2
+  ),
+  "jit": jax.jit(lambda w: (loss_of(w), w)),
+  "partial": functools.partial(lambda w: (loss_of(w), w)),
+  "equinox jit": eqx.filter_jit(lambda w: (loss_of(w), w)),
+  "remat of nnx": nnx.remat(lambda w: (loss_of(w), w)),
+  "a function of one's own": loss_and_grads,
+  "wraps": WRAPS(lambda w: loss_and_grads(w)),
+  "jit of wraps": jax.jit(WRAPS(lambda w: loss_and_grads(w))),
+  "checkpoint of wraps": jax.checkpoint(WRAPS(lambda w: loss_and_grads(w))),
+}
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+@pytest.mark.parametrize(
+  "using", [jax.value_and_grad, eqx.filter_value_and_grad, nnx.value_and_grad]
+)
+def test_aux_that_looks_like_gradients_is_no_reason_to_complain(name, using):
+  state, w = ols.FixedLossScale(8.0).init(), jnp.array([1.0, 2.0])
+  fun = ols.value_and_grad(LEGITIMATE[name], state, has_aux=True, using=using)
+  (loss, aux), grads = fun(w)
+  assert loss == 5
+  assert aux.shape == w.shape
+  assert grads.tolist() == [2, 4]
+
+
+def test_a_jit_around_both_is_not_taken_for_differentiation():
+  using = lambda fun, **kwargs: eqx.filter_jit(
+    eqx.filter_value_and_grad(fun, **kwargs)
+  )
+  fun = ols.value_and_grad(
+    LEGITIMATE["equinox jit"],
+    ols.FixedLossScale(8.0).init(),
+    has_aux=True,
+    using=using,
+  )
+  _, grads = fun(jnp.array([1.0, 2.0]))
+  assert grads.tolist() == [2, 4]
+
+
+def test_an_energy_with_its_forces_is_differentiated_again():
+  def energy(params, positions):
+    return jnp.sum(params * positions**2)
+
+  state, w = ols.FixedLossScale(8.0).init(), jnp.array([1.0, 2.0])
+  for argnums, aux in {1: [4, 8], (1,): ([4, 8],)}.items():
+    fun = jax.value_and_grad(energy, argnums)
+    (loss, forces), grads = ols.value_and_grad(fun, state, has_aux=True)(
+      w, jnp.array([2.0, 2.0])
+    )
+    assert jax.tree.map(lambda x: x.tolist(), forces) == aux
+    assert (loss, grads.tolist()) == (12, [4, 4])
+  slope = ols.grad(jax.grad(lambda w: w**3), state)
+  assert slope(jnp.float32(2)) == 12
 
 
 @pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])

@@ -97,6 +97,7 @@ def test_the_package_imports_jax_and_optax_alone_and_nothing_private(module):
 ORDER = (
   "_state",
   "_grads",
+  "_loss",
   "_scaling",
   "_policies",
   "_exponents",

@@ -24,6 +24,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A mutant is done with its first failure: its own tests first, quick ones next.
 TESTS = {
   "_policies": ["input", "policies", "state_machine", "state", "adaptive"],
+  "_loss": ["scaling", "input", "equinox", "flax_nnx"],
   "_scaling": ["scaling", "input", "cost", "equinox", "flax_nnx", "wrapper"],
   "_grads": ["scaling", "input", "cost", "diagnostics", "wrapper", "adaptive"],
   "_select": ["select", "cost", "state_machine", "optax_compositions"],

@@ -1,0 +1,132 @@
+"""What is asked of a loss, and of the function that returns it."""
+
+from collections.abc import Callable
+import inspect
+import traceback
+import types
+from typing import Any
+import warnings
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale import _grads, _state
+
+# Packages whose frames lie between a user's line and the tracing of a loss.
+_NOT_THE_USERS = {
+  "contextlib",
+  "equinox",
+  "flax",
+  "functools",
+  "jax",
+  "optax_lossscale",
+}
+
+_HINT_OF_GRADS = (
+  " If fun is differentiated already, as by jax.value_and_grad or jax.grad,"
+  " pass the loss function itself."
+)
+
+
+def check_not_differentiated(
+  fun: Any, scaled_fun: Callable[..., Any], differentiated: Any
+) -> None:
+  """Raises if it is certain that ``fun`` is differentiated already.
+
+  A loss beside what looks like gradients may be meant, as an energy with its
+  forces is. So only what is made as `differentiated` is, is refused.
+
+  Args:
+    fun: the function that the user gave.
+    scaled_fun: the one that was differentiated in its place.
+    differentiated: what came out.
+  """
+  if getattr(differentiated, "__wrapped__", None) is not scaled_fun:
+    return  # More was done than to differentiate.
+  jitted: Any = type(jax.jit(lambda: None))
+  bare = fun
+  while isinstance(bare, jitted):
+    bare = bare.__wrapped__
+  if _are_alike(bare, differentiated):
+    raise TypeError(
+      "fun must be the loss function itself, got"
+      f" {getattr(fun, '__name__', fun)}, which is differentiated already."
+      " Pass the function that was given to jax.value_and_grad, or to what took"
+      " its place."
+    )
+
+
+def checked(out: Any, has_aux: bool) -> Any:
+  """The loss in what a function returned, if it is one that can be scaled."""
+  loss = _split_aux(out)[0] if has_aux else out
+  if not _state.is_array(loss):
+    hint = " If it is a pair of the loss and auxiliary data, pass has_aux=True."
+    raise TypeError(
+      f"fun must return a scalar loss, got {type(loss).__name__}."
+      f"{'' if has_aux else hint}{_HINT_OF_GRADS}"
+    )
+  shape, dtype = jnp.shape(loss), jnp.result_type(loss)
+  if shape != ():
+    raise ValueError(
+      "fun must return a scalar loss, got a loss of shape"
+      f" {shape}. Take its mean or sum.{_HINT_OF_GRADS}"
+    )
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise TypeError(
+      f"fun must return a loss of a float dtype, got a loss of {dtype}."
+    )
+  return loss
+
+
+def warn_if_narrow(loss: Any) -> None:
+  """Warns, at the user's line, of a loss that cannot hold a large scale."""
+  dtype = jnp.result_type(loss)
+  if not _grads.is_narrow(dtype):
+    return
+  warnings.warn(
+    f"fun returns a {dtype} loss. Its backward pass starts with the loss"
+    f" scale in {dtype}, which ends at {jnp.finfo(dtype).max}; the scale will"
+    " settle below. Return the loss in float32.",
+    stacklevel=_level_of_users_line(),
+  )
+
+
+def _are_alike(fun, differentiated):
+  """Whether the same was done to two functions, and nothing since to `fun`."""
+  if type(fun) is not type(differentiated):
+    return False
+  if not isinstance(fun, types.FunctionType):
+    return True  # Equinox has a class for it.
+  # The wrappers of JAX share their code. What they do, and with respect to
+  # which arguments, is in the docstring, unless that is a copy.
+  return (
+    fun.__code__ is differentiated.__code__
+    and fun.__doc__ == differentiated.__doc__ != fun.__wrapped__.__doc__
+  )
+
+
+def _split_aux(out):
+  if not isinstance(out, (tuple, list)) or len(out) != 2:
+    raise TypeError(
+      "fun must return a pair (loss, aux) when has_aux=True, got"
+      f" {type(out).__name__}."
+    )
+  return out
+
+
+def _level_of_users_line():
+  """The `stacklevel` at which the caller's warning names the user's line.
+
+  Between the two are our frames, and those of what maps or compiles what
+  `value_and_grad` returned.
+  """
+  frames = traceback.walk_stack(inspect.currentframe())
+  packages = (
+    frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames
+  )
+  users = (
+    level
+    for level, package in enumerate(packages)
+    if package not in _NOT_THE_USERS
+  )
+  return next(users, 1)
