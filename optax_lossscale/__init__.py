@@ -4,9 +4,7 @@ from optax_lossscale import interop as interop
 from optax_lossscale._diagnostics import (
   finite_per_leaf,
   loss_scale_metrics,
-  LossScaleError,
   nonfinite_leaves,
-  raise_if_stuck,
 )
 from optax_lossscale._headroom import HeadroomLossScale
 from optax_lossscale._policies import (
@@ -29,6 +27,7 @@ from optax_lossscale._state import (
   select_if_finite,
   set_loss_scale,
 )
+from optax_lossscale._stuck import LossScaleError, raise_if_stuck
 from optax_lossscale._wrapper import LossScalingState, with_loss_scaling
 
 __version__ = "0.1.0"

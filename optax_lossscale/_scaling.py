@@ -130,7 +130,8 @@ def value_and_grad(
     they overflowed.
 
   Raises:
-    TypeError: if the loss is not of a float dtype.
+    TypeError: if the loss is not of a float dtype, or ``fun`` is differentiated
+      already.
     ValueError: if the loss is not a scalar, or ``state`` does not hold exactly
       one loss-scale state.
 
@@ -199,7 +200,8 @@ def grad(
     gradients, or ``(grads, aux)`` if ``has_aux``.
 
   Raises:
-    TypeError: if the loss is not of a float dtype.
+    TypeError: if the loss is not of a float dtype, or ``fun`` is differentiated
+      already.
     ValueError: if the loss is not a scalar, or ``state`` does not hold exactly
       one loss-scale state.
 

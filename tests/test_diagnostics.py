@@ -157,17 +157,26 @@ def stuck(policy, skips):
   return state
 
 
-AT_FLOOR = stuck(ols.DynamicLossScale(init_scale=2.0), 5)
+DYNAMIC = ols.DynamicLossScale(init_scale=2.0)
+AT_FLOOR = stuck(DYNAMIC, 5)
 FIXED = stuck(ols.FixedLossScale(1024.0), 5)
+INFS = {"v": jnp.array(NAN), "w": jnp.array([1.0, INF])}
+NANS = {"w": jnp.array([1.0, NAN])}
 
 
 @pytest.mark.parametrize(
-  "state, grads, messages",
+  "state, policy, grads, messages",
   [
-    (AT_FLOOR, None, ["lowest allowed", "overflow or are NaN", "Pass grads"]),
     (
       AT_FLOOR,
-      {"w": jnp.array([1.0, INF]), "v": jnp.array(NAN)},
+      DYNAMIC,
+      None,
+      ["is 1, the lowest allowed (min_scale = 1)", "NaN. Pass grads"],
+    ),
+    (
+      AT_FLOOR,
+      "dynamic",
+      INFS,
       [
         "lowest allowed",
         "still overflow: lower min_scale",
@@ -177,20 +186,115 @@ FIXED = stuck(ols.FixedLossScale(1024.0), 5)
     ),
     (
       AT_FLOOR,
-      {"w": jnp.array([1.0, NAN])},
+      DYNAMIC,
+      NANS,
       ["NaN, none of them infinite; no loss scale can cure it", "\n  w float"],
     ),
-    (FIXED, None, ["is 1024, above the lowest", "Use DynamicLossScale"]),
-    (FIXED, {"w": jnp.array(INF)}, ["is 1024", "not finite:\n  w float32"]),
-    (FIXED, {"w": jnp.array(NAN)}, ["is 1024", "If a NaN is the model's own"]),
-    (AT_FLOOR, {"w": jnp.ones(2)}, ["given are finite", "check_updates"]),
+    (FIXED, 1024, None, ["is 1024, and fixed", "Use DynamicLossScale"]),
+    (FIXED, 1024, INFS, ["fixed", "not finite:\n  v float32"]),
+    (FIXED, ols.FixedLossScale(1024), NANS, ["If a NaN is the model's own"]),
+    (FIXED, DYNAMIC, None, ["is 1024, above the lowest", "still coming down"]),
+    (FIXED, DYNAMIC, NANS, ["is 1024, above", "If a NaN is the model's own"]),
+    (AT_FLOOR, DYNAMIC, {"w": jnp.ones(2)}, ["are finite", "check_updates"]),
+    (AT_FLOOR, None, None, ["is 1. ", "Pass policy", "Pass grads"]),
+    (AT_FLOOR, None, INFS, ["is 1. ", "Pass policy", "\n  w float32"]),
+    (AT_FLOOR, None, NANS, ["is 1. ", "If a NaN is the model's own"]),
+    (AT_FLOOR, None, {"w": jnp.ones(2)}, ["are finite", "check_updates"]),
   ],
 )
-def test_the_error_tells_a_scale_at_its_floor_from_nans(state, grads, messages):
+def test_the_error_tells_what_the_scale_can_still_do_from_nans(
+  state, policy, grads, messages
+):
   with pytest.raises(ols.LossScaleError) as error:
-    ols.raise_if_stuck({"opt": state}, max_consecutive_skips=5, grads=grads)
+    ols.raise_if_stuck({"opt": state}, 5, policy=policy, grads=grads)
   for message in ["The last 5 steps were all skipped.", *messages]:
     assert message in str(error.value)
+
+
+def test_nothing_is_said_of_a_floor_that_was_not_told():
+  """At 0.125 a HeadroomLossScale is far from its own, which is 2**-24."""
+  state = ols.set_loss_scale(AT_FLOOR, 0.125)
+  with pytest.raises(ols.LossScaleError) as error:
+    ols.raise_if_stuck(state, 5)
+  assert "lowest" not in str(error.value)
+  assert "floor" not in str(error.value)
+  with pytest.raises(ols.LossScaleError, match=r"is 0\.125, above the lowest"):
+    ols.raise_if_stuck(state, 5, policy=ols.HeadroomLossScale())
+
+
+def test_a_policy_without_a_floor_is_not_given_one():
+  class Halving:
+    def init(self):
+      return ols.FixedLossScale(8.0).init()
+
+    def adjust(self, state, grads_finite, *, grads_amax=None):
+      state = ols.FixedLossScale(8.0).adjust(state, grads_finite)
+      return state._replace(loss_scale=state.loss_scale / 2)
+
+  with pytest.raises(ols.LossScaleError) as error:
+    ols.raise_if_stuck(stuck(Halving(), 5), 5, policy=Halving())
+  text = str(error.value)
+  assert "The loss scale is 0.25. If it is still coming down" in text
+  assert "Pass policy" not in text
+  assert "min_scale" not in text
+
+
+def test_a_floor_that_float32_rounds_is_reached():
+  policy = ols.DynamicLossScale(init_scale=0.4, min_scale=0.1)
+  with pytest.raises(ols.LossScaleError, match=r"is 0.1, the lowest allowed"):
+    ols.raise_if_stuck(stuck(policy, 5), 5, policy=policy)
+
+
+def sparse_run(steps):
+  """A state after steps of which every tenth is lost, and none in a row."""
+  policy = ols.DynamicLossScale()
+  step = jax.jit(policy.adjust)
+  state = policy.init()
+  for i in range(steps):
+    state = step(state, i % 10 != 0)
+  return state
+
+
+def test_skips_that_are_not_in_a_row_are_found_by_their_share():
+  state = sparse_run(100)
+  ols.raise_if_stuck(state, 2)
+  ols.raise_if_stuck(state, 2, max_skipped_share=0.1, steps=100)
+  ols.raise_if_stuck(state, 2, max_skipped_share=0.05, steps=200)
+  with pytest.raises(ols.LossScaleError) as error:
+    ols.raise_if_stuck(
+      state, 2, max_skipped_share=0.05, steps=jnp.int32(100), grads=INFS
+    )
+  text = str(error.value)
+  assert "10 of 100 steps were skipped" in text
+  assert "max_skipped_share = 0.05" in text
+  assert f"The loss scale is {float(state.loss_scale):g}." in text
+  assert "\n  w float32[2]: 1 inf" in text
+  with pytest.raises(ols.LossScaleError, match="10 of 100") as error:
+    ols.raise_if_stuck(state, max_skipped_share=0, steps=100)
+  assert "not finite" not in str(error.value)
+
+
+def test_the_share_is_that_of_the_worst_member():
+  states = jax.tree.map(
+    lambda *x: jnp.stack(x), ols.DynamicLossScale().init(), sparse_run(20)
+  )
+  with pytest.raises(ols.LossScaleError, match="2 of 20 steps"):
+    ols.raise_if_stuck(states, max_skipped_share=0.05, steps=20)
+
+
+def test_steps_that_are_fewer_than_the_skips_are_refused():
+  with pytest.raises(ValueError, match=r"steps must be .* got steps = 3 and 5"):
+    ols.raise_if_stuck(AT_FLOOR, max_skipped_share=0.5, steps=3)
+
+
+@pytest.mark.parametrize(
+  "kwargs", [{"max_skipped_share": 0.5}, {"steps": 10}], ids=["share", "steps"]
+)
+def test_a_share_goes_with_the_number_of_steps(kwargs):
+  with pytest.raises(
+    ValueError, match="max_skipped_share and steps must be given together"
+  ):
+    ols.raise_if_stuck(AT_FLOOR, **kwargs)
 
 
 def test_below_the_limit_or_after_a_finite_step_nothing_is_raised():
@@ -208,29 +312,27 @@ def test_of_many_members_the_worst_is_told():
     ols.raise_if_stuck(states, max_consecutive_skips=5)
 
 
-def test_the_floor_is_that_of_the_policy_that_the_caller_names():
-  policy = ols.DynamicLossScale(init_scale=256.0, min_scale=128.0)
-  state = stuck(policy, 5)
-  with pytest.raises(ols.LossScaleError, match="above the lowest allowed"):
-    ols.raise_if_stuck(state, 5)
-  with pytest.raises(ols.LossScaleError, match="is 128, the lowest allowed"):
-    ols.raise_if_stuck(state, 5, min_scale=policy.min_scale)
-
-
 @pytest.mark.parametrize(
   "kwargs, error",
   [
     ({"max_consecutive_skips": 0}, ValueError),
     ({"max_consecutive_skips": 2.5}, ValueError),
     ({"max_consecutive_skips": True}, TypeError),
-    ({"min_scale": 0.0}, ValueError),
-    ({"min_scale": "low"}, TypeError),
+    ({"policy": 0.0}, ValueError),
+    ({"policy": "low"}, TypeError),
+    ({"policy": ols.DynamicLossScale}, TypeError),
+    ({"max_skipped_share": -0.1, "steps": 1}, ValueError),
+    ({"max_skipped_share": 1.1, "steps": 1}, ValueError),
+    ({"max_skipped_share": "all", "steps": 1}, TypeError),
+    ({"steps": 0, "max_skipped_share": 0.5}, ValueError),
+    ({"steps": 1.5, "max_skipped_share": 0.5}, ValueError),
+    ({"steps": True, "max_skipped_share": 0.5}, TypeError),
   ],
 )
 def test_raise_if_stuck_refuses_wrong_arguments_even_if_not_stuck(
   kwargs, error
 ):
-  (name,) = kwargs
+  name, *_ = kwargs
   with pytest.raises(error, match=f"{name} must be"):
     ols.raise_if_stuck(ols.FixedLossScale(1.0).init(), **kwargs)
 

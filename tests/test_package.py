@@ -75,7 +75,7 @@ MODULES = {
 }
 # Beside jax, which brings numpy: what reads values on the host uses it, and
 # plots are drawn with matplotlib, which is imported when one is asked for.
-MAY_USE_NUMPY = {"_diagnostics", "_leaves", "_report", "plots"}
+MAY_USE_NUMPY = {"_diagnostics", "_leaves", "_report", "_stuck", "plots"}
 MAY_USE_MATPLOTLIB = {"plots"}
 
 
@@ -109,6 +109,7 @@ ORDER = (
   "_wrapper",
   "_leaves",
   "_diagnostics",
+  "_stuck",
   "_report",
   "plots",
   "interop",
@@ -119,7 +120,7 @@ NEVER = {
   "_select": {"_scaling", "_policies"},
   "_updates": {"_scaling", "_policies", "_axes"},
   "_diagnostics": {"_policies", "_wrapper"},
-  "interop": {"_scaling", "_select", "_wrapper", "_diagnostics"},
+  "interop": {"_scaling", "_select", "_wrapper", "_diagnostics", "_stuck"},
 }
 
 

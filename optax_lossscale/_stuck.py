@@ -1,0 +1,233 @@
+"""``raise_if_stuck``: an error that says why steps are skipped."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from optax_lossscale import _diagnostics, _policies, _state
+
+
+class LossScaleError(RuntimeError):
+  """Raised by :func:`raise_if_stuck`; its message says why and what to do."""
+
+  __module__ = "optax_lossscale"  # where users find it
+
+
+def raise_if_stuck(
+  tree: Any,
+  max_consecutive_skips: int = 50,
+  *,
+  policy: Any = None,
+  max_skipped_share: float | None = None,
+  steps: int | None = None,
+  grads: Any = None,
+) -> None:
+  """Raises if too many steps were skipped, and says why.
+
+  Nothing in this package raises by itself after an overflow. Call this now and
+  then in the training loop, outside ``jit``: it reads three scalars back, and
+  the gradients' counts only when it raises.
+
+  Skips in a row tell of a run that stands still. Give ``max_skipped_share`` as
+  well if the gradients of many batches are exactly zero (masked batches, sparse
+  rewards, a hinge loss): such steps are finite at any scale, so that every
+  other step may be lost without two being lost in a row. Early in a run the
+  share says little, since the first steps may be skipped to find the scale.
+
+  Args:
+    tree: a :class:`LossScaleState`, or any pytree that holds exactly one, such
+      as the optimizer state. Of a state with a leading axis (``vmap``,
+      ``pmap``) the member with the most skips counts.
+    max_consecutive_skips: how many skips in a row are too many.
+    policy: what :func:`with_loss_scaling` was given as ``loss_scale``; tells
+      whether the scale can still come down.
+    max_skipped_share: the largest share of the steps that may be skipped, a
+      number in [0, 1]; needs ``steps``.
+    steps: how often ``update`` was called since ``init``.
+    grads: the gradients of the last step, if at hand; names the leaves and
+      tells NaNs of the model from an overflow.
+
+  Raises:
+    LossScaleError: if ``max_consecutive_skips`` steps or more were skipped in a
+      row, or more than ``max_skipped_share`` of all.
+    TypeError: if an argument is of the wrong type, or under ``jit``.
+    ValueError: if one is out of range, ``max_skipped_share`` and ``steps`` are
+      not given together, or ``tree`` does not hold exactly one loss-scale
+      state.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> policy = ols.DynamicLossScale(init_scale=4.0)
+    >>> state = policy.init()
+    >>> for _ in range(3):
+    ...   state = policy.adjust(state, jnp.array(False))
+    >>> ols.raise_if_stuck(state)
+    >>> ols.raise_if_stuck(state, max_consecutive_skips=3, policy=policy)
+    Traceback (most recent call last):
+      ...
+    optax_lossscale.LossScaleError: The last 3 steps were all skipped. The loss
+    scale is 1, the lowest allowed (min_scale = 1), and gradients still overflow
+    or are NaN. Pass grads to see which. If they overflow, lower min_scale of
+    the policy, or compute the layer that overflows in float32 or bfloat16. If
+    they are NaN, no loss scale can cure it: look for it in the data, in
+    activations that overflow in the forward pass, or in too large a learning
+    rate.
+    >>> ols.raise_if_stuck(state, max_skipped_share=0.01, steps=1000)
+  """
+  _check_limits(max_consecutive_skips, max_skipped_share, steps)
+  policy = _as_policy(policy)
+  skips = _read_skips(_state.get_loss_scale_state(tree))
+  in_a_row = max(skips, key=lambda member: member.in_a_row)
+  in_all = max(skips, key=lambda member: member.in_all)
+  if steps is not None and in_all.in_all > steps:
+    raise ValueError(
+      "steps must be the number of calls of update since init, got steps ="
+      f" {steps} and {in_all.in_all} skips among them."
+    )
+  if in_a_row.in_a_row >= max_consecutive_skips:
+    nonfinite = _nonfinite(grads)
+    what = f"The last {in_a_row.in_a_row} steps were all skipped."
+    why = _why_in_a_row(in_a_row.scale, policy, nonfinite)
+  elif steps is not None and in_all.in_all / int(steps) > max_skipped_share:
+    nonfinite = _nonfinite(grads)
+    what = (
+      f"{in_all.in_all} of {steps} steps were skipped, a share larger than"
+      f" max_skipped_share = {max_skipped_share:g}."
+    )
+    why = _why_in_all(in_all.scale, nonfinite)
+  else:
+    return
+  leaves = "".join(f"\n  {leaf}" for leaf in nonfinite or ())
+  raise LossScaleError(f"{what} {why}{leaves}")
+
+
+class _Skips(NamedTuple):
+  """What was skipped, and the scale, of one member of a mapped state."""
+
+  in_a_row: int
+  in_all: int
+  scale: float
+
+
+def _check_limits(max_consecutive_skips, max_skipped_share, steps):
+  _state.check_number(
+    "max_consecutive_skips", max_consecutive_skips, 1, 2**31 - 1, integer=True
+  )
+  if (max_skipped_share is None) != (steps is None):
+    raise ValueError(
+      "max_skipped_share and steps must be given together, got"
+      f" max_skipped_share = {max_skipped_share!r} and steps = {steps!r}."
+      " steps is how often update was called since init."
+    )
+  if steps is not None:
+    _state.check_number("max_skipped_share", max_skipped_share, 0, 1)
+    _state.check_number("steps", steps, 1, 2**63 - 1, integer=True)
+
+
+def _as_policy(policy):
+  if policy is None:
+    return None
+  try:
+    return _policies.as_policy(policy)
+  except (TypeError, ValueError) as error:
+    raise type(error)(
+      f"policy must be what with_loss_scaling takes: {error}"
+    ) from None
+
+
+def _read_skips(state):
+  """The skips of each member of a state."""
+  if isinstance(state.notfinite_count, jax.core.Tracer):
+    raise TypeError(
+      "raise_if_stuck must be called outside jit, since it reads the state, got"
+      " a tracer. Return the optimizer state from the jitted function."
+    )
+  read = jax.device_get(
+    (state.notfinite_count, state.total_notfinite, state.loss_scale)
+  )
+  columns = [np.ravel(column).tolist() for column in read]
+  return [_Skips(*member) for member in zip(*columns, strict=True)]
+
+
+def _nonfinite(grads):
+  return None if grads is None else _diagnostics.nonfinite_leaves(grads)
+
+
+_CURE_OVERFLOW = (
+  "lower min_scale of the policy, or compute the layer that overflows in"
+  " float32 or bfloat16"
+)
+_CURE_NAN = (
+  "no loss scale can cure it: look for it in the data, in activations that"
+  " overflow in the forward pass, or in too large a learning rate"
+)
+_LEAVES = " These leaves are not finite:"
+
+
+def _why_in_a_row(scale, policy, nonfinite):
+  """The cause, as far as it can be told, and the remedy."""
+  if nonfinite == []:
+    return (
+      "The gradients given are finite. If they are those of the last step, the"
+      " reason is grads_finite=, check_updates=True or another device."
+    )
+  floor = getattr(policy, "min_scale", None)
+  # The scale at its floor is what float32 makes of it.
+  if floor is not None and scale <= np.float32(floor):
+    return _why_at_floor(scale, floor, nonfinite)
+  moves = (
+    " If it is still coming down, start it lower or allow more skips. If it is"
+    " not, compute the layer that overflows in float32 or bfloat16."
+  )
+  if isinstance(policy, _policies.FixedLossScale):
+    why = ", and fixed. Use DynamicLossScale, or a lower scale."
+  elif floor is not None:
+    why = f", above the lowest allowed (min_scale = {float(floor):g}).{moves}"
+  elif policy is not None:
+    why = f".{moves}"
+  else:
+    why = ". Pass policy to learn whether it can still come down."
+  why = f"The loss scale is {scale:g}{why}"
+  if nonfinite is None:
+    return f"{why} Pass grads to see what is not finite."
+  if _are_all_nan(nonfinite):
+    why += f" If a NaN is the model's own, {_CURE_NAN}."
+  return why + _LEAVES
+
+
+def _why_at_floor(scale, floor, nonfinite):
+  at_floor = (
+    f"The loss scale is {scale:g}, the lowest allowed (min_scale ="
+    f" {float(floor):g}), and"
+  )
+  if nonfinite is None:
+    return (
+      f"{at_floor} gradients still overflow or are NaN. Pass grads to see"
+      f" which. If they overflow, {_CURE_OVERFLOW}. If they are NaN,"
+      f" {_CURE_NAN}."
+    )
+  # What overflows is an inf first, and a NaN only where infs then meet. At the
+  # floor NaNs alone come from elsewhere.
+  if _are_all_nan(nonfinite):
+    return (
+      f"{at_floor} gradients are NaN, none of them infinite;"
+      f" {_CURE_NAN}. These leaves are NaN:"
+    )
+  return f"{at_floor} gradients still overflow: {_CURE_OVERFLOW}.{_LEAVES}"
+
+
+def _why_in_all(scale, nonfinite):
+  return (
+    f"The loss scale is {scale:g}. Log it to see why. If steps are skipped"
+    " after it rose, it rises too far or too often: lower max_scale of the"
+    " policy, or use DynamicLossScale with a longer growth_interval. If not,"
+    " look for batches whose gradients are NaN or far larger than those of"
+    " others."
+    f"{_LEAVES if nonfinite else ''}"
+  )
+
+
+def _are_all_nan(nonfinite):
+  return not any(leaf.inf_count for leaf in nonfinite)
