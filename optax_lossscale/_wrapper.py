@@ -276,10 +276,21 @@ def _check_options(policy, max_norm, skip_nonfinite, check_updates):
 
 
 def _check_state(state):
-  if not isinstance(state, LossScalingState):
-    raise TypeError(
-      "update must be given a LossScalingState, got"
-      f" {type(state).__name__}. It is what init returned; to go on from a"
-      " state of the bare optimizer, use"
+  if isinstance(state, LossScalingState):
+    return
+  if _state.holds_loss_scale(state):
+    advice = (
+      "with a loss scale in it. If it was read from a checkpoint, read it into"
+      " the structure of tx.init(params): give that to Orbax's restore, or to"
+      " flax.serialization.from_state_dict(tx.init(params), state). If it is a"
+      " larger state, give the LossScalingState that it holds."
+    )
+  else:
+    advice = (
+      "without a loss scale. To go on from a state of the bare optimizer, use"
       " tx.init(params)._replace(inner_state=state)."
     )
+  raise TypeError(
+    "update must be given a LossScalingState, as init returns it, got a"
+    f" {type(state).__name__} {advice}"
+  )

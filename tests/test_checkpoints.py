@@ -170,6 +170,40 @@ def test_the_wrapper_explains_how_to_adopt_a_bare_state():
     tx.update(params, optax.adam(0.01).init(params), params)
 
 
+def test_the_wrapper_explains_what_to_do_with_a_state_read_into_dicts(run):
+  """To adopt it, as one of a bare optimizer, would nest it in another."""
+  params, opt_state = run.states([False, True] + [False] * 4)[3]
+  data = serialization.msgpack_restore(serialization.to_bytes(opt_state))
+  message = r"got a dict with a loss scale in it.*\.from_state_dict\("
+  with pytest.raises(TypeError, match=message) as error:
+    run.tx.update(params, data, params)
+  assert "inner_state=state" not in str(error.value)
+  # The advice, followed.
+  restored = serialization.from_state_dict(run.tx.init(params), data)
+  assert_same_bits(restored, opt_state)
+  jax.jit(run.tx.update)(params, restored, params)
+
+
+def test_the_same_is_said_of_a_state_read_by_orbax_without_a_target(
+  run, tmp_path
+):
+  opt_state = run.start[1]
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", opt_state)
+    checkpointer.wait_until_finished()
+    data = checkpointer.restore(tmp_path / "state")
+    restored = checkpointer.restore(tmp_path / "state", opt_state)
+  with pytest.raises(TypeError, match="Orbax's restore"):
+    run.tx.update(run.params, data, run.params)
+  assert_same_bits(restored, opt_state)
+
+
+def test_a_larger_state_is_told_from_one_without_a_loss_scale(run):
+  params, opt_state = run.start
+  with pytest.raises(TypeError, match="give the LossScalingState that it hold"):
+    run.tx.update(params, (opt_state, optax.EmptyState()), params)
+
+
 def test_float16_moments_of_a_bare_state_are_widened_when_adopted():
   params = {"w": jnp.ones(3, jnp.float16)}
   bare = optax.sgd(0.5, momentum=0.5)
