@@ -140,8 +140,8 @@ def _enter(eqn, args, finite, old, here):
   }
   inner_old = {i: old[o] for i, o in pairs.items()}
   # Profiles go on to show the scopes around the call, and its name.
-  name = f"{eqn.source_info.name_stack}/jit({eqn.params['name']})"
-  with jax.named_scope(name.removeprefix("/")):
+  call = f"jit({eqn.params['name']})"
+  with jax.named_scope(str(eqn.source_info.name_stack.extend(call))):
     outs, selected = _evaluate(
       inner.jaxpr, [*inner.consts, *args], finite, inner_old, here
     )

@@ -45,9 +45,12 @@ def as_optimizer(update):
   )
 
 
-def test_each_device_may_train_adam_alone_where_types_tell_what_varies():
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_each_device_may_train_adam_alone_where_types_tell_what_varies(jit):
   """There is no axis_name, so that the devices' flags differ."""
-  tx = ols.with_loss_scaling(optax.adam(0.1))
+  adam = optax.adam(0.1)
+  inner = optax.GradientTransformation(adam.init, jit(adam.update))
+  tx = ols.with_loss_scaling(inner)
 
   def train(params, batches):
     state = tx.init(params)
@@ -192,7 +195,10 @@ def op_names(update):
   return set(re.findall(r'op_name="jit\(\w+\)/([^"]+)"', text))
 
 
-def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into():
+@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap])
+def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into(
+  transform,
+):
   def named(grads, state, params=None):
     with jax.named_scope("outer"):
 
@@ -201,7 +207,7 @@ def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into():
         with jax.named_scope("deep"):
           return ordinary(grads, state)
 
-      return inner(grads, state)
+      return transform(inner)(grads, state)
 
   def wrapped(grads, state):
     with jax.named_scope("optimizer"):
@@ -214,7 +220,7 @@ def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into():
       return named(grads, state)
 
   expected = {name for name in op_names(bare) if "/deep/" in name}
-  assert "optimizer/outer/jit(inner)/deep/sqrt" in expected
+  assert any("outer" in name and "inner" in name for name in expected)
   assert expected <= op_names(wrapped)
 
 
