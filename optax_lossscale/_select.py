@@ -166,14 +166,13 @@ def _may_be_entered(eqn, here):
   Shardings, donation and all else that is said of a call would be lost. With
   one result there is nothing in it that reads the selected value.
   """
-  if eqn.primitive.name not in ("jit", "pjit") or len(eqn.outvars) == 1:
-    return False
+  is_jit = eqn.primitive.name in ("jit", "pjit") and len(eqn.outvars) > 1
   is_as_here = (
     _kinds(value) <= _kinds(here.params.get(name))
     for name, value in eqn.params.items()
     if name not in ("jaxpr", "name")
   )
-  return eqn.ctx == here.ctx and all(is_as_here)
+  return is_jit and eqn.ctx == here.ctx and all(is_as_here)
 
 
 def _kinds(param):

@@ -82,6 +82,23 @@ def test_the_own_clip_moves_less_than_three_quarters_of_optax_clip():
   assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
 
 
+def test_checking_updates_in_the_dtype_of_the_params_makes_no_copy_of_them():
+  """XLA tests a cast update in the pass that makes it."""
+
+  def figures(**options):
+    tx = wrapped(optax.sgd(0.1), **options)
+    params = leaves(dtype=jnp.float16)
+    compiled = trace(tx, params, params).lower().compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    accessed = compiled.cost_analysis()["bytes accessed"]
+    return accessed / (4 * SIDE**2), temporary / (4 * SIDE**2)
+
+  accessed, temporary = figures()
+  checked, temporary_checked = figures(check_updates=True)
+  assert checked < accessed + 4.1
+  assert temporary_checked < temporary + 0.1
+
+
 class MeasuringScale(ols.FixedLossScale):
   """A policy that keeps what it is told of the gradients."""
 

@@ -80,6 +80,32 @@ def test_each_device_may_train_adam_alone_where_types_tell_what_varies(jit):
     np.testing.assert_array_equal(together[0][part], expected)
 
 
+def test_a_new_leaf_that_all_share_is_not_made_one_that_varies():
+  """Its select would, since each device has an old leaf of its own."""
+
+  def update(grads, state, params=None):
+    total = lax.psum(grads, "data")
+    return grads * total ** state["power"], {
+      "a": total,
+      "power": state["power"],
+    }
+
+  def init(params):
+    return {"a": jnp.zeros_like(params), "power": jnp.float32(2.0)}
+
+  inner = optax.GradientTransformation(init, update)
+  tx = ols.with_loss_scaling(inner, axis_name="data")
+  mesh = devices.make_mesh((8,), ("data",))
+  update = jax.shard_map(
+    lambda grads: tx.update(grads, tx.init(grads), grads)[0],
+    mesh=mesh,
+    in_specs=P("data"),
+    out_specs=P("data"),
+  )
+  updates = jax.jit(update)(jnp.arange(8.0))
+  np.testing.assert_allclose(updates, jnp.arange(8.0) * 28**2)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_adam_on_sharded_arrays_keeps_shardings_as_the_bare_one_does(
@@ -176,7 +202,9 @@ def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
     with compute_on("device_host"):
       return jit(ordinary)(grads, state)
 
-  places = [eqn.ctx.compute_type for eqn in jaxpr_of(on_host).eqns]
+  jaxpr = jaxpr_of(on_host)
+  assert len(jit_eqns(jaxpr)) == (jit is jax.jit)
+  places = [eqn.ctx.compute_type for eqn in jaxpr.eqns]
   host = [i for i, place in enumerate(places) if place == "device_host"]
   assert host == list(range(host[0], host[0] + len(host)))
   assert len(places) > len(host)  # The selects, on the device.

@@ -27,7 +27,13 @@ TESTS = {
   "_loss": ["scaling", "input", "equinox", "flax_nnx"],
   "_scaling": ["scaling", "input", "cost", "equinox", "flax_nnx", "wrapper"],
   "_grads": ["scaling", "input", "cost", "diagnostics", "wrapper", "adaptive"],
-  "_select": ["select", "cost", "state_machine", "optax_compositions"],
+  "_select": [
+    "select",
+    "select_types",
+    "cost",
+    "state_machine",
+    "optax_compositions",
+  ],
   "_wrapper": ["input", "wrapper", "cost", "select", "probes", "state_machine"],
 }
 # What these make of an array of floats, or of a bool, fails wherever it runs.
