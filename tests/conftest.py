@@ -1,7 +1,16 @@
 """Settings that all tests share."""
 
-import hypothesis
-import jax
+import os
+import pathlib
+
+# What XLA compiled for one test, worker or run is loaded by the next. Set
+# before JAX is imported, for the processes that tests start as well.
+CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
 
 # Eight virtual devices, whatever the machine has; tests of one device are not
 # touched by the other seven.
