@@ -6,6 +6,10 @@ BIN = $(VENV)/bin
 PYTEST_WORKERS ?= 2
 PIP_OPTIONS ?=
 OLDEST = .venv-oldest
+JAX_NIGHTLY = .venv-jax-nightly
+# Where JAX's developers publish a build of each day, as options of pip: their
+# installation page names the index. Without, the newest pre-release, if any.
+JAX_NIGHTLY_OPTIONS ?=
 CORE = _policies _loss _scaling _grads _select _wrapper
 # Not the pages, notebooks and plots, which are made with the newest versions,
 # nor what counts the equations or the instructions of a step: others there.
@@ -15,35 +19,46 @@ OLDEST_TESTS ?= $(filter-out $(addprefix tests/test_,bit_identity.py cost.py \
   --deselect=tests/test_select.py::test_a_loop_that_makes_the_updates_too_is_selected_behind
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage test-oldest nightly mutants check bench docs dist clean
+.PHONY: help demo test test-slow coverage test-oldest test-jax-nightly nightly \
+  mutants check bench docs dist clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
 
 demo: $(VENV)/installed-examples ## Train the digits autoencoder in float32 and float16
 	$(BIN)/python examples/digits.py
 
-test: $(VENV)/installed-test ## Run the tests
+test: $(VENV)/installed-test ## Run the quick tests, as before each commit
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-coverage: $(VENV)/installed-test ## Run the tests; fail unless they take every branch
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --cov --cov-report=term-missing
+test-slow: $(VENV)/installed-test ## Run the other tests: notebooks, processes, kills, releases
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'slow and not nightly'
 
-test-oldest: ## Run the tests on the oldest versions that pyproject.toml allows
+coverage: $(VENV)/installed-test ## Run both; fail unless they take every branch
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'not nightly' \
+	  --cov --cov-report=term-missing
+
+test-oldest: ## Run both on the oldest versions that pyproject.toml allows
 	mkdir -p $(OLDEST)
 	$(PYTHON) tools/lower_bounds.py > $(OLDEST)/constraints.txt
 	$(MAKE) --no-print-directory VENV=$(OLDEST) \
 	  PIP_OPTIONS='--constraint $(OLDEST)/constraints.txt' \
 	  $(OLDEST)/installed-test
-	$(OLDEST)/bin/python -m pytest -n $(PYTEST_WORKERS) \
+	$(OLDEST)/bin/python -m pytest -n $(PYTEST_WORKERS) -m 'not nightly' \
 	  -W 'ignore:jax.:DeprecationWarning' $(OLDEST_TESTS) # Flax 0.12.0 earns it
+
+test-jax-nightly: ## Run both on today's build of JAX
+	$(MAKE) --no-print-directory VENV=$(JAX_NIGHTLY) $(JAX_NIGHTLY)/installed-test
+	$(JAX_NIGHTLY)/bin/python -m pip install --quiet --upgrade --pre jax jaxlib \
+	  $(JAX_NIGHTLY_OPTIONS)
+	$(JAX_NIGHTLY)/bin/python -m pytest -n $(PYTEST_WORKERS) -m 'not nightly'
 
 nightly: $(VENV)/installed-test ## Run what takes minutes: 50 kills, 10,000 random programs
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m pytest --hypothesis-profile=nightly \
 	  tests/test_state_machine.py tests/test_interop_fuzz.py
 
-mutants: $(addprefix mutants-,$(CORE)) ## Break the core in 580 ways; tests must fail. An hour or more: -j2
+mutants: $(addprefix mutants-,$(CORE)) ## Break the core in one place at a time; tests must fail. An hour or more: -j2
 
 mutants-%: $(VENV)/installed-mutants
 	$(BIN)/python tools/mutants.py $*

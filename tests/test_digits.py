@@ -36,6 +36,7 @@ def runs(digits, data):
   return {name: digits.train(data, *digits.RUNS[name]) for name in names}
 
 
+@pytest.mark.slow
 def test_the_script_shows_its_progress_a_table_and_a_picture(tmp_path):
   command = [sys.executable, "-W", "error", SCRIPT, "--steps", "3"]
   command += ["--seed", "1", "--out", "curves.png"]
@@ -62,17 +63,20 @@ def test_the_script_shows_its_progress_a_table_and_a_picture(tmp_path):
   assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.slow
 def test_a_dynamic_scale_trains_within_1_percent_of_float32(runs):
   dynamic = runs["float16, dynamic scale"].test_loss
   assert dynamic == pytest.approx(runs["float32"].test_loss, rel=0.01)
   assert dynamic < 0.02
 
 
+@pytest.mark.slow
 def test_no_scaling_is_at_least_3_times_worse_than_float32(runs):
   unscaled = runs["float16, no scaling"].test_loss
   assert unscaled >= 3 * runs["float32"].test_loss
 
 
+@pytest.mark.slow
 def test_the_scale_brings_back_the_gradients_that_float16_flushed(
   digits, data, runs
 ):

@@ -25,6 +25,8 @@ PAGES = [
   *API_PAGES,
 ]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+CI_RUN = ROOT / ".ci" / "run"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 # A ```python block runs, after the ones above it on its page, and so does a
 # {code-cell}, which is a part of a page that is a notebook. A ```py block is
@@ -152,11 +154,21 @@ def test_each_page_is_in_a_table_of_contents():
   assert listed == pages | notebooks
 
 
-def test_a_workflow_calls_make_targets_that_exist():
-  targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-  workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-  assert len(workflows) == 3
-  for path in workflows:
-    called = re.findall(r"run: make ([a-z-]+)", path.read_text())
-    assert called, path.name
-    assert set(called) <= set(targets), path.name
+def made_by(path):
+  """The make targets that a script, a workflow or a page calls or names."""
+  calls = r"(?:^|run: |`)make (?:-j2 )?([a-z-]+)"
+  return set(re.findall(calls, path.read_text(), re.MULTILINE))
+
+
+def test_the_make_targets_that_are_called_or_named_exist():
+  makefile = (ROOT / "Makefile").read_text()
+  targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+  pages = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "reliability.md"
+  for path in [CI_RUN, *WORKFLOWS, *pages]:
+    assert made_by(path), path.name
+    assert made_by(path) <= targets, path.name
+
+
+def test_github_makes_all_that_ci_run_makes():
+  on_a_push = [path for path in WORKFLOWS if "push:" in path.read_text()]
+  assert made_by(CI_RUN) <= set().union(*map(made_by, on_a_push))

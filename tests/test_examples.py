@@ -9,6 +9,8 @@ import pytest
 
 import optax_lossscale as ols
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[1]
 # What each says last; examples with tests of their own are not here.
 LAST_LINES = {

@@ -10,6 +10,8 @@ import time
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 WORKER = pathlib.Path(__file__).with_name("kill_worker.py")
 
 

@@ -17,6 +17,7 @@ each_notebook = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @each_notebook
 def test_a_notebook_runs_without_an_error_or_a_warning(
   path, tmp_path, monkeypatch

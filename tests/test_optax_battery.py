@@ -63,6 +63,7 @@ def test_no_exported_optimizer_is_missing(module):
   assert exported - WRAPPERS <= set(table)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
   platform.machine() != "x86_64",
   reason="XLA leaves the multiply-add out for x86 processors only",

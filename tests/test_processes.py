@@ -14,6 +14,8 @@ import jax
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).with_name("process_worker.py")
 ROOT = WORKER.parents[1]
 EXAMPLE = ROOT / "examples" / "multihost.py"

@@ -13,6 +13,8 @@ import pytest
 
 import optax_lossscale as ols
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[1]
 NAME = f"optax_lossscale-{ols.__version__}"
 

@@ -10,6 +10,8 @@ import pytest
 
 import optax_lossscale as ols
 
+pytestmark = pytest.mark.slow
+
 POLICIES = {
   "fixed": ols.FixedLossScale(2.0**10),
   "dynamic": ols.DynamicLossScale(growth_interval=50),
