@@ -1,6 +1,7 @@
 """The rules, against a plain Python model and as sentences."""
 
 import dataclasses
+import functools
 import itertools
 import pickle
 
@@ -54,6 +55,13 @@ def policies(draw):
   )
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def adjust(words, numbers, state, finite):
+  """Compiled for all policies that differ in numbers alone."""
+  policy = ols.DynamicLossScale(**dict(words), **numbers)
+  return policy.adjust(state, finite)
+
+
 @given(policies(), st.lists(st.booleans(), min_size=1, max_size=30), st.data())
 def test_dynamic_follows_its_model_through_a_checkpoint_cut(
   policy, finites, data
@@ -66,12 +74,15 @@ def test_dynamic_follows_its_model_through_a_checkpoint_cut(
     expected.append((model.scale, model.count, model.in_a_row, model.total))
 
   cut = data.draw(st.integers(0, len(finites)))
-  adjust = jax.jit(policy.adjust)
+  numbers = dataclasses.asdict(policy)
+  # What the state's structure, or a branch in Python, depends on.
+  names = "hysteresis", "hysteresis_refill"
+  words = tuple((name, numbers.pop(name)) for name in names)
   state, got = policy.init(), []
   for i, finite in enumerate(finites):
     if i == cut:
       state = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, state)))
-    state = adjust(state, finite)
+    state = adjust(words, numbers, state, finite)
     got.append(
       (
         state.loss_scale.item(),
