@@ -391,6 +391,7 @@ def test_probes_work_under_strict_promotion():
     fold_in_update(counts)
 
 
+@pytest.mark.slow
 def test_the_transformer_of_the_examples_learns_and_loses_no_step(
   monkeypatch, tmp_path
 ):

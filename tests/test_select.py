@@ -283,9 +283,19 @@ def test_functions_among_the_extra_arguments_are_closed_over():
   assert_same_bits(new["a"], 0.9 * OLD["a"] + GRADS)
 
 
+# A line search, iterations and random numbers compile for seconds. That a step
+# with these is bare Optax's, and a skip none, test_optax_battery.py proves too.
+LONG = {"dpsgd", "galore", "lbfgs", "muon", "noisy_sgd", "sophia"}
+
+
 def battery():
   return [
-    pytest.param(name, *made, id=f"{module}.{name}")
+    pytest.param(
+      name,
+      *made,
+      id=f"{module}.{name}",
+      marks=pytest.mark.slow if name in LONG else (),
+    )
     for module in optax_battery.MODULES
     for name, made in optax_battery.factories(module).items()
   ]
