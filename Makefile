@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PYTEST_WORKERS ?= 2
 PIP_OPTIONS ?=
+# The quick and the slow tests, with ten times the random programs of `make test`.
+ALL = -m 'not nightly' --hypothesis-profile=ci
 OLDEST = .venv-oldest
 JAX_NIGHTLY = .venv-jax-nightly
 # Where JAX's developers publish a build of each day, as options of pip: their
@@ -35,7 +37,7 @@ test-slow: $(VENV)/installed-test ## Run the other tests: notebooks, processes, 
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'slow and not nightly'
 
 coverage: $(VENV)/installed-test ## Run both; fail unless they take every branch
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'not nightly' \
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ALL) \
 	  --cov --cov-report=term-missing
 
 test-oldest: ## Run both on the oldest versions that pyproject.toml allows
@@ -44,16 +46,16 @@ test-oldest: ## Run both on the oldest versions that pyproject.toml allows
 	$(MAKE) --no-print-directory VENV=$(OLDEST) \
 	  PIP_OPTIONS='--constraint $(OLDEST)/constraints.txt' \
 	  $(OLDEST)/installed-test
-	$(OLDEST)/bin/python -m pytest -n $(PYTEST_WORKERS) -m 'not nightly' \
+	$(OLDEST)/bin/python -m pytest -n $(PYTEST_WORKERS) $(ALL) \
 	  -W 'ignore:jax.:DeprecationWarning' $(OLDEST_TESTS) # Flax 0.12.0 earns it
 
 test-jax-nightly: ## Run both on today's build of JAX
 	$(MAKE) --no-print-directory VENV=$(JAX_NIGHTLY) $(JAX_NIGHTLY)/installed-test
 	$(JAX_NIGHTLY)/bin/python -m pip install --quiet --upgrade --pre jax jaxlib \
 	  $(JAX_NIGHTLY_OPTIONS)
-	$(JAX_NIGHTLY)/bin/python -m pytest -n $(PYTEST_WORKERS) -m 'not nightly'
+	$(JAX_NIGHTLY)/bin/python -m pytest -n $(PYTEST_WORKERS) $(ALL)
 
-nightly: $(VENV)/installed-test ## Run what takes minutes: 50 kills, 10,000 random programs
+nightly: $(VENV)/installed-test ## Run what takes hours: 50 kills, 10,000 random programs
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m pytest --hypothesis-profile=nightly \
 	  tests/test_state_machine.py tests/test_interop_fuzz.py

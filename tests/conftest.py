@@ -18,9 +18,12 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 hypothesis.settings.register_profile(
-  "ci", deadline=None, derandomize=True, max_examples=100
+  "quick", deadline=None, derandomize=True, max_examples=100
+)
+hypothesis.settings.register_profile(
+  "ci", deadline=None, derandomize=True, max_examples=1_000
 )
 hypothesis.settings.register_profile(
   "nightly", deadline=None, max_examples=10_000, print_blob=True
 )
-hypothesis.settings.load_profile("ci")
+hypothesis.settings.load_profile("quick")

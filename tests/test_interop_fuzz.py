@@ -1,11 +1,11 @@
 """Mutated configs and state dicts: a clear error or a valid policy.
 
-1,000 inputs here; `make nightly` tries 10,000.
+100 inputs here, 1,000 in CI; `make nightly` tries 10,000.
 """
 
 import sys
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import interop_samples as samples
 import jax
@@ -45,7 +45,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=max(1_000, settings.default.max_examples))
 @given(st.sampled_from(sorted(samples.CALLS)), st.data())
 def test_mutated_input_gives_a_clear_error_or_a_valid_policy(name, data):
   call, valid = samples.CALLS[name]

@@ -13,6 +13,7 @@ import ast
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def copy_project(module):
   for part in ("docs", "examples", "optax_lossscale", "tests"):
     shutil.copytree(ROOT / part, folder / part)
   shutil.copy(ROOT / "pyproject.toml", folder)
-  command = " ".join(test_command(module))
+  command = shlex.join(test_command(module))
   (folder / "config.toml").write_text(
     "[cosmic-ray]\n"
     f'module-path = "optax_lossscale/{module}.py"\n'
@@ -83,7 +84,8 @@ def copy_project(module):
 def test_command(module):
   """What fails, or does not, for a mutant; a list of words."""
   paths = [f"tests/test_{name}.py" for name in TESTS[module]]
-  options = ["-x", "-q", "-p", "no:cacheprovider"]
+  options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci"]
+  options += ["-m", "not nightly"]
   return [sys.executable, "-m", "pytest", *options, *paths]
 
 
