@@ -33,7 +33,10 @@ def test_fifty_steps_on_eight_devices_are_those_on_one(layout, axis_type):
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize(
   ("layout", "jitted"),
-  [*((layout, True) for layout in JIT_LAYOUTS), ("2x4", False)],
+  [
+    *((layout, True) for layout in JIT_LAYOUTS),
+    pytest.param("2x4", False, marks=pytest.mark.slow),
+  ],
 )
 def test_an_overflow_in_one_shard_of_one_param_skips_the_step_everywhere(
   layout, jitted, axis_type

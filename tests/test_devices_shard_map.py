@@ -33,7 +33,12 @@ def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
 
 @both_check_vma
 @pytest.mark.parametrize(
-  ("bad", "jitted"), [(np.nan, True), (-np.inf, True), (np.inf, False)]
+  ("bad", "jitted"),
+  [
+    (np.nan, True),
+    (-np.inf, True),
+    pytest.param(np.inf, False, marks=pytest.mark.slow),
+  ],
 )
 def test_one_bad_entry_of_one_shard_makes_every_device_skip(
   bad, jitted, check_vma

@@ -93,6 +93,7 @@ def test_the_scale_brings_back_the_gradients_that_float16_flushed(
   assert table["float32"] == pytest.approx((0, 1))
 
 
+@pytest.mark.slow
 def test_the_float32_run_is_what_optax_alone_gives(digits, data):
   steps = 5
   run = digits.train(data, jnp.float32, 1.0, steps=steps)
