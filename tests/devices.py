@@ -133,19 +133,6 @@ def is_spec(x):
   return isinstance(x, P)
 
 
-def assert_trees_equal(actual, expected):
-  """Equal in structure, dtypes and bits."""
-  assert jax.tree.structure(actual) == jax.tree.structure(expected)
-
-  def check(path, a, b):
-    a, b = np.asarray(a), np.asarray(b)
-    where = jax.tree_util.keystr(path)
-    assert a.dtype == b.dtype, where
-    assert a.tobytes() == b.tobytes(), f"{where}: {a} != {b}"
-
-  jax.tree_util.tree_map_with_path(check, actual, expected)
-
-
 def assert_shardings_equal(actual, expected):
   def check(path, a, b):
     where = jax.tree_util.keystr(path)

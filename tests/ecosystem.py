@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import optax_lossscale as ols
@@ -74,36 +73,3 @@ def train(step, params, opt_state, batches):
   for batch in batches:
     params, opt_state, _ = step(params, opt_state, batch)
   return params, opt_state
-
-
-def has_same_bits(actual, expected):
-  """Whether two pytrees are equal in structure, dtypes and bits."""
-  return not _differences(actual, expected)
-
-
-def assert_same_bits(actual, expected):
-  assert jax.tree.structure(actual) == jax.tree.structure(expected)
-  differences = _differences(actual, expected)
-  assert not differences, "\n".join(differences)
-
-
-def _differences(actual, expected):
-  if jax.tree.structure(actual) != jax.tree.structure(expected):
-    return ["the structures differ"]
-  pairs = zip(
-    jax.tree_util.tree_leaves_with_path(actual),
-    jax.tree.leaves(expected),
-    strict=True,
-  )
-  return [
-    f"{jax.tree_util.keystr(path)}: {a} != {b}"
-    for (path, a), b in pairs
-    if _bits(a) != _bits(b)
-  ]
-
-
-def _bits(x):
-  if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-    x = jax.random.key_data(x)
-  x = np.asarray(x)
-  return x.dtype, x.shape, x.tobytes()

@@ -13,12 +13,12 @@ import json
 import sys
 
 from ecosystem import (
-  has_same_bits,
   init_params,
   loss_fn,
   make_batches,
   overflowing,
 )
+from helpers.bits import same_bits
 import jax
 import jax.numpy as jnp
 import optax
@@ -233,7 +233,7 @@ def examine(name, factory, kwargs):
   for scale in SCALES:
     for idiom in IDIOMS:
       actual = trajectory(*steps[idiom], batches, scale)
-      same = map(has_same_bits, actual, expected)
+      same = map(same_bits, actual, expected)
       found[f"{idiom} at {scale:g}"] = [
         "same" if is_same else "differs" for is_same in same
       ]
@@ -249,7 +249,7 @@ def examine_skips(step, batches):
   *_, expected = trajectory(*step, batches[:4], SCALES[-1])
   batches = [*batches[:3], bad, bad, batches[3]]
   *_, actual = trajectory(*step, batches, SCALES[-1])
-  return has_same_bits(actual, expected)
+  return same_bits(actual, expected)
 
 
 def examine_training(step, batch):

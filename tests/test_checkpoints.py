@@ -1,7 +1,6 @@
 """Save and restore at any step; adopt the wrapper, and leave it again."""
 
 from ecosystem import (
-  assert_same_bits,
   init_params,
   loss_fn,
   make_batches,
@@ -9,6 +8,7 @@ from ecosystem import (
   overflowing,
 )
 from flax import serialization
+from helpers.bits import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax

@@ -4,6 +4,7 @@ import functools
 
 import devices
 from devices_runs import SHARD_MAP_LAYOUTS, ShardMapRun
+from helpers.bits import assert_same_bits
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
   run = ShardMapRun(layout, check_vma)
   batches, finite = devices.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
-  devices.assert_trees_equal((params, opt_state, scales), one_device())
+  assert_same_bits((params, opt_state, scales), one_device())
   devices.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)
   assert state.total_notfinite == np.sum(~finite) > 5
@@ -52,8 +53,8 @@ def test_one_bad_entry_of_one_shard_makes_every_device_skip(
   grads = jax.tree.map(jnp.ones_like, params)
   grads["table"] = grads["table"].at[5, 6].set(bad)
   new_params, new_state = update(grads, params, opt_state)
-  devices.assert_trees_equal(new_params, params)
-  devices.assert_trees_equal(new_state.inner_state, opt_state.inner_state)
+  assert_same_bits(new_params, params)
+  assert_same_bits(new_state.inner_state, opt_state.inner_state)
   devices.assert_replicas_equal((new_params, new_state))
   assert not new_state.loss_scale_state.last_finite
 
@@ -150,7 +151,7 @@ def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
   replicas = map_over("data", mapped, train)(by_device)
   for i in range(8):
     replica = jax.tree.map(lambda x, i=i: x[i], replicas)
-    devices.assert_trees_equal(replica, one_device())
+    assert_same_bits(replica, one_device())
 
 
 @mapped_axes
@@ -183,7 +184,7 @@ def test_vmapped_seeds_have_a_scale_and_a_flag_each():
   assert len(np.unique(skips)) > 1
   for i, batches in enumerate(seeds):
     member = jax.tree.map(lambda x, i=i: x[i], together)
-    devices.assert_trees_equal(member, train(*start, batches))
+    assert_same_bits(member, train(*start, batches))
 
 
 @both_check_vma

@@ -1,8 +1,9 @@
 """Equinox: models with static leaves, filtered transformations."""
 
 import chex
-from ecosystem import assert_same_bits, make_batches, overflowing
+from ecosystem import make_batches, overflowing
 import equinox as eqx
+from helpers.bits import assert_same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np

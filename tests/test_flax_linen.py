@@ -1,11 +1,11 @@
 """Flax linen: TrainState, batch statistics, fp8 layers, serialization."""
 
 import chex
-from ecosystem import assert_same_bits
 from flax import linen as nn
 from flax import serialization
 from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
+from helpers.bits import assert_same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np

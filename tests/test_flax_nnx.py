@@ -1,7 +1,7 @@
 """Flax NNX: models and optimizers whose leaves are variables."""
 
-from ecosystem import assert_same_bits
 from flax import nnx
+from helpers.bits import assert_same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np

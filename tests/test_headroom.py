@@ -10,6 +10,7 @@ import pickle
 import sys
 
 import flax.serialization
+from helpers.bits import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
@@ -20,7 +21,6 @@ import numpy as np
 import optax
 import policy_models
 import pytest
-from zoo import same_bits
 
 import optax_lossscale as ols
 

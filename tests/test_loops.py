@@ -4,7 +4,6 @@ import dataclasses
 
 import chex
 from ecosystem import (
-  assert_same_bits,
   half_loss_fn,
   init_params,
   loss_fn,
@@ -12,6 +11,7 @@ from ecosystem import (
   make_step,
   overflowing,
 )
+from helpers.bits import assert_same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -9,7 +9,8 @@ import platform
 import subprocess
 import sys
 
-from ecosystem import assert_same_bits, init_params
+from ecosystem import init_params
+from helpers.bits import assert_same_bits
 import jax
 import jax.numpy as jnp
 import optax

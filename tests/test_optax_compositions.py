@@ -5,8 +5,6 @@ An overflow strikes in the middle of each run.
 
 import chex
 from ecosystem import (
-  assert_same_bits,
-  has_same_bits,
   init_params,
   loss_fn,
   make_batches,
@@ -14,6 +12,7 @@ from ecosystem import (
   overflowing,
   train,
 )
+from helpers.bits import assert_same_bits, same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -266,7 +265,7 @@ def skips_bitwise(tx):
   params = init_params()
   grads = jax.tree.map(lambda x: x * jnp.nan, params)
   updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-  return has_same_bits(optax.apply_updates(params, updates), params)
+  return same_bits(optax.apply_updates(params, updates), params)
 
 
 def after_updates(tx, params, all_grads):

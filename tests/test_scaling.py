@@ -6,11 +6,12 @@ import warnings
 
 import equinox as eqx
 from flax import nnx
+from helpers.bits import same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import FLOATS, OTHERS, same_bits, ZOO
+from zoo import FLOATS, OTHERS, ZOO
 
 import optax_lossscale as ols
 

@@ -3,7 +3,8 @@
 from typing import Any, NamedTuple
 
 import ecosystem
-from ecosystem import assert_same_bits, loss_fn, make_batches
+from ecosystem import loss_fn, make_batches
+from helpers.bits import assert_same_bits
 import jax
 from jax import lax
 import jax.numpy as jnp

@@ -2,6 +2,7 @@
 
 import functools
 
+from helpers.bits import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from zoo import FLOATS, OTHERS, same_bits, ZOO
+from zoo import FLOATS, OTHERS, ZOO
 
 import optax_lossscale as ols
 

@@ -37,17 +37,3 @@ OTHERS = {
 }
 
 ZOO = {"floats": FLOATS, "others": OTHERS, "nothing": {}}
-
-
-def same_bits(a, b):
-  """Whether two trees are equal in structure, types, and every bit."""
-  if jax.tree.structure(a) != jax.tree.structure(b):
-    return False
-  return all(map(_same_leaf, jax.tree.leaves(a), jax.tree.leaves(b)))
-
-
-def _same_leaf(a, b):
-  if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-    a, b = jax.random.key_data(a), jax.random.key_data(b)
-  a, b = np.asarray(a), np.asarray(b)
-  return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())

@@ -1,0 +1,51 @@
+"""Compares trees bit for bit: NaN equals NaN, and 0.0 does not equal -0.0."""
+
+import jax
+import numpy as np
+
+
+def same_bits(actual, expected):
+  """Whether two trees are equal in structure, dtypes, shapes and bits."""
+  return not _differences(actual, expected)
+
+
+def assert_same_bits(actual, expected):
+  """Fails with a line for each leaf that differs."""
+  differences = _differences(actual, expected)
+  assert not differences, "\n".join(differences)
+
+
+def _differences(actual, expected):
+  structure, expected_structure = map(jax.tree.structure, (actual, expected))
+  if structure != expected_structure:
+    return [f"The structure is {structure}, and not {expected_structure}."]
+  pairs = zip(
+    jax.tree_util.tree_leaves_with_path(actual),
+    jax.tree.leaves(expected),
+    strict=True,
+  )
+  return [
+    f"{jax.tree_util.keystr(path)}: {a!r} is not {b!r}"
+    for (path, a), b in pairs
+    if not _same_leaf(a, b)
+  ]
+
+
+def _same_leaf(a, b):
+  a, b = map(_as_numpy, (a, b))
+  if (a.dtype, a.shape) != (b.dtype, b.shape):
+    return False
+  # A view and not a copy, since leaves may be large. There is none of float0,
+  # whose entries have no bytes.
+  return not a.nbytes or np.array_equal(_bytes(a), _bytes(b))
+
+
+def _as_numpy(x):
+  is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(
+    x.dtype, jax.dtypes.prng_key
+  )
+  return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def _bytes(x):
+  return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
