@@ -16,8 +16,8 @@ CORE = _policies _loss _scaling _grads _select _wrapper
 # Not the pages, notebooks and plots, which are made with the newest versions,
 # nor what counts the equations or the instructions of a step: others there.
 OLDEST_TESTS ?= $(filter-out $(addprefix tests/test_,bit_identity.py cost.py \
-  digits.py docs.py kill.py notebooks.py package.py plots.py release.py \
-  soak.py subnormal.py), $(wildcard tests/test_*.py)) \
+  digits.py docs.py kill.py notebooks.py package.py pages.py plots.py \
+  release.py soak.py subnormal.py), $(wildcard tests/test_*.py)) \
   --deselect=tests/test_select.py::test_a_loop_that_makes_the_updates_too_is_selected_behind
 
 .DEFAULT_GOAL := help

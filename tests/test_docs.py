@@ -1,14 +1,13 @@
-"""The documentation: complete, its links lead somewhere, its code runs.
+"""The documentation: complete, and its links lead somewhere.
 
-`make docs` builds the pages; what can be known without building is here.
+`make docs` builds the pages, test_pages.py runs their code; what can be known
+without either is here.
 """
 
 import json
 import pathlib
 import re
 
-import matplotlib
-import matplotlib.pyplot as plt
 import pytest
 
 import optax_lossscale as ols
@@ -28,48 +27,9 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CI_RUN = ROOT / ".ci" / "run"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
-# A ```python block runs, after the ones above it on its page, and so does a
-# {code-cell}, which is a part of a page that is a notebook. A ```py block is
-# for looking at: code of other systems, or a part of a function.
-RUNNABLE = re.compile(
-  r"^```(?:python|\{code-cell\} python)\n(.*?)^```", re.MULTILINE | re.DOTALL
-)
-# These tests run all of their page as well, and look at more of it.
-RUN_ELSEWHERE = {
-  "migrating.md": "test_interop_docs.py",
-  "policies.md": "test_adaptive.py",
-}
-
 
 def relative_name(path):
   return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize(
-  "path",
-  [
-    path
-    for path in GUIDES
-    if RUNNABLE.search(path.read_text()) and path.name not in RUN_ELSEWHERE
-  ],
-  ids=relative_name,
-)
-def test_the_code_on_a_page_runs_from_top_to_bottom(
-  path, tmp_path, monkeypatch
-):
-  monkeypatch.chdir(tmp_path)
-  matplotlib.use("Agg")
-  namespace = {}
-  for block in RUNNABLE.findall(path.read_text()):
-    # Lines such as `:tags: [hide-input]` are options of the cell.
-    block = re.sub(r"^:.*$", "", block, flags=re.MULTILINE)
-    exec(compile(block, relative_name(path), "exec"), namespace)
-  plt.close("all")
-
-
-@pytest.mark.parametrize("page, test", RUN_ELSEWHERE.items())
-def test_a_page_that_is_run_elsewhere_is_named_there(page, test):
-  assert f'"{page}"' in (ROOT / "tests" / test).read_text()
 
 
 def names_on(page):

@@ -1,5 +1,6 @@
 """What the tests themselves rely on."""
 
+from helpers import markdown
 from helpers.bits import assert_same_bits, same_bits
 import jax
 import jax.numpy as jnp
@@ -37,3 +38,37 @@ def test_a_nan_is_the_same_as_itself():
 def test_the_message_names_the_leaf_that_differs():
   with pytest.raises(AssertionError, match=r"\['w'\]\[1\]: 2 is not 3"):
     assert_same_bits({"w": (1, 2)}, {"w": (1, 3)})
+
+
+PAGE = """
+```python
+x = 2
+```
+```py
+raise AssertionError
+```
+```{code-cell} python
+:tags: [hide-input]
+y = x + 1
+```
+```python
+>>> z = y + 1
+>>> z
+4
+```
+"""
+
+
+def test_the_blocks_of_a_page_share_their_names(tmp_path):
+  path = tmp_path / "page.md"
+  path.write_text(PAGE)
+  names = markdown.run(path)
+  assert (names["x"], names["y"], names["z"]) == (2, 3, 4)
+
+
+def test_a_page_that_prints_something_else_fails(tmp_path, capsys):
+  path = tmp_path / "page.md"
+  path.write_text(PAGE.replace("4", "5"))
+  with pytest.raises(AssertionError, match=r"page\.md"):
+    markdown.run(path)
+  assert "Expected:" in capsys.readouterr().out

@@ -26,18 +26,6 @@ def test_import_loads_neither_flax_nor_chex_nor_matplotlib():
   assert out.stdout.strip() == "set()"
 
 
-def test_the_readme_runs_as_pasted(capsys):
-  blocks = re.findall(
-    r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
-  )
-  assert blocks
-  # The first runs alone; each later one may go on from those above it.
-  namespace = {}
-  for block in blocks:
-    exec(compile(block, "README.md", "exec"), namespace)
-  assert "32768.0" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ols.__all__)
 def test_a_public_name_is_documented_with_an_example_and_typed(name):
   thing = getattr(ols, name)

@@ -9,6 +9,7 @@ import tarfile
 import venv
 import zipfile
 
+from helpers import markdown
 import pytest
 
 import optax_lossscale as ols
@@ -74,8 +75,7 @@ def test_the_readmes_first_example_runs_with_the_wheel_in_an_empty_environment(
   dist, tmp_path
 ):
   python = make_environment(tmp_path / "venv", dist)
-  readme = (ROOT / "README.md").read_text()
-  example = re.search(r"^```python\n(.*?)^```", readme, re.M | re.S)[1]
+  example, *_ = markdown.blocks(ROOT / "README.md")
   example += "print(ols.__file__)\n"
   out = run(python, "-c", example, cwd=tmp_path)
   assert "32768.0" in out
