@@ -34,7 +34,6 @@ RUNS = {
     f"{name} from 2**{k}": cls(init_scale=2.0**k)
     for name, cls in (
       ("dynamic", ols.DynamicLossScale),
-      ("log-max", ols.LogMaxLossScale),
       ("headroom", ols.HeadroomLossScale),
     )
     for k in (0, 15, 60)

@@ -34,7 +34,6 @@ POLICIES = {
   "none": ols.FixedLossScale(1.0),
   "fixed": ols.FixedLossScale(2.0**15),
   "dynamic": ols.DynamicLossScale(),
-  "logmax": ols.LogMaxLossScale(),
   "headroom": ols.HeadroomLossScale(),
 }
 
