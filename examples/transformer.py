@@ -76,16 +76,15 @@ def train(text, loss_scale, steps, seed=0, on_step=lambda loss: None):
   )
   tx = ols.with_loss_scaling(optax.adamw(schedule), loss_scale, max_norm=1.0)
   opt_state = tx.init(params)
-  slots = ols.probe_slots(LAYERS)
+  slots = ols.diagnostics.probe_slots(LAYERS)
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, opt_state, batch):
     loss, (grads, cotangents) = ols.value_and_grad(
       loss_fn, opt_state, argnums=(0, 1)
     )(params, slots, batch)
-    updates, opt_state = tx.update(
-      grads, opt_state, params, cotangents=cotangents
-    )
+    evidence = ols.diagnostics.probe_evidence(cotangents, opt_state)
+    updates, opt_state = tx.update(grads, opt_state, params, **evidence)
     params = optax.apply_updates(params, updates)
     return params, opt_state, loss, cotangents
 
@@ -130,7 +129,7 @@ def model(params, slots, letters):
 
   def layer(x, layer_and_slot):
     weights, slot = layer_and_slot
-    x = ols.probe(x, slot)
+    x = ols.diagnostics.probe(x, slot)
     x = x + attend(weights, normalize(x))
     hidden = jax.nn.gelu(normalize(x) @ weights["expand"])
     return x + hidden @ weights["contract"], None
@@ -206,7 +205,7 @@ def sample_batch(rng, text):
 
 def sample(params, start, length, seed):
   """Lets the model write on."""
-  slots = ols.probe_slots(LAYERS)
+  slots = ols.diagnostics.probe_slots(LAYERS)
   text = list(to_letters(start))
   key = jax.random.key(seed)
 
@@ -226,7 +225,9 @@ def sample(params, start, length, seed):
 
 def make_table(run):
   """What there is to say of the run, and of the last step's cotangents."""
-  metrics = jax.device_get(ols.probe_metrics(jnp.asarray(run.cotangents)))
+  metrics = jax.device_get(
+    ols.diagnostics.probe_metrics(jnp.asarray(run.cotangents))
+  )
   lines = [
     f"test loss {run.test_loss:.3f}, {run.skipped.sum()} steps skipped,"
     f" last scale {run.scales[-1]:g}",

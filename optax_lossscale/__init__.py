@@ -1,21 +1,23 @@
 """Loss scaling for Optax: float16 training in two changed lines."""
 
-from optax_lossscale import interop as interop
-from optax_lossscale._diagnostics import (
-  finite_per_leaf,
+import importlib
+import types
+from typing import TYPE_CHECKING
+
+from optax_lossscale._grads import all_finite
+from optax_lossscale._headroom import HeadroomLossScale, HeadroomMemory
+from optax_lossscale._monitoring import (
   loss_scale_metrics,
-  nonfinite_leaves,
+  LossScaleError,
+  raise_if_stuck,
 )
-from optax_lossscale._headroom import HeadroomLossScale
 from optax_lossscale._policies import (
   DynamicLossScale,
+  DynamicMemory,
   FixedLossScale,
-  LossScale,
+  LossScalePolicy,
 )
-from optax_lossscale._probes import probe, probe_metrics, probe_slots
-from optax_lossscale._report import gradient_report
 from optax_lossscale._scaling import (
-  all_finite,
   grad,
   scale_loss,
   unscale_grads,
@@ -27,29 +29,29 @@ from optax_lossscale._state import (
   select_if_finite,
   set_loss_scale,
 )
-from optax_lossscale._stuck import LossScaleError, raise_if_stuck
 from optax_lossscale._wrapper import LossScalingState, with_loss_scaling
+
+if TYPE_CHECKING:
+  from optax_lossscale import diagnostics as diagnostics
+  from optax_lossscale import interop as interop
+  from optax_lossscale import plots as plots
 
 __version__ = "0.1.0"
 
 __all__ = [
   "DynamicLossScale",
+  "DynamicMemory",
   "FixedLossScale",
   "HeadroomLossScale",
-  "LossScale",
+  "HeadroomMemory",
   "LossScaleError",
+  "LossScalePolicy",
   "LossScaleState",
   "LossScalingState",
   "all_finite",
-  "finite_per_leaf",
   "get_loss_scale_state",
   "grad",
-  "gradient_report",
   "loss_scale_metrics",
-  "nonfinite_leaves",
-  "probe",
-  "probe_metrics",
-  "probe_slots",
   "raise_if_stuck",
   "scale_loss",
   "select_if_finite",
@@ -58,3 +60,21 @@ __all__ = [
   "value_and_grad",
   "with_loss_scaling",
 ]
+
+_SUBMODULES = ("diagnostics", "interop", "plots")
+
+# Pickles and reprs name the path that stays when modules move.
+for _name in __all__:
+  if isinstance(globals()[_name], type):
+    globals()[_name].__module__ = __name__
+
+
+def __getattr__(name: str) -> types.ModuleType:
+  """Loads a submodule on first use: a training run needs none of them."""
+  if name in _SUBMODULES:
+    return importlib.import_module(f"{__name__}.{name}")
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return [*globals(), *_SUBMODULES]

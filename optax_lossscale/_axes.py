@@ -30,12 +30,12 @@ def maximum(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
   return lax.pmax(x, axes) if axes else x
 
 
-def global_norm(grads: Any, axis_name: AxisName | None) -> jax.Array:
+def global_norm(grads: list[Any], axis_name: AxisName | None) -> jax.Array:
   """The norm of gradients of which devices hold parts; float32[].
 
   Args:
-    grads: a pytree of gradients, each of which is sharded or replicated along
-      each of the axes.
+    grads: the gradients, each of which is sharded or replicated along each of
+      the axes.
     axis_name: the axes, or None.
 
   Returns:
@@ -50,11 +50,10 @@ def global_norm(grads: Any, axis_name: AxisName | None) -> jax.Array:
   for name in names:
     if not _is_tracked(name):
       raise ValueError(_cannot_tell(name))
-  leaves = _grads.grad_leaves(grads)
-  axes = tuple(n for n in names if any(n in varying(x) for x in leaves))
+  axes = tuple(n for n in names if any(n in varying(x) for x in grads))
   total = jnp.float32(0)
-  for leaf in leaves:
-    square = _grads.sum_of_squares([leaf])
+  for leaf in grads:
+    square = _grads.sum_of_squares(leaf)
     for name in axes:
       if name not in varying(leaf):
         # All devices have it, the first one brings it: one sum serves sharded

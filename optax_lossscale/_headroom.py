@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _exponents, _policies, _state
+from optax_lossscale import _arrays, _checks, _policies, _powers_of_two
 from optax_lossscale._state import LossScaleState
 
 # In binades a step. What underflowed looks smaller than it is, so that a rise
@@ -19,9 +19,6 @@ _LARGEST_DROP = 16
 # after which data with a NaN now and then have earned it again.
 _COST_OF_OVERFLOW = 256
 _COST_OF_A_BINADE = 4096
-
-_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
-_FLOAT32_TINY = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
 class HeadroomMemory(NamedTuple):
@@ -117,13 +114,13 @@ class HeadroomLossScale:
     _check_scales(self)
     # One of the ways to write a dtype, so that equal policies are equal.
     object.__setattr__(self, "dtype", _as_float_dtype(self.dtype))
-    _state.check_number("target", self.target, -64, 64, integer=True)
+    _checks.check_number("target", self.target, -64, 64, integer=True)
     if isinstance(self.window, jax.core.Tracer):
       raise TypeError(
         "window must be a Python integer, since it is the shape of an array,"
         f" got window = {self.window!r}."
       )
-    _state.check_number("window", self.window, 1, 2**20, integer=True)
+    _checks.check_number("window", self.window, 1, 2**20, integer=True)
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
@@ -151,18 +148,18 @@ class HeadroomLossScale:
       ValueError: if the state is one of another policy.
     """
     amax = _as_amax(grads_amax)
-    self._check_memory(state)
+    _policies.check_memory(self, state, HeadroomMemory)
     after = _policies.record_step(state, grads_finite)
     finite, in_a_row = after.last_finite, after.notfinite_count
-    # XLA takes subnormal numbers for zeros.
-    has_grads = (amax >= _FLOAT32_TINY) & jnp.isfinite(amax)
-    memory = _where(
+    has_grads = (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
+    after_grads = self._after_grads(state, amax)
+    memory = _arrays.select(
       finite,
-      _where(has_grads, self._after_grads(state, amax), state.memory),
+      _arrays.select(has_grads, after_grads, state.memory),
       self._after_overflow(state, is_first=in_a_row == 1),
     )
 
-    exponent = _exponents.floor_log2(state.loss_scale)
+    exponent = _powers_of_two.floor_log2(state.loss_scale)
     drop = jnp.minimum(1 << jnp.minimum(in_a_row - 1, 8), _LARGEST_DROP)
     limit = jnp.where(finite, exponent + _LARGEST_RISE, exponent - drop)
     low, high = self._bounds()
@@ -171,7 +168,7 @@ class HeadroomLossScale:
     evidence = jnp.clip(self._evidence(memory), low, high)
     new = jnp.clip(jnp.minimum(evidence - memory.caution, limit), low, high)
 
-    scale = _exponents.power_of_two(new)
+    scale = _powers_of_two.power_of_two(new)
     moved = scale != state.loss_scale
     return after._replace(
       loss_scale=scale,
@@ -188,7 +185,8 @@ class HeadroomLossScale:
     bought = is_full & (memory.caution > 0)
     cursor = memory.amax_cursor
     return HeadroomMemory(
-      amax_window=memory.amax_window.at[cursor].set(amax),
+      # A state that was read from a file may hold numpy arrays.
+      amax_window=jnp.asarray(memory.amax_window).at[cursor].set(amax),
       amax_cursor=(cursor + 1) % memory.amax_window.shape[0],
       caution=jnp.where(
         jnp.max(memory.amax_window) > 0,
@@ -209,7 +207,7 @@ class HeadroomLossScale:
       has_evidence, 1, jnp.minimum(memory.caution + 1, _LARGEST_DROP)
     )
     caution = jnp.where(is_paid, memory.caution, memory.caution + stride)
-    tiny = _state.cast(jnp.finfo(self.dtype).smallest_normal, jnp.float32)
+    tiny = _arrays.cast(jnp.finfo(self.dtype).smallest_normal, jnp.float32)
     is_hopeless = has_evidence & (largest * state.loss_scale < tiny)
     return memory._replace(
       caution=jnp.where(is_hopeless, 0, caution),
@@ -220,38 +218,24 @@ class HeadroomLossScale:
     """The exponent of the scale that the gradients ask for; may be any."""
     top_mantissa, top_exponent = math.frexp(self._top())
     mantissa, exponent = jnp.frexp(jnp.max(memory.amax_window))
-    best = top_exponent + _state.cast(self.target, jnp.int32) - exponent
+    best = top_exponent + _arrays.cast(self.target, jnp.int32) - exponent
     best -= (mantissa > top_mantissa).astype(jnp.int32)
     # Without gradients there is caution only if there was an overflow.
     without = jnp.where(memory.caution > 0, self.init_scale, self.max_scale)
-    without = _exponents.floor_log2(_state.cast(without, jnp.float32))
+    without = _powers_of_two.floor_log2(_arrays.cast(without, jnp.float32))
     return jnp.where(mantissa > 0, best, without)
 
   def _top(self):
     """The largest number of the backward pass that float32 holds, too."""
-    return min(float(jnp.finfo(self.dtype).max), _FLOAT32_MAX)
+    return min(float(jnp.finfo(self.dtype).max), _arrays.FLOAT32_MAX)
 
   def _bounds(self):
     """The exponents of the lowest and of the highest scale."""
     # Traced bounds need not be powers of two, and bound those within.
     return (
-      _exponents.ceil_log2(_state.cast(self.min_scale, jnp.float32)),
-      _exponents.floor_log2(_state.cast(self.max_scale, jnp.float32)),
+      _powers_of_two.ceil_log2(_arrays.cast(self.min_scale, jnp.float32)),
+      _powers_of_two.floor_log2(_arrays.cast(self.max_scale, jnp.float32)),
     )
-
-  def _check_memory(self, state):
-    own: Any = jax.tree.structure(jax.eval_shape(self.init).memory)
-    got: Any = jax.tree.structure(state.memory)
-    if got != own:
-      raise ValueError(
-        f"state.memory must be that of a HeadroomLossScale, got {got} of"
-        " another policy. Use state._replace(memory=policy.init().memory)."
-      )
-
-
-def _where(condition, if_true, if_false):
-  choose = lambda x, y: jnp.where(condition, x, y)
-  return jax.tree.map(choose, if_true, if_false)
 
 
 def _as_amax(grads_amax):
@@ -262,15 +246,13 @@ def _as_amax(grads_amax):
       " magnitude among the unscaled gradients, got None. with_loss_scaling"
       " passes it; by hand it is optax.tree.norm(grads, ord='inf')."
     )
-  return jnp.abs(_state.cast(grads_amax, jnp.float32))
+  return jnp.abs(_arrays.cast(grads_amax, jnp.float32))
 
 
 def _check_scales(policy):
   for name in ("init_scale", "min_scale", "max_scale"):
     value = getattr(policy, name)
-    _state.check_number(
-      name, value, _state.SMALLEST_SCALE, _state.LARGEST_SCALE
-    )
+    _checks.check_scale(name, value)
     is_traced = isinstance(value, jax.core.Tracer)
     if not is_traced and math.frexp(float(value))[0] != 0.5:
       raise ValueError(

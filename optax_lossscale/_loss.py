@@ -10,7 +10,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _grads, _state
+from optax_lossscale import _arrays
 
 # Packages whose frames lie between a user's line and the tracing of a loss.
 _NOT_THE_USERS = {
@@ -59,7 +59,7 @@ def check_not_differentiated(
 def checked(out: Any, has_aux: bool) -> Any:
   """The loss in what a function returned, if it is one that can be scaled."""
   loss = _split_aux(out)[0] if has_aux else out
-  if not _state.is_array(loss):
+  if not _arrays.is_array(loss):
     hint = " If it is a pair of the loss and auxiliary data, pass has_aux=True."
     raise TypeError(
       f"fun must return a scalar loss, got {type(loss).__name__}."
@@ -81,7 +81,7 @@ def checked(out: Any, has_aux: bool) -> Any:
 def warn_if_narrow(loss: Any) -> None:
   """Warns, at the user's line, of a loss that cannot hold a large scale."""
   dtype = jnp.result_type(loss)
-  if not _grads.is_narrow(dtype):
+  if not _arrays.is_narrow(dtype):
     return
   warnings.warn(
     f"fun returns a {dtype} loss. Its backward pass starts with the loss"

@@ -1,23 +1,28 @@
 """The policies: rules that move the loss scale after each step."""
 
 import dataclasses
-from typing import Any, get_args, Literal, Protocol, runtime_checkable
+from typing import (
+  Any,
+  get_args,
+  Literal,
+  NamedTuple,
+  Protocol,
+  runtime_checkable,
+)
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _state
+from optax_lossscale import _arrays, _checks
 from optax_lossscale._state import LossScaleState
 
 HysteresisRefill = Literal["growth", "finite", "backoff"]
 
-_LARGEST_COUNT = 2**31 - 1
-
 
 @runtime_checkable
-class LossScale(Protocol):
+class LossScalePolicy(Protocol):
   """The protocol of a policy: two pure functions and no state of its own.
 
   A policy is an immutable object that holds hyperparameters only; everything
@@ -43,8 +48,8 @@ class LossScale(Protocol):
       state: the state that scaled the loss of this step.
       grads_finite: whether all gradients were finite; bool, shape ``()``.
       grads_amax: the largest magnitude among the unscaled gradients; float32,
-        shape ``()``; of no meaning if they were not finite. A policy that does
-        not look at it costs nothing for it.
+        shape ``()``; of no meaning if they were not finite. Under ``jit``
+        a policy that does not look at it costs nothing for it.
 
     Returns:
       A state of the same structure, shapes and dtypes.
@@ -80,7 +85,7 @@ class FixedLossScale:
   scale: float
 
   def __post_init__(self):
-    _check_scale("scale", self.scale)
+    _checks.check_scale("scale", self.scale)
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
@@ -96,6 +101,17 @@ class FixedLossScale:
     """Returns the state with its counts brought up to date."""
     del grads_amax
     return record_step(state, grads_finite)
+
+
+class DynamicMemory(NamedTuple):
+  """What :class:`DynamicLossScale` remembers if it has hysteresis.
+
+  Attributes:
+    hysteresis_left: how many overflows until one lowers the scale; int32, shape
+      ``()``.
+  """
+
+  hysteresis_left: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,22 +173,24 @@ class DynamicLossScale:
   hysteresis_refill: HysteresisRefill = "growth"
 
   def __post_init__(self):
-    _check_scale("init_scale", self.init_scale)
-    _check_scale("min_scale", self.min_scale)
-    _check_scale("max_scale", self.max_scale)
+    _checks.check_scale("init_scale", self.init_scale)
+    _checks.check_scale("min_scale", self.min_scale)
+    _checks.check_scale("max_scale", self.max_scale)
     check_order(self)
-    # The bounds of the factors are the float32 neighbours of 1: nearer to 1
-    # they would round to it, and the scale never move.
-    _state.check_number(
-      "growth_factor", self.growth_factor, 1 + 2**-23, _state.LARGEST_SCALE
+    _checks.check_number(
+      "growth_factor",
+      self.growth_factor,
+      _checks.SMALLEST_GROWTH,
+      _checks.LARGEST_SCALE,
     )
-    _state.check_number(
-      "backoff_factor", self.backoff_factor, _state.SMALLEST_SCALE, 1 - 2**-24
+    _checks.check_number(
+      "backoff_factor",
+      self.backoff_factor,
+      _checks.SMALLEST_SCALE,
+      _checks.LARGEST_BACKOFF,
     )
-    for name in ("growth_interval", "hysteresis"):
-      _state.check_number(
-        name, getattr(self, name), 1, _LARGEST_COUNT, integer=True
-      )
+    _checks.check_count("growth_interval", self.growth_interval)
+    _checks.check_count("hysteresis", self.hysteresis)
     if self.hysteresis_refill not in get_args(HysteresisRefill):
       raise ValueError(
         "hysteresis_refill must be one of"
@@ -182,10 +200,8 @@ class DynamicLossScale:
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
-    return initial_state(
-      self.init_scale,
-      memory=_i32(self.hysteresis) if self._needs_memory() else (),
-    )
+    memory = DynamicMemory(_i32(self.hysteresis)) if self._remembers() else ()
+    return initial_state(self.init_scale, memory)
 
   def adjust(
     self,
@@ -194,16 +210,24 @@ class DynamicLossScale:
     *,
     grads_amax: jax.typing.ArrayLike | None = None,
   ) -> LossScaleState:
-    """Returns the state with the scale of the next step."""
+    """Returns the state with the scale of the next step.
+
+    Raises:
+      ValueError: if there is hysteresis, and the state is one of another policy
+        or of one without.
+    """
     del grads_amax
     after = record_step(state, grads_finite)
     # `>=`, since a restored or migrated count may lie above the interval.
     grow = after.finite_count >= _i32(self.growth_interval)
     backoff = ~after.last_finite
-    memory = state.memory
-    if self._counts_hysteresis(memory):
-      tolerated, memory = self._spend_hysteresis(memory, backoff, grow)
-      backoff = backoff & ~tolerated
+    memory = state.memory  # What another policy remembers stays for it.
+    if self._remembers() and not self._started_without(memory):
+      check_memory(self, state, DynamicMemory)
+      tolerated, left = self._spend_hysteresis(
+        memory.hysteresis_left, backoff, grow
+      )
+      backoff, memory = backoff & ~tolerated, DynamicMemory(left)
     factor = jnp.where(grow, _f32(self.growth_factor), jnp.float32(1))
     factor = jnp.where(backoff, _f32(self.backoff_factor), factor)
     scale = jnp.clip(
@@ -215,28 +239,17 @@ class DynamicLossScale:
       memory=memory,
     )
 
-  def _needs_memory(self):
+  def _remembers(self) -> bool:
     # A traced hysteresis (a hyperparameter injected by Optax) may be any.
     return isinstance(self.hysteresis, jax.core.Tracer) or self.hysteresis > 1
 
-  def _counts_hysteresis(self, memory):
-    """Whether the memory is the hysteresis left; an error if it must be."""
-    if not self._needs_memory():
-      return False  # What another policy remembers stays for it.
-    structure: Any = jax.tree.structure(memory)
-    if structure == jax.tree.structure(0):
-      return True
-    if structure == jax.tree.structure(()) and isinstance(
-      self.hysteresis, jax.core.Tracer
-    ):
-      return False
-    raise ValueError(
-      "state.memory must be the hysteresis left, an integer, got"
-      f" {structure} of another policy. Use"
-      " state._replace(memory=policy.init().memory)."
-    )
+  def _started_without(self, memory: Any) -> bool:
+    """Whether ``init`` saw a hysteresis of 1 that is traced by now."""
+    return isinstance(self.hysteresis, jax.core.Tracer) and memory == ()
 
-  def _spend_hysteresis(self, left, overflow, grow):
+  def _spend_hysteresis(
+    self, left: jax.Array, overflow: jax.Array, grow: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     """Whether this overflow is tolerated, and the hysteresis left after it."""
     full = _i32(self.hysteresis)
     # A state of another policy may have more left than this one allows.
@@ -280,24 +293,32 @@ def record_step(
   )
 
 
-def as_policy(loss_scale: Any) -> LossScale:
+def as_policy(loss_scale: Any) -> LossScalePolicy:
   """The policy that ``with_loss_scaling(loss_scale=...)`` stands for."""
   if isinstance(loss_scale, str) and loss_scale == "dynamic":
     return DynamicLossScale()
-  if isinstance(loss_scale, LossScale) and not isinstance(loss_scale, type):
+  if isinstance(loss_scale, LossScalePolicy) and not isinstance(
+    loss_scale, type
+  ):
     return loss_scale
-  is_number = _state.is_array(loss_scale) and not isinstance(loss_scale, bool)
+  is_number = _arrays.is_array(loss_scale) and not isinstance(loss_scale, bool)
   if not is_number:
     raise TypeError(
       "loss_scale must be a policy (such as DynamicLossScale()), 'dynamic' or"
       f" a positive number, got loss_scale = {loss_scale!r}."
     )
-  _check_scale("loss_scale", loss_scale)
+  _checks.check_scale("loss_scale", loss_scale)
   return FixedLossScale(loss_scale)
 
 
-def _check_scale(name, value):
-  _state.check_number(name, value, _state.SMALLEST_SCALE, _state.LARGEST_SCALE)
+def check_memory(policy: Any, state: LossScaleState, kind: type) -> None:
+  """Raises unless the state remembers what the policy does."""
+  if not isinstance(state.memory, kind):
+    raise ValueError(
+      f"state.memory must be that of a {type(policy).__name__}, a"
+      f" {kind.__name__}, got {type(state.memory).__name__} of another policy."
+      " Use state._replace(memory=policy.init().memory)."
+    )
 
 
 def check_order(policy: Any) -> None:

@@ -1,13 +1,14 @@
 """Pure functions: scale the loss, unscale the gradients, differentiate."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _grads, _loss, _state
+from optax_lossscale import _arrays, _grads, _loss, _state
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -32,15 +33,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
     >>> print(ols.scale_loss(jnp.float32(0.5), state))
     512.0
   """
-  scale = _state.get_loss_scale_state(state).loss_scale
-
-  def scale_leaf(leaf):
-    if not _grads.is_inexact(leaf):
-      return leaf
-    dtype = _grads.at_least_float32(jnp.result_type(leaf))
-    return _grads.times(lax.convert_element_type(leaf, dtype), scale)
-
-  return jax.tree.map(scale_leaf, loss)
+  return _scale(loss, _state.get_loss_scale_state(state).loss_scale)
 
 
 def unscale_grads(grads: Any, state: Any) -> Any:
@@ -68,37 +61,13 @@ def unscale_grads(grads: Any, state: Any) -> Any:
     >>> print(ols.unscale_grads({"w": jnp.float32(512.0)}, state)["w"])
     0.5
   """
-  scale = _state.get_loss_scale_state(state).loss_scale
-  wide = _grads.map_grads(lambda leaf: jnp.asarray(_grads.widen(leaf)), grads)
-  settled = iter(_settle(_grads.grad_leaves(wide)))
-  return _grads.map_grads(
-    lambda _: _grads.divided_by(next(settled), scale), wide
-  )
-
-
-def all_finite(tree: Any) -> jax.Array:
-  """Tests, element by element, whether a pytree holds no inf and no NaN.
-
-  Args:
-    tree: any pytree; only leaves of a float or complex dtype are looked at, and
-      none under Flax's ``_overwrite_with_gradient`` collection.
-
-  Returns:
-    A bool of shape ``()``; True for an empty tree.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
-    >>> print(ols.all_finite({"a": jnp.array([1.0, 2.0]), "b": jnp.inf}))
-    False
-  """
-  return _grads.every_entry_is_finite(tree)
+  return _unscale(grads, _state.get_loss_scale_state(state).loss_scale)
 
 
 def value_and_grad(
   fun: Callable[..., Any],
   state: Any,
-  argnums: int | Sequence[int] = 0,
+  argnums: int | Sequence[int] | None = None,
   has_aux: bool = False,
   *,
   using: Callable[..., Any] = jax.value_and_grad,
@@ -116,7 +85,8 @@ def value_and_grad(
       pair of it and auxiliary data.
     state: the state that scales the loss: a :class:`LossScaleState`, or any
       pytree that holds exactly one, such as the optimizer state.
-    argnums: which positional arguments to differentiate with respect to.
+    argnums: which positional arguments to differentiate with respect to; the
+      first, if not given.
     has_aux: whether ``fun`` returns a pair of loss and auxiliary data.
     using: the function to differentiate with: :func:`jax.value_and_grad`, or
       one with its signature such as ``flax.nnx.value_and_grad`` or
@@ -124,14 +94,14 @@ def value_and_grad(
     **kwargs: further keyword arguments for ``using``.
 
   Returns:
-    A function of the arguments of ``fun``, which returns ``(loss, grads)``, or
-    ``((loss, aux), grads)`` if ``has_aux``. The loss is unscaled and in its own
-    dtype; the gradients are as from :func:`unscale_grads`, and inf or NaN where
-    they overflowed.
+    A function of the arguments of ``fun``, with its name and docstring, which
+    returns ``(loss, grads)``, or ``((loss, aux), grads)`` if ``has_aux``. The
+    loss is unscaled and in its own dtype; the gradients are as from
+    :func:`unscale_grads`, and inf or NaN where they overflowed.
 
   Raises:
-    TypeError: if the loss is not of a float dtype, or ``fun`` is differentiated
-      already.
+    TypeError: if the loss is not of a float dtype, ``fun`` is differentiated
+      already, or ``using`` does not return the value beside the gradients.
     ValueError: if the loss is not a scalar, or ``state`` does not hold exactly
       one loss-scale state.
 
@@ -145,32 +115,27 @@ def value_and_grad(
     >>> print(loss, grad)
     0.25 [1.]
   """
-  if not callable(fun):
-    raise TypeError(f"fun must be a function, got fun = {fun!r}.")
-  if not callable(using):
-    raise TypeError(
-      "using must be a function like jax.value_and_grad, got using ="
-      f" {using!r}."
-    )
-  scale_state = _state.get_loss_scale_state(state)
-  # Equinox has no `argnums`: it is passed on only if it says something.
-  if not isinstance(argnums, int) or argnums != 0:
-    kwargs["argnums"] = argnums
+  _check_callable("fun", fun, "a function")
+  _check_callable("using", using, "a function like jax.value_and_grad")
+  scale = _state.get_loss_scale_state(state).loss_scale
 
   def scaled_fun(*args, **fun_kwargs):
     out = fun(*args, **fun_kwargs)
-    return scale_loss(_loss.checked(out, has_aux), scale_state), out
+    return _scale(_loss.checked(out, has_aux), scale), _Returned(out)
 
-  # jax.value_and_grad shows the docstring of the function it is given.
+  # What is made of it is compared with `fun` by these, below.
   scaled_fun.__name__ = getattr(fun, "__name__", "fun")
   scaled_fun.__doc__ = getattr(fun, "__doc__", None)
+  if argnums is not None:  # Not every library has such an argument.
+    kwargs["argnums"] = argnums
   differentiated = using(scaled_fun, has_aux=True, **kwargs)
   _loss.check_not_differentiated(fun, scaled_fun, differentiated)
 
+  @functools.wraps(fun, updated=())
   def value_and_grad_fun(*args, **fun_kwargs):
-    (_, out), grads = differentiated(*args, **fun_kwargs)
+    out, grads = _split_result(differentiated(*args, **fun_kwargs), using)
     _loss.warn_if_narrow(out[0] if has_aux else out)
-    return out, unscale_grads(grads, scale_state)
+    return out, _unscale(grads, scale)
 
   return value_and_grad_fun
 
@@ -178,7 +143,7 @@ def value_and_grad(
 def grad(
   fun: Callable[..., Any],
   state: Any,
-  argnums: int | Sequence[int] = 0,
+  argnums: int | Sequence[int] | None = None,
   has_aux: bool = False,
   *,
   using: Callable[..., Any] = jax.value_and_grad,
@@ -189,7 +154,8 @@ def grad(
   Args:
     fun: the function to differentiate; see :func:`value_and_grad`.
     state: the state that scales the loss.
-    argnums: which positional arguments to differentiate with respect to.
+    argnums: which positional arguments to differentiate with respect to; the
+      first, if not given.
     has_aux: whether ``fun`` returns a pair of loss and auxiliary data.
     using: the function to differentiate with; one that returns the value, too,
       as :func:`jax.value_and_grad` does.
@@ -200,8 +166,8 @@ def grad(
     gradients, or ``(grads, aux)`` if ``has_aux``.
 
   Raises:
-    TypeError: if the loss is not of a float dtype, or ``fun`` is differentiated
-      already.
+    TypeError: if the loss is not of a float dtype, ``fun`` is differentiated
+      already, or ``using`` does not return the value beside the gradients.
     ValueError: if the loss is not a scalar, or ``state`` does not hold exactly
       one loss-scale state.
 
@@ -216,6 +182,7 @@ def grad(
     fun, state, argnums, has_aux, using=using, **kwargs
   )
 
+  @functools.wraps(fun, updated=())
   def grad_fun(*args, **fun_kwargs):
     out, grads = with_value(*args, **fun_kwargs)
     return (grads, out[1]) if has_aux else grads
@@ -223,7 +190,44 @@ def grad(
   return grad_fun
 
 
-def _settle(leaves):
+class _Returned(NamedTuple):
+  """What ``fun`` returned, on its way through ``using`` as auxiliary data."""
+
+  out: Any
+
+
+def _split_result(result, using):
+  """What ``fun`` returned, and the gradients of the scaled loss."""
+  value, grads = result
+  is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+  if not is_pair or not isinstance(value[1], _Returned):
+    raise TypeError(
+      "using must return the value beside the gradients, as jax.value_and_grad"
+      f" does, got using = {using!r}. For the gradients alone, call grad with"
+      " a function that returns both."
+    )
+  return value[1].out, grads
+
+
+def _scale(loss, scale):
+  def scale_leaf(leaf):
+    if not _arrays.is_inexact(leaf):
+      return leaf
+    dtype = _arrays.at_least_float32(jnp.result_type(leaf))
+    return _arrays.times(lax.convert_element_type(leaf, dtype), scale)
+
+  return jax.tree.map(scale_leaf, loss)
+
+
+def _unscale(tree, scale):
+  grads, put_back = _grads.split(tree)
+  wide = [jnp.asarray(_arrays.widen(grad)) for grad in grads]
+  return put_back(
+    [_arrays.divided_by(grad, scale) for grad in _computed_once(wide)]
+  )
+
+
+def _computed_once(leaves):
   """The same leaves; on CPU, what follows does not compute them again.
 
   XLA's CPU compiler would repeat the end of the backward pass (a transposition
@@ -238,3 +242,8 @@ def _settle(leaves):
     cpu=lambda leaves: [lax.optimization_barrier(x) for x in leaves],
     default=lambda leaves: leaves,
   )
+
+
+def _check_callable(name, value, kind):
+  if not callable(value):
+    raise TypeError(f"{name} must be {kind}, got {name} = {value!r}.")

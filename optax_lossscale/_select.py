@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from optax_lossscale import _axes, _state
+from optax_lossscale import _arrays, _axes, _jaxprs
 
 
 def update_or_keep(
@@ -46,7 +46,7 @@ def update_or_keep(
   # Outside jit there is nothing to fuse, and state leaves may be any object.
   if not isinstance(finite, jax.core.Tracer):
     updates, new_state = update(grads, state, params, **extra_args)
-    return updates, keep(finite, new_state, state)
+    return updates, keep_unless(finite, new_state, state)
 
   def run():
     updates, new_state = update(grads, state, params, **extra_args)
@@ -56,10 +56,14 @@ def update_or_keep(
   return _run_with_selects(run, finite, state)
 
 
-def keep(finite: jax.Array, new_state: Any, state: Any) -> Any:
-  """The new state where ``finite``, else the old one: the plain way."""
+def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
+  """The new state if ``finite``, else the old one: selected behind the update.
+
+  Raises:
+    ValueError: if the two differ in structure.
+  """
   _check_structure(new_state, state)
-  return _state.select(finite, new_state, state)
+  return _arrays.select(finite, new_state, state)
 
 
 def _run_with_selects(run, finite, state):
@@ -78,14 +82,14 @@ def _run_with_selects(run, finite, state):
     closed.jaxpr, closed.consts, finite, old, _jit_called_here()
   )
 
-  def finish(var, out, leaf):
+  def select_if_not_yet(var, out, leaf):
     is_literal = isinstance(var, core.Literal)
     if out is leaf or (not is_literal and var in selected and old[var] is leaf):
       return out
-    # No equation of its own produced it: the plain way.
-    return _state.select_leaf(finite, out, leaf)
+    # No equation of its own produced it.
+    return _arrays.select(finite, out, leaf)
 
-  new_leaves = map(finish, new_vars, outs[first:], old_leaves)
+  new_leaves = map(select_if_not_yet, new_vars, outs[first:], old_leaves)
   updates = jax.tree.unflatten(jax.tree.structure(shapes[0]), outs[:first])
   return updates, jax.tree.unflatten(jax.tree.structure(state), new_leaves)
 
@@ -121,10 +125,10 @@ def _evaluate(jaxpr, args, finite, old, here):
       selected |= within
       env.update(zip(eqn.outvars, outs, strict=True))
       continue
-    env.update(_evaluate_one(jaxpr, eqn, read))
+    env.update(_jaxprs.evaluate_equation(jaxpr, eqn, read))
     for var in eqn.outvars:
       if var in old and _may_select(eqn, env[var], finite, old[var], here):
-        env[var] = _state.select_leaf(finite, env[var], old[var])
+        env[var] = _arrays.select(finite, env[var], old[var])
         selected.add(var)
   return [read(var) for var in jaxpr.outvars], selected
 
@@ -146,18 +150,6 @@ def _enter(eqn, args, finite, old, here):
       inner.jaxpr, [*inner.consts, *args], finite, inner_old, here
     )
   return outs, {pairs[i] for i in selected}
-
-
-def _evaluate_one(jaxpr, eqn, read):
-  """The values of the output variables of one equation."""
-  inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
-  inputs = list(dict.fromkeys(inputs))
-  # A jaxpr of this equation alone lets JAX do the evaluation.
-  alone = jaxpr.replace(
-    constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn]
-  )
-  fun = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
-  return zip(eqn.outvars, fun(*map(read, inputs)), strict=True)
 
 
 def _may_be_entered(eqn, here):
@@ -204,8 +196,8 @@ def _is_sharding(x):
 def _cast_like(new_state, state):
   return jax.tree.map(
     lambda new, old: (
-      _state.cast(new, old.dtype)
-      if hasattr(old, "dtype") and _state.is_array(old)
+      _arrays.cast(new, old.dtype)
+      if hasattr(old, "dtype") and _arrays.is_array(old)
       else new
     ),
     new_state,

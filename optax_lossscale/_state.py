@@ -1,22 +1,12 @@
 """The loss-scale state: what it holds, and how to find it in any pytree."""
 
 from collections.abc import Mapping
-import math
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
-# The scale and its reciprocal are both normal float32 numbers between these
-# two. The reciprocal of 2**127 is subnormal, XLA flushes it to zero, and every
-# unscaled gradient would be a finite, silent zero.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
-
-# Flax keeps the statistics of its fp8 layers in this collection. They arrive
-# beside the gradients, but are values to be stored, not gradients.
-OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+from optax_lossscale import _arrays, _checks
 
 
 class LossScaleState(NamedTuple):
@@ -111,7 +101,7 @@ def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
     >>> print(ols.get_loss_scale_state(opt_state).loss_scale)
     1024.0
   """
-  check_number("value", value, SMALLEST_SCALE, LARGEST_SCALE)
+  _checks.check_scale("value", value)
   get_loss_scale_state(tree)
   ((prefix, _),) = _find(tree)
 
@@ -120,7 +110,9 @@ def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
     field = _key_name(inside[0]) if inside else None
     if field == "loss_scale":
       new = jnp.clip(
-        jnp.asarray(value, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE
+        jnp.asarray(value, jnp.float32),
+        _checks.SMALLEST_SCALE,
+        _checks.LARGEST_SCALE,
       )
       new = jnp.broadcast_to(new, jnp.shape(leaf))
       # Through the old scale, so that its sharding is kept.
@@ -169,70 +161,12 @@ def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
       "applied and skipped must have the same structure, got applied ="
       f" {new} and skipped = {old}."
     )
-  return select(finite, applied, skipped)
-
-
-def select(finite: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
-  """``new`` where ``finite``, else ``old``, in the dtypes of ``old``."""
-  return jax.tree.map(lambda n, o: select_leaf(finite, n, o), new, old)
-
-
-def select_leaf(finite: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
-  """``new`` if ``finite``, else ``old``; what is not an array stays ``old``."""
-  if not is_array(old):
-    return old
-  old = jnp.asarray(old)
-  return lax.select(jnp.asarray(finite), cast(new, old.dtype), old)
-
-
-def cast(x: Any, dtype: Any) -> Any:
-  """``x`` as a strongly typed array; PRNG keys as they are."""
-  if jnp.issubdtype(dtype, jax.dtypes.extended):
-    return x
-  return lax.convert_element_type(x, dtype)
-
-
-def is_array(x: Any) -> bool:
-  """Whether JAX can compute on this leaf: an array or a Python number."""
-  dtype = getattr(x, "dtype", None)
-  if dtype is None:
-    return isinstance(x, (bool, int, float, complex))
-  return dtype != jax.dtypes.float0 and not isinstance(x, jax.ShapeDtypeStruct)
+  return _arrays.select(finite, applied, skipped)
 
 
 def holds_loss_scale(tree: Any) -> bool:
   """Whether there is a loss-scale state anywhere in the tree."""
   return bool(_find(tree))
-
-
-def check_number(
-  name: str, value: Any, low: float, high: float, *, integer: bool = False
-) -> None:
-  """Raises unless ``value`` is a number in [low, high]; traced ones pass."""
-  if isinstance(value, jax.core.Tracer):
-    return
-  kind = "an integer" if integer else "a number"
-  rule = f"{name} must be {kind} in [{show_bound(low)}, {show_bound(high)}]"
-  is_number = isinstance(value, (int, float)) or (
-    hasattr(value, "dtype") and getattr(value, "shape", None) == ()
-  )
-  if isinstance(value, (bool, complex)) or not is_number:
-    raise TypeError(f"{rule}, got {name} = {value!r}.")
-  if hasattr(value, "dtype"):
-    if value.dtype == bool or jnp.issubdtype(value.dtype, jnp.complexfloating):
-      raise TypeError(f"{rule}, got {name} = {value!r}.")
-    value = value.item()
-  in_range = low <= value <= high  # False for NaN, too.
-  if not in_range or (integer and value != int(value)):
-    raise ValueError(f"{rule}, got {name} = {value!r}.")
-
-
-def show_bound(value: float) -> str:
-  """A bound as people write it: ``2**126``, ``0.5``, ``2147483647``."""
-  exponent = round(math.log2(value)) if 0 < value < math.inf else 0
-  if abs(exponent) > 20 and value == 2.0**exponent:
-    return f"2**{exponent}"
-  return str(value) if isinstance(value, int) else f"{value:.8g}"
 
 
 def _find(tree):

@@ -7,7 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _grads, _state
+from optax_lossscale import _arrays, _grads
 
 
 def cast_like(updates: Any, params: Any) -> Any:
@@ -16,10 +16,10 @@ def cast_like(updates: Any, params: Any) -> Any:
     return updates
 
   def cast(path, update, param):
-    if not _grads.is_grad(path, update) or not _grads.is_inexact(param):
+    if not _grads.is_grad(path, update) or not _arrays.is_inexact(param):
       return update
     update = jnp.asarray(update)
-    return _grads.cast_real_or_complex(update, jnp.result_type(param))
+    return _arrays.cast_real_or_complex(update, jnp.result_type(param))
 
   # None and MaskedNode stand where params may have a leaf.
   is_leaf = lambda x: x is None or isinstance(x, optax.MaskedNode)
@@ -37,10 +37,10 @@ def nothing_unless(finite: jax.Array, updates: Any) -> Any:
   """
 
   def choose(path, update):
-    if not _state.is_array(update) or _grads.is_overwritten(path):
+    if not _arrays.is_array(update) or _grads.is_overwritten(path):
       return update
     update = jnp.asarray(update)
-    if _grads.is_inexact(update):
+    if _arrays.is_inexact(update):
       nothing = _negative_zeros_like(update)
     elif jnp.issubdtype(update.dtype, jnp.integer):
       nothing = jnp.zeros_like(update)
@@ -52,7 +52,7 @@ def nothing_unless(finite: jax.Array, updates: Any) -> Any:
 
 
 def _negative_zeros_like(x):
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+  if _arrays.is_complex(x.dtype):
     return lax.complex(
       _negative_zeros_like(x.real), _negative_zeros_like(x.imag)
     )

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import (
+  _arrays,
   _axes,
+  _checks,
   _grads,
   _policies,
-  _probes,
   _select,
   _state,
   _updates,
@@ -32,12 +33,13 @@ class LossScalingState(NamedTuple):
 
 def with_loss_scaling(
   inner: optax.GradientTransformation,
-  loss_scale: _policies.LossScale | jax.typing.ArrayLike | str = "dynamic",
+  loss_scale: _policies.LossScalePolicy
+  | jax.typing.ArrayLike
+  | str = "dynamic",
   *,
   axis_name: _axes.AxisName | None = None,
   max_norm: jax.typing.ArrayLike | None = None,
   grads_are_scaled: bool = False,
-  skip_nonfinite: bool = True,
   check_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer in loss scaling: skips bad steps, moves the scale.
@@ -53,15 +55,19 @@ def with_loss_scaling(
   or act on a skipped step.
 
   Two extra arguments of ``update`` are its own, all others go to ``inner``:
-  ``grads_finite``, further evidence of whether the backward pass overflowed,
-  and ``cotangents``, a pytree of what :func:`~optax_lossscale.probe` counted.
-  ``grads_finite`` is a bool, or a number that counts by its truth (a NaN as
-  false). If it is false, the step is skipped and the scale is lowered, as by an
-  overflow. For a condition that has nothing to do with the scale, wrap
-  :func:`optax.transforms.conditionally_mask`, which leaves the scale alone.
-  An inf or a NaN among these counts as one among the gradients, even where none
-  arrives at them: what cut it off on its way may have cut off more. Their
-  largest magnitude counts as one of a gradient.
+
+  * ``grads_finite``, further evidence of whether the backward pass overflowed:
+    a bool, or a number that counts by its truth (a NaN as false). If it is
+    false, the step is skipped and the scale is lowered, as by an overflow. For
+    a condition that has nothing to do with the scale, wrap
+    :func:`optax.transforms.conditionally_mask`, which leaves the scale alone.
+  * ``grads_amax``, the largest magnitude that the backward pass held, without
+    the loss scale: a number, for a policy such as
+    :class:`~optax_lossscale.HeadroomLossScale`. What counts is the larger of it
+    and the largest gradient.
+
+  :func:`~optax_lossscale.diagnostics.probe_evidence` makes both of what probes
+  have counted.
 
   float16 and float8 gradients and parameters are float32 inside ``inner``, in
   ``init`` and ``update`` alike; updates come back in the dtypes of the
@@ -83,8 +89,6 @@ def with_loss_scaling(
       that are shards from those that every device holds whole.
     grads_are_scaled: whether ``update`` is given gradients of the scaled loss,
       which it then unscales.
-    skip_nonfinite: if False, the gradients are not tested and every step is
-      applied. For a fixed scale only.
     check_updates: if True, an inf or a NaN that ``inner`` produced counts as an
       overflow, too.
 
@@ -119,10 +123,12 @@ def with_loss_scaling(
   """
   inner = _as_transformation(inner)
   policy = _policies.as_policy(loss_scale)
-  _check_options(policy, max_norm, skip_nonfinite, check_updates)
+  if max_norm is not None:
+    # Between the powers of two that float32 holds as normal numbers.
+    _checks.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
 
   def init_fn(params):
-    inner_state = inner.init(jax.tree.map(_grads.widen, params))
+    inner_state = inner.init(jax.tree.map(_arrays.widen, params))
     if _state.holds_loss_scale(inner_state):
       raise ValueError(
         "inner must be an optimizer without loss scaling, got one whose state"
@@ -136,107 +142,136 @@ def with_loss_scaling(
     params=None,
     *,
     grads_finite=True,
-    cotangents=None,
+    grads_amax=None,
     **extra_args,
   ):
     _check_state(state)
-    grads_finite = _as_flag("grads_finite", grads_finite)
-    scale_state, inner_state = state
-    unscale = 1 / scale_state.loss_scale if grads_are_scaled else None
-
-    finite, amax, factor = _measure(updates, unscale, max_norm, axis_name)
-    finite, amax = _probes.fold(
-      cotangents, scale_state.loss_scale, finite, amax
+    is_scaled_by = state.loss_scale_state.loss_scale
+    grads, put_back = _grads.split(updates)
+    found = _measure(
+      grads, is_scaled_by if grads_are_scaled else None, max_norm, axis_name
     )
-    finite = _axes.all_agree(finite & grads_finite, axis_name)
+    finite = _axes.all_agree(
+      found.finite & _as_flag("grads_finite", grads_finite), axis_name
+    )
+    amax = found.amax
+    if grads_amax is not None:
+      amax = jnp.maximum(amax, _as_magnitude("grads_amax", grads_amax))
     amax = _axes.maximum(amax, axis_name)
-    if not skip_nonfinite:
-      finite = jnp.bool_(True)
 
-    grads = _grads.map_grads(
-      lambda leaf: _zero_unless(finite, leaf, factor), updates
+    args = (
+      put_back([_true_or_zeros(x, finite, found.factor) for x in grads]),
+      state.inner_state,
+      jax.tree.map(_arrays.widen, params),
     )
-    wide_params = jax.tree.map(_grads.widen, params)
-    args = grads, inner_state, wide_params
     if check_updates:
       new_updates, new_inner_state = inner.update(*args, **extra_args)
       new_updates = _updates.cast_like(new_updates, params)
-      finite &= _axes.all_agree(_grads.sum_is_finite(new_updates), axis_name)
-      new_inner_state = _select.keep(finite, new_inner_state, inner_state)
+      finite &= _axes.all_agree(
+        _grads.sum_is_finite(_grads.split(new_updates)[0]), axis_name
+      )
+      new_inner_state = _select.keep_unless(
+        finite, new_inner_state, state.inner_state
+      )
     else:
       new_updates, new_inner_state = _select.update_or_keep(
         inner.update, finite, *args, **extra_args
       )
       new_updates = _updates.cast_like(new_updates, params)
 
-    new_scale_state = policy.adjust(scale_state, finite, grads_amax=amax)
     return _updates.nothing_unless(finite, new_updates), LossScalingState(
-      new_scale_state, new_inner_state
+      policy.adjust(state.loss_scale_state, finite, grads_amax=amax),
+      new_inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _measure(grads, unscale, max_norm, axis_name):
-  """What one pass over the gradients, as they arrive, tells.
+class _Measured(NamedTuple):
+  """What one pass over the gradients of this device tells.
+
+  Attributes:
+    finite: whether they are finite once they are true ones; bool[].
+    amax: the largest magnitude of the true ones; float32[].
+    factor: what makes true and clipped ones of them; float32[], or None if
+      they are that already.
+  """
+
+  finite: jax.Array
+  amax: jax.Array
+  factor: jax.Array | None
+
+
+def _measure(grads, loss_scale, max_norm, axis_name):
+  """Measures gradients as they arrive, true or scaled.
 
   Args:
-    grads: the gradients, true or scaled.
-    unscale: float32[] by which scaled ones become true ones; None for true.
-    max_norm: the largest norm allowed, or None.
+    grads: the gradients.
+    loss_scale: the scale that is in them; None if they are true ones.
+    max_norm: the largest global norm allowed, or None.
     axis_name: the axes over which the norm is taken, or None.
 
   Returns:
-    Whether those of this device are finite once they are true; the largest
-    magnitude of its true ones; and the float32[] to multiply the gradients by,
-    or None.
+    A :class:`_Measured`.
   """
   amax = _grads.largest_magnitude(grads)
-  if unscale is not None:
-    amax *= unscale
+  reciprocal = None if loss_scale is None else 1 / loss_scale
+  if reciprocal is not None:
+    amax *= reciprocal
   if max_norm is None:
-    return _grads.sum_is_finite(grads, unscale), amax, unscale
+    finite = _grads.sum_is_finite(grads, reciprocal)
+    return _Measured(finite, amax, reciprocal)
   norm = _axes.global_norm(grads, axis_name)
-  if unscale is not None:
-    norm *= unscale
+  if reciprocal is not None:
+    norm *= reciprocal
   max_norm = lax.convert_element_type(max_norm, jnp.float32)
   factor = jnp.where(norm > max_norm, max_norm / norm, jnp.float32(1))
-  if unscale is not None:
-    factor *= unscale
+  if reciprocal is not None:
+    factor *= reciprocal
   # A scale below 1 may unscale what is finite to inf.
-  return norm <= _grads.LARGEST_GRAD, amax, factor
+  return _Measured(norm <= _grads.LARGEST_GRAD, amax, factor)
 
 
-def _zero_unless(finite, grad, factor):
-  """The widened gradient times the factor; zeros unless finite."""
-  grad = jnp.asarray(_grads.widen(grad))
+def _true_or_zeros(grad, finite, factor):
+  """The gradient widened and times the factor; zeros unless finite."""
+  grad = jnp.asarray(_arrays.widen(grad))
   if factor is not None:
-    grad = _grads.times(grad, factor)
+    grad = _arrays.times(grad, factor)
   return lax.select(finite, grad, jnp.zeros_like(grad))
 
 
 def _strong(leaf):
   """A leaf without weak type, so that the second step does not trace again."""
-  if not _state.is_array(leaf):
+  if not _arrays.is_array(leaf):
     return leaf
-  return _state.cast(leaf, jnp.result_type(leaf))
+  return _arrays.cast(leaf, jnp.result_type(leaf))
 
 
 def _as_flag(name, value):
   """A bool, or a number by its truth; a NaN is no answer, and false."""
-  rule = f"{name} must be one bool or number, true if the gradients are finite"
-  remedy = "Reduce several with jnp.all; leave it out if you have none."
-  if not _state.is_array(value):
+  _check_scalar(name, value, "bool or number, true if the gradients are finite")
+  value = jnp.asarray(value)
+  if jnp.issubdtype(value.dtype, jnp.bool_):
+    return value
+  return (value != 0) & (value == value)
+
+
+def _as_magnitude(name, value):
+  """The magnitude of a number, as float32."""
+  _check_scalar(name, value, "number, the largest magnitude of a gradient")
+  return lax.abs(lax.convert_element_type(jnp.asarray(value), jnp.float32))
+
+
+def _check_scalar(name, value, kind):
+  rule = f"{name} must be one {kind}"
+  remedy = "Reduce several to one; leave it out if you have none."
+  if not _arrays.is_array(value):
     raise TypeError(f"{rule}, got {name} = {value!r}. {remedy}")
   shape, dtype = jnp.shape(value), jnp.result_type(value)
   if jnp.issubdtype(dtype, jax.dtypes.extended):
     raise TypeError(f"{rule}, got {name} of dtype {dtype}. {remedy}")
   if shape:
     raise ValueError(f"{rule}, got {name} of shape {shape}. {remedy}")
-  value = jnp.asarray(value)
-  if jnp.issubdtype(dtype, jnp.bool_):
-    return value
-  return (value != 0) & (value == value)
 
 
 def _as_transformation(inner):
@@ -255,24 +290,6 @@ def _as_transformation(inner):
   if not isinstance(inner, optax.GradientTransformation):
     inner = optax.GradientTransformation(inner.init, inner.update)
   return optax.with_extra_args_support(inner)
-
-
-def _check_options(policy, max_norm, skip_nonfinite, check_updates):
-  if max_norm is not None:
-    # The largest and the smallest normal float32.
-    _state.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
-  if skip_nonfinite:
-    return
-  if not isinstance(policy, _policies.FixedLossScale):
-    raise ValueError(
-      "skip_nonfinite=False goes with a fixed scale only, got loss_scale ="
-      f" {policy!r}. A scale that moves does so by the steps it skips."
-    )
-  if check_updates:
-    raise ValueError(
-      "check_updates must be False if skip_nonfinite is, got"
-      " check_updates = True."
-    )
 
 
 def _check_state(state):

@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _leaves, _report
+from optax_lossscale.diagnostics import _leaves, _report
 
 __all__ = [
   "ExponentHistogram",
@@ -60,9 +60,8 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     >>> print(found.exponents, found.counts, found.zero_count)
     [-1  0  1] [2 0 1] 1
   """
-  leaves = _leaves.named_grads(tree, "exponent_histogram")
-  # All are on their way before the first is read.
-  found = jax.device_get([_count_exponents(leaf) for _, leaf in leaves])
+  measured = _leaves.measure_grads(tree, "exponent_histogram", _count_exponents)
+  found = [counts for _, _, counts in measured]
   total = np.zeros(_HIGHEST - _LOWEST + 1, np.int64)
   for counts, _, _ in found:
     total += np.asarray(counts, np.int64)

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _diagnostics, _report, plots
+from optax_lossscale import plots
+from optax_lossscale.diagnostics import _nonfinite, _report
 
 NAN, INF = float("nan"), float("inf")
 BAD = bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
@@ -22,7 +23,7 @@ as_arrays = pytest.mark.parametrize("kind", AS_ARRAYS)
 @as_arrays
 def test_the_counts_and_the_first_index_of_a_bad_leaf_are_told(kind):
   tree = {"good": jnp.ones(3), "bad": AS_ARRAYS[kind](BAD)}
-  (leaf,) = ols.nonfinite_leaves(tree)
+  (leaf,) = ols.diagnostics.nonfinite_leaves(tree)
   assert leaf._asdict() == {
     "name": "bad",
     "shape": (4, 8),
@@ -41,12 +42,12 @@ def test_the_first_index_is_the_first_in_row_major_order(index):
   flat = np.ravel_multi_index(index, x.shape)
   x.reshape(-1)[flat:] = NAN
   for leaf in x, jnp.asarray(x):
-    assert ols.nonfinite_leaves(leaf)[0].first_index == index
+    assert ols.diagnostics.nonfinite_leaves(leaf)[0].first_index == index
 
 
 def test_a_scalar_an_empty_leaf_and_a_python_number_are_looked_at():
   tree = [jnp.array(INF), np.zeros((0, 3), np.float32), NAN, 2.0, 3, None]
-  found = ols.nonfinite_leaves(tree)
+  found = ols.diagnostics.nonfinite_leaves(tree)
   assert [(leaf.name, leaf.first_index) for leaf in found] == [
     ("0", ()),
     ("2", ()),
@@ -56,8 +57,8 @@ def test_a_scalar_an_empty_leaf_and_a_python_number_are_looked_at():
 
 def test_a_finite_float64_of_numpy_is_not_cut_to_an_infinite_float32():
   grads = {"w": np.array([1e300, 1.0])}
-  assert ols.nonfinite_leaves(grads) == []
-  assert ols.gradient_report(grads).total.largest == 1e300
+  assert ols.diagnostics.nonfinite_leaves(grads) == []
+  assert ols.diagnostics.gradient_report(grads).total.largest == 1e300
 
 
 def test_leaves_that_are_no_gradients_are_left_out():
@@ -72,11 +73,11 @@ def test_leaves_that_are_no_gradients_are_left_out():
     "w": jnp.array([1.0, 0.0]),
     "c": jnp.array([1 + 2j]),
   }
-  assert ols.nonfinite_leaves(tree) == []
-  report = ols.gradient_report(tree)
+  assert ols.diagnostics.nonfinite_leaves(tree) == []
+  report = ols.diagnostics.gradient_report(tree)
   assert [leaf.name for leaf in report.leaves] == ["c", "w"]
   assert plots.exponent_histogram(tree).counts.sum() == 2
-  flags = ols.finite_per_leaf(tree)
+  flags = ols.diagnostics.finite_per_leaf(tree)
   assert all(jax.tree.leaves(flags))
 
 
@@ -97,20 +98,20 @@ def test_nnx_and_equinox_leaves_are_named_as_their_users_name_them():
   mlp = eqx.tree_at(lambda m: m.layers[1].bias, mlp, jnp.array([1.0, NAN]))
 
   for tree in model, nnx.state(model), mlp:
-    (leaf,) = ols.nonfinite_leaves(tree)
+    (leaf,) = ols.diagnostics.nonfinite_leaves(tree)
     assert (leaf.name, leaf.first_index) == ("layers/1/bias", (1,))
-    assert ols.gradient_report(tree).total.nonfinite > 0
+    assert ols.diagnostics.gradient_report(tree).total.nonfinite > 0
     assert plots.exponent_histogram(tree).nonfinite_count == 1
 
   grads = nnx.grad(lambda model: model(jnp.full((1, 2), INF)))(model)
   assert "layers/0/kernel" in [
-    leaf.name for leaf in ols.nonfinite_leaves(grads)
+    leaf.name for leaf in ols.diagnostics.nonfinite_leaves(grads)
   ]
 
 
 def test_flags_per_leaf_leave_a_jitted_step():
   tree = {"a": jnp.ones(2), "b": [jnp.array([1.0, NAN]), shard(BAD)], "n": 3}
-  flags = jax.jit(ols.finite_per_leaf)(tree)
+  flags = jax.jit(ols.diagnostics.finite_per_leaf)(tree)
   assert jax.tree.map(bool, flags) == {
     "a": True,
     "b": [False, False],
@@ -121,8 +122,8 @@ def test_flags_per_leaf_leave_a_jitted_step():
 @pytest.mark.parametrize(
   "reads_values",
   [
-    ols.nonfinite_leaves,
-    ols.gradient_report,
+    ols.diagnostics.nonfinite_leaves,
+    ols.diagnostics.gradient_report,
     plots.exponent_histogram,
     lambda x: ols.raise_if_stuck(
       ols.FixedLossScale(1.0).init()._replace(notfinite_count=x[0])
@@ -139,7 +140,7 @@ def test_under_jit_the_error_says_to_call_it_outside(reads_values):
 @pytest.mark.parametrize("name", ["find", "measure", "count"])
 def test_a_sharded_leaf_is_never_gathered(name, axis_type):
   reduce, args = {
-    "find": (_diagnostics._find_nonfinite, ()),
+    "find": (_nonfinite._find_nonfinite, ()),
     "measure": (_report._measure, (1.0, 1e-8, 1e-5, 65520.0)),
     "count": (plots._count_exponents, ()),
   }[name]

@@ -451,7 +451,7 @@ def test_a_window_that_is_traced_is_refused_with_the_reason():
 def test_a_policy_is_a_hashable_record_of_its_hyperparameters(policy):
   assert type(policy)(**dataclasses.asdict(policy)) == policy
   assert hash(pickle.loads(pickle.dumps(policy))) == hash(policy)
-  assert isinstance(policy, ols.LossScale)
+  assert isinstance(policy, ols.LossScalePolicy)
 
 
 @pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16")])

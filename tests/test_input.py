@@ -170,24 +170,6 @@ def test_max_norm_must_be_a_normal_positive_number(value):
     assert "max_norm must be a number" in text
 
 
-def test_applying_non_finite_steps_goes_with_a_fixed_scale_only():
-  for loss_scale in ("dynamic", ols.DynamicLossScale()):
-    text = message(
-      ValueError,
-      lambda s=loss_scale: ols.with_loss_scaling(
-        optax.sgd(1.0), s, skip_nonfinite=False
-      ),
-    )
-    assert "skip_nonfinite=False goes with a fixed scale only" in text
-  text = message(
-    ValueError,
-    lambda: ols.with_loss_scaling(
-      optax.sgd(1.0), 1.0, skip_nonfinite=False, check_updates=True
-    ),
-  )
-  assert "check_updates must be False" in text
-
-
 def test_a_scaled_optimizer_is_not_wrapped_again():
   scaled = ols.with_loss_scaling(optax.sgd(1.0))
   for inner in (scaled, optax.chain(optax.clip(1.0), scaled)):

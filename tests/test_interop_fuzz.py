@@ -73,7 +73,7 @@ def test_mutated_input_gives_a_clear_error_or_a_valid_policy(name, data):
 
 def check_valid(policy, state):
   """Whether a step can be taken either way, and leaves a sound state."""
-  assert isinstance(policy, ols.LossScale)
+  assert isinstance(policy, ols.LossScalePolicy)
   for finite in (True, False):
     after = policy.adjust(state, jnp.bool_(finite))
     assert 2.0**-126 <= after.loss_scale <= 2.0**126

@@ -19,7 +19,7 @@ from optax_lossscale import interop
 )
 def test_the_dicts_of_this_module_are_valid(call, valid):
   policy, state = call(valid)
-  assert isinstance(policy, ols.LossScale)
+  assert isinstance(policy, ols.LossScalePolicy)
   assert isinstance(state, ols.LossScaleState)
   dtypes = [str(x.dtype) for x in state[:5]]
   assert dtypes == ["float32", "int32", "int32", "bool", "int32"]

@@ -29,7 +29,7 @@ rules = pytest.mark.parametrize("policy", RULES.values(), ids=RULES)
 
 @rules
 def test_a_policy_is_a_hashable_loss_scale_that_prints_as_it_is_written(policy):
-  assert isinstance(policy, ols.LossScale)
+  assert isinstance(policy, ols.LossScalePolicy)
   assert hash(policy) == hash(dataclasses.replace(policy))
   assert eval(repr(policy), vars(interop)) == policy
   assert type(policy)(**dataclasses.asdict(policy)) == policy

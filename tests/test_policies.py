@@ -237,7 +237,7 @@ def test_policies_are_hashable_printable_and_round_trip_through_asdict():
     ols.DynamicLossScale(**NON_DEFAULTS),
     ols.FixedLossScale(2.0),
   ):
-    assert isinstance(policy, ols.LossScale)
+    assert isinstance(policy, ols.LossScalePolicy)
     assert hash(policy) == hash(dataclasses.replace(policy))
     assert type(policy)(**dataclasses.asdict(policy)) == policy
     assert eval(repr(policy), vars(ols)) == policy
@@ -247,7 +247,7 @@ def test_policies_are_hashable_printable_and_round_trip_through_asdict():
 
 def test_the_memory_is_empty_unless_there_is_hysteresis():
   assert ols.DynamicLossScale().init().memory == ()
-  assert ols.DynamicLossScale(hysteresis=3).init().memory == 3
+  assert ols.DynamicLossScale(hysteresis=3).init().memory == (3,)
 
 
 @pytest.mark.parametrize(
@@ -280,8 +280,8 @@ def test_a_state_with_no_hysteresis_left_is_refilled_by_the_same_rule(
   refill, left
 ):
   policy = ols.DynamicLossScale(hysteresis=3, hysteresis_refill=refill)
-  state = policy.init()._replace(memory=jnp.int32(0))
-  assert policy.adjust(state, True).memory == left
+  state = policy.init()._replace(memory=ols.DynamicMemory(jnp.int32(0)))
+  assert policy.adjust(state, True).memory == (left,)
 
 
 def test_a_traced_hysteresis_counts_only_where_the_state_does():
@@ -293,7 +293,7 @@ def test_a_traced_hysteresis_counts_only_where_the_state_does():
   counting = ols.DynamicLossScale(hysteresis=2).init()
   assert (adjust(2, counting).loss_scale, adjust(2, counting).memory) == (
     2.0**15,
-    1,
+    (1,),
   )
   plain = adjust(1, ols.DynamicLossScale().init())
   assert (plain.loss_scale, plain.memory) == (2.0**14, ())

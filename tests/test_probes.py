@@ -13,23 +13,25 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _probes
+from optax_lossscale import _checks
+from optax_lossscale.diagnostics import _probes
 
 BINS = 43
 X = jnp.asarray(
   np.random.default_rng(0).normal(size=(16, 4, 8)).astype(np.float16)
 )
-SLOT = ols.probe_slots()
+SLOT = ols.diagnostics.probe_slots()
+STATE = ols.FixedLossScale(1.0).init()
 
 
 def loss_fn(x, slot):
   """Its cotangent, x / 64, is of many sizes."""
-  return jnp.sum(ols.probe(x, slot).astype(jnp.float32) ** 2) / 128
+  return jnp.sum(ols.diagnostics.probe(x, slot).astype(jnp.float32) ** 2) / 128
 
 
 def counts_of(x, slot=SLOT):
   """The counts of a cotangent that is x itself."""
-  return jax.vjp(lambda slot: ols.probe(x, slot), slot)[1](x)[0]
+  return jax.vjp(lambda slot: ols.diagnostics.probe(x, slot), slot)[1](x)[0]
 
 
 def oracle(x):
@@ -60,7 +62,7 @@ def test_other_dtypes_are_counted_as_float16_would_see_them(dtype):
   with jax.enable_x64(dtype == jnp.float64):
     x = jnp.exp2(jnp.linspace(-30, 15.9, 301)).astype(dtype)
     x = jnp.concatenate([-x, jnp.array(special, dtype)])
-    counts = counts_of(x, ols.probe_slots())
+    counts = counts_of(x, ols.diagnostics.probe_slots())
     assert counts.dtype == jnp.float32
     np.testing.assert_array_equal(counts, oracle(x))
 
@@ -72,7 +74,7 @@ def test_both_parts_of_complex_numbers_are_counted():
 
 def test_values_and_cotangents_pass_through_bit_for_bit():
   every = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(np.float16))
-  out, vjp = jax.vjp(ols.probe, every, SLOT)
+  out, vjp = jax.vjp(ols.diagnostics.probe, every, SLOT)
   assert np.asarray(out).tobytes() == np.asarray(every).tobytes()
   assert np.asarray(vjp(every)[0]).tobytes() == np.asarray(every).tobytes()
 
@@ -104,10 +106,13 @@ WAYS = {
   "remat": (jax.jit(slots_grad(jax.checkpoint(loss_fn))), SLOT),
   "reuse": (jax.jit(slots_grad(in_three_parts)), SLOT),
   "scan, one slot": (slots_grad(shared_scan), SLOT),
-  "scan, a slot each": (slots_grad(own_scan), ols.probe_slots(16)),
+  "scan, a slot each": (slots_grad(own_scan), ols.diagnostics.probe_slots(16)),
   "scan and remat": (slots_grad(jax.checkpoint(shared_scan)), SLOT),
   "vmap, one slot": (slots_grad(shared_vmap), SLOT),
-  "vmap, a slot each": (jax.vmap(slots_grad(loss_fn)), ols.probe_slots(16)),
+  "vmap, a slot each": (
+    jax.vmap(slots_grad(loss_fn)),
+    ols.diagnostics.probe_slots(16),
+  ),
   "vmap of gradients": (jax.vmap(slots_grad(loss_fn), (0, None)), SLOT),
   "pmap": (
     jax.pmap(lambda x, s: slots_grad(loss_fn)(x, s), in_axes=(0, None)),
@@ -168,7 +173,7 @@ def test_under_shard_map_each_device_may_have_a_slot_of_its_own():
     fun = jax.shard_map(
       on_each, mesh=mesh, in_specs=(spec, P("data")), out_specs=P("data")
     )
-    counts = jax.jit(fun)(X, ols.probe_slots(8)).sum(axis=0)
+    counts = jax.jit(fun)(X, ols.diagnostics.probe_slots(8)).sum(axis=0)
     np.testing.assert_array_equal(counts, factor * oracle(np.float32(X) / 64))
 
 
@@ -185,7 +190,7 @@ def test_counts_are_exact_beyond_what_float32_can_count_one_by_one():
 
 
 def test_more_numbers_than_an_int32_counts_are_counted_in_parts(monkeypatch):
-  monkeypatch.setattr(_probes, "_LARGEST_COUNT", 20)
+  monkeypatch.setattr(_checks, "LARGEST_COUNT", 20)
   np.testing.assert_array_equal(counts_of(X[:, 0]), oracle(X[:, 0]))
 
 
@@ -219,7 +224,9 @@ def test_a_slot_that_is_not_differentiated_costs_nothing():
 
 def test_what_reads_the_counts():
   x = jnp.array([0, 0, 0.75, 40000, -20000, jnp.inf, jnp.nan, 1], jnp.float16)
-  metrics = ols.probe_metrics({"a": counts_of(x), "b": ols.probe_slots(2)})
+  metrics = ols.diagnostics.probe_metrics(
+    {"a": counts_of(x), "b": ols.diagnostics.probe_slots(2)}
+  )
   assert {k: v.item() for k, v in metrics["a"].items()} == {
     "largest": 65504.0,
     "zero_share": 2 / 8,
@@ -242,7 +249,7 @@ def test_what_reads_the_counts():
   ],
 )
 def test_the_largest_is_the_largest_float16_of_its_binade(x, largest):
-  metrics = ols.probe_metrics(counts_of(jnp.float32([x, 0.0])))
+  metrics = ols.diagnostics.probe_metrics(counts_of(jnp.float32([x, 0.0])))
   assert metrics["largest"] == largest
 
 
@@ -251,8 +258,8 @@ def test_it_does_not_matter_that_counts_are_unscaled(scale):
   state = ols.FixedLossScale(scale).init()
   unscaled = ols.unscale_grads(oracle(X).astype(np.float32), state)
   for a, b in zip(
-    ols.probe_metrics(unscaled).values(),
-    ols.probe_metrics(jnp.float32(oracle(X))).values(),
+    ols.diagnostics.probe_metrics(unscaled).values(),
+    ols.diagnostics.probe_metrics(jnp.float32(oracle(X))).values(),
     strict=True,
   ):
     np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -267,14 +274,16 @@ def make_step(policy, with_probes, **options):
   x = jnp.full(4, 2.0**-10, jnp.float16)
 
   def loss_fn(w, slot):
-    y = ols.probe(w.astype(jnp.float16) * x, slot)
+    y = ols.diagnostics.probe(w.astype(jnp.float16) * x, slot)
     return jnp.sum(y.astype(jnp.float32)) / 4
 
   @jax.jit
   def step(w, opt_state):
     value_and_grad = ols.value_and_grad(loss_fn, opt_state, argnums=(0, 1))
     _, (grad, cotangents) = value_and_grad(w, SLOT)
-    extra = {"cotangents": {"y": cotangents}} if with_probes else {}
+    extra = {}
+    if with_probes:
+      extra = ols.diagnostics.probe_evidence({"y": cotangents}, opt_state)
     updates, opt_state = tx.update(grad, opt_state, w, **extra)
     return optax.apply_updates(w, updates), opt_state
 
@@ -291,38 +300,32 @@ def skips(with_probes):
 
 
 def test_headroom_respects_the_hottest_probe():
-  # 0.25 is in the binade whose top is 0.49976; 2**14 brings that to 8188.
-  assert skips(with_probes=True) == (0, 2.0**14)
+  # 0.25 is in the binade whose top is 0.49976; 2**13 brings that to 4094.
+  assert skips(with_probes=True) == (0, 2.0**13)
   skipped, _ = skips(with_probes=False)
   assert skipped > 0
 
 
-def fold(x, scale=1.0, finite=True, amax=0.0):
-  finite, amax = _probes.fold(
-    {"a": counts_of(jnp.asarray(x)), "none": None},
-    jnp.float32(scale),
-    jnp.array(finite),
-    jnp.float32(amax),
-  )
-  return bool(finite), float(amax)
-
-
 @pytest.mark.parametrize(
-  "given, expected",
+  "x, scale, finite, amax",
   [
-    ({"x": [0.5], "scale": 2.0}, (True, 0.499756)),
-    ({"x": [0.5], "amax": 3.0}, (True, 3.0)),
-    ({"x": [0.0]}, (True, 0.0)),
-    ({"x": [0.5], "finite": False}, (False, 0.999512)),
-    ({"x": [math.nan, 0.5]}, (False, 0.999512)),
-    ({"x": [2.0**15], "scale": 2.0**-126}, (True, 3.4028235e38)),
-    ({"x": [2.0**-24], "scale": 2.0**126}, (True, 0.0)),
+    ([0.5], 1.0, True, 0.999512),
+    ([0.5], 2.0, True, 0.499756),
+    ([0.0], 1.0, True, 0.0),
+    ([math.nan, 0.5], 1.0, False, 0.999512),
+    ([2.0**15], 2.0**-126, True, 3.4028235e38),
+    ([2.0**-24], 2.0**126, True, 0.0),
   ],
 )
-def test_folding(given, expected):
-  finite, amax = fold(**given)
-  assert finite == expected[0]
-  np.testing.assert_allclose(amax, expected[1], rtol=1e-5)
+def test_evidence_is_finiteness_and_the_largest_without_the_scale(
+  x, scale, finite, amax
+):
+  counts = {"a": counts_of(jnp.asarray(x)), "none": None}
+  state = ols.FixedLossScale(scale).init()
+  evidence = ols.diagnostics.probe_evidence(counts, state)
+  assert set(evidence) == {"grads_finite", "grads_amax"}
+  assert evidence["grads_finite"] == finite
+  np.testing.assert_allclose(evidence["grads_amax"], amax, rtol=1e-5)
 
 
 def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
@@ -331,7 +334,8 @@ def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
   opt_state = tx.init(w)
   for x, applied in (([1.0, jnp.inf], False), ([1.0, 0.0], True)):
     counts = counts_of(jnp.array(x, jnp.float16))
-    updates, after = tx.update(w, opt_state, w, cotangents=[counts])
+    evidence = ols.diagnostics.probe_evidence([counts], opt_state)
+    updates, after = tx.update(w, opt_state, w, **evidence)
     assert after.loss_scale_state.last_finite == applied
     assert bool((updates != 0).all()) == applied
 
@@ -345,16 +349,20 @@ def test_one_devices_hot_probe_lowers_the_scale_of_all(check_vma):
   x = jnp.full(8, 2.0**-10, jnp.float16).at[5].set(2.0**15)
 
   def on_each(x):
-    counts = slots_grad(lambda x, s: jnp.vdot(ols.probe(x, s), x))(x, SLOT)
+    counts = slots_grad(lambda x, s: jnp.vdot(ols.diagnostics.probe(x, s), x))(
+      x, SLOT
+    )
     w = jnp.full(3, 2.0**-12)
-    _, opt_state = tx.update(w, tx.init(w), w, cotangents=counts)
+    opt_state = tx.init(w)
+    evidence = ols.diagnostics.probe_evidence(counts, opt_state)
+    _, opt_state = tx.update(w, opt_state, w, **evidence)
     return opt_state.loss_scale_state.loss_scale
 
   fun = jax.shard_map(
     on_each, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma
   )
   # The cotangent is x, of a loss that was multiplied by 2**15.
-  assert jax.jit(fun)(x) == 2.0**12
+  assert jax.jit(fun)(x) == 2.0**11
 
 
 @pytest.mark.parametrize(
@@ -364,31 +372,30 @@ def test_one_devices_hot_probe_lowers_the_scale_of_all(check_vma):
     ("x", SLOT, TypeError, "got x = 'x'"),
     (X, jnp.zeros(42), ValueError, r"slot must be of shape \(..., 43\)"),
     (X, 0.0, ValueError, r"got shape \(\). Slots come from probe_slots"),
-    (X, ols.probe_slots(3), ValueError, "Give each probe one slot"),
+    (X, ols.diagnostics.probe_slots(3), ValueError, "Give each probe one slot"),
     (X, SLOT.astype(jnp.float16), TypeError, "slot must be float32"),
   ],
 )
 def test_a_wrong_call_says_what_to_do(x, slot, error, message):
   with pytest.raises(error, match=message):
-    ols.probe(x, slot)
+    ols.diagnostics.probe(x, slot)
 
 
 def test_cotangents_that_are_no_counts_are_refused():
-  for reader in (ols.probe_metrics, fold_in_update):
+  for reader in (ols.diagnostics.probe_metrics, evidence_of):
     with pytest.raises(ValueError, match=r"cotangents must be of shape"):
       reader({"a": jnp.zeros(3)})
 
 
-def fold_in_update(cotangents):
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
-  return tx.update(X, tx.init(X), X, cotangents=cotangents)
+def evidence_of(cotangents):
+  return ols.diagnostics.probe_evidence(cotangents, STATE)
 
 
 def test_probes_work_under_strict_promotion():
   with jax.numpy_dtype_promotion("strict"):
     counts = jax.jit(counts_of)(X)
-    ols.probe_metrics(counts)
-    fold_in_update(counts)
+    ols.diagnostics.probe_metrics(counts)
+    evidence_of(counts)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _report, plots
+from optax_lossscale import plots
 
 INF = float("inf")
 
@@ -39,7 +39,9 @@ def test_the_shares_are_those_of_rounding_every_entry(dtype, scale):
   edges = [2.0**-25, 2.0**-24, 2.0**-14, 65504, 65519.9, 65520, 61440, 61439]
   x = np.concatenate([x, edges]).astype(np.float32)
   for leaf in x, jnp.asarray(x), shard(x, spec=(("x", "y"),)):
-    total = ols.gradient_report([leaf], dtype, scale).total._asdict()
+    total = ols.diagnostics.gradient_report(
+      [leaf], dtype, scale
+    ).total._asdict()
     for kind, share in count_kinds(x, dtype, scale).items():
       assert total[kind] == pytest.approx(share, abs=1e-12), kind
 
@@ -50,7 +52,7 @@ def test_float64_gradients_are_compared_in_float64(dtype):
   x = np.array([1e300, 1.0, 1e-300])
   with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
     for leaf in x, jnp.asarray(x), jnp.asarray(x, jnp.complex128):
-      total = ols.gradient_report([leaf], dtype).total
+      total = ols.diagnostics.gradient_report([leaf], dtype).total
       assert total.overflow == total.flushed == pytest.approx(1 / 3)
 
 
@@ -60,14 +62,16 @@ def test_float64_gradients_are_compared_in_float64(dtype):
 def test_all_dtypes_are_read_under_strict_promotion(dtype):
   with jax.numpy_dtype_promotion("strict"):
     grads = [jnp.array([1.0, 0.5]).astype(dtype)]
-    assert ols.gradient_report(grads, loss_scale=3.0).total.largest == 1
+    assert (
+      ols.diagnostics.gradient_report(grads, loss_scale=3.0).total.largest == 1
+    )
     assert plots.exponent_histogram(grads).exponents.tolist() == [-1, 0]
-    assert ols.nonfinite_leaves(grads) == []
+    assert ols.diagnostics.nonfinite_leaves(grads) == []
 
 
 def test_the_total_of_a_report_weighs_leaves_by_their_size():
   grads = {"a": jnp.array([1e-9, 0.0, INF]), "b": jnp.array([4.0])}
-  report = ols.gradient_report(grads)
+  report = ols.diagnostics.gradient_report(grads)
   total = report.total
   assert (total.size, total.largest) == (4, 4.0)
   assert total.smallest == pytest.approx(1e-9)
@@ -89,7 +93,7 @@ def test_the_best_scales_are_all_that_lose_least_and_no_more(values):
       shares = count_kinds(x, np.float16, np.exp2(np.float64(log2_scale)))
     return shares["overflow"], shares["flushed"]
 
-  low, high = ols.gradient_report([x]).total.best_scales
+  low, high = ols.diagnostics.gradient_report([x]).total.best_scales
   least = min(loses(k) for k in range(-60, 100))
   assert loses(low) == loses(high) == least
   assert loses(high + 1) > least
@@ -98,15 +102,17 @@ def test_the_best_scales_are_all_that_lose_least_and_no_more(values):
 
 
 def test_the_best_scales_of_zeros_are_any():
-  report = ols.gradient_report({"w": jnp.zeros(3)})
+  report = ols.diagnostics.gradient_report({"w": jnp.zeros(3)})
   assert report.leaves[0].best_scales is None
   assert str(report).splitlines()[2].endswith("any")
-  assert ols.gradient_report({}).total.size == 0
+  assert ols.diagnostics.gradient_report({}).total.size == 0
 
 
 def test_the_report_prints_aligned_and_sorts_by_any_column():
   grads = {"w": jnp.array([1e-9, 1.0]), "bias": jnp.zeros(3), "x": jnp.ones(1)}
-  report = ols.gradient_report(grads, loss_scale=ols.FixedLossScale(2.0).init())
+  report = ols.diagnostics.gradient_report(
+    grads, loss_scale=ols.FixedLossScale(2.0).init()
+  )
   lines = str(report).splitlines()
   assert lines[0] == "In float16, times 2:"
   assert " ".join(lines[1].split()) == (
@@ -115,7 +121,7 @@ def test_the_report_prints_aligned_and_sorts_by_any_column():
   )
   assert [line.split()[0] for line in lines[2:]] == ["bias", "w", "x", "total"]
   assert len({line.index("%") for line in lines[2:]}) <= 2
-  for column in _report.GradientStats._fields:
+  for column in ols.diagnostics.GradientStats._fields:
     ascending = report.sorted_by(column, reverse=False)
     assert {leaf.name for leaf in ascending.leaves} == {"bias", "w", "x"}
   assert report.sorted_by("flushed").leaves[0].name == "w"
@@ -133,6 +139,6 @@ def test_the_report_prints_aligned_and_sorts_by_any_column():
   ],
 )
 def test_a_report_for_wrong_arguments_is_refused(kwargs, error, message):
-  for function in ols.gradient_report, plots.plot_exponents:
+  for function in ols.diagnostics.gradient_report, plots.plot_exponents:
     with pytest.raises(error, match=message):
       function([jnp.ones(2)], **kwargs)

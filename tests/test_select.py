@@ -22,7 +22,7 @@ GRADS = jnp.array([1.0, -2.0, 0.0, 0.5])
 def plain(update, finite, grads, state, params, **extra_args):
   """What the splice has to be equal to."""
   updates, new_state = update(grads, state, params, **extra_args)
-  return updates, _select.keep(finite, new_state, state)
+  return updates, _select.keep_unless(finite, new_state, state)
 
 
 def jaxpr_of(select, update, grads, state, params=None):

@@ -169,7 +169,7 @@ def test_the_scale_is_float32_in_every_mode(x64, promotion):
     scale_state = state.loss_scale_state
     assert scale_state.loss_scale.dtype == jnp.float32
     assert scale_state.finite_count.dtype == jnp.int32
-    assert scale_state.memory.dtype == jnp.int32
+    assert scale_state.memory.hysteresis_left.dtype == jnp.int32
     # The rest of our functions, for what strict promotion has to say.
     scaled = tx_scaled = ols.with_loss_scaling(
       optax.identity(), grads_are_scaled=True, check_updates=True, max_norm=1.0

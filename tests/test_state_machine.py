@@ -208,4 +208,4 @@ def check_memory(got, want):
     assert sorted(seen) == sorted(want.amaxes)
     assert (got.caution, got.credit) == (want.caution, want.credit)
   else:
-    assert got == (() if want is None else want)
+    assert got == (() if want is None else (want,))

@@ -34,3 +34,12 @@ __all__ = [
   "to_keras",
   "to_torch",
 ]
+
+# Pickles and reprs name the path that stays when modules move.
+for _class in (
+  DeepSpeedLossScale,
+  DeepSpeedMemory,
+  FairseqLossScale,
+  FairseqMemory,
+):
+  _class.__module__ = __name__

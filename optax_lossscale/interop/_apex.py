@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale import _policies, _state
+from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 
-_Result = tuple[_policies.LossScale, _state.LossScaleState]
+_Result = tuple[_policies.LossScalePolicy, _state.LossScaleState]
 
 _AMP_SETTINGS = (
   "loss_scale",
@@ -85,9 +85,9 @@ def _amp_policy(options):
   if not (isinstance(scale, str) and scale == "dynamic"):
     return _policies.FixedLossScale(options.scale("loss_scale"))
   options = options.without_none()
-  low = options.scale("min_loss_scale", _state.SMALLEST_SCALE)
+  low = options.scale("min_loss_scale", _checks.SMALLEST_SCALE)
   high = options.number(
-    "max_loss_scale", low, _state.LARGEST_SCALE, max(low, 2.0**24)
+    "max_loss_scale", low, _checks.LARGEST_SCALE, max(low, 2.0**24)
   )
   # amp holds its start below the ceiling, too.
   start = min(high, options.scale("init_scale", max(low, 2.0**16)))
@@ -96,7 +96,7 @@ def _amp_policy(options):
   return _policies.DynamicLossScale(
     init_scale=start,
     growth_interval=options.integer(
-      "scale_window", 1, _reading.LARGEST_INT, 2000
+      "scale_window", 1, _checks.LARGEST_COUNT, 2000
     ),
     min_scale=low,
     max_scale=high,
@@ -129,24 +129,28 @@ def _from_kernel(tensors, settings):
   values.require(*_KERNEL_STATE)
   options = _read("settings", settings, _KERNEL_SETTINGS)
   options.require(*_KERNEL_SETTINGS)
-  hysteresis = options.integer("hysteresis", 1, _reading.LARGEST_INT)
+  hysteresis = options.integer("hysteresis", 1, _checks.LARGEST_COUNT)
   policy = _policies.DynamicLossScale(
     init_scale=values.scale("current_scale"),
     growth_factor=options.growth("growth_factor"),
     backoff_factor=options.backoff("backoff_factor"),
-    growth_interval=options.integer("growth_interval", 1, _reading.LARGEST_INT),
-    min_scale=_state.SMALLEST_SCALE,
+    growth_interval=options.integer(
+      "growth_interval", 1, _checks.LARGEST_COUNT
+    ),
+    min_scale=_checks.SMALLEST_SCALE,
     hysteresis=hysteresis,
     hysteresis_refill="finite",
   )
   # The kernel counts on below zero; ours stops there, to the same effect.
-  left = values.integer("hysteresis_tracker", -_reading.LARGEST_INT, hysteresis)
+  left = values.integer(
+    "hysteresis_tracker", -_checks.LARGEST_COUNT, hysteresis
+  )
   state = _reading.state_at(
     policy,
     values,
     scale="current_scale",
     count="growth_tracker",
-    memory=jnp.asarray(max(left, 0), jnp.int32),
+    memory=_policies.DynamicMemory(jnp.asarray(max(left, 0), jnp.int32)),
   )
   return policy, state
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale import _policies, _state
+from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 from optax_lossscale.interop._rules import DeepSpeedLossScale, DeepSpeedMemory
 
@@ -26,7 +26,7 @@ _FIRST_NEW_VERSION = (0, 17, 1)
 
 def from_deepspeed(
   fp16: Any, state: Any = None, version: str = "0.17.3"
-) -> tuple[_policies.LossScale, _state.LossScaleState]:
+) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of DeepSpeed's `DynamicLossScaler`.
 
   Up to version 0.17.0 it doubles the scale on every W-th finite step; since
@@ -80,7 +80,7 @@ def _fixed_scale(options):
   """The fixed policy that the block asks for, or None."""
   if not options.boolean("enabled", default=True):
     return _policies.FixedLossScale(1.0)
-  scale = options.number("loss_scale", 0.0, _state.LARGEST_SCALE, default=0.0)
+  scale = options.number("loss_scale", 0.0, _checks.LARGEST_SCALE, default=0.0)
   if not scale:
     return None
   return _policies.FixedLossScale(options.scale("loss_scale"))
@@ -92,10 +92,10 @@ def _policy(options, is_new):
   if scale < floor:
     options.fail(
       "min_loss_scale",
-      f"at most the initial scale, {_state.show_bound(scale)}",
+      f"at most the initial scale, {_checks.show_bound(scale)}",
       ValueError,
     )
-  largest = _reading.LARGEST_INT
+  largest = _checks.LARGEST_COUNT
   window = options.integer("loss_scale_window", 1, largest, 1000)
   hysteresis = options.integer("hysteresis", 1, largest, 2)
   consecutive = options.boolean("consecutive_hysteresis", default=False)
@@ -123,7 +123,7 @@ def _restored(policy, is_new, state):
     count = (finite - 1) % window if grown else finite
     memory = DeepSpeedMemory(left, jnp.asarray(grown, jnp.bool_))
   else:
-    count, memory = finite % window, left
+    count, memory = finite % window, _policies.DynamicMemory(left)
   restored = _reading.state_at(policy, values, scale="cur_scale", memory=memory)
   return restored._replace(finite_count=jnp.asarray(count, jnp.int32))
 
@@ -141,7 +141,7 @@ def _read_state(policy, state):
     if isinstance(expected, bool):
       same = values.boolean(key) == expected
     else:
-      same = values.number(key, 0, _state.LARGEST_SCALE) == expected
+      same = values.number(key, 0, _checks.LARGEST_SCALE) == expected
     if not same:
       values.fail(key, f"{expected}, as in the fp16 block", ValueError)
   return values
@@ -164,8 +164,8 @@ def _scaler_settings(policy):
 
 def _finite_since_overflow(values):
   """Finite steps since the last overflow; the iteration of the start is -1."""
-  step = values.integer("cur_iter", 0, _reading.LARGEST_INT)
-  overflow = values.integer("last_overflow_iter", -1, _reading.LARGEST_INT)
+  step = values.integer("cur_iter", 0, _checks.LARGEST_COUNT)
+  overflow = values.integer("last_overflow_iter", -1, _checks.LARGEST_COUNT)
   if overflow >= step:
     values.fail("last_overflow_iter", f"less than cur_iter, {step}", ValueError)
   return step - overflow - 1

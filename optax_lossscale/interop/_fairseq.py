@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale import _state
+from optax_lossscale import _checks, _state
 from optax_lossscale.interop import _reading
 from optax_lossscale.interop._rules import FairseqLossScale
 
@@ -59,10 +59,10 @@ def from_fairseq(
     threshold = options.scale("threshold_loss_scale")
   policy = FairseqLossScale(
     growth_interval=options.integer(
-      "fp16_scale_window", 1, _reading.LARGEST_INT
+      "fp16_scale_window", 1, _checks.LARGEST_COUNT
     ),
     init_scale=options.number(
-      "fp16_init_scale", floor, _state.LARGEST_SCALE, max(floor, 2.0**7)
+      "fp16_init_scale", floor, _checks.LARGEST_SCALE, max(floor, 2.0**7)
     ),
     tolerance=_tolerance(options),
     threshold=threshold,

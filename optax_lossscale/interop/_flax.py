@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from optax_lossscale import _policies, _state
+from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading, _writing
 
 _STATE = ("fin_steps", "scale")
@@ -17,7 +17,7 @@ _STATIC = (
 
 def from_flax(
   dynamic_scale: Any, **static: Any
-) -> tuple[_policies.LossScale, _state.LossScaleState]:
+) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of Flax's `DynamicScale`.
 
   Flax grows the scale on finite step `growth_interval + 1`: the policy's
@@ -50,13 +50,13 @@ def from_flax(
   values = _read(dynamic_scale, static)
   values.require(*_STATE)
   interval = values.integer(
-    "growth_interval", 0, _reading.LARGEST_INT - 1, default=2000
+    "growth_interval", 0, _checks.LARGEST_COUNT - 1, default=2000
   )
   if values.found.get("minimum_scale") is None:
     values = values.without_none()
-  floor = values.scale("minimum_scale", default=_state.SMALLEST_SCALE)
+  floor = values.scale("minimum_scale", default=_checks.SMALLEST_SCALE)
   policy = _policies.DynamicLossScale(
-    init_scale=values.number("scale", floor, _state.LARGEST_SCALE),
+    init_scale=values.number("scale", floor, _checks.LARGEST_SCALE),
     growth_factor=values.growth("growth_factor", 2.0),
     backoff_factor=values.backoff("backoff_factor", 0.5),
     growth_interval=interval + 1,
@@ -66,7 +66,7 @@ def from_flax(
   return policy, state
 
 
-def to_flax(policy: _policies.LossScale, state: Any) -> dict[str, Any]:
+def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The fields of the `DynamicScale` that goes on as ours would.
 
   Args:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale import _policies, _state
+from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 
 # The attributes of each class, by its name.
@@ -28,7 +28,7 @@ _CLASSES = {
 
 def from_jmp(
   loss_scale: Any,
-) -> tuple[_policies.LossScale, _state.LossScaleState]:
+) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of a jmp or MindSpore loss scale.
 
   Both grow the scale on the N-th finite step and divide it by the same factor
@@ -77,10 +77,10 @@ def from_jmp(
 def _dynamic(values, scale, counter, window, factor, *, floor):
   growth = values.growth(factor)
   policy = _policies.DynamicLossScale(
-    init_scale=values.number(scale, floor, _state.LARGEST_SCALE),
+    init_scale=values.number(scale, floor, _checks.LARGEST_SCALE),
     growth_factor=growth,
     backoff_factor=1 / growth,
-    growth_interval=values.integer(window, 1, _reading.LARGEST_INT),
+    growth_interval=values.integer(window, 1, _checks.LARGEST_COUNT),
     min_scale=floor,
   )
   return policy, _reading.state_at(policy, values, scale=scale, count=counter)

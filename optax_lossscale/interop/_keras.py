@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from optax_lossscale import _policies, _state
+from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading, _writing
 
-_Result = tuple[_policies.LossScale, _state.LossScaleState]
+_Result = tuple[_policies.LossScalePolicy, _state.LossScaleState]
 
 _FIXED = ("loss_scale_value",)
 _DYNAMIC = ("initial_loss_scale", "increment_period", "multiplier")
@@ -52,7 +52,7 @@ def from_keras(config: Any, variables: Any = None) -> _Result:
   2**127 it rises to inf, for ever; ours stays within [2**-126, 2**126].
 
   A fixed scale of theirs applies steps with non-finite gradients. To do so here
-  as well, give `with_loss_scaling` the argument `skip_nonfinite=False`.
+  as well, use the bare optimizer, and `value_and_grad` with this state.
 
   Args:
     config: what `get_config()` of a `FixedLossScale`, `DynamicLossScale` or
@@ -94,7 +94,7 @@ def from_keras(config: Any, variables: Any = None) -> _Result:
   return policy, _state_from(policy, variables, names)
 
 
-def to_keras(policy: _policies.LossScale, state: Any) -> dict[str, Any]:
+def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The config and variables from which a Keras optimizer goes on as ours.
 
   Args:
@@ -141,7 +141,7 @@ def to_keras(policy: _policies.LossScale, state: Any) -> dict[str, Any]:
       "variables": {"current_loss_scale": now.scale, "good_steps": now.count},
     }
   floors = "tf.keras has a floor of 1 and Keras 3 none, which is 2**-126 here"
-  rule.require("min_scale", _state.SMALLEST_SCALE, floors)
+  rule.require("min_scale", _checks.SMALLEST_SCALE, floors)
   count = now.count_below(dynamic.growth_interval)
   return {
     "config": config,
@@ -238,7 +238,7 @@ def _from_tf_1_optimizer(config):
 def _from_fixed(config):
   values = _read("config of FixedLossScale", config, _FIXED)
   values.require("loss_scale_value")
-  scale = values.number("loss_scale_value", 1.0, _state.LARGEST_SCALE)
+  scale = values.number("loss_scale_value", 1.0, _checks.LARGEST_SCALE)
   return _policies.FixedLossScale(scale), ()
 
 
@@ -261,17 +261,17 @@ def _from_argument(argument):
   values = _reading.Values(
     "from_keras", "the argument", {"loss_scale": argument}
   )
-  scale = values.number("loss_scale", 1.0, _state.LARGEST_SCALE)
+  scale = values.number("loss_scale", 1.0, _checks.LARGEST_SCALE)
   return _policies.FixedLossScale(scale), ()
 
 
 def _dynamic(values, scale, steps, factor, floor=1.0):
-  low = floor or _state.SMALLEST_SCALE
+  low = floor or _checks.SMALLEST_SCALE
   return _policies.DynamicLossScale(
-    init_scale=values.number(scale, low, _state.LARGEST_SCALE, 2.0**15),
+    init_scale=values.number(scale, low, _checks.LARGEST_SCALE, 2.0**15),
     growth_factor=factor,
     backoff_factor=1 / factor,
-    growth_interval=values.integer(steps, 1, _reading.LARGEST_INT, 2000),
+    growth_interval=values.integer(steps, 1, _checks.LARGEST_COUNT, 2000),
     min_scale=low,
   )
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale import _policies, _state
+from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 
 _SETTINGS = (
@@ -19,7 +19,7 @@ _STATE = ("scale", "growth_tracker", "hysteresis_tracker")
 
 def from_megatron(
   settings: Any, state_dict: Any = None
-) -> tuple[_policies.LossScale, _state.LossScaleState]:
+) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of Megatron's `DynamicGradScaler`.
 
   It doubles the scale on the N-th finite step, and halves it on the
@@ -46,8 +46,8 @@ def from_megatron(
   Examples:
     >>> from optax_lossscale import interop
     >>> policy, state = interop.from_megatron({"loss_scale_window": 500})
-    >>> policy.growth_interval, policy.hysteresis, state.memory.item()
-    (500, 2, 2)
+    >>> policy.growth_interval, state.memory.hysteresis_left.item()
+    (500, 2)
   """
   name = "from_megatron"
   options = _reading.read(name, "settings", settings, _SETTINGS)
@@ -65,24 +65,24 @@ def from_megatron(
   values.require(*_STATE)
   # Megatron counts on below zero; ours stops there, to the same effect.
   left = values.integer(
-    "hysteresis_tracker", -_reading.LARGEST_INT, policy.hysteresis
+    "hysteresis_tracker", -_checks.LARGEST_COUNT, policy.hysteresis
   )
   state = _reading.state_at(
     policy,
     values,
     scale="scale",
     count="growth_tracker",
-    memory=jnp.asarray(max(left, 0), jnp.int32),
+    memory=_policies.DynamicMemory(jnp.asarray(max(left, 0), jnp.int32)),
   )
   return policy, state
 
 
 def _dynamic(options):
-  largest = _reading.LARGEST_INT
+  largest = _checks.LARGEST_COUNT
   floor = options.scale("min_loss_scale", 1.0)
   return _policies.DynamicLossScale(
     init_scale=options.number(
-      "initial_loss_scale", floor, _state.LARGEST_SCALE, max(floor, 2.0**32)
+      "initial_loss_scale", floor, _checks.LARGEST_SCALE, max(floor, 2.0**32)
     ),
     growth_interval=options.integer("loss_scale_window", 1, largest, 1000),
     min_scale=floor,

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale import _policies, _state
+from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 
 _KEYS = (
@@ -21,7 +21,7 @@ _KEYS = (
 
 def from_paddle(
   state_dict: Any,
-) -> tuple[_policies.LossScale, _state.LossScaleState]:
+) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of a `paddle.amp.GradScaler`.
 
   It grows the scale on the N-th finite step, and lowers it on every n-th
@@ -49,8 +49,8 @@ def from_paddle(
     ...     "incr_ratio": 2.0, "decr_ratio": 0.5,
     ...     "incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2,
     ...     "incr_count": 0, "decr_count": 1, "use_dynamic_loss_scaling": True})
-    >>> policy.hysteresis, policy.hysteresis_refill, state.memory.item()
-    (2, 'backoff', 1)
+    >>> policy.hysteresis_refill, state.memory.hysteresis_left.item()
+    ('backoff', 1)
   """
   values = _reading.read_mapping("from_paddle", "state_dict", state_dict, _KEYS)
   if not values.found:
@@ -60,14 +60,14 @@ def from_paddle(
   if not values.boolean("use_dynamic_loss_scaling"):
     fixed = _policies.FixedLossScale(values.scale("scale"))
     return fixed, fixed.init()
-  largest = _reading.LARGEST_INT
+  largest = _checks.LARGEST_COUNT
   overflows = values.integer("decr_every_n_nan_or_inf", 1, largest)
   policy = _policies.DynamicLossScale(
     init_scale=values.scale("scale"),
     growth_factor=values.growth("incr_ratio"),
     backoff_factor=values.backoff("decr_ratio"),
     growth_interval=values.integer("incr_every_n_steps", 1, largest),
-    min_scale=_state.SMALLEST_SCALE,
+    min_scale=_checks.SMALLEST_SCALE,
     hysteresis=overflows,
     hysteresis_refill="backoff",
   )
@@ -77,6 +77,6 @@ def from_paddle(
     values,
     scale="scale",
     count="incr_count",
-    memory=jnp.asarray(left, jnp.int32),
+    memory=_policies.DynamicMemory(jnp.asarray(left, jnp.int32)),
   )
   return policy, state

@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _state
-
-LARGEST_INT = 2**31 - 1
+from optax_lossscale import _checks, _state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,9 @@ class Values:
     """A finite number within bounds, as a Python float."""
     if key not in self.found and default is not None:
       return default
-    rule = f"a number in [{_state.show_bound(low)}, {_state.show_bound(high)}]"
+    rule = (
+      f"a number in [{_checks.show_bound(low)}, {_checks.show_bound(high)}]"
+    )
     value = self._plain(key, rule)
     if not low <= value <= high:  # True for NaN, too.
       self.fail(key, rule, ValueError)
@@ -86,16 +86,20 @@ class Values:
   def scale(self, key: str, default: float | None = None) -> float:
     """A loss scale that float32 and its reciprocal can hold."""
     return self.number(
-      key, _state.SMALLEST_SCALE, _state.LARGEST_SCALE, default
+      key, _checks.SMALLEST_SCALE, _checks.LARGEST_SCALE, default
     )
 
   def growth(self, key: str, default: float | None = None) -> float:
     """A growth factor that float32 can tell from 1."""
-    return self.number(key, 1 + 2**-23, _state.LARGEST_SCALE, default)
+    return self.number(
+      key, _checks.SMALLEST_GROWTH, _checks.LARGEST_SCALE, default
+    )
 
   def backoff(self, key: str, default: float | None = None) -> float:
     """A backoff factor that float32 can tell from 1."""
-    return self.number(key, _state.SMALLEST_SCALE, 1 - 2**-24, default)
+    return self.number(
+      key, _checks.SMALLEST_SCALE, _checks.LARGEST_BACKOFF, default
+    )
 
   def boolean(self, key: str, default: bool | None = None) -> bool:
     """True or False, and nothing that merely counts as one."""
@@ -227,18 +231,18 @@ def state_at(
   """
   state = policy.init()
   value = values.scale(scale)
-  low = getattr(policy, "min_scale", _state.SMALLEST_SCALE)
-  high = getattr(policy, "max_scale", _state.LARGEST_SCALE)
+  low = getattr(policy, "min_scale", _checks.SMALLEST_SCALE)
+  high = getattr(policy, "max_scale", _checks.LARGEST_SCALE)
   if not low <= value <= high:
     values.fail(
       scale,
-      f"between the floor {_state.show_bound(low)} and the ceiling"
-      f" {_state.show_bound(high)} of its settings",
+      f"between the floor {_checks.show_bound(low)} and the ceiling"
+      f" {_checks.show_bound(high)} of its settings",
       ValueError,
     )
   state = state._replace(loss_scale=jnp.asarray(value, jnp.float32))
   if count is not None:
-    finite = values.integer(count, 0, LARGEST_INT)
+    finite = values.integer(count, 0, _checks.LARGEST_COUNT)
     state = state._replace(finite_count=jnp.asarray(finite, jnp.int32))
   if memory is not None and jax.tree.leaves(state.memory):
     state = state._replace(memory=memory)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _policies, _state
+from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 
 # Tolerances are compared as fractions of such integers, see _reaches.
@@ -68,12 +68,12 @@ class DeepSpeedLossScale:
   consecutive_hysteresis: bool = False
 
   def __post_init__(self):
-    low, high = _state.SMALLEST_SCALE, _state.LARGEST_SCALE
-    _state.check_number("min_scale", self.min_scale, low, high)
-    _state.check_number("init_scale", self.init_scale, self.min_scale, high)
+    low, high = _checks.SMALLEST_SCALE, _checks.LARGEST_SCALE
+    _checks.check_number("min_scale", self.min_scale, low, high)
+    _checks.check_number("init_scale", self.init_scale, self.min_scale, high)
     for name in ("growth_interval", "hysteresis"):
-      _state.check_number(
-        name, getattr(self, name), 1, _reading.LARGEST_INT, integer=True
+      _checks.check_number(
+        name, getattr(self, name), 1, _checks.LARGEST_COUNT, integer=True
       )
     if not isinstance(self.consecutive_hysteresis, bool):
       raise TypeError(
@@ -98,6 +98,7 @@ class DeepSpeedLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
+    _policies.check_memory(self, state, DeepSpeedMemory)
     after = _policies.record_step(state, grads_finite)
     finite, (left, grown) = after.last_finite, state.memory
     interval = jnp.asarray(self.growth_interval, jnp.int32)
@@ -112,7 +113,7 @@ class DeepSpeedLossScale:
       loss_scale=jnp.clip(
         state.loss_scale * factor,
         jnp.float32(self.min_scale),
-        jnp.float32(_state.LARGEST_SCALE),
+        jnp.float32(_checks.LARGEST_SCALE),
       ),
       finite_count=jnp.where(grow, jnp.int32(0), after.finite_count),
       memory=DeepSpeedMemory(
@@ -177,21 +178,21 @@ class FairseqLossScale:
   min_scale: float = 1e-4
 
   def __post_init__(self):
-    low, high = _state.SMALLEST_SCALE, _state.LARGEST_SCALE
-    _state.check_number(
+    low, high = _checks.SMALLEST_SCALE, _checks.LARGEST_SCALE
+    _checks.check_number(
       "growth_interval",
       self.growth_interval,
       1,
-      _reading.LARGEST_INT,
+      _checks.LARGEST_COUNT,
       integer=True,
     )
-    _state.check_number("min_scale", self.min_scale, low, high)
-    _state.check_number("init_scale", self.init_scale, self.min_scale, high)
+    _checks.check_number("min_scale", self.min_scale, low, high)
+    _checks.check_number("init_scale", self.init_scale, self.min_scale, high)
     _reading.Values(
       "FairseqLossScale", "its arguments", {"tolerance": self.tolerance}
     ).number("tolerance", 0, _LARGEST_PART)
     if self.threshold is not None:
-      _state.check_number("threshold", self.threshold, low, high)
+      _checks.check_number("threshold", self.threshold, low, high)
     if float(self._share()) != float(self.tolerance):
       raise ValueError(
         "tolerance must be a fraction of two integers up to"
@@ -213,6 +214,7 @@ class FairseqLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
+    _policies.check_memory(self, state, FairseqMemory)
     after = _policies.record_step(state, grads_finite)
     overflow = ~after.last_finite
     steps = optax.safe_increment(state.memory.steps)
@@ -231,7 +233,7 @@ class FairseqLossScale:
     )
 
   def _moved(self, scale, grow, backoff):
-    higher = jnp.minimum(scale * 2, jnp.float32(_state.LARGEST_SCALE))
+    higher = jnp.minimum(scale * 2, jnp.float32(_checks.LARGEST_SCALE))
     lower = scale * jnp.float32(0.5)
     if self.threshold is not None:
       lower = jnp.maximum(lower, jnp.float32(self.threshold))

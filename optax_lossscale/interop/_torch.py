@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale import _policies, _state
+from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading, _writing
 
 _KEYS = (
@@ -16,7 +16,7 @@ _KEYS = (
 
 def from_torch(
   state_dict: Any,
-) -> tuple[_policies.LossScale, _state.LossScaleState]:
+) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of a `torch.amp.GradScaler`.
 
   torch grows the scale on the `growth_interval`-th finite step, and has no
@@ -27,7 +27,7 @@ def from_torch(
   Args:
     state_dict: `scaler.state_dict()`. Empty, as a disabled scaler gives it,
       stands for `FixedLossScale(1.0)`; a disabled scaler applies non-finite
-      steps, which here takes `skip_nonfinite=False`.
+      steps, as the bare optimizer does.
 
   Returns:
     `(policy, state)`. The state dict holds the current scale and not the first
@@ -54,8 +54,8 @@ def from_torch(
     init_scale=values.scale("scale"),
     growth_factor=values.growth("growth_factor"),
     backoff_factor=values.backoff("backoff_factor"),
-    growth_interval=values.integer("growth_interval", 1, _reading.LARGEST_INT),
-    min_scale=_state.SMALLEST_SCALE,
+    growth_interval=values.integer("growth_interval", 1, _checks.LARGEST_COUNT),
+    min_scale=_checks.SMALLEST_SCALE,
   )
   state = _reading.state_at(
     policy, values, scale="scale", count="_growth_tracker"
@@ -63,7 +63,7 @@ def from_torch(
   return policy, state
 
 
-def to_torch(policy: _policies.LossScale, state: Any) -> dict[str, Any]:
+def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The state dict from which a `torch.amp.GradScaler` goes on as ours would.
 
   Args:
@@ -91,7 +91,7 @@ def to_torch(policy: _policies.LossScale, state: Any) -> dict[str, Any]:
     rule.require("scale", 1.0, "disabled, it has the scale 1")
     return {}
   dynamic = rule.dynamic()
-  rule.require("min_scale", _state.SMALLEST_SCALE, "it has no floor")
+  rule.require("min_scale", _checks.SMALLEST_SCALE, "it has no floor")
   now = _writing.read_state("to_torch", state)
   return {
     "scale": now.scale,

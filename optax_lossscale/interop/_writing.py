@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale import _policies, _state
+from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 
 
@@ -33,7 +33,7 @@ class Rule:
         f" {_reading.show(self.policy)}."
       )
     self.require("hysteresis", 1, "it has no hysteresis")
-    self.require("max_scale", _state.LARGEST_SCALE, "it has no such ceiling")
+    self.require("max_scale", _checks.LARGEST_SCALE, "it has no such ceiling")
     return self.policy
 
   def require(self, field: str, only: float, why: str) -> None:
@@ -45,8 +45,8 @@ class Rule:
         f" {_reading.show(got)}: {why}. It would go on differently from"
         f" {type(self.policy).__name__}({field}="
         f"{_reading.show(got)}); give one with"
-        f" {field}={_state.show_bound(only)} (dataclasses.replace(policy, ...))"
-        " if that is meant."
+        f" {field}={_checks.show_bound(only)}"
+        " (dataclasses.replace(policy, ...)) if that is meant."
       )
 
 
@@ -84,7 +84,7 @@ def read_state(function: str, tree: Any) -> Now:
       f"{function}: state must be that of one loss scale, got loss_scale of"
       f" shape {scale.shape}. Take one member of the batch."
     )
-  low, high = _state.SMALLEST_SCALE, _state.LARGEST_SCALE
+  low, high = _checks.SMALLEST_SCALE, _checks.LARGEST_SCALE
   if not low <= scale <= high:
     raise ValueError(
       f"{function}: loss_scale in state must be a number in [2**-126, 2**126],"

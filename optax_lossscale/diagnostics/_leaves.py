@@ -12,20 +12,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _grads, _state
+from optax_lossscale import _arrays, _grads
 
 
-def named_grads(tree: Any, caller: str) -> list[tuple[str, Any]]:
+def measure_grads(
+  tree: Any, caller: str, measure: Callable[[Any], Any]
+) -> list[tuple[str, Any, Any]]:
+  """Measures the leaves of a tree that are gradients, and reads the results.
+
+  Args:
+    tree: any pytree.
+    caller: the public function, for the message.
+    measure: what is to be measured: a function of a numpy or JAX array that
+      returns a pytree of arrays, as :func:`reduce_on_device` makes one.
+
+  Returns:
+    A list of names, leaves and results, the results on the host.
+
+  Raises:
+    TypeError: if called under ``jit``.
+  """
+  leaves = _named_grads(tree, caller)
+  # All are on their way before the first is read.
+  found = jax.device_get([measure(leaf) for _, leaf in leaves])
+  return [(*leaf, x) for leaf, x in zip(leaves, found, strict=True)]
+
+
+def _named_grads(tree, caller):
   """The leaves that are gradients, as (name, numpy or JAX array)."""
   leaves = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    if not _grads.is_grad(path, leaf) or not _state.is_array(leaf):
+    if not _grads.is_grad(path, leaf) or not _arrays.is_array(leaf):
       continue
     if isinstance(leaf, jax.core.Tracer):
       raise TypeError(
         f"{caller} must be called outside jit, since it reads values, got a"
         f" tracer at {leaf_name(path)!r}. Return the gradients from the jitted"
-        " function, or use finite_per_leaf in it."
+        " function, or use diagnostics.finite_per_leaf in it."
       )
     if not isinstance(leaf, jax.Array):
       leaf = np.asarray(leaf)

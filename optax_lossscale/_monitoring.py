@@ -1,17 +1,50 @@
-"""``raise_if_stuck``: an error that says why steps are skipped."""
+"""What a training loop asks of its loss scale: to be logged, and not stuck."""
 
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from optax_lossscale import _diagnostics, _policies, _state
+from optax_lossscale import (
+  _checks,
+  _policies,
+  _powers_of_two,
+  _state,
+)
+
+
+def loss_scale_metrics(tree: Any) -> dict[str, jax.Array]:
+  """Returns what there is to log of a loss scale, for any logger.
+
+  Works under ``jit``, and reads nothing back to the host.
+
+  Args:
+    tree: a :class:`LossScaleState`, or any pytree that holds exactly one.
+
+  Returns:
+    A dict of arrays of shape ``()``, keyed by the names of the fields of
+    :class:`LossScaleState` (all but ``memory``), and ``log2_loss_scale``,
+    float32, which is what a plot wants.
+
+  Raises:
+    ValueError: if ``tree`` does not hold exactly one loss-scale state.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> metrics = ols.loss_scale_metrics(ols.DynamicLossScale().init())
+    >>> {name: x.item() for name, x in sorted(metrics.items())}
+    {'finite_count': 0, 'last_finite': True, 'log2_loss_scale': 15.0,
+     'loss_scale': 32768.0, 'notfinite_count': 0, 'total_notfinite': 0}
+  """
+  metrics = _state.get_loss_scale_state(tree)._asdict()
+  del metrics["memory"]
+  return metrics | {
+    "log2_loss_scale": _powers_of_two.log2(metrics["loss_scale"])
+  }
 
 
 class LossScaleError(RuntimeError):
   """Raised by :func:`raise_if_stuck`; its message says why and what to do."""
-
-  __module__ = "optax_lossscale"  # where users find it
 
 
 def raise_if_stuck(
@@ -112,9 +145,7 @@ class _Skips(NamedTuple):
 
 
 def _check_limits(max_consecutive_skips, max_skipped_share, steps):
-  _state.check_number(
-    "max_consecutive_skips", max_consecutive_skips, 1, 2**31 - 1, integer=True
-  )
+  _checks.check_count("max_consecutive_skips", max_consecutive_skips)
   if (max_skipped_share is None) != (steps is None):
     raise ValueError(
       "max_skipped_share and steps must be given together, got"
@@ -122,8 +153,8 @@ def _check_limits(max_consecutive_skips, max_skipped_share, steps):
       " steps is how often update was called since init."
     )
   if steps is not None:
-    _state.check_number("max_skipped_share", max_skipped_share, 0, 1)
-    _state.check_number("steps", steps, 1, 2**63 - 1, integer=True)
+    _checks.check_number("max_skipped_share", max_skipped_share, 0, 1)
+    _checks.check_number("steps", steps, 1, 2**63 - 1, integer=True)
 
 
 def _as_policy(policy):
@@ -152,7 +183,12 @@ def _read_skips(state):
 
 
 def _nonfinite(grads):
-  return None if grads is None else _diagnostics.nonfinite_leaves(grads)
+  if grads is None:
+    return None
+  # Loaded here, as `import optax_lossscale` does not.
+  from optax_lossscale import diagnostics
+
+  return diagnostics.nonfinite_leaves(grads)
 
 
 _CURE_OVERFLOW = (

@@ -1,4 +1,4 @@
-"""What a training loop can log, and which gradients are not finite."""
+"""Which gradients are not finite."""
 
 from typing import Any, NamedTuple
 
@@ -6,35 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _exponents, _grads, _leaves, _scaling, _state
-
-
-def loss_scale_metrics(tree: Any) -> dict[str, jax.Array]:
-  """Returns what there is to log of a loss scale, for any logger.
-
-  Works under ``jit``, and reads nothing back to the host.
-
-  Args:
-    tree: a :class:`LossScaleState`, or any pytree that holds exactly one.
-
-  Returns:
-    A dict of arrays of shape ``()``, keyed by the names of the fields of
-    :class:`LossScaleState` (all but ``memory``), and ``log2_loss_scale``,
-    float32, which is what a plot wants.
-
-  Raises:
-    ValueError: if ``tree`` does not hold exactly one loss-scale state.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> metrics = ols.loss_scale_metrics(ols.DynamicLossScale().init())
-    >>> {name: x.item() for name, x in sorted(metrics.items())}
-    {'finite_count': 0, 'last_finite': True, 'log2_loss_scale': 15.0,
-     'loss_scale': 32768.0, 'notfinite_count': 0, 'total_notfinite': 0}
-  """
-  metrics = _state.get_loss_scale_state(tree)._asdict()
-  del metrics["memory"]
-  return metrics | {"log2_loss_scale": _exponents.log2(metrics["loss_scale"])}
+from optax_lossscale import _arrays, _grads
+from optax_lossscale.diagnostics import _leaves
 
 
 def finite_per_leaf(grads: Any) -> Any:
@@ -52,16 +25,17 @@ def finite_per_leaf(grads: Any) -> Any:
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
-    >>> flags = ols.finite_per_leaf({"a": jnp.ones(3), "b": jnp.array(jnp.nan)})
+    >>> from optax_lossscale import diagnostics
+    >>> grads = {"a": jnp.ones(3), "b": jnp.array(jnp.nan)}
+    >>> flags = diagnostics.finite_per_leaf(grads)
     >>> print(flags["a"], flags["b"])
     True False
   """
 
   def is_finite(path, leaf):
-    if _grads.is_overwritten(path) or not _state.is_array(leaf):
+    if _grads.is_overwritten(path) or not _arrays.is_array(leaf):
       return jnp.bool_(True)
-    return _scaling.all_finite(leaf)
+    return _grads.all_finite(leaf)
 
   return jax.tree_util.tree_map_with_path(is_finite, grads)
 
@@ -116,15 +90,13 @@ def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
     >>> grads = {"w": jnp.array([[1.0, 2.0], [jnp.inf, jnp.nan]]), "b": 0.5}
-    >>> for leaf in ols.nonfinite_leaves(grads):
+    >>> for leaf in diagnostics.nonfinite_leaves(grads):
     ...   print(leaf)
     w float32[2, 2]: 1 inf, 1 NaN of 4, first at [1][0]
   """
-  leaves = _leaves.named_grads(grads, "nonfinite_leaves")
-  # All are on their way before the first is read.
-  found = jax.device_get([_find_nonfinite(leaf) for _, leaf in leaves])
+  measured = _leaves.measure_grads(grads, "nonfinite_leaves", _find_nonfinite)
   return [
     NonfiniteLeaf(
       name,
@@ -134,9 +106,7 @@ def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
       int(nan_count),
       tuple(int(i) for i in index),
     )
-    for (name, leaf), (inf_count, nan_count, index) in zip(
-      leaves, found, strict=True
-    )
+    for name, leaf, (inf_count, nan_count, index) in measured
     if inf_count or nan_count
   ]
 

@@ -7,18 +7,15 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _axes, _grads, _state
+from optax_lossscale import _arrays, _axes, _checks, _state
 
-# The bins: what float16 takes for zero; its binades, of which the last ten are
-# those of its subnormal numbers, in ascending order; finite, but too large
+# The bins: what float16 takes for zero; its binades in ascending order, of
+# which the first ten are those of its subnormal numbers; finite, but too large
 # for it; inf and NaN.
 _LOWEST, _HIGHEST = -24, 15
 _TOO_LARGE = 1 + _HIGHEST - _LOWEST + 1
 _NONFINITE = _TOO_LARGE + 1
 _BINS = _NONFINITE + 1
-
-# An int32 counts so many; above, the parts of an array are counted apart.
-_LARGEST_COUNT = 2**31 - 1
 
 
 def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
@@ -29,7 +26,7 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
   often in float32, and hide both. A probe is an identity whose cotangent, with
   the loss scale in it, is sorted into binades. The counts are the gradient of
   ``slot``: differentiate with respect to the slots as well. They go to
-  ``update`` as ``cotangents=``, and to :func:`probe_metrics`.
+  :func:`probe_evidence`, for ``update``, and to :func:`probe_metrics`.
 
   Autodiff adds the gradients of what is used more than once, and counts add up.
   So one slot may serve many probes, all layers of a ``scan``, or all members of
@@ -59,24 +56,24 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
     >>> import jax, optax
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
     >>> def loss_fn(w, slot, x):
-    ...   y = ols.probe(w.astype(jnp.float16) * x, slot)
+    ...   y = diagnostics.probe(w.astype(jnp.float16) * x, slot)
     ...   return jnp.mean(y.astype(jnp.float32) ** 2)
     >>> tx = ols.with_loss_scaling(optax.sgd(0.5), ols.HeadroomLossScale())
-    >>> w, slot = jnp.array([0.5, 0.0]), ols.probe_slots()
+    >>> w, slot = jnp.array([0.5, 0.0]), diagnostics.probe_slots()
     >>> opt_state = tx.init(w)
     >>> loss, (grad, cotangents) = ols.value_and_grad(
     ...   loss_fn, opt_state, argnums=(0, 1)
     ... )(w, slot, jnp.array([1.0, 0.5], jnp.float16))
-    >>> updates, opt_state = tx.update(
-    ...   grad, opt_state, w, cotangents=cotangents
-    ... )
-    >>> metrics = ols.probe_metrics(cotangents)
+    >>> evidence = diagnostics.probe_evidence(cotangents, opt_state)
+    >>> updates, opt_state = tx.update(grad, opt_state, w, **evidence)
+    >>> metrics = diagnostics.probe_metrics(cotangents)
     >>> {name: x.item() for name, x in sorted(metrics.items())}
     {'largest': 32752.0, 'nonfinite_share': 0.0, 'top_share': 0.5,
      'zero_share': 0.5}
   """
-  if not _state.is_array(x) or not _grads.is_inexact(x):
+  if not _arrays.is_array(x) or not _arrays.is_inexact(x):
     raise TypeError(f"x must be a float or complex array, got x = {x!r}.")
   _check_slots("slot", slot)
   if jnp.ndim(slot) != 1:
@@ -104,9 +101,9 @@ def probe_slots(*shape: int) -> jax.Array:
     The slots, to be differentiated with respect to.
 
   Examples:
-    >>> import optax_lossscale as ols
-    >>> print(ols.probe_slots().shape, ols.probe_slots(12).shape)
-    (43,) (12, 43)
+    >>> from optax_lossscale import diagnostics
+    >>> print(diagnostics.probe_slots(12).shape)
+    (12, 43)
   """
   return jnp.zeros((*shape, _BINS), jnp.float32)
 
@@ -142,10 +139,11 @@ def probe_metrics(cotangents: Any) -> Any:
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
     >>> x = jnp.array([2.0, 0.0, 1e5], jnp.float32)
-    >>> loss_fn = lambda slot: jnp.sum(x * ols.probe(x, slot))
-    >>> metrics = ols.probe_metrics(jax.grad(loss_fn)(ols.probe_slots()))
+    >>> loss_fn = lambda slot: jnp.sum(x * diagnostics.probe(x, slot))
+    >>> counts = jax.grad(loss_fn)(diagnostics.probe_slots())
+    >>> metrics = diagnostics.probe_metrics(counts)
     >>> print(metrics["largest"], f"{metrics['zero_share']:.2f}")
     65536.0 0.33
   """
@@ -167,29 +165,56 @@ def probe_metrics(cotangents: Any) -> Any:
   return jax.tree.map(metrics, cotangents)
 
 
-def fold(
-  cotangents: Any, loss_scale: jax.Array, finite: jax.Array, amax: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """What the gradients tell of a step, and the probes with them.
+def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
+  """Returns what the gradients of slots tell ``update`` of the backward pass.
+
+  An inf or a NaN that a probe counted is evidence of an overflow, even where
+  none arrives at a gradient: what cut it off on its way may have cut off more.
+  And the largest cotangent counts for the policy as a gradient does.
 
   Args:
-    cotangents: a pytree of gradients of slots.
-    loss_scale: the scale of the step; float32, shape ``()``.
-    finite: whether the gradients are finite; bool, shape ``()``.
-    amax: their largest true magnitude; float32, shape ``()``.
+    cotangents: the gradient of a slot, of an array of slots, or a pytree of
+      them, as :func:`~optax_lossscale.value_and_grad` returns them.
+    state: the state that scaled the loss, before ``update``: a
+      :class:`~optax_lossscale.LossScaleState`, or any pytree that holds exactly
+      one.
 
   Returns:
-    Whether the cotangents are finite as well; and the larger of ``amax`` and
-    the largest cotangent, unscaled.
+    A dict of the arguments of ``update``, for ``**``:
+
+    * ``grads_finite``: whether no probe counted an inf or a NaN; bool, shape
+      ``()``.
+    * ``grads_amax``: the largest finite magnitude without the loss scale, to a
+      binade as in :func:`probe_metrics`; float32, shape ``()``.
+
+  Raises:
+    TypeError: if an array is not float32.
+    ValueError: if one is of the wrong shape, or ``state`` does not hold exactly
+      one loss-scale state.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
+    >>> state = ols.FixedLossScale(4.0).init()
+    >>> x = jnp.array([2.0, 0.0])
+    >>> loss_fn = lambda slot: jnp.sum(x * diagnostics.probe(x, slot))
+    >>> cotangents = ols.grad(loss_fn, state)(diagnostics.probe_slots())
+    >>> evidence = diagnostics.probe_evidence(cotangents, state)
+    >>> print(evidence["grads_finite"], evidence["grads_amax"])
+    True 3.9980469
   """
   _check_slots("cotangents", cotangents)
+  loss_scale = _state.get_loss_scale_state(state).loss_scale
+  finite, amax = jnp.bool_(True), jnp.float32(0)
   for counts in jax.tree.leaves(cotangents):
     finite &= ~jnp.any(counts[..., _NONFINITE] > 0)
     largest = jnp.max(_largest(counts), initial=0)
     # A scale below 1 may bring it above float32's range.
-    unscaled = jnp.minimum(largest / loss_scale, jnp.finfo(jnp.float32).max)
+    unscaled = jnp.minimum(largest / loss_scale, _arrays.FLOAT32_MAX)
     amax = jnp.maximum(amax, unscaled)
-  return finite, amax
+  return {"grads_finite": finite, "grads_amax": amax}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -220,7 +245,7 @@ def _histogram(x):
   there; counted in integers, the total is rounded, and no bin is lost.
   """
   if isinstance(x.size, int):
-    in_parts = x.size > _LARGEST_COUNT
+    in_parts = x.size > _checks.LARGEST_COUNT
   else:  # A symbolic size, as `jax.export` has, may turn out to be any.
     in_parts = x.ndim > 1
   if in_parts:
@@ -275,7 +300,7 @@ def _largest(counts):
 
 
 def _vary(x, axes):
-  """X as a value that may differ along the axes."""
+  """``x`` as a value that may differ along the axes."""
   if hasattr(lax, "pcast"):
     return lax.pcast(x, axes, to="varying")
   return lax.pvary(x, axes)  # What JAX 0.8.0 has instead.

@@ -4,11 +4,11 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _leaves, _state
+from optax_lossscale import _checks, _state
+from optax_lossscale.diagnostics import _leaves
 
 
 class GradientStats(NamedTuple):
@@ -137,9 +137,9 @@ def gradient_report(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
     >>> grads = {"w": jnp.array([1e-3, 1e-5, 1e-8, 0.0]), "b": jnp.ones(2)}
-    >>> report = ols.gradient_report(grads, jnp.float16)
+    >>> report = diagnostics.gradient_report(grads, jnp.float16)
     >>> print(f"{report.total.flushed:.1%} are flushed")
     16.7% are flushed
     >>> for leaf in report.sorted_by("flushed").leaves:
@@ -150,18 +150,19 @@ def gradient_report(
   """
   dtype = as_small_float(dtype)
   scale = as_scale(loss_scale)
-  named = _leaves.named_grads(grads, "gradient_report")
   limits = limits_of(dtype)
-  # All are on their way before the first is read.
-  measured = jax.device_get(
-    [_measure(leaf, *_in_dtype_of(leaf, scale, limits)) for _, leaf in named]
+  measured = _leaves.measure_grads(
+    grads,
+    "gradient_report",
+    lambda leaf: _measure(leaf, *_in_dtype_of(leaf, scale, limits)),
   )
   rows = [
     _make_row(name, leaf.shape, str(leaf.dtype), leaf.size, found, limits)
-    for (name, leaf), found in zip(named, measured, strict=True)
+    for name, leaf, found in measured
   ]
-  total_size = sum(leaf.size for _, leaf in named)
-  total = _make_row("total", (), "", total_size, _add_up(measured), limits)
+  total_size = sum(leaf.size for _, leaf, _ in measured)
+  in_all = _add_up([found for _, _, found in measured])
+  total = _make_row("total", (), "", total_size, in_all, limits)
   return GradientReport(str(dtype), scale, tuple(rows), total)
 
 
@@ -246,7 +247,7 @@ def _best_scales(largest, smallest, limits):
   # smallest that lifts the smallest entry above zero.
   high = math.ceil(math.log2(limits.inf) - math.log2(largest)) - 1
   low = math.floor(math.log2(limits.zero) - math.log2(smallest)) + 1
-  bound = round(math.log2(_state.LARGEST_SCALE))
+  bound = round(math.log2(_checks.LARGEST_SCALE))
   high = min(max(high, -bound), bound)
   return max(min(low, high), -bound), high
 
@@ -266,9 +267,7 @@ def as_scale(loss_scale: Any) -> float:
   """The scale, checked, that a number or a state stands for."""
   if _state.holds_loss_scale(loss_scale):
     loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
-  _state.check_number(
-    "loss_scale", loss_scale, _state.SMALLEST_SCALE, _state.LARGEST_SCALE
-  )
+  _checks.check_scale("loss_scale", loss_scale)
   return float(loss_scale)
 
 

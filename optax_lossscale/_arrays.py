@@ -1,0 +1,107 @@
+"""Arrays and dtypes: what a leaf is, and arithmetic that keeps its dtype."""
+
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+# XLA takes what is smaller for zero, on CPU as on TPU.
+FLOAT32_TINY = float(jnp.finfo(jnp.float32).smallest_normal)
+
+
+def is_array(x: Any) -> bool:
+  """Whether JAX can compute on this leaf: an array or a Python number."""
+  dtype = getattr(x, "dtype", None)
+  if dtype is None:
+    return isinstance(x, (bool, int, float, complex))
+  return dtype != jax.dtypes.float0 and not isinstance(x, jax.ShapeDtypeStruct)
+
+
+def is_inexact(leaf: Any) -> bool:
+  """Whether a leaf is a float or complex array, or a Python number of them."""
+  if not hasattr(leaf, "dtype"):
+    return isinstance(leaf, (float, complex))
+  return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def is_complex(dtype: Any) -> bool:
+  """Whether a dtype is complex."""
+  return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def is_narrow(dtype: Any) -> bool:
+  """Whether a float dtype is too narrow in range for unscaled gradients."""
+  return jnp.finfo(dtype).bits <= 16 and dtype != jnp.bfloat16
+
+
+def at_least_float32(dtype: Any) -> Any:
+  """float32 for the dtypes of fewer bits, else the dtype."""
+  return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def widen(leaf: Any) -> Any:
+  """The leaf in float32 if it is float16 or float8, else as it is."""
+  if not is_inexact(leaf) or not is_narrow(jnp.result_type(leaf)):
+    return leaf
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    return leaf.update(dtype=jnp.float32)
+  return lax.convert_element_type(leaf, jnp.float32)
+
+
+def cast(x: Any, dtype: Any) -> Any:
+  """``x`` as a strongly typed array; PRNG keys as they are."""
+  if jnp.issubdtype(dtype, jax.dtypes.extended):
+    return x
+  return lax.convert_element_type(x, dtype)
+
+
+def cast_real_or_complex(x: jax.Array, dtype: Any) -> jax.Array:
+  """``x`` in a dtype that does not drop or invent its imaginary part."""
+  if is_complex(dtype) != is_complex(x.dtype):
+    return x
+  return x.astype(dtype)
+
+
+def times(x: Any, factor: jax.typing.ArrayLike) -> jax.Array:
+  """``x`` times a float32 scalar, in the dtype of ``x``."""
+  x = jnp.asarray(x)
+  if is_complex(x.dtype):
+    # By parts: the product of two complex numbers loses the sign of zeros.
+    return lax.complex(times(x.real, factor), times(x.imag, factor))
+  if x.dtype == jnp.bfloat16:
+    # In float32, so that a factor that is no power of two rounds only once.
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+  return x * lax.convert_element_type(factor, x.dtype)
+
+
+def divided_by(x: jax.Array, divisor: jax.Array) -> jax.Array:
+  """``x`` divided by a float32 scalar, in the dtype of ``x``."""
+  if is_complex(x.dtype):
+    return lax.complex(divided_by(x.real, divisor), divided_by(x.imag, divisor))
+  if x.dtype == jnp.bfloat16:
+    return (x.astype(jnp.float32) / divisor).astype(x.dtype)
+  return x / lax.convert_element_type(divisor, x.dtype)
+
+
+def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
+  """``new`` where the condition holds, else ``old``, in the dtypes of ``old``.
+
+  Args:
+    condition: a bool of shape ``()``.
+    new: a pytree.
+    old: a pytree of the same structure. Its leaves that are no arrays stay,
+      whatever the condition is.
+
+  Returns:
+    A pytree of that structure.
+  """
+
+  def select_leaf(new, old):
+    if not is_array(old):
+      return old
+    old = jnp.asarray(old)
+    return lax.select(jnp.asarray(condition), cast(new, old.dtype), old)
+
+  return jax.tree.map(select_leaf, new, old)

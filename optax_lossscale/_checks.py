@@ -1,0 +1,66 @@
+"""Checks of numbers, and how messages write them."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# The scale and its reciprocal are both normal float32 numbers between these
+# two. The reciprocal of 2**127 is subnormal, XLA flushes it to zero, and every
+# unscaled gradient would be a finite, silent zero.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+# The float32 neighbours of 1. A factor nearer to 1 would round to it, and the
+# scale would never move.
+SMALLEST_GROWTH = 1 + 2**-23
+LARGEST_BACKOFF = 1 - 2**-24
+
+# Of an int32, as all counters are.
+LARGEST_COUNT = 2**31 - 1
+
+
+def check_number(
+  name: str, value: Any, low: float, high: float, *, integer: bool = False
+) -> None:
+  """Raises unless ``value`` is a number in [low, high]; traced ones pass."""
+  if isinstance(value, jax.core.Tracer):
+    return
+  rule = f"{name} must be {range_rule(low, high, integer=integer)}"
+  is_number = isinstance(value, (int, float)) or (
+    hasattr(value, "dtype") and getattr(value, "shape", None) == ()
+  )
+  if isinstance(value, (bool, complex)) or not is_number:
+    raise TypeError(f"{rule}, got {name} = {value!r}.")
+  if hasattr(value, "dtype"):
+    if value.dtype == bool or jnp.issubdtype(value.dtype, jnp.complexfloating):
+      raise TypeError(f"{rule}, got {name} = {value!r}.")
+    value = value.item()
+  in_range = low <= value <= high  # False for NaN, too.
+  if not in_range or (integer and value != int(value)):
+    raise ValueError(f"{rule}, got {name} = {value!r}.")
+
+
+def check_scale(name: str, value: Any) -> None:
+  """Raises unless ``value`` is a loss scale, or traced."""
+  check_number(name, value, SMALLEST_SCALE, LARGEST_SCALE)
+
+
+def check_count(name: str, value: Any) -> None:
+  """Raises unless ``value`` is a positive int32, or traced."""
+  check_number(name, value, 1, LARGEST_COUNT, integer=True)
+
+
+def range_rule(low: float, high: float, *, integer: bool = False) -> str:
+  """The rule for a number within bounds, as messages give it."""
+  kind = "an integer" if integer else "a number"
+  return f"{kind} in [{show_bound(low)}, {show_bound(high)}]"
+
+
+def show_bound(value: float) -> str:
+  """A bound as people write it: ``2**126``, ``0.5``, ``2147483647``."""
+  exponent = round(math.log2(value)) if 0 < value < math.inf else 0
+  if abs(exponent) > 20 and value == 2.0**exponent:
+    return f"2**{exponent}"
+  return str(value) if isinstance(value, int) else f"{value:.8g}"

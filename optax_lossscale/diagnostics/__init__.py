@@ -1,0 +1,39 @@
+"""What is wrong with gradients, and what the backward pass holds.
+
+Reports read values, and are called outside of ``jit``. ``finite_per_leaf`` and
+the probes belong inside.
+"""
+
+from optax_lossscale.diagnostics._nonfinite import (
+  finite_per_leaf,
+  nonfinite_leaves,
+  NonfiniteLeaf,
+)
+from optax_lossscale.diagnostics._probes import (
+  probe,
+  probe_evidence,
+  probe_metrics,
+  probe_slots,
+)
+from optax_lossscale.diagnostics._report import (
+  gradient_report,
+  GradientReport,
+  GradientStats,
+)
+
+__all__ = [
+  "GradientReport",
+  "GradientStats",
+  "NonfiniteLeaf",
+  "finite_per_leaf",
+  "gradient_report",
+  "nonfinite_leaves",
+  "probe",
+  "probe_evidence",
+  "probe_metrics",
+  "probe_slots",
+]
+
+# Pickles and reprs name the path that stays when modules move.
+for _class in (GradientReport, GradientStats, NonfiniteLeaf):
+  _class.__module__ = __name__
