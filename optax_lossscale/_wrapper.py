@@ -249,7 +249,8 @@ def _strong(leaf):
 
 def _as_flag(name, value):
   """A bool, or a number by its truth; a NaN is no answer, and false."""
-  _check_scalar(name, value, "bool or number, true if the gradients are finite")
+  kind = "bool or number, true if the gradients are finite"
+  _check_scalar(name, value, kind, "jnp.all")
   value = jnp.asarray(value)
   if jnp.issubdtype(value.dtype, jnp.bool_):
     return value
@@ -258,13 +259,14 @@ def _as_flag(name, value):
 
 def _as_magnitude(name, value):
   """The magnitude of a number, as float32."""
-  _check_scalar(name, value, "number, the largest magnitude of a gradient")
+  kind = "number, the largest magnitude of a gradient"
+  _check_scalar(name, value, kind, "jnp.max")
   return lax.abs(lax.convert_element_type(jnp.asarray(value), jnp.float32))
 
 
-def _check_scalar(name, value, kind):
+def _check_scalar(name, value, kind, reduction):
   rule = f"{name} must be one {kind}"
-  remedy = "Reduce several to one; leave it out if you have none."
+  remedy = f"Reduce several with {reduction}; leave it out if you have none."
   if not _arrays.is_array(value):
     raise TypeError(f"{rule}, got {name} = {value!r}. {remedy}")
   shape, dtype = jnp.shape(value), jnp.result_type(value)

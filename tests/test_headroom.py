@@ -598,6 +598,12 @@ def test_a_run_cut_by_a_checkpoint_goes_on_bit_for_bit():
     assert same_bits(rest, jax.tree.map(lambda x: x[cut:], whole))  # noqa: B023
 
 
+def test_a_state_of_numpy_arrays_goes_on_outside_of_jit():
+  state = jax.tree.map(np.asarray, settled())
+  after = POLICY.adjust(state, True, grads_amax=2.0**-9)
+  assert same_bits(after, POLICY.adjust(settled(), True, grads_amax=2.0**-9))
+
+
 def test_a_fresh_state_can_be_donated():
   step = jax.jit(
     lambda s: POLICY.adjust(s, True, grads_amax=1.0), donate_argnums=0

@@ -1,5 +1,7 @@
 """Scaling, unscaling and differentiating: the true loss, the true gradients."""
 
+import functools
+import inspect
 import itertools
 import linecache
 import warnings
@@ -272,6 +274,51 @@ def loss_fn(a, b, *, c=1.0):
 
 
 A = {"w": jnp.array([1.0, 2.0])}
+
+
+@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+def test_what_is_returned_has_the_name_the_signature_and_the_doc_of_fun(
+  differentiate,
+):
+  def a_loss(params, batch, *, temperature=1.0):
+    """How wrong the model is."""
+    return jnp.sum(params * batch) * temperature
+
+  a_loss.about = "not a part of the function that is returned"
+  fun = differentiate(a_loss, ols.FixedLossScale(2.0).init())
+  assert fun.__name__ == "a_loss"
+  assert fun.__doc__ == "How wrong the model is."
+  assert inspect.signature(fun) == inspect.signature(a_loss)
+  assert not hasattr(fun, "about")
+  # What has neither name nor doc is differentiated all the same.
+  part = functools.partial(a_loss, temperature=2.0)
+  differentiate(part, ols.FixedLossScale(2.0).init())(jnp.ones(2), jnp.ones(2))
+
+
+def test_argnums_is_passed_on_only_if_it_is_given():
+  given = []
+
+  def using(fun, has_aux, **kwargs):
+    given.append(kwargs)
+    return jax.value_and_grad(fun, has_aux=has_aux, **kwargs)
+
+  state = ols.FixedLossScale(2.0).init()
+  for kwargs in ({}, {"argnums": 0}, {"argnums": (1,)}):
+    ols.grad(lambda x, y: x * y, state, using=using, **kwargs)(1.0, 2.0)
+  assert given == [{}, {"argnums": 0}, {"argnums": (1,)}]
+
+
+@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+@pytest.mark.parametrize(
+  "using", [jax.grad, nnx.grad, eqx.filter_grad], ids=["jax", "nnx", "equinox"]
+)
+def test_a_using_that_returns_no_value_is_told_apart(differentiate, using):
+  fun = differentiate(
+    lambda w: jnp.sum(w), ols.FixedLossScale(2.0).init(), using=using
+  )
+  message = r"using must return the value beside the gradients.*got using = "
+  with pytest.raises(TypeError, match=message):
+    fun(jnp.ones(2))
 
 
 @pytest.mark.parametrize("has_aux", [False, True])

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import optax.contrib
@@ -322,6 +324,60 @@ def test_a_grads_finite_that_is_no_scalar_is_an_error(flag, jitted):
   error = TypeError if isinstance(flag, list) else ValueError
   with pytest.raises(error, match=r"grads_finite must be one.*jnp\.all"):
     update(w, tx.init(w), w, grads_finite=flag)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize(
+  "amax, seen",
+  [(16.0, 16.0), (-16, 16.0), (np.float16(0.5), 2.0), (0, 2.0), (None, 2.0)],
+)
+def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(
+  amax, seen, jitted
+):
+  tx = ols.with_loss_scaling(
+    optax.sgd(1.0), ols.HeadroomLossScale(), grads_are_scaled=True
+  )
+  w = jnp.ones(2)
+  state = ols.set_loss_scale(tx.init(w), 4.0)
+  update = jax.jit(tx.update) if jitted else tx.update
+  # 8 with the scale in it, 2 without: grads_amax is without.
+  updates, state = update(jnp.array([8.0, -4.0]), state, w, grads_amax=amax)
+  assert updates.tolist() == [-2.0, 1.0]
+  assert state.loss_scale_state.memory.amax_window[0] == seen
+
+
+@pytest.mark.parametrize(
+  "amax, error",
+  [
+    (jnp.ones(2), ValueError),
+    ([1.0], TypeError),
+    ("1", TypeError),
+    (jax.random.key(0), TypeError),
+  ],
+  ids=["array", "list", "str", "key"],
+)
+def test_a_grads_amax_that_is_no_number_is_an_error(amax, error):
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+  w = jnp.ones(2)
+  with pytest.raises(error, match="grads_amax must be one number"):
+    tx.update(w, tx.init(w), w, grads_amax=amax)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_devices_grads_amax_counts_for_all(check_vma):
+  mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+  policy = ols.HeadroomLossScale()
+  tx = ols.with_loss_scaling(optax.sgd(1.0), policy, axis_name="d")
+
+  def on_each(amax):
+    w = jnp.ones(2)
+    _, state = tx.update(w, tx.init(w), w, grads_amax=amax[0])
+    return state.loss_scale_state.memory.amax_window[0]
+
+  fun = jax.shard_map(
+    on_each, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=check_vma
+  )
+  assert jax.jit(fun)(jnp.arange(8.0)) == 7.0
 
 
 @pytest.mark.parametrize(
