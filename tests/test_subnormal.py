@@ -4,12 +4,12 @@ The wrapper's -0.0 adds nothing, but XLA takes subnormal numbers for zero when
 it adds on CPU, whatever is added, and with it `optax.apply_updates`.
 """
 
+from helpers.bits import same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from zoo import same_bits
 
 import optax_lossscale as ols
 
