@@ -121,6 +121,47 @@ def test_the_wrapper_takes_it_as_its_policy(policy):
   assert ols.get_loss_scale_state(opt_state).total_notfinite == 1
 
 
+REMEMBERING = {
+  "dynamic, hysteresis": ols.DynamicLossScale(hysteresis=2),
+  "headroom": ols.HeadroomLossScale(),
+  **RULES,
+}
+FORGETFUL = {
+  "dynamic": ols.DynamicLossScale(),
+  "fixed": ols.FixedLossScale(8.0),
+}
+ALL = FORGETFUL | REMEMBERING
+
+
+@pytest.mark.parametrize("other", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("policy", REMEMBERING.values(), ids=REMEMBERING)
+def test_every_policy_that_remembers_refuses_a_foreign_state_in_the_same_words(
+  policy, other
+):
+  kind = type(policy.init().memory)
+  state = other.init()
+  if isinstance(state.memory, kind):
+    policy.adjust(state, True, grads_amax=1.0)
+    return
+  with pytest.raises(ValueError) as info:
+    policy.adjust(state, True, grads_amax=1.0)
+  assert str(info.value) == (
+    f"state.memory must be that of a {type(policy).__name__}, a"
+    f" {kind.__name__}, got {type(state.memory).__name__} of another policy."
+    " Use state._replace(memory=policy.init().memory)."
+  )
+  adopted = state._replace(memory=policy.init().memory)
+  policy.adjust(adopted, True, grads_amax=1.0)
+
+
+@pytest.mark.parametrize("other", REMEMBERING.values(), ids=REMEMBERING)
+@pytest.mark.parametrize("policy", FORGETFUL.values(), ids=FORGETFUL)
+def test_a_policy_that_remembers_nothing_goes_on_from_any_state(policy, other):
+  state = policy.adjust(other.init(), False)
+  assert state.total_notfinite == 1
+  assert type(state.memory) is type(other.init().memory)
+
+
 def test_deepspeed_grows_on_step_w_plus_1_and_then_on_every_w_th():
   """Their description, for W = 1, 2, 3, and again after an overflow."""
   for window in (1, 2, 3):

@@ -1,6 +1,6 @@
 """apex.amp, and apex's fused update of a scale with hysteresis."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def from_apex(state_dict: Any, **settings: Any) -> _Result:
   return _from_amp(state_dict, settings)
 
 
-def _from_amp(state_dict, settings):
+def _from_amp(state_dict: Any, settings: dict[str, Any]) -> _Result:
   options = _read("settings", settings, _AMP_SETTINGS)
   policy = _amp_policy(options)
   scaler = _chosen_scaler(state_dict, options)
@@ -80,7 +80,7 @@ def _from_amp(state_dict, settings):
   return policy, state
 
 
-def _amp_policy(options):
+def _amp_policy(options: _reading.Values) -> _policies.LossScalePolicy:
   scale = options.found.get("loss_scale", "dynamic")
   if not (isinstance(scale, str) and scale == "dynamic"):
     return _policies.FixedLossScale(options.scale("loss_scale"))
@@ -95,15 +95,15 @@ def _amp_policy(options):
     options.fail("init_scale", "at least min_loss_scale", ValueError)
   return _policies.DynamicLossScale(
     init_scale=start,
-    growth_interval=options.integer(
-      "scale_window", 1, _checks.LARGEST_COUNT, 2000
-    ),
+    growth_interval=options.count("scale_window", 2000),
     min_scale=low,
     max_scale=high,
   )
 
 
-def _chosen_scaler(state_dict, options):
+def _chosen_scaler(
+  state_dict: Any, options: _reading.Values
+) -> _reading.Values | None:
   """The values of the one scaler that is meant; None in an empty state dict."""
   if not isinstance(state_dict, Mapping):
     raise TypeError(
@@ -124,19 +124,17 @@ def _chosen_scaler(state_dict, options):
   return _read(chosen, values.found[chosen], _AMP_STATE)
 
 
-def _from_kernel(tensors, settings):
+def _from_kernel(tensors: Any, settings: dict[str, Any]) -> _Result:
   values = _read("the tensors", tensors, _KERNEL_STATE)
   values.require(*_KERNEL_STATE)
   options = _read("settings", settings, _KERNEL_SETTINGS)
   options.require(*_KERNEL_SETTINGS)
-  hysteresis = options.integer("hysteresis", 1, _checks.LARGEST_COUNT)
+  hysteresis = options.count("hysteresis")
   policy = _policies.DynamicLossScale(
     init_scale=values.scale("current_scale"),
     growth_factor=options.growth("growth_factor"),
     backoff_factor=options.backoff("backoff_factor"),
-    growth_interval=options.integer(
-      "growth_interval", 1, _checks.LARGEST_COUNT
-    ),
+    growth_interval=options.count("growth_interval"),
     min_scale=_checks.SMALLEST_SCALE,
     hysteresis=hysteresis,
     hysteresis_refill="finite",
@@ -155,5 +153,5 @@ def _from_kernel(tensors, settings):
   return policy, state
 
 
-def _read(what, source, known):
+def _read(what: str, source: Any, known: Collection[str]) -> _reading.Values:
   return _reading.read_mapping("from_apex", what, source, known)

@@ -9,6 +9,8 @@ from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 from optax_lossscale.interop._rules import DeepSpeedLossScale, DeepSpeedMemory
 
+_Policy = _policies.DynamicLossScale | DeepSpeedLossScale
+
 _FP16 = (
   "enabled",
   "loss_scale",
@@ -73,10 +75,12 @@ def from_deepspeed(
   policy = _policy(options, is_new)
   if state is None:
     return policy, policy.init()
-  return policy, _restored(policy, is_new, state)
+  return policy, _restored(policy, state)
 
 
-def _fixed_scale(options):
+def _fixed_scale(
+  options: _reading.Values,
+) -> _policies.FixedLossScale | None:
   """The fixed policy that the block asks for, or None."""
   if not options.boolean("enabled", default=True):
     return _policies.FixedLossScale(1.0)
@@ -86,7 +90,7 @@ def _fixed_scale(options):
   return _policies.FixedLossScale(options.scale("loss_scale"))
 
 
-def _policy(options, is_new):
+def _policy(options: _reading.Values, is_new: bool) -> _Policy:
   floor = options.scale("min_loss_scale", 1.0)
   scale = 2.0 ** options.integer("initial_scale_power", 0, 126, 16)
   if scale < floor:
@@ -95,9 +99,8 @@ def _policy(options, is_new):
       f"at most the initial scale, {_checks.show_bound(scale)}",
       ValueError,
     )
-  largest = _checks.LARGEST_COUNT
-  window = options.integer("loss_scale_window", 1, largest, 1000)
-  hysteresis = options.integer("hysteresis", 1, largest, 2)
+  window = options.count("loss_scale_window", 1000)
+  hysteresis = options.count("hysteresis", 2)
   consecutive = options.boolean("consecutive_hysteresis", default=False)
   if is_new:
     return DeepSpeedLossScale(scale, window, floor, hysteresis, consecutive)
@@ -110,15 +113,18 @@ def _policy(options, is_new):
   )
 
 
-def _restored(policy, is_new, state):
+def _restored(policy: _Policy, state: Any) -> _state.LossScaleState:
+  """The state of a policy as the scaler stands."""
   values = _read_state(policy, state)
-  left = policy.hysteresis
-  if "cur_hysteresis" in values or left > 1:
+  hysteresis = policy.hysteresis
+  if "cur_hysteresis" in values or hysteresis > 1:
     values.require("cur_hysteresis")
-    left = values.integer("cur_hysteresis", 1, left)
-  left = jnp.asarray(left, jnp.int32)
+    hysteresis = values.integer("cur_hysteresis", 1, hysteresis)
+  left = jnp.asarray(hysteresis, jnp.int32)
   finite, window = _finite_since_overflow(values), policy.growth_interval
-  if is_new:
+  memory: DeepSpeedMemory | _policies.DynamicMemory
+  if isinstance(policy, DeepSpeedLossScale):
+    # The first growth came a step late; the count restarts at each.
     grown = finite > window
     count = (finite - 1) % window if grown else finite
     memory = DeepSpeedMemory(left, jnp.asarray(grown, jnp.bool_))
@@ -128,10 +134,10 @@ def _restored(policy, is_new, state):
   return restored._replace(finite_count=jnp.asarray(count, jnp.int32))
 
 
-def _read_state(policy, state):
+def _read_state(policy: _Policy, state: Any) -> _reading.Values:
   """The values of the scaler, checked to have the settings of the policy."""
   settings = _scaler_settings(policy)
-  values = _reading.read(
+  values = _reading.read_either(
     "from_deepspeed", "state", state, (*_STATE, *settings), _STATE_IGNORED
   )
   values.require(*_STATE[:3])
@@ -147,7 +153,7 @@ def _read_state(policy, state):
   return values
 
 
-def _scaler_settings(policy):
+def _scaler_settings(policy: _Policy) -> dict[str, Any]:
   """The attributes by which the scaler holds what the fp16 block says."""
   if isinstance(policy, DeepSpeedLossScale):
     consecutive = policy.consecutive_hysteresis
@@ -162,7 +168,7 @@ def _scaler_settings(policy):
   }
 
 
-def _finite_since_overflow(values):
+def _finite_since_overflow(values: _reading.Values) -> int:
   """Finite steps since the last overflow; the iteration of the start is -1."""
   step = values.integer("cur_iter", 0, _checks.LARGEST_COUNT)
   overflow = values.integer("last_overflow_iter", -1, _checks.LARGEST_COUNT)
@@ -171,7 +177,7 @@ def _finite_since_overflow(values):
   return step - overflow - 1
 
 
-def _version(version):
+def _version(version: Any) -> tuple[int, ...]:
   """The numbers of a version: (0, 17, 3) of 0.17.3+cpu."""
   if not isinstance(version, str):
     raise TypeError(

@@ -47,7 +47,9 @@ def from_fairseq(
     (0.25, 1024.0)
   """
   name = "from_fairseq"
-  options = _reading.read(name, "settings", settings, _SETTINGS).without_none()
+  options = _reading.read_either(
+    name, "settings", settings, _SETTINGS
+  ).without_none()
   if "fp16_scale_window" not in options:
     raise ValueError(
       "from_fairseq: fp16_scale_window must be given. fairseq's default is"
@@ -58,13 +60,11 @@ def from_fairseq(
   if "threshold_loss_scale" in options:
     threshold = options.scale("threshold_loss_scale")
   policy = FairseqLossScale(
-    growth_interval=options.integer(
-      "fp16_scale_window", 1, _checks.LARGEST_COUNT
-    ),
+    growth_interval=options.count("fp16_scale_window"),
     init_scale=options.number(
       "fp16_init_scale", floor, _checks.LARGEST_SCALE, max(floor, 2.0**7)
     ),
-    tolerance=_tolerance(options),
+    tolerance=options.number("fp16_scale_tolerance", 0.0, 2.0**15, 0.0),
     threshold=threshold,
     min_scale=floor,
   )
@@ -72,7 +72,3 @@ def from_fairseq(
     return policy, policy.init()
   values = _reading.Values(name, "the argument", {"loss_scale": loss_scale})
   return policy, _reading.state_at(policy, values, scale="loss_scale")
-
-
-def _tolerance(options):
-  return options.number("fp16_scale_tolerance", 0.0, 2.0**15, 0.0)

@@ -88,20 +88,20 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_flax(policy, policy.init())["growth_interval"]
     1999
   """
-  rule = _writing.Rule("to_flax", "Flax's DynamicScale", policy)
-  dynamic = rule.dynamic()
-  now = _writing.read_state("to_flax", state)
+  name = "to_flax"
+  dynamic = _writing.dynamic_policy(name, "Flax's DynamicScale", policy)
+  scale, count = _writing.scale_and_count(name, state)
   return {
     "growth_factor": float(dynamic.growth_factor),
     "backoff_factor": float(dynamic.backoff_factor),
     "growth_interval": int(dynamic.growth_interval) - 1,
-    "fin_steps": now.count_below(dynamic.growth_interval),
-    "scale": now.scale,
+    "fin_steps": _writing.count_below(count, dynamic.growth_interval),
+    "scale": scale,
     "minimum_scale": float(dynamic.min_scale),
   }
 
 
-def _read(dynamic_scale, static):
+def _read(dynamic_scale: Any, static: Mapping[str, Any]) -> _reading.Values:
   name, known = "from_flax", (*_STATE, *_STATIC)
   given = _reading.read_mapping(name, "the static fields", static, _STATIC)
   if isinstance(dynamic_scale, Mapping):

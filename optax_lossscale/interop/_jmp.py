@@ -74,13 +74,21 @@ def from_jmp(
   return fixed, fixed.init()
 
 
-def _dynamic(values, scale, counter, window, factor, *, floor):
+def _dynamic(
+  values: _reading.Values,
+  scale: str,
+  counter: str,
+  window: str,
+  factor: str,
+  *,
+  floor: float,
+) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   growth = values.growth(factor)
   policy = _policies.DynamicLossScale(
     init_scale=values.number(scale, floor, _checks.LARGEST_SCALE),
     growth_factor=growth,
     backoff_factor=1 / growth,
-    growth_interval=values.integer(window, 1, _checks.LARGEST_COUNT),
+    growth_interval=values.count(window),
     min_scale=floor,
   )
   return policy, _reading.state_at(policy, values, scale=scale, count=counter)

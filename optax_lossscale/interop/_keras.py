@@ -7,34 +7,27 @@ from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading, _writing
 
 _Result = tuple[_policies.LossScalePolicy, _state.LossScaleState]
+# A policy, and the names of the variables that hold its scale and count.
+_PolicyAndNames = tuple[_policies.LossScalePolicy, tuple[str, ...]]
 
 _FIXED = ("loss_scale_value",)
 _DYNAMIC = ("initial_loss_scale", "increment_period", "multiplier")
 _OLD_OPTIMIZER = ("loss_scale",)
-_TF_OPTIMIZER = ("dynamic", "initial_scale", "dynamic_growth_steps")
 _KERAS_3_OPTIMIZER = ("initial_scale", "dynamic_growth_steps")
+_TF_OPTIMIZER = ("dynamic", *_KERAS_3_OPTIMIZER)
 # The configs of the optimizers hold these, too. Scaling has no use for them.
 _INNER = ("inner_optimizer", "optimizer", "name")
 # Early Keras 3 wrote these settings of its base class, which do nothing there.
 _KERAS_3_BASE = (
-  "weight_decay",
-  "clipnorm",
-  "global_clipnorm",
-  "clipvalue",
-  "use_ema",
-  "ema_momentum",
-  "ema_overwrite_frequency",
-  "loss_scale_factor",
+  "weight_decay", "clipnorm", "global_clipnorm", "clipvalue", "use_ema",
+  "ema_momentum", "ema_overwrite_frequency", "loss_scale_factor",
   "gradient_accumulation_steps",
-)
+)  # fmt: skip
 _ENVELOPE = ("class_name", "config")
 _ENVELOPE_IGNORED = (
-  "module",
-  "registered_name",
-  "build_config",
-  "compile_config",
+  "module", "registered_name", "build_config", "compile_config",
   "shared_object_id",
-)
+)  # fmt: skip
 _OPTIMIZERS = ("LossScaleOptimizer", "LossScaleOptimizerV3")
 _TF_1_OPTIMIZER = "MixedPrecisionLossScaleOptimizer"
 _CLASSES = ("FixedLossScale", "DynamicLossScale", *_OPTIMIZERS, _TF_1_OPTIMIZER)
@@ -119,18 +112,22 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_keras(policy, policy.init())["variables"]
     {'current_loss_scale': 32768.0, 'good_steps': 0}
   """
-  now = _writing.read_state("to_keras", state)
+  scale, count = _writing.scale_and_count("to_keras", state)
   if isinstance(policy, _policies.FixedLossScale):
-    config = {
+    fixed = {
       "dynamic": False,
-      "initial_scale": now.scale,
+      "initial_scale": scale,
       "dynamic_growth_steps": None,
     }
-    return {"config": config, "variables": {}}
-  rule = _writing.Rule("to_keras", "Keras's LossScaleOptimizer", policy)
-  dynamic = rule.dynamic()
-  rule.require("growth_factor", 2, "it doubles")
-  rule.require("backoff_factor", 0.5, "it halves")
+    return {"config": fixed, "variables": {}}
+  names = "to_keras", "Keras's LossScaleOptimizer"
+  dynamic = _writing.dynamic_policy(*names, policy)
+  _writing.check_expressible(
+    *names,
+    policy,
+    growth_factor=(2, "it doubles"),
+    backoff_factor=(0.5, "it halves"),
+  )
   config = {
     "initial_scale": float(dynamic.init_scale),
     "dynamic_growth_steps": int(dynamic.growth_interval),
@@ -138,18 +135,19 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   if dynamic.min_scale == 1:
     return {
       "config": {"dynamic": True, **config},
-      "variables": {"current_loss_scale": now.scale, "good_steps": now.count},
+      "variables": {"current_loss_scale": scale, "good_steps": count},
     }
   floors = "tf.keras has a floor of 1 and Keras 3 none, which is 2**-126 here"
-  rule.require("min_scale", _checks.SMALLEST_SCALE, floors)
-  count = now.count_below(dynamic.growth_interval)
+  no_floor = (_checks.SMALLEST_SCALE, floors)
+  _writing.check_expressible(*names, policy, min_scale=no_floor)
+  count = _writing.count_below(count, dynamic.growth_interval)
   return {
     "config": config,
-    "variables": {"dynamic_scale": now.scale, "step_counter": count},
+    "variables": {"dynamic_scale": scale, "step_counter": count},
   }
 
 
-def _unwrapped(config):
+def _unwrapped(config: Any) -> tuple[str | None, Any]:
   """The class name, if the config is a serialized one, and the config in it."""
   if not (isinstance(config, Mapping) and "class_name" in config):
     return None, config
@@ -164,7 +162,7 @@ def _unwrapped(config):
   return name, inner
 
 
-def _kind(name, config):
+def _kind(name: str | None, config: Mapping[str, Any]) -> str:
   """Which reader a config is for; told by its class, or else by its keys."""
   if name in ("FixedLossScale", "DynamicLossScale", _TF_1_OPTIMIZER):
     return name
@@ -180,36 +178,32 @@ def _kind(name, config):
     return "DynamicLossScale"
   known = [*_TF_OPTIMIZER, *_OLD_OPTIMIZER, *_FIXED, *_DYNAMIC, *_ENVELOPE]
   raise ValueError(
-    f"from_keras: config is of no class that is known, got"
+    "from_keras: config is of no class that is known, got"
     f" {_reading.show(config)}. Known keys: {', '.join(known)}; known classes:"
     f" {', '.join(_CLASSES)}."
   )
 
 
-def _from_tf_optimizer(config):
+def _from_tf_optimizer(config: Any) -> _PolicyAndNames:
   values = _read("config of tf.keras", config, _TF_OPTIMIZER, _INNER)
   # None is what tf.keras's arguments default to, and means the default.
   values = values.without_none()
   if values.boolean("dynamic", default=True):
-    return _dynamic(
-      values, "initial_scale", "dynamic_growth_steps", 2.0
-    ), _TF_VARIABLES
+    return _dynamic(values, *_KERAS_3_OPTIMIZER), _TF_VARIABLES
   if "dynamic_growth_steps" in values:
     values.fail("dynamic_growth_steps", "None if dynamic=False", ValueError)
   values.require("initial_scale")
   return _policies.FixedLossScale(values.scale("initial_scale")), ()
 
 
-def _from_keras_3_optimizer(config):
+def _from_keras_3_optimizer(config: Any) -> _PolicyAndNames:
   ignored = (*_INNER, *_KERAS_3_BASE)
   values = _read("config of Keras 3", config, _KERAS_3_OPTIMIZER, ignored)
-  policy = _dynamic(
-    values, "initial_scale", "dynamic_growth_steps", 2.0, floor=None
-  )
+  policy = _dynamic(values, *_KERAS_3_OPTIMIZER, low=_checks.SMALLEST_SCALE)
   return policy, _KERAS_3_VARIABLES
 
 
-def _from_old_optimizer(config):
+def _from_old_optimizer(config: Any) -> _PolicyAndNames:
   """The LossScaleOptimizer of TF 2.3 and before, read as tf.keras reads it."""
   policy, names = _from_tf_1_optimizer(config)
   factor = getattr(policy, "growth_factor", 2.0)
@@ -221,35 +215,33 @@ def _from_old_optimizer(config):
   return policy, names
 
 
-def _from_tf_1_optimizer(config):
+def _from_tf_1_optimizer(config: Any) -> _PolicyAndNames:
   values = _read("config of the optimizer", config, _OLD_OPTIMIZER, _INNER)
   values.require("loss_scale")
   name, inner = _unwrapped(values.found["loss_scale"])
   if not isinstance(inner, Mapping):
     return _from_argument(inner)
-  kind = _kind(name, inner)
-  if kind not in ("FixedLossScale", "DynamicLossScale"):
-    values.fail(
-      "loss_scale", "a FixedLossScale or DynamicLossScale", ValueError
-    )
+  kind, scales = _kind(name, inner), ("FixedLossScale", "DynamicLossScale")
+  if kind not in scales:
+    values.fail("loss_scale", f"a {' or '.join(scales)}", ValueError)
   return _READERS[kind](inner)
 
 
-def _from_fixed(config):
+def _from_fixed(config: Any) -> _PolicyAndNames:
   values = _read("config of FixedLossScale", config, _FIXED)
   values.require("loss_scale_value")
   scale = values.number("loss_scale_value", 1.0, _checks.LARGEST_SCALE)
   return _policies.FixedLossScale(scale), ()
 
 
-def _from_dynamic(config):
+def _from_dynamic(config: Any) -> _PolicyAndNames:
   values = _read("config of DynamicLossScale", config, _DYNAMIC)
   factor = values.growth("multiplier", 2.0)
   policy = _dynamic(values, "initial_loss_scale", "increment_period", factor)
   return policy, _TF_VARIABLES
 
 
-def _from_argument(argument):
+def _from_argument(argument: Any) -> _PolicyAndNames:
   if isinstance(argument, str) and argument == "dynamic":
     return _from_dynamic({})
   plain = isinstance(argument, str | bytes | list | tuple) or argument is None
@@ -258,36 +250,43 @@ def _from_argument(argument):
       "from_keras: a loss scale must be a config, 'dynamic' or a number, got"
       f" {_reading.show(argument)}."
     )
-  values = _reading.Values(
-    "from_keras", "the argument", {"loss_scale": argument}
-  )
+  given = {"loss_scale": argument}
+  values = _reading.Values("from_keras", "the argument", given)
   scale = values.number("loss_scale", 1.0, _checks.LARGEST_SCALE)
   return _policies.FixedLossScale(scale), ()
 
 
-def _dynamic(values, scale, steps, factor, floor=1.0):
-  low = floor or _checks.SMALLEST_SCALE
+def _dynamic(
+  values: _reading.Values,
+  scale: str,
+  steps: str,
+  factor: float = 2.0,
+  low: float = 1.0,
+) -> _policies.DynamicLossScale:
   return _policies.DynamicLossScale(
     init_scale=values.number(scale, low, _checks.LARGEST_SCALE, 2.0**15),
     growth_factor=factor,
     backoff_factor=1 / factor,
-    growth_interval=values.integer(steps, 1, _checks.LARGEST_COUNT, 2000),
+    growth_interval=values.count(steps, 2000),
     min_scale=low,
   )
 
 
-def _state_from(policy, variables, names):
+def _state_from(
+  policy: _policies.LossScalePolicy, variables: Any, names: tuple[str, ...]
+) -> _state.LossScaleState:
   if variables is None:
     return policy.init()
   values = _read("variables", variables, names)
   if not names:
     return policy.init()
   values.require(*names)
-  scale, count = names
-  return _reading.state_at(policy, values, scale=scale, count=count)
+  return _reading.state_at(policy, values, scale=names[0], count=names[1])
 
 
-def _read(what, source, known, ignored=()):
+def _read(
+  what: str, source: Any, known: tuple[str, ...], ignored: tuple[str, ...] = ()
+) -> _reading.Values:
   return _reading.read_mapping("from_keras", what, source, known, ignored)
 
 

@@ -50,7 +50,7 @@ def from_megatron(
     (500, 2)
   """
   name = "from_megatron"
-  options = _reading.read(name, "settings", settings, _SETTINGS)
+  options = _reading.read_either(name, "settings", settings, _SETTINGS)
   options = options.without_none()
   if "loss_scale" in options:
     fixed = _policies.FixedLossScale(options.scale("loss_scale"))
@@ -77,15 +77,14 @@ def from_megatron(
   return policy, state
 
 
-def _dynamic(options):
-  largest = _checks.LARGEST_COUNT
+def _dynamic(options: _reading.Values) -> _policies.DynamicLossScale:
   floor = options.scale("min_loss_scale", 1.0)
   return _policies.DynamicLossScale(
     init_scale=options.number(
       "initial_loss_scale", floor, _checks.LARGEST_SCALE, max(floor, 2.0**32)
     ),
-    growth_interval=options.integer("loss_scale_window", 1, largest, 1000),
+    growth_interval=options.count("loss_scale_window", 1000),
     min_scale=floor,
-    hysteresis=options.integer("hysteresis", 1, largest, 2),
+    hysteresis=options.count("hysteresis", 2),
     hysteresis_refill="growth",
   )

@@ -60,13 +60,12 @@ def from_paddle(
   if not values.boolean("use_dynamic_loss_scaling"):
     fixed = _policies.FixedLossScale(values.scale("scale"))
     return fixed, fixed.init()
-  largest = _checks.LARGEST_COUNT
-  overflows = values.integer("decr_every_n_nan_or_inf", 1, largest)
+  overflows = values.count("decr_every_n_nan_or_inf")
   policy = _policies.DynamicLossScale(
     init_scale=values.scale("scale"),
     growth_factor=values.growth("incr_ratio"),
     backoff_factor=values.backoff("decr_ratio"),
-    growth_interval=values.integer("incr_every_n_steps", 1, largest),
+    growth_interval=values.count("incr_every_n_steps"),
     min_scale=_checks.SMALLEST_SCALE,
     hysteresis=overflows,
     hysteresis_refill="backoff",

@@ -63,13 +63,7 @@ class Values:
     """A finite number within bounds, as a Python float."""
     if key not in self.found and default is not None:
       return default
-    rule = (
-      f"a number in [{_checks.show_bound(low)}, {_checks.show_bound(high)}]"
-    )
-    value = self._plain(key, rule)
-    if not low <= value <= high:  # True for NaN, too.
-      self.fail(key, rule, ValueError)
-    return float(value)
+    return float(self._within(key, low, high))
 
   def integer(
     self, key: str, low: int, high: int, default: int | None = None
@@ -77,11 +71,11 @@ class Values:
     """An integer within bounds, as a Python int."""
     if key not in self.found and default is not None:
       return default
-    rule = f"an integer in [{low}, {high}]"
-    value = self._plain(key, rule)
-    if not low <= value <= high or value != int(value):
-      self.fail(key, rule, ValueError)
-    return int(value)
+    return int(self._within(key, low, high, integer=True))
+
+  def count(self, key: str, default: int | None = None) -> int:
+    """A positive integer that an int32 can hold."""
+    return self.integer(key, 1, _checks.LARGEST_COUNT, default)
 
   def scale(self, key: str, default: float | None = None) -> float:
     """A loss scale that float32 and its reciprocal can hold."""
@@ -110,7 +104,19 @@ class Values:
       self.fail(key, "True or False", TypeError)
     return bool(value)
 
+  def _within(
+    self, key: str, low: float, high: float, *, integer: bool = False
+  ) -> int | float:
+    """The number under a key, which must be given, checked."""
+    rule = _checks.range_rule(low, high, integer=integer)
+    value = self._plain(key, rule)
+    in_range = low <= value <= high  # False for NaN, too.
+    if not in_range or (integer and value != int(value)):
+      self.fail(key, rule, ValueError)
+    return value
+
   def _plain(self, key: str, rule: str) -> int | float:
+    """The value as a Python number; arrays of one element count as one."""
     value = self.found[key]
     if isinstance(value, jax.core.Tracer):
       self.fail(key, f"{rule} that is known outside of jit", TypeError)
@@ -130,6 +136,7 @@ class Values:
       return int(array.reshape(())[()])
     if not jnp.issubdtype(array.dtype, jnp.floating):
       self.fail(key, rule, TypeError)
+    # In fewer bits it may have been rounded.
     if array.dtype.itemsize < 4:
       self.fail(key, f"{rule}, kept in float32 or wider", TypeError)
     return float(array.reshape(())[()])
@@ -187,7 +194,7 @@ def read_attributes(
   return Values(function, what, found)
 
 
-def read(
+def read_either(
   function: str,
   what: str,
   source: Any,

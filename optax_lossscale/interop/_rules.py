@@ -67,14 +67,10 @@ class DeepSpeedLossScale:
   hysteresis: int = 2
   consecutive_hysteresis: bool = False
 
-  def __post_init__(self):
-    low, high = _checks.SMALLEST_SCALE, _checks.LARGEST_SCALE
-    _checks.check_number("min_scale", self.min_scale, low, high)
-    _checks.check_number("init_scale", self.init_scale, self.min_scale, high)
-    for name in ("growth_interval", "hysteresis"):
-      _checks.check_number(
-        name, getattr(self, name), 1, _checks.LARGEST_COUNT, integer=True
-      )
+  def __post_init__(self) -> None:
+    _check_scales(self)
+    _checks.check_count("growth_interval", self.growth_interval)
+    _checks.check_count("hysteresis", self.hysteresis)
     if not isinstance(self.consecutive_hysteresis, bool):
       raise TypeError(
         "consecutive_hysteresis must be True or False, got"
@@ -177,22 +173,14 @@ class FairseqLossScale:
   threshold: float | None = None
   min_scale: float = 1e-4
 
-  def __post_init__(self):
-    low, high = _checks.SMALLEST_SCALE, _checks.LARGEST_SCALE
-    _checks.check_number(
-      "growth_interval",
-      self.growth_interval,
-      1,
-      _checks.LARGEST_COUNT,
-      integer=True,
-    )
-    _checks.check_number("min_scale", self.min_scale, low, high)
-    _checks.check_number("init_scale", self.init_scale, self.min_scale, high)
+  def __post_init__(self) -> None:
+    _checks.check_count("growth_interval", self.growth_interval)
+    _check_scales(self)
     _reading.Values(
       "FairseqLossScale", "its arguments", {"tolerance": self.tolerance}
     ).number("tolerance", 0, _LARGEST_PART)
     if self.threshold is not None:
-      _checks.check_number("threshold", self.threshold, low, high)
+      _checks.check_scale("threshold", self.threshold)
     if float(self._share()) != float(self.tolerance):
       raise ValueError(
         "tolerance must be a fraction of two integers up to"
@@ -232,7 +220,10 @@ class FairseqLossScale:
       ),
     )
 
-  def _moved(self, scale, grow, backoff):
+  def _moved(
+    self, scale: jax.Array, grow: jax.Array, backoff: jax.Array
+  ) -> jax.Array:
+    """The next scale."""
     higher = jnp.minimum(scale * 2, jnp.float32(_checks.LARGEST_SCALE))
     lower = scale * jnp.float32(0.5)
     if self.threshold is not None:
@@ -240,12 +231,22 @@ class FairseqLossScale:
     lower = jnp.where(lower > jnp.float32(self.min_scale), lower, scale)
     return jnp.where(grow, higher, jnp.where(backoff, lower, scale))
 
-  def _share(self):
+  def _share(self) -> fractions.Fraction:
+    """The tolerance as the fraction that was meant: 0.1 as 1/10."""
     share = fractions.Fraction(float(self.tolerance))
     return share.limit_denominator(_LARGEST_PART)
 
 
-def _reaches(part, whole, share):
+def _check_scales(policy: DeepSpeedLossScale | FairseqLossScale) -> None:
+  _checks.check_scale("min_scale", policy.min_scale)
+  _checks.check_number(
+    "init_scale", policy.init_scale, policy.min_scale, _checks.LARGEST_SCALE
+  )
+
+
+def _reaches(
+  part: jax.Array, whole: jax.Array, share: fractions.Fraction
+) -> jax.Array:
   """Whether part / whole >= share, exactly: part * q >= whole * p."""
   high, low = _product(part, share.denominator)
   other_high, other_low = _product(whole, share.numerator)
@@ -253,13 +254,13 @@ def _reaches(part, whole, share):
   return (high > other_high) | equal
 
 
-def _product(count, factor):
+def _product(count: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
   """A count times a factor up to 2**15, as digits to the base 2**15.
 
   The product of an int32 and the factor needs up to 46 bits; JAX has no more
   than 32 unless x64 is on.
   """
-  base, factor = jnp.uint32(_LARGEST_PART), jnp.uint32(factor)
+  base, times = jnp.uint32(_LARGEST_PART), jnp.uint32(factor)
   count = count.astype(jnp.uint32)
-  low = count % base * factor
-  return count // base * factor + low // base, low % base
+  low = count % base * times
+  return count // base * times + low // base, low % base

@@ -54,7 +54,7 @@ def from_torch(
     init_scale=values.scale("scale"),
     growth_factor=values.growth("growth_factor"),
     backoff_factor=values.backoff("backoff_factor"),
-    growth_interval=values.integer("growth_interval", 1, _checks.LARGEST_COUNT),
+    growth_interval=values.count("growth_interval"),
     min_scale=_checks.SMALLEST_SCALE,
   )
   state = _reading.state_at(
@@ -86,17 +86,19 @@ def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_torch(policy, policy.init())["scale"]
     32768.0
   """
-  rule = _writing.Rule("to_torch", "torch's GradScaler", policy)
+  names = "to_torch", "torch's GradScaler"
   if isinstance(policy, _policies.FixedLossScale):
-    rule.require("scale", 1.0, "disabled, it has the scale 1")
+    disabled = (1.0, "disabled, it has the scale 1")
+    _writing.check_expressible(*names, policy, scale=disabled)
     return {}
-  dynamic = rule.dynamic()
-  rule.require("min_scale", _checks.SMALLEST_SCALE, "it has no floor")
-  now = _writing.read_state("to_torch", state)
+  dynamic = _writing.dynamic_policy(*names, policy)
+  no_floor = (_checks.SMALLEST_SCALE, "it has no floor")
+  _writing.check_expressible(*names, policy, min_scale=no_floor)
+  scale, count = _writing.scale_and_count("to_torch", state)
   return {
-    "scale": now.scale,
+    "scale": scale,
     "growth_factor": float(dynamic.growth_factor),
     "backoff_factor": float(dynamic.backoff_factor),
     "growth_interval": int(dynamic.growth_interval),
-    "_growth_tracker": now.count_below(dynamic.growth_interval),
+    "_growth_tracker": _writing.count_below(count, dynamic.growth_interval),
   }

@@ -1,6 +1,5 @@
 """Checks shared by the functions that write another system's state."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,69 +9,60 @@ from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-  """A policy that is to be written as another system's.
+def dynamic_policy(
+  function: str, system: str, policy: Any
+) -> _policies.DynamicLossScale:
+  """The policy, if it counts to N, without hysteresis or ceiling.
 
-  Attributes:
+  Args:
+    function: the public function, for the messages.
+    system: the other system, for the messages.
+    policy: the policy that is to be written as the other system's.
+
+  Returns:
+    The policy.
+  """
+  if not isinstance(policy, _policies.DynamicLossScale):
+    raise TypeError(
+      f"{function}: policy must be a DynamicLossScale or a"
+      " FixedLossScale, whose rules other systems know, got"
+      f" {_reading.show(policy)}."
+    )
+  check_expressible(
+    function,
+    system,
+    policy,
+    hysteresis=(1, "it has no hysteresis"),
+    max_scale=(_checks.LARGEST_SCALE, "it has no such ceiling"),
+  )
+  return policy
+
+
+def check_expressible(
+  function: str, system: str, policy: Any, **only: tuple[float, str]
+) -> None:
+  """Raises unless hyperparameters are those that the other system has.
+
+  Args:
     function: the public function, for the messages.
     system: the other system, for the messages.
     policy: the policy.
+    **only: by the name of a hyperparameter, its one value there, and why.
   """
-
-  function: str
-  system: str
-  policy: Any
-
-  def dynamic(self) -> _policies.DynamicLossScale:
-    """The policy, if it counts to N, without hysteresis or ceiling."""
-    if not isinstance(self.policy, _policies.DynamicLossScale):
-      raise TypeError(
-        f"{self.function}: policy must be a DynamicLossScale or a"
-        " FixedLossScale, whose rules other systems know, got"
-        f" {_reading.show(self.policy)}."
-      )
-    self.require("hysteresis", 1, "it has no hysteresis")
-    self.require("max_scale", _checks.LARGEST_SCALE, "it has no such ceiling")
-    return self.policy
-
-  def require(self, field: str, only: float, why: str) -> None:
-    """Raises unless a hyperparameter is the one that the system has."""
-    got = getattr(self.policy, field)
-    if got != only:
+  for field, (value, why) in only.items():
+    got = getattr(policy, field)
+    if got != value:
       raise ValueError(
-        f"{self.function}: {self.system} cannot express {field} ="
+        f"{function}: {system} cannot express {field} ="
         f" {_reading.show(got)}: {why}. It would go on differently from"
-        f" {type(self.policy).__name__}({field}="
-        f"{_reading.show(got)}); give one with"
-        f" {field}={_checks.show_bound(only)}"
+        f" {type(policy).__name__}({field}={_reading.show(got)}); give one with"
+        f" {field}={_checks.show_bound(value)}"
         " (dataclasses.replace(policy, ...)) if that is meant."
       )
 
 
-@dataclasses.dataclass(frozen=True)
-class Now:
-  """The state as plain Python numbers.
-
-  Attributes:
-    scale: the loss scale.
-    count: finite steps since it moved.
-  """
-
-  scale: float
-  count: int
-
-  def count_below(self, interval: int) -> int:
-    """The count for a system that tests for equality, not for `>=`.
-
-    Beyond its interval it would never grow again; ours grows on the next finite
-    step, as that system does from one step before the interval.
-    """
-    return min(self.count, int(interval) - 1)
-
-
-def read_state(function: str, tree: Any) -> Now:
-  """The state that a tree holds, read to the host."""
+def scale_and_count(function: str, tree: Any) -> tuple[float, int]:
+  """The loss scale that a tree holds, and the finite steps since it moved."""
   state = _state.get_loss_scale_state(tree)
   if isinstance(state.loss_scale, jax.core.Tracer):
     raise TypeError(
@@ -87,7 +77,16 @@ def read_state(function: str, tree: Any) -> Now:
   low, high = _checks.SMALLEST_SCALE, _checks.LARGEST_SCALE
   if not low <= scale <= high:
     raise ValueError(
-      f"{function}: loss_scale in state must be a number in [2**-126, 2**126],"
-      f" got loss_scale = {scale}."
+      f"{function}: loss_scale in state must be"
+      f" {_checks.range_rule(low, high)}, got loss_scale = {scale}."
     )
-  return Now(float(scale), int(count))
+  return float(scale), int(count)
+
+
+def count_below(count: int, interval: int) -> int:
+  """The count for a system that tests for equality, not for `>=`.
+
+  Beyond its interval it would never grow again; ours grows on the next finite
+  step, as that system does from one step before the interval.
+  """
+  return min(count, int(interval) - 1)
