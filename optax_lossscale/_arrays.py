@@ -98,7 +98,7 @@ def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
     A pytree of that structure.
   """
 
-  def select_leaf(new, old):
+  def select_leaf(new: Any, old: Any) -> Any:
     if not is_array(old):
       return old
     old = jnp.asarray(old)

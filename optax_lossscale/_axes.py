@@ -64,7 +64,9 @@ def global_norm(grads: list[Any], axis_name: AxisName | None) -> jax.Array:
   return lax.sqrt(lax.psum(total, axes) if axes else total)
 
 
-def _may_differ_over(x, axis_name):
+def _may_differ_over(
+  x: Any, axis_name: AxisName | None
+) -> tuple[Hashable, ...]:
   """Those of the axes along which devices may hold different values of x."""
   return tuple(
     name
@@ -73,7 +75,7 @@ def _may_differ_over(x, axis_name):
   )
 
 
-def _is_tracked(name):
+def _is_tracked(name: Hashable) -> bool:
   """Whether types tell what varies over this axis.
 
   They do under ``shard_map`` with ``check_vma=True``, and not with False, under
@@ -90,14 +92,15 @@ def varying(x: Any) -> frozenset[Hashable]:
   return kind.vma  # Its name before JAX 0.10.
 
 
-def _as_tuple(axis_name):
+def _as_tuple(axis_name: AxisName | None) -> tuple[Hashable, ...]:
   if axis_name is None:
     return ()
-  is_sequence = isinstance(axis_name, (tuple, list))
-  return tuple(axis_name) if is_sequence else (axis_name,)
+  if isinstance(axis_name, (tuple, list)):
+    return tuple(axis_name)
+  return (axis_name,)
 
 
-def _cannot_tell(name):
+def _cannot_tell(name: Hashable) -> str:
   return (
     "max_norm needs shard_map with check_vma=True to know which gradients are"
     f" shards and which are whole on every device, got axis {name!r} of pmap,"

@@ -32,7 +32,7 @@ def split(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
   leaves = [leaf for _, leaf in paths_and_leaves]
   places = [i for i, at in enumerate(paths_and_leaves) if is_grad(*at)]
 
-  def put_back(grads):
+  def put_back(grads: Iterable[Any]) -> Any:
     replaced = list(leaves)
     for i, grad in zip(places, grads, strict=True):
       replaced[i] = grad
@@ -126,14 +126,14 @@ def sum_of_squares(leaf: Any) -> jax.Array:
   return jnp.sum(squares).astype(jnp.float32)
 
 
-def _sum_is_finite(leaf):
+def _sum_is_finite(leaf: Any) -> jax.Array:
   if _has_few_bits(leaf):
     # XLA would write out a copy in float32. To compare is cheaper.
     return jnp.all(_isfinite(leaf))
   return jnp.isfinite(jnp.sum(leaf))
 
 
-def _product_is_finite(leaf, factor):
+def _product_is_finite(leaf: Any, factor: jax.Array) -> jax.Array:
   # Of magnitudes: large ones of both signs must not cancel, and XLA would write
   # out the products that the optimizer reads, too.
   magnitude = jnp.abs(jnp.asarray(leaf))
@@ -143,7 +143,7 @@ def _product_is_finite(leaf, factor):
   return jnp.isfinite(_arrays.times(jnp.sum(magnitude), factor))
 
 
-def _all_true(flags):
+def _all_true(flags: list[jax.Array]) -> jax.Array:
   """Whether all of the flags are true, computed once for all its readers.
 
   XLA copies a cheap scalar computation, and with it the reductions of all
@@ -158,15 +158,15 @@ def _all_true(flags):
   return jnp.isfinite(lax.sqrt(lax.abs(total)))
 
 
-def _has_few_bits(leaf):
+def _has_few_bits(leaf: Any) -> bool:
   return jnp.finfo(jnp.result_type(leaf)).bits <= 16
 
 
-def _isfinite(leaf):
+def _isfinite(leaf: Any) -> jax.Array:
   return jnp.isfinite(_float_or_complex(leaf))
 
 
-def _float_or_complex(leaf):
+def _float_or_complex(leaf: Any) -> jax.Array:
   """The leaf as an array that XLA can reduce: float8 and less in float32."""
   leaf = jnp.asarray(leaf)
   is_tiny = jnp.finfo(leaf.dtype).bits < 16

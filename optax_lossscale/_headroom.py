@@ -110,7 +110,7 @@ class HeadroomLossScale:
   min_scale: float = 2.0**-24
   max_scale: float = 2.0**126
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     _check_scales(self)
     # One of the ways to write a dtype, so that equal policies are equal.
     object.__setattr__(self, "dtype", _as_float_dtype(self.dtype))
@@ -176,7 +176,9 @@ class HeadroomLossScale:
       memory=memory,
     )
 
-  def _after_grads(self, state, amax):
+  def _after_grads(
+    self, state: LossScaleState, amax: jax.Array
+  ) -> HeadroomMemory:
     """The memory after a finite step whose gradients were not all zero."""
     memory = state.memory
     was_close = amax * state.loss_scale > self._top() / 2
@@ -196,7 +198,9 @@ class HeadroomLossScale:
       credit=jnp.where(bought, 0, jnp.minimum(credit, _COST_OF_A_BINADE)),
     )
 
-  def _after_overflow(self, state, is_first):
+  def _after_overflow(
+    self, state: LossScaleState, is_first: jax.Array
+  ) -> HeadroomMemory:
     """The memory after a step that was not finite."""
     memory = state.memory
     largest = jnp.max(memory.amax_window)
@@ -214,7 +218,7 @@ class HeadroomLossScale:
       credit=jnp.where(is_first, jnp.maximum(left, 0), memory.credit),
     )
 
-  def _evidence(self, memory):
+  def _evidence(self, memory: HeadroomMemory) -> jax.Array:
     """The exponent of the scale that the gradients ask for; may be any."""
     top_mantissa, top_exponent = math.frexp(self._top())
     mantissa, exponent = jnp.frexp(jnp.max(memory.amax_window))
@@ -225,11 +229,11 @@ class HeadroomLossScale:
     without = _powers_of_two.floor_log2(_arrays.cast(without, jnp.float32))
     return jnp.where(mantissa > 0, best, without)
 
-  def _top(self):
+  def _top(self) -> float:
     """The largest number of the backward pass that float32 holds, too."""
     return min(float(jnp.finfo(self.dtype).max), _arrays.FLOAT32_MAX)
 
-  def _bounds(self):
+  def _bounds(self) -> tuple[jax.Array, jax.Array]:
     """The exponents of the lowest and of the highest scale."""
     # Traced bounds need not be powers of two, and bound those within.
     return (
@@ -238,7 +242,7 @@ class HeadroomLossScale:
     )
 
 
-def _as_amax(grads_amax):
+def _as_amax(grads_amax: jax.typing.ArrayLike | None) -> jax.Array:
   """The maximum as float32, or an error that says how to get it."""
   if grads_amax is None:
     raise TypeError(
@@ -249,7 +253,7 @@ def _as_amax(grads_amax):
   return jnp.abs(_arrays.cast(grads_amax, jnp.float32))
 
 
-def _check_scales(policy):
+def _check_scales(policy: HeadroomLossScale) -> None:
   for name in ("init_scale", "min_scale", "max_scale"):
     value = getattr(policy, name)
     _checks.check_scale(name, value)
@@ -261,7 +265,7 @@ def _check_scales(policy):
   _policies.check_order(policy)
 
 
-def _as_float_dtype(dtype):
+def _as_float_dtype(dtype: Any) -> Any:
   try:
     as_dtype = jnp.dtype(dtype)
   except TypeError:

@@ -1,6 +1,6 @@
 """What is asked of a loss, and of the function that returns it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import inspect
 import traceback
 import types
@@ -91,11 +91,12 @@ def warn_if_narrow(loss: Any) -> None:
   )
 
 
-def _are_alike(fun, differentiated):
+def _are_alike(fun: Any, differentiated: Any) -> bool:
   """Whether the same was done to two functions, and nothing since to `fun`."""
   if type(fun) is not type(differentiated):
     return False
-  if not isinstance(fun, types.FunctionType):
+  is_function = isinstance(fun, types.FunctionType)
+  if not is_function:
     return True  # Equinox has a class for it.
   # The wrappers of JAX share their code. What they do, and with respect to
   # which arguments, is in the docstring, unless that is a copy.
@@ -105,7 +106,7 @@ def _are_alike(fun, differentiated):
   )
 
 
-def _split_aux(out):
+def _split_aux(out: Any) -> Sequence[Any]:
   if not isinstance(out, (tuple, list)) or len(out) != 2:
     raise TypeError(
       "fun must return a pair (loss, aux) when has_aux=True, got"
@@ -114,7 +115,7 @@ def _split_aux(out):
   return out
 
 
-def _level_of_users_line():
+def _level_of_users_line() -> int:
   """The `stacklevel` at which the caller's warning names the user's line.
 
   Between the two are our frames, and those of what maps or compiles what

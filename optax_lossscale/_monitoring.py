@@ -123,7 +123,11 @@ def raise_if_stuck(
     nonfinite = _nonfinite(grads)
     what = f"The last {in_a_row.in_a_row} steps were all skipped."
     why = _why_in_a_row(in_a_row.scale, policy, nonfinite)
-  elif steps is not None and in_all.in_all / int(steps) > max_skipped_share:
+  elif (
+    max_skipped_share is not None
+    and steps is not None
+    and in_all.in_all / int(steps) > max_skipped_share
+  ):
     nonfinite = _nonfinite(grads)
     what = (
       f"{in_all.in_all} of {steps} steps were skipped, a share larger than"
@@ -144,7 +148,11 @@ class _Skips(NamedTuple):
   scale: float
 
 
-def _check_limits(max_consecutive_skips, max_skipped_share, steps):
+def _check_limits(
+  max_consecutive_skips: int,
+  max_skipped_share: float | None,
+  steps: int | None,
+) -> None:
   _checks.check_count("max_consecutive_skips", max_consecutive_skips)
   if (max_skipped_share is None) != (steps is None):
     raise ValueError(
@@ -157,7 +165,7 @@ def _check_limits(max_consecutive_skips, max_skipped_share, steps):
     _checks.check_number("steps", steps, 1, 2**63 - 1, integer=True)
 
 
-def _as_policy(policy):
+def _as_policy(policy: Any) -> _policies.LossScalePolicy | None:
   if policy is None:
     return None
   try:
@@ -168,7 +176,7 @@ def _as_policy(policy):
     ) from None
 
 
-def _read_skips(state):
+def _read_skips(state: _state.LossScaleState) -> list[_Skips]:
   """The skips of each member of a state."""
   if isinstance(state.notfinite_count, jax.core.Tracer):
     raise TypeError(
@@ -182,7 +190,7 @@ def _read_skips(state):
   return [_Skips(*member) for member in zip(*columns, strict=True)]
 
 
-def _nonfinite(grads):
+def _nonfinite(grads: Any) -> list[Any] | None:
   if grads is None:
     return None
   # Loaded here, as `import optax_lossscale` does not.
@@ -202,7 +210,11 @@ _CURE_NAN = (
 _LEAVES = " These leaves are not finite:"
 
 
-def _why_in_a_row(scale, policy, nonfinite):
+def _why_in_a_row(
+  scale: float,
+  policy: _policies.LossScalePolicy | None,
+  nonfinite: list[Any] | None,
+) -> str:
   """The cause, as far as it can be told, and the remedy."""
   if nonfinite == []:
     return (
@@ -233,7 +245,9 @@ def _why_in_a_row(scale, policy, nonfinite):
   return why + _LEAVES
 
 
-def _why_at_floor(scale, floor, nonfinite):
+def _why_at_floor(
+  scale: float, floor: float, nonfinite: list[Any] | None
+) -> str:
   at_floor = (
     f"The loss scale is {scale:g}, the lowest allowed (min_scale ="
     f" {float(floor):g}), and"
@@ -254,7 +268,7 @@ def _why_at_floor(scale, floor, nonfinite):
   return f"{at_floor} gradients still overflow: {_CURE_OVERFLOW}.{_LEAVES}"
 
 
-def _why_in_all(scale, nonfinite):
+def _why_in_all(scale: float, nonfinite: list[Any] | None) -> str:
   return (
     f"The loss scale is {scale:g}. Log it to see why. If steps are skipped"
     " after it rose, it rises too far or too often: lower max_scale of the"
@@ -265,5 +279,5 @@ def _why_in_all(scale, nonfinite):
   )
 
 
-def _are_all_nan(nonfinite):
+def _are_all_nan(nonfinite: list[Any]) -> bool:
   return not any(leaf.inf_count for leaf in nonfinite)

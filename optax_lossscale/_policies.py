@@ -84,7 +84,7 @@ class FixedLossScale:
 
   scale: float
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     _checks.check_scale("scale", self.scale)
 
   def init(self) -> LossScaleState:
@@ -172,7 +172,7 @@ class DynamicLossScale:
   hysteresis: int = 1
   hysteresis_refill: HysteresisRefill = "growth"
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     _checks.check_scale("init_scale", self.init_scale)
     _checks.check_scale("min_scale", self.min_scale)
     _checks.check_scale("max_scale", self.max_scale)
@@ -335,9 +335,9 @@ def check_order(policy: Any) -> None:
     )
 
 
-def _f32(x):
+def _f32(x: jax.typing.ArrayLike) -> jax.Array:
   return lax.convert_element_type(x, jnp.float32)
 
 
-def _i32(x):
+def _i32(x: jax.typing.ArrayLike) -> jax.Array:
   return lax.convert_element_type(x, jnp.int32)

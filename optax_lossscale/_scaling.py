@@ -119,7 +119,7 @@ def value_and_grad(
   _check_callable("using", using, "a function like jax.value_and_grad")
   scale = _state.get_loss_scale_state(state).loss_scale
 
-  def scaled_fun(*args, **fun_kwargs):
+  def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Returned]:
     out = fun(*args, **fun_kwargs)
     return _scale(_loss.checked(out, has_aux), scale), _Returned(out)
 
@@ -132,7 +132,7 @@ def value_and_grad(
   _loss.check_not_differentiated(fun, scaled_fun, differentiated)
 
   @functools.wraps(fun, updated=())
-  def value_and_grad_fun(*args, **fun_kwargs):
+  def value_and_grad_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
     out, grads = _split_result(differentiated(*args, **fun_kwargs), using)
     _loss.warn_if_narrow(out[0] if has_aux else out)
     return out, _unscale(grads, scale)
@@ -183,7 +183,7 @@ def grad(
   )
 
   @functools.wraps(fun, updated=())
-  def grad_fun(*args, **fun_kwargs):
+  def grad_fun(*args: Any, **fun_kwargs: Any) -> Any:
     out, grads = with_value(*args, **fun_kwargs)
     return (grads, out[1]) if has_aux else grads
 
@@ -196,7 +196,7 @@ class _Returned(NamedTuple):
   out: Any
 
 
-def _split_result(result, using):
+def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
   """What ``fun`` returned, and the gradients of the scaled loss."""
   value, grads = result
   is_pair = isinstance(value, (tuple, list)) and len(value) == 2
@@ -209,8 +209,8 @@ def _split_result(result, using):
   return value[1].out, grads
 
 
-def _scale(loss, scale):
-  def scale_leaf(leaf):
+def _scale(loss: Any, scale: jax.Array) -> Any:
+  def scale_leaf(leaf: Any) -> Any:
     if not _arrays.is_inexact(leaf):
       return leaf
     dtype = _arrays.at_least_float32(jnp.result_type(leaf))
@@ -219,7 +219,7 @@ def _scale(loss, scale):
   return jax.tree.map(scale_leaf, loss)
 
 
-def _unscale(tree, scale):
+def _unscale(tree: Any, scale: jax.Array) -> Any:
   grads, put_back = _grads.split(tree)
   wide = [jnp.asarray(_arrays.widen(grad)) for grad in grads]
   return put_back(
@@ -227,7 +227,7 @@ def _unscale(tree, scale):
   )
 
 
-def _computed_once(leaves):
+def _computed_once(leaves: list[jax.Array]) -> list[jax.Array]:
   """The same leaves; on CPU, what follows does not compute them again.
 
   XLA's CPU compiler would repeat the end of the backward pass (a transposition
@@ -244,6 +244,6 @@ def _computed_once(leaves):
   )
 
 
-def _check_callable(name, value, kind):
+def _check_callable(name: str, value: Any, kind: str) -> None:
   if not callable(value):
     raise TypeError(f"{name} must be {kind}, got {name} = {value!r}.")

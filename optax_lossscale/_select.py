@@ -1,6 +1,6 @@
 """Runs an inner update so that a skipped step keeps the old state, for free."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def update_or_keep(
     updates, new_state = update(grads, state, params, **extra_args)
     return updates, keep_unless(finite, new_state, state)
 
-  def run():
+  def run() -> tuple[Any, Any]:
     updates, new_state = update(grads, state, params, **extra_args)
     _check_structure(new_state, state)
     return updates, _cast_like(new_state, state)
@@ -66,7 +66,9 @@ def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
   return _arrays.select(finite, new_state, state)
 
 
-def _run_with_selects(run, finite, state):
+def _run_with_selects(
+  run: Callable[[], tuple[Any, Any]], finite: jax.Array, state: Any
+) -> tuple[Any, Any]:
   # `run` closes over everything: traced values arrive as constants of the
   # jaxpr, with their shardings and manual axes, and functions need no care.
   closed, shapes = jax.make_jaxpr(run, return_shape=True)()
@@ -74,7 +76,7 @@ def _run_with_selects(run, finite, state):
   first = len(closed.jaxpr.outvars) - len(old_leaves)
   new_vars = closed.jaxpr.outvars[first:]
   # A value that is two leaves of the state is selected for the first of them.
-  old = {}
+  old: dict[Any, Any] = {}
   for var, leaf in zip(new_vars, old_leaves, strict=True):
     if not isinstance(var, core.Literal):
       old.setdefault(var, leaf)
@@ -82,7 +84,7 @@ def _run_with_selects(run, finite, state):
     closed.jaxpr, closed.consts, finite, old, _jit_called_here()
   )
 
-  def select_if_not_yet(var, out, leaf):
+  def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
     is_literal = isinstance(var, core.Literal)
     if out is leaf or (not is_literal and var in selected and old[var] is leaf):
       return out
@@ -94,13 +96,19 @@ def _run_with_selects(run, finite, state):
   return updates, jax.tree.unflatten(jax.tree.structure(state), new_leaves)
 
 
-def _jit_called_here():
+def _jit_called_here() -> core.JaxprEqn:
   """The equation of a jit of which nothing is said: what others differ from."""
   (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns
   return eqn
 
 
-def _evaluate(jaxpr, args, finite, old, here):
+def _evaluate(
+  jaxpr: core.Jaxpr,
+  args: list[Any],
+  finite: jax.Array,
+  old: dict[Any, Any],
+  here: core.JaxprEqn,
+) -> tuple[list[Any], set[Any]]:
   """Evaluates a jaxpr, selecting against ``old`` right where it is produced.
 
   Args:
@@ -114,9 +122,9 @@ def _evaluate(jaxpr, args, finite, old, here):
     The outputs, and the set of variables that were selected.
   """
   env = dict(zip(jaxpr.constvars + jaxpr.invars, args, strict=True))
-  selected = set()
+  selected: set[Any] = set()
 
-  def read(var):
+  def read(var: Any) -> Any:
     return var.val if isinstance(var, core.Literal) else env[var]
 
   for eqn in jaxpr.eqns:
@@ -133,7 +141,13 @@ def _evaluate(jaxpr, args, finite, old, here):
   return [read(var) for var in jaxpr.outvars], selected
 
 
-def _enter(eqn, args, finite, old, here):
+def _enter(
+  eqn: core.JaxprEqn,
+  args: Iterable[Any],
+  finite: jax.Array,
+  old: dict[Any, Any],
+  here: core.JaxprEqn,
+) -> tuple[list[Any], set[Any]]:
   """``_evaluate`` for what a jit calls."""
   inner = eqn.params["jaxpr"]
   # Keyed by the variable inside; one that leaves twice is selected once.
@@ -152,7 +166,7 @@ def _enter(eqn, args, finite, old, here):
   return outs, {pairs[i] for i in selected}
 
 
-def _may_be_entered(eqn, here):
+def _may_be_entered(eqn: core.JaxprEqn, here: core.JaxprEqn) -> bool:
   """Whether to look inside: a jit of which nothing is said.
 
   Shardings, donation and all else that is said of a call would be lost. With
@@ -167,12 +181,18 @@ def _may_be_entered(eqn, here):
   return is_jit and eqn.ctx == here.ctx and all(is_as_here)
 
 
-def _kinds(param):
+def _kinds(param: Any) -> set[Any]:
   """The different values of a parameter, which may be one for each argument."""
   return set(param) if isinstance(param, tuple) else {param}
 
 
-def _may_select(eqn, value, finite, old, here):
+def _may_select(
+  eqn: core.JaxprEqn,
+  value: Any,
+  finite: jax.Array,
+  old: Any,
+  here: core.JaxprEqn,
+) -> bool:
   """Whether what reads the value may read the selected one in its place.
 
   Not if the select is of another type, since all that follows was traced with
@@ -189,11 +209,11 @@ def _may_select(eqn, value, finite, old, here):
   )
 
 
-def _is_sharding(x):
+def _is_sharding(x: Any) -> bool:
   return isinstance(x, jax.sharding.Sharding)
 
 
-def _cast_like(new_state, state):
+def _cast_like(new_state: Any, state: Any) -> Any:
   return jax.tree.map(
     lambda new, old: (
       _arrays.cast(new, old.dtype)
@@ -205,8 +225,9 @@ def _cast_like(new_state, state):
   )
 
 
-def _check_structure(new_state, state):
-  new, old = jax.tree.structure(new_state), jax.tree.structure(state)
+def _check_structure(new_state: Any, state: Any) -> None:
+  new: Any = jax.tree.structure(new_state)
+  old: Any = jax.tree.structure(state)
   if new != old:
     raise ValueError(
       "The state of inner must keep its structure, so that a skipped step can"

@@ -105,7 +105,7 @@ def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
   get_loss_scale_state(tree)
   ((prefix, _),) = _find(tree)
 
-  def replace(path, leaf):
+  def replace(path: Any, leaf: Any) -> Any:
     inside = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
     field = _key_name(inside[0]) if inside else None
     if field == "loss_scale":
@@ -169,13 +169,13 @@ def holds_loss_scale(tree: Any) -> bool:
   return bool(_find(tree))
 
 
-def _find(tree):
+def _find(tree: Any) -> list[tuple[Any, Any]]:
   """All (path, loss-scale state) in the tree."""
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state)
   return [(path, leaf) for path, leaf in leaves if _is_state(leaf)]
 
 
-def _is_state(x):
+def _is_state(x: Any) -> bool:
   if isinstance(x, LossScaleState):
     return True
   # Checkpoints and nnx.State turn named tuples into mappings, and may drop
@@ -184,7 +184,7 @@ def _is_state(x):
   return isinstance(x, Mapping) and fields - {"memory"} <= set(x) <= fields
 
 
-def _unboxed(state):
+def _unboxed(state: Any) -> LossScaleState:
   """The state as the named tuple of plain arrays."""
   if isinstance(state, Mapping):
     state = LossScaleState(**state)
@@ -195,7 +195,7 @@ def _unboxed(state):
   )
 
 
-def _is_box(x):
+def _is_box(x: Any) -> bool:
   """Whether x is a variable around one array, as Flax NNX keeps them."""
   is_container = isinstance(x, (tuple, list, Mapping))
   if is_container or jax.tree_util.all_leaves([x]):
@@ -204,9 +204,9 @@ def _is_box(x):
   return "value" in dir(x)
 
 
-def _key_name(key):
+def _key_name(key: Any) -> Any:
   return getattr(key, "name", getattr(key, "key", None))
 
 
-def _keystr(path):
+def _keystr(path: Any) -> str:
   return jax.tree_util.keystr(path) or "the tree itself"

@@ -15,7 +15,7 @@ def cast_like(updates: Any, params: Any) -> Any:
   if params is None:
     return updates
 
-  def cast(path, update, param):
+  def cast(path: Any, update: Any, param: Any) -> Any:
     if not _grads.is_grad(path, update) or not _arrays.is_inexact(param):
       return update
     update = jnp.asarray(update)
@@ -36,7 +36,7 @@ def nothing_unless(finite: jax.Array, updates: Any) -> Any:
   flushes subnormal numbers, no update keeps them: p + anything has lost p.)
   """
 
-  def choose(path, update):
+  def choose(path: Any, update: Any) -> Any:
     if not _arrays.is_array(update) or _grads.is_overwritten(path):
       return update
     update = jnp.asarray(update)
@@ -51,7 +51,7 @@ def nothing_unless(finite: jax.Array, updates: Any) -> Any:
   return jax.tree_util.tree_map_with_path(choose, updates)
 
 
-def _negative_zeros_like(x):
+def _negative_zeros_like(x: jax.Array) -> jax.Array:
   if _arrays.is_complex(x.dtype):
     return lax.complex(
       _negative_zeros_like(x.real), _negative_zeros_like(x.imag)

@@ -127,7 +127,7 @@ def with_loss_scaling(
     # Between the powers of two that float32 holds as normal numbers.
     _checks.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
 
-  def init_fn(params):
+  def init_fn(params: Any) -> LossScalingState:
     inner_state = inner.init(jax.tree.map(_arrays.widen, params))
     if _state.holds_loss_scale(inner_state):
       raise ValueError(
@@ -137,14 +137,14 @@ def with_loss_scaling(
     return LossScalingState(policy.init(), jax.tree.map(_strong, inner_state))
 
   def update_fn(
-    updates,
-    state,
-    params=None,
+    updates: Any,
+    state: LossScalingState,
+    params: Any = None,
     *,
-    grads_finite=True,
-    grads_amax=None,
-    **extra_args,
-  ):
+    grads_finite: jax.typing.ArrayLike = True,
+    grads_amax: jax.typing.ArrayLike | None = None,
+    **extra_args: Any,
+  ) -> tuple[Any, LossScalingState]:
     _check_state(state)
     is_scaled_by = state.loss_scale_state.loss_scale
     grads, put_back = _grads.split(updates)
@@ -202,7 +202,12 @@ class _Measured(NamedTuple):
   factor: jax.Array | None
 
 
-def _measure(grads, loss_scale, max_norm, axis_name):
+def _measure(
+  grads: list[Any],
+  loss_scale: jax.Array | None,
+  max_norm: jax.typing.ArrayLike | None,
+  axis_name: _axes.AxisName | None,
+) -> _Measured:
   """Measures gradients as they arrive, true or scaled.
 
   Args:
@@ -232,7 +237,9 @@ def _measure(grads, loss_scale, max_norm, axis_name):
   return _Measured(norm <= _grads.LARGEST_GRAD, amax, factor)
 
 
-def _true_or_zeros(grad, finite, factor):
+def _true_or_zeros(
+  grad: Any, finite: jax.Array, factor: jax.Array | None
+) -> jax.Array:
   """The gradient widened and times the factor; zeros unless finite."""
   grad = jnp.asarray(_arrays.widen(grad))
   if factor is not None:
@@ -240,14 +247,14 @@ def _true_or_zeros(grad, finite, factor):
   return lax.select(finite, grad, jnp.zeros_like(grad))
 
 
-def _strong(leaf):
+def _strong(leaf: Any) -> Any:
   """A leaf without weak type, so that the second step does not trace again."""
   if not _arrays.is_array(leaf):
     return leaf
   return _arrays.cast(leaf, jnp.result_type(leaf))
 
 
-def _as_flag(name, value):
+def _as_flag(name: str, value: Any) -> jax.Array:
   """A bool, or a number by its truth; a NaN is no answer, and false."""
   kind = "bool or number, true if the gradients are finite"
   _check_scalar(name, value, kind, "jnp.all")
@@ -257,14 +264,14 @@ def _as_flag(name, value):
   return (value != 0) & (value == value)
 
 
-def _as_magnitude(name, value):
+def _as_magnitude(name: str, value: Any) -> jax.Array:
   """The magnitude of a number, as float32."""
   kind = "number, the largest magnitude of a gradient"
   _check_scalar(name, value, kind, "jnp.max")
   return lax.abs(lax.convert_element_type(jnp.asarray(value), jnp.float32))
 
 
-def _check_scalar(name, value, kind, reduction):
+def _check_scalar(name: str, value: Any, kind: str, reduction: str) -> None:
   rule = f"{name} must be one {kind}"
   remedy = f"Reduce several with {reduction}; leave it out if you have none."
   if not _arrays.is_array(value):
@@ -276,7 +283,9 @@ def _check_scalar(name, value, kind, reduction):
     raise ValueError(f"{rule}, got {name} of shape {shape}. {remedy}")
 
 
-def _as_transformation(inner):
+def _as_transformation(
+  inner: Any,
+) -> optax.GradientTransformationExtraArgs:
   if isinstance(inner, optax.MultiSteps):
     # Its gradient_transformation() hides that `update` takes extra arguments.
     inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
@@ -294,7 +303,7 @@ def _as_transformation(inner):
   return optax.with_extra_args_support(inner)
 
 
-def _check_state(state):
+def _check_state(state: Any) -> None:
   if isinstance(state, LossScalingState):
     return
   if _state.holds_loss_scale(state):

@@ -182,7 +182,7 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
 
 
 @_leaves.reduce_on_device
-def _count_exponents(xp, leaf):
+def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
   """Counts by exponent from _LOWEST to _HIGHEST, of zeros, of inf and NaN."""
   size = _leaves.magnitude(xp, leaf)
   finite = xp.isfinite(leaf)
@@ -197,7 +197,7 @@ def _count_exponents(xp, leaf):
 
   # A sum for each exponent that occurs, rather than a scatter, which would
   # gather a sharded array.
-  def count_one(i, counts):
+  def count_one(i: jax.Array, counts: jax.Array) -> jax.Array:
     return counts.at[i].set(_leaves.count(xp, index == i))
 
   first = xp.min(xp.where(counted, index, length), initial=length)
@@ -208,7 +208,7 @@ def _count_exponents(xp, leaf):
   return counts, zeros, nonfinite
 
 
-def _read_history(history):
+def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray | None]:
   """The scales, and whether each step was skipped, or None; numpy arrays."""
   if isinstance(history, Sequence) and all(
     isinstance(metrics, Mapping) for metrics in history
@@ -235,7 +235,7 @@ def _read_history(history):
   return scales, ~np.asarray(history["last_finite"], bool)
 
 
-def _new_axes(caller):
+def _new_axes(caller: str) -> Any:
   try:
     from matplotlib import pyplot as plt
   except ImportError as error:
@@ -246,5 +246,5 @@ def _new_axes(caller):
   return plt.subplots(figsize=(8, 3.5), layout="constrained")[1]
 
 
-def _power_of_two(log2):
+def _power_of_two(log2: float) -> str:
   return f"$2^{{{log2:.4g}}}$"

@@ -38,7 +38,7 @@ def measure_grads(
   return [(*leaf, x) for leaf, x in zip(leaves, found, strict=True)]
 
 
-def _named_grads(tree, caller):
+def _named_grads(tree: Any, caller: str) -> list[tuple[str, Any]]:
   """The leaves that are gradients, as (name, numpy or JAX array)."""
   leaves = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -78,15 +78,15 @@ def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:
   """
 
   @functools.wraps(fun)
-  def on_host(leaf, *args):
+  def on_host(leaf: Any, *args: Any) -> Any:
     return fun(np, _at_least_32_bits(leaf), *args)
 
   @jax.jit
   @functools.wraps(fun)
-  def on_device(leaf, *args):
+  def on_device(leaf: Any, *args: Any) -> Any:
     return fun(jnp, _at_least_32_bits(leaf), *args)
 
-  def reduce(leaf, *args):
+  def reduce(leaf: Any, *args: Any) -> Any:
     reduce_leaf = on_device if isinstance(leaf, jax.Array) else on_host
     return reduce_leaf(leaf, *args)
 
@@ -106,5 +106,5 @@ def count(xp: Any, mask: Any) -> Any:
   return xp.sum(mask, dtype=xp.uint32 if xp is jnp else xp.uint64)
 
 
-def _at_least_32_bits(leaf):
+def _at_least_32_bits(leaf: Any) -> Any:
   return leaf if jnp.finfo(leaf.dtype).bits >= 32 else leaf.astype(np.float32)

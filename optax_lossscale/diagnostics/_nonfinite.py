@@ -32,7 +32,7 @@ def finite_per_leaf(grads: Any) -> Any:
     True False
   """
 
-  def is_finite(path, leaf):
+  def is_finite(path: Any, leaf: Any) -> jax.Array:
     if _grads.is_overwritten(path) or not _arrays.is_array(leaf):
       return jnp.bool_(True)
     return _grads.all_finite(leaf)
@@ -59,7 +59,7 @@ class NonfiniteLeaf(NamedTuple):
   nan_count: int
   first_index: tuple[int, ...]
 
-  def __str__(self):
+  def __str__(self) -> str:
     index = "".join(f"[{i}]" for i in self.first_index)
     return (
       f"{self.name} {self.dtype}{list(self.shape)}: {self.inf_count} inf,"
@@ -112,7 +112,7 @@ def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
 
 
 @_leaves.reduce_on_device
-def _find_nonfinite(xp, leaf):
+def _find_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
   """The counts of infs and NaNs, and the index of the first of them."""
   is_nan, is_inf = xp.isnan(leaf), xp.isinf(leaf)
   mask = is_nan | is_inf

@@ -149,10 +149,10 @@ def probe_metrics(cotangents: Any) -> Any:
   """
   _check_slots("cotangents", cotangents)
 
-  def metrics(counts):
+  def metrics(counts: jax.Array) -> dict[str, jax.Array]:
     total = jnp.maximum(jnp.sum(counts, axis=-1), jnp.float32(2**-126))
 
-    def share(first, last):
+    def share(first: int, last: int) -> jax.Array:
       return jnp.sum(counts[..., first : last + 1], axis=-1) / total
 
     return {
@@ -218,17 +218,21 @@ def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _probe(more_axes, x, slot):
+def _probe(more_axes: Any, x: jax.Array, slot: jax.Array) -> jax.Array:
   del more_axes, slot
   return x
 
 
-def _probe_fwd(more_axes, x, slot):
+def _probe_fwd(
+  more_axes: Any, x: jax.Array, slot: jax.Array
+) -> tuple[jax.Array, None]:
   del more_axes, slot
   return x, None
 
 
-def _probe_bwd(more_axes, _, cotangent):
+def _probe_bwd(
+  more_axes: Any, _: None, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   counts = _histogram(cotangent)
   if more_axes:
     counts = _vary(counts, more_axes)
@@ -238,7 +242,7 @@ def _probe_bwd(more_axes, _, cotangent):
 _probe.defvjp(_probe_fwd, _probe_bwd)
 
 
-def _histogram(x):
+def _histogram(x: jax.Array) -> jax.Array:
   """How many numbers are in each bin; float32, shape ``(_BINS,)``.
 
   A float32 counts exactly to 2**24. Above, adding one at a time would stop
@@ -264,7 +268,7 @@ def _histogram(x):
   return counts.astype(jnp.float32)
 
 
-def _bin(x):
+def _bin(x: jax.Array) -> jax.Array:
   """The bin of each number, by the exponent in its bits: nothing is flushed."""
   if x.dtype == jnp.float64:
     largest = jnp.finfo(jnp.float32).max
@@ -275,17 +279,17 @@ def _bin(x):
   return jnp.where(exponent == 0xFF, jnp.int32(_NONFINITE), bins)
 
 
-def _count_by_scattering(bins):
+def _count_by_scattering(bins: jax.Array) -> jax.Array:
   return jnp.zeros((_BINS,), jnp.int32).at[bins].add(1)
 
 
-def _count_by_comparing(bins):
+def _count_by_comparing(bins: jax.Array) -> jax.Array:
   each = lax.broadcasted_iota(jnp.int32, (_BINS,) + (1,) * bins.ndim, 0)
   axes = tuple(range(1, bins.ndim + 1))
   return jnp.sum(bins[None] == each, axis=axes, dtype=jnp.int32)
 
 
-def _largest(counts):
+def _largest(counts: jax.Array) -> jax.Array:
   """The largest float16 number in the highest bin that is not empty."""
   # Numbers of a binade are 2**(e - 10) apart, subnormal ones 2**-24.
   tops = [
@@ -299,14 +303,15 @@ def _largest(counts):
   )
 
 
-def _vary(x, axes):
+def _vary(x: jax.Array, axes: Any) -> jax.Array:
   """``x`` as a value that may differ along the axes."""
   if hasattr(lax, "pcast"):
     return lax.pcast(x, axes, to="varying")
-  return lax.pvary(x, axes)  # What JAX 0.8.0 has instead.
+  # What JAX 0.8.0 has instead.
+  return lax.pvary(x, axes)  # type: ignore[attr-defined]
 
 
-def _check_slots(name, tree):
+def _check_slots(name: str, tree: Any) -> None:
   for leaf in jax.tree.leaves(tree):
     shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
     if not shape or shape[-1] != _BINS:

@@ -92,7 +92,7 @@ class GradientReport:
       "total": self.total._asdict(),
     }
 
-  def __str__(self):
+  def __str__(self) -> str:
     header = (
       "", "shape", "dtype", "largest", "smallest", "zero", "flushed",
       "subnormal", "overflow", "nonfinite", "best scales",
@@ -186,7 +186,7 @@ class _Measured(NamedTuple):
   nonfinite: Any
 
 
-def _in_dtype_of(leaf, scale, limits):
+def _in_dtype_of(leaf: Any, scale: float, limits: _Limits) -> np.ndarray:
   """The scale and the limits as the scalars that a leaf is compared with."""
   is_double = jnp.finfo(leaf.dtype).bits > 32
   with np.errstate(over="ignore"):  # Where float32 ends, inf is its own limit.
@@ -194,7 +194,9 @@ def _in_dtype_of(leaf, scale, limits):
 
 
 @_leaves.reduce_on_device
-def _measure(xp, leaf, scale, zero, normal, inf):
+def _measure(
+  xp: Any, leaf: Any, scale: Any, zero: Any, normal: Any, inf: Any
+) -> _Measured:
   finite = xp.isfinite(leaf)
   size = _leaves.magnitude(xp, leaf)
   nonzero = finite & (size > 0)
@@ -212,7 +214,7 @@ def _measure(xp, leaf, scale, zero, normal, inf):
   )
 
 
-def _add_up(measured):
+def _add_up(measured: list[_Measured]) -> _Measured:
   """All leaves as one; Python numbers, which do not overflow."""
   counts = [
     sum(int(getattr(found, name)) for found in measured)
@@ -225,10 +227,17 @@ def _add_up(measured):
   )
 
 
-def _make_row(name, shape, dtype, size, found, limits):
+def _make_row(
+  name: str,
+  shape: tuple[int, ...],
+  dtype: str,
+  size: int,
+  found: _Measured,
+  limits: _Limits,
+) -> GradientStats:
   largest, smallest = float(found.largest), float(found.smallest)
   shares = [int(number) / max(size, 1) for number in found[2:]]
-  return GradientStats(
+  row = (
     name,
     tuple(shape),
     dtype,
@@ -238,9 +247,12 @@ def _make_row(name, shape, dtype, size, found, limits):
     *shares,
     _best_scales(largest, smallest, limits),
   )
+  return GradientStats._make(row)
 
 
-def _best_scales(largest, smallest, limits):
+def _best_scales(
+  largest: float, smallest: float, limits: _Limits
+) -> tuple[int, int] | None:
   if largest == 0:
     return None
   # The largest power of two that keeps the largest entry below inf, and the
@@ -284,7 +296,7 @@ def limits_of(dtype: np.dtype) -> _Limits:
   )
 
 
-def _format_row(row):
+def _format_row(row: GradientStats) -> tuple[str, ...]:
   low, high = row.best_scales or (None, None)
   return (
     row.name,
