@@ -12,7 +12,8 @@ JAX_NIGHTLY = .venv-jax-nightly
 # Where JAX's developers publish a build of each day, as options of pip: their
 # installation page names the index. Without, the newest pre-release, if any.
 JAX_NIGHTLY_OPTIONS ?=
-CORE = _policies _loss _scaling _grads _select _wrapper
+CORE = _arrays _checks _powers_of_two _jaxprs _grads _state _axes _loss \
+  _scaling _policies _headroom _select _updates _wrapper
 # Not the pages, notebooks and plots, which are made with the newest versions,
 # nor what counts the equations or the instructions of a step: others there.
 OLDEST_TESTS ?= $(filter-out $(addprefix tests/test_,bit_identity.py cost.py \

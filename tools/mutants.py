@@ -24,10 +24,17 @@ from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 ROOT = pathlib.Path(__file__).parents[1]
 # A mutant is done with its first failure: its own tests first, quick ones next.
 TESTS = {
-  "_policies": ["input", "policies", "state_machine", "state", "adaptive"],
+  "_arrays": ["scaling", "select_types", "wrapper", "headroom"],
+  "_checks": ["input", "report", "interop_errors"],
+  "_powers_of_two": ["state", "headroom"],
+  "_jaxprs": ["select", "select_types"],
+  "_grads": ["scaling", "input", "cost", "diagnostics", "wrapper", "headroom"],
+  "_state": ["state", "checkpoints", "flax_nnx"],
+  "_axes": ["devices_shard_map", "input", "select"],
   "_loss": ["scaling", "input", "equinox", "flax_nnx"],
   "_scaling": ["scaling", "input", "cost", "equinox", "flax_nnx", "wrapper"],
-  "_grads": ["scaling", "input", "cost", "diagnostics", "wrapper", "adaptive"],
+  "_policies": ["input", "policies", "state_machine", "state", "headroom"],
+  "_headroom": ["headroom"],
   "_select": [
     "select",
     "select_types",
@@ -35,6 +42,7 @@ TESTS = {
     "state_machine",
     "optax_compositions",
   ],
+  "_updates": ["wrapper", "flax_linen"],
   "_wrapper": ["input", "wrapper", "cost", "select", "probes", "state_machine"],
 }
 # What these make of an array of floats, or of a bool, fails wherever it runs.
@@ -65,7 +73,7 @@ def copy_project(module):
   folder = ROOT / "build" / "mutants" / module
   shutil.rmtree(folder, ignore_errors=True)
   folder.mkdir(parents=True)
-  for part in ("docs", "examples", "optax_lossscale", "tests"):
+  for part in ("benchmarks", "docs", "examples", "optax_lossscale", "tests"):
     shutil.copytree(ROOT / part, folder / part)
   shutil.copy(ROOT / "pyproject.toml", folder)
   command = shlex.join(test_command(module))
@@ -83,7 +91,10 @@ def copy_project(module):
 
 def test_command(module):
   """What fails, or does not, for a mutant; a list of words."""
-  paths = [f"tests/test_{name}.py" for name in TESTS[module]]
+  tests = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+  paths = [
+    str(tests[f"test_{name}"].relative_to(ROOT)) for name in TESTS[module]
+  ]
   options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci"]
   options += ["-m", "not nightly"]
   return [sys.executable, "-m", "pytest", *options, *paths]
