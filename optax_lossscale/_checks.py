@@ -52,6 +52,20 @@ def check_count(name: str, value: Any) -> None:
   check_number(name, value, 1, LARGEST_COUNT, integer=True)
 
 
+def check_order(policy: Any) -> None:
+  """Raises unless the three scales of a policy are in order."""
+  bounds = policy.min_scale, policy.init_scale, policy.max_scale
+  if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
+    return
+  if not bounds[0] <= bounds[1] <= bounds[2]:
+    raise ValueError(
+      "Scales must satisfy min_scale <= init_scale <= max_scale, got"
+      " min_scale = {!r}, init_scale = {!r} and max_scale = {!r}.".format(
+        *bounds
+      )
+    )
+
+
 def range_rule(low: float, high: float, *, integer: bool = False) -> str:
   """The rule for a number within bounds, as messages give it."""
   kind = "an integer" if integer else "a number"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays, _checks, _policies, _powers_of_two
+from optax_lossscale import _arrays, _checks, _powers_of_two, _state
 from optax_lossscale._state import LossScaleState
 
 # In binades a step. What underflowed looks smaller than it is, so that a rise
@@ -124,7 +124,7 @@ class HeadroomLossScale:
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
-    return _policies.initial_state(
+    return _state.initial_state(
       self.init_scale,
       memory=HeadroomMemory(
         amax_window=jnp.zeros((int(self.window),), jnp.float32),
@@ -148,8 +148,8 @@ class HeadroomLossScale:
       ValueError: if the state is one of another policy.
     """
     amax = _as_amax(grads_amax)
-    _policies.check_memory(self, state, HeadroomMemory)
-    after = _policies.record_step(state, grads_finite)
+    _state.check_memory(self, state, HeadroomMemory)
+    after = _state.record_step(state, grads_finite)
     finite, in_a_row = after.last_finite, after.notfinite_count
     has_grads = (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
     after_grads = self._after_grads(state, amax)
@@ -262,7 +262,7 @@ def _check_scales(policy: HeadroomLossScale) -> None:
       raise ValueError(
         f"{name} must be a power of two, got {name} = {value!r}."
       )
-  _policies.check_order(policy)
+  _checks.check_order(policy)
 
 
 def _as_float_dtype(dtype: Any) -> Any:

@@ -13,9 +13,8 @@ from typing import (
 import jax
 from jax import lax
 import jax.numpy as jnp
-import optax
 
-from optax_lossscale import _arrays, _checks
+from optax_lossscale import _arrays, _checks, _state
 from optax_lossscale._state import LossScaleState
 
 HysteresisRefill = Literal["growth", "finite", "backoff"]
@@ -89,7 +88,7 @@ class FixedLossScale:
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
-    return initial_state(self.scale)
+    return _state.initial_state(self.scale)
 
   def adjust(
     self,
@@ -100,7 +99,7 @@ class FixedLossScale:
   ) -> LossScaleState:
     """Returns the state with its counts brought up to date."""
     del grads_amax
-    return record_step(state, grads_finite)
+    return _state.record_step(state, grads_finite)
 
 
 class DynamicMemory(NamedTuple):
@@ -176,7 +175,7 @@ class DynamicLossScale:
     _checks.check_scale("init_scale", self.init_scale)
     _checks.check_scale("min_scale", self.min_scale)
     _checks.check_scale("max_scale", self.max_scale)
-    check_order(self)
+    _checks.check_order(self)
     _checks.check_number(
       "growth_factor",
       self.growth_factor,
@@ -201,7 +200,7 @@ class DynamicLossScale:
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
     memory = DynamicMemory(_i32(self.hysteresis)) if self._remembers() else ()
-    return initial_state(self.init_scale, memory)
+    return _state.initial_state(self.init_scale, memory)
 
   def adjust(
     self,
@@ -217,13 +216,13 @@ class DynamicLossScale:
         or of one without.
     """
     del grads_amax
-    after = record_step(state, grads_finite)
+    after = _state.record_step(state, grads_finite)
     # `>=`, since a restored or migrated count may lie above the interval.
     grow = after.finite_count >= _i32(self.growth_interval)
     backoff = ~after.last_finite
     memory = state.memory  # What another policy remembers stays for it.
     if self._remembers() and not self._started_without(memory):
-      check_memory(self, state, DynamicMemory)
+      _state.check_memory(self, state, DynamicMemory)
       tolerated, left = self._spend_hysteresis(
         memory.hysteresis_left, backoff, grow
       )
@@ -264,35 +263,6 @@ class DynamicLossScale:
     return tolerated, jnp.where(refill, full, left)
 
 
-def initial_state(scale: float, memory: Any = ()) -> LossScaleState:
-  """The state before the first step; each field a buffer of its own."""
-  return LossScaleState(
-    loss_scale=_f32(scale),
-    finite_count=jnp.zeros((), jnp.int32),
-    notfinite_count=jnp.zeros((), jnp.int32),
-    last_finite=jnp.ones((), jnp.bool_),
-    total_notfinite=jnp.zeros((), jnp.int32),
-    memory=memory,
-  )
-
-
-def record_step(
-  state: LossScaleState, grads_finite: jax.typing.ArrayLike
-) -> LossScaleState:
-  """The state with its counts moved on by one step, and the scale as it was."""
-  finite = jnp.asarray(grads_finite, jnp.bool_)
-  zero = jnp.int32(0)
-  skipped = optax.safe_increment(state.total_notfinite)
-  in_a_row = optax.safe_increment(state.notfinite_count)
-  applied = optax.safe_increment(state.finite_count)
-  return state._replace(
-    finite_count=jnp.where(finite, applied, zero),
-    notfinite_count=jnp.where(finite, zero, in_a_row),
-    last_finite=finite,
-    total_notfinite=jnp.where(finite, state.total_notfinite, skipped),
-  )
-
-
 def as_policy(loss_scale: Any) -> LossScalePolicy:
   """The policy that ``with_loss_scaling(loss_scale=...)`` stands for."""
   if isinstance(loss_scale, str) and loss_scale == "dynamic":
@@ -309,30 +279,6 @@ def as_policy(loss_scale: Any) -> LossScalePolicy:
     )
   _checks.check_scale("loss_scale", loss_scale)
   return FixedLossScale(loss_scale)
-
-
-def check_memory(policy: Any, state: LossScaleState, kind: type) -> None:
-  """Raises unless the state remembers what the policy does."""
-  if not isinstance(state.memory, kind):
-    raise ValueError(
-      f"state.memory must be that of a {type(policy).__name__}, a"
-      f" {kind.__name__}, got {type(state.memory).__name__} of another policy."
-      " Use state._replace(memory=policy.init().memory)."
-    )
-
-
-def check_order(policy: Any) -> None:
-  """Raises unless the three scales of a policy are in order."""
-  bounds = policy.min_scale, policy.init_scale, policy.max_scale
-  if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
-    return
-  if not bounds[0] <= bounds[1] <= bounds[2]:
-    raise ValueError(
-      "Scales must satisfy min_scale <= init_scale <= max_scale, got"
-      " min_scale = {!r}, init_scale = {!r} and max_scale = {!r}.".format(
-        *bounds
-      )
-    )
 
 
 def _f32(x: jax.typing.ArrayLike) -> jax.Array:

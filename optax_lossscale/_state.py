@@ -1,10 +1,12 @@
-"""The loss-scale state: what it holds, and how to find it in any pytree."""
+"""The loss-scale state: its fields, its counts, and its place in any pytree."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
+import optax
 
 from optax_lossscale import _arrays, _checks
 
@@ -162,6 +164,45 @@ def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
       f" {new} and skipped = {old}."
     )
   return _arrays.select(finite, applied, skipped)
+
+
+def initial_state(scale: float, memory: Any = ()) -> LossScaleState:
+  """The state before the first step; each field a buffer of its own."""
+  return LossScaleState(
+    loss_scale=lax.convert_element_type(scale, jnp.float32),
+    finite_count=jnp.zeros((), jnp.int32),
+    notfinite_count=jnp.zeros((), jnp.int32),
+    last_finite=jnp.ones((), jnp.bool_),
+    total_notfinite=jnp.zeros((), jnp.int32),
+    memory=memory,
+  )
+
+
+def record_step(
+  state: LossScaleState, grads_finite: jax.typing.ArrayLike
+) -> LossScaleState:
+  """The state with its counts moved on by one step, and the scale as it was."""
+  finite = jnp.asarray(grads_finite, jnp.bool_)
+  zero = jnp.int32(0)
+  skipped = optax.safe_increment(state.total_notfinite)
+  in_a_row = optax.safe_increment(state.notfinite_count)
+  applied = optax.safe_increment(state.finite_count)
+  return state._replace(
+    finite_count=jnp.where(finite, applied, zero),
+    notfinite_count=jnp.where(finite, zero, in_a_row),
+    last_finite=finite,
+    total_notfinite=jnp.where(finite, state.total_notfinite, skipped),
+  )
+
+
+def check_memory(policy: Any, state: LossScaleState, kind: type) -> None:
+  """Raises unless the state remembers what the policy does."""
+  if not isinstance(state.memory, kind):
+    raise ValueError(
+      f"state.memory must be that of a {type(policy).__name__}, a"
+      f" {kind.__name__}, got {type(state.memory).__name__} of another policy."
+      " Use state._replace(memory=policy.init().memory)."
+    )
 
 
 def holds_loss_scale(tree: Any) -> bool:

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -12,6 +11,7 @@ from optax_lossscale import (
   _axes,
   _checks,
   _grads,
+  _measurement,
   _policies,
   _select,
   _state,
@@ -146,105 +146,41 @@ def with_loss_scaling(
     **extra_args: Any,
   ) -> tuple[Any, LossScalingState]:
     _check_state(state)
-    is_scaled_by = state.loss_scale_state.loss_scale
+    scale_state, inner_state = state
     grads, put_back = _grads.split(updates)
-    found = _measure(
-      grads, is_scaled_by if grads_are_scaled else None, max_norm, axis_name
+    found = _measurement.measure(
+      grads,
+      _measurement.Evidence(grads_finite, grads_amax),
+      loss_scale=scale_state.loss_scale if grads_are_scaled else None,
+      max_norm=max_norm,
+      axis_name=axis_name,
     )
-    finite = _axes.all_agree(
-      found.finite & _as_flag("grads_finite", grads_finite), axis_name
-    )
-    amax = found.amax
-    if grads_amax is not None:
-      amax = jnp.maximum(amax, _as_magnitude("grads_amax", grads_amax))
-    amax = _axes.maximum(amax, axis_name)
-
     args = (
-      put_back([_true_or_zeros(x, finite, found.factor) for x in grads]),
-      state.inner_state,
+      put_back([_measurement.true_or_zeros(x, found) for x in grads]),
+      inner_state,
       jax.tree.map(_arrays.widen, params),
     )
+    finite = found.finite
     if check_updates:
-      new_updates, new_inner_state = inner.update(*args, **extra_args)
-      new_updates = _updates.cast_like(new_updates, params)
-      finite &= _axes.all_agree(
-        _grads.sum_is_finite(_grads.split(new_updates)[0]), axis_name
-      )
+      updates, new_inner_state = inner.update(*args, **extra_args)
+      updates = _updates.cast_like(updates, params)
+      inexact, _ = _grads.split(updates)
+      finite &= _axes.all_agree(_grads.sum_is_finite(inexact), axis_name)
       new_inner_state = _select.keep_unless(
-        finite, new_inner_state, state.inner_state
+        finite, new_inner_state, inner_state
       )
     else:
-      new_updates, new_inner_state = _select.update_or_keep(
+      updates, new_inner_state = _select.update_or_keep(
         inner.update, finite, *args, **extra_args
       )
-      new_updates = _updates.cast_like(new_updates, params)
-
-    return _updates.nothing_unless(finite, new_updates), LossScalingState(
-      policy.adjust(state.loss_scale_state, finite, grads_amax=amax),
-      new_inner_state,
+      updates = _updates.cast_like(updates, params)
+    new_scale_state = policy.adjust(scale_state, finite, grads_amax=found.amax)
+    return (
+      _updates.nothing_unless(finite, updates),
+      LossScalingState(new_scale_state, new_inner_state),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-class _Measured(NamedTuple):
-  """What one pass over the gradients of this device tells.
-
-  Attributes:
-    finite: whether they are finite once they are true ones; bool[].
-    amax: the largest magnitude of the true ones; float32[].
-    factor: what makes true and clipped ones of them; float32[], or None if
-      they are that already.
-  """
-
-  finite: jax.Array
-  amax: jax.Array
-  factor: jax.Array | None
-
-
-def _measure(
-  grads: list[Any],
-  loss_scale: jax.Array | None,
-  max_norm: jax.typing.ArrayLike | None,
-  axis_name: _axes.AxisName | None,
-) -> _Measured:
-  """Measures gradients as they arrive, true or scaled.
-
-  Args:
-    grads: the gradients.
-    loss_scale: the scale that is in them; None if they are true ones.
-    max_norm: the largest global norm allowed, or None.
-    axis_name: the axes over which the norm is taken, or None.
-
-  Returns:
-    A :class:`_Measured`.
-  """
-  amax = _grads.largest_magnitude(grads)
-  reciprocal = None if loss_scale is None else 1 / loss_scale
-  if reciprocal is not None:
-    amax *= reciprocal
-  if max_norm is None:
-    finite = _grads.sum_is_finite(grads, reciprocal)
-    return _Measured(finite, amax, reciprocal)
-  norm = _axes.global_norm(grads, axis_name)
-  if reciprocal is not None:
-    norm *= reciprocal
-  max_norm = lax.convert_element_type(max_norm, jnp.float32)
-  factor = jnp.where(norm > max_norm, max_norm / norm, jnp.float32(1))
-  if reciprocal is not None:
-    factor *= reciprocal
-  # A scale below 1 may unscale what is finite to inf.
-  return _Measured(norm <= _grads.LARGEST_GRAD, amax, factor)
-
-
-def _true_or_zeros(
-  grad: Any, finite: jax.Array, factor: jax.Array | None
-) -> jax.Array:
-  """The gradient widened and times the factor; zeros unless finite."""
-  grad = jnp.asarray(_arrays.widen(grad))
-  if factor is not None:
-    grad = _arrays.times(grad, factor)
-  return lax.select(finite, grad, jnp.zeros_like(grad))
 
 
 def _strong(leaf: Any) -> Any:
@@ -252,35 +188,6 @@ def _strong(leaf: Any) -> Any:
   if not _arrays.is_array(leaf):
     return leaf
   return _arrays.cast(leaf, jnp.result_type(leaf))
-
-
-def _as_flag(name: str, value: Any) -> jax.Array:
-  """A bool, or a number by its truth; a NaN is no answer, and false."""
-  kind = "bool or number, true if the gradients are finite"
-  _check_scalar(name, value, kind, "jnp.all")
-  value = jnp.asarray(value)
-  if jnp.issubdtype(value.dtype, jnp.bool_):
-    return value
-  return (value != 0) & (value == value)
-
-
-def _as_magnitude(name: str, value: Any) -> jax.Array:
-  """The magnitude of a number, as float32."""
-  kind = "number, the largest magnitude of a gradient"
-  _check_scalar(name, value, kind, "jnp.max")
-  return lax.abs(lax.convert_element_type(jnp.asarray(value), jnp.float32))
-
-
-def _check_scalar(name: str, value: Any, kind: str, reduction: str) -> None:
-  rule = f"{name} must be one {kind}"
-  remedy = f"Reduce several with {reduction}; leave it out if you have none."
-  if not _arrays.is_array(value):
-    raise TypeError(f"{rule}, got {name} = {value!r}. {remedy}")
-  shape, dtype = jnp.shape(value), jnp.result_type(value)
-  if jnp.issubdtype(dtype, jax.dtypes.extended):
-    raise TypeError(f"{rule}, got {name} of dtype {dtype}. {remedy}")
-  if shape:
-    raise ValueError(f"{rule}, got {name} of shape {shape}. {remedy}")
 
 
 def _as_transformation(

@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale.diagnostics import _leaves, _report
+from optax_lossscale.diagnostics import _leaves, _limits
 
 __all__ = [
   "ExponentHistogram",
@@ -107,9 +107,9 @@ def plot_exponents(
     Micikevicius et al, `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018
   """
-  dtype = _report.as_small_float(dtype)
-  scale = _report.as_scale(loss_scale)
-  limits = _report.limits_of(dtype)
+  dtype = _limits.as_small_float(dtype)
+  scale = _limits.as_scale(loss_scale)
+  limits = _limits.limits_of(dtype)
   found = exponent_histogram(grads)
   if ax is None:
     ax = _new_axes("plot_exponents")
@@ -117,18 +117,7 @@ def plot_exponents(
   size = found.counts.sum() + found.zero_count + found.nonfinite_count
   shares = 100 * found.counts / max(size, 1)
   shift = np.log2(scale)
-  zero, normal, inf = np.log2(limits)
-  left = min([zero - 10, *found.exponents])
-  right = max([inf + 4, *found.exponents + shift + 1])
-  far = 2 * _HIGHEST  # so that the outer bands fill whatever part is shown
-  bands = (
-    (-far, zero, "tab:red", f"zero in {dtype}"),
-    (zero, normal, "gold", "subnormal: loses bits"),
-    (normal, inf, "tab:green", "normal"),
-    (inf, far, "tab:purple", "overflow"),
-  )
-  for start, end, color, label in bands:
-    ax.axvspan(start, end, color=color, alpha=0.15, linewidth=0, label=label)
+  _draw_bands(ax, dtype, limits)
   style = {"width": 1.0, "align": "edge"}
   ax.bar(found.exponents, shares, color="gray", label="as they are", **style)
   if scale != 1:
@@ -140,7 +129,10 @@ def plot_exponents(
       label=f"times the loss scale, {_power_of_two(shift)}",
       **style,
     )
-  ax.set_xlim(left, right)
+  ax.set_xlim(
+    min([np.log2(limits.zero) - 10, *found.exponents]),
+    max([np.log2(limits.inf) + 4, *found.exponents + shift + 1]),
+  )
   ax.set_xlabel("log₂ of the magnitude")
   ax.set_ylabel("% of the entries")
   ax.set_title(f"{found.zero_count / max(size, 1):.1%} are zero as they are")
@@ -206,6 +198,20 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
     first, last + 1, count_one, jnp.zeros(length, jnp.uint32)
   )
   return counts, zeros, nonfinite
+
+
+def _draw_bands(ax: Any, dtype: np.dtype, limits: _limits.Limits) -> None:
+  """Colours the ranges where a dtype is zero, subnormal, normal or inf."""
+  zero, normal, inf = np.log2(limits)
+  far = 2 * _HIGHEST  # so that the outer bands fill whatever part is shown
+  bands = (
+    (-far, zero, "tab:red", f"zero in {dtype}"),
+    (zero, normal, "gold", "subnormal: loses bits"),
+    (normal, inf, "tab:green", "normal"),
+    (inf, far, "tab:purple", "overflow"),
+  )
+  for start, end, color, label in bands:
+    ax.axvspan(start, end, color=color, alpha=0.15, linewidth=0, label=label)
 
 
 def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray | None]:

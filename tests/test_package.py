@@ -119,6 +119,7 @@ ORDER = (
   "_state",
   "_grads",
   "_axes",
+  "_measurement",
   "_loss",
   "_scaling",
   "_policies",

@@ -14,7 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _checks
-from optax_lossscale.diagnostics import _probes
+from optax_lossscale.diagnostics import _binades
 
 BINS = 43
 X = jnp.asarray(
@@ -180,7 +180,7 @@ def test_under_shard_map_each_device_may_have_a_slot_of_its_own():
 def test_both_ways_of_counting_count_the_same():
   bins = jnp.asarray(np.random.default_rng(0).integers(0, BINS, (7, 5, 3)))
   np.testing.assert_array_equal(
-    _probes._count_by_comparing(bins), _probes._count_by_scattering(bins)
+    _binades._count_by_comparing(bins), _binades._count_by_scattering(bins)
   )
 
 

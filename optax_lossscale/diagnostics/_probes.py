@@ -7,15 +7,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays, _axes, _checks, _state
-
-# The bins: what float16 takes for zero; its binades in ascending order, of
-# which the first ten are those of its subnormal numbers; finite, but too large
-# for it; inf and NaN.
-_LOWEST, _HIGHEST = -24, 15
-_TOO_LARGE = 1 + _HIGHEST - _LOWEST + 1
-_NONFINITE = _TOO_LARGE + 1
-_BINS = _NONFINITE + 1
+from optax_lossscale import _arrays, _axes, _state
+from optax_lossscale.diagnostics import _binades
 
 
 def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
@@ -78,8 +71,8 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
   _check_slots("slot", slot)
   if jnp.ndim(slot) != 1:
     raise ValueError(
-      f"slot must be of shape ({_BINS},), got shape {jnp.shape(slot)}. Give"
-      " each probe one slot, as scan and vmap do with an array of slots."
+      f"slot must be of shape ({_binades.BINS},), got shape {jnp.shape(slot)}."
+      " Give each probe one slot, as scan and vmap do with an array of slots."
     )
   x, slot = jnp.asarray(x), jnp.asarray(slot)
   # Under shard_map a slot that all devices share collects from all: the
@@ -105,7 +98,7 @@ def probe_slots(*shape: int) -> jax.Array:
     >>> print(diagnostics.probe_slots(12).shape)
     (12, 43)
   """
-  return jnp.zeros((*shape, _BINS), jnp.float32)
+  return jnp.zeros((*shape, _binades.BINS), jnp.float32)
 
 
 def probe_metrics(cotangents: Any) -> Any:
@@ -156,10 +149,10 @@ def probe_metrics(cotangents: Any) -> Any:
       return jnp.sum(counts[..., first : last + 1], axis=-1) / total
 
     return {
-      "largest": _largest(counts),
+      "largest": _binades.largest(counts),
       "zero_share": share(0, 0),
-      "top_share": share(_TOO_LARGE - 3, _TOO_LARGE),
-      "nonfinite_share": share(_NONFINITE, _NONFINITE),
+      "top_share": share(_binades.TOO_LARGE - 3, _binades.TOO_LARGE),
+      "nonfinite_share": share(_binades.NONFINITE, _binades.NONFINITE),
     }
 
   return jax.tree.map(metrics, cotangents)
@@ -209,8 +202,8 @@ def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
   loss_scale = _state.get_loss_scale_state(state).loss_scale
   finite, amax = jnp.bool_(True), jnp.float32(0)
   for counts in jax.tree.leaves(cotangents):
-    finite &= ~jnp.any(counts[..., _NONFINITE] > 0)
-    largest = jnp.max(_largest(counts), initial=0)
+    finite &= ~jnp.any(counts[..., _binades.NONFINITE] > 0)
+    largest = jnp.max(_binades.largest(counts), initial=0)
     # A scale below 1 may bring it above float32's range.
     unscaled = jnp.minimum(largest / loss_scale, _arrays.FLOAT32_MAX)
     amax = jnp.maximum(amax, unscaled)
@@ -233,74 +226,13 @@ def _probe_fwd(
 def _probe_bwd(
   more_axes: Any, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  counts = _histogram(cotangent)
+  counts = _binades.count(cotangent)
   if more_axes:
     counts = _vary(counts, more_axes)
   return cotangent, counts
 
 
 _probe.defvjp(_probe_fwd, _probe_bwd)
-
-
-def _histogram(x: jax.Array) -> jax.Array:
-  """How many numbers are in each bin; float32, shape ``(_BINS,)``.
-
-  A float32 counts exactly to 2**24. Above, adding one at a time would stop
-  there; counted in integers, the total is rounded, and no bin is lost.
-  """
-  if isinstance(x.size, int):
-    in_parts = x.size > _checks.LARGEST_COUNT
-  else:  # A symbolic size, as `jax.export` has, may turn out to be any.
-    in_parts = x.ndim > 1
-  if in_parts:
-    return jnp.sum(jax.vmap(_histogram)(x), axis=0)
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    return _histogram(x.real) + _histogram(x.imag)
-  bins = _bin(x)
-  # A loop over the numbers is best on CPU, where other devices would all wait
-  # for the same few counters. Explicit shardings do not scatter.
-  if any(jax.typeof(x).sharding.spec):
-    counts = _count_by_comparing(bins)
-  else:
-    counts = lax.platform_dependent(
-      bins, cpu=_count_by_scattering, default=_count_by_comparing
-    )
-  return counts.astype(jnp.float32)
-
-
-def _bin(x: jax.Array) -> jax.Array:
-  """The bin of each number, by the exponent in its bits: nothing is flushed."""
-  if x.dtype == jnp.float64:
-    largest = jnp.finfo(jnp.float32).max
-    x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-  bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-  exponent = (bits >> 23) & 0xFF
-  bins = jnp.clip(exponent - (127 + _LOWEST - 1), 0, _TOO_LARGE)
-  return jnp.where(exponent == 0xFF, jnp.int32(_NONFINITE), bins)
-
-
-def _count_by_scattering(bins: jax.Array) -> jax.Array:
-  return jnp.zeros((_BINS,), jnp.int32).at[bins].add(1)
-
-
-def _count_by_comparing(bins: jax.Array) -> jax.Array:
-  each = lax.broadcasted_iota(jnp.int32, (_BINS,) + (1,) * bins.ndim, 0)
-  axes = tuple(range(1, bins.ndim + 1))
-  return jnp.sum(bins[None] == each, axis=axes, dtype=jnp.int32)
-
-
-def _largest(counts: jax.Array) -> jax.Array:
-  """The largest float16 number in the highest bin that is not empty."""
-  # Numbers of a binade are 2**(e - 10) apart, subnormal ones 2**-24.
-  tops = [
-    2.0 ** (e + 1) - 2.0 ** max(e - 10, _LOWEST)
-    for e in range(_LOWEST, _HIGHEST + 1)
-  ]
-  tops = [0.0, *tops, 2.0**16]
-  finite = counts[..., :_NONFINITE]
-  return jnp.max(
-    jnp.where(finite > 0, jnp.array(tops, jnp.float32), jnp.float32(0)), axis=-1
-  )
 
 
 def _vary(x: jax.Array, axes: Any) -> jax.Array:
@@ -314,10 +246,10 @@ def _vary(x: jax.Array, axes: Any) -> jax.Array:
 def _check_slots(name: str, tree: Any) -> None:
   for leaf in jax.tree.leaves(tree):
     shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-    if not shape or shape[-1] != _BINS:
+    if not shape or shape[-1] != _binades.BINS:
       raise ValueError(
-        f"{name} must be of shape (..., {_BINS}), got shape {shape}. Slots come"
-        " from probe_slots()."
+        f"{name} must be of shape (..., {_binades.BINS}), got shape {shape}."
+        " Slots come from probe_slots()."
       )
     if dtype != jnp.float32:
       raise TypeError(

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks, _state
-from optax_lossscale.diagnostics import _leaves
+from optax_lossscale import _checks
+from optax_lossscale.diagnostics import _leaves, _limits
 
 
 class GradientStats(NamedTuple):
@@ -148,9 +148,9 @@ def gradient_report(
     w: 25%, best 2^2 to 2^25
     b: 0%, best 2^-24 to 2^15
   """
-  dtype = as_small_float(dtype)
-  scale = as_scale(loss_scale)
-  limits = limits_of(dtype)
+  dtype = _limits.as_small_float(dtype)
+  scale = _limits.as_scale(loss_scale)
+  limits = _limits.limits_of(dtype)
   measured = _leaves.measure_grads(
     grads,
     "gradient_report",
@@ -166,14 +166,6 @@ def gradient_report(
   return GradientReport(str(dtype), scale, tuple(rows), total)
 
 
-class _Limits(NamedTuple):
-  """Where rounding to a dtype changes its kind."""
-
-  zero: float  # up to here a number becomes zero
-  normal: float  # from here on it is normal
-  inf: float  # from here on it is infinite
-
-
 class _Measured(NamedTuple):
   """What is read back of one leaf."""
 
@@ -186,7 +178,7 @@ class _Measured(NamedTuple):
   nonfinite: Any
 
 
-def _in_dtype_of(leaf: Any, scale: float, limits: _Limits) -> np.ndarray:
+def _in_dtype_of(leaf: Any, scale: float, limits: _limits.Limits) -> np.ndarray:
   """The scale and the limits as the scalars that a leaf is compared with."""
   is_double = jnp.finfo(leaf.dtype).bits > 32
   with np.errstate(over="ignore"):  # Where float32 ends, inf is its own limit.
@@ -233,7 +225,7 @@ def _make_row(
   dtype: str,
   size: int,
   found: _Measured,
-  limits: _Limits,
+  limits: _limits.Limits,
 ) -> GradientStats:
   largest, smallest = float(found.largest), float(found.smallest)
   shares = [int(number) / max(size, 1) for number in found[2:]]
@@ -251,7 +243,7 @@ def _make_row(
 
 
 def _best_scales(
-  largest: float, smallest: float, limits: _Limits
+  largest: float, smallest: float, limits: _limits.Limits
 ) -> tuple[int, int] | None:
   if largest == 0:
     return None
@@ -262,38 +254,6 @@ def _best_scales(
   bound = round(math.log2(_checks.LARGEST_SCALE))
   high = min(max(high, -bound), bound)
   return max(min(low, high), -bound), high
-
-
-def as_small_float(dtype: Any) -> np.dtype:
-  """The dtype, checked."""
-  dtype = np.dtype(dtype)
-  if not jnp.issubdtype(dtype, jnp.floating) or dtype == np.float64:
-    raise TypeError(
-      "dtype must be a float dtype of at most 32 bits, such as float16, got"
-      f" dtype = {dtype}."
-    )
-  return dtype
-
-
-def as_scale(loss_scale: Any) -> float:
-  """The scale, checked, that a number or a state stands for."""
-  if _state.holds_loss_scale(loss_scale):
-    loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
-  _checks.check_scale("loss_scale", loss_scale)
-  return float(loss_scale)
-
-
-def limits_of(dtype: np.dtype) -> _Limits:
-  """Where rounding to a dtype changes the kind of a number."""
-  info = jnp.finfo(dtype)
-  top = float(info.max)
-  # Half a unit in the last place above the largest, a number rounds to inf.
-  last_place = 2.0 ** math.floor(math.log2(top)) * float(info.eps)
-  return _Limits(
-    zero=float(info.smallest_subnormal) / 2,
-    normal=float(info.smallest_normal),
-    inf=top + last_place / 2,
-  )
 
 
 def _format_row(row: GradientStats) -> tuple[str, ...]:

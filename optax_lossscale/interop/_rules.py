@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _checks, _policies, _state
+from optax_lossscale import _checks, _state
 from optax_lossscale.interop import _reading
 
 # Tolerances are compared as fractions of such integers, see _reaches.
@@ -83,7 +83,7 @@ class DeepSpeedLossScale:
     memory = DeepSpeedMemory(
       jnp.asarray(self.hysteresis, jnp.int32), jnp.zeros((), jnp.bool_)
     )
-    return _policies.initial_state(self.init_scale, memory)
+    return _state.initial_state(self.init_scale, memory)
 
   def adjust(
     self,
@@ -94,8 +94,8 @@ class DeepSpeedLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
-    _policies.check_memory(self, state, DeepSpeedMemory)
-    after = _policies.record_step(state, grads_finite)
+    _state.check_memory(self, state, DeepSpeedMemory)
+    after = _state.record_step(state, grads_finite)
     finite, (left, grown) = after.last_finite, state.memory
     interval = jnp.asarray(self.growth_interval, jnp.int32)
     # Written so that the interval plus one cannot exceed an int32.
@@ -191,7 +191,7 @@ class FairseqLossScale:
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""
     zeros = FairseqMemory(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
-    return _policies.initial_state(self.init_scale, zeros)
+    return _state.initial_state(self.init_scale, zeros)
 
   def adjust(
     self,
@@ -202,8 +202,8 @@ class FairseqLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
-    _policies.check_memory(self, state, FairseqMemory)
-    after = _policies.record_step(state, grads_finite)
+    _state.check_memory(self, state, FairseqMemory)
+    after = _state.record_step(state, grads_finite)
     overflow = ~after.last_finite
     steps = optax.safe_increment(state.memory.steps)
     overflows = state.memory.overflows

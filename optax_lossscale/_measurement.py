@@ -1,0 +1,126 @@
+"""What one pass over the gradients tells of a step, on all devices together."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from optax_lossscale import _arrays, _axes, _grads
+
+
+class Evidence(NamedTuple):
+  """What the caller of ``update`` knows beside the gradients.
+
+  Attributes:
+    grads_finite: a bool or number, true if nothing overflowed.
+    grads_amax: the largest true magnitude that was seen; a number, or None.
+  """
+
+  grads_finite: Any
+  grads_amax: Any
+
+
+class Measurement(NamedTuple):
+  """What is known of a step.
+
+  Attributes:
+    finite: whether the gradients are finite once they are true ones, on every
+      device, and no caller knows of an overflow; bool[].
+    amax: the largest magnitude of the true ones, or what the caller saw;
+      float32[].
+    factor: what makes true and clipped gradients of those that came; float32[],
+      or None if they are that already.
+  """
+
+  finite: jax.Array
+  amax: jax.Array
+  factor: jax.Array | None
+
+
+def measure(
+  grads: list[Any],
+  evidence: Evidence,
+  *,
+  loss_scale: jax.Array | None,
+  max_norm: jax.typing.ArrayLike | None,
+  axis_name: _axes.AxisName | None,
+) -> Measurement:
+  """Measures gradients as they come, true or scaled.
+
+  Args:
+    grads: the gradients.
+    evidence: what the caller knows beside them.
+    loss_scale: the scale that is in them; None if they are true ones.
+    max_norm: the largest global norm allowed, or None.
+    axis_name: the axes over which the step is decided together, or None.
+
+  Returns:
+    A :class:`Measurement`.
+
+  Raises:
+    TypeError: if a part of the evidence is not a number.
+    ValueError: if one is not a scalar, or the norm cannot be known.
+  """
+  reciprocal = None if loss_scale is None else 1 / loss_scale
+  amax = _times(_grads.largest_magnitude(grads), reciprocal)
+  if max_norm is None:
+    finite, factor = _grads.sum_is_finite(grads, reciprocal), reciprocal
+  else:
+    norm = _times(_axes.global_norm(grads, axis_name), reciprocal)
+    # A scale below 1 may unscale what is finite to inf.
+    finite = norm <= _grads.LARGEST_GRAD
+    factor = _times(_clip_factor(norm, max_norm), reciprocal)
+  finite &= _as_flag("grads_finite", evidence.grads_finite)
+  if evidence.grads_amax is not None:
+    seen = _as_magnitude("grads_amax", evidence.grads_amax)
+    amax = jnp.maximum(amax, seen)
+  return Measurement(
+    _axes.all_agree(finite, axis_name), _axes.maximum(amax, axis_name), factor
+  )
+
+
+def true_or_zeros(grad: Any, found: Measurement) -> jax.Array:
+  """The true gradient, widened and clipped; zeros if the step is not finite."""
+  grad = jnp.asarray(_arrays.widen(grad))
+  if found.factor is not None:
+    grad = _arrays.times(grad, found.factor)
+  return lax.select(found.finite, grad, jnp.zeros_like(grad))
+
+
+def _clip_factor(norm: jax.Array, max_norm: jax.typing.ArrayLike) -> jax.Array:
+  max_norm = lax.convert_element_type(max_norm, jnp.float32)
+  return jnp.where(norm > max_norm, max_norm / norm, jnp.float32(1))
+
+
+def _times(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+  return x if factor is None else x * factor
+
+
+def _as_flag(name: str, value: Any) -> jax.Array:
+  """A bool, or a number by its truth; a NaN is no answer, and false."""
+  kind = "bool or number, true if the gradients are finite"
+  _check_scalar(name, value, kind, "jnp.all")
+  value = jnp.asarray(value)
+  if jnp.issubdtype(value.dtype, jnp.bool_):
+    return value
+  return (value != 0) & (value == value)
+
+
+def _as_magnitude(name: str, value: Any) -> jax.Array:
+  """The magnitude of a number, as float32."""
+  kind = "number, the largest magnitude of a gradient"
+  _check_scalar(name, value, kind, "jnp.max")
+  return lax.abs(lax.convert_element_type(jnp.asarray(value), jnp.float32))
+
+
+def _check_scalar(name: str, value: Any, kind: str, reduction: str) -> None:
+  rule = f"{name} must be one {kind}"
+  remedy = f"Reduce several with {reduction}; leave it out if you have none."
+  if not _arrays.is_array(value):
+    raise TypeError(f"{rule}, got {name} = {value!r}. {remedy}")
+  shape, dtype = jnp.shape(value), jnp.result_type(value)
+  if jnp.issubdtype(dtype, jax.dtypes.extended):
+    raise TypeError(f"{rule}, got {name} of dtype {dtype}. {remedy}")
+  if shape:
+    raise ValueError(f"{rule}, got {name} of shape {shape}. {remedy}")

@@ -1,0 +1,76 @@
+"""How many numbers there are of each size, as float16 takes them."""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from optax_lossscale import _arrays, _checks
+
+# The bins: what float16 takes for zero; its binades in ascending order, of
+# which the first ten are those of its subnormal numbers; finite, but too large
+# for it; inf and NaN.
+_LOWEST, _HIGHEST = -24, 15
+TOO_LARGE = 1 + _HIGHEST - _LOWEST + 1
+NONFINITE = TOO_LARGE + 1
+BINS = NONFINITE + 1
+
+
+def count(x: jax.Array) -> jax.Array:
+  """How many numbers are in each bin; float32, shape ``(BINS,)``.
+
+  A float32 counts exactly to 2**24. Above, adding one at a time would stop
+  there; counted in integers, the total is rounded, and no bin is lost.
+  """
+  if isinstance(x.size, int):
+    in_parts = x.size > _checks.LARGEST_COUNT
+  else:  # A symbolic size, as `jax.export` has, may turn out to be any.
+    in_parts = x.ndim > 1
+  if in_parts:
+    return jnp.sum(jax.vmap(count)(x), axis=0)
+  if _arrays.is_complex(x.dtype):
+    return count(x.real) + count(x.imag)
+  bins = _bin(x)
+  # A loop over the numbers is best on CPU, where other devices would all wait
+  # for the same few counters. Explicit shardings do not scatter.
+  if any(jax.typeof(x).sharding.spec):
+    counts = _count_by_comparing(bins)
+  else:
+    counts = lax.platform_dependent(
+      bins, cpu=_count_by_scattering, default=_count_by_comparing
+    )
+  return counts.astype(jnp.float32)
+
+
+def largest(counts: jax.Array) -> jax.Array:
+  """The largest float16 number in the highest bin that is not empty."""
+  # Numbers of a binade are 2**(e - 10) apart, subnormal ones 2**-24.
+  tops = [
+    2.0 ** (e + 1) - 2.0 ** max(e - 10, _LOWEST)
+    for e in range(_LOWEST, _HIGHEST + 1)
+  ]
+  tops = [0.0, *tops, 2.0**16]
+  finite = counts[..., :NONFINITE]
+  return jnp.max(
+    jnp.where(finite > 0, jnp.array(tops, jnp.float32), jnp.float32(0)), axis=-1
+  )
+
+
+def _bin(x: jax.Array) -> jax.Array:
+  """The bin of each number, by the exponent in its bits: nothing is flushed."""
+  if x.dtype == jnp.float64:
+    top = _arrays.FLOAT32_MAX
+    x = jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x)
+  bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  exponent = (bits >> 23) & 0xFF
+  bins = jnp.clip(exponent - (127 + _LOWEST - 1), 0, TOO_LARGE)
+  return jnp.where(exponent == 0xFF, jnp.int32(NONFINITE), bins)
+
+
+def _count_by_scattering(bins: jax.Array) -> jax.Array:
+  return jnp.zeros((BINS,), jnp.int32).at[bins].add(1)
+
+
+def _count_by_comparing(bins: jax.Array) -> jax.Array:
+  each = lax.broadcasted_iota(jnp.int32, (BINS,) + (1,) * bins.ndim, 0)
+  axes = tuple(range(1, bins.ndim + 1))
+  return jnp.sum(bins[None] == each, axis=axes, dtype=jnp.int32)
