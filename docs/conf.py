@@ -18,6 +18,7 @@ author = "the optax_lossscale authors"
 # Of these modules, each public name must be on a page: see warn_of_gaps.
 PUBLIC_MODULES = (
   "optax_lossscale",
+  "optax_lossscale.diagnostics",
   "optax_lossscale.interop",
   "optax_lossscale.plots",
 )
@@ -25,7 +26,6 @@ PUBLIC_MODULES = (
 extensions = [
   "myst_nb",  # pages in Markdown, and notebooks
   "sphinx.ext.autodoc",
-  "sphinx.ext.autosummary",
   "sphinx.ext.mathjax",
   "sphinx.ext.napoleon",
 ]
@@ -35,13 +35,12 @@ exclude_patterns = ["_build"]
 default_role = "code"  # `this` is code in docstrings as it is in Markdown
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autosummary_generate = False  # the pages list their names themselves
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 78
-toc_object_entries = False  # each has a heading
+toc_object_entries_show_parents = "hide"
 
 # A reference that leads nowhere is a warning, and warnings are errors. Only
 # ours are looked up: other projects' inventories are on the network.
@@ -80,6 +79,7 @@ def setup(app):
   app.connect("source-read", include_below_a_heading)
   app.connect("source-read", link_to_the_notebooks_pages)
   app.connect("autodoc-process-signature", shorten_array_like)
+  app.connect("autodoc-skip-member", skip_fields)
   app.connect("missing-reference", find_by_last_name)
   app.connect("env-check-consistency", warn_of_gaps)
 
@@ -143,6 +143,13 @@ def shorten_array_like(
       long = sphinx_typing.stringify_annotation(jax.typing.ArrayLike, mode)
       signature = signature.replace(long, "ArrayLike")
   return signature, return_annotation
+
+
+def skip_fields(app, what, name, obj, skip, options):
+  """Leaves out the fields of a class, which its docstring lists."""
+  del app, name, options
+  is_field = what == "class" and not inspect.isroutine(obj)
+  return True if is_field else skip
 
 
 def find_by_last_name(app, env, node, contnode):
