@@ -26,7 +26,6 @@ PUBLIC_MODULES = (
 extensions = [
   "myst_nb",  # pages in Markdown, and notebooks
   "sphinx.ext.autodoc",
-  "sphinx.ext.mathjax",
   "sphinx.ext.napoleon",
 ]
 exclude_patterns = ["_build"]
@@ -49,8 +48,9 @@ nitpick_ignore_regex = [
   (r"py:.*", r"(?!optax_lossscale|LossScal|.*LossScale\b).*"),
 ]
 
-# Pages and notebooks.
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+# Pages and notebooks. Formulas are plain text: what sets them in a browser
+# would have to be loaded from elsewhere.
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True

@@ -93,6 +93,15 @@ def test_no_power_of_two_turns_prose_bold():
       assert not has_power or part.count("**") == 1, where
 
 
+def test_a_formula_is_plain_text_and_needs_no_script():
+  for path, text in texts():
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`]*`", "", text)
+    where = f"{relative_name(path)}: write it without TeX"
+    assert not re.search(r"\$|\\[a-z]+", text), where
+  assert "mathjax" not in (DOCS / "conf.py").read_text()
+
+
 def test_each_page_is_in_a_table_of_contents():
   listed = {"index"}
   for path in [*GUIDES, *API_PAGES]:
