@@ -78,7 +78,7 @@ bench: ## Measure speed against other loss scalers; ARGS="--help" lists options
 docs: ## Build the pages in docs/_build/html, with the notebooks executed
 	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs
 	.venv-docs/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
-	$(PYTHON) tools/offline.py docs/_build/html
+	.venv-docs/bin/python tools/offline.py docs/_build/html
 
 dist: $(VENV)/installed-dist ## Build the source and the binary distribution
 	$(BIN)/python -m build --outdir dist
