@@ -7,7 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
-# XLA takes what is smaller for zero, on CPU as on TPU.
+# XLA takes smaller numbers for zero, on CPU and on TPU.
 FLOAT32_TINY = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
@@ -32,12 +32,12 @@ def is_complex(dtype: Any) -> bool:
 
 
 def is_narrow(dtype: Any) -> bool:
-  """Whether a float dtype is too narrow in range for unscaled gradients."""
+  """Whether a float dtype has too short a range for unscaled gradients."""
   return jnp.finfo(dtype).bits <= 16 and dtype != jnp.bfloat16
 
 
 def at_least_float32(dtype: Any) -> Any:
-  """float32 for the dtypes of fewer bits, else the dtype."""
+  """float32 if the dtype has fewer bits, else the dtype."""
   return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
@@ -91,8 +91,8 @@ def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
   Args:
     condition: a bool of shape ``()``.
     new: a pytree.
-    old: a pytree of the same structure. Its leaves that are no arrays stay,
-      whatever the condition is.
+    old: a pytree of the same structure. Leaves of it that are not arrays are
+      returned in either case.
 
   Returns:
     A pytree of that structure.

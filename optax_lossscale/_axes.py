@@ -1,4 +1,4 @@
-"""What the devices along mapped axes decide together, and measure as one."""
+"""What the devices along mapped axes decide and measure together."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ AxisName = Hashable | Sequence[Hashable]
 
 
 def all_agree(finite: jax.Array, axis_name: AxisName | None) -> jax.Array:
-  """The flag that is true if it is on every device along the axes."""
+  """Whether the flag is true on every device along the axes."""
   axes = _may_differ_over(finite, axis_name)
   if not axes:
     return finite
@@ -22,7 +22,7 @@ def all_agree(finite: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 
 def maximum(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
-  """The largest of a scalar along the axes; costs nothing if not used."""
+  """The largest value of a scalar along the axes."""
   # A maximum over devices has no derivative in JAX. All policies are given this
   # one, and no policy needs a derivative of it: the scale is not trained.
   x = lax.stop_gradient(x)
@@ -39,9 +39,9 @@ def global_norm(grads: list[Any], axis_name: AxisName | None) -> jax.Array:
     axis_name: the axes, or None.
 
   Returns:
-    The norm of the whole, the same on all devices along the axes. A leaf that
-    varies over an axis is a part, and its squares are summed over the axis;
-    one that does not is counted once.
+    The norm of the whole, which is the same on all devices along the axes. A
+    leaf that varies over an axis is a part of the whole, and its squares are
+    summed over the axis. A leaf that does not vary is counted once.
 
   Raises:
     ValueError: if it cannot be known which leaves are parts.
@@ -56,8 +56,8 @@ def global_norm(grads: list[Any], axis_name: AxisName | None) -> jax.Array:
     square = _grads.sum_of_squares(leaf)
     for name in axes:
       if name not in varying(leaf):
-        # All devices have it, the first one brings it: one sum serves sharded
-        # and replicated leaves.
+        # All devices have it, and only the first one counts it. So one sum over
+        # the devices is enough for sharded and replicated leaves.
         is_first = lax.axis_index(name) == 0
         square = jnp.where(is_first, square, jnp.float32(0))
     total += square
@@ -78,8 +78,9 @@ def _may_differ_over(
 def _is_tracked(name: Hashable) -> bool:
   """Whether types tell what varies over this axis.
 
-  They do under ``shard_map`` with ``check_vma=True``, and not with False, under
-  ``pmap`` and under ``vmap``. The index along the axis varies in any case.
+  They do under ``shard_map`` with ``check_vma=True``. They do not with
+  ``check_vma=False``, under ``pmap`` and under ``vmap``. The index along the
+  axis always varies, so that its type tells which of the two it is.
   """
   return name in varying(lax.axis_index(name))
 

@@ -6,18 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The scale and its reciprocal are both normal float32 numbers between these
-# two. The reciprocal of 2**127 is subnormal, XLA flushes it to zero, and every
-# unscaled gradient would be a finite, silent zero.
+# Between these two, the scale and its reciprocal are both normal float32
+# numbers. The reciprocal of 2**127 is subnormal, and XLA flushes it to zero:
+# every unscaled gradient would be zero, and nothing would show it.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
-# The float32 neighbours of 1. A factor nearer to 1 would round to it, and the
-# scale would never move.
+# The float32 numbers next to 1. A factor nearer to 1 would be rounded to 1, and
+# the scale would never move.
 SMALLEST_GROWTH = 1 + 2**-23
 LARGEST_BACKOFF = 1 - 2**-24
 
-# Of an int32, as all counters are.
+# The largest int32, since all counters are int32.
 LARGEST_COUNT = 2**31 - 1
 
 

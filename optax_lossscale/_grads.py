@@ -1,4 +1,4 @@
-"""A tree of gradients: which leaves they are, whether finite, and how large."""
+"""A tree of gradients: which leaves are gradients, finite or not, how large."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,9 +24,10 @@ def split(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     tree: a pytree.
 
   Returns:
-    A list of the leaves that are gradients; and a function that returns the
-    tree with as many others in their places. All other leaves stay: integers,
-    bools, float0, PRNG keys, and the statistics of Flax's fp8 layers.
+    The list of the leaves that are gradients, and a function that takes as many
+    new ones and returns the tree with these in their places. All other leaves
+    stay: integers, bools, float0, PRNG keys, and the statistics of Flax's fp8
+    layers.
   """
   paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
   leaves = [leaf for _, leaf in paths_and_leaves]
@@ -58,7 +59,7 @@ def all_finite(tree: Any) -> jax.Array:
   """Tests, element by element, whether a pytree holds no inf and no NaN.
 
   Args:
-    tree: any pytree; only leaves of a float or complex dtype are looked at, and
+    tree: any pytree. Only leaves of a float or complex dtype are tested, and
       none under Flax's ``_overwrite_with_gradient`` collection.
 
   Returns:
@@ -77,17 +78,17 @@ def all_finite(tree: Any) -> jax.Array:
 def sum_is_finite(
   grads: list[Any], factor: jax.Array | None = None
 ) -> jax.Array:
-  """Whether all gradients are finite, for the price of reading them once.
+  """Whether all gradients are finite, by reading them once.
 
-  No inf and no NaN leaves a sum finite, in whatever order XLA adds; a maximum
-  may lose a NaN on CPU. The converse has a limit: a leaf whose finite entries
-  add up to more than its dtype can hold (a mean of 1e32 over a million float32
-  entries) counts as overflowed.
+  A sum that holds an inf or a NaN is never finite, in whatever order XLA adds,
+  while a maximum may lose a NaN on CPU. But a sum may overflow by itself: a
+  leaf counts as not finite if its finite entries add up to more than its dtype
+  can hold (a mean of 1e33 over a million float32 entries).
 
   Args:
     grads: the gradients.
-    factor: if given, a float32[] that they will be multiplied by, once they are
-      widened; they must be finite then, too.
+    factor: if given, a float32[] by which they will be multiplied after they
+      are widened. The products must be finite, too.
 
   Returns:
     bool[].
@@ -98,7 +99,7 @@ def sum_is_finite(
 
 
 def largest_magnitude(grads: list[Any]) -> jax.Array:
-  """The largest magnitude; float32[]; of finite gradients only."""
+  """The largest magnitude; float32[]. Means nothing if one is not finite."""
   amax = jnp.float32(0)
   for leaf in grads:
     leaf = _float_or_complex(leaf)
@@ -106,7 +107,7 @@ def largest_magnitude(grads: list[Any]) -> jax.Array:
       continue
     is_complex = _arrays.is_complex(leaf.dtype)
     for part in (leaf.real, leaf.imag) if is_complex else (leaf,):
-      # Not of abs(part): XLA would write that out for `sum_is_finite`, too.
+      # XLA would write abs(part) to memory, to share it with `sum_is_finite`.
       largest = jnp.max(jnp.maximum(part, -part))
       # A float64 may lie above float32's range, and still be finite.
       if jnp.finfo(part.dtype).bits > 32:
@@ -117,7 +118,7 @@ def largest_magnitude(grads: list[Any]) -> jax.Array:
 
 
 def sum_of_squares(leaf: Any) -> jax.Array:
-  """The squared norm of a gradient; float32[]; inf or NaN where that is."""
+  """The squared norm of a gradient; float32[]. Inf or NaN if it holds one."""
   leaf = jnp.asarray(leaf)
   leaf = leaf.astype(_arrays.at_least_float32(leaf.dtype))
   squares = jnp.square(leaf.real)
@@ -128,14 +129,16 @@ def sum_of_squares(leaf: Any) -> jax.Array:
 
 def _sum_is_finite(leaf: Any) -> jax.Array:
   if _has_few_bits(leaf):
-    # XLA would write out a copy in float32. To compare is cheaper.
+    # To sum them, XLA would write a copy in float32 to memory. It is cheaper to
+    # test each element.
     return jnp.all(_isfinite(leaf))
   return jnp.isfinite(jnp.sum(leaf))
 
 
 def _product_is_finite(leaf: Any, factor: jax.Array) -> jax.Array:
-  # Of magnitudes: large ones of both signs must not cancel, and XLA would write
-  # out the products that the optimizer reads, too.
+  # Of magnitudes, for two reasons. Large numbers of both signs could cancel in
+  # the sum. And the optimizer needs the products with their signs: XLA would
+  # write these to memory, to compute them only once.
   magnitude = jnp.abs(jnp.asarray(leaf))
   if _has_few_bits(leaf):
     product = magnitude.astype(jnp.float32) * factor

@@ -1,4 +1,4 @@
-"""The policy that follows the gradients, and starves on none."""
+"""The policy that follows the size of the gradients."""
 
 import dataclasses
 import math
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from optax_lossscale import _arrays, _checks, _powers_of_two, _state
 from optax_lossscale._state import LossScaleState
 
-# In binades a step. What underflowed looks smaller than it is, so that a rise
-# may go too far; it comes in strides, which the next step corrects.
+# In binades a step. Gradients that underflowed look smaller than they are, so
+# that a rise may go too far. It is limited, and the next step corrects it.
 _LARGEST_RISE = 8
 _LARGEST_DROP = 16
 
-# In steps that had gradients. The cost of one overflow lies under the 500 steps
-# after which data with a NaN now and then have earned it again.
+# In steps that had gradients. An overflow costs less than 500 steps earn, so
+# that a NaN every 500 steps, which no scale prevents, costs no binade.
 _COST_OF_OVERFLOW = 256
 _COST_OF_A_BINADE = 4096
 
@@ -26,12 +26,13 @@ class HeadroomMemory(NamedTuple):
 
   Attributes:
     amax_window: the largest magnitude of each of the last steps that had
-      gradients other than zero; float32, shape ``(window,)``, zeros where there
-      was none yet.
-    amax_cursor: where the next one goes; int32, shape ``()``.
-    caution: by how many binades the scale stays under what the window asks for;
-      int32, shape ``()``.
-    credit: the steps that may pay for an overflow; int32, shape ``()``.
+      gradients other than zero; float32, shape ``(window,)``. Zeros where there
+      was no such step yet.
+    amax_cursor: where the next one is written; int32, shape ``()``.
+    caution: how many binades the scale stays below the one that the window asks
+      for; int32, shape ``()``.
+    credit: how many steps there are to pay for an overflow; int32, shape
+      ``()``.
   """
 
   amax_window: jax.Array
@@ -47,41 +48,43 @@ class HeadroomLossScale:
   The scale is a power of two: the evidence minus the caution.
 
   The evidence is the scale that brings the largest of the last ``window``
-  maxima ``-target`` binades under the top of ``dtype``. A maximum is the
+  maxima ``-target`` binades below the top of ``dtype``. A maximum is the
   largest magnitude among the unscaled gradients of one step. Steps whose
-  gradients are all zero are no evidence, and change none. The scale falls to
-  the evidence at once, and rises to it by at most 8 binades a step. Before the
-  first gradient that is not zero the evidence is ``max_scale``, since zeros may
-  be gradients that underflowed; after a first overflow it is ``init_scale``.
+  gradients are all zero do not count as evidence. The scale falls to the
+  evidence at once, and rises to it by at most 8 binades a step. Before the
+  first gradient that is not zero, the evidence is ``max_scale``, since zeros
+  may be gradients that underflowed. If there was an overflow by then, it is
+  ``init_scale``.
 
-  An overflow does two things. For the moment it lowers the scale by 1, 2, 4, 8
-  and then 16 binades, the more of them come in a row; the next finite step
-  undoes that. For long it costs credit. Each step with gradients earns a credit
-  of 1, up to 4,096, and the first overflow of a row costs 256. If the credit is
+  An overflow does two things. For the moment it lowers the scale, by 1, 2, 4, 8
+  and then 16 binades if several come in a row; the next finite step takes this
+  back. In the long run it costs credit. Each step with gradients earns a credit
+  of 1, up to 4,096, and the first overflow in a row costs 256. If the credit is
   too small, it is lost, and the caution grows by a binade. A credit of 4,096
-  buys that binade back. A step that came within a binade of overflow empties
-  the credit. So a NaN now and then costs nothing, what overflows again and
-  again is learned, and a binade bought back too early costs one step.
+  buys a binade back. A step that came within a binade of overflow empties the
+  credit. So a rare NaN costs nothing, the caution learns from overflows that
+  come again and again, and a binade that is bought back too early costs one
+  step.
 
-  The caution is forgotten by an overflow at a scale so low that even the
-  largest maximum of the window would be subnormal: that was not the scale's
-  fault. Before the first evidence the caution grows as the momentary drop does,
-  and the first evidence clears it.
+  If a step overflows at a scale so low that even the largest maximum of the
+  window would be subnormal, the scale cannot be the reason, and the caution is
+  set to zero. Before the first evidence, the caution grows as fast as the scale
+  is lowered for the moment, and the first evidence sets it to zero.
 
-  Values on the way to the gradients, which may be larger, are not seen;
-  overflows teach the caution that they need.
-  :func:`~optax_lossscale.probe` shows them to the policy, and saves these
-  steps.
+  The policy does not see values on the way to the gradients, which may be
+  larger. The caution learns from the overflows that they cause.
+  :func:`~optax_lossscale.diagnostics.probe` shows them to the policy, so that
+  these steps are not lost.
 
   Attributes:
     init_scale: the scale before the first step; a power of two, as are the
       other two.
     dtype: the dtype of the backward pass, whose largest number is the top.
     target: where to keep the largest gradient, in binades from the top; an
-      integer in [-64, 64]. What counts are the gradients that ``update`` is
-      given: where they are sums over 1,024 workers, each of which is far
-      smaller, 10 more is right. ``-1`` keeps more of the smallest gradients,
-      and loses more steps.
+      integer in [-64, 64]. What counts is the gradients that ``update`` is
+      given. If they are sums over 1,024 workers, and the gradient of each
+      worker is that much smaller, add 10. ``-1`` keeps more of the smallest
+      gradients, and loses more steps.
     window: how many maxima to remember.
     min_scale: the lowest scale, at least 2**-126.
     max_scale: the highest scale, at most 2**126.
@@ -163,8 +166,8 @@ class HeadroomLossScale:
     drop = jnp.minimum(1 << jnp.minimum(in_a_row - 1, 8), _LARGEST_DROP)
     limit = jnp.where(finite, exponent + _LARGEST_RISE, exponent - drop)
     low, high = self._bounds()
-    # Within the bounds before the caution counts, which would mean nothing if
-    # it were subtracted from evidence far above them.
+    # Evidence may be far above the bounds. The caution would have no effect if
+    # it were subtracted before the evidence is held within them.
     evidence = jnp.clip(self._evidence(memory), low, high)
     new = jnp.clip(jnp.minimum(evidence - memory.caution, limit), low, high)
 
@@ -193,7 +196,7 @@ class HeadroomLossScale:
       caution=jnp.where(
         jnp.max(memory.amax_window) > 0,
         memory.caution - bought.astype(jnp.int32),
-        0,  # What was learned without evidence goes when the first comes.
+        0,  # The first evidence replaces what was learned without any.
       ),
       credit=jnp.where(bought, 0, jnp.minimum(credit, _COST_OF_A_BINADE)),
     )
@@ -219,23 +222,23 @@ class HeadroomLossScale:
     )
 
   def _evidence(self, memory: HeadroomMemory) -> jax.Array:
-    """The exponent of the scale that the gradients ask for; may be any."""
+    """The exponent of the scale that the gradients ask for, bounds or not."""
     top_mantissa, top_exponent = math.frexp(self._top())
     mantissa, exponent = jnp.frexp(jnp.max(memory.amax_window))
     best = top_exponent + _arrays.cast(self.target, jnp.int32) - exponent
     best -= (mantissa > top_mantissa).astype(jnp.int32)
-    # Without gradients there is caution only if there was an overflow.
+    # Without evidence, any caution comes from an overflow.
     without = jnp.where(memory.caution > 0, self.init_scale, self.max_scale)
     without = _powers_of_two.floor_log2(_arrays.cast(without, jnp.float32))
     return jnp.where(mantissa > 0, best, without)
 
   def _top(self) -> float:
-    """The largest number of the backward pass that float32 holds, too."""
+    """The largest number of the backward pass, as far as float32 goes."""
     return min(float(jnp.finfo(self.dtype).max), _arrays.FLOAT32_MAX)
 
   def _bounds(self) -> tuple[jax.Array, jax.Array]:
     """The exponents of the lowest and of the highest scale."""
-    # Traced bounds need not be powers of two, and bound those within.
+    # Traced bounds need not be powers of two. The scale is one between them.
     return (
       _powers_of_two.ceil_log2(_arrays.cast(self.min_scale, jnp.float32)),
       _powers_of_two.floor_log2(_arrays.cast(self.max_scale, jnp.float32)),

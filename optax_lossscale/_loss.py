@@ -1,4 +1,4 @@
-"""What is asked of a loss, and of the function that returns it."""
+"""What is required of a loss, and of the function that returns it."""
 
 from collections.abc import Callable, Sequence
 import inspect
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from optax_lossscale import _arrays
 
-# Packages whose frames lie between a user's line and the tracing of a loss.
+# Packages whose frames are between a user's line and the tracing of a loss.
 _NOT_THE_USERS = {
   "contextlib",
   "equinox",
@@ -33,16 +33,17 @@ def check_not_differentiated(
 ) -> None:
   """Raises if it is certain that ``fun`` is differentiated already.
 
-  A loss beside what looks like gradients may be meant, as an energy with its
-  forces is. So only what is made as `differentiated` is, is refused.
+  A function may return a loss together with what looks like gradients, such as
+  an energy with its forces. So a function is refused only if it was made in the
+  same way as `differentiated`.
 
   Args:
     fun: the function that the user gave.
-    scaled_fun: the one that was differentiated in its place.
-    differentiated: what came out.
+    scaled_fun: the function that was differentiated in its place.
+    differentiated: the result of differentiating it.
   """
   if getattr(differentiated, "__wrapped__", None) is not scaled_fun:
-    return  # More was done than to differentiate.
+    return  # `using` did more than differentiate.
   jitted: Any = type(jax.jit(lambda: None))
   bare = fun
   while isinstance(bare, jitted):
@@ -92,14 +93,15 @@ def warn_if_narrow(loss: Any) -> None:
 
 
 def _are_alike(fun: Any, differentiated: Any) -> bool:
-  """Whether the same was done to two functions, and nothing since to `fun`."""
+  """Whether both functions were made in the same way, and `fun` not wrapped."""
   if type(fun) is not type(differentiated):
     return False
   is_function = isinstance(fun, types.FunctionType)
   if not is_function:
-    return True  # Equinox has a class for it.
-  # The wrappers of JAX share their code. What they do, and with respect to
-  # which arguments, is in the docstring, unless that is a copy.
+    return True  # Equinox has a class for differentiated functions.
+  # All functions that JAX differentiates share their code. Their docstring says
+  # what they return, and with respect to which arguments. If it is a copy of
+  # the docstring of the loss, `fun` may be any wrapper.
   return (
     fun.__code__ is differentiated.__code__
     and fun.__doc__ == differentiated.__doc__ != fun.__wrapped__.__doc__

@@ -68,7 +68,7 @@ def measure(
     finite, factor = _grads.sum_is_finite(grads, reciprocal), reciprocal
   else:
     norm = _times(_axes.global_norm(grads, axis_name), reciprocal)
-    # A scale below 1 may unscale what is finite to inf.
+    # Unscaling by a scale below 1 may make a finite gradient infinite.
     finite = norm <= _grads.LARGEST_GRAD
     factor = _times(_clip_factor(norm, max_norm), reciprocal)
   finite &= _as_flag("grads_finite", evidence.grads_finite)
@@ -98,7 +98,7 @@ def _times(x: jax.Array, factor: jax.Array | None) -> jax.Array:
 
 
 def _as_flag(name: str, value: Any) -> jax.Array:
-  """A bool, or a number by its truth; a NaN is no answer, and false."""
+  """The value as a bool; of a number, whether it is neither 0 nor NaN."""
   kind = "bool or number, true if the gradients are finite"
   _check_scalar(name, value, kind, "jnp.all")
   value = jnp.asarray(value)

@@ -47,8 +47,8 @@ class LossScalePolicy(Protocol):
       state: the state that scaled the loss of this step.
       grads_finite: whether all gradients were finite; bool, shape ``()``.
       grads_amax: the largest magnitude among the unscaled gradients; float32,
-        shape ``()``; of no meaning if they were not finite. Under ``jit``
-        a policy that does not look at it costs nothing for it.
+        shape ``()``. It means nothing if they were not finite. Under ``jit``
+        it is not computed for a policy that does not use it.
 
     Returns:
       A state of the same structure, shapes and dtypes.
@@ -60,16 +60,15 @@ class LossScalePolicy(Protocol):
 class FixedLossScale:
   """A loss scale that never moves.
 
-  Steps with non-finite gradients are skipped all the same:
-  ``FixedLossScale(1.0)`` is skipping without scaling, which serves bfloat16,
-  too.
+  Steps with non-finite gradients are skipped all the same. Use
+  ``FixedLossScale(1.0)`` to skip without scaling, in bfloat16 for example.
 
   Attributes:
     scale: what the loss is multiplied by, in [2**-126, 2**126]. A power of two
-      changes no bit of a gradient that neither overflows nor underflows;
-      another number rounds each gradient twice, once when the loss is scaled
-      and once when the gradient is unscaled (a relative error of about 1e-7 in
-      float32 gradients, 1e-3 in float16 ones).
+      changes no bit of a gradient that neither overflows nor underflows. Any
+      other number rounds each gradient twice, once when the loss is scaled and
+      once when the gradient is unscaled (a relative error of about 1e-7 in
+      float32 gradients, and of 1e-3 in float16 gradients).
 
   Raises:
     TypeError: if ``scale`` is not a number.
@@ -97,7 +96,7 @@ class FixedLossScale:
     *,
     grads_amax: jax.typing.ArrayLike | None = None,
   ) -> LossScaleState:
-    """Returns the state with its counts brought up to date."""
+    """Returns the state with its counts after the step."""
     del grads_amax
     return _state.record_step(state, grads_finite)
 
@@ -132,11 +131,11 @@ class DynamicLossScale:
     min_scale: the lowest scale, at least 2**-126.
     max_scale: the highest scale, at most 2**126: beyond it the reciprocal is
       no normal float32 number, and gradients would unscale to zero.
-    hysteresis: the number of the overflow that lowers the scale. The ones
-      before it only skip the step and restart the count; every further one
-      lowers it again, until the tolerance is refilled.
-    hysteresis_refill: when the tolerance is refilled: on ``"growth"`` alone
-      (as in Megatron and DeepSpeed), on every ``"finite"`` step as well (as in
+    hysteresis: how many overflows it takes to lower the scale. The ones before
+      only skip the step and restart the count. Every further overflow lowers
+      the scale again, until the hysteresis is refilled.
+    hysteresis_refill: when the hysteresis is refilled: only on ``"growth"`` (as
+      in Megatron and DeepSpeed), on every ``"finite"`` step as well (as in
       apex), or on every finite step and after each ``"backoff"`` (as in
       PaddlePaddle).
 
@@ -217,10 +216,10 @@ class DynamicLossScale:
     """
     del grads_amax
     after = _state.record_step(state, grads_finite)
-    # `>=`, since a restored or migrated count may lie above the interval.
+    # `>=`, since the count of a restored state may be above the interval.
     grow = after.finite_count >= _i32(self.growth_interval)
     backoff = ~after.last_finite
-    memory = state.memory  # What another policy remembers stays for it.
+    memory = state.memory  # If it is that of another policy, it is kept.
     if self._remembers() and not self._started_without(memory):
       _state.check_memory(self, state, DynamicMemory)
       tolerated, left = self._spend_hysteresis(
@@ -239,11 +238,11 @@ class DynamicLossScale:
     )
 
   def _remembers(self) -> bool:
-    # A traced hysteresis (a hyperparameter injected by Optax) may be any.
+    # A traced hysteresis, such as one that Optax injects, may be any number.
     return isinstance(self.hysteresis, jax.core.Tracer) or self.hysteresis > 1
 
   def _started_without(self, memory: Any) -> bool:
-    """Whether ``init`` saw a hysteresis of 1 that is traced by now."""
+    """Whether the hysteresis was 1 in ``init``, and is traced now."""
     return isinstance(self.hysteresis, jax.core.Tracer) and memory == ()
 
   def _spend_hysteresis(

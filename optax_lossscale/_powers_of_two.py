@@ -1,7 +1,7 @@
 """Powers of two and their exponents, exact on every backend.
 
-XLA's logarithm and power functions are not: on CPU its log2(32768) is
-14.999999.
+XLA's functions for logarithms and powers are not exact: on CPU its log2(32768)
+is 14.999999.
 """
 
 import jax
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
   """2**exponent in float32, for an int32 in [-126, 127]; inf for 128."""
-  # The bits of a float32 number: its exponent from bit 23 on, and no mantissa.
+  # In the bits of a float32 number the exponent starts at bit 23. The mantissa
+  # of a power of two is zero.
   return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
@@ -29,5 +30,5 @@ def ceil_log2(x: jax.Array) -> jax.Array:
 def log2(x: jax.Array) -> jax.Array:
   """The logarithm of a positive float32, exact for powers of two."""
   mantissa, exponent = jnp.frexp(x)
-  # It is exact for 1.
+  # Its logarithm is exact for a mantissa of 1.
   return jnp.log2(2 * mantissa) + (exponent - 1).astype(jnp.float32)

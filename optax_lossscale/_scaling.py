@@ -46,10 +46,11 @@ def unscale_grads(grads: Any, state: Any) -> Any:
 
   Returns:
     A pytree of the same structure. float16 and float8 leaves come back in
-    float32, where the quotient does not underflow; bfloat16 has the range and
-    keeps its type, as do float32, float64 and complex leaves. Leaves that are
-    no gradients are returned as they are: integers, bools, float0, PRNG keys,
-    and everything under Flax's ``_overwrite_with_gradient`` collection.
+    float32, where the quotient does not underflow. bfloat16 leaves keep their
+    dtype, since it has the range of float32, and so do float32, float64 and
+    complex leaves. Leaves that are not gradients are returned as they are:
+    integers, bools, float0, PRNG keys, and everything under Flax's
+    ``_overwrite_with_gradient`` collection.
 
   Raises:
     ValueError: if ``state`` does not hold exactly one loss-scale state.
@@ -80,24 +81,24 @@ def value_and_grad(
   true gradients.
 
   Args:
-    fun: the function to differentiate. Returns a scalar loss of a float dtype
-      (float32 is best: a float16 loss overflows with a scale above 2**15), or a
-      pair of it and auxiliary data.
+    fun: the function to differentiate. It returns a scalar loss of a float
+      dtype, or a pair of it and auxiliary data. The loss is best in float32: if
+      it is float16, the backward pass overflows with a scale above 2**15.
     state: the state that scales the loss: a :class:`LossScaleState`, or any
       pytree that holds exactly one, such as the optimizer state.
     argnums: which positional arguments to differentiate with respect to; the
-      first, if not given.
+      first one, if not given.
     has_aux: whether ``fun`` returns a pair of loss and auxiliary data.
-    using: the function to differentiate with: :func:`jax.value_and_grad`, or
-      one with its signature such as ``flax.nnx.value_and_grad`` or
+    using: the function to differentiate with: :func:`jax.value_and_grad`, or a
+      function like it, such as ``flax.nnx.value_and_grad`` or
       ``equinox.filter_value_and_grad``.
     **kwargs: further keyword arguments for ``using``.
 
   Returns:
     A function of the arguments of ``fun``, with its name and docstring, which
     returns ``(loss, grads)``, or ``((loss, aux), grads)`` if ``has_aux``. The
-    loss is unscaled and in its own dtype; the gradients are as from
-    :func:`unscale_grads`, and inf or NaN where they overflowed.
+    loss is unscaled and in its own dtype. The gradients are unscaled as
+    :func:`unscale_grads` does it, and are inf or NaN where they overflowed.
 
   Raises:
     TypeError: if the loss is not of a float dtype, ``fun`` is differentiated
@@ -123,7 +124,7 @@ def value_and_grad(
     out = fun(*args, **fun_kwargs)
     return _scale(_loss.checked(out, has_aux), scale), _Returned(out)
 
-  # What is made of it is compared with `fun` by these, below.
+  # check_not_differentiated compares these with those of `fun`.
   scaled_fun.__name__ = getattr(fun, "__name__", "fun")
   scaled_fun.__doc__ = getattr(fun, "__doc__", None)
   if argnums is not None:  # Not every library has such an argument.
@@ -155,10 +156,10 @@ def grad(
     fun: the function to differentiate; see :func:`value_and_grad`.
     state: the state that scales the loss.
     argnums: which positional arguments to differentiate with respect to; the
-      first, if not given.
+      first one, if not given.
     has_aux: whether ``fun`` returns a pair of loss and auxiliary data.
-    using: the function to differentiate with; one that returns the value, too,
-      as :func:`jax.value_and_grad` does.
+    using: the function to differentiate with. It must return the value, too, as
+      :func:`jax.value_and_grad` does.
     **kwargs: further keyword arguments for ``using``.
 
   Returns:
@@ -191,7 +192,7 @@ def grad(
 
 
 class _Returned(NamedTuple):
-  """What ``fun`` returned, on its way through ``using`` as auxiliary data."""
+  """What ``fun`` returned, passed through ``using`` as auxiliary data."""
 
   out: Any
 
@@ -228,12 +229,12 @@ def _unscale(tree: Any, scale: jax.Array) -> Any:
 
 
 def _computed_once(leaves: list[jax.Array]) -> list[jax.Array]:
-  """The same leaves; on CPU, what follows does not compute them again.
+  """The same leaves, which XLA on CPU then computes only once.
 
-  XLA's CPU compiler would repeat the end of the backward pass (a transposition
-  and the conversion from float16) in each kernel of the optimizer. Behind the
-  barrier comes a division, which it does only once for all who read it. Other
-  compilers are left free to fuse.
+  XLA's compiler for CPU would repeat the end of the backward pass (a transpose
+  and the conversion from float16) in each kernel of the optimizer. It does not
+  repeat the division that follows the barrier. The compilers for other devices
+  are left free to fuse.
   """
   if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
     return leaves

@@ -1,4 +1,8 @@
-"""Runs an inner update so that a skipped step keeps the old state, for free."""
+"""Runs an inner update, so that a skipped step keeps the old state.
+
+The old state is not selected after the update but within it: where each new
+leaf of the state is computed. CONTRIBUTING.md says why.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,14 +23,14 @@ def update_or_keep(
 ) -> tuple[Any, Any]:
   """Calls ``update`` and keeps the old state unless ``finite``.
 
-  ``jnp.where(finite, new, old)`` behind the update is right, but dear: the
-  updates read the new moments, which XLA then computes twice, once for the
-  state and once, from the old ones, for the updates. The old ones are needed
-  to the end, and cannot be overwritten in place. So the selection is put where
-  each new leaf is produced, and all that follows reads the selected one. On an
-  applied step that is the same number, and the updates of a skipped one are
-  thrown away. Where a reader could tell the two apart by more than the number,
-  the selection is left behind the update.
+  ``jnp.where(finite, new, old)`` after the update would be correct, but slow.
+  The updates are computed from the new moments. XLA would compute these twice,
+  once for the state and once for the updates, and would need the old moments to
+  the end, so that it could not overwrite them. Instead, each new leaf of the
+  state is selected right where it is computed, and all that follows reads the
+  selected one. On an applied step this is the same number. On a skipped step
+  the updates are thrown away. If the selected leaf would differ from the new
+  one in more than its numbers, it is selected after the update.
 
   Args:
     update: the update function of an optimizer.
@@ -34,7 +38,7 @@ def update_or_keep(
     grads: the gradients.
     state: the optimizer's state.
     params: the parameters, or None.
-    **extra_args: further arguments of ``update``; functions are fine.
+    **extra_args: further arguments of ``update``, which may be functions.
 
   Returns:
     The updates as ``update`` gave them, and the selected state in the
@@ -43,7 +47,7 @@ def update_or_keep(
   Raises:
     ValueError: if ``update`` returns a state of another structure.
   """
-  # Outside jit there is nothing to fuse, and state leaves may be any object.
+  # Outside jit nothing is fused, and leaves of the state may be any object.
   if not isinstance(finite, jax.core.Tracer):
     updates, new_state = update(grads, state, params, **extra_args)
     return updates, keep_unless(finite, new_state, state)
@@ -57,7 +61,7 @@ def update_or_keep(
 
 
 def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
-  """The new state if ``finite``, else the old one: selected behind the update.
+  """The new state if ``finite``, else the old one, selected after the update.
 
   Raises:
     ValueError: if the two differ in structure.
@@ -69,13 +73,14 @@ def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
 def _run_with_selects(
   run: Callable[[], tuple[Any, Any]], finite: jax.Array, state: Any
 ) -> tuple[Any, Any]:
-  # `run` closes over everything: traced values arrive as constants of the
-  # jaxpr, with their shardings and manual axes, and functions need no care.
+  # `run` takes no arguments but closes over everything. So traced values become
+  # constants of the jaxpr, and keep their shardings and manual axes, and
+  # functions among the arguments need no care.
   closed, shapes = jax.make_jaxpr(run, return_shape=True)()
   old_leaves = jax.tree.leaves(state)
   first = len(closed.jaxpr.outvars) - len(old_leaves)
   new_vars = closed.jaxpr.outvars[first:]
-  # A value that is two leaves of the state is selected for the first of them.
+  # If a value becomes two leaves of the state, it is selected for the first.
   old: dict[Any, Any] = {}
   for var, leaf in zip(new_vars, old_leaves, strict=True):
     if not isinstance(var, core.Literal):
@@ -88,7 +93,7 @@ def _run_with_selects(
     is_literal = isinstance(var, core.Literal)
     if out is leaf or (not is_literal and var in selected and old[var] is leaf):
       return out
-    # No equation of its own produced it.
+    # It was not selected within the update.
     return _arrays.select(finite, out, leaf)
 
   new_leaves = map(select_if_not_yet, new_vars, outs[first:], old_leaves)
@@ -97,7 +102,7 @@ def _run_with_selects(
 
 
 def _jit_called_here() -> core.JaxprEqn:
-  """The equation of a jit of which nothing is said: what others differ from."""
+  """The equation of a jit without any options, to compare others with."""
   (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns
   return eqn
 
@@ -109,13 +114,13 @@ def _evaluate(
   old: dict[Any, Any],
   here: core.JaxprEqn,
 ) -> tuple[list[Any], set[Any]]:
-  """Evaluates a jaxpr, selecting against ``old`` right where it is produced.
+  """Evaluates a jaxpr, and selects each output right where it is computed.
 
   Args:
     jaxpr: the jaxpr.
     args: a value for each of its constants and inputs.
     finite: whether to take the new values.
-    old: a dict from output variables to the values to keep.
+    old: the values to keep, by output variable.
     here: what ``_jit_called_here`` returns.
 
   Returns:
@@ -148,9 +153,9 @@ def _enter(
   old: dict[Any, Any],
   here: core.JaxprEqn,
 ) -> tuple[list[Any], set[Any]]:
-  """``_evaluate`` for what a jit calls."""
+  """Does what ``_evaluate`` does, for the function that a jit calls."""
   inner = eqn.params["jaxpr"]
-  # Keyed by the variable inside; one that leaves twice is selected once.
+  # By the variable inside. If it is returned twice, it is selected once.
   pairs = {
     i: o
     for i, o in zip(inner.jaxpr.outvars, eqn.outvars, strict=True)
@@ -167,10 +172,10 @@ def _enter(
 
 
 def _may_be_entered(eqn: core.JaxprEqn, here: core.JaxprEqn) -> bool:
-  """Whether to look inside: a jit of which nothing is said.
+  """Whether to select inside this equation: if it is a jit without options.
 
-  Shardings, donation and all else that is said of a call would be lost. With
-  one result there is nothing in it that reads the selected value.
+  Shardings, donation and other options of the jit would be lost. A jit with one
+  result is not entered, since nothing in it could read the selected value.
   """
   is_jit = eqn.primitive.name in ("jit", "pjit") and len(eqn.outvars) > 1
   is_as_here = (
@@ -182,7 +187,7 @@ def _may_be_entered(eqn: core.JaxprEqn, here: core.JaxprEqn) -> bool:
 
 
 def _kinds(param: Any) -> set[Any]:
-  """The different values of a parameter, which may be one for each argument."""
+  """The values of a parameter, of which there may be one for each argument."""
   return set(param) if isinstance(param, tuple) else {param}
 
 
@@ -193,12 +198,13 @@ def _may_select(
   old: Any,
   here: core.JaxprEqn,
 ) -> bool:
-  """Whether what reads the value may read the selected one in its place.
+  """Whether all that reads the value may read the selected one instead.
 
-  Not if the select is of another type, since all that follows was traced with
-  this one. Not on another device or mesh than this call is on, such as between
-  operations of the host. Not if the equation says where its result lies: that
-  of the select would lie wherever XLA likes.
+  It may not if the selected one is of another type, since what follows was
+  traced with the type of this one. It may not on another device or mesh than
+  that of this call, such as between operations of the host. And it may not if
+  the equation says where its result is placed, since XLA would choose a place
+  for the selected one.
   """
   shardings = map(_is_sharding, jax.tree.leaves(eqn.params))
   return (

@@ -17,14 +17,14 @@ class LossScaleState(NamedTuple):
   Attributes:
     loss_scale: what the next loss is multiplied by; float32, shape ``()``.
     finite_count: finite steps since the scale last moved or a step was
-      skipped; int32, shape ``()``. Stays at its maximum rather than overflow,
-      as do the other counters.
+      skipped; int32, shape ``()``. This and the other counters stay at the
+      largest int32 and do not overflow.
     notfinite_count: skips in a row; int32, shape ``()``.
     last_finite: whether the last step was applied; bool, shape ``()``. True
       before the first step.
     total_notfinite: skips since ``init``; int32, shape ``()``.
-    memory: a pytree of what this policy alone remembers, such as the
-      hysteresis left; ``()`` if nothing.
+    memory: what the policy remembers besides, such as the hysteresis that is
+      left: a named tuple of arrays, or ``()`` if nothing.
   """
 
   loss_scale: jax.Array
@@ -44,7 +44,7 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
       nested dict that a checkpoint was read into.
 
   Returns:
-    The :class:`LossScaleState`, its leaves plain arrays.
+    The :class:`LossScaleState`, with plain arrays as its leaves.
 
   Raises:
     ValueError: if the tree holds none, or more than one.
@@ -78,14 +78,14 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
 def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
   """Returns the tree with another loss scale in it.
 
-  Counts of the past stay; ``finite_count``, which counts from the last move of
-  the scale, starts again. A policy holds the scale within its own bounds at the
-  next step.
+  ``finite_count``, which counts from the last move of the scale, starts again.
+  All other counts stay. At the next step, the policy holds the scale within its
+  own bounds.
 
   Args:
     tree: a pytree that holds exactly one :class:`LossScaleState`.
-    value: the new scale, a number in [2**-126, 2**126]; may be traced, and is
-      then held in that range (a NaN leaves the scale as it is).
+    value: the new scale, a number in [2**-126, 2**126]. It may be traced; it is
+      then held within this range, and a NaN leaves the scale as it is.
 
   Returns:
     A tree of the same structure, shapes, dtypes and shardings.
@@ -117,7 +117,7 @@ def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
         _checks.LARGEST_SCALE,
       )
       new = jnp.broadcast_to(new, jnp.shape(leaf))
-      # Through the old scale, so that its sharding is kept.
+      # A function of the old scale, so that its sharding is kept.
       return jnp.where(jnp.isnan(new), leaf, new)
     if field == "finite_count":
       return jnp.zeros_like(leaf)
@@ -129,9 +129,9 @@ def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
 def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
   """Selects between two pytrees by whether the last step was applied.
 
-  For everything beside the optimizer that must not move on a skipped step:
-  batch statistics computed by an overflowing forward pass, a moving average of
-  the params, a step counter.
+  Use it for everything outside the optimizer that must not change on a skipped
+  step: batch statistics, which are lost if the forward pass overflowed, a
+  moving average of the parameters, or a counter of steps.
 
   Args:
     state: the state *after* ``update``; a :class:`LossScaleState` or any pytree
@@ -140,7 +140,7 @@ def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
     skipped: the pytree to return if it was skipped; same structure and shapes.
 
   Returns:
-    One of the two, leaf by leaf, in the dtypes of ``skipped``.
+    One of the two, in the dtypes of ``skipped``.
 
   Raises:
     ValueError: if the two differ in structure, or ``state`` does not hold
@@ -167,7 +167,7 @@ def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
 
 
 def initial_state(scale: float, memory: Any = ()) -> LossScaleState:
-  """The state before the first step; each field a buffer of its own."""
+  """The state before the first step. Each field has a buffer of its own."""
   return LossScaleState(
     loss_scale=lax.convert_element_type(scale, jnp.float32),
     finite_count=jnp.zeros((), jnp.int32),
@@ -181,7 +181,7 @@ def initial_state(scale: float, memory: Any = ()) -> LossScaleState:
 def record_step(
   state: LossScaleState, grads_finite: jax.typing.ArrayLike
 ) -> LossScaleState:
-  """The state with its counts moved on by one step, and the scale as it was."""
+  """The state with its counts after one more step, and the same scale."""
   finite = jnp.asarray(grads_finite, jnp.bool_)
   zero = jnp.int32(0)
   skipped = optax.safe_increment(state.total_notfinite)
@@ -196,7 +196,7 @@ def record_step(
 
 
 def check_memory(policy: Any, state: LossScaleState, kind: type) -> None:
-  """Raises unless the state remembers what the policy does."""
+  """Raises unless the memory of the state is that of the policy."""
   if not isinstance(state.memory, kind):
     raise ValueError(
       f"state.memory must be that of a {type(policy).__name__}, a"
@@ -219,7 +219,7 @@ def _find(tree: Any) -> list[tuple[Any, Any]]:
 def _is_state(x: Any) -> bool:
   if isinstance(x, LossScaleState):
     return True
-  # Checkpoints and nnx.State turn named tuples into mappings, and may drop
+  # Checkpoints and nnx.State turn named tuples into mappings, and may leave out
   # an empty `memory`.
   fields = set(LossScaleState._fields)
   return isinstance(x, Mapping) and fields - {"memory"} <= set(x) <= fields
@@ -241,7 +241,7 @@ def _is_box(x: Any) -> bool:
   is_container = isinstance(x, (tuple, list, Mapping))
   if is_container or jax.tree_util.all_leaves([x]):
     return False
-  # By its name alone: to read it off an nnx.Variable is deprecated.
+  # Only asked whether it is there: to read it of an nnx.Variable is deprecated.
   return "value" in dir(x)
 
 

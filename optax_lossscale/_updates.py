@@ -1,4 +1,4 @@
-"""The updates that a step returns: of the params' dtypes, or nothing to add."""
+"""The updates that a step returns: in the dtypes of the params, or nothing."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def cast_like(updates: Any, params: Any) -> Any:
     update = jnp.asarray(update)
     return _arrays.cast_real_or_complex(update, jnp.result_type(param))
 
-  # None and MaskedNode stand where params may have a leaf.
+  # The updates may have None or MaskedNode where the params have a leaf.
   is_leaf = lambda x: x is None or isinstance(x, optax.MaskedNode)
   return jax.tree_util.tree_map_with_path(
     cast, updates, params, is_leaf=is_leaf
@@ -29,11 +29,12 @@ def cast_like(updates: Any, params: Any) -> Any:
 
 
 def nothing_unless(finite: jax.Array, updates: Any) -> Any:
-  """The updates if ``finite``, else what adds nothing to the params.
+  """The updates if ``finite``, else updates that leave the params as they are.
 
-  That is -0.0, since p + (-0.0) is p with the sign of a zero included, and 0
-  for an integer. What is not added to a parameter stays as it is. (Where XLA
-  flushes subnormal numbers, no update keeps them: p + anything has lost p.)
+  These are 0 for an integer, and else -0.0: 0.0 + (-0.0) and -0.0 + (-0.0) keep
+  their sign, and -0.0 + 0.0 does not. Leaves that are not added to a parameter
+  stay as they are. (Where XLA flushes subnormal numbers, no update could keep
+  subnormal params, since any sum is flushed.)
   """
 
   def choose(path: Any, update: Any) -> Any:

@@ -45,52 +45,54 @@ def with_loss_scaling(
   """Wraps an optimizer in loss scaling: skips bad steps, moves the scale.
 
   Differentiate with :func:`~optax_lossscale.value_and_grad`, and give
-  ``update`` what it returns. A step whose gradients hold an inf or a NaN
-  changes nothing but the loss-scale state: its updates are -0.0, which added
-  to a parameter changes no bit of it, and the inner state is kept. Nothing is
-  read back to the host. On CPU a sum may make a subnormal parameter zero,
-  whatever is added; :func:`~optax_lossscale.select_if_finite` keeps those, too.
+  ``update`` the gradients that it returns. If they hold an inf or a NaN, the
+  step is skipped, and only the loss-scale state changes: the updates are -0.0,
+  which changes no bit of a parameter, and the inner state is kept. Nothing is
+  read back to the host. On CPU any sum may make a subnormal parameter zero;
+  :func:`~optax_lossscale.select_if_finite` keeps these, too.
 
-  Wrap the whole chain: clipping or weight decay outside would hide an overflow
-  or act on a skipped step.
+  Wrap the whole chain. Clipping outside could hide an overflow, and weight
+  decay outside would act on a skipped step.
 
-  Two extra arguments of ``update`` are its own, all others go to ``inner``:
+  ``update`` takes two extra arguments of its own, and passes all others to
+  ``inner``:
 
-  * ``grads_finite``, further evidence of whether the backward pass overflowed:
-    a bool, or a number that counts by its truth (a NaN as false). If it is
-    false, the step is skipped and the scale is lowered, as by an overflow. For
-    a condition that has nothing to do with the scale, wrap
-    :func:`optax.transforms.conditionally_mask`, which leaves the scale alone.
-  * ``grads_amax``, the largest magnitude that the backward pass held, without
-    the loss scale: a number, for a policy such as
-    :class:`~optax_lossscale.HeadroomLossScale`. What counts is the larger of it
-    and the largest gradient.
+  * ``grads_finite`` is further evidence of whether the backward pass
+    overflowed: a bool, or a number that is false if it is 0 or NaN. If it is
+    false, the step is skipped and the scale is lowered, as after an overflow.
+    For a condition that has nothing to do with the scale, wrap
+    :func:`optax.transforms.conditionally_mask` instead.
+  * ``grads_amax`` is the largest magnitude in the backward pass, without the
+    loss scale: a number, for a policy such as
+    :class:`~optax_lossscale.HeadroomLossScale`. The policy is given this or the
+    largest gradient, whichever is larger.
 
-  :func:`~optax_lossscale.diagnostics.probe_evidence` makes both of what probes
-  have counted.
+  :func:`~optax_lossscale.diagnostics.probe_evidence` returns both, from what
+  probes have counted.
 
-  float16 and float8 gradients and parameters are float32 inside ``inner``, in
-  ``init`` and ``update`` alike; updates come back in the dtypes of the
-  parameters.
+  ``inner`` is given float32 in place of float16 and float8 gradients and
+  parameters, in ``init`` as in ``update``. The updates are returned in the
+  dtypes of the parameters.
 
   Args:
     inner: the optimizer to wrap.
     loss_scale: a policy such as :class:`~optax_lossscale.DynamicLossScale`;
       ``"dynamic"`` for that with its defaults; or a number for a fixed scale.
     axis_name: the axis of ``pmap`` or ``shard_map``, or a tuple of axes, over
-      which the step is decided together: one device's overflow makes all skip.
-      Not needed under sharded ``jit``.
+      which the step is decided together: if one device overflows, all skip. Not
+      needed under sharded ``jit``.
     max_norm: if given, gradients whose global norm is larger are scaled down
       to it, as :func:`optax.clip_by_global_norm` does, but in the same pass
       that tests them; float32 scalar, in units of the unscaled gradients. A
       norm above 1.8e19 (with the scale in it, if ``grads_are_scaled``) cannot
-      be squared in float32, and counts as an overflow. With ``axis_name`` it
-      needs ``shard_map`` with ``check_vma=True``, which alone tells gradients
-      that are shards from those that every device holds whole.
+      be squared in float32, and counts as an overflow. Together with
+      ``axis_name`` it needs ``shard_map`` with ``check_vma=True``, since only
+      this tells gradients that are shards from gradients that are whole on
+      every device.
     grads_are_scaled: whether ``update`` is given gradients of the scaled loss,
       which it then unscales.
-    check_updates: if True, an inf or a NaN that ``inner`` produced counts as an
-      overflow, too.
+    check_updates: whether an inf or a NaN in the updates that ``inner``
+      computed counts as an overflow, too.
 
   Returns:
     A :class:`optax.GradientTransformationExtraArgs` whose state is a
@@ -99,8 +101,8 @@ def with_loss_scaling(
   Raises:
     TypeError: if an argument is of the wrong type.
     ValueError: if an argument is out of range; in ``init``, if ``inner``
-      scales losses already; in ``update``, if ``max_norm`` cannot be known to
-      be that of the whole.
+      scales losses already; in ``update``, if it cannot be known which
+      gradients are shards and ``max_norm`` needs it.
 
   Examples:
     >>> import jax, optax
@@ -124,7 +126,7 @@ def with_loss_scaling(
   inner = _as_transformation(inner)
   policy = _policies.as_policy(loss_scale)
   if max_norm is not None:
-    # Between the powers of two that float32 holds as normal numbers.
+    # The smallest and the largest power of two that are normal in float32.
     _checks.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
 
   def init_fn(params: Any) -> LossScalingState:
