@@ -1,6 +1,7 @@
 """The state as a pytree: stable types, tolerant of any leaf, found anywhere."""
 
 import pickle
+from typing import NamedTuple
 
 import flax.serialization
 import jax
@@ -228,6 +229,25 @@ def test_the_scale_is_found_and_set_wherever_it_is(hide):
   rest = [x for x in jax.tree.leaves(changed) if jnp.size(x) > 1]
   old = [x for x in jax.tree.leaves(tree) if jnp.size(x) > 1]
   assert all((a == b).all() for a, b in zip(rest, old, strict=True))
+
+
+def test_a_dict_with_more_in_it_than_a_state_is_none():
+  state = ols.FixedLossScale(4.0).init()._asdict()
+  assert ols.get_loss_scale_state(state).loss_scale == 4
+  for tree in ({**state, "step": 1}, {"loss_scale": state["loss_scale"]}):
+    with pytest.raises(ValueError, match="dict that holds none"):
+      ols.get_loss_scale_state(tree)
+
+
+class Valued(NamedTuple):
+  value: jax.Array
+  other: jax.Array
+
+
+def test_a_memory_with_a_field_called_value_is_no_variable_around_it():
+  memory = Valued(jnp.int32(1), jnp.int32(2))
+  state = ols.FixedLossScale(4.0).init()._replace(memory=memory)
+  assert ols.get_loss_scale_state({"loss": state}).memory == memory
 
 
 def test_a_traced_scale_is_held_in_range():
