@@ -23,6 +23,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(
   "ci", deadline=None, derandomize=True, max_examples=1_000
 )
+# A mutant is done with its first failure: none is made smaller.
+hypothesis.settings.register_profile(
+  "mutants",
+  hypothesis.settings.get_profile("ci"),
+  phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
 hypothesis.settings.register_profile(
   "nightly", deadline=None, max_examples=10_000, print_blob=True
 )

@@ -95,8 +95,8 @@ def test_command(module):
   paths = [
     str(tests[f"test_{name}"].relative_to(ROOT)) for name in TESTS[module]
   ]
-  options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci"]
-  options += ["-m", "not nightly"]
+  options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly"]
+  options += ["--hypothesis-profile=mutants"]
   return [sys.executable, "-m", "pytest", *options, *paths]
 
 
