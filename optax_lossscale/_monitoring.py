@@ -1,4 +1,4 @@
-"""What a training loop asks of its loss scale: to be logged, and not stuck."""
+"""What to log of a loss scale, and whether a run is stuck."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from optax_lossscale import (
 
 
 def loss_scale_metrics(tree: Any) -> dict[str, jax.Array]:
-  """Returns what there is to log of a loss scale, for any logger.
+  """Returns what to log of a loss scale, for any logger.
 
   Works under ``jit``, and reads nothing back to the host.
 
@@ -22,9 +22,8 @@ def loss_scale_metrics(tree: Any) -> dict[str, jax.Array]:
     tree: a :class:`LossScaleState`, or any pytree that holds exactly one.
 
   Returns:
-    A dict of arrays of shape ``()``, keyed by the names of the fields of
-    :class:`LossScaleState` (all but ``memory``), and ``log2_loss_scale``,
-    float32, which is what a plot wants.
+    A dict of arrays of shape ``()``: the fields of :class:`LossScaleState` by
+    name, except for ``memory``, and ``log2_loss_scale``, float32, for plots.
 
   Raises:
     ValueError: if ``tree`` does not hold exactly one loss-scale state.
@@ -44,7 +43,7 @@ def loss_scale_metrics(tree: Any) -> dict[str, jax.Array]:
 
 
 class LossScaleError(RuntimeError):
-  """Raised by :func:`raise_if_stuck`; its message says why and what to do."""
+  """Raised by :func:`raise_if_stuck`, with a message that says what to do."""
 
 
 def raise_if_stuck(
@@ -58,28 +57,28 @@ def raise_if_stuck(
 ) -> None:
   """Raises if too many steps were skipped, and says why.
 
-  Nothing in this package raises by itself after an overflow. Call this now and
-  then in the training loop, outside ``jit``: it reads three scalars back, and
-  the gradients' counts only when it raises.
+  Nothing in this package raises an error by itself after an overflow. Call this
+  function now and then in the training loop, outside ``jit``. It reads three
+  scalars back to the host, and looks at the gradients only when it raises.
 
-  Skips in a row tell of a run that stands still. Give ``max_skipped_share`` as
-  well if the gradients of many batches are exactly zero (masked batches, sparse
-  rewards, a hinge loss): such steps are finite at any scale, so that every
-  other step may be lost without two being lost in a row. Early in a run the
+  Many skips in a row show that a run stands still. Give ``max_skipped_share``
+  as well if the gradients of many batches are exactly zero (masked batches,
+  sparse rewards, a hinge loss). Such steps are finite at any scale, so that all
+  other steps may be skipped without two skips in a row. Early in a run the
   share says little, since the first steps may be skipped to find the scale.
 
   Args:
     tree: a :class:`LossScaleState`, or any pytree that holds exactly one, such
-      as the optimizer state. Of a state with a leading axis (``vmap``,
-      ``pmap``) the member with the most skips counts.
+      as the optimizer state. If the state has a leading axis (``vmap``,
+      ``pmap``), the member with the most skips counts.
     max_consecutive_skips: how many skips in a row are too many.
-    policy: what :func:`with_loss_scaling` was given as ``loss_scale``; tells
-      whether the scale can still come down.
+    policy: what :func:`with_loss_scaling` was given as ``loss_scale``. With it,
+      the message says whether the scale can still come down.
     max_skipped_share: the largest share of the steps that may be skipped, a
-      number in [0, 1]; needs ``steps``.
+      number in [0, 1]. It needs ``steps``.
     steps: how often ``update`` was called since ``init``.
-    grads: the gradients of the last step, if at hand; names the leaves and
-      tells NaNs of the model from an overflow.
+    grads: the gradients of the last step, if you have them. With them, the
+      message names the leaves, and tells NaNs of the model from an overflow.
 
   Raises:
     LossScaleError: if ``max_consecutive_skips`` steps or more were skipped in a
@@ -141,7 +140,7 @@ def raise_if_stuck(
 
 
 class _Skips(NamedTuple):
-  """What was skipped, and the scale, of one member of a mapped state."""
+  """The skips and the scale of one member of a mapped state."""
 
   in_a_row: int
   in_all: int
@@ -193,7 +192,7 @@ def _read_skips(state: _state.LossScaleState) -> list[_Skips]:
 def _nonfinite(grads: Any) -> list[Any] | None:
   if grads is None:
     return None
-  # Loaded here, as `import optax_lossscale` does not.
+  # Imported here, so that `import optax_lossscale` does not load it.
   from optax_lossscale import diagnostics
 
   return diagnostics.nonfinite_leaves(grads)
@@ -215,14 +214,14 @@ def _why_in_a_row(
   policy: _policies.LossScalePolicy | None,
   nonfinite: list[Any] | None,
 ) -> str:
-  """The cause, as far as it can be told, and the remedy."""
+  """The cause, as far as it is known, and what to do."""
   if nonfinite == []:
     return (
       "The gradients given are finite. If they are those of the last step, the"
       " reason is grads_finite=, check_updates=True or another device."
     )
   floor = getattr(policy, "min_scale", None)
-  # The scale at its floor is what float32 makes of it.
+  # The floor may be no float32 number, but the scale is.
   if floor is not None and scale <= np.float32(floor):
     return _why_at_floor(scale, floor, nonfinite)
   moves = (
@@ -258,8 +257,8 @@ def _why_at_floor(
       f" which. If they overflow, {_CURE_OVERFLOW}. If they are NaN,"
       f" {_CURE_NAN}."
     )
-  # What overflows is an inf first, and a NaN only where infs then meet. At the
-  # floor NaNs alone come from elsewhere.
+  # An overflow makes an inf first, and a NaN only where infs meet later. So if
+  # there are only NaNs at the floor, they come from elsewhere.
   if _are_all_nan(nonfinite):
     return (
       f"{at_floor} gradients are NaN, none of them infinite;"

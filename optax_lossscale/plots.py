@@ -1,4 +1,4 @@
-"""Pictures of gradients and loss scales, drawn with matplotlib if installed."""
+"""Pictures of gradients and loss scales, drawn with matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,18 +17,18 @@ __all__ = [
   "plot_loss_scale",
 ]
 
-# floor(log2) of the magnitudes that there are: of float64, subnormals included.
+# The smallest and the largest floor(log2) of a float64, subnormals included.
 _LOWEST, _HIGHEST = -1074, 1023
 
 
 class ExponentHistogram(NamedTuple):
-  """How many entries there are of each power of two.
+  """How many entries there are in each binade.
 
   Attributes:
-    exponents: int array of floor(log2(magnitude)), without gaps, ascending.
+    exponents: int array of floor(log2(magnitude)), ascending and without gaps.
     counts: int array of the same length: how many entries have this exponent.
     zero_count: how many entries are zero.
-    nonfinite_count: how many are inf or NaN.
+    nonfinite_count: how many entries are inf or NaN.
   """
 
   exponents: np.ndarray
@@ -38,17 +38,17 @@ class ExponentHistogram(NamedTuple):
 
 
 def exponent_histogram(tree: Any) -> ExponentHistogram:
-  """Counts the entries of a tree by their power of two.
+  """Counts the entries of a tree by binade.
 
-  To be called outside ``jit``. Each leaf is counted where it lies, sharded or
-  not, and only the counts are read back. Needs no matplotlib.
+  Call it outside ``jit``. Each leaf is counted where it is, sharded or not, and
+  only the counts are read back. It does not need matplotlib.
 
   Args:
-    tree: a pytree of gradients, or of anything else in float or complex.
+    tree: a pytree of gradients, or of any other float or complex arrays.
 
   Returns:
     An :class:`ExponentHistogram` of all leaves together. A subnormal float32
-    number counts as zero where the device takes it as that.
+    number counts as zero if the device takes it for zero.
 
   Raises:
     TypeError: if called under ``jit``.
@@ -82,18 +82,19 @@ def plot_exponents(
   *,
   ax: Any = None,
 ) -> Any:
-  """Draws how large gradients are, beside what a dtype can hold.
+  """Draws how large gradients are, and which of them a dtype can hold.
 
-  The picture in which Micikevicius et al. showed why losses are scaled: the
-  share of entries of each power of two, as they are and times the loss scale,
-  over the ranges where the dtype is normal, subnormal or zero.
+  The picture is like the one with which Micikevicius et al. showed why losses
+  are scaled. It shows the share of entries in each binade, as they are and
+  times the loss scale, and the ranges in which numbers of the dtype are normal,
+  subnormal, zero or infinite.
 
   Args:
-    grads: a pytree of true gradients, best computed in float32.
+    grads: a pytree of true gradients. Compute them in float32 if you can.
     dtype: a float dtype of at most 32 bits.
     loss_scale: a number, or a pytree that holds exactly one
       :class:`LossScaleState`.
-    ax: the matplotlib axes to draw on; by default, those of a new figure.
+    ax: the matplotlib axes to draw on, by default those of a new figure.
 
   Returns:
     The matplotlib axes.
@@ -145,10 +146,10 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
 
   Args:
     history: what :func:`~optax_lossscale.loss_scale_metrics` returned after
-      each step: a sequence of dicts, or one dict of arrays, as ``lax.scan``
-      stacks them. Needs ``"loss_scale"``; skipped steps are drawn if there is
-      ``"last_finite"``. Or an array of scales alone.
-    ax: the matplotlib axes to draw on; by default, those of a new figure.
+      each step, as a sequence of dicts, or as one dict of arrays, such as
+      ``lax.scan`` returns. It must hold ``"loss_scale"``, and skipped steps are
+      drawn if it holds ``"last_finite"``. Or an array of scales.
+    ax: the matplotlib axes to draw on, by default those of a new figure.
 
   Returns:
     The matplotlib axes.
@@ -187,8 +188,8 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
   if xp is np:
     return np.bincount(index[counted], minlength=length), zeros, nonfinite
 
-  # A sum for each exponent that occurs, rather than a scatter, which would
-  # gather a sharded array.
+  # One sum for each exponent that occurs, since a scatter would gather a
+  # sharded array.
   def count_one(i: jax.Array, counts: jax.Array) -> jax.Array:
     return counts.at[i].set(_leaves.count(xp, index == i))
 
@@ -203,7 +204,7 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
 def _draw_bands(ax: Any, dtype: np.dtype, limits: _limits.Limits) -> None:
   """Colours the ranges where a dtype is zero, subnormal, normal or inf."""
   zero, normal, inf = np.log2(limits)
-  far = 2 * _HIGHEST  # so that the outer bands fill whatever part is shown
+  far = 2 * _HIGHEST  # The outer bands go on beyond the part that is shown.
   bands = (
     (-far, zero, "tab:red", f"zero in {dtype}"),
     (zero, normal, "gold", "subnormal: loses bits"),
@@ -219,7 +220,7 @@ def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray | None]:
   if isinstance(history, Sequence) and all(
     isinstance(metrics, Mapping) for metrics in history
   ):
-    # Of an empty sequence nothing is left, and it is told below.
+    # Nothing is left of an empty sequence, which is an error below.
     keys = {"loss_scale", "last_finite"}.intersection(*history)
     history = {key: [metrics[key] for metrics in history] for key in keys}
   if not isinstance(history, Mapping):

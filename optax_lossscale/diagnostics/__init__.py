@@ -1,7 +1,7 @@
-"""What is wrong with gradients, and what the backward pass holds.
+"""Find out which gradients are not finite, and what float16 does to them.
 
-Reports read values, and are called outside of ``jit``. ``finite_per_leaf`` and
-the probes belong inside.
+``nonfinite_leaves`` and ``gradient_report`` read values, and are called outside
+of ``jit``. ``finite_per_leaf`` and the probes are for use inside.
 """
 
 from optax_lossscale.diagnostics._nonfinite import (

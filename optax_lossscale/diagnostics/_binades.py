@@ -6,9 +6,9 @@ import jax.numpy as jnp
 
 from optax_lossscale import _arrays, _checks
 
-# The bins: what float16 takes for zero; its binades in ascending order, of
-# which the first ten are those of its subnormal numbers; finite, but too large
-# for it; inf and NaN.
+# There is a bin for what float16 takes for zero, one for each of its binades in
+# ascending order (the first ten are those of its subnormal numbers), one for
+# finite numbers that are too large for it, and one for inf and NaN.
 _LOWEST, _HIGHEST = -24, 15
 TOO_LARGE = 1 + _HIGHEST - _LOWEST + 1
 NONFINITE = TOO_LARGE + 1
@@ -18,8 +18,8 @@ BINS = NONFINITE + 1
 def count(x: jax.Array) -> jax.Array:
   """How many numbers are in each bin; float32, shape ``(BINS,)``.
 
-  A float32 counts exactly to 2**24. Above, adding one at a time would stop
-  there; counted in integers, the total is rounded, and no bin is lost.
+  It counts in integers. A float32 to which 1 is added again and again stops at
+  2**24.
   """
   if isinstance(x.size, int):
     in_parts = x.size > _checks.LARGEST_COUNT
@@ -30,8 +30,8 @@ def count(x: jax.Array) -> jax.Array:
   if _arrays.is_complex(x.dtype):
     return count(x.real) + count(x.imag)
   bins = _bin(x)
-  # A loop over the numbers is best on CPU, where other devices would all wait
-  # for the same few counters. Explicit shardings do not scatter.
+  # To scatter into the counters is fastest on CPU. On other devices all threads
+  # would wait for the same few counters. Explicit shardings cannot scatter.
   if any(jax.typeof(x).sharding.spec):
     counts = _count_by_comparing(bins)
   else:
@@ -43,7 +43,7 @@ def count(x: jax.Array) -> jax.Array:
 
 def largest(counts: jax.Array) -> jax.Array:
   """The largest float16 number in the highest bin that is not empty."""
-  # Numbers of a binade are 2**(e - 10) apart, subnormal ones 2**-24.
+  # float16 numbers in a binade are 2**(e - 10) apart, subnormal ones 2**-24.
   tops = [
     2.0 ** (e + 1) - 2.0 ** max(e - 10, _LOWEST)
     for e in range(_LOWEST, _HIGHEST + 1)
@@ -56,7 +56,7 @@ def largest(counts: jax.Array) -> jax.Array:
 
 
 def _bin(x: jax.Array) -> jax.Array:
-  """The bin of each number, by the exponent in its bits: nothing is flushed."""
+  """The bin of each number, from its bits, so that no number is flushed."""
   if x.dtype == jnp.float64:
     top = _arrays.FLOAT32_MAX
     x = jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x)

@@ -1,7 +1,7 @@
-"""The gradients in a tree by name, and reductions of one: numpy or JAX.
+"""The gradients in a tree by name, and how to reduce them: numpy or JAX.
 
-What reads values on the host reads scalars: each leaf is reduced where it
-lies, sharded or not, without reshaping or gathering it.
+Each leaf is reduced where it is, sharded or not, without reshaping or gathering
+it. Only the results are read back to the host.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def measure_grads(
   Args:
     tree: any pytree.
     caller: the public function, for the message.
-    measure: what is to be measured: a function of a numpy or JAX array that
-      returns a pytree of arrays, as :func:`reduce_on_device` makes one.
+    measure: a function of a numpy or JAX array that returns a pytree of arrays,
+      such as :func:`reduce_on_device` returns.
 
   Returns:
     A list of names, leaves and results, the results on the host.
@@ -33,7 +33,7 @@ def measure_grads(
     TypeError: if called under ``jit``.
   """
   leaves = _named_grads(tree, caller)
-  # All are on their way before the first is read.
+  # All leaves are measured before the first result is read.
   found = jax.device_get([measure(leaf) for _, leaf in leaves])
   return [(*leaf, x) for leaf, x in zip(leaves, found, strict=True)]
 
@@ -66,11 +66,12 @@ def leaf_name(path: Any) -> str:
 
 
 def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Lets ``fun(xp, leaf, ...)`` run where the leaf lies.
+  """Makes ``fun(xp, leaf, ...)`` run where the leaf is.
 
   Args:
-    fun: a function of the array module and arrays of it. Is given floats of 32
-      bits at least: a tiny one has operations on few devices.
+    fun: a function of an array module and of arrays of this module. Floats that
+      it is given have at least 32 bits, since few devices compute with the
+      smallest ones.
 
   Returns:
     A function without the first argument: jitted for JAX arrays, plain numpy
@@ -95,14 +96,14 @@ def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def magnitude(xp: Any, leaf: Any) -> Any:
-  """The magnitudes; of a complex number the larger part's."""
+  """The magnitudes; of a complex number, that of the larger part."""
   if xp.iscomplexobj(leaf):
     return xp.maximum(xp.abs(leaf.real), xp.abs(leaf.imag))
   return xp.abs(leaf)
 
 
 def count(xp: Any, mask: Any) -> Any:
-  """How many are true. int32 would end at 2**31."""
+  """How many are true. An int32 could only count to 2**31."""
   return xp.sum(mask, dtype=xp.uint32 if xp is jnp else xp.uint64)
 
 

@@ -10,7 +10,7 @@ from optax_lossscale import _checks, _state
 
 
 class Limits(NamedTuple):
-  """Where rounding to a dtype changes its kind."""
+  """Where a number becomes zero, normal or infinite in a dtype."""
 
   zero: float  # up to here a number becomes zero
   normal: float  # from here on it is normal
@@ -18,10 +18,11 @@ class Limits(NamedTuple):
 
 
 def limits_of(dtype: np.dtype) -> Limits:
-  """Where rounding to a dtype changes the kind of a number."""
+  """Where a number becomes zero, normal or infinite in a dtype."""
   info = jnp.finfo(dtype)
   top = float(info.max)
-  # Half a unit in the last place above the largest, a number rounds to inf.
+  # From half a unit in the last place above the largest number, numbers are
+  # rounded to inf.
   last_place = 2.0 ** math.floor(math.log2(top)) * float(info.eps)
   return Limits(
     zero=float(info.smallest_subnormal) / 2,

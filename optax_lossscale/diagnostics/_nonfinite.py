@@ -11,17 +11,17 @@ from optax_lossscale.diagnostics import _leaves
 
 
 def finite_per_leaf(grads: Any) -> Any:
-  """Tells of each leaf whether it is finite; works under ``jit``.
+  """Says of each leaf whether it is finite; works under ``jit``.
 
-  For use inside the step, when only the flags shall leave it. Outside,
-  :func:`nonfinite_leaves` says more.
+  Use it inside a step that should return only the flags and not the gradients.
+  Outside of ``jit``, :func:`nonfinite_leaves` says more.
 
   Args:
     grads: any pytree.
 
   Returns:
-    A pytree of the same structure, its leaves bools of shape ``()``; True for
-    those that are no gradients, such as integers.
+    A pytree of the same structure, whose leaves are bools of shape ``()``. They
+    are True for leaves that are not gradients, such as integers.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -71,19 +71,18 @@ class NonfiniteLeaf(NamedTuple):
 def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
   """Lists the leaves that hold an inf or a NaN.
 
-  To be called outside ``jit``. Each leaf is reduced where it lies, sharded or
-  not, and only the counts are read back.
+  Call it outside ``jit``. Each leaf is reduced where it is, sharded or not, and
+  only the counts are read back.
 
   Args:
     grads: a pytree, such as the gradients that
       :func:`~optax_lossscale.value_and_grad` returns, a Flax NNX state or an
-      Equinox model. Leaves that are no floats are left out, as is Flax's
+      Equinox model. Leaves that are not floats are left out, and so is Flax's
       ``_overwrite_with_gradient`` collection.
 
   Returns:
-    A list of named tuples, in the order of the tree, with the fields ``name``,
-    ``shape``, ``dtype``, ``inf_count``, ``nan_count`` and ``first_index``.
-    Empty if all is finite. They print as a sentence.
+    A list of :class:`NonfiniteLeaf`, in the order of the tree. It is empty if
+    all gradients are finite. Each prints as one line.
 
   Raises:
     TypeError: if called under ``jit``.
@@ -117,7 +116,7 @@ def _find_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
   is_nan, is_inf = xp.isnan(leaf), xp.isinf(leaf)
   mask = is_nan | is_inf
   index = []
-  # Axis by axis, since a reshape would gather a sharded array.
+  # One axis after another, since a reshape would gather a sharded array.
   for axis, length in enumerate(leaf.shape):
     shape = [1] * leaf.ndim
     shape[axis] = length

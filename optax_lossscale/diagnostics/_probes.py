@@ -1,4 +1,4 @@
-"""Probes: what the backward pass holds on its way to the gradients."""
+"""Probes: which numbers occur in the backward pass."""
 
 import functools
 from typing import Any
@@ -12,30 +12,33 @@ from optax_lossscale.diagnostics import _binades
 
 
 def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
-  """Returns ``x``, and in the backward pass counts its cotangent by size.
+  """Returns ``x``, and counts its cotangent by size in the backward pass.
 
-  Overflow and underflow begin within the backward pass, at the float16
-  activations. The gradients of the parameters are sums over batch and sequence,
-  often in float32, and hide both. A probe is an identity whose cotangent, with
-  the loss scale in it, is sorted into binades. The counts are the gradient of
-  ``slot``: differentiate with respect to the slots as well. They go to
-  :func:`probe_evidence`, for ``update``, and to :func:`probe_metrics`.
+  Overflow and underflow begin within the backward pass, where the cotangents of
+  float16 activations are computed. The gradients of the parameters do not show
+  either, since they are sums over batch and sequence, often in float32. A probe
+  returns ``x`` as it is. In the backward pass it counts how many numbers of the
+  cotangent, with the loss scale in it, lie in each binade. The counts are
+  returned as the gradient of ``slot``, so differentiate with respect to the
+  slots as well. Give the counts to :func:`probe_evidence`, for ``update``, and
+  to :func:`probe_metrics`, for the log.
 
-  Autodiff adds the gradients of what is used more than once, and counts add up.
-  So one slot may serve many probes, all layers of a ``scan``, or all members of
-  a ``vmap``; where each is to have its own, map over slots as well.
+  If a slot is used more than once, autodiff adds up its gradients, and so the
+  counts. One slot may therefore serve many probes, all layers of a ``scan``, or
+  all members of a ``vmap``. If each of them should have its own, map over an
+  array of slots.
 
-  All is plain JAX: it works under ``jit``, ``scan``, ``vmap``,
-  ``jax.checkpoint``, ``shard_map``, sharded ``jit`` and ``jax.export``, with
-  symbolic shapes as well, and a slot that is not differentiated costs nothing.
-  Forward-mode differentiation does not pass.
+  A probe works under ``jit``, ``scan``, ``vmap``, ``jax.checkpoint``,
+  ``shard_map``, sharded ``jit`` and ``jax.export``, with symbolic shapes as
+  well. It costs nothing if its slot is not differentiated. Forward-mode
+  differentiation does not work.
 
   Args:
-    x: a float or complex array; float16 where the backward pass is to be
-      watched. Of other dtypes, what float16 would take for zero or inf is
-      counted as zero or as too large.
-    slot: where the counts go; from :func:`probe_slots`. Its value is of no
-      meaning.
+    x: a float or complex array, usually float16. In other dtypes, what float16
+      would take for zero is counted as zero, and what it would take for
+      inf is counted as too large.
+    slot: what the counts are the gradient of; from :func:`probe_slots`. Its
+      value means nothing.
 
   Returns:
     ``x``.
@@ -75,8 +78,8 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
       " Give each probe one slot, as scan and vmap do with an array of slots."
     )
   x, slot = jnp.asarray(x), jnp.asarray(slot)
-  # Under shard_map a slot that all devices share collects from all: the
-  # transpose of this cast is a sum over the devices.
+  # Under shard_map all devices may share a slot. The transpose of this cast is
+  # a sum over the devices, so that the slot counts for all of them.
   ours, slots = _axes.varying(x), _axes.varying(slot)
   if ours - slots:
     slot = _vary(slot, tuple(ours - slots))
@@ -88,10 +91,11 @@ def probe_slots(*shape: int) -> jax.Array:
 
   Args:
     *shape: the shape of an array of slots, such as the number of layers of a
-      ``scan``; nothing for a single one.
+      ``scan``; none for a single slot.
 
   Returns:
-    The slots, to be differentiated with respect to.
+    The slots. Pass them to the loss function, and differentiate with respect to
+    them.
 
   Examples:
     >>> from optax_lossscale import diagnostics
@@ -102,28 +106,28 @@ def probe_slots(*shape: int) -> jax.Array:
 
 
 def probe_metrics(cotangents: Any) -> Any:
-  """Returns what there is to log of the gradients of slots.
+  """Returns what to log of the counts of probes.
 
-  All are ratios or sizes, so that it does not matter that
-  :func:`~optax_lossscale.value_and_grad` divides all gradients, the counts as
-  well, by the loss scale.
+  :func:`~optax_lossscale.value_and_grad` divides all gradients by the loss
+  scale, and so the counts as well. This does not matter here, since only their
+  ratios are used.
 
   Args:
     cotangents: the gradient of a slot, of an array of slots, or a pytree of
       them.
 
   Returns:
-    For each array a dict of float32 arrays, of shape ``()`` for a single slot
-    and else of the shape that was given to :func:`probe_slots`:
+    For each array a dict of float32 arrays, of shape ``()`` for a single slot,
+    or else of the shape that was given to :func:`probe_slots`:
 
-    * ``largest``: the largest finite magnitude in the backward pass, with the
-      loss scale in it, to a binade: the top of the binade in which it lies, at
-      most 65504; 65536 for all that is larger.
-    * ``zero_share``: the share of zeros, flushed or true.
-    * ``top_share``: the share in the three binades below 2**16, or above.
+    * ``largest``: the top of the binade that holds the largest finite
+      magnitude, with the loss scale in it. It is at most 65504, or 65536 for
+      all numbers that are larger.
+    * ``zero_share``: the share of zeros, flushed or not.
+    * ``top_share``: the share in the three highest binades, or above them.
     * ``nonfinite_share``: the share of inf and NaN.
 
-    Shares of nothing are 0.
+    All shares are 0 if nothing was counted.
 
   Raises:
     TypeError: if an array is not float32.
@@ -159,11 +163,11 @@ def probe_metrics(cotangents: Any) -> Any:
 
 
 def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
-  """Returns what the gradients of slots tell ``update`` of the backward pass.
+  """Returns the arguments of ``update`` that say what probes have counted.
 
-  An inf or a NaN that a probe counted is evidence of an overflow, even where
-  none arrives at a gradient: what cut it off on its way may have cut off more.
-  And the largest cotangent counts for the policy as a gradient does.
+  If a probe counted an inf or a NaN, the backward pass overflowed, and the step
+  is skipped, even if all gradients are finite. The largest number that a probe
+  counted matters to the policy as if it were a gradient.
 
   Args:
     cotangents: the gradient of a slot, of an array of slots, or a pytree of
@@ -173,12 +177,12 @@ def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
       one.
 
   Returns:
-    A dict of the arguments of ``update``, for ``**``:
+    A dict of arguments, to be passed as ``update(..., **evidence)``:
 
     * ``grads_finite``: whether no probe counted an inf or a NaN; bool, shape
       ``()``.
-    * ``grads_amax``: the largest finite magnitude without the loss scale, to a
-      binade as in :func:`probe_metrics`; float32, shape ``()``.
+    * ``grads_amax``: the largest finite magnitude, without the loss scale: the
+      top of its binade, as in :func:`probe_metrics`; float32, shape ``()``.
 
   Raises:
     TypeError: if an array is not float32.
@@ -204,7 +208,7 @@ def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
   for counts in jax.tree.leaves(cotangents):
     finite &= ~jnp.any(counts[..., _binades.NONFINITE] > 0)
     largest = jnp.max(_binades.largest(counts), initial=0)
-    # A scale below 1 may bring it above float32's range.
+    # With a scale below 1, the quotient may be too large for float32.
     unscaled = jnp.minimum(largest / loss_scale, _arrays.FLOAT32_MAX)
     amax = jnp.maximum(amax, unscaled)
   return {"grads_finite": finite, "grads_amax": amax}

@@ -1,4 +1,4 @@
-"""``gradient_report``: what a dtype does to gradients at a loss scale."""
+"""``gradient_report``: what a dtype does to gradients with a loss scale."""
 
 import dataclasses
 import math
@@ -12,23 +12,23 @@ from optax_lossscale.diagnostics import _leaves, _limits
 
 
 class GradientStats(NamedTuple):
-  """What is known of one leaf, or of all; a row of a report.
+  """A row of a report, about one leaf or about all leaves together.
 
   Attributes:
     name: the path in the tree, such as ``"layers/0/weight"``.
     shape: the shape; ``()`` for the total.
     dtype: the dtype as a string; empty for the total.
-    size: how many entries.
+    size: how many entries there are.
     largest: the largest finite magnitude, unscaled.
     smallest: the smallest non-zero magnitude, unscaled; 0 if there is none.
-    zero: the share of entries that are zero as they are.
-    flushed: the share that becomes zero.
+    zero: the share of entries that are zero to begin with.
+    flushed: the share that becomes zero in the dtype.
     subnormal: the share that becomes subnormal, and loses bits.
     overflow: the share that becomes infinite.
-    nonfinite: the share that is inf or NaN as it is.
-    best_scales: two integers, log2 of the smallest and of the largest scale
-      that lose least: no entry overflows, and as few as possible are flushed.
-      None if all entries are zero, when no scale is better than another.
+    nonfinite: the share that is inf or NaN to begin with.
+    best_scales: two integers, log2 of the smallest and of the largest of the
+      best scales, with which no entry overflows, and as few as possible are
+      flushed. None if all entries are zero, since all scales are then equal.
   """
 
   name: str
@@ -47,13 +47,13 @@ class GradientStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GradientReport:
-  """What :func:`gradient_report` found; prints as a table.
+  """What :func:`gradient_report` returns. It prints as a table.
 
   Attributes:
     dtype: the dtype that the shares are about, as a string.
     loss_scale: the loss scale that they are about.
     leaves: a :class:`GradientStats` for each leaf.
-    total: the same for all of them together.
+    total: a :class:`GradientStats` for all of them together.
   """
 
   dtype: str
@@ -79,7 +79,7 @@ class GradientReport:
         f"column must be one of {', '.join(GradientStats._fields)}, got column"
         f" = {column!r}."
       )
-    # None, which says that any scale will do, comes before all others.
+    # None, which stands for any scale, comes before all others.
     value = lambda row: getattr(row, column)
     key = lambda row: (value(row) is not None, value(row) or 0)
     leaves = sorted(self.leaves, key=key, reverse=reverse)
@@ -112,27 +112,27 @@ class GradientReport:
 def gradient_report(
   grads: Any, dtype: Any = jnp.float16, loss_scale: Any = 1.0
 ) -> GradientReport:
-  """Tells what a dtype would do to gradients at a loss scale.
+  """Says what a dtype would do to gradients with a loss scale.
 
-  To be called outside ``jit``. Each leaf is reduced where it lies, sharded or
-  not, and only the counts are read back.
+  Call it outside ``jit``. Each leaf is reduced where it is, sharded or not, and
+  only the counts are read back.
 
   Args:
-    grads: a pytree of true gradients, best computed in float32: those that
-      float16 has flushed already are zeros here.
+    grads: a pytree of true gradients. Compute them in float32 if you can, since
+      gradients that float16 has flushed already count as zeros.
     dtype: a float dtype of at most 32 bits.
     loss_scale: what they would be multiplied by: a number, or a pytree that
       holds exactly one :class:`LossScaleState`.
 
   Returns:
     A :class:`GradientReport` with ``leaves`` and ``total``, which prints as a
-    table; ``sorted_by("flushed")`` and ``as_dict()`` are its methods. In the
-    table, "best scales" are those that lose least: with them no entry
-    overflows, and as few as possible are flushed to zero.
+    table. Its methods are ``sorted_by("flushed")`` and ``as_dict()``. With each
+    of the "best scales" in the table, no entry overflows, and as few as
+    possible are flushed to zero.
 
   Raises:
-    TypeError: if ``dtype`` is no such dtype, ``loss_scale`` is not a number,
-      or under ``jit``.
+    TypeError: if ``dtype`` is not such a dtype, if ``loss_scale`` is not a
+      number, or under ``jit``.
     ValueError: if ``loss_scale`` is out of range.
 
   Examples:
@@ -181,7 +181,7 @@ class _Measured(NamedTuple):
 def _in_dtype_of(leaf: Any, scale: float, limits: _limits.Limits) -> np.ndarray:
   """The scale and the limits as the scalars that a leaf is compared with."""
   is_double = jnp.finfo(leaf.dtype).bits > 32
-  with np.errstate(over="ignore"):  # Where float32 ends, inf is its own limit.
+  with np.errstate(over="ignore"):  # A limit above float32's range is inf.
     return np.array((scale, *limits), np.float64 if is_double else np.float32)
 
 
@@ -192,7 +192,7 @@ def _measure(
   finite = xp.isfinite(leaf)
   size = _leaves.magnitude(xp, leaf)
   nonzero = finite & (size > 0)
-  # Zeros where it is not finite, so that nothing warns.
+  # Zeros in place of inf and NaN, so that numpy does not warn.
   scaled = xp.where(finite, size, 0) * scale
   count = lambda mask: _leaves.count(xp, mask)
   return _Measured(
@@ -207,7 +207,7 @@ def _measure(
 
 
 def _add_up(measured: list[_Measured]) -> _Measured:
-  """All leaves as one; Python numbers, which do not overflow."""
+  """All leaves together, in Python numbers, which do not overflow."""
   counts = [
     sum(int(getattr(found, name)) for found in measured)
     for name in _Measured._fields[2:]

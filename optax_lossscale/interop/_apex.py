@@ -33,8 +33,8 @@ def from_apex(state_dict: Any, **settings: Any) -> _Result:
 
   amp doubles the scale on the N-th finite step, up to a ceiling, and halves it
   on every overflow. The kernel `update_scale_hysteresis` halves it on the
-  `hysteresis`-th overflow without a finite step between, and on each that
-  follows at once.
+  `hysteresis`-th overflow without a finite step in between, and on each further
+  one until the next finite step.
 
   Args:
     state_dict: `amp.state_dict()`; empty for the state before the first step.
@@ -89,7 +89,7 @@ def _amp_policy(options: _reading.Values) -> _policies.LossScalePolicy:
   high = options.number(
     "max_loss_scale", low, _checks.LARGEST_SCALE, max(low, 2.0**24)
   )
-  # amp holds its start below the ceiling, too.
+  # amp, too, starts at the ceiling if its initial scale is above.
   start = min(high, options.scale("init_scale", max(low, 2.0**16)))
   if start < low:
     options.fail("init_scale", "at least min_loss_scale", ValueError)
@@ -139,7 +139,8 @@ def _from_kernel(tensors: Any, settings: dict[str, Any]) -> _Result:
     hysteresis=hysteresis,
     hysteresis_refill="finite",
   )
-  # The kernel counts on below zero; ours stops there, to the same effect.
+  # The kernel goes on counting below zero. Ours stops at zero, which has the
+  # same effect.
   left = values.integer(
     "hysteresis_tracker", -_checks.LARGEST_COUNT, hysteresis
   )

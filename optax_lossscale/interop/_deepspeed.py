@@ -31,12 +31,13 @@ def from_deepspeed(
 ) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of DeepSpeed's `DynamicLossScaler`.
 
-  Up to version 0.17.0 it doubles the scale on every W-th finite step; since
-  0.17.1 first on the (W+1)-th after a start or an overflow, then on every W-th.
-  It halves it on the `hysteresis`-th overflow and on each that follows, until a
-  growth (with `consecutive_hysteresis`, a finite step) refills the tolerance.
-  At its floor DeepSpeed raises; ours stays there, and
-  :func:`~optax_lossscale.raise_if_stuck` raises when asked to.
+  Up to version 0.17.0 it doubles the scale on every W-th finite step. Since
+  0.17.1 it first doubles it on the (W+1)-th finite step after a start or an
+  overflow, and then on every W-th. It halves the scale on the `hysteresis`-th
+  overflow and on each that follows, until a growth (or, with
+  `consecutive_hysteresis`, a finite step) refills the hysteresis. DeepSpeed
+  raises an error at its floor. Ours stays there, and
+  :func:`~optax_lossscale.raise_if_stuck` raises an error if you call it.
 
   Args:
     fp16: the `fp16` block of a DeepSpeed config. Settings left out have

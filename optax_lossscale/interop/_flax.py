@@ -20,8 +20,8 @@ def from_flax(
 ) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of Flax's `DynamicScale`.
 
-  Flax grows the scale on finite step `growth_interval + 1`: the policy's
-  interval is one more than Flax's, and its counter is the same.
+  Flax raises the scale on finite step `growth_interval + 1`. So the interval of
+  the policy is one more than that of Flax, and the counter is the same.
 
   Args:
     dynamic_scale: a `DynamicScale`; or its state dict, which holds `fin_steps`
@@ -67,16 +67,16 @@ def from_flax(
 
 
 def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
-  """The fields of the `DynamicScale` that goes on as ours would.
+  """The fields of the `DynamicScale` that goes on as our policy would.
 
   Args:
     policy: a :class:`~optax_lossscale.DynamicLossScale` without hysteresis, and
-      with the `max_scale` 2**126, which is no bound: Flax has neither.
+      with the `max_scale` 2**126, which is no bound, since Flax has neither.
     state: its state, or a pytree that holds it.
 
   Returns:
-    What `DynamicScale(**fields)` takes. Flax grows one step later than the
-    interval says, so that the interval is one less than the policy's.
+    What `DynamicScale(**fields)` takes. Flax raises the scale one step later
+    than its interval says, so that the interval is one less than the policy's.
 
   Raises:
     TypeError: if the policy is of another class.

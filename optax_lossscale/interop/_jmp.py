@@ -31,8 +31,9 @@ def from_jmp(
 ) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of a jmp or MindSpore loss scale.
 
-  Both grow the scale on the N-th finite step and divide it by the same factor
-  on an overflow; jmp's floor is `min_loss_scale`, MindSpore's 1.
+  Both multiply the scale by a factor on the N-th finite step, and divide it by
+  the same factor on an overflow. The floor of jmp is `min_loss_scale`, and that
+  of MindSpore is 1.
 
   Args:
     loss_scale: jmp's `DynamicLossScale`, `StaticLossScale` or `NoOpLossScale`;
@@ -51,7 +52,7 @@ def from_jmp(
 
   Examples:
     >>> from optax_lossscale import interop
-    >>> class StaticLossScale:  # jmp's, in a few words
+    >>> class StaticLossScale:  # stands for the one of jmp
     ...   loss_scale = 128.0
     >>> interop.from_jmp(StaticLossScale())[0]
     FixedLossScale(scale=128.0)

@@ -41,11 +41,11 @@ def from_keras(config: Any, variables: Any = None) -> _Result:
 
   All of them grow the scale on the N-th finite step and halve it (or divide it
   by `multiplier`) on an overflow. TensorFlow and tf.keras have a floor of 1.
-  Keras 3 has neither floor nor ceiling: below 2**-126 it falls to 0 and beyond
-  2**127 it rises to inf, for ever; ours stays within [2**-126, 2**126].
+  Keras 3 has neither floor nor ceiling: its scale becomes 0 below 2**-126 and
+  inf above 2**127, and stays so. Ours stays within [2**-126, 2**126].
 
-  A fixed scale of theirs applies steps with non-finite gradients. To do so here
-  as well, use the bare optimizer, and `value_and_grad` with this state.
+  With a fixed scale, they apply steps with non-finite gradients. To do the same
+  here, use the bare optimizer, and `value_and_grad` with this state.
 
   Args:
     config: what `get_config()` of a `FixedLossScale`, `DynamicLossScale` or
@@ -88,7 +88,7 @@ def from_keras(config: Any, variables: Any = None) -> _Result:
 
 
 def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
-  """The config and variables from which a Keras optimizer goes on as ours.
+  """The config and variables with which Keras goes on as our policy would.
 
   Args:
     policy: a :class:`~optax_lossscale.DynamicLossScale` with the factors 2 and
@@ -186,7 +186,7 @@ def _kind(name: str | None, config: Mapping[str, Any]) -> str:
 
 def _from_tf_optimizer(config: Any) -> _PolicyAndNames:
   values = _read("config of tf.keras", config, _TF_OPTIMIZER, _INNER)
-  # None is what tf.keras's arguments default to, and means the default.
+  # None is the default of tf.keras's arguments.
   values = values.without_none()
   if values.boolean("dynamic", default=True):
     return _dynamic(values, *_KERAS_3_OPTIMIZER), _TF_VARIABLES

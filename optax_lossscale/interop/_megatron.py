@@ -24,7 +24,7 @@ def from_megatron(
 
   It doubles the scale on the N-th finite step, and halves it on the
   `hysteresis`-th overflow since the last growth and on each that follows. It
-  has no ceiling, and ends at inf; ours is 2**126.
+  has no ceiling, and may become inf. Ours has the ceiling 2**126.
 
   Args:
     settings: a dict of Megatron's arguments, or the object that holds them
@@ -63,7 +63,8 @@ def from_megatron(
     return policy, policy.init()
   values = _reading.read_mapping(name, "state_dict", state_dict, _STATE)
   values.require(*_STATE)
-  # Megatron counts on below zero; ours stops there, to the same effect.
+  # Megatron goes on counting below zero. Ours stops at zero, which has the same
+  # effect.
   left = values.integer(
     "hysteresis_tracker", -_checks.LARGEST_COUNT, policy.hysteresis
   )

@@ -24,13 +24,13 @@ def from_paddle(
 ) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of a `paddle.amp.GradScaler`.
 
-  It grows the scale on the N-th finite step, and lowers it on every n-th
-  overflow in a row. It has neither floor nor ceiling, falls to 0 and rises to
-  inf; ours stays within [2**-126, 2**126].
+  It raises the scale on the N-th finite step, and lowers it on every n-th
+  overflow in a row. It has neither floor nor ceiling, and may become 0 or inf.
+  Ours stays within [2**-126, 2**126].
 
   Args:
-    state_dict: `scaler.state_dict()`. Empty, as a disabled scaler gives it,
-      stands for `FixedLossScale(1.0)`.
+    state_dict: `scaler.state_dict()`. That of a disabled scaler is empty, and
+      gives `FixedLossScale(1.0)`.
 
   Returns:
     `(policy, state)`. The state dict holds the current scale, not the first

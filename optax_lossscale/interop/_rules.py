@@ -37,10 +37,10 @@ class DeepSpeedLossScale:
     growth_interval: W. The first growth after the start, or after an overflow,
       takes one finite step more.
     min_scale: the lowest scale, where DeepSpeed raises.
-    hysteresis: the number of the overflow that halves the scale; each further
-      one halves it again, until the tolerance is refilled.
-    consecutive_hysteresis: whether a finite step refills the tolerance, and not
-      only a growth.
+    hysteresis: how many overflows it takes to halve the scale. Each further one
+      halves it again, until the hysteresis is refilled.
+    consecutive_hysteresis: whether each finite step refills the hysteresis, and
+      not only a growth.
 
   Raises:
     TypeError: if a hyperparameter is not a number.
@@ -98,7 +98,8 @@ class DeepSpeedLossScale:
     after = _state.record_step(state, grads_finite)
     finite, (left, grown) = after.last_finite, state.memory
     interval = jnp.asarray(self.growth_interval, jnp.int32)
-    # Written so that the interval plus one cannot exceed an int32.
+    # Written so that nothing is added to the interval, which may be the
+    # largest int32.
     grow = after.finite_count > interval - grown.astype(jnp.int32)
     backoff = ~finite & (left <= 1)
     left = jnp.where(finite | backoff, left, left - 1)
@@ -136,8 +137,8 @@ class FairseqLossScale:
   """fairseq's rule: a backoff only if enough of the steps overflowed.
 
   The scale doubles on the `growth_interval`-th finite step in a row. An
-  overflow halves it if overflows since the last backoff, divided by steps since
-  the last move of the scale, reach `tolerance`.
+  overflow halves it if the number of overflows since the last backoff, divided
+  by the number of steps since the scale last changed, reaches `tolerance`.
 
   Attributes:
     growth_interval: how many finite steps in a row make the scale grow.
@@ -145,9 +146,9 @@ class FairseqLossScale:
     tolerance: the share of overflows that is tolerated, in [0, 32768]. It must
       be a fraction of two integers up to 32768, as all decimals of up to four
       digits are, so that the comparison is exact on every device.
-    threshold: the lowest scale of a backoff; None for no such.
-    min_scale: a backoff to this scale or below does not happen; fairseq raises
-      there.
+    threshold: the lowest scale that a backoff leads to; None if there is none.
+    min_scale: a backoff to this scale or below does not happen. fairseq raises
+      an error instead.
 
   Raises:
     TypeError: if a hyperparameter is not a number.
@@ -255,10 +256,10 @@ def _reaches(
 
 
 def _product(count: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-  """A count times a factor up to 2**15, as digits to the base 2**15.
+  """A count times a factor up to 2**15: how many times 2**15, and the rest.
 
-  The product of an int32 and the factor needs up to 46 bits; JAX has no more
-  than 32 unless x64 is on.
+  The product of an int32 and the factor needs up to 46 bits, and without x64
+  the integers of JAX have 32.
   """
   base, times = jnp.uint32(_LARGEST_PART), jnp.uint32(factor)
   count = count.astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler, and hence Lightning and Accelerate, which keep one."""
+"""torch.amp.GradScaler, which Lightning and Accelerate use, too."""
 
 from typing import Any
 
@@ -19,15 +19,15 @@ def from_torch(
 ) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
   """The policy and state of a `torch.amp.GradScaler`.
 
-  torch grows the scale on the `growth_interval`-th finite step, and has no
-  floor; ours is 2**-126, the smallest scale that float32 holds exactly. Its
-  ceiling is 2**127; ours 2**126, since the reciprocal of 2**127 is flushed to
-  zero.
+  torch raises the scale on the `growth_interval`-th finite step, and has no
+  floor. Our floor is 2**-126, the smallest normal float32 number. The ceiling
+  of torch is 2**127. Ours is 2**126, since the reciprocal of 2**127 is flushed
+  to zero.
 
   Args:
-    state_dict: `scaler.state_dict()`. Empty, as a disabled scaler gives it,
-      stands for `FixedLossScale(1.0)`; a disabled scaler applies non-finite
-      steps, as the bare optimizer does.
+    state_dict: `scaler.state_dict()`. That of a disabled scaler is empty, and
+      gives `FixedLossScale(1.0)`. This skips non-finite steps. A disabled
+      scaler applies them, and so does an optimizer that is not wrapped.
 
   Returns:
     `(policy, state)`. The state dict holds the current scale and not the first
@@ -64,7 +64,7 @@ def from_torch(
 
 
 def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
-  """The state dict from which a `torch.amp.GradScaler` goes on as ours would.
+  """The state dict with which a `GradScaler` goes on as our policy would.
 
   Args:
     policy: a :class:`~optax_lossscale.DynamicLossScale` with the rule that
