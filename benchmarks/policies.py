@@ -267,6 +267,18 @@ def print_tables(simulation):
         print(" | ".join([f"| {process}".replace("2**", "2^"), *cells]) + " |")
 
 
+def print_table(title, rows):
+  """The figures of a training, with a row for each policy."""
+  columns = list(next(iter(rows.values())))
+  heads = [column.replace("_", " ") for column in columns]
+  print(f"\n### {title}\n")
+  print(" | ".join(["| policy", *heads]) + " |")
+  print("|---|" + "--:|" * len(columns))
+  for name, row in rows.items():
+    cells = [format_cell(row[column], column) for column in columns]
+    print(" | ".join([f"| {name}", *cells]) + " |")
+
+
 def format_cell(values, column):
   """The median over the seeds, and the range if there is any."""
   missing = "never" if column.startswith("until") else "NaN"

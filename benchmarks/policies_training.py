@@ -1,9 +1,11 @@
 """The policies on real training, and what probes cost: half an hour on CPU.
 
 Trains examples/digits.py and examples/transformer.py under each policy and from
-three scales. Writes its part of policies.json.
+three scales, and the two tasks of sparse_training.py. Writes its part of
+policies.json, policies_hinge.png and policies_masked.png.
 
-  python benchmarks/policies_training.py
+  python benchmarks/policies_training.py               # all
+  python benchmarks/policies_training.py hinge masked  # two minutes
 """
 
 import json
@@ -13,8 +15,10 @@ import time
 
 import jax
 import jax.numpy as jnp
+from matplotlib.figure import Figure
 import numpy as np
 import optax
+import sparse_training
 
 import optax_lossscale as ols
 
@@ -22,6 +26,7 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))
 
 import digits  # noqa: E402
+import policies  # noqa: E402
 import transformer  # noqa: E402
 
 SEEDS = 3  # of the digits
@@ -43,15 +48,15 @@ RUNS = {
 
 def main():
   file = HERE / "policies.json"
-  results = json.loads(file.read_text()) if file.exists() else {}
-  for name, measure in (
-    ("probe_cost", time_probes),
-    ("digits", train_digits),
-    ("transformer", train_transformer),
-  ):
-    results[name] = measure()
+  for name in sys.argv[1:] or MEASURES:
+    found = MEASURES[name]()
+    results = json.loads(file.read_text()) if file.exists() else {}
+    results[name] = found
     file.write_text(json.dumps(results, indent=1) + "\n")
-    print(name, json.dumps(results[name], indent=1))
+    if name == "probe_cost":
+      print(name, found)
+    else:
+      policies.print_table(name.capitalize(), found)
 
 
 def train_digits():
@@ -78,7 +83,7 @@ def train_transformer():
   rows = {}
   for name, policy in RUNS.items():
     run = transformer.train(text, policy, STEPS)
-    metrics = ols.probe_metrics(jnp.asarray(run.cotangents))
+    metrics = ols.diagnostics.probe_metrics(jnp.asarray(run.cotangents))
     rows[name] = {
       "test_loss": [run.test_loss],
       "skipped": [int(run.skipped.sum())],
@@ -88,11 +93,35 @@ def train_transformer():
   return rows
 
 
+def train_sparse(name):
+  """A task whose batches mostly have gradients of exactly zero."""
+  runs = sparse_training.train_all(sparse_training.TASKS[name]())
+  draw_sparse(name, runs)
+  return sparse_training.summarize(runs)
+
+
+def draw_sparse(name, runs):
+  """The scale of the first seed over the steps, and the steps it lost."""
+  figure = Figure(figsize=(8, 3.5), layout="constrained")
+  axes = figure.subplots()
+  for policy, color in (("dynamic", "tab:orange"), ("headroom", "tab:blue")):
+    run = runs[policy]
+    log2_scales = np.log2(run.scales[0])
+    (lost,) = np.nonzero(run.informative[0] & ~run.finite[0])
+    label = f"{policy}: {lost.size} of {run.informative[0].sum()} lost"
+    axes.plot(log2_scales, color=color, lw=1, label=label)
+    axes.plot(lost, log2_scales[lost], "x", color=color)
+  axes.set(xlabel="step", ylabel="log2 of the loss scale", title=name)
+  axes.legend()
+  axes.grid(alpha=0.3)
+  figure.savefig(HERE / f"policies_{name}.png", dpi=100)
+
+
 def time_probes():
   """Whole training steps with and without probes, by turns; milliseconds."""
   text = transformer.load_text()[0]
   params = transformer.init_params(jax.random.key(0))
-  slots = ols.probe_slots(transformer.LAYERS)
+  slots = ols.diagnostics.probe_slots(transformer.LAYERS)
   batch = transformer.sample_batch(np.random.default_rng(0), text)
   tx = ols.with_loss_scaling(optax.adamw(1e-3), ols.HeadroomLossScale())
   opt_state = tx.init(params)
@@ -102,7 +131,8 @@ def time_probes():
     loss, (grads, cotangents) = ols.value_and_grad(
       transformer.loss_fn, opt_state, argnums=(0, 1)
     )(params, slots, batch)
-    return loss, tx.update(grads, opt_state, params, cotangents=cotangents)
+    evidence = ols.diagnostics.probe_evidence(cotangents, opt_state)
+    return loss, tx.update(grads, opt_state, params, **evidence)
 
   @jax.jit
   def without(params, opt_state):
@@ -127,6 +157,14 @@ def time_probes():
     "ratio": np.percentile(ratios, [25, 50, 75]).round(4).tolist()
   }
 
+
+MEASURES = {
+  "hinge": lambda: train_sparse("hinge"),
+  "masked": lambda: train_sparse("masked"),
+  "digits": train_digits,
+  "transformer": train_transformer,
+  "probe_cost": time_probes,
+}
 
 if __name__ == "__main__":
   main()
