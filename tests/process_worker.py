@@ -11,8 +11,8 @@ from pathlib import Path
 import signal
 import sys
 
-import devices
-from devices_runs import ShardedRun, ShardMapRun
+from helpers import exact_model, sharding
+from helpers.sharded_runs import ShardedRun, ShardMapRun
 import jax
 from jax.sharding import AxisType
 import numpy as np
@@ -44,7 +44,7 @@ def main(config):
 
 def train(config):
   """All steps in one program, under sharded jit and under shard_map."""
-  batches, _ = devices.make_batches(config["steps"])
+  batches, _ = exact_model.make_batches(config["steps"])
   return {
     "jit": ShardedRun("fsdp", AxisType.Auto).train(batches),
     "shard_map": ShardMapRun("two axes, sharded", False).train(batches),
@@ -56,7 +56,7 @@ def train_and_save(config):
   import orbax.checkpoint as ocp
 
   run = ShardedRun("fsdp", AxisType.Auto)
-  batches, _ = devices.make_batches(config["steps"])
+  batches, _ = exact_model.make_batches(config["steps"])
   checkpoint = Path(config["folder"]) / "checkpoint"
   saver = ocp.StandardCheckpointer()
   with jax.set_mesh(run.mesh):
@@ -78,7 +78,7 @@ def train_and_save(config):
 
 def flatten(tree):
   """Each leaf's parts by where they are; replicas in a process are equal."""
-  devices.assert_replicas_equal(tree)
+  sharding.assert_replicas_equal(tree)
   return {
     json.dumps([jax.tree_util.keystr(path), _slices(shard)]): shard.data
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -3,17 +3,17 @@
 XLA reduces large arrays by other paths than small ones, and in other orders.
 """
 
+from helpers import optimizers
 from helpers.bits import same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax_battery
 import pytest
 
 import optax_lossscale as ols
 
-ALL = optax_battery.all_factories()
+ALL = optimizers.all_factories()
 BAD = [np.nan, np.inf, -np.inf]
 LEAVES = ["first", "middle", "zlast"]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -58,8 +58,8 @@ def check_skips(name, shapes, dtype):
       .reshape(grad.shape)
       for i, (name, grad) in enumerate(grads.items())
     }
-    value = optax_battery.sum_of_squares(params)
-    updates, new_state = optax_battery.update(
+    value = optimizers.sum_of_squares(params)
+    updates, new_state = optimizers.update(
       name, tx, value, grads, state, params
     )
     return optax.apply_updates(params, updates), new_state

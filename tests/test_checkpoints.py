@@ -1,14 +1,14 @@
 """Save and restore at any step; adopt the wrapper, and leave it again."""
 
-from ecosystem import (
+from flax import serialization
+from helpers.bits import assert_same_bits
+from helpers.small_model import (
   init_params,
   loss_fn,
   make_batches,
   make_step,
   overflowing,
 )
-from flax import serialization
-from helpers.bits import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax

@@ -4,7 +4,7 @@ Gradients are accumulated with ``lax.scan`` inside the sharded step. What is
 dropped depends on where the wrapper stands: around the accumulation, or inside.
 """
 
-import devices
+from helpers import sharding
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -91,23 +91,23 @@ def make_data():
 
 def run(tx, step, mode, data):
   """The params and loss-scale states after each step, params sharded."""
-  mesh = devices.make_mesh((8,), ("data",), AxisType.Auto)
+  mesh = sharding.make_mesh((8,), ("data",), AxisType.Auto)
   params = jnp.ones(8)
-  specs = P("data"), devices.state_specs(tx, params, P("data"))
+  specs = P("data"), sharding.state_specs(tx, params, P("data"))
   if mode == "shard_map":
     step = jax.shard_map(
       step, mesh=mesh, in_specs=(*specs, P(None, "data")), out_specs=specs
     )
-  carry = jax.device_put((params, tx.init(params)), devices.named(mesh, specs))
+  carry = jax.device_put((params, tx.init(params)), sharding.named(mesh, specs))
   step = jax.jit(step)
   history = []
   for micro_batches in data:
     batches = jax.device_put(
-      micro_batches, devices.named(mesh, P(None, "data"))
+      micro_batches, sharding.named(mesh, P(None, "data"))
     )
     new = step(*carry, batches)
-    devices.assert_shardings_equal(new, carry)
-    devices.assert_replicas_equal(new)
+    sharding.assert_shardings_equal(new, carry)
+    sharding.assert_replicas_equal(new)
     carry = new
     history.append(carry)
   params, states = zip(*history, strict=True)

@@ -1,6 +1,6 @@
 """Sums of float16 gradients over devices overflow sooner with more of them."""
 
-import devices
+from helpers import sharding
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -60,14 +60,14 @@ def test_a_mean_per_device_before_the_sum_fits_any_number_of_devices(n_devices):
 @pytest.mark.parametrize("is_mean", [False, True])
 def test_under_jit_the_mean_over_the_whole_batch_is_the_cure(is_mean):
   """jit has no varying parameters; the sum stays in float16, and small."""
-  mesh = devices.make_mesh((8,), ("data",), AxisType.Auto)
+  mesh = sharding.make_mesh((8,), ("data",), AxisType.Auto)
 
   def loss(w, x):
     losses = (w.astype(jnp.float16) * x).astype(jnp.float32)
     return jnp.mean(losses) if is_mean else jnp.sum(losses)
 
-  x = jax.device_put(make_examples(8), devices.named(mesh, P("data")))
-  w = jax.device_put(jnp.float32(1), devices.named(mesh, P()))
+  x = jax.device_put(make_examples(8), sharding.named(mesh, P("data")))
+  w = jax.device_put(jnp.float32(1), sharding.named(mesh, P()))
   grad = jax.jit(lambda w, x: ols.grad(loss, STATE)(w, x))(w, x)
   assert grad == PER_DEVICE / SCALE if is_mean else np.isinf(grad)
 
@@ -75,7 +75,7 @@ def test_under_jit_the_mean_over_the_whole_batch_is_the_cure(is_mean):
 def test_gradients_widened_before_a_psum_by_hand_are_summed_in_float32():
   """check_vma=False and pmap: what ols.grad returns is float32 already."""
   loss = lambda w, x: jnp.sum(w.astype(jnp.float16) * x).astype(jnp.float32)
-  mesh = devices.make_mesh((8,), ("data",))
+  mesh = sharding.make_mesh((8,), ("data",))
   fun = jax.shard_map(
     lambda w, x: lax.psum(ols.grad(loss, STATE)(w, x), "data"),
     mesh=mesh,

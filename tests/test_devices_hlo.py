@@ -3,7 +3,7 @@
 from collections import Counter
 import dataclasses
 
-import devices
+from helpers import sharding
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def test_over_two_axes_sharded_jit_gains_what_any_global_scalar_costs(
   clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
   assert gain(scaled, bare) == gain(compile_jit("2x4", axis_type, clip), bare)
   assert set(gain(scaled, bare)) == {"all-reduce"}
-  scalars = map(devices.count_scalar_all_reduces, (scaled, bare))
+  scalars = map(sharding.count_scalar_all_reduces, (scaled, bare))
   assert gain(scaled, bare)["all-reduce"] == next(scalars) - next(scalars)
 
 
@@ -168,19 +168,19 @@ def test_in_sharded_jit_scaled_gradients_cost_no_more_than_true_ones(layout):
 
 def gain(compiled, bare):
   """What one program sends more than another, which sends nothing more."""
-  counts = devices.count_wire_ops(compiled)
-  counts.subtract(devices.count_wire_ops(bare))
+  counts = sharding.count_wire_ops(compiled)
+  counts.subtract(sharding.count_wire_ops(bare))
   return Counter({name: n for name, n in counts.items() if n})
 
 
 def compile_jit(layout, axis_type, tx, depth=2):
   """A step of a multilayer perceptron in float16, compiled."""
   mesh, even, odd, batch_spec = LAYOUTS[layout]
-  mesh = devices.make_mesh(*mesh, axis_type)
+  mesh = sharding.make_mesh(*mesh, axis_type)
   specs = [(even, odd)[i % 2] for i in range(depth)]
   shapes = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * depth
-  shardings = devices.named(
-    mesh, (specs, devices.state_specs(tx, shapes, specs), batch_spec)
+  shardings = sharding.named(
+    mesh, (specs, sharding.state_specs(tx, shapes, specs), batch_spec)
   )
   batch = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float16)
   args = jax.tree.map(
@@ -215,7 +215,7 @@ def explicitly(weight, i, mesh, batch_spec):
 
 def compile_shard_map(spec, check_vma, *, depth=2, **options):
   """Such a step, its params replicated, or gathered for use."""
-  mesh = devices.make_mesh((8,), ("data",))
+  mesh = sharding.make_mesh((8,), ("data",))
   tx = optax.adam(1e-3)
   if options:
     tx = ols.with_loss_scaling(tx, **options)
@@ -230,7 +230,7 @@ def compile_shard_map(spec, check_vma, *, depth=2, **options):
     return jnp.sum(x.astype(jnp.float32) ** 2) / WIDTH**2
 
   reduces_by_hand = spec == P() and not check_vma
-  carry_specs = specs, devices.state_specs(tx, params, specs)
+  carry_specs = specs, sharding.state_specs(tx, params, specs)
   step = jax.shard_map(
     make_step(tx, loss_fn, "data" if reduces_by_hand else None),
     mesh=mesh,

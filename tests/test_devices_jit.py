@@ -2,9 +2,9 @@
 
 import functools
 
-import devices
-from devices_runs import JIT_LAYOUTS, ShardedRun
+from helpers import exact_model, sharding
 from helpers.bits import assert_same_bits
+from helpers.sharded_runs import JIT_LAYOUTS, ShardedRun
 import jax
 from jax.sharding import AxisType
 import numpy as np
@@ -21,11 +21,11 @@ AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
 @pytest.mark.parametrize("layout", JIT_LAYOUTS)
 def test_fifty_steps_on_eight_devices_are_those_on_one(layout, axis_type):
   run = ShardedRun(layout, axis_type)
-  batches, finite = devices.make_batches(STEPS)
+  batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
   expected = one_device()
   assert_same_bits((params, opt_state, scales), expected)
-  devices.assert_replicas_equal((params, opt_state))
+  sharding.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)
   assert state.total_notfinite == np.sum(~finite) > 5
   assert len(np.unique(scales)) > 3
@@ -49,10 +49,10 @@ def test_an_overflow_in_one_shard_of_one_param_skips_the_step_everywhere(
     start = run.start()
     applied = step(*start, run.put(batch))
     skipped = step(*applied, run.put(overflow))
-  devices.assert_replicas_equal((applied, skipped))
+  sharding.assert_replicas_equal((applied, skipped))
   # Sharded as it was, on both kinds of step.
-  devices.assert_shardings_equal(applied, start)
-  devices.assert_shardings_equal(skipped, start)
+  sharding.assert_shardings_equal(applied, start)
+  sharding.assert_shardings_equal(skipped, start)
   assert_same_bits(skipped[0], applied[0])
   assert_same_bits(skipped[1].inner_state, applied[1].inner_state)
   assert np.any(applied[0]["table"] != start[0]["table"])
@@ -81,13 +81,13 @@ def test_a_step_compiles_for_a_state_that_only_eval_shape_has_seen(axis_type):
     x.shape, x.dtype, sharding=sharding
   )
   with jax.set_mesh(run.mesh):
-    params = jax.tree.map(describe, devices.init_params(), run.shardings)
+    params = jax.tree.map(describe, exact_model.init_params(), run.shardings)
     opt_state = jax.eval_shape(run.tx.init, params)
     opt_state = jax.tree.map(describe, opt_state, run.state_shardings)
     batch = run.put(make_two_batches()[0])
     step = jax.jit(run.step).lower(params, opt_state, batch).compile()
     after = step(*run.start(), batch)
-  devices.assert_shardings_equal(after, (params, opt_state))
+  sharding.assert_shardings_equal(after, (params, opt_state))
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
@@ -113,12 +113,12 @@ def test_many_sharded_steps_compile_once_and_touch_no_host(axis_type):
 
 @functools.cache
 def one_device():
-  batches, _ = devices.make_batches(STEPS)
-  return devices.train_on_one_device(devices.make_optimizer(), batches)
+  batches, _ = exact_model.make_batches(STEPS)
+  return exact_model.train_on_one_device(exact_model.make_optimizer(), batches)
 
 
 def make_two_batches():
   """A finite one, and one that overflows in one entry of the table."""
-  batches, _ = devices.make_batches(2, overflows=0)
-  batches["table"][1, 3, 5, 6] = devices.OVERFLOWING
+  batches, _ = exact_model.make_batches(2, overflows=0)
+  batches["table"][1, 3, 5, 6] = exact_model.OVERFLOWING
   return [{name: x[i] for name, x in batches.items()} for i in range(2)]

@@ -2,9 +2,9 @@
 
 import functools
 
-import devices
-from devices_runs import SHARD_MAP_LAYOUTS, ShardMapRun
+from helpers import exact_model, sharding
 from helpers.bits import assert_same_bits
+from helpers.sharded_runs import SHARD_MAP_LAYOUTS, ShardMapRun
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ mapped_axes = pytest.mark.parametrize("mapped", ["pmap", "vmap"])
 @pytest.mark.parametrize("layout", SHARD_MAP_LAYOUTS)
 def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
   run = ShardMapRun(layout, check_vma)
-  batches, finite = devices.make_batches(STEPS)
+  batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
   assert_same_bits((params, opt_state, scales), one_device())
-  devices.assert_replicas_equal((params, opt_state))
+  sharding.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)
   assert state.total_notfinite == np.sum(~finite) > 5
 
@@ -55,7 +55,7 @@ def test_one_bad_entry_of_one_shard_makes_every_device_skip(
   new_params, new_state = update(grads, params, opt_state)
   assert_same_bits(new_params, params)
   assert_same_bits(new_state.inner_state, opt_state.inner_state)
-  devices.assert_replicas_equal((new_params, new_state))
+  sharding.assert_replicas_equal((new_params, new_state))
   assert not new_state.loss_scale_state.last_finite
 
 
@@ -70,7 +70,7 @@ def test_max_norm_under_shard_map_is_the_norm_of_the_whole(scaled):
   rng = np.random.default_rng(0)
   grads = {
     name: rng.normal(size=shape).astype(np.float32)
-    for name, shape in devices.SHAPES.items()
+    for name, shape in exact_model.SHAPES.items()
   }
   # A wrong norm is off by more than the leaves' shares of it.
   assert (
@@ -88,7 +88,7 @@ def test_max_norm_under_shard_map_is_the_norm_of_the_whole(scaled):
 
 def test_max_norm_counts_a_leaf_once_along_axes_that_are_not_named():
   """Sharded over data alone, with both axes named, and the other way round."""
-  mesh = devices.make_mesh((2, 4), ("data", "model"))
+  mesh = sharding.make_mesh((2, 4), ("data", "model"))
   tx = ols.with_loss_scaling(
     optax.sgd(1.0), axis_name=("model", "data"), max_norm=1.0
   )
@@ -135,18 +135,18 @@ def test_the_cure_for_that_error_clips_averaged_gradients(mapped):
 
 @mapped_axes
 def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
-  tx = devices.make_optimizer(axis_name="data")
+  tx = exact_model.make_optimizer(axis_name="data")
 
   def step(params, opt_state, batch):
     one_example = {name: x[None] for name, x in batch.items()}
-    grads = ols.grad(devices.loss_fn, opt_state)(params, one_example)
+    grads = ols.grad(exact_model.loss_fn, opt_state)(params, one_example)
     updates, opt_state = tx.update(lax.psum(grads, "data"), opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
-  train = lambda batches: devices.train(
-    step, params := devices.init_params(), tx.init(params), batches
+  train = lambda batches: exact_model.train(
+    step, params := exact_model.init_params(), tx.init(params), batches
   )
-  batches, _ = devices.make_batches(STEPS)
+  batches, _ = exact_model.make_batches(STEPS)
   by_device = {name: np.moveaxis(x, 1, 0) for name, x in batches.items()}
   replicas = map_over("data", mapped, train)(by_device)
   for i in range(8):
@@ -156,14 +156,14 @@ def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
 
 @mapped_axes
 def test_one_bad_replica_under_pmap_and_vmap_makes_all_skip(mapped):
-  tx = devices.make_optimizer(axis_name="data")
+  tx = exact_model.make_optimizer(axis_name="data")
   update = lambda g: tx.update(g, tx.init(g))
   grads = jnp.ones((8, 2)).at[3, 1].set(jnp.inf)
   updates, state = map_over("data", mapped, update)(grads)
   assert np.all(np.signbit(updates)) and not np.any(updates)
   assert not np.any(state.loss_scale_state.last_finite)
   # Without a name each decides alone, and replicas part.
-  alone = devices.make_optimizer()
+  alone = exact_model.make_optimizer()
   _, state = map_over("data", mapped, lambda g: alone.update(g, alone.init(g)))(
     grads
   )
@@ -171,11 +171,11 @@ def test_one_bad_replica_under_pmap_and_vmap_makes_all_skip(mapped):
 
 
 def test_vmapped_seeds_have_a_scale_and_a_flag_each():
-  tx = devices.make_optimizer()
-  step = functools.partial(devices.train_step, tx)
-  train = jax.jit(lambda *args: devices.train(step, *args))
-  seeds = [devices.make_batches(STEPS, seed)[0] for seed in range(4)]
-  params = devices.init_params()
+  tx = exact_model.make_optimizer()
+  step = functools.partial(exact_model.train_step, tx)
+  train = jax.jit(lambda *args: exact_model.train(step, *args))
+  seeds = [exact_model.make_batches(STEPS, seed)[0] for seed in range(4)]
+  params = exact_model.init_params()
   start = params, tx.init(params)
   together = jax.vmap(train, in_axes=(None, None, 0))(
     *start, jax.tree.map(lambda *x: np.stack(x), *seeds)
@@ -189,19 +189,19 @@ def test_vmapped_seeds_have_a_scale_and_a_flag_each():
 
 @both_check_vma
 def test_a_callers_flag_from_one_device_counts_for_all(check_vma):
-  tx = devices.make_optimizer(axis_name="data")
+  tx = exact_model.make_optimizer(axis_name="data")
 
   def update(grad):
     mine = lax.axis_index("data") != 3
     return tx.update(grad, tx.init(grad), grads_finite=mine)
 
-  mesh = devices.make_mesh((8,), ("data",))
+  mesh = sharding.make_mesh((8,), ("data",))
   update = jax.shard_map(
     update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma
   )
   updates, state = jax.jit(update)(jnp.ones(2))
   assert np.all(np.signbit(updates)) and not np.any(updates)
-  devices.assert_replicas_equal(state)
+  sharding.assert_replicas_equal(state)
   assert not state.loss_scale_state.last_finite
 
 
@@ -214,7 +214,7 @@ def test_a_nan_that_one_devices_optimizer_made_counts_for_all(check_vma):
 
   inner = optax.GradientTransformation(lambda _: (), break_on_shard_3)
   tx = ols.with_loss_scaling(inner, axis_name="data", check_updates=True)
-  mesh = devices.make_mesh((8,), ("data",))
+  mesh = sharding.make_mesh((8,), ("data",))
   update = jax.shard_map(
     lambda grad: tx.update(grad, tx.init(grad)),
     mesh=mesh,
@@ -224,7 +224,7 @@ def test_a_nan_that_one_devices_optimizer_made_counts_for_all(check_vma):
   )
   updates, state = jax.jit(update)(jnp.ones(8))
   assert np.all(np.signbit(updates)) and not np.any(updates)
-  devices.assert_replicas_equal(state)
+  sharding.assert_replicas_equal(state)
   assert not state.loss_scale_state.last_finite
 
 
@@ -234,13 +234,13 @@ def test_a_policy_is_given_the_largest_gradient_of_all_devices(check_vma):
   tx = ols.with_loss_scaling(optax.sgd(1.0), policy, axis_name="data")
   update = jax.shard_map(
     lambda grad: tx.update(grad, tx.init(grad))[1],
-    mesh=devices.make_mesh((8,), ("data",)),
+    mesh=sharding.make_mesh((8,), ("data",)),
     in_specs=P("data"),
     out_specs=P(),
     check_vma=check_vma,
   )
   state = jax.jit(update)(jnp.array([1.0, 2, 3, -9, 5, 6, 7, 8]))
-  devices.assert_replicas_equal(state)
+  sharding.assert_replicas_equal(state)
   assert state.loss_scale_state.loss_scale == 9
 
 
@@ -248,7 +248,7 @@ def map_by(mapped, fun):
   """Maps a function of an array of eight over axis "data", one for each."""
   if mapped in ("pmap", "vmap"):
     return map_over("data", mapped, fun)
-  mesh = devices.make_mesh((8,), ("data",))
+  mesh = sharding.make_mesh((8,), ("data",))
   specs = {"in_specs": P("data"), "out_specs": P("data")}
   fun_of_part = lambda part: fun(part[0])[None]
   return jax.shard_map(
@@ -303,5 +303,5 @@ def map_over(axis_name, mapped, fun):
 
 @functools.cache
 def one_device():
-  batches, _ = devices.make_batches(STEPS)
-  return devices.train_on_one_device(devices.make_optimizer(), batches)
+  batches, _ = exact_model.make_batches(STEPS)
+  return exact_model.train_on_one_device(exact_model.make_optimizer(), batches)

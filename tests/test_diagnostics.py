@@ -1,8 +1,8 @@
 """Which leaves overflow, and why a run is stuck."""
 
-from array_kinds import AS_ARRAYS, bad_weight, shard
 import equinox as eqx
 from flax import nnx
+from helpers.leaves import AS_ARRAYS, bad_weight, shard
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType

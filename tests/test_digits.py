@@ -2,17 +2,16 @@
 
 import importlib.util
 import os
-import pathlib
 import subprocess
 import sys
 
+from helpers import ROOT
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "digits.py"
 
 

@@ -5,13 +5,13 @@ without either is here.
 """
 
 import json
-import pathlib
 import re
+
+from helpers import ROOT
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics, interop, plots
 
-ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 API_PAGES = sorted((DOCS / "api").glob("*.md"))
 GUIDES = sorted(DOCS.glob("*.md"))

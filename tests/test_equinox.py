@@ -1,9 +1,9 @@
 """Equinox: models with static leaves, filtered transformations."""
 
 import chex
-from ecosystem import make_batches, overflowing
 import equinox as eqx
 from helpers.bits import assert_same_bits
+from helpers.small_model import make_batches, overflowing
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -5,13 +5,13 @@ import pathlib
 import subprocess
 import sys
 
+from helpers import ROOT
 import pytest
 
 import optax_lossscale as ols
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).parents[1]
 # What each says last; examples with tests of their own are not here.
 LAST_LINES = {
   "equinox_mlp": "loss scale 32768, skipped 0",

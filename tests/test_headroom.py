@@ -4,11 +4,11 @@ import dataclasses
 import functools
 import importlib
 import math
-import pathlib
 import pickle
 import sys
 
 import flax.serialization
+from helpers import policy_models, ROOT
 from helpers.bits import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +18,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import policy_models
 import pytest
 
 import optax_lossscale as ols
@@ -340,7 +339,7 @@ def test_caution_is_learned_where_larger_values_on_the_way_overflow():
 
 
 def load_benchmark():
-  folder = pathlib.Path(__file__).parents[1] / "benchmarks"
+  folder = ROOT / "benchmarks"
   sys.path.insert(0, str(folder))
   try:
     return importlib.import_module("policies")

@@ -6,7 +6,7 @@ The oracles restate `apex/amp/scaler.py` and `csrc/update_scale_hysteresis.cu`.
 import random
 
 from golden import record_common as common
-import interop_replay
+from helpers import interop_replay
 import numpy as np
 import pytest
 

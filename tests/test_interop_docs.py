@@ -1,13 +1,13 @@
 """The page for migrants: its versions are the recorded."""
 
 import json
-import pathlib
 import re
 
 from golden import record_common as common
+from helpers import ROOT
 import pytest
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "migrating.md"
+PAGE = ROOT / "docs" / "migrating.md"
 
 
 def test_the_versions_on_the_page_are_those_that_were_recorded():

@@ -2,7 +2,7 @@
 
 import re
 
-import interop_samples as samples
+from helpers import interop_samples as samples
 import jax
 import jax.numpy as jnp
 import pytest

@@ -5,9 +5,9 @@
 
 import sys
 
+from helpers import interop_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
-import interop_samples as samples
 import jax
 import jax.numpy as jnp
 import numpy as np

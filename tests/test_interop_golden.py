@@ -9,7 +9,7 @@ import dataclasses
 import functools
 
 from golden import record_common as common
-import interop_replay
+from helpers import interop_replay
 import numpy as np
 import pytest
 

@@ -1,6 +1,6 @@
 """Every config that Keras and TensorFlow write: read, or refused as there."""
 
-import interop_samples as samples
+from helpers import interop_samples as samples
 import pytest
 
 import optax_lossscale as ols

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import types
 
-import interop_samples as samples
+from helpers import interop_samples as samples
 import jax
 import jax.numpy as jnp
 import numpy as np

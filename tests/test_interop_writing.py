@@ -3,8 +3,8 @@
 import dataclasses
 
 from golden import record_common as common
-import interop_replay
-import interop_samples as samples
+from helpers import interop_replay
+from helpers import interop_samples as samples
 import jax
 import jax.numpy as jnp
 import optax

@@ -2,7 +2,7 @@
 
 import json
 
-from ecosystem import (
+from helpers.small_model import (
   half_loss_fn,
   init_params,
   make_batches,

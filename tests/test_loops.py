@@ -3,7 +3,8 @@
 import dataclasses
 
 import chex
-from ecosystem import (
+from helpers.bits import assert_same_bits
+from helpers.small_model import (
   half_loss_fn,
   init_params,
   loss_fn,
@@ -11,7 +12,6 @@ from ecosystem import (
   make_step,
   overflowing,
 )
-from helpers.bits import assert_same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np

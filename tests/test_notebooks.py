@@ -1,16 +1,13 @@
 """The notebooks run, and are kept as a reader wants to find them."""
 
-import pathlib
 import re
 
+from helpers import ROOT
 import nbclient
 import nbformat
 import pytest
 
-NOTEBOOKS = sorted(
-  (pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb")
-)
-ROOT = pathlib.Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 each_notebook = pytest.mark.parametrize(
   "path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS]

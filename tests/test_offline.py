@@ -1,13 +1,13 @@
 """What `make docs` refuses: pages that load something from another server."""
 
-import pathlib
 import runpy
 import subprocess
 import sys
 
+from helpers import ROOT
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "tools" / "offline.py"
+SCRIPT = ROOT / "tools" / "offline.py"
 loaded_from_elsewhere = runpy.run_path(str(SCRIPT))["loaded_from_elsewhere"]
 
 

@@ -4,17 +4,16 @@ import functools
 import inspect
 import json
 import os
-import pathlib
 import platform
 import subprocess
 import sys
 
-from ecosystem import init_params
+from helpers import optax_battery, optimizers, ROOT
 from helpers.bits import assert_same_bits
+from helpers.small_model import init_params
 import jax
 import jax.numpy as jnp
 import optax
-import optax_battery
 import pytest
 
 import optax_lossscale as ols
@@ -39,7 +38,7 @@ STATIC = {
   "seed",
 }
 
-FACTORIES = optax_battery.all_factories()
+FACTORIES = optimizers.all_factories()
 # Some are deprecated, or take an argument that is.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 
@@ -50,9 +49,9 @@ each_that_accumulates = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("module", optax_battery.MODULES)
+@pytest.mark.parametrize("module", optimizers.MODULES)
 def test_no_exported_optimizer_is_missing(module):
-  namespace, table = optax_battery.MODULES[module]
+  namespace, table = optimizers.MODULES[module]
   marks = {"learning_rate", "max_learning_rate", "optimizer", "base_optimizer"}
   exported = {
     name
@@ -69,20 +68,20 @@ def test_no_exported_optimizer_is_missing(module):
   platform.machine() != "x86_64",
   reason="XLA leaves the multiply-add out for x86 processors only",
 )
-@pytest.mark.parametrize("module", optax_battery.MODULES)
+@pytest.mark.parametrize("module", optimizers.MODULES)
 def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
   # At the scales 1 and 2**15, with gradients scaled and true; a skipped step
   # is as if it had not been; one trace; the loss falls.
-  root = pathlib.Path(ols.__file__).parents[1]
+  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
   process = subprocess.run(
     [sys.executable, "-W", "ignore", optax_battery.__file__, module],
-    env=os.environ | optax_battery.ENVIRONMENT | {"PYTHONPATH": str(root)},
+    env=os.environ | optax_battery.ENVIRONMENT | {"PYTHONPATH": path},
     stdout=subprocess.PIPE,
     check=True,
   )
   expected = optax_battery.expected_of_each()
   found = json.loads(process.stdout)
-  assert list(found) == list(optax_battery.factories(module))
+  assert list(found) == list(optimizers.factories(module))
   wrong = {
     f"{name}, {what}": found[name][what]
     for name in found
@@ -152,7 +151,7 @@ def check_types(name, tx, dtype=jnp.float32):
   """Traces a step; a second one would find the same types."""
   params = optax.tree.cast(init_params(), dtype)
   # The loss of a model of any type is float32.
-  step = functools.partial(optax_battery.update, name, tx, jnp.float32(1))
+  step = functools.partial(optimizers.update, name, tx, jnp.float32(1))
   state = jax.eval_shape(tx.init, params)
   updates, new_state = jax.eval_shape(step, params, state, params)
   assert jax.eval_shape(lambda: params) == updates

@@ -4,7 +4,8 @@ An overflow strikes in the middle of each run.
 """
 
 import chex
-from ecosystem import (
+from helpers.bits import assert_same_bits, same_bits
+from helpers.small_model import (
   init_params,
   loss_fn,
   make_batches,
@@ -12,7 +13,6 @@ from ecosystem import (
   overflowing,
   train,
 )
-from helpers.bits import assert_same_bits, same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -9,11 +9,11 @@ import re
 import subprocess
 import sys
 
+from helpers import ROOT
 import pytest
 
 import optax_lossscale as ols
 
-ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "optax_lossscale"
 SUBMODULES = ("diagnostics", "interop", "plots")
 

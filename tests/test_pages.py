@@ -1,8 +1,6 @@
 """The code on each page runs from top to bottom, once."""
 
-import pathlib
-
-from helpers import markdown
+from helpers import markdown, ROOT
 import jax
 from jax.sharding import PartitionSpec as P
 import matplotlib
@@ -11,7 +9,6 @@ import pytest
 
 import optax_lossscale as ols
 
-ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [
   path
   for folder in (ROOT, ROOT / "benchmarks", ROOT / "docs", ROOT / "docs/api")

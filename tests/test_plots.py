@@ -3,7 +3,7 @@
 import builtins
 import sys
 
-from array_kinds import AS_ARRAYS, bad_weight
+from helpers.leaves import AS_ARRAYS, bad_weight
 from jax import lax
 import jax.numpy as jnp
 import matplotlib

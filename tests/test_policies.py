@@ -5,12 +5,12 @@ import functools
 import itertools
 import pickle
 
+from helpers.policy_models import Model
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-from policy_models import Model
 import pytest
 
 import optax_lossscale as ols

@@ -1,8 +1,8 @@
 """Probes: they change nothing, count everything once, and are heard."""
 
 import math
-import pathlib
 
+from helpers import ROOT
 import jax
 from jax import export
 import jax.numpy as jnp
@@ -402,7 +402,7 @@ def test_probes_work_under_strict_promotion():
 def test_the_transformer_of_the_examples_learns_and_loses_no_step(
   monkeypatch, tmp_path
 ):
-  folder = pathlib.Path(__file__).parents[1] / "examples"
+  folder = ROOT / "examples"
   monkeypatch.syspath_prepend(str(folder))
   import transformer
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-import devices
+from helpers import exact_model, ROOT
 import jax
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ import pytest
 pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("process_worker.py")
-ROOT = WORKER.parents[1]
 EXAMPLE = ROOT / "examples" / "multihost.py"
 STEPS = 50
 # Far more than is needed, for machines with more to do than processors.
@@ -130,7 +129,8 @@ class Processes:
 
 
 def environment():
-  path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+  old = filter(None, [os.environ.get("PYTHONPATH")])
+  path = [str(ROOT), str(ROOT / "tests"), *old]
   return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
@@ -142,8 +142,8 @@ def free_port():
 
 @functools.cache
 def one_device(steps):
-  batches, _ = devices.make_batches(steps)
-  return devices.train_on_one_device(devices.make_optimizer(), batches)
+  batches, _ = exact_model.make_batches(steps)
+  return exact_model.train_on_one_device(exact_model.make_optimizer(), batches)
 
 
 def assert_equal(folder, n_processes, expected):

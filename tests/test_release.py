@@ -1,6 +1,5 @@
 """What is published: both distributions are built, looked into, and used."""
 
-import pathlib
 import re
 import subprocess
 import sys
@@ -9,14 +8,13 @@ import tarfile
 import venv
 import zipfile
 
-from helpers import markdown
+from helpers import markdown, ROOT
 import pytest
 
 import optax_lossscale as ols
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).parents[1]
 NAME = f"optax_lossscale-{ols.__version__}"
 
 

@@ -1,6 +1,6 @@
 """What a dtype does to gradients at a loss scale, against plain rounding."""
 
-from array_kinds import shard
+from helpers.leaves import shard
 import jax
 import jax.numpy as jnp
 import numpy as np

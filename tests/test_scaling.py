@@ -9,11 +9,11 @@ import warnings
 import equinox as eqx
 from flax import nnx
 from helpers.bits import same_bits
+from helpers.leaves import FLOATS, OTHERS, ZOO
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import FLOATS, OTHERS, ZOO
 
 import optax_lossscale as ols
 

@@ -2,14 +2,13 @@
 
 from typing import Any, NamedTuple
 
-import ecosystem
-from ecosystem import loss_fn, make_batches
+from helpers import optimizers, small_model
 from helpers.bits import assert_same_bits
+from helpers.small_model import loss_fn, make_batches
 import jax
 from jax import lax
 import jax.numpy as jnp
 import optax
-import optax_battery
 import pytest
 
 import optax_lossscale as ols
@@ -297,8 +296,8 @@ def battery():
       id=f"{module}.{name}",
       marks=pytest.mark.slow if name in LONG else (),
     )
-    for module in optax_battery.MODULES
-    for name, made in optax_battery.factories(module).items()
+    for module in optimizers.MODULES
+    for name, made in optimizers.factories(module).items()
   ]
 
 
@@ -309,12 +308,12 @@ def test_each_optimizer_gives_what_the_plain_select_gives(
   name, factory, kwargs
 ):
   tx = optax.with_extra_args_support(factory(**kwargs))
-  params = ecosystem.init_params()
+  params = small_model.init_params()
   (batch,) = make_batches(1)
-  value, grads = optax_battery.loss_and_grads(
+  value, grads = optimizers.loss_and_grads(
     name, jax.value_and_grad(loss_fn), params, batch
   )
-  extra = optax_battery.extra_args(
+  extra = optimizers.extra_args(
     name, value, grads, lambda params: loss_fn(params, batch)
   )
 

@@ -7,7 +7,7 @@ with the value itself. It must not be able to tell the two apart.
 import functools
 import re
 
-import devices
+from helpers import sharding
 import jax
 from jax import lax
 from jax.experimental.compute_on import compute_on
@@ -64,7 +64,7 @@ def test_each_device_may_train_adam_alone_where_types_tell_what_varies(jit):
   together = jax.jit(
     jax.shard_map(
       train,
-      mesh=devices.make_mesh((8,), ("data",)),
+      mesh=sharding.make_mesh((8,), ("data",)),
       in_specs=(P("data"), P(None, "data")),
       out_specs=P("data"),
     )
@@ -95,7 +95,7 @@ def test_a_new_leaf_that_all_share_is_not_made_one_that_varies():
 
   inner = optax.GradientTransformation(init, update)
   tx = ols.with_loss_scaling(inner, axis_name="data")
-  mesh = devices.make_mesh((8,), ("data",))
+  mesh = sharding.make_mesh((8,), ("data",))
   update = jax.shard_map(
     lambda grads: tx.update(grads, tx.init(grads), grads)[0],
     mesh=mesh,
@@ -111,7 +111,7 @@ def test_a_new_leaf_that_all_share_is_not_made_one_that_varies():
 def test_adam_on_sharded_arrays_keeps_shardings_as_the_bare_one_does(
   axis_type, jit
 ):
-  mesh = devices.make_mesh((8,), ("x",), axis_type)
+  mesh = sharding.make_mesh((8,), ("x",), axis_type)
   adam = optax.adam(0.1)
   inner = optax.GradientTransformation(adam.init, jit(adam.update))
   tx = ols.with_loss_scaling(inner)
@@ -121,14 +121,14 @@ def test_adam_on_sharded_arrays_keeps_shardings_as_the_bare_one_does(
     bare_updates, bare = jax.jit(inner.update)(
       params, inner.init(params), params
     )
-  devices.assert_shardings_equal(updates, bare_updates)
-  devices.assert_shardings_equal(state.inner_state[0].mu, bare[0].mu)
+  sharding.assert_shardings_equal(updates, bare_updates)
+  sharding.assert_shardings_equal(state.inner_state[0].mu, bare[0].mu)
   np.testing.assert_allclose(updates, bare_updates, rtol=1e-6)
 
 
 def sharding_of_updates(update):
   """How a jitted step of wrapped and bare leave the updates on devices."""
-  mesh = devices.make_mesh((8,), ("x",))
+  mesh = sharding.make_mesh((8,), ("x",))
   sharded = NamedSharding(mesh, P("x"))
   inner = as_optimizer(update)
   found = []
@@ -144,14 +144,14 @@ def sharding_of_updates(update):
 
 
 def test_a_jit_inside_an_optimizer_keeps_its_out_shardings():
-  mesh = devices.make_mesh((8,), ("x",))
+  mesh = sharding.make_mesh((8,), ("x",))
   replicated = NamedSharding(mesh, P())
   update = jax.jit(ordinary, out_shardings=(replicated, None))
   assert sharding_of_updates(update) == [P(), P()]
 
 
 def test_a_constraint_on_a_new_moment_reaches_the_updates():
-  mesh = devices.make_mesh((8,), ("x",))
+  mesh = sharding.make_mesh((8,), ("x",))
   gather = lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
 
   def update(grads, state, params=None):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pickle
 
+from helpers.policy_models import Learned, Model
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
@@ -15,7 +16,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-from policy_models import Learned, Model
 
 import optax_lossscale as ols
 

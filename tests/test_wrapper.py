@@ -3,6 +3,7 @@
 import functools
 
 from helpers.bits import same_bits
+from helpers.leaves import FLOATS, OTHERS, ZOO
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
@@ -13,7 +14,6 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from zoo import FLOATS, OTHERS, ZOO
 
 import optax_lossscale as ols
 

@@ -1,14 +1,14 @@
-"""The exact problem of ``devices`` under sharded jit, and under shard_map."""
+"""The problem of ``exact_model`` under sharded jit, and under shard_map."""
 
 import functools
 
-import devices
 import jax
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import optax
 
+from helpers import exact_model, sharding
 import optax_lossscale as ols
 
 # Name: (shape and names of the mesh, specs of the params, of a batch).
@@ -68,43 +68,43 @@ class ShardedRun:
 
   def __init__(self, layout, axis_type):
     mesh, specs, batch_specs = JIT_LAYOUTS[layout]
-    self.tx = devices.make_optimizer()
-    self.mesh = devices.make_mesh(*mesh, axis_type)
-    self.shardings = devices.named(self.mesh, specs)
+    self.tx = exact_model.make_optimizer()
+    self.mesh = sharding.make_mesh(*mesh, axis_type)
+    self.shardings = sharding.named(self.mesh, specs)
     self.batch_specs = batch_specs
     # How the model computes: params are whole along the axis of the batch.
     self.gathered = jax.tree.map(
       lambda spec: P(*(None if axis == "data" else axis for axis in spec)),
       specs,
-      is_leaf=devices.is_spec,
+      is_leaf=sharding.is_spec,
     )
     self.is_explicit = axis_type == AxisType.Explicit
-    self.state_shardings = devices.named(
-      self.mesh, devices.state_specs(self.tx, devices.init_params(), specs)
+    self.state_shardings = sharding.named(
+      self.mesh, sharding.state_specs(self.tx, exact_model.init_params(), specs)
     )
 
   def start(self):
-    params = devices.put(devices.init_params(), self.shardings)
+    params = sharding.put(exact_model.init_params(), self.shardings)
     init = jax.jit(self.tx.init, out_shardings=self.state_shardings)
     return params, init(params)
 
   def step(self, params, opt_state, batch):
-    return devices.train_step(self.tx, params, opt_state, batch, self.loss)
+    return exact_model.train_step(self.tx, params, opt_state, batch, self.loss)
 
   def loss(self, params, batch):
     if self.is_explicit:
       # The compiler does so by itself along axes of type Auto.
       params = jax.sharding.reshard(params, self.gathered)
-    return devices.loss_fn(params, batch)
+    return exact_model.loss_fn(params, batch)
 
   def put(self, batch):
-    return devices.put(batch, devices.named(self.mesh, self.batch_specs))
+    return sharding.put(batch, sharding.named(self.mesh, self.batch_specs))
 
   def train(self, batches):
     stacked = {name: P(None, *s) for name, s in self.batch_specs.items()}
     with jax.set_mesh(self.mesh):
-      batches = devices.put(batches, devices.named(self.mesh, stacked))
-      run = jax.jit(lambda *args: devices.train(self.step, *args))
+      batches = sharding.put(batches, sharding.named(self.mesh, stacked))
+      run = jax.jit(lambda *args: exact_model.train(self.step, *args))
       return run(*self.start(), batches)
 
 
@@ -116,32 +116,32 @@ class ShardMapRun:
     self.names = ("data", "model")[: len(shape)]
     if sgd:
       self.tx = ols.with_loss_scaling(
-        optax.sgd(1.0), devices.POLICY, axis_name=axis_name, **options
+        optax.sgd(1.0), exact_model.POLICY, axis_name=axis_name, **options
       )
     else:
-      self.tx = devices.make_optimizer(axis_name=axis_name, **options)
-    self.mesh = devices.make_mesh(shape, self.names)
+      self.tx = exact_model.make_optimizer(axis_name=axis_name, **options)
+    self.mesh = sharding.make_mesh(shape, self.names)
     self.check_vma = check_vma
     # Only P() for the loss-scale state: JAX checks that it is replicated.
     self.carry_specs = (
       self.specs,
-      devices.state_specs(self.tx, devices.init_params(), self.specs),
+      sharding.state_specs(self.tx, exact_model.init_params(), self.specs),
     )
 
   def start(self):
-    params = devices.init_params()
+    params = exact_model.init_params()
     return params, self.tx.init(params)
 
   def train(self, batches):
     batch_specs = jax.tree.map(lambda _: P(None, self.names), self.specs)
     in_specs = (*self.carry_specs, batch_specs)
     train = self.shard_map(
-      functools.partial(devices.train, self.step),
+      functools.partial(exact_model.train, self.step),
       in_specs=in_specs,
       out_specs=(*self.carry_specs, P()),
     )
-    args = devices.put(
-      (*self.start(), batches), devices.named(self.mesh, in_specs)
+    args = sharding.put(
+      (*self.start(), batches), sharding.named(self.mesh, in_specs)
     )
     return jax.jit(train)(*args)
 
@@ -166,7 +166,7 @@ class ShardMapRun:
 
   def loss(self, params, batch):
     """This device's part; differentiated, gathering becomes scattering."""
-    return devices.loss_fn(
+    return exact_model.loss_fn(
       {name: self.gather(name, p) for name, p in params.items()}, batch
     )
 

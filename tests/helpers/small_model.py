@@ -1,4 +1,4 @@
-"""A tiny problem, and the loops over it, that ecosystem tests share."""
+"""A tiny problem, and the loops over it, for tests of what goes around them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,29 +1,28 @@
 """Trains with each optimizer that Optax exports, bare and wrapped.
 
-Run as a script, in a process of its own: it prints, as JSON, what it found for
-each optimizer. XLA's CPU compiler turns `a * b + c` into one instruction that
-rounds once, where both happen to be in one of its fusions. A wrapped optimizer
-is fused differently, so that a last bit differs here and there, by nobody's
-fault. Compiled for a processor without that instruction, every number has one
-meaning, and bare and wrapped runs can be compared bit for bit.
+Run as a script, in a process of its own, with `tests` in PYTHONPATH: it prints,
+as JSON, what it found for each optimizer. XLA's CPU compiler turns `a * b + c`
+into one instruction that rounds once, where both happen to be in one of its
+fusions. A wrapped optimizer is fused differently, so that a last bit differs
+here and there, by nobody's fault. Compiled for a processor without that
+instruction, every number has one meaning, and bare and wrapped runs can be
+compared bit for bit.
 """
 
-import inspect
 import json
 import sys
 
-from ecosystem import (
+import jax
+import optax
+
+from helpers.bits import same_bits
+from helpers.optimizers import extra_args, factories, loss_and_grads
+from helpers.small_model import (
   init_params,
   loss_fn,
   make_batches,
   overflowing,
 )
-from helpers.bits import same_bits
-import jax
-import jax.numpy as jnp
-import optax
-from optax import contrib
-
 import optax_lossscale as ols
 
 # AVX came before the multiply-add. Less optimization is as exact, and saves a
@@ -35,121 +34,6 @@ ENVIRONMENT = {
 STEPS = 6
 SCALES = (1.0, 2.0**15)
 IDIOMS = ("two_lines", "scaled")
-
-# Optimizers by name, with their arguments; a name that this version of Optax
-# does not have yet is passed over.
-OPTAX = {
-  "adabelief": {},
-  "adadelta": {"learning_rate": 1.0},
-  "adafactor": {},
-  "adagrad": {"learning_rate": 0.1},
-  "adam": {},
-  "adamax": {},
-  "adamaxw": {},
-  "adamw": {},
-  "adan": {},
-  "amsgrad": {},
-  "fromage": {},
-  "lamb": {},
-  "lars": {"learning_rate": 1.0},
-  "lbfgs": {},
-  "lion": {},
-  "nadam": {},
-  "nadamw": {},
-  "noisy_sgd": {"key": 0},
-  "novograd": {},
-  "optimistic_adam": {"optimism": 0.1},
-  "optimistic_adam_v2": {},
-  "optimistic_gradient_descent": {},
-  "polyak_sgd": {},
-  "radam": {},
-  "rmsprop": {"momentum": 0.9},
-  "rprop": {},
-  "sgd": {"momentum": 0.9, "nesterov": True},
-  "sign_sgd": {},
-  "signum": {},
-  "sm3": {"learning_rate": 0.1},
-  "yogi": {},
-}
-CONTRIB = {
-  "acprop": {},
-  "ademamix": {},
-  "adopt": {},
-  "cocob": {},
-  "dadapt_adamw": {},
-  "dog": {"learning_rate": 1.0},
-  "dowg": {"learning_rate": 1.0},
-  "dpsgd": {
-    "learning_rate": 0.1,
-    "l2_norm_clip": 1.0,
-    "noise_multiplier": 0.1,
-    "seed": 0,
-  },
-  "galore": {"rank": 2},
-  "madgrad": {},
-  "mechanize": {"base_optimizer": optax.sgd(0.1)},
-  "momo": {"learning_rate": 1.0},
-  "momo_adam": {},
-  "muon": {},
-  "prodigy": {"learning_rate": 1.0},
-  "schedule_free": {"base_optimizer": optax.sgd(0.1), "learning_rate": 0.1},
-  "schedule_free_adamw": {},
-  "schedule_free_sgd": {"learning_rate": 0.1},
-  "simplified_ademamix": {},
-  "sophia": {},
-}
-MODULES = {"optax": (optax, OPTAX), "optax.contrib": (contrib, CONTRIB)}
-
-# These take the loss as a function, each by its own name, and nothing that
-# the function does not take.
-NAMES_OF_FUNCTION = {"lbfgs": "value_fn", "sophia": "obj_fn"}
-
-
-def factories(module):
-  """Name to (factory, arguments), of those that this version exports."""
-  namespace, table = MODULES[module]
-  found = {}
-  for name, kwargs in table.items():
-    factory = getattr(namespace, name, None)
-    if factory is None:
-      continue
-    parameters = inspect.signature(factory).parameters
-    learning_rate = parameters.get("learning_rate")
-    if learning_rate and learning_rate.default is inspect.Parameter.empty:
-      kwargs = {"learning_rate": 0.01} | kwargs
-    found[name] = factory, kwargs
-  return found
-
-
-def all_factories():
-  """The same for both modules, by names such as `optax.adam`."""
-  return {
-    f"{module}.{name}": factory
-    for module in MODULES
-    for name, factory in factories(module).items()
-  }
-
-
-def sum_of_squares(params):
-  return sum(jnp.vdot(x, x).real for x in jax.tree.leaves(params))
-
-
-def update(name, tx, value, grads, state, params):
-  """An update by a name such as `optax.adam`, with all that it may need."""
-  _, name = name.rsplit(".", 1)
-  true_grads = jax.grad(sum_of_squares)(params)
-  if name == "dpsgd":  # of each example
-    grads = jax.tree.map(lambda x: x[None], grads)
-  extra = extra_args(name, value, true_grads, sum_of_squares)
-  return tx.update(grads, state, params, **extra)
-
-
-def extra_args(name, value, grads, fun):
-  """What some of the optimizers need beside the gradients."""
-  extra = {"value": value, "grad": grads}
-  if name in NAMES_OF_FUNCTION:
-    return extra | {NAMES_OF_FUNCTION[name]: fun}
-  return extra | {"not_expected": value}
 
 
 def make_steps(name, bare):
@@ -198,15 +82,6 @@ def make_steps(name, bare):
     ),
   }
   return steps, traces
-
-
-def loss_and_grads(name, differentiated, params, batch):
-  if name != "dpsgd":
-    return differentiated(params, batch)
-  # It wants the gradients of each example.
-  examples = jax.tree.map(lambda x: x[:, None], batch)
-  values, grads = jax.vmap(differentiated, (None, 0))(params, examples)
-  return jnp.mean(values), grads
 
 
 def trajectory(tx, step, batches, scale=None):

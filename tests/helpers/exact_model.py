@@ -5,13 +5,8 @@ exact in whatever order devices add; the optimizer multiplies by powers of two.
 What a run on eight devices computes must equal one device's bit for bit.
 """
 
-from collections import Counter
-import re
-
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
@@ -90,98 +85,3 @@ def train_on_one_device(tx, batches):
   step = lambda *args: train_step(tx, *args)
   run = jax.jit(lambda *args: train(step, *args))
   return run(params, tx.init(params), batches)
-
-
-def make_mesh(shape, names, axis_type=AxisType.Auto):
-  return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
-
-
-def named(mesh, specs):
-  """PartitionSpecs to NamedShardings."""
-  return jax.tree.map(
-    lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec
-  )
-
-
-def put(tree, shardings):
-  """Host data to devices, some of which may be other processes'."""
-  return jax.tree.map(
-    lambda x, sharding: jax.make_array_from_callback(
-      np.shape(x), sharding, lambda index: np.asarray(x)[index]
-    ),
-    tree,
-    shardings,
-  )
-
-
-def state_specs(tx, params, specs):
-  """The specs of an optimizer's state: its params' where it has such leaves.
-
-  Nothing is said about loss scaling: scalars are replicated, as they are in
-  any optimizer.
-  """
-  return optax.tree.map_params(
-    tx,
-    lambda _, spec: spec,
-    jax.eval_shape(tx.init, params),
-    specs,
-    transform_non_params=lambda _: P(),
-  )
-
-
-def is_spec(x):
-  return isinstance(x, P)
-
-
-def assert_shardings_equal(actual, expected):
-  def check(path, a, b):
-    where = jax.tree_util.keystr(path)
-    assert a.sharding.is_equivalent_to(b.sharding, b.ndim), (
-      f"{where}: {b.sharding} became {a.sharding}"
-    )
-
-  jax.tree_util.tree_map_with_path(check, actual, expected)
-
-
-def assert_replicas_equal(tree):
-  """Devices that hold the same part of an array hold the same bits."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    seen = {}
-    for shard in leaf.addressable_shards:
-      bits = np.asarray(shard.data).tobytes()
-      expected = seen.setdefault(str(shard.index), bits)
-      assert bits == expected, jax.tree_util.keystr(path)
-
-
-_WIRE_OPS = (
-  "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-  "|infeed|outfeed|recv|send"
-)
-
-
-def count_wire_ops(compiled):
-  """Counts what an optimized program sends to other devices, or the host.
-
-  Args:
-    compiled: what ``lower(...).compile()`` returns.
-
-  Returns:
-    A Counter of operations. Several all-reduces that XLA merged are one.
-  """
-  return Counter(name for name, _ in _wire_ops(compiled))
-
-
-def count_scalar_all_reduces(compiled):
-  """How many of the all-reduces carry nothing but scalars."""
-  is_scalars = lambda shapes: not re.search(r"\[\d", shapes)
-  return sum(
-    name == "all-reduce" and is_scalars(shapes)
-    for name, shapes in _wire_ops(compiled)
-  )
-
-
-def _wire_ops(compiled):
-  hlo = compiled.as_text()
-  assert "callback" not in hlo
-  pattern = rf" = (\(.*?\)|\S+) ({_WIRE_OPS})(?:-start)?\("
-  return [(name, shapes) for shapes, name in re.findall(pattern, hlo)]
