@@ -12,14 +12,16 @@ JAX_NIGHTLY = .venv-jax-nightly
 # Where JAX's developers publish a build of each day, as options of pip: their
 # installation page names the index. Without, the newest pre-release, if any.
 JAX_NIGHTLY_OPTIONS ?=
-CORE = _arrays _checks _powers_of_two _jaxprs _grads _state _axes _loss \
-  _scaling _policies _headroom _select _updates _wrapper
+CORE = _arrays _checks _powers_of_two _jaxprs _grads _state _axes \
+  _measurement _loss _scaling _policies _headroom _select _updates _wrapper
 # Not the pages, notebooks and plots, which are made with the newest versions,
 # nor what counts the equations or the instructions of a step: others there.
-OLDEST_TESTS ?= $(filter-out $(addprefix tests/test_,bit_identity.py cost.py \
-  digits.py docs.py kill.py notebooks.py package.py pages.py plots.py \
-  release.py soak.py subnormal.py), $(wildcard tests/test_*.py)) \
-  --deselect=tests/test_select.py::test_a_loop_that_makes_the_updates_too_is_selected_behind
+OLDEST_TESTS ?= tests $(addprefix --ignore=tests/, \
+  core/test_bit_identity.py core/test_cost.py core/test_kill.py \
+  core/test_soak.py core/test_subnormal.py diagnostics/test_plots.py \
+  package/test_package.py package/test_release.py pages/test_digits.py \
+  pages/test_docs.py pages/test_notebooks.py pages/test_pages.py) \
+  --deselect=tests/core/test_select.py::test_a_loop_that_makes_the_updates_too_is_selected_behind
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow coverage test-oldest test-jax-nightly nightly \
@@ -59,7 +61,7 @@ test-jax-nightly: ## Run both on today's build of JAX
 nightly: $(VENV)/installed-test ## Run what takes hours: 50 kills, 10,000 random programs
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m pytest --hypothesis-profile=nightly \
-	  tests/test_state_machine.py tests/test_interop_fuzz.py
+	  tests/policies/test_random_programs.py tests/interop/test_fuzz.py
 
 mutants: $(addprefix mutants-,$(CORE)) ## Break the core in one place at a time; tests must fail. An hour or more: -j2
 

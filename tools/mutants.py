@@ -23,27 +23,72 @@ from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
 ROOT = pathlib.Path(__file__).parents[1]
 # A mutant is done with its first failure: its own tests first, quick ones next.
+# `core/state` is tests/core/test_state.py.
 TESTS = {
-  "_arrays": ["scaling", "select_types", "wrapper", "headroom"],
-  "_checks": ["input", "report", "interop_errors"],
-  "_powers_of_two": ["state", "headroom"],
-  "_jaxprs": ["select", "select_types"],
-  "_grads": ["scaling", "input", "cost", "diagnostics", "wrapper", "headroom"],
-  "_state": ["state", "checkpoints", "flax_nnx"],
-  "_axes": ["devices_shard_map", "input", "select"],
-  "_loss": ["scaling", "input", "equinox", "flax_nnx"],
-  "_scaling": ["scaling", "input", "cost", "equinox", "flax_nnx", "wrapper"],
-  "_policies": ["input", "policies", "state_machine", "state", "headroom"],
-  "_headroom": ["headroom"],
-  "_select": [
-    "select",
-    "select_types",
-    "cost",
-    "state_machine",
-    "optax_compositions",
+  "_arrays": [
+    "core/scaling",
+    "core/select_types",
+    "core/wrapper",
+    "policies/headroom",
   ],
-  "_updates": ["wrapper", "flax_linen"],
-  "_wrapper": ["input", "wrapper", "cost", "select", "probes", "state_machine"],
+  "_checks": ["core/input", "diagnostics/report", "interop/errors"],
+  "_powers_of_two": ["core/state", "policies/headroom"],
+  "_jaxprs": ["core/select", "core/select_types"],
+  "_grads": [
+    "core/scaling",
+    "core/input",
+    "core/cost",
+    "diagnostics/leaves",
+    "core/wrapper",
+    "policies/headroom",
+  ],
+  "_state": ["core/state", "core/checkpoints", "frameworks/flax_nnx"],
+  "_axes": ["devices/shard_map", "core/input", "core/select"],
+  "_measurement": [
+    "core/input",
+    "core/wrapper",
+    "core/cost",
+    "devices/shard_map",
+    "policies/headroom",
+  ],
+  "_loss": [
+    "core/scaling",
+    "core/input",
+    "frameworks/equinox",
+    "frameworks/flax_nnx",
+  ],
+  "_scaling": [
+    "core/scaling",
+    "core/input",
+    "core/cost",
+    "frameworks/equinox",
+    "frameworks/flax_nnx",
+    "core/wrapper",
+  ],
+  "_policies": [
+    "core/input",
+    "policies/dynamic",
+    "policies/random_programs",
+    "core/state",
+    "policies/headroom",
+  ],
+  "_headroom": ["policies/headroom"],
+  "_select": [
+    "core/select",
+    "core/select_types",
+    "core/cost",
+    "policies/random_programs",
+    "core/optax_compositions",
+  ],
+  "_updates": ["core/wrapper", "frameworks/flax_linen"],
+  "_wrapper": [
+    "core/input",
+    "core/wrapper",
+    "core/cost",
+    "core/select",
+    "diagnostics/probes",
+    "policies/random_programs",
+  ],
 }
 # What these make of an array of floats, or of a bool, fails wherever it runs.
 EASY = re.compile(
@@ -91,10 +136,8 @@ def copy_project(module):
 
 def test_command(module):
   """What fails, or does not, for a mutant; a list of words."""
-  tests = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
-  paths = [
-    str(tests[f"test_{name}"].relative_to(ROOT)) for name in TESTS[module]
-  ]
+  names = [name.split("/") for name in TESTS[module]]
+  paths = [f"tests/{folder}/test_{name}.py" for folder, name in names]
   options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly"]
   options += ["--hypothesis-profile=mutants"]
   return [sys.executable, "-m", "pytest", *options, *paths]

@@ -5,7 +5,7 @@ import functools
 import itertools
 import json
 
-from golden import record_common as common
+from interop.golden import record_common as common
 import jax
 import numpy as np
 

@@ -1,8 +1,9 @@
 """One process of several, for the tests that start them.
 
-``python process_worker.py '{"port": ..., "process_id": ..., ...}'`` trains the
-exact problem on eight devices that all processes have together, and writes what
-this process holds in the end to ``<folder>/<process_id>.npz``.
+``python training_process.py '{"port": ..., "process_id": ..., ...}'``, with
+`tests` in PYTHONPATH, trains the exact problem on eight devices that all
+processes have together, and writes what this process holds in the end to
+``<folder>/<process_id>.npz``.
 """
 
 import json

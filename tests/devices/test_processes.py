@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(__file__).with_name("process_worker.py")
+WORKER = Path(__file__).with_name("training_process.py")
 EXAMPLE = ROOT / "examples" / "multihost.py"
 STEPS = 50
 # Far more than is needed, for machines with more to do than processors.

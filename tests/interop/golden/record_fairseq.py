@@ -7,7 +7,8 @@ wheel:
   pip download --no-deps --only-binary=:all: --python-version 3.8 \\
       --platform manylinux_2_5_x86_64 --platform manylinux1_x86_64 \\
       fairseq==0.12.2
-  FAIRSEQ_WHEEL=fairseq-0.12.2-...whl python tests/golden/record_fairseq.py
+  FAIRSEQ_WHEEL=fairseq-0.12.2-...whl \\
+      python tests/interop/golden/record_fairseq.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """Trains with a checkpoint every few steps; goes on from the latest, if any.
 
-Usage: python kill_worker.py FOLDER. Writes the last state to FOLDER/final.npy.
+Usage: python kill_process.py FOLDER. Writes the last state to FOLDER/final.npy.
 """
 
 import pathlib

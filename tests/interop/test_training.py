@@ -1,12 +1,12 @@
 """Whole training runs of tf_keras, torch and Flax, step by step against ours.
 
 A linear model, 30 steps, 8 of them with an inf among the inputs; recorded by
-`tests/golden/record_*.py`.
+`tests/interop/golden/record_*.py`.
 """
 
 import json
 
-from golden import record_common as common
+from interop.golden import record_common as common
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,15 +1,15 @@
 """Trajectories of the real packages, replayed: scale, counter, skipped or not.
 
-`tests/golden/record_*.py` recorded them. Where a package leaves the range
-[2**-126, 2**126] in which float32 holds the scale and its reciprocal, the
+`tests/interop/golden/record_*.py` recorded them. Where a package leaves the
+range [2**-126, 2**126] in which float32 holds the scale and its reciprocal, the
 comparison ends, and ours must stay inside.
 """
 
 import dataclasses
 import functools
 
-from golden import record_common as common
 from helpers import interop_replay
+from interop.golden import record_common as common
 import numpy as np
 import pytest
 

@@ -5,8 +5,8 @@ The oracles restate `apex/amp/scaler.py` and `csrc/update_scale_hysteresis.cu`.
 
 import random
 
-from golden import record_common as common
 from helpers import interop_replay
+from interop.golden import record_common as common
 import numpy as np
 import pytest
 

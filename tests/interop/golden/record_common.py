@@ -140,7 +140,7 @@ def write(name: str, package: str, version: str, content: dict) -> None:
   head = {
     "package": package,
     "version": version,
-    "command": f"python tests/golden/{pathlib.Path(sys.argv[0]).name}",
+    "command": f"python tests/interop/golden/{pathlib.Path(sys.argv[0]).name}",
   }
   parts = [f'"{key}": {json.dumps(value)}' for key, value in head.items()]
   for key, value in content.items():

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-WORKER = pathlib.Path(__file__).with_name("kill_worker.py")
+WORKER = pathlib.Path(__file__).with_name("kill_process.py")
 
 
 def start(folder):

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from golden import record_common as common
 from helpers import interop_replay
 from helpers import interop_samples as samples
+from interop.golden import record_common as common
 import jax
 import jax.numpy as jnp
 import optax

@@ -3,8 +3,8 @@
 import json
 import re
 
-from golden import record_common as common
 from helpers import ROOT
+from interop.golden import record_common as common
 import pytest
 
 PAGE = ROOT / "docs" / "migrating.md"
