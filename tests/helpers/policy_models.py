@@ -109,10 +109,10 @@ def headroom(policy, scale, memory, in_a_row, amax):
       caution = 0
   elif 2.0**-126 <= amax < math.inf:
     credit = 0 if amax * scale > top(p) / 2 else min(credit + 1, 4096)
-    if not amaxes:
-      caution = 0
     if credit == 4096 and caution:
       caution, credit = caution - 1, 0
+    if not amaxes:
+      caution = 0
     amaxes = (*amaxes, amax)[-p.window :]
 
   if amaxes:
