@@ -74,7 +74,7 @@ def range_rule(low: float, high: float, *, integer: bool = False) -> str:
 
 def show_bound(value: float) -> str:
   """A bound as people write it: ``2**126``, ``0.5``, ``2147483647``."""
-  exponent = round(math.log2(value)) if 0 < value < math.inf else 0
+  exponent = round(math.log2(value)) if value > 0 else 0
   if abs(exponent) > 20 and value == 2.0**exponent:
     return f"2**{exponent}"
   return str(value) if isinstance(value, int) else f"{value:.8g}"

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import interop
 
 NAN, INF = float("nan"), float("inf")
 NOT_NUMBERS = [None, "8", True, [8.0], np.ones(2), 1j, jnp.bool_(True), object]
@@ -51,7 +52,7 @@ def test_dynamic_names_the_hyperparameter_and_quotes_its_value(name, values):
 @pytest.mark.parametrize(
   "name, values",
   [
-    ("min_scale", [2.0**-126]),
+    ("min_scale", [2.0**-126, 2.0**15]),
     ("max_scale", [2.0**15, 2.0**126]),
     ("growth_factor", [1 + 2**-23, 2.0**126]),
     ("backoff_factor", [2.0**-126, 1 - 2**-24]),
@@ -74,8 +75,17 @@ def test_bounds_are_written_as_people_write_them():
     lambda: ols.DynamicLossScale(growth_interval=0): "[1, 2147483647]",
     lambda: ols.DynamicLossScale(growth_factor=0): "[1.0000001, 2**126]",
     lambda: ols.DynamicLossScale(min_scale=0): "[2**-126, 2**126]",
+    lambda: interop.DeepSpeedLossScale(1, min_scale=2.5e6): "[2500000, 2**126]",
   }.items():
     assert bounds in message(ValueError, call)
+
+
+def test_an_integer_may_be_of_a_float_type_and_no_other_float_is_one():
+  for value in (2, 2.0, np.float32(2), jnp.int32(2)):
+    assert ols.DynamicLossScale(growth_interval=value).growth_interval == 2
+  for value in (1.5, -1.5):
+    call = lambda v=value: ols.HeadroomLossScale(target=v)
+    assert "target must be an integer" in message(ValueError, call)
 
 
 @pytest.mark.parametrize(
