@@ -31,7 +31,12 @@ TESTS = {
     "core/wrapper",
     "policies/headroom",
   ],
-  "_checks": ["core/input", "diagnostics/report", "interop/errors"],
+  "_checks": [
+    "core/input",
+    "diagnostics/report",
+    "interop/errors",
+    "interop/writing",
+  ],
   "_powers_of_two": ["core/state", "policies/headroom"],
   "_jaxprs": ["core/select", "core/select_types"],
   "_grads": [

@@ -166,7 +166,8 @@ def test_only_a_state_that_is_known_is_written(write):
   with pytest.raises(ValueError, match=rf"{write.__name__}.*shape \(2,\)"):
     write(policy, batch)
   absorbed = state._replace(loss_scale=jnp.float32(jnp.inf))
-  with pytest.raises(ValueError, match=f"{write.__name__}.*loss_scale.*inf"):
+  rule = r"loss_scale in state must be a number in \[2\*\*-126, 2\*\*126\].*inf"
+  with pytest.raises(ValueError, match=f"{write.__name__}: {rule}"):
     write(policy, absorbed)
 
 
