@@ -152,6 +152,10 @@ def make_processes(steps):
       only(every(40)), log2_init_scale=60
     ),
     "10 NaNs first": with_nan(at < 10),
+    "NaNs and zeros first": Process(
+      np.where(at < 400, np.where(every(3), np.nan, -np.inf), calm - 6),
+      level=calm - 6,
+    ),
     "every 40, jumps by 10": only(every(40), calm + 10 * past_half),
     "every 40, jumps by -10": only(every(40), calm - 10 * past_half),
     "10,000 zeros, by turns": only(at // 10_000 % 2 == 0),
@@ -185,9 +189,15 @@ def simulate(policy, processes):
       np.concatenate([processes[name].log2_amax for name in names]),
       np.repeat([processes[name].on_the_way for name in names], SEEDS),
     )
-    found = [np.split(np.asarray(x), len(names)) for x in found]
+    found = [np.split(x, len(names)) for x in found]
     traces |= dict(zip(names, zip(*found, strict=True), strict=True))
   return {name: traces[name] for name in processes}
+
+
+def simulate_one(policy, process):
+  """The same for one process, with any number of seeds."""
+  on_the_way = np.full(len(process.log2_amax), process.on_the_way)
+  return _scan(policy, process.log2_amax, on_the_way)
 
 
 def _starting_at(policy, scale):
@@ -211,7 +221,9 @@ def _scan(policy, log2_amax, on_the_way):
     return jax.lax.scan(step, policy.init(), log2_amax)[1]
 
   to_float32 = lambda x: np.asarray(x, np.float32)
-  return jax.jit(jax.vmap(run))(to_float32(log2_amax), to_float32(on_the_way))
+  run_all = jax.jit(jax.vmap(run))
+  found = run_all(to_float32(log2_amax), to_float32(on_the_way))
+  return [np.asarray(x) for x in found]
 
 
 def summarize(process, trace):

@@ -1,4 +1,4 @@
-"""Checks of numbers, and how messages write them."""
+"""Checks of numbers and dtypes, and how messages write them."""
 
 import math
 from typing import Any
@@ -64,6 +64,32 @@ def check_order(policy: Any) -> None:
         *bounds
       )
     )
+
+
+def check_powers_of_two(policy: Any) -> None:
+  """Raises unless the three scales of a policy are powers of two, in order."""
+  for name in ("init_scale", "min_scale", "max_scale"):
+    value = getattr(policy, name)
+    check_scale(name, value)
+    is_traced = isinstance(value, jax.core.Tracer)
+    if not is_traced and math.frexp(float(value))[0] != 0.5:
+      raise ValueError(
+        f"{name} must be a power of two, got {name} = {value!r}."
+      )
+  check_order(policy)
+
+
+def as_float_dtype(dtype: Any) -> Any:
+  """The dtype, however it is written; raises unless it is a float dtype."""
+  try:
+    as_dtype = jnp.dtype(dtype)
+  except TypeError:
+    as_dtype = None
+  if as_dtype is None or not jnp.issubdtype(as_dtype, jnp.floating):
+    raise TypeError(
+      f"dtype must be a float dtype such as jnp.float16, got dtype = {dtype!r}."
+    )
+  return as_dtype
 
 
 def range_rule(low: float, high: float, *, integer: bool = False) -> str:

@@ -20,6 +20,16 @@ _LARGEST_DROP = 16
 _COST_OF_OVERFLOW = 256
 _COST_OF_A_BINADE = 4096
 
+# After so many steps of zeros in a row they may be gradients that underflowed.
+# It is a prime number: gradients that come in every n-th step then meet each
+# guess in turn, if n is no multiple of it.
+_ZEROS_TO_DOUBT = 61
+# Before the first evidence. float16 holds a gradient at 40 scales in a row, so
+# that strides of 16 do not miss all of them.
+_GUESS_STRIDE = 16
+# Then. More would hide gradients that fall by 28 binades at once.
+_CAUTION_IN_DOUBT = 8
+
 
 class HeadroomMemory(NamedTuple):
   """What :class:`HeadroomLossScale` remembers.
@@ -33,12 +43,14 @@ class HeadroomMemory(NamedTuple):
       for; int32, shape ``()``.
     credit: how many steps there are to pay for an overflow; int32, shape
       ``()``.
+    zero_count: steps of zeros in a row; int32, shape ``()``.
   """
 
   amax_window: jax.Array
   amax_cursor: jax.Array
   caution: jax.Array
   credit: jax.Array
+  zero_count: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +78,16 @@ class HeadroomLossScale:
   come again and again, and a binade that is bought back too early costs one
   step.
 
-  If a step overflows at a scale so low that even the largest maximum of the
-  window would be subnormal, the scale cannot be the reason, and the caution is
-  set to zero. Before the first evidence, the caution grows as fast as the scale
-  is lowered for the moment, and the first evidence sets it to zero.
+  If a step overflows at ``min_scale``, or at a scale so low that even the
+  largest maximum of the window would be subnormal, the scale cannot be the
+  reason, and the caution is set to zero. If 61 steps in a row have only zeros,
+  these may be gradients that underflowed, and a caution above 8 is halved, to 8
+  at least.
+
+  After an overflow before the first evidence, nothing is known, and the policy
+  guesses. It begins a binade below ``init_scale``. Each further overflow, and
+  each 61 steps of zeros in a row, make it try 16 binades less, and after
+  ``min_scale`` it begins again. The first evidence sets the caution to zero.
 
   The policy does not see values on the way to the gradients, which may be
   larger. The caution learns from the overflows that they cause.
@@ -114,9 +132,9 @@ class HeadroomLossScale:
   max_scale: float = 2.0**126
 
   def __post_init__(self) -> None:
-    _check_scales(self)
+    _checks.check_powers_of_two(self)
     # One of the ways to write a dtype, so that equal policies are equal.
-    object.__setattr__(self, "dtype", _as_float_dtype(self.dtype))
+    object.__setattr__(self, "dtype", _checks.as_float_dtype(self.dtype))
     _checks.check_number("target", self.target, -64, 64, integer=True)
     if isinstance(self.window, jax.core.Tracer):
       raise TypeError(
@@ -134,6 +152,7 @@ class HeadroomLossScale:
         amax_cursor=jnp.zeros((), jnp.int32),
         caution=jnp.zeros((), jnp.int32),
         credit=jnp.zeros((), jnp.int32),
+        zero_count=jnp.zeros((), jnp.int32),
       ),
     )
 
@@ -158,7 +177,7 @@ class HeadroomLossScale:
     after_grads = self._after_grads(state, amax)
     memory = _arrays.select(
       finite,
-      _arrays.select(has_grads, after_grads, state.memory),
+      _arrays.select(has_grads, after_grads, self._after_zeros(state)),
       self._after_overflow(state, is_first=in_a_row == 1),
     )
 
@@ -199,7 +218,34 @@ class HeadroomLossScale:
         0,  # The first evidence replaces what was learned without any.
       ),
       credit=jnp.where(bought, 0, jnp.minimum(credit, _COST_OF_A_BINADE)),
+      zero_count=jnp.zeros((), jnp.int32),
     )
+
+  def _after_zeros(self, state: LossScaleState) -> HeadroomMemory:
+    """The memory after a finite step whose gradients were all zero."""
+    memory, caution = state.memory, state.memory.caution
+    zero_count = memory.zero_count + 1
+    in_doubt = zero_count >= _ZEROS_TO_DOUBT
+    relaxed = jnp.maximum(caution // 2, _CAUTION_IN_DOUBT)
+    has_evidence = jnp.max(memory.amax_window) > 0
+    other = jnp.where(
+      has_evidence, jnp.minimum(caution, relaxed), self._next_guess(state)
+    )
+    # Without caution, the scale is as high as it may be.
+    changes = in_doubt & (caution > 0)
+    return memory._replace(
+      caution=jnp.where(changes, other, caution),
+      zero_count=jnp.where(in_doubt, 0, zero_count),
+    )
+
+  def _next_guess(self, state: LossScaleState) -> jax.Array:
+    """The caution with which to look for the first gradients next."""
+    caution = state.memory.caution
+    begins = (caution == 0) | self._is_lowest(state)
+    return jnp.where(begins, 1, caution + _GUESS_STRIDE)
+
+  def _is_lowest(self, state: LossScaleState) -> jax.Array:
+    return _powers_of_two.floor_log2(state.loss_scale) <= self._bounds()[0]
 
   def _after_overflow(
     self, state: LossScaleState, is_first: jax.Array
@@ -210,15 +256,15 @@ class HeadroomLossScale:
     has_evidence = largest > 0
     left = memory.credit - _COST_OF_OVERFLOW
     is_paid = ~is_first | (left >= 0)
-    stride = jnp.where(
-      has_evidence, 1, jnp.minimum(memory.caution + 1, _LARGEST_DROP)
-    )
-    caution = jnp.where(is_paid, memory.caution, memory.caution + stride)
+    more = jnp.where(has_evidence, memory.caution + 1, self._next_guess(state))
+    caution = jnp.where(is_paid, memory.caution, more)
     tiny = _arrays.cast(jnp.finfo(self.dtype).smallest_normal, jnp.float32)
-    is_hopeless = has_evidence & (largest * state.loss_scale < tiny)
+    is_subnormal = largest * state.loss_scale < tiny
+    is_hopeless = has_evidence & (is_subnormal | self._is_lowest(state))
     return memory._replace(
       caution=jnp.where(is_hopeless, 0, caution),
       credit=jnp.where(is_first, jnp.maximum(left, 0), memory.credit),
+      zero_count=jnp.zeros((), jnp.int32),
     )
 
   def _evidence(self, memory: HeadroomMemory) -> jax.Array:
@@ -254,27 +300,3 @@ def _as_amax(grads_amax: jax.typing.ArrayLike | None) -> jax.Array:
       " passes it; by hand it is optax.tree.norm(grads, ord='inf')."
     )
   return jnp.abs(_arrays.cast(grads_amax, jnp.float32))
-
-
-def _check_scales(policy: HeadroomLossScale) -> None:
-  for name in ("init_scale", "min_scale", "max_scale"):
-    value = getattr(policy, name)
-    _checks.check_scale(name, value)
-    is_traced = isinstance(value, jax.core.Tracer)
-    if not is_traced and math.frexp(float(value))[0] != 0.5:
-      raise ValueError(
-        f"{name} must be a power of two, got {name} = {value!r}."
-      )
-  _checks.check_order(policy)
-
-
-def _as_float_dtype(dtype: Any) -> Any:
-  try:
-    as_dtype = jnp.dtype(dtype)
-  except TypeError:
-    as_dtype = None
-  if as_dtype is None or not jnp.issubdtype(as_dtype, jnp.floating):
-    raise TypeError(
-      f"dtype must be a float dtype such as jnp.float16, got dtype = {dtype!r}."
-    )
-  return as_dtype

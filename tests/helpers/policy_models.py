@@ -19,6 +19,7 @@ class Learned(NamedTuple):
   amaxes: tuple = ()  # the oldest first; as many as the window holds
   caution: int = 0
   credit: int = 0
+  zeros: int = 0  # steps in a row
 
 
 class Model:
@@ -97,15 +98,16 @@ def headroom(policy, scale, memory, in_a_row, amax):
   Returns the scale, and what is remembered.
   """
   p, exponent = policy, floor_log2(scale)
-  amaxes, caution, credit = memory
+  amaxes, caution, credit, zeros = memory
   if in_a_row:
+    zeros = 0
     if in_a_row == 1:
       if credit < 256:
-        # Without evidence the way down is as steep as in a row of overflows.
-        caution += 1 if amaxes else min(caution + 1, 16)
+        caution = caution + 1 if amaxes else _next_guess(p, scale, caution)
       credit = max(credit - 256, 0)
     tiny = float(jnp.finfo(p.dtype).smallest_normal)
-    if amaxes and max(amaxes) * scale < tiny:
+    is_lowest = exponent <= floor_log2(p.min_scale)
+    if amaxes and (is_lowest or max(amaxes) * scale < tiny):
       caution = 0
   elif 2.0**-126 <= amax < math.inf:
     credit = 0 if amax * scale > top(p) / 2 else min(credit + 1, 4096)
@@ -114,6 +116,13 @@ def headroom(policy, scale, memory, in_a_row, amax):
     if not amaxes:
       caution = 0
     amaxes = (*amaxes, amax)[-p.window :]
+    zeros = 0
+  else:
+    zeros = (zeros + 1) % 61
+    if not zeros and not amaxes and caution:
+      caution = _next_guess(p, scale, caution)
+    elif not zeros and caution > 8:
+      caution = max(caution // 2, 8)
 
   if amaxes:
     evidence = _best_exponent(max(amaxes), top(p) * 2.0**p.target)
@@ -125,7 +134,15 @@ def headroom(policy, scale, memory, in_a_row, amax):
     new = min(new, exponent - 2 ** min(in_a_row - 1, 4))
   else:
     new = min(new, exponent + 8)
-  return 2.0 ** min(max(new, low), high), Learned(amaxes, caution, credit)
+  return 2.0 ** min(max(new, low), high), Learned(
+    amaxes, caution, credit, zeros
+  )
+
+
+def _next_guess(policy, scale, caution):
+  if not caution or scale <= policy.min_scale:
+    return 1
+  return caution + 16
 
 
 def _best_exponent(amax, target):

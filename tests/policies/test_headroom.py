@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import importlib
 import math
 import pickle
-import sys
 
 import flax.serialization
-from helpers import policy_models, ROOT
+from helpers import policy_models
+from helpers.benchmark import load_benchmark
 from helpers.bits import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,10 +105,13 @@ EARNED = (0, 254, 255, 256, 300, 4093, 4094, 4095)
     min_size=STEPS,
     max_size=STEPS,
   ),
-  caution=st.integers(0, 3),
+  caution=st.integers(0, 3) | st.integers(0, 40),
   credit=st.sampled_from(EARNED),
+  zeros=st.sampled_from([0, 58, 59, 60]),
 )
-def test_the_policy_is_its_plain_python_model(policy, steps, caution, credit):
+def test_the_policy_is_its_plain_python_model(
+  policy, steps, caution, credit, zeros
+):
   finites, amaxes = map(np.array, zip(*steps, strict=True))
   start = policy.init()
   start = start._replace(
@@ -117,19 +119,21 @@ def test_the_policy_is_its_plain_python_model(policy, steps, caution, credit):
       # As if some of the steps had been taken.
       caution=jnp.int32(caution),
       credit=jnp.int32(credit),
+      zero_count=jnp.int32(zeros),
     )
   )
   states = scan(policy, finites, np.float32(amaxes), start)
   scale, in_a_row = policy.init_scale, 0
-  memory = policy_models.Learned((), caution, credit)
+  memory = policy_models.Learned((), caution, credit, zeros)
   for i, (finite, amax) in enumerate(steps):
     in_a_row = 0 if finite else in_a_row + 1
     scale, memory = policy_models.headroom(
       policy, scale, memory, in_a_row, amax
     )
     assert states.loss_scale[i] == scale, i
-    assert states.memory.caution[i] == memory.caution, i
-    assert states.memory.credit[i] == memory.credit, i
+    for name in ("caution", "credit"):
+      assert getattr(states.memory, name)[i] == getattr(memory, name), i
+    assert states.memory.zero_count[i] == memory.zeros, i
 
 
 @pytest.mark.parametrize(
@@ -195,7 +199,8 @@ def test_a_step_of_zeros_neither_counts_as_a_maximum_nor_makes_one_forgotten(
 ):
   before = settled()
   after = run(POLICY, [zero] * 20, before)
-  assert same_bits(last(after).memory, before.memory)
+  expected = before.memory._replace(zero_count=jnp.int32(20))
+  assert same_bits(last(after).memory, expected)
   assert (after.loss_scale == before.loss_scale).all()
 
 
@@ -206,12 +211,37 @@ def test_zeros_before_the_first_gradient_raise_the_scale():
 
 def test_an_overflow_before_the_first_gradient_takes_back_what_zeros_raised():
   assert log2_scales(POLICY, [0.0] * 20)[-1] == 126
-  # From there on init_scale is what is known, less what overflows teach.
   assert log2_scales(POLICY, [0.0] * 20 + [None, 0.0, 0.0])[20:] == [14] * 3
   assert log2_scales(POLICY, [None, None, None]) == [14, 12, 8]
-  high = ols.HeadroomLossScale(init_scale=2.0**60)
-  amaxes = [0.0] * 10 + [None, 0.0] * 5
-  assert log2_scales(high, amaxes)[10::2] == [59, 57, 53, 45, 29]
+
+
+def test_overflows_and_zeros_without_a_gradient_try_one_guess_after_another():
+  # 60, 44, 28 and so on down to 2**-24, all less the first binade.
+  policy = ols.HeadroomLossScale(init_scale=2.0**60)
+  overflows = log2_scales(policy, [None, 0.0] * 7)[1::2]
+  assert overflows == [59, 43, 27, 11, -5, -21, -24]
+  # From the lowest it begins again, and rises by 8 a step.
+  assert log2_scales(policy, [None, 0.0] * 7 + [None] + [0.0] * 12)[-1] == 59
+  zeros = log2_scales(policy, [None] + [0.0] * 61 * 7)[61::61]
+  assert zeros == [43, 27, 11, -5, -21, -24, -16]
+
+
+@pytest.mark.parametrize("every", [1, 10, 40, 64, 128, 256, 300, 1000])
+@pytest.mark.parametrize("start", [15, 60, 126])
+def test_gradients_that_come_seldom_after_an_overflow_are_found(every, start):
+  def step(carry, i):
+    state, found = carry
+    amax = jnp.where((i % every == every - 1) & (i > 0), 2.0**-14, 0.0)
+    held = (amax * state.loss_scale).astype(jnp.float16)
+    finite = jnp.isfinite(held) & (i > 0)  # A NaN comes first.
+    amax = held.astype(jnp.float32) / state.loss_scale
+    found += (held > 0) & finite
+    return (policy.adjust(state, finite, grads_amax=amax), found), None
+
+  policy = ols.HeadroomLossScale(init_scale=2.0**start)
+  carry = policy.init(), jnp.int32(0)
+  (_, found), _ = jax.lax.scan(step, carry, jnp.arange(20 * every + 1))
+  assert found >= 10
 
 
 def test_a_run_that_starts_with_nans_is_not_left_where_gradients_are_zeros():
@@ -219,11 +249,21 @@ def test_a_run_that_starts_with_nans_is_not_left_where_gradients_are_zeros():
   start = last(run(POLICY, [None] * 10))
   assert start.loss_scale == 2.0**-24
   assert log2_scales(POLICY, [0.0] * 6, start) == [-16, -8, 0, 8, 14, 14]
+  # NaNs among zeros, at first, and then gradients that are small.
+  start = last(run(POLICY, [None, 0.0, None, None, 0.0] * 40))
+  state, lost = start, 0
+  while not held_by_float16(2.0**-20, state):
+    state, lost = POLICY.adjust(state, True, grads_amax=0.0), lost + 1
+    assert lost < 300
+
+
+def held_by_float16(amax, state):
+  return 2.0**-25 < amax * state.loss_scale < 65520
 
 
 def test_the_first_gradient_clears_what_was_learned_before_it():
-  before = run(POLICY, [0.0] * 20 + [None, 0.0] * 3)
-  assert before.memory.caution[-1] == 1 + 2 + 4
+  before = run(POLICY, [0.0] * 20 + [None, 0.0] * 2)
+  assert before.memory.caution[-1] == 1 + 16
   after = run(POLICY, [2**-14], last(before))
   assert after.memory.caution == 0
   assert log2_scales(POLICY, [2**-14] * 5, last(before))[-1] == 25
@@ -309,6 +349,25 @@ def test_an_overflow_where_all_gradients_would_be_subnormal_clears_caution():
     assert last(run(POLICY, [None], state)).memory.caution == caution
 
 
+def test_an_overflow_at_the_lowest_scale_clears_caution():
+  policy = ols.HeadroomLossScale(min_scale=2.0**5)
+  start = settled(policy, caution=20)
+  assert start.loss_scale == 2.0**5
+  assert last(run(policy, [None], start)).memory.caution == 0
+
+
+def test_61_steps_of_zeros_halve_a_caution_above_8():
+  # Learned from NaNs, it would hide gradients that fall by 20 binades at once.
+  for caution, expected in ((26, [13, 8, 8]), (12, [8] * 3), (8, [8] * 3)):
+    state = settled(caution=caution)
+    states = run(POLICY, [0.0] * (60 + 2 * 61), state)
+    assert states.memory.caution[58] == caution
+    assert states.memory.caution[59::61].tolist() == expected
+  # Steps with gradients, or an overflow, begin the count again.
+  states = run(POLICY, ([0.0] * 59 + [2**-14]) * 4, settled(caution=26))
+  assert (states.memory.caution == 26).all()
+
+
 def test_nans_that_keep_coming_do_not_walk_the_scale_down_for_good():
   states = run(POLICY, [2**-14, None] * 500, settled())
   lowest = np.log2(states.loss_scale).min()
@@ -336,15 +395,6 @@ def test_caution_is_learned_where_larger_values_on_the_way_overflow():
   # that a binade is bought back.
   assert (~finite[:100]).sum() == 4 + 4 + 4 + 3 + 3 + 3 + 2 + 2 + 1
   assert (~finite[100:]).sum() == 2
-
-
-def load_benchmark():
-  folder = ROOT / "benchmarks"
-  sys.path.insert(0, str(folder))
-  try:
-    return importlib.import_module("policies")
-  finally:
-    sys.path.remove(str(folder))
 
 
 # Overflows rarer than one in 256 steps are forgiven for ever, be they of NaNs

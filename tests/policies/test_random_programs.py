@@ -206,6 +206,7 @@ def check_memory(got, want):
   if isinstance(want, Learned):
     seen = [amax for amax in np.asarray(got.amax_window) if amax > 0]
     assert sorted(seen) == sorted(want.amaxes)
-    assert (got.caution, got.credit) == (want.caution, want.credit)
+    got_counts = got.caution, got.credit, got.zero_count
+    assert got_counts == (want.caution, want.credit, want.zeros)
   else:
     assert got == (() if want is None else (want,))
