@@ -77,7 +77,7 @@ TESTS = {
     "core/state",
     "policies/headroom",
   ],
-  "_headroom": ["policies/headroom"],
+  "_headroom": ["policies/headroom", "core/input"],
   "_select": [
     "core/select",
     "core/select_types",
