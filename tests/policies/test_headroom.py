@@ -483,6 +483,17 @@ BAD = [
 ]
 
 
+def test_the_defaults_are_those_of_the_documentation():
+  assert dataclasses.asdict(POLICY) == {
+    "init_scale": 2.0**15,
+    "dtype": jnp.float16,
+    "target": -4,
+    "window": 8,
+    "min_scale": 2.0**-24,
+    "max_scale": 2.0**126,
+  }
+
+
 @pytest.mark.parametrize("options, error, message", BAD)
 def test_a_bad_hyperparameter_is_named_and_quoted(options, error, message):
   with pytest.raises(error, match=message):
