@@ -26,6 +26,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # `core/state` is tests/core/test_state.py.
 TESTS = {
   "_arrays": [
+    "core/state",
     "core/scaling",
     "core/select_types",
     "core/wrapper",

@@ -117,6 +117,12 @@ def test_init_works_on_placeholders_and_shapes():
   assert marked.loss_scale_state.loss_scale == "32768.0"
 
 
+def test_shapes_in_an_inner_state_stay_shapes():
+  keeps = optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))
+  shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+  assert ols.with_loss_scaling(keeps).init(shape).inner_state == shape
+
+
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_fresh_state_can_be_donated_twice(policy):
   tx = ols.with_loss_scaling(optax.adam(0.1), policy)
@@ -319,6 +325,12 @@ def test_select_if_finite_keeps_the_dtypes_of_skipped():
   state = ols.FixedLossScale(1.0).init()
   got = ols.select_if_finite(state, jnp.float16(2), jnp.float32(1))
   assert (got, got.dtype) == (2, jnp.float32)
+
+
+def test_select_if_finite_leaves_what_has_no_numbers_as_it_is():
+  state = ols.FixedLossScale(1.0).init()
+  skipped = np.zeros(2, jax.dtypes.float0)
+  assert ols.select_if_finite(state, skipped.copy(), skipped) is skipped
 
 
 def test_select_if_finite_names_two_structures_that_differ():
