@@ -207,6 +207,7 @@ def test_a_step_of_zeros_neither_counts_as_a_maximum_nor_makes_one_forgotten(
 def test_zeros_before_the_first_gradient_raise_the_scale():
   policy = ols.HeadroomLossScale(max_scale=2.0**30)
   assert log2_scales(policy, [0.0, 0.0, 2**-10]) == [23, 30, 21]
+  assert log2_scales(policy, [0.0] * 200)[2:] == [30] * 198
 
 
 def test_an_overflow_before_the_first_gradient_takes_back_what_zeros_raised():
