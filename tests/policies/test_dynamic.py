@@ -284,6 +284,14 @@ def test_a_state_with_no_hysteresis_left_is_refilled_by_the_same_rule(
   assert policy.adjust(state, True).memory == (left,)
 
 
+def test_the_hysteresis_left_stops_at_none():
+  policy = ols.DynamicLossScale(hysteresis=2)
+  state = policy.init()
+  for left in (1, 0, 0, 0):
+    state = policy.adjust(state, False)
+    assert state.memory.hysteresis_left == left
+
+
 def test_a_traced_hysteresis_counts_only_where_the_state_does():
   adjust = jax.jit(
     lambda hysteresis, state: ols.DynamicLossScale(
