@@ -4,6 +4,7 @@ import importlib
 import types
 from typing import TYPE_CHECKING
 
+from optax_lossscale._autocast import autocast, keep_float32
 from optax_lossscale._grads import all_finite
 from optax_lossscale._headroom import HeadroomLossScale, HeadroomMemory
 from optax_lossscale._monitoring import (
@@ -49,8 +50,10 @@ __all__ = [
   "LossScaleState",
   "LossScalingState",
   "all_finite",
+  "autocast",
   "get_loss_scale_state",
   "grad",
+  "keep_float32",
   "loss_scale_metrics",
   "raise_if_stuck",
   "scale_loss",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.extend import core
 
 
@@ -27,3 +28,24 @@ def evaluate_equation(
   )
   fun = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
   return dict(zip(eqn.outvars, fun(*map(read, inputs)), strict=True))
+
+
+def function(eqn: core.JaxprEqn) -> Callable[..., list[Any]]:
+  """What an equation computes, as a function of its inputs."""
+
+  def evaluate(*args: Any) -> list[Any]:
+    # Each input is a variable of its own, even if one value is given twice.
+    inputs: list[Any] = [core.Var(jax.typeof(x)) for x in args]
+    alone = _EMPTY.replace(
+      invars=inputs,
+      outvars=eqn.outvars,
+      eqns=[eqn.replace(invars=inputs)],
+      effects=eqn.effects,
+    )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*args)
+
+  return evaluate
+
+
+# Its fields can be replaced. What makes a jaxpr differs between versions.
+_EMPTY = jax.make_jaxpr(lambda: ())().jaxpr

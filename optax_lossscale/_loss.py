@@ -1,26 +1,13 @@
 """What is required of a loss, and of the function that returns it."""
 
 from collections.abc import Callable, Sequence
-import inspect
-import traceback
 import types
 from typing import Any
-import warnings
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays
-
-# Packages whose frames are between a user's line and the tracing of a loss.
-_NOT_THE_USERS = {
-  "contextlib",
-  "equinox",
-  "flax",
-  "functools",
-  "jax",
-  "optax_lossscale",
-}
+from optax_lossscale import _arrays, _warnings
 
 _HINT_OF_GRADS = (
   " If fun is differentiated already, as by jax.value_and_grad or jax.grad,"
@@ -84,11 +71,10 @@ def warn_if_narrow(loss: Any) -> None:
   dtype = jnp.result_type(loss)
   if not _arrays.is_narrow(dtype):
     return
-  warnings.warn(
+  _warnings.warn(
     f"fun returns a {dtype} loss. Its backward pass starts with the loss"
     f" scale in {dtype}, which ends at {jnp.finfo(dtype).max}; the scale will"
-    " settle below. Return the loss in float32.",
-    stacklevel=_level_of_users_line(),
+    " settle below. Return the loss in float32."
   )
 
 
@@ -115,21 +101,3 @@ def _split_aux(out: Any) -> Sequence[Any]:
       f" {type(out).__name__}."
     )
   return out
-
-
-def _level_of_users_line() -> int:
-  """The `stacklevel` at which the caller's warning names the user's line.
-
-  Between the two are our frames, and those of what maps or compiles what
-  `value_and_grad` returned.
-  """
-  frames = traceback.walk_stack(inspect.currentframe())
-  packages = (
-    frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames
-  )
-  users = (
-    level
-    for level, package in enumerate(packages)
-    if package not in _NOT_THE_USERS
-  )
-  return next(users, 1)

@@ -115,6 +115,7 @@ ORDER = (
   "_arrays",
   "_powers_of_two",
   "_checks",
+  "_warnings",
   "_jaxprs",
   "_state",
   "_grads",
@@ -127,18 +128,25 @@ ORDER = (
   "_select",
   "_updates",
   "_wrapper",
+  "_autocast",
   "diagnostics",
   "plots",
   "_monitoring",
   "interop",
 )
 # Beyond the order: what keeps the core a core.
+CORE = set(ORDER[: ORDER.index("_autocast")]) - {
+  "_checks",
+  "_jaxprs",
+  "_warnings",
+}
 NEVER = {
+  "_autocast": CORE,
   "_policies": {"_scaling", "_grads", "_axes"},
   "_headroom": {"_scaling", "_grads", "_axes"},
   "_select": {"_scaling", "_policies"},
-  "diagnostics": {"_scaling", "_policies", "_wrapper"},
-  "_monitoring": {"_scaling", "_wrapper"},
+  "diagnostics": {"_scaling", "_policies", "_wrapper", "_autocast"},
+  "_monitoring": {"_scaling", "_wrapper", "_autocast"},
   "interop": {"_scaling", "_select", "_wrapper", "diagnostics"},
 }
 

@@ -1,0 +1,136 @@
+"""Evaluates an equation that calls functions, with each of them replaced."""
+
+from collections.abc import Callable, Sequence
+import functools
+from typing import Any, Protocol
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from optax_lossscale import _jaxprs
+
+
+class Replacement(Protocol):
+  """What takes the place of the functions that an equation calls."""
+
+  def function(self, jaxpr: core.ClosedJaxpr) -> Callable[..., list[Any]]:
+    """What takes the place of a jaxpr: a function of its inputs."""
+
+  def call(self, fun: Callable[[], Any]) -> Any:
+    """What the function returns, which takes the place of ``fun``."""
+
+
+def evaluate(
+  eqn: core.JaxprEqn, args: Sequence[Any], new: Replacement
+) -> list[Any]:
+  """Evaluates an equation of one of the ``PRIMITIVES``.
+
+  Args:
+    eqn: the equation.
+    args: a value for each of its inputs.
+    new: what takes the place of the functions that it calls.
+
+  Returns:
+    The values of its outputs.
+  """
+  return PRIMITIVES[eqn.primitive.name](eqn, args, new)
+
+
+def _scan(
+  eqn: core.JaxprEqn, args: Sequence[Any], new: Replacement
+) -> list[Any]:
+  params = eqn.params
+  body = new.function(params["jaxpr"])
+  consts, args = _split(args, params["num_consts"])
+  carry, slices = _split(args, params["num_carry"])
+
+  def step(carry: Any, slices: Any) -> tuple[Any, Any]:
+    return _split(body(*consts, *carry, *slices), len(carry))
+
+  options = {name: params[name] for name in ("length", "reverse", "unroll")}
+  carry, ys = lax.scan(step, carry, slices, **options)
+  return [*carry, *ys]
+
+
+def _while(
+  eqn: core.JaxprEqn, args: Sequence[Any], new: Replacement
+) -> list[Any]:
+  params = eqn.params
+  condition, body = (
+    new.function(params["cond_jaxpr"]),
+    new.function(params["body_jaxpr"]),
+  )
+  cond_consts, args = _split(args, params["cond_nconsts"])
+  body_consts, carry = _split(args, params["body_nconsts"])
+  return lax.while_loop(
+    lambda carry: condition(*cond_consts, *carry)[0],
+    lambda carry: body(*body_consts, *carry),
+    carry,
+  )
+
+
+def _cond(
+  eqn: core.JaxprEqn, args: Sequence[Any], new: Replacement
+) -> list[Any]:
+  branches = [new.function(branch) for branch in eqn.params["branches"]]
+  return lax.switch(args[0], branches, *args[1:])
+
+
+def _shard_map(
+  eqn: core.JaxprEqn, args: Sequence[Any], new: Replacement
+) -> list[Any]:
+  params = eqn.params
+  body = new.function(core.ClosedJaxpr(params["jaxpr"], ()))
+  mapped = jax.shard_map(
+    lambda *args: tuple(body(*args)),
+    mesh=params["mesh"],
+    in_specs=params["in_specs"],
+    out_specs=params["out_specs"],
+    axis_names=params["manual_axes"],
+    check_vma=params["check_vma"],
+  )
+  return list(mapped(*args))
+
+
+def _custom_jvp(
+  eqn: core.JaxprEqn, args: Sequence[Any], new: Replacement
+) -> list[Any]:
+  # JAX refuses to differentiate with respect to constants. So they stay such.
+  consts, args = _split(args, eqn.params["num_consts"])
+  old = functools.partial(_jaxprs.function(eqn), *consts)
+  body = new.function(eqn.params["call_jaxpr"])
+  fun = jax.custom_jvp(lambda *args: body(*consts, *args))
+  # The rule is the one that the equation has, with its functions replaced.
+  fun.defjvp(
+    lambda primals, tangents: new.call(lambda: jax.jvp(old, primals, tangents))
+  )
+  return fun(*args)
+
+
+def _custom_vjp(
+  eqn: core.JaxprEqn, args: Sequence[Any], new: Replacement
+) -> list[Any]:
+  consts, args = _split(args, eqn.params["num_consts"])
+  old = functools.partial(_jaxprs.function(eqn), *consts)
+  body = new.function(eqn.params["call_jaxpr"])
+  fun = jax.custom_vjp(lambda *args: body(*consts, *args))
+  fun.defvjp(
+    lambda *args: new.call(lambda: jax.vjp(old, *args)),
+    lambda pull_back, cotangents: new.call(lambda: pull_back(cotangents)),
+  )
+  return fun(*args)
+
+
+def _split(items: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+  return list(items[:count]), list(items[count:])
+
+
+PRIMITIVES = {
+  "cond": _cond,
+  "custom_jvp_call": _custom_jvp,
+  "custom_vjp_call": _custom_vjp,
+  "scan": _scan,
+  "shard_map": _shard_map,
+  "while": _while,
+}

@@ -1,0 +1,134 @@
+"""`autocast`, and what keeps a part of a model out of it."""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale import _checks, _warnings
+from optax_lossscale._autocast import _in_place, _products, _rewrite
+
+
+def autocast(
+  fun: Callable[..., Any], dtype: Any = jnp.float16
+) -> Callable[..., Any]:
+  """Runs the matrix products of a float32 function in half precision.
+
+  The function, its model and its parameters stay as they are:
+
+  * Matrix products and convolutions run in ``dtype``, and accumulate in
+    float32, if they are float32 in ``fun``.
+  * What only moves the results of products stays in ``dtype``: ``reshape``,
+    ``transpose``, ``concatenate``, ``where`` and the like.
+  * All else runs in float32, as it is written. So no sum, mask, epsilon,
+    variance or loss is ever computed in ``dtype``.
+
+  These are left alone: products of other dtypes, products of two vectors, outer
+  products, products whose precision is ``HIGHEST`` (by an argument or by
+  :func:`jax.default_matmul_precision`), and linear algebra. Products inside of
+  what JAX cannot rebuild by its public names, such as a Pallas kernel, run as
+  written, too. ``optax_lossscale.diagnostics.precision_report`` tells how much
+  runs in which dtype.
+
+  Args:
+    fun: any function that JAX can trace. Its arguments and results may be any
+      objects. It may change Flax NNX modules among its arguments.
+    dtype: float16, bfloat16 or float32. With float32 this is ``fun`` itself.
+
+  Returns:
+    A function of the same arguments, with the name and docstring of ``fun``.
+    Its results have the same structure, shapes and dtypes. It can be
+    transformed and compiled as ``fun`` can. Call it in a compiled function:
+    each call traces ``fun`` again.
+
+  Raises:
+    TypeError: if ``fun`` is not a function, or ``dtype`` is not one of these.
+
+  Warns:
+    UserWarning: if there is nothing to run in ``dtype``.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> def loss_fn(w, x):
+    ...   return jnp.mean((x @ w) ** 2)
+    >>> state = ols.DynamicLossScale().init()
+    >>> w, x = jnp.eye(4), jnp.ones((2, 4))
+    >>> loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(w, x)
+    >>> print(loss, loss.dtype, grads.dtype)
+    1.0 float32 float32
+  """
+  if not callable(fun):
+    raise TypeError(f"fun must be a function, got fun = {fun!r}.")
+  dtype = _check_dtype(dtype)
+  if dtype == jnp.float32:
+    return fun
+
+  @functools.wraps(fun, updated=())
+  def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+    rewriter = _rewrite.Rewriter(dtype)
+    out = _in_place.call(rewriter.call, fun, args, kwargs)
+    if not rewriter.products:
+      _warnings.warn(
+        f"autocast found nothing to run in {dtype}: no float32 matrix product"
+        f" or convolution in {getattr(fun, '__name__', fun)}. If it computes in"
+        f" {dtype} already, it needs no autocast. Products of precision HIGHEST"
+        " stay in float32, also if jax.default_matmul_precision says so."
+      )
+    return out
+
+  return autocast_fun
+
+
+def keep_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
+  """Keeps a part of a model in float32 within :func:`autocast`.
+
+  It changes nothing outside of :func:`autocast`. Inside, all products of the
+  part run as written, and so do those of its derivatives.
+
+  Args:
+    fun: the part: a function, a method or a layer.
+
+  Returns:
+    A function of the same arguments, with the name and docstring of ``fun``.
+
+  Raises:
+    TypeError: if ``fun`` is not a function.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> @ols.keep_float32
+    ... def router(x, w):
+    ...   return jax.nn.softmax(x @ w)
+    >>> def model(x, w):
+    ...   return router(x, w) @ (x @ w)
+    >>> jaxpr = jax.make_jaxpr(ols.autocast(model))(jnp.eye(4), jnp.eye(4))
+    >>> [str(e.outvars[0].aval.dtype) for e in jaxpr.eqns
+    ...  if e.primitive.name == "dot_general"]
+    ['float32', 'float16', 'float16']
+  """
+  if not callable(fun):
+    raise TypeError(f"fun must be a function, got fun = {fun!r}.")
+
+  @functools.wraps(fun, updated=())
+  def kept_fun(*args: Any, **kwargs: Any) -> Any:
+    with jax.named_scope(_products.KEEP_FLOAT32):
+      return fun(*args, **kwargs)
+
+  return kept_fun
+
+
+def _check_dtype(dtype: Any) -> Any:
+  allowed = jnp.float16, jnp.bfloat16, jnp.float32
+  as_dtype = _checks.as_float_dtype(dtype)
+  if as_dtype not in allowed:
+    raise TypeError(
+      "dtype must be float16, bfloat16 or float32, got dtype ="
+      f" {as_dtype.name}."
+    )
+  return as_dtype

@@ -1,0 +1,200 @@
+"""Evaluates a function with its products in half precision, else as written.
+
+Each value keeps the dtype that it was traced with. What a product returns is
+widened at once, and narrowed again by the next product: XLA drops such pairs of
+conversions, and the cotangents of several uses are added in float32.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+
+from optax_lossscale import _jaxprs
+from optax_lossscale._autocast import _control_flow, _products
+
+# These call one function on all of their inputs. They are evaluated with
+# another function in its place, and so keep all of their options.
+_CALLS = {
+  "checkpoint": "jaxpr",
+  "closed_call": "call_jaxpr",
+  "jit": "jaxpr",
+  "pjit": "jaxpr",
+  "remat": "jaxpr",
+  "remat2": "jaxpr",
+}
+
+
+class _Value(NamedTuple):
+  """A value, and whether it came out of a product, and was only moved since."""
+
+  value: Any
+  is_half: bool = False
+
+
+class Rewriter:
+  """What evaluates one call of a function.
+
+  Attributes:
+    dtype: the dtype of the products.
+    products: the products in this dtype that were found.
+  """
+
+  def __init__(self, dtype: Any) -> None:
+    self.dtype = dtype
+    self.products: list[core.JaxprEqn] = []
+    self._searched: dict[core.Jaxpr, bool] = {}
+    self._replaced: dict[Any, tuple[core.ClosedJaxpr, list[bool]]] = {}
+
+  def call(self, fun: Callable[[], Any]) -> Any:
+    """What a function without arguments returns, with its products in half.
+
+    The function closes over its arguments. So it is given the very same ones:
+    traced values keep their types, and other objects need no care.
+    """
+    returned: list[Any] = []
+
+    def traced() -> list[Any]:
+      leaves, structure = jax.tree.flatten(fun())
+      is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
+      pairs = list(zip(leaves, is_traced, strict=True))
+      others = [None if traced else x for x, traced in pairs]
+      returned.append((structure, is_traced, others))
+      return [x for x, traced in pairs if traced]
+
+    closed = jax.make_jaxpr(traced)()
+    outs = iter(self.function(closed)())
+    ((structure, is_traced, others),) = returned
+    leaves = [
+      next(outs) if traced else x
+      for x, traced in zip(others, is_traced, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+  def function(self, jaxpr: core.ClosedJaxpr) -> Callable[..., list[Any]]:
+    """The function of a jaxpr, with its products in half."""
+
+    def run(*args: Any) -> list[Any]:
+      values = [_Value(x) for x in (*jaxpr.consts, *args)]
+      return [x.value for x in self._evaluate(jaxpr.jaxpr, values)]
+
+    return run
+
+  def _evaluate(
+    self, jaxpr: core.Jaxpr, args: Sequence[_Value]
+  ) -> list[_Value]:
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    env: dict[Any, _Value] = dict(zip(variables, args, strict=True))
+
+    def read(var: Any) -> _Value:
+      return _Value(var.val) if isinstance(var, core.Literal) else env[var]
+
+    for eqn in jaxpr.eqns:
+      outs = self._evaluate_equation(eqn, list(map(read, eqn.invars)))
+      env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+  def _evaluate_equation(
+    self, eqn: core.JaxprEqn, args: list[_Value]
+  ) -> list[_Value]:
+    values = [arg.value for arg in args]
+    if _products.is_product(eqn):
+      self.products.append(eqn)
+      params = {**eqn.params, "preferred_element_type": self.dtype}
+      return self._in_half(eqn.replace(params=params), values)
+    if _products.moves(eqn) and _are_half(eqn, args):
+      return self._in_half(eqn, values)
+    if not self._holds_products(eqn):
+      return [_Value(x) for x in _jaxprs.function(eqn)(*values)]
+    if eqn.primitive.name in _CALLS:
+      return self._call_replaced(eqn, args)
+    with eqn.ctx.manager, _scope(eqn):
+      return [_Value(x) for x in _control_flow.evaluate(eqn, values, self)]
+
+  def _in_half(self, eqn: core.JaxprEqn, args: list[Any]) -> list[_Value]:
+    outvars = [core.Var(v.aval.update(dtype=self.dtype)) for v in eqn.outvars]
+    # Values are narrowed for each use, even where one equation uses a value
+    # twice: the cotangents of a shared copy would be added in half.
+    with _scope(eqn):
+      narrow = [_cast(x, jnp.float32, self.dtype) for x in args]
+    outs = _jaxprs.function(eqn.replace(outvars=outvars))(*narrow)
+    with _scope(eqn):
+      return [_Value(_cast(x, self.dtype, jnp.float32), True) for x in outs]
+
+  def _call_replaced(
+    self, eqn: core.JaxprEqn, args: list[_Value]
+  ) -> list[_Value]:
+    name = _CALLS[eqn.primitive.name]
+    old = eqn.params[name]
+    values = [arg.value for arg in args]
+    # A function that is called twice is rewritten once.
+    is_half = tuple(arg.is_half for arg in args)
+    key = old, is_half, tuple(map(jax.typeof, values))
+    if key not in self._replaced:
+      with eqn.ctx.manager:
+        self._replaced[key] = self._replace(old, is_half, values)
+    closed, outs_are_half = self._replaced[key]
+    new = closed if isinstance(old, core.ClosedJaxpr) else closed.jaxpr
+    eqn = eqn.replace(params={**eqn.params, name: new})
+    outs = _jaxprs.function(eqn)(*values)
+    return list(map(_Value, outs, outs_are_half))
+
+  def _replace(
+    self, old: Any, is_half: Sequence[bool], values: list[Any]
+  ) -> tuple[core.ClosedJaxpr, list[bool]]:
+    """A jaxpr with its products in half, and which of its outputs are."""
+    outs_are_half: list[bool] = []
+
+    def run(*args: Any) -> list[Any]:
+      consts = [_Value(x) for x in getattr(old, "consts", ())]
+      inputs = list(map(_Value, args, is_half))
+      outs = self._evaluate(getattr(old, "jaxpr", old), [*consts, *inputs])
+      outs_are_half.extend(x.is_half for x in outs)
+      return [x.value for x in outs]
+
+    return jax.make_jaxpr(run)(*values), outs_are_half
+
+  def _holds_products(self, eqn: core.JaxprEqn) -> bool:
+    """Whether there are products to be found in what the equation calls."""
+    name = eqn.primitive.name
+    is_entered = name in _CALLS or name in _control_flow.PRIMITIVES
+    if not is_entered or _products.is_kept(eqn):
+      return False
+    return any(map(self._has_products, _jaxprs_of(eqn)))
+
+  def _has_products(self, jaxpr: core.Jaxpr) -> bool:
+    if jaxpr not in self._searched:
+      self._searched[jaxpr] = any(
+        _products.is_product(eqn) or self._holds_products(eqn)
+        for eqn in jaxpr.eqns
+      )
+    return self._searched[jaxpr]
+
+
+def _scope(eqn: core.JaxprEqn) -> Any:
+  """Profiles go on to show the scopes around an equation."""
+  return jax.named_scope(str(eqn.source_info.name_stack))
+
+
+def _cast(x: Any, old: Any, new: Any) -> Any:
+  has_dtype = getattr(x, "dtype", None) == old
+  return lax.convert_element_type(x, new) if has_dtype else x
+
+
+def _are_half(eqn: core.JaxprEqn, args: list[_Value]) -> bool:
+  """Whether there are float32 inputs, all of which came out of products."""
+  floats = [
+    arg.is_half
+    for var, arg in zip(eqn.invars, args, strict=True)
+    if getattr(var.aval, "dtype", None) == jnp.float32
+  ]
+  return bool(floats) and all(floats)
+
+
+def _jaxprs_of(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+  params = jax.tree.leaves(list(eqn.params.values()))
+  closed = [x.jaxpr for x in params if isinstance(x, core.ClosedJaxpr)]
+  return closed + [x for x in params if isinstance(x, core.Jaxpr)]
