@@ -82,12 +82,14 @@ def _shard_map(
 ) -> list[Any]:
   params = eqn.params
   body = new.function(core.ClosedJaxpr(params["jaxpr"], ()))
+  # By its name in this version of JAX, and in older ones.
+  axes = params.get("newly_manual_axes", params.get("manual_axes"))
   mapped = jax.shard_map(
     lambda *args: tuple(body(*args)),
     mesh=params["mesh"],
     in_specs=params["in_specs"],
     out_specs=params["out_specs"],
-    axis_names=params["manual_axes"],
+    axis_names=axes,
     check_vma=params["check_vma"],
   )
   return list(mapped(*args))

@@ -1,0 +1,321 @@
+"""`autocast` among arguments, effects, scopes, devices and transformations."""
+
+import functools
+import re
+
+from helpers import equations, sharding
+from helpers.bits import assert_same_bits
+import jax
+from jax import lax
+from jax.experimental import io_callback
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
+W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
+
+
+def test_arguments_and_results_may_be_any_objects():
+  thing = object()
+
+  def fun(mode, x, *rest, activation, table=None):
+    """A docstring."""
+    assert mode == "train" and rest == (3, None) and activation is jnp.tanh
+    if rest[0] > 2:  # A number stays a number.
+      y = activation(x @ W)
+    return {
+      "y": y,
+      "x": x,
+      "none": None,
+      "thing": [thing, mode],
+      "n": rest[0],
+      "host": table["host"],
+    }
+
+  table = {"host": np.arange(3)}
+  out = ols.autocast(fun)("train", X, 3, None, activation=jnp.tanh, table=table)
+  assert out["thing"] == [thing, "train"] and out["n"] == 3
+  assert out["x"] is X and out["host"] is table["host"]
+  assert out["y"].dtype == jnp.float32
+  assert ols.autocast(fun).__name__ == "fun"
+  assert ols.autocast(fun).__doc__ == "A docstring."
+
+
+def test_arguments_may_be_static_and_donated():
+  fun = ols.autocast(lambda x, n, scale=1: scale * (x @ W) + n)
+  step = jax.jit(fun, static_argnames=("n", "scale"), donate_argnums=0)
+  x = X + 0
+  assert_same_bits(step(x, n=2, scale=3), 3 * (X @ W) + 2)
+  assert x.is_deleted()
+
+
+def test_a_compiled_function_is_traced_once():
+  traces = []
+
+  def fun(x):
+    traces.append(x)
+    return x @ W
+
+  step = jax.jit(ols.autocast(fun))
+  for _ in range(3):
+    step(X)
+  assert len(traces) == 1
+
+
+def test_no_traced_value_leaks():
+  with jax.checking_leaks():
+    jax.jit(jax.grad(ols.autocast(lambda x: jnp.sum(x @ W))))(X)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_effects_happen_once_and_in_order(ordered, jitted):
+  def body(seen, x, w):
+    note = lambda value: seen.append(int(value))
+    io_callback(note, None, 1, ordered=ordered)
+    y = x @ w
+    jax.debug.callback(note, 2, ordered=ordered)
+
+    def step(c, i):
+      io_callback(note, None, 10 + i, ordered=ordered)
+      return c @ w, None
+
+    y, _ = lax.scan(step, y, jnp.arange(3))
+    branch = lambda c: (io_callback(note, None, 20, ordered=ordered), c @ w)[1]
+    y = lax.cond(jnp.sum(x) > -1e9, branch, lambda c: c, y)
+    double = jax.pure_callback(lambda v: 2 * v, y, y)
+    io_callback(note, None, 3, ordered=ordered)
+    return double
+
+  seen, expected = [], []
+  for fun, to in ((ols.autocast(body), seen), (body, expected)):
+    run = functools.partial(fun, to)
+    out = (jax.jit(run) if jitted else run)(X, W)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(out, 2 * (X @ W @ W @ W @ W @ W))
+  assert sorted(seen) == sorted(expected) == [1, 2, 3, 10, 11, 12, 20]
+  if ordered:  # Among callbacks of one kind.
+    seen.remove(2)
+    assert seen == [1, 10, 11, 12, 20, 3]
+
+
+def test_a_reference_is_read_and_written():
+  def fun(x):
+    ref = jax.new_ref(x)
+    ref[...] = ref[...] @ W
+    return ref[...] + 1
+
+  if not hasattr(jax, "new_ref"):
+    pytest.skip("This version of JAX has no references.")
+  assert_same_bits(jax.jit(ols.autocast(fun))(X), X @ W + 1)
+
+
+def test_scopes_are_kept():
+  def fun(x, w):
+    with jax.named_scope("layer"):
+      y = x @ w
+      y = jax.jit(lambda y: jnp.tanh(y @ w))(y)
+      y = jax.checkpoint(lambda y: jnp.tanh(y @ w))(y)
+      y, _ = lax.scan(lambda c, _: (c @ w, None), y, length=2)
+    return jnp.sum(y)
+
+  def scopes(fun):
+    with jax.named_scope("outer"):
+      text = jax.jit(jax.grad(fun)).lower(X, W).as_text(debug_info=True)
+    return set(re.findall(r'"([^"]*)/dot_general"', text))
+
+  assert scopes(ols.autocast(fun)) == scopes(fun)
+
+
+def keep_in_place(x, w):
+  return ols.keep_float32(lambda x: jnp.sin(x @ w))(x)
+
+
+def keep_around_a_jit(x, w):
+  return ols.keep_float32(jax.jit(lambda x: jnp.sin(x @ w)))(x)
+
+
+def keep_around_a_scan(x, w):
+  step = lambda c, _: (jnp.sin(c @ w), None)
+  return ols.keep_float32(lambda x: lax.scan(step, x, length=1)[0])(x)
+
+
+def keep_in_a_scan(x, w):
+  kept = ols.keep_float32(lambda x: jnp.sin(x @ w))
+  return lax.scan(lambda c, _: (kept(c), None), x, length=1)[0]
+
+
+def keep_in_a_jit(x, w):
+  return jax.jit(ols.keep_float32(lambda x: jnp.sin(x @ w)))(x)
+
+
+def keep_under_vmap(x, w):
+  return jax.vmap(ols.keep_float32(lambda x: jnp.sin(x @ w)))(x)
+
+
+def keep_a_checkpoint(x, w):
+  return ols.keep_float32(jax.checkpoint(lambda x: jnp.sin(x @ w)))(x)
+
+
+@pytest.mark.parametrize(
+  "part",
+  [
+    keep_in_place,
+    keep_around_a_jit,
+    keep_around_a_scan,
+    keep_in_a_scan,
+    keep_in_a_jit,
+    keep_under_vmap,
+    keep_a_checkpoint,
+  ],
+)
+def test_a_part_that_is_kept_runs_in_float32_and_so_do_its_derivatives(part):
+  model = lambda x, w: part(x, w) @ w
+  loss = lambda x, w: jnp.sum(model(x, w))
+  half = ols.autocast(model)
+  assert equations.products(half, X, W) == {"float32": 1, "float16": 1}
+  both = equations.products(jax.grad(ols.autocast(loss), (0, 1)), X, W)
+  assert both["float32"] >= 3 and both["float16"] == 3
+  # Also where the gradient is taken inside.
+  inside = equations.products(ols.autocast(jax.grad(loss, (0, 1))), X, W)
+  assert inside == both
+  # Outside of autocast nothing changes.
+  assert_same_bits(part(X, W), jnp.sin(X @ W))
+
+
+def test_a_kept_function_has_its_name_and_its_arguments():
+  @ols.keep_float32
+  def part(x, *, n):
+    """A docstring."""
+    return x + n
+
+  assert (part.__name__, part.__doc__) == ("part", "A docstring.")
+  assert part(1, n=2) == 3
+
+
+def test_a_hessian_is_that_of_float32():
+  loss = lambda w: jnp.sum(jnp.tanh(X @ w / 4) ** 2)
+  hessian, half = map(jax.hessian, (loss, ols.autocast(loss)))
+  assert set(equations.products(half, W)) == {"float16"}
+  np.testing.assert_allclose(
+    jax.jit(half)(W), jax.jit(hessian)(W), rtol=0.02, atol=0.02
+  )
+
+
+def test_a_checkpoint_around_it_saves_its_products():
+  loss = ols.autocast(lambda w: jnp.sum(jnp.tanh(jnp.tanh(X @ w) @ w)))
+  policy = jax.checkpoint_policies.dots_saveable
+  kept = jax.grad(jax.checkpoint(loss, policy=policy))
+  assert equations.products(kept, W) == equations.products(jax.grad(loss), W)
+  np.testing.assert_array_equal(jax.jit(kept)(W), jax.jit(jax.grad(loss))(W))
+
+
+def test_a_checkpoint_inside_keeps_its_options():
+  policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+  layer = jax.checkpoint(lambda x: x @ W, prevent_cse=False, policy=policy)
+  (eqn,) = jax.make_jaxpr(ols.autocast(layer))(X).eqns
+  assert eqn.params["policy"] is policy
+  assert eqn.params["prevent_cse"] in (False, (False,))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_shardings_are_kept(axis_type):
+  mesh = sharding.make_mesh((4, 2), ("data", "model"), axis_type)
+  specs = {"x": P("data", None), "w": P(None, "model")}
+  trees = sharding.put({"x": X, "w": W}, sharding.named(mesh, specs))
+  inner = jax.jit(
+    lambda x, w: jnp.tanh(x @ w),
+    out_shardings=jax.NamedSharding(mesh, P("data", "model")),
+  )
+
+  def fun(tree):
+    y = inner(tree["x"], tree["w"])
+    step = lambda c, _: (jnp.sin(c), None)
+    return {"y": lax.scan(step, y, length=2)[0], **tree}
+
+  def loss(tree):
+    return jnp.sum(fun(tree)["y"])
+
+  with jax.set_mesh(mesh):
+    for full in (fun, jax.grad(loss)):
+      half = ols.autocast(fun) if full is fun else jax.grad(ols.autocast(loss))
+      actual, expected = jax.jit(half)(trees), jax.jit(full)(trees)
+      sharding.assert_shardings_equal(actual, expected)
+      jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-3),
+        actual,
+        expected,
+      )
+      assert set(equations.products(half, trees)) == {"float16"}
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_shard_map_inside_and_outside_is_entered(axis_type, check_vma):
+  mesh = sharding.make_mesh((8,), ("data",), axis_type)
+  x, w = sharding.put((X, W), sharding.named(mesh, (P("data"), P())))
+
+  def local_loss(x, w):
+    y, _ = lax.scan(lambda c, _: (c @ w, None), x, length=2)
+    return lax.pmean(jnp.sum(y), "data")
+
+  mapped = functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(P("data"), P()),
+    out_specs=P(),
+    check_vma=check_vma,
+  )
+  expected = jax.jit(jax.grad(mapped(local_loss), (0, 1)))(x, w)
+  inside = jax.grad(mapped(ols.autocast(local_loss)), (0, 1))
+  outside = jax.grad(ols.autocast(mapped(local_loss)), (0, 1))
+  for half in (inside, outside):
+    assert set(equations.products(half, x, w)) == {"float16"}
+    actual = jax.jit(half)(x, w)
+    assert_same_bits(actual, expected)
+    sharding.assert_shardings_equal(actual, expected)
+
+
+def test_an_exchange_of_products_between_devices_is_in_half():
+  mesh = sharding.make_mesh((8,), ("data",))
+  to_next = [(i, (i + 1) % 8) for i in range(8)]
+
+  def local(x, w):
+    return lax.ppermute(x @ w, "data", to_next), lax.psum(x @ w, "data")
+
+  mapped = jax.shard_map(
+    local, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P())
+  )
+  half = ols.autocast(mapped)
+  names = equations.in_half(half, X, W)
+  # A sum over devices is arithmetic, which is never done in half.
+  assert "ppermute" in names and not names & {"psum", "psum2"}
+  assert_same_bits(jax.jit(half)(X, W), jax.jit(mapped)(X, W))
+
+
+def test_pmap_and_vmap_with_a_name_run_it():
+  def local(x):
+    return lax.pmean(x @ W, "i") + lax.axis_index("i")
+
+  x = jnp.stack([X, X + 1])
+  for transform in (jax.vmap, jax.pmap):
+    half = transform(ols.autocast(local), axis_name="i")
+    assert_same_bits(half(x), transform(local, axis_name="i")(x))
+
+
+def test_gradients_of_a_scaled_loss_are_those_of_a_hand_cast_model():
+  def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+  def by_hand(w, x):
+    y = jnp.float32(x.astype(jnp.float16) @ w.astype(jnp.float16))
+    return jnp.mean(jnp.tanh(y) ** 2)
+
+  state = ols.DynamicLossScale().init()
+  actual = jax.jit(ols.value_and_grad(ols.autocast(loss), state))(W, X)
+  assert_same_bits(actual, jax.jit(ols.value_and_grad(by_hand, state))(W, X))

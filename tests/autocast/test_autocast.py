@@ -1,0 +1,237 @@
+"""`autocast`: which equations run in half precision, and which as written."""
+
+from helpers import equations
+from helpers.bits import assert_same_bits
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+X = jnp.float32(np.arange(12).reshape(3, 4) % 5 - 2)
+W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
+# Small integers: float16 holds them and their products exactly, so that a
+# function must return the same bits, whatever runs in float16.
+
+
+def scan(x, w):
+  return lax.scan(lambda c, s: (c @ w, s * c), x, jnp.ones((3, *x.shape)))
+
+
+def scan_in_scan(x, w):
+  step = lambda c, _: (scan(c, w)[0], None)
+  return lax.scan(step, x, None, length=2, reverse=True, unroll=2)[0]
+
+
+def while_loop(x, w):
+  is_small = lambda c: jnp.sum((c[0] @ w) ** 2) < 1e4
+  return lax.while_loop(is_small, lambda c: (c[0] @ w, c[1] + 1), (x, 0))
+
+
+def fori_loop(x, w):
+  return lax.fori_loop(0, 3, lambda i, c: c @ w + i, x)
+
+
+def map_rows(x, w):
+  return lax.map(lambda row: row @ w, x)
+
+
+def cond(x, w):
+  return lax.cond(x[0, 0] > 0, lambda c: c @ w, lambda c: c - w[0], x)
+
+
+def switch(x, w):
+  branches = [lambda c, n=n: n * (c @ w) for n in range(3)]
+  return lax.switch(1, branches, x), lax.switch(jnp.int32(5), branches, x)
+
+
+def vmap_of_cond(x, w):
+  return jax.vmap(lambda r: lax.cond(r[0] > 0, lambda: r @ w, lambda: r))(x)
+
+
+def jit(x, w):
+  inner = jax.jit(lambda a, b, n: (a @ b, n), static_argnums=2)
+  return inner(x, w, 2), inner(inner(x, w, 3)[0], w, 3)
+
+
+def checkpoint(x, w):
+  policy = jax.checkpoint_policies.dots_saveable
+  return jax.checkpoint(lambda x: jnp.abs(x @ w) @ w, policy=policy)(x)
+
+
+def scan_of_checkpoint(x, w):
+  step = jax.checkpoint(lambda c, _: (c @ w, None), prevent_cse=False)
+  return lax.scan(step, x, None, length=3)[0]
+
+
+def custom_jvp(x, w):
+  fun = jax.custom_jvp(lambda x, w: x @ w)
+  fun.defjvp(lambda x, t: (fun(*x), 3 * (t[0] @ x[1]) + x[0] @ t[1]))
+  return fun(x, w)
+
+
+def custom_jvp_without_products(x, w):
+  return jax.nn.relu(x @ w)
+
+
+def custom_vjp(x, w):
+  fun = jax.custom_vjp(lambda n, x, w: n * (x @ w), nondiff_argnums=(0,))
+  fun.defvjp(
+    lambda n, x, w: (n * (x @ w), (x, w)),
+    lambda n, kept, g: (n * (g @ kept[1].T), kept[0].T @ g),
+  )
+  return fun(2, x, w)
+
+
+def custom_vjp_of_integers(x, w):
+  fun = jax.custom_vjp(lambda x, w, i: (x @ w, i))
+  fun.defvjp(
+    lambda x, w, i: ((x @ w, i), (x, w)),
+    lambda kept, g: (3 * (g[0] @ kept[1].T), kept[0].T @ g[0], None),
+  )
+  return fun(x, w, jnp.arange(3))
+
+
+def einsum(x, w):
+  return jnp.einsum("ij,jk,kl->li", x, w, w)
+
+
+def batched_matmul(x, w):
+  return jnp.stack([x, x]) @ jnp.stack([w, w.T])
+
+
+def convolution(x, w):
+  image, kernel = x.reshape(1, 3, 4, 1), w.reshape(2, 2, 1, 4)
+  names = ("NHWC", "HWIO", "NHWC")
+  out = lax.conv_general_dilated(
+    image, kernel, (1, 1), "SAME", (1, 1), (1, 1), names
+  )
+  return lax.conv_transpose(out, w.reshape(2, 2, 4, 1), (2, 2), "SAME")
+
+
+def grouped_convolution(x, w):
+  return lax.conv_general_dilated(
+    x.reshape(1, 4, 3),
+    w.reshape(4, 1, 4)[:, :, :3],
+    (1,),
+    "SAME",
+    feature_group_count=4,
+  )
+
+
+def gradient_inside(x, w):
+  return jax.grad(lambda x: jnp.sum(jnp.tanh(0 * x @ w) + x @ w))(x)
+
+
+def gradients_of_loops_inside(x, w):
+  loss = lambda x: jnp.sum(scan_of_checkpoint(x, w)) + jnp.sum(custom_vjp(x, w))
+  return jax.value_and_grad(loss)(x)
+
+
+def vmap_inside(x, w):
+  return jax.vmap(lambda row: row @ w)(x)
+
+
+def numpy_arguments(x, w):
+  return x @ np.float32(np.eye(4)) @ w
+
+
+def same_value_twice(x, w):
+  return x @ x.T, w @ w
+
+
+def more_than_floats(x, w):
+  order = jnp.argsort(x, axis=0)
+  chosen = jnp.take_along_axis(x @ w, order, axis=0)
+  mask = jnp.where(chosen > 0, chosen, -1e9)
+  key = jax.random.split(jax.random.key(0))[0]
+  return mask, order, jax.random.key_data(key), (x > 0).astype(jnp.int8)
+
+
+PROGRAMS = [
+  scan,
+  scan_in_scan,
+  while_loop,
+  fori_loop,
+  map_rows,
+  cond,
+  switch,
+  vmap_of_cond,
+  jit,
+  checkpoint,
+  scan_of_checkpoint,
+  custom_jvp,
+  custom_jvp_without_products,
+  custom_vjp,
+  custom_vjp_of_integers,
+  einsum,
+  batched_matmul,
+  convolution,
+  grouped_convolution,
+  gradient_inside,
+  gradients_of_loops_inside,
+  vmap_inside,
+  numpy_arguments,
+  same_value_twice,
+  more_than_floats,
+]
+programs = pytest.mark.parametrize("fun", PROGRAMS, ids=lambda f: f.__name__)
+
+
+def mean_square(fun):
+  """A loss that differentiates all float results of a function."""
+
+  def loss(*args):
+    leaves = jax.tree.leaves(fun(*args))
+    floats = [x for x in leaves if x.dtype == jnp.float32]
+    return sum(jnp.mean(jnp.clip(x, -8, 8) ** 2) for x in floats)
+
+  return loss
+
+
+@programs
+def test_all_products_run_in_half_and_the_result_is_the_same(fun):
+  half = ols.autocast(fun)
+  assert set(equations.products(half, X, W)) == {"float16"}
+  # Each of them once.
+  before, after = equations.products(fun, X, W), equations.products(half, X, W)
+  assert sum(before.values()) == sum(after.values())
+  for transform in (jax.jit, lambda f: f):
+    assert_same_bits(transform(half)(X, W), transform(fun)(X, W))
+
+
+@programs
+def test_the_gradient_is_the_same_and_its_products_run_in_half(fun):
+  if fun is while_loop:  # It has a derivative in forward mode alone.
+    gradient = lambda f: jax.jacfwd(mean_square(f))
+  else:
+    gradient = lambda f: jax.grad(mean_square(f), argnums=(0, 1))
+  half, full = gradient(ols.autocast(fun)), gradient(fun)
+  assert set(equations.products(half, X, W)) == {"float16"}
+  for actual, expected in zip(
+    jax.tree.leaves(jax.jit(half)(X, W)),
+    jax.tree.leaves(jax.jit(full)(X, W)),
+    strict=True,
+  ):
+    np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-3)
+
+
+@programs
+def test_a_transformed_function_is_the_same(fun):
+  half, loss = ols.autocast(fun), mean_square(fun)
+  stack = lambda x: jnp.stack([x, x + 1])
+  assert_same_bits(
+    jax.jit(jax.vmap(half, (0, None)))(stack(X), W),
+    jax.jit(jax.vmap(fun, (0, None)))(stack(X), W),
+  )
+  assert jax.eval_shape(half, X, W) == jax.eval_shape(fun, X, W)
+  if fun is not while_loop:
+    kept = jax.checkpoint(ols.autocast(loss))
+    np.testing.assert_allclose(
+      jax.jit(jax.grad(kept))(X, W),
+      jax.jit(jax.grad(loss))(X, W),
+      rtol=2e-3,
+      atol=2e-3,
+    )

@@ -1,0 +1,276 @@
+"""Which products run in half precision, and what follows them."""
+
+from helpers import equations
+from helpers.bits import assert_same_bits
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+import jax.scipy.linalg
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+KEYS = jax.random.split(jax.random.key(0))
+A = jax.random.normal(KEYS[0], (4, 4)) + 4 * jnp.eye(4)
+B = jax.random.normal(KEYS[1], (4, 4))
+
+
+def angles(frequencies, positions):
+  """The outer product that rotary embeddings begin with."""
+  return jnp.einsum("i,j->ij", positions, frequencies)
+
+
+LEFT_ALONE = {
+  "an outer product": lambda a, b: angles(a[0], b[0]),
+  "an outer product of a batch": lambda a, b: a[:, :, None] @ b[:, None, :],
+  "a product of two vectors": lambda a, b: a[0] @ b[0],
+  "a batch of products of vectors": lambda a, b: jnp.vecdot(a, b),
+  "a product of one row and one column": lambda a, b: a[:1] @ b[:, :1],
+  "the highest precision": lambda a, b: jnp.matmul(a, b, precision="highest"),
+  "the highest precision of one side": lambda a, b: jnp.matmul(
+    a, b, precision=("highest", "default")
+  ),
+  "an algorithm": lambda a, b: lax.dot(
+    a, b, precision=lax.DotAlgorithmPreset.F32_F32_F32
+  ),
+  "a convolution with one weight": lambda a, b: lax.conv(
+    a[None, None], b[:2, None, None, :1].reshape(2, 1, 1, 1), (1, 1), "SAME"
+  ),
+  "float16": lambda a, b: jnp.float16(a) @ jnp.float16(b),
+  "bfloat16": lambda a, b: jnp.bfloat16(a) @ jnp.bfloat16(b),
+  "float16 in, float32 out": lambda a, b: jnp.matmul(
+    jnp.float16(a), jnp.float16(b), preferred_element_type=jnp.float32
+  ),
+  "float32 and bfloat16": lambda a, b: lax.dot_general(
+    a,
+    jnp.bfloat16(b),
+    (((1,), (0,)), ((), ())),
+    preferred_element_type=jnp.float32,
+  ),
+  "complex64": lambda a, b: (a + 1j * b) @ (b + 1j * a),
+  "integers": lambda a, b: jnp.int32(9 * a) @ jnp.int32(9 * b),
+  "inv": lambda a, b: jnp.linalg.inv(a),
+  "solve": lambda a, b: jnp.linalg.solve(a, b),
+  "determinant": lambda a, b: jnp.linalg.slogdet(a),
+  "eigenvalues": lambda a, b: jnp.linalg.eigh(a + a.T),
+  "singular values": lambda a, b: jnp.linalg.svd(a),
+  "QR": lambda a, b: jnp.linalg.qr(a),
+  "Cholesky": lambda a, b: jnp.linalg.cholesky(a + a.T),
+  "least squares": lambda a, b: jnp.linalg.lstsq(a, b)[0],
+  "pseudo-inverse": lambda a, b: jnp.linalg.pinv(a),
+  "matrix exponential": lambda a, b: jax.scipy.linalg.expm(a),
+  "FFT": lambda a, b: jnp.fft.fft2(a),
+  "sorting": lambda a, b: (jnp.sort(a), jnp.argsort(b), lax.top_k(a, 2)),
+  "indices": lambda a, b: (jnp.argmax(a, 0), jnp.nonzero(b, size=3)),
+  "random bits": lambda a, b: jax.random.bits(jax.random.key(7), (9,)),
+  "random numbers": lambda a, b: jax.random.normal(jax.random.key(7), (9,)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_it_runs_as_written(name):
+  fun = LEFT_ALONE[name]
+
+  def with_a_product(a, b):
+    return fun(a, b), b @ b  # So that there is something to run in half.
+
+  def as_written(a, b):
+    return fun(a, b), jnp.float32(jnp.float16(b) @ jnp.float16(b))
+
+  half = jax.jit(ols.autocast(with_a_product))
+  assert_same_bits(half(A, B), jax.jit(as_written)(A, B))
+
+
+@pytest.mark.parametrize("setting", ["highest", "float32"])
+def test_a_global_highest_precision_is_a_request_for_each_product(setting):
+  fun = lambda a, b: a @ b
+  with (
+    jax.default_matmul_precision(setting),
+    pytest.warns(UserWarning, match="jax.default_matmul_precision"),
+  ):
+    assert equations.products(ols.autocast(fun), A, B) == {"float32": 1}
+  with jax.default_matmul_precision("bfloat16"):
+    assert equations.products(ols.autocast(fun), A, B) == {"float16": 1}
+
+
+def test_float64_is_left_alone():
+  with jax.enable_x64(True):
+    wide = lambda a, b: a.astype("float64") @ b.astype("float64") + a @ b
+    counts = equations.products(ols.autocast(wide), A, B)
+    assert counts == {"float64": 1, "float16": 1}
+    assert jax.eval_shape(ols.autocast(wide), A, B).dtype == np.float64
+
+
+def test_half_precision_would_spoil_rotary_angles():
+  positions = jnp.arange(4096.0, 4100.0)
+  frequencies = 10000 ** (-jnp.arange(0.0, 4.0) / 4)
+  outer = lambda f, p: jnp.cos(angles(f, p)) @ B
+  half = ols.autocast(outer)
+  assert equations.products(half, frequencies, positions) == {
+    "float32": 1,
+    "float16": 1,
+  }
+  np.testing.assert_allclose(
+    jax.jit(half)(frequencies, positions),
+    jax.jit(outer)(frequencies, positions),
+    atol=0.01,
+  )
+
+
+def test_products_accumulate_in_float32():
+  # In float16, 2048 + 1 is 2048.
+  ones = jnp.ones((2, 8192))
+  assert jax.jit(ols.autocast(lambda x: x @ x.T))(ones)[0, 1] == 8192
+
+
+# What moves the product `h`, and nothing else, by the name of its primitive.
+FOLLOWS = {
+  "reshape": lambda h: h.reshape(2, 8),
+  "transpose": lambda h: h.T,
+  "squeeze": lambda h: jnp.squeeze(h[:1], 0),
+  "slice": lambda h: h[1:3],
+  "rev": lambda h: h[::-1],
+  "dynamic_slice": lambda h: lax.dynamic_slice_in_dim(h, jnp.int32(1), 2),
+  "dynamic_update_slice": lambda h: lax.dynamic_update_slice(h, h[:2], (1, 0)),
+  "concatenate": lambda h: jnp.concatenate([h, h[:1]]),
+  "split": lambda h: lax.split(h, (1, 3)),
+  "select_n": lambda h: lax.select(jnp.eye(4) > 0, h, h.T),
+  "optimization_barrier": lax.optimization_barrier,
+  "name": lambda h: checkpoint_name(h, "h"),
+  "copy": jnp.copy,
+}
+# What does not: the transposes of the first are sums, and the others compute.
+STAYS = {
+  "broadcast": lambda h: jnp.broadcast_to(h, (3, 4, 4)),
+  "gather": lambda h: h[jnp.array([0, 0, 1])],
+  "pad": lambda h: jnp.pad(h, 1),
+  "a mask of -1e9": lambda h: lax.select(jnp.eye(4) > 0, h, 0 * h - 1e9),
+  "negate": lambda h: -h,
+  "relu": jax.nn.relu,
+  "sum": lambda h: jnp.sum(h, axis=0),
+  "maximum": lambda h: jnp.max(h, axis=0),
+  "cumulative sum": lambda h: jnp.cumsum(h, axis=0),
+  "addition": lambda h: h + h,
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_what_moves_a_product_moves_it_in_half(name):
+  half = ols.autocast(lambda a, b: FOLLOWS[name](a @ b))
+  assert name in equations.in_half(half, A, B)
+  # Wherever it is, it is what the product was.
+  exact = jnp.float32(jnp.float16(A) @ jnp.float16(B))
+  assert_same_bits(jax.jit(half)(A, B), jax.jit(FOLLOWS[name])(exact))
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_computes_or_has_a_sum_for_a_transpose_stays_in_float32(name):
+  half = ols.autocast(lambda a, b: STAYS[name](a @ b))
+  allowed = {"convert_element_type", "dot_general", "slice"}
+  assert equations.in_half(half, A, B) <= allowed
+  exact = jnp.float32(jnp.float16(A) @ jnp.float16(B))
+  assert_same_bits(jax.jit(half)(A, B), jax.jit(STAYS[name])(exact))
+
+
+def test_what_moves_other_numbers_beside_a_product_stays_in_float32():
+  half = ols.autocast(lambda a, b: jnp.concatenate([a @ b, 1e-9 * b]))
+  assert jax.jit(half)(A, B)[-1, -1] == jnp.float32(1e-9) * B[-1, -1]
+
+
+def test_a_row_that_is_used_often_has_an_exact_gradient():
+  """The sum of 8,192 cotangents is none that float16 can hold."""
+  rows = jnp.zeros(8192, jnp.int32)
+
+  def loss(table, w):
+    return jnp.sum((table @ w)[rows] * 1e-3)
+
+  grad = jax.jit(jax.grad(ols.autocast(loss)))(A, jnp.eye(4))
+  # A product rounds once: to the 11 bits of float16.
+  np.testing.assert_allclose(grad[0], 8.192, rtol=2**-11)
+  assert not np.any(grad[1:])
+
+
+def test_a_weight_of_a_scan_collects_its_cotangents_in_float32():
+  def loss(w, xs):
+    return lax.scan(lambda c, x: (c + jnp.sum(x @ w), None), 0.0, xs)[0]
+
+  half = ols.autocast(loss)
+  xs = jnp.ones((4096, 2, 4))
+  # Each step adds 2, and 4,096 of them are beyond what float16 counts by one.
+  np.testing.assert_array_equal(jax.jit(jax.grad(half))(jnp.eye(4), xs), 8192)
+  scans = [e for e in equations.of(half, A, xs) if e.primitive.name == "scan"]
+  assert all(v.aval.dtype == jnp.float32 for v in scans[0].invars)
+
+
+def test_the_cotangents_of_one_value_are_added_in_float32():
+  loss = lambda x: jnp.sum(x @ x.T)
+  for fun in (ols.autocast(loss), jax.grad(ols.autocast(loss))):
+    assert "add_any" not in equations.in_half(fun, A)
+
+
+def test_a_product_within_what_is_unknown_runs_as_written():
+  custom = jax.custom_batching.custom_vmap(lambda a, b: a @ b)
+  custom.def_vmap(lambda size, batched, a, b: (jnp.matmul(a, b), True))
+  half = ols.autocast(lambda a, b: custom(a, b) + a @ b)
+  assert equations.products(half, A, B) == {"float32": 1, "float16": 1}
+
+
+def test_a_function_called_twice_is_rewritten_once():
+  layer = jax.jit(lambda a, b: jnp.tanh(a @ b))
+
+  def model(a, b, count):
+    for _ in range(count):
+      a = layer(a, b)
+    return a
+
+  half = ols.autocast(model)
+  jaxprs = {
+    eqn.params["jaxpr"]
+    for eqn in jax.make_jaxpr(half, static_argnums=2)(A, B, 9).eqns
+    if eqn.primitive.name in ("jit", "pjit")
+  }
+  # The first one is given what is half for no product.
+  assert len(jaxprs) == 1
+
+
+def test_a_value_that_leaves_a_call_in_half_is_moved_in_half():
+  product = jax.jit(lambda a, b: a @ b)
+  half = ols.autocast(lambda a, b: product(a, b).T)
+  assert "transpose" in equations.in_half(half, A, B)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, "bfloat16"])
+def test_a_dtype_may_be_chosen(dtype):
+  half = ols.autocast(lambda a, b: a @ b, dtype)
+  assert equations.products(half, A, B) == {jnp.dtype(dtype).name: 1}
+
+
+def test_the_dtype_float32_gives_the_function_itself():
+  fun = lambda a, b: a @ b
+  assert ols.autocast(fun, jnp.float32) is fun
+
+
+def test_an_autocast_in_another_one_is_left_alone():
+  inner = ols.autocast(lambda a, b: a @ b, jnp.bfloat16)
+  half = ols.autocast(lambda a, b: inner(a, b) @ b)
+  assert equations.products(half, A, B) == {"bfloat16": 1, "float16": 1}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "float8_e4m3fn", None])
+def test_another_dtype_is_an_error(dtype):
+  with pytest.raises(TypeError, match="dtype must be"):
+    ols.autocast(lambda: None, dtype)
+
+
+@pytest.mark.parametrize("function", [ols.autocast, ols.keep_float32])
+def test_what_is_no_function_is_an_error(function):
+  with pytest.raises(TypeError, match="fun must be a function, got fun = 3"):
+    function(3)
+
+
+def test_a_function_without_products_is_told_so_at_the_users_line():
+  with pytest.warns(UserWarning, match="nothing to run in float16") as caught:
+    jax.jit(ols.autocast(jnp.sin))(A)
+  assert caught[0].filename == __file__
