@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -127,6 +128,8 @@ def value_and_grad(
   # check_not_differentiated compares these with those of `fun`.
   scaled_fun.__name__ = getattr(fun, "__name__", "fun")
   scaled_fun.__doc__ = getattr(fun, "__doc__", None)
+  # Flax NNX looks up at which positions keyword arguments are.
+  scaled_fun.__signature__ = _signature(fun)  # type: ignore[attr-defined]
   if argnums is not None:  # Not every library has such an argument.
     kwargs["argnums"] = argnums
   differentiated = using(scaled_fun, has_aux=True, **kwargs)
@@ -243,6 +246,13 @@ def _computed_once(leaves: list[jax.Array]) -> list[jax.Array]:
     cpu=lambda leaves: [lax.optimization_barrier(x) for x in leaves],
     default=lambda leaves: leaves,
   )
+
+
+def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
+  try:
+    return inspect.signature(fun)
+  except ValueError:  # Some functions that are not written in Python.
+    return None
 
 
 def _check_callable(name: str, value: Any, kind: str) -> None:

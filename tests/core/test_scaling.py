@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import linecache
+import operator
 import warnings
 
 import equinox as eqx
@@ -404,3 +405,9 @@ def test_the_state_may_be_any_tree_that_holds_it():
     assert ols.scale_loss(1.0, tree) == 2.0**10
     assert ols.unscale_grads(1.0, tree) == 2.0**-10
     assert ols.grad(lambda w: w * w, tree)(1.0) == 2
+
+
+def test_a_function_without_a_signature_is_differentiated():
+  state = ols.FixedLossScale(8.0).init()
+  first = operator.itemgetter(0)
+  np.testing.assert_array_equal(ols.grad(first, state)(jnp.ones(2)), [1, 0])
