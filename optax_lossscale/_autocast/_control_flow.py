@@ -83,7 +83,7 @@ def _shard_map(
   params = eqn.params
   body = new.function(core.ClosedJaxpr(params["jaxpr"], ()))
   # By its name in this version of JAX, and in older ones.
-  axes = params.get("newly_manual_axes", params.get("manual_axes"))
+  axes: Any = params.get("newly_manual_axes", params.get("manual_axes"))
   mapped = jax.shard_map(
     lambda *args: tuple(body(*args)),
     mesh=params["mesh"],

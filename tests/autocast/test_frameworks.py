@@ -1,0 +1,197 @@
+"""`autocast` on models of Flax and Equinox that know nothing of float16."""
+
+import equinox as eqx
+from flax import nnx
+import flax.linen as nn
+from flax.training.train_state import TrainState
+from helpers import equations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+X = jax.random.normal(jax.random.key(0), (16, 8))
+STEPS = 3
+
+
+class NnxModel(nnx.Module):
+  """Changes its statistics, its random numbers and its notes in place."""
+
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(8, 8, rngs=rngs)
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.calls = nnx.Variable(jnp.int32(0))
+
+  def __call__(self, x):
+    self.calls[...] += 1
+    return self.dropout(self.norm(self.linear(x)))
+
+
+def nnx_loss(model, x, mode="train"):
+  assert mode == "train"
+  return jnp.mean(model(x) ** 2)
+
+
+def train_nnx(loss_fn, jit):
+  model = NnxModel(nnx.Rngs(0))
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+  @jit
+  def step(model, optimizer, x):
+    differentiated = ols.value_and_grad(
+      loss_fn, optimizer, using=nnx.value_and_grad
+    )
+    loss, grads = differentiated(model, x, mode="train")
+    optimizer.update(model, grads)
+    return loss
+
+  losses = [step(model, optimizer, X) for _ in range(STEPS)]
+  return losses, nnx.state(model)
+
+
+@pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun])
+def test_an_nnx_model_trains_and_changes_in_place(jit):
+  losses, state = train_nnx(ols.autocast(nnx_loss), jit)
+  expected_losses, expected = train_nnx(nnx_loss, nnx.jit)
+  np.testing.assert_allclose(losses, expected_losses, rtol=1e-3)
+  assert state.calls[...] == STEPS
+  for actual, other in zip(
+    jax.tree.leaves(nnx.state(state, nnx.Not(nnx.RngKey))),
+    jax.tree.leaves(nnx.state(expected, nnx.Not(nnx.RngKey))),
+    strict=True,
+  ):
+    assert actual.dtype == other.dtype
+    np.testing.assert_allclose(actual, other, atol=2e-3)
+
+
+def test_an_nnx_model_itself_may_be_cast():
+  model, expected = NnxModel(nnx.Rngs(0)), NnxModel(nnx.Rngs(0))
+  out = ols.autocast(model)(X)
+  np.testing.assert_allclose(out, expected(X), atol=0.01)
+  np.testing.assert_allclose(
+    model.norm.mean[...], expected.norm.mean[...], atol=1e-4
+  )
+  assert model.calls[...] == 1
+
+
+def test_objects_of_nnx_may_be_shared_and_nested_in_arguments():
+  model, rngs = NnxModel(nnx.Rngs(0)), nnx.Rngs(1)
+  seen = []
+
+  def fun(parts, x, *, rngs):
+    assert parts["again"][0] is parts["model"]
+    seen.append(parts["name"])
+    return parts["model"](x) * rngs.params.uniform()
+
+  ols.autocast(fun)(
+    {"model": model, "again": [model], "name": "n"}, X, rngs=rngs
+  )
+  assert seen == ["n"] and model.calls[...] == 1
+  assert rngs.default.count[...] == 1
+
+
+class LinenModel(nn.Module):
+  """With statistics, random numbers and a part that stays in float32."""
+
+  @nn.compact
+  def __call__(self, x, train):
+    x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+    x = nn.Dropout(0.5, deterministic=not train)(nn.relu(x))
+    return ols.keep_float32(nn.Dense(1))(x)
+
+
+def train_linen(cast):
+  model = LinenModel()
+  variables = model.init(jax.random.key(0), X, train=False)
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  params, stats = variables["params"], variables["batch_stats"]
+  state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+  def loss_fn(params, stats, key):
+    out, changed = model.apply(
+      {"params": params, "batch_stats": stats},
+      X,
+      train=True,
+      mutable=["batch_stats"],
+      rngs={"dropout": key},
+    )
+    return jnp.mean(out**2), changed["batch_stats"]
+
+  @jax.jit
+  def step(state, stats, key):
+    grad_fn = ols.value_and_grad(cast(loss_fn), state, has_aux=True)
+    (loss, stats), grads = grad_fn(state.params, stats, key)
+    return state.apply_gradients(grads=grads), stats, loss
+
+  for i in range(STEPS):
+    state, stats, loss = step(state, stats, jax.random.key(i))
+  counts = equations.products(cast(loss_fn), params, stats, jax.random.key(0))
+  return (loss, stats, state.params), counts
+
+
+def test_a_linen_model_trains_with_its_statistics():
+  actual, counts = train_linen(ols.autocast)
+  expected, _ = train_linen(lambda fun: fun)
+  assert counts == {"float16": 1, "float32": 1}
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), actual, expected
+  )
+
+
+class EquinoxModel(eqx.Module):
+  """With state, which breaks a model that is cast by hand."""
+
+  linear: eqx.nn.Linear
+  norm: eqx.nn.BatchNorm
+  name: str
+
+  def __init__(self, key):
+    self.linear = eqx.nn.Linear(8, 8, key=key)
+    self.norm = eqx.nn.BatchNorm(8, axis_name="batch", mode="batch")
+    self.name = "equinox"
+
+  def __call__(self, x, state):
+    return self.norm(self.linear(x), state)
+
+
+def train_equinox(cast):
+  model, state = eqx.nn.make_with_state(EquinoxModel)(jax.random.key(0))
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+  def loss_fn(model, state):
+    run = jax.vmap(
+      model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+    )
+    out, state = run(X, state)
+    return jnp.mean((out - X) ** 2), state
+
+  @eqx.filter_jit
+  def step(model, state, opt_state):
+    grad_fn = ols.value_and_grad(
+      cast(loss_fn),
+      opt_state,
+      has_aux=True,
+      using=eqx.filter_value_and_grad,
+    )
+    (loss, state), grads = grad_fn(model, state)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return eqx.apply_updates(model, updates), state, opt_state, loss
+
+  for _ in range(STEPS):
+    model, state, opt_state, loss = step(model, state, opt_state)
+  return loss, eqx.filter(model, eqx.is_array), jax.tree.leaves(state)
+
+
+def test_an_equinox_model_trains_with_its_state():
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3),
+    train_equinox(ols.autocast),
+    train_equinox(lambda fun: fun),
+  )
