@@ -1,6 +1,7 @@
 """Trains a small transformer in float16 to write Python, letter by letter.
 
-The text is the source of Python's own standard library. A probe in each layer
+The text is the source of Python's own standard library. The model is written in
+float32, and ``autocast`` runs its products in float16. A probe in each layer
 counts what its backward pass holds, and the policy hears of the largest.
 
   python examples/transformer.py --policy headroom --steps 500
@@ -60,15 +61,23 @@ def main():
       progress.update()
       progress.set_postfix_str(f"loss {loss:.2f}", refresh=False)
 
-    run = train(text, POLICIES[args.policy], args.steps, args.seed, on_step)
+    policy = POLICIES[args.policy]
+    run = train(text, policy, args.steps, args.seed, on_step, args.dtype)
   plot(run).savefig(args.out, dpi=150, format="png")
   print(make_table(run))
   print(f"The curves are in {args.out}. A sample:\n")
   print(sample(run.params, "def ", 300, args.seed))
 
 
-def train(text, loss_scale, steps, seed=0, on_step=lambda loss: None):
-  """Trains float32 parameters with a model that computes in float16."""
+def train(
+  text,
+  loss_scale,
+  steps,
+  seed=0,
+  on_step=lambda loss: None,
+  dtype=jnp.float16,
+):
+  """Trains a float32 model whose products run in dtype."""
   train_text, test_text = text
   params = init_params(jax.random.key(seed))
   schedule = optax.warmup_cosine_decay_schedule(
@@ -81,7 +90,7 @@ def train(text, loss_scale, steps, seed=0, on_step=lambda loss: None):
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, opt_state, batch):
     loss, (grads, cotangents) = ols.value_and_grad(
-      loss_fn, opt_state, argnums=(0, 1)
+      ols.autocast(loss_fn, dtype), opt_state, argnums=(0, 1)
     )(params, slots, batch)
     evidence = ols.diagnostics.probe_evidence(cotangents, opt_state)
     updates, opt_state = tx.update(grads, opt_state, params, **evidence)
@@ -115,45 +124,36 @@ def train(text, loss_scale, steps, seed=0, on_step=lambda loss: None):
 
 
 def loss_fn(params, slots, batch):
-  """The mean cross-entropy of each next letter, in nats, float32."""
+  """The mean cross-entropy of each next letter, in nats."""
   logits = model(params, slots, batch[:, :-1])
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
   return jnp.mean(losses)
 
 
 def model(params, slots, letters):
-  """Logits of the next letter, float32, of shape (batch, letter, 96)."""
-  half = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float16), tree)
-  embedding = half(params["embedding"])
-  x = embedding[letters] + half(params["position"])[: letters.shape[1]]
+  """Logits of the next letter, of shape (batch, letter, 96)."""
+  x = params["embedding"][letters] + params["position"][: letters.shape[1]]
 
   def layer(x, layer_and_slot):
     weights, slot = layer_and_slot
     x = ols.diagnostics.probe(x, slot)
-    x = x + attend(weights, normalize(x))
-    hidden = jax.nn.gelu(normalize(x) @ weights["expand"])
+    x = x + attend(weights, jax.nn.standardize(x))
+    hidden = jax.nn.gelu(jax.nn.standardize(x) @ weights["expand"])
     return x + hidden @ weights["contract"], None
 
-  x, _ = jax.lax.scan(layer, x, (half(params["layers"]), slots))
-  return (normalize(x) @ embedding.T).astype(jnp.float32)
+  x, _ = jax.lax.scan(layer, x, (params["layers"], slots))
+  return jax.nn.standardize(x) @ params["embedding"].T
 
 
 def attend(weights, x):
-  """Causal self-attention; the softmax in float32."""
+  """Causal self-attention."""
   batch, length, _ = x.shape
   parts = (x @ weights["qkv"]).reshape(batch, length, 3, HEADS, -1)
   query, key, value = jnp.moveaxis(parts, 2, 0)
-  scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-  scores = scores.astype(jnp.float32) / np.sqrt(WIDTH / HEADS)
+  scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(WIDTH / HEADS)
   scores = jnp.where(jnp.tri(length, dtype=bool), scores, -jnp.inf)
-  weighted = jax.nn.softmax(scores).astype(x.dtype)
-  mixed = jnp.einsum("bhqk,bkhd->bqhd", weighted, value)
+  mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
   return mixed.reshape(x.shape) @ weights["out"]
-
-
-def normalize(x):
-  """To mean 0 and variance 1, computed in float32."""
-  return jax.nn.standardize(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def init_params(key):
@@ -246,7 +246,7 @@ def plot(run):
   figure = Figure(figsize=(8, 6), layout="constrained")
   top, bottom = figure.subplots(2, sharex=True, height_ratios=(3, 2))
   top.plot(run.losses, linewidth=1)
-  top.set_title("Learning to write Python in float16")
+  top.set_title("Learning to write Python")
   top.set(ylabel="training loss (nats a letter)")
   bottom.plot(run.scales, linewidth=1)
   (skipped,) = np.nonzero(run.skipped)
@@ -271,6 +271,12 @@ def parse_args():
     choices=POLICIES,
     default="headroom",
     help="what moves the loss scale (%(default)s)",
+  )
+  parser.add_argument(
+    "--dtype",
+    choices=("float16", "bfloat16", "float32"),
+    default="float16",
+    help="what matrix products are computed in (%(default)s)",
   )
   parser.add_argument(
     "--seed", type=int, default=0, help="for all random numbers (%(default)s)"
