@@ -74,7 +74,17 @@ def _cond(
   eqn: core.JaxprEqn, args: Sequence[Any], new: Replacement
 ) -> list[Any]:
   branches = [new.function(branch) for branch in eqn.params["branches"]]
-  return lax.switch(args[0], branches, *args[1:])
+  platforms = eqn.params.get("branches_platforms")
+  if platforms is None:
+    return lax.switch(args[0], branches, *args[1:])
+  # What `lax.platform_dependent` makes: one branch for some platforms each, and
+  # one for all others. Only one of them can be compiled.
+  named = {
+    name: branch
+    for names, branch in zip(platforms, branches, strict=True)
+    for name in names or ("default",)
+  }
+  return lax.platform_dependent(*args[1:], **named)
 
 
 def _shard_map(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -115,7 +116,10 @@ def keep_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
   if not callable(fun):
     raise TypeError(f"fun must be a function, got fun = {fun!r}.")
 
-  @functools.wraps(fun, updated=())
+  # What Flax noted of a method stays with it. What is in a layer is its own.
+  updated = ("__dict__",) if inspect.isfunction(fun) else ()
+
+  @functools.wraps(fun, updated=updated)
   def kept_fun(*args: Any, **kwargs: Any) -> Any:
     with jax.named_scope(_products.KEEP_FLOAT32):
       return fun(*args, **kwargs)

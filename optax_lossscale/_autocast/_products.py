@@ -74,15 +74,16 @@ def _is_chosen(precision: Any) -> bool:
 def _multiplies_matrices(eqn: core.JaxprEqn) -> bool:
   left, out = _array(eqn.invars[0]), _array(eqn.outvars[0])
   (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
+  # Sizes may be symbolic, so that it is not known which one is larger.
   terms = math.prod(left.shape[i] for i in contracted)
   products = math.prod(left.shape[i] for i in batched)
-  return terms > 1 and out.size > products
+  return terms != 1 and out.size != products
 
 
 def _convolves(eqn: core.JaxprEqn) -> bool:
   kernel, out = _array(eqn.invars[1]), _array(eqn.outvars[0])
   features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-  return kernel.size > features and out.size > 1
+  return kernel.size != features and out.size != 1
 
 
 def _array(var: Any) -> Any:
@@ -91,6 +92,7 @@ def _array(var: Any) -> Any:
 
 
 _CONTRACTS = {
-  "dot_general": _multiplies_matrices,
   "conv_general_dilated": _convolves,
+  "dot_general": _multiplies_matrices,
+  "ragged_dot_general": lambda eqn: True,  # of a matrix for each expert
 }

@@ -102,7 +102,16 @@ class LinenModel(nn.Module):
   def __call__(self, x, train):
     x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
     x = nn.Dropout(0.5, deterministic=not train)(nn.relu(x))
-    return ols.keep_float32(nn.Dense(1))(x)
+    return Kept()(ols.keep_float32(nn.Dense(4))(x))
+
+
+class Kept(nn.Module):
+  """A layer whose method is marked."""
+
+  @ols.keep_float32
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(1)(x)
 
 
 def train_linen(cast):
@@ -137,7 +146,7 @@ def train_linen(cast):
 def test_a_linen_model_trains_with_its_statistics():
   actual, counts = train_linen(ols.autocast)
   expected, _ = train_linen(lambda fun: fun)
-  assert counts == {"float16": 1, "float32": 1}
+  assert counts == {"float16": 1, "float32": 2}
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), actual, expected
   )

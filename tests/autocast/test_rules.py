@@ -3,7 +3,7 @@
 from helpers import equations
 from helpers.bits import assert_same_bits
 import jax
-from jax import lax
+from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import jax.scipy.linalg
@@ -117,6 +117,40 @@ def test_half_precision_would_spoil_rotary_angles():
     jax.jit(outer)(frequencies, positions),
     atol=0.01,
   )
+
+
+def test_a_product_of_experts_runs_in_half():
+  x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 4])
+  loss = lambda x, w: jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
+  half = ols.autocast(loss)
+  assert "ragged_dot_general" in equations.in_half(half, x, w)
+  gradient = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(x, w)
+  assert_same_bits(gradient(half), gradient(loss))
+
+
+def test_the_branch_of_a_platform_runs_in_half():
+  def fun(a, b):
+    return lax.platform_dependent(
+      a, cpu=lambda a: a @ b, tpu=only_on_tpu, default=lambda a: (a @ b) @ b
+    )
+
+  def only_on_tpu(a):
+    raise_on_cpu = jax.ffi.ffi_call("no_such_function", jax.typeof(a))
+    return raise_on_cpu(a) @ a
+
+  half = ols.autocast(fun)
+  assert set(equations.products(half, A, B)) == {"float16"}
+  exact = jnp.float32(jnp.float16(A) @ jnp.float16(B))
+  assert_same_bits(jax.jit(half)(A, B), exact)
+
+
+def test_a_size_may_be_symbolic():
+  (n,) = export.symbolic_shape("n")
+  shape = jax.ShapeDtypeStruct((n, n), jnp.float32)
+  fun = ols.autocast(lambda x: jnp.einsum("ij,kj->ik", x, x) + x.T @ x)
+  exported = export.export(jax.jit(fun))(shape)
+  assert "xf16>" in exported.mlir_module()
+  np.testing.assert_array_equal(exported.call(jnp.eye(3)), 2 * jnp.eye(3))
 
 
 def test_products_accumulate_in_float32():
