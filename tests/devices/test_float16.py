@@ -1,12 +1,14 @@
 """Sums of float16 gradients over devices overflow sooner with more of them."""
 
 from helpers import sharding
+from helpers.bits import assert_same_bits
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -86,6 +88,138 @@ def test_gradients_widened_before_a_psum_by_hand_are_summed_in_float32():
   for w in (jnp.float32(1), jnp.float16(1)):
     grad = jax.jit(fun)(w, make_examples(8))
     assert (grad.dtype, grad) == (jnp.float32, 8 * PER_DEVICE / SCALE)
+
+
+# The recipe of the page on many devices: the sum over devices in float16, of
+# gradients that keep the scale. As one worker of many, whose parts are small.
+PART = 2.0**-20
+
+
+def small_loss(params, batch):
+  """Computes in the dtype of the parameters; the loss is float32."""
+  x, y = batch
+  for w in params[:-1]:
+    x = jnp.tanh(x.astype(w.dtype) @ w)
+  error = (x @ params[-1]).astype(jnp.float32) - y
+  return PART * jnp.mean(error**2)
+
+
+def to_half(params):
+  return [w.astype(jnp.float16) for w in params]
+
+
+def sum_scaled(params, state, batch):
+  """The recipe."""
+  scaled_loss = lambda half: ols.scale_loss(small_loss(half, batch), state)
+  grads = jax.grad(scaled_loss)(to_half(params))
+  n_devices = lax.axis_size("data")
+  return [lax.psum(g / n_devices, "data") for g in grads]
+
+
+def sum_true(dtype):
+  """The sum of true gradients, in float32, or in a dtype that loses them."""
+
+  def fun(params, state, batch):
+    loss = lambda params: small_loss(to_half(params), batch)
+    grads = ols.grad(loss, state)(params)
+    return [lax.pmean(g.astype(dtype), "data") for g in grads]
+
+  return fun
+
+
+def on_8_devices(fun, params, state, batch):
+  fun = jax.shard_map(
+    fun,
+    mesh=sharding.make_mesh((8,), ("data",)),
+    in_specs=(P(), P(), P("data")),
+    out_specs=P(),
+    check_vma=False,
+  )
+  jaxpr = jax.make_jaxpr(fun)(params, state, batch).jaxpr
+  dtypes = {str(eqn.invars[0].aval.dtype) for eqn in sums(jaxpr)}
+  return jax.jit(fun)(params, state, batch), dtypes
+
+
+def make_params_and_batch():
+  keys = jax.random.split(jax.random.key(0), 5)
+  shapes = (64, 128), (128, 128), (128, 16)
+  params = [
+    jax.random.normal(key, shape) / np.sqrt(shape[0])
+    for key, shape in zip(keys[:3], shapes, strict=True)
+  ]
+  x, y = jax.random.normal(keys[3], (256, 64)), jnp.ones((256, 16))
+  return params, (x, y)
+
+
+def flatten(grads):
+  return np.concatenate([np.float64(g).ravel() for g in grads])
+
+
+@pytest.fixture(scope="module")
+def compared():
+  """(dtypes of the sums, error, share flushed) at a scale, against float32."""
+  params, batch = make_params_and_batch()
+  exact = flatten(jax.grad(small_loss)(params, batch))
+
+  def compare(fun, scale, unscale=1.0):
+    state = ols.FixedLossScale(scale).init()
+    grads, dtypes = on_8_devices(fun, params, state, batch)
+    grads = flatten(grads) / unscale
+    error = np.linalg.norm(grads - exact) / np.linalg.norm(exact)
+    return dtypes, error, np.mean(grads[exact != 0] == 0)
+
+  return compare
+
+
+def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_in_float32(
+  compared,
+):
+  scale = 2.0**26
+  dtypes, error, flushed = compared(sum_scaled, scale, unscale=scale)
+  assert dtypes == {"float16"}
+  assert error < 1e-3 and flushed < 1e-4
+  dtypes, error_in_float32, flushed = compared(sum_true(jnp.float32), scale)
+  assert dtypes == {"float32"}
+  assert error < 1.5 * error_in_float32
+
+
+def test_dividing_before_the_sum_costs_three_binades_on_8_devices(compared):
+  """Only where the scale is too low; a scale that is 8 times as large fits."""
+  low, high = 2.0**10, 2.0**13
+  *_, flushed = compared(sum_scaled, low, unscale=low)
+  *_, flushed_in_float32 = compared(sum_true(jnp.float32), low)
+  assert flushed > 0.01 > 4 * flushed_in_float32
+  *_, flushed = compared(sum_scaled, high, unscale=high)
+  assert flushed < 0.003
+
+
+def test_a_float16_sum_of_unscaled_gradients_loses_them(compared):
+  dtypes, _, flushed = compared(sum_true(jnp.float16), 2.0**26)
+  assert dtypes == {"float16"} and flushed == 1
+
+
+def test_a_sum_that_keeps_the_scale_trains_and_skips_on_all_devices():
+  params, batch = make_params_and_batch()
+  bad = batch[0].at[3].set(jnp.inf), batch[1]  # on the first device alone
+  tx = ols.with_loss_scaling(
+    optax.sgd(1 / PART), 2.0**24, grads_are_scaled=True, axis_name="data"
+  )
+
+  def step(params, opt_state, batch):
+    grads = sum_scaled(params, opt_state, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  opt_state = tx.init(params)
+  after, _ = on_8_devices(step, params, opt_state, bad)
+  assert_same_bits(after[0], params)
+  assert ols.get_loss_scale_state(after).total_notfinite == 1
+
+  (after, _), _ = on_8_devices(step, params, opt_state, batch)
+  grads = jax.grad(small_loss)(params, batch)
+  exact = [w - g / PART for w, g in zip(params, grads, strict=True)]
+  for mine, theirs in zip(after, exact, strict=True):
+    np.testing.assert_allclose(mine, theirs, atol=1e-3)
 
 
 def sum_over_devices(loss, n_devices):
