@@ -1,0 +1,181 @@
+"""Resuming a run that was saved before its optimizer was wrapped.
+
+With the real libraries: one way to restore loses the optimizer's state without
+a word, and the others refuse.
+"""
+
+from typing import Any
+
+import flax
+from flax import serialization
+from flax.training import checkpoints
+from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
+from helpers.bits import assert_same_bits
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import interop
+
+pytestmark = pytest.mark.filterwarnings(
+  # Of Flax's older format, which is here on purpose.
+  "ignore:Flax Checkpointing will soon be deprecated:DeprecationWarning"
+)
+
+BARE = optax.chain(
+  optax.trace(decay=0.9),
+  optax.scale_by_schedule(optax.linear_schedule(-0.1, 0.0, 100)),
+)
+TX = ols.with_loss_scaling(BARE)
+STEPS = 20
+
+
+class ScaledTrainState(TrainState):
+  """As in Flax's ImageNet example: the scale is beside the optimizer."""
+
+  dynamic_scale: Any
+
+
+def init_params():
+  return {"w": jnp.linspace(0.5, 1, 4)}
+
+
+def train(state, steps=STEPS):
+  for _ in range(steps):
+    state = state.apply_gradients(grads=jax.tree.map(jnp.sin, state.params))
+  return state
+
+
+def make_state(tx, cls=TrainState, **fields):
+  return cls.create(apply_fn=None, params=init_params(), tx=tx, **fields)
+
+
+def momentum(state):
+  return optax.tree.norm(optax.tree.get(state.opt_state, "trace")).item()
+
+
+def count(state):
+  return optax.tree.get(state.opt_state, "count").item()
+
+
+@pytest.fixture(params=[True, False], ids=["orbax", "msgpack"])
+def save_and_restore(request, tmp_path):
+  """Flax's own functions, in each of the two formats that they write."""
+  before = flax.config.flax_use_orbax_checkpointing
+  flax.config.update("flax_use_orbax_checkpointing", request.param)
+
+  def fun(saved, target):
+    checkpoints.save_checkpoint(tmp_path, saved, STEPS)
+    return checkpoints.restore_checkpoint(tmp_path, target)
+
+  yield fun
+  flax.config.update("flax_use_orbax_checkpointing", before)
+
+
+def adopt(restored):
+  """What the pages say."""
+  opt_state = TX.init(restored.params)._replace(inner_state=restored.opt_state)
+  return restored.replace(tx=TX, opt_state=opt_state)
+
+
+def assert_goes_on(state, saved):
+  """The state trains on as the saved one would have, without the wrapper."""
+  assert (state.step, count(state)) == (STEPS, STEPS)
+  mine, theirs = train(state, 3), train(saved, 3)
+  assert_same_bits(mine.params, theirs.params)
+  assert_same_bits(mine.opt_state.inner_state, theirs.opt_state)
+
+
+def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum_silently(
+  tmp_path,
+):
+  """The trap, as it is. If this fails, Flax has closed it: say so."""
+  saved = train(make_state(BARE))
+  assert momentum(saved) > 0.5
+  checkpoints.save_checkpoint(tmp_path, saved, STEPS)
+  restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
+  assert_same_bits(restored.params, saved.params)
+  assert restored.step == STEPS
+  assert (momentum(restored), count(restored)) == (0, 0)
+
+
+def test_the_count_of_a_schedule_shows_that_the_state_was_lost(tmp_path):
+  checkpoints.save_checkpoint(tmp_path, train(make_state(BARE)), STEPS)
+  restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
+  state = ols.get_loss_scale_state(restored)
+  lost = restored.step - state.total_notfinite - count(restored)
+  assert lost == STEPS
+
+
+def test_restored_into_the_bare_state_and_adopted_the_run_goes_on(
+  save_and_restore,
+):
+  saved = train(make_state(BARE))
+  restored = save_and_restore(saved, make_state(BARE))
+  assert_goes_on(adopt(restored), saved)
+
+
+def test_a_run_of_the_wrapper_is_restored_as_it_is(save_and_restore):
+  saved = train(make_state(TX))
+  restored = save_and_restore(saved, make_state(TX))
+  assert_same_bits(restored.opt_state, saved.opt_state)
+
+
+def test_flaxs_older_format_refuses_a_wrapped_target(tmp_path):
+  saved = train(make_state(BARE))
+  data = serialization.to_bytes(saved)
+  with pytest.raises(ValueError, match="inner_state"):
+    serialization.from_bytes(make_state(TX), data)
+  restored = serialization.from_bytes(make_state(BARE), data)
+  assert_goes_on(adopt(restored), saved)
+
+
+def test_orbax_refuses_a_wrapped_target(tmp_path):
+  saved = train(make_state(BARE))
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", saved)
+    checkpointer.wait_until_finished()
+    with pytest.raises(ValueError):
+      checkpointer.restore(tmp_path / "state", make_state(TX))
+    restored = checkpointer.restore(tmp_path / "state", make_state(BARE))
+  assert_goes_on(adopt(restored), saved)
+
+
+def make_scaled_state():
+  """A run with DynamicScale that has grown once."""
+  dynamic_scale = DynamicScale(
+    growth_interval=12, fin_steps=8, scale=jnp.float32(2.0**17)
+  )
+  return make_state(BARE, ScaledTrainState, dynamic_scale=dynamic_scale)
+
+
+def test_a_run_with_dynamic_scale_brings_its_scale(save_and_restore):
+  saved = train(make_scaled_state())
+  target = make_state(
+    BARE, ScaledTrainState, dynamic_scale=DynamicScale(growth_interval=12)
+  )
+  restored = save_and_restore(saved, target)
+
+  policy, scale_state = interop.from_flax(restored.dynamic_scale)
+  tx = ols.with_loss_scaling(BARE, policy)
+  opt_state = ols.LossScalingState(scale_state, restored.opt_state)
+  state = make_state(tx).replace(
+    step=restored.step, params=restored.params, opt_state=opt_state
+  )
+  assert policy.growth_interval == 13  # Flax grows a step later
+  found = ols.get_loss_scale_state(state)
+  assert (found.loss_scale, found.finite_count) == (2.0**17, 8)
+  assert_goes_on(state, saved)
+
+
+def test_restored_without_its_field_a_dynamic_scale_is_lost_silently(tmp_path):
+  """Flax drops what the target has no field for."""
+  checkpoints.save_checkpoint(tmp_path, train(make_scaled_state()), STEPS)
+  restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
+  assert restored.step == STEPS
+  assert ols.get_loss_scale_state(restored).loss_scale == 2.0**15
+  assert (momentum(restored), count(restored)) == (0, 0)
