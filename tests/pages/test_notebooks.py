@@ -62,6 +62,17 @@ def test_a_notebook_asserts_its_claim(path):
 
 
 @each_notebook
+def test_a_notebook_opens_in_colab_and_installs_what_it_needs(path):
+  link, install, *_ = nbformat.read(path, as_version=4).cells
+  assert f"/blob/main/notebooks/{path.name})" in link.source
+  assert "https://colab.research.google.com/" in link.source
+  # Only where the package is missing: not over the one that is developed.
+  condition, command = install.source.splitlines()[-2:]
+  assert condition == 'if importlib.util.find_spec("optax_lossscale") is None:'
+  assert command == '  %pip install --quiet "optax-lossscale[examples]"'
+
+
+@each_notebook
 def test_a_notebook_is_small_and_tells_nothing_of_the_machine(path):
   assert path.stat().st_size < 500_000
   notebook = nbformat.read(path, as_version=4)
