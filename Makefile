@@ -82,8 +82,9 @@ docs: ## Build the pages in docs/_build/html, with the notebooks executed
 	.venv-docs/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	.venv-docs/bin/python tools/offline.py docs/_build/html
 
-dist: $(VENV)/installed-dist ## Build the source and the binary distribution
+dist: $(VENV)/installed-dist ## Build the source and the binary distribution, and check them
 	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## Remove what the targets made
 	rm -rf .venv* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache

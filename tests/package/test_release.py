@@ -1,5 +1,7 @@
 """What is published: both distributions are built, looked into, and used."""
 
+import email
+import pathlib
 import re
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import venv
 import zipfile
 
 from helpers import markdown, ROOT
+import nbformat
 import pytest
 
 import optax_lossscale as ols
@@ -61,6 +64,25 @@ def test_the_wheel_holds_the_package_its_types_and_the_license_alone(dist):
   assert sorted(required) == ["jax", "optax"]
 
 
+def test_the_metadata_show_where_everything_is(dist):
+  with zipfile.ZipFile(dist / f"{NAME}-py3-none-any.whl") as wheel:
+    metadata = wheel.read(f"{NAME}.dist-info/METADATA").decode()
+  fields = email.message_from_string(metadata)
+  assert fields["Version"] == ols.__version__
+  assert "the optax_lossscale authors" in fields["Author"]
+  assert fields["License-Expression"] == "Apache-2.0"
+  assert fields["Description-Content-Type"].startswith("text/markdown")
+  assert fields.get_payload().startswith("# optax_lossscale\n")
+  names = {url.split(",")[0] for url in fields.get_all("Project-URL")}
+  assert names == {"Documentation", "Source", "Changelog", "Issues"}
+
+
+def test_an_index_would_accept_both(dist):
+  twine = sys.executable, "-m", "twine", "--no-color", "check", "--strict"
+  out = run(*twine, *map(str, sorted(dist.iterdir())), cwd=dist)
+  assert out.count("PASSED") == 2
+
+
 def test_the_source_distribution_can_be_built_from_and_is_small(dist):
   with tarfile.open(dist / f"{NAME}.tar.gz") as sdist:
     names = {name.removeprefix(f"{NAME}/") for name in sdist.getnames()}
@@ -69,16 +91,42 @@ def test_the_source_distribution_can_be_built_from_and_is_small(dist):
   assert folders == {"optax_lossscale"}
 
 
+@pytest.fixture(scope="module")
+def python(dist, tmp_path_factory):
+  """The Python of an environment in which the wheel is installed."""
+  return make_environment(tmp_path_factory.mktemp("empty") / "venv", dist)
+
+
 def test_the_readmes_first_example_runs_with_the_wheel_in_an_empty_environment(
-  dist, tmp_path
+  python, tmp_path
 ):
-  python = make_environment(tmp_path / "venv", dist)
   example, *_ = markdown.blocks(ROOT / "README.md")
   example += "print(ols.__file__)\n"
   out = run(python, "-c", example, cwd=tmp_path)
   assert "32768.0" in out
   # The installed package, and not this folder.
-  assert str(tmp_path / "venv") in out
+  assert str(pathlib.Path(python).parents[1]) in out
+
+
+def test_the_quick_start_runs_with_the_wheel_in_an_empty_environment(
+  python, tmp_path
+):
+  notebook = nbformat.read(ROOT / "notebooks/quick_start.ipynb", as_version=4)
+  code = [c.source for c in notebook.cells if c.cell_type == "code"]
+  # The cell that installs is written for notebooks, and here is nothing to do.
+  assert "%pip install" in code[0]
+  code[0] = "import matplotlib\nmatplotlib.use('agg')"
+  code.append("print(ols.__file__)")
+  out = run(python, "-c", "\n".join(code), cwd=tmp_path)
+  assert str(pathlib.Path(python).parents[1]) in out
+
+
+def test_the_rl_example_runs_with_the_wheel_in_an_empty_environment(
+  python, tmp_path
+):
+  script = str(ROOT / "examples" / "rl_float16.py")
+  run(python, script, "--steps", "1", "--seeds", "1", cwd=tmp_path)
+  assert (tmp_path / "rl_float16.png").exists()
 
 
 def make_environment(folder, dist):

@@ -6,6 +6,8 @@ without either is here.
 
 import json
 import re
+import subprocess
+import tomllib
 
 from helpers import ROOT
 
@@ -79,6 +81,73 @@ def test_each_relative_link_leads_to_a_file_or_a_label():
       where = f"{relative_name(path)} links to {link}"
       assert (path.parent / target).exists(), where
   assert found > 20
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Source"]
+# Of GitHub's own making, and so in no folder of the repository.
+MADE_BY_GITHUB = {"", "issues", "releases", "security/advisories/new"}
+
+
+def tracked_texts():
+  """The (file, text) of all that names an address: no pictures, no outputs."""
+  out = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  for name in out.stdout.splitlines():
+    path = ROOT / name
+    if path.suffix not in {".png", ".json"} and path.is_file():
+      yield path, path.read_text()
+
+
+def in_repository(url):
+  """The path that an address of this repository stands for, or None."""
+  rest = url.removeprefix(REPOSITORY).split("#")[0].strip("/")
+  if rest in MADE_BY_GITHUB or rest.startswith(("releases/", "archive/")):
+    return None
+  workflow = re.match(r"actions/(workflows/\w+\.yml)", rest)
+  if workflow:
+    return ROOT / ".github" / workflow[1]
+  return ROOT / re.sub(r"^(?:blob|tree)/main/", "", rest)
+
+
+def test_each_address_of_this_repository_leads_to_a_file():
+  name = REPOSITORY.rsplit("/", 1)[1]
+  pattern = rf"https://github\.com/[\w-]+/{name}\b[^\s)>\"'`,;]*"
+  found = 0
+  for path, text in tracked_texts():
+    for url in re.findall(pattern, text):
+      where = f"{relative_name(path)} links to {url}"
+      assert url.startswith(REPOSITORY), where
+      target = in_repository(url.rstrip("."))
+      assert target is None or target.exists(), where
+      found += 1
+  assert found > 20
+
+
+def test_each_notebook_that_opens_in_colab_is_there():
+  owner_and_name = REPOSITORY.removeprefix("https://github.com/")
+  prefix = f"https://colab.research.google.com/github/{owner_and_name}/"
+  for path, text in texts():
+    for url in re.findall(r"https://colab\.[^\s)]+", text):
+      where = f"{relative_name(path)} links to {url}"
+      assert url.startswith(prefix + "blob/main/"), where
+      assert (ROOT / url.removeprefix(prefix + "blob/main/")).exists(), where
+
+
+def test_the_readme_has_only_absolute_links_which_work_anywhere():
+  text = (ROOT / "README.md").read_text()
+  text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+  links = re.findall(r"\]\(([^)\s]+)\)", text)
+  defined = dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", text, re.MULTILINE))
+  for link in [*links, *defined.values()]:
+    assert link.startswith("https://"), link
+  used = set(re.findall(r"\]\[([\w-]+)\]", text))
+  assert used == set(defined)
 
 
 def test_no_power_of_two_turns_prose_bold():

@@ -1,0 +1,55 @@
+"""What is said of a release: the same in each file that says it."""
+
+import re
+import tomllib
+
+from helpers import ROOT
+
+import optax_lossscale as ols
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+
+
+def test_each_project_url_is_named_and_the_authors_are_no_persons():
+  names = {"Documentation", "Source", "Changelog", "Issues"}
+  assert set(PROJECT["urls"]) == names
+  assert PROJECT["authors"] == [{"name": "the optax_lossscale authors"}]
+
+
+def test_the_version_is_the_same_wherever_it_stands():
+  for name, line in {
+    "CITATION.cff": rf"^version: {ols.__version__}$",
+    "conda/recipe.yaml": rf'^  version: "{ols.__version__}"$',
+    "CHANGELOG.md": rf"^## \[{ols.__version__}\] - (unreleased|[\d-]+)$",
+  }.items():
+    assert re.search(line, (ROOT / name).read_text(), re.MULTILINE), name
+
+
+def test_the_conda_recipe_requires_what_the_package_requires():
+  recipe = (ROOT / "conda" / "recipe.yaml").read_text()
+  run = re.search(r"^  run:\n((?:    - .*\n)+)", recipe, re.MULTILINE)[1]
+  required = [line.removeprefix("    - ") for line in run.splitlines()]
+  assert required[0] == "python >=${{ python_min }}"
+  ours = [re.sub(r"(?=>=)", " ", name) for name in PROJECT["dependencies"]]
+  assert required[1:] == ours
+  (build,) = PYPROJECT["build-system"]["requires"]
+  assert f"- {build.replace('_', '-').replace('>=', ' >=', 1)}" in recipe
+
+
+def test_the_page_on_versions_says_what_is_declared_and_tested():
+  page = (ROOT / "docs" / "versions.md").read_text()
+  for requirement in PROJECT["dependencies"]:
+    name, bound = requirement.split(">=")
+    row = rf"^\| {name} \| {re.escape(bound)} and later \| {re.escape(bound)}"
+    assert re.search(row, page, re.MULTILINE | re.IGNORECASE), requirement
+  declared = {
+    found[1]
+    for classifier in PROJECT["classifiers"]
+    if (found := re.search(r"Python :: (3\.\d+)$", classifier))
+  }
+  workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+  (matrix,) = re.findall(r"python: \[(.*)\]", workflow)
+  assert set(re.findall(r"[\d.]+", matrix)) == declared
+  row = re.search(r"^\| Python .*$", page, re.MULTILINE)[0].split("|")[3]
+  assert set(re.findall(r"3\.\d+", row)) == declared
