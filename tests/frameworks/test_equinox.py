@@ -1,5 +1,8 @@
 """Equinox: models with static leaves, filtered transformations."""
 
+import functools
+import inspect
+
 import chex
 import equinox as eqx
 from helpers.bits import assert_same_bits
@@ -144,3 +147,82 @@ def test_a_frozen_layer_is_filtered_out():
   assert len(jax.tree.leaves(updates)) == 1
   after = eqx.combine(eqx.apply_updates(diff, updates), frozen)
   assert loss_fn(after, batch) < loss_fn(model, batch)
+
+
+# What the page on frameworks says of a model that is cast by hand.
+
+
+def to_half(tree):
+  arrays, static = eqx.partition(tree, eqx.is_inexact_array)
+  arrays = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), arrays)
+  return eqx.combine(arrays, static)
+
+
+def normalize(state_too):
+  model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
+    4, "batch", mode="ema"
+  )
+  state = to_half(state) if state_too else state
+  call = jax.vmap(
+    to_half(model), in_axes=(0, None), out_axes=(0, None), axis_name="batch"
+  )
+  return call(jnp.ones((3, 4), jnp.float16), state)[0]
+
+
+def convolve(x):
+  return to_half(eqx.nn.Conv2d(1, 2, 3, key=jax.random.key(0)))(x)
+
+
+def recur(x):
+  cell = to_half(eqx.nn.GRUCell(4, 3, key=jax.random.key(0)))
+  step = lambda carry, x: (cell(x, carry), None)
+  return jax.lax.scan(step, jnp.zeros(3, jnp.float16), x)[0]
+
+
+def multiply(x):
+  return to_half(eqx.nn.Linear(4, 3, key=jax.random.key(0)))(x)
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: normalize(state_too=False), "lax.select requires"),
+    (
+      lambda: convolve(jnp.ones((1, 5, 5))),
+      "lax.conv_general_dilated requires",
+    ),
+    (lambda: recur(jnp.ones((2, 4))), "carry output must have equal types"),
+  ],
+  ids=["BatchNorm", "Conv2d", "GRUCell"],
+)
+def test_a_cast_by_hand_that_forgets_one_input_is_an_error(call, message):
+  with pytest.raises(TypeError, match=message):
+    call()
+
+
+def test_a_linear_layer_with_a_forgotten_input_silently_computes_in_float32():
+  assert multiply(jnp.ones(4)).dtype == jnp.float32
+
+
+def test_a_cast_by_hand_that_forgets_nothing_computes_in_float16():
+  half = functools.partial(jnp.ones, dtype=jnp.float16)
+  for out in (
+    normalize(state_too=True),
+    convolve(half((1, 5, 5))),
+    recur(half((2, 4))),
+    multiply(half(4)),
+  ):
+    assert out.dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+  "using", [jax.value_and_grad, eqx.filter_value_and_grad]
+)
+def test_below_a_decorator_is_the_loss(using):
+  loss_fn = lambda w: (w.astype(jnp.float16) ** 2).astype(jnp.float32)
+  state = ols.FixedLossScale(2.0**10).init()
+  decorated = using(loss_fn)
+  plain = inspect.unwrap(decorated)
+  assert plain is loss_fn
+  fun = ols.value_and_grad(plain, state, using=using)
+  assert fun(jnp.float32(3)) == (9, 6)
