@@ -40,6 +40,57 @@ def table(results: dict[str, dict[str, Any]]) -> str:
   return "\n".join(lines)
 
 
+# What the page begins with: workload, and what to call it there.
+SUMMARY = {
+  "adam": "Adam alone",
+  "mlp": "a step of the MLP",
+  "transformer": "a step of the transformer",
+}
+# The same of variants; Keras is compared with Keras.
+COMPARED = {
+  "bare": "none",
+  "ours": "ours",
+  "Flax DynamicScale": "Flax",
+  "jmp": "jmp",
+  "apply_if_finite": "`apply_if_finite`",
+  "Keras LossScaleOptimizer": "Keras",
+}
+FIGURES = {
+  "time": lambda f: f["time"][1],
+  "bytes moved": lambda f: f["bytes_ratio"],
+  "trace and compile": lambda f: f["trace_and_compile_ratio"],
+}
+
+
+def summary(results: dict[str, dict[str, Any]]) -> str:
+  """What matters most of three workloads, in a table that fits a page."""
+  rows = [["", "relative to none", *COMPARED.values()]]
+  for workload, name in SUMMARY.items():
+    for i, (figure, value) in enumerate(FIGURES.items()):
+      cells = [f"{value(results[workload][v]):.2f}" for v in COMPARED]
+      rows.append([name if i == 0 else "", figure, *cells])
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = [
+    "| "
+    + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+    + " |"
+    for row in rows
+  ]
+  rule = ["-" * (w + 1) + (":" if i > 1 else "-") for i, w in enumerate(widths)]
+  lines.insert(1, "|" + "|".join(rule) + "|")
+  return "\n".join(lines)
+
+
+def folded(name: str, variants: dict[str, Any]) -> str:
+  """The table of one workload, below a line that opens it.
+
+  A heading inside would end the fold in the pages that Sphinx makes.
+  """
+  return (
+    f"<details>\n<summary>{name}</summary>\n\n{table(variants)}\n\n</details>"
+  )
+
+
 def plot(results: dict[str, dict[str, Any]], time: str, path: str) -> None:
   """Time and bytes of all workloads against the baselines, as a PNG file.
 

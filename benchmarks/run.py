@@ -90,8 +90,10 @@ def _write(output, environment, results, traces):
   clock = "cpu_time" if environment["platform"] == "cpu" else "time"
   report.plot(results, clock, output / "results.png")
   print(", ".join(f"{key}: {value}" for key, value in environment.items()))
+  if set(report.SUMMARY) <= set(results):
+    print(f"\n{report.summary(results)}")
   for name, variants in results.items():
-    print(f"\n### {name}\n\n{report.table(variants)}")
+    print(f"\n{report.folded(name, variants)}")
   print("\nTraces in ten steps:")
   print(", ".join(f"{name}: {count}" for name, count in traces.items()))
 

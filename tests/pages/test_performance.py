@@ -1,0 +1,41 @@
+"""The page on performance shows the figures of the last run."""
+
+import json
+import runpy
+
+from helpers import ROOT
+import pytest
+
+BENCHMARKS = ROOT / "benchmarks"
+PAGE = (BENCHMARKS / "README.md").read_text()
+RESULTS = json.loads((BENCHMARKS / "results.json").read_text())["results"]
+REPORT = runpy.run_path(str(BENCHMARKS / "report.py"))
+
+
+def test_the_page_begins_with_one_table_that_fits_it_and_the_picture():
+  table = REPORT["summary"](RESULTS)
+  assert max(map(len, table.splitlines())) <= 110
+  beginning = PAGE.split("\n## ")[0]
+  assert beginning.index(table) < beginning.index("(results.png)")
+  assert beginning.count("|\n|") == table.count("|\n|")
+  page = (ROOT / "docs" / "performance.md").read_text()
+  before_it = page.split("<!-- include ../benchmarks/README.md")[0]
+  assert "|" not in before_it and before_it.count("\n## ") == 0
+
+
+@pytest.mark.parametrize("workload", RESULTS)
+def test_the_full_table_of_a_workload_is_folded(workload):
+  assert REPORT["folded"](workload, RESULTS[workload]) in PAGE
+
+
+def test_the_table_compares_three_workloads_with_all_peers():
+  variants = {name for result in RESULTS.values() for name in result}
+  ours = {"ours, scaled grads", "ours, plain select"}
+  assert set(REPORT["COMPARED"]) == variants - ours - {"Keras bare"}
+  assert len(REPORT["SUMMARY"]) == 3
+
+
+def test_a_figure_of_the_table_is_that_of_the_run():
+  first = REPORT["summary"](RESULTS).splitlines()[2]
+  time = RESULTS["adam"]["ours"]["time"][1]
+  assert first.split("|")[4].strip() == f"{time:.2f}"
