@@ -87,7 +87,11 @@ def _is_tracked(name: Hashable) -> bool:
 
 def varying(x: Any) -> frozenset[Hashable]:
   """The mapped axes over which the type says that x varies."""
-  kind = jax.typeof(x)
+  return varying_of(jax.typeof(x))
+
+
+def varying_of(kind: Any) -> frozenset[Hashable]:
+  """The mapped axes over which what is of this type varies."""
   if hasattr(kind, "manual_axis_type"):
     return kind.manual_axis_type.varying
   return kind.vma  # Its name before JAX 0.10.

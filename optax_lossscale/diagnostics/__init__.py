@@ -9,6 +9,11 @@ from optax_lossscale.diagnostics._nonfinite import (
   nonfinite_leaves,
   NonfiniteLeaf,
 )
+from optax_lossscale.diagnostics._overflow import (
+  find_overflow,
+  Operand,
+  Overflow,
+)
 from optax_lossscale.diagnostics._probes import (
   probe,
   probe_evidence,
@@ -25,6 +30,9 @@ __all__ = [
   "GradientReport",
   "GradientStats",
   "NonfiniteLeaf",
+  "Operand",
+  "Overflow",
+  "find_overflow",
   "finite_per_leaf",
   "gradient_report",
   "nonfinite_leaves",
@@ -35,5 +43,11 @@ __all__ = [
 ]
 
 # Pickles and reprs name the path that stays when modules move.
-for _class in (GradientReport, GradientStats, NonfiniteLeaf):
+for _class in (
+  GradientReport,
+  GradientStats,
+  NonfiniteLeaf,
+  Operand,
+  Overflow,
+):
   _class.__module__ = __name__

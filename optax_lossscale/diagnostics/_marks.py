@@ -1,0 +1,275 @@
+"""Marks on entries that are not finite: which operations they come from.
+
+Each such entry of an array carries a set of bits, one for each origin. Marks
+follow the entries and not the arrays, so that an inf in one place is never
+blamed on what happened in another.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The last bit is for all that finds no bit of its own.
+_BITS = [1 << i for i in range(32)]
+
+
+class Value:
+  """An array on the way through a jaxpr.
+
+  Attributes:
+    array: the array.
+    marks: None if it is finite, else uint32 of the same shape.
+  """
+
+  __slots__ = ("__weakref__", "array", "marks")
+
+  def __init__(self, array: Any, marks: Any = None):
+    self.array = array
+    self.marks = marks
+
+
+class _Found(NamedTuple):
+  number: int
+  origin: Any
+  is_constant: bool
+
+
+class Origins:
+  """The origins that were found, and the marks that stand for them."""
+
+  def __init__(self) -> None:
+    self._by_bit: dict[int, _Found] = {}
+    self._marked: weakref.WeakSet[Value] = weakref.WeakSet()
+    self._count = 0
+
+  def value(self, array: Any, marks: Any) -> Value:
+    """A value whose marks are known to be in use."""
+    value = Value(array, marks)
+    self._marked.add(value)
+    return value
+
+  def add(self, origin: Any, is_constant: bool = False) -> int:
+    """The bit of a new origin.
+
+    Args:
+      origin: what to remember.
+      is_constant: whether it is an infinity that was written there, such as
+        that of a mask. It is named only if there is nothing else.
+
+    Returns:
+      The bit.
+    """
+    free = [bit for bit in _BITS[:-1] if bit not in self._by_bit]
+    if not free:
+      used = bits_of_all(list(self._marked))
+      self._by_bit = {b: f for b, f in self._by_bit.items() if b & used}
+      free = [bit for bit in _BITS if bit not in self._by_bit] or _BITS[-1:]
+    self._count += 1
+    found = _Found(self._count, origin, is_constant)
+    self._by_bit.setdefault(free[0], found)
+    return free[0]
+
+  def named(self, values: list[Value]) -> list[Any]:
+    """The origins of these values, in the order in which they were found."""
+    bits = bits_of_all(values)
+    found = sorted(f for b, f in self._by_bit.items() if b & bits)
+    told = [f for f in found if not f.is_constant] or found
+    return [f.origin for f in told]
+
+  def constants(self) -> int:
+    """The bits of the infinities that were written where they are."""
+    return sum(b for b, found in self._by_bit.items() if found.is_constant)
+
+
+class Operation(NamedTuple):
+  """An operation that was carried out.
+
+  Attributes:
+    run: carries it out, on arrays in place of those of the inputs; None if it
+      must not be done again.
+    inputs: the values that it read.
+    neutral: what to put in place of an entry that is not finite, to see whether
+      the others are enough to make an inf; None if that cannot be told.
+    has_inf: whether an inf is written in the operation itself.
+    has_nan: whether a NaN is.
+    describe: what to remember of it, for an output and its new entries.
+  """
+
+  run: Callable[[list[Any]], list[Any]] | None
+  inputs: list[Value]
+  neutral: float | None
+  has_inf: bool
+  has_nan: bool
+  describe: Callable[[Any, Any], Any]
+
+
+def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
+  """Marks what an operation has returned.
+
+  An entry is marked as this operation's own if it is not finite although the
+  inputs are, or with neutral numbers in place of what is not. It carries the
+  mark of an origin if it is not finite with the entries of this origin alone.
+
+  Args:
+    origins: the origins up to now, to which a new one is added.
+    op: the operation.
+    outs: what it returned.
+
+  Returns:
+    The values, with marks on those that are not finite.
+  """
+  if all(are_finite(outs)):
+    return [Value(out) for out in outs]
+  known = bits_of_all(op.inputs)
+  clean = alone = None
+  if known and op.run is not None and op.neutral is not None:
+    clean = op.run(_keep(op.inputs, 0, op.neutral))
+  several = [bit for bit in _BITS if bit & known]
+  if len(several) > 1 and op.run is not None:
+    neutral = 1.0 if op.neutral is None else op.neutral
+    alone = {b: op.run(_keep(op.inputs, b, neutral)) for b in several}
+
+  own = 0
+  values = []
+  for i, out in enumerate(outs):
+    if are_finite([out])[0]:
+      values.append(Value(out))
+      continue
+    marks = no_marks(out)
+    own_entries = marks > 0 if known else _not_finite(out)
+    if clean is not None:
+      own_entries = _both_not_finite(out, clean[i])
+    for bit in alone or ():
+      marks = _add(marks, out, alone[bit][i], own_entries, np.uint32(bit))
+    marks = _fill(marks, out, own_entries, np.uint32(_rest(origins, known)))
+    # An inf that was written there is no fault. The NaN that is made of it is.
+    constants = np.uint32(origins.constants())
+    own_entries = own_entries | _made_nan(marks, out, constants)
+    if bool(own_entries.any()):
+      if not own:
+        is_constant = op.has_inf and not op.has_nan and not _has_nan(out)
+        origin = op.describe(out, own_entries)
+        own = origins.add(origin, is_constant and not known)
+      marks = jnp.where(own_entries, np.uint32(own), marks)
+    values.append(origins.value(out, marks))
+  return values
+
+
+def agree(
+  origins: Origins, outs: list[Any], values: list[Value], known: int
+) -> list[Value]:
+  """What was returned at once, with the marks that were found step by step.
+
+  XLA may round otherwise when it does several operations at once. So an entry
+  may lack a mark, and is then marked with all bits that are known.
+  """
+  return [
+    Value(out) if finite else blame(origins, out, value.marks, known)
+    for out, value, finite in zip(outs, values, are_finite(outs), strict=True)
+  ]
+
+
+def blame(origins: Origins, out: Any, marks: Any, known: int) -> Value:
+  """The array, with all bits that are known on each entry without marks."""
+  if are_finite([out])[0]:
+    return Value(out)
+  if marks is None:
+    marks = no_marks(out)
+  known = bits_of(marks) or _rest(origins, known)
+  return origins.value(out, _fill(marks, out, marks < 0, np.uint32(known)))
+
+
+def no_marks(like: Any) -> Any:
+  """Marks of this shape that mark nothing."""
+  return jnp.zeros_like(like, jnp.uint32)
+
+
+def _rest(origins: Origins, known: int) -> int:
+  """What an entry is marked with that no origin makes alone."""
+  return known & ~origins.constants() or known
+
+
+def _keep(inputs: list[Value], bit: int, neutral: float) -> list[Any]:
+  return [
+    value.array
+    if value.marks is None
+    else _keep_only(value.array, value.marks, np.uint32(bit), neutral)
+    for value in inputs
+  ]
+
+
+@jax.jit
+def _keep_only(array: Any, marks: Any, bit: Any, neutral: Any) -> Any:
+  others = (marks != 0) & (marks & bit == 0)
+  return jnp.where(others, jnp.asarray(neutral, array.dtype), array)
+
+
+@jax.jit
+def _not_finite(x: Any) -> Any:
+  if jnp.finfo(x.dtype).bits < 16:  # not all functions know such dtypes
+    x = x.astype(jnp.float32)
+  return ~jnp.isfinite(x)
+
+
+@jax.jit
+def _both_not_finite(x: Any, y: Any) -> Any:
+  return _not_finite(x) & _not_finite(y)
+
+
+@jax.jit
+def _add(marks: Any, out: Any, alone: Any, own: Any, bit: Any) -> Any:
+  reached = _both_not_finite(out, alone) & ~own
+  return jnp.where(reached, marks | bit, marks)
+
+
+@jax.jit
+def _fill(marks: Any, out: Any, own: Any, rest: Any) -> Any:
+  return jnp.where(_not_finite(out) & ~own & (marks == 0), rest, marks)
+
+
+@jax.jit
+def _made_nan(marks: Any, out: Any, constants: Any) -> Any:
+  is_constant = (marks != 0) & (marks & ~constants == 0)
+  return jnp.isnan(out) & is_constant
+
+
+@jax.jit
+def _has_nan(x: Any) -> Any:
+  return jnp.isnan(x).any()
+
+
+def bits_of_all(values: list[Value]) -> int:
+  """All bits that are set in any of the values."""
+  return functools.reduce(int.__or__, (bits_of(v.marks) for v in values), 0)
+
+
+def bits_of(marks: Any) -> int:
+  """All bits that are set in an array of marks."""
+  return 0 if marks is None else int(_all_bits(marks))
+
+
+@jax.jit
+def _all_bits(marks: Any) -> Any:
+  return jnp.bitwise_or.reduce(marks.ravel())
+
+
+def are_finite(arrays: list[Any]) -> list[bool]:
+  """Whether each of the arrays is finite; all that are no floats are."""
+  floats = {
+    i: x
+    for i, x in enumerate(arrays)
+    if jnp.issubdtype(x.dtype, jnp.inexact)
+  }
+  found = dict(zip(floats, _flags(list(floats.values())), strict=True))
+  found = jax.device_get(found)
+  return [bool(found.get(i, True)) for i in range(len(arrays))]
+
+
+@jax.jit
+def _flags(arrays: list[Any]) -> Any:
+  return [~_not_finite(x).any() for x in arrays]

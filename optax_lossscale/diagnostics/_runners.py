@@ -1,0 +1,164 @@
+"""How a part of a jaxpr is run: as it is, or on the devices of a shard_map."""
+
+from collections.abc import Callable, Iterable
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from optax_lossscale import _axes, _jaxprs
+
+Run = Callable[[list[Any]], list[Any]]
+
+
+class Runner:
+  """Runs parts of a jaxpr on arrays as they are.
+
+  Attributes:
+    axis: the axis of an array that is the first axis within the jaxpr.
+  """
+
+  axis = 0
+
+  def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn) -> Run:
+    """What carries out an equation, on the arrays of ``variables_of(eqn)``."""
+    eqn = _without_donation(eqn)
+    variables = variables_of(eqn)
+
+    def run(arrays: Iterable[Any]) -> list[Any]:
+      env = dict(zip(variables, arrays, strict=True))
+      outs = _jaxprs.evaluate_equation(jaxpr, eqn, env.__getitem__)
+      return [outs[var] for var in eqn.outvars]
+
+    return run
+
+  def whole(self, closed: core.ClosedJaxpr) -> Run:
+    """What runs a whole jaxpr at once."""
+    fun = jax.jit(core.jaxpr_as_fun(closed))
+    return lambda arrays: fun(*arrays)
+
+  def scalar(self, array: Any) -> Any:
+    """The number in an array, or None if the devices do not agree on it."""
+    found = np.unique(jax.device_get(array))
+    return found.item() if found.size == 1 else None
+
+  def lift(self, array: Any, atom: Any) -> Any:
+    """A constant, as it is kept here."""
+    return jnp.asarray(array)
+
+  def take(self, array: Any, i: int) -> Any:
+    """One entry along the first axis within the jaxpr."""
+    return _take(array, i, self.axis)
+
+  def shape(self, array: Any) -> tuple[int, ...]:
+    """The shape within the jaxpr."""
+    return tuple(array.shape[self.axis :])
+
+
+class ShardRunner(Runner):
+  """Runs parts of the jaxpr of a ``shard_map``.
+
+  What differs between devices is kept as one array, in which a further axis
+  comes first: an entry for each device. So each part can run in a ``shard_map``
+  of its own, with the types that it was traced with.
+  """
+
+  axis = 1
+
+  def __init__(self, eqn: core.JaxprEqn):
+    params = eqn.params
+    self._mesh = params["mesh"]
+    # Its name before JAX 0.9.
+    self._manual = params.get("newly_manual_axes", params.get("manual_axes"))
+    self._check = params["check_vma"]
+    self._in_specs = params["in_specs"]
+    self._out_specs = params["out_specs"]
+    self._jaxpr = params["jaxpr"]
+
+  def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn) -> Run:
+    run = super().equation(jaxpr, eqn)
+    return self._on_shards(run, variables_of(eqn), eqn.outvars)
+
+  def whole(self, closed: core.ClosedJaxpr) -> Run:
+    fun = core.jaxpr_as_fun(closed)
+    jaxpr = closed.jaxpr
+    run = lambda arrays: fun(*arrays)
+    return self._on_shards(run, jaxpr.invars, jaxpr.outvars)
+
+  def lift(self, array: Any, atom: Any) -> Any:
+    sizes = dict(self._mesh.shape)
+    axes = self._spec(atom)[0]
+    count = math.prod(sizes[name] for name in axes)
+    return jnp.broadcast_to(array[None], (count, *array.shape))
+
+  def enter(self, i: int, array: Any) -> Any:
+    """An argument of the ``shard_map``, as it is kept here."""
+    spec = self._spec(self._jaxpr.invars[i])
+    return self._map(lambda x: x[None], (self._in_specs[i],), spec)(array)
+
+  def leave(self, i: int, array: Any) -> Any:
+    """What the ``shard_map`` returns of what is kept here."""
+    spec = self._spec(self._jaxpr.outvars[i])
+    return self._map(lambda x: x[0], (spec,), self._out_specs[i])(array)
+
+  def _on_shards(self, run: Run, inputs: list[Any], outputs: list[Any]) -> Run:
+    def fun(*shards: Any) -> list[Any]:
+      return [x[None] for x in run([shard[0] for shard in shards])]
+
+    specs = tuple(map(self._spec, inputs)), list(map(self._spec, outputs))
+    on_shards = self._map(fun, *specs)
+    return lambda arrays: on_shards(*arrays)
+
+  def _map(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    return jax.jit(
+      jax.shard_map(
+        fun,
+        mesh=self._mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=self._manual,
+        check_vma=self._check,
+      )
+    )
+
+  def _spec(self, var: Any) -> PartitionSpec:
+    """An axis for the devices that may hold different values."""
+    over = _axes.varying_of(var.aval) if self._check else self._manual
+    return PartitionSpec(tuple(n for n in self._mesh.axis_names if n in over))
+
+
+def variables_of(eqn: core.JaxprEqn) -> list[Any]:
+  """The variables that an equation reads, each once."""
+  inputs = (v for v in eqn.invars if not isinstance(v, core.Literal))
+  return list(dict.fromkeys(inputs))
+
+
+def _without_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
+  """The equation, which must leave its inputs to be read once more."""
+  if not any(eqn.params.get("donated_invars", ())):
+    return eqn
+  kept = (False,) * len(eqn.params["donated_invars"])
+  return eqn.replace(params={**eqn.params, "donated_invars": kept})
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _take(array: Any, i: Any, axis: int) -> Any:
+  return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
+
+
+def stack(arrays: list[Any], axis: int) -> Any:
+  """Many arrays along a new axis, a few at a time."""
+  stacked = [
+    jnp.stack(arrays[i : i + 100], axis) for i in range(0, len(arrays), 100)
+  ]
+  while len(stacked) > 1:
+    stacked = [
+      jnp.concatenate(stacked[i : i + 100], axis)
+      for i in range(0, len(stacked), 100)
+    ]
+  return stacked[0]

@@ -1,0 +1,117 @@
+"""Where an equation of a jaxpr comes from: its line, and the way to it."""
+
+import functools
+import os
+import sys
+import sysconfig
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+# A line of these is not the user's.
+_LIBRARIES = (
+  "beartype",
+  "chex",
+  "equinox",
+  "flax",
+  "haiku",
+  "jax",
+  "jaxlib",
+  "jaxtyping",
+  "keras",
+  "optax",
+  "optax_lossscale",
+)
+_NAMES = {"pjit": "jit", "remat2": "checkpoint"}
+
+
+class Place(NamedTuple):
+  """Where a walk through jaxprs has come to.
+
+  Attributes:
+    path: the names of the steps that led here.
+    source: the user's line that led here, or an empty string.
+    backward: whether it is part of a backward pass.
+  """
+
+  path: tuple[str, ...] = ()
+  source: str = ""
+  backward: bool = False
+
+  def at(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "Place":
+    """The place of an equation in the jaxpr that the walk has come to."""
+    # The name of a scope alone is all that JAX leaves of a transposition.
+    is_backward = "transpose(" in str(eqn.source_info.name_stack)
+    return Place(
+      self.path,
+      _line_of(eqn, jaxpr) or self.source,
+      self.backward or is_backward,
+    )
+
+  def step(self, name: str) -> "Place":
+    """One step further."""
+    return self._replace(path=(*self.path, name))
+
+
+def primitive_name(eqn: core.JaxprEqn) -> str:
+  """The name of the primitive, the same in all versions of JAX."""
+  return _NAMES.get(eqn.primitive.name, eqn.primitive.name)
+
+
+def call_name(eqn: core.JaxprEqn) -> str:
+  """How a path names an equation that calls a jaxpr: ``jit(block)``."""
+  name = eqn.params.get("name")
+  primitive = primitive_name(eqn)
+  return f"{primitive}({name})" if isinstance(name, str) else primitive
+
+
+def _line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> str:
+  """The user's line nearest to an equation, within the function of its jaxpr.
+
+  JAX traces a function such as ``jnp.where`` once, and hands out the same jaxpr
+  again wherever it is called. What is outside of this function in a traceback
+  is only where it was called first.
+  """
+  traceback = eqn.source_info.traceback
+  info = jaxpr.debug_info
+  file_name = getattr(info, "func_filename", None)
+  first_line = getattr(info, "func_lineno", None)
+  nearest = ""
+  for frame in traceback.frames if traceback else ():
+    if not nearest and is_users(frame.file_name):
+      nearest = _show(frame)
+    at_function = frame.function_start_line == first_line
+    if at_function and frame.file_name == file_name:
+      return nearest
+  # The function is not in the traceback: that of a backward pass may end early.
+  return nearest if file_name is None or is_users(file_name) else ""
+
+
+def _show(frame: Any) -> str:
+  folder, name = os.path.split(frame.file_name)
+  # The files of a notebook's cells are named after a hash.
+  if os.path.basename(folder).startswith("ipykernel_"):
+    name = "cell"
+  function = frame.function_name.rsplit("<locals>.", 1)[-1]
+  return f"{name}:{frame.line_num} ({function})"
+
+
+@functools.cache
+def is_users(file_name: str) -> bool:
+  """Whether a file is the user's, and not one of a library."""
+  if file_name.startswith(("<frozen", "<@beartype")):
+    return False
+  folders = _library_folders(len(sys.modules))
+  standard = sysconfig.get_paths()["stdlib"] + os.sep
+  is_standard = file_name.startswith(standard) and not any(
+    part in file_name for part in ("site-packages", "dist-packages")
+  )
+  return not is_standard and not file_name.startswith(folders)
+
+
+@functools.cache
+def _library_folders(count: int) -> tuple[str, ...]:
+  """The folders of the libraries that are loaded, by how many modules are."""
+  del count
+  files = (getattr(sys.modules.get(n), "__file__", None) for n in _LIBRARIES)
+  return tuple(os.path.dirname(file) + os.sep for file in files if file)

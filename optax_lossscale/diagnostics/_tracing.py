@@ -1,0 +1,124 @@
+"""The jaxpr of a function, whatever its arguments are."""
+
+from collections.abc import Callable
+import inspect
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+import numpy as np
+
+from optax_lossscale import _arrays
+
+
+class Traced(NamedTuple):
+  """A traced function.
+
+  Attributes:
+    closed: its jaxpr. The outputs are the leaves of the result that are floats.
+    inputs: the arrays, or their shapes, that the jaxpr takes.
+    names: how to name each of them, such as ``batch['image']``.
+  """
+
+  closed: core.ClosedJaxpr
+  inputs: list[Any]
+  names: list[str]
+
+
+def trace(
+  caller: str,
+  fun: Callable[..., Any],
+  args: Any,
+  kwargs: Any,
+  *,
+  shapes: bool,
+) -> Traced:
+  """Traces a function once.
+
+  Arrays become inputs of the jaxpr. Everything else (numbers, functions, the
+  static parts of a model) stays as it is.
+
+  Args:
+    caller: the public function, for messages.
+    fun: the function.
+    args: its arguments.
+    kwargs: its keyword arguments.
+    shapes: whether shapes are enough.
+
+  Returns:
+    A :class:`Traced`.
+
+  Raises:
+    TypeError: if ``fun`` is not callable, an argument is traced, or is a shape
+      where an array is needed.
+  """
+  if not callable(fun):
+    raise TypeError(
+      f"fun must be a function, got fun = {fun!r}. Write {caller}(fun, *args),"
+      f" not {caller}(fun(*args))."
+    )
+  paths, structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
+  leaves = [leaf for _, leaf in paths]
+  places = [i for i, leaf in enumerate(leaves) if _is_input(leaf)]
+  parameters = _parameters(fun)
+  names = [_name(paths[i][0], parameters) for i in places]
+  inputs = [leaves[i] for i in places]
+  for name, leaf in zip(names, inputs, strict=True):
+    _check_input(caller, name, leaf, shapes)
+
+  def flat_fun(*traced: Any) -> list[Any]:
+    filled = list(leaves)
+    for i, x in zip(places, traced, strict=True):
+      filled[i] = x
+    its_args, its_kwargs = jax.tree.unflatten(structure, filled)
+    out = jax.tree.leaves(fun(*its_args, **its_kwargs))
+    return [x for x in out if _arrays.is_array(x) and _arrays.is_inexact(x)]
+
+  return Traced(jax.make_jaxpr(flat_fun)(*inputs), inputs, names)
+
+
+def _is_input(leaf: Any) -> bool:
+  if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+    return True
+  # Integers of numpy may be sizes and indices that must be known.
+  is_numpy = isinstance(leaf, (np.ndarray, np.generic))
+  return is_numpy and _arrays.is_array(leaf) and _arrays.is_inexact(leaf)
+
+
+def _check_input(caller: str, name: str, leaf: Any, shapes: bool) -> None:
+  if isinstance(leaf, jax.core.Tracer):
+    raise TypeError(
+      f"{caller} must be called outside jit, since it runs on the host, got a"
+      f" tracer at {name}."
+    )
+  if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
+    raise TypeError(
+      f"{caller} needs arrays, since it computes with them, got {leaf} at"
+      f" {name}. Only precision_report is content with shapes."
+    )
+
+
+def _parameters(fun: Callable[..., Any]) -> list[str]:
+  """The names of the positional parameters, as far as they are known."""
+  try:
+    parameters = inspect.signature(fun).parameters.values()
+  except (TypeError, ValueError):
+    return []
+  positional = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+  )
+  return [p.name for p in parameters if p.kind in positional]
+
+
+def _name(path: Any, parameters: list[str]) -> str:
+  """How the user would write the way to an argument's leaf."""
+  # The path begins with 0 for the positional arguments and 1 for the others.
+  kind, which, *rest = path
+  if kind.idx == 1:
+    name = which.key
+  elif which.idx < len(parameters):
+    name = parameters[which.idx]
+  else:
+    name = f"args[{which.idx}]"
+  return f"{name}{jax.tree_util.keystr(tuple(rest))}"
