@@ -106,7 +106,9 @@ def runs_once(jaxpr: core.Jaxpr) -> bool:
   return any(map(has_effect, jaxpr.eqns))
 
 
-def needed_equations(jaxpr: core.Jaxpr) -> list[tuple[core.JaxprEqn, list[Any]]]:
+def needed_equations(
+  jaxpr: core.Jaxpr,
+) -> list[tuple[core.JaxprEqn, list[Any]]]:
   """The equations that matter, and what is read for the last time by each.
 
   Args:

@@ -14,6 +14,13 @@ from optax_lossscale.diagnostics._overflow import (
   Operand,
   Overflow,
 )
+from optax_lossscale.diagnostics._precision import (
+  Flops,
+  precision_report,
+  PrecisionReport,
+  Risk,
+  WideProduct,
+)
 from optax_lossscale.diagnostics._probes import (
   probe,
   probe_evidence,
@@ -27,15 +34,20 @@ from optax_lossscale.diagnostics._report import (
 )
 
 __all__ = [
+  "Flops",
   "GradientReport",
   "GradientStats",
   "NonfiniteLeaf",
   "Operand",
   "Overflow",
+  "PrecisionReport",
+  "Risk",
+  "WideProduct",
   "find_overflow",
   "finite_per_leaf",
   "gradient_report",
   "nonfinite_leaves",
+  "precision_report",
   "probe",
   "probe_evidence",
   "probe_metrics",
@@ -44,10 +56,14 @@ __all__ = [
 
 # Pickles and reprs name the path that stays when modules move.
 for _class in (
+  Flops,
   GradientReport,
   GradientStats,
   NonfiniteLeaf,
   Operand,
   Overflow,
+  PrecisionReport,
+  Risk,
+  WideProduct,
 ):
   _class.__module__ = __name__

@@ -250,20 +250,16 @@ def bits_of_all(values: list[Value]) -> int:
 
 def bits_of(marks: Any) -> int:
   """All bits that are set in an array of marks."""
-  return 0 if marks is None else int(_all_bits(marks))
-
-
-@jax.jit
-def _all_bits(marks: Any) -> Any:
-  return jnp.bitwise_or.reduce(marks.ravel())
+  if marks is None:
+    return 0
+  # On the host: not all devices can take the union over others.
+  return int(np.bitwise_or.reduce(jax.device_get(marks), axis=None))
 
 
 def are_finite(arrays: list[Any]) -> list[bool]:
   """Whether each of the arrays is finite; all that are no floats are."""
   floats = {
-    i: x
-    for i, x in enumerate(arrays)
-    if jnp.issubdtype(x.dtype, jnp.inexact)
+    i: x for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)
   }
   found = dict(zip(floats, _flags(list(floats.values())), strict=True))
   found = jax.device_get(found)

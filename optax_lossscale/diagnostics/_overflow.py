@@ -1,6 +1,7 @@
 """``find_overflow``: which operation an inf or a NaN comes from."""
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -133,20 +134,27 @@ def find_overflow(
   """
   # NaNs are what is looked for, and loops are entered on purpose.
   with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-    traced = _tracing.trace(
-      "find_overflow", fun, args, kwargs, shapes=False
-    )
+    traced = _tracing.trace("find_overflow", fun, args, kwargs, shapes=False)
     origins = _marks.Origins()
     stepper = _stepper.Stepper(origins, _describe, _runners.Runner())
     inputs = [
-      stepper.constant(
-        jnp.asarray(x), "argument", _sources.Place((name,))
-      )
+      stepper.constant(jnp.asarray(x), "argument", _sources.Place((name,)))
       for x, name in zip(traced.inputs, traced.names, strict=True)
     ]
-    outs = stepper.run(traced.closed, inputs, _sources.Place())
+    with _mesh_of(traced.inputs):
+      outs = stepper.run(traced.closed, inputs, _sources.Place())
     first, *others = origins.named(outs) or [None]
   return first and dataclasses.replace(first, others=tuple(others))
+
+
+def _mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
+  """The mesh that an operation without inputs would have in a ``jit``."""
+  for array in arrays:
+    mesh = getattr(getattr(array, "sharding", None), "mesh", None)
+    types = getattr(mesh, "axis_types", ())
+    if jax.sharding.AxisType.Explicit in types:
+      return jax.set_mesh(mesh)
+  return contextlib.nullcontext()
 
 
 def _describe(

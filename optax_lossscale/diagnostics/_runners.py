@@ -92,9 +92,10 @@ class ShardRunner(Runner):
 
   def lift(self, array: Any, atom: Any) -> Any:
     sizes = dict(self._mesh.shape)
-    axes = self._spec(atom)[0]
-    count = math.prod(sizes[name] for name in axes)
-    return jnp.broadcast_to(array[None], (count, *array.shape))
+    count = math.prod(sizes[name] for name in self._differs_over(atom))
+    placed = jax.sharding.NamedSharding(self._mesh, self._spec(atom))
+    many = np.broadcast_to(jax.device_get(array), (count, *array.shape))
+    return jax.device_put(many, placed)
 
   def enter(self, i: int, array: Any) -> Any:
     """An argument of the ``shard_map``, as it is kept here."""
@@ -127,9 +128,13 @@ class ShardRunner(Runner):
     )
 
   def _spec(self, var: Any) -> PartitionSpec:
-    """An axis for the devices that may hold different values."""
+    """How the first axis is spread: an entry on each device, or on all."""
+    return PartitionSpec(self._differs_over(var))
+
+  def _differs_over(self, var: Any) -> tuple[Any, ...]:
+    """The axes of the mesh along which devices may hold different values."""
     over = _axes.varying_of(var.aval) if self._check else self._manual
-    return PartitionSpec(tuple(n for n in self._mesh.axis_names if n in over))
+    return tuple(name for name in self._mesh.axis_names if name in over)
 
 
 def variables_of(eqn: core.JaxprEqn) -> list[Any]:

@@ -1,6 +1,7 @@
 """Where an equation of a jaxpr comes from: its line, and the way to it."""
 
 import functools
+import linecache
 import os
 import sys
 import sysconfig
@@ -25,18 +26,43 @@ _LIBRARIES = (
 _NAMES = {"pjit": "jit", "remat2": "checkpoint"}
 
 
+class Line(NamedTuple):
+  """A line of a program, which prints as ``model.py:32 (Block.__call__)``."""
+
+  file_name: str
+  number: int
+  function: str
+
+  def __str__(self) -> str:
+    folder, name = os.path.split(self.file_name)
+    # The files of a notebook's cells are named after a hash.
+    if os.path.basename(folder).startswith("ipykernel_"):
+      name = "cell"
+    return f"{name}:{self.number} ({self.function})"
+
+  @property
+  def text(self) -> str:
+    """What stands there; empty if the file cannot be read."""
+    return linecache.getline(self.file_name, self.number)
+
+
 class Place(NamedTuple):
   """Where a walk through jaxprs has come to.
 
   Attributes:
     path: the names of the steps that led here.
-    source: the user's line that led here, or an empty string.
+    line: the user's line that led here, if one is known.
     backward: whether it is part of a backward pass.
   """
 
   path: tuple[str, ...] = ()
-  source: str = ""
+  line: Line | None = None
   backward: bool = False
+
+  @property
+  def source(self) -> str:
+    """The user's line as a string; empty if none is known."""
+    return str(self.line or "")
 
   def at(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "Place":
     """The place of an equation in the jaxpr that the walk has come to."""
@@ -44,7 +70,7 @@ class Place(NamedTuple):
     is_backward = "transpose(" in str(eqn.source_info.name_stack)
     return Place(
       self.path,
-      _line_of(eqn, jaxpr) or self.source,
+      _line_of(eqn, jaxpr) or self.line,
       self.backward or is_backward,
     )
 
@@ -65,7 +91,7 @@ def call_name(eqn: core.JaxprEqn) -> str:
   return f"{primitive}({name})" if isinstance(name, str) else primitive
 
 
-def _line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> str:
+def _line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Line | None:
   """The user's line nearest to an equation, within the function of its jaxpr.
 
   JAX traces a function such as ``jnp.where`` once, and hands out the same jaxpr
@@ -76,24 +102,20 @@ def _line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> str:
   info = jaxpr.debug_info
   file_name = getattr(info, "func_filename", None)
   first_line = getattr(info, "func_lineno", None)
-  nearest = ""
+  nearest = None
   for frame in traceback.frames if traceback else ():
-    if not nearest and is_users(frame.file_name):
-      nearest = _show(frame)
+    if nearest is None and is_users(frame.file_name):
+      nearest = _line(frame)
     at_function = frame.function_start_line == first_line
     if at_function and frame.file_name == file_name:
       return nearest
   # The function is not in the traceback: that of a backward pass may end early.
-  return nearest if file_name is None or is_users(file_name) else ""
+  return nearest if file_name is None or is_users(file_name) else None
 
 
-def _show(frame: Any) -> str:
-  folder, name = os.path.split(frame.file_name)
-  # The files of a notebook's cells are named after a hash.
-  if os.path.basename(folder).startswith("ipykernel_"):
-    name = "cell"
+def _line(frame: Any) -> Line:
   function = frame.function_name.rsplit("<locals>.", 1)[-1]
-  return f"{name}:{frame.line_num} ({function})"
+  return Line(frame.file_name, frame.line_num, function)
 
 
 @functools.cache

@@ -134,7 +134,9 @@ class Stepper:
     is_literal = [isinstance(v, core.Literal) for v in eqn.invars]
     pairs = zip(eqn.invars, inputs, is_literal, strict=True)
     # A variable that is read twice is one input.
-    read = list({v: value for v, value, literal in pairs if not literal}.values())
+    read = list(
+      {v: value for v, value, literal in pairs if not literal}.values()
+    )
     run = self._kept(eqn, lambda: self.runner.equation(jaxpr, eqn))
     outs = run([value.array for value in read])
     if all(_marks.are_finite(outs)):
@@ -162,9 +164,7 @@ class Stepper:
     )
     return _marks.mark(self.origins, op, outs)
 
-  def _kept(
-    self, thing: Any, make: Callable[[], _runners.Run]
-  ) -> _runners.Run:
+  def _kept(self, thing: Any, make: Callable[[], _runners.Run]) -> _runners.Run:
     """What ``make`` returns, made once for each equation or jaxpr."""
     # The thing is kept as well, so that no other gets its id.
     if id(thing) not in self._runs:

@@ -1,0 +1,315 @@
+"""Programs with one fault each, on a line that a comment marks."""
+
+import equinox as eqx
+from flax import linen as nn
+from flax import nnx
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import optax
+
+import optax_lossscale as ols
+
+F16 = jnp.float16
+X = jnp.full((2, 4), 2, F16)
+W = jnp.eye(4, dtype=F16)
+BIG = jnp.full((4, 4), 30000, F16)
+
+
+def as_loss(x):
+  return jnp.sum(x.astype(jnp.float32))
+
+
+def matmul():
+  def fun(x):
+    return x @ BIG  # matmul
+
+  return fun, X
+
+
+def logarithm():
+  def fun(x):
+    return jnp.log(x - 3)  # logarithm
+
+  return fun, X
+
+
+def in_jit():
+  @jax.jit
+  def block(x):
+    x = x * 2
+    return jnp.exp(x * 5)  # in_jit
+
+  return (lambda x: block(x) + 1), X
+
+
+def in_scan():
+  def body(x, i):
+    y = jnp.where(i == 3, 300.0, 1.0).astype(F16)
+    x = x * y * y  # in_scan
+    return x, None
+
+  def fun(x):
+    return lax.scan(body, x, jnp.arange(6))[0]
+
+  return fun, X
+
+
+def in_nested_scan():
+  def inner(x, ij):
+    i, j = ij
+    hit = jnp.logical_and(i == 2, j == 1)
+    x = x + 1 / (1 - hit.astype(F16))  # in_nested_scan
+    return x, None
+
+  def outer(x, i):
+    js = jnp.arange(3)
+    return lax.scan(inner, x, (jnp.full(3, i), js))[0], None
+
+  def fun(x):
+    return lax.scan(outer, x, jnp.arange(4))[0]
+
+  return fun, X
+
+
+def in_while():
+  def body(state):
+    i, x = state
+    return i + 1, x * 32  # in_while
+
+  def fun(x):
+    return lax.while_loop(lambda state: state[0] < 5, body, (0, x))[1]
+
+  return fun, X
+
+
+def in_cond():
+  def fun(x):
+    return lax.cond(
+      x.sum() > 0,
+      lambda x: jnp.sqrt(x - 5),  # in_cond
+      lambda x: x,
+      x,
+    )
+
+  return fun, X
+
+
+def in_vmap():
+  def one(x, w):
+    return jnp.dot(x, w)  # in_vmap
+
+  return jax.vmap(one, (0, None)), X, BIG
+
+
+def in_remat():
+  @jax.checkpoint
+  def block(x):
+    return jnp.square(x * 200)  # in_remat
+
+  return (lambda x: as_loss(block(x))), X
+
+
+def division_backward():
+  def fun(x):
+    y = jnp.where(x > 2, jnp.sqrt(x - 2), 0)  # division_backward
+    return as_loss(y)
+
+  return jax.grad(fun), X
+
+
+def matmul_backward():
+  def fun(w):
+    y = X @ w  # matmul_backward
+    return as_loss(y * F16(20000))
+
+  return jax.value_and_grad(fun), W
+
+
+def scan_backward():
+  def body(x, w):
+    x = jnp.tanh(x) @ w  # scan_backward
+    return x, None
+
+  def fun(x):
+    ws = jnp.stack([W, W, W * 4000, W])
+    x = lax.scan(body, x, ws)[0]
+    return as_loss(x) * 20
+
+  return jax.grad(fun), X * 0
+
+
+def remat_backward():
+  @jax.checkpoint
+  def block(x, w):
+    return x @ w  # remat_backward
+
+  def fun(w):
+    return as_loss(block(X, w)) * 40000
+
+  return jax.grad(fun), W
+
+
+@jax.custom_vjp
+def clipped(x):
+  return jnp.clip(x, 0, 1)
+
+
+clipped.defvjp(lambda x: (clipped(x), x), lambda x, ct: (ct / (x - 2),))
+
+
+def custom_vjp_backward():
+  def fun(x):
+    return as_loss(clipped(x))  # custom_vjp_backward
+
+  return jax.grad(fun), X
+
+
+@jax.custom_vjp
+def powers(x):
+  return jnp.exp(7 * x)  # custom_vjp_forward
+
+
+powers.defvjp(lambda x: (powers(x), x), lambda x, ct: (ct,))
+
+
+def custom_vjp_forward():
+  return (lambda x: powers(x) + 1), X
+
+
+@jax.custom_jvp
+def cubed(x):
+  return x * x * x  # custom_jvp_forward
+
+
+cubed.defjvp(lambda x, t: (cubed(*x), 3 * x[0] * x[0] * t[0]))
+
+
+def custom_jvp_forward():
+  return (lambda x: cubed(x * 50)), X
+
+
+def where_of_a_library():
+  jnp.where(X > 1, X, -70000.0)  # traced here first
+
+  def fun(x):
+    return jnp.where(x > 2, x, 70000.0)  # where_of_a_library
+
+  return fun, X
+
+
+def in_shard_map():
+  mesh = jax.make_mesh(
+    (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
+  )
+
+  def part(x):
+    i = lax.axis_index("data")
+    x = x * jnp.where(i == 2, 300, 1).astype(F16)
+    return lax.psum(jnp.square(x), "data")  # in_shard_map
+
+  fun = jax.shard_map(part, mesh=mesh, in_specs=P("data"), out_specs=P())
+  return fun, jnp.ones((8, 4), F16)
+
+
+def in_linen():
+  class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.Dense(4, dtype=F16)(x)
+      x = x * 30000
+      return nn.Dense(4, dtype=F16)(x)  # in_linen
+
+  model = Block()
+  params = model.init(jax.random.key(0), X)
+  params = jax.tree.map(jnp.ones_like, params)
+  params["params"]["Dense_0"]["kernel"] /= 8
+  loss_fn = lambda params, x: as_loss(model.apply(params, x))
+  return jax.jit(jax.value_and_grad(loss_fn)), params, X
+
+
+def in_nnx():
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.first = nnx.Linear(4, 4, dtype=F16, rngs=rngs)
+      self.norm = nnx.BatchNorm(4, dtype=F16, rngs=rngs)
+      self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+      x = self.drop(self.norm(self.first(x)))
+      return x / (x - x)  # in_nnx
+
+  loss_fn = lambda model, x: as_loss(model(x))
+  return nnx.value_and_grad(loss_fn), Model(nnx.Rngs(0)), X
+
+
+def in_equinox():
+  class Model(eqx.Module):
+    layers: list
+    act: object
+
+    def __call__(self, x):
+      x = self.act(self.layers[0](x)) * 50000
+      return self.layers[1](x)  # in_equinox
+
+  def loss_fn(model, x):
+    return as_loss(jax.vmap(model)(x))
+
+  keys = jax.random.split(jax.random.key(0), 2)
+  layers = [eqx.nn.Linear(4, 4, key=key, dtype=F16) for key in keys]
+  layers = jax.tree.map(lambda x: jnp.full_like(x, 0.5), layers)
+  model = Model(layers, jnp.tanh)
+  return eqx.filter_value_and_grad(loss_fn), model, X
+
+
+def with_a_scale():
+  opt_state = ols.with_loss_scaling(optax.sgd(0.1), 2.0**15).init(W)
+
+  def loss_fn(w, x):
+    y = x @ w
+    y = y * 4  # with_a_scale
+    return as_loss(y)
+
+  return ols.value_and_grad(loss_fn, opt_state), W, X
+
+
+# How each is made, what is told of it (inf or NaN, the path, whether it is in
+# the backward pass), and the function that the line stands in.
+FAULTS = {
+  "matmul": (matmul, "inf", "dot_general", False, "fun"),
+  "logarithm": (logarithm, "nan", "log", False, "fun"),
+  "in_jit": (in_jit, "inf", "jit(block)/exp", False, "block"),
+  "in_scan": (in_scan, "inf", "scan[3]/mul", False, "body"),
+  "in_nested_scan": (
+    in_nested_scan, "inf", "scan[2]/scan[1]/div", False, "inner",
+  ),
+  "in_while": (in_while, "inf", "while[2]/mul", False, "body"),
+  "in_cond": (in_cond, "nan", "cond(branch 1)/sqrt", False, "<lambda>"),
+  "in_vmap": (in_vmap, "inf", "dot_general", False, "one"),
+  "in_remat": (in_remat, "inf", "checkpoint/square", False, "block"),
+  "division_backward": (division_backward, "inf", "div", False, "fun"),
+  "matmul_backward": (matmul_backward, "inf", "dot_general", True, "fun"),
+  "scan_backward": (scan_backward, "inf", "scan[2]/dot_general", True, "body"),
+  "remat_backward": (
+    remat_backward, "inf", "checkpoint/dot_general", True, "block",
+  ),
+  "custom_vjp_backward": (custom_vjp_backward, "inf", "div", True, "fun"),
+  "custom_vjp_forward": (
+    custom_vjp_forward, "inf", "custom_vjp_call/exp", False, "powers",
+  ),
+  "custom_jvp_forward": (
+    custom_jvp_forward, "inf", "custom_jvp_call/mul", False, "cubed",
+  ),
+  "in_shard_map": (in_shard_map, "inf", "shard_map/square", False, "part"),
+  "in_linen": (
+    in_linen, "inf", "jit(<lambda>)/dot_general", False, "Block.__call__",
+  ),
+  "in_nnx": (in_nnx, "nan", "div", False, "Model.__call__"),
+  "in_equinox": (in_equinox, "inf", "dot_general", False, "Model.__call__"),
+  "with_a_scale": (with_a_scale, "inf", "mul", True, "loss_fn"),
+  "where_of_a_library": (
+    where_of_a_library, "inf", "jit(_where)/convert_element_type", False, "fun",
+  ),
+}  # fmt: skip
