@@ -87,6 +87,13 @@ def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.ClosedJaxpr]:
         yield closed(value)
 
 
+def manual_axes(eqn: core.JaxprEqn) -> frozenset[Any]:
+  """The axes of the mesh along which a ``shard_map`` maps its function."""
+  params: Any = eqn.params
+  # The second is its name in JAX 0.8.
+  return params.get("newly_manual_axes", params.get("manual_axes"))
+
+
 def has_effect(eqn: core.JaxprEqn) -> bool:
   """Whether something happens beside the result: it must happen only once.
 

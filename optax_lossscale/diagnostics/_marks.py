@@ -126,7 +126,8 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
   if all(are_finite(outs)):
     return [Value(out) for out in outs]
   known = bits_of_all(op.inputs)
-  clean = alone = None
+  clean = None
+  alone: dict[int, list[Any]] = {}
   if known and op.run is not None and op.neutral is not None:
     clean = op.run(_keep(op.inputs, 0, op.neutral))
   several = [bit for bit in _BITS if bit & known]
@@ -144,7 +145,7 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
     own_entries = marks > 0 if known else _not_finite(out)
     if clean is not None:
       own_entries = _both_not_finite(out, clean[i])
-    for bit in alone or ():
+    for bit in alone:
       marks = _add(marks, out, alone[bit][i], own_entries, np.uint32(bit))
     marks = _fill(marks, out, own_entries, np.uint32(_rest(origins, known)))
     # An inf that was written there is no fault. The NaN that is made of it is.

@@ -11,7 +11,6 @@ from optax_lossscale.diagnostics import (
   _flops,
   _limits,
   _risks,
-  _sources,
   _tracing,
   _walk,
 )
@@ -192,7 +191,7 @@ def precision_report(
   as_dtype = _limits.as_small_float(dtype)
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
   steps = _walk.Walk(traced.closed).steps
-  products = _products(steps)
+  products = _flops.products_in(steps)
   total = sum(product.flops for product in products)
   narrow = [p for p in products if not _is_wider(p.operands, as_dtype)]
   wide = [p for p in products if _is_wider(p.operands, as_dtype)]
@@ -207,51 +206,6 @@ def precision_report(
   )
 
 
-class _Product(NamedTuple):
-  primitive: str
-  operands: str
-  accumulation: str
-  flops: int
-  times: int
-  place: _sources.Place
-
-
-def _products(steps: list[_walk.Step]) -> list[_Product]:
-  """The products, of each ``cond`` those of its largest branch."""
-  found = []
-  for step in steps:
-    flops = _flops.flops_of(step.eqn)
-    if flops is not None:
-      found.append((step, flops * step.times))
-  by_branch: dict[tuple[int, int], int] = {}
-  for step, flops in found:
-    for branch in step.branches:
-      by_branch[branch] = by_branch.get(branch, 0) + flops
-  largest: dict[int, int] = {}
-  for cond, i in sorted(by_branch, key=lambda branch: by_branch[branch]):
-    largest[cond] = i
-  return [
-    _as_product(step, flops)
-    for step, flops in found
-    if all(largest[cond] == i for cond, i in step.branches)
-  ]
-
-
-def _as_product(step: _walk.Step, flops: int) -> _Product:
-  eqn = step.eqn
-  operands = [v.aval.dtype for v in eqn.invars]
-  widest = max(operands, key=lambda dtype: dtype.itemsize)
-  accumulation = eqn.params["preferred_element_type"]
-  return _Product(
-    primitive=eqn.primitive.name,
-    operands=str(widest),
-    accumulation=str(np.dtype(accumulation or eqn.outvars[0].aval.dtype)),
-    flops=flops,
-    times=step.times,
-    place=step.place,
-  )
-
-
 def _is_wider(operands: str, dtype: np.dtype) -> bool:
   kind = jnp.dtype(operands)
   if not jnp.issubdtype(kind, jnp.inexact):
@@ -263,7 +217,9 @@ def _share(flops: int, total: int) -> float:
   return flops / total if total else 1.0
 
 
-def _flops_by_dtype(products: list[_Product], total: int) -> tuple[Flops, ...]:
+def _flops_by_dtype(
+  products: list[_flops.Product], total: int
+) -> tuple[Flops, ...]:
   sums: dict[tuple[str, str], int] = {}
   for product in products:
     key = product.operands, product.accumulation
@@ -272,15 +228,17 @@ def _flops_by_dtype(products: list[_Product], total: int) -> tuple[Flops, ...]:
   return tuple(sorted(rows, key=lambda row: row.flops, reverse=True))
 
 
-def _wide_rows(products: list[_Product], total: int) -> tuple[WideProduct, ...]:
+def _wide_rows(
+  products: list[_flops.Product], total: int
+) -> tuple[WideProduct, ...]:
   sums: dict[Any, tuple[int, int]] = {}
   for p in products:
-    key = (*p[:3], p.place.source, p.place.backward)
+    key = p[:3], p.place.source, p.place.backward
     flops, times = sums.get(key, (0, 0))
     sums[key] = flops + p.flops, times + p.times
   rows = [
-    WideProduct(*key[:3], flops, _share(flops, total), times, *key[3:])
-    for key, (flops, times) in sums.items()
+    WideProduct(*kind, flops, _share(flops, total), times, source, backward)
+    for (kind, source, backward), (flops, times) in sums.items()
   ]
   return tuple(sorted(rows, key=lambda row: row.flops, reverse=True))
 

@@ -113,6 +113,7 @@ def _of_constants(
   number_of: Number,
 ) -> list[str]:
   reasons = []
+  var: Any
   for var in eqn.invars:
     number = number_of(var)
     if number is None:

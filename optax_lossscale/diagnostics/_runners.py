@@ -73,8 +73,7 @@ class ShardRunner(Runner):
   def __init__(self, eqn: core.JaxprEqn):
     params = eqn.params
     self._mesh = params["mesh"]
-    # Its name before JAX 0.9.
-    self._manual = params.get("newly_manual_axes", params.get("manual_axes"))
+    self._manual = _jaxprs.manual_axes(eqn)
     self._check = params["check_vma"]
     self._in_specs = params["in_specs"]
     self._out_specs = params["out_specs"]

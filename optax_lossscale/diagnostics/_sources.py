@@ -98,7 +98,7 @@ def _line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Line | None:
   again wherever it is called. What is outside of this function in a traceback
   is only where it was called first.
   """
-  traceback = eqn.source_info.traceback
+  traceback: Any = eqn.source_info.traceback
   info = jaxpr.debug_info
   file_name = getattr(info, "func_filename", None)
   first_line = getattr(info, "func_lineno", None)

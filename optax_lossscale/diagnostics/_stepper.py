@@ -73,7 +73,8 @@ class Stepper:
     def read(atom: Any) -> _marks.Value:
       if not isinstance(atom, core.Literal):
         return env[atom]
-      number = jnp.asarray(atom.val, atom.aval.dtype)
+      aval: Any = atom.aval
+      number = jnp.asarray(atom.val, aval.dtype)
       return _marks.Value(self.runner.lift(number, atom))
 
     for eqn, last_read in _jaxprs.needed_equations(jaxpr):

@@ -25,7 +25,8 @@ class Known:
     """The number that a scalar is, if it is a constant."""
     if not isinstance(atom, core.Literal):
       return self._numbers.get(atom)
-    return float(atom.val) if atom.aval.shape == () else None
+    aval: Any = atom.aval
+    return float(atom.val) if aval.shape == () else None
 
   def terms(self, atom: Any) -> int:
     """How many terms a value is the sum of; 1 if it is none."""
@@ -72,17 +73,23 @@ class Walk:
   def __init__(self, closed: core.ClosedJaxpr) -> None:
     self.steps: list[Step] = []
     self._conds = itertools.count()
-    start = Step(None, _sources.Place(), Known(), 1, ())
-    self._walk(closed.jaxpr, start)
+    self._walk(closed.jaxpr, _sources.Place(), Known(), 1, ())
 
-  def _walk(self, jaxpr: core.Jaxpr, at: Step) -> None:
+  def _walk(
+    self,
+    jaxpr: core.Jaxpr,
+    place: _sources.Place,
+    known: Known,
+    times: int,
+    branches: tuple[tuple[int, int], ...],
+  ) -> None:
     for eqn in jaxpr.eqns:
-      step = at._replace(eqn=eqn, place=at.place.at(eqn, jaxpr), note="")
+      step = Step(eqn, place.at(eqn, jaxpr), known, times, branches)
       inner = list(_inside(step, self._conds))
       self.steps.append(step._replace(note=_note(eqn, inner)))
-      step.known.learn(eqn)
-      for closed, below in inner:
-        self._walk(closed.jaxpr, below)
+      known.learn(eqn)
+      for closed, its in inner:
+        self._walk(closed.jaxpr, its.place, its.known, its.times, its.branches)
 
 
 def _inside(
@@ -109,7 +116,7 @@ def _inside(
       branches = (*step.branches, (number, i))
       yield branch, step._replace(known=known, branches=branches)
   elif name == "shard_map":
-    manual = params.get("newly_manual_axes", params.get("manual_axes"))
+    manual = _jaxprs.manual_axes(eqn)
     sizes = dict(params["mesh"].shape)
     times = step.times * math.prod(sizes[axis] for axis in manual)
     inner = _jaxprs.closed(params["jaxpr"])

@@ -4,7 +4,6 @@ The faulty lines are in ``helpers/faulty_models.py``, each with a comment that
 names the fault.
 """
 
-
 from helpers import faulty_models, harmless_models
 import pytest
 
