@@ -1,5 +1,6 @@
 """How to walk into calls, loops, branches and shard_map."""
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,10 @@ from optax_lossscale.diagnostics import _marks, _runners, _sources
 # their marks. It returns None if the equation cannot be entered.
 Enter = Callable[..., list[_marks.Value] | None]
 
-# A loop may go wrong in each of a million iterations. After as many as this,
-# all that is not finite is blamed on what was found in those before.
-_MOST_ITERATIONS = 100
+# A loop may go wrong in each of a million iterations. After as many as this
+# that went wrong in the same way, meaning in the same inputs and outputs, what
+# is not finite is blamed on what was found before.
+_MOST_ITERATIONS = 30
 
 
 class Patience:
@@ -28,12 +30,12 @@ class Patience:
 
   def __init__(self) -> None:
     self.known = 0
-    self._left = _MOST_ITERATIONS
+    self._seen: collections.Counter[tuple[bool, ...]] = collections.Counter()
 
-  def is_over(self) -> bool:
-    """Whether it is over; each call takes one from what is left."""
-    self._left -= 1
-    return self._left < 0 and self.known > 0
+  def is_over(self, finite: list[bool]) -> bool:
+    """Whether it is over for iterations in which these values are finite."""
+    self._seen[tuple(finite)] += 1
+    return self.known > 0 and self._seen[tuple(finite)] > _MOST_ITERATIONS
 
 
 def how_to_enter(eqn: core.JaxprEqn) -> Enter | None:

@@ -16,6 +16,7 @@ import numpy as np
 
 # The last bit is for all that finds no bit of its own.
 _BITS = [1 << i for i in range(32)]
+_MOST_ALONE = 4
 
 
 class Value:
@@ -26,11 +27,19 @@ class Value:
     marks: None if it is finite, else uint32 of the same shape.
   """
 
-  __slots__ = ("__weakref__", "array", "marks")
+  __slots__ = ("__weakref__", "_bits", "array", "marks")
 
-  def __init__(self, array: Any, marks: Any = None):
+  def __init__(self, array: Any, marks: Any = None, bits: int | None = None):
     self.array = array
     self.marks = marks
+    self._bits = bits
+
+  @property
+  def bits(self) -> int:
+    """All bits that are set in the marks."""
+    if self._bits is None:
+      self._bits = 0 if self.marks is None else _union(self.marks)
+    return self._bits
 
 
 class _Found(NamedTuple):
@@ -47,9 +56,9 @@ class Origins:
     self._marked: weakref.WeakSet[Value] = weakref.WeakSet()
     self._count = 0
 
-  def value(self, array: Any, marks: Any) -> Value:
+  def value(self, array: Any, marks: Any, bits: int | None = None) -> Value:
     """A value whose marks are known to be in use."""
-    value = Value(array, marks)
+    value = Value(array, marks, bits)
     self._marked.add(value)
     return value
 
@@ -123,42 +132,60 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
   Returns:
     The values, with marks on those that are not finite.
   """
-  if all(are_finite(outs)):
-    return [Value(out) for out in outs]
   known = bits_of_all(op.inputs)
-  clean = None
-  alone: dict[int, list[Any]] = {}
-  if known and op.run is not None and op.neutral is not None:
-    clean = op.run(_keep(op.inputs, 0, op.neutral))
-  several = [bit for bit in _BITS if bit & known]
-  if len(several) > 1 and op.run is not None:
-    neutral = 1.0 if op.neutral is None else op.neutral
-    alone = {b: op.run(_keep(op.inputs, b, neutral)) for b in several}
-
+  clean, alone = _run_again(op, known)
+  rest = np.uint32(_rest(origins, known))
+  constants = np.uint32(origins.constants())
   own = 0
   values = []
-  for i, out in enumerate(outs):
-    if are_finite([out])[0]:
+  for i, (out, finite) in enumerate(zip(outs, are_finite(outs), strict=True)):
+    if finite:
       values.append(Value(out))
       continue
     marks = no_marks(out)
-    own_entries = marks > 0 if known else _not_finite(out)
+    is_own = marks > 0 if known else _not_finite(out)
     if clean is not None:
-      own_entries = _both_not_finite(out, clean[i])
-    for bit in alone:
-      marks = _add(marks, out, alone[bit][i], own_entries, np.uint32(bit))
-    marks = _fill(marks, out, own_entries, np.uint32(_rest(origins, known)))
+      is_own = _both_not_finite(out, clean[i])
+    for bits, with_these in alone.items():
+      marks = _add(marks, out, with_these[i], is_own, np.uint32(bits))
+    marks = _fill(marks, out, is_own, rest)
     # An inf that was written there is no fault. The NaN that is made of it is.
-    constants = np.uint32(origins.constants())
-    own_entries = own_entries | _made_nan(marks, out, constants)
-    if bool(own_entries.any()):
-      if not own:
-        is_constant = op.has_inf and not op.has_nan and not _has_nan(out)
-        origin = op.describe(out, own_entries)
-        own = origins.add(origin, is_constant and not known)
-      marks = jnp.where(own_entries, np.uint32(own), marks)
+    is_own = is_own | _made_nan(marks, out, constants)
+    if bool(is_own.any()):
+      own = own or _add_origin(origins, op, out, is_own, known)
+      marks = jnp.where(is_own, np.uint32(own), marks)
     values.append(origins.value(out, marks))
   return values
+
+
+def _run_again(
+  op: Operation, known: int
+) -> tuple[list[Any] | None, dict[int, list[Any]]]:
+  """What the operation returns without what is not finite, or with parts of it.
+
+  Returns:
+    What it returns with neutral numbers in place of all marked entries, if that
+    tells anything, and what it returns with the marked entries of some bits
+    alone, if there are several.
+  """
+  if op.run is None or not known:
+    return None, {}
+  clean = None
+  if op.neutral is not None:
+    clean = op.run(_keep(op.inputs, 0, op.neutral))
+  groups = _groups(known)
+  if len(groups) == 1:
+    return clean, {}
+  neutral = 1.0 if op.neutral is None else op.neutral
+  return clean, {b: op.run(_keep(op.inputs, b, neutral)) for b in groups}
+
+
+def _add_origin(
+  origins: Origins, op: Operation, out: Any, is_own: Any, known: int
+) -> int:
+  is_constant = op.has_inf and not op.has_nan and not known
+  origin = op.describe(out, is_own)
+  return origins.add(origin, is_constant and not bool(_has_nan(out)))
 
 
 def agree(
@@ -169,25 +196,37 @@ def agree(
   XLA may round otherwise when it does several operations at once. So an entry
   may lack a mark, and is then marked with all bits that are known.
   """
-  return [
-    Value(out) if finite else blame(origins, out, value.marks, known)
-    for out, value, finite in zip(outs, values, are_finite(outs), strict=True)
-  ]
+  results = []
+  for out, value, finite in zip(outs, values, are_finite(outs), strict=True):
+    if finite:
+      results.append(Value(out))
+    elif value.bits:
+      marks = _fill(value.marks, out, np.False_, np.uint32(value.bits))
+      results.append(origins.value(out, marks))
+    else:
+      results.append(blame(origins, out, known))
+  return results
 
 
-def blame(origins: Origins, out: Any, marks: Any, known: int) -> Value:
-  """The array, with all bits that are known on each entry without marks."""
-  if are_finite([out])[0]:
-    return Value(out)
-  if marks is None:
-    marks = no_marks(out)
-  known = bits_of(marks) or _rest(origins, known)
-  return origins.value(out, _fill(marks, out, marks < 0, np.uint32(known)))
+def blame(origins: Origins, out: Any, known: int) -> Value:
+  """An array that is not finite, with these bits wherever it is not."""
+  bits = _rest(origins, known)
+  return origins.value(out, _mark_all(out, np.uint32(bits)), bits)
 
 
 def no_marks(like: Any) -> Any:
   """Marks of this shape that mark nothing."""
   return jnp.zeros_like(like, jnp.uint32)
+
+
+def _groups(known: int) -> list[int]:
+  """The bits that are known, of which all but a few share a group.
+
+  The operation is carried out once for each group.
+  """
+  bits = [bit for bit in _BITS if bit & known]
+  rest = sum(bits[_MOST_ALONE:])
+  return [*bits[:_MOST_ALONE], *([rest] if rest else [])]
 
 
 def _rest(origins: Origins, known: int) -> int:
@@ -234,6 +273,11 @@ def _fill(marks: Any, out: Any, own: Any, rest: Any) -> Any:
 
 
 @jax.jit
+def _mark_all(out: Any, bits: Any) -> Any:
+  return jnp.where(_not_finite(out), bits, np.uint32(0))
+
+
+@jax.jit
 def _made_nan(marks: Any, out: Any, constants: Any) -> Any:
   is_constant = (marks != 0) & (marks & ~constants == 0)
   return jnp.isnan(out) & is_constant
@@ -246,13 +290,10 @@ def _has_nan(x: Any) -> Any:
 
 def bits_of_all(values: list[Value]) -> int:
   """All bits that are set in any of the values."""
-  return functools.reduce(int.__or__, (bits_of(v.marks) for v in values), 0)
+  return functools.reduce(int.__or__, (value.bits for value in values), 0)
 
 
-def bits_of(marks: Any) -> int:
-  """All bits that are set in an array of marks."""
-  if marks is None:
-    return 0
+def _union(marks: Any) -> int:
   # On the host: not all devices can take the union over others.
   return int(np.bitwise_or.reduce(jax.device_get(marks), axis=None))
 

@@ -231,9 +231,10 @@ def _flops_by_dtype(
 def _wide_rows(
   products: list[_flops.Product], total: int
 ) -> tuple[WideProduct, ...]:
-  sums: dict[Any, tuple[int, int]] = {}
+  sums: dict[tuple[tuple[str, str, str], str, bool], tuple[int, int]] = {}
   for p in products:
-    key = p[:3], p.place.source, p.place.backward
+    kind = p.primitive, p.operands, p.accumulation
+    key = kind, p.place.source, p.place.backward
     flops, times = sums.get(key, (0, 0))
     sums[key] = flops + p.flops, times + p.times
   rows = [

@@ -109,8 +109,8 @@ def _line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Line | None:
     at_function = frame.function_start_line == first_line
     if at_function and frame.file_name == file_name:
       return nearest
-  # The function is not in the traceback: that of a backward pass may end early.
-  return nearest if file_name is None or is_users(file_name) else None
+  # Newer versions of JAX end a traceback at the function by themselves.
+  return nearest
 
 
 def _line(frame: Any) -> Line:

@@ -74,8 +74,8 @@ class Stepper:
       if not isinstance(atom, core.Literal):
         return env[atom]
       aval: Any = atom.aval
-      number = jnp.asarray(atom.val, aval.dtype)
-      return _marks.Value(self.runner.lift(number, atom))
+      number = self.runner.lift(jnp.asarray(atom.val, aval.dtype), atom)
+      return self.constant(number, "constant", its_place)
 
     for eqn, last_read in _jaxprs.needed_equations(jaxpr):
       its_place = place.at(eqn, jaxpr)
@@ -102,18 +102,22 @@ class Stepper:
     closed: core.ClosedJaxpr,
     inputs: list[_marks.Value],
     place: _sources.Place,
-    patience: "_entering.Patience",
+    patience: _entering.Patience,
   ) -> list[_marks.Value]:
     """Runs one iteration of a loop: at once, and step by step if need be."""
     if _jaxprs.runs_once(closed.jaxpr):
       return self.run(closed, inputs, place)
     run = self._kept(closed, lambda: self.runner.whole(closed))
     outs = run([value.array for value in inputs])
-    if all(_marks.are_finite(outs)):
+    finite = _marks.are_finite(outs)
+    if all(finite):
       return list(map(_marks.Value, outs))
-    if patience.is_over():
+    if patience.is_over([*finite, *(v.marks is None for v in inputs)]):
       known = _marks.bits_of_all(inputs) or patience.known
-      return [_marks.blame(self.origins, out, None, known) for out in outs]
+      return [
+        _marks.Value(out) if ok else _marks.blame(self.origins, out, known)
+        for out, ok in zip(outs, finite, strict=True)
+      ]
     values = self.run(closed, inputs, place)
     patience.known |= _marks.bits_of_all(values)
     return _marks.agree(self.origins, outs, values, patience.known)

@@ -4,10 +4,27 @@ The faulty lines are in ``helpers/faulty_models.py``, each with a comment that
 names the fault.
 """
 
+import dataclasses
+import time
+
+from flax import nnx
 from helpers import faulty_models, harmless_models
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
 import pytest
 
-from optax_lossscale.diagnostics import find_overflow
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+from optax_lossscale.diagnostics import (
+  _entering,
+  _marks,
+  _sources,
+  find_overflow,
+)
 
 FAULTS = faulty_models.FAULTS
 
@@ -42,3 +59,443 @@ def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
 def test_a_harmless_program_names_nothing(name):
   fun, *args = harmless_models.PROGRAMS[name]()
   assert find_overflow(fun, *args) is None
+
+
+X = jnp.linspace(-2, 2, 8, dtype=jnp.float16).reshape(2, 4)
+
+
+def names_of(hit):
+  return [hit.primitive, *(other.primitive for other in hit.others)]
+
+
+def test_it_prints_what_it_knows():
+  def fun(x):
+    return jnp.exp(x * 20), 1 / (x - x), x
+
+  hit = find_overflow(jax.jit(fun), X)
+  (line,) = {other.source for other in (hit, *hit.others)}
+  assert line.startswith("test_overflow.py:")
+  assert line.endswith(" (fun)")
+  assert str(hit) == (
+    f"inf in float16 from exp, in jit(fun), {line}:\n"
+    "  inputs float16[2,4] up to 40\n"
+    "  and from 1 more: see others"
+  )
+  (other,) = hit.others
+  assert str(other) == (
+    f"inf in float16 from div, in jit(fun), {line}:\n"
+    "  inputs float16[] up to 1, float16[2,4] up to 0"
+  )
+  assert other.inputs[1] == ((2, 4), np.float16, 0.0, True)
+  assert other.dtype == np.float16
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    hit.kind = "nan"
+
+
+def test_a_large_number_is_printed_with_three_digits():
+  operand = diagnostics.Operand((8, 64), np.dtype(np.float16), 13400.2, True)
+  assert str(operand) == "float16[8,64] up to 13400"
+  operand = operand._replace(largest=3.2912, finite=False)
+  assert str(operand) == "float16[8,64] up to 3.29 beside inf or nan"
+  assert str(operand._replace(largest=None, finite=True)) == "float16[8,64]"
+
+
+@pytest.mark.parametrize(
+  "fun, told",
+  [
+    (lambda a, b: jnp.concatenate([a, b])[:2], ["exp"]),
+    (lambda a, b: jnp.concatenate([a, b])[2:], ["log"]),
+    (lambda a, b: jnp.where(jnp.arange(4) < 2, b, b[0, 3]), ["log"]),
+    (lambda a, b: jnp.where(jnp.arange(4) > 1, a, a[0, 0]), ["exp"]),
+    (lambda a, b: a + b, ["exp", "log"]),
+    (lambda a, b: a.sum() + b.sum(), ["exp", "log"]),
+    (lambda a, b: (a[:, 0], b[:, 0]), ["log"]),
+    (lambda a, b: jnp.sort(a.ravel()), ["exp"]),
+    (lambda a, b: jnp.max(a + jnp.maximum(b, 0)), ["exp"]),
+    (lambda a, b: jnp.stack([a, b])[1].T, ["log"]),
+  ],
+)
+def test_of_two_faults_those_are_named_that_reach_the_result(fun, told):
+  def both(x):
+    a = jnp.exp(x * 20)  # inf in the last column
+    b = jnp.log(jnp.abs(x[::-1] + 2))  # -inf in the first
+    return fun(a, b)
+
+  x = jnp.tile(X[:1] * 0 + jnp.array([-2, -1, 0, 1], X.dtype), (2, 1))
+  assert names_of(find_overflow(both, x)) == told
+
+
+def test_a_mask_of_infs_is_not_blamed_for_another_fault():
+  def fun(x):
+    logits = x @ x.T + jnp.log(jnp.eye(2, dtype=x.dtype))
+    return jax.nn.softmax(logits * jnp.array([[1], [3e4]], x.dtype))
+
+  hit = find_overflow(fun, jnp.abs(X) + 1)
+  assert names_of(hit)[:1] == ["mul"]
+
+
+def test_a_new_fault_is_found_among_the_wreckage_of_another():
+  def fun(x):
+    x = x.at[0, 0].set(jnp.exp(x[1, 3] * 20))
+    x = x * jnp.array([1, 1, 1, 6e4], x.dtype)
+    return x + 0.5
+
+  hit = find_overflow(fun, X)
+  assert names_of(hit) == ["exp", "mul"]
+
+
+def test_more_faults_than_there_are_bits_are_told_from_those_that_matter():
+  """Forty masks leave no trace, and the one fault after them is named."""
+
+  def fun(x):
+    for _ in range(40):
+      x = jax.nn.softmax(x + jnp.log(jnp.array([1, 0, 1, 1], x.dtype)))
+    return jnp.exp(x * 70)
+
+  assert names_of(find_overflow(fun, X)) == ["exp"]
+
+
+def test_of_more_faults_than_there_are_bits_the_first_is_named():
+  def fun(x):
+    return [jnp.exp(x * 20 + i) for i in range(40)]
+
+  hit = find_overflow(fun, X)
+  assert hit.primitive == "exp"
+  assert len(hit.others) == 31
+
+
+@pytest.mark.parametrize(
+  "fun, arg, kind, primitive, path",
+  [
+    (lambda batch: batch["x"] * 2, {"x": X * np.nan}, "nan", "argument",
+     "batch['x']"),
+    (lambda *args: args[1] * 2, X / 0, "inf", "argument", "args[1]"),
+    (lambda x: x * 2, np.array([1.0, np.inf]), "inf", "argument", "x"),
+    (lambda **kwargs: kwargs["y"][0], [X / 0], "inf", "argument", "y[0]"),
+    (lambda x: jnp.where(x > 0, x, -jnp.inf), X, "inf", "constant",
+     "constant"),
+    (lambda x: jnp.where(x > 0, x, jnp.nan), X, "nan", "constant", "constant"),
+    (lambda x: x + jnp.array([jnp.inf] * 4), X, "inf", "constant", "constant"),
+    (lambda x: jax.lax.add(x[0, 0], np.float16(np.inf)), X, "inf", "add",
+     "add"),
+    # The infs are written there, and the NaN is made of them.
+    (lambda x: jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)), X, "nan", "sub",
+     "sub"),
+  ],
+)  # fmt: skip
+def test_what_was_not_finite_to_begin_with_is_named(
+  fun, arg, kind, primitive, path
+):
+  args = (X, arg) if path == "args[1]" else (arg,)
+  if path == "y[0]":
+    hit = find_overflow(fun, y=arg)
+  else:
+    hit = find_overflow(fun, *args)
+  assert (hit.kind, hit.primitive, hit.path) == (kind, primitive, path)
+  assert hit.others == ()
+  if primitive == "argument":
+    assert str(hit) == f"{kind} in {hit.dtype} from argument, in {path}"
+  if primitive == "sub":
+    assert [operand.finite for operand in hit.inputs] == [False, False]
+
+
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+def test_callbacks_are_called_once_and_in_order(wrap):
+  calls = []
+
+  def body(x, i):
+    jax.debug.callback(lambda i: calls.append(int(i)), i)
+    y = jax.pure_callback(
+      lambda x: (calls.append("pure"), np.asarray(x))[1],
+      jax.ShapeDtypeStruct(x.shape, x.dtype),
+      x,
+    )
+    return y * jnp.where(i == 3, 6e4, 1).astype(x.dtype), y
+
+  def fun(x):
+    return lax.scan(body, x, jnp.arange(5), reverse=True)
+
+  hit = find_overflow(wrap(fun), X)
+  assert hit.path.endswith("scan[3]/mul")
+  assert calls == [4, "pure", 3, "pure", 2, "pure", 1, "pure", 0, "pure"]
+
+
+def test_a_loop_with_effects_returns_what_it_would():
+  def body(state):
+    i, x = state
+    jax.debug.callback(lambda: None)
+    return i + 1, x * 200
+
+  def fun(x):
+    return lax.while_loop(lambda s: s[0] < 2, body, (0, x))[1]
+
+  assert find_overflow(fun, X) is not None
+  assert find_overflow(fun, X / 1000) is None
+
+
+def test_arguments_that_are_donated_are_kept():
+  x = X * 20000
+  step = jax.jit(lambda x: (x * 1, x * 2), donate_argnums=0)
+  assert find_overflow(step, x).path == "jit(<lambda>)/mul"
+  assert not x.is_deleted()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [3, 7777])
+def test_a_scan_of_ten_thousand_steps_takes_seconds(when):
+  def body(x, i):
+    x = jnp.where(i == when, x * 60000, x)
+    return x, x.sum()
+
+  def fun(x):
+    return lax.scan(body, x, jnp.arange(10_000))
+
+  started = time.perf_counter()
+  hit = find_overflow(jax.jit(fun), X)
+  assert hit.path == f"jit(fun)/scan[{when}]/mul"
+  assert time.perf_counter() - started < 60
+
+
+def test_a_late_fault_is_found_in_a_loop_that_always_makes_infs():
+  """The infs are told apart by where they come out of the body."""
+
+  def body(x, i):
+    y = x + jnp.log(jnp.zeros_like(x))
+    return jnp.where(i == 200, jnp.square(x * 200), x), jax.nn.relu(y + i)
+
+  def fun(x):
+    x, ys = lax.scan(body, x, jnp.arange(300))
+    return x, ys.sum()
+
+  assert find_overflow(fun, X).path == "scan[200]/square"
+
+
+def test_after_many_iterations_the_first_ones_are_blamed():
+  def body(x, i):
+    return x, jnp.log(-jnp.abs(x) - 1)
+
+  fun = lambda x: lax.scan(body, x, jnp.arange(200))[1]
+  hit = find_overflow(fun, X)
+  assert (hit.path, len(hit.others)) == ("scan[0]/log", 29)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis_type", list(AxisType)[:2])
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
+  mesh = jax.make_mesh(
+    (2, 2), ("a", "b"), (axis_type,) * 2, devices=jax.devices()[:4]
+  )
+
+  def body(x, i):
+    is_here = (i == 2) & (lax.axis_index("a") == 1)
+    return x * jnp.where(is_here, 6e4, 1).astype(x.dtype), x
+
+  def part(w, x):
+    x, _ = lax.scan(body, x @ w, jnp.arange(4))
+    return lax.pmean(jnp.sum(x.astype(jnp.float32) ** 2), ("a", "b"))
+
+  spec = P(("a", "b"))
+  loss_fn = jax.shard_map(
+    part, mesh=mesh, in_specs=(P(), spec), out_specs=P(), check_vma=check_vma
+  )
+  w, x = jnp.eye(4, dtype=X.dtype) * 3, jnp.ones((8, 4), X.dtype)
+  place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+
+  hit = find_overflow(
+    wrap(jax.value_and_grad(loss_fn)), place(w, P()), place(x, spec)
+  )
+  assert hit.path.endswith("shard_map/scan[2]/mul")
+  assert hit.inputs[0] == ((2, 4), np.float16, 3.0, True)
+
+
+@pytest.mark.parametrize("loop", ["cond", "while"])
+@pytest.mark.parametrize("with_callback", [False, True])
+def test_what_cannot_be_entered_is_named_as_a_whole(loop, with_callback):
+  """The devices take different branches, or do not stop together."""
+  mesh = jax.make_mesh(
+    (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
+  )
+
+  def times(x, factor):
+    if with_callback:
+      jax.debug.callback(lambda: None)
+    return x * factor
+
+  def part(x):
+    i = lax.axis_index("data")
+    if loop == "cond":
+      return lax.cond(
+        i == 2, lambda x: (times(x, 60000), x / 0), lambda x: (x, x), x
+      )
+    flags = i > jnp.arange(3)
+    step = lambda state: (state[0] + 1, times(state[1], 200), flags)
+    return lax.while_loop(lambda s: s[0] < 3, step, (i, x, flags))[1]
+
+  fun = jax.shard_map(part, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+  hit = find_overflow(fun, jnp.full((8, 4), 2, X.dtype))
+  assert (hit.path, hit.others) == (f"shard_map/{loop}", ())
+  assert ("bool[3]" in str(hit)) == (loop == "while")
+
+
+def test_infs_are_followed_into_the_slices_of_a_scan():
+  def fun(x):
+    ys = jnp.exp(x * 20)
+    return lax.scan(lambda c, y: (c, y + 1), 0.0, ys)[1][:1]
+
+  x = jnp.array([[0, 1], [0, 0]], X.dtype)
+  assert names_of(find_overflow(fun, x)) == ["exp"]
+  assert find_overflow(fun, x[::-1]) is None
+
+
+@pytest.mark.parametrize("with_callback", [False, True])
+def test_a_loop_that_never_runs_is_passed_through(with_callback):
+  def body(c, x):
+    if with_callback:
+      jax.debug.callback(lambda: None)
+    return c * 2, x
+
+  fun = lambda c: lax.scan(body, c, jnp.zeros(0))[0]
+  assert find_overflow(fun, X / 0).primitive == "argument"
+  assert find_overflow(fun, X) is None
+
+
+def test_an_operation_that_holds_a_function_is_named_as_a_whole():
+  hit = find_overflow(jnp.linalg.inv, jnp.zeros((3, 3)))
+  assert hit.primitive == "custom_linear_solve"
+  hit = find_overflow(jnp.linalg.cholesky, -jnp.eye(3))
+  assert hit.path == "jit(cholesky)/cholesky"
+
+
+def test_a_mesh_without_devices_is_not_entered():
+  mesh = jax.make_mesh(
+    (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
+  )
+  part = lambda x: jnp.exp(x * 20)
+  with jax.set_mesh(mesh):
+    fun = jax.shard_map(part, in_specs=P("data"), out_specs=P("data"))
+    hit = find_overflow(jax.jit(fun), jnp.ones((8, 4), X.dtype))
+  assert hit.primitive in ("shard_map", "exp")
+
+
+@pytest.mark.parametrize(
+  "setting",
+  [
+    jax.debug_nans(True),
+    jax.debug_infs(True),
+    jax.disable_jit(),
+    jax.enable_x64(),
+    jax.numpy_dtype_promotion("strict"),
+  ],
+  ids=["debug_nans", "debug_infs", "disable_jit", "x64", "strict"],
+)
+def test_settings_of_jax_change_nothing(setting):
+  def body(x, _):
+    return jnp.square(x), jnp.log(x)
+
+  fun = jax.jit(lambda x: lax.scan(body, x, length=5))
+  with setting:
+    hit = find_overflow(fun, jnp.full(2, 4, jnp.float16))
+  assert hit.path == "jit(<lambda>)/scan[2]/square"
+
+
+@pytest.mark.parametrize(
+  "dtype", [jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_e5m2]
+)
+def test_any_float_dtype_is_looked_at(dtype):
+  with jax.enable_x64():
+    hit = find_overflow(lambda x: x.astype(dtype), jnp.full(2, 1e39))
+  assert (hit.kind, hit.dtype) == ("inf", np.dtype(dtype))
+  assert hit.inputs == (((2,), np.float64, 1e39, True),)
+
+
+def test_other_arguments_reach_the_function_as_they_are():
+  def fun(x, n, mode, *, scale, act):
+    assert isinstance(n, int) and isinstance(scale, np.ndarray)
+    return act(x) / scale if mode == "divide" else x
+
+  zeros = np.zeros(4, np.int32)
+  hit = find_overflow(fun, X, 3, "divide", scale=zeros, act=jnp.tanh)
+  assert hit.primitive == "div"
+  assert find_overflow(fun, X, 3, "no", scale=zeros, act=jnp.tanh) is None
+
+
+def test_a_nnx_model_is_left_as_it_was():
+  fun, model, x = faulty_models.in_nnx()
+  before = jax.tree.leaves(nnx.state(model))
+  find_overflow(fun, model, x)
+  after = jax.tree.leaves(nnx.state(model))
+  assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
+  """XLA may round otherwise if it sees several operations at once."""
+  enter = lambda *_: [_marks.Value(jnp.zeros_like(X))]
+  monkeypatch.setattr(_entering, "how_to_enter", lambda eqn: enter)
+  assert find_overflow(lambda x: jnp.exp(x * 20), X).path == "exp"
+
+
+def test_an_entry_that_only_the_whole_makes_inf_has_the_marks_of_the_others():
+  origins = _marks.Origins()
+  inf, one = jnp.array([np.inf, 1.0]), jnp.array([1.0, 1.0])
+  bit = origins.add("an origin")
+  first = origins.value(inf, jnp.array([bit, 0], jnp.uint32))
+  values = [first, _marks.Value(one)]
+  agreed = _marks.agree(origins, [inf[::-1], inf], values, bit)
+  assert [value.marks.tolist() for value in agreed] == [[bit, bit], [bit, 0]]
+  assert origins.named(agreed[1:]) == ["an origin"]
+
+
+@pytest.mark.parametrize(
+  "fun, args, message",
+  [
+    (3.0, (), r"fun must be a function, got fun = 3\.0"),
+    (jnp.exp, (jax.ShapeDtypeStruct((2,), float),), r"needs arrays.* at x"),
+    (
+      lambda *xs: xs[0]["a"],
+      ({"a": jax.ShapeDtypeStruct((2,), float)},),
+      r"needs arrays.* at args\[0\]\['a'\]",
+    ),
+  ],
+)
+def test_what_cannot_be_run_is_refused(fun, args, message):
+  with pytest.raises(TypeError, match=message):
+    find_overflow(fun, *args)
+
+
+def test_under_jit_it_says_to_call_it_outside():
+  with pytest.raises(TypeError, match=r"must be called outside jit.* at x"):
+    jax.jit(lambda x: find_overflow(jnp.exp, x))(X)
+
+
+def test_a_function_without_a_signature_can_be_run():
+  class Odd:
+    __signature__ = "none"
+
+    def __call__(self, x):
+      return x / 0
+
+  assert find_overflow(Odd(), X).primitive == "div"
+
+
+@pytest.mark.parametrize(
+  "file_name, expected",
+  [
+    (jax.__file__, False),
+    (ols.__file__, False),
+    (dataclasses.__file__, False),
+    ("<frozen importlib._bootstrap>", False),
+    (__file__, True),
+    (pytest.__file__, True),
+    ("<stdin>", True),
+  ],
+)
+def test_a_line_of_a_library_is_not_the_users(file_name, expected):
+  assert _sources.is_users(file_name) is expected
+
+
+def test_a_line_of_a_notebook_names_the_cell():
+  line = _sources.Line("/tmp/ipykernel_12/345.py", 3, "loss_fn")
+  assert str(line) == "cell:3 (loss_fn)"
+  assert _sources.Line(__file__, 1, "").text.startswith('"""``find_overflow``')
