@@ -114,18 +114,21 @@ def runs_once(jaxpr: core.Jaxpr) -> bool:
 
 
 def needed_equations(
-  jaxpr: core.Jaxpr,
+  jaxpr: core.Jaxpr, used: list[bool] | None = None
 ) -> list[tuple[core.JaxprEqn, list[Any]]]:
   """The equations that matter, and what is read for the last time by each.
 
   Args:
     jaxpr: the jaxpr.
+    used: which of its outputs are used; all, if not given.
 
   Returns:
     A list, in their order, of the equations that have an effect or whose
     outputs are read, each with the variables that can be forgotten after it.
   """
-  read = set(_variables(jaxpr.outvars))
+  used = [True] * len(jaxpr.outvars) if used is None else used
+  outputs = zip(jaxpr.outvars, used, strict=True)
+  read = set(_variables([var for var, is_used in outputs if is_used]))
   needed = []
   for eqn in reversed(jaxpr.eqns):
     if not eqn.effects and not any(v in read for v in eqn.outvars):

@@ -246,7 +246,9 @@ def _wide_rows(
 
 def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> tuple[Risk, ...]:
   sums: dict[Any, int] = {}
-  for eqn, place, known, times, _, _ in steps:
+  for eqn, place, known, times, _, runs_others, _ in steps:
+    if runs_others:
+      continue
     for reason in _risks.risks_of(
       eqn, dtype, place.line, known.number, known.terms
     ):

@@ -113,15 +113,15 @@ def _of_constants(
   number_of: Number,
 ) -> list[str]:
   reasons = []
-  var: Any
   for var in eqn.invars:
     number = number_of(var)
     if number is None:
       continue
     becomes = _in_dtype(number, dtype)
-    if becomes != number and _is_lost(becomes):
-      reasons.append(f"the constant {number:g}, which becomes {becomes:g}")
-    elif var.aval.dtype == dtype and _is_lost(number):
+    if name == "convert_element_type":
+      if becomes != number and _is_lost(becomes):
+        reasons.append(f"the constant {number:g}, which becomes {becomes:g}")
+    elif isinstance(var, core.Literal) and _is_lost(number):
       # JAX has converted it already. Only the line can tell what it was.
       written = _lost_on_line(line, dtype, number)
       if written:
@@ -146,6 +146,6 @@ def _lost_on_line(
   """The number on a line that this dtype makes zero or infinite."""
   for written in _NUMBER.findall(line.text if line else ""):
     becomes = _in_dtype(float(written), dtype)
-    if float(written) != becomes and becomes == abs(number):
+    if float(written) != becomes == abs(number):
       return written
   return ""

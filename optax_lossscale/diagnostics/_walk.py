@@ -6,12 +6,17 @@ import math
 from typing import Any, NamedTuple
 
 from jax.extend import core
+import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _risks, _sources
 
 # What these hold only says how two numbers become one.
 _COMBINERS = ("arg", "cum", "reduce", "scatter", "select_and", "sort", "top_k")
+
+
+# The numbers in their results are those of their input.
+_ONLY_MOVE = {"broadcast_in_dim", "copy", "pvary", "reshape", "squeeze"}
 
 
 class Known:
@@ -22,29 +27,40 @@ class Known:
     self._terms: dict[Any, int] = {}
 
   def number(self, atom: Any) -> float | None:
-    """The number that a scalar is, if it is a constant."""
-    if not isinstance(atom, core.Literal):
-      return self._numbers.get(atom)
-    aval: Any = atom.aval
-    return float(atom.val) if aval.shape == () else None
+    """The number that all entries of a constant are, if it is one."""
+    if isinstance(atom, core.Literal):
+      return _as_number(atom.val)
+    return self._numbers.get(atom)
 
   def terms(self, atom: Any) -> int:
     """How many terms a value is the sum of; 1 if it is none."""
     return 1 if isinstance(atom, core.Literal) else self._terms.get(atom, 1)
 
   def learn(self, eqn: core.JaxprEqn) -> None:
-    """Remembers that the result of an equation is a sum."""
+    """Remembers what follows of the result of an equation."""
     for var in eqn.outvars[:1]:
       self._terms[var] = _risks.terms_in_sum(eqn)
+      if eqn.primitive.name in _ONLY_MOVE:
+        self._learn(var, self.number(eqn.invars[0]))
 
-  def within(self, outer: list[Any], inner: list[Any]) -> "Known":
-    """What is known in a jaxpr that is called with these values."""
+  def within(self, outer: list[Any], inner: core.ClosedJaxpr) -> "Known":
+    """What is known in a jaxpr, of which these are the first inputs."""
     known = Known()
-    for atom, var in zip(outer, inner, strict=True):
-      number = self.number(atom)
-      if number is not None:
-        known._numbers[var] = number
+    for atom, var in zip(outer, inner.jaxpr.invars, strict=False):
+      known._learn(var, self.number(atom))
+    for var, const in zip(inner.jaxpr.constvars, inner.consts, strict=True):
+      known._learn(var, _as_number(const))
     return known
+
+  def _learn(self, var: Any, number: float | None) -> None:
+    if number is not None:
+      self._numbers[var] = number
+
+
+def _as_number(const: Any) -> float | None:
+  """A real scalar as a number."""
+  is_real = jnp.issubdtype(jnp.result_type(const), jnp.floating)
+  return float(const) if is_real and jnp.shape(const) == () else None
 
 
 class Step(NamedTuple):
@@ -56,6 +72,7 @@ class Step(NamedTuple):
     known: what is known of the variables around it.
     times: how often it runs.
     branches: pairs of a ``cond`` and its branch, in which it stands.
+    runs_others: whether it only runs the jaxprs that it holds.
     note: what cannot be known of it; often empty.
   """
 
@@ -64,6 +81,7 @@ class Step(NamedTuple):
   known: Known
   times: int
   branches: tuple[tuple[int, int], ...]
+  runs_others: bool = False
   note: str = ""
 
 
@@ -73,23 +91,32 @@ class Walk:
   def __init__(self, closed: core.ClosedJaxpr) -> None:
     self.steps: list[Step] = []
     self._conds = itertools.count()
-    self._walk(closed.jaxpr, _sources.Place(), Known(), 1, ())
+    known = Known().within([], closed)
+    self._walk(closed.jaxpr, None, _sources.Place(), known, 1, ())
 
   def _walk(
     self,
     jaxpr: core.Jaxpr,
+    used: list[bool] | None,
     place: _sources.Place,
     known: Known,
     times: int,
     branches: tuple[tuple[int, int], ...],
   ) -> None:
-    for eqn in jaxpr.eqns:
+    # XLA leaves out what is not needed, too.
+    for eqn, unread in _jaxprs.needed_equations(jaxpr, used):
       step = Step(eqn, place.at(eqn, jaxpr), known, times, branches)
       inner = list(_inside(step, self._conds))
-      self.steps.append(step._replace(note=_note(eqn, inner)))
+      note = _note(eqn, inner)
+      self.steps.append(step._replace(runs_others=bool(inner), note=note))
       known.learn(eqn)
-      for closed, its in inner:
-        self._walk(closed.jaxpr, its.place, its.known, its.times, its.branches)
+      for closed, it in inner:
+        its_used = None
+        if eqn.primitive.name != "scan" and not note:
+          its_used = [var not in unread for var in eqn.outvars]
+        self._walk(
+          closed.jaxpr, its_used, it.place, it.known, it.times, it.branches
+        )
 
 
 def _inside(
@@ -98,32 +125,28 @@ def _inside(
   """The jaxprs that an equation runs, and what is known of each."""
   eqn, name, params = step.eqn, step.eqn.primitive.name, step.eqn.params
   called = _jaxprs.called_jaxpr(eqn)
+  within = step.known.within
   if called is not None:
-    known = step.known.within(eqn.invars, called.jaxpr.invars)
-    yield called, step._replace(known=known)
+    yield called, step._replace(known=within(eqn.invars, called))
   elif name == "scan":
     inner = params["jaxpr"]
-    known = step.known.within(
-      eqn.invars[: params["num_consts"]],
-      inner.jaxpr.invars[: params["num_consts"]],
-    )
-    times = step.times * params["length"]
-    yield inner, step._replace(known=known, times=times)
+    known = within(eqn.invars[: params["num_consts"]], inner)
+    yield inner, step._replace(known=known, times=step.times * params["length"])
   elif name == "cond":
     number = next(conds)
     for i, branch in enumerate(params["branches"]):
-      known = step.known.within(eqn.invars[1:], branch.jaxpr.invars)
+      known = within(eqn.invars[1:], branch)
       branches = (*step.branches, (number, i))
       yield branch, step._replace(known=known, branches=branches)
   elif name == "shard_map":
-    manual = _jaxprs.manual_axes(eqn)
     sizes = dict(params["mesh"].shape)
-    times = step.times * math.prod(sizes[axis] for axis in manual)
+    count = math.prod(sizes[axis] for axis in _jaxprs.manual_axes(eqn))
     inner = _jaxprs.closed(params["jaxpr"])
-    yield inner, step._replace(known=Known(), times=times)
+    known = within(eqn.invars, inner)
+    yield inner, step._replace(known=known, times=step.times * count)
   elif not name.startswith(_COMBINERS):
     for inner in _jaxprs.held_jaxprs(eqn):
-      yield inner, step._replace(known=Known())
+      yield inner, step._replace(known=within([], inner))
 
 
 _KNOWN = {"cond", "scan", "shard_map"}

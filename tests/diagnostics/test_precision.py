@@ -1,0 +1,423 @@
+"""``precision_report`` counts as XLA does, and names the lines."""
+
+import functools
+import json
+
+import equinox as eqx
+from flax import linen as nn
+from flax import nnx
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import pytest
+
+from optax_lossscale.diagnostics import (
+  _sources,
+  find_overflow,
+  precision_report,
+)
+
+F16, F32 = jnp.float16, jnp.float32
+
+
+def shape(*sizes, dtype=F16):
+  return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def line_of(text):
+  """The number of the only line of this file that ends with a comment."""
+  with open(__file__) as file:
+    (line,) = [i for i, x in enumerate(file, 1) if x.endswith(f"# {text}\n")]
+  return f"test_precision.py:{line}"
+
+
+def total(x):
+  return jnp.sum(x.astype(F32))
+
+
+def dense():
+  def loss_fn(ws, x):
+    return total(functools.reduce(lambda x, w: jax.nn.relu(x @ w), ws, x))
+
+  return jax.value_and_grad(loss_fn), [shape(1024, 1024)] * 3, shape(512, 1024)
+
+
+class ConvNet(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    conv = functools.partial(nn.Conv, dtype=F16)
+    x = nn.relu(conv(128, (3, 3))(x))
+    x = nn.relu(conv(256, (5, 3), strides=(2, 3), padding="VALID")(x))
+    x = nn.relu(conv(256, (3, 3), kernel_dilation=2, feature_group_count=2)(x))
+    x = nn.ConvTranspose(64, (4, 4), strides=(2, 2), dtype=F16)(x)
+    return nn.Dense(512, dtype=F16)(x.reshape(x.shape[0], -1))
+
+
+def linen(model, x):
+  def make():
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    loss_fn = lambda params, x: total(model.apply(params, x))
+    return jax.value_and_grad(loss_fn), params, x
+
+  return make
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    attention = nn.MultiHeadDotProductAttention(4, dtype=F16)
+    x = x + attention(nn.LayerNorm(dtype=F16)(x))
+    hidden = nn.relu(nn.Dense(4 * 512, dtype=F16)(x))
+    return x + nn.Dense(512, dtype=F16)(hidden)
+
+
+def recurrent():
+  """Unrolled, since XLA counts the body of a loop only once."""
+
+  def loss_fn(w, u, xs):
+    body = lambda h, x: (jax.nn.relu(h @ w + x @ u), None)
+    return total(lax.scan(body, xs[0], xs, unroll=8)[0])
+
+  return jax.grad(loss_fn), shape(768, 768), shape(768, 768), shape(8, 64, 768)
+
+
+def nnx_convolution_1d():
+  make = lambda: nnx.Conv(256, 256, 9, dtype=F16, rngs=nnx.Rngs(0))
+  loss_fn = lambda model, x: total(model(x))
+  return nnx.grad(loss_fn), nnx.eval_shape(make), shape(8, 512, 256)
+
+
+def equinox_attention():
+  make = lambda: eqx.nn.MultiheadAttention(
+    8, 512, dtype=F16, key=jax.random.key(0)
+  )
+  loss_fn = lambda model, x: total(jax.vmap(model)(x, x, x))
+  return (
+    eqx.filter_grad(loss_fn),
+    eqx.filter_eval_shape(make),
+    shape(2, 64, 512),
+  )
+
+
+MODELS = {
+  "dense": dense,
+  "convolutions": linen(ConvNet(), shape(8, 32, 32, 64)),
+  "transformer": linen(Block(), shape(4, 128, 512)),
+  "recurrent": recurrent,
+  "nnx_convolution_1d": nnx_convolution_1d,
+  "equinox_attention": equinox_attention,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_flops_are_those_of_xla(name):
+  fun, *args = MODELS[name]()
+  report = precision_report(fun, *args)
+
+  def arrays_only(*leaves):
+    out = fun(*jax.tree.unflatten(structure, leaves))
+    return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
+
+  leaves, structure = jax.tree.flatten(args)
+  is_shape = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+  static = [i for i, x in enumerate(is_shape) if not x]
+  jitted = jax.jit(arrays_only, static_argnums=static)
+  cost = jitted.lower(*leaves).cost_analysis()
+
+  assert report.total_flops == pytest.approx(cost["flops"], rel=0.01)
+  assert report.share == 1.0
+  assert report.wider == () and report.notes == ()
+  assert sum(row.flops for row in report.flops) == report.total_flops
+
+
+def test_the_silent_upcast_of_a_dense_layer_is_told_with_its_line():
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.Dense(64, dtype=F16)(x)
+      x = nn.Dense(32)(x)  # upcast
+      return nn.Dense(64, dtype=F16)(x)
+
+  fun, *args = linen(Model(), shape(16, 64))()
+  report = precision_report(fun, *args)
+
+  where = f"{line_of('upcast')} (Model.__call__)"
+  assert [(row.source, row.backward) for row in report.wider] == [
+    (where, True),
+    (where, False),
+  ]
+  back, forward = report.wider
+  assert (forward.operands, forward.accumulation) == ("float32", "float32")
+  assert (forward.times, back.times) == (1, 2)
+  assert forward.flops == 2 * 16 * 64 * 32
+  assert back.share == 2 * forward.share
+  assert forward.share == forward.flops / report.total_flops
+  assert report.share == pytest.approx(1 - 3 * forward.share)
+  lines = str(report).splitlines()
+  assert "in matrix products and convolutions" in lines[0]
+  assert lines[1].split() == ["operands", "accumulation", "flops", "share"]
+  assert "In a wider dtype than float16:" in lines
+  assert any(
+    line.startswith(f"dot_general  {where}, backward") for line in lines
+  )
+
+
+def test_nothing_is_computed_and_nothing_called():
+  calls = []
+
+  def fun(x):
+    jax.debug.callback(calls.append, x)
+    return jnp.square(x)
+
+  huge = shape(2**20, 2**20)
+  (risk,) = precision_report(fun, huge).at_risk
+  assert risk.primitive == "square"
+  assert precision_report(fun, jnp.ones(3, F16)).at_risk[0].times == 1
+  assert calls == []
+
+
+def test_what_runs_many_times_is_counted_as_often():
+  w = shape(8, 8)
+  once = 2 * 8 * 8 * 8
+  mesh = jax.make_mesh(
+    (2, 2), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
+  )
+
+  def flops(fun, *args):
+    report = precision_report(fun, *args)
+    return report.total_flops / once, report.notes
+
+  product = lambda w: w @ w
+  scan = lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=5)
+  nested = lambda w: lax.map(lambda _: scan(w), jnp.arange(3))
+  branches = lambda w: lax.switch(
+    w[0, 0].astype(int), [lambda w: w, scan_of(2), product], w
+  )
+  assert flops(product, w) == (1, ())
+  assert flops(jax.jit(jax.checkpoint(product)), w) == (1, ())
+  assert flops(scan, w) == (5, ())
+  assert flops(nested, w) == (15, ())
+  assert flops(branches, w) == (2, ())
+  on_four = lambda axes: jax.shard_map(
+    product, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=set(axes)
+  )
+  assert flops(on_four("ab"), w) == (4, ())
+  assert flops(jax.jit(on_four("a")), w) == (2, ())
+
+
+def scan_of(length):
+  return lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=length)[0]
+
+
+def test_what_shapes_do_not_tell_is_noted():
+  def forever(w):
+    return lax.while_loop(lambda w: w[0, 0] < 1, lambda w: w @ w, w)  # while
+
+  report = precision_report(forever, shape(4, 4))
+  assert report.total_flops == 128
+  (note,) = report.notes
+  where = line_of("while")
+  assert note == (
+    f"a while loop, of which one iteration is counted, {where} (forever)"
+  )
+  assert str(report).splitlines()[-1] == f"Not known: {note}"
+
+  report = precision_report(jnp.linalg.solve, *[shape(4, 4, dtype=F32)] * 2)
+  assert "custom_linear_solve, of which what is inside" in report.notes[0]
+
+  ragged = lambda x, w, sizes: lax.ragged_dot(x, w, sizes)
+  sizes = shape(2, dtype=jnp.int32)
+  report = precision_report(ragged, shape(4, 4), shape(2, 4, 4), sizes)
+  assert report.notes[0].startswith("ragged_dot_general, which is not counted")
+
+
+EPSILON = 1e-8
+TINY = jnp.float32(1e-9)
+
+
+@pytest.mark.parametrize(
+  "fun, primitive, reason",
+  [
+    (jnp.exp, "exp", "an exponential, which is inf above 11.1"),
+    (jnp.log, "log", "a logarithm"),
+    (lambda x: x / x, "div", "a division"),
+    (lambda x: 1 / x, "div", "a division"),
+    (lambda x: x / 0.5, "div", "a division"),
+    (lambda x: x**3, "integer_pow", "a power"),
+    (jnp.square, "square", "a power"),
+    (lax.rsqrt, "rsqrt", "a power"),
+    (lambda x: x**x, "pow", "a power"),
+    (jnp.sum, "convert_element_type", "a sum of 1000 terms"),
+    (lambda x: jnp.cumsum(x), "cumsum", "a sum of 1000 terms"),
+    (lambda x: nn.pooling.pool(x[:, None], 0.0, lax.add, (500,), (1,), "SAME"),
+     "reduce_window_sum", "a sum of 500 terms"),
+    (jax.grad(lambda b: total(jnp.broadcast_to(b[0], (400,)))), "reduce_sum",
+     "a sum of 400 terms"),
+    (lambda x: x + 1e-8, "add", "the constant 1e-8, which becomes 0"),
+    (lambda x: jnp.maximum(x, 1e-8), "max", "1e-8, which becomes 0"),
+    (lambda x: x + EPSILON, "add", "a constant that is 0, maybe only in"),
+    (lambda x: jnp.where(x > 0, x, -1e9), "convert_element_type",
+     "the constant -1e+09, which becomes -inf"),
+    (lambda x: x * TINY.astype(x.dtype), "convert_element_type", "1e-09"),
+    (lambda x: x + jnp.full(1000, 1e-9).astype(x.dtype), "convert_element_type",
+     "the constant 1e-09, which becomes 0"),
+    (lambda x: jax.jit(lambda x, c: x + c.astype(x.dtype))(x, F32(-1e9)),
+     "convert_element_type", "the constant -1e+09, which becomes -inf"),
+  ],
+)  # fmt: skip
+def test_what_may_go_wrong_is_told_with_its_line(fun, primitive, reason):
+  def wrapped(x):
+    return fun(x)
+
+  risks = precision_report(wrapped, shape(1000)).at_risk
+  (risk,) = [risk for risk in risks if reason in risk.reason]
+  assert risk.primitive == primitive
+  assert risk.times == 1
+  assert risk.source.startswith("test_precision.py:")
+  # In float32 none of it is at risk.
+  assert precision_report(wrapped, shape(1000, dtype=F32)).at_risk == ()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_constant_that_is_infinite_in_float16_is_told():
+  def fun(x):
+    return x - 1e9  # too_large
+
+  (risk,) = precision_report(fun, shape(3)).at_risk
+  assert risk.reason == "the constant 1e9, which becomes inf"
+  assert risk.source == f"{line_of('too_large')} (fun)"
+
+
+@pytest.mark.parametrize(
+  "fun",
+  [
+    jnp.tanh,
+    jax.nn.relu,
+    jnp.max,
+    lambda x: x / 8,
+    lambda x: x * 1e-3,
+    lambda x: x[:100].sum(),
+    lambda x: jnp.mean(x),
+    lambda x: jnp.where(x > 0, x, -jnp.inf),
+    lambda x: jnp.exp(x.astype(F32)).astype(F16),
+    lambda x: x.astype(F32) + 1e-8,
+    lambda x: jnp.sort(x),
+    lambda x: jnp.zeros_like(x),
+    lambda x: (x > 0).sum(),
+  ],
+)
+def test_what_is_safe_is_not_told(fun):
+  report = precision_report(fun, shape(1000))
+  assert report.at_risk == ()
+  assert "At risk" not in str(report)
+  assert report.share == 1.0 and report.total_flops == 0
+
+
+def test_a_softmax_and_a_mean_in_float32_leave_only_what_is_in_float16():
+  def fun(x):
+    x = jax.nn.softmax(x)  # softmax
+    return jnp.mean(x.astype(F32))
+
+  risks = precision_report(fun, shape(8, 1000)).at_risk
+  assert {risk.source for risk in risks} == {f"{line_of('softmax')} (fun)"}
+  assert {risk.primitive for risk in risks} >= {"exp", "div"}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_sum_over_devices_in_float16_is_told(check_vma):
+  mesh = jax.make_mesh(
+    (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
+  )
+
+  def part(x):
+    return lax.psum(x, "data")  # collective
+
+  fun = jax.shard_map(
+    part, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma
+  )
+  (risk,) = precision_report(fun, shape(8)).at_risk
+  assert risk.reason == "a sum over devices in float16"
+  assert risk.source == f"{line_of('collective')} (part)"
+  assert risk.times == 4
+
+
+def test_lines_that_run_often_are_one_row():
+  def body(x, _):
+    return jnp.exp(x), None  # often
+
+  fun = lambda x: lax.scan(body, x, length=7)[0]
+  (risk,) = precision_report(fun, shape(3)).at_risk
+  assert (risk.times, risk.source) == (7, f"{line_of('often')} (body)")
+
+
+def test_the_dtype_can_be_another():
+  fun = lambda x: jnp.exp(x @ x)
+  report = precision_report(
+    fun, shape(4, 4, dtype=jnp.bfloat16), dtype=jnp.bfloat16
+  )
+  assert (report.dtype, report.share) == ("bfloat16", 1.0)
+  assert report.at_risk[0].reason.endswith("inf above 88.7")
+  report = precision_report(fun, shape(4, 4, dtype=jnp.bfloat16))
+  assert (report.share, report.at_risk) == (1.0, ())
+  integers = precision_report(fun, shape(4, 4, dtype=jnp.int8))
+  assert (integers.flops[0].operands, integers.wider) == ("int8", ())
+
+
+def test_the_wider_of_two_operands_and_the_accumulation_count():
+  def fun(x, y):
+    return lax.dot(x, y, preferred_element_type=F32)
+
+  report = precision_report(fun, shape(4, 4), shape(4, 4))
+  assert report.flops == (("float16", "float32", 128, 1.0),)
+  report = precision_report(fun, shape(4, 4), shape(4, 4, dtype=F32))
+  assert report.flops[0].operands == "float32"
+  assert len(report.wider) == 1
+
+
+def test_it_is_a_dict_for_machines():
+  report = precision_report(lambda x: jnp.exp(x @ x), shape(4, 4, dtype=F32))
+  as_dict = json.loads(json.dumps(report.as_dict()))
+  assert as_dict["dtype"] == "float16"
+  assert as_dict["total_flops"] == 128
+  assert as_dict["flops"][0]["share"] == 1.0
+  assert as_dict["wider"][0]["primitive"] == "dot_general"
+  assert as_dict["at_risk"] == as_dict["notes"] == []
+  assert precision_report(jnp.exp, shape(3)).as_dict()["at_risk"][0]["times"]
+
+
+def test_keyword_arguments_and_models_are_taken():
+  def fun(x, *, mode):
+    return x @ x if mode == "product" else x
+
+  assert precision_report(fun, shape(4, 4), mode="no").total_flops == 0
+  assert precision_report(fun, shape(4, 4), mode="product").total_flops == 128
+
+
+@pytest.mark.parametrize(
+  "fun, args, kwargs, message",
+  [
+    (None, (), {}, "fun must be a function, got fun = None"),
+    (jnp.exp, (1.0,), {"dtype": int}, "dtype must be a float dtype"),
+    (jnp.exp, (1.0,), {"dtype": jnp.float64}, "dtype must be a float dtype"),
+  ],
+)
+def test_what_cannot_be_reported_is_refused(fun, args, kwargs, message):
+  with pytest.raises(TypeError, match=message):
+    precision_report(fun, *args, **kwargs)
+
+
+def test_under_jit_it_says_to_call_it_outside():
+  with pytest.raises(
+    TypeError, match="precision_report must be called outside"
+  ):
+    jax.jit(lambda x: precision_report(jnp.exp, x).share)(1.0)
+
+
+def test_without_a_line_there_is_a_row_all_the_same(monkeypatch):
+  monkeypatch.setattr(_sources, "is_users", lambda name: False)
+  report = precision_report(lambda x: jnp.exp(x) + 1e-8, shape(3))
+  assert [risk.source for risk in report.at_risk] == ["", ""]
+  assert "exp  unknown" in str(report)
+  assert find_overflow(lambda x: x / 0, jnp.ones(2, F16)).source == ""
