@@ -91,8 +91,8 @@ def _shard_map(
   eqn: core.JaxprEqn, args: Sequence[Any], new: Replacement
 ) -> list[Any]:
   params = eqn.params
-  body = new.function(core.ClosedJaxpr(params["jaxpr"], ()))
-  # By its name in this version of JAX, and in older ones.
+  body = new.function(_jaxprs.closed(params["jaxpr"]))
+  # Its name before JAX 0.9 was the second one.
   axes: Any = params.get("newly_manual_axes", params.get("manual_axes"))
   mapped = jax.shard_map(
     lambda *args: tuple(body(*args)),

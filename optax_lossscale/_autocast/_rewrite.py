@@ -149,9 +149,9 @@ class Rewriter:
     outs_are_half: list[bool] = []
 
     def run(*args: Any) -> list[Any]:
-      consts = [_Value(x) for x in getattr(old, "consts", ())]
-      inputs = list(map(_Value, args, is_half))
-      outs = self._evaluate(getattr(old, "jaxpr", old), [*consts, *inputs])
+      closed = _jaxprs.closed(old)
+      inputs = [*map(_Value, closed.consts), *map(_Value, args, is_half)]
+      outs = self._evaluate(closed.jaxpr, inputs)
       outs_are_half.extend(x.is_half for x in outs)
       return [x.value for x in outs]
 
@@ -163,7 +163,7 @@ class Rewriter:
     is_entered = name in _CALLS or name in _control_flow.PRIMITIVES
     if not is_entered or _products.is_kept(eqn):
       return False
-    return any(map(self._has_products, _jaxprs_of(eqn)))
+    return any(self._has_products(x.jaxpr) for x in _jaxprs.held_jaxprs(eqn))
 
   def _has_products(self, jaxpr: core.Jaxpr) -> bool:
     if jaxpr not in self._searched:
@@ -192,9 +192,3 @@ def _are_half(eqn: core.JaxprEqn, args: list[_Value]) -> bool:
     if getattr(var.aval, "dtype", None) == jnp.float32
   ]
   return bool(floats) and all(floats)
-
-
-def _jaxprs_of(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
-  params = jax.tree.leaves(list(eqn.params.values()))
-  closed = [x.jaxpr for x in params if isinstance(x, core.ClosedJaxpr)]
-  return closed + [x for x in params if isinstance(x, core.Jaxpr)]
