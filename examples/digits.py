@@ -33,6 +33,13 @@ RUNS = {
   "float16, no scaling": (jnp.float16, 1.0),
   "float16, fixed scale of 8": (jnp.float16, 8.0),
   "float16, dynamic scale": (jnp.float16, "dynamic"),
+  # Far too high, and raised every 100 steps: it falls, settles and climbs.
+  "float16, starts too high": (
+    jnp.float16,
+    ols.DynamicLossScale(init_scale=2.0**40, growth_interval=100),
+  ),
+  # `update` is given the sum over 2**10 workers, of which each has a part.
+  "float16, headroom": (jnp.float16, ols.HeadroomLossScale(target=-4 + 10)),
 }
 
 
@@ -43,6 +50,7 @@ class Run(NamedTuple):
   loss_scale_state: ols.LossScaleState
   losses: np.ndarray  # of each step
   scales: np.ndarray  # of each step
+  skipped: np.ndarray  # of each step: was it?
   test_loss: float
 
 
@@ -83,19 +91,22 @@ def train(data, dtype, loss_scale, steps=1200, seed=0, on_step=lambda: None):
     params = optax.apply_updates(params, updates)
     return params, opt_state, WORKERS * loss
 
-  losses, scales = [], []
+  history = []
   for i in range(steps):
-    scales.append(ols.get_loss_scale_state(opt_state).loss_scale)
+    scale = ols.get_loss_scale_state(opt_state).loss_scale
     params, opt_state, loss = step(params, opt_state, i)
-    losses.append(loss)
+    skipped = ~ols.get_loss_scale_state(opt_state).last_finite
+    history.append((loss, scale, skipped))
     on_step()
 
+  losses, scales, skips = zip(*jax.device_get(history), strict=True)
   noisy = add_noise(test_key, test_set)
   return Run(
     params,
     ols.get_loss_scale_state(opt_state),
-    losses=np.array(jax.device_get(losses)),
-    scales=np.array(jax.device_get(scales)),
+    losses=np.array(losses),
+    scales=np.array(scales),
+    skipped=np.array(skips),
     test_loss=reconstruction_loss(params, noisy, test_set, dtype).item(),
   )
 
@@ -157,7 +168,7 @@ def make_table(runs, data):
     lines.append(
       f"{name:25}{run.test_loss:8.4f}"
       f"{run.test_loss / reference.test_loss:9.3f}"
-      f"{skipped:9}{scale:7g}{flushed:11.1%}{cosine:11.4f}"
+      f"{skipped:9}{f'2**{np.log2(scale):.0f}':>7}{flushed:11.1%}{cosine:11.4f}"
     )
   return "\n".join(lines)
 
@@ -173,7 +184,8 @@ def compare_gradients(name, run, params, data):
 
   Returns:
     The share of entries flushed to zero, and the cosine of the angle between
-    the two gradients; NaN if one is zero.
+    the two gradients; NaN if one is zero or
+    infinite.
   """
   batch = sample_batch(jax.random.key(0), data[0])
 
@@ -186,7 +198,7 @@ def compare_gradients(name, run, params, data):
   exact, grad = weight_gradient(jnp.float32), weight_gradient(RUNS[name][0])
   flushed = np.mean(grad[exact != 0] == 0)
   norms = np.linalg.norm(exact) * np.linalg.norm(grad)
-  return flushed, exact @ grad / norms if norms else np.nan
+  return flushed, exact @ grad / norms if 0 < norms < np.inf else np.nan
 
 
 def plot(runs):
@@ -196,17 +208,27 @@ def plot(runs):
     {"color": "tab:red", "linewidth": 1.5},
     {"color": "tab:orange", "linewidth": 3},
     {"color": "tab:blue", "linewidth": 1},
+    {"color": "tab:green", "linewidth": 1},
+    {"color": "tab:purple", "linewidth": 1},
   )
-  figure = Figure(figsize=(8, 7), layout="constrained")
-  top, bottom = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+  figure = Figure(figsize=(8, 8), layout="constrained")
+  top, bottom = figure.subplots(2, sharex=True, height_ratios=(1, 1))
   for (name, run), style in zip(runs.items(), styles, strict=True):
     top.plot(run.losses, label=name, **style)
     if name != "float32":
       bottom.plot(run.scales, **style)
+      (skipped,) = np.nonzero(run.skipped)
+      bottom.plot(skipped, run.scales[skipped], "x", color=style["color"])
       middle = run.scales.size // 2
       label_at = middle, run.scales[middle]
+      above = name not in ("float16, no scaling", "float16, headroom")
       bottom.annotate(
-        name, label_at, (0, 4), textcoords="offset points", ha="center"
+        name,
+        label_at,
+        (0, 6 if above else -6),
+        textcoords="offset points",
+        ha="center",
+        va="bottom" if above else "top",
       )
   top.set_title("Removing noise from digits, as one of 1,024 workers")
   top.set(ylabel="training loss (mean squared error)", yscale="log")
@@ -214,7 +236,7 @@ def plot(runs):
   top.yaxis.set_major_formatter("{x:g}")
   top.yaxis.set_minor_formatter("")
   top.legend()
-  bottom.set(xlabel="step", ylabel="loss scale")
+  bottom.set(xlabel="step", ylabel="loss scale (x: a skipped step)")
   bottom.set_yscale("log", base=2)
   bottom.margins(y=0.15)
   for axes in (top, bottom):

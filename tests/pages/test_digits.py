@@ -31,7 +31,7 @@ def data(digits):
 @pytest.fixture(scope="module")
 def runs(digits, data):
   """Those runs of the demo that are compared, of full length."""
-  names = "float32", "float16, no scaling", "float16, dynamic scale"
+  names = set(digits.RUNS) - {"float16, fixed scale of 8"}
   return {name: digits.train(data, *digits.RUNS[name]) for name in names}
 
 
@@ -48,17 +48,19 @@ def test_the_script_shows_its_progress_a_table_and_a_picture(tmp_path):
   )
 
   assert done.returncode == 0, done.stderr
-  assert "12/12" in done.stderr  # The progress bar: 3 steps for 4 runs.
+  assert "18/18" in done.stderr  # The progress bar: 3 steps for 6 runs.
   lines = done.stdout.splitlines()
-  rows = {line[:25].strip(): line[25:].split() for line in lines[2:6]}
+  rows = {line[:25].strip(): line[25:].split() for line in lines[2:8]}
   assert list(rows) == [
     "float32",
     "float16, no scaling",
     "float16, fixed scale of 8",
     "float16, dynamic scale",
+    "float16, starts too high",
+    "float16, headroom",
   ]
-  assert rows["float32"][1:] == ["1.000", "0", "1", "0.0%", "1.0000"]
-  assert rows["float16, dynamic scale"][3] == "32768"
+  assert rows["float32"][1:] == ["1.000", "0", "2**0", "0.0%", "1.0000"]
+  assert rows["float16, dynamic scale"][3] == "2**15"
   assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -73,6 +75,30 @@ def test_a_dynamic_scale_trains_within_1_percent_of_float32(runs):
 def test_no_scaling_is_at_least_3_times_worse_than_float32(runs):
   unscaled = runs["float16, no scaling"].test_loss
   assert unscaled >= 3 * runs["float32"].test_loss
+
+
+@pytest.mark.slow
+def test_a_scale_that_starts_too_high_falls_settles_and_climbs(digits, runs):
+  run = runs["float16, starts too high"]
+  start = digits.RUNS["float16, starts too high"][1].init_scale
+  assert run.scales[0] == start
+  assert run.skipped[:10].all() and not run.skipped[10:100].any()
+  settled = run.scales[10]
+  assert settled == start / 2**10
+  assert run.scales[100:].max() >= 4 * settled
+  assert run.skipped[200:].sum() < 12  # it meets its limit, now and then
+  assert run.test_loss == pytest.approx(runs["float32"].test_loss, rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_headroom_policy_stays_below_the_limit_and_skips_nothing(runs):
+  run = runs["float16, headroom"]
+  assert not run.skipped.any()
+  assert run.scales[5] >= 2.0**10 * run.scales[0]  # there at once
+  assert run.scales[100:].max() <= 8 * run.scales[100:].min()
+  limit = runs["float16, starts too high"].scales[100:].max()
+  assert limit / 64 <= run.scales[-1] < limit
+  assert run.test_loss == pytest.approx(runs["float32"].test_loss, rel=0.01)
 
 
 @pytest.mark.slow
