@@ -184,8 +184,7 @@ def compare_gradients(name, run, params, data):
 
   Returns:
     The share of entries flushed to zero, and the cosine of the angle between
-    the two gradients; NaN if one is zero or
-    infinite.
+    the two gradients; NaN if one is zero or infinite.
   """
   batch = sample_batch(jax.random.key(0), data[0])
 
