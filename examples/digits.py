@@ -27,20 +27,40 @@ LAYERS = (64, 128, 32, 128, 64)
 NOISE = 0.25
 LEARNING_RATE = 3e-3
 
-# Name of the run: (dtype that the model computes in, loss scale).
+
+def in_float32(loss_fn):
+  """The loss as it is written."""
+  return loss_fn
+
+
+def by_hand(loss_fn):
+  """The loss with parameters and images cast to float16, before all else."""
+
+  def half_loss_fn(params, noisy, clean):
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), (params, noisy))
+    return loss_fn(*half, clean)
+
+  return half_loss_fn
+
+
+# Name of the run: (what casts the loss function, loss scale).
 RUNS = {
-  "float32": (jnp.float32, 1.0),
-  "float16, no scaling": (jnp.float16, 1.0),
-  "float16, fixed scale of 8": (jnp.float16, 8.0),
-  "float16, dynamic scale": (jnp.float16, "dynamic"),
+  "float32": (in_float32, 1.0),
+  "float16, no scaling": (by_hand, 1.0),
+  "float16, fixed scale of 8": (by_hand, 8.0),
+  "float16, dynamic scale": (by_hand, "dynamic"),
+  "float16 by autocast": (ols.autocast, "dynamic"),
   # Far too high, and raised every 100 steps: it falls, settles and climbs.
   "float16, starts too high": (
-    jnp.float16,
+    by_hand,
     ols.DynamicLossScale(init_scale=2.0**40, growth_interval=100),
   ),
   # `update` is given the sum over 2**10 workers, of which each has a part.
-  "float16, headroom": (jnp.float16, ols.HeadroomLossScale(target=-4 + 10)),
+  "float16, headroom": (by_hand, ols.HeadroomLossScale(target=-4 + 10)),
 }
+
+# Their names stand below their lines, where another one is just above.
+BELOW = "float16, no scaling", "float16 by autocast", "float16, headroom"
 
 
 class Run(NamedTuple):
@@ -69,8 +89,8 @@ def main():
   print(f"The curves are in {args.out}.")
 
 
-def train(data, dtype, loss_scale, steps=1200, seed=0, on_step=lambda: None):
-  """Trains float32 parameters with a model that computes in dtype."""
+def train(data, cast, loss_scale, steps=1200, seed=0, on_step=lambda: None):
+  """Trains float32 parameters, with a loss that is cast."""
   train_set, test_set = data
   init_key, train_key, test_key = jax.random.split(jax.random.key(seed), 3)
   params = init_params(init_key)
@@ -81,9 +101,9 @@ def train(data, dtype, loss_scale, steps=1200, seed=0, on_step=lambda: None):
   @jax.jit
   def step(params, opt_state, i):
     batch = sample_batch(jax.random.fold_in(train_key, i), train_set)
-    # The second changed line: `jax.value_and_grad(worker_loss)` before.
-    loss, grads = ols.value_and_grad(worker_loss, opt_state)(
-      params, *batch, dtype
+    # The second changed line: `jax.value_and_grad(cast(worker_loss))` before.
+    loss, grads = ols.value_and_grad(cast(worker_loss), opt_state)(
+      params, *batch
     )
     # These are true gradients, in float32. Add up the workers'; all are alike.
     grads = jax.tree.map(lambda g: WORKERS * g, grads)
@@ -107,23 +127,22 @@ def train(data, dtype, loss_scale, steps=1200, seed=0, on_step=lambda: None):
     losses=np.array(losses),
     scales=np.array(scales),
     skipped=np.array(skips),
-    test_loss=reconstruction_loss(params, noisy, test_set, dtype).item(),
+    test_loss=cast(reconstruction_loss)(params, noisy, test_set).item(),
   )
 
 
-def worker_loss(params, noisy, clean, dtype):
+def worker_loss(params, noisy, clean):
   """This worker's part of the mean over the batch of all workers."""
-  return reconstruction_loss(params, noisy, clean, dtype) / WORKERS
+  return reconstruction_loss(params, noisy, clean) / WORKERS
 
 
-def reconstruction_loss(params, noisy, clean, dtype):
-  """The mean squared error, in float32, of a model that computes in dtype."""
-  params, x = jax.tree.map(lambda x: x.astype(dtype), (params, noisy))
+def reconstruction_loss(params, x, clean):
+  """The mean squared error of what the model makes of noisy images x."""
   *hidden, (last_weight, last_bias) = params
   for weight, bias in hidden:
     x = jnp.tanh(x @ weight + bias)
   x = x @ last_weight + last_bias
-  return jnp.mean((x.astype(jnp.float32) - clean) ** 2)
+  return jnp.mean((x - clean) ** 2)  # In float32, as clean is.
 
 
 def init_params(key):
@@ -188,13 +207,13 @@ def compare_gradients(name, run, params, data):
   """
   batch = sample_batch(jax.random.key(0), data[0])
 
-  def weight_gradient(dtype):
-    grad_fn = ols.grad(worker_loss, run.loss_scale_state)
-    grads = jax.jit(grad_fn, static_argnums=3)(params, *batch, dtype)
+  def weight_gradient(cast):
+    grad_fn = ols.grad(cast(worker_loss), run.loss_scale_state)
+    grads = jax.jit(grad_fn)(params, *batch)
     # float64, in which their squares do not underflow.
     return np.concatenate([np.float64(weight).ravel() for weight, _ in grads])
 
-  exact, grad = weight_gradient(jnp.float32), weight_gradient(RUNS[name][0])
+  exact, grad = weight_gradient(in_float32), weight_gradient(RUNS[name][0])
   flushed = np.mean(grad[exact != 0] == 0)
   norms = np.linalg.norm(exact) * np.linalg.norm(grad)
   return flushed, exact @ grad / norms if 0 < norms < np.inf else np.nan
@@ -207,6 +226,7 @@ def plot(runs):
     {"color": "tab:red", "linewidth": 1.5},
     {"color": "tab:orange", "linewidth": 3},
     {"color": "tab:blue", "linewidth": 1},
+    {"color": "tab:cyan", "linewidth": 1, "linestyle": "--"},
     {"color": "tab:green", "linewidth": 1},
     {"color": "tab:purple", "linewidth": 1},
   )
@@ -220,7 +240,7 @@ def plot(runs):
       bottom.plot(skipped, run.scales[skipped], "x", color=style["color"])
       middle = run.scales.size // 2
       label_at = middle, run.scales[middle]
-      above = name not in ("float16, no scaling", "float16, headroom")
+      above = name not in BELOW
       bottom.annotate(
         name,
         label_at,

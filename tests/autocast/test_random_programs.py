@@ -111,6 +111,7 @@ def test_a_random_program_gives_the_same_bits(program):
   assert equations.products(half, W)["float16"]
   loss = lambda f: lambda x: jnp.sum(small(f(x)) * W)
   actual, expected = (jax.jit(jax.grad(loss(f)))(W) for f in (half, fun))
-  # Cotangents grow, and may be integers that float16 has to round.
+  # Cotangents grow: float16 has to round them, and in the end cannot hold them.
   largest = np.max(np.abs(expected), initial=1)
+  hypothesis.assume(largest < 2**12)
   np.testing.assert_allclose(actual / largest, expected / largest, atol=0.01)

@@ -7,7 +7,6 @@ import sys
 
 from helpers import ROOT
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -48,14 +47,15 @@ def test_the_script_shows_its_progress_a_table_and_a_picture(tmp_path):
   )
 
   assert done.returncode == 0, done.stderr
-  assert "18/18" in done.stderr  # The progress bar: 3 steps for 6 runs.
+  assert "21/21" in done.stderr  # The progress bar: 3 steps for 7 runs.
   lines = done.stdout.splitlines()
-  rows = {line[:25].strip(): line[25:].split() for line in lines[2:8]}
+  rows = {line[:25].strip(): line[25:].split() for line in lines[2:9]}
   assert list(rows) == [
     "float32",
     "float16, no scaling",
     "float16, fixed scale of 8",
     "float16, dynamic scale",
+    "float16 by autocast",
     "float16, starts too high",
     "float16, headroom",
   ]
@@ -69,6 +69,13 @@ def test_a_dynamic_scale_trains_within_1_percent_of_float32(runs):
   dynamic = runs["float16, dynamic scale"].test_loss
   assert dynamic == pytest.approx(runs["float32"].test_loss, rel=0.01)
   assert dynamic < 0.02
+
+
+@pytest.mark.slow
+def test_autocast_trains_as_a_model_that_is_cast_by_hand(runs):
+  cast = runs["float16 by autocast"].test_loss
+  for name in ("float32", "float16, dynamic scale"):
+    assert cast == pytest.approx(runs[name].test_loss, rel=0.02)
 
 
 @pytest.mark.slow
@@ -121,7 +128,7 @@ def test_the_scale_brings_back_the_gradients_that_float16_flushed(
 @pytest.mark.slow
 def test_the_float32_run_is_what_optax_alone_gives(digits, data):
   steps = 5
-  run = digits.train(data, jnp.float32, 1.0, steps=steps)
+  run = digits.train(data, digits.in_float32, 1.0, steps=steps)
 
   init_key, train_key, _ = jax.random.split(jax.random.key(0), 3)
   tx = optax.adam(
@@ -134,9 +141,7 @@ def test_the_float32_run_is_what_optax_alone_gives(digits, data):
   def step(params, opt_state, i):
     key = jax.random.fold_in(train_key, i)
     noisy, clean = digits.sample_batch(key, data[0])
-    grads = jax.grad(digits.reconstruction_loss)(
-      params, noisy, clean, jnp.float32
-    )
+    grads = jax.grad(digits.reconstruction_loss)(params, noisy, clean)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
