@@ -106,6 +106,8 @@ def raise_if_stuck(
     they are NaN, no loss scale can cure it: look for it in the data, in
     activations that overflow in the forward pass, or in too large a learning
     rate.
+    To learn which operation, on which line, call
+    diagnostics.find_overflow(grad_fn, params, batch).
     >>> ols.raise_if_stuck(state, max_skipped_share=0.01, steps=1000)
   """
   _check_limits(max_consecutive_skips, max_skipped_share, steps)
@@ -136,7 +138,8 @@ def raise_if_stuck(
   else:
     return
   leaves = "".join(f"\n  {leaf}" for leaf in nonfinite or ())
-  raise LossScaleError(f"{what} {why}{leaves}")
+  how = "" if nonfinite == [] else _HOW_TO_FIND_IT
+  raise LossScaleError(f"{what} {why}{leaves}{how}")
 
 
 class _Skips(NamedTuple):
@@ -205,6 +208,10 @@ _CURE_OVERFLOW = (
 _CURE_NAN = (
   "no loss scale can cure it: look for it in the data, in activations that"
   " overflow in the forward pass, or in too large a learning rate"
+)
+_HOW_TO_FIND_IT = (
+  "\nTo learn which operation, on which line, call"
+  " diagnostics.find_overflow(grad_fn, params, batch)."
 )
 _LEAVES = " These leaves are not finite:"
 

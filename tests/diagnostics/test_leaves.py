@@ -212,6 +212,25 @@ def test_the_error_tells_what_the_scale_can_still_do_from_nans(
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+  "grads, leads", [(None, True), (NANS, True), ({"w": jnp.ones(2)}, False)]
+)
+def test_the_error_leads_to_find_overflow_unless_all_is_finite(grads, leads):
+  for options in (
+    {"max_consecutive_skips": 5},
+    {
+      "max_skipped_share": 0.5,
+      "steps": 5,
+    },
+  ):
+    with pytest.raises(ols.LossScaleError) as error:
+      ols.raise_if_stuck(AT_FLOOR, grads=grads, **options)
+    last = str(error.value).splitlines()[-1]
+    assert (
+      "diagnostics.find_overflow(grad_fn, params, batch)" in last
+    ) == leads
+
+
 def test_nothing_is_said_of_a_floor_that_was_not_told():
   """At 0.125 a HeadroomLossScale is far from its own, which is 2**-24."""
   state = ols.set_loss_scale(AT_FLOOR, 0.125)
