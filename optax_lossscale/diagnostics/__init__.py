@@ -1,7 +1,8 @@
-"""Find out which gradients are not finite, and what float16 does to them.
+"""Find out what is not finite, where it comes from, and what float16 does.
 
-``nonfinite_leaves`` and ``gradient_report`` read values, and are called outside
-of ``jit``. ``finite_per_leaf`` and the probes are for use inside.
+``nonfinite_leaves``, ``gradient_report`` and ``find_overflow`` read values, and
+are called outside of ``jit``. ``precision_report`` reads only shapes.
+``finite_per_leaf`` and the probes are for use inside.
 """
 
 from optax_lossscale.diagnostics._nonfinite import (

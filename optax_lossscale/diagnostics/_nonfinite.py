@@ -72,7 +72,8 @@ def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
   """Lists the leaves that hold an inf or a NaN.
 
   Call it outside ``jit``. Each leaf is reduced where it is, sharded or not, and
-  only the counts are read back.
+  only the counts are read back. :func:`find_overflow` names the operation that
+  they come from.
 
   Args:
     grads: a pytree, such as the gradients that
