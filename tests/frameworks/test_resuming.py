@@ -103,6 +103,19 @@ def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum_silently(
   assert (momentum(restored), count(restored)) == (0, 0)
 
 
+def test_the_same_happens_to_a_wrapped_run_that_is_restored_into_a_bare_one(
+  tmp_path,
+):
+  saved = train(make_state(TX))
+  checkpoints.save_checkpoint(tmp_path, saved, STEPS)
+  restored = checkpoints.restore_checkpoint(tmp_path, make_state(BARE))
+  assert restored.step == STEPS
+  assert (momentum(restored), count(restored)) == (0, 0)
+  # The right way: as it was saved, and then leave.
+  restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
+  assert_same_bits(restored.opt_state.inner_state, saved.opt_state.inner_state)
+
+
 def test_the_count_of_a_schedule_shows_that_the_state_was_lost(tmp_path):
   checkpoints.save_checkpoint(tmp_path, train(make_state(BARE)), STEPS)
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))

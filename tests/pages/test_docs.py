@@ -129,6 +129,34 @@ def test_each_address_of_this_repository_leads_to_a_file():
   assert found > 20
 
 
+def slugs(path):
+  """What a code host makes of the headings of a page, to link to them."""
+  text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+  for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+    heading = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading).lower()
+    yield re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-")
+
+
+def test_each_link_to_a_heading_leads_to_one():
+  found = 0
+  for path, text in texts():
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]*#[^)\s]+)\)", text)
+    links += re.findall(r"^\[[\w-]+\]: (\S*#\S+)$", text, re.MULTILINE)
+    for link in links:
+      target, _, slug = link.partition("#")
+      if target.startswith(REPOSITORY):
+        page = in_repository(target)
+      elif re.match(r"\w+:", target):
+        continue
+      else:
+        page = (path.parent / target).resolve() if target else path
+      found += 1
+      where = f"{relative_name(path)} links to {link}"
+      assert page.suffix != ".md" or slug in set(slugs(page)), where
+  assert found > 20
+
+
 def test_each_notebook_that_opens_in_colab_is_there():
   owner_and_name = REPOSITORY.removeprefix("https://github.com/")
   prefix = f"https://colab.research.google.com/github/{owner_and_name}/"
