@@ -4,11 +4,40 @@ import re
 import tomllib
 
 from helpers import ROOT
+import pytest
+import yaml
 
 import optax_lossscale as ols
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
+
+
+SETTINGS = [
+  *sorted((ROOT / ".github").rglob("*.yml")),
+  ROOT / ".readthedocs.yaml",
+  ROOT / "CITATION.cff",
+  ROOT / "conda" / "recipe.yaml",
+]
+
+
+@pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.name)
+def test_a_file_of_settings_can_be_read(path):
+  assert len(yaml.safe_load(path.read_text())) > 2
+
+
+def test_the_pages_that_are_built_are_those_that_are_published():
+  workflow = ROOT / ".github" / "workflows" / "docs.yml"
+  jobs = yaml.safe_load(workflow.read_text())["jobs"]
+  built, uploaded = jobs["build"]["steps"][-2:]
+  assert built == {"run": "make docs"}
+  makefile = (ROOT / "Makefile").read_text()
+  assert f"-b html docs {uploaded['with']['path']}\n" in makefile
+  assert jobs["deploy"]["needs"] == "build"
+  assert jobs["deploy"]["permissions"] == {
+    "pages": "write",
+    "id-token": "write",
+  }
 
 
 def test_each_project_url_is_named_and_the_authors_are_no_persons():
