@@ -74,6 +74,7 @@ def main():
         for seed in range(args.seeds)
       ]
   print(make_table(runs))
+  print(make_curves(runs))
   plot(runs).savefig(args.out, dpi=150, format="png")
   print(f"The curves are in {args.out}.")
 
@@ -343,6 +344,18 @@ def make_table(runs):
       f"{'2**' + str(int(np.log2(states[-1].loss_scale))):>10}"
     )
   return "\n".join(lines)
+
+
+def make_curves(runs):
+  """The rewards at some steps: a line for each seed."""
+  steps = len(next(iter(runs.values()))[0].rewards)
+  shown = np.unique(np.linspace(0, steps - 1, 9).astype(int))
+  lines = ["\nreward at step     " + "".join(f"{i:7}" for i in shown)]
+  for name, seeds in runs.items():
+    for i, run in enumerate(seeds):
+      rewards = "".join(f"{reward:7.3f}" for reward in run.rewards[shown])
+      lines.append(f"{name:9} seed {i:<4}{rewards}")
+  return "\n".join(lines) + "\n"
 
 
 def plot(runs):

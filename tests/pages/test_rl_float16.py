@@ -6,10 +6,13 @@ import subprocess
 import sys
 
 from helpers import ROOT
+from helpers.bits import assert_same_bits
 import jax
 from jax.sharding import AxisType
 import numpy as np
 import pytest
+
+import optax_lossscale as ols
 
 SCRIPT = ROOT / "examples" / "rl_float16.py"
 STEPS = 60
@@ -56,6 +59,10 @@ def test_the_script_shows_its_progress_a_table_and_a_picture(tmp_path):
   assert lines[0] == "256 answers a step, on 2 devices."
   names = [line.split()[0] for line in lines[3:6]]
   assert names == ["bfloat16", "float16", "float32"]
+  assert lines[7].split() == ["reward", "at", "step", "0", "1"]
+  curve = lines[9].split()
+  assert curve[:3] == ["float16", "seed", "0"]
+  assert all(0 <= float(reward) <= 1 for reward in curve[3:])
   assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -78,6 +85,23 @@ def test_float16_learns_what_float32_learns(runs):
   assert end["float32"] > 0.8
   assert end["float16"] == pytest.approx(end["float32"], abs=0.02)
   assert runs["float16"].loss_scale_state.loss_scale > 2.0**10
+
+
+@pytest.mark.slow
+def test_all_devices_skip_a_step_together_and_keep_what_they_had(rl, programs):
+  start, step = programs["float16"]
+  params, opt_state = start(0)
+  params["head"] = params["head"].at[0, 0].set(1e30)  # inf in float16
+  before = jax.device_get((params, opt_state.inner_state))
+  params, opt_state, _ = step(params, opt_state, jax.random.key(0))
+  assert_same_bits((params, opt_state.inner_state), before)
+  scale_state = ols.get_loss_scale_state(opt_state)
+  assert (scale_state.total_notfinite, scale_state.loss_scale) == (1, 2.0**14)
+  for leaf in jax.tree.leaves((params, opt_state)):
+    assert leaf.sharding.is_fully_replicated
+    parts = [shard.data for shard in leaf.addressable_shards]
+    assert len(parts) == 2
+    assert_same_bits(parts[0], parts[1])
 
 
 @pytest.mark.parametrize(
