@@ -1,0 +1,162 @@
+"""Bytes, kernels and memory of a program, by the compilers of TPU and GPU.
+
+Neither device is needed: their compilers come as packages, and run on any
+x86-64 machine. What they make of a program decides what it costs, since an
+optimizer is bound by the bytes that its kernels move. It is no time.
+
+  pip install "jax[tpu]"            # for the devices named v5e, v6e and v5p
+  pip install "jax[cuda12]"         # for h100; no driver is needed
+
+  >>> import compiled_bytes                     # before jax starts a device
+  >>> x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+  >>> compiled_bytes.figures(lambda x: x + jnp.sum(x), x, device="v5e")
+  Figures(bytes=201326608, kernels=2, temporary=..., peak=..., aliased=0)
+
+Divide by the number of parameters to compare. To donate, as a training step
+should, give ``donate_argnums``.
+"""
+
+from collections.abc import Callable, Sequence
+import os
+from typing import Any, NamedTuple
+
+# Read when the devices are looked for, and when libtpu is loaded. It asks
+# nobody about the machine, and does not refuse to be loaded twice.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["TPU_WORKER_ID"] = "0"
+os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import scheduled_hlo
+
+# By name: the topology in whose compiler it is, and its options.
+DEVICES = {
+  "v5e": ("tpu", "v5e:2x2"),
+  "v5p": ("tpu", "v5p:2x2x1"),
+  "v6e": ("tpu", "v6e:2x2"),
+  "h100": ("cuda", "1x1x1"),
+}
+# What XLA wants to know of a GPU to compile for it, in the text form of its
+# protocol buffer GpuTargetConfigProto. The figures are those of NVIDIA's data
+# sheet for the H100 SXM and of the table of compute capability 9.0 in the CUDA
+# programming guide.
+H100 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132 clock_rate_ghz: 1.98 fpus_per_core: 128
+  device_memory_size: 84942979072 memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  shared_memory_per_core: 233472 shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  threads_per_warp: 32 threads_per_core_limit: 2048
+  threads_per_block_limit: 1024
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+"""
+# Arrays of a real model do not stay in the TPU's fast memory from one kernel to
+# the next, as these small ones would.
+COMPILER_OPTIONS = {"tpu": {"xla_msa_enable": "false"}, "cuda": {}}
+
+
+class Figures(NamedTuple):
+  """What a compiled program costs on one device.
+
+  Attributes:
+    bytes: what its kernels read from and write to the device's memory.
+    kernels: how many kernels it runs.
+    temporary: bytes of memory that are neither arguments nor results.
+    peak: the most bytes of memory in use at once.
+    aliased: bytes of results that are written over donated arguments.
+  """
+
+  bytes: int
+  kernels: int
+  temporary: int
+  peak: int
+  aliased: int
+
+
+def figures(
+  fun: Callable[..., Any],
+  *args: Any,
+  device: str = "v5e",
+  donate_argnums: int | Sequence[int] = (),
+) -> Figures:
+  """Compiles a function for one device, and takes its figures.
+
+  Args:
+    fun: any function that ``jax.jit`` takes.
+    *args: pytrees of arrays, or of ``jax.ShapeDtypeStruct``.
+    device: a name in ``DEVICES``.
+    donate_argnums: as for ``jax.jit``.
+
+  Returns:
+    The figures.
+  """
+  mesh = jax.sharding.Mesh(np.array(topology_devices(device)[:1]), "x")
+  placed = [place(arg, NamedSharding(mesh, P())) for arg in args]
+  compiled = compile_for(device, fun, *placed, donate_argnums=donate_argnums)
+  memory = compiled.memory_analysis()
+  moved = scheduled_hlo.parse(compiled.as_text())
+  return Figures(
+    bytes=moved.bytes,
+    kernels=moved.kernels,
+    temporary=memory.temp_size_in_bytes,
+    peak=memory.peak_memory_in_bytes,
+    aliased=memory.alias_size_in_bytes,
+  )
+
+
+def compile_for(
+  device: str, fun: Callable[..., Any], *args: Any, **jit_options: Any
+) -> jax.stages.Compiled:
+  """Compiles for the devices that the shardings of the arguments name.
+
+  Args:
+    device: a name in ``DEVICES``, or of a topology such as ``"v5p:8x8x16"``.
+    fun: the function.
+    *args: pytrees of ``jax.ShapeDtypeStruct`` with shardings.
+    **jit_options: for ``jax.jit``.
+
+  Returns:
+    The compiled function.
+  """
+  lowered = jax.jit(fun, **jit_options).lower(*args)
+  return lowered.compile(compiler_options=COMPILER_OPTIONS[_platform(device)])
+
+
+def topology_devices(device: str) -> list[Any]:
+  """The devices of a topology: a name in ``DEVICES``, or ``"v5e:4x4"``."""
+  platform, topology = DEVICES.get(device, ("tpu", device))
+  if platform == "tpu":
+    found = topologies.get_topology_desc(topology, platform)
+  else:
+    found = topologies.get_topology_desc(
+      "", platform, topology=topology, target_config=H100
+    )
+  return found.devices
+
+
+def place(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+  """The shapes of a tree of arrays, as if they lay on other devices."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      np.shape(x), jax.dtypes.result_type(x), sharding=sharding
+    ),
+    tree,
+  )
+
+
+def _platform(device):
+  return DEVICES.get(device, ("tpu", device))[0]

@@ -1,0 +1,173 @@
+"""Reads the text of a compiled program: its kernels, and what they move."""
+
+from collections.abc import Iterator
+import re
+from typing import NamedTuple
+
+# These move nothing: names for parts of memory, or the waits for others.
+FREE = {
+  "after-all",
+  "async-update",
+  "bitcast",
+  "constant",
+  "get-tuple-element",
+  "opt-barrier",
+  "parameter",
+  "partition-id",
+  "replica-id",
+  "tuple",
+}
+COLLECTIVES = (
+  "all-gather",
+  "all-reduce",
+  "all-to-all",
+  "collective-permute",
+  "reduce-scatter",
+)
+BITS = {"pred": 8, "token": 0}
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
+
+
+class Moved(NamedTuple):
+  """What a part of a program moves, and in how many kernels."""
+
+  bytes: int
+  kernels: int
+
+
+class Instruction(NamedTuple):
+  """An instruction: its name, the type of its result, operation, operands."""
+
+  name: str
+  type: str
+  opcode: str
+  operands: list[str]
+  rest: str
+
+
+def parse(text: str) -> Moved:
+  """Adds up what the kernels of a scheduled program move.
+
+  A kernel reads its operands and writes its results. What lies in the fast
+  memory of a TPU does not count. The body of a loop counts as often as it runs,
+  as far as the compiler knows that.
+
+  Args:
+    text: what ``as_text`` of a compiled function returns.
+
+  Returns:
+    Bytes and kernels.
+  """
+  computations, entry = _computations(text)
+  return _moved(computations, entry)
+
+
+def collectives(text: str) -> list[tuple[str, str]]:
+  """The collectives of a program: operation, and types of the operands."""
+  found = []
+  for instructions in _computations(text)[0].values():
+    types = {i.name: i.type for i in instructions}
+    for i in instructions:
+      opcode = i.opcode.removesuffix("-start")
+      if opcode in COLLECTIVES:
+        operands = [_without_layout(types[name]) for name in i.operands]
+        found.append((opcode, ", ".join(operands)))
+  return sorted(found)
+
+
+def _computations(text):
+  computations: dict[str, list[Instruction]] = {}
+  entry = ""
+  current: list[Instruction] = []
+  for line in text.splitlines():
+    if head := _COMPUTATION.match(line):
+      current = computations.setdefault(head[2], [])
+      entry = head[2] if head[1] else entry
+    elif match := _INSTRUCTION.match(line):
+      current.append(_instruction(*match.groups()))
+  return computations, entry
+
+
+def _instruction(name: str, text: str) -> Instruction:
+  if text.startswith("("):  # A tuple; layouts may hold parentheses.
+    end = _closing(text, 0) + 1
+  else:
+    end = text.index(" ")
+  opcode, rest = text[end + 1 :].split("(", 1)
+  end_of_operands = _closing("(" + rest, 0) - 1
+  operands = re.findall(r"%([\w.\-]+)", rest[:end_of_operands])
+  return Instruction(name, text[:end], opcode, operands, rest[end_of_operands:])
+
+
+def _closing(text: str, start: int) -> int:
+  depth = 0
+  for i in range(start, len(text)):
+    depth += {"(": 1, ")": -1}.get(text[i], 0)
+    if not depth:
+      return i
+  raise ValueError(f"no closing parenthesis in {text!r}")
+
+
+def _moved(computations, name) -> Moved:
+  instructions = computations[name]
+  types = {i.name: i.type for i in instructions}
+  moved = [_moved_by(i, types, computations) for i in instructions]
+  return Moved(sum(m.bytes for m in moved), sum(m.kernels for m in moved))
+
+
+def _moved_by(i: Instruction, types, computations) -> Moved:
+  if i.opcode in FREE:
+    return Moved(0, 0)
+  called = list(_called(i))
+  if i.opcode == "while":
+    times = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.rest)
+    n = int(times[1]) if times else 1
+    (body,) = (_moved(computations, name) for name in called)
+    return Moved(n * body.bytes, n * body.kernels)
+  if i.opcode in ("call", "conditional"):
+    return max(_moved(computations, name) for name in called)
+  read = sum(_bytes(types[name]) for name in set(i.operands))
+  if i.opcode.endswith("-start"):
+    return Moved(read, 1)
+  if i.opcode.endswith("-done"):
+    return Moved(_bytes(i.type), 0)
+  return Moved(read + _bytes(_without_workspace(i)), 1)
+
+
+def _called(i: Instruction) -> Iterator[str]:
+  for key in ("to_apply", "body", "true_computation", "false_computation"):
+    if i.opcode in ("call", "conditional", "while"):
+      yield from re.findall(rf"\b{key}=%([\w.\-]+)", i.rest)
+  for branches in re.findall(r"branch_computations=\{([^}]*)\}", i.rest):
+    yield from re.findall(r"%([\w.\-]+)", branches)
+
+
+def _without_workspace(i: Instruction) -> str:
+  """The type of what is returned, without memory that a library works in."""
+  if i.opcode == "custom-call" and "__cu" in i.rest:
+    return re.sub(r"s8\[\d+\]", "s8[0]", i.type)
+  return i.type
+
+
+def _without_layout(type_: str) -> str:
+  return re.sub(r"\{[^}]*\}", "", type_)
+
+
+def _bytes(type_: str) -> int:
+  total = 0
+  for dtype, shape, layout in _ARRAY.findall(type_):
+    if "S(" in layout:  # Not in the main memory.
+      continue
+    size = 1
+    for n in filter(None, shape.split(",")):
+      size *= int(n)
+    total += size * _bits(dtype) // 8
+  return total
+
+
+def _bits(dtype: str) -> int:
+  if dtype in BITS:
+    return BITS[dtype]
+  return int(re.search(r"\d+", dtype)[0])
