@@ -102,6 +102,31 @@ def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
     if not is_array(old):
       return old
     old = jnp.asarray(old)
-    return lax.select(jnp.asarray(condition), cast(new, old.dtype), old)
+    new = cast(new, old.dtype)
+    return _select_array(jnp.asarray(condition), new, old)
 
   return jax.tree.map(select_leaf, new, old)
+
+
+def _select_array(
+  condition: jax.Array, new: jax.Array, old: jax.Array
+) -> jax.Array:
+  """``new`` or ``old``; on TPU in float32 if they are bfloat16.
+
+  XLA's compiler for TPU would give a select in bfloat16 a kernel of its own,
+  which reads the gradient and the moment again. It leaves a conversion where it
+  is. Elsewhere the conversion would change the bits of a signalling NaN.
+  """
+  is_traced = isinstance(condition, jax.core.Tracer)
+  if old.dtype != jnp.bfloat16 or not is_traced:
+    return lax.select(condition, new, old)
+  return lax.platform_dependent(
+    condition, new, old, tpu=_select_in_float32, default=lax.select
+  )
+
+
+def _select_in_float32(
+  condition: jax.Array, new: jax.Array, old: jax.Array
+) -> jax.Array:
+  wide = (lax.convert_element_type(x, jnp.float32) for x in (new, old))
+  return lax.convert_element_type(lax.select(condition, *wide), old.dtype)
