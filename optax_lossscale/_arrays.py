@@ -115,7 +115,7 @@ def _select_array(
 
   XLA's compiler for TPU would give a select in bfloat16 a kernel of its own,
   which reads the gradient and the moment again. It leaves a conversion where it
-  is. Elsewhere the conversion would change the bits of a signalling NaN.
+  is. No number changes, but on GPU the bits of a NaN might.
   """
   is_traced = isinstance(condition, jax.core.Tracer)
   if old.dtype != jnp.bfloat16 or not is_traced:

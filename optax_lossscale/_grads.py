@@ -72,7 +72,7 @@ def all_finite(tree: Any) -> jax.Array:
     False
   """
   grads, _ = split(tree)
-  return _all_true([jnp.all(_isfinite(leaf)) for leaf in grads])
+  return _by_platform(_each_is_finite, grads, None)
 
 
 def sum_is_finite(
@@ -80,10 +80,11 @@ def sum_is_finite(
 ) -> jax.Array:
   """Whether all gradients are finite, by reading them once.
 
-  A sum that holds an inf or a NaN is never finite, in whatever order XLA adds,
-  while a maximum may lose a NaN on CPU. But a sum may overflow by itself: a
-  leaf counts as not finite if its finite entries add up to more than its dtype
-  can hold (a mean of 1e33 over a million float32 entries).
+  On CPU it is taken from the sum of each leaf, which XLA makes without writing
+  anything. A sum that holds an inf or a NaN is never finite, in whatever order
+  XLA adds, while a maximum may lose a NaN on CPU. But a sum may overflow by
+  itself: there a leaf counts as not finite if its finite entries add up to more
+  than its dtype can hold (a mean of 1e33 over a million float32 entries).
 
   Args:
     grads: the gradients.
@@ -93,9 +94,7 @@ def sum_is_finite(
   Returns:
     bool[].
   """
-  if factor is None:
-    return _all_true([_sum_is_finite(leaf) for leaf in grads])
-  return _all_true([_product_is_finite(leaf, factor) for leaf in grads])
+  return _by_platform(_each_sum_is_finite, grads, factor)
 
 
 def largest_magnitude(grads: list[Any]) -> jax.Array:
@@ -127,38 +126,84 @@ def sum_of_squares(leaf: Any) -> jax.Array:
   return jnp.sum(squares).astype(jnp.float32)
 
 
-def _sum_is_finite(leaf: Any) -> jax.Array:
+def _by_platform(
+  on_cpu: Callable[..., jax.Array], grads: list[Any], factor: jax.Array | None
+) -> jax.Array:
+  if not any(isinstance(leaf, jax.core.Tracer) for leaf in grads):
+    return on_cpu(grads, factor)
+  return lax.platform_dependent(
+    grads, factor, cpu=on_cpu, default=_none_is_counted
+  )
+
+
+def _none_is_counted(grads: list[Any], factor: jax.Array | None) -> jax.Array:
+  """Counts what is not finite, in one number for all leaves.
+
+  Of a number for each leaf, XLA would have to reduce each over the devices. It
+  adds these up first. On CPU it would write a number for each entry to memory.
+  """
+  count = jnp.float32(0)
+  for leaf in grads:
+    count += jnp.sum(~_is_finite(leaf, factor), dtype=jnp.float32)
+  return _is_zero(count)
+
+
+def _each_is_finite(grads: list[Any], factor: None) -> jax.Array:
+  del factor
+  return _is_zero(sum(map(_zero_if_all, map(_isfinite, grads)), _zero()))
+
+
+def _each_sum_is_finite(
+  grads: list[Any], factor: jax.Array | None
+) -> jax.Array:
+  return _is_zero(sum((_zero_or_nan(x, factor) for x in grads), _zero()))
+
+
+def _zero_or_nan(leaf: Any, factor: jax.Array | None) -> jax.Array:
+  """0 if the sum of a leaf is finite, else NaN; float32[]."""
+  leaf = jnp.asarray(leaf)
   if _has_few_bits(leaf):
     # To sum them, XLA would write a copy in float32 to memory. It is cheaper to
     # test each element.
-    return jnp.all(_isfinite(leaf))
-  return jnp.isfinite(jnp.sum(leaf))
+    return _zero_if_all(_is_finite(leaf, factor))
+  if factor is not None:
+    # Of magnitudes, for two reasons. Large numbers of both signs could cancel
+    # in the sum. And the optimizer needs the products with their signs: XLA
+    # would write these to memory, to compute them only once.
+    total = _arrays.times(jnp.sum(jnp.abs(leaf)), factor)
+  else:
+    total = jnp.sum(leaf)
+  if _arrays.is_complex(total.dtype):
+    return _zero_if_all(_isfinite(total))
+  return (0 * total).astype(jnp.float32)
 
 
-def _product_is_finite(leaf: Any, factor: jax.Array) -> jax.Array:
-  # Of magnitudes, for two reasons. Large numbers of both signs could cancel in
-  # the sum. And the optimizer needs the products with their signs: XLA would
-  # write these to memory, to compute them only once.
+def _is_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
+  """Whether each entry is finite once it is widened and multiplied."""
+  if factor is None:
+    return _isfinite(leaf)
   magnitude = jnp.abs(jnp.asarray(leaf))
   if _has_few_bits(leaf):
-    product = magnitude.astype(jnp.float32) * factor
-    return jnp.all(product <= LARGEST_GRAD)
-  return jnp.isfinite(_arrays.times(jnp.sum(magnitude), factor))
+    return magnitude.astype(jnp.float32) * factor <= LARGEST_GRAD
+  return jnp.isfinite(_arrays.times(magnitude, factor))
 
 
-def _all_true(flags: list[jax.Array]) -> jax.Array:
-  """Whether all of the flags are true, computed once for all its readers.
+def _zero() -> jax.Array:
+  return jnp.float32(0)
+
+
+def _zero_if_all(flags: jax.Array) -> jax.Array:
+  return lax.select(jnp.all(flags), jnp.float32(0), jnp.float32(jnp.nan))
+
+
+def _is_zero(total: jax.Array) -> jax.Array:
+  """Whether a sum of zeros and NaNs or of counts is zero.
 
   XLA copies a cheap scalar computation, and with it the reductions of all
   leaves, into each kernel that reads its result: code and compile time would
   grow with the square of the number of leaves. It does not copy a square root.
-  So the flags are terms of a sum, 0 for true and NaN for false, and the sum has
-  a root.
   """
-  total = jnp.float32(0)
-  for flag in flags:
-    total += lax.select(flag, jnp.float32(0), jnp.float32(jnp.nan))
-  return jnp.isfinite(lax.sqrt(lax.abs(total)))
+  return lax.sqrt(lax.abs(total)) < 1
 
 
 def _has_few_bits(leaf: Any) -> bool:

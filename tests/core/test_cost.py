@@ -208,5 +208,6 @@ def test_steps_applied_and_skipped_share_one_trace():
 
 def test_nothing_depends_on_a_branch_so_a_skipped_step_costs_no_more():
   params = leaves(2, side=8)
-  text = trace(wrapped(), params, params).lower().as_text()
-  assert "stablehlo.case" not in text and "stablehlo.if" not in text
+  # Before it, there is one on the platform.
+  text = trace(wrapped(), params, params).lower().compile().as_text()
+  assert "fusion(" in text and "conditional(" not in text
