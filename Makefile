@@ -25,7 +25,7 @@ OLDEST_TESTS ?= tests $(addprefix --ignore=tests/, \
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow coverage test-oldest test-jax-nightly nightly \
-  mutants check bench docs dist clean
+  mutants check compile-costs bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -36,7 +36,7 @@ demo: $(VENV)/installed-examples ## Train the digits autoencoder in float32 and 
 test: $(VENV)/installed-test ## Run the quick tests, as before each commit
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-test-slow: $(VENV)/installed-test ## Run the other tests: notebooks, processes, kills, releases
+test-slow: $(VENV)/installed-test $(VENV)/installed-tpu ## Run the other tests: notebooks, processes, kills, releases
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'slow and not nightly'
 
 coverage: $(VENV)/installed-test ## Run both; fail unless they take every branch
@@ -73,6 +73,11 @@ check: $(VENV)/installed-test ## Run the linter, the formatter's check and the t
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+compile-costs: ## Ask the compilers of TPU and GPU what steps cost; ARGS="--help"
+	$(MAKE) --no-print-directory VENV=.venv-compile-costs \
+	  .venv-compile-costs/installed-compile-costs
+	.venv-compile-costs/bin/python benchmarks/compile_costs.py $(ARGS)
+
 bench: ## Measure speed against other loss scalers; ARGS="--help" lists options
 	$(MAKE) --no-print-directory VENV=.venv-bench .venv-bench/installed-bench
 	.venv-bench/bin/python benchmarks/run.py $(ARGS)
@@ -89,6 +94,9 @@ dist: $(VENV)/installed-dist ## Build the source and the binary distribution, an
 clean: ## Remove what the targets made
 	rm -rf .venv* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# After that for the tests, since two must not install at once.
+$(VENV)/installed-tpu: $(VENV)/installed-test
 
 $(VENV)/installed-%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

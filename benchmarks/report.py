@@ -29,6 +29,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     [name, *(cell(figures) for cell in COLUMNS.values())]
     for name, figures in results.items()
   ]
+  return markdown(rows)
+
+
+def markdown(rows: list[list[str]]) -> str:
+  """A Markdown table, of rows of cells; the first row is the heading."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines = [
     "| "

@@ -26,6 +26,7 @@ class Workload:
       alone.
     weight_decay: AdamW instead of Adam, with its default weight decay.
     clip: whether gradients are clipped to a global norm of ``MAX_NORM``.
+    mu_dtype: the dtype of the first moment; None for that of the parameters.
   """
 
   params: Any
@@ -33,11 +34,12 @@ class Workload:
   loss_fn: Callable[..., Any] | None = None
   weight_decay: bool = False
   clip: bool = False
+  mu_dtype: Any = None
 
   def optimizer(self) -> optax.GradientTransformation:
     """The optimizer without any clipping."""
     make = optax.adamw if self.weight_decay else optax.adam
-    return make(LEARNING_RATE)
+    return make(LEARNING_RATE, mu_dtype=self.mu_dtype)
 
   def clipping_optimizer(self) -> optax.GradientTransformation:
     """The optimizer as one writes it with Optax alone."""

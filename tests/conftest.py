@@ -8,6 +8,8 @@ import pathlib
 CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# For them, too: none is to look for a TPU where only its compiler is installed.
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

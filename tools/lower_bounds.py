@@ -38,7 +38,7 @@ def lower_bounds(project):
   requirements = sum(extras, start=list(project["dependencies"]))
   bounds = {}
   for name in HELD_BACK:
-    found = {r for r in requirements if re.match(r"[\w.-]+", r)[0] == name}
+    found = {r for r in requirements if re.match(r"[^\s;<=>]+", r)[0] == name}
     matches = [re.fullmatch(r"[\w.-]+\s*>=\s*([\w.]+)", r) for r in found]
     if len(matches) != 1 or matches[0] is None:
       raise ValueError(

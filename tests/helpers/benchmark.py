@@ -1,4 +1,4 @@
-"""The simulation of the policies, which is a script beside the package."""
+"""The benchmarks, which are scripts beside the package."""
 
 import importlib
 import sys
@@ -6,11 +6,11 @@ import sys
 from helpers import ROOT
 
 
-def load_benchmark():
-  """The module benchmarks/policies.py."""
+def load_benchmark(name="policies"):
+  """A module of benchmarks/, by name."""
   folder = str(ROOT / "benchmarks")
   sys.path.insert(0, folder)
   try:
-    return importlib.import_module("policies")
+    return importlib.import_module(name)
   finally:
     sys.path.remove(folder)

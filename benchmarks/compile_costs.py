@@ -1,0 +1,194 @@
+"""Bytes, kernels and collectives of steps, by the compilers of TPU and GPU."""
+
+import argparse
+from collections import Counter
+import dataclasses
+import importlib.metadata
+import json
+import pathlib
+from typing import Any
+
+import compiled_bytes  # Before others import jax.
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import report
+import sharded_costs
+import tqdm
+from variants import VARIANTS
+from workloads import make_workloads, Workload
+
+import optax_lossscale as ols
+
+HERE = pathlib.Path(__file__).parent
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax")
+# Keras keeps its own optimizers, and is compared with Keras by `run.py`.
+COMPARED = [name for name in VARIANTS if not name.startswith("Keras")]
+# Optimizers that reduce the gradients before they use them, which costs one
+# more pass, and one in which XLA's fusions are a matter of chance.
+OPTIMIZERS = {
+  "clip_by_global_norm, adamw": lambda: optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
+  ),
+  "adafactor": lambda: optax.adafactor(1e-3),
+  "novograd": lambda: optax.novograd(1e-3),
+  "adaptive_grad_clip, sgd": lambda: optax.chain(
+    optax.adaptive_grad_clip(0.1), optax.sgd(0.1, momentum=0.9)
+  ),
+  "adadelta": lambda: optax.adadelta(1e-3),
+}
+
+
+def main() -> None:
+  """Takes the figures that the command line asks for, prints and writes."""
+  args = _parse_args()
+  found = {
+    "environment": {p: importlib.metadata.version(p) for p in PACKAGES},
+    "steps": {},
+    "optimizers": {},
+    "collectives": {},
+  }
+  for device in args.devices:
+    found["steps"][device] = _steps(device)
+    found["optimizers"][device] = _optimizers(device)
+  for chips in args.chips:
+    found["collectives"].update(_collectives(chips))
+  args.output.mkdir(parents=True, exist_ok=True)
+  text = json.dumps(found, indent=1) + "\n"
+  (args.output / "compile_costs.json").write_text(text)
+  _print(found)
+
+
+def _parse_args():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument(
+    "--devices",
+    nargs="*",
+    default=["v5e", "v6e", "h100"],
+    choices=list(compiled_bytes.DEVICES),
+  )
+  parser.add_argument(
+    "--chips",
+    nargs="*",
+    type=int,
+    default=[16],
+    choices=list(sharded_costs.CHIPS),
+    help="of the sharded steps; each number takes some minutes",
+  )
+  parser.add_argument("--output", type=pathlib.Path, default=HERE)
+  return parser.parse_args()
+
+
+def _workloads() -> dict[str, Workload]:
+  made = {name: make() for name, make in make_workloads(1).items()}
+  adam = made["adam"]
+  names = ("adam, float16 gradients", "adamw, clipped", "adam, 100 leaves")
+  return {
+    "adam": adam,
+    **{name: made[name] for name in names},
+    "adam, bfloat16 moments": dataclasses.replace(adam, mu_dtype=jnp.bfloat16),
+    "mlp": made["mlp"],
+    "transformer": made["transformer"],
+  }
+
+
+def _steps(device: str) -> dict[str, dict[str, Any]]:
+  """Figures by workload and variant."""
+  found: dict[str, dict[str, Any]] = {}
+  workloads = _workloads()
+  pairs = [(w, v) for w in workloads for v in COMPARED]
+  for name, variant in tqdm.tqdm(pairs, desc=device):
+    workload = workloads[name]
+    step, carry = VARIANTS[variant][0](workload)
+    figures = compiled_bytes.figures(
+      step, carry, workload.data, device=device, donate_argnums=0
+    )
+    found.setdefault(name, {})[variant] = _per_parameter(
+      figures, workload.params
+    )
+  return found
+
+
+def _optimizers(device: str) -> dict[str, dict[str, Any]]:
+  """Figures of other optimizers, bare and ours, by optimizer."""
+  shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+  params = {f"w{i}": shape for i in range(4)}
+  found: dict[str, dict[str, Any]] = {}
+  for name, make in OPTIMIZERS.items():
+    wrapped = ols.with_loss_scaling(make())
+    for variant, tx in {"bare": make(), "ours": wrapped}.items():
+
+      def step(carry, grads, tx=tx):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+      carry = params, jax.eval_shape(tx.init, params)
+      figures = compiled_bytes.figures(
+        step, carry, params, device=device, donate_argnums=0
+      )
+      found.setdefault(name, {})[variant] = _per_parameter(figures, params)
+  return found
+
+
+def _per_parameter(figures: compiled_bytes.Figures, params: Any) -> dict:
+  n_params = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
+  bytes_of = figures._asdict()
+  kernels = bytes_of.pop("kernels")
+  per_parameter = {k: round(v / n_params, 4) for k, v in bytes_of.items()}
+  return per_parameter | {"kernels": kernels}
+
+
+def _collectives(chips: int) -> dict[str, list[str]]:
+  """What is gained, by a sentence that says where."""
+  found = {}
+  cases = [(layout, n) for layout in sharded_costs.LAYOUTS for n in (8, 300)]
+  for layout, n in tqdm.tqdm(cases, desc=f"{chips} chips"):
+    gain = sharded_costs.gained(layout, chips, n)
+    found[f"{layout}, {chips} chips, {n} leaves"] = _in_words(gain)
+  for layout in sharded_costs.LAYOUTS:
+    gain = sharded_costs.gained(layout, chips, 8, max_norm=1.0)
+    key = f"{layout}, {chips} chips, 8 leaves, max_norm"
+    found[key] = _in_words(gain)
+  return found
+
+
+def _in_words(gain: Counter) -> list[str]:
+  return [
+    f"{abs(n)} {'fewer ' if n < 0 else ''}{name} of {types}"
+    for (name, types), n in gain.items()
+  ]
+
+
+def _print(found: dict[str, Any]) -> None:
+  versions = found["environment"].items()
+  print(", ".join(f"{name} {version}" for name, version in versions))
+  for device, steps in found["steps"].items():
+    for title, cell in (
+      ("bytes per parameter", lambda f: f"{f['bytes']:.2f}"),
+      ("kernels", lambda f: str(f["kernels"])),
+    ):
+      print(f"\n### {device}, {title}\n\n{_table(steps, COMPARED, cell)}")
+    print(f"\n### {device}, other optimizers, bytes per parameter\n")
+    cell = lambda f: f"{f['bytes']:.2f}"
+    print(_table(found["optimizers"][device], ["bare", "ours"], cell))
+  if found["collectives"]:
+    print("\n### Collectives that bare Optax has not\n")
+    rows = [
+      [name, "; ".join(gain) or "none"]
+      for name, gain in found["collectives"].items()
+    ]
+    print(report.markdown([["step", "gained"], *rows]))
+
+
+def _table(found, variants, cell) -> str:
+  rows = [
+    [name, *(cell(by_variant[v]) for v in variants)]
+    for name, by_variant in found.items()
+  ]
+  return report.markdown([["step", *variants], *rows])
+
+
+if __name__ == "__main__":
+  main()

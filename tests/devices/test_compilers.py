@@ -1,0 +1,81 @@
+"""What a step costs on TPU and GPU, by their compilers; neither is needed."""
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from helpers import ROOT
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = pathlib.Path(__file__).with_name("compiler_figures.py")
+# The package that a device's compiler comes in.
+COMPILERS = {"v5e": "libtpu", "h100": "jax_cuda12_plugin"}
+# Bytes for one parameter, of bare Optax and of ours. Whoever must know that all
+# gradients are finite before anything changes reads them once more, but a clip
+# does so, too.
+BYTES = {
+  "float32 gradients": (28, 32),
+  "float16 gradients": (26, 28),
+  "bfloat16 gradients": (26, 28),
+  "bfloat16 moments": (24, 28),
+  "100 leaves": (28, 32),
+  "clipped": (32, 32),
+}
+KERNELS_OF_100_LEAVES = {"v5e": 340, "h100": 210}
+NOTHING = []
+ONE_NUMBER = [["all-reduce", "f32[]"]]
+
+
+@functools.cache
+def found(device):
+  if importlib.util.find_spec(COMPILERS[device]) is None:
+    pytest.skip(
+      f"needs {COMPILERS[device]}, which holds the compiler for {device}:"
+      " `make test-slow` installs libtpu, `make compile-costs` both"
+    )
+  path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+  out = subprocess.run(
+    [sys.executable, SCRIPT, device],
+    env=os.environ | {"PYTHONPATH": path},
+    capture_output=True,
+    text=True,
+  )
+  assert out.returncode == 0, out.stderr
+  return json.loads(out.stdout)
+
+
+@pytest.mark.parametrize("step", BYTES)
+@pytest.mark.parametrize("device", COMPILERS)
+def test_a_step_reads_the_gradients_once_more_at_most(device, step):
+  bare, ours = found(device)["steps"][step]
+  # On H100 a leaf is summed in two kernels, with a few numbers between them.
+  expected = pytest.approx(BYTES[step], abs=0.01)
+  assert (bare["bytes"], ours["bytes"]) == expected
+  assert ours["aliased"] == pytest.approx(bare["aliased"], abs=0.01)
+
+
+@pytest.mark.parametrize("device", COMPILERS)
+def test_many_leaves_take_few_kernels(device):
+  _, ours = found(device)["steps"]["100 leaves"]
+  assert ours["kernels"] <= KERNELS_OF_100_LEAVES[device]
+
+
+@pytest.mark.parametrize(
+  "step, gained",
+  [
+    ("data parallel", NOTHING),
+    ("FSDP, 2 leaves", ONE_NUMBER),
+    ("FSDP, 20 leaves", ONE_NUMBER),
+    ("FSDP, clipped", NOTHING),
+    ("two axes", ONE_NUMBER),
+    ("shard_map", ONE_NUMBER),
+  ],
+)
+def test_devices_send_each_other_one_number_for_all_leaves(step, gained):
+  assert found("v5e")["collectives"][step] == gained
