@@ -52,11 +52,10 @@ def main() -> None:
   for device in args.devices:
     found["steps"][device] = _steps(device)
     found["optimizers"][device] = _optimizers(device)
+    _write(args.output, found)
   for chips in args.chips:
     found["collectives"].update(_collectives(chips))
-  args.output.mkdir(parents=True, exist_ok=True)
-  text = json.dumps(found, indent=1) + "\n"
-  (args.output / "compile_costs.json").write_text(text)
+    _write(args.output, found)
   _print(found)
 
 
@@ -66,18 +65,25 @@ def _parse_args():
     "--devices",
     nargs="*",
     default=["v5e", "v6e", "h100"],
-    choices=list(compiled_bytes.DEVICES),
+    choices=("v5e", "v5p", "v6e", "h100"),
   )
   parser.add_argument(
     "--chips",
     nargs="*",
     type=int,
-    default=[16],
+    default=[8, 16],
     choices=list(sharded_costs.CHIPS),
     help="of the sharded steps; each number takes some minutes",
   )
   parser.add_argument("--output", type=pathlib.Path, default=HERE)
   return parser.parse_args()
+
+
+def _write(output, found):
+  """What was found so far, since the rest takes long."""
+  output.mkdir(parents=True, exist_ok=True)
+  text = json.dumps(found, indent=1) + "\n"
+  (output / "compile_costs.json").write_text(text)
 
 
 def _workloads() -> dict[str, Workload]:

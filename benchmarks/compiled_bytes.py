@@ -41,6 +41,7 @@ DEVICES = {
   "v5p": ("tpu", "v5p:2x2x1"),
   "v6e": ("tpu", "v6e:2x2"),
   "h100": ("cuda", "1x1x1"),
+  "8 h100": ("cuda", "1x1x8"),
 }
 # What XLA wants to know of a GPU to compile for it, in the text form of its
 # protocol buffer GpuTargetConfigProto. The figures are those of NVIDIA's data

@@ -15,8 +15,9 @@ import scheduled_hlo
 import optax_lossscale as ols
 
 SHAPE = (2048, 512)
-# Topologies by the number of chips.
-CHIPS = {16: "v5e:4x4", 256: "v5e:16x16", 2048: "v5p:8x16x16"}
+FEW = 20  # leaves
+# Topologies by the number of chips: H100 in one machine, v5e, and v5p.
+CHIPS = {8: "8 h100", 16: "v5e:4x4", 256: "v5e:16x16", 2048: "v5p:8x16x16"}
 # Name: (names of the mesh axes, spec of the parameters).
 LAYOUTS = {
   "data parallel": (("data",), P()),
@@ -29,8 +30,10 @@ LAYOUTS = {
 def gained(layout: str, chips: int, n_leaves: int, **options: Any) -> Counter:
   """The collectives of a step of Adam that it would not have without ours.
 
-  The loss has a product with each leaf in it, in float16, so that the gradients
-  of replicated parameters are summed over the devices.
+  The loss has a product of the batch with each leaf in it, in float16, so that
+  the gradients of replicated parameters are summed over the devices. If there
+  are many leaves, it multiplies them by one number of the batch, since products
+  take long to compile.
 
   Args:
     layout: a name in ``LAYOUTS``.
@@ -103,7 +106,10 @@ def _grads(value_and_grad, params, state, batch):
     half = lambda x: x.astype(jax.numpy.float16)
     loss = 0.0
     for w in params.values():
-      product = half(batch)[:, : w.shape[0]] @ half(w)
+      if len(params) > FEW:
+        product = half(w) * half(jax.numpy.mean(batch))
+      else:
+        product = half(batch)[:, : w.shape[0]] @ half(w)
       loss += jax.numpy.mean(product.astype(jax.numpy.float32) ** 2)
     return loss
 

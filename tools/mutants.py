@@ -27,6 +27,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 TESTS = {
   "_arrays": [
     "core/state",
+    "core/select_bfloat16",
     "core/scaling",
     "core/select_types",
     "core/wrapper",
@@ -41,6 +42,7 @@ TESTS = {
   "_powers_of_two": ["core/state", "policies/headroom"],
   "_jaxprs": ["core/select", "core/select_types"],
   "_grads": [
+    "core/finiteness",
     "core/scaling",
     "core/input",
     "core/cost",
