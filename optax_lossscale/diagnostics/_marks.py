@@ -134,6 +134,7 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
   """
   known = bits_of_all(op.inputs)
   clean, alone = _run_again(op, known)
+  bits = [np.uint32(bit) for bit in alone]
   rest = np.uint32(_rest(origins, known))
   constants = np.uint32(origins.constants())
   own = 0
@@ -142,18 +143,16 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
     if finite:
       values.append(Value(out))
       continue
-    marks = no_marks(out)
-    is_own = marks > 0 if known else _not_finite(out)
-    if clean is not None:
-      is_own = _both_not_finite(out, clean[i])
-    for bits, with_these in alone.items():
-      marks = _add(marks, out, with_these[i], is_own, np.uint32(bits))
-    marks = _fill(marks, out, is_own, rest)
-    # An inf that was written there is no fault. The NaN that is made of it is.
-    is_own = is_own | _made_nan(marks, out, constants)
-    if bool(is_own.any()):
+    without = clean[i] if clean else None
+    if not known:
+      without = out
+    with_these = [arrays[i] for arrays in alone.values()]
+    marks, is_own, has_own = _attribute(
+      out, without, with_these, bits, rest, constants
+    )
+    if bool(has_own):
       own = own or _add_origin(origins, op, out, is_own, known)
-      marks = jnp.where(is_own, np.uint32(own), marks)
+      marks = _put(marks, is_own, np.uint32(own))
     values.append(origins.value(out, marks))
   return values
 
@@ -201,7 +200,7 @@ def agree(
     if finite:
       results.append(Value(out))
     elif value.bits:
-      marks = _fill(value.marks, out, np.False_, np.uint32(value.bits))
+      marks = _fill(value.marks, out, np.uint32(value.bits))
       results.append(origins.value(out, marks))
     else:
       results.append(blame(origins, out, known))
@@ -257,30 +256,41 @@ def _not_finite(x: Any) -> Any:
 
 
 @jax.jit
-def _both_not_finite(x: Any, y: Any) -> Any:
-  return _not_finite(x) & _not_finite(y)
+def _attribute(
+  out: Any, without: Any, alone: Any, bits: Any, rest: Any, constants: Any
+) -> tuple[Any, Any, Any]:
+  """The marks of an output, which entries are the operation's own, if any.
+
+  All in one function, since each shape costs a compilation of each function.
+  """
+  bad = _not_finite(out)
+  is_own = jnp.zeros_like(bad)
+  if without is not None:
+    is_own = bad & _not_finite(without)
+  marks = no_marks(out)
+  for bit, with_this in zip(bits, alone, strict=True):
+    reached = bad & _not_finite(with_this) & ~is_own
+    marks = jnp.where(reached, marks | bit, marks)
+  marks = jnp.where(bad & ~is_own & (marks == 0), rest, marks)
+  # An inf that was written there is no fault. The NaN that is made of it is.
+  is_constant = (marks != 0) & (marks & ~constants == 0)
+  is_own = is_own | (jnp.isnan(out) & is_constant)
+  return marks, is_own, is_own.any()
 
 
 @jax.jit
-def _add(marks: Any, out: Any, alone: Any, own: Any, bit: Any) -> Any:
-  reached = _both_not_finite(out, alone) & ~own
-  return jnp.where(reached, marks | bit, marks)
+def _put(marks: Any, where: Any, bit: Any) -> Any:
+  return jnp.where(where, bit, marks)
 
 
 @jax.jit
-def _fill(marks: Any, out: Any, own: Any, rest: Any) -> Any:
-  return jnp.where(_not_finite(out) & ~own & (marks == 0), rest, marks)
+def _fill(marks: Any, out: Any, bits: Any) -> Any:
+  return jnp.where(_not_finite(out) & (marks == 0), bits, marks)
 
 
 @jax.jit
 def _mark_all(out: Any, bits: Any) -> Any:
   return jnp.where(_not_finite(out), bits, np.uint32(0))
-
-
-@jax.jit
-def _made_nan(marks: Any, out: Any, constants: Any) -> Any:
-  is_constant = (marks != 0) & (marks & ~constants == 0)
-  return jnp.isnan(out) & is_constant
 
 
 @jax.jit
@@ -300,8 +310,11 @@ def _union(marks: Any) -> int:
 
 def are_finite(arrays: list[Any]) -> list[bool]:
   """Whether each of the arrays is finite; all that are no floats are."""
+  # What a Ref holds is looked at when it is read.
   floats = {
-    i: x for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)
+    i: x
+    for i, x in enumerate(arrays)
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
   }
   found = dict(zip(floats, _flags(list(floats.values())), strict=True))
   found = jax.device_get(found)

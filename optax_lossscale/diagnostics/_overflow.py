@@ -185,7 +185,9 @@ def _holds_inf(out: Any, own: Any) -> Any:
 
 def _operand(array: Any, runner: _runners.Runner) -> Operand:
   shape = runner.shape(array)
-  is_number = jnp.issubdtype(array.dtype, jnp.number)
+  is_number = isinstance(array, jax.Array) and jnp.issubdtype(
+    array.dtype, jnp.number
+  )
   if not is_number or array.size == 0:
     return Operand(shape, array.dtype, None, True)
   largest, is_finite = jax.device_get(_largest(array))
