@@ -6,6 +6,7 @@ conversions, and the cotangents of several uses are added in float32.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -111,18 +112,18 @@ class Rewriter:
       return [_Value(x) for x in _jaxprs.function(eqn)(*values)]
     if eqn.primitive.name in _CALLS:
       return self._call_replaced(eqn, args)
-    with eqn.ctx.manager, _scope(eqn):
+    # Profiles go on to show the scopes around the equation.
+    scope = jax.named_scope(str(eqn.source_info.name_stack))
+    with eqn.ctx.manager, scope:
       return [_Value(x) for x in _control_flow.evaluate(eqn, values, self)]
 
   def _in_half(self, eqn: core.JaxprEqn, args: list[Any]) -> list[_Value]:
-    outvars = [core.Var(v.aval.update(dtype=self.dtype)) for v in eqn.outvars]
     # Values are narrowed for each use, even where one equation uses a value
     # twice: the cotangents of a shared copy would be added in half.
-    with _scope(eqn):
-      narrow = [_cast(x, jnp.float32, self.dtype) for x in args]
+    narrow = [_cast(x, jnp.float32, self.dtype, eqn) for x in args]
+    outvars = [core.Var(v.aval.update(dtype=self.dtype)) for v in eqn.outvars]
     outs = _jaxprs.function(eqn.replace(outvars=outvars))(*narrow)
-    with _scope(eqn):
-      return [_Value(_cast(x, self.dtype, jnp.float32), True) for x in outs]
+    return [_Value(_cast(x, self.dtype, jnp.float32, eqn), True) for x in outs]
 
   def _call_replaced(
     self, eqn: core.JaxprEqn, args: list[_Value]
@@ -174,14 +175,22 @@ class Rewriter:
     return self._searched[jaxpr]
 
 
-def _scope(eqn: core.JaxprEqn) -> Any:
-  """Profiles go on to show the scopes around an equation."""
-  return jax.named_scope(str(eqn.source_info.name_stack))
+def _cast(x: Any, old: Any, new: Any, eqn: core.JaxprEqn) -> Any:
+  """Casts x if its dtype is the old one, at the line of an equation."""
+  if getattr(x, "dtype", None) != old:
+    return x
+  outvar = core.Var(jax.typeof(x).update(dtype=jnp.dtype(new)))
+  cast = _cast_to(jnp.dtype(new)).replace(
+    outvars=[outvar], source_info=eqn.source_info, ctx=eqn.ctx
+  )
+  return _jaxprs.function(cast)(x)[0]
 
 
-def _cast(x: Any, old: Any, new: Any) -> Any:
-  has_dtype = getattr(x, "dtype", None) == old
-  return lax.convert_element_type(x, new) if has_dtype else x
+@functools.cache
+def _cast_to(dtype: Any) -> core.JaxprEqn:
+  cast = jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))
+  (eqn,) = cast(jax.ShapeDtypeStruct((), jnp.int8)).eqns
+  return eqn
 
 
 def _are_half(eqn: core.JaxprEqn, args: list[_Value]) -> bool:

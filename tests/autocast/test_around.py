@@ -319,3 +319,45 @@ def test_gradients_of_a_scaled_loss_are_those_of_a_hand_cast_model():
   state = ols.DynamicLossScale().init()
   actual = jax.jit(ols.value_and_grad(ols.autocast(loss), state))(W, X)
   assert_same_bits(actual, jax.jit(ols.value_and_grad(by_hand, state))(W, X))
+
+
+def layer(x, w):
+  return jnp.tanh(x) @ w * 3
+
+
+def large_inside(w):
+  x, _ = lax.scan(lambda c, _: (layer(c, w), None), X, length=3)
+  return jnp.mean((1e4 * x) @ (1e4 * w))
+
+
+def large_cotangent(w):
+  x, _ = lax.scan(lambda c, _: (layer(c, w), None), X, length=3)
+  return 1e6 * jnp.mean(x)
+
+
+@pytest.mark.parametrize(
+  "loss_fn, fun, line, path, backward",
+  [
+    (large_inside, large_inside, 2, "dot_general", False),
+    (large_cotangent, layer, 1, "scan[2]/convert_element_type", True),
+  ],
+)
+def test_an_overflow_in_half_is_found_at_its_line(
+  loss_fn, fun, line, path, backward
+):
+  state = ols.DynamicLossScale().init()
+  grad_fn = ols.grad(ols.autocast(loss_fn), state)
+  hit = ols.diagnostics.find_overflow(grad_fn, W)
+  number = fun.__code__.co_firstlineno + line
+  assert hit.source == f"test_around.py:{number} ({fun.__name__})"
+  assert (hit.path, hit.backward) == (path, backward)
+  assert hit.dtype == "float16"
+
+
+def test_the_report_tells_how_much_runs_in_half():
+  loss = lambda w: jnp.mean(layer(X, w) @ w)
+  report = ols.diagnostics.precision_report
+  assert report(jax.grad(loss), W).share == 0
+  assert report(jax.grad(ols.autocast(loss)), W).share == 1
+  kept = lambda w: ols.keep_float32(loss)(w) + loss(w)
+  assert report(jax.grad(ols.autocast(kept)), W).share == 0.5
