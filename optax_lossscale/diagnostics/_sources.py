@@ -123,17 +123,11 @@ def is_users(file_name: str) -> bool:
   """Whether a file is the user's, and not one of a library."""
   if file_name.startswith(("<frozen", "<@beartype")):
     return False
-  folders = _library_folders(len(sys.modules))
   standard = sysconfig.get_paths()["stdlib"] + os.sep
   is_standard = file_name.startswith(standard) and not any(
     part in file_name for part in ("site-packages", "dist-packages")
   )
-  return not is_standard and not file_name.startswith(folders)
-
-
-@functools.cache
-def _library_folders(count: int) -> tuple[str, ...]:
-  """The folders of the libraries that are loaded, by how many modules are."""
-  del count
+  # A library that is not loaded has no line in a traceback.
   files = (getattr(sys.modules.get(n), "__file__", None) for n in _LIBRARIES)
-  return tuple(os.path.dirname(file) + os.sep for file in files if file)
+  folders = tuple(os.path.dirname(file) + os.sep for file in files if file)
+  return not is_standard and not file_name.startswith(folders)

@@ -46,7 +46,7 @@ class Stepper:
     self.origins = origins
     self.describe = describe
     self.runner = runner
-    self._runs: dict[int, tuple[Any, _runners.Run]] = {}
+    self._made: dict[int, tuple[Any, Any]] = {}
 
   def run(
     self,
@@ -105,7 +105,10 @@ class Stepper:
     patience: _entering.Patience,
   ) -> list[_marks.Value]:
     """Runs one iteration of a loop: at once, and step by step if need be."""
-    if _jaxprs.runs_once(closed.jaxpr):
+    has_effect = self._kept(
+      closed.jaxpr, lambda: _jaxprs.runs_once(closed.jaxpr)
+    )
+    if has_effect:
       return self.run(closed, inputs, place)
     run = self._kept(closed, lambda: self.runner.whole(closed))
     outs = run([value.array for value in inputs])
@@ -131,50 +134,53 @@ class Stepper:
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
     enter = _entering.how_to_enter(eqn)
-    once = _jaxprs.has_effect(eqn)
+    once = self._kept(eqn.params, lambda: _jaxprs.has_effect(eqn))
     if enter is not None and once:
       entered = enter(self, eqn, inputs, place, True)
       if entered is not None:
         return entered
-    is_literal = [isinstance(v, core.Literal) for v in eqn.invars]
-    pairs = zip(eqn.invars, inputs, is_literal, strict=True)
-    # A variable that is read twice is one input.
-    read = list(
-      {v: value for v, value, literal in pairs if not literal}.values()
-    )
+    variables = _runners.variables_of(eqn)
     run = self._kept(eqn, lambda: self.runner.equation(jaxpr, eqn))
+    by_id = dict(zip(map(id, eqn.invars), inputs, strict=True))
+    read = [by_id[id(var)] for var in variables]
     outs = run([value.array for value in read])
     if all(_marks.are_finite(outs)):
       return list(map(_marks.Value, outs))
-
-    known = 0
     if enter is not None and not once:
       entered = enter(self, eqn, inputs, place, False)
-      if entered is not None:
-        known = _marks.bits_of_all(entered)
-        if known:
-          return _marks.agree(self.origins, outs, entered, known)
-    name = _sources.primitive_name(eqn)
-    describe = lambda out, own: self.describe(
-      name, inputs, place, out, own, self.runner
-    )
-    literals = [v.val for v in eqn.invars if isinstance(v, core.Literal)]
-    op = _marks.Operation(
-      None if once else run,
-      read,
-      _NEUTRAL.get(name),
-      any(map(_is_inf, literals)),
-      any(map(_is_nan, literals)),
-      describe,
-    )
+      known = _marks.bits_of_all(entered or [])
+      if entered is not None and known:
+        return _marks.agree(self.origins, outs, entered, known)
+    op = self._operation(eqn, None if once else run, read, inputs, place)
     return _marks.mark(self.origins, op, outs)
 
-  def _kept(self, thing: Any, make: Callable[[], _runners.Run]) -> _runners.Run:
-    """What ``make`` returns, made once for each equation or jaxpr."""
+  def _operation(
+    self,
+    eqn: core.JaxprEqn,
+    run: _runners.Run | None,
+    read: list[_marks.Value],
+    inputs: list[_marks.Value],
+    place: _sources.Place,
+  ) -> _marks.Operation:
+    name = _sources.primitive_name(eqn)
+    literals = [v.val for v in eqn.invars if isinstance(v, core.Literal)]
+    return _marks.Operation(
+      run=run,
+      inputs=read,
+      neutral=_NEUTRAL.get(name),
+      has_inf=any(map(_is_inf, literals)),
+      has_nan=any(map(_is_nan, literals)),
+      describe=lambda out, own: self.describe(
+        name, inputs, place, out, own, self.runner
+      ),
+    )
+
+  def _kept(self, thing: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, made once for each thing."""
     # The thing is kept as well, so that no other gets its id.
-    if id(thing) not in self._runs:
-      self._runs[id(thing)] = thing, make()
-    return self._runs[id(thing)][1]
+    if id(thing) not in self._made:
+      self._made[id(thing)] = thing, make()
+    return self._made[id(thing)][1]
 
 
 def _is_inf(number: Any) -> bool:
