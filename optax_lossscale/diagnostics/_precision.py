@@ -82,7 +82,7 @@ class PrecisionReport:
     dtype: the dtype that it is about, as a string.
     total_flops: the flops of all matrix products and convolutions.
     share: the share of them whose operands are in this dtype, or in one with as
-      few bits.
+      few bits; 1.0 if there are none.
     flops: a :class:`Flops` for each pair of dtypes, the largest first.
     wider: a :class:`WideProduct` for each line that multiplies in a wider
       dtype, the largest first.
@@ -112,15 +112,17 @@ class PrecisionReport:
     }
 
   def __str__(self) -> str:
-    parts = [
-      f"{self.total_flops:.3g} flops in matrix products and convolutions,"
-      f" {self.share:.1%} of them in {self.dtype}:",
-      _table(
-        ("operands", "accumulation", "flops", "share"),
-        [(r[0], r[1], f"{r[2]:.3g}", f"{r[3]:.1%}") for r in self.flops],
-        left=2,
-      ),
-    ]
+    parts = ["No matrix products and no convolutions."]
+    if self.flops:
+      parts = [
+        f"{self.total_flops:.3g} flops in matrix products and convolutions,"
+        f" {self.share:.1%} of them in {self.dtype}:",
+        _table(
+          ("operands", "accumulation", "flops", "share"),
+          [(r[0], r[1], f"{r[2]:.3g}", f"{r[3]:.1%}") for r in self.flops],
+          left=2,
+        ),
+      ]
     if self.wider:
       parts += [
         f"In a wider dtype than {self.dtype}:",

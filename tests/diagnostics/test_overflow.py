@@ -499,3 +499,13 @@ def test_a_line_of_a_notebook_names_the_cell():
   line = _sources.Line("/tmp/ipykernel_12/345.py", 3, "loss_fn")
   assert str(line) == "cell:3 (loss_fn)"
   assert _sources.Line(__file__, 1, "").text.startswith('"""``find_overflow``')
+
+
+def test_what_is_kept_in_a_ref_is_looked_at_when_it_is_read():
+  def fun(ref, x):
+    ref[...] = x * 60000
+    return ref[...] + 1
+
+  ref = jax.new_ref(X)
+  assert find_overflow(fun, ref, X).primitive == "get"
+  assert find_overflow(fun, ref, X / 60000) is None
