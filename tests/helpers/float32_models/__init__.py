@@ -1,0 +1,115 @@
+"""Float32 models from five libraries and none. They know of no half precision.
+
+They are small, and made of what the libraries ship. Each library has a module,
+which is imported when one of its models is made.
+"""
+
+from collections.abc import Callable
+import importlib
+from typing import Any, NamedTuple
+
+import jax
+
+import optax_lossscale as ols
+
+
+class Model(NamedTuple):
+  """A loss function, and what it is called with.
+
+  Attributes:
+    loss_fn: from what ``unpack`` returns and the batch, the loss and a tree of
+      arrays: what the model remembers, or its outputs.
+    params: a tree of arrays.
+    batch: the further arguments of the loss function.
+    state: what ``unpack`` needs besides the params.
+    unpack: from params and state, the first argument of the loss function.
+    using: the library's own ``value_and_grad``.
+  """
+
+  loss_fn: Callable[..., Any]
+  params: Any
+  batch: tuple[Any, ...]
+  state: Any = None
+  unpack: Callable[..., Any] = lambda params, state: params
+  using: Callable[..., Any] = jax.value_and_grad
+
+  @property
+  def arrays(self) -> tuple[Any, ...]:
+    """What the methods take, so that they can be traced without values."""
+    return self.params, self.batch, self.state
+
+  def loss(self, arrays, cast):
+    """The loss and the tree of arrays, of a loss function that is cast."""
+    params, batch, state = arrays
+    return cast(self.loss_fn)(self.unpack(params, state), *batch)
+
+  def value_and_grad(self, arrays, cast, loss_scale=2.0**6):
+    """The same with the gradients, as users of the library take them."""
+    params, batch, state = arrays
+    scale = ols.FixedLossScale(loss_scale).init()
+    fun = ols.value_and_grad(
+      cast(self.loss_fn), scale, using=self.using, has_aux=True
+    )
+    (loss, aux), grads = fun(self.unpack(params, state), *batch)
+    return loss, jax.tree.leaves(aux), jax.tree.leaves(grads)
+
+
+# Name, module and function. Those of Flax take the dtype of a model whose
+# layers compute in half precision, as its authors would write it.
+_FUNCTIONS = {
+  "ResNet, Flax linen": ("flax_linen", "resnet"),
+  "transformer, Flax linen": ("flax_linen", "transformer"),
+  "scanned stack, Flax linen": ("flax_linen", "scanned_stack"),
+  "GRU, Flax linen": ("flax_linen", "gru"),
+  "U-Net, Flax NNX": ("flax_nnx", "unet"),
+  "ViT, Flax NNX": ("flax_nnx", "vit"),
+  "MLP-mixer, Equinox": ("with_equinox", "mixer"),
+  "BatchNorm, Equinox": ("with_equinox", "conv_net"),
+  "ResNet, Haiku": ("with_haiku", "resnet"),
+  "LSTM, Haiku": ("with_haiku", "lstm"),
+  "MobileNet, Keras": ("with_keras", "mobile_net"),
+  "text, Keras": ("with_keras", "text_classifier"),
+  "rotary, plain JAX": ("plain_jax", "rotary_transformer"),
+}
+NAMES = tuple(_FUNCTIONS)
+BY_HAND = tuple(name for name in NAMES if "Flax" in name)
+
+
+def make(name: str, **options: Any) -> Model:
+  """Makes a model by its name.
+
+  Args:
+    name: one of ``NAMES``.
+    **options: ``dtype``, for those of ``BY_HAND``.
+
+  Returns:
+    The model.
+  """
+  module, function = _FUNCTIONS[name]
+  return getattr(importlib.import_module(f"{__name__}.{module}"), function)(
+    **options
+  )
+
+
+def make_shapes(name: str, **options: Any) -> Model:
+  """The same with shapes in place of arrays, as tracing needs no more."""
+  made = []
+
+  def arrays():
+    made.append(make(name, **options))
+    return made[0].arrays
+
+  params, batch, state = jax.eval_shape(arrays)
+  return made[0]._replace(params=params, batch=batch, state=state)
+
+
+def noisy_images(count: int, size: int) -> jax.Array:
+  """Noise of shape (count, size, size, 3), about a colour for each image.
+
+  Without colours, batch normalization leaves gradients that are differences of
+  numbers that are almost the same; and without noise it enlarges differences of
+  neighbouring pixels that are nearly zero.
+  """
+  keys = jax.random.split(jax.random.key(0))
+  colours = jax.random.normal(keys[0], (count, 1, 1, 3))
+  return colours + jax.random.normal(keys[1], (count, size, size, 3))

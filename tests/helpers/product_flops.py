@@ -1,0 +1,108 @@
+"""Counts what the equations of a jaxpr do, those of its loops as they run."""
+
+from collections import Counter
+from collections.abc import Iterator
+import math
+from typing import Any
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+
+HALF = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)
+PRODUCTS = "dot_general", "conv_general_dilated"
+# All that may compute in half precision, move it, or call what does.
+ALLOWED_IN_HALF = {
+  *PRODUCTS,
+  "convert_element_type",
+  # What moves data. The last two are there for its derivatives: slices are put
+  # back among zeros.
+  "concatenate",
+  "copy",
+  "copy_p",
+  "dynamic_slice",
+  "dynamic_update_slice",
+  "expand_dims",
+  "name",
+  "optimization_barrier",
+  "reshape",
+  "rev",
+  "select_n",
+  "slice",
+  "split",
+  "squeeze",
+  "transpose",
+  "broadcast_in_dim",
+  "pad",
+  # What calls functions.
+  "checkpoint",
+  "jit",
+  "pjit",
+  "remat2",
+  "scan",
+}
+
+
+def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, Any]]:
+  """Each equation, and how often it runs. Branches count once each."""
+  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    yield times, eqn
+    for inner in _jaxprs_of(eqn):
+      yield from equations(inner, times * eqn.params.get("length", 1))
+
+
+def by_dtype(jaxpr: Any) -> Counter:
+  """Flops of matrix products and convolutions, by the dtype of the result.
+
+  A product whose operands differ in dtype, or which is narrowed only when it
+  is done, counts under the widest.
+  """
+  flops: Counter = Counter()
+  for times, eqn in equations(jaxpr):
+    if eqn.primitive.name in PRODUCTS:
+      dtypes = [v.aval.dtype for v in (*eqn.invars[:2], *eqn.outvars)]
+      widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+      flops[str(widest)] += times * _flops(eqn)
+  return flops
+
+
+def share_in_half(jaxpr: Any) -> float:
+  """The share of the flops of products whose operands and result are half."""
+  flops = by_dtype(jaxpr)
+  return sum(flops[str(dtype)] for dtype in HALF) / sum(flops.values())
+
+
+def products(jaxpr: Any) -> int:
+  """How many products run."""
+  return sum(
+    times for times, eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS
+  )
+
+
+def arithmetic_in_half(jaxpr: Any) -> set[str]:
+  """The primitives that take or make half, and neither multiply nor move."""
+  return {
+    eqn.primitive.name
+    for _, eqn in equations(jaxpr)
+    if eqn.primitive.name not in ALLOWED_IN_HALF
+    and any(
+      getattr(v.aval, "dtype", None) in HALF for v in eqn.invars + eqn.outvars
+    )
+  }
+
+
+def _jaxprs_of(eqn):
+  leaves = jax.tree.leaves(list(eqn.params.values()))
+  return [x for x in leaves if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
+
+
+def _flops(eqn):
+  out = eqn.outvars[0].aval
+  numbers = eqn.params["dimension_numbers"]
+  if eqn.primitive.name == "dot_general":
+    (contracted, _), _ = numbers
+    terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+  else:
+    kernel = eqn.invars[1].aval
+    terms = kernel.size // kernel.shape[numbers.rhs_spec[0]]
+  return 2 * out.size * terms
