@@ -25,7 +25,7 @@ OLDEST_TESTS ?= tests $(addprefix --ignore=tests/, \
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow coverage test-oldest test-jax-nightly nightly \
-  mutants check compile-costs bench docs dist clean
+  mutants check compile-costs bench bench-autocast docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -81,6 +81,13 @@ compile-costs: ## Ask the compilers of TPU and GPU what steps cost; ARGS="--help
 bench: ## Measure speed against other loss scalers; ARGS="--help" lists options
 	$(MAKE) --no-print-directory VENV=.venv-bench .venv-bench/installed-bench
 	.venv-bench/bin/python benchmarks/run.py $(ARGS)
+
+bench-autocast: $(VENV)/installed-test ## Measure autocast on the models of the tests, and by the compilers of TPU and GPU
+	$(BIN)/python benchmarks/autocast.py
+	$(MAKE) --no-print-directory VENV=.venv-compile-costs \
+	  .venv-compile-costs/installed-compile-costs
+	.venv-compile-costs/bin/python benchmarks/autocast_bytes.py v5e
+	.venv-compile-costs/bin/python benchmarks/autocast_bytes.py h100
 
 docs: ## Build the pages in docs/_build/html, with the notebooks executed
 	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs

@@ -1,0 +1,105 @@
+"""What `autocast` makes of the models of the tests, in products and gradients.
+
+  python benchmarks/autocast.py        # in the environment of the tests
+
+It prints a table. In parentheses: what rounding the params to float16 does to
+the float32 model.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optax_lossscale as ols
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
+from helpers import float32_models, product_flops
+
+COLUMNS = (
+  "model",
+  "products in half",
+  "1 - cosine of gradients",
+  "loss, relative",
+  "equations",
+  "tracing",
+  "temporary memory",
+)
+
+
+def main():
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--rounds", type=int, default=6, help="traces of each")
+  args = parser.parse_args()
+  print_row(COLUMNS)
+  print_row(["---"] + (len(COLUMNS) - 1) * ["--:"])
+  for name in float32_models.NAMES:
+    print_row([name, *measure(float32_models.make(name), args.rounds)])
+
+
+def print_row(cells):
+  print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def measure(model, rounds):
+  """The cells of a model, behind its name."""
+  params, *others = model.arrays
+  fun = lambda cast: lambda p: model.value_and_grad((p, *others), cast)
+  funs = fun(as_written), fun(ols.autocast)
+  jaxprs = [jax.make_jaxpr(f)(params) for f in funs]
+  written, cast = (jax.jit(f).lower(params).compile() for f in funs)
+  rounded = jax.tree.map(
+    lambda x: x.astype(jnp.float16).astype(x.dtype), params
+  )
+  cosine, loss = errors(cast(params), written(params))
+  least_cosine, least_loss = errors(written(rounded), written(params))
+  counts = [len(list(product_flops.equations(j))) for j in jaxprs]
+  memory = [c.memory_analysis().temp_size_in_bytes for c in (written, cast)]
+  return [
+    f"{product_flops.share_in_half(jaxprs[1]):.2%}",
+    f"{cosine:.1e} ({least_cosine:.1e})",
+    f"{loss:.1e} ({least_loss:.1e})",
+    f"{counts[1] / counts[0]:.2f}x",
+    f"{trace_ratio(model, rounds):.2f}x",
+    f"{memory[1] / memory[0]:.2f}x",
+  ]
+
+
+def as_written(fun):
+  return fun
+
+
+def trace_ratio(model, rounds):
+  """Tracing the loss with `autocast`, relative to without: the median."""
+
+  def seconds(cast):
+    # A new function each time: JAX keeps what it has traced.
+    fun = lambda arrays: model.loss(arrays, cast)
+    start = time.process_time()
+    jax.make_jaxpr(fun)(model.arrays)
+    return time.process_time() - start
+
+  # In turns; the first ones fill caches.
+  pairs = [(seconds(as_written), seconds(ols.autocast)) for _ in range(rounds)]
+  return statistics.median(after / before for before, after in pairs[1:])
+
+
+def errors(result, expected):
+  """How far the gradients turn, and how far the loss moves."""
+  a, b = (
+    np.concatenate([np.asarray(x, np.float64).ravel() for x in grads])
+    for _, _, grads in (result, expected)
+  )
+  cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+  return 1 - cosine, abs(float(result[0] / expected[0]) - 1)
+
+
+if __name__ == "__main__":
+  main()
