@@ -14,7 +14,6 @@ import numpy as np
 from optax_lossscale import _axes, _jaxprs
 
 Run = Callable[[list[Any]], list[Any]]
-_NUMPY = (np.ndarray, np.generic)
 
 
 class Runner:
@@ -50,7 +49,8 @@ class Runner:
 
   def lift(self, array: Any, atom: Any) -> Any:
     """A constant, as it is kept here."""
-    return jnp.asarray(array) if isinstance(array, _NUMPY) else array
+    is_ref = hasattr(atom.aval, "inner_aval")
+    return array if is_ref else jnp.asarray(array)
 
   def take(self, array: Any, i: int) -> Any:
     """One entry along the first axis within the jaxpr."""
