@@ -197,8 +197,10 @@ def test_what_runs_many_times_is_counted_as_often():
   )
   assert flops(product, w) == (1, ())
   assert flops(jax.jit(jax.checkpoint(product)), w) == (1, ())
-  # Of the gradient, the product of the forward pass is not needed.
+  # What is not needed is left out, as by XLA.
   assert flops(jax.grad(jax.jit(lambda w: total(w @ w))), w) == (2, ())
+  two = jax.jit(lambda w: (w @ w, w + 1))
+  assert flops(lambda w: two(w)[1], w) == (0, ())
   assert flops(scan, w) == (5, ())
   assert flops(nested, w) == (15, ())
   assert flops(branches, w) == (2, ())
