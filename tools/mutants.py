@@ -40,7 +40,12 @@ TESTS = {
     "interop/writing",
   ],
   "_powers_of_two": ["core/state", "policies/headroom"],
-  "_jaxprs": ["core/select", "core/select_types"],
+  "_jaxprs": [
+    "core/select",
+    "core/select_types",
+    "diagnostics/precision",
+    "diagnostics/overflow",
+  ],
   "_grads": [
     "core/finiteness",
     "core/scaling",

@@ -23,6 +23,7 @@ from optax_lossscale.diagnostics import (
   _entering,
   _marks,
   _sources,
+  _stepper,
   find_overflow,
 )
 
@@ -432,6 +433,28 @@ def test_other_arguments_reach_the_function_as_they_are():
   hit = find_overflow(fun, X, 3, "divide", scale=zeros, act=jnp.tanh)
   assert hit.primitive == "div"
   assert find_overflow(fun, X, 3, "no", scale=zeros, act=jnp.tanh) is None
+
+
+def test_no_more_is_kept_than_is_still_read(monkeypatch):
+  most = 0
+  step = _stepper.Stepper._step
+
+  def counting(*args):
+    nonlocal most
+    outs = step(*args)
+    large = [x for x in jax.live_arrays() if x.shape == (54321,)]
+    most = max(most, len(large))
+    return outs
+
+  def fun(x):
+    for _ in range(30):
+      x = jnp.sin(x) + 1
+    return x / 0
+
+  monkeypatch.setattr(_stepper.Stepper, "_step", counting)
+  assert find_overflow(fun, jnp.ones(54321)).primitive == "div"
+  # The argument, what an operation reads and returns, and its marks.
+  assert most <= 4
 
 
 def test_a_nnx_model_is_left_as_it_was():
