@@ -22,15 +22,22 @@ _MOST_ITERATIONS = 30
 
 
 class Patience:
-  """How many more iterations of a loop to run step by step.
+  """How many more iterations of a loop to run step by step."""
 
-  Attributes:
-    known: the bits of the origins that were found in this loop.
-  """
-
-  def __init__(self) -> None:
-    self.known = 0
+  def __init__(self, origins: _marks.Origins) -> None:
+    self._origins = origins
     self._seen: collections.Counter[tuple[bool, ...]] = collections.Counter()
+    # A value of its own, so that none of its bits is given to another origin.
+    self._found = _marks.Value(None)
+
+  @property
+  def known(self) -> int:
+    """The bits of the origins that were found in this loop."""
+    return self._found.bits
+
+  def remember(self, bits: int) -> None:
+    """Adds to the bits that are known."""
+    self._found = self._origins.value(None, None, self.known | bits)
 
   def is_over(self, finite: list[bool]) -> bool:
     """Whether it is over for iterations in which these values are finite."""
@@ -83,7 +90,7 @@ def _enter_while(
   second = first + eqn.params["body_nconsts"]
   cond_consts, body_consts = inputs[:first], inputs[first:second]
   carry = inputs[second:]
-  patience = Patience()
+  patience = Patience(stepper.origins)
   i = 0
   while True:
     its_place = place.step(f"while[{i}]")
@@ -112,7 +119,7 @@ def _enter_scan(
   first = params["num_consts"]
   second = first + params["num_carry"]
   consts, carry, xs = inputs[:first], inputs[first:second], inputs[second:]
-  patience = Patience()
+  patience = Patience(stepper.origins)
   rows: list[list[_marks.Value]] = []
   # The index is that of the slice, so that the backward pass over an iteration
   # has the number of this iteration.

@@ -73,15 +73,28 @@ class Origins:
     Returns:
       The bit.
     """
+    bit = self._free_bit() or self._bit_of_one_like(origin) or _BITS[-1]
+    self._count += 1
+    found = _Found(self._count, origin, is_constant)
+    self._by_bit.setdefault(bit, found)
+    return bit
+
+  def _free_bit(self) -> int:
+    """A bit without an origin, or that no value carries; 0 if there is none."""
     free = [bit for bit in _BITS[:-1] if bit not in self._by_bit]
     if not free:
       used = bits_of_all(list(self._marked))
       self._by_bit = {b: f for b, f in self._by_bit.items() if b & used}
-      free = [bit for bit in _BITS if bit not in self._by_bit] or _BITS[-1:]
-    self._count += 1
-    found = _Found(self._count, origin, is_constant)
-    self._by_bit.setdefault(free[0], found)
-    return free[0]
+      free = [bit for bit in _BITS[:-1] if bit not in self._by_bit]
+    return free[0] if free else 0
+
+  def _bit_of_one_like(self, origin: Any) -> int:
+    """The bit of an origin on the same line, as in another iteration."""
+    kind = origin.primitive, origin.source
+    for bit, found in self._by_bit.items():
+      if (found.origin.primitive, found.origin.source) == kind:
+        return bit
+    return 0
 
   def named(self, values: list[Value]) -> list[Any]:
     """The origins of these values, in the order in which they were found."""

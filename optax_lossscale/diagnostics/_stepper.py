@@ -122,7 +122,7 @@ class Stepper:
         for out, ok in zip(outs, finite, strict=True)
       ]
     values = self.run(closed, inputs, place)
-    patience.known |= _marks.bits_of_all(values)
+    patience.remember(_marks.bits_of_all(values))
     return _marks.agree(self.origins, outs, values, patience.known)
 
   def _step(

@@ -6,6 +6,7 @@ names the fault.
 
 import dataclasses
 import time
+import types
 
 from flax import nnx
 from helpers import faulty_models, harmless_models
@@ -162,7 +163,31 @@ def test_of_more_faults_than_there_are_bits_the_first_is_named():
 
   hit = find_overflow(fun, X)
   assert hit.primitive == "exp"
-  assert len(hit.others) == 31
+  assert len(hit.others) == 30
+
+
+@pytest.mark.parametrize("loop", ["unrolled", "scan"])
+def test_forty_masks_that_are_kept_leave_a_bit_for_the_fault(loop):
+  """Their infs are all alive when it happens, and are cut off at the end."""
+
+  def layer(x, i):
+    logits = x + jnp.log(jnp.array([1, 0, 1, 1], x.dtype))
+    factor = jnp.where(i == 38, 30000, 1).astype(x.dtype)
+    return jnp.square(jax.nn.softmax(logits) * factor), logits
+
+  def fun(x):
+    if loop == "scan":
+      x, kept = lax.scan(layer, x, jnp.arange(39))
+    else:
+      kept = []
+      for i in range(39):
+        x, logits = layer(x, i)
+        kept.append(logits)
+    return x, jnp.stack(kept)[..., 2:].sum()
+
+  hit = find_overflow(fun, X)
+  assert names_of(hit) == ["square"]
+  assert hit.path == ("scan[38]/square" if loop == "scan" else "square")
 
 
 @pytest.mark.parametrize(
@@ -475,12 +500,13 @@ def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
 def test_an_entry_that_only_the_whole_makes_inf_has_the_marks_of_the_others():
   origins = _marks.Origins()
   inf, one = jnp.array([np.inf, 1.0]), jnp.array([1.0, 1.0])
-  bit = origins.add("an origin")
+  origin = types.SimpleNamespace(primitive="exp", source="")
+  bit = origins.add(origin)
   first = origins.value(inf, jnp.array([bit, 0], jnp.uint32))
   values = [first, _marks.Value(one)]
   agreed = _marks.agree(origins, [inf[::-1], inf], values, bit)
   assert [value.marks.tolist() for value in agreed] == [[bit, bit], [bit, 0]]
-  assert origins.named(agreed[1:]) == ["an origin"]
+  assert origins.named(agreed[1:]) == [origin]
 
 
 @pytest.mark.parametrize(
