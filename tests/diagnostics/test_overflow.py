@@ -225,6 +225,14 @@ def test_what_was_not_finite_to_begin_with_is_named(
     assert [operand.finite for operand in hit.inputs] == [False, False]
 
 
+def test_an_inf_that_is_written_is_named_only_if_there_is_nothing_else():
+  def fun(x):
+    return jnp.where(x > 0, x, -jnp.inf), jnp.exp(x * 20)
+
+  assert names_of(find_overflow(fun, X)) == ["exp"]
+  assert names_of(find_overflow(fun, X / 4)) == ["constant"]
+
+
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
 def test_callbacks_are_called_once_and_in_order(wrap):
   calls = []
