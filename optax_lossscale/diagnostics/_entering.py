@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import _marks, _runners, _sources
+from optax_lossscale.diagnostics import _bits, _marks, _runners, _sources
 
 # What enters an equation: a function of the stepper, the equation, the values
 # that it reads, its place, and whether the arrays are asked for, and not only
@@ -167,7 +167,7 @@ def _stack(
   marked = [value.marks for value in values if value.marks is not None]
   if not marked:
     return _marks.Value(array)
-  none = _marks.no_marks(marked[0])
+  none = _bits.no_marks(marked[0])
   marks = [none if v.marks is None else v.marks for v in values]
   return stepper.origins.value(array, _runners.stack(marks, axis))
 

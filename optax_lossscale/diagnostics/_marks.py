@@ -10,9 +10,9 @@ import functools
 from typing import Any, NamedTuple
 import weakref
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+
+from optax_lossscale.diagnostics import _bits
 
 # The last bit is for all that finds no bit of its own.
 _BITS = [1 << i for i in range(32)]
@@ -38,7 +38,7 @@ class Value:
   def bits(self) -> int:
     """All bits that are set in the marks."""
     if self._bits is None:
-      self._bits = 0 if self.marks is None else _union(self.marks)
+      self._bits = 0 if self.marks is None else _bits.union(self.marks)
     return self._bits
 
 
@@ -152,7 +152,9 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
   constants = np.uint32(origins.constants())
   own = 0
   values = []
-  for i, (out, finite) in enumerate(zip(outs, are_finite(outs), strict=True)):
+  for i, (out, finite) in enumerate(
+    zip(outs, _bits.are_finite(outs), strict=True)
+  ):
     if finite:
       values.append(Value(out))
       continue
@@ -160,12 +162,12 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
     if not known:
       without = out
     with_these = [arrays[i] for arrays in alone.values()]
-    marks, is_own, has_own = _attribute(
+    marks, is_own, has_own = _bits.attribute(
       out, without, with_these, bits, rest, constants
     )
     if bool(has_own):
       own = own or _add_origin(origins, op, out, is_own, known)
-      marks = _put(marks, is_own, np.uint32(own))
+      marks = _bits.put(marks, is_own, np.uint32(own))
     values.append(origins.value(out, marks))
   return values
 
@@ -197,7 +199,7 @@ def _add_origin(
 ) -> int:
   is_constant = op.has_inf and not op.has_nan and not known
   origin = op.describe(out, is_own)
-  return origins.add(origin, is_constant and not bool(_has_nan(out)))
+  return origins.add(origin, is_constant and not bool(_bits.has_nan(out)))
 
 
 def agree(
@@ -209,11 +211,13 @@ def agree(
   may lack a mark, and is then marked with all bits that are known.
   """
   results = []
-  for out, value, finite in zip(outs, values, are_finite(outs), strict=True):
+  for out, value, finite in zip(
+    outs, values, _bits.are_finite(outs), strict=True
+  ):
     if finite:
       results.append(Value(out))
     elif value.bits:
-      marks = _fill(value.marks, out, np.uint32(value.bits))
+      marks = _bits.fill(value.marks, out, np.uint32(value.bits))
       results.append(origins.value(out, marks))
     else:
       results.append(blame(origins, out, known))
@@ -223,12 +227,7 @@ def agree(
 def blame(origins: Origins, out: Any, known: int) -> Value:
   """An array that is not finite, with these bits wherever it is not."""
   bits = _rest(origins, known)
-  return origins.value(out, _mark_all(out, np.uint32(bits)), bits)
-
-
-def no_marks(like: Any) -> Any:
-  """Marks of this shape that mark nothing."""
-  return jnp.zeros_like(like, jnp.uint32)
+  return origins.value(out, _bits.mark_all(out, np.uint32(bits)), bits)
 
 
 def _groups(known: int) -> list[int]:
@@ -250,90 +249,11 @@ def _keep(inputs: list[Value], bit: int, neutral: float) -> list[Any]:
   return [
     value.array
     if value.marks is None
-    else _keep_only(value.array, value.marks, np.uint32(bit), neutral)
+    else _bits.keep_only(value.array, value.marks, np.uint32(bit), neutral)
     for value in inputs
   ]
-
-
-@jax.jit
-def _keep_only(array: Any, marks: Any, bit: Any, neutral: Any) -> Any:
-  others = (marks != 0) & (marks & bit == 0)
-  return jnp.where(others, jnp.asarray(neutral, array.dtype), array)
-
-
-@jax.jit
-def _not_finite(x: Any) -> Any:
-  if jnp.finfo(x.dtype).bits < 16:  # not all functions know such dtypes
-    x = x.astype(jnp.float32)
-  return ~jnp.isfinite(x)
-
-
-@jax.jit
-def _attribute(
-  out: Any, without: Any, alone: Any, bits: Any, rest: Any, constants: Any
-) -> tuple[Any, Any, Any]:
-  """The marks of an output, which entries are the operation's own, if any.
-
-  All in one function, since each shape costs a compilation of each function.
-  """
-  bad = _not_finite(out)
-  is_own = jnp.zeros_like(bad)
-  if without is not None:
-    is_own = bad & _not_finite(without)
-  marks = no_marks(out)
-  for bit, with_this in zip(bits, alone, strict=True):
-    reached = bad & _not_finite(with_this) & ~is_own
-    marks = jnp.where(reached, marks | bit, marks)
-  marks = jnp.where(bad & ~is_own & (marks == 0), rest, marks)
-  # An inf that was written there is no fault. The NaN that is made of it is.
-  is_constant = (marks != 0) & (marks & ~constants == 0)
-  is_own = is_own | (jnp.isnan(out) & is_constant)
-  return marks, is_own, is_own.any()
-
-
-@jax.jit
-def _put(marks: Any, where: Any, bit: Any) -> Any:
-  return jnp.where(where, bit, marks)
-
-
-@jax.jit
-def _fill(marks: Any, out: Any, bits: Any) -> Any:
-  return jnp.where(_not_finite(out) & (marks == 0), bits, marks)
-
-
-@jax.jit
-def _mark_all(out: Any, bits: Any) -> Any:
-  return jnp.where(_not_finite(out), bits, np.uint32(0))
-
-
-@jax.jit
-def _has_nan(x: Any) -> Any:
-  return jnp.isnan(x).any()
 
 
 def bits_of_all(values: list[Value]) -> int:
   """All bits that are set in any of the values."""
   return functools.reduce(int.__or__, (value.bits for value in values), 0)
-
-
-def _union(marks: Any) -> int:
-  # On the host: not all devices can take the union over others.
-  return int(np.bitwise_or.reduce(jax.device_get(marks), axis=None))
-
-
-def are_finite(arrays: list[Any]) -> list[bool]:
-  """Whether each of the arrays is finite; all that are no floats are."""
-  # What a Ref holds is looked at when it is read.
-  floats = {
-    i: x
-    for i, x in enumerate(arrays)
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
-  }
-  found = dict(zip(floats, _flags(list(floats.values())), strict=True))
-  found = jax.device_get(found)
-  return [bool(found.get(i, True)) for i in range(len(arrays))]
-
-
-@jax.jit
-def _flags(arrays: list[Any]) -> Any:
-  return [~_not_finite(x).any() for x in arrays]

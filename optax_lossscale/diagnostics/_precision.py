@@ -21,7 +21,8 @@ class Flops(NamedTuple):
 
   Attributes:
     operands: the dtype of what is multiplied; the wider one of two.
-    accumulation: the dtype in which the products are added.
+    accumulation: the dtype of the result, in which the program asks to add the
+      products. XLA adds those of 16 bits in float32, and rounds the sum once.
     flops: how many floating-point operations they are.
     share: their share of all.
   """
@@ -38,7 +39,8 @@ class WideProduct(NamedTuple):
   Attributes:
     primitive: JAX's name of the operation.
     operands: the dtype of what is multiplied.
-    accumulation: the dtype in which the products are added.
+    accumulation: the dtype of the result, in which the program asks to add the
+      products. XLA adds those of 16 bits in float32, and rounds the sum once.
     flops: how many floating-point operations they are.
     share: their share of all.
     times: how often they run.

@@ -7,7 +7,13 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import _entering, _marks, _runners, _sources
+from optax_lossscale.diagnostics import (
+  _bits,
+  _entering,
+  _marks,
+  _runners,
+  _sources,
+)
 
 # Operations whose result stays finite if an input that is not is replaced by
 # this number, as long as nothing else is wrong.
@@ -89,7 +95,7 @@ class Stepper:
     self, array: Any, name: str, place: _sources.Place
   ) -> _marks.Value:
     """A value that no operation has made."""
-    if _marks.are_finite([array])[0]:
+    if _bits.are_finite([array])[0]:
       return _marks.Value(array)
     describe = lambda out, own: self.describe(
       name, [], place, out, own, self.runner
@@ -112,7 +118,7 @@ class Stepper:
       return self.run(closed, inputs, place)
     run = self._kept(closed, lambda: self.runner.whole(closed))
     outs = run([value.array for value in inputs])
-    finite = _marks.are_finite(outs)
+    finite = _bits.are_finite(outs)
     if all(finite):
       return list(map(_marks.Value, outs))
     if patience.is_over([*finite, *(v.marks is None for v in inputs)]):
@@ -144,7 +150,7 @@ class Stepper:
     by_id = dict(zip(map(id, eqn.invars), inputs, strict=True))
     read = [by_id[id(var)] for var in variables]
     outs = run([value.array for value in read])
-    if all(_marks.are_finite(outs)):
+    if all(_bits.are_finite(outs)):
       return list(map(_marks.Value, outs))
     if enter is not None and not once:
       entered = enter(self, eqn, inputs, place, False)
