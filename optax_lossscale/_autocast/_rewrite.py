@@ -17,17 +17,6 @@ import jax.numpy as jnp
 from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _control_flow, _products
 
-# These call one function on all of their inputs. They are evaluated with
-# another function in its place, and so keep all of their options.
-_CALLS = {
-  "checkpoint": "jaxpr",
-  "closed_call": "call_jaxpr",
-  "jit": "jaxpr",
-  "pjit": "jaxpr",
-  "remat": "jaxpr",
-  "remat2": "jaxpr",
-}
-
 
 class _Value(NamedTuple):
   """A value, and whether it came out of a product, and was only moved since."""
@@ -110,7 +99,7 @@ class Rewriter:
       return self._in_half(eqn, values)
     if not self._holds_products(eqn):
       return [_Value(x) for x in _jaxprs.function(eqn)(*values)]
-    if eqn.primitive.name in _CALLS:
+    if eqn.primitive.name not in _control_flow.PRIMITIVES:
       return self._call_replaced(eqn, args)
     # Profiles go on to show the scopes around the equation.
     scope = jax.named_scope(str(eqn.source_info.name_stack))
@@ -128,7 +117,8 @@ class Rewriter:
   def _call_replaced(
     self, eqn: core.JaxprEqn, args: list[_Value]
   ) -> list[_Value]:
-    name = _CALLS[eqn.primitive.name]
+    """Calls another function, with all the options that the call has."""
+    name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
     old = eqn.params[name]
     values = [arg.value for arg in args]
     # A function that is called twice is rewritten once.
@@ -160,8 +150,10 @@ class Rewriter:
 
   def _holds_products(self, eqn: core.JaxprEqn) -> bool:
     """Whether there are products to be found in what the equation calls."""
-    name = eqn.primitive.name
-    is_entered = name in _CALLS or name in _control_flow.PRIMITIVES
+    is_entered = (
+      _jaxprs.called_jaxpr(eqn) is not None
+      or eqn.primitive.name in _control_flow.PRIMITIVES
+    )
     if not is_entered or _products.is_kept(eqn):
       return False
     return any(self._has_products(x.jaxpr) for x in _jaxprs.held_jaxprs(eqn))
