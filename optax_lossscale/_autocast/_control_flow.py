@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 import functools
+import itertools
 from typing import Any, Protocol
 
 import jax
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
+import numpy as np
 
 from optax_lossscale import _jaxprs
 
@@ -113,10 +116,15 @@ def _custom_jvp(
   old = functools.partial(_jaxprs.function(eqn), *consts)
   body = new.function(eqn.params["call_jaxpr"])
   fun = jax.custom_jvp(lambda *args: body(*consts, *args))
+
+  def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    moved = [not isinstance(t, SymbolicZero) for t in tangents]
+    of_moved, some = _function_of_some(old, primals, moved)
+    some_tangents = list(itertools.compress(tangents, moved))
+    return new.call(lambda: jax.jvp(of_moved, some, some_tangents))
+
   # The rule is the one that the equation has, with its functions replaced.
-  fun.defjvp(
-    lambda primals, tangents: new.call(lambda: jax.jvp(old, primals, tangents))
-  )
+  fun.defjvp(rule, symbolic_zeros=True)
   return fun(*args)
 
 
@@ -127,11 +135,45 @@ def _custom_vjp(
   old = functools.partial(_jaxprs.function(eqn), *consts)
   body = new.function(eqn.params["call_jaxpr"])
   fun = jax.custom_vjp(lambda *args: body(*consts, *args))
-  fun.defvjp(
-    lambda *args: new.call(lambda: jax.vjp(old, *args)),
-    lambda pull_back, cotangents: new.call(lambda: pull_back(cotangents)),
-  )
+
+  def forward(*args: Any) -> tuple[Any, Any]:
+    moved = [arg.perturbed for arg in args]
+    of_moved, some = _function_of_some(old, [a.value for a in args], moved)
+    out, pull_back = new.call(lambda: jax.vjp(of_moved, *some))
+    # The backward pass is given arrays. In their structure it sees what moved.
+    return out, (pull_back, [0 if m else None for m in moved])
+
+  def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
+    pull_back, moved = residuals
+    full = [_instantiated(cotangent) for cotangent in cotangents]
+    found = iter(new.call(lambda: pull_back(full)))
+    return tuple(None if m is None else next(found) for m in moved)
+
+  fun.defvjp(forward, backward, symbolic_zeros=True)
   return fun(*args)
+
+
+def _function_of_some(
+  fun: Callable[..., Any], args: Sequence[Any], moved: Sequence[bool]
+) -> tuple[Callable[..., Any], list[Any]]:
+  """The function of those arguments that have a derivative, and these.
+
+  Some rules refuse a derivative with respect to the others.
+  """
+
+  def of_moved(*some: Any) -> Any:
+    given = iter(some)
+    return fun(
+      *(next(given) if m else x for m, x in zip(moved, args, strict=True))
+    )
+
+  return of_moved, list(itertools.compress(args, moved))
+
+
+def _instantiated(cotangent: Any) -> Any:
+  if not isinstance(cotangent, SymbolicZero):
+    return cotangent
+  return np.zeros(cotangent.shape, cotangent.dtype)
 
 
 def _split(items: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:

@@ -4,6 +4,7 @@ from helpers import equations
 from helpers.bits import assert_same_bits
 import jax
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,6 +95,32 @@ def custom_vjp_of_integers(x, w):
   return fun(x, w, jnp.arange(3))
 
 
+def custom_vjp_that_asks_what_moves(x, w):
+  def forward(x, w, i):
+    assert not i.perturbed
+    return (x.value @ w.value, i.value), (x.value, w.value)
+
+  def backward(kept, g):
+    return 3 * (g[0] @ kept[1].T), kept[0].T @ g[0], None
+
+  fun = jax.custom_vjp(lambda x, w, i: (x @ w, i))
+  fun.defvjp(forward, backward, symbolic_zeros=True)
+  return fun(x, w, jnp.arange(3))
+
+
+def custom_jvp_that_asks_what_moves(x, w):
+  def rule(primals, tangents):
+    x, w, c = primals
+    assert isinstance(tangents[2], SymbolicZero)
+    moved = [t for t in tangents[:2] if not isinstance(t, SymbolicZero)]
+    tangent = sum(t @ w if t.shape == x.shape else x @ t for t in moved)
+    return fun(x, w, c), tangent
+
+  fun = jax.custom_jvp(lambda x, w, c: x @ w + c)
+  fun.defjvp(rule, symbolic_zeros=True)
+  return fun(x, w, 1.0)
+
+
 def einsum(x, w):
   return jnp.einsum("ij,jk,kl->li", x, w, w)
 
@@ -166,6 +193,8 @@ PROGRAMS = [
   custom_jvp_without_products,
   custom_vjp,
   custom_vjp_of_integers,
+  custom_vjp_that_asks_what_moves,
+  custom_jvp_that_asks_what_moves,
   einsum,
   batched_matmul,
   convolution,

@@ -91,8 +91,15 @@ MODULES = {
   for path in sorted(PACKAGE.rglob("*.py"))
 }
 # Beside jax, which brings numpy: what reads values on the host uses it, and
-# plots are drawn with matplotlib, which is imported when one is asked for.
-MAY_USE_NUMPY = ("diagnostics.", "interop.", "_monitoring", "plots")
+# what makes float0, which jax.numpy cannot. Plots are drawn with matplotlib,
+# which is imported when one is asked for.
+MAY_USE_NUMPY = (
+  "_autocast._control_flow",
+  "diagnostics.",
+  "interop.",
+  "_monitoring",
+  "plots",
+)
 MAY_USE_MATPLOTLIB = {"plots"}
 
 
