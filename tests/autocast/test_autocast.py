@@ -247,6 +247,7 @@ def test_the_gradient_is_the_same_and_its_products_run_in_half(fun):
     np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 @programs
 def test_a_transformed_function_is_the_same(fun):
   half, loss = ols.autocast(fun), mean_square(fun)

@@ -54,6 +54,7 @@ def train_nnx(loss_fn, jit):
   return losses, nnx.state(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun])
 def test_an_nnx_model_trains_and_changes_in_place(jit):
   losses, state = train_nnx(ols.autocast(nnx_loss), jit)
@@ -69,6 +70,7 @@ def test_an_nnx_model_trains_and_changes_in_place(jit):
     np.testing.assert_allclose(actual, other, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_an_nnx_model_itself_may_be_cast():
   model, expected = NnxModel(nnx.Rngs(0)), NnxModel(nnx.Rngs(0))
   out = ols.autocast(model)(X)
@@ -79,6 +81,7 @@ def test_an_nnx_model_itself_may_be_cast():
   assert model.calls[...] == 1
 
 
+@pytest.mark.slow
 def test_objects_of_nnx_may_be_shared_and_nested_in_arguments():
   model, rngs = NnxModel(nnx.Rngs(0)), nnx.Rngs(1)
   seen = []
@@ -143,6 +146,7 @@ def train_linen(cast):
   return (loss, stats, state.params), counts
 
 
+@pytest.mark.slow
 def test_a_linen_model_trains_with_its_statistics():
   actual, counts = train_linen(ols.autocast)
   expected, _ = train_linen(lambda fun: fun)
@@ -198,6 +202,7 @@ def train_equinox(cast):
   return loss, eqx.filter(model, eqx.is_array), jax.tree.leaves(state)
 
 
+@pytest.mark.slow
 def test_an_equinox_model_trains_with_its_state():
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3),

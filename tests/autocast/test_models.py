@@ -38,6 +38,7 @@ def backward(name, cast):
   return jax.make_jaxpr(fun, return_shape=True)(model.arrays)
 
 
+@pytest.mark.slow
 @all_models
 def test_the_products_of_a_float32_model_run_in_half(name):
   model = make_shapes(name)
@@ -80,11 +81,13 @@ def test_a_jaxpr_grows_by_casts_alone(name):
   assert rewritten < 1.5 * written
 
 
+@pytest.mark.slow
 def test_tracing_is_linear_in_the_size_of_a_model():
   counts = [_count_equations(layers) for layers in (2, 4, 8)]
   assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) > 0
 
 
+@pytest.mark.slow
 def test_a_scanned_stack_is_rewritten_once_however_deep_it_is():
   counts = []
   for layers in (2, 16):

@@ -53,6 +53,7 @@ def test_a_step_reads_the_gradients_once_more_and_copies_no_state():
   assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_unscaling_in_update_moves_not_a_byte_more(dtype, max_norm):

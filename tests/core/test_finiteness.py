@@ -45,6 +45,7 @@ def is_finite(way, leaves, factor):
   return WAYS[way](leaves, factor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way, factor", WITHOUT_FACTOR + WITH_FACTOR)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_way_finds_each_bad_entry_wherever_it_is(dtype, way, factor):

@@ -81,6 +81,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INSIDE)
 def test_inside_an_overflow_is_as_if_it_had_not_been(name):
   inner, extra = INSIDE[name]

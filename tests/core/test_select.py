@@ -302,6 +302,7 @@ def battery():
 
 
 # Optax is about to rename arguments of some, and to drop others.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 @pytest.mark.parametrize(("name", "factory", "kwargs"), battery())
 def test_each_optimizer_gives_what_the_plain_select_gives(

@@ -65,6 +65,7 @@ def inputs():
   return jax.device_put((params, batches, flags))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_training_loop_does_the_same_in_every_mode(mode, options, inputs):

@@ -52,6 +52,7 @@ both = pytest.mark.parametrize("jitted", [True, False])
 optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
+@pytest.mark.slow
 @both
 @optimizers
 @pytest.mark.parametrize("dtype", KEPT)

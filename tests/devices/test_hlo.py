@@ -110,6 +110,7 @@ def test_over_two_axes_sharded_jit_gains_what_any_global_scalar_costs(
   assert gain(scaled, bare)["all-reduce"] == next(scalars) - next(scalars)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 7])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_gains_one_scalar_all_reduce_however_many_leaves(

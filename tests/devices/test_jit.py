@@ -17,6 +17,7 @@ STEPS = 50
 AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize("layout", JIT_LAYOUTS)
 def test_fifty_steps_on_eight_devices_are_those_on_one(layout, axis_type):

@@ -20,6 +20,7 @@ both_check_vma = pytest.mark.parametrize("check_vma", [True, False])
 mapped_axes = pytest.mark.parametrize("mapped", ["pmap", "vmap"])
 
 
+@pytest.mark.slow
 @both_check_vma
 @pytest.mark.parametrize("layout", SHARD_MAP_LAYOUTS)
 def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):

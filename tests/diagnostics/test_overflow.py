@@ -70,6 +70,7 @@ def names_of(hit):
   return [hit.primitive, *(other.primitive for other in hit.others)]
 
 
+@pytest.mark.slow
 def test_it_prints_what_it_knows():
   def fun(x):
     return jnp.exp(x * 20), 1 / (x - x), x
@@ -102,6 +103,7 @@ def test_a_large_number_is_printed_with_three_digits():
   assert str(operand._replace(largest=None, finite=True)) == "float16[8,64]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "fun, told",
   [
@@ -127,6 +129,7 @@ def test_of_two_faults_those_are_named_that_reach_the_result(fun, told):
   assert names_of(find_overflow(both, x)) == told
 
 
+@pytest.mark.slow
 def test_a_mask_of_infs_is_not_blamed_for_another_fault():
   def fun(x):
     logits = x @ x.T + jnp.log(jnp.eye(2, dtype=x.dtype))
@@ -136,6 +139,7 @@ def test_a_mask_of_infs_is_not_blamed_for_another_fault():
   assert names_of(hit)[:1] == ["mul"]
 
 
+@pytest.mark.slow
 def test_a_new_fault_is_found_among_the_wreckage_of_another():
   def fun(x):
     x = x.at[0, 0].set(jnp.exp(x[1, 3] * 20))
@@ -146,6 +150,7 @@ def test_a_new_fault_is_found_among_the_wreckage_of_another():
   assert names_of(hit) == ["exp", "mul"]
 
 
+@pytest.mark.slow
 def test_more_faults_than_there_are_bits_are_told_from_those_that_matter():
   """Forty masks leave no trace, and the one fault after them is named."""
 
@@ -166,6 +171,7 @@ def test_of_more_faults_than_there_are_bits_the_first_is_named():
   assert len(hit.others) == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["unrolled", "scan"])
 def test_forty_masks_that_are_kept_leave_a_bit_for_the_fault(loop):
   """Their infs are all alive when it happens, and are cut off at the end."""
@@ -190,6 +196,7 @@ def test_forty_masks_that_are_kept_leave_a_bit_for_the_fault(loop):
   assert hit.path == ("scan[38]/square" if loop == "scan" else "square")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "fun, arg, kind, primitive, path",
   [
@@ -233,6 +240,7 @@ def test_an_inf_that_is_written_is_named_only_if_there_is_nothing_else():
   assert names_of(find_overflow(fun, X / 4)) == ["constant"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
 def test_callbacks_are_called_once_and_in_order(wrap):
   calls = []
@@ -303,6 +311,7 @@ def test_a_scan_of_ten_thousand_steps_takes_seconds(when):
   assert time.perf_counter() - started < 60
 
 
+@pytest.mark.slow
 def test_a_late_fault_is_found_in_a_loop_that_always_makes_infs():
   """The infs are told apart by where they come out of the body."""
 
@@ -317,6 +326,7 @@ def test_a_late_fault_is_found_in_a_loop_that_always_makes_infs():
   assert (hit.path, hit.others) == ("scan[200]/square", ())
 
 
+@pytest.mark.slow
 def test_after_many_iterations_the_first_ones_are_blamed():
   def body(x, i):
     return x, jnp.log(-jnp.abs(x) - 1)
@@ -357,6 +367,7 @@ def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
   assert hit.inputs[0] == ((2, 4), np.float16, 3.0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["cond", "while"])
 @pytest.mark.parametrize("with_callback", [False, True])
 def test_what_cannot_be_entered_is_named_as_a_whole(loop, with_callback):
@@ -386,6 +397,7 @@ def test_what_cannot_be_entered_is_named_as_a_whole(loop, with_callback):
   assert ("bool[3]" in str(hit)) == (loop == "while")
 
 
+@pytest.mark.slow
 def test_infs_are_followed_into_the_slices_of_a_scan():
   def fun(x):
     ys = jnp.exp(x * 20)
@@ -408,6 +420,7 @@ def test_a_loop_that_never_runs_is_passed_through(with_callback):
   assert find_overflow(fun, X) is None
 
 
+@pytest.mark.slow
 def test_an_operation_that_holds_a_function_is_named_as_a_whole():
   hit = find_overflow(jnp.linalg.inv, jnp.zeros((3, 3)))
   assert hit.primitive == "custom_linear_solve"
@@ -415,6 +428,7 @@ def test_an_operation_that_holds_a_function_is_named_as_a_whole():
   assert hit.path == "jit(cholesky)/cholesky"
 
 
+@pytest.mark.slow
 def test_a_mesh_without_devices_is_not_entered():
   mesh = jax.make_mesh(
     (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
@@ -426,6 +440,7 @@ def test_a_mesh_without_devices_is_not_entered():
   assert hit.primitive in ("shard_map", "exp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "setting",
   [
@@ -447,6 +462,7 @@ def test_settings_of_jax_change_nothing(setting):
   assert hit.path == "jit(<lambda>)/scan[2]/square"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "dtype", [jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_e5m2]
 )
@@ -468,6 +484,7 @@ def test_other_arguments_reach_the_function_as_they_are():
   assert find_overflow(fun, X, 3, "no", scale=zeros, act=jnp.tanh) is None
 
 
+@pytest.mark.slow
 def test_no_more_is_kept_than_is_still_read(monkeypatch):
   most = 0
   step = _stepper.Stepper._step
@@ -490,6 +507,7 @@ def test_no_more_is_kept_than_is_still_read(monkeypatch):
   assert most <= 4
 
 
+@pytest.mark.slow
 def test_a_nnx_model_is_left_as_it_was():
   fun, model, x = faulty_models.in_nnx()
   before = jax.tree.leaves(nnx.state(model))
@@ -571,6 +589,7 @@ def test_a_line_of_a_notebook_names_the_cell():
   assert _sources.Line(__file__, 1, "").text.startswith('"""``find_overflow``')
 
 
+@pytest.mark.slow
 def test_what_is_kept_in_a_ref_is_looked_at_when_it_is_read():
   def fun(ref, x):
     ref[...] = x * 60000

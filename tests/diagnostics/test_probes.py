@@ -52,6 +52,7 @@ def test_every_float16_is_counted_in_its_binade():
   np.testing.assert_array_equal(counts_of(jnp.asarray(every)), oracle(every))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "dtype", [jnp.bfloat16, jnp.float32, jnp.float8_e5m2, jnp.float64]
 )
@@ -121,6 +122,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_counts_add_up_to_the_same(way):
   fun, slots = WAYS[way]

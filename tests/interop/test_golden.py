@@ -177,6 +177,7 @@ def cases_of(system):
       yield case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 def test_each_recorded_trajectory_is_ours_as_well(system):
   for case in cases_of(system):

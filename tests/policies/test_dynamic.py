@@ -141,6 +141,7 @@ def test_a_growth_held_at_the_maximum_restarts_the_count():
   assert states.finite_count.tolist() == [1, 0, 1, 0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [2.0, 1.5, 2.0**126])
 @pytest.mark.parametrize("backoff", [0.5, 0.3, 2.0**-126])
 def test_no_string_of_steps_reaches_zero_inf_or_nan(factor, backoff):

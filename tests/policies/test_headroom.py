@@ -136,6 +136,7 @@ def test_the_policy_is_its_plain_python_model(
     assert states.memory.zero_count[i] == memory.zeros, i
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "mantissa", [1.0, 1 + 2**-23, 1.999, 2 - 2**-10, 1.9995]
 )
@@ -227,6 +228,7 @@ def test_overflows_and_zeros_without_a_gradient_try_one_guess_after_another():
   assert zeros == [43, 27, 11, -5, -21, -24, -16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 40, 64, 128, 256, 300, 1000])
 @pytest.mark.parametrize("start", [15, 60, 126])
 def test_gradients_that_come_seldom_after_an_overflow_are_found(every, start):
@@ -420,6 +422,7 @@ def test_it_loses_hardly_more_informative_steps_than_the_dynamic_rule():
   assert lost["2**7 more every 400"][0] == 12_000 / 400
 
 
+@pytest.mark.slow
 @each_policy
 @settings(max_examples=30)
 @given(
