@@ -20,29 +20,6 @@ _CALLS = {
 }
 
 
-def evaluate_equation(
-  jaxpr: core.Jaxpr, eqn: core.JaxprEqn, read: Callable[[Any], Any]
-) -> dict[Any, Any]:
-  """Evaluates one equation.
-
-  Args:
-    jaxpr: the jaxpr in which the equation stands.
-    eqn: the equation.
-    read: gives the value of an input variable.
-
-  Returns:
-    The values by output variable.
-  """
-  inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
-  inputs = list(dict.fromkeys(inputs))
-  # A jaxpr of this equation alone lets JAX do the evaluation.
-  alone = jaxpr.replace(
-    constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn]
-  )
-  fun = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
-  return dict(zip(eqn.outvars, fun(*map(read, inputs)), strict=True))
-
-
 def function(eqn: core.JaxprEqn) -> Callable[..., list[Any]]:
   """What an equation computes, as a function of its inputs."""
 

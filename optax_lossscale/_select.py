@@ -138,7 +138,8 @@ def _evaluate(
       selected |= within
       env.update(zip(eqn.outvars, outs, strict=True))
       continue
-    env.update(_jaxprs.evaluate_equation(jaxpr, eqn, read))
+    outs = _jaxprs.function(eqn)(*map(read, eqn.invars))
+    env.update(zip(eqn.outvars, outs, strict=True))
     for var in eqn.outvars:
       if var in old and _may_select(eqn, env[var], finite, old[var], here):
         env[var] = _arrays.select(finite, env[var], old[var])

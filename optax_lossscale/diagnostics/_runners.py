@@ -25,15 +25,17 @@ class Runner:
 
   axis = 0
 
-  def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn) -> Run:
+  def equation(self, eqn: core.JaxprEqn) -> Run:
     """What carries out an equation, on the arrays of ``variables_of(eqn)``."""
     eqn = _without_donation(eqn)
     variables = variables_of(eqn)
 
     def run(arrays: Iterable[Any]) -> list[Any]:
       env = dict(zip(variables, arrays, strict=True))
-      outs = _jaxprs.evaluate_equation(jaxpr, eqn, env.__getitem__)
-      return [outs[var] for var in eqn.outvars]
+      inputs = (
+        v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars
+      )
+      return _jaxprs.function(eqn)(*inputs)
 
     return run
 
@@ -80,8 +82,8 @@ class ShardRunner(Runner):
     self._out_specs = params["out_specs"]
     self._jaxpr = params["jaxpr"]
 
-  def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn) -> Run:
-    run = super().equation(jaxpr, eqn)
+  def equation(self, eqn: core.JaxprEqn) -> Run:
+    run = super().equation(eqn)
     return self._on_shards(run, variables_of(eqn), eqn.outvars)
 
   def whole(self, closed: core.ClosedJaxpr) -> Run:

@@ -146,7 +146,7 @@ class Stepper:
       if entered is not None:
         return entered
     variables = _runners.variables_of(eqn)
-    run = self._kept(eqn, lambda: self.runner.equation(jaxpr, eqn))
+    run = self._kept(eqn, lambda: self.runner.equation(eqn))
     by_id = dict(zip(map(id, eqn.invars), inputs, strict=True))
     read = [by_id[id(var)] for var in variables]
     outs = run([value.array for value in read])
