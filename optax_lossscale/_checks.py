@@ -79,6 +79,12 @@ def check_powers_of_two(policy: Any) -> None:
   check_order(policy)
 
 
+def check_callable(name: str, value: Any, kind: str = "a function") -> None:
+  """Raises unless ``value`` can be called."""
+  if not callable(value):
+    raise TypeError(f"{name} must be {kind}, got {name} = {value!r}.")
+
+
 def as_float_dtype(dtype: Any) -> Any:
   """The dtype, however it is written; raises unless it is a float dtype."""
   try:

@@ -9,7 +9,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays, _grads, _loss, _state
+from optax_lossscale import _arrays, _checks, _grads, _loss, _state
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -117,8 +117,8 @@ def value_and_grad(
     >>> print(loss, grad)
     0.25 [1.]
   """
-  _check_callable("fun", fun, "a function")
-  _check_callable("using", using, "a function like jax.value_and_grad")
+  _checks.check_callable("fun", fun)
+  _checks.check_callable("using", using, "a function like jax.value_and_grad")
   scale = _state.get_loss_scale_state(state).loss_scale
 
   def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Returned]:
@@ -253,8 +253,3 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
     return inspect.signature(fun)
   except ValueError:  # Some functions that are not written in Python.
     return None
-
-
-def _check_callable(name: str, value: Any, kind: str) -> None:
-  if not callable(value):
-    raise TypeError(f"{name} must be {kind}, got {name} = {value!r}.")

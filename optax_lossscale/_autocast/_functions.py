@@ -62,8 +62,7 @@ def autocast(
     >>> print(loss, loss.dtype, grads.dtype)
     1.0 float32 float32
   """
-  if not callable(fun):
-    raise TypeError(f"fun must be a function, got fun = {fun!r}.")
+  _checks.check_callable("fun", fun)
   dtype = _check_dtype(dtype)
   if dtype == jnp.float32:
     return fun
@@ -113,8 +112,7 @@ def keep_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
     ...  if e.primitive.name == "dot_general"]
     ['float32', 'float16', 'float16']
   """
-  if not callable(fun):
-    raise TypeError(f"fun must be a function, got fun = {fun!r}.")
+  _checks.check_callable("fun", fun)
 
   # What Flax noted of a method stays with it. What is in a layer is its own.
   updated = ("__dict__",) if inspect.isfunction(fun) else ()
