@@ -150,13 +150,13 @@ def _none_is_counted(grads: list[Any], factor: jax.Array | None) -> jax.Array:
 
 def _each_is_finite(grads: list[Any], factor: None) -> jax.Array:
   del factor
-  return _is_zero(sum(map(_zero_if_all, map(_isfinite, grads)), _zero()))
+  return _is_zero(sum(map(_zero_if_all, map(_isfinite, grads)), jnp.float32(0)))
 
 
 def _each_sum_is_finite(
   grads: list[Any], factor: jax.Array | None
 ) -> jax.Array:
-  return _is_zero(sum((_zero_or_nan(x, factor) for x in grads), _zero()))
+  return _is_zero(sum((_zero_or_nan(x, factor) for x in grads), jnp.float32(0)))
 
 
 def _zero_or_nan(leaf: Any, factor: jax.Array | None) -> jax.Array:
@@ -186,10 +186,6 @@ def _is_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
   if _has_few_bits(leaf):
     return magnitude.astype(jnp.float32) * factor <= LARGEST_GRAD
   return jnp.isfinite(_arrays.times(magnitude, factor))
-
-
-def _zero() -> jax.Array:
-  return jnp.float32(0)
 
 
 def _zero_if_all(flags: jax.Array) -> jax.Array:

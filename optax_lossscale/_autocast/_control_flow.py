@@ -60,10 +60,8 @@ def _while(
   eqn: core.JaxprEqn, args: Sequence[Any], new: Replacement
 ) -> list[Any]:
   params = eqn.params
-  condition, body = (
-    new.function(params["cond_jaxpr"]),
-    new.function(params["body_jaxpr"]),
-  )
+  condition = new.function(params["cond_jaxpr"])
+  body = new.function(params["body_jaxpr"])
   cond_consts, args = _split(args, params["cond_nconsts"])
   body_consts, carry = _split(args, params["body_nconsts"])
   return lax.while_loop(
@@ -95,14 +93,12 @@ def _shard_map(
 ) -> list[Any]:
   params = eqn.params
   body = new.function(_jaxprs.closed(params["jaxpr"]))
-  # Its name before JAX 0.9 was the second one.
-  axes: Any = params.get("newly_manual_axes", params.get("manual_axes"))
   mapped = jax.shard_map(
     lambda *args: tuple(body(*args)),
     mesh=params["mesh"],
     in_specs=params["in_specs"],
     out_specs=params["out_specs"],
-    axis_names=axes,
+    axis_names=_jaxprs.manual_axes(eqn),
     check_vma=params["check_vma"],
   )
   return list(mapped(*args))
