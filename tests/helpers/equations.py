@@ -3,23 +3,14 @@
 from collections import Counter
 
 import jax
-from jax.extend import core
 import jax.numpy as jnp
 
-PRODUCTS = ("dot_general", "conv_general_dilated")
+from helpers import product_flops
 
 
 def of(fun, *args):
   """All equations of a function, outermost first."""
-  return list(within(jax.make_jaxpr(fun)(*args).jaxpr))
-
-
-def within(jaxpr):
-  for eqn in jaxpr.eqns:
-    yield eqn
-    for param in jax.tree.leaves(list(eqn.params.values())):
-      if isinstance(param, (core.Jaxpr, core.ClosedJaxpr)):
-        yield from within(getattr(param, "jaxpr", param))
+  return [eqn for _, eqn in product_flops.equations(jax.make_jaxpr(fun)(*args))]
 
 
 def products(fun, *args):
@@ -27,7 +18,7 @@ def products(fun, *args):
   return Counter(
     str(eqn.outvars[0].aval.dtype)
     for eqn in of(fun, *args)
-    if eqn.primitive.name in PRODUCTS
+    if eqn.primitive.name in product_flops.PRODUCTS
   )
 
 
