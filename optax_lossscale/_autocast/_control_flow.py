@@ -98,7 +98,7 @@ def _shard_map(
     mesh=params["mesh"],
     in_specs=params["in_specs"],
     out_specs=params["out_specs"],
-    axis_names=_jaxprs.manual_axes(eqn),
+    axis_names=_jaxprs.shard_map_of(eqn).manual_axes,
     check_vma=params["check_vma"],
   )
   return list(mapped(*args))

@@ -59,7 +59,7 @@ def _enter_call(
   place: _sources.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
-  place = place.step(_sources.call_name(eqn))
+  place = place.step(_jaxprs.call_name(eqn))
   return stepper.run(_jaxprs.called_jaxpr(eqn), inputs, place)
 
 

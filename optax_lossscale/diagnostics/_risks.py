@@ -9,7 +9,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale.diagnostics import _sources
+from optax_lossscale import _jaxprs
 
 # A sum of more terms than this is long. Even 256 terms of 256 are too much for
 # float16.
@@ -31,7 +31,7 @@ Number = Callable[[Any], float | None]
 def risks_of(
   eqn: core.JaxprEqn,
   dtype: np.dtype,
-  line: _sources.Line | None,
+  line: _jaxprs.Line | None,
   number_of: Number,
   terms_of: Callable[[Any], int],
 ) -> list[str]:
@@ -109,7 +109,7 @@ def _of_constants(
   eqn: core.JaxprEqn,
   name: str,
   dtype: np.dtype,
-  line: _sources.Line | None,
+  line: _jaxprs.Line | None,
   number_of: Number,
 ) -> list[str]:
   reasons = []
@@ -141,7 +141,7 @@ def _is_lost(number: float) -> bool:
 
 
 def _lost_on_line(
-  line: _sources.Line | None, dtype: np.dtype, number: float
+  line: _jaxprs.Line | None, dtype: np.dtype, number: float
 ) -> str:
   """The number on a line that this dtype makes zero or infinite."""
   for written in _NUMBER.findall(line.text if line else ""):

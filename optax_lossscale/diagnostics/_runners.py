@@ -76,7 +76,7 @@ class ShardRunner(Runner):
   def __init__(self, eqn: core.JaxprEqn):
     params = eqn.params
     self._mesh = params["mesh"]
-    self._manual = _jaxprs.manual_axes(eqn)
+    self._manual = _jaxprs.shard_map_of(eqn).manual_axes
     self._check = params["check_vma"]
     self._in_specs = params["in_specs"]
     self._out_specs = params["out_specs"]

@@ -1,49 +1,10 @@
-"""Where an equation of a jaxpr comes from: its line, and the way to it."""
+"""Where a walk through jaxprs has come to: the line, and the way to it."""
 
-import functools
-import linecache
-import os
-import sys
-import sysconfig
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core
 
-# A line of these is not the user's.
-_LIBRARIES = (
-  "beartype",
-  "chex",
-  "equinox",
-  "flax",
-  "haiku",
-  "jax",
-  "jaxlib",
-  "jaxtyping",
-  "keras",
-  "optax",
-  "optax_lossscale",
-)
-_NAMES = {"pjit": "jit", "remat2": "checkpoint"}
-
-
-class Line(NamedTuple):
-  """A line of a program, which prints as ``model.py:32 (Block.__call__)``."""
-
-  file_name: str
-  number: int
-  function: str
-
-  def __str__(self) -> str:
-    folder, name = os.path.split(self.file_name)
-    # The files of a notebook's cells are named after a hash.
-    if os.path.basename(folder).startswith("ipykernel_"):
-      name = "cell"
-    return f"{name}:{self.number} ({self.function})"
-
-  @property
-  def text(self) -> str:
-    """What stands there; empty if the file cannot be read."""
-    return linecache.getline(self.file_name, self.number)
+from optax_lossscale import _jaxprs
 
 
 class Place(NamedTuple):
@@ -56,7 +17,7 @@ class Place(NamedTuple):
   """
 
   path: tuple[str, ...] = ()
-  line: Line | None = None
+  line: _jaxprs.Line | None = None
   backward: bool = False
 
   @property
@@ -70,64 +31,10 @@ class Place(NamedTuple):
     is_backward = "transpose(" in str(eqn.source_info.name_stack)
     return Place(
       self.path,
-      _line_of(eqn, jaxpr) or self.line,
+      _jaxprs.line_of(eqn, jaxpr) or self.line,
       self.backward or is_backward,
     )
 
   def step(self, name: str) -> "Place":
     """One step further."""
     return self._replace(path=(*self.path, name))
-
-
-def primitive_name(eqn: core.JaxprEqn) -> str:
-  """The name of the primitive, the same in all versions of JAX."""
-  return _NAMES.get(eqn.primitive.name, eqn.primitive.name)
-
-
-def call_name(eqn: core.JaxprEqn) -> str:
-  """How a path names an equation that calls a jaxpr: ``jit(block)``."""
-  name = eqn.params.get("name")
-  primitive = primitive_name(eqn)
-  return f"{primitive}({name})" if isinstance(name, str) else primitive
-
-
-def _line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Line | None:
-  """The user's line nearest to an equation, within the function of its jaxpr.
-
-  JAX traces a function such as ``jnp.where`` once, and hands out the same jaxpr
-  again wherever it is called. What is outside of this function in a traceback
-  is only where it was called first.
-  """
-  traceback: Any = eqn.source_info.traceback
-  info = jaxpr.debug_info
-  file_name = getattr(info, "func_filename", None)
-  first_line = getattr(info, "func_lineno", None)
-  nearest = None
-  for frame in traceback.frames if traceback else ():
-    if nearest is None and is_users(frame.file_name):
-      nearest = _line(frame)
-    at_function = frame.function_start_line == first_line
-    if at_function and frame.file_name == file_name:
-      return nearest
-  # Newer versions of JAX end a traceback at the function by themselves.
-  return nearest
-
-
-def _line(frame: Any) -> Line:
-  function = frame.function_name.rsplit("<locals>.", 1)[-1]
-  return Line(frame.file_name, frame.line_num, function)
-
-
-@functools.cache
-def is_users(file_name: str) -> bool:
-  """Whether a file is the user's, and not one of a library."""
-  if file_name.startswith(("<frozen", "<@beartype")):
-    return False
-  standard = sysconfig.get_paths()["stdlib"] + os.sep
-  is_standard = file_name.startswith(standard) and not any(
-    part in file_name for part in ("site-packages", "dist-packages")
-  )
-  # A library that is not loaded has no line in a traceback.
-  files = (getattr(sys.modules.get(n), "__file__", None) for n in _LIBRARIES)
-  folders = tuple(os.path.dirname(file) + os.sep for file in files if file)
-  return not is_standard and not file_name.startswith(folders)

@@ -168,7 +168,7 @@ class Stepper:
     inputs: list[_marks.Value],
     place: _sources.Place,
   ) -> _marks.Operation:
-    name = _sources.primitive_name(eqn)
+    name = _jaxprs.name_of(eqn)
     literals = [v.val for v in eqn.invars if isinstance(v, core.Literal)]
     return _marks.Operation(
       run=run,

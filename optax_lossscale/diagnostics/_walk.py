@@ -140,7 +140,9 @@ def _inside(
       yield branch, step._replace(known=known, branches=branches)
   elif name == "shard_map":
     sizes = dict(params["mesh"].shape)
-    count = math.prod(sizes[axis] for axis in _jaxprs.manual_axes(eqn))
+    count = math.prod(
+      sizes[axis] for axis in _jaxprs.shard_map_of(eqn).manual_axes
+    )
     inner = _jaxprs.closed(params["jaxpr"])
     known = within(eqn.invars, inner)
     yield inner, step._replace(known=known, times=step.times * count)

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import _jaxprs
+from optax_lossscale._jaxprs import _lines
 from optax_lossscale import diagnostics
 from optax_lossscale.diagnostics import (
   _entering,
   _marks,
-  _sources,
   _stepper,
   find_overflow,
 )
@@ -580,13 +581,13 @@ def test_a_function_without_a_signature_can_be_run():
   ],
 )
 def test_a_line_of_a_library_is_not_the_users(file_name, expected):
-  assert _sources.is_users(file_name) is expected
+  assert _lines._is_users(file_name) is expected
 
 
 def test_a_line_of_a_notebook_names_the_cell():
-  line = _sources.Line("/tmp/ipykernel_12/345.py", 3, "loss_fn")
+  line = _jaxprs.Line("/tmp/ipykernel_12/345.py", 3, "loss_fn")
   assert str(line) == "cell:3 (loss_fn)"
-  assert _sources.Line(__file__, 1, "").text.startswith('"""``find_overflow``')
+  assert _jaxprs.Line(__file__, 1, "").text.startswith('"""``find_overflow``')
 
 
 @pytest.mark.slow

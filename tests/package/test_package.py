@@ -94,7 +94,8 @@ MODULES = {
 # what makes float0, which jax.numpy cannot. Plots are drawn with matplotlib,
 # which is imported when one is asked for.
 MAY_USE_NUMPY = (
-  "_autocast._control_flow",
+  "_autocast._rules",
+  "_jaxprs._products",
   "diagnostics.",
   "interop.",
   "_monitoring",

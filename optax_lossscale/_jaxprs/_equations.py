@@ -1,4 +1,4 @@
-"""Jaxprs: evaluate one equation, and which jaxprs an equation holds."""
+"""Equations and the jaxprs that they hold: find, replace, evaluate."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,15 +8,15 @@ from jax.extend import core
 
 # Equations that do nothing but call their jaxpr with all of their inputs.
 _CALLS = {
-  "checkpoint",
+  "call",  # The first two end with JAX 0.10: remove once jax >= 0.11.
   "closed_call",
-  "core_call",
+  "compute_on",
   "custom_jvp_call",
   "custom_vjp_call",
-  "custom_vjp_call_jaxpr",
+  "eval_jaxpr",
   "jit",
-  "pjit",
   "remat2",
+  "xla_metadata_call",
 }
 
 
@@ -45,12 +45,25 @@ def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
   """
   if eqn.primitive.name not in _CALLS:
     return None
-  inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-  return inner if inner is None else closed(inner)
+  held = list(held_jaxprs(eqn))
+  if len(held) != 1 or not _fits(held[0], eqn):
+    return None
+  return held[0]
+
+
+def _fits(called: core.ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
+  inner = called.jaxpr
+  return len(inner.invars) == len(eqn.invars) and (
+    len(inner.outvars) == len(eqn.outvars)
+  )
 
 
 def closed(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.ClosedJaxpr:
-  """The jaxpr with its constants, of which an open one here has none."""
+  """The jaxpr with its constants.
+
+  Both are the same class since JAX 0.11, where a jaxpr has its constants with
+  it. Remove this once jax >= 0.11.
+  """
   if isinstance(jaxpr, core.ClosedJaxpr):
     return jaxpr
   return core.ClosedJaxpr(jaxpr, ())
@@ -64,11 +77,36 @@ def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.ClosedJaxpr]:
         yield closed(value)
 
 
-def manual_axes(eqn: core.JaxprEqn) -> frozenset[Any]:
-  """The axes of the mesh along which a ``shard_map`` maps its function."""
-  params: Any = eqn.params
-  # The second is its name in JAX 0.8.
-  return params.get("newly_manual_axes", params.get("manual_axes"))
+def with_jaxprs(
+  eqn: core.JaxprEqn, replace: Callable[[core.Jaxpr], core.Jaxpr]
+) -> core.JaxprEqn:
+  """The same equation, with each jaxpr that it holds replaced.
+
+  Args:
+    eqn: the equation.
+    replace: a function from a jaxpr to one of the same inputs and outputs. The
+      constants of a jaxpr stay with it.
+
+  Returns:
+    The equation. All other parameters stay as they are, whatever they are.
+  """
+  params = {k: _replaced(v, replace) for k, v in eqn.params.items()}
+  return eqn.replace(params=params)
+
+
+def _replaced(param: Any, replace: Callable[[core.Jaxpr], core.Jaxpr]) -> Any:
+  # The first is a closed one, too, since JAX 0.11, and keeps its constants.
+  if isinstance(param, core.Jaxpr):
+    return replace(param)
+  if isinstance(param, core.ClosedJaxpr):
+    return core.ClosedJaxpr(replace(param.jaxpr), param.consts)
+  if isinstance(param, (tuple, list)):
+    new = [_replaced(x, replace) for x in param]
+    if all(a is b for a, b in zip(new, param, strict=True)):
+      return param
+    is_named = hasattr(param, "_fields")
+    return type(param)(*new) if is_named else type(param)(new)
+  return param
 
 
 def has_effect(eqn: core.JaxprEqn) -> bool:

@@ -1,0 +1,65 @@
+"""The one room that knows what JAX's jaxprs look like, in any version.
+
+A jaxpr is a list of equations; an equation is a primitive with parameters, and
+some parameters hold further jaxprs. JAX changes the names of parameters without
+notice. So what is needed is derived from types where that is possible, what is
+read by name has a fallback, and what is not understood is ``None``: the caller
+then takes the equation as a whole. Nothing here raises because of a new JAX.
+``tests/package/test_jax.py`` holds what is relied on, and fails first.
+"""
+
+from optax_lossscale._jaxprs._equations import (
+  called_jaxpr,
+  closed,
+  function,
+  has_effect,
+  held_jaxprs,
+  needed_equations,
+  runs_once,
+  with_jaxprs,
+)
+from optax_lossscale._jaxprs._hijax import (
+  BEHAVES_LIKE,
+  hi_primitive,
+  lowered,
+)
+from optax_lossscale._jaxprs._lines import call_name, Line, line_of, name_of
+from optax_lossscale._jaxprs._loops import (
+  Cond,
+  cond_of,
+  Scan,
+  scan_of,
+  ShardMap,
+  shard_map_of,
+  While,
+  while_of,
+)
+from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
+
+__all__ = [
+  "BEHAVES_LIKE",
+  "Cond",
+  "Line",
+  "Scan",
+  "ShardMap",
+  "While",
+  "call_name",
+  "called_jaxpr",
+  "closed",
+  "cond_of",
+  "flops_of",
+  "function",
+  "has_effect",
+  "held_jaxprs",
+  "hi_primitive",
+  "is_matrix_product",
+  "line_of",
+  "lowered",
+  "name_of",
+  "needed_equations",
+  "runs_once",
+  "scan_of",
+  "shard_map_of",
+  "while_of",
+  "with_jaxprs",
+]

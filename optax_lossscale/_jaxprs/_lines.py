@@ -1,0 +1,110 @@
+"""The names of equations, and the user's lines that they come from."""
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from optax_lossscale._jaxprs._hijax import BEHAVES_LIKE, hi_primitive
+
+# A line of these is not the user's.
+_LIBRARIES = (
+  "beartype",
+  "chex",
+  "equinox",
+  "flax",
+  "haiku",
+  "jax",
+  "jaxlib",
+  "jaxtyping",
+  "keras",
+  "optax",
+  "optax_lossscale",
+)
+_NAMES = {"remat2": "checkpoint"}
+
+
+class Line(NamedTuple):
+  """A line of a program, which prints as ``model.py:32 (Block.__call__)``."""
+
+  file_name: str
+  number: int
+  function: str
+
+  def __str__(self) -> str:
+    folder, name = os.path.split(self.file_name)
+    # The files of a notebook's cells are named after a hash.
+    if os.path.basename(folder).startswith("ipykernel_"):
+      name = "cell"
+    return f"{name}:{self.number} ({self.function})"
+
+  @property
+  def text(self) -> str:
+    """What stands there; empty if the file cannot be read."""
+    return linecache.getline(self.file_name, self.number)
+
+
+def name_of(eqn: core.JaxprEqn) -> str:
+  """The name of the operation, the same in all versions of JAX.
+
+  A primitive of hijax has its own name, and not that of the call.
+  """
+  name = eqn.primitive.name
+  primitive = hi_primitive(eqn)
+  if primitive is not None:
+    own = type(primitive).__name__
+    name = BEHAVES_LIKE.get(own, own)
+  return _NAMES.get(name, name)
+
+
+def call_name(eqn: core.JaxprEqn) -> str:
+  """How a path names an equation that calls a jaxpr: ``jit(block)``."""
+  name = eqn.params.get("name")
+  primitive = name_of(eqn)
+  return f"{primitive}({name})" if isinstance(name, str) else primitive
+
+
+def line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Line | None:
+  """The user's line nearest to an equation, within the function of its jaxpr.
+
+  JAX traces a function such as ``jnp.where`` once, and hands out the same jaxpr
+  again wherever it is called. What is outside of this function in a traceback
+  is only where it was called first.
+  """
+  traceback: Any = eqn.source_info.traceback
+  info = jaxpr.debug_info
+  file_name = getattr(info, "func_filename", None)
+  first_line = getattr(info, "func_lineno", None)
+  nearest = None
+  for frame in traceback.frames if traceback else ():
+    if nearest is None and _is_users(frame.file_name):
+      nearest = _line(frame)
+    at_function = frame.function_start_line == first_line
+    if at_function and frame.file_name == file_name:
+      return nearest
+  # Newer versions of JAX end a traceback at the function by themselves.
+  return nearest
+
+
+def _line(frame: Any) -> Line:
+  function = frame.function_name.rsplit("<locals>.", 1)[-1]
+  return Line(frame.file_name, frame.line_num, function)
+
+
+@functools.cache
+def _is_users(file_name: str) -> bool:
+  """Whether a file is the user's, and not one of a library."""
+  if file_name.startswith(("<frozen", "<@beartype")):
+    return False
+  standard = sysconfig.get_paths()["stdlib"] + os.sep
+  is_standard = file_name.startswith(standard) and not any(
+    part in file_name for part in ("site-packages", "dist-packages")
+  )
+  # A library that is not loaded has no line in a traceback.
+  files = (getattr(sys.modules.get(n), "__file__", None) for n in _LIBRARIES)
+  folders = tuple(os.path.dirname(file) + os.sep for file in files if file)
+  return not is_standard and not file_name.startswith(folders)

@@ -1,0 +1,159 @@
+"""What loops, branches and ``shard_map`` read and return.
+
+JAX calls the counts of constants, carry and slices differently in each version.
+So they follow from shapes: what a loop is given as a whole has the shape that
+its body reads, and what it slices has one axis more. If the parts do not add
+up, the answer is None, and the caller takes the loop as a whole.
+"""
+
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from optax_lossscale._jaxprs._equations import closed, held_jaxprs
+
+
+class Scan(NamedTuple):
+  """A ``scan``. Its inputs are constants, then the carry, then what it slices.
+
+  Its outputs are the carry, and then what it stacks.
+
+  Attributes:
+    body: the jaxpr of one iteration.
+    consts: how many inputs are constants.
+    carry: how many are the carry.
+    length: how many iterations there are.
+    reverse: whether the last slice comes first.
+  """
+
+  body: core.ClosedJaxpr
+  consts: int
+  carry: int
+  length: int
+  reverse: bool
+
+
+class While(NamedTuple):
+  """A ``while_loop``.
+
+  Its inputs are the constants of the condition, those of the body, the carry.
+
+  Attributes:
+    condition: the jaxpr of the condition, of its constants and the carry. What
+      it returns is no scalar if the loop was mapped by ``vmap``.
+    body: the jaxpr of one iteration, of its constants and the carry.
+    condition_consts: how many constants the condition has.
+    body_consts: how many the body has.
+  """
+
+  condition: core.ClosedJaxpr
+  body: core.ClosedJaxpr
+  condition_consts: int
+  body_consts: int
+
+
+class Cond(NamedTuple):
+  """A ``cond`` or ``switch``. Its inputs are the index, then the operands.
+
+  Attributes:
+    branches: the jaxprs, each of all operands.
+  """
+
+  branches: tuple[core.ClosedJaxpr, ...]
+
+
+class ShardMap(NamedTuple):
+  """A ``shard_map``.
+
+  Attributes:
+    body: the jaxpr that each device runs.
+    mesh: the mesh.
+    in_specs: a ``PartitionSpec`` for each input.
+    out_specs: one for each output.
+    manual_axes: the axes of the mesh along which it maps.
+    check_vma: whether types tell what varies.
+  """
+
+  body: core.ClosedJaxpr
+  mesh: Any
+  in_specs: tuple[Any, ...]
+  out_specs: tuple[Any, ...]
+  manual_axes: frozenset[Any]
+  check_vma: bool
+
+
+def scan_of(eqn: core.JaxprEqn) -> Scan | None:
+  """The parts of a ``scan``; None if it is none, or is not understood."""
+  bodies = list(held_jaxprs(eqn))
+  length, reverse = eqn.params.get("length"), eqn.params.get("reverse")
+  if eqn.primitive.name != "scan" or len(bodies) != 1:
+    return None
+  if length is None or not isinstance(reverse, bool):
+    return None
+  body = bodies[0].jaxpr
+  whole_inputs = _count_whole(eqn.invars, body.invars, length)
+  carry = _count_whole(eqn.outvars, body.outvars, length)
+  if whole_inputs is None or carry is None or whole_inputs < carry:
+    return None
+  return Scan(bodies[0], whole_inputs - carry, carry, length, reverse)
+
+
+def _count_whole(outer: list[Any], inner: list[Any], length: int) -> int | None:
+  """How many of these come as a whole, if the others are all sliced."""
+  if len(outer) != len(inner):
+    return None
+  pairs = [(_shape(a), _shape(b)) for a, b in zip(outer, inner, strict=True)]
+  count = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+  are_slices = all(a == (length, *b) for a, b in pairs[count:])
+  return count if are_slices else None
+
+
+def _shape(atom: Any) -> tuple[Any, ...]:
+  return getattr(atom.aval, "shape", ())
+
+
+def while_of(eqn: core.JaxprEqn) -> While | None:
+  """The parts of a ``while_loop``; None if it is none, or not understood."""
+  condition = eqn.params.get("cond_jaxpr")
+  body = eqn.params.get("body_jaxpr")
+  if eqn.primitive.name != "while" or condition is None or body is None:
+    return None
+  condition, body = closed(condition), closed(body)
+  carry = len(eqn.outvars)
+  condition_consts = len(condition.jaxpr.invars) - carry
+  body_consts = len(body.jaxpr.invars) - carry
+  is_whole = condition_consts + body_consts + carry == len(eqn.invars)
+  if min(condition_consts, body_consts) < 0 or not is_whole:
+    return None
+  return While(condition, body, condition_consts, body_consts)
+
+
+def cond_of(eqn: core.JaxprEqn) -> Cond | None:
+  """The branches of a ``cond``; None if it is none, or is not understood."""
+  branches = tuple(held_jaxprs(eqn))
+  if eqn.primitive.name != "cond" or not branches:
+    return None
+  are_alike = all(
+    len(branch.jaxpr.invars) == len(eqn.invars) - 1 for branch in branches
+  )
+  return Cond(branches) if are_alike else None
+
+
+def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
+  """The parts of a ``shard_map``; None if it is none, or not understood."""
+  bodies = list(held_jaxprs(eqn))
+  params: Any = eqn.params
+  if eqn.primitive.name != "shard_map" or len(bodies) != 1:
+    return None
+  # The second is its name in JAX 0.8: remove it once jax >= 0.9.
+  axes = params.get("newly_manual_axes", params.get("manual_axes"))
+  parts = (
+    params.get("mesh"),
+    params.get("in_specs"),
+    params.get("out_specs"),
+    axes,
+    params.get("check_vma"),
+  )
+  if any(part is None for part in parts):
+    return None
+  return ShardMap(bodies[0], *parts)
