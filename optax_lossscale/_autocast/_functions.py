@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _checks, _warnings
-from optax_lossscale._autocast import _in_place, _products, _rewrite
+from optax_lossscale._autocast import _in_place, _products, _rewrite, _told
 
 
 def autocast(
@@ -66,18 +66,24 @@ def autocast(
   dtype = _check_dtype(dtype)
   if dtype == jnp.float32:
     return fun
+  told_before: set[str] = set()
 
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-    rewriter = _rewrite.Rewriter(dtype)
-    out = _in_place.call(rewriter.call, fun, args, kwargs)
-    if not rewriter.products:
-      _warnings.warn(
+    told = _told.Told()
+    rewritten = functools.partial(_rewrite.call, dtype=dtype, told=told)
+    out = _in_place.call(rewritten, fun, args, kwargs)
+    message = told.message(dtype)
+    if not message and not told.products:
+      message = (
         f"autocast found nothing to run in {dtype}: no float32 matrix product"
         f" or convolution in {getattr(fun, '__name__', fun)}. If it computes in"
         f" {dtype} already, it needs no autocast. Products of precision HIGHEST"
         " stay in float32, also if jax.default_matmul_precision says so."
       )
+    if message and message not in told_before:
+      told_before.add(message)
+      _warnings.warn(message)
     return out
 
   return autocast_fun

@@ -1,37 +1,41 @@
 """Which equations run in half precision: products, and what moves results."""
 
 import math
+import re
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
+from optax_lossscale import _jaxprs
+
 # Functions marked with this scope keep their products in float32. The scope
 # stays in the name stack of an equation, whatever transforms the function.
 KEEP_FLOAT32 = "keep_float32"
+_MARK = re.compile(rf"(?:^|[/(]){KEEP_FLOAT32}(?:[/)]|$)")
 
-# These move data, or leave it where it is, and so do their transposes. A
-# transpose that is a sum must not run in half: those of broadcast_in_dim,
-# gather, pad and all_gather are.
+# These move one array, or leave it where it is, and so do their transposes, and
+# what `vmap` makes of both. So none of them ever becomes a sum of cotangents,
+# which half precision must not compute. What takes an index, or several arrays,
+# is not such: under `vmap` a `dynamic_slice` becomes a gather, and a
+# `concatenate` of shared and mapped arrays a broadcast, whose transposes are
+# sums. The transpose of `split` is a `concatenate`.
 _MOVES = {
-  "all_to_all",
-  "concatenate",
   "copy",
-  "dynamic_slice",
-  "dynamic_update_slice",
   "name",
   "optimization_barrier",
-  "ppermute",
   "reshape",
   "rev",
-  "select_n",
   "sharding_constraint",
   "slice",
-  "split",
   "squeeze",
   "transpose",
 }
+# So do these between the devices of a mesh. Along an axis of `vmap` they would
+# become operations with an index.
+_MOVES_BETWEEN_DEVICES = {"all_to_all", "ppermute"}
 
 
 def is_product(eqn: core.JaxprEqn) -> bool:
@@ -42,24 +46,61 @@ def is_product(eqn: core.JaxprEqn) -> bool:
   few bits for them. Nor is one of two vectors, which is a sum. And it is left
   alone if its precision was chosen, or if it is marked.
   """
-  if eqn.primitive.name not in _CONTRACTS or is_kept(eqn):
+  contracts = _CONTRACTS.get(eqn.primitive.name)
+  if contracts is None or "preferred_element_type" not in eqn.params:
     return False
   floats: list[Any] = [v.aval for v in (*eqn.invars[:2], *eqn.outvars)]
   return (
     all(aval.dtype == jnp.float32 for aval in floats)
-    and not _is_chosen(eqn.params["precision"])
-    and _CONTRACTS[eqn.primitive.name](eqn)
+    and not _is_chosen(eqn.params.get("precision"))
+    and contracts(eqn)
+    and not is_kept(eqn)
   )
 
 
 def is_kept(eqn: core.JaxprEqn) -> bool:
   """Whether the equation stands in a function marked to stay in float32."""
-  return KEEP_FLOAT32 in str(eqn.source_info.name_stack)
+  return bool(_MARK.search(str(eqn.source_info.name_stack)))
 
 
 def moves(eqn: core.JaxprEqn) -> bool:
-  """Whether the equation moves data, and computes nothing."""
-  return eqn.primitive.name in _MOVES
+  """Whether the equation moves data, and computes nothing.
+
+  To be called where an equation stands, within its ``shard_map``.
+  """
+  if eqn.primitive.name in _MOVES:
+    return True
+  if eqn.primitive.name not in _MOVES_BETWEEN_DEVICES:
+    return False
+  axes = eqn.params.get("axis_name")
+  axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+  return set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def jaxprs_to_search(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+  """The jaxprs that an equation holds or hides, unless it is marked."""
+  held = [inner.jaxpr for inner in _jaxprs.held_jaxprs(eqn)]
+  hidden = _jaxprs.lowered(eqn)
+  held += [hidden.jaxpr] if hidden else []
+  return [] if held and is_kept(eqn) else held
+
+
+class Search:
+  """Looks for products, once in each jaxpr."""
+
+  def __init__(self) -> None:
+    self._found: dict[core.Jaxpr, bool] = {}
+
+  def finds_in(self, eqn: core.JaxprEqn) -> bool:
+    """Whether there are products in the jaxprs that an equation holds."""
+    return any(map(self._finds, jaxprs_to_search(eqn)))
+
+  def _finds(self, jaxpr: core.Jaxpr) -> bool:
+    if jaxpr not in self._found:
+      self._found[jaxpr] = any(
+        is_product(eqn) or self.finds_in(eqn) for eqn in jaxpr.eqns
+      )
+    return self._found[jaxpr]
 
 
 def _is_chosen(precision: Any) -> bool:

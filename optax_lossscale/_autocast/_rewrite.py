@@ -1,13 +1,17 @@
-"""Evaluates a function with its products in half precision, else as written.
+"""Rewrites a jaxpr so that its products run in half precision.
 
-Each value keeps the dtype that it was traced with. What a product returns is
-widened at once, and narrowed again by the next product: XLA drops such pairs of
-conversions, and the cotangents of several uses are added in float32.
+Nothing is evaluated, and every variable keeps its type. A product becomes three
+kinds of equations: its operands are narrowed, the product runs in half, and its
+result is widened to the very variable that it had. So all other equations stay
+the same objects, and an equation that holds jaxprs (a loop, a branch, a call)
+stays the same but for these jaxprs: nothing else need be known of it. XLA drops
+a result that is widened and narrowed again, and the cotangents of several uses
+of one value are added in float32.
 """
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
@@ -15,167 +19,192 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _control_flow, _products
+from optax_lossscale._autocast import _products, _rules, _told
+
+# Equations that run the jaxprs that they hold, and need nothing else of them.
+_RUN_THEIR_JAXPRS = {"cond", "scan", "shard_map", "while"}
 
 
-class _Value(NamedTuple):
-  """A value, and whether it came out of a product, and was only moved since."""
+def call(
+  fun: Callable[[], Any], dtype: Any, told: _told.Told | None = None
+) -> Any:
+  """What a function without arguments returns, with its products in half.
 
-  value: Any
-  is_half: bool = False
+  The function closes over its arguments. So it is given the very same ones:
+  traced values keep their types, and other objects need no care.
+
+  Args:
+    fun: the function.
+    dtype: the dtype of the products.
+    told: where to note what was found, and what was not reached.
+
+  Returns:
+    What ``fun`` returned. What it did not compute are the same objects.
+  """
+  returned: list[Any] = []
+
+  # JAX names the user's function, and not this one, if a tracer leaks from it.
+  @functools.wraps(fun)
+  def traced() -> list[Any]:
+    leaves, structure = jax.tree.flatten(fun())
+    is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
+    pairs = list(zip(leaves, is_traced, strict=True))
+    others = [None if traced else x for x, traced in pairs]
+    returned.append((structure, is_traced, others))
+    return [x for x, traced in pairs if traced]
+
+  closed = jax.make_jaxpr(traced)()
+  rewriter = Rewriter(dtype, told or _told.Told())
+  new, _ = rewriter.rewrite(closed)
+  rewriter.told.measure(closed.jaxpr)
+  outs = iter(core.jaxpr_as_fun(new)())
+  ((structure, is_traced, others),) = returned
+  leaves = [
+    next(outs) if traced else x
+    for x, traced in zip(others, is_traced, strict=True)
+  ]
+  return jax.tree.unflatten(structure, leaves)
 
 
 class Rewriter:
-  """What evaluates one call of a function.
+  """What rewrites the jaxprs of one call of a function.
 
   Attributes:
     dtype: the dtype of the products.
-    products: the products in this dtype that were found.
+    told: where to note what was found, and what was not reached.
   """
 
-  def __init__(self, dtype: Any) -> None:
-    self.dtype = dtype
-    self.products: list[core.JaxprEqn] = []
-    self._searched: dict[core.Jaxpr, bool] = {}
-    self._replaced: dict[Any, tuple[core.ClosedJaxpr, list[bool]]] = {}
+  def __init__(self, dtype: Any, told: _told.Told) -> None:
+    self.dtype = jnp.dtype(dtype)
+    self.told = told
+    # A jaxpr that is called twice is searched and rewritten once.
+    self._search = _products.Search()
+    self._rewritten: dict[Any, tuple[Any, list[bool]]] = {}
 
-  def call(self, fun: Callable[[], Any]) -> Any:
-    """What a function without arguments returns, with its products in half.
+  def rewrite(
+    self, jaxpr: _jaxprs.AnyJaxpr, are_half: Sequence[bool] = ()
+  ) -> tuple[Any, list[bool]]:
+    """Rewrites a jaxpr.
 
-    The function closes over its arguments. So it is given the very same ones:
-    traced values keep their types, and other objects need no care.
+    Args:
+      jaxpr: the jaxpr.
+      are_half: of its inputs, whether they came out of products, and were only
+        moved since; none did, if this is empty.
+
+    Returns:
+      A jaxpr of the same inputs and outputs, and the same of its outputs.
     """
-    returned: list[Any] = []
+    key = jaxpr, tuple(are_half)
+    if key not in self._rewritten:
+      old = _jaxprs.closed(jaxpr).jaxpr
+      half = {v for v, is_half in zip(old.invars, are_half) if is_half}
+      eqns = [e for eqn in old.eqns for e in self._rewrite(eqn, old, half)]
+      outs = [_is_in(v, half) for v in old.outvars]
+      self._rewritten[key] = _jaxprs.with_equations(jaxpr, eqns), outs
+    return self._rewritten[key]
 
-    def traced() -> list[Any]:
-      leaves, structure = jax.tree.flatten(fun())
-      is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
-      pairs = list(zip(leaves, is_traced, strict=True))
-      others = [None if traced else x for x, traced in pairs]
-      returned.append((structure, is_traced, others))
-      return [x for x, traced in pairs if traced]
-
-    closed = jax.make_jaxpr(traced)()
-    outs = iter(self.function(closed)())
-    ((structure, is_traced, others),) = returned
-    leaves = [
-      next(outs) if traced else x
-      for x, traced in zip(others, is_traced, strict=True)
-    ]
-    return jax.tree.unflatten(structure, leaves)
-
-  def function(self, jaxpr: core.ClosedJaxpr) -> Callable[..., list[Any]]:
-    """The function of a jaxpr, with its products in half."""
-
-    def run(*args: Any) -> list[Any]:
-      values = [_Value(x) for x in (*jaxpr.consts, *args)]
-      return [x.value for x in self._evaluate(jaxpr.jaxpr, values)]
-
-    return run
-
-  def _evaluate(
-    self, jaxpr: core.Jaxpr, args: Sequence[_Value]
-  ) -> list[_Value]:
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    env: dict[Any, _Value] = dict(zip(variables, args, strict=True))
-
-    def read(var: Any) -> _Value:
-      return _Value(var.val) if isinstance(var, core.Literal) else env[var]
-
-    for eqn in jaxpr.eqns:
-      outs = self._evaluate_equation(eqn, list(map(read, eqn.invars)))
-      env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
-
-  def _evaluate_equation(
-    self, eqn: core.JaxprEqn, args: list[_Value]
-  ) -> list[_Value]:
-    values = [arg.value for arg in args]
+  def _rewrite(
+    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, half: set[Any]
+  ) -> list[core.JaxprEqn]:
+    """The equations in place of one; adds what they make in half to the set."""
     if _products.is_product(eqn):
-      self.products.append(eqn)
+      self.told.products += 1
+      half.update(eqn.outvars)
       params = {**eqn.params, "preferred_element_type": self.dtype}
-      return self._in_half(eqn.replace(params=params), values)
-    if _products.moves(eqn) and _are_half(eqn, args):
-      return self._in_half(eqn, values)
-    if not self._holds_products(eqn):
-      return [_Value(x) for x in _jaxprs.function(eqn)(*values)]
-    if eqn.primitive.name not in _control_flow.PRIMITIVES:
-      return self._call_replaced(eqn, args)
-    # Profiles go on to show the scopes around the equation.
-    scope = jax.named_scope(str(eqn.source_info.name_stack))
-    with eqn.ctx.manager, scope:
-      return [_Value(x) for x in _control_flow.evaluate(eqn, values, self)]
+      return self._in_half(eqn.replace(params=params))
+    if _products.moves(eqn) and _come_from(eqn, half):
+      half.update(eqn.outvars)
+      return self._in_half(eqn)
+    parts = _jaxprs.shard_map_of(eqn)
+    if parts is None:
+      return self._rewrite_holder(eqn, jaxpr, half)
+    # Rules are traced where the axes of the mesh are known.
+    rewrite = functools.partial(self._rewrite_holder, eqn, jaxpr, half)
+    return _jaxprs.among_devices(parts, rewrite)
 
-  def _in_half(self, eqn: core.JaxprEqn, args: list[Any]) -> list[_Value]:
-    # Values are narrowed for each use, even where one equation uses a value
-    # twice: the cotangents of a shared copy would be added in half.
-    narrow = [_cast(x, jnp.float32, self.dtype, eqn) for x in args]
-    outvars = [core.Var(v.aval.update(dtype=self.dtype)) for v in eqn.outvars]
-    outs = _jaxprs.function(eqn.replace(outvars=outvars))(*narrow)
-    return [_Value(_cast(x, self.dtype, jnp.float32, eqn), True) for x in outs]
+  def _rewrite_holder(
+    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, half: set[Any]
+  ) -> list[core.JaxprEqn]:
+    """What is in place of an equation that may hold jaxprs with products."""
+    if not self._search.finds_in(eqn):
+      return [eqn]
+    entered = self._enter(eqn, half)
+    if entered is None:
+      self.told.miss(eqn, jaxpr)
+    return [eqn] if entered is None else entered
 
-  def _call_replaced(
-    self, eqn: core.JaxprEqn, args: list[_Value]
-  ) -> list[_Value]:
-    """Calls another function, with all the options that the call has."""
-    name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    old = eqn.params[name]
-    values = [arg.value for arg in args]
-    # A function that is called twice is rewritten once.
-    is_half = tuple(arg.is_half for arg in args)
-    key = old, is_half, tuple(map(jax.typeof, values))
-    if key not in self._replaced:
-      with eqn.ctx.manager:
-        self._replaced[key] = self._replace(old, is_half, values)
-    closed, outs_are_half = self._replaced[key]
-    new = closed if isinstance(old, core.ClosedJaxpr) else closed.jaxpr
-    eqn = eqn.replace(params={**eqn.params, name: new})
-    outs = _jaxprs.function(eqn)(*values)
-    return list(map(_Value, outs, outs_are_half))
+  def _in_half(self, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """An equation between conversions, which leaves its variables as they are.
 
-  def _replace(
-    self, old: Any, is_half: Sequence[bool], values: list[Any]
-  ) -> tuple[core.ClosedJaxpr, list[bool]]:
-    """A jaxpr with its products in half, and which of its outputs are."""
-    outs_are_half: list[bool] = []
+    Values are narrowed for each use, even where one equation uses a value
+    twice: the cotangents of a shared copy would be added in half.
+    """
+    before, after, inputs, outputs = [], [], [], []
+    for atom in eqn.invars:
+      inputs.append(atom)
+      if _is_float32(atom):
+        inputs[-1] = self._half_of(atom)
+        before.append(_cast(atom, inputs[-1], eqn))
+    for var in eqn.outvars:
+      outputs.append(self._half_of(var))
+      after.append(_cast(outputs[-1], var, eqn))
+    return [*before, eqn.replace(invars=inputs, outvars=outputs), *after]
 
-    def run(*args: Any) -> list[Any]:
-      closed = _jaxprs.closed(old)
-      inputs = [*map(_Value, closed.consts), *map(_Value, args, is_half)]
-      outs = self._evaluate(closed.jaxpr, inputs)
-      outs_are_half.extend(x.is_half for x in outs)
-      return [x.value for x in outs]
+  def _half_of(self, atom: Any) -> Any:
+    return core.Var(atom.aval.update(dtype=self.dtype, weak_type=False))
 
-    return jax.make_jaxpr(run)(*values), outs_are_half
+  def _enter(
+    self, eqn: core.JaxprEqn, half: set[Any]
+  ) -> list[core.JaxprEqn] | None:
+    """The equation with what it holds rewritten; None if that cannot be."""
+    make = _rules.how_to_make(eqn)
+    if make is not None:
+      fun = make(eqn, self._function, functools.partial(call, dtype=self.dtype))
+      return fun and _jaxprs.equations_of(fun, eqn)
+    are_half: list[bool] = []
+    if _jaxprs.called_jaxpr(eqn) is not None:
+      are_half = [_is_in(atom, half) for atom in eqn.invars]
+    elif eqn.primitive.name not in _RUN_THEIR_JAXPRS:
+      return None
 
-  def _holds_products(self, eqn: core.JaxprEqn) -> bool:
-    """Whether there are products to be found in what the equation calls."""
-    is_entered = (
-      _jaxprs.called_jaxpr(eqn) is not None
-      or eqn.primitive.name in _control_flow.PRIMITIVES
-    )
-    if not is_entered or _products.is_kept(eqn):
-      return False
-    return any(self._has_products(x.jaxpr) for x in _jaxprs.held_jaxprs(eqn))
+    def replace(jaxpr: _jaxprs.AnyJaxpr) -> Any:
+      new, outs = self.rewrite(jaxpr, are_half)
+      if are_half:  # The call returns what its function returns.
+        half.update(v for v, is_half in zip(eqn.outvars, outs) if is_half)
+      return new
 
-  def _has_products(self, jaxpr: core.Jaxpr) -> bool:
-    if jaxpr not in self._searched:
-      self._searched[jaxpr] = any(
-        _products.is_product(eqn) or self._holds_products(eqn)
-        for eqn in jaxpr.eqns
-      )
-    return self._searched[jaxpr]
+    return [_jaxprs.with_jaxprs(eqn, replace)]
+
+  def _function(self, closed: core.ClosedJaxpr) -> _rules.Function:
+    return core.jaxpr_as_fun(self.rewrite(closed)[0])
 
 
-def _cast(x: Any, old: Any, new: Any, eqn: core.JaxprEqn) -> Any:
-  """Casts x if its dtype is the old one, at the line of an equation."""
-  if getattr(x, "dtype", None) != old:
-    return x
-  outvar = core.Var(jax.typeof(x).update(dtype=jnp.dtype(new)))
-  cast = _cast_to(jnp.dtype(new)).replace(
-    outvars=[outvar], source_info=eqn.source_info, ctx=eqn.ctx
+def _is_in(atom: Any, half: set[Any]) -> bool:
+  return not isinstance(atom, core.Literal) and atom in half
+
+
+def _is_float32(atom: Any) -> bool:
+  return getattr(atom.aval, "dtype", None) == jnp.float32
+
+
+def _come_from(eqn: core.JaxprEqn, half: set[Any]) -> bool:
+  """Whether there are float32 inputs, all of which are in the set."""
+  floats = [atom for atom in eqn.invars if _is_float32(atom)]
+  return bool(floats) and all(_is_in(atom, half) for atom in floats)
+
+
+def _cast(old: Any, new: Any, eqn: core.JaxprEqn) -> core.JaxprEqn:
+  """A conversion of a variable to another one, at the line of an equation."""
+  cast = _cast_to(new.aval.dtype)
+  # The product of two Python numbers' arrays is weakly typed, and stays so.
+  params = {**cast.params, "weak_type": new.aval.weak_type}
+  return eqn.replace(
+    invars=[old],
+    outvars=[new],
+    primitive=cast.primitive,
+    params={name: params[name] for name in cast.params},
+    effects=cast.effects,
   )
-  return _jaxprs.function(cast)(x)[0]
 
 
 @functools.cache
@@ -183,13 +212,3 @@ def _cast_to(dtype: Any) -> core.JaxprEqn:
   cast = jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))
   (eqn,) = cast(jax.ShapeDtypeStruct((), jnp.int8)).eqns
   return eqn
-
-
-def _are_half(eqn: core.JaxprEqn, args: list[_Value]) -> bool:
-  """Whether there are float32 inputs, all of which came out of products."""
-  floats = [
-    arg.is_half
-    for var, arg in zip(eqn.invars, args, strict=True)
-    if getattr(var.aval, "dtype", None) == jnp.float32
-  ]
-  return bool(floats) and all(floats)

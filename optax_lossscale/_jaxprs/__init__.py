@@ -9,13 +9,16 @@ then takes the equation as a whole. Nothing here raises because of a new JAX.
 """
 
 from optax_lossscale._jaxprs._equations import (
+  AnyJaxpr,
   called_jaxpr,
   closed,
+  equations_of,
   function,
   has_effect,
   held_jaxprs,
   needed_equations,
   runs_once,
+  with_equations,
   with_jaxprs,
 )
 from optax_lossscale._jaxprs._hijax import (
@@ -25,6 +28,7 @@ from optax_lossscale._jaxprs._hijax import (
 )
 from optax_lossscale._jaxprs._lines import call_name, Line, line_of, name_of
 from optax_lossscale._jaxprs._loops import (
+  among_devices,
   Cond,
   cond_of,
   Scan,
@@ -37,16 +41,19 @@ from optax_lossscale._jaxprs._loops import (
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 
 __all__ = [
+  "AnyJaxpr",
   "BEHAVES_LIKE",
   "Cond",
   "Line",
   "Scan",
   "ShardMap",
   "While",
+  "among_devices",
   "call_name",
   "called_jaxpr",
   "closed",
   "cond_of",
+  "equations_of",
   "flops_of",
   "function",
   "has_effect",
@@ -61,5 +68,6 @@ __all__ = [
   "scan_of",
   "shard_map_of",
   "while_of",
+  "with_equations",
   "with_jaxprs",
 ]

@@ -1,10 +1,13 @@
 """Equations and the jaxprs that they hold: find, replace, evaluate."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 from typing import Any
 
 import jax
 from jax.extend import core
+
+AnyJaxpr = core.Jaxpr | core.ClosedJaxpr
 
 # Equations that do nothing but call their jaxpr with all of their inputs.
 _CALLS = {
@@ -37,6 +40,50 @@ def function(eqn: core.JaxprEqn) -> Callable[..., list[Any]]:
   return evaluate
 
 
+def equations_of(
+  fun: Callable[..., list[Any]], eqn: core.JaxprEqn
+) -> list[core.JaxprEqn] | None:
+  """The equations of a function, to stand in the place of another equation.
+
+  Args:
+    fun: the function, of the inputs of the equation.
+    eqn: the equation.
+
+  Returns:
+    The equations, between the very variables of the one that they replace, and
+    at its line; None if they cannot stand there.
+  """
+  with _context(eqn):
+    closed = jax.make_jaxpr(fun)(*[v.aval for v in eqn.invars])
+  jaxpr = closed.jaxpr
+  made = {v for inner in jaxpr.eqns for v in inner.outvars}
+  outs = [v for v in jaxpr.outvars if not isinstance(v, core.Literal)]
+  are_distinct = len(set(outs)) == len(eqn.outvars) and made.issuperset(outs)
+  if not are_distinct or closed.consts:
+    return None
+  new: dict[Any, Any] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+  new.update(zip(outs, eqn.outvars, strict=True))
+
+  def renamed(atoms: Sequence[Any]) -> list[Any]:
+    is_literal = lambda x: isinstance(x, core.Literal)
+    return [x if is_literal(x) else new.get(x, x) for x in atoms]
+
+  return [
+    inner.replace(
+      invars=renamed(inner.invars),
+      outvars=renamed(inner.outvars),
+      source_info=eqn.source_info,
+    )
+    for inner in jaxpr.eqns
+  ]
+
+
+def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+  """The settings with which an equation was traced, such as its mesh."""
+  context = getattr(eqn, "ctx", None)
+  return getattr(context, "manager", None) or contextlib.nullcontext()
+
+
 def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
   """The jaxpr that an equation calls with all of its inputs, if it does that.
 
@@ -58,7 +105,7 @@ def _fits(called: core.ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
   )
 
 
-def closed(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.ClosedJaxpr:
+def closed(jaxpr: AnyJaxpr) -> core.ClosedJaxpr:
   """The jaxpr with its constants.
 
   Both are the same class since JAX 0.11, where a jaxpr has its constants with
@@ -78,14 +125,14 @@ def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.ClosedJaxpr]:
 
 
 def with_jaxprs(
-  eqn: core.JaxprEqn, replace: Callable[[core.Jaxpr], core.Jaxpr]
+  eqn: core.JaxprEqn, replace: Callable[[AnyJaxpr], AnyJaxpr]
 ) -> core.JaxprEqn:
   """The same equation, with each jaxpr that it holds replaced.
 
   Args:
     eqn: the equation.
-    replace: a function from a jaxpr to one of the same inputs and outputs. The
-      constants of a jaxpr stay with it.
+    replace: a function from a jaxpr, as it is held, to one of the same kind,
+      inputs and outputs, such as one by ``with_equations``.
 
   Returns:
     The equation. All other parameters stay as they are, whatever they are.
@@ -94,19 +141,20 @@ def with_jaxprs(
   return eqn.replace(params=params)
 
 
-def _replaced(param: Any, replace: Callable[[core.Jaxpr], core.Jaxpr]) -> Any:
-  # The first is a closed one, too, since JAX 0.11, and keeps its constants.
-  if isinstance(param, core.Jaxpr):
+def _replaced(param: Any, replace: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:
+  if isinstance(param, (core.Jaxpr, core.ClosedJaxpr)):
     return replace(param)
-  if isinstance(param, core.ClosedJaxpr):
-    return core.ClosedJaxpr(replace(param.jaxpr), param.consts)
-  if isinstance(param, (tuple, list)):
-    new = [_replaced(x, replace) for x in param]
-    if all(a is b for a, b in zip(new, param, strict=True)):
-      return param
-    is_named = hasattr(param, "_fields")
-    return type(param)(*new) if is_named else type(param)(new)
+  if type(param) is tuple:
+    return tuple(_replaced(x, replace) for x in param)
   return param
+
+
+def with_equations(jaxpr: AnyJaxpr, eqns: list[core.JaxprEqn]) -> AnyJaxpr:
+  """A jaxpr with other equations, and the constants that it has."""
+  # The first is a closed one, too, since JAX 0.11, and keeps its constants.
+  if isinstance(jaxpr, core.Jaxpr):
+    return jaxpr.replace(eqns=eqns)
+  return core.ClosedJaxpr(jaxpr.jaxpr.replace(eqns=eqns), jaxpr.consts)
 
 
 def has_effect(eqn: core.JaxprEqn) -> bool:

@@ -40,7 +40,10 @@ def lowered(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
   if hi_primitive(eqn) is None:
     return None
   avals = [var.aval for var in eqn.invars]
-  traced: Any = jax.jit(function(eqn)).trace(*avals)
+  try:
+    traced: Any = jax.jit(function(eqn)).trace(*avals)
+  except Exception:  # It needs what is around it, such as devices.
+    return None
   # There since JAX 0.10: all that is older has no such equations of its own.
   plain = getattr(traced, "lojax", None)
   inner = plain and closed(plain.jaxpr)

@@ -6,8 +6,10 @@ its body reads, and what it slices has one axis more. If the parts do not add
 up, the answer is None, and the caller takes the loop as a whole.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 
 from optax_lossscale._jaxprs._equations import closed, held_jaxprs
@@ -157,3 +159,26 @@ def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
   if any(part is None for part in parts):
     return None
   return ShardMap(bodies[0], *parts)
+
+
+def among_devices(parts: ShardMap, fun: Callable[[], Any]) -> Any:
+  """What a function returns that is called within the body of a ``shard_map``.
+
+  What it traces there may exchange data between the devices.
+  """
+  returned: list[Any] = []
+
+  def body() -> tuple[()]:
+    returned.append(fun())
+    return ()
+
+  mapped = jax.shard_map(
+    body,
+    mesh=parts.mesh,
+    in_specs=(),
+    out_specs=(),
+    axis_names=parts.manual_axes,
+    check_vma=parts.check_vma,
+  )
+  jax.make_jaxpr(mapped)()
+  return returned[0]

@@ -1,0 +1,212 @@
+"""Makes equations anew that hold more than jaxprs: rules, and hijax objects.
+
+A function with a derivative of its own holds a rule, which is a Python function
+that JAX calls when it differentiates. The new function has a new rule, which
+calls the old one, with its products in half. Primitives of hijax hide their
+jaxprs in an object, and are made anew by the public functions that make them.
+
+A rule is called when the trace that made it is gone. So it closes over the old
+equation alone, and never over a rewriter, which knows of that trace.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _jaxprs
+
+Function = Callable[..., list[Any]]
+
+
+# Makes an equation anew. It is given the equation, what makes a function of a
+# jaxpr with its products in half, and what calls a function with its products
+# in half, which rules may do at any time. It returns what takes the place of
+# the equation, of the same inputs, or None if the equation is not understood.
+Make = Callable[
+  [
+    core.JaxprEqn,
+    Callable[[core.ClosedJaxpr], Function],
+    Callable[[Callable[[], Any]], Any],
+  ],
+  Function | None,
+]
+
+
+def how_to_make(eqn: core.JaxprEqn) -> Make | None:
+  """What makes this equation anew, if it must be made anew."""
+  primitive = _jaxprs.hi_primitive(eqn)
+  if primitive is None:
+    return _RULES.get(eqn.primitive.name)
+  return _OF_HIJAX.get(type(primitive).__name__)
+
+
+def _custom_jvp(
+  eqn: core.JaxprEqn, function: Any, call: Any
+) -> Function | None:
+  called = _body(eqn)
+  if called is None:
+    return None
+  fun: Any = jax.custom_jvp(_of_arguments(function(called)))
+  old = _jaxprs.function(eqn)
+
+  def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    moved = [
+      i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)
+    ]
+    of_moved = _of_some(old, primals, moved)
+    some = [primals[i] for i in moved], [tangents[i] for i in moved]
+    return call(lambda: jax.jvp(of_moved, *some))
+
+  fun.defjvp(rule, symbolic_zeros=True)
+  return fun
+
+
+def _custom_vjp(
+  eqn: core.JaxprEqn, function: Any, call: Any
+) -> Function | None:
+  called = _body(eqn)
+  # What the user's function closes over has no derivative.
+  consts = eqn.params.get("num_consts", None if _is_plain(eqn) else 0)
+  if called is None or consts is None:
+    return None
+  fun: Any = jax.custom_vjp(_of_arguments(function(called)))
+  old = _jaxprs.function(eqn)
+
+  def forward(*args: Any) -> tuple[Any, Any]:
+    values = [arg.value for arg in args]
+    perturbed = [i for i, arg in enumerate(args) if arg.perturbed]
+
+    def differentiate(chosen: list[int]) -> tuple[Any, Any]:
+      of_chosen = _of_some(old, values, chosen)
+      some = [values[i] for i in chosen]
+      out, pull_back = call(lambda: jax.vjp(of_chosen, *some))
+      # The backward pass is given arrays. In their structure it sees which of
+      # the arguments were chosen.
+      is_chosen = [0 if i in chosen else None for i in range(len(values))]
+      return out, (pull_back, is_chosen)
+
+    # Not only what moves: JAX keeps one structure of the residuals for all
+    # calls of a function, and these may move different arguments. XLA drops a
+    # derivative that nobody reads.
+    floats = {i for i in range(consts, len(args)) if _is_inexact(values[i])}
+    try:
+      return differentiate(sorted(floats.union(perturbed)))
+    except Exception:  # A rule may refuse some derivatives, in its own words.
+      accepted = {i for i in floats if _accepts(old, values, i)}
+      return differentiate(sorted(accepted.union(perturbed)))
+
+  def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
+    pull_back, is_chosen = residuals
+    full = [_instantiated(cotangent) for cotangent in cotangents]
+    found = iter(call(lambda: pull_back(full)))
+    return tuple(None if c is None else next(found) for c in is_chosen)
+
+  fun.defvjp(forward, backward, symbolic_zeros=True)
+  return fun
+
+
+def _is_plain(eqn: core.JaxprEqn) -> bool:
+  return _jaxprs.hi_primitive(eqn) is None
+
+
+def _body(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+  """What a function with a rule computes where nothing is differentiated."""
+  return _jaxprs.called_jaxpr(eqn) or _jaxprs.lowered(eqn)
+
+
+def _of_arguments(fun: Function) -> Function:
+  """The function, which JAX can ask for its name and signature."""
+  return lambda *args: fun(*args)
+
+
+def _of_some(
+  fun: Function, args: Sequence[Any], chosen: Sequence[int]
+) -> Function:
+  """The function of some of its arguments; the others stay as they are."""
+
+  def of_chosen(*some: Any) -> list[Any]:
+    full = list(args)
+    for i, x in zip(chosen, some, strict=True):
+      full[i] = x
+    return fun(*full)
+
+  return of_chosen
+
+
+def _accepts(old: Function, values: Sequence[Any], i: int) -> bool:
+  """Whether the rule gives a derivative with respect to an argument."""
+  of_one = _of_some(old, values, [i])
+  try:
+    jax.eval_shape(lambda x: jax.vjp(of_one, x)[0], values[i])
+  except Exception:  # Whatever the rule raises.
+    return False
+  return True
+
+
+def _is_inexact(x: Any) -> bool:
+  return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _instantiated(cotangent: Any) -> Any:
+  if not isinstance(cotangent, SymbolicZero):
+    return cotangent
+  return np.zeros(cotangent.shape, cotangent.dtype)
+
+
+def _checkpoint_of_hijax(
+  eqn: core.JaxprEqn, function: Any, call: Any
+) -> Function | None:
+  parts = _attributes(eqn, "jaxpr", "policy", "prevent_cse")
+  if parts is None:
+    return None
+  jaxpr, policy, prevent_cse = parts
+  fun = _of_arguments(function(_jaxprs.closed(jaxpr)))
+  return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+
+
+def _scan_of_hijax(
+  eqn: core.JaxprEqn, function: Any, call: Any
+) -> Function | None:
+  names = "jaxpr", "extensives", "length", "reverse", "unroll"
+  parts = _attributes(eqn, *names)
+  if parts is None:
+    return None
+  jaxpr, are_sliced, length, reverse, unroll = parts
+  body = function(_jaxprs.closed(jaxpr))
+  sliced = [i for i, is_sliced in enumerate(are_sliced) if is_sliced]
+
+  def fun(*args: Any) -> list[Any]:
+    # Its carry is kept in references, which are among the other arguments.
+    def step(carry: tuple[()], slices: list[Any]) -> tuple[Any, Any]:
+      return carry, _of_some(body, args, sliced)(*slices)
+
+    slices = [args[i] for i in sliced]
+    return lax.scan(step, (), slices, length, reverse, unroll)[1]
+
+  return fun
+
+
+def _attributes(eqn: core.JaxprEqn, *names: str) -> list[Any] | None:
+  """What an object of hijax holds under these names, if it has them all."""
+  primitive = _jaxprs.hi_primitive(eqn)
+  if not all(hasattr(primitive, name) for name in names):
+    return None
+  return [getattr(primitive, name) for name in names]
+
+
+_RULES: dict[str, Make] = {
+  "custom_jvp_call": _custom_jvp,
+  "custom_vjp_call": _custom_vjp,
+}
+_OF_HIJAX: dict[str, Make] = {
+  "CustomJVPTraced": _custom_jvp,
+  "CustomVJPTraced": _custom_vjp,
+  "RematTraced": _checkpoint_of_hijax,
+  "Scan3": _scan_of_hijax,
+}

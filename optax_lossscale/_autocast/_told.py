@@ -1,0 +1,71 @@
+"""What `autocast` has to tell: what it found, and what it could not enter."""
+
+from typing import Any
+
+from jax.extend import core
+
+from optax_lossscale import _jaxprs
+from optax_lossscale._autocast import _products
+
+_MOST_LINES = 3
+_REACHED = ""
+
+
+class Told:
+  """What there is to tell of a function that was rewritten.
+
+  Attributes:
+    products: how many products were found to run in half precision.
+    missed: for each place that holds products and could not be entered, its
+      share of the flops of all products.
+  """
+
+  def __init__(self) -> None:
+    self.products = 0
+    self.missed: dict[str, float] = {}
+    self._missed: dict[int, tuple[core.JaxprEqn, str]] = {}
+
+  def miss(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> None:
+    """Notes an equation of a jaxpr that could not be entered."""
+    line = _jaxprs.line_of(eqn, jaxpr)
+    where = _jaxprs.name_of(eqn) + (f" at {line}" if line else "")
+    self._missed[id(eqn)] = eqn, where  # With it, so that it keeps its id.
+
+  def measure(self, jaxpr: core.Jaxpr) -> None:
+    """Finds out what was missed of the products of the whole jaxpr."""
+    if not self._missed:
+      return
+    flops: dict[str, int] = {}
+    self._count(jaxpr, 1, _REACHED, flops)
+    total = sum(flops.values()) or 1
+    self.missed = {
+      where: n / total for where, n in flops.items() if where != _REACHED
+    }
+
+  def _count(
+    self, jaxpr: core.Jaxpr, times: int, where: str, flops: dict[str, int]
+  ) -> None:
+    """Adds up the flops of products by the place that could not be entered."""
+    for eqn in jaxpr.eqns:
+      _, its_place = self._missed.get(id(eqn), (eqn, where))
+      if _products.is_product(eqn):
+        more = times * (_jaxprs.flops_of(eqn) or 0)
+        flops[its_place] = flops.get(its_place, 0) + more
+      scan = _jaxprs.scan_of(eqn)
+      for inner in _products.jaxprs_to_search(eqn):
+        often = times * scan.length if scan else times
+        self._count(inner, often, its_place, flops)
+
+  def message(self, dtype: Any) -> str:
+    """What to tell of products that were not reached; empty if all were."""
+    if not self.missed:
+      return ""
+    largest = sorted(self.missed, key=lambda where: -self.missed[where])
+    named = ", ".join(largest[:_MOST_LINES])
+    more = len(largest) - _MOST_LINES
+    return (
+      f"autocast cannot enter {named}{f' and {more} more' if more > 0 else ''}:"
+      f" {sum(self.missed.values()):.1%} of the flops of products are inside,"
+      f" and run in float32, as they are written, instead of {dtype}. If that is"
+      " meant to be, mark them with optax_lossscale.keep_float32."
+    )
