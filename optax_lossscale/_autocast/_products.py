@@ -79,10 +79,8 @@ def moves(eqn: core.JaxprEqn) -> bool:
 
 def jaxprs_to_search(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
   """The jaxprs that an equation holds or hides, unless it is marked."""
-  held = [inner.jaxpr for inner in _jaxprs.held_jaxprs(eqn)]
-  hidden = _jaxprs.lowered(eqn)
-  held += [hidden.jaxpr] if hidden else []
-  return [] if held and is_kept(eqn) else held
+  held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+  return [] if held and is_kept(eqn) else [inner.jaxpr for inner in held]
 
 
 class Search:

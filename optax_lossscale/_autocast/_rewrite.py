@@ -44,7 +44,7 @@ def call(
   returned: list[Any] = []
 
   # JAX names the user's function, and not this one, if a tracer leaks from it.
-  @functools.wraps(fun)
+  @functools.wraps(fun, updated=())
   def traced() -> list[Any]:
     leaves, structure = jax.tree.flatten(fun())
     is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
@@ -80,6 +80,7 @@ class Rewriter:
     # A jaxpr that is called twice is searched and rewritten once.
     self._search = _products.Search()
     self._rewritten: dict[Any, tuple[Any, list[bool]]] = {}
+    self._guarded: set[Any] = set()
 
   def rewrite(
     self, jaxpr: _jaxprs.AnyJaxpr, are_half: Sequence[bool] = ()
@@ -126,6 +127,8 @@ class Rewriter:
     self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, half: set[Any]
   ) -> list[core.JaxprEqn]:
     """What is in place of an equation that may hold jaxprs with products."""
+    if _rules.is_guard(eqn):
+      self._guarded.update(eqn.outvars)
     if not self._search.finds_in(eqn):
       return [eqn]
     entered = self._enter(eqn, half)
@@ -159,7 +162,9 @@ class Rewriter:
     """The equation with what it holds rewritten; None if that cannot be."""
     make = _rules.how_to_make(eqn)
     if make is not None:
-      fun = make(eqn, self._function, functools.partial(call, dtype=self.dtype))
+      in_half = functools.partial(call, dtype=self.dtype)
+      tools = _rules.Tools(self._function, in_half, self._guarded)
+      fun = make(eqn, tools)
       return fun and _jaxprs.equations_of(fun, eqn)
     are_half: list[bool] = []
     if _jaxprs.called_jaxpr(eqn) is not None:

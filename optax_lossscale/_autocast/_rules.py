@@ -10,7 +10,7 @@ equation alone, and never over a rewriter, which knows of that trace.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -24,18 +24,25 @@ from optax_lossscale import _jaxprs
 Function = Callable[..., list[Any]]
 
 
-# Makes an equation anew. It is given the equation, what makes a function of a
-# jaxpr with its products in half, and what calls a function with its products
-# in half, which rules may do at any time. It returns what takes the place of
-# the equation, of the same inputs, or None if the equation is not understood.
-Make = Callable[
-  [
-    core.JaxprEqn,
-    Callable[[core.ClosedJaxpr], Function],
-    Callable[[Callable[[], Any]], Any],
-  ],
-  Function | None,
-]
+
+class Tools(NamedTuple):
+  """What it takes to make an equation anew.
+
+  Attributes:
+    function: makes a function of a jaxpr, with its products in half.
+    call: calls a function with its products in half. Rules may do so at any
+      time.
+    guarded: the variables that refuse to be differentiated.
+  """
+
+  function: Callable[[core.ClosedJaxpr], Function]
+  call: Callable[[Callable[[], Any]], Any]
+  guarded: set[Any]
+
+
+# Makes an equation anew: a function of the same inputs that takes its place, or
+# None if the equation is not understood.
+Make = Callable[[core.JaxprEqn, Tools], Function | None]
 
 
 def how_to_make(eqn: core.JaxprEqn) -> Make | None:
@@ -46,14 +53,12 @@ def how_to_make(eqn: core.JaxprEqn) -> Make | None:
   return _OF_HIJAX.get(type(primitive).__name__)
 
 
-def _custom_jvp(
-  eqn: core.JaxprEqn, function: Any, call: Any
-) -> Function | None:
+def _custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   called = _body(eqn)
   if called is None:
     return None
-  fun: Any = jax.custom_jvp(_of_arguments(function(called)))
-  old = _jaxprs.function(eqn)
+  fun: Any = jax.custom_jvp(_of_arguments(tools.function(called)))
+  old, call = _jaxprs.function(eqn), tools.call
 
   def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     moved = [
@@ -67,39 +72,45 @@ def _custom_jvp(
   return fun
 
 
-def _custom_vjp(
-  eqn: core.JaxprEqn, function: Any, call: Any
-) -> Function | None:
+def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   called = _body(eqn)
   # What the user's function closes over has no derivative.
   consts = eqn.params.get("num_consts", None if _is_plain(eqn) else 0)
   if called is None or consts is None:
     return None
-  fun: Any = jax.custom_vjp(_of_arguments(function(called)))
-  old = _jaxprs.function(eqn)
+  fun: Any = jax.custom_vjp(_of_arguments(tools.function(called)))
+  old, call = _jaxprs.function(eqn), tools.call
+  # Not only what moves: JAX keeps one structure of the residuals for all calls
+  # of a function, and each may move other arguments. XLA drops a derivative
+  # that nobody reads.
+  floats = [
+    i
+    for i, atom in enumerate(eqn.invars)
+    if i >= consts and _is_inexact(atom) and not _is_in(atom, tools.guarded)
+  ]
+  refusals: list[Exception] = []
 
   def forward(*args: Any) -> tuple[Any, Any]:
-    values = [arg.value for arg in args]
     perturbed = [i for i, arg in enumerate(args) if arg.perturbed]
+    values = [arg.value for arg in args]
 
-    def differentiate(chosen: list[int]) -> tuple[Any, Any]:
-      of_chosen = _of_some(old, values, chosen)
-      some = [values[i] for i in chosen]
+    def differentiate(chosen: set[int]) -> tuple[Any, Any]:
+      of_chosen = _of_some(old, values, sorted(chosen))
+      some = [values[i] for i in sorted(chosen)]
       out, pull_back = call(lambda: jax.vjp(of_chosen, *some))
       # The backward pass is given arrays. In their structure it sees which of
       # the arguments were chosen.
       is_chosen = [0 if i in chosen else None for i in range(len(values))]
       return out, (pull_back, is_chosen)
 
-    # Not only what moves: JAX keeps one structure of the residuals for all
-    # calls of a function, and these may move different arguments. XLA drops a
-    # derivative that nobody reads.
-    floats = {i for i in range(consts, len(args)) if _is_inexact(values[i])}
-    try:
-      return differentiate(sorted(floats.union(perturbed)))
-    except Exception:  # A rule may refuse some derivatives, in its own words.
-      accepted = {i for i in floats if _accepts(old, values, i)}
-      return differentiate(sorted(accepted.union(perturbed)))
+    if not refusals:
+      try:
+        return differentiate({*floats, *perturbed})
+      except Exception as refusal:  # A rule refuses in words of its own.
+        if set(floats) <= set(perturbed):
+          raise
+        refusals.append(refusal)
+    return differentiate(set(perturbed))
 
   def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
     pull_back, is_chosen = residuals
@@ -109,6 +120,18 @@ def _custom_vjp(
 
   fun.defvjp(forward, backward, symbolic_zeros=True)
   return fun
+
+
+def is_guard(eqn: core.JaxprEqn) -> bool:
+  """Whether an equation returns what it is given, and has a rule of its own.
+
+  Such a rule is there to refuse a derivative: Equinox guards by it what its
+  rules are not to be asked for.
+  """
+  if how_to_make(eqn) is not _custom_jvp:
+    return False
+  held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+  return bool(held) and not any(inner.jaxpr.eqns for inner in held)
 
 
 def _is_plain(eqn: core.JaxprEqn) -> bool:
@@ -139,18 +162,13 @@ def _of_some(
   return of_chosen
 
 
-def _accepts(old: Function, values: Sequence[Any], i: int) -> bool:
-  """Whether the rule gives a derivative with respect to an argument."""
-  of_one = _of_some(old, values, [i])
-  try:
-    jax.eval_shape(lambda x: jax.vjp(of_one, x)[0], values[i])
-  except Exception:  # Whatever the rule raises.
-    return False
-  return True
+def _is_inexact(atom: Any) -> bool:
+  dtype = getattr(atom.aval, "dtype", np.int32)
+  return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _is_inexact(x: Any) -> bool:
-  return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+def _is_in(atom: Any, variables: set[Any]) -> bool:
+  return not isinstance(atom, core.Literal) and atom in variables
 
 
 def _instantiated(cotangent: Any) -> Any:
@@ -159,26 +177,22 @@ def _instantiated(cotangent: Any) -> Any:
   return np.zeros(cotangent.shape, cotangent.dtype)
 
 
-def _checkpoint_of_hijax(
-  eqn: core.JaxprEqn, function: Any, call: Any
-) -> Function | None:
+def _checkpoint_of_hijax(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   parts = _attributes(eqn, "jaxpr", "policy", "prevent_cse")
   if parts is None:
     return None
   jaxpr, policy, prevent_cse = parts
-  fun = _of_arguments(function(_jaxprs.closed(jaxpr)))
+  fun = _of_arguments(tools.function(_jaxprs.closed(jaxpr)))
   return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
 
 
-def _scan_of_hijax(
-  eqn: core.JaxprEqn, function: Any, call: Any
-) -> Function | None:
+def _scan_of_hijax(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   names = "jaxpr", "extensives", "length", "reverse", "unroll"
   parts = _attributes(eqn, *names)
   if parts is None:
     return None
   jaxpr, are_sliced, length, reverse, unroll = parts
-  body = function(_jaxprs.closed(jaxpr))
+  body = tools.function(_jaxprs.closed(jaxpr))
   sliced = [i for i, is_sliced in enumerate(are_sliced) if is_sliced]
 
   def fun(*args: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from optax_lossscale._jaxprs._equations import (
 from optax_lossscale._jaxprs._hijax import (
   BEHAVES_LIKE,
   hi_primitive,
+  hidden_jaxprs,
   lowered,
 )
 from optax_lossscale._jaxprs._lines import call_name, Line, line_of, name_of
@@ -59,6 +60,7 @@ __all__ = [
   "has_effect",
   "held_jaxprs",
   "hi_primitive",
+  "hidden_jaxprs",
   "is_matrix_product",
   "line_of",
   "lowered",

@@ -28,6 +28,22 @@ def hi_primitive(eqn: core.JaxprEqn) -> Any:
   return eqn.params.get("_prim")
 
 
+def hidden_jaxprs(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
+  """The jaxprs in the object of an equation of hijax; none of all others."""
+  primitive = hi_primitive(eqn)
+  if primitive is None:
+    return []
+  params = getattr(primitive, "params", {}).values()
+  # What was traced by `jax.jit` has its jaxpr as an attribute.
+  found = [
+    closed(jaxpr)
+    for jaxpr in (getattr(param, "jaxpr", param) for param in params)
+    if isinstance(jaxpr, (core.Jaxpr, core.ClosedJaxpr))
+  ]
+  plain = None if found else lowered(eqn)
+  return found if plain is None else [plain]
+
+
 def lowered(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
   """What an equation of hijax computes, in plain equations.
 

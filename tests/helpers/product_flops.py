@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 import jax
-from jax.extend import core
 import jax.numpy as jnp
+
+from optax_lossscale import _jaxprs
 
 HALF = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)
 PRODUCTS = "dot_general", "conv_general_dilated"
@@ -17,27 +18,19 @@ ALLOWED_IN_HALF = {
   "convert_element_type",
   # What moves data. The last two are there for its derivatives: slices are put
   # back among zeros.
-  "concatenate",
   "copy",
-  "copy_p",
-  "dynamic_slice",
-  "dynamic_update_slice",
-  "expand_dims",
   "name",
   "optimization_barrier",
   "reshape",
   "rev",
-  "select_n",
   "slice",
-  "split",
   "squeeze",
   "transpose",
   "broadcast_in_dim",
   "pad",
   # What calls functions.
-  "checkpoint",
+  "call_hi_primitive",
   "jit",
-  "pjit",
   "remat2",
   "scan",
 }
@@ -92,8 +85,7 @@ def arithmetic_in_half(jaxpr: Any) -> set[str]:
 
 
 def _jaxprs_of(eqn):
-  leaves = jax.tree.leaves(list(eqn.params.values()))
-  return [x for x in leaves if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
+  return [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
 
 
 def _flops(eqn):
