@@ -24,7 +24,6 @@ from optax_lossscale import _jaxprs
 Function = Callable[..., list[Any]]
 
 
-
 class Tools(NamedTuple):
   """What it takes to make an equation anew.
 

@@ -34,16 +34,16 @@ from optax_lossscale._jaxprs._loops import (
   cond_of,
   Scan,
   scan_of,
-  ShardMap,
   shard_map_of,
+  ShardMap,
   While,
   while_of,
 )
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 
 __all__ = [
-  "AnyJaxpr",
   "BEHAVES_LIKE",
+  "AnyJaxpr",
   "Cond",
   "Line",
   "Scan",

@@ -166,17 +166,19 @@ FOLLOWS = {
   "squeeze": lambda h: jnp.squeeze(h[:1], 0),
   "slice": lambda h: h[1:3],
   "rev": lambda h: h[::-1],
-  "dynamic_slice": lambda h: lax.dynamic_slice_in_dim(h, jnp.int32(1), 2),
-  "dynamic_update_slice": lambda h: lax.dynamic_update_slice(h, h[:2], (1, 0)),
-  "concatenate": lambda h: jnp.concatenate([h, h[:1]]),
-  "split": lambda h: lax.split(h, (1, 3)),
-  "select_n": lambda h: lax.select(jnp.eye(4) > 0, h, h.T),
   "optimization_barrier": lax.optimization_barrier,
   "name": lambda h: checkpoint_name(h, "h"),
   "copy": jnp.copy,
 }
-# What does not: the transposes of the first are sums, and the others compute.
+# What does not. The transposes of the first are sums, or become sums if `vmap`
+# stands outside, and the others compute.
 STAYS = {
+  "dynamic slice": lambda h: lax.dynamic_slice_in_dim(h, jnp.int32(1), 2),
+  "dynamic update": lambda h: lax.dynamic_update_slice(h, h + 1, (1, 0)),
+  "concatenate": lambda h: jnp.concatenate([h, h + 1]),
+  "stack": lambda h: jnp.stack([h, h + 1]),
+  "split": lambda h: lax.split(h, (1, 3)),
+  "select": lambda h: lax.select(jnp.eye(4) > 0, h, 1 - h),
   "broadcast": lambda h: jnp.broadcast_to(h, (3, 4, 4)),
   "gather": lambda h: h[jnp.array([0, 0, 1])],
   "pad": lambda h: jnp.pad(h, 1),
@@ -248,7 +250,8 @@ def test_a_product_within_what_is_unknown_runs_as_written():
   custom = jax.custom_batching.custom_vmap(lambda a, b: a @ b)
   custom.def_vmap(lambda size, batched, a, b: (jnp.matmul(a, b), True))
   half = ols.autocast(lambda a, b: custom(a, b) + a @ b)
-  assert equations.products(half, A, B) == {"float32": 1, "float16": 1}
+  with pytest.warns(UserWarning, match="cannot enter custom_vmap_call"):
+    assert equations.products(half, A, B) == {"float32": 1, "float16": 1}
 
 
 def test_a_function_called_twice_is_rewritten_once():
@@ -263,7 +266,7 @@ def test_a_function_called_twice_is_rewritten_once():
   jaxprs = {
     eqn.params["jaxpr"]
     for eqn in jax.make_jaxpr(half, static_argnums=2)(A, B, 9).eqns
-    if eqn.primitive.name in ("jit", "pjit")
+    if eqn.primitive.name == "jit"
   }
   # The first one is given what is half for no product.
   assert len(jaxprs) == 1

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _jaxprs
+from optax_lossscale import _jaxprs, diagnostics
 from optax_lossscale._jaxprs import _lines
-from optax_lossscale import diagnostics
 from optax_lossscale.diagnostics import (
   _entering,
   _marks,

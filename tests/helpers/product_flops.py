@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
@@ -82,6 +81,45 @@ def arithmetic_in_half(jaxpr: Any) -> set[str]:
       getattr(v.aval, "dtype", None) in HALF for v in eqn.invars + eqn.outvars
     )
   }
+
+
+def sums_in_half(jaxpr: Any) -> set[str]:
+  """The primitives that add up entries in half, or whose transposes do."""
+  return {
+    eqn.primitive.name
+    for _, eqn in equations(jaxpr)
+    if _adds_or_spreads(eqn)
+    and any(getattr(v.aval, "dtype", None) in HALF for v in eqn.outvars)
+  }
+
+
+def _adds_or_spreads(eqn):
+  sizes = [getattr(v.aval, "size", 0) for v in (*eqn.invars, *eqn.outvars)]
+  if eqn.primitive.name in ("broadcast_in_dim", "reduce_sum"):
+    return sizes[0] != sizes[-1]  # A broadcast of nothing adds up nothing.
+  return eqn.primitive.name in _ADDING
+
+
+# The last three put data where an index says, or beside other data: what is
+# left of them under a `vmap` is a gather or a broadcast.
+_ADDING = {
+  "add",
+  "add_any",
+  "all_gather",
+  "cumsum",
+  "gather",
+  "psum",
+  "psum_invariant",
+  "pvary",
+  "reduce_scatter",
+  "reduce_window_sum",
+  "scatter-add",
+  "scatter_add",
+  "concatenate",
+  "dynamic_slice",
+  "dynamic_update_slice",
+  "select_n",
+}
 
 
 def _jaxprs_of(eqn):

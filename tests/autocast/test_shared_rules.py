@@ -1,0 +1,309 @@
+"""Functions with rules of their own that several calls share.
+
+JAX traces such a function once, and differentiates what it traced once for each
+call: each time with respect to other arguments.
+"""
+
+import functools
+
+import equinox as eqx
+from flax import linen as nn
+from helpers import equations
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+KEYS = jax.random.split(jax.random.key(0), 6)
+W = jax.random.normal(KEYS[0], (4, 4))
+X = jax.random.normal(KEYS[1], (4, 4))
+
+
+def custom_vjp():
+  fun = jax.custom_vjp(lambda x, w: x @ w)
+  fun.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
+  )
+  return fun
+
+
+def custom_vjp_with_symbolic_zeros():
+  fun = jax.custom_vjp(lambda x, w: x @ w)
+  fun.defvjp(
+    lambda x, w: (x.value @ w.value, (x.value, w.value)),
+    lambda kept, g: (g @ kept[1].T, kept[0].T @ g),
+    symbolic_zeros=True,
+  )
+  return fun
+
+
+def custom_jvp():
+  fun = jax.custom_jvp(lambda x, w: x @ w)
+  fun.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+  return fun
+
+
+def equinox_custom_vjp():
+  @eqx.filter_custom_vjp
+  def fun(both):
+    return both[0] @ both[1]
+
+  @fun.def_fwd
+  def forward(perturbed, both):
+    return both[0] @ both[1], None
+
+  @fun.def_bwd
+  def backward(kept, g, perturbed, both):
+    return g @ both[1].T, both[0].T @ g
+
+  return lambda x, w: fun((x, w))
+
+
+RULES = (
+  custom_vjp,
+  custom_vjp_with_symbolic_zeros,
+  custom_jvp,
+  equinox_custom_vjp,
+)
+
+SHARED_BY = {
+  "jit": jax.jit,
+  "checkpoint": jax.checkpoint,
+  "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+  "dots_saveable": functools.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
+  ),
+  "jit of scan": lambda f: jax.jit(
+    lambda x, w: lax.scan(lambda c, _: (f(c, w), None), x, length=1)[0]
+  ),
+  "jit of cond": lambda f: jax.jit(
+    lambda x, w: lax.cond(x[0, 0] > -99, f, lambda x, w: x, x, w)
+  ),
+  "jit of vmap": lambda f: jax.jit(
+    lambda x, w: jax.vmap(f, (0, None))(x[:, None], w)[:, 0]
+  ),
+}
+
+# From the shared function to a loss of two arguments.
+LOSSES = {
+  "swapped": lambda f: (
+    lambda w, x: jnp.sum(f(x, w) ** 2) + jnp.sum(f(w, x) ** 3)
+  ),
+  "in a row": lambda f: lambda w, x: jnp.sum(f(jnp.tanh(f(x, w)), w) ** 2),
+  "partly frozen": lambda f: (
+    lambda w, x: (
+      jnp.sum(f(x, lax.stop_gradient(w)) ** 2)
+      + jnp.sum(f(lax.stop_gradient(x), w) ** 3)
+    )
+  ),
+}
+
+
+def assert_close(actual, expected, tolerance=5e-3):
+  for a, b in zip(
+    jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(a, b, atol=tolerance * np.max(np.abs(b)))
+
+
+def check(rule, share, make_loss, argnums):
+  loss = make_loss(share(rule()))
+  half, full = (jax.grad(f, argnums) for f in (ols.autocast(loss), loss))
+  assert_close(half(W, X), full(W, X))
+  # And where the gradient is taken inside.
+  assert_close(ols.autocast(full)(W, X), full(W, X))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_shared_rule_has_the_gradient_of_each_call(loss):
+  check(custom_vjp, jax.jit, LOSSES[loss], (0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("share", SHARED_BY)
+@pytest.mark.parametrize("rule", RULES, ids=lambda f: f.__name__)
+def test_any_shared_rule_has_the_gradient_of_each_call(
+  rule, share, loss, argnums
+):
+  check(rule, SHARED_BY[share], LOSSES[loss], argnums)
+
+
+@pytest.mark.parametrize("trained", [(0, 1, 2, 3), (2,), (0, 3)])
+@pytest.mark.parametrize("share", [jax.jit, jax.checkpoint])
+def test_four_layers_may_share_a_block_and_be_trained_in_part(share, trained):
+  block = share(lambda x, w: jnp.tanh(custom_vjp()(x, w)))
+  weights = [jax.random.normal(key, (4, 4)) for key in KEYS[2:]]
+
+  def loss(some):
+    layers = list(weights)
+    for i, w in zip(trained, some, strict=True):
+      layers[i] = w
+    x = X
+    for w in layers:
+      x = block(x, w)
+    return jnp.sum(x**2)
+
+  some = [weights[i] for i in trained]
+  assert_close(jax.grad(ols.autocast(loss))(some), jax.grad(loss)(some), 0.02)
+
+
+class Attention(nn.Module):
+  """With a product that has a rule of its own, as flash attentions do."""
+
+  @nn.compact
+  def __call__(self, x):
+    w = self.param("w", nn.initializers.lecun_normal(), (4, 4))
+    return x + jnp.tanh(custom_vjp()(x, w))
+
+
+@pytest.mark.slow
+def test_layers_of_one_jitted_flax_class_have_their_own_gradients():
+  class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for _ in range(3):
+        x = nn.jit(Attention)()(x)
+      return x
+
+  params = Stack().init(jax.random.key(0), X)
+  loss = lambda params, x: jnp.sum(Stack().apply(params, x) ** 2)
+  for argnums in (0, 1, (0, 1)):
+    half = jax.grad(ols.autocast(loss), argnums)(params, X)
+    assert_close(half, jax.grad(loss, argnums)(params, X), 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [slice(None), slice(1, 3), slice(3, 4)])
+def test_a_scanned_checkpointed_stack_may_be_trained_in_part(trained):
+  """As in a graph network that is fine-tuned: some of its layers are frozen."""
+  dense = custom_vjp()
+  policy = jax.checkpoint_policies.dots_saveable
+
+  @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+  def block(x, layer):
+    messages = dense(x, layer["in"])
+    x = x + dense(jnp.tanh(messages), layer["out"])
+    return x / (1 + jnp.linalg.norm(x, axis=-1, keepdims=True)), None
+
+  layers = {
+    "in": jax.random.normal(KEYS[2], (4, 4, 8)) / 2,
+    "out": jax.random.normal(KEYS[3], (4, 8, 4)) / 3,
+  }
+
+  def loss(some):
+    full = jax.tree.map(lambda a, b: a.at[trained].set(b), layers, some)
+    # The frozen ones are constants of the scan that they stand in.
+    first = jax.tree.map(lambda a: a[:2], full)
+    last = jax.tree.map(lambda a: a[2:], full)
+    x, _ = lax.scan(block, X, first)
+    x, _ = lax.scan(block, x, last)
+    return jnp.sum(x**2)
+
+  some = jax.tree.map(lambda a: a[trained], layers)
+  half = jax.jit(jax.grad(ols.autocast(loss)))
+  assert set(equations.products(half, some)) == {"float16"}
+  assert_close(half(some), jax.jit(jax.grad(loss))(some), 0.02)
+
+
+@pytest.mark.parametrize("share", [jax.jit, jax.checkpoint])
+def test_what_a_rule_closes_over_cannot_be_differentiated(share):
+  def loss(w, x):
+    fun = jax.custom_vjp(lambda x: x @ w)
+    fun.defvjp(lambda x: (x @ w, w), lambda w, g: (g @ w.T,))
+    return jnp.sum(share(fun)(x) ** 2)
+
+  half = ols.autocast(loss)
+  for gradient in (jax.grad(half), ols.autocast(jax.grad(loss))):
+    with pytest.raises(Exception, match="closed-over value"):
+      gradient(W, X)
+  assert_close(jax.grad(half, 1)(W, X), jax.grad(loss, 1)(W, X))
+
+
+def test_a_rule_may_refuse_what_equinox_guards():
+  @eqx.filter_custom_vjp
+  def fun(w, x):
+    return x @ w
+
+  fun.def_fwd(lambda perturbed, w, x: (x @ w, None))
+  fun.def_bwd(lambda kept, g, perturbed, w, x: x.T @ g)
+  shared = eqx.filter_jit(fun)
+  loss = lambda w: jnp.sum(shared(w, X) ** 2) + jnp.sum(shared(2 * w, X))
+  # In any order: a rule that has failed once fails again.
+  for f in (loss, ols.autocast(loss), loss, ols.autocast(loss)):
+    assert_close(jax.grad(f)(W), jax.grad(loss)(W))
+
+
+def test_a_rule_may_refuse_in_words_of_its_own():
+  def forward(x, mask):
+    if mask.perturbed:
+      raise NotImplementedError("The mask has no derivative.")
+    return x.value @ mask.value, mask.value
+
+  fun = jax.custom_vjp(lambda x, mask: x @ mask)
+  fun.defvjp(forward, lambda mask, g: (g @ mask.T, None), symbolic_zeros=True)
+  loss = lambda x, mask: jnp.sum(fun(x, mask) ** 2) + jnp.sum(fun(x, mask))
+  half = ols.autocast(loss)
+  assert_close(jax.grad(half)(X, W), jax.grad(loss)(X, W))
+  with pytest.raises(NotImplementedError, match="The mask has no derivative"):
+    jax.grad(half, 1)(X, W)
+
+
+def of_a_constant(wrap):
+  """A rule over a constant, in the body of something."""
+  table = jnp.float32(np.arange(16).reshape(4, 4) % 3)
+  fun = jax.custom_vjp(lambda x: x @ table)
+  fun.defvjp(lambda x: (x @ table, None), lambda kept, g: (g @ table.T,))
+  return jax.checkpoint(lambda x: jnp.sum(wrap(fun)(x) ** 2))
+
+
+WITHIN = {
+  "cond": lambda f: lambda x: lax.cond(x[0, 0] > -99, f, lambda x: x, x),
+  "scan": lambda f: (
+    lambda x: lax.scan(lambda c, _: (f(c) / 9, None), x, length=2)[0]
+  ),
+  "map": lambda f: lambda x: lax.map(f, x[None])[0],
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_rule_in_a_loop_in_a_checkpoint_keeps_its_constants(within):
+  loss = of_a_constant(WITHIN[within])
+  expected = jax.grad(loss)(X)
+  for transform in (lambda f: f, jax.jit):
+    assert_close(transform(ols.autocast(jax.grad(loss)))(X), expected)
+    assert_close(transform(jax.grad(ols.autocast(loss)))(X), expected)
+
+
+def programs_that_may_leak():
+  dense = custom_vjp()
+  over_a_constant = of_a_constant(lambda f: f)
+  return {
+    "plain": lambda x, w: x @ w,
+    "jit": jax.jit(lambda x, w: x @ w),
+    "scan": lambda x, w: lax.scan(lambda c, _: (c @ w, 0), x, length=2)[0],
+    "cond": lambda x, w: lax.cond(w[0, 0] > 0, lambda: x @ w, lambda: x),
+    "while": lambda x, w: lax.fori_loop(0, 2, lambda i, c: c @ w, x),
+    "relu": lambda x, w: jax.nn.relu(x @ w),
+    "custom_vjp": dense,
+    "custom_jvp": custom_jvp(),
+    "custom_vjp in a scan": lambda x, w: lax.scan(
+      lambda c, _: (dense(c, w), 0), x, length=2
+    )[0],
+    "custom_vjp in a checkpoint": jax.checkpoint(dense),
+    "custom_vjp over a constant": lambda x, w: over_a_constant(x @ w),
+  }
+
+
+@pytest.mark.slow  # JAX looks for leaks with the garbage collector.
+@pytest.mark.parametrize("name", programs_that_may_leak())
+def test_no_tracer_outlives_its_trace(name):
+  fun = programs_that_may_leak()[name]
+  loss = lambda x, w: jnp.sum(fun(x, w) ** 2)
+  with jax.checking_leaks():
+    for f in (ols.autocast(loss), jax.grad(ols.autocast(loss), (0, 1))):
+      jax.make_jaxpr(f)(X, W)

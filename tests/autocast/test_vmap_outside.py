@@ -1,0 +1,280 @@
+"""No sum of cotangents is half, whatever stands around `autocast`.
+
+A `vmap` that comes later turns what moves data into something else: an index
+into a gather, whose transpose adds up, and an array that all members share into
+a broadcast, whose transpose is a sum.
+"""
+
+import functools
+
+from helpers import product_flops, sharding
+from helpers.jax_limits import jax_can
+import hypothesis
+from hypothesis import strategies as st
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale._autocast import _products
+
+MANY = 4096
+A = jax.random.normal(jax.random.key(1), (4, 4))
+W = jnp.eye(4)
+
+# Losses of a weight and an index or a mask, of which each member of a `vmap`
+# has its own, or all have the same. The cotangents of all members are added.
+LOSSES = {
+  "index": lambda w, i: (A @ w)[i].sum(),
+  "dynamic slice": lambda w, i: lax.dynamic_slice_in_dim(A @ w, i, 1).sum(),
+  "dynamic update": lambda w, i: lax.dynamic_update_slice(
+    jnp.ones((4, 4)), (A @ w)[:1], (i, 0)
+  ).sum(),
+  "concatenate": lambda w, i: jnp.concatenate(
+    [A @ w, (A @ w) * i.astype(jnp.float32)]
+  ).sum(),
+  "stack": lambda w, i: jnp.stack([A @ w, A @ (w + i)]).sum(),
+  "select": lambda w, i: lax.select(jnp.eye(4) > i, A @ w, A @ (w + i)).sum(),
+  "split": lambda w, i: sum(
+    (1 + n * i) * x.sum() for n, x in enumerate(lax.split(A @ w, (2, 2)))
+  ),
+  "unstack": lambda w, i: sum(
+    (1 + n * i) * x.sum() for n, x in enumerate(jnp.unstack(A @ w))
+  ),
+}
+
+
+def in_members(fun):
+  return lambda w, i: jax.vmap(fun, (None, 0))(w, i).sum()
+
+
+def in_members_of_members(fun):
+  def both(w, i):
+    return in_members(in_members(fun))(w, i.reshape(64, -1))
+
+  return both
+
+
+def in_a_scan_of_members(fun):
+  def scanned(w, i):
+    step = lambda c, i: (c + in_members(fun)(w, i), None)
+    return lax.scan(step, 0.0, i.reshape(4, -1))[0]
+
+  return scanned
+
+
+def in_members_of_a_shard_map(fun):
+  mesh = sharding.make_mesh((4,), ("data",))
+  local = lambda w, i: lax.psum(in_members(fun)(w, i), "data")
+  return jax.shard_map(
+    local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+  )
+
+
+AROUND = (
+  in_members,
+  in_members_of_members,
+  in_a_scan_of_members,
+  in_members_of_a_shard_map,
+)
+
+
+def assert_sums_are_wide(gradient, *args):
+  """No equation that adds or spreads data is half, but for products."""
+  jaxpr = jax.make_jaxpr(gradient)(*args)
+  assert product_flops.sums_in_half(jaxpr) == set()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("around", AROUND, ids=lambda f: f.__name__)
+def test_the_gradients_of_many_members_add_up(name, around):
+  loss, i = LOSSES[name], jnp.zeros(MANY, int)
+  half = jax.grad(lambda w: around(ols.autocast(loss))(w, i) / MANY)
+  full = jax.grad(lambda w: around(loss)(w, i) / MANY)
+  assert_sums_are_wide(half, W)
+  np.testing.assert_allclose(
+    jax.jit(half)(W), jax.jit(full)(W), rtol=2e-3, atol=2e-3
+  )
+
+
+# Every primitive that stays in half, applied to the product `h`.
+MOVED = {
+  "copy": jnp.copy,
+  "name": lambda h: checkpoint_name(h, "h"),
+  "optimization_barrier": lambda h: lax.optimization_barrier((h, 2 * h))[0],
+  "reshape": lambda h: h.reshape(2, 8),
+  "rev": lambda h: h[::-1],
+  "sharding_constraint": lambda h: lax.with_sharding_constraint(
+    h, jax.NamedSharding(sharding.make_mesh((1,), ("one",)), P())
+  ),
+  "slice": lambda h: h[1:3],
+  "squeeze": lambda h: jnp.squeeze(h[:1], 0),
+  "transpose": lambda h: h.T,
+}
+# And of the products themselves, of two operands.
+PRODUCTS = {
+  "dot_general": lambda a, b: a @ b,
+  "conv_general_dilated": lambda a, b: lax.conv(
+    a[None, None], b[None, None, :3, :3], (1, 1), "SAME"
+  ),
+  "ragged_dot_general": lambda a, b: lax.ragged_dot(
+    a, jnp.stack([b, 2 * b]), jnp.array([1, 3])
+  ),
+}
+BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
+
+
+def test_each_primitive_of_the_table_is_tried():
+  between = _products._MOVES_BETWEEN_DEVICES
+  assert set(MOVED) == _products._MOVES
+  assert between == {"all_to_all", "ppermute"}  # tried below
+  assert set(PRODUCTS) == set(_products._CONTRACTS)
+
+
+@pytest.mark.parametrize("axes", BATCHINGS)
+@pytest.mark.parametrize("name", [*MOVED, *PRODUCTS])
+def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
+  def model(a, b):
+    h = PRODUCTS[name](a, b) if name in PRODUCTS else MOVED[name](a @ b)
+    return jnp.sum(jnp.sin(h) * jnp.cos(jnp.sum(a * b)))
+
+  stacked = [
+    x if axis is None else jnp.stack([x, x + 1, x + 2])
+    for x, axis in zip((A, W), axes, strict=True)
+  ]
+
+  def members(fun, a, b):
+    if axes == (None, None):  # What all members share comes from outside.
+      return jax.vmap(lambda s: s * fun(a, b))(jnp.arange(3.0)).sum()
+    return jax.vmap(fun, axes)(a, b).sum()
+
+  def first_derivative(cast, a, b):
+    fun = functools.partial(members, cast(model))
+    return jax.grad(fun, (0, 1))(a, b)
+
+  def second_derivative(cast, a, b):
+    inner = jax.grad(cast(model), (0, 1))
+    penalty = lambda a, b: sum(jnp.sum(g**2) for g in inner(a, b))
+    fun = functools.partial(members, penalty)
+    return jax.grad(fun, (0, 1))(a, b)
+
+  for derivative in (first_derivative, second_derivative):
+    as_written = functools.partial(derivative, lambda fun: fun)
+    if not jax_can(as_written, *stacked):
+      continue
+    half = jax.make_jaxpr(functools.partial(derivative, ols.autocast))(*stacked)
+    sums = product_flops.sums_in_half(half)
+    # The narrow operand of a product is read forward and backward. Only where
+    # the gradient itself is differentiated, these two cotangents are added.
+    allowed = {"add_any"} if derivative is second_derivative else set()
+    assert sums <= allowed
+
+
+@pytest.mark.parametrize("exchange", ["ppermute", "all_to_all"])
+def test_an_exchange_between_members_of_a_vmap_is_in_float32(exchange):
+  def local(w, x):
+    h = A @ w
+    if exchange == "ppermute":
+      return x * lax.ppermute(h, "i", [(0, 1), (1, 2), (2, 3), (3, 0)])
+    return x * lax.all_to_all(h, "i", 0, 0)
+
+  def loss(w, cast):
+    fun = jax.vmap(cast(local), (None, 0), axis_name="i")
+    return fun(w, jnp.arange(4.0)).sum()
+
+  half = functools.partial(jax.grad(loss), cast=ols.autocast)
+  assert_sums_are_wide(half, W)
+  full = functools.partial(jax.grad(loss), cast=lambda fun: fun)
+  np.testing.assert_allclose(half(W), full(W), rtol=2e-3, atol=2e-3)
+
+
+def loops_of_different_lengths(x, n):
+  is_small = lambda c: c[1] < n
+  return lax.while_loop(is_small, lambda c: (c[0] @ W, c[1] + 1), (x, 0))[0]
+
+
+def fori_loops_of_different_lengths(x, n):
+  return lax.fori_loop(0, n, lambda i, c: c @ W + i, x)
+
+
+@pytest.mark.parametrize(
+  "fun", [loops_of_different_lengths, fori_loops_of_different_lengths]
+)
+def test_mapped_loops_may_run_for_different_lengths(fun):
+  x, n = jnp.stack([A, A, A]), jnp.array([1, 4, 0])
+  mapped = jax.vmap(fun)
+  for half in (ols.autocast(mapped), jax.vmap(ols.autocast(fun))):
+    np.testing.assert_allclose(
+      jax.jit(half)(x, n), mapped(x, n), rtol=2e-3, atol=2e-3
+    )
+
+
+# Random programs: each step takes a member's array and what all share.
+STEPS = {
+  "product": lambda x, w: x @ w / 2,
+  "product of the shared": lambda x, w: jnp.sin(x) * jnp.mean(w @ w),
+  "index": lambda x, w: x[jnp.argmax(x[:, 0])][None] + x,
+  "rows": lambda x, w: (x @ w)[jnp.array([0, 0, 1, 3])],
+  "concatenate": lambda x, w: jnp.concatenate([x[:2], (w @ w)[2:]]),
+  "select": lambda x, w: jnp.where(x > 0, x @ w, w @ w),
+  "split": lambda x, w: sum(lax.split(x @ w, (2, 2), axis=1)) @ w[:2],
+  "transpose": lambda x, w: (x @ w).T,
+  "reshape": lambda x, w: (x @ w).reshape(2, 8).T.reshape(4, 4),
+  "tanh": lambda x, w: jnp.tanh(x),
+  "scan": lambda x, w: lax.scan(
+    lambda c, _: (jnp.tanh(c @ w), None), x, length=2
+  )[0],
+  "checkpoint": lambda x, w: jax.checkpoint(lambda x: jnp.sin(x @ w))(x),
+  "vmap": lambda x, w: jax.vmap(lambda r: jnp.tanh(r @ w))(x),
+  "cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: w @ w),
+  "relu": lambda x, w: jax.nn.relu(x @ w),
+}
+
+
+@pytest.mark.slow
+@hypothesis.given(
+  st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5),
+  st.sampled_from(["outside", "inside", "both"]),
+  st.integers(0, 2**16),
+)
+@hypothesis.settings(max_examples=60)
+def test_a_random_program_among_vmaps_rounds_no_more_than_its_products(
+  names, where, seed
+):
+  keys = jax.random.split(jax.random.key(seed))
+  xs = jax.random.normal(keys[0], (6, 4, 4))
+  w = jax.random.normal(keys[1], (4, 4)) / 2
+
+  def program(w, x):
+    for name in names:
+      x = STEPS[name](x, w)
+    return jnp.mean(jnp.sin(x @ w))
+
+  def loss(cast, w, xs):
+    if where == "inside":
+      return cast(lambda w, xs: jax.vmap(program, (None, 0))(w, xs))(w, xs)
+    members = jax.vmap(cast(program), (None, 0))
+    if where == "both":
+      split = xs.reshape(2, 3, 4, 4)
+      members = jax.vmap(
+        cast(lambda w, xs: jax.vmap(program, (None, 0))(w, xs)), (None, 0)
+      )
+      return members(w, split)
+    return members(w, xs)
+
+  def gradient(cast, dtype):
+    fun = lambda w, xs: jnp.sum(loss(cast, w, xs))
+    wide = [x.astype(dtype) for x in (w, xs)]
+    return jax.jit(jax.grad(fun, (0, 1)))(*wide)
+
+  with jax.enable_x64(True):
+    exact = gradient(lambda fun: fun, jnp.float64)
+  half = gradient(ols.autocast, jnp.float32)
+  for a, b in zip(half, exact, strict=True):
+    scale = np.max(np.abs(b)) + 1e-3
+    steps = 1 + len(names)
+    assert np.max(np.abs(a - b)) / scale < steps * 40 * 2**-11, names
