@@ -91,10 +91,22 @@ def varying(x: Any) -> frozenset[Hashable]:
 
 
 def varying_of(kind: Any) -> frozenset[Hashable]:
-  """The mapped axes over which what is of this type varies."""
-  if hasattr(kind, "manual_axis_type"):
-    return kind.manual_axis_type.varying
-  return kind.vma  # Its name before JAX 0.10.
+  """The mapped axes over which what is of this type varies.
+
+  Raises:
+    RuntimeError: if JAX has another name for them, since a guess would make
+      devices part ways, or a norm too large.
+  """
+  # No name of it is public. The second is that before JAX 0.10.
+  axes = getattr(kind, "manual_axis_type", None)
+  varying = getattr(axes, "varying", getattr(kind, "vma", None))
+  if not isinstance(varying, (frozenset, set)):
+    raise RuntimeError(
+      "optax_lossscale cannot tell along which axes of the mesh a value varies"
+      f" in JAX {jax.__version__}, got the type {kind!r}. Please report it, and"
+      " use an older JAX until there is a new version of optax_lossscale."
+    )
+  return frozenset(varying)
 
 
 def _as_tuple(axis_name: AxisName | None) -> tuple[Hashable, ...]:

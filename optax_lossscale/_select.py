@@ -4,8 +4,8 @@ The old state is not selected after the update but within it: where each new
 leaf of the state is computed. CONTRIBUTING.md says why.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -48,7 +48,8 @@ def update_or_keep(
     ValueError: if ``update`` returns a state of another structure.
   """
   # Outside jit nothing is fused, and leaves of the state may be any object.
-  if not isinstance(finite, jax.core.Tracer):
+  here = _jit_called_here() if isinstance(finite, jax.core.Tracer) else None
+  if here is None:
     updates, new_state = update(grads, state, params, **extra_args)
     return updates, keep_unless(finite, new_state, state)
 
@@ -57,7 +58,7 @@ def update_or_keep(
     _check_structure(new_state, state)
     return updates, _cast_like(new_state, state)
 
-  return _run_with_selects(run, finite, state)
+  return _run_with_selects(run, finite, state, here)
 
 
 def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
@@ -71,7 +72,10 @@ def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
 
 
 def _run_with_selects(
-  run: Callable[[], tuple[Any, Any]], finite: jax.Array, state: Any
+  run: Callable[[], tuple[Any, Any]],
+  finite: jax.Array,
+  state: Any,
+  here: core.JaxprEqn,
 ) -> tuple[Any, Any]:
   # `run` takes no arguments but closes over everything. So traced values become
   # constants of the jaxpr, and keep their shardings and manual axes, and
@@ -86,7 +90,7 @@ def _run_with_selects(
     if not isinstance(var, core.Literal):
       old.setdefault(var, leaf)
   outs, selected = _evaluate(
-    closed.jaxpr, closed.consts, finite, old, _jit_called_here()
+    closed.jaxpr, closed.consts, finite, old, here
   )
 
   def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
@@ -101,9 +105,18 @@ def _run_with_selects(
   return updates, jax.tree.unflatten(jax.tree.structure(state), new_leaves)
 
 
-def _jit_called_here() -> core.JaxprEqn:
-  """The equation of a jit without any options, to compare others with."""
-  (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns
+def _jit_called_here() -> core.JaxprEqn | None:
+  """The equation of a jit without any options, to compare others with.
+
+  None if its jaxpr cannot be taken apart: a new version of JAX may describe
+  what a function computes in another way. To select within an update saves
+  time, and to select after it is always right.
+  """
+  try:
+    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns
+    jax.eval_shape(_jaxprs.function(eqn), 0.0)
+  except Exception:
+    return None
   return eqn
 
 
@@ -133,8 +146,10 @@ def _evaluate(
     return var.val if isinstance(var, core.Literal) else env[var]
 
   for eqn in jaxpr.eqns:
-    if _may_be_entered(eqn, here):
-      outs, within = _enter(eqn, map(read, eqn.invars), finite, old, here)
+    entry = _entry(eqn, here)
+    if entry is not None:
+      args = list(map(read, eqn.invars))
+      outs, within = _enter(entry, args, eqn.outvars, finite, old, here)
       selected |= within
       env.update(zip(eqn.outvars, outs, strict=True))
       continue
@@ -147,44 +162,59 @@ def _evaluate(
   return [read(var) for var in jaxpr.outvars], selected
 
 
+class _Entry(NamedTuple):
+  """What it takes to enter a jit: its jaxpr, and the scope of its call."""
+
+  inner: _jaxprs.ClosedJaxpr
+  scope: str
+
+
 def _enter(
-  eqn: core.JaxprEqn,
-  args: Iterable[Any],
+  entry: _Entry,
+  args: list[Any],
+  outvars: Sequence[Any],
   finite: jax.Array,
   old: dict[Any, Any],
   here: core.JaxprEqn,
 ) -> tuple[list[Any], set[Any]]:
   """Does what ``_evaluate`` does, for the function that a jit calls."""
-  inner = eqn.params["jaxpr"]
+  inner = entry.inner
   # By the variable inside. If it is returned twice, it is selected once.
   pairs = {
     i: o
-    for i, o in zip(inner.jaxpr.outvars, eqn.outvars, strict=True)
+    for i, o in zip(inner.jaxpr.outvars, outvars, strict=True)
     if o in old and not isinstance(i, core.Literal)
   }
   inner_old = {i: old[o] for i, o in pairs.items()}
   # Profiles go on to show the scopes around the call, and its name.
-  call = f"jit({eqn.params['name']})"
-  with jax.named_scope(str(eqn.source_info.name_stack.extend(call))):
+  with jax.named_scope(entry.scope):
     outs, selected = _evaluate(
       inner.jaxpr, [*inner.consts, *args], finite, inner_old, here
     )
   return outs, {pairs[i] for i in selected}
 
 
-def _may_be_entered(eqn: core.JaxprEqn, here: core.JaxprEqn) -> bool:
-  """Whether to select inside this equation: if it is a jit without options.
+def _entry(eqn: core.JaxprEqn, here: core.JaxprEqn) -> _Entry | None:
+  """How to select inside this equation, if it is a jit without options.
 
   Shardings, donation and other options of the jit would be lost. A jit with one
-  result is not entered, since nothing in it could read the selected value.
+  result is not entered, since nothing in it could read the selected value. Nor
+  is one that is not understood.
   """
-  is_jit = eqn.primitive.name in ("jit", "pjit") and len(eqn.outvars) > 1
-  is_as_here = (
-    _kinds(value) <= _kinds(here.params.get(name))
-    for name, value in eqn.params.items()
-    if name not in ("jaxpr", "name")
-  )
-  return is_jit and eqn.ctx == here.ctx and all(is_as_here)
+  if eqn.primitive is not here.primitive or len(eqn.outvars) < 2:
+    return None
+  try:
+    inner = _jaxprs.called_jaxpr(eqn)
+    is_as_here = eqn.ctx == here.ctx and all(
+      _kinds(value) <= _kinds(here.params.get(name))
+      for name, value in eqn.params.items()
+      if name not in ("jaxpr", "name")
+    )
+    call = f"jit({eqn.params['name']})"
+    scope = str(eqn.source_info.name_stack.extend(call))
+  except Exception:
+    return None
+  return _Entry(inner, scope) if inner and is_as_here else None
 
 
 def _kinds(param: Any) -> set[Any]:
@@ -205,15 +235,18 @@ def _may_select(
   traced with the type of this one. It may not on another device or mesh than
   that of this call, such as between operations of the host. And it may not if
   the equation says where its result is placed, since XLA would choose a place
-  for the selected one.
+  for the selected one. And it may not if one of these cannot be known.
   """
-  shardings = map(_is_sharding, jax.tree.leaves(eqn.params))
-  return (
-    _axes.varying(finite) <= _axes.varying(value)
-    and jax.typeof(value) == jax.typeof(old)
-    and eqn.ctx == here.ctx
-    and not any(shardings)
-  )
+  try:
+    shardings = map(_is_sharding, jax.tree.leaves(eqn.params))
+    return (
+      _axes.varying(finite) <= _axes.varying(value)
+      and jax.typeof(value) == jax.typeof(old)
+      and eqn.ctx == here.ctx
+      and not any(shardings)
+    )
+  except Exception:
+    return False
 
 
 def _is_sharding(x: Any) -> bool:

@@ -180,7 +180,7 @@ class Rewriter:
 
     return [_jaxprs.with_jaxprs(eqn, replace)]
 
-  def _function(self, closed: core.ClosedJaxpr) -> _rules.Function:
+  def _function(self, closed: _jaxprs.ClosedJaxpr) -> _rules.Function:
     return core.jaxpr_as_fun(self.rewrite(closed)[0])
 
 

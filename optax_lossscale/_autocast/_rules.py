@@ -34,7 +34,7 @@ class Tools(NamedTuple):
     guarded: the variables that refuse to be differentiated.
   """
 
-  function: Callable[[core.ClosedJaxpr], Function]
+  function: Callable[[_jaxprs.ClosedJaxpr], Function]
   call: Callable[[Callable[[], Any]], Any]
   guarded: set[Any]
 
@@ -137,7 +137,7 @@ def _is_plain(eqn: core.JaxprEqn) -> bool:
   return _jaxprs.hi_primitive(eqn) is None
 
 
-def _body(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+def _body(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
   """What a function with a rule computes where nothing is differentiated."""
   return _jaxprs.called_jaxpr(eqn) or _jaxprs.lowered(eqn)
 

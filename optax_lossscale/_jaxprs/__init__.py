@@ -12,6 +12,7 @@ from optax_lossscale._jaxprs._equations import (
   AnyJaxpr,
   called_jaxpr,
   closed,
+  ClosedJaxpr,
   equations_of,
   function,
   has_effect,
@@ -44,6 +45,7 @@ from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 __all__ = [
   "BEHAVES_LIKE",
   "AnyJaxpr",
+  "ClosedJaxpr",
   "Cond",
   "Line",
   "Scan",

@@ -2,12 +2,19 @@
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
-from typing import Any
+import functools
+from typing import Any, TYPE_CHECKING
 
 import jax
 from jax.extend import core
 
-AnyJaxpr = core.Jaxpr | core.ClosedJaxpr
+if TYPE_CHECKING:
+  from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+else:
+  # Since JAX 0.11 it is another name of Jaxpr. Remove it once jax >= 0.11.
+  ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
+
+AnyJaxpr = core.Jaxpr | ClosedJaxpr
 
 # Equations that do nothing but call their jaxpr with all of their inputs.
 _CALLS = {
@@ -29,13 +36,13 @@ def function(eqn: core.JaxprEqn) -> Callable[..., list[Any]]:
   def evaluate(*args: Any) -> list[Any]:
     # Each input is a variable of its own, even if one value is given twice.
     inputs: list[Any] = [core.Var(jax.typeof(x)) for x in args]
-    alone = _EMPTY.replace(
+    alone = _empty().replace(
       invars=inputs,
       outvars=eqn.outvars,
       eqns=[eqn.replace(invars=inputs)],
       effects=eqn.effects,
     )
-    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*args)
+    return core.jaxpr_as_fun(closed(alone))(*args)
 
   return evaluate
 
@@ -84,7 +91,7 @@ def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
   return getattr(context, "manager", None) or contextlib.nullcontext()
 
 
-def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+def called_jaxpr(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
   """The jaxpr that an equation calls with all of its inputs, if it does that.
 
   It is that of a ``jit``, a ``checkpoint``, or a function with a derivative of
@@ -98,29 +105,28 @@ def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
   return held[0]
 
 
-def _fits(called: core.ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
+def _fits(called: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
   inner = called.jaxpr
   return len(inner.invars) == len(eqn.invars) and (
     len(inner.outvars) == len(eqn.outvars)
   )
 
 
-def closed(jaxpr: AnyJaxpr) -> core.ClosedJaxpr:
+def closed(jaxpr: AnyJaxpr) -> ClosedJaxpr:
   """The jaxpr with its constants.
 
   Both are the same class since JAX 0.11, where a jaxpr has its constants with
   it. Remove this once jax >= 0.11.
   """
-  if isinstance(jaxpr, core.ClosedJaxpr):
-    return jaxpr
-  return core.ClosedJaxpr(jaxpr, ())
+  is_closed = isinstance(jaxpr, ClosedJaxpr)
+  return jaxpr if is_closed else ClosedJaxpr(jaxpr, ())
 
 
-def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.ClosedJaxpr]:
+def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
   """All jaxprs among the parameters of an equation."""
   for param in eqn.params.values():
     for value in param if isinstance(param, (tuple, list)) else (param,):
-      if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+      if isinstance(value, (core.Jaxpr, ClosedJaxpr)):
         yield closed(value)
 
 
@@ -142,7 +148,7 @@ def with_jaxprs(
 
 
 def _replaced(param: Any, replace: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:
-  if isinstance(param, (core.Jaxpr, core.ClosedJaxpr)):
+  if isinstance(param, (core.Jaxpr, ClosedJaxpr)):
     return replace(param)
   if type(param) is tuple:
     return tuple(_replaced(x, replace) for x in param)
@@ -154,7 +160,7 @@ def with_equations(jaxpr: AnyJaxpr, eqns: list[core.JaxprEqn]) -> AnyJaxpr:
   # The first is a closed one, too, since JAX 0.11, and keeps its constants.
   if isinstance(jaxpr, core.Jaxpr):
     return jaxpr.replace(eqns=eqns)
-  return core.ClosedJaxpr(jaxpr.jaxpr.replace(eqns=eqns), jaxpr.consts)
+  return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=eqns), jaxpr.consts)
 
 
 def has_effect(eqn: core.JaxprEqn) -> bool:
@@ -207,5 +213,8 @@ def _variables(atoms: list[Any]) -> Iterator[Any]:
   return (atom for atom in atoms if not isinstance(atom, core.Literal))
 
 
-# Its fields can be replaced. What makes a jaxpr differs between versions.
-_EMPTY = jax.make_jaxpr(lambda: ())().jaxpr
+@functools.cache
+def _empty() -> Any:
+  """A jaxpr whose fields can be replaced. What makes one differs."""
+  empty = jax.make_jaxpr(lambda: ())()
+  return getattr(empty, "jaxpr", empty)

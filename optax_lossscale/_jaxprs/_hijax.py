@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs._equations import closed, function
+from optax_lossscale._jaxprs._equations import closed, ClosedJaxpr, function
 
 # The class of the object, and which plain primitive it stands for.
 BEHAVES_LIKE = {
@@ -28,7 +28,7 @@ def hi_primitive(eqn: core.JaxprEqn) -> Any:
   return eqn.params.get("_prim")
 
 
-def hidden_jaxprs(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
+def hidden_jaxprs(eqn: core.JaxprEqn) -> list[ClosedJaxpr]:
   """The jaxprs in the object of an equation of hijax; none of all others."""
   primitive = hi_primitive(eqn)
   if primitive is None:
@@ -38,13 +38,13 @@ def hidden_jaxprs(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
   found = [
     closed(jaxpr)
     for jaxpr in (getattr(param, "jaxpr", param) for param in params)
-    if isinstance(jaxpr, (core.Jaxpr, core.ClosedJaxpr))
+    if isinstance(jaxpr, (core.Jaxpr, ClosedJaxpr))
   ]
   plain = None if found else lowered(eqn)
   return found if plain is None else [plain]
 
 
-def lowered(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+def lowered(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
   """What an equation of hijax computes, in plain equations.
 
   This is its forward pass: a derivative of its own is lost.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs._equations import closed, held_jaxprs
+from optax_lossscale._jaxprs._equations import closed, ClosedJaxpr, held_jaxprs
 
 
 class Scan(NamedTuple):
@@ -28,7 +28,7 @@ class Scan(NamedTuple):
     reverse: whether the last slice comes first.
   """
 
-  body: core.ClosedJaxpr
+  body: ClosedJaxpr
   consts: int
   carry: int
   length: int
@@ -48,8 +48,8 @@ class While(NamedTuple):
     body_consts: how many the body has.
   """
 
-  condition: core.ClosedJaxpr
-  body: core.ClosedJaxpr
+  condition: ClosedJaxpr
+  body: ClosedJaxpr
   condition_consts: int
   body_consts: int
 
@@ -61,7 +61,7 @@ class Cond(NamedTuple):
     branches: the jaxprs, each of all operands.
   """
 
-  branches: tuple[core.ClosedJaxpr, ...]
+  branches: tuple[ClosedJaxpr, ...]
 
 
 class ShardMap(NamedTuple):
@@ -76,7 +76,7 @@ class ShardMap(NamedTuple):
     check_vma: whether types tell what varies.
   """
 
-  body: core.ClosedJaxpr
+  body: ClosedJaxpr
   mesh: Any
   in_specs: tuple[Any, ...]
   out_specs: tuple[Any, ...]

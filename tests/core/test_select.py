@@ -1,5 +1,6 @@
 """Selecting inside the inner update: the values of the plain select."""
 
+import types
 from typing import Any, NamedTuple
 
 from helpers import optimizers, small_model
@@ -396,3 +397,58 @@ def test_another_structure_of_the_state_is_refused():
   update = lambda g, s, p: (g, {"a": s["a"]})
   with pytest.raises(ValueError, match="must keep its structure"):
     jaxpr_of(_select.update_or_keep, update, GRADS, OLD)
+
+
+def raises(error):
+  def fail(*args, **kwargs):
+    raise error("another JAX")
+
+  return fail
+
+
+def without(eqn, name):
+  """An equation as JAX might describe it one day, which lacks something."""
+  names = "primitive", "params", "outvars", "invars", "source_info", "ctx"
+  fields = {n: getattr(eqn, n) for n in names if n != name}
+  return types.SimpleNamespace(**fields)
+
+
+SURPRISES = {
+  "an equation cannot be evaluated alone": lambda patch: patch(
+    _select._jaxprs, "function", raises(AttributeError)
+  ),
+  "equations have no context": lambda patch: patch(
+    _select,
+    "_jit_called_here",
+    lambda here=_select._jit_called_here: without(here(), "ctx"),
+  ),
+  "the axes of a type have another name": lambda patch: patch(
+    _select._axes, "varying", raises(RuntimeError)
+  ),
+  "jaxprs are called in another way": lambda patch: patch(
+    _select._jaxprs, "called_jaxpr", raises(KeyError)
+  ),
+}
+
+
+@pytest.mark.parametrize("name", SURPRISES)
+def test_what_is_not_understood_is_selected_after_the_update(name, monkeypatch):
+  SURPRISES[name](monkeypatch.setattr)
+  inner = jax.jit(lambda g, m: (0.9 * m + g, m - g))
+
+  def update(grads, state, params=None):
+    new, updates = inner(grads, state["a"])
+    return updates, {"a": new, "b": state["b"] + grads**2}
+
+  check_against_plain(update, GRADS, OLD)
+
+
+@pytest.mark.parametrize("name", ["source_info", "params"])
+def test_a_jit_that_is_not_understood_is_not_entered(name):
+  here = _select._jit_called_here()
+  inner = jax.jit(lambda x: (x, -x))
+  (eqn,) = jax.make_jaxpr(inner)(0.0).eqns
+  assert _select._entry(eqn, here).scope == "jit(<lambda>)"
+  assert _select._entry(without(eqn, name), here) is None
+  unnamed = eqn.replace(params={"jaxpr": eqn.params["jaxpr"]})
+  assert _select._entry(unnamed, here) is None

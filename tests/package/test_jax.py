@@ -1,0 +1,286 @@
+"""What is relied on of JAX's insides, release by release.
+
+This fails first, and in a second, if a new JAX describes a program in another
+way. `python tests/package/test_jax.py` records what the JAX of its environment
+does, in `jax_insides.json` beside it. Look at the difference, mend
+`optax_lossscale/_jaxprs`, and commit both.
+"""
+
+import functools
+import gc
+import json
+import pathlib
+import re
+import types
+
+from helpers import sharding
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import pytest
+
+RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
+X = jnp.ones((2, 2))
+
+
+def rule_of(make):
+  fun = make(lambda x: x @ X)
+  if make is jax.custom_jvp:
+    fun.defjvp(lambda x, t: (x[0] @ X, t[0] @ X))
+  else:
+    fun.defvjp(lambda x: (x @ X, None), lambda kept, g: (g,))
+  return fun
+
+
+def mapped(fun):
+  mesh = jax.make_mesh((1,), ("i",))
+  return jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P())
+
+
+# A program for each primitive of which a parameter is read, or replaced.
+PROGRAMS = {
+  "all_to_all": mapped(lambda x: lax.all_to_all(x[:1], "i", 0, 0)),
+  "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
+  "conv_general_dilated": lambda x: lax.conv(
+    x[None, None], x[None, None], (1, 1), "SAME"
+  ),
+  "convert_element_type": jnp.int32,
+  "cumsum": lambda x: lax.cumsum(x),
+  "custom_jvp_call": rule_of(jax.custom_jvp),
+  "custom_vjp_call": rule_of(jax.custom_vjp),
+  "dot_general": lambda x: x @ x,
+  "jit": jax.jit(jnp.sin),
+  "ppermute": mapped(lambda x: lax.ppermute(x, "i", [(0, 0)])),
+  "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([2])),
+  "reduce_sum": lambda x: jnp.sum(x),
+  "reduce_window_sum": lambda x: lax.reduce_window(
+    x, 0.0, lax.add, (1, 1), (1, 1), "SAME"
+  ),
+  "remat2": jax.checkpoint(lambda x: jnp.sin(x)),
+  "scan": lambda x: lax.scan(lambda c, s: (c @ x, s), x, x),
+  "shard_map": mapped(jnp.sin),
+  "while": lambda x: lax.while_loop(lambda c: c[0, 0] < 0, lambda c: c @ x, x),
+}
+
+# The same with the flags that make objects of hijax of them, where there are
+# such flags: what is read are attributes of the object.
+FLAGS = {
+  "jax_custom_jvp3": ("custom_jvp_call", "CustomJVPTraced"),
+  "jax_custom_vjp3": ("custom_vjp_call", "CustomVJPTraced"),
+  "jax_remat3": ("remat2", "RematTraced"),
+  "jax_scan3": ("scan", "Scan3"),
+}
+
+
+def equations(fun):
+  def within(jaxpr):
+    for eqn in jaxpr.eqns:
+      yield eqn
+      for value in eqn.params.values():
+        inner = getattr(value, "jaxpr", value)
+        if isinstance(inner, core.Jaxpr):
+          yield from within(inner)
+
+  return list(within(jax.make_jaxpr(fun)(X).jaxpr))
+
+
+def has_flag(flag):
+  return hasattr(jax.config, flag)
+
+
+def insides():
+  """The parameters of primitives, and the attributes of objects of hijax."""
+  found = {}
+  for name, fun in PROGRAMS.items():
+    (params,) = {
+      tuple(sorted(e.params))
+      for e in equations(fun)
+      if e.primitive.name == name
+    }
+    found[name] = list(params)
+  for flag, (name, kind) in FLAGS.items():
+    if has_flag(flag):
+      found[kind] = sorted(hi_object(flag, name, kind).params)
+  return found
+
+
+def hi_object(flag, name, kind):
+  jax.config.update(flag, True)
+  try:
+    # Traced anew: what was traced before has the old form.
+    fun = PROGRAMS[name]
+    if flag.startswith("jax_custom"):
+      fun = rule_of(getattr(jax, name.removesuffix("_call")))
+    elif flag == "jax_remat3":
+      fun = jax.checkpoint(lambda x: jnp.sin(x))
+    else:
+      fun = lambda x: lax.scan(lambda c, s: (c @ x, s), x, x)
+    objects = [e.params.get("_prim") for e in equations(fun)]
+  finally:
+    jax.config.update(flag, False)
+  (found,) = [x for x in objects if type(x).__name__ == kind]
+  return found
+
+
+@functools.cache
+def recorded():
+  """The last release that was recorded, up to this one, and what it had."""
+  releases = json.loads(RECORD.read_text())
+  this = as_numbers(jax.__version__)
+  known = [r for r in releases if as_numbers(r) <= this]
+  last = max(known, key=as_numbers)
+  return last, releases[last]
+
+
+def as_numbers(version):
+  return [int(n) for n in re.findall(r"\d+", version)[:3]]
+
+
+def difference(name, before, after):
+  """What changed, in words: `scan: num_consts is gone; ft_in is new`."""
+  parts = [
+    f"{', '.join(sorted(names))} {'are' if len(names) > 1 else 'is'} {what}"
+    for names, what in (
+      (set(before) - set(after), "gone"),
+      (set(after) - set(before), "new"),
+    )
+    if names
+  ]
+  return f"{name}: {'; '.join(parts)}" if parts else ""
+
+
+def test_the_parameters_of_primitives_are_those_that_were_recorded():
+  release, before = recorded()
+  after = insides()
+  changes = [
+    difference(name, before.get(name, ()), after.get(name, ()))
+    for name in sorted({*before, *after})
+  ]
+  assert not any(changes), (
+    f"JAX {jax.__version__} after {release}: "
+    + "\n".join(filter(None, changes))
+  )
+
+
+def test_a_difference_is_told_in_words():
+  assert difference(
+    "scan", ["a", "num_carry", "num_consts"], ["a", "ft_in"]
+  ) == ("scan: num_carry, num_consts are gone; ft_in is new")
+  assert difference("scan", ["a"], ["a"]) == ""
+
+
+def test_equations_jaxprs_and_types_have_the_attributes_that_are_read():
+  closed = jax.make_jaxpr(jax.jit(lambda x: x @ x))(X)
+  (eqn,) = closed.jaxpr.eqns
+  (inner,) = eqn.params["jaxpr"].jaxpr.eqns
+  check(
+    inner, "invars outvars primitive params effects source_info ctx replace"
+  )
+  check(closed.jaxpr, "invars outvars constvars eqns debug_info replace")
+  check(inner.ctx, "manager")
+  check(inner.source_info.name_stack, "extend")
+  frame = inner.source_info.traceback.frames[0]
+  check(frame, "file_name function_name line_num function_start_line")
+  check(closed.jaxpr.debug_info, "func_filename func_lineno")
+  check(inner.invars[0].aval, "shape dtype weak_type size update")
+
+
+def check(thing, names):
+  missing = [name for name in names.split() if not hasattr(thing, name)]
+  assert not missing
+
+
+def test_types_tell_what_varies():
+  from optax_lossscale import _axes
+
+  seen = []
+
+  def local(x):
+    seen.append((_axes.varying(x), _axes.varying(lax.psum(x, "i"))))
+    return lax.psum(x, "i")
+
+  mesh = sharding.make_mesh((2,), ("i",))
+  fun = jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P())
+  jax.make_jaxpr(fun)(jnp.ones(2))
+  assert seen == [(frozenset({"i"}), frozenset())]
+
+
+def test_a_type_of_another_jax_is_an_error_that_asks_for_a_report():
+  from optax_lossscale import _axes
+
+  for kind in (types.SimpleNamespace(), types.SimpleNamespace(vma=None)):
+    with pytest.raises(RuntimeError, match=re.escape(jax.__version__)):
+      _axes.varying_of(kind)
+    with pytest.raises(RuntimeError, match="Please report it"):
+      _axes.varying_of(kind)
+
+
+# Names in our tables that not all supported versions have: the first and the
+# last minor version of JAX with them.
+NOT_EVERYWHERE = {
+  "call": ((0, 8), (0, 10)),
+  "call_hi_primitive": ((0, 8), None),
+  "closed_call": ((0, 8), (0, 10)),
+  "eval_jaxpr": ((0, 8), None),
+  "stack": ((0, 10), None),
+  "unstack": ((0, 10), None),
+  "xla_metadata_call": ((0, 11), None),
+}
+
+
+def names_in_tables():
+  from optax_lossscale._autocast import _products, _rewrite, _rules
+  from optax_lossscale._jaxprs import _equations, _hijax
+  from optax_lossscale._jaxprs import _products as flops
+  from optax_lossscale.diagnostics import _risks, _stepper, _walk
+
+  return {
+    *_products._MOVES,
+    *_products._MOVES_BETWEEN_DEVICES,
+    *_products._CONTRACTS,
+    *_rewrite._RUN_THEIR_JAXPRS,
+    *_rules._RULES,
+    *_equations._CALLS,
+    *_hijax.BEHAVES_LIKE.values(),
+    *flops._FLOPS,
+    *_stepper._NEUTRAL,
+    *_walk._ONLY_MOVE,
+    *_risks._EXPONENTIALS,
+    *_risks._POWERS,
+    *_risks._SUMS,
+    *_risks._CUMULATIVE,
+    *_risks._OVER_DEVICES,
+  }
+
+
+def test_every_primitive_in_a_table_exists():
+  import jax.experimental.compute_on
+  import jax.experimental.xla_metadata
+
+  existing = {x.name for x in gc.get_objects() if isinstance(x, core.Primitive)}
+  this = tuple(as_numbers(jax.__version__)[:2])
+  for name in names_in_tables():
+    first, last = NOT_EVERYWHERE.get(name, ((0, 8), None))
+    is_there = first <= this and (last is None or this <= last)
+    assert (name in existing) >= is_there, name
+
+
+def test_the_classes_of_hijax_are_known():
+  from optax_lossscale._autocast import _rules
+  from optax_lossscale._jaxprs import _hijax
+
+  kinds = {kind for _, kind in FLAGS.values()}
+  assert set(_hijax.BEHAVES_LIKE) == set(_rules._OF_HIJAX) == kinds
+
+
+def record():
+  releases = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+  releases[".".join(map(str, as_numbers(jax.__version__)))] = insides()
+  releases = dict(sorted(releases.items(), key=lambda r: as_numbers(r[0])))
+  RECORD.write_text(json.dumps(releases, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  record()
