@@ -1,6 +1,9 @@
 # Every target makes the environment it needs; `make clean` removes them.
 
-PYTHON ?= python3
+# A command or a path, in place of the newest Python that works.
+PYTHON ?=
+# The lowest and the highest version that may be taken: tools/newest_python.sh.
+PYTHON_BOUNDS ?= 3.11
 VENV ?= .venv
 BIN = $(VENV)/bin
 PYTEST_WORKERS ?= 2
@@ -25,7 +28,7 @@ OLDEST_TESTS ?= tests $(addprefix --ignore=tests/, \
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow coverage test-oldest test-jax-nightly nightly \
-  mutants check compile-costs bench bench-autocast docs dist clean
+  mutants check compile-costs bench bench-autocast docs dist clean FORCE
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -44,8 +47,8 @@ coverage: $(VENV)/installed-test ## Run both; fail unless they take every branch
 	  --cov --cov-report=term-missing
 
 test-oldest: ## Run both on the oldest versions that pyproject.toml allows
-	mkdir -p $(OLDEST)
-	$(PYTHON) tools/lower_bounds.py > $(OLDEST)/constraints.txt
+	$(MAKE) --no-print-directory VENV=$(OLDEST) $(OLDEST)/made
+	$(OLDEST)/bin/python tools/lower_bounds.py > $(OLDEST)/constraints.txt
 	$(MAKE) --no-print-directory VENV=$(OLDEST) \
 	  PIP_OPTIONS='--constraint $(OLDEST)/constraints.txt' \
 	  $(OLDEST)/installed-test
@@ -105,8 +108,11 @@ clean: ## Remove what the targets made
 # After that for the tests, since two must not install at once.
 $(VENV)/installed-tpu: $(VENV)/installed-test
 
-$(VENV)/installed-%: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(VENV)/installed-%: $(VENV)/made pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  $(PIP_OPTIONS) --editable '.[$*]'
 	touch $@
+
+# Looked at each time: another Python may be asked for, or be the newest now.
+$(VENV)/made: FORCE
+	@PYTHON='$(PYTHON)' tools/make_venv.sh $(VENV) $(PYTHON_BOUNDS)
