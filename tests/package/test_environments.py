@@ -12,6 +12,7 @@ import pytest
 TOOLS = ROOT / "tools"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
+CI_RUN = (ROOT / ".ci" / "run").read_text()
 
 
 def declared_versions():
@@ -261,3 +262,69 @@ def test_an_environment_that_was_left_half_made_is_made_anew(pythons, tmp_path):
   (venv / "made").touch()
   assert make_venv(venv, python=pythons.path("3.12"))[0] == 0
   assert pythons.version(venv) == "3.12"
+
+
+def what_make_would_do(*arguments):
+  """The commands of a target, none of which is run."""
+  done = subprocess.run(
+    ["make", "--dry-run", *arguments],
+    cwd=ROOT,
+    env={k: v for k, v in os.environ.items() if not k.startswith("MAKE")},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  return done.stdout
+
+
+def test_ci_run_fails_without_a_new_python_and_runs_all_versions():
+  assert re.search(r"^set -euo pipefail$", CI_RUN, re.MULTILINE)
+  # An assignment alone on its line fails with the command in it.
+  assert re.search(
+    r"^PYTHON=\$\(tools/newest_python\.sh 3\.12\)\nexport PYTHON$",
+    CI_RUN,
+    re.MULTILINE,
+  )
+  steps = re.findall(r"^make ([a-z0-9.-]+)", CI_RUN, re.MULTILINE)
+  assert steps == ["check", "coverage", "test-3.11", "test-oldest", "docs"]
+
+
+def test_ci_run_stops_at_once_without_a_new_python(tmp_path):
+  machine = Machine(tmp_path)
+  machine.add("3.11")
+  for tool in ("bash", "env"):
+    (machine.bin / tool).symlink_to(find_tool(tool))
+  (machine.bin / "make").write_text("#!/bin/sh\necho it ran\n")
+  (machine.bin / "make").chmod(0o755)
+  done = subprocess.run(
+    [ROOT / ".ci" / "run"],
+    env={"PATH": str(machine.bin), "HOME": str(machine.home)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 1 and done.stdout == ""
+  assert "Python 3.12 or later is needed" in done.stderr
+
+
+def test_the_tests_of_jax_itself_run_on_each_version():
+  for target in ("test-3.11", "test-oldest"):
+    commands = what_make_would_do(target)
+    assert "--ignore=tests/pages" in commands
+    assert "test_jax.py" not in commands
+
+
+def test_what_is_left_out_on_older_versions_exists():
+  commands = what_make_would_do("test-oldest")
+  left_out = re.findall(r"--(?:ignore|deselect)=(tests/[\w/.]+)", commands)
+  assert len(set(left_out)) > 10
+  for path in left_out:
+    assert (ROOT / path).exists(), path
+
+
+def test_the_upgrade_flags_are_set_for_the_parts_that_read_jaxprs():
+  commands = what_make_would_do("test-jax-flags").splitlines()
+  flags = "JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_SCAN3=1 "
+  assert any(line.startswith(flags) for line in commands)
+  assert "tests/autocast tests/diagnostics tests/core" in commands[-1]
+  alone = what_make_would_do("test-jax-flags", "JAX_FLAGS=JAX_REMAT3=1")
+  assert "\nJAX_REMAT3=1 " in alone and "SCAN3" not in alone
