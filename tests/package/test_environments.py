@@ -8,11 +8,16 @@ import tomllib
 
 from helpers import ROOT
 import pytest
+import yaml
 
 TOOLS = ROOT / "tools"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 CI_RUN = (ROOT / ".ci" / "run").read_text()
+WORKFLOWS = {
+  path.stem: yaml.safe_load(path.read_text())
+  for path in (ROOT / ".github" / "workflows").glob("*.yml")
+}
 
 
 def declared_versions():
@@ -328,3 +333,69 @@ def test_the_upgrade_flags_are_set_for_the_parts_that_read_jaxprs():
   assert "tests/autocast tests/diagnostics tests/core" in commands[-1]
   alone = what_make_would_do("test-jax-flags", "JAX_FLAGS=JAX_REMAT3=1")
   assert "\nJAX_REMAT3=1 " in alone and "SCAN3" not in alone
+
+
+def python_versions(job):
+  """The versions of Python that a job of a workflow asks for."""
+  (setup,) = [
+    step["with"]["python-version"]
+    for step in job["steps"]
+    if step.get("uses", "").startswith("actions/setup-python")
+  ]
+  if "matrix" in setup:
+    return job["strategy"]["matrix"]["python"]
+  return [setup]
+
+
+def commands(job):
+  return [step["run"] for step in job["steps"] if "run" in step]
+
+
+def test_the_workflow_of_tests_begins_with_the_newest_python_and_jax():
+  jobs = WORKFLOWS["tests"]["jobs"]
+  assert next(iter(jobs)) == "newest"
+  new = [v for v in declared_versions() if v != "3.11"]
+  assert python_versions(jobs["newest"]) == new
+  assert python_versions(jobs["python-3-11"]) == ["3.11"]
+  assert commands(jobs["python-3-11"])[0].startswith("make test-3.11 ")
+  assert python_versions(jobs["oldest"]) == ["3.11"]
+
+
+@pytest.mark.parametrize("name", sorted(WORKFLOWS))
+def test_a_workflow_takes_the_python_that_it_set_up(name):
+  workflow = WORKFLOWS[name]
+  assert workflow["env"]["PYTHON"] == "python"
+  for job in workflow["jobs"].values():
+    if any(line.startswith("make ") for line in commands(job)):
+      has_3_11 = "3.11" in python_versions(job)
+      assert not has_3_11 or workflow["env"]["PYTHON_3_11"] == "python"
+
+
+def test_a_night_that_fails_opens_an_issue():
+  jobs = WORKFLOWS["nightly"]["jobs"]
+  report = jobs.pop("report")
+  assert report["if"] == "failure()"
+  assert report["needs"] == list(jobs)
+  assert report["permissions"]["issues"] == "write"
+  opens = report["steps"][-1]
+  assert re.fullmatch(r"peter-evans/create-issue-from-file@v\d+", opens["uses"])
+  fills_in = report["steps"][1]
+  text = (ROOT / ".github" / "nightly_failed.md").read_text()
+  for word in ("RUN", "RESULTS"):
+    assert text.count(word) == 1 and word in fills_in["env"]
+  for name in jobs:
+    assert f"`{name}`" in text
+    assert f"needs.{name}.result" in fills_in["env"]["RESULTS"]
+
+
+def test_each_night_tries_the_next_jax_and_what_it_will_do_one_day():
+  jobs = WORKFLOWS["nightly"]["jobs"]
+  assert commands(jobs["jax-nightly"])[0].startswith("make test-jax-nightly ")
+  assert commands(jobs["jax-flags"])[0].startswith("make test-jax-flags ")
+
+
+@pytest.mark.parametrize("name", ["docs", "publish"])
+def test_what_is_published_is_built_with_what_we_develop_on(name):
+  assert python_versions(WORKFLOWS[name]["jobs"]["build"]) == ["3.13"]
+  read_the_docs = yaml.safe_load((ROOT / ".readthedocs.yaml").read_text())
+  assert read_the_docs["build"]["tools"]["python"] == "3.13"
