@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import tomllib
 
@@ -179,6 +180,32 @@ def test_the_versions_that_are_looked_for_are_those_that_are_declared():
   assert declared_versions()[-1] == lowest
   assert f"lowest=${{1:-{lowest}}}" in script
   assert f"PYTHON_BOUNDS ?= {lowest}\n" in MAKEFILE
+
+
+lower_bounds = runpy.run_path(str(TOOLS / "lower_bounds.py"))["lower_bounds"]
+
+
+def project(jax):
+  """What lower_bounds reads, with this requirement of jax."""
+  return PROJECT | {
+    "dependencies": [
+      jax if re.match(r"jax\b", requirement) else requirement
+      for requirement in PROJECT["dependencies"]
+    ]
+  }
+
+
+def test_the_lowest_jax_is_found_beside_single_releases_that_are_excluded():
+  bounds = lower_bounds(project("jax>=0.8.0, !=0.11.0,!=0.12.0.1"))
+  assert bounds["jax"] == bounds["jaxlib"] == "0.8.0"
+  (ours,) = [r for r in PROJECT["dependencies"] if re.match(r"jax\b", r)]
+  assert ours.startswith(f"jax>={lower_bounds(PROJECT)['jax']}")
+
+
+@pytest.mark.parametrize("jax", ["jax", "jax>=0.8,<0.13", "jax!=0.11.0"])
+def test_jax_has_a_lowest_version_and_no_highest(jax):
+  with pytest.raises(ValueError, match="one bound for jax, such as"):
+    lower_bounds(project(jax))
 
 
 def make_venv(folder, *bounds, python):
