@@ -30,6 +30,9 @@ fi
 main() {
   if [ -n "${PYTHON:-}" ]; then
     found=$(version_and_path "$PYTHON")
+    case $PYTHON in # a name that pyenv has taken may be found elsewhere
+      python3.*) found=${found:-$(first_that_works "${PYTHON#python}")} ;;
+    esac
     [ -n "$found" ] || fail "PYTHON=$PYTHON does not run, or cannot make" \
       "environments, for which it needs the modules venv and ensurepip."
     is_wanted "${found%% *}" ||

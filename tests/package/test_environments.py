@@ -155,6 +155,13 @@ def test_python_takes_the_place_of_the_search(machine):
   assert machine.newest(PYTHON=wanted) == (0, wanted, "")
 
 
+def test_python_is_found_by_its_name_behind_a_shim_that_fails(machine):
+  machine.add_shim("3.12")
+  machine.add("3.13")
+  wanted = machine.add_pyenv("3.12.1")
+  assert machine.newest(PYTHON="python3.12") == (0, wanted, "")
+
+
 def test_python_may_be_newer_than_what_is_looked_for(machine):
   newer = machine.add("3.20")
   assert machine.newest()[0] == 1
