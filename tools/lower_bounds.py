@@ -38,8 +38,10 @@ def lower_bounds(project):
   requirements = sum(extras, start=list(project["dependencies"]))
   bounds = {}
   for name in HELD_BACK:
-    found = {r for r in requirements if re.match(r"[^\s;<=>]+", r)[0] == name}
-    matches = [re.fullmatch(r"[\w.-]+\s*>=\s*([\w.]+)", r) for r in found]
+    found = {r for r in requirements if re.match(r"[^\s;<=>!]+", r)[0] == name}
+    # Single releases may be excluded by name: "jax>=0.8.0,!=0.11.0".
+    bound = r"[\w.-]+\s*>=\s*([\w.]+)(?:\s*,\s*!=\s*[\w.]+)*"
+    matches = [re.fullmatch(bound, r) for r in found]
     if len(matches) != 1 or matches[0] is None:
       raise ValueError(
         f"pyproject.toml must have one bound for {name}, such as"

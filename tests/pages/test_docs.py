@@ -215,13 +215,13 @@ def test_each_page_is_in_a_table_of_contents():
 
 def made_by(path):
   """The make targets that a script, a workflow or a page calls or names."""
-  calls = r"(?:^|run: |`)make (?:-j2 )?([a-z-]+)"
+  calls = r"(?:^|run: |`)make (?:-j2 )?([a-z0-9.-]+)"
   return set(re.findall(calls, path.read_text(), re.MULTILINE))
 
 
 def test_the_make_targets_that_are_called_or_named_exist():
   makefile = (ROOT / "Makefile").read_text()
-  targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+  targets = set(re.findall(r"^([a-z0-9.-]+):", makefile, re.MULTILINE))
   pages = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "reliability.md"
   for path in [CI_RUN, *WORKFLOWS, *pages]:
     assert made_by(path), path.name
@@ -230,9 +230,9 @@ def test_the_make_targets_that_are_called_or_named_exist():
 
 def test_the_table_of_commands_holds_each_make_target():
   makefile = (ROOT / "Makefile").read_text()
-  described = set(re.findall(r"^([a-z-]+):.*##", makefile, re.MULTILINE))
+  described = set(re.findall(r"^([a-z0-9.-]+):.*##", makefile, re.MULTILINE))
   page = (ROOT / "CONTRIBUTING.md").read_text()
-  listed = re.findall(r"^\| `make ([a-z-]+)`", page, re.MULTILINE)
+  listed = re.findall(r"^\| `make ([a-z0-9.-]+)`", page, re.MULTILINE)
   assert sorted(listed) == sorted(described - {"help"})
 
 

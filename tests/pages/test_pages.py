@@ -1,7 +1,10 @@
 """The code on each page runs from top to bottom, once."""
 
+import math
+
 from helpers import markdown, ROOT
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import matplotlib
 import matplotlib.pyplot as plt
@@ -55,9 +58,24 @@ def the_loss_that_is_only_defined_can_be_differentiated(names, out):
   assert ols.all_finite(jax.jit(grad)(names["params"], names["x"]))
 
 
+def spikes_stand_out_and_a_new_level_is_accepted(names, out):
+  watch = jax.jit(names["watch"])
+  stats = (jnp.float32(0),) * 3
+  found = []
+  for i in range(600):
+    usual = (1 if i < 300 else 5) * (1 + 0.1 * math.sin(i))
+    is_spike, stats = watch(20 * usual if i % 50 == 10 else usual, stats)
+    found += [i] if is_spike else []
+  planted = [i for i in range(600) if i % 50 == 10]
+  assert set(found) >= {i for i in planted if i > 50}
+  # The new level looks like spikes for some steps, and then never again.
+  assert set(found) - set(planted) <= set(range(300, 325))
+
+
 # What the code on a page leaves behind, or has printed.
 AFTERWARDS = {
   "README.md": the_scale_is_shown,
+  "composing.md": spikes_stand_out_and_a_new_level_is_accepted,
   "many_devices.md": the_loss_that_is_only_defined_can_be_differentiated,
 }
 

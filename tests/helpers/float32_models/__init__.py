@@ -86,9 +86,11 @@ def make(name: str, **options: Any) -> Model:
     The model.
   """
   module, function = _FUNCTIONS[name]
-  return getattr(importlib.import_module(f"{__name__}.{module}"), function)(
-    **options
-  )
+  # Imported for values even within a trace: what a module makes while it is
+  # loaded would be traced, and escape.
+  with jax.ensure_compile_time_eval():
+    module = importlib.import_module(f"{__name__}.{module}")
+  return getattr(module, function)(**options)
 
 
 def make_shapes(name: str, **options: Any) -> Model:
