@@ -147,7 +147,7 @@ def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
   params: Any = eqn.params
   if eqn.primitive.name != "shard_map" or len(bodies) != 1:
     return None
-  # The second is its name in JAX 0.8: remove it once jax >= 0.9.
+  # The second is its name up to JAX 0.9: remove it once jax >= 0.10.
   axes = params.get("newly_manual_axes", params.get("manual_axes"))
   parts = (
     params.get("mesh"),

@@ -36,7 +36,7 @@ def rule_of(make):
 
 def mapped(fun):
   mesh = jax.make_mesh((1,), ("i",))
-  return jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P())
+  return jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P("i"))
 
 
 # A program for each primitive of which a parameter is read, or replaced.
