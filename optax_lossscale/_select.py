@@ -89,9 +89,7 @@ def _run_with_selects(
   for var, leaf in zip(new_vars, old_leaves, strict=True):
     if not isinstance(var, core.Literal):
       old.setdefault(var, leaf)
-  outs, selected = _evaluate(
-    closed.jaxpr, closed.consts, finite, old, here
-  )
+  outs, selected = _evaluate(closed.jaxpr, closed.consts, finite, old, here)
 
   def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
     is_literal = isinstance(var, core.Literal)

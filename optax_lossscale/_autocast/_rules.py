@@ -177,10 +177,12 @@ def _instantiated(cotangent: Any) -> Any:
 
 
 def _checkpoint_of_hijax(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
-  parts = _attributes(eqn, "jaxpr", "policy", "prevent_cse")
+  parts = _attributes(eqn, "jaxpr", "policy")
   if parts is None:
     return None
-  jaxpr, policy, prevent_cse = parts
+  jaxpr, policy = parts
+  # Not there before JAX 0.11: remove the default once jax >= 0.11.
+  prevent_cse = getattr(_jaxprs.hi_primitive(eqn), "prevent_cse", True)
   fun = _of_arguments(tools.function(_jaxprs.closed(jaxpr)))
   return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
 

@@ -188,6 +188,34 @@ def test_a_part_that_is_kept_runs_in_float32_and_so_do_its_derivatives(part):
   assert_same_bits(part(X, W), jnp.sin(X @ W))
 
 
+def test_only_the_mark_itself_keeps_a_part():
+  @jax.named_scope("keep_float32_not")
+  def part(x, w):
+    with jax.named_scope("do_keep_float32"):
+      return jnp.sin(x @ w)
+
+  assert equations.products(ols.autocast(part), X, W) == {"float16": 1}
+  inside = lambda f: jax.vmap(jax.checkpoint(f), (None, 0))
+  kept = jax.grad(lambda x, w: jnp.sum(inside(ols.keep_float32(part))(x, w)))
+  loss = lambda x, w: jnp.sum(kept(x, w) @ w[0])
+  counts = equations.products(ols.autocast(loss), X[:4], jnp.stack([W, W]))
+  assert counts["float16"] == 1 and counts["float32"] >= 2
+
+
+def test_a_leaked_tracer_is_told_with_the_users_function():
+  seen = []
+
+  def loss_that_writes_outside(w):
+    seen.append(2 * w)
+    return jnp.sum(w @ w)
+
+  jax.grad(ols.autocast(loss_that_writes_outside))(W)
+  with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+    seen[0] + 1
+  number = loss_that_writes_outside.__code__.co_firstlineno
+  assert f"loss_that_writes_outside at {__file__}:{number}" in str(caught.value)
+
+
 def test_a_kept_function_has_its_name_and_its_arguments():
   @ols.keep_float32
   def part(x, *, n):

@@ -2,6 +2,7 @@
 
 from helpers import equations
 from helpers.bits import assert_same_bits
+from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
@@ -222,6 +223,7 @@ def mean_square(fun):
 
 @programs
 def test_all_products_run_in_half_and_the_result_is_the_same(fun):
+  skip_if_jax_cannot(fun, X, W)
   half = ols.autocast(fun)
   assert set(equations.products(half, X, W)) == {"float16"}
   # Each of them once.
@@ -238,6 +240,7 @@ def test_the_gradient_is_the_same_and_its_products_run_in_half(fun):
   else:
     gradient = lambda f: jax.grad(mean_square(f), argnums=(0, 1))
   half, full = gradient(ols.autocast(fun)), gradient(fun)
+  skip_if_jax_cannot(full, X, W)
   assert set(equations.products(half, X, W)) == {"float16"}
   for actual, expected in zip(
     jax.tree.leaves(jax.jit(half)(X, W)),
@@ -247,9 +250,26 @@ def test_the_gradient_is_the_same_and_its_products_run_in_half(fun):
     np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-3)
 
 
+@programs
+def test_what_is_rewritten_passes_the_checks_of_jax(fun):
+  with jax.enable_checks(True):
+    jax.make_jaxpr(ols.autocast(fun))(X, W)
+
+
+def test_a_weakly_typed_product_stays_so():
+  def loop(n):
+    weak = jnp.full((2, 2), 1.0) * 1.0  # As an array of Python numbers is.
+    product = lambda x: lax.dot(x, x)
+    return lax.fori_loop(0, n, lambda i, x: product(x), weak)
+
+  assert jax.eval_shape(ols.autocast(loop), 2) == jax.eval_shape(loop, 2)
+  assert_same_bits(jax.jit(ols.autocast(loop))(2), jax.jit(loop)(2))
+
+
 @pytest.mark.slow
 @programs
 def test_a_transformed_function_is_the_same(fun):
+  skip_if_jax_cannot(jax.grad(mean_square(fun)), X, W)
   half, loss = ols.autocast(fun), mean_square(fun)
   stack = lambda x: jnp.stack([x, x + 1])
   assert_same_bits(

@@ -1,9 +1,11 @@
 """`autocast` on models of Flax and Equinox that know nothing of float16."""
 
 import equinox as eqx
+import flax
 from flax import nnx
 import flax.linen as nn
 from flax.training.train_state import TrainState
+import haiku as hk
 from helpers import equations
 import jax
 import jax.numpy as jnp
@@ -96,6 +98,81 @@ def test_objects_of_nnx_may_be_shared_and_nested_in_arguments():
   )
   assert seen == ["n"] and model.calls[...] == 1
   assert rngs.default.count[...] == 1
+
+
+class Counter(nnx.Module):
+  """A layer, of which a method changes a count."""
+
+  def __init__(self):
+    self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    self.calls = nnx.Variable(jnp.int32(0))
+
+  def __call__(self, x):
+    return self.linear(x)
+
+  def count(self, x):
+    self.calls[...] += 1
+    return self.linear(x)
+
+
+def test_an_nnx_model_that_does_not_change_may_come_from_outside():
+  model = Counter()
+  loss = lambda x, model: jnp.sum(model(x) ** 2)
+  expected = jax.grad(loss)(X, model)
+  teacher = lambda x: jnp.sum(ols.autocast(model.__call__)(x) ** 2)
+  for actual in (
+    jax.grad(ols.autocast(loss))(X, model),
+    jax.jit(jax.grad(lambda x: ols.autocast(loss)(x, model)))(X),
+    jax.grad(teacher)(X),
+  ):
+    np.testing.assert_allclose(actual, expected, atol=0.01)
+
+
+def test_a_bound_method_of_an_nnx_model_may_change_it():
+  model = Counter()
+  ols.autocast(model.count)(X)
+  loss = lambda model, x: jnp.sum(model.count(x))
+  nnx.grad(ols.autocast(loss))(model, X)
+  assert model.calls[...] == 2
+
+
+def test_an_nnx_model_that_may_not_change_is_an_error_that_says_so():
+  model = Counter()
+  loss = lambda x: jnp.sum(ols.autocast(model.count)(x))
+  with pytest.raises(
+    ValueError, match=r"count within autocast.*got a change of"
+  ):
+    jax.grad(loss)(X)
+  with pytest.raises(ValueError, match=r"calls.*nnx\.value_and_grad"):
+    jax.grad(loss)(X)
+
+
+def test_variables_of_hijax_may_be_read():
+  if not hasattr(flax.config, "flax_hijax_variable"):
+    pytest.skip("This version of Flax has no such variables.")
+  before = flax.config.flax_hijax_variable
+  flax.config.update("flax_hijax_variable", True)
+  try:
+    model = Counter()
+    loss = lambda model, x: jnp.sum(model(x) ** 2)
+    (half, _), (full, _) = (
+      nnx.value_and_grad(f)(model, X) for f in (ols.autocast(loss), loss)
+    )
+  finally:
+    flax.config.update("flax_hijax_variable", before)
+  np.testing.assert_allclose(half, full, rtol=1e-3)
+
+
+def test_a_region_of_a_haiku_transform_may_be_cast():
+  def net(x):
+    linear = hk.Linear(8)
+    loss = lambda x: jnp.sum(linear(x) ** 2)
+    return hk.grad(ols.autocast(loss))(x)
+
+  model = hk.without_apply_rng(hk.transform(net))
+  params = model.init(jax.random.key(0), X)
+  assert set(equations.products(model.apply, params, X)) == {"float16"}
 
 
 class LinenModel(nn.Module):

@@ -15,9 +15,14 @@ def of(fun, *args):
 
 def products(fun, *args):
   """How many products there are, by the name of the dtype of the result."""
+  return products_of(jax.make_jaxpr(fun)(*args).jaxpr.eqns)
+
+
+def products_of(eqns):
+  """The same of some equations, and of all that they call."""
   return Counter(
     str(eqn.outvars[0].aval.dtype)
-    for eqn in of(fun, *args)
+    for _, eqn in product_flops.within(eqns)
     if eqn.primitive.name in product_flops.PRODUCTS
   )
 

@@ -37,7 +37,12 @@ ALLOWED_IN_HALF = {
 
 def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, Any]]:
   """Each equation, and how often it runs. Branches count once each."""
-  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+  yield from within(getattr(jaxpr, "jaxpr", jaxpr).eqns, times)
+
+
+def within(eqns: list[Any], times: int = 1) -> Iterator[tuple[int, Any]]:
+  """The same of some equations, and of all that they call."""
+  for eqn in eqns:
     yield times, eqn
     for inner in _jaxprs_of(eqn):
       yield from equations(inner, times * eqn.params.get("length", 1))

@@ -1,0 +1,276 @@
+"""What `autocast` enters, and what it says of what it does not."""
+
+import contextlib
+
+from helpers import equations
+from helpers.jax_limits import skip_if_jax_cannot
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+from jax.scipy.sparse.linalg import cg
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import _jaxprs
+from optax_lossscale._autocast import _rewrite, _told
+
+A = jax.random.normal(jax.random.key(0), (4, 4)) / 4 + jnp.eye(4)
+B = jnp.ones((4, 4))
+
+
+def solve(a, b):
+  return cg(lambda x: a @ (a.T @ x), b)[0]
+
+
+def solve_implicitly(a, b):
+  return lax.custom_linear_solve(
+    lambda x: a @ x, b, lambda matvec, b: matvec(b), symmetric=True
+  )
+
+
+def kernel(a, b):
+  def multiply(a_ref, b_ref, out_ref):
+    out_ref[...] = a_ref[...] @ b_ref[...]
+
+  shape = jax.ShapeDtypeStruct(a.shape, a.dtype)
+  return pl.pallas_call(multiply, out_shape=shape, interpret=True)(a, b)
+
+
+def with_a_batching_rule(a, b):
+  fun = jax.custom_batching.custom_vmap(lambda a, b: a @ b)
+  fun.def_vmap(lambda size, batched, a, b: (jnp.matmul(a, b), True))
+  return fun(a, b)
+
+
+def linear(a, b):
+  call = jax.custom_derivatives.linear_call
+  return call(lambda a, b: a @ b, lambda a, g: a.T @ g, a, b)
+
+
+NOT_ENTERED = {
+  "custom_linear_solve": solve_implicitly,
+  "pallas_call": kernel,
+  "custom_vmap_call": with_a_batching_rule,
+  "linear_call": linear,
+}
+
+
+@pytest.mark.parametrize("name", NOT_ENTERED)
+def test_what_cannot_be_entered_is_told_with_its_share_and_line(name):
+  part = NOT_ENTERED[name]
+  half = ols.autocast(lambda a, b: part(a, b) + a @ b)
+  with pytest.warns(UserWarning, match=f"cannot enter {name}") as caught:
+    out = jax.jit(half)(A, B)
+  text = str(caught[0].message)
+  assert f"{name} at test_reach.py:" in text and part.__name__ in text
+  assert "flops of products are inside" in text and "float32" in text
+  np.testing.assert_allclose(out, part(A, B) + A @ B, rtol=0.01, atol=0.01)
+
+
+def test_the_share_is_that_of_the_flops_as_often_as_they_run():
+  def fun(a, b):
+    step = lambda c, _: (linear(a, c), None)
+    once = linear(a, b)
+    many, _ = lax.scan(step, b, length=5)
+    return once + many + (a @ b) @ a
+
+  # Six of eight products: the scan is entered, and what is in it is not.
+  with pytest.warns(UserWarning, match=r"linear_call.* 75\.0% of the flops"):
+    counts = equations.products(ols.autocast(fun), A, B)
+  assert counts == {"float32": 2, "float16": 2}
+
+
+def test_it_is_told_also_where_no_other_product_is_found():
+  with pytest.warns(UserWarning, match=r"100\.0% of the flops") as caught:
+    jax.make_jaxpr(ols.autocast(linear))(A, B)
+  assert len(caught) == 1
+
+
+def test_it_is_told_once_and_not_at_each_call():
+  half = ols.autocast(lambda a, b: linear(a, b) + a @ b)
+  with pytest.warns(UserWarning) as caught:
+    for _ in range(3):
+      half(A, B)
+  assert len(caught) == 1
+
+
+def test_what_is_marked_is_not_told():
+  half = ols.autocast(lambda a, b: ols.keep_float32(linear)(a, b) + a @ b)
+  assert equations.products(half, A, B) == {"float32": 1, "float16": 1}
+
+
+def test_linear_algebra_is_not_told():
+  def fun(a, b):
+    return jnp.linalg.solve(a, b) + jnp.linalg.inv(a) + a @ b
+
+  jax.make_jaxpr(ols.autocast(fun))(A, B)
+
+
+def test_a_solver_by_products_is_told():
+  with pytest.warns(UserWarning, match="cannot enter custom_linear_solve"):
+    jax.make_jaxpr(ols.autocast(solve))(A, B[0])
+
+
+def test_a_root_of_products_runs_in_half_or_is_told():
+  def root(a, b):
+    f = lambda x: x @ a - b
+    improve = lambda f, x: lax.fori_loop(0, 3, lambda i, x: x - f(x), x)
+    tangent = lambda g, y: y
+    return lax.custom_root(f, b, improve, tangent)
+
+  half = ols.autocast(root)
+  (eqn,) = jax.make_jaxpr(root)(A, B).eqns
+  is_hidden = _jaxprs.hi_primitive(eqn) is not None
+  told = contextlib.nullcontext()
+  if is_hidden:  # A primitive of hijax since JAX 0.12.
+    told = pytest.warns(UserWarning, match="cannot enter CustomRoot")
+  with told:
+    counts = equations.products(half, A, B)
+  assert set(counts) == ({"float32"} if is_hidden else {"float16"})
+
+
+def renamed(eqn):
+  """An equation whose parameters all have names of another JAX."""
+  return eqn.replace(params={f"new_{k}": v for k, v in eqn.params.items()})
+
+
+def unknown(eqn):
+  """An equation of a primitive that nobody has heard of."""
+  primitive = type(eqn.primitive)("no_such_primitive")
+  return eqn.replace(primitive=primitive)
+
+
+def scan(a, b):
+  return lax.scan(lambda c, x: (c @ a, c @ a), b, b)
+
+
+def while_loop(a, b):
+  return lax.while_loop(lambda c: jnp.sum(c @ a) < 9, lambda c: c @ a, b)
+
+
+def cond(a, b):
+  return lax.cond(b[0, 0] > 0, lambda: a @ b, lambda: a)
+
+
+def jit(a, b):
+  return jax.jit(lambda a, b: a @ b)(a, b)
+
+
+def checkpoint(a, b):
+  return jax.checkpoint(lambda a, b: jnp.sin(a @ b))(a, b)
+
+
+def custom_jvp(a, b):
+  fun = jax.custom_jvp(lambda a, b: a @ b)
+  fun.defjvp(lambda x, t: (x[0] @ x[1], t[0] @ x[1] + x[0] @ t[1]))
+  return fun(a, b)
+
+
+def custom_vjp(a, b):
+  fun = jax.custom_vjp(lambda a, b: a @ b)
+  fun.defvjp(
+    lambda a, b: (a @ b, (a, b)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
+  )
+  return fun(a, b)
+
+
+HOLDERS = scan, while_loop, cond, jit, checkpoint, custom_jvp, custom_vjp
+
+
+@pytest.mark.parametrize("change", [renamed, unknown])
+@pytest.mark.parametrize("fun", HOLDERS, ids=lambda f: f.__name__)
+def test_an_equation_of_another_jax_is_rewritten_whole_or_told(fun, change):
+  closed = jax.make_jaxpr(fun)(A, B)
+  *first, last = closed.jaxpr.eqns
+  eqns = [*first, change(last)]
+  told, new = rewrite(_jaxprs.with_equations(closed, eqns))
+  if new[-1] is eqns[-1]:  # As written, and told.
+    assert told.products == 0
+    assert new[-1].primitive.name in told.message("float16")
+  else:
+    assert told.products > 0 and change is renamed
+    assert equations.products_of(new)["float32"] == 0
+
+
+def rewrite(jaxpr):
+  """What was told, and the equations that a jaxpr then has."""
+  told = _told.Told()
+  new, _ = _rewrite.Rewriter(jnp.float16, told).rewrite(jaxpr)
+  told.measure(_jaxprs.closed(jaxpr).jaxpr)
+  return told, _jaxprs.closed(new).jaxpr.eqns
+
+
+def test_a_shard_map_of_another_jax_is_rewritten():
+  mesh = jax.make_mesh((1,), ("i",))
+  spec = jax.sharding.PartitionSpec()
+  fun = jax.shard_map(custom_vjp, mesh=mesh, in_specs=spec, out_specs=spec)
+  closed = jax.make_jaxpr(fun)(A, B)
+  eqns = [renamed(eqn) for eqn in closed.jaxpr.eqns]
+  told, _ = rewrite(_jaxprs.with_equations(closed, eqns))
+  # Its rule needs no axis. So it is entered, though it is not understood.
+  assert told.products and not told.message("float16")
+
+
+# The flags by which JAX makes objects of hijax of these, and what they hold.
+FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3", "jax_scan3")
+
+
+@contextlib.contextmanager
+def flag_on(flag):
+  if not hasattr(jax.config, flag):
+    pytest.skip(f"JAX {jax.__version__} has no {flag}.")
+  before = getattr(jax.config, flag)
+  jax.config.update(flag, True)
+  try:
+    yield
+  finally:
+    jax.config.update(flag, before)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize(
+  "fun", [scan, checkpoint, custom_jvp, custom_vjp], ids=lambda f: f.__name__
+)
+def test_the_products_in_objects_of_hijax_run_in_half(fun, flag):
+  with flag_on(flag):
+    half = ols.autocast(fun)
+    assert set(equations.products(half, A, B)) == {"float16"}
+    for actual, expected in zip(
+      jax.tree.leaves(jax.jit(half)(A, B)),
+      jax.tree.leaves(jax.jit(fun)(A, B)),
+      strict=True,
+    ):
+      np.testing.assert_allclose(actual, expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize(
+  "fun", [scan, checkpoint, custom_jvp, custom_vjp], ids=lambda f: f.__name__
+)
+def test_the_gradients_of_objects_of_hijax_run_in_half(fun, flag):
+  def loss(a, b, cast=lambda fun: fun):
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(cast(fun)(a, b)))
+
+  with flag_on(flag):
+    skip_if_jax_cannot(jax.grad(loss), A, B)
+    half = jax.grad(lambda a, b: loss(a, b, ols.autocast), (0, 1))
+    assert set(equations.products(half, A, B)) == {"float16"}
+    for actual, expected in zip(
+      half(A, B), jax.grad(loss, (0, 1))(A, B), strict=True
+    ):
+      np.testing.assert_allclose(actual, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("flag", ["jax_remat3", "jax_scan3"])
+def test_an_object_of_hijax_of_another_jax_is_told(flag, monkeypatch):
+  fun = {"jax_remat3": checkpoint, "jax_scan3": scan}[flag]
+  with flag_on(flag):
+    closed = jax.make_jaxpr(fun)(A, B)
+    hidden = [_jaxprs.hi_primitive(eqn) for eqn in closed.jaxpr.eqns]
+    (changed,) = [x for x in hidden if x is not None]
+    monkeypatch.delattr(changed, "jaxpr")
+    told, _ = rewrite(closed)
+  name = {"jax_remat3": "checkpoint", "jax_scan3": "scan"}[flag]
+  assert f"cannot enter {name} at test_reach.py" in told.message("float16")
