@@ -7,6 +7,7 @@ import flax.linen as nn
 from flax.training.train_state import TrainState
 import haiku as hk
 from helpers import equations
+from helpers.jax_limits import skip_if_jax_cannot
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,6 +138,9 @@ def test_a_bound_method_of_an_nnx_model_may_change_it():
   assert model.calls[...] == 2
 
 
+@pytest.mark.skipif(
+  flax.__version__ == "0.12.0", reason="Flax 0.12.0 lets it change."
+)
 def test_an_nnx_model_that_may_not_change_is_an_error_that_says_so():
   model = Counter()
   loss = lambda x: jnp.sum(ols.autocast(model.count)(x))
@@ -156,6 +160,7 @@ def test_variables_of_hijax_may_be_read():
   try:
     model = Counter()
     loss = lambda model, x: jnp.sum(model(x) ** 2)
+    skip_if_jax_cannot(lambda: nnx.value_and_grad(loss)(model, X)[0])
     (half, _), (full, _) = (
       nnx.value_and_grad(f)(model, X) for f in (ols.autocast(loss), loss)
     )

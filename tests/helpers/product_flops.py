@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import math
 from typing import Any
 
+from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
@@ -82,20 +83,26 @@ def arithmetic_in_half(jaxpr: Any) -> set[str]:
     eqn.primitive.name
     for _, eqn in equations(jaxpr)
     if eqn.primitive.name not in ALLOWED_IN_HALF
-    and any(
-      getattr(v.aval, "dtype", None) in HALF for v in eqn.invars + eqn.outvars
-    )
+    and any(map(_is_half, eqn.invars + eqn.outvars))
   }
 
 
 def sums_in_half(jaxpr: Any) -> set[str]:
   """The primitives that add up entries in half, or whose transposes do."""
-  return {
-    eqn.primitive.name
-    for _, eqn in equations(jaxpr)
-    if _adds_or_spreads(eqn)
-    and any(getattr(v.aval, "dtype", None) in HALF for v in eqn.outvars)
-  }
+  found, constants = set(), set()
+  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for inner in _jaxprs_of(eqn):
+      found |= sums_in_half(inner)
+    # Zeros that JAX spreads, where a cotangent is missing, have no derivative.
+    if all(isinstance(v, core.Literal) or v in constants for v in eqn.invars):
+      constants.update(eqn.outvars)
+    elif _adds_or_spreads(eqn) and any(map(_is_half, eqn.outvars)):
+      found.add(eqn.primitive.name)
+  return found
+
+
+def _is_half(var):
+  return getattr(var.aval, "dtype", None) in HALF
 
 
 def _adds_or_spreads(eqn):
