@@ -13,7 +13,8 @@ JAX_NIGHTLY = .venv-jax-nightly
 # installation page names the index. Without, the newest pre-release, if any.
 JAX_NIGHTLY_OPTIONS ?=
 CORE = _arrays _checks _powers_of_two _jaxprs _grads _state _axes \
-  _measurement _loss _scaling _policies _headroom _select _updates _wrapper
+  _measurement _loss _scaling _search _headroom _policies _select _updates \
+  _wrapper
 # Not the pages, notebooks and plots, which are made with the newest versions,
 # nor what counts the equations or the instructions of a step: others there.
 OLDEST_TESTS ?= tests $(addprefix --ignore=tests/, \
