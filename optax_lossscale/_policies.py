@@ -122,6 +122,11 @@ class DynamicLossScale:
   restarts the count. The scale stays within [``min_scale``, ``max_scale``];
   a growth held at ``max_scale`` restarts the count as well.
 
+  A loss of thousands, such as a sum or an energy, needs a scale below 1. With
+  the default ``min_scale`` each of its steps may be skipped, and no error says
+  so: :func:`loss_scale_metrics` and :func:`raise_if_stuck` do. Use
+  ``min_scale=2.0**-14``, or :class:`HeadroomLossScale`, which finds the scale.
+
   Attributes:
     init_scale: the scale before the first step.
     growth_factor: what a growth multiplies the scale by, greater than 1.
