@@ -65,7 +65,8 @@ class HeadroomLossScale:
 
   As long as one scale holds all gradients with 16 binades to spare, at most
   128 steps with gradients are lost in a row, or 512 if only every n-th step
-  has any (n up to 1,000), whatever comes between.
+  has any (n up to 1,000) and the others are zeros or NaNs; long rows of such
+  steps shortly before may add up to 1,024.
 
   The scale is a power of two, the lower of evidence and ceiling. The evidence
   brings the largest of the last ``window`` maxima ``-target`` binades below
@@ -76,18 +77,19 @@ class HeadroomLossScale:
   binade below the scale. A credit of 4,096 raises it again by one (2,048,
   1,024 or 512 if it is 6, 12 or 18 below the evidence); a step within a
   binade of overflow empties the credit. An overflow 20 binades below the
-  evidence takes the ceiling away, since the scale is not the reason. For the
-  moment, overflows in a row lower the scale by 1, 2, 4, 8 and then 16 binades
-  each; it rises by at most 8 a step.
+  evidence takes the ceiling away, since the scale is not the reason, and so
+  does evidence that rises so far above it. For the moment, overflows in a row
+  lower the scale by 1, 2, 4, 8 and then 16 binades each; it rises by at most
+  8 a step.
 
   A step of zeros or an overflow is quiet: it brings no gradients, and the
   scale may be the reason. After 48 quiet steps in a row, and four times as
   many as came between gradients on average (at most 1,024), the search
   begins: one step in 4, picked by a hash, tries one of the scales 16 binades
-  apart over the whole range. The gradients that it finds are the new
-  evidence, and the only one. Before there was any, zeros raise the scale; an
-  overflow begins the search at once, and each of its steps is a guess, one in
-  4 of them ``init_scale``.
+  apart over the whole range. Gradients that come during the search are the
+  new evidence, and the only one. Before there was any, zeros raise the scale;
+  an overflow begins the search at once, and each of its steps is a guess, one
+  in 4 of them ``init_scale``.
 
   Values on the way to the gradients may be larger than these, and only
   overflows teach the policy of them.
