@@ -27,7 +27,8 @@ JAX_NIGHTLY_OPTIONS ?=
 # they stand, and are skipped with this flag alone.
 JAX_FLAGS ?= JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_SCAN3=1
 CORE = _arrays _checks _powers_of_two _jaxprs _grads _state _axes \
-  _measurement _loss _scaling _policies _headroom _select _updates _wrapper
+  _measurement _loss _scaling _search _headroom _policies _select _updates \
+  _wrapper
 # Left out on all but the newest Python and JAX, since it tells nothing new there.
 ONLY_NEWEST = $(addprefix --ignore=tests/, \
   diagnostics/test_plots.py pages \

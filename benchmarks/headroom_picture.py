@@ -32,47 +32,51 @@ def make_gradients():
 
 
 def record(log2_amax):
-  """Each step's scale and evidence in binades, caution, and if it was lost."""
+  """Each step's scale, evidence and ceiling in binades, and if it was lost."""
   policy = ols.HeadroomLossScale()
 
   def step(state, amax):
     held = amax * state.loss_scale
     finite = held < 65520  # From there on float16 rounds to inf.
     after = policy.adjust(state, finite, grads_amax=amax)
-    window, caution = after.memory.amax_window, after.memory.caution
+    window, ceiling = after.memory.amax_window, after.memory.ceiling
     evidence = jnp.floor(jnp.log2(65504 / jnp.max(window))) + policy.target
     log2_scale = jnp.log2(state.loss_scale)
-    return after, (log2_scale, evidence, caution, ~finite)
+    return after, (log2_scale, evidence, ceiling, ~finite)
 
   amax = jnp.exp2(jnp.asarray(log2_amax, jnp.float32))
   return map(np.asarray, jax.lax.scan(step, policy.init(), amax)[1])
 
 
-def draw(log2_amax, log2_scale, evidence, caution, lost):
+def draw(log2_amax, log2_scale, evidence, ceiling, lost):
   steps = np.arange(STEPS)
   figure = Figure(figsize=(8, 4.8), layout="constrained")
-  top, bottom = figure.subplots(2, sharex=True, height_ratios=(3, 1))
-  ceiling = np.where(np.isinf(log2_amax), np.nan, np.log2(65504) - log2_amax)
-  top.plot(
-    steps, ceiling, ".", color="black", label="largest scale without overflow"
+  axes = figure.subplots()
+  best = np.where(np.isinf(log2_amax), np.nan, np.log2(65504) - log2_amax)
+  axes.plot(
+    steps, best, ".", color="black", label="largest scale without overflow"
   )
-  # Before the first gradient there is none.
+  # Before the first gradient there is no evidence, and 128 is no ceiling.
   evidence = np.where(np.isinf(evidence), np.nan, evidence)
-  top.step(steps, evidence, where="post", color="tab:orange", label="evidence")
-  top.step(steps, log2_scale, where="mid", color="tab:blue", label="loss scale")
-  top.plot(
+  ceiling = np.where(ceiling == 128, np.nan, ceiling)
+  for line, style, label in (
+    (evidence, "C1-", "evidence"),
+    (log2_scale, "C0-", "loss scale"),
+    (ceiling, "C2--", "ceiling"),
+  ):
+    where = "mid" if label == "loss scale" else "post"
+    axes.step(steps, line, style, where=where, label=label)
+  axes.plot(
     steps[lost], log2_scale[lost], "x", color="tab:red", label="lost step"
   )
-  top.set(
+  axes.set(
+    xlabel="step",
     ylabel="log2",
     ylim=(0, 85),
     title="Gradients in every 8th step, larger by 7 binades in every 80th",
   )
-  top.legend(loc="upper right", fontsize=8)
-  bottom.step(steps, caution, where="post", color="tab:green")
-  bottom.set(xlabel="step", ylabel="caution (binades)")
-  for axes in (top, bottom):
-    axes.grid(alpha=0.3)
+  axes.legend(loc="upper right", fontsize=8)
+  axes.grid(alpha=0.3)
   return figure
 
 

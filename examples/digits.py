@@ -119,6 +119,7 @@ def train(data, cast, loss_scale, steps=1200, seed=0, on_step=lambda: None):
     history.append((loss, scale, skipped))
     on_step()
 
+  ols.raise_if_stuck(opt_state)
   losses, scales, skips = zip(*jax.device_get(history), strict=True)
   noisy = add_noise(test_key, test_set)
   return Run(

@@ -51,6 +51,7 @@ def train(tx, images, labels, steps, title):
     model, opt_state, _ = train_step(
       model, opt_state, jnp.asarray(images[batch]), jnp.asarray(labels[batch])
     )
+  ols.raise_if_stuck(opt_state)
   logits = jax.vmap(model)(jnp.asarray(images[1500:]))
   return jnp.mean(logits.argmax(-1) == labels[1500:]), opt_state
 

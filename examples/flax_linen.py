@@ -89,6 +89,7 @@ def main():
       x = x * 1e6  # a bad batch: the forward pass overflows float16
     state, loss = train_step(state, x, labels[batch])
     if step % 20 == 0:
+      ols.raise_if_stuck(state)
       progress.set_postfix(loss=f"{loss:.3f}")
 
   scale = ols.get_loss_scale_state(state)

@@ -66,6 +66,7 @@ def main():
     batch = rng.choice(1500, 64)
     loss = train_step(model, optimizer, images[batch], labels[batch])
     if step % 20 == 0:
+      ols.raise_if_stuck(optimizer)
       progress.set_postfix(loss=f"{loss:.3f}")
 
   scale = ols.get_loss_scale_state(optimizer)

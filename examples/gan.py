@@ -93,6 +93,8 @@ def main():
   for step in progress:
     carry = train_step(*carry, jax.random.fold_in(jax.random.key(1), step))
     if step % 100 == 0:
+      for opt_state in carry[2:]:
+        ols.raise_if_stuck(opt_state)
       progress.set_postfix(distance=f"{mean_distance(carry[0]):.3f}")
 
   g, _, g_state, d_state = carry

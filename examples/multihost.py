@@ -87,7 +87,8 @@ def train(steps, seed):
     for i in range(steps):
       batch = load_batch(rng, train_set, NamedSharding(mesh, P("data")))
       carry, loss = step(carry, batch)
-      if is_first and i % LOG_EVERY == 0:
+      if i % LOG_EVERY == 0:
+        ols.raise_if_stuck(carry)  # on all processes, or on none
         scale = ols.get_loss_scale_state(carry).loss_scale
         progress.set_postfix(loss=f"{loss:.4f}", scale=f"{scale:g}")
       progress.update()

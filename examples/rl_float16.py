@@ -137,6 +137,7 @@ def train(program, steps, seed, on_step=lambda: None):
     )
     # Waits: devices that are made of one CPU may block each other otherwise.
     history.append(np.asarray(metrics))
+    ols.raise_if_stuck(opt_state)
     on_step()
   rewards, rms, kl = np.array(history).T
   return Run(rewards, rms, kl, ols.get_loss_scale_state(opt_state))

@@ -108,6 +108,7 @@ def train(
     history.append((loss, scale, skipped))
     on_step(loss)
 
+  ols.raise_if_stuck(opt_state)
   losses, scales, skips = zip(*jax.device_get(history), strict=True)
   rng = np.random.default_rng(0)
   test = [sample_batch(rng, test_text) for _ in range(20)]

@@ -6,8 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from optax_lossscale import _arrays, _checks, _powers_of_two, _state
+from optax_lossscale import (
+  _arrays,
+  _checks,
+  _powers_of_two,
+  _search,
+  _state,
+)
 from optax_lossscale._state import LossScaleState
 
 # In binades a step. Gradients that underflowed look smaller than they are, so
@@ -18,81 +25,76 @@ _LARGEST_DROP = 16
 # In steps that had gradients. An overflow costs less than 500 steps earn, so
 # that a NaN every 500 steps, which no scale prevents, costs no binade.
 _COST_OF_OVERFLOW = 256
+# It halves with each 6 binades that the ceiling is below the evidence, so that
+# a ceiling that was learned from larger gradients is forgotten in time.
 _COST_OF_A_BINADE = 4096
-
-# After so many steps of zeros in a row they may be gradients that underflowed.
-# It is a prime number: gradients that come in every n-th step then meet each
-# guess in turn, if n is no multiple of it.
-_ZEROS_TO_DOUBT = 61
-# Before the first evidence. float16 holds a gradient at 40 scales in a row, so
-# that strides of 16 do not miss all of them.
-_GUESS_STRIDE = 16
-# Then. More would hide gradients that fall by 28 binades at once.
-_CAUTION_IN_DOUBT = 8
+_BINADES_OF_A_PRICE = 6
+# In binades below the evidence.
+_DEEPEST_CEILING = 20
+_NO_CEILING = 128  # above the exponent of each scale
 
 
 class HeadroomMemory(NamedTuple):
   """What :class:`HeadroomLossScale` remembers.
 
   Attributes:
-    amax_window: the largest magnitude of each of the last steps that had
-      gradients other than zero; float32, shape ``(window,)``. Zeros where there
-      was no such step yet.
-    amax_cursor: where the next one is written; int32, shape ``()``.
-    caution: how many binades the scale stays below the one that the window asks
-      for; int32, shape ``()``.
+    ceiling: the binary logarithm of the highest scale that overflows allow, or
+      128 without a ceiling; int32, shape ``()``.
     credit: how many steps there are to pay for an overflow; int32, shape
       ``()``.
-    zero_count: steps of zeros in a row; int32, shape ``()``.
+    quiet_count: steps in a row that brought no gradients, since all were zero
+      or some were not finite; int32, shape ``()``.
+    patience: how many such steps more than 48 it takes until the policy
+      searches: four times their mean number between gradients; int32, shape
+      ``()``.
+    amax_window: the largest magnitude of each of the last steps that had
+      gradients other than zero, the newest first; float32, shape ``(window,)``.
+      Zeros where there was no such step yet.
   """
 
-  amax_window: jax.Array
-  amax_cursor: jax.Array
-  caution: jax.Array
+  ceiling: jax.Array
   credit: jax.Array
-  zero_count: jax.Array
+  quiet_count: jax.Array
+  patience: jax.Array
+  amax_window: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale:
   """Keeps the largest gradient of the last steps some binades below overflow.
 
-  The scale is a power of two: the evidence minus the caution.
+  As long as one scale holds all gradients with 16 binades to spare, at most
+  128 steps with gradients are lost in a row, or 512 if only every n-th step
+  has any (n up to 1,000) and the others are zeros or NaNs; long rows of such
+  steps shortly before may add up to 1,024.
 
-  The evidence is the scale that brings the largest of the last ``window``
-  maxima ``-target`` binades below the top of ``dtype``. A maximum is the
-  largest magnitude among the unscaled gradients of one step. Steps whose
-  gradients are all zero do not count as evidence. The scale falls to the
-  evidence at once, and rises to it by at most 8 binades a step. Before the
-  first gradient that is not zero, the evidence is ``max_scale``, since zeros
-  may be gradients that underflowed. If there was an overflow by then, it is
-  ``init_scale``.
+  The scale is a power of two, the lower of evidence and ceiling. The evidence
+  brings the largest of the last ``window`` maxima ``-target`` binades below
+  the top of ``dtype``; a maximum is the largest magnitude among the unscaled
+  gradients of a step, and steps of zeros have none. The ceiling is what
+  overflows teach. A step with gradients earns a credit of 1, the first
+  overflow in a row costs 256, and if it cannot be paid, the ceiling is set a
+  binade below the scale. A credit of 4,096 raises it again by one (2,048,
+  1,024 or 512 if it is 6, 12 or 18 below the evidence); a step within a
+  binade of overflow empties the credit. An overflow 20 binades below the
+  evidence takes the ceiling away, since the scale is not the reason, and so
+  does evidence that rises so far above it. For the moment, overflows in a row
+  lower the scale by 1, 2, 4, 8 and then 16 binades each; it rises by at most
+  8 a step.
 
-  An overflow does two things. For the moment it lowers the scale, by 1, 2, 4, 8
-  and then 16 binades if several come in a row; the next finite step takes this
-  back. In the long run it costs credit. Each step with gradients earns a credit
-  of 1, up to 4,096, and the first overflow in a row costs 256. If the credit is
-  too small, it is lost, and the caution grows by a binade. A credit of 4,096
-  buys a binade back. A step that came within a binade of overflow empties the
-  credit. So a rare NaN costs nothing, the caution learns from overflows that
-  come again and again, and a binade that is bought back too early costs one
-  step.
+  A step of zeros or an overflow is quiet: it brings no gradients, and the
+  scale may be the reason. After 48 quiet steps in a row, and four times as
+  many as came between gradients on average (at most 1,024), the search
+  begins: one step in 4, picked by a hash, tries one of the scales 16 binades
+  apart over the whole range. Gradients that come during the search are the
+  new evidence, and the only one. Before there was any, zeros raise the scale;
+  an overflow begins the search at once, and each of its steps is a guess, one
+  in 4 of them ``init_scale``.
 
-  If a step overflows at ``min_scale``, or at a scale so low that even the
-  largest maximum of the window would be subnormal, the scale cannot be the
-  reason, and the caution is set to zero. If 61 steps in a row have only zeros,
-  these may be gradients that underflowed, and a caution above 8 is halved, to 8
-  at least.
-
-  After an overflow before the first evidence, nothing is known, and the policy
-  guesses. It begins a binade below ``init_scale``. Each further overflow, and
-  each 61 steps of zeros in a row, make it try 16 binades less, and after
-  ``min_scale`` it begins again. The first evidence sets the caution to zero.
-
-  The policy does not see values on the way to the gradients, which may be
-  larger. The caution learns from the overflows that they cause.
-  :func:`~optax_lossscale.diagnostics.probe` shows them to the policy, so that
-  these steps are not lost.
+  Values on the way to the gradients may be larger than these, and only
+  overflows teach the policy of them.
+  :func:`~optax_lossscale.diagnostics.probe` shows them to it, so that these
+  steps are not lost.
 
   Attributes:
     init_scale: the scale before the first step; a power of two, as are the
@@ -148,11 +150,11 @@ class HeadroomLossScale:
     return _state.initial_state(
       self.init_scale,
       memory=HeadroomMemory(
-        amax_window=jnp.zeros((int(self.window),), jnp.float32),
-        amax_cursor=jnp.zeros((), jnp.int32),
-        caution=jnp.zeros((), jnp.int32),
+        ceiling=jnp.full((), _NO_CEILING, jnp.int32),
         credit=jnp.zeros((), jnp.int32),
-        zero_count=jnp.zeros((), jnp.int32),
+        quiet_count=jnp.zeros((), jnp.int32),
+        patience=jnp.zeros((), jnp.int32),
+        amax_window=jnp.zeros((int(self.window),), jnp.float32),
       ),
     )
 
@@ -170,27 +172,30 @@ class HeadroomLossScale:
       ValueError: if the state is one of another policy.
     """
     amax = _as_amax(grads_amax)
-    _state.check_memory(self, state, HeadroomMemory)
+    # An earlier version had as many fields, with a number in this place.
+    window = getattr(state.memory, "amax_window", 0)
+    _state.check_memory(self, state, HeadroomMemory, fits=jnp.ndim(window) == 1)
     after = _state.record_step(state, grads_finite)
     finite, in_a_row = after.last_finite, after.notfinite_count
-    has_grads = (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
-    after_grads = self._after_grads(state, amax)
+    has_grads = finite & (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
+    was_guess, _ = self._guess(state.memory)
     memory = _arrays.select(
-      finite,
-      _arrays.select(has_grads, after_grads, self._after_zeros(state)),
-      self._after_overflow(state, is_first=in_a_row == 1),
+      has_grads,
+      self._after_grads(state, amax),
+      self._after_quiet(state, in_a_row, was_guess),
     )
 
+    highest = self._highest(memory)
+    # The scale of a guess that found nothing says nothing of the next.
+    failed = was_guess & ~has_grads
     exponent = _powers_of_two.floor_log2(state.loss_scale)
+    exponent = jnp.where(failed, highest, exponent)
     drop = jnp.minimum(1 << jnp.minimum(in_a_row - 1, 8), _LARGEST_DROP)
-    limit = jnp.where(finite, exponent + _LARGEST_RISE, exponent - drop)
-    low, high = self._bounds()
-    # Evidence may be far above the bounds. The caution would have no effect if
-    # it were subtracted before the evidence is held within them.
-    evidence = jnp.clip(self._evidence(memory), low, high)
-    new = jnp.clip(jnp.minimum(evidence - memory.caution, limit), low, high)
+    limit = exponent + jnp.where(finite, _LARGEST_RISE, -drop)
+    is_guess, guess = self._guess(memory)
+    new = jnp.where(is_guess, guess, jnp.minimum(highest, limit))
 
-    scale = _powers_of_two.power_of_two(new)
+    scale = _powers_of_two.power_of_two(jnp.clip(new, *self._bounds()))
     moved = scale != state.loss_scale
     return after._replace(
       loss_scale=scale,
@@ -203,80 +208,85 @@ class HeadroomLossScale:
   ) -> HeadroomMemory:
     """The memory after a finite step whose gradients were not all zero."""
     memory = state.memory
+    is_new = _is_searching(memory) | ~_has_evidence(memory)
+    older = jnp.where(is_new, 0, memory.amax_window[:-1])
+    window = jnp.concatenate([amax[None], older])
+
     was_close = amax * state.loss_scale > self._top() / 2
     credit = jnp.where(was_close, 0, memory.credit + 1)
-    is_full = credit >= _COST_OF_A_BINADE
-    bought = is_full & (memory.caution > 0)
-    cursor = memory.amax_cursor
+    evidence = self._evidence(window)
+    below = jnp.maximum(evidence - memory.ceiling, 0)
+    price = _COST_OF_A_BINADE >> (below // _BINADES_OF_A_PRICE)
+    bought = (memory.ceiling < _NO_CEILING) & (credit >= price)
+    ceiling = memory.ceiling + bought.astype(jnp.int32)
+    is_old = is_new | (evidence - ceiling > self._deepest())
     return HeadroomMemory(
-      # A state that was read from a file may hold numpy arrays.
-      amax_window=jnp.asarray(memory.amax_window).at[cursor].set(amax),
-      amax_cursor=(cursor + 1) % memory.amax_window.shape[0],
-      caution=jnp.where(
-        jnp.max(memory.amax_window) > 0,
-        memory.caution - bought.astype(jnp.int32),
-        0,  # The first evidence replaces what was learned without any.
-      ),
+      ceiling=jnp.where(is_old, _NO_CEILING, ceiling),
       credit=jnp.where(bought, 0, jnp.minimum(credit, _COST_OF_A_BINADE)),
-      zero_count=jnp.zeros((), jnp.int32),
+      quiet_count=jnp.zeros((), jnp.int32),
+      patience=_search.patience_after(memory.patience, memory.quiet_count),
+      amax_window=window,
     )
 
-  def _after_zeros(self, state: LossScaleState) -> HeadroomMemory:
-    """The memory after a finite step whose gradients were all zero."""
-    memory, caution = state.memory, state.memory.caution
-    zero_count = memory.zero_count + 1
-    in_doubt = zero_count >= _ZEROS_TO_DOUBT
-    relaxed = jnp.maximum(caution // 2, _CAUTION_IN_DOUBT)
-    has_evidence = jnp.max(memory.amax_window) > 0
-    other = jnp.where(
-      has_evidence, jnp.minimum(caution, relaxed), self._next_guess(state)
-    )
-    # Without caution, the scale is as high as it may be.
-    changes = in_doubt & (caution > 0)
-    return memory._replace(
-      caution=jnp.where(changes, other, caution),
-      zero_count=jnp.where(in_doubt, 0, zero_count),
-    )
-
-  def _next_guess(self, state: LossScaleState) -> jax.Array:
-    """The caution with which to look for the first gradients next."""
-    caution = state.memory.caution
-    begins = (caution == 0) | self._is_lowest(state)
-    return jnp.where(begins, 1, caution + _GUESS_STRIDE)
-
-  def _is_lowest(self, state: LossScaleState) -> jax.Array:
-    return _powers_of_two.floor_log2(state.loss_scale) <= self._bounds()[0]
-
-  def _after_overflow(
-    self, state: LossScaleState, is_first: jax.Array
+  def _after_quiet(
+    self, state: LossScaleState, in_a_row: jax.Array, was_guess: jax.Array
   ) -> HeadroomMemory:
-    """The memory after a step that was not finite."""
+    """The memory after a step of zeros, or one that was not finite."""
     memory = state.memory
-    largest = jnp.max(memory.amax_window)
-    has_evidence = largest > 0
+    has_evidence = _has_evidence(memory)
+    evidence = self._evidence(memory.amax_window)
+    costs = (in_a_row == 1) & has_evidence & ~was_guess
     left = memory.credit - _COST_OF_OVERFLOW
-    is_paid = ~is_first | (left >= 0)
-    more = jnp.where(has_evidence, memory.caution + 1, self._next_guess(state))
-    caution = jnp.where(is_paid, memory.caution, more)
-    tiny = _arrays.cast(jnp.finfo(self.dtype).smallest_normal, jnp.float32)
-    is_subnormal = largest * state.loss_scale < tiny
-    is_hopeless = has_evidence & (is_subnormal | self._is_lowest(state))
+    lower = jnp.minimum(evidence, memory.ceiling) - 1
+    ceiling = jnp.where(costs & (left < 0), lower, memory.ceiling)
+    exponent = _powers_of_two.floor_log2(state.loss_scale)
+    is_lowest = exponent <= self._bounds()[0]
+    is_hopeless = is_lowest | (evidence - exponent >= self._deepest())
+    is_hopeless &= (in_a_row > 0) & has_evidence
+    quiet = optax.safe_increment(memory.quiet_count)
+    # Without evidence there is nothing to wait for.
+    begins = (in_a_row > 0) & ~has_evidence
     return memory._replace(
-      caution=jnp.where(is_hopeless, 0, caution),
-      credit=jnp.where(is_first, jnp.maximum(left, 0), memory.credit),
-      zero_count=jnp.zeros((), jnp.int32),
+      ceiling=jnp.where(is_hopeless, _NO_CEILING, ceiling),
+      credit=jnp.where(costs, jnp.maximum(left, 0), memory.credit),
+      quiet_count=jnp.where(
+        begins, jnp.maximum(quiet, _search.QUIET_TO_SEARCH), quiet
+      ),
     )
 
-  def _evidence(self, memory: HeadroomMemory) -> jax.Array:
-    """The exponent of the scale that the gradients ask for, bounds or not."""
+  def _guess(self, memory: HeadroomMemory) -> tuple[jax.Array, jax.Array]:
+    """Whether the next step is a guess, and the exponent of its scale."""
+    is_guess, guess = _search.next_guess(
+      memory.quiet_count,
+      _has_evidence(memory),
+      _powers_of_two.floor_log2(_arrays.cast(self.init_scale, jnp.float32)),
+      self._bounds(),
+    )
+    return _is_searching(memory) & is_guess, guess
+
+  def _deepest(self) -> jax.Array:
+    """How far below the evidence a scale may be the reason of an overflow."""
+    # No further than where the largest maximum would be subnormal.
+    info = jnp.finfo(self.dtype)
+    normal = info.maxexp - info.minexp + _arrays.cast(self.target, jnp.int32)
+    return jnp.minimum(_DEEPEST_CEILING, normal)
+
+  def _highest(self, memory: HeadroomMemory) -> jax.Array:
+    """The exponent of the scale that evidence and ceiling allow."""
+    evidence = jnp.where(
+      _has_evidence(memory),
+      self._evidence(memory.amax_window),
+      self._bounds()[1],
+    )
+    return jnp.minimum(evidence, memory.ceiling)
+
+  def _evidence(self, window: jax.Array) -> jax.Array:
+    """The exponent of the scale that the gradients ask for, within bounds."""
     top_mantissa, top_exponent = math.frexp(self._top())
-    mantissa, exponent = jnp.frexp(jnp.max(memory.amax_window))
+    mantissa, exponent = jnp.frexp(jnp.max(window))
     best = top_exponent + _arrays.cast(self.target, jnp.int32) - exponent
     best -= (mantissa > top_mantissa).astype(jnp.int32)
-    # Without evidence, any caution comes from an overflow.
-    without = jnp.where(memory.caution > 0, self.init_scale, self.max_scale)
-    without = _powers_of_two.floor_log2(_arrays.cast(without, jnp.float32))
-    return jnp.where(mantissa > 0, best, without)
+    return jnp.clip(best, *self._bounds())
 
   def _top(self) -> float:
     """The largest number of the backward pass, as far as float32 goes."""
@@ -289,6 +299,14 @@ class HeadroomLossScale:
       _powers_of_two.ceil_log2(_arrays.cast(self.min_scale, jnp.float32)),
       _powers_of_two.floor_log2(_arrays.cast(self.max_scale, jnp.float32)),
     )
+
+
+def _has_evidence(memory: HeadroomMemory) -> jax.Array:
+  return jnp.max(memory.amax_window) > 0
+
+
+def _is_searching(memory: HeadroomMemory) -> jax.Array:
+  return _search.is_on(memory.quiet_count, memory.patience)
 
 
 def _as_amax(grads_amax: jax.typing.ArrayLike | None) -> jax.Array:

@@ -3,9 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import (
+  _arrays,
   _checks,
   _policies,
   _powers_of_two,
@@ -13,33 +15,73 @@ from optax_lossscale import (
 )
 
 
-def loss_scale_metrics(tree: Any) -> dict[str, jax.Array]:
+def loss_scale_metrics(
+  tree: Any,
+  *,
+  policy: Any = None,
+  steps: jax.typing.ArrayLike | None = None,
+) -> dict[str, jax.Array]:
   """Returns what to log of a loss scale, for any logger.
 
   Works under ``jit``, and reads nothing back to the host.
 
+  Every step of a run may be skipped without an error. Give ``policy`` to see it
+  at a glance: a run whose ``skips_at_floor`` stays 1 stands still, since the
+  scale cannot come down any further.
+
   Args:
     tree: a :class:`LossScaleState`, or any pytree that holds exactly one.
+    policy: what :func:`with_loss_scaling` was given as ``loss_scale``.
+    steps: how often ``update`` was called since ``init``.
 
   Returns:
     A dict of arrays of shape ``()``: the fields of :class:`LossScaleState` by
-    name, except for ``memory``, and ``log2_loss_scale``, float32, for plots.
+    name, except for ``memory``, and for plots, all float32:
+
+    * ``log2_loss_scale``;
+    * ``skipped``, 1 if the last step was skipped and 0 if not, whose mean over
+      some steps is the share of them that was skipped;
+    * ``skipped_share``, that of all steps, if ``steps`` is given;
+    * ``skips_at_floor``, if ``policy`` is given: 1 if the last step was skipped
+      and the scale is the lowest that the policy allows, or is fixed; else 0.
 
   Raises:
-    ValueError: if ``tree`` does not hold exactly one loss-scale state.
+    TypeError: if ``policy`` or ``steps`` is of the wrong type.
+    ValueError: if one is out of range, or ``tree`` does not hold exactly one
+      loss-scale state.
 
   Examples:
     >>> import optax_lossscale as ols
     >>> metrics = ols.loss_scale_metrics(ols.DynamicLossScale().init())
     >>> {name: x.item() for name, x in sorted(metrics.items())}
     {'finite_count': 0, 'last_finite': True, 'log2_loss_scale': 15.0,
-     'loss_scale': 32768.0, 'notfinite_count': 0, 'total_notfinite': 0}
+     'loss_scale': 32768.0, 'notfinite_count': 0, 'skipped': 0.0,
+     'total_notfinite': 0}
   """
   metrics = _state.get_loss_scale_state(tree)._asdict()
   del metrics["memory"]
-  return metrics | {
-    "log2_loss_scale": _powers_of_two.log2(metrics["loss_scale"])
-  }
+  scale, was_skipped = metrics["loss_scale"], ~metrics["last_finite"]
+  metrics["log2_loss_scale"] = _powers_of_two.log2(scale)
+  metrics["skipped"] = _as_float32(was_skipped)
+  if steps is not None:
+    _checks.check_number("steps", steps, 0, 2**63 - 1, integer=True)
+    # Before the first step the share is 0, as is the number of skips.
+    count = jnp.maximum(_as_float32(steps), 1)
+    metrics["skipped_share"] = _as_float32(metrics["total_notfinite"]) / count
+  if policy is not None:
+    at_floor = scale <= _floor(_as_policy(policy))
+    metrics["skips_at_floor"] = _as_float32(was_skipped & at_floor)
+  return metrics
+
+
+def _floor(policy: Any) -> jax.Array:
+  """The lowest scale of a policy as float32; 0 if it has none."""
+  floor = getattr(policy, "min_scale", getattr(policy, "scale", 0.0))
+  return _as_float32(floor)
+
+
+def _as_float32(x: jax.typing.ArrayLike) -> jax.Array:
+  return _arrays.cast(x, jnp.float32)
 
 
 class LossScaleError(RuntimeError):

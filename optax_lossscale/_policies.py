@@ -1,5 +1,6 @@
 """The policies: rules that move the loss scale after each step."""
 
+from collections.abc import Callable
 import dataclasses
 from typing import (
   Any,
@@ -14,7 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays, _checks, _state
+from optax_lossscale import _arrays, _checks, _headroom, _state
 from optax_lossscale._state import LossScaleState
 
 HysteresisRefill = Literal["growth", "finite", "backoff"]
@@ -120,6 +121,11 @@ class DynamicLossScale:
   ``growth_factor``; a non-finite step multiplies it by ``backoff_factor`` and
   restarts the count. The scale stays within [``min_scale``, ``max_scale``];
   a growth held at ``max_scale`` restarts the count as well.
+
+  A loss of thousands, such as a sum or an energy, needs a scale below 1. With
+  the default ``min_scale`` each of its steps may be skipped, and no error says
+  so: :func:`loss_scale_metrics` and :func:`raise_if_stuck` do. Use
+  ``min_scale=2.0**-14``, or :class:`HeadroomLossScale`, which finds the scale.
 
   Attributes:
     init_scale: the scale before the first step.
@@ -262,10 +268,16 @@ class DynamicLossScale:
     return tolerated, jnp.where(refill, full, left)
 
 
+_NAMED: dict[str, Callable[[], LossScalePolicy]] = {
+  "dynamic": DynamicLossScale,
+  "headroom": _headroom.HeadroomLossScale,
+}
+
+
 def as_policy(loss_scale: Any) -> LossScalePolicy:
   """The policy that ``with_loss_scaling(loss_scale=...)`` stands for."""
-  if isinstance(loss_scale, str) and loss_scale == "dynamic":
-    return DynamicLossScale()
+  if isinstance(loss_scale, str) and loss_scale in _NAMED:
+    return _NAMED[loss_scale]()
   if isinstance(loss_scale, LossScalePolicy) and not isinstance(
     loss_scale, type
   ):
@@ -273,8 +285,8 @@ def as_policy(loss_scale: Any) -> LossScalePolicy:
   is_number = _arrays.is_array(loss_scale) and not isinstance(loss_scale, bool)
   if not is_number:
     raise TypeError(
-      "loss_scale must be a policy (such as DynamicLossScale()), 'dynamic' or"
-      f" a positive number, got loss_scale = {loss_scale!r}."
+      "loss_scale must be a policy (such as DynamicLossScale()), 'dynamic',"
+      f" 'headroom' or a positive number, got loss_scale = {loss_scale!r}."
     )
   _checks.check_scale("loss_scale", loss_scale)
   return FixedLossScale(loss_scale)

@@ -195,13 +195,16 @@ def record_step(
   )
 
 
-def check_memory(policy: Any, state: LossScaleState, kind: type) -> None:
+def check_memory(
+  policy: Any, state: LossScaleState, kind: type, *, fits: bool = True
+) -> None:
   """Raises unless the memory of the state is that of the policy."""
-  if not isinstance(state.memory, kind):
+  if not (isinstance(state.memory, kind) and fits):
     raise ValueError(
       f"state.memory must be that of a {type(policy).__name__}, a"
-      f" {kind.__name__}, got {type(state.memory).__name__} of another policy."
-      " Use state._replace(memory=policy.init().memory)."
+      f" {kind.__name__}, got {type(state.memory).__name__} of another policy,"
+      " or of an earlier version. To go on with the same loss scale, use"
+      " state._replace(memory=policy.init().memory)."
     )
 
 

@@ -76,8 +76,10 @@ def with_loss_scaling(
 
   Args:
     inner: the optimizer to wrap.
-    loss_scale: a policy such as :class:`~optax_lossscale.DynamicLossScale`;
-      ``"dynamic"`` for that with its defaults; or a number for a fixed scale.
+    loss_scale: a policy; ``"dynamic"`` or ``"headroom"``, for
+      :class:`~optax_lossscale.DynamicLossScale` or
+      :class:`~optax_lossscale.HeadroomLossScale` with its defaults; or a number
+      for a fixed scale.
     axis_name: the axis of ``pmap`` or ``shard_map``, or a tuple of axes, over
       which the step is decided together: if one device overflows, all skip. Not
       needed under sharded ``jit``.

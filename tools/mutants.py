@@ -85,7 +85,8 @@ TESTS = {
     "core/state",
     "policies/headroom",
   ],
-  "_headroom": ["policies/headroom", "core/input"],
+  "_search": ["policies/headroom", "policies/starving"],
+  "_headroom": ["policies/headroom", "policies/starving", "core/input"],
   "_select": [
     "core/select",
     "core/select_types",

@@ -352,7 +352,117 @@ def test_metrics_are_scalars_of_the_names_of_the_state():
     "last_finite": False,
     "total_notfinite": 1,
     "log2_loss_scale": 14.0,
+    "skipped": 1.0,
   }
+
+
+def test_metrics_show_at_a_glance_that_a_run_stands_still():
+  policy = ols.DynamicLossScale(init_scale=4.0)
+
+  @jax.jit
+  def step(state, finite, steps):
+    state = policy.adjust(state, finite)
+    return state, ols.loss_scale_metrics(state, policy=policy, steps=steps)
+
+  state, seen = policy.init(), []
+  for i, finite in enumerate([True, False, False, False, True, False]):
+    state, metrics = step(state, finite, i + 1)
+    seen.append(
+      [
+        metrics[name].item()
+        for name in ("skipped", "skips_at_floor", "skipped_share")
+      ]
+    )
+  assert seen == [
+    [0, 0, 0],
+    [1, 0, 1 / 2],
+    [1, 1, np.float32(2 / 3)],
+    [1, 1, 3 / 4],
+    [0, 0, np.float32(3 / 5)],
+    [1, 1, np.float32(4 / 6)],
+  ]
+  assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+  "policy, lost",
+  [
+    ("dynamic", 100),
+    (ols.DynamicLossScale(min_scale=2.0**-14), 24),
+    ("headroom", 20),
+  ],
+  ids=["dynamic", "min_scale", "headroom"],
+)
+def test_a_loss_of_thousands_needs_a_scale_below_one_and_the_metrics_show_it(
+  policy, lost
+):
+  def energy(w, x):
+    return jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32) ** 2)
+
+  tx = ols.with_loss_scaling(optax.sgd(1e-12), policy)
+  x = jnp.full(64, 512.0, jnp.float16)
+
+  @jax.jit
+  def step(w, opt_state, i):
+    _, grad = ols.value_and_grad(energy, opt_state)(w, x)
+    updates, opt_state = tx.update(grad, opt_state, w)
+    metrics = ols.loss_scale_metrics(opt_state, policy=policy, steps=i)
+    return optax.apply_updates(w, updates), opt_state, metrics
+
+  w = jnp.ones(64)
+  opt_state = tx.init(w)
+  for i in range(1, 101):
+    w, opt_state, metrics = step(w, opt_state, i)
+  assert metrics["skipped_share"] <= lost / 100
+  stands_still = lost == 100
+  assert metrics["skips_at_floor"] == stands_still
+  assert (metrics["skipped_share"] == 1) == stands_still
+
+
+@pytest.mark.parametrize(
+  "policy, floor",
+  [
+    ("dynamic", 1.0),
+    ("headroom", 2.0**-24),
+    (2.0**10, 2.0**10),
+    (ols.DynamicLossScale(min_scale=0.3), np.float32(0.3)),
+  ],
+  ids=str,
+)
+def test_metrics_know_the_floor_of_each_policy(policy, floor):
+  state = ols.DynamicLossScale().adjust(ols.DynamicLossScale().init(), False)
+  at_floor = ols.set_loss_scale(state, floor)
+  above = ols.set_loss_scale(state, 2 * floor)
+  assert ols.loss_scale_metrics(at_floor, policy=policy)["skips_at_floor"] == 1
+  assert ols.loss_scale_metrics(above, policy=policy)["skips_at_floor"] == 0
+
+
+def test_metrics_of_mapped_states_and_before_the_first_step_are_defined():
+  policy = ols.HeadroomLossScale()
+  start = ols.loss_scale_metrics(policy.init(), policy=policy, steps=0)
+  assert (start["skipped_share"], start["skips_at_floor"]) == (0, 0)
+  each = jax.vmap(
+    lambda finite: policy.adjust(policy.init(), finite, grads_amax=1.0)
+  )
+  metrics = ols.loss_scale_metrics(
+    each(jnp.array([True, False])), policy=policy, steps=2
+  )
+  assert metrics["skipped_share"].tolist() == [0, 0.5]
+  assert all(x.shape == (2,) for x in metrics.values())
+  assert all(not x.weak_type for x in metrics.values())
+
+
+@pytest.mark.parametrize(
+  "options, error, message",
+  [
+    ({"policy": "dynamics"}, TypeError, "policy must be what with_loss_scal"),
+    ({"steps": -1}, ValueError, "steps must be an integer in"),
+    ({"steps": "10"}, TypeError, "got steps = '10'"),
+  ],
+)
+def test_metrics_name_an_argument_that_is_wrong(options, error, message):
+  with pytest.raises(error, match=message):
+    ols.loss_scale_metrics(ols.FixedLossScale(1.0).init(), **options)
 
 
 def test_the_log2_is_exact_for_every_power_of_two():

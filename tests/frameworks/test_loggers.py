@@ -96,5 +96,6 @@ def test_metrics_go_into_a_dict_of_numbers_at_once():
     "log2_loss_scale": 10.0,
     "loss_scale": 1024.0,
     "notfinite_count": 0,
+    "skipped": 0.0,
     "total_notfinite": 0,
   }

@@ -16,10 +16,11 @@ import optax_lossscale as ols
 class Learned(NamedTuple):
   """What HeadroomLossScale remembers."""
 
-  amaxes: tuple = ()  # the oldest first; as many as the window holds
-  caution: int = 0
+  ceiling: int = 128
   credit: int = 0
-  zeros: int = 0  # steps in a row
+  quiet: int = 0  # steps in a row
+  patience: int = 0
+  amaxes: tuple = ()  # the newest first; as many as the window holds
 
 
 class Model:
@@ -98,51 +99,85 @@ def headroom(policy, scale, memory, in_a_row, amax):
   Returns the scale, and what is remembered.
   """
   p, exponent = policy, floor_log2(scale)
-  amaxes, caution, credit, zeros = memory
-  if in_a_row:
-    zeros = 0
-    if in_a_row == 1:
-      if credit < 256:
-        caution = caution + 1 if amaxes else _next_guess(p, scale, caution)
-      credit = max(credit - 256, 0)
-    tiny = float(jnp.finfo(p.dtype).smallest_normal)
-    is_lowest = exponent <= floor_log2(p.min_scale)
-    if amaxes and (is_lowest or max(amaxes) * scale < tiny):
-      caution = 0
-  elif 2.0**-126 <= amax < math.inf:
-    credit = 0 if amax * scale > top(p) / 2 else min(credit + 1, 4096)
-    if credit == 4096 and caution:
-      caution, credit = caution - 1, 0
-    if not amaxes:
-      caution = 0
-    amaxes = (*amaxes, amax)[-p.window :]
-    zeros = 0
-  else:
-    zeros = (zeros + 1) % 61
-    if not zeros and not amaxes and caution:
-      caution = _next_guess(p, scale, caution)
-    elif not zeros and caution > 8:
-      caution = max(caution // 2, 8)
-
-  if amaxes:
-    evidence = _best_exponent(max(amaxes), top(p) * 2.0**p.target)
-  else:
-    evidence = floor_log2(p.init_scale if caution else p.max_scale)
   low, high = floor_log2(p.min_scale), floor_log2(p.max_scale)
-  new = min(max(evidence, low), high) - caution
-  if in_a_row:
-    new = min(new, exponent - 2 ** min(in_a_row - 1, 4))
+  ceiling, credit, quiet, patience, amaxes = memory
+  was_guess = next_guess(p, memory) is not None
+  has_grads = not in_a_row and 2.0**-126 <= amax < math.inf
+  if has_grads:
+    if quiet >= 48 + patience or not amaxes:
+      amaxes, ceiling = (), 128
+    amaxes = (amax, *amaxes)[: p.window]
+    patience = min(patience - patience // 16 + quiet // 4, 1024)
+    quiet = 0
+    credit = 0 if amax * scale > top(p) / 2 else min(credit + 1, 4096)
+    below = max(evidence(p, amaxes) - memory.ceiling, 0)
+    if memory.ceiling < 128 and credit >= 4096 // 2 ** (below // 6):
+      ceiling, credit = min(ceiling + 1, 128), 0
+    if evidence(p, amaxes) - ceiling > deepest(p):
+      ceiling = 128
   else:
-    new = min(new, exponent + 8)
-  return 2.0 ** min(max(new, low), high), Learned(
-    amaxes, caution, credit, zeros
-  )
+    quiet += 1
+    if in_a_row and not amaxes:
+      quiet = max(quiet, 48)
+    elif in_a_row:
+      if in_a_row == 1 and not was_guess:
+        if credit < 256:
+          ceiling = min(evidence(p, amaxes), ceiling) - 1
+        credit = max(credit - 256, 0)
+      if exponent <= max(low, evidence(p, amaxes) - deepest(p)):
+        ceiling = 128
+
+  memory = Learned(ceiling, credit, quiet, patience, amaxes)
+  highest = min(evidence(p, amaxes) if amaxes else high, ceiling)
+  if was_guess and not has_grads:
+    exponent = highest
+  new = next_guess(p, memory)
+  if new is None and in_a_row:
+    new = min(highest, exponent - 2 ** min(in_a_row - 1, 4))
+  elif new is None:
+    new = min(highest, exponent + 8)
+  return 2.0 ** min(max(new, low), high), memory
 
 
-def _next_guess(policy, scale, caution):
-  if not caution or scale <= policy.min_scale:
-    return 1
-  return caution + 16
+def next_guess(policy, memory):
+  """The exponent to try next in a search, or None."""
+  if memory.quiet < 48 + memory.patience:
+    return None
+  low, high = floor_log2(policy.min_scale), floor_log2(policy.max_scale)
+  is_turn, guess = guess_at(memory.quiet, memory.amaxes, (high - low) // 16 + 1)
+  if not memory.amaxes and is_turn:
+    return floor_log2(policy.init_scale)
+  return low + 16 * guess if is_turn or not memory.amaxes else None
+
+
+def guess_at(quiet, has_evidence, count):
+  """Whether it is the turn of another scale, and which of so many.
+
+  Quiet is the number of quiet steps, or an array of them, of uint64.
+  """
+  number = quiet // 4 if has_evidence else quiet
+  is_turn = mixed(quiet // 4) % 4 == quiet % 4
+  return is_turn, (number + mixed(number // 16 + 2**19)) % count
+
+
+def mixed(x):
+  """A hash of integers, or of arrays of uint64."""
+  x = x * 0xA0E51D65 & 0xFFFFFFFF
+  x = (x ^ x >> 15) * 0xB460A327 & 0xFFFFFFFF
+  return (x ^ x >> 16) & 0x7FFF
+
+
+def evidence(policy, amaxes):
+  """The exponent of the scale that these ask for."""
+  best = _best_exponent(max(amaxes), top(policy) * 2.0**policy.target)
+  low, high = floor_log2(policy.min_scale), floor_log2(policy.max_scale)
+  return min(max(best, low), high)
+
+
+def deepest(policy):
+  """How far below the evidence the scale may be the reason of an overflow."""
+  info = jnp.finfo(policy.dtype)
+  return min(20, info.maxexp - info.minexp + policy.target)
 
 
 def _best_exponent(amax, target):

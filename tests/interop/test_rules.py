@@ -147,8 +147,9 @@ def test_every_policy_that_remembers_refuses_a_foreign_state_in_the_same_words(
     policy.adjust(state, True, grads_amax=1.0)
   assert str(info.value) == (
     f"state.memory must be that of a {type(policy).__name__}, a"
-    f" {kind.__name__}, got {type(state.memory).__name__} of another policy."
-    " Use state._replace(memory=policy.init().memory)."
+    f" {kind.__name__}, got {type(state.memory).__name__} of another policy, or"
+    " of an earlier version. To go on with the same loss scale, use"
+    " state._replace(memory=policy.init().memory)."
   )
   adopted = state._replace(memory=policy.init().memory)
   policy.adjust(adopted, True, grads_amax=1.0)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import pickle
+from typing import NamedTuple
 
 import flax.serialization
 from helpers import policy_models
@@ -77,9 +78,14 @@ amaxes_of_any_size = st.one_of(
 )
 
 
-def settled(policy=POLICY, log2_amax=-14, **memory):
-  """The state of a run with gradients of one size, and this in its memory."""
+def settled(policy=POLICY, log2_amax=-14, below=None, **memory):
+  """The state of a run with gradients of one size, and this in its memory.
+
+  With `below`, there is a ceiling so far below the evidence.
+  """
   state = last(run(policy, [2.0**log2_amax] * policy.window * 2))
+  if below is not None:
+    memory["ceiling"] = round(math.log2(state.loss_scale)) - below
   if memory:
     memory = {name: jnp.int32(value) for name, value in memory.items()}
     state = state._replace(memory=state.memory._replace(**memory))
@@ -88,13 +94,20 @@ def settled(policy=POLICY, log2_amax=-14, **memory):
   return state
 
 
+def below_evidence(states, log2_amax=-14):
+  """How far the ceiling is below the evidence after each step; 99 if none."""
+  evidence = math.log2(settled(log2_amax=log2_amax).loss_scale)
+  below = evidence - np.asarray(states.memory.ceiling, float)
+  return np.where(states.memory.ceiling == 128, 99, below).tolist()
+
+
 def moves(policy, amaxes, state=None):
   """The scales after each step in binades above that of the state."""
   start = math.log2((policy.init() if state is None else state).loss_scale)
   return [log2 - start for log2 in log2_scales(policy, amaxes, state)]
 
 
-EARNED = (0, 254, 255, 256, 300, 4093, 4094, 4095)
+EARNED = (0, 254, 255, 256, 300, 509, 511, 1022, 1023, 2046, 2047, 4094, 4095)
 
 
 @each_policy
@@ -105,35 +118,52 @@ EARNED = (0, 254, 255, 256, 300, 4093, 4094, 4095)
     min_size=STEPS,
     max_size=STEPS,
   ),
-  caution=st.integers(0, 3) | st.integers(0, 40),
+  ceiling=st.just(128) | st.integers(-24, 60),
   credit=st.sampled_from(EARNED),
-  zeros=st.sampled_from([0, 58, 59, 60]),
+  quiet=st.sampled_from([0, 15, 46, 47, 48, 1000]),
+  patience=st.sampled_from([0, 1, 16, 17, 1024]),
 )
 def test_the_policy_is_its_plain_python_model(
-  policy, steps, caution, credit, zeros
+  policy, steps, ceiling, credit, quiet, patience
 ):
   finites, amaxes = map(np.array, zip(*steps, strict=True))
+  memory = policy_models.Learned(ceiling, credit, quiet, patience)
   start = policy.init()
-  start = start._replace(
-    memory=start.memory._replace(
-      # As if some of the steps had been taken.
-      caution=jnp.int32(caution),
-      credit=jnp.int32(credit),
-      zero_count=jnp.int32(zeros),
-    )
-  )
+  # As if some of the steps had been taken.
+  counts = map(jnp.int32, memory[:-1])
+  memory_then = ols.HeadroomMemory(*counts, start.memory.amax_window)
+  start = start._replace(memory=memory_then)
   states = scan(policy, finites, np.float32(amaxes), start)
   scale, in_a_row = policy.init_scale, 0
-  memory = policy_models.Learned((), caution, credit, zeros)
   for i, (finite, amax) in enumerate(steps):
     in_a_row = 0 if finite else in_a_row + 1
     scale, memory = policy_models.headroom(
       policy, scale, memory, in_a_row, amax
     )
     assert states.loss_scale[i] == scale, i
-    for name in ("caution", "credit"):
-      assert getattr(states.memory, name)[i] == getattr(memory, name), i
-    assert states.memory.zero_count[i] == memory.zeros, i
+    got = jax.tree.map(lambda x: x[i], states.memory)  # noqa: B023
+    assert tuple(x for x in got.amax_window.tolist() if x) == memory.amaxes, i
+    assert got[:-1] == memory[:-1], i
+
+
+@settings(max_examples=10)
+@given(
+  steps=st.lists(
+    st.sampled_from([0.0] * 12 + [None] * 3 + [2.0**-14, 2.0**-60]),
+    min_size=400,
+    max_size=400,
+  )
+)
+def test_the_search_is_that_of_its_plain_python_model(steps):
+  states = run(POLICY, steps)
+  scale, memory, in_a_row = POLICY.init_scale, policy_models.Learned(), 0
+  for i, amax in enumerate(steps):
+    in_a_row = in_a_row + 1 if amax is None else 0
+    scale, memory = policy_models.headroom(
+      POLICY, scale, memory, in_a_row, amax or 0.0
+    )
+    assert states.loss_scale[i] == scale, i
+    assert states.memory.patience[i] == memory.patience, i
 
 
 @pytest.mark.slow
@@ -200,7 +230,7 @@ def test_a_step_of_zeros_neither_counts_as_a_maximum_nor_makes_one_forgotten(
 ):
   before = settled()
   after = run(POLICY, [zero] * 20, before)
-  expected = before.memory._replace(zero_count=jnp.int32(20))
+  expected = before.memory._replace(quiet_count=jnp.int32(20))
   assert same_bits(last(after).memory, expected)
   assert (after.loss_scale == before.loss_scale).all()
 
@@ -208,24 +238,20 @@ def test_a_step_of_zeros_neither_counts_as_a_maximum_nor_makes_one_forgotten(
 def test_zeros_before_the_first_gradient_raise_the_scale():
   policy = ols.HeadroomLossScale(max_scale=2.0**30)
   assert log2_scales(policy, [0.0, 0.0, 2**-10]) == [23, 30, 21]
-  assert log2_scales(policy, [0.0] * 200)[2:] == [30] * 198
+  assert log2_scales(policy, [0.0] * 47)[2:] == [30] * 45
 
 
-def test_an_overflow_before_the_first_gradient_takes_back_what_zeros_raised():
-  assert log2_scales(POLICY, [0.0] * 20)[-1] == 126
-  assert log2_scales(POLICY, [0.0] * 20 + [None, 0.0, 0.0])[20:] == [14] * 3
-  assert log2_scales(POLICY, [None, None, None]) == [14, 12, 8]
-
-
-def test_overflows_and_zeros_without_a_gradient_try_one_guess_after_another():
-  # 60, 44, 28 and so on down to 2**-24, all less the first binade.
+@pytest.mark.parametrize("quiet", [[0.0] * 20 + [None], [None], [0.0] * 48])
+def test_without_a_gradient_an_overflow_or_48_zeros_begin_the_search(quiet):
   policy = ols.HeadroomLossScale(init_scale=2.0**60)
-  overflows = log2_scales(policy, [None, 0.0] * 7)[1::2]
-  assert overflows == [59, 43, 27, 11, -5, -21, -24]
-  # From the lowest it begins again, and rises by 8 a step.
-  assert log2_scales(policy, [None, 0.0] * 7 + [None] + [0.0] * 12)[-1] == 59
-  zeros = log2_scales(policy, [None] + [0.0] * 61 * 7)[61::61]
-  assert zeros == [43, 27, 11, -5, -21, -24, -16]
+  scales = log2_scales(policy, quiet + [0.0] * 64)
+  searched = scales[len(quiet) - 1 :]
+  # One step in 4 is at the start; the others are guesses over the whole range.
+  assert searched.count(60) in range(14, 19)
+  assert set(searched) == {60, *range(-24, 127, 16)}
+  # Overflows change no guess.
+  overflows = log2_scales(policy, quiet + [None] * 64)
+  assert overflows[len(quiet) - 1 :] == searched
 
 
 @pytest.mark.slow
@@ -247,29 +273,85 @@ def test_gradients_that_come_seldom_after_an_overflow_are_found(every, start):
   assert found >= 10
 
 
-def test_a_run_that_starts_with_nans_is_not_left_where_gradients_are_zeros():
-  # Down to 2**-24, where gradients of 2**-14 are zeros.
-  start = last(run(POLICY, [None] * 10))
-  assert start.loss_scale == 2.0**-24
-  assert log2_scales(POLICY, [0.0] * 6, start) == [-16, -8, 0, 8, 14, 14]
-  # NaNs among zeros, at first, and then gradients that are small.
-  start = last(run(POLICY, [None, 0.0, None, None, 0.0] * 40))
-  state, lost = start, 0
-  while not held_by_float16(2.0**-20, state):
-    state, lost = POLICY.adjust(state, True, grads_amax=0.0), lost + 1
-    assert lost < 300
+@pytest.mark.parametrize("log2_amax", [-60, -40, -20, -14, 0, 10])
+def test_a_run_that_starts_with_nans_is_not_left_where_gradients_are_zeros(
+  log2_amax,
+):
+  for quiet in ([None] * 10, [0.0, None], [None, 0.0, None, None, 0.0] * 40):
+    state, lost = last(run(POLICY, quiet)), 0
+    while not held_by_float16(2.0**log2_amax, state):
+      finite = 2.0**log2_amax * state.loss_scale < 65520
+      state = POLICY.adjust(state, finite, grads_amax=0.0)
+      lost += 1
+      assert lost < 20
 
 
 def held_by_float16(amax, state):
   return 2.0**-25 < amax * state.loss_scale < 65520
 
 
-def test_the_first_gradient_clears_what_was_learned_before_it():
-  before = run(POLICY, [0.0] * 20 + [None, 0.0] * 2)
-  assert before.memory.caution[-1] == 1 + 16
-  after = run(POLICY, [2**-14], last(before))
-  assert after.memory.caution == 0
-  assert log2_scales(POLICY, [2**-14] * 5, last(before))[-1] == 25
+def test_gradients_that_come_during_the_search_are_the_only_evidence():
+  state = settled(log2_amax=-2, below=3, credit=0)
+  quiet = last(run(POLICY, [0.0] * 46, state))
+  # One more step, and the search is on.
+  assert quiet.memory.quiet_count == 47
+  before = last(run(POLICY, [2.0**-30], quiet))
+  assert before.memory.amax_window.max() == 2.0**-2
+  assert before.memory.ceiling < 128
+  after = run(POLICY, [0.0] + [2.0**-30] * 8, quiet)
+  assert after.memory.amax_window[1].tolist() == [2.0**-30] + [0.0] * 7
+  assert after.memory.ceiling[1] == 128
+  assert after.loss_scale[-1] == settled(log2_amax=-30).loss_scale
+
+
+# The search.
+
+
+def test_after_48_quiet_steps_one_step_in_four_is_a_guess():
+  state = settled()
+  scales = log2_scales(POLICY, [0.0] * (48 + 64), state)
+  assert scales[:47] == [25] * 47
+  for block in np.split(np.array(scales[47:-1]), 16):
+    assert sum(block != 25) == 1
+  # All guesses, and at once again the scale of before.
+  assert set(scales[47:-1]) == {25, *range(-24, 127, 16)}
+
+
+@pytest.mark.parametrize("guessed", [-24, 120])
+def test_an_overflow_of_a_guess_costs_nothing(guessed):
+  scales = log2_scales(POLICY, [0.0] * 200, settled(credit=0))
+  first = scales.index(guessed) + 1
+  amaxes = [0.0] * first + [None]
+  states = run(POLICY, amaxes, settled(credit=0))
+  assert states.memory.ceiling[-1] == 128
+  # It counts as the first of a row, from where the scale was before.
+  assert math.log2(states.loss_scale[-1]) == 25 - 1
+
+
+def test_patience_is_four_times_the_mean_row_of_quiet_steps():
+  state = settled()
+  sparse = run(POLICY, ([0.0] * 100 + [2.0**-14]) * 100, state)
+  patience = np.asarray(sparse.memory.patience[100::101])
+  assert (np.diff(patience) >= 0).all()
+  assert patience[0] == 25
+  assert 360 < patience[-1] <= 400
+  # So that rows of this length are waited for,
+  scales = log2_scales(POLICY, [0.0] * 300, last(sparse))
+  assert len(set(scales)) == 1
+  # a row of any length makes it no longer than 1,024 steps,
+  long = run(POLICY, ([0.0] * 6000 + [2.0**-14]) * 3, state)
+  assert long.memory.patience.max() == 1024
+  # and gradients in each step make it short again.
+  dense = run(POLICY, [2.0**-14] * 64, last(sparse))
+  assert dense.memory.patience[-1] == 15  # the division by 16 rounds down
+
+
+def test_gradients_of_every_nth_step_do_not_meet_guesses_for_long():
+  for every in (49, 64, 100, 250, 1000):
+    amaxes = ([0.0] * (every - 1) + [2.0**-14]) * 12
+    states = run(POLICY, amaxes, settled())
+    before = np.asarray(states.loss_scale[every - 2 :: every])
+    assert (np.log2(before[-4:]) == 25).all(), every
 
 
 # For the moment.
@@ -304,38 +386,64 @@ def test_it_comes_back_from_forty_overflows_in_as_few_strides_as_can_be(
 # For long.
 
 
-@pytest.mark.parametrize("credit, caution, left", [(255, 1, 0), (256, 0, 0)])
-def test_an_overflow_costs_credit_or_else_a_binade(credit, caution, left):
-  state = last(run(POLICY, [None], settled(credit=credit)))
-  assert (state.memory.caution, state.memory.credit) == (caution, left)
-  assert moves(POLICY, [None, 0.0], settled(credit=credit))[1] == -caution
+@pytest.mark.parametrize("credit, binades, left", [(255, 1, 0), (256, 0, 0)])
+def test_an_overflow_costs_credit_or_else_a_binade(credit, binades, left):
+  for below in (0, 5):
+    start = settled(credit=credit, below=below)
+    state = last(run(POLICY, [None], start))
+    assert below_evidence(state) == below + binades
+    assert state.memory.credit == left
+    assert moves(POLICY, [None, 0.0], start)[1] == -binades
+
+
+def test_a_ceiling_stays_where_it_is_whatever_the_evidence_does():
+  start = settled(below=5)
+  # Gradients larger by 10 binades, and by none again.
+  amaxes = [2.0**-4] + [2.0**-14] * 8
+  assert moves(POLICY, amaxes, start) == [-5] * 8 + [0]
+  # An overflow is learned from the lower of the two.
+  state = last(run(POLICY, [2.0**-4, None], start))
+  assert below_evidence(state) == 11
 
 
 def test_only_the_first_overflow_of_a_row_costs():
   state = last(run(POLICY, [None] * 3, settled(credit=300)))
-  assert (state.memory.caution, state.memory.credit) == (0, 44)
+  assert (state.memory.ceiling, state.memory.credit) == (128, 44)
 
 
 def test_a_nan_every_500_steps_costs_nothing_and_every_100_a_binade_each():
-  for interval, cautions in ((500, [0, 0, 0]), (100, [1, 2, 3])):
+  for interval, binades in ((500, [99] * 3), (100, [1, 2, 3])):
     states = run(POLICY, ([2**-14] * (interval - 1) + [None]) * 3)
-    assert states.memory.caution[interval - 1 :: interval].tolist() == cautions
+    assert below_evidence(states)[interval - 1 :: interval] == binades
 
 
-def test_4096_steps_buy_a_binade_back_and_zeros_buy_none():
-  start = settled(caution=2, credit=0)
-  sparse = run(POLICY, [2**-14, 0.0, 0.0] * 4096, start)
-  caution = np.asarray(sparse.memory.caution)
-  assert (caution[: 3 * 4095] == 2).all()
-  assert (caution[3 * 4095 :] == 1).all()
+@pytest.mark.parametrize(
+  "below, price", [(2, 4096), (5, 4096), (6, 2048), (12, 1024), (18, 512)]
+)
+def test_steps_with_gradients_buy_a_binade_back_and_zeros_buy_none(
+  below, price
+):
+  start = settled(below=below, credit=0)
+  sparse = run(POLICY, [2**-14, 0.0, 0.0] * price, start)
+  after = below_evidence(sparse)
+  assert set(after[: 3 * (price - 1)]) == {below}
+  assert set(after[3 * (price - 1) :]) == {below - 1}
   assert (sparse.memory.credit[-3:] == 0).all()
 
 
 def test_a_binade_bought_back_too_early_costs_one_step():
-  start = settled(caution=1, credit=4095)
+  start = settled(below=1, credit=4095)
   states = run(POLICY, [2**-14, None, 2**-14], start)
-  assert states.memory.caution.tolist() == [0, 1, 1]
+  assert below_evidence(states) == [0, 1, 1]
   assert moves(POLICY, [2**-14, None, 2**-14], start) == [1, 0, 0]
+
+
+def test_a_ceiling_of_larger_gradients_is_forgotten_sooner_than_dynamic_grows():
+  state = last(run(POLICY, [2.0**-24] * 8, settled(below=4, credit=0)))
+  scales = run(POLICY, [2.0**-24] * 12_000, state).loss_scale
+  # The dynamic rule needs 12,000 steps for 6 binades.
+  binades = np.log2(scales / state.loss_scale)
+  assert 0 < np.argmax(binades == 6) < 10_000
 
 
 def test_a_step_within_a_binade_of_overflow_empties_the_credit():
@@ -345,48 +453,59 @@ def test_a_step_within_a_binade_of_overflow_empties_the_credit():
     assert last(run(POLICY, [amax], start)).memory.credit == credit
 
 
-def test_an_overflow_where_all_gradients_would_be_subnormal_clears_caution():
-  # The largest gradient is 2**-14 * 2**k; 2**-14 is float16's smallest normal.
-  for log2_scale, caution in ((0, 6), (-1, 0)):
-    state = ols.set_loss_scale(settled(caution=5), 2.0**log2_scale)
-    assert last(run(POLICY, [None], state)).memory.caution == caution
+def test_an_overflow_20_binades_below_the_evidence_takes_the_ceiling_away():
+  for below, after in ((18, 19), (19, 20), (20, 99)):
+    state = last(run(POLICY, [None], settled(below=below, credit=0)))
+    assert below_evidence(state) == after
+  # Be it that for the moment alone the scale is so low.
+  states = run(POLICY, [None] * 6, settled(below=2, credit=0))
+  assert below_evidence(states) == [3, 3, 3, 3, 3, 99]
 
 
-def test_an_overflow_at_the_lowest_scale_clears_caution():
-  policy = ols.HeadroomLossScale(min_scale=2.0**5)
-  start = settled(policy, caution=20)
-  assert start.loss_scale == 2.0**5
-  assert last(run(policy, [None], start)).memory.caution == 0
+def test_a_ceiling_more_than_20_binades_below_the_evidence_is_taken_away():
+  start = settled(below=5)
+  for fall, after in ((15, 5), (16, 99)):
+    states = run(POLICY, [2.0 ** (-14 - fall)] * 8, start)
+    assert below_evidence(last(states)) == after
 
 
-def test_61_steps_of_zeros_halve_a_caution_above_8():
-  # Learned from NaNs, it would hide gradients that fall by 20 binades at once.
-  for caution, expected in ((26, [13, 8, 8]), (12, [8] * 3), (8, [8] * 3)):
-    state = settled(caution=caution)
-    states = run(POLICY, [0.0] * (60 + 2 * 61), state)
-    assert states.memory.caution[58] == caution
-    assert states.memory.caution[59::61].tolist() == expected
-  # Steps with gradients, or an overflow, begin the count again.
-  states = run(POLICY, ([0.0] * 59 + [2**-14]) * 4, settled(caution=26))
-  assert (states.memory.caution == 26).all()
+def test_a_ceiling_is_never_where_the_largest_gradient_would_be_subnormal():
+  # float8_e4m3fn ends at 448, and below 2**-6 its numbers are subnormal.
+  policy = ols.HeadroomLossScale(dtype=jnp.float8_e4m3fn)
+  start = settled(policy)
+  for below, exists in ((9, True), (11, False)):
+    state = settled(policy, below=below, credit=0)
+    state = last(run(policy, [None], state))
+    assert (state.memory.ceiling < 128) == exists
+  assert start.loss_scale * 2.0 ** (-14 - 11) < 2.0**-6
+
+
+def test_an_overflow_at_the_lowest_scale_takes_the_ceiling_away():
+  policy = ols.HeadroomLossScale(min_scale=2.0**15)
+  start = settled(policy, below=9, credit=0)
+  state = last(run(policy, [None], start))
+  assert state.memory.ceiling == 15
+  assert state.loss_scale == 2.0**15
+  states = run(policy, [2.0**-14, None, 2.0**-14], state)
+  assert states.memory.ceiling.tolist() == [15, 128, 128]
 
 
 def test_nans_that_keep_coming_do_not_walk_the_scale_down_for_good():
   states = run(POLICY, [2**-14, None] * 500, settled())
   lowest = np.log2(states.loss_scale).min()
-  assert lowest < 0
+  assert lowest < 5
   assert states.loss_scale[-200:].max() > 2.0**15
 
 
-def test_evidence_is_held_in_the_bounds_before_the_caution_counts():
+def test_evidence_is_held_in_the_bounds_before_an_overflow_counts():
   policy = ols.HeadroomLossScale(max_scale=2.0**20)
-  start = settled(policy, log2_amax=-60, caution=3)
-  assert start.loss_scale == 2.0**17
-  low = ols.HeadroomLossScale(min_scale=2.0**10)
-  assert settled(low, log2_amax=20, caution=3).loss_scale == 2.0**10
+  start = settled(policy, log2_amax=-60)
+  assert start.loss_scale == 2.0**20
+  states = run(policy, [None, 0.0], start)
+  assert states.loss_scale[-1] == 2.0**19
 
 
-def test_caution_is_learned_where_larger_values_on_the_way_overflow():
+def test_a_ceiling_is_learned_where_larger_values_on_the_way_overflow():
   # Something in the backward pass overflows above 2**10; the gradients alone
   # would have 2**19.
   def step(state, _):
@@ -394,10 +513,12 @@ def test_caution_is_learned_where_larger_values_on_the_way_overflow():
     return POLICY.adjust(state, finite, grads_amax=2.0**-8), finite
 
   _, finite = jax.lax.scan(step, POLICY.init(), length=10_000)
-  # A row of lost steps for each of the 9 binades, and then one step each time
-  # that a binade is bought back.
-  assert (~finite[:100]).sum() == 4 + 4 + 4 + 3 + 3 + 3 + 2 + 2 + 1
-  assert (~finite[100:]).sum() == 2
+  # The search, then a row of lost steps for each of the 9 binades, and then one
+  # step each time that a binade is bought back, for half the price: the ceiling
+  # is more than 6 binades below the evidence.
+  assert (~finite[:8]).sum() == 8
+  assert (~finite[8:100]).sum() == 3 + 4 + 4 + 3 + 3 + 2 + 2 + 1 + 1
+  assert (~finite[100:]).sum() == 4
 
 
 # Overflows rarer than one in 256 steps are forgiven for ever, be they of NaNs
@@ -472,6 +593,32 @@ def test_the_state_of_another_policy_is_refused():
   POLICY.adjust(adopted, True, grads_amax=1.0)
 
 
+class MemoryOfAnEarlierVersion(NamedTuple):
+  amax_window: jax.Array
+  amax_cursor: jax.Array
+  caution: jax.Array
+  credit: jax.Array
+  zero_count: jax.Array
+
+
+@pytest.mark.parametrize("read_as", ["pickled", "dict", "tuple"])
+def test_a_state_of_an_earlier_version_is_told_how_to_go_on(read_as):
+  old = MemoryOfAnEarlierVersion(
+    jnp.zeros(8), jnp.int32(3), jnp.int32(2), jnp.int32(300), jnp.int32(0)
+  )
+  memory = {
+    "pickled": ols.HeadroomMemory(*old),  # by its name and place
+    "dict": old._asdict(),
+    "tuple": old,
+  }[read_as]
+  state = ols.set_loss_scale(POLICY.init(), 2.0**9)._replace(memory=memory)
+  with pytest.raises(ValueError, match=r"earlier version.*policy\.init\(\)"):
+    POLICY.adjust(state, True, grads_amax=1.0)
+  adopted = state._replace(memory=POLICY.init().memory)
+  after = POLICY.adjust(adopted, True, grads_amax=2.0**3)
+  assert after.loss_scale == 2.0**8
+
+
 BAD = [
   ({"init_scale": 3.0}, ValueError, "init_scale must be a power of two, got"),
   ({"min_scale": 0.0}, ValueError, "min_scale must be a number in"),
@@ -524,6 +671,18 @@ def test_policies_are_equal_however_their_dtype_is_written(dtype):
 
 
 # Through the optimizer, as it is used.
+
+
+def test_the_policy_has_a_name_beside_that_of_the_dynamic_one():
+  grads = {"w": jnp.array([2.0**-20, 0.0])}
+  states = [
+    ols.with_loss_scaling(optax.sgd(1.0), policy).init(grads)
+    for policy in ("headroom", POLICY)
+  ]
+  assert same_bits(*states)
+  with pytest.raises(TypeError, match="'dynamic', 'headroom' or a positive"):
+    ols.with_loss_scaling(optax.sgd(1.0), "headrooms")
+
 
 AMAXES = [2.0**-20, 2.0**-12, NAN, 2.0**-12, 0.0, 2.0**3, INF, 2.0**-9]
 

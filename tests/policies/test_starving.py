@@ -1,0 +1,153 @@
+"""HeadroomLossScale starves on no run: its promise, and runs that broke others.
+
+Each of the first runs made an earlier form of the rule lose all steps, or long
+rows of them.
+"""
+
+from helpers import policy_models
+from helpers.benchmark import load_benchmark
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+POLICY, DYNAMIC = ols.HeadroomLossScale(), ols.DynamicLossScale()
+STEPS = 20_000
+AT = np.arange(STEPS)
+
+
+def find_lost(runs, policy=POLICY, **options):
+  """Which informative steps are lost, and which are informative."""
+  benchmark = load_benchmark()
+  process = benchmark.Process(np.atleast_2d(runs), **options)
+  _, finite, held = benchmark.simulate_one(policy, process)
+  informative = np.isfinite(process.log2_amax)
+  return informative & ~(finite & held), informative
+
+
+def count_lost(runs, policy=POLICY):
+  return find_lost(runs, policy)[0].sum(axis=1).tolist()
+
+
+def longest_rows(runs, policy=POLICY):
+  benchmark = load_benchmark("adversary")
+  return benchmark.longest_rows(*find_lost(runs, policy))
+
+
+def spikes(binades, every):
+  return -14 + binades * (AT % every == every - 1)
+
+
+def after_a_nan(log2_amax):
+  return np.where(AT == 0, np.nan, log2_amax)
+
+
+@pytest.mark.parametrize(
+  "log2_amax, log2_init_scale", [(-24, 0), (-40, 15), (-100, 15)]
+)
+def test_a_nan_at_first_hides_no_gradients_however_small(
+  log2_amax, log2_init_scale
+):
+  policy = ols.HeadroomLossScale(init_scale=2.0**log2_init_scale)
+  assert count_lost(after_a_nan(log2_amax), policy)[0] <= 10
+
+
+def test_a_nan_at_first_hides_no_gradients_of_every_244th_step():
+  every_244th = np.where(np.arange(245 * 244) % 244 == 243, -20.0, -np.inf)
+  every_244th[0] = np.nan
+  assert count_lost(every_244th)[0] <= 10
+
+
+def test_spikes_of_20_binades_cost_one_step_for_each_binade_to_learn():
+  runs = np.array([spikes(20, every) for every in range(9, 61)])
+  assert max(count_lost(runs)) <= 16
+
+
+def test_if_no_scale_holds_spikes_and_the_rest_only_the_spikes_are_lost():
+  run = spikes(28, 250)
+  assert count_lost(run)[0] <= STEPS / 250
+  assert longest_rows(run).max() == 1
+
+
+def test_nans_and_a_fall_at_once_cost_no_long_row():
+  falls = [np.where(AT < 5_000, -10.0, -10 - by) for by in range(14, 23)]
+  runs = [
+    np.where(AT % every == every - 1, np.nan, fall)
+    for fall in falls
+    for every in range(50, 61)
+  ]
+  assert longest_rows(np.array(runs)[:, :8_000]).max() <= 128
+
+
+# The promise.
+
+
+def test_no_more_than_128_steps_are_lost_in_a_row_after_a_fall_or_rise():
+  levels = np.arange(-100, 38)[:, None]
+  for before in (-60, -14, 10):
+    runs = np.where(AT[:800] < 300, before, levels)
+    assert longest_rows(runs).max() <= 128
+    # Each 3rd or 4th step may bring what it likes.
+    for every, what in ((3, np.nan), (4, -np.inf)):
+      disturbed = np.where(AT[:800] % every == 0, what, runs)
+      assert longest_rows(disturbed).max() <= 128
+
+
+@pytest.mark.parametrize("every", [2, 7, 48, 64, 80, 300])
+def test_no_more_than_512_gradients_of_every_nth_step_are_lost_in_a_row(every):
+  steps = np.arange(400 * every if every < 20 else 60 * every)
+  levels = np.where(steps < steps.size // 8, -14, [[-60], [-50], [0], [20]])
+  runs = np.where(steps % every == 0, levels, -np.inf)
+  assert longest_rows(runs).max() <= 512
+
+
+# One guess lies in each 16 binades. For whichever it is, and for each n, this
+# counts the gradients until it is tried where there are some.
+
+
+@pytest.mark.parametrize(
+  "periods",
+  [range(1, 40), pytest.param(range(40, 1001), marks=pytest.mark.slow)],
+)
+def test_each_guess_is_tried_before_512_gradients_of_every_nth_step_are_lost(
+  periods,
+):
+  for every in periods:
+    for patience in (0, min(4 * every + 15, 1024)):
+      quiet = np.arange(1, 513, dtype=np.uint64) * every - 1
+      is_turn, guess = policy_models.guess_at(quiet, True, 10)
+      is_turn &= quiet >= 48 + patience
+      assert set(guess[is_turn].tolist()) == set(range(10)), every
+
+
+def test_each_guess_is_tried_within_80_steps_of_the_search():
+  quiet = np.arange(48, 48 + 1024 + 80, dtype=np.uint64)
+  is_turn, guess = policy_models.guess_at(quiet, True, 10)
+  for start in range(1024):
+    tried = guess[start : start + 80][is_turn[start : start + 80]]
+    assert set(tried.tolist()) == set(range(10)), start
+
+
+PERIODS = [2, 3, 8, 10, 40, 61, 64, 80, 97, 100, 128, 150, 200, 244, 300, 400]
+
+
+def test_sparse_gradients_of_any_period_lose_hardly_any():
+  every = np.array(PERIODS)[:, None]
+  runs = np.where(AT % every == every - 1, -14.0, -np.inf)
+  assert max(count_lost(runs)) <= 10
+
+
+# The search of benchmarks/adversary.py, whose 10,000 runs are in the docs.
+
+
+@pytest.mark.parametrize(
+  "runs, seed", [(100, 1), pytest.param(1500, 2, marks=pytest.mark.slow)]
+)
+def test_an_adversary_finds_no_run_that_starves(runs, seed):
+  adversary = load_benchmark("adversary")
+  rng = np.random.default_rng(seed)
+  runs = adversary.make_runs(rng, runs, adversary.STEPS)
+  headroom, dynamic = (adversary.measure(p, runs) for p in (POLICY, DYNAMIC))
+  assert headroom[0].sum() < dynamic[0].sum() / 3
+  assert headroom[1].max() < 300
+  assert dynamic[1].max() > 2000
