@@ -23,7 +23,8 @@ from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
 ROOT = pathlib.Path(__file__).parents[1]
 # A mutant is done with its first failure: its own tests first, quick ones next.
-# `core/state` is tests/core/test_state.py.
+# `core/state` is tests/core/test_state.py, and `_jaxprs._loops` is
+# optax_lossscale/_jaxprs/_loops.py.
 TESTS = {
   "_arrays": [
     "core/state",
@@ -40,9 +41,15 @@ TESTS = {
     "interop/writing",
   ],
   "_powers_of_two": ["core/state", "policies/headroom"],
-  "_jaxprs": [
+  "_jaxprs._equations": [
     "core/select",
     "core/select_types",
+    "autocast/reach",
+    "diagnostics/precision",
+    "diagnostics/overflow",
+  ],
+  "_jaxprs._loops": [
+    "autocast/reach",
     "diagnostics/precision",
     "diagnostics/overflow",
   ],
@@ -138,7 +145,7 @@ def copy_project(module):
   command = shlex.join(test_command(module))
   (folder / "config.toml").write_text(
     "[cosmic-ray]\n"
-    f'module-path = "optax_lossscale/{module}.py"\n'
+    f'module-path = "{path_of(module)}"\n'
     f"timeout = {SECONDS}.0\n"
     "excluded-modules = []\n"
     f'test-command = "{command}"\n'
@@ -146,6 +153,10 @@ def copy_project(module):
     'name = "local"\n'
   )
   return folder
+
+
+def path_of(module):
+  return f"optax_lossscale/{module.replace('.', '/')}.py"
 
 
 def test_command(module):
@@ -177,7 +188,7 @@ def skip_pointless(folder, module):
   part of types, or the star before keyword arguments; and `strict=True`, which
   asserts what is so.
   """
-  source = (folder / "optax_lossscale" / f"{module}.py").read_text()
+  source = (folder / path_of(module)).read_text()
   lines = source.splitlines()
   skipped = WorkResult(WorkerOutcome.SKIPPED)
   signatures = lines_of_signatures(source)

@@ -7,7 +7,6 @@ import flax.linen as nn
 from flax.training.train_state import TrainState
 import haiku as hk
 from helpers import equations
-from helpers.jax_limits import skip_if_jax_cannot
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,10 +159,11 @@ def test_variables_of_hijax_may_be_read():
   try:
     model = Counter()
     loss = lambda model, x: jnp.sum(model(x) ** 2)
-    skip_if_jax_cannot(lambda: nnx.value_and_grad(loss)(model, X)[0])
-    (half, _), (full, _) = (
-      nnx.value_and_grad(f)(model, X) for f in (ols.autocast(loss), loss)
-    )
+    try:
+      full, _ = nnx.value_and_grad(loss)(model, X)
+    except NotImplementedError:
+      pytest.skip("This JAX does not differentiate them.")
+    half, _ = nnx.value_and_grad(ols.autocast(loss))(model, X)
   finally:
     flax.config.update("flax_hijax_variable", before)
   np.testing.assert_allclose(half, full, rtol=1e-3)

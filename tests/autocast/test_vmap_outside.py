@@ -96,9 +96,9 @@ def test_the_gradients_of_many_members_add_up(name, around):
   half = jax.grad(lambda w: around(ols.autocast(loss))(w, i) / MANY)
   full = jax.grad(lambda w: around(loss)(w, i) / MANY)
   assert_sums_are_wide(half, W)
-  np.testing.assert_allclose(
-    jax.jit(half)(W), jax.jit(full)(W), rtol=2e-3, atol=2e-3
-  )
+  # The second operation by operation: what XLA of JAX 0.8.0 makes of two of
+  # them is the transpose of their gradient.
+  np.testing.assert_allclose(jax.jit(half)(W), full(W), rtol=2e-3, atol=2e-3)
 
 
 # Every primitive that stays in half, applied to the product `h`.
