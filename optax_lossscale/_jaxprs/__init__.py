@@ -14,13 +14,17 @@ from optax_lossscale._jaxprs._equations import (
   function,
   has_effect,
   held_jaxprs,
+  hidden_jaxprs,
   needed_equations,
   runs_once,
   with_jaxprs,
 )
 from optax_lossscale._jaxprs._hijax import (
   BEHAVES_LIKE,
+  hi_call_of,
   hi_primitive,
+  hi_scan_of,
+  HiScan,
   lowered,
 )
 from optax_lossscale._jaxprs._lines import call_name, Line, line_of, name_of
@@ -29,8 +33,8 @@ from optax_lossscale._jaxprs._loops import (
   cond_of,
   Scan,
   scan_of,
-  ShardMap,
   shard_map_of,
+  ShardMap,
   While,
   while_of,
 )
@@ -39,6 +43,7 @@ from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 __all__ = [
   "BEHAVES_LIKE",
   "Cond",
+  "HiScan",
   "Line",
   "Scan",
   "ShardMap",
@@ -51,7 +56,10 @@ __all__ = [
   "function",
   "has_effect",
   "held_jaxprs",
+  "hi_call_of",
   "hi_primitive",
+  "hi_scan_of",
+  "hidden_jaxprs",
   "is_matrix_product",
   "line_of",
   "lowered",

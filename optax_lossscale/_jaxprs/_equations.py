@@ -46,12 +46,13 @@ def called_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
   if eqn.primitive.name not in _CALLS:
     return None
   held = list(held_jaxprs(eqn))
-  if len(held) != 1 or not _fits(held[0], eqn):
+  if len(held) != 1 or not fits(held[0], eqn):
     return None
   return held[0]
 
 
-def _fits(called: core.ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
+def fits(called: core.ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
+  """Whether a jaxpr has as many inputs and outputs as an equation."""
   inner = called.jaxpr
   return len(inner.invars) == len(eqn.invars) and (
     len(inner.outvars) == len(eqn.outvars)
@@ -62,11 +63,14 @@ def closed(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.ClosedJaxpr:
   """The jaxpr with its constants.
 
   Both are the same class since JAX 0.11, where a jaxpr has its constants with
-  it. Remove this once jax >= 0.11.
+  it. Before, constants without their values become the first inputs. Remove
+  this once jax >= 0.11.
   """
   if isinstance(jaxpr, core.ClosedJaxpr):
     return jaxpr
-  return core.ClosedJaxpr(jaxpr, ())
+  inputs = [*jaxpr.constvars, *jaxpr.invars]
+  without = jaxpr.replace(constvars=[], invars=inputs)
+  return core.ClosedJaxpr(without if jaxpr.constvars else jaxpr, ())
 
 
 def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.ClosedJaxpr]:
@@ -75,6 +79,16 @@ def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.ClosedJaxpr]:
     for value in param if isinstance(param, (tuple, list)) else (param,):
       if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
         yield closed(value)
+
+
+def hidden_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.ClosedJaxpr]:
+  """The jaxprs that a primitive of hijax has with it."""
+  primitive = eqn.params.get("_prim")
+  for value in list(getattr(primitive, "__dict__", {}).values()):
+    # What was traced by ``jax.jit`` has its jaxpr as an attribute.
+    jaxpr = getattr(value, "jaxpr", value)
+    if isinstance(jaxpr, (core.Jaxpr, core.ClosedJaxpr)):
+      yield closed(jaxpr)
 
 
 def with_jaxprs(
@@ -112,14 +126,24 @@ def _replaced(param: Any, replace: Callable[[core.Jaxpr], core.Jaxpr]) -> Any:
 def has_effect(eqn: core.JaxprEqn) -> bool:
   """Whether something happens beside the result: it must happen only once.
 
-  A callback counts even if it says that it is pure.
+  A callback counts even if it says that it is pure. What is written to a Ref
+  that ends with the equation does not count.
   """
   # The effect of a sum over devices only says that it needs their axis.
   effects = {type(effect).__name__ for effect in eqn.effects}
-  return (
-    bool(effects - {"NamedAxisEffect"})
-    or "callback" in eqn.primitive.name
-    or any(runs_once(inner.jaxpr) for inner in held_jaxprs(eqn))
+  has_some = bool(effects - {"NamedAxisEffect"})
+  return has_some or _takes_ref(eqn) or _calls_back(eqn)
+
+
+def _takes_ref(eqn: core.JaxprEqn) -> bool:
+  """Whether it could write to a Ref, even if it does not say so."""
+  return any(hasattr(atom.aval, "inner_aval") for atom in eqn.invars)
+
+
+def _calls_back(eqn: core.JaxprEqn) -> bool:
+  held = [*held_jaxprs(eqn), *hidden_jaxprs(eqn)]
+  return "callback" in eqn.primitive.name or any(
+    _calls_back(inner) for closed in held for inner in closed.jaxpr.eqns
   )
 
 
@@ -146,7 +170,8 @@ def needed_equations(
   read = set(_variables([var for var, is_used in outputs if is_used]))
   needed = []
   for eqn in reversed(jaxpr.eqns):
-    if not eqn.effects and not any(v in read for v in eqn.outvars):
+    acts = bool(eqn.effects) or _takes_ref(eqn)
+    if not acts and not any(v in read for v in eqn.outvars):
       continue
     inputs = set(_variables(eqn.invars))
     unread = [v for v in eqn.outvars if v not in read]
