@@ -80,7 +80,9 @@ def recurrent():
     body = lambda h, x: (jax.nn.relu(h @ w + x @ u), None)
     return total(lax.scan(body, xs[0], xs, unroll=8)[0])
 
-  return jax.grad(loss_fn), shape(768, 768), shape(768, 768), shape(8, 64, 768)
+  # XLA leaves out the derivative of the first carry, if nobody reads it.
+  fun = jax.grad(loss_fn, argnums=(0, 2))
+  return fun, shape(768, 768), shape(768, 768), shape(8, 64, 768)
 
 
 def nnx_convolution_1d():
@@ -234,7 +236,8 @@ def test_what_shapes_do_not_tell_is_noted():
   ragged = lambda x, w, sizes: lax.ragged_dot(x, w, sizes)
   sizes = shape(2, dtype=jnp.int32)
   report = precision_report(ragged, shape(4, 4), shape(2, 4, 4), sizes)
-  assert report.notes[0].startswith("ragged_dot_general, which is not counted")
+  assert (report.total_flops, report.notes) == (128, ())
+  assert report.flops[0].operands == "float16"
 
 
 EPSILON = 1e-8
@@ -246,6 +249,8 @@ TINY = jnp.float32(1e-9)
   [
     (jnp.exp, "exp", "an exponential, which is inf above 11.1"),
     (jnp.log, "log", "a logarithm"),
+    (getattr(lax, "log2", jnp.log), "log2" if hasattr(lax, "log2") else "log",
+     "a logarithm"),
     (lambda x: x / x, "div", "a division"),
     (lambda x: 1 / x, "div", "a division"),
     (lambda x: x / 0.5, "div", "a division"),
