@@ -1,5 +1,7 @@
 """Arrays of marks: made, put and read on the device that holds the array."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -23,7 +25,8 @@ def are_finite(arrays: list[Any]) -> list[bool]:
 def union(marks: Any) -> int:
   """All bits that are set in the marks."""
   # On the host: not all devices can take the union over others.
-  return int(np.bitwise_or.reduce(jax.device_get(marks), axis=None))
+  different = np.unique(jax.device_get(marks)).tolist()
+  return functools.reduce(operator.or_, different, 0)
 
 
 def no_marks(like: Any) -> Any:

@@ -1,11 +1,12 @@
 """How to walk into calls, loops, branches and shard_map."""
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 from jax.extend import core
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _bits, _marks, _runners, _sources
@@ -47,9 +48,7 @@ class Patience:
 
 def how_to_enter(eqn: core.JaxprEqn) -> Enter | None:
   """What enters this equation, if anything does."""
-  if _jaxprs.called_jaxpr(eqn) is not None:
-    return _enter_call
-  return _ENTER.get(eqn.primitive.name)
+  return next((enter for knows, enter in _ENTER if knows(eqn)), None)
 
 
 def _enter_call(
@@ -59,8 +58,10 @@ def _enter_call(
   place: _sources.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
-  place = place.step(_jaxprs.call_name(eqn))
-  return stepper.run(_jaxprs.called_jaxpr(eqn), inputs, place)
+  called = _jaxprs.called_jaxpr(eqn) or _jaxprs.hi_call_of(eqn)
+  if called is None:
+    return None
+  return stepper.run(called, inputs, place.step(_jaxprs.call_name(eqn)))
 
 
 def _enter_cond(
@@ -70,13 +71,13 @@ def _enter_cond(
   place: _sources.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
+  cond = _jaxprs.cond_of(eqn)
   index = stepper.runner.scalar(inputs[0].array)
-  if index is None:
+  if cond is None or index is None:
     return None
-  branches = eqn.params["branches"]
-  index = min(max(int(index), 0), len(branches) - 1)
+  index = min(max(int(index), 0), len(cond.branches) - 1)
   place = place.step(f"cond(branch {index})")
-  return stepper.run(branches[index], inputs[1:], place)
+  return stepper.run(cond.branches[index], inputs[1:], place)
 
 
 def _enter_while(
@@ -86,26 +87,52 @@ def _enter_while(
   place: _sources.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
-  first = eqn.params["cond_nconsts"]
-  second = first + eqn.params["body_nconsts"]
+  loop = _jaxprs.while_of(eqn)
+  if loop is None:
+    return None
+  first = loop.condition_consts
+  second = first + loop.body_consts
   cond_consts, body_consts = inputs[:first], inputs[first:second]
   carry = inputs[second:]
   patience = Patience(stepper.origins)
   i = 0
   while True:
     its_place = place.step(f"while[{i}]")
-    (flag,) = stepper.run_body(
-      eqn.params["cond_jaxpr"], [*cond_consts, *carry], its_place, patience
+    (flags,) = stepper.run_body(
+      loop.condition, [*cond_consts, *carry], its_place, patience
     )
-    goes_on = stepper.runner.scalar(flag.array)
+    goes_on = stepper.runner.any_goes_on(flags.array)
     if goes_on is None:
       return None
     if not goes_on:
       return carry
-    carry = stepper.run_body(
-      eqn.params["body_jaxpr"], [*body_consts, *carry], its_place, patience
+    new = stepper.run_body(
+      loop.body, [*body_consts, *carry], its_place, patience
     )
+    carry = [
+      _select(stepper, flags.array, a, b)
+      for a, b in zip(new, carry, strict=True)
+    ]
     i += 1
+
+
+def _select(
+  stepper: Any, flags: Any, new: _marks.Value, old: _marks.Value
+) -> _marks.Value:
+  """What comes after an iteration that only some rows still need.
+
+  Such is a loop that was mapped by ``vmap``: each row has a flag.
+  """
+  if flags.ndim == stepper.runner.axis:
+    return new
+  array = _runners.select(flags, new.array, old.array)
+  if new.marks is None and old.marks is None:
+    return _marks.Value(array)
+  marks = [
+    _bits.no_marks(value.array) if value.marks is None else value.marks
+    for value in (new, old)
+  ]
+  return stepper.origins.value(array, _runners.select(flags, *marks))
 
 
 def _enter_scan(
@@ -115,34 +142,69 @@ def _enter_scan(
   place: _sources.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
-  params = eqn.params
-  first = params["num_consts"]
-  second = first + params["num_carry"]
-  consts, carry, xs = inputs[:first], inputs[first:second], inputs[second:]
+  scan = _jaxprs.scan_of(eqn)
+  if scan is None:
+    return None
+  second = scan.consts + scan.carry
+  consts, carry = inputs[: scan.consts], inputs[scan.consts : second]
+  xs = inputs[second:]
   patience = Patience(stepper.origins)
   rows: list[list[_marks.Value]] = []
-  # The index is that of the slice, so that the backward pass over an iteration
-  # has the number of this iteration.
-  order = range(params["length"])
-  for i in reversed(order) if params["reverse"] else order:
+  for i in _indices(scan):
     x = [_take(stepper, value, i) for value in xs]
     outs = stepper.run_body(
-      params["jaxpr"],
-      [*consts, *carry, *x],
-      place.step(f"scan[{i}]"),
-      patience,
+      scan.body, [*consts, *carry, *x], place.step(f"scan[{i}]"), patience
     )
-    carry = outs[: len(carry)]
-    row = outs[len(carry) :]
+    carry = outs[: scan.carry]
+    row = outs[scan.carry :]
     rows.append(row if arrays_too else list(map(_only_marks, row)))
-  if params["reverse"]:
-    rows.reverse()
-  if not rows:
+  ys = _columns(stepper, rows, scan.reverse, arrays_too)
+  return [*carry, *ys] if rows else None
+
+
+def _enter_hi_scan(
+  stepper: Any,
+  eqn: core.JaxprEqn,
+  inputs: list[_marks.Value],
+  place: _sources.Place,
+  arrays_too: bool,
+) -> list[_marks.Value] | None:
+  """Its carry is in a Ref, so that each iteration runs step by step."""
+  scan = _jaxprs.hi_scan_of(eqn)
+  if scan is None:
     return None
+  rows = []
+  for i in _indices(scan):
+    values = [
+      _take(stepper, value, i) if is_slice else value
+      for value, is_slice in zip(inputs, scan.slices, strict=True)
+    ]
+    rows.append(stepper.run(scan.body, values, place.step(f"scan[{i}]")))
+  if not rows:  # JAX itself fails at this, outside of `jit`.
+    avals: list[Any] = [var.aval for var in eqn.outvars]
+    return [_marks.Value(jnp.zeros(x.shape, x.dtype)) for x in avals]
+  return _columns(stepper, rows, scan.reverse, True)
+
+
+def _indices(scan: Any) -> Iterable[int]:
+  """The index of the slice of each iteration, in the order of time.
+
+  So the backward pass over an iteration has the number of this iteration.
+  """
+  order = range(scan.length)
+  return reversed(order) if scan.reverse else order
+
+
+def _columns(
+  stepper: Any,
+  rows: list[list[_marks.Value]],
+  reverse: bool,
+  arrays_too: bool,
+) -> list[_marks.Value]:
+  """What the iterations have returned, as the stacked outputs of a scan."""
+  columns = zip(*(reversed(rows) if reverse else rows), strict=True)
   axis = stepper.runner.axis
-  columns = zip(*rows, strict=True)
-  ys = [_stack(stepper, list(column), axis, arrays_too) for column in columns]
-  return [*carry, *ys]
+  return [_stack(stepper, list(column), axis, arrays_too) for column in columns]
 
 
 def _take(stepper: Any, value: _marks.Value, i: int) -> _marks.Value:
@@ -180,14 +242,14 @@ def _enter_shard_map(
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
   is_within = isinstance(stepper.runner, _runners.ShardRunner)
+  mapped = _jaxprs.shard_map_of(eqn)
   # An abstract mesh has no devices to run on.
-  if is_within or not isinstance(eqn.params["mesh"], jax.sharding.Mesh):
+  if mapped is None or is_within or not isinstance(mapped.mesh, Mesh):
     return None
-  runner = _runners.ShardRunner(eqn)
+  runner = _runners.ShardRunner(mapped)
   values = [_move(stepper, runner.enter, i, v) for i, v in enumerate(inputs)]
   inner = type(stepper)(stepper.origins, stepper.describe, runner)
-  closed = _jaxprs.closed(eqn.params["jaxpr"])
-  outs = inner.run(closed, values, place.step("shard_map"))
+  outs = inner.run(mapped.body, values, place.step("shard_map"))
   return [_move(stepper, runner.leave, i, v) for i, v in enumerate(outs)]
 
 
@@ -203,9 +265,13 @@ def _move(
   return stepper.origins.value(array, move(i, value.marks))
 
 
-_ENTER: dict[str, Enter] = {
-  "cond": _enter_cond,
-  "scan": _enter_scan,
-  "shard_map": _enter_shard_map,
-  "while": _enter_while,
-}
+# What knows an equation, and what then enters it; the first that knows it.
+_ENTER: tuple[tuple[Callable[[core.JaxprEqn], Any], Enter], ...] = (
+  (_jaxprs.called_jaxpr, _enter_call),
+  (_jaxprs.scan_of, _enter_scan),
+  (_jaxprs.while_of, _enter_while),
+  (_jaxprs.cond_of, _enter_cond),
+  (_jaxprs.shard_map_of, _enter_shard_map),
+  (_jaxprs.hi_scan_of, _enter_hi_scan),
+  (_jaxprs.hi_primitive, _enter_call),
+)

@@ -10,6 +10,7 @@ import functools
 from typing import Any, NamedTuple
 import weakref
 
+import jax
 import numpy as np
 
 from optax_lossscale.diagnostics import _bits
@@ -25,18 +26,22 @@ class Value:
   Attributes:
     array: the array.
     marks: None if it is finite, else uint32 of the same shape.
+    shadow: of a Ref, that of the marks on what it holds; None if all is finite.
   """
 
-  __slots__ = ("__weakref__", "_bits", "array", "marks")
+  __slots__ = ("__weakref__", "_bits", "array", "marks", "shadow")
 
   def __init__(self, array: Any, marks: Any = None, bits: int | None = None):
     self.array = array
     self.marks = marks
+    self.shadow: Any = None
     self._bits = bits
 
   @property
   def bits(self) -> int:
     """All bits that are set in the marks."""
+    if self.shadow is not None:
+      return _bits.union(self.shadow[...])
     if self._bits is None:
       self._bits = 0 if self.marks is None else _bits.union(self.marks)
     return self._bits
@@ -59,6 +64,12 @@ class Origins:
   def value(self, array: Any, marks: Any, bits: int | None = None) -> Value:
     """A value whose marks are known to be in use."""
     value = Value(array, marks, bits)
+    self._marked.add(value)
+    return value
+
+  def in_ref(self, value: Value, marks: Any) -> Value:
+    """The value of a Ref, with marks on what it holds."""
+    value.shadow = jax.new_ref(marks)
     self._marked.add(value)
     return value
 

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _jaxprs
+from optax_lossscale import _jaxprs, diagnostics
 from optax_lossscale._jaxprs import _lines
-from optax_lossscale import diagnostics
 from optax_lossscale.diagnostics import (
   _entering,
   _marks,
+  _runners,
   _stepper,
   find_overflow,
 )
@@ -118,6 +118,7 @@ def test_a_large_number_is_printed_with_three_digits():
     (lambda a, b: jnp.sort(a.ravel()), ["exp"]),
     (lambda a, b: jnp.max(a + jnp.maximum(b, 0)), ["exp"]),
     (lambda a, b: jnp.stack([a, b])[1].T, ["log"]),
+    (lambda a, b: jnp.unstack(jnp.stack([a, b]))[0], ["exp"]),
   ],
 )
 def test_of_two_faults_those_are_named_that_reach_the_result(fun, told):
@@ -597,5 +598,90 @@ def test_what_is_kept_in_a_ref_is_looked_at_when_it_is_read():
     return ref[...] + 1
 
   ref = jax.new_ref(X)
-  assert find_overflow(fun, ref, X).primitive == "get"
+  assert find_overflow(fun, ref, X).primitive == "mul"
   assert find_overflow(fun, ref, X / 60000) is None
+
+
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+def test_an_inf_is_followed_through_a_ref(wrap):
+  def fun(x):
+    ref = jax.new_ref(x)
+    ref[0] = x[1] * 60000
+    ref[1] = jnp.exp(ref[1] * 20)
+    first = ref[0]
+    ref[0] = x[0]
+    return first, jax.freeze(ref)[0], jnp.minimum(jax.freeze(ref)[1], 1)
+
+  hit = find_overflow(wrap(fun), jnp.abs(X) + 1)
+  assert names_of(hit) == ["mul"]
+
+
+def test_what_a_ref_is_given_first_and_what_it_was_given_before_are_known():
+  def fun(x):
+    first = jax.new_ref(x / 0)
+    second = jax.new_ref(x)
+    second[0] = x[0] + 1
+    second[...] = first[...]
+    return second[...], jax.freeze(first)
+
+  assert names_of(find_overflow(fun, jnp.abs(X) + 1)) == ["div"]
+  held = jax.new_ref(X / 0)
+  assert find_overflow(lambda ref: ref[0], held).primitive == "get"
+
+
+def test_an_inf_that_is_added_to_a_ref_is_named_where_it_is_read():
+  def fun(x):
+    ref = jax.new_ref(x)
+    jax.ref.addupdate(ref, 0, x[0] * 60000)
+    return ref[...]
+
+  assert find_overflow(fun, jnp.abs(X) + 1).primitive == "get"
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2)])
+def test_a_mapped_while_loop_whose_rows_part_ways_is_entered(shape):
+  """Rows that have ended keep what they have, and are not blamed."""
+
+  def loop(count, x):
+    body = lambda state: (state[0] + 1, state[1] * 32)
+    return lax.while_loop(lambda s: s[0] < count, body, (0, x))[1]
+
+  counts = jnp.broadcast_to(jnp.array([0, 2, 5, 1]), (*shape, 4))
+  x = jnp.full((*shape, 4, 3), 2, jnp.float16)
+  fun = loop
+  for _ in counts.shape:
+    fun = jax.vmap(fun)
+  hit = find_overflow(fun, counts, x)
+  assert (hit.path, hit.others) == ("while[2]/mul", ())
+  assert find_overflow(fun, counts, x / 4000) is None
+  x = (x / 4000).at[..., 0, :].set(jnp.inf)
+  assert names_of(find_overflow(fun, counts, x)) == ["argument"]
+
+
+def test_an_inf_that_a_function_without_operations_returns_is_named():
+  @jax.custom_jvp
+  def fun(x):
+    return jnp.float32(jnp.inf)
+
+  fun.defjvp(lambda x, t: (fun(*x), t[0]))
+  assert find_overflow(jax.jit(fun), jnp.float32(1)).primitive == "constant"
+
+
+def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
+  monkeypatch,
+):
+  if "empty" not in str(jax.make_jaxpr(lambda: jnp.empty(4))()):
+    pytest.skip("this JAX fills `jnp.empty` with zeros")
+  run = _runners.Runner.equation
+
+  def with_garbage(self, eqn):
+    if eqn.primitive.name == "empty":
+      return lambda arrays: [jnp.full(4, jnp.nan)]
+    return run(self, eqn)
+
+  monkeypatch.setattr(_runners.Runner, "equation", with_garbage)
+  fun = lambda x: jnp.empty(4).at[:2].set(x)
+  x = jnp.ones(2)
+  assert find_overflow(lambda x: fun(x)[:2], x) is None
+  assert names_of(find_overflow(fun, x)) == ["empty"]
+  assert names_of(find_overflow(lambda x: fun(x)[:2] / 0, x)) == ["div"]
