@@ -7,6 +7,7 @@ from typing import Any
 from jax.extend import core
 import jax.numpy as jnp
 from jax.sharding import Mesh
+import numpy as np
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _bits, _marks, _runners, _sources
@@ -132,7 +133,8 @@ def _select(
     _bits.no_marks(value.array) if value.marks is None else value.marks
     for value in (new, old)
   ]
-  return stepper.origins.value(array, _runners.select(flags, *marks))
+  flags = np.expand_dims(flags, tuple(range(flags.ndim, array.ndim)))
+  return stepper.origins.value(array, np.where(flags, *marks))
 
 
 def _enter_scan(
@@ -211,7 +213,7 @@ def _take(stepper: Any, value: _marks.Value, i: int) -> _marks.Value:
   array = stepper.runner.take(value.array, i)
   if value.marks is None:
     return _marks.Value(array)
-  marks = stepper.runner.take(value.marks, i)
+  marks = np.take(value.marks, i, stepper.runner.axis)
   return stepper.origins.value(array, marks)
 
 
@@ -231,7 +233,7 @@ def _stack(
     return _marks.Value(array)
   none = _bits.no_marks(marked[0])
   marks = [none if v.marks is None else v.marks for v in values]
-  return stepper.origins.value(array, _runners.stack(marks, axis))
+  return stepper.origins.value(array, np.stack(marks, axis))
 
 
 def _enter_shard_map(
@@ -262,7 +264,8 @@ def _move(
   array = move(i, value.array)
   if value.marks is None:
     return _marks.Value(array)
-  return stepper.origins.value(array, move(i, value.marks))
+  marks = move(i, _bits.placed_like(value.marks, value.array))
+  return stepper.origins.value(array, np.asarray(marks))
 
 
 # What knows an equation, and what then enters it; the first that knows it.

@@ -6,6 +6,8 @@ A ``scan`` of hijax keeps its carry in Refs, and so may a program.
 from typing import Any
 
 from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _bits, _marks
@@ -38,15 +40,16 @@ def follow(
   if ref.shadow is None and not is_marked:
     return None
   if ref.shadow is None:
-    origins.in_ref(ref, _bits.no_marks(ref.array[...]))
+    origins.in_ref(ref, _bits.no_marks(ref.array))
   known = ref.bits
   # The same is done with the marks: what an index is, the equation knows.
   arguments = [value.array for value in rest]
   if name == "swap":
     new = rest[0]
-    arguments[0] = new.marks if is_marked else _bits.no_marks(new.array)
+    marks = new.marks if is_marked else _bits.no_marks(new.array)
+    arguments[0] = jnp.asarray(marks)
   marks = ref.shadow[...]
   if name != "freeze":
     (marks,) = _jaxprs.function(eqn)(ref.shadow, *arguments)
-  values = [_marks.Value(outs[0], marks)]
+  values = [_marks.Value(outs[0], np.asarray(marks))]
   return _marks.agree(origins, outs, values, known) if known else None

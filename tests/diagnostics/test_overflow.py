@@ -399,6 +399,14 @@ def test_what_cannot_be_entered_is_named_as_a_whole(loop, with_callback):
   assert ("bool[3]" in str(hit)) == (loop == "while")
 
 
+def test_a_large_array_is_looked_at_where_it_is():
+  """One of a million entries is, and of a dtype that not all functions know."""
+  fun = lambda x: (x * 2).astype(jnp.float8_e5m2)
+  x = jnp.ones(2**20 + 1, X.dtype).at[7].set(40000)
+  assert find_overflow(fun, x).path == "mul"
+  assert find_overflow(fun, jnp.minimum(x, 1)) is None
+
+
 @pytest.mark.slow
 def test_infs_are_followed_into_the_slices_of_a_scan():
   def fun(x):
