@@ -9,7 +9,7 @@ import time
 import types
 
 from flax import nnx
-from helpers import faulty_models, harmless_models
+from helpers import faulty_models, harmless_models, hijax
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -34,8 +34,7 @@ FAULTS = faulty_models.FAULTS
 
 def line_of(name):
   """The line of the helper that is marked as this fault."""
-  lines = faulty_models.__file__
-  with open(lines) as file:
+  with open(faulty_models.__file__) as file:
     marked = [
       i for i, line in enumerate(file, 1) if line.endswith(f"# {name}\n")
     ]
@@ -47,6 +46,9 @@ def line_of(name):
 def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
   make, kind, path, backward, function = FAULTS[name]
   fun, *args = make()
+  hijax.skip_if_jax_cannot(lambda: fun(*args))
+  if name == "remat_backward" and hijax.is_on("jax_remat3"):
+    path = "dot_general"  # JAX leaves nothing of the checkpoint there.
 
   hit = find_overflow(fun, *args)
 

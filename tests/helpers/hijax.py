@@ -1,0 +1,25 @@
+"""The flags that make primitives of hijax of JAX's own, in JAX 0.12."""
+
+import jax
+import pytest
+
+FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3", "jax_scan3")
+
+
+def is_on(flag):
+  """Whether a flag is there and on."""
+  return bool(getattr(jax.config, flag, False))
+
+
+def skip_if_jax_cannot(run):
+  """Skips a test whose program JAX alone cannot run with the flags that are on.
+
+  A scan with ``jax_scan3`` has neither a gradient nor ``vmap``, for example.
+  """
+  flags = list(filter(is_on, FLAGS))
+  if not flags:
+    return
+  try:
+    run()
+  except (NotImplementedError, TypeError, IndexError) as error:
+    pytest.skip(f"JAX itself cannot, with {', '.join(flags)}: {error}"[:200])
