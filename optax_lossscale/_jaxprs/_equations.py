@@ -63,11 +63,14 @@ def closed(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.ClosedJaxpr:
   """The jaxpr with its constants.
 
   Both are the same class since JAX 0.11, where a jaxpr has its constants with
-  it. Before, constants without their values become the first inputs. Remove
-  this once jax >= 0.11.
+  it. Remove this once jax >= 0.11.
   """
   if isinstance(jaxpr, core.ClosedJaxpr):
     return jaxpr
+  return _with_constants_as_inputs(jaxpr)
+
+
+def _with_constants_as_inputs(jaxpr: core.Jaxpr) -> core.ClosedJaxpr:
   inputs = [*jaxpr.constvars, *jaxpr.invars]
   without = jaxpr.replace(constvars=[], invars=inputs)
   return core.ClosedJaxpr(without if jaxpr.constvars else jaxpr, ())

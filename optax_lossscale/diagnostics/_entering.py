@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Callable, Iterable
+import functools
 from typing import Any
 
 from jax.extend import core
@@ -49,32 +50,34 @@ class Patience:
 
 def how_to_enter(eqn: core.JaxprEqn) -> Enter | None:
   """What enters this equation, if anything does."""
-  return next((enter for knows, enter in _ENTER if knows(eqn)), None)
+  for look_into, enter in _ENTER:
+    parts = look_into(eqn)
+    if parts is not None:
+      return functools.partial(enter, parts)
+  return None
 
 
 def _enter_call(
+  called: core.ClosedJaxpr,
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
   place: _sources.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
-  called = _jaxprs.called_jaxpr(eqn) or _jaxprs.hi_call_of(eqn)
-  if called is None:
-    return None
   return stepper.run(called, inputs, place.step(_jaxprs.call_name(eqn)))
 
 
 def _enter_cond(
+  cond: _jaxprs.Cond,
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
   place: _sources.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
-  cond = _jaxprs.cond_of(eqn)
   index = stepper.runner.scalar(inputs[0].array)
-  if cond is None or index is None:
+  if index is None:
     return None
   index = min(max(int(index), 0), len(cond.branches) - 1)
   place = place.step(f"cond(branch {index})")
@@ -82,15 +85,13 @@ def _enter_cond(
 
 
 def _enter_while(
+  loop: _jaxprs.While,
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
   place: _sources.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
-  loop = _jaxprs.while_of(eqn)
-  if loop is None:
-    return None
   first = loop.condition_consts
   second = first + loop.body_consts
   cond_consts, body_consts = inputs[:first], inputs[first:second]
@@ -138,15 +139,13 @@ def _select(
 
 
 def _enter_scan(
+  scan: _jaxprs.Scan,
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
   place: _sources.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
-  scan = _jaxprs.scan_of(eqn)
-  if scan is None:
-    return None
   second = scan.consts + scan.carry
   consts, carry = inputs[: scan.consts], inputs[scan.consts : second]
   xs = inputs[second:]
@@ -165,6 +164,7 @@ def _enter_scan(
 
 
 def _enter_hi_scan(
+  scan: _jaxprs.HiScan,
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
@@ -172,9 +172,6 @@ def _enter_hi_scan(
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
   """Its carry is in a Ref, so that each iteration runs step by step."""
-  scan = _jaxprs.hi_scan_of(eqn)
-  if scan is None:
-    return None
   rows = []
   for i in _indices(scan):
     values = [
@@ -237,6 +234,7 @@ def _stack(
 
 
 def _enter_shard_map(
+  mapped: _jaxprs.ShardMap,
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
@@ -244,9 +242,8 @@ def _enter_shard_map(
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
   is_within = isinstance(stepper.runner, _runners.ShardRunner)
-  mapped = _jaxprs.shard_map_of(eqn)
   # An abstract mesh has no devices to run on.
-  if mapped is None or is_within or not isinstance(mapped.mesh, Mesh):
+  if is_within or not isinstance(mapped.mesh, Mesh):
     return None
   runner = _runners.ShardRunner(mapped)
   values = [_move(stepper, runner.enter, i, v) for i, v in enumerate(inputs)]
@@ -268,7 +265,7 @@ def _move(
   return stepper.origins.value(array, np.asarray(marks))
 
 
-# What knows an equation, and what then enters it; the first that knows it.
+# What tells the parts of an equation, and what is given these and enters it.
 _ENTER: tuple[tuple[Callable[[core.JaxprEqn], Any], Enter], ...] = (
   (_jaxprs.called_jaxpr, _enter_call),
   (_jaxprs.scan_of, _enter_scan),
@@ -276,5 +273,5 @@ _ENTER: tuple[tuple[Callable[[core.JaxprEqn], Any], Enter], ...] = (
   (_jaxprs.cond_of, _enter_cond),
   (_jaxprs.shard_map_of, _enter_shard_map),
   (_jaxprs.hi_scan_of, _enter_hi_scan),
-  (_jaxprs.hi_primitive, _enter_call),
+  (_jaxprs.hi_call_of, _enter_call),
 )

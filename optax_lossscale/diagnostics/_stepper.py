@@ -143,7 +143,7 @@ class Stepper:
     place: _sources.Place,
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
-    enter = _entering.how_to_enter(eqn)
+    enter = self._kept("enter", eqn, lambda: _entering.how_to_enter(eqn))
     once = self._kept("effect", eqn, lambda: _jaxprs.has_effect(eqn))
     if enter is not None and once:
       entered = enter(self, eqn, inputs, place, True)

@@ -216,6 +216,21 @@ def test_what_runs_many_times_is_counted_as_often():
   assert flops(jax.jit(on_four("a")), w) == (2, ())
 
 
+def test_products_of_hijax_are_counted_as_often_as_they_run():
+  product = jax.custom_vjp(jax.checkpoint(lambda w: w @ w))
+  product.defvjp(lambda w: (w, ()), lambda _, g: (g,))
+
+  def fun(w):
+    body = lambda c, x: (product(c) @ w, c * x)
+    return lax.scan(body, w, jnp.arange(5, dtype=w.dtype))
+
+  plain = precision_report(fun, shape(8, 8))
+  with hijax.all_flags():
+    report = precision_report(fun, shape(8, 8))
+  assert report == plain
+  assert report.total_flops == 10 * 2 * 8**3
+
+
 def scan_of(length):
   return lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=length)[0]
 
