@@ -11,6 +11,7 @@ of one value are added in float32.
 
 from collections.abc import Callable, Sequence
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -98,7 +99,7 @@ class Rewriter:
     key = jaxpr, tuple(are_half)
     if key not in self._rewritten:
       old = _jaxprs.closed(jaxpr).jaxpr
-      half = {v for v, is_half in zip(old.invars, are_half) if is_half}
+      half = set(itertools.compress(old.invars, are_half))
       eqns = [e for eqn in old.eqns for e in self._rewrite(eqn, old, half)]
       outs = [_is_in(v, half) for v in old.outvars]
       self._rewritten[key] = _jaxprs.with_equations(jaxpr, eqns), outs
@@ -175,7 +176,7 @@ class Rewriter:
     def replace(jaxpr: _jaxprs.AnyJaxpr) -> Any:
       new, outs = self.rewrite(jaxpr, are_half)
       if are_half:  # The call returns what its function returns.
-        half.update(v for v, is_half in zip(eqn.outvars, outs) if is_half)
+        half.update(itertools.compress(eqn.outvars, outs))
       return new
 
     return [_jaxprs.with_jaxprs(eqn, replace)]

@@ -62,10 +62,11 @@ class Told:
       return ""
     largest = sorted(self.missed, key=lambda where: -self.missed[where])
     named = ", ".join(largest[:_MOST_LINES])
-    more = len(largest) - _MOST_LINES
+    if len(largest) > _MOST_LINES:
+      named += f" and {len(largest) - _MOST_LINES} more"
     return (
-      f"autocast cannot enter {named}{f' and {more} more' if more > 0 else ''}:"
+      f"autocast cannot enter {named}:"
       f" {sum(self.missed.values()):.1%} of the flops of products are inside,"
-      f" and run in float32, as they are written, instead of {dtype}. If that is"
-      " meant to be, mark them with optax_lossscale.keep_float32."
+      f" and run in float32, as they are written, instead of {dtype}. If that"
+      " is meant to be, mark them with optax_lossscale.keep_float32."
     )

@@ -17,6 +17,7 @@ from optax_lossscale._jaxprs._equations import (
   function,
   has_effect,
   held_jaxprs,
+  hidden_jaxprs,
   needed_equations,
   runs_once,
   with_equations,
@@ -24,8 +25,10 @@ from optax_lossscale._jaxprs._equations import (
 )
 from optax_lossscale._jaxprs._hijax import (
   BEHAVES_LIKE,
+  hi_call_of,
   hi_primitive,
-  hidden_jaxprs,
+  hi_scan_of,
+  HiScan,
   lowered,
 )
 from optax_lossscale._jaxprs._lines import call_name, Line, line_of, name_of
@@ -47,6 +50,7 @@ __all__ = [
   "AnyJaxpr",
   "ClosedJaxpr",
   "Cond",
+  "HiScan",
   "Line",
   "Scan",
   "ShardMap",
@@ -61,7 +65,9 @@ __all__ = [
   "function",
   "has_effect",
   "held_jaxprs",
+  "hi_call_of",
   "hi_primitive",
+  "hi_scan_of",
   "hidden_jaxprs",
   "is_matrix_product",
   "line_of",

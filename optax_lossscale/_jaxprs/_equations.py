@@ -100,12 +100,13 @@ def called_jaxpr(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
   if eqn.primitive.name not in _CALLS:
     return None
   held = list(held_jaxprs(eqn))
-  if len(held) != 1 or not _fits(held[0], eqn):
+  if len(held) != 1 or not fits(held[0], eqn):
     return None
   return held[0]
 
 
-def _fits(called: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
+def fits(called: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
+  """Whether a jaxpr has as many inputs and outputs as an equation."""
   inner = called.jaxpr
   return len(inner.invars) == len(eqn.invars) and (
     len(inner.outvars) == len(eqn.outvars)
@@ -118,8 +119,12 @@ def closed(jaxpr: AnyJaxpr) -> ClosedJaxpr:
   Both are the same class since JAX 0.11, where a jaxpr has its constants with
   it. Remove this once jax >= 0.11.
   """
-  is_closed = isinstance(jaxpr, ClosedJaxpr)
-  return jaxpr if is_closed else ClosedJaxpr(jaxpr, ())
+  if isinstance(jaxpr, ClosedJaxpr):
+    return jaxpr
+  if jaxpr.constvars:  # Without values for them, they are inputs.
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    jaxpr = jaxpr.replace(constvars=[], invars=inputs)
+  return ClosedJaxpr(jaxpr, ())
 
 
 def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
@@ -128,6 +133,17 @@ def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
     for value in param if isinstance(param, (tuple, list)) else (param,):
       if isinstance(value, (core.Jaxpr, ClosedJaxpr)):
         yield closed(value)
+
+
+def hidden_jaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
+  """The jaxprs that a primitive of hijax has with it."""
+  primitive = eqn.params.get("_prim")
+  its_own = getattr(primitive, "__dict__", {})
+  for value in getattr(primitive, "params", its_own).values():
+    # What was traced by ``jax.jit`` has its jaxpr as an attribute.
+    jaxpr = getattr(value, "jaxpr", value)
+    if isinstance(jaxpr, (core.Jaxpr, ClosedJaxpr)):
+      yield closed(jaxpr)
 
 
 def with_jaxprs(
@@ -166,14 +182,24 @@ def with_equations(jaxpr: AnyJaxpr, eqns: list[core.JaxprEqn]) -> AnyJaxpr:
 def has_effect(eqn: core.JaxprEqn) -> bool:
   """Whether something happens beside the result: it must happen only once.
 
-  A callback counts even if it says that it is pure.
+  A callback counts even if it says that it is pure. What is written to a Ref
+  that ends with the equation does not count.
   """
   # The effect of a sum over devices only says that it needs their axis.
   effects = {type(effect).__name__ for effect in eqn.effects}
-  return (
-    bool(effects - {"NamedAxisEffect"})
-    or "callback" in eqn.primitive.name
-    or any(runs_once(inner.jaxpr) for inner in held_jaxprs(eqn))
+  has_some = bool(effects - {"NamedAxisEffect"})
+  return has_some or _takes_ref(eqn) or _calls_back(eqn)
+
+
+def _takes_ref(eqn: core.JaxprEqn) -> bool:
+  """Whether it could write to a Ref, even if it does not say so."""
+  return any(hasattr(atom.aval, "inner_aval") for atom in eqn.invars)
+
+
+def _calls_back(eqn: core.JaxprEqn) -> bool:
+  held = [*held_jaxprs(eqn), *hidden_jaxprs(eqn)]
+  return "callback" in eqn.primitive.name or any(
+    _calls_back(inner) for closed in held for inner in closed.jaxpr.eqns
   )
 
 
@@ -200,7 +226,8 @@ def needed_equations(
   read = set(_variables([var for var, is_used in outputs if is_used]))
   needed = []
   for eqn in reversed(jaxpr.eqns):
-    if not eqn.effects and not any(v in read for v in eqn.outvars):
+    acts = bool(eqn.effects) or _takes_ref(eqn)
+    if not acts and not any(v in read for v in eqn.outvars):
       continue
     inputs = set(_variables(eqn.invars))
     unread = [v for v in eqn.outvars if v not in read]

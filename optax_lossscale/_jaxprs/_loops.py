@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs._equations import closed, ClosedJaxpr, held_jaxprs
+from optax_lossscale._jaxprs._equations import (
+  closed,
+  ClosedJaxpr,
+  fits,
+  held_jaxprs,
+)
 
 
 class Scan(NamedTuple):
@@ -125,7 +130,10 @@ def while_of(eqn: core.JaxprEqn) -> While | None:
   condition_consts = len(condition.jaxpr.invars) - carry
   body_consts = len(body.jaxpr.invars) - carry
   is_whole = condition_consts + body_consts + carry == len(eqn.invars)
+  outputs = len(condition.jaxpr.outvars), len(body.jaxpr.outvars)
   if min(condition_consts, body_consts) < 0 or not is_whole:
+    return None
+  if outputs != (1, carry):
     return None
   return While(condition, body, condition_consts, body_consts)
 
@@ -136,7 +144,9 @@ def cond_of(eqn: core.JaxprEqn) -> Cond | None:
   if eqn.primitive.name != "cond" or not branches:
     return None
   are_alike = all(
-    len(branch.jaxpr.invars) == len(eqn.invars) - 1 for branch in branches
+    len(branch.jaxpr.invars) == len(eqn.invars) - 1
+    and len(branch.jaxpr.outvars) == len(eqn.outvars)
+    for branch in branches
   )
   return Cond(branches) if are_alike else None
 
@@ -156,7 +166,7 @@ def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
     axes,
     params.get("check_vma"),
   )
-  if any(part is None for part in parts):
+  if any(part is None for part in parts) or not fits(bodies[0], eqn):
     return None
   return ShardMap(bodies[0], *parts)
 

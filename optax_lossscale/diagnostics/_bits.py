@@ -1,97 +1,111 @@
-"""Arrays of marks: made, put and read on the device that holds the array."""
+"""Arrays of marks: made, put and read on the host.
 
+On a device, each of these functions would be compiled once for each shape, and
+the compiler, not the arithmetic, is what a diagnosis waits for.
+"""
+
+import functools
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+# To look at a larger array costs less than to bring it to the host.
+_LARGE = 2**20
+
 
 def are_finite(arrays: list[Any]) -> list[bool]:
   """Whether each of the arrays is finite; all that are no floats are."""
+  return list(map(_is_finite, arrays))
+
+
+def _is_finite(x: Any) -> bool:
   # What a Ref holds is looked at when it is read.
-  floats = {
-    i: x
-    for i, x in enumerate(arrays)
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
-  }
-  found = dict(zip(floats, _flags(list(floats.values())), strict=True))
-  found = jax.device_get(found)
-  return [bool(found.get(i, True)) for i in range(len(arrays))]
+  if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.inexact):
+    return True
+  if x.size > _LARGE:
+    return bool(_all_finite(x))
+  return not _not_finite(as_numbers(x)).any()
+
+
+@jax.jit
+def _all_finite(x: Any) -> Any:
+  if jnp.finfo(x.dtype).bits < 16:  # not all functions know such dtypes
+    x = x.astype(jnp.float32)
+  return jnp.isfinite(x).all()
+
+
+def as_numbers(x: Any) -> Any:
+  """An array on the host, in a dtype that numpy knows of."""
+  x = np.asarray(x)
+  is_float = jnp.issubdtype(x.dtype, jnp.floating)
+  if is_float and not np.issubdtype(x.dtype, np.floating):
+    with np.errstate(all="ignore"):  # To widen a NaN is no mistake.
+      return x.astype(np.float32)
+  return x
+
+
+def _not_finite(x: Any) -> Any:
+  return ~np.isfinite(as_numbers(x))
 
 
 def union(marks: Any) -> int:
   """All bits that are set in the marks."""
-  # On the host: not all devices can take the union over others.
-  return int(np.bitwise_or.reduce(jax.device_get(marks), axis=None))
+  return functools.reduce(operator.or_, np.unique(marks).tolist(), 0)
 
 
 def no_marks(like: Any) -> Any:
   """Marks of this shape that mark nothing."""
-  return jnp.zeros_like(like, jnp.uint32)
+  return np.zeros(like.shape, np.uint32)
 
 
-@jax.jit
-def keep_only(array: Any, marks: Any, bit: Any, neutral: Any) -> Any:
+def keep_only(array: Any, marks: Any, bit: int, neutral: float) -> Any:
   """The array, with a neutral number in each entry that has not this bit."""
-  others = (marks != 0) & (marks & bit == 0)
-  return jnp.where(others, jnp.asarray(neutral, array.dtype), array)
+  others = (marks != 0) & (marks & np.uint32(bit) == 0)
+  kept = np.where(others, np.asarray(neutral, array.dtype), np.asarray(array))
+  return placed_like(kept, array)
 
 
-@jax.jit
-def _not_finite(x: Any) -> Any:
-  if jnp.finfo(x.dtype).bits < 16:  # not all functions know such dtypes
-    x = x.astype(jnp.float32)
-  return ~jnp.isfinite(x)
+def placed_like(x: Any, array: Any) -> Any:
+  """An array of the host on the devices of another."""
+  is_on_mesh = isinstance(array.sharding, jax.sharding.NamedSharding)
+  return jax.device_put(x, array.sharding if is_on_mesh else None)
 
 
-@jax.jit
 def attribute(
-  out: Any, without: Any, alone: Any, bits: Any, rest: Any, constants: Any
-) -> tuple[Any, Any, Any]:
-  """The marks of an output, which entries are the operation's own, if any.
-
-  All in one function, since each shape costs a compilation of each function.
-  """
+  out: Any,
+  without: Any | None,
+  alone: dict[int, Any],
+  rest: int,
+  constants: int,
+) -> tuple[Any, Any]:
+  """The marks of an output, and which entries are the operation's own."""
   bad = _not_finite(out)
-  is_own = jnp.zeros_like(bad)
+  is_own = np.zeros_like(bad)
   if without is not None:
     is_own = bad & _not_finite(without)
   marks = no_marks(out)
-  for bit, with_this in zip(bits, alone, strict=True):
+  for bit, with_this in alone.items():
     reached = bad & _not_finite(with_this) & ~is_own
-    marks = jnp.where(reached, marks | bit, marks)
-  marks = jnp.where(bad & ~is_own & (marks == 0), rest, marks)
+    marks[reached] |= np.uint32(bit)
+  marks[bad & ~is_own & (marks == 0)] = np.uint32(rest)
   # An inf that was written there is no fault. The NaN that is made of it is.
-  is_constant = (marks != 0) & (marks & ~constants == 0)
-  is_own = is_own | (jnp.isnan(out) & is_constant)
-  return marks, is_own, is_own.any()
+  is_constant = (marks != 0) & (marks & ~np.uint32(constants) == 0)
+  return marks, is_own | (np.isnan(as_numbers(out)) & is_constant)
 
 
-@jax.jit
-def put(marks: Any, where: Any, bit: Any) -> Any:
-  """The marks, with this bit alone in some places."""
-  return jnp.where(where, bit, marks)
-
-
-@jax.jit
-def fill(marks: Any, out: Any, bits: Any) -> Any:
+def fill(marks: Any, out: Any, bits: int) -> Any:
   """The marks, with these bits on what is not finite and has none."""
-  return jnp.where(_not_finite(out) & (marks == 0), bits, marks)
+  return np.where(_not_finite(out) & (marks == 0), np.uint32(bits), marks)
 
 
-@jax.jit
-def mark_all(out: Any, bits: Any) -> Any:
+def mark_all(out: Any, bits: int) -> Any:
   """Marks with these bits wherever an array is not finite."""
-  return jnp.where(_not_finite(out), bits, np.uint32(0))
+  return np.where(_not_finite(out), np.uint32(bits), np.uint32(0))
 
 
-@jax.jit
-def has_nan(x: Any) -> Any:
+def has_nan(x: Any) -> bool:
   """Whether an array holds a NaN."""
-  return jnp.isnan(x).any()
-
-
-@jax.jit
-def _flags(arrays: list[Any]) -> Any:
-  return [~_not_finite(x).any() for x in arrays]
+  return bool(np.isnan(as_numbers(x)).any())

@@ -51,11 +51,12 @@ def products_in(steps: list[_walk.Step]) -> list[Product]:
 
 def _as_product(step: _walk.Step, flops: int) -> Product:
   eqn: Any = step.eqn
-  operands = [v.aval.dtype for v in eqn.invars]
+  # What follows are the sizes of groups.
+  operands = [v.aval.dtype for v in eqn.invars[:2]]
   widest = max(operands, key=lambda dtype: dtype.itemsize)
-  accumulation = eqn.params["preferred_element_type"]
+  accumulation = eqn.params.get("preferred_element_type")
   return Product(
-    primitive=eqn.primitive.name,
+    primitive=_jaxprs.name_of(eqn),
     operands=str(widest),
     accumulation=str(np.dtype(accumulation or eqn.outvars[0].aval.dtype)),
     flops=flops,

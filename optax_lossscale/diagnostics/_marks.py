@@ -10,7 +10,8 @@ import functools
 from typing import Any, NamedTuple
 import weakref
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 
 from optax_lossscale.diagnostics import _bits
 
@@ -24,19 +25,23 @@ class Value:
 
   Attributes:
     array: the array.
-    marks: None if it is finite, else uint32 of the same shape.
+    marks: None if it is finite, else uint32 of the same shape, on the host.
+    shadow: of a Ref, that of the marks on what it holds; None if all is finite.
   """
 
-  __slots__ = ("__weakref__", "_bits", "array", "marks")
+  __slots__ = ("__weakref__", "_bits", "array", "marks", "shadow")
 
   def __init__(self, array: Any, marks: Any = None, bits: int | None = None):
     self.array = array
     self.marks = marks
+    self.shadow: Any = None
     self._bits = bits
 
   @property
   def bits(self) -> int:
     """All bits that are set in the marks."""
+    if self.shadow is not None:
+      return _bits.union(self.shadow[...])
     if self._bits is None:
       self._bits = 0 if self.marks is None else _bits.union(self.marks)
     return self._bits
@@ -59,6 +64,12 @@ class Origins:
   def value(self, array: Any, marks: Any, bits: int | None = None) -> Value:
     """A value whose marks are known to be in use."""
     value = Value(array, marks, bits)
+    self._marked.add(value)
+    return value
+
+  def in_ref(self, value: Value, marks: Any) -> Value:
+    """The value of a Ref, with marks on what it holds."""
+    value.shadow = jax.new_ref(jnp.asarray(marks))
     self._marked.add(value)
     return value
 
@@ -147,9 +158,7 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
   """
   known = bits_of_all(op.inputs)
   clean, alone = _run_again(op, known)
-  bits = [np.uint32(bit) for bit in alone]
-  rest = np.uint32(_rest(origins, known))
-  constants = np.uint32(origins.constants())
+  rest, constants = _rest(origins, known), origins.constants()
   own = 0
   values = []
   for i, (out, finite) in enumerate(
@@ -161,13 +170,11 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
     without = clean[i] if clean else None
     if not known:
       without = out
-    with_these = [arrays[i] for arrays in alone.values()]
-    marks, is_own, has_own = _bits.attribute(
-      out, without, with_these, bits, rest, constants
-    )
-    if bool(has_own):
+    with_this = {bit: arrays[i] for bit, arrays in alone.items()}
+    marks, is_own = _bits.attribute(out, without, with_this, rest, constants)
+    if is_own.any():
       own = own or _add_origin(origins, op, out, is_own, known)
-      marks = _bits.put(marks, is_own, np.uint32(own))
+      marks[is_own] = own
     values.append(origins.value(out, marks))
   return values
 
@@ -199,7 +206,7 @@ def _add_origin(
 ) -> int:
   is_constant = op.has_inf and not op.has_nan and not known
   origin = op.describe(out, is_own)
-  return origins.add(origin, is_constant and not bool(_bits.has_nan(out)))
+  return origins.add(origin, is_constant and not _bits.has_nan(out))
 
 
 def agree(
@@ -217,7 +224,7 @@ def agree(
     if finite:
       results.append(Value(out))
     elif value.bits:
-      marks = _bits.fill(value.marks, out, np.uint32(value.bits))
+      marks = _bits.fill(value.marks, out, value.bits)
       results.append(origins.value(out, marks))
     else:
       results.append(blame(origins, out, known))
@@ -227,7 +234,7 @@ def agree(
 def blame(origins: Origins, out: Any, known: int) -> Value:
   """An array that is not finite, with these bits wherever it is not."""
   bits = _rest(origins, known)
-  return origins.value(out, _bits.mark_all(out, np.uint32(bits)), bits)
+  return origins.value(out, _bits.mark_all(out, bits), bits)
 
 
 def _groups(known: int) -> list[int]:
@@ -249,7 +256,7 @@ def _keep(inputs: list[Value], bit: int, neutral: float) -> list[Any]:
   return [
     value.array
     if value.marks is None
-    else _bits.keep_only(value.array, value.marks, np.uint32(bit), neutral)
+    else _bits.keep_only(value.array, value.marks, bit, neutral)
     for value in inputs
   ]
 

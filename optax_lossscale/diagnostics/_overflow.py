@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import (
+  _bits,
   _marks,
   _runners,
   _sources,
@@ -170,17 +171,12 @@ def _describe(
   return Overflow(
     primitive=primitive,
     dtype=np.dtype(out.dtype),
-    kind="inf" if bool(_holds_inf(out, own)) else "nan",
+    kind="inf" if (np.isinf(_bits.as_numbers(out)) & own).any() else "nan",
     source=place.source,
     path="/".join(path),
     backward=place.backward,
     inputs=tuple(_operand(value.array, runner) for value in inputs),
   )
-
-
-@jax.jit
-def _holds_inf(out: Any, own: Any) -> Any:
-  return (jnp.isinf(out) & own).any()
 
 
 def _operand(array: Any, runner: _runners.Runner) -> Operand:
@@ -190,12 +186,7 @@ def _operand(array: Any, runner: _runners.Runner) -> Operand:
   )
   if not is_number or array.size == 0:
     return Operand(shape, array.dtype, None, True)
-  largest, is_finite = jax.device_get(_largest(array))
-  return Operand(shape, array.dtype, float(largest), bool(is_finite))
-
-
-@jax.jit
-def _largest(array: Any) -> tuple[Any, Any]:
-  finite = jnp.isfinite(array)
-  size = jnp.abs(jnp.where(finite, array, jnp.zeros_like(array)))
-  return size.max(), finite.all()
+  numbers = _bits.as_numbers(array)
+  finite = np.isfinite(numbers)
+  sizes = np.abs(np.where(finite, numbers, np.zeros_like(numbers)))
+  return Operand(shape, array.dtype, float(sizes.max()), bool(finite.all()))

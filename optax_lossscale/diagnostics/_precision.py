@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import (
   _flops,
   _limits,
@@ -256,7 +257,7 @@ def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> tuple[Risk, ...]:
     for reason in _risks.risks_of(
       eqn, dtype, place.line, known.number, known.terms
     ):
-      key = eqn.primitive.name, reason, place.source, place.backward
+      key = _jaxprs.name_of(eqn), reason, place.source, place.backward
       sums[key] = sums.get(key, 0) + times
   return tuple(
     Risk(name, reason, times, source, backward)

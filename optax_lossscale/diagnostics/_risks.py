@@ -16,10 +16,11 @@ from optax_lossscale import _jaxprs
 _LONG = 256
 
 _EXPONENTIALS = {"exp", "exp2", "expm1", "sinh", "cosh"}
+_LOGARITHMS = {"log", "log2"}
 _POWERS = {"integer_pow", "pow", "rsqrt", "square"}
 _SUMS = {"reduce_sum", "reduce_window_sum", "reduce_prod"}
 _CUMULATIVE = {"cumsum", "cumprod", "cumlogsumexp"}
-_OVER_DEVICES = {"psum", "psum2", "psum_invariant", "reduce_scatter"}
+_OVER_DEVICES = {"psum", "psum_invariant", "reduce_scatter"}
 # Nobody adds or divides by zero or inf on purpose.
 _NEVER_ON_PURPOSE = {"add", "sub", "div"}
 
@@ -65,7 +66,7 @@ def _of_function(
   if name in _EXPONENTIALS:
     top = math.log(float(jnp.finfo(dtype).max))
     return f"an exponential, which is inf above {top:.3g}"
-  if name == "log":
+  if name in _LOGARITHMS:
     return "a logarithm, which is -inf of what was flushed to zero"
   if name in _POWERS:
     return "a power, which doubles the distance from 1 or more"
@@ -97,12 +98,11 @@ def terms_in_sum(eqn: core.JaxprEqn) -> int:
   name = eqn.primitive.name
   shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
   if name == "reduce_window_sum":
-    return math.prod(eqn.params["window_dimensions"])
-  if name in _SUMS:
-    return math.prod(shape[axis] for axis in eqn.params["axes"])
-  if name in _CUMULATIVE:
+    return math.prod(eqn.params.get("window_dimensions", ()))
+  if name in _CUMULATIVE and "axis" in eqn.params:
     return shape[eqn.params["axis"]]
-  return 1
+  axes = eqn.params.get("axes", ()) if name in _SUMS else ()
+  return math.prod(shape[axis] for axis in axes)
 
 
 def _of_constants(

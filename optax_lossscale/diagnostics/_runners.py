@@ -35,7 +35,9 @@ class Runner:
       inputs = (
         v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars
       )
-      return _jaxprs.function(eqn)(*inputs)
+      outs = _jaxprs.function(eqn)(*inputs)
+      pairs = zip(outs, eqn.outvars, strict=True)
+      return [_as_array(out, var) for out, var in pairs]
 
     return run
 
@@ -49,10 +51,14 @@ class Runner:
     found = np.unique(jax.device_get(array))
     return found.item() if found.size == 1 else None
 
+  def any_goes_on(self, flags: Any) -> bool | None:
+    """Whether one of the rows of a loop goes on, or None as above."""
+    axes = tuple(range(self.axis, flags.ndim))
+    return self.scalar(np.any(jax.device_get(flags), axis=axes))
+
   def lift(self, array: Any, atom: Any) -> Any:
     """A constant, as it is kept here."""
-    is_ref = hasattr(atom.aval, "inner_aval")
-    return array if is_ref else jnp.asarray(array)
+    return _as_array(array, atom)
 
   def take(self, array: Any, i: int) -> Any:
     """One entry along the first axis within the jaxpr."""
@@ -73,14 +79,13 @@ class ShardRunner(Runner):
 
   axis = 1
 
-  def __init__(self, eqn: core.JaxprEqn):
-    params = eqn.params
-    self._mesh = params["mesh"]
-    self._manual = _jaxprs.shard_map_of(eqn).manual_axes
-    self._check = params["check_vma"]
-    self._in_specs = params["in_specs"]
-    self._out_specs = params["out_specs"]
-    self._jaxpr = params["jaxpr"]
+  def __init__(self, mapped: _jaxprs.ShardMap):
+    self._mesh = mapped.mesh
+    self._manual = mapped.manual_axes
+    self._check = mapped.check_vma
+    self._in_specs = mapped.in_specs
+    self._out_specs = mapped.out_specs
+    self._jaxpr = mapped.body.jaxpr
 
   def equation(self, eqn: core.JaxprEqn) -> Run:
     run = super().equation(eqn)
@@ -139,6 +144,12 @@ class ShardRunner(Runner):
     return tuple(name for name in self._mesh.axis_names if name in over)
 
 
+def _as_array(x: Any, atom: Any) -> Any:
+  """What is no Ref as an array: constants may come in a class of JAX's own."""
+  is_ref = hasattr(atom.aval, "inner_aval")
+  return x if is_ref or isinstance(x, jax.Array) else jnp.asarray(x)
+
+
 def variables_of(eqn: core.JaxprEqn) -> list[Any]:
   """The variables that an equation reads, each once."""
   inputs = (v for v in eqn.invars if not isinstance(v, core.Literal))
@@ -147,15 +158,23 @@ def variables_of(eqn: core.JaxprEqn) -> list[Any]:
 
 def _without_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
   """The equation, which must leave its inputs to be read once more."""
-  if not any(eqn.params.get("donated_invars", ())):
+  donated = eqn.params.get("donated_invars", ())
+  if not any(donated):
     return eqn
-  kept = (False,) * len(eqn.params["donated_invars"])
+  kept = (False,) * len(donated)
   return eqn.replace(params={**eqn.params, "donated_invars": kept})
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _take(array: Any, i: Any, axis: int) -> Any:
   return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
+
+
+@jax.jit
+def select(flags: Any, a: Any, b: Any) -> Any:
+  """The rows of one array that have a flag, and the others of another."""
+  axes = tuple(range(flags.ndim, a.ndim))
+  return jnp.where(jnp.expand_dims(flags, axes), a, b)
 
 
 def stack(arrays: list[Any], axis: int) -> Any:

@@ -5,12 +5,14 @@ from typing import Any
 
 from jax.extend import core
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import (
   _bits,
   _entering,
   _marks,
+  _refs,
   _runners,
   _sources,
 )
@@ -18,14 +20,14 @@ from optax_lossscale.diagnostics import (
 # Operations whose result stays finite if an input that is not is replaced by
 # this number, as long as nothing else is wrong.
 _NEUTRAL = {
-  **dict.fromkeys(("div", "log", "pow", "integer_pow", "rsqrt"), 1.0),
+  **dict.fromkeys(("div", "log", "log2", "pow", "integer_pow", "rsqrt"), 1.0),
   **dict.fromkeys(
     (
       "add", "add_any", "concatenate", "conv_general_dilated",
       "convert_element_type", "cosh", "cumsum", "dot_general", "exp", "exp2",
       "expm1", "log1p", "mul", "psum", "psum_invariant", "reduce_sum",
       "reduce_window_sum", "scatter-add", "select_n", "sinh", "sqrt", "square",
-      "sub", "tan",
+      "stack", "sub", "tan",
     ),
     0.0,
   ),
@@ -52,7 +54,7 @@ class Stepper:
     self.origins = origins
     self.describe = describe
     self.runner = runner
-    self._made: dict[int, tuple[Any, Any]] = {}
+    self._made: dict[tuple[str, int], tuple[Any, Any]] = {}
 
   def run(
     self,
@@ -76,7 +78,7 @@ class Stepper:
       env[var] = self.constant(self.runner.lift(const, var), "constant", place)
     del inputs
 
-    def read(atom: Any) -> _marks.Value:
+    def read(atom: Any, its_place: _sources.Place) -> _marks.Value:
       if not isinstance(atom, core.Literal):
         return env[atom]
       aval: Any = atom.aval
@@ -85,11 +87,13 @@ class Stepper:
 
     for eqn, last_read in _jaxprs.needed_equations(jaxpr):
       its_place = place.at(eqn, jaxpr)
-      outs = self._step(jaxpr, eqn, list(map(read, eqn.invars)), its_place)
+      its_inputs = [read(atom, its_place) for atom in eqn.invars]
+      outs = self._step(jaxpr, eqn, its_inputs, its_place)
+      del its_inputs
       env.update(zip(eqn.outvars, outs, strict=True))
       for var in last_read:
         env.pop(var, None)
-    return list(map(read, jaxpr.outvars))
+    return [read(atom, place) for atom in jaxpr.outvars]
 
   def constant(
     self, array: Any, name: str, place: _sources.Place
@@ -112,11 +116,11 @@ class Stepper:
   ) -> list[_marks.Value]:
     """Runs one iteration of a loop: at once, and step by step if need be."""
     has_effect = self._kept(
-      closed.jaxpr, lambda: _jaxprs.runs_once(closed.jaxpr)
+      "effect", closed, lambda: _jaxprs.runs_once(closed.jaxpr)
     )
     if has_effect:
       return self.run(closed, inputs, place)
-    run = self._kept(closed, lambda: self.runner.whole(closed))
+    run = self._kept("whole", closed, lambda: self.runner.whole(closed))
     outs = run([value.array for value in inputs])
     finite = _bits.are_finite(outs)
     if all(finite):
@@ -139,17 +143,20 @@ class Stepper:
     place: _sources.Place,
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
-    enter = _entering.how_to_enter(eqn)
-    once = self._kept(eqn.params, lambda: _jaxprs.has_effect(eqn))
+    enter = self._kept("enter", eqn, lambda: _entering.how_to_enter(eqn))
+    once = self._kept("effect", eqn, lambda: _jaxprs.has_effect(eqn))
     if enter is not None and once:
       entered = enter(self, eqn, inputs, place, True)
       if entered is not None:
         return entered
     variables = _runners.variables_of(eqn)
-    run = self._kept(eqn, lambda: self.runner.equation(eqn))
+    run = self._kept("equation", eqn, lambda: self.runner.equation(eqn))
     by_id = dict(zip(map(id, eqn.invars), inputs, strict=True))
     read = [by_id[id(var)] for var in variables]
     outs = run([value.array for value in read])
+    followed = _refs.follow(self.origins, eqn, inputs, outs) if once else None
+    if followed is not None:
+      return followed
     if all(_bits.are_finite(outs)):
       return list(map(_marks.Value, outs))
     if enter is not None and not once:
@@ -181,17 +188,18 @@ class Stepper:
       ),
     )
 
-  def _kept(self, thing: Any, make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, made once for each thing."""
+  def _kept(self, purpose: str, thing: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, made once for each purpose and thing."""
     # The thing is kept as well, so that no other gets its id.
-    if id(thing) not in self._made:
-      self._made[id(thing)] = thing, make()
-    return self._made[id(thing)][1]
+    key = purpose, id(thing)
+    if key not in self._made:
+      self._made[key] = thing, make()
+    return self._made[key][1]
 
 
 def _is_inf(number: Any) -> bool:
-  return bool(abs(number) == float("inf"))
+  return bool(np.any(np.abs(number) == np.inf))
 
 
 def _is_nan(number: Any) -> bool:
-  return bool(number != number)
+  return bool(np.any(number != number))

@@ -5,6 +5,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 import jax.numpy as jnp
 
@@ -59,6 +60,8 @@ class Known:
 
 def _as_number(const: Any) -> float | None:
   """A real scalar as a number."""
+  if isinstance(const, jax.core.Tracer):
+    return None  # A solver closes over what was traced around it.
   is_real = jnp.issubdtype(jnp.result_type(const), jnp.floating)
   return float(const) if is_real and jnp.shape(const) == () else None
 
@@ -106,62 +109,97 @@ class Walk:
     # XLA leaves out what is not needed, too.
     for eqn, unread in _jaxprs.needed_equations(jaxpr, used):
       step = Step(eqn, place.at(eqn, jaxpr), known, times, branches)
-      inner = list(_inside(step, self._conds))
-      note = _note(eqn, inner)
-      self.steps.append(step._replace(runs_others=bool(inner), note=note))
+      inside = _inside(step, self._conds)
+      runs_others = bool(inside.steps)
+      self.steps.append(
+        step._replace(runs_others=runs_others, note=inside.note)
+      )
       known.learn(eqn)
-      for closed, it in inner:
-        its_used = None
-        if eqn.primitive.name != "scan" and not note:
-          its_used = [var not in unread for var in eqn.outvars]
+      its_used = None
+      if inside.returns_the_same:
+        its_used = [var not in unread for var in eqn.outvars]
+      for closed, it in inside.steps:
         self._walk(
           closed.jaxpr, its_used, it.place, it.known, it.times, it.branches
         )
 
 
-def _inside(
-  step: Step, conds: Iterator[int]
-) -> Iterator[tuple[core.ClosedJaxpr, Step]]:
-  """The jaxprs that an equation runs, and what is known of each."""
-  eqn, name, params = step.eqn, step.eqn.primitive.name, step.eqn.params
+class _Inside(NamedTuple):
+  """The jaxprs that an equation runs, and what is known in each.
+
+  Attributes:
+    steps: pairs of a jaxpr and a step, of which only the equation is another.
+    note: what cannot be known; often empty.
+    returns_the_same: whether the outputs of each are those of the equation.
+  """
+
+  steps: list[tuple[core.ClosedJaxpr, Step]]
+  note: str = ""
+  returns_the_same: bool = False
+
+
+def _inside(step: Step, conds: Iterator[int]) -> _Inside:
+  eqn, within = step.eqn, step.known.within
   called = _jaxprs.called_jaxpr(eqn)
-  within = step.known.within
+  cond, mapped = _jaxprs.cond_of(eqn), _jaxprs.shard_map_of(eqn)
   if called is not None:
-    yield called, step._replace(known=within(eqn.invars, called))
-  elif name == "scan":
-    inner = params["jaxpr"]
-    known = within(eqn.invars[: params["num_consts"]], inner)
-    yield inner, step._replace(known=known, times=step.times * params["length"])
-  elif name == "cond":
+    it = step._replace(known=within(eqn.invars, called))
+    return _Inside([(called, it)], returns_the_same=True)
+  if cond is not None:
     number = next(conds)
-    for i, branch in enumerate(params["branches"]):
+    steps = []
+    for i, branch in enumerate(cond.branches):
       known = within(eqn.invars[1:], branch)
       branches = (*step.branches, (number, i))
-      yield branch, step._replace(known=known, branches=branches)
-  elif name == "shard_map":
-    sizes = dict(params["mesh"].shape)
-    count = math.prod(
-      sizes[axis] for axis in _jaxprs.shard_map_of(eqn).manual_axes
+      steps.append((branch, step._replace(known=known, branches=branches)))
+    return _Inside(steps, returns_the_same=True)
+  if mapped is not None:
+    sizes = dict(mapped.mesh.shape)
+    count = math.prod(sizes[axis] for axis in mapped.manual_axes)
+    known = within(eqn.invars, mapped.body)
+    it = step._replace(known=known, times=step.times * count)
+    return _Inside([(mapped.body, it)], returns_the_same=True)
+  return _inside_a_loop(step) or _inside_of_others(step)
+
+
+def _inside_a_loop(step: Step) -> _Inside | None:
+  eqn, within = step.eqn, step.known.within
+  scan, hi_scan = _jaxprs.scan_of(eqn), _jaxprs.hi_scan_of(eqn)
+  if scan is not None:
+    known = within(eqn.invars[: scan.consts], scan.body)
+    it = step._replace(known=known, times=step.times * scan.length)
+    return _Inside([(scan.body, it)])
+  if hi_scan is not None:
+    it = step._replace(
+      known=within([], hi_scan.body), times=step.times * hi_scan.length
     )
-    inner = _jaxprs.closed(params["jaxpr"])
-    known = within(eqn.invars, inner)
-    yield inner, step._replace(known=known, times=step.times * count)
-  elif not name.startswith(_COMBINERS):
-    for inner in _jaxprs.held_jaxprs(eqn):
-      yield inner, step._replace(known=within([], inner))
+    return _Inside([(hi_scan.body, it)])
+  loop = _jaxprs.while_of(eqn)
+  if loop is None:
+    return None
+  note = "a while loop, of which one iteration is counted"
+  both = loop.condition, loop.body
+  its = [(jaxpr, step._replace(known=within([], jaxpr))) for jaxpr in both]
+  return _Inside(its, note)
 
 
-_KNOWN = {"cond", "scan", "shard_map"}
-
-
-def _note(eqn: core.JaxprEqn, inner: list[Any]) -> str:
-  """What of an equation cannot be known from shapes."""
-  name = eqn.primitive.name
-  if name == "while":
-    return "a while loop, of which one iteration is counted"
-  if name.startswith("ragged_dot"):
-    return f"{name}, which is not counted"
-  is_known = name in _KNOWN or _jaxprs.called_jaxpr(eqn) is not None
-  if inner and not is_known:
-    return f"{name}, of which what is inside is counted once"
-  return ""
+def _inside_of_others(step: Step) -> _Inside:
+  """What is inside of a primitive of hijax, or of one that nobody knows."""
+  eqn, within = step.eqn, step.known.within
+  name = _jaxprs.name_of(eqn)
+  called = _jaxprs.hi_call_of(eqn)
+  if called is not None:
+    it = step._replace(known=within(eqn.invars, called))
+    return _Inside([(called, it)], returns_the_same=True)
+  if name.startswith(_COMBINERS):
+    return _Inside([])
+  held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+  its = [(jaxpr, step._replace(known=within([], jaxpr))) for jaxpr in held]
+  if its:
+    return _Inside(its, f"{name}, of which what is inside is counted once")
+  if _jaxprs.hi_primitive(eqn) is not None:
+    return _Inside([], f"{name}, of which nothing is known")
+  is_counted = _jaxprs.flops_of(eqn) is not None
+  if _jaxprs.is_matrix_product(eqn) and not is_counted:
+    return _Inside([], f"{name}, which is not counted")
+  return _Inside([])

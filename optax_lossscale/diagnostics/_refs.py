@@ -1,0 +1,55 @@
+"""Marks on what is kept in a Ref: it has another Ref beside it, of marks.
+
+A ``scan`` of hijax keeps its carry in Refs, and so may a program.
+"""
+
+from typing import Any
+
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _jaxprs
+from optax_lossscale.diagnostics import _bits, _marks
+
+
+def follow(
+  origins: _marks.Origins,
+  eqn: core.JaxprEqn,
+  inputs: list[_marks.Value],
+  outs: list[Any],
+) -> list[_marks.Value] | None:
+  """What a Ref is given, or what is read of it, with its marks.
+
+  Args:
+    origins: the origins up to now.
+    eqn: the equation, which was carried out.
+    inputs: the values that it read, after which the Ref's marks are changed.
+    outs: what it returned.
+
+  Returns:
+    A value for each output; None if there is nothing to follow.
+  """
+  name = eqn.primitive.name
+  if name == "new_ref" and inputs[0].marks is not None:
+    return [origins.in_ref(_marks.Value(outs[0]), inputs[0].marks)]
+  if name not in ("freeze", "get", "swap"):
+    return None
+  ref, *rest = inputs
+  is_marked = name == "swap" and rest[0].marks is not None
+  if ref.shadow is None and not is_marked:
+    return None
+  if ref.shadow is None:
+    origins.in_ref(ref, _bits.no_marks(ref.array))
+  known = ref.bits
+  # The same is done with the marks: what an index is, the equation knows.
+  arguments = [value.array for value in rest]
+  if name == "swap":
+    new = rest[0]
+    marks = new.marks if is_marked else _bits.no_marks(new.array)
+    arguments[0] = jnp.asarray(marks)
+  marks = ref.shadow[...]
+  if name != "freeze":
+    (marks,) = _jaxprs.function(eqn)(ref.shadow, *arguments)
+  values = [_marks.Value(outs[0], np.asarray(marks))]
+  return _marks.agree(origins, outs, values, known) if known else None

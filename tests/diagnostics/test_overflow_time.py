@@ -1,0 +1,74 @@
+"""``find_overflow`` takes some times as long as to compile the step once.
+
+Nearly all of its time goes into compiling, too: an operation for each shape.
+"""
+
+import logging
+import time
+
+from helpers import equations, float32_models, overflowing_steps
+import jax
+import pytest
+
+from optax_lossscale.diagnostics import find_overflow
+
+
+@pytest.fixture(autouse=True)
+def without_caches():
+  """What was compiled before must not make one of the two faster."""
+  enabled = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  yield
+  jax.config.update("jax_enable_compilation_cache", enabled)
+
+
+def seconds(fun):
+  jax.clear_caches()
+  started = time.perf_counter()
+  out = fun()
+  return time.perf_counter() - started, out
+
+
+def a_transformer():
+  """Its weights are so large that their products overflow even in float32."""
+  model = float32_models.make("transformer, Flax linen")
+  step = lambda arrays: model.value_and_grad(arrays, lambda fun: fun)
+  enlarge = lambda x: x * 3e19 if x.ndim > 1 else x
+  params, batch, state = model.arrays
+  return step, (jax.tree.map(enlarge, params), batch, state)
+
+
+PROGRAMS = {
+  "graph_network": (overflowing_steps.graph_network, "mul"),
+  "layers": (overflowing_steps.layers_of_all_shapes, "square"),
+  "transformer": (a_transformer, "reduce_sum"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_takes_at_most_thirty_times_as_long_as_compiling_the_step(name):
+  make, primitive = PROGRAMS[name]
+  fun, *args = make()
+  compiling, _ = seconds(lambda: jax.jit(fun).lower(*args).compile())
+  finding, hit = seconds(lambda: find_overflow(fun, *args))
+  assert hit.primitive == primitive
+  # Measured: 2 to 4 times.
+  assert finding < 30 * compiling
+
+
+@pytest.mark.slow
+def test_no_more_is_compiled_than_there_are_operations(caplog):
+  """Nothing is compiled to mark what is not finite, whatever its shape."""
+  fun, *args = overflowing_steps.layers_of_all_shapes(4)
+  operations = len(equations.of(fun, *args))
+  jax.clear_caches()
+  with jax.log_compiles(), caplog.at_level(logging.WARNING):
+    hit = find_overflow(fun, *args)
+  assert hit.primitive == "square"
+  compiled = [
+    record
+    for record in caplog.records
+    if record.getMessage().startswith("Finished XLA compilation")
+  ]
+  assert 10 < len(compiled) <= operations

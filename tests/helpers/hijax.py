@@ -1,0 +1,42 @@
+"""The flags that make primitives of hijax of JAX's own, in JAX 0.12."""
+
+import contextlib
+
+import jax
+import pytest
+
+FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3", "jax_scan3")
+
+
+def is_on(flag):
+  """Whether a flag is there and on."""
+  return bool(getattr(jax.config, flag, False))
+
+
+@contextlib.contextmanager
+def all_flags():
+  """Turns all of them on; skips the test if this JAX has none."""
+  if not hasattr(jax.config, FLAGS[0]):
+    pytest.skip("this JAX has no such flags")
+  before = {flag: is_on(flag) for flag in FLAGS}
+  try:
+    for flag in FLAGS:
+      jax.config.update(flag, True)
+    yield
+  finally:
+    for flag, value in before.items():
+      jax.config.update(flag, value)
+
+
+def skip_if_jax_cannot(run):
+  """Skips a test whose program JAX alone cannot run with the flags that are on.
+
+  A scan with ``jax_scan3`` has neither a gradient nor ``vmap``, for example.
+  """
+  flags = list(filter(is_on, FLAGS))
+  if not flags:
+    return
+  try:
+    run()
+  except (NotImplementedError, TypeError, IndexError) as error:
+    pytest.skip(f"JAX itself cannot, with {', '.join(flags)}: {error}"[:200])
