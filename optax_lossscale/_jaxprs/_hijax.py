@@ -124,8 +124,6 @@ def lowered(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
   except Exception:  # What a primitive of somebody else does is not known.
     return None
   inner = plain and closed(plain.jaxpr)
-  if inner is None or not fits(inner, eqn):
-    return None
   # What is left of it would be lowered again and again.
-  is_left = any(hi_primitive(inner_eqn) for inner_eqn in inner.jaxpr.eqns)
-  return None if is_left else inner
+  is_plain = inner is not None and not any(map(hi_primitive, inner.jaxpr.eqns))
+  return inner if inner is not None and is_plain and fits(inner, eqn) else None

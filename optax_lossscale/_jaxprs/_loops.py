@@ -131,9 +131,8 @@ def while_of(eqn: core.JaxprEqn) -> While | None:
   body_consts = len(body.jaxpr.invars) - carry
   is_whole = condition_consts + body_consts + carry == len(eqn.invars)
   outputs = len(condition.jaxpr.outvars), len(body.jaxpr.outvars)
+  is_whole = is_whole and outputs == (1, carry)
   if min(condition_consts, body_consts) < 0 or not is_whole:
-    return None
-  if outputs != (1, carry):
     return None
   return While(condition, body, condition_consts, body_consts)
 

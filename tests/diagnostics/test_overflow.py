@@ -329,6 +329,16 @@ def test_a_loop_with_effects_returns_what_it_would():
   assert find_overflow(fun, X / 1000) is None
 
 
+def test_a_long_scan_with_effects_returns_what_it_would():
+  def body(x, i):
+    jax.debug.callback(lambda: None)
+    return x, i * 2
+
+  fun = lambda x: lax.scan(body, x, jnp.arange(101, dtype=x.dtype))[1]
+  assert find_overflow(fun, X) is None
+  assert find_overflow(lambda x: 1 / (fun(x)[-1] - 200), X).primitive == "div"
+
+
 def test_arguments_that_are_donated_are_kept():
   x = X * 20000
   step = jax.jit(lambda x: (x * 1, x * 2), donate_argnums=0)

@@ -256,6 +256,10 @@ def test_what_shapes_do_not_tell_is_noted():
   report = precision_report(ragged, shape(4, 4), shape(2, 4, 4), sizes)
   assert (report.total_flops, report.notes) == (128, ())
   assert report.flops[0].operands == "float16"
+  # In the gradient, each group has its share of the rows.
+  both = jax.grad(lambda w, x, sizes: total(ragged(x, w, sizes) ** 2))
+  report = precision_report(both, shape(2, 4, 4), shape(4, 4), sizes)
+  assert (report.total_flops, report.notes) == (2 * 128, ())
 
 
 EPSILON = 1e-8

@@ -201,6 +201,14 @@ class Scan3:
   """One that has the name of one that is known, and nothing else of it."""
 
 
+def another_scan3():
+  """One whose results are no stacks of what its jaxpr returns."""
+  kind = type("Scan3", (), {})()
+  kind.length = 3
+  kind.jaxpr = jax.make_jaxpr(lambda x: (x @ x).sum())(X)
+  return kind
+
+
 class RematTraced:
   """One whose jaxpr is that of another function."""
 
@@ -213,6 +221,7 @@ class RematTraced:
   [
     (Odd, "Odd", 0, "Odd, of which nothing is known"),
     (Scan3, "scan", 0, "scan, of which nothing is known"),
+    (another_scan3, "scan", 128, "what is inside is counted once"),
     (RematTraced, "checkpoint", 128, "what is inside is counted once"),
   ],
 )

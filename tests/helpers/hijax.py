@@ -15,9 +15,9 @@ def is_on(flag):
 
 @contextlib.contextmanager
 def all_flags():
-  """Turns all of them on; skips the test if this JAX has none."""
-  if not hasattr(jax.config, FLAGS[0]):
-    pytest.skip("this JAX has no such flags")
+  """Turns all of them on; skips the test if this JAX has not all."""
+  if not all(hasattr(jax.config, flag) for flag in FLAGS):
+    pytest.skip("this JAX has not all of these flags")
   before = {flag: is_on(flag) for flag in FLAGS}
   try:
     for flag in FLAGS:
