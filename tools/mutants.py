@@ -156,6 +156,7 @@ def copy_project(module):
 
 
 def path_of(module):
+  """Where a module is, from the root of the project."""
   return f"optax_lossscale/{module.replace('.', '/')}.py"
 
 

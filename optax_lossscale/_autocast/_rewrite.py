@@ -117,22 +117,14 @@ class Rewriter:
     if _products.moves(eqn) and _come_from(eqn, half):
       half.update(eqn.outvars)
       return self._in_half(eqn)
-    parts = _jaxprs.shard_map_of(eqn)
-    if parts is None:
-      return self._rewrite_holder(eqn, jaxpr, half)
-    # Rules are traced where the axes of the mesh are known.
-    rewrite = functools.partial(self._rewrite_holder, eqn, jaxpr, half)
-    return _jaxprs.among_devices(parts, rewrite)
-
-  def _rewrite_holder(
-    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, half: set[Any]
-  ) -> list[core.JaxprEqn]:
-    """What is in place of an equation that may hold jaxprs with products."""
     if _rules.is_guard(eqn):
       self._guarded.update(eqn.outvars)
     if not self._search.finds_in(eqn):
       return [eqn]
-    entered = self._enter(eqn, half)
+    enter = functools.partial(self._enter, eqn, half)
+    # Rules are traced where the axes of the mesh are known.
+    is_mapped = _jaxprs.shard_map_of(eqn) is not None
+    entered = _jaxprs.among_devices(eqn, enter) if is_mapped else enter()
     if entered is None:
       self.told.miss(eqn, jaxpr)
     return [eqn] if entered is None else entered

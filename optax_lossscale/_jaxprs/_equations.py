@@ -60,7 +60,7 @@ def equations_of(
     The equations, between the very variables of the one that they replace, and
     at its line; None if they cannot stand there.
   """
-  with _context(eqn):
+  with context_of(eqn):
     closed = jax.make_jaxpr(fun)(*[v.aval for v in eqn.invars])
   jaxpr = closed.jaxpr
   made = {v for inner in jaxpr.eqns for v in inner.outvars}
@@ -85,7 +85,9 @@ def equations_of(
   ]
 
 
-def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+def context_of(
+  eqn: core.JaxprEqn,
+) -> contextlib.AbstractContextManager[Any]:
   """The settings with which an equation was traced, such as its mesh."""
   context = getattr(eqn, "ctx", None)
   return getattr(context, "manager", None) or contextlib.nullcontext()

@@ -15,6 +15,7 @@ from jax.extend import core
 from optax_lossscale._jaxprs._equations import (
   closed,
   ClosedJaxpr,
+  context_of,
   fits,
   held_jaxprs,
 )
@@ -170,11 +171,12 @@ def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
   return ShardMap(bodies[0], *parts)
 
 
-def among_devices(parts: ShardMap, fun: Callable[[], Any]) -> Any:
-  """What a function returns that is called within the body of a ``shard_map``.
+def among_devices(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
+  """What a function returns that is called in the body of a ``shard_map``.
 
   What it traces there may exchange data between the devices.
   """
+  parts: Any = shard_map_of(eqn)
   returned: list[Any] = []
 
   def body() -> tuple[()]:
@@ -189,5 +191,6 @@ def among_devices(parts: ShardMap, fun: Callable[[], Any]) -> Any:
     axis_names=parts.manual_axes,
     check_vma=parts.check_vma,
   )
-  jax.make_jaxpr(mapped)()
+  with context_of(eqn):
+    jax.make_jaxpr(mapped)()
   return returned[0]
