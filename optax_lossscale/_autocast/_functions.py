@@ -21,17 +21,17 @@ def autocast(
 
   * Matrix products and convolutions run in ``dtype``, and accumulate in
     float32, if they are float32 in ``fun``.
-  * What only moves the results of products stays in ``dtype``: ``reshape``,
-    ``transpose``, ``concatenate``, ``where`` and the like.
+  * What only moves the result of one product stays in ``dtype``: ``reshape``,
+    ``transpose``, ``slice`` and the like.
   * All else runs in float32, as it is written. So no sum, mask, epsilon,
     variance or loss is ever computed in ``dtype``.
 
   These are left alone: products of other dtypes, products of two vectors, outer
   products, products whose precision is ``HIGHEST`` (by an argument or by
   :func:`jax.default_matmul_precision`), and linear algebra. Products inside of
-  what JAX cannot rebuild by its public names, such as a Pallas kernel, run as
-  written, too. ``optax_lossscale.diagnostics.precision_report`` tells how much
-  runs in which dtype.
+  what it does not know, such as a Pallas kernel, run as written, too, and a
+  warning says so. ``optax_lossscale.diagnostics.precision_report`` tells how
+  much runs in which dtype.
 
   Args:
     fun: any function that JAX can trace. Its arguments and results may be any
@@ -46,9 +46,13 @@ def autocast(
 
   Raises:
     TypeError: if ``fun`` is not a function, or ``dtype`` is not one of these.
+    ValueError: by the returned function, if ``fun`` changes a Flax NNX object
+      that may not be changed where it is called.
 
   Warns:
-    UserWarning: if there is nothing to run in ``dtype``.
+    UserWarning: if there is nothing to run in ``dtype``, or if products stand
+      in something that it cannot enter: with their share of the flops, and
+      their lines.
 
   Examples:
     >>> import jax

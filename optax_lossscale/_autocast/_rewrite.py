@@ -19,16 +19,14 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale import _jaxprs
+from optax_lossscale import _jaxprs, _warnings
 from optax_lossscale._autocast import _products, _rules, _told
 
 # Equations that run the jaxprs that they hold, and need nothing else of them.
 _RUN_THEIR_JAXPRS = {"cond", "scan", "shard_map", "while"}
 
 
-def call(
-  fun: Callable[[], Any], dtype: Any, told: _told.Told | None = None
-) -> Any:
+def call(fun: Callable[[], Any], dtype: Any, told: _told.Told) -> Any:
   """What a function without arguments returns, with its products in half.
 
   The function closes over its arguments. So it is given the very same ones:
@@ -55,9 +53,8 @@ def call(
     return [x for x, traced in pairs if traced]
 
   closed = jax.make_jaxpr(traced)()
-  rewriter = Rewriter(dtype, told or _told.Told())
-  new, _ = rewriter.rewrite(closed)
-  rewriter.told.measure(closed.jaxpr)
+  new, _ = Rewriter(dtype, told).rewrite(closed)
+  told.measure(closed.jaxpr)
   outs = iter(core.jaxpr_as_fun(new)())
   ((structure, is_traced, others),) = returned
   leaves = [
@@ -65,6 +62,16 @@ def call(
     for x, traced in zip(others, is_traced, strict=True)
   ]
   return jax.tree.unflatten(structure, leaves)
+
+
+def _call_in_rule(fun: Callable[[], Any], dtype: Any) -> Any:
+  """The same in a rule, where there is nobody else to tell what was missed."""
+  told = _told.Told()
+  out = call(fun, dtype, told)
+  message = told.message(dtype)
+  if message:
+    _warnings.warn(message)
+  return out
 
 
 class Rewriter:
@@ -155,7 +162,7 @@ class Rewriter:
     """The equation with what it holds rewritten; None if that cannot be."""
     make = _rules.how_to_make(eqn)
     if make is not None:
-      in_half = functools.partial(call, dtype=self.dtype)
+      in_half = functools.partial(_call_in_rule, dtype=self.dtype)
       tools = _rules.Tools(self._function, in_half, self._guarded)
       fun = make(eqn, tools)
       return fun and _jaxprs.equations_of(fun, eqn)

@@ -96,6 +96,20 @@ def test_it_is_told_once_and_not_at_each_call():
   assert len(caught) == 1
 
 
+def test_it_is_told_of_what_a_rule_runs_too():
+  fun = jax.custom_vjp(lambda a, b: a @ b)
+  fun.defvjp(
+    lambda a, b: (a @ b, (a, b)),
+    lambda kept, g: (g @ kept[1].T, kept[0].T @ g),
+    optimize_remat=True,
+  )
+  half = ols.autocast(lambda a: jnp.sum(fun(a, B)))
+  with pytest.warns(UserWarning, match="cannot enter remat_opt"):
+    counts = equations.products(jax.grad(half), A)
+  # The forward pass of the gradient is hidden, and its backward pass is not.
+  assert counts == {"float32": 1, "float16": 2}
+
+
 def test_what_is_marked_is_not_told():
   half = ols.autocast(lambda a, b: ols.keep_float32(linear)(a, b) + a @ b)
   assert equations.products(half, A, B) == {"float32": 1, "float16": 1}
