@@ -108,7 +108,7 @@ class Rewriter:
       old = _jaxprs.closed(jaxpr).jaxpr
       half = set(itertools.compress(old.invars, are_half))
       eqns = [e for eqn in old.eqns for e in self._rewrite(eqn, old, half)]
-      outs = [_is_in(v, half) for v in old.outvars]
+      outs = [_jaxprs.is_one_of(v, half) for v in old.outvars]
       self._rewritten[key] = _jaxprs.with_equations(jaxpr, eqns), outs
     return self._rewritten[key]
 
@@ -168,7 +168,7 @@ class Rewriter:
       return fun and _jaxprs.equations_of(fun, eqn)
     are_half: list[bool] = []
     if _jaxprs.called_jaxpr(eqn) is not None:
-      are_half = [_is_in(atom, half) for atom in eqn.invars]
+      are_half = [_jaxprs.is_one_of(atom, half) for atom in eqn.invars]
     elif eqn.primitive.name not in _RUN_THEIR_JAXPRS:
       return None
 
@@ -184,10 +184,6 @@ class Rewriter:
     return core.jaxpr_as_fun(self.rewrite(closed)[0])
 
 
-def _is_in(atom: Any, half: set[Any]) -> bool:
-  return not isinstance(atom, core.Literal) and atom in half
-
-
 def _is_float32(atom: Any) -> bool:
   return getattr(atom.aval, "dtype", None) == jnp.float32
 
@@ -195,7 +191,7 @@ def _is_float32(atom: Any) -> bool:
 def _come_from(eqn: core.JaxprEqn, half: set[Any]) -> bool:
   """Whether there are float32 inputs, all of which are in the set."""
   floats = [atom for atom in eqn.invars if _is_float32(atom)]
-  return bool(floats) and all(_is_in(atom, half) for atom in floats)
+  return bool(floats) and all(_jaxprs.is_one_of(atom, half) for atom in floats)
 
 
 def _cast(old: Any, new: Any, eqn: core.JaxprEqn) -> core.JaxprEqn:

@@ -82,34 +82,26 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   # Not only what moves: JAX keeps one structure of the residuals for all calls
   # of a function, and each may move other arguments. XLA drops a derivative
   # that nobody reads.
-  floats = [
+  floats = {
     i
     for i, atom in enumerate(eqn.invars)
-    if i >= consts and _is_inexact(atom) and not _is_in(atom, tools.guarded)
-  ]
+    if i >= consts
+    and _is_inexact(atom)
+    and not _jaxprs.is_one_of(atom, tools.guarded)
+  }
   refusals: list[Exception] = []
 
   def forward(*args: Any) -> tuple[Any, Any]:
-    perturbed = [i for i, arg in enumerate(args) if arg.perturbed]
     values = [arg.value for arg in args]
-
-    def differentiate(chosen: set[int]) -> tuple[Any, Any]:
-      of_chosen = _of_some(old, values, sorted(chosen))
-      some = [values[i] for i in sorted(chosen)]
-      out, pull_back = call(lambda: jax.vjp(of_chosen, *some))
-      # The backward pass is given arrays. In their structure it sees which of
-      # the arguments were chosen.
-      is_chosen = [0 if i in chosen else None for i in range(len(values))]
-      return out, (pull_back, is_chosen)
-
+    perturbed = {i for i, arg in enumerate(args) if arg.perturbed}
     if not refusals:
       try:
-        return differentiate({*floats, *perturbed})
+        return _vjp(old, values, floats | perturbed, call)
       except Exception as refusal:  # A rule refuses in words of its own.
-        if set(floats) <= set(perturbed):
+        if floats <= perturbed:
           raise
         refusals.append(refusal)
-    return differentiate(set(perturbed))
+    return _vjp(old, values, perturbed, call)
 
   def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
     pull_back, is_chosen = residuals
@@ -119,6 +111,19 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
 
   fun.defvjp(forward, backward, symbolic_zeros=True)
   return fun
+
+
+def _vjp(
+  old: Function, values: Sequence[Any], chosen: set[int], call: Any
+) -> tuple[Any, Any]:
+  """What a function returns, and the residuals for the chosen arguments."""
+  of_chosen = _of_some(old, values, sorted(chosen))
+  some = [values[i] for i in sorted(chosen)]
+  out, pull_back = call(lambda: jax.vjp(of_chosen, *some))
+  # The backward pass is given arrays. In their structure it sees which of the
+  # arguments were chosen.
+  is_chosen = [0 if i in chosen else None for i in range(len(values))]
+  return out, (pull_back, is_chosen)
 
 
 def is_guard(eqn: core.JaxprEqn) -> bool:
@@ -164,10 +169,6 @@ def _of_some(
 def _is_inexact(atom: Any) -> bool:
   dtype = getattr(atom.aval, "dtype", np.int32)
   return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _is_in(atom: Any, variables: set[Any]) -> bool:
-  return not isinstance(atom, core.Literal) and atom in variables
 
 
 def _instantiated(cotangent: Any) -> Any:

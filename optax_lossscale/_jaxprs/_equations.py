@@ -1,6 +1,6 @@
 """Equations and the jaxprs that they hold: find, replace, evaluate."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 import contextlib
 import functools
 from typing import Any, TYPE_CHECKING
@@ -179,6 +179,11 @@ def with_equations(jaxpr: AnyJaxpr, eqns: list[core.JaxprEqn]) -> AnyJaxpr:
   if isinstance(jaxpr, core.Jaxpr):
     return jaxpr.replace(eqns=eqns)
   return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=eqns), jaxpr.consts)
+
+
+def is_one_of(atom: Any, variables: Container[Any]) -> bool:
+  """Whether an input or output is one of these variables, and no literal."""
+  return not isinstance(atom, core.Literal) and atom in variables
 
 
 def has_effect(eqn: core.JaxprEqn) -> bool:
