@@ -37,7 +37,7 @@ class Told:
       return
     flops: dict[str, int] = {}
     self._count(jaxpr, 1, _REACHED, flops)
-    total = sum(flops.values()) or 1
+    total = sum(flops.values()) or 1  # A loop may run for no step at all.
     self.missed = {
       where: n / total for where, n in flops.items() if where != _REACHED
     }
@@ -49,7 +49,7 @@ class Told:
     for eqn in jaxpr.eqns:
       _, its_place = self._missed.get(id(eqn), (eqn, where))
       if _products.is_product(eqn):
-        more = times * (_jaxprs.flops_of(eqn) or 0)
+        more = times * (_jaxprs.flops_of(eqn) or 1)  # or as one product
         flops[its_place] = flops.get(its_place, 0) + more
       scan = _jaxprs.scan_of(eqn)
       for inner in _products.jaxprs_to_search(eqn):

@@ -21,9 +21,11 @@ def flops_of(eqn: core.JaxprEqn) -> int | None:
   """
   count = _FLOPS.get(eqn.primitive.name)
   try:
-    return count and count(eqn)
+    flops = count and count(eqn)
   except (AttributeError, KeyError, TypeError, ValueError):
     return None  # Another JAX describes it by other parameters.
+  # Of symbolic sizes there is no number.
+  return flops if isinstance(flops, int) else None
 
 
 def _of_dot(eqn: Any) -> int:

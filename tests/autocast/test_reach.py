@@ -5,7 +5,7 @@ import contextlib
 from helpers import equations
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
-from jax import lax
+from jax import export, lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 from jax.scipy.sparse.linalg import cg
@@ -86,6 +86,15 @@ def test_it_is_told_also_where_no_other_product_is_found():
   with pytest.warns(UserWarning, match=r"100\.0% of the flops") as caught:
     jax.make_jaxpr(ols.autocast(linear))(A, B)
   assert len(caught) == 1
+
+
+def test_it_is_told_of_symbolic_sizes_by_the_number_of_products():
+  (n,) = export.symbolic_shape("n")
+  shape = jax.ShapeDtypeStruct((n, n), jnp.float32)
+  half = jax.jit(ols.autocast(lambda x: with_a_batching_rule(x, x) + x @ x))
+  with pytest.warns(UserWarning, match=r"50\.0% of the flops"):
+    exported = export.export(half)(shape)
+  np.testing.assert_array_equal(exported.call(jnp.eye(3)), 2 * jnp.eye(3))
 
 
 def test_it_is_told_once_and_not_at_each_call():
