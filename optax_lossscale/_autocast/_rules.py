@@ -89,18 +89,20 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     and _is_inexact(atom)
     and not _jaxprs.is_one_of(atom, tools.guarded)
   }
-  refusals: list[Exception] = []
+  refused: list[set[int]] = []
 
   def forward(*args: Any) -> tuple[Any, Any]:
     values = [arg.value for arg in args]
     perturbed = {i for i, arg in enumerate(args) if arg.perturbed}
-    if not refusals:
+    if not refused:
       try:
         return _vjp(old, values, floats | perturbed, call)
-      except Exception as refusal:  # A rule refuses in words of its own.
+      except Exception:  # A rule refuses in words of its own.
         if floats <= perturbed:
           raise
-        refusals.append(refusal)
+    refused.append(perturbed)
+    if perturbed != refused[0]:
+      raise NotImplementedError(_cannot_share(eqn))
     return _vjp(old, values, perturbed, call)
 
   def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
@@ -111,6 +113,15 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
 
   fun.defvjp(forward, backward, symbolic_zeros=True)
   return fun
+
+
+def _cannot_share(eqn: core.JaxprEqn) -> str:
+  return (
+    f"autocast cannot run this {_jaxprs.name_of(eqn)} in half precision: its"
+    " rule refuses some derivatives, and calls that share it through one jit or"
+    " checkpoint differentiate different arguments. Mark it with"
+    " optax_lossscale.keep_float32, or do not share it."
+  )
 
 
 def _vjp(

@@ -269,7 +269,8 @@ def test_a_weakly_typed_product_stays_so():
 @pytest.mark.slow
 @programs
 def test_a_transformed_function_is_the_same(fun):
-  skip_if_jax_cannot(jax.grad(mean_square(fun)), X, W)
+  if fun is not while_loop:
+    skip_if_jax_cannot(jax.grad(mean_square(fun)), X, W)
   half, loss = ols.autocast(fun), mean_square(fun)
   stack = lambda x: jnp.stack([x, x + 1])
   assert_same_bits(

@@ -246,11 +246,39 @@ def test_a_rule_may_refuse_in_words_of_its_own():
 
   fun = jax.custom_vjp(lambda x, mask: x @ mask)
   fun.defvjp(forward, lambda mask, g: (g @ mask.T, None), symbolic_zeros=True)
-  loss = lambda x, mask: jnp.sum(fun(x, mask) ** 2) + jnp.sum(fun(x, mask))
+  shared = jax.jit(fun)
+  loss = lambda x, mask: jnp.sum(shared(jnp.tanh(shared(x, mask)), mask) ** 2)
   half = ols.autocast(loss)
   assert_close(jax.grad(half)(X, W), jax.grad(loss)(X, W))
-  with pytest.raises(NotImplementedError, match="The mask has no derivative"):
-    jax.grad(half, 1)(X, W)
+  for argnums in (1, (0, 1)):
+    with pytest.raises(NotImplementedError, match="The mask has no derivative"):
+      jax.grad(half, argnums)(X, W)
+
+
+def test_a_rule_that_refuses_and_is_shared_by_unlike_calls_is_an_error():
+  def forward(x, w, mask):
+    if mask.perturbed:
+      raise NotImplementedError("The mask has no derivative.")
+    return (x.value @ w.value) * mask.value, (x.value, w.value, mask.value)
+
+  def backward(kept, g):
+    x, w, mask = kept
+    return (g * mask) @ w.T, x.T @ (g * mask), None
+
+  fun = jax.custom_vjp(lambda x, w, mask: (x @ w) * mask)
+  fun.defvjp(forward, backward, symbolic_zeros=True)
+  shared = jax.jit(fun)
+
+  def loss(w, keep=lambda fun: fun):
+    layer = keep(lambda x, w: shared(x, w, X))
+    return jnp.sum(layer(jnp.tanh(layer(X, w)), w) ** 2) + jnp.sum(X @ w)
+
+  with pytest.raises(
+    NotImplementedError, match="keep_float32, or do not share"
+  ):
+    jax.grad(ols.autocast(loss))(W)
+  kept = ols.autocast(lambda w: loss(w, ols.keep_float32))
+  assert_close(jax.grad(kept)(W), jax.grad(loss)(W))
 
 
 def of_a_constant(wrap):

@@ -224,6 +224,7 @@ NOT_EVERYWHERE = {
   "call_hi_primitive": ((0, 8), None),
   "closed_call": ((0, 8), (0, 10)),
   "eval_jaxpr": ((0, 8), None),
+  "log2": ((0, 11), None),
   "stack": ((0, 10), None),
   "unstack": ((0, 10), None),
   "xla_metadata_call": ((0, 11), None),
