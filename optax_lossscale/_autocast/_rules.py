@@ -74,7 +74,7 @@ def _custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
 def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   called = _body(eqn)
   # What the user's function closes over has no derivative.
-  consts = eqn.params.get("num_consts", None if _is_plain(eqn) else 0)
+  consts = _count_consts(eqn)
   if called is None or consts is None:
     return None
   fun: Any = jax.custom_vjp(_of_arguments(tools.function(called)))
@@ -149,8 +149,14 @@ def is_guard(eqn: core.JaxprEqn) -> bool:
   return bool(held) and not any(inner.jaxpr.eqns for inner in held)
 
 
-def _is_plain(eqn: core.JaxprEqn) -> bool:
-  return _jaxprs.hi_primitive(eqn) is None
+def _count_consts(eqn: core.JaxprEqn) -> int | None:
+  """How many first inputs are what the user's function closes over."""
+  primitive = _jaxprs.hi_primitive(eqn)
+  if primitive is None:
+    return eqn.params.get("num_consts")
+  # In hijax these are two arguments before all others.
+  arguments = getattr(primitive, "in_avals", ())
+  return len(jax.tree.leaves(arguments[:2]))
 
 
 def _body(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:

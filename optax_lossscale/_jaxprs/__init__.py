@@ -17,6 +17,7 @@ from optax_lossscale._jaxprs._equations import (
   function,
   has_effect,
   held_jaxprs,
+  hi_primitive,
   hidden_jaxprs,
   is_one_of,
   needed_equations,
@@ -27,7 +28,6 @@ from optax_lossscale._jaxprs._equations import (
 from optax_lossscale._jaxprs._hijax import (
   BEHAVES_LIKE,
   hi_call_of,
-  hi_primitive,
   hi_scan_of,
   HiScan,
   lowered,

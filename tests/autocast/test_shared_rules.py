@@ -210,8 +210,21 @@ def test_a_scanned_checkpointed_stack_may_be_trained_in_part(trained):
   assert_close(half(some), jax.jit(jax.grad(loss))(some), 0.02)
 
 
+def skip_if_all_is_said_to_move():
+  """With two of its upgrade flags JAX 0.12 says so to a rule in a checkpoint.
+
+  So what the rule closes over seems to move, and the answer is JAX's error.
+  """
+  flags = "jax_remat3", "jax_custom_vjp3"
+  if all(getattr(jax.config, flag, False) for flag in flags):
+    pytest.skip("JAX 0.12 says that all arguments of the rule move.")
+
+
 @pytest.mark.parametrize("share", [jax.jit, jax.checkpoint])
 def test_what_a_rule_closes_over_cannot_be_differentiated(share):
+  if share is jax.checkpoint:
+    skip_if_all_is_said_to_move()
+
   def loss(w, x):
     fun = jax.custom_vjp(lambda x: x @ w)
     fun.defvjp(lambda x: (x @ w, w), lambda w, g: (g @ w.T,))
@@ -300,6 +313,7 @@ WITHIN = {
 
 @pytest.mark.parametrize("within", WITHIN)
 def test_a_rule_in_a_loop_in_a_checkpoint_keeps_its_constants(within):
+  skip_if_all_is_said_to_move()
   loss = of_a_constant(WITHIN[within])
   expected = jax.grad(loss)(X)
   for transform in (lambda f: f, jax.jit):
