@@ -242,6 +242,8 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(fun, change):
   closed = jax.make_jaxpr(fun)(A, B)
   eqns = list(closed.jaxpr.eqns)
   (i,) = [i for i, eqn in enumerate(eqns) if _products.jaxprs_to_search(eqn)]
+  if change is unknown and _jaxprs.hi_primitive(eqns[i]) is not None:
+    pytest.skip("What an unknown primitive hides in an object is not seen.")
   eqns[i] = change(eqns[i])
   told, new = rewrite(_jaxprs.with_equations(closed, eqns))
   if any(eqn is eqns[i] for eqn in new):  # As written, and told.
