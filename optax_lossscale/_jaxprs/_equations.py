@@ -115,6 +115,11 @@ def fits(called: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
   )
 
 
+def shape_of(atom: Any) -> tuple[Any, ...]:
+  """The shape of a variable; that of a scalar if it has none."""
+  return getattr(atom.aval, "shape", ())
+
+
 def closed(jaxpr: AnyJaxpr) -> ClosedJaxpr:
   """The jaxpr with its constants.
 

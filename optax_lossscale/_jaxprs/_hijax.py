@@ -18,6 +18,7 @@ from optax_lossscale._jaxprs._equations import (
   function,
   hi_primitive,
   hidden_jaxprs,
+  shape_of,
 )
 
 # The class of the object, and which plain primitive it stands for.
@@ -92,11 +93,6 @@ def _is_of_types(jaxpr: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
 
 def _kind(atom: Any) -> Any:
   return shape_of(atom), getattr(atom.aval, "dtype", None)
-
-
-def shape_of(atom: Any) -> tuple[Any, ...]:
-  """The shape of a variable; that of a scalar if it has none."""
-  return getattr(atom.aval, "shape", ())
 
 
 def lowered(eqn: core.JaxprEqn) -> ClosedJaxpr | None:

@@ -18,6 +18,7 @@ from optax_lossscale._jaxprs._equations import (
   context_of,
   fits,
   held_jaxprs,
+  shape_of,
 )
 
 
@@ -110,14 +111,12 @@ def _count_whole(outer: list[Any], inner: list[Any], length: int) -> int | None:
   """How many of these come as a whole, if the others are all sliced."""
   if len(outer) != len(inner):
     return None
-  pairs = [(_shape(a), _shape(b)) for a, b in zip(outer, inner, strict=True)]
+  pairs = [
+    (shape_of(a), shape_of(b)) for a, b in zip(outer, inner, strict=True)
+  ]
   count = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
   are_slices = all(a == (length, *b) for a, b in pairs[count:])
   return count if are_slices else None
-
-
-def _shape(atom: Any) -> tuple[Any, ...]:
-  return getattr(atom.aval, "shape", ())
 
 
 def while_of(eqn: core.JaxprEqn) -> While | None:

@@ -58,7 +58,7 @@ def how_to_enter(eqn: core.JaxprEqn) -> Enter | None:
 
 
 def _enter_call(
-  called: core.ClosedJaxpr,
+  called: _jaxprs.ClosedJaxpr,
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],

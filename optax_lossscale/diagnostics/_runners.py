@@ -41,7 +41,7 @@ class Runner:
 
     return run
 
-  def whole(self, closed: core.ClosedJaxpr) -> Run:
+  def whole(self, closed: _jaxprs.ClosedJaxpr) -> Run:
     """What runs a whole jaxpr at once."""
     fun = jax.jit(core.jaxpr_as_fun(closed))
     return lambda arrays: fun(*arrays)
@@ -91,7 +91,7 @@ class ShardRunner(Runner):
     run = super().equation(eqn)
     return self._on_shards(run, variables_of(eqn), eqn.outvars)
 
-  def whole(self, closed: core.ClosedJaxpr) -> Run:
+  def whole(self, closed: _jaxprs.ClosedJaxpr) -> Run:
     fun = core.jaxpr_as_fun(closed)
     jaxpr = closed.jaxpr
     run = lambda arrays: fun(*arrays)

@@ -58,7 +58,7 @@ class Stepper:
 
   def run(
     self,
-    closed: core.ClosedJaxpr,
+    closed: _jaxprs.ClosedJaxpr,
     inputs: list[_marks.Value],
     place: _sources.Place,
   ) -> list[_marks.Value]:
@@ -109,7 +109,7 @@ class Stepper:
 
   def run_body(
     self,
-    closed: core.ClosedJaxpr,
+    closed: _jaxprs.ClosedJaxpr,
     inputs: list[_marks.Value],
     place: _sources.Place,
     patience: _entering.Patience,

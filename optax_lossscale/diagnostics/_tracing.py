@@ -5,10 +5,9 @@ import inspect
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 import numpy as np
 
-from optax_lossscale import _arrays
+from optax_lossscale import _arrays, _jaxprs
 
 
 class Traced(NamedTuple):
@@ -20,7 +19,7 @@ class Traced(NamedTuple):
     names: how to name each of them, such as ``batch['image']``.
   """
 
-  closed: core.ClosedJaxpr
+  closed: _jaxprs.ClosedJaxpr
   inputs: list[Any]
   names: list[str]
 

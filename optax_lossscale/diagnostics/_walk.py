@@ -44,7 +44,7 @@ class Known:
       if eqn.primitive.name in _ONLY_MOVE:
         self._learn(var, self.number(eqn.invars[0]))
 
-  def within(self, outer: list[Any], inner: core.ClosedJaxpr) -> "Known":
+  def within(self, outer: list[Any], inner: _jaxprs.ClosedJaxpr) -> "Known":
     """What is known in a jaxpr, of which these are the first inputs."""
     known = Known()
     for atom, var in zip(outer, inner.jaxpr.invars, strict=False):
@@ -91,7 +91,7 @@ class Step(NamedTuple):
 class Walk:
   """A walk through jaxprs; ``steps`` holds all that was met."""
 
-  def __init__(self, closed: core.ClosedJaxpr) -> None:
+  def __init__(self, closed: _jaxprs.ClosedJaxpr) -> None:
     self.steps: list[Step] = []
     self._conds = itertools.count()
     known = Known().within([], closed)
@@ -133,7 +133,7 @@ class _Inside(NamedTuple):
     returns_the_same: whether the outputs of each are those of the equation.
   """
 
-  steps: list[tuple[core.ClosedJaxpr, Step]]
+  steps: list[tuple[_jaxprs.ClosedJaxpr, Step]]
   note: str = ""
   returns_the_same: bool = False
 

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from helpers import equations
+from helpers import equations, hijax
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import export, lax
@@ -273,28 +273,12 @@ def test_a_shard_map_of_another_jax_is_rewritten():
   assert told.products and not told.message("float16")
 
 
-# The flags by which JAX makes objects of hijax of these, and what they hold.
-FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3", "jax_scan3")
-
-
-@contextlib.contextmanager
-def flag_on(flag):
-  if not hasattr(jax.config, flag):
-    pytest.skip(f"JAX {jax.__version__} has no {flag}.")
-  before = getattr(jax.config, flag)
-  jax.config.update(flag, True)
-  try:
-    yield
-  finally:
-    jax.config.update(flag, before)
-
-
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("flag", hijax.FLAGS)
 @pytest.mark.parametrize(
   "fun", [scan, checkpoint, custom_jvp, custom_vjp], ids=lambda f: f.__name__
 )
 def test_the_products_in_objects_of_hijax_run_in_half(fun, flag):
-  with flag_on(flag):
+  with hijax.flags_on(flag):
     half = ols.autocast(fun)
     assert set(equations.products(half, A, B)) == {"float16"}
     for actual, expected in zip(
@@ -305,7 +289,7 @@ def test_the_products_in_objects_of_hijax_run_in_half(fun, flag):
       np.testing.assert_allclose(actual, expected, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("flag", hijax.FLAGS)
 @pytest.mark.parametrize(
   "fun", [scan, checkpoint, custom_jvp, custom_vjp], ids=lambda f: f.__name__
 )
@@ -313,7 +297,7 @@ def test_the_gradients_of_objects_of_hijax_run_in_half(fun, flag):
   def loss(a, b, cast=lambda fun: fun):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(cast(fun)(a, b)))
 
-  with flag_on(flag):
+  with hijax.flags_on(flag):
     skip_if_jax_cannot(jax.grad(loss), A, B)
     half = jax.grad(lambda a, b: loss(a, b, ols.autocast), (0, 1))
     assert set(equations.products(half, A, B)) == {"float16"}
@@ -326,7 +310,7 @@ def test_the_gradients_of_objects_of_hijax_run_in_half(fun, flag):
 @pytest.mark.parametrize("flag", ["jax_remat3", "jax_scan3"])
 def test_an_object_of_hijax_of_another_jax_is_told(flag, monkeypatch):
   fun = {"jax_remat3": checkpoint, "jax_scan3": scan}[flag]
-  with flag_on(flag):
+  with hijax.flags_on(flag):
     closed = jax.make_jaxpr(fun)(A, B)
     hidden = [_jaxprs.hi_primitive(eqn) for eqn in closed.jaxpr.eqns]
     (changed,) = [x for x in hidden if x is not None]

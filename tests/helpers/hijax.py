@@ -14,18 +14,24 @@ def is_on(flag):
 
 
 @contextlib.contextmanager
-def all_flags():
-  """Turns all of them on; skips the test if this JAX has not all."""
-  if not all(hasattr(jax.config, flag) for flag in FLAGS):
-    pytest.skip("this JAX has not all of these flags")
-  before = {flag: is_on(flag) for flag in FLAGS}
+def flags_on(*flags):
+  """Turns some of them on; skips the test if this JAX has not all of these."""
+  missing = [flag for flag in flags if not hasattr(jax.config, flag)]
+  if missing:
+    pytest.skip(f"JAX {jax.__version__} has no {', '.join(missing)}.")
+  before = {flag: is_on(flag) for flag in flags}
   try:
-    for flag in FLAGS:
+    for flag in flags:
       jax.config.update(flag, True)
     yield
   finally:
     for flag, value in before.items():
       jax.config.update(flag, value)
+
+
+def all_flags():
+  """Turns all of them on; skips the test if this JAX has not all."""
+  return flags_on(*FLAGS)
 
 
 def skip_if_jax_cannot(run):
