@@ -1,6 +1,6 @@
 """`autocast`, and what keeps a part of a model out of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import functools
 import inspect
 from typing import Any
@@ -9,11 +9,20 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _checks, _warnings
-from optax_lossscale._autocast import _in_place, _products, _rewrite, _told
+from optax_lossscale._autocast import (
+  _in_place,
+  _kept,
+  _products,
+  _rewrite,
+  _told,
+)
 
 
 def autocast(
-  fun: Callable[..., Any], dtype: Any = jnp.float16
+  fun: Callable[..., Any],
+  dtype: Any = jnp.float16,
+  *,
+  keep_float32: str | Iterable[str] = (),
 ) -> Callable[..., Any]:
   """Runs the matrix products of a float32 function in half precision.
 
@@ -37,6 +46,13 @@ def autocast(
     fun: any function that JAX can trace. Its arguments and results may be any
       objects. It may change Flax NNX modules among its arguments.
     dtype: float16, bfloat16 or float32. With float32 this is ``fun`` itself.
+    keep_float32: names of products that stay in float32, forward and backward:
+      one or several, as the reports of ``optax_lossscale.diagnostics`` print
+      them. A name is that of a scope, with all that is inside
+      (``"Net/block1"``), of a line, with or without its number
+      (``"model.py:32 (Block.__call__)"``, ``"model.py (Block.__call__)"``), or
+      both (``"Net/block1 at model.py:32 (Block.__call__)"``). It may be a
+      pattern of ``fnmatch``, such as ``"*/router"``.
 
   Returns:
     A function of the same arguments, with the name and docstring of ``fun``.
@@ -45,9 +61,11 @@ def autocast(
     each call traces ``fun`` again.
 
   Raises:
-    TypeError: if ``fun`` is not a function, or ``dtype`` is not one of these.
-    ValueError: by the returned function, if ``fun`` changes a Flax NNX object
-      that may not be changed where it is called.
+    TypeError: if ``fun`` is not a function, ``dtype`` is not one of these, or
+      ``keep_float32`` is not made of strings.
+    ValueError: by the returned function, if a name in ``keep_float32`` selects
+      no product, or if ``fun`` changes a Flax NNX object that may not be
+      changed where it is called.
 
   Warns:
     UserWarning: if there is nothing to run in ``dtype``, or if products stand
@@ -68,6 +86,7 @@ def autocast(
   """
   _checks.check_callable("fun", fun)
   dtype = _check_dtype(dtype)
+  patterns = _kept.as_patterns(keep_float32)
   if dtype == jnp.float32:
     return fun
   told_before: set[str] = set()
@@ -75,8 +94,10 @@ def autocast(
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
     told = _told.Told()
-    rewritten = functools.partial(_rewrite.call, dtype=dtype, told=told)
+    settings = _rewrite.Settings(dtype, _kept.Kept(patterns))
+    rewritten = functools.partial(_rewrite.call, settings=settings, told=told)
     out = _in_place.call(rewritten, fun, args, kwargs)
+    settings.kept.check()
     message = told.message(dtype)
     if not message and not told.products:
       message = (

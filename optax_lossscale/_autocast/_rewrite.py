@@ -12,7 +12,7 @@ of one value are added in float32.
 from collections.abc import Callable, Sequence
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -20,13 +20,27 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs, _warnings
-from optax_lossscale._autocast import _products, _rules, _told
+from optax_lossscale._autocast import _kept, _products, _rules, _told
 
 # Equations that run the jaxprs that they hold, and need nothing else of them.
 _RUN_THEIR_JAXPRS = {"cond", "scan", "shard_map", "while"}
 
 
-def call(fun: Callable[[], Any], dtype: Any, told: _told.Told) -> Any:
+class Settings(NamedTuple):
+  """What is asked of one function.
+
+  Attributes:
+    dtype: the dtype of the products.
+    kept: the products that stay in float32.
+    place: where the function is called, if that is within another one.
+  """
+
+  dtype: Any
+  kept: _kept.Kept
+  place: _jaxprs.Place = _jaxprs.Place()
+
+
+def call(fun: Callable[[], Any], settings: Settings, told: _told.Told) -> Any:
   """What a function without arguments returns, with its products in half.
 
   The function closes over its arguments. So it is given the very same ones:
@@ -34,7 +48,7 @@ def call(fun: Callable[[], Any], dtype: Any, told: _told.Told) -> Any:
 
   Args:
     fun: the function.
-    dtype: the dtype of the products.
+    settings: the dtype of the products, and which ones stay.
     told: where to note what was found, and what was not reached.
 
   Returns:
@@ -53,7 +67,8 @@ def call(fun: Callable[[], Any], dtype: Any, told: _told.Told) -> Any:
     return [x for x, traced in pairs if traced]
 
   closed = jax.make_jaxpr(traced)()
-  new, _ = Rewriter(dtype, told).rewrite(closed)
+  rewriter = Rewriter(settings, told)
+  new, _ = rewriter.rewrite(closed, settings.place)
   told.measure(closed.jaxpr)
   outs = iter(core.jaxpr_as_fun(new)())
   ((structure, is_traced, others),) = returned
@@ -64,11 +79,11 @@ def call(fun: Callable[[], Any], dtype: Any, told: _told.Told) -> Any:
   return jax.tree.unflatten(structure, leaves)
 
 
-def _call_in_rule(fun: Callable[[], Any], dtype: Any) -> Any:
+def _call_in_rule(fun: Callable[[], Any], settings: Settings) -> Any:
   """The same in a rule, where there is nobody else to tell what was missed."""
   told = _told.Told()
-  out = call(fun, dtype, told)
-  message = told.message(dtype)
+  out = call(fun, settings, told)
+  message = told.message(settings.dtype)
   if message:
     _warnings.warn(message)
   return out
@@ -79,11 +94,13 @@ class Rewriter:
 
   Attributes:
     dtype: the dtype of the products.
+    kept: the products that stay in float32.
     told: where to note what was found, and what was not reached.
   """
 
-  def __init__(self, dtype: Any, told: _told.Told) -> None:
-    self.dtype = jnp.dtype(dtype)
+  def __init__(self, settings: Settings, told: _told.Told) -> None:
+    self.dtype = jnp.dtype(settings.dtype)
+    self.kept = settings.kept
     self.told = told
     # A jaxpr that is called twice is searched and rewritten once.
     self._search = _products.Search()
@@ -91,33 +108,46 @@ class Rewriter:
     self._guarded: set[Any] = set()
 
   def rewrite(
-    self, jaxpr: _jaxprs.AnyJaxpr, are_half: Sequence[bool] = ()
+    self,
+    jaxpr: _jaxprs.AnyJaxpr,
+    place: _jaxprs.Place,
+    are_half: Sequence[bool] = (),
   ) -> tuple[Any, list[bool]]:
     """Rewrites a jaxpr.
 
     Args:
       jaxpr: the jaxpr.
+      place: where it is called.
       are_half: of its inputs, whether they came out of products, and were only
         moved since; none did, if this is empty.
 
     Returns:
       A jaxpr of the same inputs and outputs, and the same of its outputs.
     """
-    key = jaxpr, tuple(are_half)
+    # Patterns may tell its callers apart.
+    where = place if self.kept.patterns else None
+    key = jaxpr, tuple(are_half), where
     if key not in self._rewritten:
       old = _jaxprs.closed(jaxpr).jaxpr
       half = set(itertools.compress(old.invars, are_half))
-      eqns = [e for eqn in old.eqns for e in self._rewrite(eqn, old, half)]
+      rewrite = functools.partial(self._rewrite, old, place, half)
+      eqns = [e for eqn in old.eqns for e in rewrite(eqn)]
       outs = [_jaxprs.is_one_of(v, half) for v in old.outvars]
       self._rewritten[key] = _jaxprs.with_equations(jaxpr, eqns), outs
     return self._rewritten[key]
 
   def _rewrite(
-    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, half: set[Any]
+    self,
+    jaxpr: core.Jaxpr,
+    place: _jaxprs.Place,
+    half: set[Any],
+    eqn: core.JaxprEqn,
   ) -> list[core.JaxprEqn]:
     """The equations in place of one; adds what they make in half to the set."""
     if _products.is_product(eqn):
       self.told.products += 1
+      if self.kept.patterns and self.kept.holds(place.at(eqn, jaxpr)):
+        return [eqn]
       half.update(eqn.outvars)
       params = {**eqn.params, "preferred_element_type": self.dtype}
       return self._in_half(eqn.replace(params=params))
@@ -128,11 +158,14 @@ class Rewriter:
       self._guarded.update(eqn.outvars)
     if not self._search.finds_in(eqn):
       return [eqn]
-    enter = functools.partial(self._enter, eqn, half)
+    # What nobody asks for need not be found: it takes a look at a traceback.
+    inside = place.at(eqn, jaxpr) if self.kept.patterns else place
+    outside = inside._replace(stack=place.stack)
+    enter = functools.partial(self._enter, inside, outside, half, eqn)
     # Rules are traced where the axes of the mesh are known.
     is_mapped = _jaxprs.shard_map_of(eqn) is not None
     entered = _jaxprs.among_devices(eqn, enter) if is_mapped else enter()
-    if entered is None:
+    if entered is None and not self.kept.holds(inside):
       self.told.miss(eqn, jaxpr)
     return [eqn] if entered is None else entered
 
@@ -157,14 +190,22 @@ class Rewriter:
     return core.Var(atom.aval.update(dtype=self.dtype, weak_type=False))
 
   def _enter(
-    self, eqn: core.JaxprEqn, half: set[Any]
+    self,
+    inside: _jaxprs.Place,
+    outside: _jaxprs.Place,
+    half: set[Any],
+    eqn: core.JaxprEqn,
   ) -> list[core.JaxprEqn] | None:
     """The equation with what it holds rewritten; None if that cannot be."""
     make = _rules.how_to_make(eqn)
     if make is not None:
-      in_half = functools.partial(_call_in_rule, dtype=self.dtype)
-      tools = _rules.Tools(self._function, in_half, self._guarded)
-      fun = make(eqn, tools)
+      # A rule runs the equation, which has its own scope with it.
+      settings = Settings(self.dtype, self.kept, outside)
+      in_half = functools.partial(_call_in_rule, settings=settings)
+      function = functools.partial(self._function, inside)
+      fun = make(eqn, _rules.Tools(function, in_half, self._guarded))
+      if fun is not None:
+        self.kept.add_rule(functools.partial(_rules.differentiates, fun, eqn))
       return fun and _jaxprs.equations_of(fun, eqn)
     are_half: list[bool] = []
     if _jaxprs.called_jaxpr(eqn) is not None:
@@ -173,15 +214,17 @@ class Rewriter:
       return None
 
     def replace(jaxpr: _jaxprs.AnyJaxpr) -> Any:
-      new, outs = self.rewrite(jaxpr, are_half)
+      new, outs = self.rewrite(jaxpr, inside, are_half)
       if are_half:  # The call returns what its function returns.
         half.update(itertools.compress(eqn.outvars, outs))
       return new
 
     return [_jaxprs.with_jaxprs(eqn, replace)]
 
-  def _function(self, closed: _jaxprs.ClosedJaxpr) -> _rules.Function:
-    return core.jaxpr_as_fun(self.rewrite(closed)[0])
+  def _function(
+    self, place: _jaxprs.Place, closed: _jaxprs.ClosedJaxpr
+  ) -> _rules.Function:
+    return core.jaxpr_as_fun(self.rewrite(closed, place)[0])
 
 
 def _is_float32(atom: Any) -> bool:

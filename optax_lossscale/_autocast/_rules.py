@@ -89,7 +89,7 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     and _is_inexact(atom)
     and not _jaxprs.is_one_of(atom, tools.guarded)
   }
-  refused: list[set[int]] = []
+  refused: list[set[int]] = []  # what moved, the first time
 
   def forward(*args: Any) -> tuple[Any, Any]:
     values = [arg.value for arg in args]
@@ -100,7 +100,8 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
       except Exception:  # A rule refuses in words of its own.
         if floats <= perturbed:
           raise
-    refused.append(perturbed)
+    if not refused:
+      refused.append(perturbed)
     if perturbed != refused[0]:
       raise NotImplementedError(_cannot_share(eqn))
     return _vjp(old, values, perturbed, call)
@@ -135,6 +136,26 @@ def _vjp(
   # arguments were chosen.
   is_chosen = [0 if i in chosen else None for i in range(len(values))]
   return out, (pull_back, is_chosen)
+
+
+def differentiates(fun: Function, eqn: core.JaxprEqn) -> bool:
+  """Traces a derivative of what takes the place of an equation, if it has one.
+
+  So the rule runs once, and it is seen which products there are in it.
+  """
+  floats = [i for i, atom in enumerate(eqn.invars) if _is_inexact(atom)]
+
+  def loss(some: list[Any], args: tuple[Any, ...]) -> Any:
+    outs = _of_some(fun, args, floats)(*some)
+    reals = [jnp.real(x) for x in outs if jnp.issubdtype(x, jnp.inexact)]
+    return sum(jnp.sum(x).astype(jnp.float32) for x in reals)
+
+  avals = [atom.aval for atom in eqn.invars]
+  try:
+    jax.eval_shape(jax.grad(loss), [avals[i] for i in floats], avals)
+  except Exception:  # A rule may refuse, or need the axes of a mesh.
+    return False
+  return True
 
 
 def is_guard(eqn: core.JaxprEqn) -> bool:

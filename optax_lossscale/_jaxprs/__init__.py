@@ -9,6 +9,7 @@ then takes the equation as a whole. Nothing here raises because of a new JAX.
 """
 
 from optax_lossscale._jaxprs._equations import (
+  context_of,
   AnyJaxpr,
   called_jaxpr,
   closed,
@@ -44,6 +45,7 @@ from optax_lossscale._jaxprs._loops import (
   While,
   while_of,
 )
+from optax_lossscale._jaxprs._places import Place, place_name
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
   "Cond",
   "HiScan",
   "Line",
+  "Place",
   "Scan",
   "ShardMap",
   "While",
@@ -60,6 +63,7 @@ __all__ = [
   "call_name",
   "called_jaxpr",
   "closed",
+  "context_of",
   "cond_of",
   "equations_of",
   "flops_of",
@@ -76,6 +80,7 @@ __all__ = [
   "lowered",
   "name_of",
   "needed_equations",
+  "place_name",
   "runs_once",
   "scan_of",
   "shard_map_of",

@@ -35,12 +35,16 @@ class Line(NamedTuple):
   number: int
   function: str
 
-  def __str__(self) -> str:
+  @property
+  def short_name(self) -> str:
+    """The name of the file without its folder."""
     folder, name = os.path.split(self.file_name)
     # The files of a notebook's cells are named after a hash.
-    if os.path.basename(folder).startswith("ipykernel_"):
-      name = "cell"
-    return f"{name}:{self.number} ({self.function})"
+    is_cell = os.path.basename(folder).startswith("ipykernel_")
+    return "cell" if is_cell else name
+
+  def __str__(self) -> str:
+    return f"{self.short_name}:{self.number} ({self.function})"
 
   @property
   def text(self) -> str:

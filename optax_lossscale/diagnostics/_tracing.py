@@ -17,11 +17,15 @@ class Traced(NamedTuple):
     closed: its jaxpr. The outputs are the leaves of the result that are floats.
     inputs: the arrays, or their shapes, that the jaxpr takes.
     names: how to name each of them, such as ``batch['image']``.
+    results: how to name each output, such as ``[1]['kernel']``.
+    groups: for each output, the number of the result that it is part of.
   """
 
   closed: _jaxprs.ClosedJaxpr
   inputs: list[Any]
   names: list[str]
+  results: list[str]
+  groups: list[int]
 
 
 def trace(
@@ -70,10 +74,25 @@ def trace(
     for i, x in zip(places, traced, strict=True):
       filled[i] = x
     its_args, its_kwargs = jax.tree.unflatten(structure, filled)
-    out = jax.tree.leaves(fun(*its_args, **its_kwargs))
-    return [x for x in out if _arrays.is_array(x) and _arrays.is_inexact(x)]
+    out = fun(*its_args, **its_kwargs)
+    leaves_of = lambda x: [y for y in jax.tree_util.tree_leaves_with_path(x) if _arrays.is_array(y[1]) and _arrays.is_inexact(y[1])]
+    found = leaves_of(out)
+    results[:] = [jax.tree_util.keystr(path) for path, _ in found]
+    parts = _parts(out)
+    groups[:] = [i for i, part in enumerate(parts) for _ in leaves_of(part)]
+    return [x for _, x in found]
 
-  return Traced(jax.make_jaxpr(flat_fun)(*inputs), inputs, names)
+  results: list[str] = []
+  groups: list[int] = []
+  closed = jax.make_jaxpr(flat_fun)(*inputs)
+  return Traced(closed, inputs, names, results, groups)
+
+
+def _parts(out: Any) -> list[Any]:
+  """What a function returns one beside the other, such as loss and gradients."""
+  if type(out) is not tuple:
+    return [out]
+  return [part for x in out for part in _parts(x)]
 
 
 def _is_input(leaf: Any) -> bool:

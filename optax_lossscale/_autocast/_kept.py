@@ -1,0 +1,89 @@
+"""Which products stay in float32 because the user named them."""
+
+from collections.abc import Callable, Iterable, Iterator
+import difflib
+import fnmatch
+from typing import Any
+
+from optax_lossscale import _jaxprs
+
+_NEAREST = 5
+
+
+class Kept:
+  """The products that patterns select, by the names that reports print.
+
+  Attributes:
+    patterns: the patterns, as in ``fnmatch``.
+  """
+
+  def __init__(self, patterns: tuple[str, ...] = ()) -> None:
+    self.patterns = patterns
+    self._matched: set[str] = set()
+    self._names: dict[str, None] = {}
+    self._rules: list[Callable[[], Any]] = []
+
+  def holds(self, place: _jaxprs.Place) -> bool:
+    """Whether what stands at this place is to stay in float32."""
+    names = list(_names_of(place))
+    self._names.update(dict.fromkeys(names))
+    found = {p for p in self.patterns if any(_fits(n, p) for n in names)}
+    self._matched |= found
+    return bool(found)
+
+  def add_rule(self, see: Callable[[], bool]) -> None:
+    """Notes how to see the products of a rule, which no jaxpr holds yet."""
+    self._rules.append(see)
+
+  def check(self) -> None:
+    """Raises a ``ValueError`` if a pattern selects nothing."""
+    rules, self._rules = self._rules, []
+    if self._unmatched() and not all(rule() for rule in rules):
+      return  # What cannot be seen may be what is meant.
+    for pattern in self._unmatched():
+      names = list(self._names)
+      nearest = difflib.get_close_matches(pattern, names, _NEAREST, 0.0)
+      hint = f" The nearest names are {', '.join(map(repr, nearest))}."
+      raise ValueError(
+        "keep_float32 must name products of the function by their scope, by"
+        " their line, or by both, as optax_lossscale.diagnostics.precision_report"
+        f" prints them, got {pattern!r}, which selects none."
+        + (hint if nearest else " There are no products.")
+      )
+
+  def _unmatched(self) -> list[str]:
+    return [p for p in self.patterns if p not in self._matched]
+
+
+def as_patterns(patterns: Any) -> tuple[str, ...]:
+  """The patterns, checked."""
+  many: Any = (patterns,) if isinstance(patterns, str) else patterns
+  many = tuple(many) if isinstance(many, Iterable) else (many,)
+  if not all(isinstance(pattern, str) for pattern in many):
+    raise TypeError(
+      "keep_float32 must be a name or several, such as 'Net/block1', got"
+      f" keep_float32 = {patterns!r}."
+    )
+  return many
+
+
+def _names_of(place: _jaxprs.Place) -> Iterator[str]:
+  """All names of a place: its scopes, its line, and pairs of both."""
+  names = place.scope.split("/") if place.scope else []
+  scopes = ["/".join(names[:n]) for n in range(len(names), 0, -1)]
+  line = place.line
+  lines = []
+  if line is not None:
+    file_name = line.short_name
+    lines = [str(line), f"{file_name} ({line.function})"]
+    lines += [f"{file_name}:{line.number}", file_name]
+  yield from scopes
+  yield from lines
+  for scope in scopes:
+    for source in lines:
+      yield _jaxprs.place_name(scope, source)
+
+
+def _fits(name: str, pattern: str) -> bool:
+  # A name may hold brackets, which mean something else in a pattern.
+  return name == pattern or fnmatch.fnmatchcase(name, pattern)

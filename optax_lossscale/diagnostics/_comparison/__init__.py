@@ -1,0 +1,9 @@
+"""Says by running which product loses the precision of the results."""
+
+from optax_lossscale.diagnostics._comparison._functions import compare_precision
+from optax_lossscale.diagnostics._comparison._report import (
+  PrecisionComparison,
+  ProductPrecision,
+)
+
+__all__ = ["PrecisionComparison", "ProductPrecision", "compare_precision"]

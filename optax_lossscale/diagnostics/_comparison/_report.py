@@ -1,0 +1,154 @@
+"""What `compare_precision` returns."""
+
+import dataclasses
+import statistics
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from optax_lossscale import _jaxprs
+from optax_lossscale.diagnostics import _tables
+
+# A place stands out if its effect is as many times the typical one, and more
+# than as many units in the last place.
+_TIMES_TYPICAL = 8.0
+_UNITS = 4.0
+_MOST_ROWS = 20
+
+
+class ProductPrecision(NamedTuple):
+  """Matrix products or convolutions of one place, in half precision.
+
+  Attributes:
+    primitive: JAX's name of the operation.
+    scope: the scopes around it, such as ``"Net/block1"``; often empty.
+    source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
+    backward: whether they belong to a backward pass.
+    effect: the relative error of the results if these products alone run in
+      half precision; inf if the results are not finite; None if this was not
+      measured.
+    error: the relative error of what these products return, in the run in half
+      precision: of their own rounding and of all before.
+    largest: the largest magnitude of operands and results, in float32.
+    headroom: how many binades are left above it; below zero it overflows.
+    lost: the share of entries that become zero, of that operand or result that
+      loses most.
+    subnormal: the share of entries that become subnormal, of the same kind.
+    times: how often they run.
+  """
+
+  primitive: str
+  scope: str
+  source: str
+  backward: bool
+  effect: float | None
+  error: float
+  largest: float
+  headroom: float
+  lost: float
+  subnormal: float
+  times: int
+
+  @property
+  def name(self) -> str:
+    """What ``keep_float32=`` of :func:`optax_lossscale.autocast` takes."""
+    return _jaxprs.place_name(self.scope, self.source)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionComparison:
+  """What :func:`compare_precision` returns. It prints as a table.
+
+  Attributes:
+    dtype: the dtype that is compared with float32, as a string.
+    error: the relative error of the results, as a norm: of the result that is
+      furthest off, if there are several. It is inf if they are not finite.
+    cosine: the smallest cosine between the results of both runs.
+    errors: the relative error of each array in the results, by its name.
+    products: a :class:`ProductPrecision` for each place, the one with the
+      largest effect first.
+    notes: what was not looked into.
+  """
+
+  dtype: str
+  error: float
+  cosine: float
+  errors: dict[str, float]
+  products: tuple[ProductPrecision, ...]
+  notes: tuple[str, ...]
+
+  @property
+  def overflowing(self) -> tuple[str, ...]:
+    """The names of places that overflow, the largest first."""
+    rows = [row for row in self.products if row.headroom < 0]
+    rows.sort(key=lambda row: row.headroom)
+    return tuple(dict.fromkeys(row.name for row in rows if row.name))
+
+  def worst(self, n: int = 1) -> tuple[str, ...]:
+    """The names of the places that do most harm, and stand out.
+
+    Args:
+      n: how many at most.
+
+    Returns:
+      At most ``n`` names for ``keep_float32=`` of
+      :func:`optax_lossscale.autocast`, the worst first. There are none if no
+      place is much worse than the others.
+    """
+    return self._standing_out()[:n]
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the report as dicts and lists, for machines."""
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    products = [row._asdict() for row in self.products]
+    return fields | {"products": products, "notes": list(self.notes)}
+
+  def _standing_out(self) -> list[str]:
+    effects: dict[str, float] = {}
+    for row in self.products:
+      if row.name and row.effect is not None:
+        effects[row.name] = max(row.effect, effects.get(row.name, 0.0))
+    typical = statistics.median(effects.values()) if effects else 0.0
+    eps = float(jnp.finfo(self.dtype).eps)
+    least = max(_TIMES_TYPICAL * typical, _UNITS * eps)
+    return [name for name, effect in effects.items() if effect > least]
+
+  def __str__(self) -> str:
+    if not self.products:
+      text = "No float32 matrix products and no convolutions."
+    else:
+      text = "\n".join([self._summary(), self._table()])
+    return "\n".join([text, *(f"Runs as it is written: {n}" for n in self.notes)])
+
+  def _summary(self) -> str:
+    total = f"{self.dtype} against float32: error {self.error:.2g}, cosine {self.cosine:.7g}."
+    worst = self._standing_out()
+    if worst:
+      return f"{total} The worst line: keep_float32={worst[0]!r}."
+    return f"{total} No line stands out."
+
+  def _table(self) -> str:
+    header = "", "line", "effect", "so far", "largest", "headroom", "lost", "subnormal", "times"
+    rows = [
+      (
+        row.primitive,
+        row.name + (", backward" if row.backward else ""),
+        "" if row.effect is None else f"{row.effect:.1e}",
+        f"{row.error:.1e}",
+        f"{row.largest:.3g}",
+        f"{row.headroom:.1f}",
+        f"{row.lost:.1%}",
+        f"{row.subnormal:.1%}",
+        str(row.times),
+      )
+      for row in self.products[:_MOST_ROWS]
+    ]
+    table = _tables.table(header, rows, left=2)
+    more = len(self.products) - _MOST_ROWS
+    return f"{table}\nand {more} more lines" if more > 0 else table
+
+
+def harm(row: ProductPrecision) -> tuple[float, float, float]:
+  """What rows are sorted by: the effect, and then what overflows furthest."""
+  effect = -1.0 if row.effect is None else row.effect
+  return effect, -row.headroom, row.error

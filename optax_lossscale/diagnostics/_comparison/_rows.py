@@ -1,0 +1,103 @@
+"""The products of a program that may run in half precision."""
+
+from typing import NamedTuple
+
+from jax.extend import core
+
+from optax_lossscale import _jaxprs
+from optax_lossscale._autocast import _kept, _products
+
+
+class Row(NamedTuple):
+  """Products of one kind in one place, which are told of together.
+
+  Attributes:
+    primitive: JAX's name of the operation.
+    scope: the scopes around it.
+    source: the user's line.
+    backward: whether it belongs to a backward pass.
+  """
+
+  primitive: str
+  scope: str
+  source: str
+  backward: bool
+
+
+class Rows:
+  """The products of a program, by where they stand.
+
+  Attributes:
+    all: all of them, in the order of the program.
+    notes: what holds products and is run as it is written.
+  """
+
+  def __init__(self, kept: _kept.Kept) -> None:
+    self.all: list[Row] = []
+    self.notes: list[str] = []
+    self._kept = kept
+    self._numbers: dict[Row, int] = {}
+    self._search = _products.Search()
+
+  def number(
+    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: _jaxprs.Place
+  ) -> int | None:
+    """The number of the row of a product; None if it is none, or is kept."""
+    if not _products.is_product(eqn):
+      return None
+    its_place = place.at(eqn, jaxpr)
+    if self._kept.patterns and self._kept.holds(its_place):
+      return None
+    name = _jaxprs.name_of(eqn)
+    row = Row(name, its_place.scope, its_place.source, its_place.backward)
+    if row not in self._numbers:
+      self._numbers[row] = len(self.all)
+      self.all.append(row)
+    return self._numbers[row]
+
+  def are_in(self, eqn: core.JaxprEqn) -> bool:
+    """Whether there are products in the jaxprs that an equation holds."""
+    return self._search.finds_in(eqn)
+
+  def find(
+    self, jaxpr: core.Jaxpr, place: _jaxprs.Place = _jaxprs.Place()
+  ) -> None:
+    """Finds all products of a jaxpr, and of what it calls."""
+    for eqn, _ in _jaxprs.needed_equations(jaxpr):
+      if _products.is_product(eqn):
+        self.number(eqn, jaxpr, place)
+      elif self.are_in(eqn):
+        inside = bodies_of(eqn)
+        its_place = place.at(eqn, jaxpr)
+        for closed in inside:
+          self.find(closed.jaxpr, its_place)
+        if not inside:
+          name = _jaxprs.name_of(eqn)
+          where = _jaxprs.place_name(its_place.scope, its_place.source)
+          self.notes.append(f"{name} at {where}" if where else name)
+
+
+def called_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
+  """What an equation does nothing but call, if that is so."""
+  primitive = _jaxprs.hi_primitive(eqn)
+  if primitive is None:
+    return _jaxprs.called_jaxpr(eqn)
+  # Of other primitives of hijax it is not known whether autocast enters them.
+  is_known = type(primitive).__name__ in _jaxprs.BEHAVES_LIKE
+  return _jaxprs.hi_call_of(eqn) if is_known else None
+
+
+def bodies_of(eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
+  """The jaxprs of an equation that can be entered."""
+  called = called_of(eqn)
+  scan, loop = _jaxprs.scan_of(eqn), _jaxprs.while_of(eqn)
+  cond, mapped = _jaxprs.cond_of(eqn), _jaxprs.shard_map_of(eqn)
+  if called is not None:
+    return [called]
+  if scan is not None:
+    return [scan.body]
+  if loop is not None:
+    return [loop.condition, loop.body]
+  if cond is not None:
+    return list(cond.branches)
+  return [mapped.body] if mapped is not None else []
