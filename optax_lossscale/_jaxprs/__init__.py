@@ -44,6 +44,7 @@ from optax_lossscale._jaxprs._loops import (
   While,
   while_of,
 )
+from optax_lossscale._jaxprs._places import Place
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
   "Cond",
   "HiScan",
   "Line",
+  "Place",
   "Scan",
   "ShardMap",
   "While",

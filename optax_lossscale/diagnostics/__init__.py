@@ -5,6 +5,11 @@ are called outside of ``jit``. ``precision_report`` reads only shapes.
 ``finite_per_leaf`` and the probes are for use inside.
 """
 
+from optax_lossscale.diagnostics._gradients import (
+  gradient_report,
+  GradientReport,
+  GradientStats,
+)
 from optax_lossscale.diagnostics._nonfinite import (
   finite_per_leaf,
   nonfinite_leaves,
@@ -27,11 +32,6 @@ from optax_lossscale.diagnostics._probes import (
   probe_evidence,
   probe_metrics,
   probe_slots,
-)
-from optax_lossscale.diagnostics._report import (
-  gradient_report,
-  GradientReport,
-  GradientStats,
 )
 
 __all__ = [

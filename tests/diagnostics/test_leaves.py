@@ -12,7 +12,8 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import plots
-from optax_lossscale.diagnostics import _nonfinite, _report
+from optax_lossscale.diagnostics import _nonfinite
+from optax_lossscale.diagnostics._gradients import _report
 
 NAN, INF = float("nan"), float("inf")
 BAD = bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])

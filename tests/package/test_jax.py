@@ -235,7 +235,8 @@ def names_in_tables():
   from optax_lossscale._autocast import _products, _rewrite, _rules
   from optax_lossscale._jaxprs import _equations, _hijax
   from optax_lossscale._jaxprs import _products as flops
-  from optax_lossscale.diagnostics import _risks, _stepper, _walk
+  from optax_lossscale.diagnostics._overflow import _stepper
+  from optax_lossscale.diagnostics._precision import _risks, _walk
 
   return {
     *_products._MOVES,

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import _bits, _marks, _runners, _sources
+from optax_lossscale.diagnostics._overflow import _bits, _marks, _runners
 
 # What enters an equation: a function of the stepper, the equation, the values
 # that it reads, its place, and whether the arrays are asked for, and not only
@@ -62,7 +62,7 @@ def _enter_call(
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
-  place: _sources.Place,
+  place: _jaxprs.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
   return stepper.run(called, inputs, place.step(_jaxprs.call_name(eqn)))
@@ -73,7 +73,7 @@ def _enter_cond(
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
-  place: _sources.Place,
+  place: _jaxprs.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
   index = stepper.runner.scalar(inputs[0].array)
@@ -89,7 +89,7 @@ def _enter_while(
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
-  place: _sources.Place,
+  place: _jaxprs.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
   first = loop.condition_consts
@@ -143,7 +143,7 @@ def _enter_scan(
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
-  place: _sources.Place,
+  place: _jaxprs.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
   second = scan.consts + scan.carry
@@ -168,7 +168,7 @@ def _enter_hi_scan(
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
-  place: _sources.Place,
+  place: _jaxprs.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
   """Its carry is in a Ref, so that each iteration runs step by step."""
@@ -238,7 +238,7 @@ def _enter_shard_map(
   stepper: Any,
   eqn: core.JaxprEqn,
   inputs: list[_marks.Value],
-  place: _sources.Place,
+  place: _jaxprs.Place,
   arrays_too: bool,
 ) -> list[_marks.Value] | None:
   is_within = isinstance(stepper.runner, _runners.ShardRunner)

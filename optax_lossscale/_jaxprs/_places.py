@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jax.extend import core
 
-from optax_lossscale import _jaxprs
+from optax_lossscale._jaxprs._lines import Line, line_of
 
 
 class Place(NamedTuple):
@@ -17,7 +17,7 @@ class Place(NamedTuple):
   """
 
   path: tuple[str, ...] = ()
-  line: _jaxprs.Line | None = None
+  line: Line | None = None
   backward: bool = False
 
   @property
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     is_backward = "transpose(" in str(eqn.source_info.name_stack)
     return Place(
       self.path,
-      _jaxprs.line_of(eqn, jaxpr) or self.line,
+      line_of(eqn, jaxpr) or self.line,
       self.backward or is_backward,
     )
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import _sources, _walk
+from optax_lossscale.diagnostics._precision import _walk
 
 
 class Product(NamedTuple):
@@ -25,7 +25,7 @@ class Product(NamedTuple):
   accumulation: str
   flops: int
   times: int
-  place: _sources.Place
+  place: _jaxprs.Place
 
 
 def products_in(steps: list[_walk.Step]) -> list[Product]:

@@ -8,13 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import (
-  _flops,
-  _limits,
-  _risks,
-  _tracing,
-  _walk,
-)
+from optax_lossscale.diagnostics import _limits, _tracing
+from optax_lossscale.diagnostics._precision import _flops, _risks, _walk
 
 
 class Flops(NamedTuple):

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import (
+from optax_lossscale.diagnostics._overflow import (
   _bits,
   _entering,
   _marks,
   _refs,
   _runners,
-  _sources,
 )
 
 # Operations whose result stays finite if an input that is not is replaced by
@@ -60,7 +59,7 @@ class Stepper:
     self,
     closed: _jaxprs.ClosedJaxpr,
     inputs: list[_marks.Value],
-    place: _sources.Place,
+    place: _jaxprs.Place,
   ) -> list[_marks.Value]:
     """Runs a jaxpr.
 
@@ -78,7 +77,7 @@ class Stepper:
       env[var] = self.constant(self.runner.lift(const, var), "constant", place)
     del inputs
 
-    def read(atom: Any, its_place: _sources.Place) -> _marks.Value:
+    def read(atom: Any, its_place: _jaxprs.Place) -> _marks.Value:
       if not isinstance(atom, core.Literal):
         return env[atom]
       aval: Any = atom.aval
@@ -96,7 +95,7 @@ class Stepper:
     return [read(atom, place) for atom in jaxpr.outvars]
 
   def constant(
-    self, array: Any, name: str, place: _sources.Place
+    self, array: Any, name: str, place: _jaxprs.Place
   ) -> _marks.Value:
     """A value that no operation has made."""
     if _bits.are_finite([array])[0]:
@@ -111,7 +110,7 @@ class Stepper:
     self,
     closed: _jaxprs.ClosedJaxpr,
     inputs: list[_marks.Value],
-    place: _sources.Place,
+    place: _jaxprs.Place,
     patience: _entering.Patience,
   ) -> list[_marks.Value]:
     """Runs one iteration of a loop: at once, and step by step if need be."""
@@ -140,7 +139,7 @@ class Stepper:
     jaxpr: core.Jaxpr,
     eqn: core.JaxprEqn,
     inputs: list[_marks.Value],
-    place: _sources.Place,
+    place: _jaxprs.Place,
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
     enter = self._kept("enter", eqn, lambda: _entering.how_to_enter(eqn))
@@ -173,7 +172,7 @@ class Stepper:
     run: _runners.Run | None,
     read: list[_marks.Value],
     inputs: list[_marks.Value],
-    place: _sources.Place,
+    place: _jaxprs.Place,
   ) -> _marks.Operation:
     name = _jaxprs.name_of(eqn)
     literals = [v.val for v in eqn.invars if isinstance(v, core.Literal)]

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale.diagnostics import (
+from optax_lossscale import _jaxprs
+from optax_lossscale.diagnostics import _tracing
+from optax_lossscale.diagnostics._overflow import (
   _bits,
   _marks,
   _runners,
-  _sources,
   _stepper,
-  _tracing,
 )
 
 
@@ -139,11 +139,11 @@ def find_overflow(
     origins = _marks.Origins()
     stepper = _stepper.Stepper(origins, _describe, _runners.Runner())
     inputs = [
-      stepper.constant(jnp.asarray(x), "argument", _sources.Place((name,)))
+      stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place((name,)))
       for x, name in zip(traced.inputs, traced.names, strict=True)
     ]
     with _mesh_of(traced.inputs):
-      outs = stepper.run(traced.closed, inputs, _sources.Place())
+      outs = stepper.run(traced.closed, inputs, _jaxprs.Place())
     first, *others = origins.named(outs) or [None]
   return first and dataclasses.replace(first, others=tuple(others))
 
@@ -161,7 +161,7 @@ def _mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
 def _describe(
   primitive: str,
   inputs: list[_marks.Value],
-  place: _sources.Place,
+  place: _jaxprs.Place,
   out: Any,
   own: Any,
   runner: _runners.Runner,

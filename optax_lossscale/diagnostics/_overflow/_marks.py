@@ -13,7 +13,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale.diagnostics import _bits
+from optax_lossscale.diagnostics._overflow import _bits
 
 # The last bit is for all that finds no bit of its own.
 _BITS = [1 << i for i in range(32)]

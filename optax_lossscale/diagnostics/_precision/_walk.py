@@ -10,7 +10,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import _risks, _sources
+from optax_lossscale.diagnostics._precision import _risks
 
 # What these hold only says how two numbers become one.
 _COMBINERS = ("arg", "cum", "reduce", "scatter", "select_and", "sort", "top_k")
@@ -80,7 +80,7 @@ class Step(NamedTuple):
   """
 
   eqn: core.JaxprEqn
-  place: _sources.Place
+  place: _jaxprs.Place
   known: Known
   times: int
   branches: tuple[tuple[int, int], ...]
@@ -95,13 +95,13 @@ class Walk:
     self.steps: list[Step] = []
     self._conds = itertools.count()
     known = Known().within([], closed)
-    self._walk(closed.jaxpr, None, _sources.Place(), known, 1, ())
+    self._walk(closed.jaxpr, None, _jaxprs.Place(), known, 1, ())
 
   def _walk(
     self,
     jaxpr: core.Jaxpr,
     used: list[bool] | None,
-    place: _sources.Place,
+    place: _jaxprs.Place,
     known: Known,
     times: int,
     branches: tuple[tuple[int, int], ...],

@@ -1,0 +1,9 @@
+"""Who made the inf: runs a function one operation at a time, and follows it."""
+
+from optax_lossscale.diagnostics._overflow._finding import (
+  find_overflow,
+  Operand,
+  Overflow,
+)
+
+__all__ = ["Operand", "Overflow", "find_overflow"]
