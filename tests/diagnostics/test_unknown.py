@@ -19,7 +19,6 @@ from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import find_overflow, precision_report
 from optax_lossscale.diagnostics._overflow import (
   _entering,
-  _finding,
   _marks,
   _runners,
   _stepper,
@@ -75,7 +74,7 @@ def renamed(eqn, kept=TOLD):
 def step_in(closed, eqn, x):
   """Runs all before an equation as it is, and walks into the equation."""
   origins = _marks.Origins()
-  stepper = _stepper.Stepper(origins, _finding._describe, _runners.Runner())
+  stepper = _stepper.Stepper(origins, _runners.Runner(), _entering.how_to_enter)
   i = [e is eqn for e in closed.jaxpr.eqns].index(True)
   read = [v for v in eqn.invars if not isinstance(v, core.Literal)]
   before = closed.jaxpr.replace(eqns=closed.jaxpr.eqns[:i], outvars=read)
@@ -98,7 +97,8 @@ def test_a_loop_is_entered_whatever_its_parameters_are_called(name):
 
   stepper, values = step_in(new, odd, X / 8)
   enter = _entering.how_to_enter(odd)
-  outs = enter(stepper, odd, values, _jaxprs.Place(), True)
+  place = _jaxprs.Place()
+  outs = enter(_stepper.Entry(stepper, odd, values, place, arrays_too=True))
   expected = jax.tree.leaves(PROGRAMS[name](X / 8))
   for out, leaf in zip(outs, expected, strict=True):
     np.testing.assert_array_equal(out.array, leaf)

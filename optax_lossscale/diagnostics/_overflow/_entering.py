@@ -1,6 +1,5 @@
 """How to walk into calls, loops, branches and shard_map."""
 
-import collections
 from collections.abc import Callable, Iterable
 import functools
 from typing import Any
@@ -11,44 +10,16 @@ from jax.sharding import Mesh
 import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics._overflow import _bits, _marks, _runners
-
-# What enters an equation: a function of the stepper, the equation, the values
-# that it reads, its place, and whether the arrays are asked for, and not only
-# their marks. It returns None if the equation cannot be entered.
-Enter = Callable[..., list[_marks.Value] | None]
-
-# A loop may go wrong in each of a million iterations. After as many as this
-# that went wrong in the same way, meaning in the same inputs and outputs, what
-# is not finite is blamed on what was found before.
-_MOST_ITERATIONS = 30
+from optax_lossscale.diagnostics._overflow import (
+  _bits,
+  _marks,
+  _patience,
+  _runners,
+  _stepper,
+)
 
 
-class Patience:
-  """How many more iterations of a loop to run step by step."""
-
-  def __init__(self, origins: _marks.Origins) -> None:
-    self._origins = origins
-    self._seen: collections.Counter[tuple[bool, ...]] = collections.Counter()
-    # A value of its own, so that none of its bits is given to another origin.
-    self._found = _marks.Value(None)
-
-  @property
-  def known(self) -> int:
-    """The bits of the origins that were found in this loop."""
-    return self._found.bits
-
-  def remember(self, bits: int) -> None:
-    """Adds to the bits that are known."""
-    self._found = self._origins.value(None, None, self.known | bits)
-
-  def is_over(self, finite: list[bool]) -> bool:
-    """Whether it is over for iterations in which these values are finite."""
-    self._seen[tuple(finite)] += 1
-    return self.known > 0 and self._seen[tuple(finite)] > _MOST_ITERATIONS
-
-
-def how_to_enter(eqn: core.JaxprEqn) -> Enter | None:
+def how_to_enter(eqn: core.JaxprEqn) -> _stepper.Enter | None:
   """What enters this equation, if anything does."""
   for look_into, enter in _ENTER:
     parts = look_into(eqn)
@@ -58,59 +29,44 @@ def how_to_enter(eqn: core.JaxprEqn) -> Enter | None:
 
 
 def _enter_call(
-  called: _jaxprs.ClosedJaxpr,
-  stepper: Any,
-  eqn: core.JaxprEqn,
-  inputs: list[_marks.Value],
-  place: _jaxprs.Place,
-  arrays_too: bool,
-) -> list[_marks.Value] | None:
-  return stepper.run(called, inputs, place.step(_jaxprs.call_name(eqn)))
+  called: _jaxprs.ClosedJaxpr, entry: _stepper.Entry
+) -> list[_marks.Value]:
+  place = entry.place.step(_jaxprs.call_name(entry.eqn))
+  return entry.stepper.run(called, entry.inputs, place)
 
 
 def _enter_cond(
-  cond: _jaxprs.Cond,
-  stepper: Any,
-  eqn: core.JaxprEqn,
-  inputs: list[_marks.Value],
-  place: _jaxprs.Place,
-  arrays_too: bool,
+  cond: _jaxprs.Cond, entry: _stepper.Entry
 ) -> list[_marks.Value] | None:
-  index = stepper.runner.scalar(inputs[0].array)
+  which, *operands = entry.inputs
+  index = entry.stepper.runner.scalar(which.array)
   if index is None:
     return None
   index = min(max(int(index), 0), len(cond.branches) - 1)
-  place = place.step(f"cond(branch {index})")
-  return stepper.run(cond.branches[index], inputs[1:], place)
+  place = entry.place.step(f"cond(branch {index})")
+  return entry.stepper.run(cond.branches[index], operands, place)
 
 
 def _enter_while(
-  loop: _jaxprs.While,
-  stepper: Any,
-  eqn: core.JaxprEqn,
-  inputs: list[_marks.Value],
-  place: _jaxprs.Place,
-  arrays_too: bool,
+  loop: _jaxprs.While, entry: _stepper.Entry
 ) -> list[_marks.Value] | None:
-  first = loop.condition_consts
-  second = first + loop.body_consts
-  cond_consts, body_consts = inputs[:first], inputs[first:second]
-  carry = inputs[second:]
-  patience = Patience(stepper.origins)
+  stepper = entry.stepper
+  first, second = loop.condition_consts, loop.body_consts
+  cond_consts, rest = entry.inputs[:first], entry.inputs[first:]
+  body_consts, carry = rest[:second], rest[second:]
+  patience = _patience.Patience(stepper.origins)
   i = 0
   while True:
-    its_place = place.step(f"while[{i}]")
+    place = entry.place.step(f"while[{i}]")
     (flags,) = stepper.run_body(
-      loop.condition, [*cond_consts, *carry], its_place, patience
+      loop.condition, [*cond_consts, *carry], place, patience
     )
     goes_on = stepper.runner.any_goes_on(flags.array)
     if goes_on is None:
       return None
     if not goes_on:
       return carry
-    new = stepper.run_body(
-      loop.body, [*body_consts, *carry], its_place, patience
-    )
+    new = stepper.run_body(loop.body, [*body_consts, *carry], place, patience)
     carry = [
       _select(stepper, flags.array, a, b)
       for a, b in zip(new, carry, strict=True)
@@ -119,7 +75,7 @@ def _enter_while(
 
 
 def _select(
-  stepper: Any, flags: Any, new: _marks.Value, old: _marks.Value
+  stepper: _stepper.Stepper, flags: Any, new: _marks.Value, old: _marks.Value
 ) -> _marks.Value:
   """What comes after an iteration that only some rows still need.
 
@@ -130,62 +86,50 @@ def _select(
   array = _runners.select(flags, new.array, old.array)
   if new.marks is None and old.marks is None:
     return _marks.Value(array)
-  marks = [
-    _bits.no_marks(value.array) if value.marks is None else value.marks
-    for value in (new, old)
-  ]
+  none = np.uint32(0)
+  marks = [none if v.marks is None else v.marks for v in (new, old)]
   flags = np.expand_dims(flags, tuple(range(flags.ndim, array.ndim)))
   return stepper.origins.value(array, np.where(flags, *marks))
 
 
 def _enter_scan(
-  scan: _jaxprs.Scan,
-  stepper: Any,
-  eqn: core.JaxprEqn,
-  inputs: list[_marks.Value],
-  place: _jaxprs.Place,
-  arrays_too: bool,
+  scan: _jaxprs.Scan, entry: _stepper.Entry
 ) -> list[_marks.Value] | None:
-  second = scan.consts + scan.carry
-  consts, carry = inputs[: scan.consts], inputs[scan.consts : second]
-  xs = inputs[second:]
-  patience = Patience(stepper.origins)
+  stepper = entry.stepper
+  consts, rest = entry.inputs[: scan.consts], entry.inputs[scan.consts :]
+  carry, xs = rest[: scan.carry], rest[scan.carry :]
+  patience = _patience.Patience(stepper.origins)
   rows: list[list[_marks.Value]] = []
   for i in _indices(scan):
     x = [_take(stepper, value, i) for value in xs]
-    outs = stepper.run_body(
-      scan.body, [*consts, *carry, *x], place.step(f"scan[{i}]"), patience
-    )
-    carry = outs[: scan.carry]
-    row = outs[scan.carry :]
-    rows.append(row if arrays_too else list(map(_only_marks, row)))
-  ys = _columns(stepper, rows, scan.reverse, arrays_too)
+    place = entry.place.step(f"scan[{i}]")
+    outs = stepper.run_body(scan.body, [*consts, *carry, *x], place, patience)
+    carry, row = outs[: scan.carry], outs[scan.carry :]
+    rows.append(row if entry.arrays_too else list(map(_only_marks, row)))
+  ys = _columns(stepper, rows, scan.reverse, entry.arrays_too)
   return [*carry, *ys] if rows else None
 
 
 def _enter_hi_scan(
-  scan: _jaxprs.HiScan,
-  stepper: Any,
-  eqn: core.JaxprEqn,
-  inputs: list[_marks.Value],
-  place: _jaxprs.Place,
-  arrays_too: bool,
+  scan: _jaxprs.HiScan, entry: _stepper.Entry
 ) -> list[_marks.Value] | None:
   """Its carry is in a Ref, so that each iteration runs step by step."""
+  stepper = entry.stepper
   rows = []
   for i in _indices(scan):
     values = [
       _take(stepper, value, i) if is_slice else value
-      for value, is_slice in zip(inputs, scan.slices, strict=True)
+      for value, is_slice in zip(entry.inputs, scan.slices, strict=True)
     ]
-    rows.append(stepper.run(scan.body, values, place.step(f"scan[{i}]")))
+    place = entry.place.step(f"scan[{i}]")
+    rows.append(stepper.run(scan.body, values, place))
   if not rows:  # JAX itself fails at this, outside of `jit`.
-    avals: list[Any] = [var.aval for var in eqn.outvars]
+    avals: list[Any] = [var.aval for var in entry.eqn.outvars]
     return [_marks.Value(jnp.zeros(x.shape, x.dtype)) for x in avals]
-  return _columns(stepper, rows, scan.reverse, True)
+  return _columns(stepper, rows, scan.reverse, arrays_too=True)
 
 
-def _indices(scan: Any) -> Iterable[int]:
+def _indices(scan: _jaxprs.Scan | _jaxprs.HiScan) -> Iterable[int]:
   """The index of the slice of each iteration, in the order of time.
 
   So the backward pass over an iteration has the number of this iteration.
@@ -194,24 +138,12 @@ def _indices(scan: Any) -> Iterable[int]:
   return reversed(order) if scan.reverse else order
 
 
-def _columns(
-  stepper: Any,
-  rows: list[list[_marks.Value]],
-  reverse: bool,
-  arrays_too: bool,
-) -> list[_marks.Value]:
-  """What the iterations have returned, as the stacked outputs of a scan."""
-  columns = zip(*(reversed(rows) if reverse else rows), strict=True)
-  axis = stepper.runner.axis
-  return [_stack(stepper, list(column), axis, arrays_too) for column in columns]
-
-
-def _take(stepper: Any, value: _marks.Value, i: int) -> _marks.Value:
+def _take(
+  stepper: _stepper.Stepper, value: _marks.Value, i: int
+) -> _marks.Value:
   array = stepper.runner.take(value.array, i)
-  if value.marks is None:
-    return _marks.Value(array)
-  marks = np.take(value.marks, i, stepper.runner.axis)
-  return stepper.origins.value(array, marks)
+  take = lambda marks: np.take(marks, i, stepper.runner.axis)
+  return stepper.origins.moved(value, array, take)
 
 
 def _only_marks(value: _marks.Value) -> _marks.Value:
@@ -219,9 +151,21 @@ def _only_marks(value: _marks.Value) -> _marks.Value:
   return value if value.marks is not None else _marks.Value(None)
 
 
+def _columns(
+  stepper: _stepper.Stepper,
+  rows: list[list[_marks.Value]],
+  reverse: bool,
+  arrays_too: bool,
+) -> list[_marks.Value]:
+  """What the iterations have returned, as the stacked outputs of a scan."""
+  columns = zip(*(reversed(rows) if reverse else rows), strict=True)
+  return [_stack(stepper, column, arrays_too) for column in columns]
+
+
 def _stack(
-  stepper: Any, values: list[_marks.Value], axis: int, arrays_too: bool
+  stepper: _stepper.Stepper, values: tuple[_marks.Value, ...], arrays_too: bool
 ) -> _marks.Value:
+  axis = stepper.runner.axis
   array = None
   if arrays_too:
     array = _runners.stack([value.array for value in values], axis)
@@ -234,39 +178,39 @@ def _stack(
 
 
 def _enter_shard_map(
-  mapped: _jaxprs.ShardMap,
-  stepper: Any,
-  eqn: core.JaxprEqn,
-  inputs: list[_marks.Value],
-  place: _jaxprs.Place,
-  arrays_too: bool,
+  mapped: _jaxprs.ShardMap, entry: _stepper.Entry
 ) -> list[_marks.Value] | None:
-  is_within = isinstance(stepper.runner, _runners.ShardRunner)
+  origins = entry.stepper.origins
+  is_within = isinstance(entry.stepper.runner, _runners.ShardRunner)
   # An abstract mesh has no devices to run on.
   if is_within or not isinstance(mapped.mesh, Mesh):
     return None
   runner = _runners.ShardRunner(mapped)
-  values = [_move(stepper, runner.enter, i, v) for i, v in enumerate(inputs)]
-  inner = type(stepper)(stepper.origins, stepper.describe, runner)
-  outs = inner.run(mapped.body, values, place.step("shard_map"))
-  return [_move(stepper, runner.leave, i, v) for i, v in enumerate(outs)]
+  inner = _stepper.Stepper(origins, runner, how_to_enter)
+  place = entry.place.step("shard_map")
+  values = _move(origins, runner.enter, entry.inputs)
+  return _move(origins, runner.leave, inner.run(mapped.body, values, place))
 
 
 def _move(
-  stepper: Any,
+  origins: _marks.Origins,
   move: Callable[[int, Any], Any],
-  i: int,
-  value: _marks.Value,
-) -> _marks.Value:
-  array = move(i, value.array)
-  if value.marks is None:
-    return _marks.Value(array)
-  marks = move(i, _bits.placed_like(value.marks, value.array))
-  return stepper.origins.value(array, np.asarray(marks))
+  values: list[_marks.Value],
+) -> list[_marks.Value]:
+  """All values, moved into a ``shard_map`` or out of it."""
+
+  def move_one(i: int, value: _marks.Value) -> _marks.Value:
+    on_devices = lambda marks: _bits.placed_like(marks, value.array)
+    move_marks = lambda marks: np.asarray(move(i, on_devices(marks)))
+    return origins.moved(value, move(i, value.array), move_marks)
+
+  return [move_one(i, value) for i, value in enumerate(values)]
 
 
 # What tells the parts of an equation, and what is given these and enters it.
-_ENTER: tuple[tuple[Callable[[core.JaxprEqn], Any], Enter], ...] = (
+_ENTER: tuple[
+  tuple[Callable[[core.JaxprEqn], Any], Callable[..., Any]], ...
+] = (
   (_jaxprs.called_jaxpr, _enter_call),
   (_jaxprs.scan_of, _enter_scan),
   (_jaxprs.while_of, _enter_while),

@@ -3,95 +3,25 @@
 from collections.abc import Callable
 import contextlib
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._overflow import (
-  _bits,
+  _entering,
   _marks,
+  _report,
   _runners,
   _stepper,
 )
 
 
-class Operand(NamedTuple):
-  """What an operation read.
-
-  Attributes:
-    shape: the shape, under ``shard_map`` that on one device.
-    dtype: the dtype.
-    largest: the largest magnitude of what is finite; 0.0 if nothing is, None
-      if these are no numbers.
-    finite: whether all of it is.
-  """
-
-  shape: tuple[int, ...]
-  dtype: Any
-  largest: float | None
-  finite: bool
-
-  def __str__(self) -> str:
-    text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-    if self.largest is not None:
-      text += f" up to {float(f'{self.largest:.3g}'):g}"
-    return text if self.finite else f"{text} beside inf or nan"
-
-
-@dataclasses.dataclass(frozen=True)
-class Overflow:
-  """Where an inf or a NaN in a result comes from.
-
-  Attributes:
-    primitive: the operation: JAX's name of the primitive. ``"argument"`` and
-      ``"constant"`` stand for a number that was not finite to begin with.
-    dtype: the dtype of its result.
-    kind: ``"inf"`` or ``"nan"``. An inf is told before a NaN.
-    source: the user's line, ``"model.py:32 (Block.__call__)"``; empty if none
-      is known. In the backward pass it is the line that is differentiated.
-    path: the way to it, ``"jit(block)/scan[3]/dot_general"``. Iterations are
-      counted from 0. In the backward pass over a scan, they have the numbers of
-      the forward pass. For an argument, it is its name.
-    backward: whether it belongs to a backward pass.
-    inputs: an :class:`Operand` for each of its inputs.
-    others: further origins, in the order in which they were found. Theirs is
-      empty.
-  """
-
-  primitive: str
-  dtype: Any
-  kind: str
-  source: str
-  path: str
-  backward: bool
-  inputs: tuple[Operand, ...]
-  others: tuple["Overflow", ...] = ()
-
-  def __str__(self) -> str:
-    within = self.path.rpartition("/")[0]
-    if self.primitive in ("argument", "constant"):
-      within = self.path if self.primitive == "argument" else within
-    parts = [
-      f"{self.kind} in {self.dtype} from {self.primitive}",
-      f"in {within}" if within else "",
-      self.source,
-      "backward" if self.backward else "",
-    ]
-    text = ", ".join(part for part in parts if part)
-    if self.inputs:
-      text += f":\n  inputs {', '.join(map(str, self.inputs))}"
-    if self.others:
-      text += f"\n  and from {len(self.others)} more: see others"
-    return text
-
-
 def find_overflow(
   fun: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Overflow | None:
+) -> _report.Overflow | None:
   """Finds the operation that the infs and NaNs in a result come from.
 
   Runs the function once, operation by operation, on the host. From there it
@@ -137,15 +67,19 @@ def find_overflow(
   with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
     traced = _tracing.trace("find_overflow", fun, args, kwargs, shapes=False)
     origins = _marks.Origins()
-    stepper = _stepper.Stepper(origins, _describe, _runners.Runner())
+    stepper = _stepper.Stepper(
+      origins, _runners.Runner(), _entering.how_to_enter
+    )
     inputs = [
       stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place((name,)))
       for x, name in zip(traced.inputs, traced.names, strict=True)
     ]
     with _mesh_of(traced.inputs):
       outs = stepper.run(traced.closed, inputs, _jaxprs.Place())
-    first, *others = origins.named(outs) or [None]
-  return first and dataclasses.replace(first, others=tuple(others))
+    found = origins.named(outs)
+  if not found:
+    return None
+  return dataclasses.replace(found[0], others=tuple(found[1:]))
 
 
 def _mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -156,37 +90,3 @@ def _mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
     if jax.sharding.AxisType.Explicit in types:
       return jax.set_mesh(mesh)
   return contextlib.nullcontext()
-
-
-def _describe(
-  primitive: str,
-  inputs: list[_marks.Value],
-  place: _jaxprs.Place,
-  out: Any,
-  own: Any,
-  runner: _runners.Runner,
-) -> Overflow:
-  is_argument = primitive == "argument"
-  path = place.path if is_argument else (*place.path, primitive)
-  return Overflow(
-    primitive=primitive,
-    dtype=np.dtype(out.dtype),
-    kind="inf" if (np.isinf(_bits.as_numbers(out)) & own).any() else "nan",
-    source=place.source,
-    path="/".join(path),
-    backward=place.backward,
-    inputs=tuple(_operand(value.array, runner) for value in inputs),
-  )
-
-
-def _operand(array: Any, runner: _runners.Runner) -> Operand:
-  shape = runner.shape(array)
-  is_number = isinstance(array, jax.Array) and jnp.issubdtype(
-    array.dtype, jnp.number
-  )
-  if not is_number or array.size == 0:
-    return Operand(shape, array.dtype, None, True)
-  numbers = _bits.as_numbers(array)
-  finite = np.isfinite(numbers)
-  sizes = np.abs(np.where(finite, numbers, np.zeros_like(numbers)))
-  return Operand(shape, array.dtype, float(sizes.max()), bool(finite.all()))
