@@ -287,5 +287,6 @@ def test_a_sum_whose_axes_are_not_known_is_no_risk(name):
   eqn = types.SimpleNamespace(
     primitive=primitive, params={}, invars=[var], outvars=[var]
   )
-  risks = _risks.risks_of(eqn, aval.dtype, None, lambda x: None, lambda x: 1)
-  assert risks == []
+  nothing = types.SimpleNamespace(number=lambda x: None, terms=lambda x: 1)
+  step = _walk.Step(eqn, _jaxprs.Place(), nothing, 1, ())
+  assert _risks.risks_of(step, aval.dtype) == []

@@ -142,16 +142,14 @@ class Operation(NamedTuple):
     inputs: the values that it read.
     neutral: what to put in place of an entry that is not finite, to see whether
       the others are enough to make an inf; None if that cannot be told.
-    has_inf: whether an inf is written in the operation itself.
-    has_nan: whether a NaN is.
+    writes_inf: whether an inf, and no NaN, is written in the operation itself.
     describe: what to remember of it, for an output and its new entries.
   """
 
   run: Callable[[list[Any]], list[Any]] | None
   inputs: list[Value]
   neutral: float | None
-  has_inf: bool
-  has_nan: bool
+  writes_inf: bool
   describe: Callable[[Any, np.ndarray], _report.Overflow]
 
 
@@ -218,9 +216,8 @@ def _run_again(
 def _add_origin(
   origins: Origins, op: Operation, out: Any, is_own: np.ndarray, known: int
 ) -> int:
-  is_constant = op.has_inf and not op.has_nan and not known
-  origin = op.describe(out, is_own)
-  return origins.add(origin, is_constant and not _bits.has_nan(out))
+  is_constant = op.writes_inf and not known and not _bits.has_nan(out)
+  return origins.add(op.describe(out, is_own), is_constant)
 
 
 def agree(

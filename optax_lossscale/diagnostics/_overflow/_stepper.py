@@ -127,7 +127,7 @@ class Stepper:
     if _bits.are_finite([array])[0]:
       return _marks.Value(array)
     describe = functools.partial(_report.describe, name, [], place, self.runner)
-    op = _marks.Operation(None, [], None, True, False, describe)
+    op = _marks.Operation(None, [], None, True, describe)
     return _marks.mark(self.origins, op, [array])[0]
 
   def run_body(
@@ -204,8 +204,8 @@ class Stepper:
       run=run,
       inputs=read,
       neutral=_NEUTRAL.get(name),
-      has_inf=any(map(_is_inf, literals)),
-      has_nan=any(map(_is_nan, literals)),
+      writes_inf=any(map(_is_inf, literals))
+      and not any(map(_is_nan, literals)),
       describe=functools.partial(
         _report.describe,
         name,
