@@ -58,7 +58,9 @@ class Place(NamedTuple):
 
   def at(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "Place":
     """The place of an equation in the jaxpr that the walk has come to."""
-    stack = "/".join(filter(None, [self.stack, str(eqn.source_info.name_stack)]))
+    stack = "/".join(
+      filter(None, [self.stack, str(eqn.source_info.name_stack)])
+    )
     return self._replace(stack=stack, line=line_of(eqn, jaxpr) or self.line)
 
   def step(self, name: str) -> "Place":

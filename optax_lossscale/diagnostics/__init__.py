@@ -5,6 +5,16 @@ are called outside of ``jit``. ``precision_report`` reads only shapes.
 ``finite_per_leaf`` and the probes are for use inside.
 """
 
+from optax_lossscale.diagnostics._comparison import (
+  compare_precision,
+  PrecisionComparison,
+  ProductPrecision,
+)
+from optax_lossscale.diagnostics._gradients import (
+  gradient_report,
+  GradientReport,
+  GradientStats,
+)
 from optax_lossscale.diagnostics._nonfinite import (
   finite_per_leaf,
   nonfinite_leaves,
@@ -28,11 +38,6 @@ from optax_lossscale.diagnostics._probes import (
   probe_metrics,
   probe_slots,
 )
-from optax_lossscale.diagnostics._report import (
-  gradient_report,
-  GradientReport,
-  GradientStats,
-)
 
 __all__ = [
   "Flops",
@@ -41,9 +46,12 @@ __all__ = [
   "NonfiniteLeaf",
   "Operand",
   "Overflow",
+  "PrecisionComparison",
   "PrecisionReport",
+  "ProductPrecision",
   "Risk",
   "WideProduct",
+  "compare_precision",
   "find_overflow",
   "finite_per_leaf",
   "gradient_report",
@@ -56,15 +64,6 @@ __all__ = [
 ]
 
 # Pickles and reprs name the path that stays when modules move.
-for _class in (
-  Flops,
-  GradientReport,
-  GradientStats,
-  NonfiniteLeaf,
-  Operand,
-  Overflow,
-  PrecisionReport,
-  Risk,
-  WideProduct,
-):
-  _class.__module__ = __name__
+for _name in __all__:
+  if isinstance(globals()[_name], type):
+    globals()[_name].__module__ = __name__

@@ -216,14 +216,12 @@ def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _probe(more_axes: Any, x: jax.Array, slot: jax.Array) -> jax.Array:
-  del more_axes, slot
   return x
 
 
 def _probe_fwd(
   more_axes: Any, x: jax.Array, slot: jax.Array
 ) -> tuple[jax.Array, None]:
-  del more_axes, slot
   return x, None
 
 

@@ -1,6 +1,7 @@
 """The jaxpr of a function, whatever its arguments are."""
 
 from collections.abc import Callable
+import contextlib
 import inspect
 from typing import Any, NamedTuple
 
@@ -75,7 +76,11 @@ def trace(
       filled[i] = x
     its_args, its_kwargs = jax.tree.unflatten(structure, filled)
     out = fun(*its_args, **its_kwargs)
-    leaves_of = lambda x: [y for y in jax.tree_util.tree_leaves_with_path(x) if _arrays.is_array(y[1]) and _arrays.is_inexact(y[1])]
+    leaves_of = lambda x: [
+      y
+      for y in jax.tree_util.tree_leaves_with_path(x)
+      if _arrays.is_array(y[1]) and _arrays.is_inexact(y[1])
+    ]
     found = leaves_of(out)
     results[:] = [jax.tree_util.keystr(path) for path, _ in found]
     parts = _parts(out)
@@ -93,6 +98,16 @@ def _parts(out: Any) -> list[Any]:
   if type(out) is not tuple:
     return [out]
   return [part for x in out for part in _parts(x)]
+
+
+def mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
+  """The mesh that an operation without inputs would have in a ``jit``."""
+  for array in arrays:
+    mesh = getattr(getattr(array, "sharding", None), "mesh", None)
+    types = getattr(mesh, "axis_types", ())
+    if jax.sharding.AxisType.Explicit in types:
+      return jax.set_mesh(mesh)
+  return contextlib.nullcontext()
 
 
 def _is_input(leaf: Any) -> bool:

@@ -12,7 +12,8 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import plots
-from optax_lossscale.diagnostics import _nonfinite, _report
+from optax_lossscale.diagnostics import _nonfinite
+from optax_lossscale.diagnostics._gradients import _measuring
 
 NAN, INF = float("nan"), float("inf")
 BAD = bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
@@ -141,7 +142,7 @@ def test_under_jit_the_error_says_to_call_it_outside(reads_values):
 def test_a_sharded_leaf_is_never_gathered(name, axis_type):
   reduce, args = {
     "find": (_nonfinite._find_nonfinite, ()),
-    "measure": (_report._measure, (1.0, 1e-8, 1e-5, 65520.0)),
+    "measure": (_measuring._measure, (1.0, 1e-8, 1e-5, 65520.0)),
     "count": (plots._count_exponents, ()),
   }[name]
   leaf = shard(jnp.ones((64, 64)), axis_type)

@@ -21,12 +21,12 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs, diagnostics
 from optax_lossscale._jaxprs import _lines
-from optax_lossscale.diagnostics import (
+from optax_lossscale.diagnostics import find_overflow
+from optax_lossscale.diagnostics._overflow import (
   _entering,
   _marks,
   _runners,
   _stepper,
-  find_overflow,
 )
 
 FAULTS = faulty_models.FAULTS

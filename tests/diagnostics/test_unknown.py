@@ -16,19 +16,14 @@ import numpy as np
 import pytest
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import (
+from optax_lossscale.diagnostics import find_overflow, precision_report
+from optax_lossscale.diagnostics._overflow import (
   _entering,
-  _flops,
   _marks,
-  _overflow,
-  _risks,
   _runners,
-  _sources,
   _stepper,
-  _walk,
-  find_overflow,
-  precision_report,
 )
+from optax_lossscale.diagnostics._precision import _flops, _risks, _walk
 
 X = jnp.full((4, 4), 2, jnp.float16)
 
@@ -79,7 +74,7 @@ def renamed(eqn, kept=TOLD):
 def step_in(closed, eqn, x):
   """Runs all before an equation as it is, and walks into the equation."""
   origins = _marks.Origins()
-  stepper = _stepper.Stepper(origins, _overflow._describe, _runners.Runner())
+  stepper = _stepper.Stepper(origins, _runners.Runner(), _entering.how_to_enter)
   i = [e is eqn for e in closed.jaxpr.eqns].index(True)
   read = [v for v in eqn.invars if not isinstance(v, core.Literal)]
   before = closed.jaxpr.replace(eqns=closed.jaxpr.eqns[:i], outvars=read)
@@ -102,7 +97,8 @@ def test_a_loop_is_entered_whatever_its_parameters_are_called(name):
 
   stepper, values = step_in(new, odd, X / 8)
   enter = _entering.how_to_enter(odd)
-  outs = enter(stepper, odd, values, _sources.Place(), True)
+  place = _jaxprs.Place()
+  outs = enter(_stepper.Entry(stepper, odd, values, place, arrays_too=True))
   expected = jax.tree.leaves(PROGRAMS[name](X / 8))
   for out, leaf in zip(outs, expected, strict=True):
     np.testing.assert_array_equal(out.array, leaf)
@@ -291,5 +287,6 @@ def test_a_sum_whose_axes_are_not_known_is_no_risk(name):
   eqn = types.SimpleNamespace(
     primitive=primitive, params={}, invars=[var], outvars=[var]
   )
-  risks = _risks.risks_of(eqn, aval.dtype, None, lambda x: None, lambda x: 1)
-  assert risks == []
+  nothing = types.SimpleNamespace(number=lambda x: None, terms=lambda x: 1)
+  step = _walk.Step(eqn, _jaxprs.Place(), nothing, 1, ())
+  assert _risks.risks_of(step, aval.dtype) == []

@@ -235,7 +235,8 @@ def names_in_tables():
   from optax_lossscale._autocast import _products, _rewrite, _rules
   from optax_lossscale._jaxprs import _equations, _hijax
   from optax_lossscale._jaxprs import _products as flops
-  from optax_lossscale.diagnostics import _risks, _stepper, _walk
+  from optax_lossscale.diagnostics._overflow import _stepper
+  from optax_lossscale.diagnostics._precision import _known, _risks
 
   return {
     *_products._MOVES,
@@ -247,11 +248,11 @@ def names_in_tables():
     *_hijax.BEHAVES_LIKE.values(),
     *flops._FLOPS,
     *_stepper._NEUTRAL,
-    *_walk._ONLY_MOVE,
+    *_known._ONLY_MOVE,
     *_risks._EXPONENTIALS,
     *_risks._POWERS,
-    *_risks._SUMS,
-    *_risks._CUMULATIVE,
+    *_known._SUMS,
+    *_known._CUMULATIVE,
     *_risks._OVER_DEVICES,
   }
 

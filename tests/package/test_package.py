@@ -1,8 +1,10 @@
 """The package as a newcomer meets it: import, README, names, dependencies."""
 
 import ast
+import graphlib
 import importlib
 import inspect
+import itertools
 import pathlib
 import pickle
 import re
@@ -173,6 +175,40 @@ def test_imports_between_modules_point_one_way():
         continue
       assert ORDER.index(seen) < ORDER.index(top), (module, seen)
       assert seen not in NEVER.get(top, ()), (module, seen)
+
+
+def modules_seen_by(module):
+  """The modules that one imports names from, as they are called in MODULES."""
+  for name in imports(MODULES[module]):
+    parts = name.split(".")
+    while parts and parts[0] == "optax_lossscale":
+      path = ".".join(parts[1:])
+      for seen in (path, f"{path}.__init__".lstrip(".")):
+        if seen in MODULES:
+          yield seen
+          parts = []
+      parts = parts[:-1]
+
+
+def test_imports_go_round_in_no_circle():
+  graph = {module: set(modules_seen_by(module)) for module in MODULES}
+  assert "diagnostics._overflow._marks" in {*itertools.chain(*graph.values())}
+  graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_the_engines_of_the_diagnostics_know_nothing_of_each_other():
+  engine_of = {
+    module: module.split(".")[1]
+    for module in MODULES
+    if re.match(r"diagnostics\..+\.", module)
+  }
+  assert {"_overflow", "_precision", "_gradients"} <= set(engine_of.values())
+  for module in MODULES:
+    if module == "diagnostics.__init__":
+      continue
+    for seen in modules_seen_by(module):
+      engine = engine_of.get(seen)
+      assert engine in (None, engine_of.get(module)), (module, seen)
 
 
 def test_no_file_names_a_package_index():

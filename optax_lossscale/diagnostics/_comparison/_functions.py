@@ -92,7 +92,9 @@ def compare_precision(
     found = _EFFECTS[effects](runs.effect, len(rows.all), runs.half.error)
     bar.end()
   products = [
-    _product(rows.all[i], effect, runs.exact_notes[i], runs.half_notes[i], dtype)
+    _product(
+      rows.all[i], effect, runs.exact_notes[i], runs.half_notes[i], dtype
+    )
     for i, effect in found.items()
   ]
   return _report.PrecisionComparison(

@@ -132,7 +132,11 @@ class Program:
     self, scan: _jaxprs.Scan, place: _jaxprs.Place, inputs: list[Any]
   ) -> Sequence[Any]:
     n = scan.consts + scan.carry
-    consts, first, slices = inputs[: scan.consts], inputs[scan.consts : n], inputs[n:]
+    consts, first, slices = (
+      inputs[: scan.consts],
+      inputs[scan.consts : n],
+      inputs[n:],
+    )
 
     def step(carry: Any, its_slices: Any) -> tuple[Any, Any]:
       notes, values = carry
@@ -165,7 +169,9 @@ class Program:
       outs = self.jaxpr(loop.body, [*body_consts, *values], place)
       goes_on = flags(values)
       if jnp.ndim(goes_on):  # ``vmap`` made many loops of one.
-        outs = [_where(goes_on, *pair) for pair in zip(outs, values, strict=True)]
+        outs = [
+          _where(goes_on, *pair) for pair in zip(outs, values, strict=True)
+        ]
       return self.notes, outs
 
     goes_on = lambda carry: jnp.any(flags(carry[1]))

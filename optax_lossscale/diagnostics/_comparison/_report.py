@@ -118,7 +118,9 @@ class PrecisionComparison:
       text = "No float32 matrix products and no convolutions."
     else:
       text = "\n".join([self._summary(), self._table()])
-    return "\n".join([text, *(f"Runs as it is written: {n}" for n in self.notes)])
+    return "\n".join(
+      [text, *(f"Runs as it is written: {n}" for n in self.notes)]
+    )
 
   def _summary(self) -> str:
     total = f"{self.dtype} against float32: error {self.error:.2g}, cosine {self.cosine:.7g}."
@@ -128,7 +130,17 @@ class PrecisionComparison:
     return f"{total} No line stands out."
 
   def _table(self) -> str:
-    header = "", "line", "effect", "so far", "largest", "headroom", "lost", "subnormal", "times"
+    header = (
+      "",
+      "line",
+      "effect",
+      "so far",
+      "largest",
+      "headroom",
+      "lost",
+      "subnormal",
+      "times",
+    )
     rows = [
       (
         row.primitive,

@@ -80,39 +80,34 @@ class ShardRunner(Runner):
   axis = 1
 
   def __init__(self, mapped: _jaxprs.ShardMap):
-    self._mesh = mapped.mesh
-    self._manual = mapped.manual_axes
-    self._check = mapped.check_vma
-    self._in_specs = mapped.in_specs
-    self._out_specs = mapped.out_specs
-    self._jaxpr = mapped.body.jaxpr
+    self._mapped = mapped
 
   def equation(self, eqn: core.JaxprEqn) -> Run:
     run = super().equation(eqn)
     return self._on_shards(run, variables_of(eqn), eqn.outvars)
 
   def whole(self, closed: _jaxprs.ClosedJaxpr) -> Run:
-    fun = core.jaxpr_as_fun(closed)
-    jaxpr = closed.jaxpr
-    run = lambda arrays: fun(*arrays)
-    return self._on_shards(run, jaxpr.invars, jaxpr.outvars)
+    run = lambda arrays: core.jaxpr_as_fun(closed)(*arrays)
+    return self._on_shards(run, closed.jaxpr.invars, closed.jaxpr.outvars)
 
   def lift(self, array: Any, atom: Any) -> Any:
-    sizes = dict(self._mesh.shape)
+    sizes = dict(self._mapped.mesh.shape)
     count = math.prod(sizes[name] for name in self._differs_over(atom))
-    placed = jax.sharding.NamedSharding(self._mesh, self._spec(atom))
+    placed = jax.sharding.NamedSharding(self._mapped.mesh, self._spec(atom))
     many = np.broadcast_to(jax.device_get(array), (count, *array.shape))
     return jax.device_put(many, placed)
 
   def enter(self, i: int, array: Any) -> Any:
     """An argument of the ``shard_map``, as it is kept here."""
-    spec = self._spec(self._jaxpr.invars[i])
-    return self._map(lambda x: x[None], (self._in_specs[i],), spec)(array)
+    mapped = self._mapped
+    spec = self._spec(mapped.body.jaxpr.invars[i])
+    return self._map(lambda x: x[None], (mapped.in_specs[i],), spec)(array)
 
   def leave(self, i: int, array: Any) -> Any:
     """What the ``shard_map`` returns of what is kept here."""
-    spec = self._spec(self._jaxpr.outvars[i])
-    return self._map(lambda x: x[0], (spec,), self._out_specs[i])(array)
+    mapped = self._mapped
+    spec = self._spec(mapped.body.jaxpr.outvars[i])
+    return self._map(lambda x: x[0], (spec,), mapped.out_specs[i])(array)
 
   def _on_shards(self, run: Run, inputs: list[Any], outputs: list[Any]) -> Run:
     def fun(*shards: Any) -> list[Any]:
@@ -126,11 +121,11 @@ class ShardRunner(Runner):
     return jax.jit(
       jax.shard_map(
         fun,
-        mesh=self._mesh,
+        mesh=self._mapped.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=self._manual,
-        check_vma=self._check,
+        axis_names=self._mapped.manual_axes,
+        check_vma=self._mapped.check_vma,
       )
     )
 
@@ -140,8 +135,11 @@ class ShardRunner(Runner):
 
   def _differs_over(self, var: Any) -> tuple[Any, ...]:
     """The axes of the mesh along which devices may hold different values."""
-    over = _axes.varying_of(var.aval) if self._check else self._manual
-    return tuple(name for name in self._mesh.axis_names if name in over)
+    mapped = self._mapped
+    over = mapped.manual_axes
+    if mapped.check_vma:
+      over = _axes.varying_of(var.aval)
+    return tuple(name for name in mapped.mesh.axis_names if name in over)
 
 
 def _as_array(x: Any, atom: Any) -> Any:

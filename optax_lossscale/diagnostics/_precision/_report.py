@@ -1,5 +1,6 @@
 """``precision_report``: in which dtype a function computes, line by line."""
 
+import collections
 from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple
@@ -8,13 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import (
-  _flops,
-  _limits,
-  _risks,
-  _tracing,
-  _walk,
-)
+from optax_lossscale.diagnostics import _limits, _tables, _tracing
+from optax_lossscale.diagnostics._precision import _flops, _risks, _walk
 
 
 class Flops(NamedTuple):
@@ -104,49 +100,35 @@ class PrecisionReport:
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
-    rows = ("flops", "wider", "at_risk")
-    fields = {
-      field.name: getattr(self, field.name)
-      for field in dataclasses.fields(self)
-    }
-    return {
-      name: [row._asdict() for row in value] if name in rows else value
-      for name, value in (fields | {"notes": list(self.notes)}).items()
-    }
+    fields = vars(self) | {"notes": list(self.notes)}
+    for name in ("flops", "wider", "at_risk"):
+      fields[name] = [row._asdict() for row in fields[name]]
+    return fields
 
   def __str__(self) -> str:
+    flops = [(*r[:2], f"{r.flops:.3g}", f"{r.share:.1%}") for r in self.flops]
+    wider = [
+      (r.primitive, _where(r), r.operands, str(r.times), f"{r.share:.1%}")
+      for r in self.wider
+    ]
+    at_risk = [
+      (r.primitive, _where(r), str(r.times), r.reason) for r in self.at_risk
+    ]
     parts = ["No matrix products and no convolutions."]
-    if self.flops:
+    if flops:
+      header = "operands", "accumulation", "flops", "share"
       parts = [
         f"{self.total_flops:.3g} flops in matrix products and convolutions,"
         f" {self.share:.1%} of them in {self.dtype}:",
-        _table(
-          ("operands", "accumulation", "flops", "share"),
-          [(r[0], r[1], f"{r[2]:.3g}", f"{r[3]:.1%}") for r in self.flops],
-          left=2,
-        ),
+        _tables.table(header, flops, left=2),
       ]
-    if self.wider:
-      parts += [
-        f"In a wider dtype than {self.dtype}:",
-        _table(
-          ("", "line", "operands", "times", "share"),
-          [
-            (r[0], _where(r), r.operands, str(r.times), f"{r.share:.1%}")
-            for r in self.wider
-          ],
-          left=3,
-        ),
-      ]
-    if self.at_risk:
-      parts += [
-        f"At risk in {self.dtype}:",
-        _table(
-          ("", "line", "times", "why"),
-          [(r[0], _where(r), str(r.times), r.reason) for r in self.at_risk],
-          left=4,
-        ),
-      ]
+    if wider:
+      columns = "", "line", "operands", "times", "share"
+      parts.append(f"In a wider dtype than {self.dtype}:")
+      parts.append(_tables.table(columns, wider, left=3))
+    if at_risk:
+      parts.append(f"At risk in {self.dtype}:")
+      parts.append(_tables.table(("", "line", "times", "why"), at_risk, left=4))
     return "\n".join([*parts, *(f"Not known: {note}" for note in self.notes)])
 
 
@@ -225,44 +207,40 @@ def _share(flops: int, total: int) -> float:
 def _flops_by_dtype(
   products: list[_flops.Product], total: int
 ) -> tuple[Flops, ...]:
-  sums: dict[tuple[str, str], int] = {}
-  for product in products:
-    key = product.operands, product.accumulation
-    sums[key] = sums.get(key, 0) + product.flops
-  rows = [Flops(*key, n, _share(n, total)) for key, n in sums.items()]
-  return tuple(sorted(rows, key=lambda row: row.flops, reverse=True))
+  flops: collections.Counter[tuple[str, str]] = collections.Counter()
+  for p in products:
+    flops[p.operands, p.accumulation] += p.flops
+  return tuple(
+    Flops(*kind, n, _share(n, total)) for kind, n in flops.most_common()
+  )
+
+
+_KindAndLine = tuple[tuple[str, str, str], str, bool]
 
 
 def _wide_rows(
   products: list[_flops.Product], total: int
 ) -> tuple[WideProduct, ...]:
-  sums: dict[tuple[tuple[str, str, str], str, bool], tuple[int, int]] = {}
+  flops: collections.Counter[_KindAndLine] = collections.Counter()
+  times: collections.Counter[_KindAndLine] = collections.Counter()
   for p in products:
     kind = p.primitive, p.operands, p.accumulation
     key = kind, p.place.source, p.place.backward
-    flops, times = sums.get(key, (0, 0))
-    sums[key] = flops + p.flops, times + p.times
-  rows = [
-    WideProduct(*kind, flops, _share(flops, total), times, source, backward)
-    for (kind, source, backward), (flops, times) in sums.items()
-  ]
-  return tuple(sorted(rows, key=lambda row: row.flops, reverse=True))
+    flops[key] += p.flops
+    times[key] += p.times
+  return tuple(
+    WideProduct(*key[0], n, _share(n, total), times[key], *key[1:])
+    for key, n in flops.most_common()
+  )
 
 
 def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> tuple[Risk, ...]:
-  sums: dict[Any, int] = {}
-  for eqn, place, known, times, _, runs_others, _ in steps:
-    if runs_others:
-      continue
-    for reason in _risks.risks_of(
-      eqn, dtype, place.line, known.number, known.terms
-    ):
-      key = _jaxprs.name_of(eqn), reason, place.source, place.backward
-      sums[key] = sums.get(key, 0) + times
-  return tuple(
-    Risk(name, reason, times, source, backward)
-    for (name, reason, source, backward), times in sums.items()
-  )
+  times: collections.Counter[tuple[str, str, str, bool]] = collections.Counter()
+  for step in steps:
+    source, backward = step.place.source, step.place.backward
+    for reason in _risks.risks_of(step, dtype):
+      times[_jaxprs.name_of(step.eqn), reason, source, backward] += step.times
+  return tuple(Risk(*key[:2], n, *key[2:]) for key, n in times.items())
 
 
 def _notes(steps: list[_walk.Step]) -> tuple[str, ...]:
@@ -273,18 +251,3 @@ def _notes(steps: list[_walk.Step]) -> tuple[str, ...]:
 def _where(row: WideProduct | Risk) -> str:
   backward = ", backward" if row.backward else ""
   return f"{row.source or 'unknown'}{backward}"
-
-
-def _table(
-  header: tuple[str, ...], rows: list[tuple[str, ...]], left: int
-) -> str:
-  """A table whose first columns are aligned to the left."""
-  table = [header, *rows]
-  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-  return "\n".join(
-    "  ".join(
-      cell.ljust(width) if i < left else cell.rjust(width)
-      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ).rstrip()
-    for row in table
-  )

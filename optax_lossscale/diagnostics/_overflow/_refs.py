@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import _bits, _marks
+from optax_lossscale.diagnostics._overflow import _bits, _marks
 
 
 def follow(

@@ -5,10 +5,10 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale import _checks
-from optax_lossscale.diagnostics import _leaves, _limits
+from optax_lossscale.diagnostics import _limits, _tables
+from optax_lossscale.diagnostics._gradients import _measuring
 
 
 class GradientStats(NamedTuple):
@@ -97,16 +97,9 @@ class GradientReport:
       "", "shape", "dtype", "largest", "smallest", "zero", "flushed",
       "subnormal", "overflow", "nonfinite", "best scales",
     )  # fmt: skip
-    table = [header, *map(_format_row, [*self.leaves, self.total])]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-      "  ".join(
-        cell.ljust(width) if i < 3 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-      ).rstrip()
-      for row in table
-    ]
-    return f"In {self.dtype}, times {self.loss_scale:g}:\n" + "\n".join(lines)
+    rows = [_cells(row) for row in (*self.leaves, self.total)]
+    table = _tables.table(header, rows, left=3)
+    return f"In {self.dtype}, times {self.loss_scale:g}:\n{table}"
 
 
 def gradient_report(
@@ -151,95 +144,31 @@ def gradient_report(
   dtype = _limits.as_small_float(dtype)
   scale = _limits.as_scale(loss_scale)
   limits = _limits.limits_of(dtype)
-  measured = _leaves.measure_grads(
-    grads,
-    "gradient_report",
-    lambda leaf: _measure(leaf, *_in_dtype_of(leaf, scale, limits)),
-  )
+  measured = _measuring.measure(grads, scale, limits)
   rows = [
-    _make_row(name, leaf.shape, str(leaf.dtype), leaf.size, found, limits)
+    _row(name, leaf.shape, str(leaf.dtype), leaf.size, found, limits)
     for name, leaf, found in measured
   ]
-  total_size = sum(leaf.size for _, leaf, _ in measured)
-  in_all = _add_up([found for _, _, found in measured])
-  total = _make_row("total", (), "", total_size, in_all, limits)
+  size = sum(leaf.size for _, leaf, _ in measured)
+  in_all = _measuring.add_up([found for _, _, found in measured])
+  total = _row("total", (), "", size, in_all, limits)
   return GradientReport(str(dtype), scale, tuple(rows), total)
 
 
-class _Measured(NamedTuple):
-  """What is read back of one leaf."""
-
-  largest: Any
-  smallest: Any  # inf if there is none
-  zero: Any
-  flushed: Any
-  subnormal: Any
-  overflow: Any
-  nonfinite: Any
-
-
-def _in_dtype_of(leaf: Any, scale: float, limits: _limits.Limits) -> np.ndarray:
-  """The scale and the limits as the scalars that a leaf is compared with."""
-  is_double = jnp.finfo(leaf.dtype).bits > 32
-  with np.errstate(over="ignore"):  # A limit above float32's range is inf.
-    return np.array((scale, *limits), np.float64 if is_double else np.float32)
-
-
-@_leaves.reduce_on_device
-def _measure(
-  xp: Any, leaf: Any, scale: Any, zero: Any, normal: Any, inf: Any
-) -> _Measured:
-  finite = xp.isfinite(leaf)
-  size = _leaves.magnitude(xp, leaf)
-  nonzero = finite & (size > 0)
-  # Zeros in place of inf and NaN, so that numpy does not warn.
-  scaled = xp.where(finite, size, 0) * scale
-  count = lambda mask: _leaves.count(xp, mask)
-  return _Measured(
-    largest=xp.max(size, initial=0, where=nonzero),
-    smallest=xp.min(size, initial=xp.inf, where=nonzero),
-    zero=count(size == 0),
-    flushed=count(nonzero & (scaled <= zero)),
-    subnormal=count((scaled > zero) & (scaled < normal)),
-    overflow=count(scaled >= inf),
-    nonfinite=count(~finite),
-  )
-
-
-def _add_up(measured: list[_Measured]) -> _Measured:
-  """All leaves together, in Python numbers, which do not overflow."""
-  counts = [
-    sum(int(getattr(found, name)) for found in measured)
-    for name in _Measured._fields[2:]
-  ]
-  return _Measured(
-    max((float(found.largest) for found in measured), default=0.0),
-    min((float(found.smallest) for found in measured), default=math.inf),
-    *counts,
-  )
-
-
-def _make_row(
+def _row(
   name: str,
   shape: tuple[int, ...],
   dtype: str,
   size: int,
-  found: _Measured,
+  found: _measuring.Measured,
   limits: _limits.Limits,
 ) -> GradientStats:
   largest, smallest = float(found.largest), float(found.smallest)
   shares = [int(number) / max(size, 1) for number in found[2:]]
-  row = (
-    name,
-    tuple(shape),
-    dtype,
-    size,
-    largest,
-    smallest if largest > 0 else 0.0,
-    *shares,
-    _best_scales(largest, smallest, limits),
-  )
-  return GradientStats._make(row)
+  smallest_or_0 = smallest if largest > 0 else 0.0
+  best_scales = _best_scales(largest, smallest, limits)
+  sizes = largest, smallest_or_0, *shares
+  return GradientStats._make((name, shape, dtype, size, *sizes, best_scales))
 
 
 def _best_scales(
@@ -256,7 +185,7 @@ def _best_scales(
   return max(min(low, high), -bound), high
 
 
-def _format_row(row: GradientStats) -> tuple[str, ...]:
+def _cells(row: GradientStats) -> tuple[str, ...]:
   low, high = row.best_scales or (None, None)
   return (
     row.name,

@@ -1,20 +1,21 @@
 """Runs a jaxpr one operation at a time, and marks what is not finite."""
 
 from collections.abc import Callable
-from typing import Any
+import functools
+from typing import Any, NamedTuple, TypeVar
 
 from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import (
+from optax_lossscale.diagnostics._overflow import (
   _bits,
-  _entering,
   _marks,
+  _patience,
   _refs,
+  _report,
   _runners,
-  _sources,
 )
 
 # Operations whose result stays finite if an input that is not is replaced by
@@ -34,33 +35,57 @@ _NEUTRAL = {
 }  # fmt: skip
 
 
+_Made = TypeVar("_Made")
+
+
+class Entry(NamedTuple):
+  """An equation that is walked into.
+
+  Attributes:
+    stepper: what walks.
+    eqn: the equation.
+    inputs: the values that it reads.
+    place: where it stands.
+    arrays_too: whether the arrays are asked for, and not only their marks.
+  """
+
+  stepper: "Stepper"
+  eqn: core.JaxprEqn
+  inputs: list[_marks.Value]
+  place: _jaxprs.Place
+  arrays_too: bool
+
+
+# What walks into an equation. It returns the values of its outputs, or None if
+# the equation cannot be entered.
+Enter = Callable[[Entry], list[_marks.Value] | None]
+
+
 class Stepper:
   """Runs jaxprs one operation at a time.
 
   Attributes:
     origins: where to note what is found.
-    describe: what to note of an operation: a function of its name, the values
-      that it read, its place, its output, the new entries of it that are not
-      finite, and the runner.
     runner: how to run one operation.
+    how_to_enter: what enters an equation, if anything does.
   """
 
   def __init__(
     self,
     origins: _marks.Origins,
-    describe: Callable[..., Any],
     runner: _runners.Runner,
+    how_to_enter: Callable[[core.JaxprEqn], Enter | None],
   ):
     self.origins = origins
-    self.describe = describe
     self.runner = runner
+    self.how_to_enter = how_to_enter
     self._made: dict[tuple[str, int], tuple[Any, Any]] = {}
 
   def run(
     self,
     closed: _jaxprs.ClosedJaxpr,
     inputs: list[_marks.Value],
-    place: _sources.Place,
+    place: _jaxprs.Place,
   ) -> list[_marks.Value]:
     """Runs a jaxpr.
 
@@ -78,7 +103,7 @@ class Stepper:
       env[var] = self.constant(self.runner.lift(const, var), "constant", place)
     del inputs
 
-    def read(atom: Any, its_place: _sources.Place) -> _marks.Value:
+    def read(atom: Any, its_place: _jaxprs.Place) -> _marks.Value:
       if not isinstance(atom, core.Literal):
         return env[atom]
       aval: Any = atom.aval
@@ -88,7 +113,7 @@ class Stepper:
     for eqn, last_read in _jaxprs.needed_equations(jaxpr):
       its_place = place.at(eqn, jaxpr)
       its_inputs = [read(atom, its_place) for atom in eqn.invars]
-      outs = self._step(jaxpr, eqn, its_inputs, its_place)
+      outs = self._step(eqn, its_inputs, its_place)
       del its_inputs
       env.update(zip(eqn.outvars, outs, strict=True))
       for var in last_read:
@@ -96,23 +121,21 @@ class Stepper:
     return [read(atom, place) for atom in jaxpr.outvars]
 
   def constant(
-    self, array: Any, name: str, place: _sources.Place
+    self, array: Any, name: str, place: _jaxprs.Place
   ) -> _marks.Value:
     """A value that no operation has made."""
     if _bits.are_finite([array])[0]:
       return _marks.Value(array)
-    describe = lambda out, own: self.describe(
-      name, [], place, out, own, self.runner
-    )
-    op = _marks.Operation(None, [], None, True, False, describe)
+    describe = functools.partial(_report.describe, name, [], place, self.runner)
+    op = _marks.Operation(None, [], None, True, describe)
     return _marks.mark(self.origins, op, [array])[0]
 
   def run_body(
     self,
     closed: _jaxprs.ClosedJaxpr,
     inputs: list[_marks.Value],
-    place: _sources.Place,
-    patience: _entering.Patience,
+    place: _jaxprs.Place,
+    patience: _patience.Patience,
   ) -> list[_marks.Value]:
     """Runs one iteration of a loop: at once, and step by step if need be."""
     has_effect = self._kept(
@@ -137,16 +160,16 @@ class Stepper:
 
   def _step(
     self,
-    jaxpr: core.Jaxpr,
     eqn: core.JaxprEqn,
     inputs: list[_marks.Value],
-    place: _sources.Place,
+    place: _jaxprs.Place,
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
-    enter = self._kept("enter", eqn, lambda: _entering.how_to_enter(eqn))
+    enter = self._kept("enter", eqn, lambda: self.how_to_enter(eqn))
     once = self._kept("effect", eqn, lambda: _jaxprs.has_effect(eqn))
+    entry = Entry(self, eqn, inputs, place, arrays_too=once)
     if enter is not None and once:
-      entered = enter(self, eqn, inputs, place, True)
+      entered = enter(entry)
       if entered is not None:
         return entered
     variables = _runners.variables_of(eqn)
@@ -160,9 +183,9 @@ class Stepper:
     if all(_bits.are_finite(outs)):
       return list(map(_marks.Value, outs))
     if enter is not None and not once:
-      entered = enter(self, eqn, inputs, place, False)
-      known = _marks.bits_of_all(entered or [])
-      if entered is not None and known:
+      entered = enter(entry) or []
+      known = _marks.bits_of_all(entered)
+      if known:
         return _marks.agree(self.origins, outs, entered, known)
     op = self._operation(eqn, None if once else run, read, inputs, place)
     return _marks.mark(self.origins, op, outs)
@@ -173,7 +196,7 @@ class Stepper:
     run: _runners.Run | None,
     read: list[_marks.Value],
     inputs: list[_marks.Value],
-    place: _sources.Place,
+    place: _jaxprs.Place,
   ) -> _marks.Operation:
     name = _jaxprs.name_of(eqn)
     literals = [v.val for v in eqn.invars if isinstance(v, core.Literal)]
@@ -181,14 +204,18 @@ class Stepper:
       run=run,
       inputs=read,
       neutral=_NEUTRAL.get(name),
-      has_inf=any(map(_is_inf, literals)),
-      has_nan=any(map(_is_nan, literals)),
-      describe=lambda out, own: self.describe(
-        name, inputs, place, out, own, self.runner
+      writes_inf=any(map(_is_inf, literals))
+      and not any(map(_is_nan, literals)),
+      describe=functools.partial(
+        _report.describe,
+        name,
+        [value.array for value in inputs],
+        place,
+        self.runner,
       ),
     )
 
-  def _kept(self, purpose: str, thing: Any, make: Callable[[], Any]) -> Any:
+  def _kept(self, purpose: str, thing: Any, make: Callable[[], _Made]) -> _Made:
     """What ``make`` returns, made once for each purpose and thing."""
     # The thing is kept as well, so that no other gets its id.
     key = purpose, id(thing)

@@ -12,8 +12,9 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from optax_lossscale.diagnostics import _bits
+from optax_lossscale.diagnostics._overflow import _bits, _report
 
 # The last bit is for all that finds no bit of its own.
 _BITS = [1 << i for i in range(32)]
@@ -31,7 +32,9 @@ class Value:
 
   __slots__ = ("__weakref__", "_bits", "array", "marks", "shadow")
 
-  def __init__(self, array: Any, marks: Any = None, bits: int | None = None):
+  def __init__(
+    self, array: Any, marks: np.ndarray | None = None, bits: int | None = None
+  ):
     self.array = array
     self.marks = marks
     self.shadow: Any = None
@@ -49,7 +52,7 @@ class Value:
 
 class _Found(NamedTuple):
   number: int
-  origin: Any
+  origin: _report.Overflow
   is_constant: bool
 
 
@@ -61,19 +64,32 @@ class Origins:
     self._marked: weakref.WeakSet[Value] = weakref.WeakSet()
     self._count = 0
 
-  def value(self, array: Any, marks: Any, bits: int | None = None) -> Value:
+  def value(
+    self, array: Any, marks: np.ndarray | None, bits: int | None = None
+  ) -> Value:
     """A value whose marks are known to be in use."""
     value = Value(array, marks, bits)
     self._marked.add(value)
     return value
 
-  def in_ref(self, value: Value, marks: Any) -> Value:
+  def moved(
+    self,
+    value: Value,
+    array: Any,
+    move: Callable[[np.ndarray], np.ndarray],
+  ) -> Value:
+    """What was made of a value's array, with marks that are made likewise."""
+    if value.marks is None:
+      return Value(array)
+    return self.value(array, move(value.marks))
+
+  def in_ref(self, value: Value, marks: np.ndarray) -> Value:
     """The value of a Ref, with marks on what it holds."""
     value.shadow = jax.new_ref(jnp.asarray(marks))
     self._marked.add(value)
     return value
 
-  def add(self, origin: Any, is_constant: bool = False) -> int:
+  def add(self, origin: _report.Overflow, is_constant: bool = False) -> int:
     """The bit of a new origin.
 
     Args:
@@ -92,14 +108,12 @@ class Origins:
 
   def _free_bit(self) -> int:
     """A bit without an origin, or that no value carries; 0 if there is none."""
-    free = [bit for bit in _BITS[:-1] if bit not in self._by_bit]
-    if not free:
+    if self._by_bit.keys() >= set(_BITS[:-1]):
       used = bits_of_all(list(self._marked))
       self._by_bit = {b: f for b, f in self._by_bit.items() if b & used}
-      free = [bit for bit in _BITS[:-1] if bit not in self._by_bit]
-    return free[0] if free else 0
+    return next((bit for bit in _BITS[:-1] if bit not in self._by_bit), 0)
 
-  def _bit_of_one_like(self, origin: Any) -> int:
+  def _bit_of_one_like(self, origin: _report.Overflow) -> int:
     """The bit of an origin on the same line, as in another iteration."""
     kind = origin.primitive, origin.source
     for bit, found in self._by_bit.items():
@@ -107,7 +121,7 @@ class Origins:
         return bit
     return 0
 
-  def named(self, values: list[Value]) -> list[Any]:
+  def named(self, values: list[Value]) -> list[_report.Overflow]:
     """The origins of these values, in the order in which they were found."""
     bits = bits_of_all(values)
     found = sorted(f for b, f in self._by_bit.items() if b & bits)
@@ -128,17 +142,15 @@ class Operation(NamedTuple):
     inputs: the values that it read.
     neutral: what to put in place of an entry that is not finite, to see whether
       the others are enough to make an inf; None if that cannot be told.
-    has_inf: whether an inf is written in the operation itself.
-    has_nan: whether a NaN is.
+    writes_inf: whether an inf, and no NaN, is written in the operation itself.
     describe: what to remember of it, for an output and its new entries.
   """
 
   run: Callable[[list[Any]], list[Any]] | None
   inputs: list[Value]
   neutral: float | None
-  has_inf: bool
-  has_nan: bool
-  describe: Callable[[Any, Any], Any]
+  writes_inf: bool
+  describe: Callable[[Any, np.ndarray], _report.Overflow]
 
 
 def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
@@ -157,7 +169,7 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
     The values, with marks on those that are not finite.
   """
   known = bits_of_all(op.inputs)
-  clean, alone = _run_again(op, known)
+  clean, alone = _run_again(op, known, outs)
   rest, constants = _rest(origins, known), origins.constants()
   own = 0
   values = []
@@ -168,8 +180,6 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
       values.append(Value(out))
       continue
     without = clean[i] if clean else None
-    if not known:
-      without = out
     with_this = {bit: arrays[i] for bit, arrays in alone.items()}
     marks, is_own = _bits.attribute(out, without, with_this, rest, constants)
     if is_own.any():
@@ -180,7 +190,7 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
 
 
 def _run_again(
-  op: Operation, known: int
+  op: Operation, known: int, outs: list[Any]
 ) -> tuple[list[Any] | None, dict[int, list[Any]]]:
   """What the operation returns without what is not finite, or with parts of it.
 
@@ -189,7 +199,9 @@ def _run_again(
     tells anything, and what it returns with the marked entries of some bits
     alone, if there are several.
   """
-  if op.run is None or not known:
+  if not known:
+    return outs, {}
+  if op.run is None:
     return None, {}
   clean = None
   if op.neutral is not None:
@@ -202,11 +214,10 @@ def _run_again(
 
 
 def _add_origin(
-  origins: Origins, op: Operation, out: Any, is_own: Any, known: int
+  origins: Origins, op: Operation, out: Any, is_own: np.ndarray, known: int
 ) -> int:
-  is_constant = op.has_inf and not op.has_nan and not known
-  origin = op.describe(out, is_own)
-  return origins.add(origin, is_constant and not _bits.has_nan(out))
+  is_constant = op.writes_inf and not known and not _bits.has_nan(out)
+  return origins.add(op.describe(out, is_own), is_constant)
 
 
 def agree(

@@ -1,11 +1,12 @@
 """The matrix products and convolutions of a jaxpr, and their flops."""
 
+import collections
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics import _sources, _walk
+from optax_lossscale.diagnostics._precision import _walk
 
 
 class Product(NamedTuple):
@@ -25,7 +26,7 @@ class Product(NamedTuple):
   accumulation: str
   flops: int
   times: int
-  place: _sources.Place
+  place: _jaxprs.Place
 
 
 def products_in(steps: list[_walk.Step]) -> list[Product]:
@@ -35,13 +36,11 @@ def products_in(steps: list[_walk.Step]) -> list[Product]:
     flops = _jaxprs.flops_of(step.eqn)
     if flops is not None:
       found.append((step, flops * step.times))
-  by_branch: dict[tuple[int, int], int] = {}
+  by_branch: collections.Counter[tuple[int, int]] = collections.Counter()
   for step, flops in found:
     for branch in step.branches:
-      by_branch[branch] = by_branch.get(branch, 0) + flops
-  largest: dict[int, int] = {}
-  for cond, i in sorted(by_branch, key=lambda branch: by_branch[branch]):
-    largest[cond] = i
+      by_branch[branch] += flops
+  largest = dict(sorted(by_branch, key=lambda branch: by_branch[branch]))
   return [
     _as_product(step, flops)
     for step, flops in found

@@ -1,0 +1,81 @@
+"""``find_overflow``: which operation an inf or a NaN comes from."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale import _jaxprs
+from optax_lossscale.diagnostics import _tracing
+from optax_lossscale.diagnostics._overflow import (
+  _entering,
+  _marks,
+  _report,
+  _runners,
+  _stepper,
+)
+
+
+def find_overflow(
+  fun: Callable[..., Any], *args: Any, **kwargs: Any
+) -> _report.Overflow | None:
+  """Finds the operation that the infs and NaNs in a result come from.
+
+  Runs the function once, operation by operation, on the host. From there it
+  follows each inf and NaN: what never reaches a result is not named, such as a
+  masked logit of -inf, or the branch of a ``where`` that is not taken. A
+  function that is called, a loop or a branch is run at once, and walked into
+  only if its result is not finite.
+
+  Args:
+    fun: any function that ``jax.jit`` could take, also one that is jitted or
+      differentiated: ``ols.grad(loss_fn, opt_state)``.
+    *args: its arguments. Among them may be whatever ``fun`` takes: models of
+      Flax NNX or Equinox, functions, strings.
+    **kwargs: its keyword arguments.
+
+  Returns:
+    None if all floats in the result are finite. Otherwise an
+    :class:`Overflow`: the first operation, in the order of the program, that
+    had finite inputs and a result that was not finite, and that reached the
+    result. There may be others in its field ``others``. An inf that is written
+    in the program is named only if there is nothing else.
+
+  Raises:
+    TypeError: if ``fun`` is not callable, or an argument is a shape or is
+      traced.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> def loss_fn(w, x):
+    ...   hidden = jnp.exp(x @ w)
+    ...   return jnp.mean(jnp.where(x > 0, hidden, 0).astype(jnp.float32))
+    >>> w = jnp.full((2, 2), 4, jnp.float16)
+    >>> x = jnp.array([[1, 1], [1, 2]], jnp.float16)
+    >>> hit = diagnostics.find_overflow(jax.value_and_grad(loss_fn), w, x)
+    >>> print(hit.kind, hit.primitive, hit.inputs[0])
+    inf exp float16[2,2] up to 12
+    >>> diagnostics.find_overflow(loss_fn, w, x / 2) is None
+    True
+  """
+  # NaNs are what is looked for, and loops are entered on purpose.
+  with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+    traced = _tracing.trace("find_overflow", fun, args, kwargs, shapes=False)
+    origins = _marks.Origins()
+    stepper = _stepper.Stepper(
+      origins, _runners.Runner(), _entering.how_to_enter
+    )
+    inputs = [
+      stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
+      for x, name in zip(traced.inputs, traced.names, strict=True)
+    ]
+    with _tracing.mesh_of(traced.inputs):
+      outs = stepper.run(traced.closed, inputs, _jaxprs.Place())
+    found = origins.named(outs)
+  if not found:
+    return None
+  return dataclasses.replace(found[0], others=tuple(found[1:]))

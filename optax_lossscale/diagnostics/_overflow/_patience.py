@@ -1,0 +1,34 @@
+"""When to stop walking into the iterations of a loop."""
+
+import collections
+
+from optax_lossscale.diagnostics._overflow import _marks
+
+# A loop may go wrong in each of a million iterations. After as many as this
+# that went wrong in the same way, meaning in the same inputs and outputs, what
+# is not finite is blamed on what was found before.
+_MOST_ITERATIONS = 30
+
+
+class Patience:
+  """How many more iterations of a loop to run step by step."""
+
+  def __init__(self, origins: _marks.Origins) -> None:
+    self._origins = origins
+    self._seen: collections.Counter[tuple[bool, ...]] = collections.Counter()
+    # A value of its own, so that none of its bits is given to another origin.
+    self._found = _marks.Value(None)
+
+  @property
+  def known(self) -> int:
+    """The bits of the origins that were found in this loop."""
+    return self._found.bits
+
+  def remember(self, bits: int) -> None:
+    """Adds to the bits that are known."""
+    self._found = self._origins.value(None, None, self.known | bits)
+
+  def is_over(self, finite: list[bool]) -> bool:
+    """Whether it is over for iterations in which these values are finite."""
+    self._seen[tuple(finite)] += 1
+    return self.known > 0 and self._seen[tuple(finite)] > _MOST_ITERATIONS

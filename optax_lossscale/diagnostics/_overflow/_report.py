@@ -1,0 +1,127 @@
+"""What ``find_overflow`` tells: an operation, what it read, and where it is."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _jaxprs
+from optax_lossscale.diagnostics._overflow import _bits, _runners
+
+
+class Operand(NamedTuple):
+  """What an operation read.
+
+  Attributes:
+    shape: the shape, under ``shard_map`` that on one device.
+    dtype: the dtype.
+    largest: the largest magnitude of what is finite; 0.0 if nothing is, None
+      if these are no numbers.
+    finite: whether all of it is.
+  """
+
+  shape: tuple[int, ...]
+  dtype: Any
+  largest: float | None
+  finite: bool
+
+  def __str__(self) -> str:
+    text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+    if self.largest is not None:
+      text += f" up to {float(f'{self.largest:.3g}'):g}"
+    return text if self.finite else f"{text} beside inf or nan"
+
+
+@dataclasses.dataclass(frozen=True)
+class Overflow:
+  """Where an inf or a NaN in a result comes from.
+
+  Attributes:
+    primitive: the operation: JAX's name of the primitive. ``"argument"`` and
+      ``"constant"`` stand for a number that was not finite to begin with.
+    dtype: the dtype of its result.
+    kind: ``"inf"`` or ``"nan"``. An inf is told before a NaN.
+    source: the user's line, ``"model.py:32 (Block.__call__)"``; empty if none
+      is known. In the backward pass it is the line that is differentiated.
+    path: the way to it, ``"jit(block)/scan[3]/dot_general"``. Iterations are
+      counted from 0. In the backward pass over a scan, they have the numbers of
+      the forward pass. For an argument, it is its name.
+    backward: whether it belongs to a backward pass.
+    inputs: an :class:`Operand` for each of its inputs.
+    others: further origins, in the order in which they were found. Theirs is
+      empty.
+  """
+
+  primitive: str
+  dtype: np.dtype
+  kind: str
+  source: str
+  path: str
+  backward: bool
+  inputs: tuple[Operand, ...]
+  others: tuple["Overflow", ...] = ()
+
+  def __str__(self) -> str:
+    is_argument = self.primitive == "argument"
+    within = self.path if is_argument else self.path.rpartition("/")[0]
+    parts = [
+      f"{self.kind} in {self.dtype} from {self.primitive}",
+      f"in {within}" if within else "",
+      self.source,
+      "backward" if self.backward else "",
+    ]
+    text = ", ".join(part for part in parts if part)
+    if self.inputs:
+      text += f":\n  inputs {', '.join(map(str, self.inputs))}"
+    if self.others:
+      text += f"\n  and from {len(self.others)} more: see others"
+    return text
+
+
+def describe(
+  primitive: str,
+  inputs: list[Any],
+  place: _jaxprs.Place,
+  runner: _runners.Runner,
+  out: jax.Array,
+  own: np.ndarray,
+) -> Overflow:
+  """What to tell of an operation.
+
+  Args:
+    primitive: its name.
+    inputs: the arrays that it read.
+    place: where it stands.
+    runner: what ran it.
+    out: an output that is not finite.
+    own: which entries of it are this operation's own.
+
+  Returns:
+    An :class:`Overflow`.
+  """
+  is_argument = primitive == "argument"
+  path = place.path if is_argument else (*place.path, primitive)
+  return Overflow(
+    primitive=primitive,
+    dtype=np.dtype(out.dtype),
+    kind="inf" if (np.isinf(_bits.as_numbers(out)) & own).any() else "nan",
+    source=place.source,
+    path="/".join(path),
+    backward=place.backward,
+    inputs=tuple(_operand(array, runner) for array in inputs),
+  )
+
+
+def _operand(array: Any, runner: _runners.Runner) -> Operand:
+  shape = runner.shape(array)
+  is_number = isinstance(array, jax.Array) and jnp.issubdtype(
+    array.dtype, jnp.number
+  )
+  if not is_number or array.size == 0:
+    return Operand(shape, array.dtype, None, True)
+  numbers = _bits.as_numbers(array)
+  finite = np.isfinite(numbers)
+  sizes = np.abs(np.where(finite, numbers, np.zeros_like(numbers)))
+  return Operand(shape, array.dtype, float(sizes.max()), bool(finite.all()))

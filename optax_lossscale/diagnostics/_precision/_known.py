@@ -1,0 +1,74 @@
+"""What is known of the variables of a jaxpr before anything is computed."""
+
+from collections.abc import Sequence
+import math
+from typing import Any
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+
+from optax_lossscale import _jaxprs
+
+# The numbers in their results are those of their input.
+_ONLY_MOVE = {"broadcast_in_dim", "copy", "pvary", "reshape", "squeeze"}
+_SUMS = {"reduce_sum", "reduce_window_sum", "reduce_prod"}
+_CUMULATIVE = {"cumsum", "cumprod", "cumlogsumexp"}
+
+
+class Known:
+  """What is known of variables before anything is computed."""
+
+  def __init__(self) -> None:
+    self._numbers: dict[Any, float] = {}
+    self._terms: dict[Any, int] = {}
+
+  def number(self, atom: Any) -> float | None:
+    """The number that all entries of a constant are, if it is one."""
+    if isinstance(atom, core.Literal):
+      return _as_number(atom.val)
+    return self._numbers.get(atom)
+
+  def terms(self, atom: Any) -> int:
+    """How many terms a value is the sum of; 1 if it is none."""
+    return 1 if isinstance(atom, core.Literal) else self._terms.get(atom, 1)
+
+  def learn(self, eqn: core.JaxprEqn) -> None:
+    """Remembers what follows of the result of an equation."""
+    for var in eqn.outvars[:1]:
+      self._terms[var] = terms_in_sum(eqn)
+      if eqn.primitive.name in _ONLY_MOVE:
+        self._learn(var, self.number(eqn.invars[0]))
+
+  def within(self, outer: Sequence[Any], inner: _jaxprs.ClosedJaxpr) -> "Known":
+    """What is known in a jaxpr, of which these are the first inputs."""
+    known = Known()
+    for atom, var in zip(outer, inner.jaxpr.invars, strict=False):
+      known._learn(var, self.number(atom))
+    for var, const in zip(inner.jaxpr.constvars, inner.consts, strict=True):
+      known._learn(var, _as_number(const))
+    return known
+
+  def _learn(self, var: Any, number: float | None) -> None:
+    if number is not None:
+      self._numbers[var] = number
+
+
+def terms_in_sum(eqn: core.JaxprEqn) -> int:
+  """How many terms each result of an operation is the sum of."""
+  name = eqn.primitive.name
+  shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
+  if name == "reduce_window_sum":
+    return math.prod(eqn.params.get("window_dimensions", ()))
+  if name in _CUMULATIVE and "axis" in eqn.params:
+    return shape[eqn.params["axis"]]
+  axes = eqn.params.get("axes", ()) if name in _SUMS else ()
+  return math.prod(shape[axis] for axis in axes)
+
+
+def _as_number(const: Any) -> float | None:
+  """A real scalar as a number."""
+  if isinstance(const, jax.core.Tracer):
+    return None  # A solver closes over what was traced around it.
+  is_real = jnp.issubdtype(jnp.result_type(const), jnp.floating)
+  return float(const) if is_real and jnp.shape(const) == () else None
