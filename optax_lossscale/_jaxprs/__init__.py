@@ -9,11 +9,11 @@ then takes the equation as a whole. Nothing here raises because of a new JAX.
 """
 
 from optax_lossscale._jaxprs._equations import (
-  context_of,
   AnyJaxpr,
   called_jaxpr,
   closed,
   ClosedJaxpr,
+  context_of,
   equations_of,
   function,
   has_effect,
@@ -63,8 +63,8 @@ __all__ = [
   "call_name",
   "called_jaxpr",
   "closed",
-  "context_of",
   "cond_of",
+  "context_of",
   "equations_of",
   "flops_of",
   "function",

@@ -9,10 +9,9 @@ import numpy as np
 
 from optax_lossscale import _checks
 from optax_lossscale._autocast import _kept
-from optax_lossscale.diagnostics import _limits, _tracing
+from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._comparison import (
   _effects,
-  _errors,
   _progress,
   _report,
   _rows,
