@@ -10,6 +10,7 @@ then takes the equation as a whole. Nothing here raises because of a new JAX.
 
 from optax_lossscale._jaxprs._equations import (
   AnyJaxpr,
+  Atom,
   called_jaxpr,
   closed,
   ClosedJaxpr,
@@ -51,6 +52,7 @@ from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 __all__ = [
   "BEHAVES_LIKE",
   "AnyJaxpr",
+  "Atom",
   "ClosedJaxpr",
   "Cond",
   "HiScan",

@@ -15,6 +15,7 @@ else:
   ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
 
 AnyJaxpr = core.Jaxpr | ClosedJaxpr
+Atom = core.Var | core.Literal  # what an equation reads
 
 # Equations that do nothing but call their jaxpr with all of their inputs.
 _CALLS = {

@@ -223,7 +223,7 @@ def mean_square(fun):
 
 @programs
 def test_all_products_run_in_half_and_the_result_is_the_same(fun):
-  skip_if_jax_cannot(fun, X, W)
+  skip_if_jax_cannot(jax.eval_shape, fun, X, W)
   half = ols.autocast(fun)
   assert set(equations.products(half, X, W)) == {"float16"}
   # Each of them once.
@@ -240,7 +240,7 @@ def test_the_gradient_is_the_same_and_its_products_run_in_half(fun):
   else:
     gradient = lambda f: jax.grad(mean_square(f), argnums=(0, 1))
   half, full = gradient(ols.autocast(fun)), gradient(fun)
-  skip_if_jax_cannot(full, X, W)
+  skip_if_jax_cannot(jax.eval_shape, full, X, W)
   assert set(equations.products(half, X, W)) == {"float16"}
   for actual, expected in zip(
     jax.tree.leaves(jax.jit(half)(X, W)),
@@ -270,7 +270,7 @@ def test_a_weakly_typed_product_stays_so():
 @programs
 def test_a_transformed_function_is_the_same(fun):
   if fun is not while_loop:
-    skip_if_jax_cannot(jax.grad(mean_square(fun)), X, W)
+    skip_if_jax_cannot(jax.eval_shape, jax.grad(mean_square(fun)), X, W)
   half, loss = ols.autocast(fun), mean_square(fun)
   stack = lambda x: jnp.stack([x, x + 1])
   assert_same_bits(

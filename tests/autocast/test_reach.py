@@ -298,7 +298,7 @@ def test_the_gradients_of_objects_of_hijax_run_in_half(fun, flag):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(cast(fun)(a, b)))
 
   with hijax.flags_on(flag):
-    skip_if_jax_cannot(jax.grad(loss), A, B)
+    skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), A, B)
     half = jax.grad(lambda a, b: loss(a, b, ols.autocast), (0, 1))
     assert set(equations.products(half, A, B)) == {"float16"}
     for actual, expected in zip(

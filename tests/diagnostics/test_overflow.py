@@ -10,6 +10,7 @@ import types
 
 from flax import nnx
 from helpers import faulty_models, harmless_models, hijax
+from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def line_of(name):
 def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
   make, kind, path, backward, function = FAULTS[name]
   fun, *args = make()
-  hijax.skip_if_jax_cannot(lambda: fun(*args))
+  skip_if_jax_cannot(fun, *args)
   if name == "remat_backward" and hijax.is_on("jax_remat3"):
     path = "dot_general"  # JAX leaves nothing of the checkpoint there.
 
@@ -418,7 +419,7 @@ def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
   place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
 
   fun, args = jax.value_and_grad(loss_fn), (place(w, P()), place(x, spec))
-  hijax.skip_if_jax_cannot(lambda: jax.jit(fun)(*args))
+  skip_if_jax_cannot(jax.jit(fun), *args)
 
   hit = find_overflow(wrap(fun), *args)
   assert hit.path.endswith("shard_map/scan[2]/mul")

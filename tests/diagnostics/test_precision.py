@@ -7,6 +7,7 @@ import equinox as eqx
 from flax import linen as nn
 from flax import nnx
 from helpers import hijax
+from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -118,7 +119,7 @@ MODELS = {
 def test_the_flops_are_those_of_xla(name):
   fun, *args = MODELS[name]()
   if name == "recurrent":
-    hijax.skip_if_jax_cannot(lambda: jax.eval_shape(fun, *args))
+    skip_if_jax_cannot(jax.eval_shape, fun, *args)
   report = precision_report(fun, *args)
 
   def arrays_only(*leaves):

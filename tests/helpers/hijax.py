@@ -32,17 +32,3 @@ def flags_on(*flags):
 def all_flags():
   """Turns all of them on; skips the test if this JAX has not all."""
   return flags_on(*FLAGS)
-
-
-def skip_if_jax_cannot(run):
-  """Skips a test whose program JAX alone cannot run with the flags that are on.
-
-  A scan with ``jax_scan3`` has neither a gradient nor ``vmap``, for example.
-  """
-  flags = list(filter(is_on, FLAGS))
-  if not flags:
-    return
-  try:
-    run()
-  except (NotImplementedError, TypeError, IndexError) as error:
-    pytest.skip(f"JAX itself cannot, with {', '.join(flags)}: {error}"[:200])

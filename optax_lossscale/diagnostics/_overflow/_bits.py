@@ -37,7 +37,7 @@ def _all_finite(x: Any) -> Any:
   return jnp.isfinite(x).all()
 
 
-def as_numbers(x: Any) -> Any:
+def as_numbers(x: Any) -> np.ndarray:
   """An array on the host, in a dtype that numpy knows of."""
   x = np.asarray(x)
   is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -47,40 +47,42 @@ def as_numbers(x: Any) -> Any:
   return x
 
 
-def _not_finite(x: Any) -> Any:
+def _not_finite(x: Any) -> np.ndarray:
   return ~np.isfinite(as_numbers(x))
 
 
-def union(marks: Any) -> int:
+def union(marks: np.ndarray | jax.Array) -> int:
   """All bits that are set in the marks."""
   return functools.reduce(operator.or_, np.unique(marks).tolist(), 0)
 
 
-def no_marks(like: Any) -> Any:
+def no_marks(like: Any) -> np.ndarray:
   """Marks of this shape that mark nothing."""
   return np.zeros(like.shape, np.uint32)
 
 
-def keep_only(array: Any, marks: Any, bit: int, neutral: float) -> Any:
+def keep_only(
+  array: jax.Array, marks: np.ndarray, bit: int, neutral: float
+) -> jax.Array:
   """The array, with a neutral number in each entry that has not this bit."""
   others = (marks != 0) & (marks & np.uint32(bit) == 0)
   kept = np.where(others, np.asarray(neutral, array.dtype), np.asarray(array))
   return placed_like(kept, array)
 
 
-def placed_like(x: Any, array: Any) -> Any:
+def placed_like(x: np.ndarray, array: jax.Array) -> jax.Array:
   """An array of the host on the devices of another."""
   is_on_mesh = isinstance(array.sharding, jax.sharding.NamedSharding)
   return jax.device_put(x, array.sharding if is_on_mesh else None)
 
 
 def attribute(
-  out: Any,
-  without: Any | None,
-  alone: dict[int, Any],
+  out: jax.Array,
+  without: jax.Array | None,
+  alone: dict[int, jax.Array],
   rest: int,
   constants: int,
-) -> tuple[Any, Any]:
+) -> tuple[np.ndarray, np.ndarray]:
   """The marks of an output, and which entries are the operation's own."""
   bad = _not_finite(out)
   is_own = np.zeros_like(bad)
@@ -96,16 +98,16 @@ def attribute(
   return marks, is_own | (np.isnan(as_numbers(out)) & is_constant)
 
 
-def fill(marks: Any, out: Any, bits: int) -> Any:
+def fill(marks: np.ndarray, out: jax.Array, bits: int) -> np.ndarray:
   """The marks, with these bits on what is not finite and has none."""
   return np.where(_not_finite(out) & (marks == 0), np.uint32(bits), marks)
 
 
-def mark_all(out: Any, bits: int) -> Any:
+def mark_all(out: jax.Array, bits: int) -> np.ndarray:
   """Marks with these bits wherever an array is not finite."""
   return np.where(_not_finite(out), np.uint32(bits), np.uint32(0))
 
 
-def has_nan(x: Any) -> bool:
+def has_nan(x: jax.Array) -> bool:
   """Whether an array holds a NaN."""
   return bool(np.isnan(as_numbers(x)).any())

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 import functools
 from typing import Any
 
+import jax
 from jax.extend import core
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -75,7 +76,10 @@ def _enter_while(
 
 
 def _select(
-  stepper: _stepper.Stepper, flags: Any, new: _marks.Value, old: _marks.Value
+  stepper: _stepper.Stepper,
+  flags: jax.Array,
+  new: _marks.Value,
+  old: _marks.Value,
 ) -> _marks.Value:
   """What comes after an iteration that only some rows still need.
 
@@ -88,8 +92,8 @@ def _select(
     return _marks.Value(array)
   none = np.uint32(0)
   marks = [none if v.marks is None else v.marks for v in (new, old)]
-  flags = np.expand_dims(flags, tuple(range(flags.ndim, array.ndim)))
-  return stepper.origins.value(array, np.where(flags, *marks))
+  rows = np.expand_dims(flags, tuple(range(flags.ndim, array.ndim)))
+  return stepper.origins.value(array, np.where(rows, *marks))
 
 
 def _enter_scan(
@@ -194,7 +198,7 @@ def _enter_shard_map(
 
 def _move(
   origins: _marks.Origins,
-  move: Callable[[int, Any], Any],
+  move: Callable[[int, jax.Array], jax.Array],
   values: list[_marks.Value],
 ) -> list[_marks.Value]:
   """All values, moved into a ``shard_map`` or out of it."""

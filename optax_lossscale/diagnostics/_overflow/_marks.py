@@ -234,7 +234,7 @@ def agree(
   ):
     if finite:
       results.append(Value(out))
-    elif value.bits:
+    elif value.marks is not None and value.bits:
       marks = _bits.fill(value.marks, out, value.bits)
       results.append(origins.value(out, marks))
     else:

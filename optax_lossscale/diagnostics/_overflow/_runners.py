@@ -1,6 +1,6 @@
 """How a part of a jaxpr is run: as it is, or on the devices of a shard_map."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 import functools
 import math
 from typing import Any
@@ -51,7 +51,7 @@ class Runner:
     found = np.unique(jax.device_get(array))
     return found.item() if found.size == 1 else None
 
-  def any_goes_on(self, flags: Any) -> bool | None:
+  def any_goes_on(self, flags: jax.Array) -> bool | None:
     """Whether one of the rows of a loop goes on, or None as above."""
     axes = tuple(range(self.axis, flags.ndim))
     return self.scalar(np.any(jax.device_get(flags), axis=axes))
@@ -60,7 +60,7 @@ class Runner:
     """A constant, as it is kept here."""
     return _as_array(array, atom)
 
-  def take(self, array: Any, i: int) -> Any:
+  def take(self, array: jax.Array, i: int) -> jax.Array:
     """One entry along the first axis within the jaxpr."""
     return _take(array, i, self.axis)
 
@@ -97,19 +97,24 @@ class ShardRunner(Runner):
     many = np.broadcast_to(jax.device_get(array), (count, *array.shape))
     return jax.device_put(many, placed)
 
-  def enter(self, i: int, array: Any) -> Any:
+  def enter(self, i: int, array: jax.Array) -> jax.Array:
     """An argument of the ``shard_map``, as it is kept here."""
     mapped = self._mapped
     spec = self._spec(mapped.body.jaxpr.invars[i])
     return self._map(lambda x: x[None], (mapped.in_specs[i],), spec)(array)
 
-  def leave(self, i: int, array: Any) -> Any:
+  def leave(self, i: int, array: jax.Array) -> jax.Array:
     """What the ``shard_map`` returns of what is kept here."""
     mapped = self._mapped
     spec = self._spec(mapped.body.jaxpr.outvars[i])
     return self._map(lambda x: x[0], (spec,), mapped.out_specs[i])(array)
 
-  def _on_shards(self, run: Run, inputs: list[Any], outputs: list[Any]) -> Run:
+  def _on_shards(
+    self,
+    run: Run,
+    inputs: Sequence[_jaxprs.Atom],
+    outputs: Sequence[_jaxprs.Atom],
+  ) -> Run:
     def fun(*shards: Any) -> list[Any]:
       return [x[None] for x in run([shard[0] for shard in shards])]
 
@@ -129,11 +134,11 @@ class ShardRunner(Runner):
       )
     )
 
-  def _spec(self, var: Any) -> PartitionSpec:
+  def _spec(self, var: _jaxprs.Atom) -> PartitionSpec:
     """How the first axis is spread: an entry on each device, or on all."""
     return PartitionSpec(self._differs_over(var))
 
-  def _differs_over(self, var: Any) -> tuple[Any, ...]:
+  def _differs_over(self, var: _jaxprs.Atom) -> tuple[str, ...]:
     """The axes of the mesh along which devices may hold different values."""
     mapped = self._mapped
     over = mapped.manual_axes
@@ -148,7 +153,7 @@ def _as_array(x: Any, atom: Any) -> Any:
   return x if is_ref or isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-def variables_of(eqn: core.JaxprEqn) -> list[Any]:
+def variables_of(eqn: core.JaxprEqn) -> list[core.Var]:
   """The variables that an equation reads, each once."""
   inputs = (v for v in eqn.invars if not isinstance(v, core.Literal))
   return list(dict.fromkeys(inputs))
@@ -164,18 +169,18 @@ def _without_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _take(array: Any, i: Any, axis: int) -> Any:
+def _take(array: jax.Array, i: int, axis: int) -> jax.Array:
   return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
 
 
 @jax.jit
-def select(flags: Any, a: Any, b: Any) -> Any:
+def select(flags: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   """The rows of one array that have a flag, and the others of another."""
   axes = tuple(range(flags.ndim, a.ndim))
   return jnp.where(jnp.expand_dims(flags, axes), a, b)
 
 
-def stack(arrays: list[Any], axis: int) -> Any:
+def stack(arrays: list[jax.Array], axis: int) -> jax.Array:
   """Many arrays along a new axis, a few at a time."""
   stacked = [
     jnp.stack(arrays[i : i + 100], axis) for i in range(0, len(arrays), 100)

@@ -103,7 +103,7 @@ class Stepper:
       env[var] = self.constant(self.runner.lift(const, var), "constant", place)
     del inputs
 
-    def read(atom: Any, its_place: _jaxprs.Place) -> _marks.Value:
+    def read(atom: _jaxprs.Atom, its_place: _jaxprs.Place) -> _marks.Value:
       if not isinstance(atom, core.Literal):
         return env[atom]
       aval: Any = atom.aval

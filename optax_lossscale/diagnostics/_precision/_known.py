@@ -20,16 +20,16 @@ class Known:
   """What is known of variables before anything is computed."""
 
   def __init__(self) -> None:
-    self._numbers: dict[Any, float] = {}
-    self._terms: dict[Any, int] = {}
+    self._numbers: dict[core.Var, float] = {}
+    self._terms: dict[core.Var, int] = {}
 
-  def number(self, atom: Any) -> float | None:
+  def number(self, atom: _jaxprs.Atom) -> float | None:
     """The number that all entries of a constant are, if it is one."""
     if isinstance(atom, core.Literal):
       return _as_number(atom.val)
     return self._numbers.get(atom)
 
-  def terms(self, atom: Any) -> int:
+  def terms(self, atom: _jaxprs.Atom) -> int:
     """How many terms a value is the sum of; 1 if it is none."""
     return 1 if isinstance(atom, core.Literal) else self._terms.get(atom, 1)
 
@@ -40,7 +40,9 @@ class Known:
       if eqn.primitive.name in _ONLY_MOVE:
         self._learn(var, self.number(eqn.invars[0]))
 
-  def within(self, outer: Sequence[Any], inner: _jaxprs.ClosedJaxpr) -> "Known":
+  def within(
+    self, outer: Sequence[_jaxprs.Atom], inner: _jaxprs.ClosedJaxpr
+  ) -> "Known":
     """What is known in a jaxpr, of which these are the first inputs."""
     known = Known()
     for atom, var in zip(outer, inner.jaxpr.invars, strict=False):
@@ -49,7 +51,7 @@ class Known:
       known._learn(var, _as_number(const))
     return known
 
-  def _learn(self, var: Any, number: float | None) -> None:
+  def _learn(self, var: core.Var, number: float | None) -> None:
     if number is not None:
       self._numbers[var] = number
 

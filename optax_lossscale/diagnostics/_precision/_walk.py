@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core
 
@@ -110,7 +110,7 @@ def _inside(step: Step, conds: Iterator[int]) -> _Inside:
 def _into(
   closed: _jaxprs.ClosedJaxpr,
   step: Step,
-  inputs: Sequence[Any] = (),
+  inputs: Sequence[_jaxprs.Atom] = (),
   times: int = 1,
 ) -> tuple[_jaxprs.ClosedJaxpr, Step]:
   """A jaxpr, and the step into it.
