@@ -1,6 +1,6 @@
 """Which products stay in float32 because the user named them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 import difflib
 import fnmatch
 from typing import Any
@@ -15,13 +15,14 @@ class Kept:
 
   Attributes:
     patterns: the patterns, as in ``fnmatch``.
+    has_unseen: whether there are products whose names cannot be known.
   """
 
   def __init__(self, patterns: tuple[str, ...] = ()) -> None:
     self.patterns = patterns
+    self.has_unseen = False
     self._matched: set[str] = set()
     self._names: dict[str, None] = {}
-    self._rules: list[Callable[[], Any]] = []
 
   def holds(self, place: _jaxprs.Place) -> bool:
     """Whether what stands at this place is to stay in float32."""
@@ -31,28 +32,20 @@ class Kept:
     self._matched |= found
     return bool(found)
 
-  def add_rule(self, see: Callable[[], bool]) -> None:
-    """Notes how to see the products of a rule, which no jaxpr holds yet."""
-    self._rules.append(see)
-
   def check(self) -> None:
     """Raises a ``ValueError`` if a pattern selects nothing."""
-    rules, self._rules = self._rules, []
-    if self._unmatched() and not all(rule() for rule in rules):
-      return  # What cannot be seen may be what is meant.
-    for pattern in self._unmatched():
-      names = list(self._names)
-      nearest = difflib.get_close_matches(pattern, names, _NEAREST, 0.0)
-      hint = f" The nearest names are {', '.join(map(repr, nearest))}."
-      raise ValueError(
-        "keep_float32 must name products of the function by their scope, by"
-        " their line, or by both, as optax_lossscale.diagnostics.precision_report"
-        f" prints them, got {pattern!r}, which selects none."
-        + (hint if nearest else " There are no products.")
-      )
-
-  def _unmatched(self) -> list[str]:
-    return [p for p in self.patterns if p not in self._matched]
+    unmatched = [p for p in self.patterns if p not in self._matched]
+    if not unmatched or self.has_unseen:
+      return
+    names = list(self._names)
+    nearest = difflib.get_close_matches(unmatched[0], names, _NEAREST, 0.0)
+    hint = f"The nearest names are {', '.join(map(repr, nearest))}."
+    raise ValueError(
+      "keep_float32 must name products of the function by their scope, their"
+      " line, or both, as optax_lossscale.diagnostics.precision_report prints"
+      f" them, got {unmatched[0]!r}, which selects none."
+      f" {hint if nearest else 'There are no products.'}"
+    )
 
 
 def as_patterns(patterns: Any) -> tuple[str, ...]:

@@ -32,12 +32,10 @@ class Settings(NamedTuple):
   Attributes:
     dtype: the dtype of the products.
     kept: the products that stay in float32.
-    place: where the function is called, if that is within another one.
   """
 
   dtype: Any
   kept: _kept.Kept
-  place: _jaxprs.Place = _jaxprs.Place()
 
 
 def call(fun: Callable[[], Any], settings: Settings, told: _told.Told) -> Any:
@@ -68,7 +66,7 @@ def call(fun: Callable[[], Any], settings: Settings, told: _told.Told) -> Any:
 
   closed = jax.make_jaxpr(traced)()
   rewriter = Rewriter(settings, told)
-  new, _ = rewriter.rewrite(closed, settings.place)
+  new, _ = rewriter.rewrite(closed, _jaxprs.Place())
   told.measure(closed.jaxpr)
   outs = iter(core.jaxpr_as_fun(new)())
   ((structure, is_traced, others),) = returned
@@ -79,11 +77,11 @@ def call(fun: Callable[[], Any], settings: Settings, told: _told.Told) -> Any:
   return jax.tree.unflatten(structure, leaves)
 
 
-def _call_in_rule(fun: Callable[[], Any], settings: Settings) -> Any:
+def _call_in_rule(fun: Callable[[], Any], dtype: Any) -> Any:
   """The same in a rule, where there is nobody else to tell what was missed."""
   told = _told.Told()
-  out = call(fun, settings, told)
-  message = told.message(settings.dtype)
+  out = call(fun, Settings(dtype, _kept.Kept()), told)
+  message = told.message(dtype)
   if message:
     _warnings.warn(message)
   return out
@@ -160,8 +158,7 @@ class Rewriter:
       return [eqn]
     # What nobody asks for need not be found: it takes a look at a traceback.
     inside = place.at(eqn, jaxpr) if self.kept.patterns else place
-    outside = inside._replace(stack=place.stack)
-    enter = functools.partial(self._enter, inside, outside, half, eqn)
+    enter = functools.partial(self._enter, inside, half, eqn)
     # Rules are traced where the axes of the mesh are known.
     is_mapped = _jaxprs.shard_map_of(eqn) is not None
     entered = _jaxprs.among_devices(eqn, enter) if is_mapped else enter()
@@ -191,21 +188,18 @@ class Rewriter:
 
   def _enter(
     self,
-    inside: _jaxprs.Place,
-    outside: _jaxprs.Place,
+    place: _jaxprs.Place,
     half: set[Any],
     eqn: core.JaxprEqn,
   ) -> list[core.JaxprEqn] | None:
     """The equation with what it holds rewritten; None if that cannot be."""
     make = _rules.how_to_make(eqn)
     if make is not None:
-      # A rule runs the equation, which has its own scope with it.
-      settings = Settings(self.dtype, self.kept, outside)
-      in_half = functools.partial(_call_in_rule, settings=settings)
-      function = functools.partial(self._function, inside)
+      if self._keeps_rule(eqn, place):
+        return [eqn]
+      in_half = functools.partial(_call_in_rule, dtype=self.dtype)
+      function = functools.partial(self._function, place)
       fun = make(eqn, _rules.Tools(function, in_half, self._guarded))
-      if fun is not None:
-        self.kept.add_rule(functools.partial(_rules.differentiates, fun, eqn))
       return fun and _jaxprs.equations_of(fun, eqn)
     are_half: list[bool] = []
     if _jaxprs.called_jaxpr(eqn) is not None:
@@ -214,12 +208,37 @@ class Rewriter:
       return None
 
     def replace(jaxpr: _jaxprs.AnyJaxpr) -> Any:
-      new, outs = self.rewrite(jaxpr, inside, are_half)
+      new, outs = self.rewrite(jaxpr, place, are_half)
       if are_half:  # The call returns what its function returns.
         half.update(itertools.compress(eqn.outvars, outs))
       return new
 
     return [_jaxprs.with_jaxprs(eqn, replace)]
+
+  def _keeps_rule(self, eqn: core.JaxprEqn, place: _jaxprs.Place) -> bool:
+    """Whether a rule stays as it is since one of its products is named.
+
+    It stays as a whole: nothing tells which of its products is the derivative
+    of which.
+    """
+    if not self.kept.patterns:
+      return False
+    seen = _rules.derivative_of(eqn)
+    self.kept.has_unseen |= seen is None
+    jaxprs = [*_products.jaxprs_to_search(eqn), *([seen] if seen else [])]
+    names_it = self.kept.holds(place)
+    return any([names_it, *(self._keeps_any(x, place) for x in jaxprs)])
+
+  def _keeps_any(self, jaxpr: core.Jaxpr, place: _jaxprs.Place) -> bool:
+    """Whether a product in a jaxpr is named. It looks at all of them."""
+    found = []
+    for eqn in jaxpr.eqns:
+      its_place = place.at(eqn, jaxpr)
+      if _products.is_product(eqn):
+        found.append(self.kept.holds(its_place))
+      inner = _products.jaxprs_to_search(eqn)
+      found += [self._keeps_any(x, its_place) for x in inner]
+    return any(found)
 
   def _function(
     self, place: _jaxprs.Place, closed: _jaxprs.ClosedJaxpr

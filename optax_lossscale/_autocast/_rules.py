@@ -138,24 +138,24 @@ def _vjp(
   return out, (pull_back, is_chosen)
 
 
-def differentiates(fun: Function, eqn: core.JaxprEqn) -> bool:
-  """Traces a derivative of what takes the place of an equation, if it has one.
+def derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
+  """The jaxpr of an equation and its derivatives, if it has them.
 
-  So the rule runs once, and it is seen which products there are in it.
+  It is what a rule computes, each equation with the line of the rule.
   """
+  old = _jaxprs.function(_jaxprs.without_source(eqn))
   floats = [i for i, atom in enumerate(eqn.invars) if _is_inexact(atom)]
 
   def loss(some: list[Any], args: tuple[Any, ...]) -> Any:
-    outs = _of_some(fun, args, floats)(*some)
-    reals = [jnp.real(x) for x in outs if jnp.issubdtype(x, jnp.inexact)]
-    return sum(jnp.sum(x).astype(jnp.float32) for x in reals)
+    outs = _of_some(old, args, floats)(*some)
+    return sum(jnp.sum(jnp.real(x)) for x in outs if _is_float(x))
 
   avals = [atom.aval for atom in eqn.invars]
+  some = [avals[i] for i in floats]
   try:
-    jax.eval_shape(jax.grad(loss), [avals[i] for i in floats], avals)
+    return jax.make_jaxpr(jax.grad(loss))(some, avals).jaxpr
   except Exception:  # A rule may refuse, or need the axes of a mesh.
-    return False
-  return True
+    return None
 
 
 def is_guard(eqn: core.JaxprEqn) -> bool:
@@ -205,7 +205,11 @@ def _of_some(
 
 
 def _is_inexact(atom: Any) -> bool:
-  dtype = getattr(atom.aval, "dtype", np.int32)
+  return _is_float(atom.aval)
+
+
+def _is_float(array: Any) -> bool:
+  dtype = getattr(array, "dtype", np.int32)
   return jnp.issubdtype(dtype, jnp.inexact)
 
 

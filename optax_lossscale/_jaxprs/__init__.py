@@ -34,7 +34,13 @@ from optax_lossscale._jaxprs._hijax import (
   HiScan,
   lowered,
 )
-from optax_lossscale._jaxprs._lines import call_name, Line, line_of, name_of
+from optax_lossscale._jaxprs._lines import (
+  call_name,
+  Line,
+  line_of,
+  name_of,
+  without_source,
+)
 from optax_lossscale._jaxprs._loops import (
   among_devices,
   Cond,
@@ -89,4 +95,5 @@ __all__ = [
   "while_of",
   "with_equations",
   "with_jaxprs",
+  "without_source",
 ]

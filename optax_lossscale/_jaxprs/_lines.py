@@ -94,6 +94,16 @@ def line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Line | None:
   return nearest
 
 
+def without_source(eqn: core.JaxprEqn) -> core.JaxprEqn:
+  """The equation, so that what it traces has lines and scopes of its own.
+
+  JAX gives all that an equation traces, such as a rule, the equation's line.
+  """
+  info: Any = eqn.source_info
+  no_scope = type(info.name_stack)()
+  return eqn.replace(source_info=type(info)(None, no_scope))
+
+
 def _line(frame: Any) -> Line:
   function = frame.function_name.rsplit("<locals>.", 1)[-1]
   return Line(frame.file_name, frame.line_num, function)

@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 def place_name(scope: str, source: str) -> str:
-  """How reports name a place: ``Net/block1 at model.py:32 (Block.__call__)``."""
+  """How reports name a place: ``Net/block1 at model.py:32 (Block)``."""
   return " at ".join(filter(None, [scope, source]))
 
 

@@ -94,7 +94,7 @@ def trace(
 
 
 def _parts(out: Any) -> list[Any]:
-  """What a function returns one beside the other, such as loss and gradients."""
+  """What a function returns side by side, such as loss and gradients."""
   if type(out) is not tuple:
     return [out]
   return [part for x in out for part in _parts(x)]

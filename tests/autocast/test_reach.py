@@ -14,7 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _products, _rewrite, _told
+from optax_lossscale._autocast import _kept, _products, _rewrite, _told
 
 A = jax.random.normal(jax.random.key(0), (4, 4)) / 4 + jnp.eye(4)
 B = jnp.ones((4, 4))
@@ -257,7 +257,9 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(fun, change):
 def rewrite(jaxpr):
   """What was told, and the equations that a jaxpr then has."""
   told = _told.Told()
-  new, _ = _rewrite.Rewriter(jnp.float16, told).rewrite(jaxpr)
+  settings = _rewrite.Settings(jnp.float16, _kept.Kept())
+  rewriter = _rewrite.Rewriter(settings, told)
+  new, _ = rewriter.rewrite(jaxpr, _jaxprs.Place())
   told.measure(_jaxprs.closed(jaxpr).jaxpr)
   return told, _jaxprs.closed(new).jaxpr.eqns
 

@@ -161,12 +161,14 @@ def test_the_silent_upcast_of_a_dense_layer_is_told_with_its_line():
   assert back.share == 2 * forward.share
   assert forward.share == forward.flops / report.total_flops
   assert report.share == pytest.approx(1 - 3 * forward.share)
+  assert {row.scope for row in report.wider} == {"Model/Dense_1"}
   lines = str(report).splitlines()
   assert "in matrix products and convolutions" in lines[0]
   assert lines[1].split() == ["operands", "accumulation", "flops", "share"]
   assert "In a wider dtype than float16:" in lines
   assert any(
-    line.startswith(f"dot_general  {where}, backward") for line in lines
+    line.startswith(f"dot_general  Model/Dense_1 at {where}, backward")
+    for line in lines
   )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks
+from optax_lossscale import _checks, _jaxprs
 from optax_lossscale._autocast import _kept
 from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._comparison import (
@@ -83,7 +83,7 @@ def compare_precision(
   kept = _kept.Kept(_kept.as_patterns(keep_float32))
   traced = _tracing.trace("compare_precision", fun, args, kwargs, shapes=False)
   rows = _rows.Rows(kept)
-  rows.find(traced.closed.jaxpr)
+  rows.find(traced.closed.jaxpr, _jaxprs.Place())
   kept.check()
   with _tracing.mesh_of(traced.inputs):
     bar = _progress.Progress("compare_precision", progress)

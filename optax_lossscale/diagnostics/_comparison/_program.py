@@ -51,7 +51,7 @@ class Program:
     self,
     closed: _jaxprs.ClosedJaxpr,
     inputs: Sequence[Any],
-    place: _jaxprs.Place = _jaxprs.Place(),
+    place: _jaxprs.Place,
   ) -> list[Any]:
     """What a jaxpr that is called at this place returns."""
     jaxpr = closed.jaxpr

@@ -103,7 +103,7 @@ class PrecisionComparison:
     products = [row._asdict() for row in self.products]
     return fields | {"products": products, "notes": list(self.notes)}
 
-  def _standing_out(self) -> list[str]:
+  def _standing_out(self) -> tuple[str, ...]:
     effects: dict[str, float] = {}
     for row in self.products:
       if row.name and row.effect is not None:
@@ -111,7 +111,7 @@ class PrecisionComparison:
     typical = statistics.median(effects.values()) if effects else 0.0
     eps = float(jnp.finfo(self.dtype).eps)
     least = max(_TIMES_TYPICAL * typical, _UNITS * eps)
-    return [name for name, effect in effects.items() if effect > least]
+    return tuple(n for n, effect in effects.items() if effect > least)
 
   def __str__(self) -> str:
     if not self.products:
@@ -123,7 +123,10 @@ class PrecisionComparison:
     )
 
   def _summary(self) -> str:
-    total = f"{self.dtype} against float32: error {self.error:.2g}, cosine {self.cosine:.7g}."
+    total = (
+      f"{self.dtype} against float32: error {self.error:.2g},"
+      f" cosine {self.cosine:.7g}."
+    )
     worst = self._standing_out()
     if worst:
       return f"{total} The worst line: keep_float32={worst[0]!r}."

@@ -59,9 +59,7 @@ class Rows:
     """Whether there are products in the jaxprs that an equation holds."""
     return self._search.finds_in(eqn)
 
-  def find(
-    self, jaxpr: core.Jaxpr, place: _jaxprs.Place = _jaxprs.Place()
-  ) -> None:
+  def find(self, jaxpr: core.Jaxpr, place: _jaxprs.Place) -> None:
     """Finds all products of a jaxpr, and of what it calls."""
     for eqn, _ in _jaxprs.needed_equations(jaxpr):
       if _products.is_product(eqn):

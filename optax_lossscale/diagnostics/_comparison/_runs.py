@@ -1,10 +1,11 @@
-"""Runs a program many times, each time with other products in half precision."""
+"""Runs a program, each time with other products in half precision."""
 
 from typing import Any
 
 import jax
 import numpy as np
 
+from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._comparison import (
   _errors,
@@ -36,7 +37,9 @@ class Runs:
 
     def run(inputs: list[Any], in_half: Any, noting: bool) -> Any:
       program = _program.Program(rows, dtype, in_half, noting=noting)
-      return program.jaxpr(traced.closed, inputs), program.notes
+      return program.jaxpr(
+        traced.closed, inputs, _jaxprs.Place()
+      ), program.notes
 
     self._run = jax.jit(run, static_argnames="noting")
     self._reference, self.exact_notes = self._call([], noting=True)

@@ -43,6 +43,7 @@ class Overflow:
       ``"constant"`` stand for a number that was not finite to begin with.
     dtype: the dtype of its result.
     kind: ``"inf"`` or ``"nan"``. An inf is told before a NaN.
+    scope: the scopes around it, ``"Net/block1"``; often empty.
     source: the user's line, ``"model.py:32 (Block.__call__)"``; empty if none
       is known. In the backward pass it is the line that is differentiated.
     path: the way to it, ``"jit(block)/scan[3]/dot_general"``. Iterations are
@@ -57,6 +58,7 @@ class Overflow:
   primitive: str
   dtype: np.dtype
   kind: str
+  scope: str
   source: str
   path: str
   backward: bool
@@ -69,7 +71,7 @@ class Overflow:
     parts = [
       f"{self.kind} in {self.dtype} from {self.primitive}",
       f"in {within}" if within else "",
-      self.source,
+      _jaxprs.place_name(self.scope, self.source),
       "backward" if self.backward else "",
     ]
     text = ", ".join(part for part in parts if part)
@@ -107,6 +109,7 @@ def describe(
     primitive=primitive,
     dtype=np.dtype(out.dtype),
     kind="inf" if (np.isinf(_bits.as_numbers(out)) & own).any() else "nan",
+    scope=place.scope,
     source=place.source,
     path="/".join(path),
     backward=place.backward,

@@ -41,6 +41,7 @@ class WideProduct(NamedTuple):
     flops: how many floating-point operations they are.
     share: their share of all.
     times: how often they run.
+    scope: the scopes around it, such as ``"Net/block1"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to a backward pass.
   """
@@ -51,6 +52,7 @@ class WideProduct(NamedTuple):
   flops: int
   share: float
   times: int
+  scope: str
   source: str
   backward: bool
 
@@ -62,6 +64,7 @@ class Risk(NamedTuple):
     primitive: JAX's name of the operation.
     reason: what may go wrong.
     times: how often they run.
+    scope: the scopes around it, such as ``"Net/block1"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to a backward pass.
   """
@@ -69,6 +72,7 @@ class Risk(NamedTuple):
   primitive: str
   reason: str
   times: int
+  scope: str
   source: str
   backward: bool
 
@@ -215,32 +219,39 @@ def _flops_by_dtype(
   )
 
 
-_KindAndLine = tuple[tuple[str, str, str], str, bool]
+_Where = tuple[str, str, bool]
+_KindAndPlace = tuple[tuple[str, str, str], _Where]
 
 
 def _wide_rows(
   products: list[_flops.Product], total: int
 ) -> tuple[WideProduct, ...]:
-  flops: collections.Counter[_KindAndLine] = collections.Counter()
-  times: collections.Counter[_KindAndLine] = collections.Counter()
+  flops: collections.Counter[_KindAndPlace] = collections.Counter()
+  times: collections.Counter[_KindAndPlace] = collections.Counter()
   for p in products:
     kind = p.primitive, p.operands, p.accumulation
-    key = kind, p.place.source, p.place.backward
+    key = kind, _whereabouts(p.place)
     flops[key] += p.flops
     times[key] += p.times
   return tuple(
-    WideProduct(*key[0], n, _share(n, total), times[key], *key[1:])
+    WideProduct(*key[0], n, _share(n, total), times[key], *key[1])
     for key, n in flops.most_common()
   )
 
 
 def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> tuple[Risk, ...]:
-  times: collections.Counter[tuple[str, str, str, bool]] = collections.Counter()
+  times: collections.Counter[tuple[str, str, _Where]] = collections.Counter()
   for step in steps:
-    source, backward = step.place.source, step.place.backward
     for reason in _risks.risks_of(step, dtype):
-      times[_jaxprs.name_of(step.eqn), reason, source, backward] += step.times
-  return tuple(Risk(*key[:2], n, *key[2:]) for key, n in times.items())
+      name = _jaxprs.name_of(step.eqn)
+      times[name, reason, _whereabouts(step.place)] += step.times
+  return tuple(
+    Risk(name, reason, n, *where) for (name, reason, where), n in times.items()
+  )
+
+
+def _whereabouts(place: _jaxprs.Place) -> _Where:
+  return place.scope, place.source, place.backward
 
 
 def _notes(steps: list[_walk.Step]) -> tuple[str, ...]:
@@ -250,4 +261,5 @@ def _notes(steps: list[_walk.Step]) -> tuple[str, ...]:
 
 def _where(row: WideProduct | Risk) -> str:
   backward = ", backward" if row.backward else ""
-  return f"{row.source or 'unknown'}{backward}"
+  name = _jaxprs.place_name(row.scope, row.source)
+  return f"{name or 'unknown'}{backward}"

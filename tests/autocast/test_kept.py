@@ -1,0 +1,267 @@
+"""Products that stay in float32 because their scope or line is named."""
+
+import warnings
+
+from flax import linen as nn
+import jax
+from jax import lax
+import jax.numpy as jnp
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import _jaxprs
+
+W, X = jnp.eye(4), jnp.ones((3, 4))
+HERE = "test_kept.py"
+
+
+def line_of(mark):
+  """The number of the line in this file that ends with a comment."""
+  with open(__file__) as lines:
+    marked = [i for i, x in enumerate(lines, 1) if x.endswith(f"# {mark}\n")]
+  (number,) = marked
+  return number
+
+
+def named(name, fun):
+  return lambda *args: jax.named_scope(name)(fun)(*args)
+
+
+def kept(x, w):
+  return jnp.sin(x @ w)  # kept
+
+
+def other(x, w):
+  return jnp.cos(x @ w)
+
+
+def plain(w, x):
+  return named("net", lambda: named("b", other)(named("a", kept)(x, w), w))()
+
+
+def called(w, x):
+  """One jaxpr, called from two scopes."""
+  block = jax.jit(kept)
+  return named("net", lambda: named("b", block)(named("a", block)(x, w), w))()
+
+
+def scanned(w, x):
+  step = lambda x, _: (named("a", kept)(x, w), None)
+  scan = lambda: lax.scan(step, x, None, length=1)[0]
+  return named("net", lambda: named("b", other)(scan(), w))()
+
+
+def checkpointed(w, x):
+  block = jax.checkpoint(named("a", kept))
+  return named("net", lambda: named("b", other)(block(x, w), w))()
+
+
+def branched(w, x):
+  block = lambda x, w: lax.cond(
+    x[0, 0] > 0, named("a", kept), named("a", kept), x, w
+  )
+  return named("net", lambda: named("b", other)(block(x, w), w))()
+
+
+@jax.custom_vjp
+def ruled(x, w):
+  return kept(x, w)
+
+
+def forward(x, w):
+  y = x @ w  # forward
+  return jnp.sin(y), (x, w)
+
+
+def backward(residuals, g):
+  x, w = residuals
+  g = g * jnp.cos(x @ w)
+  return g @ w.T, x.T @ g
+
+
+ruled.defvjp(forward, backward)
+
+
+def with_a_rule(w, x):
+  def block(x, w):
+    return ruled(x, w)  # called
+
+  return named("net", lambda: named("b", other)(named("a", block)(x, w), w))()
+
+
+PROGRAMS = plain, called, scanned, checkpointed, branched, with_a_rule
+BY_SCOPE = "net/a", "*/a", f"net/a at {HERE}*", "net/[a]"
+
+
+def products(jaxpr):
+  """How many products a jaxpr has in each dtype, by the scope they stand in."""
+  counts = {}
+
+  def walk(jaxpr, place):
+    for eqn in jaxpr.eqns:
+      its_place = place.at(eqn, jaxpr)
+      if eqn.primitive.name == "dot_general":
+        key = its_place.scope, str(eqn.outvars[0].aval.dtype)
+        counts[key] = counts.get(key, 0) + 1
+      held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+      for closed in held:
+        walk(closed.jaxpr, its_place)
+
+  walk(jaxpr.jaxpr, _jaxprs.Place())
+  return counts
+
+
+def loss(program):
+  return lambda w, x: jnp.sum(program(w, x))
+
+
+@pytest.mark.parametrize("name", BY_SCOPE)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+def test_a_name_keeps_a_product_and_its_derivatives(program, name):
+  fun = loss(program)
+  in_half = jax.make_jaxpr(jax.grad(ols.autocast(fun)))(W, X)
+  count = sum(products(in_half).values())
+  for cast in (
+    jax.grad(ols.autocast(fun, keep_float32=name)),
+    ols.autocast(jax.grad(fun), keep_float32=name),
+    jax.jit(ols.autocast(jax.jit(jax.grad(fun)), keep_float32=[name])),
+  ):
+    found = products(jax.make_jaxpr(cast)(W, X))
+    assert sum(found.values()) == count
+    of_a = {dtype for scope, dtype in found if scope.startswith("net/a")}
+    of_b = {dtype for scope, dtype in found if scope.startswith("net/b")}
+    assert (of_a, of_b) == ({"float32"}, {"float16"}), found
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "{file}:{number} (kept)",
+    "{file} (kept)",
+    "{file}:{number}",
+    "{file}:*(kept)",
+    "net at {file}:{number} (kept)",
+  ],
+)
+@pytest.mark.parametrize("program", [plain, scanned, checkpointed])
+def test_a_line_keeps_what_stands_there(program, name):
+  name = name.format(file=HERE, number=line_of("kept"))
+  fun = loss(program)
+  many = lambda f: jax.vmap(f, (None, 0))
+  for cast, x in (
+    (jax.grad(ols.autocast(fun, keep_float32=name)), X),
+    (ols.autocast(jax.grad(fun), keep_float32=name), X),
+    (many(ols.autocast(jax.grad(fun), keep_float32=name)), X[None]),
+    (ols.autocast(many(jax.grad(fun)), keep_float32=name), X[None]),
+  ):
+    found = products(jax.make_jaxpr(cast)(W, x))
+    of_a = {dtype for scope, dtype in found if scope.startswith("net/a")}
+    of_b = {dtype for scope, dtype in found if scope.startswith("net/b")}
+    assert (of_a, of_b) == ({"float32"}, {"float16"}), found
+
+
+def test_a_scope_of_a_library_keeps_a_layer_that_nobody_edits():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(4, name="head")(nn.Dense(4, name="body")(x))
+
+  model = Net()
+  params = model.init(jax.random.key(0), X)
+  fun = ols.autocast(lambda p, x: model.apply(p, x), keep_float32="Net/head")
+  found = products(jax.make_jaxpr(fun)(params, X))
+  assert found == {("Net/body", "float16"): 1, ("Net/head", "float32"): 1}
+
+
+@pytest.mark.parametrize("line", ["forward", "called"])
+def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
+  # JAX gives the backward pass of a rule the line that calls it.
+  name = f"{HERE}:{line_of(line)}"
+  fun = loss(with_a_rule)
+  cast = jax.grad(ols.autocast(fun, keep_float32=name))
+  found = products(jax.make_jaxpr(cast)(W, X))
+  assert found == {("net/a", "float32"): 4, ("net/b", "float16"): 3}
+  with pytest.raises(ValueError, match="selects none"):
+    ols.autocast(fun, keep_float32=f"{HERE} (backwards)")(W, X)
+
+
+def test_what_a_rule_that_cannot_be_differentiated_holds_may_be_meant():
+  @jax.custom_vjp
+  def refuses(x, w):
+    return x @ w
+
+  def rule(x, w):
+    raise TypeError("no derivative")
+
+  refuses.defvjp(rule, rule)
+  fun = lambda w, x: refuses(x, w) + x @ w
+  ols.autocast(fun, keep_float32="unknown")(W, X)
+
+
+def test_a_name_that_selects_nothing_is_an_error_that_names_the_nearest():
+  message = "got 'net/c', which selects none. The nearest names are .*'net/a'"
+  with pytest.raises(ValueError, match=message):
+    ols.autocast(loss(plain), keep_float32=("net/a", "net/c"))(W, X)
+  with pytest.raises(ValueError, match="There are no products"):
+    ols.autocast(jnp.sin, keep_float32="net")(X)
+
+
+@pytest.mark.parametrize("names", [1, None, ["net", 1], jnp.ones(2)])
+def test_a_name_is_a_string(names):
+  with pytest.raises(TypeError, match="keep_float32 must be a name or several"):
+    ols.autocast(loss(plain), keep_float32=names)
+
+
+def test_names_change_nothing_if_all_is_in_float32():
+  assert ols.autocast(plain, jnp.float32, keep_float32="net") is plain
+
+
+def test_brackets_in_the_name_of_a_scope_are_brackets():
+  fun = named("layers[0]", kept)
+  found = products(
+    jax.make_jaxpr(ols.autocast(fun, keep_float32="layers[0]"))(X, W)
+  )
+  assert found == {("layers[0]", "float32"): 1}
+
+
+def test_no_warning_says_that_there_is_nothing_where_all_is_kept():
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    ols.autocast(loss(plain), keep_float32="*")(W, X)
+
+
+def test_what_cannot_be_entered_and_is_kept_earns_no_warning():
+  def solve(w, x):
+    matvec = lambda y: y + y @ w
+    y = lax.custom_linear_solve(matvec, x, lambda _, b: b @ w)
+    return y + named("b", other)(x, w)
+
+  with pytest.warns(UserWarning, match="cannot enter"):
+    ols.autocast(solve)(W, X)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    ols.autocast(solve, keep_float32=f"{HERE} (*solve)")(W, X)
+
+
+@pytest.mark.parametrize(
+  ("stack", "scope"),
+  [
+    ("", ""),
+    ("Net/a/d", "Net/a/d"),
+    ("jvp(Net)/a", "Net/a"),
+    ("transpose(jvp(Net))/a", "Net/a"),
+    ("vmap(transpose(jvp(Net)))/a", "Net/a"),
+    ("jvp()", ""),
+    ("transpose(jvp())/a", "a"),
+    ("transpose(jvp(Net))/jvp(Net)/rematted_computation/b/d", "Net/b/d"),
+    ("transpose(jvp(Net))/x/jvp(Net)/x/checkpoint/b", "Net/x/b"),
+    ("outer/transpose(jvp(inner))/x", "outer/inner/x"),
+    ("step/jvp(Net)/a", "step/Net/a"),
+    ("jvp(net/a)/b", "net/a/b"),
+    ("Net/f(x)/jvpx", "Net/f(x)/jvpx"),
+    ("a/a/b", "a/a/b"),
+    ("jvp()/vmap(Net)", "Net"),
+  ],
+)
+def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):
+  assert _jaxprs.Place(stack).scope == scope
