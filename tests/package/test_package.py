@@ -103,7 +103,7 @@ MAY_USE_NUMPY = (
   "_monitoring",
   "plots",
 )
-MAY_USE_MATPLOTLIB = {"plots"}
+MAY_USE_MATPLOTLIB = {"plots._figures"}
 
 
 @pytest.mark.parametrize("module", MODULES)

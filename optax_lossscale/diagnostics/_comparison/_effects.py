@@ -9,7 +9,7 @@ _SHARE = 0.3
 
 def each(
   measure: Callable[[list[int]], float], count: int, total: float
-) -> dict[int, float | None]:
+) -> dict[int, float]:
   """The effect of each row.
 
   Args:
@@ -26,7 +26,7 @@ def each(
 
 def worst(
   measure: Callable[[list[int]], float], count: int, total: float
-) -> dict[int, float | None]:
+) -> dict[int, float]:
   """The largest effects, by halves: in far fewer runs than there are rows.
 
   Errors that have nothing to do with each other add up in squares. So a half of
@@ -38,18 +38,18 @@ def worst(
     total: the error if all of them do.
 
   Returns:
-    For each row, its effect; None if it was not looked into.
+    For each row, its effect; of what was not looked into its equal share.
   """
-  effects: dict[int, float | None] = dict.fromkeys(range(count))
+  effects: dict[int, float] = {}
   parts = [(list(range(count)), total)]
   while parts:
     rows, effect = parts.pop()
-    if len(rows) == 1:
-      effects[rows[0]] = effect
-    elif rows and _matters(effect, total):
+    if len(rows) > 1 and _matters(effect, total):
       middle = len(rows) // 2
       halves = rows[:middle], rows[middle:]
       parts += [(half, measure(half)) for half in halves]
+    else:
+      effects.update((row, effect / math.sqrt(len(rows))) for row in rows)
   return effects
 
 

@@ -79,7 +79,9 @@ def compare_precision(
   """
   dtype = _check_dtype(dtype)
   if effects not in ("all", "worst"):
-    raise ValueError(f"effects must be 'all' or 'worst', got {effects!r}.")
+    raise ValueError(
+      f"effects must be 'all' or 'worst', got effects = {effects!r}."
+    )
   kept = _kept.Kept(_kept.as_patterns(keep_float32))
   traced = _tracing.trace("compare_precision", fun, args, kwargs, shapes=False)
   rows = _rows.Rows(kept)
@@ -91,10 +93,7 @@ def compare_precision(
     found = _EFFECTS[effects](runs.effect, len(rows.all), runs.half.error)
     bar.end()
   products = [
-    _product(
-      rows.all[i], effect, runs.exact_notes[i], runs.half_notes[i], dtype
-    )
-    for i, effect in found.items()
+    _product(i, rows.all[i], effect, runs, dtype) for i, effect in found.items()
   ]
   return _report.PrecisionComparison(
     dtype=str(dtype),
@@ -119,12 +118,13 @@ def _check_dtype(dtype: Any) -> np.dtype:
 
 
 def _product(
+  i: int,
   row: _rows.Row,
-  effect: float | None,
-  exact: _statistics.Statistics,
-  half: _statistics.Statistics,
+  effect: float,
+  runs: _runs.Runs,
   dtype: np.dtype,
 ) -> _report.ProductPrecision:
+  exact, half = runs.exact_notes[i], runs.half_notes[i]
   entries = np.maximum(exact.entries, 1)
   largest = float(exact.largest)
   limit = float(jnp.finfo(dtype).max)
@@ -137,4 +137,5 @@ def _product(
     lost=float(np.max(exact.lost / entries)),
     subnormal=float(np.max(exact.subnormal / entries)),
     times=round(float(exact.times)),
+    position=i,
   )

@@ -1,6 +1,7 @@
 """What `compare_precision` returns."""
 
 import dataclasses
+import math
 import statistics
 from typing import Any, NamedTuple
 
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _tables
 
-# A place stands out if its effect is as many times the typical one, and more
-# than as many units in the last place.
+# A place stands out if its effect is as many times that of a typical other,
+# and as many times the spacing of numbers at 1: in float16 the cosine of what is
+# less far off is above 0.9998, which no training sees.
 _TIMES_TYPICAL = 8.0
-_UNITS = 4.0
+_TIMES_EPS = 16.0
 _MOST_ROWS = 20
 
 
@@ -25,8 +27,8 @@ class ProductPrecision(NamedTuple):
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to a backward pass.
     effect: the relative error of the results if these products alone run in
-      half precision; inf if the results are not finite; None if this was not
-      measured.
+      half precision; inf if the results are not finite. With
+      ``effects="worst"``, places that were only measured together share theirs.
     error: the relative error of what these products return, in the run in half
       precision: of their own rounding and of all before.
     largest: the largest magnitude of operands and results, in float32.
@@ -35,19 +37,21 @@ class ProductPrecision(NamedTuple):
       loses most.
     subnormal: the share of entries that become subnormal, of the same kind.
     times: how often they run.
+    position: which of all places it is along the program; 0 for the first.
   """
 
   primitive: str
   scope: str
   source: str
   backward: bool
-  effect: float | None
+  effect: float
   error: float
   largest: float
   headroom: float
   lost: float
   subnormal: float
   times: int
+  position: int
 
   @property
   def name(self) -> str:
@@ -106,31 +110,47 @@ class PrecisionComparison:
   def _standing_out(self) -> tuple[str, ...]:
     effects: dict[str, float] = {}
     for row in self.products:
-      if row.name and row.effect is not None:
-        effects[row.name] = max(row.effect, effects.get(row.name, 0.0))
-    typical = statistics.median(effects.values()) if effects else 0.0
-    eps = float(jnp.finfo(self.dtype).eps)
-    least = max(_TIMES_TYPICAL * typical, _UNITS * eps)
-    return tuple(n for n, effect in effects.items() if effect > least)
+      effects[row.name] = max(row.effect, effects.get(row.name, 0.0))
+    least = _TIMES_EPS * float(jnp.finfo(self.dtype).eps)
+    found = []
+    for name, effect in effects.items():
+      others = [x for other, x in effects.items() if other != name]
+      typical = statistics.median(others) if others else 0.0
+      if name and effect > max(least, _TIMES_TYPICAL * typical):
+        found.append(name)
+    return tuple(found)
 
   def __str__(self) -> str:
     if not self.products:
       text = "No float32 matrix products and no convolutions."
     else:
-      text = "\n".join([self._summary(), self._table()])
+      text = "\n".join([*self._summary(), self._table()])
     return "\n".join(
       [text, *(f"Runs as it is written: {n}" for n in self.notes)]
     )
 
-  def _summary(self) -> str:
-    total = (
-      f"{self.dtype} against float32: error {self.error:.2g},"
-      f" cosine {self.cosine:.7g}."
-    )
-    worst = self._standing_out()
+  def _summary(self) -> list[str]:
+    lines = [
+      f"{self.dtype} against float32: error {self.error:.2g}, cosine"
+      f" {self.cosine:.7g}."
+    ]
+    worst, overflowing = self.worst(), self.overflowing
     if worst:
-      return f"{total} The worst line: keep_float32={worst[0]!r}."
-    return f"{total} No line stands out."
+      lines.append(f"Stands out: keep_float32={worst[0]!r}.")
+    if overflowing:
+      lines.append(
+        f"Places that overflow: {len(overflowing)}, see overflowing."
+      )
+    if not worst and not overflowing:
+      lines.append("No place stands out.")
+    backward = [row.headroom for row in self.products if row.backward]
+    least = math.floor(min(backward, default=0))
+    if least < 0:
+      lines.append(
+        f"A loss scale 2**{-least} times smaller would hold all that overflows"
+        " backward."
+      )
+    return lines
 
   def _table(self) -> str:
     header = (
@@ -148,7 +168,7 @@ class PrecisionComparison:
       (
         row.primitive,
         row.name + (", backward" if row.backward else ""),
-        "" if row.effect is None else f"{row.effect:.1e}",
+        f"{row.effect:.1e}",
         f"{row.error:.1e}",
         f"{row.largest:.3g}",
         f"{row.headroom:.1f}",
@@ -160,10 +180,9 @@ class PrecisionComparison:
     ]
     table = _tables.table(header, rows, left=2)
     more = len(self.products) - _MOST_ROWS
-    return f"{table}\nand {more} more lines" if more > 0 else table
+    return f"{table}\nand {more} more places" if more > 0 else table
 
 
 def harm(row: ProductPrecision) -> tuple[float, float, float]:
   """What rows are sorted by: the effect, and then what overflows furthest."""
-  effect = -1.0 if row.effect is None else row.effect
-  return effect, -row.headroom, row.error
+  return row.effect, -row.headroom, row.error

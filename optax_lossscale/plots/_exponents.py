@@ -1,6 +1,5 @@
-"""Pictures of gradients and loss scales, drawn with matplotlib."""
+"""How large gradients are: ``exponent_histogram`` and ``plot_exponents``."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,13 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import _leaves, _limits
-
-__all__ = [
-  "ExponentHistogram",
-  "exponent_histogram",
-  "plot_exponents",
-  "plot_loss_scale",
-]
+from optax_lossscale.plots import _figures
 
 # The smallest and the largest floor(log2) of a float64, subnormals included.
 _LOWEST, _HIGHEST = -1074, 1023
@@ -113,7 +106,7 @@ def plot_exponents(
   limits = _limits.limits_of(dtype)
   found = exponent_histogram(grads)
   if ax is None:
-    ax = _new_axes("plot_exponents")
+    ax = _figures.new_axes("plot_exponents")
 
   size = found.counts.sum() + found.zero_count + found.nonfinite_count
   shares = 100 * found.counts / max(size, 1)
@@ -138,39 +131,6 @@ def plot_exponents(
   ax.set_ylabel("% of the entries")
   ax.set_title(f"{found.zero_count / max(size, 1):.1%} are zero as they are")
   ax.legend(fontsize="small")
-  return ax
-
-
-def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
-  """Draws the loss scale over the steps, and the steps that were skipped.
-
-  Args:
-    history: what :func:`~optax_lossscale.loss_scale_metrics` returned after
-      each step, as a sequence of dicts, or as one dict of arrays, such as
-      ``lax.scan`` returns. It must hold ``"loss_scale"``, and skipped steps are
-      drawn if it holds ``"last_finite"``. Or an array of scales.
-    ax: the matplotlib axes to draw on, by default those of a new figure.
-
-  Returns:
-    The matplotlib axes.
-
-  Raises:
-    ImportError: if matplotlib is not installed.
-    ValueError: if ``history`` holds no scales.
-  """
-  scales, skipped = _read_history(history)
-  if ax is None:
-    ax = _new_axes("plot_loss_scale")
-  steps = np.arange(scales.size)
-  ax.step(steps, scales, where="post", color="tab:blue", label="loss scale")
-  if skipped is not None and skipped.any():
-    label = f"skipped steps: {skipped.sum()} of {skipped.size}"
-    ax.plot(steps[skipped], scales[skipped], "x", color="tab:red", label=label)
-  ax.set_yscale("log", base=2)
-  ax.set_xlabel("step")
-  ax.set_ylabel("loss scale after the step")
-  ax.grid(alpha=0.3)
-  ax.legend()
   return ax
 
 
@@ -213,44 +173,6 @@ def _draw_bands(ax: Any, dtype: np.dtype, limits: _limits.Limits) -> None:
   )
   for start, end, color, label in bands:
     ax.axvspan(start, end, color=color, alpha=0.15, linewidth=0, label=label)
-
-
-def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray | None]:
-  """The scales, and whether each step was skipped, or None; numpy arrays."""
-  if isinstance(history, Sequence) and all(
-    isinstance(metrics, Mapping) for metrics in history
-  ):
-    # Nothing is left of an empty sequence, which is an error below.
-    keys = {"loss_scale", "last_finite"}.intersection(*history)
-    history = {key: [metrics[key] for metrics in history] for key in keys}
-  if not isinstance(history, Mapping):
-    history = {"loss_scale": history}
-  if "loss_scale" not in history:
-    raise ValueError(
-      'history must hold "loss_scale", as what loss_scale_metrics returns does,'
-      f" got {', '.join(map(repr, history)) or 'nothing'}."
-    )
-  history = jax.device_get(dict(history))
-  scales = np.asarray(history["loss_scale"], np.float32)
-  if scales.ndim != 1 or not scales.size:
-    raise ValueError(
-      "history must hold a scale for each step, got scales of shape"
-      f" {scales.shape}."
-    )
-  if "last_finite" not in history:
-    return scales, None
-  return scales, ~np.asarray(history["last_finite"], bool)
-
-
-def _new_axes(caller: str) -> Any:
-  try:
-    from matplotlib import pyplot as plt
-  except ImportError as error:
-    raise ImportError(
-      f"{caller} needs matplotlib, which is not installed. Run `pip install"
-      " matplotlib`."
-    ) from error
-  return plt.subplots(figsize=(8, 3.5), layout="constrained")[1]
 
 
 def _power_of_two(log2: float) -> str:
