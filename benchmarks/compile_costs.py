@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import report
 import sharded_costs
+from shared.variants import VARIANTS
+from shared.workloads import make_workloads, Workload
 import tqdm
-from variants import VARIANTS
-from workloads import make_workloads, Workload
 
 import optax_lossscale as ols
 

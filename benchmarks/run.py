@@ -12,9 +12,9 @@ import sys
 import jax
 from measure import count_traces, measure
 import report
+from shared.variants import VARIANTS
+from shared.workloads import make_workloads
 import tqdm
-from variants import VARIANTS
-from workloads import make_workloads
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "keras")
