@@ -10,13 +10,19 @@ from on_gpu.torch_device import DEVICE
 
 # Precision: (the dtype of autocast, products of float32 in TF32, scaled).
 PRECISIONS = {
-  "float16, autocast, GradScaler": (torch.float16, True, True),
   "TF32": (None, True, False),
+  "float16, autocast, GradScaler": (torch.float16, True, True),
   "bfloat16, autocast": (torch.bfloat16, True, False),
   "float32, highest": (None, False, False),
 }
 # And whether compiled, which may take a minute: so what is not comes first.
-ROWS = [(name, compiled) for compiled in (False, True) for name in PRECISIONS]
+ROWS = [
+  *((name, False) for name in PRECISIONS),
+  ("float16, autocast, GradScaler", True),
+  ("TF32", True),
+  ("bfloat16, autocast", True),
+  ("float32, highest", True),
+]
 
 
 class Training:
