@@ -14,8 +14,8 @@ def tell(kind: str, **fields: Any) -> None:
   """Tells the command one thing.
 
   Args:
-    kind: "facts" about the device and the versions, a "table", or a "line" for
-      the reader.
+    kind: "facts" about the device and the versions, a "table", a "line" for the
+      reader, or the "end" of the part.
     **fields: what there is to tell, as JSON.
   """
   print(MARK + dumps({"kind": kind} | fields), flush=True)

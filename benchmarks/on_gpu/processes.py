@@ -54,7 +54,33 @@ def run(
     Events, and other lines that it printed. The last event is a line if it was
     ended, or failed.
   """
-  process = subprocess.Popen(
+  overtime, ended = threading.Event(), False
+  with _start(asked, scratch) as process:
+
+    def end():
+      overtime.set()
+      _kill(process)
+
+    timer = threading.Timer(asked["until"] + GRACE - time.time(), end)
+    timer.start()
+    try:
+      for line in process.stdout or ():
+        event = events.parse(line) or line
+        ended = isinstance(event, dict) and event["kind"] == "end"
+        if ended:  # What it started may go on, as workers that compile do.
+          break
+        yield event
+    finally:
+      timer.cancel()
+      _kill(process)
+  if overtime.is_set():
+    yield _line(f"{asked['part']} was ended, since its time was over.")
+  elif not ended:
+    yield _line(f"{asked['part']} broke off: log.txt may say why.")
+
+
+def _start(asked, scratch):
+  return subprocess.Popen(
     [sys.executable, "-m", "on_gpu.part", json.dumps(asked)],
     env=environment(scratch),
     cwd=scratch,
@@ -65,25 +91,6 @@ def run(
     errors="replace",
     start_new_session=True,  # To end its own processes, too.
   )
-  overtime = threading.Event()
-
-  def end():
-    overtime.set()
-    _kill(process)
-
-  timer = threading.Timer(asked["until"] + GRACE - time.time(), end)
-  timer.start()
-  try:
-    for line in process.stdout or ():
-      yield events.parse(line) or line
-    code = process.wait()
-  finally:
-    timer.cancel()
-    _kill(process)
-  if overtime.is_set():
-    yield _line(f"{asked['part']} was ended, since its time was over.")
-  elif code:
-    yield _line(f"{asked['part']} failed with exit status {code}: see log.txt.")
 
 
 def _kill(process):
