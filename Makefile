@@ -32,7 +32,7 @@ CORE = _arrays _checks _powers_of_two _jaxprs._equations _jaxprs._loops \
   _wrapper
 # Left out on all but the newest Python and JAX, since it tells nothing new there.
 ONLY_NEWEST = $(addprefix --ignore=tests/, \
-  diagnostics/test_plots.py pages \
+  diagnostics/test_plots.py pages benchmarks \
   $(addprefix package/, test_environments.py test_helpers.py test_metadata.py \
     test_package.py test_release.py) \
   $(addprefix interop/, test_fuzz.py test_golden.py test_recorded_versions.py) \
@@ -112,18 +112,18 @@ check: $(VENV)/installed-test ## Run the linter, the formatter's check and the t
 compile-costs: ## Ask the compilers of TPU and GPU what steps cost; ARGS="--help"
 	$(MAKE) --no-print-directory VENV=.venv-compile-costs \
 	  .venv-compile-costs/installed-compile-costs
-	.venv-compile-costs/bin/python benchmarks/compile_costs.py $(ARGS)
+	.venv-compile-costs/bin/python benchmarks/compilers/compile_costs.py $(ARGS)
 
 bench: ## Measure speed against other loss scalers; ARGS="--help" lists options
 	$(MAKE) --no-print-directory VENV=.venv-bench .venv-bench/installed-bench
-	.venv-bench/bin/python benchmarks/run.py $(ARGS)
+	.venv-bench/bin/python benchmarks/cpu/run.py $(ARGS)
 
 bench-autocast: $(VENV)/installed-test ## Measure autocast on the models of the tests, and by the compilers of TPU and GPU
-	$(BIN)/python benchmarks/autocast.py
+	$(BIN)/python benchmarks/autocast/autocast.py
 	$(MAKE) --no-print-directory VENV=.venv-compile-costs \
 	  .venv-compile-costs/installed-compile-costs
-	.venv-compile-costs/bin/python benchmarks/autocast_bytes.py v5e
-	.venv-compile-costs/bin/python benchmarks/autocast_bytes.py h100
+	.venv-compile-costs/bin/python benchmarks/autocast/autocast_bytes.py v5e
+	.venv-compile-costs/bin/python benchmarks/autocast/autocast_bytes.py h100
 
 docs: ## Build the pages in docs/_build/html, with the notebooks executed
 	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs

@@ -39,7 +39,7 @@ def found(device):
       f"needs {COMPILERS[device]}, which holds the compiler for {device}:"
       " `make test-slow` installs libtpu, `make compile-costs` both"
     )
-  path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+  path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks" / "compilers")])
   out = subprocess.run(
     [sys.executable, SCRIPT, device],
     env=os.environ | {"PYTHONPATH": path},

@@ -3,7 +3,7 @@
 from helpers.benchmark import load_benchmark
 import pytest
 
-scheduled_hlo = load_benchmark("scheduled_hlo")
+scheduled_hlo = load_benchmark("compilers/scheduled_hlo")
 
 PROGRAM = """
 HloModule jit_step, is_scheduled=true

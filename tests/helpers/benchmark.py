@@ -5,12 +5,20 @@ import sys
 
 from helpers import ROOT
 
+BENCHMARKS = ROOT / "benchmarks"
 
-def load_benchmark(name="policies"):
-  """A module of benchmarks/, by name."""
-  folder = str(ROOT / "benchmarks")
-  sys.path.insert(0, folder)
+
+def load_benchmark(script):
+  """A module of benchmarks/, such as "cpu/report" or "on_gpu.clock".
+
+  Before the slash is the folder in which it finds its neighbours, as a script
+  does that is run.
+  """
+  folder, _, name = script.rpartition("/")
+  paths = [str(BENCHMARKS / folder), str(BENCHMARKS)]
+  sys.path[:0] = paths
   try:
     return importlib.import_module(name)
   finally:
-    sys.path.remove(folder)
+    for path in paths:
+      sys.path.remove(path)

@@ -19,7 +19,7 @@ API_PAGES = sorted((DOCS / "api").glob("*.md"))
 GUIDES = sorted(DOCS.glob("*.md"))
 PAGES = [
   *sorted(ROOT.glob("*.md")),
-  *sorted(ROOT.glob("benchmarks/*.md")),
+  *sorted(ROOT.glob("benchmarks/**/*.md")),
   *GUIDES,
   *API_PAGES,
 ]

@@ -14,8 +14,8 @@ import optax_lossscale as ols
 
 PAGES = [
   path
-  for folder in (ROOT, ROOT / "benchmarks", ROOT / "docs", ROOT / "docs/api")
-  for path in sorted(folder.glob("*.md"))
+  for pattern in ("*.md", "benchmarks/**/*.md", "docs/*.md", "docs/api/*.md")
+  for path in sorted(ROOT.glob(pattern))
   if markdown.blocks(path)
 ]
 

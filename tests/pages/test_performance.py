@@ -1,15 +1,15 @@
 """The page on performance shows the figures of the last run."""
 
 import json
-import runpy
 
 from helpers import ROOT
+from helpers.benchmark import load_benchmark
 import pytest
 
-BENCHMARKS = ROOT / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks" / "cpu"
 PAGE = (BENCHMARKS / "README.md").read_text()
 RESULTS = json.loads((BENCHMARKS / "results.json").read_text())["results"]
-REPORT = runpy.run_path(str(BENCHMARKS / "report.py"))
+REPORT = vars(load_benchmark("cpu/report"))
 
 
 def test_the_page_begins_with_one_table_that_fits_it_and_the_picture():
@@ -19,7 +19,7 @@ def test_the_page_begins_with_one_table_that_fits_it_and_the_picture():
   assert beginning.index(table) < beginning.index("(results.png)")
   assert beginning.count("|\n|") == table.count("|\n|")
   page = (ROOT / "docs" / "performance.md").read_text()
-  before_it = page.split("<!-- include ../benchmarks/README.md")[0]
+  before_it = page.split("<!-- include ../benchmarks/cpu/README.md")[0]
   assert "|" not in before_it and before_it.count("\n## ") == 0
 
 

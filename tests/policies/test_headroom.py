@@ -527,7 +527,7 @@ FORGIVEN = {"2**7 more every 400"}
 
 
 def test_it_loses_hardly_more_informative_steps_than_the_dynamic_rule():
-  benchmark = load_benchmark()
+  benchmark = load_benchmark("policies/policies")
   processes = benchmark.make_processes(12_000)
   lost = {}
   for policy in (POLICY, ols.DynamicLossScale()):

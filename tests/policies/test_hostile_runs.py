@@ -48,7 +48,7 @@ def longest_row(lost, informative):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_run_starves_and_all_lose_far_less_than_with_the_dynamic_rule(seed):
-  benchmark = load_benchmark()
+  benchmark = load_benchmark("policies/policies")
   rng = np.random.default_rng(seed)
   process = benchmark.Process(make_runs(rng))
   informative = np.isfinite(process.log2_amax)

@@ -18,7 +18,7 @@ AT = np.arange(STEPS)
 
 def find_lost(runs, policy=POLICY, **options):
   """Which informative steps are lost, and which are informative."""
-  benchmark = load_benchmark()
+  benchmark = load_benchmark("policies/policies")
   process = benchmark.Process(np.atleast_2d(runs), **options)
   _, finite, held = benchmark.simulate_one(policy, process)
   informative = np.isfinite(process.log2_amax)
@@ -30,7 +30,7 @@ def count_lost(runs, policy=POLICY):
 
 
 def longest_rows(runs, policy=POLICY):
-  benchmark = load_benchmark("adversary")
+  benchmark = load_benchmark("policies/adversary")
   return benchmark.longest_rows(*find_lost(runs, policy))
 
 
@@ -137,14 +137,14 @@ def test_sparse_gradients_of_any_period_lose_hardly_any():
   assert max(count_lost(runs)) <= 10
 
 
-# The search of benchmarks/adversary.py, whose 10,000 runs are in the docs.
+# The search of benchmarks/policies/adversary.py; the docs have its 10,000 runs.
 
 
 @pytest.mark.parametrize(
   "runs, seed", [(100, 1), pytest.param(1500, 2, marks=pytest.mark.slow)]
 )
 def test_an_adversary_finds_no_run_that_starves(runs, seed):
-  adversary = load_benchmark("adversary")
+  adversary = load_benchmark("policies/adversary")
   rng = np.random.default_rng(seed)
   runs = adversary.make_runs(rng, runs, adversary.STEPS)
   headroom, dynamic = (adversary.measure(p, runs) for p in (POLICY, DYNAMIC))

@@ -1,6 +1,6 @@
 """Draws what the headroom rule does, for docs/policies.md.
 
-python benchmarks/headroom_picture.py  # a few seconds
+python benchmarks/policies/headroom_picture.py  # a few seconds
 """
 
 import pathlib
@@ -12,7 +12,7 @@ import numpy as np
 
 import optax_lossscale as ols
 
-FILE = pathlib.Path(__file__).parents[1] / "docs" / "_static" / "headroom.png"
+FILE = pathlib.Path(__file__).parents[2] / "docs" / "_static" / "headroom.png"
 STEPS = 320
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import matplotlib.pyplot as plt
+from shared.tables import markdown
 
 # Heading and cell of each column. CPU time is that of all threads.
 COLUMNS = {
@@ -30,19 +31,6 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     for name, figures in results.items()
   ]
   return markdown(rows)
-
-
-def markdown(rows: list[list[str]]) -> str:
-  """A Markdown table, of rows of cells; the first row is the heading."""
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  lines = [
-    "| "
-    + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
-    + " |"
-    for row in rows
-  ]
-  lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-  return "\n".join(lines)
 
 
 # What the page begins with: workload, and what to call it there.
@@ -74,16 +62,7 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
     for i, (figure, value) in enumerate(FIGURES.items()):
       cells = [f"{value(results[workload][v]):.2f}" for v in COMPARED]
       rows.append([name if i == 0 else "", figure, *cells])
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  lines = [
-    "| "
-    + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
-    + " |"
-    for row in rows
-  ]
-  rule = ["-" * (w + 1) + (":" if i > 1 else "-") for i, w in enumerate(widths)]
-  lines.insert(1, "|" + "|".join(rule) + "|")
-  return "\n".join(lines)
+  return markdown(rows, right_from=2)
 
 
 def folded(name: str, variants: dict[str, Any]) -> str:

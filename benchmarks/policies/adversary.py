@@ -2,9 +2,9 @@
 
 Draws runs at random: half of them are periodic mixtures, whose spikes, NaNs and
 gradients come in every so many steps; in the other half they come by chance.
-Writes its part of policies.json, and prints its table of policies.md.
+Writes its part of policies.json, and prints its table of README.md.
 
-  python benchmarks/adversary.py  # 10,000 runs; some minutes
+  python benchmarks/policies/adversary.py  # 10,000 runs; some minutes
 """
 
 import json

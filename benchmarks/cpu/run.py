@@ -10,11 +10,13 @@ import shlex
 import sys
 
 import jax
+import tqdm
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from measure import count_traces, measure
 import report
-import tqdm
-from variants import VARIANTS
-from workloads import make_workloads
+from shared.variants import VARIANTS
+from shared.workloads import make_workloads
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "keras")

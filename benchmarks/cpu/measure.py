@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from shared.variants import VARIANTS
 import tqdm
-from variants import VARIANTS
 
 
 class Program:

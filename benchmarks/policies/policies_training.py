@@ -4,8 +4,8 @@ Trains examples/digits.py and examples/transformer.py under each policy and from
 three scales, and the two tasks of sparse_training.py. Writes its part of
 policies.json, policies_hinge.png and policies_masked.png.
 
-  python benchmarks/policies_training.py               # all
-  python benchmarks/policies_training.py hinge masked  # two minutes
+  python benchmarks/policies/policies_training.py               # all
+  python benchmarks/policies/policies_training.py hinge masked  # two minutes
 """
 
 import json
@@ -23,7 +23,7 @@ import sparse_training
 import optax_lossscale as ols
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "examples"))
+sys.path.insert(0, str(HERE.parents[1] / "examples"))
 
 import digits  # noqa: E402
 import policies  # noqa: E402

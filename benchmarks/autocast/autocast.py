@@ -1,6 +1,6 @@
 """What `autocast` makes of the models of the tests, in products and gradients.
 
-  python benchmarks/autocast.py        # in the environment of the tests
+  python benchmarks/autocast/autocast.py  # in the environment of the tests
 
 It prints a table. In parentheses: what rounding the params to float16 does to
 the float32 model.
@@ -18,7 +18,7 @@ import numpy as np
 
 import optax_lossscale as ols
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "tests"))
 from helpers import float32_models, product_flops
 
 COLUMNS = (

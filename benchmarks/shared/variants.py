@@ -7,6 +7,8 @@ are donated) and the loss.
 Each peer unscales in the step, as it does in training. "ours" is given true
 gradients where a workload gives gradients, since they are what ``update`` takes
 after ``ols.value_and_grad``; "ours, scaled grads" unscales in ``update``.
+
+A peer is imported where it is used, so that the others run without it.
 """
 
 from collections.abc import Callable
@@ -15,19 +17,13 @@ import os
 from typing import Any
 from unittest import mock
 
-os.environ["KERAS_BACKEND"] = "jax"  # Read when Keras is imported.
-
-from flax.training import dynamic_scale as flax_dynamic_scale
-from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
-import jmp
-import keras
 import optax
-from workloads import LEARNING_RATE, MAX_NORM, Workload
 
 import optax_lossscale as ols
 from optax_lossscale import _select
+from shared.workloads import LEARNING_RATE, MAX_NORM, Workload
 
 INIT_SCALE = 2.0**15
 
@@ -85,6 +81,8 @@ def ours_scaled_grads(workload: Workload) -> Built:
 
 def flax(workload: Workload) -> Built:
   """``DynamicScale`` in a ``TrainState``, as Flax's ImageNet example has it."""
+  from flax.training import dynamic_scale as flax_dynamic_scale
+  from flax.training import train_state as flax_train_state
 
   class TrainState(flax_train_state.TrainState):
     dynamic_scale: flax_dynamic_scale.DynamicScale
@@ -114,6 +112,8 @@ def flax(workload: Workload) -> Built:
 
 def jmp_(workload: Workload) -> Built:
   """jmp as in Haiku's ImageNet example, on one device."""
+  import jmp
+
   tx = workload.clipping_optimizer()
 
   def step(carry, data):
@@ -163,12 +163,19 @@ def keras_bare(workload: Workload) -> Built:
 def keras_loss_scale_optimizer(workload: Workload) -> Built:
   return _keras_step(
     workload,
-    keras.optimizers.LossScaleOptimizer(
+    _keras().optimizers.LossScaleOptimizer(
       _keras_optimizer(workload), initial_scale=INIT_SCALE
     ),
   )
 
 
+# What a variant needs beside JAX and Optax, if anything.
+NEEDS = {
+  "Flax DynamicScale": "flax",
+  "jmp": "jmp",
+  "Keras bare": "keras",
+  "Keras LossScaleOptimizer": "keras",
+}
 # By name: the variant, and the name of the one it is measured against.
 VARIANTS = {
   "bare": (bare, "bare"),
@@ -232,16 +239,23 @@ def _given_gradients_bwd(grads, cotangent):
 _given_gradients.defvjp(_given_gradients_fwd, _given_gradients_bwd)
 
 
+def _keras():
+  os.environ["KERAS_BACKEND"] = "jax"  # Read when it is imported.
+  import keras
+
+  return keras
+
+
 def _keras_optimizer(workload):
-  make = keras.optimizers.Adam
-  if workload.weight_decay:
-    make = keras.optimizers.AdamW
+  optimizers = _keras().optimizers
+  make = optimizers.AdamW if workload.weight_decay else optimizers.Adam
   return make(
     LEARNING_RATE, global_clipnorm=MAX_NORM if workload.clip else None
   )
 
 
 def _keras_step(workload, optimizer):
+  keras = _keras()
   leaves, treedef = jax.tree.flatten(workload.params)
   variables = [keras.Variable(leaf) for leaf in leaves]
   optimizer.build(variables)

@@ -2,9 +2,9 @@
 
 Simulates only the largest gradient of each step, in 100,000 steps of many
 kinds, and what float16 makes of it at the scale that the policy chose. Writes
-its part of policies.json, and policies.png; prints the tables of policies.md.
+its part of policies.json, and policies.png; prints the tables of README.md.
 
-  python benchmarks/policies.py  # two minutes
+  python benchmarks/policies/policies.py  # two minutes
 """
 
 import dataclasses

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import pathlib
+import sys
 from typing import Any
 
 import compiled_bytes  # Before others import jax.
@@ -13,17 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import report
 import sharded_costs
 import tqdm
-from variants import VARIANTS
-from workloads import make_workloads, Workload
 
 import optax_lossscale as ols
 
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from shared.tables import markdown
+from shared.variants import VARIANTS
+from shared.workloads import make_workloads, Workload
+
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax")
-# Keras keeps its own optimizers, and is compared with Keras by `run.py`.
+# Keras keeps its own optimizers, and is compared with Keras by `cpu/run.py`.
 COMPARED = [name for name in VARIANTS if not name.startswith("Keras")]
 # Optimizers that reduce the gradients before they use them, which costs one
 # more pass, and one in which XLA's fusions are a matter of chance.
@@ -185,7 +188,7 @@ def _print(found: dict[str, Any]) -> None:
       [name, "; ".join(gain) or "none"]
       for name, gain in found["collectives"].items()
     ]
-    print(report.markdown([["step", "gained"], *rows]))
+    print(markdown([["step", "gained"], *rows]))
 
 
 def _table(found, variants, cell) -> str:
@@ -193,7 +196,7 @@ def _table(found, variants, cell) -> str:
     [name, *(cell(by_variant[v]) for v in variants)]
     for name, by_variant in found.items()
   ]
-  return report.markdown([["step", *variants], *rows])
+  return markdown([["step", *variants], *rows])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What `autocast` costs a stack of Flax blocks, by compilers of TPU and GPU.
 
-  python benchmarks/autocast_bytes.py v5e      # in bfloat16; needs jax[tpu]
-  python benchmarks/autocast_bytes.py h100     # in float16; needs jax[cuda12]
+  python benchmarks/autocast/autocast_bytes.py v5e   # bfloat16; jax[tpu]
+  python benchmarks/autocast/autocast_bytes.py h100  # float16; jax[cuda12]
 
 `make bench-autocast` makes the environment. It prints a table: the gradient of
 the stack in float32, in half precision written by hand, and with `autocast`;
@@ -10,7 +10,10 @@ the last two also with `jax.checkpoint`.
 
 import argparse
 import functools
+import pathlib
+import sys
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "compilers"))
 import compiled_bytes  # Before JAX starts a device.
 from flax import linen as nn
 import jax

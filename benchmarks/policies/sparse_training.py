@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 import optax_lossscale as ols
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "examples"))
+sys.path.insert(0, str(HERE.parents[1] / "examples"))
 
 import transformer  # noqa: E402
 

@@ -1,0 +1,120 @@
+"""The command line: runs the plan within the time, and writes the results."""
+
+import argparse
+import os
+import pathlib
+import platform
+import shlex
+import shutil
+import signal
+import sys
+import time
+
+from on_gpu import findings, picture, plan, processes, sizes
+from on_gpu.versions import version
+
+OPTIONAL = ("torch", "flax", "jmp", "matplotlib")
+RESERVE = 8.0  # seconds for ending the last part, and for the picture
+LEAST = 3.0  # seconds without which no part begins
+
+
+def main(description: str | None) -> None:
+  """Measures what the command line asks for."""
+  args = _parse_args(description)
+  until = time.time() + 60 * args.minutes
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended from outside."))
+  out = args.out.resolve()
+  scratch = out / "scratch"
+  scratch.mkdir(parents=True, exist_ok=True)
+  os.environ |= processes.environment(scratch)  # For Matplotlib.
+  found = findings.Findings(out, _facts(args))
+  try:
+    missing = _tell_missing(args.without, found)
+    _run_parts(args, missing, until - RESERVE, scratch, found)
+    found.print_tables()
+    if "matplotlib" not in missing:
+      picture.draw(found.tables, out / "times.png")
+  finally:
+    found.write()
+    shutil.rmtree(scratch, ignore_errors=True)
+  print(f"\nAll of this is in {args.out}, with a picture.", flush=True)
+
+
+def _parse_args(description):
+  parser = argparse.ArgumentParser(
+    description=description,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument(
+    "--out", type=pathlib.Path, required=True, help="the folder for the results"
+  )
+  parser.add_argument(
+    "--minutes", type=float, default=8, help="what it may take in all"
+  )
+  parser.add_argument(
+    "--size",
+    choices=list(sizes.SIZES),
+    default="full",
+    help="full: an H100; small: a GPU with 16 GB; tiny: to try it out",
+  )
+  parser.add_argument(
+    "--without", nargs="+", choices=OPTIONAL, default=[], metavar="LIBRARY"
+  )
+  parser.add_argument(
+    "--parts",
+    nargs="+",
+    choices=list(plan.PARTS),
+    default=list(plan.PARTS),
+    metavar="PART",
+    help=f"some of {', '.join(plan.PARTS)}",
+  )
+  return parser.parse_args()
+
+
+def _facts(args):
+  return {
+    "command": shlex.join(["python3", *sys.argv]),
+    "date": time.strftime("%Y-%m-%d"),
+    "python": platform.python_version(),
+    "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    "size": args.size,
+    "minutes": args.minutes,
+  }
+
+
+def _tell_missing(without, found):
+  """The libraries that are left out, with a line for each."""
+  missing = list(without)
+  for library in OPTIONAL:
+    if library in without:
+      found.line(f"Left out, as asked for: {library}")
+    elif version(library) is None:
+      found.line(f"Left out, since it is not installed: {library}")
+      missing.append(library)
+  return missing
+
+
+def _run_parts(args, missing, until, scratch, found):
+  parts = {
+    name: part
+    for name, part in plan.PARTS.items()
+    if name in args.parts and part.library not in missing
+  }
+  weights = [part.weight for part in parts.values()]
+  for i, name in enumerate(parts):
+    now = time.time()
+    if now + LEAST > until:
+      over = f"the {args.minutes:g} minutes are over"
+      found.line(f"Left out, since {over}: {name}")
+      continue
+    share = (until - now) * weights[i] / sum(weights[i:])
+    print(f"\n-- {name}, {share:.0f} s at most", flush=True)
+    asked = {
+      "part": name,
+      "size": args.size,
+      "until": now + share,
+      "without": missing,
+    }
+    for event in processes.run(asked, scratch):
+      found.add(event)
+    found.print_tables()

@@ -1,0 +1,85 @@
+"""What was found so far, on the screen and in --out."""
+
+import pathlib
+import sys
+from typing import Any
+
+from on_gpu import events, tables
+
+
+class Findings:
+  """Collects events, prints them, and keeps the files up to date.
+
+  Attributes:
+    tables: by title, the kind of the table and its rows.
+  """
+
+  def __init__(self, out: pathlib.Path, facts: dict[str, Any]):
+    self._out = out
+    self._facts = facts
+    self._lines: list[str] = []
+    self._unprinted: set[str] = set()
+    self.tables: dict[str, dict[str, Any]] = {}
+    self._log = out / "log.txt"
+    self._log.write_text("")
+    self.write()
+
+  def add(self, found: dict[str, Any] | str) -> None:
+    """Takes an event of a part, or a line that it printed."""
+    if isinstance(found, str):  # Of a library, and not for the tables.
+      with self._log.open("a") as log:
+        log.write(found)
+      return
+    elif found["kind"] == "facts":
+      self._facts |= found["facts"]
+    elif found["kind"] == "table":
+      self._take(found["title"], found["table"], found["rows"])
+    else:
+      self.line(found["text"])
+    self.write()
+
+  def line(self, text: str) -> None:
+    """Prints a line, and keeps it."""
+    self._lines.append(text)
+    print(text, flush=True)
+
+  def print_tables(self) -> None:
+    """Prints the tables that changed since the last time."""
+    for title in list(self.tables):
+      if title in self._unprinted:
+        print(f"\n{self._section(title)}", flush=True)
+    self._unprinted.clear()
+
+  def write(self) -> None:
+    """Writes all files anew."""
+    json_text = events.dumps(
+      {"facts": self._facts, "lines": self._lines, "tables": self.tables},
+      indent=1,
+    )
+    facts = [f"* {name}: {value}" for name, value in self._facts.items()]
+    lines = [f"* {line}" for line in self._lines]
+    sections = [self._section(title) for title in self.tables]
+    page = ["\n".join(facts), *sections, "\n".join(lines)]
+    for name, text in (
+      ("results.json", json_text),
+      ("tables.md", "\n\n".join(filter(None, page))),
+    ):
+      # At once, so that a run that is cut off leaves whole files.
+      part = self._out / f"{name}.part"
+      part.write_text(text + "\n")
+      part.replace(self._out / name)
+
+  def _take(self, title, kind, rows):
+    before = self.tables.get(title, {}).get("rows", [])
+    self.tables[title] = {"kind": kind, "rows": rows}
+    self._unprinted.add(title)
+    for row in rows[len(before) :] if kind == "training" else ():
+      outcome = row.get("error", f"loss {row.get('loss')}")
+      print(f"{title}: {tables.name(row)}: {outcome}", flush=True)
+    if kind == "optimizer" and any("milliseconds" in row for row in rows):
+      self.print_tables()
+    sys.stdout.flush()
+
+  def _section(self, title):
+    table = self.tables[title]
+    return f"### {title}\n\n{tables.render(table['kind'], table['rows'])}"

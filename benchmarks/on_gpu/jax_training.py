@@ -1,0 +1,156 @@
+"""Training steps in JAX, in each precision."""
+
+import dataclasses
+import gc
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from on_gpu import clock, events, models, weights
+from on_gpu.jax_program import JaxProgram
+import optax_lossscale as ols
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+  """How a row computes.
+
+  Attributes:
+    dtype: that of the model.
+    autocast: the dtype of ``ols.autocast`` around it, if any.
+    products: what ``jax.default_matmul_precision`` is given.
+    scaled: whether the loss is scaled, by ours.
+  """
+
+  dtype: Any = jnp.float32
+  autocast: Any = None
+  products: str = "tensorfloat32"
+  scaled: bool = False
+
+
+PRECISIONS = {
+  "TF32": Precision(),
+  "float16, autocast, ours": Precision(autocast=jnp.float16, scaled=True),
+  "float16, by hand, ours": Precision(jnp.float16, scaled=True),
+  "bfloat16, autocast": Precision(autocast=jnp.bfloat16),
+  "bfloat16, by hand": Precision(jnp.bfloat16),
+  "float32, highest": Precision(products="highest"),
+}
+# And whether with a checkpoint; in the order of what one wants to know first.
+ROWS = [
+  ("TF32", False),
+  ("float16, autocast, ours", False),
+  ("float16, by hand, ours", False),
+  ("float16, autocast, ours", True),
+  ("bfloat16, autocast", False),
+  ("bfloat16, by hand", False),
+  ("float32, highest", False),
+  ("float16, by hand, ours", True),
+  ("bfloat16, autocast", True),
+  ("bfloat16, by hand", True),
+  ("TF32", True),
+  ("float32, highest", True),
+]
+
+
+class Model:
+  """A model to train: weights, batches, and the loss in any precision."""
+
+  def __init__(self, name: str, size):
+    self.name = name
+    self._size = size
+    if name == "residual network":
+      self.params, batches = weights.resnet(size), weights.image_batches(size)
+    else:
+      self.params = weights.transformer(size)
+      batches = weights.token_batches(size)
+    if name == "transformer, unrolled":
+      self.params = weights.unstacked(self.params)
+    self.params = jax.device_put(self.params)
+    self.batches = [jax.device_put(batch) for batch in batches]
+
+  def loss_fn(self, precision: Precision, checkpoint: bool):
+    """With a checkpoint around each layer of a scan, or else around the loss.
+
+    So docs/autocast.md advises.
+    """
+    scanned = self.name == "transformer, scan"
+    if self.name == "residual network":
+      strides = weights.strides(self._size)
+      loss_fn = models.resnet_loss(strides, precision.dtype)
+    else:
+      loss_fn = models.transformer_loss(
+        self._size.heads,
+        precision.dtype,
+        checkpoint_layers=checkpoint and scanned,
+      )
+    if precision.autocast is not None:
+      loss_fn = ols.autocast(loss_fn, precision.autocast)
+    return models.RECOMPUTE(loss_fn) if checkpoint and not scanned else loss_fn
+
+
+def run(name: str, size, until: float) -> None:
+  """Measures one model in as many rows as there is time for."""
+  model = Model(name, size)
+  rows: list[dict[str, Any]] = []
+  programs: list[JaxProgram] = []
+  tell = lambda: events.tell(
+    "table", table="training", title=f"{name}, JAX", rows=rows
+  )
+  compiled_until = until - 0.3 * (until - time.time())
+  took = 0.0
+  for precision, checkpoint in ROWS[: size.rows]:
+    row = {"variant": precision, "checkpoint": checkpoint}
+    rows.append(row)
+    start = time.time()
+    if start + took > compiled_until:
+      row["error"] = "left out, since no time is left"
+      continue
+    with clock.catch(row):
+      programs.append(_begin(row, model, size))
+    took = time.time() - start
+    gc.collect()
+    tell()
+  clock.measure(programs, rounds=size.rounds, steps=2, until=until)
+  tell()
+
+
+def _begin(row, model, size):
+  """Compiles a row, and takes its first steps."""
+  precision = PRECISIONS[row["variant"]]
+  step, carry = make_step(
+    model.loss_fn(precision, row["checkpoint"]), precision, model.params
+  )
+  program = JaxProgram(row, step, carry, model.batches)
+  del carry
+  clock.first_steps(program, size.first_steps)
+  row["loss"], row["steps"] = program.loss(), size.first_steps
+  if precision.scaled:
+    state = ols.get_loss_scale_state(program.carry)
+    row["skipped"] = int(state.total_notfinite)
+  program.count_host_reads()
+  stats = jax.devices()[0].memory_stats() or {}
+  row["device_peak_so_far"] = stats.get("peak_bytes_in_use")
+  return program
+
+
+def make_step(loss_fn, precision: Precision, params):
+  """A training step by AdamW, and its first carry."""
+  tx = optax.adamw(weights.LEARNING_RATE, weight_decay=weights.WEIGHT_DECAY)
+  if precision.scaled:
+    tx = ols.with_loss_scaling(tx)
+
+  def step(carry, batch):
+    params, state = carry
+    with jax.default_matmul_precision(precision.products):
+      if precision.scaled:
+        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+      else:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), loss
+
+  return step, (params, jax.jit(tx.init)(params))

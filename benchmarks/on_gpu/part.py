@@ -1,0 +1,36 @@
+"""One part of the plan, in a process of its own; `processes` starts it."""
+
+import json
+import os
+import sys
+
+from on_gpu import clock, events, plan, sizes
+
+
+def main() -> None:
+  """Runs the part that the command line describes in JSON."""
+  asked = json.loads(sys.argv[1])
+  row: dict[str, str] = {}
+  with clock.catch(row):
+    _run(**asked)
+  if row:
+    events.line(f"{asked['part']} ended: {row['error']}")
+  events.tell("end")
+
+
+def _run(part, size, until, without):
+  chosen = plan.PARTS[part]
+  if size == "tiny":  # What is compiled is not worth its time.
+    flags = os.environ.get("XLA_FLAGS", "")
+    level = "--xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{flags} {level}"
+  if chosen.library == "torch":
+    from on_gpu import torch_device as device
+  else:
+    from on_gpu import jax_device as device
+  if device.ready(size):
+    chosen.run(sizes.SIZES[size], until, without)
+
+
+if __name__ == "__main__":
+  main()

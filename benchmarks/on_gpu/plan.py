@@ -1,0 +1,67 @@
+"""The parts of a run, the most important ones first.
+
+Each is a process of its own. It has a share of the time that is left when it
+begins, so that what one part saves goes to those after it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Part(NamedTuple):
+  """What one process measures.
+
+  Attributes:
+    library: "jax" or "torch".
+    weight: its share of the time, relative to those of the parts behind it.
+    run: from the size, the time at which to end, and what to do without.
+  """
+
+  library: str
+  weight: float
+  run: Callable[[Any, float, list[str]], None]
+
+
+def _jax_optimizers(cases):
+  def run(size, until, without):
+    from on_gpu import jax_optimizers
+
+    jax_optimizers.run(getattr(jax_optimizers, cases), size, until, without)
+
+  return run
+
+
+def _jax_training(model):
+  def run(size, until, without):
+    from on_gpu import jax_training
+
+    jax_training.run(model, size, until)
+
+  return run
+
+
+def _torch_optimizers(size, until, without):
+  from on_gpu import torch_optimizers
+
+  torch_optimizers.run(size, until)
+
+
+def _torch_training(model):
+  def run(size, until, without):
+    from on_gpu import torch_training
+
+    torch_training.run(model, size, until)
+
+  return run
+
+
+PARTS = {
+  "optimizers": Part("jax", 22, _jax_optimizers("LARGE")),
+  "transformer": Part("jax", 26, _jax_training("transformer, unrolled")),
+  "torch-optimizers": Part("torch", 6, _torch_optimizers),
+  "torch-transformer": Part("torch", 16, _torch_training("transformer")),
+  "transformer-in-scan": Part("jax", 14, _jax_training("transformer, scan")),
+  "resnet": Part("jax", 20, _jax_training("residual network")),
+  "many-leaves": Part("jax", 8, _jax_optimizers("SMALL")),
+  "torch-resnet": Part("torch", 8, _torch_training("residual network")),
+}

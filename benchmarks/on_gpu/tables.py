@@ -1,0 +1,135 @@
+"""The tables in Markdown."""
+
+from collections.abc import Callable
+import math
+from typing import Any
+
+from shared.tables import markdown
+
+SLOWER_THAN_ITS_BYTES = 1.3
+Row = dict[str, Any]
+
+
+def render(kind: str, rows: list[Row]) -> str:
+  """A table of rows of one kind, "optimizer" or "training"."""
+  columns = {"optimizer": OPTIMIZER, "training": TRAINING}[kind]
+  first = next((row for row in rows if "milliseconds" in row), None)
+  cells = [
+    [cell(row, first) if _shown(name, row) else "" for name, cell in columns]
+    for row in rows
+  ]
+  return markdown([[name for name, _ in columns], *cells], right_from=1)
+
+
+def name(row: Row) -> str:
+  """What a row is called."""
+  added = [word for word in ("checkpoint", "compiled") if row.get(word)]
+  return ", ".join([row["variant"], *added])
+
+
+def bytes_milliseconds(row: Row) -> float | None:
+  """How long a copy of the bytes of a step takes on this device."""
+  bytes_, copy = _bytes(row), row.get("copy")
+  if not bytes_ or not isinstance(copy, int | float) or math.isnan(copy):
+    return None
+  return bytes_ / copy * 1e3
+
+
+def verdict(row: Row) -> str:
+  """Whether the time of a step is that of its bytes."""
+  if "error" in row:
+    return row["error"].replace("|", "\\|")
+  least = bytes_milliseconds(row)
+  if least is None or "milliseconds" not in row:
+    return ""
+  times = row["milliseconds"][1] / least
+  if times > SLOWER_THAN_ITS_BYTES:
+    return f"{times:.2f}x: takes longer than its bytes"
+  return f"{times:.2f}x"
+
+
+def _bytes(row):
+  """Of a step: as expected, or else as compiled here, or None."""
+  if row.get("expected_bytes"):
+    return row["expected_bytes"] * row["parameters"]
+  return row.get("moved_bytes")
+
+
+def _shown(column, row):
+  """Whether a cell can be filled; what an error leaves is the last one."""
+  return "error" not in row or column in ("variant", "verdict", "error")
+
+
+def _time(row, first):
+  if "milliseconds" not in row:
+    return ""
+  low, middle, high = row["milliseconds"]
+  return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _relative(row, first):
+  if first is None or "milliseconds" not in row:
+    return ""
+  return f"{row['milliseconds'][1] / first['milliseconds'][1]:.2f}x"
+
+
+def _skipped(row, first):
+  if "skipped_milliseconds" not in row or "milliseconds" not in row:
+    return ""
+  return f"{row['skipped_milliseconds'][1] / row['milliseconds'][1]:.2f}x"
+
+
+def _number(
+  key: str, spec: str, factor: float = 1
+) -> Callable[[Row, Row | None], str]:
+  def cell(row, first):
+    value = row.get(key)
+    if value is None or isinstance(value, str):
+      return value or ""
+    return format(value * factor, spec)
+
+  return cell
+
+
+def _moved(row, first):
+  if "moved_bytes" not in row:
+    return ""
+  return f"{row['moved_bytes'] / row['parameters']:.1f}"
+
+
+def _bytes_time(row, first):
+  least = bytes_milliseconds(row)
+  return "" if least is None else f"{least:.3f}"
+
+
+def _rate(row, first):
+  bytes_, times = _bytes(row), row.get("milliseconds")
+  return f"{bytes_ / times[1] / 1e6:,.0f}" if bytes_ and times else ""
+
+
+OPTIMIZER = [
+  ("variant", lambda row, first: name(row)),
+  ("time, ms", _time),
+  ("to the first", _relative),
+  ("skip / step", _skipped),
+  ("bytes, expected", _number("expected_bytes", ".1f")),
+  ("bytes, compiled here", _moved),
+  ("kernels", _number("kernels", "d")),
+  ("GB/s", _rate),
+  ("copy of these bytes, ms", _bytes_time),
+  ("verdict", lambda row, first: verdict(row)),
+  ("host reads", _number("host_reads", "d")),
+  ("compile, s", _number("compile_seconds", ".1f")),
+]
+TRAINING = [
+  ("variant", lambda row, first: name(row)),
+  ("time, ms", _time),
+  ("to the first", _relative),
+  ("peak MB", _number("peak_bytes", ",.1f", 1e-6)),
+  ("skipped", _number("skipped", "d")),
+  ("loss", _number("loss", ".4f")),
+  ("after steps", _number("steps", "d")),
+  ("host reads", _number("host_reads", "d")),
+  ("first step or compile, s", _number("compile_seconds", ".1f")),
+  ("error", lambda row, first: verdict(row) if "error" in row else ""),
+]

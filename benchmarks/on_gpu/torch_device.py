@@ -1,0 +1,68 @@
+"""What torch says of the device, and what all of its parts need."""
+
+from collections.abc import Callable
+import warnings
+
+import torch
+
+from on_gpu import events
+from on_gpu.versions import version
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+  torch.set_num_threads(1)  # What is tiny takes longer on several.
+
+
+def ready(size_name: str) -> bool:
+  """Tells versions and device; whether it can measure at this size."""
+  name = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+  facts = {"torch": version("torch"), "torch device": name}
+  events.tell("facts", facts=facts)
+  if DEVICE == "cpu" and size_name != "tiny":
+    events.line("Left out: torch finds no GPU")
+    return False
+  return True
+
+
+def wait() -> None:
+  """Waits for the device."""
+  if DEVICE == "cuda":
+    torch.cuda.synchronize()
+
+
+def count_host_reads(step: Callable[[], None]) -> int | None:
+  """How often a step reads a number from the GPU, and so waits for it.
+
+  torch itself warns of each. It cannot on a CPU, where nothing waits: None.
+  """
+  if DEVICE == "cpu":
+    step()
+    return None
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+      step()
+    finally:
+      torch.cuda.set_sync_debug_mode("default")
+  wait()
+  return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+class Copy:
+  """Adds one to numbers, in place."""
+
+  skips = False
+
+  def __init__(self, numbers: int):
+    self.row = {"bytes": 8 * numbers}
+    self._x = torch.ones(numbers, device=DEVICE)
+
+  def prepare(self, skip):
+    pass
+
+  def step(self, skip):
+    self._x.add_(1)
+
+  def wait(self):
+    wait()

@@ -1,0 +1,106 @@
+"""The optimizer alone, in torch, with and without its gradient scaler."""
+
+import time
+
+import torch
+
+from on_gpu import bandwidth, clock, events, expected, torch_device
+from on_gpu.torch_device import DEVICE
+
+LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-3, 1e-4, 1.0
+# Title: (many leaves, clipped). Those that are clipped are AdamW.
+CASES = {
+  "Adam": (False, False),
+  "AdamW, clipped": (False, True),
+  "Adam, many leaves": (True, False),
+  "AdamW, clipped, many leaves": (True, True),
+}
+VARIANTS = ("fused", "fused, GradScaler", "foreach", "foreach, GradScaler")
+
+
+class Optimizer:
+  """An optimizer with parameters of its own, and gradients that are given."""
+
+  def __init__(self, row, params, grads, *, clipped):
+    implementation = row["variant"].split(",")[0]
+    self.row = row
+    self.skips = "GradScaler" in row["variant"]
+    self._params = [p.clone() for p in params]
+    self._grads, self._clipped = grads, clipped
+    # Of its own, since `unscale_` and the clip change gradients in place.
+    self._own = [torch.empty_like(g) for g in grads]
+    make = torch.optim.AdamW if clipped else torch.optim.Adam
+    options = {"weight_decay": WEIGHT_DECAY} if clipped else {}
+    self._optimizer = make(
+      self._params, LEARNING_RATE, **{implementation: True}, **options
+    )
+    self._scaler = None
+    if self.skips:
+      self._scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**15)
+      self._scaler.scale(torch.zeros((), device=DEVICE))  # It is made here.
+    self.prepare(False)
+    self.step(False)
+    torch_device.wait()
+    row["host_reads"] = torch_device.count_host_reads(lambda: self.step(False))
+
+  def prepare(self, skip):
+    torch._foreach_copy_(self._own, self._grads)
+    if skip:
+      self._own[-1].flatten()[0] = float("inf")
+    for param, grad in zip(self._params, self._own, strict=True):
+      param.grad = grad
+
+  def step(self, skip):
+    optimizer, scaler = self._optimizer, self._scaler
+    if scaler and self._clipped:
+      scaler.unscale_(optimizer)
+    if self._clipped:
+      torch.nn.utils.clip_grad_norm_(self._params, MAX_NORM)
+    if scaler:
+      scaler.step(optimizer)
+      scaler.update()
+    else:
+      optimizer.step()
+
+  def wait(self):
+    torch_device.wait()
+
+
+def run(size, until: float) -> None:
+  """Measures each case, and tells a table of it."""
+  copy = bandwidth.measure(torch_device.Copy(size.copied), "torch")
+  for i, (name, (many, clipped)) in enumerate(CASES.items()):
+    now = time.time()
+    share = (until - now) / (len(CASES) - i)
+    if share < 1:
+      events.line(f"Left out, since no time is left: {name} in torch")
+      continue
+    _run_case(name, many, clipped, size, now + share, copy)
+    if DEVICE == "cuda":
+      torch.cuda.empty_cache()
+
+
+def _run_case(name, many, clipped, size, until, copy):
+  shapes = [size.small] * size.small_leaves if many else [size.large] * 4
+  generator = torch.Generator(DEVICE).manual_seed(0)
+  draw = lambda shape: (
+    1e-2 * torch.randn(shape, device=DEVICE, generator=generator)
+  )
+  grads, params = ([draw(shape) for shape in shapes] for _ in range(2))
+  rows, programs = [], []
+  for variant in VARIANTS:
+    key = f"{variant}, clipped" if clipped else variant
+    row = {
+      "variant": variant,
+      "parameters": sum(p.numel() for p in params),
+      "copy": copy,
+      "expected_bytes": expected.TORCH.get(key),
+    }
+    rows.append(row)
+    with clock.catch(row):
+      programs.append(Optimizer(row, params, grads, clipped=clipped))
+  clock.measure(
+    programs, rounds=size.rounds, steps=size.steps_in_a_row, until=until
+  )
+  title = f"{name}, torch"
+  events.tell("table", table="optimizer", title=title, rows=rows)

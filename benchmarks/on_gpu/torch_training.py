@@ -1,0 +1,177 @@
+"""Training steps in torch, by its own autocast and gradient scaler."""
+
+import contextlib
+import time
+
+import torch
+
+from on_gpu import clock, events, torch_device, torch_models, weights
+from on_gpu.torch_device import DEVICE
+
+# Precision: (the dtype of autocast, products of float32 in TF32, scaled).
+PRECISIONS = {
+  "TF32": (None, True, False),
+  "float16, autocast, GradScaler": (torch.float16, True, True),
+  "bfloat16, autocast": (torch.bfloat16, True, False),
+  "float32, highest": (None, False, False),
+}
+# And whether compiled, which may take a minute: so what is not comes first.
+ROWS = [
+  *((name, False) for name in PRECISIONS),
+  ("float16, autocast, GradScaler", True),
+  ("TF32", True),
+  ("bfloat16, autocast", True),
+  ("float32, highest", True),
+]
+
+
+class Training:
+  """A model in training, by AdamW."""
+
+  skips = False
+
+  def __init__(self, row, loss_fn, params, batches):
+    self.row = row
+    self._held, _ = _memory(reset=True)
+    self._batches, self._taken = batches, 0
+    dtype, self._tf32, scaled = PRECISIONS[row["variant"]]
+    self._cast = contextlib.nullcontext
+    if dtype is not None:
+      self._cast = lambda: torch.autocast(DEVICE, dtype)
+    self._params, leaves = _trainable(params)
+    self._optimizer = torch.optim.AdamW(
+      leaves,
+      weights.LEARNING_RATE,
+      weight_decay=weights.WEIGHT_DECAY,
+      fused=True,
+    )
+    self._scaler = torch.amp.GradScaler(
+      DEVICE, init_scale=2.0**15, enabled=scaled
+    )
+    self._init_scale = self._scaler.get_scale()
+    self._loss_fn = loss_fn
+    if row["compiled"]:
+      # Inductor needs a compiler for C++ on a CPU, and much time.
+      backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+      self._loss_fn = torch.compile(loss_fn, backend=backend)
+
+  def prepare(self, skip):
+    torch.set_float32_matmul_precision("high" if self._tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = self._tf32
+
+  def step(self, skip):
+    batch = self._batches[self._taken % len(self._batches)]
+    self._taken += 1
+    with self._cast():
+      self.loss = self._loss_fn(self._params, batch)
+    self._scaler.scale(self.loss).backward()
+    self._scaler.step(self._optimizer)
+    self._scaler.update()
+    self._optimizer.zero_grad(set_to_none=True)
+
+  def wait(self):
+    torch_device.wait()
+
+  def begin(self, steps: int) -> None:
+    """Takes the first steps, and notes what they show."""
+    start = time.perf_counter()
+    self.prepare(False)
+    self.step(False)
+    self.wait()
+    self.row["compile_seconds"] = time.perf_counter() - start
+    start, scale = time.perf_counter(), self._scaler.get_scale()
+    skipped = scale < self._init_scale
+    for _ in range(steps - 1):
+      self.step(False)
+      before, scale = scale, self._scaler.get_scale()
+      skipped += scale < before
+    mean = 1e3 * (time.perf_counter() - start) / (steps - 1)
+    self.row |= {"milliseconds": [mean] * 3, "rounds": 0}
+    self.row |= {"loss": float(self.loss), "steps": steps}
+    if self._scaler.is_enabled():
+      self.row["skipped"] = skipped
+    if DEVICE == "cuda":
+      self.row["peak_bytes"] = _memory()[1] - self._held
+    self.row["host_reads"] = torch_device.count_host_reads(
+      lambda: self.step(False)
+    )
+
+
+def run(name: str, size, until: float) -> None:
+  """Measures one model in as many rows as there is time for."""
+  loss_fn, params, batches = _model(name, size)
+  rows, programs = [], []
+  tell = lambda: events.tell(
+    "table", table="training", title=f"{name}, torch", rows=rows
+  )
+  now = time.time()
+  eager_until = now + 0.3 * (until - now)
+  begun_until = now + 0.8 * (until - now)
+  took = {False: 0.0, True: 0.0}
+  for precision, compiled in ROWS[: size.rows and size.rows + 1]:
+    row = {"variant": precision, "compiled": compiled}
+    rows.append(row)
+    start = time.time()
+    if start + took[compiled] > (begun_until if compiled else eager_until):
+      row["error"] = "left out, since no time is left"
+      continue
+    with clock.catch(row):
+      program = Training(row, loss_fn, params, batches)
+      program.begin(size.first_steps)
+      programs.append(program)
+    took[compiled] = time.time() - start
+    tell()
+  clock.measure(programs, rounds=size.rounds, steps=2, until=until)
+  tell()
+
+
+def _model(name, size):
+  """The loss, the weights and the batches of a model."""
+  if name == "residual network":
+    loss_fn = torch_models.resnet_loss(weights.strides(size))
+    params, batches = weights.resnet(size), weights.image_batches(size)
+  else:
+    loss_fn = torch_models.transformer_loss(size.heads)
+    params = weights.unstacked(weights.transformer(size))
+    batches = weights.token_batches(size)
+  return loss_fn, params, [_batch(batch) for batch in batches]
+
+
+def _memory(reset=False):
+  """Bytes that are held now, and the most since the last reset."""
+  if DEVICE != "cuda":
+    return 0, 0
+  if reset:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+  return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+
+
+def _trainable(params):
+  """The weights as parameters of torch, and a list of these."""
+  leaves = []
+
+  def convert(value):
+    if isinstance(value, dict):
+      return {key: convert(item) for key, item in value.items()}
+    if isinstance(value, list):
+      return [convert(item) for item in value]
+    tensor = torch.tensor(value, device=DEVICE)
+    if tensor.ndim == 4:  # A kernel: out, in, height, width.
+      tensor = tensor.permute(3, 2, 0, 1).contiguous(
+        memory_format=torch.channels_last
+      )
+    leaves.append(tensor.requires_grad_())
+    return tensor
+
+  return convert(params), leaves
+
+
+def _batch(batch):
+  inputs = torch.tensor(batch["inputs"], device=DEVICE)
+  if inputs.ndim == 4:  # Images, which stay in the layout of JAX in memory.
+    inputs = inputs.permute(0, 3, 1, 2)
+  return {
+    "inputs": inputs if inputs.is_floating_point() else inputs.long(),
+    "labels": torch.tensor(batch["labels"], device=DEVICE).long(),
+  }

@@ -1,0 +1,137 @@
+"""The command that measures on a GPU, run on a CPU at its tiniest size."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+from helpers import ROOT
+import pytest
+
+TORCH_PARTS = ("torch-optimizers", "torch-transformer", "torch-resnet")
+needs_torch = pytest.mark.skipif(
+  importlib.util.find_spec("torch") is None,
+  reason="needs torch, which is not installed with the tests",
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+  """Runs the command in a copy of the checkout; see `Run`."""
+  checkout = tmp_path / "checkout"
+  no_caches = shutil.ignore_patterns("__pycache__")
+  for part in ("benchmarks", "optax_lossscale"):
+    shutil.copytree(ROOT / part, checkout / part, ignore=no_caches)
+  return Run(checkout, tmp_path)
+
+
+class Run:
+  """A run in folders of its own.
+
+  Attributes:
+    out: the folder for the results.
+    printed: what the last call printed.
+  """
+
+  def __init__(self, checkout, folder):
+    self.out = folder / "results"
+    self._checkout = checkout
+    self._empty = [folder / name for name in ("home", "tmp", "cwd")]
+    for path in self._empty:
+      path.mkdir()
+
+  def __call__(self, *options):
+    home, tmp, cwd = map(str, self._empty)
+    before = self._files()
+    script = self._checkout / "benchmarks" / "gpu.py"
+    env = os.environ | {"HOME": home, "TMPDIR": tmp, "JAX_PLATFORMS": "cpu"}
+    for name in list(env):  # What would show where to write.
+      if name.startswith(("XDG_", "JAX_COMPILATION", "PYTHON", "MPL")):
+        del env[name]
+    done = subprocess.run(
+      [sys.executable, script, "--out", self.out, "--size", "tiny", *options],
+      cwd=cwd,
+      env=env,
+      capture_output=True,
+      text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    self.printed = done.stdout
+    assert self._files() == before
+    assert [list(path.iterdir()) for path in self._empty] == [[], [], []]
+    written = {path.name for path in self.out.iterdir()}
+    assert written - {"times.png"} == {"results.json", "tables.md", "log.txt"}
+    return json.loads((self.out / "results.json").read_text())
+
+  def _files(self):
+    return {
+      str(path): path.stat().st_mtime for path in self._checkout.rglob("*")
+    }
+
+
+def assert_all_was_measured(found):
+  for title, table in found["tables"].items():
+    for row in table["rows"]:
+      assert "error" not in row, (title, row)
+      assert row["milliseconds"][1] > 0 and row["rounds"] > 0, (title, row)
+      if table["kind"] == "training":
+        assert 0 < row["loss"] < 10 and row["compile_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_without_torch_it_measures_jax_and_says_what_is_left_out(run):
+  found = run("--without", "torch")
+  assert "Left out, as asked for: torch" in found["lines"]
+  assert_all_was_measured(found)
+  titles = list(found["tables"])
+  assert titles[0] == "Adam, JAX"  # What matters most comes first.
+  assert len([t for t in titles if "Adam" in t]) == 7
+  assert {"transformer, scan, JAX", "residual network, JAX"} < set(titles)
+  assert found["facts"]["device"] == "cpu" and found["facts"]["jax"]
+  ours = found["tables"]["Adam, JAX"]["rows"][1]
+  assert ours["variant"] == "ours"
+  assert ours["expected_bytes"] == pytest.approx(32, abs=0.01)
+  page = (run.out / "tables.md").read_text()
+  for title in titles:
+    assert f"### {title}\n" in page and f"### {title}\n" in run.printed
+  assert (run.out / "times.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@needs_torch
+@pytest.mark.slow
+def test_torch_has_the_losses_of_jax(run):
+  found = run("--parts", "transformer", "resnet", *TORCH_PARTS)
+  assert_all_was_measured(found)
+  tables = found["tables"]
+  assert len([t for t in tables if t.endswith("torch")]) == 6
+  loss = lambda title, i: tables[title]["rows"][i]["loss"]
+  for jax_title, torch_title in (
+    ("transformer, unrolled, JAX", "transformer, torch"),
+    ("residual network, JAX", "residual network, torch"),
+  ):
+    for i in (0, 1):  # TF32, which a CPU has not, and float16 by autocast.
+      expected = pytest.approx(loss(jax_title, i), rel=1e-3)
+      assert loss(torch_title, i) == expected
+
+
+@pytest.mark.slow
+def test_it_ends_in_time_and_says_what_it_left_out(run):
+  start = time.time()
+  found = run("--without", "torch", "--minutes", "0.25")
+  assert time.time() - start < 0.25 * 60 + 5
+  told = [
+    row.get("error", "") for t in found["tables"].values() for row in t["rows"]
+  ]
+  told += found["lines"]
+  left_out = [text for text in told if "left out" in text.lower()]
+  assert [text for text in left_out if "torch" not in text]
+
+
+def test_without_any_time_it_says_so_of_each_part(run):
+  found = run("--without", "torch", "matplotlib", "--minutes", "0.01")
+  assert found["tables"] == {}
+  assert len([line for line in found["lines"] if "are over" in line]) == 5
+  assert not (run.out / "times.png").exists()

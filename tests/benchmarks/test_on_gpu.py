@@ -1,0 +1,210 @@
+"""The parts of the benchmark for GPUs, one by one, on a CPU."""
+
+import dataclasses
+import json
+import math
+import time
+
+from helpers.benchmark import load_benchmark
+import jax
+import numpy as np
+import pytest
+
+bandwidth = load_benchmark("on_gpu.bandwidth")
+clock = load_benchmark("on_gpu.clock")
+events = load_benchmark("on_gpu.events")
+expected = load_benchmark("on_gpu.expected")
+findings = load_benchmark("on_gpu.findings")
+jax_device = load_benchmark("on_gpu.jax_device")
+jax_optimizers = load_benchmark("on_gpu.jax_optimizers")
+jax_training = load_benchmark("on_gpu.jax_training")
+processes = load_benchmark("on_gpu.processes")
+sizes = load_benchmark("on_gpu.sizes")
+tables = load_benchmark("on_gpu.tables")
+variants = load_benchmark("shared.variants")
+
+TINY = dataclasses.replace(sizes.SIZES["tiny"], rounds=1, first_steps=2, rows=1)
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: out of memory\nand where it was"
+
+
+class Sleeper:
+  """A program whose steps take a known time, or fail."""
+
+  def __init__(self, name, seconds=0.0, *, skips=False, fails=False):
+    self.row = {"variant": name}
+    self.skips = skips
+    self._seconds, self._fails = seconds, fails
+
+  def prepare(self, skip):
+    pass
+
+  def step(self, skip):
+    if self._fails:
+      raise RuntimeError(OUT_OF_MEMORY)
+    time.sleep(self._seconds)
+
+  def wait(self):
+    pass
+
+
+def measure(programs, rounds=3, until=math.inf):
+  clock.measure(programs, rounds=rounds, steps=2, until=until)
+  return {program.row["variant"]: program.row for program in programs}
+
+
+def told(out):
+  """The events in what was printed."""
+  return [e for e in map(events.parse, out.splitlines()) if e]
+
+
+def test_the_time_is_that_of_one_step_without_the_first_round():
+  rows = measure([Sleeper("a", 0.01, skips=True), Sleeper("b")])
+  assert 10 <= rows["a"]["milliseconds"][1] < 30
+  assert "skipped_milliseconds" in rows["a"]
+  assert "skipped_milliseconds" not in rows["b"]
+  assert rows["b"]["rounds"] == 3
+
+
+def test_a_program_that_fails_is_left_out_and_the_others_go_on():
+  rows = measure([Sleeper("bad", fails=True), Sleeper("good")])
+  assert rows["bad"]["error"] == (
+    "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+  )
+  assert "milliseconds" not in rows["bad"]
+  assert rows["good"]["rounds"] == 3
+
+
+def test_no_round_begins_that_would_end_too_late():
+  start = time.time()
+  rows = measure([Sleeper("a", 0.05)], rounds=1000, until=start + 0.5)
+  assert time.time() - start < 2
+  assert 1 <= rows["a"]["rounds"] < 10
+
+
+def test_keyboard_interrupts_are_no_errors_of_a_row():
+  with pytest.raises(KeyboardInterrupt), clock.catch({}):
+    raise KeyboardInterrupt
+
+
+def test_json_holds_no_number_that_only_python_reads():
+  text = events.dumps({"loss": math.nan, "all": [math.inf, (1.5,)]})
+  assert json.loads(text) == {"loss": "nan", "all": ["inf", [1.5]]}
+
+
+def row_of(milliseconds, **known):
+  times = {} if milliseconds is None else {"milliseconds": [milliseconds] * 3}
+  # A copy of 28 bytes for each parameter takes 28 ms.
+  return {
+    "variant": "ours",
+    "parameters": 10**6,
+    "copy": 1e9,
+    "expected_bytes": 28.0,
+    **times,
+    **known,
+  }
+
+
+def test_a_step_that_takes_longer_than_its_bytes_is_told():
+  assert tables.verdict(row_of(28 * 1.2)) == "1.20x"
+  slow = tables.verdict(row_of(28 * 1.4))
+  assert slow == "1.40x: takes longer than its bytes"
+  assert tables.verdict(row_of(30, copy=math.nan)) == ""
+  assert tables.verdict(row_of(30, copy="nan")) == ""
+
+
+def test_without_expected_bytes_those_of_the_compiled_program_are_taken():
+  row = row_of(28 * 1.2, expected_bytes=None, moved_bytes=28 * 10**6)
+  assert tables.verdict(row) == "1.20x"
+
+
+def test_a_row_that_failed_shows_its_error_in_a_whole_table():
+  rows = [row_of(30), row_of(None, error="XlaRuntimeError: a | b")]
+  for kind in ("optimizer", "training"):
+    lines = tables.render(kind, rows).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert "XlaRuntimeError: a \\| b" in lines[-1]
+
+
+def test_the_expected_bytes_are_those_of_the_compiler():
+  found = expected.bytes_per_parameter("adam", "ours")
+  assert found == pytest.approx(32, abs=0.01)
+  assert expected.bytes_per_parameter("adam", "of nobody") is None
+  cases = jax_optimizers.LARGE | jax_optimizers.SMALL
+  for case in cases.values():
+    found = expected.bytes_per_parameter(case.same_as, "bare")
+    assert (found is not None) == (case.same_as in expected._steps())
+
+
+def test_what_is_told_is_in_the_files_at_once(tmp_path, capsys):
+  found = findings.Findings(tmp_path, {"size": "tiny"})
+  found.add({"kind": "facts", "facts": {"device": "a GPU"}})
+  found.add({"kind": "line", "text": "Left out: something"})
+  rows = [row_of(30, loss=math.nan)]
+  found.add(
+    {"kind": "table", "table": "optimizer", "title": "Adam", "rows": rows}
+  )
+  found.add("a warning of some library\n")
+  written = json.loads((tmp_path / "results.json").read_text())
+  assert written["facts"] == {"size": "tiny", "device": "a GPU"}
+  page = (tmp_path / "tables.md").read_text()
+  assert "### Adam" in page and "* Left out: something" in page
+  assert "### Adam" in capsys.readouterr().out
+  assert "some library" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_part_that_overruns_its_time_is_ended_and_that_is_told(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(processes, "GRACE", 0.0)
+  asked = {"part": "optimizers", "size": "tiny", "without": []}
+  start = time.time()
+  *_, last = processes.run(asked | {"until": start + 0.2}, tmp_path)
+  assert last["text"] == "optimizers was ended, since its time was over."
+  assert time.time() - start < 5
+
+
+def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
+  def fail(workload):
+    raise RuntimeError(OUT_OF_MEMORY)
+
+  monkeypatch.setitem(variants.VARIANTS, "ours", (fail, "bare"))
+  case = dataclasses.replace(
+    jax_optimizers.LARGE["Adam"], compared=("bare", "ours")
+  )
+  jax_optimizers.run({"Adam": case}, TINY, time.time() + 60, [])
+  bare, ours = told(capsys.readouterr().out)[-1]["rows"]
+  assert ours["error"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+  assert bare["milliseconds"] and bare["host_reads"] == 0
+  assert bare["parameters"] == 4 * 64 * 64
+
+
+def test_the_copy_is_measured(capsys):
+  assert bandwidth.measure(jax_device.Copy(TINY.copied), "JAX") > 1e6
+  assert any(e["kind"] == "facts" for e in told(capsys.readouterr().out))
+  failed = bandwidth.measure(Sleeper("copy", fails=True), "JAX")
+  assert math.isnan(failed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name", ["transformer, scan", "transformer, unrolled", "residual network"]
+)
+def test_all_precisions_have_nearly_the_loss_of_float32(name):
+  model = jax_training.Model(name, TINY)
+  exact = jax_training.PRECISIONS["float32, highest"]
+  loss = lambda precision, checkpoint: float(
+    model.loss_fn(precision, checkpoint)(model.params, model.batches[0])
+  )
+  with jax.default_matmul_precision("highest"):
+    reference = loss(exact, False)
+  for precision, checkpoint in jax_training.ROWS:
+    found = loss(jax_training.PRECISIONS[precision], checkpoint)
+    assert np.isclose(found, reference, rtol=2e-2), (precision, checkpoint)
+    is_float32 = jax_training.PRECISIONS[precision] == exact
+    assert not is_float32 or np.isclose(found, reference, rtol=1e-5)
+
+
+def test_a_training_without_time_has_rows_that_say_so(capsys):
+  jax_training.run("transformer, scan", TINY, time.time() - 1)
+  (row,) = told(capsys.readouterr().out)[-1]["rows"]
+  assert row["error"] == "left out, since no time is left"
