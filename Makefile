@@ -28,7 +28,7 @@ JAX_NIGHTLY_OPTIONS ?=
 JAX_FLAGS ?= JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_SCAN3=1
 CORE = _arrays _checks _powers_of_two _jaxprs._equations _jaxprs._loops \
   _grads _state _axes \
-  _measurement _loss _scaling _search _headroom _policies _select _updates \
+  _measurement _loss _scaling _search _memory _headroom _policies _select _updates \
   _wrapper
 # Left out on all but the newest Python and JAX, since it tells nothing new there.
 ONLY_NEWEST = $(addprefix --ignore=tests/, \

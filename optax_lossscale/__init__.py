@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from optax_lossscale._autocast import autocast, keep_float32
 from optax_lossscale._grads import all_finite
-from optax_lossscale._headroom import HeadroomLossScale, HeadroomMemory
+from optax_lossscale._headroom import HeadroomLossScale
+from optax_lossscale._memory import HeadroomMemory
 from optax_lossscale._monitoring import (
   loss_scale_metrics,
   LossScaleError,

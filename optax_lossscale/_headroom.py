@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,12 @@ import optax
 from optax_lossscale import (
   _arrays,
   _checks,
+  _memory,
   _powers_of_two,
   _search,
   _state,
 )
+from optax_lossscale._memory import HeadroomMemory
 from optax_lossscale._state import LossScaleState
 
 # In binades a step. Gradients that underflowed look smaller than they are, so
@@ -32,31 +34,6 @@ _BINADES_OF_A_PRICE = 6
 # In binades below the evidence.
 _DEEPEST_CEILING = 20
 _NO_CEILING = 128  # above the exponent of each scale
-
-
-class HeadroomMemory(NamedTuple):
-  """What :class:`HeadroomLossScale` remembers.
-
-  Attributes:
-    ceiling: the binary logarithm of the highest scale that overflows allow, or
-      128 without a ceiling; int32, shape ``()``.
-    credit: how many steps there are to pay for an overflow; int32, shape
-      ``()``.
-    quiet_count: steps in a row that brought no gradients, since all were zero
-      or some were not finite; int32, shape ``()``.
-    patience: how many such steps more than 48 it takes until the policy
-      searches: four times their mean number between gradients; int32, shape
-      ``()``.
-    amax_window: the largest magnitude of each of the last steps that had
-      gradients other than zero, the newest first; float32, shape ``(window,)``.
-      Zeros where there was no such step yet.
-  """
-
-  ceiling: jax.Array
-  credit: jax.Array
-  quiet_count: jax.Array
-  patience: jax.Array
-  amax_window: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +185,7 @@ class HeadroomLossScale:
   ) -> HeadroomMemory:
     """The memory after a finite step whose gradients were not all zero."""
     memory = state.memory
-    is_new = _is_searching(memory) | ~_has_evidence(memory)
+    is_new = _memory.is_searching(memory) | ~_memory.has_evidence(memory)
     older = jnp.where(is_new, 0, memory.amax_window[:-1])
     window = jnp.concatenate([amax[None], older])
 
@@ -233,7 +210,7 @@ class HeadroomLossScale:
   ) -> HeadroomMemory:
     """The memory after a step of zeros, or one that was not finite."""
     memory = state.memory
-    has_evidence = _has_evidence(memory)
+    has_evidence = _memory.has_evidence(memory)
     evidence = self._evidence(memory.amax_window)
     costs = (in_a_row == 1) & has_evidence & ~was_guess
     left = memory.credit - _COST_OF_OVERFLOW
@@ -258,11 +235,11 @@ class HeadroomLossScale:
     """Whether the next step is a guess, and the exponent of its scale."""
     is_guess, guess = _search.next_guess(
       memory.quiet_count,
-      _has_evidence(memory),
+      _memory.has_evidence(memory),
       _powers_of_two.floor_log2(_arrays.cast(self.init_scale, jnp.float32)),
       self._bounds(),
     )
-    return _is_searching(memory) & is_guess, guess
+    return _memory.is_searching(memory) & is_guess, guess
 
   def _deepest(self) -> jax.Array:
     """How far below the evidence a scale may be the reason of an overflow."""
@@ -274,7 +251,7 @@ class HeadroomLossScale:
   def _highest(self, memory: HeadroomMemory) -> jax.Array:
     """The exponent of the scale that evidence and ceiling allow."""
     evidence = jnp.where(
-      _has_evidence(memory),
+      _memory.has_evidence(memory),
       self._evidence(memory.amax_window),
       self._bounds()[1],
     )
@@ -299,14 +276,6 @@ class HeadroomLossScale:
       _powers_of_two.ceil_log2(_arrays.cast(self.min_scale, jnp.float32)),
       _powers_of_two.floor_log2(_arrays.cast(self.max_scale, jnp.float32)),
     )
-
-
-def _has_evidence(memory: HeadroomMemory) -> jax.Array:
-  return jnp.max(memory.amax_window) > 0
-
-
-def _is_searching(memory: HeadroomMemory) -> jax.Array:
-  return _search.is_on(memory.quiet_count, memory.patience)
 
 
 def _as_amax(grads_amax: jax.typing.ArrayLike | None) -> jax.Array:

@@ -8,6 +8,7 @@ import numpy as np
 
 from optax_lossscale import (
   _arrays,
+  _causes,
   _checks,
   _policies,
   _powers_of_two,
@@ -82,6 +83,12 @@ def _floor(policy: Any) -> jax.Array:
 
 def _as_float32(x: jax.typing.ArrayLike) -> jax.Array:
   return _arrays.cast(x, jnp.float32)
+
+
+_HOW_TO_FIND_IT = (
+  "\nTo learn which operation, on which line, call"
+  " diagnostics.find_overflow(grad_fn, params, batch)."
+)
 
 
 class LossScaleError(RuntimeError):
@@ -165,7 +172,7 @@ def raise_if_stuck(
   if in_a_row.in_a_row >= max_consecutive_skips:
     nonfinite = _nonfinite(grads)
     what = f"The last {in_a_row.in_a_row} steps were all skipped."
-    why = _why_in_a_row(in_a_row.scale, policy, nonfinite)
+    why = _causes.in_a_row(in_a_row.scale, policy, nonfinite)
   elif (
     max_skipped_share is not None
     and steps is not None
@@ -176,7 +183,7 @@ def raise_if_stuck(
       f"{in_all.in_all} of {steps} steps were skipped, a share larger than"
       f" max_skipped_share = {max_skipped_share:g}."
     )
-    why = _why_in_all(in_all.scale, nonfinite)
+    why = _causes.in_all(in_all.scale, nonfinite)
   else:
     return
   leaves = "".join(f"\n  {leaf}" for leaf in nonfinite or ())
@@ -241,91 +248,3 @@ def _nonfinite(grads: Any) -> list[Any] | None:
   from optax_lossscale import diagnostics
 
   return diagnostics.nonfinite_leaves(grads)
-
-
-_CURE_OVERFLOW = (
-  "lower min_scale of the policy, or compute the layer that overflows in"
-  " float32 or bfloat16"
-)
-_CURE_NAN = (
-  "no loss scale can cure it: look for it in the data, in activations that"
-  " overflow in the forward pass, or in too large a learning rate"
-)
-_HOW_TO_FIND_IT = (
-  "\nTo learn which operation, on which line, call"
-  " diagnostics.find_overflow(grad_fn, params, batch)."
-)
-_LEAVES = " These leaves are not finite:"
-
-
-def _why_in_a_row(
-  scale: float,
-  policy: _policies.LossScalePolicy | None,
-  nonfinite: list[Any] | None,
-) -> str:
-  """The cause, as far as it is known, and what to do."""
-  if nonfinite == []:
-    return (
-      "The gradients given are finite. If they are those of the last step, the"
-      " reason is grads_finite=, check_updates=True or another device."
-    )
-  floor = getattr(policy, "min_scale", None)
-  # The floor may be no float32 number, but the scale is.
-  if floor is not None and scale <= np.float32(floor):
-    return _why_at_floor(scale, floor, nonfinite)
-  moves = (
-    " If it is still coming down, start it lower or allow more skips. If it is"
-    " not, compute the layer that overflows in float32 or bfloat16."
-  )
-  if isinstance(policy, _policies.FixedLossScale):
-    why = ", and fixed. Use DynamicLossScale, or a lower scale."
-  elif floor is not None:
-    why = f", above the lowest allowed (min_scale = {float(floor):g}).{moves}"
-  elif policy is not None:
-    why = f".{moves}"
-  else:
-    why = ". Pass policy to learn whether it can still come down."
-  why = f"The loss scale is {scale:g}{why}"
-  if nonfinite is None:
-    return f"{why} Pass grads to see what is not finite."
-  if _are_all_nan(nonfinite):
-    why += f" If a NaN is the model's own, {_CURE_NAN}."
-  return why + _LEAVES
-
-
-def _why_at_floor(
-  scale: float, floor: float, nonfinite: list[Any] | None
-) -> str:
-  at_floor = (
-    f"The loss scale is {scale:g}, the lowest allowed (min_scale ="
-    f" {float(floor):g}), and"
-  )
-  if nonfinite is None:
-    return (
-      f"{at_floor} gradients still overflow or are NaN. Pass grads to see"
-      f" which. If they overflow, {_CURE_OVERFLOW}. If they are NaN,"
-      f" {_CURE_NAN}."
-    )
-  # An overflow makes an inf first, and a NaN only where infs meet later. So if
-  # there are only NaNs at the floor, they come from elsewhere.
-  if _are_all_nan(nonfinite):
-    return (
-      f"{at_floor} gradients are NaN, none of them infinite;"
-      f" {_CURE_NAN}. These leaves are NaN:"
-    )
-  return f"{at_floor} gradients still overflow: {_CURE_OVERFLOW}.{_LEAVES}"
-
-
-def _why_in_all(scale: float, nonfinite: list[Any] | None) -> str:
-  return (
-    f"The loss scale is {scale:g}. Log it to see why. If steps are skipped"
-    " after it rose, it rises too far or too often: lower max_scale of the"
-    " policy, or use DynamicLossScale with a longer growth_interval. If not,"
-    " look for batches whose gradients are NaN or far larger than those of"
-    " others."
-    f"{_LEAVES if nonfinite else ''}"
-  )
-
-
-def _are_all_nan(nonfinite: list[Any]) -> bool:
-  return not any(leaf.inf_count for leaf in nonfinite)

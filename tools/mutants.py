@@ -92,6 +92,7 @@ TESTS = {
     "core/state",
     "policies/headroom",
   ],
+  "_memory": ["policies/headroom", "policies/starving"],
   "_search": ["policies/headroom", "policies/starving"],
   "_headroom": ["policies/headroom", "policies/starving", "core/input"],
   "_select": [

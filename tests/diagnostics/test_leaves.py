@@ -14,6 +14,7 @@ import optax_lossscale as ols
 from optax_lossscale import plots
 from optax_lossscale.diagnostics import _nonfinite
 from optax_lossscale.diagnostics._gradients import _measuring
+from optax_lossscale.plots import _exponents
 
 NAN, INF = float("nan"), float("inf")
 BAD = bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
@@ -143,7 +144,7 @@ def test_a_sharded_leaf_is_never_gathered(name, axis_type):
   reduce, args = {
     "find": (_nonfinite._find_nonfinite, ()),
     "measure": (_measuring._measure, (1.0, 1e-8, 1e-5, 65520.0)),
-    "count": (plots._count_exponents, ()),
+    "count": (_exponents._count_exponents, ()),
   }[name]
   leaf = shard(jnp.ones((64, 64)), axis_type)
   text = reduce.on_device.lower(leaf, *args).compile().as_text()

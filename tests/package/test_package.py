@@ -100,6 +100,7 @@ MAY_USE_NUMPY = (
   "_jaxprs._products",
   "diagnostics.",
   "interop.",
+  "_causes",
   "_monitoring",
   "plots",
 )
@@ -134,6 +135,7 @@ ORDER = (
   "_loss",
   "_scaling",
   "_search",
+  "_memory",
   "_headroom",
   "_policies",
   "_select",
@@ -142,6 +144,7 @@ ORDER = (
   "_autocast",
   "diagnostics",
   "plots",
+  "_causes",
   "_monitoring",
   "interop",
 )
