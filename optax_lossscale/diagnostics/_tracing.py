@@ -1,11 +1,12 @@
 """The jaxpr of a function, whatever its arguments are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 import inspect
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arrays, _jaxprs
@@ -53,8 +54,9 @@ def trace(
     A :class:`Traced`.
 
   Raises:
-    TypeError: if ``fun`` is not callable, an argument is traced, or is a shape
-      where an array is needed.
+    TypeError: if ``fun`` is not callable, or, where arrays are needed, this is
+      called under ``jit``; if an argument is traced, or is a shape where an
+      array is needed.
   """
   if not callable(fun):
     raise TypeError(
@@ -69,6 +71,8 @@ def trace(
   inputs = [leaves[i] for i in places]
   for name, leaf in zip(names, inputs, strict=True):
     _check_input(caller, name, leaf, shapes)
+  if not shapes and isinstance(jnp.zeros(()), jax.core.Tracer):
+    raise TypeError(f"{caller} must be called outside jit, {_ON_THE_HOST}.")
 
   def flat_fun(*traced: Any) -> list[Any]:
     filled = list(leaves)
@@ -76,16 +80,10 @@ def trace(
       filled[i] = x
     its_args, its_kwargs = jax.tree.unflatten(structure, filled)
     out = fun(*its_args, **its_kwargs)
-    leaves_of = lambda x: [
-      y
-      for y in jax.tree_util.tree_leaves_with_path(x)
-      if _arrays.is_array(y[1]) and _arrays.is_inexact(y[1])
-    ]
-    found = leaves_of(out)
-    results[:] = [jax.tree_util.keystr(path) for path, _ in found]
-    parts = _parts(out)
-    groups[:] = [i for i, part in enumerate(parts) for _ in leaves_of(part)]
-    return [x for _, x in found]
+    named = [(i, *leaf) for i, x in enumerate(_parts(out)) for leaf in x]
+    groups[:] = [i for i, _, _ in named]
+    results[:] = [name for _, name, _ in named]
+    return [leaf for _, _, leaf in named]
 
   results: list[str] = []
   groups: list[int] = []
@@ -93,11 +91,25 @@ def trace(
   return Traced(closed, inputs, names, results, groups)
 
 
-def _parts(out: Any) -> list[Any]:
-  """What a function returns side by side, such as loss and gradients."""
-  if type(out) is not tuple:
-    return [out]
-  return [part for x in out for part in _parts(x)]
+def _parts(out: Any, name: str = "") -> list[list[tuple[str, Any]]]:
+  """The named floats of each result, such as those of loss and gradients."""
+  if type(out) is tuple:
+    parts = [_parts(x, f"{name}[{i}]") for i, x in enumerate(out)]
+    return [part for several in parts for part in several]
+  return [
+    [
+      (f"{name}{jax.tree_util.keystr(path)}", leaf)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(out)
+      if _arrays.is_array(leaf) and _arrays.is_inexact(leaf)
+    ]
+  ]
+
+
+@contextlib.contextmanager
+def not_finite_allowed() -> Iterator[None]:
+  """Lets functions run, be they finite or not, and as they are compiled."""
+  with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+    yield
 
 
 def mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -108,6 +120,9 @@ def mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
     if jax.sharding.AxisType.Explicit in types:
       return jax.set_mesh(mesh)
   return contextlib.nullcontext()
+
+
+_ON_THE_HOST = "since it runs on the host"
 
 
 def _is_input(leaf: Any) -> bool:
@@ -121,8 +136,8 @@ def _is_input(leaf: Any) -> bool:
 def _check_input(caller: str, name: str, leaf: Any, shapes: bool) -> None:
   if isinstance(leaf, jax.core.Tracer):
     raise TypeError(
-      f"{caller} must be called outside jit, since it runs on the host, got a"
-      f" tracer at {name}."
+      f"{caller} must be called outside jit, {_ON_THE_HOST}, got a tracer at"
+      f" {name}."
     )
   if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
     raise TypeError(

@@ -434,6 +434,33 @@ def test_bad_input_is_refused(args, kwargs, error, message):
     compare(*args, **kwargs)
 
 
-def test_a_traced_argument_is_refused():
-  with pytest.raises(TypeError, match="must be called outside jit"):
+def test_under_jit_it_is_refused():
+  with pytest.raises(TypeError, match=r"outside jit, .* a tracer at w\."):
     jax.jit(lambda w: compare(plain, w, X))(W)
+  with pytest.raises(TypeError, match=r"outside jit, .* on the host\."):
+    jax.jit(lambda: compare(plain, W, X))()
+
+
+@pytest.mark.parametrize(
+  "setting",
+  [
+    lambda: jax.debug_nans(True),
+    lambda: jax.debug_infs(True),
+    lambda: jax.disable_jit(True),
+    lambda: jax.numpy_dtype_promotion("strict"),
+    lambda: jax.numpy_rank_promotion("raise"),
+    lambda: jax.enable_x64(True),
+  ],
+)
+def test_it_runs_with_every_setting_of_jax(setting):
+  def fun(w, x):
+    x = lax.fori_loop(0, 3, lambda _, x: layer("step", x, w), x)
+    return x @ (1e5 * w), lax.complex(x, x)
+
+  expected = compare(fun, W, X)
+  assert expected.error == math.inf
+  with setting():
+    report = compare(fun, W, X)
+  assert report.overflowing == expected.overflowing
+  found, wanted = report.errors["[1]"], expected.errors["[1]"]
+  assert found == pytest.approx(wanted, rel=0.02)

@@ -61,7 +61,7 @@ def _sums(reference: list[Any], outs: list[Any]) -> list[Any]:
   for a, b in zip(reference, outs, strict=True):
     top = jnp.max(jnp.abs(a), initial=0).astype(jnp.float32)
     unit = jnp.where((top > 0) & jnp.isfinite(top), top, 1)
-    x, y = a / unit, b / unit
+    x, y = a / unit.astype(a.dtype), b / unit.astype(b.dtype)
     products = [(y - x, y - x), (x, x), (y, y), (x, y)]
     rows.append([*(_dot(*pair) for pair in products), unit])
   return rows

@@ -83,15 +83,18 @@ def compare_precision(
       f"effects must be 'all' or 'worst', got effects = {effects!r}."
     )
   kept = _kept.Kept(_kept.as_patterns(keep_float32))
-  traced = _tracing.trace("compare_precision", fun, args, kwargs, shapes=False)
   rows = _rows.Rows(kept)
-  rows.find(traced.closed.jaxpr, _jaxprs.Place())
-  kept.check()
-  with _tracing.mesh_of(traced.inputs):
-    bar = _progress.Progress("compare_precision", progress)
-    runs = _runs.Runs(traced, rows, dtype, bar)
-    found = _EFFECTS[effects](runs.effect, len(rows.all), runs.half.error)
-    bar.end()
+  with _tracing.not_finite_allowed():
+    traced = _tracing.trace(
+      "compare_precision", fun, args, kwargs, shapes=False
+    )
+    rows.find(traced.closed.jaxpr, _jaxprs.Place())
+    kept.check()
+    with _tracing.mesh_of(traced.inputs):
+      bar = _progress.Progress("compare_precision", progress)
+      runs = _runs.Runs(traced, rows, dtype, bar)
+      found = _EFFECTS[effects](runs.effect, len(rows.all), runs.half.error)
+      bar.end()
   products = [
     _product(i, rows.all[i], effect, runs, dtype) for i, effect in found.items()
   ]

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _tables
 
-# A place stands out if its effect is as many times that of a typical one, and as
-# many times the spacing of numbers at 1: the cosine of what is less far off is
-# above 0.9998 in float16.
+# A place stands out if its effect is as many times that of a typical one, and
+# as many times the spacing of numbers at 1: the cosine of what is less far off
+# is above 0.9998 in float16.
 _TIMES_TYPICAL = 8.0
 _TIMES_EPS = 16.0
 _MOST_ROWS = 20

@@ -4,7 +4,6 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
@@ -62,8 +61,7 @@ def find_overflow(
     >>> diagnostics.find_overflow(loss_fn, w, x / 2) is None
     True
   """
-  # NaNs are what is looked for, and loops are entered on purpose.
-  with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+  with _tracing.not_finite_allowed():
     traced = _tracing.trace("find_overflow", fun, args, kwargs, shapes=False)
     origins = _marks.Origins()
     stepper = _stepper.Stepper(
