@@ -1,6 +1,6 @@
 """Starts the parts, passes on what they tell, and ends them in time."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 import contextlib
 import json
 import os
@@ -43,7 +43,7 @@ def environment(scratch: pathlib.Path) -> dict[str, str]:
 
 def run(
   asked: dict[str, Any], scratch: pathlib.Path
-) -> Iterator[dict[str, Any] | str]:
+) -> Generator[dict[str, Any] | str, None, None]:
   """Runs a part.
 
   Args:

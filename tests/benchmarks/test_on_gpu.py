@@ -129,10 +129,9 @@ def test_the_expected_bytes_are_those_of_the_compiler():
   found = expected.bytes_per_parameter("adam", "ours")
   assert found == pytest.approx(32, abs=0.01)
   assert expected.bytes_per_parameter("adam", "of nobody") is None
-  cases = jax_optimizers.LARGE | jax_optimizers.SMALL
-  for case in cases.values():
-    found = expected.bytes_per_parameter(case.same_as, "bare")
-    assert (found is not None) == (case.same_as in expected._steps())
+  for case in (jax_optimizers.LARGE | jax_optimizers.SMALL).values():
+    for variant in jax_optimizers.COMPARED:
+      assert expected.bytes_per_parameter(case.same_as, variant) >= 24
 
 
 def test_what_is_told_is_in_the_files_at_once(tmp_path, capsys):
@@ -161,6 +160,13 @@ def test_a_part_that_overruns_its_time_is_ended_and_that_is_told(
   *_, last = processes.run(asked | {"until": start + 0.2}, tmp_path)
   assert last["text"] == "optimizers was ended, since its time was over."
   assert time.time() - start < 5
+
+
+def test_a_part_that_breaks_off_is_told_of(tmp_path, monkeypatch):
+  monkeypatch.setattr(processes.sys, "executable", "false")
+  asked = {"part": "optimizers", "until": time.time() + 60}
+  (last,) = processes.run(asked, tmp_path)
+  assert last["text"] == "optimizers broke off: log.txt may say why."
 
 
 def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
