@@ -101,6 +101,8 @@ def _run_parts(args, missing, until, scratch, found):
     for name, part in plan.PARTS.items()
     if name in args.parts and part.library not in missing
   }
+  log = args.out.resolve() / "log.txt"
+  log.write_text("")
   weights = [part.weight for part in parts.values()]
   for i, name in enumerate(parts):
     now = time.time()
@@ -117,7 +119,7 @@ def _run_parts(args, missing, until, scratch, found):
       "without": missing,
     }
     # Closed also when it is ended from outside, so that the part ends, too.
-    with contextlib.closing(processes.run(asked, scratch)) as told:
+    with contextlib.closing(processes.run(asked, scratch, log)) as told:
       for event in told:
         found.add(event)
     found.print_tables()
