@@ -1,6 +1,7 @@
 """The command line: runs the plan within the time, and writes the results."""
 
 import argparse
+import contextlib
 import os
 import pathlib
 import platform
@@ -37,7 +38,7 @@ def main(description: str | None) -> None:
   finally:
     found.write()
     shutil.rmtree(scratch, ignore_errors=True)
-  print(f"\nAll of this is in {args.out}, with a picture.", flush=True)
+  print(f"\nAll of this is in {args.out}.", flush=True)
 
 
 def _parse_args(description):
@@ -100,6 +101,8 @@ def _run_parts(args, missing, until, scratch, found):
     for name, part in plan.PARTS.items()
     if name in args.parts and part.library not in missing
   }
+  log = args.out.resolve() / "log.txt"
+  log.write_text("")
   weights = [part.weight for part in parts.values()]
   for i, name in enumerate(parts):
     now = time.time()
@@ -115,6 +118,8 @@ def _run_parts(args, missing, until, scratch, found):
       "until": now + share,
       "without": missing,
     }
-    for event in processes.run(asked, scratch):
-      found.add(event)
+    # Closed also when it is ended from outside, so that the part ends, too.
+    with contextlib.closing(processes.run(asked, scratch, log)) as told:
+      for event in told:
+        found.add(event)
     found.print_tables()

@@ -1,13 +1,15 @@
 """What a part tells the command that started it: one line of JSON each.
 
-All other lines on standard output are passed on as they are.
+They have a pipe of their own, since libraries write to standard output, and may
+do so in the middle of a line.
 """
 
 import json
 import math
+import os
 from typing import Any
 
-MARK = "@event "
+PIPE = "ON_GPU_EVENTS"  # the variable with the number of the pipe
 
 
 def tell(kind: str, **fields: Any) -> None:
@@ -18,17 +20,17 @@ def tell(kind: str, **fields: Any) -> None:
       reader, or the "end" of the part.
     **fields: what there is to tell, as JSON.
   """
-  print(MARK + dumps({"kind": kind} | fields), flush=True)
+  text = dumps({"kind": kind} | fields)
+  if PIPE not in os.environ:  # A part that was started by hand.
+    print(text, flush=True)
+    return
+  with open(int(os.environ[PIPE]), "w", closefd=False) as pipe:
+    pipe.write(text + "\n")
 
 
 def line(text: str) -> None:
   """Tells a line, which the command prints and keeps."""
   tell("line", text=text)
-
-
-def parse(text: str) -> dict[str, Any] | None:
-  """The event in a line, or None if it is none."""
-  return json.loads(text[len(MARK) :]) if text.startswith(MARK) else None
 
 
 def dumps(value: Any, **options: Any) -> str:

@@ -20,17 +20,11 @@ class Findings:
     self._lines: list[str] = []
     self._unprinted: set[str] = set()
     self.tables: dict[str, dict[str, Any]] = {}
-    self._log = out / "log.txt"
-    self._log.write_text("")
     self.write()
 
-  def add(self, found: dict[str, Any] | str) -> None:
-    """Takes an event of a part, or a line that it printed."""
-    if isinstance(found, str):  # Of a library, and not for the tables.
-      with self._log.open("a") as log:
-        log.write(found)
-      return
-    elif found["kind"] == "facts":
+  def add(self, found: dict[str, Any]) -> None:
+    """Takes an event of a part."""
+    if found["kind"] == "facts":
       self._facts |= found["facts"]
     elif found["kind"] == "table":
       self._take(found["title"], found["table"], found["rows"])

@@ -19,6 +19,7 @@ def ready(size_name: str) -> bool:
     facts={
       "device": device.device_kind,
       "platform": device.platform,
+      "platform version": ", ".join(device.client.platform_version.split("\n")),
       "device memory for JAX": stats.get("bytes_limit"),
       **{name: found for name, found in versions.items() if found},
     },

@@ -62,6 +62,6 @@ PARTS = {
   "torch-transformer": Part("torch", 16, _torch_training("transformer")),
   "transformer-in-scan": Part("jax", 14, _jax_training("transformer, scan")),
   "resnet": Part("jax", 20, _jax_training("residual network")),
-  "many-leaves": Part("jax", 8, _jax_optimizers("SMALL")),
+  "many-leaves": Part("jax", 12, _jax_optimizers("SMALL")),
   "torch-resnet": Part("torch", 8, _torch_training("residual network")),
 }

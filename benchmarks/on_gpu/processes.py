@@ -1,6 +1,6 @@
 """Starts the parts, passes on what they tell, and ends them in time."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 import contextlib
 import json
 import os
@@ -42,55 +42,62 @@ def environment(scratch: pathlib.Path) -> dict[str, str]:
 
 
 def run(
-  asked: dict[str, Any], scratch: pathlib.Path
-) -> Iterator[dict[str, Any] | str]:
+  asked: dict[str, Any], scratch: pathlib.Path, log: pathlib.Path
+) -> Generator[dict[str, Any], None, None]:
   """Runs a part.
 
   Args:
     asked: the part, the size, until when, and what to do without.
     scratch: a folder for all that the libraries write.
+    log: a file, to which what they print is added.
 
   Yields:
-    Events, and other lines that it printed. The last event is a line if it was
-    ended, or failed.
+    Events. The last one says so if the part was ended, or broke off.
   """
   overtime, ended = threading.Event(), False
-  with _start(asked, scratch) as process:
+  process, pipe = _start(asked, scratch, log)
 
-    def end():
-      overtime.set()
-      _kill(process)
+  def end():
+    overtime.set()
+    _kill(process)
 
-    timer = threading.Timer(asked["until"] + GRACE - time.time(), end)
-    timer.start()
-    try:
-      for line in process.stdout or ():
-        event = events.parse(line) or line
-        ended = isinstance(event, dict) and event["kind"] == "end"
-        if ended:  # What it started may go on, as workers that compile do.
-          break
-        yield event
-    finally:
-      timer.cancel()
-      _kill(process)
+  timer = threading.Timer(asked["until"] + GRACE - time.time(), end)
+  timer.start()
+  try:
+    for line in pipe:
+      if not line.endswith("\n"):  # It was ended while it wrote.
+        break
+      event = json.loads(line)
+      ended = event["kind"] == "end"
+      if ended:  # What it started may go on, as workers that compile do.
+        break
+      yield event
+  finally:
+    timer.cancel()
+    _kill(process)
+    pipe.close()
   if overtime.is_set():
     yield _line(f"{asked['part']} was ended, since its time was over.")
   elif not ended:
     yield _line(f"{asked['part']} broke off: log.txt may say why.")
 
 
-def _start(asked, scratch):
-  return subprocess.Popen(
-    [sys.executable, "-m", "on_gpu.part", json.dumps(asked)],
-    env=environment(scratch),
-    cwd=scratch,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    stdin=subprocess.DEVNULL,
-    text=True,
-    errors="replace",
-    start_new_session=True,  # To end its own processes, too.
-  )
+def _start(asked, scratch, log):
+  """The process, and what reads its events."""
+  reads, writes = os.pipe()
+  with log.open("a") as printed:
+    process = subprocess.Popen(
+      [sys.executable, "-m", "on_gpu.part", json.dumps(asked)],
+      env=environment(scratch) | {events.PIPE: str(writes)},
+      cwd=scratch,
+      pass_fds=[writes],
+      stdin=subprocess.DEVNULL,
+      stdout=printed,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,  # To end its own processes, too.
+    )
+  os.close(writes)
+  return process, os.fdopen(reads)
 
 
 def _kill(process):

@@ -56,7 +56,11 @@ SIZES = {
     copied=2**26,
     large=(4096, 4096),
     small=(256, 256),
-    sequences=2,
+    width=512,
+    depth=6,
+    heads=8,
+    vocabulary=8192,
+    length=512,
     images=32,
   ),
   "tiny": Size(

@@ -16,7 +16,11 @@ if DEVICE == "cpu":
 def ready(size_name: str) -> bool:
   """Tells versions and device; whether it can measure at this size."""
   name = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
-  facts = {"torch": version("torch"), "torch device": name}
+  facts = {
+    "torch": version("torch"),
+    "torch device": name,
+    "CUDA of torch": torch.version.cuda,
+  }
   events.tell("facts", facts=facts)
   if DEVICE == "cpu" and size_name != "tiny":
     events.line("Left out: torch finds no GPU")

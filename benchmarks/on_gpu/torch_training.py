@@ -87,7 +87,7 @@ class Training:
       skipped += scale < before
     mean = 1e3 * (time.perf_counter() - start) / (steps - 1)
     self.row |= {"milliseconds": [mean] * 3, "rounds": 0}
-    self.row |= {"loss": float(self.loss), "steps": steps}
+    self.row |= {"loss": float(self.loss.detach()), "steps": steps}
     if self._scaler.is_enabled():
       self.row["skipped"] = skipped
     if DEVICE == "cuda":

@@ -88,7 +88,7 @@ def test_without_torch_it_measures_jax_and_says_what_is_left_out(run):
   assert_all_was_measured(found)
   titles = list(found["tables"])
   assert titles[0] == "Adam, JAX"  # What matters most comes first.
-  assert len([t for t in titles if "Adam" in t]) == 7
+  assert len([t for t in titles if "Adam" in t]) == 6
   assert {"transformer, scan, JAX", "residual network, JAX"} < set(titles)
   assert found["facts"]["device"] == "cpu" and found["facts"]["jax"]
   ours = found["tables"]["Adam, JAX"]["rows"][1]

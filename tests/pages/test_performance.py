@@ -39,3 +39,12 @@ def test_a_figure_of_the_table_is_that_of_the_run():
   first = REPORT["summary"](RESULTS).splitlines()[2]
   time = RESULTS["adam"]["ours"]["time"][1]
   assert first.split("|")[4].strip() == f"{time:.2f}"
+
+
+@pytest.mark.parametrize("workload", ["adam", "transformer"])
+def test_the_index_has_the_headline_figures_of_the_run(workload):
+  times = {v: f["time"][1] for v, f in RESULTS[workload].items()}
+  others = set(REPORT["COMPARED"]) - {"bare", "ours"}
+  found = sorted(times[name] for name in others)
+  cells = f"| {times['ours']:.2f}x | {found[0]:.2f}x to {found[-1]:.2f}x |"
+  assert cells in (ROOT / "benchmarks" / "README.md").read_text()
