@@ -88,20 +88,27 @@ def compare_precision(
   with _tracing.mesh_of(traced.inputs):
     bar = _progress.Progress("compare_precision", progress)
     runs = _runs.Runs(traced, rows, dtype, bar)
-    found = _EFFECTS[effects](runs.effect, len(rows.all), runs.half.error)
+    found = _EFFECTS[effects](runs.effect, rows.by_name(), runs.half.error)
     bar.end()
-  products = [
-    _product(
-      rows.all[i], effect, runs.exact_notes[i], runs.half_notes[i], dtype
+  products = {
+    i: _product(
+      row, found[i].measured, runs.exact_notes[i], runs.half_notes[i], dtype
     )
-    for i, effect in found.items()
-  ]
+    for i, row in enumerate(rows.all)
+  }
+  worst_first = sorted(
+    products, key=lambda i: _report.harm(products[i]), reverse=True
+  )
   return _report.PrecisionComparison(
     dtype=str(dtype),
     error=runs.half.error,
     cosine=runs.half.cosine,
+    standing_out=_effects.standing_out(
+      ((products[i].name, found[i].about) for i in worst_first),
+      float(jnp.finfo(dtype).eps),
+    ),
     errors=dict(zip(traced.results, runs.half.each, strict=True)),
-    products=tuple(sorted(products, key=_report.harm, reverse=True)),
+    products=tuple(products[i] for i in worst_first),
     notes=tuple(dict.fromkeys(rows.notes)),
   )
 

@@ -1,18 +1,11 @@
 """What `compare_precision` returns."""
 
 import dataclasses
-import statistics
 from typing import Any, NamedTuple
-
-import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _tables
 
-# A place stands out if its effect is as many times the typical one, and more
-# than as many units in the last place.
-_TIMES_TYPICAL = 8.0
-_UNITS = 4.0
 _MOST_ROWS = 20
 
 
@@ -64,6 +57,8 @@ class PrecisionComparison:
     error: the relative error of the results, as a norm: of the result that is
       furthest off, if there are several. It is inf if they are not finite.
     cosine: the smallest cosine between the results of both runs.
+    standing_out: the names of places that do far more harm than all others
+      together, the worst first; none, if there are no such.
     errors: the relative error of each array in the results, by its name.
     products: a :class:`ProductPrecision` for each place, the one with the
       largest effect first.
@@ -73,6 +68,7 @@ class PrecisionComparison:
   dtype: str
   error: float
   cosine: float
+  standing_out: tuple[str, ...]
   errors: dict[str, float]
   products: tuple[ProductPrecision, ...]
   notes: tuple[str, ...]
@@ -95,23 +91,13 @@ class PrecisionComparison:
       :func:`optax_lossscale.autocast`, the worst first. There are none if no
       place is much worse than the others.
     """
-    return self._standing_out()[:n]
+    return self.standing_out[:n]
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     products = [row._asdict() for row in self.products]
     return fields | {"products": products, "notes": list(self.notes)}
-
-  def _standing_out(self) -> list[str]:
-    effects: dict[str, float] = {}
-    for row in self.products:
-      if row.name and row.effect is not None:
-        effects[row.name] = max(row.effect, effects.get(row.name, 0.0))
-    typical = statistics.median(effects.values()) if effects else 0.0
-    eps = float(jnp.finfo(self.dtype).eps)
-    least = max(_TIMES_TYPICAL * typical, _UNITS * eps)
-    return [name for name, effect in effects.items() if effect > least]
 
   def __str__(self) -> str:
     if not self.products:
@@ -124,9 +110,9 @@ class PrecisionComparison:
 
   def _summary(self) -> str:
     total = f"{self.dtype} against float32: error {self.error:.2g}, cosine {self.cosine:.7g}."
-    worst = self._standing_out()
-    if worst:
-      return f"{total} The worst line: keep_float32={worst[0]!r}."
+    if self.standing_out:
+      worst = self.standing_out[0]
+      return f"{total} The worst line: keep_float32={worst!r}."
     return f"{total} No line stands out."
 
   def _table(self) -> str:
