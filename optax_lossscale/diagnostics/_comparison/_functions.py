@@ -102,8 +102,12 @@ def compare_precision(
     dtype=str(dtype),
     error=runs.half.error,
     cosine=runs.half.cosine,
+    standing_out=_effects.standing_out(
+      ((products[i].name, found[i].about) for i in worst_first),
+      float(jnp.finfo(dtype).eps),
+    ),
     errors=dict(zip(traced.results, runs.half.each, strict=True)),
-    products=tuple(sorted(products, key=_report.harm, reverse=True)),
+    products=tuple(products[i] for i in worst_first),
     notes=tuple(dict.fromkeys(rows.notes)),
   )
 

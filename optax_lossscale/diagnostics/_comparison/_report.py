@@ -5,8 +5,6 @@ import math
 import statistics
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _tables
 
@@ -68,6 +66,8 @@ class PrecisionComparison:
     error: the relative error of the results, as a norm: of the result that is
       furthest off, if there are several. It is inf if they are not finite.
     cosine: the smallest cosine between the results of both runs.
+    standing_out: the names of places that do far more harm than all others
+      together, the worst first; none, if there are no such.
     errors: the relative error of each array in the results, by its name.
     products: a :class:`ProductPrecision` for each place, the one with the
       largest effect first.
@@ -77,6 +77,7 @@ class PrecisionComparison:
   dtype: str
   error: float
   cosine: float
+  standing_out: tuple[str, ...]
   errors: dict[str, float]
   products: tuple[ProductPrecision, ...]
   notes: tuple[str, ...]
@@ -99,7 +100,7 @@ class PrecisionComparison:
       :func:`optax_lossscale.autocast`, the worst first. There are none if no
       place is much worse than the others.
     """
-    return self._standing_out()[:n]
+    return self.standing_out[:n]
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""

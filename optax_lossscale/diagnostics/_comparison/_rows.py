@@ -23,6 +23,11 @@ class Row(NamedTuple):
   source: str
   backward: bool
 
+  @property
+  def name(self) -> str:
+    """How a pattern names the place."""
+    return _jaxprs.place_name(self.scope, self.source)
+
 
 class Rows:
   """The products of a program, by where they stand.
@@ -54,6 +59,13 @@ class Rows:
       self._numbers[row] = len(self.all)
       self.all.append(row)
     return self._numbers[row]
+
+  def by_name(self) -> list[list[int]]:
+    """The numbers of the rows of each name."""
+    numbers: dict[str, list[int]] = {}
+    for i, row in enumerate(self.all):
+      numbers.setdefault(row.name, []).append(i)
+    return list(numbers.values())
 
   def are_in(self, eqn: core.JaxprEqn) -> bool:
     """Whether there are products in the jaxprs that an equation holds."""

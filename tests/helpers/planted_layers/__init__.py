@@ -1,0 +1,135 @@
+"""Small float32 models, in each of which one product is bad in float16.
+
+A comment, ``# planted``, marks the line of the bad product. Without the fault
+the same model is sound.
+"""
+
+from collections.abc import Callable
+import importlib
+import linecache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optax_lossscale as ols
+
+WIDTH = 32
+BATCH = 32
+
+
+class Model(NamedTuple):
+  """A loss function, and how it is differentiated.
+
+  Attributes:
+    loss_fn: a function of the arguments, or any function if it is not to be
+      differentiated.
+    args: its arguments.
+    scope: the scope of the planted product, if the line alone does not tell.
+    loss_scale: a number that fits; the dynamic loss scale, if not given.
+    argnums: with respect to which arguments.
+    using: the library's own ``value_and_grad``; None for the function itself.
+    jit: the library's own ``jit``.
+  """
+
+  loss_fn: Callable[..., Any]
+  args: tuple[Any, ...]
+  scope: str | None = None
+  loss_scale: float | None = None
+  argnums: int | tuple[int, ...] | None = None
+  using: Callable[..., Any] | None = jax.value_and_grad
+  jit: Callable[..., Any] = jax.jit
+
+  def grad(self, cast=lambda fun: fun):
+    """The function whose results count, of a loss function that is cast."""
+    if self.using is None:
+      return cast(self.loss_fn)
+    scaler = (
+      ols.DynamicLossScale()
+      if self.loss_scale is None
+      else ols.FixedLossScale(self.loss_scale)
+    )
+    kwargs = {} if self.argnums is None else {"argnums": self.argnums}
+    return ols.grad(
+      cast(self.loss_fn), scaler.init(), using=self.using, **kwargs
+    )
+
+  def is_planted(self, row):
+    """Whether a row of a report is about the planted product."""
+    file_name, line = row.source.split(" ")[0].split(":")
+    path = f"{__path__[0]}/{file_name}"
+    on_line = linecache.getline(path, int(line)).endswith("# planted\n")
+    return on_line and self.scope in (None, row.scope)
+
+
+def normal(*shape, seed=0):
+  """Random numbers whose products are about as large as what they multiply."""
+  scale = shape[-2] ** -0.5 if len(shape) > 1 else 1.0
+  numbers = np.random.default_rng(seed).normal(size=shape) * scale
+  return jnp.asarray(numbers, jnp.float32)
+
+
+def weights(*names):
+  return {n: normal(WIDTH, WIDTH, seed=i) for i, n in enumerate(names)}
+
+
+def batch():
+  x = normal(BATCH, WIDTH, seed=100) * BATCH**0.5
+  return x, normal(BATCH, WIDTH, seed=101)
+
+
+def normalized(x):
+  centered = x - jnp.mean(x, -1, keepdims=True)
+  return centered / jnp.sqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-6)
+
+
+# The models of each module.
+_MODULES = {
+  "plain_jax": (
+    "difference",
+    "offset",
+    "scores",
+    "logits",
+    "large_weights",
+    "layer_scale",
+    "feature",
+    "pixels",
+    "convolution",
+    "one_product",
+    "two_products",
+    "several_overflow",
+  ),
+  "control_flow": (
+    "in_scan",
+    "in_checkpoint",
+    "in_jit",
+    "in_cond",
+    "in_while",
+    "in_vmap",
+    "custom_vjp_forward",
+    "custom_vjp_forward_in_jit",
+    "custom_vjp_backward",
+    "in_scan_of_checkpoints",
+  ),
+  "devices": (
+    "in_shard_map",
+    "in_shard_map_unchecked",
+    "in_shard_map_of_explicit_axes",
+    "on_auto_axes",
+    "on_explicit_axes",
+  ),
+  "flax_linen": ("linen_attention", "linen_remat", "linen_scan"),
+  "flax_nnx": ("nnx_offset", "nnx_overflow"),
+  "with_equinox": ("equinox_difference", "equinox_scan"),
+  "with_haiku": ("haiku_pixels", "haiku_offset"),
+  "with_keras": ("keras_offset", "keras_overflow"),
+}
+NAMES = tuple(name for names in _MODULES.values() for name in names)
+
+
+def make(name: str, fault: bool = True) -> Model:
+  """Makes a model by its name, with its fault or without."""
+  (module,) = (m for m, names in _MODULES.items() if name in names)
+  module = importlib.import_module(f"{__name__}.{module}")
+  return getattr(module, name)(fault)

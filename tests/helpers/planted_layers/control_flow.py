@@ -1,0 +1,141 @@
+"""Faults inside of what holds a function."""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from helpers.planted_layers import batch, Model, normal, weights, WIDTH
+from helpers.planted_layers.plain_jax import (
+  add_offset,
+  attend,
+  network,
+  SHIFT,
+  subtract,
+)
+
+
+def stacked(*names, count=3):
+  draw = lambda seed: normal(count, WIDTH, WIDTH, seed=20 + seed)
+  return {name: draw(i) for i, name in enumerate(names)}
+
+
+def scanned(wrap, fault):
+  """Three layers by a scan, each with a sound product and a bad one."""
+
+  @wrap
+  def block(ws, x):
+    x = jnp.tanh(x @ ws["a"])
+    return jnp.tanh(subtract(ws["w"], x, fault))
+
+  def loss_fn(params, x, y):
+    layers, ends = params
+    x = jnp.tanh(x @ ends["first"])
+    x, _ = lax.scan(lambda x, ws: (block(ws, x), None), x, layers)
+    return jnp.mean((x @ ends["last"] - y) ** 2)
+
+  params = stacked("a", "w"), weights("first", "last")
+  return Model(loss_fn, (params, *batch()))
+
+
+def in_scan(fault):
+  return scanned(lambda block: block, fault)
+
+
+def in_scan_of_checkpoints(fault):
+  return scanned(jax.checkpoint, fault)
+
+
+def in_checkpoint(fault):
+  @jax.checkpoint
+  def layer(params, x):
+    return add_offset(params["w"], jnp.tanh(x @ params["a"]), fault)
+
+  return Model(*network(layer, "w", "a"))
+
+
+def in_jit(fault):
+  @jax.jit
+  def layer(params, x):
+    return x + attend(params, x, fault)
+
+  return Model(*network(layer, "keys", "values"))
+
+
+def in_cond(fault):
+  def layer(params, x):
+    bad = lambda x: subtract(params["w"], x, fault)
+    good = lambda x: x @ params["w"]
+    return lax.cond(jnp.sum(x) < 1e9, bad, good, x)
+
+  return Model(*network(layer, "w"))
+
+
+def in_while(fault):
+  """Forward alone: a loop of unknown length has no gradient."""
+
+  def fun(params, x):
+    def step(state):
+      i, x = state
+      x = jnp.tanh(x @ params["first"])
+      return i + 1, jnp.tanh(subtract(params["w"], x, fault))
+
+    _, x = lax.while_loop(lambda state: state[0] < 3, step, (0, x))
+    return x @ params["last"]
+
+  args = weights("first", "w", "last"), batch()[0]
+  return Model(fun, args, using=None)
+
+
+def in_vmap(fault):
+  def layer(params, x):
+    return jax.vmap(lambda row: subtract(params["w"], row, fault))(x)
+
+  return Model(*network(layer, "w"))
+
+
+def with_bad_rule(fault):
+  """The rule computes what is not computed where nothing is differentiated."""
+
+  @jax.custom_vjp
+  def layer(w, x):
+    return x @ w
+
+  def forward(w, x):
+    return subtract(w, x, fault), (w, x)
+
+  def backward(residuals, ct):
+    w, x = residuals
+    return x.T @ ct, ct @ w.T
+
+  layer.defvjp(forward, backward)
+  return network(lambda params, x: layer(params["w"], x), "w")  # planted
+
+
+def custom_vjp_forward(fault):
+  return Model(*with_bad_rule(fault))
+
+
+def custom_vjp_forward_in_jit(fault):
+  """JAX says of what a rule computes in it that it stands at the call."""
+  loss_fn, args = with_bad_rule(fault)
+  return Model(jax.jit(loss_fn), args)
+
+
+def custom_vjp_backward(fault):
+  """The products of a backward rule stand where the function is called."""
+  shift = 300 * SHIFT if fault else 0.1 * SHIFT
+
+  @jax.custom_vjp
+  def layer(w, x):
+    return x @ w
+
+  def forward(w, x):
+    return x @ w, (w, x)
+
+  def backward(residuals, ct):
+    w, x = residuals
+    return x.T @ ct, ct @ (w + shift).T - ct @ shift.T
+
+  layer.defvjp(forward, backward)
+  called = lambda params, x: layer(params["w"], x)  # planted
+  return Model(*network(called, "w"))

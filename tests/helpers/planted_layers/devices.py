@@ -1,0 +1,60 @@
+"""Faults of programs for four devices."""
+
+import jax
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from helpers import sharding
+from helpers.planted_layers import Model
+from helpers.planted_layers.plain_jax import network, subtract
+
+
+def mesh_of(axis_type):
+  return jax.make_mesh(
+    (4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4]
+  )
+
+
+def parts(fault):
+  return network(lambda params, x: subtract(params["w"], x, fault), "w")
+
+
+def put(args, mesh):
+  specs = {name: P() for name in args[0]}, P("data"), P("data")
+  return jax.device_put(args, sharding.named(mesh, specs))
+
+
+def shard_mapped(fault, axis_type, check_vma):
+  mesh = mesh_of(axis_type)
+  of_part, args = parts(fault)
+  loss_fn = jax.shard_map(
+    lambda *args: lax.pmean(of_part(*args), "data"),
+    mesh=mesh,
+    in_specs=(P(), P("data"), P("data")),
+    out_specs=P(),
+    check_vma=check_vma,
+  )
+  return Model(loss_fn, put(args, mesh))
+
+
+def in_shard_map(fault):
+  return shard_mapped(fault, AxisType.Auto, True)
+
+
+def in_shard_map_unchecked(fault):
+  return shard_mapped(fault, AxisType.Auto, False)
+
+
+def in_shard_map_of_explicit_axes(fault):
+  return shard_mapped(fault, AxisType.Explicit, True)
+
+
+def on_auto_axes(fault):
+  loss_fn, args = parts(fault)
+  return Model(loss_fn, put(args, mesh_of(AxisType.Auto)))
+
+
+def on_explicit_axes(fault):
+  loss_fn, args = parts(fault)
+  return Model(loss_fn, put(args, mesh_of(AxisType.Explicit)))

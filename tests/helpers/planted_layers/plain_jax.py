@@ -1,0 +1,184 @@
+"""Faults of plain functions."""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from helpers.planted_layers import (
+  batch,
+  Model,
+  normal,
+  normalized,
+  weights,
+  WIDTH,
+)
+
+SHIFT = normal(WIDTH, WIDTH, seed=50)
+
+
+def subtract(w, x, fault):
+  """A small difference of two large products."""
+  shift = 100 * SHIFT if fault else 0.1 * SHIFT
+  return x @ (w + shift) - x @ shift  # planted
+
+
+def add_offset(w, x, fault):
+  """A norm takes away what all features have in common: most of them."""
+  w = w + 20 if fault else w
+  return normalized(x @ w)  # planted
+
+
+def attend(ws, x, fault):
+  """Scores of 9e4, by which each row finds itself."""
+  size = (9e4 / WIDTH) ** 0.5 if fault else 1.0
+  keys = size * normalized(x @ ws["keys"])
+  scores = keys @ keys.T  # planted
+  return jax.nn.softmax(scores / WIDTH**0.5) @ (x @ ws["values"])
+
+
+def network(layer, *names):
+  """A loss function with a layer in its middle, and its arguments."""
+
+  def loss_fn(params, x, y):
+    x = jnp.tanh(x @ params["first"])
+    x = jnp.tanh(layer(params, x))
+    x = jnp.tanh(x @ params["second"])
+    return jnp.mean((x @ params["last"] - y) ** 2)
+
+  return loss_fn, (weights("first", "second", "last", *names), *batch())
+
+
+def difference(fault):
+  layer = lambda params, x: subtract(params["w"], x, fault)
+  return Model(*network(layer, "w"))
+
+
+def offset(fault):
+  layer = lambda params, x: add_offset(params["w"], x, fault)
+  return Model(*network(layer, "w"))
+
+
+def scores(fault):
+  layer = lambda params, x: x + attend(params, x, fault)
+  return Model(*network(layer, "keys", "values"))
+
+
+def logits(fault):
+  """Classes that are nearly the same, told apart by a low temperature."""
+  size = 1e-3 if fault else 1.0
+
+  def loss_fn(params, x, labels):
+    x = jnp.tanh(x @ params["first"])
+    x = jnp.tanh(x @ params["second"])
+    classes = SHIFT[:, :1] + size * params["last"]
+    predicted = x @ classes / size  # planted
+    chosen = jax.nn.log_softmax(predicted)[jnp.arange(len(labels)), labels]
+    return -jnp.mean(chosen)
+
+  x, _ = batch()
+  params = weights("first", "second", "last")
+  return Model(loss_fn, (params, x, jnp.arange(len(x)) % WIDTH), loss_scale=1.0)
+
+
+def large_weights(fault):
+  """Weights of 1e5 in front of a norm."""
+  size = 1e6 if fault else 1.0
+  layer = lambda params, x: normalized(x @ (size * params["w"]))  # planted
+  return Model(*network(layer, "w"))
+
+
+def layer_scale(fault):
+  """The gradients of a branch that counts for little underflow."""
+  size = 1e-9 if fault else 1.0
+
+  def loss_fn(branch, params, x, y):
+    x = jnp.tanh(x @ params["first"])
+    x = x + size * jnp.tanh(x @ branch)  # planted
+    x = jnp.tanh(x @ params["second"])
+    return jnp.mean((x @ params["last"] - y) ** 2)
+
+  params = weights("first", "second", "last")
+  args = normal(WIDTH, WIDTH, seed=9), params, *batch()
+  return Model(loss_fn, args, argnums=(0, 1))
+
+
+def feature(fault):
+  """One feature is a million times larger than the others."""
+  size = 1e6 if fault else 1.0
+
+  def loss_fn(params, x, y):
+    x = jnp.tanh(x @ params["first"])  # planted
+    x = jnp.tanh(x @ params["second"])
+    x = jnp.tanh(x @ params["third"])
+    return jnp.mean((x @ params["last"] - y) ** 2)
+
+  x, y = batch()
+  params = weights("first", "second", "third", "last")
+  params["first"] = params["first"].at[0].divide(size)
+  return Model(loss_fn, (params, x.at[:, 0].multiply(size), y))
+
+
+def pixels(fault):
+  """Squares of numbers up to 255."""
+
+  def loss_fn(params, x, y):
+    x = normalized(x**2 @ params["first"])  # planted
+    x = jnp.tanh(x @ params["second"])
+    x = jnp.tanh(x @ params["third"])
+    return jnp.mean((x @ params["last"] - y) ** 2)
+
+  x, y = batch()
+  x = jnp.round(255 * jax.nn.sigmoid(x)) / (1 if fault else 255)
+  return Model(loss_fn, (weights("first", "second", "third", "last"), x, y))
+
+
+def convolution(fault):
+  """The channels of an image share an offset, which a norm takes away."""
+  size = 10 if fault else 0
+
+  def loss_fn(params, x, y):
+    x = jnp.tanh(lax.conv(x, params["first"], (1, 1), "SAME"))
+    w = params["w"] + size
+    x = lax.conv(x, w, (1, 1), "SAME")  # planted
+    x = jnp.tanh(normalized(jnp.moveaxis(x, 1, -1)))
+    return jnp.mean((jnp.mean(x, (1, 2)) @ params["last"] - y) ** 2)
+
+  params = {
+    "first": normal(16, 3, 3, 3, seed=1) / 3,
+    "w": normal(16, 16, 3, 3, seed=2) / 6,
+    "last": normal(16, 8, seed=3),
+  }
+  x, y = normal(8, 3, 8, 8, seed=4) * 3, normal(8, 8, seed=5)
+  return Model(loss_fn, (params, x, y))
+
+
+def one_product(fault):
+  """There is nothing to compare it with."""
+
+  def loss_fn(w, x, y):
+    return jnp.mean((subtract(w, x, fault) - y) ** 2)
+
+  return Model(loss_fn, (normal(WIDTH, WIDTH), *batch()))
+
+
+def two_products(fault):
+  def loss_fn(params, x, y):
+    x = jnp.tanh(x @ params["first"])
+    return jnp.mean((subtract(params["w"], x, fault) - y) ** 2)
+
+  return Model(loss_fn, (weights("first", "w"), *batch()))
+
+
+def several_overflow(fault):
+  """Three of five places overflow, each by itself."""
+  size = 1e6 if fault else 1.0
+
+  def loss_fn(params, x, y):
+    x = jnp.tanh(x @ params["first"])
+    x = normalized(x @ (size * params["a"]))  # planted
+    x = normalized(x @ (size * params["b"]))  # planted
+    x = normalized(x @ (size * params["c"]))  # planted
+    return jnp.mean((x @ params["last"] - y) ** 2)
+
+  params = weights("first", "a", "b", "c", "last")
+  return Model(loss_fn, (params, *batch()))
