@@ -93,14 +93,12 @@ class Rewriter:
   Attributes:
     dtype: the dtype of the products.
     kept: the products that stay in float32.
-    lines: where the rules are called that the function stands in.
     told: where to note what was found, and what was not reached.
   """
 
   def __init__(self, settings: Settings, told: _told.Told) -> None:
     self.dtype = jnp.dtype(settings.dtype)
     self.kept = settings.kept
-    self.lines = settings.lines
     self.told = told
     # A jaxpr that is called twice is searched and rewritten once.
     self._search = _products.Search()
@@ -146,7 +144,7 @@ class Rewriter:
     """The equations in place of one; adds what they make in half to the set."""
     if _products.is_product(eqn):
       self.told.products += 1
-      if self.kept.patterns and self._is_kept(place.at(eqn, jaxpr)):
+      if self.kept.patterns and self.kept.holds(place.at(eqn, jaxpr)):
         return [eqn]
       half.update(eqn.outvars)
       params = {**eqn.params, "preferred_element_type": self.dtype}
@@ -164,13 +162,9 @@ class Rewriter:
     # Rules are traced where the axes of the mesh are known.
     is_mapped = _jaxprs.shard_map_of(eqn) is not None
     entered = _jaxprs.among_devices(eqn, enter) if is_mapped else enter()
-    if entered is None and not self._is_kept(inside):
+    if entered is None and not self.kept.holds(inside):
       self.told.miss(eqn, jaxpr)
     return [eqn] if entered is None else entered
-
-  def _is_kept(self, place: _jaxprs.Place) -> bool:
-    of_rules = (place._replace(line=line) for line in self.lines)
-    return any(list(map(self.kept.holds, [place, *of_rules])))
 
   def _in_half(self, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """An equation between conversions, which leaves its variables as they are.

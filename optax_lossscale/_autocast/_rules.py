@@ -57,7 +57,7 @@ def _custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   if called is None:
     return None
   fun: Any = jax.custom_jvp(_of_arguments(tools.function(called)))
-  old, call = _with_own_lines(eqn), tools.call
+  old, call = _jaxprs.function(eqn), tools.call
 
   def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     moved = [
@@ -78,7 +78,7 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   if called is None or consts is None:
     return None
   fun: Any = jax.custom_vjp(_of_arguments(tools.function(called)))
-  old, call = _with_own_lines(eqn), tools.call
+  old, call = _jaxprs.function(eqn), tools.call
   # Not only what moves: JAX keeps one structure of the residuals for all calls
   # of a function, and each may move other arguments. XLA drops a derivative
   # that nobody reads.
@@ -168,28 +168,6 @@ def is_guard(eqn: core.JaxprEqn) -> bool:
     return False
   held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
   return bool(held) and not any(inner.jaxpr.eqns for inner in held)
-
-
-def _with_own_lines(eqn: core.JaxprEqn) -> Function:
-  """What an equation computes, where what its rule computes keeps its lines.
-
-  JAX would say of all of it that it stands at the line of the equation.
-  """
-  source_info = eqn.source_info.replace(traceback=_NoTraceback())
-  return _jaxprs.function(eqn.replace(source_info=source_info))
-
-
-class _NoTraceback:
-  """For JAX to take a traceback of each operation, which None does not do.
-
-  None leaves the traceback of the equation around it, if there is one.
-  """
-
-  def __bool__(self) -> bool:
-    return False
-
-  def as_python_traceback(self) -> None:
-    return None
 
 
 def _count_consts(eqn: core.JaxprEqn) -> int | None:

@@ -117,4 +117,5 @@ def _name_bad(
       va="top",
       color=_WORST,
       fontsize="small",
+      bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )

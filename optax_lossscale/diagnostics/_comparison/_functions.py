@@ -93,21 +93,20 @@ def compare_precision(
     with _tracing.mesh_of(traced.inputs):
       bar = _progress.Progress("compare_precision", progress)
       runs = _runs.Runs(traced, rows, dtype, bar)
-      found = _EFFECTS[effects](runs.effect, len(rows.all), runs.half.error)
+      places = list(rows.by_name().values())
+      found = _EFFECTS[effects](runs.effect, places, runs.half.error)
       bar.end()
   products = [
     _product(i, rows.all[i], effect, runs, dtype) for i, effect in found.items()
   ]
+  products.sort(key=_harm, reverse=True)
   return _report.PrecisionComparison(
     dtype=str(dtype),
     error=runs.half.error,
     cosine=runs.half.cosine,
-    standing_out=_effects.standing_out(
-      ((products[i].name, found[i].about) for i in worst_first),
-      float(jnp.finfo(dtype).eps),
-    ),
+    standing_out=_standing_out(products, dtype),
     errors=dict(zip(traced.results, runs.half.each, strict=True)),
-    products=tuple(products[i] for i in worst_first),
+    products=tuple(products),
     notes=tuple(dict.fromkeys(rows.notes)),
   )
 
@@ -146,3 +145,20 @@ def _product(
     times=round(float(exact.times)),
     position=i,
   )
+
+
+def _harm(row: _report.ProductPrecision) -> tuple[float, float, float]:
+  """What rows are sorted by: the effect, and then what overflows furthest."""
+  return row.effect, -row.headroom, row.error
+
+
+def _standing_out(
+  products: list[_report.ProductPrecision], dtype: np.dtype
+) -> tuple[str, ...]:
+  effects: dict[str, float] = {}
+  for row in products:
+    effects[row.name] = math.hypot(effects.get(row.name, 0.0), row.effect)
+  # Of those that are not finite, the first in the table stays the first.
+  largest = sorted(effects.items(), key=lambda item: item[1], reverse=True)
+  eps = float(jnp.finfo(dtype).eps)
+  return tuple(filter(None, _effects.standing_out(dict(largest), eps)))

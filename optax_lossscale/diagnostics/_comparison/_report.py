@@ -2,17 +2,11 @@
 
 import dataclasses
 import math
-import statistics
 from typing import Any, NamedTuple
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _tables
 
-# A place stands out if its effect is as many times that of a typical one, and
-# as many times the spacing of numbers at 1: the cosine of what is less far off
-# is above 0.9998 in float16.
-_TIMES_TYPICAL = 8.0
-_TIMES_EPS = 16.0
 _MOST_ROWS = 20
 
 
@@ -84,8 +78,12 @@ class PrecisionComparison:
 
   @property
   def overflowing(self) -> tuple[str, ...]:
-    """The names of places that overflow, the largest first."""
-    rows = [row for row in self.products if row.headroom < 0]
+    """The names of places that overflow, the largest first.
+
+    What overflows in the backward pass alone is not among them: that is for the
+    loss scale, which comes down.
+    """
+    rows = [r for r in self.products if r.headroom < 0 and not r.backward]
     rows.sort(key=lambda row: row.headroom)
     return tuple(dict.fromkeys(row.name for row in rows if row.name))
 
@@ -108,22 +106,12 @@ class PrecisionComparison:
     products = [row._asdict() for row in self.products]
     return fields | {"products": products, "notes": list(self.notes)}
 
-  def _standing_out(self) -> tuple[str, ...]:
-    effects: dict[str, float] = {}
-    for row in self.products:
-      effects[row.name] = max(row.effect, effects.get(row.name, 0.0))
-    least = _TIMES_EPS * float(jnp.finfo(self.dtype).eps)
-    found = []
-    for name, effect in effects.items():
-      others = [x for other, x in effects.items() if other != name]
-      typical = statistics.median(others) if others else 0.0
-      if name and effect > max(least, _TIMES_TYPICAL * typical):
-        found.append(name)
-    return tuple(found)
-
   def __str__(self) -> str:
     if not self.products:
-      text = "No float32 matrix products and no convolutions."
+      text = (
+        "No float32 matrix products and no convolutions. If they are in float16"
+        " already, give it the function without autocast."
+      )
     else:
       text = "\n".join([*self._summary(), self._table()])
     return "\n".join(
@@ -136,21 +124,19 @@ class PrecisionComparison:
       f" {self.cosine:.7g}."
     ]
     worst, overflowing = self.worst(), self.overflowing
+    backward = [row.headroom for row in self.products if row.backward]
+    over = -math.floor(min(backward, default=0))
+    if overflowing:
+      lines.append(f"Places that overflow: {len(overflowing)}, see overflowing.")
+    elif over > 0:
+      lines.append(
+        f"Only the backward pass overflows: the loss scale is 2**{over} times too"
+        " large."
+      )
     if worst:
       lines.append(f"Stands out: keep_float32={worst[0]!r}.")
-    if overflowing:
-      lines.append(
-        f"Places that overflow: {len(overflowing)}, see overflowing."
-      )
-    if not worst and not overflowing:
+    else:
       lines.append("No place stands out.")
-    backward = [row.headroom for row in self.products if row.backward]
-    least = math.floor(min(backward, default=0))
-    if least < 0:
-      lines.append(
-        f"A loss scale 2**{-least} times smaller would hold all that overflows"
-        " backward."
-      )
     return lines
 
   def _table(self) -> str:
@@ -182,8 +168,3 @@ class PrecisionComparison:
     table = _tables.table(header, rows, left=2)
     more = len(self.products) - _MOST_ROWS
     return f"{table}\nand {more} more places" if more > 0 else table
-
-
-def harm(row: ProductPrecision) -> tuple[float, float, float]:
-  """What rows are sorted by: the effect, and then what overflows furthest."""
-  return row.effect, -row.headroom, row.error

@@ -60,12 +60,12 @@ class Rows:
       self.all.append(row)
     return self._numbers[row]
 
-  def by_name(self) -> list[list[int]]:
-    """The numbers of the rows of each name."""
+  def by_name(self) -> dict[str, list[int]]:
+    """The numbers of the rows of each place."""
     numbers: dict[str, list[int]] = {}
     for i, row in enumerate(self.all):
       numbers.setdefault(row.name, []).append(i)
-    return list(numbers.values())
+    return numbers
 
   def are_in(self, eqn: core.JaxprEqn) -> bool:
     """Whether there are products in the jaxprs that an equation holds."""
