@@ -111,7 +111,7 @@ def include_below_a_heading(app, docname, source):
   def relink(link, folder):
     if re.match(r"#|\w+:", link[1]):  # within the page, or with a scheme
       return link[0]
-    target = posixpath.join(folder, link[1])
+    target = posixpath.normpath(posixpath.join(folder, link[1]))
     name, _, _ = target.partition("#")
     return f"]({docname}.md)" if name in included else f"]({target})"
 
