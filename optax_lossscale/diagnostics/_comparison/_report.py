@@ -127,11 +127,13 @@ class PrecisionComparison:
     backward = [row.headroom for row in self.products if row.backward]
     over = -math.floor(min(backward, default=0))
     if overflowing:
-      lines.append(f"Places that overflow: {len(overflowing)}, see overflowing.")
+      lines.append(
+        f"Places that overflow: {len(overflowing)}, see overflowing."
+      )
     elif over > 0:
       lines.append(
-        f"Only the backward pass overflows: the loss scale is 2**{over} times too"
-        " large."
+        "Only the backward pass overflows: the loss scale is"
+        f" 2**{over} times too large."
       )
     if worst:
       lines.append(f"Stands out: keep_float32={worst[0]!r}.")
