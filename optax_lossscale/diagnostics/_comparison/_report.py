@@ -132,8 +132,8 @@ class PrecisionComparison:
       )
     elif over > 0:
       lines.append(
-        "Only the backward pass overflows: the loss scale is"
-        f" 2**{over} times too large."
+        f"Only the backward pass overflows, by 2**{over} or less: lower the"
+        " loss scale first."
       )
     if worst:
       lines.append(f"Stands out: keep_float32={worst[0]!r}.")
