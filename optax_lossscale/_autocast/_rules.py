@@ -143,19 +143,19 @@ def derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
 
   It is what a rule computes, each equation with the line of the rule.
   """
-  old = _jaxprs.function(_jaxprs.without_source(eqn))
   floats = [i for i, atom in enumerate(eqn.invars) if _is_inexact(atom)]
+  avals = [atom.aval for atom in eqn.invars]
 
   def loss(some: list[Any], args: tuple[Any, ...]) -> Any:
+    old = _jaxprs.function(_jaxprs.without_source(eqn))
     outs = _of_some(old, args, floats)(*some)
     return sum(jnp.sum(jnp.real(x)) for x in outs if _is_float(x))
 
-  avals = [atom.aval for atom in eqn.invars]
-  some = [avals[i] for i in floats]
   try:
-    return jax.make_jaxpr(jax.grad(loss))(some, avals).jaxpr
+    seen = jax.make_jaxpr(jax.grad(loss))([avals[i] for i in floats], avals)
   except Exception:  # A rule may refuse, or need the axes of a mesh.
     return None
+  return seen.jaxpr
 
 
 def is_guard(eqn: core.JaxprEqn) -> bool:
