@@ -103,6 +103,9 @@ class Rewriter:
     # A jaxpr that is called twice is searched and rewritten once.
     self._search = _products.Search()
     self._rewritten: dict[Any, tuple[Any, list[bool]]] = {}
+    self._distinct: dict[Any, tuple[Any, list[bool]]] = {}
+    # Of each product that was met, whether it is kept.
+    self._decisions: list[bool] = []
     self._guarded: set[Any] = set()
 
   def rewrite(
@@ -122,16 +125,20 @@ class Rewriter:
     Returns:
       A jaxpr of the same inputs and outputs, and the same of its outputs.
     """
-    # Patterns may tell its callers apart.
+    # Names may tell its callers apart.
     where = place if self.kept.patterns else None
     key = jaxpr, tuple(are_half), where
     if key not in self._rewritten:
+      count = len(self._decisions)
       old = _jaxprs.closed(jaxpr).jaxpr
       half = set(itertools.compress(old.invars, are_half))
       rewrite = functools.partial(self._rewrite, old, place, half)
       eqns = [e for eqn in old.eqns for e in rewrite(eqn)]
       outs = [_jaxprs.is_one_of(v, half) for v in old.outvars]
-      self._rewritten[key] = _jaxprs.with_equations(jaxpr, eqns), outs
+      # Callers that no name tells apart share one, which is compiled once.
+      like = jaxpr, tuple(are_half), tuple(self._decisions[count:])
+      new = _jaxprs.with_equations(jaxpr, eqns), outs
+      self._rewritten[key] = self._distinct.setdefault(like, new)
     return self._rewritten[key]
 
   def _rewrite(
@@ -144,8 +151,10 @@ class Rewriter:
     """The equations in place of one; adds what they make in half to the set."""
     if _products.is_product(eqn):
       self.told.products += 1
-      if self.kept.patterns and self.kept.holds(place.at(eqn, jaxpr)):
-        return [eqn]
+      if self.kept.patterns:
+        self._decisions.append(self.kept.holds(place.at(eqn, jaxpr)))
+        if self._decisions[-1]:
+          return [eqn]
       half.update(eqn.outvars)
       params = {**eqn.params, "preferred_element_type": self.dtype}
       return self._in_half(eqn.replace(params=params))
@@ -226,8 +235,10 @@ class Rewriter:
     seen = _rules.derivative_of(eqn)
     self.kept.has_unseen |= seen is None
     jaxprs = [*_products.jaxprs_to_search(eqn), *([seen] if seen else [])]
-    names_it = self.kept.holds(place)
-    return any([names_it, *(self._keeps_any(x, place) for x in jaxprs)])
+    is_named = self.kept.holds(place)
+    are_named = [is_named, *(self._keeps_any(x, place) for x in jaxprs)]
+    self._decisions.append(any(are_named))
+    return self._decisions[-1]
 
   def _keeps_any(self, jaxpr: core.Jaxpr, place: _jaxprs.Place) -> bool:
     """Whether a product in a jaxpr is named. It looks at all of them."""

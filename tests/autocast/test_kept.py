@@ -173,6 +173,24 @@ def test_a_scope_of_a_library_keeps_a_layer_that_nobody_edits():
   assert found == {("Net/body", "float16"): 1, ("Net/head", "float32"): 1}
 
 
+def test_what_no_name_tells_apart_is_compiled_once():
+  block = jax.jit(lambda x, w: kept(kept(x, w), w))
+
+  def fun(w, x):
+    for name in "abcd":
+      x = named(name, block)(x, w)
+    return x
+
+  def jaxprs(names):
+    cast = ols.autocast(fun, keep_float32=names)
+    calls = [e for e in jax.make_jaxpr(cast)(W, X).eqns if "jit" in str(e)]
+    return [id(next(_jaxprs.held_jaxprs(eqn)).jaxpr) for eqn in calls]
+
+  assert len(set(jaxprs(()))) == 1
+  a, b, c, d = jaxprs(["a", "d"])
+  assert a == d != b == c
+
+
 @pytest.mark.parametrize("line", ["forward", "called"])
 def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
   # JAX gives the backward pass of a rule the line that calls it.
