@@ -304,6 +304,17 @@ def test_an_error_relative_to_nothing_is_not_finite():
   assert noise(1.0, 0.0) == noise(math.nan, 1.0) == math.inf
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_in_float32_is_told(bad):
+  report = compare(gradient(plain), W.at[0, 0].set(bad), X)
+  assert report.error == math.inf
+  assert "not finite in float32 either: find_overflow" in str(report)
+  size = lambda x: 1e25 * jnp.abs(x)
+  large = compare(lambda w, x: jnp.tanh(size(x) @ size(w)), W, X)
+  assert large.products[0].headroom == -math.inf
+  assert large.notes == ()
+
+
 def test_complex_results_are_compared():
   fun = lambda w, x: (x @ w) * (1 + 2j)
   assert compare(fun, W, X).error == pytest.approx(
@@ -329,8 +340,10 @@ def test_what_autocast_cannot_enter_is_told():
 
   report = compare(fun, W, X)
   (note,) = report.notes
-  assert note.startswith(f"custom_linear_solve at {HERE}:")
-  assert f"Runs as it is written: {note}" in str(report)
+  assert note.startswith(
+    f"Runs as it is written: custom_linear_solve at {HERE}:"
+  )
+  assert str(report).splitlines()[-1] == note
 
 
 def test_what_is_printed_has_a_row_for_each_of_the_worst_places():

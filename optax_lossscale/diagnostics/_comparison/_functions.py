@@ -107,7 +107,7 @@ def compare_precision(
     standing_out=_standing_out(products, dtype),
     errors=dict(zip(traced.results, runs.half.each, strict=True)),
     products=tuple(products),
-    notes=tuple(dict.fromkeys(rows.notes)),
+    notes=_notes(rows, runs),
   )
 
 
@@ -139,12 +139,22 @@ def _product(
     effect=effect,
     error=_statistics.distance(exact, half),
     largest=largest,
-    headroom=math.log2(limit / largest) if largest else math.inf,
+    headroom=math.log2(limit) - math.log2(largest) if largest else math.inf,
     lost=float(np.max(exact.lost / entries)),
     subnormal=float(np.max(exact.subnormal / entries)),
     times=round(float(exact.times)),
     position=i,
   )
+
+
+def _notes(rows: _rows.Rows, runs: _runs.Runs) -> tuple[str, ...]:
+  notes = [f"Runs as it is written: {where}." for where in rows.not_entered]
+  if not runs.is_finite:
+    notes.append(
+      "The results are not finite in float32 either: find_overflow names the"
+      " operation."
+    )
+  return tuple(dict.fromkeys(notes))
 
 
 def _harm(row: _report.ProductPrecision) -> tuple[float, float, float]:

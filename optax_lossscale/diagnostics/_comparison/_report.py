@@ -65,7 +65,7 @@ class PrecisionComparison:
     errors: the relative error of each array in the results, by its name.
     products: a :class:`ProductPrecision` for each place, the one with the
       largest effect first.
-    notes: what was not looked into.
+    notes: what the figures do not tell, in sentences.
   """
 
   dtype: str
@@ -114,9 +114,7 @@ class PrecisionComparison:
       )
     else:
       text = "\n".join([*self._summary(), self._table()])
-    return "\n".join(
-      [text, *(f"Runs as it is written: {n}" for n in self.notes)]
-    )
+    return "\n".join([text, *self.notes])
 
   def _summary(self) -> list[str]:
     lines = [
@@ -125,15 +123,15 @@ class PrecisionComparison:
     ]
     worst, overflowing = self.worst(), self.overflowing
     backward = [row.headroom for row in self.products if row.backward]
-    over = -math.floor(min(backward, default=0))
+    over = -min(backward, default=0.0)
     if overflowing:
       lines.append(
         f"Places that overflow: {len(overflowing)}, see overflowing."
       )
-    elif over > 0:
+    elif 0 < over < math.inf:
       lines.append(
-        f"Only the backward pass overflows, by 2**{over} or less: lower the"
-        " loss scale first."
+        "Only the backward pass overflows, by"
+        f" 2**{math.ceil(over)} or less: lower the loss scale first."
       )
     if worst:
       lines.append(f"Stands out: keep_float32={worst[0]!r}.")

@@ -34,12 +34,12 @@ class Rows:
 
   Attributes:
     all: all of them, in the order of the program.
-    notes: what holds products and is run as it is written.
+    not_entered: what holds products and cannot be entered.
   """
 
   def __init__(self, kept: _kept.Kept) -> None:
     self.all: list[Row] = []
-    self.notes: list[str] = []
+    self.not_entered: list[str] = []
     self._kept = kept
     self._numbers: dict[Row, int] = {}
     self._search = _products.Search()
@@ -84,7 +84,7 @@ class Rows:
         if not inside:
           name = _jaxprs.name_of(eqn)
           where = _jaxprs.place_name(its_place.scope, its_place.source)
-          self.notes.append(f"{name} at {where}" if where else name)
+          self.not_entered.append(f"{name} at {where}" if where else name)
 
 
 def called_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _jaxprs
@@ -22,6 +23,7 @@ class Runs:
     exact_notes: what was noted of each row in float32.
     half_notes: the same in half precision.
     half: the errors of the results in half precision.
+    is_finite: whether the results are finite in float32.
   """
 
   def __init__(
@@ -46,6 +48,7 @@ class Runs:
     everything = list(range(self._count))
     outs, self.half_notes = self._call(everything, noting=True)
     self.half = self._errors(outs)
+    self.is_finite = all(bool(jnp.isfinite(x).all()) for x in self._reference)
 
   def effect(self, in_half: list[int]) -> float:
     """The error of the results if these rows alone run in half precision."""

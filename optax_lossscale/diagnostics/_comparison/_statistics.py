@@ -91,7 +91,8 @@ def of_all_devices(one: Statistics, axes: tuple[Any, ...]) -> Statistics:
 def distance(one: Statistics, other: Statistics) -> float:
   """How far the results of two runs are apart, relative to the first."""
   a, b = np.float64(one.sketch), np.float64(other.sketch)
-  return relative(float(np.linalg.norm(b - a)), float(np.linalg.norm(a)))
+  with np.errstate(invalid="ignore"):  # What is not finite has no distance.
+    return relative(float(np.linalg.norm(b - a)), float(np.linalg.norm(a)))
 
 
 def relative(difference: float, norm: float) -> float:
