@@ -8,6 +8,7 @@ import numpy as np
 from optax_lossscale import diagnostics
 from optax_lossscale.plots import _figures
 
+_TALLEST = 40.0  # in binades: what is infinite must be somewhere
 _PLAIN, _WORST = "tab:gray", "tab:red"
 
 
@@ -58,7 +59,7 @@ def _draw_effects(
 ) -> None:
   known = [row.effect for row in rows if 0 < row.effect < math.inf]
   low, high = min(known, default=1e-4) / 3, 10 * max([*known, 1.0])
-  heights = [min(row.effect, high) for row in rows]
+  heights = [min(max(row.effect, low), high) for row in rows]
   hatches = ["//" if row.effect == math.inf else "" for row in rows]
   ax.bar(range(len(rows)), heights, color=colors, hatch=hatches)
   ax.set_yscale("log")
@@ -74,15 +75,13 @@ def _draw_headroom(
   colors: list[str],
   dtype: str,
 ) -> None:
-  finite = [row.headroom for row in rows if math.isfinite(row.headroom)]
-  most = max(finite, default=1.0)
-  heights = [max(min(row.headroom, most), -9 * abs(most) - 9) for row in rows]
+  heights = np.clip([row.headroom for row in rows], -_TALLEST, _TALLEST)
   ax.bar(range(len(rows)), heights, color=colors)
   ax.axhline(0, color="black", linewidth=0.8)
   backward = [i for i, row in enumerate(rows) if row.backward]
   if backward:
     ax.axvspan(
-      np.min(backward) - 0.5,
+      backward[0] - 0.5,
       len(rows) - 0.5,
       color="tab:blue",
       alpha=0.1,
@@ -98,14 +97,13 @@ def _name_bad(
   ax: Any, rows: list[diagnostics.ProductPrecision], bad: set[str]
 ) -> None:
   """Names each place once, beside its highest bar."""
-  by_name: dict[str, int] = {}
+  highest: dict[str, int] = {}
   for i, row in enumerate(rows):
-    highest = rows[by_name.setdefault(row.name, i)]
-    if row.effect > highest.effect:
-      by_name[row.name] = i
-  for level, (name, i) in enumerate(
-    (name, i) for name, i in by_name.items() if name in bad
-  ):
+    if row.name in bad and (
+      row.effect > rows[highest.setdefault(row.name, i)].effect
+    ):
+      highest[row.name] = i
+  for level, (name, i) in enumerate(highest.items()):
     is_left = 2 * i > len(rows)
     ax.annotate(
       name,

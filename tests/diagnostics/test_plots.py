@@ -7,13 +7,14 @@ from helpers.leaves import AS_ARRAYS, bad_weight
 from jax import lax
 import jax.numpy as jnp
 import matplotlib
+import matplotlib.colors
 import matplotlib.figure
 import matplotlib.pyplot
 import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import plots
+from optax_lossscale import diagnostics, plots
 
 INF = float("inf")
 
@@ -101,6 +102,72 @@ def test_a_history_without_scales_is_refused(history):
     plots.plot_loss_scale(history)
 
 
+def product(scope, effect, headroom, position, backward=False):
+  return diagnostics.ProductPrecision(
+    primitive="dot_general",
+    scope=scope,
+    source="model.py:3 (f)",
+    backward=backward,
+    effect=effect,
+    error=1e-3,
+    largest=1.0,
+    headroom=headroom,
+    lost=0.0,
+    subnormal=0.0,
+    times=1,
+    position=position,
+  )
+
+
+def comparison(products, standing_out=()):
+  return diagnostics.PrecisionComparison(
+    dtype="float16",
+    error=0.1,
+    cosine=0.9,
+    standing_out=standing_out,
+    errors={},
+    products=tuple(products),
+    notes=(),
+  )
+
+
+def test_the_plot_of_products_shows_the_bad_ones_in_red_with_their_names():
+  rows = [
+    product("c", INF, -2.0, 2),
+    product("b", 0.1, 3.0, 4, backward=True),
+    product("b", 0.5, 5.0, 1),
+    product("d", 2e-3, INF, 3, backward=True),
+    product("a", 1e-3, 9.0, 0),
+  ]
+  report = comparison(rows, standing_out=("b at model.py:3 (f)",))
+  top, bottom = plots.plot_precision(report)
+  red, gray = map(matplotlib.colors.to_rgba, ("tab:red", "tab:gray"))
+  for ax in top, bottom:
+    colors = [bar.get_facecolor() for bar in ax.patches[:5]]
+    assert colors == [gray, red, red, gray, red]
+  heights = [bar.get_height() for bar in top.patches]
+  assert heights == [1e-3, 0.5, max(heights), 2e-3, 0.1]
+  assert [bar.get_hatch() for bar in top.patches] == ["", "", "//", "", ""]
+  assert top.get_title() == "hatched: the results are not finite"
+  assert [b.get_height() for b in bottom.patches[:5]] == [9, 5, -2, 40, 3]
+  assert [(text.get_text(), text.xy[0]) for text in top.texts] == [
+    ("b at model.py:3 (f)", 1),
+    ("c at model.py:3 (f)", 2),
+  ]
+  assert bottom.get_legend_handles_labels()[1] == ["backward"]
+
+
+def test_the_plot_of_products_draws_what_there_is():
+  axes = matplotlib.pyplot.subplots(2)[1]
+  assert plots.plot_precision(comparison([]), axes=axes) is axes
+  row = product("a", 0.0, -INF, 0)
+  top, bottom = plots.plot_precision(comparison([row]))
+  assert top.get_title() == ""
+  assert bottom.patches[0].get_height() == -40
+  with pytest.raises(TypeError, match=r"what compare_precision returned, got"):
+    plots.plot_precision([row])
+
+
 def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
   for name in [name for name in sys.modules if name.startswith("matplotlib")]:
     monkeypatch.delitem(sys.modules, name)
@@ -115,6 +182,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
   for plot, argument in (
     (plots.plot_exponents, [jnp.ones(2)]),
     (plots.plot_loss_scale, [1.0]),
+    (plots.plot_precision, comparison([])),
   ):
     with pytest.raises(ImportError, match=f"{plot.__name__} needs matplotlib"):
       plot(argument)
