@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 
+from helpers import hijax
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
@@ -344,6 +345,32 @@ def test_what_autocast_cannot_enter_is_told():
     f"Runs as it is written: custom_linear_solve at {HERE}:"
   )
   assert str(report).splitlines()[-1] == note
+
+
+def test_primitives_of_hijax_are_entered_where_autocast_enters_them():
+  programs = checkpointed, with_a_rule, with_a_tangent_rule
+  plain_errors = [compare(fun, W, X).error for fun in programs]
+  with hijax.flags_on("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"):
+    for fun, error in zip(programs, plain_errors, strict=True):
+      report = compare(fun, W, X)
+      assert report.error == pytest.approx(error, rel=1e-3)
+      assert report.notes == ()
+
+
+def test_a_primitive_of_hijax_that_is_not_known_is_told():
+  def fun(w, x):
+    f = lambda y: y + jnp.sum(jnp.sin(x @ w)) * y - 1
+    solve = lambda f, guess: guess - f(guess)
+    tangent_solve = lambda g, y: y / g(jnp.ones_like(y))
+    root = lax.custom_root(f, jnp.ones(()), solve, tangent_solve)
+    return root * (x @ w)
+
+  names = {eqn.primitive.name for eqn in jax.make_jaxpr(fun)(W, X).eqns}
+  if "call_hi_primitive" not in names:
+    pytest.skip("Before JAX 0.12 this is none.")
+  report = compare(fun, W, X)
+  (note,) = report.notes
+  assert note.startswith("Runs as it is written: CustomRoot at")
 
 
 def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
