@@ -152,9 +152,10 @@ TESTS = {
     "autocast/autocast",
     "autocast/around",
   ],
-  "diagnostics._binades": ["diagnostics/report", "diagnostics/plots"],
+  "diagnostics._binades": ["diagnostics/probes"],
   "diagnostics._leaves": ["diagnostics/leaves", "diagnostics/report"],
   "diagnostics._limits": [
+    "diagnostics/report",
     "diagnostics/unknown",
     "diagnostics/precision",
     "diagnostics/overflow",
@@ -177,8 +178,6 @@ TESTS = {
   "diagnostics._overflow": ["diagnostics/overflow", "diagnostics/unknown"],
   "diagnostics._comparison": ["diagnostics/comparison"],
 }
-# Of these the quick tests run alone: the slow ones are of whole models.
-WITHOUT_SLOW = "_autocast", "diagnostics"
 # Its tests take longest.
 LAST = "diagnostics._comparison"
 # What most tests import. It is imported once, before a process is forked for
@@ -201,6 +200,7 @@ EASY = re.compile(
   r"|Bit.*_(Add|Sub|Mul|Div|Pow|FloorDiv|Mod|RShift|LShift))"
 )
 SECONDS = 600  # for the tests of one mutant
+PASSED = 0, 5  # with the status 5 there were none
 FOREIGN = 100  # the status if the tests import another copy
 
 
@@ -229,16 +229,16 @@ def main():
   items = items[: arguments.sample]
   items.sort(key=lambda item: module_of(folder, item).startswith(LAST))
   tried = sorted({module_of(folder, item) for item in items})
-  if fails(folder, tests_of(tried, arguments.quick), is_mutant=False):
-    sys.exit("The tests fail without a mutant.")
+  for slow in (False,) if arguments.quick else (False, True):
+    if fails(folder, tried, slow=slow, is_mutant=False):
+      sys.exit("The tests fail without a mutant.")
   end = time.monotonic() + 60 * (arguments.minutes or float("inf"))
   outcomes = collections.defaultdict(list)
   for item in items:
     if time.monotonic() > end:
       break
     module = module_of(folder, item)
-    tests = tests_of([module], arguments.quick)
-    outcomes[module].append(is_caught(folder, item, tests))
+    outcomes[module].append(is_caught(folder, item, arguments.quick))
   sys.exit(report(arguments.name, counts, outcomes))
 
 
@@ -309,26 +309,36 @@ def module_of(folder: pathlib.Path, item: WorkItem) -> str:
   return ".".join(path.with_suffix("").parts)
 
 
-def tests_of(modules: Iterable[str], quick: bool) -> list[str]:
-  """The arguments of pytest for the tests of modules."""
+def paths_of(modules: Iterable[str]) -> list[str]:
+  """The files with the tests of modules: their doctests come last."""
   # As a dict, in their order and each once.
   names = dict.fromkeys(n for m in modules for n in TESTS[key_of(m)])
   pairs = [name.split("/") for name in names]
   paths = [f"tests/{folder}/test_{name}.py" for folder, name in pairs]
-  quick = quick or all(m.startswith(WITHOUT_SLOW) for m in modules)
-  marks = "not slow and not nightly" if quick else "not nightly"
-  options = ["-x", "-q", "-p", "no:cacheprovider", "-m", marks]
-  # What is imported before pytest cannot be rewritten, nor need it be.
-  options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-  return [*options, "--hypothesis-profile=mutants", *paths]
+  return paths + [str(path_of(pathlib.Path(), m)) for m in modules]
 
 
 def fails(
-  folder: pathlib.Path, arguments: list[str], is_mutant: bool = True
+  folder: pathlib.Path,
+  modules: Iterable[str],
+  *,
+  slow: bool = False,
+  is_mutant: bool = True,
 ) -> bool:
-  """Whether a test fails in the copy, or takes too long."""
+  """Whether one of the quick or slow tests fails, or they take too long."""
+  options = [
+    "-x",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "--hypothesis-profile=mutants",
+  ]
+  options += ["-m", f"{'' if slow else 'not '}slow and not nightly"]
+  # What is imported before pytest cannot be rewritten, nor need it be.
+  options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+  arguments = folder, [*options, *paths_of(modules)], is_mutant
   context = multiprocessing.get_context("fork")
-  process = context.Process(target=run, args=(folder, arguments, is_mutant))
+  process = context.Process(target=run, args=arguments)
   process.start()
   process.join(SECONDS)
   if process.is_alive():
@@ -336,9 +346,9 @@ def fails(
     process.join()
   if process.exitcode == FOREIGN:
     raise ImportError("The tests did not import the copy.")
-  if process.exitcode not in (0, 1, 2):  # Passed, failed, not collected.
+  if process.exitcode not in (*PASSED, 1, 2):  # Failed, or not collected.
     print(f"The tests ended with the status {process.exitcode}.", flush=True)
-  return process.exitcode != 0
+  return process.exitcode not in PASSED
 
 
 def run(folder: pathlib.Path, arguments: list[str], is_mutant: bool) -> None:
@@ -361,21 +371,21 @@ def run(folder: pathlib.Path, arguments: list[str], is_mutant: bool) -> None:
   os._exit(status)
 
 
-def is_caught(
-  folder: pathlib.Path, item: WorkItem, arguments: list[str]
-) -> bool:
+def is_caught(folder: pathlib.Path, item: WorkItem, quick: bool) -> bool:
   """Whether a mutant fails a test. One that does not is printed."""
   (mutation,) = item.mutations
   operator = plugins.get_operator(mutation.operator_name)
   operator = operator(**mutation.operator_args)
   path = mutation.module_path
   with use_mutation(path, operator, mutation.occurrence) as (old, new):
-    caught = fails(folder, arguments)
+    modules = [module_of(folder, item)]
+    caught = fails(folder, modules)
+    caught = caught or (not quick and fails(folder, modules, slow=True))
   if not caught:
     lines = difflib.unified_diff(old.split("\n"), new.split("\n"), n=0)
     changed = [x for x in lines if re.match(r"@@|[-+](?![-+])", x)]
-    name = module_of(folder, item)
-    print(name, mutation.operator_name, *changed, "", sep="\n", flush=True)
+    name = mutation.operator_name
+    print(*modules, name, *changed, "", sep="\n", flush=True)
   return caught
 
 
