@@ -30,6 +30,9 @@ CORE = _arrays _checks _powers_of_two _jaxprs._equations _jaxprs._loops \
   _grads _state _axes \
   _measurement _loss _scaling _search _memory _headroom _policies _select _updates \
   _wrapper
+# Folders of which a random sample of mutants is tried.
+SAMPLED = _autocast diagnostics
+SAMPLE =
 # Left out on all but the newest Python and JAX, since it tells nothing new there.
 ONLY_NEWEST = $(addprefix --ignore=tests/, \
   diagnostics/test_plots.py pages benchmarks \
@@ -99,10 +102,12 @@ nightly: $(VENV)/installed-test ## Run what takes hours: 50 kills, 10,000 random
 	$(BIN)/python -m pytest --hypothesis-profile=nightly \
 	  tests/policies/test_random_programs.py tests/interop/test_fuzz.py
 
-mutants: $(addprefix mutants-,$(CORE)) ## Break the core in one place at a time; tests must fail. An hour or more: -j2
+mutants: $(addprefix mutants-,$(CORE) $(SAMPLED)) ## Break the package in one place at a time; tests must fail. Hours: -j2
+
+$(addprefix mutants-,$(SAMPLED)): SAMPLE = --sample 200 --seed 0
 
 mutants-%: $(VENV)/installed-mutants
-	$(BIN)/python tools/mutants.py $*
+	$(BIN)/python tools/mutants.py $* $(SAMPLE)
 
 check: $(VENV)/installed-test ## Run the linter, the formatter's check and the type checker
 	$(BIN)/ruff check .

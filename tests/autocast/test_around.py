@@ -230,6 +230,22 @@ def test_a_kept_function_has_its_name_and_its_arguments():
   assert part(1, n=2) == 3
 
 
+def test_what_is_noted_of_a_function_stays_with_it_and_what_a_layer_holds_not():
+  def part(x):
+    return x
+
+  class Layer:
+    def __init__(self):
+      self.weight = W
+
+    def __call__(self, x):
+      return x @ self.weight
+
+  part.noted = True
+  assert ols.keep_float32(part).noted
+  assert not hasattr(ols.keep_float32(Layer()), "weight")
+
+
 def test_a_hessian_is_that_of_float32():
   loss = lambda w: jnp.sum(jnp.tanh(X @ w / 4) ** 2)
   hessian, half = map(jax.hessian, (loss, ols.autocast(loss)))

@@ -220,6 +220,9 @@ def test_a_name_that_selects_nothing_is_an_error_that_names_the_nearest():
   message = "got 'net/c', which selects none. The nearest names are .*'net/a'"
   with pytest.raises(ValueError, match=message):
     ols.autocast(loss(plain), keep_float32=("net/a", "net/c"))(W, X)
+  with pytest.raises(ValueError) as caught:
+    ols.autocast(loss(plain), keep_float32="net/c")(W, X)
+  assert str(caught.value).partition("names are")[2].count(", ") == 4
   with pytest.raises(ValueError, match="There are no products"):
     ols.autocast(jnp.sin, keep_float32="net")(X)
 

@@ -114,6 +114,24 @@ def test_of_many_places_the_largest_are_told():
   assert f"enter linear_call at test_reach.py:{line}" in str(caught[0].message)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_up_to_three_places_are_all_told(count):
+  call = jax.custom_derivatives.linear_call
+  back = lambda a, g: a.T @ g
+
+  def fun(a, b):
+    a = call(lambda a, b: a @ b, back, a, b)
+    if count == 3:
+      a = call(lambda a, b: a @ b, back, a, b)
+      a = call(lambda a, b: a @ b, back, a, b)
+    return a
+
+  with pytest.warns(UserWarning, match=r"100\.0%") as caught:
+    jax.make_jaxpr(ols.autocast(fun))(A, B)
+  message = str(caught[0].message)
+  assert message.count("linear_call at") == count and " more" not in message
+
+
 def test_what_cannot_stand_in_place_of_an_equation_is_none():
   (eqn,) = jax.make_jaxpr(lambda a: jnp.sin(a))(A).eqns
   (new,) = _jaxprs.equations_of(lambda a: [jnp.cos(a)], eqn)

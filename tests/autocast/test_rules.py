@@ -27,6 +27,9 @@ LEFT_ALONE = {
   "an outer product of a batch": lambda a, b: a[:, :, None] @ b[:, None, :],
   "a product of two vectors": lambda a, b: a[0] @ b[0],
   "a batch of products of vectors": lambda a, b: jnp.vecdot(a, b),
+  "a large batch of products of vectors": lambda a, b: jnp.vecdot(
+    jnp.tile(a, (100, 1)), jnp.tile(b, (100, 1))
+  ),
   "a product of one row and one column": lambda a, b: a[:1] @ b[:, :1],
   "the highest precision": lambda a, b: jnp.matmul(a, b, precision="highest"),
   "the highest precision of one side": lambda a, b: jnp.matmul(
@@ -37,6 +40,12 @@ LEFT_ALONE = {
   ),
   "a convolution with one weight": lambda a, b: lax.conv(
     a[None, None], b[:2, None, None, :1].reshape(2, 1, 1, 1), (1, 1), "SAME"
+  ),
+  "a convolution of many features with one weight each": lambda a, b: lax.conv(
+    a[None, :1], jnp.tile(b[0], 100).reshape(400, 1, 1), (1,), "SAME"
+  ),
+  "a convolution with one result": lambda a, b: lax.conv(
+    a[None, None], b[None, None], (1, 1), "VALID"
   ),
   "float16": lambda a, b: jnp.float16(a) @ jnp.float16(b),
   "bfloat16": lambda a, b: jnp.bfloat16(a) @ jnp.bfloat16(b),
@@ -202,6 +211,15 @@ def test_what_moves_a_product_moves_it_in_half(name):
   # Wherever it is, it is what the product was.
   exact = jnp.float32(jnp.float16(A) @ jnp.float16(B))
   assert_same_bits(jax.jit(half)(A, B), jax.jit(FOLLOWS[name])(exact))
+
+
+def test_what_moves_two_products_at_once_keeps_them_apart():
+  fun = lambda a, b: lax.optimization_barrier((a @ b, b @ a))
+  half = ols.autocast(fun)
+  assert "optimization_barrier" in equations.in_half(half, A, B)
+  exact = jnp.float16(A) @ jnp.float16(B), jnp.float16(B) @ jnp.float16(A)
+  for actual, expected in zip(jax.jit(half)(A, B), exact, strict=True):
+    assert_same_bits(actual, jnp.float32(expected))
 
 
 @pytest.mark.parametrize("name", STAYS)

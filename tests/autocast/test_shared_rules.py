@@ -122,6 +122,14 @@ def test_a_shared_rule_has_the_gradient_of_each_call(loss):
   check(custom_vjp, jax.jit, LOSSES[loss], (0, 1))
 
 
+def test_a_function_with_a_rule_is_no_guard_if_it_computes():
+  def rule():
+    fun = custom_vjp()
+    return lambda x, w: fun(jax.nn.relu(x), jax.nn.relu(w))
+
+  check(rule, jax.jit, LOSSES["partly frozen"], (0, 1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
 @pytest.mark.parametrize("loss", LOSSES)
@@ -266,6 +274,21 @@ def test_a_rule_may_refuse_in_words_of_its_own():
   for argnums in (1, (0, 1)):
     with pytest.raises(NotImplementedError, match="The mask has no derivative"):
       jax.grad(half, argnums)(X, W)
+
+
+def test_a_rule_that_refused_one_derivative_still_gives_another():
+  def forward(x, mask):
+    if mask.perturbed:
+      raise NotImplementedError("The mask has no derivative.")
+    return x.value @ mask.value, mask.value
+
+  fun = jax.custom_vjp(lambda x, mask: x @ mask)
+  fun.defvjp(forward, lambda mask, g: (g @ mask.T, None), symbolic_zeros=True)
+  loss = lambda x, mask: jnp.sum(fun(x, mask) ** 2)
+  half = jax.jit(ols.autocast(loss))  # So that JAX keeps the rule.
+  with pytest.raises(NotImplementedError, match="The mask has no derivative"):
+    jax.grad(half, (0, 1))(X, W)
+  assert_close(jax.grad(half)(X, W), jax.grad(loss)(X, W))
 
 
 def test_a_rule_that_refuses_and_is_shared_by_unlike_calls_is_an_error():

@@ -103,6 +103,22 @@ def test_max_norm_counts_a_leaf_once_along_axes_that_are_not_named():
     np.testing.assert_allclose(updates, np.full(16, -0.25), rtol=1e-6)
 
 
+def test_max_norm_counts_a_leaf_once_on_a_mesh_of_one_device():
+  tx = ols.with_loss_scaling(optax.sgd(1.0), axis_name="data", max_norm=1.0)
+  grads = {"shard": jnp.full(2, 3.0), "whole": jnp.full(2, 4.0)}
+  specs = {"shard": P("data"), "whole": P()}
+  update = jax.shard_map(
+    lambda grads: tx.update(grads, tx.init(grads), grads)[0],
+    mesh=sharding.make_mesh((1,), ("data",)),
+    in_specs=(specs,),
+    out_specs=specs,
+  )
+  updates = jax.jit(update)(grads)
+  norm = np.sqrt(2 * 3.0**2 + 2 * 4.0**2)
+  np.testing.assert_allclose(updates["shard"], -3 / norm, rtol=1e-6)
+  np.testing.assert_allclose(updates["whole"], -4 / norm, rtol=1e-6)
+
+
 def test_max_norm_is_an_error_where_check_vma_hides_what_is_a_shard():
   run = ShardMapRun("sharded", False, max_norm=1.0)
   update = run.shard_map(

@@ -105,6 +105,10 @@ def test_nnx_and_equinox_leaves_are_named_as_their_users_name_them():
     assert ols.diagnostics.gradient_report(tree).total.nonfinite > 0
     assert plots.exponent_histogram(tree).nonfinite_count == 1
 
+  mlp = jax.tree.map(lambda x: x * NAN, eqx.filter(mlp, eqx.is_array))
+  names = [leaf.name for leaf in ols.diagnostics.nonfinite_leaves(mlp)]
+  assert names[:2] == ["layers/0/weight", "layers/0/bias"]
+
   grads = nnx.grad(lambda model: model(jnp.full((1, 2), INF)))(model)
   assert "layers/0/kernel" in [
     leaf.name for leaf in ols.diagnostics.nonfinite_leaves(grads)

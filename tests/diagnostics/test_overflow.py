@@ -26,6 +26,7 @@ from optax_lossscale.diagnostics import find_overflow
 from optax_lossscale.diagnostics._overflow import (
   _entering,
   _marks,
+  _patience,
   _runners,
   _stepper,
 )
@@ -381,6 +382,16 @@ def test_a_late_fault_is_found_in_a_loop_that_always_makes_infs():
   assert (hit.path, hit.others) == ("scan[200]/square", ())
 
 
+def test_after_thirty_iterations_alike_what_they_found_is_blamed():
+  patience = _patience.Patience(_marks.Origins())
+  assert not any(patience.is_over([False]) for _ in range(40))
+  patience.remember(3)
+  patience.remember(1)
+  assert patience.known == 3
+  are_over = [patience.is_over([True]) for _ in range(31)]
+  assert are_over == [False] * 30 + [True]
+
+
 @pytest.mark.slow
 def test_after_many_iterations_the_first_ones_are_blamed():
   def body(x, i):
@@ -462,6 +473,8 @@ def test_a_large_array_is_looked_at_where_it_is():
   x = jnp.ones(2**20 + 1, X.dtype).at[7].set(40000)
   assert find_overflow(fun, x).path == "mul"
   assert find_overflow(fun, jnp.minimum(x, 1)) is None
+  times_i = lambda x: x.astype(jnp.float32) * 1e38 * 1j
+  assert find_overflow(times_i, x).primitive == "mul"
 
 
 @pytest.mark.slow
@@ -717,6 +730,9 @@ def test_a_mapped_while_loop_whose_rows_part_ways_is_entered(shape):
   for _ in counts.shape:
     fun = jax.vmap(fun)
   hit = find_overflow(fun, counts, x)
+  assert (hit.path, hit.others) == ("while[2]/mul", ())
+  # Nor for what they would have become.
+  hit = find_overflow(fun, counts, x.at[..., 0, :].set(60000))
   assert (hit.path, hit.others) == ("while[2]/mul", ())
   assert find_overflow(fun, counts, x / 4000) is None
   x = (x / 4000).at[..., 0, :].set(jnp.inf)

@@ -265,6 +265,24 @@ def test_what_shapes_do_not_tell_is_noted():
   assert (report.total_flops, report.notes) == (2 * 128, ())
 
 
+def test_a_function_may_close_over_arrays():
+  table = jnp.ones((4, 4), F16)
+  report = precision_report(lambda x: x @ table + table, shape(4, 4))
+  assert (report.total_flops, report.at_risk) == (128, ())
+
+
+def test_numbers_are_printed_aligned_to_the_right():
+  fun = lambda x: (x @ x, x.astype(F32)[:2] @ x.astype(F32))
+  header, *rows = str(precision_report(fun, shape(8, 8))).splitlines()[1:4]
+  ends = [
+    line.index(x) + len(x)
+    for line, x in zip(
+      (header, *rows), ("flops", "1.02e+03", "256"), strict=True
+    )
+  ]
+  assert len(set(ends)) == 1
+
+
 EPSILON = 1e-8
 TINY = jnp.float32(1e-9)
 
@@ -290,6 +308,7 @@ TINY = jnp.float32(1e-9)
     (jax.grad(lambda b: total(jnp.broadcast_to(b[0], (400,)))), "reduce_sum",
      "a sum of 400 terms"),
     (lambda x: x + 1e-8, "add", "the constant 1e-8, which becomes 0"),
+    (lambda x: 0.1 * x + 1e-8, "add", "the constant 1e-8, which becomes 0"),
     (lambda x: jnp.maximum(x, 1e-8), "max", "1e-8, which becomes 0"),
     (lambda x: x + EPSILON, "add", "a constant that is 0, maybe only in"),
     (lambda x: jnp.where(x > 0, x, -1e9), "convert_element_type",
@@ -331,6 +350,8 @@ def test_a_constant_that_is_infinite_in_float16_is_told():
     jax.nn.relu,
     jnp.max,
     lambda x: x / 8,
+    lambda x: x / 1,
+    lambda x: x / -1.5,
     lambda x: x * 1e-3,
     lambda x: x[:100].sum(),
     lambda x: jnp.mean(x),

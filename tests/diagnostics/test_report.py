@@ -1,5 +1,7 @@
 """What a dtype does to gradients at a loss scale, against plain rounding."""
 
+import dataclasses
+
 from helpers.leaves import shard
 import jax
 import jax.numpy as jnp
@@ -127,6 +129,12 @@ def test_the_report_prints_aligned_and_sorts_by_any_column():
   assert report.sorted_by("flushed").leaves[0].name == "w"
   with pytest.raises(ValueError, match="got column = 'color'"):
     report.sorted_by("color")
+
+
+def test_a_report_cannot_be_changed():
+  report = ols.diagnostics.gradient_report({"w": jnp.ones(3)})
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    report.loss_scale = 2.0
 
 
 @pytest.mark.parametrize(
