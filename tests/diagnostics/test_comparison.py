@@ -15,6 +15,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
+from optax_lossscale.diagnostics import _limits
 from optax_lossscale.diagnostics._comparison import _effects, _statistics
 
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -232,6 +233,19 @@ def test_the_error_so_far_is_that_of_the_result():
   first, exact = narrow(narrow(x) @ narrow(w)), x @ w
   found = {row.position: row.error for row in report.products}
   assert found[0] == pytest.approx(relative_error(exact, first), rel=0.15)
+
+
+def test_differences_that_take_each_other_away_are_seen():
+  x = jnp.ones(5 * 1021)
+  limits = _limits.limits_of(jnp.dtype("float16"))
+  noted = lambda x: _statistics.noted(
+    _statistics.empty(), [x, x, x], limits, jnp.uint32(0)
+  )
+  # Two entries that are in one bucket, since they are so far from each other.
+  other = x.at[7].add(10.0).at[7 + 2 * 1021].add(-10.0)
+  expected = relative_error(x, other)
+  found = _statistics.distance(noted(x), noted(other))
+  assert found == pytest.approx(expected, rel=0.5)
 
 
 def test_a_place_that_stands_out_is_named():

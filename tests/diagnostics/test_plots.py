@@ -134,8 +134,8 @@ def comparison(products, standing_out=()):
 def test_the_plot_of_products_shows_the_bad_ones_in_red_with_their_names():
   rows = [
     product("c", INF, -2.0, 2),
-    product("b", 0.1, 3.0, 4, backward=True),
-    product("b", 0.5, 5.0, 1),
+    product("b", 0.5, 3.0, 4, backward=True),
+    product("b", 0.1, 5.0, 1),
     product("d", 2e-3, INF, 3, backward=True),
     product("a", 1e-3, 9.0, 0),
   ]
@@ -146,12 +146,12 @@ def test_the_plot_of_products_shows_the_bad_ones_in_red_with_their_names():
     colors = [bar.get_facecolor() for bar in ax.patches[:5]]
     assert colors == [gray, red, red, gray, red]
   heights = [bar.get_height() for bar in top.patches]
-  assert heights == [1e-3, 0.5, max(heights), 2e-3, 0.1]
+  assert heights == [1e-3, 0.1, max(heights), 2e-3, 0.5]
   assert [bar.get_hatch() for bar in top.patches] == ["", "", "//", "", ""]
   assert top.get_title() == "hatched: the results are not finite"
   assert [b.get_height() for b in bottom.patches[:5]] == [9, 5, -2, 40, 3]
   assert [(text.get_text(), text.xy[0]) for text in top.texts] == [
-    ("b at model.py:3 (f)", 1),
+    ("b at model.py:3 (f)", 4),
     ("c at model.py:3 (f)", 2),
   ]
   assert bottom.get_legend_handles_labels()[1] == ["backward"]
