@@ -11,6 +11,7 @@ equation alone, and never over a rewriter, which knows of that trace.
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+import weakref
 
 import jax
 from jax import lax
@@ -94,17 +95,24 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   def forward(*args: Any) -> tuple[Any, Any]:
     values = [arg.value for arg in args]
     perturbed = {i for i, arg in enumerate(args) if arg.perturbed}
-    if not refused:
+    if called.jaxpr not in _REFUSING:
       try:
         return _vjp(old, values, floats | perturbed, call)
       except Exception:  # A rule refuses in words of its own.
         if floats <= perturbed:
           raise
+        _REFUSING.add(called.jaxpr)
     if not refused:
       refused.append(perturbed)
     if perturbed != refused[0]:
       raise NotImplementedError(_cannot_share(eqn))
-    return _vjp(old, values, perturbed, call)
+    try:
+      return _vjp(old, values, perturbed, call)
+    except Exception as error:
+      # So JAX fails if it has traced the rule before the rule has refused.
+      if type(error).__name__ != "StoreException":
+        raise
+      raise NotImplementedError(_cannot_share(eqn)) from error
 
   def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
     pull_back, is_chosen = residuals
@@ -116,12 +124,18 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   return fun
 
 
+# Rules that have refused a derivative. They are not asked for it again: JAX then
+# forgets what it has traced of them.
+_REFUSING: weakref.WeakSet[core.Jaxpr] = weakref.WeakSet()
+
+
 def _cannot_share(eqn: core.JaxprEqn) -> str:
   return (
     f"autocast cannot run this {_jaxprs.name_of(eqn)} in half precision: its"
     " rule refuses some derivatives, and calls that share it through one jit or"
-    " checkpoint differentiate different arguments. Mark it with"
-    " optax_lossscale.keep_float32, or do not share it."
+    " checkpoint differentiate different arguments, or were differentiated"
+    " without autocast before. Mark it with optax_lossscale.keep_float32, or do"
+    " not share it."
   )
 
 

@@ -276,6 +276,36 @@ def test_a_rule_may_refuse_in_words_of_its_own():
       jax.grad(half, argnums)(X, W)
 
 
+def refusing():
+  """A function that JAX traces once, and whose rule refuses a derivative."""
+
+  def forward(x, mask):
+    if mask.perturbed:
+      raise NotImplementedError("The mask has no derivative.")
+    return x.value @ mask.value, mask.value
+
+  fun = jax.custom_vjp(lambda x, mask: x @ mask)
+  fun.defvjp(forward, lambda mask, g: (g @ mask.T, None), symbolic_zeros=True)
+  return jax.jit(fun)
+
+
+def test_a_rule_that_refuses_is_run_again_and_again():
+  shared = refusing()
+  within = lambda x: jax.jit(lambda x: shared(x, W))(x)
+  loss = lambda x: jnp.sum(within(x) ** 2) + jnp.sum(shared(x, W))
+  found = [jax.grad(ols.autocast(loss))(X) for _ in range(3)]
+  for gradient in found:
+    assert_close(gradient, jax.grad(loss)(X))
+
+
+def test_a_rule_that_refuses_and_was_traced_without_autocast_is_an_error():
+  shared = refusing()
+  loss = lambda x: jnp.sum(shared(x, W) ** 2)
+  jax.grad(loss)(X)
+  with pytest.raises(NotImplementedError, match="without autocast before"):
+    jax.grad(ols.autocast(loss))(X)
+
+
 def test_a_rule_that_refused_one_derivative_still_gives_another():
   def forward(x, mask):
     if mask.perturbed:
