@@ -124,7 +124,7 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   return fun
 
 
-# Rules that have refused a derivative. They are not asked for it again: JAX then
+# Rules that have refused a derivative. They are not asked again, since JAX then
 # forgets what it has traced of them.
 _REFUSING: weakref.WeakSet[core.Jaxpr] = weakref.WeakSet()
 
