@@ -139,12 +139,19 @@ def gradient(fun):
   return jax.grad(lambda w, x: jnp.mean(fun(w, x) ** 2))
 
 
-@pytest.mark.parametrize(
-  "fun",
-  [*map(gradient, PROGRAMS), *PROGRAMS, loops, mapped_loops],
-  ids=[f"{kind}{p.__name__}" for kind in ("gradient of ", "") for p in PROGRAMS]
-  + ["loops", "mapped_loops"],
-)
+def all_programs():
+  """Each program and its gradient. Most of them are slow, for their number."""
+  quick = plain, scanned, branched, with_a_rule
+  for fun in PROGRAMS:
+    marks = () if fun in quick else pytest.mark.slow
+    name = f"gradient of {fun.__name__}"
+    yield pytest.param(gradient(fun), id=name, marks=marks)
+    yield pytest.param(fun, id=fun.__name__, marks=pytest.mark.slow)
+  yield pytest.param(loops, id="loops")
+  yield pytest.param(mapped_loops, id="mapped loops")
+
+
+@pytest.mark.parametrize("fun", list(all_programs()))
 def test_the_error_is_that_of_autocast(fun):
   skip_if_jax_cannot(jax.jit(fun), W, X)
   report = compare(fun, W, X)
