@@ -259,7 +259,9 @@ def test_a_rule_may_refuse_what_equinox_guards():
     assert_close(jax.grad(f)(W), jax.grad(loss)(W))
 
 
-def test_a_rule_may_refuse_in_words_of_its_own():
+def refusing():
+  """A product with a mask, whose rule refuses the derivative of the mask."""
+
   def forward(x, mask):
     if mask.perturbed:
       raise NotImplementedError("The mask has no derivative.")
@@ -267,7 +269,11 @@ def test_a_rule_may_refuse_in_words_of_its_own():
 
   fun = jax.custom_vjp(lambda x, mask: x @ mask)
   fun.defvjp(forward, lambda mask, g: (g @ mask.T, None), symbolic_zeros=True)
-  shared = jax.jit(fun)
+  return fun
+
+
+def test_a_rule_may_refuse_in_words_of_its_own():
+  shared = jax.jit(refusing())
   loss = lambda x, mask: jnp.sum(shared(jnp.tanh(shared(x, mask)), mask) ** 2)
   half = ols.autocast(loss)
   assert_close(jax.grad(half)(X, W), jax.grad(loss)(X, W))
@@ -276,21 +282,8 @@ def test_a_rule_may_refuse_in_words_of_its_own():
       jax.grad(half, argnums)(X, W)
 
 
-def refusing():
-  """A function that JAX traces once, and whose rule refuses a derivative."""
-
-  def forward(x, mask):
-    if mask.perturbed:
-      raise NotImplementedError("The mask has no derivative.")
-    return x.value @ mask.value, mask.value
-
-  fun = jax.custom_vjp(lambda x, mask: x @ mask)
-  fun.defvjp(forward, lambda mask, g: (g @ mask.T, None), symbolic_zeros=True)
-  return jax.jit(fun)
-
-
 def test_a_rule_that_refuses_is_run_again_and_again():
-  shared = refusing()
+  shared = jax.jit(refusing())
   within = lambda x: jax.jit(lambda x: shared(x, W))(x)
   loss = lambda x: jnp.sum(within(x) ** 2) + jnp.sum(shared(x, W))
   found = [jax.grad(ols.autocast(loss))(X) for _ in range(3)]
@@ -299,7 +292,7 @@ def test_a_rule_that_refuses_is_run_again_and_again():
 
 
 def test_a_rule_that_refuses_and_was_traced_without_autocast_is_an_error():
-  shared = refusing()
+  shared = jax.jit(refusing())
   loss = lambda x: jnp.sum(shared(x, W) ** 2)
   jax.grad(loss)(X)
   with pytest.raises(NotImplementedError, match="without autocast before"):
@@ -307,13 +300,7 @@ def test_a_rule_that_refuses_and_was_traced_without_autocast_is_an_error():
 
 
 def test_a_rule_that_refused_one_derivative_still_gives_another():
-  def forward(x, mask):
-    if mask.perturbed:
-      raise NotImplementedError("The mask has no derivative.")
-    return x.value @ mask.value, mask.value
-
-  fun = jax.custom_vjp(lambda x, mask: x @ mask)
-  fun.defvjp(forward, lambda mask, g: (g @ mask.T, None), symbolic_zeros=True)
+  fun = refusing()
   loss = lambda x, mask: jnp.sum(fun(x, mask) ** 2)
   half = jax.jit(ols.autocast(loss))  # So that JAX keeps the rule.
   with pytest.raises(NotImplementedError, match="The mask has no derivative"):
