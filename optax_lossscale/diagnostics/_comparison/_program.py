@@ -113,20 +113,19 @@ class Program:
   def _inside(
     self, eqn: core.JaxprEqn, place: _jaxprs.Place, inputs: list[Any]
   ) -> Sequence[Any]:
-    called = _rows.called_of(eqn)
-    scan, loop = _jaxprs.scan_of(eqn), _jaxprs.while_of(eqn)
-    cond, mapped = _jaxprs.cond_of(eqn), _jaxprs.shard_map_of(eqn)
-    if called is not None:
-      return self.jaxpr(called, inputs, place)
-    if scan is not None:
-      return self._scan(scan, place, inputs)
-    if loop is not None:
-      return self._while(loop, place, inputs)
-    if cond is not None:
-      return self._cond(cond, place, inputs)
-    if mapped is not None:
-      return self._shard_map(mapped, place, inputs)
-    return _jaxprs.function(eqn)(*inputs)
+    match _rows.part_of(eqn):
+      case None:
+        return _jaxprs.function(eqn)(*inputs)
+      case _jaxprs.Scan() as scan:
+        return self._scan(scan, place, inputs)
+      case _jaxprs.While() as loop:
+        return self._while(loop, place, inputs)
+      case _jaxprs.Cond() as cond:
+        return self._cond(cond, place, inputs)
+      case _jaxprs.ShardMap() as mapped:
+        return self._shard_map(mapped, place, inputs)
+      case called:
+        return self.jaxpr(called, inputs, place)
 
   def _scan(
     self, scan: _jaxprs.Scan, place: _jaxprs.Place, inputs: list[Any]

@@ -77,7 +77,7 @@ class Rows:
       if _products.is_product(eqn):
         self.number(eqn, jaxpr, place)
       elif self.are_in(eqn):
-        inside = bodies_of(eqn)
+        inside = _bodies_of(part_of(eqn))
         its_place = place.at(eqn, jaxpr)
         for closed in inside:
           self.find(closed.jaxpr, its_place)
@@ -87,7 +87,29 @@ class Rows:
           self.not_entered.append(f"{name} at {where}" if where else name)
 
 
-def called_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
+Part = (
+  _jaxprs.ClosedJaxpr
+  | _jaxprs.Scan
+  | _jaxprs.While
+  | _jaxprs.Cond
+  | _jaxprs.ShardMap
+)
+
+
+def part_of(eqn: core.JaxprEqn) -> Part | None:
+  """What an equation calls, repeats or chooses; None if it is not entered."""
+  looks = (
+    _called_of,
+    _jaxprs.scan_of,
+    _jaxprs.while_of,
+    _jaxprs.cond_of,
+    _jaxprs.shard_map_of,
+  )
+  parts = (look(eqn) for look in looks)
+  return next((part for part in parts if part is not None), None)
+
+
+def _called_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
   """What an equation does nothing but call, if that is so."""
   primitive = _jaxprs.hi_primitive(eqn)
   if primitive is None:
@@ -97,17 +119,15 @@ def called_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
   return _jaxprs.hi_call_of(eqn) if is_known else None
 
 
-def bodies_of(eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
-  """The jaxprs of an equation that can be entered."""
-  called = called_of(eqn)
-  scan, loop = _jaxprs.scan_of(eqn), _jaxprs.while_of(eqn)
-  cond, mapped = _jaxprs.cond_of(eqn), _jaxprs.shard_map_of(eqn)
-  if called is not None:
-    return [called]
-  if scan is not None:
-    return [scan.body]
-  if loop is not None:
-    return [loop.condition, loop.body]
-  if cond is not None:
-    return list(cond.branches)
-  return [mapped.body] if mapped is not None else []
+def _bodies_of(part: Part | None) -> list[_jaxprs.ClosedJaxpr]:
+  match part:
+    case None:
+      return []
+    case _jaxprs.Scan() | _jaxprs.ShardMap():
+      return [part.body]
+    case _jaxprs.While():
+      return [part.condition, part.body]
+    case _jaxprs.Cond():
+      return list(part.branches)
+    case called:
+      return [called]
