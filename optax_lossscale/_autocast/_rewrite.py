@@ -87,6 +87,14 @@ def _call_in_rule(fun: Callable[[], Any], dtype: Any) -> Any:
   return out
 
 
+class _Rewritten(NamedTuple):
+  """A rewritten jaxpr, which of its outputs are half, and what was decided."""
+
+  jaxpr: Any
+  are_half: list[bool]
+  decisions: tuple[bool, ...]
+
+
 class Rewriter:
   """What rewrites the jaxprs of one call of a function.
 
@@ -102,8 +110,8 @@ class Rewriter:
     self.told = told
     # A jaxpr that is called twice is searched and rewritten once.
     self._search = _products.Search()
-    self._rewritten: dict[Any, tuple[Any, list[bool]]] = {}
-    self._distinct: dict[Any, tuple[Any, list[bool]]] = {}
+    self._rewritten: dict[Any, _Rewritten] = {}
+    self._distinct: dict[Any, _Rewritten] = {}
     # Of each product that was met, whether it is kept.
     self._decisions: list[bool] = []
     self._guarded: set[Any] = set()
@@ -128,18 +136,22 @@ class Rewriter:
     # Names may tell its callers apart.
     where = place if self.kept.patterns else None
     key = jaxpr, tuple(are_half), where
-    if key not in self._rewritten:
+    if key in self._rewritten:
+      # What was decided inside tells the caller from others, this time too.
+      self._decisions += self._rewritten[key].decisions
+    else:
       count = len(self._decisions)
       old = _jaxprs.closed(jaxpr).jaxpr
       half = set(itertools.compress(old.invars, are_half))
       rewrite = functools.partial(self._rewrite, old, place, half)
       eqns = [e for eqn in old.eqns for e in rewrite(eqn)]
       outs = [_jaxprs.is_one_of(v, half) for v in old.outvars]
+      new = _jaxprs.with_equations(jaxpr, eqns)
+      made = _Rewritten(new, outs, tuple(self._decisions[count:]))
       # Callers that no name tells apart share one, which is compiled once.
-      like = jaxpr, tuple(are_half), tuple(self._decisions[count:])
-      new = _jaxprs.with_equations(jaxpr, eqns), outs
-      self._rewritten[key] = self._distinct.setdefault(like, new)
-    return self._rewritten[key]
+      like = jaxpr, tuple(are_half), made.decisions
+      self._rewritten[key] = self._distinct.setdefault(like, made)
+    return self._rewritten[key][:2]
 
   def _rewrite(
     self,

@@ -1,5 +1,7 @@
 """Products that stay in float32 because their scope or line is named."""
 
+import itertools
+import random
 import warnings
 
 from flax import linen as nn
@@ -189,6 +191,54 @@ def test_what_no_name_tells_apart_is_compiled_once():
   assert len(set(jaxprs(()))) == 1
   a, b, c, d = jaxprs(["a", "d"])
   assert a == d != b == c
+
+
+def nest(draw, jit):
+  """A function of random calls, which share functions, in random scopes."""
+  layers = [jit(lambda x, w: kept(x, w)), jit(lambda x, w: other(x, w))]
+  for _ in range(draw.randint(1, 4)):
+    calls = draw.choices(range(len(layers)), k=draw.randint(1, 3))
+    scopes = draw.choices(["", "a", "b"], k=len(calls))
+
+    def layer(x, w, calls=tuple(zip(calls, scopes, strict=True))):
+      for i, scope in calls:
+        call = named(scope, layers[i]) if scope else layers[i]
+        x = call(jnp.sin(x), w)
+      return x
+
+    layers.append(jit(layer) if draw.random() < 0.8 else layer)
+  return lambda w, x: named("c", layers[-1])(layers[-1](x, w), w)
+
+
+def test_a_shared_function_keeps_in_each_place_what_is_named_there():
+  names = ["a", "b", "a/b", "c/*", "c/a", "*/a", f"{HERE} (other)"]
+  for seed in range(200):
+    name = random.Random(seed).choice(names)
+    found = []
+    for jit in jax.jit, lambda fun: fun:
+      cast = ols.autocast(nest(random.Random(seed), jit), keep_float32=name)
+      try:
+        found.append(products(jax.make_jaxpr(cast)(W, X)))
+      except ValueError as error:
+        found.append(str(error).partition("which selects")[0])
+    assert found[0] == found[1], (seed, name)
+
+
+def test_a_function_that_was_met_is_told_apart_by_its_callers():
+  dense = jax.jit(kept)
+  layer = jax.jit(lambda x, w: dense(jnp.tanh(x), w))
+
+  def fun(w, x):
+    both = [x, x @ w]
+    calls = itertools.product(["one", "two"], both)
+    return sum(named(name, layer)(y, w) for name, y in calls)
+
+  cast = ols.autocast(fun, keep_float32="two")
+  assert products(jax.make_jaxpr(cast)(W, X)) == {
+    ("", "float16"): 1,
+    ("one", "float16"): 2,
+    ("two", "float32"): 2,
+  }
 
 
 @pytest.mark.parametrize("line", ["forward", "called"])
