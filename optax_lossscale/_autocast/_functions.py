@@ -15,6 +15,7 @@ from optax_lossscale._autocast import (
   _products,
   _rewrite,
   _told,
+  _weights,
 )
 
 
@@ -91,13 +92,19 @@ def autocast(
     return fun
   told_before: set[str] = set()
 
+  def tell(message: str) -> None:
+    if message and message not in told_before:
+      told_before.add(message)
+      _warnings.warn(message)
+
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
     told = _told.Told()
-    settings = _rewrite.Settings(dtype, _kept.Kept(patterns))
+    paths = _weights.paths_of(fun, args, kwargs)
+    settings = _rewrite.Settings(dtype, _kept.Kept(patterns), paths)
     rewritten = functools.partial(_rewrite.call, settings=settings, told=told)
     out = _in_place.call(rewritten, fun, args, kwargs)
-    settings.kept.check()
+    tell(settings.kept.check())
     message = told.message(dtype)
     if not message and not told.products:
       message = (
@@ -106,9 +113,7 @@ def autocast(
         f" {dtype} already, it needs no autocast. Products of precision HIGHEST"
         " stay in float32, also if jax.default_matmul_precision says so."
       )
-    if message and message not in told_before:
-      told_before.add(message)
-      _warnings.warn(message)
+    tell(message)
     return out
 
   return autocast_fun

@@ -32,20 +32,30 @@ class Kept:
     self._matched |= found
     return bool(found)
 
-  def check(self) -> None:
-    """Raises a ``ValueError`` if a pattern selects nothing."""
+  def check(self) -> str:
+    """What to tell if a pattern selects nothing; empty if all select.
+
+    Raises:
+      ValueError: with the same, if it is certain.
+    """
     unmatched = [p for p in self.patterns if p not in self._matched]
-    if not unmatched or self.has_unseen:
-      return
+    if not unmatched:
+      return ""
     names = list(self._names)
     nearest = difflib.get_close_matches(unmatched[0], names, _NEAREST, 0.0)
     hint = f"The nearest names are {', '.join(map(repr, nearest))}."
-    raise ValueError(
-      "keep_float32 must name products of the function by their scope, their"
-      " line, or both, as optax_lossscale.diagnostics.precision_report prints"
-      f" them, got {unmatched[0]!r}, which selects none."
+    message = (
+      "keep_float32 must name products of the function by their scope, the"
+      " path of their weights, or a line, as optax_lossscale.diagnostics"
+      f".precision_report prints them, got {unmatched[0]!r}, which selects"
+      " none."
       f" {hint if nearest else 'There are no products.'}"
     )
+    if self.has_unseen:
+      return (
+        f"{message} Some products are in rules that could not be looked at."
+      )
+    raise ValueError(message)
 
 
 def as_patterns(patterns: Any) -> tuple[str, ...]:
@@ -61,20 +71,21 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
 
 
 def _names_of(place: _jaxprs.Place) -> Iterator[str]:
-  """All names of a place: its scopes, its line, and pairs of both."""
+  """All names of a place: its scopes, its lines, and pairs of both."""
   names = place.scope.split("/") if place.scope else []
   scopes = ["/".join(names[:n]) for n in range(len(names), 0, -1)]
-  line = place.line
-  lines = []
-  if line is not None:
-    file_name = line.short_name
-    lines = [str(line), f"{file_name} ({line.function})"]
-    lines += [f"{file_name}:{line.number}", file_name]
+  lines = [name for line in place.lines for name in _names_of_line(line)]
   yield from scopes
   yield from lines
   for scope in scopes:
     for source in lines:
       yield _jaxprs.place_name(scope, source)
+
+
+def _names_of_line(line: _jaxprs.Line) -> list[str]:
+  file_name = line.short_name
+  in_file = f"{file_name} ({line.function})", f"{file_name}:{line.number}"
+  return [str(line), *in_file, file_name]
 
 
 def _fits(name: str, pattern: str) -> bool:

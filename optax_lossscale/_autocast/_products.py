@@ -1,5 +1,6 @@
 """Which equations run in half precision: products, and what moves results."""
 
+from collections.abc import Iterable
 import math
 import re
 from typing import Any
@@ -89,18 +90,30 @@ class Search:
   """Looks for products, once in each jaxpr."""
 
   def __init__(self) -> None:
-    self._found: dict[core.Jaxpr, bool] = {}
+    self._scopes: dict[core.Jaxpr, set[str] | None] = {}
 
   def finds_in(self, eqn: core.JaxprEqn) -> bool:
     """Whether there are products in the jaxprs that an equation holds."""
-    return any(map(self._finds, jaxprs_to_search(eqn)))
+    return self.scopes_in(eqn) is not None
 
-  def _finds(self, jaxpr: core.Jaxpr) -> bool:
-    if jaxpr not in self._found:
-      self._found[jaxpr] = any(
-        is_product(eqn) or self.finds_in(eqn) for eqn in jaxpr.eqns
-      )
-    return self._found[jaxpr]
+  def scopes_in(self, eqn: core.JaxprEqn) -> set[str] | None:
+    """The names of the scopes of these products; None if there are none."""
+    return _union(map(self.scopes_in_jaxpr, jaxprs_to_search(eqn)))
+
+  def scopes_in_jaxpr(self, jaxpr: core.Jaxpr) -> set[str] | None:
+    """The same of the products in a jaxpr."""
+    if jaxpr not in self._scopes:
+      self._scopes[jaxpr] = _union(map(self._scopes_of, jaxpr.eqns))
+    return self._scopes[jaxpr]
+
+  def _scopes_of(self, eqn: core.JaxprEqn) -> set[str] | None:
+    inside = set() if is_product(eqn) else self.scopes_in(eqn)
+    return None if inside is None else inside | _jaxprs.scopes_of(eqn)
+
+
+def _union(sets: Iterable[set[str] | None]) -> set[str] | None:
+  found = [x for x in sets if x is not None]
+  return set().union(*found) if found else None
 
 
 def _is_chosen(precision: Any) -> bool:

@@ -9,9 +9,10 @@ a result that is widened and narrowed again, and the cotangents of several uses
 of one value are added in float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import itertools
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,13 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs, _warnings
-from optax_lossscale._autocast import _kept, _products, _rules, _told
+from optax_lossscale._autocast import (
+  _kept,
+  _products,
+  _rules,
+  _told,
+  _weights,
+)
 
 # Equations that run the jaxprs that they hold, and need nothing else of them.
 _RUN_THEIR_JAXPRS = {"cond", "scan", "shard_map", "while"}
@@ -32,10 +39,12 @@ class Settings(NamedTuple):
   Attributes:
     dtype: the dtype of the products.
     kept: the products that stay in float32.
+    paths: the names of arrays that are weights, by their identity.
   """
 
   dtype: Any
   kept: _kept.Kept
+  paths: Mapping[int, _weights.Path] = types.MappingProxyType({})
 
 
 def call(fun: Callable[[], Any], settings: Settings, told: _told.Told) -> Any:
@@ -46,7 +55,7 @@ def call(fun: Callable[[], Any], settings: Settings, told: _told.Told) -> Any:
 
   Args:
     fun: the function.
-    settings: the dtype of the products, and which ones stay.
+    settings: the dtype of the products, which ones stay, and their names.
     told: where to note what was found, and what was not reached.
 
   Returns:
@@ -77,10 +86,17 @@ def call(fun: Callable[[], Any], settings: Settings, told: _told.Told) -> Any:
   return jax.tree.unflatten(structure, leaves)
 
 
-def _call_in_rule(fun: Callable[[], Any], dtype: Any) -> Any:
+def _call_in_rule(
+  fun: Callable[[], Any],
+  inputs: Sequence[Any],
+  *,
+  dtype: Any,
+  paths: Sequence[_weights.Path],
+) -> Any:
   """The same in a rule, where there is nobody else to tell what was missed."""
   told = _told.Told()
-  out = call(fun, Settings(dtype, _kept.Kept()), told)
+  by_id = {id(x): path for x, path in zip(inputs, paths, strict=False)}
+  out = call(fun, Settings(dtype, _kept.Kept(), by_id), told)
   message = told.message(dtype)
   if message:
     _warnings.warn(message)
@@ -95,18 +111,36 @@ class _Rewritten(NamedTuple):
   decisions: tuple[bool, ...]
 
 
+class _Body(NamedTuple):
+  """A jaxpr that is being rewritten.
+
+  Attributes:
+    jaxpr: the jaxpr.
+    place: where it is called.
+    half: the variables that came out of products, and were only moved since.
+    weights: the variables that are weights.
+  """
+
+  jaxpr: core.Jaxpr
+  place: _jaxprs.Place
+  half: set[Any]
+  weights: _weights.Weights
+
+
 class Rewriter:
   """What rewrites the jaxprs of one call of a function.
 
   Attributes:
     dtype: the dtype of the products.
     kept: the products that stay in float32.
+    paths: the names of arrays that are weights, by their identity.
     told: where to note what was found, and what was not reached.
   """
 
   def __init__(self, settings: Settings, told: _told.Told) -> None:
     self.dtype = jnp.dtype(settings.dtype)
     self.kept = settings.kept
+    self.paths = settings.paths
     self.told = told
     # A jaxpr that is called twice is searched and rewritten once.
     self._search = _products.Search()
@@ -121,6 +155,7 @@ class Rewriter:
     jaxpr: _jaxprs.AnyJaxpr,
     place: _jaxprs.Place,
     are_half: Sequence[bool] = (),
+    paths: Sequence[_weights.Path] = (),
   ) -> tuple[Any, list[bool]]:
     """Rewrites a jaxpr.
 
@@ -129,62 +164,79 @@ class Rewriter:
       place: where it is called.
       are_half: of its inputs, whether they came out of products, and were only
         moved since; none did, if this is empty.
+      paths: the names of those that are weights; none is, if this is empty.
 
     Returns:
       A jaxpr of the same inputs and outputs, and the same of its outputs.
     """
+    of_inputs = jaxpr, tuple(are_half), tuple(paths)
     # Names may tell its callers apart.
-    where = place if self.kept.patterns else None
-    key = jaxpr, tuple(are_half), where
+    key = of_inputs, place if self.kept.patterns else None
     if key in self._rewritten:
       # What was decided inside tells the caller from others, this time too.
       self._decisions += self._rewritten[key].decisions
     else:
       count = len(self._decisions)
-      old = _jaxprs.closed(jaxpr).jaxpr
-      half = set(itertools.compress(old.invars, are_half))
-      rewrite = functools.partial(self._rewrite, old, place, half)
-      eqns = [e for eqn in old.eqns for e in rewrite(eqn)]
-      outs = [_jaxprs.is_one_of(v, half) for v in old.outvars]
+      body = self._body(jaxpr, place, are_half, paths)
+      eqns = [e for eqn in body.jaxpr.eqns for e in self._rewrite(body, eqn)]
+      outs = [_jaxprs.is_one_of(v, body.half) for v in body.jaxpr.outvars]
       new = _jaxprs.with_equations(jaxpr, eqns)
       made = _Rewritten(new, outs, tuple(self._decisions[count:]))
       # Callers that no name tells apart share one, which is compiled once.
-      like = jaxpr, tuple(are_half), made.decisions
+      like = of_inputs, made.decisions
       self._rewritten[key] = self._distinct.setdefault(like, made)
     return self._rewritten[key][:2]
 
-  def _rewrite(
+  def _body(
     self,
-    jaxpr: core.Jaxpr,
+    jaxpr: _jaxprs.AnyJaxpr,
     place: _jaxprs.Place,
-    half: set[Any],
-    eqn: core.JaxprEqn,
-  ) -> list[core.JaxprEqn]:
-    """The equations in place of one; adds what they make in half to the set."""
+    are_half: Sequence[bool],
+    paths: Sequence[_weights.Path],
+  ) -> _Body:
+    closed = _jaxprs.closed(jaxpr)
+    old = closed.jaxpr
+    half = set(itertools.compress(old.invars, are_half))
+    of_consts = [self.paths.get(id(x)) for x in closed.consts]
+    weights = _weights.Weights(
+      [*old.constvars, *old.invars], [*of_consts, *paths]
+    )
+    return _Body(old, place, half, weights)
+
+  def _rewrite(self, body: _Body, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """The equations in place of one; notes what they make in half."""
+    body.weights.follow(eqn)
     if _products.is_product(eqn):
       self.told.products += 1
+      eqn = _jaxprs.with_scope(eqn, body.weights.name_of_product(eqn))
       if self.kept.patterns:
-        self._decisions.append(self.kept.holds(place.at(eqn, jaxpr)))
+        place = body.place.at(eqn, body.jaxpr)
+        self._decisions.append(self.kept.holds(place))
         if self._decisions[-1]:
           return [eqn]
-      half.update(eqn.outvars)
+      body.half.update(eqn.outvars)
       params = {**eqn.params, "preferred_element_type": self.dtype}
       return self._in_half(eqn.replace(params=params))
-    if _products.moves(eqn) and _come_from(eqn, half):
-      half.update(eqn.outvars)
+    if _products.moves(eqn) and _come_from(eqn, body.half):
+      body.half.update(eqn.outvars)
       return self._in_half(eqn)
     if _rules.is_guard(eqn):
       self._guarded.update(eqn.outvars)
-    if not self._search.finds_in(eqn):
+    scopes = self._search.scopes_in(eqn)
+    if scopes is None:
       return [eqn]
+    name, paths = body.weights.within_call(eqn, scopes)
+    eqn = _jaxprs.with_scope(eqn, name)
     # What nobody asks for need not be found: it takes a look at a traceback.
-    inside = place.at(eqn, jaxpr) if self.kept.patterns else place
-    enter = functools.partial(self._enter, inside, half, eqn)
+    inside = body.place
+    if self.kept.patterns:
+      inside = inside.at(eqn, body.jaxpr)
+    enter = functools.partial(self._enter, inside, body.half, eqn, paths)
     # Rules are traced where the axes of the mesh are known.
     is_mapped = _jaxprs.shard_map_of(eqn) is not None
     entered = _jaxprs.among_devices(eqn, enter) if is_mapped else enter()
     if entered is None and not self.kept.holds(inside):
-      self.told.miss(eqn, jaxpr)
+      self.told.miss(eqn, body.jaxpr)
     return [eqn] if entered is None else entered
 
   def _in_half(self, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
@@ -193,6 +245,7 @@ class Rewriter:
     Values are narrowed for each use, even where one equation uses a value
     twice: the cotangents of a shared copy would be added in half.
     """
+    eqn = _jaxprs.marked(eqn, self.dtype)
     before, after, inputs, outputs = [], [], [], []
     for atom in eqn.invars:
       inputs.append(atom)
@@ -212,14 +265,15 @@ class Rewriter:
     place: _jaxprs.Place,
     half: set[Any],
     eqn: core.JaxprEqn,
+    paths: Sequence[_weights.Path],
   ) -> list[core.JaxprEqn] | None:
     """The equation with what it holds rewritten; None if that cannot be."""
     make = _rules.how_to_make(eqn)
     if make is not None:
-      if self._keeps_rule(eqn, place):
+      if self._keeps_rule(eqn, place, paths):
         return [eqn]
-      in_half = functools.partial(_call_in_rule, dtype=self.dtype)
-      function = functools.partial(self._function, place)
+      in_half = functools.partial(_call_in_rule, dtype=self.dtype, paths=paths)
+      function = functools.partial(self._function, place, paths)
       fun = make(eqn, _rules.Tools(function, in_half, self._guarded))
       return fun and _jaxprs.equations_of(fun, eqn)
     are_half: list[bool] = []
@@ -228,15 +282,23 @@ class Rewriter:
     elif eqn.primitive.name not in _RUN_THEIR_JAXPRS:
       return None
 
+    of_bodies = _weights.of_bodies(eqn, paths)
+
     def replace(jaxpr: _jaxprs.AnyJaxpr) -> Any:
-      new, outs = self.rewrite(jaxpr, place, are_half)
+      its_paths = of_bodies.get(_jaxprs.closed(jaxpr).jaxpr, ())
+      new, outs = self.rewrite(jaxpr, place, are_half, its_paths)
       if are_half:  # The call returns what its function returns.
         half.update(itertools.compress(eqn.outvars, outs))
       return new
 
     return [_jaxprs.with_jaxprs(eqn, replace)]
 
-  def _keeps_rule(self, eqn: core.JaxprEqn, place: _jaxprs.Place) -> bool:
+  def _keeps_rule(
+    self,
+    eqn: core.JaxprEqn,
+    place: _jaxprs.Place,
+    paths: Sequence[_weights.Path],
+  ) -> bool:
     """Whether a rule stays as it is since one of its products is named.
 
     It stays as a whole: nothing tells which of its products is the derivative
@@ -244,29 +306,40 @@ class Rewriter:
     """
     if not self.kept.patterns:
       return False
-    seen = _rules.derivative_of(eqn)
+    floats, seen = _rules.derivative_of(eqn)
     self.kept.has_unseen |= seen is None
-    jaxprs = [*_products.jaxprs_to_search(eqn), *([seen] if seen else [])]
-    is_named = self.kept.holds(place)
-    are_named = [is_named, *(self._keeps_any(x, place) for x in jaxprs)]
-    self._decisions.append(any(are_named))
+    jaxprs = [(x, paths) for x in _products.jaxprs_to_search(eqn)]
+    if seen is not None:
+      jaxprs.append((seen, [*(paths[i] for i in floats), *paths]))
+    are_named = [self._keeps_any(x, place, names) for x, names in jaxprs]
+    self._decisions.append(any([self.kept.holds(place), *are_named]))
     return self._decisions[-1]
 
-  def _keeps_any(self, jaxpr: core.Jaxpr, place: _jaxprs.Place) -> bool:
+  def _keeps_any(
+    self,
+    jaxpr: core.Jaxpr,
+    place: _jaxprs.Place,
+    paths: Sequence[_weights.Path] = (),
+  ) -> bool:
     """Whether a product in a jaxpr is named. It looks at all of them."""
     found = []
+    weights = _weights.Weights(jaxpr.invars, paths)
     for eqn in jaxpr.eqns:
-      its_place = place.at(eqn, jaxpr)
+      weights.follow(eqn)
       if _products.is_product(eqn):
-        found.append(self.kept.holds(its_place))
+        named = _jaxprs.with_scope(eqn, weights.name_of_product(eqn))
+        found.append(self.kept.holds(place.at(named, jaxpr)))
       inner = _products.jaxprs_to_search(eqn)
-      found += [self._keeps_any(x, its_place) for x in inner]
+      found += [self._keeps_any(x, place.at(eqn, jaxpr)) for x in inner]
     return any(found)
 
   def _function(
-    self, place: _jaxprs.Place, closed: _jaxprs.ClosedJaxpr
+    self,
+    place: _jaxprs.Place,
+    paths: Sequence[_weights.Path],
+    closed: _jaxprs.ClosedJaxpr,
   ) -> _rules.Function:
-    return core.jaxpr_as_fun(self.rewrite(closed, place)[0])
+    return core.jaxpr_as_fun(self.rewrite(closed, place, (), paths)[0])
 
 
 def _is_float32(atom: Any) -> bool:

@@ -30,13 +30,13 @@ class Tools(NamedTuple):
 
   Attributes:
     function: makes a function of a jaxpr, with its products in half.
-    call: calls a function with its products in half. Rules may do so at any
-      time.
+    call: calls a function with its products in half, with the inputs of the
+      equation if the function closes over them. Rules may do so at any time.
     guarded: the variables that refuse to be differentiated.
   """
 
   function: Callable[[_jaxprs.ClosedJaxpr], Function]
-  call: Callable[[Callable[[], Any]], Any]
+  call: Callable[[Callable[[], Any], Sequence[Any]], Any]
   guarded: set[Any]
 
 
@@ -66,7 +66,7 @@ def _custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     ]
     of_moved = _of_some(old, primals, moved)
     some = [primals[i] for i in moved], [tangents[i] for i in moved]
-    return call(lambda: jax.jvp(of_moved, *some))
+    return call(lambda: jax.jvp(of_moved, *some), primals)
 
   fun.defjvp(rule, symbolic_zeros=True)
   return fun
@@ -117,7 +117,7 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
     pull_back, is_chosen = residuals
     full = [_instantiated(cotangent) for cotangent in cotangents]
-    found = iter(call(lambda: pull_back(full)))
+    found = iter(call(lambda: pull_back(full), ()))
     return tuple(None if c is None else next(found) for c in is_chosen)
 
   fun.defvjp(forward, backward, symbolic_zeros=True)
@@ -145,17 +145,21 @@ def _vjp(
   """What a function returns, and the residuals for the chosen arguments."""
   of_chosen = _of_some(old, values, sorted(chosen))
   some = [values[i] for i in sorted(chosen)]
-  out, pull_back = call(lambda: jax.vjp(of_chosen, *some))
+  out, pull_back = call(lambda: jax.vjp(of_chosen, *some), values)
   # The backward pass is given arrays. In their structure it sees which of the
   # arguments were chosen.
   is_chosen = [0 if i in chosen else None for i in range(len(values))]
   return out, (pull_back, is_chosen)
 
 
-def derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
+def derivative_of(eqn: core.JaxprEqn) -> tuple[list[int], core.Jaxpr | None]:
   """The jaxpr of an equation and its derivatives, if it has them.
 
   It is what a rule computes, each equation with the line of the rule.
+
+  Returns:
+    Which inputs of the equation are floats; and the jaxpr, of these and then of
+    all inputs.
   """
   floats = [i for i, atom in enumerate(eqn.invars) if _is_inexact(atom)]
   avals = [atom.aval for atom in eqn.invars]
@@ -168,8 +172,8 @@ def derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
   try:
     seen = jax.make_jaxpr(jax.grad(loss))([avals[i] for i in floats], avals)
   except Exception:  # A rule may refuse, or need the axes of a mesh.
-    return None
-  return seen.jaxpr
+    return floats, None
+  return floats, seen.jaxpr
 
 
 def is_guard(eqn: core.JaxprEqn) -> bool:

@@ -27,8 +27,8 @@ class Told:
 
   def miss(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> None:
     """Notes an equation of a jaxpr that could not be entered."""
-    line = _jaxprs.line_of(eqn, jaxpr)
-    where = _jaxprs.name_of(eqn) + (f" at {line}" if line else "")
+    line = _jaxprs.Place().at(eqn, jaxpr).source
+    where = _jaxprs.place_name(_jaxprs.name_of(eqn), line)
     self._missed[id(eqn)] = eqn, where  # With it, so that it keeps its id.
 
   def measure(self, jaxpr: core.Jaxpr) -> None:

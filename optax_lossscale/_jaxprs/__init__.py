@@ -37,7 +37,6 @@ from optax_lossscale._jaxprs._hijax import (
 from optax_lossscale._jaxprs._lines import (
   call_name,
   Line,
-  line_of,
   name_of,
   without_source,
 )
@@ -52,22 +51,33 @@ from optax_lossscale._jaxprs._loops import (
   While,
   while_of,
 )
-from optax_lossscale._jaxprs._places import Place, place_name
+from optax_lossscale._jaxprs._parts import bodies_of, Call, Part, part_of
+from optax_lossscale._jaxprs._places import (
+  marked,
+  Place,
+  place_name,
+  scopes_of,
+  telling_lines,
+  with_scope,
+)
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 
 __all__ = [
   "BEHAVES_LIKE",
   "AnyJaxpr",
   "Atom",
+  "Call",
   "ClosedJaxpr",
   "Cond",
   "HiScan",
   "Line",
+  "Part",
   "Place",
   "Scan",
   "ShardMap",
   "While",
   "among_devices",
+  "bodies_of",
   "call_name",
   "called_jaxpr",
   "closed",
@@ -84,16 +94,20 @@ __all__ = [
   "hidden_jaxprs",
   "is_matrix_product",
   "is_one_of",
-  "line_of",
   "lowered",
+  "marked",
   "name_of",
   "needed_equations",
+  "part_of",
   "place_name",
   "runs_once",
   "scan_of",
+  "scopes_of",
   "shard_map_of",
+  "telling_lines",
   "while_of",
   "with_equations",
   "with_jaxprs",
+  "with_scope",
   "without_source",
 ]

@@ -26,6 +26,9 @@ _LIBRARIES = (
   "optax_lossscale",
 )
 _NAMES = {"remat2": "checkpoint"}
+# Behind its lines in a traceback is what called the function that it was given.
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_AUTOCAST = os.path.join(_PACKAGE, "_autocast", "")
 
 
 class Line(NamedTuple):
@@ -72,26 +75,34 @@ def call_name(eqn: core.JaxprEqn) -> str:
   return f"{primitive}({name})" if isinstance(name, str) else primitive
 
 
-def line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Line | None:
-  """The user's line nearest to an equation, within the function of its jaxpr.
+def lines_of(
+  eqn: core.JaxprEqn, jaxpr: core.Jaxpr
+) -> tuple[tuple[Line, ...], bool]:
+  """The user's lines that led to an equation, within the function of its jaxpr.
 
   JAX traces a function such as ``jnp.where`` once, and hands out the same jaxpr
   again wherever it is called. What is outside of this function in a traceback
   is only where it was called first.
+
+  Returns:
+    The lines, the nearest first; and whether they lead to the function that was
+    given to `autocast`, so that nothing is missing.
   """
   traceback: Any = eqn.source_info.traceback
   info = jaxpr.debug_info
   file_name = getattr(info, "func_filename", None)
   first_line = getattr(info, "func_lineno", None)
-  nearest = None
+  lines: list[Line] = []
   for frame in traceback.frames if traceback else ():
-    if nearest is None and _is_users(frame.file_name):
-      nearest = _line(frame)
+    if frame.file_name.startswith(_AUTOCAST):
+      return tuple(lines), True
+    if _is_users(frame.file_name):
+      lines.append(_line(frame))
     at_function = frame.function_start_line == first_line
     if at_function and frame.file_name == file_name:
-      return nearest
+      break
   # Newer versions of JAX end a traceback at the function by themselves.
-  return nearest
+  return tuple(lines), False
 
 
 def without_source(eqn: core.JaxprEqn) -> core.JaxprEqn:

@@ -6,7 +6,7 @@ its body reads, and what it slices has one axis more. If the parts do not add
 up, the answer is None, and the caller takes the loop as a whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,11 @@ class Scan(NamedTuple):
   length: int
   reverse: bool
 
+  def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    """The inputs as constants, carry and slices."""
+    carry = self.consts + self.carry
+    return inputs[: self.consts], inputs[self.consts : carry], inputs[carry:]
+
 
 class While(NamedTuple):
   """A ``while_loop``.
@@ -59,6 +64,12 @@ class While(NamedTuple):
   body: ClosedJaxpr
   condition_consts: int
   body_consts: int
+
+  def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    """The inputs as constants of the condition, of the body, and the carry."""
+    first = self.condition_consts
+    second = first + self.body_consts
+    return inputs[:first], inputs[first:second], inputs[second:]
 
 
 class Cond(NamedTuple):

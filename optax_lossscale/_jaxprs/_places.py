@@ -1,18 +1,24 @@
 """Where an equation stands in a program, by names that a user knows."""
 
+from collections.abc import Sequence
+import itertools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend import core
+import numpy as np
 
-from optax_lossscale._jaxprs._lines import Line, line_of
+from optax_lossscale._jaxprs._lines import Line, lines_of
 
 # What JAX puts around the name of a scope that it transforms, and what it names
 # the part of a checkpoint that runs again. Neither is of the user.
-_TRANSFORMS = r"(?:jvp|transpose|vmap)\("
-_AROUND = re.compile(_TRANSFORMS + r"([^()]*)\)")
-_BEGINS_AGAIN = re.compile(rf"/(?={_TRANSFORMS})")
+_TRANSFORM = re.compile(r"(?:jvp|transpose|vmap)\(")
+_BEGINS_AGAIN = re.compile(rf"/(?={_TRANSFORM.pattern})")
 _OF_JAX = {"", "checkpoint", "rematted_computation"}
+
+# The scope of what `autocast` makes, which tells its dtype. It stays with an
+# equation through whatever transforms it later.
+_MARK = re.compile(r"(?:^|(?<=[/(]))autocast-(b?float16)(?=[/)]|$)")
 
 
 class Place(NamedTuple):
@@ -20,12 +26,13 @@ class Place(NamedTuple):
 
   Attributes:
     stack: the names of the scopes around it, as JAX writes them.
-    line: the user's line that led here, if one is known.
+    lines: the user's lines that led here, as far as they are known, the nearest
+      first, up to the function that was given to `autocast`.
     path: the names of the steps that led here.
   """
 
   stack: str = ""
-  line: Line | None = None
+  lines: tuple[Line, ...] = ()
   path: tuple[str, ...] = ()
 
   @property
@@ -36,8 +43,10 @@ class Place(NamedTuple):
     """
     scope = ""
     for part in _BEGINS_AGAIN.split(self.stack):
-      names = [n for n in _untransformed(part).split("/") if n not in _OF_JAX]
-      own = "/".join(names)
+      names = _untransformed(part).split("/")
+      own = "/".join(
+        n for n in names if n not in _OF_JAX and not _MARK.fullmatch(n)
+      )
       # The backward pass of a checkpoint tells twice what is around it.
       if not scope or f"{own}/".startswith(f"{scope}/"):
         scope = own
@@ -46,8 +55,13 @@ class Place(NamedTuple):
     return scope
 
   @property
+  def line(self) -> Line | None:
+    """The user's line that is nearest, if one is known."""
+    return self.lines[0] if self.lines else None
+
+  @property
   def source(self) -> str:
-    """The user's line as a string; empty if none is known."""
+    """The same as a string; empty if none is known."""
     return str(self.line or "")
 
   @property
@@ -56,12 +70,22 @@ class Place(NamedTuple):
     # The name of a scope alone is all that JAX leaves of a transposition.
     return "transpose(" in self.stack
 
+  @property
+  def mark(self) -> np.dtype | None:
+    """The half precision in which `autocast` runs it, if it does."""
+    names = _MARK.findall(self.stack)
+    return np.dtype(names[-1]) if names else None
+
+  def within(self, eqn: core.JaxprEqn) -> "Place":
+    """The place of an equation but for its lines, which take longer to find."""
+    names = self.stack, str(eqn.source_info.name_stack)
+    return self._replace(stack="/".join(filter(None, names)))
+
   def at(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "Place":
     """The place of an equation in the jaxpr that the walk has come to."""
-    stack = "/".join(
-      filter(None, [self.stack, str(eqn.source_info.name_stack)])
-    )
-    return self._replace(stack=stack, line=line_of(eqn, jaxpr) or self.line)
+    own, is_all = lines_of(eqn, jaxpr)
+    outer = () if own and is_all else self.lines
+    return self.within(eqn)._replace(lines=own + outer)
 
   def step(self, name: str) -> "Place":
     """One step further."""
@@ -73,9 +97,72 @@ def place_name(scope: str, source: str) -> str:
   return " at ".join(filter(None, [scope, source]))
 
 
+def telling_lines(
+  places: Sequence[tuple[str, tuple[Line, ...]]],
+) -> list[str]:
+  """For each place, the line that tells it from others in the same scope.
+
+  It is the nearest one that leads to no place with other lines; the nearest of
+  all, if there is no such.
+
+  Args:
+    places: for each place, its scope and its lines.
+
+  Returns:
+    For each of them a line, as a string; empty if none is known.
+  """
+  led_to: dict[Any, set[tuple[Line, ...]]] = {}
+  for scope, lines in places:
+    for line in lines:
+      led_to.setdefault((scope, line), set()).add(lines)
+  told = []
+  for scope, lines in places:
+    others = [led_to[scope, line] for line in lines]
+    are_same = [all(_may_be(lines, x) for x in many) for many in others]
+    own = itertools.compress(lines, are_same)
+    told.append(str([*own, *lines, ""][0]))
+  return told
+
+
+def _may_be(some: tuple[Line, ...], other: tuple[Line, ...]) -> bool:
+  """Whether two ways are one: JAX forgets lines of some equations."""
+  few, many = sorted([some, other], key=len)
+  rest = iter(many)
+  return all(line in rest for line in few)
+
+
+def scopes_of(eqn: core.JaxprEqn) -> set[str]:
+  """The names of the scopes around an equation, within its jaxpr."""
+  return set(Place().within(eqn).scope.split("/")) - {""}
+
+
+def with_scope(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
+  """The equation in one more scope, within all that it stands in."""
+  info: Any = eqn.source_info
+  if not name or not hasattr(info.name_stack, "extend"):
+    return eqn  # Another JAX keeps scopes in another way.
+  stack = info.name_stack.extend(name)
+  return eqn.replace(source_info=type(info)(info.traceback, stack))
+
+
+def marked(eqn: core.JaxprEqn, dtype: np.dtype) -> core.JaxprEqn:
+  """The equation, marked as one that `autocast` made for this dtype."""
+  return with_scope(eqn, f"autocast-{dtype}")
+
+
 def _untransformed(part: str) -> str:
   """The names without what JAX puts around them."""
-  before = None
-  while part != before:
-    before, part = part, _AROUND.sub(r"\1", part)
+  while found := _TRANSFORM.match(part):
+    end = _closing(part, found.end())
+    part = part[found.end() : end] + part[end + 1 :]
   return part
+
+
+def _closing(text: str, start: int) -> int:
+  """Where the bracket closes that opened before; the end if it never does."""
+  depth = 1
+  for i, character in enumerate(text[start:], start):
+    depth += {"(": 1, ")": -1}.get(character, 0)
+    if not depth:
+      return i
+  return len(text)

@@ -200,8 +200,8 @@ def nest(draw, jit):
     calls = draw.choices(range(len(layers)), k=draw.randint(1, 3))
     scopes = draw.choices(["", "a", "b"], k=len(calls))
 
-    def layer(x, w, calls=tuple(zip(calls, scopes, strict=True))):
-      for i, scope in calls:
+    def layer(x, w, calls=calls, scopes=scopes):
+      for i, scope in zip(calls, scopes, strict=True):
         call = named(scope, layers[i]) if scope else layers[i]
         x = call(jnp.sin(x), w)
       return x
@@ -254,6 +254,8 @@ def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
 
 
 def test_what_a_rule_that_cannot_be_differentiated_holds_may_be_meant():
+  """So a name that selects nothing is no error there, but is told."""
+
   @jax.custom_vjp
   def refuses(x, w):
     return x @ w
@@ -263,7 +265,11 @@ def test_what_a_rule_that_cannot_be_differentiated_holds_may_be_meant():
 
   refuses.defvjp(rule, rule)
   fun = lambda w, x: refuses(x, w) + x @ w
-  ols.autocast(fun, keep_float32="unknown")(W, X)
+  told = "got 'unknown', which selects none. The nearest .* could not be looked"
+  cast = ols.autocast(fun, keep_float32="unknown")
+  with pytest.warns(UserWarning, match=told):
+    cast(W, X)
+  cast(W, X)  # told once
 
 
 def test_a_name_that_selects_nothing_is_an_error_that_names_the_nearest():
@@ -314,6 +320,77 @@ def test_what_cannot_be_entered_and_is_kept_earns_no_warning():
     ols.autocast(solve, keep_float32=f"{HERE} (*solve)")(W, X)
 
 
+def helper(x, w):
+  return x @ w  # helper
+
+
+def mlp(x, w):
+  return jnp.tanh(helper(x, w))  # mlp
+
+
+def head(x, w):
+  return jnp.cos(helper(x, w))  # head
+
+
+def with_a_helper(wrap):
+  one, other = wrap(mlp), wrap(head)
+
+  def net(w, x):
+    return other(one(x, w), w)  # net
+
+  return net
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("name", ["{file} (mlp)", "{file}:{mlp}"])
+def test_any_line_that_leads_to_a_product_is_its_name(name, wrap):
+  name = name.format(file=HERE, mlp=line_of("mlp"))
+  fun = loss(with_a_helper(wrap))
+  for cast in (
+    jax.grad(ols.autocast(fun, keep_float32=name)),
+    ols.autocast(jax.grad(fun), keep_float32=name),
+  ):
+    counts = products(jax.make_jaxpr(cast)(W, X))
+    again = wrap is jax.checkpoint
+    assert counts == {("", "float32"): 2 + again, ("", "float16"): 3 + again}
+
+
+def test_a_line_outside_of_the_function_is_no_name():
+  def step(w, x, name):
+    return ols.autocast(plain, keep_float32=name)(w, x)  # outside
+
+  assert step(W, X, "net") is not None
+  with pytest.raises(ValueError, match="which selects none"):
+    jax.jit(step, static_argnums=2)(W, X, f"{HERE}:{line_of('outside')}")
+
+
+def test_the_error_names_lines_of_all_callers():
+  with pytest.raises(ValueError, match=r"\(net\)"):
+    name = f"{HERE}:{line_of('net')} (ne)"
+    ols.autocast(with_a_helper(jax.jit), keep_float32=name)(W, X)
+
+
+def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
+  line = lambda name: _jaxprs.Line("m.py", len(name), name)
+  h, a, b, main = map(line, ("h", "a", "b", "main"))
+  places = [
+    ("", (h, a, main)),
+    ("", (h, b, main)),
+    ("other", (h, main)),
+    ("other", (h, main)),
+    ("cut", (h,)),
+    ("cut", (h, a, main)),
+    ("cut", (h, main)),
+    ("none", ()),
+    ("all", (h, main, h, main)),
+  ]
+  found = _jaxprs.telling_lines(places)
+  last = lambda text: text.partition("(")[2].removesuffix(")")
+  assert list(map(last, found)) == [
+    "a", "b", "h", "h", "h", "h", "h", "", "h",
+  ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
   ("stack", "scope"),
   [
@@ -332,6 +409,15 @@ def test_what_cannot_be_entered_and_is_kept_earns_no_warning():
     ("Net/f(x)/jvpx", "Net/f(x)/jvpx"),
     ("a/a/b", "a/a/b"),
     ("jvp()/vmap(Net)", "Net"),
+    ("jvp(layer(0))/a", "layer(0)/a"),
+    ("transpose(jvp(layer(0)))/vmap(f(x(y)))", "layer(0)/f(x(y))"),
+    ("jvp(open", "open"),
+    ("jvp(Net)/a/autocast-float16", "Net/a"),
+    ("transpose(jvp(autocast-bfloat16))", ""),
+    (
+      "a/autocast-float32/autocast-float16x",
+      "a/autocast-float32/autocast-float16x",
+    ),
   ],
 )
 def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):

@@ -1,0 +1,179 @@
+"""The names that weights give to products: their paths among the arguments.
+
+Many libraries give their layers no scopes. But a product of a layer has an
+operand that is one of its weights, and these have a path in the argument that
+they came in, such as ``blocks/2/up``.
+"""
+
+from collections.abc import Callable, Sequence
+import inspect
+import itertools
+from typing import Any
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _jaxprs
+
+# The path of a weight, or what is left of it within a call that tells the
+# beginning; None of what is no weight.
+Path = tuple[str, ...] | None
+
+# What these make of a weight is still that weight.
+_KEEP = {
+  "all_gather",
+  "broadcast_in_dim",
+  "convert_element_type",
+  "copy",
+  "dynamic_slice",
+  "name",
+  "pcast",
+  "pvary",
+  "reshape",
+  "reshard",
+  "rev",
+  "sharding_constraint",
+  "slice",
+  "squeeze",
+  "transpose",
+}
+
+
+def paths_of(
+  fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[int, Path]:
+  """The paths of a function's weights, by the identity of the arrays.
+
+  These are the floats of its first argument that is a tree of such: parameters
+  come before batches, and what names a layer must be no data.
+  """
+  owner = [fun.__self__] if inspect.ismethod(fun) else []
+  for argument in [*owner, *_in_order(fun, args, kwargs)]:
+    flat = jax.tree_util.tree_leaves_with_path(argument)
+    paths = {id(x): _names(path) for path, x in flat if _is_weight(path, x)}
+    if paths:
+      return paths
+  return {}
+
+
+def _in_order(
+  fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+  """The arguments as the function declares them."""
+  try:
+    bound = inspect.signature(fun).bind(*args, **kwargs)
+  except (TypeError, ValueError):
+    return [*args, *kwargs.values()]
+  return [*bound.args, *bound.kwargs.values()]
+
+
+def _is_weight(path: Any, x: Any) -> bool:
+  is_array = isinstance(x, (jax.Array, np.ndarray))
+  return bool(path) and is_array and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _names(path: Any) -> Path:
+  # The value of a Flax NNX variable has a key of its own.
+  if path[-1:] == (jax.tree_util.GetAttrKey("value"),) and len(path) > 1:
+    path = path[:-1]
+  return tuple(
+    jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+  )
+
+
+class Weights:
+  """The variables of a jaxpr that are weights.
+
+  Args:
+    variables: its inputs.
+    paths: their paths.
+  """
+
+  def __init__(self, variables: Sequence[Any], paths: Sequence[Path]) -> None:
+    pairs = zip(variables, paths, strict=False)
+    self._paths = {v: path for v, path in pairs if path is not None}
+
+  def of(self, atoms: Sequence[Any]) -> list[Path]:
+    """The paths of the inputs of an equation."""
+    is_literal = lambda x: isinstance(x, core.Literal)
+    return [None if is_literal(x) else self._paths.get(x) for x in atoms]
+
+  def follow(self, eqn: core.JaxprEqn) -> None:
+    """Notes what an equation makes of a weight."""
+    if self._paths and eqn.primitive.name in _KEEP:
+      path = self.of(eqn.invars[:1])[0]
+      if path is not None:
+        self._paths[eqn.outvars[0]] = (*path, *_index(eqn))
+
+  def name_of_product(self, eqn: core.JaxprEqn) -> str:
+    """The name that weights give to a product; empty if they give none."""
+    found = [path for path in self.of(eqn.invars[:2]) if path]
+    if not found or _is_named(found[0], _jaxprs.scopes_of(eqn)):
+      return ""
+    return "/".join(found[0])
+
+  def within_call(
+    self, eqn: core.JaxprEqn, scopes_inside: set[str]
+  ) -> tuple[str, list[Path]]:
+    """What all weights of a call have in common, and what is left of each.
+
+    So calls that share a function go on to share it: what tells them apart
+    stands at the call, and what tells their products apart within it.
+    """
+    scopes = scopes_inside | _jaxprs.scopes_of(eqn)
+    paths = self.of(eqn.invars)
+    match _jaxprs.part_of(eqn):  # What a loop carries is no weight: it changes.
+      case _jaxprs.Scan() as scan:
+        consts, carry, slices = scan.split(paths)
+        paths = [*consts, *[None] * len(carry), *slices]
+      case _jaxprs.While() as loop:
+        first, second, carry = loop.split(paths)
+        paths = [*first, *second, *[None] * len(carry)]
+    weights = [path for path in paths if path is not None]
+    if any(path and _is_named(path, scopes) for path in weights):
+      return "", [None] * len(paths)
+    are_same = lambda names: len(set(names)) == 1
+    levels = itertools.takewhile(are_same, zip(*weights, strict=False))
+    common = [name for name, *_ in levels]
+    rest = [None if path is None else path[len(common) :] for path in paths]
+    return "/".join(common), rest
+
+
+def _is_named(path: tuple[str, ...], scopes: set[str]) -> bool:
+  """Whether scopes tell of a layer: those of the library are its path."""
+  # Some libraries have a plain list of weights, beside full scopes.
+  is_in_list = len(path) == 1 and path[0].isdigit() and bool(scopes)
+  return is_in_list or not scopes.isdisjoint(path[-2:-1])
+
+
+def _index(eqn: core.JaxprEqn) -> tuple[str, ...]:
+  """Which part of a stack of weights is taken, if it is one that is known."""
+  if eqn.primitive.name != "slice":
+    return ()
+  start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
+  aval: Any = eqn.invars[0].aval
+  shape = aval.shape
+  is_one = shape[0] > 1 == limit[0] - start[0]
+  is_whole = all(
+    start[i] == 0 and limit[i] == n for i, n in enumerate(shape) if i
+  )
+  return (str(start[0]),) if is_one and is_whole else ()
+
+
+def of_bodies(
+  eqn: core.JaxprEqn, paths: Sequence[Path]
+) -> dict[core.Jaxpr, Sequence[Path]]:
+  """The paths of the inputs of each jaxpr that an equation runs."""
+  match _jaxprs.part_of(eqn):
+    case _jaxprs.While() as loop:
+      first, second, carry = loop.split(paths)
+      condition, body = loop.condition.jaxpr, loop.body.jaxpr
+      return {condition: [*first, *carry], body: [*second, *carry]}
+    case _jaxprs.Cond() as cond:
+      return {branch.jaxpr: paths[1:] for branch in cond.branches}
+    case None:
+      return {}
+    case part:
+      return {part.body.jaxpr: paths}

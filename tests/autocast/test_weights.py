@@ -1,0 +1,325 @@
+"""A product has the name of its weights, where a library gives it none."""
+
+import functools
+
+import equinox as eqx
+from flax import linen as nn
+from flax import nnx
+import haiku as hk
+from helpers.planted_layers import normal
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import _jaxprs
+
+X = normal(4, 8, seed=1)
+WEIGHTS = normal(8, 8)
+COUNT = 3
+
+
+def products(fun, *args):
+  """The dtype and the scope of each product that runs, in order."""
+  found = []
+
+  def walk(jaxpr, place):
+    for eqn in jaxpr.eqns:
+      its_place = place.at(eqn, jaxpr)
+      if _jaxprs.is_matrix_product(eqn):
+        found.append((its_place.scope, str(eqn.outvars[0].aval.dtype)))
+      held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+      for closed in held:
+        walk(closed.jaxpr, its_place)
+
+  walk(jax.make_jaxpr(fun)(*args).jaxpr, _jaxprs.Place())
+  return found
+
+
+def names(fun, *args):
+  return [scope for scope, _ in products(ols.autocast(fun), *args)]
+
+
+def mlp(params, x):
+  return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+@jax.custom_vjp
+def ruled(params, x):
+  return mlp(params, x)
+
+
+def backward(residuals, ct):
+  return jax.vjp(mlp, *residuals)[1](ct)
+
+
+ruled.defvjp(lambda params, x: (mlp(params, x), (params, x)), backward)
+
+
+@jax.custom_jvp
+def with_tangent(params, x):
+  return mlp(params, x)
+
+
+with_tangent.defjvp(lambda primals, tangents: jax.jvp(mlp, primals, tangents))
+
+
+def on_devices(params, x):
+  mesh = jax.make_mesh((1,), ("i",))
+  return jax.shard_map(mlp, mesh=mesh, in_specs=P(), out_specs=P())(params, x)
+
+
+BLOCKS = {
+  "plain": mlp,
+  "jit": jax.jit(mlp),
+  "jit in jit": jax.jit(lambda params, x: jax.jit(mlp)(params, x)),
+  "checkpoint": jax.checkpoint(mlp),
+  "custom_vjp": ruled,
+  "custom_jvp": with_tangent,
+  "cond": lambda params, x: lax.cond(
+    x[0, 0] > 0, mlp, lambda params, x: mlp(params, -x), params, x
+  ),
+  "vmap": jax.vmap(mlp, (None, 0)),
+  "shard_map": on_devices,
+  "cast": lambda params, x: mlp(
+    jax.tree.map(lambda w: w.astype(jnp.float16).astype(jnp.float32), params), x
+  ),
+  "transposed": lambda params, x: (
+    x + jnp.tanh(params["up"].T @ x.T).T @ params["down"][:, ::-1]
+  ),
+}
+
+
+def network(block):
+  def net(params, x):
+    for layer in params["blocks"]:
+      x = block(layer, x)
+    return x @ params["head"]
+
+  layers = [{"up": WEIGHTS, "down": 2 * WEIGHTS} for _ in range(COUNT)]
+  return net, {"blocks": layers, "head": WEIGHTS + 1}
+
+
+def expected(count=COUNT):
+  layers = [[f"blocks/{i}/up", f"blocks/{i}/down"] for i in range(count)]
+  return [name for layer in layers for name in layer] + ["head"]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_products_have_the_path_of_their_weights(name):
+  net, params = network(BLOCKS[name])
+  found = names(net, params, X)
+  twice = name == "cond"  # Both branches have both products.
+  assert len(found) == len(expected()) + 2 * COUNT * twice
+  assert set(found) == set(expected())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_their_derivatives_have_it_too(name):
+  net, params = network(BLOCKS[name])
+  loss = lambda params, x: jnp.sum(net(params, x))
+  found = products(jax.grad(ols.autocast(loss)), params, X)
+  assert {dtype for _, dtype in found} == {"float16"}
+  # What a rule computes backward is only known to belong to the call.
+  layers = {f"blocks/{i}" for i in range(COUNT)} if "custom" in name else ()
+  assert {scope for scope, _ in found} == {*expected(), *layers}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_layer_is_kept_by_its_path(name):
+  net, params = network(BLOCKS[name])
+  for pattern in "*blocks/1/*", "blocks/1":
+    cast = ols.autocast(net, keep_float32=pattern)
+    found = products(cast, params, X)
+    kept = {scope for scope, dtype in found if dtype == "float32"}
+    # A rule stays as a whole, and so do its equations.
+    whole = {"blocks/1"} if "custom" in name else set()
+    assert kept == (whole or {"blocks/1/up", "blocks/1/down"})
+
+
+@pytest.mark.parametrize("name", ["jit", "jit in jit", "checkpoint"])
+def test_blocks_that_share_a_function_go_on_to_share_it(name):
+  net, params = network(BLOCKS[name])
+
+  def shared(**kwargs):
+    closed = jax.make_jaxpr(ols.autocast(net, **kwargs))(params, X)
+    called = map(_jaxprs.called_jaxpr, closed.jaxpr.eqns)
+    return len({id(x.jaxpr) for x in called if x is not None})
+
+  assert shared() == 1
+  assert shared(keep_float32="blocks/1/up") == 2
+
+
+def test_scanned_layers_have_the_name_of_their_stack():
+  layers = {"up": jnp.stack([WEIGHTS] * 3), "down": jnp.stack([WEIGHTS] * 3)}
+  shared = {"first": WEIGHTS, "layers": layers, "stop": jnp.ones(())}
+
+  def net(params, x):
+    step = lambda x, layer: (mlp(layer, x @ params["first"]), x @ x.T)
+    x, _ = lax.scan(step, x, params["layers"])
+    loop = lambda i, x: x @ params["first"]
+    return lax.fori_loop(0, params["stop"].astype(int), loop, x)
+
+  found = names(net, shared, X)
+  assert found == ["first", "layers/up", "layers/down", "", "first"]
+  carried = lambda params, x: lax.scan(
+    lambda w, _: (w @ w, None), params["first"], length=3
+  )[0]
+  assert names(carried, shared, X) == [""]
+
+
+def test_a_loop_in_python_tells_the_layers_of_a_stack_apart():
+  layers = {"up": jnp.stack([WEIGHTS] * 3), "down": jnp.stack([WEIGHTS] * 3)}
+
+  def net(params, x):
+    for i in range(3):
+      x = mlp(jax.tree.map(lambda w, i=i: w[i], params["layers"]), x)
+    return x
+
+  found = names(net, {"layers": layers}, X)
+  assert found == [f"layers/{n}/{i}" for i in range(3) for n in ("up", "down")]
+  part = lambda params, x: x @ params["w"][0][2:] + x @ params["w"][1, 1:9]
+  stack = {"w": jnp.ones((2, 10, 8))}
+  assert names(part, stack, X) == ["w/0", "w"]
+
+
+def test_data_names_no_layer():
+  def net(params, batch):
+    return batch["x"] @ params["w"] + batch["mask"] @ (batch["x"] * 2)
+
+  batch = {"x": X, "mask": jnp.ones((4, 4))}
+  assert names(net, {"w": WEIGHTS}, batch) == ["w", ""]
+  by_keyword = lambda **kwargs: net(kwargs["weights"], kwargs["batch"])
+  found = products(
+    lambda w: ols.autocast(by_keyword)(weights={"w": w}, batch=batch), WEIGHTS
+  )
+  assert {scope for scope, _ in found} == {"w", ""}
+
+  def declared(weights, *, batch):
+    return net(weights, batch)
+
+  cast = ols.autocast(declared)
+  found = products(lambda w: cast(batch=batch, weights={"w": w}), WEIGHTS)
+  assert {scope for scope, _ in found} == {"w", ""}
+
+
+def test_a_single_array_has_no_path():
+  assert names(lambda w, x: x @ w, WEIGHTS, X) == [""]
+  assert names(lambda x, params: x @ params["w"], X, {"w": WEIGHTS}) == ["w"]
+
+
+class Block(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.Linear(8, 8, rngs=rngs)
+    self.value = nnx.Linear(8, 8, rngs=rngs)
+
+  def __call__(self, x):
+    return self.value(jnp.tanh(self.up(x)))
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+  def __call__(self, x):
+    for block in self.blocks:
+      x = block(x)
+    return x
+
+
+def test_layers_of_flax_nnx_have_names():
+  model = Net(nnx.Rngs(0))
+  layers = [
+    f"blocks/{i}/{name}/kernel" for i in range(2) for name in ("up", "value")
+  ]
+  state = nnx.state(model)
+  pure = lambda state, x: nnx.merge(nnx.graphdef(model), state)(x)
+  assert names(pure, state, X) == layers
+  loss = lambda model, x: jnp.sum(model(x))
+  for fun in loss, Net.__call__:
+    traced = nnx.jit(lambda model, x, fun=fun: ols.autocast(fun)(model, x))
+    found = [scope for scope, _ in products(traced, model, X)]
+    assert found == layers
+  bound = [scope for scope, _ in products(ols.autocast(model.__call__), X)]
+  assert bound == layers
+
+
+def test_layers_of_equinox_are_told_apart():
+  model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0))
+  fun = lambda model, x: jax.vmap(model)(x)
+  cast = eqx.filter_jit(ols.autocast(fun))
+  params, static = eqx.partition(model, eqx.is_array)
+  for trained, args in (
+    (lambda params, x: cast(eqx.combine(params, static), x), (params, X)),
+    (
+      lambda p, x: ols.autocast(lambda p, x: fun(eqx.combine(p, static), x))(
+        p, x
+      ),
+      (params, X),
+    ),
+  ):
+    found = {scope for scope, _ in products(trained, *args)}
+    of_library = "eqx.nn.MLP/eqx.nn.Linear"
+    assert found == {f"{of_library}/layers/{i}/weight" for i in range(3)}
+
+
+class Linen(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.remat(nn.Dense)(8, name="again")(x)
+    x = nn.jit(nn.Dense)(8, name="compiled")(x)
+    return nn.Dense(8, name="last")(x)
+
+
+def test_where_a_library_gives_full_paths_nothing_is_added():
+  model = Linen()
+  params = model.init(jax.random.key(0), X)
+  found = names(lambda params, x: model.apply(params, x), params, X)
+  assert found == ["Linen/again", "Linen/compiled", "Linen/last"]
+  net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 8])(x)))
+  params = net.init(jax.random.key(0), X)
+  assert names(net.apply, params, X) == ["mlp/linear_0", "mlp/linear_1"]
+
+  def in_a_list(weights, x):
+    with jax.named_scope("dense"):
+      return x @ weights[0]
+
+  assert names(in_a_list, [WEIGHTS], X) == ["dense"]
+  assert names(lambda weights, x: x @ weights[0], [WEIGHTS], X) == ["0"]
+
+
+def test_a_scope_of_the_user_that_tells_less_stays_beside_the_path():
+  def net(params, x):
+    for layer in params["blocks"]:
+      with jax.named_scope("mlp"):
+        x = jax.jit(mlp)(layer, x)
+    return x
+
+  _, params = network(mlp)
+  assert names(net, params, X)[2:4] == ["mlp/blocks/1/up", "mlp/blocks/1/down"]
+
+
+def test_around_a_gradient_only_products_with_weights_have_their_names():
+  net, params = network(mlp)
+  grad = jax.grad(lambda params, x: jnp.sum(net(params, x)))
+  found = names(grad, params, X)
+  assert set(found) == {*expected(), ""}
+
+
+def test_nothing_but_the_scopes_changes(monkeypatch):
+  """Also if another JAX keeps them in a way that is not known."""
+  net, params = network(mlp)
+  cast = ols.autocast(lambda params, x: net(params, x))
+  text = lambda: str(jax.make_jaxpr(lambda *args: cast(*args))(params, X))
+  before = text()
+  monkeypatch.setattr(_jaxprs, "with_scope", lambda eqn, name: eqn)
+  monkeypatch.setattr(_jaxprs, "marked", lambda eqn, dtype: eqn)
+  assert text() == before
+
+
+def test_a_function_whose_arguments_are_not_known_has_names():
+  call = functools.partial(max, key=len)  # has no signature
+  with pytest.raises(TypeError):
+    ols.autocast(call)({"w": WEIGHTS}, 1)
