@@ -4,8 +4,10 @@ import functools
 import json
 import math
 import pickle
+import re
 
 from helpers import hijax
+from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import diagnostics
+from optax_lossscale import _jaxprs, diagnostics
 from optax_lossscale.diagnostics import _limits
 from optax_lossscale.diagnostics._comparison import _effects, _statistics
 
@@ -24,7 +26,12 @@ X = jax.random.normal(KEYS[1], (4, 8))
 HERE = "test_comparison.py"
 
 
-def compare(fun, *args, **kwargs):
+def compare(fun, *args, dtype=jnp.float16, keep_float32=(), **kwargs):
+  cast = ols.autocast(fun, dtype, keep_float32=keep_float32)
+  return compare_trained(cast, *args, **kwargs)
+
+
+def compare_trained(fun, *args, **kwargs):
   return diagnostics.compare_precision(fun, *args, progress=False, **kwargs)
 
 
@@ -135,33 +142,43 @@ def relative_error(exact, other):
   return np.linalg.norm(b - a) / np.linalg.norm(a)
 
 
-def gradient(fun):
-  return jax.grad(lambda w, x: jnp.mean(fun(w, x) ** 2))
+def gradient(fun, cast=lambda fun: fun):
+  return jax.grad(cast(lambda w, x: jnp.mean(fun(w, x) ** 2)))
 
 
 def all_programs():
   """Each program and its gradient. Most of them are slow, for their number."""
   quick = plain, scanned, branched, with_a_rule
+  cast_outside = lambda fun: lambda cast: cast(fun)
   for fun in PROGRAMS:
     marks = () if fun in quick else pytest.mark.slow
     name = f"gradient of {fun.__name__}"
-    yield pytest.param(gradient(fun), id=name, marks=marks)
-    yield pytest.param(fun, id=fun.__name__, marks=pytest.mark.slow)
-  yield pytest.param(loops, id="loops")
-  yield pytest.param(mapped_loops, id="mapped loops")
+    inside = functools.partial(gradient, fun)
+    yield pytest.param(inside, id=name, marks=marks)
+    outside = cast_outside(gradient(fun))
+    yield pytest.param(outside, id=f"{name}, outside", marks=pytest.mark.slow)
+    yield pytest.param(
+      cast_outside(fun), id=fun.__name__, marks=pytest.mark.slow
+    )
+  yield pytest.param(cast_outside(loops), id="loops")
+  yield pytest.param(cast_outside(mapped_loops), id="mapped loops")
 
 
-@pytest.mark.parametrize("fun", list(all_programs()))
-def test_the_error_is_that_of_autocast(fun):
+@pytest.mark.parametrize("make", list(all_programs()))
+def test_the_error_is_that_of_autocast(make):
+  fun, trained = make(lambda fun: fun), make(ols.autocast)
   skip_if_jax_cannot(jax.jit(fun), W, X)
-  report = compare(fun, W, X)
+  before = jax.jit(trained)(W, X)
+  report = compare_trained(trained, W, X)
   with jax.default_matmul_precision("highest"):
     exact = jax.jit(fun)(W, X)
-  real = relative_error(exact, jax.jit(ols.autocast(fun))(W, X))
+  real = relative_error(exact, before)
   assert real > 1e-5
   assert report.error == pytest.approx(real, rel=0.02)
   assert report.cosine == pytest.approx(1, abs=1e-4)
   assert report.worst(9) == report.overflowing == report.notes == ()
+  again = jax.jit(lambda *args: trained(*args))(W, X)
+  assert_same_bits(again, before)  # A comparison changes nothing.
 
 
 def three(w, x):
@@ -328,13 +345,40 @@ def test_an_error_relative_to_nothing_is_not_finite():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_what_is_not_finite_in_float32_is_told(bad):
-  report = compare(gradient(plain), W.at[0, 0].set(bad), X)
-  assert report.error == math.inf
-  assert "not finite in float32 either: find_overflow" in str(report)
+  fun = lambda w, x: plain(w, 1e9 * x)  # which overflows in float16
+  report = compare(gradient(fun), W.at[0, 0].set(bad), X)
+  assert not report.is_finite
+  first = str(report).splitlines()[0]
+  assert first.startswith("The results are not finite in float32 either: find_")
+  assert report.worst() == report.overflowing == ()
   size = lambda x: 1e25 * jnp.abs(x)
   large = compare(lambda w, x: jnp.tanh(size(x) @ size(w)), W, X)
   assert large.products[0].headroom == -math.inf
-  assert large.notes == ()
+  assert large.is_finite
+
+
+def test_an_inf_that_both_have_is_no_difference():
+  mask = jnp.tril(jnp.ones((4, 8), bool))
+  scores = lambda w, x: jnp.where(mask, x @ w, -jnp.inf)
+  report = compare(scores, W, X)
+  assert report.is_finite
+  plain_scores = jnp.where(mask, X @ W, 0)
+  half = jnp.where(mask, jax.jit(ols.autocast(lambda w, x: x @ w))(W, X), 0)
+  assert report.error == pytest.approx(
+    relative_error(plain_scores, half), rel=1e-3
+  )
+  other_sign = lambda w, x: scores(w, x) * jnp.sign(1 - (1e6 * x @ w)[0, 0])
+  assert compare(other_sign, W, jnp.abs(X)).error == math.inf
+  nothing_else = compare(lambda w, x: jnp.sum(x @ w) + jnp.inf, W, X)
+  assert not nothing_else.is_finite
+
+
+def test_results_of_any_size_have_their_true_error():
+  with jax.enable_x64(True):
+    fun = lambda size: lambda w, x: size * (x @ w).astype(jnp.float64)
+    errors = [compare(fun(size), W, X).error for size in (1e-60, 1.0, 1e60)]
+  assert 1e-5 < errors[1] < 1e-2
+  assert errors == pytest.approx([errors[1]] * 3, rel=1e-6)
 
 
 def test_complex_results_are_compared():
@@ -344,28 +388,64 @@ def test_complex_results_are_compared():
   )
 
 
-def test_a_function_without_products_has_an_empty_report():
-  report = compare(lambda x: {"y": x + 1, "n": 3}, X)
-  assert (report.error, report.products, report.worst()) == (0, (), ())
-  assert str(report).startswith("No float32 matrix products and no convol")
-  half = W.astype(jnp.float16)
-  assert compare(lambda w: w @ w, half).products == ()
-  assert compare(lambda: None).cosine == 1
+@pytest.mark.parametrize(
+  ("fun", "args", "found"),
+  [
+    (plain, (W, X), "got plain, whose products run in float32, as they are"),
+    (
+      jax.jit(gradient(plain)),
+      (W, X),
+      "got <lambda>, whose products run in float32, as they are written",
+    ),
+    (
+      lambda x: x + 1,
+      (X,),
+      "got <lambda>, which has none, or one that found no float32 products",
+    ),
+    (lambda w: w @ w, (W.astype(jnp.float16),), "one that found no float32"),
+    (ols.keep_float32(plain), (W, X), "one that found no float32 products"),
+  ],
+)
+def test_a_function_without_autocast_is_refused(fun, args, found):
+  message = r"such as ols\.grad\(ols\.autocast\(loss_fn\), opt_state\), .*"
+  with pytest.raises(ValueError, match=message + re.escape(found)):
+    compare_trained(fun, *args)
 
 
-def test_what_autocast_cannot_enter_is_told():
+def test_results_without_floats_are_refused():
+  for kind in jnp.argmax, jnp.isnan:
+    fun = lambda w, x, kind=kind: {"found": kind(x @ w)}
+    with pytest.raises(
+      ValueError, match="compares floats, got <lambda>, whose"
+    ):
+      compare_trained(ols.autocast(fun), W, X)
+
+
+def test_what_autocast_cannot_enter_it_tells_by_itself():
   def fun(w, x):
     y = lax.custom_linear_solve(
       lambda y: y + y @ w, x, lambda _, b: b @ w, symmetric=True
     )
     return y + x @ w
 
-  report = compare(fun, W, X)
-  (note,) = report.notes
-  assert note.startswith(
-    f"Runs as it is written: custom_linear_solve at {HERE}:"
+  with pytest.warns(UserWarning, match="cannot enter custom_linear_solve"):
+    report = compare(fun, W, X)
+  assert len(report.products) == 1
+  assert report.notes == ()
+
+
+def test_what_cannot_be_entered_is_told(monkeypatch):
+  part_of = _jaxprs.part_of
+  is_scan = lambda eqn: eqn.primitive.name == "scan"
+  monkeypatch.setattr(
+    _jaxprs, "part_of", lambda eqn: None if is_scan(eqn) else part_of(eqn)
   )
+  trained = lambda w, x: ols.autocast(scanned)(w, x) + ols.autocast(plain)(w, x)
+  report = compare_trained(trained, W, X)
+  (note,) = report.notes
+  assert note.startswith(f"Runs as it is written: scan at {HERE}:")
   assert str(report).splitlines()[-1] == note
+  assert {row.scope for row in report.products} == {"first", "second"}
 
 
 def test_primitives_of_hijax_are_entered_where_autocast_enters_them():
@@ -376,22 +456,6 @@ def test_primitives_of_hijax_are_entered_where_autocast_enters_them():
       report = compare(fun, W, X)
       assert report.error == pytest.approx(error, rel=1e-3)
       assert report.notes == ()
-
-
-def test_a_primitive_of_hijax_that_is_not_known_is_told():
-  def fun(w, x):
-    f = lambda y: y + jnp.sum(jnp.sin(x @ w)) * y - 1
-    solve = lambda f, guess: guess - f(guess)
-    tangent_solve = lambda g, y: y / g(jnp.ones_like(y))
-    root = lax.custom_root(f, jnp.ones(()), solve, tangent_solve)
-    return root * (x @ w)
-
-  names = {eqn.primitive.name for eqn in jax.make_jaxpr(fun)(W, X).eqns}
-  if "call_hi_primitive" not in names:
-    pytest.skip("Before JAX 0.12 this is none.")
-  report = compare(fun, W, X)
-  (note,) = report.notes
-  assert note.startswith("Runs as it is written: CustomRoot at")
 
 
 def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
@@ -410,22 +474,28 @@ def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
 def test_a_loss_scale_that_is_too_large_is_told():
   loss = lambda w: jnp.mean((X @ w) ** 2)
 
-  def lines(log2, fun=loss):
+  def compared(log2, fun=loss):
     state = ols.FixedLossScale(2.0**log2).init()
-    report = compare(ols.grad(fun, state), W)
-    assert report.overflowing == () or fun is not loss
-    return str(report).splitlines()
+    return compare_trained(ols.grad(ols.autocast(fun), state), W)
 
-  too_large = "Only the backward pass overflows, by 2**{} or less: lower the"
-  assert lines(10)[1] == "No place stands out."
+  assert str(compared(10)).splitlines()[1] == "No place stands out."
   for log2 in 20, 30:
-    told = lines(log2)[1].removesuffix(" loss scale first.")
+    report = compared(log2)
     cotangents = 2.0**log2 * (X @ W) / 16
     largest = jnp.max(jnp.abs(X.T @ cotangents))
-    assert told == too_large.format(math.ceil(np.log2(largest / 65504)))
+    assert report.excess == math.ceil(np.log2(largest / 65504))
+    told = "Only the backward pass overflows: lower the loss scale by 2**{},"
+    first, second, *_ = str(report).splitlines()
+    assert first.startswith(told.format(report.excess))
+    assert second.startswith("float16 against float32: error inf")
+    assert report.worst() == report.overflowing == ()
+    assert compared(log2 - report.excess).error < 0.01
   # It is not the scale that is too large.
-  forward = lambda w: jnp.mean(jnp.sin((1e6 * X) @ w))
-  assert lines(20, forward)[1] == "Places that overflow: 1, see overflowing."
+  forward = compared(20, lambda w: jnp.mean(jnp.sin((1e6 * X) @ w)))
+  assert forward.excess == 0
+  assert str(forward).splitlines()[1] == (
+    "Places that overflow: 1, see overflowing."
+  )
 
 
 def test_a_report_is_made_of_plain_data():
@@ -437,6 +507,7 @@ def test_a_report_is_made_of_plain_data():
     "dtype",
     "error",
     "errors",
+    "is_finite",
     "notes",
     "products",
     "standing_out",
@@ -462,14 +533,15 @@ def test_what_prints_does_not_print_and_what_is_asked_for_is_asked():
 
 
 def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
-  diagnostics.compare_precision(plain, W, X)
+  trained = ols.autocast(plain)
+  diagnostics.compare_precision(trained, W, X)
   quick = capsys.readouterr()
   monkeypatch.setattr(
     "optax_lossscale.diagnostics._comparison._progress._SILENT_SECONDS", -1
   )
-  diagnostics.compare_precision(plain, W, X, progress=False)
+  diagnostics.compare_precision(trained, W, X, progress=False)
   assert capsys.readouterr() == ("", "")
-  diagnostics.compare_precision(plain, W, X)
+  diagnostics.compare_precision(trained, W, X)
   out, err = capsys.readouterr()
   assert out == quick.out == ""
   assert err.startswith("\rcompare_precision: run 1 of 4, ")
@@ -488,14 +560,6 @@ def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
     ),
     (
       (plain, W, X),
-      {"dtype": jnp.float32},
-      TypeError,
-      "dtype must be float16 or bfloat16, got dtype = float32",
-    ),
-    ((plain, W, X), {"keep_float32": 1}, TypeError, "keep_float32 must be"),
-    ((plain, W, X), {"keep_float32": "x"}, ValueError, "got 'x', which sel"),
-    (
-      (plain, W, X),
       {"effects": "some"},
       ValueError,
       "effects must be 'all' or 'worst', got effects = 'some'",
@@ -504,7 +568,7 @@ def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
 )
 def test_bad_input_is_refused(args, kwargs, error, message):
   with pytest.raises(error, match=message):
-    compare(*args, **kwargs)
+    compare_trained(*args, **kwargs)
 
 
 def test_under_jit_it_is_refused():

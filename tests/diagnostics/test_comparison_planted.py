@@ -21,8 +21,9 @@ all_models = pytest.mark.parametrize(
 )
 
 
-def compare(model, **kwargs):
-  return compare_precision(model.grad(), *model.args, progress=False, **kwargs)
+def compare(model, dtype=jnp.float16, **kwargs):
+  trained = model.grad(lambda fun: ols.autocast(fun, dtype))
+  return compare_precision(trained, *model.args, progress=False, **kwargs)
 
 
 def cosine(reference, other):

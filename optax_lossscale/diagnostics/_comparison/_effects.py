@@ -13,7 +13,7 @@ _SHARE = 0.3
 _TIMES_EPS = 16.0
 _TIMES_OTHERS = 4.0
 # What many places share is no fault of one. There may always be one.
-_FEW = 1 / 3
+_FEW = 1 / 2
 
 # The error if these rows run in half precision.
 Measure = Callable[[list[int]], float]

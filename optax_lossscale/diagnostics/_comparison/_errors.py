@@ -18,11 +18,14 @@ class Errors(NamedTuple):
     error: the relative error, as a norm, of the result that is furthest off.
     cosine: the smallest cosine between the results of both.
     each: the relative error of each array.
+    is_finite: whether the first run has results to compare with: no NaN, and no
+      array that holds nothing but infs.
   """
 
   error: float
   cosine: float
   each: tuple[float, ...]
+  is_finite: bool
 
 
 def errors_of(
@@ -39,10 +42,9 @@ def errors_of(
     An :class:`Errors`.
   """
   # Float64, since squares of float32 may be out of range.
-  sums = np.array(_sums(list(reference), list(outs)), np.float64).reshape(-1, 5)
-  scales = sums[:, 4:] ** 2
+  sums = np.array(_sums(list(reference), list(outs)), np.float64).reshape(-1, 6)
   with np.errstate(invalid="ignore", over="ignore"):
-    squares = sums[:, :4] * scales
+    squares = sums[:, :4] * sums[:, 4:5] ** 2
   of_groups = [
     squares[[i for i, g in enumerate(groups) if g == group]].sum(0)
     for group in dict.fromkeys(groups)
@@ -51,24 +53,36 @@ def errors_of(
     error=max(map(_relative, of_groups), default=0.0),
     cosine=min(map(_cosine, of_groups), key=_nan_first, default=1.0),
     each=tuple(map(_relative, squares)),
+    is_finite=bool(sums[:, 5].all()),
   )
 
 
 @jax.jit
 def _sums(reference: list[Any], outs: list[Any]) -> list[Any]:
-  """Of each array, four sums of squares and products, and the unit of both."""
+  """Of each array, four sums, the unit of both, and whether it can be compared.
+
+  An inf that both have, such as that of a masked score, is no difference.
+  """
   rows = []
   for a, b in zip(reference, outs, strict=True):
-    top = jnp.max(jnp.abs(a), initial=0).astype(jnp.float32)
-    unit = jnp.where((top > 0) & jnp.isfinite(top), top, 1)
-    x, y = a / unit.astype(a.dtype), b / unit.astype(b.dtype)
+    is_same = (a == b) & ~jnp.isfinite(a)
+    x, y = jnp.where(is_same, 0, a), jnp.where(is_same, 0, b)
+    sizes = [
+      jnp.max(jnp.abs(z), initial=0, where=jnp.isfinite(z)) for z in (x, y)
+    ]
+    top = jnp.maximum(*sizes)
+    unit = jnp.where(top > 0, top, jnp.ones_like(top))
+    x, y = x / unit.astype(x.dtype), y / unit.astype(y.dtype)
     products = [(y - x, y - x), (x, x), (y, y), (x, y)]
-    rows.append([*(_dot(*pair) for pair in products), unit])
+    is_finite = ~jnp.isnan(a).any() & (jnp.isfinite(a).any() | (a.size == 0))
+    rows.append([*(_dot(*pair) for pair in products), unit, is_finite])
   return rows
 
 
 def _dot(x: Any, y: Any) -> Any:
-  return jnp.sum(jnp.real(jnp.conj(x) * y), dtype=jnp.float32)
+  products = jnp.real(jnp.conj(x) * y)
+  dtype = jnp.promote_types(products.dtype, jnp.float32)
+  return jnp.sum(products, dtype=dtype)
 
 
 def _relative(sums: Any) -> float:

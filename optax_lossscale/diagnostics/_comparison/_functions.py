@@ -1,14 +1,15 @@
 """``compare_precision``: which product loses the precision of the results."""
 
 from collections.abc import Callable, Iterable
+import dataclasses
 import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks, _jaxprs
-from optax_lossscale._autocast import _kept
+from optax_lossscale import _jaxprs
+from optax_lossscale._autocast import _products
 from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._comparison import (
   _effects,
@@ -25,117 +26,137 @@ Effects = Literal["all", "worst"]
 def compare_precision(
   fun: Callable[..., Any],
   *args: Any,
-  dtype: Any = jnp.float16,
-  keep_float32: str | Iterable[str] = (),
   effects: Effects = "all",
   progress: bool = True,
   **kwargs: Any,
 ) -> _report.PrecisionComparison:
   """Says by running a function which of its products lose the precision.
 
-  It runs the function in float32, as :func:`optax_lossscale.autocast` would run
-  it, and once for each place that has products, with these alone in half
+  The function is the one that is trained, with :func:`optax_lossscale.autocast`
+  inside. It is run with all that ``autocast`` casts in float32, as it is, and
+  once for each place that has such products, with these alone in half
   precision. All runs share one compiled program.
 
   Args:
-    fun: a float32 function that ``jax.jit`` could take, and best of all one
-      that returns gradients: ``ols.grad(loss_fn, opt_state)``. What it returns
-      is what is compared. Callbacks that return nothing, such as
-      ``jax.debug.print``, do not run; others run each time.
+    fun: a function that ``jax.jit`` could take, with an ``autocast`` inside:
+      gradients, ``ols.grad(ols.autocast(loss_fn), opt_state)``, or a whole
+      training step. What it returns is what is compared. Callbacks that return
+      nothing, such as ``jax.debug.print``, do not run; others run each time.
     *args: its arguments. Among them may be whatever ``fun`` takes.
-    dtype: float16 or bfloat16.
-    keep_float32: names of products that stay in float32, as in
-      :func:`optax_lossscale.autocast`.
     effects: ``"all"``, or ``"worst"`` for a large model: the places that do
       most harm are then found by halves, in few runs.
     progress: whether to tell on the standard error stream how far it has come,
       if it takes longer than a second. (If ``fun`` has an argument of one of
-      these four names, bind it with ``functools.partial``.)
+      these two names, bind it with ``functools.partial``.)
     **kwargs: its keyword arguments.
 
   Returns:
     A :class:`PrecisionComparison`, which prints as a table, the worst first.
 
   Raises:
-    TypeError: if ``fun`` is not callable, an argument is a shape or is traced,
-      ``dtype`` is not one of these, or ``keep_float32`` is not made of strings.
-    ValueError: if a name in ``keep_float32`` selects no product, or ``effects``
-      is neither of the two.
+    TypeError: if ``fun`` is not callable, or an argument is a shape or is
+      traced.
+    ValueError: if there is no ``autocast`` inside, or it found no products; if
+      the results hold no floats; or if ``effects`` is neither of the two.
 
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
     >>> from optax_lossscale import diagnostics
-    >>> def loss_fn(w, x):
-    ...   with jax.named_scope("first"):
-    ...     hidden = x @ w
-    ...   with jax.named_scope("second"):
-    ...     scores = 1e4 * hidden @ w
+    >>> def loss_fn(params, x):
+    ...   hidden = x @ params["first"]
+    ...   scores = 1e4 * hidden @ params["second"]
     ...   return jnp.mean(jax.nn.softmax(scores) ** 2)
-    >>> w, x = jnp.eye(8), jnp.full((4, 8), 9.0)
-    >>> report = diagnostics.compare_precision(loss_fn, w, x, progress=False)
+    >>> params = {"first": jnp.eye(8), "second": jnp.eye(8)}
+    >>> report = diagnostics.compare_precision(
+    ...   ols.autocast(loss_fn), params, jnp.full((4, 8), 9.0), progress=False)
     >>> report.error, [name.split(" at ")[0] for name in report.overflowing]
     (inf, ['second'])
   """
-  dtype = _check_dtype(dtype)
   if effects not in ("all", "worst"):
     raise ValueError(
       f"effects must be 'all' or 'worst', got effects = {effects!r}."
     )
-  kept = _kept.Kept(_kept.as_patterns(keep_float32))
-  rows = _rows.Rows(kept)
+  rows = _rows.Rows()
   with _tracing.not_finite_allowed():
     traced = _tracing.trace(
       "compare_precision", fun, args, kwargs, shapes=False
     )
     rows.find(traced.closed.jaxpr, _jaxprs.Place())
-    kept.check()
+    _check(fun, traced, rows)
     with _tracing.mesh_of(traced.inputs):
       bar = _progress.Progress("compare_precision", progress)
-      runs = _runs.Runs(traced, rows, dtype, bar)
-      places = list(rows.by_name().values())
-      found = _EFFECTS[effects](runs.effect, places, runs.half.error)
+      runs = _runs.Runs(traced, rows, bar)
+      found = _EFFECTS[effects](runs.effect, rows.by_name(), runs.half.error)
       bar.end()
+  names = rows.names()
   products = [
-    _product(i, rows.all[i], effect, runs, dtype) for i, effect in found.items()
+    _product(i, rows.all[i], names[i], effect, runs)
+    for i, effect in found.items()
   ]
   products.sort(key=_harm, reverse=True)
-  return _report.PrecisionComparison(
-    dtype=str(dtype),
+  report = _report.PrecisionComparison(
+    dtype=" and ".join(sorted(map(str, rows.dtypes))),
     error=runs.half.error,
     cosine=runs.half.cosine,
-    standing_out=_standing_out(products, dtype),
+    is_finite=runs.half.is_finite,
+    standing_out=(),
     errors=dict(zip(traced.results, runs.half.each, strict=True)),
     products=tuple(products),
-    notes=_notes(rows, runs),
+    notes=tuple(
+      f"Runs as it is written: {where}."
+      for where in dict.fromkeys(rows.not_entered)
+    ),
   )
+  # Among infinities every place would be guilty.
+  if not report.is_finite or report.excess:
+    return report
+  standing_out = _standing_out(products, rows.dtypes)
+  return dataclasses.replace(report, standing_out=standing_out)
 
 
 _EFFECTS = {"all": _effects.each, "worst": _effects.worst}
 
 
-def _check_dtype(dtype: Any) -> np.dtype:
-  as_dtype = _checks.as_float_dtype(dtype)
-  if as_dtype not in (jnp.float16, jnp.bfloat16):
-    raise TypeError(
-      f"dtype must be float16 or bfloat16, got dtype = {as_dtype.name}."
+def _check(
+  fun: Callable[..., Any], traced: _tracing.Traced, rows: _rows.Rows
+) -> None:
+  name = getattr(fun, "__name__", fun)
+  if not traced.results:
+    raise ValueError(
+      f"compare_precision compares floats, got {name}, whose results hold none."
+      " Return gradients, or what the last layer returns."
     )
-  return as_dtype
+  if not rows.all:
+    scopes = _products.Search().scopes_in_jaxpr(traced.closed.jaxpr)
+    found = "which has none, or one that found no float32 products"
+    if scopes is not None:
+      found = "whose products run in float32, as they are written"
+    raise ValueError(
+      "compare_precision needs a function with an autocast inside, such as"
+      " ols.grad(ols.autocast(loss_fn), opt_state), or a training step of such,"
+      f" got {name}, {found}."
+    )
 
 
 def _product(
   i: int,
   row: _rows.Row,
+  name: tuple[str, str],
   effect: float,
   runs: _runs.Runs,
-  dtype: np.dtype,
 ) -> _report.ProductPrecision:
   exact, half = runs.exact_notes[i], runs.half_notes[i]
   entries = np.maximum(exact.entries, 1)
   largest = float(exact.largest)
-  limit = float(jnp.finfo(dtype).max)
+  limit = float(jnp.finfo(row.dtype).max)
+  scope, source = name
   return _report.ProductPrecision(
-    *row,
+    primitive=row.primitive,
+    scope=scope,
+    source=source,
+    backward=row.backward,
     effect=effect,
     error=_statistics.distance(exact, half),
     largest=largest,
@@ -147,28 +168,18 @@ def _product(
   )
 
 
-def _notes(rows: _rows.Rows, runs: _runs.Runs) -> tuple[str, ...]:
-  notes = [f"Runs as it is written: {where}." for where in rows.not_entered]
-  if not runs.is_finite:
-    notes.append(
-      "The results are not finite in float32 either: find_overflow names the"
-      " operation."
-    )
-  return tuple(dict.fromkeys(notes))
-
-
 def _harm(row: _report.ProductPrecision) -> tuple[float, float, float]:
   """What rows are sorted by: the effect, and then what overflows furthest."""
   return row.effect, -row.headroom, row.error
 
 
 def _standing_out(
-  products: list[_report.ProductPrecision], dtype: np.dtype
+  products: list[_report.ProductPrecision], dtypes: Iterable[np.dtype]
 ) -> tuple[str, ...]:
   effects: dict[str, float] = {}
   for row in products:
     effects[row.name] = math.hypot(effects.get(row.name, 0.0), row.effect)
   # Of those that are not finite, the first in the table stays the first.
   largest = sorted(effects.items(), key=lambda item: item[1], reverse=True)
-  eps = float(jnp.finfo(dtype).eps)
+  eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
   return tuple(filter(None, _effects.standing_out(dict(largest), eps)))

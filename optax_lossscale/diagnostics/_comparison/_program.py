@@ -1,19 +1,23 @@
 """Runs a program with each of its products in float32 or in half precision.
 
-The program is traced once more, operation by operation: a product becomes a
-choice between both precisions, by a flag that is given when the program runs.
-So one compiled program serves all runs. A loop, a branch and a ``shard_map``
-are made anew, and carry along what is noted of the products inside.
+The program is what `autocast` made of a function, whatever transformed it
+later. It is traced once more, operation by operation, and all that is in half
+precision there is kept in float32: operands, results, and what stands between
+them. A product then rounds its operands and its result, or does not, by a flag
+that is given when the program runs. So one compiled program serves all runs. A
+loop, a branch and a ``shard_map`` are made anew, and carry along what is noted
+of the products inside.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _limits
@@ -21,49 +25,93 @@ from optax_lossscale.diagnostics._comparison import _rows, _statistics
 
 _HIGHEST = lax.Precision.HIGHEST
 
+# These move numbers and compute none. JAX may put them between what is marked.
+_MOVES = {
+  "all_gather",
+  "all_to_all",
+  "broadcast_in_dim",
+  "concatenate",
+  "copy",
+  "dynamic_slice",
+  "dynamic_update_slice",
+  "gather",
+  "name",
+  "optimization_barrier",
+  "pad",
+  "pcast",
+  "ppermute",
+  "pvary",
+  "reshape",
+  "reshard",
+  "rev",
+  "select_n",
+  "sharding_constraint",
+  "slice",
+  "split",
+  "squeeze",
+  "transpose",
+}
 
-class Program:
+# For each row what was noted of it; none if nothing is to be noted.
+Notes = list[_statistics.Statistics]
+
+
+class Program(NamedTuple):
   """A program with a choice for each product, to be called while it is traced.
 
   Attributes:
     rows: the products.
-    dtype: the dtype of half precision.
     in_half: for each row, whether it runs in half precision; bool[rows].
-    noting: whether to note what there is to tell of the products.
-    notes: for each row, what was noted; nothing, if that is not asked for.
+    seed: an integer that is another one on each device.
   """
 
-  def __init__(
-    self, rows: _rows.Rows, dtype: Any, in_half: Any, *, noting: bool
-  ) -> None:
-    self.rows = rows
-    self.dtype = jnp.dtype(dtype)
-    self.in_half = in_half
-    self.noting = noting
-    self.notes = self._empty_notes()
-    self._limits = _limits.limits_of(self.dtype)
-    self._seed: Any = jnp.uint32(0)
+  rows: _rows.Rows
+  in_half: Any
+  seed: Any = np.uint32(0)
 
-  def _empty_notes(self) -> list[_statistics.Statistics]:
-    return [_statistics.empty() for _ in self.rows.all if self.noting]
-
-  def jaxpr(
+  def run(
     self,
     closed: _jaxprs.ClosedJaxpr,
     inputs: Sequence[Any],
+    notes: Notes,
     place: _jaxprs.Place,
-  ) -> list[Any]:
-    """What a jaxpr that is called at this place returns."""
+  ) -> tuple[list[Any], Notes]:
+    """Runs a jaxpr.
+
+    Args:
+      closed: the jaxpr.
+      inputs: its inputs. What is in half precision there is float32 here.
+      notes: what was noted before.
+      place: where it is called.
+
+    Returns:
+      Its outputs, in the same way, and what was noted after it.
+    """
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-    env.update(zip(jaxpr.constvars, closed.consts, strict=True))
-    read = lambda x: x.val if isinstance(x, core.Literal) else env[x]
+    consts = map(self.widened, closed.consts)
+    env.update(zip(jaxpr.constvars, consts, strict=True))
+
+    def read(atom: _jaxprs.Atom) -> Any:
+      if isinstance(atom, core.Literal):
+        return self.widened(atom.val)
+      return env[atom]
+
     for eqn, last_read in _jaxprs.needed_equations(jaxpr):
-      outs = self._equation(eqn, jaxpr, place, list(map(read, eqn.invars)))
+      its_inputs = list(map(read, eqn.invars))
+      outs, notes = self._equation(eqn, jaxpr, place, its_inputs, notes)
       env.update(zip(eqn.outvars, outs, strict=True))
       for var in last_read:
         env.pop(var, None)
-    return list(map(read, jaxpr.outvars))
+    return list(map(read, jaxpr.outvars)), notes
+
+  def widened(self, x: Any) -> Any:
+    """An array, in float32 if it is in half precision."""
+    return jnp.asarray(x, jnp.float32) if self._is_half(x) else x
+
+  def _is_half(self, x: Any) -> bool:
+    is_ref = hasattr(x, "inner_aval")
+    return not is_ref and getattr(x, "dtype", None) in self.rows.dtypes
 
   def _equation(
     self,
@@ -71,168 +119,186 @@ class Program:
     jaxpr: core.Jaxpr,
     place: _jaxprs.Place,
     inputs: list[Any],
-  ) -> Sequence[Any]:
+    notes: Notes,
+  ) -> tuple[Sequence[Any], Notes]:
     row = self.rows.number(eqn, jaxpr, place)
     if row is not None:
-      return [self._product(eqn, row, inputs)]
-    if not self.rows.are_in(eqn):
-      is_silent = not eqn.outvars and "callback" in eqn.primitive.name
-      return [] if is_silent else _jaxprs.function(eqn)(*inputs)
-    with _jaxprs.context_of(eqn):
-      return self._inside(eqn, place.at(eqn, jaxpr), inputs)
+      return self._product(eqn, row, inputs, notes)
+    has_half = any(self._is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
+    part = None
+    if has_half or self.rows.are_in(eqn):
+      part = _rows.part_to_run(eqn)
+    if part is not None:
+      with _jaxprs.context_of(eqn):
+        return self._inside(part, inputs, notes, place.at(eqn, jaxpr))
+    if not eqn.outvars and "callback" in eqn.primitive.name:
+      return [], notes
+    if not has_half:
+      return _jaxprs.function(eqn)(*inputs), notes
+    is_marked = place.within(eqn).mark is not None
+    return self._between(eqn, inputs, is_marked), notes
 
-  def _product(self, eqn: core.JaxprEqn, row: int, inputs: list[Any]) -> Any:
-    out = lax.cond(
-      self.in_half[row],
-      lambda *args: self._narrow(eqn, args),
-      lambda *args: _exact(eqn, args),
-      *inputs,
-    )
-    if self.noting:
-      arrays = [*inputs[:2], out]
-      self.notes[row] = _statistics.noted(
-        self.notes[row], arrays, self._limits, self._seed
-      )
-    return out
+  def _product(
+    self, eqn: core.JaxprEqn, row: int, inputs: list[Any], notes: Notes
+  ) -> tuple[list[Any], Notes]:
+    dtype = self.rows.all[row].dtype
 
-  def _narrow(self, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> Any:
-    """A product as autocast runs it. XLA is kept from dropping a rounding."""
-    narrowed = [
-      lax.optimization_barrier(x.astype(self.dtype)) if i < 2 else x
-      for i, x in enumerate(inputs)
+    def rounded(x: Any) -> Any:
+      return jnp.where(self.in_half[row], _rounded(x, dtype), x)
+
+    # TPUs and some GPUs take float32 for a wish, unless it is the highest.
+    params = {
+      **eqn.params,
+      "precision": (_HIGHEST, _HIGHEST),
+      "preferred_element_type": jnp.dtype(jnp.float32),
+    }
+    operands = [*map(rounded, inputs[:2]), *inputs[2:]]
+    (out,) = _jaxprs.function(eqn.replace(params=params))(*operands)
+    out = rounded(out)
+    if not notes:
+      return [out], notes
+    arrays, limits = [*inputs[:2], out], _limits.limits_of(dtype)
+    noted = _statistics.noted(notes[row], arrays, limits, self.seed)
+    return [out], [*notes[:row], noted, *notes[row + 1 :]]
+
+  def _between(
+    self, eqn: core.JaxprEqn, inputs: list[Any], is_marked: bool
+  ) -> Sequence[Any]:
+    """What is in half precision, and no product of `autocast`.
+
+    What `autocast` made is in half precision for the sake of a product, which
+    rounds. All else computes as it is written.
+    """
+    name = eqn.primitive.name
+    dtypes: list[Any] = [
+      getattr(v.aval, "dtype", None) for v in [*eqn.invars, *eqn.outvars]
     ]
-    (var,) = eqn.outvars
-    aval: Any = var.aval
-    half = eqn.replace(
-      outvars=[core.Var(aval.update(dtype=self.dtype, weak_type=False))],
-      params={**eqn.params, "preferred_element_type": self.dtype},
-    )
-    (out,) = _jaxprs.function(half)(*narrowed)
-    return lax.optimization_barrier(out).astype(jnp.float32)
+    if name == "convert_element_type" and inputs[0].dtype == jnp.float32:
+      if is_marked or dtypes[-1] == jnp.float32:
+        return inputs
+    elif is_marked or name in _MOVES:
+      return _jaxprs.function(eqn)(*inputs)
+    args = [
+      x.astype(dtype) if self._is_half(var.aval) else x
+      for x, var, dtype in zip(inputs, eqn.invars, dtypes, strict=False)
+    ]
+    return [self.widened(x) for x in _jaxprs.function(eqn)(*args)]
 
   def _inside(
-    self, eqn: core.JaxprEqn, place: _jaxprs.Place, inputs: list[Any]
-  ) -> Sequence[Any]:
-    match _rows.part_of(eqn):
-      case None:
-        return _jaxprs.function(eqn)(*inputs)
-      case _jaxprs.Scan() as scan:
-        return self._scan(scan, place, inputs)
-      case _jaxprs.While() as loop:
-        return self._while(loop, place, inputs)
-      case _jaxprs.Cond() as cond:
-        return self._cond(cond, place, inputs)
-      case _jaxprs.ShardMap() as mapped:
-        return self._shard_map(mapped, place, inputs)
-      case called:
-        return self.jaxpr(called, inputs, place)
+    self,
+    part: _jaxprs.Part,
+    inputs: list[Any],
+    notes: Notes,
+    place: _jaxprs.Place,
+  ) -> tuple[Sequence[Any], Notes]:
+    match part:
+      case _jaxprs.Scan():
+        return self._scan(part, inputs, notes, place)
+      case _jaxprs.While():
+        return self._while(part, inputs, notes, place)
+      case _jaxprs.Cond():
+        return self._cond(part, inputs, notes, place)
+      case _jaxprs.ShardMap():
+        return self._shard_map(part, inputs, notes, place)
+      case _:
+        return self.run(part.body, inputs, notes, place)
 
   def _scan(
-    self, scan: _jaxprs.Scan, place: _jaxprs.Place, inputs: list[Any]
-  ) -> Sequence[Any]:
-    n = scan.consts + scan.carry
-    consts, first, slices = (
-      inputs[: scan.consts],
-      inputs[scan.consts : n],
-      inputs[n:],
-    )
+    self,
+    scan: _jaxprs.Scan,
+    inputs: list[Any],
+    notes: Notes,
+    place: _jaxprs.Place,
+  ) -> tuple[Sequence[Any], Notes]:
+    consts, first, slices = scan.split(inputs)
 
     def step(carry: Any, its_slices: Any) -> tuple[Any, Any]:
       notes, values = carry
-      self.notes = list(notes)
-      outs = self.jaxpr(scan.body, [*consts, *values, *its_slices], place)
-      return (self.notes, outs[: scan.carry]), outs[scan.carry :]
+      its_inputs = [*consts, *values, *its_slices]
+      outs, notes = self.run(scan.body, its_inputs, notes, place)
+      return (notes, outs[: scan.carry]), outs[scan.carry :]
 
-    (self.notes, last), stacked = lax.scan(
-      step, (self.notes, first), slices, scan.length, scan.reverse
+    (notes, last), stacked = lax.scan(
+      step, (notes, first), slices, scan.length, scan.reverse
     )
-    return [*last, *stacked]
+    return [*last, *stacked], notes
 
   def _while(
-    self, loop: _jaxprs.While, place: _jaxprs.Place, inputs: list[Any]
-  ) -> Sequence[Any]:
-    first = loop.condition_consts
-    second = first + loop.body_consts
-    cond_consts, body_consts = inputs[:first], inputs[first:second]
+    self,
+    loop: _jaxprs.While,
+    inputs: list[Any],
+    notes: Notes,
+    place: _jaxprs.Place,
+  ) -> tuple[Sequence[Any], Notes]:
+    of_condition, of_body, first = loop.split(inputs)
 
-    def flags(values: list[Any]) -> Any:
+    def flags(values: Any) -> Any:
       # A condition cannot carry notes.
-      noting, self.noting = self.noting, False
-      (out,) = self.jaxpr(loop.condition, [*cond_consts, *values], place)
-      self.noting = noting
-      return out
+      its_inputs = [*of_condition, *values]
+      return self.run(loop.condition, its_inputs, [], place)[0][0]
 
     def step(carry: Any) -> Any:
       notes, values = carry
-      self.notes = list(notes)
-      outs = self.jaxpr(loop.body, [*body_consts, *values], place)
+      outs, notes = self.run(loop.body, [*of_body, *values], notes, place)
       goes_on = flags(values)
       if jnp.ndim(goes_on):  # ``vmap`` made many loops of one.
         outs = [
           _where(goes_on, *pair) for pair in zip(outs, values, strict=True)
         ]
-      return self.notes, outs
+      return notes, outs
 
-    goes_on = lambda carry: jnp.any(flags(carry[1]))
-    self.notes, outs = lax.while_loop(
-      goes_on, step, (self.notes, inputs[second:])
+    notes, outs = lax.while_loop(
+      lambda carry: jnp.any(flags(carry[1])), step, (notes, first)
     )
-    return outs
+    return outs, notes
 
   def _cond(
-    self, cond: _jaxprs.Cond, place: _jaxprs.Place, inputs: list[Any]
-  ) -> Sequence[Any]:
+    self,
+    cond: _jaxprs.Cond,
+    inputs: list[Any],
+    notes: Notes,
+    place: _jaxprs.Place,
+  ) -> tuple[Sequence[Any], Notes]:
     def branch(closed: _jaxprs.ClosedJaxpr) -> Any:
-      def call(notes: Any, *operands: Any) -> Any:
-        self.notes = list(notes)
-        outs = self.jaxpr(closed, operands, place)
-        return self.notes, outs
-
-      return call
+      return lambda notes, *args: self.run(closed, args, notes, place)
 
     index, *operands = inputs
-    branches = list(map(branch, cond.branches))
-    self.notes, outs = lax.switch(index, branches, self.notes, *operands)
-    return outs
+    return lax.switch(index, list(map(branch, cond.branches)), notes, *operands)
 
   def _shard_map(
-    self, mapped: _jaxprs.ShardMap, place: _jaxprs.Place, inputs: list[Any]
-  ) -> Sequence[Any]:
+    self,
+    mapped: _jaxprs.ShardMap,
+    inputs: list[Any],
+    notes: Notes,
+    place: _jaxprs.Place,
+  ) -> tuple[Sequence[Any], Notes]:
     axes = tuple(mapped.manual_axes)
-    outside = self.in_half, self.notes, self._seed
 
     def body(in_half: Any, *args: Any) -> Any:
       index: Any = sum(lax.axis_index(a) * 31**i for i, a in enumerate(axes))
-      self.in_half, self._seed = in_half, index.astype(jnp.uint32)
+      seed = index.astype(jnp.uint32)
       # What is noted differs among the devices, and so its type must say.
-      self.notes = jax.tree.map(
-        lambda x: x + 0 * self._seed.astype(jnp.float32),
-        self._empty_notes(),
-      )
-      outs = self.jaxpr(mapped.body, args, place)
-      return [_statistics.of_all_devices(n, axes) for n in self.notes], outs
+      differs = lambda x: x + 0 * seed.astype(jnp.float32)
+      empty = jax.tree.map(differs, [_statistics.empty() for _ in notes])
+      program = self._replace(in_half=in_half, seed=seed)
+      outs, noted = program.run(mapped.body, args, empty, place)
+      return outs, [_statistics.of_all_devices(n, axes) for n in noted]
 
     everywhere = PartitionSpec()
-    notes, outs = jax.shard_map(
+    outs, noted = jax.shard_map(
       body,
       mesh=mapped.mesh,
       in_specs=(everywhere, *mapped.in_specs),
-      out_specs=(everywhere, list(mapped.out_specs)),
+      out_specs=(list(mapped.out_specs), everywhere),
       axis_names=mapped.manual_axes,
       check_vma=mapped.check_vma,
     )(self.in_half, *inputs)
-    self.in_half, before, self._seed = outside
-    self.notes = [
-      _statistics.together(*pair) for pair in zip(before, notes, strict=True)
-    ]
-    return outs
+    return outs, list(map(_statistics.together, notes, noted))
 
 
-def _exact(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> Any:
-  """A product in float32, which TPUs and some GPUs take for a wish."""
-  params = {**eqn.params, "precision": (_HIGHEST, _HIGHEST)}
-  (out,) = _jaxprs.function(eqn.replace(params=params))(*inputs)
-  return out
+def _rounded(x: Any, dtype: np.dtype) -> Any:
+  """The array rounded to a dtype. XLA is kept from dropping the rounding."""
+  return lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
 
 
 def _where(flags: Any, new: Any, old: Any) -> Any:

@@ -60,6 +60,8 @@ class PrecisionComparison:
     error: the relative error of the results, as a norm: of the result that is
       furthest off, if there are several. It is inf if they are not finite.
     cosine: the smallest cosine between the results of both runs.
+    is_finite: whether the results are finite in float32. If not, nothing is
+      named: find_overflow tells the operation.
     standing_out: the names of places that do far more harm than all others
       together, the worst first; none, if there are no such.
     errors: the relative error of each array in the results, by its name.
@@ -71,6 +73,7 @@ class PrecisionComparison:
   dtype: str
   error: float
   cosine: float
+  is_finite: bool
   standing_out: tuple[str, ...]
   errors: dict[str, float]
   products: tuple[ProductPrecision, ...]
@@ -78,14 +81,27 @@ class PrecisionComparison:
 
   @property
   def overflowing(self) -> tuple[str, ...]:
-    """The names of places that overflow, the largest first.
+    """The names of places that overflow in the forward pass, the largest first.
 
     What overflows in the backward pass alone is not among them: that is for the
     loss scale, which comes down.
     """
     rows = [r for r in self.products if r.headroom < 0 and not r.backward]
     rows.sort(key=lambda row: row.headroom)
-    return tuple(dict.fromkeys(row.name for row in rows if row.name))
+    names = dict.fromkeys(row.name for row in rows if row.name)
+    return tuple(names) if self.is_finite else ()
+
+  @property
+  def excess(self) -> int:
+    """How many binades the loss scale is too large; 0 if that is not it.
+
+    It is too large if the backward pass overflows, and the forward pass does
+    not. Then no place stands out.
+    """
+    backward = [row.headroom for row in self.products if row.backward]
+    over = -min(backward, default=0.0)
+    is_it = self.is_finite and not self.overflowing and 0 < over < math.inf
+    return math.ceil(over) if is_it else 0
 
   def worst(self, n: int = 1) -> tuple[str, ...]:
     """The names of the places that do most harm, and stand out.
@@ -107,36 +123,38 @@ class PrecisionComparison:
     return fields | {"products": products, "notes": list(self.notes)}
 
   def __str__(self) -> str:
-    if not self.products:
-      text = (
-        "No float32 matrix products and no convolutions. If they are in float16"
-        " already, give it the function without autocast."
-      )
-    else:
-      text = "\n".join([*self._summary(), self._table()])
-    return "\n".join([text, *self.notes])
+    return "\n".join([*self._summary(), self._table(), *self.notes])
 
   def _summary(self) -> list[str]:
-    lines = [
+    error = (
       f"{self.dtype} against float32: error {self.error:.2g}, cosine"
       f" {self.cosine:.7g}."
-    ]
-    worst, overflowing = self.worst(), self.overflowing
-    backward = [row.headroom for row in self.products if row.backward]
-    over = -min(backward, default=0.0)
-    if overflowing:
+    )
+    if not self.is_finite:
+      return [
+        "The results are not finite in float32 either: find_overflow names the"
+        " operation.",
+        error,
+      ]
+    if self.excess:
+      return [
+        "Only the backward pass overflows: lower the loss scale by"
+        f" 2**{self.excess}, and compare again.",
+        error,
+      ]
+    lines = [error]
+    if self.overflowing:
       lines.append(
-        f"Places that overflow: {len(overflowing)}, see overflowing."
+        f"Places that overflow: {len(self.overflowing)}, see overflowing."
       )
-    elif 0 < over < math.inf:
-      lines.append(
-        "Only the backward pass overflows, by"
-        f" 2**{math.ceil(over)} or less: lower the loss scale first."
-      )
-    if worst:
-      lines.append(f"Stands out: keep_float32={worst[0]!r}.")
-    else:
-      lines.append("No place stands out.")
+    names = ", ".join(map(repr, self.standing_out))
+    match len(self.standing_out):
+      case 0:
+        lines.append("No place stands out.")
+      case 1:
+        lines.append(f"Stands out: keep_float32={names}.")
+      case several:
+        lines.append(f"{several} places stand out: keep_float32=[{names}].")
     return lines
 
   def _table(self) -> str:

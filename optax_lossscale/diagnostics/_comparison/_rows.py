@@ -1,11 +1,11 @@
-"""The products of a program that may run in half precision."""
+"""The products of a program that `autocast` runs in half precision."""
 
 from typing import NamedTuple
 
 from jax.extend import core
+import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _kept, _products
 
 
 class Row(NamedTuple):
@@ -14,120 +14,111 @@ class Row(NamedTuple):
   Attributes:
     primitive: JAX's name of the operation.
     scope: the scopes around it.
-    source: the user's line.
+    lines: the user's lines that led there.
     backward: whether it belongs to a backward pass.
+    dtype: the half precision.
   """
 
   primitive: str
   scope: str
-  source: str
+  lines: tuple[_jaxprs.Line, ...]
   backward: bool
-
-  @property
-  def name(self) -> str:
-    """How a pattern names the place."""
-    return _jaxprs.place_name(self.scope, self.source)
+  dtype: np.dtype
 
 
 class Rows:
   """The products of a program, by where they stand.
 
+  They are known by the mark of `autocast`, which goes wherever an equation
+  goes. So nothing is decided here that was decided there.
+
   Attributes:
     all: all of them, in the order of the program.
+    dtypes: their half precisions: mostly one.
     not_entered: what holds products and cannot be entered.
   """
 
-  def __init__(self, kept: _kept.Kept) -> None:
+  def __init__(self) -> None:
     self.all: list[Row] = []
+    self.dtypes: set[np.dtype] = set()
     self.not_entered: list[str] = []
-    self._kept = kept
     self._numbers: dict[Row, int] = {}
-    self._search = _products.Search()
+    self._found: dict[core.Jaxpr, bool] = {}
 
   def number(
     self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: _jaxprs.Place
   ) -> int | None:
-    """The number of the row of a product; None if it is none, or is kept."""
-    if not _products.is_product(eqn):
+    """The number of the row of a product; None of all else."""
+    if not _jaxprs.is_matrix_product(eqn):
+      return None
+    dtype = place.within(eqn).mark
+    # A scope of the user may have the name of a mark.
+    if dtype is None or any(_dtype_of(v) != dtype for v in eqn.invars[:2]):
       return None
     its_place = place.at(eqn, jaxpr)
-    if self._kept.patterns and self._kept.holds(its_place):
-      return None
-    name = _jaxprs.name_of(eqn)
-    row = Row(name, its_place.scope, its_place.source, its_place.backward)
+    row = Row(
+      _jaxprs.name_of(eqn),
+      its_place.scope,
+      its_place.lines,
+      its_place.backward,
+      dtype,
+    )
     if row not in self._numbers:
       self._numbers[row] = len(self.all)
       self.all.append(row)
+      self.dtypes.add(dtype)
     return self._numbers[row]
 
-  def by_name(self) -> dict[str, list[int]]:
+  def names(self) -> list[tuple[str, str]]:
+    """The scope of each row, and the line that tells it from the others."""
+    scopes = [row.scope for row in self.all]
+    sources = _jaxprs.telling_lines([(r.scope, r.lines) for r in self.all])
+    return list(zip(scopes, sources, strict=True))
+
+  def by_name(self) -> list[list[int]]:
     """The numbers of the rows of each place."""
-    numbers: dict[str, list[int]] = {}
-    for i, row in enumerate(self.all):
-      numbers.setdefault(row.name, []).append(i)
-    return numbers
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for i, name in enumerate(self.names()):
+      numbers.setdefault(name, []).append(i)
+    return list(numbers.values())
 
   def are_in(self, eqn: core.JaxprEqn) -> bool:
-    """Whether there are products in the jaxprs that an equation holds."""
-    return self._search.finds_in(eqn)
+    """Whether there are marks in the jaxprs that an equation holds."""
+    held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+    return any(self._are_in(closed.jaxpr) for closed in held)
+
+  def _are_in(self, jaxpr: core.Jaxpr) -> bool:
+    if jaxpr not in self._found:
+      self._found[jaxpr] = any(
+        _jaxprs.Place().within(eqn).mark is not None or self.are_in(eqn)
+        for eqn in jaxpr.eqns
+      )
+    return self._found[jaxpr]
 
   def find(self, jaxpr: core.Jaxpr, place: _jaxprs.Place) -> None:
     """Finds all products of a jaxpr, and of what it calls."""
     for eqn, _ in _jaxprs.needed_equations(jaxpr):
-      if _products.is_product(eqn):
-        self.number(eqn, jaxpr, place)
-      elif self.are_in(eqn):
-        inside = _bodies_of(part_of(eqn))
-        its_place = place.at(eqn, jaxpr)
-        for closed in inside:
-          self.find(closed.jaxpr, its_place)
-        if not inside:
-          name = _jaxprs.name_of(eqn)
-          where = _jaxprs.place_name(its_place.scope, its_place.source)
-          self.not_entered.append(f"{name} at {where}" if where else name)
+      if self.number(eqn, jaxpr, place) is not None or not self.are_in(eqn):
+        continue
+      its_place = place.at(eqn, jaxpr)
+      part = part_to_run(eqn)
+      for closed in _jaxprs.bodies_of(part) if part else ():
+        self.find(closed.jaxpr, its_place)
+      if part is None:
+        name = _jaxprs.name_of(eqn)
+        where = _jaxprs.place_name(its_place.scope, its_place.source)
+        self.not_entered.append(_jaxprs.place_name(name, where))
 
 
-Part = (
-  _jaxprs.ClosedJaxpr
-  | _jaxprs.Scan
-  | _jaxprs.While
-  | _jaxprs.Cond
-  | _jaxprs.ShardMap
-)
-
-
-def part_of(eqn: core.JaxprEqn) -> Part | None:
+def part_to_run(eqn: core.JaxprEqn) -> _jaxprs.Part | None:
   """What an equation calls, repeats or chooses; None if it is not entered."""
-  looks = (
-    _called_of,
-    _jaxprs.scan_of,
-    _jaxprs.while_of,
-    _jaxprs.cond_of,
-    _jaxprs.shard_map_of,
-  )
-  parts = (look(eqn) for look in looks)
-  return next((part for part in parts if part is not None), None)
+  part = _jaxprs.part_of(eqn)
+  if not isinstance(part, _jaxprs.HiScan):
+    return part
+  # Its carry is kept in references, which only plain equations can do without.
+  plain = _jaxprs.lowered(eqn)
+  return None if plain is None else _jaxprs.Call(plain)
 
 
-def _called_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
-  """What an equation does nothing but call, if that is so."""
-  primitive = _jaxprs.hi_primitive(eqn)
-  if primitive is None:
-    return _jaxprs.called_jaxpr(eqn)
-  # Of other primitives of hijax it is not known whether autocast enters them.
-  is_known = type(primitive).__name__ in _jaxprs.BEHAVES_LIKE
-  return _jaxprs.hi_call_of(eqn) if is_known else None
-
-
-def _bodies_of(part: Part | None) -> list[_jaxprs.ClosedJaxpr]:
-  match part:
-    case None:
-      return []
-    case _jaxprs.Scan() | _jaxprs.ShardMap():
-      return [part.body]
-    case _jaxprs.While():
-      return [part.condition, part.body]
-    case _jaxprs.Cond():
-      return list(part.branches)
-    case called:
-      return [called]
+def _dtype_of(atom: _jaxprs.Atom) -> object:
+  return getattr(atom.aval, "dtype", None)

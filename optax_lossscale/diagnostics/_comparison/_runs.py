@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _jaxprs
@@ -13,6 +12,7 @@ from optax_lossscale.diagnostics._comparison import (
   _program,
   _progress,
   _rows,
+  _statistics,
 )
 
 
@@ -23,14 +23,12 @@ class Runs:
     exact_notes: what was noted of each row in float32.
     half_notes: the same in half precision.
     half: the errors of the results in half precision.
-    is_finite: whether the results are finite in float32.
   """
 
   def __init__(
     self,
     traced: _tracing.Traced,
     rows: _rows.Rows,
-    dtype: Any,
     progress: _progress.Progress,
   ) -> None:
     self._traced = traced
@@ -38,17 +36,16 @@ class Runs:
     self._progress = progress
 
     def run(inputs: list[Any], in_half: Any, noting: bool) -> Any:
-      program = _program.Program(rows, dtype, in_half, noting=noting)
-      return program.jaxpr(
-        traced.closed, inputs, _jaxprs.Place()
-      ), program.notes
+      program = _program.Program(rows, in_half)
+      widened = list(map(program.widened, inputs))
+      empty = [_statistics.empty() for _ in rows.all if noting]
+      return program.run(traced.closed, widened, empty, _jaxprs.Place())
 
     self._run = jax.jit(run, static_argnames="noting")
     self._reference, self.exact_notes = self._call([], noting=True)
     everything = list(range(self._count))
     outs, self.half_notes = self._call(everything, noting=True)
     self.half = self._errors(outs)
-    self.is_finite = all(bool(jnp.isfinite(x).all()) for x in self._reference)
 
   def effect(self, in_half: list[int]) -> float:
     """The error of the results if these rows alone run in half precision."""
