@@ -72,7 +72,6 @@ def test_each_relative_link_leads_to_a_file_or_a_label():
   for path, text in texts():
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
-    links += re.findall(r"^<!-- include (\S+) -->$", text, re.MULTILINE)
     for link in links:
       target = link.split("#")[0]
       if not target or re.match(r"\w+:", target) or target in labels:
