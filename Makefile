@@ -130,10 +130,11 @@ bench-autocast: $(VENV)/installed-test ## Measure autocast on the models of the 
 	.venv-compile-costs/bin/python benchmarks/autocast/autocast_bytes.py v5e
 	.venv-compile-costs/bin/python benchmarks/autocast/autocast_bytes.py h100
 
-docs: ## Build the pages in docs/_build/html, with the notebooks executed
+docs: ## Build the pages in docs/_build/html, with the notebooks executed, and look at them
 	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs
 	.venv-docs/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	.venv-docs/bin/python tools/offline.py docs/_build/html
+	.venv-docs/bin/python tools/browser.py docs/_build/html
 
 dist: $(VENV)/installed-dist ## Build the source and the binary distribution, and check them
 	$(BIN)/python -m build --outdir dist

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import posixpath
 import re
 
 import jax
@@ -71,51 +70,18 @@ html_theme_options = {
 }
 html_show_copyright = False
 html_show_sourcelink = False
+html_use_index = False  # nothing links to it: there are docs/api and the search
+html_domain_indices = False
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 
 
 def setup(app):
-  app.connect("source-read", include_below_a_heading)
   app.connect("source-read", link_to_the_notebooks_pages)
   app.connect("autodoc-process-signature", shorten_array_like)
   app.connect("autodoc-skip-member", skip_fields)
   app.connect("missing-reference", find_by_last_name)
   app.connect("env-check-consistency", warn_of_gaps)
-
-
-def include_below_a_heading(app, docname, source):
-  """Puts a page of another folder where `<!-- include PATH -->` stands.
-
-  Its headings go one level down, and its links lead where they led, or here if
-  that is included, too. (MyST's own include mends only those links that begin
-  with one given prefix.)
-  """
-  marker = re.compile(r"^<!-- include (\S+) -->$", re.MULTILINE)
-  here = app.env.doc2path(docname).parent
-  included = marker.findall(source[0])
-
-  def include(match):
-    folder = posixpath.dirname(match[1])
-    app.env.note_dependency(str(here / match[1]), docname=docname)
-    text = (here / match[1]).read_text()
-    # Every second part is a block of code.
-    parts = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
-    for i in range(0, len(parts), 2):
-      parts[i] = re.sub(r"^(#+ )", r"#\1", parts[i], flags=re.MULTILINE)
-      parts[i] = re.sub(
-        r"\]\(([^)\s]+)\)", lambda link: relink(link, folder), parts[i]
-      )
-    return "".join(parts)
-
-  def relink(link, folder):
-    if re.match(r"#|\w+:", link[1]):  # within the page, or with a scheme
-      return link[0]
-    target = posixpath.normpath(posixpath.join(folder, link[1]))
-    name, _, _ = target.partition("#")
-    return f"]({docname}.md)" if name in included else f"]({target})"
-
-  source[0] = marker.sub(include, source[0])
 
 
 def link_to_the_notebooks_pages(app, docname, source):

@@ -144,7 +144,7 @@ def test_their_params_did_not_move_on_the_steps_that_overflowed(package, name):
 
 
 def test_the_counters_that_move_on_a_skipped_step_are_those_of_the_docs():
-  """The table in docs/migrating.md."""
+  """What docs/migrating.md says."""
   assert (APPLIED, ALL) == (22, 30)
   counts = {
     (package, counter): count

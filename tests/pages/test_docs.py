@@ -4,12 +4,14 @@
 without either is here.
 """
 
+import itertools
 import json
 import re
 import subprocess
 import tomllib
 
 from helpers import ROOT
+import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics, interop, plots
@@ -20,6 +22,7 @@ GUIDES = sorted(DOCS.glob("*.md"))
 PAGES = [
   *sorted(ROOT.glob("*.md")),
   *sorted(ROOT.glob("benchmarks/**/*.md")),
+  *sorted(ROOT.glob("tests/*.md")),
   *GUIDES,
   *API_PAGES,
 ]
@@ -72,7 +75,6 @@ def test_each_relative_link_leads_to_a_file_or_a_label():
   for path, text in texts():
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
-    links += re.findall(r"^<!-- include (\S+) -->$", text, re.MULTILINE)
     for link in links:
       target = link.split("#")[0]
       if not target or re.match(r"\w+:", target) or target in labels:
@@ -248,3 +250,21 @@ def test_the_table_of_modules_holds_each_module():
 def test_github_makes_all_that_ci_run_makes():
   on_a_push = [path for path in WORKFLOWS if "push:" in path.read_text()]
   assert made_by(CI_RUN) <= set().union(*map(made_by, on_a_push))
+
+
+def order():
+  """The guides in the order of the index, with the page behind the last."""
+  trees = re.findall(
+    r"^```\{toctree\}\n:caption: Guide\n(.*?)^```",
+    (DOCS / "index.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+  )
+  return [*re.findall(r"^\w+$", trees[0], re.MULTILINE), "api/index"]
+
+
+@pytest.mark.parametrize(
+  ("name", "following"), list(itertools.pairwise(order()))
+)
+def test_a_guide_ends_with_a_link_to_the_one_that_follows(name, following):
+  *_, last = (DOCS / f"{name}.md").read_text().rstrip().split("\n\n")
+  assert last.startswith("Next: ") and f"]({following}.md)" in last

@@ -1,6 +1,7 @@
-"""The page on performance shows the figures of the last run."""
+"""The pages on performance show the figures of the last run."""
 
 import json
+import re
 
 from helpers import ROOT
 from helpers.benchmark import load_benchmark
@@ -9,18 +10,52 @@ import pytest
 BENCHMARKS = ROOT / "benchmarks" / "cpu"
 PAGE = (BENCHMARKS / "README.md").read_text()
 RESULTS = json.loads((BENCHMARKS / "results.json").read_text())["results"]
+GUIDE = (ROOT / "docs" / "performance.md").read_text()
+COMPILED = json.loads(
+  (ROOT / "benchmarks" / "compilers" / "compile_costs.json").read_text()
+)
 REPORT = vars(load_benchmark("cpu/report"))
 
 
-def test_the_page_begins_with_one_table_that_fits_it_and_the_picture():
+def test_both_pages_begin_with_one_table_that_fits_them():
   table = REPORT["summary"](RESULTS)
   assert max(map(len, table.splitlines())) <= 110
   beginning = PAGE.split("\n## ")[0]
   assert beginning.index(table) < beginning.index("(results.png)")
   assert beginning.count("|\n|") == table.count("|\n|")
-  page = (ROOT / "docs" / "performance.md").read_text()
-  before_it = page.split("<!-- include ../benchmarks/cpu/README.md")[0]
-  assert "|" not in before_it and before_it.count("\n## ") == 0
+  _, first, *_ = GUIDE.split("\n## ")
+  assert table in first and first.count("|\n|") == table.count("|\n|")
+
+
+# The steps of the guide's second table, and their columns.
+STEPS = {
+  "Adam": "adam",
+  "Adam with moments in bfloat16": "adam, bfloat16 moments",
+  "AdamW with a clip": "adamw, clipped",
+  "a step of the transformer": "transformer",
+}
+COLUMNS = ["bare", "ours", "Flax DynamicScale", "jmp", "apply_if_finite"]
+
+
+def test_the_bytes_of_the_guide_are_those_of_the_compilers():
+  rows = re.findall(r"^\| (.+), (v5e|H100) \| (.+) \|$", GUIDE, re.MULTILINE)
+  assert {name for name, *_ in rows} == STEPS.keys()
+  for name, device, cells in rows:
+    step = COMPILED["steps"][device.lower()][STEPS[name]]
+    bare, ours, flax, jmp, plain = (round(step[c]["bytes"]) for c in COLUMNS)
+    assert flax == jmp
+    assert cells == f"{bare} | {ours} | {flax} | {plain}"
+
+
+def test_what_autocast_moves_is_that_of_its_own_page():
+  table = GUIDE.split("\n## Autocast\n")[1].split("\n## ")[0]
+  rows = re.findall(r"^\| .*?(?: \| [\d,]+){4} \|$", table, re.MULTILINE)
+  page = (ROOT / "benchmarks" / "autocast" / "README.md").read_text()
+  assert len(rows) == 5
+  for row in rows:
+    _, moved, peak, moved_on_gpu, peak_on_gpu = row.strip("| ").split(" | ")
+    assert f"| {moved} | {peak} |" in page
+    assert f"| {moved_on_gpu} | {peak_on_gpu} |" in page
 
 
 @pytest.mark.parametrize("workload", RESULTS)
