@@ -36,6 +36,7 @@ from optax_lossscale._jaxprs._hijax import (
 )
 from optax_lossscale._jaxprs._lines import (
   call_name,
+  function_name,
   Line,
   line_of,
   name_of,
@@ -54,6 +55,7 @@ from optax_lossscale._jaxprs._loops import (
 )
 from optax_lossscale._jaxprs._places import Place, place_name
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
+from optax_lossscale._jaxprs._zeros import for_pull_back
 
 __all__ = [
   "BEHAVES_LIKE",
@@ -75,7 +77,9 @@ __all__ = [
   "context_of",
   "equations_of",
   "flops_of",
+  "for_pull_back",
   "function",
+  "function_name",
   "has_effect",
   "held_jaxprs",
   "hi_call_of",

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from optax_lossscale._jaxprs._hijax import BEHAVES_LIKE, hi_primitive
+from optax_lossscale._jaxprs._equations import (
+  held_jaxprs,
+  hi_primitive,
+  hidden_jaxprs,
+)
+from optax_lossscale._jaxprs._hijax import BEHAVES_LIKE
 
 # A line of these is not the user's.
 _LIBRARIES = (
@@ -70,6 +75,13 @@ def call_name(eqn: core.JaxprEqn) -> str:
   name = eqn.params.get("name")
   primitive = name_of(eqn)
   return f"{primitive}({name})" if isinstance(name, str) else primitive
+
+
+def function_name(eqn: core.JaxprEqn) -> str:
+  """The name of the function that an equation calls, where it is known."""
+  for held in (*held_jaxprs(eqn), *hidden_jaxprs(eqn)):
+    return getattr(held.jaxpr.debug_info, "func_name", name_of(eqn))
+  return name_of(eqn)
 
 
 def line_of(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Line | None:
