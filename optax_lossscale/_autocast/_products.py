@@ -1,5 +1,6 @@
 """Which equations run in half precision: products, and what moves results."""
 
+from collections.abc import Callable
 import math
 import re
 from typing import Any
@@ -86,14 +87,38 @@ def jaxprs_to_search(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
 
 
 class Search:
-  """Looks for products, once in each jaxpr."""
+  """Looks for products, once in each jaxpr.
 
-  def __init__(self) -> None:
+  Attributes:
+    derivative_of: what a rule computes, if the equation is one of a rule whose
+      products may all be in its derivative.
+  """
+
+  def __init__(
+    self,
+    derivative_of: Callable[[core.JaxprEqn], core.Jaxpr | None] = lambda _: (
+      None
+    ),
+  ) -> None:
+    self.derivative_of = derivative_of
     self._found: dict[core.Jaxpr, bool] = {}
+    self._of_rules: dict[int, tuple[core.JaxprEqn, bool]] = {}
 
   def finds_in(self, eqn: core.JaxprEqn) -> bool:
-    """Whether there are products in the jaxprs that an equation holds."""
-    return any(map(self._finds, jaxprs_to_search(eqn)))
+    """Whether products are in what an equation holds, or in its derivative."""
+    inner = jaxprs_to_search(eqn)
+    search = lambda: any(map(self._finds, inner))
+    # A rule may need the axes of the mesh.
+    is_mapped = _jaxprs.shard_map_of(eqn) is not None
+    if _jaxprs.among_devices(eqn, search) if is_mapped else search():
+      return True
+    if not inner:  # It is marked, or holds nothing.
+      return False
+    if id(eqn) not in self._of_rules:
+      seen = self.derivative_of(eqn)
+      # With the equation, so that it keeps its id.
+      self._of_rules[id(eqn)] = eqn, seen is not None and self._finds(seen)
+    return self._of_rules[id(eqn)][1]
 
   def _finds(self, jaxpr: core.Jaxpr) -> bool:
     if jaxpr not in self._found:

@@ -101,7 +101,7 @@ class Rewriter:
     self.kept = settings.kept
     self.told = told
     # A jaxpr that is called twice is searched and rewritten once.
-    self._search = _products.Search()
+    self._search = _products.Search(_rules.hidden_derivative_of)
     self._rewritten: dict[Any, tuple[Any, list[bool]]] = {}
     self._distinct: dict[Any, tuple[Any, list[bool]]] = {}
     # Of each product that was met, whether it is kept.
@@ -205,11 +205,15 @@ class Rewriter:
     make = _rules.how_to_make(eqn)
     if make is not None:
       if self._keeps_rule(eqn, place):
+        self.told.products += 1
         return [eqn]
       in_half = functools.partial(_call_in_rule, dtype=self.dtype)
       function = functools.partial(self._function, place)
       fun = make(eqn, _rules.Tools(function, in_half, self._guarded))
-      return fun and _jaxprs.equations_of(fun, eqn)
+      entered = fun and _jaxprs.equations_of(fun, eqn)
+      # They may all be in its derivative, which nobody has rewritten yet.
+      self.told.products += bool(entered)
+      return entered
     are_half: list[bool] = []
     if _jaxprs.called_jaxpr(eqn) is not None:
       are_half = [_jaxprs.is_one_of(atom, half) for atom in eqn.invars]

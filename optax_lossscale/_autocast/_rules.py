@@ -174,6 +174,18 @@ def derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
   return seen.jaxpr
 
 
+def hidden_derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
+  """The same, of a rule that may have products where its function has none.
+
+  Those of JAX itself are not asked: they are of ``relu`` and of its like, or of
+  linear algebra.
+  """
+  make = how_to_make(eqn)
+  if make is _custom_jvp and (is_guard(eqn) or _jaxprs.is_rule_of_jax(eqn)):
+    return None
+  return derivative_of(eqn) if make in (_custom_jvp, _custom_vjp) else None
+
+
 def is_guard(eqn: core.JaxprEqn) -> bool:
   """Whether an equation returns what it is given, and has a rule of its own.
 
