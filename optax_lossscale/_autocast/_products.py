@@ -1,6 +1,6 @@
 """Which equations run in half precision: products, and what moves results."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import math
 import re
 from typing import Any
@@ -87,18 +87,42 @@ def jaxprs_to_search(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
 
 
 class Search:
-  """Looks for products, once in each jaxpr."""
+  """Looks for products, once in each jaxpr.
 
-  def __init__(self) -> None:
+  Attributes:
+    derivative_of: what a rule computes, if the equation is one of a rule whose
+      products may all be in its derivative.
+  """
+
+  def __init__(
+    self,
+    derivative_of: Callable[[core.JaxprEqn], core.Jaxpr | None] = lambda _: (
+      None
+    ),
+  ) -> None:
+    self.derivative_of = derivative_of
     self._scopes: dict[core.Jaxpr, set[str] | None] = {}
+    self._of_rules: dict[int, tuple[core.JaxprEqn, set[str] | None]] = {}
 
   def finds_in(self, eqn: core.JaxprEqn) -> bool:
-    """Whether there are products in the jaxprs that an equation holds."""
+    """Whether products are in what an equation holds, or in its derivative."""
     return self.scopes_in(eqn) is not None
 
   def scopes_in(self, eqn: core.JaxprEqn) -> set[str] | None:
     """The names of the scopes of these products; None if there are none."""
-    return _union(map(self.scopes_in_jaxpr, jaxprs_to_search(eqn)))
+    inner = jaxprs_to_search(eqn)
+    search = lambda: _union(map(self.scopes_in_jaxpr, inner))
+    # A rule may need the axes of the mesh.
+    is_mapped = _jaxprs.shard_map_of(eqn) is not None
+    found = _jaxprs.among_devices(eqn, search) if is_mapped else search()
+    if found is not None or not inner:  # Of what is marked none is asked.
+      return found
+    if id(eqn) not in self._of_rules:
+      seen = self.derivative_of(eqn)
+      scopes = None if seen is None else self.scopes_in_jaxpr(seen)
+      # With the equation, so that it keeps its id.
+      self._of_rules[id(eqn)] = eqn, scopes
+    return self._of_rules[id(eqn)][1]
 
   def scopes_in_jaxpr(self, jaxpr: core.Jaxpr) -> set[str] | None:
     """The same of the products in a jaxpr."""

@@ -143,7 +143,7 @@ class Rewriter:
     self.paths = settings.paths
     self.told = told
     # A jaxpr that is called twice is searched and rewritten once.
-    self._search = _products.Search()
+    self._search = _products.Search(_rules.hidden_derivative_of)
     self._rewritten: dict[Any, _Rewritten] = {}
     self._distinct: dict[Any, _Rewritten] = {}
     # Of each product that was met, whether it is kept.
@@ -271,11 +271,15 @@ class Rewriter:
     make = _rules.how_to_make(eqn)
     if make is not None:
       if self._keeps_rule(eqn, place, paths):
+        self.told.products += 1
         return [eqn]
       in_half = functools.partial(_call_in_rule, dtype=self.dtype, paths=paths)
       function = functools.partial(self._function, place, paths)
       fun = make(eqn, _rules.Tools(function, in_half, self._guarded))
-      return fun and _jaxprs.equations_of(fun, eqn)
+      entered = fun and _jaxprs.equations_of(fun, eqn)
+      # They may all be in its derivative, which nobody has rewritten yet.
+      self.told.products += bool(entered)
+      return entered
     are_half: list[bool] = []
     if _jaxprs.called_jaxpr(eqn) is not None:
       are_half = [_jaxprs.is_one_of(atom, half) for atom in eqn.invars]

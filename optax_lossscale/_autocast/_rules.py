@@ -18,7 +18,6 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale import _jaxprs
 
@@ -57,7 +56,7 @@ def _custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   called = _body(eqn)
   if called is None:
     return None
-  fun: Any = jax.custom_jvp(_of_arguments(tools.function(called)))
+  fun: Any = jax.custom_jvp(_named_as(eqn, tools.function(called)))
   old, call = _jaxprs.function(eqn), tools.call
 
   def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -78,7 +77,7 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   consts = _count_consts(eqn)
   if called is None or consts is None:
     return None
-  fun: Any = jax.custom_vjp(_of_arguments(tools.function(called)))
+  fun: Any = jax.custom_vjp(_named_as(eqn, tools.function(called)))
   old, call = _jaxprs.function(eqn), tools.call
   # Not only what moves: JAX keeps one structure of the residuals for all calls
   # of a function, and each may move other arguments. XLA drops a derivative
@@ -116,11 +115,14 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
 
   def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
     pull_back, is_chosen = residuals
-    full = [_instantiated(cotangent) for cotangent in cotangents]
+    full = [_jaxprs.for_pull_back(cotangent) for cotangent in cotangents]
     found = iter(call(lambda: pull_back(full), ()))
     return tuple(None if c is None else next(found) for c in is_chosen)
 
-  fun.defvjp(forward, backward, symbolic_zeros=True)
+  # What JAX 0.12 has for `vmap`. A rule that asks for it is one of hijax there.
+  is_generic = getattr(_jaxprs.hi_primitive(eqn), "generic_batching", False)
+  asked = {"generic_batching": True} if is_generic else {}
+  fun.defvjp(forward, backward, symbolic_zeros=True, **asked)
   return fun
 
 
@@ -176,6 +178,20 @@ def derivative_of(eqn: core.JaxprEqn) -> tuple[list[int], core.Jaxpr | None]:
   return floats, seen.jaxpr
 
 
+def hidden_derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
+  """The same, of a rule that may have products where its function has none.
+
+  Those of JAX itself are not asked: they are of ``relu`` and of its like, or of
+  linear algebra.
+  """
+  make = how_to_make(eqn)
+  if make is _custom_jvp and (is_guard(eqn) or _jaxprs.is_rule_of_jax(eqn)):
+    return None
+  if make not in (_custom_jvp, _custom_vjp):
+    return None
+  return derivative_of(eqn)[1]
+
+
 def is_guard(eqn: core.JaxprEqn) -> bool:
   """Whether an equation returns what it is given, and has a rule of its own.
 
@@ -203,9 +219,11 @@ def _body(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
   return _jaxprs.called_jaxpr(eqn) or _jaxprs.lowered(eqn)
 
 
-def _of_arguments(fun: Function) -> Function:
-  """The function, which JAX can ask for its name and signature."""
-  return lambda *args: fun(*args)
+def _named_as(eqn: core.JaxprEqn, fun: Function) -> Function:
+  """The function, which has the name of the user's in JAX's messages."""
+  named = lambda *args: fun(*args)
+  named.__name__ = _jaxprs.function_name(eqn)
+  return named
 
 
 def _of_some(
@@ -227,14 +245,8 @@ def _is_inexact(atom: Any) -> bool:
 
 
 def _is_float(array: Any) -> bool:
-  dtype = getattr(array, "dtype", np.int32)
+  dtype = getattr(array, "dtype", jnp.int32)
   return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _instantiated(cotangent: Any) -> Any:
-  if not isinstance(cotangent, SymbolicZero):
-    return cotangent
-  return np.zeros(cotangent.shape, cotangent.dtype)
 
 
 def _checkpoint_of_hijax(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
@@ -244,7 +256,7 @@ def _checkpoint_of_hijax(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   jaxpr, policy = parts
   # Not there before JAX 0.11: remove the default once jax >= 0.11.
   prevent_cse = getattr(_jaxprs.hi_primitive(eqn), "prevent_cse", True)
-  fun = _of_arguments(tools.function(_jaxprs.closed(jaxpr)))
+  fun = _named_as(eqn, tools.function(_jaxprs.closed(jaxpr)))
   return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
 
 

@@ -36,6 +36,8 @@ from optax_lossscale._jaxprs._hijax import (
 )
 from optax_lossscale._jaxprs._lines import (
   call_name,
+  function_name,
+  is_rule_of_jax,
   Line,
   name_of,
   without_source,
@@ -61,6 +63,7 @@ from optax_lossscale._jaxprs._places import (
   with_scope,
 )
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
+from optax_lossscale._jaxprs._zeros import for_pull_back
 
 __all__ = [
   "BEHAVES_LIKE",
@@ -85,7 +88,9 @@ __all__ = [
   "context_of",
   "equations_of",
   "flops_of",
+  "for_pull_back",
   "function",
+  "function_name",
   "has_effect",
   "held_jaxprs",
   "hi_call_of",
@@ -94,6 +99,7 @@ __all__ = [
   "hidden_jaxprs",
   "is_matrix_product",
   "is_one_of",
+  "is_rule_of_jax",
   "lowered",
   "marked",
   "name_of",

@@ -7,9 +7,15 @@ import sys
 import sysconfig
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs._hijax import BEHAVES_LIKE, hi_primitive
+from optax_lossscale._jaxprs._equations import (
+  held_jaxprs,
+  hi_primitive,
+  hidden_jaxprs,
+)
+from optax_lossscale._jaxprs._hijax import BEHAVES_LIKE
 
 # A line of these is not the user's.
 _LIBRARIES = (
@@ -73,6 +79,26 @@ def call_name(eqn: core.JaxprEqn) -> str:
   name = eqn.params.get("name")
   primitive = name_of(eqn)
   return f"{primitive}({name})" if isinstance(name, str) else primitive
+
+
+def function_name(eqn: core.JaxprEqn) -> str:
+  """The name of the function that an equation calls, where it is known."""
+  for held in (*held_jaxprs(eqn), *hidden_jaxprs(eqn)):
+    return getattr(held.jaxpr.debug_info, "func_name", name_of(eqn))
+  return name_of(eqn)
+
+
+def is_rule_of_jax(eqn: core.JaxprEqn) -> bool:
+  """Whether a function with a rule, and the rule, come with JAX."""
+  held = [x.jaxpr for x in (*held_jaxprs(eqn), *hidden_jaxprs(eqn))]
+  infos = [
+    getattr(x, "debug_info", None) for x in (*held, *eqn.params.values())
+  ]
+  files = [str(info.func_filename) for info in infos if info]
+  folder = os.path.dirname(jax.__file__) + os.sep
+  # What ``jax.custom_gradient`` makes of a user's function is all in one file.
+  are_public = [file.endswith("custom_derivatives.py") for file in files]
+  return all(f.startswith(folder) for f in files) and not all(are_public)
 
 
 def lines_of(

@@ -704,16 +704,48 @@ def test_what_a_ref_is_given_first_and_what_it_was_given_before_are_known():
 
   assert names_of(find_overflow(fun, jnp.abs(X) + 1)) == ["div"]
   held = jax.new_ref(X / 0)
-  assert find_overflow(lambda ref: ref[0], held).primitive == "get"
+  hit = find_overflow(lambda ref: ref[0], held)
+  assert hit.primitive == "constant"
 
 
-def test_an_inf_that_is_added_to_a_ref_is_named_where_it_is_read():
-  def fun(x):
-    ref = jax.new_ref(x)
-    jax.ref.addupdate(ref, 0, x[0] * 60000)
-    return ref[...]
+def add_to_ref(x, index, added):
+  ref = jax.new_ref(x)
+  jax.ref.addupdate(ref, index, added)
+  return ref[...]
 
-  assert find_overflow(fun, jnp.abs(X) + 1).primitive == "get"
+
+# What is added to a Ref of float16, and which operation that is.
+ADDED = {
+  "an inf": (lambda x: add_to_ref(x, 0, x[0] * 60000), ["mul"]),
+  "to a part that is not read": (
+    lambda x: add_to_ref(x, 0, x[0] * 60000)[1],
+    [],
+  ),
+  "more than fits": (
+    lambda x: add_to_ref(x + 40000, 0, x[0] + 40000),
+    ["addupdate"],
+  ),
+  "to one index twice": (
+    lambda x: add_to_ref(x, jnp.array([0, 0]), x[:2] * 60000),
+    ["mul"],
+  ),
+  "two infs": (
+    lambda x: add_to_ref(add_to_ref(x, 0, x[0] * 60000), 1, jnp.exp(20 * x[0])),
+    ["mul", "exp"],
+  ),
+  "the gradient of what is read": (
+    jax.grad(lambda x: jnp.sum(jax.new_ref(x)[0] * 60000 * 60000)),
+    ["mul"],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_to_a_ref_brings_its_marks(name):
+  fun, expected = ADDED[name]
+  for wrapped in (fun, jax.jit(fun)):
+    hit = find_overflow(wrapped, jnp.abs(X) + 1)
+    assert (names_of(hit) if hit else []) == expected
 
 
 @pytest.mark.parametrize("shape", [(), (2, 2)])

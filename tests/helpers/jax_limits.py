@@ -16,7 +16,7 @@ def jax_can(fun, *args):
     fun(*args)
   except NotImplementedError:
     return False
-  except (TypeError, IndexError):  # So fails what a flag makes of hijax.
+  except (TypeError, IndexError, ValueError):  # So fails what flags change.
     if not flags_on():
       raise
     return False

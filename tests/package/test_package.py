@@ -96,8 +96,8 @@ MODULES = {
 # what makes float0, which jax.numpy cannot. Plots are drawn with matplotlib,
 # which is imported when one is asked for.
 MAY_USE_NUMPY = (
-  "_autocast._rules",
   "_jaxprs._products",
+  "_jaxprs._zeros",
   "diagnostics.",
   "interop.",
   "_causes",

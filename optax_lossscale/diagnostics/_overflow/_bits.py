@@ -27,7 +27,7 @@ def _is_finite(x: Any) -> bool:
     return True
   if x.size > _LARGE:
     return bool(_all_finite(x))
-  return not _not_finite(as_numbers(x)).any()
+  return not not_finite(as_numbers(x)).any()
 
 
 @jax.jit
@@ -47,13 +47,19 @@ def as_numbers(x: Any) -> np.ndarray:
   return x
 
 
-def _not_finite(x: Any) -> np.ndarray:
+def not_finite(x: Any) -> np.ndarray:
+  """Which entries of an array are not finite."""
   return ~np.isfinite(as_numbers(x))
 
 
 def union(marks: np.ndarray | jax.Array) -> int:
   """All bits that are set in the marks."""
   return functools.reduce(operator.or_, np.unique(marks).tolist(), 0)
+
+
+def each_of(bits: int) -> list[int]:
+  """The bits that are set, one by one."""
+  return [1 << i for i in range(bits.bit_length()) if bits >> i & 1]
 
 
 def no_marks(like: Any) -> np.ndarray:
@@ -84,13 +90,13 @@ def attribute(
   constants: int,
 ) -> tuple[np.ndarray, np.ndarray]:
   """The marks of an output, and which entries are the operation's own."""
-  bad = _not_finite(out)
+  bad = not_finite(out)
   is_own = np.zeros_like(bad)
   if without is not None:
-    is_own = bad & _not_finite(without)
+    is_own = bad & not_finite(without)
   marks = no_marks(out)
   for bit, with_this in alone.items():
-    reached = bad & _not_finite(with_this) & ~is_own
+    reached = bad & not_finite(with_this) & ~is_own
     marks[reached] |= np.uint32(bit)
   marks[bad & ~is_own & (marks == 0)] = np.uint32(rest)
   # An inf that was written there is no fault. The NaN that is made of it is.
@@ -100,12 +106,12 @@ def attribute(
 
 def fill(marks: np.ndarray, out: jax.Array, bits: int) -> np.ndarray:
   """The marks, with these bits on what is not finite and has none."""
-  return np.where(_not_finite(out) & (marks == 0), np.uint32(bits), marks)
+  return np.where(not_finite(out) & (marks == 0), np.uint32(bits), marks)
 
 
 def mark_all(out: jax.Array, bits: int) -> np.ndarray:
   """Marks with these bits wherever an array is not finite."""
-  return np.where(_not_finite(out), np.uint32(bits), np.uint32(0))
+  return np.where(not_finite(out), np.uint32(bits), np.uint32(0))
 
 
 def has_nan(x: jax.Array) -> bool:

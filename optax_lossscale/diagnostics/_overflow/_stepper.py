@@ -124,11 +124,16 @@ class Stepper:
     self, array: Any, name: str, place: _jaxprs.Place
   ) -> _marks.Value:
     """A value that no operation has made."""
-    if _bits.are_finite([array])[0]:
+    is_ref = _refs.is_ref(array)
+    held = array[...] if is_ref else array
+    if _bits.are_finite([held])[0]:
       return _marks.Value(array)
     describe = functools.partial(_report.describe, name, [], place, self.runner)
     op = _marks.Operation(None, [], None, True, describe)
-    return _marks.mark(self.origins, op, [array])[0]
+    (value,) = _marks.mark(self.origins, op, [held])
+    return (
+      self.origins.in_ref(_marks.Value(array), value.marks) if is_ref else value
+    )
 
   def run_body(
     self,
@@ -177,9 +182,11 @@ class Stepper:
     by_id = dict(zip(map(id, eqn.invars), inputs, strict=True))
     read = [by_id[id(var)] for var in variables]
     outs = run([value.array for value in read])
-    followed = _refs.follow(self.origins, eqn, inputs, outs) if once else None
-    if followed is not None:
-      return followed
+    op = self._operation(eqn, None if once else run, read, inputs, place)
+    if once:
+      followed = _refs.follow(self.origins, eqn, inputs, outs, op.describe)
+      if followed is not None:
+        return followed
     if all(_bits.are_finite(outs)):
       return list(map(_marks.Value, outs))
     if enter is not None and not once:
@@ -187,7 +194,6 @@ class Stepper:
       known = _marks.bits_of_all(entered)
       if known:
         return _marks.agree(self.origins, outs, entered, known)
-    op = self._operation(eqn, None if once else run, read, inputs, place)
     return _marks.mark(self.origins, op, outs)
 
   def _operation(

@@ -1,0 +1,145 @@
+"""Rules whose products are all in their derivative."""
+
+import warnings
+
+from helpers import equations, sharding
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale._autocast import _rules
+
+TABLE = jax.random.normal(jax.random.key(0), (8, 4))
+IDS = jnp.array([0, 1, 1, 3, 5])
+W = TABLE[:4] @ TABLE[:4].T + jnp.eye(4)
+
+
+@jax.custom_vjp
+def lookup(table, ids):
+  return table[ids]
+
+
+def lookup_backward(kept, g):
+  size, ids = kept
+  return jax.nn.one_hot(ids, size).T @ g, None
+
+
+lookup.defvjp(lambda t, i: (t[i], (t.shape[0], i)), lookup_backward)
+
+
+def embedding(table):
+  return jnp.sum(lookup(table, IDS) ** 2)
+
+
+@jax.custom_jvp
+def log_determinant(w):
+  return jnp.linalg.slogdet(w)[1]
+
+
+@log_determinant.defjvp
+def log_determinant_jvp(primals, tangents):
+  (w,), (t,) = primals, tangents
+  with jax.named_scope("inverse"):
+    return log_determinant(w), jnp.trace(jnp.linalg.inv(w) @ t)
+
+
+@jax.custom_gradient
+def closed_over(table):
+  return jnp.sum(jnp.tanh(table)), lambda g: g * (table @ W)
+
+
+def a_function_of_jax():
+  # The function is JAX's own, and its rule is not.
+  fun = jax.custom_vjp(jnp.sin)
+  fun.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g @ (x.T @ x),))
+  return lambda table: jnp.sum(fun(table))
+
+
+def shared_between_devices(table):
+  @jax.custom_vjp
+  def fun(x):
+    return lax.psum(jnp.tanh(x), "i")
+
+  def backward(x, g):
+    return ((g + 0 * x) @ (x.T @ x),)
+
+  fun.defvjp(lambda x: (fun(x), x), backward)
+  mesh = sharding.make_mesh((2,), ("i",))
+  mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P())
+  return jnp.sum(mapped(table))
+
+
+# A loss, its argument, and how many products are in half then.
+LOSSES = {
+  "an embedding": (embedding, TABLE, 1),
+  "a determinant": (log_determinant, W, 1),
+  "a gradient that closes over": (closed_over, TABLE, 1),
+  "a function of JAX": (a_function_of_jax(), TABLE, 2),
+}
+WITHIN = {
+  "as it is": lambda f: f,
+  "a jit": jax.jit,
+  "a checkpoint": jax.checkpoint,
+  "a scan": lambda f: (
+    lambda x: lax.scan(lambda c, _: (c + f(x), None), 0.0, length=2)[0]
+  ),
+  "vmap": lambda f: lambda x: jnp.sum(jax.vmap(f)(jnp.stack([x, x]))),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_its_products_run_in_half(name):
+  check(name, "as it is")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("within", [*WITHIN][1:])
+@pytest.mark.parametrize("name", LOSSES)
+def test_its_products_run_in_half_within_others(name, within):
+  check(name, within)
+
+
+def check(name, within):
+  loss, argument, count = LOSSES[name]
+  loss = WITHIN[within](loss)
+  half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
+  assert equations.products(half, argument)["float16"] == count
+  actual, expected = jax.jit(half)(argument), jax.jit(full)(argument)
+  tolerance = 5e-3 * np.max(np.abs(expected))
+  np.testing.assert_allclose(actual, expected, atol=tolerance)
+
+
+def test_its_products_run_in_half_where_the_devices_are_mapped():
+  half = jax.grad(ols.autocast(shared_between_devices))
+  assert set(equations.products(half, TABLE)) == {"float16"}
+
+
+def test_it_is_something_to_run_in_half():
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    ols.autocast(embedding)(TABLE)
+
+
+def test_its_products_have_names_and_stay_if_they_are_named():
+  kept = jax.grad(ols.autocast(log_determinant, keep_float32="inverse"))
+  assert "float16" not in equations.products(kept, W)
+
+
+def test_it_stays_if_it_is_marked():
+  loss = ols.keep_float32(embedding)
+  half = ols.autocast(lambda table: loss(table) + jnp.sum(table.T @ table))
+  assert equations.products(jax.grad(half), TABLE)["float32"] == 1
+
+
+def test_the_rules_of_jax_itself_are_not_asked(monkeypatch):
+  asked = []
+  monkeypatch.setattr(_rules, "derivative_of", asked.append)
+  fun = lambda w: jnp.linalg.det(jax.nn.relu(w @ w)) + jax.scipy.special.i1(1.0)
+  jax.make_jaxpr(jax.grad(ols.autocast(fun)))(W)
+  assert not asked
+  jax.make_jaxpr(ols.autocast(lambda x: embedding(x) + jnp.sum(x.T @ x)))(TABLE)
+  assert asked
