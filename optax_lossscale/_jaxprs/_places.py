@@ -16,9 +16,18 @@ _TRANSFORM = re.compile(r"(?:jvp|transpose|vmap)\(")
 _BEGINS_AGAIN = re.compile(rf"/(?={_TRANSFORM.pattern})")
 _OF_JAX = {"", "checkpoint", "rematted_computation"}
 
-# The scope of what `autocast` makes, which tells its dtype. It stays with an
-# equation through whatever transforms it later.
-_MARK = re.compile(r"(?:^|(?<=[/(]))autocast-(b?float16)(?=[/)]|$)")
+_MARK = "autocast-"
+_MARKS = {f"{_MARK}{dtype}" for dtype in ("float16", "bfloat16")}
+
+
+class _Mark(str):
+  """The scope of what `autocast` makes, which tells its dtype.
+
+  It stays with an equation through whatever transforms it later. It has a class
+  of its own, so that a scope of the user which has its name is none.
+  """
+
+  __slots__ = ()
 
 
 class Place(NamedTuple):
@@ -29,11 +38,13 @@ class Place(NamedTuple):
     lines: the user's lines that led here, as far as they are known, the nearest
       first, up to the function that was given to `autocast`.
     path: the names of the steps that led here.
+    mark: the half precision in which `autocast` runs it, if it does.
   """
 
   stack: str = ""
   lines: tuple[Line, ...] = ()
   path: tuple[str, ...] = ()
+  mark: np.dtype | None = None
 
   @property
   def scope(self) -> str:
@@ -44,9 +55,7 @@ class Place(NamedTuple):
     scope = ""
     for part in _BEGINS_AGAIN.split(self.stack):
       names = _untransformed(part).split("/")
-      own = "/".join(
-        n for n in names if n not in _OF_JAX and not _MARK.fullmatch(n)
-      )
+      own = "/".join(n for n in names if n not in _OF_JAX | _MARKS)
       # The backward pass of a checkpoint tells twice what is around it.
       if not scope or f"{own}/".startswith(f"{scope}/"):
         scope = own
@@ -70,16 +79,11 @@ class Place(NamedTuple):
     # The name of a scope alone is all that JAX leaves of a transposition.
     return "transpose(" in self.stack
 
-  @property
-  def mark(self) -> np.dtype | None:
-    """The half precision in which `autocast` runs it, if it does."""
-    names = _MARK.findall(self.stack)
-    return np.dtype(names[-1]) if names else None
-
   def within(self, eqn: core.JaxprEqn) -> "Place":
     """The place of an equation but for its lines, which take longer to find."""
     names = self.stack, str(eqn.source_info.name_stack)
-    return self._replace(stack="/".join(filter(None, names)))
+    mark = _mark_of(eqn) or self.mark
+    return self._replace(stack="/".join(filter(None, names)), mark=mark)
 
   def at(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "Place":
     """The place of an equation in the jaxpr that the walk has come to."""
@@ -147,7 +151,14 @@ def with_scope(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
 
 def marked(eqn: core.JaxprEqn, dtype: np.dtype) -> core.JaxprEqn:
   """The equation, marked as one that `autocast` made for this dtype."""
-  return with_scope(eqn, f"autocast-{dtype}")
+  return with_scope(eqn, _Mark(f"{_MARK}{dtype}"))
+
+
+def _mark_of(eqn: core.JaxprEqn) -> np.dtype | None:
+  scopes = getattr(eqn.source_info.name_stack, "stack", ())
+  names = [getattr(scope, "name", None) for scope in scopes]
+  marks = [name for name in names if isinstance(name, _Mark)]
+  return np.dtype(marks[-1].removeprefix(_MARK)) if marks else None
 
 
 def _untransformed(part: str) -> str:

@@ -13,6 +13,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -179,6 +180,111 @@ def test_the_error_is_that_of_autocast(make):
   assert report.worst(9) == report.overflowing == report.notes == ()
   again = jax.jit(lambda *args: trained(*args))(W, X)
   assert_same_bits(again, before)  # A comparison changes nothing.
+
+
+@jax.custom_vjp
+def partly_kept(w, x):
+  return jnp.tanh(x @ w) @ w
+
+
+def partly_backward(residuals, g):
+  with jax.named_scope("named"):
+    return jax.vjp(lambda w, x: jnp.tanh(x @ w) @ w, *residuals)[1](g)
+
+
+partly_kept.defvjp(lambda w, x: (partly_kept(w, x), (w, x)), partly_backward)
+
+
+def angles(w, x):
+  positions = 1e5 * jnp.arange(4.0)
+  return jnp.sin(jnp.einsum("i,j->ij", positions, w[0])) @ w
+
+
+# What is decided for the transposed products is not what was decided forward.
+DIFFER = {
+  "one example whose gradients are lost": (
+    lambda w, x: (1e-4 * x[:1]) @ w,
+    (),
+    1e-9,
+  ),
+  "angles": (angles, (), 1.0),
+  "decomposed": (lambda w, x: jnp.linalg.qr(x @ w)[0], (), 1.0),
+  "a rule that is kept": (partly_kept, "*named", 1.0),
+}
+
+
+@pytest.mark.parametrize("name", DIFFER)
+def test_the_error_is_that_of_autocast_where_derivatives_differ(name):
+  fun, names, size = DIFFER[name]
+  loss = lambda w, x: size * jnp.sum(jnp.sin(fun(w, x)))
+  cast = lambda fun: ols.autocast(fun, keep_float32=names)
+  exact, trained = jax.grad(loss), jax.grad(cast(loss))
+  if name == "a rule that is kept":
+    loss = lambda w, x: jnp.sum(jnp.sin(fun(w, x @ w)))
+    exact, trained = jax.grad(loss), jax.grad(cast(loss))
+  real = relative_error(exact(W, X), jax.jit(trained)(W, X))
+  report = compare_trained(trained, W, X)
+  assert report.error == pytest.approx(real, rel=0.02, abs=1e-7)
+
+
+def test_a_whole_training_step_is_compared():
+  tx = ols.with_loss_scaling(optax.sgd(0.1), ols.FixedLossScale(2.0**6))
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(params, opt_state, x):
+    loss_fn = ols.autocast(lambda p, x: jnp.mean(plain(p["w"], x) ** 2))
+    grads = ols.grad(loss_fn, opt_state)(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  make = lambda: ({"w": W + 0}, tx.init({"w": W}), X)
+  before = step(*make())
+  args = make()
+  report = compare_trained(step, *args)
+  assert 1e-6 < report.errors["[0]['w']"] < 1e-4
+  assert {row.scope for row in report.products} == {"first/w", "second/w"}
+  assert_same_bits(args, make())  # Nothing was donated.
+  assert_same_bits(step(*args), before)
+
+
+def test_what_is_half_without_autocast_stays_so():
+  """A part that is cast by hand, and a scope that has the name of a mark."""
+
+  def by_hand(w, x):
+    with jax.named_scope("autocast-float16"):
+      y = (x.astype(jnp.float16) @ w.astype(jnp.float16)) * jnp.float16(3)
+    return y[:, ::-1].astype(jnp.float32)
+
+  def fun(w, x):
+    with jax.named_scope("autocast-float16"):
+      y = ols.autocast(lambda x, w: by_hand(w, x) + x @ w)(x, w)
+      exact = jnp.sin(y @ w)  # is not rounded, since autocast did not make it
+    return exact
+
+  report = compare_trained(fun, W, X)
+  real = lambda w, x: jnp.sin((by_hand(w, x) + x @ w) @ w)
+  expected = relative_error(jax.jit(real)(W, X), jax.jit(fun)(W, X))
+  assert report.error == pytest.approx(expected, rel=0.02)
+  half = compare_trained(
+    lambda w, x: ols.autocast(plain)(w.astype(jnp.float32), x),
+    W.astype(jnp.float16),
+    X,
+  )
+  assert half.error == pytest.approx(compare(plain, W, X).error, rel=0.5)
+
+
+def test_two_precisions_may_stand_in_one_function():
+  fun = lambda w, x: ols.autocast(plain, jnp.bfloat16)(
+    w, ols.autocast(jitted)(w, x)
+  )
+  report = compare_trained(fun, W, X)
+  assert report.dtype == "bfloat16 and float16"
+  with jax.default_matmul_precision("highest"):
+    exact = plain(W, jitted(W, X))
+  real = relative_error(exact, jax.jit(fun)(W, X))
+  assert report.error == pytest.approx(real, rel=0.02)
+  rows = {row.scope: row.headroom for row in report.products}
+  assert rows["first"] > 100 > rows["block"]
 
 
 def three(w, x):

@@ -52,8 +52,7 @@ class Rows:
     if not _jaxprs.is_matrix_product(eqn):
       return None
     dtype = place.within(eqn).mark
-    # A scope of the user may have the name of a mark.
-    if dtype is None or any(_dtype_of(v) != dtype for v in eqn.invars[:2]):
+    if dtype is None:
       return None
     its_place = place.at(eqn, jaxpr)
     row = Row(
@@ -118,7 +117,3 @@ def part_to_run(eqn: core.JaxprEqn) -> _jaxprs.Part | None:
   # Its carry is kept in references, which only plain equations can do without.
   plain = _jaxprs.lowered(eqn)
   return None if plain is None else _jaxprs.Call(plain)
-
-
-def _dtype_of(atom: _jaxprs.Atom) -> object:
-  return getattr(atom.aval, "dtype", None)
