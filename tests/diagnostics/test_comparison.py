@@ -19,7 +19,11 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs, diagnostics
 from optax_lossscale.diagnostics import _limits
-from optax_lossscale.diagnostics._comparison import _effects, _statistics
+from optax_lossscale.diagnostics._comparison import (
+  _effects,
+  _program,
+  _statistics,
+)
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 W = jax.random.normal(KEYS[0], (8, 8)) / 3
@@ -363,6 +367,24 @@ def test_the_error_so_far_is_that_of_the_result():
   first, exact = narrow(narrow(x) @ narrow(w)), x @ w
   found = {row.position: row.error for row in report.products}
   assert found[0] == pytest.approx(relative_error(exact, first), rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_number_is_rounded_as_a_conversion_does(dtype):
+  bits = np.random.default_rng(0).integers(0, 2**32, 10**5, np.uint32)
+  exponents = np.random.default_rng(1).uniform(-30, 20, 10**5)
+  edges = [65504, 65519.99, 65520, 2.0**-24, 2.0**-25, 2.0**-14, 0, -0.0]
+  next_ones = np.nextafter(np.float32(edges), np.float32(1))
+  special = np.float32([*edges, np.inf, -np.inf, np.nan])
+  random = bits.view(np.float32), 2 ** np.float32(exponents)
+  x = np.concatenate([*random, next_ones, special])
+  x = np.where(np.abs(x) < 2.0**-126, 0, x)  # XLA flushes what is subnormal.
+  found = jax.jit(functools.partial(_program._rounded, dtype=np.dtype(dtype)))(
+    x
+  )
+  with np.errstate(over="ignore", invalid="ignore"):
+    expected = x.astype(dtype).astype(np.float32)
+  np.testing.assert_array_equal(found, expected)
 
 
 def test_differences_that_take_each_other_away_are_seen():

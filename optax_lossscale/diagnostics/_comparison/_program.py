@@ -24,6 +24,7 @@ from optax_lossscale.diagnostics import _limits
 from optax_lossscale.diagnostics._comparison import _rows, _statistics
 
 _HIGHEST = lax.Precision.HIGHEST
+_TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 
 # These move numbers and compute none. JAX may put them between what is marked.
 _MOVES = {
@@ -143,8 +144,14 @@ class Program(NamedTuple):
   ) -> tuple[list[Any], Notes]:
     dtype = self.rows.all[row].dtype
 
-    def rounded(x: Any) -> Any:
-      return jnp.where(self.in_half[row], _rounded(x, dtype), x)
+    def rounded(*arrays: Any) -> Any:
+      # A branch keeps XLA from fusing it, again and again, into all that reads.
+      return lax.cond(
+        self.in_half[row],
+        lambda xs: [_rounded(x, dtype) for x in xs],
+        lambda xs: xs,
+        list(arrays),
+      )
 
     # TPUs and some GPUs take float32 for a wish, unless it is the highest.
     params = {
@@ -152,9 +159,9 @@ class Program(NamedTuple):
       "precision": (_HIGHEST, _HIGHEST),
       "preferred_element_type": jnp.dtype(jnp.float32),
     }
-    operands = [*map(rounded, inputs[:2]), *inputs[2:]]
+    operands = [*rounded(*inputs[:2]), *inputs[2:]]
     (out,) = _jaxprs.function(eqn.replace(params=params))(*operands)
-    out = rounded(out)
+    (out,) = rounded(out)
     if not notes:
       return [out], notes
     arrays, limits = [*inputs[:2], out], _limits.limits_of(dtype)
@@ -297,8 +304,15 @@ class Program(NamedTuple):
 
 
 def _rounded(x: Any, dtype: np.dtype) -> Any:
-  """The array rounded to a dtype. XLA is kept from dropping the rounding."""
-  return lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
+  """The array rounded to a dtype. XLA may drop a pair of conversions."""
+  info: Any = jnp.finfo(dtype)
+  rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+  normal, step = float(info.smallest_normal), float(info.smallest_subnormal)
+  if normal == jnp.finfo(jnp.float32).smallest_normal:
+    return rounded
+  # What is subnormal is flushed to zero there.
+  subnormal = lax.round(x * (1 / step), _TO_EVEN) * step
+  return jnp.where(jnp.abs(x) < normal, subnormal, rounded)
 
 
 def _where(flags: Any, new: Any, old: Any) -> Any:
