@@ -90,15 +90,13 @@ class Search:
   """Looks for products, once in each jaxpr.
 
   Attributes:
-    derivative_of: what a rule computes, if the equation is one of a rule whose
-      products may all be in its derivative.
+    derivative_of: what a rule computes, of equations whose products may all be
+      in their derivative; None if nobody asks for that.
   """
 
   def __init__(
     self,
-    derivative_of: Callable[[core.JaxprEqn], core.Jaxpr | None] = lambda _: (
-      None
-    ),
+    derivative_of: Callable[[core.JaxprEqn], core.Jaxpr | None] | None = None,
   ) -> None:
     self.derivative_of = derivative_of
     self._found: dict[core.Jaxpr, bool] = {}
@@ -112,12 +110,14 @@ class Search:
     is_mapped = _jaxprs.shard_map_of(eqn) is not None
     if _jaxprs.among_devices(eqn, search) if is_mapped else search():
       return True
-    if not inner:  # It is marked, or holds nothing.
+    if self.derivative_of is None or not inner:  # It may be marked.
       return False
     if id(eqn) not in self._of_rules:
       seen = self.derivative_of(eqn)
+      # The rules that a derivative calls are not differentiated once more.
+      found = seen is not None and Search()._finds(seen)
       # With the equation, so that it keeps its id.
-      self._of_rules[id(eqn)] = eqn, seen is not None and self._finds(seen)
+      self._of_rules[id(eqn)] = eqn, found
     return self._of_rules[id(eqn)][1]
 
   def _finds(self, jaxpr: core.Jaxpr) -> bool:

@@ -37,7 +37,7 @@ from optax_lossscale._jaxprs._hijax import (
 from optax_lossscale._jaxprs._lines import (
   call_name,
   function_name,
-  is_rule_of_jax,
+  is_rule_of_library,
   Line,
   line_of,
   name_of,
@@ -89,7 +89,7 @@ __all__ = [
   "hidden_jaxprs",
   "is_matrix_product",
   "is_one_of",
-  "is_rule_of_jax",
+  "is_rule_of_library",
   "line_of",
   "lowered",
   "name_of",
