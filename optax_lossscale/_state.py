@@ -137,13 +137,15 @@ def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
     state: the state *after* ``update``; a :class:`LossScaleState` or any pytree
       that holds exactly one.
     applied: the pytree to return if the last step was applied.
-    skipped: the pytree to return if it was skipped; same structure and shapes.
+    skipped: the pytree to return if it was skipped; its leaves have the same
+      paths and shapes. The containers may be others, such as a ``FrozenDict``
+      beside a ``dict``.
 
   Returns:
-    One of the two, in the dtypes of ``skipped``.
+    One of the two, in the containers and dtypes of ``skipped``.
 
   Raises:
-    ValueError: if the two differ in structure, or ``state`` does not hold
+    ValueError: if a leaf is in one of the two alone, or ``state`` does not hold
       exactly one loss-scale state.
 
   Examples:
@@ -157,12 +159,8 @@ def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
   """
   finite = get_loss_scale_state(state).last_finite
   new: Any = jax.tree.structure(applied)
-  old: Any = jax.tree.structure(skipped)
-  if new != old:
-    raise ValueError(
-      "applied and skipped must have the same structure, got applied ="
-      f" {new} and skipped = {old}."
-    )
+  if new != jax.tree.structure(skipped):
+    applied = _in_containers_of(skipped, applied)
   return _arrays.select(finite, applied, skipped)
 
 
@@ -248,8 +246,29 @@ def _is_box(x: Any) -> bool:
   return "value" in dir(x)
 
 
+def _in_containers_of(skipped: Any, applied: Any) -> Any:
+  """The leaves of ``applied``, each where ``skipped`` has one of this path."""
+  flatten = jax.tree_util.tree_flatten_with_path
+  (new, _), (old, structure) = flatten(applied), flatten(skipped)
+  new_by_path, old_by_path = (
+    {tuple(map(_key_name, path)): (path, leaf) for path, leaf in leaves}
+    for leaves in (new, old)
+  )
+  for name, has, lacks in (
+    ("skipped", old_by_path, new_by_path),
+    ("applied", new_by_path, old_by_path),
+  ):
+    alone = next((has[key][0] for key in has if key not in lacks), None)
+    if alone is not None:
+      raise ValueError(
+        "applied and skipped must have leaves at the same paths, got"
+        f" {_keystr(alone)} in {name} alone."
+      )
+  return jax.tree.unflatten(structure, [new_by_path[k][1] for k in old_by_path])
+
+
 def _key_name(key: Any) -> Any:
-  return getattr(key, "name", getattr(key, "key", None))
+  return getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))
 
 
 def _keystr(path: Any) -> str:

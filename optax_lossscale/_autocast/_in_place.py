@@ -96,5 +96,9 @@ def _update(everything: Any, changed: Any, fun: Any, nnx: Any) -> None:
 
 def _holds(tree: Any, nnx: Any) -> bool:
   kinds = nnx.Module, nnx.Variable
-  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-  return any(isinstance(x, kinds) for x in leaves)
+  # JAX sorts the keys of a dict, which those of two types refuse.
+  is_leaf = lambda x: isinstance(x, (*kinds, dict))
+  return any(
+    _holds([*x.values()], nnx) if isinstance(x, dict) else isinstance(x, kinds)
+    for x in jax.tree.leaves(tree, is_leaf=is_leaf)
+  )

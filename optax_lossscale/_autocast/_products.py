@@ -90,15 +90,13 @@ class Search:
   """Looks for products, once in each jaxpr.
 
   Attributes:
-    derivative_of: what a rule computes, if the equation is one of a rule whose
-      products may all be in its derivative.
+    derivative_of: what a rule computes, of equations whose products may all be
+      in their derivative; None if nobody asks for that.
   """
 
   def __init__(
     self,
-    derivative_of: Callable[[core.JaxprEqn], core.Jaxpr | None] = lambda _: (
-      None
-    ),
+    derivative_of: Callable[[core.JaxprEqn], core.Jaxpr | None] | None = None,
   ) -> None:
     self.derivative_of = derivative_of
     self._scopes: dict[core.Jaxpr, set[str] | None] = {}
@@ -115,11 +113,12 @@ class Search:
     # A rule may need the axes of the mesh.
     is_mapped = _jaxprs.shard_map_of(eqn) is not None
     found = _jaxprs.among_devices(eqn, search) if is_mapped else search()
-    if found is not None or not inner:  # Of what is marked none is asked.
-      return found
+    if found is not None or not inner or self.derivative_of is None:
+      return found  # Nothing is inside of what is marked.
     if id(eqn) not in self._of_rules:
       seen = self.derivative_of(eqn)
-      scopes = None if seen is None else self.scopes_in_jaxpr(seen)
+      # The rules that a derivative calls are not differentiated once more.
+      scopes = None if seen is None else Search().scopes_in_jaxpr(seen)
       # With the equation, so that it keeps its id.
       self._of_rules[id(eqn)] = eqn, scopes
     return self._of_rules[id(eqn)][1]

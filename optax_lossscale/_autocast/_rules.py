@@ -181,15 +181,17 @@ def derivative_of(eqn: core.JaxprEqn) -> tuple[list[int], core.Jaxpr | None]:
 def hidden_derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
   """The same, of a rule that may have products where its function has none.
 
-  Those of JAX itself are not asked: they are of ``relu`` and of its like, or of
-  linear algebra.
+  Those of libraries are not asked: JAX's are of ``relu`` and of its like, or of
+  linear algebra. Nor are those that see what moves: they may refuse, and an
+  older JAX then forgets what it has traced of them.
   """
-  make = how_to_make(eqn)
-  if make is _custom_jvp and (is_guard(eqn) or _jaxprs.is_rule_of_jax(eqn)):
+  has_rule = how_to_make(eqn) in (_custom_jvp, _custom_vjp)
+  if not has_rule or _jaxprs.is_rule_of_library(eqn):
     return None
-  if make not in (_custom_jvp, _custom_vjp):
-    return None
-  return derivative_of(eqn)[1]
+  holder = _jaxprs.hi_primitive(eqn)
+  its_own = getattr(holder, "symbolic_zeros", False)
+  sees_what_moves = eqn.params.get("symbolic_zeros", its_own)
+  return None if sees_what_moves else derivative_of(eqn)[1]
 
 
 def is_guard(eqn: core.JaxprEqn) -> bool:

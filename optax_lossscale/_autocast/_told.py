@@ -5,7 +5,7 @@ from typing import Any
 from jax.extend import core
 
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _products
+from optax_lossscale._autocast import _exported, _products
 
 _MOST_LINES = 3
 _REACHED = ""
@@ -18,11 +18,13 @@ class Told:
     products: how many products were found to run in half precision.
     missed: for each place that holds products and could not be entered, its
       share of the flops of all products.
+    exported: the calls of functions with products that were exported.
   """
 
   def __init__(self) -> None:
     self.products = 0
     self.missed: dict[str, float] = {}
+    self.exported: list[str] = []
     self._missed: dict[int, tuple[core.JaxprEqn, str]] = {}
 
   def miss(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> None:
@@ -33,6 +35,7 @@ class Told:
 
   def measure(self, jaxpr: core.Jaxpr) -> None:
     """Finds out what was missed of the products of the whole jaxpr."""
+    self.exported = _exported.places(jaxpr)
     if not self._missed:
       return
     flops: dict[str, int] = {}
@@ -58,15 +61,28 @@ class Told:
 
   def message(self, dtype: Any) -> str:
     """What to tell of products that were not reached; empty if all were."""
-    if not self.missed:
-      return ""
+    parts = []
+    if self.missed:
+      parts.append(self._of_missed(dtype))
+    if self.exported:
+      parts.append(
+        f"autocast cannot enter {_listed(self.exported)}: what was exported"
+        " runs in float32, as it is written. If that is meant to be, mark it"
+        " with optax_lossscale.keep_float32."
+      )
+    return " ".join(parts)
+
+  def _of_missed(self, dtype: Any) -> str:
     largest = sorted(self.missed, key=lambda where: -self.missed[where])
-    named = ", ".join(largest[:_MOST_LINES])
-    if len(largest) > _MOST_LINES:
-      named += f" and {len(largest) - _MOST_LINES} more"
     return (
-      f"autocast cannot enter {named}:"
+      f"autocast cannot enter {_listed(largest)}:"
       f" {sum(self.missed.values()):.1%} of the flops of products are inside,"
       f" and run in float32, as they are written, instead of {dtype}. If that"
       " is meant to be, mark them with optax_lossscale.keep_float32."
     )
+
+
+def _listed(places: list[str]) -> str:
+  named = ", ".join(places[:_MOST_LINES])
+  more = len(places) - _MOST_LINES
+  return f"{named} and {more} more" if more > 0 else named

@@ -162,6 +162,12 @@ def hidden_jaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
       yield closed(jaxpr)
 
 
+def exported_text(eqn: core.JaxprEqn) -> str:
+  """The code of a function that was exported; empty of all other equations."""
+  exported: Any = eqn.params.get("exported")
+  return exported.mlir_module() if hasattr(exported, "mlir_module") else ""
+
+
 def with_jaxprs(
   eqn: core.JaxprEqn, replace: Callable[[AnyJaxpr], AnyJaxpr]
 ) -> core.JaxprEqn:

@@ -7,7 +7,6 @@ import sys
 import sysconfig
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend import core
 
 from optax_lossscale._jaxprs._equations import (
@@ -88,17 +87,16 @@ def function_name(eqn: core.JaxprEqn) -> str:
   return name_of(eqn)
 
 
-def is_rule_of_jax(eqn: core.JaxprEqn) -> bool:
-  """Whether a function with a rule, and the rule, come with JAX."""
+def is_rule_of_library(eqn: core.JaxprEqn) -> bool:
+  """Whether a function with a rule, or the rule, was written in a library."""
   held = [x.jaxpr for x in (*held_jaxprs(eqn), *hidden_jaxprs(eqn))]
   infos = [
     getattr(x, "debug_info", None) for x in (*held, *eqn.params.values())
   ]
   files = [str(info.func_filename) for info in infos if info]
-  folder = os.path.dirname(jax.__file__) + os.sep
   # What ``jax.custom_gradient`` makes of a user's function is all in one file.
   are_public = [file.endswith("custom_derivatives.py") for file in files]
-  return all(f.startswith(folder) for f in files) and not all(are_public)
+  return not any(map(_is_users, files)) and not all(are_public)
 
 
 def lines_of(

@@ -1,8 +1,11 @@
 """`autocast` among arguments, effects, scopes, devices and transformations."""
 
+from collections import defaultdict, OrderedDict
 import functools
 import re
+import sys
 
+from flax import nnx
 from helpers import equations, sharding
 from helpers.bits import assert_same_bits
 import jax
@@ -45,6 +48,27 @@ def test_arguments_and_results_may_be_any_objects():
   assert out["y"].dtype == jnp.float32
   assert ols.autocast(fun).__name__ == "fun"
   assert ols.autocast(fun).__doc__ == "A docstring."
+
+
+@pytest.mark.parametrize("kind", [dict, functools.partial(defaultdict, None)])
+def test_keys_of_an_argument_may_be_of_several_types(kind):
+  # JAX cannot sort them. Nor need it, as long as they hold no NNX module.
+  assert "flax.nnx" in sys.modules
+  half = ols.autocast(lambda tables, x: tables["w"] @ tables[1] @ x)
+  tables = kind({"w": jnp.eye(4), 1: jnp.eye(4)})
+  counts = equations.products(lambda x: half(tables, x), jnp.eye(4))
+  assert counts == {"float16": 2}
+
+
+def test_a_module_is_found_beside_keys_of_several_types():
+  def fun(tables, x):
+    tables["layer"].count[...] += 1
+    return tables["layer"](x)
+
+  layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  layer.count = nnx.Variable(jnp.array(0))
+  ols.autocast(fun)(OrderedDict(layer=layer), jnp.eye(4))
+  assert layer.count[...] == 1
 
 
 def test_arguments_may_be_static_and_donated():

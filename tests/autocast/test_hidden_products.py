@@ -108,7 +108,10 @@ def check(name, within):
   loss = WITHIN[within](loss)
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
   assert equations.products(half, argument)["float16"] == count
-  actual, expected = jax.jit(half)(argument), jax.jit(full)(argument)
+  assert_close(jax.jit(half)(argument), jax.jit(full)(argument))
+
+
+def assert_close(actual, expected):
   tolerance = 5e-3 * np.max(np.abs(expected))
   np.testing.assert_allclose(actual, expected, atol=tolerance)
 
@@ -133,6 +136,26 @@ def test_it_stays_if_it_is_marked():
   loss = ols.keep_float32(embedding)
   half = ols.autocast(lambda table: loss(table) + jnp.sum(table.T @ table))
   assert equations.products(jax.grad(half), TABLE)["float32"] == 1
+
+
+def test_a_rule_that_may_refuse_is_not_asked_and_so_runs_as_written():
+  @jax.custom_vjp
+  def fun(x, frozen):
+    return inner(x) * frozen
+
+  def forward(x, frozen):
+    if frozen.perturbed:
+      raise NotImplementedError("This is frozen.")
+    out, pull_back = jax.vjp(inner, x.value)
+    return out * frozen.value, (pull_back, x.value)
+
+  inner = jax.jit(jax.nn.relu)
+  backward = lambda kept, g: (kept[0](g @ (kept[1].T @ kept[1]))[0], None)
+  fun.defvjp(forward, backward, symbolic_zeros=True)
+  shared = jax.jit(lambda x: fun(x, jnp.ones(4)))
+  loss = lambda x: jnp.sum(shared(shared(x))) + jnp.sum(x.T @ x)
+  half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
+  assert_close(jax.jit(half)(TABLE), full(TABLE))
 
 
 def test_the_rules_of_jax_itself_are_not_asked(monkeypatch):

@@ -170,6 +170,44 @@ def test_what_is_marked_is_not_told():
   assert equations.products(half, A, B) == {"float32": 1, "float16": 1}
 
 
+def exported(fun):
+  return export.export(jax.jit(fun))(jax.ShapeDtypeStruct((4, 4), jnp.float32))
+
+
+def test_products_that_were_exported_are_told_at_the_line_of_the_call():
+  call = exported(lambda a: a @ a).call
+  fun = lambda a, b: jax.checkpoint(call)(a) @ b
+  with pytest.warns(UserWarning, match=r"exported at test_reach.py:\d+ \("):
+    counts = equations.products(ols.autocast(fun), A, B)
+  assert counts == {"float16": 1}
+  with pytest.warns(
+    UserWarning, match="enter call_exported: what was exported"
+  ):
+    jax.jit(jax.grad(lambda a: jnp.sum(ols.autocast(call)(a))))(A)
+
+
+def highest(a):
+  return jnp.matmul(a, a, precision="highest")
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: exported(jnp.sin).call,
+    lambda: (
+      exported(lambda a: jnp.float32(jnp.float16(a) @ jnp.float16(a))).call
+    ),
+    lambda: exported(highest).call,
+    lambda: ols.keep_float32(exported(lambda a: a @ a).call),
+  ],
+  ids=["no product", "in half", "highest precision", "marked"],
+)
+def test_what_was_exported_without_such_products_is_not_told(make):
+  call = make()
+  half = ols.autocast(lambda a, b: call(a) @ b)
+  assert equations.products(half, A, B) == {"float16": 1}
+
+
 def test_linear_algebra_is_not_told():
   def fun(a, b):
     return jnp.linalg.solve(a, b) + jnp.linalg.inv(a) + a @ b

@@ -3,6 +3,7 @@
 import pickle
 from typing import NamedTuple
 
+import flax.core
 import flax.serialization
 import jax
 from jax import lax
@@ -333,12 +334,52 @@ def test_select_if_finite_leaves_what_has_no_numbers_as_it_is():
   assert ols.select_if_finite(state, skipped.copy(), skipped) is skipped
 
 
-def test_select_if_finite_names_two_structures_that_differ():
-  state = ols.FixedLossScale(1.0).init()
-  with pytest.raises(
-    ValueError, match="applied and skipped must have the same"
-  ):
-    ols.select_if_finite(state, {"a": 1}, {"b": 1})
+class Pair(NamedTuple):
+  first: jax.Array
+  second: jax.Array
+
+
+# Two containers of the same leaves, which is the type of the result.
+CONTAINERS = {
+  "FrozenDict": (dict, flax.core.FrozenDict),
+  "dict": (flax.core.FrozenDict, dict),
+  "NamedTuple": (dict, lambda leaves: Pair(**leaves)),
+}
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_select_if_finite_takes_other_containers_of_the_same_leaves(
+  name, finite
+):
+  make_applied, make_skipped = CONTAINERS[name]
+  state = ols.DynamicLossScale().init()._replace(last_finite=jnp.array(finite))
+  leaves = lambda x: {"second": jnp.float32(x), "first": jnp.float32(x + 1)}
+  applied = {"bn": make_applied(leaves(3)), "x": jnp.ones(2)}
+  skipped = {"bn": make_skipped(leaves(5)), "x": jnp.zeros(2)}
+  got = jax.jit(ols.select_if_finite)(state, applied, skipped)
+  assert jax.tree.structure(got) == jax.tree.structure(skipped)
+  expected = [4, 3] if finite else [6, 5]
+  by_name = got["bn"]._asdict() if name == "NamedTuple" else got["bn"]
+  assert [by_name["first"], by_name["second"]] == expected
+
+
+@pytest.mark.parametrize(
+  ("applied", "skipped", "message"),
+  [
+    ({"a": 1}, {"b": 1}, r"got \['b'\] in skipped alone"),
+    ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}, r"\['a'\]\['c'\] in applied"),
+    ({"a": None}, {"a": 1}, r"\['a'\] in skipped alone"),
+    ([1, 2], [1], r"\[1\] in applied alone"),
+    (1, (), "the tree itself in applied alone"),
+  ],
+)
+def test_select_if_finite_names_the_first_leaf_that_is_in_one_alone(
+  applied, skipped, message
+):
+  state = ols.DynamicLossScale().init()
+  with pytest.raises(ValueError, match=message):
+    ols.select_if_finite(state, applied, skipped)
 
 
 def test_metrics_are_scalars_of_the_names_of_the_state():

@@ -25,6 +25,7 @@ from optax_lossscale._jaxprs import _lines
 from optax_lossscale.diagnostics import find_overflow
 from optax_lossscale.diagnostics._overflow import (
   _entering,
+  _finding,
   _marks,
   _patience,
   _runners,
@@ -748,6 +749,19 @@ def test_what_is_added_to_a_ref_brings_its_marks(name):
     assert (names_of(hit) if hit else []) == expected
 
 
+@pytest.mark.parametrize("factor", [1, 60000])
+def test_an_effect_happens_once_in_what_is_finite_and_in_what_is_not(factor):
+  seen = []
+
+  def fun(x):
+    jax.debug.callback(lambda x: seen.append(x.shape), x)
+    return x * factor
+
+  hit = find_overflow(fun, X)
+  jax.effects_barrier()
+  assert len(seen) == 1 and (hit is None) == (factor == 1)
+
+
 @pytest.mark.parametrize("shape", [(), (2, 2)])
 def test_a_mapped_while_loop_whose_rows_part_ways_is_entered(shape):
   """Rows that have ended keep what they have, and are not blamed."""
@@ -793,6 +807,8 @@ def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
     return run(self, eqn)
 
   monkeypatch.setattr(_runners.Runner, "equation", with_garbage)
+  # The whole program would find zeros there.
+  monkeypatch.setattr(_finding, "_is_finite_at_once", lambda traced: False)
   fun = lambda x: jnp.empty(4).at[:2].set(x)
   x = jnp.ones(2)
   assert find_overflow(lambda x: fun(x)[:2], x) is None

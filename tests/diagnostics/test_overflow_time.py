@@ -57,18 +57,32 @@ def test_it_takes_at_most_thirty_times_as_long_as_compiling_the_step(name):
   assert finding < 30 * compiling
 
 
+def compilations(caplog, fun):
+  """How many programs a function compiles."""
+  jax.clear_caches()
+  caplog.clear()
+  with jax.log_compiles(), caplog.at_level(logging.WARNING):
+    fun()
+  return sum(
+    record.getMessage().startswith("Finished XLA compilation")
+    for record in caplog.records
+  )
+
+
+@pytest.mark.slow
+def test_what_is_finite_is_compiled_once(caplog):
+  fun, *args = overflowing_steps.layers_of_all_shapes(2)  # The third overflows.
+  # The other is of the number 0, with which it begins.
+  assert compilations(caplog, lambda: find_overflow(fun, *args)) <= 2
+  assert find_overflow(fun, *args) is None
+
+
 @pytest.mark.slow
 def test_no_more_is_compiled_than_there_are_operations(caplog):
   """Nothing is compiled to mark what is not finite, whatever its shape."""
   fun, *args = overflowing_steps.layers_of_all_shapes(4)
   operations = len(equations.of(fun, *args))
-  jax.clear_caches()
-  with jax.log_compiles(), caplog.at_level(logging.WARNING):
-    hit = find_overflow(fun, *args)
-  assert hit.primitive == "square"
-  compiled = [
-    record
-    for record in caplog.records
-    if record.getMessage().startswith("Finished XLA compilation")
-  ]
-  assert 10 < len(compiled) <= operations
+  hits = []
+  count = compilations(caplog, lambda: hits.append(find_overflow(fun, *args)))
+  assert hits[0].primitive == "square"
+  assert 10 < count <= operations

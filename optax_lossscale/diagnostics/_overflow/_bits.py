@@ -69,17 +69,22 @@ def no_marks(like: Any) -> np.ndarray:
 
 def keep_only(
   array: jax.Array, marks: np.ndarray, bit: int, neutral: float
-) -> jax.Array:
+) -> Any:
   """The array, with a neutral number in each entry that has not this bit."""
   others = (marks != 0) & (marks & np.uint32(bit) == 0)
+  if not others.any():
+    return array
   kept = np.where(others, np.asarray(neutral, array.dtype), np.asarray(array))
   return placed_like(kept, array)
 
 
-def placed_like(x: np.ndarray, array: jax.Array) -> jax.Array:
-  """An array of the host on the devices of another."""
+def placed_like(x: np.ndarray, array: jax.Array) -> Any:
+  """An array of the host on the mesh of another; as it is if there is none.
+
+  What runs an operation brings it to the device in less time.
+  """
   is_on_mesh = isinstance(array.sharding, jax.sharding.NamedSharding)
-  return jax.device_put(x, array.sharding if is_on_mesh else None)
+  return jax.device_put(x, array.sharding) if is_on_mesh else x
 
 
 def attribute(

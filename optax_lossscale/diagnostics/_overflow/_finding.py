@@ -4,11 +4,14 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 
+import jax
+from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._overflow import (
+  _bits,
   _entering,
   _marks,
   _report,
@@ -22,11 +25,15 @@ def find_overflow(
 ) -> _report.Overflow | None:
   """Finds the operation that the infs and NaNs in a result come from.
 
-  Runs the function once, operation by operation, on the host. From there it
-  follows each inf and NaN: what never reaches a result is not named, such as a
-  masked logit of -inf, or the branch of a ``where`` that is not taken. A
-  function that is called, a loop or a branch is run at once, and walked into
-  only if its result is not finite.
+  Runs the function once as a whole, compiled as it would be in training, but
+  for numbers that XLA would keep in more bits than their dtype has. If the
+  result is finite, that is all: what counts is the program, and not what its
+  operations would return one by one. If it is not, it is run once more,
+  operation by operation, on the host. From there each inf and NaN is followed:
+  what never reaches a result is not named, such as a masked logit of -inf, or
+  the branch of a ``where`` that is not taken. A function that is called, a loop
+  or a branch is run at once, and walked into only if its result is not finite.
+  A function with effects, such as a callback, is run once, by operations.
 
   Args:
     fun: any function that ``jax.jit`` could take, also one that is jitted or
@@ -36,7 +43,8 @@ def find_overflow(
     **kwargs: its keyword arguments.
 
   Returns:
-    None if all floats in the result are finite. Otherwise an
+    None if all floats in the result are finite, of the whole program or of its
+    operations. Otherwise an
     :class:`Overflow`: the first operation, in the order of the program, that
     had finite inputs and a result that was not finite, and that reached the
     result. There may be others in its field ``others``. An inf that is written
@@ -72,8 +80,20 @@ def find_overflow(
       for x, name in zip(traced.inputs, traced.names, strict=True)
     ]
     with _tracing.mesh_of(traced.inputs):
+      if _is_finite_at_once(traced):
+        return None
       outs = stepper.run(traced.closed, inputs, _jaxprs.Place())
     found = origins.named(outs)
   if not found:
     return None
   return dataclasses.replace(found[0], others=tuple(found[1:]))
+
+
+def _is_finite_at_once(traced: _tracing.Traced) -> bool:
+  """Whether the whole program was run, and has only finite results."""
+  if _jaxprs.runs_once(traced.closed.jaxpr):
+    return False  # What happens in it is to happen once.
+  # Where it drops a conversion to float16 and back, an overflow goes with it.
+  options = {"xla_allow_excess_precision": False}
+  run = jax.jit(core.jaxpr_as_fun(traced.closed), compiler_options=options)
+  return all(_bits.are_finite(run(*traced.inputs)))

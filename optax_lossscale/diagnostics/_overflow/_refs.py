@@ -77,10 +77,11 @@ def _add(
   marks = _bits.no_marks(ref.array)
   if ref.shadow is not None:
     marks = np.array(ref.shadow[...])
+  its_marks: Any = added.marks
   for bit in _bits.each_of(added.bits):
     # Where an index stands twice, marks would be added up, and be other ones.
     reached = jax.new_ref(jnp.zeros(marks.shape, jnp.uint32))
-    has_bit = jnp.asarray(added.marks & np.uint32(bit) != 0, jnp.uint32)
+    has_bit = jnp.asarray(its_marks & np.uint32(bit) != 0, jnp.uint32)
     _jaxprs.function(eqn)(reached, has_bit, *(value.array for value in index))
     marks[np.asarray(reached[...]) > 0] |= np.uint32(bit)
   total = ref.array[...]

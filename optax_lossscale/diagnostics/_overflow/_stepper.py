@@ -131,9 +131,9 @@ class Stepper:
     describe = functools.partial(_report.describe, name, [], place, self.runner)
     op = _marks.Operation(None, [], None, True, describe)
     (value,) = _marks.mark(self.origins, op, [held])
-    return (
-      self.origins.in_ref(_marks.Value(array), value.marks) if is_ref else value
-    )
+    if not is_ref or value.marks is None:
+      return value
+    return self.origins.in_ref(_marks.Value(array), value.marks)
 
   def run_body(
     self,
