@@ -90,9 +90,9 @@ def compare_precision(
       runs = _runs.Runs(traced, rows, bar)
       found = _EFFECTS[effects](runs.effect, rows.by_name(), runs.half.error)
       bar.end()
-  names = rows.names()
+  sources = rows.sources()
   products = [
-    _product(i, rows.all[i], names[i], effect, runs)
+    _product(i, rows.all[i], sources[i], effect, runs)
     for i, effect in found.items()
   ]
   products.sort(key=_harm, reverse=True)
@@ -141,22 +141,17 @@ def _check(
 
 
 def _product(
-  i: int,
-  row: _rows.Row,
-  name: tuple[str, str],
-  effect: float,
-  runs: _runs.Runs,
+  i: int, row: _rows.Row, source: str, effect: float, runs: _runs.Runs
 ) -> _report.ProductPrecision:
   exact, half = runs.exact_notes[i], runs.half_notes[i]
   entries = np.maximum(exact.entries, 1)
   largest = float(exact.largest)
   limit = float(jnp.finfo(row.dtype).max)
-  scope, source = name
   return _report.ProductPrecision(
-    primitive=row.primitive,
-    scope=scope,
-    source=source,
-    backward=row.backward,
+    row.primitive,
+    row.scope,
+    source,
+    row.backward,
     effect=effect,
     error=_statistics.distance(exact, half),
     largest=largest,

@@ -23,38 +23,12 @@ from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _limits
 from optax_lossscale.diagnostics._comparison import _rows, _statistics
 
-_HIGHEST = lax.Precision.HIGHEST
 _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
-
-# These move numbers and compute none. JAX may put them between what is marked.
-_MOVES = {
-  "all_gather",
-  "all_to_all",
-  "broadcast_in_dim",
-  "concatenate",
-  "copy",
-  "dynamic_slice",
-  "dynamic_update_slice",
-  "gather",
-  "name",
-  "optimization_barrier",
-  "pad",
-  "pcast",
-  "ppermute",
-  "pvary",
-  "reshape",
-  "reshard",
-  "rev",
-  "select_n",
-  "sharding_constraint",
-  "slice",
-  "split",
-  "squeeze",
-  "transpose",
-}
 
 # For each row what was noted of it; none if nothing is to be noted.
 Notes = list[_statistics.Statistics]
+# What equations return, and what was noted after them.
+Done = tuple[Sequence[Any], Notes]
 
 
 class Program(NamedTuple):
@@ -63,27 +37,24 @@ class Program(NamedTuple):
   Attributes:
     rows: the products.
     in_half: for each row, whether it runs in half precision; bool[rows].
+    place: where the walk through it has come to.
     seed: an integer that is another one on each device.
   """
 
   rows: _rows.Rows
   in_half: Any
+  place: _jaxprs.Place = _jaxprs.Place()
   seed: Any = np.uint32(0)
 
   def run(
-    self,
-    closed: _jaxprs.ClosedJaxpr,
-    inputs: Sequence[Any],
-    notes: Notes,
-    place: _jaxprs.Place,
-  ) -> tuple[list[Any], Notes]:
+    self, closed: _jaxprs.ClosedJaxpr, inputs: Sequence[Any], notes: Notes
+  ) -> Done:
     """Runs a jaxpr.
 
     Args:
       closed: the jaxpr.
       inputs: its inputs. What is in half precision there is float32 here.
       notes: what was noted before.
-      place: where it is called.
 
     Returns:
       Its outputs, in the same way, and what was noted after it.
@@ -100,7 +71,7 @@ class Program(NamedTuple):
 
     for eqn, last_read in _jaxprs.needed_equations(jaxpr):
       its_inputs = list(map(read, eqn.invars))
-      outs, notes = self._equation(eqn, jaxpr, place, its_inputs, notes)
+      outs, notes = self._equation(eqn, jaxpr, its_inputs, notes)
       env.update(zip(eqn.outvars, outs, strict=True))
       for var in last_read:
         env.pop(var, None)
@@ -115,114 +86,79 @@ class Program(NamedTuple):
     return not is_ref and getattr(x, "dtype", None) in self.rows.dtypes
 
   def _equation(
-    self,
-    eqn: core.JaxprEqn,
-    jaxpr: core.Jaxpr,
-    place: _jaxprs.Place,
-    inputs: list[Any],
-    notes: Notes,
-  ) -> tuple[Sequence[Any], Notes]:
-    row = self.rows.number(eqn, jaxpr, place)
+    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, inputs: list[Any], notes: Notes
+  ) -> Done:
+    row = self.rows.number(eqn, jaxpr, self.place)
     if row is not None:
       return self._product(eqn, row, inputs, notes)
     has_half = any(self._is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
-    part = None
     if has_half or self.rows.are_in(eqn):
       part = _rows.part_to_run(eqn)
-    if part is not None:
-      with _jaxprs.context_of(eqn):
-        return self._inside(part, inputs, notes, place.at(eqn, jaxpr))
+      if part is not None:
+        inside = self._replace(place=self.place.at(eqn, jaxpr))
+        with _jaxprs.context_of(eqn):
+          return inside._part(part, inputs, notes)
     if not eqn.outvars and "callback" in eqn.primitive.name:
       return [], notes
-    if not has_half:
-      return _jaxprs.function(eqn)(*inputs), notes
-    is_marked = place.within(eqn).mark is not None
-    return self._between(eqn, inputs, is_marked), notes
+    if has_half:
+      return self._beside(eqn, inputs), notes
+    return _jaxprs.function(eqn)(*inputs), notes
 
   def _product(
     self, eqn: core.JaxprEqn, row: int, inputs: list[Any], notes: Notes
-  ) -> tuple[list[Any], Notes]:
+  ) -> Done:
     dtype = self.rows.all[row].dtype
 
     def rounded(*arrays: Any) -> Any:
       # A branch keeps XLA from fusing it, again and again, into all that reads.
-      return lax.cond(
-        self.in_half[row],
-        lambda xs: [_rounded(x, dtype) for x in xs],
-        lambda xs: xs,
-        list(arrays),
-      )
+      rounding = lambda xs: [_rounded(x, dtype) for x in xs]
+      return lax.cond(self.in_half[row], rounding, list, arrays)
 
     # TPUs and some GPUs take float32 for a wish, unless it is the highest.
-    params = {
-      **eqn.params,
-      "precision": (_HIGHEST, _HIGHEST),
-      "preferred_element_type": jnp.dtype(jnp.float32),
-    }
-    operands = [*rounded(*inputs[:2]), *inputs[2:]]
-    (out,) = _jaxprs.function(eqn.replace(params=params))(*operands)
-    (out,) = rounded(out)
+    highest = lax.Precision.HIGHEST, lax.Precision.HIGHEST
+    wide = {"precision": highest, "preferred_element_type": np.dtype("float32")}
+    product = _jaxprs.function(eqn.replace(params={**eqn.params, **wide}))
+    (out,) = rounded(*product(*rounded(*inputs[:2]), *inputs[2:]))
     if not notes:
       return [out], notes
     arrays, limits = [*inputs[:2], out], _limits.limits_of(dtype)
     noted = _statistics.noted(notes[row], arrays, limits, self.seed)
     return [out], [*notes[:row], noted, *notes[row + 1 :]]
 
-  def _between(
-    self, eqn: core.JaxprEqn, inputs: list[Any], is_marked: bool
-  ) -> Sequence[Any]:
+  def _beside(self, eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     """What is in half precision, and no product of `autocast`.
 
-    What `autocast` made is in half precision for the sake of a product, which
-    rounds. All else computes as it is written.
+    What `autocast` made is so for the sake of a product, which rounds. All else
+    was in half precision before, and computes as it is written.
     """
-    name = eqn.primitive.name
-    dtypes: list[Any] = [
-      getattr(v.aval, "dtype", None) for v in [*eqn.invars, *eqn.outvars]
-    ]
-    if name == "convert_element_type" and inputs[0].dtype == jnp.float32:
-      if is_marked or dtypes[-1] == jnp.float32:
-        return inputs
-    elif is_marked or name in _MOVES:
-      return _jaxprs.function(eqn)(*inputs)
-    args = [
-      x.astype(dtype) if self._is_half(var.aval) else x
-      for x, var, dtype in zip(inputs, eqn.invars, dtypes, strict=False)
-    ]
+    if self.place.within(eqn).mark is not None:
+      is_cast = eqn.primitive.name == "convert_element_type"
+      return inputs if is_cast else _jaxprs.function(eqn)(*inputs)
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    pairs = zip(inputs, avals, strict=True)
+    args = [x.astype(a.dtype) if self._is_half(a) else x for x, a in pairs]
     return [self.widened(x) for x in _jaxprs.function(eqn)(*args)]
 
-  def _inside(
-    self,
-    part: _jaxprs.Part,
-    inputs: list[Any],
-    notes: Notes,
-    place: _jaxprs.Place,
-  ) -> tuple[Sequence[Any], Notes]:
+  def _part(self, part: _jaxprs.Part, inputs: list[Any], notes: Notes) -> Done:
     match part:
       case _jaxprs.Scan():
-        return self._scan(part, inputs, notes, place)
+        return self._scan(part, inputs, notes)
       case _jaxprs.While():
-        return self._while(part, inputs, notes, place)
+        return self._while(part, inputs, notes)
       case _jaxprs.Cond():
-        return self._cond(part, inputs, notes, place)
+        return self._cond(part, inputs, notes)
       case _jaxprs.ShardMap():
-        return self._shard_map(part, inputs, notes, place)
+        return self._shard_map(part, inputs, notes)
       case _:
-        return self.run(part.body, inputs, notes, place)
+        return self.run(part.body, inputs, notes)
 
-  def _scan(
-    self,
-    scan: _jaxprs.Scan,
-    inputs: list[Any],
-    notes: Notes,
-    place: _jaxprs.Place,
-  ) -> tuple[Sequence[Any], Notes]:
+  def _scan(self, scan: _jaxprs.Scan, inputs: list[Any], notes: Notes) -> Done:
     consts, first, slices = scan.split(inputs)
 
     def step(carry: Any, its_slices: Any) -> tuple[Any, Any]:
       notes, values = carry
       its_inputs = [*consts, *values, *its_slices]
-      outs, notes = self.run(scan.body, its_inputs, notes, place)
+      outs, notes = self.run(scan.body, its_inputs, notes)
       return (notes, outs[: scan.carry]), outs[scan.carry :]
 
     (notes, last), stacked = lax.scan(
@@ -231,54 +167,37 @@ class Program(NamedTuple):
     return [*last, *stacked], notes
 
   def _while(
-    self,
-    loop: _jaxprs.While,
-    inputs: list[Any],
-    notes: Notes,
-    place: _jaxprs.Place,
-  ) -> tuple[Sequence[Any], Notes]:
+    self, loop: _jaxprs.While, inputs: list[Any], notes: Notes
+  ) -> Done:
     of_condition, of_body, first = loop.split(inputs)
 
     def flags(values: Any) -> Any:
       # A condition cannot carry notes.
-      its_inputs = [*of_condition, *values]
-      return self.run(loop.condition, its_inputs, [], place)[0][0]
+      return self.run(loop.condition, [*of_condition, *values], [])[0][0]
 
     def step(carry: Any) -> Any:
       notes, values = carry
-      outs, notes = self.run(loop.body, [*of_body, *values], notes, place)
+      outs, notes = self.run(loop.body, [*of_body, *values], notes)
       goes_on = flags(values)
       if jnp.ndim(goes_on):  # ``vmap`` made many loops of one.
-        outs = [
-          _where(goes_on, *pair) for pair in zip(outs, values, strict=True)
-        ]
+        outs = [_where(goes_on, *x) for x in zip(outs, values, strict=True)]
       return notes, outs
 
-    notes, outs = lax.while_loop(
-      lambda carry: jnp.any(flags(carry[1])), step, (notes, first)
-    )
+    goes_on = lambda carry: jnp.any(flags(carry[1]))
+    notes, outs = lax.while_loop(goes_on, step, (notes, first))
     return outs, notes
 
-  def _cond(
-    self,
-    cond: _jaxprs.Cond,
-    inputs: list[Any],
-    notes: Notes,
-    place: _jaxprs.Place,
-  ) -> tuple[Sequence[Any], Notes]:
+  def _cond(self, cond: _jaxprs.Cond, inputs: list[Any], notes: Notes) -> Done:
     def branch(closed: _jaxprs.ClosedJaxpr) -> Any:
-      return lambda notes, *args: self.run(closed, args, notes, place)
+      return lambda notes, *args: self.run(closed, args, notes)
 
     index, *operands = inputs
-    return lax.switch(index, list(map(branch, cond.branches)), notes, *operands)
+    branches = list(map(branch, cond.branches))
+    return lax.switch(index, branches, notes, *operands)
 
   def _shard_map(
-    self,
-    mapped: _jaxprs.ShardMap,
-    inputs: list[Any],
-    notes: Notes,
-    place: _jaxprs.Place,
-  ) -> tuple[Sequence[Any], Notes]:
+    self, mapped: _jaxprs.ShardMap, inputs: list[Any], notes: Notes
+  ) -> Done:
     axes = tuple(mapped.manual_axes)
 
     def body(in_half: Any, *args: Any) -> Any:
@@ -288,7 +207,7 @@ class Program(NamedTuple):
       differs = lambda x: x + 0 * seed.astype(jnp.float32)
       empty = jax.tree.map(differs, [_statistics.empty() for _ in notes])
       program = self._replace(in_half=in_half, seed=seed)
-      outs, noted = program.run(mapped.body, args, empty, place)
+      outs, noted = program.run(mapped.body, args, empty)
       return outs, [_statistics.of_all_devices(n, axes) for n in noted]
 
     everywhere = PartitionSpec()

@@ -54,31 +54,24 @@ class Rows:
     dtype = place.within(eqn).mark
     if dtype is None:
       return None
-    its_place = place.at(eqn, jaxpr)
-    row = Row(
-      _jaxprs.name_of(eqn),
-      its_place.scope,
-      its_place.lines,
-      its_place.backward,
-      dtype,
-    )
+    at = place.at(eqn, jaxpr)
+    name = _jaxprs.name_of(eqn)
+    row = Row(name, at.scope, at.lines, at.backward, dtype)
     if row not in self._numbers:
       self._numbers[row] = len(self.all)
       self.all.append(row)
       self.dtypes.add(dtype)
     return self._numbers[row]
 
-  def names(self) -> list[tuple[str, str]]:
-    """The scope of each row, and the line that tells it from the others."""
-    scopes = [row.scope for row in self.all]
-    sources = _jaxprs.telling_lines([(r.scope, r.lines) for r in self.all])
-    return list(zip(scopes, sources, strict=True))
+  def sources(self) -> list[str]:
+    """For each row, the line that tells it from others in its scope."""
+    return _jaxprs.telling_lines([(row.scope, row.lines) for row in self.all])
 
   def by_name(self) -> list[list[int]]:
     """The numbers of the rows of each place."""
     numbers: dict[tuple[str, str], list[int]] = {}
-    for i, name in enumerate(self.names()):
-      numbers.setdefault(name, []).append(i)
+    for i, source in enumerate(self.sources()):
+      numbers.setdefault((self.all[i].scope, source), []).append(i)
     return list(numbers.values())
 
   def are_in(self, eqn: core.JaxprEqn) -> bool:

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._comparison import (
   _errors,
@@ -39,7 +38,7 @@ class Runs:
       program = _program.Program(rows, in_half)
       widened = list(map(program.widened, inputs))
       empty = [_statistics.empty() for _ in rows.all if noting]
-      return program.run(traced.closed, widened, empty, _jaxprs.Place())
+      return program.run(traced.closed, widened, empty)
 
     self._run = jax.jit(run, static_argnames="noting")
     self._reference, self.exact_notes = self._call([], noting=True)
