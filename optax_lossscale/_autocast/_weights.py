@@ -49,8 +49,8 @@ def paths_of(
   These are the floats of its first argument that is a tree of such: parameters
   come before batches, and what names a layer must be no data.
   """
-  owner = [fun.__self__] if inspect.ismethod(fun) else []
-  for argument in [*owner, *_in_order(fun, args, kwargs)]:
+  owner = fun.__self__ if inspect.ismethod(fun) else fun  # may be a model
+  for argument in [owner, *_in_order(fun, args, kwargs)]:
     flat = jax.tree_util.tree_leaves_with_path(argument)
     paths = {id(x): _names(path) for path, x in flat if _is_weight(path, x)}
     if paths:

@@ -15,6 +15,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs
+from optax_lossscale.diagnostics import find_overflow, precision_report
 
 X = normal(4, 8, seed=1)
 WEIGHTS = normal(8, 8)
@@ -246,6 +247,21 @@ def test_layers_of_flax_nnx_have_names():
   assert bound == layers
 
 
+def test_a_model_may_be_the_function():
+  model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+  trained = lambda model, x: jax.vmap(ols.autocast(model))(x)
+  params, static = eqx.partition(model, eqx.is_array)
+  found = products(lambda p, x: trained(eqx.combine(p, static), x), params, X)
+  assert [name[-16:] for name, _ in found] == [
+    "/layers/0/weight",
+    "/layers/1/weight",
+  ]
+  bound = jax.tree_util.Partial(
+    lambda params, x: x @ params["w"], {"w": WEIGHTS}
+  )
+  assert names(bound, X) == ["0/0/w"]
+
+
 def test_layers_of_equinox_are_told_apart():
   model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0))
   fun = lambda model, x: jax.vmap(model)(x)
@@ -323,3 +339,16 @@ def test_a_function_whose_arguments_are_not_known_has_names():
   call = functools.partial(max, key=len)  # has no signature
   with pytest.raises(TypeError):
     ols.autocast(call)({"w": WEIGHTS}, 1)
+
+
+def test_other_reports_tell_layers_by_their_weights():
+  net, params = network(mlp)
+  loss = lambda params, x: jnp.sum(net(params, x))
+  state = ols.FixedLossScale(1.0).init()
+  kept = ols.autocast(loss, keep_float32="blocks/1/up")
+  report = precision_report(ols.grad(kept, state), params, X)
+  assert {row.scope for row in report.wider} == {"blocks/1/up"}
+  params["blocks"][2]["down"] *= 1e6
+  hit = find_overflow(ols.grad(ols.autocast(loss), state), params, X)
+  assert hit.scope == "blocks/2/down"
+  assert "autocast-" not in f"{report} {hit}"

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import pytest
 
+from optax_lossscale import _jaxprs
+
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
 X = jnp.ones((2, 2))
 
@@ -293,3 +295,26 @@ def record():
 
 if __name__ == "__main__":
   record()
+
+
+def test_scopes_are_objects_that_stay_with_an_equation():
+  """Of another kind, products would have no marks and no names of weights."""
+  (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
+  marked = _jaxprs.marked(eqn, jnp.dtype("float16"))
+  marked = _jaxprs.with_scope(marked, "blocks/2")
+  alone = jax.make_jaxpr(_jaxprs.function(marked))(X, X)
+  fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
+  moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
+  products = []
+
+  def walk(jaxpr, place):
+    for inner in jaxpr.eqns:
+      if inner.primitive.name == "dot_general":
+        products.append(place.within(inner))
+      for held in _jaxprs.held_jaxprs(inner):
+        walk(held.jaxpr, place.within(inner))
+
+  walk(moved.jaxpr, _jaxprs.Place())
+  assert len(products) >= 2
+  for place in products:
+    assert (place.mark, place.scope) == (jnp.dtype("float16"), "blocks/2")
