@@ -181,17 +181,17 @@ def derivative_of(eqn: core.JaxprEqn) -> tuple[list[int], core.Jaxpr | None]:
 def hidden_derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
   """The same, of a rule that may have products where its function has none.
 
-  Those of libraries are not asked: JAX's are of ``relu`` and of its like, or of
-  linear algebra. Nor are those that see what moves: they may refuse, and an
-  older JAX then forgets what it has traced of them.
+  Functions with a ``custom_jvp`` that libraries bring are not asked: they are
+  ``relu`` and its like, or linear algebra. Nor are rules that see what moves:
+  they may refuse, and an older JAX then forgets what it has traced of them.
   """
-  has_rule = how_to_make(eqn) in (_custom_jvp, _custom_vjp)
-  if not has_rule or _jaxprs.is_rule_of_library(eqn):
+  make = how_to_make(eqn)
+  if make is _custom_jvp and _jaxprs.is_rule_of_library(eqn):
     return None
-  holder = _jaxprs.hi_primitive(eqn)
-  its_own = getattr(holder, "symbolic_zeros", False)
+  its_own = getattr(_jaxprs.hi_primitive(eqn), "symbolic_zeros", False)
   sees_what_moves = eqn.params.get("symbolic_zeros", its_own)
-  return None if sees_what_moves else derivative_of(eqn)[1]
+  may_be_asked = make in (_custom_jvp, _custom_vjp) and not sees_what_moves
+  return derivative_of(eqn)[1] if may_be_asked else None
 
 
 def is_guard(eqn: core.JaxprEqn) -> bool:

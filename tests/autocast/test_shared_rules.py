@@ -8,7 +8,7 @@ import functools
 
 import equinox as eqx
 from flax import linen as nn
-from helpers import equations
+from helpers import equations, hijax
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -294,9 +294,12 @@ def test_a_rule_that_refuses_is_run_again_and_again():
 def test_a_rule_that_refuses_and_was_traced_without_autocast_is_an_error():
   shared = jax.jit(refusing())
   loss = lambda x: jnp.sum(shared(x, W) ** 2)
-  jax.grad(loss)(X)
+  full, half = jax.grad(loss)(X), jax.grad(ols.autocast(loss))
+  if hijax.is_on("jax_custom_vjp3"):  # There JAX traces the rule once more.
+    assert_close(half(X), full)
+    return
   with pytest.raises(NotImplementedError, match="without autocast before"):
-    jax.grad(ols.autocast(loss))(X)
+    half(X)
 
 
 def test_a_rule_that_refused_one_derivative_still_gives_another():

@@ -8,6 +8,7 @@ unless it is known to be zero.
 import inspect
 
 import equinox.internal as eqxi
+from helpers import hijax
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,8 @@ def test_a_checkpointed_loop_of_equinox_may_be_mapped():
 
     return jnp.mean(jax.vmap(steps)(x) ** 2)
 
+  if hijax.is_on("jax_custom_vjp3"):
+    pytest.skip("With it, JAX cannot run anew what it has traced of this loop.")
   skip_if_jax_cannot(jax.grad(loss), W, X)
   full = jax.jit(jax.grad(loss))(W, X)
   assert_close(jax.jit(jax.grad(ols.autocast(loss)))(W, X), full)
