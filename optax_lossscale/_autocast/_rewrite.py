@@ -16,13 +16,15 @@ import types
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs, _warnings
 from optax_lossscale._autocast import (
+  _casts,
+  _derivatives,
   _kept,
+  _named,
   _products,
   _rules,
   _told,
@@ -143,7 +145,7 @@ class Rewriter:
     self.paths = settings.paths
     self.told = told
     # A jaxpr that is called twice is searched and rewritten once.
-    self._search = _products.Search(_rules.hidden_derivative_of)
+    self._search = _products.Search(_derivatives.hidden_derivative_of)
     self._rewritten: dict[Any, _Rewritten] = {}
     self._distinct: dict[Any, _Rewritten] = {}
     # Of each product that was met, whether it is kept.
@@ -216,11 +218,11 @@ class Rewriter:
           return [eqn]
       body.half.update(eqn.outvars)
       params = {**eqn.params, "preferred_element_type": self.dtype}
-      return self._in_half(eqn.replace(params=params))
-    if _products.moves(eqn) and _come_from(eqn, body.half):
+      return _casts.in_half(eqn.replace(params=params), self.dtype)
+    if _products.moves(eqn) and _casts.come_from(eqn, body.half):
       body.half.update(eqn.outvars)
-      return self._in_half(eqn)
-    if _rules.is_guard(eqn):
+      return _casts.in_half(eqn, self.dtype)
+    if _derivatives.is_guard(eqn):
       self._guarded.update(eqn.outvars)
     scopes = self._search.scopes_in(eqn)
     if scopes is None:
@@ -239,27 +241,6 @@ class Rewriter:
       self.told.miss(eqn, body.jaxpr)
     return [eqn] if entered is None else entered
 
-  def _in_half(self, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """An equation between conversions, which leaves its variables as they are.
-
-    Values are narrowed for each use, even where one equation uses a value
-    twice: the cotangents of a shared copy would be added in half.
-    """
-    eqn = _jaxprs.marked(eqn, self.dtype)
-    before, after, inputs, outputs = [], [], [], []
-    for atom in eqn.invars:
-      inputs.append(atom)
-      if _is_float32(atom):
-        inputs[-1] = self._half_of(atom)
-        before.append(_cast(atom, inputs[-1], eqn))
-    for var in eqn.outvars:
-      outputs.append(self._half_of(var))
-      after.append(_cast(outputs[-1], var, eqn))
-    return [*before, eqn.replace(invars=inputs, outvars=outputs), *after]
-
-  def _half_of(self, atom: Any) -> Any:
-    return core.Var(atom.aval.update(dtype=self.dtype, weak_type=False))
-
   def _enter(
     self,
     place: _jaxprs.Place,
@@ -270,7 +251,12 @@ class Rewriter:
     """The equation with what it holds rewritten; None if that cannot be."""
     make = _rules.how_to_make(eqn)
     if make is not None:
-      if self._keeps_rule(eqn, place, paths):
+      # It stays as a whole: nothing tells which of its products is the
+      # derivative of which.
+      if self.kept.patterns:
+        is_kept = _named.is_any_in_rule(self.kept, eqn, place, paths)
+        self._decisions.append(is_kept)
+      if self.kept.patterns and is_kept:
         self.told.products += 1
         return [eqn]
       in_half = functools.partial(_call_in_rule, dtype=self.dtype, paths=paths)
@@ -297,46 +283,6 @@ class Rewriter:
 
     return [_jaxprs.with_jaxprs(eqn, replace)]
 
-  def _keeps_rule(
-    self,
-    eqn: core.JaxprEqn,
-    place: _jaxprs.Place,
-    paths: Sequence[_weights.Path],
-  ) -> bool:
-    """Whether a rule stays as it is since one of its products is named.
-
-    It stays as a whole: nothing tells which of its products is the derivative
-    of which.
-    """
-    if not self.kept.patterns:
-      return False
-    floats, seen = _rules.derivative_of(eqn)
-    self.kept.has_unseen |= seen is None
-    jaxprs = [(x, paths) for x in _products.jaxprs_to_search(eqn)]
-    if seen is not None:
-      jaxprs.append((seen, [*(paths[i] for i in floats), *paths]))
-    are_named = [self._keeps_any(x, place, names) for x, names in jaxprs]
-    self._decisions.append(any([self.kept.holds(place), *are_named]))
-    return self._decisions[-1]
-
-  def _keeps_any(
-    self,
-    jaxpr: core.Jaxpr,
-    place: _jaxprs.Place,
-    paths: Sequence[_weights.Path] = (),
-  ) -> bool:
-    """Whether a product in a jaxpr is named. It looks at all of them."""
-    found = []
-    weights = _weights.Weights(jaxpr.invars, paths)
-    for eqn in jaxpr.eqns:
-      weights.follow(eqn)
-      if _products.is_product(eqn):
-        named = _jaxprs.with_scope(eqn, weights.name_of_product(eqn))
-        found.append(self.kept.holds(place.at(named, jaxpr)))
-      inner = _products.jaxprs_to_search(eqn)
-      found += [self._keeps_any(x, place.at(eqn, jaxpr)) for x in inner]
-    return any(found)
-
   def _function(
     self,
     place: _jaxprs.Place,
@@ -344,34 +290,3 @@ class Rewriter:
     closed: _jaxprs.ClosedJaxpr,
   ) -> _rules.Function:
     return core.jaxpr_as_fun(self.rewrite(closed, place, (), paths)[0])
-
-
-def _is_float32(atom: Any) -> bool:
-  return getattr(atom.aval, "dtype", None) == jnp.float32
-
-
-def _come_from(eqn: core.JaxprEqn, half: set[Any]) -> bool:
-  """Whether there are float32 inputs, all of which are in the set."""
-  floats = [atom for atom in eqn.invars if _is_float32(atom)]
-  return bool(floats) and all(_jaxprs.is_one_of(atom, half) for atom in floats)
-
-
-def _cast(old: Any, new: Any, eqn: core.JaxprEqn) -> core.JaxprEqn:
-  """A conversion of a variable to another one, at the line of an equation."""
-  cast = _cast_to(new.aval.dtype)
-  # The product of two Python numbers' arrays is weakly typed, and stays so.
-  params = {**cast.params, "weak_type": new.aval.weak_type}
-  return eqn.replace(
-    invars=[old],
-    outvars=[new],
-    primitive=cast.primitive,
-    params={name: params[name] for name in cast.params},
-    effects=cast.effects,
-  )
-
-
-@functools.cache
-def _cast_to(dtype: Any) -> core.JaxprEqn:
-  cast = jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))
-  (eqn,) = cast(jax.ShapeDtypeStruct((), jnp.int8)).eqns
-  return eqn

@@ -52,7 +52,8 @@ def how_to_make(eqn: core.JaxprEqn) -> Make | None:
   return _OF_HIJAX.get(type(primitive).__name__)
 
 
-def _custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
+def custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
+  """Makes a function anew that has a ``custom_jvp``."""
   called = _body(eqn)
   if called is None:
     return None
@@ -63,7 +64,7 @@ def _custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     moved = [
       i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)
     ]
-    of_moved = _of_some(old, primals, moved)
+    of_moved = of_some(old, primals, moved)
     some = [primals[i] for i in moved], [tangents[i] for i in moved]
     return call(lambda: jax.jvp(of_moved, *some), primals)
 
@@ -71,7 +72,8 @@ def _custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   return fun
 
 
-def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
+def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
+  """Makes a function anew that has a ``custom_vjp``."""
   called = _body(eqn)
   # What the user's function closes over has no derivative.
   consts = _count_consts(eqn)
@@ -86,7 +88,7 @@ def _custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     i
     for i, atom in enumerate(eqn.invars)
     if i >= consts
-    and _is_inexact(atom)
+    and is_float(atom.aval)
     and not _jaxprs.is_one_of(atom, tools.guarded)
   }
   refused: list[set[int]] = []  # what moved, the first time
@@ -145,65 +147,13 @@ def _vjp(
   old: Function, values: Sequence[Any], chosen: set[int], call: Any
 ) -> tuple[Any, Any]:
   """What a function returns, and the residuals for the chosen arguments."""
-  of_chosen = _of_some(old, values, sorted(chosen))
+  of_chosen = of_some(old, values, sorted(chosen))
   some = [values[i] for i in sorted(chosen)]
   out, pull_back = call(lambda: jax.vjp(of_chosen, *some), values)
   # The backward pass is given arrays. In their structure it sees which of the
   # arguments were chosen.
   is_chosen = [0 if i in chosen else None for i in range(len(values))]
   return out, (pull_back, is_chosen)
-
-
-def derivative_of(eqn: core.JaxprEqn) -> tuple[list[int], core.Jaxpr | None]:
-  """The jaxpr of an equation and its derivatives, if it has them.
-
-  It is what a rule computes, each equation with the line of the rule.
-
-  Returns:
-    Which inputs of the equation are floats; and the jaxpr, of these and then of
-    all inputs.
-  """
-  floats = [i for i, atom in enumerate(eqn.invars) if _is_inexact(atom)]
-  avals = [atom.aval for atom in eqn.invars]
-
-  def loss(some: list[Any], args: tuple[Any, ...]) -> Any:
-    old = _jaxprs.function(_jaxprs.without_source(eqn))
-    outs = _of_some(old, args, floats)(*some)
-    return sum(jnp.sum(jnp.real(x)) for x in outs if _is_float(x))
-
-  try:
-    seen = jax.make_jaxpr(jax.grad(loss))([avals[i] for i in floats], avals)
-  except Exception:  # A rule may refuse, or need the axes of a mesh.
-    return floats, None
-  return floats, seen.jaxpr
-
-
-def hidden_derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-  """The same, of a rule that may have products where its function has none.
-
-  Functions with a ``custom_jvp`` that libraries bring are not asked: they are
-  ``relu`` and its like, or linear algebra. Nor are rules that see what moves:
-  they may refuse, and an older JAX then forgets what it has traced of them.
-  """
-  make = how_to_make(eqn)
-  if make is _custom_jvp and _jaxprs.is_rule_of_library(eqn):
-    return None
-  its_own = getattr(_jaxprs.hi_primitive(eqn), "symbolic_zeros", False)
-  sees_what_moves = eqn.params.get("symbolic_zeros", its_own)
-  may_be_asked = make in (_custom_jvp, _custom_vjp) and not sees_what_moves
-  return derivative_of(eqn)[1] if may_be_asked else None
-
-
-def is_guard(eqn: core.JaxprEqn) -> bool:
-  """Whether an equation returns what it is given, and has a rule of its own.
-
-  Such a rule is there to refuse a derivative: Equinox guards by it what its
-  rules are not to be asked for.
-  """
-  if how_to_make(eqn) is not _custom_jvp:
-    return False
-  held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
-  return bool(held) and not any(inner.jaxpr.eqns for inner in held)
 
 
 def _count_consts(eqn: core.JaxprEqn) -> int | None:
@@ -228,7 +178,7 @@ def _named_as(eqn: core.JaxprEqn, fun: Function) -> Function:
   return named
 
 
-def _of_some(
+def of_some(
   fun: Function, args: Sequence[Any], chosen: Sequence[int]
 ) -> Function:
   """The function of some of its arguments; the others stay as they are."""
@@ -242,11 +192,8 @@ def _of_some(
   return of_chosen
 
 
-def _is_inexact(atom: Any) -> bool:
-  return _is_float(atom.aval)
-
-
-def _is_float(array: Any) -> bool:
+def is_float(array: Any) -> bool:
+  """Whether an array, or its type, is one that has derivatives."""
   dtype = getattr(array, "dtype", jnp.int32)
   return jnp.issubdtype(dtype, jnp.inexact)
 
@@ -274,7 +221,7 @@ def _scan_of_hijax(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   def fun(*args: Any) -> list[Any]:
     # Its carry is kept in references, which are among the other arguments.
     def step(carry: tuple[()], slices: list[Any]) -> tuple[Any, Any]:
-      return carry, _of_some(body, args, sliced)(*slices)
+      return carry, of_some(body, args, sliced)(*slices)
 
     slices = [args[i] for i in sliced]
     return lax.scan(step, (), slices, length, reverse, unroll)[1]
@@ -291,12 +238,12 @@ def _attributes(eqn: core.JaxprEqn, *names: str) -> list[Any] | None:
 
 
 _RULES: dict[str, Make] = {
-  "custom_jvp_call": _custom_jvp,
-  "custom_vjp_call": _custom_vjp,
+  "custom_jvp_call": custom_jvp,
+  "custom_vjp_call": custom_vjp,
 }
 _OF_HIJAX: dict[str, Make] = {
-  "CustomJVPTraced": _custom_jvp,
-  "CustomVJPTraced": _custom_vjp,
+  "CustomJVPTraced": custom_jvp,
+  "CustomVJPTraced": custom_vjp,
   "RematTraced": _checkpoint_of_hijax,
   "Scan3": _scan_of_hijax,
 }

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax.extend import core
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale import _jaxprs
 
@@ -51,7 +50,10 @@ def paths_of(
   """
   owner = fun.__self__ if inspect.ismethod(fun) else fun  # may be a model
   for argument in [owner, *_in_order(fun, args, kwargs)]:
-    flat = jax.tree_util.tree_leaves_with_path(argument)
+    try:
+      flat = jax.tree_util.tree_leaves_with_path(argument)
+    except ValueError:  # Keys of several types have no order.
+      continue
     paths = {id(x): _names(path) for path, x in flat if _is_weight(path, x)}
     if paths:
       return paths
@@ -70,8 +72,8 @@ def _in_order(
 
 
 def _is_weight(path: Any, x: Any) -> bool:
-  is_array = isinstance(x, (jax.Array, np.ndarray))
-  return bool(path) and is_array and jnp.issubdtype(x.dtype, jnp.floating)
+  is_array = bool(path) and isinstance(x, jax.Array)
+  return is_array and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _names(path: Any) -> Path:

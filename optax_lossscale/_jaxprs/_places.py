@@ -6,7 +6,7 @@ import re
 from typing import Any, NamedTuple
 
 from jax.extend import core
-import numpy as np
+import jax.numpy as jnp
 
 from optax_lossscale._jaxprs._lines import Line, lines_of
 
@@ -44,7 +44,7 @@ class Place(NamedTuple):
   stack: str = ""
   lines: tuple[Line, ...] = ()
   path: tuple[str, ...] = ()
-  mark: np.dtype | None = None
+  mark: Any = None
 
   @property
   def scope(self) -> str:
@@ -149,16 +149,16 @@ def with_scope(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
   return eqn.replace(source_info=type(info)(info.traceback, stack))
 
 
-def marked(eqn: core.JaxprEqn, dtype: np.dtype) -> core.JaxprEqn:
+def marked(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
   """The equation, marked as one that `autocast` made for this dtype."""
   return with_scope(eqn, _Mark(f"{_MARK}{dtype}"))
 
 
-def _mark_of(eqn: core.JaxprEqn) -> np.dtype | None:
+def _mark_of(eqn: core.JaxprEqn) -> Any:
   scopes = getattr(eqn.source_info.name_stack, "stack", ())
   names = [getattr(scope, "name", None) for scope in scopes]
   marks = [name for name in names if isinstance(name, _Mark)]
-  return np.dtype(marks[-1].removeprefix(_MARK)) if marks else None
+  return jnp.dtype(marks[-1].removeprefix(_MARK)) if marks else None
 
 
 def _untransformed(part: str) -> str:

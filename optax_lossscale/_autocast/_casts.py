@@ -1,0 +1,65 @@
+"""Puts an equation between conversions to half precision and back."""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+
+from optax_lossscale import _jaxprs
+
+
+def in_half(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
+  """An equation between conversions, which leaves its variables as they are.
+
+  Values are narrowed for each use, even where one equation uses a value twice:
+  the cotangents of a shared copy would be added in half.
+  """
+  eqn = _jaxprs.marked(eqn, dtype)
+  before, after, inputs, outputs = [], [], [], []
+  for atom in eqn.invars:
+    inputs.append(atom)
+    if _is_float32(atom):
+      inputs[-1] = _half_of(atom, dtype)
+      before.append(_cast(atom, inputs[-1], eqn))
+  for var in eqn.outvars:
+    outputs.append(_half_of(var, dtype))
+    after.append(_cast(outputs[-1], var, eqn))
+  return [*before, eqn.replace(invars=inputs, outvars=outputs), *after]
+
+
+def come_from(eqn: core.JaxprEqn, half: set[Any]) -> bool:
+  """Whether there are float32 inputs, all of which are in the set."""
+  floats = [atom for atom in eqn.invars if _is_float32(atom)]
+  return bool(floats) and all(_jaxprs.is_one_of(atom, half) for atom in floats)
+
+
+def _is_float32(atom: Any) -> bool:
+  return getattr(atom.aval, "dtype", None) == jnp.float32
+
+
+def _half_of(atom: Any, dtype: Any) -> Any:
+  return core.Var(atom.aval.update(dtype=dtype, weak_type=False))
+
+
+def _cast(old: Any, new: Any, eqn: core.JaxprEqn) -> core.JaxprEqn:
+  """A conversion of a variable to another one, at the line of an equation."""
+  cast = _cast_to(new.aval.dtype)
+  # The product of two Python numbers' arrays is weakly typed, and stays so.
+  params = {**cast.params, "weak_type": new.aval.weak_type}
+  return eqn.replace(
+    invars=[old],
+    outvars=[new],
+    primitive=cast.primitive,
+    params={name: params[name] for name in cast.params},
+    effects=cast.effects,
+  )
+
+
+@functools.cache
+def _cast_to(dtype: Any) -> core.JaxprEqn:
+  cast = jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))
+  (eqn,) = cast(jax.ShapeDtypeStruct((), jnp.int8)).eqns
+  return eqn
