@@ -8,65 +8,52 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import (
-  _arrays,
-  _checks,
-  _memory,
-  _powers_of_two,
-  _search,
-  _state,
-)
+from optax_lossscale import _arrays, _checks, _powers_of_two, _search, _state
 from optax_lossscale._memory import HeadroomMemory
 from optax_lossscale._state import LossScaleState
 
-# In binades a step. Gradients that underflowed look smaller than they are, so
-# that a rise may go too far. It is limited, and the next step corrects it.
-_LARGEST_RISE = 8
-_LARGEST_DROP = 16
-
-# In steps that had gradients. An overflow costs less than 500 steps earn, so
-# that a NaN every 500 steps, which no scale prevents, costs no binade.
+# In binades. So far the scale rises at most, and falls if neither this step nor
+# the one before had gradients: one that underflowed looks smaller than it is.
+_STRIDE = 8
+# In steps with gradients: less than 500 earn, so that a NaN every 500 steps,
+# which no scale prevents, costs nothing.
 _COST_OF_OVERFLOW = 256
-# It halves with each 6 binades that the ceiling is below the evidence, so that
-# a ceiling that was learned from larger gradients is forgotten in time.
-_COST_OF_A_BINADE = 4096
-_BINADES_OF_A_PRICE = 6
-# In binades below the evidence.
-_DEEPEST_CEILING = 20
-_NO_CEILING = 128  # above the exponent of each scale
+_FIRST_TERM, _LONGEST_TERM = 8, 8192
+# The term halves with so many binades that the limit is below the evidence, so
+# that one which was learned from larger gradients is forgotten in time.
+_BINADES_OF_A_TERM = 6
+# So far below the evidence an overflow is none of the scale: one that holds all
+# with 16 of the 40 binades of float16 to spare is no lower.
+_DEEPEST = 24
+_NONE = 128  # above the exponent of each scale
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale:
   """Keeps the largest gradient of the last steps some binades below overflow.
 
-  As long as one scale holds all gradients with 16 binades to spare, at most
-  128 steps with gradients are lost in a row, or 512 if only every n-th step
-  has any (n up to 1,000) and the others are zeros or NaNs; long rows of such
-  steps shortly before may add up to 1,024.
+  The scale is a power of two, the lower of *evidence* and *limit*: the evidence
+  brings the largest of the last ``window`` maxima ``-target`` binades below the
+  top of ``dtype``, and the limit is halfway between the last scale that held
+  gradients and the lowest that has overflowed since, at most 8 binades above
+  the former. An overflow right after gradients lowers the limit by a binade,
+  or costs 256 credits if there are so many, of which each step with gradients
+  earns one; any other lowers it by 8, but none to further than 24 below the
+  evidence, where the scale is not the reason. A scale that failed is tried
+  again, one binade up, after a term of 8 steps with gradients: four times as
+  many after each failure, up to 8,192, and half as many after each success.
+  After 8 steps in a row without gradients, zeros or overflows, a search begins:
+  one step in 4 tries a scale out of the whole range, and one that of the
+  evidence; gradients that only these could see are the new evidence, and others
+  double the 8, up to 512. Before any gradients, zeros raise the scale by 8
+  binades each.
 
-  The scale is a power of two, the lower of evidence and ceiling. The evidence
-  brings the largest of the last ``window`` maxima ``-target`` binades below
-  the top of ``dtype``; a maximum is the largest magnitude among the unscaled
-  gradients of a step, and steps of zeros have none. The ceiling is what
-  overflows teach. A step with gradients earns a credit of 1, the first
-  overflow in a row costs 256, and if it cannot be paid, the ceiling is set a
-  binade below the scale. A credit of 4,096 raises it again by one (2,048,
-  1,024 or 512 if it is 6, 12 or 18 below the evidence); a step within a
-  binade of overflow empties the credit. An overflow 20 binades below the
-  evidence takes the ceiling away, since the scale is not the reason, and so
-  does evidence that rises so far above it. For the moment, overflows in a row
-  lower the scale by 1, 2, 4, 8 and then 16 binades each; it rises by at most
-  8 a step.
-
-  A step of zeros or an overflow is quiet: it brings no gradients, and the
-  scale may be the reason. After 48 quiet steps in a row, and four times as
-  many as came between gradients on average (at most 1,024), the search
-  begins: one step in 4, picked by a hash, tries one of the scales 16 binades
-  apart over the whole range. Gradients that come during the search are the
-  new evidence, and the only one. Before there was any, zeros raise the scale;
-  an overflow begins the search at once, and each of its steps is a guess, one
-  in 4 of them ``init_scale``.
+  In 10,000 random runs, and in those that a search for worse ones tried, at
+  most DENSE steps with gradients were lost in a row where each step has some,
+  and SPARSE where they come seldom, as long as one scale holds all of them with
+  16 binades to spare (``benchmarks/policies/adversary.py``). Most gradients may
+  be lost where most steps are NaN, and those that overflow less often than once
+  in 256 steps are lost for ever.
 
   Values on the way to the gradients may be larger than these, and only
   overflows teach the policy of them.
@@ -127,10 +114,12 @@ class HeadroomLossScale:
     return _state.initial_state(
       self.init_scale,
       memory=HeadroomMemory(
-        ceiling=jnp.full((), _NO_CEILING, jnp.int32),
+        safe=_exponent(self.init_scale),
+        fail=jnp.full((), _NONE, jnp.int32),
         credit=jnp.zeros((), jnp.int32),
+        term=jnp.full((), _FIRST_TERM, jnp.int32),
         quiet_count=jnp.zeros((), jnp.int32),
-        patience=jnp.zeros((), jnp.int32),
+        wait=jnp.full((), _search.SHORTEST_WAIT, jnp.int32),
         amax_window=jnp.zeros((int(self.window),), jnp.float32),
       ),
     )
@@ -149,30 +138,17 @@ class HeadroomLossScale:
       ValueError: if the state is one of another policy.
     """
     amax = _as_amax(grads_amax)
-    # An earlier version had as many fields, with a number in this place.
-    window = getattr(state.memory, "amax_window", 0)
-    _state.check_memory(self, state, HeadroomMemory, fits=jnp.ndim(window) == 1)
+    _state.check_memory(self, state, HeadroomMemory)
     after = _state.record_step(state, grads_finite)
-    finite, in_a_row = after.last_finite, after.notfinite_count
+    finite = after.last_finite
     has_grads = finite & (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
-    was_guess, _ = self._guess(state.memory)
-    memory = _arrays.select(
-      has_grads,
-      self._after_grads(state, amax),
-      self._after_quiet(state, in_a_row, was_guess),
-    )
-
-    highest = self._highest(memory)
-    # The scale of a guess that found nothing says nothing of the next.
-    failed = was_guess & ~has_grads
-    exponent = _powers_of_two.floor_log2(state.loss_scale)
-    exponent = jnp.where(failed, highest, exponent)
-    drop = jnp.minimum(1 << jnp.minimum(in_a_row - 1, 8), _LARGEST_DROP)
-    limit = exponent + jnp.where(finite, _LARGEST_RISE, -drop)
+    grads, zeros = self._after_grads(state, amax), self._after_zeros(state)
+    overflow = self._after_overflow(state, after.notfinite_count)
+    memory = _arrays.select(finite, zeros, overflow)
+    memory = _arrays.select(has_grads, grads, memory)
     is_guess, guess = self._guess(memory)
-    new = jnp.where(is_guess, guess, jnp.minimum(highest, limit))
-
-    scale = _powers_of_two.power_of_two(jnp.clip(new, *self._bounds()))
+    exponent = jnp.where(is_guess, guess, self._usual(memory))
+    scale = _powers_of_two.power_of_two(exponent)
     moved = scale != state.loss_scale
     return after._replace(
       loss_scale=scale,
@@ -184,98 +160,130 @@ class HeadroomLossScale:
     self, state: LossScaleState, amax: jax.Array
   ) -> HeadroomMemory:
     """The memory after a finite step whose gradients were not all zero."""
-    memory = state.memory
-    is_new = _memory.is_searching(memory) | ~_memory.has_evidence(memory)
+    memory, exponent = state.memory, _exponent(state.loss_scale)
+    was_guess, _ = self._guess(memory)
+    usual = amax * _powers_of_two.power_of_two(self._usual(memory))
+    is_new = was_guess & ((usual > self._top()) | (usual < self._bottom()))
     older = jnp.where(is_new, 0, memory.amax_window[:-1])
     window = jnp.concatenate([amax[None], older])
 
+    over = jnp.maximum(exponent, self._lowest(window))
+    fail = jnp.where(is_new | (memory.fail <= over), _NONE, memory.fail)
     was_close = amax * state.loss_scale > self._top() / 2
     credit = jnp.where(was_close, 0, memory.credit + 1)
-    evidence = self._evidence(window)
-    below = jnp.maximum(evidence - memory.ceiling, 0)
-    price = _COST_OF_A_BINADE >> (below // _BINADES_OF_A_PRICE)
-    bought = (memory.ceiling < _NO_CEILING) & (credit >= price)
-    ceiling = memory.ceiling + bought.astype(jnp.int32)
-    is_old = is_new | (evidence - ceiling > self._deepest())
+    below = jnp.maximum(self._evidence(window) - _limit(exponent, fail), 0)
+    is_due = credit >= memory.term >> (below // _BINADES_OF_A_TERM)
+    is_due &= (below > 0) & (fail < _NONE)
+    shorter = jnp.maximum(memory.term // 2, 1)
     return HeadroomMemory(
-      ceiling=jnp.where(is_old, _NO_CEILING, ceiling),
-      credit=jnp.where(bought, 0, jnp.minimum(credit, _COST_OF_A_BINADE)),
+      safe=exponent,
+      fail=fail + is_due.astype(jnp.int32),
+      credit=jnp.where(is_due, 0, jnp.minimum(credit, _LONGEST_TERM)),
+      term=jnp.where(is_due, shorter, memory.term),
       quiet_count=jnp.zeros((), jnp.int32),
-      patience=_search.patience_after(memory.patience, memory.quiet_count),
+      wait=_search.wait_after(memory.wait, memory.quiet_count, ~is_new),
       amax_window=window,
     )
 
-  def _after_quiet(
-    self, state: LossScaleState, in_a_row: jax.Array, was_guess: jax.Array
-  ) -> HeadroomMemory:
-    """The memory after a step of zeros, or one that was not finite."""
-    memory = state.memory
-    has_evidence = _memory.has_evidence(memory)
-    evidence = self._evidence(memory.amax_window)
-    costs = (in_a_row == 1) & has_evidence & ~was_guess
-    left = memory.credit - _COST_OF_OVERFLOW
-    lower = jnp.minimum(evidence, memory.ceiling) - 1
-    ceiling = jnp.where(costs & (left < 0), lower, memory.ceiling)
-    exponent = _powers_of_two.floor_log2(state.loss_scale)
-    is_lowest = exponent <= self._bounds()[0]
-    is_hopeless = is_lowest | (evidence - exponent >= self._deepest())
-    is_hopeless &= (in_a_row > 0) & has_evidence
-    quiet = optax.safe_increment(memory.quiet_count)
-    # Without evidence there is nothing to wait for.
-    begins = (in_a_row > 0) & ~has_evidence
+  def _after_zeros(self, state: LossScaleState) -> HeadroomMemory:
+    """The memory after a finite step without gradients."""
+    memory, window = state.memory, state.memory.amax_window
+    has_evidence = jnp.max(window) > 0
+    is_over = ~has_evidence | (memory.fail <= self._lowest(window))
+    # Before any gradients, zeros raise the scale by a stride.
+    tried = jnp.maximum(memory.safe, _exponent(state.loss_scale))
+    highest = jnp.where(has_evidence, self._evidence(window), tried)
     return memory._replace(
-      ceiling=jnp.where(is_hopeless, _NO_CEILING, ceiling),
-      credit=jnp.where(costs, jnp.maximum(left, 0), memory.credit),
-      quiet_count=jnp.where(
-        begins, jnp.maximum(quiet, _search.QUIET_TO_SEARCH), quiet
-      ),
+      safe=jnp.where(is_over, highest, memory.safe),
+      fail=jnp.where(is_over, _NONE, memory.fail),
+      quiet_count=optax.safe_increment(memory.quiet_count),
+    )
+
+  def _after_overflow(
+    self, state: LossScaleState, in_a_row: jax.Array
+  ) -> HeadroomMemory:
+    """The memory after a step that was not finite."""
+    memory, exponent = state.memory, _exponent(state.loss_scale)
+    follows_grads = memory.quiet_count == 0
+    left = memory.credit - _COST_OF_OVERFLOW
+    forgiven = memory._replace(credit=left)
+    # Halfway between the two is the exponent less the drop, or the lowest.
+    drop = jnp.where(follows_grads, 1, _STRIDE)
+    safe = jnp.minimum(memory.safe, exponent - 2 * drop)
+    lowest = self._lowest(memory.amax_window)
+    longer = jnp.minimum(4 * memory.term, _LONGEST_TERM)
+    failed = memory._replace(
+      safe=jnp.maximum(safe, 2 * lowest - exponent),
+      fail=jnp.minimum(memory.fail, exponent),
+      credit=jnp.zeros((), jnp.int32),
+      term=jnp.where(in_a_row == 1, longer, memory.term),
+    )
+    was_guess, _ = self._guess(memory)
+    learned = _arrays.select(follows_grads & (left >= 0), forgiven, failed)
+    return _arrays.select(was_guess, memory, learned)._replace(
+      quiet_count=optax.safe_increment(memory.quiet_count)
     )
 
   def _guess(self, memory: HeadroomMemory) -> tuple[jax.Array, jax.Array]:
     """Whether the next step is a guess, and the exponent of its scale."""
-    is_guess, guess = _search.next_guess(
-      memory.quiet_count,
-      _memory.has_evidence(memory),
-      _powers_of_two.floor_log2(_arrays.cast(self.init_scale, jnp.float32)),
-      self._bounds(),
-    )
-    return _memory.is_searching(memory) & is_guess, guess
+    has_evidence = jnp.max(memory.amax_window) > 0
+    evidence = self._evidence(memory.amax_window)
+    best = jnp.where(has_evidence, evidence, _exponent(self.init_scale))
+    step = memory.quiet_count - memory.wait
+    return _search.next_guess(step, best, self._bounds())
 
-  def _deepest(self) -> jax.Array:
-    """How far below the evidence a scale may be the reason of an overflow."""
-    # No further than where the largest maximum would be subnormal.
+  def _usual(self, memory: HeadroomMemory) -> jax.Array:
+    """The exponent of the next scale, if it is no guess."""
+    evidence = self._evidence(memory.amax_window)
+    limit = _limit(memory.safe, memory.fail)
+    return jnp.clip(jnp.minimum(evidence, limit), *self._bounds())
+
+  def _lowest(self, window: jax.Array) -> jax.Array:
+    """The exponent at which the scale is no reason for an overflow any more."""
+    # No lower than where the largest maximum would be subnormal.
     info = jnp.finfo(self.dtype)
-    normal = info.maxexp - info.minexp + _arrays.cast(self.target, jnp.int32)
-    return jnp.minimum(_DEEPEST_CEILING, normal)
-
-  def _highest(self, memory: HeadroomMemory) -> jax.Array:
-    """The exponent of the scale that evidence and ceiling allow."""
-    evidence = jnp.where(
-      _memory.has_evidence(memory),
-      self._evidence(memory.amax_window),
-      self._bounds()[1],
+    normal = (
+      info.maxexp - 1 - info.minexp + _arrays.cast(self.target, jnp.int32)
     )
-    return jnp.minimum(evidence, memory.ceiling)
+    deepest = self._evidence(window) - jnp.minimum(_DEEPEST, normal)
+    low, _ = self._bounds()
+    return jnp.where(jnp.max(window) > 0, jnp.maximum(deepest, low), low - 1)
 
   def _evidence(self, window: jax.Array) -> jax.Array:
-    """The exponent of the scale that the gradients ask for, within bounds."""
+    """The exponent of the scale that these maxima ask for, within bounds."""
     top_mantissa, top_exponent = math.frexp(self._top())
-    mantissa, exponent = jnp.frexp(jnp.max(window))
+    largest = jnp.max(window)
+    mantissa, exponent = jnp.frexp(largest)
     best = top_exponent + _arrays.cast(self.target, jnp.int32) - exponent
     best -= (mantissa > top_mantissa).astype(jnp.int32)
-    return jnp.clip(best, *self._bounds())
+    return jnp.clip(jnp.where(largest > 0, best, _NONE), *self._bounds())
 
   def _top(self) -> float:
     """The largest number of the backward pass, as far as float32 goes."""
     return min(float(jnp.finfo(self.dtype).max), _arrays.FLOAT32_MAX)
+
+  def _bottom(self) -> float:
+    """The smallest number above zero of the backward pass, likewise."""
+    smallest = float(jnp.finfo(self.dtype).smallest_subnormal)
+    return max(smallest, _arrays.FLOAT32_TINY)
 
   def _bounds(self) -> tuple[jax.Array, jax.Array]:
     """The exponents of the lowest and of the highest scale."""
     # Traced bounds need not be powers of two. The scale is one between them.
     return (
       _powers_of_two.ceil_log2(_arrays.cast(self.min_scale, jnp.float32)),
-      _powers_of_two.floor_log2(_arrays.cast(self.max_scale, jnp.float32)),
+      _exponent(self.max_scale),
     )
+
+
+def _exponent(scale: jax.typing.ArrayLike) -> jax.Array:
+  """That of the largest power of two that is not above the scale."""
+  return _powers_of_two.floor_log2(_arrays.cast(scale, jnp.float32))
+
+
+def _limit(safe: jax.Array, fail: jax.Array) -> jax.Array:
+  """The exponent halfway between, and at most a stride above the lower."""
+  return safe + jnp.minimum((fail - safe) // 2, _STRIDE)
 
 
 def _as_amax(grads_amax: jax.typing.ArrayLike | None) -> jax.Array:

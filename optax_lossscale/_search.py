@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 
 # In steps that brought no gradients.
-QUIET_TO_SEARCH = 48
-_LONGEST_PATIENCE = 1024
-# Once there were gradients, so many steps of a search hold one guess.
+SHORTEST_WAIT, _LONGEST_WAIT = 8, 512
+# Of so many steps of a search, one is a guess, and one at the evidence.
 _STEPS_OF_A_GUESS = 4
 # float16 holds a gradient at 40 scales in a row: at two guesses or three.
 _STRIDE = 16
@@ -16,42 +15,42 @@ _STRIDE = 16
 _IN_ORDER = 16
 
 
-def is_on(quiet_count: jax.Array, patience: jax.Array) -> jax.Array:
-  """Whether quiet steps in a row are so many that the search is on."""
-  return quiet_count >= QUIET_TO_SEARCH + patience
+def wait_after(
+  wait: jax.Array, quiet_count: jax.Array, was_in_vain: jax.Array
+) -> jax.Array:
+  """How long to wait for a search, after gradients that came.
 
-
-def patience_after(patience: jax.Array, quiet_count: jax.Array) -> jax.Array:
-  """The patience after gradients that came after so many quiet steps."""
-  # Four times a mean to which each row adds a sixteenth.
-  longer = patience - patience // 16 + quiet_count // 4
-  return jnp.minimum(longer, _LONGEST_PATIENCE)
+  Args:
+    wait: how many quiet steps there were to wait for.
+    quiet_count: how many came before these gradients.
+    was_in_vain: whether they would have been seen without a search.
+  """
+  longer = jnp.minimum(2 * wait, _LONGEST_WAIT)
+  shorter = jnp.maximum(wait - wait // 8, SHORTEST_WAIT)
+  after_search = jnp.where(was_in_vain, longer, wait)
+  without = jnp.where(quiet_count == 0, shorter, wait)
+  return jnp.where(quiet_count >= wait, after_search, without)
 
 
 def next_guess(
-  quiet_count: jax.Array,
-  has_evidence: jax.Array,
-  first: jax.Array,
+  step: jax.Array,
+  best: jax.Array,
   bounds: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-  """Whether the next step of a search is a guess, and its exponent.
+  """Whether the next step is a guess, and its exponent.
 
   Args:
-    quiet_count: quiet steps in a row.
-    has_evidence: whether there were gradients before.
-    first: the exponent to try most often if there were none.
+    step: the number of the step in the search, which is off below zero.
+    best: the exponent that the last gradients ask for.
     bounds: the exponents of the lowest and of the highest scale.
   """
   low, high = bounds
-  block = quiet_count // _STEPS_OF_A_GUESS
-  is_turn = _hash(block) % _STEPS_OF_A_GUESS == quiet_count % _STEPS_OF_A_GUESS
-  number = jnp.where(has_evidence, block, quiet_count)
-  shift = _hash(number // _IN_ORDER + (1 << 19))
-  count = (high - low) // _STRIDE + 1
-  guess = low + _STRIDE * ((number + shift) % count)
-  return is_turn | ~has_evidence, jnp.where(
-    is_turn & ~has_evidence, first, guess
-  )
+  block = step // _STEPS_OF_A_GUESS
+  turn = (_hash(block) + step) % _STEPS_OF_A_GUESS
+  shift = _hash(block // _IN_ORDER + (1 << 19))
+  guess = low + _STRIDE * ((block + shift) % ((high - low) // _STRIDE + 1))
+  is_guess = (step >= 0) & (turn % 2 == 0)
+  return is_guess, jnp.where(turn == 0, guess, best)
 
 
 def _hash(x: jax.Array) -> jax.Array:

@@ -60,7 +60,7 @@ def test_a_nan_at_first_hides_no_gradients_of_every_244th_step():
 
 def test_spikes_of_20_binades_cost_one_step_for_each_binade_to_learn():
   runs = np.array([spikes(20, every) for every in range(9, 61)])
-  assert max(count_lost(runs)) <= 16
+  assert max(count_lost(runs)) <= 17
 
 
 def test_if_no_scale_holds_spikes_and_the_rest_only_the_spikes_are_lost():
@@ -113,18 +113,18 @@ def test_each_guess_is_tried_before_512_gradients_of_every_nth_step_are_lost(
   periods,
 ):
   for every in periods:
-    for patience in (0, min(4 * every + 15, 1024)):
-      quiet = np.arange(1, 513, dtype=np.uint64) * every - 1
-      is_turn, guess = policy_models.guess_at(quiet, True, 10)
-      is_turn &= quiet >= 48 + patience
-      assert set(guess[is_turn].tolist()) == set(range(10)), every
+    for wait in (8, min(2 * every, 512)):
+      quiet = np.arange(1, 513, dtype=np.int64) * every - 1
+      steps = (quiet - wait)[quiet >= wait].astype(np.uint64)
+      turn, guess = policy_models.guess_at(steps, 10)
+      assert set(guess[turn == 0].tolist()) == set(range(10)), every
 
 
-def test_each_guess_is_tried_within_80_steps_of_the_search():
-  quiet = np.arange(48, 48 + 1024 + 80, dtype=np.uint64)
-  is_turn, guess = policy_models.guess_at(quiet, True, 10)
+def test_each_guess_is_tried_in_the_first_40_steps_of_a_search_and_in_any_80():
+  turn, guess = policy_models.guess_at(np.arange(1104, dtype=np.uint64), 10)
+  assert set(guess[:40][turn[:40] == 0].tolist()) == set(range(10))
   for start in range(1024):
-    tried = guess[start : start + 80][is_turn[start : start + 80]]
+    tried = guess[start : start + 80][turn[start : start + 80] == 0]
     assert set(tried.tolist()) == set(range(10)), start
 
 
