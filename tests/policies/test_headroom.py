@@ -818,6 +818,17 @@ def test_under_vmap_each_member_has_a_scale_of_its_own():
     assert same_bits(jax.tree.map(lambda x: x[i], together), alone)  # noqa: B023
 
 
+def test_long_runs_under_vmap_are_those_of_each_alone():
+  runs = np.random.default_rng(0).choice(
+    [2.0**-14] * 9 + [0.0, np.inf, 2.0**-30, 2.0**4], size=(4, 600)
+  )
+  finite, amaxes = np.isfinite(runs), np.float32(runs)
+  together = jax.vmap(lambda f, a: scan(POLICY, f, a))(finite, amaxes)
+  for i in range(4):
+    alone = scan(POLICY, finite[i], amaxes[i])
+    assert same_bits(jax.tree.map(lambda x: x[i], together), alone)  # noqa: B023
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_jit_moves_the_scale_as_one_device_does(kind):
   step, opt_state = make_step(POLICY)
