@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _arrays, _checks, _powers_of_two, _search, _state
-from optax_lossscale._memory import HeadroomMemory
+from optax_lossscale import _arrays, _checks, _state
+from optax_lossscale._policies import _powers_of_two, _search
+from optax_lossscale._policies._memory import HeadroomMemory
 from optax_lossscale._state import LossScaleState
 
 # In binades. So far the scale rises at most, and falls if neither this step nor
@@ -174,12 +175,11 @@ class HeadroomLossScale:
     below = jnp.maximum(self._evidence(window) - _limit(exponent, fail), 0)
     is_due = credit >= memory.term >> (below // _BINADES_OF_A_TERM)
     is_due &= (below > 0) & (fail < _NONE)
-    shorter = jnp.maximum(memory.term // 2, 1)
     return HeadroomMemory(
       safe=exponent,
       fail=fail + is_due.astype(jnp.int32),
       credit=jnp.where(is_due, 0, jnp.minimum(credit, _LONGEST_TERM)),
-      term=jnp.where(is_due, shorter, memory.term),
+      term=jnp.where(is_due, jnp.maximum(memory.term // 2, 1), memory.term),
       quiet_count=jnp.zeros((), jnp.int32),
       wait=_search.wait_after(memory.wait, memory.quiet_count, ~is_new),
       amax_window=window,
