@@ -26,9 +26,10 @@ JAX_NIGHTLY_OPTIONS ?=
 # neither gradient nor vmap in JAX 0.12 itself: tests that need them say so where
 # they stand, and are skipped with this flag alone.
 JAX_FLAGS ?= JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_SCAN3=1
-CORE = _arrays _checks _powers_of_two _jaxprs._equations _jaxprs._loops \
+CORE = _arrays _checks _jaxprs._equations _jaxprs._loops \
   _grads _state _axes \
-  _measurement _loss _scaling _search _memory _headroom _policies _select _updates \
+  _policies._powers_of_two _policies._search _policies._headroom _policies._plain \
+  _policies._named _measurement _loss _scaling _select _updates \
   _wrapper
 # Folders of which a random sample of mutants is tried.
 SAMPLED = _autocast diagnostics

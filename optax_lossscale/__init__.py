@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from optax_lossscale._autocast import autocast, keep_float32
 from optax_lossscale._grads import all_finite
-from optax_lossscale._headroom import HeadroomLossScale
-from optax_lossscale._memory import HeadroomMemory
 from optax_lossscale._monitoring import (
   loss_scale_metrics,
   LossScaleError,
@@ -17,6 +15,8 @@ from optax_lossscale._policies import (
   DynamicLossScale,
   DynamicMemory,
   FixedLossScale,
+  HeadroomLossScale,
+  HeadroomMemory,
   LossScalePolicy,
 )
 from optax_lossscale._scaling import (

@@ -11,7 +11,6 @@ from optax_lossscale import (
   _causes,
   _checks,
   _policies,
-  _powers_of_two,
   _state,
 )
 
@@ -62,7 +61,7 @@ def loss_scale_metrics(
   metrics = _state.get_loss_scale_state(tree)._asdict()
   del metrics["memory"]
   scale, was_skipped = metrics["loss_scale"], ~metrics["last_finite"]
-  metrics["log2_loss_scale"] = _powers_of_two.log2(scale)
+  metrics["log2_loss_scale"] = _policies.log2(scale)
   metrics["skipped"] = _as_float32(was_skipped)
   if steps is not None:
     _checks.check_number("steps", steps, 0, 2**63 - 1, integer=True)

@@ -193,11 +193,9 @@ def record_step(
   )
 
 
-def check_memory(
-  policy: Any, state: LossScaleState, kind: type, *, fits: bool = True
-) -> None:
+def check_memory(policy: Any, state: LossScaleState, kind: type) -> None:
   """Raises unless the memory of the state is that of the policy."""
-  if not (isinstance(state.memory, kind) and fits):
+  if not isinstance(state.memory, kind):
     raise ValueError(
       f"state.memory must be that of a {type(policy).__name__}, a"
       f" {kind.__name__}, got {type(state.memory).__name__} of another policy,"

@@ -1,6 +1,6 @@
 """Mutation testing: breaks the package in one place after another.
 
-    python tools/mutants.py _policies
+    python tools/mutants.py _policies._plain
     python tools/mutants.py _autocast --sample 200 --seed 0
 
 cosmic-ray exchanges operators, numbers, conditions and decorators of a module,
@@ -50,7 +50,7 @@ TESTS = {
     "interop/errors",
     "interop/writing",
   ],
-  "_powers_of_two": ["core/state", "policies/headroom"],
+  "_policies._powers_of_two": ["core/state", "policies/headroom"],
   "_jaxprs._equations": [
     "core/select",
     "core/select_types",
@@ -95,16 +95,20 @@ TESTS = {
     "frameworks/flax_nnx",
     "core/wrapper",
   ],
-  "_policies": [
+  "_policies._plain": [
     "core/input",
     "policies/dynamic",
     "policies/random_programs",
     "core/state",
     "policies/headroom",
   ],
-  "_memory": ["policies/headroom", "policies/starving"],
-  "_search": ["policies/headroom", "policies/starving"],
-  "_headroom": ["policies/headroom", "policies/starving", "core/input"],
+  "_policies._named": ["core/input", "policies/dynamic", "policies/headroom"],
+  "_policies._search": ["policies/headroom", "policies/starving"],
+  "_policies._headroom": [
+    "policies/headroom",
+    "policies/starving",
+    "core/input",
+  ],
   "_select": [
     "core/select",
     "core/select_types",
@@ -207,9 +211,7 @@ FOREIGN = 100  # the status if the tests import another copy
 def main():
   """Tries the mutants of a module or folder and prints what became of them."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument(
-    "name", help="such as _policies, _jaxprs._loops, _autocast"
-  )
+  parser.add_argument("name", help="such as _select, _jaxprs._loops, _autocast")
   parser.add_argument("--sample", type=int, help="try so many, drawn at random")
   parser.add_argument("--seed", type=int, default=0, help="of the sample")
   parser.add_argument("--minutes", type=float, help="begin none after so many")

@@ -1,21 +1,33 @@
-"""A search for gradients on which a policy starves, beside the dynamic rule.
+"""Gradients on which a policy starves: random ones, and a search for the worst.
 
 Draws runs at random: half of them are periodic mixtures, whose spikes, NaNs and
 gradients come in every so many steps; in the other half they come by chance.
-Writes its part of policies.json, and prints its table of README.md.
+The search mutates those of genomes.py, keeps the worst, and begins again, for
+so many seconds in each category. Both write their part of policies.json, and
+print it for README.md.
 
   python benchmarks/policies/adversary.py  # 10,000 runs; some minutes
+  python benchmarks/policies/adversary.py search  # a minute a category
+  python benchmarks/policies/adversary.py search 60 "headroom, target -1"
 """
 
 import json
 import pathlib
+import sys
+import time
+from typing import NamedTuple
 
+import genomes
 import numpy as np
 import policies
 
 import optax_lossscale as ols
 
 RUNS, STEPS, AT_ONCE = 10_000, 4_000, 500
+# The search: how many genomes at once, of which so many are kept, three at most
+# that lose as many steps in a row.
+POPULATION, KEPT, ALIKE = 256, 48, 3
+FILE = pathlib.Path(__file__).parent / "policies.json"
 POLICIES = {
   "dynamic": ols.DynamicLossScale(),
   "headroom": ols.HeadroomLossScale(),
@@ -23,6 +35,27 @@ POLICIES = {
 
 
 def main():
+  name, *options = sys.argv[1:] or ["random"]
+  if name == "random":
+    write("adversary", draw_runs())
+  elif name == "search":
+    seconds = float(options[0]) if options else 60
+    found = find_worst_of_all(seconds, options[1:] or POLICIES)
+    if options:
+      print(json.dumps(found, indent=1))
+    else:
+      write("search", found)
+
+
+def write(part, found):
+  results = json.loads(FILE.read_text())
+  results[part] = found
+  FILE.write_text(json.dumps(results, indent=1) + "\n")
+  print(json.dumps(found, indent=1))
+
+
+def draw_runs():
+  """What each policy loses of random runs."""
   rng = np.random.default_rng(0)
   found = {name: [] for name in POLICIES}
   for _ in range(RUNS // AT_ONCE):
@@ -30,14 +63,84 @@ def main():
     for name, policy in POLICIES.items():
       found[name].append(measure(policy, runs))
   found = {name: np.concatenate(x, axis=1) for name, x in found.items()}
-  file = pathlib.Path(__file__).parent / "policies.json"
-  results = json.loads(file.read_text())
-  results["adversary"] = {name: summarize(*x) for name, x in found.items()}
-  results["adversary"]["headroom"]["runs_worse_than_dynamic"] = int(
+  results = {name: summarize(*x) for name, x in found.items()}
+  results["headroom"]["runs_worse_than_dynamic"] = int(
     (found["headroom"][0] > found["dynamic"][0]).sum()
   )
-  file.write_text(json.dumps(results, indent=1) + "\n")
-  print(json.dumps(results["adversary"], indent=1))
+  return results
+
+
+class Find(NamedTuple):
+  """A genome, and what a policy lost of it."""
+
+  longest_row: int
+  lost_share: float
+  genome: genomes.Genome
+
+
+def find_worst_of_all(seconds, names):
+  """For each category and policy the worst find, and what others make of it."""
+  found = {}
+  for category in genomes.CATEGORIES:
+    found[category] = {}
+    for name in names:
+      worst, tried = find_worst(policies.POLICIES[name], category, seconds)
+      others = {
+        other: measure_genomes(policies.POLICIES[other], category, worst[:1])[0]
+        for other in POLICIES
+      }
+      found[category][name] = {
+        "tried": tried,
+        "longest_row": worst[0].longest_row,
+        "lost_share": round(worst[0].lost_share, 3),
+        "longest_row_by": {x: find.longest_row for x, find in others.items()},
+        "genome": worst[0].genome,
+      }
+      print(category, name, found[category][name], file=sys.stderr)
+  return found
+
+
+def find_worst(policy, category, seconds, seed=0):
+  """The finds that lose most steps in a row, and how many genomes were tried.
+
+  The genomes do not depend on how fast the machine is, but how many there are.
+  """
+  rng, kind = np.random.default_rng(seed), genomes.CATEGORIES[category]
+  end, worst, tried = time.monotonic() + seconds, [], 0
+  while not worst or time.monotonic() < end:
+    new = [genomes.draw(rng, kind) for _ in range(POPULATION // 4)]
+    while len(new) < POPULATION:
+      # The worst most often, and random ones the first time.
+      parents = [x.genome for x in worst] or new
+      parent = parents[int(len(parents) * rng.random() ** 2)]
+      new.append(genomes.mutate(rng, parent, kind))
+    worst = keep_worst(worst + measure_genomes(policy, category, new))
+    tried += len(new)
+  return worst, tried
+
+
+def keep_worst(finds):
+  finds = sorted(finds, key=lambda x: (-x.longest_row, -x.lost_share))
+  kept, alike = [], {}
+  for find in finds:
+    alike[find.longest_row] = alike.get(find.longest_row, 0) + 1
+    if alike[find.longest_row] <= ALIKE:
+      kept.append(find)
+  return kept[:KEPT]
+
+
+def measure_genomes(policy, category, found):
+  """What a policy loses of genomes, or of the genomes of finds."""
+  found = [x.genome if isinstance(x, Find) else x for x in found]
+  kind = genomes.CATEGORIES[category]
+  runs = np.stack([genomes.render(genome, kind) for genome in found])
+  hidden = [genome.hidden for genome in found]
+  lost, rows, informative = measure(policy, runs, hidden)
+  shares = lost / np.maximum(informative, 1)
+  return [
+    Find(int(row), float(share), genome)
+    for row, share, genome in zip(rows, shares, found, strict=True)
+  ]
 
 
 def make_runs(rng, count, steps):
@@ -88,13 +191,14 @@ def by_chance(rng, period, steps):
   return rng.random(steps) < 1 / period
 
 
-def measure(policy, runs):
+def measure(policy, runs, on_the_way=0):
   """How many informative steps each run lost, in all and in a row, of how many.
 
   Returns:
     An array of shape (3, run).
   """
-  _, finite, held = policies.simulate_one(policy, policies.Process(runs))
+  on_the_way = np.broadcast_to(on_the_way, len(runs))
+  _, finite, held = policies.simulate_all(policy, runs, on_the_way)
   informative = np.isfinite(runs)
   lost = informative & ~(finite & held)
   rows = longest_rows(lost, informative)

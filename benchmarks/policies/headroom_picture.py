@@ -25,30 +25,32 @@ def main():
 def make_gradients():
   """Binary logarithms of the largest gradients; -inf where all are zero."""
   log2_amax = np.full(STEPS, -np.inf)
-  at = np.arange(8, STEPS, 8)
+  at = np.arange(4, STEPS, 8)
   log2_amax[at] = np.random.default_rng(0).normal(-14, 0.5, at.size)
-  log2_amax[80::80] += 7
+  log2_amax[84::80] += 7
   return log2_amax
 
 
 def record(log2_amax):
-  """Each step's scale, evidence and ceiling in binades, and if it was lost."""
+  """Each step's scale, evidence and limit in binades, and if it was lost."""
   policy = ols.HeadroomLossScale()
 
   def step(state, amax):
     held = amax * state.loss_scale
     finite = held < 65520  # From there on float16 rounds to inf.
     after = policy.adjust(state, finite, grads_amax=amax)
-    window, ceiling = after.memory.amax_window, after.memory.ceiling
+    window, safe, fail = after.memory.amax_window, *after.memory[:2]
     evidence = jnp.floor(jnp.log2(65504 / jnp.max(window))) + policy.target
+    # 128 if nothing has failed.
+    limit = jnp.where(fail == 128, fail, (safe + fail) // 2)
     log2_scale = jnp.log2(state.loss_scale)
-    return after, (log2_scale, evidence, ceiling, ~finite)
+    return after, (log2_scale, evidence, limit, ~finite)
 
   amax = jnp.exp2(jnp.asarray(log2_amax, jnp.float32))
   return map(np.asarray, jax.lax.scan(step, policy.init(), amax)[1])
 
 
-def draw(log2_amax, log2_scale, evidence, ceiling, lost):
+def draw(log2_amax, log2_scale, evidence, limit, lost):
   steps = np.arange(STEPS)
   figure = Figure(figsize=(8, 4.8), layout="constrained")
   axes = figure.subplots()
@@ -56,13 +58,13 @@ def draw(log2_amax, log2_scale, evidence, ceiling, lost):
   axes.plot(
     steps, best, ".", color="black", label="largest scale without overflow"
   )
-  # Before the first gradient there is no evidence, and 128 is no ceiling.
+  # Before the first gradient there is no evidence, and 128 is no limit.
   evidence = np.where(np.isinf(evidence), np.nan, evidence)
-  ceiling = np.where(ceiling == 128, np.nan, ceiling)
+  limit = np.where(limit == 128, np.nan, limit)
   for line, style, label in (
     (evidence, "C1-", "evidence"),
     (log2_scale, "C0-", "loss scale"),
-    (ceiling, "C2--", "ceiling"),
+    (limit, "C2--", "limit"),
   ):
     where = "mid" if label == "loss scale" else "post"
     axes.step(steps, line, style, where=where, label=label)

@@ -8,6 +8,7 @@ its part of policies.json, and policies.png; prints the tables of README.md.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -184,7 +185,7 @@ def simulate(policy, processes):
   traces = {}
   for start in {process.log2_init_scale for process in processes.values()}:
     names = [n for n, p in processes.items() if p.log2_init_scale == start]
-    found = _scan(
+    found = simulate_all(
       _starting_at(policy, 2.0**start),
       np.concatenate([processes[name].log2_amax for name in names]),
       np.repeat([processes[name].on_the_way for name in names], SEEDS),
@@ -197,7 +198,7 @@ def simulate(policy, processes):
 def simulate_one(policy, process):
   """The same for one process, with any number of seeds."""
   on_the_way = np.full(len(process.log2_amax), process.on_the_way)
-  return _scan(policy, process.log2_amax, on_the_way)
+  return simulate_all(policy, process.log2_amax, on_the_way)
 
 
 def _starting_at(policy, scale):
@@ -207,7 +208,15 @@ def _starting_at(policy, scale):
   return dataclasses.replace(policy, init_scale=scale) if has_start else policy
 
 
-def _scan(policy, log2_amax, on_the_way):
+def simulate_all(policy, log2_amax, on_the_way):
+  """The same for sequences of shape (run, step), and on the way by run."""
+  to_float32 = lambda x: np.asarray(x, np.float32)
+  found = _compiled(policy)(to_float32(log2_amax), to_float32(on_the_way))
+  return [np.asarray(x) for x in found]
+
+
+@functools.cache
+def _compiled(policy):
   def run(log2_amax, on_the_way):
     def step(state, log2_amax):
       scale = state.loss_scale
@@ -220,10 +229,7 @@ def _scan(policy, log2_amax, on_the_way):
 
     return jax.lax.scan(step, policy.init(), log2_amax)[1]
 
-  to_float32 = lambda x: np.asarray(x, np.float32)
-  run_all = jax.jit(jax.vmap(run))
-  found = run_all(to_float32(log2_amax), to_float32(on_the_way))
-  return [np.asarray(x) for x in found]
+  return jax.jit(jax.vmap(run))
 
 
 def summarize(process, trace):

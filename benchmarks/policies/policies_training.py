@@ -61,12 +61,12 @@ def main():
 
 def train_digits():
   """The autoencoder, with three seeds each."""
-  runs = {"float32": (jnp.float32, 1.0)}
-  runs |= {name: (jnp.float16, policy) for name, policy in RUNS.items()}
+  runs = {"float32": (digits.in_float32, 1.0)}
+  runs |= {name: (digits.by_hand, policy) for name, policy in RUNS.items()}
   rows = {}
-  for name, (dtype, policy) in runs.items():
+  for name, (cast, policy) in runs.items():
     found = [
-      digits.train(digits.load_data(seed), dtype, policy, seed=seed)
+      digits.train(digits.load_data(seed), cast, policy, seed=seed)
       for seed in range(SEEDS)
     ]
     rows[name] = {

@@ -52,7 +52,7 @@ def paths_of(
   for argument in [owner, *_in_order(fun, args, kwargs)]:
     try:
       flat = jax.tree_util.tree_leaves_with_path(argument)
-    except ValueError:  # Keys of several types have no order.
+    except (TypeError, ValueError):  # Keys of several types have no order.
       continue
     paths = {id(x): _names(path) for path, x in flat if _is_weight(path, x)}
     if paths:

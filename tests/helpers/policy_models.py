@@ -16,10 +16,12 @@ import optax_lossscale as ols
 class Learned(NamedTuple):
   """What HeadroomLossScale remembers."""
 
-  ceiling: int = 128
+  safe: int = 15
+  fail: int = 128
   credit: int = 0
+  term: int = 8
   quiet: int = 0  # steps in a row
-  patience: int = 0
+  wait: int = 8
   amaxes: tuple = ()  # the newest first; as many as the window holds
 
 
@@ -61,7 +63,7 @@ class Model:
 def fresh(policy):
   """What a policy remembers before the first step."""
   if isinstance(policy, ols.HeadroomLossScale):
-    return Learned()
+    return Learned(safe=floor_log2(policy.init_scale))
   if isinstance(policy, ols.DynamicLossScale) and policy.hysteresis > 1:
     return policy.hysteresis
   return None
@@ -98,66 +100,106 @@ def headroom(policy, scale, memory, in_a_row, amax):
 
   Returns the scale, and what is remembered.
   """
-  p, exponent = policy, floor_log2(scale)
-  low, high = floor_log2(p.min_scale), floor_log2(p.max_scale)
-  ceiling, credit, quiet, patience, amaxes = memory
-  was_guess = next_guess(p, memory) is not None
-  has_grads = not in_a_row and 2.0**-126 <= amax < math.inf
-  if has_grads:
-    if quiet >= 48 + patience or not amaxes:
-      amaxes, ceiling = (), 128
-    amaxes = (amax, *amaxes)[: p.window]
-    patience = min(patience - patience // 16 + quiet // 4, 1024)
-    quiet = 0
-    credit = 0 if amax * scale > top(p) / 2 else min(credit + 1, 4096)
-    below = max(evidence(p, amaxes) - memory.ceiling, 0)
-    if memory.ceiling < 128 and credit >= 4096 // 2 ** (below // 6):
-      ceiling, credit = min(ceiling + 1, 128), 0
-    if evidence(p, amaxes) - ceiling > deepest(p):
-      ceiling = 128
+  exponent = floor_log2(scale)
+  if in_a_row:
+    memory = after_overflow(policy, exponent, memory, in_a_row)
+  elif 2.0**-126 <= amax < math.inf:
+    memory = after_grads(policy, exponent, memory, amax)
   else:
-    quiet += 1
-    if in_a_row and not amaxes:
-      quiet = max(quiet, 48)
-    elif in_a_row:
-      if in_a_row == 1 and not was_guess:
-        if credit < 256:
-          ceiling = min(evidence(p, amaxes), ceiling) - 1
-        credit = max(credit - 256, 0)
-      if exponent <= max(low, evidence(p, amaxes) - deepest(p)):
-        ceiling = 128
+    memory = after_zeros(policy, exponent, memory)
+  new = next_guess(policy, memory)
+  return 2.0 ** (usual(policy, memory) if new is None else new), memory
 
-  memory = Learned(ceiling, credit, quiet, patience, amaxes)
-  highest = min(evidence(p, amaxes) if amaxes else high, ceiling)
-  if was_guess and not has_grads:
-    exponent = highest
-  new = next_guess(p, memory)
-  if new is None and in_a_row:
-    new = min(highest, exponent - 2 ** min(in_a_row - 1, 4))
-  elif new is None:
-    new = min(highest, exponent + 8)
-  return 2.0 ** min(max(new, low), high), memory
+
+def after_grads(policy, exponent, memory, amax):
+  _, fail, credit, term, quiet, wait, amaxes = memory
+  in_vain, at_usual = True, amax * 2.0 ** usual(policy, memory)
+  smallest = float(jnp.finfo(policy.dtype).smallest_subnormal)
+  if next_guess(policy, memory) is not None:
+    in_vain = max(smallest, 2.0**-126) <= at_usual <= top(policy)
+  if quiet >= wait and in_vain:
+    wait = min(2 * wait, 512)
+  elif quiet == 0:
+    wait = max(wait - wait // 8, 8)
+  amaxes = (amax, *(amaxes if in_vain else ()))[: policy.window]
+  best = evidence(policy, amaxes)
+  if not in_vain or fail <= exponent or fail <= lowest(policy, amaxes):
+    fail = 128
+  credit = 0 if amax * 2.0**exponent > top(policy) / 2 else credit + 1
+  below = best - limit(exponent, fail)
+  if fail < 128 and below > 0 and credit >= term // 2 ** (below // 6):
+    fail, credit, term = fail + 1, 0, max(term // 2, 1)
+  return Learned(exponent, fail, min(credit, 8192), term, 0, wait, amaxes)
+
+
+def after_zeros(policy, exponent, memory):
+  if not memory.amaxes:
+    memory = memory._replace(safe=max(memory.safe, exponent), fail=128)
+  elif memory.fail <= lowest(policy, memory.amaxes):
+    memory = memory._replace(safe=evidence(policy, memory.amaxes), fail=128)
+  return memory._replace(quiet=memory.quiet + 1)
+
+
+def after_overflow(policy, exponent, memory, in_a_row):
+  quiet = memory.quiet + 1
+  if next_guess(policy, memory) is not None:
+    return memory._replace(quiet=quiet)
+  if memory.quiet == 0 and memory.credit >= 256:
+    return memory._replace(credit=memory.credit - 256, quiet=quiet)
+  drop = 1 if memory.quiet == 0 else 8
+  safe = min(memory.safe, exponent - 2 * drop)
+  return memory._replace(
+    safe=max(safe, 2 * lowest(policy, memory.amaxes) - exponent),
+    fail=min(memory.fail, exponent),
+    credit=0,
+    term=min(4 * memory.term, 8192) if in_a_row == 1 else memory.term,
+    quiet=quiet,
+  )
+
+
+def usual(policy, memory):
+  """The exponent of the next scale, if it is not one of a search."""
+  low, high = floor_log2(policy.min_scale), floor_log2(policy.max_scale)
+  best = evidence(policy, memory.amaxes) if memory.amaxes else high
+  return min(max(min(best, limit(memory.safe, memory.fail)), low), high)
+
+
+def limit(safe, fail):
+  return safe + min((fail - safe) // 2, 8)
+
+
+def lowest(policy, amaxes):
+  """The exponent at which the scale is no reason for an overflow."""
+  low = floor_log2(policy.min_scale)
+  if not amaxes:
+    return low - 1
+  info = jnp.finfo(policy.dtype)
+  deepest = min(24, info.maxexp - 1 - info.minexp + policy.target)
+  return max(evidence(policy, amaxes) - deepest, low)
 
 
 def next_guess(policy, memory):
   """The exponent to try next in a search, or None."""
-  if memory.quiet < 48 + memory.patience:
+  step = memory.quiet - memory.wait
+  if step < 0:
     return None
   low, high = floor_log2(policy.min_scale), floor_log2(policy.max_scale)
-  is_turn, guess = guess_at(memory.quiet, memory.amaxes, (high - low) // 16 + 1)
-  if not memory.amaxes and is_turn:
+  turn, guess = guess_at(step, (high - low) // 16 + 1)
+  if turn == 0:
+    return low + 16 * guess
+  if turn == 2 and not memory.amaxes:
     return floor_log2(policy.init_scale)
-  return low + 16 * guess if is_turn or not memory.amaxes else None
+  return evidence(policy, memory.amaxes) if turn == 2 else None
 
 
-def guess_at(quiet, has_evidence, count):
-  """Whether it is the turn of another scale, and which of so many.
+def guess_at(step, count):
+  """Whose turn it is (0 for a guess), and which of so many guesses.
 
-  Quiet is the number of quiet steps, or an array of them, of uint64.
+  Step is the number of the step in the search, or an array of them, of uint64.
   """
-  number = quiet // 4 if has_evidence else quiet
-  is_turn = mixed(quiet // 4) % 4 == quiet % 4
-  return is_turn, (number + mixed(number // 16 + 2**19)) % count
+  block = step // 4
+  turn = (mixed(block) + step) % 4
+  return turn, (block + mixed(block // 16 + 2**19)) % count
 
 
 def mixed(x):
@@ -172,12 +214,6 @@ def evidence(policy, amaxes):
   best = _best_exponent(max(amaxes), top(policy) * 2.0**policy.target)
   low, high = floor_log2(policy.min_scale), floor_log2(policy.max_scale)
   return min(max(best, low), high)
-
-
-def deepest(policy):
-  """How far below the evidence the scale may be the reason of an overflow."""
-  info = jnp.finfo(policy.dtype)
-  return min(20, info.maxexp - info.minexp + policy.target)
 
 
 def _best_exponent(amax, target):

@@ -124,20 +124,16 @@ def test_the_package_imports_jax_and_optax_alone_and_nothing_private(module):
 # In the order in which they may see each other: each only those before it.
 ORDER = (
   "_arrays",
-  "_powers_of_two",
   "_checks",
   "_warnings",
   "_jaxprs",
   "_state",
+  "_policies",
   "_grads",
   "_axes",
   "_measurement",
   "_loss",
   "_scaling",
-  "_search",
-  "_memory",
-  "_headroom",
-  "_policies",
   "_select",
   "_updates",
   "_wrapper",
@@ -156,9 +152,6 @@ CORE = set(ORDER[: ORDER.index("_autocast")]) - {
 }
 NEVER = {
   "_autocast": CORE,
-  "_policies": {"_scaling", "_grads", "_axes"},
-  "_headroom": {"_scaling", "_grads", "_axes"},
-  "_search": CORE,
   "_select": {"_scaling", "_policies"},
   "diagnostics": {"_scaling", "_policies", "_wrapper"},
   "_monitoring": {"_scaling", "_wrapper", "_autocast"},
@@ -200,6 +193,14 @@ def test_imports_go_round_in_no_circle():
   graph = {module: set(modules_seen_by(module)) for module in MODULES}
   assert "diagnostics._overflow._marks" in {*itertools.chain(*graph.values())}
   graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_nobody_outside_sees_the_parts_of_the_policies():
+  for module in MODULES:
+    if not module.startswith("_policies."):
+      for seen in modules_seen_by(module):
+        parts = seen.split(".")
+        assert parts[0] != "_policies" or parts[1] == "__init__", (module, seen)
 
 
 def test_the_engines_of_the_diagnostics_know_nothing_of_each_other():

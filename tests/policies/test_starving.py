@@ -4,6 +4,10 @@ Each of the first runs made an earlier form of the rule lose all steps, or long
 rows of them.
 """
 
+import json
+import pathlib
+import time
+
 from helpers import policy_models
 from helpers.benchmark import load_benchmark
 import numpy as np
@@ -60,7 +64,7 @@ def test_a_nan_at_first_hides_no_gradients_of_every_244th_step():
 
 def test_spikes_of_20_binades_cost_one_step_for_each_binade_to_learn():
   runs = np.array([spikes(20, every) for every in range(9, 61)])
-  assert max(count_lost(runs)) <= 16
+  assert max(count_lost(runs)) <= 17
 
 
 def test_if_no_scale_holds_spikes_and_the_rest_only_the_spikes_are_lost():
@@ -77,6 +81,81 @@ def test_nans_and_a_fall_at_once_cost_no_long_row():
     for every in range(50, 61)
   ]
   assert longest_rows(np.array(runs)[:, :8_000]).max() <= 128
+
+
+@pytest.mark.parametrize("first", range(0, 10, 3))
+def test_spikes_after_nans_and_a_fall_do_not_cost_all_that_lies_between(first):
+  at = np.arange(8_000)
+  run = np.where(at % 57 == 56, 0.0, -20.0)
+  run[:190] = np.where(at[:190] % 10 == first, np.nan, 0.0)
+  # An earlier form of the rule lost 97% of all steps for ever.
+  assert count_lost(run)[0] <= 50
+  until_6000 = np.where((at >= 6_000) & (run == 0), -20.0, run)
+  assert longest_rows(until_6000).max() <= 32
+
+
+@pytest.mark.parametrize("nans", [1, 2, 10, 40])
+def test_spikes_of_any_period_after_nans_cost_few_steps(nans):
+  at = np.arange(6_000)
+  periods = np.arange(5, 301, 5)[:, None]
+  runs = np.where(at % periods == periods - 1, 0.0, -20.0)
+  runs = np.where(at < nans, np.nan, runs)
+  # Those that come less often than overflows are forgiven are lost each time.
+  few = np.where(periods[:, 0] < 257, 45, 6_000 // periods[:, 0] + 10)
+  assert (count_lost(runs) <= few).all()
+  assert longest_rows(runs).max() <= 20
+
+
+def test_a_fall_of_25_binades_among_nans_costs_no_long_row():
+  run = np.where(AT < 5_000, -10.0, -35.0)
+  runs = [np.where(phase == AT % 50, np.nan, run) for phase in range(0, 50, 7)]
+  assert longest_rows(np.array(runs)).max() <= 16
+
+
+# The worst that the search of benchmarks/policies/adversary.py found, for this
+# rule and for forms of it that were tried. The longest row of each category.
+LONGEST_ROW = {
+  "dense": 64,
+  "dense with single zeros or NaNs": 128,
+  "sparse": 512,
+  "mostly NaN": 600,
+  "hidden binades": 128,
+}
+
+
+@pytest.mark.parametrize("category", LONGEST_ROW)
+def test_the_worst_finds_of_a_search_cost_no_long_row(category):
+  adversary = load_benchmark("policies/adversary")
+  file = pathlib.Path(__file__).parent / "worst_finds.json"
+  found = [
+    adversary.genomes.from_json(x["genome"])
+    for x in json.loads(file.read_text())
+    if x["category"] == category
+  ]
+  assert len(found) >= 2
+  headroom, dynamic = (
+    max(x.longest_row for x in adversary.measure_genomes(p, category, found))
+    for p in (POLICY, DYNAMIC)
+  )
+  assert headroom <= LONGEST_ROW[category]
+  assert headroom < dynamic
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("category", LONGEST_ROW)
+def test_a_search_of_a_minute_finds_no_longer_row(category):
+  adversary = load_benchmark("policies/adversary")
+  seed = int(time.time())
+  worst, _ = adversary.find_worst(POLICY, category, 60, seed)
+  assert worst[0].longest_row <= LONGEST_ROW[category], worst[0]
+
+
+def test_the_search_finds_the_rows_that_the_dynamic_rule_loses():
+  adversary = load_benchmark("policies/adversary")
+  worst, tried = adversary.find_worst(DYNAMIC, "dense", 0)
+  assert tried == adversary.POPULATION
+  assert worst[0].longest_row > 3_000
+  assert worst == adversary.measure_genomes(DYNAMIC, "dense", worst)
 
 
 # The promise.
@@ -113,18 +192,18 @@ def test_each_guess_is_tried_before_512_gradients_of_every_nth_step_are_lost(
   periods,
 ):
   for every in periods:
-    for patience in (0, min(4 * every + 15, 1024)):
-      quiet = np.arange(1, 513, dtype=np.uint64) * every - 1
-      is_turn, guess = policy_models.guess_at(quiet, True, 10)
-      is_turn &= quiet >= 48 + patience
-      assert set(guess[is_turn].tolist()) == set(range(10)), every
+    for wait in (8, min(2 * every, 512)):
+      quiet = np.arange(1, 513, dtype=np.int64) * every - 1
+      steps = (quiet - wait)[quiet >= wait].astype(np.uint64)
+      turn, guess = policy_models.guess_at(steps, 10)
+      assert set(guess[turn == 0].tolist()) == set(range(10)), every
 
 
-def test_each_guess_is_tried_within_80_steps_of_the_search():
-  quiet = np.arange(48, 48 + 1024 + 80, dtype=np.uint64)
-  is_turn, guess = policy_models.guess_at(quiet, True, 10)
+def test_each_guess_is_tried_in_the_first_40_steps_of_a_search_and_in_any_80():
+  turn, guess = policy_models.guess_at(np.arange(1104, dtype=np.uint64), 10)
+  assert set(guess[:40][turn[:40] == 0].tolist()) == set(range(10))
   for start in range(1024):
-    tried = guess[start : start + 80][is_turn[start : start + 80]]
+    tried = guess[start : start + 80][turn[start : start + 80] == 0]
     assert set(tried.tolist()) == set(range(10)), start
 
 

@@ -1,6 +1,5 @@
-"""The policies: rules that move the loss scale after each step."""
+"""The protocol of policies; the fixed and the dynamic scale."""
 
-from collections.abc import Callable
 import dataclasses
 from typing import (
   Any,
@@ -15,7 +14,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays, _checks, _headroom, _state
+from optax_lossscale import _checks, _state
 from optax_lossscale._state import LossScaleState
 
 HysteresisRefill = Literal["growth", "finite", "backoff"]
@@ -266,30 +265,6 @@ class DynamicLossScale:
     if self.hysteresis_refill == "backoff":
       refill = refill | ~tolerated
     return tolerated, jnp.where(refill, full, left)
-
-
-_NAMED: dict[str, Callable[[], LossScalePolicy]] = {
-  "dynamic": DynamicLossScale,
-  "headroom": _headroom.HeadroomLossScale,
-}
-
-
-def as_policy(loss_scale: Any) -> LossScalePolicy:
-  """The policy that ``with_loss_scaling(loss_scale=...)`` stands for."""
-  if isinstance(loss_scale, str) and loss_scale in _NAMED:
-    return _NAMED[loss_scale]()
-  if isinstance(loss_scale, LossScalePolicy) and not isinstance(
-    loss_scale, type
-  ):
-    return loss_scale
-  is_number = _arrays.is_array(loss_scale) and not isinstance(loss_scale, bool)
-  if not is_number:
-    raise TypeError(
-      "loss_scale must be a policy (such as DynamicLossScale()), 'dynamic',"
-      f" 'headroom' or a positive number, got loss_scale = {loss_scale!r}."
-    )
-  _checks.check_scale("loss_scale", loss_scale)
-  return FixedLossScale(loss_scale)
 
 
 def _f32(x: jax.typing.ArrayLike) -> jax.Array:

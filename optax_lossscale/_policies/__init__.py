@@ -1,0 +1,23 @@
+"""The policies: rules that move the loss scale after each step."""
+
+from optax_lossscale._policies._headroom import HeadroomLossScale
+from optax_lossscale._policies._memory import HeadroomMemory
+from optax_lossscale._policies._named import as_policy
+from optax_lossscale._policies._plain import (
+  DynamicLossScale,
+  DynamicMemory,
+  FixedLossScale,
+  LossScalePolicy,
+)
+from optax_lossscale._policies._powers_of_two import log2
+
+__all__ = [
+  "DynamicLossScale",
+  "DynamicMemory",
+  "FixedLossScale",
+  "HeadroomLossScale",
+  "HeadroomMemory",
+  "LossScalePolicy",
+  "as_policy",
+  "log2",
+]
