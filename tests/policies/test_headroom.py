@@ -532,7 +532,7 @@ def test_an_overflow_at_the_lowest_scale_clears_it():
 @pytest.mark.parametrize("length", range(1, 61))
 def test_a_burst_of_nans_leaves_the_scale_near_where_it_was(length):
   start = settled(credit=300)
-  after = moves(POLICY, [None] * length + [2.0**-14] * 32, start)
+  after = moves(POLICY, [None] * length + [2.0**-14] * (92 - length), start)
   # But for the guesses of a search.
   assert min(after[:7]) >= -24
   assert after[length + 4] >= -14
