@@ -124,6 +124,7 @@ def comparison(products, standing_out=()):
     dtype="float16",
     error=0.1,
     cosine=0.9,
+    is_finite=True,
     standing_out=standing_out,
     errors={},
     products=tuple(products),
