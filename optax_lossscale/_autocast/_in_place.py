@@ -39,7 +39,7 @@ def call(
   nnx: Any = sys.modules.get("flax.nnx")  # If not, there are no such objects.
   owner = fun.__self__ if inspect.ismethod(fun) else fun
   everything = owner, args, kwargs
-  if nnx is None or not _holds(everything, nnx):
+  if nnx is None or not _holds(everything, (nnx.Module, nnx.Variable)):
     return transformed(_named_as(fun, lambda: fun(*args, **kwargs)))
   structure, variables, others = nnx.split(everything, nnx.Variable, ...)
   before = dict(nnx.to_flat_state(variables))
@@ -94,11 +94,35 @@ def _update(everything: Any, changed: Any, fun: Any, nnx: Any) -> None:
     ) from error
 
 
-def _holds(tree: Any, nnx: Any) -> bool:
-  kinds = nnx.Module, nnx.Variable
+def named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+  """The leaves of an argument, with the names of the keys on the way to each.
+
+  Raises:
+    TypeError or ValueError: if its keys have no order.
+  """
+  nnx: Any = sys.modules.get("flax.nnx")
+  if nnx is not None and _holds(tree, (nnx.Module,)):  # It may hold itself.
+    flat = nnx.to_flat_state(nnx.state(tree, nnx.Variable))
+    variables = [(tuple(map(str, path)), x) for path, x in flat]
+    return [(path, x) for path, y in variables for x in jax.tree.leaves(y)]
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return [(_key_names(path), x) for path, x in leaves]
+
+
+def _key_names(path: Any) -> tuple[str, ...]:
+  # The value of a Flax NNX variable has a key of its own.
+  if path[-1:] == (jax.tree_util.GetAttrKey("value"),) and len(path) > 1:
+    path = path[:-1]
+  name = jax.tree_util.keystr(path, simple=True, separator="/")
+  return tuple(name.split("/")) if path else ()
+
+
+def _holds(tree: Any, kinds: tuple[Any, ...]) -> bool:
   # JAX sorts the keys of a dict, which those of two types refuse.
-  is_leaf = lambda x: isinstance(x, (*kinds, dict))
+  is_leaf = lambda x: isinstance(x, (dict, *kinds))
   return any(
-    _holds([*x.values()], nnx) if isinstance(x, dict) else isinstance(x, kinds)
+    _holds([*x.values()], kinds)
+    if isinstance(x, dict)
+    else isinstance(x, kinds)
     for x in jax.tree.leaves(tree, is_leaf=is_leaf)
   )

@@ -15,6 +15,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
+from optax_lossscale._autocast import _in_place
 
 # The path of a weight, or what is left of it within a call that tells the
 # beginning; None of what is no weight.
@@ -51,10 +52,12 @@ def paths_of(
   owner = fun.__self__ if inspect.ismethod(fun) else fun  # may be a model
   for argument in [owner, *_in_order(fun, args, kwargs)]:
     try:
-      flat = jax.tree_util.tree_leaves_with_path(argument)
-    except (TypeError, ValueError):  # Keys of several types have no order.
+      named = _in_place.named_leaves(argument)
+    except (TypeError, ValueError):  # Its keys have no order.
       continue
-    paths = {id(x): _names(path) for path, x in flat if _is_weight(path, x)}
+    paths: dict[int, Path] = {
+      id(x): path for path, x in named if _is_weight(path, x)
+    }
     if paths:
       return paths
   return {}
@@ -74,15 +77,6 @@ def _in_order(
 def _is_weight(path: Any, x: Any) -> bool:
   is_array = bool(path) and isinstance(x, jax.Array)
   return is_array and jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _names(path: Any) -> Path:
-  # The value of a Flax NNX variable has a key of its own.
-  if path[-1:] == (jax.tree_util.GetAttrKey("value"),) and len(path) > 1:
-    path = path[:-1]
-  return tuple(
-    jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-  )
 
 
 class Weights:
@@ -157,7 +151,7 @@ def _index(eqn: core.JaxprEqn) -> tuple[str, ...]:
   start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
   aval: Any = eqn.invars[0].aval
   shape = aval.shape
-  is_one = shape[0] > 1 == limit[0] - start[0]
+  is_one = limit[0] - start[0] == 1 and shape[0] != 1
   is_whole = all(
     start[i] == 0 and limit[i] == n for i, n in enumerate(shape) if i
   )

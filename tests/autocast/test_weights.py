@@ -247,6 +247,24 @@ def test_layers_of_flax_nnx_have_names():
   assert bound == layers
 
 
+def test_a_model_may_hold_itself():
+  model = Block(nnx.Rngs(0))
+  model.up.model = model
+  traced = nnx.jit(lambda model, x: ols.autocast(lambda m, x: m(x))(model, x))
+  assert bool(jnp.all(jnp.isfinite(traced(model, X))))
+  text = traced.lower(model, X).as_text(debug_info=True)
+  assert "up/kernel/autocast-float16" in text
+
+
+def test_sizes_may_be_symbolic():
+  rows, size = jax.export.symbolic_shape("rows, size")
+  fun = jax.jit(ols.autocast(lambda batch, w: batch["x"][1:2, 3:] @ w))
+  types = {"x": jax.ShapeDtypeStruct((rows + 2, 11), jnp.float32)}
+  w = jax.ShapeDtypeStruct((8, size), jnp.float32)
+  exported = jax.export.export(fun)(types, w)
+  assert exported.out_avals[0].shape == (1, size)
+
+
 def test_a_model_may_be_the_function():
   model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
   trained = lambda model, x: jax.vmap(ols.autocast(model))(x)
