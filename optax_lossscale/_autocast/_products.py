@@ -102,12 +102,12 @@ class Search:
     self._scopes: dict[core.Jaxpr, set[str] | None] = {}
     self._of_rules: dict[int, tuple[core.JaxprEqn, set[str] | None]] = {}
 
-  def finds_in(self, eqn: core.JaxprEqn) -> bool:
-    """Whether products are in what an equation holds, or in its derivative."""
-    return self.scopes_in(eqn) is not None
-
   def scopes_in(self, eqn: core.JaxprEqn) -> set[str] | None:
-    """The names of the scopes of these products; None if there are none."""
+    """The names of the scopes of the products in what an equation holds.
+
+    Or of those in its derivative, if there are no others; None if there are
+    none at all.
+    """
     inner = jaxprs_to_search(eqn)
     search = lambda: _union(map(self.scopes_in_jaxpr, inner))
     # A rule may need the axes of the mesh.

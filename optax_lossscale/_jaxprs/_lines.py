@@ -82,9 +82,9 @@ def call_name(eqn: core.JaxprEqn) -> str:
 
 def function_name(eqn: core.JaxprEqn) -> str:
   """The name of the function that an equation calls, where it is known."""
-  for held in (*held_jaxprs(eqn), *hidden_jaxprs(eqn)):
-    return getattr(held.jaxpr.debug_info, "func_name", name_of(eqn))
-  return name_of(eqn)
+  held = [*held_jaxprs(eqn), *hidden_jaxprs(eqn)]
+  info = held[0].jaxpr.debug_info if held else None
+  return getattr(info, "func_name", name_of(eqn))
 
 
 def is_rule_of_library(eqn: core.JaxprEqn) -> bool:

@@ -1,5 +1,6 @@
 """`compare_precision` tells what autocast does, and which product does it."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -212,7 +213,7 @@ DIFFER = {
     1e-9,
   ),
   "angles": (angles, (), 1.0),
-  "decomposed": (lambda w, x: jnp.linalg.qr(x @ w)[0], (), 1.0),
+  "decomposed": (lambda w, x: jnp.linalg.qr((x @ w).T)[0], (), 1.0),
   "a rule that is kept": (partly_kept, "*named", 1.0),
 }
 
@@ -586,6 +587,23 @@ def test_primitives_of_hijax_are_entered_where_autocast_enters_them():
       assert report.notes == ()
 
 
+def test_a_scan_of_hijax_is_entered():
+  expected = compare(scanned, W, X)
+  with hijax.flags_on("jax_scan3"):
+    report = compare(scanned, W, X)
+  assert report.error == pytest.approx(expected.error, rel=1e-3)
+  names = lambda report: {row.name for row in report.products}
+  assert names(report) == names(expected)
+
+
+def test_all_places_that_stand_out_are_told():
+  report = dataclasses.replace(
+    compare(three, W, X), standing_out=("a at m.py", "b")
+  )
+  assert "2 places stand out: keep_float32=['a at m.py', 'b']." in str(report)
+  assert report.worst(2) == ("a at m.py", "b")
+
+
 def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
   def fun(w, x):
     for i in range(25):
@@ -643,7 +661,7 @@ def test_a_report_is_made_of_plain_data():
   assert pickle.loads(pickle.dumps(report)) == report
 
 
-def test_what_prints_does_not_print_and_what_is_asked_for_is_asked():
+def test_what_prints_does_not_print_and_what_is_asked_for_is_asked(capfd):
   asked = []
 
   def ask(x):
@@ -653,11 +671,13 @@ def test_what_prints_does_not_print_and_what_is_asked_for_is_asked():
   def fun(w, x):
     y = x @ w
     jax.debug.print("never {}", jnp.sum(y))
+    jax.debug.callback(lambda x: print("nor this", x), jnp.sum(y))
     shape = jax.ShapeDtypeStruct(y.shape, y.dtype)
     return jax.pure_callback(ask, shape, y) @ w
 
   assert compare(fun, W, X).error > 0
   assert len(asked) >= 4
+  assert capfd.readouterr().out == ""
 
 
 def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):

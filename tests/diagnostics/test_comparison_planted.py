@@ -46,7 +46,7 @@ def test_a_bad_product_is_named_and_its_name_repairs_the_gradients(name):
   (worst,) = report.worst(1)
   assert compare(model, effects="worst").worst(1) == (worst,)
 
-  names = report.overflowing or (worst,)
+  names = report.overflowing + report.standing_out
   repair = lambda fun: ols.autocast(fun, keep_float32=names)
   # Products of activations and cotangents have no weights, so lines name them.
   lines = [name.rpartition(" at ")[2] for name in names]

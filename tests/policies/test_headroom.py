@@ -250,7 +250,8 @@ def test_gradients_that_come_seldom_after_an_overflow_are_found(every, start):
   policy = ols.HeadroomLossScale(init_scale=2.0**start)
   carry = policy.init(), jnp.int32(0)
   (_, found), _ = jax.lax.scan(step, carry, jnp.arange(20 * every + 1))
-  assert found >= 10
+  # From as high as these the way down takes up to 13 overflows.
+  assert found >= (10 if start == 15 else 7)
 
 
 @pytest.mark.parametrize("log2_amax", [-60, -40, -20, -14, 0, 10])

@@ -10,6 +10,7 @@ of the products inside.
 """
 
 from collections.abc import Sequence
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _limits
 from optax_lossscale.diagnostics._comparison import _rows, _statistics
 
+# Of these, what returns nothing is not run: it would print each time.
+_SILENT = re.compile("callback|print")
 _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 
 # For each row what was noted of it; none if nothing is to be noted.
@@ -98,7 +101,7 @@ class Program(NamedTuple):
         inside = self._replace(place=self.place.at(eqn, jaxpr))
         with _jaxprs.context_of(eqn):
           return inside._part(part, inputs, notes)
-    if not eqn.outvars and "callback" in eqn.primitive.name:
+    if not eqn.outvars and _SILENT.search(eqn.primitive.name):
       return [], notes
     if has_half:
       return self._beside(eqn, inputs), notes

@@ -88,6 +88,5 @@ def _add(
   is_own = _bits.not_finite(total) & (marks == 0)
   if is_own.any():
     marks[is_own] = origins.add(describe(total, is_own))
-  if marks.any():
-    origins.in_ref(ref, marks)
+  origins.in_ref(ref, marks)
   return []
