@@ -133,10 +133,9 @@ def after_grads(policy, exponent, memory, amax):
 
 
 def after_zeros(policy, exponent, memory):
-  is_deep = memory.fail < 128 and memory.fail - memory.safe > 16
-  if not memory.amaxes and not is_deep:
+  if not memory.amaxes:
     memory = memory._replace(safe=max(memory.safe, exponent), fail=128)
-  elif memory.amaxes and memory.fail <= lowest(policy, memory.amaxes):
+  elif memory.fail <= lowest(policy, memory.amaxes):
     memory = memory._replace(safe=evidence(policy, memory.amaxes), fail=128)
   return memory._replace(quiet=memory.quiet + 1)
 
@@ -148,8 +147,6 @@ def after_overflow(policy, exponent, memory, in_a_row):
   if memory.quiet == 0 and memory.credit >= 256:
     return memory._replace(credit=memory.credit - 256, quiet=quiet)
   drop = 1 if memory.quiet == 0 else 8
-  if memory.quiet > 0 and not memory.amaxes and in_a_row == 1:
-    drop = 16
   safe = min(memory.safe, exponent - 2 * drop)
   return memory._replace(
     safe=max(safe, 2 * lowest(policy, memory.amaxes) - exponent),
