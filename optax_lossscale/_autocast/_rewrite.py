@@ -251,14 +251,14 @@ class Rewriter:
     """The equation with what it holds rewritten; None if that cannot be."""
     make = _rules.how_to_make(eqn)
     if make is not None:
-      # It stays as a whole: nothing tells which of its products is the
-      # derivative of which.
       if self.kept.patterns:
         is_kept = _named.is_any_in_rule(self.kept, eqn, place, paths)
         self._decisions.append(is_kept)
-      if self.kept.patterns and is_kept:
-        self.told.products += 1
-        return [eqn]
+        # It stays as a whole: nothing tells which of its products is the
+        # derivative of which.
+        if is_kept:
+          self.told.products += 1
+          return [eqn]
       in_half = functools.partial(_call_in_rule, dtype=self.dtype, paths=paths)
       function = functools.partial(self._function, place, paths)
       fun = make(eqn, _rules.Tools(function, in_half, self._guarded))
