@@ -62,5 +62,5 @@ def is_guard(eqn: core.JaxprEqn) -> bool:
   """
   if _rules.how_to_make(eqn) is not _rules.custom_jvp:
     return False
-  held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+  held = list(_jaxprs.held_jaxprs(eqn))
   return bool(held) and not any(inner.jaxpr.eqns for inner in held)

@@ -34,5 +34,5 @@ def _places(
     its_place = _jaxprs.Place().at(eqn, jaxpr).source or where
     if _PRODUCT.search(_jaxprs.exported_text(eqn)):
       yield _jaxprs.place_name(_jaxprs.name_of(eqn), its_place)
-    for inner in (*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)):
+    for inner in _jaxprs.held_jaxprs(eqn):
       yield from _places(inner.jaxpr, its_place, seen)

@@ -80,7 +80,7 @@ def moves(eqn: core.JaxprEqn) -> bool:
 
 def jaxprs_to_search(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
   """The jaxprs that an equation holds or hides, unless it is marked."""
-  held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+  held = list(_jaxprs.held_jaxprs(eqn))
   plain = None if held else _jaxprs.lowered(eqn)
   held += [] if plain is None else [plain]
   return [] if held and is_kept(eqn) else [inner.jaxpr for inner in held]

@@ -136,8 +136,16 @@ def closed(jaxpr: AnyJaxpr) -> ClosedJaxpr:
 
 
 def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
-  """All jaxprs among the parameters of an equation."""
-  for param in eqn.params.values():
+  """All jaxprs among the parameters of an equation.
+
+  Those that a primitive of hijax has with it are among them.
+  """
+  primitive = hi_primitive(eqn)
+  its_own = getattr(primitive, "__dict__", {})
+  hidden = getattr(primitive, "params", its_own).values()
+  # What was traced by ``jax.jit`` has its jaxpr as an attribute.
+  params = [*eqn.params.values(), *(getattr(x, "jaxpr", x) for x in hidden)]
+  for param in params:
     for value in param if isinstance(param, (tuple, list)) else (param,):
       if isinstance(value, (core.Jaxpr, ClosedJaxpr)):
         yield closed(value)
@@ -149,17 +157,6 @@ def hi_primitive(eqn: core.JaxprEqn) -> Any:
     return None
   (only, *others) = eqn.params.values()
   return eqn.params.get("_prim") if others else only
-
-
-def hidden_jaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
-  """The jaxprs that a primitive of hijax has with it."""
-  primitive = hi_primitive(eqn)
-  its_own = getattr(primitive, "__dict__", {})
-  for value in getattr(primitive, "params", its_own).values():
-    # What was traced by ``jax.jit`` has its jaxpr as an attribute.
-    jaxpr = getattr(value, "jaxpr", value)
-    if isinstance(jaxpr, (core.Jaxpr, ClosedJaxpr)):
-      yield closed(jaxpr)
 
 
 def exported_text(eqn: core.JaxprEqn) -> str:
@@ -224,9 +221,8 @@ def _takes_ref(eqn: core.JaxprEqn) -> bool:
 
 
 def _calls_back(eqn: core.JaxprEqn) -> bool:
-  held = [*held_jaxprs(eqn), *hidden_jaxprs(eqn)]
   return "callback" in eqn.primitive.name or any(
-    _calls_back(inner) for closed in held for inner in closed.jaxpr.eqns
+    _calls_back(inner) for held in held_jaxprs(eqn) for inner in held.jaxpr.eqns
   )
 
 

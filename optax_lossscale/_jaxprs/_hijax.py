@@ -16,8 +16,8 @@ from optax_lossscale._jaxprs._equations import (
   ClosedJaxpr,
   fits,
   function,
+  held_jaxprs,
   hi_primitive,
-  hidden_jaxprs,
   shape_of,
 )
 
@@ -50,7 +50,7 @@ class HiScan(NamedTuple):
 def hi_scan_of(eqn: core.JaxprEqn) -> HiScan | None:
   """The parts of a ``scan`` of hijax; None if it is none, or not understood."""
   primitive = hi_primitive(eqn)
-  bodies = [x for x in hidden_jaxprs(eqn) if fits(x, eqn)]
+  bodies = [x for x in held_jaxprs(eqn) if fits(x, eqn)]
   length = getattr(primitive, "length", None)
   if type(primitive).__name__ != "Scan3" or length is None or len(bodies) != 1:
     return None
@@ -77,7 +77,7 @@ def hi_call_of(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
   outputs of the equation: it knows its lines. Otherwise it is the lowered one.
   """
   name = BEHAVES_LIKE.get(type(hi_primitive(eqn)).__name__)
-  for hidden in hidden_jaxprs(eqn):
+  for hidden in held_jaxprs(eqn):
     if name in _ARE_CALLED and _is_of_types(hidden, eqn):
       return hidden
   return lowered(eqn)

@@ -9,11 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from optax_lossscale._jaxprs._equations import (
-  held_jaxprs,
-  hi_primitive,
-  hidden_jaxprs,
-)
+from optax_lossscale._jaxprs._equations import held_jaxprs, hi_primitive
 from optax_lossscale._jaxprs._hijax import BEHAVES_LIKE
 
 # A line of these is not the user's.
@@ -82,14 +78,14 @@ def call_name(eqn: core.JaxprEqn) -> str:
 
 def function_name(eqn: core.JaxprEqn) -> str:
   """The name of the function that an equation calls, where it is known."""
-  held = [*held_jaxprs(eqn), *hidden_jaxprs(eqn)]
-  info = held[0].jaxpr.debug_info if held else None
+  held = next(held_jaxprs(eqn), None)
+  info = held.jaxpr.debug_info if held else None
   return getattr(info, "func_name", name_of(eqn))
 
 
 def is_rule_of_library(eqn: core.JaxprEqn) -> bool:
   """Whether a function with a rule, or the rule, was written in a library."""
-  held = [x.jaxpr for x in (*held_jaxprs(eqn), *hidden_jaxprs(eqn))]
+  held = [x.jaxpr for x in held_jaxprs(eqn)]
   infos = [
     getattr(x, "debug_info", None) for x in (*held, *eqn.params.values())
   ]

@@ -105,7 +105,7 @@ def products(jaxpr):
       if eqn.primitive.name == "dot_general":
         key = its_place.scope, str(eqn.outvars[0].aval.dtype)
         counts[key] = counts.get(key, 0) + 1
-      held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+      held = list(_jaxprs.held_jaxprs(eqn))
       for closed in held:
         walk(closed.jaxpr, its_place)
 

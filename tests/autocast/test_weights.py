@@ -31,7 +31,7 @@ def products(fun, *args):
       its_place = place.at(eqn, jaxpr)
       if _jaxprs.is_matrix_product(eqn):
         found.append((its_place.scope, str(eqn.outvars[0].aval.dtype)))
-      held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+      held = list(_jaxprs.held_jaxprs(eqn))
       for closed in held:
         walk(closed.jaxpr, its_place)
 

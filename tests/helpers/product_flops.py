@@ -135,7 +135,7 @@ _ADDING = {
 
 
 def _jaxprs_of(eqn):
-  return [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+  return list(_jaxprs.held_jaxprs(eqn))
 
 
 def _flops(eqn):

@@ -76,7 +76,7 @@ class Rows:
 
   def are_in(self, eqn: core.JaxprEqn) -> bool:
     """Whether there are marks in the jaxprs that an equation holds."""
-    held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+    held = list(_jaxprs.held_jaxprs(eqn))
     return any(self._are_in(closed.jaxpr) for closed in held)
 
   def _are_in(self, jaxpr: core.Jaxpr) -> bool:

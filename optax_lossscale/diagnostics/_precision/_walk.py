@@ -149,7 +149,7 @@ def _inside_of_others(step: Step) -> _Inside:
     return _Inside([_into(called, step, eqn.invars)], returns_the_same=True)
   if name.startswith(_COMBINERS):
     return _Inside([])
-  held = [*_jaxprs.held_jaxprs(eqn), *_jaxprs.hidden_jaxprs(eqn)]
+  held = list(_jaxprs.held_jaxprs(eqn))
   its = [_into(closed, step) for closed in held]
   if its:
     return _Inside(its, f"{name}, of which what is inside is counted once")
