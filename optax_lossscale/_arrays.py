@@ -11,7 +11,7 @@ FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 FLOAT32_TINY = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
-def is_array(x: Any) -> bool:
+def is_array_like(x: Any) -> bool:
   """Whether JAX can compute on this leaf: an array or a Python number."""
   dtype = getattr(x, "dtype", None)
   if dtype is None:
@@ -85,6 +85,14 @@ def divided_by(x: jax.Array, divisor: jax.Array) -> jax.Array:
   return x / lax.convert_element_type(divisor, x.dtype)
 
 
+def cast_like(new: Any, old: Any) -> Any:
+  """``new`` as a strongly typed array of the dtype of ``old``.
+
+  As it is, if ``old`` is neither an array nor a number.
+  """
+  return cast(new, jnp.result_type(old)) if is_array_like(old) else new
+
+
 def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
   """``new`` where the condition holds, else ``old``, in the dtypes of ``old``.
 
@@ -99,11 +107,10 @@ def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
   """
 
   def select_leaf(new: Any, old: Any) -> Any:
-    if not is_array(old):
+    if not is_array_like(old):
       return old
-    old = jnp.asarray(old)
-    new = cast(new, old.dtype)
-    return _select_array(jnp.asarray(condition), new, old)
+    new = cast_like(new, old)
+    return _select_array(jnp.asarray(condition), new, jnp.asarray(old))
 
   return jax.tree.map(select_leaf, new, old)
 

@@ -54,14 +54,17 @@ def global_norm(grads: list[Any], axis_name: AxisName | None) -> jax.Array:
   total = jnp.float32(0)
   for leaf in grads:
     square = _grads.sum_of_squares(leaf)
+    # One sum over the devices is enough for sharded and replicated leaves.
     for name in axes:
       if name not in varying(leaf):
-        # All devices have it, and only the first one counts it. So one sum over
-        # the devices is enough for sharded and replicated leaves.
-        is_first = lax.axis_index(name) == 0
-        square = jnp.where(is_first, square, jnp.float32(0))
+        square = _on_first_device_alone(square, name)
     total += square
   return lax.sqrt(lax.psum(total, axes) if axes else total)
+
+
+def _on_first_device_alone(x: jax.Array, name: Hashable) -> jax.Array:
+  """What all devices along an axis have, and 0 on all but the first one."""
+  return jnp.where(lax.axis_index(name) == 0, x, jnp.float32(0))
 
 
 def _may_differ_over(

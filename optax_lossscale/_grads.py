@@ -1,6 +1,7 @@
 """A tree of gradients: which leaves are gradients, finite or not, how large."""
 
 from collections.abc import Callable, Iterable
+import functools
 from typing import Any
 
 import jax
@@ -72,7 +73,7 @@ def all_finite(tree: Any) -> jax.Array:
     False
   """
   grads, _ = split(tree)
-  return _by_platform(_each_is_finite, grads, None)
+  return _none_has(_nan_unless_finite, grads, None)
 
 
 def sum_is_finite(
@@ -94,7 +95,7 @@ def sum_is_finite(
   Returns:
     bool[].
   """
-  return _by_platform(_each_sum_is_finite, grads, factor)
+  return _none_has(_nan_unless_sum_is_finite, grads, factor)
 
 
 def largest_magnitude(grads: list[Any]) -> jax.Array:
@@ -126,46 +127,44 @@ def sum_of_squares(leaf: Any) -> jax.Array:
   return jnp.sum(squares).astype(jnp.float32)
 
 
-def _by_platform(
-  on_cpu: Callable[..., jax.Array], grads: list[Any], factor: jax.Array | None
+# What is not finite in a leaf, as a number that can be added up over leaves and
+# devices: 0 if all is finite, else NaN, or how many entries are not; float32[].
+Fault = Callable[[Any, jax.Array | None], jax.Array]
+
+
+def _none_has(
+  fault_on_cpu: Fault, grads: list[Any], factor: jax.Array | None
 ) -> jax.Array:
+  on_cpu = functools.partial(_add_to_zero, fault_on_cpu)
   if not any(isinstance(leaf, jax.core.Tracer) for leaf in grads):
     return on_cpu(grads, factor)
-  return lax.platform_dependent(
-    grads, factor, cpu=on_cpu, default=_none_is_counted
-  )
+  # Of a number for each leaf, XLA would have to reduce each over the devices.
+  # It adds up counts first. On CPU it would write them, a number for each
+  # entry, to memory.
+  elsewhere = functools.partial(_add_to_zero, _count_not_finite)
+  return lax.platform_dependent(grads, factor, cpu=on_cpu, default=elsewhere)
 
 
-def _none_is_counted(grads: list[Any], factor: jax.Array | None) -> jax.Array:
-  """Counts what is not finite, in one number for all leaves.
-
-  Of a number for each leaf, XLA would have to reduce each over the devices. It
-  adds these up first. On CPU it would write a number for each entry to memory.
-  """
-  count = jnp.float32(0)
-  for leaf in grads:
-    count += jnp.sum(~_is_finite(leaf, factor), dtype=jnp.float32)
-  return _is_zero(count)
-
-
-def _each_is_finite(grads: list[Any], factor: None) -> jax.Array:
-  del factor
-  return _is_zero(sum(map(_zero_if_all, map(_isfinite, grads)), jnp.float32(0)))
-
-
-def _each_sum_is_finite(
-  grads: list[Any], factor: jax.Array | None
+def _add_to_zero(
+  fault: Fault, grads: list[Any], factor: jax.Array | None
 ) -> jax.Array:
-  return _is_zero(sum((_zero_or_nan(x, factor) for x in grads), jnp.float32(0)))
+  return _is_zero(sum((fault(x, factor) for x in grads), jnp.float32(0)))
 
 
-def _zero_or_nan(leaf: Any, factor: jax.Array | None) -> jax.Array:
-  """0 if the sum of a leaf is finite, else NaN; float32[]."""
+def _count_not_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
+  return jnp.sum(~_is_finite(leaf, factor), dtype=jnp.float32)
+
+
+def _nan_unless_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
+  return _zero_if_all(_is_finite(leaf, factor))
+
+
+def _nan_unless_sum_is_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
   leaf = jnp.asarray(leaf)
   if _has_few_bits(leaf):
     # To sum them, XLA would write a copy in float32 to memory. It is cheaper to
     # test each element.
-    return _zero_if_all(_is_finite(leaf, factor))
+    return _nan_unless_finite(leaf, factor)
   if factor is not None:
     # Of magnitudes, for two reasons. Large numbers of both signs could cancel
     # in the sum. And the optimizer needs the products with their signs: XLA
@@ -193,7 +192,7 @@ def _zero_if_all(flags: jax.Array) -> jax.Array:
 
 
 def _is_zero(total: jax.Array) -> jax.Array:
-  """Whether a sum of zeros and NaNs or of counts is zero.
+  """Whether what faults add up to is zero.
 
   XLA copies a cheap scalar computation, and with it the reductions of all
   leaves, into each kernel that reads its result: code and compile time would

@@ -47,7 +47,7 @@ def check_not_differentiated(
 def checked(out: Any, has_aux: bool) -> Any:
   """The loss in what a function returned, if it is one that can be scaled."""
   loss = _split_aux(out)[0] if has_aux else out
-  if not _arrays.is_array(loss):
+  if not _arrays.is_array_like(loss):
     hint = " If it is a pair of the loss and auxiliary data, pass has_aux=True."
     raise TypeError(
       f"fun must return a scalar loss, got {type(loss).__name__}."

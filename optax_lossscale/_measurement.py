@@ -117,7 +117,7 @@ def _as_magnitude(name: str, value: Any) -> jax.Array:
 def _check_scalar(name: str, value: Any, kind: str, reduction: str) -> None:
   rule = f"{name} must be one {kind}"
   remedy = f"Reduce several with {reduction}; leave it out if you have none."
-  if not _arrays.is_array(value):
+  if not _arrays.is_array_like(value):
     raise TypeError(f"{rule}, got {name} = {value!r}. {remedy}")
   shape, dtype = jnp.shape(value), jnp.result_type(value)
   if jnp.issubdtype(dtype, jax.dtypes.extended):

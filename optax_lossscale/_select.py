@@ -56,7 +56,7 @@ def update_or_keep(
   def run() -> tuple[Any, Any]:
     updates, new_state = update(grads, state, params, **extra_args)
     _check_structure(new_state, state)
-    return updates, _cast_like(new_state, state)
+    return updates, jax.tree.map(_arrays.cast_like, new_state, state)
 
   return _run_with_selects(run, finite, state, here)
 
@@ -92,11 +92,8 @@ def _run_with_selects(
   outs, selected = _evaluate(closed.jaxpr, closed.consts, finite, old, here)
 
   def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
-    is_literal = isinstance(var, core.Literal)
-    if out is leaf or (not is_literal and var in selected and old[var] is leaf):
-      return out
-    # It was not selected within the update.
-    return _arrays.select(finite, out, leaf)
+    is_selected = _jaxprs.is_one_of(var, selected) and selected[var] is leaf
+    return out if is_selected else _arrays.select(finite, out, leaf)
 
   new_leaves = map(select_if_not_yet, new_vars, outs[first:], old_leaves)
   updates = jax.tree.unflatten(jax.tree.structure(shapes[0]), outs[:first])
@@ -124,7 +121,7 @@ def _evaluate(
   finite: jax.Array,
   old: dict[Any, Any],
   here: core.JaxprEqn,
-) -> tuple[list[Any], set[Any]]:
+) -> tuple[list[Any], dict[Any, Any]]:
   """Evaluates a jaxpr, and selects each output right where it is computed.
 
   Args:
@@ -135,28 +132,28 @@ def _evaluate(
     here: what ``_jit_called_here`` returns.
 
   Returns:
-    The outputs, and the set of variables that were selected.
+    The outputs, and for each variable that was selected the value to keep.
   """
   env = dict(zip(jaxpr.constvars + jaxpr.invars, args, strict=True))
-  selected: set[Any] = set()
+  selected: dict[Any, Any] = {}
 
   def read(var: Any) -> Any:
     return var.val if isinstance(var, core.Literal) else env[var]
 
   for eqn in jaxpr.eqns:
+    inputs = list(map(read, eqn.invars))
     entry = _entry(eqn, here)
     if entry is not None:
-      args = list(map(read, eqn.invars))
-      outs, within = _enter(entry, args, eqn.outvars, finite, old, here)
-      selected |= within
+      outs, within = _enter(entry, inputs, eqn.outvars, finite, old, here)
       env.update(zip(eqn.outvars, outs, strict=True))
+      selected |= within
       continue
-    outs = _jaxprs.function(eqn)(*map(read, eqn.invars))
+    outs = _jaxprs.function(eqn)(*inputs)
     env.update(zip(eqn.outvars, outs, strict=True))
     for var in eqn.outvars:
       if var in old and _may_select(eqn, env[var], finite, old[var], here):
         env[var] = _arrays.select(finite, env[var], old[var])
-        selected.add(var)
+        selected[var] = old[var]
   return [read(var) for var in jaxpr.outvars], selected
 
 
@@ -174,7 +171,7 @@ def _enter(
   finite: jax.Array,
   old: dict[Any, Any],
   here: core.JaxprEqn,
-) -> tuple[list[Any], set[Any]]:
+) -> tuple[list[Any], dict[Any, Any]]:
   """Does what ``_evaluate`` does, for the function that a jit calls."""
   inner = entry.inner
   # By the variable inside. If it is returned twice, it is selected once.
@@ -189,7 +186,7 @@ def _enter(
     outs, selected = _evaluate(
       inner.jaxpr, [*inner.consts, *args], finite, inner_old, here
     )
-  return outs, {pairs[i] for i in selected}
+  return outs, {pairs[i]: leaf for i, leaf in selected.items()}
 
 
 def _entry(eqn: core.JaxprEqn, here: core.JaxprEqn) -> _Entry | None:
@@ -203,11 +200,7 @@ def _entry(eqn: core.JaxprEqn, here: core.JaxprEqn) -> _Entry | None:
     return None
   try:
     inner = _jaxprs.called_jaxpr(eqn)
-    is_as_here = eqn.ctx == here.ctx and all(
-      _kinds(value) <= _kinds(here.params.get(name))
-      for name, value in eqn.params.items()
-      if name not in ("jaxpr", "name")
-    )
+    is_as_here = eqn.ctx == here.ctx and not _has_options(eqn, here)
     call = f"jit({eqn.params['name']})"
     scope = str(eqn.source_info.name_stack.extend(call))
   except Exception:
@@ -215,9 +208,22 @@ def _entry(eqn: core.JaxprEqn, here: core.JaxprEqn) -> _Entry | None:
   return _Entry(inner, scope) if inner and is_as_here else None
 
 
-def _kinds(param: Any) -> set[Any]:
-  """The values of a parameter, of which there may be one for each argument."""
-  return set(param) if isinstance(param, tuple) else {param}
+def _has_options(eqn: core.JaxprEqn, here: core.JaxprEqn) -> bool:
+  """Whether a jit was given an option that the one here was not given.
+
+  The one here has one argument and one result: what an option says of them, it
+  may say of each argument and result of the other.
+  """
+  return any(
+    option not in _one_for_each(here.params[name])
+    for name, options in eqn.params.items()
+    if name not in ("jaxpr", "name")
+    for option in _one_for_each(options)
+  )
+
+
+def _one_for_each(param: Any) -> tuple[Any, ...]:
+  return param if isinstance(param, tuple) else (param,)
 
 
 def _may_select(
@@ -249,18 +255,6 @@ def _may_select(
 
 def _is_sharding(x: Any) -> bool:
   return isinstance(x, jax.sharding.Sharding)
-
-
-def _cast_like(new_state: Any, state: Any) -> Any:
-  return jax.tree.map(
-    lambda new, old: (
-      _arrays.cast(new, old.dtype)
-      if hasattr(old, "dtype") and _arrays.is_array(old)
-      else new
-    ),
-    new_state,
-    state,
-  )
 
 
 def _check_structure(new_state: Any, state: Any) -> None:

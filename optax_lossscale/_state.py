@@ -57,22 +57,8 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
     >>> print(ols.get_loss_scale_state(opt_state).loss_scale)
     32768.0
   """
-  (_, found), *others = _find(tree) or [(None, None)]
-  if found is None:
-    raise ValueError(
-      "state must hold a loss-scale state, got a"
-      f" {type(tree).__name__} that holds none. Pass what `tx.init(params)`"
-      " returned, with tx = with_loss_scaling(optimizer), or the train state"
-      " or optimizer object that contains it."
-    )
-  if others:
-    paths = ", ".join(_keystr(path) for path, _ in _find(tree))
-    raise ValueError(
-      "state must hold exactly one loss-scale state, got a"
-      f" {type(tree).__name__} that holds {1 + len(others)}: at {paths}."
-      " Pass the part that belongs to this loss."
-    )
-  return _unboxed(found)
+  _, state = _find_one(tree)
+  return _unboxed(state)
 
 
 def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
@@ -104,8 +90,7 @@ def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
     1024.0
   """
   _checks.check_scale("value", value)
-  get_loss_scale_state(tree)
-  ((prefix, _),) = _find(tree)
+  prefix, _ = _find_one(tree)
 
   def replace(path: Any, leaf: Any) -> Any:
     inside = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
@@ -207,6 +192,30 @@ def check_memory(policy: Any, state: LossScaleState, kind: type) -> None:
 def holds_loss_scale(tree: Any) -> bool:
   """Whether there is a loss-scale state anywhere in the tree."""
   return bool(_find(tree))
+
+
+def _find_one(tree: Any) -> tuple[Any, Any]:
+  """The path of the one loss-scale state in the tree, and the state.
+
+  Raises:
+    ValueError: if there is none, or more than one.
+  """
+  found = _find(tree)
+  if not found:
+    raise ValueError(
+      "state must hold a loss-scale state, got a"
+      f" {type(tree).__name__} that holds none. Pass what `tx.init(params)`"
+      " returned, with tx = with_loss_scaling(optimizer), or the train state"
+      " or optimizer object that contains it."
+    )
+  if len(found) > 1:
+    paths = ", ".join(_keystr(path) for path, _ in found)
+    raise ValueError(
+      "state must hold exactly one loss-scale state, got a"
+      f" {type(tree).__name__} that holds {len(found)}: at {paths}."
+      " Pass the part that belongs to this loss."
+    )
+  return found[0]
 
 
 def _find(tree: Any) -> list[tuple[Any, Any]]:

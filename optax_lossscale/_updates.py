@@ -38,7 +38,7 @@ def nothing_unless(finite: jax.Array, updates: Any) -> Any:
   """
 
   def choose(path: Any, update: Any) -> Any:
-    if not _arrays.is_array(update) or _grads.is_overwritten(path):
+    if not _arrays.is_array_like(update) or _grads.is_overwritten(path):
       return update
     update = jnp.asarray(update)
     if _arrays.is_inexact(update):

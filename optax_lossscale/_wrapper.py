@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_lossscale import (
@@ -125,20 +124,20 @@ def with_loss_scaling(
     Micikevicius et al, `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018
   """
-  inner = _as_transformation(inner)
+  inner = _on_float32(_as_transformation(inner))
   policy = _policies.as_policy(loss_scale)
   if max_norm is not None:
     # The smallest and the largest power of two that are normal in float32.
     _checks.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
 
   def init_fn(params: Any) -> LossScalingState:
-    inner_state = inner.init(jax.tree.map(_arrays.widen, params))
+    inner_state = inner.init(params)
     if _state.holds_loss_scale(inner_state):
       raise ValueError(
         "inner must be an optimizer without loss scaling, got one whose state"
         " holds a loss scale already. Wrap it once, and outermost."
       )
-    return LossScalingState(policy.init(), jax.tree.map(_strong, inner_state))
+    return LossScalingState(policy.init(), inner_state)
 
   def update_fn(
     updates: Any,
@@ -159,39 +158,45 @@ def with_loss_scaling(
       max_norm=max_norm,
       axis_name=axis_name,
     )
-    args = (
-      put_back([_measurement.true_or_zeros(x, found) for x in grads]),
-      inner_state,
-      jax.tree.map(_arrays.widen, params),
-    )
+    grads = put_back([_measurement.true_or_zeros(x, found) for x in grads])
     finite = found.finite
     if check_updates:
-      updates, new_inner_state = inner.update(*args, **extra_args)
-      updates = _updates.cast_like(updates, params)
-      inexact, _ = _grads.split(updates)
+      made, made_state = inner.update(grads, inner_state, params, **extra_args)
+      inexact, _ = _grads.split(made)
       finite &= _axes.all_agree(_grads.sum_is_finite(inexact), axis_name)
-      new_inner_state = _select.keep_unless(
-        finite, new_inner_state, inner_state
-      )
+      kept_state = _select.keep_unless(finite, made_state, inner_state)
     else:
-      updates, new_inner_state = _select.update_or_keep(
-        inner.update, finite, *args, **extra_args
+      made, kept_state = _select.update_or_keep(
+        inner.update, finite, grads, inner_state, params, **extra_args
       )
-      updates = _updates.cast_like(updates, params)
-    new_scale_state = policy.adjust(scale_state, finite, grads_amax=found.amax)
-    return (
-      _updates.nothing_unless(finite, updates),
-      LossScalingState(new_scale_state, new_inner_state),
-    )
+    adjusted = policy.adjust(scale_state, finite, grads_amax=found.amax)
+    applied = _updates.nothing_unless(finite, made)
+    return applied, LossScalingState(adjusted, kept_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _strong(leaf: Any) -> Any:
-  """A leaf without weak type, so that the second step does not trace again."""
-  if not _arrays.is_array(leaf):
-    return leaf
-  return _arrays.cast(leaf, jnp.result_type(leaf))
+def _on_float32(
+  inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+  """An optimizer that is given float32 in place of narrow parameters.
+
+  Its updates are in the dtypes of the parameters. Its first state has no weak
+  types, so that the second step does not trace again.
+  """
+
+  def init_fn(params: Any) -> Any:
+    state = inner.init(jax.tree.map(_arrays.widen, params))
+    return jax.tree.map(_arrays.cast_like, state, state)
+
+  def update_fn(
+    updates: Any, state: Any, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, Any]:
+    wide = jax.tree.map(_arrays.widen, params)
+    made, new_state = inner.update(updates, state, wide, **extra_args)
+    return _updates.cast_like(made, params), new_state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _as_transformation(

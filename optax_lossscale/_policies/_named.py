@@ -25,8 +25,7 @@ def as_policy(loss_scale: Any) -> LossScalePolicy:
     loss_scale, type
   ):
     return loss_scale
-  is_number = _arrays.is_array(loss_scale) and not isinstance(loss_scale, bool)
-  if not is_number:
+  if not _arrays.is_array_like(loss_scale) or isinstance(loss_scale, bool):
     raise TypeError(
       "loss_scale must be a policy (such as DynamicLossScale()), 'dynamic',"
       f" 'headroom' or a positive number, got loss_scale = {loss_scale!r}."

@@ -42,7 +42,7 @@ def _named_grads(tree: Any, caller: str) -> list[tuple[str, Any]]:
   """The leaves that are gradients, as (name, numpy or JAX array)."""
   leaves = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    if not _grads.is_grad(path, leaf) or not _arrays.is_array(leaf):
+    if not _grads.is_grad(path, leaf) or not _arrays.is_array_like(leaf):
       continue
     if isinstance(leaf, jax.core.Tracer):
       raise TypeError(

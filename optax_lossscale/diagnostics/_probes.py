@@ -69,7 +69,7 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
     {'largest': 32752.0, 'nonfinite_share': 0.0, 'top_share': 0.5,
      'zero_share': 0.5}
   """
-  if not _arrays.is_array(x) or not _arrays.is_inexact(x):
+  if not _arrays.is_array_like(x) or not _arrays.is_inexact(x):
     raise TypeError(f"x must be a float or complex array, got x = {x!r}.")
   _check_slots("slot", slot)
   if jnp.ndim(slot) != 1:

@@ -100,7 +100,7 @@ def _parts(out: Any, name: str = "") -> list[list[tuple[str, Any]]]:
     [
       (f"{name}{jax.tree_util.keystr(path)}", leaf)
       for path, leaf in jax.tree_util.tree_leaves_with_path(out)
-      if _arrays.is_array(leaf) and _arrays.is_inexact(leaf)
+      if _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
     ]
   ]
 
@@ -130,7 +130,7 @@ def _is_input(leaf: Any) -> bool:
     return True
   # Integers of numpy may be sizes and indices that must be known.
   is_numpy = isinstance(leaf, (np.ndarray, np.generic))
-  return is_numpy and _arrays.is_array(leaf) and _arrays.is_inexact(leaf)
+  return is_numpy and _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
 
 
 def _check_input(caller: str, name: str, leaf: Any, shapes: bool) -> None:
