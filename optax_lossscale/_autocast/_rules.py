@@ -11,7 +11,6 @@ equation alone, and never over a rewriter, which knows of that trace.
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-import weakref
 
 import jax
 from jax import lax
@@ -20,6 +19,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
+from optax_lossscale._autocast import _refusals
 
 Function = Callable[..., list[Any]]
 
@@ -81,9 +81,6 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     return None
   fun: Any = jax.custom_vjp(_named_as(eqn, tools.function(called)))
   old, call = _jaxprs.function(eqn), tools.call
-  # Not only what moves: JAX keeps one structure of the residuals for all calls
-  # of a function, and each may move other arguments. XLA drops a derivative
-  # that nobody reads.
   floats = {
     i
     for i, atom in enumerate(eqn.invars)
@@ -91,29 +88,12 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     and is_float(atom.aval)
     and not _jaxprs.is_one_of(atom, tools.guarded)
   }
-  refused: list[set[int]] = []  # what moved, the first time
+  rule = _refusals.Rule(eqn, called.jaxpr, floats)
 
   def forward(*args: Any) -> tuple[Any, Any]:
     values = [arg.value for arg in args]
-    perturbed = {i for i, arg in enumerate(args) if arg.perturbed}
-    if called.jaxpr not in _REFUSING:
-      try:
-        return _vjp(old, values, floats | perturbed, call)
-      except Exception:  # A rule refuses in words of its own.
-        if floats <= perturbed:
-          raise
-        _REFUSING.add(called.jaxpr)
-    if not refused:
-      refused.append(perturbed)
-    if perturbed != refused[0]:
-      raise NotImplementedError(_cannot_share(eqn))
-    try:
-      return _vjp(old, values, perturbed, call)
-    except Exception as error:
-      # So JAX fails if it has traced the rule before the rule has refused.
-      if type(error).__name__ != "StoreException":
-        raise
-      raise NotImplementedError(_cannot_share(eqn)) from error
+    moved = {i for i, arg in enumerate(args) if arg.perturbed}
+    return rule.ask(lambda chosen: _vjp(old, values, chosen, call), moved)
 
   def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
     pull_back, is_chosen = residuals
@@ -126,21 +106,6 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   asked = {"generic_batching": True} if is_generic else {}
   fun.defvjp(forward, backward, symbolic_zeros=True, **asked)
   return fun
-
-
-# Rules that have refused a derivative. They are not asked again, since JAX then
-# forgets what it has traced of them.
-_REFUSING: weakref.WeakSet[core.Jaxpr] = weakref.WeakSet()
-
-
-def _cannot_share(eqn: core.JaxprEqn) -> str:
-  return (
-    f"autocast cannot run this {_jaxprs.name_of(eqn)} in half precision: its"
-    " rule refuses some derivatives, and calls that share it through one jit or"
-    " checkpoint differentiate different arguments, or were differentiated"
-    " without autocast before. Mark it with optax_lossscale.keep_float32, or do"
-    " not share it."
-  )
 
 
 def _vjp(

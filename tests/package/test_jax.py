@@ -63,6 +63,7 @@ PROGRAMS = {
   "remat2": jax.checkpoint(lambda x: jnp.sin(x)),
   "scan": lambda x: lax.scan(lambda c, s: (c @ x, s), x, x),
   "shard_map": mapped(jnp.sin),
+  "slice": lambda x: x[:1],
   "while": lambda x: lax.while_loop(lambda c: c[0, 0] < 0, lambda c: c @ x, x),
 }
 
