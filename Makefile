@@ -26,13 +26,13 @@ JAX_NIGHTLY_OPTIONS ?=
 # neither gradient nor vmap in JAX 0.12 itself: tests that need them say so where
 # they stand, and are skipped with this flag alone.
 JAX_FLAGS ?= JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_SCAN3=1
-CORE = _arrays _checks _jaxprs._equations _jaxprs._loops \
+CORE = _arrays _checks \
   _grads _state _axes \
   _policies._powers_of_two _policies._search _policies._headroom _policies._plain \
   _policies._named _measurement _loss _scaling _select _updates \
   _wrapper
 # Folders of which a random sample of mutants is tried.
-SAMPLED = _autocast diagnostics
+SAMPLED = _autocast _jaxprs diagnostics
 SAMPLE =
 # Left out on all but the newest Python and JAX, since it tells nothing new there.
 ONLY_NEWEST = $(addprefix --ignore=tests/, \

@@ -33,8 +33,8 @@ from cosmic_ray.work_item import WorkItem
 
 ROOT = pathlib.Path(__file__).parents[1]
 # A mutant is done with its first failure: its own tests first, quick ones next.
-# `core/state` is tests/core/test_state.py, and `_jaxprs._loops` is
-# optax_lossscale/_jaxprs/_loops.py.
+# `core/state` is tests/core/test_state.py, and `_autocast._rules` is
+# optax_lossscale/_autocast/_rules.py.
 TESTS = {
   "_arrays": [
     "core/state",
@@ -51,17 +51,18 @@ TESTS = {
     "interop/writing",
   ],
   "_policies._powers_of_two": ["core/state", "policies/headroom"],
-  "_jaxprs._equations": [
+  "_jaxprs": [
+    "package/jax",
+    "autocast/reach",
+    "autocast/kept",
+    "autocast/shared_rules",
+    "autocast/vmapped_rules",
     "core/select",
     "core/select_types",
-    "autocast/reach",
+    "diagnostics/unknown",
     "diagnostics/precision",
     "diagnostics/overflow",
-  ],
-  "_jaxprs._loops": [
-    "autocast/reach",
-    "diagnostics/precision",
-    "diagnostics/overflow",
+    "diagnostics/comparison",
   ],
   "_grads": [
     "core/finiteness",
@@ -125,6 +126,14 @@ TESTS = {
     "diagnostics/probes",
     "policies/random_programs",
   ],
+  "_autocast": [  # what is not named here
+    "autocast/weights",
+    "autocast/kept",
+    "autocast/shared_rules",
+    "autocast/hidden_products",
+    "autocast/reach",
+    "autocast/rules",
+  ],
   "_autocast._kept": ["autocast/kept", "autocast/reach"],
   "_autocast._told": ["autocast/reach", "autocast/rules"],
   "_autocast._in_place": ["autocast/frameworks", "autocast/around"],
@@ -180,7 +189,11 @@ TESTS = {
     "diagnostics/plots",
   ],
   "diagnostics._overflow": ["diagnostics/overflow", "diagnostics/unknown"],
-  "diagnostics._comparison": ["diagnostics/comparison"],
+  "diagnostics._comparison": [
+    "diagnostics/comparison",
+    "diagnostics/comparison_layers",
+    "diagnostics/comparison_planted",
+  ],
 }
 # Its tests take longest.
 LAST = "diagnostics._comparison"
@@ -211,7 +224,7 @@ FOREIGN = 100  # the status if the tests import another copy
 def main():
   """Tries the mutants of a module or folder and prints what became of them."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("name", help="such as _select, _jaxprs._loops, _autocast")
+  parser.add_argument("name", help="such as _select, _autocast._rules, _jaxprs")
   parser.add_argument("--sample", type=int, help="try so many, drawn at random")
   parser.add_argument("--seed", type=int, default=0, help="of the sample")
   parser.add_argument("--minutes", type=float, help="begin none after so many")
