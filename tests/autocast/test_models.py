@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import float32_models, product_flops
+from helpers import float32_models, product_flops, quick_alone
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,18 @@ import pytest
 
 import optax_lossscale as ols
 
-all_models = pytest.mark.parametrize("name", float32_models.NAMES)
+# One of each library.
+QUICK = (
+  "transformer, Flax linen",
+  "ViT, Flax NNX",
+  "MLP-mixer, Equinox",
+  "LSTM, Haiku",
+  "text, Keras",
+  "rotary, plain JAX",
+)
+all_models = pytest.mark.parametrize(
+  "name", quick_alone(QUICK, float32_models.NAMES)
+)
 make = functools.cache(float32_models.make)
 make_shapes = functools.cache(float32_models.make_shapes)
 

@@ -113,6 +113,7 @@ def test_where_jax_takes_no_zeros_of_its_own_arrays_do(monkeypatch):
   assert_close(half, jax.grad(loss(fun))(W, X[0]))
 
 
+@pytest.mark.slow
 def test_a_checkpointed_loop_of_equinox_may_be_mapped():
   def loss(w, x):
     def steps(x):

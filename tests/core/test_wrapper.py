@@ -2,6 +2,7 @@
 
 import functools
 
+from helpers import quick_alone
 from helpers.bits import same_bits
 from helpers.leaves import FLOATS, OTHERS, ZOO
 from hypothesis import given
@@ -422,11 +423,7 @@ DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 @pytest.mark.parametrize("param_dtype", DTYPES)
 @pytest.mark.parametrize(
   "optimizer",
-  [
-    # Adam is in either, and compiles in half the time.
-    pytest.param(x, marks=pytest.mark.slow if x in ("adamw", "muon") else ())
-    for x in OPTIMIZERS
-  ],
+  quick_alone(["sgd", "adam"], OPTIMIZERS),
 )
 def test_a_skipped_step_changes_no_bit_and_no_type_in_any_mix_of_dtypes(
   optimizer, param_dtype, grad_dtype

@@ -171,6 +171,7 @@ def compared():
   return compare
 
 
+@pytest.mark.slow
 def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_in_float32(
   compared,
 ):

@@ -3,7 +3,7 @@
 from collections import Counter
 import dataclasses
 
-from helpers import sharding
+from helpers import quick_alone, sharding
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ LAYOUTS = {
 }
 
 
+AXIS_TYPES = quick_alone([AxisType.Auto], [AxisType.Auto, AxisType.Explicit])
+
+
 @dataclasses.dataclass(frozen=True)
 class ReadsMagnitude(ols.DynamicLossScale):
   """A policy that looks at the largest gradient."""
@@ -46,9 +49,7 @@ class ReadsMagnitude(ols.DynamicLossScale):
     return state._replace(loss_scale=scale)
 
 
-@pytest.mark.parametrize(
-  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=str
-)
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize("layout", ["fsdp", "tensor parallel"])
 def test_sharded_jit_gains_one_all_reduce_and_nothing_else(layout, axis_type):
   bare = compile_jit(layout, axis_type, optax.adam(1e-3))
@@ -88,9 +89,7 @@ def test_in_sharded_jit_max_norm_costs_no_more_than_clipping(layout):
   assert not gain(scaled, clipping)
 
 
-@pytest.mark.parametrize(
-  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=str
-)
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 def test_over_two_axes_sharded_jit_gains_what_any_global_scalar_costs(
   axis_type,
 ):

@@ -1,5 +1,21 @@
 """What tests share."""
 
+from collections.abc import Collection
 import pathlib
+from typing import Any
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]  # of the repository
+
+
+def quick_alone(quick: Collection[Any], values: Collection[Any]) -> list[Any]:
+  """Values of a parameter, of which all but the quick ones are for slow tests.
+
+  Where many values prove one sentence, those that differ most are quick.
+  """
+  assert set(quick) <= set(values)
+  marks = {
+    value: () if value in quick else pytest.mark.slow for value in values
+  }
+  return [pytest.param(value, marks=mark) for value, mark in marks.items()]

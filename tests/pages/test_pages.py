@@ -18,12 +18,12 @@ PAGES = [
   for path in sorted(ROOT.glob(pattern))
   if markdown.blocks(path)
 ]
+QUICK = ("README.md",)
 
 
 def marks(path):
-  """Pages that are notebooks draw, which takes seconds."""
-  is_notebook = "{code-cell}" in path.read_text()
-  return pytest.mark.slow if is_notebook else ()
+  """Each page takes seconds. The quick tests run what most people read."""
+  return () if path.name in QUICK else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
