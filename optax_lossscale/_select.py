@@ -92,6 +92,8 @@ def _run_with_selects(
   outs, selected = _evaluate(closed.jaxpr, closed.consts, finite, old, here)
 
   def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
+    if out is leaf:  # The update left it as it was.
+      return out
     is_selected = _jaxprs.is_one_of(var, selected) and selected[var] is leaf
     return out if is_selected else _arrays.select(finite, out, leaf)
 
