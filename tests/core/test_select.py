@@ -327,6 +327,15 @@ def test_each_optimizer_gives_what_the_plain_select_gives(
   check_against_plain(update, grads, state, params)
 
 
+def test_what_an_update_leaves_as_it_was_is_not_selected():
+  def update(grads, state, params):
+    return grads, {**state, "b": state["b"] + grads}
+
+  closed, _ = jaxpr_of(_select.update_or_keep, update, GRADS, OLD)
+  names = [eqn.primitive.name for eqn in closed.jaxpr.eqns]
+  assert names == ["add", "select_n"]
+
+
 def readers_of_selected(update):
   """Names of the primitives that read a selected value, in order."""
   closed, _ = jaxpr_of(_select.update_or_keep, update, GRADS, OLD)
