@@ -27,8 +27,7 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
     ValueError: if ``history`` holds no scales.
   """
   scales, skipped = _read_history(history)
-  if ax is None:
-    ax = _figures.new_axes("plot_loss_scale")
+  ax = _figures.axes_or_new(ax, "plot_loss_scale")
   steps = np.arange(scales.size)
   ax.step(steps, scales, where="post", color="tab:blue", label="loss scale")
   if skipped is not None and skipped.any():
