@@ -72,9 +72,7 @@ def _from_amp(state_dict: Any, settings: dict[str, Any]) -> _results.Result:
   scaler = _chosen_scaler(state_dict, options)
   if scaler is None:
     return _results.start(policy)
-  return _results.resume(
-    policy, scaler.complete(), scale="loss_scale", count="unskipped"
-  )
+  return _results.resume(policy, scaler.complete(), "loss_scale", "unskipped")
 
 
 def _amp_policy(options: _reading.Values) -> _policies.LossScalePolicy:
@@ -122,20 +120,16 @@ def _chosen_scaler(
 def _from_kernel(tensors: Any, settings: dict[str, Any]) -> _results.Result:
   values = _read("the tensors", tensors, _KERNEL_STATE).complete()
   options = _read("settings", settings, _KERNEL_SETTINGS).complete()
-  hysteresis = options.count("hysteresis")
   policy = _policies.DynamicLossScale(
+    hysteresis=options.count("hysteresis"),
+    hysteresis_refill="finite",
     init_scale=values.scale("current_scale"),
     growth_factor=options.growth("growth_factor"),
     backoff_factor=options.backoff("backoff_factor"),
     growth_interval=options.count("growth_interval"),
     min_scale=_checks.SMALLEST_SCALE,
-    hysteresis=hysteresis,
-    hysteresis_refill="finite",
   )
+  left = values.hysteresis_left("hysteresis_tracker", policy.hysteresis)
   return _results.resume(
-    policy,
-    values,
-    scale="current_scale",
-    count="growth_tracker",
-    hysteresis_left=values.hysteresis_left("hysteresis_tracker", hysteresis),
+    policy, values, "current_scale", "growth_tracker", left
   )

@@ -84,11 +84,8 @@ def _policy(options: _reading.Values, is_new: bool) -> _Policy:
   floor = options.scale("min_loss_scale")
   scale = 2.0 ** options.integer("initial_scale_power", 0, 126)
   if scale < floor:
-    options.fail(
-      "min_loss_scale",
-      f"at most the initial scale, {_checks.show_bound(scale)}",
-      ValueError,
-    )
+    rule = f"at most the initial scale, {_checks.show_bound(scale)}"
+    options.fail("min_loss_scale", rule, ValueError)
   window = options.count("loss_scale_window")
   hysteresis = options.count("hysteresis")
   consecutive = options.boolean("consecutive_hysteresis")
@@ -143,7 +140,7 @@ def _resumed(policy: _Policy, values: _reading.Values) -> _results.Result:
   grown = finite >= window + late
   count = (finite - late) % window if grown else finite
   policy, state = _results.resume(
-    policy, values, scale="cur_scale", hysteresis_left=left
+    policy, values, "cur_scale", hysteresis_left=left
   )
   state = state._replace(finite_count=jnp.asarray(count, jnp.int32))
   if late:

@@ -68,4 +68,4 @@ def from_fairseq(
   if loss_scale is None:
     return _results.start(policy)
   values = _reading.Values(name, "the argument", {"loss_scale": loss_scale})
-  return _results.resume(policy, values, scale="loss_scale")
+  return _results.resume(policy, values, "loss_scale")

@@ -59,7 +59,7 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
     growth_interval=interval + 1,
     min_scale=floor,
   )
-  return _results.resume(policy, values, scale="scale", count="fin_steps")
+  return _results.resume(policy, values, "scale", "fin_steps")
 
 
 def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
@@ -97,20 +97,18 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   }
 
 
-def _read(dynamic_scale: Any, static: Mapping[str, Any]) -> _reading.Values:
+def _read(source: Any, static: Mapping[str, Any]) -> _reading.Values:
   name = "from_flax"
   given = _reading.read_mapping(name, "the static fields", static, _STATIC)
-  if isinstance(dynamic_scale, Mapping):
-    what = "the state dict"
-    values = _reading.read_mapping(name, what, dynamic_scale, _FIELDS)
-  elif type(dynamic_scale).__name__ == "DynamicScale":
-    what = "the DynamicScale"
-    values = _reading.read_attributes(name, what, dynamic_scale, _FIELDS)
+  if isinstance(source, Mapping):
+    values = _reading.read_mapping(name, "the state dict", source, _FIELDS)
+  elif type(source).__name__ == "DynamicScale":
+    values = _reading.read_attributes(name, "the DynamicScale", source, _FIELDS)
     values.complete()
   else:
     raise TypeError(
       "from_flax: dynamic_scale must be a DynamicScale or its state dict, got"
-      f" {_reading.show(dynamic_scale)}."
+      f" {_reading.show(source)}."
     )
   twice = [key for key in given.found if key in values]
   if twice:

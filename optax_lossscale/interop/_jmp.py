@@ -80,4 +80,4 @@ def from_jmp(loss_scale: Any) -> _results.Result:
     growth_interval=values.count(interval),
     min_scale=floor,
   )
-  return _results.resume(policy, values, scale=scale, count=count)
+  return _results.resume(policy, values, scale, count)

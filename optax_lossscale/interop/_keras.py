@@ -92,7 +92,7 @@ def from_keras(config: Any, variables: Any = None) -> _results.Result:
     return _results.start(policy)
   names = _KERAS_3_VARIABLES if kind == "Keras 3" else _TF_VARIABLES
   values = _read("variables", variables, names).complete()
-  return _results.resume(policy, values, scale=names[0], count=names[1])
+  return _results.resume(policy, values, *names)
 
 
 def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
@@ -129,11 +129,8 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
       "dynamic_growth_steps": None,
     }
     return {"config": fixed, "variables": {}}
-  factors = {
-    "growth_factor": (2, "it doubles"),
-    "backoff_factor": (0.5, "it halves"),
-  }
-  dynamic = target.dynamic(policy, **factors)
+  doubles, halves = (2, "it doubles"), (0.5, "it halves")
+  dynamic = target.dynamic(policy, growth_factor=doubles, backoff_factor=halves)
   config = {
     "initial_scale": float(dynamic.init_scale),
     "dynamic_growth_steps": int(dynamic.growth_interval),

@@ -67,6 +67,4 @@ def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
   values = _reading.read_mapping(name, "state_dict", state_dict, _STATE)
   values.complete()
   left = values.hysteresis_left("hysteresis_tracker", policy.hysteresis)
-  return _results.resume(
-    policy, values, scale="scale", count="growth_tracker", hysteresis_left=left
-  )
+  return _results.resume(policy, values, "scale", "growth_tracker", left)

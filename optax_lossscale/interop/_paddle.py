@@ -65,6 +65,4 @@ def from_paddle(state_dict: Any) -> _results.Result:
     hysteresis_refill="backoff",
   )
   left = overflows - values.integer("decr_count", 0, overflows - 1)
-  return _results.resume(
-    policy, values, scale="scale", count="incr_count", hysteresis_left=left
-  )
+  return _results.resume(policy, values, "scale", "incr_count", left)

@@ -24,7 +24,6 @@ def start(policy: _Policy) -> tuple[_Policy, _state.LossScaleState]:
 def resume(
   policy: _Policy,
   values: _reading.Values,
-  *,
   scale: str,
   count: str | None = None,
   hysteresis_left: int | None = None,
@@ -46,12 +45,11 @@ def resume(
   low = getattr(policy, "min_scale", _checks.SMALLEST_SCALE)
   high = getattr(policy, "max_scale", _checks.LARGEST_SCALE)
   if not low <= value <= high:
-    values.fail(
-      scale,
-      f"between the floor {_checks.show_bound(low)} and the ceiling"
-      f" {_checks.show_bound(high)} of its settings",
-      ValueError,
+    floor, ceiling = _checks.show_bound(low), _checks.show_bound(high)
+    rule = (
+      f"between the floor {floor} and the ceiling {ceiling} of its settings"
     )
+    values.fail(scale, rule, ValueError)
   finite = values.integer(count, 0, _checks.LARGEST_COUNT) if count else 0
   state = policy.init()
   memory = state.memory

@@ -54,7 +54,7 @@ def from_torch(state_dict: Any) -> _results.Result:
     growth_interval=values.count("growth_interval"),
     min_scale=_checks.SMALLEST_SCALE,
   )
-  return _results.resume(policy, values, scale="scale", count="_growth_tracker")
+  return _results.resume(policy, values, "scale", "_growth_tracker")
 
 
 def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:

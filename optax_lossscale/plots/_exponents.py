@@ -114,10 +114,9 @@ def plot_exponents(
     label = f"times the loss scale, $2^{{{shift:.4g}}}$"
     outline = {"fill": False, "edgecolor": "tab:blue", **style}
     ax.bar(found.exponents + shift, shares, label=label, **outline)
-  ax.set_xlim(
-    min([np.log2(limits.zero) - 10, *found.exponents]),
-    max([np.log2(limits.inf) + 4, *found.exponents + shift + 1]),
-  )
+  lowest = min([np.log2(limits.zero) - 10, *found.exponents])
+  highest = max([np.log2(limits.inf) + 4, *found.exponents + shift + 1])
+  ax.set_xlim(lowest, highest)
   ax.set_xlabel("log₂ of the magnitude")
   ax.set_ylabel("% of the entries")
   ax.set_title(f"{found.zero_count / max(size, 1):.1%} are zero as they are")
@@ -146,9 +145,8 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
 
   first = xp.min(xp.where(counted, index, length), initial=length)
   last = xp.max(index, initial=-1)
-  counts = lax.fori_loop(
-    first, last + 1, count_one, jnp.zeros(length, jnp.uint32)
-  )
+  none = jnp.zeros(length, jnp.uint32)
+  counts = lax.fori_loop(first, last + 1, count_one, none)
   return counts, zeros, nonfinite
 
 
