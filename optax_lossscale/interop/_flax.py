@@ -49,9 +49,9 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
   values = _read(dynamic_scale, static)
   values.require("fin_steps", "scale")
   interval = values.integer("growth_interval", 0, _checks.LARGEST_COUNT - 1)
-  if values.found.get("minimum_scale") is None:
-    values = values.without_none()
-  floor = values.scale("minimum_scale")
+  # None stands for no floor.
+  has_floor = values.found.get("minimum_scale", 1) is not None
+  floor = values.scale("minimum_scale") if has_floor else _checks.SMALLEST_SCALE
   policy = _policies.DynamicLossScale(
     init_scale=values.scale("scale", floor),
     growth_factor=values.growth("growth_factor"),
