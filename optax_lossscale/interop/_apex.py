@@ -86,7 +86,8 @@ def _amp_policy(options: _reading.Values) -> _policies.LossScalePolicy:
   if start < low and "init_scale" in options:
     options.fail("init_scale", "at least min_loss_scale", ValueError)
   return _policies.DynamicLossScale(
-    # amp, too, starts at the ceiling if its initial scale is above.
+    # amp, too, starts at the ceiling if its initial scale is above. Its default
+    # may be below the floor.
     init_scale=min(max(start, low), high),
     growth_interval=options.count("scale_window"),
     min_scale=low,

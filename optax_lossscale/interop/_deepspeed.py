@@ -139,9 +139,7 @@ def _resumed(policy: _Policy, values: _reading.Values) -> _results.Result:
   late = 1 if isinstance(policy, DeepSpeedLossScale) else 0
   grown = finite >= window + late
   count = (finite - late) % window if grown else finite
-  policy, state = _results.resume(
-    policy, values, "cur_scale", hysteresis_left=left
-  )
+  policy, state = _results.resume(policy, values, "cur_scale", left=left)
   state = state._replace(finite_count=jnp.asarray(count, jnp.int32))
   if late:
     memory = state.memory._replace(grown=jnp.asarray(grown, jnp.bool_))

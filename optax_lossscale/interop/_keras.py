@@ -151,7 +151,8 @@ def _unwrapped(config: Any) -> tuple[str | None, Any]:
   if not (isinstance(config, Mapping) and "class_name" in config):
     return None, config
   values = _read("the serialized config", config, _ENVELOPE, _ENVELOPE_IGNORED)
-  name, inner = (values.complete().found[key] for key in _ENVELOPE)
+  found = values.complete().found
+  name, inner = found["class_name"], found["config"]
   if not isinstance(name, str) or name not in _CLASSES:
     values.fail("class_name", f"one of {', '.join(_CLASSES)}", ValueError)
   if not isinstance(inner, Mapping):

@@ -26,7 +26,7 @@ def resume(
   values: _reading.Values,
   scale: str,
   count: str | None = None,
-  hysteresis_left: int | None = None,
+  left: int | None = None,
 ) -> tuple[_Policy, _state.LossScaleState]:
   """A policy, and its state at another system's scale and count.
 
@@ -35,8 +35,8 @@ def resume(
     values: what was read.
     scale: the key of the scale.
     count: the key of the count of finite steps, if there is one.
-    hysteresis_left: how many overflows are left until one lowers the scale. A
-      policy without hysteresis has no place for it.
+    left: how many overflows are left until one lowers the scale. A policy
+      without hysteresis has no place for it.
 
   Returns:
     The policy and the state.
@@ -53,9 +53,8 @@ def resume(
   finite = values.integer(count, 0, _checks.LARGEST_COUNT) if count else 0
   state = policy.init()
   memory = state.memory
-  if hysteresis_left is not None and memory:
-    left = jnp.asarray(hysteresis_left, jnp.int32)
-    memory = memory._replace(hysteresis_left=left)
+  if left is not None and memory:
+    memory = memory._replace(hysteresis_left=jnp.asarray(left, jnp.int32))
   return policy, state._replace(
     loss_scale=jnp.asarray(value, jnp.float32),
     finite_count=jnp.asarray(finite, jnp.int32),
