@@ -36,10 +36,6 @@ __all__ = [
 ]
 
 # Pickles and reprs name the path that stays when modules move.
-for _class in (
-  DeepSpeedLossScale,
-  DeepSpeedMemory,
-  FairseqLossScale,
-  FairseqMemory,
-):
-  _class.__module__ = __name__
+for _name in __all__:
+  if isinstance(globals()[_name], type):
+    globals()[_name].__module__ = __name__

@@ -1,23 +1,20 @@
 """apex.amp, and apex's fused update of a scale with hysteresis."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+import functools
 from typing import Any
 
-import jax.numpy as jnp
+from optax_lossscale import _checks, _policies
+from optax_lossscale.interop import _reading, _results
 
-from optax_lossscale import _checks, _policies, _state
-from optax_lossscale.interop import _reading
-
-_Result = tuple[_policies.LossScalePolicy, _state.LossScaleState]
-
-_AMP_SETTINGS = (
-  "loss_scale",
-  "init_scale",
-  "scale_window",
-  "min_loss_scale",
-  "max_loss_scale",
-  "loss_id",
-)
+_AMP_SETTINGS = {
+  "loss_scale": "dynamic",
+  "init_scale": 2.0**16,
+  "scale_window": 2000,
+  "min_loss_scale": _checks.SMALLEST_SCALE,
+  "max_loss_scale": 2.0**24,
+  "loss_id": 0,
+}
 _AMP_STATE = ("loss_scale", "unskipped")
 _KERNEL_SETTINGS = (
   "growth_factor",
@@ -27,8 +24,10 @@ _KERNEL_SETTINGS = (
 )
 _KERNEL_STATE = ("current_scale", "growth_tracker", "hysteresis_tracker")
 
+_read = functools.partial(_reading.read_mapping, "from_apex")
 
-def from_apex(state_dict: Any, **settings: Any) -> _Result:
+
+def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
   """The policy and state of apex.amp, or of apex's hysteresis kernel.
 
   amp doubles the scale on the N-th finite step, up to a ceiling, and halves it
@@ -67,17 +66,13 @@ def from_apex(state_dict: Any, **settings: Any) -> _Result:
   return _from_amp(state_dict, settings)
 
 
-def _from_amp(state_dict: Any, settings: dict[str, Any]) -> _Result:
+def _from_amp(state_dict: Any, settings: dict[str, Any]) -> _results.Result:
   options = _read("settings", settings, _AMP_SETTINGS)
   policy = _amp_policy(options)
   scaler = _chosen_scaler(state_dict, options)
   if scaler is None:
-    return policy, policy.init()
-  scaler.require(*_AMP_STATE)
-  state = _reading.state_at(
-    policy, scaler, scale="loss_scale", count="unskipped"
-  )
-  return policy, state
+    return _results.start(policy)
+  return _results.resume(policy, scaler.complete(), "loss_scale", "unskipped")
 
 
 def _amp_policy(options: _reading.Values) -> _policies.LossScalePolicy:
@@ -85,17 +80,16 @@ def _amp_policy(options: _reading.Values) -> _policies.LossScalePolicy:
   if not (isinstance(scale, str) and scale == "dynamic"):
     return _policies.FixedLossScale(options.scale("loss_scale"))
   options = options.without_none()
-  low = options.scale("min_loss_scale", _checks.SMALLEST_SCALE)
-  high = options.number(
-    "max_loss_scale", low, _checks.LARGEST_SCALE, max(low, 2.0**24)
-  )
-  # amp, too, starts at the ceiling if its initial scale is above.
-  start = min(high, options.scale("init_scale", max(low, 2.0**16)))
-  if start < low:
+  low = options.scale("min_loss_scale")
+  high = options.scale("max_loss_scale", low)
+  start = options.scale("init_scale")
+  if start < low and "init_scale" in options:
     options.fail("init_scale", "at least min_loss_scale", ValueError)
   return _policies.DynamicLossScale(
-    init_scale=start,
-    growth_interval=options.count("scale_window", 2000),
+    # amp, too, starts at the ceiling if its initial scale is above. Its default
+    # may be below the floor.
+    init_scale=min(max(start, low), high),
+    growth_interval=options.count("scale_window"),
     min_scale=low,
     max_scale=high,
   )
@@ -111,48 +105,32 @@ def _chosen_scaler(
       f" got {_reading.show(state_dict)}."
     )
   count = len(state_dict)
-  names = [f"loss_scaler{i}" for i in range(min(count, 64))]
-  values = _read("state_dict", state_dict, names or ("loss_scaler0",))
   if not count:
     return None
+  names = [f"loss_scaler{i}" for i in range(min(count, 64))]
+  values = _read("state_dict", state_dict, names)
   if count > 1 and "loss_id" not in options:
     raise ValueError(
       f"from_apex: state_dict holds the scales of {count} losses; choose one"
       f" with loss_id, an integer in [0, {count - 1}]."
     )
-  chosen = names[options.integer("loss_id", 0, count - 1, 0)]
+  chosen = names[options.integer("loss_id", 0, count - 1)]
   return _read(chosen, values.found[chosen], _AMP_STATE)
 
 
-def _from_kernel(tensors: Any, settings: dict[str, Any]) -> _Result:
-  values = _read("the tensors", tensors, _KERNEL_STATE)
-  values.require(*_KERNEL_STATE)
-  options = _read("settings", settings, _KERNEL_SETTINGS)
-  options.require(*_KERNEL_SETTINGS)
-  hysteresis = options.count("hysteresis")
+def _from_kernel(tensors: Any, settings: dict[str, Any]) -> _results.Result:
+  values = _read("the tensors", tensors, _KERNEL_STATE).complete()
+  options = _read("settings", settings, _KERNEL_SETTINGS).complete()
   policy = _policies.DynamicLossScale(
+    hysteresis=options.count("hysteresis"),
+    hysteresis_refill="finite",
     init_scale=values.scale("current_scale"),
     growth_factor=options.growth("growth_factor"),
     backoff_factor=options.backoff("backoff_factor"),
     growth_interval=options.count("growth_interval"),
     min_scale=_checks.SMALLEST_SCALE,
-    hysteresis=hysteresis,
-    hysteresis_refill="finite",
   )
-  # The kernel goes on counting below zero. Ours stops at zero, which has the
-  # same effect.
-  left = values.integer(
-    "hysteresis_tracker", -_checks.LARGEST_COUNT, hysteresis
+  left = values.hysteresis_left("hysteresis_tracker", policy.hysteresis)
+  return _results.resume(
+    policy, values, "current_scale", "growth_tracker", left
   )
-  state = _reading.state_at(
-    policy,
-    values,
-    scale="current_scale",
-    count="growth_tracker",
-    memory=_policies.DynamicMemory(jnp.asarray(max(left, 0), jnp.int32)),
-  )
-  return policy, state
-
-
-def _read(what: str, source: Any, known: Collection[str]) -> _reading.Values:
-  return _reading.read_mapping("from_apex", what, source, known)

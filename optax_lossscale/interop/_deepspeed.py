@@ -5,21 +5,21 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale import _checks, _policies, _state
-from optax_lossscale.interop import _reading
-from optax_lossscale.interop._rules import DeepSpeedLossScale, DeepSpeedMemory
+from optax_lossscale import _checks, _policies
+from optax_lossscale.interop import _reading, _results
+from optax_lossscale.interop._rules import DeepSpeedLossScale
 
 _Policy = _policies.DynamicLossScale | DeepSpeedLossScale
 
-_FP16 = (
-  "enabled",
-  "loss_scale",
-  "initial_scale_power",
-  "loss_scale_window",
-  "hysteresis",
-  "consecutive_hysteresis",
-  "min_loss_scale",
-)
+_FP16 = {
+  "enabled": True,
+  "loss_scale": 0.0,
+  "initial_scale_power": 16,
+  "loss_scale_window": 1000,
+  "hysteresis": 2,
+  "consecutive_hysteresis": False,
+  "min_loss_scale": 1.0,
+}
 _FP16_IGNORED = ("auto_cast", "fp16_master_weights_and_grads")
 _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _STATE_IGNORED = ("dynamic", "raise_error_at_min_scale", "dtype")
@@ -28,7 +28,7 @@ _FIRST_NEW_VERSION = (0, 17, 1)
 
 def from_deepspeed(
   fp16: Any, state: Any = None, version: str = "0.17.3"
-) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
+) -> _results.Result:
   """The policy and state of DeepSpeed's `DynamicLossScaler`.
 
   Up to version 0.17.0 it doubles the scale on every W-th finite step. Since
@@ -70,39 +70,25 @@ def from_deepspeed(
     "from_deepspeed", "fp16", fp16, _FP16, _FP16_IGNORED
   )
   is_new = _version(version) >= _FIRST_NEW_VERSION
-  fixed = _fixed_scale(options)
-  if fixed is not None:
-    return fixed, fixed.init()
+  if not options.boolean("enabled"):
+    return _results.fixed(1.0)
+  if options.number("loss_scale", 0.0, _checks.LARGEST_SCALE):
+    return _results.fixed(options.scale("loss_scale"))
   policy = _policy(options, is_new)
   if state is None:
-    return policy, policy.init()
-  return policy, _restored(policy, state)
-
-
-def _fixed_scale(
-  options: _reading.Values,
-) -> _policies.FixedLossScale | None:
-  """The fixed policy that the block asks for, or None."""
-  if not options.boolean("enabled", default=True):
-    return _policies.FixedLossScale(1.0)
-  scale = options.number("loss_scale", 0.0, _checks.LARGEST_SCALE, default=0.0)
-  if not scale:
-    return None
-  return _policies.FixedLossScale(options.scale("loss_scale"))
+    return _results.start(policy)
+  return _resumed(policy, _read_state(policy, options, state))
 
 
 def _policy(options: _reading.Values, is_new: bool) -> _Policy:
-  floor = options.scale("min_loss_scale", 1.0)
-  scale = 2.0 ** options.integer("initial_scale_power", 0, 126, 16)
+  floor = options.scale("min_loss_scale")
+  scale = 2.0 ** options.integer("initial_scale_power", 0, 126)
   if scale < floor:
-    options.fail(
-      "min_loss_scale",
-      f"at most the initial scale, {_checks.show_bound(scale)}",
-      ValueError,
-    )
-  window = options.count("loss_scale_window", 1000)
-  hysteresis = options.count("hysteresis", 2)
-  consecutive = options.boolean("consecutive_hysteresis", default=False)
+    rule = f"at most the initial scale, {_checks.show_bound(scale)}"
+    options.fail("min_loss_scale", rule, ValueError)
+  window = options.count("loss_scale_window")
+  hysteresis = options.count("hysteresis")
+  consecutive = options.boolean("consecutive_hysteresis")
   if is_new:
     return DeepSpeedLossScale(scale, window, floor, hysteresis, consecutive)
   return _policies.DynamicLossScale(
@@ -114,30 +100,18 @@ def _policy(options: _reading.Values, is_new: bool) -> _Policy:
   )
 
 
-def _restored(policy: _Policy, state: Any) -> _state.LossScaleState:
-  """The state of a policy as the scaler stands."""
-  values = _read_state(policy, state)
-  hysteresis = policy.hysteresis
-  if "cur_hysteresis" in values or hysteresis > 1:
-    values.require("cur_hysteresis")
-    hysteresis = values.integer("cur_hysteresis", 1, hysteresis)
-  left = jnp.asarray(hysteresis, jnp.int32)
-  finite, window = _finite_since_overflow(values), policy.growth_interval
-  memory: DeepSpeedMemory | _policies.DynamicMemory
-  if isinstance(policy, DeepSpeedLossScale):
-    # The first growth came a step late; the count restarts at each.
-    grown = finite > window
-    count = (finite - 1) % window if grown else finite
-    memory = DeepSpeedMemory(left, jnp.asarray(grown, jnp.bool_))
-  else:
-    count, memory = finite % window, _policies.DynamicMemory(left)
-  restored = _reading.state_at(policy, values, scale="cur_scale", memory=memory)
-  return restored._replace(finite_count=jnp.asarray(count, jnp.int32))
-
-
-def _read_state(policy: _Policy, state: Any) -> _reading.Values:
-  """The values of the scaler, checked to have the settings of the policy."""
-  settings = _scaler_settings(policy)
+def _read_state(
+  policy: _Policy, options: _reading.Values, state: Any
+) -> _reading.Values:
+  """The values of the scaler, checked to have the settings of the block."""
+  # The attributes by which the scaler holds these.
+  settings = {
+    "scale_factor": 2.0,
+    "scale_window": policy.growth_interval,
+    "min_scale": policy.min_scale,
+    "delayed_shift": policy.hysteresis,
+    "consecutive_hysteresis": options.boolean("consecutive_hysteresis"),
+  }
   values = _reading.read_either(
     "from_deepspeed", "state", state, (*_STATE, *settings), _STATE_IGNORED
   )
@@ -154,19 +128,23 @@ def _read_state(policy: _Policy, state: Any) -> _reading.Values:
   return values
 
 
-def _scaler_settings(policy: _Policy) -> dict[str, Any]:
-  """The attributes by which the scaler holds what the fp16 block says."""
-  if isinstance(policy, DeepSpeedLossScale):
-    consecutive = policy.consecutive_hysteresis
-  else:
-    consecutive = policy.hysteresis_refill == "finite"
-  return {
-    "scale_factor": 2.0,
-    "scale_window": policy.growth_interval,
-    "min_scale": policy.min_scale,
-    "delayed_shift": policy.hysteresis,
-    "consecutive_hysteresis": consecutive,
-  }
+def _resumed(policy: _Policy, values: _reading.Values) -> _results.Result:
+  """The policy, and its state as the scaler stands."""
+  left = policy.hysteresis
+  if "cur_hysteresis" in values or left > 1:
+    values.require("cur_hysteresis")
+    left = values.integer("cur_hysteresis", 1, left)
+  finite, window = _finite_since_overflow(values), policy.growth_interval
+  # The new rule grows a step late at first; the count restarts at each growth.
+  late = 1 if isinstance(policy, DeepSpeedLossScale) else 0
+  grown = finite >= window + late
+  count = (finite - late) % window if grown else finite
+  policy, state = _results.resume(policy, values, "cur_scale", left=left)
+  state = state._replace(finite_count=jnp.asarray(count, jnp.int32))
+  if late:
+    memory = state.memory._replace(grown=jnp.asarray(grown, jnp.bool_))
+    state = state._replace(memory=memory)
+  return policy, state
 
 
 def _finite_since_overflow(values: _reading.Values) -> int:

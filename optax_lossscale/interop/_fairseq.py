@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from optax_lossscale import _checks, _state
-from optax_lossscale.interop import _reading
+from optax_lossscale import _state
+from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._rules import FairseqLossScale
 
-_SETTINGS = (
-  "fp16_init_scale",
-  "fp16_scale_window",
-  "fp16_scale_tolerance",
-  "threshold_loss_scale",
-  "min_loss_scale",
-)
+_SETTINGS = {
+  "fp16_init_scale": 2.0**7,
+  "fp16_scale_window": None,
+  "fp16_scale_tolerance": 0.0,
+  "threshold_loss_scale": None,
+  "min_loss_scale": 1e-4,
+}
 
 
 def from_fairseq(
@@ -47,28 +47,25 @@ def from_fairseq(
     (0.25, 1024.0)
   """
   name = "from_fairseq"
-  options = _reading.read_either(
-    name, "settings", settings, _SETTINGS
-  ).without_none()
+  options = _reading.read_either(name, "settings", settings, _SETTINGS)
+  options = options.without_none()
   if "fp16_scale_window" not in options:
     raise ValueError(
       "from_fairseq: fp16_scale_window must be given. fairseq's default is"
       " 2**14 / number of workers / update_freq, which settings do not tell."
     )
-  floor = options.scale("min_loss_scale", 1e-4)
+  floor = options.scale("min_loss_scale")
   threshold = None
   if "threshold_loss_scale" in options:
     threshold = options.scale("threshold_loss_scale")
   policy = FairseqLossScale(
     growth_interval=options.count("fp16_scale_window"),
-    init_scale=options.number(
-      "fp16_init_scale", floor, _checks.LARGEST_SCALE, max(floor, 2.0**7)
-    ),
-    tolerance=options.number("fp16_scale_tolerance", 0.0, 2.0**15, 0.0),
+    init_scale=options.scale("fp16_init_scale", floor),
+    tolerance=options.number("fp16_scale_tolerance", 0.0, 2.0**15),
     threshold=threshold,
     min_scale=floor,
   )
   if loss_scale is None:
-    return policy, policy.init()
+    return _results.start(policy)
   values = _reading.Values(name, "the argument", {"loss_scale": loss_scale})
-  return policy, _reading.state_at(policy, values, scale="loss_scale")
+  return _results.resume(policy, values, "loss_scale")

@@ -1,23 +1,22 @@
 """flax.training.dynamic_scale.DynamicScale."""
 
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
-from optax_lossscale import _checks, _policies, _state
-from optax_lossscale.interop import _reading, _writing
+from optax_lossscale import _checks, _policies
+from optax_lossscale.interop import _reading, _results, _writing
 
-_STATE = ("fin_steps", "scale")
-_STATIC = (
-  "growth_factor",
-  "backoff_factor",
-  "growth_interval",
-  "minimum_scale",
-)
+_STATIC = {
+  "growth_factor": 2.0,
+  "backoff_factor": 0.5,
+  "growth_interval": 2000,
+  "minimum_scale": _checks.SMALLEST_SCALE,
+}
+_FIELDS = {"fin_steps": None, "scale": None, **_STATIC}
 
 
-def from_flax(
-  dynamic_scale: Any, **static: Any
-) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
+def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
   """The policy and state of Flax's `DynamicScale`.
 
   Flax raises the scale on finite step `growth_interval + 1`. So the interval of
@@ -48,22 +47,19 @@ def from_flax(
     (2000, 65536.0)
   """
   values = _read(dynamic_scale, static)
-  values.require(*_STATE)
-  interval = values.integer(
-    "growth_interval", 0, _checks.LARGEST_COUNT - 1, default=2000
-  )
-  if values.found.get("minimum_scale") is None:
-    values = values.without_none()
-  floor = values.scale("minimum_scale", default=_checks.SMALLEST_SCALE)
+  values.require("fin_steps", "scale")
+  interval = values.integer("growth_interval", 0, _checks.LARGEST_COUNT - 1)
+  # None stands for no floor.
+  has_floor = values.found.get("minimum_scale", 1) is not None
+  floor = values.scale("minimum_scale") if has_floor else _checks.SMALLEST_SCALE
   policy = _policies.DynamicLossScale(
-    init_scale=values.number("scale", floor, _checks.LARGEST_SCALE),
-    growth_factor=values.growth("growth_factor", 2.0),
-    backoff_factor=values.backoff("backoff_factor", 0.5),
+    init_scale=values.scale("scale", floor),
+    growth_factor=values.growth("growth_factor"),
+    backoff_factor=values.backoff("backoff_factor"),
     growth_interval=interval + 1,
     min_scale=floor,
   )
-  state = _reading.state_at(policy, values, scale="scale", count="fin_steps")
-  return policy, state
+  return _results.resume(policy, values, "scale", "fin_steps")
 
 
 def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
@@ -88,9 +84,9 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_flax(policy, policy.init())["growth_interval"]
     1999
   """
-  name = "to_flax"
-  dynamic = _writing.dynamic_policy(name, "Flax's DynamicScale", policy)
-  scale, count = _writing.scale_and_count(name, state)
+  target = _writing.Target("to_flax", "Flax's DynamicScale")
+  dynamic = target.dynamic(policy)
+  scale, count = target.scale_and_count(state)
   return {
     "growth_factor": float(dynamic.growth_factor),
     "backoff_factor": float(dynamic.backoff_factor),
@@ -101,19 +97,18 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   }
 
 
-def _read(dynamic_scale: Any, static: Mapping[str, Any]) -> _reading.Values:
-  name, known = "from_flax", (*_STATE, *_STATIC)
+def _read(source: Any, static: Mapping[str, Any]) -> _reading.Values:
+  name = "from_flax"
   given = _reading.read_mapping(name, "the static fields", static, _STATIC)
-  if isinstance(dynamic_scale, Mapping):
-    values = _reading.read_mapping(name, "the state dict", dynamic_scale, known)
-  elif type(dynamic_scale).__name__ == "DynamicScale":
-    what = "the DynamicScale"
-    values = _reading.read_attributes(name, what, dynamic_scale, known)
-    values.require(*known)
+  if isinstance(source, Mapping):
+    values = _reading.read_mapping(name, "the state dict", source, _FIELDS)
+  elif type(source).__name__ == "DynamicScale":
+    values = _reading.read_attributes(name, "the DynamicScale", source, _FIELDS)
+    values.complete()
   else:
     raise TypeError(
       "from_flax: dynamic_scale must be a DynamicScale or its state dict, got"
-      f" {_reading.show(dynamic_scale)}."
+      f" {_reading.show(source)}."
     )
   twice = [key for key in given.found if key in values]
   if twice:
@@ -121,4 +116,4 @@ def _read(dynamic_scale: Any, static: Mapping[str, Any]) -> _reading.Values:
       f"from_flax: {', '.join(twice)} must be given once, got it in"
       f" {values.what} and as an argument."
     )
-  return _reading.Values(name, values.what, {**values.found, **given.found})
+  return dataclasses.replace(values, found={**values.found, **given.found})

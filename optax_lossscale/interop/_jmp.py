@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from optax_lossscale import _checks, _policies, _state
-from optax_lossscale.interop import _reading
+from optax_lossscale import _policies
+from optax_lossscale.interop import _reading, _results
 
-# The attributes of each class, by its name.
+# The attributes of each class, by its name: the scale; the count, the interval
+# and the factor of a dynamic one; and its floor, which is 1 if it has none.
 _CLASSES = {
   "DynamicLossScale": (
     "loss_scale",
@@ -26,9 +27,7 @@ _CLASSES = {
 }
 
 
-def from_jmp(
-  loss_scale: Any,
-) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
+def from_jmp(loss_scale: Any) -> _results.Result:
   """The policy and state of a jmp or MindSpore loss scale.
 
   Both multiply the scale by a factor on the N-th finite step, and divide it by
@@ -65,31 +64,20 @@ def from_jmp(
     )
   names = _CLASSES[name]
   values = _reading.read_attributes("from_jmp", name, loss_scale, names)
-  values.require(*names)
-  if name == "DynamicLossScale":
-    floor = values.scale("min_loss_scale")
-    return _dynamic(values, *names[:4], floor=floor)
-  if name == "DynamicLossScaler":
-    return _dynamic(values, *names, floor=1.0)
-  fixed = _policies.FixedLossScale(values.scale(names[0]) if names else 1.0)
-  return fixed, fixed.init()
-
-
-def _dynamic(
-  values: _reading.Values,
-  scale: str,
-  counter: str,
-  window: str,
-  factor: str,
-  *,
-  floor: float,
-) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
+  values.complete()
+  if not names:
+    return _results.fixed(1.0)
+  scale, *others = names
+  if not others:
+    return _results.fixed(values.scale(scale))
+  count, interval, factor, *floors = others
+  floor = values.scale(floors[0]) if floors else 1.0
   growth = values.growth(factor)
   policy = _policies.DynamicLossScale(
-    init_scale=values.number(scale, floor, _checks.LARGEST_SCALE),
+    init_scale=values.scale(scale, floor),
     growth_factor=growth,
     backoff_factor=1 / growth,
-    growth_interval=values.count(window),
+    growth_interval=values.count(interval),
     min_scale=floor,
   )
-  return policy, _reading.state_at(policy, values, scale=scale, count=counter)
+  return _results.resume(policy, values, scale, count)

@@ -1,20 +1,21 @@
 """The scalers of TensorFlow 1 and 2, tf.keras and Keras 3."""
 
 from collections.abc import Mapping
+import functools
 from typing import Any
 
-from optax_lossscale import _checks, _policies, _state
-from optax_lossscale.interop import _reading, _writing
-
-_Result = tuple[_policies.LossScalePolicy, _state.LossScaleState]
-# A policy, and the names of the variables that hold its scale and count.
-_PolicyAndNames = tuple[_policies.LossScalePolicy, tuple[str, ...]]
+from optax_lossscale import _checks, _policies
+from optax_lossscale.interop import _reading, _results, _writing
 
 _FIXED = ("loss_scale_value",)
-_DYNAMIC = ("initial_loss_scale", "increment_period", "multiplier")
+_DYNAMIC = {
+  "initial_loss_scale": 2.0**15,
+  "increment_period": 2000,
+  "multiplier": 2.0,
+}
 _OLD_OPTIMIZER = ("loss_scale",)
-_KERAS_3_OPTIMIZER = ("initial_scale", "dynamic_growth_steps")
-_TF_OPTIMIZER = ("dynamic", *_KERAS_3_OPTIMIZER)
+_KERAS_3_OPTIMIZER = {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000}
+_TF_OPTIMIZER = {"dynamic": True, **_KERAS_3_OPTIMIZER}
 # The configs of the optimizers hold these, too. Scaling has no use for them.
 _INNER = ("inner_optimizer", "optimizer", "name")
 # Early Keras 3 wrote these settings of its base class, which do nothing there.
@@ -35,8 +36,10 @@ _CLASSES = ("FixedLossScale", "DynamicLossScale", *_OPTIMIZERS, _TF_1_OPTIMIZER)
 _TF_VARIABLES = ("current_loss_scale", "good_steps")
 _KERAS_3_VARIABLES = ("dynamic_scale", "step_counter")
 
+_read = functools.partial(_reading.read_mapping, "from_keras")
 
-def from_keras(config: Any, variables: Any = None) -> _Result:
+
+def from_keras(config: Any, variables: Any = None) -> _results.Result:
   """The policy and state of a TensorFlow, tf.keras or Keras 3 loss scaler.
 
   All of them grow the scale on the N-th finite step and halve it (or divide it
@@ -80,11 +83,16 @@ def from_keras(config: Any, variables: Any = None) -> _Result:
     (500, 1.0, 4096.0)
   """
   name, config = _unwrapped(config)
-  if isinstance(config, Mapping):
-    policy, names = _READERS[_kind(name, config)](config)
-  else:
-    policy, names = _from_argument(config)
-  return policy, _state_from(policy, variables, names)
+  kind = _kind(name, config)
+  policy = _READERS[kind](config)
+  if variables is None:
+    return _results.start(policy)
+  if isinstance(policy, _policies.FixedLossScale):
+    _read("variables", variables, ())
+    return _results.start(policy)
+  names = _KERAS_3_VARIABLES if kind == "Keras 3" else _TF_VARIABLES
+  values = _read("variables", variables, names).complete()
+  return _results.resume(policy, values, *names)
 
 
 def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
@@ -112,7 +120,8 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_keras(policy, policy.init())["variables"]
     {'current_loss_scale': 32768.0, 'good_steps': 0}
   """
-  scale, count = _writing.scale_and_count("to_keras", state)
+  target = _writing.Target("to_keras", "Keras's LossScaleOptimizer")
+  scale, count = target.scale_and_count(state)
   if isinstance(policy, _policies.FixedLossScale):
     fixed = {
       "dynamic": False,
@@ -120,31 +129,21 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
       "dynamic_growth_steps": None,
     }
     return {"config": fixed, "variables": {}}
-  names = "to_keras", "Keras's LossScaleOptimizer"
-  dynamic = _writing.dynamic_policy(*names, policy)
-  _writing.check_expressible(
-    *names,
-    policy,
-    growth_factor=(2, "it doubles"),
-    backoff_factor=(0.5, "it halves"),
-  )
+  doubles, halves = (2, "it doubles"), (0.5, "it halves")
+  dynamic = target.dynamic(policy, growth_factor=doubles, backoff_factor=halves)
   config = {
     "initial_scale": float(dynamic.init_scale),
     "dynamic_growth_steps": int(dynamic.growth_interval),
   }
   if dynamic.min_scale == 1:
-    return {
-      "config": {"dynamic": True, **config},
-      "variables": {"current_loss_scale": scale, "good_steps": count},
-    }
-  floors = "tf.keras has a floor of 1 and Keras 3 none, which is 2**-126 here"
-  no_floor = (_checks.SMALLEST_SCALE, floors)
-  _writing.check_expressible(*names, policy, min_scale=no_floor)
-  count = _writing.count_below(count, dynamic.growth_interval)
-  return {
-    "config": config,
-    "variables": {"dynamic_scale": scale, "step_counter": count},
-  }
+    config, names = {"dynamic": True, **config}, _TF_VARIABLES
+  else:
+    floors = "tf.keras has a floor of 1 and Keras 3 none, which is 2**-126 here"
+    target.check(policy, min_scale=(_checks.SMALLEST_SCALE, floors))
+    names = _KERAS_3_VARIABLES
+    count = _writing.count_below(count, dynamic.growth_interval)
+  variables = dict(zip(names, (scale, count), strict=True))
+  return {"config": config, "variables": variables}
 
 
 def _unwrapped(config: Any) -> tuple[str | None, Any]:
@@ -152,18 +151,19 @@ def _unwrapped(config: Any) -> tuple[str | None, Any]:
   if not (isinstance(config, Mapping) and "class_name" in config):
     return None, config
   values = _read("the serialized config", config, _ENVELOPE, _ENVELOPE_IGNORED)
-  values.require(*_ENVELOPE)
-  name = values.found["class_name"]
+  found = values.complete().found
+  name, inner = found["class_name"], found["config"]
   if not isinstance(name, str) or name not in _CLASSES:
     values.fail("class_name", f"one of {', '.join(_CLASSES)}", ValueError)
-  inner = values.found["config"]
   if not isinstance(inner, Mapping):
     values.fail("config", "a dict", TypeError)
   return name, inner
 
 
-def _kind(name: str | None, config: Mapping[str, Any]) -> str:
+def _kind(name: str | None, config: Any) -> str:
   """Which reader a config is for; told by its class, or else by its keys."""
+  if not isinstance(config, Mapping):
+    return "argument"
   if name in ("FixedLossScale", "DynamicLossScale", _TF_1_OPTIMIZER):
     return name
   if "loss_scale" in config:
@@ -184,113 +184,88 @@ def _kind(name: str | None, config: Mapping[str, Any]) -> str:
   )
 
 
-def _from_tf_optimizer(config: Any) -> _PolicyAndNames:
+def _from_tf_optimizer(config: Any) -> _policies.LossScalePolicy:
   values = _read("config of tf.keras", config, _TF_OPTIMIZER, _INNER)
   # None is the default of tf.keras's arguments.
   values = values.without_none()
-  if values.boolean("dynamic", default=True):
-    return _dynamic(values, *_KERAS_3_OPTIMIZER), _TF_VARIABLES
+  if values.boolean("dynamic"):
+    return _dynamic(values, 1.0)
   if "dynamic_growth_steps" in values:
     values.fail("dynamic_growth_steps", "None if dynamic=False", ValueError)
   values.require("initial_scale")
-  return _policies.FixedLossScale(values.scale("initial_scale")), ()
+  return _policies.FixedLossScale(values.scale("initial_scale"))
 
 
-def _from_keras_3_optimizer(config: Any) -> _PolicyAndNames:
+def _dynamic(
+  values: _reading.Values, floor: float
+) -> _policies.DynamicLossScale:
+  """The scale of an optimizer of either Keras, which doubles and halves."""
+  return _policies.DynamicLossScale(
+    init_scale=values.scale("initial_scale", floor),
+    growth_interval=values.count("dynamic_growth_steps"),
+    min_scale=floor,
+  )
+
+
+def _from_keras_3_optimizer(config: Any) -> _policies.LossScalePolicy:
   ignored = (*_INNER, *_KERAS_3_BASE)
   values = _read("config of Keras 3", config, _KERAS_3_OPTIMIZER, ignored)
-  policy = _dynamic(values, *_KERAS_3_OPTIMIZER, low=_checks.SMALLEST_SCALE)
-  return policy, _KERAS_3_VARIABLES
+  return _dynamic(values, _checks.SMALLEST_SCALE)
 
 
-def _from_old_optimizer(config: Any) -> _PolicyAndNames:
+def _from_old_optimizer(config: Any) -> _policies.LossScalePolicy:
   """The LossScaleOptimizer of TF 2.3 and before, read as tf.keras reads it."""
-  policy, names = _from_tf_1_optimizer(config)
+  policy = _from_tf_1_optimizer(config)
   factor = getattr(policy, "growth_factor", 2.0)
   if factor != 2:
     raise ValueError(
       "from_keras: multiplier in the DynamicLossScale of a LossScaleOptimizer"
       f" must be 2, which is what tf.keras accepts, got multiplier = {factor}."
     )
-  return policy, names
+  return policy
 
 
-def _from_tf_1_optimizer(config: Any) -> _PolicyAndNames:
+def _from_tf_1_optimizer(config: Any) -> _policies.LossScalePolicy:
   values = _read("config of the optimizer", config, _OLD_OPTIMIZER, _INNER)
-  values.require("loss_scale")
-  name, inner = _unwrapped(values.found["loss_scale"])
-  if not isinstance(inner, Mapping):
-    return _from_argument(inner)
-  kind, scales = _kind(name, inner), ("FixedLossScale", "DynamicLossScale")
-  if kind not in scales:
+  name, scale = _unwrapped(values.complete().found["loss_scale"])
+  kind, scales = _kind(name, scale), ("FixedLossScale", "DynamicLossScale")
+  if kind not in ("argument", *scales):
     values.fail("loss_scale", f"a {' or '.join(scales)}", ValueError)
-  return _READERS[kind](inner)
+  return _READERS[kind](scale)
 
 
-def _from_fixed(config: Any) -> _PolicyAndNames:
-  values = _read("config of FixedLossScale", config, _FIXED)
-  values.require("loss_scale_value")
-  scale = values.number("loss_scale_value", 1.0, _checks.LARGEST_SCALE)
-  return _policies.FixedLossScale(scale), ()
+def _from_fixed(config: Any) -> _policies.LossScalePolicy:
+  values = _read("config of FixedLossScale", config, _FIXED).complete()
+  return _policies.FixedLossScale(values.scale("loss_scale_value", 1.0))
 
 
-def _from_dynamic(config: Any) -> _PolicyAndNames:
+def _from_dynamic(config: Any) -> _policies.LossScalePolicy:
   values = _read("config of DynamicLossScale", config, _DYNAMIC)
-  factor = values.growth("multiplier", 2.0)
-  policy = _dynamic(values, "initial_loss_scale", "increment_period", factor)
-  return policy, _TF_VARIABLES
+  factor = values.growth("multiplier")
+  return _policies.DynamicLossScale(
+    init_scale=values.scale("initial_loss_scale", 1.0),
+    growth_factor=factor,
+    backoff_factor=1 / factor,
+    growth_interval=values.count("increment_period"),
+    min_scale=1.0,
+  )
 
 
-def _from_argument(argument: Any) -> _PolicyAndNames:
+def _from_argument(argument: Any) -> _policies.LossScalePolicy:
   if isinstance(argument, str) and argument == "dynamic":
     return _from_dynamic({})
-  plain = isinstance(argument, str | bytes | list | tuple) or argument is None
-  if plain or isinstance(argument, type):
+  if isinstance(argument, str | bytes | list | tuple | type | None):
     raise TypeError(
       "from_keras: a loss scale must be a config, 'dynamic' or a number, got"
       f" {_reading.show(argument)}."
     )
   given = {"loss_scale": argument}
   values = _reading.Values("from_keras", "the argument", given)
-  scale = values.number("loss_scale", 1.0, _checks.LARGEST_SCALE)
-  return _policies.FixedLossScale(scale), ()
-
-
-def _dynamic(
-  values: _reading.Values,
-  scale: str,
-  steps: str,
-  factor: float = 2.0,
-  low: float = 1.0,
-) -> _policies.DynamicLossScale:
-  return _policies.DynamicLossScale(
-    init_scale=values.number(scale, low, _checks.LARGEST_SCALE, 2.0**15),
-    growth_factor=factor,
-    backoff_factor=1 / factor,
-    growth_interval=values.count(steps, 2000),
-    min_scale=low,
-  )
-
-
-def _state_from(
-  policy: _policies.LossScalePolicy, variables: Any, names: tuple[str, ...]
-) -> _state.LossScaleState:
-  if variables is None:
-    return policy.init()
-  values = _read("variables", variables, names)
-  if not names:
-    return policy.init()
-  values.require(*names)
-  return _reading.state_at(policy, values, scale=names[0], count=names[1])
-
-
-def _read(
-  what: str, source: Any, known: tuple[str, ...], ignored: tuple[str, ...] = ()
-) -> _reading.Values:
-  return _reading.read_mapping("from_keras", what, source, known, ignored)
+  return _policies.FixedLossScale(values.scale("loss_scale", 1.0))
 
 
 _READERS = {
+  "argument": _from_argument,
   "FixedLossScale": _from_fixed,
   "DynamicLossScale": _from_dynamic,
   _TF_1_OPTIMIZER: _from_tf_1_optimizer,

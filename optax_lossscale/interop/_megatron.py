@@ -2,24 +2,20 @@
 
 from typing import Any
 
-import jax.numpy as jnp
+from optax_lossscale import _policies
+from optax_lossscale.interop import _reading, _results
 
-from optax_lossscale import _checks, _policies, _state
-from optax_lossscale.interop import _reading
-
-_SETTINGS = (
-  "loss_scale",
-  "initial_loss_scale",
-  "min_loss_scale",
-  "loss_scale_window",
-  "hysteresis",
-)
+_SETTINGS = {
+  "loss_scale": None,
+  "initial_loss_scale": 2.0**32,
+  "min_loss_scale": 1.0,
+  "loss_scale_window": 1000,
+  "hysteresis": 2,
+}
 _STATE = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
-def from_megatron(
-  settings: Any, state_dict: Any = None
-) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
+def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
   """The policy and state of Megatron's `DynamicGradScaler`.
 
   It doubles the scale on the N-th finite step, and halves it on the
@@ -53,39 +49,22 @@ def from_megatron(
   options = _reading.read_either(name, "settings", settings, _SETTINGS)
   options = options.without_none()
   if "loss_scale" in options:
-    fixed = _policies.FixedLossScale(options.scale("loss_scale"))
+    fixed = _results.fixed(options.scale("loss_scale"))
     if state_dict is not None:
       what = "the state dict of a fixed scale"
       _reading.read_mapping(name, what, state_dict, ())
-    return fixed, fixed.init()
-  policy = _dynamic(options)
-  if state_dict is None:
-    return policy, policy.init()
-  values = _reading.read_mapping(name, "state_dict", state_dict, _STATE)
-  values.require(*_STATE)
-  # Megatron goes on counting below zero. Ours stops at zero, which has the same
-  # effect.
-  left = values.integer(
-    "hysteresis_tracker", -_checks.LARGEST_COUNT, policy.hysteresis
-  )
-  state = _reading.state_at(
-    policy,
-    values,
-    scale="scale",
-    count="growth_tracker",
-    memory=_policies.DynamicMemory(jnp.asarray(max(left, 0), jnp.int32)),
-  )
-  return policy, state
-
-
-def _dynamic(options: _reading.Values) -> _policies.DynamicLossScale:
-  floor = options.scale("min_loss_scale", 1.0)
-  return _policies.DynamicLossScale(
-    init_scale=options.number(
-      "initial_loss_scale", floor, _checks.LARGEST_SCALE, max(floor, 2.0**32)
-    ),
-    growth_interval=options.count("loss_scale_window", 1000),
+    return fixed
+  floor = options.scale("min_loss_scale")
+  policy = _policies.DynamicLossScale(
+    init_scale=options.scale("initial_loss_scale", floor),
+    growth_interval=options.count("loss_scale_window"),
     min_scale=floor,
-    hysteresis=options.count("hysteresis", 2),
+    hysteresis=options.count("hysteresis"),
     hysteresis_refill="growth",
   )
+  if state_dict is None:
+    return _results.start(policy)
+  values = _reading.read_mapping(name, "state_dict", state_dict, _STATE)
+  values.complete()
+  left = values.hysteresis_left("hysteresis_tracker", policy.hysteresis)
+  return _results.resume(policy, values, "scale", "growth_tracker", left)

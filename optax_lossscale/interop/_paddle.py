@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-
-from optax_lossscale import _checks, _policies, _state
-from optax_lossscale.interop import _reading
+from optax_lossscale import _checks, _policies
+from optax_lossscale.interop import _reading, _results
 
 _KEYS = (
   "scale",
@@ -19,9 +17,7 @@ _KEYS = (
 )
 
 
-def from_paddle(
-  state_dict: Any,
-) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
+def from_paddle(state_dict: Any) -> _results.Result:
   """The policy and state of a `paddle.amp.GradScaler`.
 
   It raises the scale on the N-th finite step, and lowers it on every n-th
@@ -54,12 +50,10 @@ def from_paddle(
   """
   values = _reading.read_mapping("from_paddle", "state_dict", state_dict, _KEYS)
   if not values.found:
-    fixed = _policies.FixedLossScale(1.0)
-    return fixed, fixed.init()
-  values.require(*_KEYS)
+    return _results.fixed(1.0)
+  values.complete()
   if not values.boolean("use_dynamic_loss_scaling"):
-    fixed = _policies.FixedLossScale(values.scale("scale"))
-    return fixed, fixed.init()
+    return _results.fixed(values.scale("scale"))
   overflows = values.count("decr_every_n_nan_or_inf")
   policy = _policies.DynamicLossScale(
     init_scale=values.scale("scale"),
@@ -71,11 +65,4 @@ def from_paddle(
     hysteresis_refill="backoff",
   )
   left = overflows - values.integer("decr_count", 0, overflows - 1)
-  state = _reading.state_at(
-    policy,
-    values,
-    scale="scale",
-    count="incr_count",
-    memory=_policies.DynamicMemory(jnp.asarray(left, jnp.int32)),
-  )
-  return policy, state
+  return _results.resume(policy, values, "scale", "incr_count", left)

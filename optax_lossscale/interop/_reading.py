@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks, _state
+from optax_lossscale import _checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +25,13 @@ class Values:
     function: the public function, for the messages.
     what: what was read, for the messages.
     found: value by key.
+    known: the default by key, None where there is none.
   """
 
   function: str
   what: str
   found: Mapping[str, Any]
+  known: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __contains__(self, key: str) -> bool:
     """Whether the key was given."""
@@ -43,6 +45,11 @@ class Values:
         f"{self.function}: {self.what} must hold {', '.join(map(repr, keys))},"
         f" but {', '.join(map(repr, missing))} is missing."
       )
+
+  def complete(self) -> "Values":
+    """The values, if all known keys were given; raises otherwise."""
+    self.require(*self.known)
+    return self
 
   def without_none(self) -> "Values":
     """The values without those that are None."""
@@ -58,62 +65,52 @@ class Values:
     )
 
   def number(
-    self, key: str, low: float, high: float, default: float | None = None
-  ) -> float:
-    """A finite number within bounds, as a Python float."""
-    if key not in self.found and default is not None:
-      return default
-    return float(self._within(key, low, high))
-
-  def integer(
-    self, key: str, low: int, high: int, default: int | None = None
-  ) -> int:
-    """An integer within bounds, as a Python int."""
-    if key not in self.found and default is not None:
-      return default
-    return int(self._within(key, low, high, integer=True))
-
-  def count(self, key: str, default: int | None = None) -> int:
-    """A positive integer that an int32 can hold."""
-    return self.integer(key, 1, _checks.LARGEST_COUNT, default)
-
-  def scale(self, key: str, default: float | None = None) -> float:
-    """A loss scale that float32 and its reciprocal can hold."""
-    return self.number(
-      key, _checks.SMALLEST_SCALE, _checks.LARGEST_SCALE, default
-    )
-
-  def growth(self, key: str, default: float | None = None) -> float:
-    """A growth factor that float32 can tell from 1."""
-    return self.number(
-      key, _checks.SMALLEST_GROWTH, _checks.LARGEST_SCALE, default
-    )
-
-  def backoff(self, key: str, default: float | None = None) -> float:
-    """A backoff factor that float32 can tell from 1."""
-    return self.number(
-      key, _checks.SMALLEST_SCALE, _checks.LARGEST_BACKOFF, default
-    )
-
-  def boolean(self, key: str, default: bool | None = None) -> bool:
-    """True or False, and nothing that merely counts as one."""
-    if key not in self.found and default is not None:
-      return default
-    value = self.found[key]
-    if not isinstance(value, bool | np.bool_):
-      self.fail(key, "True or False", TypeError)
-    return bool(value)
-
-  def _within(
     self, key: str, low: float, high: float, *, integer: bool = False
-  ) -> int | float:
-    """The number under a key, which must be given, checked."""
+  ) -> float:
+    """A finite number within bounds, or its default, held within them."""
+    if key not in self.found:
+      return float(min(max(self.known[key], low), high))
     rule = _checks.range_rule(low, high, integer=integer)
     value = self._plain(key, rule)
     in_range = low <= value <= high  # False for NaN, too.
     if not in_range or (integer and value != int(value)):
       self.fail(key, rule, ValueError)
-    return value
+    return float(value)
+
+  def integer(self, key: str, low: int, high: int) -> int:
+    """An integer within bounds, as a Python int."""
+    return int(self.number(key, low, high, integer=True))
+
+  def count(self, key: str) -> int:
+    """A positive integer that an int32 can hold."""
+    return self.integer(key, 1, _checks.LARGEST_COUNT)
+
+  def scale(self, key: str, low: float = _checks.SMALLEST_SCALE) -> float:
+    """A loss scale that float32 and its reciprocal can hold."""
+    return self.number(key, low, _checks.LARGEST_SCALE)
+
+  def growth(self, key: str) -> float:
+    """A growth factor that float32 can tell from 1."""
+    return self.number(key, _checks.SMALLEST_GROWTH, _checks.LARGEST_SCALE)
+
+  def backoff(self, key: str) -> float:
+    """A backoff factor that float32 can tell from 1."""
+    return self.number(key, _checks.SMALLEST_SCALE, _checks.LARGEST_BACKOFF)
+
+  def hysteresis_left(self, key: str, hysteresis: int) -> int:
+    """How many overflows are left, by a tracker that counts them down.
+
+    It goes on counting below zero. Ours stops at zero, which has the same
+    effect.
+    """
+    return max(self.integer(key, -_checks.LARGEST_COUNT, hysteresis), 0)
+
+  def boolean(self, key: str) -> bool:
+    """True or False, and nothing that merely counts as one."""
+    value = self.found.get(key, self.known[key])
+    if not isinstance(value, bool | np.bool_):
+      self.fail(key, "True or False", TypeError)
+    return bool(value)
 
   def _plain(self, key: str, rule: str) -> int | float:
     """The value as a Python number; arrays of one element count as one."""
@@ -155,7 +152,7 @@ def read_mapping(
     function: the public function that reads, for the messages.
     what: what is read, for the messages.
     source: the mapping.
-    known: the keys that mean something.
+    known: the keys that mean something; with their defaults, if it is a dict.
     ignored: keys that may be there, and are read past.
 
   Returns:
@@ -166,14 +163,17 @@ def read_mapping(
       f"{function}: {what} must be a dict, got {show(source)}."
       f" Known keys: {', '.join(known) or 'none'}."
     )
-  unknown = [key for key in source if not _among(key, [*known, *ignored])]
+  meant = {*known, *ignored}
+  unknown = [k for k in source if not (isinstance(k, str) and k in meant)]
   if unknown:
     past = f" Read past: {', '.join(ignored)}." if ignored else ""
     raise ValueError(
       f"{function}: unknown key {show(unknown[0])} in {what}. Known keys:"
       f" {', '.join(known) or 'none'}.{past}"
     )
-  return Values(function, what, {k: source[k] for k in known if k in source})
+  found = {key: source[key] for key in known if key in source}
+  defaults = known if isinstance(known, Mapping) else dict.fromkeys(known)
+  return Values(function, what, found, defaults)
 
 
 def read_attributes(
@@ -191,7 +191,7 @@ def read_attributes(
         f"{function}: the attribute {name} of {what}, {show(source)}, cannot be"
         f" read: it raises {type(error).__name__}."
       ) from error
-  return Values(function, what, found)
+  return read_mapping(function, what, found, known)
 
 
 def read_either(
@@ -202,10 +202,8 @@ def read_either(
   ignored: Collection[str] = (),
 ) -> Values:
   """The values of a mapping, or of the object that argparse made."""
-  plain = source is None or isinstance(
-    source, str | bytes | int | float | complex | list | tuple | type
-  )
-  if plain or isinstance(source, Mapping) or _is_array(source):
+  plain = str | bytes | int | float | complex | list | tuple | type | None
+  if isinstance(source, plain | Mapping) or _is_array(source):
     return read_mapping(function, what, source, known, ignored)
   values = read_attributes(function, what, source, known)
   if not values.found:
@@ -214,46 +212,6 @@ def read_either(
       f" attributes {', '.join(known)}; got {show(source)}, which has none."
     )
   return values
-
-
-def state_at(
-  policy: Any,
-  values: Values,
-  *,
-  scale: str,
-  count: str | None = None,
-  memory: Any = None,
-) -> _state.LossScaleState:
-  """The state of a policy at another system's scale and count.
-
-  Args:
-    policy: the policy, whose `init` gives all that is not known.
-    values: what was read.
-    scale: the key of the scale.
-    count: the key of the count of finite steps, if there is one.
-    memory: the policy's memory, if it is not the initial one.
-
-  Returns:
-    The state.
-  """
-  state = policy.init()
-  value = values.scale(scale)
-  low = getattr(policy, "min_scale", _checks.SMALLEST_SCALE)
-  high = getattr(policy, "max_scale", _checks.LARGEST_SCALE)
-  if not low <= value <= high:
-    values.fail(
-      scale,
-      f"between the floor {_checks.show_bound(low)} and the ceiling"
-      f" {_checks.show_bound(high)} of its settings",
-      ValueError,
-    )
-  state = state._replace(loss_scale=jnp.asarray(value, jnp.float32))
-  if count is not None:
-    finite = values.integer(count, 0, _checks.LARGEST_COUNT)
-    state = state._replace(finite_count=jnp.asarray(finite, jnp.int32))
-  if memory is not None and jax.tree.leaves(state.memory):
-    state = state._replace(memory=memory)
-  return state
 
 
 def show(value: Any) -> str:
@@ -278,10 +236,6 @@ def show(value: Any) -> str:
     keys = [show(key) for key in list(value)[:8] if isinstance(key, str)]
     return f"a {name} of {len(value)} keys ({', '.join(keys)})"
   return f"a {name}"
-
-
-def _among(key: Any, names: Collection[str]) -> bool:
-  return isinstance(key, str) and key in names
 
 
 def _is_array(value: Any) -> bool:

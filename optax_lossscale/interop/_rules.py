@@ -72,17 +72,16 @@ class DeepSpeedLossScale:
     _checks.check_count("growth_interval", self.growth_interval)
     _checks.check_count("hysteresis", self.hysteresis)
     if not isinstance(self.consecutive_hysteresis, bool):
+      got = _reading.show(self.consecutive_hysteresis)
       raise TypeError(
         "consecutive_hysteresis must be True or False, got"
-        " consecutive_hysteresis ="
-        f" {_reading.show(self.consecutive_hysteresis)}."
+        f" consecutive_hysteresis = {got}."
       )
 
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""
-    memory = DeepSpeedMemory(
-      jnp.asarray(self.hysteresis, jnp.int32), jnp.zeros((), jnp.bool_)
-    )
+    left = jnp.asarray(self.hysteresis, jnp.int32)
+    memory = DeepSpeedMemory(left, jnp.zeros((), jnp.bool_))
     return _state.initial_state(self.init_scale, memory)
 
   def adjust(
@@ -104,19 +103,14 @@ class DeepSpeedLossScale:
     backoff = ~finite & (left <= 1)
     left = jnp.where(finite | backoff, left, left - 1)
     refill = finite if self.consecutive_hysteresis else grow
+    left = jnp.where(refill, jnp.asarray(self.hysteresis, jnp.int32), left)
     factor = jnp.where(grow, jnp.float32(2), jnp.float32(1))
     factor = jnp.where(backoff, jnp.float32(0.5), factor)
+    low, high = jnp.float32(self.min_scale), jnp.float32(_checks.LARGEST_SCALE)
     return after._replace(
-      loss_scale=jnp.clip(
-        state.loss_scale * factor,
-        jnp.float32(self.min_scale),
-        jnp.float32(_checks.LARGEST_SCALE),
-      ),
+      loss_scale=jnp.clip(state.loss_scale * factor, low, high),
       finite_count=jnp.where(grow, jnp.int32(0), after.finite_count),
-      memory=DeepSpeedMemory(
-        jnp.where(refill, jnp.asarray(self.hysteresis, jnp.int32), left),
-        finite & (grown | grow),
-      ),
+      memory=DeepSpeedMemory(left, finite & (grown | grow)),
     )
 
 
@@ -212,13 +206,12 @@ class FairseqLossScale:
     backoff = overflow & _reaches(overflows, steps, self._share())
     grow = after.finite_count >= jnp.asarray(self.growth_interval, jnp.int32)
     zero = jnp.int32(0)
+    steps = jnp.where(grow | backoff, zero, steps)
+    overflows = jnp.where(backoff, zero, overflows)
     return after._replace(
       loss_scale=self._moved(state.loss_scale, grow, backoff),
       finite_count=jnp.where(grow, zero, after.finite_count),
-      memory=FairseqMemory(
-        jnp.where(grow | backoff, zero, steps),
-        jnp.where(backoff, zero, overflows),
-      ),
+      memory=FairseqMemory(steps, overflows),
     )
 
   def _moved(

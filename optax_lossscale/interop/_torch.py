@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from optax_lossscale import _checks, _policies, _state
-from optax_lossscale.interop import _reading, _writing
+from optax_lossscale import _checks, _policies
+from optax_lossscale.interop import _reading, _results, _writing
 
 _KEYS = (
   "scale",
@@ -14,9 +14,7 @@ _KEYS = (
 )
 
 
-def from_torch(
-  state_dict: Any,
-) -> tuple[_policies.LossScalePolicy, _state.LossScaleState]:
+def from_torch(state_dict: Any) -> _results.Result:
   """The policy and state of a `torch.amp.GradScaler`.
 
   torch raises the scale on the `growth_interval`-th finite step, and has no
@@ -47,9 +45,8 @@ def from_torch(
   """
   values = _reading.read_mapping("from_torch", "state_dict", state_dict, _KEYS)
   if not values.found:
-    fixed = _policies.FixedLossScale(1.0)
-    return fixed, fixed.init()
-  values.require(*_KEYS)
+    return _results.fixed(1.0)
+  values.complete()
   policy = _policies.DynamicLossScale(
     init_scale=values.scale("scale"),
     growth_factor=values.growth("growth_factor"),
@@ -57,10 +54,7 @@ def from_torch(
     growth_interval=values.count("growth_interval"),
     min_scale=_checks.SMALLEST_SCALE,
   )
-  state = _reading.state_at(
-    policy, values, scale="scale", count="_growth_tracker"
-  )
-  return policy, state
+  return _results.resume(policy, values, "scale", "_growth_tracker")
 
 
 def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
@@ -86,15 +80,13 @@ def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_torch(policy, policy.init())["scale"]
     32768.0
   """
-  names = "to_torch", "torch's GradScaler"
+  target = _writing.Target("to_torch", "torch's GradScaler")
   if isinstance(policy, _policies.FixedLossScale):
-    disabled = (1.0, "disabled, it has the scale 1")
-    _writing.check_expressible(*names, policy, scale=disabled)
+    target.check(policy, scale=(1.0, "disabled, it has the scale 1"))
     return {}
-  dynamic = _writing.dynamic_policy(*names, policy)
   no_floor = (_checks.SMALLEST_SCALE, "it has no floor")
-  _writing.check_expressible(*names, policy, min_scale=no_floor)
-  scale, count = _writing.scale_and_count("to_torch", state)
+  dynamic = target.dynamic(policy, min_scale=no_floor)
+  scale, count = target.scale_and_count(state)
   return {
     "scale": scale,
     "growth_factor": float(dynamic.growth_factor),

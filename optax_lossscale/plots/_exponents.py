@@ -54,18 +54,15 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     [-1  0  1] [2 0 1] 1
   """
   measured = _leaves.measure_grads(tree, "exponent_histogram", _count_exponents)
-  found = [counts for _, _, counts in measured]
-  total = np.zeros(_HIGHEST - _LOWEST + 1, np.int64)
-  for counts, _, _ in found:
-    total += np.asarray(counts, np.int64)
-  (used,) = np.nonzero(total)
+  exponents = np.arange(_LOWEST, _HIGHEST + 1)
+  counts, zeros, nonfinite = np.zeros(exponents.size, np.int64), 0, 0
+  for _, _, (of_leaf, zeros_of_leaf, nonfinite_of_leaf) in measured:
+    counts += np.asarray(of_leaf, np.int64)
+    zeros += int(zeros_of_leaf)
+    nonfinite += int(nonfinite_of_leaf)
+  (used,) = np.nonzero(counts)
   span = slice(used[0], used[-1] + 1) if used.size else slice(0)
-  return ExponentHistogram(
-    np.arange(_LOWEST, _HIGHEST + 1)[span],
-    total[span],
-    zero_count=sum(int(zeros) for _, zeros, _ in found),
-    nonfinite_count=sum(int(nonfinite) for _, _, nonfinite in found),
-  )
+  return ExponentHistogram(exponents[span], counts[span], zeros, nonfinite)
 
 
 def plot_exponents(
@@ -105,8 +102,7 @@ def plot_exponents(
   scale = _limits.as_scale(loss_scale)
   limits = _limits.limits_of(dtype)
   found = exponent_histogram(grads)
-  if ax is None:
-    ax = _figures.new_axes("plot_exponents")
+  ax = _figures.axes_or_new(ax, "plot_exponents")
 
   size = found.counts.sum() + found.zero_count + found.nonfinite_count
   shares = 100 * found.counts / max(size, 1)
@@ -115,18 +111,12 @@ def plot_exponents(
   style = {"width": 1.0, "align": "edge"}
   ax.bar(found.exponents, shares, color="gray", label="as they are", **style)
   if scale != 1:
-    ax.bar(
-      found.exponents + shift,
-      shares,
-      fill=False,
-      edgecolor="tab:blue",
-      label=f"times the loss scale, {_power_of_two(shift)}",
-      **style,
-    )
-  ax.set_xlim(
-    min([np.log2(limits.zero) - 10, *found.exponents]),
-    max([np.log2(limits.inf) + 4, *found.exponents + shift + 1]),
-  )
+    label = f"times the loss scale, $2^{{{shift:.4g}}}$"
+    outline = {"fill": False, "edgecolor": "tab:blue", **style}
+    ax.bar(found.exponents + shift, shares, label=label, **outline)
+  lowest = min([np.log2(limits.zero) - 10, *found.exponents])
+  highest = max([np.log2(limits.inf) + 4, *found.exponents + shift + 1])
+  ax.set_xlim(lowest, highest)
   ax.set_xlabel("log₂ of the magnitude")
   ax.set_ylabel("% of the entries")
   ax.set_title(f"{found.zero_count / max(size, 1):.1%} are zero as they are")
@@ -155,9 +145,8 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
 
   first = xp.min(xp.where(counted, index, length), initial=length)
   last = xp.max(index, initial=-1)
-  counts = lax.fori_loop(
-    first, last + 1, count_one, jnp.zeros(length, jnp.uint32)
-  )
+  none = jnp.zeros(length, jnp.uint32)
+  counts = lax.fori_loop(first, last + 1, count_one, none)
   return counts, zeros, nonfinite
 
 
@@ -173,7 +162,3 @@ def _draw_bands(ax: Any, dtype: np.dtype, limits: _limits.Limits) -> None:
   )
   for start, end, color, label in bands:
     ax.axvspan(start, end, color=color, alpha=0.15, linewidth=0, label=label)
-
-
-def _power_of_two(log2: float) -> str:
-  return f"$2^{{{log2:.4g}}}$"

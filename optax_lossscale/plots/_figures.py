@@ -1,14 +1,15 @@
-"""New figures of matplotlib, which need not be installed."""
+"""The axes of a picture; matplotlib need not be installed."""
 
 from typing import Any
 
 
-def new_axes(caller: str, rows: int = 1) -> Any:
-  """The axes of a new figure, as many below each other.
+def axes_or_new(axes: Any, caller: str, rows: int = 1) -> Any:
+  """The axes that were given, or those of a new figure, below each other.
 
   Args:
+    axes: what the user gave, or None.
     caller: the public function, for messages.
-    rows: how many.
+    rows: how many are needed.
 
   Returns:
     One object of matplotlib's axes; an array of them if there are several.
@@ -16,6 +17,8 @@ def new_axes(caller: str, rows: int = 1) -> Any:
   Raises:
     ImportError: if matplotlib is not installed.
   """
+  if axes is not None:
+    return axes
   try:
     from matplotlib import pyplot as plt
   except ImportError as error:

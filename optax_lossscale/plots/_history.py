@@ -27,11 +27,10 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
     ValueError: if ``history`` holds no scales.
   """
   scales, skipped = _read_history(history)
-  if ax is None:
-    ax = _figures.new_axes("plot_loss_scale")
+  ax = _figures.axes_or_new(ax, "plot_loss_scale")
   steps = np.arange(scales.size)
   ax.step(steps, scales, where="post", color="tab:blue", label="loss scale")
-  if skipped is not None and skipped.any():
+  if skipped.any():
     label = f"skipped steps: {skipped.sum()} of {skipped.size}"
     ax.plot(steps[skipped], scales[skipped], "x", color="tab:red", label=label)
   ax.set_yscale("log", base=2)
@@ -42,8 +41,8 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
   return ax
 
 
-def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray | None]:
-  """The scales, and whether each step was skipped, or None; numpy arrays."""
+def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
+  """The scales, and whether each step is known to be skipped; numpy arrays."""
   if isinstance(history, Sequence) and all(
     isinstance(metrics, Mapping) for metrics in history
   ):
@@ -64,6 +63,5 @@ def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray | None]:
       "history must hold a scale for each step, got scales of shape"
       f" {scales.shape}."
     )
-  if "last_finite" not in history:
-    return scales, None
-  return scales, ~np.asarray(history["last_finite"], bool)
+  finite = history.get("last_finite", np.ones_like(scales))
+  return scales, ~np.asarray(finite, bool)

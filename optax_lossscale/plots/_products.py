@@ -11,6 +11,8 @@ from optax_lossscale.plots import _figures
 _TALLEST = 40.0  # in binades: what is infinite must be somewhere
 _PLAIN, _WORST = "tab:gray", "tab:red"
 
+_Rows = list[diagnostics.ProductPrecision]
+
 
 def plot_precision(
   report: diagnostics.PrecisionComparison, *, axes: Any = None
@@ -39,8 +41,7 @@ def plot_precision(
       "report must be what compare_precision returned, got report ="
       f" {report!r}."
     )
-  if axes is None:
-    axes = _figures.new_axes("plot_precision", rows=2)
+  axes = _figures.axes_or_new(axes, "plot_precision", rows=2)
   top, bottom = axes
   rows = sorted(report.products, key=lambda row: row.position)
   bad = {*report.worst(len(rows)), *report.overflowing}
@@ -51,12 +52,7 @@ def plot_precision(
   return axes
 
 
-def _draw_effects(
-  ax: Any,
-  rows: list[diagnostics.ProductPrecision],
-  colors: list[str],
-  dtype: str,
-) -> None:
+def _draw_effects(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
   known = [row.effect for row in rows if 0 < row.effect < math.inf]
   low, high = min(known, default=1e-4) / 3, 10 * max([*known, 1.0])
   heights = [min(max(row.effect, low), high) for row in rows]
@@ -69,41 +65,27 @@ def _draw_effects(
     ax.set_title("hatched: the results are not finite", fontsize="small")
 
 
-def _draw_headroom(
-  ax: Any,
-  rows: list[diagnostics.ProductPrecision],
-  colors: list[str],
-  dtype: str,
-) -> None:
+def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
   heights = np.clip([row.headroom for row in rows], -_TALLEST, _TALLEST)
   ax.bar(range(len(rows)), heights, color=colors)
   ax.axhline(0, color="black", linewidth=0.8)
   backward = [i for i, row in enumerate(rows) if row.backward]
   if backward:
-    ax.axvspan(
-      backward[0] - 0.5,
-      len(rows) - 0.5,
-      color="tab:blue",
-      alpha=0.1,
-      linewidth=0,
-      label="backward",
-    )
+    start, end = backward[0] - 0.5, len(rows) - 0.5
+    style = {"color": "tab:blue", "alpha": 0.1, "linewidth": 0}
+    ax.axvspan(start, end, label="backward", **style)
     ax.legend(fontsize="small", loc="upper right")
   ax.set_xlabel("products, in the order of the program")
   ax.set_ylabel(f"binades left\nin {dtype}")
 
 
-def _name_bad(
-  ax: Any, rows: list[diagnostics.ProductPrecision], bad: set[str]
-) -> None:
+def _name_bad(ax: Any, rows: _Rows, bad: set[str]) -> None:
   """Names each place once, beside its highest bar."""
-  highest: dict[str, int] = {}
-  for i, row in enumerate(rows):
-    if row.name in bad and (
-      row.effect > rows[highest.setdefault(row.name, i)].effect
-    ):
-      highest[row.name] = i
-  for level, (name, i) in enumerate(highest.items()):
+  names = [row.name for row in rows]
+  shown = dict.fromkeys(name for name in names if name in bad)
+  for level, name in enumerate(shown):
+    bars = [i for i in range(len(rows)) if names[i] == name]
+    i = max(bars, key=lambda i: rows[i].effect)
     is_left = 2 * i > len(rows)
     ax.annotate(
       name,

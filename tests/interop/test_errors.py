@@ -287,6 +287,14 @@ def test_a_version_that_is_no_string_is_an_error():
       interop.from_deepspeed(samples.FP16, version=version)
 
 
+@pytest.mark.parametrize("floor", [{}, {"minimum_scale": None}])
+def test_none_is_no_number_where_flax_has_no_floor(floor):
+  fields = {k: v for k, v in samples.FLAX.items() if k != "minimum_scale"}
+  for key in fields:
+    with pytest.raises(TypeError, match=f"from_flax: {key}.*got {key} = None"):
+      interop.from_flax({**fields, **floor, key: None})
+
+
 def test_a_flax_field_must_not_be_given_twice():
   with pytest.raises(ValueError, match=r"from_flax: growth_interval.*once"):
     interop.from_flax(samples.FLAX, growth_interval=3)
