@@ -658,6 +658,11 @@ def test_scale_and_memory_stay_finite_in_bounds_and_powers_of_two(
   assert (states.finite_count[moved] == 0).all()
 
 
+def test_the_count_of_finite_steps_begins_again_when_the_scale_moves():
+  states = run(POLICY, [2.0**-10, 2.0**-10, 2.0**-10, 2.0**4])
+  assert states.finite_count.tolist() == [0, 1, 2, 0]
+
+
 def test_a_scale_that_was_set_to_anything_becomes_a_power_of_two():
   for value in (1000.0, 3e-38, 2.0**126):
     state = ols.set_loss_scale(POLICY.init(), value)
