@@ -108,6 +108,12 @@ def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
   return jax.tree.map(select_leaf, new, old)
 
 
+def select_rows(flags: jax.Array, new: Any, old: Any) -> jax.Array:
+  """The rows of ``new`` that have a flag, and the others of ``old``."""
+  axes = tuple(range(flags.ndim, jnp.ndim(new)))
+  return jnp.where(jnp.expand_dims(flags, axes), new, old)
+
+
 def _select_array(
   condition: jax.Array, new: jax.Array, old: jax.Array
 ) -> jax.Array:

@@ -10,6 +10,7 @@ of the products inside.
 """
 
 from collections.abc import Sequence
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from optax_lossscale import _jaxprs
+from optax_lossscale import _arrays, _jaxprs
 from optax_lossscale.diagnostics import _limits
 from optax_lossscale.diagnostics._comparison import _rows, _statistics
 
@@ -72,12 +73,10 @@ class Program(NamedTuple):
         return self.widened(atom.val)
       return env[atom]
 
-    for eqn, last_read in _jaxprs.needed_equations(jaxpr):
+    for eqn, _ in _jaxprs.needed_equations(jaxpr):
       its_inputs = list(map(read, eqn.invars))
       outs, notes = self._equation(eqn, jaxpr, its_inputs, notes)
       env.update(zip(eqn.outvars, outs, strict=True))
-      for var in last_read:
-        env.pop(var, None)
     return list(map(read, jaxpr.outvars)), notes
 
   def widened(self, x: Any) -> Any:
@@ -183,7 +182,8 @@ class Program(NamedTuple):
       outs, notes = self.run(loop.body, [*of_body, *values], notes)
       goes_on = flags(values)
       if jnp.ndim(goes_on):  # ``vmap`` made many loops of one.
-        outs = [_where(goes_on, *x) for x in zip(outs, values, strict=True)]
+        pairs = zip(outs, values, strict=True)
+        outs = [_arrays.select_rows(goes_on, *pair) for pair in pairs]
       return notes, outs
 
     goes_on = lambda carry: jnp.any(flags(carry[1]))
@@ -191,12 +191,9 @@ class Program(NamedTuple):
     return outs, notes
 
   def _cond(self, cond: _jaxprs.Cond, inputs: list[Any], notes: Notes) -> Done:
-    def branch(closed: _jaxprs.ClosedJaxpr) -> Any:
-      return lambda notes, *args: self.run(closed, args, notes)
-
     index, *operands = inputs
-    branches = list(map(branch, cond.branches))
-    return lax.switch(index, branches, notes, *operands)
+    branches = [functools.partial(self.run, body) for body in cond.branches]
+    return lax.switch(index, branches, operands, notes)
 
   def _shard_map(
     self, mapped: _jaxprs.ShardMap, inputs: list[Any], notes: Notes
@@ -204,8 +201,7 @@ class Program(NamedTuple):
     axes = tuple(mapped.manual_axes)
 
     def body(in_half: Any, *args: Any) -> Any:
-      index: Any = sum(lax.axis_index(a) * 31**i for i, a in enumerate(axes))
-      seed = index.astype(jnp.uint32)
+      seed = lax.axis_index(axes).astype(jnp.uint32)
       # What is noted differs among the devices, and so its type must say.
       differs = lambda x: x + 0 * seed.astype(jnp.float32)
       empty = jax.tree.map(differs, [_statistics.empty() for _ in notes])
@@ -235,8 +231,3 @@ def _rounded(x: Any, dtype: np.dtype) -> Any:
   # What is subnormal is flushed to zero there.
   subnormal = lax.round(x * (1 / step), _TO_EVEN) * step
   return jnp.where(jnp.abs(x) < normal, subnormal, rounded)
-
-
-def _where(flags: Any, new: Any, old: Any) -> Any:
-  axes = range(jnp.ndim(flags), jnp.ndim(new))
-  return jnp.where(jnp.expand_dims(flags, tuple(axes)), new, old)

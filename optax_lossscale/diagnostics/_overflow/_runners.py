@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from optax_lossscale import _axes, _jaxprs
+from optax_lossscale import _arrays, _axes, _jaxprs
 
 Run = Callable[[list[Any]], list[Any]]
 
@@ -173,11 +173,8 @@ def _take(array: jax.Array, i: int, axis: int) -> jax.Array:
   return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
 
 
-@jax.jit
-def select(flags: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  """The rows of one array that have a flag, and the others of another."""
-  axes = tuple(range(flags.ndim, a.ndim))
-  return jnp.where(jnp.expand_dims(flags, axes), a, b)
+# Of arrays as they are, in one compiled program for each shape.
+select_rows = jax.jit(_arrays.select_rows)
 
 
 def stack(arrays: list[jax.Array], axis: int) -> jax.Array:
