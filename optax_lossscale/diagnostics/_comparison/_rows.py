@@ -35,15 +35,16 @@ class Rows:
   Attributes:
     all: all of them, in the order of the program.
     dtypes: their half precisions: mostly one.
-    not_entered: what holds products and cannot be entered.
+    not_entered: the names of what holds products and cannot be entered.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, closed: _jaxprs.ClosedJaxpr) -> None:
     self.all: list[Row] = []
     self.dtypes: set[np.dtype] = set()
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}
     self._found: dict[core.Jaxpr, bool] = {}
+    self._find(closed.jaxpr, _jaxprs.Place())
 
   def number(
     self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: _jaxprs.Place
@@ -87,7 +88,7 @@ class Rows:
       )
     return self._found[jaxpr]
 
-  def find(self, jaxpr: core.Jaxpr, place: _jaxprs.Place) -> None:
+  def _find(self, jaxpr: core.Jaxpr, place: _jaxprs.Place) -> None:
     """Finds all products of a jaxpr, and of what it calls."""
     for eqn, _ in _jaxprs.needed_equations(jaxpr):
       if self.number(eqn, jaxpr, place) is not None or not self.are_in(eqn):
@@ -95,11 +96,11 @@ class Rows:
       its_place = place.at(eqn, jaxpr)
       part = part_to_run(eqn)
       for closed in _jaxprs.bodies_of(part) if part else ():
-        self.find(closed.jaxpr, its_place)
+        self._find(closed.jaxpr, its_place)
       if part is None:
-        name = _jaxprs.name_of(eqn)
         where = _jaxprs.place_name(its_place.scope, its_place.source)
-        self.not_entered.append(_jaxprs.place_name(name, where))
+        name = _jaxprs.place_name(_jaxprs.name_of(eqn), where)
+        self.not_entered.append(name)
 
 
 def part_to_run(eqn: core.JaxprEqn) -> _jaxprs.Part | None:
