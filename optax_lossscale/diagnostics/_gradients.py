@@ -155,16 +155,9 @@ def gradient_report(
   return GradientReport(str(dtype), scale, tuple(rows), total)
 
 
-class _Measured(NamedTuple):
-  """What is read back of one leaf: two magnitudes, and then counts."""
-
-  largest: Any
-  smallest: Any  # inf if there is none
-  zero: Any
-  flushed: Any
-  subnormal: Any
-  overflow: Any
-  nonfinite: Any
+# The fields of a row from `largest` to `nonfinite`: two magnitudes, of which
+# the smallest is inf if there is none, and then counts.
+_Measured = tuple[Any, ...]
 
 
 def _in_dtype_of(leaf: Any, scale: float, limits: _limits.Limits) -> np.ndarray:
@@ -183,27 +176,20 @@ def _measure(
   nonzero = finite & (size > 0)
   # Zeros in place of inf and NaN, so that numpy does not warn.
   scaled = xp.where(finite, size, 0) * scale
-  count = lambda mask: _leaves.count(xp, mask)
-  return _Measured(
-    largest=xp.max(size, initial=0, where=nonzero),
-    smallest=xp.min(size, initial=xp.inf, where=nonzero),
-    zero=count(size == 0),
-    flushed=count(nonzero & (scaled <= zero)),
-    subnormal=count((scaled > zero) & (scaled < normal)),
-    overflow=count(scaled >= inf),
-    nonfinite=count(~finite),
-  )
+  largest = xp.max(size, initial=0, where=nonzero)
+  smallest = xp.min(size, initial=xp.inf, where=nonzero)
+  flushed = nonzero & (scaled <= zero)
+  subnormal = (scaled > zero) & (scaled < normal)
+  masks = [size == 0, flushed, subnormal, scaled >= inf, ~finite]
+  return largest, smallest, *(_leaves.count(xp, mask) for mask in masks)
 
 
 def _add_up(measured: list[_Measured]) -> _Measured:
   """All leaves together, in Python numbers, which do not overflow."""
-  nothing = _Measured(0.0, math.inf, 0, 0, 0, 0, 0)
+  nothing = 0.0, math.inf, 0, 0, 0, 0, 0
   largest, smallest, *counts = zip(nothing, *measured, strict=True)
-  return _Measured(
-    max(map(float, largest)),
-    min(map(float, smallest)),
-    *(sum(map(int, count)) for count in counts),
-  )
+  in_all = (sum(map(int, count)) for count in counts)
+  return max(map(float, largest)), min(map(float, smallest)), *in_all
 
 
 def _row(

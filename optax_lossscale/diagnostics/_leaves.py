@@ -32,11 +32,9 @@ def measure_grads(
   Raises:
     TypeError: if called under ``jit``.
   """
+  as_array = lambda x: x if isinstance(x, jax.Array) else np.asarray(x)
   leaves = [
-    (
-      _leaf_name(path),
-      leaf if isinstance(leaf, jax.Array) else np.asarray(leaf),
-    )
+    (_leaf_name(path), as_array(leaf))
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     if _grads.is_grad(path, leaf) and _arrays.is_array(leaf)
   ]

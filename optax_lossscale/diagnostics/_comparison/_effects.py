@@ -58,7 +58,8 @@ def standing_out(
   """The few places that do far more harm than all others together.
 
   Args:
-    effects: the name of a place and the effect, for each product.
+    effects: the name of a place and the effect, for each product, of which
+      there is one at least.
     eps: the spacing of numbers at 1 in half precision.
 
   Returns:
@@ -73,6 +74,6 @@ def standing_out(
   count = sum(not math.isfinite(size) for size in sizes)
   for i in range(count, max(1, math.floor(_FEW * len(sizes)))):
     others = math.hypot(*sizes[i + 1 :])
-    if sizes[i:] and sizes[i] > max(_TIMES_EPS * eps, _TIMES_OTHERS * others):
+    if sizes[i] > max(_TIMES_EPS * eps, _TIMES_OTHERS * others):
       count = i + 1
   return tuple(filter(None, names[:count]))

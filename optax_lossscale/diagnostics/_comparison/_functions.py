@@ -90,11 +90,7 @@ def compare_precision(
       else:
         found = _effects.worst(runs.effect, places, runs.half.error)
       bar.end()
-  sources = rows.sources()
-  products = [
-    _product(i, rows.all[i], sources[i], effect, runs)
-    for i, effect in found.items()
-  ]
+  products = [_product(i, effect, rows, runs) for i, effect in found.items()]
   # Of equal effects, what overflows furthest comes first.
   harm = lambda row: (row.effect, -row.headroom, row.error)
   products.sort(key=harm, reverse=True)
@@ -137,8 +133,9 @@ def _check(
 
 
 def _product(
-  i: int, row: _rows.Row, source: str, effect: float, runs: _runs.Runs
+  i: int, effect: float, rows: _rows.Rows, runs: _runs.Runs
 ) -> _report.ProductPrecision:
+  row = rows.all[i]
   exact, half = runs.exact_notes[i], runs.half_notes[i]
   entries = np.maximum(exact.entries, 1)
   largest = float(exact.largest)
@@ -146,7 +143,7 @@ def _product(
   return _report.ProductPrecision(
     row.primitive,
     row.scope,
-    source,
+    rows.sources[i],
     row.backward,
     effect=effect,
     error=_statistics.distance(exact, half),

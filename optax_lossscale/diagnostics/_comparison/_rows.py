@@ -34,44 +34,38 @@ class Rows:
 
   Attributes:
     all: all of them, in the order of the program.
+    sources: for each, the line that tells it from others in its scope.
     dtypes: their half precisions: mostly one.
     not_entered: the names of what holds products and cannot be entered.
   """
 
   def __init__(self, closed: _jaxprs.ClosedJaxpr) -> None:
     self.all: list[Row] = []
-    self.dtypes: set[np.dtype] = set()
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}
     self._found: dict[core.Jaxpr, bool] = {}
     self._find(closed.jaxpr, _jaxprs.Place())
+    places = [(row.scope, row.lines) for row in self.all]
+    self.sources = _jaxprs.telling_lines(places)
+    self.dtypes = {row.dtype for row in self.all}
 
   def number(
     self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: _jaxprs.Place
   ) -> int | None:
     """The number of the row of a product; None of all else."""
-    if not _jaxprs.is_matrix_product(eqn):
-      return None
-    dtype = place.within(eqn).mark
-    if dtype is None:
+    if not _jaxprs.is_matrix_product(eqn) or place.within(eqn).mark is None:
       return None
     at = place.at(eqn, jaxpr)
-    name = _jaxprs.name_of(eqn)
-    row = Row(name, at.scope, at.lines, at.backward, dtype)
+    row = Row(_jaxprs.name_of(eqn), at.scope, at.lines, at.backward, at.mark)
     if row not in self._numbers:
       self._numbers[row] = len(self.all)
       self.all.append(row)
-      self.dtypes.add(dtype)
     return self._numbers[row]
-
-  def sources(self) -> list[str]:
-    """For each row, the line that tells it from others in its scope."""
-    return _jaxprs.telling_lines([(row.scope, row.lines) for row in self.all])
 
   def by_name(self) -> list[list[int]]:
     """The numbers of the rows of each place."""
     numbers: dict[tuple[str, str], list[int]] = {}
-    for i, source in enumerate(self.sources()):
+    for i, source in enumerate(self.sources):
       numbers.setdefault((self.all[i].scope, source), []).append(i)
     return list(numbers.values())
 

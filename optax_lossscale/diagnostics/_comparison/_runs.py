@@ -56,10 +56,8 @@ class Runs:
     self._progress = progress
 
     def run(inputs: list[Any], in_half: Any, noting: bool) -> Any:
-      program = _program.Program(rows, in_half)
-      widened = list(map(program.widened, inputs))
       empty = [_statistics.empty() for _ in rows.all if noting]
-      return program.run(traced.closed, widened, empty)
+      return _program.Program(rows, in_half).run(traced.closed, inputs, empty)
 
     self._run = jax.jit(run, static_argnames="noting")
     self._reference, self.exact_notes = self._call([], noting=True)

@@ -123,16 +123,7 @@ class ShardRunner(Runner):
     return lambda arrays: on_shards(*arrays)
 
   def _map(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    return jax.jit(
-      jax.shard_map(
-        fun,
-        mesh=self._mapped.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=self._mapped.manual_axes,
-        check_vma=self._mapped.check_vma,
-      )
-    )
+    return jax.jit(self._mapped.with_body(fun, in_specs, out_specs))
 
   def _spec(self, var: _jaxprs.Atom) -> PartitionSpec:
     """How the first axis is spread: an entry on each device, or on all."""
@@ -174,7 +165,7 @@ def _take(array: jax.Array, i: int, axis: int) -> jax.Array:
 
 
 # Of arrays as they are, in one compiled program for each shape.
-select_rows = jax.jit(_arrays.select_rows)
+select = jax.jit(_arrays.select_rows)
 
 
 def stack(arrays: list[jax.Array], axis: int) -> jax.Array:
