@@ -50,6 +50,13 @@ def widen(leaf: Any) -> Any:
   return lax.convert_element_type(leaf, jnp.float32)
 
 
+def reducible(leaf: Any) -> jax.Array:
+  """The leaf as an array that XLA can reduce: float8 and less in float32."""
+  leaf = jnp.asarray(leaf)
+  is_tiny = jnp.finfo(leaf.dtype).bits < 16
+  return leaf.astype(jnp.float32) if is_tiny else leaf
+
+
 def cast(x: Any, dtype: Any) -> Any:
   """``x`` as a strongly typed array; PRNG keys as they are."""
   if jnp.issubdtype(dtype, jax.dtypes.extended):

@@ -87,7 +87,7 @@ def _select(
   """
   if flags.ndim == stepper.runner.axis:
     return new
-  array = _runners.select_rows(flags, new.array, old.array)
+  array = _runners.select(flags, new.array, old.array)
   if new.marks is None and old.marks is None:
     return _marks.Value(array)
   none = np.uint32(0)
