@@ -50,6 +50,13 @@ def widen(leaf: Any) -> Any:
   return lax.convert_element_type(leaf, jnp.float32)
 
 
+def reducible(leaf: Any) -> jax.Array:
+  """The leaf as an array that XLA can reduce: float8 and less in float32."""
+  leaf = jnp.asarray(leaf)
+  is_tiny = jnp.finfo(leaf.dtype).bits < 16
+  return leaf.astype(jnp.float32) if is_tiny else leaf
+
+
 def cast(x: Any, dtype: Any) -> Any:
   """``x`` as a strongly typed array; PRNG keys as they are."""
   if jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -113,6 +120,12 @@ def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
     return _select_array(jnp.asarray(condition), new, jnp.asarray(old))
 
   return jax.tree.map(select_leaf, new, old)
+
+
+def select_rows(flags: jax.Array, new: Any, old: Any) -> jax.Array:
+  """The rows of ``new`` that have a flag, and the others of ``old``."""
+  axes = tuple(range(flags.ndim, jnp.ndim(new)))
+  return jnp.where(jnp.expand_dims(flags, axes), new, old)
 
 
 def _select_array(

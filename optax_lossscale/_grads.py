@@ -102,7 +102,7 @@ def largest_magnitude(grads: list[Any]) -> jax.Array:
   """The largest magnitude; float32[]. Means nothing if one is not finite."""
   amax = jnp.float32(0)
   for leaf in grads:
-    leaf = _float_or_complex(leaf)
+    leaf = _arrays.reducible(leaf)
     if not leaf.size:
       continue
     is_complex = _arrays.is_complex(leaf.dtype)
@@ -206,11 +206,4 @@ def _has_few_bits(leaf: Any) -> bool:
 
 
 def _isfinite(leaf: Any) -> jax.Array:
-  return jnp.isfinite(_float_or_complex(leaf))
-
-
-def _float_or_complex(leaf: Any) -> jax.Array:
-  """The leaf as an array that XLA can reduce: float8 and less in float32."""
-  leaf = jnp.asarray(leaf)
-  is_tiny = jnp.finfo(leaf.dtype).bits < 16
-  return leaf.astype(jnp.float32) if is_tiny else leaf
+  return jnp.isfinite(_arrays.reducible(leaf))

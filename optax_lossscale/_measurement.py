@@ -68,7 +68,8 @@ def measure(
     finite, factor = _grads.sum_is_finite(grads, reciprocal), reciprocal
   else:
     norm = _times(_axes.global_norm(grads, axis_name), reciprocal)
-    # Unscaling by a scale below 1 may make a finite gradient infinite.
+    # False of a NaN, too. Unscaling by a scale below 1 may make a finite
+    # gradient infinite.
     finite = norm <= _grads.LARGEST_GRAD
     factor = _times(_clip_factor(norm, max_norm), reciprocal)
   finite &= _as_flag("grads_finite", evidence.grads_finite)

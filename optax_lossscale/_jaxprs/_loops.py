@@ -101,6 +101,19 @@ class ShardMap(NamedTuple):
   manual_axes: frozenset[Any]
   check_vma: bool
 
+  def with_body(
+    self, fun: Callable[..., Any], in_specs: Any, out_specs: Any
+  ) -> Callable[..., Any]:
+    """The same ``shard_map`` of another function."""
+    return jax.shard_map(
+      fun,
+      mesh=self.mesh,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      axis_names=self.manual_axes,
+      check_vma=self.check_vma,
+    )
+
 
 def scan_of(eqn: core.JaxprEqn) -> Scan | None:
   """The parts of a ``scan``; None if it is none, or is not understood."""
@@ -193,14 +206,6 @@ def among_devices(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
     returned.append(fun())
     return ()
 
-  mapped = jax.shard_map(
-    body,
-    mesh=parts.mesh,
-    in_specs=(),
-    out_specs=(),
-    axis_names=parts.manual_axes,
-    check_vma=parts.check_vma,
-  )
   with context_of(eqn):
-    jax.make_jaxpr(mapped)()
+    jax.make_jaxpr(parts.with_body(body, in_specs=(), out_specs=()))()
   return returned[0]

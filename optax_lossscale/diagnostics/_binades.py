@@ -3,6 +3,7 @@
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _arrays, _checks
 
@@ -44,15 +45,11 @@ def count(x: jax.Array) -> jax.Array:
 def largest(counts: jax.Array) -> jax.Array:
   """The largest float16 number in the highest bin that is not empty."""
   # float16 numbers in a binade are 2**(e - 10) apart, subnormal ones 2**-24.
-  tops = [
-    2.0 ** (e + 1) - 2.0 ** max(e - 10, _LOWEST)
-    for e in range(_LOWEST, _HIGHEST + 1)
-  ]
-  tops = [0.0, *tops, 2.0**16]
-  finite = counts[..., :NONFINITE]
-  return jnp.max(
-    jnp.where(finite > 0, jnp.array(tops, jnp.float32), jnp.float32(0)), axis=-1
-  )
+  e = np.arange(_LOWEST, _HIGHEST + 1.0)
+  tops = 2 ** (e + 1) - 2 ** np.maximum(e - 10, _LOWEST)
+  tops = jnp.array([0, *tops, 2**16], jnp.float32)
+  is_used = counts[..., :NONFINITE] > 0
+  return jnp.max(jnp.where(is_used, tops, jnp.float32(0)), axis=-1)
 
 
 def _bin(x: jax.Array) -> jax.Array:

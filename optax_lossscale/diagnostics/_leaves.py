@@ -32,31 +32,25 @@ def measure_grads(
   Raises:
     TypeError: if called under ``jit``.
   """
-  leaves = _named_grads(tree, caller)
+  as_array = lambda x: x if isinstance(x, jax.Array) else np.asarray(x)
+  leaves = [
+    (_leaf_name(path), as_array(leaf))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    if _grads.is_grad(path, leaf) and _arrays.is_array_like(leaf)
+  ]
+  for name, leaf in leaves:
+    if isinstance(leaf, jax.core.Tracer):
+      raise TypeError(
+        f"{caller} must be called outside jit, since it reads values, got a"
+        f" tracer at {name!r}. Return the gradients from the jitted function,"
+        " or use diagnostics.finite_per_leaf in it."
+      )
   # All leaves are measured before the first result is read.
   found = jax.device_get([measure(leaf) for _, leaf in leaves])
   return [(*leaf, x) for leaf, x in zip(leaves, found, strict=True)]
 
 
-def _named_grads(tree: Any, caller: str) -> list[tuple[str, Any]]:
-  """The leaves that are gradients, as (name, numpy or JAX array)."""
-  leaves = []
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    if not _grads.is_grad(path, leaf) or not _arrays.is_array_like(leaf):
-      continue
-    if isinstance(leaf, jax.core.Tracer):
-      raise TypeError(
-        f"{caller} must be called outside jit, since it reads values, got a"
-        f" tracer at {leaf_name(path)!r}. Return the gradients from the jitted"
-        " function, or use diagnostics.finite_per_leaf in it."
-      )
-    if not isinstance(leaf, jax.Array):
-      leaf = np.asarray(leaf)
-    leaves.append((leaf_name(path), leaf))
-  return leaves
-
-
-def leaf_name(path: Any) -> str:
+def _leaf_name(path: Any) -> str:
   """The name of a leaf, such as ``layers/0/weight``."""
   # Flax NNX keeps each array as the value of a variable.
   is_attribute = path and isinstance(path[-1], jax.tree_util.GetAttrKey)
@@ -79,19 +73,17 @@ def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:
   """
 
   @functools.wraps(fun)
-  def on_host(leaf: Any, *args: Any) -> Any:
-    return fun(np, _at_least_32_bits(leaf), *args)
+  def widened(xp: Any, leaf: Any, *args: Any) -> Any:
+    dtype = _arrays.at_least_float32(leaf.dtype)
+    return fun(xp, leaf.astype(dtype, copy=False), *args)
 
-  @jax.jit
-  @functools.wraps(fun)
-  def on_device(leaf: Any, *args: Any) -> Any:
-    return fun(jnp, _at_least_32_bits(leaf), *args)
+  on_device = jax.jit(widened, static_argnums=0)
 
   def reduce(leaf: Any, *args: Any) -> Any:
-    reduce_leaf = on_device if isinstance(leaf, jax.Array) else on_host
-    return reduce_leaf(leaf, *args)
+    if isinstance(leaf, jax.Array):
+      return on_device(jnp, leaf, *args)
+    return widened(np, leaf, *args)
 
-  reduce.on_device = on_device  # type: ignore[attr-defined]
   return reduce
 
 
@@ -105,7 +97,3 @@ def magnitude(xp: Any, leaf: Any) -> Any:
 def count(xp: Any, mask: Any) -> Any:
   """How many are true. An int32 could only count to 2**31."""
   return xp.sum(mask, dtype=xp.uint32 if xp is jnp else xp.uint64)
-
-
-def _at_least_32_bits(leaf: Any) -> Any:
-  return leaf if jnp.finfo(leaf.dtype).bits >= 32 else leaf.astype(np.float32)

@@ -99,15 +99,10 @@ def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
   measured = _leaves.measure_grads(grads, "nonfinite_leaves", _find_nonfinite)
   return [
     NonfiniteLeaf(
-      name,
-      tuple(leaf.shape),
-      np.dtype(leaf.dtype),
-      int(inf_count),
-      int(nan_count),
-      tuple(int(i) for i in index),
+      name, leaf.shape, leaf.dtype, int(infs), int(nans), tuple(map(int, index))
     )
-    for name, leaf, (inf_count, nan_count, index) in measured
-    if inf_count or nan_count
+    for name, leaf, (infs, nans, index) in measured
+    if infs or nans
   ]
 
 
@@ -118,10 +113,8 @@ def _find_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
   mask = is_nan | is_inf
   index = []
   # One axis after another, since a reshape would gather a sharded array.
-  for axis, length in enumerate(leaf.shape):
-    shape = [1] * leaf.ndim
-    shape[axis] = length
-    position = xp.arange(length, dtype=xp.int32).reshape(shape)
+  positions = xp.indices(leaf.shape, xp.int32, sparse=True)
+  for position, length in zip(positions, leaf.shape, strict=True):
     first = xp.min(xp.where(mask, position, length), initial=length)
     mask = mask & (position == first)
     index.append(first)

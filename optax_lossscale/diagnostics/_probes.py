@@ -81,8 +81,7 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
   # Under shard_map all devices may share a slot. The transpose of this cast is
   # a sum over the devices, so that the slot counts for all of them.
   ours, slots = _axes.varying(x), _axes.varying(slot)
-  if ours - slots:
-    slot = _vary(slot, tuple(ours - slots))
+  slot = _vary(slot, tuple(ours - slots))
   return _probe(tuple(slots - ours), x, slot)
 
 
@@ -148,15 +147,12 @@ def probe_metrics(cotangents: Any) -> Any:
 
   def metrics(counts: jax.Array) -> dict[str, jax.Array]:
     total = jnp.maximum(jnp.sum(counts, axis=-1), jnp.float32(2**-126))
-
-    def share(first: int, last: int) -> jax.Array:
-      return jnp.sum(counts[..., first : last + 1], axis=-1) / total
-
+    top = counts[..., _binades.TOO_LARGE - 3 : _binades.NONFINITE]
     return {
       "largest": _binades.largest(counts),
-      "zero_share": share(0, 0),
-      "top_share": share(_binades.TOO_LARGE - 3, _binades.TOO_LARGE),
-      "nonfinite_share": share(_binades.NONFINITE, _binades.NONFINITE),
+      "zero_share": counts[..., 0] / total,
+      "top_share": jnp.sum(top, axis=-1) / total,
+      "nonfinite_share": counts[..., _binades.NONFINITE] / total,
     }
 
   return jax.tree.map(metrics, cotangents)
@@ -219,22 +215,13 @@ def _probe(more_axes: Any, x: jax.Array, slot: jax.Array) -> jax.Array:
   return x
 
 
-def _probe_fwd(
-  more_axes: Any, x: jax.Array, slot: jax.Array
-) -> tuple[jax.Array, None]:
-  return x, None
-
-
 def _probe_bwd(
   more_axes: Any, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  counts = _binades.count(cotangent)
-  if more_axes:
-    counts = _vary(counts, more_axes)
-  return cotangent, counts
+  return cotangent, _vary(_binades.count(cotangent), more_axes)
 
 
-_probe.defvjp(_probe_fwd, _probe_bwd)
+_probe.defvjp(lambda more_axes, x, slot: (x, None), _probe_bwd)
 
 
 def _vary(x: jax.Array, axes: Any) -> jax.Array:

@@ -1,6 +1,19 @@
 """Tables of text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+
+def table_of(rows: Sequence[Mapping[str, str]], left: int) -> str:
+  """A table of at least one row, whose cells have the names of their columns.
+
+  Args:
+    rows: the rows, all with the same columns.
+    left: how many columns are aligned to the left; the others are to the right.
+
+  Returns:
+    The lines.
+  """
+  return table(list(rows[0]), [list(row.values()) for row in rows], left)
 
 
 def table(

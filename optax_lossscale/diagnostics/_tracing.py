@@ -63,27 +63,23 @@ def trace(
       f"fun must be a function, got fun = {fun!r}. Write {caller}(fun, *args),"
       f" not {caller}(fun(*args))."
     )
-  paths, structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
-  leaves = [leaf for _, leaf in paths]
-  places = [i for i, leaf in enumerate(leaves) if _is_input(leaf)]
-  parameters = _parameters(fun)
-  names = [_name(paths[i][0], parameters) for i in places]
-  inputs = [leaves[i] for i in places]
+  leaves, structure = jax.tree.flatten((args, kwargs))
+  arguments = _named_arguments(fun, args, kwargs)
+  names = [name for name, leaf in arguments if _is_input(leaf)]
+  inputs = [leaf for leaf in leaves if _is_input(leaf)]
   for name, leaf in zip(names, inputs, strict=True):
     _check_input(caller, name, leaf, shapes)
   if not shapes and isinstance(jnp.zeros(()), jax.core.Tracer):
     raise TypeError(f"{caller} must be called outside jit, {_ON_THE_HOST}.")
 
   def flat_fun(*traced: Any) -> list[Any]:
-    filled = list(leaves)
-    for i, x in zip(places, traced, strict=True):
-      filled[i] = x
+    arrays = iter(traced)
+    filled = [next(arrays) if _is_input(leaf) else leaf for leaf in leaves]
     its_args, its_kwargs = jax.tree.unflatten(structure, filled)
-    out = fun(*its_args, **its_kwargs)
-    named = [(i, *leaf) for i, x in enumerate(_parts(out)) for leaf in x]
-    groups[:] = [i for i, _, _ in named]
-    results[:] = [name for _, name, _ in named]
-    return [leaf for _, _, leaf in named]
+    found = _floats_in(fun(*its_args, **its_kwargs))
+    groups[:] = [i for i, _, _ in found]
+    results[:] = [name for _, name, _ in found]
+    return [leaf for _, _, leaf in found]
 
   results: list[str] = []
   groups: list[int] = []
@@ -91,17 +87,37 @@ def trace(
   return Traced(closed, inputs, names, results, groups)
 
 
-def _parts(out: Any, name: str = "") -> list[list[tuple[str, Any]]]:
-  """The named floats of each result, such as those of loss and gradients."""
-  if type(out) is tuple:
-    parts = [_parts(x, f"{name}[{i}]") for i, x in enumerate(out)]
-    return [part for several in parts for part in several]
+def _named_arguments(
+  fun: Callable[..., Any], args: Any, kwargs: Any
+) -> list[tuple[str, Any]]:
+  """The leaves of the arguments, named as the user would write the way."""
+  names = _parameters(fun)[: len(args)]
+  names += [f"args[{i}]" for i in range(len(names), len(args))]
+  # Keyword arguments stand in the order in which JAX flattens them.
+  arguments = [*zip(names, args, strict=True), *sorted(kwargs.items())]
+  return [leaf for argument in arguments for leaf in _named_leaves(*argument)]
+
+
+def _floats_in(out: Any) -> list[tuple[int, str, Any]]:
+  """The floats in what a function returns, each with its name.
+
+  Before these stands the number of the result that it is part of, such as the
+  loss or the gradients.
+  """
+  is_result = lambda x: type(x) is not tuple
+  results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
   return [
-    [
-      (f"{name}{jax.tree_util.keystr(path)}", leaf)
-      for path, leaf in jax.tree_util.tree_leaves_with_path(out)
-      if _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
-    ]
+    (i, name, leaf)
+    for i, (path, result) in enumerate(results)
+    for name, leaf in _named_leaves(jax.tree_util.keystr(path), result)
+    if _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
+  ]
+
+
+def _named_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return [
+    (f"{name}{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves
   ]
 
 
@@ -130,7 +146,7 @@ def _is_input(leaf: Any) -> bool:
     return True
   # Integers of numpy may be sizes and indices that must be known.
   is_numpy = isinstance(leaf, (np.ndarray, np.generic))
-  return is_numpy and _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
+  return is_numpy and _arrays.is_inexact(leaf)
 
 
 def _check_input(caller: str, name: str, leaf: Any, shapes: bool) -> None:
@@ -152,21 +168,5 @@ def _parameters(fun: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(fun).parameters.values()
   except (TypeError, ValueError):
     return []
-  positional = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-  )
-  return [p.name for p in parameters if p.kind in positional]
-
-
-def _name(path: Any, parameters: list[str]) -> str:
-  """How the user would write the way to an argument's leaf."""
-  # The path begins with 0 for the positional arguments and 1 for the others.
-  kind, which, *rest = path
-  if kind.idx == 1:
-    name = which.key
-  elif which.idx < len(parameters):
-    name = parameters[which.idx]
-  else:
-    name = f"args[{which.idx}]"
-  return f"{name}{jax.tree_util.keystr(tuple(rest))}"
+  # The two kinds of these come first in the order of all kinds.
+  return [p.name for p in parameters if p.kind < p.VAR_POSITIONAL]

@@ -1,6 +1,6 @@
 """The error of the results if one product alone runs in half precision."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import math
 
 # Of the squares of all errors, what is below this share is not looked into.
@@ -17,23 +17,6 @@ _FEW = 1 / 2
 
 # The error if these rows run in half precision.
 Measure = Callable[[list[int]], float]
-
-
-def each(
-  measure: Measure, places: Sequence[list[int]], total: float
-) -> dict[int, float]:
-  """The effect of each row.
-
-  Args:
-    measure: the error if these rows run in half precision.
-    places: the rows of each place.
-    total: the error if all of them do; not needed.
-
-  Returns:
-    For each row, its effect.
-  """
-  del total
-  return {row: measure([row]) for rows in places for row in rows}
 
 
 def worst(
@@ -57,10 +40,11 @@ def worst(
   while parts:
     part, effect = parts.pop()
     rows = [row for rows in part for row in rows]
-    if len(rows) == 1 or not _matters(effect, total):
+    matters = effect > math.sqrt(_SHARE) * total or math.isinf(effect)
+    if len(rows) == 1 or not matters:
       effects.update((row, effect / math.sqrt(len(rows))) for row in rows)
     elif len(part) <= 1:
-      effects.update(each(measure, part, total))
+      effects.update((row, measure([row])) for row in rows)
     else:
       middle = len(part) // 2
       for half in part[:middle], part[middle:]:
@@ -68,27 +52,28 @@ def worst(
   return effects
 
 
-def _matters(effect: float, total: float) -> bool:
-  if not math.isfinite(effect):
-    return True
-  return math.isfinite(total) and effect**2 > _SHARE * total**2
-
-
-def standing_out(effects: Mapping[str, float], eps: float) -> list[str]:
+def standing_out(
+  effects: Iterable[tuple[str, float]], eps: float
+) -> tuple[str, ...]:
   """The few places that do far more harm than all others together.
 
   Args:
-    effects: the effect of each place, the largest first.
+    effects: the name of a place and the effect, for each product, of which
+      there is one at least.
     eps: the spacing of numbers at 1 in half precision.
 
   Returns:
-    Their names, the worst first. What makes results that are not finite is
-    always among them.
+    Their names, the worst first; of equal ones, the one that came first. What
+    makes results that are not finite is always among them.
   """
-  sizes = list(effects.values())
+  of_places: dict[str, float] = {}
+  for name, effect in effects:
+    of_places[name] = math.hypot(of_places.get(name, 0.0), effect)
+  names = sorted(of_places, key=lambda name: of_places[name], reverse=True)
+  sizes = [of_places[name] for name in names]
   count = sum(not math.isfinite(size) for size in sizes)
   for i in range(count, max(1, math.floor(_FEW * len(sizes)))):
     others = math.hypot(*sizes[i + 1 :])
-    if sizes[i:] and sizes[i] > max(_TIMES_EPS * eps, _TIMES_OTHERS * others):
+    if sizes[i] > max(_TIMES_EPS * eps, _TIMES_OTHERS * others):
       count = i + 1
-  return list(effects)[:count]
+  return tuple(filter(None, names[:count]))

@@ -1,6 +1,6 @@
 """``compare_precision``: which product loses the precision of the results."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 import dataclasses
 import math
 from typing import Any, Literal
@@ -8,7 +8,6 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _products
 from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._comparison import (
@@ -20,13 +19,11 @@ from optax_lossscale.diagnostics._comparison import (
   _statistics,
 )
 
-Effects = Literal["all", "worst"]
-
 
 def compare_precision(
   fun: Callable[..., Any],
   *args: Any,
-  effects: Effects = "all",
+  effects: Literal["all", "worst"] = "all",
   progress: bool = True,
   **kwargs: Any,
 ) -> _report.PrecisionComparison:
@@ -78,45 +75,40 @@ def compare_precision(
     raise ValueError(
       f"effects must be 'all' or 'worst', got effects = {effects!r}."
     )
-  rows = _rows.Rows()
   with _tracing.not_finite_allowed():
     traced = _tracing.trace(
       "compare_precision", fun, args, kwargs, shapes=False
     )
-    rows.find(traced.closed.jaxpr, _jaxprs.Place())
+    rows = _rows.Rows(traced.closed)
     _check(fun, traced, rows)
     with _tracing.mesh_of(traced.inputs):
-      bar = _progress.Progress("compare_precision", progress)
+      bar = _progress.Progress(progress)
       runs = _runs.Runs(traced, rows, bar)
-      found = _EFFECTS[effects](runs.effect, rows.by_name(), runs.half.error)
+      places = rows.by_name()
+      if effects == "all":
+        found = {i: runs.effect([i]) for place in places for i in place}
+      else:
+        found = _effects.worst(runs.effect, places, runs.half.error)
       bar.end()
-  sources = rows.sources()
-  products = [
-    _product(i, rows.all[i], sources[i], effect, runs)
-    for i, effect in found.items()
-  ]
-  products.sort(key=_harm, reverse=True)
+  products = [_product(i, effect, rows, runs) for i, effect in found.items()]
+  # Of equal effects, what overflows furthest comes first.
+  harm = lambda row: (row.effect, -row.headroom, row.error)
+  products.sort(key=harm, reverse=True)
+  notes = [f"Runs as it is written: {name}." for name in rows.not_entered]
   report = _report.PrecisionComparison(
     dtype=" and ".join(sorted(map(str, rows.dtypes))),
-    error=runs.half.error,
-    cosine=runs.half.cosine,
-    is_finite=runs.half.is_finite,
+    **runs.half._asdict(),
     standing_out=(),
-    errors=dict(zip(traced.results, runs.half.each, strict=True)),
     products=tuple(products),
-    notes=tuple(
-      f"Runs as it is written: {where}."
-      for where in dict.fromkeys(rows.not_entered)
-    ),
+    notes=tuple(dict.fromkeys(notes)),
   )
   # Among infinities every place would be guilty.
   if not report.is_finite or report.excess:
     return report
-  standing_out = _standing_out(products, rows.dtypes)
+  eps = max(float(jnp.finfo(dtype).eps) for dtype in rows.dtypes)
+  of_products = [(row.name, row.effect) for row in products]
+  standing_out = _effects.standing_out(of_products, eps)
   return dataclasses.replace(report, standing_out=standing_out)
-
-
-_EFFECTS = {"all": _effects.each, "worst": _effects.worst}
 
 
 def _check(
@@ -141,8 +133,9 @@ def _check(
 
 
 def _product(
-  i: int, row: _rows.Row, source: str, effect: float, runs: _runs.Runs
+  i: int, effect: float, rows: _rows.Rows, runs: _runs.Runs
 ) -> _report.ProductPrecision:
+  row = rows.all[i]
   exact, half = runs.exact_notes[i], runs.half_notes[i]
   entries = np.maximum(exact.entries, 1)
   largest = float(exact.largest)
@@ -150,7 +143,7 @@ def _product(
   return _report.ProductPrecision(
     row.primitive,
     row.scope,
-    source,
+    rows.sources[i],
     row.backward,
     effect=effect,
     error=_statistics.distance(exact, half),
@@ -161,20 +154,3 @@ def _product(
     times=round(float(exact.times)),
     position=i,
   )
-
-
-def _harm(row: _report.ProductPrecision) -> tuple[float, float, float]:
-  """What rows are sorted by: the effect, and then what overflows furthest."""
-  return row.effect, -row.headroom, row.error
-
-
-def _standing_out(
-  products: list[_report.ProductPrecision], dtypes: Iterable[np.dtype]
-) -> tuple[str, ...]:
-  effects: dict[str, float] = {}
-  for row in products:
-    effects[row.name] = math.hypot(effects.get(row.name, 0.0), row.effect)
-  # Of those that are not finite, the first in the table stays the first.
-  largest = sorted(effects.items(), key=lambda item: item[1], reverse=True)
-  eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-  return tuple(filter(None, _effects.standing_out(dict(largest), eps)))

@@ -10,6 +10,7 @@ of the products inside.
 """
 
 from collections.abc import Sequence
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -17,10 +18,9 @@ import jax
 from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 
-from optax_lossscale import _jaxprs
+from optax_lossscale import _arrays, _jaxprs
 from optax_lossscale.diagnostics import _limits
 from optax_lossscale.diagnostics._comparison import _rows, _statistics
 
@@ -56,31 +56,30 @@ class Program(NamedTuple):
 
     Args:
       closed: the jaxpr.
-      inputs: its inputs. What is in half precision there is float32 here.
+      inputs: its inputs. What is in half precision there may be float32 here.
       notes: what was noted before.
 
     Returns:
-      Its outputs, in the same way, and what was noted after it.
+      Its outputs, none of which is in half precision, and what was noted after
+      it.
     """
     jaxpr = closed.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-    consts = map(self.widened, closed.consts)
-    env.update(zip(jaxpr.constvars, consts, strict=True))
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    values = map(self._widened, [*closed.consts, *inputs])
+    env: dict[Any, Any] = dict(zip(variables, values, strict=True))
 
     def read(atom: _jaxprs.Atom) -> Any:
       if isinstance(atom, core.Literal):
-        return self.widened(atom.val)
+        return self._widened(atom.val)
       return env[atom]
 
-    for eqn, last_read in _jaxprs.needed_equations(jaxpr):
+    for eqn, _ in _jaxprs.needed_equations(jaxpr):
       its_inputs = list(map(read, eqn.invars))
       outs, notes = self._equation(eqn, jaxpr, its_inputs, notes)
       env.update(zip(eqn.outvars, outs, strict=True))
-      for var in last_read:
-        env.pop(var, None)
     return list(map(read, jaxpr.outvars)), notes
 
-  def widened(self, x: Any) -> Any:
+  def _widened(self, x: Any) -> Any:
     """An array, in float32 if it is in half precision."""
     return jnp.asarray(x, jnp.float32) if self._is_half(x) else x
 
@@ -137,10 +136,9 @@ class Program(NamedTuple):
     if self.place.within(eqn).mark is not None:
       is_cast = eqn.primitive.name == "convert_element_type"
       return inputs if is_cast else _jaxprs.function(eqn)(*inputs)
-    avals: list[Any] = [v.aval for v in eqn.invars]
-    pairs = zip(inputs, avals, strict=True)
+    pairs: Any = zip(inputs, [v.aval for v in eqn.invars], strict=True)
     args = [x.astype(a.dtype) if self._is_half(a) else x for x, a in pairs]
-    return [self.widened(x) for x in _jaxprs.function(eqn)(*args)]
+    return list(map(self._widened, _jaxprs.function(eqn)(*args)))
 
   def _part(self, part: _jaxprs.Part, inputs: list[Any], notes: Notes) -> Done:
     match part:
@@ -159,13 +157,13 @@ class Program(NamedTuple):
     consts, first, slices = scan.split(inputs)
 
     def step(carry: Any, its_slices: Any) -> tuple[Any, Any]:
-      notes, values = carry
+      values, notes = carry
       its_inputs = [*consts, *values, *its_slices]
       outs, notes = self.run(scan.body, its_inputs, notes)
-      return (notes, outs[: scan.carry]), outs[scan.carry :]
+      return (outs[: scan.carry], notes), outs[scan.carry :]
 
-    (notes, last), stacked = lax.scan(
-      step, (notes, first), slices, scan.length, scan.reverse
+    (last, notes), stacked = lax.scan(
+      step, (first, notes), slices, scan.length, scan.reverse
     )
     return [*last, *stacked], notes
 
@@ -178,34 +176,31 @@ class Program(NamedTuple):
       # A condition cannot carry notes.
       return self.run(loop.condition, [*of_condition, *values], [])[0][0]
 
-    def step(carry: Any) -> Any:
-      notes, values = carry
+    def step(carry: Any) -> Done:
+      values, notes = carry
       outs, notes = self.run(loop.body, [*of_body, *values], notes)
       goes_on = flags(values)
       if jnp.ndim(goes_on):  # ``vmap`` made many loops of one.
-        outs = [_where(goes_on, *x) for x in zip(outs, values, strict=True)]
-      return notes, outs
+        pairs = zip(outs, values, strict=True)
+        outs = [_arrays.select_rows(goes_on, *pair) for pair in pairs]
+      return outs, notes
 
-    goes_on = lambda carry: jnp.any(flags(carry[1]))
-    notes, outs = lax.while_loop(goes_on, step, (notes, first))
-    return outs, notes
+    goes_on = lambda carry: jnp.any(flags(carry[0]))
+    return lax.while_loop(goes_on, step, (first, notes))
 
   def _cond(self, cond: _jaxprs.Cond, inputs: list[Any], notes: Notes) -> Done:
-    def branch(closed: _jaxprs.ClosedJaxpr) -> Any:
-      return lambda notes, *args: self.run(closed, args, notes)
-
     index, *operands = inputs
-    branches = list(map(branch, cond.branches))
-    return lax.switch(index, branches, notes, *operands)
+    branches = [functools.partial(self.run, body) for body in cond.branches]
+    return lax.switch(index, branches, operands, notes)
 
   def _shard_map(
     self, mapped: _jaxprs.ShardMap, inputs: list[Any], notes: Notes
   ) -> Done:
-    axes = tuple(mapped.manual_axes)
+    # A set has another order in each process, and the seeds depend on it.
+    axes = tuple(sorted(mapped.manual_axes, key=str))
 
     def body(in_half: Any, *args: Any) -> Any:
-      index: Any = sum(lax.axis_index(a) * 31**i for i, a in enumerate(axes))
-      seed = index.astype(jnp.uint32)
+      seed = lax.axis_index(axes).astype(jnp.uint32)
       # What is noted differs among the devices, and so its type must say.
       differs = lambda x: x + 0 * seed.astype(jnp.float32)
       empty = jax.tree.map(differs, [_statistics.empty() for _ in notes])
@@ -213,15 +208,11 @@ class Program(NamedTuple):
       outs, noted = program.run(mapped.body, args, empty)
       return outs, [_statistics.of_all_devices(n, axes) for n in noted]
 
-    everywhere = PartitionSpec()
-    outs, noted = jax.shard_map(
-      body,
-      mesh=mapped.mesh,
-      in_specs=(everywhere, *mapped.in_specs),
-      out_specs=(list(mapped.out_specs), everywhere),
-      axis_names=mapped.manual_axes,
-      check_vma=mapped.check_vma,
-    )(self.in_half, *inputs)
+    everywhere = jax.sharding.PartitionSpec()
+    in_specs = (everywhere, *mapped.in_specs)
+    out_specs = (list(mapped.out_specs), everywhere)
+    on_devices = mapped.with_body(body, in_specs, out_specs)
+    outs, noted = on_devices(self.in_half, *inputs)
     return outs, list(map(_statistics.together, notes, noted))
 
 
@@ -235,8 +226,3 @@ def _rounded(x: Any, dtype: np.dtype) -> Any:
   # What is subnormal is flushed to zero there.
   subnormal = lax.round(x * (1 / step), _TO_EVEN) * step
   return jnp.where(jnp.abs(x) < normal, subnormal, rounded)
-
-
-def _where(flags: Any, new: Any, old: Any) -> Any:
-  axes = range(jnp.ndim(flags), jnp.ndim(new))
-  return jnp.where(jnp.expand_dims(flags, tuple(axes)), new, old)

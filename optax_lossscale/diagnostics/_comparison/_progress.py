@@ -9,8 +9,7 @@ _SILENT_SECONDS = 1.0
 class Progress:
   """A line on the standard error stream that is written again and again."""
 
-  def __init__(self, name: str, shown: bool) -> None:
-    self._name = name
+  def __init__(self, shown: bool) -> None:
     self._shown = shown
     self._begin = time.monotonic()
     self._done = 0
@@ -22,7 +21,7 @@ class Progress:
     seconds = time.monotonic() - self._begin
     if self._shown and seconds > _SILENT_SECONDS:
       self._has_begun = True
-      text = f"{self._name}: run {self._done} of {count}, {seconds:.0f} s"
+      text = f"compare_precision: run {self._done} of {count}, {seconds:.0f} s"
       print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
   def end(self) -> None:

@@ -118,9 +118,8 @@ class PrecisionComparison:
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
-    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     products = [row._asdict() for row in self.products]
-    return fields | {"products": products, "notes": list(self.notes)}
+    return vars(self) | {"products": products, "notes": list(self.notes)}
 
   def __str__(self) -> str:
     return "\n".join([*self._summary(), self._table(), *self.notes])
@@ -147,42 +146,31 @@ class PrecisionComparison:
       lines.append(
         f"Places that overflow: {len(self.overflowing)}, see overflowing."
       )
-    names = ", ".join(map(repr, self.standing_out))
-    match len(self.standing_out):
-      case 0:
+    match list(self.standing_out):
+      case []:
         lines.append("No place stands out.")
-      case 1:
-        lines.append(f"Stands out: keep_float32={names}.")
-      case several:
-        lines.append(f"{several} places stand out: keep_float32=[{names}].")
+      case [name]:
+        lines.append(f"Stands out: keep_float32={name!r}.")
+      case names:
+        lines.append(f"{len(names)} places stand out: keep_float32={names}.")
     return lines
 
   def _table(self) -> str:
-    header = (
-      "",
-      "line",
-      "effect",
-      "so far",
-      "largest",
-      "headroom",
-      "lost",
-      "subnormal",
-      "times",
-    )
-    rows = [
-      (
-        row.primitive,
-        row.name + (", backward" if row.backward else ""),
-        f"{row.effect:.1e}",
-        f"{row.error:.1e}",
-        f"{row.largest:.3g}",
-        f"{row.headroom:.1f}",
-        f"{row.lost:.1%}",
-        f"{row.subnormal:.1%}",
-        str(row.times),
-      )
-      for row in self.products[:_MOST_ROWS]
-    ]
-    table = _tables.table(header, rows, left=2)
+    rows = [_cells(row) for row in self.products[:_MOST_ROWS]]
+    table = _tables.table_of(rows, left=2)
     more = len(self.products) - _MOST_ROWS
     return f"{table}\nand {more} more places" if more > 0 else table
+
+
+def _cells(row: ProductPrecision) -> dict[str, str]:
+  return {
+    "": row.primitive,
+    "line": row.name + (", backward" if row.backward else ""),
+    "effect": f"{row.effect:.1e}",
+    "so far": f"{row.error:.1e}",
+    "largest": f"{row.largest:.3g}",
+    "headroom": f"{row.headroom:.1f}",
+    "lost": f"{row.lost:.1%}",
+    "subnormal": f"{row.subnormal:.1%}",
+    "times": str(row.times),
+  }

@@ -34,43 +34,38 @@ class Rows:
 
   Attributes:
     all: all of them, in the order of the program.
+    sources: for each, the line that tells it from others in its scope.
     dtypes: their half precisions: mostly one.
-    not_entered: what holds products and cannot be entered.
+    not_entered: the names of what holds products and cannot be entered.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, closed: _jaxprs.ClosedJaxpr) -> None:
     self.all: list[Row] = []
-    self.dtypes: set[np.dtype] = set()
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}
     self._found: dict[core.Jaxpr, bool] = {}
+    self._find(closed.jaxpr, _jaxprs.Place())
+    places = [(row.scope, row.lines) for row in self.all]
+    self.sources = _jaxprs.telling_lines(places)
+    self.dtypes = {row.dtype for row in self.all}
 
   def number(
     self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: _jaxprs.Place
   ) -> int | None:
     """The number of the row of a product; None of all else."""
-    if not _jaxprs.is_matrix_product(eqn):
-      return None
-    dtype = place.within(eqn).mark
-    if dtype is None:
+    if not _jaxprs.is_matrix_product(eqn) or place.within(eqn).mark is None:
       return None
     at = place.at(eqn, jaxpr)
-    name = _jaxprs.name_of(eqn)
-    row = Row(name, at.scope, at.lines, at.backward, dtype)
+    row = Row(_jaxprs.name_of(eqn), at.scope, at.lines, at.backward, at.mark)
     if row not in self._numbers:
       self._numbers[row] = len(self.all)
       self.all.append(row)
-      self.dtypes.add(dtype)
     return self._numbers[row]
-
-  def sources(self) -> list[str]:
-    """For each row, the line that tells it from others in its scope."""
-    return _jaxprs.telling_lines([(row.scope, row.lines) for row in self.all])
 
   def by_name(self) -> list[list[int]]:
     """The numbers of the rows of each place."""
     numbers: dict[tuple[str, str], list[int]] = {}
-    for i, source in enumerate(self.sources()):
+    for i, source in enumerate(self.sources):
       numbers.setdefault((self.all[i].scope, source), []).append(i)
     return list(numbers.values())
 
@@ -87,7 +82,7 @@ class Rows:
       )
     return self._found[jaxpr]
 
-  def find(self, jaxpr: core.Jaxpr, place: _jaxprs.Place) -> None:
+  def _find(self, jaxpr: core.Jaxpr, place: _jaxprs.Place) -> None:
     """Finds all products of a jaxpr, and of what it calls."""
     for eqn, _ in _jaxprs.needed_equations(jaxpr):
       if self.number(eqn, jaxpr, place) is not None or not self.are_in(eqn):
@@ -95,11 +90,11 @@ class Rows:
       its_place = place.at(eqn, jaxpr)
       part = part_to_run(eqn)
       for closed in _jaxprs.bodies_of(part) if part else ():
-        self.find(closed.jaxpr, its_place)
+        self._find(closed.jaxpr, its_place)
       if part is None:
-        name = _jaxprs.name_of(eqn)
         where = _jaxprs.place_name(its_place.scope, its_place.source)
-        self.not_entered.append(_jaxprs.place_name(name, where))
+        name = _jaxprs.place_name(_jaxprs.name_of(eqn), where)
+        self.not_entered.append(name)
 
 
 def part_to_run(eqn: core.JaxprEqn) -> _jaxprs.Part | None:

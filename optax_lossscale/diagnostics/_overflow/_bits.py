@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale import _arrays
+
 # To look at a larger array costs less than to bring it to the host.
 _LARGE = 2**20
 
@@ -32,9 +34,7 @@ def _is_finite(x: Any) -> bool:
 
 @jax.jit
 def _all_finite(x: Any) -> Any:
-  if jnp.finfo(x.dtype).bits < 16:  # not all functions know such dtypes
-    x = x.astype(jnp.float32)
-  return jnp.isfinite(x).all()
+  return jnp.isfinite(_arrays.reducible(x)).all()
 
 
 def as_numbers(x: Any) -> np.ndarray:

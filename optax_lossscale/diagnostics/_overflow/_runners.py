@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from optax_lossscale import _axes, _jaxprs
+from optax_lossscale import _arrays, _axes, _jaxprs
 
 Run = Callable[[list[Any]], list[Any]]
 
@@ -123,16 +123,7 @@ class ShardRunner(Runner):
     return lambda arrays: on_shards(*arrays)
 
   def _map(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    return jax.jit(
-      jax.shard_map(
-        fun,
-        mesh=self._mapped.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=self._mapped.manual_axes,
-        check_vma=self._mapped.check_vma,
-      )
-    )
+    return jax.jit(self._mapped.with_body(fun, in_specs, out_specs))
 
   def _spec(self, var: _jaxprs.Atom) -> PartitionSpec:
     """How the first axis is spread: an entry on each device, or on all."""
@@ -173,11 +164,8 @@ def _take(array: jax.Array, i: int, axis: int) -> jax.Array:
   return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
 
 
-@jax.jit
-def select(flags: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  """The rows of one array that have a flag, and the others of another."""
-  axes = tuple(range(flags.ndim, a.ndim))
-  return jnp.where(jnp.expand_dims(flags, axes), a, b)
+# Of arrays as they are, in one compiled program for each shape.
+select = jax.jit(_arrays.select_rows)
 
 
 def stack(arrays: list[jax.Array], axis: int) -> jax.Array:

@@ -5,10 +5,10 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _checks
-from optax_lossscale.diagnostics import _limits, _tables
-from optax_lossscale.diagnostics._gradients import _measuring
+from optax_lossscale.diagnostics import _leaves, _limits, _tables
 
 
 class GradientStats(NamedTuple):
@@ -93,12 +93,8 @@ class GradientReport:
     }
 
   def __str__(self) -> str:
-    header = (
-      "", "shape", "dtype", "largest", "smallest", "zero", "flushed",
-      "subnormal", "overflow", "nonfinite", "best scales",
-    )  # fmt: skip
     rows = [_cells(row) for row in (*self.leaves, self.total)]
-    table = _tables.table(header, rows, left=3)
+    table = _tables.table_of(rows, left=3)
     return f"In {self.dtype}, times {self.loss_scale:g}:\n{table}"
 
 
@@ -144,31 +140,70 @@ def gradient_report(
   dtype = _limits.as_small_float(dtype)
   scale = _limits.as_scale(loss_scale)
   limits = _limits.limits_of(dtype)
-  measured = _measuring.measure(grads, scale, limits)
+  measured = _leaves.measure_grads(
+    grads,
+    "gradient_report",
+    lambda leaf: _measure(leaf, *_in_dtype_of(leaf, scale, limits)),
+  )
   rows = [
-    _row(name, leaf.shape, str(leaf.dtype), leaf.size, found, limits)
+    _row((name, leaf.shape, str(leaf.dtype), leaf.size), found, limits)
     for name, leaf, found in measured
   ]
   size = sum(leaf.size for _, leaf, _ in measured)
-  in_all = _measuring.add_up([found for _, _, found in measured])
-  total = _row("total", (), "", size, in_all, limits)
+  in_all = _add_up([found for _, _, found in measured])
+  total = _row(("total", (), "", size), in_all, limits)
   return GradientReport(str(dtype), scale, tuple(rows), total)
 
 
+# The fields of a row from `largest` to `nonfinite`: two magnitudes, of which
+# the smallest is inf if there is none, and then counts.
+_Measured = tuple[Any, ...]
+
+
+def _in_dtype_of(leaf: Any, scale: float, limits: _limits.Limits) -> np.ndarray:
+  """The scale and the limits as the scalars that a leaf is compared with."""
+  is_double = jnp.finfo(leaf.dtype).bits > 32
+  with np.errstate(over="ignore"):  # A limit above float32's range is inf.
+    return np.array((scale, *limits), np.float64 if is_double else np.float32)
+
+
+@_leaves.reduce_on_device
+def _measure(
+  xp: Any, leaf: Any, scale: Any, zero: Any, normal: Any, inf: Any
+) -> _Measured:
+  finite = xp.isfinite(leaf)
+  size = _leaves.magnitude(xp, leaf)
+  nonzero = finite & (size > 0)
+  # Zeros in place of inf and NaN, so that numpy does not warn.
+  scaled = xp.where(finite, size, 0) * scale
+  largest = xp.max(size, initial=0, where=nonzero)
+  smallest = xp.min(size, initial=xp.inf, where=nonzero)
+  flushed = nonzero & (scaled <= zero)
+  subnormal = (scaled > zero) & (scaled < normal)
+  masks = [size == 0, flushed, subnormal, scaled >= inf, ~finite]
+  return largest, smallest, *(_leaves.count(xp, mask) for mask in masks)
+
+
+def _add_up(measured: list[_Measured]) -> _Measured:
+  """All leaves together, in Python numbers, which do not overflow."""
+  nothing = 0.0, math.inf, 0, 0, 0, 0, 0
+  largest, smallest, *counts = zip(nothing, *measured, strict=True)
+  in_all = (sum(map(int, count)) for count in counts)
+  return max(map(float, largest)), min(map(float, smallest)), *in_all
+
+
 def _row(
-  name: str,
-  shape: tuple[int, ...],
-  dtype: str,
-  size: int,
-  found: _measuring.Measured,
+  about: tuple[str, tuple[int, ...], str, int],
+  found: _Measured,
   limits: _limits.Limits,
 ) -> GradientStats:
-  largest, smallest = float(found.largest), float(found.smallest)
-  shares = [int(number) / max(size, 1) for number in found[2:]]
-  smallest_or_0 = smallest if largest > 0 else 0.0
+  """The row of what has this name, shape, dtype and size."""
+  largest, smallest, *counts = found
+  shares = [int(count) / max(about[-1], 1) for count in counts]
   best_scales = _best_scales(largest, smallest, limits)
-  sizes = largest, smallest_or_0, *shares
-  return GradientStats._make((name, shape, dtype, size, *sizes, best_scales))
+  smallest = smallest if largest > 0 else 0.0
+  sizes = float(largest), float(smallest), *shares
+  return GradientStats._make((*about, *sizes, best_scales))
 
 
 def _best_scales(
@@ -185,14 +220,18 @@ def _best_scales(
   return max(min(low, high), -bound), high
 
 
-def _cells(row: GradientStats) -> tuple[str, ...]:
+def _cells(row: GradientStats) -> dict[str, str]:
   low, high = row.best_scales or (None, None)
-  return (
-    row.name,
-    str(list(row.shape)) if row.dtype else str(row.size),
-    row.dtype,
-    f"{row.largest:.3g}",
-    f"{row.smallest:.3g}",
-    *(f"{share:.1%}" for share in row[6:11]),
-    "any" if low is None else f"2^{low} to 2^{high}",
-  )
+  return {
+    "": row.name,
+    "shape": str(list(row.shape)) if row.dtype else str(row.size),
+    "dtype": row.dtype,
+    "largest": f"{row.largest:.3g}",
+    "smallest": f"{row.smallest:.3g}",
+    "zero": f"{row.zero:.1%}",
+    "flushed": f"{row.flushed:.1%}",
+    "subnormal": f"{row.subnormal:.1%}",
+    "overflow": f"{row.overflow:.1%}",
+    "nonfinite": f"{row.nonfinite:.1%}",
+    "best scales": "any" if low is None else f"2^{low} to 2^{high}",
+  }
