@@ -90,7 +90,7 @@ def trace(
 def _named_arguments(
   fun: Callable[..., Any], args: Any, kwargs: Any
 ) -> list[tuple[str, Any]]:
-  """The leaves of the arguments, named as the user would write the way."""
+  """The leaves of the arguments, by how a user would write the way to them."""
   names = _parameters(fun)[: len(args)]
   names += [f"args[{i}]" for i in range(len(names), len(args))]
   # Keyword arguments stand in the order in which JAX flattens them.
@@ -99,10 +99,10 @@ def _named_arguments(
 
 
 def _floats_in(out: Any) -> list[tuple[int, str, Any]]:
-  """The floats in what a function returns, each with its name.
+  """The floats in what a function returns.
 
-  Before these stands the number of the result that it is part of, such as the
-  loss or the gradients.
+  Each comes with its name, and with the number of the result that it is part
+  of, such as the loss or the gradients.
   """
   is_result = lambda x: type(x) is not tuple
   results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
@@ -115,6 +115,7 @@ def _floats_in(out: Any) -> list[tuple[int, str, Any]]:
 
 
 def _named_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
+  """The leaves of a tree that has this name, by the way to them."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return [
     (f"{name}{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves

@@ -40,7 +40,7 @@ def worst(
   while parts:
     part, effect = parts.pop()
     rows = [row for rows in part for row in rows]
-    matters = effect > math.sqrt(_SHARE) * total or math.isinf(effect)
+    matters = effect > math.sqrt(_SHARE) * total or not math.isfinite(effect)
     if len(rows) == 1 or not matters:
       effects.update((row, effect / math.sqrt(len(rows))) for row in rows)
     elif len(part) <= 1:

@@ -78,11 +78,11 @@ class Runs:
   def _errors(self, outs: list[Any]) -> Errors:
     # Float64, since squares of float32 may be out of range.
     sums = np.array(_sums(self._reference, outs), np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-      squares = sums[:, :4] * sums[:, 4:5] ** 2
     # The arrays of a result follow each other.
     _, starts = np.unique(self._traced.groups, return_index=True)
-    of_results = np.add.reduceat(squares, starts)
+    with np.errstate(invalid="ignore", over="ignore"):
+      squares = sums[:, :4] * sums[:, 4:5] ** 2
+      of_results = np.add.reduceat(squares, starts)
     each = map(_relative, squares)
     return Errors(
       error=max(map(_relative, of_results)),

@@ -164,7 +164,7 @@ def _take(array: jax.Array, i: int, axis: int) -> jax.Array:
   return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
 
 
-# Of arrays as they are, in one compiled program for each shape.
+# Compiled, since the arrays of a walk are no longer traced.
 select = jax.jit(_arrays.select_rows)
 
 
