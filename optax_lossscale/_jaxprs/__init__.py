@@ -28,13 +28,7 @@ from optax_lossscale._jaxprs._equations import (
   with_equations,
   with_jaxprs,
 )
-from optax_lossscale._jaxprs._hijax import (
-  BEHAVES_LIKE,
-  hi_call_of,
-  hi_scan_of,
-  HiScan,
-  lowered,
-)
+from optax_lossscale._jaxprs._hijax import hi_scan_of, HiScan, lowered
 from optax_lossscale._jaxprs._lines import (
   call_name,
   function_name,
@@ -46,13 +40,11 @@ from optax_lossscale._jaxprs._lines import (
 from optax_lossscale._jaxprs._loops import (
   among_devices,
   Cond,
-  cond_of,
   Scan,
   scan_of,
   shard_map_of,
   ShardMap,
   While,
-  while_of,
 )
 from optax_lossscale._jaxprs._parts import bodies_of, Call, Part, part_of
 from optax_lossscale._jaxprs._places import (
@@ -67,7 +59,6 @@ from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 from optax_lossscale._jaxprs._zeros import for_pull_back
 
 __all__ = [
-  "BEHAVES_LIKE",
   "AnyJaxpr",
   "Atom",
   "Call",
@@ -85,7 +76,6 @@ __all__ = [
   "call_name",
   "called_jaxpr",
   "closed",
-  "cond_of",
   "context_of",
   "equations_of",
   "exported_text",
@@ -95,7 +85,6 @@ __all__ = [
   "function_name",
   "has_effect",
   "held_jaxprs",
-  "hi_call_of",
   "hi_primitive",
   "hi_scan_of",
   "hidden_jaxprs",
@@ -113,7 +102,6 @@ __all__ = [
   "scopes_of",
   "shard_map_of",
   "telling_lines",
-  "while_of",
   "with_equations",
   "with_jaxprs",
   "with_scope",

@@ -41,6 +41,12 @@ class Scan(NamedTuple):
   length: int
   reverse: bool
 
+  @property
+  def slices(self) -> tuple[bool, ...]:
+    """Whether each input is sliced."""
+    whole = self.consts + self.carry
+    return tuple(i >= whole for i in range(len(self.body.jaxpr.invars)))
+
   def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
     """The inputs as constants, carry and slices."""
     carry = self.consts + self.carry
@@ -131,10 +137,10 @@ def _count_whole(outer: list[Any], inner: list[Any], length: int) -> int | None:
 
 
 def while_of(eqn: core.JaxprEqn) -> While | None:
-  """The parts of a ``while_loop``; None if it is none, or not understood."""
+  """The parts of a ``while_loop``; None if it is not understood."""
   condition = eqn.params.get("cond_jaxpr")
   body = eqn.params.get("body_jaxpr")
-  if eqn.primitive.name != "while" or condition is None or body is None:
+  if condition is None or body is None:
     return None
   condition, body = closed(condition), closed(body)
   carry = len(eqn.outvars)
@@ -149,16 +155,14 @@ def while_of(eqn: core.JaxprEqn) -> While | None:
 
 
 def cond_of(eqn: core.JaxprEqn) -> Cond | None:
-  """The branches of a ``cond``; None if it is none, or is not understood."""
+  """The branches of a ``cond``; None if it is not understood."""
   branches = tuple(held_jaxprs(eqn))
-  if eqn.primitive.name != "cond" or not branches:
-    return None
   are_alike = all(
     len(branch.jaxpr.invars) == len(eqn.invars) - 1
     and len(branch.jaxpr.outvars) == len(eqn.outvars)
     for branch in branches
   )
-  return Cond(branches) if are_alike else None
+  return Cond(branches) if branches and are_alike else None
 
 
 def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
