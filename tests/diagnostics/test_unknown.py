@@ -192,5 +192,6 @@ def test_a_sum_whose_axes_are_not_known_is_no_risk(name):
     primitive=primitive, params={}, invars=[var], outvars=[var]
   )
   nothing = types.SimpleNamespace(number=lambda x: None, terms=lambda x: 1)
-  step = _walk.Step(eqn, _jaxprs.Place(), nothing, 1, (), False, "")
-  assert _risks.risks_of(step, aval.dtype) == []
+  body = _walk.Body(None, nothing, 1, ())
+  step = _walk.Step(eqn, _jaxprs.Place(), body, False, "")
+  assert list(_risks.risks_of(step, aval.dtype)) == []

@@ -30,20 +30,20 @@ class Product(NamedTuple):
 def products_in(steps: list[_walk.Step]) -> list[Product]:
   """The products, of each ``cond`` those of its largest branch."""
   products = [
-    _as_product(step, flops)
+    _as_product(step, flops * step.body.times)
     for step in steps
     if (flops := _jaxprs.flops_of(step.eqn)) is not None
   ]
   by_branch: collections.Counter[tuple[object, int]] = collections.Counter()
   for product in products:
-    for branch in product.step.branches:
+    for branch in product.step.body.branches:
       by_branch[branch] += product.flops
   # The largest comes last, and takes the place of the others.
   largest = dict(sorted(by_branch, key=lambda branch: by_branch[branch]))
   return [
     product
     for product in products
-    if all(largest[cond] == i for cond, i in product.step.branches)
+    if all(largest[cond] == i for cond, i in product.step.body.branches)
   ]
 
 
@@ -55,4 +55,4 @@ def _as_product(step: _walk.Step, flops: int) -> Product:
   accumulation = eqn.params.get("preferred_element_type")
   accumulation = np.dtype(accumulation or eqn.outvars[0].aval.dtype)
   name = _jaxprs.name_of(eqn)
-  return Product(name, str(widest), str(accumulation), flops * step.times, step)
+  return Product(name, str(widest), str(accumulation), flops, step)

@@ -52,16 +52,15 @@ class Known:
     return known
 
 
-def terms_in_sum(eqn: core.JaxprEqn) -> int:
+def terms_in_sum(eqn: Any) -> int:
   """How many terms each result of an operation is the sum of."""
   name = eqn.primitive.name
-  shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
   if name == "reduce_window_sum":
     return math.prod(eqn.params.get("window_dimensions", ()))
-  if name in _CUMULATIVE and "axis" in eqn.params:
-    return shape[eqn.params["axis"]]
   axes = eqn.params.get("axes", ()) if name in _SUMS else ()
-  return math.prod(shape[axis] for axis in axes)
+  if name in _CUMULATIVE and "axis" in eqn.params:
+    axes = (eqn.params["axis"],)
+  return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
 
 
 def _as_number(const: Any) -> float | None:

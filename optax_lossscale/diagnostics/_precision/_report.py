@@ -184,6 +184,7 @@ def precision_report(
   steps = _walk.steps_of(traced.closed)
   products = _flops.products_in(steps)
   total = sum(product.flops for product in products)
+  notes = [f"{step.note}, {step.place.source}" for step in steps if step.note]
   wide = [p for p in products if _is_wider(p.operands, as_dtype)]
   return PrecisionReport(
     dtype=str(as_dtype),
@@ -192,7 +193,7 @@ def precision_report(
     flops=_flops_by_dtype(products, total),
     wider=_wide_rows(wide, total),
     at_risk=_risk_rows(steps, as_dtype),
-    notes=_notes(steps),
+    notes=tuple(dict.fromkeys(notes)),
   )
 
 
@@ -230,7 +231,7 @@ def _wide_rows(
     kind = p.primitive, p.operands, p.accumulation
     key = kind, _whereabouts(p.step)
     flops[key] += p.flops
-    times[key] += p.step.times
+    times[key] += p.step.body.times
   return tuple(
     WideProduct(*key[0], n, _share(n, total), times[key], *key[1])
     for key, n in flops.most_common()
@@ -242,7 +243,7 @@ def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> tuple[Risk, ...]:
   for step in steps:
     for reason in _risks.risks_of(step, dtype):
       name = _jaxprs.name_of(step.eqn)
-      times[name, reason, _whereabouts(step)] += step.times
+      times[name, reason, _whereabouts(step)] += step.body.times
   return tuple(
     Risk(name, reason, n, *where) for (name, reason, where), n in times.items()
   )
@@ -250,11 +251,6 @@ def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> tuple[Risk, ...]:
 
 def _whereabouts(step: _walk.Step) -> tuple[str, str, bool]:
   return step.place.scope, step.place.source, step.place.backward
-
-
-def _notes(steps: list[_walk.Step]) -> tuple[str, ...]:
-  notes = [f"{step.note}, {step.place.source}" for step in steps if step.note]
-  return tuple(dict.fromkeys(notes))
 
 
 def _where(row: WideProduct | Risk) -> str:

@@ -15,37 +15,16 @@ _COMBINERS = ("arg", "cum", "reduce", "scatter", "select_and", "sort", "top_k")
 _HAND_BACK = _jaxprs.Call, _jaxprs.Cond, _jaxprs.ShardMap
 
 
-class Step(NamedTuple):
-  """An equation that was met on the way.
+class Body(NamedTuple):
+  """A jaxpr that is run, and what its equations have in common.
 
   Attributes:
-    eqn: the equation.
-    place: where it stands.
-    known: what is known of the variables around it.
+    closed: the jaxpr.
+    known: what is known of its variables.
     times: how often it runs.
-    branches: pairs, of what stands for a ``cond`` and the number of its branch,
-      in which it stands.
-    runs_others: whether it only runs the jaxprs that it holds.
-    note: what cannot be known of it; often empty.
+    branches: of each ``cond`` around it, what stands for it, and the number of
+      its branch.
   """
-
-  eqn: core.JaxprEqn
-  place: _jaxprs.Place
-  known: _known.Known
-  times: int
-  branches: tuple[tuple[object, int], ...]
-  runs_others: bool
-  note: str
-
-
-def steps_of(closed: _jaxprs.ClosedJaxpr) -> list[Step]:
-  """All equations that are met on a walk through a jaxpr."""
-  whole = _Body(closed, _known.Known().within([], closed), 1, ())
-  return list(_walk(whole, _jaxprs.Place(), None))
-
-
-class _Body(NamedTuple):
-  """A jaxpr that is run, and what its steps have in common."""
 
   closed: _jaxprs.ClosedJaxpr
   known: _known.Known
@@ -58,7 +37,7 @@ class _Body(NamedTuple):
     inputs: Sequence[_jaxprs.Atom] = (),
     times: int = 1,
     branches: tuple[tuple[object, int], ...] = (),
-  ) -> "_Body":
+  ) -> "Body":
     """A jaxpr that an equation in this one runs.
 
     Args:
@@ -68,11 +47,35 @@ class _Body(NamedTuple):
       branches: the branch that it is, if the equation is a ``cond``.
     """
     known = self.known.within(inputs, closed)
-    return _Body(closed, known, self.times * times, self.branches + branches)
+    return Body(closed, known, self.times * times, self.branches + branches)
+
+
+class Step(NamedTuple):
+  """An equation that was met on the way.
+
+  Attributes:
+    eqn: the equation.
+    place: where it stands.
+    body: the jaxpr around it.
+    runs_others: whether it only runs the jaxprs that it holds.
+    note: what cannot be known of it; often empty.
+  """
+
+  eqn: core.JaxprEqn
+  place: _jaxprs.Place
+  body: Body
+  runs_others: bool
+  note: str
+
+
+def steps_of(closed: _jaxprs.ClosedJaxpr) -> list[Step]:
+  """All equations that are met on a walk through a jaxpr."""
+  whole = Body(closed, _known.Known().within([], closed), 1, ())
+  return list(_walk(whole, _jaxprs.Place(), None))
 
 
 def _walk(
-  body: _Body, place: _jaxprs.Place, used: list[bool] | None
+  body: Body, place: _jaxprs.Place, used: list[bool] | None
 ) -> Iterator[Step]:
   jaxpr = body.closed.jaxpr
   # XLA leaves out what is not needed, too.
@@ -80,8 +83,7 @@ def _walk(
     part = _jaxprs.part_of(eqn)
     inside, note = _inside(eqn, part, body)
     its_place = place.at(eqn, jaxpr)
-    common = body.known, body.times, body.branches
-    yield Step(eqn, its_place, *common, runs_others=bool(inside), note=note)
+    yield Step(eqn, its_place, body, runs_others=bool(inside), note=note)
     body.known.learn(eqn)
     its_used = None
     if isinstance(part, _HAND_BACK):
@@ -91,8 +93,8 @@ def _walk(
 
 
 def _inside(
-  eqn: core.JaxprEqn, part: _jaxprs.Part | None, around: _Body
-) -> tuple[list[_Body], str]:
+  eqn: core.JaxprEqn, part: _jaxprs.Part | None, around: Body
+) -> tuple[list[Body], str]:
   """What an equation runs, and what cannot be known of that; often empty."""
   match part:
     case _jaxprs.Call(body):
@@ -117,8 +119,8 @@ def _inside(
 
 
 def _inside_of_unknown(
-  eqn: core.JaxprEqn, around: _Body
-) -> tuple[list[_Body], str]:
+  eqn: core.JaxprEqn, around: Body
+) -> tuple[list[Body], str]:
   """The same of an equation that nobody knows, or that runs no other."""
   name = _jaxprs.name_of(eqn)
   if name.startswith(_COMBINERS):
