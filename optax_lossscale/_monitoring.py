@@ -161,37 +161,40 @@ def raise_if_stuck(
   _check_limits(max_consecutive_skips, max_skipped_share, steps)
   policy = _as_policy(policy)
   skips = _read_skips(_state.get_loss_scale_state(tree))
-  in_a_row = max(skips, key=lambda member: member.in_a_row)
-  in_all = max(skips, key=lambda member: member.in_all)
-  if steps is not None and in_all.in_all > steps:
+  longest = max(skips, key=lambda member: member.in_a_row)
+  most = max(skips, key=lambda member: member.in_all)
+  if steps is not None and most.in_all > steps:
     raise ValueError(
       "steps must be the number of calls of update since init, got steps ="
-      f" {steps} and {in_all.in_all} skips among them."
+      f" {steps} and {most.in_all} skips among them."
     )
-  if in_a_row.in_a_row >= max_consecutive_skips:
+  if longest.in_a_row >= max_consecutive_skips:
     nonfinite = _nonfinite(grads)
-    what = f"The last {in_a_row.in_a_row} steps were all skipped."
-    why = _causes.in_a_row(in_a_row.scale, policy, nonfinite)
+    what = f"The last {longest.in_a_row} steps were all skipped."
+    why = _causes.in_a_row(longest.scale, policy, nonfinite)
   elif (
     max_skipped_share is not None
     and steps is not None
-    and in_all.in_all / int(steps) > max_skipped_share
+    and most.in_all / int(steps) > max_skipped_share
   ):
     nonfinite = _nonfinite(grads)
     what = (
-      f"{in_all.in_all} of {steps} steps were skipped, a share larger than"
+      f"{most.in_all} of {steps} steps were skipped, a share larger than"
       f" max_skipped_share = {max_skipped_share:g}."
     )
-    why = _causes.in_all(in_all.scale, nonfinite)
+    why = _causes.in_all(most.scale, nonfinite)
   else:
     return
   leaves = "".join(f"\n  {leaf}" for leaf in nonfinite or ())
   how = "" if nonfinite == [] else _HOW_TO_FIND_IT
-  raise LossScaleError(f"{what} {why}{leaves}{how}")
+  raise LossScaleError(f"{' '.join([what, *why])}{leaves}{how}")
 
 
 class _Skips(NamedTuple):
-  """The skips and the scale of one member of a mapped state."""
+  """The last skips in a row, all skips and the scale of one member of a state.
+
+  A state that was mapped has several members.
+  """
 
   in_a_row: int
   in_all: int

@@ -111,8 +111,7 @@ class Search:
     inner = jaxprs_to_search(eqn)
     search = lambda: _union(map(self.scopes_in_jaxpr, inner))
     # A rule may need the axes of the mesh.
-    is_mapped = _jaxprs.shard_map_of(eqn) is not None
-    found = _jaxprs.among_devices(eqn, search) if is_mapped else search()
+    found = _jaxprs.where_it_runs(eqn, search)
     if found is not None or not inner or self.derivative_of is None:
       return found  # Nothing is inside of what is marked.
     if id(eqn) not in self._of_rules:

@@ -235,8 +235,7 @@ class Rewriter:
       inside = inside.at(eqn, body.jaxpr)
     enter = functools.partial(self._enter, inside, body.half, eqn, paths)
     # Rules are traced where the axes of the mesh are known.
-    is_mapped = _jaxprs.shard_map_of(eqn) is not None
-    entered = _jaxprs.among_devices(eqn, enter) if is_mapped else enter()
+    entered = _jaxprs.where_it_runs(eqn, enter)
     if entered is None and not self.kept.holds(inside):
       self.told.miss(eqn, body.jaxpr)
     return [eqn] if entered is None else entered

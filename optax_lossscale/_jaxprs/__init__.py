@@ -27,13 +27,7 @@ from optax_lossscale._jaxprs._equations import (
   with_equations,
   with_jaxprs,
 )
-from optax_lossscale._jaxprs._hijax import (
-  BEHAVES_LIKE,
-  hi_call_of,
-  hi_scan_of,
-  HiScan,
-  lowered,
-)
+from optax_lossscale._jaxprs._hijax import HiScan, lowered
 from optax_lossscale._jaxprs._lines import (
   call_name,
   function_name,
@@ -43,17 +37,18 @@ from optax_lossscale._jaxprs._lines import (
   without_source,
 )
 from optax_lossscale._jaxprs._loops import (
-  among_devices,
   Cond,
-  cond_of,
   Scan,
-  scan_of,
-  shard_map_of,
   ShardMap,
   While,
-  while_of,
 )
-from optax_lossscale._jaxprs._parts import bodies_of, Call, Part, part_of
+from optax_lossscale._jaxprs._parts import (
+  bodies_of,
+  Call,
+  Part,
+  part_of,
+  where_it_runs,
+)
 from optax_lossscale._jaxprs._places import (
   marked,
   Place,

@@ -39,12 +39,16 @@ class HiScan(NamedTuple):
     slices: whether each input is sliced; the others are read as a whole.
     length: how many iterations there are.
     reverse: whether the last slice comes first.
+    consts: how many inputs are known to be constants: none.
+    carry: how many are a carry that is also returned: none.
   """
 
   body: ClosedJaxpr
   slices: tuple[bool, ...]
   length: int
   reverse: bool
+  consts: int = 0
+  carry: int = 0
 
 
 def hi_scan_of(eqn: core.JaxprEqn) -> HiScan | None:

@@ -15,7 +15,6 @@ from jax.extend import core
 from optax_lossscale._jaxprs._equations import (
   closed,
   ClosedJaxpr,
-  context_of,
   fits,
   held_jaxprs,
   shape_of,
@@ -40,6 +39,12 @@ class Scan(NamedTuple):
   carry: int
   length: int
   reverse: bool
+
+  @property
+  def slices(self) -> tuple[bool, ...]:
+    """Whether each input is sliced."""
+    whole = self.consts + self.carry
+    return tuple(i >= whole for i in range(len(self.body.jaxpr.invars)))
 
   def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
     """The inputs as constants, carry and slices."""
@@ -116,12 +121,10 @@ class ShardMap(NamedTuple):
 
 
 def scan_of(eqn: core.JaxprEqn) -> Scan | None:
-  """The parts of a ``scan``; None if it is none, or is not understood."""
+  """The parts of a ``scan``; None if it is not understood."""
   bodies = list(held_jaxprs(eqn))
   length, reverse = eqn.params.get("length"), eqn.params.get("reverse")
-  if eqn.primitive.name != "scan" or len(bodies) != 1:
-    return None
-  if length is None or not isinstance(reverse, bool):
+  if len(bodies) != 1 or length is None or not isinstance(reverse, bool):
     return None
   body = bodies[0].jaxpr
   whole_inputs = _count_whole(eqn.invars, body.invars, length)
@@ -144,10 +147,10 @@ def _count_whole(outer: list[Any], inner: list[Any], length: int) -> int | None:
 
 
 def while_of(eqn: core.JaxprEqn) -> While | None:
-  """The parts of a ``while_loop``; None if it is none, or not understood."""
+  """The parts of a ``while_loop``; None if it is not understood."""
   condition = eqn.params.get("cond_jaxpr")
   body = eqn.params.get("body_jaxpr")
-  if eqn.primitive.name != "while" or condition is None or body is None:
+  if condition is None or body is None:
     return None
   condition, body = closed(condition), closed(body)
   carry = len(eqn.outvars)
@@ -162,23 +165,21 @@ def while_of(eqn: core.JaxprEqn) -> While | None:
 
 
 def cond_of(eqn: core.JaxprEqn) -> Cond | None:
-  """The branches of a ``cond``; None if it is none, or is not understood."""
+  """The branches of a ``cond``; None if it is not understood."""
   branches = tuple(held_jaxprs(eqn))
-  if eqn.primitive.name != "cond" or not branches:
-    return None
   are_alike = all(
     len(branch.jaxpr.invars) == len(eqn.invars) - 1
     and len(branch.jaxpr.outvars) == len(eqn.outvars)
     for branch in branches
   )
-  return Cond(branches) if are_alike else None
+  return Cond(branches) if branches and are_alike else None
 
 
 def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
-  """The parts of a ``shard_map``; None if it is none, or not understood."""
+  """The parts of a ``shard_map``; None if it is not understood."""
   bodies = list(held_jaxprs(eqn))
   params: Any = eqn.params
-  if eqn.primitive.name != "shard_map" or len(bodies) != 1:
+  if len(bodies) != 1:
     return None
   # The second is its name up to JAX 0.9: remove it once jax >= 0.10.
   axes = params.get("newly_manual_axes", params.get("manual_axes"))
@@ -192,20 +193,3 @@ def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
   if any(part is None for part in parts) or not fits(bodies[0], eqn):
     return None
   return ShardMap(bodies[0], *parts)
-
-
-def among_devices(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
-  """What a function returns that is called in the body of a ``shard_map``.
-
-  What it traces there may exchange data between the devices.
-  """
-  parts: Any = shard_map_of(eqn)
-  returned: list[Any] = []
-
-  def body() -> tuple[()]:
-    returned.append(fun())
-    return ()
-
-  with context_of(eqn):
-    jax.make_jaxpr(parts.with_body(body, in_specs=(), out_specs=()))()
-  return returned[0]

@@ -1,20 +1,17 @@
 """What an equation calls, repeats or chooses."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 
 from optax_lossscale._jaxprs._equations import (
   called_jaxpr,
   ClosedJaxpr,
-  hi_primitive,
+  context_of,
 )
-from optax_lossscale._jaxprs._hijax import (
-  BEHAVES_LIKE,
-  hi_call_of,
-  hi_scan_of,
-  HiScan,
-)
+from optax_lossscale._jaxprs._hijax import hi_call_of, hi_scan_of, HiScan
 from optax_lossscale._jaxprs._loops import (
   Cond,
   cond_of,
@@ -41,10 +38,13 @@ Part = Scan | HiScan | While | Cond | ShardMap | Call
 
 
 def part_of(eqn: core.JaxprEqn) -> Part | None:
-  """What an equation calls, repeats or chooses; None if it is not known."""
-  looks = scan_of, while_of, cond_of, shard_map_of, hi_scan_of, _call_of
-  parts = (look(eqn) for look in looks)
-  return next((part for part in parts if part is not None), None)
+  """What an equation calls, repeats or chooses; None if it is not known.
+
+  What an equation of hijax calls is its forward pass: if it has a derivative of
+  its own, that is lost.
+  """
+  look = _LOOKS.get(eqn.primitive.name, _call_of)
+  return look(eqn)
 
 
 def bodies_of(part: Part) -> tuple[ClosedJaxpr, ...]:
@@ -58,12 +58,41 @@ def bodies_of(part: Part) -> tuple[ClosedJaxpr, ...]:
       return (part.body,)
 
 
+def where_it_runs(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
+  """What a function returns that is called where an equation runs its jaxprs.
+
+  What it traces within a ``shard_map`` may exchange data between the devices.
+  """
+  part = part_of(eqn)
+  if not isinstance(part, ShardMap):
+    return fun()
+  returned: list[Any] = []
+
+  def body() -> tuple[()]:
+    returned.append(fun())
+    return ()
+
+  with context_of(eqn):
+    jax.make_jaxpr(part.with_body(body, in_specs=(), out_specs=()))()
+  return returned[0]
+
+
 def _call_of(eqn: core.JaxprEqn) -> Call | None:
-  primitive = hi_primitive(eqn)
-  if primitive is None:
-    called = called_jaxpr(eqn)
-  else:
-    # What other primitives of hijax do with their jaxpr is not known.
-    is_known = type(primitive).__name__ in BEHAVES_LIKE
-    called = hi_call_of(eqn) if is_known else None
-  return None if called is None else Call(called)
+  return _call(called_jaxpr(eqn))
+
+
+def _part_of_hijax(eqn: core.JaxprEqn) -> HiScan | Call | None:
+  return hi_scan_of(eqn) or _call(hi_call_of(eqn))
+
+
+def _call(body: ClosedJaxpr | None) -> Call | None:
+  return None if body is None else Call(body)
+
+
+_LOOKS = {
+  "call_hi_primitive": _part_of_hijax,
+  "cond": cond_of,
+  "scan": scan_of,
+  "shard_map": shard_map_of,
+  "while": while_of,
+}

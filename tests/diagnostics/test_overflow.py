@@ -600,7 +600,7 @@ def test_a_nnx_model_is_left_as_it_was():
 def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
   """XLA may round otherwise if it sees several operations at once."""
   enter = lambda *_: [_marks.Value(jnp.zeros_like(X))]
-  monkeypatch.setattr(_entering, "how_to_enter", lambda eqn: enter)
+  monkeypatch.setattr(_entering.Walker, "enter", enter)
   assert find_overflow(lambda x: jnp.exp(x * 20), X).path == "exp"
 
 
@@ -611,7 +611,7 @@ def test_an_entry_that_only_the_whole_makes_inf_has_the_marks_of_the_others():
   bit = origins.add(origin)
   first = origins.value(inf, jnp.array([bit, 0], jnp.uint32))
   values = [first, _marks.Value(one)]
-  agreed = _marks.agree(origins, [inf[::-1], inf], values, bit)
+  agreed = _marks.agree(origins, [inf[::-1], inf], [False] * 2, values, bit)
   assert [value.marks.tolist() for value in agreed] == [[bit, bit], [bit, 0]]
   assert origins.named(agreed[1:]) == [origin]
 
@@ -803,7 +803,7 @@ def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
 
   def with_garbage(self, eqn):
     if eqn.primitive.name == "empty":
-      return lambda arrays: [jnp.full(4, jnp.nan)]
+      return lambda *_: [jnp.full(4, jnp.nan)]
     return run(self, eqn)
 
   monkeypatch.setattr(_runners.Runner, "equation", with_garbage)

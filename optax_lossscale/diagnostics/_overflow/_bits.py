@@ -18,12 +18,8 @@ from optax_lossscale import _arrays
 _LARGE = 2**20
 
 
-def are_finite(arrays: list[Any]) -> list[bool]:
-  """Whether each of the arrays is finite; all that are no floats are."""
-  return list(map(_is_finite, arrays))
-
-
-def _is_finite(x: Any) -> bool:
+def is_finite(x: Any) -> bool:
+  """Whether an array is finite; all that are no floats are."""
   # What a Ref holds is looked at when it is read.
   if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.inexact):
     return True
@@ -68,9 +64,11 @@ def no_marks(like: Any) -> np.ndarray:
 
 
 def keep_only(
-  array: jax.Array, marks: np.ndarray, bit: int, neutral: float
+  array: jax.Array, marks: np.ndarray | None, bit: int, neutral: float
 ) -> Any:
-  """The array, with a neutral number in each entry that has not this bit."""
+  """The array, with a neutral number in each entry with marks but this one."""
+  if marks is None:
+    return array
   others = (marks != 0) & (marks & np.uint32(bit) == 0)
   if not others.any():
     return array
@@ -109,14 +107,10 @@ def attribute(
   return marks, is_own | (np.isnan(as_numbers(out)) & is_constant)
 
 
-def fill(marks: np.ndarray, out: jax.Array, bits: int) -> np.ndarray:
+def fill(marks: np.ndarray | None, out: jax.Array, bits: int) -> np.ndarray:
   """The marks, with these bits on what is not finite and has none."""
-  return np.where(not_finite(out) & (marks == 0), np.uint32(bits), marks)
-
-
-def mark_all(out: jax.Array, bits: int) -> np.ndarray:
-  """Marks with these bits wherever an array is not finite."""
-  return np.where(not_finite(out), np.uint32(bits), np.uint32(0))
+  there = np.uint32(0) if marks is None else marks
+  return np.where(not_finite(out) & (there == 0), np.uint32(bits), there)
 
 
 def has_nan(x: jax.Array) -> bool:

@@ -16,7 +16,6 @@ from optax_lossscale.diagnostics._overflow import (
   _marks,
   _report,
   _runners,
-  _stepper,
 )
 
 
@@ -72,17 +71,15 @@ def find_overflow(
   with _tracing.not_finite_allowed():
     traced = _tracing.trace("find_overflow", fun, args, kwargs, shapes=False)
     origins = _marks.Origins()
-    stepper = _stepper.Stepper(
-      origins, _runners.Runner(), _entering.how_to_enter
-    )
+    walker = _entering.Walker(origins, _runners.Runner())
     inputs = [
-      stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
+      walker.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
       for x, name in zip(traced.inputs, traced.names, strict=True)
     ]
     with _tracing.mesh_of(traced.inputs):
       if _is_finite_at_once(traced):
         return None
-      outs = stepper.run(traced.closed, inputs, _jaxprs.Place())
+      outs = walker.run(traced.closed, inputs, _jaxprs.Place())
     found = origins.named(outs)
   if not found:
     return None
@@ -96,4 +93,4 @@ def _is_finite_at_once(traced: _tracing.Traced) -> bool:
   # Where it drops a conversion to float16 and back, an overflow goes with it.
   options = {"xla_allow_excess_precision": False}
   run = jax.jit(core.jaxpr_as_fun(traced.closed), compiler_options=options)
-  return all(_bits.are_finite(run(*traced.inputs)))
+  return all(map(_bits.is_finite, run(*traced.inputs)))

@@ -5,7 +5,7 @@ follow the entries and not the arrays, so that an inf in one place is never
 blamed on what happened in another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 import weakref
@@ -51,7 +51,6 @@ class Value:
 
 
 class _Found(NamedTuple):
-  number: int
   origin: _report.Overflow
   is_constant: bool
 
@@ -60,9 +59,9 @@ class Origins:
   """The origins that were found, and the marks that stand for them."""
 
   def __init__(self) -> None:
+    # In the order in which they were found.
     self._by_bit: dict[int, _Found] = {}
     self._marked: weakref.WeakSet[Value] = weakref.WeakSet()
-    self._count = 0
 
   def value(
     self, array: Any, marks: np.ndarray | None, bits: int | None = None
@@ -72,16 +71,25 @@ class Origins:
     self._marked.add(value)
     return value
 
-  def moved(
-    self,
-    value: Value,
-    array: Any,
-    move: Callable[[np.ndarray], np.ndarray],
+  def made(
+    self, array: Any, values: Sequence[Value], make: Callable[..., np.ndarray]
   ) -> Value:
-    """What was made of a value's array, with marks that are made likewise."""
-    if value.marks is None:
+    """What was made of the arrays of values, with marks made likewise.
+
+    Args:
+      array: what was made.
+      values: what it was made of, all of one shape.
+      make: what makes the marks, of those of each value.
+
+    Returns:
+      The value, without marks if none of the values has any.
+    """
+    marked = [value.marks for value in values if value.marks is not None]
+    if not marked:
       return Value(array)
-    return self.value(array, move(value.marks))
+    none = _bits.no_marks(marked[0])
+    marks = [none if v.marks is None else v.marks for v in values]
+    return self.value(array, make(*marks))
 
   def in_ref(self, value: Value, marks: np.ndarray) -> Value:
     """The value of a Ref, with marks on what it holds."""
@@ -101,9 +109,7 @@ class Origins:
       The bit.
     """
     bit = self._free_bit() or self._bit_of_one_like(origin) or _BITS[-1]
-    self._count += 1
-    found = _Found(self._count, origin, is_constant)
-    self._by_bit.setdefault(bit, found)
+    self._by_bit.setdefault(bit, _Found(origin, is_constant))
     return bit
 
   def _free_bit(self) -> int:
@@ -124,7 +130,7 @@ class Origins:
   def named(self, values: list[Value]) -> list[_report.Overflow]:
     """The origins of these values, in the order in which they were found."""
     bits = bits_of_all(values)
-    found = sorted(f for b, f in self._by_bit.items() if b & bits)
+    found = [f for b, f in self._by_bit.items() if b & bits]
     told = [f for f in found if not f.is_constant] or found
     return [f.origin for f in told]
 
@@ -146,14 +152,16 @@ class Operation(NamedTuple):
     describe: what to remember of it, for an output and its new entries.
   """
 
-  run: Callable[[list[Any]], list[Any]] | None
+  run: Callable[..., list[Any]] | None
   inputs: list[Value]
   neutral: float | None
   writes_inf: bool
   describe: Callable[[Any, np.ndarray], _report.Overflow]
 
 
-def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
+def mark(
+  origins: Origins, op: Operation, outs: list[Any], finite: list[bool]
+) -> list[Value]:
   """Marks what an operation has returned.
 
   An entry is marked as this operation's own if it is not finite although the
@@ -164,6 +172,7 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
     origins: the origins up to now, to which a new one is added.
     op: the operation.
     outs: what it returned.
+    finite: whether each of these is finite.
 
   Returns:
     The values, with marks on those that are not finite.
@@ -173,17 +182,16 @@ def mark(origins: Origins, op: Operation, outs: list[Any]) -> list[Value]:
   rest, constants = _rest(origins, known), origins.constants()
   own = 0
   values = []
-  for i, (out, finite) in enumerate(
-    zip(outs, _bits.are_finite(outs), strict=True)
-  ):
-    if finite:
+  for i, out in enumerate(outs):
+    if finite[i]:
       values.append(Value(out))
       continue
     without = clean[i] if clean else None
     with_this = {bit: arrays[i] for bit, arrays in alone.items()}
     marks, is_own = _bits.attribute(out, without, with_this, rest, constants)
     if is_own.any():
-      own = own or _add_origin(origins, op, out, is_own, known)
+      is_constant = op.writes_inf and not known and not _bits.has_nan(out)
+      own = own or origins.add(op.describe(out, is_own), is_constant)
       marks[is_own] = own
     values.append(origins.value(out, marks))
   return values
@@ -201,51 +209,41 @@ def _run_again(
   """
   if not known:
     return outs, {}
-  if op.run is None:
+  run = op.run
+  if run is None:
     return None, {}
-  clean = None
-  if op.neutral is not None:
-    clean = op.run(_keep(op.inputs, 0, op.neutral))
-  groups = _groups(known)
-  if len(groups) == 1:
-    return clean, {}
   neutral = 1.0 if op.neutral is None else op.neutral
-  return clean, {b: op.run(_keep(op.inputs, b, neutral)) for b in groups}
 
+  def keeping(bit: int) -> list[Any]:
+    keep = lambda v: _bits.keep_only(v.array, v.marks, bit, neutral)
+    return run(*map(keep, op.inputs))
 
-def _add_origin(
-  origins: Origins, op: Operation, out: Any, is_own: np.ndarray, known: int
-) -> int:
-  is_constant = op.writes_inf and not known and not _bits.has_nan(out)
-  return origins.add(op.describe(out, is_own), is_constant)
+  clean = None if op.neutral is None else keeping(0)
+  groups = _groups(known)
+  return clean, {b: keeping(b) for b in groups if len(groups) > 1}
 
 
 def agree(
-  origins: Origins, outs: list[Any], values: list[Value], known: int
+  origins: Origins,
+  outs: list[Any],
+  finite: list[bool],
+  values: list[Value],
+  known: int,
 ) -> list[Value]:
   """What was returned at once, with the marks that were found step by step.
 
   XLA may round otherwise when it does several operations at once. So an entry
   may lack a mark, and is then marked with all bits that are known.
   """
-  results = []
-  for out, value, finite in zip(
-    outs, values, _bits.are_finite(outs), strict=True
-  ):
-    if finite:
-      results.append(Value(out))
-    elif value.marks is not None and value.bits:
-      marks = _bits.fill(value.marks, out, value.bits)
-      results.append(origins.value(out, marks))
-    else:
-      results.append(blame(origins, out, known))
-  return results
-
-
-def blame(origins: Origins, out: Any, known: int) -> Value:
-  """An array that is not finite, with these bits wherever it is not."""
-  bits = _rest(origins, known)
-  return origins.value(out, _bits.mark_all(out, bits), bits)
+  agreed = []
+  for out, is_finite, value in zip(outs, finite, values, strict=True):
+    if is_finite:
+      agreed.append(Value(out))
+      continue
+    bits = value.bits or _rest(origins, known)
+    marks = _bits.fill(value.marks, out, bits)
+    agreed.append(origins.value(out, marks, bits))
+  return agreed
 
 
 def _groups(known: int) -> list[int]:
@@ -253,7 +251,7 @@ def _groups(known: int) -> list[int]:
 
   The operation is carried out once for each group.
   """
-  bits = [bit for bit in _BITS if bit & known]
+  bits = _bits.each_of(known)
   rest = sum(bits[_MOST_ALONE:])
   return [*bits[:_MOST_ALONE], *([rest] if rest else [])]
 
@@ -261,15 +259,6 @@ def _groups(known: int) -> list[int]:
 def _rest(origins: Origins, known: int) -> int:
   """What an entry is marked with that no origin makes alone."""
   return known & ~origins.constants() or known
-
-
-def _keep(inputs: list[Value], bit: int, neutral: float) -> list[Any]:
-  return [
-    value.array
-    if value.marks is None
-    else _bits.keep_only(value.array, value.marks, bit, neutral)
-    for value in inputs
-  ]
 
 
 def bits_of_all(values: list[Value]) -> int:

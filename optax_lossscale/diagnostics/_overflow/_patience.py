@@ -24,9 +24,10 @@ class Patience:
     """The bits of the origins that were found in this loop."""
     return self._found.bits
 
-  def remember(self, bits: int) -> None:
-    """Adds to the bits that are known."""
+  def remember(self, bits: int) -> int:
+    """Adds to the bits that are known, and returns them."""
     self._found = self._origins.value(None, None, self.known | bits)
+    return self.known
 
   def is_over(self, finite: list[bool]) -> bool:
     """Whether it is over for iterations in which these values are finite."""

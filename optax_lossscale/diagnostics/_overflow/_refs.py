@@ -63,7 +63,8 @@ def follow(
   if name != "freeze":
     (marks,) = _jaxprs.function(eqn)(ref.shadow, *arguments)
   values = [_marks.Value(outs[0], np.asarray(marks))]
-  return _marks.agree(origins, outs, values, known) if known else None
+  finite = [_bits.is_finite(outs[0])]
+  return _marks.agree(origins, outs, finite, values, known) if known else None
 
 
 def _add(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics._overflow import _bits, _runners
+from optax_lossscale.diagnostics._overflow import _bits
 
 
 class Operand(NamedTuple):
@@ -86,7 +86,7 @@ def describe(
   primitive: str,
   inputs: list[Any],
   place: _jaxprs.Place,
-  runner: _runners.Runner,
+  axis: int,
   out: jax.Array,
   own: np.ndarray,
 ) -> Overflow:
@@ -96,7 +96,7 @@ def describe(
     primitive: its name.
     inputs: the arrays that it read.
     place: where it stands.
-    runner: what ran it.
+    axis: the axis of an array that is the first axis within the jaxpr.
     out: an output that is not finite.
     own: which entries of it are this operation's own.
 
@@ -113,12 +113,12 @@ def describe(
     source=place.source,
     path="/".join(path),
     backward=place.backward,
-    inputs=tuple(_operand(array, runner) for array in inputs),
+    inputs=tuple(_operand(array, axis) for array in inputs),
   )
 
 
-def _operand(array: Any, runner: _runners.Runner) -> Operand:
-  shape = runner.shape(array)
+def _operand(array: Any, axis: int) -> Operand:
+  shape = tuple(array.shape[axis:])
   is_number = isinstance(array, jax.Array) and jnp.issubdtype(
     array.dtype, jnp.number
   )

@@ -1,6 +1,6 @@
 """How a part of a jaxpr is run: as it is, or on the devices of a shard_map."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 import functools
 import math
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from optax_lossscale import _arrays, _axes, _jaxprs
 
-Run = Callable[[list[Any]], list[Any]]
+Run = Callable[..., list[Any]]
 
 
 class Runner:
@@ -26,47 +26,17 @@ class Runner:
   axis = 0
 
   def equation(self, eqn: core.JaxprEqn) -> Run:
-    """What carries out an equation, on the arrays of ``variables_of(eqn)``."""
-    eqn = _without_donation(eqn)
-    variables = variables_of(eqn)
-
-    def run(arrays: Iterable[Any]) -> list[Any]:
-      env = dict(zip(variables, arrays, strict=True))
-      inputs = (
-        v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars
-      )
-      outs = _jaxprs.function(eqn)(*inputs)
-      pairs = zip(outs, eqn.outvars, strict=True)
-      return [_as_array(out, var) for out, var in pairs]
-
-    return run
+    """What carries out an equation."""
+    fun = _jaxprs.function(_without_donation(eqn))
+    return lambda *arrays: list(map(_as_array, fun(*arrays), eqn.outvars))
 
   def whole(self, closed: _jaxprs.ClosedJaxpr) -> Run:
     """What runs a whole jaxpr at once."""
-    fun = jax.jit(core.jaxpr_as_fun(closed))
-    return lambda arrays: fun(*arrays)
-
-  def scalar(self, array: Any) -> Any:
-    """The number in an array, or None if the devices do not agree on it."""
-    found = np.unique(jax.device_get(array))
-    return found.item() if found.size == 1 else None
-
-  def any_goes_on(self, flags: jax.Array) -> bool | None:
-    """Whether one of the rows of a loop goes on, or None as above."""
-    axes = tuple(range(self.axis, flags.ndim))
-    return self.scalar(np.any(jax.device_get(flags), axis=axes))
+    return jax.jit(core.jaxpr_as_fun(closed))
 
   def lift(self, array: Any, atom: Any) -> Any:
     """A constant, as it is kept here."""
     return _as_array(array, atom)
-
-  def take(self, array: jax.Array, i: int) -> jax.Array:
-    """One entry along the first axis within the jaxpr."""
-    return _take(array, i, self.axis)
-
-  def shape(self, array: Any) -> tuple[int, ...]:
-    """The shape within the jaxpr."""
-    return tuple(array.shape[self.axis :])
 
 
 class ShardRunner(Runner):
@@ -83,12 +53,11 @@ class ShardRunner(Runner):
     self._mapped = mapped
 
   def equation(self, eqn: core.JaxprEqn) -> Run:
-    run = super().equation(eqn)
-    return self._on_shards(run, variables_of(eqn), eqn.outvars)
+    return self._on_shards(super().equation(eqn), eqn.invars, eqn.outvars)
 
   def whole(self, closed: _jaxprs.ClosedJaxpr) -> Run:
-    run = lambda arrays: core.jaxpr_as_fun(closed)(*arrays)
-    return self._on_shards(run, closed.jaxpr.invars, closed.jaxpr.outvars)
+    run, jaxpr = core.jaxpr_as_fun(closed), closed.jaxpr
+    return self._on_shards(run, jaxpr.invars, jaxpr.outvars)
 
   def lift(self, array: Any, atom: Any) -> Any:
     sizes = dict(self._mapped.mesh.shape)
@@ -116,11 +85,10 @@ class ShardRunner(Runner):
     outputs: Sequence[_jaxprs.Atom],
   ) -> Run:
     def fun(*shards: Any) -> list[Any]:
-      return [x[None] for x in run([shard[0] for shard in shards])]
+      return [x[None] for x in run(*(shard[0] for shard in shards))]
 
     specs = tuple(map(self._spec, inputs)), list(map(self._spec, outputs))
-    on_shards = self._map(fun, *specs)
-    return lambda arrays: on_shards(*arrays)
+    return self._map(fun, *specs)
 
   def _map(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     return jax.jit(self._mapped.with_body(fun, in_specs, out_specs))
@@ -144,12 +112,6 @@ def _as_array(x: Any, atom: Any) -> Any:
   return x if is_ref or isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-def variables_of(eqn: core.JaxprEqn) -> list[core.Var]:
-  """The variables that an equation reads, each once."""
-  inputs = (v for v in eqn.invars if not isinstance(v, core.Literal))
-  return list(dict.fromkeys(inputs))
-
-
 def _without_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
   """The equation, which must leave its inputs to be read once more."""
   donated = eqn.params.get("donated_invars", ())
@@ -160,7 +122,8 @@ def _without_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _take(array: jax.Array, i: int, axis: int) -> jax.Array:
+def take(array: jax.Array, i: int, axis: int) -> jax.Array:
+  """One entry along an axis."""
   return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
 
 
@@ -170,12 +133,8 @@ select = jax.jit(_arrays.select_rows)
 
 def stack(arrays: list[jax.Array], axis: int) -> jax.Array:
   """Many arrays along a new axis, a few at a time."""
-  stacked = [
-    jnp.stack(arrays[i : i + 100], axis) for i in range(0, len(arrays), 100)
-  ]
-  while len(stacked) > 1:
-    stacked = [
-      jnp.concatenate(stacked[i : i + 100], axis)
-      for i in range(0, len(stacked), 100)
-    ]
-  return stacked[0]
+  rows = [jnp.expand_dims(array, axis) for array in arrays]
+  while len(rows) > 1:
+    parts = [rows[i : i + 100] for i in range(0, len(rows), 100)]
+    rows = [jnp.concatenate(part, axis) for part in parts]
+  return rows[0]

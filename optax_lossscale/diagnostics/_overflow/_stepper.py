@@ -1,5 +1,6 @@
 """Runs a jaxpr one operation at a time, and marks what is not finite."""
 
+import abc
 from collections.abc import Callable
 import functools
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +13,6 @@ from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics._overflow import (
   _bits,
   _marks,
-  _patience,
   _refs,
   _report,
   _runners,
@@ -39,47 +39,44 @@ _Made = TypeVar("_Made")
 
 
 class Entry(NamedTuple):
-  """An equation that is walked into.
+  """An equation that may be walked into.
 
   Attributes:
-    stepper: what walks.
     eqn: the equation.
+    part: what it calls, repeats or chooses; None if it is not known.
     inputs: the values that it reads.
     place: where it stands.
-    arrays_too: whether the arrays are asked for, and not only their marks.
+    once: whether it must be carried out only once. If it may be done again, the
+      marks of what it returns are asked for, and not the arrays.
   """
 
-  stepper: "Stepper"
   eqn: core.JaxprEqn
+  part: _jaxprs.Part | None
   inputs: list[_marks.Value]
   place: _jaxprs.Place
-  arrays_too: bool
+  once: bool
 
 
-# What walks into an equation. It returns the values of its outputs, or None if
-# the equation cannot be entered.
-Enter = Callable[[Entry], list[_marks.Value] | None]
-
-
-class Stepper:
+class Stepper(abc.ABC):
   """Runs jaxprs one operation at a time.
 
   Attributes:
     origins: where to note what is found.
     runner: how to run one operation.
-    how_to_enter: what enters an equation, if anything does.
   """
 
-  def __init__(
-    self,
-    origins: _marks.Origins,
-    runner: _runners.Runner,
-    how_to_enter: Callable[[core.JaxprEqn], Enter | None],
-  ):
+  def __init__(self, origins: _marks.Origins, runner: _runners.Runner):
     self.origins = origins
     self.runner = runner
-    self.how_to_enter = how_to_enter
-    self._made: dict[tuple[str, int], tuple[Any, Any]] = {}
+    self._made: dict[tuple[Any, int], tuple[Any, Any]] = {}
+
+  @abc.abstractmethod
+  def enter(self, entry: Entry) -> list[_marks.Value] | None:
+    """Walks into an equation.
+
+    Returns:
+      The values of its outputs; None if it cannot be entered.
+    """
 
   def run(
     self,
@@ -126,113 +123,72 @@ class Stepper:
     """A value that no operation has made."""
     is_ref = _refs.is_ref(array)
     held = array[...] if is_ref else array
-    if _bits.are_finite([held])[0]:
+    if _bits.is_finite(held):
       return _marks.Value(array)
-    describe = functools.partial(_report.describe, name, [], place, self.runner)
-    op = _marks.Operation(None, [], None, True, describe)
-    (value,) = _marks.mark(self.origins, op, [held])
-    if not is_ref or value.marks is None:
-      return value
-    return self.origins.in_ref(_marks.Value(array), value.marks)
-
-  def run_body(
-    self,
-    closed: _jaxprs.ClosedJaxpr,
-    inputs: list[_marks.Value],
-    place: _jaxprs.Place,
-    patience: _patience.Patience,
-  ) -> list[_marks.Value]:
-    """Runs one iteration of a loop: at once, and step by step if need be."""
-    has_effect = self._kept(
-      "effect", closed, lambda: _jaxprs.runs_once(closed.jaxpr)
-    )
-    if has_effect:
-      return self.run(closed, inputs, place)
-    run = self._kept("whole", closed, lambda: self.runner.whole(closed))
-    outs = run([value.array for value in inputs])
-    finite = _bits.are_finite(outs)
-    if all(finite):
-      return list(map(_marks.Value, outs))
-    if patience.is_over([*finite, *(v.marks is None for v in inputs)]):
-      known = _marks.bits_of_all(inputs) or patience.known
-      return [
-        _marks.Value(out) if ok else _marks.blame(self.origins, out, known)
-        for out, ok in zip(outs, finite, strict=True)
-      ]
-    values = self.run(closed, inputs, place)
-    patience.remember(_marks.bits_of_all(values))
-    return _marks.agree(self.origins, outs, values, patience.known)
+    own = _bits.not_finite(held)
+    origin = _report.describe(name, [], place, self.runner.axis, held, own)
+    bit = self.origins.add(origin, is_constant=not _bits.has_nan(held))
+    marks = _bits.fill(None, held, bit)
+    if is_ref:
+      return self.origins.in_ref(_marks.Value(array), marks)
+    return self.origins.value(array, marks)
 
   def _step(
-    self,
-    eqn: core.JaxprEqn,
-    inputs: list[_marks.Value],
-    place: _jaxprs.Place,
+    self, eqn: core.JaxprEqn, inputs: list[_marks.Value], place: _jaxprs.Place
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
-    enter = self._kept("enter", eqn, lambda: self.how_to_enter(eqn))
-    once = self._kept("effect", eqn, lambda: _jaxprs.has_effect(eqn))
-    entry = Entry(self, eqn, inputs, place, arrays_too=once)
-    if enter is not None and once:
-      entered = enter(entry)
+    part = self.kept(_jaxprs.part_of, eqn)
+    once = self.kept(_jaxprs.has_effect, eqn)
+    entry = Entry(eqn, part, inputs, place, once)
+    if once:
+      entered = self.enter(entry)
       if entered is not None:
         return entered
-    variables = _runners.variables_of(eqn)
-    run = self._kept("equation", eqn, lambda: self.runner.equation(eqn))
-    by_id = dict(zip(map(id, eqn.invars), inputs, strict=True))
-    read = [by_id[id(var)] for var in variables]
-    outs = run([value.array for value in read])
-    op = self._operation(eqn, None if once else run, read, inputs, place)
+    run = self.kept(self.runner.equation, eqn)
+    arrays = [value.array for value in inputs]
+    outs = run(*arrays)
+    name, axis = _jaxprs.name_of(eqn), self.runner.axis
+    describe = functools.partial(_report.describe, name, arrays, place, axis)
     if once:
-      followed = _refs.follow(self.origins, eqn, inputs, outs, op.describe)
+      followed = _refs.follow(self.origins, eqn, inputs, outs, describe)
       if followed is not None:
         return followed
-    if all(_bits.are_finite(outs)):
+    finite = list(map(_bits.is_finite, outs))
+    if all(finite):
       return list(map(_marks.Value, outs))
-    if enter is not None and not once:
-      entered = enter(entry) or []
+    if not once:
+      entered = self.enter(entry) or []
       known = _marks.bits_of_all(entered)
       if known:
-        return _marks.agree(self.origins, outs, entered, known)
-    return _marks.mark(self.origins, op, outs)
+        return _marks.agree(self.origins, outs, finite, entered, known)
+    op = _operation(eqn, inputs, None if once else run, describe)
+    return _marks.mark(self.origins, op, outs, finite)
 
-  def _operation(
-    self,
-    eqn: core.JaxprEqn,
-    run: _runners.Run | None,
-    read: list[_marks.Value],
-    inputs: list[_marks.Value],
-    place: _jaxprs.Place,
-  ) -> _marks.Operation:
-    name = _jaxprs.name_of(eqn)
-    literals = [v.val for v in eqn.invars if isinstance(v, core.Literal)]
-    return _marks.Operation(
-      run=run,
-      inputs=read,
-      neutral=_NEUTRAL.get(name),
-      writes_inf=any(map(_is_inf, literals))
-      and not any(map(_is_nan, literals)),
-      describe=functools.partial(
-        _report.describe,
-        name,
-        [value.array for value in inputs],
-        place,
-        self.runner,
-      ),
-    )
-
-  def _kept(self, purpose: str, thing: Any, make: Callable[[], _Made]) -> _Made:
-    """What ``make`` returns, made once for each purpose and thing."""
+  def kept(self, make: Callable[[Any], _Made], thing: Any) -> _Made:
+    """What a function makes of a thing, made once."""
     # The thing is kept as well, so that no other gets its id.
-    key = purpose, id(thing)
+    key = make, id(thing)
     if key not in self._made:
-      self._made[key] = thing, make()
+      self._made[key] = thing, make(thing)
     return self._made[key][1]
 
 
-def _is_inf(number: Any) -> bool:
-  return bool(np.any(np.abs(number) == np.inf))
-
-
-def _is_nan(number: Any) -> bool:
-  return bool(np.any(number != number))
+def _operation(
+  eqn: core.JaxprEqn,
+  inputs: list[_marks.Value],
+  run: _runners.Run | None,
+  describe: Callable[[Any, np.ndarray], _report.Overflow],
+) -> _marks.Operation:
+  is_literal = lambda atom: isinstance(atom, core.Literal)
+  literals: Any = filter(is_literal, eqn.invars)
+  sizes = [float(np.abs(literal.val)) for literal in literals]
+  pairs = zip(inputs, map(is_literal, eqn.invars), strict=True)
+  return _marks.Operation(
+    run=run,
+    # A number that is written there is part of the operation, without marks.
+    inputs=[_marks.Value(v.array) if written else v for v, written in pairs],
+    neutral=_NEUTRAL.get(_jaxprs.name_of(eqn)),
+    # The largest of an inf and a NaN is a NaN.
+    writes_inf=bool(np.max(sizes, initial=0) == np.inf),
+    describe=describe,
+  )

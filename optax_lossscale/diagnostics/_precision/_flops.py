@@ -17,34 +17,33 @@ class Product(NamedTuple):
     operands: the dtype of what is multiplied; the wider one of two.
     accumulation: the dtype in which the products are added.
     flops: the flops of all of them.
-    times: how many they are.
-    place: where they stand.
+    step: where and how often it runs.
   """
 
   primitive: str
   operands: str
   accumulation: str
   flops: int
-  times: int
-  place: _jaxprs.Place
+  step: _walk.Step
 
 
 def products_in(steps: list[_walk.Step]) -> list[Product]:
   """The products, of each ``cond`` those of its largest branch."""
-  found = []
-  for step in steps:
-    flops = _jaxprs.flops_of(step.eqn)
-    if flops is not None:
-      found.append((step, flops * step.times))
-  by_branch: collections.Counter[tuple[int, int]] = collections.Counter()
-  for step, flops in found:
-    for branch in step.branches:
-      by_branch[branch] += flops
+  products = [
+    _as_product(step, flops * step.body.times)
+    for step in steps
+    if (flops := _jaxprs.flops_of(step.eqn)) is not None
+  ]
+  by_branch: collections.Counter[tuple[object, int]] = collections.Counter()
+  for product in products:
+    for branch in product.step.body.branches:
+      by_branch[branch] += product.flops
+  # The largest comes last, and takes the place of the others.
   largest = dict(sorted(by_branch, key=lambda branch: by_branch[branch]))
   return [
-    _as_product(step, flops)
-    for step, flops in found
-    if all(largest[cond] == i for cond, i in step.branches)
+    product
+    for product in products
+    if all(largest[cond] == i for cond, i in product.step.body.branches)
   ]
 
 
@@ -54,11 +53,6 @@ def _as_product(step: _walk.Step, flops: int) -> Product:
   operands = [v.aval.dtype for v in eqn.invars[:2]]
   widest = max(operands, key=lambda dtype: dtype.itemsize)
   accumulation = eqn.params.get("preferred_element_type")
-  return Product(
-    primitive=_jaxprs.name_of(eqn),
-    operands=str(widest),
-    accumulation=str(np.dtype(accumulation or eqn.outvars[0].aval.dtype)),
-    flops=flops,
-    times=step.times,
-    place=step.place,
-  )
+  accumulation = np.dtype(accumulation or eqn.outvars[0].aval.dtype)
+  name = _jaxprs.name_of(eqn)
+  return Product(name, str(widest), str(accumulation), flops, step)

@@ -20,7 +20,7 @@ class Known:
   """What is known of variables before anything is computed."""
 
   def __init__(self) -> None:
-    self._numbers: dict[core.Var, float] = {}
+    self._numbers: dict[core.Var, float | None] = {}
     self._terms: dict[core.Var, int] = {}
 
   def number(self, atom: _jaxprs.Atom) -> float | None:
@@ -38,34 +38,29 @@ class Known:
     for var in eqn.outvars[:1]:
       self._terms[var] = terms_in_sum(eqn)
       if eqn.primitive.name in _ONLY_MOVE:
-        self._learn(var, self.number(eqn.invars[0]))
+        self._numbers[var] = self.number(eqn.invars[0])
 
   def within(
     self, outer: Sequence[_jaxprs.Atom], inner: _jaxprs.ClosedJaxpr
   ) -> "Known":
     """What is known in a jaxpr, of which these are the first inputs."""
-    known = Known()
-    for atom, var in zip(outer, inner.jaxpr.invars, strict=False):
-      known._learn(var, self.number(atom))
-    for var, const in zip(inner.jaxpr.constvars, inner.consts, strict=True):
-      known._learn(var, _as_number(const))
+    known, jaxpr = Known(), inner.jaxpr
+    for atom, var in zip(outer, jaxpr.invars, strict=False):
+      known._numbers[var] = self.number(atom)
+    for const, var in zip(inner.consts, jaxpr.constvars, strict=True):
+      known._numbers[var] = _as_number(const)
     return known
 
-  def _learn(self, var: core.Var, number: float | None) -> None:
-    if number is not None:
-      self._numbers[var] = number
 
-
-def terms_in_sum(eqn: core.JaxprEqn) -> int:
+def terms_in_sum(eqn: Any) -> int:
   """How many terms each result of an operation is the sum of."""
   name = eqn.primitive.name
-  shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
   if name == "reduce_window_sum":
     return math.prod(eqn.params.get("window_dimensions", ()))
-  if name in _CUMULATIVE and "axis" in eqn.params:
-    return shape[eqn.params["axis"]]
   axes = eqn.params.get("axes", ()) if name in _SUMS else ()
-  return math.prod(shape[axis] for axis in axes)
+  if name in _CUMULATIVE and "axis" in eqn.params:
+    axes = (eqn.params["axis"],)
+  return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
 
 
 def _as_number(const: Any) -> float | None:

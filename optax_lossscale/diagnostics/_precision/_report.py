@@ -181,19 +181,19 @@ def precision_report(
   """
   as_dtype = _limits.as_small_float(dtype)
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
-  steps = _walk.Walk(traced.closed).steps
+  steps = _walk.steps_of(traced.closed)
   products = _flops.products_in(steps)
   total = sum(product.flops for product in products)
-  narrow = [p for p in products if not _is_wider(p.operands, as_dtype)]
+  notes = [f"{step.note}, {step.place.source}" for step in steps if step.note]
   wide = [p for p in products if _is_wider(p.operands, as_dtype)]
   return PrecisionReport(
     dtype=str(as_dtype),
     total_flops=total,
-    share=_share(sum(product.flops for product in narrow), total),
+    share=_share(total - sum(product.flops for product in wide), total),
     flops=_flops_by_dtype(products, total),
     wider=_wide_rows(wide, total),
     at_risk=_risk_rows(steps, as_dtype),
-    notes=_notes(steps),
+    notes=tuple(dict.fromkeys(notes)),
   )
 
 
@@ -219,8 +219,7 @@ def _flops_by_dtype(
   )
 
 
-_Where = tuple[str, str, bool]
-_KindAndPlace = tuple[tuple[str, str, str], _Where]
+_KindAndPlace = tuple[tuple[str, str, str], tuple[str, str, bool]]
 
 
 def _wide_rows(
@@ -230,9 +229,9 @@ def _wide_rows(
   times: collections.Counter[_KindAndPlace] = collections.Counter()
   for p in products:
     kind = p.primitive, p.operands, p.accumulation
-    key = kind, _whereabouts(p.place)
+    key = kind, _whereabouts(p.step)
     flops[key] += p.flops
-    times[key] += p.times
+    times[key] += p.step.body.times
   return tuple(
     WideProduct(*key[0], n, _share(n, total), times[key], *key[1])
     for key, n in flops.most_common()
@@ -240,23 +239,18 @@ def _wide_rows(
 
 
 def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> tuple[Risk, ...]:
-  times: collections.Counter[tuple[str, str, _Where]] = collections.Counter()
+  times: collections.Counter[Any] = collections.Counter()
   for step in steps:
     for reason in _risks.risks_of(step, dtype):
       name = _jaxprs.name_of(step.eqn)
-      times[name, reason, _whereabouts(step.place)] += step.times
+      times[name, reason, _whereabouts(step)] += step.body.times
   return tuple(
     Risk(name, reason, n, *where) for (name, reason, where), n in times.items()
   )
 
 
-def _whereabouts(place: _jaxprs.Place) -> _Where:
-  return place.scope, place.source, place.backward
-
-
-def _notes(steps: list[_walk.Step]) -> tuple[str, ...]:
-  notes = [f"{step.note}, {step.place.source}" for step in steps if step.note]
-  return tuple(dict.fromkeys(notes))
+def _whereabouts(step: _walk.Step) -> tuple[str, str, bool]:
+  return step.place.scope, step.place.source, step.place.backward
 
 
 def _where(row: WideProduct | Risk) -> str:

@@ -1,5 +1,6 @@
 """Which operations are at risk in a small dtype, and why."""
 
+from collections.abc import Iterator
 import math
 import re
 
@@ -24,72 +25,66 @@ _NEVER_ON_PURPOSE = {"add", "sub", "div"}
 _NUMBER = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 
 
-def risks_of(step: _walk.Step, dtype: np.dtype) -> list[str]:
+def risks_of(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
   """Why an operation is at risk in this dtype.
 
   Args:
     step: the operation, and what is known of the variables around it.
     dtype: the dtype; an operation in another one is not at risk.
 
-  Returns:
+  Yields:
     The reasons; none if it is not at risk.
   """
   kinds = [getattr(v.aval, "dtype", None) for v in step.eqn.outvars]
-  if step.runs_others or dtype not in kinds:
-    return []
-  reasons = [
-    _of_function(step, dtype),
-    _of_sum(step, dtype),
-    *_of_constants(step, dtype),
-  ]
-  return [reason for reason in reasons if reason]
+  if dtype in kinds and not step.runs_others:
+    yield from _of_function(step, dtype)
+    yield from _of_sum(step, dtype)
+    yield from _of_constants(step, dtype)
 
 
-def _of_function(step: _walk.Step, dtype: np.dtype) -> str:
+def _of_function(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
   name = step.eqn.primitive.name
   if name in _EXPONENTIALS:
     top = math.log(float(jnp.finfo(dtype).max))
-    return f"an exponential, which is inf above {top:.3g}"
-  if name in _LOGARITHMS:
-    return "a logarithm, which is -inf of what was flushed to zero"
-  if name in _POWERS:
-    return "a power, which doubles the distance from 1 or more"
-  if name == "div":
-    divisor = step.known.number(step.eqn.invars[1])
-    is_safe = divisor is not None and 1 <= abs(divisor) < math.inf
-    return "" if is_safe else "a division, maybe by what was flushed to zero"
-  return ""
+    yield f"an exponential, which is inf above {top:.3g}"
+  elif name in _LOGARITHMS:
+    yield "a logarithm, which is -inf of what was flushed to zero"
+  elif name in _POWERS:
+    yield "a power, which doubles the distance from 1 or more"
+  elif name == "div":
+    divisor = step.body.known.number(step.eqn.invars[1])
+    if divisor is None or not 1 <= abs(divisor) < math.inf:
+      yield "a division, maybe by what was flushed to zero"
 
 
-def _of_sum(step: _walk.Step, dtype: np.dtype) -> str:
+def _of_sum(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
   name = step.eqn.primitive.name
-  if name in _OVER_DEVICES:
-    return f"a sum over devices in {dtype}"
   terms = _known.terms_in_sum(step.eqn)
   if name == "convert_element_type":
-    terms = step.known.terms(step.eqn.invars[0])
-  return f"a sum of {terms} terms" if terms > _LONG else ""
+    terms = step.body.known.terms(step.eqn.invars[0])
+  if name in _OVER_DEVICES:
+    yield f"a sum over devices in {dtype}"
+  elif terms > _LONG:
+    yield f"a sum of {terms} terms"
 
 
-def _of_constants(step: _walk.Step, dtype: np.dtype) -> list[str]:
+def _of_constants(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
   name = step.eqn.primitive.name
-  reasons = []
   for var in step.eqn.invars:
-    number = step.known.number(var)
+    number = step.body.known.number(var)
     if number is None:
       continue
     becomes = _in_dtype(number, dtype)
     if name == "convert_element_type":
       if becomes != number and _is_lost(becomes):
-        reasons.append(f"the constant {number:g}, which becomes {becomes:g}")
+        yield f"the constant {number:g}, which becomes {becomes:g}"
     elif isinstance(var, core.Literal) and _is_lost(number):
       # JAX has converted it already. Only the line can tell what it was.
       written = _lost_on_line(step.place.line, dtype, number)
       if written:
-        reasons.append(f"the constant {written}, which becomes {number:g}")
+        yield f"the constant {written}, which becomes {number:g}"
       elif name in _NEVER_ON_PURPOSE:
-        reasons.append(f"a constant that is {number:g}, maybe only in {dtype}")
-  return reasons
+        yield f"a constant that is {number:g}, maybe only in {dtype}"
 
 
 def _in_dtype(number: float, dtype: np.dtype) -> float:

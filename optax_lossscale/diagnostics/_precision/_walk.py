@@ -1,7 +1,6 @@
 """Walks through a jaxpr and all that it calls, without computing anything."""
 
 from collections.abc import Iterator, Sequence
-import itertools
 import math
 from typing import NamedTuple
 
@@ -12,6 +11,43 @@ from optax_lossscale.diagnostics._precision import _known
 
 # What these hold only says how two numbers become one.
 _COMBINERS = ("arg", "cum", "reduce", "scatter", "select_and", "sort", "top_k")
+# What these return is what each of their jaxprs returns.
+_HAND_BACK = _jaxprs.Call, _jaxprs.Cond, _jaxprs.ShardMap
+
+
+class Body(NamedTuple):
+  """A jaxpr that is run, and what its equations have in common.
+
+  Attributes:
+    closed: the jaxpr.
+    known: what is known of its variables.
+    times: how often it runs.
+    branches: of each ``cond`` around it, what stands for it, and the number of
+      its branch.
+  """
+
+  closed: _jaxprs.ClosedJaxpr
+  known: _known.Known
+  times: int
+  branches: tuple[tuple[object, int], ...]
+
+  def into(
+    self,
+    closed: _jaxprs.ClosedJaxpr,
+    inputs: Sequence[_jaxprs.Atom] = (),
+    times: int = 1,
+    branches: tuple[tuple[object, int], ...] = (),
+  ) -> "Body":
+    """A jaxpr that an equation in this one runs.
+
+    Args:
+      closed: the jaxpr.
+      inputs: what of the equation is read by the first inputs of the jaxpr.
+      times: how often the equation runs it.
+      branches: the branch that it is, if the equation is a ``cond``.
+    """
+    known = self.known.within(inputs, closed)
+    return Body(closed, known, self.times * times, self.branches + branches)
 
 
 class Step(NamedTuple):
@@ -20,142 +56,81 @@ class Step(NamedTuple):
   Attributes:
     eqn: the equation.
     place: where it stands.
-    known: what is known of the variables around it.
-    times: how often it runs.
-    branches: pairs of a ``cond`` and its branch, in which it stands.
+    body: the jaxpr around it.
     runs_others: whether it only runs the jaxprs that it holds.
     note: what cannot be known of it; often empty.
   """
 
   eqn: core.JaxprEqn
   place: _jaxprs.Place
-  known: _known.Known
-  times: int
-  branches: tuple[tuple[int, int], ...]
-  runs_others: bool = False
-  note: str = ""
+  body: Body
+  runs_others: bool
+  note: str
 
 
-class Walk:
-  """A walk through jaxprs; ``steps`` holds all that was met."""
-
-  def __init__(self, closed: _jaxprs.ClosedJaxpr) -> None:
-    self.steps: list[Step] = []
-    self._conds = itertools.count()
-    known = _known.Known().within([], closed)
-    self._walk(closed.jaxpr, None, _jaxprs.Place(), known, 1, ())
-
-  def _walk(
-    self,
-    jaxpr: core.Jaxpr,
-    used: list[bool] | None,
-    place: _jaxprs.Place,
-    known: _known.Known,
-    times: int,
-    branches: tuple[tuple[int, int], ...],
-  ) -> None:
-    # XLA leaves out what is not needed, too.
-    for eqn, unread in _jaxprs.needed_equations(jaxpr, used):
-      step = Step(eqn, place.at(eqn, jaxpr), known, times, branches)
-      inside = _inside(step, self._conds)
-      runs_others = bool(inside.steps)
-      self.steps.append(
-        step._replace(runs_others=runs_others, note=inside.note)
-      )
-      known.learn(eqn)
-      its_used = None
-      if inside.returns_the_same:
-        its_used = [var not in unread for var in eqn.outvars]
-      for closed, it in inside.steps:
-        self._walk(
-          closed.jaxpr, its_used, it.place, it.known, it.times, it.branches
-        )
+def steps_of(closed: _jaxprs.ClosedJaxpr) -> list[Step]:
+  """All equations that are met on a walk through a jaxpr."""
+  whole = Body(closed, _known.Known().within([], closed), 1, ())
+  return list(_walk(whole, _jaxprs.Place(), None))
 
 
-class _Inside(NamedTuple):
-  """The jaxprs that an equation runs, and what is known in each.
-
-  Attributes:
-    steps: pairs of a jaxpr and a step, of which only the equation is another.
-    note: what cannot be known; often empty.
-    returns_the_same: whether the outputs of each are those of the equation.
-  """
-
-  steps: list[tuple[_jaxprs.ClosedJaxpr, Step]]
-  note: str = ""
-  returns_the_same: bool = False
-
-
-def _inside(step: Step, conds: Iterator[int]) -> _Inside:
-  eqn = step.eqn
-  called = _jaxprs.called_jaxpr(eqn)
-  cond, mapped = _jaxprs.cond_of(eqn), _jaxprs.shard_map_of(eqn)
-  if called is not None:
-    return _Inside([_into(called, step, eqn.invars)], returns_the_same=True)
-  if cond is not None:
-    number = next(conds)
-    steps = []
-    for i, branch in enumerate(cond.branches):
-      it = step._replace(branches=(*step.branches, (number, i)))
-      steps.append(_into(branch, it, eqn.invars[1:]))
-    return _Inside(steps, returns_the_same=True)
-  if mapped is not None:
-    sizes = dict(mapped.mesh.shape)
-    count = math.prod(sizes[axis] for axis in mapped.manual_axes)
-    its = [_into(mapped.body, step, eqn.invars, count)]
-    return _Inside(its, returns_the_same=True)
-  return _inside_a_loop(step) or _inside_of_others(step)
+def _walk(
+  body: Body, place: _jaxprs.Place, used: list[bool] | None
+) -> Iterator[Step]:
+  jaxpr = body.closed.jaxpr
+  # XLA leaves out what is not needed, too.
+  for eqn, unread in _jaxprs.needed_equations(jaxpr, used):
+    part = _jaxprs.part_of(eqn)
+    inside, note = _inside(eqn, part, body)
+    its_place = place.at(eqn, jaxpr)
+    yield Step(eqn, its_place, body, runs_others=bool(inside), note=note)
+    body.known.learn(eqn)
+    its_used = None
+    if isinstance(part, _HAND_BACK):
+      its_used = [var not in unread for var in eqn.outvars]
+    for inner in inside:
+      yield from _walk(inner, its_place, its_used)
 
 
-def _into(
-  closed: _jaxprs.ClosedJaxpr,
-  step: Step,
-  inputs: Sequence[_jaxprs.Atom] = (),
-  times: int = 1,
-) -> tuple[_jaxprs.ClosedJaxpr, Step]:
-  """A jaxpr, and the step into it.
-
-  Args:
-    closed: the jaxpr.
-    step: the step that has led to the equation.
-    inputs: what of the equation is read by the first inputs of the jaxpr.
-    times: how often the equation runs it.
-  """
-  known = step.known.within(inputs, closed)
-  return closed, step._replace(known=known, times=step.times * times)
-
-
-def _inside_a_loop(step: Step) -> _Inside | None:
-  eqn = step.eqn
-  scan, hi_scan = _jaxprs.scan_of(eqn), _jaxprs.hi_scan_of(eqn)
-  if scan is not None:
-    consts = eqn.invars[: scan.consts]
-    return _Inside([_into(scan.body, step, consts, scan.length)])
-  if hi_scan is not None:
-    return _Inside([_into(hi_scan.body, step, times=hi_scan.length)])
-  loop = _jaxprs.while_of(eqn)
-  if loop is None:
-    return None
-  its = [_into(closed, step) for closed in (loop.condition, loop.body)]
-  return _Inside(its, "a while loop, of which one iteration is counted")
+def _inside(
+  eqn: core.JaxprEqn, part: _jaxprs.Part | None, around: Body
+) -> tuple[list[Body], str]:
+  """What an equation runs, and what cannot be known of that; often empty."""
+  match part:
+    case _jaxprs.Call(body):
+      return [around.into(body, eqn.invars)], ""
+    case _jaxprs.Cond(branches):
+      this, inputs = object(), eqn.invars[1:]
+      pairs = enumerate(branches)
+      its = [around.into(x, inputs, branches=((this, i),)) for i, x in pairs]
+      return its, ""
+    case _jaxprs.ShardMap() as mapped:
+      sizes = dict(mapped.mesh.shape)
+      count = math.prod(sizes[axis] for axis in mapped.manual_axes)
+      return [around.into(mapped.body, eqn.invars, count)], ""
+    case _jaxprs.Scan() | _jaxprs.HiScan() as scan:
+      consts = eqn.invars[: scan.consts]
+      return [around.into(scan.body, consts, scan.length)], ""
+    case _jaxprs.While() as loop:
+      its = list(map(around.into, _jaxprs.bodies_of(loop)))
+      return its, "a while loop, of which one iteration is counted"
+    case _:
+      return _inside_of_unknown(eqn, around)
 
 
-def _inside_of_others(step: Step) -> _Inside:
-  """What is inside of a primitive of hijax, or of one that nobody knows."""
-  eqn = step.eqn
+def _inside_of_unknown(
+  eqn: core.JaxprEqn, around: Body
+) -> tuple[list[Body], str]:
+  """The same of an equation that nobody knows, or that runs no other."""
   name = _jaxprs.name_of(eqn)
-  called = _jaxprs.hi_call_of(eqn)
-  if called is not None:
-    return _Inside([_into(called, step, eqn.invars)], returns_the_same=True)
   if name.startswith(_COMBINERS):
-    return _Inside([])
+    return [], ""
   held = list(_jaxprs.held_jaxprs(eqn))
-  its = [_into(closed, step) for closed in held]
-  if its:
-    return _Inside(its, f"{name}, of which what is inside is counted once")
-  if _jaxprs.hi_primitive(eqn) is not None:
-    return _Inside([], f"{name}, of which nothing is known")
-  is_counted = _jaxprs.flops_of(eqn) is not None
-  if _jaxprs.is_matrix_product(eqn) and not is_counted:
-    return _Inside([], f"{name}, which is not counted")
-  return _Inside([])
+  note = ""
+  if held:
+    note = f"{name}, of which what is inside is counted once"
+  elif _jaxprs.hi_primitive(eqn) is not None:
+    note = f"{name}, of which nothing is known"
+  elif _jaxprs.is_matrix_product(eqn) and _jaxprs.flops_of(eqn) is None:
+    note = f"{name}, which is not counted"
+  return list(map(around.into, held)), note

@@ -1,0 +1,202 @@
+"""What an equation calls, repeats or chooses, and what nobody understands.
+
+JAX renames the parameters of its primitives, and has new ones. The equations
+here are made by hand, as another JAX might make them. One that is not
+understood has no part, and is taken as a whole.
+"""
+
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import pytest
+
+from optax_lossscale import _jaxprs
+
+X = jnp.full((4, 4), 2, jnp.float16)
+
+
+def scan(x):
+  body = lambda c, y: (c @ x, y * c.sum())
+  return lax.scan(body, x, jnp.arange(3, dtype=x.dtype), reverse=True)
+
+
+def while_loop(x):
+  limit = x[0, 0] + 3
+  body = lambda s: (s[0] + 1, s[1] @ x, s[0])
+  return lax.while_loop(lambda s: s[0] < limit, body, (limit - 3, x, limit))
+
+
+def cond(x):
+  return lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x)
+
+
+def call(x):
+  return jax.jit(lambda x: x @ x)(x)
+
+
+def shard_map(x):
+  mesh = jax.make_mesh((1,), ("i",), devices=jax.devices()[:1])
+  return jax.shard_map(jnp.square, mesh=mesh, in_specs=P(), out_specs=P())(x)
+
+
+# What an equation is, and what is known beside the jaxprs that it runs.
+PARTS = {
+  scan: (_jaxprs.Scan, {"consts": 1, "carry": 1, "length": 3, "reverse": True}),
+  while_loop: (_jaxprs.While, {"condition_consts": 1, "body_consts": 1}),
+  cond: (_jaxprs.Cond, {}),
+  call: (_jaxprs.Call, {}),
+  shard_map: (_jaxprs.ShardMap, {"in_specs": (P(),), "out_specs": (P(),)}),
+}
+# What tells a loop from another. All else may have any name.
+TOLD = ("body_jaxpr", "branches", "cond_jaxpr", "jaxpr", "length", "reverse")
+
+
+def equation_of(fun):
+  eqns = jax.make_jaxpr(fun)(X).jaxpr.eqns
+  for eqn in eqns:
+    if list(_jaxprs.held_jaxprs(eqn)):
+      return eqn
+  pytest.skip("with a flag of hijax, this JAX has no such equation")
+
+
+def renamed(eqn, kept=TOLD):
+  params = {k if k in kept else f"odd_{k}": v for k, v in eqn.params.items()}
+  return eqn.replace(params=params)
+
+
+def with_params(eqn, **params):
+  return eqn.replace(params={**eqn.params, **params})
+
+
+@pytest.mark.parametrize("fun", PARTS, ids=lambda fun: fun.__name__)
+def test_an_equation_is_taken_apart(fun):
+  kind, known = PARTS[fun]
+  eqn = equation_of(fun)
+  part = _jaxprs.part_of(eqn)
+  assert type(part) is kind
+  assert {name: getattr(part, name) for name in known} == known
+  held = [closed.jaxpr for closed in _jaxprs.held_jaxprs(eqn)]
+  bodies = [closed.jaxpr for closed in _jaxprs.bodies_of(part)]
+  assert sorted(map(id, bodies)) == sorted(map(id, held))
+  if fun is not shard_map:
+    assert _jaxprs.part_of(renamed(eqn)) == part
+
+
+def test_the_inputs_of_loops_have_parts():
+  part = _jaxprs.part_of(equation_of(scan))
+  assert part.split("wcs") == ("w", "c", "s")
+  assert part.slices == (False, False, True)
+  part = _jaxprs.part_of(equation_of(while_loop))
+  assert part.split("lwabc") == ("l", "w", "abc")
+
+
+def fewer_inputs(eqn):
+  return eqn.replace(invars=eqn.invars[:-1])
+
+
+def two_jaxprs(eqn):
+  return with_params(eqn, other=jax.make_jaxpr(jnp.sin)(X))
+
+
+def another_condition(eqn):
+  condition = eqn.params["cond_jaxpr"]
+  jaxpr = condition.jaxpr.replace(outvars=2 * condition.jaxpr.outvars)
+  return with_params(eqn, cond_jaxpr=core.ClosedJaxpr(jaxpr, condition.consts))
+
+
+def another_body(eqn):
+  body = eqn.params["body_jaxpr"]
+  jaxpr = body.jaxpr.replace(invars=body.jaxpr.invars[:2])
+  return with_params(eqn, body_jaxpr=core.ClosedJaxpr(jaxpr, body.consts))
+
+
+ODD = [
+  (scan, fewer_inputs),
+  (scan, two_jaxprs),
+  (scan, lambda eqn: renamed(eqn, kept=())),
+  (scan, lambda eqn: with_params(eqn, length=4)),
+  (scan, lambda eqn: with_params(eqn, reverse="no")),
+  (scan, lambda eqn: eqn.replace(outvars=eqn.outvars[1:])),
+  (scan, lambda eqn: eqn.replace(outvars=[eqn.outvars[0]] * 2)),
+  (while_loop, fewer_inputs),
+  (while_loop, another_condition),
+  (while_loop, another_body),
+  (while_loop, lambda eqn: renamed(eqn, kept=("body_jaxpr",))),
+  (while_loop, lambda eqn: renamed(eqn, kept=("cond_jaxpr",))),
+  (cond, fewer_inputs),
+  (cond, lambda eqn: eqn.replace(outvars=2 * eqn.outvars)),
+  (cond, lambda eqn: with_params(eqn, branches=())),
+  (call, fewer_inputs),
+  (call, two_jaxprs),
+  (call, lambda eqn: eqn.replace(params={})),
+  (shard_map, fewer_inputs),
+  (shard_map, two_jaxprs),
+  (shard_map, renamed),
+  (call, lambda eqn: eqn.replace(primitive=core.Primitive("mystery"))),
+]
+
+
+@pytest.mark.parametrize(("fun", "change"), ODD)
+def test_an_equation_that_does_not_add_up_has_no_part(fun, change):
+  assert _jaxprs.part_of(change(equation_of(fun))) is None
+
+
+def hidden(name, jaxpr=None, **params):
+  """An equation of hijax: the object that it calls holds these."""
+  kind = type(name, (), {})()
+  vars(kind).update(params)
+  if jaxpr is not None:
+    kind.jaxpr = jax.make_jaxpr(jaxpr)(*[X] * jaxpr.__code__.co_argcount)
+  primitive = core.Primitive("call_hi_primitive")
+  primitive.def_abstract_eval(lambda *avals, **_: avals[0])
+  eqn = jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns[0]
+  return eqn.replace(primitive=primitive, params={"_prim": kind})
+
+
+@pytest.mark.parametrize(
+  "odd",
+  [
+    lambda: hidden("Odd"),
+    lambda: hidden("Odd", lambda x: x @ x),
+    lambda: hidden("Scan3"),
+    lambda: hidden("Scan3", lambda x: x @ x),
+    # Its results are no stacks of what its jaxpr returns.
+    lambda: hidden("Scan3", lambda x: (x @ x).sum(), length=4),
+    # Its jaxpr is that of another function, or of another type.
+    lambda: hidden("RematTraced", lambda x, y: x @ y),
+    lambda: hidden("CustomVJPTraced", lambda x: jnp.float32(x) @ x),
+  ],
+)
+def test_an_object_of_hijax_that_does_not_add_up_has_no_part(odd):
+  assert _jaxprs.part_of(odd()) is None
+
+
+def test_an_object_of_hijax_is_taken_apart():
+  for name in "RematTraced", "CustomVJPTraced", "CustomJVPTraced":
+    eqn = hidden(name, lambda x: x @ x)
+    (body,) = _jaxprs.held_jaxprs(eqn)
+    called = _jaxprs.part_of(eqn)
+    assert isinstance(called, _jaxprs.Call)
+    assert called.body.jaxpr is body.jaxpr
+  of_row = jax.make_jaxpr(jnp.sin)(X[0])
+  scan = _jaxprs.part_of(hidden("Scan3", length=4, its_jaxpr=of_row))
+  assert scan.body.jaxpr is of_row.jaxpr
+  assert scan._replace(body=None) == (None, (True,), 4, False, 0, 0)
+
+
+def test_an_object_of_hijax_that_nobody_knows_is_what_it_lowers_to():
+  solve = lambda f, x: x - f(x)
+  tangent_solve = lambda g, y: y / g(jnp.ones_like(y))
+  root = lambda x: lax.custom_root(lambda y: y - x, x, solve, tangent_solve)
+  eqns = [
+    eqn
+    for eqn in jax.make_jaxpr(root)(X).jaxpr.eqns
+    if _jaxprs.hi_primitive(eqn) is not None
+  ]
+  if not eqns:
+    pytest.skip("this JAX has no hijax yet")
+  (called,) = map(_jaxprs.part_of, eqns)
+  assert isinstance(called, _jaxprs.Call)
+  assert not any(map(_jaxprs.hi_primitive, called.body.jaxpr.eqns))
