@@ -52,8 +52,10 @@ def check_count(name: str, value: Any) -> None:
   check_number(name, value, 1, LARGEST_COUNT, integer=True)
 
 
-def check_order(policy: Any) -> None:
-  """Raises unless the three scales of a policy are in order."""
+def check_scales(policy: Any) -> None:
+  """Raises unless the three scales of a policy are such, and in order."""
+  for name in ("init_scale", "min_scale", "max_scale"):
+    check_scale(name, getattr(policy, name))
   bounds = policy.min_scale, policy.init_scale, policy.max_scale
   if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
     return
@@ -68,15 +70,14 @@ def check_order(policy: Any) -> None:
 
 def check_powers_of_two(policy: Any) -> None:
   """Raises unless the three scales of a policy are powers of two, in order."""
+  check_scales(policy)
   for name in ("init_scale", "min_scale", "max_scale"):
     value = getattr(policy, name)
-    check_scale(name, value)
     is_traced = isinstance(value, jax.core.Tracer)
     if not is_traced and math.frexp(float(value))[0] != 0.5:
       raise ValueError(
         f"{name} must be a power of two, got {name} = {value!r}."
       )
-  check_order(policy)
 
 
 def check_callable(name: str, value: Any, kind: str = "a function") -> None:

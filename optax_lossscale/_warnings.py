@@ -4,15 +4,7 @@ import inspect
 import traceback
 import warnings
 
-# Packages whose frames are between a user's line and the tracing of a function.
-_NOT_THE_USERS = {
-  "contextlib",
-  "equinox",
-  "flax",
-  "functools",
-  "jax",
-  "optax_lossscale",
-}
+from optax_lossscale import _jaxprs
 
 
 def warn(message: str) -> None:
@@ -22,12 +14,9 @@ def warn(message: str) -> None:
   compiles what we returned.
   """
   frames = traceback.walk_stack(inspect.currentframe())
-  packages = (
-    frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames
-  )
-  users = (
+  levels = (
     level
-    for level, package in enumerate(packages)
-    if package not in _NOT_THE_USERS
+    for level, (frame, _) in enumerate(frames)
+    if _jaxprs.is_users(frame.f_code.co_filename)
   )
-  warnings.warn(message, stacklevel=next(users, 0) + 1)
+  warnings.warn(message, stacklevel=next(levels, 0) + 1)

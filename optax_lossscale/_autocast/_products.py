@@ -23,7 +23,7 @@ _MARK = re.compile(rf"(?:^|[/(]){KEEP_FLOAT32}(?:[/)]|$)")
 # is not such: under `vmap` a `dynamic_slice` becomes a gather, and a
 # `concatenate` of shared and mapped arrays a broadcast, whose transposes are
 # sums. The transpose of `split` is a `concatenate`.
-_MOVES = {
+MOVES = {
   "copy",
   "name",
   "optimization_barrier",
@@ -69,7 +69,7 @@ def moves(eqn: core.JaxprEqn) -> bool:
 
   To be called where an equation stands, within its ``shard_map``.
   """
-  if eqn.primitive.name in _MOVES:
+  if eqn.primitive.name in MOVES:
     return True
   if eqn.primitive.name not in _MOVES_BETWEEN_DEVICES:
     return False

@@ -15,29 +15,21 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _in_place
+from optax_lossscale._autocast import _in_place, _products
 
 # The path of a weight, or what is left of it within a call that tells the
 # beginning; None of what is no weight.
 Path = tuple[str, ...] | None
 
 # What these make of a weight is still that weight.
-_KEEP = {
+_KEEP = _products.MOVES | {
   "all_gather",
   "broadcast_in_dim",
   "convert_element_type",
-  "copy",
   "dynamic_slice",
-  "name",
   "pcast",
   "pvary",
-  "reshape",
   "reshard",
-  "rev",
-  "sharding_constraint",
-  "slice",
-  "squeeze",
-  "transpose",
 }
 
 
@@ -148,28 +140,16 @@ def _index(eqn: core.JaxprEqn) -> tuple[str, ...]:
   """Which part of a stack of weights is taken, if it is one that is known."""
   if eqn.primitive.name != "slice":
     return ()
-  start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
-  aval: Any = eqn.invars[0].aval
-  shape = aval.shape
-  is_one = limit[0] - start[0] == 1 and shape[0] != 1
-  is_whole = all(
-    start[i] == 0 and limit[i] == n for i, n in enumerate(shape) if i
-  )
-  return (str(start[0]),) if is_one and is_whole else ()
+  whole: Any = eqn.invars[0].aval
+  part: Any = eqn.outvars[0].aval
+  is_one = part.shape == (1, *whole.shape[1:]) != whole.shape
+  return (str(eqn.params["start_indices"][0]),) if is_one else ()
 
 
 def of_bodies(
   eqn: core.JaxprEqn, paths: Sequence[Path]
 ) -> dict[core.Jaxpr, Sequence[Path]]:
   """The paths of the inputs of each jaxpr that an equation runs."""
-  match _jaxprs.part_of(eqn):
-    case _jaxprs.While() as loop:
-      first, second, carry = loop.split(paths)
-      condition, body = loop.condition.jaxpr, loop.body.jaxpr
-      return {condition: [*first, *carry], body: [*second, *carry]}
-    case _jaxprs.Cond() as cond:
-      return {branch.jaxpr: paths[1:] for branch in cond.branches}
-    case None:
-      return {}
-    case part:
-      return {part.body.jaxpr: paths}
+  part = _jaxprs.part_of(eqn)
+  given = _jaxprs.given_to_bodies(part, paths) if part else []
+  return {body.jaxpr: its for body, its in given}

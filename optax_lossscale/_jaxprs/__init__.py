@@ -32,6 +32,7 @@ from optax_lossscale._jaxprs._lines import (
   call_name,
   function_name,
   is_rule_of_library,
+  is_users,
   Line,
   name_of,
   without_source,
@@ -45,6 +46,7 @@ from optax_lossscale._jaxprs._loops import (
 from optax_lossscale._jaxprs._parts import (
   bodies_of,
   Call,
+  given_to_bodies,
   Part,
   part_of,
   where_it_runs,

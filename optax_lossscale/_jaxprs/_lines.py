@@ -92,7 +92,7 @@ def is_rule_of_library(eqn: core.JaxprEqn) -> bool:
   files = [str(info.func_filename) for info in infos if info]
   # What ``jax.custom_gradient`` makes of a user's function is all in one file.
   are_public = [file.endswith("custom_derivatives.py") for file in files]
-  return not any(map(_is_users, files)) and not all(are_public)
+  return not any(map(is_users, files)) and not all(are_public)
 
 
 def lines_of(
@@ -116,7 +116,7 @@ def lines_of(
   for frame in traceback.frames if traceback else ():
     if frame.file_name.startswith(_AUTOCAST):
       return tuple(lines), True
-    if _is_users(frame.file_name):
+    if is_users(frame.file_name):
       lines.append(_line(frame))
     at_function = frame.function_start_line == first_line
     if at_function and frame.file_name == file_name:
@@ -141,7 +141,7 @@ def _line(frame: Any) -> Line:
 
 
 @functools.cache
-def _is_users(file_name: str) -> bool:
+def is_users(file_name: str) -> bool:
   """Whether a file is the user's, and not one of a library."""
   if file_name.startswith(("<frozen", "<@beartype")):
     return False

@@ -1,7 +1,7 @@
 """What an equation calls, repeats or chooses."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend import core
@@ -22,6 +22,8 @@ from optax_lossscale._jaxprs._loops import (
   While,
   while_of,
 )
+
+T = TypeVar("T")
 
 
 class Call(NamedTuple):
@@ -47,15 +49,27 @@ def part_of(eqn: core.JaxprEqn) -> Part | None:
   return look(eqn)
 
 
-def bodies_of(part: Part) -> tuple[ClosedJaxpr, ...]:
+def bodies_of(part: Part) -> list[ClosedJaxpr]:
   """The jaxprs that it runs, or may run."""
+  return [body for body, _ in given_to_bodies(part, ())]
+
+
+def given_to_bodies(
+  part: Part, inputs: Sequence[T]
+) -> list[tuple[ClosedJaxpr, Sequence[T]]]:
+  """The jaxprs, each with those inputs of the equation that it is given first.
+
+  Of what is sliced or sharded, each is given a part.
+  """
   match part:
     case While():
-      return part.condition, part.body
+      of_condition, of_body, carry = part.split(inputs)
+      given = [*of_condition, *carry], [*of_body, *carry]
+      return list(zip((part.condition, part.body), given, strict=True))
     case Cond():
-      return part.branches
+      return [(branch, inputs[1:]) for branch in part.branches]
     case _:
-      return (part.body,)
+      return [(part.body, inputs)]
 
 
 def where_it_runs(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:

@@ -176,10 +176,7 @@ class DynamicLossScale:
   hysteresis_refill: HysteresisRefill = "growth"
 
   def __post_init__(self) -> None:
-    _checks.check_scale("init_scale", self.init_scale)
-    _checks.check_scale("min_scale", self.min_scale)
-    _checks.check_scale("max_scale", self.max_scale)
-    _checks.check_order(self)
+    _checks.check_scales(self)
     _checks.check_number(
       "growth_factor",
       self.growth_factor,

@@ -132,7 +132,7 @@ BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
 
 def test_each_primitive_of_the_table_is_tried():
   between = _products._MOVES_BETWEEN_DEVICES
-  assert set(MOVED) == _products._MOVES
+  assert set(MOVED) == _products.MOVES
   assert between == {"all_to_all", "ppermute"}  # tried below
   assert set(PRODUCTS) == set(_products._CONTRACTS)
 

@@ -661,7 +661,7 @@ def test_a_function_without_a_signature_can_be_run():
   ],
 )
 def test_a_line_of_a_library_is_not_the_users(file_name, expected):
-  assert _lines._is_users(file_name) is expected
+  assert _lines.is_users(file_name) is expected
 
 
 def test_a_line_of_a_notebook_names_the_cell():

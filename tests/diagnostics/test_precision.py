@@ -471,7 +471,7 @@ def test_under_jit_it_says_to_call_it_outside():
 
 
 def test_without_a_line_there_is_a_row_all_the_same(monkeypatch):
-  monkeypatch.setattr(_lines, "_is_users", lambda name: False)
+  monkeypatch.setattr(_lines, "is_users", lambda name: False)
   report = precision_report(lambda x: jnp.exp(x) + 1e-8, shape(3))
   assert [risk.source for risk in report.at_risk] == ["", ""]
   assert "exp  unknown" in str(report)

@@ -249,7 +249,7 @@ def names_in_tables():
   from optax_lossscale.diagnostics._precision import _known, _risks
 
   return {
-    *_products._MOVES,
+    *_products.MOVES,
     *_products._MOVES_BETWEEN_DEVICES,
     *_products._CONTRACTS,
     *_rewrite._RUN_THEIR_JAXPRS,

@@ -125,8 +125,8 @@ def test_the_package_imports_jax_and_optax_alone_and_nothing_private(module):
 ORDER = (
   "_arrays",
   "_checks",
-  "_warnings",
   "_jaxprs",
+  "_warnings",
   "_state",
   "_policies",
   "_grads",
