@@ -18,15 +18,10 @@ def in_half(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
   the cotangents of a shared copy would be added in half.
   """
   eqn = _jaxprs.marked(eqn, dtype)
-  before, after, inputs, outputs = [], [], [], []
-  for atom in eqn.invars:
-    inputs.append(atom)
-    if _is_float32(atom):
-      inputs[-1] = _half_of(atom, dtype)
-      before.append(_cast(atom, inputs[-1], eqn))
-  for var in eqn.outvars:
-    outputs.append(_half_of(var, dtype))
-    after.append(_cast(outputs[-1], var, eqn))
+  half = lambda atom: _half_of(atom, dtype) if _is_float32(atom) else atom
+  inputs, outputs = list(map(half, eqn.invars)), list(map(half, eqn.outvars))
+  before = [_cast(*pair, eqn) for pair in _changed(eqn.invars, inputs)]
+  after = [_cast(*pair, eqn) for pair in _changed(outputs, eqn.outvars)]
   return [*before, eqn.replace(invars=inputs, outvars=outputs), *after]
 
 
@@ -34,6 +29,10 @@ def come_from(eqn: core.JaxprEqn, half: set[Any]) -> bool:
   """Whether there are float32 inputs, all of which are in the set."""
   floats = [atom for atom in eqn.invars if _is_float32(atom)]
   return bool(floats) and all(_jaxprs.is_one_of(atom, half) for atom in floats)
+
+
+def _changed(old: list[Any], new: list[Any]) -> list[tuple[Any, Any]]:
+  return [(a, b) for a, b in zip(old, new, strict=True) if a is not b]
 
 
 def _is_float32(atom: Any) -> bool:

@@ -10,14 +10,3 @@ from optax_lossscale._policies._plain import (
   LossScalePolicy,
 )
 from optax_lossscale._policies._powers_of_two import log2
-
-__all__ = [
-  "DynamicLossScale",
-  "DynamicMemory",
-  "FixedLossScale",
-  "HeadroomLossScale",
-  "HeadroomMemory",
-  "LossScalePolicy",
-  "as_policy",
-  "log2",
-]

@@ -5,5 +5,3 @@ from optax_lossscale.diagnostics._comparison._report import (
   PrecisionComparison,
   ProductPrecision,
 )
-
-__all__ = ["PrecisionComparison", "ProductPrecision", "compare_precision"]

@@ -2,5 +2,3 @@
 
 from optax_lossscale.diagnostics._overflow._finding import find_overflow
 from optax_lossscale.diagnostics._overflow._report import Operand, Overflow
-
-__all__ = ["Operand", "Overflow", "find_overflow"]

@@ -7,11 +7,3 @@ from optax_lossscale.diagnostics._precision._report import (
   Risk,
   WideProduct,
 )
-
-__all__ = [
-  "Flops",
-  "PrecisionReport",
-  "Risk",
-  "WideProduct",
-  "precision_report",
-]
