@@ -112,6 +112,27 @@ def another_body(eqn):
   return with_params(eqn, body_jaxpr=core.ClosedJaxpr(jaxpr, body.consts))
 
 
+def fewer_constants_than_none(eqn):
+  condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+  first, second, *rest = condition.jaxpr.invars
+  invars = [first, second, *body.jaxpr.invars]
+  return with_params(
+    eqn,
+    cond_jaxpr=condition.jaxpr.replace(invars=rest),
+    body_jaxpr=body.jaxpr.replace(invars=invars),
+  )
+
+
+def stacks(x):
+  return lax.scan(lambda c, row: (c + 1, row + 1), x, x)
+
+
+def returns_a_row(eqn):
+  """Its second output has the shape of a carry, of which it has no input."""
+  (body,) = _jaxprs.held_jaxprs(eqn)
+  return eqn.replace(outvars=[eqn.outvars[0], body.jaxpr.outvars[1]])
+
+
 ODD = [
   (scan, fewer_inputs),
   (scan, two_jaxprs),
@@ -120,7 +141,9 @@ ODD = [
   (scan, lambda eqn: with_params(eqn, reverse="no")),
   (scan, lambda eqn: eqn.replace(outvars=eqn.outvars[1:])),
   (scan, lambda eqn: eqn.replace(outvars=[eqn.outvars[0]] * 2)),
+  (stacks, returns_a_row),
   (while_loop, fewer_inputs),
+  (while_loop, fewer_constants_than_none),
   (while_loop, another_condition),
   (while_loop, another_body),
   (while_loop, lambda eqn: renamed(eqn, kept=("body_jaxpr",))),
@@ -155,6 +178,11 @@ def hidden(name, jaxpr=None, **params):
   return eqn.replace(primitive=primitive, params={"_prim": kind})
 
 
+OF_ROW = jax.make_jaxpr(jnp.sin)(X[0])
+OF_SHORT_ROW = jax.make_jaxpr(lambda x: jnp.zeros(4, x.dtype))(X[0, :3])
+OF_NOTHING = jax.make_jaxpr(lambda x: ())(X)
+
+
 @pytest.mark.parametrize(
   "odd",
   [
@@ -164,6 +192,9 @@ def hidden(name, jaxpr=None, **params):
     lambda: hidden("Scan3", lambda x: x @ x),
     # Its results are no stacks of what its jaxpr returns.
     lambda: hidden("Scan3", lambda x: (x @ x).sum(), length=4),
+    lambda: hidden("Scan3", length=4, its=OF_SHORT_ROW),
+    lambda: hidden("Scan3", length=4, its=OF_ROW, other=OF_ROW),
+    lambda: hidden("Scan3", its=OF_NOTHING).replace(outvars=[]),
     # Its jaxpr is that of another function, or of another type.
     lambda: hidden("RematTraced", lambda x, y: x @ y),
     lambda: hidden("CustomVJPTraced", lambda x: jnp.float32(x) @ x),
@@ -180,9 +211,8 @@ def test_an_object_of_hijax_is_taken_apart():
     called = _jaxprs.part_of(eqn)
     assert isinstance(called, _jaxprs.Call)
     assert called.body.jaxpr is body.jaxpr
-  of_row = jax.make_jaxpr(jnp.sin)(X[0])
-  scan = _jaxprs.part_of(hidden("Scan3", length=4, its_jaxpr=of_row))
-  assert scan.body.jaxpr is of_row.jaxpr
+  scan = _jaxprs.part_of(hidden("Scan3", length=4, its=OF_ROW))
+  assert scan.body.jaxpr is OF_ROW.jaxpr
   assert scan._replace(body=None) == (None, (True,), 4, False, 0, 0)
 
 
