@@ -24,16 +24,9 @@ _MARK = re.compile(rf"(?:^|[/(]){KEEP_FLOAT32}(?:[/)]|$)")
 # `concatenate` of shared and mapped arrays a broadcast, whose transposes are
 # sums. The transpose of `split` is a `concatenate`.
 MOVES = {
-  "copy",
-  "name",
-  "optimization_barrier",
-  "reshape",
-  "rev",
-  "sharding_constraint",
-  "slice",
-  "squeeze",
-  "transpose",
-}
+  "copy", "name", "optimization_barrier", "reshape", "rev",
+  "sharding_constraint", "slice", "squeeze", "transpose",
+}  # fmt: skip
 # So do these between the devices of a mesh. Along an axis of `vmap` they would
 # become operations with an index.
 _MOVES_BETWEEN_DEVICES = {"all_to_all", "ppermute"}

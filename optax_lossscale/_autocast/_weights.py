@@ -23,14 +23,9 @@ Path = tuple[str, ...] | None
 
 # What these make of a weight is still that weight.
 _KEEP = _products.MOVES | {
-  "all_gather",
-  "broadcast_in_dim",
-  "convert_element_type",
-  "dynamic_slice",
-  "pcast",
-  "pvary",
-  "reshard",
-}
+  "all_gather", "broadcast_in_dim", "convert_element_type", "dynamic_slice",
+  "pcast", "pvary", "reshard",
+}  # fmt: skip
 
 
 def paths_of(

@@ -14,18 +14,9 @@ from optax_lossscale._jaxprs._hijax import BEHAVES_LIKE
 
 # A line of these is not the user's.
 _LIBRARIES = (
-  "beartype",
-  "chex",
-  "equinox",
-  "flax",
-  "haiku",
-  "jax",
-  "jaxlib",
-  "jaxtyping",
-  "keras",
-  "optax",
-  "optax_lossscale",
-)
+  "beartype", "chex", "equinox", "flax", "haiku", "jax", "jaxlib", "jaxtyping",
+  "keras", "optax", "optax_lossscale",
+)  # fmt: skip
 _NAMES = {"remat2": "checkpoint"}
 # Behind its lines in a traceback is what called the function that it was given.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
