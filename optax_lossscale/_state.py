@@ -255,23 +255,22 @@ def _is_box(x: Any) -> bool:
 
 def _in_containers_of(skipped: Any, applied: Any) -> Any:
   """The leaves of ``applied``, each where ``skipped`` has one of this path."""
-  flatten = jax.tree_util.tree_flatten_with_path
-  (new, _), (old, structure) = flatten(applied), flatten(skipped)
-  new_by_path, old_by_path = (
-    {tuple(map(_key_name, path)): (path, leaf) for path, leaf in leaves}
-    for leaves in (new, old)
-  )
-  for name, has, lacks in (
-    ("skipped", old_by_path, new_by_path),
-    ("applied", new_by_path, old_by_path),
-  ):
-    alone = next((has[key][0] for key in has if key not in lacks), None)
-    if alone is not None:
+  new, old = _by_names(applied), _by_names(skipped)
+  for name, has, lacks in ("skipped", old, new), ("applied", new, old):
+    alone = [path for key, (path, _) in has.items() if key not in lacks]
+    if alone:
       raise ValueError(
         "applied and skipped must have leaves at the same paths, got"
-        f" {_keystr(alone)} in {name} alone."
+        f" {_keystr(alone[0])} in {name} alone."
       )
-  return jax.tree.unflatten(structure, [new_by_path[k][1] for k in old_by_path])
+  leaves = [new[key][1] for key in old]
+  return jax.tree.unflatten(jax.tree.structure(skipped), leaves)
+
+
+def _by_names(tree: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
+  """The paths and leaves of a tree, by the names of the keys on the way."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {tuple(map(_key_name, path)): (path, leaf) for path, leaf in leaves}
 
 
 def _key_name(key: Any) -> Any:

@@ -179,7 +179,14 @@ class Rewriter:
       self._decisions += self._rewritten[key].decisions
     else:
       count = len(self._decisions)
-      body = self._body(jaxpr, place, are_half, paths)
+      closed = _jaxprs.closed(jaxpr)
+      old, inputs = closed.jaxpr, closed.jaxpr.invars
+      of_consts = [self.paths.get(id(x)) for x in closed.consts]
+      weights = _weights.Weights(
+        [*old.constvars, *inputs], [*of_consts, *paths]
+      )
+      half = set(itertools.compress(inputs, are_half))
+      body = _Body(old, place, half, weights)
       eqns = [e for eqn in body.jaxpr.eqns for e in self._rewrite(body, eqn)]
       outs = [_jaxprs.is_one_of(v, body.half) for v in body.jaxpr.outvars]
       new = _jaxprs.with_equations(jaxpr, eqns)
@@ -188,22 +195,6 @@ class Rewriter:
       like = of_inputs, made.decisions
       self._rewritten[key] = self._distinct.setdefault(like, made)
     return self._rewritten[key][:2]
-
-  def _body(
-    self,
-    jaxpr: _jaxprs.AnyJaxpr,
-    place: _jaxprs.Place,
-    are_half: Sequence[bool],
-    paths: Sequence[_weights.Path],
-  ) -> _Body:
-    closed = _jaxprs.closed(jaxpr)
-    old = closed.jaxpr
-    half = set(itertools.compress(old.invars, are_half))
-    of_consts = [self.paths.get(id(x)) for x in closed.consts]
-    weights = _weights.Weights(
-      [*old.constvars, *old.invars], [*of_consts, *paths]
-    )
-    return _Body(old, place, half, weights)
 
   def _rewrite(self, body: _Body, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """The equations in place of one; notes what they make in half."""

@@ -85,10 +85,12 @@ class Weights:
 
   def follow(self, eqn: core.JaxprEqn) -> None:
     """Notes what an equation makes of a weight."""
-    if self._paths and eqn.primitive.name in _KEEP:
-      path = self.of(eqn.invars[:1])[0]
+    if not self._paths or eqn.primitive.name not in _KEEP:
+      return
+    # A barrier has an output for each input, and the others have one.
+    for path, out in zip(self.of(eqn.invars), eqn.outvars, strict=False):
       if path is not None:
-        self._paths[eqn.outvars[0]] = (*path, *_index(eqn))
+        self._paths[out] = (*path, *_index(eqn))
 
   def name_of_product(self, eqn: core.JaxprEqn) -> str:
     """The name that weights give to a product; empty if they give none."""

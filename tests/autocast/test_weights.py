@@ -87,6 +87,7 @@ BLOCKS = {
   "cast": lambda params, x: mlp(
     jax.tree.map(lambda w: w.astype(jnp.float16).astype(jnp.float32), params), x
   ),
+  "barrier": lambda params, x: mlp(lax.optimization_barrier(params), x),
   "transposed": lambda params, x: (
     x + jnp.tanh(params["up"].T @ x.T).T @ params["down"][:, ::-1]
   ),
