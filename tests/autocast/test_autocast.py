@@ -1,6 +1,6 @@
 """`autocast`: which equations run in half precision, and which as written."""
 
-from helpers import equations
+from helpers import equations, quick_alone
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -221,7 +221,13 @@ def mean_square(fun):
   return loss
 
 
-@programs
+@pytest.mark.parametrize(
+  "fun",
+  quick_alone(
+    [scan, cond, custom_vjp, convolution, more_than_floats], PROGRAMS
+  ),
+  ids=lambda f: f.__name__,
+)
 def test_all_products_run_in_half_and_the_result_is_the_same(fun):
   skip_if_jax_cannot(jax.eval_shape, fun, X, W)
   half = ols.autocast(fun)

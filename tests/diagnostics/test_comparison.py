@@ -730,10 +730,12 @@ def test_under_jit_it_is_refused():
   "setting",
   [
     lambda: jax.debug_nans(True),
-    lambda: jax.debug_infs(True),
-    lambda: jax.disable_jit(True),
+    pytest.param(lambda: jax.debug_infs(True), marks=pytest.mark.slow),
+    pytest.param(lambda: jax.disable_jit(True), marks=pytest.mark.slow),
     lambda: jax.numpy_dtype_promotion("strict"),
-    lambda: jax.numpy_rank_promotion("raise"),
+    pytest.param(
+      lambda: jax.numpy_rank_promotion("raise"), marks=pytest.mark.slow
+    ),
     lambda: jax.enable_x64(True),
   ],
 )

@@ -5,6 +5,7 @@ import os
 
 import equinox as eqx
 from flax import nnx
+from helpers import quick_alone
 from helpers.planted_layers import batch, normal, normalized, WIDTH
 import jax
 import jax.numpy as jnp
@@ -134,7 +135,6 @@ PROGRAMS = {
   "Equinox": with_equinox,
   "Keras": with_keras,
 }
-QUICK = {"one jit", "Flax NNX with one helper"}
 
 
 def share_in_half(trained, *args):
@@ -143,11 +143,7 @@ def share_in_half(trained, *args):
 
 
 @pytest.mark.parametrize(
-  "name",
-  [
-    n if n in QUICK else pytest.param(n, marks=pytest.mark.slow)
-    for n in PROGRAMS
-  ],
+  "name", quick_alone(["Flax NNX with one helper"], PROGRAMS)
 )
 def test_keeping_what_overflows_cures_and_leaves_the_rest_in_half(name):
   net, params = PROGRAMS[name]()

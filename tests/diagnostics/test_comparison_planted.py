@@ -1,6 +1,6 @@
 """``compare_precision`` finds the one bad layer of a model, and no other."""
 
-from helpers import planted_layers
+from helpers import planted_layers, quick_alone
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +11,9 @@ from optax_lossscale.diagnostics import compare_precision
 
 # At least so much, gradients are called the same.
 COSINE = 0.9999
-QUICK = {"custom_vjp_forward", "layer_scale", "one_product"}
 all_models = pytest.mark.parametrize(
   "name",
-  [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-    for name in planted_layers.NAMES
-  ],
+  quick_alone(["custom_vjp_forward", "one_product"], planted_layers.NAMES),
 )
 
 
