@@ -54,8 +54,8 @@ class Told:
       if _products.is_product(eqn):
         more = times * (_jaxprs.flops_of(eqn) or 1)  # or as one product
         flops[its_place] = flops.get(its_place, 0) + more
-      often = times * getattr(_jaxprs.part_of(eqn), "length", 1)
       for inner in _products.jaxprs_to_search(eqn):
+        often = times * getattr(_jaxprs.part_of(eqn), "length", 1)
         self._count(inner, often, its_place, flops)
 
   def message(self, dtype: Any) -> str:

@@ -77,8 +77,9 @@ def where_it_runs(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
 
   What it traces within a ``shard_map`` may exchange data between the devices.
   """
-  part = part_of(eqn)
-  if not isinstance(part, ShardMap):
+  # Asked of each equation: to look for other parts, JAX may have to trace.
+  part = shard_map_of(eqn) if eqn.primitive.name == "shard_map" else None
+  if part is None:
     return fun()
   returned: list[Any] = []
 
