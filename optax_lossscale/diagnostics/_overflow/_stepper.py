@@ -43,7 +43,6 @@ class Entry(NamedTuple):
 
   Attributes:
     eqn: the equation.
-    part: what it calls, repeats or chooses; None if it is not known.
     inputs: the values that it reads.
     place: where it stands.
     once: whether it must be carried out only once. If it may be done again, the
@@ -51,7 +50,6 @@ class Entry(NamedTuple):
   """
 
   eqn: core.JaxprEqn
-  part: _jaxprs.Part | None
   inputs: list[_marks.Value]
   place: _jaxprs.Place
   once: bool
@@ -137,9 +135,8 @@ class Stepper(abc.ABC):
     self, eqn: core.JaxprEqn, inputs: list[_marks.Value], place: _jaxprs.Place
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
-    part = self.kept(_jaxprs.part_of, eqn)
     once = self.kept(_jaxprs.has_effect, eqn)
-    entry = Entry(eqn, part, inputs, place, once)
+    entry = Entry(eqn, inputs, place, once)
     if once:
       entered = self.enter(entry)
       if entered is not None:
