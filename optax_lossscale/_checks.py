@@ -20,6 +20,8 @@ LARGEST_BACKOFF = 1 - 2**-24
 # The largest int32, since all counters are int32.
 LARGEST_COUNT = 2**31 - 1
 
+_SCALES = "init_scale", "min_scale", "max_scale"  # of each policy that moves
+
 
 def check_number(
   name: str, value: Any, low: float, high: float, *, integer: bool = False
@@ -54,7 +56,7 @@ def check_count(name: str, value: Any) -> None:
 
 def check_scales(policy: Any) -> None:
   """Raises unless the three scales of a policy are such, and in order."""
-  for name in ("init_scale", "min_scale", "max_scale"):
+  for name in _SCALES:
     check_scale(name, getattr(policy, name))
   bounds = policy.min_scale, policy.init_scale, policy.max_scale
   if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
@@ -71,7 +73,7 @@ def check_scales(policy: Any) -> None:
 def check_powers_of_two(policy: Any) -> None:
   """Raises unless the three scales of a policy are powers of two, in order."""
   check_scales(policy)
-  for name in ("init_scale", "min_scale", "max_scale"):
+  for name in _SCALES:
     value = getattr(policy, name)
     is_traced = isinstance(value, jax.core.Tracer)
     if not is_traced and math.frexp(float(value))[0] != 0.5:
