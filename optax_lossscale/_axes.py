@@ -7,7 +7,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _grads
+from optax_lossscale import _grads, _jaxprs
 
 AxisName = Hashable | Sequence[Hashable]
 
@@ -50,13 +50,13 @@ def global_norm(grads: list[Any], axis_name: AxisName | None) -> jax.Array:
   for name in names:
     if not _is_tracked(name):
       raise ValueError(_cannot_tell(name))
-  axes = tuple(n for n in names if any(n in varying(x) for x in grads))
+  axes = tuple(n for n in names if any(n in _jaxprs.varying(x) for x in grads))
   total = jnp.float32(0)
   for leaf in grads:
     square = _grads.sum_of_squares(leaf)
     # One sum over the devices is enough for sharded and replicated leaves.
     for name in axes:
-      if name not in varying(leaf):
+      if name not in _jaxprs.varying(leaf):
         square = _on_first_device_alone(square, name)
     total += square
   return lax.sqrt(lax.psum(total, axes) if axes else total)
@@ -74,7 +74,7 @@ def _may_differ_over(
   return tuple(
     name
     for name in _as_tuple(axis_name)
-    if not _is_tracked(name) or name in varying(x)
+    if not _is_tracked(name) or name in _jaxprs.varying(x)
   )
 
 
@@ -85,31 +85,7 @@ def _is_tracked(name: Hashable) -> bool:
   ``check_vma=False``, under ``pmap`` and under ``vmap``. The index along the
   axis always varies, so that its type tells which of the two it is.
   """
-  return name in varying(lax.axis_index(name))
-
-
-def varying(x: Any) -> frozenset[Hashable]:
-  """The mapped axes over which the type says that x varies."""
-  return varying_of(jax.typeof(x))
-
-
-def varying_of(kind: Any) -> frozenset[Hashable]:
-  """The mapped axes over which what is of this type varies.
-
-  Raises:
-    RuntimeError: if JAX has another name for them, since a guess would make
-      devices part ways, or a norm too large.
-  """
-  # No name of it is public. The second is that before JAX 0.10.
-  axes = getattr(kind, "manual_axis_type", None)
-  varying = getattr(axes, "varying", getattr(kind, "vma", None))
-  if not isinstance(varying, (frozenset, set)):
-    raise RuntimeError(
-      "optax_lossscale cannot tell along which axes of the mesh a value varies"
-      f" in JAX {jax.__version__}, got the type {kind!r}. Please report it, and"
-      " use an older JAX until there is a new version of optax_lossscale."
-    )
-  return frozenset(varying)
+  return name in _jaxprs.varying(lax.axis_index(name))
 
 
 def _as_tuple(axis_name: AxisName | None) -> tuple[Hashable, ...]:

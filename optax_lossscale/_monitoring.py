@@ -10,11 +10,13 @@ from optax_lossscale import (
   _arrays,
   _causes,
   _checks,
+  _host,
   _policies,
   _state,
 )
 
 
+@_host.may_transfer
 def loss_scale_metrics(
   tree: Any,
   *,
@@ -94,6 +96,7 @@ class LossScaleError(RuntimeError):
   """Raised by :func:`raise_if_stuck`, with a message that says what to do."""
 
 
+@_host.may_transfer
 def raise_if_stuck(
   tree: Any,
   max_consecutive_skips: int = 50,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from optax_lossscale import _arrays, _axes, _jaxprs
+from optax_lossscale import _arrays, _jaxprs
 
 
 def update_or_keep(
@@ -246,7 +246,7 @@ def _may_select(
   try:
     shardings = map(_is_sharding, jax.tree.leaves(eqn.params))
     return (
-      _axes.varying(finite) <= _axes.varying(value)
+      _jaxprs.varying(finite) <= _jaxprs.varying(value)
       and jax.typeof(value) == jax.typeof(old)
       and eqn.ctx == here.ctx
       and not any(shardings)

@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _arrays, _checks
+from optax_lossscale import _arrays, _checks, _host
 
 
 class LossScaleState(NamedTuple):
@@ -61,6 +61,7 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
   return _unboxed(state)
 
 
+@_host.may_transfer
 def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
   """Returns the tree with another loss scale in it.
 

@@ -26,6 +26,7 @@ from optax_lossscale._jaxprs._equations import (
   runs_once,
   with_equations,
   with_jaxprs,
+  with_outputs,
 )
 from optax_lossscale._jaxprs._hijax import HiScan, lowered
 from optax_lossscale._jaxprs._lines import (
@@ -43,6 +44,7 @@ from optax_lossscale._jaxprs._loops import (
   ShardMap,
   While,
 )
+from optax_lossscale._jaxprs._outputs import Opened, with_named_outputs
 from optax_lossscale._jaxprs._parts import (
   bodies_of,
   Call,
@@ -60,4 +62,5 @@ from optax_lossscale._jaxprs._places import (
   with_scope,
 )
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
+from optax_lossscale._jaxprs._varying import as_varying, varying, varying_of
 from optax_lossscale._jaxprs._zeros import for_pull_back

@@ -61,22 +61,37 @@ def equations_of(
     The equations, between the very variables of the one that they replace, and
     at its line; None if they cannot stand there.
   """
+  made = equations_and_more(fun, eqn)
+  return None if made is None else made[0]
+
+
+def equations_and_more(
+  fun: Callable[..., list[Any]], eqn: core.JaxprEqn
+) -> tuple[list[core.JaxprEqn], list[Any]] | None:
+  """The same of a function that returns more than the equation.
+
+  Returns:
+    The equations, and the variables of what it returns beyond the outputs of
+    the equation.
+  """
   with context_of(eqn):
     closed = jax.make_jaxpr(fun)(*[v.aval for v in eqn.invars])
   jaxpr = closed.jaxpr
   made = {v for inner in jaxpr.eqns for v in inner.outvars}
   outs = [v for v in jaxpr.outvars if not isinstance(v, core.Literal)]
-  are_distinct = len(set(outs)) == len(eqn.outvars) and made.issuperset(outs)
+  are_distinct = len(set(outs)) == len(jaxpr.outvars)
+  are_distinct = are_distinct and made.issuperset(outs)
   if not are_distinct or closed.consts:
     return None
   new: dict[Any, Any] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
-  new.update(zip(outs, eqn.outvars, strict=True))
+  count = len(eqn.outvars)
+  new.update(zip(outs[:count], eqn.outvars, strict=True))
 
   def renamed(atoms: Sequence[Any]) -> list[Any]:
     is_literal = lambda x: isinstance(x, core.Literal)
     return [x if is_literal(x) else new.get(x, x) for x in atoms]
 
-  return [
+  eqns = [
     inner.replace(
       invars=renamed(inner.invars),
       outvars=renamed(inner.outvars),
@@ -84,6 +99,7 @@ def equations_of(
     )
     for inner in jaxpr.eqns
   ]
+  return eqns, outs[count:]
 
 
 def context_of(
@@ -192,10 +208,22 @@ def _replaced(param: Any, replace: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:
 
 def with_equations(jaxpr: AnyJaxpr, eqns: list[core.JaxprEqn]) -> AnyJaxpr:
   """A jaxpr with other equations, and the constants that it has."""
+  return with_fields(jaxpr, eqns=eqns)
+
+
+def with_fields(jaxpr: AnyJaxpr, **fields: Any) -> AnyJaxpr:
+  """A jaxpr with other fields, and the constants that it has."""
   # The first is a closed one, too, since JAX 0.11, and keeps its constants.
   if isinstance(jaxpr, core.Jaxpr):
-    return jaxpr.replace(eqns=eqns)
-  return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=eqns), jaxpr.consts)
+    return jaxpr.replace(**fields)
+  return ClosedJaxpr(jaxpr.jaxpr.replace(**fields), jaxpr.consts)
+
+
+def with_outputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
+  """A jaxpr that returns some of its outputs alone."""
+  outvars = closed.jaxpr.outvars
+  some: Any = with_fields(closed, outvars=[outvars[i] for i in kept])
+  return some
 
 
 def is_one_of(atom: Any, variables: Container[Any]) -> bool:

@@ -19,6 +19,7 @@ from optax_lossscale._jaxprs._equations import (
   held_jaxprs,
   shape_of,
 )
+from optax_lossscale._jaxprs._varying import varying_of
 
 
 class Scan(NamedTuple):
@@ -105,6 +106,11 @@ class ShardMap(NamedTuple):
   out_specs: tuple[Any, ...]
   manual_axes: frozenset[Any]
   check_vma: bool
+
+  def differs_over(self, kind: Any) -> tuple[Any, ...]:
+    """The axes along which devices may hold different values of a type."""
+    over = varying_of(kind) if self.check_vma else self.manual_axes
+    return tuple(name for name in self.mesh.axis_names if name in over)
 
   def with_body(
     self, fun: Callable[..., Any], in_specs: Any, out_specs: Any

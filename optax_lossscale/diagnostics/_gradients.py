@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks
+from optax_lossscale import _checks, _host
 from optax_lossscale.diagnostics import _leaves, _limits, _tables
 
 
@@ -98,6 +98,7 @@ class GradientReport:
     return f"In {self.dtype}, times {self.loss_scale:g}:\n{table}"
 
 
+@_host.may_transfer
 def gradient_report(
   grads: Any, dtype: Any = jnp.float16, loss_scale: Any = 1.0
 ) -> GradientReport:

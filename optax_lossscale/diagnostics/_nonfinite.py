@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _grads
+from optax_lossscale import _arrays, _grads, _host
 from optax_lossscale.diagnostics import _leaves
 
 
@@ -68,6 +68,7 @@ class NonfiniteLeaf(NamedTuple):
     )
 
 
+@_host.may_transfer
 def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
   """Lists the leaves that hold an inf or a NaN.
 

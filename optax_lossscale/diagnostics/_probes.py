@@ -4,10 +4,9 @@ import functools
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays, _axes, _state
+from optax_lossscale import _arrays, _jaxprs, _state
 from optax_lossscale.diagnostics import _binades
 
 
@@ -80,8 +79,8 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
   x, slot = jnp.asarray(x), jnp.asarray(slot)
   # Under shard_map all devices may share a slot. The transpose of this cast is
   # a sum over the devices, so that the slot counts for all of them.
-  ours, slots = _axes.varying(x), _axes.varying(slot)
-  slot = _vary(slot, tuple(ours - slots))
+  ours, slots = _jaxprs.varying(x), _jaxprs.varying(slot)
+  slot = _jaxprs.as_varying(slot, tuple(ours - slots))
   return _probe(tuple(slots - ours), x, slot)
 
 
@@ -218,18 +217,10 @@ def _probe(more_axes: Any, x: jax.Array, slot: jax.Array) -> jax.Array:
 def _probe_bwd(
   more_axes: Any, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  return cotangent, _vary(_binades.count(cotangent), more_axes)
+  return cotangent, _jaxprs.as_varying(_binades.count(cotangent), more_axes)
 
 
 _probe.defvjp(lambda more_axes, x, slot: (x, None), _probe_bwd)
-
-
-def _vary(x: jax.Array, axes: Any) -> jax.Array:
-  """``x`` as a value that may differ along the axes."""
-  if hasattr(lax, "pcast"):
-    return lax.pcast(x, axes, to="varying")
-  # What JAX 0.8.0 has instead.
-  return lax.pvary(x, axes)  # type: ignore[attr-defined]
 
 
 def _check_slots(name: str, tree: Any) -> None:

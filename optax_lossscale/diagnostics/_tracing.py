@@ -1,6 +1,11 @@
-"""The jaxpr of a function, whatever its arguments are."""
+"""The jaxpr of a function, whatever its arguments are.
 
-from collections.abc import Callable, Iterator
+Beside what a function returns, a training step holds what it trains on: the
+gradients that `update` is given. They are marked, and become outputs here, so
+that every report sees them.
+"""
+
+from collections.abc import Callable, Collection, Iterator
 import contextlib
 import inspect
 from typing import Any, NamedTuple
@@ -9,25 +14,53 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _jaxprs
+from optax_lossscale import _arrays, _jaxprs, _judged
+
+
+class Output(NamedTuple):
+  """An output of a traced function.
+
+  Attributes:
+    kind: a ``"result"``; an ``"argument"`` that was changed in place; or what
+      `update` judges: ``"grads"``, ``"updates"``, and whether a step is
+      ``"applied"``.
+    name: how to name it, such as ``[1]['kernel']``.
+    group: the number of the result that it is part of, or of the ``update``.
+  """
+
+  kind: str
+  name: str
+  group: int
 
 
 class Traced(NamedTuple):
   """A traced function.
 
   Attributes:
-    closed: its jaxpr. The outputs are the leaves of the result that are floats.
+    closed: its jaxpr.
     inputs: the arrays, or their shapes, that the jaxpr takes.
     names: how to name each of them, such as ``batch['image']``.
-    results: how to name each output, such as ``[1]['kernel']``.
-    groups: for each output, the number of the result that it is part of.
+    outputs: what each output of the jaxpr is. All but ``"applied"`` are floats.
+    shut: where gradients are that could not be made outputs, as in a ``while``.
   """
 
   closed: _jaxprs.ClosedJaxpr
   inputs: list[Any]
   names: list[str]
-  results: list[str]
-  groups: list[int]
+  outputs: list[Output]
+  shut: list[str]
+
+  @property
+  def grads(self) -> list[Output]:
+    """The gradients that an optimizer is given."""
+    return [output for output in self.outputs if output.kind == "grads"]
+
+  def only(self, kinds: Collection[str]) -> "Traced":
+    """The same function without all other outputs."""
+    kept = [i for i, out in enumerate(self.outputs) if out.kind in kinds]
+    closed = _jaxprs.with_outputs(self.closed, kept)
+    outputs = [self.outputs[i] for i in kept]
+    return self._replace(closed=closed, outputs=outputs)
 
 
 def trace(
@@ -77,14 +110,41 @@ def trace(
     filled = [next(arrays) if _is_input(leaf) else leaf for leaf in leaves]
     its_args, its_kwargs = jax.tree.unflatten(structure, filled)
     found = _floats_in(fun(*its_args, **its_kwargs))
-    groups[:] = [i for i, _, _ in found]
-    results[:] = [name for _, name, _ in found]
-    return [leaf for _, _, leaf in found]
+    # Flax NNX changes models and optimizers in place.
+    after, now = jax.tree.flatten((its_args, its_kwargs))
+    is_same: Any = now == structure  # type: ignore[operator]
+    if is_same:
+      all_three = zip(arguments, filled, after, strict=True)
+      found += [
+        (Output("argument", name, 0), new)
+        for (name, _), old, new in all_three
+        if new is not old and _is_float(new)
+      ]
+    outputs[:] = [output for output, _ in found]
+    return [leaf for _, leaf in found]
 
-  results: list[str] = []
-  groups: list[int] = []
+  outputs: list[Output] = []
   closed = jax.make_jaxpr(flat_fun)(*inputs)
-  return Traced(closed, inputs, names, results, groups)
+  is_mark = lambda name: _judged.mark_of(name) is not None
+  opened = _jaxprs.with_named_outputs(closed, is_mark)
+  outputs += _judged_outputs(opened.names)
+  return Traced(opened.closed, inputs, names, outputs, opened.shut)
+
+
+def _judged_outputs(names: list[str]) -> list[Output]:
+  """What is marked, by the way to it; several updates have a number each."""
+  groups: dict[str, int] = {}
+  last: dict[str, int] = {}
+  outputs = []
+  for kind, number, path in filter(None, map(_judged.mark_of, names)):
+    if number <= last.get(kind, number):  # Another update begins.
+      groups[kind] = groups.get(kind, -1) + 1
+    last[kind] = number
+    outputs.append(Output(kind, path, groups[kind]))
+  return [
+    out._replace(name=f"[{out.group}]{out.name}") if groups[out.kind] else out
+    for out in outputs
+  ]
 
 
 def _named_arguments(
@@ -98,20 +158,20 @@ def _named_arguments(
   return [leaf for argument in arguments for leaf in _named_leaves(*argument)]
 
 
-def _floats_in(out: Any) -> list[tuple[int, str, Any]]:
-  """The floats in what a function returns.
-
-  Each comes with its name, and with the number of the result that it is part
-  of, such as the loss or the gradients.
-  """
+def _floats_in(out: Any) -> list[tuple[Output, Any]]:
+  """The floats in what a function returns, such as the loss, or gradients."""
   is_result = lambda x: type(x) is not tuple
   results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
   return [
-    (i, name, leaf)
+    (Output("result", name, i), leaf)
     for i, (path, result) in enumerate(results)
     for name, leaf in _named_leaves(jax.tree_util.keystr(path), result)
-    if _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
+    if _is_float(leaf)
   ]
+
+
+def _is_float(leaf: Any) -> bool:
+  return _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
 
 
 def _named_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
@@ -119,6 +179,14 @@ def _named_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return [
     (f"{name}{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves
+  ]
+
+
+def told(shut: list[str]) -> list[str]:
+  """What is told of gradients that could not be made outputs."""
+  return [
+    f"gradients inside of {where}: hand over one step"
+    for where in dict.fromkeys(shut)
   ]
 
 

@@ -109,7 +109,6 @@ def product(scope, effect, headroom, position, backward=False):
     source="model.py:3 (f)",
     backward=backward,
     effect=effect,
-    error=1e-3,
     largest=1.0,
     headroom=headroom,
     lost=0.0,
@@ -122,6 +121,8 @@ def product(scope, effect, headroom, position, backward=False):
 def comparison(products, standing_out=()):
   return diagnostics.PrecisionComparison(
     dtype="float16",
+    compared="results",
+    is_zero=False,
     error=0.1,
     cosine=0.9,
     is_finite=True,

@@ -196,12 +196,11 @@ def check(thing, names):
 
 
 def test_types_tell_what_varies():
-  from optax_lossscale import _axes
 
   seen = []
 
   def local(x):
-    seen.append((_axes.varying(x), _axes.varying(lax.psum(x, "i"))))
+    seen.append((_jaxprs.varying(x), _jaxprs.varying(lax.psum(x, "i"))))
     return lax.psum(x, "i")
 
   mesh = sharding.make_mesh((2,), ("i",))
@@ -211,13 +210,12 @@ def test_types_tell_what_varies():
 
 
 def test_a_type_of_another_jax_is_an_error_that_asks_for_a_report():
-  from optax_lossscale import _axes
 
   for kind in (types.SimpleNamespace(), types.SimpleNamespace(vma=None)):
     with pytest.raises(RuntimeError, match=re.escape(jax.__version__)):
-      _axes.varying_of(kind)
+      _jaxprs.varying_of(kind)
     with pytest.raises(RuntimeError, match="Please report it"):
-      _axes.varying_of(kind)
+      _jaxprs.varying_of(kind)
 
 
 def test_what_vjp_returns_takes_zeros_that_are_no_arrays():

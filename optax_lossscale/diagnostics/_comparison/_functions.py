@@ -1,4 +1,4 @@
-"""``compare_precision``: which product loses the precision of the results."""
+"""``compare_precision``: which product loses the precision of the gradients."""
 
 from collections.abc import Callable
 import dataclasses
@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale import _host
 from optax_lossscale._autocast import _products
 from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._comparison import (
@@ -16,10 +17,10 @@ from optax_lossscale.diagnostics._comparison import (
   _report,
   _rows,
   _runs,
-  _statistics,
 )
 
 
+@_host.may_transfer
 def compare_precision(
   fun: Callable[..., Any],
   *args: Any,
@@ -34,10 +35,15 @@ def compare_precision(
   once for each place that has such products, with these alone in half
   precision. All runs share one compiled program.
 
+  Of a training step, the gradients that are given to the ``update`` of
+  :func:`~optax_lossscale.with_loss_scaling` are compared, and nothing else:
+  parameters move by the learning rate alone, whatever the gradients are. Of a
+  function without such an ``update``, its results are compared.
+
   Args:
-    fun: a function that ``jax.jit`` could take, with an ``autocast`` inside:
-      gradients, ``ols.grad(ols.autocast(loss_fn), opt_state)``, or a whole
-      training step. What it returns is what is compared. Callbacks that return
+    fun: a function that ``jax.jit`` could take, with an ``autocast`` inside: a
+      training step, whatever it returns, or gradients,
+      ``ols.grad(ols.autocast(loss_fn), opt_state)``. Callbacks that return
       nothing, such as ``jax.debug.print``, do not run; others run each time.
     *args: its arguments. Among them may be whatever ``fun`` takes.
     effects: ``"all"``, or ``"worst"`` for a large model: the places that do
@@ -54,7 +60,8 @@ def compare_precision(
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
       traced.
     ValueError: if there is no ``autocast`` inside, or it found no products; if
-      the results hold no floats; or if ``effects`` is neither of the two.
+      there is no ``update`` inside, and the results hold no floats; or if
+      ``effects`` is neither of the two.
 
   Examples:
     >>> import jax
@@ -79,6 +86,8 @@ def compare_precision(
     traced = _tracing.trace(
       "compare_precision", fun, args, kwargs, shapes=False
     )
+    shut = _tracing.told(traced.shut)
+    traced = traced.only({"grads"}) if traced.grads else traced.only({"result"})
     rows = _rows.Rows(traced.closed)
     _check(fun, traced, rows)
     with _tracing.mesh_of(traced.inputs):
@@ -92,15 +101,17 @@ def compare_precision(
       bar.end()
   products = [_product(i, effect, rows, runs) for i, effect in found.items()]
   # Of equal effects, what overflows furthest comes first.
-  harm = lambda row: (row.effect, -row.headroom, row.error)
+  harm = lambda row: (row.effect, -row.headroom)
   products.sort(key=harm, reverse=True)
   notes = [f"Runs as it is written: {name}." for name in rows.not_entered]
   report = _report.PrecisionComparison(
     dtype=" and ".join(sorted(map(str, rows.dtypes))),
+    compared="gradients" if traced.grads else "results",
+    is_zero=runs.is_zero,
     **runs.half._asdict(),
     standing_out=(),
     products=tuple(products),
-    notes=tuple(dict.fromkeys(notes)),
+    notes=(*(f"Not looked at: {x}." for x in shut), *dict.fromkeys(notes)),
   )
   # Among infinities every place would be guilty.
   if not report.is_finite or report.excess:
@@ -115,10 +126,11 @@ def _check(
   fun: Callable[..., Any], traced: _tracing.Traced, rows: _rows.Rows
 ) -> None:
   name = getattr(fun, "__name__", fun)
-  if not traced.results:
+  if not traced.outputs:
     raise ValueError(
-      f"compare_precision compares floats, got {name}, whose results hold none."
-      " Return gradients, or what the last layer returns."
+      f"compare_precision compares floats, got {name}, whose results hold none,"
+      " and which gives no gradients to the update of with_loss_scaling. Return"
+      " gradients, or what the last layer returns."
     )
   if not rows.all:
     scopes = _products.Search().scopes_in_jaxpr(traced.closed.jaxpr)
@@ -136,9 +148,9 @@ def _product(
   i: int, effect: float, rows: _rows.Rows, runs: _runs.Runs
 ) -> _report.ProductPrecision:
   row = rows.all[i]
-  exact, half = runs.exact_notes[i], runs.half_notes[i]
-  entries = np.maximum(exact.entries, 1)
-  largest = float(exact.largest)
+  notes = runs.notes[i]
+  entries = np.maximum(notes.entries, 1)
+  largest = float(notes.largest)
   limit = float(jnp.finfo(row.dtype).max)
   return _report.ProductPrecision(
     row.primitive,
@@ -146,11 +158,10 @@ def _product(
     rows.sources[i],
     row.backward,
     effect=effect,
-    error=_statistics.distance(exact, half),
     largest=largest,
     headroom=math.log2(limit) - math.log2(largest) if largest else math.inf,
-    lost=float(np.max(exact.lost / entries)),
-    subnormal=float(np.max(exact.subnormal / entries)),
-    times=round(float(exact.times)),
+    lost=float(np.max(notes.lost / entries)),
+    subnormal=float(np.max(notes.subnormal / entries)),
+    times=round(float(notes.times)),
     position=i,
   )

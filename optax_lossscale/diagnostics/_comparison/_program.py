@@ -28,7 +28,7 @@ from optax_lossscale.diagnostics._comparison import _rows, _statistics
 _SILENT = re.compile("callback|print")
 _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 
-# For each row what was noted of it; none if nothing is to be noted.
+# For each row what was noted of it; none where nothing can be noted.
 Notes = list[_statistics.Statistics]
 # What equations return, and what was noted after them.
 Done = tuple[Sequence[Any], Notes]
@@ -41,13 +41,11 @@ class Program(NamedTuple):
     rows: the products.
     in_half: for each row, whether it runs in half precision; bool[rows].
     place: where the walk through it has come to.
-    seed: an integer that is another one on each device.
   """
 
   rows: _rows.Rows
   in_half: Any
   place: _jaxprs.Place = _jaxprs.Place()
-  seed: Any = np.uint32(0)
 
   def run(
     self, closed: _jaxprs.ClosedJaxpr, inputs: Sequence[Any], notes: Notes
@@ -124,7 +122,7 @@ class Program(NamedTuple):
     if not notes:
       return [out], notes
     arrays, limits = [*inputs[:2], out], _limits.limits_of(dtype)
-    noted = _statistics.noted(notes[row], arrays, limits, self.seed)
+    noted = _statistics.noted(notes[row], arrays, limits)
     return [out], [*notes[:row], noted, *notes[row + 1 :]]
 
   def _beside(self, eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
@@ -196,15 +194,13 @@ class Program(NamedTuple):
   def _shard_map(
     self, mapped: _jaxprs.ShardMap, inputs: list[Any], notes: Notes
   ) -> Done:
-    # A set has another order in each process, and the seeds depend on it.
-    axes = tuple(sorted(mapped.manual_axes, key=str))
+    axes = tuple(mapped.manual_axes)
 
     def body(in_half: Any, *args: Any) -> Any:
-      seed = lax.axis_index(axes).astype(jnp.uint32)
       # What is noted differs among the devices, and so its type must say.
-      differs = lambda x: x + 0 * seed.astype(jnp.float32)
+      differs = lambda x: x + 0 * lax.axis_index(axes).astype(jnp.float32)
       empty = jax.tree.map(differs, [_statistics.empty() for _ in notes])
-      program = self._replace(in_half=in_half, seed=seed)
+      program = self._replace(in_half=in_half)
       outs, noted = program.run(mapped.body, args, empty)
       return outs, [_statistics.of_all_devices(n, axes) for n in noted]
 

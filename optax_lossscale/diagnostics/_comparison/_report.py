@@ -18,11 +18,9 @@ class ProductPrecision(NamedTuple):
     scope: the scopes around it, such as ``"Net/block1"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to a backward pass.
-    effect: the relative error of the results if these products alone run in
-      half precision; inf if the results are not finite. With
-      ``effects="worst"``, places that were only measured together share theirs.
-    error: the relative error of what these products return, in the run in half
-      precision: of their own rounding and of all before.
+    effect: the relative error of what is compared if these products alone run
+      in half precision; inf if that is not finite. With ``effects="worst"``,
+      places that were only measured together share theirs.
     largest: the largest magnitude of operands and results, in float32.
     headroom: how many binades are left above it; below zero it overflows.
     lost: the share of entries that become zero, of that operand or result that
@@ -37,7 +35,6 @@ class ProductPrecision(NamedTuple):
   source: str
   backward: bool
   effect: float
-  error: float
   largest: float
   headroom: float
   lost: float
@@ -57,20 +54,28 @@ class PrecisionComparison:
 
   Attributes:
     dtype: the dtype that is compared with float32, as a string.
-    error: the relative error of the results, as a norm: of the result that is
-      furthest off, if there are several. It is inf if they are not finite.
-    cosine: the smallest cosine between the results of both runs.
-    is_finite: whether the results are finite in float32. If not, nothing is
-      named: find_overflow tells the operation.
+    compared: ``"gradients"``, those that the optimizer is given, or
+      ``"results"``, those of the function.
+    is_zero: whether all of it is zero in float32: then there is nothing to
+      compare.
+    error: the relative error of what is compared, as a norm: of the result, or
+      of the gradients of one ``update``, that are furthest off, if there are
+      several. It is inf if they are not finite.
+    cosine: the smallest cosine between those of both runs.
+    is_finite: whether all of it is finite in float32. If not, nothing is named:
+      find_overflow tells the operation.
     standing_out: the names of places that do far more harm than all others
       together, the worst first; none, if there are no such.
-    errors: the relative error of each array in the results, by its name.
+    errors: the relative error of each array that is compared, by the way to it:
+      that of the gradients of a second ``update`` begins with ``[1]``.
     products: a :class:`ProductPrecision` for each place, the one with the
       largest effect first.
     notes: what the figures do not tell, in sentences.
   """
 
   dtype: str
+  compared: str
+  is_zero: bool
   error: float
   cosine: float
   is_finite: bool
@@ -86,10 +91,8 @@ class PrecisionComparison:
     What overflows in the backward pass alone is not among them: that is for the
     loss scale, which comes down.
     """
-    rows = [r for r in self.products if r.headroom < 0 and not r.backward]
-    rows.sort(key=lambda row: row.headroom)
-    names = dict.fromkeys(row.name for row in rows if row.name)
-    return tuple(names) if self.is_finite else ()
+    rows = sorted(self._overflowing_rows(), key=lambda row: row.headroom)
+    return tuple(dict.fromkeys(row.name for row in rows))
 
   @property
   def excess(self) -> int:
@@ -102,6 +105,10 @@ class PrecisionComparison:
     over = -min(backward, default=0.0)
     is_it = self.is_finite and not self.overflowing and 0 < over < math.inf
     return math.ceil(over) if is_it else 0
+
+  def _overflowing_rows(self) -> list[ProductPrecision]:
+    rows = [r for r in self.products if r.headroom < 0 and not r.backward]
+    return [row for row in rows if row.name and self.is_finite]
 
   def worst(self, n: int = 1) -> tuple[str, ...]:
     """The names of the places that do most harm, and stand out.
@@ -122,17 +129,27 @@ class PrecisionComparison:
     return vars(self) | {"products": products, "notes": list(self.notes)}
 
   def __str__(self) -> str:
-    return "\n".join([*self._summary(), self._table(), *self.notes])
+    return "\n".join([*self.notes, *self._summary(), self._table()])
 
   def _summary(self) -> list[str]:
+    is_step = self.compared == "gradients"
     error = (
       f"{self.dtype} against float32: error {self.error:.2g}, cosine"
-      f" {self.cosine:.7g}."
+      f" {self.cosine:.7g},\nof the {self.compared}"
+      f"{' that the optimizer is given' if is_step else ''}, arrays:"
+      f" {len(self.errors)}."
     )
+    if self.is_zero:
+      return [
+        f"All {self.compared} are zero in float32, so that nothing can be"
+        " compared: take a batch that has gradients, and a step that applies"
+        " them.",
+        error,
+      ]
     if not self.is_finite:
       return [
-        "The results are not finite in float32 either: find_overflow names the"
-        " operation.",
+        f"The {self.compared} are not finite in float32 either: find_overflow"
+        " names the operation.",
         error,
       ]
     if self.excess:
@@ -143,8 +160,10 @@ class PrecisionComparison:
       ]
     lines = [error]
     if self.overflowing:
+      first = min(self._overflowing_rows(), key=lambda row: row.position)
       lines.append(
-        f"Places that overflow: {len(self.overflowing)}, see overflowing."
+        f"Places that overflow: {len(self.overflowing)}, see overflowing. The"
+        f" first along the program: keep_float32={first.name!r}."
       )
     match list(self.standing_out):
       case []:
@@ -167,7 +186,6 @@ def _cells(row: ProductPrecision) -> dict[str, str]:
     "": row.primitive,
     "line": row.name + (", backward" if row.backward else ""),
     "effect": f"{row.effect:.1e}",
-    "so far": f"{row.error:.1e}",
     "largest": f"{row.largest:.3g}",
     "headroom": f"{row.headroom:.1f}",
     "lost": f"{row.lost:.1%}",

@@ -1,6 +1,6 @@
 """Runs a program, each time with other products in half precision.
 
-The results of each run are compared with those in float32.
+The outputs of each run are compared with those in float32.
 """
 
 import math
@@ -20,14 +20,15 @@ from optax_lossscale.diagnostics._comparison import (
 
 
 class Errors(NamedTuple):
-  """How far the results of a run are from those in float32.
+  """How far the outputs of a run are from those in float32.
 
   Attributes:
-    error: the relative error, as a norm, of the result that is furthest off.
-    cosine: the smallest cosine between the results of both.
-    is_finite: whether there are results in float32 to compare with: no NaN, and
+    error: the relative error, as a norm, of the result, or of the gradients of
+      one ``update``, that are furthest off.
+    cosine: the smallest cosine between those of both.
+    is_finite: whether there are outputs in float32 to compare with: no NaN, and
       no array that holds nothing but infs.
-    errors: the relative error of each array in the results, by its name.
+    errors: the relative error of each array, by its name.
   """
 
   error: float
@@ -40,9 +41,9 @@ class Runs:
   """The runs of a program, and what comes out of each.
 
   Attributes:
-    exact_notes: what was noted of each row in float32.
-    half_notes: the same in half precision.
-    half: the errors of the results in half precision.
+    notes: what was noted of each row in float32.
+    half: the errors if all rows run in half precision.
+    is_zero: whether all outputs are zero in float32.
   """
 
   def __init__(
@@ -55,23 +56,23 @@ class Runs:
     self._count = len(rows.all)
     self._progress = progress
 
-    def run(inputs: list[Any], in_half: Any, noting: bool) -> Any:
-      empty = [_statistics.empty() for _ in rows.all if noting]
+    @jax.jit
+    def run(inputs: list[Any], in_half: Any) -> Any:
+      empty = [_statistics.empty() for _ in rows.all]
       return _program.Program(rows, in_half).run(traced.closed, inputs, empty)
 
-    self._run = jax.jit(run, static_argnames="noting")
-    self._reference, self.exact_notes = self._call([], noting=True)
-    everything = list(range(self._count))
-    outs, self.half_notes = self._call(everything, noting=True)
-    self.half = self._errors(outs)
+    self._run = run
+    self._reference, self.notes = self._call([])
+    self.half = self._errors(self._call(list(range(self._count)))[0])
+    self.is_zero = not any(jnp.any(x) for x in self._reference)
 
   def effect(self, in_half: list[int]) -> float:
-    """The error of the results if these rows alone run in half precision."""
-    return self._errors(self._call(in_half, noting=False)[0]).error
+    """The error of the outputs if these rows alone run in half precision."""
+    return self._errors(self._call(in_half)[0]).error
 
-  def _call(self, in_half: list[int], noting: bool) -> Any:
+  def _call(self, in_half: list[int]) -> Any:
     flags = np.isin(np.arange(self._count), in_half)
-    out = jax.block_until_ready(self._run(self._traced.inputs, flags, noting))
+    out = jax.block_until_ready(self._run(self._traced.inputs, flags))
     self._progress.step(self._count + 2)
     return out
 
@@ -79,16 +80,18 @@ class Runs:
     # Float64, since squares of float32 may be out of range.
     sums = np.array(_sums(self._reference, outs), np.float64)
     # The arrays of a result follow each other.
-    _, starts = np.unique(self._traced.groups, return_index=True)
+    groups = [output.group for output in self._traced.outputs]
+    _, starts = np.unique(groups, return_index=True)
     with np.errstate(invalid="ignore", over="ignore"):
       squares = sums[:, :4] * sums[:, 4:5] ** 2
       of_results = np.add.reduceat(squares, starts)
     each = map(_relative, squares)
+    names = [output.name for output in self._traced.outputs]
     return Errors(
       error=max(map(_relative, of_results)),
       cosine=float(np.min(list(map(_cosine, of_results)))),  # NaN if one is.
       is_finite=bool(sums[:, 5].all()),
-      errors=dict(zip(self._traced.results, each, strict=True)),
+      errors=dict(zip(names, each, strict=True)),
     )
 
 
@@ -122,7 +125,11 @@ def _dot(x: Any, y: Any) -> Any:
 
 def _relative(sums: Any) -> float:
   difference, reference, _, _ = sums
-  return _statistics.relative(math.sqrt(difference), math.sqrt(reference))
+  if not math.isfinite(difference):
+    return math.inf
+  if reference == 0:
+    return 0.0 if difference == 0 else math.inf
+  return math.sqrt(difference) / math.sqrt(reference)
 
 
 def _cosine(sums: Any) -> float:

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 from jax.extend import core
 import jax.numpy as jnp
+import numpy as np
 
-from optax_lossscale import _jaxprs
+from optax_lossscale import _host, _jaxprs, _warnings
 from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._overflow import (
   _bits,
@@ -19,10 +20,16 @@ from optax_lossscale.diagnostics._overflow import (
 )
 
 
+@_host.may_transfer
 def find_overflow(
   fun: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> _report.Overflow | None:
   """Finds the operation that the infs and NaNs in a result come from.
+
+  Of a training step the gradients that are given to the ``update`` of
+  :func:`~optax_lossscale.with_loss_scaling` count as results, too, whatever the
+  step returns: a step that is skipped is not finite. So does what the function
+  changes in its arguments, as Flax NNX does.
 
   Runs the function once as a whole, compiled as it would be in training, but
   for numbers that XLA would keep in more bits than their dtype has. If the
@@ -36,14 +43,15 @@ def find_overflow(
 
   Args:
     fun: any function that ``jax.jit`` could take, also one that is jitted or
-      differentiated: ``ols.grad(loss_fn, opt_state)``.
+      differentiated: a training step, or ``ols.grad(loss_fn, opt_state)``.
     *args: its arguments. Among them may be whatever ``fun`` takes: models of
       Flax NNX or Equinox, functions, strings.
     **kwargs: its keyword arguments.
 
   Returns:
     None if all floats in the result are finite, of the whole program or of its
-    operations. Otherwise an
+    operations; with a warning, if a step is skipped all the same, or gradients
+    could not be looked at. Otherwise an
     :class:`Overflow`: the first operation, in the order of the program, that
     had finite inputs and a result that was not finite, and that reached the
     result. There may be others in its field ``others``. An inf that is written
@@ -56,7 +64,7 @@ def find_overflow(
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
-    >>> from optax_lossscale import diagnostics
+      >>> from optax_lossscale import diagnostics
     >>> def loss_fn(w, x):
     ...   hidden = jnp.exp(x @ w)
     ...   return jnp.mean(jnp.where(x > 0, hidden, 0).astype(jnp.float32))
@@ -77,20 +85,37 @@ def find_overflow(
       for x, name in zip(traced.inputs, traced.names, strict=True)
     ]
     with _tracing.mesh_of(traced.inputs):
-      if _is_finite_at_once(traced):
+      outs = _run_at_once(traced)
+      if outs is not None and all(map(_bits.is_finite, outs)):
+        _warn_if_not_all(traced, outs)
         return None
-      outs = walker.run(traced.closed, inputs, _jaxprs.Place())
-    found = origins.named(outs)
-  if not found:
-    return None
+      values = walker.run(traced.closed, inputs, _jaxprs.Place())
+    found = origins.named(values)
+    if not found:
+      _warn_if_not_all(traced, [value.array for value in values])
+      return None
   return dataclasses.replace(found[0], others=tuple(found[1:]))
 
 
-def _is_finite_at_once(traced: _tracing.Traced) -> bool:
-  """Whether the whole program was run, and has only finite results."""
+def _run_at_once(traced: _tracing.Traced) -> list[Any] | None:
+  """The outputs of the whole program; None if it has effects."""
   if _jaxprs.runs_once(traced.closed.jaxpr):
-    return False  # What happens in it is to happen once.
+    return None  # What happens in it is to happen once.
   # Where it drops a conversion to float16 and back, an overflow goes with it.
   options = {"xla_allow_excess_precision": False}
   run = jax.jit(core.jaxpr_as_fun(traced.closed), compiler_options=options)
-  return all(map(_bits.is_finite, run(*traced.inputs)))
+  return run(*traced.inputs)
+
+
+def _warn_if_not_all(traced: _tracing.Traced, outs: list[Any]) -> None:
+  """Says why a program without an overflow may still be no good."""
+  for what in _tracing.told(traced.shut):
+    _warnings.warn(f"find_overflow found nothing. Not looked at: {what}.")
+  kinds = [output.kind for output in traced.outputs]
+  flags = [x for x, kind in zip(outs, kinds, strict=True) if kind == "applied"]
+  if not all(map(np.all, flags)):
+    _warnings.warn(
+      "find_overflow found nothing: a step is skipped, but the gradients that"
+      " update is given are finite. No operation overflows: grads_finite= says"
+      " so, or the gradients add up to more than float32 holds."
+    )

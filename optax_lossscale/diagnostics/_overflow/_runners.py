@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from optax_lossscale import _arrays, _axes, _jaxprs
+from optax_lossscale import _arrays, _jaxprs
 
 Run = Callable[..., list[Any]]
 
@@ -60,9 +60,11 @@ class ShardRunner(Runner):
     return self._on_shards(run, jaxpr.invars, jaxpr.outvars)
 
   def lift(self, array: Any, atom: Any) -> Any:
-    sizes = dict(self._mapped.mesh.shape)
-    count = math.prod(sizes[name] for name in self._differs_over(atom))
-    placed = jax.sharding.NamedSharding(self._mapped.mesh, self._spec(atom))
+    mesh = self._mapped.mesh
+    sizes = dict(mesh.shape)
+    over = self._mapped.differs_over(atom.aval)
+    count = math.prod(sizes[name] for name in over)
+    placed = jax.sharding.NamedSharding(mesh, self._spec(atom))
     many = np.broadcast_to(jax.device_get(array), (count, *array.shape))
     return jax.device_put(many, placed)
 
@@ -95,15 +97,7 @@ class ShardRunner(Runner):
 
   def _spec(self, var: _jaxprs.Atom) -> PartitionSpec:
     """How the first axis is spread: an entry on each device, or on all."""
-    return PartitionSpec(self._differs_over(var))
-
-  def _differs_over(self, var: _jaxprs.Atom) -> tuple[str, ...]:
-    """The axes of the mesh along which devices may hold different values."""
-    mapped = self._mapped
-    over = mapped.manual_axes
-    if mapped.check_vma:
-      over = _axes.varying_of(var.aval)
-    return tuple(name for name in mapped.mesh.axis_names if name in over)
+    return PartitionSpec(self._mapped.differs_over(var.aval))
 
 
 def _as_array(x: Any, atom: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _jaxprs
+from optax_lossscale import _host, _jaxprs
 from optax_lossscale.diagnostics import _limits, _tables, _tracing
 from optax_lossscale.diagnostics._precision import _flops, _risks, _walk
 
@@ -91,7 +91,7 @@ class PrecisionReport:
       dtype, the largest first.
     at_risk: a :class:`Risk` for each line that does something in this dtype
       that may go wrong, in the order of the program.
-    notes: what could not be known from shapes.
+    notes: what could not be known from shapes, or was not looked at.
   """
 
   dtype: str
@@ -133,9 +133,10 @@ class PrecisionReport:
     if at_risk:
       parts.append(f"At risk in {self.dtype}:")
       parts.append(_tables.table(("", "line", "times", "why"), at_risk, left=4))
-    return "\n".join([*parts, *(f"Not known: {note}" for note in self.notes)])
+    return "\n".join([*(f"Not known: {note}" for note in self.notes), *parts])
 
 
+@_host.may_transfer
 def precision_report(
   fun: Callable[..., Any],
   *args: Any,
@@ -144,10 +145,12 @@ def precision_report(
 ) -> PrecisionReport:
   """Says in which dtypes a function computes, and where float16 is a risk.
 
-  Everything is taken from shapes: nothing is computed.
+  Everything is taken from shapes: nothing is computed. What counts is what
+  leads to a result, to a change of an argument, or to the gradients that the
+  ``update`` of :func:`~optax_lossscale.with_loss_scaling` is given.
 
   Args:
-    fun: any function that ``jax.jit`` could take, such as
+    fun: any function that ``jax.jit`` could take, such as a training step, or
       ``jax.value_and_grad(loss_fn)``.
     *args: its arguments, of which arrays may be ``jax.ShapeDtypeStruct``.
     dtype: the dtype that you want it to compute in, a float dtype of at most 32
@@ -184,7 +187,8 @@ def precision_report(
   steps = _walk.steps_of(traced.closed)
   products = _flops.products_in(steps)
   total = sum(product.flops for product in products)
-  notes = [f"{step.note}, {step.place.source}" for step in steps if step.note]
+  notes = _tracing.told(traced.shut)
+  notes += [f"{step.note}, {step.place.source}" for step in steps if step.note]
   wide = [p for p in products if _is_wider(p.operands, as_dtype)]
   return PrecisionReport(
     dtype=str(as_dtype),

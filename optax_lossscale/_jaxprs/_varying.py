@@ -1,0 +1,39 @@
+"""Along which mapped axes devices may hold different values, as types say."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def varying(x: Any) -> frozenset[Hashable]:
+  """The mapped axes over which the type says that x varies."""
+  return varying_of(jax.typeof(x))
+
+
+def varying_of(kind: Any) -> frozenset[Hashable]:
+  """The mapped axes over which what is of this type varies.
+
+  Raises:
+    RuntimeError: if JAX has another name for them, since a guess would make
+      devices part ways, or a norm too large.
+  """
+  # No name of it is public. The second is that before JAX 0.10.
+  axes = getattr(kind, "manual_axis_type", None)
+  varying = getattr(axes, "varying", getattr(kind, "vma", None))
+  if not isinstance(varying, (frozenset, set)):
+    raise RuntimeError(
+      "optax_lossscale cannot tell along which axes of the mesh a value varies"
+      f" in JAX {jax.__version__}, got the type {kind!r}. Please report it, and"
+      " use an older JAX until there is a new version of optax_lossscale."
+    )
+  return frozenset(varying)
+
+
+def as_varying(x: jax.Array, axes: Any) -> jax.Array:
+  """What is one value along these axes, as one that may differ."""
+  if hasattr(lax, "pcast"):
+    return lax.pcast(x, axes, to="varying")
+  # What JAX 0.8.0 has instead.
+  return lax.pvary(x, axes)  # type: ignore[attr-defined]

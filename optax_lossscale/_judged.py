@@ -1,0 +1,67 @@
+"""Marks what `update` judges, so that reports find it wherever it is.
+
+A mark is an identity that has a name: a jaxpr shows it, and XLA drops it. What
+is not traced is not marked.
+"""
+
+import itertools
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from optax_lossscale import _grads
+
+# The gradients that an optimizer is given, the updates that it makes, if these
+# are tested, too, and whether they are applied.
+Kind = Literal["grads", "updates", "applied"]
+
+_PREFIX = "optax_lossscale"
+
+
+class Mark(NamedTuple):
+  """What a mark tells.
+
+  Attributes:
+    kind: what is marked.
+    number: which leaf of its tree it is; 0 for the first.
+    path: the way to it, such as ``['blocks'][0]``.
+  """
+
+  kind: str
+  number: int
+  path: str
+
+
+def marked_tree(kind: Kind, tree: Any) -> Any:
+  """The same tree, in which each gradient is marked."""
+  numbers = itertools.count()
+
+  def mark(path: Any, leaf: Any) -> Any:
+    if not _grads.is_grad(path, leaf):
+      return leaf
+    return _marked(Mark(kind, next(numbers), jax.tree_util.keystr(path)), leaf)
+
+  return jax.tree_util.tree_map_with_path(mark, tree)
+
+
+def marked_flag(applied: jax.Array) -> jax.Array:
+  """The same flag, marked as what says whether a step is applied."""
+  return _marked(Mark("applied", 0, ""), applied)
+
+
+def mark_of(name: str) -> Mark | None:
+  """The mark that has a name; None if it is a name of somebody else."""
+  prefix, *parts = name.split("|", 3)
+  if prefix != _PREFIX:
+    return None
+  kind, number, path = parts
+  return Mark(kind, int(number), path)
+
+
+def _marked(mark: Mark, leaf: Any) -> Any:
+  if not isinstance(leaf, jax.core.Tracer):
+    return leaf
+  return checkpoint_name(
+    leaf, f"{_PREFIX}|{mark.kind}|{mark.number}|{mark.path}"
+  )
