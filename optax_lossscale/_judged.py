@@ -16,7 +16,7 @@ from optax_lossscale import _grads
 # are tested, too, and whether they are applied.
 Kind = Literal["grads", "updates", "applied"]
 
-_PREFIX = "optax_lossscale"
+_PREFIX = "optax_lossscale|"
 
 
 class Mark(NamedTuple):
@@ -52,10 +52,9 @@ def marked_flag(applied: jax.Array) -> jax.Array:
 
 def mark_of(name: str) -> Mark | None:
   """The mark that has a name; None if it is a name of somebody else."""
-  prefix, *parts = name.split("|", 3)
-  if prefix != _PREFIX:
+  if not name.startswith(_PREFIX):
     return None
-  kind, number, path = parts
+  kind, number, path = name.removeprefix(_PREFIX).split("|", 2)
   return Mark(kind, int(number), path)
 
 
@@ -63,5 +62,5 @@ def _marked(mark: Mark, leaf: Any) -> Any:
   if not isinstance(leaf, jax.core.Tracer):
     return leaf
   return checkpoint_name(
-    leaf, f"{_PREFIX}|{mark.kind}|{mark.number}|{mark.path}"
+    leaf, f"{_PREFIX}{mark.kind}|{mark.number}|{mark.path}"
   )

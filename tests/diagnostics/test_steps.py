@@ -1,0 +1,304 @@
+"""The reports of a whole step say what those of its gradient say."""
+
+import functools
+from unittest import mock
+import warnings
+
+from flax import nnx
+from helpers import quick_alone, whole_steps
+from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import _judged
+from optax_lossscale.diagnostics import (
+  compare_precision,
+  find_overflow,
+  precision_report,
+)
+
+compare = functools.partial(compare_precision, progress=False)
+# How many times the products of the gradient a step has.
+TWICE = {
+  whole_steps.accumulated,
+  whole_steps.an_ensemble,
+  whole_steps.an_ensemble_of_jits,
+}
+name_of = lambda make: make.__name__
+QUICK = {
+  whole_steps.jitted,
+  whole_steps.in_a_scan_of_one,
+  whole_steps.with_multi_steps_around,
+  whole_steps.with_nnx_that_returns_nothing,
+  whole_steps.with_shard_map,
+}
+EVERY = quick_alone(QUICK, whole_steps.ALL)
+
+
+@functools.cache
+def of_the_gradient():
+  fun, args = whole_steps.gradient(SMALL)
+  return compare(fun, *args), precision_report(fun, *args)
+
+
+def layer_of(name):
+  """The path of the weights, without what stands around it."""
+  return name.split(" at ")[0].split("/")[-1]
+
+
+@pytest.mark.parametrize("make", EVERY, ids=name_of)
+def test_a_step_is_compared_as_its_gradient_is(make):
+  step, args = make(SMALL)
+  found, (expected, _) = compare(step, *args), of_the_gradient()
+  assert expected.compared == "results" and found.compared == "gradients"
+  assert found.error == pytest.approx(expected.error, rel=0.05)
+  assert found.cosine == pytest.approx(expected.cosine, abs=0.01)
+  assert list(map(layer_of, found.standing_out)) == ["centers"]
+  assert list(map(layer_of, expected.standing_out)) == ["centers"]
+  assert len(found.errors) == len(PARAMS)
+  for name, error in zip(sorted(PARAMS), found.errors.values(), strict=True):
+    its_error = expected.errors[f"['{name}']"]
+    assert error == pytest.approx(its_error, rel=0.05)
+  assert "that the optimizer is given, arrays: 3." in str(found)
+
+
+@pytest.mark.parametrize("make", EVERY, ids=name_of)
+def test_a_step_that_is_skipped_is_not_finite(make):
+  fun, args = whole_steps.gradient(LARGE)
+  expected = find_overflow(fun, *args)
+  step, args = make(LARGE)
+  hit = find_overflow(step, *args)
+  assert (hit.primitive, hit.kind, hit.source, hit.backward) == (
+    expected.primitive,
+    expected.kind,
+    expected.source,
+    expected.backward,
+  )
+  step, args = make(SMALL)
+  assert find_overflow(step, *args) is None
+
+
+@pytest.mark.parametrize("make", EVERY, ids=name_of)
+def test_the_products_of_a_step_are_those_of_its_gradient(make):
+  _, expected = of_the_gradient()
+  step, args = make(SMALL)
+  report = precision_report(step, *args)
+  half = sum(row.flops for row in report.flops if row.operands == "float16")
+  assert half == expected.total_flops * (2 if make in TWICE else 1)
+  beside = make is whole_steps.with_a_foreign_optimizer_beside
+  assert (report.share == 1) != beside
+
+
+def test_an_overflow_of_the_forward_pass_alone_is_found():
+  """Its loss is NaN, and the step returns none."""
+  step, (params, state, batch) = whole_steps.jitted(SMALL)
+  hit = find_overflow(step, params, state, 1e6 * batch)
+  assert hit.source.endswith("(loss_fn)") and not hit.backward
+
+
+def test_an_overflow_in_an_epoch_names_the_iteration():
+  tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
+
+  @jax.jit
+  def epoch(params, state, batches):
+    def step(carry, batch):
+      params, state = carry
+      grads = ols.grad(CAST, state)(params, batch)
+      updates, state = tx.update(grads, state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    return lax.scan(step, (params, state), batches)[0]
+
+  state = tx.init(PARAMS)
+  batches = jnp.stack([BATCH, BATCH, 1e6 * BATCH, BATCH])
+  hit = find_overflow(epoch, PARAMS, state, batches)
+  assert "scan[2]" in hit.path
+  assert find_overflow(epoch, PARAMS, state, batches[:2]) is None
+  report = compare(epoch, PARAMS, state, batches[:2])
+  (name,) = report.standing_out
+  assert layer_of(name) == "centers"
+
+
+def test_the_gradients_of_an_iteration_count_as_they_come():
+  """The error is that of all iterations, by one norm."""
+  tx = ols.with_loss_scaling(optax.sgd(0.0), SMALL)
+  w = jnp.eye(4)
+  cast = ols.autocast(lambda w, x: jnp.sum(jnp.sin(x @ w)))
+
+  def epoch(w, xs):
+    def step(state, x):
+      return tx.update(ols.grad(cast, state)(w, x), state, w)[1], None
+
+    return lax.scan(step, tx.init(w), xs, reverse=True)[0]
+
+  xs = jax.random.normal(jax.random.key(0), (3, 2, 4))
+  grads = jax.vmap(ols.grad(cast, SMALL.init()), (None, 0))
+  expected = compare(grads, w, xs).error
+  assert compare(epoch, w, xs).error == pytest.approx(expected, rel=0.01)
+
+
+def steps_in_a_while(params, state, batch, count):
+  step, _ = whole_steps.plain(SMALL)
+  body = lambda i, carry: step(*carry, batch)
+  return lax.fori_loop(0, count, body, (params, state))
+
+
+def test_gradients_in_a_while_are_told_first():
+  _, args = whole_steps.plain(SMALL)
+  args = *args, jnp.int32(2)
+  told = "radients inside of while at test_steps.py:"
+  with pytest.warns(
+    UserWarning, match=f"found nothing. Not looked at: g{told}"
+  ):
+    assert find_overflow(steps_in_a_while, *args) is None
+  report = compare(steps_in_a_while, *args)
+  assert report.compared == "results"
+  for one in report, precision_report(steps_in_a_while, *args):
+    first = str(one).splitlines()[0]
+    assert f"g{told}" in first and "hand over one step" in first
+
+
+def test_a_step_that_was_not_taken_has_nothing_to_compare():
+  step, (params, state, batch) = whole_steps.plain(SMALL)
+
+  def maybe(params, state, batch):
+    take = lambda: step(params, state, batch)
+    return lax.cond(batch[0, 0] > jnp.inf, take, lambda: (params, state))
+
+  report = compare(maybe, params, state, batch)
+  assert report.is_zero
+  assert str(report).startswith("All gradients are zero in float32, so that")
+  assert find_overflow(maybe, params, state, 1e6 * batch) is None
+
+
+def test_a_step_that_is_skipped_without_an_overflow_is_told():
+  step, args = whole_steps.plain(SMALL)
+  unlucky = functools.partial(step, grads_finite=False)
+  with pytest.warns(UserWarning, match="a step is skipped, but the gradients"):
+    assert find_overflow(unlucky, *args) is None
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert (
+      find_overflow(functools.partial(step, grads_finite=True), *args) is None
+    )
+
+
+def test_a_step_with_an_effect_is_told_likewise():
+  step, args = whole_steps.plain(SMALL)
+
+  def printing(*args):
+    jax.debug.callback(lambda: None)
+    return step(*args, grads_finite=False)
+
+  with pytest.warns(UserWarning, match="a step is skipped, but the gradients"):
+    assert find_overflow(printing, *args) is None
+
+
+def test_a_nan_of_the_optimizer_is_found_if_updates_are_checked():
+  params, grads = {"w": jnp.ones(2)}, {"w": jnp.ones(2)}
+  divide = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / 0, g))
+  tx = ols.with_loss_scaling(divide, check_updates=True)
+  step = lambda grads, state: tx.update(grads, state, params)[1]
+  assert find_overflow(step, grads, tx.init(params)).primitive == "div"
+
+
+def test_several_optimizers_are_told_apart_and_the_worst_counts():
+  tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
+
+  @jax.jit
+  def step(one, other, batch):
+    for cast in (
+      CAST,
+      ols.autocast(lambda p, x: jnp.mean((x @ p["first"]) ** 2)),
+    ):
+      one, other = other, one
+      grads = ols.grad(cast, other[1])(other[0], batch)
+      updates, state = tx.update(grads, other[1], other[0])
+      other = optax.apply_updates(other[0], updates), state
+    return one, other
+
+  pair = PARAMS, tx.init(PARAMS)
+  report = compare(step, pair, pair, BATCH)
+  expected, _ = of_the_gradient()
+  assert report.error == pytest.approx(expected.error, rel=0.05)
+  assert [*report.errors] == [
+    f"[{i}]['{name}']" for i in range(2) for name in sorted(PARAMS)
+  ]
+  assert report.errors["[1]['first']"] < 1e-3 < report.errors["[0]['first']"]
+
+
+def test_a_shared_jit_of_the_update_is_looked_at_each_time():
+  tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
+  update = jax.jit(tx.update)
+
+  def step(params, state, batch):
+    for factor in 1.0, 1e6:
+      grads = ols.grad(CAST, state)(params, factor * batch)
+      updates, state = update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  state = tx.init(PARAMS)
+  assert find_overflow(step, PARAMS, state, BATCH).source
+  assert len(compare(step, PARAMS, state, 1e-6 * BATCH).errors) == 6
+
+
+def test_what_is_changed_in_place_counts_as_a_result():
+  """With an optimizer that is not ours, too."""
+  _, (model, _, batch) = whole_steps.with_nnx_in_place(SMALL)
+  bare = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+  @nnx.jit
+  def bare_step(model, optimizer, batch):
+    cast = ols.autocast(lambda model: model(batch))
+    optimizer.update(model, nnx.grad(cast)(model))
+
+  _, expected = of_the_gradient()
+  report = precision_report(bare_step, model, bare, batch)
+  assert report.total_flops == expected.total_flops
+  assert find_overflow(bare_step, model, bare, 1e6 * batch).source
+  assert find_overflow(bare_step, model, bare, batch) is None
+
+
+def test_other_names_of_checkpoints_are_left_alone():
+  def step(w, x):
+    hidden = checkpoint_name(x @ w, "optax_lossscale")
+    return jnp.sum(hidden)
+
+  report = compare(ols.autocast(step), PARAMS["first"], BATCH)
+  assert report.compared == "results"
+
+
+def test_nothing_eager_is_marked():
+  """Marks are for jaxprs; a computation that runs at once has none."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  with mock.patch.object(_judged, "checkpoint_name") as named:
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+  named.assert_not_called()
+
+
+def test_the_program_that_is_compiled_has_no_marks(monkeypatch):
+  tx = ols.with_loss_scaling(optax.adam(0.1), max_norm=1.0, check_updates=True)
+  args = PARAMS, tx.init(PARAMS), PARAMS
+  lowered = lambda: jax.jit(lambda *args: tx.update(*args)).lower(*args)
+  with_marks = lowered()
+  names = str(jax.make_jaxpr(tx.update)(*args)).count("optax_lossscale|")
+  assert names == 2 * len(PARAMS) + 1
+  monkeypatch.setattr(_judged, "checkpoint_name", lambda x, name: x)
+  assert with_marks.as_text() == lowered().as_text()
+
+
+@pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
+def test_reports_transfer_what_they_need(level):
+  step, args = whole_steps.jitted(SMALL)
+  _, large = whole_steps.jitted(LARGE)
+  with jax.transfer_guard(level):
+    find_overflow(step, *args)
+    assert find_overflow(step, *large[:2], args[2]) is not None
+    str(compare(step, *args))
+    precision_report(step, *args)
