@@ -47,17 +47,34 @@ def noted(
   Returns:
     A :class:`Statistics`.
   """
-  sizes = [jnp.abs(x) for x in arrays]
-  lost = [_count((x > 0) & (x <= limits.zero)) for x in sizes]
-  small = [_count((x > limits.zero) & (x < limits.normal)) for x in sizes]
-  largest = [jnp.max(x, initial=0, where=~jnp.isnan(x)) for x in sizes]
+  largest, lost, small = map(
+    jnp.stack, zip(*(_sizes(x, limits) for x in arrays), strict=True)
+  )
   return Statistics(
     times=before.times + 1,
-    largest=jnp.maximum(before.largest, jnp.max(jnp.stack(largest))),
-    entries=before.entries + jnp.array([float(x.size) for x in sizes]),
-    lost=before.lost + jnp.stack(lost),
-    subnormal=before.subnormal + jnp.stack(small),
+    largest=jnp.maximum(before.largest, jnp.max(largest)),
+    entries=before.entries + jnp.array([float(x.size) for x in arrays]),
+    lost=before.lost + lost,
+    subnormal=before.subnormal + small,
   )
+
+
+def _sizes(x: Any, limits: _limits.Limits) -> Any:
+  """The largest magnitude, and how many entries are lost and subnormal."""
+  x = jnp.abs(x)
+  known = jnp.where(jnp.isnan(x), 0, x)
+  lost = ((x > 0) & (x <= limits.zero)).astype(jnp.int32)
+  small = ((x > limits.zero) & (x < limits.normal)).astype(jnp.int32)
+
+  # One pass for all three: XLA compiles a loop for each reduction.
+  def both(one: Any, other: Any) -> Any:
+    (a, b, c), (d, e, f) = one, other
+    return lax.max(a, d), b + e, c + f
+
+  zeros = jnp.zeros((), x.dtype), jnp.int32(0), jnp.int32(0)
+  axes = tuple(range(x.ndim))
+  largest, *counts = lax.reduce((known, lost, small), zeros, both, axes)
+  return largest, *(count.astype(jnp.float32) for count in counts)
 
 
 def together(one: Statistics, other: Statistics) -> Statistics:
@@ -70,7 +87,3 @@ def of_all_devices(one: Statistics, axes: tuple[Any, ...]) -> Statistics:
   """What was noted on all devices along the axes of a mesh."""
   added = jax.tree.map(lambda x: lax.psum(x, axes), one)
   return added._replace(largest=lax.pmax(one.largest, axes))
-
-
-def _count(flags: Any) -> Any:
-  return jnp.sum(flags, dtype=jnp.float32)
