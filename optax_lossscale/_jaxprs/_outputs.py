@@ -58,71 +58,78 @@ class _Made(NamedTuple):
   shut: Sequence[str] = ()
 
 
-def with_named_outputs(
-  closed: ClosedJaxpr, is_wanted: IsWanted, place: Place | None = None
-) -> Opened:
+def with_named_outputs(closed: ClosedJaxpr, is_wanted: IsWanted) -> Opened:
   """Makes outputs of all values with a name that is wanted.
 
   Args:
     closed: the jaxpr.
     is_wanted: whether a name is.
-    place: where the jaxpr stands; not needed for that of a whole program.
 
   Returns:
     An :class:`Opened`.
   """
-  jaxpr, place = closed.jaxpr, place or Place()
-  made = [_opened(eqn, is_wanted, jaxpr, place) for eqn in jaxpr.eqns]
-  opened: Any = with_fields(
-    closed,
-    eqns=[eqn for one in made for eqn in one.eqns],
-    outvars=[*jaxpr.outvars, *(value for one in made for value in one.values)],
-    # It names each result, and further ones have no names.
-    debug_info=jaxpr.debug_info._replace(result_paths=None),
-  )
-  names = [name for one in made for name in one.names]
-  return Opened(opened, names, [where for one in made for where in one.shut])
+  return _Opener(is_wanted).opened(closed, Place())
 
 
-def _opened(
-  eqn: core.JaxprEqn, is_wanted: IsWanted, jaxpr: core.Jaxpr, place: Place
-) -> _Made:
-  if _is_named(eqn, is_wanted):
-    return _Made([eqn], eqn.outvars, [eqn.params["name"]])
-  if not _holds_named(eqn, is_wanted):
-    return _Made([eqn])
-  its_place = place.at(eqn, jaxpr)
-  inside = functools.partial(
-    with_named_outputs, is_wanted=is_wanted, place=its_place
-  )
-  match part_of(eqn):
-    case Call(body) if eqn.primitive.name in _PLAIN_CALLS:
-      return _call(eqn, inside(body))
-    case Cond(branches):
-      bodies = list(map(inside, branches))
-      made = _made_anew(eqn, _choosing(bodies), bodies)
-    case Scan() as scan:
-      bodies = [inside(scan.body)]
-      made = _made_anew(eqn, _repeating(scan, bodies[0].closed), bodies)
-    case ShardMap() as mapped:
-      bodies = [inside(mapped.body)]
-      made = _made_anew(eqn, _on_devices(mapped, bodies[0].closed), bodies)
-    case _:
-      made = None
-  where = place_name(its_place.scope, its_place.source)
-  return made or _Made([eqn], shut=[place_name(name_of(eqn), where)])
+class _Opener:
+  """Knows which jaxprs hold values with a name that is wanted."""
 
+  def __init__(self, is_wanted: IsWanted) -> None:
+    self._is_wanted = is_wanted
+    self._holds: dict[core.Jaxpr, bool] = {}
 
-def _is_named(eqn: core.JaxprEqn, is_wanted: IsWanted) -> bool:
-  return eqn.primitive.name == "name" and is_wanted(eqn.params["name"])
+  def opened(self, closed: ClosedJaxpr, place: Place) -> Opened:
+    """The jaxpr, which stands at this place, with its values returned."""
+    jaxpr = closed.jaxpr
+    made = [self._made(eqn, jaxpr, place) for eqn in jaxpr.eqns]
+    values = [value for one in made for value in one.values]
+    opened: Any = with_fields(
+      closed,
+      eqns=[eqn for one in made for eqn in one.eqns],
+      outvars=[*jaxpr.outvars, *values],
+      # It names each result, and further ones have no names.
+      debug_info=jaxpr.debug_info._replace(result_paths=None),
+    )
+    names = [name for one in made for name in one.names]
+    return Opened(opened, names, [where for one in made for where in one.shut])
 
+  def _made(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: Place) -> _Made:
+    if self._is_named(eqn):
+      return _Made([eqn], eqn.outvars, [eqn.params["name"]])
+    if not self._holds_named(eqn):
+      return _Made([eqn])
+    its_place = place.at(eqn, jaxpr)
+    inside = functools.partial(self.opened, place=its_place)
+    match part_of(eqn):
+      case Call(body) if eqn.primitive.name in _PLAIN_CALLS:
+        return _call(eqn, inside(body))
+      case Cond(branches):
+        bodies = list(map(inside, branches))
+        made = _made_anew(eqn, _choosing(bodies), bodies)
+      case Scan() as scan:
+        bodies = [inside(scan.body)]
+        made = _made_anew(eqn, _repeating(scan, bodies[0].closed), bodies)
+      case ShardMap() as mapped:
+        bodies = [inside(mapped.body)]
+        made = _made_anew(eqn, _on_devices(mapped, bodies[0].closed), bodies)
+      case _:
+        made = None
+    where = place_name(its_place.scope, its_place.source)
+    return made or _Made([eqn], shut=[place_name(name_of(eqn), where)])
 
-def _holds_named(eqn: core.JaxprEqn, is_wanted: IsWanted) -> bool:
-  return any(
-    _is_named(inner, is_wanted) or _holds_named(inner, is_wanted)
-    for held in held_jaxprs(eqn)
-    for inner in held.jaxpr.eqns
-  )
+  def _is_named(self, eqn: core.JaxprEqn) -> bool:
+    is_name = eqn.primitive.name == "name"
+    return is_name and self._is_wanted(eqn.params["name"])
+
+  def _holds_named(self, eqn: core.JaxprEqn) -> bool:
+    return any(self._is_in(held.jaxpr) for held in held_jaxprs(eqn))
+
+  def _is_in(self, jaxpr: core.Jaxpr) -> bool:
+    if jaxpr not in self._holds:  # Many calls may share it.
+      self._holds[jaxpr] = any(
+        self._is_named(eqn) or self._holds_named(eqn) for eqn in jaxpr.eqns
+      )
+    return self._holds[jaxpr]
 
 
 def _call(eqn: core.JaxprEqn, body: Opened) -> _Made:
