@@ -25,7 +25,7 @@ from optax_lossscale._jaxprs._equations import (
 )
 from optax_lossscale._jaxprs._lines import name_of
 from optax_lossscale._jaxprs._loops import Cond, Scan, ShardMap
-from optax_lossscale._jaxprs._parts import Call, part_of
+from optax_lossscale._jaxprs._parts import Call, part_of, where_it_runs
 from optax_lossscale._jaxprs._places import Place, place_name
 from optax_lossscale._jaxprs._varying import as_varying, varying_of
 
@@ -110,7 +110,7 @@ class _Opener:
         bodies = [inside(scan.body)]
         made = _made_anew(eqn, _repeating(scan, bodies[0].closed), bodies)
       case ShardMap() as mapped:
-        bodies = [inside(mapped.body)]
+        bodies = [where_it_runs(eqn, lambda: inside(mapped.body))]
         made = _made_anew(eqn, _on_devices(mapped, bodies[0].closed), bodies)
       case _:
         made = None

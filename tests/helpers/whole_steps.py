@@ -18,6 +18,7 @@ import optax
 
 from helpers import sharding
 import optax_lossscale as ols
+from optax_lossscale import _jaxprs
 
 _KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {
@@ -266,34 +267,49 @@ def with_sharded_jit(policy):
   return jax.jit(step), (params, state, placed)
 
 
-def _on_devices(policy, mapped, check_vma=True):
-  tx = ols.with_loss_scaling(optax.adam(1e-3), policy, axis_name="data")
-
-  def step(params, state, batch):
-    if check_vma:
-      # Before the cast, so that the sum over devices is not in float16.
-      cast = lambda p: lax.pcast(p, "data", to="varying")
-      cast = cast if hasattr(lax, "pcast") else lambda p: lax.pvary(p, "data")
-      local = jax.tree.map(cast, params)
-    else:
-      local = params
-    grads = lax.pmean(ols.grad(CAST, state)(local, batch), "data")
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return mapped(step), (PARAMS, tx.init(PARAMS), BATCH)
+def _local_step(tx, check_vma, params, state, batch):
+  """The step of one device, which shares its gradients with the others."""
+  local = params
+  if check_vma:
+    # Before the cast, so that the sum over devices is not in float16.
+    local = jax.tree.map(lambda p: _jaxprs.as_varying(p, "data"), params)
+  grads = lax.pmean(ols.grad(CAST, state)(local, batch), "data")
+  updates, state = tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
 
 
-def with_shard_map(policy, check_vma=True):
-  mapped = functools.partial(
-    jax.shard_map,
+def _mapped(fun, check_vma):
+  return jax.shard_map(
+    fun,
     mesh=sharding.make_mesh((4,), ("data",)),
     in_specs=(P(), P(), P("data")),
     out_specs=P(),
     check_vma=check_vma,
   )
-  step, args = _on_devices(policy, mapped, check_vma)
-  return jax.jit(step), args
+
+
+def with_shard_map(policy, check_vma=True):
+  tx = ols.with_loss_scaling(optax.adam(1e-3), policy, axis_name="data")
+  step = _mapped(functools.partial(_local_step, tx, check_vma), check_vma)
+  return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
+
+
+def an_epoch_in_shard_map(policy, check_vma=True):
+  """With accumulation around each update, so with a branch in a loop."""
+  tx = ols.with_loss_scaling(optax.adam(1e-3), policy, axis_name="data")
+  tx = optax.MultiSteps(tx, 1)
+  step = functools.partial(_local_step, tx, check_vma)
+
+  def epoch(params, state, batch):
+    carry = params, state
+    return lax.scan(lambda c, _: (step(*c, batch), None), carry, length=1)[0]
+
+  mapped = _mapped(epoch, check_vma)
+  return jax.jit(mapped), (PARAMS, tx.init(PARAMS), BATCH)
+
+
+def an_epoch_in_unchecked_shard_map(policy):
+  return an_epoch_in_shard_map(policy, check_vma=False)
 
 
 def with_unchecked_shard_map(policy):
@@ -301,11 +317,14 @@ def with_unchecked_shard_map(policy):
 
 
 def with_pmap(policy):
-  mapped = functools.partial(
-    jax.pmap, axis_name="data", in_axes=(None, None, 0), out_axes=None
+  tx = ols.with_loss_scaling(optax.adam(1e-3), policy, axis_name="data")
+  step = jax.pmap(
+    functools.partial(_local_step, tx, False),
+    axis_name="data",
+    in_axes=(None, None, 0),
+    out_axes=None,
   )
-  step, (params, state, batch) = _on_devices(policy, mapped, check_vma=False)
-  return step, (params, state, batch.reshape(4, 2, -1))
+  return step, (PARAMS, tx.init(PARAMS), BATCH.reshape(4, 2, -1))
 
 
 ALL = (
@@ -316,5 +335,6 @@ ALL = (
   in_a_scan_of_one, accumulated, an_ensemble, an_ensemble_of_jits,
   with_train_state, with_nnx_in_place, with_nnx_that_returns_nothing,
   with_nnx_diff_state, with_equinox, with_sharded_jit, with_shard_map,
-  with_unchecked_shard_map, with_pmap,
+  with_unchecked_shard_map, with_pmap, an_epoch_in_shard_map,
+  an_epoch_in_unchecked_shard_map,
 )  # fmt: skip
