@@ -8,7 +8,9 @@ PYTHON_3_11 ?=
 PYTHON_BOUNDS ?= 3.11
 VENV ?= .venv
 BIN = $(VENV)/bin
-PYTEST_WORKERS ?= 2
+# As many as there are cores, up to 8: each takes some gigabytes of memory.
+PYTEST_WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); \
+  echo $$((n > 8 ? 8 : n)))
 PIP_OPTIONS ?=
 # The quick and the slow tests, with ten times the random programs of `make test`.
 ALL = -m 'not nightly' --hypothesis-profile=ci

@@ -184,7 +184,7 @@ def read_attributes(
   for name in known:
     try:
       found[name] = getattr(source, name)
-    except AttributeError:
+    except (AttributeError, KeyError):  # Of some, the attributes are keys.
       continue
     except Exception as error:
       raise ValueError(
@@ -229,7 +229,10 @@ def show(value: Any) -> str:
   if isinstance(value, type):
     return f"the class {value.__name__}"
   if isinstance(value, np.ndarray | np.generic | jax.Array):
-    if value.size == 1 and not isinstance(value, jax.core.Tracer):
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if (
+      value.size == 1 and not is_key and not isinstance(value, jax.core.Tracer)
+    ):
       return f"{np.asarray(value).reshape(())[()]} ({name} of {value.dtype})"
     return f"a {name} of {value.dtype}, shape {value.shape}"
   if isinstance(value, Mapping):
@@ -241,4 +244,7 @@ def show(value: Any) -> str:
 def _is_array(value: Any) -> bool:
   if isinstance(value, type):
     return False
-  return isinstance(value, np.generic) or hasattr(value, "__array__")
+  try:
+    return isinstance(value, np.generic) or hasattr(value, "__array__")
+  except Exception:  # Objects whose attributes are keys raise what they like.
+    return False

@@ -250,6 +250,34 @@ def test_an_attribute_that_cannot_be_read_is_an_error_of_ours():
     samples.look_alike("DynamicLossScale")(broken)
 
 
+class KeysAsAttributes(dict):
+  """As `easydict` and others: an attribute that is missing is a KeyError."""
+
+  __getattr__ = dict.__getitem__
+
+
+class Settings:
+  def __init__(self, **values):
+    self.values = values
+
+  def __getattr__(self, name):
+    return self.__dict__["values"][name]
+
+
+@pytest.mark.parametrize("kind", [KeysAsAttributes, Settings])
+def test_an_object_may_raise_a_key_error_for_an_attribute(kind):
+  policy, _ = interop.from_fairseq(
+    kind(fp16_init_scale=2.0**7, fp16_scale_window=10)
+  )
+  assert policy.init_scale == 2.0**7
+
+
+@pytest.mark.parametrize("convert", [interop.from_megatron, interop.from_keras])
+def test_a_key_of_random_numbers_is_no_setting(convert):
+  with pytest.raises(TypeError, match=r"PRNGKeyArray|key<fry>"):
+    convert(jax.random.key(0))
+
+
 def test_a_deepspeed_scaler_must_agree_with_its_block():
   for key, value in (
     ("scale_window", 21),
