@@ -1,6 +1,7 @@
 """What is required of a loss, and of the function that returns it."""
 
 from collections.abc import Callable, Sequence
+import sys
 import types
 from typing import Any
 
@@ -64,6 +65,13 @@ def checked(out: Any, has_aux: bool) -> Any:
       f"fun must return a loss of a float dtype, got a loss of {dtype}."
     )
   return loss
+
+
+def holds_nnx(tree: Any) -> bool:
+  """Whether there is an object of Flax NNX in a tree."""
+  nnx: Any = sys.modules.get("flax.nnx")  # If not, there are no such objects.
+  is_object = lambda x: nnx is not None and isinstance(x, nnx.Module)
+  return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
 
 
 def warn_if_narrow(loss: Any) -> None:

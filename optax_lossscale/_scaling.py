@@ -119,11 +119,13 @@ def value_and_grad(
   """
   _checks.check_callable("fun", fun)
   _checks.check_callable("using", using, "a function like jax.value_and_grad")
-  scale = _state.get_loss_scale_state(state).loss_scale
+  _state.get_loss_scale_state(state)  # An error now, if there is none.
+  # Read at each call: an optimizer of Flax NNX changes in place.
+  scale = lambda: _state.get_loss_scale_state(state).loss_scale
 
   def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Returned]:
     out = fun(*args, **fun_kwargs)
-    return _scale(_loss.checked(out, has_aux), scale), _Returned(out)
+    return _scale(_loss.checked(out, has_aux), scale()), _Returned(out)
 
   # check_not_differentiated compares these with those of `fun`.
   scaled_fun.__name__ = getattr(fun, "__name__", "fun")
@@ -137,9 +139,17 @@ def value_and_grad(
 
   @functools.wraps(fun, updated=())
   def value_and_grad_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
-    out, grads = _split_result(differentiated(*args, **fun_kwargs), using)
+    try:
+      result = differentiated(*args, **fun_kwargs)
+    except TypeError as error:
+      if using is jax.value_and_grad and _loss.holds_nnx((args, fun_kwargs)):
+        error.add_note(
+          "An argument is a Flax NNX object: pass using=nnx.value_and_grad."
+        )
+      raise
+    out, grads = _split_result(result, using)
     _loss.warn_if_narrow(out[0] if has_aux else out)
-    return out, _unscale(grads, scale)
+    return out, _unscale(grads, scale())
 
   return value_and_grad_fun
 

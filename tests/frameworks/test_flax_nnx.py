@@ -166,3 +166,42 @@ def test_extra_arguments_reach_the_inner_optimizer():
   )(model, *make_data())
   optimizer.update(model, grads, value=loss)
   assert loss_fn(model, *make_data()) < loss
+
+
+def test_the_scale_is_that_of_the_moment_in_which_it_is_called():
+  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  tx = ols.with_loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(2.0**4))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  seen = []
+
+  @jax.custom_vjp
+  def watch(x):
+    return x
+
+  watch.defvjp(lambda x: (x, None), lambda _, g: (seen.append(g.item()) or g,))
+  loss_fn = lambda model: watch(jnp.sum(model(jnp.ones((1, 2)))))
+  grad_fn = ols.grad(loss_fn, optimizer, using=nnx.value_and_grad)
+  grads = grad_fn(model)
+  optimizer.update(model, jax.tree.map(lambda g: g * jnp.inf, grads))
+  for before, after in zip(
+    jax.tree.leaves(grads), jax.tree.leaves(grad_fn(model)), strict=True
+  ):
+    assert jnp.array_equal(before, after)
+  assert seen == [2.0**4, 2.0**3]
+
+
+def test_an_nnx_model_that_jax_cannot_differentiate_names_the_cure():
+  """Dropout counts its random numbers, in integers."""
+  model = nnx.Sequential(
+    nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+  )
+  state = ols.DynamicLossScale().init()
+  loss_fn = lambda model: jnp.sum(model(jnp.ones((1, 2))))
+  with pytest.raises(TypeError) as caught:
+    ols.grad(loss_fn, state)(model)
+  hint = "pass using=nnx.value_and_grad"
+  assert any(hint in note for note in caught.value.__notes__)
+  ols.grad(loss_fn, state, using=nnx.value_and_grad)(model)
+  with pytest.raises(TypeError) as caught:
+    ols.grad(lambda x: jnp.sum(x), state)(jnp.arange(2))
+  assert not any(hint in n for n in getattr(caught.value, "__notes__", ()))
