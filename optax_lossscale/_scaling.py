@@ -8,8 +8,16 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+import optax
 
-from optax_lossscale import _arrays, _checks, _grads, _loss, _state
+from optax_lossscale import (
+  _arrays,
+  _checks,
+  _grads,
+  _loss,
+  _state,
+  _warnings,
+)
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -120,6 +128,7 @@ def value_and_grad(
   _checks.check_callable("fun", fun)
   _checks.check_callable("using", using, "a function like jax.value_and_grad")
   _state.get_loss_scale_state(state)  # An error now, if there is none.
+  _warn_if_accumulated(state)
   # Read at each call: an optimizer of Flax NNX changes in place.
   scale = lambda: _state.get_loss_scale_state(state).loss_scale
 
@@ -202,6 +211,19 @@ def grad(
     return (grads, out[1]) if has_aux else grads
 
   return grad_fun
+
+
+def _warn_if_accumulated(state: Any) -> None:
+  """Warns if gradients are added up before the wrapper tests them."""
+  is_sum = lambda x: isinstance(x, optax.MultiStepsState)
+  leaves = jax.tree.leaves(state, is_leaf=is_sum)
+  if any(is_sum(x) and _state.holds_loss_scale(x) for x in leaves):
+    _warnings.warn(
+      "The loss scale is inside of optax.MultiSteps, which adds up a gradient"
+      " that is not finite before anybody tests it: from then on each step may"
+      " be skipped. Put it inside instead:"
+      " with_loss_scaling(optax.MultiSteps(optimizer, k))."
+    )
 
 
 class _Returned(NamedTuple):

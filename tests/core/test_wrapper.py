@@ -664,6 +664,15 @@ def test_inside_multi_steps_one_nan_poisons_the_accumulator_for_ever():
   assert not ols.all_finite(state.acc_grads)
 
 
+def test_a_scale_inside_multi_steps_is_warned_of():
+  tx = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(1.0)), 2)
+  state = tx.init(jnp.zeros(2))
+  with pytest.warns(UserWarning, match=r"with_loss_scaling\(optax.MultiSteps"):
+    ols.grad(jnp.sum, {"train": state})
+  outside = ols.with_loss_scaling(optax.MultiSteps(optax.sgd(1.0), 2))
+  ols.grad(jnp.sum, outside.init(jnp.zeros(2)))
+
+
 def test_batch_statistics_of_a_skipped_step_are_selected_away():
   """In torch, Keras and Flax's ImageNet recipe they stay NaN for ever."""
   tx = ols.with_loss_scaling(optax.sgd(0.1))

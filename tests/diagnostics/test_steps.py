@@ -24,6 +24,11 @@ from optax_lossscale.diagnostics import (
   precision_report,
 )
 
+# Of steps that are as wrong as those of users may be.
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The loss scale is inside of optax.MultiSteps"
+)
+
 compare = functools.partial(compare_precision, progress=False)
 # How many times the products of the gradient a step has.
 TWICE = {
