@@ -79,6 +79,7 @@ def draw_runs():
 class Find(NamedTuple):
   """A genome, and what a policy lost of it."""
 
+  lost: int
   longest_row: int
   lost_share: float
   lost_of_large: float
@@ -162,14 +163,11 @@ def measure_genomes(policy, category, found):
   hidden = [genome.hidden for genome in found]
   lost, informative = find_lost(policy, runs, hidden)
   rows = longest_rows(lost, informative)
-  shares = lost.sum(axis=1) / np.maximum(informative.sum(axis=1), 1)
+  counts = lost.sum(axis=1)
+  shares = counts / np.maximum(informative.sum(axis=1), 1)
   of_large = shares_of_large(runs, lost, informative)
-  return [
-    Find(int(row), float(share), float(large), genome)
-    for row, share, large, genome in zip(
-      rows, shares, of_large, found, strict=True
-    )
-  ]
+  columns = [x.tolist() for x in (counts, rows, shares, of_large)]
+  return [Find(*x) for x in zip(*columns, found, strict=True)]
 
 
 def shares_of_large(runs, lost, informative):

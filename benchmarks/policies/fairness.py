@@ -30,7 +30,7 @@ class Pattern(NamedTuple):
 def main():
   found = measure_all(make_patterns(STEPS))
   results = json.loads(FILE.read_text())
-  results["fairness"] = found
+  results["patterns"] = found
   FILE.write_text(json.dumps(results, indent=1) + "\n")
   print_table(found)
 

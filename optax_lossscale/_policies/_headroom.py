@@ -13,15 +13,10 @@ from optax_lossscale._policies import _memory, _powers_of_two, _search
 from optax_lossscale._policies._memory import HeadroomMemory, NOTHING
 from optax_lossscale._state import LossScaleState
 
-# In binades. So far the scale rises at most, and falls if neither this step nor
-# the one before had gradients: one that underflowed looks smaller than it is.
+# In binades. So far the scale rises at most, since gradients that underflowed
+# look smaller than they are, and so far it falls.
 _STRIDE = 8
-_FIRST_DROP = 1  # So far it falls if the step before had gradients.
-# So far below the evidence an overflow is none of the scale: one that holds all
-# with 16 of the 40 binades of float16 to spare is no lower.
-_DEEPEST = 24
-# In steps with gradients. What comes once in so many is lost each time.
-_STEPS_TO_RETRY = 4096
+_STEPS_TO_RETRY = 4096  # in steps with gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +28,12 @@ class HeadroomLossScale:
   1. The evidence brings the largest gradient of the last ``window`` steps that
      had any ``-target`` binades below the top of ``dtype``.
   2. The limit is halfway between the last scale that held gradients and the
-     last that overflowed, the first of a row of them, unless one as high has
-     held some since, and at most 8 binades above the former; before any
-     gradients, and while nothing has failed, each step of zeros raises it by 8.
-  3. An overflow right after gradients lowers it to a binade under the scale
-     that failed, any other to 8 under; but it is never further than 24 below
-     the evidence, where an overflow has another reason, and what failed is
-     forgotten.
+     last that failed, unless one as high has held some since, and at most 8
+     binades above the former; a step of zeros raises it by 8 before any
+     gradients, and lifts it while nothing has failed.
+  3. An overflow lowers it to 8 binades under its scale, but never to where the
+     largest gradient would be subnormal; only the first of a row of overflows
+     says which scale failed, and one that comes at the lowest limit that none.
   4. After 4,096 steps with gradients and without an overflow, the scale that
      failed counts as one binade higher, so that it is tried again.
   5. After 8 steps in a row without gradients, zeros or overflows, a search
@@ -48,8 +42,9 @@ class HeadroomLossScale:
      could see are the only evidence, and others double the 8, up to 512, until
      gradients in a row bring it down again.
 
-  So what overflows is learned, how seldom it may come, and lost once in 4,096
-  steps from then on; what comes less often than that may be lost each time.
+  So what overflows is learned, and then lost about once in 4,096 steps. What
+  comes less often than that may be lost each time, and so may rows of large
+  gradients where most of the other steps are NaN.
 
   Values on the way to the gradients may be larger than these, and only
   overflows teach the policy of them.
@@ -174,19 +169,19 @@ class HeadroomLossScale:
   def _after_zeros(self, state: LossScaleState) -> HeadroomMemory:
     """The memory after a finite step without gradients."""
     memory, (_, high) = state.memory, self._bounds()
-    stays = (jnp.max(memory.amax_window) > 0) & (memory.fail < NOTHING)
+    has_evidence = jnp.max(memory.amax_window) > 0
     raised = jnp.minimum(memory.limit + _STRIDE, high)
-    return memory._replace(limit=jnp.where(stays, memory.limit, raised))
+    lifted = jnp.where(memory.fail == NOTHING, high, memory.limit)
+    return memory._replace(limit=jnp.where(has_evidence, lifted, raised))
 
   def _after_overflow(self, state: LossScaleState) -> HeadroomMemory:
     """The memory after a step that was not finite."""
     memory, failed = state.memory, _exponent(state.loss_scale)
-    drop = jnp.where(memory.quiet_count == 0, _FIRST_DROP, _STRIDE)
-    fail = jnp.where(state.notfinite_count == 0, failed, memory.fail)
     lowest = self._lowest(memory.amax_window)
+    fail = jnp.where(failed > lowest, failed, NOTHING)
     learned = memory._replace(
-      limit=jnp.maximum(failed - drop, lowest),
-      fail=jnp.where(failed <= lowest, NOTHING, fail),
+      limit=jnp.maximum(failed - _STRIDE, lowest),
+      fail=jnp.where(state.notfinite_count == 0, fail, memory.fail),
       held_count=jnp.zeros((), jnp.int32),
     )
     was_guess, _ = self._guess(memory)
@@ -206,14 +201,12 @@ class HeadroomLossScale:
     return jnp.minimum(limit, self._evidence(memory.amax_window))
 
   def _lowest(self, window: jax.Array) -> jax.Array:
-    """The exponent below which no overflow brings the scale."""
-    # No lower than where the largest maximum would be subnormal.
-    info = jnp.finfo(self.dtype)
+    """The exponent at which the largest of these is just a normal number."""
+    info, (low, _) = jnp.finfo(self.dtype), self._bounds()
     binades = info.maxexp - 1 - info.minexp
-    normal = binades + _arrays.cast(self.target, jnp.int32)
-    deepest = self._evidence(window) - jnp.minimum(_DEEPEST, normal)
-    low, _ = self._bounds()
-    return jnp.where(jnp.max(window) > 0, jnp.maximum(deepest, low), low)
+    deepest = binades + _arrays.cast(self.target, jnp.int32)
+    lowest = jnp.maximum(self._evidence(window) - deepest, low)
+    return jnp.where(jnp.max(window) > 0, lowest, low)
 
   def _evidence(self, window: jax.Array) -> jax.Array:
     """The exponent of the scale that these maxima ask for, within bounds."""

@@ -16,8 +16,8 @@ class HeadroomMemory(NamedTuple):
   Attributes:
     limit: the scale that what held gradients and what overflowed allow; int32,
       shape ``()``.
-    fail: the last scale that overflowed, the first of a row of them, or 128 if
-      one as high has held gradients since; int32, shape ``()``.
+    fail: the scale that failed last, or 128 if there is none, or if one as high
+      has held gradients since; int32, shape ``()``.
     held_count: steps with gradients since the last overflow, or since the last
       time that the scale that failed was tried again; int32, shape ``()``.
     quiet_count: steps in a row that brought no gradients, since all were zero
