@@ -32,15 +32,15 @@ class HeadroomLossScale:
      binades above the former; a step of zeros raises it by 8 before any
      gradients, and lifts it while nothing has failed.
   3. An overflow lowers it to 8 binades under its scale, but never to where the
-     largest gradient would be subnormal; only the first of a row of overflows
-     says which scale failed, and one that comes at the lowest limit that none.
+     largest gradient would be subnormal; the first of a row of overflows says
+     which scale failed, or that none did, if it was as low as that.
   4. After 4,096 steps with gradients and without an overflow, the scale that
      failed counts as one binade higher, so that it is tried again.
   5. After 8 steps in a row without gradients, zeros or overflows, a search
      begins, whose overflows teach nothing: one step in 4 tries a scale out of
      the whole range, and one that of the evidence; gradients that only these
-     could see are the only evidence, and others double the 8, up to 512, until
-     gradients in a row bring it down again.
+     could see are the only evidence, and nothing has failed for them; others
+     double the 8, up to 512, until gradients in a row bring it down again.
 
   So what overflows is learned, and then lost about once in 4,096 steps. What
   comes less often than that may be lost each time, and so may rows of large
