@@ -37,10 +37,11 @@ class HeadroomLossScale:
   4. After 4,096 steps with gradients and without an overflow, the scale that
      failed counts as one binade higher, so that it is tried again.
   5. After 8 steps in a row without gradients, zeros or overflows, a search
-     begins, whose overflows teach nothing: one step in 4 tries a scale out of
-     the whole range, and one that of the evidence; gradients that only these
-     could see are the only evidence, and nothing has failed for them; others
-     double the 8, up to 512, until gradients in a row bring it down again.
+     begins: one step in 4 tries a scale out of the whole range, and one that of
+     the evidence; gradients that only these could see are the only evidence,
+     and nothing has failed for them; others teach nothing of the limit, as
+     overflows do there, and double the 8, up to 512, until gradients in a row
+     bring it down again.
 
   So what overflows is learned, and then lost about once in 4,096 steps. What
   comes less often than that may be lost each time, and so may rows of large
@@ -157,9 +158,11 @@ class HeadroomLossScale:
     is_due = memory.held_count + 1 >= _STEPS_TO_RETRY
     fail = jnp.minimum(memory.fail + is_due.astype(jnp.int32), NOTHING)
     fail = jnp.where(is_new | (memory.fail <= held), NOTHING, fail)
+    limit = held + jnp.minimum((fail - held) // 2, _STRIDE)
+    teaches = is_new | ~was_guess
     return HeadroomMemory(
-      limit=held + jnp.minimum((fail - held) // 2, _STRIDE),
-      fail=fail,
+      limit=jnp.where(teaches, limit, memory.limit),
+      fail=jnp.where(teaches, fail, memory.fail),
       held_count=jnp.where(is_due, 0, memory.held_count + 1),
       quiet_count=jnp.zeros((), jnp.int32),
       wait=_search.wait_after(memory.wait, memory.quiet_count, ~is_new),
@@ -193,7 +196,7 @@ class HeadroomLossScale:
     evidence = self._evidence(memory.amax_window)
     best = jnp.where(has_evidence, evidence, _exponent(self.init_scale))
     step = memory.quiet_count - memory.wait
-    return _search.next_guess(step, best, self._bounds())
+    return _search.next_guess(step, memory.held_count, best, self._bounds())
 
   def _usual(self, memory: HeadroomMemory) -> jax.Array:
     """The exponent of the next scale, if it is no guess."""

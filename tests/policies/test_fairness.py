@@ -50,6 +50,18 @@ def test_of_heavy_tails_hardly_more_is_lost_than_with_the_dynamic_rule(
   assert shares[POLICY][name][1] <= 2 * shares[DYNAMIC][name][1]
 
 
+@pytest.mark.parametrize("zeros", [10, 50])
+def test_what_follows_as_many_zeros_each_time_does_not_meet_one_guess_for_ever(
+  zeros,
+):
+  at = np.arange(20_000)
+  is_large = at % 100 == 0
+  run = np.where(at % 100 >= 100 - zeros, -np.inf, -14.0 + 16 * is_large)
+  adversary = load_benchmark("policies/adversary")
+  lost, _ = adversary.find_lost(POLICY, run[None])
+  assert lost[0][is_large].mean() < 0.4
+
+
 @pytest.mark.slow
 def test_a_rare_domain_is_learned_as_it_is_with_the_dynamic_rule():
   training = load_benchmark("policies/rare_training")
