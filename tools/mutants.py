@@ -107,6 +107,7 @@ TESTS = {
   "_policies._search": ["policies/headroom", "policies/starving"],
   "_policies._headroom": [
     "policies/headroom",
+    "policies/fairness",
     "policies/starving",
     "core/input",
   ],

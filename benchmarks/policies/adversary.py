@@ -9,6 +9,11 @@ print it for README.md.
   python benchmarks/policies/adversary.py  # 10,000 runs; some minutes
   python benchmarks/policies/adversary.py search  # a minute a category
   python benchmarks/policies/adversary.py search 60 "headroom, target -1"
+  python benchmarks/policies/adversary.py fairness  # the same for large steps
+
+What makes a sequence worse is the longest row of steps that are lost, or, for
+fairness, the largest share of the large ones: those in the upper half of the
+binades of the sequence, if there are a hundred of them.
 """
 
 import json
@@ -24,6 +29,7 @@ import policies
 import optax_lossscale as ols
 
 RUNS, STEPS, AT_ONCE = 10_000, 4_000, 500
+FEWEST_LARGE = 100  # What is lost until a policy has learned is no share.
 # The search: how many genomes at once, of which so many are kept, three at most
 # that lose as many steps in a row.
 POPULATION, KEPT, ALIKE = 256, 48, 3
@@ -38,13 +44,13 @@ def main():
   name, *options = sys.argv[1:] or ["random"]
   if name == "random":
     write("adversary", draw_runs())
-  elif name == "search":
+  else:
     seconds = float(options[0]) if options else 60
-    found = find_worst_of_all(seconds, options[1:] or POLICIES)
-    if options:
+    found = find_worst_of_all(seconds, options[1:] or POLICIES, BADNESS[name])
+    if options[1:]:
       print(json.dumps(found, indent=1))
     else:
-      write("search", found)
+      write(name, {"seconds": seconds} | found)
 
 
 def write(part, found):
@@ -73,18 +79,32 @@ def draw_runs():
 class Find(NamedTuple):
   """A genome, and what a policy lost of it."""
 
+  lost: int
   longest_row: int
   lost_share: float
+  lost_of_large: float
   genome: genomes.Genome
 
 
-def find_worst_of_all(seconds, names):
+def by_row(find):
+  return find.longest_row, find.lost_share
+
+
+def by_large(find):
+  return find.lost_of_large, find.lost_share
+
+
+BADNESS = {"search": by_row, "fairness": by_large}
+
+
+def find_worst_of_all(seconds, names, badness=by_row):
   """For each category and policy the worst find, and what others make of it."""
   found = {}
   for category in genomes.CATEGORIES:
     found[category] = {}
     for name in names:
-      worst, tried = find_worst(policies.POLICIES[name], category, seconds)
+      policy = policies.POLICIES[name]
+      worst, tried = find_worst(policy, category, seconds, badness=badness)
       others = {
         other: measure_genomes(policies.POLICIES[other], category, worst[:1])[0]
         for other in POLICIES
@@ -93,15 +113,19 @@ def find_worst_of_all(seconds, names):
         "tried": tried,
         "longest_row": worst[0].longest_row,
         "lost_share": round(worst[0].lost_share, 3),
+        "lost_of_large": round(worst[0].lost_of_large, 3),
         "longest_row_by": {x: find.longest_row for x, find in others.items()},
+        "lost_of_large_by": {
+          x: round(find.lost_of_large, 3) for x, find in others.items()
+        },
         "genome": worst[0].genome,
       }
       print(category, name, found[category][name], file=sys.stderr)
   return found
 
 
-def find_worst(policy, category, seconds, seed=0):
-  """The finds that lose most steps in a row, and how many genomes were tried.
+def find_worst(policy, category, seconds, seed=0, badness=by_row):
+  """The worst finds, and how many genomes were tried.
 
   The genomes do not depend on how fast the machine is, but how many there are.
   """
@@ -114,17 +138,19 @@ def find_worst(policy, category, seconds, seed=0):
       parents = [x.genome for x in worst] or new
       parent = parents[int(len(parents) * rng.random() ** 2)]
       new.append(genomes.mutate(rng, parent, kind))
-    worst = keep_worst(worst + measure_genomes(policy, category, new))
+    new = measure_genomes(policy, category, new)
+    worst = keep_worst(worst + new, badness)
     tried += len(new)
   return worst, tried
 
 
-def keep_worst(finds):
-  finds = sorted(finds, key=lambda x: (-x.longest_row, -x.lost_share))
+def keep_worst(finds, badness=by_row):
+  finds = sorted(finds, key=badness, reverse=True)
   kept, alike = [], {}
   for find in finds:
-    alike[find.longest_row] = alike.get(find.longest_row, 0) + 1
-    if alike[find.longest_row] <= ALIKE:
+    bad = round(badness(find)[0], 2)
+    alike[bad] = alike.get(bad, 0) + 1
+    if alike[bad] <= ALIKE:
       kept.append(find)
   return kept[:KEPT]
 
@@ -135,12 +161,24 @@ def measure_genomes(policy, category, found):
   kind = genomes.CATEGORIES[category]
   runs = np.stack([genomes.render(genome, kind) for genome in found])
   hidden = [genome.hidden for genome in found]
-  lost, rows, informative = measure(policy, runs, hidden)
-  shares = lost / np.maximum(informative, 1)
-  return [
-    Find(int(row), float(share), genome)
-    for row, share, genome in zip(rows, shares, found, strict=True)
-  ]
+  lost, informative = find_lost(policy, runs, hidden)
+  rows = longest_rows(lost, informative)
+  counts = lost.sum(axis=1)
+  shares = counts / np.maximum(informative.sum(axis=1), 1)
+  of_large = shares_of_large(runs, lost, informative)
+  columns = [x.tolist() for x in (counts, rows, shares, of_large)]
+  return [Find(*x) for x in zip(*columns, found, strict=True)]
+
+
+def shares_of_large(runs, lost, informative):
+  """What is lost of those in the upper half of the binades, for each run."""
+  known = np.where(informative, runs, np.nan)
+  known[~informative.any(axis=1)] = 0  # of which there is no largest
+  low, high = np.nanmin(known, axis=1), np.nanmax(known, axis=1)
+  is_large = informative & (runs > ((low + high) / 2)[:, None])
+  count = is_large.sum(axis=1)
+  share = (lost & is_large).sum(axis=1) / np.maximum(count, 1)
+  return np.where(count >= FEWEST_LARGE, share, 0)
 
 
 def make_runs(rng, count, steps):
@@ -197,12 +235,17 @@ def measure(policy, runs, on_the_way=0):
   Returns:
     An array of shape (3, run).
   """
+  lost, informative = find_lost(policy, runs, on_the_way)
+  rows = longest_rows(lost, informative)
+  return np.stack([lost.sum(axis=1), rows, informative.sum(axis=1)])
+
+
+def find_lost(policy, runs, on_the_way=0):
+  """Which informative steps are lost, and which are informative."""
   on_the_way = np.broadcast_to(on_the_way, len(runs))
   _, finite, held = policies.simulate_all(policy, runs, on_the_way)
   informative = np.isfinite(runs)
-  lost = informative & ~(finite & held)
-  rows = longest_rows(lost, informative)
-  return np.stack([lost.sum(axis=1), rows, informative.sum(axis=1)])
+  return informative & ~(finite & held), informative
 
 
 def longest_rows(lost, informative):

@@ -39,10 +39,10 @@ def record(log2_amax):
     held = amax * state.loss_scale
     finite = held < 65520  # From there on float16 rounds to inf.
     after = policy.adjust(state, finite, grads_amax=amax)
-    window, safe, fail = after.memory.amax_window, *after.memory[:2]
+    window = after.memory.amax_window
     evidence = jnp.floor(jnp.log2(65504 / jnp.max(window))) + policy.target
     # 128 if nothing has failed.
-    limit = jnp.where(fail == 128, fail, (safe + fail) // 2)
+    limit = jnp.where(after.memory.fail < 128, after.memory.limit, 128)
     log2_scale = jnp.log2(state.loss_scale)
     return after, (log2_scale, evidence, limit, ~finite)
 

@@ -88,9 +88,9 @@ class Process:
 def main():
   here = pathlib.Path(__file__).parent
   file = here / "policies.json"
-  results = json.loads(file.read_text()) if file.exists() else {}
   processes = make_processes(STEPS)
   traces = {name: simulate(p, processes) for name, p in POLICIES.items()}
+  results = json.loads(file.read_text()) if file.exists() else {}
   results["simulation"] = {
     process: {
       name: summarize(processes[process], traces[name][process])
@@ -230,6 +230,11 @@ def _compiled(policy):
     return jax.lax.scan(step, policy.init(), log2_amax)[1]
 
   return jax.jit(jax.vmap(run))
+
+
+def forget_compiled():
+  """For a policy whose rule has changed, but not its hyperparameters."""
+  _compiled.cache_clear()
 
 
 def summarize(process, trace):

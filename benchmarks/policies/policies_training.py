@@ -1,13 +1,15 @@
 """The policies on real training, and what probes cost: half an hour on CPU.
 
 Trains examples/digits.py and examples/transformer.py under each policy and from
-three scales, and the two tasks of sparse_training.py. Writes its part of
-policies.json, policies_hinge.png and policies_masked.png.
+three scales, the two tasks of sparse_training.py, and that of rare_training.py.
+Writes its part of policies.json, policies_hinge.png and policies_masked.png.
 
   python benchmarks/policies/policies_training.py               # all
   python benchmarks/policies/policies_training.py hinge masked  # two minutes
+  python benchmarks/policies/policies_training.py "2 of 100" "1 of 300"
 """
 
+import functools
 import json
 import pathlib
 import sys
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 import numpy as np
 import optax
+import rare_training
 import sparse_training
 
 import optax_lossscale as ols
@@ -159,6 +162,12 @@ def time_probes():
 
 
 MEASURES = {
+  **{
+    f"{mixture.length} of {mixture.period}": functools.partial(
+      rare_training.train_all, mixture
+    )
+    for mixture in rare_training.MIXTURES
+  },
   "hinge": lambda: train_sparse("hinge"),
   "masked": lambda: train_sparse("masked"),
   "digits": train_digits,

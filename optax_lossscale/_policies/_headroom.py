@@ -9,52 +9,43 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _arrays, _checks, _state
-from optax_lossscale._policies import _powers_of_two, _search
-from optax_lossscale._policies._memory import HeadroomMemory
+from optax_lossscale._policies import _memory, _powers_of_two, _search
+from optax_lossscale._policies._memory import HeadroomMemory, NOTHING
 from optax_lossscale._state import LossScaleState
 
-# In binades. So far the scale rises at most, and falls if neither this step nor
-# the one before had gradients: one that underflowed looks smaller than it is.
+# In binades. So far the scale rises at most, since gradients that underflowed
+# look smaller than they are, and so far it falls.
 _STRIDE = 8
-# In steps with gradients: less than 500 earn, so that a NaN every 500 steps,
-# which no scale prevents, costs nothing.
-_COST_OF_OVERFLOW = 256
-_FIRST_TERM, _LONGEST_TERM = 8, 8192
-# The term halves with so many binades that the limit is below the evidence, so
-# that one which was learned from larger gradients is forgotten in time.
-_BINADES_OF_A_TERM = 6
-# So far below the evidence an overflow is none of the scale: one that holds all
-# with 16 of the 40 binades of float16 to spare is no lower.
-_DEEPEST = 24
-_NONE = 128  # above the exponent of each scale
+_STEPS_TO_RETRY = 4096  # in steps with gradients
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale:
   """Keeps the largest gradient of the last steps some binades below overflow.
 
-  The scale is a power of two, the lower of *evidence* and *limit*: the evidence
-  brings the largest of the last ``window`` maxima ``-target`` binades below the
-  top of ``dtype``, and the limit is halfway between the last scale that held
-  gradients and the lowest that has overflowed since, at most 8 binades above
-  the former. An overflow right after gradients lowers the limit by a binade,
-  or costs 256 credits if there are so many, of which each step with gradients
-  earns one; any other lowers it by 8, but none to further than 24 below the
-  evidence, where the scale is not the reason. A scale that failed is tried
-  again, one binade up, after a term of 8 steps with gradients: four times as
-  many after each failure, up to 8,192, and half as many after each success.
-  After 8 steps in a row without gradients, zeros or overflows, a search begins:
-  one step in 4 tries a scale out of the whole range, and one that of the
-  evidence; gradients that only these could see are the new evidence, and others
-  double the 8, up to 512. Before any gradients, zeros raise the scale by 8
-  binades each.
+  The scale is a power of two, the lower of *evidence* and *limit*:
 
-  In 10,000 random runs, and in those that a search for worse ones tried, at
-  most 51 steps with gradients were lost in a row where hardly one has none,
-  and 185 where they come seldom, as long as one scale holds all of them with
-  16 binades to spare (``benchmarks/policies/adversary.py``). Most gradients may
-  be lost where most steps are NaN, and those that overflow less often than once
-  in 256 steps are lost for ever.
+  1. The evidence brings the largest gradient of the last ``window`` steps that
+     had any ``-target`` binades below the top of ``dtype``.
+  2. The limit is halfway between the last scale that held gradients and the
+     last that failed, unless one as high has held some since, and at most 8
+     binades above the former; a step of zeros raises it by 8 before any
+     gradients, and lifts it while nothing has failed.
+  3. An overflow lowers it to 8 binades under its scale, but never to where the
+     largest gradient would be subnormal; the first of a row of overflows says
+     which scale failed, or that none did, if it was as low as that.
+  4. After 4,096 steps with gradients and without an overflow, the scale that
+     failed counts as one binade higher, so that it is tried again.
+  5. After 8 steps in a row without gradients, zeros or overflows, a search
+     begins: one step in 4 tries a scale out of the whole range, and one that of
+     the evidence; gradients that only these could see are the only evidence,
+     and nothing has failed for them; others teach nothing of the limit, as
+     overflows do there, and double the 8, up to 512, until gradients in a row
+     bring it down again.
+
+  So what overflows is learned, and then lost about once in 4,096 steps. What
+  comes less often than that may be lost each time, and so may rows of large
+  gradients where most of the other steps are NaN.
 
   Values on the way to the gradients may be larger than these, and only
   overflows teach the policy of them.
@@ -112,18 +103,9 @@ class HeadroomLossScale:
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
-    return _state.initial_state(
-      self.init_scale,
-      memory=HeadroomMemory(
-        safe=_exponent(self.init_scale),
-        fail=jnp.full((), _NONE, jnp.int32),
-        credit=jnp.zeros((), jnp.int32),
-        term=jnp.full((), _FIRST_TERM, jnp.int32),
-        quiet_count=jnp.zeros((), jnp.int32),
-        wait=jnp.full((), _search.SHORTEST_WAIT, jnp.int32),
-        amax_window=jnp.zeros((int(self.window),), jnp.float32),
-      ),
-    )
+    limit, window = _exponent(self.init_scale), int(self.window)
+    memory = _memory.initial_memory(limit, _search.SHORTEST_WAIT, window)
+    return _state.initial_state(self.init_scale, memory=memory)
 
   def adjust(
     self,
@@ -138,15 +120,22 @@ class HeadroomLossScale:
       TypeError: if ``grads_amax`` is not given.
       ValueError: if the state is one of another policy.
     """
-    amax = _as_amax(grads_amax)
+    if grads_amax is None:
+      raise TypeError(
+        "HeadroomLossScale.adjust must be given grads_amax, the largest"
+        " magnitude among the unscaled gradients, got None. with_loss_scaling"
+        " passes it; by hand it is optax.tree.norm(grads, ord='inf')."
+      )
+    amax = jnp.abs(_arrays.cast(grads_amax, jnp.float32))
     _state.check_memory(self, state, HeadroomMemory)
     after = _state.record_step(state, grads_finite)
     finite = after.last_finite
     has_grads = finite & (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
-    grads, zeros = self._after_grads(state, amax), self._after_zeros(state)
-    overflow = self._after_overflow(state, after.notfinite_count)
-    memory = _arrays.select(finite, zeros, overflow)
-    memory = _arrays.select(has_grads, grads, memory)
+    zeros, overflow = self._after_zeros(state), self._after_overflow(state)
+    quiet = _arrays.select(finite, zeros, overflow)._replace(
+      quiet_count=optax.safe_increment(state.memory.quiet_count)
+    )
+    memory = _arrays.select(has_grads, self._after_grads(state, amax), quiet)
     is_guess, guess = self._guess(memory)
     exponent = jnp.where(is_guess, guess, self._usual(memory))
     scale = _powers_of_two.power_of_two(exponent)
@@ -161,68 +150,45 @@ class HeadroomLossScale:
     self, state: LossScaleState, amax: jax.Array
   ) -> HeadroomMemory:
     """The memory after a finite step whose gradients were not all zero."""
-    memory, exponent = state.memory, _exponent(state.loss_scale)
+    memory, held = state.memory, _exponent(state.loss_scale)
     was_guess, _ = self._guess(memory)
     usual = amax * _powers_of_two.power_of_two(self._usual(memory))
     is_new = was_guess & ((usual > self._top()) | (usual < self._bottom()))
     older = jnp.where(is_new, 0, memory.amax_window[:-1])
-    window = jnp.concatenate([amax[None], older])
-
-    over = jnp.maximum(exponent, self._lowest(window))
-    fail = jnp.where(is_new | (memory.fail <= over), _NONE, memory.fail)
-    was_close = amax * state.loss_scale > self._top() / 2
-    credit = jnp.where(was_close, 0, memory.credit + 1)
-    below = jnp.maximum(self._evidence(window) - _limit(exponent, fail), 0)
-    is_due = credit >= memory.term >> (below // _BINADES_OF_A_TERM)
-    is_due &= (below > 0) & (fail < _NONE)
+    is_due = memory.held_count + 1 >= _STEPS_TO_RETRY
+    fail = jnp.minimum(memory.fail + is_due.astype(jnp.int32), NOTHING)
+    fail = jnp.where(is_new | (memory.fail <= held), NOTHING, fail)
+    limit = held + jnp.minimum((fail - held) // 2, _STRIDE)
+    teaches = is_new | ~was_guess
     return HeadroomMemory(
-      safe=exponent,
-      fail=fail + is_due.astype(jnp.int32),
-      credit=jnp.where(is_due, 0, jnp.minimum(credit, _LONGEST_TERM)),
-      term=jnp.where(is_due, jnp.maximum(memory.term // 2, 1), memory.term),
+      limit=jnp.where(teaches, limit, memory.limit),
+      fail=jnp.where(teaches, fail, memory.fail),
+      held_count=jnp.where(is_due, 0, memory.held_count + 1),
       quiet_count=jnp.zeros((), jnp.int32),
       wait=_search.wait_after(memory.wait, memory.quiet_count, ~is_new),
-      amax_window=window,
+      amax_window=jnp.concatenate([amax[None], older]),
     )
 
   def _after_zeros(self, state: LossScaleState) -> HeadroomMemory:
     """The memory after a finite step without gradients."""
-    memory, window = state.memory, state.memory.amax_window
-    has_evidence = jnp.max(window) > 0
-    is_over = ~has_evidence | (memory.fail <= self._lowest(window))
-    # Before any gradients, zeros raise the scale by a stride.
-    tried = jnp.maximum(memory.safe, _exponent(state.loss_scale))
-    highest = jnp.where(has_evidence, self._evidence(window), tried)
-    return memory._replace(
-      safe=jnp.where(is_over, highest, memory.safe),
-      fail=jnp.where(is_over, _NONE, memory.fail),
-      quiet_count=optax.safe_increment(memory.quiet_count),
-    )
+    memory, (_, high) = state.memory, self._bounds()
+    has_evidence = jnp.max(memory.amax_window) > 0
+    raised = jnp.minimum(memory.limit + _STRIDE, high)
+    lifted = jnp.where(memory.fail == NOTHING, high, memory.limit)
+    return memory._replace(limit=jnp.where(has_evidence, lifted, raised))
 
-  def _after_overflow(
-    self, state: LossScaleState, in_a_row: jax.Array
-  ) -> HeadroomMemory:
+  def _after_overflow(self, state: LossScaleState) -> HeadroomMemory:
     """The memory after a step that was not finite."""
-    memory, exponent = state.memory, _exponent(state.loss_scale)
-    follows_grads = memory.quiet_count == 0
-    left = memory.credit - _COST_OF_OVERFLOW
-    forgiven = memory._replace(credit=left)
-    # Halfway between the two is the exponent less the drop, or the lowest.
-    drop = jnp.where(follows_grads, 1, _STRIDE)
-    safe = jnp.minimum(memory.safe, exponent - 2 * drop)
+    memory, failed = state.memory, _exponent(state.loss_scale)
     lowest = self._lowest(memory.amax_window)
-    longer = jnp.minimum(4 * memory.term, _LONGEST_TERM)
-    failed = memory._replace(
-      safe=jnp.maximum(safe, 2 * lowest - exponent),
-      fail=jnp.minimum(memory.fail, exponent),
-      credit=jnp.zeros((), jnp.int32),
-      term=jnp.where(in_a_row == 1, longer, memory.term),
+    fail = jnp.where(failed > lowest, failed, NOTHING)
+    learned = memory._replace(
+      limit=jnp.maximum(failed - _STRIDE, lowest),
+      fail=jnp.where(state.notfinite_count == 0, fail, memory.fail),
+      held_count=jnp.zeros((), jnp.int32),
     )
     was_guess, _ = self._guess(memory)
-    learned = _arrays.select(follows_grads & (left >= 0), forgiven, failed)
-    return _arrays.select(was_guess, memory, learned)._replace(
-      quiet_count=optax.safe_increment(memory.quiet_count)
-    )
+    return _arrays.select(was_guess, memory, learned)
 
   def _guess(self, memory: HeadroomMemory) -> tuple[jax.Array, jax.Array]:
     """Whether the next step is a guess, and the exponent of its scale."""
@@ -230,24 +196,20 @@ class HeadroomLossScale:
     evidence = self._evidence(memory.amax_window)
     best = jnp.where(has_evidence, evidence, _exponent(self.init_scale))
     step = memory.quiet_count - memory.wait
-    return _search.next_guess(step, best, self._bounds())
+    return _search.next_guess(step, memory.held_count, best, self._bounds())
 
   def _usual(self, memory: HeadroomMemory) -> jax.Array:
     """The exponent of the next scale, if it is no guess."""
-    evidence = self._evidence(memory.amax_window)
-    limit = _limit(memory.safe, memory.fail)
-    return jnp.clip(jnp.minimum(evidence, limit), *self._bounds())
+    limit = jnp.maximum(memory.limit, self._lowest(memory.amax_window))
+    return jnp.minimum(limit, self._evidence(memory.amax_window))
 
   def _lowest(self, window: jax.Array) -> jax.Array:
-    """The exponent at which the scale is no reason for an overflow any more."""
-    # No lower than where the largest maximum would be subnormal.
-    info = jnp.finfo(self.dtype)
-    normal = (
-      info.maxexp - 1 - info.minexp + _arrays.cast(self.target, jnp.int32)
-    )
-    deepest = self._evidence(window) - jnp.minimum(_DEEPEST, normal)
-    low, _ = self._bounds()
-    return jnp.where(jnp.max(window) > 0, jnp.maximum(deepest, low), low - 1)
+    """The exponent at which the largest of these is just a normal number."""
+    info, (low, _) = jnp.finfo(self.dtype), self._bounds()
+    binades = info.maxexp - 1 - info.minexp
+    deepest = binades + _arrays.cast(self.target, jnp.int32)
+    lowest = jnp.maximum(self._evidence(window) - deepest, low)
+    return jnp.where(jnp.max(window) > 0, lowest, low)
 
   def _evidence(self, window: jax.Array) -> jax.Array:
     """The exponent of the scale that these maxima ask for, within bounds."""
@@ -256,7 +218,8 @@ class HeadroomLossScale:
     mantissa, exponent = jnp.frexp(largest)
     best = top_exponent + _arrays.cast(self.target, jnp.int32) - exponent
     best -= (mantissa > top_mantissa).astype(jnp.int32)
-    return jnp.clip(jnp.where(largest > 0, best, _NONE), *self._bounds())
+    best = jnp.where(largest > 0, best, NOTHING)
+    return jnp.clip(best, *self._bounds())
 
   def _top(self) -> float:
     """The largest number of the backward pass, as far as float32 goes."""
@@ -279,19 +242,3 @@ class HeadroomLossScale:
 def _exponent(scale: jax.typing.ArrayLike) -> jax.Array:
   """That of the largest power of two that is not above the scale."""
   return _powers_of_two.floor_log2(_arrays.cast(scale, jnp.float32))
-
-
-def _limit(safe: jax.Array, fail: jax.Array) -> jax.Array:
-  """The exponent halfway between, and at most a stride above the lower."""
-  return safe + jnp.minimum((fail - safe) // 2, _STRIDE)
-
-
-def _as_amax(grads_amax: jax.typing.ArrayLike | None) -> jax.Array:
-  """The maximum as float32, or an error that says how to get it."""
-  if grads_amax is None:
-    raise TypeError(
-      "HeadroomLossScale.adjust must be given grads_amax, the largest"
-      " magnitude among the unscaled gradients, got None. with_loss_scaling"
-      " passes it; by hand it is optax.tree.norm(grads, ord='inf')."
-    )
-  return jnp.abs(_arrays.cast(grads_amax, jnp.float32))

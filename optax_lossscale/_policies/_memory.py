@@ -3,6 +3,9 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+NOTHING = 128  # above the exponent of each scale
 
 
 class HeadroomMemory(NamedTuple):
@@ -11,14 +14,12 @@ class HeadroomMemory(NamedTuple):
   Scales are told by their binary logarithms.
 
   Attributes:
-    safe: the last scale that held gradients, or one that is taken to hold them
-      after an overflow; int32, shape ``()``.
-    fail: the lowest scale that overflowed since, or 128 if none did; int32,
+    limit: the scale that what held gradients and what overflowed allow; int32,
       shape ``()``.
-    credit: how many steps with gradients there are to pay for an overflow or
-      for another try; int32, shape ``()``.
-    term: how many of these it takes to try a scale again that failed; int32,
-      shape ``()``.
+    fail: the scale that failed last, or 128 if there is none, or if one as high
+      has held gradients since; int32, shape ``()``.
+    held_count: steps with gradients since the last overflow, or since the last
+      time that the scale that failed was tried again; int32, shape ``()``.
     quiet_count: steps in a row that brought no gradients, since all were zero
       or some were not finite; int32, shape ``()``.
     wait: how many of these it takes until a search begins; int32, shape
@@ -28,10 +29,21 @@ class HeadroomMemory(NamedTuple):
       Zeros where there was no such step yet.
   """
 
-  safe: jax.Array
+  limit: jax.Array
   fail: jax.Array
-  credit: jax.Array
-  term: jax.Array
+  held_count: jax.Array
   quiet_count: jax.Array
   wait: jax.Array
   amax_window: jax.Array
+
+
+def initial_memory(limit: jax.Array, wait: int, window: int) -> HeadroomMemory:
+  """The memory before the first step, with as many maxima as the window."""
+  return HeadroomMemory(
+    limit=limit,
+    fail=jnp.full((), NOTHING, jnp.int32),
+    held_count=jnp.zeros((), jnp.int32),
+    quiet_count=jnp.zeros((), jnp.int32),
+    wait=jnp.full((), wait, jnp.int32),
+    amax_window=jnp.zeros((window,), jnp.float32),
+  )

@@ -34,6 +34,7 @@ def wait_after(
 
 def next_guess(
   step: jax.Array,
+  held_count: jax.Array,
   best: jax.Array,
   bounds: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
@@ -41,12 +42,14 @@ def next_guess(
 
   Args:
     step: the number of the step in the search, which is off below zero.
+    held_count: any number that is another one in the next search, so that what
+      comes after as many zeros each time does not meet the same guess for ever.
     best: the exponent that the last gradients ask for.
     bounds: the exponents of the lowest and of the highest scale.
   """
   low, high = bounds
   block = step // _STEPS_OF_A_GUESS
-  turn = (_hash(block) + step) % _STEPS_OF_A_GUESS
+  turn = (_hash(block) + _hash(held_count) + step) % _STEPS_OF_A_GUESS
   shift = _hash(block // _IN_ORDER + (1 << 19))
   guess = low + _STRIDE * ((block + shift) % ((high - low) // _STRIDE + 1))
   is_guess = (step >= 0) & (turn % 2 == 0)

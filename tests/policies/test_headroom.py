@@ -1,4 +1,8 @@
-"""HeadroomLossScale: its model, each clause of its rule, and its use."""
+"""HeadroomLossScale: what it promises of the scale, and its use.
+
+That it starves on no run is in test_starving.py, and that it loses no kind of
+batch for good in test_fairness.py.
+"""
 
 import dataclasses
 import functools
@@ -8,7 +12,7 @@ import pickle
 from typing import NamedTuple
 
 import flax.serialization
-from helpers import policy_models, quick_alone
+from helpers import quick_alone
 from helpers.benchmark import load_benchmark
 from helpers.bits import same_bits
 from hypothesis import given, settings
@@ -64,103 +68,12 @@ def last(states):
   return jax.tree.map(lambda x: x[-1], states)
 
 
-def float32s(**kwargs):
-  return st.floats(width=32, allow_subnormal=False, **kwargs)
+def settled(policy=POLICY, log2_amax=-14):
+  """The state of a run with gradients of one size."""
+  return last(run(policy, [2.0**log2_amax] * policy.window * 2))
 
 
-amaxes_of_any_size = st.one_of(
-  st.just(0.0),
-  st.integers(-126, 100).map(lambda k: 2.0**k),
-  st.builds(
-    lambda x, k: float(np.float32(x * 2.0**k)),
-    float32s(min_value=1, max_value=2),
-    st.integers(-40, 30),
-  ),
-)
-
-
-def settled(policy=POLICY, log2_amax=-14, **memory):
-  """The state of a run with gradients of one size, and this in its memory."""
-  state = last(run(policy, [2.0**log2_amax] * policy.window * 2))
-  memory = {name: jnp.int32(value) for name, value in memory.items()}
-  return state._replace(memory=state.memory._replace(**memory))
-
-
-def limited(below, **memory):
-  """The same, with a scale that failed so far below the evidence of 25."""
-  fail = 26 - below
-  state = settled(**{"safe": fail - 1, "fail": fail, "credit": 0} | memory)
-  return ols.set_loss_scale(state, 2.0 ** (fail - 1))
-
-
-def moves(policy, amaxes, state=None):
-  """The scales after each step in binades above that of the state."""
-  start = math.log2((policy.init() if state is None else state).loss_scale)
-  return [log2 - start for log2 in log2_scales(policy, amaxes, state)]
-
-
-EARNED = (0, 1, 7, 15, 31, 254, 255, 256, 300, 511, 1023, 2047, 4095, 8191)
-
-
-@pytest.mark.parametrize(
-  "policy", quick_alone(POLICIES[:2], POLICIES), ids=range(4)
-)
-@settings(max_examples=30)
-@given(
-  steps=st.lists(
-    st.tuples(st.sampled_from([True, True, False]), amaxes_of_any_size),
-    min_size=STEPS,
-    max_size=STEPS,
-  ),
-  safe=st.integers(-40, 60),
-  gap=st.integers(1, 40) | st.just(None),
-  credit=st.sampled_from(EARNED),
-  term=st.sampled_from([2**k for k in range(14)]),
-  quiet=st.sampled_from([0, 1, 6, 7, 8, 15, 47, 1000]),
-  wait=st.sampled_from([8, 9, 16, 33, 512]),
-)
-def test_the_policy_is_its_plain_python_model(
-  policy, steps, safe, gap, credit, term, quiet, wait
-):
-  finites, amaxes = map(np.array, zip(*steps, strict=True))
-  fail = 128 if gap is None else safe + gap
-  memory = policy_models.Learned(safe, fail, credit, term, quiet, wait)
-  start = policy.init()
-  # As if some of the steps had been taken.
-  counts = map(jnp.int32, memory[:-1])
-  memory_then = ols.HeadroomMemory(*counts, start.memory.amax_window)
-  start = start._replace(memory=memory_then)
-  check_against_the_model(
-    policy, steps, memory, scan(policy, finites, np.float32(amaxes), start)
-  )
-
-
-def check_against_the_model(policy, steps, memory, states):
-  scale, in_a_row = policy.init_scale, 0
-  for i, (finite, amax) in enumerate(steps):
-    in_a_row = 0 if finite else in_a_row + 1
-    scale, memory = policy_models.headroom(
-      policy, scale, memory, in_a_row, amax
-    )
-    assert states.loss_scale[i] == scale, i
-    got = jax.tree.map(lambda x: x[i], states.memory)  # noqa: B023
-    assert tuple(x for x in got.amax_window.tolist() if x) == memory.amaxes, i
-    assert got[:-1] == memory[:-1], i
-
-
-@settings(max_examples=6)
-@given(
-  steps=st.lists(
-    st.sampled_from([0.0] * 12 + [None] * 3 + [2.0**-14, 2.0**-60, 2.0**20]),
-    min_size=200,
-    max_size=200,
-  )
-)
-def test_the_search_is_that_of_its_plain_python_model(steps):
-  with_finite = [(amax is not None, amax or 0.0) for amax in steps]
-  check_against_the_model(
-    POLICY, with_finite, policy_models.Learned(), run(POLICY, steps)
-  )
+# Where the scale is.
 
 
 @pytest.mark.slow
@@ -173,7 +86,7 @@ def test_the_maximum_lies_within_the_binade_under_the_target(mantissa):
   state = jax.tree.map(
     lambda x: jnp.broadcast_to(x, (200, *x.shape)), policy.init()
   )
-  for _ in range(16):  # 8 binades at a time
+  for _ in range(16):
     state = jax.vmap(lambda s, a: policy.adjust(s, True, grads_amax=a))(
       state, amax
     )
@@ -187,7 +100,7 @@ def test_the_maximum_lies_within_the_binade_under_the_target(mantissa):
   rises=st.lists(
     st.just(4.0) | st.floats(-30, 4), min_size=STEPS, max_size=STEPS
   ),
-  first=float32s(min_value=2**-10, max_value=1),
+  first=st.floats(2**-10, 1, width=32, allow_subnormal=False),
 )
 def test_no_step_overflows_while_maxima_stay_within_the_target(rises, first):
   amaxes = [first]
@@ -205,53 +118,107 @@ def test_no_step_overflows_while_maxima_stay_within_the_target(rises, first):
   assert (used * amaxes <= TOP).all()
 
 
-# The evidence.
-
-
-def test_the_scale_falls_to_the_evidence_at_once_and_rises_by_8_a_step():
-  policy = ols.HeadroomLossScale(window=1)
-  # 2**-4 asks for 2**15, where it starts.
-  assert log2_scales(policy, [2**-4, 2**-5, 2**14]) == [15, 16, -3]
-  assert log2_scales(policy, [2**14, 2**-24, 2**-24]) == [-3, 5, 13]
-
-
-def test_a_maximum_counts_until_as_many_others_have_come_as_the_window_holds():
+def test_the_scale_falls_at_once_and_rises_when_the_window_has_forgotten():
   policy = ols.HeadroomLossScale(window=3)
+  # 2**-4 asks for 2**15, where it starts.
+  amaxes = [2**-4, 2**14, 2**-4, 2**-4]
+  assert log2_scales(policy, amaxes) == [15, -3, -3, -3]
   amaxes = [2**-4, 2**-9, 2**-9, 2**-9]
   assert log2_scales(policy, amaxes) == [15, 15, 15, 20]
 
 
 @pytest.mark.parametrize("zero", [0.0, 2.0**-149, 2.0**-127])
-def test_a_step_of_zeros_neither_counts_as_a_maximum_nor_makes_one_forgotten(
-  zero,
-):
+def test_a_few_steps_of_zeros_are_no_evidence_and_make_none_forgotten(zero):
   before = settled()
   after = run(POLICY, [zero] * 7, before)
-  expected = before.memory._replace(quiet_count=jnp.int32(7))
-  assert same_bits(last(after).memory, expected)
   assert (after.loss_scale == before.loss_scale).all()
+  assert same_bits(last(after).memory.amax_window, before.memory.amax_window)
 
 
-def test_zeros_before_the_first_gradient_raise_the_scale():
-  policy = ols.HeadroomLossScale(max_scale=2.0**30)
-  assert log2_scales(policy, [0.0, 0.0, 2**-10]) == [23, 30, 21]
+# After overflows.
+
+
+def overflows_above(highest, steps, start, amax=2.0**-14):
+  """The exponents of the scales where steps overflow above one of them."""
+
+  def step(state, _):
+    finite = state.loss_scale <= 2.0**highest
+    return POLICY.adjust(state, finite, grads_amax=amax), state.loss_scale
+
+  state, scales = jax.lax.scan(step, start, length=steps)
+  return np.log2(scales).tolist(), state
+
+
+@pytest.mark.parametrize("highest", [2, 8, 15, 23, 24])
+def test_a_limit_is_found_by_halving_what_is_between(highest):
+  scales, _ = overflows_above(highest, 40, settled())
+  lost = np.array(scales) > highest
+  assert lost.sum() <= 9
+  assert scales[-1] == highest
+
+
+def test_a_limit_that_larger_values_on_the_way_ask_for_costs_few_steps():
+  # Something in the backward pass overflows above 2**10; the gradients alone
+  # would have 2**19.
+  scales, _ = overflows_above(10, 50_000, POLICY.init(), amax=2.0**-8)
+  lost = np.array(scales) > 10
+  # The way to it, and then fewer than dynamic, which grows every 2,000 steps.
+  assert lost[:1000].sum() <= 8
+  assert lost[1000:].sum() <= 50_000 / 4_000
+
+
+def test_what_overflowed_once_is_tried_again_until_the_evidence_is_reached():
+  _, state = overflows_above(20, 40, settled())
+  scales, _ = overflows_above(100, 30_000, state)
+  assert scales[0] == 20
+  assert scales[-1] == 25
+  assert np.diff(scales).max() == 1
+
+
+@pytest.mark.parametrize("length", range(1, 61))
+def test_a_burst_of_nans_leaves_the_scale_within_a_binade(length):
+  start = settled()
+  after = log2_scales(POLICY, [None] * length + [2.0**-14] * 10, start)
+  below = 25 - np.array(after)
+  # But for the guesses of a search.
+  assert below[:7].max() <= 25
+  assert below[-1] <= 1
+
+
+@pytest.mark.parametrize("every", [2, 100, 500])
+def test_nans_that_keep_coming_do_not_walk_the_scale_down_for_good(every):
+  amaxes = ([2.0**-14] * (every - 1) + [None]) * 80
+  log2_scale = np.array(log2_scales(POLICY, amaxes, settled()))
+  assert log2_scale.min() >= 25 - 25
+  assert log2_scale[-26 * every :].max() >= (8 if every == 2 else 25)
+
+
+def test_a_limit_is_never_where_the_largest_gradient_would_be_subnormal():
+  # float8_e4m3fn ends at 448, and below 2**-6 its numbers are subnormal.
+  policy = ols.HeadroomLossScale(dtype=jnp.float8_e4m3fn)
+  states = run(policy, [2.0**-14] * 8 + [None] * 7)
+  assert states.loss_scale[-2] * 2.0**-14 >= 2.0**-6
+
+
+def test_gradients_that_fall_leave_their_limit_behind():
+  _, state = overflows_above(5, 40, settled())
+  scales = log2_scales(POLICY, [2.0**-40] * 12, state)
+  # 25 below what they ask for, the largest is just a normal number.
+  assert scales[-1] >= 51 - 25
+
+
+# Where gradients are seldom.
 
 
 # Before any gradients, zeros raise the scale again after each overflow. To keep
-# it down cost others nearly all of their steps.
-NOT_FOUND = pytest.mark.xfail(reason="a scale that begins at 2**60 or more")
-
-
+# it down cost others nearly all of their steps. So those that begin at 2**60 or
+# above, and come in every 300th step, are not found in 20 of them.
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("start", "every"),
   [
     *itertools.product([15], [1, 10, 40, 64, 128, 256, 300, 1000]),
     *itertools.product([60, 126], [1, 10, 40, 64, 128, 256]),
-    *(
-      pytest.param(*pair, marks=NOT_FOUND)
-      for pair in itertools.product([60, 126], [300, 1000])
-    ),
   ],
 )
 def test_gradients_that_come_seldom_after_an_overflow_are_found(every, start):
@@ -290,287 +257,52 @@ def held_by_float16(amax, state):
   return 2.0**-25 < amax * state.loss_scale < 65520
 
 
-# The search.
-
-
-def searching(state, steps=128, quiet=0.0):
+def searching():
   """The exponents of the scales of a search, and the states before them."""
-  start = last(run(POLICY, [quiet] * 7, state))
-  states = run(POLICY, [quiet] * steps, start)
+  _, state = overflows_above(10, 20, settled())
+  states = last(run(POLICY, [0.0] * 7, state))
+  states = run(POLICY, [0.0] * 128, states)
   return np.log2(states.loss_scale).tolist(), states
 
 
-def test_after_8_quiet_steps_one_step_in_four_is_a_guess_and_one_the_evidence():
-  start = limited(10)
-  assert moves(POLICY, [0.0] * 7, start) == [0] * 7
-  scales, _ = searching(start)
-  for block in np.split(np.array(scales), 32):
-    others = sorted(set(block) - {15.0})
-    assert len(others) == 2 or (len(others) == 1 and 25 in others)
-    assert (block == 25).sum() >= 1 and (block == 15).sum() >= 2
-  # In the first ten blocks, each guess once.
-  assert set(range(-24, 127, 16)) <= set(scales[:40])
-  # Overflows change no guess.
-  of_overflows, _ = searching(start, quiet=None)
-  pairs = zip(scales, of_overflows, strict=True)
-  guessed = [pair for pair in pairs if pair[0] not in (15, 25)]
-  assert all(a == b for a, b in guessed) and len(guessed) > 20
-
-
-@pytest.mark.parametrize("guessed", [-24, 120])
 @pytest.mark.parametrize("outcome", [0.0, None])
-def test_a_guess_that_finds_nothing_costs_and_teaches_nothing(guessed, outcome):
-  scales, states = searching(settled(credit=100))
-  before = jax.tree.map(lambda x: x[scales.index(guessed)], states)
-  after = last(run(POLICY, [outcome], before))
-  quiet = before.memory.quiet_count + 1
-  assert same_bits(after.memory, before.memory._replace(quiet_count=quiet))
+def test_a_guess_that_finds_nothing_costs_and_teaches_nothing(outcome):
+  scales, states = searching()
+  for guessed in (-24, 120):
+    before = jax.tree.map(lambda x: x[scales.index(guessed)], states)  # noqa: B023
+    after = last(run(POLICY, [outcome], before))
+    quiet = before.memory.quiet_count + 1
+    assert same_bits(after.memory, before.memory._replace(quiet_count=quiet))
 
 
 def test_what_only_a_guess_could_see_is_the_only_evidence():
-  scales, states = searching(limited(3))
+  scales, states = searching()
   before = jax.tree.map(lambda x: x[scales.index(72)], states)
   found = last(run(POLICY, [2.0**-60], before))
   assert found.memory.amax_window.tolist() == [2.0**-60] + [0.0] * 7
-  assert (found.memory.fail, found.memory.wait) == (128, 8)
   assert found.loss_scale == settled(log2_amax=-60).loss_scale
-  # From an inner guess the scale rises by strides.
-  before = jax.tree.map(lambda x: x[scales.index(40)], states)
-  rises = log2_scales(POLICY, [2.0**-60] * 5, before)
-  assert rises == [48, 56, 64, 71, 71]
-  # It falls at once.
-  before = jax.tree.map(lambda x: x[scales.index(-8)], states)
-  assert log2_scales(POLICY, [2.0**20], before) == [-9]
+  # The usual scale would have seen these.
+  before = jax.tree.map(lambda x: x[scales.index(8)], states)
+  known = last(run(POLICY, [2.0**-14], before))
+  assert known.memory.amax_window[1] == 2.0**-14
 
 
-@pytest.mark.parametrize("scale", [15, 24, 25, 8])
-def test_a_search_for_what_the_usual_scale_would_see_doubles_the_wait(scale):
-  start = limited(10)
-  for wait, longer in ((8, 16), (16, 32), (512, 512)):
-    state = start._replace(memory=start.memory._replace(wait=jnp.int32(wait)))
-    states = run(POLICY, [0.0] * (wait + 80), state)
-    scales = np.log2(states.loss_scale[wait:]).tolist()
-    before = jax.tree.map(lambda x: x[wait + scales.index(scale)], states)  # noqa: B023
-    after = last(run(POLICY, [2.0**-14], before))
-    assert after.memory.wait == longer
-    assert after.memory.amax_window[1] == 2.0**-14
+def test_searches_in_vain_become_rare_until_gradients_come_in_a_row():
+  sparse = [0.0] * 39 + [2.0**-14]
+
+  def guesses(state):
+    scales = np.array(log2_scales(POLICY, sparse * 5, state))
+    return (scales != 25).sum()
+
+  state = settled()
+  assert guesses(state) > 10
+  state = last(run(POLICY, sparse * 10, state))
+  assert guesses(state) == 0
+  state = last(run(POLICY, [2.0**-14] * 60, state))
+  assert guesses(state) > 10
 
 
-def test_only_gradients_in_a_row_shorten_the_wait():
-  start = settled(wait=512)
-  sparse = run(POLICY, [0.0, 2.0**-14] * 40, start)
-  assert set(sparse.memory.wait.tolist()) == {512}
-  dense = run(POLICY, [2.0**-14] * 40, start)
-  assert dense.memory.wait[:3].tolist() == [448, 392, 343]
-  assert dense.memory.wait[36:].tolist() == [8] * 4
-
-
-@pytest.mark.slow
-def test_gradients_of_every_nth_step_do_not_meet_guesses_for_long():
-  for every in (9, 49, 64, 100, 250, 500):
-    amaxes = ([0.0] * (every - 1) + [2.0**-14]) * 24
-    states = run(POLICY, amaxes, settled())
-    before = np.asarray(states.loss_scale[every - 2 :: every])
-    assert (np.log2(before[-8:]) == 25).all(), every
-
-
-# Between what held gradients and what overflowed.
-
-
-def overflows_above(highest, steps, start, amax=2.0**-14):
-  """The exponents of the scales where steps overflow above one of them."""
-
-  def step(state, _):
-    finite = state.loss_scale <= 2.0**highest
-    return POLICY.adjust(state, finite, grads_amax=amax), state.loss_scale
-
-  state, scales = jax.lax.scan(step, start, length=steps)
-  return np.log2(scales).tolist(), state
-
-
-def test_the_scale_halves_the_way_between_what_held_and_what_overflowed():
-  scales, state = overflows_above(8, 10, POLICY.init())
-  #        x   x   held  x  held x  held
-  assert scales == [15, 14, 6, 10, 8, 9, 8, 8, 8, 8]
-  assert (state.memory.safe, state.memory.fail) == (8, 9)
-  # Three rows of overflows.
-  assert state.memory.term == 8 * 4**3
-
-
-@pytest.mark.parametrize("quiet, drops", [(0, [1, 8, 8]), (1, [8, 8, 8])])
-def test_an_overflow_lowers_it_by_one_after_gradients_and_else_by_eight(
-  quiet, drops
-):
-  start = settled(quiet_count=quiet)
-  expected = (-np.cumsum(drops)).tolist()
-  assert moves(POLICY, [None] * 3, start) == expected
-  # No further than 24 below the evidence, but for the guesses of a search.
-  assert -24 in moves(POLICY, [None] * 7, start)[-2:]
-
-
-def test_the_limit_rises_by_at_most_8_a_step_when_gradients_come():
-  start = limited(1, safe=-20, fail=25, term=8192)
-  start = ols.set_loss_scale(start, 2.0**-20)
-  assert log2_scales(POLICY, [2.0**-14] * 7, start) == [
-    -12,
-    -4,
-    4,
-    12,
-    18,
-    21,
-    23,
-  ]
-
-
-def test_zeros_leave_the_limit_where_it_is():
-  start = limited(10)
-  states = run(POLICY, [0.0] * 7, start)
-  assert states.memory.credit[-1] == 0
-  assert set(np.log2(states.loss_scale).tolist()) == {15}
-
-
-@pytest.mark.parametrize("fail", [13, 14, 15, 25])
-def test_gradients_at_or_above_what_failed_clear_it(fail):
-  start = settled(safe=fail - 5, fail=fail)
-  for exponent in range(fail - 5, fail + 5):
-    state = ols.set_loss_scale(start, 2.0**exponent)
-    after = POLICY.adjust(state, True, grads_amax=2.0**-20)
-    assert (after.memory.fail == 128) == (exponent >= fail)
-
-
-@pytest.mark.parametrize("credit, is_learned", [(255, True), (256, False)])
-def test_a_lone_overflow_with_256_credits_changes_nothing(credit, is_learned):
-  start = settled(credit=credit)
-  state = last(run(POLICY, [None], start))
-  assert (state.memory.fail < 128) == is_learned
-  assert state.memory.credit == 0
-  # The next gradients undo what was for the moment alone.
-  assert moves(POLICY, [None], start) == [-1 if is_learned else 0]
-  if not is_learned:
-    two = last(run(POLICY, [None] * 2, settled(credit=8000)))
-    assert (two.memory.fail, two.memory.credit) == (25, 0)
-
-
-def test_an_overflow_after_a_zero_is_never_forgiven():
-  state = last(run(POLICY, [0.0, None], settled(credit=8000)))
-  assert state.memory.fail == 25
-
-
-@pytest.mark.slow
-def test_a_nan_every_500_steps_costs_nothing_and_every_100_pulls_it_down():
-  for interval, is_low in (
-    (500, False),
-    (300, False),
-    (100, True),
-    (250, True),
-  ):
-    states = run(POLICY, ([2**-14] * (interval - 1) + [None]) * 40)
-    assert (np.log2(states.loss_scale)[-1] < 20) == is_low, interval
-    assert (states.memory.fail < 128).any() == is_low, interval
-
-
-def test_the_term_is_four_times_as_long_after_a_failure_and_half_after_none():
-  for term in (1, 8, 2048, 8192):
-    # Gradients for a term, one binade more, and it overflows again.
-    tried = run(POLICY, [2.0**-14] * 8192, limited(1, term=term, credit=0))
-    assert tried.memory.fail[term - 1] == 26
-    assert set(tried.memory.fail[: term - 1].tolist()) <= {25}
-    tried = jax.tree.map(lambda x: x[term - 1], tried)  # noqa: B023
-    failed = last(run(POLICY, [None], tried))
-    assert failed.memory.fail == 25
-    assert (tried.memory.term, failed.memory.term) == (
-      max(term // 2, 1),
-      min(4 * max(term // 2, 1), 8192),
-    )
-
-
-@pytest.mark.parametrize("below, term", [(1, 64), (6, 32), (12, 16), (18, 8)])
-def test_the_term_halves_with_each_6_binades_below_the_evidence(below, term):
-  states = run(POLICY, [2.0**-14] * term, limited(below, term=64))
-  assert set(states.memory.fail[:-1].tolist()) == {26 - below}
-  assert states.memory.fail[-1] == 27 - below
-
-
-def test_a_retry_is_one_binade_up_and_zeros_earn_none():
-  start = limited(3, term=8)
-  amaxes = [2.0**-14, 0.0, 0.0] * 8
-  assert moves(POLICY, amaxes, start)[-4:] == [0, 1, 1, 1]
-  # Where the limit is the evidence, nothing is tried.
-  states = run(POLICY, [2.0**-14] * 100, settled(safe=25, fail=27))
-  assert set(states.memory.fail.tolist()) == {27}
-
-
-def test_what_failed_for_larger_gradients_is_forgotten_before_dynamic_grows():
-  state = last(run(POLICY, [2.0**-20] * 8, limited(4, term=8192)))
-  scales = run(POLICY, [2.0**-20] * 20_000, state).loss_scale
-  # The dynamic rule needs 12,000 steps for 6 binades.
-  binades = np.log2(scales / state.loss_scale)
-  assert 0 < np.argmax(binades == 6) < 10_000
-
-
-def test_a_step_within_a_binade_of_overflow_empties_the_credit():
-  start = settled(credit=4000)
-  top = TOP / float(start.loss_scale)
-  for amax, credit in ((top / 2, 4001), (1.01 * top / 2, 0), (top, 0)):
-    assert last(run(POLICY, [amax], start)).memory.credit == credit
-
-
-@pytest.mark.parametrize("after", [0.0, 2.0**-14])
-def test_an_overflow_24_binades_below_the_evidence_clears_it_all(after):
-  for below, is_clear in ((24, False), (25, True)):
-    start = limited(below)
-    start = start._replace(
-      memory=start.memory._replace(fail=jnp.int32(26 - below))
-    )
-    state = last(run(POLICY, [after], start))
-    assert (state.memory.fail == 128) == is_clear
-  # Zeros show nothing that would ask for care, gradients may be too small.
-  rise = moves(POLICY, [after], limited(25))
-  assert rise == [25 if after == 0 else 8]
-
-
-def test_a_limit_more_than_24_binades_below_the_evidence_is_cleared():
-  for fall, is_clear in ((19, False), (20, True)):
-    states = run(POLICY, [2.0 ** (-14 - fall)] * 8, limited(5))
-    assert (states.memory.fail[-1] == 128) == is_clear
-
-
-def test_a_limit_is_never_where_the_largest_gradient_would_be_subnormal():
-  # float8_e4m3fn ends at 448, and below 2**-6 its numbers are subnormal.
-  policy = ols.HeadroomLossScale(dtype=jnp.float8_e4m3fn)
-  states = run(policy, [2.0**-14] * 8 + [None] * 7)
-  lowest = np.log2(states.loss_scale)
-  assert lowest[-2] == lowest[7] - 10
-  assert 2.0 ** (-14 + lowest[-2]) >= 2.0**-6
-
-
-def test_an_overflow_at_the_lowest_scale_clears_it():
-  policy = ols.HeadroomLossScale(min_scale=2.0**15)
-  states = run(policy, [None] * 4 + [2.0**-14], settled(policy))
-  assert states.loss_scale[-2] == 2.0**15
-  assert states.memory.fail[-2:].tolist() == [15, 128]
-
-
-@pytest.mark.parametrize("length", range(1, 61))
-def test_a_burst_of_nans_leaves_the_scale_near_where_it_was(length):
-  start = settled(credit=300)
-  after = moves(POLICY, [None] * length + [2.0**-14] * (92 - length), start)
-  # But for the guesses of a search.
-  assert min(after[:7]) >= -24
-  assert after[length + 4] >= -14
-  assert after[-1] >= -1
-
-
-def test_sparse_gradients_that_rise_by_10_lose_no_more_than_with_dynamic():
-  at = np.arange(40 * 400)
-  level = np.where(at < 8000, -14.0, -4.0)
-  log2_amax = np.where(at % 40 == 39, level, -np.inf)[None]
-  benchmark = load_benchmark("policies/policies")
-  process = benchmark.Process(log2_amax)
-  _, finite, held = benchmark.simulate_one(POLICY, process)
-  lost = np.isfinite(log2_amax) & ~(finite & held)
-  # The dynamic rule halves its scale of 2**29 ten times.
-  assert lost[:, 8000:].sum() <= 10
+# Beside dynamic.
 
 
 @pytest.mark.parametrize("divided_by", range(4, 13))
@@ -584,36 +316,6 @@ def test_gradients_that_were_divided_later_cost_few_steps(divided_by):
   assert skips[:, -1].mean() <= 8
 
 
-def test_nans_that_keep_coming_do_not_walk_the_scale_down_for_good():
-  states = run(POLICY, [2**-14, None] * 500, settled())
-  log2_scales = np.log2(states.loss_scale)
-  assert log2_scales.min() == 1
-  assert log2_scales[-200:].max() == 9
-
-
-def test_evidence_is_held_in_the_bounds_before_an_overflow_counts():
-  policy = ols.HeadroomLossScale(max_scale=2.0**20)
-  start = settled(policy, log2_amax=-60)
-  assert start.loss_scale == 2.0**20
-  assert last(run(policy, [None], start)).loss_scale == 2.0**19
-
-
-def test_a_limit_is_learned_where_larger_values_on_the_way_overflow():
-  # Something in the backward pass overflows above 2**10; the gradients alone
-  # would have 2**19.
-  scales, _ = overflows_above(10, 50_000, POLICY.init(), amax=2.0**-8)
-  lost = np.array(scales) > 10
-  # The way to it, tries after ever more steps, and one for each 4,096.
-  assert lost[:40].sum() <= 4
-  assert lost[40:1000].sum() <= 4
-  assert lost[10_000:].sum() <= 10
-
-
-# Overflows rarer than one in 256 steps are forgiven for ever, be they of NaNs
-# or of larger gradients: docs/policies.md says so.
-FORGIVEN = {"2**7 more every 400"}
-
-
 @pytest.mark.slow
 def test_it_loses_hardly_more_informative_steps_than_the_dynamic_rule():
   benchmark = load_benchmark("policies/policies")
@@ -625,11 +327,9 @@ def test_it_loses_hardly_more_informative_steps_than_the_dynamic_rule():
       median = np.median(benchmark.count_lost(process, traces[name]))
       lost.setdefault(name, []).append(median)
   for name, (headroom, dynamic) in lost.items():
-    if name not in FORGIVEN:
-      assert headroom <= dynamic + 10, name
+    assert headroom <= dynamic + 10, name
     if "every" in name or "random" in name:
-      assert headroom <= 12 or name in FORGIVEN, name
-  assert lost["2**7 more every 400"][0] == 12_000 / 400
+      assert headroom <= 12, name
 
 
 @pytest.mark.slow
@@ -688,18 +388,19 @@ def test_the_state_of_another_policy_is_refused():
 
 
 class MemoryOfAnEarlierVersion(NamedTuple):
-  ceiling: jax.Array
+  safe: jax.Array
+  fail: jax.Array
   credit: jax.Array
+  term: jax.Array
   quiet_count: jax.Array
-  patience: jax.Array
+  wait: jax.Array
   amax_window: jax.Array
 
 
 @pytest.mark.parametrize("read_as", ["dict", "tuple"])
 def test_a_state_of_an_earlier_version_is_told_how_to_go_on(read_as):
-  old = MemoryOfAnEarlierVersion(
-    jnp.int32(128), jnp.int32(300), jnp.int32(0), jnp.int32(0), jnp.zeros(8)
-  )
+  counts = map(jnp.int32, (15, 128, 300, 8, 0, 8))
+  old = MemoryOfAnEarlierVersion(*counts, jnp.zeros(8))
   memory = old._asdict() if read_as == "dict" else old
   state = ols.set_loss_scale(POLICY.init(), 2.0**9)._replace(memory=memory)
   with pytest.raises(ValueError, match=r"earlier version.*policy\.init\(\)"):
@@ -843,17 +544,6 @@ def test_under_vmap_each_member_has_a_scale_of_its_own():
   together = jax.vmap(scanned)(jnp.array(members, jnp.float32))
   for i, amaxes in enumerate(members):
     alone = scanned(jnp.array(amaxes, jnp.float32))
-    assert same_bits(jax.tree.map(lambda x: x[i], together), alone)  # noqa: B023
-
-
-def test_long_runs_under_vmap_are_those_of_each_alone():
-  runs = np.random.default_rng(0).choice(
-    [2.0**-14] * 9 + [0.0, np.inf, 2.0**-30, 2.0**4], size=(4, 600)
-  )
-  finite, amaxes = np.isfinite(runs), np.float32(runs)
-  together = jax.vmap(lambda f, a: scan(POLICY, f, a))(finite, amaxes)
-  for i in range(4):
-    alone = scan(POLICY, finite[i], amaxes[i])
     assert same_bits(jax.tree.map(lambda x: x[i], together), alone)  # noqa: B023
 
 
