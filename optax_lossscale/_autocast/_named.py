@@ -55,5 +55,12 @@ def _is_any(
       named = _jaxprs.with_scope(eqn, weights.name_of_product(eqn))
       found.append(kept.holds(place.at(named, jaxpr)))
     inner = _products.jaxprs_to_search(eqn)
-    found += [_is_any(kept, x, place.at(eqn, jaxpr)) for x in inner]
+    if not inner:
+      continue
+    # What is named is the body that runs, and as the body names it.
+    scopes = _products.Search().scopes_in(eqn) or set()
+    name, its_paths = weights.within_call(eqn, scopes)
+    its_place = place.at(_jaxprs.with_scope(eqn, name), jaxpr)
+    of_bodies = _weights.of_bodies(eqn, its_paths)
+    found += [_is_any(kept, x, its_place, of_bodies.get(x, ())) for x in inner]
   return any(found)
