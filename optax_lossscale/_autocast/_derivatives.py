@@ -10,7 +10,9 @@ from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _rules
 
 
-def derivative_of(eqn: core.JaxprEqn) -> tuple[list[int], core.Jaxpr | None]:
+def derivative_of(
+  eqn: core.JaxprEqn,
+) -> tuple[list[int], _jaxprs.ClosedJaxpr | None]:
   """The jaxpr of an equation and its derivatives, if it has them.
 
   It is what a rule computes, each equation with the line of the rule.
@@ -33,10 +35,10 @@ def derivative_of(eqn: core.JaxprEqn) -> tuple[list[int], core.Jaxpr | None]:
     seen = jax.make_jaxpr(jax.grad(loss))([avals[i] for i in floats], avals)
   except Exception:  # A rule may refuse, or need the axes of a mesh.
     return floats, None
-  return floats, seen.jaxpr
+  return floats, seen
 
 
-def hidden_derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
+def hidden_derivative_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
   """The same, of a rule that may have products where its function has none.
 
   Functions with a ``custom_jvp`` that libraries bring are not asked: they are

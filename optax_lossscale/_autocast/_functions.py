@@ -102,7 +102,7 @@ def autocast(
     told = _told.Told()
     paths = _weights.paths_of(fun, args, kwargs)
     settings = _rewrite.Settings(dtype, _kept.Kept(patterns), paths)
-    rewritten = functools.partial(_rewrite.call, settings=settings, told=told)
+    rewritten = lambda call: _rewrite.call(call, settings, told)[0]
     out = _in_place.call(rewritten, fun, args, kwargs)
     tell(settings.kept.check())
     message = told.message(dtype)

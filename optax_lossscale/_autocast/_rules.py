@@ -10,6 +10,7 @@ equation alone, and never over a rewriter, which knows of that trace.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _refusals
+from optax_lossscale._autocast import _refusals, _weights
 
 Function = Callable[..., list[Any]]
 
@@ -29,13 +30,16 @@ class Tools(NamedTuple):
 
   Attributes:
     function: makes a function of a jaxpr, with its products in half.
-    call: calls a function with its products in half, with the inputs of the
-      equation if the function closes over them. Rules may do so at any time.
+    call: calls a function with its products in half, given arrays that it
+      closes over, and their paths and those of what it returns. It also returns
+      the paths of the latter that are weights. Rules may do so at any time.
+    paths: the names of those inputs of the equation that are weights.
     guarded: the variables that refuse to be differentiated.
   """
 
   function: Callable[[_jaxprs.ClosedJaxpr], Function]
-  call: Callable[[Callable[[], Any], Sequence[Any]], Any]
+  call: Callable[[Callable[[], Any], Sequence[Any], _weights.Paths], Any]
+  paths: _weights.Paths
   guarded: set[Any]
 
 
@@ -58,7 +62,7 @@ def custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   if called is None:
     return None
   fun: Any = jax.custom_jvp(_named_as(eqn, tools.function(called)))
-  old, call = _jaxprs.function(eqn), tools.call
+  old, call, paths = _jaxprs.function(eqn), tools.call, tools.paths
 
   def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     moved = [
@@ -66,7 +70,12 @@ def custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     ]
     of_moved = of_some(old, primals, moved)
     some = [primals[i] for i in moved], [tangents[i] for i in moved]
-    return call(lambda: jax.jvp(of_moved, *some), primals)
+    inputs = (*paths.inputs, *paths.of(moved))  # of both, the same weights
+    return call(
+      lambda: jax.jvp(of_moved, *some),
+      [*primals, *some[1]],
+      _weights.Paths(inputs),
+    )[0]
 
   fun.defjvp(rule, symbolic_zeros=True)
   return fun
@@ -80,7 +89,7 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   if called is None or consts is None:
     return None
   fun: Any = jax.custom_vjp(_named_as(eqn, tools.function(called)))
-  old, call = _jaxprs.function(eqn), tools.call
+  old, call, paths = _jaxprs.function(eqn), tools.call, tools.paths
   floats = {
     i
     for i, atom in enumerate(eqn.invars)
@@ -89,17 +98,33 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     and not _jaxprs.is_one_of(atom, tools.guarded)
   }
   rule = _refusals.Rule(eqn, called.jaxpr, floats)
+  # Of the residuals, by which derivatives were asked for.
+  of_residuals: dict[tuple[int, ...], tuple[_weights.Path, ...]] = {}
+
+  def derive(values: Sequence[Any], chosen: set[int]) -> tuple[Any, Any]:
+    (out, pull_back), found = call(
+      lambda: _vjp(old, values, sorted(chosen)), values, paths
+    )
+    of_residuals[tuple(sorted(chosen))] = tuple(found[len(out) :])
+    # The backward pass is given arrays. In their structure it sees which of the
+    # arguments were chosen.
+    is_chosen = [0 if i in chosen else None for i in range(len(values))]
+    return out, (pull_back, is_chosen)
 
   def forward(*args: Any) -> tuple[Any, Any]:
     values = [arg.value for arg in args]
     moved = {i for i, arg in enumerate(args) if arg.perturbed}
-    return rule.ask(lambda chosen: _vjp(old, values, chosen, call), moved)
+    return rule.ask(functools.partial(derive, values), moved)
 
   def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
     pull_back, is_chosen = residuals
+    chosen = tuple(i for i, c in enumerate(is_chosen) if c is not None)
     full = [_jaxprs.for_pull_back(cotangent) for cotangent in cotangents]
-    found = iter(call(lambda: pull_back(full), ()))
-    return tuple(None if c is None else next(found) for c in is_chosen)
+    its_paths = _weights.Paths(of_residuals.get(chosen, ()), paths.of(chosen))
+    arrays = jax.tree.leaves(pull_back)
+    found, _ = call(lambda: pull_back(full), arrays, its_paths)
+    left = iter(found)
+    return tuple(None if c is None else next(left) for c in is_chosen)
 
   # What JAX 0.12 has for `vmap`. A rule that asks for it is one of hijax there.
   is_generic = getattr(_jaxprs.hi_primitive(eqn), "generic_batching", False)
@@ -108,17 +133,8 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   return fun
 
 
-def _vjp(
-  old: Function, values: Sequence[Any], chosen: set[int], call: Any
-) -> tuple[Any, Any]:
-  """What a function returns, and the residuals for the chosen arguments."""
-  of_chosen = of_some(old, values, sorted(chosen))
-  some = [values[i] for i in sorted(chosen)]
-  out, pull_back = call(lambda: jax.vjp(of_chosen, *some), values)
-  # The backward pass is given arrays. In their structure it sees which of the
-  # arguments were chosen.
-  is_chosen = [0 if i in chosen else None for i in range(len(values))]
-  return out, (pull_back, is_chosen)
+def _vjp(old: Function, values: Sequence[Any], chosen: list[int]) -> Any:
+  return jax.vjp(of_some(old, values, chosen), *(values[i] for i in chosen))
 
 
 def _count_consts(eqn: core.JaxprEqn) -> int | None:

@@ -52,12 +52,14 @@ from optax_lossscale._jaxprs._parts import (
   where_it_runs,
 )
 from optax_lossscale._jaxprs._places import (
+  has_scope,
   marked,
+  Names,
   Place,
   place_name,
-  scopes_of,
-  telling_lines,
-  with_scope,
+  telling_names,
+  with_weights,
 )
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
+from optax_lossscale._jaxprs._walk import Search, Step, walk
 from optax_lossscale._jaxprs._zeros import for_pull_back
