@@ -7,7 +7,6 @@ from optax_lossscale._autocast import (
   _derivatives,
   _kept,
   _products,
-  _weights,
 )
 
 
@@ -15,7 +14,7 @@ def is_any_in_rule(
   kept: _kept.Kept,
   eqn: core.JaxprEqn,
   place: _jaxprs.Place,
-  paths: _weights.Paths,
+  paths: _jaxprs.Paths,
 ) -> bool:
   """Whether a product in a function with a rule is named, or in its derivative.
 
@@ -34,11 +33,11 @@ def is_any_in_rule(
   if seen is not None:
     of_floats = paths.of(floats)
     inputs = (*of_floats, *paths.inputs)
-    programs.append((seen, _weights.Paths(inputs, of_floats)))
+    programs.append((seen, _jaxprs.Paths(inputs, of_floats)))
   # All are looked at, so that the nearest names are known.
   found = [kept.holds(place)]
   for closed, its_paths in programs:
-    weights = _weights.Known().of(closed, its_paths)
+    weights = _jaxprs.Known().of(closed, its_paths)
     inside = _products.jaxprs_to_search
     for step in _jaxprs.walk(closed, inside, weights=weights, start=place):
       if _products.is_product(step.eqn):

@@ -28,7 +28,6 @@ from optax_lossscale._autocast import (
   _products,
   _rules,
   _told,
-  _weights,
 )
 
 # Equations that run the jaxprs that they hold, and need nothing else of them.
@@ -48,13 +47,13 @@ class Settings(NamedTuple):
 
   dtype: Any
   kept: _kept.Kept
-  paths: Mapping[int, _weights.Path] = types.MappingProxyType({})
-  of_results: Sequence[_weights.Path] = ()
+  paths: Mapping[int, _jaxprs.Path] = types.MappingProxyType({})
+  of_results: Sequence[_jaxprs.Path] = ()
 
 
 def call(
   fun: Callable[[], Any], settings: Settings, told: _told.Told
-) -> tuple[Any, list[_weights.Path]]:
+) -> tuple[Any, list[_jaxprs.Path]]:
   """What a function without arguments returns, with its products in half.
 
   The function closes over its arguments. So it is given the very same ones:
@@ -84,7 +83,7 @@ def call(
   closed = jax.make_jaxpr(traced)()
   ((structure, is_traced, others),) = returned
   results = tuple(itertools.compress(settings.of_results, is_traced))
-  paths = _weights.Paths((), results)
+  paths = _jaxprs.Paths((), results)
   rewriter = Rewriter(settings, told)
   new, _ = rewriter.rewrite(closed, _jaxprs.Place(), (), paths)
   if settings.kept.learn():
@@ -104,10 +103,10 @@ def call(
 def _call_in_rule(
   fun: Callable[[], Any],
   inputs: Sequence[Any],
-  paths: _weights.Paths,
+  paths: _jaxprs.Paths,
   *,
   dtype: Any,
-) -> tuple[Any, list[_weights.Path]]:
+) -> tuple[Any, list[_jaxprs.Path]]:
   """The same in a rule, where there is nobody else to tell what was missed."""
   told = _told.Told()
   by_id = {id(x): path for x, path in zip(inputs, paths.inputs, strict=False)}
@@ -139,7 +138,7 @@ class _Body(NamedTuple):
   jaxpr: core.Jaxpr
   place: _jaxprs.Place
   half: set[Any]
-  weights: _weights.Weights
+  weights: _jaxprs.Weights
 
 
 class Rewriter:
@@ -155,7 +154,7 @@ class Rewriter:
   def __init__(self, settings: Settings, told: _told.Told) -> None:
     self.dtype = jnp.dtype(settings.dtype)
     self.kept = settings.kept
-    self.known = _weights.Known(settings.paths)
+    self.known = _jaxprs.Known(settings.paths)
     self.told = told
     # A jaxpr that is called twice is searched and rewritten once.
     self._search = _products.Search(_derivatives.hidden_derivative_of)
@@ -170,7 +169,7 @@ class Rewriter:
     jaxpr: _jaxprs.AnyJaxpr,
     place: _jaxprs.Place,
     are_half: Sequence[bool] = (),
-    paths: _weights.Paths = _weights.NO_PATHS,
+    paths: _jaxprs.Paths = _jaxprs.NO_PATHS,
   ) -> tuple[Any, list[bool]]:
     """Rewrites a jaxpr.
 
@@ -282,7 +281,7 @@ class Rewriter:
   def _function(
     self,
     place: _jaxprs.Place,
-    paths: _weights.Paths,
+    paths: _jaxprs.Paths,
     closed: _jaxprs.ClosedJaxpr,
   ) -> _rules.Function:
     return core.jaxpr_as_fun(self.rewrite(closed, place, (), paths)[0])

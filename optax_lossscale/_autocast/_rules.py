@@ -20,7 +20,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _refusals, _weights
+from optax_lossscale._autocast import _refusals
 
 Function = Callable[..., list[Any]]
 
@@ -38,8 +38,8 @@ class Tools(NamedTuple):
   """
 
   function: Callable[[_jaxprs.ClosedJaxpr], Function]
-  call: Callable[[Callable[[], Any], Sequence[Any], _weights.Paths], Any]
-  paths: _weights.Paths
+  call: Callable[[Callable[[], Any], Sequence[Any], _jaxprs.Paths], Any]
+  paths: _jaxprs.Paths
   guarded: set[Any]
 
 
@@ -74,7 +74,7 @@ def custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     return call(
       lambda: jax.jvp(of_moved, *some),
       [*primals, *some[1]],
-      _weights.Paths(inputs),
+      _jaxprs.Paths(inputs),
     )[0]
 
   fun.defjvp(rule, symbolic_zeros=True)
@@ -99,7 +99,7 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   }
   rule = _refusals.Rule(eqn, called.jaxpr, floats)
   # Of the residuals, by which derivatives were asked for.
-  of_residuals: dict[tuple[int, ...], tuple[_weights.Path, ...]] = {}
+  of_residuals: dict[tuple[int, ...], tuple[_jaxprs.Path, ...]] = {}
 
   def derive(values: Sequence[Any], chosen: set[int]) -> tuple[Any, Any]:
     (out, pull_back), found = call(
@@ -120,7 +120,7 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     pull_back, is_chosen = residuals
     chosen = tuple(i for i, c in enumerate(is_chosen) if c is not None)
     full = [_jaxprs.for_pull_back(cotangent) for cotangent in cotangents]
-    its_paths = _weights.Paths(of_residuals.get(chosen, ()), paths.of(chosen))
+    its_paths = _jaxprs.Paths(of_residuals.get(chosen, ()), paths.of(chosen))
     arrays = jax.tree.leaves(pull_back)
     found, _ = call(lambda: pull_back(full), arrays, its_paths)
     left = iter(found)

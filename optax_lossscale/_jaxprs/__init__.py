@@ -62,4 +62,11 @@ from optax_lossscale._jaxprs._places import (
 )
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 from optax_lossscale._jaxprs._walk import Search, Step, walk
+from optax_lossscale._jaxprs._weights import (
+  Known,
+  NO_PATHS,
+  Path,
+  Paths,
+  Weights,
+)
 from optax_lossscale._jaxprs._zeros import for_pull_back

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
-from typing import Any
 
 from jax.extend import core
 
 from optax_lossscale._jaxprs._equations import ClosedJaxpr
 from optax_lossscale._jaxprs._parts import part_of
 from optax_lossscale._jaxprs._places import Place
+from optax_lossscale._jaxprs._weights import Weights
 
 # The jaxprs of an equation that are walked into.
 Inside = Callable[[core.JaxprEqn], Iterable[ClosedJaxpr]]
@@ -57,7 +57,7 @@ def walk(
   inside: Inside,
   *,
   equations: Equations = lambda jaxpr: jaxpr.eqns,
-  weights: Any = None,
+  weights: Weights | None = None,
   start: Place | None = None,
   around: Step | None = None,
 ) -> Iterator[Step]:

@@ -242,13 +242,8 @@ NOT_EVERYWHERE = {
 
 
 def names_in_tables():
-  from optax_lossscale._autocast import (
-    _products,
-    _rewrite,
-    _rules,
-    _weights,
-  )
-  from optax_lossscale._jaxprs import _equations, _hijax
+  from optax_lossscale._autocast import _products, _rewrite, _rules
+  from optax_lossscale._jaxprs import _equations, _hijax, _weights
   from optax_lossscale._jaxprs import _products as flops
   from optax_lossscale.diagnostics._overflow import _stepper
   from optax_lossscale.diagnostics._precision import _known, _risks
