@@ -46,6 +46,10 @@ def hidden_derivative_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
   they may refuse, and an older JAX then forgets what it has traced of them.
   """
   make = _rules.how_to_make(eqn)
+  if make is _rules.custom_lin:
+    residuals = eqn.invars[: eqn.params["num_res"]]
+    avals = [[v.aval for v in some] for some in (residuals, eqn.outvars)]
+    return jax.make_jaxpr(_rules.transpose_of(eqn))(*avals)
   if make is _rules.custom_jvp and _jaxprs.is_rule_of_library(eqn):
     return None
   its_own = getattr(_jaxprs.hi_primitive(eqn), "symbolic_zeros", False)

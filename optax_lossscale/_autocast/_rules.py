@@ -137,6 +137,44 @@ def _vjp(old: Function, values: Sequence[Any], chosen: list[int]) -> Any:
   return jax.vjp(of_some(old, values, chosen), *(values[i] for i in chosen))
 
 
+def custom_lin(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
+  """Makes a tangent anew whose transpose is the rule of a ``custom_vjp``.
+
+  It stands where a rule, or the user, takes a ``jax.jvp`` of such a function.
+  """
+  call, paths, pull_back = tools.call, tools.paths, transpose_of(eqn)
+  count = eqn.params["num_res"]
+  its_paths = _jaxprs.Paths(paths.inputs[:count], paths.inputs[count:])
+  zeros = lambda *_: _jaxprs.zeros_of(eqn.outvars)
+
+  def backward(residuals: Any, cotangents: Any) -> Any:
+    pull = lambda: pull_back(residuals, cotangents)
+    return None, tuple(call(pull, residuals, its_paths)[0])
+
+  linear: Any = jax.custom_vjp(zeros)
+  linear.defvjp(lambda residuals, _: (zeros(), residuals), backward)
+
+  def fun(*args: Any) -> Any:
+    residuals, tangents = args[:count], args[count:]
+    of_moved = lambda *moved: linear(residuals, moved)
+    start = _jaxprs.zeros_of(eqn.invars[count:])
+    return jax.jvp(of_moved, start, list(tangents))[1]
+
+  return fun
+
+
+def transpose_of(eqn: core.JaxprEqn) -> Callable[..., Any]:
+  """The backward pass of a tangent, of its residuals and cotangents."""
+  count, old = eqn.params["num_res"], _jaxprs.function(eqn)
+  types = [v.aval for v in eqn.invars[count:]]
+
+  def pull_back(residuals: Any, cotangents: Any) -> Any:
+    linear = lambda *tangents: old(*residuals, *tangents)
+    return jax.linear_transpose(linear, *types)(list(cotangents))
+
+  return pull_back
+
+
 def _count_consts(eqn: core.JaxprEqn) -> int | None:
   """How many first inputs are what the user's function closes over."""
   primitive = _jaxprs.hi_primitive(eqn)
@@ -219,6 +257,7 @@ def _attributes(eqn: core.JaxprEqn, *names: str) -> list[Any] | None:
 
 
 _RULES: dict[str, Make] = {
+  "custom_lin": custom_lin,
   "custom_jvp_call": custom_jvp,
   "custom_vjp_call": custom_vjp,
 }

@@ -48,5 +48,6 @@ def _in_order(
 
 
 def _is_weight(x: Any) -> bool:
-  is_array = isinstance(x, jax.typing.ArrayLike) and hasattr(x, "dtype")
+  # The second is what NumPy's arrays have.
+  is_array = isinstance(x, jax.Array) or hasattr(x, "__array_interface__")
   return is_array and jnp.issubdtype(x.dtype, jnp.floating)

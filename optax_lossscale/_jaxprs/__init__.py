@@ -69,4 +69,4 @@ from optax_lossscale._jaxprs._weights import (
   Paths,
   Weights,
 )
-from optax_lossscale._jaxprs._zeros import for_pull_back
+from optax_lossscale._jaxprs._zeros import for_pull_back, zeros_of

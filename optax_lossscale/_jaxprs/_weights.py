@@ -31,7 +31,7 @@ _KEEP = {
   "slice", "split", "squeeze", "transpose", "unstack",
 }  # fmt: skip
 # The gradient of a weight that was made into others is made from theirs.
-_ADD = {"add_any", "pad", "psum", "psum_invariant", "reduce_sum"}
+_ADD = {"add", "add_any", "pad", "psum", "psum_invariant", "reduce_sum"}
 
 
 class Paths(NamedTuple):
@@ -157,7 +157,8 @@ class Weights:
     if paths[0] is None or eqn.primitive.name not in _KEEP | _ADD:
       return
     paths = paths if len(paths) > 1 else paths * len(eqn.invars)
-    self._gradients.update(_with_path(eqn.invars, paths))
+    # One that is the sum of another is made of the same.
+    self._gradients = _with_path(eqn.invars, paths) | self._gradients
 
 
 class _Within(NamedTuple):
@@ -210,7 +211,8 @@ def _index(eqn: core.JaxprEqn) -> tuple[str, ...]:
   if eqn.primitive.name == "slice":
     start: Any = eqn.params["start_indices"][0]
   elif eqn.primitive.name == "dynamic_slice":
-    start = getattr(eqn.invars[1], "val", None)
+    index: Any = eqn.invars[1]
+    start = int(index.val) if isinstance(index, core.Literal) else None
   else:
     return ()
   whole: Any = eqn.invars[0].aval

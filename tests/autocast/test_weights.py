@@ -11,6 +11,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import numpy as np
 import pytest
 
 import optax_lossscale as ols
@@ -213,6 +214,8 @@ def test_a_single_array_has_no_path():
   fun = lambda x, data: x @ jax.tree.leaves(data)[0]
   for data in {"image": WEIGHTS}, (WEIGHTS,):
     assert names(fun, X, data) == [""]
+    in_numpy = lambda data: ols.autocast(fun)(np.asarray(X), data)
+    assert [name for name, _ in products(in_numpy, data)] == [""]
 
 
 class Block(nnx.Module):

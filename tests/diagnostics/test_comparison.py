@@ -753,3 +753,29 @@ def test_it_runs_with_every_setting_of_jax(setting):
   assert report.overflowing == expected.overflowing
   found, wanted = report.errors["[1]"], expected.errors["[1]"]
   assert found == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_product_in_the_condition_of_a_loop_is_noted_as_often_as_it_runs(
+  mapped,
+):
+  def loop(params, x):
+    def goes_on(carry):
+      i, x = carry
+      far = jnp.max(jnp.abs(1e5 * x @ params["stop"]))  # condition
+      return (i < 3) & (far < jnp.inf)
+
+    step = lambda carry: (carry[0] + 1, carry[1] @ params["step"])
+    return lax.while_loop(goes_on, step, (0, x))[1]
+
+  fun = lambda params, x: loop(params, x)
+  if mapped:
+    fun = lambda params, x: jax.vmap(loop, (None, 0))(params, x[None])
+  report = compare(fun, {"stop": W, "step": W / 4}, X)
+  rows = {row.name: row for row in report.products}
+  assert set(rows) == {"stop", "step"}
+  assert (rows["stop"].times, rows["step"].times) == (4, 3)
+  assert rows["stop"].largest > 65504 > rows["step"].largest
+  assert report.overflowing == ("stop",)
+  kept = compare(fun, {"stop": W, "step": W / 4}, X, keep_float32="stop")
+  assert kept.overflowing == () and kept.error < 0.01
