@@ -27,11 +27,14 @@ Path = tuple[str, ...] | None
 _KEEP = {
   "all_gather", "broadcast_in_dim", "convert_element_type", "copy",
   "device_put", "dynamic_slice", "name", "optimization_barrier", "pvary",
-  "reduce_precision", "reshape", "reshard", "rev", "sharding_constraint",
-  "slice", "split", "squeeze", "transpose", "unstack",
+  "reduce_precision", "reshape", "reshard", "rev", "select_n",
+  "sharding_constraint", "slice", "split", "squeeze", "stop_gradient",
+  "transpose", "unstack",
 }  # fmt: skip
 # The gradient of a weight that was made into others is made from theirs.
 _ADD = {"add", "add_any", "pad", "psum", "psum_invariant", "reduce_sum"}
+# Or of those of its parts.
+_JOIN = {"concatenate", "stack"}
 
 
 class Paths(NamedTuple):
@@ -89,10 +92,10 @@ class Weights:
     self._weights = _with_path(inputs, [*of_consts, *paths.inputs])
     self._gradients = _with_path(jaxpr.outvars, paths.outputs)
     self._calls: dict[int, _Within] = {}
-    for eqn in jaxpr.eqns if self._weights else ():
-      self._follow(eqn)
     for eqn in reversed(jaxpr.eqns) if self._gradients else ():
       self._follow_back(eqn)
+    for eqn in jaxpr.eqns if self._weights else ():
+      self._follow(eqn)
 
   def of(self, atoms: Sequence[Any]) -> list[Path]:
     """The paths of the inputs of an equation, or of other variables."""
@@ -143,20 +146,32 @@ class Weights:
       paths = [path if path is None else (*common, *path) for path in paths]
     elif eqn.primitive.name not in _KEEP:
       return
-    elif paths[0] is not None and len(outs) > len(paths):
+    elif len(outs) == 1:  # A mask beside a weight leaves it a weight.
+      found = {path for path in paths if path is not None}
+      paths = [(*path, *_index(eqn)) for path in found if len(found) == 1]
+    elif paths[0] is not None and len(paths) == 1:
       paths = [(*paths[0], str(i)) for i in range(len(outs))]
-    elif paths[0] is not None:
-      paths[0] = (*paths[0], *_index(eqn))
-    # A barrier has an output for each input, and the others have one.
-    pairs = zip(outs, paths, strict=False)
-    self._weights.update((out, path) for out, path in pairs if path is not None)
+    # A barrier has an output for each input.
+    self._weights.update(_with_path(outs, paths))
 
   def _follow_back(self, eqn: core.JaxprEqn) -> None:
     """Notes what a gradient of weights is made of."""
     paths = [_get(self._gradients, x) for x in eqn.outvars]
-    if paths[0] is None or eqn.primitive.name not in _KEEP | _ADD:
+    name = eqn.primitive.name
+    called = called_jaxpr(eqn)
+    if not any(path is not None for path in paths):
       return
-    paths = paths if len(paths) > 1 else paths * len(eqn.invars)
+    if called is not None:
+      common, _, of_bodies = _within(eqn, [], paths)
+      inner = self._known.of(called, of_bodies[called.jaxpr])
+      found = [_get(inner._gradients, x) for x in called.jaxpr.invars]
+      paths = [path if path is None else (*common, *path) for path in found]
+    elif name not in _KEEP | _ADD | _JOIN:
+      return
+    elif len(paths) == 1 and paths[0] is not None:
+      is_joined = name in _JOIN and len(eqn.invars) > 1
+      parts = [(str(i),) * is_joined for i in range(len(eqn.invars))]
+      paths = [(*paths[0], *part) for part in parts]
     # One that is the sum of another is made of the same.
     self._gradients = _with_path(eqn.invars, paths) | self._gradients
 

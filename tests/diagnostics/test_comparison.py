@@ -13,6 +13,8 @@ from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -614,7 +616,7 @@ def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
 
   lines = str(compare(fun, W, X)).splitlines()
   assert lines[0].startswith("float16 against float32: error ")
-  assert lines[2].split()[:3] == ["line", "effect", "so"]
+  assert lines[2].split()[:3] == ["name", "effect", "so"]
   assert sum(line.startswith("dot_general  layer") for line in lines) == 20
   assert lines[-1] == "and 5 more places"
 
@@ -779,3 +781,20 @@ def test_a_product_in_the_condition_of_a_loop_is_noted_as_often_as_it_runs(
   assert report.overflowing == ("stop",)
   kept = compare(fun, {"stop": W, "step": W / 4}, X, keep_float32="stop")
   assert kept.overflowing == () and kept.error < 0.01
+
+
+@pytest.mark.parametrize(("count", "share"), [(2, 0.84), (4, 0.74)])
+def test_the_error_of_a_sum_over_devices_is_told_too_small(count, share):
+  """XLA adds up what each device has in float16, as the page says."""
+  mesh = jax.make_mesh(
+    (count,), ("i",), (AxisType.Auto,), devices=jax.devices()[:count]
+  )
+  put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+  keys = jax.random.split(jax.random.key(0))
+  x = put(jax.random.normal(keys[0], (64, 512)), None, "i")
+  w = put(jax.random.normal(keys[1], (512, 64)) / 22, "i", None)
+  cast = ols.autocast(lambda w, x: x @ w)
+  told = compare_trained(cast, w, x).error
+  exact = np.float64(x) @ np.float64(w)
+  real = relative_error(exact, np.float64(jax.jit(cast)(w, x)))
+  assert told / real == pytest.approx(share, abs=0.03)

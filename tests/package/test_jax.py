@@ -256,6 +256,7 @@ def names_in_tables():
     *_rules._RULES,
     *_weights._KEEP,
     *_weights._ADD,
+    *_weights._JOIN,
     *_equations._CALLS,
     *_hijax.BEHAVES_LIKE.values(),
     *flops._FLOPS,

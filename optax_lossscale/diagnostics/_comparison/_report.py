@@ -164,7 +164,7 @@ class PrecisionComparison:
 def _cells(row: ProductPrecision) -> dict[str, str]:
   return {
     "": row.primitive,
-    "line": row.name + (", backward" if row.backward else ""),
+    "name": row.name + (", backward" if row.backward else ""),
     "effect": f"{row.effect:.1e}",
     "so far": f"{row.error:.1e}",
     "largest": f"{row.largest:.3g}",
