@@ -43,6 +43,11 @@ from optax_lossscale._jaxprs._loops import (
   ShardMap,
   While,
 )
+from optax_lossscale._jaxprs._names import (
+  Names,
+  place_name,
+  telling_names,
+)
 from optax_lossscale._jaxprs._parts import (
   bodies_of,
   Call,
@@ -54,10 +59,7 @@ from optax_lossscale._jaxprs._parts import (
 from optax_lossscale._jaxprs._places import (
   has_scope,
   marked,
-  Names,
   Place,
-  place_name,
-  telling_names,
   with_weights,
 )
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product

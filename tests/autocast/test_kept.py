@@ -13,7 +13,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs
-from optax_lossscale._jaxprs import _places
+from optax_lossscale._jaxprs import _names, _places
 
 W, X = jnp.eye(4), jnp.ones((3, 4))
 HERE = "test_kept.py"
@@ -389,7 +389,7 @@ def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
     ("none", ()),
     ("all", (h, main, h, main)),
   ]
-  found = _places._telling_lines(places)
+  found = _names._telling_lines(places)
   last = lambda text: text.partition("(")[2].removesuffix(")")
   assert list(map(last, found)) == [
     "a", "b", "h", "h", "h", "h", "h", "", "h",

@@ -241,3 +241,14 @@ def test_scopes_of_another_jax_are_none():
   assert _jaxprs.with_weights(other, ("w",)) is other
   assert _jaxprs.Place().within(other).names[:3] == ("", "", "")
   assert _jaxprs.with_weights(eqn, ()) is eqn
+
+
+def test_a_product_of_a_backward_pass_alone_needs_no_line():
+  """The loss is linear in it, so that nothing of it runs forward."""
+  net = lambda params, x: jnp.sum(jnp.tanh(x @ params["w"]) @ params["head"])
+  fun = jax.grad(ols.autocast(net))
+  params = {"w": normal(8, 8), "head": normal(8, 8)}
+  rows = compare_precision(fun, params, X, progress=False).products
+  assert {(row.name, row.backward) for row in rows} == {
+    ("w", False), ("w", True), ("head", True),
+  }  # fmt: skip
