@@ -168,10 +168,10 @@ class Weights:
       paths = [path if path is None else (*common, *path) for path in found]
     elif name not in _KEEP | _ADD | _JOIN:
       return
-    elif len(paths) == 1 and paths[0] is not None:
+    elif len(paths) == 1:  # A barrier has an output for each input.
       is_joined = name in _JOIN and len(eqn.invars) > 1
       parts = [(str(i),) * is_joined for i in range(len(eqn.invars))]
-      paths = [(*paths[0], *part) for part in parts]
+      paths = [(*(paths[0] or ()), *part) for part in parts]
     # One that is the sum of another is made of the same.
     self._gradients = _with_path(eqn.invars, paths) | self._gradients
 
