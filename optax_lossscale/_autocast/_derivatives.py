@@ -10,7 +10,9 @@ from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _rules
 
 
-def derivative_of(eqn: core.JaxprEqn) -> tuple[list[int], core.Jaxpr | None]:
+def derivative_of(
+  eqn: core.JaxprEqn,
+) -> tuple[list[int], _jaxprs.ClosedJaxpr | None]:
   """The jaxpr of an equation and its derivatives, if it has them.
 
   It is what a rule computes, each equation with the line of the rule.
@@ -33,10 +35,10 @@ def derivative_of(eqn: core.JaxprEqn) -> tuple[list[int], core.Jaxpr | None]:
     seen = jax.make_jaxpr(jax.grad(loss))([avals[i] for i in floats], avals)
   except Exception:  # A rule may refuse, or need the axes of a mesh.
     return floats, None
-  return floats, seen.jaxpr
+  return floats, seen
 
 
-def hidden_derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
+def hidden_derivative_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
   """The same, of a rule that may have products where its function has none.
 
   Functions with a ``custom_jvp`` that libraries bring are not asked: they are
@@ -44,6 +46,10 @@ def hidden_derivative_of(eqn: core.JaxprEqn) -> core.Jaxpr | None:
   they may refuse, and an older JAX then forgets what it has traced of them.
   """
   make = _rules.how_to_make(eqn)
+  if make is _rules.custom_lin:
+    residuals = eqn.invars[: eqn.params["num_res"]]
+    avals = [[v.aval for v in some] for some in (residuals, eqn.outvars)]
+    return jax.make_jaxpr(_rules.transpose_of(eqn))(*avals)
   if make is _rules.custom_jvp and _jaxprs.is_rule_of_library(eqn):
     return None
   its_own = getattr(_jaxprs.hi_primitive(eqn), "symbolic_zeros", False)

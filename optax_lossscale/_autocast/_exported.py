@@ -3,7 +3,6 @@
 What `jax.export` makes of a function is code for XLA, which runs as it is.
 """
 
-from collections.abc import Iterator
 import re
 
 from jax.extend import core
@@ -17,22 +16,20 @@ _PRODUCT = re.compile(
 )
 
 
-def places(jaxpr: core.Jaxpr) -> list[str]:
+def places(closed: _jaxprs.ClosedJaxpr) -> list[str]:
   """The calls of exported functions with products, each line once."""
-  return list(dict.fromkeys(_places(jaxpr, "", set())))
+  seen: set[core.Jaxpr] = set()
 
+  def inside(eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
+    held = [] if _products.is_kept(eqn) else list(_jaxprs.held_jaxprs(eqn))
+    new = [inner for inner in held if inner.jaxpr not in seen]
+    seen.update(inner.jaxpr for inner in new)
+    return new
 
-def _places(
-  jaxpr: core.Jaxpr, where: str, seen: set[core.Jaxpr]
-) -> Iterator[str]:
-  if jaxpr in seen:
-    return
-  seen.add(jaxpr)
-  for eqn in jaxpr.eqns:
-    if _products.is_kept(eqn):
-      continue
-    its_place = _jaxprs.Place().at(eqn, jaxpr).source or where
-    if _PRODUCT.search(_jaxprs.exported_text(eqn)):
-      yield _jaxprs.place_name(_jaxprs.name_of(eqn), its_place)
-    for inner in _jaxprs.held_jaxprs(eqn):
-      yield from _places(inner.jaxpr, its_place, seen)
+  found = [
+    _jaxprs.place_name(_jaxprs.name_of(step.eqn), step.place.source)
+    for step in _jaxprs.walk(closed, inside)
+    if _PRODUCT.search(_jaxprs.exported_text(step.eqn))
+    and not _products.is_kept(step.eqn)
+  ]
+  return list(dict.fromkeys(found))

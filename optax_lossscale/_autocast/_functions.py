@@ -49,11 +49,12 @@ def autocast(
     dtype: float16, bfloat16 or float32. With float32 this is ``fun`` itself.
     keep_float32: names of products that stay in float32, forward and backward:
       one or several, as the reports of ``optax_lossscale.diagnostics`` print
-      them. A name is that of a scope, with all that is inside
-      (``"Net/block1"``), of a line, with or without its number
+      them. A name is the path of weights among the arguments
+      (``"blocks/2/up"``), or a scope (``"Net/block1"``), with all that is
+      inside of either, or a line, with or without its number
       (``"model.py:32 (Block.__call__)"``, ``"model.py (Block.__call__)"``), or
-      both (``"Net/block1 at model.py:32 (Block.__call__)"``). It may be a
-      pattern of ``fnmatch``, such as ``"*/router"``.
+      one of the former and a line (``"Net/block1 at model.py:32 (Block)"``).
+      It may be a pattern of ``fnmatch``, such as ``"*/router"``.
 
   Returns:
     A function of the same arguments, with the name and docstring of ``fun``.
@@ -65,13 +66,13 @@ def autocast(
     TypeError: if ``fun`` is not a function, ``dtype`` is not one of these, or
       ``keep_float32`` is not made of strings.
     ValueError: by the returned function, if a name in ``keep_float32`` selects
-      no product, or if ``fun`` changes a Flax NNX object that may not be
-      changed where it is called.
+      no product, and no rule hides any; or if ``fun`` changes a Flax NNX object
+      that may not be changed where it is called.
 
   Warns:
-    UserWarning: if there is nothing to run in ``dtype``, or if products stand
-      in something that it cannot enter: with their share of the flops, and
-      their lines.
+    UserWarning: if there is nothing to run in ``dtype``, if a name selects no
+      product that can be looked at, or if products stand in something that it
+      cannot enter: with their share of the flops, and their lines.
 
   Examples:
     >>> import jax
@@ -102,7 +103,7 @@ def autocast(
     told = _told.Told()
     paths = _weights.paths_of(fun, args, kwargs)
     settings = _rewrite.Settings(dtype, _kept.Kept(patterns), paths)
-    rewritten = functools.partial(_rewrite.call, settings=settings, told=told)
+    rewritten = lambda call: _rewrite.call(call, settings, told)[0]
     out = _in_place.call(rewritten, fun, args, kwargs)
     tell(settings.kept.check())
     message = told.message(dtype)

@@ -1,6 +1,6 @@
 """Which products stay in float32 because the user named them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 import difflib
 import fnmatch
 from typing import Any
@@ -15,22 +15,34 @@ class Kept:
 
   Attributes:
     patterns: the patterns, as in ``fnmatch``.
+    exact: those that are names, and so are no patterns.
     has_unseen: whether there are products whose names cannot be known.
   """
 
   def __init__(self, patterns: tuple[str, ...] = ()) -> None:
     self.patterns = patterns
+    self.exact: set[str] = set()
     self.has_unseen = False
     self._matched: set[str] = set()
     self._names: dict[str, None] = {}
 
   def holds(self, place: _jaxprs.Place) -> bool:
     """Whether what stands at this place is to stay in float32."""
-    names = list(_names_of(place))
-    self._names.update(dict.fromkeys(names))
-    found = {p for p in self.patterns if any(_fits(n, p) for n in names)}
+    names = dict.fromkeys(place.names.all())
+    self._names.update(names)
+    found = {p for p in self.patterns if self._fits(p, names)}
     self._matched |= found
     return bool(found)
+
+  def learn(self) -> bool:
+    """Whether a pattern has held what it does not name, as is known now.
+
+    A key may have what is special in a pattern, and a name is no pattern.
+    """
+    new = set(self.patterns) & self._names.keys() - self.exact
+    self.exact |= new
+    others = self._names.keys() - new
+    return any(fnmatch.fnmatchcase(x, p) for p in new for x in others)
 
   def check(self) -> str:
     """What to tell if a pattern selects nothing; empty if all select.
@@ -57,6 +69,11 @@ class Kept:
       )
     raise ValueError(message)
 
+  def _fits(self, pattern: str, names: Iterable[str]) -> bool:
+    if pattern in names or pattern in self.exact:
+      return pattern in names
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
 
 def as_patterns(patterns: Any) -> tuple[str, ...]:
   """The patterns, checked."""
@@ -68,26 +85,3 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
       f" keep_float32 = {patterns!r}."
     )
   return many
-
-
-def _names_of(place: _jaxprs.Place) -> Iterator[str]:
-  """All names of a place: its scopes, its lines, and pairs of both."""
-  names = place.scope.split("/") if place.scope else []
-  scopes = ["/".join(names[:n]) for n in range(len(names), 0, -1)]
-  lines = [name for line in place.lines for name in _names_of_line(line)]
-  yield from scopes
-  yield from lines
-  for scope in scopes:
-    for source in lines:
-      yield _jaxprs.place_name(scope, source)
-
-
-def _names_of_line(line: _jaxprs.Line) -> list[str]:
-  file_name = line.short_name
-  in_file = f"{file_name} ({line.function})", f"{file_name}:{line.number}"
-  return [str(line), *in_file, file_name]
-
-
-def _fits(name: str, pattern: str) -> bool:
-  # A name may hold brackets, which mean something else in a pattern.
-  return name == pattern or fnmatch.fnmatchcase(name, pattern)

@@ -1,7 +1,5 @@
 """Whether the user named a product that a rule computes."""
 
-from collections.abc import Sequence
-
 from jax.extend import core
 
 from optax_lossscale import _jaxprs
@@ -9,7 +7,6 @@ from optax_lossscale._autocast import (
   _derivatives,
   _kept,
   _products,
-  _weights,
 )
 
 
@@ -17,7 +14,7 @@ def is_any_in_rule(
   kept: _kept.Kept,
   eqn: core.JaxprEqn,
   place: _jaxprs.Place,
-  paths: Sequence[_weights.Path],
+  paths: _jaxprs.Paths,
 ) -> bool:
   """Whether a product in a function with a rule is named, or in its derivative.
 
@@ -32,28 +29,17 @@ def is_any_in_rule(
   """
   floats, seen = _derivatives.derivative_of(eqn)
   kept.has_unseen |= seen is None
-  jaxprs = [(x, paths) for x in _products.jaxprs_to_search(eqn)]
+  programs = [(x, paths) for x in _products.jaxprs_to_search(eqn)]
   if seen is not None:
-    jaxprs.append((seen, [*(paths[i] for i in floats), *paths]))
+    of_floats = paths.of(floats)
+    inputs = (*of_floats, *paths.inputs)
+    programs.append((seen, _jaxprs.Paths(inputs, of_floats)))
   # All are looked at, so that the nearest names are known.
-  return any(
-    [kept.holds(place), *(_is_any(kept, x, place, y) for x, y in jaxprs)]
-  )
-
-
-def _is_any(
-  kept: _kept.Kept,
-  jaxpr: core.Jaxpr,
-  place: _jaxprs.Place,
-  paths: Sequence[_weights.Path] = (),
-) -> bool:
-  found = []
-  weights = _weights.Weights(jaxpr.invars, paths)
-  for eqn in jaxpr.eqns:
-    weights.follow(eqn)
-    if _products.is_product(eqn):
-      named = _jaxprs.with_scope(eqn, weights.name_of_product(eqn))
-      found.append(kept.holds(place.at(named, jaxpr)))
-    inner = _products.jaxprs_to_search(eqn)
-    found += [_is_any(kept, x, place.at(eqn, jaxpr)) for x in inner]
+  found = [kept.holds(place)]
+  for closed, its_paths in programs:
+    weights = _jaxprs.Known().of(closed, its_paths)
+    inside = _products.jaxprs_to_search
+    for step in _jaxprs.walk(closed, inside, weights=weights, start=place):
+      if _products.is_product(step.eqn):
+        found.append(kept.holds(step.place))
   return any(found)

@@ -1,8 +1,7 @@
 """Which equations run in half precision: products, and what moves results."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 import math
-import re
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from optax_lossscale import _jaxprs
 # Functions marked with this scope keep their products in float32. The scope
 # stays in the name stack of an equation, whatever transforms the function.
 KEEP_FLOAT32 = "keep_float32"
-_MARK = re.compile(rf"(?:^|[/(]){KEEP_FLOAT32}(?:[/)]|$)")
 
 # These move one array, or leave it where it is, and so do their transposes, and
 # what `vmap` makes of both. So none of them ever becomes a sum of cotangents,
@@ -54,7 +52,7 @@ def is_product(eqn: core.JaxprEqn) -> bool:
 
 def is_kept(eqn: core.JaxprEqn) -> bool:
   """Whether the equation stands in a function marked to stay in float32."""
-  return bool(_MARK.search(str(eqn.source_info.name_stack)))
+  return _jaxprs.has_scope(eqn, KEEP_FLOAT32)
 
 
 def moves(eqn: core.JaxprEqn) -> bool:
@@ -71,15 +69,15 @@ def moves(eqn: core.JaxprEqn) -> bool:
   return set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def jaxprs_to_search(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+def jaxprs_to_search(eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
   """The jaxprs that an equation holds or hides, unless it is marked."""
   held = list(_jaxprs.held_jaxprs(eqn))
   plain = None if held else _jaxprs.lowered(eqn)
   held += [] if plain is None else [plain]
-  return [] if held and is_kept(eqn) else [inner.jaxpr for inner in held]
+  return [] if held and is_kept(eqn) else held
 
 
-class Search:
+class Search(_jaxprs.Search):
   """Looks for products, once in each jaxpr.
 
   Attributes:
@@ -89,46 +87,30 @@ class Search:
 
   def __init__(
     self,
-    derivative_of: Callable[[core.JaxprEqn], core.Jaxpr | None] | None = None,
+    derivative_of: Callable[[core.JaxprEqn], _jaxprs.ClosedJaxpr | None]
+    | None = None,
   ) -> None:
+    super().__init__(is_product, jaxprs_to_search)
     self.derivative_of = derivative_of
-    self._scopes: dict[core.Jaxpr, set[str] | None] = {}
-    self._of_rules: dict[int, tuple[core.JaxprEqn, set[str] | None]] = {}
+    self._in_rules: dict[int, tuple[core.JaxprEqn, bool]] = {}
 
-  def scopes_in(self, eqn: core.JaxprEqn) -> set[str] | None:
-    """The names of the scopes of the products in what an equation holds.
+  def inside_of(self, eqn: core.JaxprEqn) -> bool:
+    """Whether there are products in what an equation holds.
 
-    Or of those in its derivative, if there are no others; None if there are
-    none at all.
+    Or in its derivative, if there are no others.
     """
-    inner = jaxprs_to_search(eqn)
-    search = lambda: _union(map(self.scopes_in_jaxpr, inner))
+    inside = super().inside_of
     # A rule may need the axes of the mesh.
-    found = _jaxprs.where_it_runs(eqn, search)
-    if found is not None or not inner or self.derivative_of is None:
-      return found  # Nothing is inside of what is marked.
-    if id(eqn) not in self._of_rules:
+    if _jaxprs.where_it_runs(eqn, lambda: inside(eqn)):
+      return True
+    if self.derivative_of is None or is_kept(eqn):
+      return False  # Nothing is inside of what is marked.
+    if id(eqn) not in self._in_rules:
       seen = self.derivative_of(eqn)
       # The rules that a derivative calls are not differentiated once more.
-      scopes = None if seen is None else Search().scopes_in_jaxpr(seen)
-      # With the equation, so that it keeps its id.
-      self._of_rules[id(eqn)] = eqn, scopes
-    return self._of_rules[id(eqn)][1]
-
-  def scopes_in_jaxpr(self, jaxpr: core.Jaxpr) -> set[str] | None:
-    """The same of the products in a jaxpr."""
-    if jaxpr not in self._scopes:
-      self._scopes[jaxpr] = _union(map(self._scopes_of, jaxpr.eqns))
-    return self._scopes[jaxpr]
-
-  def _scopes_of(self, eqn: core.JaxprEqn) -> set[str] | None:
-    inside = set() if is_product(eqn) else self.scopes_in(eqn)
-    return None if inside is None else inside | _jaxprs.scopes_of(eqn)
-
-
-def _union(sets: Iterable[set[str] | None]) -> set[str] | None:
-  found = [x for x in sets if x is not None]
-  return set().union(*found) if found else None
+      found = seen is not None and Search().in_jaxpr(seen.jaxpr)
+      self._in_rules[id(eqn)] = eqn, found  # With it, so that it keeps its id.
+    return self._in_rules[id(eqn)][1]
 
 
 def _is_chosen(precision: Any) -> bool:

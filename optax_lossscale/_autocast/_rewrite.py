@@ -28,7 +28,6 @@ from optax_lossscale._autocast import (
   _products,
   _rules,
   _told,
-  _weights,
 )
 
 # Equations that run the jaxprs that they hold, and need nothing else of them.
@@ -42,14 +41,19 @@ class Settings(NamedTuple):
     dtype: the dtype of the products.
     kept: the products that stay in float32.
     paths: the names of arrays that are weights, by their identity.
+    of_results: of each array that the function returns, the name of the weight
+      whose gradient it is; none is known, if this is empty.
   """
 
   dtype: Any
   kept: _kept.Kept
-  paths: Mapping[int, _weights.Path] = types.MappingProxyType({})
+  paths: Mapping[int, _jaxprs.Path] = types.MappingProxyType({})
+  of_results: Sequence[_jaxprs.Path] = ()
 
 
-def call(fun: Callable[[], Any], settings: Settings, told: _told.Told) -> Any:
+def call(
+  fun: Callable[[], Any], settings: Settings, told: _told.Told
+) -> tuple[Any, list[_jaxprs.Path]]:
   """What a function without arguments returns, with its products in half.
 
   The function closes over its arguments. So it is given the very same ones:
@@ -61,7 +65,8 @@ def call(fun: Callable[[], Any], settings: Settings, told: _told.Told) -> Any:
     told: where to note what was found, and what was not reached.
 
   Returns:
-    What ``fun`` returned. What it did not compute are the same objects.
+    What ``fun`` returned, and the name of each array in it that is a weight.
+    What it did not compute are the same objects.
   """
   returned: list[Any] = []
 
@@ -76,29 +81,36 @@ def call(fun: Callable[[], Any], settings: Settings, told: _told.Told) -> Any:
     return [x for x, traced in pairs if traced]
 
   closed = jax.make_jaxpr(traced)()
-  rewriter = Rewriter(settings, told)
-  new, _ = rewriter.rewrite(closed, _jaxprs.Place())
-  told.measure(closed.jaxpr)
-  outs = iter(core.jaxpr_as_fun(new)())
   ((structure, is_traced, others),) = returned
-  leaves = [
-    next(outs) if traced else x
+  results = tuple(itertools.compress(settings.of_results, is_traced))
+  paths = _jaxprs.Paths((), results)
+  rewriter = Rewriter(settings, told)
+  new, _ = rewriter.rewrite(closed, _jaxprs.Place(), (), paths)
+  if settings.kept.learn():
+    rewriter = Rewriter(settings, told)
+    new, _ = rewriter.rewrite(closed, _jaxprs.Place(), (), paths)
+  told.measure(closed)
+  outs = iter(core.jaxpr_as_fun(new)())
+  of_outs = iter(rewriter.known.of(closed, paths).of(closed.jaxpr.outvars))
+  pairs = [
+    (next(outs), next(of_outs)) if traced else (x, None)
     for x, traced in zip(others, is_traced, strict=True)
   ]
-  return jax.tree.unflatten(structure, leaves)
+  out = jax.tree.unflatten(structure, [x for x, _ in pairs])
+  return out, [path for _, path in pairs]
 
 
 def _call_in_rule(
   fun: Callable[[], Any],
   inputs: Sequence[Any],
+  paths: _jaxprs.Paths,
   *,
   dtype: Any,
-  paths: Sequence[_weights.Path],
-) -> Any:
+) -> tuple[Any, list[_jaxprs.Path]]:
   """The same in a rule, where there is nobody else to tell what was missed."""
   told = _told.Told()
-  by_id = {id(x): path for x, path in zip(inputs, paths, strict=False)}
-  out = call(fun, Settings(dtype, _kept.Kept(), by_id), told)
+  by_id = {id(x): path for x, path in zip(inputs, paths.inputs, strict=False)}
+  out = call(fun, Settings(dtype, _kept.Kept(), by_id, paths.outputs), told)
   message = told.message(dtype)
   if message:
     _warnings.warn(message)
@@ -126,7 +138,7 @@ class _Body(NamedTuple):
   jaxpr: core.Jaxpr
   place: _jaxprs.Place
   half: set[Any]
-  weights: _weights.Weights
+  weights: _jaxprs.Weights
 
 
 class Rewriter:
@@ -135,14 +147,14 @@ class Rewriter:
   Attributes:
     dtype: the dtype of the products.
     kept: the products that stay in float32.
-    paths: the names of arrays that are weights, by their identity.
+    known: the weights of the function.
     told: where to note what was found, and what was not reached.
   """
 
   def __init__(self, settings: Settings, told: _told.Told) -> None:
     self.dtype = jnp.dtype(settings.dtype)
     self.kept = settings.kept
-    self.paths = settings.paths
+    self.known = _jaxprs.Known(settings.paths)
     self.told = told
     # A jaxpr that is called twice is searched and rewritten once.
     self._search = _products.Search(_derivatives.hidden_derivative_of)
@@ -157,7 +169,7 @@ class Rewriter:
     jaxpr: _jaxprs.AnyJaxpr,
     place: _jaxprs.Place,
     are_half: Sequence[bool] = (),
-    paths: Sequence[_weights.Path] = (),
+    paths: _jaxprs.Paths = _jaxprs.NO_PATHS,
   ) -> tuple[Any, list[bool]]:
     """Rewrites a jaxpr.
 
@@ -166,12 +178,12 @@ class Rewriter:
       place: where it is called.
       are_half: of its inputs, whether they came out of products, and were only
         moved since; none did, if this is empty.
-      paths: the names of those that are weights; none is, if this is empty.
+      paths: the names of those inputs and outputs that are weights.
 
     Returns:
       A jaxpr of the same inputs and outputs, and the same of its outputs.
     """
-    of_inputs = jaxpr, tuple(are_half), tuple(paths)
+    of_inputs = jaxpr, tuple(are_half), paths
     # Names may tell its callers apart.
     key = of_inputs, place if self.kept.patterns else None
     if key in self._rewritten:
@@ -180,13 +192,9 @@ class Rewriter:
     else:
       count = len(self._decisions)
       closed = _jaxprs.closed(jaxpr)
-      old, inputs = closed.jaxpr, closed.jaxpr.invars
-      of_consts = [self.paths.get(id(x)) for x in closed.consts]
-      weights = _weights.Weights(
-        [*old.constvars, *inputs], [*of_consts, *paths]
-      )
-      half = set(itertools.compress(inputs, are_half))
-      body = _Body(old, place, half, weights)
+      half = set(itertools.compress(closed.jaxpr.invars, are_half))
+      weights = self.known.of(closed, paths)
+      body = _Body(closed.jaxpr, place, half, weights)
       eqns = [e for eqn in body.jaxpr.eqns for e in self._rewrite(body, eqn)]
       outs = [_jaxprs.is_one_of(v, body.half) for v in body.jaxpr.outvars]
       new = _jaxprs.with_equations(jaxpr, eqns)
@@ -198,10 +206,9 @@ class Rewriter:
 
   def _rewrite(self, body: _Body, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     """The equations in place of one; notes what they make in half."""
-    body.weights.follow(eqn)
     if _products.is_product(eqn):
       self.told.products += 1
-      eqn = _jaxprs.with_scope(eqn, body.weights.name_of_product(eqn))
+      eqn = body.weights.named(eqn)
       if self.kept.patterns:
         place = body.place.at(eqn, body.jaxpr)
         self._decisions.append(self.kept.holds(place))
@@ -215,31 +222,30 @@ class Rewriter:
       return _casts.in_half(eqn, self.dtype)
     if _derivatives.is_guard(eqn):
       self._guarded.update(eqn.outvars)
-    scopes = self._search.scopes_in(eqn)
-    if scopes is None:
+    if not self._search.inside_of(eqn):
       return [eqn]
-    name, paths = body.weights.within_call(eqn, scopes)
-    eqn = _jaxprs.with_scope(eqn, name)
+    named = body.weights.named(eqn)
     # What nobody asks for need not be found: it takes a look at a traceback.
     inside = body.place
     if self.kept.patterns:
-      inside = inside.at(eqn, body.jaxpr)
-    enter = functools.partial(self._enter, inside, body.half, eqn, paths)
+      inside = inside.at(named, body.jaxpr)
+    enter = functools.partial(self._enter, body, inside, eqn, named)
     # Rules are traced where the axes of the mesh are known.
     entered = _jaxprs.where_it_runs(eqn, enter)
     if entered is None and not self.kept.holds(inside):
       self.told.miss(eqn, body.jaxpr)
-    return [eqn] if entered is None else entered
+    return [named] if entered is None else entered
 
   def _enter(
     self,
+    body: _Body,
     place: _jaxprs.Place,
-    half: set[Any],
+    old: core.JaxprEqn,
     eqn: core.JaxprEqn,
-    paths: Sequence[_weights.Path],
   ) -> list[core.JaxprEqn] | None:
     """The equation with what it holds rewritten; None if that cannot be."""
     make = _rules.how_to_make(eqn)
+    paths = body.weights.paths_in(old)
     if make is not None:
       if self.kept.patterns:
         is_kept = _named.is_any_in_rule(self.kept, eqn, place, paths)
@@ -249,26 +255,25 @@ class Rewriter:
         if is_kept:
           self.told.products += 1
           return [eqn]
-      in_half = functools.partial(_call_in_rule, dtype=self.dtype, paths=paths)
+      in_half = functools.partial(_call_in_rule, dtype=self.dtype)
       function = functools.partial(self._function, place, paths)
-      fun = make(eqn, _rules.Tools(function, in_half, self._guarded))
+      fun = make(eqn, _rules.Tools(function, in_half, paths, self._guarded))
       entered = fun and _jaxprs.equations_of(fun, eqn)
       # They may all be in its derivative, which nobody has rewritten yet.
       self.told.products += bool(entered)
       return entered
     are_half: list[bool] = []
     if _jaxprs.called_jaxpr(eqn) is not None:
-      are_half = [_jaxprs.is_one_of(atom, half) for atom in eqn.invars]
+      are_half = [_jaxprs.is_one_of(atom, body.half) for atom in eqn.invars]
     elif eqn.primitive.name not in _RUN_THEIR_JAXPRS:
       return None
 
-    of_bodies = _weights.of_bodies(eqn, paths)
-
     def replace(jaxpr: _jaxprs.AnyJaxpr) -> Any:
-      its_paths = of_bodies.get(_jaxprs.closed(jaxpr).jaxpr, ())
+      called = _jaxprs.closed(jaxpr).jaxpr
+      its_paths = body.weights.paths_of_body(old, called)
       new, outs = self.rewrite(jaxpr, place, are_half, its_paths)
       if are_half:  # The call returns what its function returns.
-        half.update(itertools.compress(eqn.outvars, outs))
+        body.half.update(itertools.compress(eqn.outvars, outs))
       return new
 
     return [_jaxprs.with_jaxprs(eqn, replace)]
@@ -276,7 +281,7 @@ class Rewriter:
   def _function(
     self,
     place: _jaxprs.Place,
-    paths: Sequence[_weights.Path],
+    paths: _jaxprs.Paths,
     closed: _jaxprs.ClosedJaxpr,
   ) -> _rules.Function:
     return core.jaxpr_as_fun(self.rewrite(closed, place, (), paths)[0])

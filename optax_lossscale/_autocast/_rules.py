@@ -10,6 +10,7 @@ equation alone, and never over a rewriter, which knows of that trace.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,13 +30,16 @@ class Tools(NamedTuple):
 
   Attributes:
     function: makes a function of a jaxpr, with its products in half.
-    call: calls a function with its products in half, with the inputs of the
-      equation if the function closes over them. Rules may do so at any time.
+    call: calls a function with its products in half, given arrays that it
+      closes over, and their paths and those of what it returns. It also returns
+      the paths of the latter that are weights. Rules may do so at any time.
+    paths: the names of those inputs of the equation that are weights.
     guarded: the variables that refuse to be differentiated.
   """
 
   function: Callable[[_jaxprs.ClosedJaxpr], Function]
-  call: Callable[[Callable[[], Any], Sequence[Any]], Any]
+  call: Callable[[Callable[[], Any], Sequence[Any], _jaxprs.Paths], Any]
+  paths: _jaxprs.Paths
   guarded: set[Any]
 
 
@@ -58,7 +62,7 @@ def custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   if called is None:
     return None
   fun: Any = jax.custom_jvp(_named_as(eqn, tools.function(called)))
-  old, call = _jaxprs.function(eqn), tools.call
+  old, call, paths = _jaxprs.function(eqn), tools.call, tools.paths
 
   def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     moved = [
@@ -66,7 +70,12 @@ def custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     ]
     of_moved = of_some(old, primals, moved)
     some = [primals[i] for i in moved], [tangents[i] for i in moved]
-    return call(lambda: jax.jvp(of_moved, *some), primals)
+    inputs = (*paths.inputs, *paths.of(moved))  # of both, the same weights
+    return call(
+      lambda: jax.jvp(of_moved, *some),
+      [*primals, *some[1]],
+      _jaxprs.Paths(inputs),
+    )[0]
 
   fun.defjvp(rule, symbolic_zeros=True)
   return fun
@@ -80,7 +89,7 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   if called is None or consts is None:
     return None
   fun: Any = jax.custom_vjp(_named_as(eqn, tools.function(called)))
-  old, call = _jaxprs.function(eqn), tools.call
+  old, call, paths = _jaxprs.function(eqn), tools.call, tools.paths
   floats = {
     i
     for i, atom in enumerate(eqn.invars)
@@ -89,17 +98,33 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     and not _jaxprs.is_one_of(atom, tools.guarded)
   }
   rule = _refusals.Rule(eqn, called.jaxpr, floats)
+  # Of the residuals, by which derivatives were asked for.
+  of_residuals: dict[tuple[int, ...], tuple[_jaxprs.Path, ...]] = {}
+
+  def derive(values: Sequence[Any], chosen: set[int]) -> tuple[Any, Any]:
+    (out, pull_back), found = call(
+      lambda: _vjp(old, values, sorted(chosen)), values, paths
+    )
+    of_residuals[tuple(sorted(chosen))] = tuple(found[len(out) :])
+    # The backward pass is given arrays. In their structure it sees which of the
+    # arguments were chosen.
+    is_chosen = [0 if i in chosen else None for i in range(len(values))]
+    return out, (pull_back, is_chosen)
 
   def forward(*args: Any) -> tuple[Any, Any]:
     values = [arg.value for arg in args]
     moved = {i for i, arg in enumerate(args) if arg.perturbed}
-    return rule.ask(lambda chosen: _vjp(old, values, chosen, call), moved)
+    return rule.ask(functools.partial(derive, values), moved)
 
   def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
     pull_back, is_chosen = residuals
+    chosen = tuple(i for i, c in enumerate(is_chosen) if c is not None)
     full = [_jaxprs.for_pull_back(cotangent) for cotangent in cotangents]
-    found = iter(call(lambda: pull_back(full), ()))
-    return tuple(None if c is None else next(found) for c in is_chosen)
+    its_paths = _jaxprs.Paths(of_residuals.get(chosen, ()), paths.of(chosen))
+    arrays = jax.tree.leaves(pull_back)
+    found, _ = call(lambda: pull_back(full), arrays, its_paths)
+    left = iter(found)
+    return tuple(None if c is None else next(left) for c in is_chosen)
 
   # What JAX 0.12 has for `vmap`. A rule that asks for it is one of hijax there.
   is_generic = getattr(_jaxprs.hi_primitive(eqn), "generic_batching", False)
@@ -108,17 +133,46 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   return fun
 
 
-def _vjp(
-  old: Function, values: Sequence[Any], chosen: set[int], call: Any
-) -> tuple[Any, Any]:
-  """What a function returns, and the residuals for the chosen arguments."""
-  of_chosen = of_some(old, values, sorted(chosen))
-  some = [values[i] for i in sorted(chosen)]
-  out, pull_back = call(lambda: jax.vjp(of_chosen, *some), values)
-  # The backward pass is given arrays. In their structure it sees which of the
-  # arguments were chosen.
-  is_chosen = [0 if i in chosen else None for i in range(len(values))]
-  return out, (pull_back, is_chosen)
+def _vjp(old: Function, values: Sequence[Any], chosen: list[int]) -> Any:
+  return jax.vjp(of_some(old, values, chosen), *(values[i] for i in chosen))
+
+
+def custom_lin(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
+  """Makes a tangent anew whose transpose is the rule of a ``custom_vjp``.
+
+  It stands where a rule, or the user, takes a ``jax.jvp`` of such a function.
+  """
+  call, paths, pull_back = tools.call, tools.paths, transpose_of(eqn)
+  count = eqn.params["num_res"]
+  its_paths = _jaxprs.Paths(paths.inputs[:count], paths.inputs[count:])
+  zeros = lambda *_: _jaxprs.zeros_of(eqn.outvars)
+
+  def backward(residuals: Any, cotangents: Any) -> Any:
+    pull = lambda: pull_back(residuals, cotangents)
+    return None, tuple(call(pull, residuals, its_paths)[0])
+
+  linear: Any = jax.custom_vjp(zeros)
+  linear.defvjp(lambda residuals, _: (zeros(), residuals), backward)
+
+  def fun(*args: Any) -> Any:
+    residuals, tangents = args[:count], args[count:]
+    of_moved = lambda *moved: linear(residuals, moved)
+    start = _jaxprs.zeros_of(eqn.invars[count:])
+    return jax.jvp(of_moved, start, list(tangents))[1]
+
+  return fun
+
+
+def transpose_of(eqn: core.JaxprEqn) -> Callable[..., Any]:
+  """The backward pass of a tangent, of its residuals and cotangents."""
+  count, old = eqn.params["num_res"], _jaxprs.function(eqn)
+  types = [v.aval for v in eqn.invars[count:]]
+
+  def pull_back(residuals: Any, cotangents: Any) -> Any:
+    linear = lambda *tangents: old(*residuals, *tangents)
+    return jax.linear_transpose(linear, *types)(list(cotangents))
+
+  return pull_back
 
 
 def _count_consts(eqn: core.JaxprEqn) -> int | None:
@@ -203,6 +257,7 @@ def _attributes(eqn: core.JaxprEqn, *names: str) -> list[Any] | None:
 
 
 _RULES: dict[str, Make] = {
+  "custom_lin": custom_lin,
   "custom_jvp_call": custom_jvp,
   "custom_vjp_call": custom_vjp,
 }

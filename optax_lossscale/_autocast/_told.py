@@ -33,30 +33,22 @@ class Told:
     where = _jaxprs.place_name(_jaxprs.name_of(eqn), line)
     self._missed[id(eqn)] = eqn, where  # With it, so that it keeps its id.
 
-  def measure(self, jaxpr: core.Jaxpr) -> None:
+  def measure(self, closed: _jaxprs.ClosedJaxpr) -> None:
     """Finds out what was missed of the products of the whole jaxpr."""
-    self.exported = _exported.places(jaxpr)
+    self.exported = _exported.places(closed)
     if not self._missed:
       return
     flops: dict[str, int] = {}
-    self._count(jaxpr, 1, _REACHED, flops)
+    for step in _jaxprs.walk(closed, _products.jaxprs_to_search):
+      if _products.is_product(step.eqn):
+        ways = (self._missed.get(id(x.eqn)) for x in step.way)
+        where = next((where for _, where in filter(None, ways)), _REACHED)
+        more = step.times * (_jaxprs.flops_of(step.eqn) or 1)  # as one product
+        flops[where] = flops.get(where, 0) + more
     total = sum(flops.values()) or 1  # A loop may run for no step at all.
     self.missed = {
       where: n / total for where, n in flops.items() if where != _REACHED
     }
-
-  def _count(
-    self, jaxpr: core.Jaxpr, times: int, where: str, flops: dict[str, int]
-  ) -> None:
-    """Adds up the flops of products by the place that could not be entered."""
-    for eqn in jaxpr.eqns:
-      _, its_place = self._missed.get(id(eqn), (eqn, where))
-      if _products.is_product(eqn):
-        more = times * (_jaxprs.flops_of(eqn) or 1)  # or as one product
-        flops[its_place] = flops.get(its_place, 0) + more
-      for inner in _products.jaxprs_to_search(eqn):
-        often = times * getattr(_jaxprs.part_of(eqn), "length", 1)
-        self._count(inner, often, its_place, flops)
 
   def message(self, dtype: Any) -> str:
     """What to tell of products that were not reached; empty if all were."""

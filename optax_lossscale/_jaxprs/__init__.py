@@ -44,6 +44,11 @@ from optax_lossscale._jaxprs._loops import (
   ShardMap,
   While,
 )
+from optax_lossscale._jaxprs._names import (
+  Names,
+  place_name,
+  telling_names,
+)
 from optax_lossscale._jaxprs._outputs import Opened, with_named_outputs
 from optax_lossscale._jaxprs._parts import (
   bodies_of,
@@ -54,13 +59,19 @@ from optax_lossscale._jaxprs._parts import (
   where_it_runs,
 )
 from optax_lossscale._jaxprs._places import (
+  has_scope,
   marked,
   Place,
-  place_name,
-  scopes_of,
-  telling_lines,
-  with_scope,
+  with_weights,
 )
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
 from optax_lossscale._jaxprs._varying import as_varying, varying, varying_of
-from optax_lossscale._jaxprs._zeros import for_pull_back
+from optax_lossscale._jaxprs._walk import Search, Step, walk
+from optax_lossscale._jaxprs._weights import (
+  Known,
+  NO_PATHS,
+  Path,
+  Paths,
+  Weights,
+)
+from optax_lossscale._jaxprs._zeros import for_pull_back, zeros_of

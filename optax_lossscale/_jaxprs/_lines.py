@@ -42,6 +42,13 @@ class Line(NamedTuple):
     return f"{self.short_name}:{self.number} ({self.function})"
 
   @property
+  def names(self) -> list[str]:
+    """The names by which a user may select it, or all lines of its function."""
+    name = self.short_name
+    in_file = f"{name} ({self.function})", f"{name}:{self.number}"
+    return [str(self), *in_file, name]
+
+  @property
   def text(self) -> str:
     """What stands there; empty if the file cannot be read."""
     return linecache.getline(self.file_name, self.number)

@@ -25,8 +25,9 @@ from optax_lossscale._jaxprs._equations import (
 )
 from optax_lossscale._jaxprs._lines import name_of
 from optax_lossscale._jaxprs._loops import Cond, Scan, ShardMap
+from optax_lossscale._jaxprs._names import place_name
 from optax_lossscale._jaxprs._parts import Call, part_of, where_it_runs
-from optax_lossscale._jaxprs._places import Place, place_name
+from optax_lossscale._jaxprs._places import Place
 from optax_lossscale._jaxprs._varying import as_varying, varying_of
 
 IsWanted = Callable[[str], bool]
@@ -114,8 +115,8 @@ class _Opener:
         made = _made_anew(eqn, _on_devices(mapped, bodies[0].closed), bodies)
       case _:
         made = None
-    where = place_name(its_place.scope, its_place.source)
-    return made or _Made([eqn], shut=[place_name(name_of(eqn), where)])
+    where = place_name(name_of(eqn), its_place.name)
+    return made or _Made([eqn], shut=[where])
 
   def _is_named(self, eqn: core.JaxprEqn) -> bool:
     is_name = eqn.primitive.name == "name"

@@ -2,22 +2,18 @@
 
 from collections.abc import Sequence
 import itertools
-import re
 from typing import Any, NamedTuple
 
 from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs._lines import Line, lines_of
+from optax_lossscale._jaxprs._names import Names, place_name
 
-# What JAX puts around the name of a scope that it transforms, and what it names
-# the part of a checkpoint that runs again. Neither is of the user.
-_TRANSFORM = re.compile(r"(?:jvp|transpose|vmap)\(")
-_BEGINS_AGAIN = re.compile(rf"/(?={_TRANSFORM.pattern})")
+# What JAX puts among the scopes of a user.
 _OF_JAX = {"", "checkpoint", "rematted_computation"}
 
 _MARK = "autocast-"
-_MARKS = {f"{_MARK}{dtype}" for dtype in ("float16", "bfloat16")}
 
 
 class _Mark(str):
@@ -30,38 +26,48 @@ class _Mark(str):
   __slots__ = ()
 
 
+class _Weights(str):
+  """The scope that tells a path of weights, or the rest of it within a call."""
+
+  __slots__ = ()
+
+
 class Place(NamedTuple):
   """Where a walk through jaxprs has come to.
 
   Attributes:
-    stack: the names of the scopes around it, as JAX writes them.
+    stack: the scopes around it, as JAX keeps them: beside their names it notes
+      the transformations between them.
     lines: the user's lines that led here, as far as they are known, the nearest
       first, up to the function that was given to `autocast`.
     path: the names of the steps that led here.
-    mark: the half precision in which `autocast` runs it, if it does.
   """
 
-  stack: str = ""
+  stack: tuple[Any, ...] = ()
   lines: tuple[Line, ...] = ()
   path: tuple[str, ...] = ()
-  mark: Any = None
+
+  @property
+  def names(self) -> Names:
+    """Its names, the same forward and backward, with and without ``vmap``."""
+    weights: list[str] = []
+    for name in self._of_class(_Weights):
+      # The backward pass may tell again what is around it: the same object.
+      again = [i for i, x in enumerate(weights) if x is name]
+      weights = [*weights[: again[0] if again else None], name]
+    scope = _joined(self.stack, _Mark, _Weights)
+    both = _joined(self.stack, _Mark)
+    return Names(scope, "/".join(weights), both, self.lines)
 
   @property
   def scope(self) -> str:
-    """The scopes around it, such as ``Net/block1``; often empty.
+    """The scopes around it, such as ``Net/block1``; often empty."""
+    return self.names.scope
 
-    It is the same forward and backward, and with and without ``vmap``.
-    """
-    scope = ""
-    for part in _BEGINS_AGAIN.split(self.stack):
-      names = _untransformed(part).split("/")
-      own = "/".join(n for n in names if n not in _OF_JAX | _MARKS)
-      # The backward pass of a checkpoint tells twice what is around it.
-      if not scope or f"{own}/".startswith(f"{scope}/"):
-        scope = own
-      elif own:
-        scope = f"{scope}/{own}"
-    return scope
+  @property
+  def weights(self) -> str:
+    """The path of its weights, such as ``blocks/2/up``; often empty."""
+    return self.names.weights
 
   @property
   def line(self) -> Line | None:
@@ -74,16 +80,25 @@ class Place(NamedTuple):
     return str(self.line or "")
 
   @property
+  def name(self) -> str:
+    """How a report names it that tells its line in any case."""
+    return place_name(self.names.best()[0], self.source)
+
+  @property
+  def mark(self) -> Any:
+    """The half precision in which `autocast` runs it; None if it does not."""
+    marks = self._of_class(_Mark)
+    return jnp.dtype(marks[-1].removeprefix(_MARK)) if marks else None
+
+  @property
   def backward(self) -> bool:
     """Whether it is part of a backward pass."""
-    # The name of a scope alone is all that JAX leaves of a transposition.
-    return "transpose(" in self.stack
+    # This is all that JAX leaves of a transposition.
+    return any(_is_transform(x) and x.name == "transpose" for x in self.stack)
 
   def within(self, eqn: core.JaxprEqn) -> "Place":
     """The place of an equation but for its lines, which take longer to find."""
-    names = self.stack, str(eqn.source_info.name_stack)
-    mark = _mark_of(eqn) or self.mark
-    return self._replace(stack="/".join(filter(None, names)), mark=mark)
+    return self._replace(stack=self.stack + _stack_of(eqn))
 
   def at(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "Place":
     """The place of an equation in the jaxpr that the walk has come to."""
@@ -95,85 +110,68 @@ class Place(NamedTuple):
     """One step further."""
     return self._replace(path=(*self.path, name))
 
-
-def place_name(scope: str, source: str) -> str:
-  """How reports name a place: ``Net/block1 at model.py:32 (Block)``."""
-  return " at ".join(filter(None, [scope, source]))
+  def _of_class(self, kind: type[str]) -> list[str]:
+    return [x.name for x in self.stack if isinstance(x.name, kind)]
 
 
-def telling_lines(
-  places: Sequence[tuple[str, tuple[Line, ...]]],
-) -> list[str]:
-  """For each place, the line that tells it from others in the same scope.
-
-  It is the nearest one that leads to no place with other lines; the nearest of
-  all, if there is no such.
-
-  Args:
-    places: for each place, its scope and its lines.
-
-  Returns:
-    For each of them a line, as a string; empty if none is known.
-  """
-  led_to: dict[Any, set[tuple[Line, ...]]] = {}
-  for scope, lines in places:
-    for line in lines:
-      led_to.setdefault((scope, line), set()).add(lines)
-  told = []
-  for scope, lines in places:
-    others = [led_to[scope, line] for line in lines]
-    are_same = [all(_may_be(lines, x) for x in many) for many in others]
-    own = itertools.compress(lines, are_same)
-    told.append(str([*own, *lines, ""][0]))
-  return told
+def _joined(stack: Sequence[Any], *without: type[str]) -> str:
+  """The scopes as one, but for some."""
+  whole: list[str] = []
+  # What follows a transformation may tell again what is around it.
+  for _, group in itertools.groupby(stack, _Counter()):
+    scopes = [x.name for x in group if not _is_transform(x)]
+    own = [
+      name
+      for scope in scopes
+      if not isinstance(scope, without)
+      for name in scope.split("/")
+      if name not in _OF_JAX
+    ]
+    whole = own if own[: len(whole)] == whole else whole + own
+  return "/".join(whole)
 
 
-def _may_be(some: tuple[Line, ...], other: tuple[Line, ...]) -> bool:
-  """Whether two ways are one: JAX forgets lines of some equations."""
-  few, many = sorted([some, other], key=len)
-  rest = iter(many)
-  return all(line in rest for line in few)
+class _Counter:
+  """Numbers the groups of scopes, each with the transformations before it."""
+
+  def __init__(self) -> None:
+    self._count, self._before = 0, False
+
+  def __call__(self, scope: Any) -> int:
+    is_transform = _is_transform(scope)
+    self._count += is_transform and not self._before
+    self._before = is_transform
+    return self._count
 
 
-def scopes_of(eqn: core.JaxprEqn) -> set[str]:
-  """The names of the scopes around an equation, within its jaxpr."""
-  return set(Place().within(eqn).scope.split("/")) - {""}
+def has_scope(eqn: core.JaxprEqn, name: str) -> bool:
+  """Whether an equation stands in a scope of this name, within its jaxpr."""
+  of_user = [x.name for x in _stack_of(eqn) if type(x.name) is str]
+  return any(name in scope.split("/") for scope in of_user if name in scope)
 
 
-def with_scope(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
-  """The equation in one more scope, within all that it stands in."""
+def with_weights(eqn: core.JaxprEqn, path: Sequence[str]) -> core.JaxprEqn:
+  """The equation, with a path of weights within all that it stands in."""
+  return _with_scope(eqn, _Weights("/".join(path))) if path else eqn
+
+
+def marked(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
+  """The equation, marked as one that `autocast` made for this dtype."""
+  return _with_scope(eqn, _Mark(f"{_MARK}{dtype}"))
+
+
+def _with_scope(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
   info: Any = eqn.source_info
-  if not name or not hasattr(info.name_stack, "extend"):
+  if not hasattr(info.name_stack, "extend"):
     return eqn  # Another JAX keeps scopes in another way.
   stack = info.name_stack.extend(name)
   return eqn.replace(source_info=type(info)(info.traceback, stack))
 
 
-def marked(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
-  """The equation, marked as one that `autocast` made for this dtype."""
-  return with_scope(eqn, _Mark(f"{_MARK}{dtype}"))
+def _stack_of(eqn: core.JaxprEqn) -> tuple[Any, ...]:
+  return getattr(eqn.source_info.name_stack, "stack", ())
 
 
-def _mark_of(eqn: core.JaxprEqn) -> Any:
-  scopes = getattr(eqn.source_info.name_stack, "stack", ())
-  names = [getattr(scope, "name", None) for scope in scopes]
-  marks = [name for name in names if isinstance(name, _Mark)]
-  return jnp.dtype(marks[-1].removeprefix(_MARK)) if marks else None
-
-
-def _untransformed(part: str) -> str:
-  """The names without what JAX puts around them."""
-  while found := _TRANSFORM.match(part):
-    end = _closing(part, found.end())
-    part = part[found.end() : end] + part[end + 1 :]
-  return part
-
-
-def _closing(text: str, start: int) -> int:
-  """Where the bracket closes that opened before; the end if it never does."""
-  depth = 1
-  for i, character in enumerate(text[start:], start):
-    depth += {"(": 1, ")": -1}.get(character, 0)
-    if not depth:
-      return i
-  return len(text)
+def _is_transform(scope: Any) -> bool:
+  """Whether this is what JAX notes of ``jvp``, ``transpose`` or ``vmap``."""
+  return type(scope).__name__ == "Transform"

@@ -1,5 +1,6 @@
 """Cotangents that are known to be zero, and are not arrays of zeros."""
 
+from collections.abc import Sequence
 import functools
 from typing import Any
 
@@ -21,6 +22,11 @@ def for_pull_back(cotangent: Any) -> Any:
   if not _takes_zeros():
     return np.zeros(cotangent.shape, cotangent.dtype)
   return ad.Zero(cotangent.aval)
+
+
+def zeros_of(variables: Sequence[Any]) -> list[Any]:
+  """Arrays of zeros of the types of variables, also within ``shard_map``."""
+  return [ad.zeros_like_aval(variable.aval) for variable in variables]
 
 
 @functools.cache

@@ -316,7 +316,7 @@ def rewrite(jaxpr):
   settings = _rewrite.Settings(jnp.float16, _kept.Kept())
   rewriter = _rewrite.Rewriter(settings, told)
   new, _ = rewriter.rewrite(jaxpr, _jaxprs.Place())
-  told.measure(_jaxprs.closed(jaxpr).jaxpr)
+  told.measure(_jaxprs.closed(jaxpr))
   return told, _jaxprs.closed(new).jaxpr.eqns
 
 

@@ -45,7 +45,7 @@ def test_a_bad_product_is_named_and_its_name_repairs_the_gradients(name):
   names = report.overflowing + report.standing_out
   repair = lambda fun: ols.autocast(fun, keep_float32=names)
   # Products of activations and cotangents have no weights, so lines name them.
-  lines = [name.rpartition(" at ")[2] for name in names]
+  lines = [row.source for row in report.products if row.name in names]
   repair_outside = lambda fun: ols.autocast(fun, keep_float32=lines)
 
   def reference(*args):

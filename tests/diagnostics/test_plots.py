@@ -105,7 +105,9 @@ def test_a_history_without_scales_is_refused(history):
 def product(scope, effect, headroom, position, backward=False):
   return diagnostics.ProductPrecision(
     primitive="dot_general",
+    name=f"{scope} at model.py:3 (f)",
     scope=scope,
+    weights="",
     source="model.py:3 (f)",
     backward=backward,
     effect=effect,

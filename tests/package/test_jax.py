@@ -241,7 +241,7 @@ NOT_EVERYWHERE = {
 
 def names_in_tables():
   from optax_lossscale._autocast import _products, _rewrite, _rules
-  from optax_lossscale._jaxprs import _equations, _hijax
+  from optax_lossscale._jaxprs import _equations, _hijax, _weights
   from optax_lossscale._jaxprs import _products as flops
   from optax_lossscale.diagnostics._overflow import _stepper
   from optax_lossscale.diagnostics._precision import _known, _risks
@@ -252,6 +252,9 @@ def names_in_tables():
     *_products._CONTRACTS,
     *_rewrite._RUN_THEIR_JAXPRS,
     *_rules._RULES,
+    *_weights._KEEP,
+    *_weights._ADD,
+    *_weights._JOIN,
     *_equations._CALLS,
     *_hijax.BEHAVES_LIKE.values(),
     *flops._FLOPS,
@@ -300,7 +303,7 @@ def test_scopes_are_objects_that_stay_with_an_equation():
   """Of another kind, products would have no marks and no names of weights."""
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
   marked = _jaxprs.marked(eqn, jnp.dtype("float16"))
-  marked = _jaxprs.with_scope(marked, "blocks/2")
+  marked = _jaxprs.with_weights(marked, ("blocks", "2"))
   alone = jax.make_jaxpr(_jaxprs.function(marked))(X, X)
   fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
   moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
@@ -316,4 +319,4 @@ def test_scopes_are_objects_that_stay_with_an_equation():
   walk(moved.jaxpr, _jaxprs.Place())
   assert len(products) >= 2
   for place in products:
-    assert (place.mark, place.scope) == (jnp.dtype("float16"), "blocks/2")
+    assert (place.mark, place.weights) == (jnp.dtype("float16"), "blocks/2")

@@ -133,9 +133,8 @@ def _check(
       " gradients, or what the last layer returns."
     )
   if not rows.all:
-    scopes = _products.Search().scopes_in_jaxpr(traced.closed.jaxpr)
     found = "which has none, or one that found no float32 products"
-    if scopes is not None:
+    if _products.Search().in_jaxpr(traced.closed.jaxpr):
       found = "whose products run in float32, as they are written"
     raise ValueError(
       "compare_precision needs a function with an autocast inside, such as"
@@ -154,7 +153,9 @@ def _product(
   limit = float(jnp.finfo(row.dtype).max)
   return _report.ProductPrecision(
     row.primitive,
-    row.scope,
+    rows.names[i],
+    row.names.scope,
+    row.names.weights,
     rows.sources[i],
     row.backward,
     effect=effect,

@@ -170,21 +170,23 @@ class Program(NamedTuple):
   ) -> Done:
     of_condition, of_body, first = loop.split(inputs)
 
-    def flags(values: Any) -> Any:
-      # A condition cannot carry notes.
-      return self.run(loop.condition, [*of_condition, *values], [])[0][0]
+    # A condition returns no notes. So each iteration asks for the next one.
+    def condition(values: Any, notes: Notes) -> tuple[Any, Any, Notes]:
+      inputs = [*of_condition, *values]
+      (goes_on,), notes = self.run(loop.condition, inputs, notes)
+      return goes_on, values, notes
 
-    def step(carry: Any) -> Done:
-      values, notes = carry
+    def step(carry: Any) -> tuple[Any, Any, Notes]:
+      goes_on, values, notes = carry
       outs, notes = self.run(loop.body, [*of_body, *values], notes)
-      goes_on = flags(values)
       if jnp.ndim(goes_on):  # ``vmap`` made many loops of one.
         pairs = zip(outs, values, strict=True)
         outs = [_arrays.select_rows(goes_on, *pair) for pair in pairs]
-      return outs, notes
+      return condition(outs, notes)
 
-    goes_on = lambda carry: jnp.any(flags(carry[0]))
-    return lax.while_loop(goes_on, step, (first, notes))
+    goes_on = lambda carry: jnp.any(carry[0])
+    start = condition(first, notes)
+    return lax.while_loop(goes_on, step, start)[1:]
 
   def _cond(self, cond: _jaxprs.Cond, inputs: list[Any], notes: Notes) -> Done:
     index, *operands = inputs

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics import _tables
 
 _MOST_ROWS = 20
@@ -15,7 +14,10 @@ class ProductPrecision(NamedTuple):
 
   Attributes:
     primitive: JAX's name of the operation.
+    name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
+      path of the weights or the scopes, with the line if they do not tell.
     scope: the scopes around it, such as ``"Net/block1"``; often empty.
+    weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to a backward pass.
     effect: the relative error of what is compared if these products alone run
@@ -31,7 +33,9 @@ class ProductPrecision(NamedTuple):
   """
 
   primitive: str
+  name: str
   scope: str
+  weights: str
   source: str
   backward: bool
   effect: float
@@ -41,11 +45,6 @@ class ProductPrecision(NamedTuple):
   subnormal: float
   times: int
   position: int
-
-  @property
-  def name(self) -> str:
-    """What ``keep_float32=`` of :func:`optax_lossscale.autocast` takes."""
-    return _jaxprs.place_name(self.scope, self.source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +183,7 @@ class PrecisionComparison:
 def _cells(row: ProductPrecision) -> dict[str, str]:
   return {
     "": row.primitive,
-    "line": row.name + (", backward" if row.backward else ""),
+    "name": row.name + (", backward" if row.backward else ""),
     "effect": f"{row.effect:.1e}",
     "largest": f"{row.largest:.3g}",
     "headroom": f"{row.headroom:.1f}",

@@ -13,15 +13,13 @@ class Row(NamedTuple):
 
   Attributes:
     primitive: JAX's name of the operation.
-    scope: the scopes around it.
-    lines: the user's lines that led there.
+    names: the names of its place.
     backward: whether it belongs to a backward pass.
     dtype: the half precision.
   """
 
   primitive: str
-  scope: str
-  lines: tuple[_jaxprs.Line, ...]
+  names: _jaxprs.Names
   backward: bool
   dtype: np.dtype
 
@@ -34,7 +32,8 @@ class Rows:
 
   Attributes:
     all: all of them, in the order of the program.
-    sources: for each, the line that tells it from others in its scope.
+    names: for each, the shortest name that tells its place from all others.
+    sources: for each, the line that tells it from others of a like name.
     dtypes: their half precisions: mostly one.
     not_entered: the names of what holds products and cannot be entered.
   """
@@ -43,10 +42,11 @@ class Rows:
     self.all: list[Row] = []
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}
-    self._found: dict[core.Jaxpr, bool] = {}
-    self._find(closed.jaxpr, _jaxprs.Place())
-    places = [(row.scope, row.lines) for row in self.all]
-    self.sources = _jaxprs.telling_lines(places)
+    self._marks = _jaxprs.Search(_is_marked, _jaxprs.held_jaxprs)
+    self._find(closed)
+    told = _jaxprs.telling_names([(x.names, x.backward) for x in self.all])
+    self.names = [name for name, _ in told]
+    self.sources = [source for _, source in told]
     self.dtypes = {row.dtype for row in self.all}
 
   def number(
@@ -56,7 +56,7 @@ class Rows:
     if not _jaxprs.is_matrix_product(eqn) or place.within(eqn).mark is None:
       return None
     at = place.at(eqn, jaxpr)
-    row = Row(_jaxprs.name_of(eqn), at.scope, at.lines, at.backward, at.mark)
+    row = Row(_jaxprs.name_of(eqn), at.names, at.backward, at.mark)
     if row not in self._numbers:
       self._numbers[row] = len(self.all)
       self.all.append(row)
@@ -64,37 +64,35 @@ class Rows:
 
   def by_name(self) -> list[list[int]]:
     """The numbers of the rows of each place."""
-    numbers: dict[tuple[str, str], list[int]] = {}
-    for i, source in enumerate(self.sources):
-      numbers.setdefault((self.all[i].scope, source), []).append(i)
+    numbers: dict[str, list[int]] = {}
+    for i, name in enumerate(self.names):
+      numbers.setdefault(name, []).append(i)
     return list(numbers.values())
 
   def are_in(self, eqn: core.JaxprEqn) -> bool:
     """Whether there are marks in the jaxprs that an equation holds."""
-    held = list(_jaxprs.held_jaxprs(eqn))
-    return any(self._are_in(closed.jaxpr) for closed in held)
+    return self._marks.inside_of(eqn)
 
-  def _are_in(self, jaxpr: core.Jaxpr) -> bool:
-    if jaxpr not in self._found:
-      self._found[jaxpr] = any(
-        _jaxprs.Place().within(eqn).mark is not None or self.are_in(eqn)
-        for eqn in jaxpr.eqns
-      )
-    return self._found[jaxpr]
-
-  def _find(self, jaxpr: core.Jaxpr, place: _jaxprs.Place) -> None:
+  def _find(self, closed: _jaxprs.ClosedJaxpr) -> None:
     """Finds all products of a jaxpr, and of what it calls."""
-    for eqn, _ in _jaxprs.needed_equations(jaxpr):
-      if self.number(eqn, jaxpr, place) is not None or not self.are_in(eqn):
-        continue
-      its_place = place.at(eqn, jaxpr)
-      part = part_to_run(eqn)
-      for closed in _jaxprs.bodies_of(part) if part else ():
-        self._find(closed.jaxpr, its_place)
-      if part is None:
-        where = _jaxprs.place_name(its_place.scope, its_place.source)
-        name = _jaxprs.place_name(_jaxprs.name_of(eqn), where)
-        self.not_entered.append(name)
+
+    def inside(eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
+      part = part_to_run(eqn) if self.are_in(eqn) else None
+      return _jaxprs.bodies_of(part) if part else []
+
+    def needed(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+      return [eqn for eqn, _ in _jaxprs.needed_equations(jaxpr)]
+
+    for step in _jaxprs.walk(closed, inside, equations=needed):
+      outer = step.around.place if step.around else _jaxprs.Place()
+      self.number(step.eqn, step.jaxpr, outer)
+      if self.are_in(step.eqn) and part_to_run(step.eqn) is None:
+        name = _jaxprs.name_of(step.eqn)
+        self.not_entered.append(_jaxprs.place_name(name, step.place.name))
+
+
+def _is_marked(eqn: core.JaxprEqn) -> bool:
+  return _jaxprs.Place().within(eqn).mark is not None
 
 
 def part_to_run(eqn: core.JaxprEqn) -> _jaxprs.Part | None:

@@ -44,6 +44,9 @@ class Overflow:
     dtype: the dtype of its result.
     kind: ``"inf"`` or ``"nan"``. An inf is told before a NaN.
     scope: the scopes around it, ``"Net/block1"``; often empty.
+    weights: the path of its weights, ``"blocks/2/up"``; often empty.
+    name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
+      path of the weights or the scopes, and the line.
     source: the user's line, ``"model.py:32 (Block.__call__)"``; empty if none
       is known. In the backward pass it is the line that is differentiated.
     path: the way to it, ``"jit(block)/scan[3]/dot_general"``. Iterations are
@@ -59,6 +62,8 @@ class Overflow:
   dtype: np.dtype
   kind: str
   scope: str
+  weights: str
+  name: str
   source: str
   path: str
   backward: bool
@@ -71,7 +76,7 @@ class Overflow:
     parts = [
       f"{self.kind} in {self.dtype} from {self.primitive}",
       f"in {within}" if within else "",
-      _jaxprs.place_name(self.scope, self.source),
+      self.name,
       "backward" if self.backward else "",
     ]
     text = ", ".join(part for part in parts if part)
@@ -110,6 +115,8 @@ def describe(
     dtype=np.dtype(out.dtype),
     kind="inf" if (np.isinf(_bits.as_numbers(out)) & own).any() else "nan",
     scope=place.scope,
+    weights=place.weights,
+    name=place.name,
     source=place.source,
     path="/".join(path),
     backward=place.backward,

@@ -41,7 +41,10 @@ class WideProduct(NamedTuple):
     flops: how many floating-point operations they are.
     share: their share of all.
     times: how often they run.
+    name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
+      path of the weights or the scopes, with the line if they do not tell.
     scope: the scopes around it, such as ``"Net/block1"``; often empty.
+    weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to a backward pass.
   """
@@ -52,7 +55,9 @@ class WideProduct(NamedTuple):
   flops: int
   share: float
   times: int
+  name: str
   scope: str
+  weights: str
   source: str
   backward: bool
 
@@ -64,7 +69,10 @@ class Risk(NamedTuple):
     primitive: JAX's name of the operation.
     reason: what may go wrong.
     times: how often they run.
+    name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
+      path of the weights or the scopes, with the line if they do not tell.
     scope: the scopes around it, such as ``"Net/block1"``; often empty.
+    weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to a backward pass.
   """
@@ -72,7 +80,9 @@ class Risk(NamedTuple):
   primitive: str
   reason: str
   times: int
+  name: str
   scope: str
+  weights: str
   source: str
   backward: bool
 
@@ -195,7 +205,7 @@ def precision_report(
     total_flops=total,
     share=_share(total - sum(product.flops for product in wide), total),
     flops=_flops_by_dtype(products, total),
-    wider=_wide_rows(wide, total),
+    wider=_wide_rows(products, as_dtype, total),
     at_risk=_risk_rows(steps, as_dtype),
     notes=tuple(dict.fromkeys(notes)),
   )
@@ -223,21 +233,28 @@ def _flops_by_dtype(
   )
 
 
-_KindAndPlace = tuple[tuple[str, str, str], tuple[str, str, bool]]
+_Whereabouts = tuple[str, str, str, str, bool]
+_KindAndPlace = tuple[tuple[str, str, str], _Whereabouts]
 
 
 def _wide_rows(
-  products: list[_flops.Product], total: int
+  products: list[_flops.Product], dtype: np.dtype, total: int
 ) -> tuple[WideProduct, ...]:
+  places = [p.step.place for p in products]
+  told = _jaxprs.telling_names([(x.names, x.backward) for x in places])
   flops: collections.Counter[_KindAndPlace] = collections.Counter()
   times: collections.Counter[_KindAndPlace] = collections.Counter()
-  for p in products:
+  for p, (name, _) in zip(products, told, strict=True):
+    if not _is_wider(p.operands, dtype):
+      continue
     kind = p.primitive, p.operands, p.accumulation
-    key = kind, _whereabouts(p.step)
+    # Without weights, it is for the line that it is told.
+    name = name if p.step.place.weights else p.step.place.name
+    key = kind, _whereabouts(p.step.place, name)
     flops[key] += p.flops
     times[key] += p.step.body.times
   return tuple(
-    WideProduct(*key[0], n, _share(n, total), times[key], *key[1])
+    WideProduct._make((*key[0], n, _share(n, total), times[key], *key[1]))
     for key, n in flops.most_common()
   )
 
@@ -247,17 +264,17 @@ def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> tuple[Risk, ...]:
   for step in steps:
     for reason in _risks.risks_of(step, dtype):
       name = _jaxprs.name_of(step.eqn)
-      times[name, reason, _whereabouts(step)] += step.body.times
+      where = _whereabouts(step.place, step.place.name)
+      times[name, reason, where] += step.body.times
   return tuple(
     Risk(name, reason, n, *where) for (name, reason, where), n in times.items()
   )
 
 
-def _whereabouts(step: _walk.Step) -> tuple[str, str, bool]:
-  return step.place.scope, step.place.source, step.place.backward
+def _whereabouts(place: _jaxprs.Place, name: str) -> _Whereabouts:
+  names = place.names
+  return name, names.scope, names.weights, place.source, place.backward
 
 
 def _where(row: WideProduct | Risk) -> str:
-  backward = ", backward" if row.backward else ""
-  name = _jaxprs.place_name(row.scope, row.source)
-  return f"{name or 'unknown'}{backward}"
+  return f"{row.name or 'unknown'}{', backward' if row.backward else ''}"

@@ -1,0 +1,116 @@
+"""Walks through a jaxpr and those inside of it."""
+
+from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import functools
+
+from jax.extend import core
+
+from optax_lossscale._jaxprs._equations import ClosedJaxpr
+from optax_lossscale._jaxprs._parts import part_of
+from optax_lossscale._jaxprs._places import Place
+from optax_lossscale._jaxprs._weights import Weights
+
+# The jaxprs of an equation that are walked into.
+Inside = Callable[[core.JaxprEqn], Iterable[ClosedJaxpr]]
+Equations = Callable[[core.Jaxpr], Iterable[core.JaxprEqn]]
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+  """An equation that was met on the way.
+
+  Attributes:
+    eqn: the equation.
+    jaxpr: the jaxpr that it stands in.
+    around: the step into this jaxpr; None if the walk began in it.
+    start: where the walk began.
+  """
+
+  eqn: core.JaxprEqn
+  jaxpr: core.Jaxpr
+  around: "Step | None"
+  start: Place
+
+  @functools.cached_property
+  def place(self) -> Place:
+    """Where the equation stands. It takes a look at tracebacks."""
+    outer = self.around.place if self.around else self.start
+    return outer.at(self.eqn, self.jaxpr)
+
+  @property
+  def way(self) -> "list[Step]":
+    """This step and those around it, the innermost first."""
+    return [self, *(self.around.way if self.around else [])]
+
+  @property
+  def times(self) -> int:
+    """How often the equation runs, but for loops of unknown length."""
+    times = 1
+    for step in self.way[1:]:
+      times *= getattr(part_of(step.eqn), "length", 1)
+    return times
+
+
+def walk(
+  closed: ClosedJaxpr,
+  inside: Inside,
+  *,
+  equations: Equations = lambda jaxpr: jaxpr.eqns,
+  weights: Weights | None = None,
+  start: Place | None = None,
+  around: Step | None = None,
+) -> Iterator[Step]:
+  """All equations of a jaxpr, and after each those inside of it.
+
+  Args:
+    closed: the jaxpr.
+    inside: the jaxprs of an equation that are walked into.
+    equations: the equations of a jaxpr that matter.
+    weights: what gives an equation the names of its weights, if they are known.
+    start: where the walk begins.
+    around: the step into the jaxpr, if it does not begin there.
+  """
+  for eqn in equations(closed.jaxpr):
+    named = weights.named(eqn) if weights else eqn
+    step = Step(named, closed.jaxpr, around, start or Place())
+    yield step
+    for inner in inside(eqn):
+      yield from walk(
+        inner,
+        inside,
+        equations=equations,
+        weights=weights and weights.inside(eqn, inner),
+        start=start,
+        around=step,
+      )
+
+
+class Search:
+  """Looks for equations of a kind, once in each jaxpr.
+
+  Args:
+    is_one: whether an equation is such.
+    inside: the jaxprs of an equation that are looked into.
+  """
+
+  def __init__(
+    self, is_one: Callable[[core.JaxprEqn], bool], inside: Inside
+  ) -> None:
+    self._is_one = is_one
+    self._inside = inside
+    self._found: dict[core.Jaxpr, bool] = {}
+
+  def inside_of(self, eqn: core.JaxprEqn) -> bool:
+    """Whether there is one inside of an equation."""
+    # All are asked for first: what is not known here may be traced for that.
+    inner = list(self._inside(eqn))
+    return any(self.in_jaxpr(closed.jaxpr) for closed in inner)
+
+  def in_jaxpr(self, jaxpr: core.Jaxpr) -> bool:
+    """Whether there is one in a jaxpr, or inside of its equations."""
+    if jaxpr not in self._found:
+      self._found[jaxpr] = any(
+        self._is_one(eqn) or self.inside_of(eqn) for eqn in jaxpr.eqns
+      )
+    return self._found[jaxpr]

@@ -1,0 +1,200 @@
+"""In random programs each printed name selects its product, and no other."""
+
+import collections
+import functools
+import random
+
+from helpers.planted_layers import normal
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import _jaxprs
+from optax_lossscale.diagnostics._comparison import _rows
+
+X = normal(4, 8, seed=1)
+
+
+def dense(params, x):
+  return jnp.tanh(jnp.einsum("bi,ij->bj", x, params["w"]))
+
+
+def pair(params, x):
+  return jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+def custom_vjp(fun):
+  ruled = jax.custom_vjp(fun)
+  ruled.defvjp(lambda *args: jax.vjp(fun, *args), lambda pull, ct: pull(ct))
+  return ruled
+
+
+def remembering(fun):
+  """A rule that keeps its arguments, and computes all of it again."""
+  ruled = jax.custom_vjp(fun)
+  ruled.defvjp(
+    lambda *args: (fun(*args), args),
+    lambda args, ct: jax.vjp(fun, *args)[1](ct),
+  )
+  return ruled
+
+
+def custom_jvp(fun):
+  ruled = jax.custom_jvp(fun)
+  ruled.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+  return ruled
+
+
+def on_devices(fun):
+  mesh = jax.make_mesh((1,), ("i",), (AxisType.Auto,))
+  return jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P())
+
+
+def prepared(change):
+  return lambda fun: lambda p, x: fun(jax.tree.map(change, p), x)
+
+
+# From a function of weights and an array to another one.
+WRAPPERS = {
+  "plain": lambda f: f,
+  "lambda": lambda f: lambda p, x: f(p, x),
+  "jit": jax.jit,
+  "jit of jit": lambda f: jax.jit(lambda p, x: jax.jit(f)(p, x)),
+  "inlined": functools.partial(jax.jit, inline=True),
+  "checkpoint": jax.checkpoint,
+  "dots_saveable": functools.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
+  ),
+  "custom_vjp": custom_vjp,
+  "remembering": remembering,
+  "custom_jvp": custom_jvp,
+  "cond": lambda f: (
+    lambda p, x: lax.cond(x[0, 0] > -9e9, f, lambda p, x: x, p, x)
+  ),
+  "switch": lambda f: (
+    lambda p, x: lax.switch(
+      (x[0, 0] > -9e9).astype(int), [lambda p, x: x, f], p, x
+    )
+  ),
+  "scan": lambda f: (
+    lambda p, x: lax.scan(lambda x, _: (f(p, x), None), x, length=2)[0]
+  ),
+  "fori": lambda f: lambda p, x: lax.fori_loop(0, 2, lambda i, x: f(p, x), x),
+  "map": lambda f: lambda p, x: lax.map(lambda x: f(p, x), x[None])[0],
+  "vmap": lambda f: lambda p, x: jax.vmap(f, (None, 0))(p, x[None])[0],
+  "vmap of rows": lambda f: (
+    lambda p, x: jax.vmap(lambda row: f(p, row[None])[0])(x)
+  ),
+  "shard_map": on_devices,
+  "scope": jax.named_scope("layer"),
+  "scope of a key": jax.named_scope("blocks"),
+  "two scopes": lambda f: jax.named_scope("a")(jax.named_scope("w")(f)),
+  "scope of jax": jax.named_scope("transpose(jvp(w))"),
+  "masked": prepared(lambda w: jnp.where(w > -9e9, w, 0)),
+  "residual": lambda f: lambda p, x: x + f(p, x),
+  "cast": prepared(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32)),
+  "jitted cast": prepared(
+    jax.jit(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32))
+  ),
+  "barrier": lambda f: lambda p, x: f(lax.optimization_barrier(p), x),
+  "transposed": prepared(lambda w: w.T),
+  "unstacked": prepared(lambda w: jnp.unstack(w[None])[0]),
+  "reshaped": prepared(lambda w: w.reshape(4, 16).reshape(8, 8)),
+  "flipped": prepared(lambda w: w[::-1]),
+  "vjp": lambda f: lambda p, x: jax.vjp(f, p, x)[0],
+}
+
+
+def is_rule(names):
+  """Whether there is a rule in the nest that is not differentiated in it."""
+  outer = [*names[::-1], "vjp"]
+  after = outer[: outer.index("vjp")]
+  return not {"custom_vjp", "remembering", "custom_jvp"}.isdisjoint(after)
+
+
+def program(seed):
+  """A network of blocks in random nests of wrappers, which some share."""
+  draw = random.Random(seed)
+  nests = []
+  for _ in range(draw.randint(2, 3)):
+    if not nests or draw.random() < 0.5:
+      inner = draw.choice([dense, pair])
+      names = draw.choices(sorted(WRAPPERS), k=draw.randint(2, 4))
+      fun = functools.reduce(lambda f, name: WRAPPERS[name](f), names, inner)
+    nests.append((fun, inner, names))
+
+  def loss(params, x):
+    for (fun, _, _), block in zip(nests, params["blocks"], strict=True):
+      x = fun(block, x)
+    return jnp.mean((x @ params["head"]) ** 2)
+
+  def weights(i, inner):
+    keys = ["w"] if inner is dense else ["up", "down"]
+    return {key: normal(8, 8, seed=10 * i + len(key)) for key in keys}
+
+  blocks = [weights(i, inner) for i, (_, inner, _) in enumerate(nests)]
+  params = {"blocks": blocks, "head": normal(8, 8, seed=99)}
+  # What is kept beside a product: all of the rule that it is in.
+  paths = {f"blocks/{i}/{k}": i for i, b in enumerate(blocks) for k in b}
+  beside = {"head": {"head"}} | {
+    path: {p for p, j in paths.items() if j == i}
+    if is_rule(nests[i][2])
+    else {path}
+    for path, i in paths.items()
+  }
+  return loss, params, beside
+
+
+def dtypes_of(fun, *args):
+  """The dtypes of the products of each weight, forward and backward."""
+  closed = jax.make_jaxpr(fun)(*args)
+  needed = lambda jaxpr: [eqn for eqn, _ in _jaxprs.needed_equations(jaxpr)]
+  found = collections.defaultdict(set)
+  for step in _jaxprs.walk(closed, _jaxprs.held_jaxprs, equations=needed):
+    if _jaxprs.is_matrix_product(step.eqn):
+      place, dtype = step.place, str(step.eqn.outvars[0].aval.dtype)
+      found[place.weights].add((place.backward, dtype))
+  return found
+
+
+def assert_names_select(seed):
+  loss, params, beside = program(seed)
+  try:
+    jax.make_jaxpr(jax.grad(loss))(params, X)
+  except (NotImplementedError, TypeError, ValueError):
+    return False  # JAX cannot do it without us.
+  grad = lambda **kwargs: jax.grad(ols.autocast(loss, **kwargs))
+  rows = _rows.Rows(jax.make_jaxpr(grad())(params, X))
+  names = {
+    (row.names.weights, name)
+    for row, name in zip(rows.all, rows.names, strict=True)
+    if row.names.weights
+  }
+  # Each weight has one name, which is that of no other.
+  assert sorted(path for path, _ in names) == sorted(beside), names
+  assert len({name for _, name in names}) == len(beside)
+  before = dtypes_of(grad(), params, X)
+  for path, name in names:
+    assert {back for back, _ in before[path]} == {False, True}
+    found = dtypes_of(grad(keep_float32=name), params, X)
+    if beside[path] == {path}:
+      assert {dtype for _, dtype in found[path]} == {"float32"}
+    for other in beside:
+      # A rule that is kept stays as it is, without names inside.
+      is_kept = other in beside[path]
+      assert is_kept or found[other] == before[other], (name, other)
+      half = "float16" in {dtype for _, dtype in found[other]}
+      assert half != is_kept, (name, other)
+  return True
+
+
+@pytest.mark.parametrize(
+  "seeds", [range(10), pytest.param(range(10, 300), marks=pytest.mark.slow)]
+)
+def test_each_printed_name_selects_its_product_and_no_other(seeds):
+  assert len(WRAPPERS) >= 30
+  assert sum(map(assert_names_select, seeds)) > 0.9 * len(seeds)
