@@ -29,6 +29,7 @@ from optax_lossscale._jaxprs._names import place_name
 from optax_lossscale._jaxprs._parts import Call, part_of, where_it_runs
 from optax_lossscale._jaxprs._places import Place
 from optax_lossscale._jaxprs._varying import as_varying, varying_of
+from optax_lossscale._jaxprs._walk import Search
 
 IsWanted = Callable[[str], bool]
 
@@ -77,7 +78,7 @@ class _Opener:
 
   def __init__(self, is_wanted: IsWanted) -> None:
     self._is_wanted = is_wanted
-    self._holds: dict[core.Jaxpr, bool] = {}
+    self._named = Search(self._is_named, held_jaxprs)
 
   def opened(self, closed: ClosedJaxpr, place: Place) -> Opened:
     """The jaxpr, which stands at this place, with its values returned."""
@@ -97,7 +98,7 @@ class _Opener:
   def _made(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: Place) -> _Made:
     if self._is_named(eqn):
       return _Made([eqn], eqn.outvars, [eqn.params["name"]])
-    if not self._holds_named(eqn):
+    if not self._named.inside_of(eqn):
       return _Made([eqn])
     its_place = place.at(eqn, jaxpr)
     inside = functools.partial(self.opened, place=its_place)
@@ -121,16 +122,6 @@ class _Opener:
   def _is_named(self, eqn: core.JaxprEqn) -> bool:
     is_name = eqn.primitive.name == "name"
     return is_name and self._is_wanted(eqn.params["name"])
-
-  def _holds_named(self, eqn: core.JaxprEqn) -> bool:
-    return any(self._is_in(held.jaxpr) for held in held_jaxprs(eqn))
-
-  def _is_in(self, jaxpr: core.Jaxpr) -> bool:
-    if jaxpr not in self._holds:  # Many calls may share it.
-      self._holds[jaxpr] = any(
-        self._is_named(eqn) or self._holds_named(eqn) for eqn in jaxpr.eqns
-      )
-    return self._holds[jaxpr]
 
 
 def _call(eqn: core.JaxprEqn, body: Opened) -> _Made:
