@@ -7,6 +7,7 @@ that every report sees them.
 
 from collections.abc import Callable, Collection, Iterator
 import contextlib
+import functools
 import inspect
 from typing import Any, NamedTuple
 
@@ -96,6 +97,11 @@ def trace(
       f"fun must be a function, got fun = {fun!r}. Write {caller}(fun, *args),"
       f" not {caller}(fun(*args))."
     )
+  # Trainers bind their model, which Flax NNX changes in place: what is bound is
+  # an argument, too.
+  while isinstance(fun, functools.partial):
+    args, kwargs = (*fun.args, *args), {**fun.keywords, **kwargs}
+    fun = fun.func
   leaves, structure = jax.tree.flatten((args, kwargs))
   arguments = _named_arguments(fun, args, kwargs)
   names = [name for name, leaf in arguments if _is_input(leaf)]

@@ -23,6 +23,7 @@ from optax_lossscale.diagnostics import (
   find_overflow,
   precision_report,
 )
+from optax_lossscale.diagnostics._overflow import _runners
 
 # Of steps that are as wrong as those of users may be.
 pytestmark = pytest.mark.filterwarnings(
@@ -285,6 +286,38 @@ def test_what_is_changed_in_place_counts_as_a_result():
   assert report.total_flops == expected.total_flops
   assert find_overflow(bare_step, model, bare, 1e6 * batch).source
   assert find_overflow(bare_step, model, bare, batch) is None
+
+
+def test_a_model_that_is_bound_to_a_step_is_changed_as_an_argument_is():
+  """Trainers bind it once; outside of the trace it would be ruined."""
+  step, (model, optimizer, batch) = whole_steps.with_nnx_in_place(SMALL)
+  bound = functools.partial(functools.partial(step, model), optimizer=optimizer)
+  before = model.first[...]
+  assert find_overflow(bound, batch=batch) is None
+  report = compare(bound, batch=batch)
+  assert report.compared == "gradients"
+  assert precision_report(bound, batch=batch).share == 1
+  assert jnp.array_equal(before, model.first[...])
+  bound(batch=batch)
+  assert not jnp.array_equal(before, model.first[...])
+
+
+def test_what_comes_after_the_gradients_is_not_run_by_operations(monkeypatch):
+  """A skipped step makes nothing of what the optimizer computes."""
+  ran = []
+  run = _runners.Runner.equation
+  monkeypatch.setattr(
+    _runners.Runner,
+    "equation",
+    lambda self, eqn: ran.append(eqn.primitive.name) or run(self, eqn),
+  )
+  slow = optax.stateless(lambda g, _: jax.tree.map(jax.lax.erf_inv, g))
+  tx = ols.with_loss_scaling(slow, LARGE)
+  plain = functools.partial(whole_steps.step_with, tx)
+  for step in plain, jax.jit(plain):
+    assert find_overflow(step, PARAMS, tx.init(PARAMS), BATCH).backward
+    assert "dot_general" in ran and "erf_inv" not in ran
+    ran.clear()
 
 
 def test_other_names_of_checkpoints_are_left_alone():

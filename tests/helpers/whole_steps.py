@@ -45,7 +45,7 @@ def gradient(policy):
   return ols.grad(CAST, policy.init()), (PARAMS, BATCH)
 
 
-def _step_with(tx, params, state, batch, **kwargs):
+def step_with(tx, params, state, batch, **kwargs):
   grads = ols.grad(CAST, state)(params, batch)
   updates, state = tx.update(grads, state, params, **kwargs)
   return optax.apply_updates(params, updates), state
@@ -53,7 +53,7 @@ def _step_with(tx, params, state, batch, **kwargs):
 
 def _optax(policy, make=lambda tx: tx, **kwargs):
   tx = make(ols.with_loss_scaling(optax.adam(1e-3), policy, **kwargs))
-  return functools.partial(_step_with, tx), (PARAMS, tx.init(PARAMS), BATCH)
+  return functools.partial(step_with, tx), (PARAMS, tx.init(PARAMS), BATCH)
 
 
 def plain(policy):
@@ -103,7 +103,7 @@ def with_multi_steps_around(policy):
 def with_multi_steps_inside(policy):
   inner = optax.MultiSteps(optax.adam(1e-3), 2)
   tx = ols.with_loss_scaling(inner, policy)
-  return functools.partial(_step_with, tx), (PARAMS, tx.init(PARAMS), BATCH)
+  return functools.partial(step_with, tx), (PARAMS, tx.init(PARAMS), BATCH)
 
 
 def by_hand(policy):

@@ -25,7 +25,7 @@ class Walker(_stepper.Stepper):
     match self.kept(_jaxprs.part_of, entry.eqn):
       case _jaxprs.Call(body):
         place = entry.place.step(_jaxprs.call_name(entry.eqn))
-        return self.run(body, entry.inputs, place)
+        return self.run(body, entry.inputs, place, entry.used)
       case _jaxprs.Cond(branches):
         return self._cond(branches, entry)
       case _jaxprs.While() as loop:
@@ -48,7 +48,7 @@ class Walker(_stepper.Stepper):
       return None
     index = min(max(int(index), 0), len(branches) - 1)
     place = entry.place.step(f"cond(branch {index})")
-    return self.run(branches[index], operands, place)
+    return self.run(branches[index], operands, place, entry.used)
 
   def _while(
     self, loop: _jaxprs.While, entry: _stepper.Entry

@@ -89,7 +89,8 @@ def find_overflow(
       if outs is not None and all(map(_bits.is_finite, outs)):
         _warn_if_not_all(traced, outs)
         return None
-      values = walker.run(traced.closed, inputs, _jaxprs.Place())
+      used = outs and [not _bits.is_finite(out) for out in outs]
+      values = walker.run(traced.closed, inputs, _jaxprs.Place(), used)
     found = origins.named(values)
     if not found:
       _warn_if_not_all(traced, [value.array for value in values])

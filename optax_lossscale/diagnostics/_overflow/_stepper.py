@@ -47,12 +47,14 @@ class Entry(NamedTuple):
     place: where it stands.
     once: whether it must be carried out only once. If it may be done again, the
       marks of what it returns are asked for, and not the arrays.
+    used: which of its outputs are asked for; all, if not given.
   """
 
   eqn: core.JaxprEqn
   inputs: list[_marks.Value]
   place: _jaxprs.Place
   once: bool
+  used: list[bool] | None = None
 
 
 class Stepper(abc.ABC):
@@ -81,6 +83,7 @@ class Stepper(abc.ABC):
     closed: _jaxprs.ClosedJaxpr,
     inputs: list[_marks.Value],
     place: _jaxprs.Place,
+    used: list[bool] | None = None,
   ) -> list[_marks.Value]:
     """Runs a jaxpr.
 
@@ -88,11 +91,14 @@ class Stepper(abc.ABC):
       closed: the jaxpr.
       inputs: a value for each of its inputs.
       place: where it stands.
+      used: which of its outputs are asked for; all, if not given. What leads
+        to no other is not run, such as the optimizer in a skipped step.
 
     Returns:
       A value for each of its outputs.
     """
     jaxpr = closed.jaxpr
+    used = [True] * len(jaxpr.outvars) if used is None else used
     env = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
       env[var] = self.constant(self.runner.lift(const, var), "constant", place)
@@ -105,7 +111,7 @@ class Stepper(abc.ABC):
       number = self.runner.lift(jnp.asarray(atom.val, aval.dtype), atom)
       return self.constant(number, "constant", its_place)
 
-    for eqn, last_read in _jaxprs.needed_equations(jaxpr):
+    for eqn, last_read in _jaxprs.needed_equations(jaxpr, used):
       its_place = place.at(eqn, jaxpr)
       its_inputs = [read(atom, its_place) for atom in eqn.invars]
       outs = self._step(eqn, its_inputs, its_place)
@@ -113,7 +119,9 @@ class Stepper(abc.ABC):
       env.update(zip(eqn.outvars, outs, strict=True))
       for var in last_read:
         env.pop(var, None)
-    return [read(atom, place) for atom in jaxpr.outvars]
+    outputs = zip(jaxpr.outvars, used, strict=True)
+    nothing = _marks.Value(None)
+    return [read(v, place) if asked else nothing for v, asked in outputs]
 
   def constant(
     self, array: Any, name: str, place: _jaxprs.Place
@@ -154,7 +162,8 @@ class Stepper(abc.ABC):
     if all(finite):
       return list(map(_marks.Value, outs))
     if not once:
-      entered = self.enter(entry) or []
+      asked = [not is_finite for is_finite in finite]
+      entered = self.enter(entry._replace(used=asked)) or []
       known = _marks.bits_of_all(entered)
       if known:
         return _marks.agree(self.origins, outs, finite, entered, known)
