@@ -128,6 +128,7 @@ bench: ## Measure speed against other loss scalers; ARGS="--help" lists options
 
 bench-autocast: $(VENV)/installed-test ## Measure autocast on the models of the tests, and by the compilers of TPU and GPU
 	$(BIN)/python benchmarks/autocast/autocast.py
+	$(BIN)/python benchmarks/autocast/reports.py
 	$(MAKE) --no-print-directory VENV=.venv-compile-costs \
 	  .venv-compile-costs/installed-compile-costs
 	.venv-compile-costs/bin/python benchmarks/autocast/autocast_bytes.py v5e
