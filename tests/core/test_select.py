@@ -432,7 +432,7 @@ SURPRISES = {
     lambda here=_select._jit_called_here: without(here(), "ctx"),
   ),
   "the axes of a type have another name": lambda patch: patch(
-    _select._axes, "varying", raises(RuntimeError)
+    _select._jaxprs, "varying", raises(RuntimeError)
   ),
   "jaxprs are called in another way": lambda patch: patch(
     _select._jaxprs, "called_jaxpr", raises(KeyError)

@@ -288,6 +288,15 @@ def test_what_is_changed_in_place_counts_as_a_result():
   assert find_overflow(bare_step, model, bare, batch) is None
 
 
+def test_arguments_may_come_to_hold_other_things():
+  def step(params, batch):
+    params["seen"] = batch.pop("x")
+    return jnp.sum(params["seen"] @ params["first"])
+
+  found = precision_report(step, {**PARAMS}, {"x": BATCH})
+  assert found.total_flops == 2 * 8 * 6 * 4
+
+
 def test_a_model_that_is_bound_to_a_step_is_changed_as_an_argument_is():
   """Trainers bind it once; outside of the trace it would be ruined."""
   step, (model, optimizer, batch) = whole_steps.with_nnx_in_place(SMALL)

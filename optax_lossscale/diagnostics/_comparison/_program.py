@@ -28,7 +28,7 @@ from optax_lossscale.diagnostics._comparison import _rows, _statistics
 _SILENT = re.compile("callback|print")
 _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 
-# For each row what was noted of it; none where nothing can be noted.
+# For each row what was noted of it.
 Notes = list[_statistics.Statistics]
 # What equations return, and what was noted after them.
 Done = tuple[Sequence[Any], Notes]
@@ -119,8 +119,6 @@ class Program(NamedTuple):
     wide = {"precision": highest, "preferred_element_type": np.dtype("float32")}
     product = _jaxprs.function(eqn.replace(params={**eqn.params, **wide}))
     (out,) = rounded(*product(*rounded(*inputs[:2]), *inputs[2:]))
-    if not notes:
-      return [out], notes
     arrays, limits = [*inputs[:2], out], _limits.limits_of(dtype)
     noted = _statistics.noted(notes[row], arrays, limits)
     return [out], [*notes[:row], noted, *notes[row + 1 :]]
