@@ -49,7 +49,7 @@ from optax_lossscale._jaxprs._names import (
   place_name,
   telling_names,
 )
-from optax_lossscale._jaxprs._outputs import Opened, with_named_outputs
+from optax_lossscale._jaxprs._outputs import with_named_outputs
 from optax_lossscale._jaxprs._parts import (
   bodies_of,
   Call,

@@ -194,7 +194,8 @@ class Program(NamedTuple):
   def _shard_map(
     self, mapped: _jaxprs.ShardMap, inputs: list[Any], notes: Notes
   ) -> Done:
-    axes = tuple(mapped.manual_axes)
+    # A set has another order in each process, and all must run one program.
+    axes = tuple(sorted(mapped.manual_axes, key=str))
 
     def body(in_half: Any, *args: Any) -> Any:
       # What is noted differs among the devices, and so its type must say.
