@@ -7,7 +7,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _grads, _jaxprs
+from optax_lossscale import _jaxprs
 
 AxisName = Hashable | Sequence[Hashable]
 
@@ -30,36 +30,34 @@ def maximum(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
   return lax.pmax(x, axes) if axes else x
 
 
-def global_norm(grads: list[Any], axis_name: AxisName | None) -> jax.Array:
-  """The norm of gradients of which devices hold parts; float32[].
+def total(parts: Sequence[jax.Array], axis_name: AxisName | None) -> jax.Array:
+  """The sum of what devices hold parts of; float32[].
 
   Args:
-    grads: the gradients, each of which is sharded or replicated along each of
-      the axes.
+    parts: scalars of what is sharded or replicated along each of the axes.
     axis_name: the axes, or None.
 
   Returns:
-    The norm of the whole, which is the same on all devices along the axes. A
-    leaf that varies over an axis is a part of the whole, and its squares are
-    summed over the axis. A leaf that does not vary is counted once.
+    The sum of the whole, which is the same on all devices along the axes. What
+    varies over an axis is a part of the whole, and is summed over the axis.
+    What does not vary is counted once.
 
   Raises:
-    ValueError: if it cannot be known which leaves are parts.
+    ValueError: if it cannot be known which of them are parts.
   """
   names = _as_tuple(axis_name)
   for name in names:
     if not _is_tracked(name):
       raise ValueError(_cannot_tell(name))
-  axes = tuple(n for n in names if any(n in _jaxprs.varying(x) for x in grads))
-  total = jnp.float32(0)
-  for leaf in grads:
-    square = _grads.sum_of_squares(leaf)
-    # One sum over the devices is enough for sharded and replicated leaves.
+  axes = tuple(n for n in names if any(n in _jaxprs.varying(x) for x in parts))
+  whole = jnp.float32(0)
+  for part in parts:
+    # One sum over the devices is enough for sharded and replicated parts.
     for name in axes:
-      if name not in _jaxprs.varying(leaf):
-        square = _on_first_device_alone(square, name)
-    total += square
-  return lax.sqrt(lax.psum(total, axes) if axes else total)
+      if name not in _jaxprs.varying(part):
+        part = _on_first_device_alone(part, name)
+    whole += part
+  return lax.psum(whole, axes) if axes else whole
 
 
 def _on_first_device_alone(x: jax.Array, name: Hashable) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays
+from optax_lossscale import _arrays, _paths
 
 # Of the dtypes in which a true gradient may come out, bfloat16 ends first.
 LARGEST_GRAD = float(jnp.finfo(jnp.bfloat16).max)
@@ -50,10 +50,7 @@ def is_grad(path: Any, leaf: Any) -> bool:
 
 def is_overwritten(path: Any) -> bool:
   """Whether a tree path leads into Flax's fp8 statistics."""
-  return any(
-    getattr(key, "key", getattr(key, "name", None)) == _OVERWRITE_WITH_GRADIENT
-    for key in path
-  )
+  return any(_paths.key_name(key) == _OVERWRITE_WITH_GRADIENT for key in path)
 
 
 def all_finite(tree: Any) -> jax.Array:

@@ -67,7 +67,8 @@ def measure(
   if max_norm is None:
     finite, factor = _grads.sum_is_finite(grads, reciprocal), reciprocal
   else:
-    norm = _times(_axes.global_norm(grads, axis_name), reciprocal)
+    squares = [_grads.sum_of_squares(grad) for grad in grads]
+    norm = _times(lax.sqrt(_axes.total(squares, axis_name)), reciprocal)
     # False of a NaN, too. Unscaling by a scale below 1 may make a finite
     # gradient infinite.
     finite = norm <= _grads.LARGEST_GRAD

@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _arrays, _checks, _host
+from optax_lossscale import _arrays, _checks, _host, _paths
 
 
 class LossScaleState(NamedTuple):
@@ -95,7 +95,7 @@ def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
 
   def replace(path: Any, leaf: Any) -> Any:
     inside = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
-    field = _key_name(inside[0]) if inside else None
+    field = _paths.key_name(inside[0]) if inside else None
     if field == "loss_scale":
       new = jnp.clip(
         jnp.asarray(value, jnp.float32),
@@ -271,11 +271,9 @@ def _in_containers_of(skipped: Any, applied: Any) -> Any:
 def _by_names(tree: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
   """The paths and leaves of a tree, by the names of the keys on the way."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {tuple(map(_key_name, path)): (path, leaf) for path, leaf in leaves}
-
-
-def _key_name(key: Any) -> Any:
-  return getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))
+  return {
+    tuple(map(_paths.key_name, path)): (path, leaf) for path, leaf in leaves
+  }
 
 
 def _keystr(path: Any) -> str:

@@ -1,5 +1,6 @@
 """Puts an equation between conversions to half precision and back."""
 
+from collections.abc import Set
 import functools
 from typing import Any
 
@@ -25,7 +26,7 @@ def in_half(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
   return [*before, eqn.replace(invars=inputs, outvars=outputs), *after]
 
 
-def come_from(eqn: core.JaxprEqn, half: set[Any]) -> bool:
+def come_from(eqn: core.JaxprEqn, half: Set[Any]) -> bool:
   """Whether there are float32 inputs, all of which are in the set."""
   floats = [atom for atom in eqn.invars if _is_float32(atom)]
   return bool(floats) and all(_jaxprs.is_one_of(atom, half) for atom in floats)

@@ -1,13 +1,13 @@
 """Looks into rules: what their derivatives compute, and what they refuse."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _rules
+from optax_lossscale._autocast import _products, _rules
 
 
 def derivative_of(
@@ -38,26 +38,65 @@ def derivative_of(
   return floats, seen
 
 
+class InRule(NamedTuple):
+  """The products that a function with a rule computes, and its derivative.
+
+  Attributes:
+    places: the place of the function, and of each product.
+    is_all: whether its derivative could be looked at.
+  """
+
+  places: list[_jaxprs.Place]
+  is_all: bool
+
+
+def products_in_rule(
+  eqn: core.JaxprEqn, place: _jaxprs.Place, paths: _jaxprs.Paths
+) -> InRule:
+  """Finds the products that a function with a rule computes.
+
+  Args:
+    eqn: the equation that calls the function.
+    place: where it stands.
+    paths: the names of those of its inputs that are weights.
+
+  Returns:
+    An :class:`InRule`.
+  """
+  floats, seen = derivative_of(eqn)
+  inside = _products.jaxprs_to_search
+  programs = [(x, paths) for x in inside(eqn)]
+  if seen is not None:
+    of_floats = paths.of(floats)
+    inputs = (*of_floats, *paths.inputs)
+    programs.append((seen, _jaxprs.Paths(inputs, of_floats)))
+  places = [place]
+  for closed, its_paths in programs:
+    weights = _jaxprs.Known().of(closed, its_paths)
+    steps = _jaxprs.walk(closed, inside, weights=weights, start=place)
+    places += [x.place for x in steps if _products.is_product(x.eqn)]
+  return InRule(places, seen is not None)
+
+
 def hidden_derivative_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
   """The same, of a rule that may have products where its function has none.
 
   Functions with a ``custom_jvp`` that libraries bring are not asked: they are
-  ``relu`` and its like, or linear algebra. Nor are rules that see what moves:
-  they may refuse, and an older JAX then forgets what it has traced of them.
+  ``relu`` and its like, or linear algebra. Nor are rules that see which inputs
+  are perturbed: they may refuse, and an older JAX then forgets what it has
+  traced of them.
   """
-  make = _rules.how_to_make(eqn)
-  if make is _rules.custom_lin:
-    residuals = eqn.invars[: eqn.params["num_res"]]
-    avals = [[v.aval for v in some] for some in (residuals, eqn.outvars)]
-    return jax.make_jaxpr(_rules.transpose_of(eqn))(*avals)
-  if make is _rules.custom_jvp and _jaxprs.is_rule_of_library(eqn):
+  rule = _jaxprs.rule_of(eqn)
+  if rule is None or rule.checkpoint is not None:
     return None
-  its_own = getattr(_jaxprs.hi_primitive(eqn), "symbolic_zeros", False)
-  sees_what_moves = eqn.params.get("symbolic_zeros", its_own)
-  may_be_asked = (
-    make in (_rules.custom_jvp, _rules.custom_vjp) and not sees_what_moves
-  )
-  return derivative_of(eqn)[1] if may_be_asked else None
+  if rule.kind == "custom_lin":
+    residuals = eqn.invars[: rule.consts]
+    avals = [[v.aval for v in some] for some in (residuals, eqn.outvars)]
+    return jax.make_jaxpr(_rules.transpose_of(eqn, rule))(*avals)
+  is_jvp = rule.kind == "custom_jvp_call"
+  is_of_library = is_jvp and _jaxprs.is_rule_of_library(eqn)
+  may_refuse = rule.sees_perturbed
+  return None if is_of_library or may_refuse else derivative_of(eqn)[1]
 
 
 def is_guard(eqn: core.JaxprEqn) -> bool:
@@ -66,7 +105,8 @@ def is_guard(eqn: core.JaxprEqn) -> bool:
   Such a rule is there to refuse a derivative: Equinox guards by it what its
   rules are not to be asked for.
   """
-  if _rules.how_to_make(eqn) is not _rules.custom_jvp:
-    return False
+  rule = _jaxprs.rule_of(eqn)
   held = list(_jaxprs.held_jaxprs(eqn))
-  return bool(held) and not any(inner.jaxpr.eqns for inner in held)
+  is_custom = rule is not None and rule.kind == "custom_jvp_call"
+  empty = bool(held) and not any(inner.jaxpr.eqns for inner in held)
+  return is_custom and empty

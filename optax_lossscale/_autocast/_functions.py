@@ -14,7 +14,6 @@ from optax_lossscale._autocast import (
   _kept,
   _products,
   _rewrite,
-  _told,
   _weights,
 )
 
@@ -88,7 +87,7 @@ def autocast(
   """
   _checks.check_callable("fun", fun)
   dtype = _check_dtype(dtype)
-  patterns = _kept.as_patterns(keep_float32)
+  kept = _kept.Kept(_kept.as_patterns(keep_float32))
   if dtype == jnp.float32:
     return fun
   told_before: set[str] = set()
@@ -100,14 +99,15 @@ def autocast(
 
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-    told = _told.Told()
     paths = _weights.paths_of(fun, args, kwargs)
-    settings = _rewrite.Settings(dtype, _kept.Kept(patterns), paths)
-    rewritten = lambda call: _rewrite.call(call, settings, told)[0]
-    out = _in_place.call(rewritten, fun, args, kwargs)
-    tell(settings.kept.check())
-    message = told.message(dtype)
-    if not message and not told.products:
+    settings = _rewrite.Settings(dtype, kept, paths)
+    call, put_in_place = _in_place.without_arguments(fun, args, kwargs)
+    result = _rewrite.call(call, settings)
+    out = put_in_place(result.out)
+    found = result.found
+    tell(kept.check(found.decisions, found.has_unseen))
+    message = result.message
+    if not message and not found.has_products:
       message = (
         f"autocast found nothing to run in {dtype}: no float32 matrix product"
         f" or convolution in {getattr(fun, '__name__', fun)}. If it computes in"

@@ -10,13 +10,10 @@ from typing import Any
 import jax
 
 
-def call(
-  transformed: Callable[[Callable[[], Any]], Any],
-  fun: Callable[..., Any],
-  args: tuple[Any, ...],
-  kwargs: dict[str, Any],
-) -> Any:
-  """Calls a function within a trace, and keeps what it did to its arguments.
+def without_arguments(
+  fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+  """A function of no arguments, to be called within a trace.
 
   A Flax NNX object refuses to be changed within a trace that it was not made
   in. So the function is given copies that were made there, and what it changed
@@ -24,23 +21,20 @@ def call(
   may be of a trace in which nothing may be changed at all.
 
   Args:
-    transformed: calls a function without arguments within a trace, and returns
-      what that one returned.
     fun: the function.
     args: its positional arguments.
     kwargs: its keyword arguments.
 
   Returns:
-    What ``fun`` returned.
-
-  Raises:
-    ValueError: if it changed what may not be changed where it was called.
+    The function of no arguments; and what takes its result outside of the
+    trace, changes the arguments in place as ``fun`` did, and returns what
+    ``fun`` returned. It raises a ValueError if they may not be changed there.
   """
   nnx: Any = sys.modules.get("flax.nnx")  # If not, there are no such objects.
   owner = fun.__self__ if inspect.ismethod(fun) else fun
   everything = owner, args, kwargs
-  if nnx is None or not _holds(everything, (nnx.Module, nnx.Variable)):
-    return transformed(_named_as(fun, lambda: fun(*args, **kwargs)))
+  if nnx is None or not holds(everything, (nnx.Module, nnx.Variable)):
+    return _named_as(fun, lambda: fun(*args, **kwargs)), lambda out: out
   structure, variables, others = nnx.split(everything, nnx.Variable, ...)
   before = dict(nnx.to_flat_state(variables))
 
@@ -56,10 +50,13 @@ def call(
     changed = [(k, x) for k, x in after if not _is_same(before.get(k), x)]
     return out, nnx.from_flat_state(changed)
 
-  out, changed = transformed(_named_as(fun, call_with_copies))
-  if jax.tree.leaves(changed):
-    _update(everything, changed, fun, nnx)
-  return out
+  def put_in_place(result: Any) -> Any:
+    out, changed = result
+    if jax.tree.leaves(changed):
+      _update(everything, changed, fun, nnx)
+    return out
+
+  return _named_as(fun, call_with_copies), put_in_place
 
 
 def _named_as(
@@ -94,35 +91,11 @@ def _update(everything: Any, changed: Any, fun: Any, nnx: Any) -> None:
     ) from error
 
 
-def named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-  """The leaves of an argument, with the names of the keys on the way to each.
-
-  Raises:
-    TypeError or ValueError: if its keys have no order.
-  """
-  nnx: Any = sys.modules.get("flax.nnx")
-  if nnx is not None and _holds(tree, (nnx.Module,)):  # It may hold itself.
-    flat = nnx.to_flat_state(nnx.state(tree, nnx.Variable))
-    variables = [(tuple(map(str, path)), x) for path, x in flat]
-    return [(path, x) for path, y in variables for x in jax.tree.leaves(y)]
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return [(_key_names(path), x) for path, x in leaves]
-
-
-def _key_names(path: Any) -> tuple[str, ...]:
-  # The value of a Flax NNX variable has a key of its own.
-  if path[-1:] == (jax.tree_util.GetAttrKey("value"),) and len(path) > 1:
-    path = path[:-1]
-  name = jax.tree_util.keystr(path, simple=True, separator="/")
-  return tuple(name.split("/")) if path else ()
-
-
-def _holds(tree: Any, kinds: tuple[Any, ...]) -> bool:
+def holds(tree: Any, kinds: tuple[Any, ...]) -> bool:
+  """Whether there is an object of one of these kinds in a tree."""
   # JAX sorts the keys of a dict, which those of two types refuse.
   is_leaf = lambda x: isinstance(x, (dict, *kinds))
   return any(
-    _holds([*x.values()], kinds)
-    if isinstance(x, dict)
-    else isinstance(x, kinds)
+    holds([*x.values()], kinds) if isinstance(x, dict) else isinstance(x, kinds)
     for x in jax.tree.leaves(tree, is_leaf=is_leaf)
   )

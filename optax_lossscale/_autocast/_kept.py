@@ -3,57 +3,73 @@
 from collections.abc import Iterable
 import difflib
 import fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 
 from optax_lossscale import _jaxprs
 
 _NEAREST = 5
 
 
-class Kept:
+class Decision(NamedTuple):
+  """What was decided of a product, or of several that stay or go together.
+
+  Attributes:
+    names: the names of each.
+    patterns: those of the user's patterns that select one of them.
+  """
+
+  names: tuple[_jaxprs.Names, ...]
+  patterns: frozenset[str]
+
+  @property
+  def is_kept(self) -> bool:
+    """Whether they stay in float32."""
+    return bool(self.patterns)
+
+
+class Kept(NamedTuple):
   """The products that patterns select, by the names that reports print.
 
   Attributes:
     patterns: the patterns, as in ``fnmatch``.
     exact: those that are names, and so are no patterns.
-    has_unseen: whether there are products whose names cannot be known.
   """
 
-  def __init__(self, patterns: tuple[str, ...] = ()) -> None:
-    self.patterns = patterns
-    self.exact: set[str] = set()
-    self.has_unseen = False
-    self._matched: set[str] = set()
-    self._names: dict[str, None] = {}
+  patterns: tuple[str, ...] = ()
+  exact: frozenset[str] = frozenset()
 
-  def holds(self, place: _jaxprs.Place) -> bool:
-    """Whether what stands at this place is to stay in float32."""
-    names = dict.fromkeys(place.names.all())
-    self._names.update(names)
-    found = {p for p in self.patterns if self._fits(p, names)}
-    self._matched |= found
-    return bool(found)
+  def decide(self, *places: _jaxprs.Place) -> Decision:
+    """What is decided of what stands at these places."""
+    names = tuple(place.names for place in places)
+    every = _all_names(names)
+    patterns = {p for p in self.patterns if self._fits(p, every)}
+    return Decision(names, frozenset(patterns))
 
-  def learn(self) -> bool:
-    """Whether a pattern has held what it does not name, as is known now.
+  def with_exact(self, decisions: Iterable[Decision]) -> "Kept":
+    """The same, which takes no pattern for one that is a name.
 
-    A key may have what is special in a pattern, and a name is no pattern.
+    A key may have what is special in a pattern.
     """
-    new = set(self.patterns) & self._names.keys() - self.exact
-    self.exact |= new
-    others = self._names.keys() - new
-    return any(fnmatch.fnmatchcase(x, p) for p in new for x in others)
+    names = _all_names(x for decision in decisions for x in decision.names)
+    exact = {p for p in self.patterns if p in names and set(p) & set("*?[")}
+    return self._replace(exact=frozenset(exact))
 
-  def check(self) -> str:
+  def check(self, decisions: Iterable[Decision], has_unseen: bool) -> str:
     """What to tell if a pattern selects nothing; empty if all select.
+
+    Args:
+      decisions: all that were made.
+      has_unseen: whether there are products whose names cannot be known.
 
     Raises:
       ValueError: with the same, if it is certain.
     """
-    unmatched = [p for p in self.patterns if p not in self._matched]
+    decisions = list(decisions)
+    matched = frozenset[str]().union(*(x.patterns for x in decisions))
+    unmatched = [p for p in self.patterns if p not in matched]
     if not unmatched:
       return ""
-    names = list(self._names)
+    names = _all_names(x for decision in decisions for x in decision.names)
     nearest = difflib.get_close_matches(unmatched[0], names, _NEAREST, 0.0)
     hint = f"The nearest names are {', '.join(map(repr, nearest))}."
     message = (
@@ -63,7 +79,7 @@ class Kept:
       " none."
       f" {hint if nearest else 'There are no products.'}"
     )
-    if self.has_unseen:
+    if has_unseen:
       return (
         f"{message} Some products are in rules that could not be looked at."
       )
@@ -85,3 +101,8 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
       f" keep_float32 = {patterns!r}."
     )
   return many
+
+
+def _all_names(places: Iterable[_jaxprs.Names]) -> dict[str, None]:
+  """All names that select one of these, in the order of the program."""
+  return {name: None for names in places for name in names.all()}

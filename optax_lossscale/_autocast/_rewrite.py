@@ -9,7 +9,7 @@ a result that is widened and narrowed again, and the cotangents of several uses
 of one value are added in float32.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 import functools
 import itertools
 import types
@@ -24,7 +24,6 @@ from optax_lossscale._autocast import (
   _casts,
   _derivatives,
   _kept,
-  _named,
   _products,
   _rules,
   _told,
@@ -46,15 +45,46 @@ class Settings(NamedTuple):
   """
 
   dtype: Any
-  kept: _kept.Kept
+  kept: _kept.Kept = _kept.Kept()
   paths: Mapping[int, _jaxprs.Path] = types.MappingProxyType({})
   of_results: Sequence[_jaxprs.Path] = ()
 
 
-def call(
-  fun: Callable[[], Any], settings: Settings, told: _told.Told
-) -> tuple[Any, list[_jaxprs.Path]]:
-  """What a function without arguments returns, with its products in half.
+class Found(NamedTuple):
+  """What was found on the way, in the order of the program.
+
+  Attributes:
+    has_products: whether there are products that run in half, or are kept.
+    decisions: which of them are kept; none, if the user named none.
+    missed: the equations that hold products and could not be entered, each with
+      the jaxpr that it stands in.
+    has_unseen: whether there are products whose names cannot be known.
+  """
+
+  has_products: bool = False
+  decisions: tuple[_kept.Decision, ...] = ()
+  missed: tuple[tuple[core.JaxprEqn, core.Jaxpr], ...] = ()
+  has_unseen: bool = False
+
+
+class Result(NamedTuple):
+  """What a function returned, with its products in half.
+
+  Attributes:
+    out: what it returned. What it did not compute are the same objects.
+    paths: the name of each array in it that is a weight.
+    found: what was found in it.
+    message: what there is to tell of products that were not reached.
+  """
+
+  out: Any
+  paths: list[_jaxprs.Path]
+  found: Found
+  message: str
+
+
+def call(fun: Callable[[], Any], settings: Settings) -> Result:
+  """Calls a function without arguments, with its products in half.
 
   The function closes over its arguments. So it is given the very same ones:
   traced values keep their types, and other objects need no care.
@@ -62,11 +92,9 @@ def call(
   Args:
     fun: the function.
     settings: the dtype of the products, which ones stay, and their names.
-    told: where to note what was found, and what was not reached.
 
   Returns:
-    What ``fun`` returned, and the name of each array in it that is a weight.
-    What it did not compute are the same objects.
+    A :class:`Result`.
   """
   returned: list[Any] = []
 
@@ -82,22 +110,26 @@ def call(
 
   closed = jax.make_jaxpr(traced)()
   ((structure, is_traced, others),) = returned
-  results = tuple(itertools.compress(settings.of_results, is_traced))
-  paths = _jaxprs.Paths((), results)
-  rewriter = Rewriter(settings, told)
-  new, _ = rewriter.rewrite(closed, _jaxprs.Place(), (), paths)
-  if settings.kept.learn():
-    rewriter = Rewriter(settings, told)
-    new, _ = rewriter.rewrite(closed, _jaxprs.Place(), (), paths)
-  told.measure(closed)
-  outs = iter(core.jaxpr_as_fun(new)())
-  of_outs = iter(rewriter.known.of(closed, paths).of(closed.jaxpr.outvars))
+  of_results = tuple(itertools.compress(settings.of_results, is_traced))
+  paths = _jaxprs.Paths((), of_results)
+  known = _jaxprs.Known(settings.paths)
+  new = Rewriter(settings, known).rewrite(closed, _jaxprs.Place(), (), paths)
+  kept = settings.kept.with_exact(new.found.decisions)
+  if kept != settings.kept:
+    settings = settings._replace(kept=kept)
+    new = Rewriter(settings, known).rewrite(closed, _jaxprs.Place(), (), paths)
+  outs = iter(core.jaxpr_as_fun(new.jaxpr)())
+  of_outs = iter(known.of(closed, paths).of(closed.jaxpr.outvars))
   pairs = [
     (next(outs), next(of_outs)) if traced else (x, None)
     for x, traced in zip(others, is_traced, strict=True)
   ]
-  out = jax.tree.unflatten(structure, [x for x, _ in pairs])
-  return out, [path for _, path in pairs]
+  return Result(
+    jax.tree.unflatten(structure, [x for x, _ in pairs]),
+    [path for _, path in pairs],
+    new.found,
+    _told.message(closed, dict(new.found.missed), settings.dtype),
+  )
 
 
 def _call_in_rule(
@@ -108,61 +140,70 @@ def _call_in_rule(
   dtype: Any,
 ) -> tuple[Any, list[_jaxprs.Path]]:
   """The same in a rule, where there is nobody else to tell what was missed."""
-  told = _told.Told()
   by_id = {id(x): path for x, path in zip(inputs, paths.inputs, strict=False)}
-  out = call(fun, Settings(dtype, _kept.Kept(), by_id, paths.outputs), told)
-  message = told.message(dtype)
-  if message:
-    _warnings.warn(message)
-  return out
+  settings = Settings(dtype, paths=by_id, of_results=paths.outputs)
+  result = call(fun, settings)
+  if result.message:
+    _warnings.warn(result.message)
+  return result.out, result.paths
 
 
-class _Rewritten(NamedTuple):
-  """A rewritten jaxpr, which of its outputs are half, and what was decided."""
+class Rewritten(NamedTuple):
+  """A rewritten jaxpr.
+
+  Attributes:
+    jaxpr: the jaxpr, of the same inputs and outputs.
+    are_half: which of its outputs came out of products, and were only moved.
+    found: what was found in it.
+  """
 
   jaxpr: Any
   are_half: list[bool]
-  decisions: tuple[bool, ...]
+  found: Found
 
 
-class _Body(NamedTuple):
-  """A jaxpr that is being rewritten.
+class _New(NamedTuple):
+  """What stands in the place of an equation, and which outputs are half."""
+
+  eqns: list[core.JaxprEqn]
+  half: Iterable[Any] = ()
+  found: Found = Found()
+
+
+class _Here(NamedTuple):
+  """Where an equation stands.
 
   Attributes:
-    jaxpr: the jaxpr.
-    place: where it is called.
-    half: the variables that came out of products, and were only moved since.
-    weights: the variables that are weights.
+    jaxpr: the jaxpr that is being rewritten.
+    place: where that is called.
+    weights: its variables that are weights.
+    half: its variables that came out of products, and were only moved since.
+    guarded: its variables that refuse to be differentiated.
   """
 
   jaxpr: core.Jaxpr
   place: _jaxprs.Place
-  half: set[Any]
   weights: _jaxprs.Weights
+  half: Set[Any]
+  guarded: Set[Any]
 
 
 class Rewriter:
   """What rewrites the jaxprs of one call of a function.
 
-  Attributes:
-    dtype: the dtype of the products.
-    kept: the products that stay in float32.
+  Args:
+    settings: the dtype of the products, and which ones stay.
     known: the weights of the function.
-    told: where to note what was found, and what was not reached.
   """
 
-  def __init__(self, settings: Settings, told: _told.Told) -> None:
-    self.dtype = jnp.dtype(settings.dtype)
-    self.kept = settings.kept
-    self.known = _jaxprs.Known(settings.paths)
-    self.told = told
+  def __init__(self, settings: Settings, known: _jaxprs.Known) -> None:
+    self._dtype = jnp.dtype(settings.dtype)
+    self._kept = settings.kept
+    self._known = known
     # A jaxpr that is called twice is searched and rewritten once.
     self._search = _products.Search(_derivatives.hidden_derivative_of)
-    self._rewritten: dict[Any, _Rewritten] = {}
-    self._distinct: dict[Any, _Rewritten] = {}
-    # Of each product that was met, whether it is kept.
-    self._decisions: list[bool] = []
-    self._guarded: set[Any] = set()
+    self._rewritten: dict[Any, Rewritten] = {}
+    self._distinct: dict[Any, Rewritten] = {}
 
   def rewrite(
     self,
@@ -170,7 +211,7 @@ class Rewriter:
     place: _jaxprs.Place,
     are_half: Sequence[bool] = (),
     paths: _jaxprs.Paths = _jaxprs.NO_PATHS,
-  ) -> tuple[Any, list[bool]]:
+  ) -> Rewritten:
     """Rewrites a jaxpr.
 
     Args:
@@ -181,107 +222,151 @@ class Rewriter:
       paths: the names of those inputs and outputs that are weights.
 
     Returns:
-      A jaxpr of the same inputs and outputs, and the same of its outputs.
+      A :class:`Rewritten`.
     """
     of_inputs = jaxpr, tuple(are_half), paths
     # Names may tell its callers apart.
-    key = of_inputs, place if self.kept.patterns else None
-    if key in self._rewritten:
-      # What was decided inside tells the caller from others, this time too.
-      self._decisions += self._rewritten[key].decisions
-    else:
-      count = len(self._decisions)
-      closed = _jaxprs.closed(jaxpr)
-      half = set(itertools.compress(closed.jaxpr.invars, are_half))
-      weights = self.known.of(closed, paths)
-      body = _Body(closed.jaxpr, place, half, weights)
-      eqns = [e for eqn in body.jaxpr.eqns for e in self._rewrite(body, eqn)]
-      outs = [_jaxprs.is_one_of(v, body.half) for v in body.jaxpr.outvars]
-      new = _jaxprs.with_equations(jaxpr, eqns)
-      made = _Rewritten(new, outs, tuple(self._decisions[count:]))
+    key = of_inputs, place if self._kept.patterns else None
+    if key not in self._rewritten:
+      made = self._rewrite_once(jaxpr, place, are_half, paths)
+      are_kept = tuple(x.is_kept for x in made.found.decisions)
       # Callers that no name tells apart share one, which is compiled once.
-      like = of_inputs, made.decisions
-      self._rewritten[key] = self._distinct.setdefault(like, made)
-    return self._rewritten[key][:2]
+      first = self._distinct.setdefault((of_inputs, are_kept), made)
+      self._rewritten[key] = first._replace(found=made.found)
+    return self._rewritten[key]
 
-  def _rewrite(self, body: _Body, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """The equations in place of one; notes what they make in half."""
-    if _products.is_product(eqn):
-      self.told.products += 1
-      eqn = body.weights.named(eqn)
-      if self.kept.patterns:
-        place = body.place.at(eqn, body.jaxpr)
-        self._decisions.append(self.kept.holds(place))
-        if self._decisions[-1]:
-          return [eqn]
-      body.half.update(eqn.outvars)
-      params = {**eqn.params, "preferred_element_type": self.dtype}
-      return _casts.in_half(eqn.replace(params=params), self.dtype)
-    if _products.moves(eqn) and _casts.come_from(eqn, body.half):
-      body.half.update(eqn.outvars)
-      return _casts.in_half(eqn, self.dtype)
-    if _derivatives.is_guard(eqn):
-      self._guarded.update(eqn.outvars)
-    if not self._search.inside_of(eqn):
-      return [eqn]
-    named = body.weights.named(eqn)
-    # What nobody asks for need not be found: it takes a look at a traceback.
-    inside = body.place
-    if self.kept.patterns:
-      inside = inside.at(named, body.jaxpr)
-    enter = functools.partial(self._enter, body, inside, eqn, named)
-    # Rules are traced where the axes of the mesh are known.
-    entered = _jaxprs.where_it_runs(eqn, enter)
-    if entered is None and not self.kept.holds(inside):
-      self.told.miss(eqn, body.jaxpr)
-    return [named] if entered is None else entered
-
-  def _enter(
+  def _rewrite_once(
     self,
-    body: _Body,
+    jaxpr: _jaxprs.AnyJaxpr,
     place: _jaxprs.Place,
-    old: core.JaxprEqn,
+    are_half: Sequence[bool],
+    paths: _jaxprs.Paths,
+  ) -> Rewritten:
+    closed = _jaxprs.closed(jaxpr)
+    half = set(itertools.compress(closed.jaxpr.invars, are_half))
+    guarded: set[Any] = set()
+    weights = self._known.of(closed, paths)
+    here = _Here(closed.jaxpr, place, weights, half, guarded)
+    made = []
+    for eqn in closed.jaxpr.eqns:
+      made.append(self._in_place_of(eqn, here))
+      half.update(made[-1].half)
+      if _derivatives.is_guard(eqn):
+        guarded.update(eqn.outvars)
+    eqns = [eqn for new in made for eqn in new.eqns]
+    outs = [_jaxprs.is_one_of(v, half) for v in closed.jaxpr.outvars]
+    found = _together(new.found for new in made)
+    return Rewritten(_jaxprs.with_equations(jaxpr, eqns), outs, found)
+
+  def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _New:
+    """What stands in the place of an equation."""
+    if _products.is_product(eqn):
+      named = here.weights.named(eqn)
+      decisions = self._decide(lambda: [here.place.at(named, here.jaxpr)])
+      found = Found(has_products=True, decisions=decisions)
+      if any(x.is_kept for x in decisions):
+        return _New([named], found=found)
+      product = _jaxprs.in_dtype(named, self._dtype)
+      return _New(_casts.in_half(product, self._dtype), eqn.outvars, found)
+    if _jaxprs.moves(eqn) and _casts.come_from(eqn, here.half):
+      return _New(_casts.in_half(eqn, self._dtype), eqn.outvars)
+    if not self._search.inside_of(eqn):
+      return _New([eqn])
+    # Rules are traced where the axes of the mesh are known.
+    entered = functools.partial(self._enter, eqn, here)
+    new: _New = _jaxprs.where_it_runs(eqn, entered)
+    return new
+
+  def _enter(self, eqn: core.JaxprEqn, here: _Here) -> _New:
+    """An equation with what it holds rewritten."""
+    named = here.weights.named(eqn)
+    # What nobody asks for need not be found: it takes a look at a traceback.
+    place = here.place
+    if self._kept.patterns:
+      place = place.at(named, here.jaxpr)
+    rule = _jaxprs.rule_of(eqn)
+    if rule is not None:
+      new = self._with_rule(eqn, named, rule, place, here)
+    elif _jaxprs.called_jaxpr(eqn) is not None:
+      are_half = [_jaxprs.is_one_of(atom, here.half) for atom in eqn.invars]
+      new = self._with_jaxprs(eqn, named, place, here, are_half)
+    elif eqn.primitive.name in _RUN_THEIR_JAXPRS:
+      new = self._with_jaxprs(eqn, named, place, here)
+    else:
+      new = None
+    if new is not None:
+      return new
+    decisions = self._decide(lambda: [place])
+    are_kept = any(x.is_kept for x in decisions)
+    missed = () if are_kept else ((eqn, here.jaxpr),)
+    return _New([named], found=Found(decisions=decisions, missed=missed))
+
+  def _with_rule(
+    self,
     eqn: core.JaxprEqn,
-  ) -> list[core.JaxprEqn] | None:
-    """The equation with what it holds rewritten; None if that cannot be."""
-    make = _rules.how_to_make(eqn)
-    paths = body.weights.paths_in(old)
-    if make is not None:
-      if self.kept.patterns:
-        is_kept = _named.is_any_in_rule(self.kept, eqn, place, paths)
-        self._decisions.append(is_kept)
-        # It stays as a whole: nothing tells which of its products is the
-        # derivative of which.
-        if is_kept:
-          self.told.products += 1
-          return [eqn]
-      in_half = functools.partial(_call_in_rule, dtype=self.dtype)
-      function = functools.partial(self._function, place, paths)
-      fun = make(eqn, _rules.Tools(function, in_half, paths, self._guarded))
-      entered = fun and _jaxprs.equations_of(fun, eqn)
-      # They may all be in its derivative, which nobody has rewritten yet.
-      self.told.products += bool(entered)
-      return entered
-    are_half: list[bool] = []
-    if _jaxprs.called_jaxpr(eqn) is not None:
-      are_half = [_jaxprs.is_one_of(atom, body.half) for atom in eqn.invars]
-    elif eqn.primitive.name not in _RUN_THEIR_JAXPRS:
-      return None
+    named: core.JaxprEqn,
+    rule: _jaxprs.Rule,
+    place: _jaxprs.Place,
+    here: _Here,
+  ) -> _New | None:
+    """An equation with a rule made anew; None if it is not understood."""
+    paths = here.weights.paths_in(eqn)
+    own = Found(has_products=True)  # They may all be in its derivative.
+    if self._kept.patterns:
+      places, is_all = _derivatives.products_in_rule(named, place, paths)
+      decisions = self._decide(lambda: places)
+      own = own._replace(decisions=decisions, has_unseen=not is_all)
+      # It stays as a whole: nothing tells which of its products is the
+      # derivative of which.
+      if any(x.is_kept for x in decisions):
+        return _New([named], found=own)
+    founds = [own]
+
+    def function(closed: _jaxprs.ClosedJaxpr) -> _rules.Function:
+      inner = self.rewrite(closed, place, (), paths)
+      founds.append(inner.found)
+      return core.jaxpr_as_fun(inner.jaxpr)
+
+    in_half = functools.partial(_call_in_rule, dtype=self._dtype)
+    tools = _rules.Tools(function, in_half, paths, here.guarded)
+    fun = _rules.make_anew(named, rule, tools)
+    eqns = fun and _jaxprs.equations_of(fun, named)
+    return _New(eqns, found=_together(founds)) if eqns else None
+
+  def _with_jaxprs(
+    self,
+    eqn: core.JaxprEqn,
+    named: core.JaxprEqn,
+    place: _jaxprs.Place,
+    here: _Here,
+    are_half: Sequence[bool] = (),
+  ) -> _New:
+    """The same equation, with each jaxpr that it holds rewritten."""
+    inside: list[Rewritten] = []
 
     def replace(jaxpr: _jaxprs.AnyJaxpr) -> Any:
       called = _jaxprs.closed(jaxpr).jaxpr
-      its_paths = body.weights.paths_of_body(old, called)
-      new, outs = self.rewrite(jaxpr, place, are_half, its_paths)
-      if are_half:  # The call returns what its function returns.
-        body.half.update(itertools.compress(eqn.outvars, outs))
-      return new
+      paths = here.weights.paths_of_body(eqn, called)
+      inside.append(self.rewrite(jaxpr, place, are_half, paths))
+      return inside[-1].jaxpr
 
-    return [_jaxprs.with_jaxprs(eqn, replace)]
+    new = _jaxprs.with_jaxprs(named, replace)
+    # A call returns what its function returns.
+    outs = inside[0].are_half if are_half else ()
+    half = list(itertools.compress(eqn.outvars, outs))
+    return _New([new], half, _together(x.found for x in inside))
 
-  def _function(
-    self,
-    place: _jaxprs.Place,
-    paths: _jaxprs.Paths,
-    closed: _jaxprs.ClosedJaxpr,
-  ) -> _rules.Function:
-    return core.jaxpr_as_fun(self.rewrite(closed, place, (), paths)[0])
+  def _decide(
+    self, places: Callable[[], list[_jaxprs.Place]]
+  ) -> tuple[_kept.Decision, ...]:
+    """What is decided of what stands at some places, which may be to find."""
+    return (self._kept.decide(*places()),) if self._kept.patterns else ()
+
+
+def _together(founds: Iterable[Found]) -> Found:
+  """What was found at several places."""
+  columns = list(zip(*founds, strict=True)) or [(), (), (), ()]
+  has_products, decisions, missed, has_unseen = columns
+  return Found(
+    any(has_products), sum(decisions, ()), sum(missed, ()), any(has_unseen)
+  )

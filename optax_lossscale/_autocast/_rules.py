@@ -9,12 +9,11 @@ A rule is called when the trace that made it is gone. So it closes over the old
 equation alone, and never over a rewriter, which knows of that trace.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 import functools
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 import jax.numpy as jnp
@@ -40,39 +39,41 @@ class Tools(NamedTuple):
   function: Callable[[_jaxprs.ClosedJaxpr], Function]
   call: Callable[[Callable[[], Any], Sequence[Any], _jaxprs.Paths], Any]
   paths: _jaxprs.Paths
-  guarded: set[Any]
+  guarded: Set[Any]
 
 
-# Makes an equation anew: a function of the same inputs that takes its place, or
-# None if the equation is not understood.
-Make = Callable[[core.JaxprEqn, Tools], Function | None]
+def make_anew(
+  eqn: core.JaxprEqn, rule: _jaxprs.Rule, tools: Tools
+) -> Function | None:
+  """Makes an equation with a rule anew.
+
+  Returns:
+    A function of the same inputs that takes its place, or None if the equation
+    is not understood.
+  """
+  return _MAKE[rule.kind](eqn, rule, tools)
 
 
-def how_to_make(eqn: core.JaxprEqn) -> Make | None:
-  """What makes this equation anew, if it must be made anew."""
-  primitive = _jaxprs.hi_primitive(eqn)
-  if primitive is None:
-    return _RULES.get(eqn.primitive.name)
-  return _OF_HIJAX.get(type(primitive).__name__)
-
-
-def custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
+def _custom_jvp(
+  eqn: core.JaxprEqn, _: _jaxprs.Rule, tools: Tools
+) -> Function | None:
   """Makes a function anew that has a ``custom_jvp``."""
-  called = _body(eqn)
+  called = _jaxprs.body_of_rule(eqn)
   if called is None:
     return None
   fun: Any = jax.custom_jvp(_named_as(eqn, tools.function(called)))
   old, call, paths = _jaxprs.function(eqn), tools.call, tools.paths
 
   def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    moved = [
+    perturbed = [
       i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)
     ]
-    of_moved = of_some(old, primals, moved)
-    some = [primals[i] for i in moved], [tangents[i] for i in moved]
-    inputs = (*paths.inputs, *paths.of(moved))  # of both, the same weights
+    of_perturbed = of_some(old, primals, perturbed)
+    some = [primals[i] for i in perturbed], [tangents[i] for i in perturbed]
+    # Of both, the same weights.
+    inputs = (*paths.inputs, *paths.of(perturbed))
     return call(
-      lambda: jax.jvp(of_moved, *some),
+      lambda: jax.jvp(of_perturbed, *some),
       [*primals, *some[1]],
       _jaxprs.Paths(inputs),
     )[0]
@@ -81,11 +82,12 @@ def custom_jvp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
   return fun
 
 
-def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
+def _custom_vjp(
+  eqn: core.JaxprEqn, its_rule: _jaxprs.Rule, tools: Tools
+) -> Function | None:
   """Makes a function anew that has a ``custom_vjp``."""
-  called = _body(eqn)
-  # What the user's function closes over has no derivative.
-  consts = _count_consts(eqn)
+  called = _jaxprs.body_of_rule(eqn)
+  consts = its_rule.consts
   if called is None or consts is None:
     return None
   fun: Any = jax.custom_vjp(_named_as(eqn, tools.function(called)))
@@ -113,8 +115,8 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
 
   def forward(*args: Any) -> tuple[Any, Any]:
     values = [arg.value for arg in args]
-    moved = {i for i, arg in enumerate(args) if arg.perturbed}
-    return rule.ask(functools.partial(derive, values), moved)
+    perturbed = {i for i, arg in enumerate(args) if arg.perturbed}
+    return rule.ask(functools.partial(derive, values), perturbed)
 
   def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
     pull_back, is_chosen = residuals
@@ -127,8 +129,7 @@ def custom_vjp(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
     return tuple(None if c is None else next(left) for c in is_chosen)
 
   # What JAX 0.12 has for `vmap`. A rule that asks for it is one of hijax there.
-  is_generic = getattr(_jaxprs.hi_primitive(eqn), "generic_batching", False)
-  asked = {"generic_batching": True} if is_generic else {}
+  asked = {"generic_batching": True} if its_rule.batches_itself else {}
   fun.defvjp(forward, backward, symbolic_zeros=True, **asked)
   return fun
 
@@ -137,13 +138,15 @@ def _vjp(old: Function, values: Sequence[Any], chosen: list[int]) -> Any:
   return jax.vjp(of_some(old, values, chosen), *(values[i] for i in chosen))
 
 
-def custom_lin(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
+def _custom_lin(
+  eqn: core.JaxprEqn, rule: _jaxprs.Rule, tools: Tools
+) -> Function | None:
   """Makes a tangent anew whose transpose is the rule of a ``custom_vjp``.
 
   It stands where a rule, or the user, takes a ``jax.jvp`` of such a function.
   """
-  call, paths, pull_back = tools.call, tools.paths, transpose_of(eqn)
-  count = eqn.params["num_res"]
+  call, paths, count = tools.call, tools.paths, rule.consts or 0
+  pull_back = transpose_of(eqn, rule)
   its_paths = _jaxprs.Paths(paths.inputs[:count], paths.inputs[count:])
   zeros = lambda *_: _jaxprs.zeros_of(eqn.outvars)
 
@@ -156,38 +159,23 @@ def custom_lin(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
 
   def fun(*args: Any) -> Any:
     residuals, tangents = args[:count], args[count:]
-    of_moved = lambda *moved: linear(residuals, moved)
+    of_perturbed = lambda *perturbed: linear(residuals, perturbed)
     start = _jaxprs.zeros_of(eqn.invars[count:])
-    return jax.jvp(of_moved, start, list(tangents))[1]
+    return jax.jvp(of_perturbed, start, list(tangents))[1]
 
   return fun
 
 
-def transpose_of(eqn: core.JaxprEqn) -> Callable[..., Any]:
+def transpose_of(eqn: core.JaxprEqn, rule: _jaxprs.Rule) -> Callable[..., Any]:
   """The backward pass of a tangent, of its residuals and cotangents."""
-  count, old = eqn.params["num_res"], _jaxprs.function(eqn)
-  types = [v.aval for v in eqn.invars[count:]]
+  old = _jaxprs.function(eqn)
+  types = [v.aval for v in eqn.invars[rule.consts :]]
 
   def pull_back(residuals: Any, cotangents: Any) -> Any:
     linear = lambda *tangents: old(*residuals, *tangents)
     return jax.linear_transpose(linear, *types)(list(cotangents))
 
   return pull_back
-
-
-def _count_consts(eqn: core.JaxprEqn) -> int | None:
-  """How many first inputs are what the user's function closes over."""
-  primitive = _jaxprs.hi_primitive(eqn)
-  if primitive is None:
-    return eqn.params.get("num_consts")
-  # In hijax these are two arguments before all others.
-  arguments = getattr(primitive, "in_avals", ())
-  return len(jax.tree.leaves(arguments[:2]))
-
-
-def _body(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
-  """What a function with a rule computes where nothing is differentiated."""
-  return _jaxprs.called_jaxpr(eqn) or _jaxprs.lowered(eqn)
 
 
 def _named_as(eqn: core.JaxprEqn, fun: Function) -> Function:
@@ -217,53 +205,19 @@ def is_float(array: Any) -> bool:
   return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _checkpoint_of_hijax(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
-  parts = _attributes(eqn, "jaxpr", "policy")
-  if parts is None:
+def _checkpoint(
+  eqn: core.JaxprEqn, rule: _jaxprs.Rule, tools: Tools
+) -> Function | None:
+  """Makes a ``checkpoint`` of hijax anew."""
+  body = _jaxprs.body_of_rule(eqn)
+  if body is None or rule.checkpoint is None:
     return None
-  jaxpr, policy = parts
-  # Not there before JAX 0.11: remove the default once jax >= 0.11.
-  prevent_cse = getattr(_jaxprs.hi_primitive(eqn), "prevent_cse", True)
-  fun = _named_as(eqn, tools.function(_jaxprs.closed(jaxpr)))
-  return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+  return rule.checkpoint(_named_as(eqn, tools.function(body)))
 
 
-def _scan_of_hijax(eqn: core.JaxprEqn, tools: Tools) -> Function | None:
-  names = "jaxpr", "extensives", "length", "reverse", "unroll"
-  parts = _attributes(eqn, *names)
-  if parts is None:
-    return None
-  jaxpr, are_sliced, length, reverse, unroll = parts
-  body = tools.function(_jaxprs.closed(jaxpr))
-  sliced = [i for i, is_sliced in enumerate(are_sliced) if is_sliced]
-
-  def fun(*args: Any) -> list[Any]:
-    # Its carry is kept in references, which are among the other arguments.
-    def step(carry: tuple[()], slices: list[Any]) -> tuple[Any, Any]:
-      return carry, of_some(body, args, sliced)(*slices)
-
-    slices = [args[i] for i in sliced]
-    return lax.scan(step, (), slices, length, reverse, unroll)[1]
-
-  return fun
-
-
-def _attributes(eqn: core.JaxprEqn, *names: str) -> list[Any] | None:
-  """What an object of hijax holds under these names, if it has them all."""
-  primitive = _jaxprs.hi_primitive(eqn)
-  if not all(hasattr(primitive, name) for name in names):
-    return None
-  return [getattr(primitive, name) for name in names]
-
-
-_RULES: dict[str, Make] = {
-  "custom_lin": custom_lin,
-  "custom_jvp_call": custom_jvp,
-  "custom_vjp_call": custom_vjp,
-}
-_OF_HIJAX: dict[str, Make] = {
-  "CustomJVPTraced": custom_jvp,
-  "CustomVJPTraced": custom_vjp,
-  "RematTraced": _checkpoint_of_hijax,
-  "Scan3": _scan_of_hijax,
+_MAKE = {
+  "custom_jvp_call": _custom_jvp,
+  "custom_lin": _custom_lin,
+  "custom_vjp_call": _custom_vjp,
+  "remat2": _checkpoint,
 }

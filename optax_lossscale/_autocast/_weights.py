@@ -7,12 +7,13 @@ they came in, such as ``blocks/2/up``.
 
 from collections.abc import Callable
 import inspect
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _jaxprs
+from optax_lossscale import _jaxprs, _paths
 from optax_lossscale._autocast import _in_place
 
 
@@ -27,7 +28,7 @@ def paths_of(
   owner = fun.__self__ if inspect.ismethod(fun) else fun  # may be a model
   for argument in [owner, *_in_order(fun, args, kwargs)]:
     try:
-      named = _in_place.named_leaves(argument)
+      named = _named_leaves(argument)
     except (TypeError, ValueError):  # Its keys have no order.
       continue
     floats = [(path, x) for path, x in named if _is_weight(x)]
@@ -45,6 +46,23 @@ def _in_order(
   except (TypeError, ValueError):
     return [*args, *kwargs.values()]
   return [*bound.args, *bound.kwargs.values()]
+
+
+def _named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+  """The leaves of an argument, with the names of the keys on the way to each.
+
+  Raises:
+    TypeError or ValueError: if its keys have no order.
+  """
+  nnx: Any = sys.modules.get("flax.nnx")
+  if nnx is not None and _in_place.holds(tree, (nnx.Module,)):
+    flat = nnx.to_flat_state(nnx.state(tree, nnx.Variable))  # It has cycles.
+    variables = [(tuple(map(str, path)), x) for path, x in flat]
+    return [(path, x) for path, y in variables for x in jax.tree.leaves(y)]
+  return [
+    (tuple(_paths.leaf_name(path).split("/")) if path else (), leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
 
 
 def _is_weight(x: Any) -> bool:

@@ -44,6 +44,7 @@ from optax_lossscale._jaxprs._loops import (
   ShardMap,
   While,
 )
+from optax_lossscale._jaxprs._moves import moves, SPREAD
 from optax_lossscale._jaxprs._names import (
   Names,
   place_name,
@@ -64,7 +65,13 @@ from optax_lossscale._jaxprs._places import (
   Place,
   with_weights,
 )
-from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
+from optax_lossscale._jaxprs._products import (
+  flops_of,
+  in_dtype,
+  is_matrix_product,
+  may_change_dtype,
+)
+from optax_lossscale._jaxprs._rules import body_of_rule, Rule, rule_of
 from optax_lossscale._jaxprs._varying import as_varying, varying, varying_of
 from optax_lossscale._jaxprs._walk import Search, Step, walk
 from optax_lossscale._jaxprs._weights import (

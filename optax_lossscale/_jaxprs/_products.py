@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from jax import lax
 from jax.extend import core
 import numpy as np
 
@@ -10,6 +11,29 @@ import numpy as np
 def is_matrix_product(eqn: core.JaxprEqn) -> bool:
   """Whether this is a matrix product or a convolution."""
   return eqn.primitive.name in _FLOPS
+
+
+def may_change_dtype(eqn: core.JaxprEqn) -> bool:
+  """Whether this is a product that may run in another dtype.
+
+  It multiplies matrices, or convolves. A product that contracts one element
+  is none: the angles of rotary embeddings are such, and half precision has too
+  few bits for them. Nor is one of two vectors, which is a sum. And it is left
+  alone if its precision was chosen: the highest one, or an algorithm.
+  """
+  contracts = CONTRACTS.get(eqn.primitive.name)
+  if contracts is None or "preferred_element_type" not in eqn.params:
+    return False
+  precision: Any = eqn.params.get("precision")
+  sides = precision if isinstance(precision, tuple) else (precision,)
+  usual = (None, lax.Precision.DEFAULT, lax.Precision.HIGH)
+  return all(side in usual for side in sides) and contracts(eqn)
+
+
+def in_dtype(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
+  """The product, whose result is of this dtype."""
+  params = {**eqn.params, "preferred_element_type": dtype}
+  return eqn.replace(params=params)
 
 
 def flops_of(eqn: core.JaxprEqn) -> int | None:
@@ -26,6 +50,28 @@ def flops_of(eqn: core.JaxprEqn) -> int | None:
     return None  # Another JAX describes it by other parameters.
   # Of symbolic sizes there is no number.
   return flops if isinstance(flops, int) else None
+
+
+def _multiplies_matrices(eqn: Any) -> bool:
+  left, out = eqn.invars[0].aval, eqn.outvars[0].aval
+  (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
+  # Sizes may be symbolic, so that it is not known which one is larger.
+  terms = math.prod(left.shape[i] for i in contracted)
+  products = math.prod(left.shape[i] for i in batched)
+  return terms != 1 and out.size != products
+
+
+def _convolves(eqn: Any) -> bool:
+  kernel, out = eqn.invars[1].aval, eqn.outvars[0].aval
+  features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+  return kernel.size != features and out.size != 1
+
+
+CONTRACTS = {
+  "conv_general_dilated": _convolves,
+  "dot_general": _multiplies_matrices,
+  "ragged_dot_general": lambda eqn: True,  # of a matrix for each expert
+}
 
 
 def _of_dot(eqn: Any) -> int:

@@ -14,6 +14,7 @@ from jax.extend import core
 
 from optax_lossscale._jaxprs._equations import called_jaxpr, ClosedJaxpr
 from optax_lossscale._jaxprs._loops import Scan, While
+from optax_lossscale._jaxprs._moves import KEEP
 from optax_lossscale._jaxprs._parts import given_to_bodies, part_of
 from optax_lossscale._jaxprs._places import with_weights
 from optax_lossscale._jaxprs._products import is_matrix_product
@@ -22,15 +23,6 @@ from optax_lossscale._jaxprs._products import is_matrix_product
 # beginning; None of what is no weight.
 Path = tuple[str, ...] | None
 
-# What these make of a weight is still that weight, and each of several outputs
-# is a part of it.
-_KEEP = {
-  "all_gather", "broadcast_in_dim", "convert_element_type", "copy",
-  "device_put", "dynamic_slice", "name", "optimization_barrier", "pvary",
-  "reduce_precision", "reshape", "reshard", "rev", "select_n",
-  "sharding_constraint", "slice", "split", "squeeze", "stop_gradient",
-  "transpose", "unstack",
-}  # fmt: skip
 # The gradient of a weight that was made into others is made from theirs.
 _ADD = {"add", "add_any", "pad", "psum", "psum_invariant", "reduce_sum"}
 # Or of those of its parts.
@@ -91,7 +83,7 @@ class Weights:
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     self._weights = _with_path(inputs, [*of_consts, *paths.inputs])
     self._gradients = _with_path(jaxpr.outvars, paths.outputs)
-    self._calls: dict[int, _Within] = {}
+    self._calls: dict[core.JaxprEqn, _Within] = {}
     for eqn in reversed(jaxpr.eqns) if self._gradients else ():
       self._follow_back(eqn)
     for eqn in jaxpr.eqns if self._weights else ():
@@ -127,11 +119,11 @@ class Weights:
     return self._known.of(body, self.paths_of_body(eqn, body.jaxpr))
 
   def _within(self, eqn: core.JaxprEqn) -> "_Within":
-    if id(eqn) not in self._calls:
+    if eqn not in self._calls:
       inputs = self.of(eqn.invars)
       outputs = [_get(self._gradients, x) for x in eqn.outvars]
-      self._calls[id(eqn)] = _within(eqn, inputs, outputs)
-    return self._calls[id(eqn)]
+      self._calls[eqn] = _within(eqn, inputs, outputs)
+    return self._calls[eqn]
 
   def _follow(self, eqn: core.JaxprEqn) -> None:
     """Notes what an equation makes of weights."""
@@ -144,7 +136,7 @@ class Weights:
       common, inner = self._within(eqn).common, self.inside(eqn, called)
       paths = inner.of(called.jaxpr.outvars)
       paths = [path if path is None else (*common, *path) for path in paths]
-    elif eqn.primitive.name not in _KEEP:
+    elif eqn.primitive.name not in KEEP:
       return
     elif len(outs) == 1:  # A mask beside a weight leaves it a weight.
       found = {path for path in paths if path is not None}
@@ -166,7 +158,7 @@ class Weights:
       inner = self._known.of(called, of_bodies[called.jaxpr])
       found = [_get(inner._gradients, x) for x in called.jaxpr.invars]
       paths = [path if path is None else (*common, *path) for path in found]
-    elif name not in _KEEP | _ADD | _JOIN:
+    elif name not in KEEP | _ADD | _JOIN:
       return
     elif len(paths) == 1:  # A barrier has an output for each input.
       is_joined = name in _JOIN and len(eqn.invars) > 1

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _grads
+from optax_lossscale import _arrays, _grads, _paths
 
 
 def measure_grads(
@@ -34,7 +34,7 @@ def measure_grads(
   """
   as_array = lambda x: x if isinstance(x, jax.Array) else np.asarray(x)
   leaves = [
-    (_leaf_name(path), as_array(leaf))
+    (_paths.leaf_name(path), as_array(leaf))
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     if _grads.is_grad(path, leaf) and _arrays.is_array_like(leaf)
   ]
@@ -48,15 +48,6 @@ def measure_grads(
   # All leaves are measured before the first result is read.
   found = jax.device_get([measure(leaf) for _, leaf in leaves])
   return [(*leaf, x) for leaf, x in zip(leaves, found, strict=True)]
-
-
-def _leaf_name(path: Any) -> str:
-  """The name of a leaf, such as ``layers/0/weight``."""
-  # Flax NNX keeps each array as the value of a variable.
-  is_attribute = path and isinstance(path[-1], jax.tree_util.GetAttrKey)
-  if len(path) > 1 and is_attribute and path[-1].name == "value":
-    path = path[:-1]
-  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:

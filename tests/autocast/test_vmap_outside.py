@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._autocast import _products
+from optax_lossscale._jaxprs import _moves, _products
 
 MANY = 4096
 A = jax.random.normal(jax.random.key(1), (4, 4))
@@ -131,10 +131,10 @@ BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
 
 
 def test_each_primitive_of_the_table_is_tried():
-  between = _products._MOVES_BETWEEN_DEVICES
-  assert set(MOVED) == _products.MOVES
+  between = _moves.BETWEEN_DEVICES
+  assert set(MOVED) == _moves.MOVES
   assert between == {"all_to_all", "ppermute"}  # tried below
-  assert set(PRODUCTS) == set(_products._CONTRACTS)
+  assert set(PRODUCTS) == set(_products.CONTRACTS)
 
 
 @pytest.mark.parametrize("axes", BATCHINGS)

@@ -128,6 +128,7 @@ ORDER = (
   "_host",
   "_jaxprs",
   "_warnings",
+  "_paths",
   "_state",
   "_policies",
   "_grads",
@@ -151,6 +152,7 @@ CORE = set(ORDER[: ORDER.index("_autocast")]) - {
   "_checks",
   "_host",
   "_jaxprs",
+  "_paths",
   "_warnings",
 }
 NEVER = {

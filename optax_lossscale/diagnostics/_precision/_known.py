@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
 
-# The numbers in their results are those of their input.
-_ONLY_MOVE = {"broadcast_in_dim", "copy", "pvary", "reshape", "squeeze"}
 _SUMS = {"reduce_sum", "reduce_window_sum", "reduce_prod"}
 _CUMULATIVE = {"cumsum", "cumprod", "cumlogsumexp"}
 
@@ -37,7 +35,7 @@ class Known:
     """Remembers what follows of the result of an equation."""
     for var in eqn.outvars[:1]:
       self._terms[var] = terms_in_sum(eqn)
-      if eqn.primitive.name in _ONLY_MOVE:
+      if eqn.primitive.name in _jaxprs.SPREAD:
         self._numbers[var] = self.number(eqn.invars[0])
 
   def within(
