@@ -1,8 +1,7 @@
 """What is required of a loss, and of the function that returns it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import sys
-import types
 from typing import Any
 
 import jax
@@ -14,35 +13,6 @@ _HINT_OF_GRADS = (
   " If fun is differentiated already, as by jax.value_and_grad or jax.grad,"
   " pass the loss function itself."
 )
-
-
-def check_not_differentiated(
-  fun: Any, scaled_fun: Callable[..., Any], differentiated: Any
-) -> None:
-  """Raises if it is certain that ``fun`` is differentiated already.
-
-  A function may return a loss together with what looks like gradients, such as
-  an energy with its forces. So a function is refused only if it was made in the
-  same way as `differentiated`.
-
-  Args:
-    fun: the function that the user gave.
-    scaled_fun: the function that was differentiated in its place.
-    differentiated: the result of differentiating it.
-  """
-  if getattr(differentiated, "__wrapped__", None) is not scaled_fun:
-    return  # `using` did more than differentiate.
-  jitted: Any = type(jax.jit(lambda: None))
-  bare = fun
-  while isinstance(bare, jitted):
-    bare = bare.__wrapped__
-  if _are_alike(bare, differentiated):
-    raise TypeError(
-      "fun must be the loss function itself, got"
-      f" {getattr(fun, '__name__', fun)}, which is differentiated already."
-      " Pass the function that was given to jax.value_and_grad, or to what took"
-      " its place."
-    )
 
 
 def checked(out: Any, has_aux: bool) -> Any:
@@ -83,22 +53,6 @@ def warn_if_narrow(loss: Any) -> None:
     f"fun returns a {dtype} loss. Its backward pass starts with the loss"
     f" scale in {dtype}, which ends at {jnp.finfo(dtype).max}; the scale will"
     " settle below. Return the loss in float32."
-  )
-
-
-def _are_alike(fun: Any, differentiated: Any) -> bool:
-  """Whether both functions were made in the same way, and `fun` not wrapped."""
-  if type(fun) is not type(differentiated):
-    return False
-  is_function = isinstance(fun, types.FunctionType)
-  if not is_function:
-    return True  # Equinox has a class for differentiated functions.
-  # All functions that JAX differentiates share their code. Their docstring says
-  # what they return, and with respect to which arguments. If it is a copy of
-  # the docstring of the loss, `fun` may be any wrapper.
-  return (
-    fun.__code__ is differentiated.__code__
-    and fun.__doc__ == differentiated.__doc__ != fun.__wrapped__.__doc__
   )
 
 

@@ -136,15 +136,12 @@ def value_and_grad(
     out = fun(*args, **fun_kwargs)
     return _scale(_loss.checked(out, has_aux), scale()), _Returned(out)
 
-  # check_not_differentiated compares these with those of `fun`.
-  scaled_fun.__name__ = getattr(fun, "__name__", "fun")
-  scaled_fun.__doc__ = getattr(fun, "__doc__", None)
+  scaled_fun.__name__ = getattr(fun, "__name__", "fun")  # for messages
   # Flax NNX looks up at which positions keyword arguments are.
   scaled_fun.__signature__ = _signature(fun)  # type: ignore[attr-defined]
   if argnums is not None:  # Not every library has such an argument.
     kwargs["argnums"] = argnums
   differentiated = using(scaled_fun, has_aux=True, **kwargs)
-  _loss.check_not_differentiated(fun, scaled_fun, differentiated)
 
   @functools.wraps(fun, updated=())
   def value_and_grad_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:

@@ -247,33 +247,11 @@ def loss_of(w):
   return jnp.sum(w**2)
 
 
-DIFFERENTIATED = {
-  "jax": jax.value_and_grad(loss_of),
-  "jit": jax.jit(jax.value_and_grad(loss_of)),
-  "aux": jax.value_and_grad(lambda w: (loss_of(w), w), has_aux=True),
-  "equinox": eqx.filter_value_and_grad(loss_of),
-}
-
-
-@pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("name", DIFFERENTIATED)
-@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-def test_what_jax_or_equinox_differentiated_is_refused(
-  differentiate, name, has_aux
-):
-  """With has_aux=True, unscaled gradients would pass for auxiliary data."""
-  fun, state = DIFFERENTIATED[name], ols.FixedLossScale(8.0).init()
-  using = eqx.filter_value_and_grad if name == "equinox" else jax.value_and_grad
-  call = lambda: differentiate(fun, state, has_aux=has_aux, using=using)
-  text = message(TypeError, call)
-  assert "fun must be the loss function itself" in text
-  assert f"got {fun.__name__}, which is differentiated already" in text
-
-
 @pytest.mark.parametrize(
   "fun",
   [
     jax.grad(loss_of),
+    jax.jit(jax.value_and_grad(loss_of)),
     jax.value_and_grad(loss_of, argnums=(0,)),
     eqx.filter_value_and_grad(loss_of),
     nnx.value_and_grad(loss_of),
@@ -295,56 +273,6 @@ def test_has_aux_is_not_asked_for_where_it_is_given():
   text = message(TypeError, lambda: fun(jnp.ones(2)))
   assert "fun must return a scalar loss, got tuple" in text
   assert "pass has_aux" not in text
-
-
-def loss_and_grads(w):
-  return jax.value_and_grad(loss_of)(w)
-
-
-WRAPS = functools.wraps(DIFFERENTIATED["jax"])
-# Functions with a loss and what looks like gradients, but is asked for.
-LEGITIMATE = {
-  "params": lambda w: (loss_of(w), w),
-  "checkpoint": jax.checkpoint(lambda w: (loss_of(w), w)),
-  "vmap": jax.vmap(
-    lambda w: (loss_of(w), w), in_axes=None, out_axes=None, axis_size=2
-  ),
-  "jit": jax.jit(lambda w: (loss_of(w), w)),
-  "partial": functools.partial(lambda w: (loss_of(w), w)),
-  "equinox jit": eqx.filter_jit(lambda w: (loss_of(w), w)),
-  "remat of nnx": nnx.remat(lambda w: (loss_of(w), w)),
-  "a function of one's own": loss_and_grads,
-  "wraps": WRAPS(lambda w: loss_and_grads(w)),
-  "jit of wraps": jax.jit(WRAPS(lambda w: loss_and_grads(w))),
-  "checkpoint of wraps": jax.checkpoint(WRAPS(lambda w: loss_and_grads(w))),
-}
-
-
-@pytest.mark.parametrize("name", LEGITIMATE)
-@pytest.mark.parametrize(
-  "using", [jax.value_and_grad, eqx.filter_value_and_grad, nnx.value_and_grad]
-)
-def test_aux_that_looks_like_gradients_is_no_reason_to_complain(name, using):
-  state, w = ols.FixedLossScale(8.0).init(), jnp.array([1.0, 2.0])
-  fun = ols.value_and_grad(LEGITIMATE[name], state, has_aux=True, using=using)
-  (loss, aux), grads = fun(w)
-  assert loss == 5
-  assert aux.shape == w.shape
-  assert grads.tolist() == [2, 4]
-
-
-def test_a_jit_around_both_is_not_taken_for_differentiation():
-  using = lambda fun, **kwargs: eqx.filter_jit(
-    eqx.filter_value_and_grad(fun, **kwargs)
-  )
-  fun = ols.value_and_grad(
-    LEGITIMATE["equinox jit"],
-    ols.FixedLossScale(8.0).init(),
-    has_aux=True,
-    using=using,
-  )
-  _, grads = fun(jnp.array([1.0, 2.0]))
-  assert grads.tolist() == [2, 4]
 
 
 def test_an_energy_with_its_forces_is_differentiated_again():
