@@ -38,7 +38,7 @@ def in_a_row(
       "If they are those of the last step, the reason is grads_finite=,"
       " check_updates=True or another device.",
     ]
-  floor = getattr(policy, "min_scale", None)
+  floor, _ = _policies.bounds(policy)
   # The floor may be no float32 number, but the scale is.
   if floor is not None and scale <= np.float32(floor):
     return _at_floor(scale, floor, nonfinite)

@@ -77,9 +77,11 @@ def loss_scale_metrics(
 
 
 def _floor(policy: Any) -> jax.Array:
-  """The lowest scale of a policy as float32; 0 if it has none."""
-  floor = getattr(policy, "min_scale", getattr(policy, "scale", 0.0))
-  return _as_float32(floor)
+  """The lowest scale of a policy as float32; 0 if it names none."""
+  if isinstance(policy, _policies.FixedLossScale):
+    return _as_float32(policy.scale)
+  floor, _ = _policies.bounds(policy)
+  return _as_float32(0.0 if floor is None else floor)
 
 
 def _as_float32(x: jax.typing.ArrayLike) -> jax.Array:

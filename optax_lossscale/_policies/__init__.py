@@ -1,9 +1,12 @@
 """The policies: rules that move the loss scale after each step."""
 
-from optax_lossscale._policies._headroom import HeadroomLossScale
-from optax_lossscale._policies._memory import HeadroomMemory
+from optax_lossscale._policies._headroom import (
+  HeadroomLossScale,
+  HeadroomMemory,
+)
 from optax_lossscale._policies._named import as_policy
 from optax_lossscale._policies._plain import (
+  bounds,
   DynamicLossScale,
   DynamicMemory,
   FixedLossScale,

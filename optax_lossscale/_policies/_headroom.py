@@ -2,21 +2,50 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _arrays, _checks, _state
-from optax_lossscale._policies import _memory, _powers_of_two, _search
-from optax_lossscale._policies._memory import HeadroomMemory, NOTHING
+from optax_lossscale._policies import _powers_of_two, _search
 from optax_lossscale._state import LossScaleState
 
 # In binades. So far the scale rises at most, since gradients that underflowed
 # look smaller than they are, and so far it falls.
 _STRIDE = 8
 _STEPS_TO_RETRY = 4096  # in steps with gradients
+_NOTHING = 128  # above the exponent of each scale
+
+
+class HeadroomMemory(NamedTuple):
+  """What :class:`HeadroomLossScale` remembers.
+
+  Scales are told by their binary logarithms.
+
+  Attributes:
+    limit: the scale that what held gradients and what overflowed allow; int32,
+      shape ``()``.
+    fail: the scale that failed last, or 128 if there is none, or if one as high
+      has held gradients since; int32, shape ``()``.
+    held_count: steps with gradients since the last overflow, or since the last
+      time that the scale that failed was tried again; int32, shape ``()``.
+    quiet_count: steps in a row that brought no gradients, since all were zero
+      or some were not finite; int32, shape ``()``.
+    wait: how many of these it takes until a search begins; int32, shape
+      ``()``.
+    amax_window: the largest magnitude of each of the last steps that had
+      gradients other than zero, the newest first; float32, shape ``(window,)``.
+      Zeros where there was no such step yet.
+  """
+
+  limit: jax.Array
+  fail: jax.Array
+  held_count: jax.Array
+  quiet_count: jax.Array
+  wait: jax.Array
+  amax_window: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +132,15 @@ class HeadroomLossScale:
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
-    limit, window = _exponent(self.init_scale), int(self.window)
-    memory = _memory.initial_memory(limit, _search.SHORTEST_WAIT, window)
-    return _state.initial_state(self.init_scale, memory=memory)
+    memory = HeadroomMemory(
+      limit=_powers_of_two.floor_log2(self.init_scale),
+      fail=jnp.full((), _NOTHING, jnp.int32),
+      held_count=jnp.zeros((), jnp.int32),
+      quiet_count=jnp.zeros((), jnp.int32),
+      wait=jnp.full((), _search.SHORTEST_WAIT, jnp.int32),
+      amax_window=jnp.zeros((int(self.window),), jnp.float32),
+    )
+    return _state.initial_state(self.init_scale, memory)
 
   def adjust(
     self,
@@ -131,11 +166,14 @@ class HeadroomLossScale:
     after = _state.record_step(state, grads_finite)
     finite = after.last_finite
     has_grads = finite & (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
+    was_guess, _ = self._guess(state.memory)
     zeros, overflow = self._after_zeros(state), self._after_overflow(state)
+    overflow = _arrays.select(was_guess, state.memory, overflow)
     quiet = _arrays.select(finite, zeros, overflow)._replace(
       quiet_count=optax.safe_increment(state.memory.quiet_count)
     )
-    memory = _arrays.select(has_grads, self._after_grads(state, amax), quiet)
+    grads = self._after_grads(state, amax, was_guess)
+    memory = _arrays.select(has_grads, grads, quiet)
     is_guess, guess = self._guess(memory)
     exponent = jnp.where(is_guess, guess, self._usual(memory))
     scale = _powers_of_two.power_of_two(exponent)
@@ -147,17 +185,16 @@ class HeadroomLossScale:
     )
 
   def _after_grads(
-    self, state: LossScaleState, amax: jax.Array
+    self, state: LossScaleState, amax: jax.Array, was_guess: jax.Array
   ) -> HeadroomMemory:
     """The memory after a finite step whose gradients were not all zero."""
-    memory, held = state.memory, _exponent(state.loss_scale)
-    was_guess, _ = self._guess(memory)
+    memory, held = state.memory, _powers_of_two.floor_log2(state.loss_scale)
     usual = amax * _powers_of_two.power_of_two(self._usual(memory))
     is_new = was_guess & ((usual > self._top()) | (usual < self._bottom()))
     older = jnp.where(is_new, 0, memory.amax_window[:-1])
     is_due = memory.held_count + 1 >= _STEPS_TO_RETRY
-    fail = jnp.minimum(memory.fail + is_due.astype(jnp.int32), NOTHING)
-    fail = jnp.where(is_new | (memory.fail <= held), NOTHING, fail)
+    fail = jnp.minimum(memory.fail + is_due.astype(jnp.int32), _NOTHING)
+    fail = jnp.where(is_new | (memory.fail <= held), _NOTHING, fail)
     limit = held + jnp.minimum((fail - held) // 2, _STRIDE)
     teaches = is_new | ~was_guess
     return HeadroomMemory(
@@ -172,54 +209,53 @@ class HeadroomLossScale:
   def _after_zeros(self, state: LossScaleState) -> HeadroomMemory:
     """The memory after a finite step without gradients."""
     memory, (_, high) = state.memory, self._bounds()
-    has_evidence = jnp.max(memory.amax_window) > 0
     raised = jnp.minimum(memory.limit + _STRIDE, high)
-    lifted = jnp.where(memory.fail == NOTHING, high, memory.limit)
+    lifted = jnp.where(memory.fail == _NOTHING, high, memory.limit)
+    has_evidence = jnp.max(memory.amax_window) > 0
     return memory._replace(limit=jnp.where(has_evidence, lifted, raised))
 
   def _after_overflow(self, state: LossScaleState) -> HeadroomMemory:
-    """The memory after a step that was not finite."""
-    memory, failed = state.memory, _exponent(state.loss_scale)
-    lowest = self._lowest(memory.amax_window)
-    fail = jnp.where(failed > lowest, failed, NOTHING)
-    learned = memory._replace(
+    """The memory after a step that was no guess, and not finite."""
+    memory, failed = state.memory, _powers_of_two.floor_log2(state.loss_scale)
+    _, _, lowest = self._evidence(memory.amax_window)
+    fail = jnp.where(failed > lowest, failed, _NOTHING)
+    return memory._replace(
       limit=jnp.maximum(failed - _STRIDE, lowest),
       fail=jnp.where(state.notfinite_count == 0, fail, memory.fail),
       held_count=jnp.zeros((), jnp.int32),
     )
-    was_guess, _ = self._guess(memory)
-    return _arrays.select(was_guess, memory, learned)
 
   def _guess(self, memory: HeadroomMemory) -> tuple[jax.Array, jax.Array]:
     """Whether the next step is a guess, and the exponent of its scale."""
-    has_evidence = jnp.max(memory.amax_window) > 0
-    evidence = self._evidence(memory.amax_window)
-    best = jnp.where(has_evidence, evidence, _exponent(self.init_scale))
+    has_evidence, evidence, _ = self._evidence(memory.amax_window)
+    first = _powers_of_two.floor_log2(self.init_scale)
+    best = jnp.where(has_evidence, evidence, first)
     step = memory.quiet_count - memory.wait
     return _search.next_guess(step, memory.held_count, best, self._bounds())
 
   def _usual(self, memory: HeadroomMemory) -> jax.Array:
     """The exponent of the next scale, if it is no guess."""
-    limit = jnp.maximum(memory.limit, self._lowest(memory.amax_window))
-    return jnp.minimum(limit, self._evidence(memory.amax_window))
+    _, evidence, lowest = self._evidence(memory.amax_window)
+    return jnp.minimum(jnp.maximum(memory.limit, lowest), evidence)
 
-  def _lowest(self, window: jax.Array) -> jax.Array:
-    """The exponent at which the largest of these is just a normal number."""
-    info, (low, _) = jnp.finfo(self.dtype), self._bounds()
-    binades = info.maxexp - 1 - info.minexp
-    deepest = binades + _arrays.cast(self.target, jnp.int32)
-    lowest = jnp.maximum(self._evidence(window) - deepest, low)
-    return jnp.where(jnp.max(window) > 0, lowest, low)
+  def _evidence(
+    self, window: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether there are maxima, and the exponents of two scales for them.
 
-  def _evidence(self, window: jax.Array) -> jax.Array:
-    """The exponent of the scale that these maxima ask for, within bounds."""
+    The first scale is the one that they ask for, the second the lowest: there
+    the largest of them is just a normal number. Both are within bounds.
+    """
+    (low, high), info = self._bounds(), jnp.finfo(self.dtype)
+    target = _arrays.cast(self.target, jnp.int32)
     top_mantissa, top_exponent = math.frexp(self._top())
     largest = jnp.max(window)
     mantissa, exponent = jnp.frexp(largest)
-    best = top_exponent + _arrays.cast(self.target, jnp.int32) - exponent
+    best = top_exponent + target - exponent
     best -= (mantissa > top_mantissa).astype(jnp.int32)
-    best = jnp.where(largest > 0, best, NOTHING)
-    return jnp.clip(best, *self._bounds())
+    best = jnp.clip(jnp.where(largest > 0, best, _NOTHING), low, high)
+    lowest = jnp.maximum(best - (info.maxexp - 1 - info.minexp + target), low)
+    return largest > 0, best, jnp.where(largest > 0, lowest, low)
 
   def _top(self) -> float:
     """The largest number of the backward pass, as far as float32 goes."""
@@ -234,11 +270,6 @@ class HeadroomLossScale:
     """The exponents of the lowest and of the highest scale."""
     # Traced bounds need not be powers of two. The scale is one between them.
     return (
-      _powers_of_two.ceil_log2(_arrays.cast(self.min_scale, jnp.float32)),
-      _exponent(self.max_scale),
+      _powers_of_two.ceil_log2(self.min_scale),
+      _powers_of_two.floor_log2(self.max_scale),
     )
-
-
-def _exponent(scale: jax.typing.ArrayLike) -> jax.Array:
-  """That of the largest power of two that is not above the scale."""
-  return _powers_of_two.floor_log2(_arrays.cast(scale, jnp.float32))

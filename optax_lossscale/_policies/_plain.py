@@ -28,6 +28,10 @@ class LossScalePolicy(Protocol):
   that changes is in the :class:`LossScaleState` that it returns. Any object
   with these two methods can be given to
   :func:`~optax_lossscale.with_loss_scaling`.
+
+  It may have the attributes ``min_scale`` and ``max_scale``, the lowest and the
+  highest scale that it moves to. With them, :func:`loss_scale_metrics` and
+  :func:`raise_if_stuck` tell when the scale cannot come down any further.
   """
 
   def init(self) -> LossScaleState:
@@ -54,6 +58,11 @@ class LossScalePolicy(Protocol):
       A state of the same structure, shapes and dtypes.
     """
     ...
+
+
+def bounds(policy: LossScalePolicy | None) -> tuple[Any, Any]:
+  """The lowest and the highest scale of a policy; None if it names none."""
+  return getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
 
 
 @dataclasses.dataclass(frozen=True)

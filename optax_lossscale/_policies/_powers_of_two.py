@@ -16,14 +16,14 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def floor_log2(x: jax.Array) -> jax.Array:
+def floor_log2(x: jax.typing.ArrayLike) -> jax.Array:
   """The exponent of the largest power of two that is not above a positive x."""
-  return jnp.frexp(x)[1] - 1
+  return jnp.frexp(jnp.asarray(x, jnp.float32))[1] - 1
 
 
-def ceil_log2(x: jax.Array) -> jax.Array:
+def ceil_log2(x: jax.typing.ArrayLike) -> jax.Array:
   """The exponent of the least power of two that is not below a positive x."""
-  mantissa, exponent = jnp.frexp(x)
+  mantissa, exponent = jnp.frexp(jnp.asarray(x, jnp.float32))
   return exponent - (mantissa == 0.5).astype(exponent.dtype)
 
 

@@ -6,25 +6,33 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies
 from optax_lossscale.interop import _reading, _results
+from optax_lossscale.interop._reading import Key
 
 _AMP_SETTINGS = {
-  "loss_scale": "dynamic",
-  "init_scale": 2.0**16,
-  "scale_window": 2000,
-  "min_loss_scale": _checks.SMALLEST_SCALE,
-  "max_loss_scale": 2.0**24,
-  "loss_id": 0,
+  "loss_scale": Key("kind", "dynamic"),
+  "init_scale": Key("init_scale", 2.0**16),
+  "scale_window": Key("growth_interval", 2000),
+  "min_loss_scale": Key("min_scale", _checks.SMALLEST_SCALE),
+  "max_loss_scale": Key("max_scale", 2.0**24),
+  "loss_id": Key("loss_id", None),
 }
-_AMP_STATE = ("loss_scale", "unskipped")
-_KERNEL_SETTINGS = (
-  "growth_factor",
-  "backoff_factor",
-  "growth_interval",
-  "hysteresis",
-)
-_KERNEL_STATE = ("current_scale", "growth_tracker", "hysteresis_tracker")
+_AMP_STATE = {
+  "loss_scale": Key("loss_scale"),
+  "unskipped": Key("finite_count"),
+}
+_KERNEL_SETTINGS = {
+  "growth_factor": Key("growth_factor"),
+  "backoff_factor": Key("backoff_factor"),
+  "growth_interval": Key("growth_interval"),
+  "hysteresis": Key("hysteresis"),
+}
+_KERNEL_STATE = {
+  "current_scale": Key("loss_scale"),
+  "growth_tracker": Key("finite_count"),
+  "hysteresis_tracker": Key("hysteresis_left"),
+}
 
-_read = functools.partial(_reading.read_mapping, "from_apex")
+_read = functools.partial(_reading.read, "from_apex")
 
 
 def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
@@ -60,77 +68,45 @@ def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
     >>> policy.min_scale, policy.max_scale, state.finite_count.item()
     (8.0, 16777216.0, 7)
   """
-  is_mapping = isinstance(state_dict, Mapping)
-  if is_mapping and any(key in state_dict for key in _KERNEL_STATE):
-    return _from_kernel(state_dict, settings)
-  return _from_amp(state_dict, settings)
-
-
-def _from_amp(state_dict: Any, settings: dict[str, Any]) -> _results.Result:
-  options = _read("settings", settings, _AMP_SETTINGS)
-  policy = _amp_policy(options)
-  scaler = _chosen_scaler(state_dict, options)
-  if scaler is None:
-    return _results.start(policy)
-  return _results.resume(policy, scaler.complete(), "loss_scale", "unskipped")
-
-
-def _amp_policy(options: _reading.Values) -> _policies.LossScalePolicy:
-  scale = options.found.get("loss_scale", "dynamic")
-  if not (isinstance(scale, str) and scale == "dynamic"):
-    return _policies.FixedLossScale(options.scale("loss_scale"))
-  options = options.without_none()
-  low = options.scale("min_loss_scale")
-  high = options.scale("max_loss_scale", low)
-  start = options.scale("init_scale")
-  if start < low and "init_scale" in options:
-    options.fail("init_scale", "at least min_loss_scale", ValueError)
-  return _policies.DynamicLossScale(
-    # amp, too, starts at the ceiling if its initial scale is above. Its default
-    # may be below the floor.
-    init_scale=min(max(start, low), high),
-    growth_interval=options.count("scale_window"),
-    min_scale=low,
-    max_scale=high,
-  )
-
-
-def _chosen_scaler(
-  state_dict: Any, options: _reading.Values
-) -> _reading.Values | None:
-  """The values of the one scaler that is meant; None in an empty state dict."""
   if not isinstance(state_dict, Mapping):
     raise TypeError(
       "from_apex: state_dict must be a dict, as amp.state_dict() returns it,"
       f" got {_reading.show(state_dict)}."
     )
+  if any(key in state_dict for key in _KERNEL_STATE):
+    values = _read("the tensors", state_dict, _KERNEL_STATE)
+    values |= _read("settings", settings, _KERNEL_SETTINGS)
+    policy = _results.dynamic(values, hysteresis_refill="finite")
+    return _results.resume("from_apex", policy, values)
+  values = _read("settings", settings, _AMP_SETTINGS)
+  amp = _amp(values)
+  if not state_dict:
+    return _results.start(amp)
+  values |= _chosen_scaler(state_dict, values["loss_id"])
+  return _results.resume("from_apex", amp, values)
+
+
+def _amp(values: dict[str, Any]) -> _policies.LossScalePolicy:
+  kind = values["kind"]
+  if not (isinstance(kind, str) and kind == "dynamic"):
+    given = "from_apex", "settings", "loss_scale", kind
+    return _policies.FixedLossScale(_reading.as_word(*given, "scale"))
+  # amp, too, starts at the ceiling if its initial scale is above.
+  start = min(values["init_scale"], values["max_scale"])
+  return _results.dynamic(values, init_scale=start)
+
+
+def _chosen_scaler(
+  state_dict: Mapping[str, Any], loss_id: int | None
+) -> dict[str, Any]:
+  """The values of the one scaler that is meant."""
   count = len(state_dict)
-  if not count:
-    return None
-  names = [f"loss_scaler{i}" for i in range(min(count, 64))]
-  values = _read("state_dict", state_dict, names)
-  if count > 1 and "loss_id" not in options:
+  if loss_id is None and count > 1:
     raise ValueError(
       f"from_apex: state_dict holds the scales of {count} losses; choose one"
       f" with loss_id, an integer in [0, {count - 1}]."
     )
-  chosen = names[options.integer("loss_id", 0, count - 1)]
-  return _read(chosen, values.found[chosen], _AMP_STATE)
-
-
-def _from_kernel(tensors: Any, settings: dict[str, Any]) -> _results.Result:
-  values = _read("the tensors", tensors, _KERNEL_STATE).complete()
-  options = _read("settings", settings, _KERNEL_SETTINGS).complete()
-  policy = _policies.DynamicLossScale(
-    hysteresis=options.count("hysteresis"),
-    hysteresis_refill="finite",
-    init_scale=values.scale("current_scale"),
-    growth_factor=options.growth("growth_factor"),
-    backoff_factor=options.backoff("backoff_factor"),
-    growth_interval=options.count("growth_interval"),
-    min_scale=_checks.SMALLEST_SCALE,
-  )
-  left = values.hysteresis_left("hysteresis_tracker", policy.hysteresis)
-  return _results.resume(
-    policy, values, "current_scale", "growth_tracker", left
-  )
+  name = f"loss_scaler{loss_id or 0}"
+  others = [key for key in state_dict if key != name]
+  chosen = _read("state_dict", state_dict, {name: Key("scaler")}, others)
+  return _read(name, chosen["scaler"], _AMP_STATE)

@@ -5,25 +5,36 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale import _checks, _policies
+from optax_lossscale import _policies
 from optax_lossscale.interop import _reading, _results
+from optax_lossscale.interop._reading import Key
 from optax_lossscale.interop._rules import DeepSpeedLossScale
 
-_Policy = _policies.DynamicLossScale | DeepSpeedLossScale
-
 _FP16 = {
-  "enabled": True,
-  "loss_scale": 0.0,
-  "initial_scale_power": 16,
-  "loss_scale_window": 1000,
-  "hysteresis": 2,
-  "consecutive_hysteresis": False,
-  "min_loss_scale": 1.0,
+  "enabled": Key("enabled", True),
+  "loss_scale": Key("scale_or_zero", 0.0),
+  "initial_scale_power": Key("exponent", 16),
+  "loss_scale_window": Key("growth_interval", 1000),
+  "hysteresis": Key("hysteresis", 2),
+  "consecutive_hysteresis": Key("consecutive_hysteresis", False),
+  "min_loss_scale": Key("min_scale", 1.0),
 }
 _FP16_IGNORED = ("auto_cast", "fp16_master_weights_and_grads")
-_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_STATE = {
+  "cur_scale": Key("loss_scale"),
+  "cur_iter": Key("step"),
+  "last_overflow_iter": Key("overflow_step"),
+  "cur_hysteresis": Key("hysteresis_left"),
+}
+# The settings that the scaler may hold as well.
+_SETTINGS = {
+  "scale_factor": "growth_factor",
+  "scale_window": "growth_interval",
+  "min_scale": "min_scale",
+  "delayed_shift": "hysteresis",
+  "consecutive_hysteresis": "consecutive_hysteresis",
+}
 _STATE_IGNORED = ("dynamic", "raise_error_at_min_scale", "dtype")
-_FIRST_NEW_VERSION = (0, 17, 1)
 
 
 def from_deepspeed(
@@ -66,94 +77,74 @@ def from_deepspeed(
     >>> type(policy).__name__, policy.growth_interval
     ('DynamicLossScale', 500)
   """
-  options = _reading.read_mapping(
-    "from_deepspeed", "fp16", fp16, _FP16, _FP16_IGNORED
-  )
-  is_new = _version(version) >= _FIRST_NEW_VERSION
-  if not options.boolean("enabled"):
+  name = "from_deepspeed"
+  values = _reading.read(name, "fp16", fp16, _FP16, _FP16_IGNORED)
+  is_new = _version(version) >= (0, 17, 1)
+  if not values["enabled"]:
     return _results.fixed(1.0)
-  if options.number("loss_scale", 0.0, _checks.LARGEST_SCALE):
-    return _results.fixed(options.scale("loss_scale"))
-  policy = _policy(options, is_new)
+  if values["scale_or_zero"]:
+    return _results.fixed(values["scale_or_zero"])
+  values["growth_factor"] = 2.0
+  policy = _policy(values, is_new)
   if state is None:
     return _results.start(policy)
-  return _resumed(policy, _read_state(policy, options, state))
+  return _resumed(name, policy, values | _read_state(name, values, state))
 
 
-def _policy(options: _reading.Values, is_new: bool) -> _Policy:
-  floor = options.scale("min_loss_scale")
-  scale = 2.0 ** options.integer("initial_scale_power", 0, 126)
-  if scale < floor:
-    rule = f"at most the initial scale, {_checks.show_bound(scale)}"
-    options.fail("min_loss_scale", rule, ValueError)
-  window = options.count("loss_scale_window")
-  hysteresis = options.count("hysteresis")
-  consecutive = options.boolean("consecutive_hysteresis")
-  if is_new:
-    return DeepSpeedLossScale(scale, window, floor, hysteresis, consecutive)
-  return _policies.DynamicLossScale(
-    init_scale=scale,
-    growth_interval=window,
-    min_scale=floor,
-    hysteresis=hysteresis,
-    hysteresis_refill="finite" if consecutive else "growth",
+def _policy(values: dict[str, Any], is_new: bool) -> _policies.LossScalePolicy:
+  start = 2.0 ** values["exponent"]
+  if not is_new:
+    refill = "finite" if values["consecutive_hysteresis"] else "growth"
+    return _results.dynamic(values, init_scale=start, hysteresis_refill=refill)
+  return DeepSpeedLossScale(
+    start,
+    values["growth_interval"],
+    values["min_scale"],
+    values["hysteresis"],
+    values["consecutive_hysteresis"],
   )
 
 
 def _read_state(
-  policy: _Policy, options: _reading.Values, state: Any
-) -> _reading.Values:
+  name: str, settings: dict[str, Any], state: Any
+) -> dict[str, Any]:
   """The values of the scaler, checked to have the settings of the block."""
-  # The attributes by which the scaler holds these.
-  settings = {
-    "scale_factor": 2.0,
-    "scale_window": policy.growth_interval,
-    "min_scale": policy.min_scale,
-    "delayed_shift": policy.hysteresis,
-    "consecutive_hysteresis": options.boolean("consecutive_hysteresis"),
-  }
-  values = _reading.read_either(
-    "from_deepspeed", "state", state, (*_STATE, *settings), _STATE_IGNORED
-  )
-  values.require(*_STATE[:3])
-  for key, expected in settings.items():
-    if key not in values:
-      continue
-    if isinstance(expected, bool):
-      same = values.boolean(key) == expected
-    else:
-      same = values.number(key, 0, _checks.LARGEST_SCALE) == expected
-    if not same:
-      values.fail(key, f"{expected}, as in the fp16 block", ValueError)
+  same = {key: Key(word, settings[word]) for key, word in _SETTINGS.items()}
+  known = {**_STATE, **same}
+  if settings["hysteresis"] == 1:  # Scalers without hysteresis have no such.
+    known["cur_hysteresis"] = Key("hysteresis_left", 1)
+  values = _reading.read(name, "state", state, known, _STATE_IGNORED)
+  for key, (word, expected) in same.items():
+    if values[word] != expected:
+      raise ValueError(
+        f"from_deepspeed: {key} in state must be {expected}, as in the fp16"
+        f" block, got {values[word]}."
+      )
+  if values["overflow_step"] >= values["step"]:
+    raise ValueError(
+      "from_deepspeed: last_overflow_iter in state must be less than cur_iter,"
+      f" {values['step']}, got {values['overflow_step']}."
+    )
   return values
 
 
-def _resumed(policy: _Policy, values: _reading.Values) -> _results.Result:
+def _resumed(
+  name: str, policy: _policies.LossScalePolicy, values: dict[str, Any]
+) -> _results.Result:
   """The policy, and its state as the scaler stands."""
-  left = policy.hysteresis
-  if "cur_hysteresis" in values or left > 1:
-    values.require("cur_hysteresis")
-    left = values.integer("cur_hysteresis", 1, left)
-  finite, window = _finite_since_overflow(values), policy.growth_interval
+  # Finite steps since the last overflow; the iteration of the start is -1.
+  finite = values["step"] - values["overflow_step"] - 1
+  window = values["growth_interval"]
   # The new rule grows a step late at first; the count restarts at each growth.
   late = 1 if isinstance(policy, DeepSpeedLossScale) else 0
   grown = finite >= window + late
   count = (finite - late) % window if grown else finite
-  policy, state = _results.resume(policy, values, "cur_scale", left=left)
-  state = state._replace(finite_count=jnp.asarray(count, jnp.int32))
+  values = {**values, "finite_count": count}
+  policy, state = _results.resume(name, policy, values)
   if late:
     memory = state.memory._replace(grown=jnp.asarray(grown, jnp.bool_))
     state = state._replace(memory=memory)
   return policy, state
-
-
-def _finite_since_overflow(values: _reading.Values) -> int:
-  """Finite steps since the last overflow; the iteration of the start is -1."""
-  step = values.integer("cur_iter", 0, _checks.LARGEST_COUNT)
-  overflow = values.integer("last_overflow_iter", -1, _checks.LARGEST_COUNT)
-  if overflow >= step:
-    values.fail("last_overflow_iter", f"less than cur_iter, {step}", ValueError)
-  return step - overflow - 1
 
 
 def _version(version: Any) -> tuple[int, ...]:

@@ -4,15 +4,17 @@ from typing import Any
 
 from optax_lossscale import _state
 from optax_lossscale.interop import _reading, _results
+from optax_lossscale.interop._reading import Key
 from optax_lossscale.interop._rules import FairseqLossScale
 
 _SETTINGS = {
-  "fp16_init_scale": 2.0**7,
-  "fp16_scale_window": None,
-  "fp16_scale_tolerance": 0.0,
-  "threshold_loss_scale": None,
-  "min_loss_scale": 1e-4,
+  "fp16_init_scale": Key("init_scale", 2.0**7),
+  "fp16_scale_window": Key("growth_interval"),
+  "fp16_scale_tolerance": Key("tolerance", 0.0),
+  "threshold_loss_scale": Key("threshold", None),
+  "min_loss_scale": Key("min_scale", 1e-4),
 }
+_CHECKPOINT = {"loss_scale": Key("loss_scale")}
 
 
 def from_fairseq(
@@ -47,25 +49,11 @@ def from_fairseq(
     (0.25, 1024.0)
   """
   name = "from_fairseq"
-  options = _reading.read_either(name, "settings", settings, _SETTINGS)
-  options = options.without_none()
-  if "fp16_scale_window" not in options:
-    raise ValueError(
-      "from_fairseq: fp16_scale_window must be given. fairseq's default is"
-      " 2**14 / number of workers / update_freq, which settings do not tell."
-    )
-  floor = options.scale("min_loss_scale")
-  threshold = None
-  if "threshold_loss_scale" in options:
-    threshold = options.scale("threshold_loss_scale")
   policy = FairseqLossScale(
-    growth_interval=options.count("fp16_scale_window"),
-    init_scale=options.scale("fp16_init_scale", floor),
-    tolerance=options.number("fp16_scale_tolerance", 0.0, 2.0**15),
-    threshold=threshold,
-    min_scale=floor,
+    **_reading.read(name, "settings", settings, _SETTINGS)
   )
   if loss_scale is None:
     return _results.start(policy)
-  values = _reading.Values(name, "the argument", {"loss_scale": loss_scale})
-  return _results.resume(policy, values, "loss_scale")
+  given = {"loss_scale": loss_scale}
+  values = _reading.read(name, "the argument", given, _CHECKPOINT)
+  return _results.resume(name, policy, values)

@@ -1,19 +1,23 @@
 """flax.training.dynamic_scale.DynamicScale."""
 
-from collections.abc import Mapping
-import dataclasses
 from typing import Any
 
 from optax_lossscale import _checks, _policies
 from optax_lossscale.interop import _reading, _results, _writing
+from optax_lossscale.interop._reading import Key
 
 _STATIC = {
-  "growth_factor": 2.0,
-  "backoff_factor": 0.5,
-  "growth_interval": 2000,
-  "minimum_scale": _checks.SMALLEST_SCALE,
+  "growth_factor": Key("growth_factor", 2.0),
+  "backoff_factor": Key("backoff_factor", 0.5),
+  "growth_interval": Key("last_count", 2000),
+  # None stands for no floor.
+  "minimum_scale": Key("min_scale", _checks.SMALLEST_SCALE),
 }
-_FIELDS = {"fin_steps": None, "scale": None, **_STATIC}
+_FIELDS = {
+  "fin_steps": Key("finite_count"),
+  "scale": Key("loss_scale"),
+  **_STATIC,
+}
 
 
 def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
@@ -28,7 +32,7 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
     **static: the static fields that the state dict does not hold:
       `growth_factor`, `backoff_factor`, `growth_interval` and `minimum_scale`.
       Those left out have Flax's defaults, as in `DynamicScale(**static)`: 2,
-      1/2, 2000, and 2**-126.
+      1/2, 2000, and 2**-126. What is given here counts, wherever else it is.
 
   Returns:
     `(policy, state)`. The scale of a `DynamicScale` is the current one, not the
@@ -36,8 +40,7 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
 
   Raises:
     TypeError: if a value is of the wrong type.
-    ValueError: if a key is unknown, missing or given twice, or a value is out
-      of range.
+    ValueError: if a key is unknown or missing, or a value out of range.
 
   Examples:
     >>> from flax.training.dynamic_scale import DynamicScale
@@ -46,20 +49,13 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
     >>> policy.growth_interval, state.loss_scale.item()
     (2000, 65536.0)
   """
-  values = _read(dynamic_scale, static)
-  values.require("fin_steps", "scale")
-  interval = values.integer("growth_interval", 0, _checks.LARGEST_COUNT - 1)
-  # None stands for no floor.
-  has_floor = values.found.get("minimum_scale", 1) is not None
-  floor = values.scale("minimum_scale") if has_floor else _checks.SMALLEST_SCALE
-  policy = _policies.DynamicLossScale(
-    init_scale=values.scale("scale", floor),
-    growth_factor=values.growth("growth_factor"),
-    backoff_factor=values.backoff("backoff_factor"),
-    growth_interval=interval + 1,
-    min_scale=floor,
-  )
-  return _results.resume(policy, values, "scale", "fin_steps")
+  name = "from_flax"
+  given = {name: key for name, key in _STATIC.items() if name in static}
+  values = _reading.read(name, "dynamic_scale", dynamic_scale, _FIELDS)
+  values |= _reading.read(name, "the static fields", static, given)
+  interval = values["last_count"] + 1
+  policy = _results.dynamic(values, growth_interval=interval)
+  return _results.resume(name, policy, values)
 
 
 def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
@@ -84,9 +80,8 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_flax(policy, policy.init())["growth_interval"]
     1999
   """
-  target = _writing.Target("to_flax", "Flax's DynamicScale")
-  dynamic = target.dynamic(policy)
-  scale, count = target.scale_and_count(state)
+  dynamic = _writing.dynamic("to_flax", policy)
+  scale, count = _writing.scale_and_count(state)
   return {
     "growth_factor": float(dynamic.growth_factor),
     "backoff_factor": float(dynamic.backoff_factor),
@@ -95,25 +90,3 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     "scale": scale,
     "minimum_scale": float(dynamic.min_scale),
   }
-
-
-def _read(source: Any, static: Mapping[str, Any]) -> _reading.Values:
-  name = "from_flax"
-  given = _reading.read_mapping(name, "the static fields", static, _STATIC)
-  if isinstance(source, Mapping):
-    values = _reading.read_mapping(name, "the state dict", source, _FIELDS)
-  elif type(source).__name__ == "DynamicScale":
-    values = _reading.read_attributes(name, "the DynamicScale", source, _FIELDS)
-    values.complete()
-  else:
-    raise TypeError(
-      "from_flax: dynamic_scale must be a DynamicScale or its state dict, got"
-      f" {_reading.show(source)}."
-    )
-  twice = [key for key in given.found if key in values]
-  if twice:
-    raise ValueError(
-      f"from_flax: {', '.join(twice)} must be given once, got it in"
-      f" {values.what} and as an argument."
-    )
-  return dataclasses.replace(values, found={**values.found, **given.found})

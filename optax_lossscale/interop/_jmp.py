@@ -2,28 +2,27 @@
 
 from typing import Any
 
-from optax_lossscale import _policies
 from optax_lossscale.interop import _reading, _results
+from optax_lossscale.interop._reading import Key
 
-# The attributes of each class, by its name: the scale; the count, the interval
-# and the factor of a dynamic one; and its floor, which is 1 if it has none.
+# The attributes of each class, by its name.
 _CLASSES = {
-  "DynamicLossScale": (
-    "loss_scale",
-    "counter",
-    "period",
-    "factor",
-    "min_loss_scale",
-  ),
-  "StaticLossScale": ("loss_scale",),
-  "NoOpLossScale": (),
-  "DynamicLossScaler": (
-    "scale_value",
-    "counter",
-    "scale_window",
-    "scale_factor",
-  ),
-  "StaticLossScaler": ("scale_value",),
+  "DynamicLossScale": {
+    "loss_scale": Key("loss_scale"),
+    "counter": Key("finite_count"),
+    "period": Key("growth_interval"),
+    "factor": Key("growth_factor"),
+    "min_loss_scale": Key("min_scale"),
+  },
+  "StaticLossScale": {"loss_scale": Key("scale")},
+  "DynamicLossScaler": {
+    "scale_value": Key("loss_scale"),
+    "counter": Key("finite_count"),
+    "scale_window": Key("growth_interval"),
+    "scale_factor": Key("growth_factor"),
+    "min_loss_scale": Key("min_scale", 1.0),  # It has no such attribute.
+  },
+  "StaticLossScaler": {"scale_value": Key("scale")},
 }
 
 
@@ -56,28 +55,17 @@ def from_jmp(loss_scale: Any) -> _results.Result:
     >>> interop.from_jmp(StaticLossScale())[0]
     FixedLossScale(scale=128.0)
   """
-  name = type(loss_scale).__name__
-  if name not in _CLASSES:
-    raise TypeError(
-      f"from_jmp: loss_scale must be one of {', '.join(_CLASSES)}, got"
-      f" {_reading.show(loss_scale)}."
-    )
-  names = _CLASSES[name]
-  values = _reading.read_attributes("from_jmp", name, loss_scale, names)
-  values.complete()
-  if not names:
+  name, kind = "from_jmp", type(loss_scale).__name__
+  if kind == "NoOpLossScale":
     return _results.fixed(1.0)
-  scale, *others = names
-  if not others:
-    return _results.fixed(values.scale(scale))
-  count, interval, factor, *floors = others
-  floor = values.scale(floors[0]) if floors else 1.0
-  growth = values.growth(factor)
-  policy = _policies.DynamicLossScale(
-    init_scale=values.scale(scale, floor),
-    growth_factor=growth,
-    backoff_factor=1 / growth,
-    growth_interval=values.count(interval),
-    min_scale=floor,
-  )
-  return _results.resume(policy, values, scale, count)
+  if kind not in _CLASSES:
+    raise TypeError(
+      f"from_jmp: loss_scale must be one of {', '.join(_CLASSES)} and"
+      f" NoOpLossScale, got {_reading.show(loss_scale)}."
+    )
+  values = _reading.read(name, kind, loss_scale, _CLASSES[kind])
+  if "scale" in values:
+    return _results.fixed(values["scale"])
+  backoff = 1 / values["growth_factor"]
+  policy = _results.dynamic(values, backoff_factor=backoff)
+  return _results.resume(name, policy, values)

@@ -6,16 +6,8 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies
 from optax_lossscale.interop import _reading, _results, _writing
+from optax_lossscale.interop._reading import Key
 
-_FIXED = ("loss_scale_value",)
-_DYNAMIC = {
-  "initial_loss_scale": 2.0**15,
-  "increment_period": 2000,
-  "multiplier": 2.0,
-}
-_OLD_OPTIMIZER = ("loss_scale",)
-_KERAS_3_OPTIMIZER = {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000}
-_TF_OPTIMIZER = {"dynamic": True, **_KERAS_3_OPTIMIZER}
 # The configs of the optimizers hold these, too. Scaling has no use for them.
 _INNER = ("inner_optimizer", "optimizer", "name")
 # Early Keras 3 wrote these settings of its base class, which do nothing there.
@@ -24,19 +16,31 @@ _KERAS_3_BASE = (
   "ema_momentum", "ema_overwrite_frequency", "loss_scale_factor",
   "gradient_accumulation_steps",
 )  # fmt: skip
-_ENVELOPE = ("class_name", "config")
-_ENVELOPE_IGNORED = (
-  "module", "registered_name", "build_config", "compile_config",
+_SERIALIZED = (
+  "class_name", "module", "registered_name", "build_config", "compile_config",
   "shared_object_id",
 )  # fmt: skip
-_OPTIMIZERS = ("LossScaleOptimizer", "LossScaleOptimizerV3")
-_TF_1_OPTIMIZER = "MixedPrecisionLossScaleOptimizer"
-_CLASSES = ("FixedLossScale", "DynamicLossScale", *_OPTIMIZERS, _TF_1_OPTIMIZER)
+_OPTIMIZER = {
+  "initial_scale": Key("init_scale", 2.0**15),
+  "dynamic_growth_steps": Key("growth_interval", 2000),
+}
+_TF_OPTIMIZER = {"dynamic": Key("dynamic", True), **_OPTIMIZER}
+_FIXED = {"loss_scale_value": Key("scale")}
+_DYNAMIC = {
+  "initial_loss_scale": Key("init_scale"),
+  "increment_period": Key("growth_interval"),
+  "multiplier": Key("growth_factor"),
+}
+_TF_VARIABLES = {
+  "current_loss_scale": Key("loss_scale"),
+  "good_steps": Key("finite_count"),
+}
+_KERAS_3_VARIABLES = {
+  "dynamic_scale": Key("loss_scale"),
+  "step_counter": Key("finite_count"),
+}
 
-_TF_VARIABLES = ("current_loss_scale", "good_steps")
-_KERAS_3_VARIABLES = ("dynamic_scale", "step_counter")
-
-_read = functools.partial(_reading.read_mapping, "from_keras")
+_read = functools.partial(_reading.read, "from_keras")
 
 
 def from_keras(config: Any, variables: Any = None) -> _results.Result:
@@ -56,9 +60,9 @@ def from_keras(config: Any, variables: Any = None) -> _results.Result:
       `dynamic`, that of TF 2.3 and before by `loss_scale`); the serialized
       `{"class_name": ..., "config": ...}` around it, also for
       `MixedPrecisionLossScaleOptimizer`; or what those optimizers take for a
-      loss scale, `"dynamic"` or a number of at least 1. Settings left out have
-      the defaults of the class. The nested config of the inner optimizer is
-      read past.
+      loss scale, `"dynamic"` or a number. Settings of a `LossScaleOptimizer`
+      that are left out have its defaults. The nested config of the inner
+      optimizer is read past.
     variables: `{"current_loss_scale": ..., "good_steps": ...}` of TensorFlow
       and tf.keras (where an optimizer has them as `loss_scale` and
       `dynamic_counter`), `{"dynamic_scale": ..., "step_counter": ...}` of
@@ -69,8 +73,7 @@ def from_keras(config: Any, variables: Any = None) -> _results.Result:
 
   Raises:
     TypeError: if a value is of the wrong type.
-    ValueError: if a key is unknown or missing, a value out of range, or the
-      config that of another class.
+    ValueError: if a key is unknown or missing, or a value out of range.
 
   Examples:
     >>> from optax_lossscale import interop
@@ -82,17 +85,15 @@ def from_keras(config: Any, variables: Any = None) -> _results.Result:
     >>> policy.growth_interval, policy.min_scale, state.loss_scale.item()
     (500, 1.0, 4096.0)
   """
-  name, config = _unwrapped(config)
-  kind = _kind(name, config)
-  policy = _READERS[kind](config)
+  policy = _policy(config)
   if variables is None:
     return _results.start(policy)
   if isinstance(policy, _policies.FixedLossScale):
-    _read("variables", variables, ())
+    _read("variables", variables, {})
     return _results.start(policy)
-  names = _KERAS_3_VARIABLES if kind == "Keras 3" else _TF_VARIABLES
-  values = _read("variables", variables, names).complete()
-  return _results.resume(policy, values, *names)
+  keys = _TF_VARIABLES if policy.min_scale == 1 else _KERAS_3_VARIABLES
+  values = _read("variables", variables, keys)
+  return _results.resume("from_keras", policy, values)
 
 
 def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
@@ -120,8 +121,7 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_keras(policy, policy.init())["variables"]
     {'current_loss_scale': 32768.0, 'good_steps': 0}
   """
-  target = _writing.Target("to_keras", "Keras's LossScaleOptimizer")
-  scale, count = target.scale_and_count(state)
+  scale, count = _writing.scale_and_count(state)
   if isinstance(policy, _policies.FixedLossScale):
     fixed = {
       "dynamic": False,
@@ -129,147 +129,65 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
       "dynamic_growth_steps": None,
     }
     return {"config": fixed, "variables": {}}
-  doubles, halves = (2, "it doubles"), (0.5, "it halves")
-  dynamic = target.dynamic(policy, growth_factor=doubles, backoff_factor=halves)
+  only = {
+    "growth_factor": (2, "it doubles"),
+    "backoff_factor": (0.5, "it halves"),
+  }
+  dynamic = _writing.dynamic("to_keras", policy, **only)
   config = {
     "initial_scale": float(dynamic.init_scale),
     "dynamic_growth_steps": int(dynamic.growth_interval),
   }
   if dynamic.min_scale == 1:
-    config, names = {"dynamic": True, **config}, _TF_VARIABLES
+    config, keys = {"dynamic": True, **config}, _TF_VARIABLES
   else:
     floors = "tf.keras has a floor of 1 and Keras 3 none, which is 2**-126 here"
-    target.check(policy, min_scale=(_checks.SMALLEST_SCALE, floors))
-    names = _KERAS_3_VARIABLES
-    count = _writing.count_below(count, dynamic.growth_interval)
-  variables = dict(zip(names, (scale, count), strict=True))
+    floor = _checks.SMALLEST_SCALE, floors
+    _writing.check("to_keras", policy, min_scale=floor)
+    keys, count = (
+      _KERAS_3_VARIABLES,
+      _writing.count_below(count, dynamic.growth_interval),
+    )
+  variables = dict(zip(keys, (scale, count), strict=True))
   return {"config": config, "variables": variables}
 
 
-def _unwrapped(config: Any) -> tuple[str | None, Any]:
-  """The class name, if the config is a serialized one, and the config in it."""
-  if not (isinstance(config, Mapping) and "class_name" in config):
-    return None, config
-  values = _read("the serialized config", config, _ENVELOPE, _ENVELOPE_IGNORED)
-  found = values.complete().found
-  name, inner = found["class_name"], found["config"]
-  if not isinstance(name, str) or name not in _CLASSES:
-    values.fail("class_name", f"one of {', '.join(_CLASSES)}", ValueError)
-  if not isinstance(inner, Mapping):
-    values.fail("config", "a dict", TypeError)
-  return name, inner
-
-
-def _kind(name: str | None, config: Any) -> str:
-  """Which reader a config is for; told by its class, or else by its keys."""
+def _policy(
+  config: Any,
+) -> _policies.DynamicLossScale | _policies.FixedLossScale:
+  """The policy of a config, or of an argument that stands for one."""
+  if isinstance(config, str) and config == "dynamic":
+    return _policies.DynamicLossScale()
   if not isinstance(config, Mapping):
-    return "argument"
-  if name in ("FixedLossScale", "DynamicLossScale", _TF_1_OPTIMIZER):
-    return name
-  if "loss_scale" in config:
-    return "old optimizer"
+    given = "from_keras", "place of a config or 'dynamic'", "a scale", config
+    return _policies.FixedLossScale(_reading.as_word(*given, "scale"))
+  # Some hold another: the serialized ones, and that of TF 2.3.
+  for key, ignored in {"config": _SERIALIZED, "loss_scale": _INNER}.items():
+    if key in config:
+      return _policy(
+        _read("config", config, {key: Key("inner")}, ignored)["inner"]
+      )
+  if "loss_scale_value" in config:
+    values = _read("config of FixedLossScale", config, _FIXED)
+    return _policies.FixedLossScale(values["scale"])
   if "dynamic" in config:
-    return "tf.keras"
-  if name in _OPTIMIZERS or any(key in config for key in _KERAS_3_OPTIMIZER):
-    return "Keras 3"
-  if any(key in config for key in _FIXED):
-    return "FixedLossScale"
-  if any(key in config for key in _DYNAMIC):
-    return "DynamicLossScale"
-  known = [*_TF_OPTIMIZER, *_OLD_OPTIMIZER, *_FIXED, *_DYNAMIC, *_ENVELOPE]
-  raise ValueError(
-    "from_keras: config is of no class that is known, got"
-    f" {_reading.show(config)}. Known keys: {', '.join(known)}; known classes:"
-    f" {', '.join(_CLASSES)}."
-  )
-
-
-def _from_tf_optimizer(config: Any) -> _policies.LossScalePolicy:
-  values = _read("config of tf.keras", config, _TF_OPTIMIZER, _INNER)
-  # None is the default of tf.keras's arguments.
-  values = values.without_none()
-  if values.boolean("dynamic"):
-    return _dynamic(values, 1.0)
-  if "dynamic_growth_steps" in values:
-    values.fail("dynamic_growth_steps", "None if dynamic=False", ValueError)
-  values.require("initial_scale")
-  return _policies.FixedLossScale(values.scale("initial_scale"))
-
-
-def _dynamic(
-  values: _reading.Values, floor: float
-) -> _policies.DynamicLossScale:
-  """The scale of an optimizer of either Keras, which doubles and halves."""
-  return _policies.DynamicLossScale(
-    init_scale=values.scale("initial_scale", floor),
-    growth_interval=values.count("dynamic_growth_steps"),
-    min_scale=floor,
-  )
-
-
-def _from_keras_3_optimizer(config: Any) -> _policies.LossScalePolicy:
-  ignored = (*_INNER, *_KERAS_3_BASE)
-  values = _read("config of Keras 3", config, _KERAS_3_OPTIMIZER, ignored)
-  return _dynamic(values, _checks.SMALLEST_SCALE)
-
-
-def _from_old_optimizer(config: Any) -> _policies.LossScalePolicy:
-  """The LossScaleOptimizer of TF 2.3 and before, read as tf.keras reads it."""
-  policy = _from_tf_1_optimizer(config)
-  factor = getattr(policy, "growth_factor", 2.0)
-  if factor != 2:
-    raise ValueError(
-      "from_keras: multiplier in the DynamicLossScale of a LossScaleOptimizer"
-      f" must be 2, which is what tf.keras accepts, got multiplier = {factor}."
-    )
-  return policy
-
-
-def _from_tf_1_optimizer(config: Any) -> _policies.LossScalePolicy:
-  values = _read("config of the optimizer", config, _OLD_OPTIMIZER, _INNER)
-  name, scale = _unwrapped(values.complete().found["loss_scale"])
-  kind, scales = _kind(name, scale), ("FixedLossScale", "DynamicLossScale")
-  if kind not in ("argument", *scales):
-    values.fail("loss_scale", f"a {' or '.join(scales)}", ValueError)
-  return _READERS[kind](scale)
-
-
-def _from_fixed(config: Any) -> _policies.LossScalePolicy:
-  values = _read("config of FixedLossScale", config, _FIXED).complete()
-  return _policies.FixedLossScale(values.scale("loss_scale_value", 1.0))
-
-
-def _from_dynamic(config: Any) -> _policies.LossScalePolicy:
+    return _tf_policy(config)
+  if {"inner_optimizer", *_OPTIMIZER} & config.keys():
+    past = (*_INNER, *_KERAS_3_BASE)
+    values = _read("config of Keras 3", config, _OPTIMIZER, past)
+    return _results.dynamic(values)
   values = _read("config of DynamicLossScale", config, _DYNAMIC)
-  factor = values.growth("multiplier")
-  return _policies.DynamicLossScale(
-    init_scale=values.scale("initial_loss_scale", 1.0),
-    growth_factor=factor,
-    backoff_factor=1 / factor,
-    growth_interval=values.count("increment_period"),
-    min_scale=1.0,
-  )
+  backoff = 1 / values["growth_factor"]
+  return _results.dynamic(values, backoff_factor=backoff, min_scale=1.0)
 
 
-def _from_argument(argument: Any) -> _policies.LossScalePolicy:
-  if isinstance(argument, str) and argument == "dynamic":
-    return _from_dynamic({})
-  if isinstance(argument, str | bytes | list | tuple | type | None):
-    raise TypeError(
-      "from_keras: a loss scale must be a config, 'dynamic' or a number, got"
-      f" {_reading.show(argument)}."
-    )
-  given = {"loss_scale": argument}
-  values = _reading.Values("from_keras", "the argument", given)
-  return _policies.FixedLossScale(values.scale("loss_scale", 1.0))
-
-
-_READERS = {
-  "argument": _from_argument,
-  "FixedLossScale": _from_fixed,
-  "DynamicLossScale": _from_dynamic,
-  _TF_1_OPTIMIZER: _from_tf_1_optimizer,
-  "old optimizer": _from_old_optimizer,
-  "tf.keras": _from_tf_optimizer,
-  "Keras 3": _from_keras_3_optimizer,
-}
+def _tf_policy(
+  config: Mapping[str, Any],
+) -> _policies.DynamicLossScale | _policies.FixedLossScale:
+  """The policy of tf.keras, where a fixed scale has no default."""
+  name = "config of tf.keras"
+  values = _read(name, config, _TF_OPTIMIZER, _INNER)
+  if values["dynamic"]:
+    return _results.dynamic(values, min_scale=1.0)
+  fixed = {**_TF_OPTIMIZER, "initial_scale": Key("scale")}
+  return _policies.FixedLossScale(_read(name, config, fixed, _INNER)["scale"])

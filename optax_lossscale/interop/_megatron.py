@@ -2,17 +2,21 @@
 
 from typing import Any
 
-from optax_lossscale import _policies
 from optax_lossscale.interop import _reading, _results
+from optax_lossscale.interop._reading import Key
 
 _SETTINGS = {
-  "loss_scale": None,
-  "initial_loss_scale": 2.0**32,
-  "min_loss_scale": 1.0,
-  "loss_scale_window": 1000,
-  "hysteresis": 2,
+  "loss_scale": Key("scale", None),
+  "initial_loss_scale": Key("init_scale", 2.0**32),
+  "min_loss_scale": Key("min_scale", 1.0),
+  "loss_scale_window": Key("growth_interval", 1000),
+  "hysteresis": Key("hysteresis", 2),
 }
-_STATE = ("scale", "growth_tracker", "hysteresis_tracker")
+_STATE = {
+  "scale": Key("loss_scale"),
+  "growth_tracker": Key("finite_count"),
+  "hysteresis_tracker": Key("hysteresis_left"),
+}
 
 
 def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
@@ -45,26 +49,13 @@ def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
     >>> policy.growth_interval, state.memory.hysteresis_left.item()
     (500, 2)
   """
-  name = "from_megatron"
-  options = _reading.read_either(name, "settings", settings, _SETTINGS)
-  options = options.without_none()
-  if "loss_scale" in options:
-    fixed = _results.fixed(options.scale("loss_scale"))
-    if state_dict is not None:
-      what = "the state dict of a fixed scale"
-      _reading.read_mapping(name, what, state_dict, ())
-    return fixed
-  floor = options.scale("min_loss_scale")
-  policy = _policies.DynamicLossScale(
-    init_scale=options.scale("initial_loss_scale", floor),
-    growth_interval=options.count("loss_scale_window"),
-    min_scale=floor,
-    hysteresis=options.count("hysteresis"),
-    hysteresis_refill="growth",
-  )
+  name, state = "from_megatron", "state_dict"
+  values = _reading.read(name, "settings", settings, _SETTINGS)
+  if values["scale"] is not None:
+    _reading.read(name, f"{state} of a fixed scale", state_dict or {}, {})
+    return _results.fixed(values["scale"])
+  policy = _results.dynamic(values, hysteresis_refill="growth")
   if state_dict is None:
     return _results.start(policy)
-  values = _reading.read_mapping(name, "state_dict", state_dict, _STATE)
-  values.complete()
-  left = values.hysteresis_left("hysteresis_tracker", policy.hysteresis)
-  return _results.resume(policy, values, "scale", "growth_tracker", left)
+  values |= _reading.read(name, state, state_dict, _STATE)
+  return _results.resume(name, policy, values)

@@ -2,19 +2,19 @@
 
 from typing import Any
 
-from optax_lossscale import _checks, _policies
 from optax_lossscale.interop import _reading, _results
+from optax_lossscale.interop._reading import Key
 
-_KEYS = (
-  "scale",
-  "incr_ratio",
-  "decr_ratio",
-  "incr_every_n_steps",
-  "decr_every_n_nan_or_inf",
-  "incr_count",
-  "decr_count",
-  "use_dynamic_loss_scaling",
-)
+_KEYS = {
+  "scale": Key("loss_scale"),
+  "incr_ratio": Key("growth_factor"),
+  "decr_ratio": Key("backoff_factor"),
+  "incr_every_n_steps": Key("growth_interval"),
+  "decr_every_n_nan_or_inf": Key("hysteresis"),
+  "incr_count": Key("finite_count"),
+  "decr_count": Key("overflows"),
+  "use_dynamic_loss_scaling": Key("dynamic"),
+}
 
 
 def from_paddle(state_dict: Any) -> _results.Result:
@@ -48,21 +48,12 @@ def from_paddle(state_dict: Any) -> _results.Result:
     >>> policy.hysteresis_refill, state.memory.hysteresis_left.item()
     ('backoff', 1)
   """
-  values = _reading.read_mapping("from_paddle", "state_dict", state_dict, _KEYS)
-  if not values.found:
+  if state_dict == {}:
     return _results.fixed(1.0)
-  values.complete()
-  if not values.boolean("use_dynamic_loss_scaling"):
-    return _results.fixed(values.scale("scale"))
-  overflows = values.count("decr_every_n_nan_or_inf")
-  policy = _policies.DynamicLossScale(
-    init_scale=values.scale("scale"),
-    growth_factor=values.growth("incr_ratio"),
-    backoff_factor=values.backoff("decr_ratio"),
-    growth_interval=values.count("incr_every_n_steps"),
-    min_scale=_checks.SMALLEST_SCALE,
-    hysteresis=overflows,
-    hysteresis_refill="backoff",
-  )
-  left = overflows - values.integer("decr_count", 0, overflows - 1)
-  return _results.resume(policy, values, "scale", "incr_count", left)
+  name = "from_paddle"
+  values = _reading.read(name, "state_dict", state_dict, _KEYS)
+  if not values["dynamic"]:
+    return _results.fixed(values["loss_scale"])
+  values["hysteresis_left"] = values["hysteresis"] - values["overflows"]
+  policy = _results.dynamic(values, hysteresis_refill="backoff")
+  return _results.resume(name, policy, values)

@@ -1,14 +1,18 @@
 """What is made of what was read: a policy, and the state it goes on from."""
 
-from typing import TypeVar
+import dataclasses
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
 from optax_lossscale import _checks, _policies, _state
-from optax_lossscale.interop import _reading
 
 _Policy = TypeVar("_Policy", bound=_policies.LossScalePolicy)
 Result = tuple[_policies.LossScalePolicy, _state.LossScaleState]
+
+_FIELDS = [
+  field.name for field in dataclasses.fields(_policies.DynamicLossScale)
+]
 
 
 def fixed(scale: float) -> Result:
@@ -21,42 +25,55 @@ def start(policy: _Policy) -> tuple[_Policy, _state.LossScaleState]:
   return policy, policy.init()
 
 
+def dynamic(
+  values: dict[str, Any], **others: Any
+) -> _policies.DynamicLossScale:
+  """The dynamic scale with what was read, and what the system always does.
+
+  Where only the current scale was read, it is the first one, too; a system
+  without a floor has that of float32.
+  """
+  first = values.get("loss_scale")
+  known = {"init_scale": first, "min_scale": _checks.SMALLEST_SCALE, **values}
+  chosen = {name: known[name] for name in _FIELDS if name in known}
+  return _policies.DynamicLossScale(**{**chosen, **others})
+
+
 def resume(
-  policy: _Policy,
-  values: _reading.Values,
-  scale: str,
-  count: str | None = None,
-  left: int | None = None,
+  function: str, policy: _Policy, values: dict[str, Any]
 ) -> tuple[_Policy, _state.LossScaleState]:
-  """A policy, and its state at another system's scale and count.
+  """A policy, and its state at another system's scale and counts.
 
   Args:
+    function: the public function, for the messages.
     policy: the policy, whose `init` gives all that is not known.
-    values: what was read.
-    scale: the key of the scale.
-    count: the key of the count of finite steps, if there is one.
-    left: how many overflows are left until one lowers the scale. A policy
-      without hysteresis has no place for it.
+    values: what was read: the `loss_scale`; and, if there are such, the
+      `finite_count`, the `hysteresis` and the `hysteresis_left`.
 
   Returns:
     The policy and the state.
   """
-  value = values.scale(scale)
-  low = getattr(policy, "min_scale", _checks.SMALLEST_SCALE)
-  high = getattr(policy, "max_scale", _checks.LARGEST_SCALE)
-  if not low <= value <= high:
+  scale, state = values["loss_scale"], policy.init()
+  low, high = _policies.bounds(policy)
+  if low is not None and not low <= scale <= high:
     floor, ceiling = _checks.show_bound(low), _checks.show_bound(high)
-    rule = (
-      f"between the floor {floor} and the ceiling {ceiling} of its settings"
+    raise ValueError(
+      f"{function}: the scale in the state must be between the floor {floor}"
+      f" and the ceiling {ceiling} of its settings, got scale = {scale}."
     )
-    values.fail(scale, rule, ValueError)
-  finite = values.integer(count, 0, _checks.LARGEST_COUNT) if count else 0
-  state = policy.init()
-  memory = state.memory
-  if left is not None and memory:
-    memory = memory._replace(hysteresis_left=jnp.asarray(left, jnp.int32))
+  memory, full = state.memory, values.get("hysteresis", 1)
+  left = values.get("hysteresis_left", full)
+  if left > full:
+    raise ValueError(
+      f"{function}: the hysteresis left in the state must be at most that of"
+      f" its settings, {full}, got {left}."
+    )
+  if memory and "hysteresis_left" in values:
+    # Some count on below zero, which has the same effect.
+    left = jnp.asarray(max(left, 0), jnp.int32)
+    memory = memory._replace(hysteresis_left=left)
   return policy, state._replace(
-    loss_scale=jnp.asarray(value, jnp.float32),
-    finite_count=jnp.asarray(finite, jnp.int32),
+    loss_scale=jnp.asarray(scale, jnp.float32),
+    finite_count=jnp.asarray(values.get("finite_count", 0), jnp.int32),
     memory=memory,
   )

@@ -2,16 +2,15 @@
 
 import dataclasses
 import fractions
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _checks, _state
-from optax_lossscale.interop import _reading
 
-# Tolerances are compared as fractions of such integers, see _reaches.
+# What a tolerance is at most, and the integers of its fraction: see _reaches.
 _LARGEST_PART = 2**15
 
 
@@ -66,16 +65,16 @@ class DeepSpeedLossScale:
   min_scale: float = 1.0
   hysteresis: int = 2
   consecutive_hysteresis: bool = False
+  max_scale: ClassVar[float] = _checks.LARGEST_SCALE
 
   def __post_init__(self) -> None:
-    _check_scales(self)
+    _checks.check_scales(self)
     _checks.check_count("growth_interval", self.growth_interval)
     _checks.check_count("hysteresis", self.hysteresis)
     if not isinstance(self.consecutive_hysteresis, bool):
-      got = _reading.show(self.consecutive_hysteresis)
       raise TypeError(
         "consecutive_hysteresis must be True or False, got"
-        f" consecutive_hysteresis = {got}."
+        f" consecutive_hysteresis = {self.consecutive_hysteresis!r}."
       )
 
   def init(self) -> _state.LossScaleState:
@@ -106,7 +105,7 @@ class DeepSpeedLossScale:
     left = jnp.where(refill, jnp.asarray(self.hysteresis, jnp.int32), left)
     factor = jnp.where(grow, jnp.float32(2), jnp.float32(1))
     factor = jnp.where(backoff, jnp.float32(0.5), factor)
-    low, high = jnp.float32(self.min_scale), jnp.float32(_checks.LARGEST_SCALE)
+    low, high = jnp.float32(self.min_scale), jnp.float32(self.max_scale)
     return after._replace(
       loss_scale=jnp.clip(state.loss_scale * factor, low, high),
       finite_count=jnp.where(grow, jnp.int32(0), after.finite_count),
@@ -137,9 +136,10 @@ class FairseqLossScale:
   Attributes:
     growth_interval: how many finite steps in a row make the scale grow.
     init_scale: the scale before the first step.
-    tolerance: the share of overflows that is tolerated, in [0, 32768]. It must
-      be a fraction of two integers up to 32768, as all decimals of up to four
-      digits are, so that the comparison is exact on every device.
+    tolerance: the share of overflows that is tolerated, in [0, 32768]. It is
+      taken for the nearest fraction with a denominator up to 32768, as all
+      decimals of up to four digits are, so that the comparison is exact on
+      every device.
     threshold: the lowest scale that a backoff leads to; None if there is none.
     min_scale: a backoff to this scale or below does not happen. fairseq raises
       an error instead.
@@ -167,21 +167,14 @@ class FairseqLossScale:
   tolerance: float = 0.0
   threshold: float | None = None
   min_scale: float = 1e-4
+  max_scale: ClassVar[float] = _checks.LARGEST_SCALE
 
   def __post_init__(self) -> None:
     _checks.check_count("growth_interval", self.growth_interval)
-    _check_scales(self)
-    _reading.Values(
-      "FairseqLossScale", "its arguments", {"tolerance": self.tolerance}
-    ).number("tolerance", 0, _LARGEST_PART)
+    _checks.check_scales(self)
+    _checks.check_number("tolerance", self.tolerance, 0, _LARGEST_PART)
     if self.threshold is not None:
       _checks.check_scale("threshold", self.threshold)
-    if float(self._share()) != float(self.tolerance):
-      raise ValueError(
-        "tolerance must be a fraction of two integers up to"
-        f" {_LARGEST_PART}, got tolerance = {_reading.show(self.tolerance)};"
-        f" the nearest is {float(self._share())!r}."
-      )
 
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""
@@ -218,7 +211,7 @@ class FairseqLossScale:
     self, scale: jax.Array, grow: jax.Array, backoff: jax.Array
   ) -> jax.Array:
     """The next scale."""
-    higher = jnp.minimum(scale * 2, jnp.float32(_checks.LARGEST_SCALE))
+    higher = jnp.minimum(scale * 2, jnp.float32(self.max_scale))
     lower = scale * jnp.float32(0.5)
     if self.threshold is not None:
       lower = jnp.maximum(lower, jnp.float32(self.threshold))
@@ -227,34 +220,19 @@ class FairseqLossScale:
 
   def _share(self) -> fractions.Fraction:
     """The tolerance as the fraction that was meant: 0.1 as 1/10."""
-    share = fractions.Fraction(float(self.tolerance))
-    return share.limit_denominator(_LARGEST_PART)
-
-
-def _check_scales(policy: DeepSpeedLossScale | FairseqLossScale) -> None:
-  _checks.check_scale("min_scale", policy.min_scale)
-  _checks.check_number(
-    "init_scale", policy.init_scale, policy.min_scale, _checks.LARGEST_SCALE
-  )
+    tolerance = float(self.tolerance)
+    # So that neither of the two integers is larger.
+    largest = int(_LARGEST_PART / max(tolerance, 1))
+    return fractions.Fraction(tolerance).limit_denominator(largest)
 
 
 def _reaches(
   part: jax.Array, whole: jax.Array, share: fractions.Fraction
 ) -> jax.Array:
-  """Whether part / whole >= share, exactly: part * q >= whole * p."""
-  high, low = _product(part, share.denominator)
-  other_high, other_low = _product(whole, share.numerator)
-  equal = (high == other_high) & (low >= other_low)
-  return (high > other_high) | equal
-
-
-def _product(count: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-  """A count times a factor up to 2**15: how many times 2**15, and the rest.
-
-  The product of an int32 and the factor needs up to 46 bits, and without x64
-  the integers of JAX have 32.
-  """
-  base, times = jnp.uint32(_LARGEST_PART), jnp.uint32(factor)
-  count = count.astype(jnp.uint32)
-  low = count % base * times
-  return count // base * times + low // base, low % base
+  """Whether part / whole >= share, exactly, and in the range of an int32."""
+  if not share:
+    return jnp.ones_like(part, jnp.bool_)
+  # part * q >= whole * p, with whole = turns * q + rest and a small rest * p.
+  turns, rest = jnp.divmod(whole, jnp.int32(share.denominator))
+  due = -(-rest * share.numerator // share.denominator)
+  return (part - due) // share.numerator >= turns

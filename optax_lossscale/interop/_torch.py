@@ -4,14 +4,15 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies
 from optax_lossscale.interop import _reading, _results, _writing
+from optax_lossscale.interop._reading import Key
 
-_KEYS = (
-  "scale",
-  "growth_factor",
-  "backoff_factor",
-  "growth_interval",
-  "_growth_tracker",
-)
+_KEYS = {
+  "scale": Key("loss_scale"),
+  "growth_factor": Key("growth_factor"),
+  "backoff_factor": Key("backoff_factor"),
+  "growth_interval": Key("growth_interval"),
+  "_growth_tracker": Key("finite_count"),
+}
 
 
 def from_torch(state_dict: Any) -> _results.Result:
@@ -43,18 +44,11 @@ def from_torch(state_dict: Any) -> _results.Result:
     >>> policy.growth_interval, state.finite_count.item()
     (2000, 17)
   """
-  values = _reading.read_mapping("from_torch", "state_dict", state_dict, _KEYS)
-  if not values.found:
+  if state_dict == {}:
     return _results.fixed(1.0)
-  values.complete()
-  policy = _policies.DynamicLossScale(
-    init_scale=values.scale("scale"),
-    growth_factor=values.growth("growth_factor"),
-    backoff_factor=values.backoff("backoff_factor"),
-    growth_interval=values.count("growth_interval"),
-    min_scale=_checks.SMALLEST_SCALE,
-  )
-  return _results.resume(policy, values, "scale", "_growth_tracker")
+  name = "from_torch"
+  values = _reading.read(name, "state_dict", state_dict, _KEYS)
+  return _results.resume(name, _results.dynamic(values), values)
 
 
 def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
@@ -80,13 +74,13 @@ def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_torch(policy, policy.init())["scale"]
     32768.0
   """
-  target = _writing.Target("to_torch", "torch's GradScaler")
+  name = "to_torch"
   if isinstance(policy, _policies.FixedLossScale):
-    target.check(policy, scale=(1.0, "disabled, it has the scale 1"))
+    _writing.check(name, policy, scale=(1.0, "disabled, it has the scale 1"))
     return {}
   no_floor = (_checks.SMALLEST_SCALE, "it has no floor")
-  dynamic = target.dynamic(policy, min_scale=no_floor)
-  scale, count = target.scale_and_count(state)
+  dynamic = _writing.dynamic(name, policy, min_scale=no_floor)
+  scale, count = _writing.scale_and_count(state)
   return {
     "scale": scale,
     "growth_factor": float(dynamic.growth_factor),

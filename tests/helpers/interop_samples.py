@@ -1,6 +1,5 @@
 """A valid dict for everything that interop reads, and values that are none."""
 
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import interop
@@ -147,6 +146,23 @@ CALLS = {
 }
 
 
+# The settings of these that may be left out.
+OPTIONAL = {
+  "tf.keras": TF,
+  "Keras 3": KERAS_3,
+  "Flax": set(FLAX) - {"fin_steps", "scale"},
+  "Flax, fields": FLAX,
+  "apex, settings": AMP_SETTINGS,
+  "DeepSpeed": FP16,
+  "DeepSpeed, old": FP16,
+  "Megatron": MEGATRON,
+  "fairseq": set(FAIRSEQ) - {"fp16_scale_window"},
+  "fairseq, scale": {"loss_scale"},
+}
+# Calls that are not given the dict itself.
+OBJECTS = [CALLS[name][0] for name in ("jmp", "MindSpore", "fairseq, scale")]
+
+
 class Hostile:
   """Raises whatever is asked of it."""
 
@@ -173,13 +189,6 @@ def nested(depth):
   return value
 
 
-def nested_dict(depth):
-  value = {}
-  for _ in range(depth):
-    value = {"config": value, "class_name": "LossScaleOptimizer"}
-  return value
-
-
 WRONG_TYPE = {
   "a string": "1024",
   "bytes": b"1024",
@@ -193,11 +202,9 @@ WRONG_TYPE = {
   "a hostile object": Hostile(),
   "two numbers": np.ones(2, np.float32),
   "no number": np.ones(0, np.float32),
-  "a float16": np.float16(2.0),
-  "a bfloat16 array": jnp.ones((), jnp.bfloat16),
   "an array of strings": np.array("1024"),
-  "an array of objects": np.array([1.0, None], object)[:1],
   "an array of bool": np.array(True),
+  "a bool": True,
   "a bool of numpy": np.True_,
 }
 WRONG_VALUE = {
@@ -209,4 +216,11 @@ WRONG_VALUE = {
   "a huge int": 10**5000,
   "a negative huge int": -(10**5000),
   "a subnormal": 1e-45,
+}
+# What of these is right for some keys.
+RIGHT = {
+  "hysteresis_tracker": ["a negative"],  # They go on counting below zero.
+  "cur_hysteresis": ["a negative"],
+  "fp16_scale_tolerance": ["a subnormal"],
+  "loss_scale": ["a subnormal"],  # FixedLossScale refuses it.
 }

@@ -1,9 +1,11 @@
 """What the functions of interop accept, and what they make of it."""
 
+import dataclasses
 import subprocess
 import sys
 import types
 
+from flax.training import dynamic_scale
 from helpers import interop_samples as samples
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from optax_lossscale import interop
 @pytest.mark.parametrize(
   "call, valid", samples.CALLS.values(), ids=samples.CALLS
 )
-def test_the_dicts_of_this_module_are_valid(call, valid):
+def test_a_state_has_the_types_of_ours(call, valid):
   policy, state = call(valid)
   assert isinstance(policy, ols.LossScalePolicy)
   assert isinstance(state, ols.LossScaleState)
@@ -29,25 +31,21 @@ def test_the_dicts_of_this_module_are_valid(call, valid):
 NUMBERS = [
   64,
   64.0,
+  np.float16(64),
   np.float32(64),
   np.float64(64),
   np.int64(64),
-  np.array(64.0),
   np.array([64.0], np.float32),
   np.array([[64]]),
-  jnp.float32(64),
+  jnp.bfloat16(64),
   jnp.array([64]),
 ]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda x: type(x).__name__)
 def test_numbers_may_be_of_python_numpy_or_jax(number):
-  config = {
-    **samples.TF_1,
-    "initial_loss_scale": number,
-    "increment_period": number,
-  }
-  policy, state = interop.from_keras(config)
+  settings = {"initial_loss_scale": number, "increment_period": number}
+  policy, state = interop.from_keras({**samples.TF_1, **settings})
   assert (policy.init_scale, policy.growth_interval) == (64.0, 64)
   assert type(policy.init_scale) is float
   assert type(policy.growth_interval) is int
@@ -67,46 +65,122 @@ def test_a_count_beyond_the_interval_grows_on_the_next_finite_step():
     assert after.loss_scale == 2 * state.loss_scale
 
 
-def test_a_disabled_scaler_is_a_scale_of_one():
-  for call in (interop.from_torch, interop.from_paddle):
-    assert call({})[0] == ols.FixedLossScale(1.0)
-  assert interop.from_deepspeed({"enabled": False})[0] == ols.FixedLossScale(
-    1.0
-  )
+def serialized(name, config):
+  return {"module": "keras", "class_name": name, "config": config}
 
 
-def test_a_fixed_scale_is_fixed():
-  fixed = ols.FixedLossScale(64.0)
-  no = {"use_dynamic_loss_scaling": False}
-  assert interop.from_paddle({**samples.PADDLE, **no})[0] == fixed
-  assert interop.from_deepspeed({**samples.FP16, "loss_scale": 64})[0] == fixed
-  assert interop.from_megatron({"loss_scale": 64}, {})[0] == fixed
-  assert interop.from_megatron({"loss_scale": 64})[0] == fixed
-  assert interop.from_apex({}, loss_scale=64)[0] == fixed
-  static = type("StaticLossScale", (), {"loss_scale": np.float32(64)})()
-  assert interop.from_jmp(static)[0] == fixed
-  static = type("StaticLossScaler", (), {"scale_value": np.float32(64)})()
-  assert interop.from_jmp(static)[0] == fixed
-  no_op = type("NoOpLossScale", (), {"loss_scale": 1})()
-  assert interop.from_jmp(no_op)[0] == ols.FixedLossScale(1.0)
-  with pytest.raises(ValueError, match="from_megatron: unknown key"):
-    interop.from_megatron({"loss_scale": 64}, samples.MEGATRON_STATE)
+def old_optimizer(loss_scale):
+  return {"optimizer": {"class_name": "Adam"}, "loss_scale": loss_scale}
 
 
-def test_settings_may_be_the_attributes_of_an_object():
-  args = types.SimpleNamespace(**samples.MEGATRON, lr=0.1, world_size=8)
-  assert interop.from_megatron(args) == interop.from_megatron(samples.MEGATRON)
-  args = types.SimpleNamespace(**samples.FAIRSEQ, arch="transformer")
-  assert interop.from_fairseq(args) == interop.from_fairseq(samples.FAIRSEQ)
-  scaler = types.SimpleNamespace(
-    **samples.DEEPSPEED, scale_window=20, dtype=object()
-  )
-  left, right = (
-    interop.from_deepspeed(samples.FP16, s) for s in (scaler, samples.DEEPSPEED)
-  )
-  assert left == right
-  with pytest.raises(TypeError, match=r"from_megatron.*has none"):
-    interop.from_megatron(types.SimpleNamespace(lr=0.1))
+def look_alike(name, **attributes):
+  return type(name, (), attributes)()
+
+
+QUARTERS = {**samples.TF_1, "multiplier": 4.0}
+BY_QUARTERS = ols.DynamicLossScale(64.0, 4.0, 0.25, growth_interval=20)
+FIXED_8 = serialized("FixedLossScale", {"loss_scale_value": 8.0})
+KERAS_3 = {**samples.KERAS_3, "inner_optimizer": {}, "name": "x"}
+NO_FLOOR = ols.DynamicLossScale(1024.0, min_scale=2.0**-126)
+OFF, FIXED = ols.FixedLossScale(1.0), ols.FixedLossScale(8.0)
+DYNAMIC = ols.DynamicLossScale()
+# Who reads, what is read, and the policy that it is.
+POLICIES = [
+  (interop.from_torch, {}, OFF),
+  (interop.from_paddle, {}, OFF),
+  (interop.from_deepspeed, {"enabled": False}, OFF),
+  (interop.from_jmp, look_alike("NoOpLossScale", loss_scale=1), OFF),
+  (
+    interop.from_paddle,
+    {**samples.PADDLE, "scale": 8.0, "use_dynamic_loss_scaling": False},
+    FIXED,
+  ),
+  (interop.from_deepspeed, {**samples.FP16, "loss_scale": 8}, FIXED),
+  (interop.from_megatron, {"loss_scale": 8}, FIXED),
+  (lambda x: interop.from_megatron(x, {}), {"loss_scale": 8}, FIXED),
+  (lambda x: interop.from_apex({}, loss_scale=x), 8, FIXED),
+  (interop.from_jmp, look_alike("StaticLossScale", loss_scale=8), FIXED),
+  (interop.from_jmp, look_alike("StaticLossScaler", scale_value=8), FIXED),
+  (interop.from_keras, 8, FIXED),
+  (lambda x: interop.from_keras(x, {}), 8.0, FIXED),
+  (interop.from_keras, {"loss_scale_value": 8.0}, FIXED),
+  (interop.from_keras, FIXED_8, FIXED),
+  (interop.from_keras, old_optimizer(8.0), FIXED),
+  (interop.from_keras, old_optimizer(FIXED_8), FIXED),
+  (
+    interop.from_keras,
+    {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": None},
+    FIXED,
+  ),
+  (interop.from_keras, "dynamic", DYNAMIC),
+  (interop.from_keras, old_optimizer("dynamic"), DYNAMIC),
+  (interop.from_keras, {"dynamic": True}, DYNAMIC),
+  (
+    interop.from_keras,
+    samples.TF_1,
+    ols.DynamicLossScale(64.0, growth_interval=20),
+  ),
+  (interop.from_keras, QUARTERS, BY_QUARTERS),
+  (
+    interop.from_keras,
+    serialized(
+      "MixedPrecisionLossScaleOptimizer",
+      old_optimizer(serialized("DynamicLossScale", QUARTERS)),
+    ),
+    BY_QUARTERS,
+  ),
+  (
+    interop.from_keras,
+    serialized("LossScaleOptimizer", KERAS_3),
+    dataclasses.replace(NO_FLOOR, growth_interval=20),
+  ),
+  (
+    interop.from_flax,
+    {**samples.FLAX, "minimum_scale": None},
+    dataclasses.replace(NO_FLOOR, growth_interval=21),
+  ),
+  (
+    interop.from_flax,
+    dynamic_scale.DynamicScale(growth_interval=9, minimum_scale=2.0),
+    ols.DynamicLossScale(2.0**16, growth_interval=10, min_scale=2.0),
+  ),
+]
+
+
+@pytest.mark.parametrize("read, given, policy", POLICIES)
+def test_each_way_to_write_a_loss_scale_is_read(read, given, policy):
+  assert read(given)[0] == policy
+
+
+def test_what_is_given_beside_a_flax_field_counts():
+  policy, _ = interop.from_flax(samples.FLAX, growth_interval=3)
+  assert policy.growth_interval == 4
+
+
+class Settings:
+  """As those whose attributes are keys: one that is missing is a KeyError."""
+
+  def __init__(self, **values):
+    self.values = values
+
+  def __getattr__(self, name):
+    return self.__dict__["values"][name]
+
+
+@pytest.mark.parametrize("kind", [Settings, types.SimpleNamespace])
+def test_settings_may_be_the_attributes_of_an_object(kind):
+  for call, values in (
+    (interop.from_megatron, samples.MEGATRON),
+    (interop.from_fairseq, samples.FAIRSEQ),
+    (lambda x: interop.from_deepspeed(samples.FP16, x), samples.DEEPSPEED),
+  ):
+    assert call(kind(**values, lr=0.1, dtype=object())) == call(values)
+
+
+def test_a_deepspeed_scaler_without_hysteresis_need_not_hold_any():
+  state = {k: v for k, v in samples.DEEPSPEED.items() if k != "cur_hysteresis"}
+  settings = {**samples.FP16, "hysteresis": 1}
+  assert interop.from_deepspeed(settings, state)[1].loss_scale == 1024
 
 
 def test_the_version_names_the_rule():
@@ -116,16 +190,6 @@ def test_the_version_names_the_rule():
   for version in ("0.17.1", "0.17.3+abc", "0.18", "0.19.8", "1.0"):
     policy, _ = interop.from_deepspeed(samples.FP16, version=version)
     assert isinstance(policy, interop.DeepSpeedLossScale)
-
-
-def test_an_instance_of_flax_is_read_and_another_object_is_not():
-  dynamic_scale = pytest.importorskip("flax.training.dynamic_scale")
-  given = dynamic_scale.DynamicScale(growth_interval=9, minimum_scale=None)
-  policy, state = interop.from_flax(given)
-  assert (policy.growth_interval, policy.min_scale) == (10, 2.0**-126)
-  assert state.loss_scale == 65536
-  with pytest.raises(TypeError, match="from_flax: dynamic_scale must be a Dyn"):
-    interop.from_flax(types.SimpleNamespace(scale=1.0, fin_steps=0))
 
 
 def test_interop_imports_no_framework():

@@ -14,7 +14,6 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import interop
-from optax_lossscale.interop import _rules
 
 RULES = {
   "deepspeed": interop.DeepSpeedLossScale(2.0**10, 3, 4.0, 2),
@@ -182,7 +181,7 @@ def test_deepspeed_grows_on_step_w_plus_1_and_then_on_every_w_th():
 
 
 @hypothesis.given(
-  part=st.integers(0, 2**31 - 1),
+  part=st.integers(1, 2**31 - 1),
   whole=st.integers(1, 2**31 - 1),
   top=st.integers(0, 2**15),
   bottom=st.integers(1, 2**15),
@@ -193,26 +192,31 @@ def test_deepspeed_grows_on_step_w_plus_1_and_then_on_every_w_th():
 @hypothesis.example(part=107374181, whole=2147483640, top=1, bottom=20)
 def test_a_share_is_compared_exactly(part, whole, top, bottom):
   share = fractions.Fraction(top, bottom)
-  reached = _rules._reaches(jnp.int32(part), jnp.int32(whole), share)
-  assert bool(reached) == (fractions.Fraction(part, whole) >= share)
+  policy = interop.FairseqLossScale(10, tolerance=top / bottom)
+  counts = jnp.int32(whole - 1), jnp.int32(part - 1)
+  state = policy.init()._replace(memory=interop.FairseqMemory(*counts))
+  after = policy.adjust(state, jnp.array(False))
+  reached = fractions.Fraction(part, whole) >= share
+  assert after.loss_scale == policy.init_scale / (2 if reached else 1)
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3, 4])
-def test_every_tolerance_of_four_digits_is_taken(digits):
-  values = np.arange(0, 10**digits, 1 if digits < 4 else 37) / 10**digits
-  for value in values.tolist():
-    interop.FairseqLossScale(10, tolerance=value)
-
-
-def test_a_tolerance_that_is_no_small_fraction_is_refused():
-  with pytest.raises(
-    ValueError, match=r"tolerance must be a fraction.*0\.1234"
-  ):
-    interop.FairseqLossScale(10, tolerance=0.123456789)
+def test_every_tolerance_of_four_digits_is_meant_as_it_is_written(digits):
+  bottom = 10**digits
+  for top in range(1, bottom, 1 if digits < 3 else 997):
+    policy = interop.FairseqLossScale(10, tolerance=top / bottom)
+    for overflows, moves in (top, True), (top - 1, False):
+      memory = interop.FairseqMemory(
+        jnp.int32(bottom - 1), jnp.int32(overflows - 1)
+      )
+      state = policy.init()._replace(memory=memory)
+      after = policy.adjust(state, jnp.array(False))
+      assert (after.loss_scale < policy.init_scale) == moves
 
 
 BAD = [
   (interop.DeepSpeedLossScale, "init_scale", 0.5),
+  (interop.DeepSpeedLossScale, "init_scale", 2.0**127),
   (interop.DeepSpeedLossScale, "init_scale", float("nan")),
   (interop.DeepSpeedLossScale, "growth_interval", 0),
   (interop.DeepSpeedLossScale, "min_scale", 0.0),

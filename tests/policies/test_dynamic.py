@@ -220,6 +220,23 @@ def test_every_hyperparameter_acts_after_jit_scan_and_a_checkpoint(name):
   assert got != scales(default, string)
 
 
+@pytest.mark.parametrize("names_it", [True, False])
+def test_a_policy_of_ones_own_may_name_its_lowest_scale(names_it):
+  class Own:  # It has the two methods alone, or min_scale as well.
+    init, adjust = ols.FixedLossScale(8.0).init, ols.FixedLossScale(8.0).adjust
+
+  if names_it:
+    Own.min_scale = 8.0
+  policy = Own()
+  assert isinstance(policy, ols.LossScalePolicy)
+  state = policy.adjust(policy.init(), False)
+  metrics = ols.loss_scale_metrics(state, policy=policy)
+  assert metrics["skips_at_floor"] == names_it
+  with pytest.raises(ols.LossScaleError) as error:
+    ols.raise_if_stuck(state, 1, policy=policy)
+  assert ("the lowest allowed (min_scale = 8)" in str(error.value)) == names_it
+
+
 def test_the_defaults_are_those_of_the_documentation():
   assert ols.DynamicLossScale() == ols.DynamicLossScale(
     init_scale=32768.0,
