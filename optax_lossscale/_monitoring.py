@@ -153,12 +153,11 @@ def raise_if_stuck(
     Traceback (most recent call last):
       ...
     optax_lossscale.LossScaleError: The last 3 steps were all skipped. The loss
-    scale is 1, the lowest allowed (min_scale = 1), and gradients still overflow
-    or are NaN. Pass grads to see which. If they overflow, lower min_scale of
-    the policy, or compute the layer that overflows in float32 or bfloat16. If
-    they are NaN, no loss scale can cure it: look for it in the data, in
-    activations that overflow in the forward pass, or in too large a learning
-    rate.
+    scale is 1, the lowest allowed (min_scale = 1): lower min_scale of the
+    policy. If gradients overflow there, compute the layer that overflows in
+    float32 or bfloat16. If they are NaN without an overflow, no loss scale can
+    cure it: look for it in the data, in activations that overflow in the
+    forward pass, or in too large a learning rate. Pass grads to see which.
     To learn which operation, on which line, call
     diagnostics.find_overflow(grad_fn, params, batch).
     >>> ols.raise_if_stuck(state, max_skipped_share=0.01, steps=1000)

@@ -1,7 +1,5 @@
 """A wrong call is answered with what is wrong, what came, and what to do."""
 
-import functools
-
 import equinox as eqx
 from flax import nnx
 import jax

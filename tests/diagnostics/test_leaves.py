@@ -177,7 +177,7 @@ NANS = {"w": jnp.array([1.0, NAN])}
       AT_FLOOR,
       DYNAMIC,
       None,
-      ["is 1, the lowest allowed (min_scale = 1)", "NaN. Pass grads"],
+      ["is 1, the lowest allowed (min_scale = 1)", "Pass grads"],
     ),
     (
       AT_FLOOR,
@@ -185,7 +185,7 @@ NANS = {"w": jnp.array([1.0, NAN])}
       INFS,
       [
         "lowest allowed",
-        "still overflow: lower min_scale",
+        "lower min_scale",
         "\n  v float32[]: 0 inf, 1 NaN",
         "\n  w float32[2]: 1 inf, 0 NaN of 2, first at [1]",
       ],
@@ -194,17 +194,14 @@ NANS = {"w": jnp.array([1.0, NAN])}
       AT_FLOOR,
       DYNAMIC,
       NANS,
-      ["NaN, none of them infinite; no loss scale can cure it", "\n  w float"],
+      ["lowest", "no loss scale can cure it", "\n  w float32[2]: 0 inf, 1 NaN"],
     ),
     (FIXED, 1024, None, ["is 1024, and fixed", "Use DynamicLossScale"]),
     (FIXED, 1024, INFS, ["fixed", "not finite:\n  v float32"]),
-    (FIXED, ols.FixedLossScale(1024), NANS, ["If a NaN is the model's own"]),
-    (FIXED, DYNAMIC, None, ["is 1024, above the lowest", "still coming down"]),
-    (FIXED, DYNAMIC, NANS, ["is 1024, above", "If a NaN is the model's own"]),
+    (FIXED, DYNAMIC, None, ["is 1024. ", "still coming down", "Pass grads"]),
     (AT_FLOOR, DYNAMIC, {"w": jnp.ones(2)}, ["are finite", "check_updates"]),
     (AT_FLOOR, None, None, ["is 1. ", "Pass policy", "Pass grads"]),
     (AT_FLOOR, None, INFS, ["is 1. ", "Pass policy", "\n  w float32"]),
-    (AT_FLOOR, None, NANS, ["is 1. ", "If a NaN is the model's own"]),
     (AT_FLOOR, None, {"w": jnp.ones(2)}, ["are finite", "check_updates"]),
   ],
 )
@@ -243,7 +240,7 @@ def test_nothing_is_said_of_a_floor_that_was_not_told():
     ols.raise_if_stuck(state, 5)
   assert "lowest" not in str(error.value)
   assert "floor" not in str(error.value)
-  with pytest.raises(ols.LossScaleError, match=r"is 0\.125, above the lowest"):
+  with pytest.raises(ols.LossScaleError, match=r"is 0\.125\. If it is still"):
     ols.raise_if_stuck(state, 5, policy=ols.HeadroomLossScale())
 
 
