@@ -62,8 +62,8 @@ def measure(
     TypeError: if a part of the evidence is not a number.
     ValueError: if one is not a scalar, or the norm cannot be known.
   """
-  # No division, as in `unscale_grads`, which is exact in float64, too: XLA on CPU
-  # would write the quotients to memory, a tenth of a step's bytes.
+  # No division, as in `unscale_grads`, which is exact in float64, too: XLA on
+  # CPU would write the quotients to memory, a tenth of a step's bytes.
   reciprocal = None if loss_scale is None else 1 / loss_scale
   amax = _times(_grads.largest_magnitude(grads), reciprocal)
   if max_norm is None:
