@@ -256,7 +256,7 @@ class Rewriter:
     eqns = [eqn for new in made for eqn in new.eqns]
     outs = [_jaxprs.is_one_of(v, half) for v in closed.jaxpr.outvars]
     found = _together(new.found for new in made)
-    return Rewritten(_jaxprs.with_equations(jaxpr, eqns), outs, found)
+    return Rewritten(_jaxprs.with_fields(jaxpr, eqns=eqns), outs, found)
 
   def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _New:
     """What stands in the place of an equation."""
@@ -330,8 +330,8 @@ class Rewriter:
     in_half = functools.partial(_call_in_rule, dtype=self._dtype)
     tools = _rules.Tools(function, in_half, paths, here.guarded)
     fun = _rules.make_anew(named, rule, tools)
-    eqns = fun and _jaxprs.equations_of(fun, named)
-    return _New(eqns, found=_together(founds)) if eqns else None
+    made = fun and _jaxprs.equations_of(fun, named)
+    return _New(made[0], found=_together(founds)) if made else None
 
   def _with_jaxprs(
     self,

@@ -24,9 +24,8 @@ from optax_lossscale._jaxprs._equations import (
   is_one_of,
   needed_equations,
   runs_once,
-  with_equations,
+  with_fields,
   with_jaxprs,
-  with_outputs,
 )
 from optax_lossscale._jaxprs._hijax import HiScan, lowered
 from optax_lossscale._jaxprs._lines import (

@@ -50,29 +50,17 @@ def function(eqn: core.JaxprEqn) -> Callable[..., list[Any]]:
 
 def equations_of(
   fun: Callable[..., list[Any]], eqn: core.JaxprEqn
-) -> list[core.JaxprEqn] | None:
+) -> tuple[list[core.JaxprEqn], list[Any]] | None:
   """The equations of a function, to stand in the place of another equation.
 
   Args:
-    fun: the function, of the inputs of the equation.
+    fun: the function, of the inputs of the equation. It may return more.
     eqn: the equation.
 
   Returns:
     The equations, between the very variables of the one that they replace, and
-    at its line; None if they cannot stand there.
-  """
-  made = equations_and_more(fun, eqn)
-  return None if made is None else made[0]
-
-
-def equations_and_more(
-  fun: Callable[..., list[Any]], eqn: core.JaxprEqn
-) -> tuple[list[core.JaxprEqn], list[Any]] | None:
-  """The same of a function that returns more than the equation.
-
-  Returns:
-    The equations, and the variables of what it returns beyond the outputs of
-    the equation.
+    at its line; and the variables of what the function returns beyond its
+    outputs. None if they cannot stand there.
   """
   with context_of(eqn):
     closed = jax.make_jaxpr(fun)(*[v.aval for v in eqn.invars])
@@ -189,7 +177,7 @@ def with_jaxprs(
   Args:
     eqn: the equation.
     replace: a function from a jaxpr, as it is held, to one of the same kind,
-      inputs and outputs, such as one by ``with_equations``.
+      inputs and outputs, such as one by ``with_fields``.
 
   Returns:
     The equation. All other parameters stay as they are, whatever they are.
@@ -206,24 +194,12 @@ def _replaced(param: Any, replace: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:
   return param
 
 
-def with_equations(jaxpr: AnyJaxpr, eqns: list[core.JaxprEqn]) -> AnyJaxpr:
-  """A jaxpr with other equations, and the constants that it has."""
-  return with_fields(jaxpr, eqns=eqns)
-
-
 def with_fields(jaxpr: AnyJaxpr, **fields: Any) -> AnyJaxpr:
   """A jaxpr with other fields, and the constants that it has."""
   # The first is a closed one, too, since JAX 0.11, and keeps its constants.
   if isinstance(jaxpr, core.Jaxpr):
     return jaxpr.replace(**fields)
   return ClosedJaxpr(jaxpr.jaxpr.replace(**fields), jaxpr.consts)
-
-
-def with_outputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
-  """A jaxpr that returns some of its outputs alone."""
-  outvars = closed.jaxpr.outvars
-  some: Any = with_fields(closed, outvars=[outvars[i] for i in kept])
-  return some
 
 
 def is_one_of(atom: Any, variables: Container[Any]) -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs._equations import (
   AnyJaxpr,
   ClosedJaxpr,
-  equations_and_more,
+  equations_of,
   held_jaxprs,
   with_fields,
   with_jaxprs,
@@ -217,7 +217,7 @@ def _made_anew(
   eqn: core.JaxprEqn, fun: Callable[..., list[Any]], bodies: list[Opened]
 ) -> _Made | None:
   """The equations of a function that returns more than an equation."""
-  made = equations_and_more(fun, eqn)
+  made = equations_of(fun, eqn)
   if made is None:
     return None
   eqns, values = made

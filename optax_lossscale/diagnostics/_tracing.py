@@ -59,7 +59,8 @@ class Traced(NamedTuple):
   def only(self, kinds: Collection[str]) -> "Traced":
     """The same function without all other outputs."""
     kept = [i for i, out in enumerate(self.outputs) if out.kind in kinds]
-    closed = _jaxprs.with_outputs(self.closed, kept)
+    outvars = [self.closed.jaxpr.outvars[i] for i in kept]
+    closed: Any = _jaxprs.with_fields(self.closed, outvars=outvars)
     outputs = [self.outputs[i] for i in kept]
     return self._replace(closed=closed, outputs=outputs)
 

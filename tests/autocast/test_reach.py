@@ -301,7 +301,7 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(fun, change):
   if change is unknown and _jaxprs.hi_primitive(eqns[i]) is not None:
     pytest.skip("What an unknown primitive hides in an object is not seen.")
   eqns[i] = change(eqns[i])
-  found, told, new = rewrite(_jaxprs.with_equations(closed, eqns))
+  found, told, new = rewrite(_jaxprs.with_fields(closed, eqns=eqns))
   if any(eqn is eqns[i] for eqn in new):  # As written, and told.
     assert not found
     assert _jaxprs.name_of(eqns[i]) in told
@@ -324,7 +324,7 @@ def test_a_shard_map_of_another_jax_is_rewritten():
   fun = jax.shard_map(custom_vjp, mesh=mesh, in_specs=spec, out_specs=spec)
   closed = jax.make_jaxpr(fun)(A, B)
   eqns = [renamed(eqn) for eqn in closed.jaxpr.eqns]
-  found, told, _ = rewrite(_jaxprs.with_equations(closed, eqns))
+  found, told, _ = rewrite(_jaxprs.with_fields(closed, eqns=eqns))
   # Its rule needs no axis. So it is entered, though it is not understood.
   assert found and not told
 

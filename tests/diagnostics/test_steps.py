@@ -173,7 +173,7 @@ def test_gradients_in_a_while_are_told_first():
 
 def test_what_cannot_be_made_anew_is_told(monkeypatch):
   step, args = whole_steps.in_a_scan_of_one(SMALL)
-  monkeypatch.setattr(_outputs, "equations_and_more", lambda fun, eqn: None)
+  monkeypatch.setattr(_outputs, "equations_of", lambda fun, eqn: None)
   with pytest.warns(UserWarning, match="gradients inside of scan at whole_st"):
     assert find_overflow(step, *args) is None
 
