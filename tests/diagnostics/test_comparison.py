@@ -564,15 +564,6 @@ def test_primitives_of_hijax_are_entered_where_autocast_enters_them():
       assert report.notes == ()
 
 
-def test_a_scan_of_hijax_is_entered():
-  expected = compare(scanned, W, X)
-  with hijax.flags_on("jax_scan3"):
-    report = compare(scanned, W, X)
-  assert report.error == pytest.approx(expected.error, rel=1e-3)
-  names = lambda report: {row.name for row in report.products}
-  assert names(report) == names(expected)
-
-
 def test_all_places_that_stand_out_are_told():
   report = dataclasses.replace(
     compare(three, W, X), standing_out=("a at m.py", "b")

@@ -10,8 +10,6 @@ import functools
 from typing import Any, NamedTuple
 import weakref
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics._overflow import _bits, _report
@@ -27,24 +25,20 @@ class Value:
   Attributes:
     array: the array.
     marks: None if it is finite, else uint32 of the same shape, on the host.
-    shadow: of a Ref, that of the marks on what it holds; None if all is finite.
   """
 
-  __slots__ = ("__weakref__", "_bits", "array", "marks", "shadow")
+  __slots__ = ("__weakref__", "_bits", "array", "marks")
 
   def __init__(
     self, array: Any, marks: np.ndarray | None = None, bits: int | None = None
   ):
     self.array = array
     self.marks = marks
-    self.shadow: Any = None
     self._bits = bits
 
   @property
   def bits(self) -> int:
     """All bits that are set in the marks."""
-    if self.shadow is not None:
-      return _bits.union(self.shadow[...])
     if self._bits is None:
       self._bits = 0 if self.marks is None else _bits.union(self.marks)
     return self._bits
@@ -90,12 +84,6 @@ class Origins:
     none = _bits.no_marks(marked[0])
     marks = [none if v.marks is None else v.marks for v in values]
     return self.value(array, make(*marks))
-
-  def in_ref(self, value: Value, marks: np.ndarray) -> Value:
-    """The value of a Ref, with marks on what it holds."""
-    value.shadow = jax.new_ref(jnp.asarray(marks))
-    self._marked.add(value)
-    return value
 
   def add(self, origin: _report.Overflow, is_constant: bool = False) -> int:
     """The bit of a new origin.
