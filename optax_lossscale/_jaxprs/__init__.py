@@ -47,6 +47,7 @@ from optax_lossscale._jaxprs._loops import (
   ShardMap,
   While,
 )
+from optax_lossscale._jaxprs._moves import SPREAD
 from optax_lossscale._jaxprs._names import (
   Names,
   place_name,

@@ -241,10 +241,16 @@ NOT_EVERYWHERE = {
 
 def names_in_tables():
   from optax_lossscale._autocast import _products, _rewrite, _rules
-  from optax_lossscale._jaxprs import _equations, _hijax, _weights
+  from optax_lossscale._jaxprs import (
+    _equations,
+    _hijax,
+    _moves,
+    _sums,
+    _weights,
+  )
   from optax_lossscale._jaxprs import _products as flops
   from optax_lossscale.diagnostics._overflow import _stepper
-  from optax_lossscale.diagnostics._precision import _known, _risks
+  from optax_lossscale.diagnostics._precision import _risks
 
   return {
     *_products.MOVES,
@@ -259,11 +265,11 @@ def names_in_tables():
     *_hijax.BEHAVES_LIKE.values(),
     *flops._FLOPS,
     *_stepper._NEUTRAL,
-    *_known._ONLY_MOVE,
+    *_moves.SPREAD,
     *_risks._EXPONENTIALS,
     *_risks._POWERS,
-    *_known._SUMS,
-    *_known._CUMULATIVE,
+    *_sums._SUMS,
+    *_sums._CUMULATIVE,
     *_risks._OVER_DEVICES,
   }
 

@@ -27,21 +27,16 @@ class Value:
     marks: None if it is finite, else uint32 of the same shape, on the host.
   """
 
-  __slots__ = ("__weakref__", "_bits", "array", "marks")
-
-  def __init__(
-    self, array: Any, marks: np.ndarray | None = None, bits: int | None = None
-  ):
+  def __init__(self, array: Any, marks: np.ndarray | None = None):
     self.array = array
     self.marks = marks
-    self._bits = bits
 
-  @property
+  @functools.cached_property
   def bits(self) -> int:
     """All bits that are set in the marks."""
-    if self._bits is None:
-      self._bits = 0 if self.marks is None else _bits.union(self.marks)
-    return self._bits
+    if self.marks is None:
+      return 0
+    return int(np.bitwise_or.reduce(self.marks, axis=None))
 
 
 class _Found(NamedTuple):
@@ -57,11 +52,9 @@ class Origins:
     self._by_bit: dict[int, _Found] = {}
     self._marked: weakref.WeakSet[Value] = weakref.WeakSet()
 
-  def value(
-    self, array: Any, marks: np.ndarray | None, bits: int | None = None
-  ) -> Value:
+  def value(self, array: Any, marks: np.ndarray) -> Value:
     """A value whose marks are known to be in use."""
-    value = Value(array, marks, bits)
+    value = Value(array, marks)
     self._marked.add(value)
     return value
 
@@ -134,16 +127,15 @@ class Operation(NamedTuple):
     run: carries it out, on arrays in place of those of the inputs; None if it
       must not be done again.
     inputs: the values that it read.
+      A number that is written there is part of it, and has no marks.
     neutral: what to put in place of an entry that is not finite, to see whether
       the others are enough to make an inf; None if that cannot be told.
-    writes_inf: whether an inf, and no NaN, is written in the operation itself.
     describe: what to remember of it, for an output and its new entries.
   """
 
   run: Callable[..., list[Any]] | None
   inputs: list[Value]
   neutral: float | None
-  writes_inf: bool
   describe: Callable[[Any, np.ndarray], _report.Overflow]
 
 
@@ -168,6 +160,10 @@ def mark(
   known = bits_of_all(op.inputs)
   clean, alone = _run_again(op, known, outs)
   rest, constants = _rest(origins, known), origins.constants()
+  # Without marks, it is an inf that is written there.
+  writes_inf = not known and not all(
+    _bits.is_finite(v.array) for v in op.inputs
+  )
   own = 0
   values = []
   for i, out in enumerate(outs):
@@ -178,7 +174,7 @@ def mark(
     with_this = {bit: arrays[i] for bit, arrays in alone.items()}
     marks, is_own = _bits.attribute(out, without, with_this, rest, constants)
     if is_own.any():
-      is_constant = op.writes_inf and not known and not _bits.has_nan(out)
+      is_constant = writes_inf and not _bits.has_nan(out)
       own = own or origins.add(op.describe(out, is_own), is_constant)
       marks[is_own] = own
     values.append(origins.value(out, marks))
@@ -228,9 +224,8 @@ def agree(
     if is_finite:
       agreed.append(Value(out))
       continue
-    bits = value.bits or _rest(origins, known)
-    marks = _bits.fill(value.marks, out, bits)
-    agreed.append(origins.value(out, marks, bits))
+    marks = _bits.fill(value.marks, out, value.bits or _rest(origins, known))
+    agreed.append(origins.value(out, marks))
   return agreed
 
 
@@ -239,7 +234,7 @@ def _groups(known: int) -> list[int]:
 
   The operation is carried out once for each group.
   """
-  bits = _bits.each_of(known)
+  bits = [bit for bit in _BITS if bit & known]
   rest = sum(bits[_MOST_ALONE:])
   return [*bits[:_MOST_ALONE], *([rest] if rest else [])]
 

@@ -2,6 +2,8 @@
 
 import collections
 
+import numpy as np
+
 from optax_lossscale.diagnostics._overflow import _marks
 
 # A loop may go wrong in each of a million iterations. After as many as this
@@ -34,4 +36,4 @@ class Patience:
   def note(self, way: tuple[bool, ...], bits: int) -> None:
     """Notes the bits that were found in an iteration."""
     self._seen[way] += 1
-    self._found = self._origins.value(None, None, self.known | bits)
+    self._found = self._origins.value(None, np.array([self.known | bits]))

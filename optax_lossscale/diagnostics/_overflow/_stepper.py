@@ -6,7 +6,6 @@ import functools
 from typing import Any, NamedTuple, TypeVar
 
 from jax.extend import core
-import numpy as np
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics._overflow import (
@@ -148,7 +147,13 @@ class Stepper(abc.ABC):
         return _marks.agree(self.origins, outs, finite, entered, known)
     name, axis = _jaxprs.name_of(eqn), self.runner.axis
     describe = functools.partial(_report.describe, name, arrays, place, axis)
-    op = _operation(eqn, inputs, None if has_effect else run, describe)
+    atoms = zip(inputs, eqn.invars, strict=True)
+    op = _marks.Operation(
+      run=None if has_effect else run,
+      inputs=[_marks.Value(v.array) if _is_literal(x) else v for v, x in atoms],
+      neutral=_NEUTRAL.get(name),
+      describe=describe,
+    )
     return _marks.mark(self.origins, op, outs, finite)
 
   def cached(self, make: Callable[[Any], _Made], thing: Any) -> _Made:
@@ -159,22 +164,5 @@ class Stepper(abc.ABC):
     return self._cache[key]
 
 
-def _operation(
-  eqn: core.JaxprEqn,
-  inputs: list[_marks.Value],
-  run: _runners.Run | None,
-  describe: Callable[[Any, np.ndarray], _report.Overflow],
-) -> _marks.Operation:
-  is_literal = lambda atom: isinstance(atom, core.Literal)
-  literals: Any = filter(is_literal, eqn.invars)
-  sizes = [float(np.abs(literal.val)) for literal in literals]
-  pairs = zip(inputs, map(is_literal, eqn.invars), strict=True)
-  return _marks.Operation(
-    run=run,
-    # A number that is written there is part of the operation, without marks.
-    inputs=[_marks.Value(v.array) if written else v for v, written in pairs],
-    neutral=_NEUTRAL.get(_jaxprs.name_of(eqn)),
-    # The largest of an inf and a NaN is a NaN.
-    writes_inf=bool(np.max(sizes, initial=0) == np.inf),
-    describe=describe,
-  )
+def _is_literal(atom: _jaxprs.Atom) -> bool:
+  return isinstance(atom, core.Literal)

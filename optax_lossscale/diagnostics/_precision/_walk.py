@@ -15,8 +15,6 @@ from optax_lossscale import _jaxprs
 _COMBINERS = ("arg", "cum", "reduce", "scatter", "select_and", "sort", "top_k")
 # What these return is what each of their jaxprs returns.
 _HAND_BACK = _jaxprs.Call, _jaxprs.Cond, _jaxprs.ShardMap
-# If all numbers in their input are one, so are those in their result.
-_ONLY_MOVE = {"broadcast_in_dim", "copy", "pvary", "reshape", "squeeze"}
 
 Branches = tuple[tuple[core.JaxprEqn, int], ...]
 
@@ -70,7 +68,7 @@ class Body:
     eqn = self._made_by.get(atom)
     if eqn is None:
       return self._numbers.get(atom)
-    moves = eqn.primitive.name in _ONLY_MOVE
+    moves = eqn.primitive.name in _jaxprs.SPREAD
     return self.number(eqn.invars[0]) if moves else None
 
   def terms(self, atom: _jaxprs.Atom) -> int:
