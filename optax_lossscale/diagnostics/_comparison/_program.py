@@ -113,7 +113,8 @@ class Program(NamedTuple):
     product = _jaxprs.function(_jaxprs.in_float32(eqn))
     (out,) = rounded(*product(*rounded(*inputs[:2]), *inputs[2:]))
     arrays, limits = [*inputs[:2], out], _limits.limits_of(dtype)
-    noted = _statistics.noted(notes[row], arrays, limits)
+    noted = _statistics.of_one_run(arrays, limits)
+    noted = _statistics.together(notes[row], noted)
     return [out], [*notes[:row], noted, *notes[row + 1 :]]
 
   def _beside(self, eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:

@@ -52,11 +52,10 @@ def find_overflow(
   Returns:
     None if all floats in the result are finite, of the whole program or of its
     operations; with a warning, if a step is skipped all the same, or gradients
-    could not be looked at. Otherwise an
-    :class:`Overflow`: the first operation, in the order of the program, that
-    had finite inputs and a result that was not finite, and that reached the
-    result. There may be others in its field ``others``. An inf that is written
-    in the program is named only if there is nothing else.
+    could not be looked at. Otherwise an :class:`Overflow`: the first operation,
+    in the order of the program, that had finite inputs and a result that was
+    not, and that reached the result. There may be more in its field ``others``.
+    An inf that is written in the program is named only if there is no other.
 
   Raises:
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
@@ -77,10 +76,8 @@ def find_overflow(
     >>> diagnostics.find_overflow(loss_fn, w, x / 2) is None
     True
   """
-  with _tracing.not_finite_allowed():
-    traced = _tracing.trace("find_overflow", fun, args, kwargs, shapes=False)
-    with _tracing.mesh_of(traced.inputs):
-      found = _origins_of(traced)
+  with _tracing.traced_on_host("find_overflow", fun, args, kwargs) as traced:
+    found = _origins_of(traced)
   if not found:
     return None
   return dataclasses.replace(found[0], others=tuple(found[1:]))
