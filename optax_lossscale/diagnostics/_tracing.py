@@ -103,10 +103,9 @@ def trace(
   *,
   shapes: bool,
 ) -> Traced:
-  """Traces a function once.
+  """Traces a function once. Its arrays become inputs of the jaxpr.
 
-  Arrays become inputs of the jaxpr. Everything else (numbers, functions, the
-  static parts of a model) stays as it is.
+  Numbers, functions and the static parts of a model stay as they are.
 
   Args:
     caller: the public function, for messages.
@@ -119,15 +118,10 @@ def trace(
     A :class:`Traced`.
 
   Raises:
-    TypeError: if ``fun`` is not callable, or, where arrays are needed, this is
-      called under ``jit``; if an argument is traced, or is a shape where an
-      array is needed.
+    TypeError: if ``fun`` is not callable; if an argument is traced; or, where
+      arrays are needed, if one is a shape, or under ``jit``.
   """
-  if not callable(fun):
-    raise TypeError(
-      f"fun must be a function, got fun = {fun!r}. Write {caller}(fun, *args),"
-      f" not {caller}(fun(*args))."
-    )
+  _check_callable(caller, fun)
   # Trainers bind their model, which Flax NNX changes in place: what is bound is
   # an argument, too.
   while isinstance(fun, functools.partial):
@@ -228,6 +222,14 @@ def _is_input(leaf: Any) -> bool:
   # Integers of numpy may be sizes and indices that must be known.
   is_numpy = isinstance(leaf, (np.ndarray, np.generic))
   return is_numpy and _arrays.is_inexact(leaf)
+
+
+def _check_callable(caller: str, fun: Any) -> None:
+  if not callable(fun):
+    raise TypeError(
+      f"fun must be a function, got fun = {fun!r}. Write {caller}(fun, *args),"
+      f" not {caller}(fun(*args))."
+    )
 
 
 def _check_inputs(

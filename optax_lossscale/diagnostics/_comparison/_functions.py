@@ -49,8 +49,8 @@ def compare_precision(
     effects: ``"all"``, or ``"worst"`` for a large model: the places that do
       most harm are then found by halves, in few runs.
     progress: whether to tell on the standard error stream how far it has come,
-      if it takes longer than a second. (If ``fun`` has an argument of one of
-      these two names, bind it with ``functools.partial``.)
+      if it takes over a second. (If ``fun`` has an argument of one of these two
+      names, bind it with ``functools.partial``.)
     **kwargs: its keyword arguments.
 
   Returns:
@@ -82,9 +82,11 @@ def compare_precision(
     raise ValueError(
       f"effects must be 'all' or 'worst', got effects = {effects!r}."
     )
-  host = _tracing.traced_on_host("compare_precision", fun, args, kwargs)
-  with host as traced:
-    return _compared(fun, traced, effects, _progress.Progress(progress))
+  bar = _progress.Progress(progress)
+  with _tracing.traced_on_host(
+    "compare_precision", fun, args, kwargs
+  ) as traced:
+    return _compared(fun, traced, effects, bar)
 
 
 def _compared(

@@ -208,10 +208,16 @@ def precision_report(
   as_dtype = _limits.as_small_float(dtype)
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
   steps = _walk.steps_of(traced.closed)
-  products = _flops.products_in(steps)
-  total = sum(product.flops for product in products)
   notes = _tracing.told(traced.shut)
   notes += [f"{step.note}, {step.place.source}" for step in steps if step.note]
+  return _reported(steps, as_dtype, notes)
+
+
+def _reported(
+  steps: list[_walk.Step], as_dtype: np.dtype, notes: list[str]
+) -> PrecisionReport:
+  products = _flops.products_in(steps)
+  total = sum(product.flops for product in products)
   right = sum(p.flops for p in products if not _is_wider(p.operands, as_dtype))
   return PrecisionReport(
     dtype=str(as_dtype),
