@@ -27,7 +27,6 @@ from optax_lossscale.diagnostics._overflow import (
   _entering,
   _finding,
   _marks,
-  _patience,
   _runners,
   _stepper,
 )
@@ -356,21 +355,6 @@ def test_a_late_fault_is_found_in_a_loop_that_always_makes_infs():
 
   hit = find_overflow(fun, jnp.abs(X))
   assert (hit.path, hit.others) == ("scan[200]/square", ())
-
-
-def test_after_thirty_iterations_alike_what_they_found_is_blamed():
-  patience = _patience.Patience(_marks.Origins())
-  for _ in range(40):
-    patience.note((False,), 0)
-  assert not patience.is_over((False,))
-  for bits in 3, 1:
-    patience.note((True,), bits)
-  assert patience.known == 3
-  are_over = []
-  for _ in range(29):
-    are_over.append(patience.is_over((True,)))
-    patience.note((True,), 0)
-  assert are_over == [False] * 28 + [True]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from optax_lossscale import _jaxprs
+from optax_lossscale.diagnostics import find_overflow, precision_report
 
 X = jnp.full((4, 4), 2, jnp.float16)
 
@@ -214,3 +215,19 @@ def test_an_object_of_hijax_that_nobody_knows_is_what_it_lowers_to():
   (called,) = map(_jaxprs.part_of, eqns)
   assert isinstance(called, _jaxprs.Call)
   assert not any(map(_jaxprs.hi_primitive, called.body.jaxpr.eqns))
+
+
+@pytest.mark.parametrize("fun", [scan, while_loop, cond, call])
+def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
+  held = [e for e in jax.make_jaxpr(fun)(X).eqns if [*_jaxprs.held_jaxprs(e)]]
+  if not held:
+    pytest.skip("with a flag of hijax, this JAX has no such equation")
+  name = held[0].primitive.name
+  monkeypatch.setattr(_jaxprs, "part_of", lambda eqn: None)
+  matrices = lambda x: [y for y in jax.tree.leaves(fun(x)) if y.ndim == 2]
+  hit = find_overflow(matrices, X * 300)
+  assert hit.path == name
+  report = precision_report(fun, X)
+  assert report.total_flops == 128
+  told = f"{name}, of which what is inside is counted once"
+  assert any(note.startswith(told) for note in report.notes)
