@@ -261,15 +261,6 @@ def test_python_numbers_in_a_state_that_is_closed_over_are_selected():
   assert run(False, 2.0) == state
 
 
-def test_two_leaves_of_one_value_each_keep_their_own():
-  _, kept = jax.jit(
-    lambda finite: _select.update_or_keep(
-      one_value_for_two_leaves, finite, GRADS, OLD, None
-    )
-  )(False)
-  assert_same_bits(kept, OLD)
-
-
 def test_functions_among_the_extra_arguments_are_closed_over():
   def update(grads, state, params, *, fun):
     return fun(state["a"]), moments(grads, state)

@@ -577,28 +577,6 @@ def test_an_entry_that_only_the_whole_makes_inf_has_the_marks_of_the_others():
   assert origins.named(agreed[1:]) == [origin]
 
 
-@pytest.mark.parametrize(
-  "fun, args, message",
-  [
-    (3.0, (), r"fun must be a function, got fun = 3\.0"),
-    (jnp.exp, (jax.ShapeDtypeStruct((2,), float),), r"needs arrays.* at x"),
-    (
-      lambda *xs: xs[0]["a"],
-      ({"a": jax.ShapeDtypeStruct((2,), float)},),
-      r"needs arrays.* at args\[0\]\['a'\]",
-    ),
-  ],
-)
-def test_what_cannot_be_run_is_refused(fun, args, message):
-  with pytest.raises(TypeError, match=message):
-    find_overflow(fun, *args)
-
-
-def test_under_jit_it_says_to_call_it_outside():
-  with pytest.raises(TypeError, match=r"must be called outside jit.* at x"):
-    jax.jit(lambda x: find_overflow(jnp.exp, x))(X)
-
-
 def test_a_function_without_a_signature_can_be_run():
   class Odd:
     __signature__ = "none"
