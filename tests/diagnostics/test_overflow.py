@@ -561,7 +561,7 @@ def test_a_nnx_model_is_left_as_it_was():
 def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
   """XLA may round otherwise if it sees several operations at once."""
   enter = lambda *_: [_marks.Value(jnp.zeros_like(X))]
-  monkeypatch.setattr(_entering.Walker, "enter", enter)
+  monkeypatch.setattr(_entering.Enterer, "enter", enter)
   assert find_overflow(lambda x: jnp.exp(x * 20), X).path == "exp"
 
 
@@ -572,7 +572,7 @@ def test_an_entry_that_only_the_whole_makes_inf_has_the_marks_of_the_others():
   bit = origins.add(origin)
   first = origins.value(inf, jnp.array([bit, 0], jnp.uint32))
   values = [first, _marks.Value(one)]
-  agreed = _marks.agree(origins, [inf[::-1], inf], [False] * 2, values, bit)
+  agreed = origins.agree([inf[::-1], inf], [False] * 2, values, bit)
   assert [value.marks.tolist() for value in agreed] == [[bit, bit], [bit, 0]]
   assert origins.named(agreed[1:]) == [origin]
 

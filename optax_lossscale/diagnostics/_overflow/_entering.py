@@ -18,7 +18,7 @@ from optax_lossscale.diagnostics._overflow import (
 )
 
 
-class Walker(_stepper.Stepper):
+class Enterer(_stepper.Stepper):
   """Runs jaxprs one operation at a time, and those that these hold."""
 
   def enter(self, entry: _stepper.Entry) -> list[_marks.Value] | None:
@@ -140,7 +140,7 @@ class Walker(_stepper.Stepper):
       values = self.run(closed, inputs, place)
       patience.note(way, _marks.bits_of_all(values))
       known = patience.known
-    return _marks.agree(self.origins, outs, finite, values, known)
+    return self.origins.agree(outs, finite, values, known)
 
   def _shard_map(
     self, mapped: _jaxprs.ShardMap, entry: _stepper.Entry
@@ -152,7 +152,7 @@ class Walker(_stepper.Stepper):
     runner = _runners.ShardRunner(mapped)
     place = entry.place.step("shard_map")
     values = self._move(runner.enter, entry.inputs)
-    outs = Walker(self.origins, runner).run(mapped.body, values, place)
+    outs = Enterer(self.origins, runner).run(mapped.body, values, place)
     return self._move(runner.leave, outs)
 
   def _move(

@@ -38,7 +38,7 @@ def find_overflow(
   operation by operation, on the host. From there each inf and NaN is followed:
   what never reaches a result is not named, such as a masked logit of -inf, or
   the branch of a ``where`` that is not taken. A function that is called, a loop
-  or a branch is run at once, and walked into only if its result is not finite.
+  or a branch is run at once, and entered only if its result is not finite.
   A function with effects, such as a callback, is run once, by operations. What
   is written into a ``Ref`` of JAX is not followed: what reads it is named.
 
@@ -88,13 +88,13 @@ def _origins_of(traced: _tracing.Traced) -> list[_report.Overflow]:
   outs = _run_at_once(traced)
   if outs is None or not all(map(_bits.is_finite, outs)):
     origins = _marks.Origins()
-    walker = _entering.Walker(origins, _runners.Runner())
+    stepper = _entering.Enterer(origins, _runners.Runner())
     inputs = [
-      walker.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
+      stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
       for x, name in zip(traced.inputs, traced.names, strict=True)
     ]
     used = outs and [not _bits.is_finite(out) for out in outs]
-    values = walker.run(traced.closed, inputs, _jaxprs.Place(), used)
+    values = stepper.run(traced.closed, inputs, _jaxprs.Place(), used)
     found = origins.named(values)
     if found:
       return found

@@ -1,4 +1,4 @@
-"""When to stop walking into the iterations of a loop."""
+"""When to stop running the iterations of a loop step by step."""
 
 import collections
 

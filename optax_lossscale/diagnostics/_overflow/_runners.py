@@ -108,7 +108,7 @@ def take(array: jax.Array, i: int, axis: int) -> jax.Array:
   return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
 
 
-# Compiled, since the arrays of a walk are no longer traced.
+# Compiled, since these arrays are no longer traced.
 select = jax.jit(_arrays.select_rows)
 
 

@@ -144,7 +144,7 @@ class Stepper(abc.ABC):
       entered = self.enter(entry._replace(used=asked)) or []
       known = _marks.bits_of_all(entered)
       if known:
-        return _marks.agree(self.origins, outs, finite, entered, known)
+        return self.origins.agree(outs, finite, entered, known)
     name, axis = _jaxprs.name_of(eqn), self.runner.axis
     describe = functools.partial(_report.describe, name, arrays, place, axis)
     atoms = zip(inputs, eqn.invars, strict=True)
@@ -154,7 +154,7 @@ class Stepper(abc.ABC):
       neutral=_NEUTRAL.get(name),
       describe=describe,
     )
-    return _marks.mark(self.origins, op, outs, finite)
+    return self.origins.mark(op, outs, finite)
 
   def cached(self, make: Callable[[Any], _Made], thing: Any) -> _Made:
     """What a function makes of an equation or a jaxpr, made once."""
