@@ -22,12 +22,11 @@ JAX_NIGHTLY = .venv-jax-nightly
 # installation page names the index. Without, the newest pre-release, if any.
 JAX_NIGHTLY_OPTIONS ?=
 # What JAX will do by default one day, and does today if it is asked for: each
-# makes one primitive of what was several. JAX has all four since 0.11.1, and an
+# makes one primitive of what was several. JAX has them since 0.11.1, and an
 # older one ignores those that it does not have. JAX_FLAGS=JAX_REMAT3=1 turns one
-# on alone. With jax_scan3, a scan that is not in a `jit` or a `checkpoint` has
-# neither gradient nor vmap in JAX 0.12 itself: tests that need them say so where
-# they stand, and are skipped with this flag alone.
-JAX_FLAGS ?= JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_SCAN3=1
+# on alone. The fourth, jax_scan3, is left out: with it, a scan that is not in a
+# `jit` or a `checkpoint` has neither gradient nor vmap in JAX 0.12 itself.
+JAX_FLAGS ?= JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1
 CORE = _arrays _checks \
   _grads _state _axes \
   _policies._powers_of_two _policies._search _policies._headroom _policies._plain \

@@ -5,12 +5,16 @@ leaf of the state is computed. CONTRIBUTING.md says why.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
 from optax_lossscale import _arrays, _jaxprs
+
+# The values to keep, by the variables of those that may take their place.
+_Leaves = dict[Any, Any]
 
 
 def update_or_keep(
@@ -48,8 +52,8 @@ def update_or_keep(
     ValueError: if ``update`` returns a state of another structure.
   """
   # Outside jit nothing is fused, and leaves of the state may be any object.
-  here = _jit_called_here() if isinstance(finite, jax.core.Tracer) else None
-  if here is None:
+  plain = _plain_jit() if isinstance(finite, jax.core.Tracer) else None
+  if plain is None:
     updates, new_state = update(grads, state, params, **extra_args)
     return updates, keep_unless(finite, new_state, state)
 
@@ -58,7 +62,7 @@ def update_or_keep(
     _check_structure(new_state, state)
     return updates, jax.tree.map(_arrays.cast_like, new_state, state)
 
-  return _run_with_selects(run, finite, state, here)
+  return _run_with_selects(run, _Selects(finite, plain), state)
 
 
 def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
@@ -71,11 +75,23 @@ def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
   return _arrays.select(finite, new_state, state)
 
 
+def _plain_jit() -> _jaxprs.PlainJit | None:
+  """A jit without any options, to compare others with.
+
+  None if its jaxpr cannot be taken apart: a new version of JAX may describe
+  what a function computes in another way. To select within an update saves
+  time, and to select after it is always right.
+  """
+  try:
+    plain = _jaxprs.plain_jit()
+    jax.eval_shape(_jaxprs.function(plain.eqn), 0.0)
+  except Exception:
+    return None
+  return plain
+
+
 def _run_with_selects(
-  run: Callable[[], tuple[Any, Any]],
-  finite: jax.Array,
-  state: Any,
-  here: core.JaxprEqn,
+  run: Callable[[], tuple[Any, Any]], selects: "_Selects", state: Any
 ) -> tuple[Any, Any]:
   # `run` takes no arguments but closes over everything. So traced values become
   # constants of the jaxpr, and keep their shardings and manual axes, and
@@ -89,174 +105,98 @@ def _run_with_selects(
   for var, leaf in zip(new_vars, old_leaves, strict=True):
     if not isinstance(var, core.Literal):
       old.setdefault(var, leaf)
-  outs, selected = _evaluate(closed.jaxpr, closed.consts, finite, old, here)
+  outs, selected = selects.run(closed, [], old)
 
   def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
     if out is leaf:  # The update left it as it was.
       return out
     is_selected = _jaxprs.is_one_of(var, selected) and selected[var] is leaf
-    return out if is_selected else _arrays.select(finite, out, leaf)
+    return out if is_selected else _arrays.select(selects.finite, out, leaf)
 
   new_leaves = map(select_if_not_yet, new_vars, outs[first:], old_leaves)
   updates = jax.tree.unflatten(jax.tree.structure(shapes[0]), outs[:first])
   return updates, jax.tree.unflatten(jax.tree.structure(state), new_leaves)
 
 
-def _jit_called_here() -> core.JaxprEqn | None:
-  """The equation of a jit without any options, to compare others with.
+class _Selects(NamedTuple):
+  """Runs a jaxpr, and selects each new value right where it is computed.
 
-  None if its jaxpr cannot be taken apart: a new version of JAX may describe
-  what a function computes in another way. To select within an update saves
-  time, and to select after it is always right.
-  """
-  try:
-    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns
-    jax.eval_shape(_jaxprs.function(eqn), 0.0)
-  except Exception:
-    return None
-  return eqn
-
-
-def _evaluate(
-  jaxpr: core.Jaxpr,
-  args: list[Any],
-  finite: jax.Array,
-  old: dict[Any, Any],
-  here: core.JaxprEqn,
-) -> tuple[list[Any], dict[Any, Any]]:
-  """Evaluates a jaxpr, and selects each output right where it is computed.
-
-  Args:
-    jaxpr: the jaxpr.
-    args: a value for each of its constants and inputs.
+  Attributes:
     finite: whether to take the new values.
-    old: the values to keep, by output variable.
-    here: what ``_jit_called_here`` returns.
-
-  Returns:
-    The outputs, and for each variable that was selected the value to keep.
+    plain: a jit without any options, as it is called here.
   """
-  env = dict(zip(jaxpr.constvars + jaxpr.invars, args, strict=True))
-  selected: dict[Any, Any] = {}
 
-  def read(var: Any) -> Any:
-    return var.val if isinstance(var, core.Literal) else env[var]
+  finite: Any
+  plain: _jaxprs.PlainJit
 
-  for eqn in jaxpr.eqns:
-    inputs = list(map(read, eqn.invars))
-    entry = _entry(eqn, here)
-    if entry is not None:
-      outs, within = _enter(entry, inputs, eqn.outvars, finite, old, here)
-      env.update(zip(eqn.outvars, outs, strict=True))
-      selected |= within
-      continue
-    outs = _jaxprs.function(eqn)(*inputs)
-    env.update(zip(eqn.outvars, outs, strict=True))
-    for var in eqn.outvars:
-      if var in old and _may_select(eqn, env[var], finite, old[var], here):
-        env[var] = _arrays.select(finite, env[var], old[var])
-        selected[var] = old[var]
-  return [read(var) for var in jaxpr.outvars], selected
+  def run(
+    self, closed: _jaxprs.ClosedJaxpr, inputs: Sequence[Any], old: _Leaves
+  ) -> tuple[list[Any], _Leaves]:
+    """Runs a jaxpr.
 
+    Args:
+      closed: the jaxpr.
+      inputs: its inputs.
+      old: the values to keep, by output variable.
 
-class _Entry(NamedTuple):
-  """What it takes to enter a jit: its jaxpr, and the scope of its call."""
+    Returns:
+      The outputs, and for each variable that was selected the value to keep.
+    """
+    selected: _Leaves = {}
 
-  inner: _jaxprs.ClosedJaxpr
-  scope: str
+    def step(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+      # In a jit with one result nothing could read the selected value.
+      is_jit = len(eqn.outvars) > 1
+      entered = self.plain.entered(eqn) if is_jit else None
+      if entered is not None:
+        inner, scope = entered
+        # Profiles go on to show the scopes around the call, and its name.
+        with jax.named_scope(scope):
+          return enter(inner, inputs, eqn.outvars)
+      outs = _jaxprs.function(eqn)(*inputs)
+      return list(map(functools.partial(select, eqn), eqn.outvars, outs))
 
+    def enter(
+      inner: _jaxprs.ClosedJaxpr, inputs: list[Any], outvars: Sequence[Any]
+    ) -> list[Any]:
+      # By the variable inside. If it is returned twice, it is selected once.
+      pairs = {
+        i: o
+        for i, o in zip(inner.jaxpr.outvars, outvars, strict=True)
+        if o in old and not isinstance(i, core.Literal)
+      }
+      outs, within = self.run(
+        inner, inputs, {i: old[o] for i, o in pairs.items()}
+      )
+      selected.update({pairs[i]: leaf for i, leaf in within.items()})
+      return outs
 
-def _enter(
-  entry: _Entry,
-  args: list[Any],
-  outvars: Sequence[Any],
-  finite: jax.Array,
-  old: dict[Any, Any],
-  here: core.JaxprEqn,
-) -> tuple[list[Any], dict[Any, Any]]:
-  """Does what ``_evaluate`` does, for the function that a jit calls."""
-  inner = entry.inner
-  # By the variable inside. If it is returned twice, it is selected once.
-  pairs = {
-    i: o
-    for i, o in zip(inner.jaxpr.outvars, outvars, strict=True)
-    if o in old and not isinstance(i, core.Literal)
-  }
-  inner_old = {i: old[o] for i, o in pairs.items()}
-  # Profiles go on to show the scopes around the call, and its name.
-  with jax.named_scope(entry.scope):
-    outs, selected = _evaluate(
-      inner.jaxpr, [*inner.consts, *args], finite, inner_old, here
-    )
-  return outs, {pairs[i]: leaf for i, leaf in selected.items()}
+    def select(eqn: core.JaxprEqn, var: Any, out: Any) -> Any:
+      if var not in old or not self._may_select(eqn, out, old[var]):
+        return out
+      selected[var] = old[var]
+      return _arrays.select(self.finite, out, old[var])
 
+    return _jaxprs.interpret(closed, inputs, step), selected
 
-def _entry(eqn: core.JaxprEqn, here: core.JaxprEqn) -> _Entry | None:
-  """How to select inside this equation, if it is a jit without options.
+  def _may_select(self, eqn: core.JaxprEqn, value: Any, old: Any) -> bool:
+    """Whether all that reads the value may read the selected one instead.
 
-  Shardings, donation and other options of the jit would be lost. A jit with one
-  result is not entered, since nothing in it could read the selected value. Nor
-  is one that is not understood.
-  """
-  if eqn.primitive is not here.primitive or len(eqn.outvars) < 2:
-    return None
-  try:
-    inner = _jaxprs.called_jaxpr(eqn)
-    is_as_here = eqn.ctx == here.ctx and not _has_options(eqn, here)
-    call = f"jit({eqn.params['name']})"
-    scope = str(eqn.source_info.name_stack.extend(call))
-  except Exception:
-    return None
-  return _Entry(inner, scope) if inner and is_as_here else None
-
-
-def _has_options(eqn: core.JaxprEqn, here: core.JaxprEqn) -> bool:
-  """Whether a jit was given an option that the one here was not given.
-
-  The one here has one argument and one result: what an option says of them, it
-  may say of each argument and result of the other.
-  """
-  return any(
-    option not in _one_for_each(here.params[name])
-    for name, options in eqn.params.items()
-    if name not in ("jaxpr", "name")
-    for option in _one_for_each(options)
-  )
-
-
-def _one_for_each(param: Any) -> tuple[Any, ...]:
-  return param if isinstance(param, tuple) else (param,)
-
-
-def _may_select(
-  eqn: core.JaxprEqn,
-  value: Any,
-  finite: jax.Array,
-  old: Any,
-  here: core.JaxprEqn,
-) -> bool:
-  """Whether all that reads the value may read the selected one instead.
-
-  It may not if the selected one is of another type, since what follows was
-  traced with the type of this one. It may not on another device or mesh than
-  that of this call, such as between operations of the host. And it may not if
-  the equation says where its result is placed, since XLA would choose a place
-  for the selected one. And it may not if one of these cannot be known.
-  """
-  try:
-    shardings = map(_is_sharding, jax.tree.leaves(eqn.params))
-    return (
-      _jaxprs.varying(finite) <= _jaxprs.varying(value)
-      and jax.typeof(value) == jax.typeof(old)
-      and eqn.ctx == here.ctx
-      and not any(shardings)
-    )
-  except Exception:
-    return False
-
-
-def _is_sharding(x: Any) -> bool:
-  return isinstance(x, jax.sharding.Sharding)
+    It may not if the selected one is of another type, since what follows was
+    traced with the type of this one. It may not on another device or mesh than
+    that of this call, such as between operations of the host. And it may not if
+    the equation says where its result is placed, since XLA would choose a place
+    for the selected one. And it may not if one of these cannot be known.
+    """
+    try:
+      return (
+        _jaxprs.varying(self.finite) <= _jaxprs.varying(value)
+        and jax.typeof(value) == jax.typeof(old)
+        and self.plain.is_here(eqn)
+        and not _jaxprs.names_sharding(eqn)
+      )
+    except Exception:
+      return False
 
 
 def _check_structure(new_state: Any, state: Any) -> None:

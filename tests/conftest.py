@@ -13,7 +13,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
-import pytest  # noqa: E402
 
 # Eight virtual devices, whatever the machine has; tests of one device are not
 # touched by the other seven.
@@ -36,17 +35,3 @@ hypothesis.settings.register_profile(
   "nightly", deadline=None, max_examples=10_000, print_blob=True
 )
 hypothesis.settings.load_profile("quick")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-  """Skips what JAX cannot do with ``jax_scan3``, in 0.12 and without us.
-
-  A scan that is a primitive of hijax has neither a gradient nor a ``vmap``.
-  """
-  try:
-    return (yield)
-  except NotImplementedError as error:
-    if not getattr(jax.config, "jax_scan3", False) or "Scan3" not in str(error):
-      raise
-    pytest.skip(f"JAX {jax.__version__} cannot do it with jax_scan3.")

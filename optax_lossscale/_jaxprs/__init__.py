@@ -8,6 +8,7 @@ then takes the equation as a whole. Nothing here raises because of a new JAX.
 ``tests/package/test_jax.py`` holds what is relied on, and fails first.
 """
 
+from optax_lossscale._jaxprs._again import as_array, is_ref, without_donation
 from optax_lossscale._jaxprs._equations import (
   AnyJaxpr,
   Atom,
@@ -19,15 +20,17 @@ from optax_lossscale._jaxprs._equations import (
   exported_text,
   function,
   has_effect,
+  has_effects,
   held_jaxprs,
   hi_primitive,
   is_one_of,
   needed_equations,
-  runs_once,
   with_fields,
   with_jaxprs,
 )
-from optax_lossscale._jaxprs._hijax import HiScan, lowered
+from optax_lossscale._jaxprs._hijax import lowered
+from optax_lossscale._jaxprs._interpret import interpret
+from optax_lossscale._jaxprs._jits import names_sharding, plain_jit, PlainJit
 from optax_lossscale._jaxprs._lines import (
   call_name,
   function_name,
@@ -65,12 +68,15 @@ from optax_lossscale._jaxprs._places import (
   with_weights,
 )
 from optax_lossscale._jaxprs._products import (
+  accumulation_of,
   flops_of,
   in_dtype,
+  in_float32,
   is_matrix_product,
   may_change_dtype,
 )
 from optax_lossscale._jaxprs._rules import body_of_rule, Rule, rule_of
+from optax_lossscale._jaxprs._sums import terms_in_sum
 from optax_lossscale._jaxprs._varying import as_varying, varying, varying_of
 from optax_lossscale._jaxprs._walk import Search, Step, walk
 from optax_lossscale._jaxprs._weights import (

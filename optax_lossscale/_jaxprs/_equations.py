@@ -230,7 +230,7 @@ def _calls_back(eqn: core.JaxprEqn) -> bool:
   )
 
 
-def runs_once(jaxpr: core.Jaxpr) -> bool:
+def has_effects(jaxpr: core.Jaxpr) -> bool:
   """Whether an equation in a jaxpr has an effect."""
   return any(map(has_effect, jaxpr.eqns))
 

@@ -1,12 +1,11 @@
 """Primitives of hijax, which hide their jaxprs in an object.
 
 JAX is moving to these. Since 0.12 ``lax.custom_root``, ``jnp.ldexp`` and others
-are such, and the flags ``jax_remat3``, ``jax_custom_vjp3``, ``jax_custom_jvp3``
-and ``jax_scan3`` make such of ``checkpoint``, of custom rules and of ``scan``.
+are such, and the flags ``jax_remat3``, ``jax_custom_vjp3`` and
+``jax_custom_jvp3`` make such of ``checkpoint`` and of custom rules.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend import core
@@ -29,49 +28,6 @@ BEHAVES_LIKE = {
   "Scan3": "scan",
 }
 _ARE_CALLED = {"custom_jvp_call", "custom_vjp_call", "remat2"}
-
-
-class HiScan(NamedTuple):
-  """A ``scan`` of hijax, whose carry is kept in a Ref: it has no outputs.
-
-  Attributes:
-    body: the jaxpr of one iteration.
-    slices: whether each input is sliced; the others are read as a whole.
-    length: how many iterations there are.
-    reverse: whether the last slice comes first.
-    consts: how many inputs are known to be constants: none.
-    carry: how many are a carry that is also returned: none.
-  """
-
-  body: ClosedJaxpr
-  slices: tuple[bool, ...]
-  length: int
-  reverse: bool
-  consts: int = 0
-  carry: int = 0
-
-
-def hi_scan_of(eqn: core.JaxprEqn) -> HiScan | None:
-  """The parts of a ``scan`` of hijax; None if it is none, or not understood."""
-  primitive = hi_primitive(eqn)
-  bodies = [x for x in held_jaxprs(eqn) if fits(x, eqn)]
-  length = getattr(primitive, "length", None)
-  if type(primitive).__name__ != "Scan3" or length is None or len(bodies) != 1:
-    return None
-  body = bodies[0].jaxpr
-  slices = tuple(map(_is_slice(length), eqn.invars, body.invars))
-  is_whole = all(
-    is_slice or shape_of(a) == shape_of(b)
-    for is_slice, a, b in zip(slices, eqn.invars, body.invars, strict=True)
-  )
-  if not is_whole or not all(map(_is_slice(length), eqn.outvars, body.outvars)):
-    return None
-  reverse = getattr(primitive, "reverse", False)
-  return HiScan(bodies[0], slices, length, bool(reverse))
-
-
-def _is_slice(length: int) -> Callable[[Any, Any], bool]:
-  return lambda outer, inner: shape_of(outer) == (length, *shape_of(inner))
 
 
 def hi_call_of(eqn: core.JaxprEqn) -> ClosedJaxpr | None:

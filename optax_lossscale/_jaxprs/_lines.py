@@ -1,7 +1,6 @@
 """The names of equations, and the user's lines that they come from."""
 
 import functools
-import linecache
 import os
 import sys
 import sysconfig
@@ -47,11 +46,6 @@ class Line(NamedTuple):
     name = self.short_name
     in_file = f"{name} ({self.function})", f"{name}:{self.number}"
     return [str(self), *in_file, name]
-
-  @property
-  def text(self) -> str:
-    """What stands there; empty if the file cannot be read."""
-    return linecache.getline(self.file_name, self.number)
 
 
 def name_of(eqn: core.JaxprEqn) -> str:

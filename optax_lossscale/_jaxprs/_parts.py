@@ -11,7 +11,7 @@ from optax_lossscale._jaxprs._equations import (
   ClosedJaxpr,
   context_of,
 )
-from optax_lossscale._jaxprs._hijax import hi_call_of, hi_scan_of, HiScan
+from optax_lossscale._jaxprs._hijax import hi_call_of
 from optax_lossscale._jaxprs._loops import (
   Cond,
   cond_of,
@@ -36,7 +36,7 @@ class Call(NamedTuple):
   body: ClosedJaxpr
 
 
-Part = Scan | HiScan | While | Cond | ShardMap | Call
+Part = Scan | While | Cond | ShardMap | Call
 
 
 def part_of(eqn: core.JaxprEqn) -> Part | None:
@@ -96,8 +96,8 @@ def _call_of(eqn: core.JaxprEqn) -> Call | None:
   return _call(called_jaxpr(eqn))
 
 
-def _part_of_hijax(eqn: core.JaxprEqn) -> HiScan | Call | None:
-  return hi_scan_of(eqn) or _call(hi_call_of(eqn))
+def _call_of_hijax(eqn: core.JaxprEqn) -> Call | None:
+  return _call(hi_call_of(eqn))
 
 
 def _call(body: ClosedJaxpr | None) -> Call | None:
@@ -105,7 +105,7 @@ def _call(body: ClosedJaxpr | None) -> Call | None:
 
 
 _LOOKS = {
-  "call_hi_primitive": _part_of_hijax,
+  "call_hi_primitive": _call_of_hijax,
   "cond": cond_of,
   "scan": scan_of,
   "shard_map": shard_map_of,

@@ -5,6 +5,7 @@ from typing import Any
 
 from jax import lax
 from jax.extend import core
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -30,10 +31,24 @@ def may_change_dtype(eqn: core.JaxprEqn) -> bool:
   return all(side in usual for side in sides) and contracts(eqn)
 
 
-def in_dtype(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
+def in_dtype(eqn: core.JaxprEqn, dtype: Any, **params: Any) -> core.JaxprEqn:
   """The product, whose result is of this dtype."""
-  params = {**eqn.params, "preferred_element_type": dtype}
+  params = {**eqn.params, "preferred_element_type": jnp.dtype(dtype), **params}
   return eqn.replace(params=params)
+
+
+def in_float32(eqn: core.JaxprEqn) -> core.JaxprEqn:
+  """The product of float32 operands, as exact as a device has it."""
+  # TPUs and some GPUs take float32 for a wish, unless it is the highest.
+  highest = lax.Precision.HIGHEST, lax.Precision.HIGHEST
+  return in_dtype(eqn, jnp.float32, precision=highest)
+
+
+def accumulation_of(eqn: core.JaxprEqn) -> Any:
+  """The dtype in which a product is asked to add up: that of its result."""
+  kind: Any = eqn.outvars[0].aval
+  asked: Any = eqn.params.get("preferred_element_type")
+  return jnp.dtype(asked or kind.dtype)
 
 
 def flops_of(eqn: core.JaxprEqn) -> int | None:

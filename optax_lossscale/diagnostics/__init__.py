@@ -5,8 +5,8 @@ are called outside of ``jit``. ``precision_report`` reads only shapes.
 ``finite_per_leaf`` and the probes are for use inside.
 """
 
-from optax_lossscale.diagnostics._comparison import (
-  compare_precision,
+from optax_lossscale.diagnostics._comparison._functions import compare_precision
+from optax_lossscale.diagnostics._comparison._report import (
   PrecisionComparison,
   ProductPrecision,
 )
@@ -20,12 +20,9 @@ from optax_lossscale.diagnostics._nonfinite import (
   nonfinite_leaves,
   NonfiniteLeaf,
 )
-from optax_lossscale.diagnostics._overflow import (
-  find_overflow,
-  Operand,
-  Overflow,
-)
-from optax_lossscale.diagnostics._precision import (
+from optax_lossscale.diagnostics._overflow._finding import find_overflow
+from optax_lossscale.diagnostics._overflow._report import Operand, Overflow
+from optax_lossscale.diagnostics._precision._report import (
   Flops,
   precision_report,
   PrecisionReport,

@@ -94,7 +94,7 @@ class GradientReport:
 
   def __str__(self) -> str:
     rows = [_cells(row) for row in (*self.leaves, self.total)]
-    table = _tables.table_of(rows, left=3)
+    table = _tables.table(rows, left=3)
     return f"In {self.dtype}, times {self.loss_scale:g}:\n{table}"
 
 

@@ -1,9 +1,16 @@
 """Tables of text."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
-def table_of(rows: Sequence[Mapping[str, str]], left: int) -> str:
+def where(row: Any) -> dict[str, str]:
+  """The first two cells of a row that is about an operation in some place."""
+  backward = ", backward" if row.backward else ""
+  return {"": row.primitive, "name": f"{row.name or 'unknown'}{backward}"}
+
+
+def table(rows: Sequence[Mapping[str, str]], left: int) -> str:
   """A table of at least one row, whose cells have the names of their columns.
 
   Args:
@@ -13,23 +20,7 @@ def table_of(rows: Sequence[Mapping[str, str]], left: int) -> str:
   Returns:
     The lines.
   """
-  return table(list(rows[0]), [list(row.values()) for row in rows], left)
-
-
-def table(
-  header: Sequence[str], rows: Sequence[Sequence[str]], left: int
-) -> str:
-  """Lines of aligned columns, of which the first ones are aligned to the left.
-
-  Args:
-    header: the first row.
-    rows: the other rows, each of as many cells.
-    left: how many columns are aligned to the left; the others are to the right.
-
-  Returns:
-    The lines.
-  """
-  lines = [header, *rows]
+  lines = [list(rows[0]), *(list(row.values()) for row in rows)]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   return "\n".join(
     "  ".join(

@@ -65,6 +65,37 @@ class Traced(NamedTuple):
     return self._replace(closed=closed, outputs=outputs)
 
 
+@contextlib.contextmanager
+def traced_on_host(
+  caller: str, fun: Callable[..., Any], args: Any, kwargs: Any
+) -> Iterator[Traced]:
+  """Traces a function, and lets it run: be it finite or not, and as compiled.
+
+  Args:
+    caller: the public function, for messages.
+    fun: the function.
+    args: its arguments.
+    kwargs: its keyword arguments.
+
+  Yields:
+    What :func:`trace` returns.
+  """
+  with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+    traced = trace(caller, fun, args, kwargs, shapes=False)
+    with _mesh_of(traced.inputs):
+      yield traced
+
+
+def _mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
+  """The mesh that an operation without inputs would have in a ``jit``."""
+  for array in arrays:
+    mesh = getattr(getattr(array, "sharding", None), "mesh", None)
+    types = getattr(mesh, "axis_types", ())
+    if jax.sharding.AxisType.Explicit in types:
+      return jax.set_mesh(mesh)
+  return contextlib.nullcontext()
+
+
 def trace(
   caller: str,
   fun: Callable[..., Any],
@@ -73,10 +104,9 @@ def trace(
   *,
   shapes: bool,
 ) -> Traced:
-  """Traces a function once.
+  """Traces a function once. Its arrays become inputs of the jaxpr.
 
-  Arrays become inputs of the jaxpr. Everything else (numbers, functions, the
-  static parts of a model) stays as it is.
+  Numbers, functions and the static parts of a model stay as they are.
 
   Args:
     caller: the public function, for messages.
@@ -89,15 +119,10 @@ def trace(
     A :class:`Traced`.
 
   Raises:
-    TypeError: if ``fun`` is not callable, or, where arrays are needed, this is
-      called under ``jit``; if an argument is traced, or is a shape where an
-      array is needed.
+    TypeError: if ``fun`` is not callable; if an argument is traced; or, where
+      arrays are needed, if one is a shape, or under ``jit``.
   """
-  if not callable(fun):
-    raise TypeError(
-      f"fun must be a function, got fun = {fun!r}. Write {caller}(fun, *args),"
-      f" not {caller}(fun(*args))."
-    )
+  _check_callable(caller, fun)
   # Trainers bind their model, which Flax NNX changes in place: what is bound is
   # an argument, too.
   while isinstance(fun, functools.partial):
@@ -107,10 +132,8 @@ def trace(
   arguments = _named_arguments(fun, args, kwargs)
   names = [name for name, leaf in arguments if _is_input(leaf)]
   inputs = [leaf for leaf in leaves if _is_input(leaf)]
-  for name, leaf in zip(names, inputs, strict=True):
-    _check_input(caller, name, leaf, shapes)
-  if not shapes and isinstance(jnp.zeros(()), jax.core.Tracer):
-    raise TypeError(f"{caller} must be called outside jit, {_ON_THE_HOST}.")
+  _check_inputs(caller, names, inputs, shapes)
+  outputs: list[Output] = []
 
   def flat_fun(*traced: Any) -> list[Any]:
     arrays = iter(traced)
@@ -119,18 +142,15 @@ def trace(
     found = _floats_in(fun(*its_args, **its_kwargs))
     # Flax NNX changes models and optimizers in place.
     after, now = jax.tree.flatten((its_args, its_kwargs))
-    is_same: Any = now == structure  # type: ignore[operator]
-    if is_same:
-      all_three = zip(arguments, filled, after, strict=True)
+    if now == structure:  # type: ignore[operator]
       found += [
         (Output("argument", name, 0), new)
-        for (name, _), old, new in all_three
+        for (name, _), old, new in zip(arguments, filled, after, strict=True)
         if new is not old and _is_float(new)
       ]
     outputs[:] = [output for output, _ in found]
     return [leaf for _, leaf in found]
 
-  outputs: list[Output] = []
   closed = jax.make_jaxpr(flat_fun)(*inputs)
   is_mark = lambda name: _judged.mark_of(name) is not None
   opened = _jaxprs.with_named_outputs(closed, is_mark)
@@ -197,26 +217,6 @@ def told(shut: list[str]) -> list[str]:
   ]
 
 
-@contextlib.contextmanager
-def not_finite_allowed() -> Iterator[None]:
-  """Lets functions run, be they finite or not, and as they are compiled."""
-  with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-    yield
-
-
-def mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
-  """The mesh that an operation without inputs would have in a ``jit``."""
-  for array in arrays:
-    mesh = getattr(getattr(array, "sharding", None), "mesh", None)
-    types = getattr(mesh, "axis_types", ())
-    if jax.sharding.AxisType.Explicit in types:
-      return jax.set_mesh(mesh)
-  return contextlib.nullcontext()
-
-
-_ON_THE_HOST = "since it runs on the host"
-
-
 def _is_input(leaf: Any) -> bool:
   if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
     return True
@@ -225,17 +225,28 @@ def _is_input(leaf: Any) -> bool:
   return is_numpy and _arrays.is_inexact(leaf)
 
 
-def _check_input(caller: str, name: str, leaf: Any, shapes: bool) -> None:
-  if isinstance(leaf, jax.core.Tracer):
+def _check_callable(caller: str, fun: Any) -> None:
+  if not callable(fun):
     raise TypeError(
-      f"{caller} must be called outside jit, {_ON_THE_HOST}, got a tracer at"
-      f" {name}."
+      f"fun must be a function, got fun = {fun!r}. Write {caller}(fun, *args),"
+      f" not {caller}(fun(*args))."
     )
-  if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
-    raise TypeError(
-      f"{caller} needs arrays, since it computes with them, got {leaf} at"
-      f" {name}. Only precision_report is content with shapes."
-    )
+
+
+def _check_inputs(
+  caller: str, names: list[str], inputs: list[Any], shapes: bool
+) -> None:
+  outside = f"{caller} must be called outside jit, since it runs on the host"
+  for name, leaf in zip(names, inputs, strict=True):
+    if isinstance(leaf, jax.core.Tracer):
+      raise TypeError(f"{outside}, got a tracer at {name}.")
+    if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
+      raise TypeError(
+        f"{caller} needs arrays, since it computes with them, got {leaf} at"
+        f" {name}. Only precision_report is content with shapes."
+      )
+  if not shapes and isinstance(jnp.zeros(()), jax.core.Tracer):
+    raise TypeError(f"{outside}.")
 
 
 def _parameters(fun: Callable[..., Any]) -> list[str]:

@@ -13,7 +13,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _select
+from optax_lossscale import _jaxprs, _select
+from optax_lossscale._jaxprs import _jits
 
 OLD = {"a": jnp.arange(4.0), "b": jnp.arange(4.0) + 10}
 GRADS = jnp.array([1.0, -2.0, 0.0, 0.5])
@@ -260,15 +261,6 @@ def test_python_numbers_in_a_state_that_is_closed_over_are_selected():
   assert run(False, 2.0) == state
 
 
-def test_two_leaves_of_one_value_each_keep_their_own():
-  _, kept = jax.jit(
-    lambda finite: _select.update_or_keep(
-      one_value_for_two_leaves, finite, GRADS, OLD, None
-    )
-  )(False)
-  assert_same_bits(kept, OLD)
-
-
 def test_functions_among_the_extra_arguments_are_closed_over():
   def update(grads, state, params, *, fun):
     return fun(state["a"]), moments(grads, state)
@@ -423,26 +415,22 @@ def without(eqn, name):
 
 
 SURPRISES = {
-  "an equation cannot be evaluated alone": lambda patch: patch(
-    _select._jaxprs, "function", raises(AttributeError)
+  "an equation cannot be evaluated alone": (
+    _jaxprs, "function", raises(AttributeError),
   ),
-  "equations have no context": lambda patch: patch(
-    _select,
-    "_jit_called_here",
-    lambda here=_select._jit_called_here: without(here(), "ctx"),
+  "equations have no context": (_jits.PlainJit, "is_here", raises(KeyError)),
+  "the axes of a type have another name": (
+    _jaxprs, "varying", raises(RuntimeError),
   ),
-  "the axes of a type have another name": lambda patch: patch(
-    _select._jaxprs, "varying", raises(RuntimeError)
+  "jaxprs are called in another way": (
+    _jits, "called_jaxpr", raises(KeyError),
   ),
-  "jaxprs are called in another way": lambda patch: patch(
-    _select._jaxprs, "called_jaxpr", raises(KeyError)
-  ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SURPRISES)
 def test_what_is_not_understood_is_selected_after_the_update(name, monkeypatch):
-  SURPRISES[name](monkeypatch.setattr)
+  monkeypatch.setattr(*SURPRISES[name])
   inner = jax.jit(lambda g, m: (0.9 * m + g, m - g))
 
   def update(grads, state, params=None):
@@ -452,12 +440,12 @@ def test_what_is_not_understood_is_selected_after_the_update(name, monkeypatch):
   check_against_plain(update, GRADS, OLD)
 
 
-@pytest.mark.parametrize("name", ["source_info", "params"])
+@pytest.mark.parametrize("name", ["ctx", "params", "source_info"])
 def test_a_jit_that_is_not_understood_is_not_entered(name):
-  here = _select._jit_called_here()
+  plain = _jaxprs.plain_jit()
   inner = jax.jit(lambda x: (x, -x))
   (eqn,) = jax.make_jaxpr(inner)(0.0).eqns
-  assert _select._entry(eqn, here).scope == "jit(<lambda>)"
-  assert _select._entry(without(eqn, name), here) is None
+  assert plain.entered(eqn)[1] == "jit(<lambda>)"
+  assert plain.entered(without(eqn, name)) is None
   unnamed = eqn.replace(params={"jaxpr": eqn.params["jaxpr"]})
-  assert _select._entry(unnamed, here) is None
+  assert plain.entered(unnamed) is None

@@ -27,18 +27,11 @@ from optax_lossscale.diagnostics._overflow import (
   _entering,
   _finding,
   _marks,
-  _patience,
   _runners,
   _stepper,
 )
 
 FAULTS = faulty_models.FAULTS
-
-
-@pytest.fixture
-def all_flags():
-  with hijax.all_flags():
-    yield
 
 
 def line_of(name):
@@ -70,8 +63,6 @@ def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
 
 
 IN_HIJAX = (
-  "in_scan",
-  "in_nested_scan",
   "in_remat",
   "remat_backward",
   "custom_vjp_forward",
@@ -81,23 +72,9 @@ IN_HIJAX = (
 
 
 @pytest.mark.parametrize("name", IN_HIJAX)
-def test_a_fault_has_the_same_name_and_path_in_hijax(name, all_flags):
-  test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name)
-
-
-def test_a_scan_of_hijax_is_passed_through_and_reads_whole_arrays(all_flags):
-  def fun(x, w, length, reverse):
-    body = lambda c, y: (c @ w, (y, c))
-    ys = jnp.arange(length, dtype=x.dtype)
-    return lax.scan(body, x, ys, reverse=reverse)
-
-  w = jnp.eye(4, dtype=X.dtype)
-  step = jax.jit(fun, static_argnums=(2, 3))
-  for length in (0, 3):
-    assert find_overflow(step, X, w, length, False) is None
-  hit = find_overflow(step, X, w * 300, 3, True)
-  assert hit.path == "jit(fun)/scan[1]/dot_general"
-  assert find_overflow(fun, X / 0, w, 0, False).primitive == "argument"
+def test_a_fault_has_the_same_name_and_path_in_hijax(name):
+  with hijax.all_flags():
+    test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name)
 
 
 @pytest.mark.parametrize("name", harmless_models.PROGRAMS)
@@ -352,15 +329,12 @@ def test_arguments_that_are_donated_are_kept():
 @pytest.mark.slow
 @pytest.mark.parametrize("when", [3, 777])
 def test_a_scan_of_ten_thousand_steps_takes_seconds(when):
-  # A scan of hijax runs step by step, since its carry is in a Ref.
-  length = 1_000 if hijax.is_on("jax_scan3") else 10_000
-
   def body(x, i):
     x = jnp.where(i == when, x * 60000, x)
     return x, x.sum()
 
   def fun(x):
-    return lax.scan(body, x, jnp.arange(length))
+    return lax.scan(body, x, jnp.arange(10_000))
 
   started = time.perf_counter()
   hit = find_overflow(jax.jit(fun), X)
@@ -383,16 +357,6 @@ def test_a_late_fault_is_found_in_a_loop_that_always_makes_infs():
   assert (hit.path, hit.others) == ("scan[200]/square", ())
 
 
-def test_after_thirty_iterations_alike_what_they_found_is_blamed():
-  patience = _patience.Patience(_marks.Origins())
-  assert not any(patience.is_over([False]) for _ in range(40))
-  patience.remember(3)
-  patience.remember(1)
-  assert patience.known == 3
-  are_over = [patience.is_over([True]) for _ in range(31)]
-  assert are_over == [False] * 30 + [True]
-
-
 @pytest.mark.slow
 def test_after_many_iterations_the_first_ones_are_blamed():
   def body(x, i):
@@ -400,10 +364,7 @@ def test_after_many_iterations_the_first_ones_are_blamed():
 
   fun = lambda x: lax.scan(body, x, jnp.arange(200))[1]
   hit = find_overflow(fun, X)
-  assert (hit.path, len(hit.others) // 10) == (
-    "scan[0]/log",
-    2 + hijax.is_on("jax_scan3"),
-  )
+  assert (hit.path, len(hit.others) // 10) == ("scan[0]/log", 2)
 
 
 @pytest.mark.slow
@@ -600,7 +561,7 @@ def test_a_nnx_model_is_left_as_it_was():
 def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
   """XLA may round otherwise if it sees several operations at once."""
   enter = lambda *_: [_marks.Value(jnp.zeros_like(X))]
-  monkeypatch.setattr(_entering.Walker, "enter", enter)
+  monkeypatch.setattr(_entering.Enterer, "enter", enter)
   assert find_overflow(lambda x: jnp.exp(x * 20), X).path == "exp"
 
 
@@ -611,31 +572,9 @@ def test_an_entry_that_only_the_whole_makes_inf_has_the_marks_of_the_others():
   bit = origins.add(origin)
   first = origins.value(inf, jnp.array([bit, 0], jnp.uint32))
   values = [first, _marks.Value(one)]
-  agreed = _marks.agree(origins, [inf[::-1], inf], [False] * 2, values, bit)
+  agreed = origins.agree([inf[::-1], inf], [False] * 2, values, bit)
   assert [value.marks.tolist() for value in agreed] == [[bit, bit], [bit, 0]]
   assert origins.named(agreed[1:]) == [origin]
-
-
-@pytest.mark.parametrize(
-  "fun, args, message",
-  [
-    (3.0, (), r"fun must be a function, got fun = 3\.0"),
-    (jnp.exp, (jax.ShapeDtypeStruct((2,), float),), r"needs arrays.* at x"),
-    (
-      lambda *xs: xs[0]["a"],
-      ({"a": jax.ShapeDtypeStruct((2,), float)},),
-      r"needs arrays.* at args\[0\]\['a'\]",
-    ),
-  ],
-)
-def test_what_cannot_be_run_is_refused(fun, args, message):
-  with pytest.raises(TypeError, match=message):
-    find_overflow(fun, *args)
-
-
-def test_under_jit_it_says_to_call_it_outside():
-  with pytest.raises(TypeError, match=r"must be called outside jit.* at x"):
-    jax.jit(lambda x: find_overflow(jnp.exp, x))(X)
 
 
 def test_a_function_without_a_signature_can_be_run():
@@ -667,86 +606,30 @@ def test_a_line_of_a_library_is_not_the_users(file_name, expected):
 def test_a_line_of_a_notebook_names_the_cell():
   line = _jaxprs.Line("/tmp/ipykernel_12/345.py", 3, "loss_fn")
   assert str(line) == "cell:3 (loss_fn)"
-  assert _jaxprs.Line(__file__, 1, "").text.startswith('"""``find_overflow``')
 
 
-@pytest.mark.slow
-def test_what_is_kept_in_a_ref_is_looked_at_when_it_is_read():
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+def test_what_reads_an_inf_out_of_a_ref_is_named(wrap):
+  def fun(x, index):
+    ref = jax.new_ref(x)
+    ref[0] = x[1] * 60000
+    jax.ref.addupdate(ref, 1, jnp.exp(x[1]))
+    return ref[index] + 1
+
+  hit = find_overflow(wrap(fun), jnp.abs(X) + 1, 0)
+  assert names_of(hit) == ["get"]
+  assert hit.source.endswith(" (fun)")
+  assert find_overflow(wrap(fun), jnp.abs(X) + 1, 1) is None
+
+
+def test_a_ref_may_be_an_argument():
   def fun(ref, x):
     ref[...] = x * 60000
     return ref[...] + 1
 
   ref = jax.new_ref(X)
-  assert find_overflow(fun, ref, X).primitive == "mul"
+  assert find_overflow(fun, ref, X).primitive == "get"
   assert find_overflow(fun, ref, X / 60000) is None
-
-
-@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
-def test_an_inf_is_followed_through_a_ref(wrap):
-  def fun(x):
-    ref = jax.new_ref(x)
-    ref[0] = x[1] * 60000
-    ref[1] = jnp.exp(ref[1] * 20)
-    first = ref[0]
-    ref[0] = x[0]
-    return first, jax.freeze(ref)[0], jnp.minimum(jax.freeze(ref)[1], 1)
-
-  hit = find_overflow(wrap(fun), jnp.abs(X) + 1)
-  assert names_of(hit) == ["mul"]
-
-
-def test_what_a_ref_is_given_first_and_what_it_was_given_before_are_known():
-  def fun(x):
-    first = jax.new_ref(x / 0)
-    second = jax.new_ref(x)
-    second[0] = x[0] + 1
-    second[...] = first[...]
-    return second[...], jax.freeze(first)
-
-  assert names_of(find_overflow(fun, jnp.abs(X) + 1)) == ["div"]
-  held = jax.new_ref(X / 0)
-  hit = find_overflow(lambda ref: ref[0], held)
-  assert hit.primitive == "constant"
-
-
-def add_to_ref(x, index, added):
-  ref = jax.new_ref(x)
-  jax.ref.addupdate(ref, index, added)
-  return ref[...]
-
-
-# What is added to a Ref of float16, and which operation that is.
-ADDED = {
-  "an inf": (lambda x: add_to_ref(x, 0, x[0] * 60000), ["mul"]),
-  "to a part that is not read": (
-    lambda x: add_to_ref(x, 0, x[0] * 60000)[1],
-    [],
-  ),
-  "more than fits": (
-    lambda x: add_to_ref(x + 40000, 0, x[0] + 40000),
-    ["addupdate"],
-  ),
-  "to one index twice": (
-    lambda x: add_to_ref(x, jnp.array([0, 0]), x[:2] * 60000),
-    ["mul"],
-  ),
-  "two infs": (
-    lambda x: add_to_ref(add_to_ref(x, 0, x[0] * 60000), 1, jnp.exp(20 * x[0])),
-    ["mul", "exp"],
-  ),
-  "the gradient of what is read": (
-    jax.grad(lambda x: jnp.sum(jax.new_ref(x)[0] * 60000 * 60000)),
-    ["mul"],
-  ),
-}
-
-
-@pytest.mark.parametrize("name", ADDED)
-def test_what_is_added_to_a_ref_brings_its_marks(name):
-  fun, expected = ADDED[name]
-  for wrapped in (fun, jax.jit(fun)):
-    hit = find_overflow(wrapped, jnp.abs(X) + 1)
-    assert (names_of(hit) if hit else []) == expected
 
 
 @pytest.mark.parametrize("factor", [1, 60000])

@@ -283,7 +283,6 @@ def test_numbers_are_printed_aligned_to_the_right():
   assert len(set(ends)) == 1
 
 
-EPSILON = 1e-8
 TINY = jnp.float32(1e-9)
 
 
@@ -307,10 +306,7 @@ TINY = jnp.float32(1e-9)
      "reduce_window_sum", "a sum of 500 terms"),
     (jax.grad(lambda b: total(jnp.broadcast_to(b[0], (400,)))), "reduce_sum",
      "a sum of 400 terms"),
-    (lambda x: x + 1e-8, "add", "the constant 1e-8, which becomes 0"),
-    (lambda x: 0.1 * x + 1e-8, "add", "the constant 1e-8, which becomes 0"),
-    (lambda x: jnp.maximum(x, 1e-8), "max", "1e-8, which becomes 0"),
-    (lambda x: x + EPSILON, "add", "a constant that is 0, maybe only in"),
+    (lambda x: x + 1e-8, "add", "a constant that is 0, maybe only in float16"),
     (lambda x: jnp.where(x > 0, x, -1e9), "convert_element_type",
      "the constant -1e+09, which becomes -inf"),
     (lambda x: x * TINY.astype(x.dtype), "convert_element_type", "1e-09"),
@@ -339,7 +335,7 @@ def test_a_constant_that_is_infinite_in_float16_is_told():
     return x - 1e9  # too_large
 
   (risk,) = precision_report(fun, shape(3)).at_risk
-  assert risk.reason == "the constant 1e9, which becomes inf"
+  assert risk.reason == "a constant that is inf, maybe only in float16"
   assert risk.source == f"{line_of('too_large')} (fun)"
 
 
@@ -450,24 +446,10 @@ def test_keyword_arguments_and_models_are_taken():
   assert precision_report(fun, shape(4, 4), mode="product").total_flops == 128
 
 
-@pytest.mark.parametrize(
-  "fun, args, kwargs, message",
-  [
-    (None, (), {}, "fun must be a function, got fun = None"),
-    (jnp.exp, (1.0,), {"dtype": int}, "dtype must be a float dtype"),
-    (jnp.exp, (1.0,), {"dtype": jnp.float64}, "dtype must be a float dtype"),
-  ],
-)
-def test_what_cannot_be_reported_is_refused(fun, args, kwargs, message):
-  with pytest.raises(TypeError, match=message):
-    precision_report(fun, *args, **kwargs)
-
-
-def test_under_jit_it_says_to_call_it_outside():
-  with pytest.raises(
-    TypeError, match="precision_report must be called outside"
-  ):
-    jax.jit(lambda x: precision_report(jnp.exp, x).share)(1.0)
+@pytest.mark.parametrize("dtype", [int, jnp.float64])
+def test_a_dtype_that_is_no_small_float_is_refused(dtype):
+  with pytest.raises(TypeError, match="dtype must be a float dtype"):
+    precision_report(jnp.exp, 1.0, dtype=dtype)
 
 
 def test_without_a_line_there_is_a_row_all_the_same(monkeypatch):

@@ -371,3 +371,43 @@ def test_reports_transfer_what_they_need(level):
     assert find_overflow(step, *large[:2], args[2]) is not None
     str(compare(step, *args))
     precision_report(step, *args)
+
+
+REPORTS = pytest.mark.parametrize(
+  "report", [find_overflow, compare, precision_report]
+)
+
+
+@REPORTS
+def test_what_is_no_function_is_refused(report):
+  with pytest.raises(
+    TypeError, match=r"fun must be a function, got fun = 3\.0"
+  ):
+    report(3.0)
+
+
+@REPORTS
+def test_shapes_are_refused_by_what_needs_arrays(report):
+  x = jax.ShapeDtypeStruct((2,), jnp.float32)
+  programs = {
+    "x": lambda x: jnp.exp(x),
+    r"args\[0\]": lambda *args: jnp.exp(args[0]),
+  }
+  for name, fun in programs.items():
+    if report is precision_report:
+      report(fun, x)
+    else:
+      with pytest.raises(TypeError, match=f"needs arrays.* at {name}"):
+        report(fun, x)
+
+
+@REPORTS
+def test_under_jit_it_says_to_call_it_outside(report):
+  def called(*args):
+    report(lambda *args: jnp.zeros(()), *args)
+
+  with pytest.raises(TypeError, match=r"outside jit, .* a tracer at args\[0\]"):
+    jax.jit(called)(jnp.ones(2))
+  if report is not precision_report:
+    with pytest.raises(TypeError, match=r"outside jit, .* on the host\."):
+      jax.jit(called)()

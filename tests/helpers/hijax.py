@@ -5,7 +5,7 @@ import contextlib
 import jax
 import pytest
 
-FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3", "jax_scan3")
+FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
 
 
 def is_on(flag):

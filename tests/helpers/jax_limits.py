@@ -9,8 +9,7 @@ from helpers import hijax
 def jax_can(fun, *args):
   """Whether JAX can run a function, of which we have no part.
 
-  It has no gradient of a scan with ``jax_scan3`` in JAX 0.12, for example, and
-  no ``vmap`` of a ``ragged_dot`` along some axes.
+  It has no ``vmap`` of a ``ragged_dot`` along some axes, for example.
   """
   try:
     fun(*args)

@@ -362,11 +362,11 @@ def test_what_is_left_out_on_older_versions_exists():
 
 def test_the_upgrade_flags_are_set_for_the_parts_that_read_jaxprs():
   commands = what_make_would_do("test-jax-flags").splitlines()
-  flags = "JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_SCAN3=1 "
+  flags = "JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 "
   assert any(line.startswith(flags) for line in commands)
   assert "tests/autocast tests/diagnostics tests/core" in commands[-1]
   alone = what_make_would_do("test-jax-flags", "JAX_FLAGS=JAX_REMAT3=1")
-  assert "\nJAX_REMAT3=1 " in alone and "SCAN3" not in alone
+  assert "\nJAX_REMAT3=1 " in alone and "JVP3" not in alone
 
 
 def python_versions(job):

@@ -247,10 +247,11 @@ def names_in_tables():
     _moves,
     _products,
     _rules,
+    _sums,
     _weights,
   )
   from optax_lossscale.diagnostics._overflow import _stepper
-  from optax_lossscale.diagnostics._precision import _known, _risks
+  from optax_lossscale.diagnostics._precision import _risks
 
   return {
     *_moves.BETWEEN_DEVICES,
@@ -265,8 +266,8 @@ def names_in_tables():
     *_stepper._NEUTRAL,
     *_risks._EXPONENTIALS,
     *_risks._POWERS,
-    *_known._SUMS,
-    *_known._CUMULATIVE,
+    *_sums._SUMS,
+    *_sums._CUMULATIVE,
     *_risks._OVER_DEVICES,
   }
 

@@ -228,6 +228,29 @@ def test_the_engines_of_the_diagnostics_know_nothing_of_each_other():
       assert engine in (None, engine_of.get(module)), (module, seen)
 
 
+# What JAX may rename: parameters of equations, and attributes of these and of
+# types.
+INSIDES = {"ctx", "debug_info", "donated_invars", "effects", "inner_aval",
+           "params", "source_info"}  # fmt: skip
+
+
+# Beside the room that is there for it, autocast reads those of products and of
+# rules.
+MAY_READ_INSIDES = ("_jaxprs", "_autocast")
+
+
+@pytest.mark.parametrize(
+  "module", [x for x in MODULES if not x.startswith(MAY_READ_INSIDES)]
+)
+def test_only_one_room_reads_what_jax_may_rename(module):
+  nodes = list(ast.walk(ast.parse(MODULES[module].read_text())))
+  read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+  # As those of ``getattr``, or the keys of parameters.
+  named = {node.value for node in nodes if isinstance(node, ast.Constant)}
+  assert not INSIDES & read
+  assert not INSIDES & named - {"effects", "params"}
+
+
 def test_no_file_names_a_package_index():
   files = subprocess.run(
     ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True

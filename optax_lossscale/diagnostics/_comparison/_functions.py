@@ -49,8 +49,8 @@ def compare_precision(
     effects: ``"all"``, or ``"worst"`` for a large model: the places that do
       most harm are then found by halves, in few runs.
     progress: whether to tell on the standard error stream how far it has come,
-      if it takes longer than a second. (If ``fun`` has an argument of one of
-      these two names, bind it with ``functools.partial``.)
+      if it takes over a second. (If ``fun`` has an argument of one of these two
+      names, bind it with ``functools.partial``.)
     **kwargs: its keyword arguments.
 
   Returns:
@@ -82,28 +82,34 @@ def compare_precision(
     raise ValueError(
       f"effects must be 'all' or 'worst', got effects = {effects!r}."
     )
-  with _tracing.not_finite_allowed():
-    traced = _tracing.trace(
-      "compare_precision", fun, args, kwargs, shapes=False
-    )
-    shut = _tracing.told(traced.shut)
-    traced = traced.only({"grads"}) if traced.grads else traced.only({"result"})
-    rows = _rows.Rows(traced.closed)
-    _check(fun, traced, rows)
-    with _tracing.mesh_of(traced.inputs):
-      bar = _progress.Progress(progress)
-      runs = _runs.Runs(traced, rows, bar)
-      places = rows.by_name()
-      if effects == "all":
-        found = {i: runs.effect([i]) for place in places for i in place}
-      else:
-        found = _effects.worst(runs.effect, places, runs.half.error)
-      bar.end()
+  bar = _progress.Progress(progress)
+  with _tracing.traced_on_host(
+    "compare_precision", fun, args, kwargs
+  ) as traced:
+    return _compared(fun, traced, effects, bar)
+
+
+def _compared(
+  fun: Callable[..., Any],
+  traced: _tracing.Traced,
+  effects: str,
+  bar: _progress.Progress,
+) -> _report.PrecisionComparison:
+  notes = [f"Not looked at: {x}." for x in _tracing.told(traced.shut)]
+  traced = traced.only({"grads"} if traced.grads else {"result"})
+  rows = _rows.Rows(traced.closed)
+  _check(fun, traced, rows)
+  notes += [f"Runs as it is written: {name}." for name in rows.not_entered]
+  runs = _runs.Runs(traced, rows, bar)
+  places = rows.by_name()
+  if effects == "all":
+    found = {i: runs.effect([i]) for place in places for i in place}
+  else:
+    found = _effects.worst(runs.effect, places, runs.half.error)
+  bar.end()
   products = [_product(i, effect, rows, runs) for i, effect in found.items()]
   # Of equal effects, what overflows furthest comes first.
-  harm = lambda row: (row.effect, -row.headroom)
-  products.sort(key=harm, reverse=True)
-  notes = [f"Runs as it is written: {name}." for name in rows.not_entered]
+  products.sort(key=lambda row: (row.effect, -row.headroom), reverse=True)
   report = _report.PrecisionComparison(
     dtype=" and ".join(sorted(map(str, rows.dtypes))),
     compared="gradients" if traced.grads else "results",
@@ -111,7 +117,7 @@ def compare_precision(
     **runs.half._asdict(),
     standing_out=(),
     products=tuple(products),
-    notes=(*(f"Not looked at: {x}." for x in shut), *dict.fromkeys(notes)),
+    notes=tuple(dict.fromkeys(notes)),
   )
   # Among infinities every place would be guilty.
   if not report.is_finite or report.excess:

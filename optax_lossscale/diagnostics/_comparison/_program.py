@@ -61,43 +61,39 @@ class Program(NamedTuple):
       Its outputs, none of which is in half precision, and what was noted after
       it.
     """
-    jaxpr = closed.jaxpr
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    values = map(self._widened, [*closed.consts, *inputs])
-    env: dict[Any, Any] = dict(zip(variables, values, strict=True))
 
-    def read(atom: _jaxprs.Atom) -> Any:
-      if isinstance(atom, core.Literal):
-        return self._widened(atom.val)
-      return env[atom]
+    def step(eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+      nonlocal notes
+      outs, notes = self._equation(eqn, closed.jaxpr, inputs, notes)
+      return outs
 
-    for eqn, _ in _jaxprs.needed_equations(jaxpr):
-      its_inputs = list(map(read, eqn.invars))
-      outs, notes = self._equation(eqn, jaxpr, its_inputs, notes)
-      env.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(read, jaxpr.outvars)), notes
+    written = lambda x, *_: self._widened(x)
+    values = list(map(self._widened, inputs))
+    outs = _jaxprs.interpret(closed, values, step, written=written)
+    return outs, notes
 
   def _widened(self, x: Any) -> Any:
     """An array, in float32 if it is in half precision."""
     return jnp.asarray(x, jnp.float32) if self._is_half(x) else x
 
   def _is_half(self, x: Any) -> bool:
-    is_ref = hasattr(x, "inner_aval")
-    return not is_ref and getattr(x, "dtype", None) in self.rows.dtypes
+    dtype = getattr(x, "dtype", None)
+    return dtype in self.rows.dtypes and not _jaxprs.is_ref(x)
 
   def _equation(
     self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, inputs: list[Any], notes: Notes
   ) -> Done:
-    row = self.rows.number(eqn, jaxpr, self.place)
-    if row is not None:
+    if _rows.is_product(eqn, self.place):
+      row = self.rows.number(eqn, self.place.at(eqn, jaxpr))
       return self._product(eqn, row, inputs, notes)
     has_half = any(self._is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
+    part = None
     if has_half or self.rows.are_in(eqn):
-      part = _rows.part_to_run(eqn)
-      if part is not None:
-        inside = self._replace(place=self.place.at(eqn, jaxpr))
-        with _jaxprs.context_of(eqn):
-          return inside._part(part, inputs, notes)
+      part = self.rows.part_of(eqn)
+    if part is not None:
+      inside = self._replace(place=self.place.at(eqn, jaxpr))
+      with _jaxprs.context_of(eqn):
+        return inside._enter(part, inputs, notes)
     if not eqn.outvars and _SILENT.search(eqn.primitive.name):
       return [], notes
     if has_half:
@@ -114,13 +110,11 @@ class Program(NamedTuple):
       rounding = lambda xs: [_rounded(x, dtype) for x in xs]
       return lax.cond(self.in_half[row], rounding, list, arrays)
 
-    # TPUs and some GPUs take float32 for a wish, unless it is the highest.
-    highest = lax.Precision.HIGHEST, lax.Precision.HIGHEST
-    wide = {"precision": highest, "preferred_element_type": np.dtype("float32")}
-    product = _jaxprs.function(eqn.replace(params={**eqn.params, **wide}))
+    product = _jaxprs.function(_jaxprs.in_float32(eqn))
     (out,) = rounded(*product(*rounded(*inputs[:2]), *inputs[2:]))
     arrays, limits = [*inputs[:2], out], _limits.limits_of(dtype)
-    noted = _statistics.noted(notes[row], arrays, limits)
+    noted = _statistics.of_one_run(arrays, limits)
+    noted = _statistics.together(notes[row], noted)
     return [out], [*notes[:row], noted, *notes[row + 1 :]]
 
   def _beside(self, eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
@@ -129,14 +123,14 @@ class Program(NamedTuple):
     What `autocast` made is so for the sake of a product, which rounds. All else
     was in half precision before, and computes as it is written.
     """
-    if self.place.within(eqn).mark is not None:
+    if _rows.is_marked(eqn, self.place):
       is_cast = eqn.primitive.name == "convert_element_type"
       return inputs if is_cast else _jaxprs.function(eqn)(*inputs)
     pairs: Any = zip(inputs, [v.aval for v in eqn.invars], strict=True)
     args = [x.astype(a.dtype) if self._is_half(a) else x for x, a in pairs]
     return list(map(self._widened, _jaxprs.function(eqn)(*args)))
 
-  def _part(self, part: _jaxprs.Part, inputs: list[Any], notes: Notes) -> Done:
+  def _enter(self, part: _jaxprs.Part, inputs: list[Any], notes: Notes) -> Done:
     match part:
       case _jaxprs.Scan():
         return self._scan(part, inputs, notes)

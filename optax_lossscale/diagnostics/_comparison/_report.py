@@ -175,15 +175,13 @@ class PrecisionComparison:
 
   def _table(self) -> str:
     rows = [_cells(row) for row in self.products[:_MOST_ROWS]]
-    table = _tables.table_of(rows, left=2)
+    table = _tables.table(rows, left=2)
     more = len(self.products) - _MOST_ROWS
     return f"{table}\nand {more} more places" if more > 0 else table
 
 
 def _cells(row: ProductPrecision) -> dict[str, str]:
-  return {
-    "": row.primitive,
-    "name": row.name + (", backward" if row.backward else ""),
+  return _tables.where(row) | {
     "effect": f"{row.effect:.1e}",
     "largest": f"{row.largest:.3g}",
     "headroom": f"{row.headroom:.1f}",

@@ -34,29 +34,21 @@ def empty() -> Statistics:
   return Statistics(one, one, three, three, three)
 
 
-def noted(
-  before: Statistics, arrays: Sequence[Any], limits: _limits.Limits
-) -> Statistics:
-  """The same after one more run.
+def of_one_run(arrays: Sequence[Any], limits: _limits.Limits) -> Statistics:
+  """What is noted of one run of a product.
 
   Args:
-    before: what was noted before.
     arrays: the two operands and the result.
     limits: what half precision can hold.
 
   Returns:
     A :class:`Statistics`.
   """
-  largest, lost, small = map(
+  largest, lost, subnormal = map(
     jnp.stack, zip(*(_sizes(x, limits) for x in arrays), strict=True)
   )
-  return Statistics(
-    times=before.times + 1,
-    largest=jnp.maximum(before.largest, jnp.max(largest)),
-    entries=before.entries + jnp.array([float(x.size) for x in arrays]),
-    lost=before.lost + lost,
-    subnormal=before.subnormal + small,
-  )
+  entries = jnp.array([float(x.size) for x in arrays])
+  return Statistics(jnp.float32(1), jnp.max(largest), entries, lost, subnormal)
 
 
 def _sizes(x: Any, limits: _limits.Limits) -> Any:
@@ -78,9 +70,14 @@ def _sizes(x: Any, limits: _limits.Limits) -> Any:
 
 
 def together(one: Statistics, other: Statistics) -> Statistics:
-  """What was noted of two parts of a program."""
-  added = jax.tree.map(jnp.add, one, other)
-  return added._replace(largest=jnp.maximum(one.largest, other.largest))
+  """What was noted of some runs and of others."""
+  return Statistics(
+    times=one.times + other.times,
+    largest=jnp.maximum(one.largest, other.largest),
+    entries=one.entries + other.entries,
+    lost=one.lost + other.lost,
+    subnormal=one.subnormal + other.subnormal,
+  )
 
 
 def of_all_devices(one: Statistics, axes: tuple[Any, ...]) -> Statistics:

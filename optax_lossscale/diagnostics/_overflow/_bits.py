@@ -4,8 +4,6 @@ On a device, each of these functions would be compiled once for each shape, and
 the compiler, not the arithmetic, is what a diagnosis waits for.
 """
 
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -46,16 +44,6 @@ def as_numbers(x: Any) -> np.ndarray:
 def not_finite(x: Any) -> np.ndarray:
   """Which entries of an array are not finite."""
   return ~np.isfinite(as_numbers(x))
-
-
-def union(marks: np.ndarray | jax.Array) -> int:
-  """All bits that are set in the marks."""
-  return functools.reduce(operator.or_, np.unique(marks).tolist(), 0)
-
-
-def each_of(bits: int) -> list[int]:
-  """The bits that are set, one by one."""
-  return [1 << i for i in range(bits.bit_length()) if bits >> i & 1]
 
 
 def no_marks(like: Any) -> np.ndarray:

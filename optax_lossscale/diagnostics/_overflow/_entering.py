@@ -1,10 +1,10 @@
-"""How to walk into calls, loops, branches and shard_map."""
+"""How to enter calls, loops, branches and shard_map."""
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 
@@ -18,11 +18,11 @@ from optax_lossscale.diagnostics._overflow import (
 )
 
 
-class Walker(_stepper.Stepper):
+class Enterer(_stepper.Stepper):
   """Runs jaxprs one operation at a time, and those that these hold."""
 
   def enter(self, entry: _stepper.Entry) -> list[_marks.Value] | None:
-    match self.kept(_jaxprs.part_of, entry.eqn):
+    match self.cached(_jaxprs.part_of, entry.eqn):
       case _jaxprs.Call(body):
         place = entry.place.step(_jaxprs.call_name(entry.eqn))
         return self.run(body, entry.inputs, place, entry.used)
@@ -30,10 +30,8 @@ class Walker(_stepper.Stepper):
         return self._cond(branches, entry)
       case _jaxprs.While() as loop:
         return self._while(loop, entry)
-      case _jaxprs.Scan() | _jaxprs.HiScan() as scan if scan.length:
+      case _jaxprs.Scan() as scan if scan.length:
         return self._scan(scan, entry)
-      case _jaxprs.HiScan():  # JAX itself fails at one that never runs.
-        return list(map(self._zeros, entry.eqn.outvars))
       case _jaxprs.ShardMap() as mapped:
         return self._shard_map(mapped, entry)
       case _:
@@ -86,10 +84,9 @@ class Walker(_stepper.Stepper):
     return self.origins.made(array, [new, old], select)
 
   def _scan(
-    self, scan: _jaxprs.Scan | _jaxprs.HiScan, entry: _stepper.Entry
+    self, scan: _jaxprs.Scan, entry: _stepper.Entry
   ) -> list[_marks.Value]:
-    """The carry of a scan of hijax is in a Ref, among its other inputs."""
-    inputs, slices = list(entry.inputs), scan.slices
+    consts, carry, slices = scan.split(entry.inputs)
     patience = _patience.Patience(self.origins)
     rows = []
     # In the order of time. So the backward pass over an iteration has the
@@ -97,16 +94,13 @@ class Walker(_stepper.Stepper):
     order = range(scan.length)
     for i in reversed(order) if scan.reverse else order:
       place = entry.place.step(f"scan[{i}]")
-      its_inputs = [
-        self._take(value, i) if is_slice else value
-        for value, is_slice in zip(inputs, slices, strict=True)
-      ]
-      outs = self._iterate(scan.body, its_inputs, place, patience)
+      inputs = [*consts, *carry, *(self._take(x, i) for x in slices)]
+      outs = self._iterate(scan.body, inputs, place, patience)
       carry, row = outs[: scan.carry], outs[scan.carry :]
-      inputs[scan.consts : scan.consts + scan.carry] = carry
-      rows.append(row if entry.once else list(map(_only_marks, row)))
+      rows.append(row if entry.has_effect else list(map(_only_marks, row)))
     columns = zip(*(reversed(rows) if scan.reverse else rows), strict=True)
-    return [*carry, *(self._stack(column, entry.once) for column in columns)]
+    stack = functools.partial(self._stack, arrays_too=entry.has_effect)
+    return [*carry, *map(stack, columns)]
 
   def _take(self, value: _marks.Value, i: int) -> _marks.Value:
     axis = self.runner.axis
@@ -123,10 +117,6 @@ class Walker(_stepper.Stepper):
     stack = lambda *marks: np.stack(marks, axis)
     return self.origins.made(array, values, stack)
 
-  def _zeros(self, var: Any) -> _marks.Value:
-    zeros = jnp.zeros(var.aval.shape, var.aval.dtype)
-    return _marks.Value(self.runner.lift(zeros, var))
-
   def _iterate(
     self,
     closed: _jaxprs.ClosedJaxpr,
@@ -135,20 +125,22 @@ class Walker(_stepper.Stepper):
     patience: _patience.Patience,
   ) -> list[_marks.Value]:
     """Runs one iteration of a loop: at once, and step by step if need be."""
-    if self.kept(_has_effect, closed):
+    if self.cached(_has_effects, closed):
       return self.run(closed, inputs, place)
-    run = self.kept(self.runner.whole, closed)
+    run = self.cached(self.runner.whole, closed)
     outs = run(*(value.array for value in inputs))
     finite = list(map(_bits.is_finite, outs))
     if all(finite):
       return list(map(_marks.Value, outs))
-    if patience.is_over([*finite, *(v.marks is None for v in inputs)]):
+    way = (*finite, *(value.marks is None for value in inputs))
+    if patience.is_over(way):
       known = _marks.bits_of_all(inputs) or patience.known
       values = [_marks.Value(None)] * len(outs)
     else:
       values = self.run(closed, inputs, place)
-      known = patience.remember(_marks.bits_of_all(values))
-    return _marks.agree(self.origins, outs, finite, values, known)
+      patience.note(way, _marks.bits_of_all(values))
+      known = patience.known
+    return self.origins.agree(outs, finite, values, known)
 
   def _shard_map(
     self, mapped: _jaxprs.ShardMap, entry: _stepper.Entry
@@ -160,7 +152,7 @@ class Walker(_stepper.Stepper):
     runner = _runners.ShardRunner(mapped)
     place = entry.place.step("shard_map")
     values = self._move(runner.enter, entry.inputs)
-    outs = Walker(self.origins, runner).run(mapped.body, values, place)
+    outs = Enterer(self.origins, runner).run(mapped.body, values, place)
     return self._move(runner.leave, outs)
 
   def _move(
@@ -184,8 +176,8 @@ def _agreed(array: Any) -> Any:
   return found.item() if found.size == 1 else None
 
 
-def _has_effect(closed: _jaxprs.ClosedJaxpr) -> bool:
-  return _jaxprs.runs_once(closed.jaxpr)
+def _has_effects(closed: _jaxprs.ClosedJaxpr) -> bool:
+  return _jaxprs.has_effects(closed.jaxpr)
 
 
 def _only_marks(value: _marks.Value) -> _marks.Value:

@@ -38,8 +38,9 @@ def find_overflow(
   operation by operation, on the host. From there each inf and NaN is followed:
   what never reaches a result is not named, such as a masked logit of -inf, or
   the branch of a ``where`` that is not taken. A function that is called, a loop
-  or a branch is run at once, and walked into only if its result is not finite.
-  A function with effects, such as a callback, is run once, by operations.
+  or a branch is run at once, and entered only if its result is not finite.
+  A function with effects, such as a callback, is run once, by operations. What
+  is written into a ``Ref`` of JAX is not followed: what reads it is named.
 
   Args:
     fun: any function that ``jax.jit`` could take, also one that is jitted or
@@ -51,11 +52,10 @@ def find_overflow(
   Returns:
     None if all floats in the result are finite, of the whole program or of its
     operations; with a warning, if a step is skipped all the same, or gradients
-    could not be looked at. Otherwise an
-    :class:`Overflow`: the first operation, in the order of the program, that
-    had finite inputs and a result that was not finite, and that reached the
-    result. There may be others in its field ``others``. An inf that is written
-    in the program is named only if there is nothing else.
+    could not be looked at. Otherwise an :class:`Overflow`: the first operation,
+    in the order of the program, that had finite inputs and a result that was
+    not, and that reached the result. There may be more in its field ``others``.
+    An inf that is written in the program is named only if there is no other.
 
   Raises:
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
@@ -64,7 +64,7 @@ def find_overflow(
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
-      >>> from optax_lossscale import diagnostics
+    >>> from optax_lossscale import diagnostics
     >>> def loss_fn(w, x):
     ...   hidden = jnp.exp(x @ w)
     ...   return jnp.mean(jnp.where(x > 0, hidden, 0).astype(jnp.float32))
@@ -76,31 +76,36 @@ def find_overflow(
     >>> diagnostics.find_overflow(loss_fn, w, x / 2) is None
     True
   """
-  with _tracing.not_finite_allowed():
-    traced = _tracing.trace("find_overflow", fun, args, kwargs, shapes=False)
+  with _tracing.traced_on_host("find_overflow", fun, args, kwargs) as traced:
+    found = _origins_of(traced)
+  if not found:
+    return None
+  return dataclasses.replace(found[0], others=tuple(found[1:]))
+
+
+def _origins_of(traced: _tracing.Traced) -> list[_report.Overflow]:
+  """All origins of what is not finite; a warning if there are none to tell."""
+  outs = _run_at_once(traced)
+  if outs is None or not all(map(_bits.is_finite, outs)):
     origins = _marks.Origins()
-    walker = _entering.Walker(origins, _runners.Runner())
+    stepper = _entering.Enterer(origins, _runners.Runner())
     inputs = [
-      walker.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
+      stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
       for x, name in zip(traced.inputs, traced.names, strict=True)
     ]
-    with _tracing.mesh_of(traced.inputs):
-      outs = _run_at_once(traced)
-      if outs is not None and all(map(_bits.is_finite, outs)):
-        _warn_if_not_all(traced, outs)
-        return None
-      used = outs and [not _bits.is_finite(out) for out in outs]
-      values = walker.run(traced.closed, inputs, _jaxprs.Place(), used)
+    used = outs and [not _bits.is_finite(out) for out in outs]
+    values = stepper.run(traced.closed, inputs, _jaxprs.Place(), used)
     found = origins.named(values)
-    if not found:
-      _warn_if_not_all(traced, [value.array for value in values])
-      return None
-  return dataclasses.replace(found[0], others=tuple(found[1:]))
+    if found:
+      return found
+    outs = outs or [value.array for value in values]
+  _warn_if_not_all(traced, outs)
+  return []
 
 
 def _run_at_once(traced: _tracing.Traced) -> list[Any] | None:
   """The outputs of the whole program; None if it has effects."""
-  if _jaxprs.runs_once(traced.closed.jaxpr):
+  if _jaxprs.has_effects(traced.closed.jaxpr):
     return None  # What happens in it is to happen once.
   # Where it drops a conversion to float16 and back, an overflow goes with it.
   options = {"xla_allow_excess_precision": False}

@@ -10,8 +10,6 @@ import functools
 from typing import Any, NamedTuple
 import weakref
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics._overflow import _bits, _report
@@ -27,32 +25,42 @@ class Value:
   Attributes:
     array: the array.
     marks: None if it is finite, else uint32 of the same shape, on the host.
-    shadow: of a Ref, that of the marks on what it holds; None if all is finite.
   """
 
-  __slots__ = ("__weakref__", "_bits", "array", "marks", "shadow")
-
-  def __init__(
-    self, array: Any, marks: np.ndarray | None = None, bits: int | None = None
-  ):
+  def __init__(self, array: Any, marks: np.ndarray | None = None):
     self.array = array
     self.marks = marks
-    self.shadow: Any = None
-    self._bits = bits
 
-  @property
+  @functools.cached_property
   def bits(self) -> int:
     """All bits that are set in the marks."""
-    if self.shadow is not None:
-      return _bits.union(self.shadow[...])
-    if self._bits is None:
-      self._bits = 0 if self.marks is None else _bits.union(self.marks)
-    return self._bits
+    if self.marks is None:
+      return 0
+    return int(np.bitwise_or.reduce(self.marks, axis=None))
 
 
 class _Found(NamedTuple):
   origin: _report.Overflow
   is_constant: bool
+
+
+class Operation(NamedTuple):
+  """An operation that was carried out.
+
+  Attributes:
+    run: carries it out, on arrays in place of those of the inputs; None if it
+      must not be done again.
+    inputs: the values that it read. A number that is written there is part of
+      it, and has no marks.
+    neutral: what to put in place of an entry that is not finite, to see whether
+      the others are enough to make an inf; None if that cannot be told.
+    describe: what to remember of it, for an output and its new entries.
+  """
+
+  run: Callable[..., list[Any]] | None
+  inputs: list[Value]
+  neutral: float | None
+  describe: Callable[[Any, np.ndarray], _report.Overflow]
 
 
 class Origins:
@@ -63,11 +71,9 @@ class Origins:
     self._by_bit: dict[int, _Found] = {}
     self._marked: weakref.WeakSet[Value] = weakref.WeakSet()
 
-  def value(
-    self, array: Any, marks: np.ndarray | None, bits: int | None = None
-  ) -> Value:
+  def value(self, array: Any, marks: np.ndarray) -> Value:
     """A value whose marks are known to be in use."""
-    value = Value(array, marks, bits)
+    value = Value(array, marks)
     self._marked.add(value)
     return value
 
@@ -90,12 +96,6 @@ class Origins:
     none = _bits.no_marks(marked[0])
     marks = [none if v.marks is None else v.marks for v in values]
     return self.value(array, make(*marks))
-
-  def in_ref(self, value: Value, marks: np.ndarray) -> Value:
-    """The value of a Ref, with marks on what it holds."""
-    value.shadow = jax.new_ref(jnp.asarray(marks))
-    self._marked.add(value)
-    return value
 
   def add(self, origin: _report.Overflow, is_constant: bool = False) -> int:
     """The bit of a new origin.
@@ -134,67 +134,76 @@ class Origins:
     told = [f for f in found if not f.is_constant] or found
     return [f.origin for f in told]
 
-  def constants(self) -> int:
+  def mark(
+    self, op: Operation, outs: list[Any], finite: list[bool]
+  ) -> list[Value]:
+    """Marks what an operation has returned.
+
+    An entry is marked as this operation's own if it is not finite although the
+    inputs are, or with neutral numbers in place of what is not. It carries the
+    mark of an origin if it is not finite with the entries of this origin alone.
+
+    Args:
+      op: the operation.
+      outs: what it returned.
+      finite: whether each of these is finite.
+
+    Returns:
+      The values, with marks on those that are not finite.
+    """
+    known = bits_of_all(op.inputs)
+    clean, alone = _run_again(op, known, outs)
+    # Without marks, it is an inf that is written there.
+    finite_inputs = [_bits.is_finite(value.array) for value in op.inputs]
+    writes_inf = not known and not all(finite_inputs)
+    own = 0
+    values = []
+    for i, out in enumerate(outs):
+      if finite[i]:
+        values.append(Value(out))
+        continue
+      marks, is_own = _bits.attribute(
+        out,
+        clean[i] if clean else None,
+        {bit: arrays[i] for bit, arrays in alone.items()},
+        self._rest(known),
+        self._constants(),
+      )
+      if is_own.any():
+        is_constant = writes_inf and not _bits.has_nan(out)
+        own = own or self.add(op.describe(out, is_own), is_constant)
+        marks[is_own] = own
+      values.append(self.value(out, marks))
+    return values
+
+  def agree(
+    self,
+    outs: list[Any],
+    finite: list[bool],
+    values: list[Value],
+    known: int,
+  ) -> list[Value]:
+    """What was returned at once, with the marks that were found step by step.
+
+    XLA may round otherwise when it does several operations at once. So an entry
+    may lack a mark, and is then marked with all bits that are known.
+    """
+    agreed = []
+    for out, is_finite, value in zip(outs, finite, values, strict=True):
+      if is_finite:
+        agreed.append(Value(out))
+        continue
+      bits = value.bits or self._rest(known)
+      agreed.append(self.value(out, _bits.fill(value.marks, out, bits)))
+    return agreed
+
+  def _constants(self) -> int:
     """The bits of the infinities that were written where they are."""
     return sum(b for b, found in self._by_bit.items() if found.is_constant)
 
-
-class Operation(NamedTuple):
-  """An operation that was carried out.
-
-  Attributes:
-    run: carries it out, on arrays in place of those of the inputs; None if it
-      must not be done again.
-    inputs: the values that it read.
-    neutral: what to put in place of an entry that is not finite, to see whether
-      the others are enough to make an inf; None if that cannot be told.
-    writes_inf: whether an inf, and no NaN, is written in the operation itself.
-    describe: what to remember of it, for an output and its new entries.
-  """
-
-  run: Callable[..., list[Any]] | None
-  inputs: list[Value]
-  neutral: float | None
-  writes_inf: bool
-  describe: Callable[[Any, np.ndarray], _report.Overflow]
-
-
-def mark(
-  origins: Origins, op: Operation, outs: list[Any], finite: list[bool]
-) -> list[Value]:
-  """Marks what an operation has returned.
-
-  An entry is marked as this operation's own if it is not finite although the
-  inputs are, or with neutral numbers in place of what is not. It carries the
-  mark of an origin if it is not finite with the entries of this origin alone.
-
-  Args:
-    origins: the origins up to now, to which a new one is added.
-    op: the operation.
-    outs: what it returned.
-    finite: whether each of these is finite.
-
-  Returns:
-    The values, with marks on those that are not finite.
-  """
-  known = bits_of_all(op.inputs)
-  clean, alone = _run_again(op, known, outs)
-  rest, constants = _rest(origins, known), origins.constants()
-  own = 0
-  values = []
-  for i, out in enumerate(outs):
-    if finite[i]:
-      values.append(Value(out))
-      continue
-    without = clean[i] if clean else None
-    with_this = {bit: arrays[i] for bit, arrays in alone.items()}
-    marks, is_own = _bits.attribute(out, without, with_this, rest, constants)
-    if is_own.any():
-      is_constant = op.writes_inf and not known and not _bits.has_nan(out)
-      own = own or origins.add(op.describe(out, is_own), is_constant)
-      marks[is_own] = own
-    values.append(origins.value(out, marks))
-  return values
+  def _rest(self, known: int) -> int:
+    """What an entry is marked with that no origin makes alone."""
+    return known & ~self._constants() or known
 
 
 def _run_again(
@@ -223,42 +232,14 @@ def _run_again(
   return clean, {b: keeping(b) for b in groups if len(groups) > 1}
 
 
-def agree(
-  origins: Origins,
-  outs: list[Any],
-  finite: list[bool],
-  values: list[Value],
-  known: int,
-) -> list[Value]:
-  """What was returned at once, with the marks that were found step by step.
-
-  XLA may round otherwise when it does several operations at once. So an entry
-  may lack a mark, and is then marked with all bits that are known.
-  """
-  agreed = []
-  for out, is_finite, value in zip(outs, finite, values, strict=True):
-    if is_finite:
-      agreed.append(Value(out))
-      continue
-    bits = value.bits or _rest(origins, known)
-    marks = _bits.fill(value.marks, out, bits)
-    agreed.append(origins.value(out, marks, bits))
-  return agreed
-
-
 def _groups(known: int) -> list[int]:
   """The bits that are known, of which all but a few share a group.
 
   The operation is carried out once for each group.
   """
-  bits = _bits.each_of(known)
+  bits = [bit for bit in _BITS if bit & known]
   rest = sum(bits[_MOST_ALONE:])
   return [*bits[:_MOST_ALONE], *([rest] if rest else [])]
-
-
-def _rest(origins: Origins, known: int) -> int:
-  """What an entry is marked with that no origin makes alone."""
-  return known & ~origins.constants() or known
 
 
 def bits_of_all(values: list[Value]) -> int:

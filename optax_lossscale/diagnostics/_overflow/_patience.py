@@ -1,6 +1,8 @@
-"""When to stop walking into the iterations of a loop."""
+"""When to stop running the iterations of a loop step by step."""
 
 import collections
+
+import numpy as np
 
 from optax_lossscale.diagnostics._overflow import _marks
 
@@ -11,7 +13,10 @@ _MOST_ITERATIONS = 30
 
 
 class Patience:
-  """How many more iterations of a loop to run step by step."""
+  """How many more iterations of a loop to run step by step.
+
+  An iteration goes wrong in a way: which inputs and outputs are finite.
+  """
 
   def __init__(self, origins: _marks.Origins) -> None:
     self._origins = origins
@@ -24,12 +29,11 @@ class Patience:
     """The bits of the origins that were found in this loop."""
     return self._found.bits
 
-  def remember(self, bits: int) -> int:
-    """Adds to the bits that are known, and returns them."""
-    self._found = self._origins.value(None, None, self.known | bits)
-    return self.known
+  def is_over(self, way: tuple[bool, ...]) -> bool:
+    """Whether it is over for iterations that go wrong in this way."""
+    return self.known > 0 and self._seen[way] >= _MOST_ITERATIONS
 
-  def is_over(self, finite: list[bool]) -> bool:
-    """Whether it is over for iterations in which these values are finite."""
-    self._seen[tuple(finite)] += 1
-    return self.known > 0 and self._seen[tuple(finite)] > _MOST_ITERATIONS
+  def note(self, way: tuple[bool, ...], bits: int) -> None:
+    """Notes the bits that were found in an iteration."""
+    self._seen[way] += 1
+    self._found = self._origins.value(None, np.array([self.known | bits]))

@@ -1,4 +1,4 @@
-"""How a part of a jaxpr is run: as it is, or on the devices of a shard_map."""
+"""How equations are run: as they are, or on the devices of a shard_map."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -17,7 +17,7 @@ Run = Callable[..., list[Any]]
 
 
 class Runner:
-  """Runs parts of a jaxpr on arrays as they are.
+  """Runs equations and jaxprs on arrays as they are.
 
   Attributes:
     axis: the axis of an array that is the first axis within the jaxpr.
@@ -27,24 +27,25 @@ class Runner:
 
   def equation(self, eqn: core.JaxprEqn) -> Run:
     """What carries out an equation."""
-    fun = _jaxprs.function(_without_donation(eqn))
-    return lambda *arrays: list(map(_as_array, fun(*arrays), eqn.outvars))
+    fun = _jaxprs.function(_jaxprs.without_donation(eqn))
+    as_array = _jaxprs.as_array
+    return lambda *arrays: list(map(as_array, fun(*arrays), eqn.outvars))
 
   def whole(self, closed: _jaxprs.ClosedJaxpr) -> Run:
     """What runs a whole jaxpr at once."""
     return jax.jit(core.jaxpr_as_fun(closed))
 
   def lift(self, array: Any, atom: Any) -> Any:
-    """A constant, as it is kept here."""
-    return _as_array(array, atom)
+    """A number or an array that is written in the jaxpr, as it is kept here."""
+    return _jaxprs.as_array(array, atom)
 
 
 class ShardRunner(Runner):
-  """Runs parts of the jaxpr of a ``shard_map``.
+  """Runs equations and jaxprs from within a ``shard_map``.
 
   What differs between devices is kept as one array, in which a further axis
-  comes first: an entry for each device. So each part can run in a ``shard_map``
-  of its own, with the types that it was traced with.
+  comes first: an entry for each device. So each can run in a ``shard_map`` of
+  its own, with the types that it was traced with.
   """
 
   axis = 1
@@ -60,6 +61,7 @@ class ShardRunner(Runner):
     return self._on_shards(run, jaxpr.invars, jaxpr.outvars)
 
   def lift(self, array: Any, atom: Any) -> Any:
+    array = super().lift(array, atom)
     mesh = self._mapped.mesh
     sizes = dict(mesh.shape)
     over = self._mapped.differs_over(atom.aval)
@@ -100,28 +102,13 @@ class ShardRunner(Runner):
     return PartitionSpec(self._mapped.differs_over(var.aval))
 
 
-def _as_array(x: Any, atom: Any) -> Any:
-  """What is no Ref as an array: constants may come in a class of JAX's own."""
-  is_ref = hasattr(atom.aval, "inner_aval")
-  return x if is_ref or isinstance(x, jax.Array) else jnp.asarray(x)
-
-
-def _without_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
-  """The equation, which must leave its inputs to be read once more."""
-  donated = eqn.params.get("donated_invars", ())
-  if not any(donated):
-    return eqn
-  kept = (False,) * len(donated)
-  return eqn.replace(params={**eqn.params, "donated_invars": kept})
-
-
 @functools.partial(jax.jit, static_argnums=2)
 def take(array: jax.Array, i: int, axis: int) -> jax.Array:
   """One entry along an axis."""
   return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
 
 
-# Compiled, since the arrays of a walk are no longer traced.
+# Compiled, since these arrays are no longer traced.
 select = jax.jit(_arrays.select_rows)
 
 

@@ -6,14 +6,11 @@ import functools
 from typing import Any, NamedTuple, TypeVar
 
 from jax.extend import core
-import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics._overflow import (
   _bits,
   _marks,
-  _refs,
   _report,
   _runners,
 )
@@ -39,21 +36,21 @@ _Made = TypeVar("_Made")
 
 
 class Entry(NamedTuple):
-  """An equation that may be walked into.
+  """An equation that may be entered.
 
   Attributes:
     eqn: the equation.
     inputs: the values that it reads.
     place: where it stands.
-    once: whether it must be carried out only once. If it may be done again, the
-      marks of what it returns are asked for, and not the arrays.
+    has_effect: whether it must be carried out only once. If it may be done
+      again, the marks of what it returns are asked for, and not the arrays.
     used: which of its outputs are asked for; all, if not given.
   """
 
   eqn: core.JaxprEqn
   inputs: list[_marks.Value]
   place: _jaxprs.Place
-  once: bool
+  has_effect: bool
   used: list[bool] | None = None
 
 
@@ -68,11 +65,11 @@ class Stepper(abc.ABC):
   def __init__(self, origins: _marks.Origins, runner: _runners.Runner):
     self.origins = origins
     self.runner = runner
-    self._made: dict[tuple[Any, int], tuple[Any, Any]] = {}
+    self._cache: dict[Any, Any] = {}
 
   @abc.abstractmethod
   def enter(self, entry: Entry) -> list[_marks.Value] | None:
-    """Walks into an equation.
+    """Runs the jaxprs of a call, a loop or a branch.
 
     Returns:
       The values of its outputs; None if it cannot be entered.
@@ -97,104 +94,75 @@ class Stepper(abc.ABC):
     Returns:
       A value for each of its outputs.
     """
-    jaxpr = closed.jaxpr
-    used = [True] * len(jaxpr.outvars) if used is None else used
-    env = dict(zip(jaxpr.invars, inputs, strict=True))
-    for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
-      env[var] = self.constant(self.runner.lift(const, var), "constant", place)
-    del inputs
 
-    def read(atom: _jaxprs.Atom, its_place: _jaxprs.Place) -> _marks.Value:
-      if not isinstance(atom, core.Literal):
-        return env[atom]
-      aval: Any = atom.aval
-      number = self.runner.lift(jnp.asarray(atom.val, aval.dtype), atom)
-      return self.constant(number, "constant", its_place)
+    @functools.cache
+    def place_of(eqn: core.JaxprEqn | None) -> _jaxprs.Place:
+      return place if eqn is None else place.at(eqn, closed.jaxpr)
 
-    for eqn, last_read in _jaxprs.needed_equations(jaxpr, used):
-      its_place = place.at(eqn, jaxpr)
-      its_inputs = [read(atom, its_place) for atom in eqn.invars]
-      outs = self._step(eqn, its_inputs, its_place)
-      del its_inputs
-      env.update(zip(eqn.outvars, outs, strict=True))
-      for var in last_read:
-        env.pop(var, None)
-    outputs = zip(jaxpr.outvars, used, strict=True)
-    nothing = _marks.Value(None)
-    return [read(v, place) if asked else nothing for v, asked in outputs]
+    def written(
+      x: Any, atom: _jaxprs.Atom, eqn: core.JaxprEqn | None
+    ) -> _marks.Value:
+      array = self.runner.lift(x, atom)
+      return self.constant(array, "constant", place_of(eqn))
+
+    def step(
+      eqn: core.JaxprEqn, inputs: list[_marks.Value]
+    ) -> list[_marks.Value]:
+      return self._step(eqn, inputs, place_of(eqn))
+
+    outs = _jaxprs.interpret(closed, inputs, step, written=written, used=used)
+    return [out or _marks.Value(None) for out in outs]
 
   def constant(
     self, array: Any, name: str, place: _jaxprs.Place
   ) -> _marks.Value:
     """A value that no operation has made."""
-    is_ref = _refs.is_ref(array)
-    held = array[...] if is_ref else array
-    if _bits.is_finite(held):
+    if _bits.is_finite(array):
       return _marks.Value(array)
-    own = _bits.not_finite(held)
-    origin = _report.describe(name, [], place, self.runner.axis, held, own)
-    bit = self.origins.add(origin, is_constant=not _bits.has_nan(held))
-    marks = _bits.fill(None, held, bit)
-    if is_ref:
-      return self.origins.in_ref(_marks.Value(array), marks)
-    return self.origins.value(array, marks)
+    own = _bits.not_finite(array)
+    origin = _report.describe(name, [], place, self.runner.axis, array, own)
+    bit = self.origins.add(origin, is_constant=not _bits.has_nan(array))
+    return self.origins.value(array, _bits.fill(None, array, bit))
 
   def _step(
     self, eqn: core.JaxprEqn, inputs: list[_marks.Value], place: _jaxprs.Place
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
-    once = self.kept(_jaxprs.has_effect, eqn)
-    entry = Entry(eqn, inputs, place, once)
-    if once:
-      entered = self.enter(entry)
-      if entered is not None:
-        return entered
-    run = self.kept(self.runner.equation, eqn)
+    has_effect = self.cached(_jaxprs.has_effect, eqn)
+    entry = Entry(eqn, inputs, place, has_effect)
+    entered = self.enter(entry) if has_effect else None
+    if entered is not None:
+      return entered
+    run = self.cached(self.runner.equation, eqn)
     arrays = [value.array for value in inputs]
     outs = run(*arrays)
-    name, axis = _jaxprs.name_of(eqn), self.runner.axis
-    describe = functools.partial(_report.describe, name, arrays, place, axis)
-    if once:
-      followed = _refs.follow(self.origins, eqn, inputs, outs, describe)
-      if followed is not None:
-        return followed
     finite = list(map(_bits.is_finite, outs))
     if all(finite):
       return list(map(_marks.Value, outs))
-    if not once:
+    if not has_effect:
       asked = [not is_finite for is_finite in finite]
       entered = self.enter(entry._replace(used=asked)) or []
       known = _marks.bits_of_all(entered)
       if known:
-        return _marks.agree(self.origins, outs, finite, entered, known)
-    op = _operation(eqn, inputs, None if once else run, describe)
-    return _marks.mark(self.origins, op, outs, finite)
+        return self.origins.agree(outs, finite, entered, known)
+    name, axis = _jaxprs.name_of(eqn), self.runner.axis
+    describe = functools.partial(_report.describe, name, arrays, place, axis)
+    atoms = zip(inputs, eqn.invars, strict=True)
+    op = _marks.Operation(
+      run=None if has_effect else run,
+      inputs=[_marks.Value(v.array) if _is_literal(x) else v for v, x in atoms],
+      neutral=_NEUTRAL.get(name),
+      describe=describe,
+    )
+    return self.origins.mark(op, outs, finite)
 
-  def kept(self, make: Callable[[Any], _Made], thing: Any) -> _Made:
-    """What a function makes of a thing, made once."""
-    # The thing is kept as well, so that no other gets its id.
-    key = make, id(thing)
-    if key not in self._made:
-      self._made[key] = thing, make(thing)
-    return self._made[key][1]
+  def cached(self, make: Callable[[Any], _Made], thing: Any) -> _Made:
+    """What a function makes of an equation or a jaxpr, made once."""
+    key = make, thing
+    if key not in self._cache:
+      self._cache[key] = make(thing)
+    return self._cache[key]
 
 
-def _operation(
-  eqn: core.JaxprEqn,
-  inputs: list[_marks.Value],
-  run: _runners.Run | None,
-  describe: Callable[[Any, np.ndarray], _report.Overflow],
-) -> _marks.Operation:
-  is_literal = lambda atom: isinstance(atom, core.Literal)
-  literals: Any = filter(is_literal, eqn.invars)
-  sizes = [float(np.abs(literal.val)) for literal in literals]
-  pairs = zip(inputs, map(is_literal, eqn.invars), strict=True)
-  return _marks.Operation(
-    run=run,
-    # A number that is written there is part of the operation, without marks.
-    inputs=[_marks.Value(v.array) if written else v for v, written in pairs],
-    neutral=_NEUTRAL.get(_jaxprs.name_of(eqn)),
-    # The largest of an inf and a NaN is a NaN.
-    writes_inf=bool(np.max(sizes, initial=0) == np.inf),
-    describe=describe,
-  )
+def _is_literal(atom: _jaxprs.Atom) -> bool:
+  return isinstance(atom, core.Literal)

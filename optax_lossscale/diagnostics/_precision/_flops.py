@@ -3,8 +3,6 @@
 import collections
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from optax_lossscale import _jaxprs
 from optax_lossscale.diagnostics._precision import _walk
 
@@ -34,7 +32,7 @@ def products_in(steps: list[_walk.Step]) -> list[Product]:
     for step in steps
     if (flops := _jaxprs.flops_of(step.eqn)) is not None
   ]
-  by_branch: collections.Counter[tuple[object, int]] = collections.Counter()
+  by_branch: collections.Counter[Any] = collections.Counter()
   for product in products:
     for branch in product.step.body.branches:
       by_branch[branch] += product.flops
@@ -48,11 +46,9 @@ def products_in(steps: list[_walk.Step]) -> list[Product]:
 
 
 def _as_product(step: _walk.Step, flops: int) -> Product:
-  eqn: Any = step.eqn
   # What follows are the sizes of groups.
-  operands = [v.aval.dtype for v in eqn.invars[:2]]
-  widest = max(operands, key=lambda dtype: dtype.itemsize)
-  accumulation = eqn.params.get("preferred_element_type")
-  accumulation = np.dtype(accumulation or eqn.outvars[0].aval.dtype)
-  name = _jaxprs.name_of(eqn)
+  operands: list[Any] = [v.aval for v in step.eqn.invars[:2]]
+  widest = max(operands, key=lambda aval: aval.dtype.itemsize).dtype
+  accumulation = _jaxprs.accumulation_of(step.eqn)
+  name = _jaxprs.name_of(step.eqn)
   return Product(name, str(widest), str(accumulation), flops, step)

@@ -1,7 +1,7 @@
 """``precision_report``: in which dtype a function computes, line by line."""
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -120,30 +120,43 @@ class PrecisionReport:
     return fields
 
   def __str__(self) -> str:
-    flops = [(*r[:2], f"{r.flops:.3g}", f"{r.share:.1%}") for r in self.flops]
+    flops = [
+      {
+        "operands": row.operands,
+        "accumulation": row.accumulation,
+        "flops": f"{row.flops:.3g}",
+        "share": f"{row.share:.1%}",
+      }
+      for row in self.flops
+    ]
     wider = [
-      (r.primitive, _where(r), r.operands, str(r.times), f"{r.share:.1%}")
-      for r in self.wider
+      _tables.where(row)
+      | {
+        "operands": row.operands,
+        "times": str(row.times),
+        "share": f"{row.share:.1%}",
+      }
+      for row in self.wider
     ]
     at_risk = [
-      (r.primitive, _where(r), str(r.times), r.reason) for r in self.at_risk
+      _tables.where(row) | {"times": str(row.times), "reason": row.reason}
+      for row in self.at_risk
     ]
-    parts = ["No matrix products and no convolutions."]
-    if flops:
-      header = "operands", "accumulation", "flops", "share"
-      parts = [
+    parts = [f"Not known: {note}" for note in self.notes]
+    if not flops:
+      parts.append("No matrix products and no convolutions.")
+    for title, rows, left in (
+      (
         f"{self.total_flops:.3g} flops in matrix products and convolutions,"
         f" {self.share:.1%} of them in {self.dtype}:",
-        _tables.table(header, flops, left=2),
-      ]
-    if wider:
-      columns = "", "line", "operands", "times", "share"
-      parts.append(f"In a wider dtype than {self.dtype}:")
-      parts.append(_tables.table(columns, wider, left=3))
-    if at_risk:
-      parts.append(f"At risk in {self.dtype}:")
-      parts.append(_tables.table(("", "line", "times", "why"), at_risk, left=4))
-    return "\n".join([*(f"Not known: {note}" for note in self.notes), *parts])
+        flops,
+        2,
+      ),
+      (f"In a wider dtype than {self.dtype}:", wider, 3),
+      (f"At risk in {self.dtype}:", at_risk, 4),
+    ):
+      parts += [title, _tables.table(rows, left)] if rows else []
+    return "\n".join(parts)
 
 
 @_host.may_transfer
@@ -195,18 +208,24 @@ def precision_report(
   as_dtype = _limits.as_small_float(dtype)
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
   steps = _walk.steps_of(traced.closed)
-  products = _flops.products_in(steps)
-  total = sum(product.flops for product in products)
   notes = _tracing.told(traced.shut)
   notes += [f"{step.note}, {step.place.source}" for step in steps if step.note]
-  wide = [p for p in products if _is_wider(p.operands, as_dtype)]
+  return _reported(steps, as_dtype, notes)
+
+
+def _reported(
+  steps: list[_walk.Step], as_dtype: np.dtype, notes: list[str]
+) -> PrecisionReport:
+  products = _flops.products_in(steps)
+  total = sum(product.flops for product in products)
+  right = sum(p.flops for p in products if not _is_wider(p.operands, as_dtype))
   return PrecisionReport(
     dtype=str(as_dtype),
     total_flops=total,
-    share=_share(total - sum(product.flops for product in wide), total),
-    flops=_flops_by_dtype(products, total),
-    wider=_wide_rows(products, as_dtype, total),
-    at_risk=_risk_rows(steps, as_dtype),
+    share=_share(right, total),
+    flops=_with_shares(map(_flops_row, products), total),
+    wider=_with_shares(_wide_rows(products, as_dtype), total),
+    at_risk=tuple(_added(_risk_rows(steps, as_dtype))),
     notes=tuple(dict.fromkeys(notes)),
   )
 
@@ -218,63 +237,54 @@ def _is_wider(operands: str, dtype: np.dtype) -> bool:
   return jnp.finfo(kind).bits > jnp.finfo(dtype).bits
 
 
-def _share(flops: int, total: int) -> float:
-  return flops / total if total else 1.0
-
-
-def _flops_by_dtype(
-  products: list[_flops.Product], total: int
-) -> tuple[Flops, ...]:
-  flops: collections.Counter[tuple[str, str]] = collections.Counter()
-  for p in products:
-    flops[p.operands, p.accumulation] += p.flops
-  return tuple(
-    Flops(*kind, n, _share(n, total)) for kind, n in flops.most_common()
-  )
-
-
-_Whereabouts = tuple[str, str, str, str, bool]
-_KindAndPlace = tuple[tuple[str, str, str], _Whereabouts]
+def _flops_row(product: _flops.Product) -> Flops:
+  return Flops(product.operands, product.accumulation, product.flops, 0.0)
 
 
 def _wide_rows(
-  products: list[_flops.Product], dtype: np.dtype, total: int
-) -> tuple[WideProduct, ...]:
+  products: list[_flops.Product], dtype: np.dtype
+) -> Iterator[WideProduct]:
   places = [p.step.place for p in products]
   told = _jaxprs.telling_names([(x.names, x.backward) for x in places])
-  flops: collections.Counter[_KindAndPlace] = collections.Counter()
-  times: collections.Counter[_KindAndPlace] = collections.Counter()
-  for p, (name, _) in zip(products, told, strict=True):
-    if not _is_wider(p.operands, dtype):
-      continue
-    kind = p.primitive, p.operands, p.accumulation
-    # Without weights, it is for the line that it is told.
-    name = name if p.step.place.weights else p.step.place.name
-    key = kind, _whereabouts(p.step.place, name)
-    flops[key] += p.flops
-    times[key] += p.step.body.times
-  return tuple(
-    WideProduct._make((*key[0], n, _share(n, total), times[key], *key[1]))
-    for key, n in flops.most_common()
-  )
+  for p, place, (name, _) in zip(products, places, told, strict=True):
+    if _is_wider(p.operands, dtype):
+      # Without weights, it is for the line that it is told.
+      where = _whereabouts(place, name if place.weights else place.name)
+      kind = p.primitive, p.operands, p.accumulation
+      numbers = p.flops, 0.0, p.step.body.times
+      yield WideProduct._make((*kind, *numbers, *where))
 
 
-def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> tuple[Risk, ...]:
-  times: collections.Counter[Any] = collections.Counter()
+def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> Iterator[Risk]:
   for step in steps:
     for reason in _risks.risks_of(step, dtype):
       name = _jaxprs.name_of(step.eqn)
       where = _whereabouts(step.place, step.place.name)
-      times[name, reason, where] += step.body.times
-  return tuple(
-    Risk(name, reason, n, *where) for (name, reason, where), n in times.items()
-  )
+      yield Risk(name, reason, step.body.times, *where)
 
 
-def _whereabouts(place: _jaxprs.Place, name: str) -> _Whereabouts:
+def _whereabouts(
+  place: _jaxprs.Place, name: str
+) -> tuple[str, str, str, str, bool]:
   names = place.names
   return name, names.scope, names.weights, place.source, place.backward
 
 
-def _where(row: WideProduct | Risk) -> str:
-  return f"{row.name or 'unknown'}{', backward' if row.backward else ''}"
+def _with_shares(rows: Iterable[Any], total: int) -> tuple[Any, ...]:
+  """The rows with their shares of the flops, the largest first."""
+  added = sorted(_added(rows), key=lambda row: row.flops, reverse=True)
+  return tuple(x._replace(share=_share(x.flops, total)) for x in added)
+
+
+def _share(flops: int, total: int) -> float:
+  return flops / total if total else 1.0
+
+
+def _added(rows: Iterable[Any]) -> Iterator[Any]:
+  """The rows, of which those that differ in numbers alone are added up."""
+  groups: dict[Any, collections.Counter[str]] = {}
+  for row in rows:
+    numbers = {x: v for x, v in row._asdict().items() if type(v) is int}
+    key = row._replace(**dict.fromkeys(numbers, 0))
+    groups.setdefault(key, collections.Counter()).update(numbers)
+  return (key._replace(**numbers) for key, numbers in groups.items())

@@ -1,53 +1,81 @@
 """Walks through a jaxpr and all that it calls, without computing anything."""
 
 from collections.abc import Iterator, Sequence
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
+import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
-from optax_lossscale.diagnostics._precision import _known
 
 # What these hold only says how two numbers become one.
 _COMBINERS = ("arg", "cum", "reduce", "scatter", "select_and", "sort", "top_k")
 # What these return is what each of their jaxprs returns.
 _HAND_BACK = _jaxprs.Call, _jaxprs.Cond, _jaxprs.ShardMap
 
+Branches = tuple[tuple[core.JaxprEqn, int], ...]
 
-class Body(NamedTuple):
-  """A jaxpr that is run, and what its equations have in common.
+
+class Body:
+  """A jaxpr that is run, and what is known of it before anything is computed.
 
   Attributes:
-    closed: the jaxpr.
-    known: what is known of its variables.
+    jaxpr: the jaxpr.
     times: how often it runs.
-    branches: of each ``cond`` around it, what stands for it, and the number of
-      its branch.
+    branches: of each ``cond`` around it, its equation and the number of the
+      branch.
   """
 
-  closed: _jaxprs.ClosedJaxpr
-  known: _known.Known
-  times: int
-  branches: tuple[tuple[object, int], ...]
-
-  def into(
+  def __init__(
     self,
     closed: _jaxprs.ClosedJaxpr,
+    around: "Body | None" = None,
     inputs: Sequence[_jaxprs.Atom] = (),
     times: int = 1,
-    branches: tuple[tuple[object, int], ...] = (),
-  ) -> "Body":
-    """A jaxpr that an equation in this one runs.
+    branches: Branches = (),
+  ) -> None:
+    """A jaxpr that is run by an equation of another one.
 
     Args:
       closed: the jaxpr.
+      around: the other one, if there is one.
       inputs: what of the equation is read by the first inputs of the jaxpr.
       times: how often the equation runs it.
       branches: the branch that it is, if the equation is a ``cond``.
     """
-    known = self.known.within(inputs, closed)
-    return Body(closed, known, self.times * times, self.branches + branches)
+    self.jaxpr = closed.jaxpr
+    self.times: int = times * around.times if around else times
+    self.branches: Branches = branches
+    if around:
+      self.branches = (*around.branches, *branches)
+    numbers = [around.number(atom) for atom in inputs] if around else []
+    variables = [*self.jaxpr.invars[: len(numbers)], *self.jaxpr.constvars]
+    numbers += map(_as_number, closed.consts)
+    self._numbers = dict(zip(variables, numbers, strict=True))
+
+  @functools.cached_property
+  def _made_by(self) -> dict[Any, core.JaxprEqn]:
+    """What makes each variable that is the first output of an equation."""
+    return {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars[:1]}
+
+  def number(self, atom: _jaxprs.Atom) -> float | None:
+    """The number that all entries of a constant are, if it is one."""
+    if isinstance(atom, core.Literal):
+      return _as_number(atom.val)
+    eqn = self._made_by.get(atom)
+    if eqn is None:
+      return self._numbers.get(atom)
+    moves = eqn.primitive.name in _jaxprs.SPREAD
+    return self.number(eqn.invars[0]) if moves else None
+
+  def terms(self, atom: _jaxprs.Atom) -> int:
+    """How many terms a value is the sum of; 1 if it is none."""
+    is_literal = isinstance(atom, core.Literal)
+    eqn = None if is_literal else self._made_by.get(atom)
+    return 1 if eqn is None else _jaxprs.terms_in_sum(eqn)
 
 
 class Step(NamedTuple):
@@ -70,21 +98,18 @@ class Step(NamedTuple):
 
 def steps_of(closed: _jaxprs.ClosedJaxpr) -> list[Step]:
   """All equations that are met on a walk through a jaxpr."""
-  whole = Body(closed, _known.Known().within([], closed), 1, ())
-  return list(_walk(whole, _jaxprs.Place(), None))
+  return list(_walk(Body(closed), _jaxprs.Place(), None))
 
 
 def _walk(
   body: Body, place: _jaxprs.Place, used: list[bool] | None
 ) -> Iterator[Step]:
-  jaxpr = body.closed.jaxpr
   # XLA leaves out what is not needed, too.
-  for eqn, unread in _jaxprs.needed_equations(jaxpr, used):
+  for eqn, unread in _jaxprs.needed_equations(body.jaxpr, used):
     part = _jaxprs.part_of(eqn)
     inside, note = _inside(eqn, part, body)
-    its_place = place.at(eqn, jaxpr)
+    its_place = place.at(eqn, body.jaxpr)
     yield Step(eqn, its_place, body, runs_others=bool(inside), note=note)
-    body.known.learn(eqn)
     its_used = None
     if isinstance(part, _HAND_BACK):
       its_used = [var not in unread for var in eqn.outvars]
@@ -98,34 +123,24 @@ def _inside(
   """What an equation runs, and what cannot be known of that; often empty."""
   match part:
     case _jaxprs.Call(body):
-      return [around.into(body, eqn.invars)], ""
+      return [Body(body, around, eqn.invars)], ""
     case _jaxprs.Cond(branches):
-      this, inputs = object(), eqn.invars[1:]
+      into = functools.partial(Body, around=around, inputs=eqn.invars[1:])
       pairs = enumerate(branches)
-      its = [around.into(x, inputs, branches=((this, i),)) for i, x in pairs]
-      return its, ""
+      return [into(x, branches=((eqn, i),)) for i, x in pairs], ""
     case _jaxprs.ShardMap() as mapped:
       sizes = dict(mapped.mesh.shape)
       count = math.prod(sizes[axis] for axis in mapped.manual_axes)
-      return [around.into(mapped.body, eqn.invars, count)], ""
-    case _jaxprs.Scan() | _jaxprs.HiScan() as scan:
-      consts = eqn.invars[: scan.consts]
-      return [around.into(scan.body, consts, scan.length)], ""
+      return [Body(mapped.body, around, eqn.invars, count)], ""
+    case _jaxprs.Scan() as scan:
+      consts, _, _ = scan.split(eqn.invars)
+      return [Body(scan.body, around, consts, scan.length)], ""
     case _jaxprs.While() as loop:
-      its = list(map(around.into, _jaxprs.bodies_of(loop)))
+      its = [Body(body, around) for body in _jaxprs.bodies_of(loop)]
       return its, "a while loop, of which one iteration is counted"
-    case _:
-      return _inside_of_unknown(eqn, around)
-
-
-def _inside_of_unknown(
-  eqn: core.JaxprEqn, around: Body
-) -> tuple[list[Body], str]:
-  """The same of an equation that nobody knows, or that runs no other."""
   name = _jaxprs.name_of(eqn)
-  if name.startswith(_COMBINERS):
-    return [], ""
-  held = list(_jaxprs.held_jaxprs(eqn))
+  is_combiner = name.startswith(_COMBINERS)
+  held = [] if is_combiner else list(_jaxprs.held_jaxprs(eqn))
   note = ""
   if held:
     note = f"{name}, of which what is inside is counted once"
@@ -133,4 +148,12 @@ def _inside_of_unknown(
     note = f"{name}, of which nothing is known"
   elif _jaxprs.is_matrix_product(eqn) and _jaxprs.flops_of(eqn) is None:
     note = f"{name}, which is not counted"
-  return list(map(around.into, held)), note
+  return [Body(closed, around) for closed in held], note
+
+
+def _as_number(const: Any) -> float | None:
+  """A real scalar as a number."""
+  if isinstance(const, jax.core.Tracer):
+    return None  # A solver closes over what was traced around it.
+  is_real = jnp.issubdtype(jnp.result_type(const), jnp.floating)
+  return float(const) if is_real and jnp.shape(const) == () else None
