@@ -4,17 +4,14 @@ The old state is not selected after the update but within it: where each new
 leaf of the state is computed. CONTRIBUTING.md says why.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend import core
 
 from optax_lossscale import _arrays, _jaxprs
-
-# The values to keep, by the variables of those that may take their place.
-_Leaves = dict[Any, Any]
 
 
 def update_or_keep(
@@ -52,8 +49,8 @@ def update_or_keep(
     ValueError: if ``update`` returns a state of another structure.
   """
   # Outside jit nothing is fused, and leaves of the state may be any object.
-  plain = _plain_jit() if isinstance(finite, jax.core.Tracer) else None
-  if plain is None:
+  context = _context_here() if isinstance(finite, jax.core.Tracer) else None
+  if context is None:
     updates, new_state = update(grads, state, params, **extra_args)
     return updates, keep_unless(finite, new_state, state)
 
@@ -62,7 +59,7 @@ def update_or_keep(
     _check_structure(new_state, state)
     return updates, jax.tree.map(_arrays.cast_like, new_state, state)
 
-  return _run_with_selects(run, _Selects(finite, plain), state)
+  return _run_with_selects(run, finite, state, context)
 
 
 def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
@@ -75,23 +72,21 @@ def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
   return _arrays.select(finite, new_state, state)
 
 
-def _plain_jit() -> _jaxprs.PlainJit | None:
-  """A jit without any options, to compare others with.
+def _context_here() -> Any:
+  """The settings that hold here, to compare those of equations with.
 
-  None if its jaxpr cannot be taken apart: a new version of JAX may describe
+  None if equations cannot be taken apart: a new version of JAX may describe
   what a function computes in another way. To select within an update saves
   time, and to select after it is always right.
   """
   try:
-    plain = _jaxprs.plain_jit()
-    jax.eval_shape(_jaxprs.function(plain.eqn), 0.0)
+    return _jaxprs.context_here()
   except Exception:
     return None
-  return plain
 
 
 def _run_with_selects(
-  run: Callable[[], tuple[Any, Any]], selects: "_Selects", state: Any
+  run: Callable[[], tuple[Any, Any]], finite: jax.Array, state: Any, here: Any
 ) -> tuple[Any, Any]:
   # `run` takes no arguments but closes over everything. So traced values become
   # constants of the jaxpr, and keep their shardings and manual axes, and
@@ -105,98 +100,48 @@ def _run_with_selects(
   for var, leaf in zip(new_vars, old_leaves, strict=True):
     if not isinstance(var, core.Literal):
       old.setdefault(var, leaf)
-  outs, selected = selects.run(closed, [], old)
+  selected: dict[Any, Any] = {}
+
+  def step(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+    outs = _jaxprs.function(eqn)(*inputs)
+    return list(map(functools.partial(select, eqn), eqn.outvars, outs))
+
+  def select(eqn: core.JaxprEqn, var: Any, out: Any) -> Any:
+    if var not in old or not _may_select(eqn, out, old[var], finite, here):
+      return out
+    selected[var] = old[var]
+    return _arrays.select(finite, out, old[var])
+
+  outs = _jaxprs.interpret(closed, [], step)
 
   def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
     if out is leaf:  # The update left it as it was.
       return out
     is_selected = _jaxprs.is_one_of(var, selected) and selected[var] is leaf
-    return out if is_selected else _arrays.select(selects.finite, out, leaf)
+    return out if is_selected else _arrays.select(finite, out, leaf)
 
   new_leaves = map(select_if_not_yet, new_vars, outs[first:], old_leaves)
   updates = jax.tree.unflatten(jax.tree.structure(shapes[0]), outs[:first])
   return updates, jax.tree.unflatten(jax.tree.structure(state), new_leaves)
 
 
-class _Selects(NamedTuple):
-  """Runs a jaxpr, and selects each new value right where it is computed.
+def _may_select(
+  eqn: core.JaxprEqn, value: Any, old: Any, finite: jax.Array, here: Any
+) -> bool:
+  """Whether all that reads the value may read the selected one instead.
 
-  Attributes:
-    finite: whether to take the new values.
-    plain: a jit without any options, as it is called here.
+  It may not if the selected one is of another type, since what follows was
+  traced with the type of this one, or if the equation says that it may not. And
+  it may not if one of these cannot be known.
   """
-
-  finite: Any
-  plain: _jaxprs.PlainJit
-
-  def run(
-    self, closed: _jaxprs.ClosedJaxpr, inputs: Sequence[Any], old: _Leaves
-  ) -> tuple[list[Any], _Leaves]:
-    """Runs a jaxpr.
-
-    Args:
-      closed: the jaxpr.
-      inputs: its inputs.
-      old: the values to keep, by output variable.
-
-    Returns:
-      The outputs, and for each variable that was selected the value to keep.
-    """
-    selected: _Leaves = {}
-
-    def step(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-      # In a jit with one result nothing could read the selected value.
-      is_jit = len(eqn.outvars) > 1
-      entered = self.plain.entered(eqn) if is_jit else None
-      if entered is not None:
-        inner, scope = entered
-        # Profiles go on to show the scopes around the call, and its name.
-        with jax.named_scope(scope):
-          return enter(inner, inputs, eqn.outvars)
-      outs = _jaxprs.function(eqn)(*inputs)
-      return list(map(functools.partial(select, eqn), eqn.outvars, outs))
-
-    def enter(
-      inner: _jaxprs.ClosedJaxpr, inputs: list[Any], outvars: Sequence[Any]
-    ) -> list[Any]:
-      # By the variable inside. If it is returned twice, it is selected once.
-      pairs = {
-        i: o
-        for i, o in zip(inner.jaxpr.outvars, outvars, strict=True)
-        if o in old and not isinstance(i, core.Literal)
-      }
-      outs, within = self.run(
-        inner, inputs, {i: old[o] for i, o in pairs.items()}
-      )
-      selected.update({pairs[i]: leaf for i, leaf in within.items()})
-      return outs
-
-    def select(eqn: core.JaxprEqn, var: Any, out: Any) -> Any:
-      if var not in old or not self._may_select(eqn, out, old[var]):
-        return out
-      selected[var] = old[var]
-      return _arrays.select(self.finite, out, old[var])
-
-    return _jaxprs.interpret(closed, inputs, step), selected
-
-  def _may_select(self, eqn: core.JaxprEqn, value: Any, old: Any) -> bool:
-    """Whether all that reads the value may read the selected one instead.
-
-    It may not if the selected one is of another type, since what follows was
-    traced with the type of this one. It may not on another device or mesh than
-    that of this call, such as between operations of the host. And it may not if
-    the equation says where its result is placed, since XLA would choose a place
-    for the selected one. And it may not if one of these cannot be known.
-    """
-    try:
-      return (
-        _jaxprs.varying(self.finite) <= _jaxprs.varying(value)
-        and jax.typeof(value) == jax.typeof(old)
-        and self.plain.is_here(eqn)
-        and not _jaxprs.names_sharding(eqn)
-      )
-    except Exception:
-      return False
+  try:
+    return (
+      _jaxprs.varying(finite) <= _jaxprs.varying(value)
+      and jax.typeof(value) == jax.typeof(old)
+      and _jaxprs.may_change_result(eqn, here)
+    )
+  except Exception:
+    return False
 
 
 def _check_structure(new_state: Any, state: Any) -> None:

@@ -1,11 +1,8 @@
 """Puts an equation between conversions to half precision and back."""
 
 from collections.abc import Set
-import functools
 from typing import Any
 
-import jax
-from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
@@ -21,8 +18,12 @@ def in_half(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
   eqn = _jaxprs.marked(eqn, dtype)
   half = lambda atom: _half_of(atom, dtype) if _is_float32(atom) else atom
   inputs, outputs = list(map(half, eqn.invars)), list(map(half, eqn.outvars))
-  before = [_cast(*pair, eqn) for pair in _changed(eqn.invars, inputs)]
-  after = [_cast(*pair, eqn) for pair in _changed(outputs, eqn.outvars)]
+  before = [
+    _jaxprs.conversion(*pair, eqn) for pair in _changed(eqn.invars, inputs)
+  ]
+  after = [
+    _jaxprs.conversion(*pair, eqn) for pair in _changed(outputs, eqn.outvars)
+  ]
   return [*before, eqn.replace(invars=inputs, outvars=outputs), *after]
 
 
@@ -42,24 +43,3 @@ def _is_float32(atom: Any) -> bool:
 
 def _half_of(atom: Any, dtype: Any) -> Any:
   return core.Var(atom.aval.update(dtype=dtype, weak_type=False))
-
-
-def _cast(old: Any, new: Any, eqn: core.JaxprEqn) -> core.JaxprEqn:
-  """A conversion of a variable to another one, at the line of an equation."""
-  cast = _cast_to(new.aval.dtype)
-  # The product of two Python numbers' arrays is weakly typed, and stays so.
-  params = {**cast.params, "weak_type": new.aval.weak_type}
-  return eqn.replace(
-    invars=[old],
-    outvars=[new],
-    primitive=cast.primitive,
-    params={name: params[name] for name in cast.params},
-    effects=cast.effects,
-  )
-
-
-@functools.cache
-def _cast_to(dtype: Any) -> core.JaxprEqn:
-  cast = jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))
-  (eqn,) = cast(jax.ShapeDtypeStruct((), jnp.int8)).eqns
-  return eqn

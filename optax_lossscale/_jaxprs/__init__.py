@@ -16,6 +16,7 @@ from optax_lossscale._jaxprs._equations import (
   closed,
   ClosedJaxpr,
   context_of,
+  conversion,
   equations_of,
   exported_text,
   function,
@@ -28,9 +29,9 @@ from optax_lossscale._jaxprs._equations import (
   with_fields,
   with_jaxprs,
 )
+from optax_lossscale._jaxprs._here import context_here, may_change_result
 from optax_lossscale._jaxprs._hijax import lowered
 from optax_lossscale._jaxprs._interpret import interpret
-from optax_lossscale._jaxprs._jits import names_sharding, plain_jit, PlainJit
 from optax_lossscale._jaxprs._lines import (
   call_name,
   function_name,

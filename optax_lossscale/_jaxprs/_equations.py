@@ -6,7 +6,9 @@ import functools
 from typing import Any, TYPE_CHECKING
 
 import jax
+from jax import lax
 from jax.extend import core
+import jax.numpy as jnp
 
 if TYPE_CHECKING:
   from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -192,6 +194,27 @@ def _replaced(param: Any, replace: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:
   if type(param) is tuple:
     return tuple(_replaced(x, replace) for x in param)
   return param
+
+
+def conversion(old: Any, new: Any, like: core.JaxprEqn) -> core.JaxprEqn:
+  """What converts a variable to another one, at the line of an equation."""
+  cast = _conversion_to(new.aval.dtype)
+  # The product of two Python numbers' arrays is weakly typed, and stays so.
+  params = {**cast.params, "weak_type": new.aval.weak_type}
+  return like.replace(
+    invars=[old],
+    outvars=[new],
+    primitive=cast.primitive,
+    params={name: params[name] for name in cast.params},
+    effects=cast.effects,
+  )
+
+
+@functools.cache
+def _conversion_to(dtype: Any) -> core.JaxprEqn:
+  cast = jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))
+  (eqn,) = cast(jax.ShapeDtypeStruct((), jnp.int8)).eqns
+  return eqn
 
 
 def with_fields(jaxpr: AnyJaxpr, **fields: Any) -> AnyJaxpr:

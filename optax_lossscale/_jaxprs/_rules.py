@@ -22,6 +22,7 @@ from optax_lossscale._jaxprs._hijax import BEHAVES_LIKE, lowered
 
 # The second is the tangent of a function with the third.
 RULES = {"custom_jvp_call", "custom_lin", "custom_vjp_call"}
+_OF_HIJAX = {*RULES, "remat2"}
 
 
 class Rule(NamedTuple):
@@ -58,7 +59,8 @@ def rule_of(eqn: core.JaxprEqn) -> Rule | None:
 
 def _rule_of_hijax(primitive: Any) -> Rule | None:
   kind = BEHAVES_LIKE.get(type(primitive).__name__)
-  if kind is None or (kind == "remat2" and not hasattr(primitive, "policy")):
+  is_whole = kind != "remat2" or hasattr(primitive, "policy")
+  if kind not in _OF_HIJAX or not is_whole:
     return None
   checkpoint = functools.partial(
     jax.checkpoint,

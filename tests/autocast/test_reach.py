@@ -134,7 +134,7 @@ def test_up_to_three_places_are_all_told(count):
 
 def test_what_cannot_stand_in_place_of_an_equation_is_none():
   (eqn,) = jax.make_jaxpr(lambda a: jnp.sin(a))(A).eqns
-  (new,) = _jaxprs.equations_of(lambda a: [jnp.cos(a)], eqn)
+  ((new,), _) = _jaxprs.equations_of(lambda a: [jnp.cos(a)], eqn)
   assert new.outvars == eqn.outvars and new.invars == eqn.invars
   for fun in (lambda a: [a], lambda a: [jnp.ones(())], lambda a: [a + B]):
     assert _jaxprs.equations_of(fun, eqn) is None
