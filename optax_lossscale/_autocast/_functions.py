@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from optax_lossscale import _checks, _warnings
 from optax_lossscale._autocast import (
+  _calls,
   _in_place,
   _kept,
   _products,
-  _rewrite,
   _weights,
 )
 
@@ -100,9 +100,9 @@ def autocast(
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
     paths = _weights.paths_of(fun, args, kwargs)
-    settings = _rewrite.Settings(dtype, kept, paths)
+    settings = _calls.Settings(dtype, kept, paths)
     call, put_in_place = _in_place.without_arguments(fun, args, kwargs)
-    result = _rewrite.call(call, settings)
+    result = _calls.call(call, settings)
     out = put_in_place(result.out)
     found = result.found
     tell(kept.check(found.decisions, found.has_unseen))

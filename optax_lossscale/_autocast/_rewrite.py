@@ -9,143 +9,25 @@ a result that is widened and narrowed again, and the cotangents of several uses
 of one value are added in float32.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 import functools
 import itertools
-import types
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend import core
-import jax.numpy as jnp
 
-from optax_lossscale import _jaxprs, _warnings
+from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import (
   _casts,
   _derivatives,
+  _found,
   _kept,
   _products,
   _rules,
-  _told,
 )
 
 # Equations that run the jaxprs that they hold, and need nothing else of them.
 _RUN_THEIR_JAXPRS = {"cond", "scan", "shard_map", "while"}
-
-
-class Settings(NamedTuple):
-  """What is asked of one function.
-
-  Attributes:
-    dtype: the dtype of the products.
-    kept: the products that stay in float32.
-    paths: the names of arrays that are weights, by their identity.
-    of_results: of each array that the function returns, the name of the weight
-      whose gradient it is; none is known, if this is empty.
-  """
-
-  dtype: Any
-  kept: _kept.Kept = _kept.Kept()
-  paths: Mapping[int, _jaxprs.Path] = types.MappingProxyType({})
-  of_results: Sequence[_jaxprs.Path] = ()
-
-
-class Found(NamedTuple):
-  """What was found on the way, in the order of the program.
-
-  Attributes:
-    has_products: whether there are products that run in half, or are kept.
-    decisions: which of them are kept; none, if the user named none.
-    missed: the equations that hold products and could not be entered, each with
-      the jaxpr that it stands in.
-    has_unseen: whether there are products whose names cannot be known.
-  """
-
-  has_products: bool = False
-  decisions: tuple[_kept.Decision, ...] = ()
-  missed: tuple[tuple[core.JaxprEqn, core.Jaxpr], ...] = ()
-  has_unseen: bool = False
-
-
-class Result(NamedTuple):
-  """What a function returned, with its products in half.
-
-  Attributes:
-    out: what it returned. What it did not compute are the same objects.
-    paths: the name of each array in it that is a weight.
-    found: what was found in it.
-    message: what there is to tell of products that were not reached.
-  """
-
-  out: Any
-  paths: list[_jaxprs.Path]
-  found: Found
-  message: str
-
-
-def call(fun: Callable[[], Any], settings: Settings) -> Result:
-  """Calls a function without arguments, with its products in half.
-
-  The function closes over its arguments. So it is given the very same ones:
-  traced values keep their types, and other objects need no care.
-
-  Args:
-    fun: the function.
-    settings: the dtype of the products, which ones stay, and their names.
-
-  Returns:
-    A :class:`Result`.
-  """
-  returned: list[Any] = []
-
-  # JAX names the user's function, and not this one, if a tracer leaks from it.
-  @functools.wraps(fun, updated=())
-  def traced() -> list[Any]:
-    leaves, structure = jax.tree.flatten(fun())
-    is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
-    pairs = list(zip(leaves, is_traced, strict=True))
-    others = [None if traced else x for x, traced in pairs]
-    returned.append((structure, is_traced, others))
-    return [x for x, traced in pairs if traced]
-
-  closed = jax.make_jaxpr(traced)()
-  ((structure, is_traced, others),) = returned
-  of_results = tuple(itertools.compress(settings.of_results, is_traced))
-  paths = _jaxprs.Paths((), of_results)
-  known = _jaxprs.Known(settings.paths)
-  new = Rewriter(settings, known).rewrite(closed, _jaxprs.Place(), (), paths)
-  kept = settings.kept.with_exact(new.found.decisions)
-  if kept != settings.kept:
-    settings = settings._replace(kept=kept)
-    new = Rewriter(settings, known).rewrite(closed, _jaxprs.Place(), (), paths)
-  outs = iter(core.jaxpr_as_fun(new.jaxpr)())
-  of_outs = iter(known.of(closed, paths).of(closed.jaxpr.outvars))
-  pairs = [
-    (next(outs), next(of_outs)) if traced else (x, None)
-    for x, traced in zip(others, is_traced, strict=True)
-  ]
-  return Result(
-    jax.tree.unflatten(structure, [x for x, _ in pairs]),
-    [path for _, path in pairs],
-    new.found,
-    _told.message(closed, dict(new.found.missed), settings.dtype),
-  )
-
-
-def _call_in_rule(
-  fun: Callable[[], Any],
-  inputs: Sequence[Any],
-  paths: _jaxprs.Paths,
-  *,
-  dtype: Any,
-) -> tuple[Any, list[_jaxprs.Path]]:
-  """The same in a rule, where there is nobody else to tell what was missed."""
-  by_id = {id(x): path for x, path in zip(inputs, paths.inputs, strict=False)}
-  settings = Settings(dtype, paths=by_id, of_results=paths.outputs)
-  result = call(fun, settings)
-  if result.message:
-    _warnings.warn(result.message)
-  return result.out, result.paths
 
 
 class Rewritten(NamedTuple):
@@ -159,7 +41,7 @@ class Rewritten(NamedTuple):
 
   jaxpr: Any
   are_half: list[bool]
-  found: Found
+  found: _found.Found
 
 
 class _New(NamedTuple):
@@ -167,7 +49,7 @@ class _New(NamedTuple):
 
   eqns: list[core.JaxprEqn]
   half: Iterable[Any] = ()
-  found: Found = Found()
+  found: _found.Found = _found.Found()
 
 
 class _Here(NamedTuple):
@@ -192,14 +74,23 @@ class Rewriter:
   """What rewrites the jaxprs of one call of a function.
 
   Args:
-    settings: the dtype of the products, and which ones stay.
+    dtype: the dtype of the products.
+    kept: the products that stay in float32.
     known: the weights of the function.
+    call_in_rule: calls a function that a rule has asked for.
   """
 
-  def __init__(self, settings: Settings, known: _jaxprs.Known) -> None:
-    self._dtype = jnp.dtype(settings.dtype)
-    self._kept = settings.kept
+  def __init__(
+    self,
+    dtype: Any,
+    kept: _kept.Kept,
+    known: _jaxprs.Known,
+    call_in_rule: _rules.Call,
+  ) -> None:
+    self._dtype = dtype
+    self._kept = kept
     self._known = known
+    self._call_in_rule = call_in_rule
     # A jaxpr that is called twice is searched and rewritten once.
     self._search = _products.Search(_derivatives.hidden_derivative_of)
     self._rewritten: dict[Any, Rewritten] = {}
@@ -255,7 +146,7 @@ class Rewriter:
         guarded.update(eqn.outvars)
     eqns = [eqn for new in made for eqn in new.eqns]
     outs = [_jaxprs.is_one_of(v, half) for v in closed.jaxpr.outvars]
-    found = _together(new.found for new in made)
+    found = _found.together(new.found for new in made)
     return Rewritten(_jaxprs.with_fields(jaxpr, eqns=eqns), outs, found)
 
   def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _New:
@@ -263,7 +154,7 @@ class Rewriter:
     if _products.is_product(eqn):
       named = here.weights.named(eqn)
       decisions = self._decide(lambda: [here.place.at(named, here.jaxpr)])
-      found = Found(has_products=True, decisions=decisions)
+      found = _found.Found(has_products=True, decisions=decisions)
       if any(x.is_kept for x in decisions):
         return _New([named], found=found)
       product = _jaxprs.in_dtype(named, self._dtype)
@@ -299,7 +190,7 @@ class Rewriter:
     decisions = self._decide(lambda: [place])
     are_kept = any(x.is_kept for x in decisions)
     missed = () if are_kept else ((eqn, here.jaxpr),)
-    return _New([named], found=Found(decisions=decisions, missed=missed))
+    return _New([named], found=_found.Found(decisions=decisions, missed=missed))
 
   def _with_rule(
     self,
@@ -311,7 +202,7 @@ class Rewriter:
   ) -> _New | None:
     """An equation with a rule made anew; None if it is not understood."""
     paths = here.weights.paths_in(eqn)
-    own = Found(has_products=True)  # They may all be in its derivative.
+    own = _found.Found(has_products=True)  # They may all be in its derivative.
     if self._kept.patterns:
       places, is_all = _derivatives.products_in_rule(named, place, paths)
       decisions = self._decide(lambda: places)
@@ -327,11 +218,10 @@ class Rewriter:
       founds.append(inner.found)
       return core.jaxpr_as_fun(inner.jaxpr)
 
-    in_half = functools.partial(_call_in_rule, dtype=self._dtype)
-    tools = _rules.Tools(function, in_half, paths, here.guarded)
+    tools = _rules.Tools(function, self._call_in_rule, paths, here.guarded)
     fun = _rules.make_anew(named, rule, tools)
     made = fun and _jaxprs.equations_of(fun, named)
-    return _New(made[0], found=_together(founds)) if made else None
+    return _New(made[0], found=_found.together(founds)) if made else None
 
   def _with_jaxprs(
     self,
@@ -354,19 +244,10 @@ class Rewriter:
     # A call returns what its function returns.
     outs = inside[0].are_half if are_half else ()
     half = list(itertools.compress(eqn.outvars, outs))
-    return _New([new], half, _together(x.found for x in inside))
+    return _New([new], half, _found.together(x.found for x in inside))
 
   def _decide(
     self, places: Callable[[], list[_jaxprs.Place]]
   ) -> tuple[_kept.Decision, ...]:
     """What is decided of what stands at some places, which may be to find."""
     return (self._kept.decide(*places()),) if self._kept.patterns else ()
-
-
-def _together(founds: Iterable[Found]) -> Found:
-  """What was found at several places."""
-  columns = list(zip(*founds, strict=True)) or [(), (), (), ()]
-  has_products, decisions, missed, has_unseen = columns
-  return Found(
-    any(has_products), sum(decisions, ()), sum(missed, ()), any(has_unseen)
-  )

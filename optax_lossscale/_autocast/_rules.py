@@ -22,6 +22,10 @@ from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _refusals
 
 Function = Callable[..., list[Any]]
+# Calls a function that closes over some arrays, with its products in half. It
+# is given these arrays, and the paths of them and of what the function returns;
+# it also returns the paths of the latter.
+Call = Callable[[Callable[[], Any], Sequence[Any], _jaxprs.Paths], Any]
 
 
 class Tools(NamedTuple):
@@ -29,15 +33,13 @@ class Tools(NamedTuple):
 
   Attributes:
     function: makes a function of a jaxpr, with its products in half.
-    call: calls a function with its products in half, given arrays that it
-      closes over, and their paths and those of what it returns. It also returns
-      the paths of the latter that are weights. Rules may do so at any time.
+    call: calls what a rule asks for, which may be at any time.
     paths: the names of those inputs of the equation that are weights.
     guarded: the variables that refuse to be differentiated.
   """
 
   function: Callable[[_jaxprs.ClosedJaxpr], Function]
-  call: Callable[[Callable[[], Any], Sequence[Any], _jaxprs.Paths], Any]
+  call: Call
   paths: _jaxprs.Paths
   guarded: Set[Any]
 

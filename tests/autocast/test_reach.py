@@ -14,7 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _products, _rewrite, _told
+from optax_lossscale._autocast import _kept, _products, _rewrite, _told
 
 A = jax.random.normal(jax.random.key(0), (4, 4)) / 4 + jnp.eye(4)
 B = jnp.ones((4, 4))
@@ -312,7 +312,9 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(fun, change):
 
 def rewrite(jaxpr):
   """Whether products were found, what is told, and the new equations."""
-  rewriter = _rewrite.Rewriter(_rewrite.Settings("float16"), _jaxprs.Known())
+  half, in_rule = jnp.dtype("float16"), lambda fun, *_: (fun(), [])
+  known = _jaxprs.Known()
+  rewriter = _rewrite.Rewriter(half, _kept.Kept(), known, in_rule)
   new, _, found = rewriter.rewrite(jaxpr, _jaxprs.Place())
   told = _told.message(_jaxprs.closed(jaxpr), dict(found.missed), "float16")
   return found.has_products, told, _jaxprs.closed(new).jaxpr.eqns

@@ -1,0 +1,116 @@
+"""Calls a function with its products in half precision."""
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+import itertools
+import types
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from optax_lossscale import _jaxprs, _warnings
+from optax_lossscale._autocast import _found, _kept, _rewrite, _told
+
+
+class Settings(NamedTuple):
+  """What is asked of one function.
+
+  Attributes:
+    dtype: the dtype of the products.
+    kept: the products that stay in float32.
+    paths: the names of arrays that are weights, by their identity.
+    of_results: of each array that the function returns, the name of the weight
+      whose gradient it is; none is known, if this is empty.
+  """
+
+  dtype: Any
+  kept: _kept.Kept = _kept.Kept()
+  paths: Mapping[int, _jaxprs.Path] = types.MappingProxyType({})
+  of_results: Sequence[_jaxprs.Path] = ()
+
+
+class Result(NamedTuple):
+  """What a function returned, with its products in half.
+
+  Attributes:
+    out: what it returned. What it did not compute are the same objects.
+    paths: the name of each array in it that is a weight.
+    found: what was found in it.
+    message: what there is to tell of products that were not reached.
+  """
+
+  out: Any
+  paths: list[_jaxprs.Path]
+  found: _found.Found
+  message: str
+
+
+def call(fun: Callable[[], Any], settings: Settings) -> Result:
+  """Calls a function without arguments, with its products in half.
+
+  The function closes over its arguments. So it is given the very same ones:
+  traced values keep their types, and other objects need no care.
+
+  Args:
+    fun: the function.
+    settings: the dtype of the products, which ones stay, and their names.
+
+  Returns:
+    A :class:`Result`.
+  """
+  returned: list[Any] = []
+
+  # JAX names the user's function, and not this one, if a tracer leaks from it.
+  @functools.wraps(fun, updated=())
+  def traced() -> list[Any]:
+    leaves, structure = jax.tree.flatten(fun())
+    is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
+    pairs = list(zip(leaves, is_traced, strict=True))
+    others = [None if traced else x for x, traced in pairs]
+    returned.append((structure, is_traced, others))
+    return [x for x, traced in pairs if traced]
+
+  closed = jax.make_jaxpr(traced)()
+  ((structure, is_traced, others),) = returned
+  of_results = tuple(itertools.compress(settings.of_results, is_traced))
+  paths = _jaxprs.Paths((), of_results)
+  known = _jaxprs.Known(settings.paths)
+
+  def rewritten(kept: _kept.Kept) -> _rewrite.Rewritten:
+    in_rule = functools.partial(_call_in_rule, dtype=settings.dtype)
+    rewriter = _rewrite.Rewriter(settings.dtype, kept, known, in_rule)
+    return rewriter.rewrite(closed, _jaxprs.Place(), (), paths)
+
+  new = rewritten(settings.kept)
+  kept = settings.kept.with_exact(new.found.decisions)
+  if kept != settings.kept:
+    new = rewritten(kept)
+  outs = iter(core.jaxpr_as_fun(new.jaxpr)())
+  of_outs = iter(known.of(closed, paths).of(closed.jaxpr.outvars))
+  pairs = [
+    (next(outs), next(of_outs)) if traced else (x, None)
+    for x, traced in zip(others, is_traced, strict=True)
+  ]
+  return Result(
+    jax.tree.unflatten(structure, [x for x, _ in pairs]),
+    [path for _, path in pairs],
+    new.found,
+    _told.message(closed, dict(new.found.missed), settings.dtype),
+  )
+
+
+def _call_in_rule(
+  fun: Callable[[], Any],
+  inputs: Sequence[Any],
+  paths: _jaxprs.Paths,
+  *,
+  dtype: Any,
+) -> tuple[Any, list[_jaxprs.Path]]:
+  """The same in a rule, where there is nobody else to tell what was missed."""
+  by_id = {id(x): path for x, path in zip(inputs, paths.inputs, strict=False)}
+  settings = Settings(dtype, paths=by_id, of_results=paths.outputs)
+  result = call(fun, settings)
+  if result.message:
+    _warnings.warn(result.message)
+  return result.out, result.paths

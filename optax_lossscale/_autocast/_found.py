@@ -1,0 +1,34 @@
+"""What a rewriter found on its way through a program."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jax.extend import core
+
+from optax_lossscale._autocast import _kept
+
+
+class Found(NamedTuple):
+  """What was found on the way, in the order of the program.
+
+  Attributes:
+    has_products: whether there are products that run in half, or are kept.
+    decisions: which of them are kept; none, if the user named none.
+    missed: the equations that hold products and could not be entered, each with
+      the jaxpr that it stands in.
+    has_unseen: whether there are products whose names cannot be known.
+  """
+
+  has_products: bool = False
+  decisions: tuple[_kept.Decision, ...] = ()
+  missed: tuple[tuple[core.JaxprEqn, core.Jaxpr], ...] = ()
+  has_unseen: bool = False
+
+
+def together(founds: Iterable[Found]) -> Found:
+  """What was found at several places."""
+  columns = list(zip(*founds, strict=True)) or [(), (), (), ()]
+  has_products, decisions, missed, has_unseen = columns
+  return Found(
+    any(has_products), sum(decisions, ()), sum(missed, ()), any(has_unseen)
+  )
