@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import pickle
 
 from helpers.policy_models import Model
@@ -274,16 +273,3 @@ def test_a_traced_hysteresis_counts_only_where_the_state_does():
   assert (plain.loss_scale, plain.memory) == (2.0**14, ())
   with pytest.raises(ValueError, match="of another policy"):
     adjust(1, ols.HeadroomLossScale().init())
-
-
-def test_adjust_works_under_vmap_with_a_scale_per_member():
-  policy = ols.DynamicLossScale(64.0, hysteresis=2)
-  strings = ["".join(s) for s in itertools.product("FT", repeat=4)]
-  finites = jnp.array([[c == "F" for c in s] for s in strings])
-  states = jax.vmap(
-    lambda f: jax.lax.scan(
-      lambda s, x: (policy.adjust(s, x), ()), policy.init(), f
-    )[0]
-  )(finites)
-  expected = [scales(policy, s)[-1] for s in strings]
-  assert states.loss_scale.tolist() == expected

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import pickle
 
+from helpers.bits import same_bits
 import hypothesis
 from hypothesis import strategies as st
 import jax
@@ -53,13 +54,45 @@ def test_a_policy_is_a_frozen_record_that_prints_as_it_is_written(policy):
     policy.anything = 1
 
 
+FINITE = np.array([True, False, True, True, True, False, False] * 3)
+AMAXES = np.float32([2.0**-10, 8.0, 0.0] * 7)
+
+
+def history(step, state):
+  states = []
+  for finite, amax in zip(FINITE, AMAXES, strict=True):
+    state = step(state, finite, amax)
+    states.append(state)
+  return jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+
+
 @each_policy
-def test_many_steps_are_one_trace(policy):
-  step = jax.jit(functools.partial(adjust, policy))
-  state = policy.init()
-  for finite in [True, False, True, True, True, False, False] * 3:
-    state = step(state, jnp.array(finite))
-  assert step._cache_size() == 1
+def test_eagerly_jitted_and_on_numpy_arrays_the_states_are_the_same(policy):
+  eager = functools.partial(adjust, policy)
+  compiled = jax.jit(eager)
+  expected = history(eager, policy.init())
+  assert same_bits(history(compiled, policy.init()), expected)
+  assert compiled._cache_size() == 1
+  in_numpy = lambda *step: jax.tree.map(np.asarray, eager(*step))
+  start = jax.tree.map(np.asarray, policy.init())
+  assert same_bits(history(in_numpy, start), expected)
+
+
+@each_policy
+def test_scanned_under_vmap_each_member_has_a_state_of_its_own(policy):
+  def scanned(finite, amaxes):
+    def body(state, step):
+      state = adjust(policy, state, *step)
+      return state, state
+
+    return jax.lax.scan(body, policy.init(), (finite, amaxes))[1]
+
+  both = np.stack([FINITE, FINITE[::-1]]), np.stack([AMAXES, AMAXES * 2])
+  together = jax.vmap(scanned)(*both)
+  expected = history(functools.partial(adjust, policy), policy.init())
+  assert same_bits(jax.tree.map(lambda x: x[0], together), expected)
+  other = scanned(*(x[1] for x in both))
+  assert same_bits(jax.tree.map(lambda x: x[1], together), other)
 
 
 @each_policy

@@ -508,29 +508,6 @@ def test_the_largest_magnitude_is_that_of_either_sign_and_part(
   assert window[0] == (amax / 4 if grads_are_scaled else amax)
 
 
-def test_eager_jit_and_scan_do_the_same_in_one_trace():
-  step, opt_state = make_step(POLICY)
-  compiled = jax.jit(step)
-  eager = history(step, opt_state)
-  assert same_bits(history(compiled, opt_state), eager)
-  assert compiled._cache_size() == 1
-  amaxes = jnp.array(AMAXES, jnp.float32)
-  assert same_bits(jax.lax.scan(step, opt_state, amaxes)[1], eager)
-
-
-def test_under_vmap_each_member_has_a_scale_of_its_own():
-  step, opt_state = make_step(POLICY)
-  members = [AMAXES, AMAXES[::-1], [2.0**-5] * len(AMAXES)]
-
-  def scanned(amaxes):
-    return jax.lax.scan(step, opt_state, amaxes)[1]
-
-  together = jax.vmap(scanned)(jnp.array(members, jnp.float32))
-  for i, amaxes in enumerate(members):
-    alone = scanned(jnp.array(amaxes, jnp.float32))
-    assert same_bits(jax.tree.map(lambda x: x[i], together), alone)  # noqa: B023
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_jit_moves_the_scale_as_one_device_does(kind):
   step, opt_state = make_step(POLICY)
@@ -594,12 +571,6 @@ def test_a_run_cut_by_a_checkpoint_goes_on_bit_for_bit():
     restored = flax.serialization.from_bytes(start, saved)
     rest = history(step, restored, AMAXES[cut:])
     assert same_bits(rest, jax.tree.map(lambda x: x[cut:], whole))  # noqa: B023
-
-
-def test_a_state_of_numpy_arrays_goes_on_outside_of_jit():
-  state = jax.tree.map(np.asarray, settled())
-  after = POLICY.adjust(state, True, grads_amax=2.0**-9)
-  assert same_bits(after, POLICY.adjust(settled(), True, grads_amax=2.0**-9))
 
 
 def test_hyperparameters_may_be_traced():
