@@ -10,7 +10,6 @@ import itertools
 import math
 from typing import NamedTuple
 
-import flax.serialization
 from helpers import quick_alone
 from helpers.benchmark import load_benchmark
 from helpers.bits import same_bits
@@ -557,20 +556,6 @@ def test_under_shard_map_the_hottest_device_moves_the_scale_of_all(
   # A zero maximum is 2**-100 here.
   amaxes = [max(amax, 2.0**-100) for amax in AMAXES]
   assert same_bits(states, history(alone, opt_state, amaxes)[1])
-
-
-def test_a_run_cut_by_a_checkpoint_goes_on_bit_for_bit():
-  step, start = make_step(POLICY)
-  step = jax.jit(step)
-  whole = history(step, start)
-  for cut in range(1, len(AMAXES)):
-    opt_state = start
-    for amax in AMAXES[:cut]:
-      opt_state, _ = step(opt_state, jnp.float32(amax))
-    saved = flax.serialization.to_bytes(opt_state)
-    restored = flax.serialization.from_bytes(start, saved)
-    rest = history(step, restored, AMAXES[cut:])
-    assert same_bits(rest, jax.tree.map(lambda x: x[cut:], whole))  # noqa: B023
 
 
 def test_hyperparameters_may_be_traced():
