@@ -149,14 +149,11 @@ def _resumed(
 
 def _version(version: Any) -> tuple[int, ...]:
   """The numbers of a version: (0, 17, 3) of 0.17.3+cpu."""
-  if not isinstance(version, str):
-    raise TypeError(
-      "from_deepspeed: version must be a string such as '0.17.3', got"
-      f" version = {_reading.show(version)}."
-    )
-  match = re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(?![\d])", version)
+  numbers = r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(?!\d)"
+  is_text = isinstance(version, str)
+  match = re.match(numbers, version) if is_text else None
   if not match:
-    raise ValueError(
+    raise (ValueError if is_text else TypeError)(
       "from_deepspeed: version must be that of a DeepSpeed release, such as"
       f" '0.17.3', got version = {_reading.show(version)}."
     )

@@ -1,5 +1,6 @@
 """How large gradients are: ``exponent_histogram`` and ``plot_exponents``."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from optax_lossscale.plots import _figures
 
 # The smallest and the largest floor(log2) of a float64, subnormals included.
 _LOWEST, _HIGHEST = -1074, 1023
+_BINADES = _HIGHEST - _LOWEST + 1
 
 
 class ExponentHistogram(NamedTuple):
@@ -54,15 +56,15 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     [-1  0  1] [2 0 1] 1
   """
   measured = _leaves.measure_grads(tree, "exponent_histogram", _count_exponents)
-  exponents = np.arange(_LOWEST, _HIGHEST + 1)
-  counts, zeros, nonfinite = np.zeros(exponents.size, np.int64), 0, 0
-  for _, _, (of_leaf, zeros_of_leaf, nonfinite_of_leaf) in measured:
-    counts += np.asarray(of_leaf, np.int64)
-    zeros += int(zeros_of_leaf)
-    nonfinite += int(nonfinite_of_leaf)
+  counts, zeros, nonfinite = np.zeros(_BINADES, np.int64), 0, 0
+  for _, _, of_leaf in measured:
+    counts += np.asarray(of_leaf[0], np.int64)
+    zeros += int(of_leaf[1])
+    nonfinite += int(of_leaf[2])
   (used,) = np.nonzero(counts)
   span = slice(used[0], used[-1] + 1) if used.size else slice(0)
-  return ExponentHistogram(exponents[span], counts[span], zeros, nonfinite)
+  exponents = np.arange(_LOWEST, _HIGHEST + 1)[span]
+  return ExponentHistogram(exponents, counts[span], zeros, nonfinite)
 
 
 def plot_exponents(
@@ -134,31 +136,27 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
   index = xp.where(counted, exponents - 1 - _LOWEST, -1)
   zeros = _leaves.count(xp, size == 0)
   nonfinite = _leaves.count(xp, ~finite)
-  length = _HIGHEST - _LOWEST + 1
   if xp is np:
-    return np.bincount(index[counted], minlength=length), zeros, nonfinite
+    return np.bincount(index[counted], minlength=_BINADES), zeros, nonfinite
 
   # One sum for each exponent that occurs, since a scatter would gather a
   # sharded array.
   def count_one(i: jax.Array, counts: jax.Array) -> jax.Array:
     return counts.at[i].set(_leaves.count(xp, index == i))
 
-  first = xp.min(xp.where(counted, index, length), initial=length)
+  first = xp.min(xp.where(counted, index, _BINADES), initial=_BINADES)
   last = xp.max(index, initial=-1)
-  none = jnp.zeros(length, jnp.uint32)
+  none = jnp.zeros(_BINADES, jnp.uint32)
   counts = lax.fori_loop(first, last + 1, count_one, none)
   return counts, zeros, nonfinite
 
 
 def _draw_bands(ax: Any, dtype: np.dtype, limits: _limits.Limits) -> None:
   """Colours the ranges where a dtype is zero, subnormal, normal or inf."""
-  zero, normal, inf = np.log2(limits)
   far = 2 * _HIGHEST  # The outer bands go on beyond the part that is shown.
-  bands = (
-    (-far, zero, "tab:red", f"zero in {dtype}"),
-    (zero, normal, "gold", "subnormal: loses bits"),
-    (normal, inf, "tab:green", "normal"),
-    (inf, far, "tab:purple", "overflow"),
-  )
-  for start, end, color, label in bands:
-    ax.axvspan(start, end, color=color, alpha=0.15, linewidth=0, label=label)
+  edges = itertools.pairwise([-far, *np.log2(limits), far])
+  zero, subnormal = f"zero in {dtype}", "subnormal: loses bits"
+  labels = zero, subnormal, "normal", "overflow"
+  colors = "tab:red", "gold", "tab:green", "tab:purple"
+  for span, color, label in zip(edges, colors, labels, strict=True):
+    ax.axvspan(*span, color=color, alpha=0.15, linewidth=0, label=label)

@@ -49,7 +49,7 @@ def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
     # Nothing is left of an empty sequence, which is an error below.
     keys = {"loss_scale", "last_finite"}.intersection(*history)
     history = {key: [metrics[key] for metrics in history] for key in keys}
-  if not isinstance(history, Mapping):
+  elif not isinstance(history, Mapping):
     history = {"loss_scale": history}
   if "loss_scale" not in history:
     raise ValueError(

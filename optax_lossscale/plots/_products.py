@@ -69,11 +69,10 @@ def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
   heights = np.clip([row.headroom for row in rows], -_TALLEST, _TALLEST)
   ax.bar(range(len(rows)), heights, color=colors)
   ax.axhline(0, color="black", linewidth=0.8)
-  backward = [i for i, row in enumerate(rows) if row.backward]
-  if backward:
-    start, end = backward[0] - 0.5, len(rows) - 0.5
+  first = next((i for i, row in enumerate(rows) if row.backward), None)
+  if first is not None:
     style = {"color": "tab:blue", "alpha": 0.1, "linewidth": 0}
-    ax.axvspan(start, end, label="backward", **style)
+    ax.axvspan(first - 0.5, len(rows) - 0.5, label="backward", **style)
     ax.legend(fontsize="small", loc="upper right")
   ax.set_xlabel("products, in the order of the program")
   ax.set_ylabel(f"binades left\nin {dtype}")
@@ -81,21 +80,13 @@ def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
 
 def _name_bad(ax: Any, rows: _Rows, bad: set[str]) -> None:
   """Names each place once, beside its highest bar."""
-  names = [row.name for row in rows]
-  shown = dict.fromkeys(name for name in names if name in bad)
+  shown = dict.fromkeys(row.name for row in rows if row.name in bad)
+  box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+  style = {"va": "top", "color": _WORST, "fontsize": "small", "bbox": box}
+  where = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
   for level, name in enumerate(shown):
-    bars = [i for i in range(len(rows)) if names[i] == name]
+    bars = [i for i, row in enumerate(rows) if row.name == name]
     i = max(bars, key=lambda i: rows[i].effect)
-    is_left = 2 * i > len(rows)
-    ax.annotate(
-      name,
-      (i, 0.93 - 0.1 * (level % 8)),
-      xycoords=("data", "axes fraction"),
-      xytext=(-8 if is_left else 8, 0),
-      textcoords="offset points",
-      ha="right" if is_left else "left",
-      va="top",
-      color=_WORST,
-      fontsize="small",
-      bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-    )
+    at = i, 0.93 - 0.1 * (level % 8)
+    side, shift = ("right", -8) if 2 * i > len(rows) else ("left", 8)
+    ax.annotate(name, at, xytext=(shift, 0), ha=side, **where, **style)

@@ -209,15 +209,10 @@ def test_a_deepspeed_scaler_must_agree_with_its_block(key, value):
     interop.from_deepspeed(samples.FP16, {**samples.DEEPSPEED, key: value})
 
 
-@pytest.mark.parametrize(
-  "version", ["", "new", "17", "0.x", "0." + "9" * 10**6, "-1.0"]
-)
-def test_a_version_that_is_none_is_an_error(version):
-  with pytest.raises(ValueError, match="from_deepspeed: version"):
-    interop.from_deepspeed(samples.FP16, version=version)
-
-
-def test_a_version_that_is_no_string_is_an_error():
+def test_a_version_that_is_none_is_an_error():
+  for version in ("", "new", "17", "0.x", "0." + "9" * 10**6, "-1.0"):
+    with pytest.raises(ValueError, match="from_deepspeed: version"):
+      interop.from_deepspeed(samples.FP16, version=version)
   for version in (0.17, None, (0, 17, 3)):
     with pytest.raises(TypeError, match="from_deepspeed: version"):
       interop.from_deepspeed(samples.FP16, version=version)

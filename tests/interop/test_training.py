@@ -24,57 +24,39 @@ def decayed(rate):
   return lambda count: rate / (1 + 0.125 * count)
 
 
-def keras_policy():
-  return interop.from_keras(
+SCALE, WINDOW = common.TRAINING_SCALE, common.TRAINING_WINDOW
+OPTIMIZER = {"initial_scale": SCALE, "dynamic_growth_steps": WINDOW}
+POLICIES = {
+  "keras": interop.from_keras(OPTIMIZER)[0],
+  "tf_keras": interop.from_keras({"dynamic": True, **OPTIMIZER})[0],
+  "torch": interop.from_torch(
     {
-      "initial_scale": common.TRAINING_SCALE,
-      "dynamic_growth_steps": common.TRAINING_WINDOW,
-    }
-  )[0]
-
-
-def tf_keras_policy():
-  return interop.from_keras(
-    {
-      "dynamic": True,
-      "initial_scale": common.TRAINING_SCALE,
-      "dynamic_growth_steps": common.TRAINING_WINDOW,
-    }
-  )[0]
-
-
-def torch_policy():
-  return interop.from_torch(
-    {
-      "scale": common.TRAINING_SCALE,
+      "scale": SCALE,
       "growth_factor": 2.0,
       "backoff_factor": 0.5,
-      "growth_interval": common.TRAINING_WINDOW,
+      "growth_interval": WINDOW,
       "_growth_tracker": 0,
     }
-  )[0]
-
-
-def flax_policy():
-  return interop.from_flax(
-    {"fin_steps": 0, "scale": common.TRAINING_SCALE},
-    growth_interval=common.TRAINING_WINDOW - 1,
-  )[0]
+  )[0],
+  "flax": interop.from_flax(
+    {"fin_steps": 0, "scale": SCALE}, growth_interval=WINDOW - 1
+  )[0],
+}
 
 
 SGD, ADAM = optax.sgd(decayed(0.25)), optax.adam(decayed(0.0625))
 # The optimizers as the recorders made them. torch's schedule is the loop's, not
 # the optimizer's, so that its runs have none.
 RUNS = {
-  ("tf_keras", "sgd"): (tf_keras_policy, optax.sgd(0.25)),
-  ("tf_keras", "sgd, decayed"): (tf_keras_policy, SGD),
-  ("tf_keras", "adam, decayed"): (tf_keras_policy, ADAM),
-  ("keras", "sgd, decayed"): (keras_policy, SGD),
-  ("keras", "adam, decayed"): (keras_policy, ADAM),
-  ("torch", "sgd"): (torch_policy, optax.sgd(0.25)),
-  ("torch", "adam"): (torch_policy, optax.adam(0.0625)),
-  ("flax", "sgd, decayed"): (flax_policy, SGD),
-  ("flax", "adam, decayed"): (flax_policy, ADAM),
+  ("tf_keras", "sgd"): optax.sgd(0.25),
+  ("tf_keras", "sgd, decayed"): SGD,
+  ("tf_keras", "adam, decayed"): ADAM,
+  ("keras", "sgd, decayed"): SGD,
+  ("keras", "adam, decayed"): ADAM,
+  ("torch", "sgd"): optax.sgd(0.25),
+  ("torch", "adam"): optax.adam(0.0625),
+  ("flax", "sgd, decayed"): SGD,
+  ("flax", "adam, decayed"): ADAM,
 }
 
 
@@ -114,10 +96,12 @@ def train(policy, inner, *, counts_move_on_skips=False):
 @pytest.mark.parametrize("package, name", RUNS)
 def test_params_and_scale_are_theirs_at_every_step(package, name):
   theirs = recorded(package, name)
-  make_policy, inner = RUNS[package, name]
+  inner = RUNS[package, name]
   # tf.keras counts skipped steps as well, in its schedules and in Adam.
   moves = package == "tf_keras" and name != "sgd"
-  params, scales, _ = train(make_policy(), inner, counts_move_on_skips=moves)
+  params, scales, _ = train(
+    POLICIES[package], inner, counts_move_on_skips=moves
+  )
   assert [common.exponent(s) for s in scales] == common.unruns(theirs["scale"])
   expected = np.array(theirs["params"], np.float32)
   # The params are about 0.5, where float32 has steps of 6e-8. torch and Keras
@@ -129,8 +113,7 @@ def test_params_and_scale_are_theirs_at_every_step(package, name):
 
 def test_tf_keras_moves_schedules_and_adam_on_a_skipped_step_and_ours_do_not():
   for name in ("sgd, decayed", "adam, decayed"):
-    make_policy, inner = RUNS["tf_keras", name]
-    params, _, _ = train(make_policy(), inner)
+    params, _, _ = train(POLICIES["tf_keras"], RUNS["tf_keras", name])
     theirs = np.array(recorded("tf_keras", name)["params"])
     assert np.abs(params - theirs).max() > 0.01
 
@@ -159,7 +142,7 @@ def test_the_counters_that_move_on_a_skipped_step_are_those_of_the_docs():
     ("flax", "TrainState.step"): ALL,
     ("flax", "schedule"): APPLIED,
   }
-  _, _, opt_state = train(flax_policy(), ADAM)
+  _, _, opt_state = train(POLICIES["flax"], ADAM)
   assert ols.get_loss_scale_state(opt_state).total_notfinite == ALL - APPLIED
   # The counts of Adam and of its schedule.
   ours = [int(c) for _, c in optax.tree.get_all_with_path(opt_state, "count")]

@@ -36,28 +36,18 @@ def make_stretch(rng, level, size):
   return np.where(share([0, 0, 0, 0.002, 0.01, 0.1, 0.5]), np.nan, log2_amax)
 
 
-def longest_row(lost, informative):
-  """The longest row of informative steps that are lost, of any run."""
-  longest = 0
-  for is_lost, counts in zip(lost, informative, strict=True):
-    ends = np.flatnonzero(~is_lost[counts])
-    edges = np.concatenate([[-1], ends, [counts.sum()]])
-    longest = max(longest, np.diff(edges).max() - 1)
-  return longest
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_no_run_starves_and_all_lose_far_less_than_with_the_dynamic_rule(seed):
-  benchmark = load_benchmark("policies/policies")
-  rng = np.random.default_rng(seed)
-  process = benchmark.Process(make_runs(rng))
-  informative = np.isfinite(process.log2_amax)
-  lost = {}
-  for policy in (ols.HeadroomLossScale(), ols.DynamicLossScale()):
-    trace = benchmark.simulate_one(policy, process)
-    lost[type(policy)] = informative & ~(trace[1] & trace[2])
-  headroom, dynamic = lost.values()
-  assert headroom.sum() < dynamic.sum() / 5
+  adversary = load_benchmark("policies/adversary")
+  runs = make_runs(np.random.default_rng(seed))
+  (headroom, its_row), (dynamic, row_of_dynamic) = (
+    (lost.sum(), adversary.longest_rows(lost, informative).max())
+    for lost, informative in (
+      adversary.find_lost(policy, runs)
+      for policy in (ols.HeadroomLossScale(), ols.DynamicLossScale())
+    )
+  )
+  assert headroom < dynamic / 5
   # Of some thousand in a run.
-  assert longest_row(headroom, informative) < 300
-  assert longest_row(dynamic, informative) > 1500
+  assert its_row < 300
+  assert row_of_dynamic > 1500

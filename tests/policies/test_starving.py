@@ -23,22 +23,16 @@ STEPS = 20_000
 AT = np.arange(STEPS)
 
 
-def find_lost(runs, policy=POLICY, **options):
-  """Which informative steps are lost, and which are informative."""
-  benchmark = load_benchmark("policies/policies")
-  process = benchmark.Process(np.atleast_2d(runs), **options)
-  _, finite, held = benchmark.simulate_one(policy, process)
-  informative = np.isfinite(process.log2_amax)
-  return informative & ~(finite & held), informative
-
-
 def count_lost(runs, policy=POLICY):
-  return find_lost(runs, policy)[0].sum(axis=1).tolist()
+  adversary = load_benchmark("policies/adversary")
+  return adversary.find_lost(policy, np.atleast_2d(runs))[0].sum(axis=1)
 
 
-def longest_rows(runs, policy=POLICY):
-  benchmark = load_benchmark("policies/adversary")
-  return benchmark.longest_rows(*find_lost(runs, policy))
+def longest_rows(runs):
+  adversary = load_benchmark("policies/adversary")
+  return adversary.longest_rows(
+    *adversary.find_lost(POLICY, np.atleast_2d(runs))
+  )
 
 
 def spikes(binades, every):

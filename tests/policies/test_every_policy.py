@@ -1,0 +1,199 @@
+"""What holds for every policy: typed, traced once, in bounds, told apart."""
+
+import dataclasses
+import functools
+import pickle
+
+from helpers.bits import same_bits
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import interop
+
+FORGETFUL = {
+  "fixed": ols.FixedLossScale(8.0),
+  "dynamic": ols.DynamicLossScale(2.0**10, 4.0, 0.25, 2, 4.0),
+}
+REMEMBERING = {
+  "dynamic, hysteresis": ols.DynamicLossScale(
+    hysteresis=2, hysteresis_refill="backoff"
+  ),
+  "headroom": ols.HeadroomLossScale(),
+  "headroom, float8": ols.HeadroomLossScale(
+    dtype=jnp.float8_e5m2, target=2, window=1
+  ),
+  "deepspeed": interop.DeepSpeedLossScale(2.0**10, 3, 4.0, 2),
+  "deepspeed, consecutive": interop.DeepSpeedLossScale(
+    2.0**10, 2, 4.0, 3, consecutive_hysteresis=True
+  ),
+  "fairseq": interop.FairseqLossScale(3, 2.0**10, 0.3, None, 2.0),
+  "fairseq, threshold": interop.FairseqLossScale(2, 2.0**6, 0.0, 16.0),
+}
+ALL = FORGETFUL | REMEMBERING
+each_policy = pytest.mark.parametrize("policy", ALL.values(), ids=ALL)
+
+
+def adjust(policy, state, finite, amax=2.0**-10):
+  return policy.adjust(state, finite, grads_amax=amax)
+
+
+@each_policy
+def test_a_policy_is_a_frozen_record_that_prints_as_it_is_written(policy):
+  assert isinstance(policy, ols.LossScalePolicy)
+  assert hash(policy) == hash(pickle.loads(pickle.dumps(policy)))
+  names = {**vars(ols), **vars(interop), "dtype": np.dtype, **vars(jnp)}
+  assert eval(repr(policy), names) == policy
+  assert type(policy)(**dataclasses.asdict(policy)) == policy
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    policy.anything = 1
+
+
+FINITE = np.array([True, False, True, True, True, False, False] * 3)
+AMAXES = np.float32([2.0**-10, 8.0, 0.0] * 7)
+
+
+def history(step, state):
+  states = []
+  for finite, amax in zip(FINITE, AMAXES, strict=True):
+    state = step(state, finite, amax)
+    states.append(state)
+  return jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+
+
+@each_policy
+def test_eagerly_jitted_and_on_numpy_arrays_the_states_are_the_same(policy):
+  eager = functools.partial(adjust, policy)
+  compiled = jax.jit(eager)
+  expected = history(eager, policy.init())
+  assert same_bits(history(compiled, policy.init()), expected)
+  assert compiled._cache_size() == 1
+  in_numpy = lambda *step: jax.tree.map(np.asarray, eager(*step))
+  start = jax.tree.map(np.asarray, policy.init())
+  assert same_bits(history(in_numpy, start), expected)
+
+
+@each_policy
+def test_scanned_under_vmap_each_member_has_a_state_of_its_own(policy):
+  def scanned(finite, amaxes):
+    def body(state, step):
+      state = adjust(policy, state, *step)
+      return state, state
+
+    return jax.lax.scan(body, policy.init(), (finite, amaxes))[1]
+
+  both = np.stack([FINITE, FINITE[::-1]]), np.stack([AMAXES, AMAXES * 2])
+  together = jax.vmap(scanned)(*both)
+  expected = history(functools.partial(adjust, policy), policy.init())
+  assert same_bits(jax.tree.map(lambda x: x[0], together), expected)
+  other = scanned(*(x[1] for x in both))
+  assert same_bits(jax.tree.map(lambda x: x[1], together), other)
+
+
+@each_policy
+@pytest.mark.parametrize("x64", [False, True])
+def test_types_are_strong_and_32_bits_wide_in_every_mode(policy, x64):
+  expected = jax.tree.map(jax.typeof, policy.init())
+  with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+    state = policy.init()
+    for amax in (1.0, np.float64(1e30), jnp.float16(2.0), 1):
+      for step in adjust, jax.jit(adjust, static_argnums=0):
+        assert jax.tree.map(jax.typeof, state) == expected
+        state = step(policy, state, amax != 1, amax)
+    assert jax.tree.map(jax.typeof, state) == expected
+  dtypes = {str(x.dtype) for x in jax.tree.leaves(state)}
+  assert dtypes <= {"float32", "int32", "bool"}
+
+
+@each_policy
+def test_a_fresh_state_can_be_donated_twice(policy):
+  step = jax.jit(functools.partial(adjust, policy), donate_argnums=0)
+  for _ in range(2):
+    state = step(step(policy.init(), jnp.array(False)), jnp.array(True))
+    assert state.total_notfinite == 1
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scales(policy, start, finite):
+  def body(state, finite):
+    state = adjust(policy, state, finite)
+    return state, state.loss_scale
+
+  state = policy.init()._replace(loss_scale=start)
+  return jax.lax.scan(body, state, finite)[1]
+
+
+@each_policy
+@hypothesis.given(
+  steps=st.lists(st.booleans(), min_size=40, max_size=40),
+  exponent=st.integers(4, 126),
+)
+def test_the_scale_stays_between_floor_and_ceiling(policy, steps, exponent):
+  trace = scales(policy, jnp.float32(2.0**exponent), np.array(steps))
+  low = getattr(policy, "min_scale", 2.0**-126)
+  assert np.all((low <= trace) & (trace <= 2.0**126))
+
+
+@each_policy
+def test_counters_saturate(policy):
+  last = jnp.int32(2**31 - 1)
+  state = policy.init()
+  state = jax.tree.map(lambda x: last if x.dtype == jnp.int32 else x, state)
+  counts = state._replace(memory=policy.init().memory)
+  assert adjust(policy, counts, True).finite_count in (0, last)
+  skipped = adjust(policy, counts, False)
+  assert skipped.notfinite_count == skipped.total_notfinite == last
+  for finite in (True, False, False):
+    state = adjust(policy, state, jnp.array(finite))
+    counters = [x for x in state[:5] if x.dtype == jnp.int32]
+    assert all(x >= 0 for x in counters)
+
+
+@each_policy
+def test_the_wrapper_takes_it_as_its_policy(policy):
+  tx = ols.with_loss_scaling(optax.sgd(1.0), policy)
+  params = {"w": jnp.zeros(())}
+  opt_state = tx.init(params)
+  for finite in (True, False, True):
+    grads = {"w": jnp.float32(1.0 if finite else jnp.nan)}
+    updates, opt_state = tx.update(grads, opt_state, params)
+    assert (updates["w"] != 0) == finite
+  assert ols.get_loss_scale_state(opt_state).total_notfinite == 1
+
+
+@pytest.mark.parametrize("other", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("policy", REMEMBERING.values(), ids=REMEMBERING)
+def test_every_policy_that_remembers_refuses_a_foreign_state_in_the_same_words(
+  policy, other
+):
+  kind = type(policy.init().memory)
+  state = other.init()
+  if isinstance(state.memory, kind):
+    return
+  with pytest.raises(ValueError) as info:
+    adjust(policy, state, True)
+  assert str(info.value) == (
+    f"state.memory must be that of a {type(policy).__name__}, a"
+    f" {kind.__name__}, got {type(state.memory).__name__} of another policy, or"
+    " of an earlier version. To go on with the same loss scale, use"
+    " state._replace(memory=policy.init().memory)."
+  )
+  adopted = state._replace(memory=policy.init().memory)
+  adjust(policy, adopted, True)
+
+
+@pytest.mark.parametrize("other", REMEMBERING.values(), ids=REMEMBERING)
+@pytest.mark.parametrize("policy", FORGETFUL.values(), ids=FORGETFUL)
+def test_what_another_policy_remembers_stays_where_nothing_is_remembered(
+  policy, other
+):
+  state = ols.set_loss_scale(other.init(), 2.0**6)
+  for finite in (True, False):
+    after = policy.adjust(state, finite)
+    assert after.memory is state.memory
+    assert after[:5] == policy.adjust(state._replace(memory=()), finite)[:5]
