@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import sys
 
 # What XLA compiled for one test, worker or run is loaded by the next. Set
 # before JAX is imported, for the processes that tests start as well.
@@ -36,6 +37,14 @@ hypothesis.settings.register_profile(
   "nightly", deadline=None, max_examples=10_000, print_blob=True
 )
 hypothesis.settings.load_profile("quick")
+
+
+@pytest.fixture(autouse=True)
+def forget_the_calls_outside_of_jit():
+  """They are counted by the code, which tests may share: `_eager.py`."""
+  eager = sys.modules.get("optax_lossscale._autocast._eager")
+  if eager is not None:
+    eager._counts.clear()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -65,6 +65,7 @@ from optax_lossscale._jaxprs._places import (
   with_weights,
 )
 from optax_lossscale._jaxprs._products import flops_of, is_matrix_product
+from optax_lossscale._jaxprs._values import is_known
 from optax_lossscale._jaxprs._varying import as_varying, varying, varying_of
 from optax_lossscale._jaxprs._walk import Search, Step, walk
 from optax_lossscale._jaxprs._weights import (
