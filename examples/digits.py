@@ -59,6 +59,9 @@ RUNS = {
   "float16, headroom": (by_hand, ols.HeadroomLossScale(target=-4 + 10)),
 }
 
+# Those of the small picture, whose losses tell all.
+FEW = "float32", "float16, no scaling", "float16, dynamic scale"
+
 # Their names stand below their lines, where another one is just above.
 BELOW = "float16, no scaling", "float16 by autocast", "float16, headroom"
 
@@ -78,14 +81,18 @@ def main():
   args = parse_args()
   data = load_data(args.seed)
   runs = {}
-  with tqdm.tqdm(total=len(RUNS) * args.steps, unit=" steps") as progress:
-    for name in RUNS:
+  names = FEW if args.small else RUNS
+  with tqdm.tqdm(total=len(names) * args.steps, unit=" steps") as progress:
+    for name in names:
       progress.set_description(f"{name:25}")
       runs[name] = train(
         data, *RUNS[name], args.steps, args.seed, progress.update
       )
   print(make_table(runs, data))
-  plot(runs).savefig(args.out, dpi=150, format="png")
+  if args.small:
+    plot_losses(runs).savefig(args.out, dpi=100, format="png")
+  else:
+    plot(runs).savefig(args.out, dpi=150, format="png")
   print(f"The curves are in {args.out}.")
 
 
@@ -264,6 +271,26 @@ def plot(runs):
   return figure
 
 
+def plot_losses(runs):
+  """Draws the losses of a few runs, for a small picture."""
+  figure = Figure(figsize=(6.4, 2.6), layout="constrained")
+  axes = figure.subplots()
+  styles = (
+    {"color": "silver", "linewidth": 5},
+    {"color": "tab:red", "linewidth": 1},
+    {"color": "tab:blue", "linewidth": 1},
+  )
+  for (name, run), style in zip(runs.items(), styles, strict=True):
+    axes.plot(run.losses, label=name, **style)
+  axes.set(xlabel="step", ylabel="training loss", yscale="log")
+  axes.set_yticks([0.02, 0.05, 0.1, 0.2, 0.5], minor=False)
+  axes.yaxis.set_major_formatter("{x:g}")
+  axes.yaxis.set_minor_formatter("")
+  axes.grid(alpha=0.3)
+  axes.legend()
+  return figure
+
+
 def parse_args():
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -276,6 +303,9 @@ def parse_args():
   )
   parser.add_argument(
     "--out", default="digits.png", help="the PNG to draw (%(default)s)"
+  )
+  parser.add_argument(
+    "--small", action="store_true", help="the picture of the README: three runs"
   )
   args = parser.parse_args()
   # Now, rather than when the training is over.

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import sys
 
 # What XLA compiled for one test, worker or run is loaded by the next. Set
 # before JAX is imported, for the processes that tests start as well.
@@ -13,6 +14,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # Eight virtual devices, whatever the machine has; tests of one device are not
 # touched by the other seven.
@@ -35,3 +37,11 @@ hypothesis.settings.register_profile(
   "nightly", deadline=None, max_examples=10_000, print_blob=True
 )
 hypothesis.settings.load_profile("quick")
+
+
+@pytest.fixture(autouse=True)
+def forget_the_calls_outside_of_jit():
+  """They are counted by the code, which tests may share: `_eager.py`."""
+  eager = sys.modules.get("optax_lossscale._autocast._eager")
+  if eager is not None:
+    eager._counts.clear()

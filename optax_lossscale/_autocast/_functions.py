@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from optax_lossscale import _checks, _warnings
 from optax_lossscale._autocast import (
   _calls,
+  _eager,
   _in_place,
   _kept,
   _products,
@@ -71,7 +72,8 @@ def autocast(
   Warns:
     UserWarning: if there is nothing to run in ``dtype``, if a name selects no
       product that can be looked at, or if products stand in something that it
-      cannot enter: with their share of the flops, and their lines.
+      cannot enter: with their share of the flops, and their lines. And at the
+      third call with the same shapes outside of ``jit``.
 
   Examples:
     >>> import jax
@@ -115,6 +117,7 @@ def autocast(
         " stay in float32, also if jax.default_matmul_precision says so."
       )
     tell(message)
+    tell(_eager.message(fun, (args, kwargs), out))
     return out
 
   return autocast_fun

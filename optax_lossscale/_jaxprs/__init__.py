@@ -78,6 +78,7 @@ from optax_lossscale._jaxprs._products import (
 )
 from optax_lossscale._jaxprs._rules import body_of_rule, Rule, rule_of
 from optax_lossscale._jaxprs._sums import terms_in_sum
+from optax_lossscale._jaxprs._values import is_known
 from optax_lossscale._jaxprs._varying import as_varying, varying, varying_of
 from optax_lossscale._jaxprs._walk import Search, Step, walk
 from optax_lossscale._jaxprs._weights import (

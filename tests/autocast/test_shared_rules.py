@@ -286,7 +286,7 @@ def test_a_rule_that_refuses_is_run_again_and_again():
   shared = jax.jit(refusing())
   within = lambda x: jax.jit(lambda x: shared(x, W))(x)
   loss = lambda x: jnp.sum(within(x) ** 2) + jnp.sum(shared(x, W))
-  found = [jax.grad(ols.autocast(loss))(X) for _ in range(3)]
+  found = [jax.grad(ols.autocast(loss))(X) for _ in range(2)]
   for gradient in found:
     assert_close(gradient, jax.grad(loss)(X))
 

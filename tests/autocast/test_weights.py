@@ -254,6 +254,46 @@ def test_layers_of_flax_nnx_have_names():
   assert bound == layers
 
 
+class Attention(nnx.Module):
+  """Two blocks of attention, of which the second may be marked."""
+
+  def __init__(self, mark):
+    self.mark = mark
+    self.blocks = nnx.List(
+      nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+      for _ in range(2)
+    )
+
+  def __call__(self, x):
+    return self.mark(self.blocks[1])(self.blocks[0](x))
+
+
+@pytest.mark.parametrize(
+  ("mark", "kept", "of_scores"),
+  [
+    (lambda block: block, "blocks/1", ["float16"] * 4),
+    (ols.keep_float32, (), ["float16"] * 2 + ["float32"] * 2),
+    (
+      lambda block: block,
+      ["BTNH,BSNH->BNTS", "BNTS,BSNH->BTNH"],
+      ["float32"] * 4,
+    ),
+  ],
+  ids=["path", "mark", "scope"],
+)
+def test_attention_scores_have_no_weights_and_the_mark_keeps_them(
+  mark, kept, of_scores
+):
+  model = Attention(mark)
+  loss = lambda model, x: jnp.sum(model(x))
+  traced = nnx.jit(ols.autocast(loss, keep_float32=kept))
+  found = products(traced, model, X[None])
+  of_weights = [dtype for name, dtype in found if "kernel" in name]
+  assert [dtype for name, dtype in found if "->" in name] == of_scores
+  if kept == "blocks/1":
+    assert of_weights == ["float16"] * 4 + ["float32"] * 4
+
+
 def test_a_model_may_hold_itself():
   model = Block(nnx.Rngs(0))
   model.up.model = model

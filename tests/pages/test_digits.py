@@ -64,6 +64,18 @@ def test_the_script_shows_its_progress_a_table_and_a_picture(tmp_path):
   assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_the_small_picture_is_of_three_runs(
+  digits, monkeypatch, tmp_path, capsys
+):
+  picture = tmp_path / "small.png"
+  args = ["digits.py", "--small", "--steps", "2", "--out", str(picture)]
+  monkeypatch.setattr(sys, "argv", args)
+  digits.main()
+  rows = capsys.readouterr().out.splitlines()[2:-1]
+  assert [row[:25].strip() for row in rows] == [*digits.FEW]
+  assert picture.read_bytes()[1:4] == b"PNG"
+
+
 @pytest.mark.slow
 def test_a_dynamic_scale_trains_within_1_percent_of_float32(runs):
   dynamic = runs["float16, dynamic scale"].test_loss

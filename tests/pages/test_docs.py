@@ -114,7 +114,7 @@ def in_repository(url):
   workflow = re.match(r"actions/(workflows/\w+\.yml)", rest)
   if workflow:
     return ROOT / ".github" / workflow[1]
-  return ROOT / re.sub(r"^(?:blob|tree)/main/", "", rest)
+  return ROOT / re.sub(r"^(?:blob|raw|tree)/main/", "", rest)
 
 
 def test_each_address_of_this_repository_leads_to_a_file():
@@ -178,6 +178,14 @@ def test_the_readme_has_only_absolute_links_which_work_anywhere():
     assert link.startswith("https://"), link
   used = set(re.findall(r"\]\[([\w-]+)\]", text))
   assert used == set(defined)
+
+
+def test_the_picture_of_the_readme_is_there_and_small():
+  text = (ROOT / "README.md").read_text()
+  (url,) = re.findall(r"!\[.+\]\((\S+\.png)\)", text)
+  picture = in_repository(url)
+  assert picture.read_bytes()[1:4] == b"PNG"
+  assert picture.stat().st_size < 50_000
 
 
 def test_no_power_of_two_turns_prose_bold():
