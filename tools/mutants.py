@@ -59,6 +59,7 @@ TESTS = {
     "autocast/vmapped_rules",
     "core/select",
     "core/select_types",
+    "diagnostics/parts",
     "diagnostics/unknown",
     "diagnostics/precision",
     "diagnostics/overflow",
@@ -178,6 +179,7 @@ TESTS = {
   "diagnostics._probes": ["diagnostics/probes"],
   "diagnostics._tables": ["diagnostics/precision", "diagnostics/report"],
   "diagnostics._tracing": [
+    "diagnostics/steps",
     "diagnostics/precision",
     "diagnostics/report",
     "diagnostics/unknown",

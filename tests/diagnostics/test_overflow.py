@@ -561,7 +561,7 @@ def test_a_nnx_model_is_left_as_it_was():
 def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
   """XLA may round otherwise if it sees several operations at once."""
   enter = lambda *_: [_marks.Value(jnp.zeros_like(X))]
-  monkeypatch.setattr(_entering.Enterer, "enter", enter)
+  monkeypatch.setattr(_entering.EnteringStepper, "enter", enter)
   assert find_overflow(lambda x: jnp.exp(x * 20), X).path == "exp"
 
 

@@ -231,3 +231,22 @@ def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
   assert report.total_flops == 128
   told = f"{name}, of which what is inside is counted once"
   assert any(note.startswith(told) for note in report.notes)
+
+
+def test_what_leads_to_no_output_that_is_used_is_not_interpreted():
+  closed = jax.make_jaxpr(lambda x: (x + 1, 2 * x, 3.0))(X)
+  seen, numbers = [], []
+
+  def step(eqn, inputs):
+    seen.append(eqn.primitive.name)
+    return _jaxprs.function(eqn)(*inputs)
+
+  def written(value, atom, eqn):
+    numbers.append((float(value), eqn and eqn.primitive.name))
+    return value
+
+  used = [False, True, True]
+  outs = _jaxprs.interpret(closed, [X], step, written=written, used=used)
+  assert seen == ["mul"]
+  assert outs[0] is None and (outs[1] == 2 * X).all() and outs[2] == 3
+  assert numbers == [(2, "mul"), (3, None)]

@@ -18,7 +18,7 @@ from optax_lossscale.diagnostics._overflow import (
 )
 
 
-class Enterer(_stepper.Stepper):
+class EnteringStepper(_stepper.Stepper):
   """Runs jaxprs one operation at a time, and those that these hold."""
 
   def enter(self, entry: _stepper.Entry) -> list[_marks.Value] | None:
@@ -152,7 +152,7 @@ class Enterer(_stepper.Stepper):
     runner = _runners.ShardRunner(mapped)
     place = entry.place.step("shard_map")
     values = self._move(runner.enter, entry.inputs)
-    outs = Enterer(self.origins, runner).run(mapped.body, values, place)
+    outs = EnteringStepper(self.origins, runner).run(mapped.body, values, place)
     return self._move(runner.leave, outs)
 
   def _move(

@@ -88,7 +88,7 @@ def _origins_of(traced: _tracing.Traced) -> list[_report.Overflow]:
   outs = _run_at_once(traced)
   if outs is None or not all(map(_bits.is_finite, outs)):
     origins = _marks.Origins()
-    stepper = _entering.Enterer(origins, _runners.Runner())
+    stepper = _entering.EnteringStepper(origins, _runners.Runner())
     inputs = [
       stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
       for x, name in zip(traced.inputs, traced.names, strict=True)
