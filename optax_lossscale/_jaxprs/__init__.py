@@ -30,6 +30,14 @@ from optax_lossscale._jaxprs._equations import (
   with_jaxprs,
 )
 from optax_lossscale._jaxprs._here import context_here, may_change_result
+from optax_lossscale._jaxprs._higher_order import (
+  bodies_of,
+  Call,
+  given_to_bodies,
+  higher_order_of,
+  HigherOrder,
+  where_it_runs,
+)
 from optax_lossscale._jaxprs._hijax import lowered
 from optax_lossscale._jaxprs._interpret import interpret
 from optax_lossscale._jaxprs._lines import (
@@ -54,14 +62,6 @@ from optax_lossscale._jaxprs._names import (
   telling_names,
 )
 from optax_lossscale._jaxprs._outputs import with_named_outputs
-from optax_lossscale._jaxprs._parts import (
-  bodies_of,
-  Call,
-  given_to_bodies,
-  Part,
-  part_of,
-  where_it_runs,
-)
 from optax_lossscale._jaxprs._places import (
   has_scope,
   marked,

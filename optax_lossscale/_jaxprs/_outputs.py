@@ -23,10 +23,14 @@ from optax_lossscale._jaxprs._equations import (
   with_fields,
   with_jaxprs,
 )
+from optax_lossscale._jaxprs._higher_order import (
+  Call,
+  higher_order_of,
+  where_it_runs,
+)
 from optax_lossscale._jaxprs._lines import name_of
 from optax_lossscale._jaxprs._loops import Cond, Scan, ShardMap
 from optax_lossscale._jaxprs._names import place_name
-from optax_lossscale._jaxprs._parts import Call, part_of, where_it_runs
 from optax_lossscale._jaxprs._places import Place
 from optax_lossscale._jaxprs._varying import as_varying, varying_of
 from optax_lossscale._jaxprs._walk import Search
@@ -102,7 +106,7 @@ class _Opener:
       return _Made([eqn])
     its_place = place.at(eqn, jaxpr)
     inside = functools.partial(self.opened, place=its_place)
-    match part_of(eqn):
+    match higher_order_of(eqn):
       case Call(body) if eqn.primitive.name in _PLAIN_CALLS:
         return _call(eqn, inside(body))
       case Cond(branches):

@@ -7,7 +7,7 @@ import functools
 from jax.extend import core
 
 from optax_lossscale._jaxprs._equations import ClosedJaxpr
-from optax_lossscale._jaxprs._parts import part_of
+from optax_lossscale._jaxprs._higher_order import higher_order_of
 from optax_lossscale._jaxprs._places import Place
 from optax_lossscale._jaxprs._weights import Weights
 
@@ -48,7 +48,7 @@ class Step:
     """How often the equation runs, but for loops of unknown length."""
     times = 1
     for step in self.way[1:]:
-      times *= getattr(part_of(step.eqn), "length", 1)
+      times *= getattr(higher_order_of(step.eqn), "length", 1)
     return times
 
 

@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from optax_lossscale._jaxprs._equations import called_jaxpr, ClosedJaxpr
+from optax_lossscale._jaxprs._higher_order import (
+  given_to_bodies,
+  higher_order_of,
+)
 from optax_lossscale._jaxprs._loops import Scan, While
 from optax_lossscale._jaxprs._moves import KEEP
-from optax_lossscale._jaxprs._parts import given_to_bodies, part_of
 from optax_lossscale._jaxprs._places import with_weights
 from optax_lossscale._jaxprs._products import is_matrix_product
 
@@ -181,13 +184,13 @@ def _within(
 ) -> _Within:
   if not any(path is not None for path in (*inputs, *outputs)):
     return _Within()
-  part = part_of(eqn)
-  match part:  # What a loop carries is no weight: it changes.
+  call = higher_order_of(eqn)
+  match call:  # What a loop carries is no weight: it changes.
     case Scan():
-      consts, carry, slices = part.split(inputs)
+      consts, carry, slices = call.split(inputs)
       inputs = [*consts, *[None] * len(carry), *slices]
     case While():
-      first, second, carry = part.split(inputs)
+      first, second, carry = call.split(inputs)
       inputs = [*first, *second, *[None] * len(carry)]
   weights = [path for path in (*inputs, *outputs) if path is not None]
   are_same = lambda names: len(set(names)) == 1
@@ -195,7 +198,7 @@ def _within(
   common = tuple(name for name, *_ in levels)
   left = lambda path: None if path is None else path[len(common) :]
   paths = Paths(tuple(map(left, inputs)), tuple(map(left, outputs)))
-  given = given_to_bodies(part, paths.inputs) if part else []
+  given = given_to_bodies(call, paths.inputs) if call else []
   of_bodies = {
     body.jaxpr: Paths(tuple(its_inputs), paths.outputs)
     for body, its_inputs in given

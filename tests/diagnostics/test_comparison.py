@@ -533,10 +533,12 @@ def test_what_autocast_cannot_enter_it_tells_by_itself():
 
 
 def test_what_cannot_be_entered_is_told(monkeypatch):
-  part_of = _jaxprs.part_of
+  higher_order_of = _jaxprs.higher_order_of
   is_scan = lambda eqn: eqn.primitive.name == "scan"
   monkeypatch.setattr(
-    _jaxprs, "part_of", lambda eqn: None if is_scan(eqn) else part_of(eqn)
+    _jaxprs,
+    "higher_order_of",
+    lambda eqn: None if is_scan(eqn) else higher_order_of(eqn),
   )
   trained = lambda w, x: ols.autocast(scanned)(w, x) + ols.autocast(plain)(w, x)
   report = compare_trained(trained, W, X)

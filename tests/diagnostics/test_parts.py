@@ -75,21 +75,21 @@ def with_params(eqn, **params):
 def test_an_equation_is_taken_apart(fun):
   kind, known = PARTS[fun]
   eqn = equation_of(fun)
-  part = _jaxprs.part_of(eqn)
+  part = _jaxprs.higher_order_of(eqn)
   assert type(part) is kind
   assert {name: getattr(part, name) for name in known} == known
   held = [closed.jaxpr for closed in _jaxprs.held_jaxprs(eqn)]
   bodies = [closed.jaxpr for closed in _jaxprs.bodies_of(part)]
   assert sorted(map(id, bodies)) == sorted(map(id, held))
   if fun is not shard_map:
-    assert _jaxprs.part_of(renamed(eqn)) == part
+    assert _jaxprs.higher_order_of(renamed(eqn)) == part
 
 
 def test_the_inputs_of_loops_have_parts():
-  part = _jaxprs.part_of(equation_of(scan))
+  part = _jaxprs.higher_order_of(equation_of(scan))
   assert part.split("wcs") == ("w", "c", "s")
   assert part.slices == (False, False, True)
-  part = _jaxprs.part_of(equation_of(while_loop))
+  part = _jaxprs.higher_order_of(equation_of(while_loop))
   assert part.split("lwabc") == ("l", "w", "abc")
 
 
@@ -164,7 +164,7 @@ ODD = [
 
 @pytest.mark.parametrize(("fun", "change"), ODD)
 def test_an_equation_that_does_not_add_up_has_no_part(fun, change):
-  assert _jaxprs.part_of(change(equation_of(fun))) is None
+  assert _jaxprs.higher_order_of(change(equation_of(fun))) is None
 
 
 def hidden(name, jaxpr=None):
@@ -189,14 +189,14 @@ def hidden(name, jaxpr=None):
   ],
 )
 def test_an_object_of_hijax_that_does_not_add_up_has_no_part(odd):
-  assert _jaxprs.part_of(odd()) is None
+  assert _jaxprs.higher_order_of(odd()) is None
 
 
 def test_an_object_of_hijax_is_taken_apart():
   for name in "RematTraced", "CustomVJPTraced", "CustomJVPTraced":
     eqn = hidden(name, lambda x: x @ x)
     (body,) = _jaxprs.held_jaxprs(eqn)
-    called = _jaxprs.part_of(eqn)
+    called = _jaxprs.higher_order_of(eqn)
     assert isinstance(called, _jaxprs.Call)
     assert called.body.jaxpr is body.jaxpr
 
@@ -212,7 +212,7 @@ def test_an_object_of_hijax_that_nobody_knows_is_what_it_lowers_to():
   ]
   if not eqns:
     pytest.skip("this JAX has no hijax yet")
-  (called,) = map(_jaxprs.part_of, eqns)
+  (called,) = map(_jaxprs.higher_order_of, eqns)
   assert isinstance(called, _jaxprs.Call)
   assert not any(map(_jaxprs.hi_primitive, called.body.jaxpr.eqns))
 
@@ -223,7 +223,7 @@ def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
   if not held:
     pytest.skip("with a flag of hijax, this JAX has no such equation")
   name = held[0].primitive.name
-  monkeypatch.setattr(_jaxprs, "part_of", lambda eqn: None)
+  monkeypatch.setattr(_jaxprs, "higher_order_of", lambda eqn: None)
   matrices = lambda x: [y for y in jax.tree.leaves(fun(x)) if y.ndim == 2]
   hit = find_overflow(matrices, X * 300)
   assert hit.path == name

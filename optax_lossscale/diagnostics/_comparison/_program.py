@@ -87,13 +87,13 @@ class Program(NamedTuple):
       row = self.rows.number(eqn, self.place.at(eqn, jaxpr))
       return self._product(eqn, row, inputs, notes)
     has_half = any(self._is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
-    part = None
+    call = None
     if has_half or self.rows.are_in(eqn):
-      part = self.rows.part_of(eqn)
-    if part is not None:
+      call = self.rows.higher_order_of(eqn)
+    if call is not None:
       inside = self._replace(place=self.place.at(eqn, jaxpr))
       with _jaxprs.context_of(eqn):
-        return inside._enter(part, inputs, notes)
+        return inside._enter(call, inputs, notes)
     if not eqn.outvars and _SILENT.search(eqn.primitive.name):
       return [], notes
     if has_half:
@@ -130,18 +130,20 @@ class Program(NamedTuple):
     args = [x.astype(a.dtype) if self._is_half(a) else x for x, a in pairs]
     return list(map(self._widened, _jaxprs.function(eqn)(*args)))
 
-  def _enter(self, part: _jaxprs.Part, inputs: list[Any], notes: Notes) -> Done:
-    match part:
+  def _enter(
+    self, call: _jaxprs.HigherOrder, inputs: list[Any], notes: Notes
+  ) -> Done:
+    match call:
       case _jaxprs.Scan():
-        return self._scan(part, inputs, notes)
+        return self._scan(call, inputs, notes)
       case _jaxprs.While():
-        return self._while(part, inputs, notes)
+        return self._while(call, inputs, notes)
       case _jaxprs.Cond():
-        return self._cond(part, inputs, notes)
+        return self._cond(call, inputs, notes)
       case _jaxprs.ShardMap():
-        return self._shard_map(part, inputs, notes)
+        return self._shard_map(call, inputs, notes)
       case _:
-        return self.run(part.body, inputs, notes)
+        return self.run(call.body, inputs, notes)
 
   def _scan(self, scan: _jaxprs.Scan, inputs: list[Any], notes: Notes) -> Done:
     consts, first, slices = scan.split(inputs)

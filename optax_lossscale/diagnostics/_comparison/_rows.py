@@ -37,22 +37,22 @@ class Rows:
     sources: for each, the line that tells it from others of a like name.
     dtypes: their half precisions: mostly one.
     not_entered: the names of what holds products and cannot be entered.
-    part_of: what an equation calls, repeats or chooses; None if it is not
-      known.
+    higher_order_of: what an equation calls, repeats or chooses; None if it is
+      not known.
     are_in: whether there are marks in the jaxprs that an equation holds.
   """
 
   def __init__(self, closed: _jaxprs.ClosedJaxpr) -> None:
     alone = functools.partial(is_marked, around=_jaxprs.Place())
     self.are_in = _jaxprs.Search(alone, _jaxprs.held_jaxprs).inside_of
-    self.part_of = functools.cache(_jaxprs.part_of)
+    self.higher_order_of = functools.cache(_jaxprs.higher_order_of)
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}
     for step in _jaxprs.walk(closed, self._inside, equations=_needed):
       around = step.around.place if step.around else _jaxprs.Place()
       if is_product(step.eqn, around):
         self._numbers.setdefault(_row(step.eqn, step.place), len(self._numbers))
-      elif self.are_in(step.eqn) and self.part_of(step.eqn) is None:
+      elif self.are_in(step.eqn) and self.higher_order_of(step.eqn) is None:
         name = _jaxprs.name_of(step.eqn)
         self.not_entered.append(_jaxprs.place_name(name, step.place.name))
     self.all = list(self._numbers)
@@ -73,8 +73,8 @@ class Rows:
     return list(numbers.values())
 
   def _inside(self, eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
-    part = self.part_of(eqn) if self.are_in(eqn) else None
-    return _jaxprs.bodies_of(part) if part else []
+    call = self.higher_order_of(eqn) if self.are_in(eqn) else None
+    return _jaxprs.bodies_of(call) if call else []
 
 
 def is_product(eqn: core.JaxprEqn, around: _jaxprs.Place) -> bool:

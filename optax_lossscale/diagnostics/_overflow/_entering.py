@@ -22,7 +22,7 @@ class EnteringStepper(_stepper.Stepper):
   """Runs jaxprs one operation at a time, and those that these hold."""
 
   def enter(self, entry: _stepper.Entry) -> list[_marks.Value] | None:
-    match self.cached(_jaxprs.part_of, entry.eqn):
+    match self.cached(_jaxprs.higher_order_of, entry.eqn):
       case _jaxprs.Call(body):
         place = entry.place.step(_jaxprs.call_name(entry.eqn))
         return self.run(body, entry.inputs, place, entry.used)

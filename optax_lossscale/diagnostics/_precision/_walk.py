@@ -106,22 +106,22 @@ def _walk(
 ) -> Iterator[Step]:
   # XLA leaves out what is not needed, too.
   for eqn, unread in _jaxprs.needed_equations(body.jaxpr, used):
-    part = _jaxprs.part_of(eqn)
-    inside, note = _inside(eqn, part, body)
+    call = _jaxprs.higher_order_of(eqn)
+    inside, note = _inside(eqn, call, body)
     its_place = place.at(eqn, body.jaxpr)
     yield Step(eqn, its_place, body, runs_others=bool(inside), note=note)
     its_used = None
-    if isinstance(part, _HAND_BACK):
+    if isinstance(call, _HAND_BACK):
       its_used = [var not in unread for var in eqn.outvars]
     for inner in inside:
       yield from _walk(inner, its_place, its_used)
 
 
 def _inside(
-  eqn: core.JaxprEqn, part: _jaxprs.Part | None, around: Body
+  eqn: core.JaxprEqn, call: _jaxprs.HigherOrder | None, around: Body
 ) -> tuple[list[Body], str]:
   """What an equation runs, and what cannot be known of that; often empty."""
-  match part:
+  match call:
     case _jaxprs.Call(body):
       return [Body(body, around, eqn.invars)], ""
     case _jaxprs.Cond(branches):

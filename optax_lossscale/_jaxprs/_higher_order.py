@@ -1,4 +1,4 @@
-"""What an equation calls, repeats or chooses."""
+"""Higher-order primitives: what an equation calls, repeats or chooses."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -36,10 +36,10 @@ class Call(NamedTuple):
   body: ClosedJaxpr
 
 
-Part = Scan | While | Cond | ShardMap | Call
+HigherOrder = Scan | While | Cond | ShardMap | Call
 
 
-def part_of(eqn: core.JaxprEqn) -> Part | None:
+def higher_order_of(eqn: core.JaxprEqn) -> HigherOrder | None:
   """What an equation calls, repeats or chooses; None if it is not known.
 
   What an equation of hijax calls is its forward pass: if it has a derivative of
@@ -49,27 +49,27 @@ def part_of(eqn: core.JaxprEqn) -> Part | None:
   return look(eqn)
 
 
-def bodies_of(part: Part) -> list[ClosedJaxpr]:
+def bodies_of(call: HigherOrder) -> list[ClosedJaxpr]:
   """The jaxprs that it runs, or may run."""
-  return [body for body, _ in given_to_bodies(part, ())]
+  return [body for body, _ in given_to_bodies(call, ())]
 
 
 def given_to_bodies(
-  part: Part, inputs: Sequence[T]
+  call: HigherOrder, inputs: Sequence[T]
 ) -> list[tuple[ClosedJaxpr, Sequence[T]]]:
   """The jaxprs, each with those inputs of the equation that it is given first.
 
   Of what is sliced or sharded, each is given a part.
   """
-  match part:
+  match call:
     case While():
-      of_condition, of_body, carry = part.split(inputs)
+      of_condition, of_body, carry = call.split(inputs)
       given = [*of_condition, *carry], [*of_body, *carry]
-      return list(zip((part.condition, part.body), given, strict=True))
+      return list(zip((call.condition, call.body), given, strict=True))
     case Cond():
-      return [(branch, inputs[1:]) for branch in part.branches]
+      return [(branch, inputs[1:]) for branch in call.branches]
     case _:
-      return [(part.body, inputs)]
+      return [(call.body, inputs)]
 
 
 def where_it_runs(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
@@ -77,9 +77,9 @@ def where_it_runs(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
 
   What it traces within a ``shard_map`` may exchange data between the devices.
   """
-  # Asked of each equation: to look for other parts, JAX may have to trace.
-  part = shard_map_of(eqn) if eqn.primitive.name == "shard_map" else None
-  if part is None:
+  # Asked of each equation: to look for others, JAX may have to trace.
+  call = shard_map_of(eqn) if eqn.primitive.name == "shard_map" else None
+  if call is None:
     return fun()
   returned: list[Any] = []
 
@@ -88,7 +88,7 @@ def where_it_runs(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
     return ()
 
   with context_of(eqn):
-    jax.make_jaxpr(part.with_body(body, in_specs=(), out_specs=()))()
+    jax.make_jaxpr(call.with_body(body, in_specs=(), out_specs=()))()
   return returned[0]
 
 
