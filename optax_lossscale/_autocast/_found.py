@@ -1,6 +1,7 @@
 """What a rewriter found on its way through a program."""
 
 from collections.abc import Iterable
+import itertools
 from typing import NamedTuple
 
 from jax.extend import core
@@ -27,8 +28,11 @@ class Found(NamedTuple):
 
 def together(founds: Iterable[Found]) -> Found:
   """What was found at several places."""
-  columns = list(zip(*founds, strict=True)) or [(), (), (), ()]
-  has_products, decisions, missed, has_unseen = columns
+  all_founds = list(founds)
+  chained = itertools.chain.from_iterable
   return Found(
-    any(has_products), sum(decisions, ()), sum(missed, ()), any(has_unseen)
+    any(x.has_products for x in all_founds),
+    tuple(chained(x.decisions for x in all_founds)),
+    tuple(chained(x.missed for x in all_founds)),
+    any(x.has_unseen for x in all_founds),
   )
