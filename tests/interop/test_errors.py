@@ -129,6 +129,16 @@ REFUSED = {
     {"initial_scale_power": 2, "min_loss_scale": 8.0},
     "min_scale = 8.0, init_scale = 4.0",
   ),
+  "Megatron below a large floor": (
+    lambda v: interop.from_megatron({"min_loss_scale": 2.0**21}, v),
+    samples.MEGATRON_STATE,
+    r"floor 2\*\*21 and the ceiling 2\*\*126 of its settings, got scale = 64",
+  ),
+  "Megatron below a floor that is no power of two": (
+    lambda v: interop.from_megatron({"min_loss_scale": 2.5e6}, v),
+    samples.MEGATRON_STATE,
+    r"floor 2500000 and the ceiling 2\*\*126",
+  ),
   "Megatron, more hysteresis left than there is": (
     lambda v: interop.from_megatron(samples.MEGATRON, v),
     {**samples.MEGATRON_STATE, "hysteresis_tracker": 3},
