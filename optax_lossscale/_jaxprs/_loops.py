@@ -41,12 +41,6 @@ class Scan(NamedTuple):
   length: int
   reverse: bool
 
-  @property
-  def slices(self) -> tuple[bool, ...]:
-    """Whether each input is sliced."""
-    whole = self.consts + self.carry
-    return tuple(i >= whole for i in range(len(self.body.jaxpr.invars)))
-
   def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
     """The inputs as constants, carry and slices."""
     carry = self.consts + self.carry

@@ -88,7 +88,6 @@ def test_an_equation_is_taken_apart(fun):
 def test_the_inputs_of_loops_have_parts():
   part = _jaxprs.higher_order_of(equation_of(scan))
   assert part.split("wcs") == ("w", "c", "s")
-  assert part.slices == (False, False, True)
   part = _jaxprs.higher_order_of(equation_of(while_loop))
   assert part.split("lwabc") == ("l", "w", "abc")
 
