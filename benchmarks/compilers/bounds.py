@@ -7,7 +7,7 @@ from gpus import Gpu
 # Of the memory of a card with 16 GB CUDA has 15.8 GB on a T4 (16.9 GB on a
 # V100), and its context and the libraries take some hundred MB of it.
 AVAILABLE = 15 * 10**9
-# The batches that are tried: of sizes that tensor cores like, from FIRST on.
+# The batches that are tried: of sizes that tensor cores like, about FIRST.
 MULTIPLE = 8
 FIRST = 64
 
@@ -40,19 +40,22 @@ def largest_batch(
 ) -> int:
   """The largest multiple of ``MULTIPLE`` whose step fits.
 
-  It is found by halves, and nothing is extrapolated: from some size on XLA
-  computes things again to save memory, so that the need does not grow evenly.
+  Two small batches say where to look first. What is returned is never
+  extrapolated: from some size on XLA computes things again to save memory, so
+  that more fits than they promise.
 
   Args:
-    needed: the bytes that a batch needs.
+    needed: the bytes that a batch needs, which is compiled to know.
     available: bytes.
 
   Returns:
     A batch that fits, while the next multiple does not; 0 if none fits.
   """
-  fits, too_large = 0, FIRST
-  while needed(too_large) <= available:
-    fits, too_large = too_large, 2 * too_large
+  half = FIRST // 2
+  per_image = (needed(FIRST) - needed(half)) / half
+  more = (available - needed(FIRST)) / per_image
+  guess = max(0, int(FIRST + more)) // MULTIPLE * MULTIPLE
+  fits, too_large = _around(guess, needed, available)
   while too_large - fits > MULTIPLE:
     batch = (fits + too_large) // 2 // MULTIPLE * MULTIPLE
     if needed(batch) <= available:
@@ -60,3 +63,15 @@ def largest_batch(
     else:
       too_large = batch
   return fits
+
+
+def _around(guess, needed, available):
+  """A batch that fits, and one that does not, in steps that grow."""
+  step = MULTIPLE
+  if not guess or needed(guess) <= available:
+    while needed(guess + step) <= available:
+      guess, step = guess + step, 2 * step
+    return guess, guess + step
+  while guess > step and needed(guess - step) > available:
+    guess, step = guess - step, 2 * step
+  return max(0, guess - step), guess

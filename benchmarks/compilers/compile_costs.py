@@ -9,6 +9,7 @@ import pathlib
 import sys
 from typing import Any
 
+import attention_costs
 import compiled_bytes  # Before others import jax.
 import jax
 import jax.numpy as jnp
@@ -25,14 +26,30 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from shared.tables import markdown
 from shared.variants import VARIANTS
 from shared.workloads import make_workloads, Workload
-from training_tables import table
+from training_tables import calls, table
 
 HERE = pathlib.Path(__file__).parent
 # Of the figures; "environments" has the versions by which each was taken.
-PARTS = ("environments", "steps", "optimizers", "training", "collectives")
+PARTS = (
+  "environments",
+  "steps",
+  "optimizers",
+  "training",
+  "attention",
+  "collectives",
+)
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax")
 # Keras keeps its own optimizers, and is compared with Keras by `cpu/run.py`.
 COMPARED = [name for name in VARIANTS if not name.startswith("Keras")]
+WORKLOADS = (
+  "adam",
+  "adam, float16 gradients",
+  "adamw, clipped",
+  "adam, 100 leaves",
+  "adam, bfloat16 moments",
+  "mlp",
+  "transformer",
+)
 # Optimizers that reduce the gradients before they use them, which costs one
 # more pass, and one in which XLA's fusions are a matter of chance.
 OPTIMIZERS = {
@@ -53,12 +70,15 @@ def main() -> None:
   args = _parse_args()
   found = {part: {} for part in PARTS}
   for device in args.devices:
-    found["steps"][device] = _steps(device)
+    found["steps"][device] = _steps(device, args.workloads)
     found["optimizers"][device] = _optimizers(device)
     _write(args.output, found, f"steps, {device}")
   for device in args.training:
     found["training"][device] = _training(device)
     _write(args.output, found, f"training, {device}")
+  for device in args.attention:
+    found["attention"][device] = attention_costs.attention(device)
+    _write(args.output, found, f"attention, {device}")
   for chips in args.chips:
     found["collectives"].update(_collectives(chips))
     _write(args.output, found, f"collectives, {chips} chips")
@@ -74,11 +94,25 @@ def _parse_args():
     choices=("v5e", "v5p", "v6e", "t4", "v100", "h100"),
   )
   parser.add_argument(
+    "--workloads",
+    nargs="+",
+    default=WORKLOADS,
+    choices=WORKLOADS,
+    help="of the steps; models take longer than an optimizer alone",
+  )
+  parser.add_argument(
     "--training",
     nargs="*",
     default=["t4", "v100"],
     choices=("t4", "v100"),
     help="whole steps of models; each device takes ten minutes",
+  )
+  parser.add_argument(
+    "--attention",
+    nargs="*",
+    default=["h100"],
+    choices=("h100",),
+    help="a layer of attention by cuDNN, which needs an Ampere or later",
   )
   parser.add_argument(
     "--chips",
@@ -105,6 +139,7 @@ def _write(output: pathlib.Path, found: dict[str, Any], taken: str) -> None:
 
 
 def _workloads() -> dict[str, Workload]:
+  """Those of WORKLOADS."""
   made = {name: make() for name, make in make_workloads(1).items()}
   adam = made["adam"]
   names = ("adam, float16 gradients", "adamw, clipped", "adam, 100 leaves")
@@ -117,11 +152,11 @@ def _workloads() -> dict[str, Workload]:
   }
 
 
-def _steps(device: str) -> dict[str, dict[str, Any]]:
+def _steps(device: str, names: list[str]) -> dict[str, dict[str, Any]]:
   """Figures by workload and variant."""
   found: dict[str, dict[str, Any]] = {}
   workloads = _workloads()
-  pairs = [(w, v) for w in workloads for v in COMPARED]
+  pairs = [(w, v) for w in names for v in COMPARED]
   for name, variant in tqdm.tqdm(pairs, desc=device):
     workload = workloads[name]
     step, carry = VARIANTS[variant][0](workload)
@@ -214,6 +249,14 @@ def _print(found: dict[str, Any]) -> None:
     for model, by_variant in models.items():
       print(f"\n### {device}, {model}\n")
       print(table(by_variant))
+  for device, by_name in found["attention"].items():
+    print(f"\n### {device}, attention, MB\n")
+    rows = [
+      [name, f"{f['bytes'] / 1e6:,.0f}", calls(f["products"])]
+      for name, f in by_name.items()
+      if "error" not in f
+    ]
+    print(markdown([["", "moved", "products"], *rows]))
   if found["collectives"]:
     print("\n### Collectives that bare Optax has not\n")
     rows = [

@@ -42,7 +42,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(largest):
 
   available = needed(largest)
   assert bounds.largest_batch(needed, available) == largest
-  assert {b % bounds.MULTIPLE for b in asked} == {0} and len(asked) < 16
+  assert {b % bounds.MULTIPLE for b in asked} == {0} and len(asked) < 24
 
 
 @pytest.mark.parametrize(
