@@ -130,8 +130,10 @@ bench-autocast: $(VENV)/installed-test ## Measure autocast on the models of the 
 	$(BIN)/python benchmarks/autocast/reports.py
 	$(MAKE) --no-print-directory VENV=.venv-compile-costs \
 	  .venv-compile-costs/installed-compile-costs
-	.venv-compile-costs/bin/python benchmarks/autocast/autocast_bytes.py v5e
-	.venv-compile-costs/bin/python benchmarks/autocast/autocast_bytes.py h100
+	for device in v5e t4 v100 h100; do \
+	  .venv-compile-costs/bin/python benchmarks/autocast/autocast_bytes.py \
+	    $$device || exit; \
+	done
 
 docs: ## Build the pages in docs/_build/html, with the notebooks executed, and look at them
 	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs

@@ -2,10 +2,12 @@
 
   python benchmarks/autocast/autocast_bytes.py v5e   # bfloat16; jax[tpu]
   python benchmarks/autocast/autocast_bytes.py h100  # float16; jax[cuda12]
+  python benchmarks/autocast/autocast_bytes.py t4    # the same, and for v100
 
 `make bench-autocast` makes the environment. It prints a table: the gradient of
 the stack in float32, in half precision written by hand, and with `autocast`;
-the last two also with `jax.checkpoint`.
+the last two also with `jax.checkpoint`. For a GPU it counts the products, by
+the library of NVIDIA that computes them and by dtype.
 """
 
 import argparse
@@ -13,15 +15,18 @@ import functools
 import pathlib
 import sys
 
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "compilers"))
 import compiled_bytes  # Before JAX starts a device.
 from flax import linen as nn
+import gpus
 import jax
 import jax.numpy as jnp
+from training_tables import calls
 
 import optax_lossscale as ols
 
-HALF = {"v5e": jnp.bfloat16, "h100": jnp.float16}
+HALF = {"v5e": jnp.bfloat16, **dict.fromkeys(gpus.GPUS, jnp.float16)}
 BLOCKS, WIDTH, HEADS, BATCH, TOKENS = 16, 512, 8, 16, 512
 COLUMNS = ("gradient", "MB moved", "peak MB", "temporary MB", "kernels")
 
@@ -57,12 +62,14 @@ def main():
   device = parser.parse_args().device
   x = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), jnp.float32)
   params = jax.eval_shape(Stack().init, jax.random.key(0), x)
-  print_row(COLUMNS)
-  print_row(["---"] + (len(COLUMNS) - 1) * ["--:"])
+  on_gpu = device in gpus.GPUS
+  print_row([*COLUMNS, *on_gpu * ["products"]])
+  print_row(["---"] + (len(COLUMNS) - 1) * ["--:"] + on_gpu * ["---"])
   for name, loss_fn in variants(HALF[device]).items():
     f = compiled_bytes.figures(jax.grad(loss_fn), params, x, device=device)
     sizes = [f"{n / 1e6:,.0f}" for n in (f.bytes, f.peak, f.temporary)]
-    print_row([name, *sizes, f"{f.kernels:,}"])
+    told = on_gpu * [calls(f.products)]
+    print_row([name, *sizes, f"{f.kernels:,}", *told])
 
 
 def print_row(cells):

@@ -9,6 +9,7 @@ import pathlib
 import sys
 from typing import Any
 
+import attention_costs
 import compiled_bytes  # Before others import jax.
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ import numpy as np
 import optax
 import sharded_costs
 import tqdm
+import trained_models
+import training_costs
 
 import optax_lossscale as ols
 
@@ -23,11 +26,30 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from shared.tables import markdown
 from shared.variants import VARIANTS
 from shared.workloads import make_workloads, Workload
+from training_tables import calls, table
 
 HERE = pathlib.Path(__file__).parent
+# Of the figures; "environments" has the versions by which each was taken.
+PARTS = (
+  "environments",
+  "steps",
+  "optimizers",
+  "training",
+  "attention",
+  "collectives",
+)
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax")
 # Keras keeps its own optimizers, and is compared with Keras by `cpu/run.py`.
 COMPARED = [name for name in VARIANTS if not name.startswith("Keras")]
+WORKLOADS = (
+  "adam",
+  "adam, float16 gradients",
+  "adamw, clipped",
+  "adam, 100 leaves",
+  "adam, bfloat16 moments",
+  "mlp",
+  "transformer",
+)
 # Optimizers that reduce the gradients before they use them, which costs one
 # more pass, and one in which XLA's fusions are a matter of chance.
 OPTIMIZERS = {
@@ -46,19 +68,20 @@ OPTIMIZERS = {
 def main() -> None:
   """Takes the figures that the command line asks for, prints and writes."""
   args = _parse_args()
-  found = {
-    "environment": {p: importlib.metadata.version(p) for p in PACKAGES},
-    "steps": {},
-    "optimizers": {},
-    "collectives": {},
-  }
+  found = {part: {} for part in PARTS}
   for device in args.devices:
-    found["steps"][device] = _steps(device)
+    found["steps"][device] = _steps(device, args.workloads)
     found["optimizers"][device] = _optimizers(device)
-    _write(args.output, found)
+    _write(args.output, found, f"steps, {device}")
+  for device in args.training:
+    found["training"][device] = _training(device)
+    _write(args.output, found, f"training, {device}")
+  for device in args.attention:
+    found["attention"][device] = attention_costs.attention(device)
+    _write(args.output, found, f"attention, {device}")
   for chips in args.chips:
     found["collectives"].update(_collectives(chips))
-    _write(args.output, found)
+    _write(args.output, found, f"collectives, {chips} chips")
   _print(found)
 
 
@@ -67,8 +90,29 @@ def _parse_args():
   parser.add_argument(
     "--devices",
     nargs="*",
-    default=["v5e", "v6e", "h100"],
-    choices=("v5e", "v5p", "v6e", "h100"),
+    default=["v5e", "v6e", "t4", "v100", "h100"],
+    choices=("v5e", "v5p", "v6e", "t4", "v100", "h100"),
+  )
+  parser.add_argument(
+    "--workloads",
+    nargs="+",
+    default=WORKLOADS,
+    choices=WORKLOADS,
+    help="of the steps; models take longer than an optimizer alone",
+  )
+  parser.add_argument(
+    "--training",
+    nargs="*",
+    default=["t4", "v100"],
+    choices=("t4", "v100"),
+    help="whole steps of models; each device takes ten minutes",
+  )
+  parser.add_argument(
+    "--attention",
+    nargs="*",
+    default=["h100"],
+    choices=("h100",),
+    help="a layer of attention by cuDNN, which needs an Ampere or later",
   )
   parser.add_argument(
     "--chips",
@@ -82,14 +126,20 @@ def _parse_args():
   return parser.parse_args()
 
 
-def _write(output, found):
-  """What was found so far, since the rest takes long."""
+def _write(output: pathlib.Path, found: dict[str, Any], taken: str) -> None:
+  """What was found so far, beside what earlier runs found of other devices."""
+  installed = {d.name: d.version for d in importlib.metadata.distributions()}
+  versions = {name: installed[name] for name in PACKAGES if name in installed}
+  found["environments"][taken] = versions
   output.mkdir(parents=True, exist_ok=True)
-  text = json.dumps(found, indent=1) + "\n"
-  (output / "compile_costs.json").write_text(text)
+  path = output / "compile_costs.json"
+  earlier = json.loads(path.read_text()) if path.exists() else {}
+  merged = {part: earlier.get(part, {}) | found[part] for part in PARTS}
+  path.write_text(json.dumps(merged, indent=1) + "\n")
 
 
 def _workloads() -> dict[str, Workload]:
+  """Those of WORKLOADS."""
   made = {name: make() for name, make in make_workloads(1).items()}
   adam = made["adam"]
   names = ("adam, float16 gradients", "adamw, clipped", "adam, 100 leaves")
@@ -102,11 +152,11 @@ def _workloads() -> dict[str, Workload]:
   }
 
 
-def _steps(device: str) -> dict[str, dict[str, Any]]:
+def _steps(device: str, names: list[str]) -> dict[str, dict[str, Any]]:
   """Figures by workload and variant."""
   found: dict[str, dict[str, Any]] = {}
   workloads = _workloads()
-  pairs = [(w, v) for w in workloads for v in COMPARED]
+  pairs = [(w, v) for w in names for v in COMPARED]
   for name, variant in tqdm.tqdm(pairs, desc=device):
     workload = workloads[name]
     step, carry = VARIANTS[variant][0](workload)
@@ -143,10 +193,22 @@ def _optimizers(device: str) -> dict[str, dict[str, Any]]:
 
 def _per_parameter(figures: compiled_bytes.Figures, params: Any) -> dict:
   n_params = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
-  bytes_of = figures._asdict()
-  kernels = bytes_of.pop("kernels")
-  per_parameter = {k: round(v / n_params, 4) for k, v in bytes_of.items()}
-  return per_parameter | {"kernels": kernels}
+  names = "bytes", "temporary", "peak", "aliased"
+  per_parameter = {
+    name: round(getattr(figures, name) / n_params, 4) for name in names
+  }
+  return per_parameter | {"kernels": figures.kernels}
+
+
+def _training(device: str) -> dict[str, dict[str, Any]]:
+  """Figures of whole steps by model and variant."""
+  found: dict[str, dict[str, Any]] = {}
+  models, variants = trained_models.MODELS, trained_models.VARIANTS
+  pairs = [(m, v) for m in models for v in variants]
+  for model, variant in tqdm.tqdm(pairs, desc=f"training, {device}"):
+    figures = training_costs.training(device, model, variant)
+    found.setdefault(model, {})[variant] = figures
+  return found
 
 
 def _collectives(chips: int) -> dict[str, list[str]]:
@@ -171,8 +233,9 @@ def _in_words(gain: Counter) -> list[str]:
 
 
 def _print(found: dict[str, Any]) -> None:
-  versions = found["environment"].items()
-  print(", ".join(f"{name} {version}" for name, version in versions))
+  for taken, versions in found["environments"].items():
+    pairs = (f"{name} {version}" for name, version in versions.items())
+    print(f"{taken}: {', '.join(pairs)}")
   for device, steps in found["steps"].items():
     for title, cell in (
       ("bytes per parameter", lambda f: f"{f['bytes']:.2f}"),
@@ -182,6 +245,18 @@ def _print(found: dict[str, Any]) -> None:
     print(f"\n### {device}, other optimizers, bytes per parameter\n")
     cell = lambda f: f"{f['bytes']:.2f}"
     print(_table(found["optimizers"][device], ["bare", "ours"], cell))
+  for device, models in found["training"].items():
+    for model, by_variant in models.items():
+      print(f"\n### {device}, {model}\n")
+      print(table(by_variant))
+  for device, by_name in found["attention"].items():
+    print(f"\n### {device}, attention, MB\n")
+    rows = [
+      [name, f"{f['bytes'] / 1e6:,.0f}", calls(f["products"])]
+      for name, f in by_name.items()
+      if "error" not in f
+    ]
+    print(markdown([["", "moved", "products"], *rows]))
   if found["collectives"]:
     print("\n### Collectives that bare Optax has not\n")
     rows = [

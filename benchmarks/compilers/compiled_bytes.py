@@ -5,12 +5,13 @@ x86-64 machine. What they make of a program decides what it costs, since an
 optimizer is bound by the bytes that its kernels move. It is no time.
 
   pip install "jax[tpu]"            # for the devices named v5e, v6e and v5p
-  pip install "jax[cuda12]"         # for h100; no driver is needed
+  pip install "jax[cuda12]"         # for t4, v100, h100; no driver is needed
 
   >>> import compiled_bytes                     # before jax starts a device
   >>> x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
   >>> compiled_bytes.figures(lambda x: x + jnp.sum(x), x, device="v5e")
-  Figures(bytes=201326608, kernels=2, temporary=..., peak=..., aliased=0)
+  Figures(bytes=201326608, kernels=2, temporary=..., peak=..., aliased=0,
+          needed=..., products={})
 
 Divide by the number of parameters to compare. To donate, as a training step
 should, give ``donate_argnums``.
@@ -28,6 +29,7 @@ os.environ["TPU_WORKER_ID"] = "0"
 os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
+import gpus
 import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
@@ -40,31 +42,9 @@ DEVICES = {
   "v5e": ("tpu", "v5e:2x2"),
   "v5p": ("tpu", "v5p:2x2x1"),
   "v6e": ("tpu", "v6e:2x2"),
-  "h100": ("cuda", "1x1x1"),
+  **{name: ("cuda", "1x1x1") for name in gpus.GPUS},
   "8 h100": ("cuda", "1x1x8"),
 }
-# What XLA wants to know of a GPU to compile for it, in the text form of its
-# protocol buffer GpuTargetConfigProto. The figures are those of NVIDIA's data
-# sheet for the H100 SXM and of the table of compute capability 9.0 in the CUDA
-# programming guide.
-H100 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 10 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132 clock_rate_ghz: 1.98 fpus_per_core: 128
-  device_memory_size: 84942979072 memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  shared_memory_per_core: 233472 shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  threads_per_warp: 32 threads_per_core_limit: 2048
-  threads_per_block_limit: 1024
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-}
-"""
 # Arrays of a real model do not stay in the TPU's fast memory from one kernel to
 # the next, as these small ones would.
 COMPILER_OPTIONS = {"tpu": {"xla_msa_enable": "false"}, "cuda": {}}
@@ -79,6 +59,10 @@ class Figures(NamedTuple):
     temporary: bytes of memory that are neither arguments nor results.
     peak: the most bytes of memory in use at once.
     aliased: bytes of results that are written over donated arguments.
+    needed: bytes of memory that must be free for it: arguments, results that
+      are not aliased, and the temporary ones, which are one piece.
+    products: how many there are, by library and dtype, in a program for GPU:
+      see ``scheduled_hlo.products``.
   """
 
   bytes: int
@@ -86,6 +70,8 @@ class Figures(NamedTuple):
   temporary: int
   peak: int
   aliased: int
+  needed: int
+  products: dict[str, dict[str, int]]
 
 
 def figures(
@@ -109,13 +95,19 @@ def figures(
   placed = [place(arg, NamedSharding(mesh, P())) for arg in args]
   compiled = compile_for(device, fun, *placed, donate_argnums=donate_argnums)
   memory = compiled.memory_analysis()
-  moved = scheduled_hlo.parse(compiled.as_text())
+  text = compiled.as_text()
+  moved = scheduled_hlo.parse(text)
+  inputs, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
+  aliased, temporary = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+  is_gpu = _platform(device) == "cuda"
   return Figures(
     bytes=moved.bytes,
     kernels=moved.kernels,
-    temporary=memory.temp_size_in_bytes,
+    temporary=temporary,
     peak=memory.peak_memory_in_bytes,
-    aliased=memory.alias_size_in_bytes,
+    aliased=aliased,
+    needed=inputs + outputs - aliased + temporary,
+    products=scheduled_hlo.products(text) if is_gpu else {},
   )
 
 
@@ -144,7 +136,7 @@ def topology_devices(device: str) -> list[Any]:
     found = topologies.get_topology_desc(topology, platform)
   else:
     found = topologies.get_topology_desc(
-      "", platform, topology=topology, target_config=H100
+      "", platform, topology=topology, target_config=_gpu(device)
     )
   return found.devices
 
@@ -161,3 +153,8 @@ def place(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 def _platform(device):
   return DEVICES.get(device, ("tpu", device))[0]
+
+
+def _gpu(device):
+  *_, name = device.split()  # of several, as in "8 h100"
+  return gpus.GPUS[name].target_config()

@@ -1,5 +1,6 @@
 """Reads the text of a compiled program: its kernels, and what they move."""
 
+from collections import Counter
 from collections.abc import Iterator
 import re
 from typing import NamedTuple
@@ -77,6 +78,30 @@ def collectives(text: str) -> list[tuple[str, str]]:
   return sorted(found)
 
 
+def products(text: str) -> dict[str, dict[str, int]]:
+  """The products and convolutions of a program for NVIDIA's GPUs.
+
+  Args:
+    text: what ``as_text`` of a compiled function returns.
+
+  Returns:
+    How many the program holds, by what computes them and by the dtype of the
+    first operand: ``{"__cublas$lt$matmul": {"f16": 40}}``. What computes them
+    is a call of NVIDIA's libraries, or XLA itself (``"dot"``,
+    ``"convolution"``). What stands in the body of a loop counts once.
+  """
+  found: dict[str, Counter] = {}
+  for instructions in _computations(text)[0].values():
+    types = {i.name: i.type for i in instructions}
+    for i in instructions:
+      call = re.search(r'custom_call_target="(__cu[^"]+)"', i.rest)
+      name = call[1] if call else i.opcode
+      if call or name in ("dot", "convolution"):
+        dtype = _ARRAY.search(types[i.operands[0]])[1]
+        found.setdefault(name, Counter())[dtype] += 1
+  return {name: dict(found[name]) for name in sorted(found)}
+
+
 def _computations(text):
   computations: dict[str, list[Instruction]] = {}
   entry = ""
@@ -147,7 +172,7 @@ def _called(i: Instruction) -> Iterator[str]:
 def _without_workspace(i: Instruction) -> str:
   """The type of what is returned, without memory that a library works in."""
   if i.opcode == "custom-call" and "__cu" in i.rest:
-    return re.sub(r"s8\[\d+\]", "s8[0]", i.type)
+    return re.sub(r"\b([su]8)\[\d+\]", r"\1[0]", i.type)
   return i.type
 
 

@@ -6,11 +6,14 @@ python tests/devices/compiler_figures.py v5e
 import json
 import sys
 
+import attention_costs
 import compiled_bytes  # Before others import jax.
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import sharded_costs
+import trained_models
 
 import optax_lossscale as ols
 
@@ -83,9 +86,38 @@ def collectives():
   }
 
 
+def gradients(device):
+  """What the gradients of two models cost, in float32 and with autocast."""
+  images = jax.ShapeDtypeStruct((16, 64, 64, 3), jnp.float32)
+  models = {
+    "transformer": trained_models.ViT(depth=2, width=256, heads=4),
+    "convolutions": trained_models.ResNet50(blocks=(1, 1)),
+  }
+  found = {}
+  for name, model in models.items():
+    params = jax.eval_shape(model.init, jax.random.key(0), images)
+
+    def loss_fn(params, images, model=model):
+      y, _ = model.apply(params, images, mutable=["batch_stats"])
+      return jnp.mean(nn.log_softmax(y)[:, 0])
+
+    casts = {"float32": loss_fn, "autocast": ols.autocast(loss_fn)}
+    found[name] = {
+      cast: compiled_bytes.figures(
+        jax.grad(fun), params, images, device=device
+      )._asdict()
+      for cast, fun in casts.items()
+    }
+  return found
+
+
 if __name__ == "__main__":
   (device,) = sys.argv[1:]
   found = {"steps": steps(device)}
   if device == "v5e":
     found["collectives"] = collectives()
+  if device in ("t4", "v100"):
+    found["gradients"] = gradients(device)
+  if device == "h100":
+    found["attention"] = attention_costs.attention(device)
   print(json.dumps(found))

@@ -69,7 +69,7 @@ CASES = {
     (256, 1),
   ),
   "the memory that a library works in does not count": (
-    "ROOT %c = (f16[10]{0}, s8[4096]{0}) custom-call(%a),"
+    "ROOT %c = (f16[10]{0}, s8[4096]{0}, u8[64]{0}) custom-call(%a),"
     ' custom_call_target="__cublas$gemm"',
     (148, 1),
   ),
@@ -93,3 +93,22 @@ def test_collectives_are_listed_with_what_they_send():
     ("all-reduce", "f32[4,8]"),
     ("all-reduce", "f32[], f32[4,8]"),
   ]
+
+
+def test_products_are_counted_by_library_and_dtype():
+  call = "(f16[4,8]{1,0}, s8[64]{0}) custom-call(%h, %a), custom_call_target="
+  lines = (
+    "%h = f16[4,8]{1,0} convert(%a)\n"
+    f'  %p = {call}"__cublas$lt$matmul"\n'
+    f'  %q = {call}"__cublas$lt$matmul"\n'
+    '  %r = f32[4,8]{1,0} custom-call(%a), custom_call_target="__cublas$gemm"\n'
+    f'  %s = {call}"__cudnn$convForward"\n'
+    '  %t = f16[4]{0} custom-call(%h), custom_call_target="Sharding"\n'
+    "  ROOT %d = f32[4,4]{1,0} dot(%a, %a), lhs_contracting_dims={1}"
+  )
+  assert scheduled_hlo.products(PROGRAM.replace("BODY", lines)) == {
+    "__cublas$gemm": {"f32": 1},
+    "__cublas$lt$matmul": {"f16": 2},
+    "__cudnn$convForward": {"f16": 1},
+    "dot": {"f32": 1},
+  }

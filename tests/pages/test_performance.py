@@ -15,6 +15,10 @@ COMPILED = json.loads(
   (ROOT / "benchmarks" / "compilers" / "compile_costs.json").read_text()
 )
 REPORT = vars(load_benchmark("cpu/report"))
+BOUNDS = load_benchmark("compilers/bounds")
+GPUS = load_benchmark("compilers/gpus").GPUS
+TRAINING_TABLES = load_benchmark("compilers/training_tables")
+TRAINING = COMPILED["training"]
 
 
 def test_both_pages_begin_with_one_table_that_fits_them():
@@ -56,6 +60,125 @@ def test_what_autocast_moves_is_that_of_its_own_page():
     _, moved, peak, moved_on_gpu, peak_on_gpu = row.strip("| ").split(" | ")
     assert f"| {moved} | {peak} |" in page
     assert f"| {moved_on_gpu} | {peak_on_gpu} |" in page
+
+
+# The devices and rows of the table of whole steps, and their names elsewhere.
+CARDS = {"T4": "t4", "V100": "v100"}
+CASTS = {
+  "float32": "float32",
+  "`dtype=` on each layer": "by hand",
+  "`autocast`": "autocast",
+}
+# Whose largest batch was not looked for: the pages have an empty cell.
+NOT_SEARCHED = {("v100", "ResNet-50")}
+
+
+def cells_of_a_step(found):
+  """Moved, needed, least time and largest batch, as the guide has them."""
+  least = max(found["seconds"].values())
+  sizes = [f"{found[name] / 1e9:.1f}" for name in ("bytes", "needed")]
+  return [*sizes, f"{1e3 * least:.0f}", str(found["largest_batch"] or "")]
+
+
+def test_the_steps_of_the_guide_are_those_compiled_for_t4_and_v100():
+  section = GUIDE.split("\n## On a T4 and a V100\n")[1].split("\n## ")[0]
+  rows = re.findall(r"^\| (\S+), (.+?) \| (.+) \|$", section, re.MULTILINE)
+  assert [row[:2] for row in rows] == [
+    (model, cast) for model in TRAINING["t4"] for cast in CASTS
+  ]
+  for model, cast, cells in rows:
+    expected = []
+    for device in CARDS.values():
+      expected += cells_of_a_step(TRAINING[device][model][CASTS[cast]])
+    assert [cell.strip() for cell in cells.split("|")] == expected
+
+
+@pytest.mark.parametrize("device", TRAINING)
+def test_an_optimizer_moves_on_t4_and_v100_what_it_moves_on_h100(device):
+  section = GUIDE.split("\n## On a T4 and a V100\n")[1].split("\n## ")[0]
+  words = " ".join(section.split())
+  assert "28 bytes for each parameter with Adam, 32 with ours, and 32" in words
+  for step, expected in {"adam": [28, 32], "adamw, clipped": [32, 32]}.items():
+    found = COMPILED["steps"][device][step]
+    assert [round(found[c]["bytes"]) for c in ("bare", "ours")] == expected
+
+
+def test_which_precision_has_the_same_figures():
+  page = (ROOT / "docs" / "which_precision.md").read_text()
+  rows = re.findall(r"^\| (T4|V100), (\S+) \| (.+) \|$", page, re.MULTILINE)
+  assert [row[:2] for row in rows] == [
+    (card, model) for card in CARDS for model in TRAINING["t4"]
+  ]
+  for card, model, cells in rows:
+    expected = []
+    casts = TRAINING[CARDS[card]][model]
+    for figures in zip(
+      *(cells_of_a_step(casts[cast]) for cast in ("float32", "autocast")),
+      strict=True,
+    ):
+      expected += figures
+    del expected[2:4]  # the memory
+    assert [cell.strip() for cell in cells.split("|")] == expected
+
+
+def test_the_readme_says_what_a_t4_moves():
+  readme = (ROOT / "README.md").read_text()
+  steps = TRAINING["t4"]["ViT-B/16"]
+  share = steps["autocast"]["bytes"] / steps["float32"]["bytes"]
+  (told,) = re.findall(r"ViT-B/16 moves\s+(\d+)% of the bytes", readme)
+  assert int(told) == round(100 * share)
+
+
+@pytest.mark.parametrize("device", TRAINING)
+def test_each_product_of_a_whole_step_is_in_one_dtype_by_a_library(device):
+  for by_variant in TRAINING[device].values():
+    for variant, found in by_variant.items():
+      counts = found["products"].values()
+      dtype = "f32" if variant == "float32" else "f16"
+      assert {d for by_dtype in counts for d in by_dtype} == {dtype}
+      assert found["flops"].keys() == {dtype}
+      assert all(name.startswith("__cu") for name in found["products"])
+
+
+@pytest.mark.parametrize("device", TRAINING)
+def test_a_bound_follows_from_bytes_flops_and_the_data_sheet(device):
+  for by_variant in TRAINING[device].values():
+    for found in by_variant.values():
+      least = BOUNDS.least_seconds(GPUS[device], found["bytes"], found["flops"])
+      assert found["seconds"] == least
+
+
+@pytest.mark.parametrize("device", TRAINING)
+def test_the_largest_batch_was_compiled_and_so_was_the_next(device):
+  for model, by_variant in TRAINING[device].items():
+    assert by_variant["by hand"]["largest_batch"] is None
+    for variant in ("float32", "autocast"):
+      batches = by_variant[variant]["batches"]
+      largest = by_variant[variant]["largest_batch"]
+      if (device, model) in NOT_SEARCHED:
+        assert largest is None
+        continue
+      assert batches[str(largest)]["needed"] <= BOUNDS.AVAILABLE
+      too_large = batches[str(largest + BOUNDS.MULTIPLE)]["needed"]
+      assert too_large > BOUNDS.AVAILABLE
+
+
+@pytest.mark.parametrize("device", TRAINING)
+def test_the_page_on_compilers_has_the_whole_steps(device):
+  page = (ROOT / "benchmarks" / "compilers" / "README.md").read_text()
+  for model, by_variant in TRAINING[device].items():
+    table = TRAINING_TABLES.table(by_variant)
+    assert f"### {device}, {model}\n\n{table}\n" in page
+
+
+def test_what_attention_moves_is_that_of_the_compiler():
+  page = (ROOT / "docs" / "autocast.md").read_text()
+  h100 = COMPILED["attention"]["h100"]
+  half, plain = (
+    f"{h100[name]['bytes'] / 1e6:,.0f} MB" for name in ("cuDNN, in half", "XLA")
+  )
+  words = " ".join(page.split())
+  assert f"moves {half}, where JAX's own attention moves {plain}" in words
 
 
 @pytest.mark.parametrize("workload", RESULTS)

@@ -1,0 +1,65 @@
+"""Attention by cuDNN, which takes half precision alone, in a float32 model."""
+
+import compiled_bytes  # Before others import jax.
+import jax
+import jax.numpy as jnp
+
+import optax_lossscale as ols
+
+BATCH, LENGTH, HEADS, HEAD_WIDTH = 4, 1024, 8, 64
+WIDTH = HEADS * HEAD_WIDTH
+
+
+def with_xla(q, k, v):
+  return jax.nn.dot_product_attention(q, k, v, implementation="xla")
+
+
+def with_cudnn(q, k, v):
+  return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+
+
+def with_cudnn_in_half(q, k, v):
+  """The recipe of the pages."""
+  q_half, k_half, v_half = (x.astype(jnp.float16) for x in (q, k, v))
+  return with_cudnn(q_half, k_half, v_half).astype(q.dtype)
+
+
+ATTENTIONS = {
+  "XLA": with_xla,
+  "cuDNN": with_cudnn,
+  "cuDNN, in half": with_cudnn_in_half,
+}
+
+
+def attention(device: str) -> dict[str, dict]:
+  """What the gradient of a layer costs within ``autocast``, by attention.
+
+  Args:
+    device: a name in ``gpus.GPUS`` of a GPU that has such kernels: cuDNN's need
+      an Ampere or later, which a compiler does not ask for.
+
+  Returns:
+    The bytes and the products, as in ``compiled_bytes.Figures``, or the error.
+  """
+  found = {}
+  shape = jax.ShapeDtypeStruct
+  params = {n: shape((WIDTH, WIDTH), jnp.float32) for n in "qkvo"}
+  x = shape((BATCH, LENGTH, WIDTH), jnp.float32)
+  for name, attend in ATTENTIONS.items():
+    grad_fn = jax.value_and_grad(ols.autocast(_loss_fn(attend)))
+    try:
+      figures = compiled_bytes.figures(grad_fn, params, x, device=device)
+    except NotImplementedError as error:
+      found[name] = {"error": str(error)}
+    else:
+      found[name] = {"bytes": figures.bytes, "products": figures.products}
+  return found
+
+
+def _loss_fn(attend):
+  def loss_fn(params, x):
+    split = lambda y: y.reshape(*y.shape[:2], HEADS, HEAD_WIDTH)
+    q, k, v = (split(x @ params[name]) for name in "qkv")
+    return jnp.mean((attend(q, k, v).reshape(x.shape) @ params["o"]) ** 2)
+
+  return loss_fn

@@ -1,0 +1,69 @@
+"""Whole training steps on GPUs with 16 GB, by their compiler, and bounds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import bounds
+import compiled_bytes  # Before others import jax.
+import gpus
+import trained_models
+
+from optax_lossscale import diagnostics
+
+BATCH = 64
+
+
+def training(device: str, model: str, variant: str) -> dict[str, Any]:
+  """The figures of a step with ``BATCH`` images, and the largest batch.
+
+  Args:
+    device: a name in ``gpus.GPUS``.
+    model: a name in ``trained_models.MODELS``.
+    variant: a name in ``trained_models.VARIANTS``.
+
+  Returns:
+    As in ``compiled_bytes.Figures``, and ``flops`` of the products by dtype,
+    ``seconds`` of ``bounds.least_seconds``, ``largest_batch`` (None by hand),
+    and ``batches``: what was compiled to find it.
+  """
+
+  def figures(batch: int) -> compiled_bytes.Figures:
+    step, carry, data = trained_models.training_step(model, variant, batch)
+    return compiled_bytes.figures(
+      step, carry, data, device=device, donate_argnums=0
+    )
+
+  step = trained_models.training_step(model, variant, BATCH)
+  flops = flops_by_dtype(*step)
+  known = {BATCH: figures(BATCH)}
+
+  def needed(batch: int) -> int:
+    if batch not in known:
+      known[batch] = figures(batch)
+    return known[batch].needed
+
+  # By hand is there to compare with: its largest batch would take minutes.
+  searched = variant != "by hand"
+  largest = bounds.largest_batch(needed) if searched else None
+  return known[BATCH]._asdict() | {
+    "flops": flops,
+    "seconds": bounds.least_seconds(
+      gpus.GPUS[device], known[BATCH].bytes, flops
+    ),
+    "batches": {
+      batch: {"bytes": found.bytes, "needed": found.needed}
+      for batch, found in sorted(known.items())
+    },
+    "largest_batch": largest,
+  }
+
+
+def flops_by_dtype(step: Callable[..., Any], *args: Any) -> dict[str, int]:
+  """The flops of products, as the step asks for them, by their operands."""
+  names = {"float32": "f32", "float16": "f16"}
+  report = diagnostics.precision_report(step, *args)
+  found: dict[str, int] = {}
+  for row in report.flops:
+    name = names[row.operands]
+    found[name] = found.get(name, 0) + row.flops
+  return found
