@@ -142,9 +142,9 @@ def instructions(tx, count):
 
 
 def test_code_grows_linearly_with_the_leaves():
-  few, more, most = (instructions(wrapped(), n) for n in (10, 20, 40))
+  few, more, most = (instructions(wrapped(), n) for n in (5, 10, 20))
   assert most - more == pytest.approx(2 * (more - few), rel=0.05)
-  bare = instructions(optax.adam(1e-3), 40)
+  bare = instructions(optax.adam(1e-3), 20)
   assert most < 2 * bare
 
 
@@ -188,27 +188,6 @@ def test_gradients_of_a_model_are_finished_once_not_in_every_kernel():
   bare = full_step(optax.adam(1e-3), lambda s: jax.value_and_grad(float16_loss))
   assert count(ours, "transpose") == 3 < count(bare, "transpose")
   assert count(ours, "convert") < count(bare, "convert")
-
-
-def test_steps_applied_and_skipped_share_one_trace():
-  traces = 0
-  tx = wrapped(optax.adamw(1e-3), max_norm=1.0)
-
-  @jax.jit
-  def step(params, state, x):
-    nonlocal traces
-    traces += 1
-    _, grads = ols.value_and_grad(float16_loss, state)(params, x)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  params = leaves(2, side=8)
-  state = tx.init(params)
-  for i in range(10):
-    x = jnp.full((2, 8), jnp.inf if i % 3 == 0 else 1.0, jnp.float16)
-    params, state = step(params, state, x)
-  assert traces == 1
-  assert ols.get_loss_scale_state(state).total_notfinite == 4
 
 
 def test_nothing_depends_on_a_branch_so_a_skipped_step_costs_no_more():

@@ -49,36 +49,6 @@ def test_a_scan_equals_a_loop_through_growth_and_overflow():
   np.testing.assert_array_equal(np.isfinite(losses), np.arange(8) != 4)
 
 
-def test_auxiliary_output_is_handed_through_untouched():
-  def fun(params, batch):
-    loss = loss_fn(params, batch)
-    return loss, {"loss": loss, "count": batch[0].shape[0], "none": None}
-
-  params, (batch,) = init_params(), make_batches(1)
-  state = POLICY.init()
-  (loss, aux), grads = ols.value_and_grad(fun, state, has_aux=True)(
-    params, batch
-  )
-  expected = jax.value_and_grad(fun, has_aux=True)(params, batch)
-  chex.assert_trees_all_equal(((loss, aux), grads), expected)
-  assert aux["count"] == 5 and aux["none"] is None
-  chex.assert_trees_all_equal(
-    ols.grad(fun, state, has_aux=True)(params, batch), (grads, aux)
-  )
-
-
-def test_several_arguments_and_keywords_are_differentiated_as_by_jax():
-  def fun(w, x, b, *, power, shift=0.0):
-    return jnp.sum((w * x + b) ** power) + shift
-
-  args = jnp.float32(1.5), jnp.float32(3.0), jnp.float32(-0.25)
-  state = POLICY.init()
-  for argnums in (1, (0, 2), [2, 0]):
-    got = ols.value_and_grad(fun, state, argnums)(*args, power=3, shift=1.0)
-    want = jax.value_and_grad(fun, argnums)(*args, power=3, shift=1.0)
-    chex.assert_trees_all_equal(got, want)
-
-
 def test_haiku_style_model_state_does_not_move_on_a_skip():
   # Pure functions of (params, state), as hk.transform_with_state makes them.
   def apply(params, state, x):
@@ -106,25 +76,6 @@ def test_haiku_style_model_state_does_not_move_on_a_skip():
   assert_same_bits(after[:2], carry[:2])
   moved = step(*after, *batch)
   assert not np.array_equal(moved[1]["mean"], after[1]["mean"])
-
-
-def test_a_gradient_penalty_is_scaled_once():
-  # The inner gradient is of the unscaled critic; the penalty is a term of the
-  # loss like any other. Scaled as well, it would enter by scale**2 - 2 * scale.
-  def critic(params, x):
-    return jnp.sum(jnp.tanh(x @ params["w"]))
-
-  def penalized_loss(params, x):
-    slopes = jax.vmap(jax.grad(critic, argnums=1), (None, 0))(params, x)
-    penalty = jnp.mean((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2)
-    return -critic(params, x) + 10 * penalty
-
-  params, ((x, _),) = {"w": init_params()["w"]}, make_batches(1)
-  tx = ols.with_loss_scaling(optax.sgd(0.1), 2.0**15)
-  loss, grads = ols.value_and_grad(penalized_loss, tx.init(params))(params, x)
-  want_loss, want_grads = jax.value_and_grad(penalized_loss)(params, x)
-  assert loss == want_loss
-  chex.assert_trees_all_close(grads, want_grads, rtol=1e-6)
 
 
 def test_a_gan_has_a_scale_for_each_loss():
