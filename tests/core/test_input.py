@@ -4,7 +4,6 @@ import equinox as eqx
 from flax import nnx
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -316,18 +315,3 @@ def test_a_state_that_changes_its_structure_is_refused():
   for update in (tx.update, jax.jit(tx.update)):
     text = message(ValueError, lambda u=update: u(jnp.ones(2), tx.init(1.0)))
     assert "The state of inner must keep its structure" in text
-
-
-def test_a_memory_that_the_policy_needs_and_lacks_is_refused():
-  policy = ols.DynamicLossScale(hysteresis=2)
-  state = ols.DynamicLossScale().init()
-  text = message(ValueError, lambda: policy.adjust(state, True))
-  assert "state._replace(memory=policy.init().memory)" in text
-  repaired = state._replace(memory=policy.init().memory)
-  assert policy.adjust(repaired, False).loss_scale == 2.0**15
-
-
-def test_nothing_validates_when_a_state_or_a_policy_is_only_carried():
-  """A state may hold anything: PartitionSpecs, strings, None."""
-  state = ols.LossScaleState(P(), None, "x", NAN, -1, object())
-  assert jax.tree.map(lambda x: x, state) == state

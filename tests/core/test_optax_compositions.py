@@ -4,6 +4,7 @@ An overflow strikes in the middle of each run.
 """
 
 import chex
+from helpers import quick_alone
 from helpers.bits import assert_same_bits, same_bits
 from helpers.small_model import (
   init_params,
@@ -81,8 +82,9 @@ INSIDE = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(
+  "name", quick_alone(["line search", "reduce_on_plateau"], INSIDE)
+)
 def test_inside_an_overflow_is_as_if_it_had_not_been(name):
   inner, extra = INSIDE[name]
   tx = ols.with_loss_scaling(inner)
@@ -137,12 +139,8 @@ def test_lookahead_keeps_both_its_params_through_an_overflow():
   assert not np.array_equal(good_params.slow["w"], params.slow["w"])
 
 
-@pytest.mark.parametrize(
-  "inner",
-  [optax.sgd(0.1), contrib.split_real_and_imaginary(optax.adam(0.01))],
-  ids=["sgd", "adam in parts"],
-)
-def test_complex_params_keep_their_imaginary_part(inner):
+def test_complex_params_keep_their_imaginary_part():
+  inner = contrib.split_real_and_imaginary(optax.adam(0.01))
   tx = ols.with_loss_scaling(inner)
   loss_fn = lambda w, x: jnp.mean(jnp.abs(w * x - (1 + 2j)) ** 2)
   step = make_step(tx, loss_fn)

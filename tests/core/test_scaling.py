@@ -58,15 +58,6 @@ def test_the_loss_is_exact_and_in_its_own_dtype_whatever_the_scale(
   assert (loss, loss.dtype) == (3.0, dtype)
 
 
-@pytest.mark.parametrize(
-  "dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.float32]
-)
-def test_a_scaled_loss_is_at_least_float32(dtype):
-  got = ols.scale_loss({"a": jnp.asarray(3, dtype)}, state_at(2.0**17))
-  assert got["a"].dtype == jnp.float32
-  assert got["a"] == 3 * 2.0**17
-
-
 def test_a_float64_loss_keeps_its_precision():
   with jax.enable_x64(True):
     loss = jnp.float64(1 + 2.0**-50)
@@ -208,14 +199,15 @@ def test_the_zoo_comes_out_of_unscale_grads_as_documented():
 
 
 def test_the_zoo_comes_out_of_scale_loss_with_its_types_kept_or_widened():
-  got = ols.scale_loss(
-    FLOATS | {k: OTHERS[k] for k in ("int", "none")}, state_at(2)
-  )
+  scale = 2.0**17  # beyond float16
+  some_others = {k: OTHERS[k] for k in ("int", "none")}
+  got = ols.scale_loss(FLOATS | some_others, state_at(scale))
   assert same_bits(got["int"], OTHERS["int"])
   assert got["none"] is None
   assert got["complex"].dtype == jnp.complex64
-  assert same_bits(got["complex"], FLOATS["complex"] * 2)
-  assert got["f8"].dtype == got["bf16"].dtype == jnp.float32
+  assert same_bits(got["complex"], FLOATS["complex"] * scale)
+  for name in ("f32", "f16", "bf16", "f8", "f8_5"):
+    assert same_bits(got[name], FLOATS["f32"] * scale), name
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -373,14 +365,6 @@ def test_a_gradient_of_a_gradient_sees_the_scale_once():
   for scale, w in itertools.product([1.0, 2.0**15], [0.5, 2.0]):
     got = ols.grad(penalty, state_at(scale))(jnp.float32(w))
     assert got == 2 * (6 * w - 1) * 6
-
-
-def test_the_state_may_be_any_tree_that_holds_it():
-  state = state_at(2.0**10)
-  for tree in (state, {"opt": (state, jnp.ones(2))}):
-    assert ols.scale_loss(1.0, tree) == 2.0**10
-    assert ols.unscale_grads(1.0, tree) == 2.0**-10
-    assert ols.grad(lambda w: w * w, tree)(1.0) == 2
 
 
 class First:
