@@ -28,7 +28,7 @@ def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
   run = ShardMapRun(layout, check_vma)
   batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
-  assert_same_bits((params, opt_state, scales), one_device())
+  assert_same_bits((params, opt_state, scales), exact_model.one_device(STEPS))
   sharding.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)
   assert state.total_notfinite == np.sum(~finite) > 5
@@ -47,9 +47,7 @@ def test_one_bad_entry_of_one_shard_makes_every_device_skip(
   bad, jitted, check_vma
 ):
   run = ShardMapRun("two axes, sharded", check_vma)
-  update = run.shard_map(
-    run.update, (run.specs, *run.carry_specs), run.carry_specs
-  )
+  update = run.sharded_update()
   update = jax.jit(update) if jitted else update
   params, opt_state = run.start()
   grads = jax.tree.map(jnp.ones_like, params)
@@ -65,9 +63,7 @@ def test_one_bad_entry_of_one_shard_makes_every_device_skip(
 def test_max_norm_under_shard_map_is_the_norm_of_the_whole(scaled):
   options = {"max_norm": 2.5, "grads_are_scaled": scaled}
   run = ShardMapRun("two axes, sharded", True, sgd=True, **options)
-  update = run.shard_map(
-    run.update, (run.specs, *run.carry_specs), run.carry_specs
-  )
+  update = run.sharded_update()
   params, opt_state = run.start()
   rng = np.random.default_rng(0)
   grads = {
@@ -122,9 +118,7 @@ def test_max_norm_counts_a_leaf_once_on_a_mesh_of_one_device():
 
 def test_max_norm_is_an_error_where_check_vma_hides_what_is_a_shard():
   run = ShardMapRun("sharded", False, max_norm=1.0)
-  update = run.shard_map(
-    run.update, (run.specs, *run.carry_specs), run.carry_specs
-  )
+  update = run.sharded_update()
   params, opt_state = run.start()
   with pytest.raises(ValueError, match=r"check_vma=True.*axis 'data'"):
     jax.jit(update)(params, params, opt_state)
@@ -169,7 +163,7 @@ def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
   replicas = map_over("data", mapped, train)(by_device)
   for i in range(8):
     replica = jax.tree.map(lambda x, i=i: x[i], replicas)
-    assert_same_bits(replica, one_device())
+    assert_same_bits(replica, exact_model.one_device(STEPS))
 
 
 @mapped_axes
@@ -314,9 +308,3 @@ def map_over(axis_name, mapped, fun):
   if mapped == "pmap":
     return jax.pmap(fun, axis_name=axis_name)
   return jax.jit(jax.vmap(fun, axis_name=axis_name))
-
-
-@functools.cache
-def one_device():
-  batches, _ = exact_model.make_batches(STEPS)
-  return exact_model.train_on_one_device(exact_model.make_optimizer(), batches)
