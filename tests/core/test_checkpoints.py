@@ -131,45 +131,6 @@ def test_a_checkpoint_survives_a_change_of_policy():
 # Adopting and leaving: one line each.
 
 
-def adopt(tx, params, bare_state):
-  return tx.init(params)._replace(inner_state=bare_state)
-
-
-def test_a_bare_state_is_adopted_and_left_again_bit_for_bit():
-  bare = optax.adam(0.01)
-  tx = ols.with_loss_scaling(bare)
-  params, batches = init_params(), make_batches(3)
-
-  @jax.jit
-  def bare_step(params, opt_state, batch):
-    grads = jax.grad(loss_fn)(params, batch)
-    updates, opt_state = bare.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  params, bare_state = bare_step(params, bare.init(params), batches[0])
-  saved = serialization.to_bytes(bare_state)
-  bare_state = serialization.from_bytes(bare.init(params), saved)
-
-  opt_state = adopt(tx, params, bare_state)
-  assert optax.tree.get(opt_state, "count") == 1
-  step = make_step(tx)
-  params, opt_state, _ = step(params, opt_state, batches[1])
-  params, opt_state, _ = step(params, opt_state, overflowing(batches[1]))
-  assert optax.tree.get(opt_state, "count") == 2
-
-  bare_state = opt_state.inner_state  # the line that leaves
-  assert jax.tree.structure(bare_state) == jax.tree.structure(bare.init(params))
-  params, bare_state = bare_step(params, bare_state, batches[2])
-  assert optax.tree.get(bare_state, "count") == 3
-
-
-def test_the_wrapper_explains_how_to_adopt_a_bare_state():
-  params = init_params()
-  tx = ols.with_loss_scaling(optax.adam(0.01))
-  with pytest.raises(TypeError, match="_replace\\(inner_state=state\\)"):
-    tx.update(params, optax.adam(0.01).init(params), params)
-
-
 def test_the_wrapper_explains_what_to_do_with_a_state_read_into_dicts(run):
   """To adopt it, as one of a bare optimizer, would nest it in another."""
   params, opt_state = run.states([False, True] + [False] * 4)[3]

@@ -44,10 +44,22 @@ def wrapped(inner=None, loss_scale="dynamic", **options):
   return ols.with_loss_scaling(inner, loss_scale, **options)
 
 
-def test_a_step_reads_the_gradients_once_more_and_copies_no_state():
-  bare, _, _ = cost(optax.adam(1e-3))
-  accessed, temporary, aliased = cost(wrapped())
-  assert bare == pytest.approx(40, abs=0.01)
+OPTAX_CLIP = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+@pytest.mark.parametrize(
+  "bare, bare_bytes, ours",
+  [
+    (optax.adam(1e-3), 40, wrapped()),
+    (OPTAX_CLIP, 60, wrapped(optax.adamw(1e-3), max_norm=1.0)),
+  ],
+  ids=["plain", "clipped, which costs Optax a third more"],
+)
+def test_a_step_reads_the_gradients_once_more_and_copies_no_state(
+  bare, bare_bytes, ours
+):
+  accessed, temporary, aliased = cost(ours)
+  assert cost(bare)[0] == pytest.approx(bare_bytes, abs=0.01)
   assert accessed == pytest.approx(44, abs=0.01)
   assert temporary < 0.01
   assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
@@ -73,17 +85,6 @@ def test_float16_gradients_are_widened_without_a_copy():
   accessed, temporary, aliased = cost(wrapped(), grad_dtype=jnp.float16)
   assert accessed / bare < 1.115
   assert temporary < 1.01  # One leaf's predicate after the other would be less.
-  assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
-
-
-def test_the_own_clip_moves_less_than_three_quarters_of_optax_clip():
-  optax_clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-  bare, _, _ = cost(optax_clip)
-  own_clip = wrapped(optax.adamw(1e-3), max_norm=1.0)
-  accessed, temporary, aliased = cost(own_clip)
-  assert accessed == pytest.approx(44, abs=0.01)
-  assert accessed <= 0.75 * bare
-  assert temporary < 0.01
   assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
 
 
@@ -142,9 +143,9 @@ def instructions(tx, count):
 
 
 def test_code_grows_linearly_with_the_leaves():
-  few, more, most = (instructions(wrapped(), n) for n in (10, 20, 40))
+  few, more, most = (instructions(wrapped(), n) for n in (5, 10, 20))
   assert most - more == pytest.approx(2 * (more - few), rel=0.05)
-  bare = instructions(optax.adam(1e-3), 40)
+  bare = instructions(optax.adam(1e-3), 20)
   assert most < 2 * bare
 
 
@@ -188,27 +189,6 @@ def test_gradients_of_a_model_are_finished_once_not_in_every_kernel():
   bare = full_step(optax.adam(1e-3), lambda s: jax.value_and_grad(float16_loss))
   assert count(ours, "transpose") == 3 < count(bare, "transpose")
   assert count(ours, "convert") < count(bare, "convert")
-
-
-def test_steps_applied_and_skipped_share_one_trace():
-  traces = 0
-  tx = wrapped(optax.adamw(1e-3), max_norm=1.0)
-
-  @jax.jit
-  def step(params, state, x):
-    nonlocal traces
-    traces += 1
-    _, grads = ols.value_and_grad(float16_loss, state)(params, x)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  params = leaves(2, side=8)
-  state = tx.init(params)
-  for i in range(10):
-    x = jnp.full((2, 8), jnp.inf if i % 3 == 0 else 1.0, jnp.float16)
-    params, state = step(params, state, x)
-  assert traces == 1
-  assert ols.get_loss_scale_state(state).total_notfinite == 4
 
 
 def test_nothing_depends_on_a_branch_so_a_skipped_step_costs_no_more():

@@ -85,7 +85,7 @@ def test_a_count_has_no_limit_where_a_sum_overflows():
 
 
 def test_a_count_loses_none_among_many_leaves():
-  leaves = [jnp.zeros(2)] * 300 + [jnp.full(20_000_000, jnp.inf)]
+  leaves = [jnp.zeros(2)] * 30 + [jnp.full(20_000_000, jnp.inf)]
   assert not is_finite("counts", leaves[::-1], None)
   leaves[-1] = jnp.array([0.0, jnp.nan])
   assert not is_finite("counts", leaves, None)

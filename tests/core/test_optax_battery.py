@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 
-from helpers import optax_battery, optimizers, ROOT
+from helpers import optax_battery, optimizers, quick_alone, ROOT
 from helpers.bits import assert_same_bits
 from helpers.small_model import init_params
 import jax
@@ -103,12 +103,15 @@ def test_the_state_maps_over_params(name):
 
 
 @each_optimizer
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+  "dtype", quick_alone(["float16"], ["float16", "bfloat16", "float64"])
+)
 def test_types_stay_in_each_dtype(name, dtype):
   with jax.enable_x64(dtype == "float64"):
     check_types(name, wrapped(name), jnp.dtype(dtype))
 
 
+@pytest.mark.slow  # Injected around, they are traced on their way as well.
 @each_optimizer
 def test_types_stay_with_hyperparams_injected_inside(name):
   factory, kwargs = FACTORIES[name]

@@ -4,6 +4,7 @@ An overflow strikes in the middle of each run.
 """
 
 import chex
+from helpers import quick_alone
 from helpers.bits import assert_same_bits, same_bits
 from helpers.small_model import (
   init_params,
@@ -81,8 +82,9 @@ INSIDE = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(
+  "name", quick_alone(["line search", "reduce_on_plateau"], INSIDE)
+)
 def test_inside_an_overflow_is_as_if_it_had_not_been(name):
   inner, extra = INSIDE[name]
   tx = ols.with_loss_scaling(inner)
@@ -137,12 +139,8 @@ def test_lookahead_keeps_both_its_params_through_an_overflow():
   assert not np.array_equal(good_params.slow["w"], params.slow["w"])
 
 
-@pytest.mark.parametrize(
-  "inner",
-  [optax.sgd(0.1), contrib.split_real_and_imaginary(optax.adam(0.01))],
-  ids=["sgd", "adam in parts"],
-)
-def test_complex_params_keep_their_imaginary_part(inner):
+def test_complex_params_keep_their_imaginary_part():
+  inner = contrib.split_real_and_imaginary(optax.adam(0.01))
   tx = ols.with_loss_scaling(inner)
   loss_fn = lambda w, x: jnp.mean(jnp.abs(w * x - (1 + 2j)) ** 2)
   step = make_step(tx, loss_fn)
@@ -190,16 +188,6 @@ def test_apply_if_finite_around_keeps_overflows_from_the_scaler():
   assert ols.get_loss_scale_state(opt_state).loss_scale == 2.0**15
 
 
-def test_one_bad_micro_batch_costs_one_if_the_scaler_is_outside():
-  params = {"w": jnp.array([1.0])}
-  grads = [{"w": jnp.array([g])} for g in (jnp.nan, 2.0, 4.0)]
-  outside = ols.with_loss_scaling(optax.MultiSteps(optax.sgd(0.1), 2))
-  # Here the scaler sees sums, the NaN in one of which spoils it.
-  inside = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(0.1)), 2)
-  assert after_updates(outside, params, grads)["w"] == 1 - np.float32(0.3)
-  assert after_updates(inside, params, grads[:2])["w"] == 1
-
-
 def test_an_injected_schedule_stands_still_inside_and_moves_around():
   def make_scaled(learning_rate):
     return ols.with_loss_scaling(optax.sgd(learning_rate))
@@ -222,17 +210,18 @@ def test_an_injected_schedule_stands_still_inside_and_moves_around():
 
 
 def test_hyperparams_of_policy_and_scaler_can_be_injected():
-  def factory(learning_rate, growth_interval, backoff_factor, max_norm):
+  def factory(learning_rate, max_norm, growth, backoff, interval, hysteresis):
     policy = ols.DynamicLossScale(
-      growth_interval=growth_interval, backoff_factor=backoff_factor
+      growth_factor=growth,
+      backoff_factor=backoff,
+      growth_interval=interval,
+      hysteresis=hysteresis,
     )
     return ols.with_loss_scaling(
       optax.sgd(learning_rate), policy, max_norm=max_norm
     )
 
-  tx = optax.inject_hyperparams(factory)(
-    learning_rate=0.1, growth_interval=2, backoff_factor=0.25, max_norm=1.0
-  )
+  tx = optax.inject_hyperparams(factory)(0.1, 1.0, 2.0, 0.25, 2, 1)
   params = {"w": jnp.array([3.0, 4.0])}
   opt_state = tx.init(params)
   update = jax.jit(tx.update)
@@ -246,7 +235,8 @@ def test_hyperparams_of_policy_and_scaler_can_be_injected():
 
 
 def test_optax_gets_and_sets_the_scale_and_the_learning_rate():
-  inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+  """A field called `scale` would collide with the trace of LayerNorm's."""
+  inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9)
   tx = ols.with_loss_scaling(inner)
   params = {"scale": jnp.array([1.0]), "w": jnp.array([2.0])}
   opt_state = tx.init(params)
@@ -267,15 +257,6 @@ def skips_bitwise(tx):
   grads = jax.tree.map(lambda x: x * jnp.nan, params)
   updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
   return same_bits(optax.apply_updates(params, updates), params)
-
-
-def after_updates(tx, params, all_grads):
-  opt_state = tx.init(params)
-  update = jax.jit(tx.update)
-  for grads in all_grads:
-    updates, opt_state = update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-  return params
 
 
 def filtered(inner):

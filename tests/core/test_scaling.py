@@ -58,15 +58,6 @@ def test_the_loss_is_exact_and_in_its_own_dtype_whatever_the_scale(
   assert (loss, loss.dtype) == (3.0, dtype)
 
 
-@pytest.mark.parametrize(
-  "dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.float32]
-)
-def test_a_scaled_loss_is_at_least_float32(dtype):
-  got = ols.scale_loss({"a": jnp.asarray(3, dtype)}, state_at(2.0**17))
-  assert got["a"].dtype == jnp.float32
-  assert got["a"] == 3 * 2.0**17
-
-
 def test_a_float64_loss_keeps_its_precision():
   with jax.enable_x64(True):
     loss = jnp.float64(1 + 2.0**-50)
@@ -128,34 +119,26 @@ def call_what_jit_made():
   return step(jnp.ones(3, jnp.float16))  # the line
 
 
+class Model(nnx.Module):
+  def __init__(self):
+    self.w = nnx.Param(jnp.float16(1))
+
+
+def differentiate_nnx():
+  loss_fn = lambda model: float16_loss(model.w[...])
+  return ols.value_and_grad(loss_fn, state_at(2.0), using=nnx.value_and_grad)
+
+
 def call_nnx():
   @nnx.jit
   def step(model):
-    return ols.value_and_grad(  # the line
-      lambda model: float16_loss(model.w[...]),
-      state_at(2.0),
-      using=nnx.value_and_grad,
-    )(model)
-
-  class Model(nnx.Module):
-    def __init__(self):
-      self.w = nnx.Param(jnp.float16(1))
+    return differentiate_nnx()(model)  # the line
 
   return step(Model())
 
 
 def call_what_nnx_jit_made():
-  differentiated = ols.value_and_grad(
-    lambda model: float16_loss(model.w[...]),
-    state_at(2.0),
-    using=nnx.value_and_grad,
-  )
-
-  class Model(nnx.Module):
-    def __init__(self):
-      self.w = nnx.Param(jnp.float16(1))
-
-  return nnx.jit(differentiated)(Model())  # the line
+  return nnx.jit(differentiate_nnx())(Model())  # the line
 
 
 def call_equinox():
@@ -203,11 +186,6 @@ def test_a_float8_loss_is_warned_of_too_and_a_bfloat16_loss_is_not():
   fun(jnp.bfloat16)(jnp.float32(1.0))  # No warning, which would be an error.
 
 
-def test_a_bfloat16_or_float32_loss_is_not_warned_of():
-  for dtype in (jnp.bfloat16, jnp.float32):
-    ols.grad(lambda w: w * w, state_at(2.0))(jnp.ones((), dtype))
-
-
 def test_the_zoo_comes_out_of_unscale_grads_as_documented():
   got = ols.unscale_grads(ZOO, state_at(2.0))
   assert same_bits(got["others"], OTHERS)
@@ -221,14 +199,15 @@ def test_the_zoo_comes_out_of_unscale_grads_as_documented():
 
 
 def test_the_zoo_comes_out_of_scale_loss_with_its_types_kept_or_widened():
-  got = ols.scale_loss(
-    FLOATS | {k: OTHERS[k] for k in ("int", "none")}, state_at(2)
-  )
+  scale = 2.0**17  # beyond float16
+  some_others = {k: OTHERS[k] for k in ("int", "none")}
+  got = ols.scale_loss(FLOATS | some_others, state_at(scale))
   assert same_bits(got["int"], OTHERS["int"])
   assert got["none"] is None
   assert got["complex"].dtype == jnp.complex64
-  assert same_bits(got["complex"], FLOATS["complex"] * 2)
-  assert got["f8"].dtype == got["bf16"].dtype == jnp.float32
+  assert same_bits(got["complex"], FLOATS["complex"] * scale)
+  for name in ("f32", "f16", "bf16", "f8", "f8_5"):
+    assert same_bits(got[name], FLOATS["f32"] * scale), name
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -251,9 +230,9 @@ def test_all_finite_looks_at_floats_only():
     assert ols.all_finite(empty)
 
 
-@pytest.mark.parametrize("value", [1e20, 1e30, 3.4e38, -3.4e38, 1e-45, 0.0])
-def test_all_finite_raises_no_false_alarm(value):
-  assert ols.all_finite(jnp.full(100_000, value))
+def test_all_finite_raises_no_false_alarm():
+  for value in (1e20, 1e30, 3.4e38, -3.4e38, 1e-45, 0.0):
+    assert ols.all_finite(jnp.full(100_000, value))
   assert ols.all_finite({"a": jnp.full(3, 65504, jnp.float16)})
 
 
@@ -322,7 +301,7 @@ def test_a_using_that_returns_no_value_is_told_apart(differentiate, using):
 
 
 @pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("argnums", [0, 1, -1, (0, 1), (1,)])
+@pytest.mark.parametrize("argnums", [0, 1, -1, (0, 1), (1,), [1, 0]], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
 def test_value_and_grad_returns_what_jax_does(has_aux, argnums, scale):
   def fun(a, b, c=1.0):
@@ -373,16 +352,6 @@ def test_a_scale_that_is_no_power_of_two_costs_rounding_alone(scale):
   np.testing.assert_allclose(got, expected, rtol=5e-7)
 
 
-def test_bfloat16_gradients_round_once_when_unscaled():
-  grads = jnp.array([1.0, 3.140625, -1e-30], jnp.bfloat16)
-  expected = (np.asarray(grads, np.float32) * np.float32(1 / 3)).astype(
-    jnp.bfloat16
-  )
-  assert same_bits(
-    ols.unscale_grads(grads, state_at(3.0)), jnp.asarray(expected)
-  )
-
-
 def test_a_gradient_of_a_gradient_sees_the_scale_once():
   """A gradient penalty: the inner gradient is of the unscaled function."""
 
@@ -396,14 +365,6 @@ def test_a_gradient_of_a_gradient_sees_the_scale_once():
   for scale, w in itertools.product([1.0, 2.0**15], [0.5, 2.0]):
     got = ols.grad(penalty, state_at(scale))(jnp.float32(w))
     assert got == 2 * (6 * w - 1) * 6
-
-
-def test_the_state_may_be_any_tree_that_holds_it():
-  state = state_at(2.0**10)
-  for tree in (state, {"opt": (state, jnp.ones(2))}):
-    assert ols.scale_loss(1.0, tree) == 2.0**10
-    assert ols.unscale_grads(1.0, tree) == 2.0**-10
-    assert ols.grad(lambda w: w * w, tree)(1.0) == 2
 
 
 class First:

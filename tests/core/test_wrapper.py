@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import optax.contrib
@@ -19,6 +17,7 @@ import pytest
 import optax_lossscale as ols
 
 NAN, INF = float("nan"), float("inf")
+SGD = ols.with_loss_scaling(optax.sgd(1.0))
 
 
 def params_of(dtype=jnp.float32):
@@ -111,13 +110,12 @@ def test_float16_gradients_do_not_destroy_adam(grad):
 @pytest.mark.parametrize("size", [3, 4097, 100_003])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_one_bad_entry_anywhere_skips_the_step(dtype, size, bad):
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
-  step = step_of(tx)
+  step = step_of(SGD)
   for where in (0, size // 2, size - 1):
     grads = np.ones(size, np.float32)
     grads[where] = bad
     w = jnp.ones(size)
-    new, _, state = step(jnp.asarray(grads, dtype), tx.init(w), w)
+    new, _, state = step(jnp.asarray(grads, dtype), SGD.init(w), w)
     assert not state.loss_scale_state.last_finite
     assert same_bits(new, w)
 
@@ -141,43 +139,39 @@ def test_unscaling_rounds_a_gradient_once(dtype):
   )
 
 
-def test_float64_gradients_keep_their_precision_and_range():
+@pytest.mark.parametrize("scaled, factor", [(True, 0.25), (False, 1.0)])
+def test_float64_gradients_keep_their_precision_and_range(scaled, factor):
   with jax.enable_x64(True):
-    tx = ols.with_loss_scaling(optax.sgd(-1.0), 4.0, grads_are_scaled=True)
+    tx = ols.with_loss_scaling(optax.sgd(-1.0), 4.0, grads_are_scaled=scaled)
     grads = jnp.array([1 + 2.0**-50, 1e300])
     updates, state = tx.update(grads, tx.init(grads), grads)
-    assert updates.tolist() == [0.25 * (1 + 2.0**-50), 0.25e300]
+    assert updates.tolist() == [factor * (1 + 2.0**-50), factor * 1e300]
     assert state.loss_scale_state.last_finite
 
 
 def test_an_inf_and_a_minus_inf_do_not_cancel():
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
   w = jnp.ones(4)
   for bad in ([INF, -INF, 1, 1], [INF, 1, 1, 1], [NAN, INF, -INF, 1]):
-    _, state = tx.update(jnp.array(bad), tx.init(w), w)
+    _, state = SGD.update(jnp.array(bad), SGD.init(w), w)
     assert not state.loss_scale_state.last_finite
-  _, state = tx.update({"a": jnp.inf, "b": -jnp.inf}, tx.init(w), None)
+  _, state = SGD.update({"a": jnp.inf, "b": -jnp.inf}, SGD.init(w), None)
   assert not state.loss_scale_state.last_finite
 
 
 @pytest.mark.parametrize(
-  "grads",
+  "dtype, fills",
   [
-    np.full(100_000, 1e20, np.float32),
-    np.full(100_000, 1e30, np.float32),
-    np.full(100_000, 65504, np.float16),
-    np.full(100_000, 3e38, jnp.bfloat16),
-    np.full(100_000, 448, jnp.float8_e4m3fn),
-    np.full(10, 1e-45, np.float32),
-    np.zeros(10, np.float32),
+    (jnp.float32, [1e20, 1e30, -1e30, 1e-45, 0.0]),
+    (jnp.float16, [65504, 6e-8, -0.0]),
+    (jnp.bfloat16, [3e38, 1e30]),
+    (jnp.float8_e4m3fn, [448]),
   ],
-  ids=["1e20", "1e30", "65504", "bf16", "f8", "subnormal", "zero"],
 )
-def test_finite_gradients_are_never_taken_for_an_overflow(grads):
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
-  w = jnp.zeros(len(grads))
-  _, state = jax.jit(tx.update)(grads, tx.init(w), w)
-  assert state.loss_scale_state.last_finite
+def test_finite_gradients_are_never_taken_for_an_overflow(dtype, fills):
+  for fill in fills:
+    grads = np.full(1_000_000, fill, dtype)
+    _, state = jax.jit(SGD.update)(grads, SGD.init(grads))
+    assert state.loss_scale_state.last_finite, fill
 
 
 # Gradients that stay finite when they are unscaled, and ones that do not.
@@ -240,49 +234,30 @@ def make_update_of(value, dtype=jnp.float32):
 
 @pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize(
-  "dtype, value",
+  "dtype, value, applied",
   [
-    (jnp.float16, -1e6),  # becomes -inf
-    (jnp.float8_e4m3fn, 1e3),  # becomes NaN, since the dtype has no inf
-    (jnp.bfloat16, 3.4028e38),  # rounds up to inf
+    ("float16", -1e6, False),  # becomes -inf
+    ("float16", 65504.0, True),
+    ("float8_e4m3fn", 1e3, False),  # becomes NaN: the dtype has no inf
+    ("bfloat16", 3.4028e38, False),  # rounds up to inf
+    ("float32", 1e300, False),
+    ("float64", 1e300, True),
   ],
 )
 def test_check_updates_looks_at_the_updates_in_the_dtype_of_the_params(
-  dtype, value, jitted
+  dtype, value, applied, jitted
 ):
-  inner = optax.chain(optax.trace(0.5), make_update_of(value))
-  tx = ols.with_loss_scaling(inner, check_updates=True)
-  w = jnp.ones(3, dtype)
-  state = tx.init(w)
-  update = jax.jit(tx.update) if jitted else tx.update
-  updates, new = update(w, state, w)
-  assert not new.loss_scale_state.last_finite
-  assert same_bits(new.inner_state, state.inner_state)
-  assert same_bits(updates, jnp.full(3, -0.0, dtype))
-
-
-def test_check_updates_finds_float64_updates_too_large_for_float32_params():
-  with jax.enable_x64(True):
-    tx = ols.with_loss_scaling(
-      make_update_of(1e300, jnp.float64), check_updates=True
-    )
-    w = jnp.ones(2, jnp.float32)
-    updates, state = jax.jit(tx.update)(w, tx.init(w), w)
-    assert not state.loss_scale_state.last_finite
-    assert same_bits(updates, jnp.full(2, -0.0, jnp.float32))
-    # And is content with what float64 params can hold.
-    w = jnp.ones(2, jnp.float64)
-    updates, state = jax.jit(tx.update)(w, tx.init(w), w)
-    assert state.loss_scale_state.last_finite
-    assert updates.tolist() == [1e300, 1e300]
-
-
-def test_check_updates_applies_what_the_params_can_hold():
-  tx = ols.with_loss_scaling(make_update_of(65504.0), check_updates=True)
-  w = jnp.zeros(2, jnp.float16)
-  updates, state = jax.jit(tx.update)(w, tx.init(w), w)
-  assert state.loss_scale_state.last_finite
-  assert same_bits(updates, jnp.full(2, 65504.0, jnp.float16))
+  with jax.enable_x64(value == 1e300):
+    update_of = make_update_of(value, jnp.result_type(value))
+    inner = optax.chain(optax.trace(0.5), update_of)
+    tx = ols.with_loss_scaling(inner, check_updates=True)
+    w = jnp.ones(3, dtype)
+    state = tx.init(w)
+    update = jax.jit(tx.update) if jitted else tx.update
+    updates, new = update(w, state, w)
+    assert new.loss_scale_state.last_finite == applied
+    assert same_bits(new.inner_state, state.inner_state) == (not applied)
+    assert same_bits(updates, jnp.full(3, value if applied else -0.0, dtype))
 
 
 FLAGS = [
@@ -307,24 +282,38 @@ def test_a_number_given_as_grads_finite_counts_by_its_truth(
   flag, applied, jitted
 ):
   """A NaN is no answer, and counts as a no."""
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
   w = jnp.ones(2)
-  update = jax.jit(tx.update) if jitted else tx.update
-  _, state = update(w, tx.init(w), w, grads_finite=flag)
+  update = jax.jit(SGD.update) if jitted else SGD.update
+  _, state = update(w, SGD.init(w), w, grads_finite=flag)
   assert state.loss_scale_state.last_finite == applied
 
 
-@pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize(
-  "flag", [jnp.array([True, True]), np.ones((1, 1)), [True, False]], ids=repr
+  "argument, value, error",
+  [
+    ("grads_finite.*jnp.all", jnp.array([True, True]), ValueError),
+    ("grads_finite.*jnp.all", np.ones((1, 1)), ValueError),
+    ("grads_finite.*jnp.all", [True, False], TypeError),
+    ("grads_finite", "yes", TypeError),
+    ("grads_finite", None, TypeError),
+    ("grads_finite", {}, TypeError),
+    ("grads_finite", jax.random.key(0), TypeError),
+    ("grads_amax", jnp.ones(2), ValueError),
+    ("grads_amax", [1.0], TypeError),
+    ("grads_amax", "1", TypeError),
+    ("grads_amax", jax.random.key(0), TypeError),
+  ],
+  ids=repr,
 )
-def test_a_grads_finite_that_is_no_scalar_is_an_error(flag, jitted):
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
+def test_what_the_caller_knows_of_the_gradients_must_be_one_number(
+  argument, value, error
+):
   w = jnp.ones(2)
-  update = jax.jit(tx.update) if jitted else tx.update
-  error = TypeError if isinstance(flag, list) else ValueError
-  with pytest.raises(error, match=r"grads_finite must be one.*jnp\.all"):
-    update(w, tx.init(w), w, grads_finite=flag)
+  argument, _, hint = argument.partition(".*")
+  jitted = [] if isinstance(value, str) else [jax.jit(SGD.update)]
+  for update in [SGD.update, *jitted]:
+    with pytest.raises(error, match=f"{argument} must be one.*{hint}"):
+      update(w, SGD.init(w), w, **{argument: value})
 
 
 @pytest.mark.parametrize("jitted", [True, False])
@@ -347,59 +336,15 @@ def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(
   assert state.loss_scale_state.memory.amax_window[0] == seen
 
 
-@pytest.mark.parametrize(
-  "amax, error",
-  [
-    (jnp.ones(2), ValueError),
-    ([1.0], TypeError),
-    ("1", TypeError),
-    (jax.random.key(0), TypeError),
-  ],
-  ids=["array", "list", "str", "key"],
-)
-def test_a_grads_amax_that_is_no_number_is_an_error(amax, error):
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
-  w = jnp.ones(2)
-  with pytest.raises(error, match="grads_amax must be one number"):
-    tx.update(w, tx.init(w), w, grads_amax=amax)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_one_devices_grads_amax_counts_for_all(check_vma):
-  mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-  policy = ols.HeadroomLossScale()
-  tx = ols.with_loss_scaling(optax.sgd(1.0), policy, axis_name="d")
-
-  def on_each(amax):
-    w = jnp.ones(2)
-    _, state = tx.update(w, tx.init(w), w, grads_amax=amax[0])
-    return state.loss_scale_state.memory.amax_window[0]
-
-  fun = jax.shard_map(
-    on_each, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=check_vma
-  )
-  assert jax.jit(fun)(jnp.arange(8.0)) == 7.0
-
-
-@pytest.mark.parametrize(
-  "flag", [None, "yes", {}, jax.random.key(0)], ids=["None", "str", "{}", "key"]
-)
-def test_a_grads_finite_that_is_no_number_is_an_error(flag):
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
-  with pytest.raises(TypeError, match="grads_finite must be one"):
-    tx.update(jnp.ones(2), tx.init(jnp.ones(2)), grads_finite=flag)
-
-
 def test_a_callers_flag_is_combined_with_our_own():
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
   w = jnp.ones(2)
   for flag, grad, applied in [
     (True, 1.0, True),
     (False, 1.0, False),
     (True, INF, False),
   ]:
-    new, _, state = step_of(tx)(
-      w * grad, tx.init(w), w, grads_finite=jnp.array(flag)
+    new, _, state = step_of(SGD)(
+      w * grad, SGD.init(w), w, grads_finite=jnp.array(flag)
     )
     assert state.loss_scale_state.last_finite == applied
     assert same_bits(new, w) == (not applied)
@@ -454,13 +399,6 @@ def test_a_skipped_step_changes_no_bit_and_no_type_in_any_mix_of_dtypes(
     jax.tree.map(jnp.result_type, params)
   )
   assert len(traces) == 1
-
-
-def test_the_sign_of_a_zero_parameter_survives_a_skip():
-  tx = ols.with_loss_scaling(optax.adamw(0.1))
-  w = jnp.array([-0.0, 0.0])
-  new, _, _ = step_of(tx)(jnp.array([NAN, 1.0]), tx.init(w), w)
-  assert jnp.signbit(new).tolist() == [True, False]
 
 
 def test_complex_parameters_survive_a_skip_and_train():
@@ -520,21 +458,7 @@ def test_names_in_the_inner_state_are_kept_outside_jit():
   assert state.inner_state == {"name": "mine"}
 
 
-def test_injected_hyperparameters_and_their_schedule_stay_on_a_skip():
-  schedule = optax.linear_schedule(1.0, 0.0, 10)
-  tx = ols.with_loss_scaling(
-    optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
-  )
-  w = jnp.ones(2)
-  _, _, state = step_of(tx)(w, tx.init(w), w)
-  _, _, skipped = step_of(tx)(w * INF, state, w)
-  assert same_bits(skipped.inner_state, state.inner_state)
-  _, _, applied = step_of(tx)(w, skipped, w)
-  assert applied.inner_state.hyperparams["learning_rate"] == np.float32(0.9)
-
-
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "muon"])
-def test_no_inner_optimizer_ever_sees_a_nan(optimizer):
+def test_no_inner_optimizer_ever_sees_a_nan():
   seen = []
 
   def spy(updates, state, params=None):
@@ -543,7 +467,7 @@ def test_no_inner_optimizer_ever_sees_a_nan(optimizer):
 
   inner = optax.chain(
     optax.GradientTransformation(lambda p: optax.EmptyState(), spy),
-    OPTIMIZERS[optimizer],
+    optax.adam(0.1),
   )
   tx = ols.with_loss_scaling(inner)
   params, grads = params_of(), grads_of()
@@ -553,32 +477,16 @@ def test_no_inner_optimizer_ever_sees_a_nan(optimizer):
   assert (seen[0] == 0).all()
 
 
-def test_debug_nans_does_not_trip_on_a_skipped_step():
-  tx = ols.with_loss_scaling(optax.adam(0.1), max_norm=1.0)
-  w = jnp.ones(3)
-
-  @jax.jit
-  def step(w, state):
-    grads = w * jnp.float32(1e30) * 1e30  # overflows inside the step
-    return _apply(w, *tx.update(grads, state, w))
-
-  with jax.debug_nans(True):
-    new, _, state = step(w, tx.init(w))
-    assert same_bits(new, w)
-    assert state.loss_scale_state.total_notfinite == 1
-
-
 def test_nothing_raises_or_applies_a_nan_however_long_it_lasts():
   """optax.apply_if_finite gives in after `max_consecutive_errors`."""
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
   w = jnp.ones(2)
 
   def step(carry, _):
     w, state = carry
-    w, _, state = _apply(w, *tx.update(w * NAN, state, w))
+    w, _, state = _apply(w, *SGD.update(w * NAN, state, w))
     return (w, state), None
 
-  (new, state), _ = jax.lax.scan(step, (w, tx.init(w)), length=1000)
+  (new, state), _ = jax.lax.scan(step, (w, SGD.init(w)), length=1000)
   assert same_bits(new, w)
   state = state.loss_scale_state
   assert (state.loss_scale, state.notfinite_count) == (1.0, 1000)
@@ -586,54 +494,28 @@ def test_nothing_raises_or_applies_a_nan_however_long_it_lasts():
 
 @given(st.lists(st.sampled_from([1.0, INF, NAN]), min_size=12, max_size=12))
 def test_a_run_with_skips_equals_the_run_without_those_steps(factors):
-  tx = ols.with_loss_scaling(optax.adamw(0.1))
-
   def run(steps):
-    params, state = params_of(), tx.init(params_of())
+    carry = params_of(), _ADAMW.init(params_of())
     for i, factor in steps:
-      factor_now = (i + 1) * factor
-      grads = jax.tree.map(
-        functools.partial(jnp.multiply, factor_now), grads_of()
-      )
-      params, _, state = _ADAMW_STEP(grads, state, params)
+      carry = _scaled_step(np.float32((i + 1) * factor), *carry)
+    params, state = carry
     return params, state.inner_state
 
   steps = list(enumerate(factors))
   assert same_bits(run(steps), run([(i, f) for i, f in steps if f == 1.0]))
 
 
-_ADAMW_STEP = step_of(ols.with_loss_scaling(optax.adamw(0.1)))
+_ADAMW = ols.with_loss_scaling(optax.adamw(0.1))
+
+
+@jax.jit
+def _scaled_step(factor, params, state):
+  grads = jax.tree.map(lambda g: factor * g, grads_of())
+  updates, state = _ADAMW.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
 
 
 # The order of things.
-
-
-def test_clipping_inside_sees_the_overflow_and_outside_hides_it():
-  w = jnp.ones(2)
-  bad = jnp.array([INF, 1.0])
-  inside = ols.with_loss_scaling(
-    optax.chain(optax.zero_nans(), optax.clip(1.0), optax.sgd(1.0))
-  )
-  _, state = inside.update(bad, inside.init(w), w)
-  assert not state.loss_scale_state.last_finite
-  outside = optax.chain(optax.clip(1.0), ols.with_loss_scaling(optax.sgd(1.0)))
-  _, state = outside.update(bad, outside.init(w), w)
-  assert ols.get_loss_scale_state(state).last_finite
-
-
-def test_weight_decay_and_schedules_outside_move_on_a_skip_and_inside_do_not():
-  w = jnp.ones(2)
-  bad = w * NAN
-  decay = optax.add_decayed_weights(0.1)
-  outside = optax.chain(ols.with_loss_scaling(optax.identity()), decay)
-  new, _, _ = step_of(outside)(bad, outside.init(w), w)
-  assert not same_bits(new, w)
-  inside = ols.with_loss_scaling(
-    optax.chain(decay, optax.scale_by_schedule(lambda n: 1.0 / (n + 1)))
-  )
-  new, _, state = step_of(inside)(bad, inside.init(w), w)
-  assert same_bits(new, w)
-  assert state.inner_state[1].count == 0
 
 
 def test_one_bad_micro_batch_costs_one_micro_batch_if_we_wrap_multi_steps():
@@ -671,36 +553,6 @@ def test_a_scale_inside_multi_steps_is_warned_of():
     ols.grad(jnp.sum, {"train": state})
   outside = ols.with_loss_scaling(optax.MultiSteps(optax.sgd(1.0), 2))
   ols.grad(jnp.sum, outside.init(jnp.zeros(2)))
-
-
-def test_batch_statistics_of_a_skipped_step_are_selected_away():
-  """In torch, Keras and Flax's ImageNet recipe they stay NaN for ever."""
-  tx = ols.with_loss_scaling(optax.sgd(0.1))
-  w, stats = jnp.float32(1.0), {"mean": jnp.float32(0.0)}
-  state = tx.init(w)
-
-  def loss_fn(w, stats, x):
-    h = (w * x).astype(jnp.float16)
-    new = {"mean": 0.9 * stats["mean"] + 0.1 * h.mean().astype(jnp.float32)}
-    return (h**2).mean().astype(jnp.float32), new
-
-  def step(w, stats, state, x, select):
-    (_, new), grad = ols.value_and_grad(loss_fn, state, has_aux=True)(
-      w, stats, x
-    )
-    updates, state = tx.update(grad, state, w)
-    if select:
-      new = ols.select_if_finite(state, new, stats)
-    return optax.apply_updates(w, updates), new, state
-
-  batches = [jnp.ones(4), jnp.full(4, 1e6), jnp.ones(4)]
-  for select in (True, False):
-    a, b, c = w, stats, state
-    for x in batches:
-      a, b, c = step(a, b, c, x, select)
-    assert jnp.isfinite(a)
-    assert bool(jnp.isfinite(b["mean"])) == select
-  assert c.loss_scale_state.total_notfinite == 1
 
 
 # Options.
@@ -748,17 +600,6 @@ def test_max_norm_skips_a_non_finite_gradient_and_leaves_zeros_alone():
   assert ols.all_finite(new)
 
 
-def test_the_bare_optimizer_applies_non_finite_steps_of_a_fixed_scale():
-  w = jnp.ones(2)
-  state = ols.FixedLossScale(2.0).init()
-  loss_fn = lambda w, x: jnp.sum(w * x)
-  for x, expected in ((jnp.array([INF, 1.0]), [-INF, 0.0]), (w, [0.0, 0.0])):
-    grads = ols.grad(loss_fn, state)(w, x)
-    tx = optax.sgd(1.0)
-    updates, _ = tx.update(grads, tx.init(w), w)
-    assert optax.apply_updates(w, updates).tolist() == expected
-
-
 def test_loss_scale_takes_a_policy_a_word_or_a_number():
   def first(loss_scale):
     tx = ols.with_loss_scaling(optax.sgd(1.0), loss_scale)
@@ -782,61 +623,12 @@ def test_a_fixed_scale_of_one_is_skipping_without_scaling():
 # Extra arguments.
 
 
-def test_plateau_and_line_search_are_given_the_true_value_and_gradient():
-  def loss_fn(w):
-    return jnp.sum((w - 1) ** 2)
-
-  inner = optax.chain(
-    optax.sgd(1.0),
-    optax.scale_by_backtracking_linesearch(max_backtracking_steps=15),
-  )
-  w = jnp.array([3.0, -2.0])
-  runs = []
-  for tx in (inner, ols.with_loss_scaling(inner, 2.0**15)):
-    params, state = w, tx.init(w)
-    for _ in range(3):
-      if tx is inner:
-        value, grad = jax.value_and_grad(loss_fn)(params)
-      else:
-        value, grad = ols.value_and_grad(loss_fn, state)(params)
-      updates, state = jax.jit(tx.update, static_argnames="value_fn")(
-        grad, state, params, value=value, grad=grad, value_fn=loss_fn
-      )
-      params = optax.apply_updates(params, updates)
-    runs.append(params)
-  assert same_bits(*runs)
-
-  plateau = optax.chain(
-    optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1)
-  )
-  tx = ols.with_loss_scaling(plateau, 2.0**15)
-  value, grad = ols.value_and_grad(loss_fn, tx.init(w))(w)
-  _, state = tx.update(grad, tx.init(w), w, value=value)
-  assert state.inner_state[1].best_value == loss_fn(w)
-
-
-def test_nothing_is_required_that_a_train_state_cannot_pass():
-  """TrainState.apply_gradients calls tx.update(grads, opt_state, params)."""
-  from flax.training import train_state
-
-  w = {"w": jnp.ones(2)}
-  tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=10.0)
-  state = train_state.TrainState.create(apply_fn=None, params=w, tx=tx)
-  grads = ols.grad(lambda p: jnp.sum(p["w"] ** 2), state)(w)
-  applied = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
-  assert applied.params["w"].tolist() == [-1.0, -1.0]
-  skipped = applied.apply_gradients(grads={"w": jnp.full(2, NAN)})
-  assert same_bits(skipped.params, applied.params)
-  assert skipped.step == 2  # Flax's own counter counts calls.
-
-
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()], ids=repr)
 def test_there_may_be_no_gradient_where_params_have_a_leaf(nothing):
   # As in optim.update(grads, opt_state, model) of an Equinox model.
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
   params = {"w": jnp.ones(2, jnp.float16), "static": jnp.ones(3)}
   grads = {"w": jnp.ones(2), "static": nothing}
-  updates, _ = tx.update(grads, tx.init(grads), params)
+  updates, _ = SGD.update(grads, SGD.init(grads), params)
   assert updates["static"] == nothing
   assert same_bits(updates["w"], -jnp.ones(2, jnp.float16))
 
@@ -855,49 +647,21 @@ def test_any_object_with_init_and_update_is_an_optimizer():
 
 
 def test_arguments_that_a_plain_optimizer_does_not_take_are_dropped():
-  tx = ols.with_loss_scaling(optax.sgd(1.0))
-  updates, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=3.0)
+  updates, _ = SGD.update(jnp.ones(2), SGD.init(jnp.ones(2)), value=3.0)
   assert updates.tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize(
-  "make",
-  [
-    lambda loss_scale=4.0, max_norm=2.0: ols.with_loss_scaling(
-      optax.sgd(1.0), loss_scale, max_norm=max_norm
-    ),
-    lambda interval=2, growth=2.0, hysteresis=1: ols.with_loss_scaling(
-      optax.sgd(1.0),
-      ols.DynamicLossScale(
-        4.0,
-        growth_interval=interval,
-        growth_factor=growth,
-        hysteresis=hysteresis,
-      ),
-    ),
-  ],
-  ids=["fixed", "dynamic"],
-)
-def test_a_factory_can_be_injected_with_hyperparameters(make):
-  tx = optax.inject_hyperparams(make)()
-  w = jnp.ones(2)
-  state = tx.init(w)
-  step = jax.jit(tx.update)
-  for _ in range(2):
-    updates, state = step(w, state, w)
-  np.testing.assert_allclose(updates, [-1.0, -1.0], rtol=1e-6)
-  _, state = step(w * INF, state, w)
-  assert not ols.get_loss_scale_state(state).last_finite
-
-
 def test_with_loss_scaling_itself_can_be_injected():
-  tx = optax.inject_hyperparams(ols.with_loss_scaling)(
-    inner=optax.sgd(1.0), loss_scale=ols.DynamicLossScale(4.0), max_norm=1.0
-  )
-  w = jnp.array([3.0, 4.0])
-  updates, state = jax.jit(tx.update)(w, tx.init(w), w)
-  np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
-  assert optax.tree.get(state, "max_norm") == 1
+  for loss_scale in (4.0, ols.DynamicLossScale(4.0)):
+    tx = optax.inject_hyperparams(ols.with_loss_scaling)(
+      inner=optax.sgd(1.0), loss_scale=loss_scale, max_norm=1.0
+    )
+    w = jnp.array([3.0, 4.0])
+    updates, state = jax.jit(tx.update)(w, tx.init(w), w)
+    np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
+    assert optax.tree.get(state, "max_norm") == 1
+    _, state = jax.jit(tx.update)(w * INF, state, w)
+    assert not ols.get_loss_scale_state(state).last_finite
 
 
 # Leaves of every kind.
@@ -939,18 +703,6 @@ def test_float16_gradients_are_clipped_by_optax_inside_the_wrapper():
 
 
 # Transformations of JAX.
-
-
-def test_vmap_gives_each_member_a_scale_and_a_flag():
-  tx = ols.with_loss_scaling(optax.adam(0.1), ols.DynamicLossScale(4.0))
-  w = jnp.ones((3, 2))
-  state = jax.vmap(tx.init)(w)
-  grads = w.at[1, 0].set(INF)
-  updates, state = jax.jit(jax.vmap(tx.update))(grads, state, w)
-  assert state.loss_scale_state.loss_scale.tolist() == [4, 2, 4]
-  assert state.inner_state[0].count.tolist() == [1, 0, 1]
-  assert (updates[1] == 0).all()
-  assert (updates[0] != 0).all()
 
 
 def test_a_skipped_step_can_be_differentiated_through():

@@ -1,6 +1,6 @@
 """Sums of float16 gradients over devices overflow sooner with more of them."""
 
-from helpers import sharding
+from helpers import equations, sharding
 from helpers.bits import assert_same_bits
 import jax
 from jax import lax
@@ -19,6 +19,10 @@ SCALE = 2.0**10
 STATE = ols.FixedLossScale(SCALE).init()
 
 
+def sum_in_half(w, x):
+  return jnp.sum(w.astype(jnp.float16) * x).astype(jnp.float32)
+
+
 @pytest.mark.parametrize(
   ("n_devices", "overflows"), [(1, False), (2, False), (4, True), (8, True)]
 )
@@ -29,8 +33,7 @@ def test_a_float16_sum_over_devices_overflows_with_more_devices(
 
   That is where it first meets the batch: behind the cast, in float16.
   """
-  loss = lambda w, x: jnp.sum(w.astype(jnp.float16) * x).astype(jnp.float32)
-  grad, dtypes = sum_over_devices(loss, n_devices)
+  grad, dtypes = sum_over_devices(sum_in_half, n_devices)
   assert dtypes == {"float16"}
   assert np.isinf(grad) == overflows
   if not overflows:
@@ -39,22 +42,16 @@ def test_a_float16_sum_over_devices_overflows_with_more_devices(
 
 @pytest.mark.parametrize("n_devices", [1, 8])
 def test_casting_a_varying_parameter_sums_in_float32(n_devices):
-  def loss(w, x):
-    w = to_varying(w)  # the cure
-    return jnp.sum(w.astype(jnp.float16) * x).astype(jnp.float32)
-
-  grad, dtypes = sum_over_devices(loss, n_devices)
+  cured = lambda w, x: sum_in_half(to_varying(w), x)
+  grad, dtypes = sum_over_devices(cured, n_devices)
   assert dtypes == {"float32"}
   assert grad == n_devices * PER_DEVICE / SCALE
 
 
 @pytest.mark.parametrize("n_devices", [1, 8])
 def test_a_mean_per_device_before_the_sum_fits_any_number_of_devices(n_devices):
-  def loss(w, x):
-    loss = jnp.sum(w.astype(jnp.float16) * x).astype(jnp.float32)
-    return loss / lax.axis_size("data")  # the cure
-
-  grad, dtypes = sum_over_devices(loss, n_devices)
+  cured = lambda w, x: sum_in_half(w, x) / lax.axis_size("data")
+  grad, dtypes = sum_over_devices(cured, n_devices)
   assert dtypes == {"float16"}
   assert grad == PER_DEVICE / SCALE
 
@@ -76,11 +73,9 @@ def test_under_jit_the_mean_over_the_whole_batch_is_the_cure(is_mean):
 
 def test_gradients_widened_before_a_psum_by_hand_are_summed_in_float32():
   """check_vma=False and pmap: what ols.grad returns is float32 already."""
-  loss = lambda w, x: jnp.sum(w.astype(jnp.float16) * x).astype(jnp.float32)
-  mesh = sharding.make_mesh((8,), ("data",))
   fun = jax.shard_map(
-    lambda w, x: lax.psum(ols.grad(loss, STATE)(w, x), "data"),
-    mesh=mesh,
+    lambda w, x: lax.psum(ols.grad(sum_in_half, STATE)(w, x), "data"),
+    mesh=sharding.make_mesh((8,), ("data",)),
     in_specs=(P(), P("data")),
     out_specs=P(),
     check_vma=False,
@@ -135,9 +130,8 @@ def on_8_devices(fun, params, state, batch):
     out_specs=P(),
     check_vma=False,
   )
-  jaxpr = jax.make_jaxpr(fun)(params, state, batch).jaxpr
-  dtypes = {str(eqn.invars[0].aval.dtype) for eqn in sums(jaxpr)}
-  return jax.jit(fun)(params, state, batch), dtypes
+  args = params, state, batch
+  return jax.jit(fun)(*args), dtypes_of_sums(fun, *args)
 
 
 def make_params_and_batch():
@@ -238,9 +232,7 @@ def sum_over_devices(loss, n_devices):
     out_specs=P(),
   )
   args = jnp.float32(1), make_examples(n_devices)
-  grad = jax.jit(fun)(*args)
-  jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
-  return grad, {str(eqn.invars[0].aval.dtype) for eqn in sums(jaxpr)}
+  return jax.jit(fun)(*args), dtypes_of_sums(fun, *args)
 
 
 def to_varying(x):
@@ -253,12 +245,10 @@ def make_examples(n_devices):
   return np.full(n_devices, PER_DEVICE / SCALE, np.float16)
 
 
-def sums(jaxpr):
-  """The equations that sum over devices, at any depth."""
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name.startswith("psum"):
-      yield eqn
-    for param in eqn.params.values():
-      inner = getattr(param, "jaxpr", param)
-      if hasattr(inner, "eqns"):
-        yield from sums(inner)
+def dtypes_of_sums(fun, *args):
+  """Of the equations that sum over devices, at any depth."""
+  return {
+    str(eqn.invars[0].aval.dtype)
+    for eqn in equations.of(fun, *args)
+    if eqn.primitive.name.startswith("psum")
+  }

@@ -2,6 +2,7 @@
 
 from collections import Counter
 import dataclasses
+import functools
 
 from helpers import quick_alone, sharding
 import jax
@@ -49,44 +50,45 @@ class ReadsMagnitude(ols.DynamicLossScale):
     return state._replace(loss_scale=scale)
 
 
+ADAM = optax.adam(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+
+
+def scaled_adam(**options):
+  return ols.with_loss_scaling(ADAM, **options)
+
+
+SCALED = scaled_adam()
+
+
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-@pytest.mark.parametrize("layout", ["fsdp", "tensor parallel"])
-def test_sharded_jit_gains_one_all_reduce_and_nothing_else(layout, axis_type):
-  bare = compile_jit(layout, axis_type, optax.adam(1e-3))
-  scaled = compile_jit(
-    layout, axis_type, ols.with_loss_scaling(optax.adam(1e-3))
+@pytest.mark.parametrize(
+  "layout, depth", [("fsdp", 2), ("fsdp", 7), ("tensor parallel", 2)]
+)
+def test_sharded_jit_gains_one_all_reduce_however_many_leaves(
+  layout, depth, axis_type
+):
+  bare = compile_jit(layout, axis_type, ADAM, depth)
+  assert gain(compile_jit(layout, axis_type, SCALED, depth), bare) == (
+    ONE_ALL_REDUCE
   )
-  assert gain(scaled, bare) == ONE_ALL_REDUCE
 
 
-def test_sharded_jit_gains_one_all_reduce_however_many_leaves():
-  tx = optax.adam(1e-3)
-  for depth in (1, 7):
-    bare = compile_jit("fsdp", AxisType.Auto, tx, depth)
-    scaled = compile_jit(
-      "fsdp", AxisType.Auto, ols.with_loss_scaling(tx), depth
-    )
-    assert gain(scaled, bare) == ONE_ALL_REDUCE
-
-
-def test_sharded_jit_gains_none_where_every_device_has_all_gradients():
-  bare = compile_jit("data parallel", AxisType.Auto, optax.adam(1e-3))
-  scaled = compile_jit(
-    "data parallel", AxisType.Auto, ols.with_loss_scaling(optax.adam(1e-3))
-  )
-  assert not gain(scaled, bare)
-
-
-@pytest.mark.parametrize("layout", ["fsdp", "2x4"])
-def test_in_sharded_jit_max_norm_costs_no_more_than_clipping(layout):
-  clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-  clipping = compile_jit(layout, AxisType.Auto, clip)
-  scaled = compile_jit(
-    layout,
-    AxisType.Auto,
-    ols.with_loss_scaling(optax.adam(1e-3), max_norm=1.0),
-  )
-  assert not gain(scaled, clipping)
+@pytest.mark.parametrize(
+  "layouts, tx, costs_as_much",
+  [
+    (["data parallel"], SCALED, ADAM),  # every device has all gradients
+    (["fsdp", "2x4"], scaled_adam(max_norm=1.0), CLIPPED),
+    (["fsdp", "2x4"], scaled_adam(grads_are_scaled=True), SCALED),
+  ],
+  ids=["replicated", "clipped", "scaled gradients"],
+)
+def test_sharded_jit_gains_nothing_where_one_all_reduce_is_there_or_not_needed(
+  layouts, tx, costs_as_much
+):
+  for layout in layouts:
+    reference = compile_jit(layout, AxisType.Auto, costs_as_much)
+    assert not gain(compile_jit(layout, AxisType.Auto, tx), reference), layout
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
@@ -98,12 +100,10 @@ def test_over_two_axes_sharded_jit_gains_what_any_global_scalar_costs(
   A leaf in tiles of a 2x4 mesh takes two scalar all-reduces, leaves with
   transposed tiles do not share both. It is the same for a global norm.
   """
-  bare = compile_jit("2x4", axis_type, optax.adam(1e-3))
-  scaled = compile_jit(
-    "2x4", axis_type, ols.with_loss_scaling(optax.adam(1e-3))
+  bare, scaled, clipped = (
+    compile_jit("2x4", axis_type, tx) for tx in (ADAM, SCALED, CLIPPED)
   )
-  clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-  assert gain(scaled, bare) == gain(compile_jit("2x4", axis_type, clip), bare)
+  assert gain(scaled, bare) == gain(clipped, bare)
   assert set(gain(scaled, bare)) == {"all-reduce"}
   scalars = map(sharding.count_scalar_all_reduces, (scaled, bare))
   assert gain(scaled, bare)["all-reduce"] == next(scalars) - next(scalars)
@@ -121,49 +121,25 @@ def test_shard_map_gains_one_scalar_all_reduce_however_many_leaves(
   assert gain(scaled, bare) == ONE_ALL_REDUCE
 
 
-def test_shard_map_gains_none_where_types_say_that_all_agree():
-  bare = compile_shard_map(P(), True)
-  scaled = compile_shard_map(P(), True, axis_name="data")
-  assert not gain(scaled, bare)
-  unchecked = compile_shard_map(P(), False)
-  scaled = compile_shard_map(P(), False, axis_name="data")
-  assert gain(scaled, unchecked) == ONE_ALL_REDUCE
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_the_largest_gradient_travels_with_the_flag(check_vma):
-  options = {"axis_name": "data"}
-  scaled = compile_shard_map(P("data"), check_vma, **options)
-  options["loss_scale"] = ReadsMagnitude()
-  reading = compile_shard_map(P("data"), check_vma, **options)
-  assert not gain(reading, scaled)
-
-
-def test_in_shard_map_max_norm_costs_no_more_than_clipping():
-  for spec, reductions in [(P(), 0), (P("data"), 1)]:
-    bare = compile_shard_map(spec, True)
-    scaled = compile_shard_map(spec, True, axis_name="data", max_norm=1.0)
-    assert gain(scaled, bare) == Counter({"all-reduce": reductions})
-
-
-def test_in_shard_map_scaled_gradients_cost_no_more_than_true_ones():
-  options = {"axis_name": "data", "grads_are_scaled": True}
-  bare = compile_shard_map(P("data"), True)
-  scaled = compile_shard_map(P("data"), True, **options)
-  assert gain(scaled, bare) == ONE_ALL_REDUCE
-
-
-@pytest.mark.parametrize("layout", ["fsdp", "2x4"])
-def test_in_sharded_jit_scaled_gradients_cost_no_more_than_true_ones(layout):
-  true, scaled = (
-    compile_jit(
-      layout,
-      AxisType.Auto,
-      ols.with_loss_scaling(optax.adam(1e-3), grads_are_scaled=are_scaled),
-    )
-    for are_scaled in (False, True)
-  )
-  assert not gain(scaled, true)
+@pytest.mark.parametrize(
+  "spec, check_vma, options, reductions",
+  [
+    (P(), True, {}, 0),  # types say that all agree
+    (P(), False, {}, 1),
+    (P(), True, {"max_norm": 1.0}, 0),
+    (P("data"), True, {"max_norm": 1.0}, 1),
+    (P("data"), True, {"grads_are_scaled": True}, 1),
+    (P("data"), True, {"loss_scale": ReadsMagnitude()}, 1),
+    (P("data"), False, {"loss_scale": ReadsMagnitude()}, 1),
+  ],
+  ids=str,
+)
+def test_shard_map_gains_one_all_reduce_at_most_whatever_it_carries(
+  spec, check_vma, options, reductions
+):
+  bare = compile_shard_map(spec, check_vma)
+  scaled = compile_shard_map(spec, check_vma, axis_name="data", **options)
+  assert gain(scaled, bare) == Counter({"all-reduce": reductions})
 
 
 def gain(compiled, bare):
@@ -173,6 +149,7 @@ def gain(compiled, bare):
   return Counter({name: n for name, n in counts.items() if n})
 
 
+@functools.cache
 def compile_jit(layout, axis_type, tx, depth=2):
   """A step of a multilayer perceptron in float16, compiled."""
   mesh, even, odd, batch_spec = LAYOUTS[layout]
@@ -213,12 +190,11 @@ def explicitly(weight, i, mesh, batch_spec):
   return weight, P(batch_axis, None if i % 2 else model)
 
 
+@functools.cache
 def compile_shard_map(spec, check_vma, *, depth=2, **options):
   """Such a step, its params replicated, or gathered for use."""
   mesh = sharding.make_mesh((8,), ("data",))
-  tx = optax.adam(1e-3)
-  if options:
-    tx = ols.with_loss_scaling(tx, **options)
+  tx = scaled_adam(**options) if options else ADAM
   params = [jnp.ones((WIDTH, WIDTH)) for _ in range(depth)]
   specs = [spec] * depth
 

@@ -24,7 +24,7 @@ def test_fifty_steps_on_eight_devices_are_those_on_one(layout, axis_type):
   run = ShardedRun(layout, axis_type)
   batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
-  expected = one_device()
+  expected = exact_model.one_device(STEPS)
   assert_same_bits((params, opt_state, scales), expected)
   sharding.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)
@@ -110,12 +110,6 @@ def test_many_sharded_steps_compile_once_and_touch_no_host(axis_type):
         carry = step(*carry, batch)
   assert len(traces) == step._cache_size() == 1
   assert ols.get_loss_scale_state(carry).total_notfinite == 2
-
-
-@functools.cache
-def one_device():
-  batches, _ = exact_model.make_batches(STEPS)
-  return exact_model.train_on_one_device(exact_model.make_optimizer(), batches)
 
 
 def make_two_batches():

@@ -1,6 +1,5 @@
 """Several real processes on one machine, each with its part of the devices."""
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -31,7 +30,7 @@ def test_all_processes_skip_what_overflows_on_one(tmp_path, n_processes):
   config = {"mode": "train", "steps": STEPS}
   with Processes(n_processes, tmp_path, config) as processes:
     processes.wait_for_success()
-  expected = one_device(STEPS)
+  expected = exact_model.one_device(STEPS)
   assert expected[1].loss_scale_state.total_notfinite > 5
   for mode in ("jit", "shard_map"):
     assert_equal(tmp_path, n_processes, {mode: expected})
@@ -53,7 +52,7 @@ def test_a_killed_process_does_not_hang_the_rest_and_a_restart_goes_on(
   with Processes(2, tmp_path, config | {"die_before": None}) as processes:
     processes.wait_for_success()
     assert "step 4" in processes.logs() and "step 3" not in processes.logs()
-  expected = one_device(steps)
+  expected = exact_model.one_device(steps)
   scale_state = expected[1].loss_scale_state
   assert scale_state.total_notfinite > 0
   end = (*expected[:2], scale_state.loss_scale)
@@ -138,12 +137,6 @@ def free_port():
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     return s.getsockname()[1]
-
-
-@functools.cache
-def one_device(steps):
-  batches, _ = exact_model.make_batches(steps)
-  return exact_model.train_on_one_device(exact_model.make_optimizer(), batches)
 
 
 def assert_equal(folder, n_processes, expected):

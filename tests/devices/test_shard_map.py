@@ -16,6 +16,7 @@ import pytest
 import optax_lossscale as ols
 
 STEPS = 50
+SHARDED = P("data")
 both_check_vma = pytest.mark.parametrize("check_vma", [True, False])
 mapped_axes = pytest.mark.parametrize("mapped", ["pmap", "vmap"])
 
@@ -27,7 +28,7 @@ def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
   run = ShardMapRun(layout, check_vma)
   batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
-  assert_same_bits((params, opt_state, scales), one_device())
+  assert_same_bits((params, opt_state, scales), exact_model.one_device(STEPS))
   sharding.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)
   assert state.total_notfinite == np.sum(~finite) > 5
@@ -46,9 +47,7 @@ def test_one_bad_entry_of_one_shard_makes_every_device_skip(
   bad, jitted, check_vma
 ):
   run = ShardMapRun("two axes, sharded", check_vma)
-  update = run.shard_map(
-    run.update, (run.specs, *run.carry_specs), run.carry_specs
-  )
+  update = run.sharded_update()
   update = jax.jit(update) if jitted else update
   params, opt_state = run.start()
   grads = jax.tree.map(jnp.ones_like, params)
@@ -64,9 +63,7 @@ def test_one_bad_entry_of_one_shard_makes_every_device_skip(
 def test_max_norm_under_shard_map_is_the_norm_of_the_whole(scaled):
   options = {"max_norm": 2.5, "grads_are_scaled": scaled}
   run = ShardMapRun("two axes, sharded", True, sgd=True, **options)
-  update = run.shard_map(
-    run.update, (run.specs, *run.carry_specs), run.carry_specs
-  )
+  update = run.sharded_update()
   params, opt_state = run.start()
   rng = np.random.default_rng(0)
   grads = {
@@ -121,9 +118,7 @@ def test_max_norm_counts_a_leaf_once_on_a_mesh_of_one_device():
 
 def test_max_norm_is_an_error_where_check_vma_hides_what_is_a_shard():
   run = ShardMapRun("sharded", False, max_norm=1.0)
-  update = run.shard_map(
-    run.update, (run.specs, *run.carry_specs), run.carry_specs
-  )
+  update = run.sharded_update()
   params, opt_state = run.start()
   with pytest.raises(ValueError, match=r"check_vma=True.*axis 'data'"):
     jax.jit(update)(params, params, opt_state)
@@ -168,7 +163,7 @@ def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
   replicas = map_over("data", mapped, train)(by_device)
   for i in range(8):
     replica = jax.tree.map(lambda x, i=i: x[i], replicas)
-    assert_same_bits(replica, one_device())
+    assert_same_bits(replica, exact_model.one_device(STEPS))
 
 
 @mapped_axes
@@ -204,22 +199,30 @@ def test_vmapped_seeds_have_a_scale_and_a_flag_each():
     assert_same_bits(member, train(*start, batches))
 
 
+def update_on_8_devices(tx, grads, check_vma, spec=SHARDED, **extra):
+  """Each device has its own part of the extra arguments."""
+  update = jax.shard_map(
+    lambda grad, extra: tx.update(
+      grad, tx.init(grad), **jax.tree.map(lambda x: x[0], extra)
+    ),
+    mesh=sharding.make_mesh((8,), ("data",)),
+    in_specs=(spec, P("data")),
+    out_specs=(spec, P()),
+    check_vma=check_vma,
+  )
+  updates, state = jax.jit(update)(grads, extra)
+  sharding.assert_replicas_equal(state)
+  return updates, state.loss_scale_state
+
+
 @both_check_vma
 def test_a_callers_flag_from_one_device_counts_for_all(check_vma):
   tx = exact_model.make_optimizer(axis_name="data")
-
-  def update(grad):
-    mine = lax.axis_index("data") != 3
-    return tx.update(grad, tx.init(grad), grads_finite=mine)
-
-  mesh = sharding.make_mesh((8,), ("data",))
-  update = jax.shard_map(
-    update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma
+  updates, state = update_on_8_devices(
+    tx, jnp.ones(2), check_vma, P(), grads_finite=np.arange(8) != 3
   )
-  updates, state = jax.jit(update)(jnp.ones(2))
   assert np.all(np.signbit(updates)) and not np.any(updates)
-  sharding.assert_replicas_equal(state)
-  assert not state.loss_scale_state.last_finite
+  assert not state.last_finite
 
 
 @both_check_vma
@@ -231,34 +234,21 @@ def test_a_nan_that_one_devices_optimizer_made_counts_for_all(check_vma):
 
   inner = optax.GradientTransformation(lambda _: (), break_on_shard_3)
   tx = ols.with_loss_scaling(inner, axis_name="data", check_updates=True)
-  mesh = sharding.make_mesh((8,), ("data",))
-  update = jax.shard_map(
-    lambda grad: tx.update(grad, tx.init(grad)),
-    mesh=mesh,
-    in_specs=P("data"),
-    out_specs=(P("data"), P()),
-    check_vma=check_vma,
-  )
-  updates, state = jax.jit(update)(jnp.ones(8))
+  updates, state = update_on_8_devices(tx, jnp.ones(8), check_vma)
   assert np.all(np.signbit(updates)) and not np.any(updates)
-  sharding.assert_replicas_equal(state)
-  assert not state.loss_scale_state.last_finite
+  assert not state.last_finite
 
 
 @both_check_vma
 def test_a_policy_is_given_the_largest_gradient_of_all_devices(check_vma):
+  """That of the gradients, or the one that one device was told of."""
   policy = ScaleIsMagnitude()
   tx = ols.with_loss_scaling(optax.sgd(1.0), policy, axis_name="data")
-  update = jax.shard_map(
-    lambda grad: tx.update(grad, tx.init(grad))[1],
-    mesh=sharding.make_mesh((8,), ("data",)),
-    in_specs=P("data"),
-    out_specs=P(),
-    check_vma=check_vma,
-  )
-  state = jax.jit(update)(jnp.array([1.0, 2, 3, -9, 5, 6, 7, 8]))
-  sharding.assert_replicas_equal(state)
-  assert state.loss_scale_state.loss_scale == 9
+  grads = jnp.array([1.0, 2, 3, -9, 5, 6, 7, 8])
+  told = jnp.arange(8.0).at[5].set(12)
+  for extra, seen in ({}, 9), ({"grads_amax": told}, 12):
+    _, state = update_on_8_devices(tx, grads, check_vma, **extra)
+    assert state.loss_scale == seen
 
 
 def map_by(mapped, fun):
@@ -318,9 +308,3 @@ def map_over(axis_name, mapped, fun):
   if mapped == "pmap":
     return jax.pmap(fun, axis_name=axis_name)
   return jax.jit(jax.vmap(fun, axis_name=axis_name))
-
-
-@functools.cache
-def one_device():
-  batches, _ = exact_model.make_batches(STEPS)
-  return exact_model.train_on_one_device(exact_model.make_optimizer(), batches)

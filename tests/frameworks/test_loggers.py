@@ -1,7 +1,5 @@
 """What a loop logs, and when it waits for it."""
 
-import json
-
 from helpers.small_model import (
   half_loss_fn,
   init_params,
@@ -81,21 +79,3 @@ def test_metrics_go_into_tensorboard_by_their_names():
   assert len(traces) == 1
   assert ("loss_scale/log2_loss_scale", 10.0, 3) in writer.rows
   assert ("loss_scale/last_finite", 0.0, 2) in writer.rows
-
-
-def test_metrics_go_into_a_dict_of_numbers_at_once():
-  # As wandb, MLflow or a line of JSON want them; one transfer for all.
-  step, carry, _ = make_logged_step()
-  _, logs = step(carry, make_data()[0])
-  numbers = {name: x.item() for name, x in jax.device_get(logs).items()}
-  row = json.loads(json.dumps(numbers))
-  assert row.pop("loss") > 0
-  assert row == {
-    "finite_count": 1,
-    "last_finite": True,
-    "log2_loss_scale": 10.0,
-    "loss_scale": 1024.0,
-    "notfinite_count": 0,
-    "skipped": 0.0,
-    "total_notfinite": 0,
-  }

@@ -99,8 +99,10 @@ def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum_silently(
   checkpoints.save_checkpoint(tmp_path, saved, STEPS)
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
   assert_same_bits(restored.params, saved.params)
-  assert restored.step == STEPS
   assert (momentum(restored), count(restored)) == (0, 0)
+  # The count of the schedule shows it.
+  skips = ols.get_loss_scale_state(restored).total_notfinite
+  assert restored.step - skips - count(restored) == STEPS
 
 
 def test_the_same_happens_to_a_wrapped_run_that_is_restored_into_a_bare_one(
@@ -114,14 +116,6 @@ def test_the_same_happens_to_a_wrapped_run_that_is_restored_into_a_bare_one(
   # The right way: as it was saved, and then leave.
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
   assert_same_bits(restored.opt_state.inner_state, saved.opt_state.inner_state)
-
-
-def test_the_count_of_a_schedule_shows_that_the_state_was_lost(tmp_path):
-  checkpoints.save_checkpoint(tmp_path, train(make_state(BARE)), STEPS)
-  restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
-  state = ols.get_loss_scale_state(restored)
-  lost = restored.step - state.total_notfinite - count(restored)
-  assert lost == STEPS
 
 
 def test_restored_into_the_bare_state_and_adopted_the_run_goes_on(

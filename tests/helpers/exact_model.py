@@ -5,6 +5,8 @@ exact in whatever order devices add; the optimizer multiplies by powers of two.
 What a run on eight devices computes must equal one device's bit for bit.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,9 +81,10 @@ def train(step, params, opt_state, batches):
   return *carry, scales
 
 
-def train_on_one_device(tx, batches):
-  """What all others are compared with."""
-  params = init_params()
+@functools.cache
+def one_device(steps):
+  """What one device computes, with which all others are compared."""
+  tx, params = make_optimizer(), init_params()
   step = lambda *args: train_step(tx, *args)
   run = jax.jit(lambda *args: train(step, *args))
-  return run(params, tx.init(params), batches)
+  return run(params, tx.init(params), make_batches(steps)[0])

@@ -154,6 +154,11 @@ class ShardMapRun:
       check_vma=self.check_vma,
     )
 
+  def sharded_update(self):
+    """``update`` of gradients that are sharded as the params are."""
+    in_specs = self.specs, *self.carry_specs
+    return self.shard_map(self.update, in_specs, self.carry_specs)
+
   def step(self, params, opt_state, batch):
     grads = ols.grad(self.loss, opt_state)(params, batch)
     if not self.check_vma:

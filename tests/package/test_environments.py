@@ -1,9 +1,9 @@
 """Which Python is taken, and what is run on which version."""
 
 import os
-import pathlib
 import re
 import runpy
+import shutil
 import subprocess
 import tomllib
 
@@ -83,10 +83,7 @@ class Machine:
 
 
 def find_tool(name):
-  for folder in os.environ["PATH"].split(os.pathsep):
-    if (pathlib.Path(folder) / name).exists():
-      return pathlib.Path(folder) / name
-  raise FileNotFoundError(name)
+  return shutil.which(name) or pytest.fail(f"{name} is not installed")
 
 
 @pytest.fixture
@@ -94,18 +91,19 @@ def machine(tmp_path):
   return Machine(tmp_path)
 
 
-def test_the_newest_python_is_taken(machine):
+@pytest.mark.parametrize("root", [".pyenv", "elsewhere"])
+def test_the_newest_python_that_works_is_taken(machine, root):
+  """A shim that says "command not found" does not, and hides what does."""
+  where = {} if root == ".pyenv" else {"PYENV_ROOT": str(machine.home / root)}
   machine.add("3.11")
-  machine.add("3.12")
-  newest = machine.add("3.13")
-  assert machine.newest() == (0, newest, "")
-
-
-def test_a_shim_that_says_command_not_found_does_not_count(machine):
-  machine.add_shim("3.14")
-  machine.add_shim("3.13")
   works = machine.add("3.12")
   assert machine.newest() == (0, works, "")
+  machine.add_shim("3.14")
+  machine.add_shim("3.13")
+  assert machine.newest() == (0, works, "")
+  machine.add_pyenv("3.13.9", root)
+  latest = machine.add_pyenv("3.13.10", root)
+  assert machine.newest(**where) == (0, latest, "")
 
 
 def test_a_python_behind_a_shim_of_the_same_name_is_found(machine):
@@ -113,16 +111,6 @@ def test_a_python_behind_a_shim_of_the_same_name_is_found(machine):
   works = machine.add("3.13")
   machine.add("3.12")
   assert machine.newest() == (0, works, "")
-
-
-@pytest.mark.parametrize("root", [".pyenv", "elsewhere"])
-def test_a_version_under_pyenv_is_found_though_its_shim_fails(machine, root):
-  machine.add_shim("3.13")
-  machine.add("3.12")
-  machine.add_pyenv("3.13.9", root)
-  latest = machine.add_pyenv("3.13.10", root)
-  where = {} if root == ".pyenv" else {"PYENV_ROOT": str(machine.home / root)}
-  assert machine.newest(**where) == (0, latest, "")
 
 
 def test_an_older_python_than_3_11_is_never_taken(machine):
@@ -149,30 +137,25 @@ def test_bounds_leave_out_what_is_older_and_what_is_newer(machine):
 
 
 def test_python_takes_the_place_of_the_search(machine):
-  machine.add("3.13")
+  found = machine.add("3.13")
   wanted = machine.add("3.12")
-  assert machine.newest(PYTHON="python3.12") == (0, wanted, "")
-  assert machine.newest(PYTHON=wanted) == (0, wanted, "")
+  newer = machine.add("3.20")  # than what is looked for
+  assert machine.newest() == (0, found, "")
+  for python, path in ("python3.12", wanted), (wanted, wanted), (newer, newer):
+    assert machine.newest(PYTHON=python) == (0, path, "")
 
 
 def test_python_is_found_by_its_name_behind_a_shim_that_fails(machine):
-  machine.add_shim("3.12")
+  shim = machine.add_shim("3.12")
   machine.add("3.13")
   wanted = machine.add_pyenv("3.12.1")
   assert machine.newest(PYTHON="python3.12") == (0, wanted, "")
-
-
-def test_python_may_be_newer_than_what_is_looked_for(machine):
-  newer = machine.add("3.20")
-  assert machine.newest()[0] == 1
-  assert machine.newest(PYTHON=newer) == (0, newer, "")
-
-
-def test_python_is_refused_if_it_does_not_run_or_is_out_of_bounds(machine):
-  machine.add("3.13")
-  shim = machine.add_shim("3.12")
   status, path, message = machine.newest(PYTHON=shim)
   assert (status, path) == (1, "") and "does not run" in message
+
+
+def test_python_is_refused_if_it_is_out_of_bounds(machine):
+  machine.add("3.13")
   old = machine.add("3.11")
   status, path, message = machine.newest("3.12", PYTHON=old)
   assert (status, path) == (1, "")

@@ -40,12 +40,6 @@ def test_the_pages_that_are_built_are_those_that_are_published():
   }
 
 
-def test_each_project_url_is_named_and_the_authors_are_no_persons():
-  names = {"Documentation", "Source", "Changelog", "Issues"}
-  assert set(PROJECT["urls"]) == names
-  assert PROJECT["authors"] == [{"name": "the optax_lossscale authors"}]
-
-
 def test_the_version_is_the_same_wherever_it_stands():
   for name, line in {
     "CITATION.cff": rf"^version: {ols.__version__}$",

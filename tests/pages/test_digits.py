@@ -1,25 +1,14 @@
 """The digits example keeps its promises, and runs as its users run it."""
 
-import importlib.util
-import os
-import subprocess
 import sys
 
-from helpers import ROOT
-import jax
-import numpy as np
-import optax
+from helpers import examples
 import pytest
-
-SCRIPT = ROOT / "examples" / "digits.py"
 
 
 @pytest.fixture(scope="module")
 def digits():
-  spec = importlib.util.spec_from_file_location("digits", SCRIPT)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return examples.load("digits")
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +25,9 @@ def runs(digits, data):
 
 @pytest.mark.slow
 def test_the_script_shows_its_progress_a_table_and_a_picture(tmp_path):
-  command = [sys.executable, "-W", "error", SCRIPT, "--steps", "3"]
-  command += ["--seed", "1", "--out", "curves.png"]
-  done = subprocess.run(
-    command,
-    cwd=tmp_path,
-    env=os.environ | {"PYTHONPATH": str(ROOT)},  # this package, no other
-    capture_output=True,
-    text=True,
-  )
-
-  assert done.returncode == 0, done.stderr
-  assert "21/21" in done.stderr  # The progress bar: 3 steps for 7 runs.
-  lines = done.stdout.splitlines()
+  options = "--steps=3", "--seed=1", "--out=curves.png"
+  lines, progress = examples.run("digits", *options, folder=tmp_path)
+  assert "21/21" in progress  # 3 steps for 7 runs
   rows = {line[:25].strip(): line[25:].split() for line in lines[2:9]}
   assert list(rows) == [
     "float32",
@@ -137,36 +116,6 @@ def test_the_scale_brings_back_the_gradients_that_float16_flushed(
   assert table["float32"] == pytest.approx((0, 1))
 
 
-@pytest.mark.slow
-def test_the_float32_run_is_what_optax_alone_gives(digits, data):
-  steps = 5
-  run = digits.train(data, digits.in_float32, 1.0, steps=steps)
-
-  init_key, train_key, _ = jax.random.split(jax.random.key(0), 3)
-  tx = optax.adam(
-    optax.cosine_decay_schedule(digits.LEARNING_RATE, decay_steps=steps)
-  )
-  params = digits.init_params(init_key)
-  opt_state = tx.init(params)
-
-  @jax.jit
-  def step(params, opt_state, i):
-    key = jax.random.fold_in(train_key, i)
-    noisy, clean = digits.sample_batch(key, data[0])
-    grads = jax.grad(digits.reconstruction_loss)(params, noisy, clean)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  for i in range(steps):
-    params, opt_state = step(params, opt_state, i)
-
-  # 1024 is a power of two: it divides and multiplies without rounding.
-  for mine, theirs in zip(
-    jax.tree.leaves(run.params), jax.tree.leaves(params), strict=True
-  ):
-    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize(
   "args, message",
   [
@@ -178,10 +127,7 @@ def test_the_float32_run_is_what_optax_alone_gives(digits, data):
 def test_wrong_arguments_are_refused_before_the_training(
   digits, monkeypatch, capsys, args, message
 ):
-  monkeypatch.setattr(sys, "argv", ["digits.py", *args])
-  with pytest.raises(SystemExit, match="2"):
-    digits.parse_args()
-  assert message in capsys.readouterr().err
+  assert message in examples.refusal(digits, args, monkeypatch, capsys)
 
 
 def test_help_names_the_options_and_their_defaults(digits, monkeypatch, capsys):

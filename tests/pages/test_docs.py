@@ -56,13 +56,26 @@ def test_each_public_name_has_one_entry_on_an_api_page():
 
 
 def texts():
-  """The (file, text) of everything in Markdown."""
+  """The (file, text) of everything in Markdown, without blocks of code."""
   for path in PAGES:
-    yield path, path.read_text()
+    yield path, prose(path.read_text())
   for path in NOTEBOOKS:
     for cell in json.loads(path.read_text())["cells"]:
       if cell["cell_type"] == "markdown":
-        yield path, "".join(cell["source"])
+        yield path, prose("".join(cell["source"]))
+
+
+def prose(text):
+  return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def links():
+  """The (file, link, message) of each link in Markdown."""
+  pattern = r"\]\(([^)\s]+)\)|^\[[\w-]+\]: (\S+)$"
+  for path, text in texts():
+    for pair in re.findall(pattern, text, re.MULTILINE):
+      link = "".join(pair)
+      yield path, link, f"{relative_name(path)} links to {link}"
 
 
 def test_each_relative_link_leads_to_a_file_or_a_label():
@@ -72,15 +85,10 @@ def test_each_relative_link_leads_to_a_file_or_a_label():
     for label in re.findall(r"^\(([\w-]+)\)=$", path.read_text(), re.MULTILINE)
   }
   found = 0
-  for path, text in texts():
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
-    for link in links:
-      target = link.split("#")[0]
-      if not target or re.match(r"\w+:", target) or target in labels:
-        continue
+  for path, link, where in links():
+    target = link.split("#")[0]
+    if target and not re.match(r"\w+:", target) and target not in labels:
       found += 1
-      where = f"{relative_name(path)} links to {link}"
       assert (path.parent / target).exists(), where
   assert found > 20
 
@@ -133,28 +141,23 @@ def test_each_address_of_this_repository_leads_to_a_file():
 
 def slugs(path):
   """What a code host makes of the headings of a page, to link to them."""
-  text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
-  for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+  for heading in re.findall(r"^#+ (.*)$", prose(path.read_text()), re.M):
     heading = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading).lower()
     yield re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-")
 
 
 def test_each_link_to_a_heading_leads_to_one():
   found = 0
-  for path, text in texts():
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    links = re.findall(r"\]\(([^)\s]*#[^)\s]+)\)", text)
-    links += re.findall(r"^\[[\w-]+\]: (\S*#\S+)$", text, re.MULTILINE)
-    for link in links:
-      target, _, slug = link.partition("#")
-      if target.startswith(REPOSITORY):
-        page = in_repository(target)
-      elif re.match(r"\w+:", target):
-        continue
-      else:
-        page = (path.parent / target).resolve() if target else path
+  for path, link, where in links():
+    target, _, slug = link.partition("#")
+    if target.startswith(REPOSITORY):
+      page = in_repository(target)
+    elif re.match(r"\w+:", target):
+      continue
+    else:
+      page = (path.parent / target).resolve() if target else path
+    if slug:
       found += 1
-      where = f"{relative_name(path)} links to {link}"
       assert page.suffix != ".md" or slug in set(slugs(page)), where
   assert found > 20
 
@@ -170,8 +173,7 @@ def test_each_notebook_that_opens_in_colab_is_there():
 
 
 def test_the_readme_has_only_absolute_links_which_work_anywhere():
-  text = (ROOT / "README.md").read_text()
-  text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+  text = prose((ROOT / "README.md").read_text())
   links = re.findall(r"\]\(([^)\s]+)\)", text)
   defined = dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", text, re.MULTILINE))
   for link in [*links, *defined.values()]:
@@ -191,7 +193,6 @@ def test_the_picture_of_the_readme_is_there_and_small():
 def test_no_power_of_two_turns_prose_bold():
   """Markdown may take the asterisks of one and of the next for bold."""
   for path, text in texts():
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"`[^`]*`", "", text)
     # Paragraphs, items of lists, cells of tables.
     for part in re.split(r"\n\s*\n|\n(?=[*-] )|\|", text):
@@ -202,7 +203,6 @@ def test_no_power_of_two_turns_prose_bold():
 
 def test_a_formula_is_plain_text_and_needs_no_script():
   for path, text in texts():
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"`[^`]*`", "", text)
     where = f"{relative_name(path)}: write it without TeX"
     assert not re.search(r"\$|\\[a-z]+", text), where

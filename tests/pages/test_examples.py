@@ -1,14 +1,7 @@
 """Each example runs for a few steps, as its users run it."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
-from helpers import ROOT
+from helpers import examples
 import pytest
-
-import optax_lossscale as ols
 
 pytestmark = pytest.mark.slow
 
@@ -22,17 +15,7 @@ LAST_LINES = {
 
 
 @pytest.mark.parametrize("name", LAST_LINES)
-def test_an_example_runs(name):
-  process = subprocess.run(
-    [sys.executable, ROOT / "examples" / f"{name}.py", "--steps", "4"],
-    env=os.environ
-    | {
-      "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": str(pathlib.Path(ols.__file__).parents[1]),
-    },
-    capture_output=True,
-    text=True,
-  )
-  assert process.returncode == 0, process.stderr
-  assert process.stdout.splitlines()[-1].startswith(LAST_LINES[name])
-  assert "4/4" in process.stderr  # the progress bar
+def test_an_example_runs(name, tmp_path):
+  lines, progress = examples.run(name, "--steps", "4", folder=tmp_path)
+  assert lines[-1].startswith(LAST_LINES[name])
+  assert "4/4" in progress

@@ -1,11 +1,6 @@
 """The RL example keeps its promises, and runs as its users run it."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-from helpers import ROOT
+from helpers import examples
 from helpers.bits import assert_same_bits
 import jax
 from jax.sharding import AxisType
@@ -14,16 +9,12 @@ import pytest
 
 import optax_lossscale as ols
 
-SCRIPT = ROOT / "examples" / "rl_float16.py"
 STEPS = 60
 
 
 @pytest.fixture(scope="module")
 def rl():
-  spec = importlib.util.spec_from_file_location("rl_float16", SCRIPT)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return examples.load("rl_float16")
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +34,9 @@ def runs(rl, programs):
 
 @pytest.mark.slow
 def test_the_script_shows_its_progress_a_table_and_a_picture(tmp_path):
-  command = [sys.executable, "-W", "error", SCRIPT, "--steps", "2"]
-  command += ["--seeds", "1", "--devices", "2", "--out", "curves.png"]
-  done = subprocess.run(
-    command,
-    cwd=tmp_path,
-    env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    capture_output=True,
-    text=True,
-  )
-
-  assert done.returncode == 0, done.stderr
-  assert "6/6" in done.stderr  # The progress bar: 2 steps in 3 precisions.
-  lines = done.stdout.splitlines()
+  options = "--steps=2", "--seeds=1", "--devices=2", "--out=curves.png"
+  lines, progress = examples.run("rl_float16", *options, folder=tmp_path)
+  assert "6/6" in progress  # 2 steps in 3 precisions
   assert lines[0] == "256 answers a step, on 2 devices."
   names = [line.split()[0] for line in lines[3:6]]
   assert names == ["bfloat16", "float16", "float32"]
@@ -117,10 +98,7 @@ def test_all_devices_skip_a_step_together_and_keep_what_they_had(rl, programs):
 def test_wrong_arguments_are_refused_before_the_training(
   rl, monkeypatch, capsys, args, message
 ):
-  monkeypatch.setattr(sys, "argv", ["rl_float16.py", *args])
-  with pytest.raises(SystemExit, match="2"):
-    rl.parse_args()
-  assert message in capsys.readouterr().err
+  assert message in examples.refusal(rl, args, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("count", [1, 4])
