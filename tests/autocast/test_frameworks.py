@@ -19,6 +19,16 @@ X = jax.random.normal(jax.random.key(0), (16, 8))
 STEPS = 3
 
 
+def assert_near(actual, expected):
+  """By one bound: a bias before a norm has no gradient but for rounding."""
+
+  def check(a, b):
+    assert a.dtype == b.dtype
+    np.testing.assert_allclose(a, b, atol=2e-3)
+
+  jax.tree.map(check, actual, expected)
+
+
 class NnxModel(nnx.Module):
   """Changes its statistics, its random numbers and its notes in place."""
 
@@ -63,13 +73,8 @@ def test_an_nnx_model_trains_and_changes_in_place(jit):
   expected_losses, expected = train_nnx(nnx_loss, nnx.jit)
   np.testing.assert_allclose(losses, expected_losses, rtol=1e-3)
   assert state.calls[...] == STEPS
-  for actual, other in zip(
-    jax.tree.leaves(nnx.state(state, nnx.Not(nnx.RngKey))),
-    jax.tree.leaves(nnx.state(expected, nnx.Not(nnx.RngKey))),
-    strict=True,
-  ):
-    assert actual.dtype == other.dtype
-    np.testing.assert_allclose(actual, other, atol=2e-3)
+  arrays = nnx.Not(nnx.RngKey)
+  assert_near(nnx.state(state, arrays), nnx.state(expected, arrays))
 
 
 @pytest.mark.slow
@@ -233,9 +238,7 @@ def test_a_linen_model_trains_with_its_statistics():
   actual, counts = train_linen(ols.autocast)
   expected, _ = train_linen(lambda fun: fun)
   assert counts == {"float16": 1, "float32": 2}
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), actual, expected
-  )
+  assert_near(actual, expected)
 
 
 class EquinoxModel(eqx.Module):
@@ -286,8 +289,5 @@ def train_equinox(cast):
 
 @pytest.mark.slow
 def test_an_equinox_model_trains_with_its_state():
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3),
-    train_equinox(ols.autocast),
-    train_equinox(lambda fun: fun),
-  )
+  expected = train_equinox(lambda fun: fun)
+  assert_near(train_equinox(ols.autocast), expected)

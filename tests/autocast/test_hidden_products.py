@@ -1,13 +1,11 @@
 """Rules whose products are all in their derivative."""
 
-import warnings
-
-from helpers import equations, sharding
+from helpers import equations, quick_alone, sharding
+from helpers.bits import assert_close
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-import numpy as np
 import pytest
 
 import optax_lossscale as ols
@@ -91,19 +89,9 @@ WITHIN = {
 }
 
 
+@pytest.mark.parametrize("within", quick_alone(["as it is"], WITHIN))
 @pytest.mark.parametrize("name", LOSSES)
-def test_its_products_run_in_half(name):
-  check(name, "as it is")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("within", [*WITHIN][1:])
-@pytest.mark.parametrize("name", LOSSES)
-def test_its_products_run_in_half_within_others(name, within):
-  check(name, within)
-
-
-def check(name, within):
+def test_its_products_run_in_half_wherever_it_stands(name, within):
   loss, argument, count = LOSSES[name]
   loss = WITHIN[within](loss)
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
@@ -111,20 +99,9 @@ def check(name, within):
   assert_close(jax.jit(half)(argument), jax.jit(full)(argument))
 
 
-def assert_close(actual, expected):
-  tolerance = 5e-3 * np.max(np.abs(expected))
-  np.testing.assert_allclose(actual, expected, atol=tolerance)
-
-
 def test_its_products_run_in_half_where_the_devices_are_mapped():
   half = jax.grad(ols.autocast(shared_between_devices))
   assert set(equations.products(half, TABLE)) == {"float16"}
-
-
-def test_it_is_something_to_run_in_half():
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    ols.autocast(embedding)(TABLE)
 
 
 def test_its_products_have_names_and_stay_if_they_are_named():

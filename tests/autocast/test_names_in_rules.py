@@ -1,16 +1,17 @@
-"""A name keeps in a rule what a mark keeps, forward and backward."""
+"""What a rule computes has the names of its weights, and is kept by them."""
 
 import functools
 
+from helpers import equations, quick_alone, rules
+from helpers.bits import assert_same_bits
 from helpers.planted_layers import normal
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _jaxprs
+from optax_lossscale.diagnostics import compare_precision
 
 X = normal(4, 8, seed=1)
 WEIGHTS = normal(8, 8)
@@ -18,14 +19,6 @@ WEIGHTS = normal(8, 8)
 
 def dense(w, x):
   return x @ w
-
-
-def scanned(w, x):
-  return lax.scan(lambda x, _: (dense(w, x), None), x, None, length=2)[0]
-
-
-def stacked(w, x):
-  return lax.scan(lambda x, w: (dense(w, x), None), x, w)[0]
 
 
 def looped(w, x):
@@ -36,10 +29,13 @@ def looped(w, x):
   )[1]
 
 
-SHAPES = {
+# What multiplies by weights within a rule.
+INNER = {
   "jit": jax.jit(dense),
-  "scan": scanned,
-  "stack": stacked,
+  "scan": lambda w, x: lax.scan(
+    lambda x, _: (dense(w, x), None), x, None, length=2
+  )[0],
+  "stack": lambda w, x: lax.scan(lambda x, w: (dense(w, x), None), x, w)[0],
   "cond": lambda w, x: lax.cond(x[0, 0] > 0, dense, dense, w, x),
   "checkpoint": jax.checkpoint(dense),
   "two deep": jax.jit(
@@ -50,33 +46,24 @@ SHAPES = {
 }
 
 
+def overflowing(inner):
+  """A layer that overflows in float16."""
+  return lambda params, x: (
+    jnp.tanh(inner(params["up"], 3e5 * x) / 3e5) @ params["down"]
+  )
+
+
 def with_vjp(inner, params, x):
   """Its gradient never runs the function itself, but what the rule does."""
-
-  @jax.custom_vjp
-  def block(params, x):
-    return jnp.tanh(inner(params["up"], 3e5 * x) / 3e5) @ params["down"]
-
-  block.defvjp(
-    lambda params, x: jax.vjp(block.fun, params, x),
-    lambda pull_back, ct: pull_back(ct),
-  )
-  return block(params, x)
+  return rules.pulling_back(overflowing(inner))(params, x)
 
 
 def with_jvp(inner, params, x):
-  @jax.custom_jvp
-  def block(params, x):
-    return jnp.tanh(inner(params["up"], 3e5 * x) / 3e5) @ params["down"]
-
-  block.defjvp(lambda primals, tangents: jax.jvp(block.fun, primals, tangents))
-  return block(params, x)
+  return rules.pushing_forward(overflowing(inner))(params, x)
 
 
 def with_a_loop(params, x):
-  @jax.custom_vjp
-  def block(params, x):
-    return jnp.tanh(looped(params["up"], 3e5 * x) / 3e5) @ params["down"]
+  block = jax.custom_vjp(overflowing(looped))
 
   def backward(residuals, ct):
     params, x = residuals
@@ -90,23 +77,8 @@ def with_a_loop(params, x):
 PROGRAMS = {
   f"{rule.__name__} {name}": (functools.partial(rule, inner), name == "stack")
   for rule in (with_vjp, with_jvp)
-  for name, inner in SHAPES.items()
+  for name, inner in INNER.items()
 } | {"with_vjp while": (with_a_loop, False)}
-
-
-def products(fun, *args):
-  """The dtypes of all products that are in a program."""
-  found = []
-
-  def walk(jaxpr):
-    for eqn in jaxpr.eqns:
-      if _jaxprs.is_matrix_product(eqn):
-        found.append(str(eqn.outvars[0].aval.dtype))
-      for closed in list(_jaxprs.held_jaxprs(eqn)):
-        walk(closed.jaxpr)
-
-  walk(jax.make_jaxpr(fun)(*args).jaxpr)
-  return found
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -118,30 +90,100 @@ def test_a_name_keeps_what_a_mark_keeps(name):
   def loss(block):
     return lambda params, x: jnp.mean((block(params, x) @ params["head"]) ** 2)
 
+  def are_finite(tree):
+    return all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(tree))
+
   marked = ols.autocast(loss(ols.keep_float32(block)))
   for kept in "up", "u*", "down":
     cast = ols.autocast(loss(block), keep_float32=kept)
     for transform in (lambda f: f), jax.grad:
-      one, other = (transform(fun) for fun in (cast, marked))
-      assert products(one, params, X) == products(other, params, X)
-      assert "float16" in products(one, params, X)  # of the head
-      pairs = zip(
-        jax.tree.leaves(jax.jit(one)(params, X)),
-        jax.tree.leaves(jax.jit(other)(params, X)),
-        strict=True,
+      dtypes, expected = (
+        [x.dtype for x in equations.named_products(transform(fun), params, X)]
+        for fun in (cast, marked)
       )
-      for a, b in pairs:
-        assert np.isfinite(a).all()
-        np.testing.assert_array_equal(a, b)
+      assert dtypes == expected and "float16" in dtypes  # of the head
+  results = [jax.jit(jax.grad(fun))(params, X) for fun in (cast, marked)]
+  assert_same_bits(*results)
+  assert are_finite(results)
+  # What is not named overflows as before.
+  cast = ols.autocast(loss(block), keep_float32="head")
+  assert not are_finite(jax.grad(cast)(params, X))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_not_named_overflows_as_before(name):
-  """So that the test above would fail if nothing were kept."""
-  block, is_stack = PROGRAMS[name]
-  up = jnp.stack([WEIGHTS] * 2) if is_stack else WEIGHTS
-  params = {"up": up, "down": WEIGHTS, "head": WEIGHTS}
-  loss = lambda params: jnp.mean((block(params, X) @ params["head"]) ** 2)
-  grads = jax.grad(ols.autocast(loss, keep_float32="head"))(params)
-  finite = [bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(grads)]
-  assert not all(finite)
+def layer(params, x):
+  return jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+by_pull_back = rules.pulling_back(layer)
+by_hand = jax.custom_vjp(layer)
+
+
+def forward(params, x):
+  hidden = jnp.tanh(x @ params["up"])
+  return hidden @ params["down"], (params, x, hidden)
+
+
+def backward(residuals, ct):
+  params, x, hidden = residuals
+  before = (ct @ params["down"].T) * (1 - hidden**2)
+  by_batch = jnp.einsum("bi,bj->ij", x, before)
+  down = jax.jit(lambda h, ct: (ct.T @ h).T)(hidden, ct)
+  weights = lax.optimization_barrier({"up": by_batch + 0, "down": down})
+  return weights, before @ params["up"].T
+
+
+by_hand.defvjp(forward, backward)
+
+
+def network(layer):
+  def loss(params, x):
+    for its_params in params["blocks"]:
+      x = layer(its_params, x)
+    return jnp.mean((x @ params["head"]) ** 2)
+
+  draw = lambda i: {
+    "up": normal(8, 8, seed=i),
+    "down": normal(8, 8, seed=9 + i),
+  }
+  return loss, {"blocks": [draw(i) for i in range(3)], "head": normal(8, 8)}
+
+
+@pytest.mark.parametrize("layer", [by_pull_back, by_hand])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_the_backward_pass_of_a_rule_has_the_names_of_its_weights(wrap, layer):
+  loss, params = network(wrap(layer))
+  cast = jax.grad(ols.autocast(loss))
+  found = equations.named_products(cast, params, X)
+  names = {f"blocks/{i}/{name}" for i in range(3) for name in ("up", "down")}
+  assert {x.weights for x in found} == {*names, "head"}
+  of_each = [[x for x in found if x.weights == name] for name in names]
+  assert min(map(len, of_each)) == 3
+  assert {x.dtype for x in found} == {"float16"}
+
+
+def drifting(params, x):
+  """It loses what is small beside the drift, which is large in one layer."""
+  left_out = jnp.sum(params["drift"] * x, -1, keepdims=True)
+  return jnp.tanh(x @ params["up"] - left_out) @ params["down"]
+
+
+AROUND_A_LAYER = {
+  "a rule": rules.pulling_back,
+  "a rule around a jit": lambda f: rules.pulling_back(jax.jit(f)),
+  "a jit": jax.jit,
+}
+
+
+@pytest.mark.parametrize("name", quick_alone(["a rule"], AROUND_A_LAYER))
+def test_a_bad_layer_in_a_rule_is_one_place(name):
+  loss, params = network(AROUND_A_LAYER[name](drifting))
+  for i, its_params in enumerate(params["blocks"]):
+    its_params["drift"] = jnp.float32(40.0 if i == 1 else 0.0)
+    its_params["up"] += its_params["drift"]
+  fun = jax.grad(ols.autocast(loss))
+  report = compare_precision(fun, params, X, progress=False)
+  assert 0.03 < report.error < 0.1
+  assert report.standing_out == ("blocks/1/up",)
+  (kept,) = report.standing_out
+  cured = jax.grad(ols.autocast(loss, keep_float32=kept))
+  assert compare_precision(cured, params, X, progress=False).error < 0.01

@@ -1,6 +1,6 @@
 """Random programs of products, moves, arithmetic and control flow."""
 
-from helpers import equations
+from helpers import equations, rules
 from helpers.bits import assert_same_bits
 import hypothesis
 from hypothesis import strategies as st
@@ -44,20 +44,6 @@ STEPS = {
 }
 
 
-def custom_jvp(inner):
-  fun = jax.custom_jvp(inner)
-  fun.defjvp(lambda x, t: jax.jvp(inner, x, t))
-  return fun
-
-
-def custom_vjp(inner):
-  fun = jax.custom_vjp(inner)
-  fun.defvjp(
-    lambda x: (inner(x), x), lambda x, g: (jax.vjp(inner, x)[1](g)[0],)
-  )
-  return fun
-
-
 # From such a function to another one.
 AROUND = {
   "jit": jax.jit,
@@ -73,8 +59,8 @@ AROUND = {
   "cond": lambda f: lambda x: lax.cond(x[0, 0] > 0, f, lambda x: x @ W, x),
   "vmap": lambda f: lambda x: jnp.sum(jax.vmap(f)(jnp.stack([x, x + 1])), 0),
   "map": lambda f: lambda x: lax.map(f, x[None])[0],
-  "custom_jvp": custom_jvp,
-  "custom_vjp": custom_vjp,
+  "custom_jvp": rules.pushing_forward,
+  "custom_vjp": rules.remembering,
   "gradient": lambda f: jax.grad(lambda x: jnp.sum(f(x) * W)),
   "scope": lambda f: jax.named_scope("a")(f),
 }

@@ -7,8 +7,8 @@ call: each time with respect to other arguments.
 import functools
 
 import equinox as eqx
-from flax import linen as nn
-from helpers import equations, hijax
+from helpers import equations, hijax, rules
+from helpers.bits import assert_close
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -22,14 +22,6 @@ W = jax.random.normal(KEYS[0], (4, 4))
 X = jax.random.normal(KEYS[1], (4, 4))
 
 
-def custom_vjp():
-  fun = jax.custom_vjp(lambda x, w: x @ w)
-  fun.defvjp(
-    lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
-  )
-  return fun
-
-
 def custom_vjp_with_symbolic_zeros():
   fun = jax.custom_vjp(lambda x, w: x @ w)
   fun.defvjp(
@@ -37,12 +29,6 @@ def custom_vjp_with_symbolic_zeros():
     lambda kept, g: (g @ kept[1].T, kept[0].T @ g),
     symbolic_zeros=True,
   )
-  return fun
-
-
-def custom_jvp():
-  fun = jax.custom_jvp(lambda x, w: x @ w)
-  fun.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
   return fun
 
 
@@ -63,9 +49,9 @@ def equinox_custom_vjp():
 
 
 RULES = (
-  custom_vjp,
+  rules.product_with_vjp,
   custom_vjp_with_symbolic_zeros,
-  custom_jvp,
+  rules.product_with_jvp,
   equinox_custom_vjp,
 )
 
@@ -102,13 +88,6 @@ LOSSES = {
 }
 
 
-def assert_close(actual, expected, tolerance=5e-3):
-  for a, b in zip(
-    jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
-  ):
-    np.testing.assert_allclose(a, b, atol=tolerance * np.max(np.abs(b)))
-
-
 def check(rule, share, make_loss, argnums):
   loss = make_loss(share(rule()))
   half, full = (jax.grad(f, argnums) for f in (ols.autocast(loss), loss))
@@ -119,12 +98,12 @@ def check(rule, share, make_loss, argnums):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_shared_rule_has_the_gradient_of_each_call(loss):
-  check(custom_vjp, jax.jit, LOSSES[loss], (0, 1))
+  check(rules.product_with_vjp, jax.jit, LOSSES[loss], (0, 1))
 
 
 def test_a_function_with_a_rule_is_no_guard_if_it_computes():
   def rule():
-    fun = custom_vjp()
+    fun = rules.product_with_vjp()
     return lambda x, w: fun(jax.nn.relu(x), jax.nn.relu(w))
 
   check(rule, jax.jit, LOSSES["partly frozen"], (0, 1))
@@ -144,7 +123,7 @@ def test_any_shared_rule_has_the_gradient_of_each_call(
 @pytest.mark.parametrize("trained", [(0, 1, 2, 3), (2,), (0, 3)])
 @pytest.mark.parametrize("share", [jax.jit, jax.checkpoint])
 def test_four_layers_may_share_a_block_and_be_trained_in_part(share, trained):
-  block = share(lambda x, w: jnp.tanh(custom_vjp()(x, w)))
+  block = share(lambda x, w: jnp.tanh(rules.product_with_vjp()(x, w)))
   weights = [jax.random.normal(key, (4, 4)) for key in KEYS[2:]]
 
   def loss(some):
@@ -160,36 +139,11 @@ def test_four_layers_may_share_a_block_and_be_trained_in_part(share, trained):
   assert_close(jax.grad(ols.autocast(loss))(some), jax.grad(loss)(some), 0.02)
 
 
-class Attention(nn.Module):
-  """With a product that has a rule of its own, as flash attentions do."""
-
-  @nn.compact
-  def __call__(self, x):
-    w = self.param("w", nn.initializers.lecun_normal(), (4, 4))
-    return x + jnp.tanh(custom_vjp()(x, w))
-
-
-@pytest.mark.slow
-def test_layers_of_one_jitted_flax_class_have_their_own_gradients():
-  class Stack(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      for _ in range(3):
-        x = nn.jit(Attention)()(x)
-      return x
-
-  params = Stack().init(jax.random.key(0), X)
-  loss = lambda params, x: jnp.sum(Stack().apply(params, x) ** 2)
-  for argnums in (0, 1, (0, 1)):
-    half = jax.grad(ols.autocast(loss), argnums)(params, X)
-    assert_close(half, jax.grad(loss, argnums)(params, X), 0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", [slice(None), slice(1, 3), slice(3, 4)])
 def test_a_scanned_checkpointed_stack_may_be_trained_in_part(trained):
   """As in a graph network that is fine-tuned: some of its layers are frozen."""
-  dense = custom_vjp()
+  dense = rules.product_with_vjp()
   policy = jax.checkpoint_policies.dots_saveable
 
   @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
@@ -362,33 +316,3 @@ def test_a_rule_in_a_loop_in_a_checkpoint_keeps_its_constants(within):
   for transform in (lambda f: f, jax.jit):
     assert_close(transform(ols.autocast(jax.grad(loss)))(X), expected)
     assert_close(transform(jax.grad(ols.autocast(loss)))(X), expected)
-
-
-def programs_that_may_leak():
-  dense = custom_vjp()
-  over_a_constant = of_a_constant(lambda f: f)
-  return {
-    "plain": lambda x, w: x @ w,
-    "jit": jax.jit(lambda x, w: x @ w),
-    "scan": lambda x, w: lax.scan(lambda c, _: (c @ w, 0), x, length=2)[0],
-    "cond": lambda x, w: lax.cond(w[0, 0] > 0, lambda: x @ w, lambda: x),
-    "while": lambda x, w: lax.fori_loop(0, 2, lambda i, c: c @ w, x),
-    "relu": lambda x, w: jax.nn.relu(x @ w),
-    "custom_vjp": dense,
-    "custom_jvp": custom_jvp(),
-    "custom_vjp in a scan": lambda x, w: lax.scan(
-      lambda c, _: (dense(c, w), 0), x, length=2
-    )[0],
-    "custom_vjp in a checkpoint": jax.checkpoint(dense),
-    "custom_vjp over a constant": lambda x, w: over_a_constant(x @ w),
-  }
-
-
-@pytest.mark.slow  # JAX looks for leaks with the garbage collector.
-@pytest.mark.parametrize("name", programs_that_may_leak())
-def test_no_tracer_outlives_its_trace(name):
-  fun = programs_that_may_leak()[name]
-  loss = lambda x, w: jnp.sum(fun(x, w) ** 2)
-  with jax.checking_leaks():
-    for f in (ols.autocast(loss), jax.grad(ols.autocast(loss), (0, 1))):
-      jax.make_jaxpr(f)(X, W)

@@ -7,13 +7,12 @@ a broadcast, whose transpose is a sum.
 
 import functools
 
-from helpers import product_flops, quick_alone, sharding
+from helpers import equations, product_flops, quick_alone, sharding
 from helpers.jax_limits import jax_can
 import hypothesis
 from hypothesis import strategies as st
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -103,21 +102,7 @@ def test_the_gradients_of_many_members_add_up(name, around):
   np.testing.assert_allclose(jax.jit(half)(W), full(W), rtol=2e-3, atol=2e-3)
 
 
-# Every primitive that stays in half, applied to the product `h`.
-MOVED = {
-  "copy": jnp.copy,
-  "name": lambda h: checkpoint_name(h, "h"),
-  "optimization_barrier": lambda h: lax.optimization_barrier((h, 2 * h))[0],
-  "reshape": lambda h: h.reshape(2, 8),
-  "rev": lambda h: h[::-1],
-  "sharding_constraint": lambda h: lax.with_sharding_constraint(
-    h, jax.NamedSharding(sharding.make_mesh((1,), ("one",)), P())
-  ),
-  "slice": lambda h: h[1:3],
-  "squeeze": lambda h: jnp.squeeze(h[:1], 0),
-  "transpose": lambda h: h.T,
-}
-# And of the products themselves, of two operands.
+# Every product, of two operands.
 PRODUCTS = {
   "dot_general": lambda a, b: a @ b,
   "conv_general_dilated": lambda a, b: lax.conv(
@@ -132,16 +117,17 @@ BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
 
 def test_each_primitive_of_the_table_is_tried():
   between = _moves.BETWEEN_DEVICES
-  assert set(MOVED) == _moves.MOVES
+  assert set(equations.MOVES) == _moves.MOVES
   assert between == {"all_to_all", "ppermute"}  # tried below
   assert set(PRODUCTS) == set(_products.CONTRACTS)
 
 
 @pytest.mark.parametrize("axes", BATCHINGS)
-@pytest.mark.parametrize("name", [*MOVED, *PRODUCTS])
+@pytest.mark.parametrize("name", [*equations.MOVES, *PRODUCTS])
 def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
   def model(a, b):
-    h = PRODUCTS[name](a, b) if name in PRODUCTS else MOVED[name](a @ b)
+    moved = equations.MOVES.get(name, lambda h: h)
+    h = moved(PRODUCTS.get(name, jnp.matmul)(a, b))
     return jnp.sum(jnp.sin(h) * jnp.cos(jnp.sum(a * b)))
 
   stacked = [

@@ -6,6 +6,7 @@ import equinox as eqx
 from flax import linen as nn
 from flax import nnx
 import haiku as hk
+from helpers import equations
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -20,80 +21,27 @@ from optax_lossscale.diagnostics import find_overflow, precision_report
 
 X = normal(4, 8, seed=1)
 WEIGHTS = normal(8, 8)
+STACK = normal(3, 8, 8)
 COUNT = 3
 
 
 def products(fun, *args):
   """The name and the dtype of each product that runs, in order."""
-  found = []
-
-  def walk(jaxpr, place):
-    for eqn in jaxpr.eqns:
-      its_place = place.at(eqn, jaxpr)
-      if _jaxprs.is_matrix_product(eqn):
-        found.append(
-          (its_place.names.best()[0], str(eqn.outvars[0].aval.dtype))
-        )
-      held = list(_jaxprs.held_jaxprs(eqn))
-      for closed in held:
-        walk(closed.jaxpr, its_place)
-
-  walk(jax.make_jaxpr(fun)(*args).jaxpr, _jaxprs.Place())
-  return found
+  return [(x.name, x.dtype) for x in equations.named_products(fun, *args)]
 
 
 def names(fun, *args):
-  return [scope for scope, _ in products(ols.autocast(fun), *args)]
+  return [name for name, _ in products(ols.autocast(fun), *args)]
 
 
 def mlp(params, x):
   return x + jnp.tanh(x @ params["up"]) @ params["down"]
 
 
-@jax.custom_vjp
-def ruled(params, x):
-  return mlp(params, x)
-
-
-def backward(residuals, ct):
-  return jax.vjp(mlp, *residuals)[1](ct)
-
-
-ruled.defvjp(lambda params, x: (mlp(params, x), (params, x)), backward)
-
-
-@jax.custom_jvp
-def with_tangent(params, x):
-  return mlp(params, x)
-
-
-with_tangent.defjvp(lambda primals, tangents: jax.jvp(mlp, primals, tangents))
-
-
-def on_devices(params, x):
-  mesh = jax.make_mesh((1,), ("i",))
-  return jax.shard_map(mlp, mesh=mesh, in_specs=P(), out_specs=P())(params, x)
-
-
 BLOCKS = {
-  "plain": mlp,
   "jit": jax.jit(mlp),
   "jit in jit": jax.jit(lambda params, x: jax.jit(mlp)(params, x)),
   "checkpoint": jax.checkpoint(mlp),
-  "custom_vjp": ruled,
-  "custom_jvp": with_tangent,
-  "cond": lambda params, x: lax.cond(
-    x[0, 0] > 0, mlp, lambda params, x: mlp(params, -x), params, x
-  ),
-  "vmap": jax.vmap(mlp, (None, 0)),
-  "shard_map": on_devices,
-  "cast": lambda params, x: mlp(
-    jax.tree.map(lambda w: w.astype(jnp.float16).astype(jnp.float32), params), x
-  ),
-  "barrier": lambda params, x: mlp(lax.optimization_barrier(params), x),
-  "transposed": lambda params, x: (
-    x + jnp.tanh(params["up"].T @ x.T).T @ params["down"][:, ::-1]
-  ),
 }
 
 
@@ -107,42 +55,13 @@ def network(block):
   return net, {"blocks": layers, "head": WEIGHTS + 1}
 
 
-def expected(count=COUNT):
-  layers = [[f"blocks/{i}/up", f"blocks/{i}/down"] for i in range(count)]
-  return [name for layer in layers for name in layer] + ["head"]
+EXPECTED = [
+  *(f"blocks/{i}/{name}" for i in range(COUNT) for name in ("up", "down")),
+  "head",
+]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_products_have_the_path_of_their_weights(name):
-  net, params = network(BLOCKS[name])
-  found = names(net, params, X)
-  twice = name == "cond"  # Both branches have both products.
-  assert len(found) == len(expected()) + 2 * COUNT * twice
-  assert set(found) == set(expected())
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_their_derivatives_have_it_too(name):
-  net, params = network(BLOCKS[name])
-  loss = lambda params, x: jnp.sum(net(params, x))
-  found = products(jax.grad(ols.autocast(loss)), params, X)
-  assert {dtype for _, dtype in found} == {"float16"}
-  assert {name for name, _ in found} == {*expected()}
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_layer_is_kept_by_its_path(name):
-  net, params = network(BLOCKS[name])
-  for pattern in "*blocks/1/*", "blocks/1":
-    cast = ols.autocast(net, keep_float32=pattern)
-    found = products(cast, params, X)
-    kept = {scope for scope, dtype in found if dtype == "float32"}
-    # A rule stays as a whole, and so do its equations.
-    whole = {"blocks/1"} if "custom" in name else set()
-    assert kept == (whole or {"blocks/1/up", "blocks/1/down"})
-
-
-@pytest.mark.parametrize("name", ["jit", "jit in jit", "checkpoint"])
 def test_blocks_that_share_a_function_go_on_to_share_it(name):
   net, params = network(BLOCKS[name])
 
@@ -156,7 +75,7 @@ def test_blocks_that_share_a_function_go_on_to_share_it(name):
 
 
 def test_scanned_layers_have_the_name_of_their_stack():
-  layers = {"up": jnp.stack([WEIGHTS] * 3), "down": jnp.stack([WEIGHTS] * 3)}
+  layers = {"up": STACK, "down": STACK}
   shared = {"first": WEIGHTS, "layers": layers, "stop": jnp.ones(())}
 
   def net(params, x):
@@ -173,19 +92,61 @@ def test_scanned_layers_have_the_name_of_their_stack():
   assert names(carried, shared, X) == [""]
 
 
-def test_a_loop_in_python_tells_the_layers_of_a_stack_apart():
-  layers = {"up": jnp.stack([WEIGHTS] * 3), "down": jnp.stack([WEIGHTS] * 3)}
+def in_turn(weights, x):
+  for w in weights:
+    x = jnp.tanh(x @ w)
+  return x
 
-  def net(params, x):
-    for i in range(3):
-      x = mlp(jax.tree.map(lambda w, i=i: w[i], params["layers"]), x)
-    return x
 
-  found = names(net, {"layers": layers}, X)
-  assert found == [f"layers/{n}/{i}" for i in range(3) for n in ("up", "down")]
-  part = lambda params, x: x @ params["w"][0][2:] + x @ params["w"][1, 1:9]
-  stack = {"w": jnp.ones((2, 10, 8))}
-  assert names(part, stack, X) == ["w/0", "w"]
+@jax.jit
+def cast(w):
+  return w.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+PARTS = {
+  "for": lambda w: list(w),
+  "split": lambda w: [part[0] for part in jnp.split(w, 3)],
+  "split along another axis": lambda w: [
+    part[:, 0] for part in jnp.split(w.transpose(1, 0, 2), 3, axis=1)
+  ],
+  "unstack": jnp.unstack,
+  "index": lambda w: [w[i] for i in range(3)],
+  "a cast before": lambda w: list(cast(w)),
+  "a cast after": lambda w: list(map(cast, w)),
+  "jitted": jax.jit(lambda w: [jax.jit(jnp.transpose)(part) for part in w]),
+  "dynamic_slice": lambda w: [
+    lax.dynamic_slice(w, (i, 0, 0), (1, 8, 8))[0] for i in range(3)
+  ],
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_stack_has_its_number_wherever_it_is_taken(name):
+  net = lambda params, x: in_turn(PARTS[name](params["w"]), x)
+  kept = ols.autocast(net, keep_float32="w/1")
+  assert products(kept, {"w": STACK}, X) == [
+    ("w/0", "float16"), ("w/1", "float32"), ("w/2", "float16"),
+  ]  # fmt: skip
+
+
+def test_which_part_is_taken_may_not_be_known():
+  part = lambda w: lax.dynamic_index_in_dim(w, 1, keepdims=False)
+  whole = jax.jit(lambda w, x: (x, cast(w)[0]))
+  net = lambda params, x: x @ part(params["w"]) + x @ whole(params["w"], x)[1]
+  first, second = names(net, {"w": STACK}, X)
+  assert first in ("w", "w/1") and second == "w/0"
+  by_data = lambda params, x: x @ params["w"][jnp.argmax(x[0]) % 3]
+  assert names(by_data, {"w": STACK}, X) == ["w"]
+  # A part of a part has the number of the part, and several have none.
+  slices = lambda params, x: x @ params["w"][0][2:] + x @ params["w"][1, 1:9]
+  assert names(slices, {"w": jnp.ones((2, 10, 8))}, X) == ["w/0", "w"]
+
+
+def test_a_weight_is_followed_through_devices():
+  mesh = jax.make_mesh((1,), ("i",))
+  gather = lambda w, x: x @ lax.all_gather(w, "i", tiled=True)
+  net = jax.shard_map(gather, mesh=mesh, in_specs=P(), out_specs=P("i"))
+  assert names(lambda p, x: net(p["w"], x), {"w": WEIGHTS}, X) == ["w"]
 
 
 def test_data_names_no_layer():
@@ -195,17 +156,11 @@ def test_data_names_no_layer():
   batch = {"x": X, "mask": jnp.ones((4, 4))}
   assert names(net, {"w": WEIGHTS}, batch) == ["w", ""]
   by_keyword = lambda **kwargs: net(kwargs["weights"], kwargs["batch"])
-  found = products(
-    lambda w: ols.autocast(by_keyword)(weights={"w": w}, batch=batch), WEIGHTS
-  )
-  assert {scope for scope, _ in found} == {"w", ""}
-
-  def declared(weights, *, batch):
-    return net(weights, batch)
-
-  cast = ols.autocast(declared)
-  found = products(lambda w: cast(batch=batch, weights={"w": w}), WEIGHTS)
-  assert {scope for scope, _ in found} == {"w", ""}
+  declared = lambda weights, *, batch: net(weights, batch)
+  first = lambda w: ols.autocast(by_keyword)(weights={"w": w}, batch=batch)
+  last = lambda w: ols.autocast(declared)(batch=batch, weights={"w": w})
+  for fun in first, last:
+    assert {name for name, _ in products(fun, WEIGHTS)} == {"w", ""}
 
 
 def test_a_single_array_has_no_path():
@@ -326,20 +281,10 @@ def test_a_model_may_be_the_function():
 
 def test_layers_of_equinox_are_told_apart():
   model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0))
-  fun = lambda model, x: jax.vmap(model)(x)
-  cast = eqx.filter_jit(ols.autocast(fun))
   params, static = eqx.partition(model, eqx.is_array)
-  for trained, args in (
-    (lambda params, x: cast(eqx.combine(params, static), x), (params, X)),
-    (
-      lambda p, x: ols.autocast(lambda p, x: fun(eqx.combine(p, static), x))(
-        p, x
-      ),
-      (params, X),
-    ),
-  ):
-    found = {scope for scope, _ in products(trained, *args)}
-    assert found == {f"layers/{i}/weight" for i in range(3)}
+  cast = eqx.filter_jit(ols.autocast(lambda model, x: jax.vmap(model)(x)))
+  found = products(lambda p, x: cast(eqx.combine(p, static), x), params, X)
+  assert [name for name, _ in found] == [f"layers/{i}/weight" for i in range(3)]
 
 
 class Linen(nn.Module):
@@ -367,22 +312,11 @@ def test_where_a_library_gives_full_paths_nothing_is_added():
   assert names(lambda weights, x: x @ weights[0], [WEIGHTS], X) == ["0"]
 
 
-def test_a_scope_of_the_user_that_tells_less_stays_beside_the_path():
-  def net(params, x):
-    for layer in params["blocks"]:
-      with jax.named_scope("mlp"):
-        x = jax.jit(mlp)(layer, x)
-    return x
-
-  _, params = network(mlp)
-  assert names(net, params, X)[2:4] == ["blocks/1/up", "blocks/1/down"]
-
-
 def test_around_a_gradient_only_products_with_weights_have_their_names():
   net, params = network(mlp)
   grad = jax.grad(lambda params, x: jnp.sum(net(params, x)))
   found = names(grad, params, X)
-  assert set(found) == {*expected(), ""}
+  assert set(found) == {*EXPECTED, ""}
 
 
 def test_nothing_but_the_scopes_changes(monkeypatch):

@@ -1,4 +1,7 @@
-"""Compares trees bit for bit: NaN equals NaN, and 0.0 does not equal -0.0."""
+"""Compares trees, bit for bit or nearly so.
+
+Bit for bit, NaN equals NaN, and 0.0 does not equal -0.0.
+"""
 
 import jax
 import numpy as np
@@ -13,6 +16,21 @@ def assert_same_bits(actual, expected):
   """Fails with a line for each leaf that differs."""
   differences = _differences(actual, expected)
   assert not differences, "\n".join(differences)
+
+
+def assert_close(actual, expected, tolerance=5e-3):
+  """Fails unless all leaves differ by little, measured by their largest entry.
+
+  The default is what products in float16 may lose.
+  """
+  jax.tree.map(
+    lambda a, b: _assert_close_leaf(a, b, tolerance), actual, expected
+  )
+
+
+def _assert_close_leaf(a, b, tolerance):
+  assert a.dtype == b.dtype
+  np.testing.assert_allclose(a, b, atol=tolerance * np.max(np.abs(b)))
 
 
 def _differences(actual, expected):

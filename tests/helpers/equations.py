@@ -1,11 +1,50 @@
 """The equations of a jaxpr, and of all that it calls."""
 
 from collections import Counter
+from typing import NamedTuple
 
 import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from helpers import product_flops
+from helpers import product_flops, sharding
+from optax_lossscale import _jaxprs
+
+# What moves a product `h` of shape (4, 4), and nothing else, by the name of its
+# primitive: all that follows a product in half precision.
+MOVES = {
+  "copy": jnp.copy,
+  "name": lambda h: checkpoint_name(h, "h"),
+  "optimization_barrier": lax.optimization_barrier,
+  "reshape": lambda h: h.reshape(2, 8),
+  "rev": lambda h: h[::-1],
+  "sharding_constraint": lambda h: lax.with_sharding_constraint(
+    h, jax.NamedSharding(sharding.make_mesh((1,), ("one",)), P())
+  ),
+  "slice": lambda h: h[1:3],
+  "squeeze": lambda h: jnp.squeeze(h[:1], 0),
+  "transpose": lambda h: h.T,
+}
+
+
+class Product(NamedTuple):
+  """A product, by the names that reports print.
+
+  Attributes:
+    name: the path of its weights or its scope, whichever tells more.
+    weights: the path of its weights.
+    scope: the scopes that it stands in.
+    backward: whether it is part of a backward pass.
+    dtype: the name of the dtype of the result.
+  """
+
+  name: str
+  weights: str
+  scope: str
+  backward: bool
+  dtype: str
 
 
 def of(fun, *args):
@@ -16,6 +55,27 @@ def of(fun, *args):
 def products(fun, *args):
   """How many products there are, by the name of the dtype of the result."""
   return products_of(jax.make_jaxpr(fun)(*args).jaxpr.eqns)
+
+
+def named_products(fun, *args, only_needed=False):
+  """Each product of a function, in order, as a :class:`Product`.
+
+  Only those whose results are read, if that is asked for: JAX leaves others
+  beside them, which XLA drops.
+  """
+  needed = lambda jaxpr: [eqn for eqn, _ in _jaxprs.needed_equations(jaxpr)]
+  steps = _jaxprs.walk(
+    jax.make_jaxpr(fun)(*args),
+    _jaxprs.held_jaxprs,
+    equations=needed if only_needed else lambda jaxpr: jaxpr.eqns,
+  )
+  found = []
+  for step in steps:
+    if _jaxprs.is_matrix_product(step.eqn):
+      names, dtype = step.place.names, step.eqn.outvars[0].aval.dtype
+      own = names.best()[0], names.weights, names.scope
+      found.append(Product(*own, step.place.backward, str(dtype)))
+  return found
 
 
 def products_of(eqns):
