@@ -67,6 +67,7 @@ def train_nnx(loss_fn, jit):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:autocast ran:UserWarning")  # one has no jit
 @pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun])
 def test_an_nnx_model_trains_and_changes_in_place(jit):
   losses, state = train_nnx(ols.autocast(nnx_loss), jit)
