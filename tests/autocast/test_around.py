@@ -100,9 +100,6 @@ def test_no_traced_value_leaks():
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_effects_happen_once_and_in_order(ordered, jitted):
-  if jitted and getattr(jax.config, "jax_scan3", False):
-    pytest.skip("JAX 0.12 drops a jitted scan of callbacks with jax_scan3.")
-
   def body(seen, x, w):
     note = lambda value: seen.append(int(value))
     io_callback(note, None, 1, ordered=ordered)
