@@ -177,16 +177,12 @@ class Rewriter:
       place = place.at(named, here.jaxpr)
     rule = _jaxprs.rule_of(eqn)
     if rule is not None:
-      new = self._with_rule(eqn, named, rule, place, here)
-    elif _jaxprs.called_jaxpr(eqn) is not None:
+      return self._with_rule(eqn, named, rule, place, here)
+    if _jaxprs.called_jaxpr(eqn) is not None:
       are_half = [_jaxprs.is_one_of(atom, here.half) for atom in eqn.invars]
-      new = self._with_jaxprs(eqn, named, place, here, are_half)
-    elif eqn.primitive.name in _RUN_THEIR_JAXPRS:
-      new = self._with_jaxprs(eqn, named, place, here)
-    else:
-      new = None
-    if new is not None:
-      return new
+      return self._with_jaxprs(eqn, named, place, here, are_half)
+    if eqn.primitive.name in _RUN_THEIR_JAXPRS:
+      return self._with_jaxprs(eqn, named, place, here)
     decisions = self._decide(lambda: [place])
     are_kept = any(x.is_kept for x in decisions)
     missed = () if are_kept else ((eqn, here.jaxpr),)
@@ -199,8 +195,8 @@ class Rewriter:
     rule: _jaxprs.Rule,
     place: _jaxprs.Place,
     here: _Here,
-  ) -> _New | None:
-    """An equation with a rule made anew; None if it is not understood."""
+  ) -> _New:
+    """An equation with a rule made anew, if it is understood."""
     paths = here.weights.paths_in(eqn)
     own = _found.Found(has_products=True)  # They may all be in its derivative.
     if self._kept.patterns:
@@ -221,7 +217,12 @@ class Rewriter:
     tools = _rules.Tools(function, self._call_in_rule, paths, here.guarded)
     fun = _rules.make_anew(named, rule, tools)
     made = fun and _jaxprs.equations_of(fun, named)
-    return _New(made[0], found=_found.together(founds)) if made else None
+    if not made:
+      missed = ((eqn, here.jaxpr),)
+      return _New(
+        [named], found=own._replace(has_products=False, missed=missed)
+      )
+    return _New(made[0], found=_found.together(founds))
 
   def _with_jaxprs(
     self,

@@ -15,7 +15,14 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _kept, _products, _rewrite, _told
+from optax_lossscale._autocast import (
+  _derivatives,
+  _kept,
+  _products,
+  _rewrite,
+  _told,
+)
+from optax_lossscale._autocast import _rules as remade
 
 A = jax.random.normal(jax.random.key(0), (4, 4)) / 4 + jnp.eye(4)
 B = jnp.ones((4, 4))
@@ -318,3 +325,16 @@ def test_an_object_of_hijax_of_another_jax_is_told(monkeypatch):
     monkeypatch.delattr(changed, "policy")
     _, told, _ = rewrite(closed)
   assert "cannot enter checkpoint at test_reach.py" in told
+
+
+def test_a_name_may_be_in_a_rule_that_is_neither_entered_nor_seen(monkeypatch):
+  """So that it is a warning, and no error, that it selects nothing."""
+  monkeypatch.setattr(remade, "make_anew", lambda *args: None)
+  monkeypatch.setattr(_derivatives, "derivative_of", lambda eqn: ([], None))
+  with pytest.warns(UserWarning) as caught:
+    half = ols.autocast(rules.product_with_vjp(), keep_float32="unseen")
+    jax.make_jaxpr(half)(A, B)
+  name, missed = (str(warning.message) for warning in caught)
+  assert "got 'unseen', which selects none" in name
+  assert "Some products are in rules that could not be looked at" in name
+  assert "autocast cannot enter custom_vjp_call" in missed
