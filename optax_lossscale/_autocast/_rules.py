@@ -211,10 +211,10 @@ def _checkpoint(
   eqn: core.JaxprEqn, rule: _jaxprs.Rule, tools: Tools
 ) -> Function | None:
   """Makes a ``checkpoint`` of hijax anew."""
-  body = _jaxprs.body_of_rule(eqn)
-  if body is None or rule.checkpoint is None:
-    return None
-  return rule.checkpoint(_named_as(eqn, tools.function(body)))
+  body, checkpoint = _jaxprs.body_of_rule(eqn), rule.checkpoint
+  return (
+    body and checkpoint and checkpoint(_named_as(eqn, tools.function(body)))
+  )
 
 
 _MAKE = {

@@ -22,13 +22,15 @@ def may_change_dtype(eqn: core.JaxprEqn) -> bool:
   few bits for them. Nor is one of two vectors, which is a sum. And it is left
   alone if its precision was chosen: the highest one, or an algorithm.
   """
-  contracts = CONTRACTS.get(eqn.primitive.name)
-  if contracts is None or "preferred_element_type" not in eqn.params:
-    return False
+  contracts = CONTRACTS.get(eqn.primitive.name, lambda eqn: False)
   precision: Any = eqn.params.get("precision")
   sides = precision if isinstance(precision, tuple) else (precision,)
   usual = (None, lax.Precision.DEFAULT, lax.Precision.HIGH)
-  return all(side in usual for side in sides) and contracts(eqn)
+  return (
+    "preferred_element_type" in eqn.params
+    and all(side in usual for side in sides)
+    and contracts(eqn)
+  )
 
 
 def in_dtype(eqn: core.JaxprEqn, dtype: Any, **params: Any) -> core.JaxprEqn:

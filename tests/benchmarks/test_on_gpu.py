@@ -202,7 +202,9 @@ def test_all_precisions_have_nearly_the_loss_of_float32(name):
   model = jax_training.Model(name, TINY)
   exact = jax_training.PRECISIONS["float32, highest"]
   loss = lambda precision, checkpoint: float(
-    model.loss_fn(precision, checkpoint)(model.params, model.batches[0])
+    jax.jit(model.loss_fn(precision, checkpoint))(
+      model.params, model.batches[0]
+    )
   )
   with jax.default_matmul_precision("highest"):
     reference = loss(exact, False)
