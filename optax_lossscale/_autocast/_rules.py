@@ -211,10 +211,9 @@ def _checkpoint(
   eqn: core.JaxprEqn, rule: _jaxprs.Rule, tools: Tools
 ) -> Function | None:
   """Makes a ``checkpoint`` of hijax anew."""
-  body, checkpoint = _jaxprs.body_of_rule(eqn), rule.checkpoint
-  return (
-    body and checkpoint and checkpoint(_named_as(eqn, tools.function(body)))
-  )
+  body: Any = _jaxprs.body_of_rule(eqn)
+  anew: Any = rule.checkpoint
+  return body and anew(_named_as(eqn, tools.function(body)))
 
 
 _MAKE = {
