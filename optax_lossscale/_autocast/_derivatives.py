@@ -106,7 +106,7 @@ def is_guard(eqn: core.JaxprEqn) -> bool:
   rules are not to be asked for.
   """
   rule = _jaxprs.rule_of(eqn)
+  if rule is None or rule.kind != "custom_jvp_call":
+    return False
   held = list(_jaxprs.held_jaxprs(eqn))
-  is_custom = rule is not None and rule.kind == "custom_jvp_call"
-  empty = bool(held) and not any(inner.jaxpr.eqns for inner in held)
-  return is_custom and empty
+  return bool(held) and not any(inner.jaxpr.eqns for inner in held)

@@ -57,10 +57,10 @@ def make_anew(
 
 
 def _custom_jvp(
-  eqn: core.JaxprEqn, _: _jaxprs.Rule, tools: Tools
+  eqn: core.JaxprEqn, its_rule: _jaxprs.Rule, tools: Tools
 ) -> Function | None:
   """Makes a function anew that has a ``custom_jvp``."""
-  called = _jaxprs.body_of_rule(eqn)
+  called = _jaxprs.body_of_rule(eqn, its_rule)
   if called is None:
     return None
   fun: Any = jax.custom_jvp(_named_as(eqn, tools.function(called)))
@@ -88,7 +88,7 @@ def _custom_vjp(
   eqn: core.JaxprEqn, its_rule: _jaxprs.Rule, tools: Tools
 ) -> Function | None:
   """Makes a function anew that has a ``custom_vjp``."""
-  called = _jaxprs.body_of_rule(eqn)
+  called = _jaxprs.body_of_rule(eqn, its_rule)
   consts = its_rule.consts
   if called is None or consts is None:
     return None
@@ -211,7 +211,7 @@ def _checkpoint(
   eqn: core.JaxprEqn, rule: _jaxprs.Rule, tools: Tools
 ) -> Function | None:
   """Makes a ``checkpoint`` of hijax anew."""
-  body: Any = _jaxprs.body_of_rule(eqn)
+  body: Any = _jaxprs.body_of_rule(eqn, rule)
   anew: Any = rule.checkpoint
   return body and anew(_named_as(eqn, tools.function(body)))
 

@@ -78,9 +78,8 @@ def _rule_of_hijax(primitive: Any) -> Rule | None:
   )
 
 
-def body_of_rule(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
+def body_of_rule(eqn: core.JaxprEqn, rule: Rule) -> ClosedJaxpr | None:
   """What a function with a rule computes where nothing is differentiated."""
-  rule = rule_of(eqn)
-  if rule is not None and rule.checkpoint is not None:
+  if rule.checkpoint is not None:
     return next(held_jaxprs(eqn), None)
   return called_jaxpr(eqn) or lowered(eqn)
