@@ -135,7 +135,7 @@ bench-autocast: $(VENV)/installed-test ## Measure autocast on the models of the 
 	    $$device || exit; \
 	done
 
-docs: ## Build the pages in docs/_build/html, with the notebooks executed, and look at them
+docs: ## Build the pages in docs/_build/html, and look at them
 	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs
 	.venv-docs/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	.venv-docs/bin/python tools/offline.py docs/_build/html

@@ -52,6 +52,8 @@ nitpick_ignore_regex = [
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
+# They are kept with their outputs; tests/pages/test_notebooks.py runs them.
+nb_execution_excludepatterns = ["*.ipynb"]
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_merge_streams = True
