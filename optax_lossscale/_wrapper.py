@@ -133,11 +133,7 @@ def with_loss_scaling(
 
   def init_fn(params: Any) -> LossScalingState:
     inner_state = inner.init(params)
-    if _state.holds_loss_scale(inner_state):
-      raise ValueError(
-        "inner must be an optimizer without loss scaling, got one whose state"
-        " holds a loss scale already. Wrap it once, and outermost."
-      )
+    _check_inner_state(inner_state)
     return LossScalingState(policy.init(), inner_state)
 
   def update_fn(
@@ -220,6 +216,14 @@ def _as_transformation(
   if not isinstance(inner, optax.GradientTransformation):
     inner = optax.GradientTransformation(inner.init, inner.update)
   return optax.with_extra_args_support(inner)
+
+
+def _check_inner_state(inner_state: Any) -> None:
+  if _state.holds_loss_scale(inner_state):
+    raise ValueError(
+      "inner must be an optimizer without loss scaling, got one whose state"
+      " holds a loss scale already. Wrap it once, and outermost."
+    )
 
 
 def _check_state(state: Any) -> None:

@@ -51,8 +51,10 @@ TESTS = {
     "interop/writing",
   ],
   "_policies._powers_of_two": ["core/state", "policies/headroom"],
-  "_jaxprs": [
+  "_jaxprs": [  # what is not named here
     "package/jax",
+    "autocast/names",
+    "autocast/weights",
     "autocast/reach",
     "autocast/kept",
     "autocast/shared_rules",
@@ -65,6 +67,16 @@ TESTS = {
     "diagnostics/overflow",
     "diagnostics/comparison",
   ],
+  "_jaxprs._names": ["autocast/names", "autocast/kept"],
+  "_jaxprs._weights": [
+    "autocast/weights",
+    "autocast/names",
+    "autocast/names_in_rules",
+    "autocast/kept",
+  ],
+  "_jaxprs._outputs": ["diagnostics/steps"],
+  "_jaxprs._products": ["diagnostics/precision", "autocast/reach"],
+  "_judged": ["diagnostics/steps"],
   "_grads": [
     "core/finiteness",
     "core/scaling",
