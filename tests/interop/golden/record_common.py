@@ -67,13 +67,20 @@ def strings(window: int, hysteresis: int = 1) -> dict[str, str]:
   return named
 
 
+def record_cases(
+  make: Callable[[Any], Scaler], cases: Iterable[tuple[str, Any, str]]
+) -> list[dict[str, Any]]:
+  """Runs each name, settings and string by a scaler that is made of these."""
+  return [record_case(make, *case) for case in cases]
+
+
 def record_case(
-  name: str, settings: Any, make: Callable[[], Scaler], steps: str
+  make: Callable[[Any], Scaler], name: str, settings: Any, steps: str
 ) -> dict[str, Any]:
   """Runs one string, once straight on and once saved and restored midway."""
-  straight = run(make(), steps)
+  straight = run(make(settings), steps)
   half = len(straight["taken"]) // 2
-  first = make()
+  first = make(settings)
   run(first, steps[:half])
   case = {
     "name": name,
@@ -125,17 +132,23 @@ def packed(result: dict[str, list]) -> dict[str, Any]:
 EXPORT_STEPS = "F*3 T FFTF*5 TTF*12 TFT"
 
 
-def exports(package: str) -> list[dict[str, Any]]:
-  """What was exported to this package, and the steps that followed."""
-  path = HERE / "exported.json"
-  exported = json.loads(path.read_text())[package]
+def record_exports(
+  package: str, load: Callable[[Any], Scaler]
+) -> list[dict[str, Any]]:
+  """What was exported to this package, and how what loads it goes on."""
+  exported = json.loads((HERE / "exported.json").read_text())[package]
   return [
-    {"name": name, "exported": value, "steps": EXPORT_STEPS}
+    {
+      "name": name,
+      "exported": value,
+      "steps": EXPORT_STEPS,
+      **packed(run(load(value), unpack(EXPORT_STEPS))),
+    }
     for name, value in exported.items()
   ]
 
 
-def write(name: str, package: str, version: str, content: dict) -> None:
+def write(name: str, package: str, version: str, **content: Any) -> None:
   """Writes the golden file, one case a line."""
   head = {
     "package": package,
@@ -218,6 +231,25 @@ def batch(step: int) -> tuple[list[list[float]], list[list[float]]]:
   if TRAINING_STEPS[step] == "T":
     x[0][0] = math.inf
   return x, y
+
+
+def record_training(
+  name: str,
+  step: Callable[..., tuple[Iterable[Any], Any]],
+  counts: Callable[[], dict[str, int]],
+) -> dict[str, Any]:
+  """Runs a step, which takes a batch and returns params and scale, on all."""
+  params, scales = [], []
+  for at in range(len(TRAINING_STEPS)):
+    arrays, scale = step(*batch(at))
+    params.append(flat(*arrays))
+    scales.append(float(scale))
+  return {
+    "name": name,
+    "scale": runs(map(exponent, scales)),
+    "params": params,
+    "counts": counts(),
+  }
 
 
 def flat(*arrays: Any) -> list[float]:

@@ -96,12 +96,5 @@ if __name__ == "__main__":
     f"deepspeed_{'old' if old else 'new'}.json",
     "deepspeed",
     deepspeed.__version__,
-    {
-      "cases": [
-        common.record_case(
-          name, fp16, lambda s=fp16: DynamicLossScaler(s), steps
-        )
-        for name, fp16, steps in cases()
-      ]
-    },
+    cases=common.record_cases(DynamicLossScaler, cases()),
   )

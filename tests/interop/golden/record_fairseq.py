@@ -108,12 +108,5 @@ if __name__ == "__main__":
     "fairseq.json",
     "fairseq",
     VERSION,
-    {
-      "cases": [
-        common.record_case(
-          name, settings, lambda s=settings: DynamicLossScaler(s), steps
-        )
-        for name, settings, steps in cases()
-      ]
-    },
+    cases=common.record_cases(DynamicLossScaler, cases()),
   )

@@ -86,43 +86,29 @@ def training(name, tx):
       dynamic_scale,
     )
 
-  state = train_state_lib.TrainState.create(
-    apply_fn=None,
-    params={
-      "w": jnp.asarray(common.FIRST_WEIGHTS),
-      "b": jnp.asarray(common.FIRST_BIAS),
-    },
-    tx=tx,
-  )
+  params = {
+    "w": jnp.asarray(common.FIRST_WEIGHTS),
+    "b": jnp.asarray(common.FIRST_BIAS),
+  }
+  state = train_state_lib.TrainState.create(apply_fn=None, params=params, tx=tx)
   dynamic_scale = dynamic_scale_lib.DynamicScale(
     scale=jnp.float32(common.TRAINING_SCALE),
     fin_steps=jnp.int32(0),
     # Flax grows one step later.
     growth_interval=common.TRAINING_WINDOW - 1,
   )
-  params, scales = [], []
-  for step in range(len(common.TRAINING_STEPS)):
-    x, y = map(jnp.asarray, common.batch(step))
+
+  def step(*batch):
+    nonlocal state, dynamic_scale
+    x, y = map(jnp.asarray, batch)
     state, dynamic_scale = train_step(state, dynamic_scale, x, y)
-    params.append(common.flat(state.params["w"], state.params["b"]))
-    scales.append(float(dynamic_scale.scale))
-  return {
-    "name": name,
-    "scale": common.runs(map(common.exponent, scales)),
-    "params": params,
-    "counts": {
-      "TrainState.step": int(state.step),
-      "schedule": int(
-        optax.tree.get_all_with_path(state.opt_state, "count")[-1][1]
-      ),
-    },
-  }
+    return (state.params["w"], state.params["b"]), dynamic_scale.scale
 
+  def counts():
+    *_, (_, schedule) = optax.tree.get_all_with_path(state.opt_state, "count")
+    return {"TrainState.step": int(state.step), "schedule": int(schedule)}
 
-def from_our_state(case):
-  scaler = DynamicScale(case["exported"])
-  steps = common.unpack(case["steps"])
-  return {**case, **common.packed(common.run(scaler, steps))}
+  return common.record_training(name, step, counts)
 
 
 def decayed(rate):
@@ -134,17 +120,10 @@ if __name__ == "__main__":
     "flax.json",
     "flax, optax, jax",
     f"{flax.__version__}, {optax.__version__}, {jax.__version__}",
-    {
-      "cases": [
-        common.record_case(
-          name, settings, lambda s=settings: DynamicScale(s), steps
-        )
-        for name, settings, steps in cases()
-      ],
-      "exports": [from_our_state(c) for c in common.exports("flax")],
-      "training": [
-        training("sgd, decayed", optax.sgd(decayed(0.25))),
-        training("adam, decayed", optax.adam(decayed(0.0625))),
-      ],
-    },
+    cases=common.record_cases(DynamicScale, cases()),
+    exports=common.record_exports("flax", DynamicScale),
+    training=[
+      training("sgd, decayed", optax.sgd(decayed(0.25))),
+      training("adam, decayed", optax.adam(decayed(0.0625))),
+    ],
   )

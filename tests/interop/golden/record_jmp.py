@@ -69,12 +69,5 @@ if __name__ == "__main__":
     "jmp.json",
     "jmp, jax",
     f"{importlib.metadata.version('jmp')}, {jax.__version__}",
-    {
-      "cases": [
-        common.record_case(
-          name, settings, lambda s=settings: DynamicLossScale(s), steps
-        )
-        for name, settings, steps in cases()
-      ]
-    },
+    cases=common.record_cases(DynamicLossScale, cases()),
   )

@@ -32,11 +32,8 @@ class LossScaleOptimizer:
     names = [v.name for v in self.optimizer.variables]
     self.at = names.index("step_counter"), names.index("dynamic_scale")
     inner = self.optimizer.inner_optimizer
-    (self.iterations_at,) = (
-      at
-      for at, variable in enumerate(self.optimizer.variables)
-      if variable is inner.iterations
-    )
+    is_iterations = [v is inner.iterations for v in self.optimizer.variables]
+    self.iterations_at = is_iterations.index(True)
     self.variables = [v.value for v in self.optimizer.variables]
     self.assign(0, self.config["initial_scale"])
 
@@ -112,34 +109,25 @@ def training(name, inner):
 
   params = [weights.value, bias.value]
   variables = [v.value for v in optimizer.variables]
-  history, scales = [], []
-  for at in range(len(common.TRAINING_STEPS)):
-    x, y = map(jnp.asarray, common.batch(at))
-    params, variables = step(params, variables, x, y)
-    history.append(common.flat(*params))
-    scales.append(float(variables[scale_at]))
-  iterations = [
-    int(value)
-    for variable, value in zip(optimizer.variables, variables, strict=True)
-    if variable is inner.iterations
-  ]
-  return {
-    "name": name,
-    "scale": common.runs(map(common.exponent, scales)),
-    "params": history,
-    "counts": {"iterations": iterations[0]},
-  }
+
+  def next_step(*batch):
+    nonlocal params, variables
+    params, variables = step(params, variables, *map(jnp.asarray, batch))
+    return params, variables[scale_at]
+
+  def counts():
+    at = [v is inner.iterations for v in optimizer.variables].index(True)
+    return {"iterations": int(variables[at])}
+
+  return common.record_training(name, next_step, counts)
 
 
 def decayed(rate):
   return keras.optimizers.schedules.InverseTimeDecay(rate, 1, 0.125)
 
 
-def from_our_state(case):
-  saved = case["exported"]
-  scaler = LossScaleOptimizer(saved["config"]).load(saved)
-  steps = common.unpack(case["steps"])
-  return {**case, **common.packed(common.run(scaler, steps))}
+def load_ours(saved):
+  return LossScaleOptimizer(saved["config"]).load(saved)
 
 
 if __name__ == "__main__":
@@ -147,20 +135,13 @@ if __name__ == "__main__":
     "keras.json",
     "keras, jax",
     f"{keras.__version__}, {jax.__version__}",
-    {
-      "cases": [
-        common.record_case(
-          name, config, lambda c=config: LossScaleOptimizer(c), steps
-        )
-        for name, config, steps in cases()
-      ],
-      "exports": [from_our_state(c) for c in common.exports("keras")],
-      "training": [
-        training("sgd, decayed", keras.optimizers.SGD(decayed(0.25))),
-        training(
-          "adam, decayed",
-          keras.optimizers.Adam(decayed(0.0625), epsilon=1e-8),
-        ),
-      ],
-    },
+    cases=common.record_cases(LossScaleOptimizer, cases()),
+    exports=common.record_exports("keras", load_ours),
+    training=[
+      training("sgd, decayed", keras.optimizers.SGD(decayed(0.25))),
+      training(
+        "adam, decayed",
+        keras.optimizers.Adam(decayed(0.0625), epsilon=1e-8),
+      ),
+    ],
   )

@@ -86,12 +86,5 @@ if __name__ == "__main__":
     "megatron.json",
     "megatron-core",
     _distribution.version,
-    {
-      "cases": [
-        common.record_case(
-          name, settings, lambda s=settings: DynamicGradScaler(s), steps
-        )
-        for name, settings, steps in cases()
-      ]
-    },
+    cases=common.record_cases(DynamicGradScaler, cases()),
   )

@@ -58,12 +58,5 @@ if __name__ == "__main__":
     "mindspore.json",
     "mindspore",
     mindspore.__version__,
-    {
-      "cases": [
-        common.record_case(
-          name, settings, lambda s=settings: DynamicLossScaler(s), steps
-        )
-        for name, settings, steps in cases()
-      ]
-    },
+    cases=common.record_cases(DynamicLossScaler, cases()),
   )

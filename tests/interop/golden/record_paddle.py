@@ -91,12 +91,5 @@ if __name__ == "__main__":
     "paddle.json",
     "paddlepaddle",
     paddle.__version__,
-    {
-      "cases": [
-        common.record_case(
-          name, settings, lambda s=settings: GradScaler(s), steps
-        )
-        for name, settings, steps in cases()
-      ]
-    },
+    cases=common.record_cases(GradScaler, cases()),
   )

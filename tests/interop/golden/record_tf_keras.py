@@ -121,38 +121,27 @@ def loss_scale_cases():
         yield f"multiplier {multiplier:g}: {name}", config, steps
 
 
-def training(name, make_inner):
+def training(name, inner):
   weights = tf.Variable(common.FIRST_WEIGHTS)
   bias = tf.Variable(common.FIRST_BIAS)
   optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
-    make_inner(),
+    inner,
     initial_scale=common.TRAINING_SCALE,
     dynamic_growth_steps=common.TRAINING_WINDOW,
   )
-  params, scales = [], []
-  for step in range(len(common.TRAINING_STEPS)):
-    x, y = map(tf.constant, common.batch(step))
+
+  def step(*batch):
+    x, y = map(tf.constant, batch)
     with tf.GradientTape() as tape:
       loss = tf.reduce_mean((x @ weights + bias - y) ** 2)
       scaled = optimizer.get_scaled_loss(loss)
     grads = tape.gradient(scaled, [weights, bias])
     grads = optimizer.get_unscaled_gradients(grads)
     optimizer.apply_gradients(zip(grads, [weights, bias], strict=True))
-    params.append(common.flat(weights.numpy(), bias.numpy()))
-    scales.append(float(optimizer.loss_scale.numpy()))
-  return {
-    "name": name,
-    "scale": common.runs(map(common.exponent, scales)),
-    "params": params,
-    "counts": {"iterations": int(optimizer.iterations.numpy())},
-  }
+    return (weights.numpy(), bias.numpy()), optimizer.loss_scale.numpy()
 
-
-def from_our_state(case):
-  saved = case["exported"]
-  scaler = LossScaleOptimizer(saved["config"]).load(saved)
-  steps = common.unpack(case["steps"])
-  return {**case, **common.packed(common.run(scaler, steps))}
+  counts = lambda: {"iterations": int(optimizer.iterations.numpy())}
+  return common.record_training(name, step, counts)
 
 
 def decayed(rate):
@@ -164,29 +153,15 @@ if __name__ == "__main__":
     "tf_keras.json",
     "tf_keras, tensorflow",
     f"{tf_keras.__version__}, {tf.__version__}",
-    {
-      "cases": [
-        common.record_case(
-          name, config, lambda c=config: LossScaleOptimizer(c), steps
-        )
-        for name, config, steps in optimizer_cases()
-      ],
-      "loss_scale_cases": [
-        common.record_case(
-          name, config, lambda c=config: DynamicLossScale(c), steps
-        )
-        for name, config, steps in loss_scale_cases()
-      ],
-      "exports": [from_our_state(c) for c in common.exports("tf_keras")],
-      "training": [
-        training("sgd", lambda: tf_keras.optimizers.SGD(0.25)),
-        training(
-          "sgd, decayed", lambda: tf_keras.optimizers.SGD(decayed(0.25))
-        ),
-        training(
-          "adam, decayed",
-          lambda: tf_keras.optimizers.Adam(decayed(0.0625), epsilon=1e-8),
-        ),
-      ],
-    },
+    cases=common.record_cases(LossScaleOptimizer, optimizer_cases()),
+    loss_scale_cases=common.record_cases(DynamicLossScale, loss_scale_cases()),
+    exports=common.record_exports("tf_keras", LossScaleOptimizer({}).load),
+    training=[
+      training("sgd", tf_keras.optimizers.SGD(0.25)),
+      training("sgd, decayed", tf_keras.optimizers.SGD(decayed(0.25))),
+      training(
+        "adam, decayed",
+        tf_keras.optimizers.Adam(decayed(0.0625), epsilon=1e-8),
+      ),
+    ],
   )

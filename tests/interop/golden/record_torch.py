@@ -5,7 +5,7 @@ import torch
 
 
 class GradScaler:
-  def __init__(self, **settings):
+  def __init__(self, settings):
     self.settings = settings
     self.scaler = torch.amp.GradScaler("cpu", **settings)
     self.param = torch.zeros((), requires_grad=True)
@@ -33,7 +33,7 @@ class GradScaler:
     return self.scaler.state_dict()
 
   def load(self, saved):
-    other = GradScaler(**self.settings)
+    other = GradScaler(self.settings)
     other.scaler.load_state_dict(saved)
     return other
 
@@ -61,14 +61,6 @@ def cases():
   yield "bottom", low, "T" * 32 + "F" * 8
 
 
-def from_our_state(case):
-  """A state dict of ours, loaded by torch, and where torch goes from there."""
-  scaler = GradScaler()
-  scaler.scaler.load_state_dict(case["exported"])
-  steps = common.unpack(case["steps"])
-  return {**case, **common.packed(common.run(scaler, steps))}
-
-
 def training(name, make_optimizer):
   weights = torch.tensor(common.FIRST_WEIGHTS, requires_grad=True)
   bias = torch.tensor(common.FIRST_BIAS, requires_grad=True)
@@ -79,26 +71,24 @@ def training(name, make_optimizer):
     init_scale=common.TRAINING_SCALE,
     growth_interval=common.TRAINING_WINDOW,
   )
-  params, scales = [], []
-  for step in range(len(common.TRAINING_STEPS)):
-    x, y = map(torch.tensor, common.batch(step))
+
+  def step(*batch):
+    x, y = map(torch.tensor, batch)
     optimizer.zero_grad()
     loss = ((x @ weights + bias - y) ** 2).mean()
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
     schedule.step()
-    params.append(common.flat(weights.detach(), bias.detach()))
-    scales.append(scaler.get_scale())
-  counts = {"LambdaLR.last_epoch": schedule.last_epoch}
-  if "step" in optimizer.state[weights]:
-    counts["Adam step"] = int(optimizer.state[weights]["step"])
-  return {
-    "name": name,
-    "scale": common.runs(map(common.exponent, scales)),
-    "params": params,
-    "counts": counts,
-  }
+    return (weights.detach(), bias.detach()), scaler.get_scale()
+
+  def counts():
+    counts = {"LambdaLR.last_epoch": schedule.last_epoch}
+    if "step" in optimizer.state[weights]:
+      counts["Adam step"] = int(optimizer.state[weights]["step"])
+    return counts
+
+  return common.record_training(name, step, counts)
 
 
 if __name__ == "__main__":
@@ -106,17 +96,10 @@ if __name__ == "__main__":
     "torch.json",
     "torch",
     torch.__version__,
-    {
-      "cases": [
-        common.record_case(
-          name, settings, lambda s=settings: GradScaler(**s), steps
-        )
-        for name, settings, steps in cases()
-      ],
-      "exports": [from_our_state(c) for c in common.exports("torch")],
-      "training": [
-        training("sgd", lambda p: torch.optim.SGD(p, lr=0.25)),
-        training("adam", lambda p: torch.optim.Adam(p, lr=0.0625)),
-      ],
-    },
+    cases=common.record_cases(GradScaler, cases()),
+    exports=common.record_exports("torch", GradScaler({}).load),
+    training=[
+      training("sgd", lambda p: torch.optim.SGD(p, lr=0.25)),
+      training("adam", lambda p: torch.optim.Adam(p, lr=0.0625)),
+    ],
   )
