@@ -38,8 +38,8 @@ SAMPLE =
 # Left out on all but the newest Python and JAX, since it tells nothing new there.
 ONLY_NEWEST = $(addprefix --ignore=tests/, \
   diagnostics/test_plots.py pages benchmarks \
-  $(addprefix package/, test_environments.py test_helpers.py test_metadata.py \
-    test_package.py test_release.py) \
+  $(addprefix package/, test_environments.py test_helpers.py test_package.py \
+    test_release.py) \
   $(addprefix interop/, test_fuzz.py test_golden.py test_recorded_versions.py) \
   policies/test_hostile_runs.py)
 # And on the oldest: what counts the equations or the instructions of a step,

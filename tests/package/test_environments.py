@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 TOOLS = ROOT / "tools"
+SCRIPT = (TOOLS / "newest_python.sh").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 CI_RUN = (ROOT / ".ci" / "run").read_text()
@@ -31,10 +32,20 @@ def declared_versions():
   return sorted(versions, key=lambda v: int(v.split(".")[1]), reverse=True)
 
 
+FAKE_PYTHON = """#!{sh}
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  *ensurepip*) echo {version} {path} ;;
+  *) echo {version} ;;
+esac
+"""
+
+
 class Machine:
   """A machine with no Python, into which fake ones are put.
 
-  A fake one answers as the real one does: with its version and its path.
+  A fake one answers as the real one does, with its version and its path, and
+  makes environments as fake as itself.
   """
 
   def __init__(self, folder):
@@ -43,14 +54,18 @@ class Machine:
     self.bin = folder / "bin"
     for path in (self.home, self.shims, self.bin):
       path.mkdir()
-    for tool in ("sh", "ls", "sort", "dirname"):
+    for tool in "bash", "cp", "dirname", "env", "ls", "mkdir", "rm", "sh":
+      (self.bin / tool).symlink_to(find_tool(tool))
+    for tool in "sort", "touch":
       (self.bin / tool).symlink_to(find_tool(tool))
 
   def add(self, version, folder=None):
     """A Python that works: on the PATH, or in a folder below pyenv's."""
     path = (folder or self.bin) / f"python{version}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    return self._write(path, f"echo {version} {path}")
+    sh = find_tool("sh")
+    text = FAKE_PYTHON.format(sh=sh, version=version, path=path)
+    return executable(path, text)
 
   def add_pyenv(self, patch, root=".pyenv"):
     """One that pyenv installed, with its full version."""
@@ -59,27 +74,35 @@ class Machine:
 
   def add_shim(self, version):
     """What pyenv puts first on the PATH for a version that is not chosen."""
+    text = "echo 'pyenv: command not found' >&2; exit 127"
     path = self.shims / f"python{version}"
-    return self._write(path, "echo 'pyenv: command not found' >&2; exit 127")
+    return executable(path, f"#!{find_tool('sh')}\n{text}\n")
 
-  def newest(self, *bounds, **environment):
-    """What newest_python.sh says: (exit status, path, message)."""
+  def run(self, script, *arguments, **environment):
+    """Exit status, output and errors of a script of this repository."""
+    path = {"PATH": f"{self.shims}:{self.bin}", "HOME": str(self.home)}
     done = subprocess.run(
-      [TOOLS / "newest_python.sh", *bounds],
-      env={
-        "PATH": f"{self.shims}:{self.bin}",
-        "HOME": str(self.home),
-        **environment,
-      },
+      [ROOT / script, *arguments],
+      env=path | environment,
       capture_output=True,
       text=True,
     )
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
-  def _write(self, path, line):
-    path.write_text(f"#!{find_tool('sh')}\n{line}\n")
-    path.chmod(0o755)
-    return str(path)
+  def newest(self, *bounds, **environment):
+    return self.run("tools/newest_python.sh", *bounds, **environment)
+
+  def make_venv(self, folder, version):
+    """Exit status and errors; the environment is of this Python."""
+    python = self.add(version)
+    status, _, errors = self.run("tools/make_venv.sh", folder, PYTHON=python)
+    return status, errors
+
+
+def executable(path, text):
+  path.write_text(text)
+  path.chmod(0o755)
+  return str(path)
 
 
 def find_tool(name):
@@ -98,27 +121,27 @@ def test_the_newest_python_that_works_is_taken(machine, root):
   machine.add("3.11")
   works = machine.add("3.12")
   assert machine.newest() == (0, works, "")
-  machine.add_shim("3.14")
-  machine.add_shim("3.13")
+  for version in "3.14", "3.13", "3.12":
+    machine.add_shim(version)
   assert machine.newest() == (0, works, "")
   machine.add_pyenv("3.13.9", root)
   latest = machine.add_pyenv("3.13.10", root)
   assert machine.newest(**where) == (0, latest, "")
 
 
-def test_a_python_behind_a_shim_of_the_same_name_is_found(machine):
-  machine.add_shim("3.13")
-  works = machine.add("3.13")
-  machine.add("3.12")
-  assert machine.newest() == (0, works, "")
-
-
-def test_an_older_python_than_3_11_is_never_taken(machine):
+def test_what_is_out_of_bounds_is_never_taken(machine):
   machine.add("3.10")
   status, path, message = machine.newest()
   assert (status, path) == (1, "")
   assert "Python 3.11 or later is needed" in message
   assert "PYTHON=/path/to/python" in message
+  old = machine.add("3.11")
+  assert "Python 3.12 or later is needed" in machine.newest("3.12")[2]
+  machine.add("3.13")
+  assert machine.newest("3.11", "3.11")[:2] == (0, old)
+  status, path, message = machine.newest("3.12", PYTHON=old)
+  assert (status, path) == (1, "")
+  assert f"Python 3.12 or later is needed, and PYTHON={old} is" in message
 
 
 def test_python_3_11_is_told_where_jax_ends_for_it(machine):
@@ -126,14 +149,6 @@ def test_python_3_11_is_told_where_jax_ends_for_it(machine):
   told = "Python 3.11: JAX ends at 0.10.2"
   assert machine.newest() == (0, path, told)
   assert machine.newest(PYTHON=path) == (0, path, told)
-
-
-def test_bounds_leave_out_what_is_older_and_what_is_newer(machine):
-  oldest = machine.add("3.11")
-  assert machine.newest("3.12")[0] == 1
-  assert "Python 3.12 or later is needed" in machine.newest("3.12")[2]
-  machine.add("3.13")
-  assert machine.newest("3.11", "3.11")[:2] == (0, oldest)
 
 
 def test_python_takes_the_place_of_the_search(machine):
@@ -154,21 +169,12 @@ def test_python_is_found_by_its_name_behind_a_shim_that_fails(machine):
   assert (status, path) == (1, "") and "does not run" in message
 
 
-def test_python_is_refused_if_it_is_out_of_bounds(machine):
-  machine.add("3.13")
-  old = machine.add("3.11")
-  status, path, message = machine.newest("3.12", PYTHON=old)
-  assert (status, path) == (1, "")
-  assert f"Python 3.12 or later is needed, and PYTHON={old} is" in message
-
-
 def test_the_versions_that_are_looked_for_are_those_that_are_declared():
-  script = (TOOLS / "newest_python.sh").read_text()
-  versions = re.search(r'^VERSIONS="(.*?)"', script, re.MULTILINE)[1]
+  versions = re.search(r'^VERSIONS="(.*?)"', SCRIPT, re.MULTILINE)[1]
   assert versions.split() == declared_versions()
   lowest = PROJECT["requires-python"].removeprefix(">=")
   assert declared_versions()[-1] == lowest
-  assert f"lowest=${{1:-{lowest}}}" in script
+  assert f"lowest=${{1:-{lowest}}}" in SCRIPT
   assert f"PYTHON_BOUNDS ?= {lowest}\n" in MAKEFILE
 
 
@@ -198,92 +204,65 @@ def test_jax_has_a_lowest_version_and_no_highest(jax):
     lower_bounds(project(jax))
 
 
-def make_venv(folder, *bounds, python):
-  """Runs make_venv.sh with this Python; (exit status, message)."""
-  done = subprocess.run(
-    [TOOLS / "make_venv.sh", folder, *bounds],
-    env=os.environ | {"PYTHON": str(python)},
-    capture_output=True,
-    text=True,
-  )
-  return done.returncode, done.stderr
+class Venv:
+  """An environment that make_venv.sh makes."""
 
+  def __init__(self, machine, folder):
+    self.machine, self.folder = machine, folder
+    self.mark, self.installed = folder / "made", folder / "installed-test"
 
-class Pythons:
-  """Fake Pythons that make environments as fake as themselves."""
+  def make(self, version):
+    return self.machine.make_venv(self.folder, version)
 
-  def __init__(self, folder):
-    self.folder = folder
-
-  def path(self, version):
-    path = self.folder / f"python{version}"
-    path.write_text(f"""#!/bin/sh
-case "$*" in
-  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
-  *ensurepip*) echo {version} "$0" ;;
-  *) echo {version} ;;
-esac
-""")
-    path.chmod(0o755)
-    return path
-
-  @staticmethod
-  def version(venv):
-    out = subprocess.run([venv / "bin" / "python"], capture_output=True)
-    return out.stdout.decode().strip()
+  @property
+  def version(self):
+    python = self.folder / "bin" / "python"
+    return subprocess.check_output([python], text=True).strip()
 
 
 @pytest.fixture
-def pythons(tmp_path):
-  return Pythons(tmp_path)
+def venv(machine, tmp_path):
+  return Venv(machine, tmp_path / ".venv")
 
 
-def test_an_environment_is_made_once_and_made_anew_for_another_python(
-  pythons, tmp_path
-):
-  venv = tmp_path / ".venv"
-  assert make_venv(venv, python=pythons.path("3.12"))[0] == 0
-  made = (venv / "made").stat().st_mtime_ns
-  (venv / "installed-test").touch()
+def test_an_environment_is_made_once_and_made_anew_for_another_python(venv):
+  assert venv.make("3.12")[0] == 0
+  made = venv.mark.stat().st_mtime_ns
+  venv.installed.touch()
 
-  assert make_venv(venv, python=pythons.path("3.12")) == (0, "")
-  assert (venv / "made").stat().st_mtime_ns == made
-  assert (venv / "installed-test").exists()
+  assert venv.make("3.12") == (0, "")
+  assert venv.mark.stat().st_mtime_ns == made
+  assert venv.installed.exists()
 
-  assert make_venv(venv, python=pythons.path("3.13"))[0] == 0
-  assert pythons.version(venv) == "3.13"
-  assert not (venv / "installed-test").exists()
+  assert venv.make("3.13")[0] == 0
+  assert venv.version == "3.13"
+  assert not venv.installed.exists()
 
 
 def test_an_environment_that_was_made_before_there_were_marks_is_made_anew(
-  pythons, tmp_path
+  venv,
 ):
-  venv = tmp_path / ".venv"
-  make_venv(venv, python=pythons.path("3.12"))
-  (venv / "made").unlink()
-  (venv / "installed-test").touch()
-  assert make_venv(venv, python=pythons.path("3.13"))[0] == 0
-  assert pythons.version(venv) == "3.13"
+  venv.make("3.12")
+  venv.mark.unlink()
+  venv.installed.touch()
+  assert venv.make("3.13")[0] == 0
+  assert venv.version == "3.13"
 
 
-def test_an_environment_of_somebody_is_used_or_refused_but_never_removed(
-  pythons, tmp_path
-):
-  venv = tmp_path / ".venv"
-  make_venv(venv, python=pythons.path("3.12"))
-  (venv / "made").unlink()
-  status, message = make_venv(venv, python=pythons.path("3.13"))
+def test_an_environment_of_somebody_is_used_or_refused_but_never_removed(venv):
+  venv.make("3.12")
+  venv.mark.unlink()
+  status, message = venv.make("3.13")
   assert status == 1 and "was not made by make. Remove it" in message
-  assert pythons.version(venv) == "3.12"
-  assert make_venv(venv, python=pythons.path("3.12")) == (0, "")
+  assert venv.version == "3.12"
+  assert venv.make("3.12") == (0, "")
 
 
-def test_an_environment_that_was_left_half_made_is_made_anew(pythons, tmp_path):
-  venv = tmp_path / ".venv"
-  venv.mkdir()
-  (venv / "made").touch()
-  assert make_venv(venv, python=pythons.path("3.12"))[0] == 0
-  assert pythons.version(venv) == "3.12"
+def test_an_environment_that_was_left_half_made_is_made_anew(venv):
+  venv.folder.mkdir()
+  venv.mark.touch()
+  assert venv.make("3.12")[0] == 0
+  assert venv.version == "3.12"
 
 
 def what_make_would_do(*arguments):
@@ -299,46 +278,26 @@ def what_make_would_do(*arguments):
   return done.stdout
 
 
-def test_ci_run_fails_without_a_new_python_and_runs_all_versions():
+def test_ci_run_stops_at_once_without_a_new_python(machine):
+  machine.add("3.11")
+  executable(machine.bin / "make", "#!/bin/sh\necho it ran\n")
+  status, printed, errors = machine.run(".ci/run")
+  assert status == 1 and printed == ""
+  assert "Python 3.12 or later is needed" in errors
+
+
+def test_ci_run_stops_with_the_first_step_that_fails_of_all_on_all_versions():
   assert re.search(r"^set -euo pipefail$", CI_RUN, re.MULTILINE)
-  # An assignment alone on its line fails with the command in it.
-  assert re.search(
-    r"^PYTHON=\$\(tools/newest_python\.sh 3\.12\)\nexport PYTHON$",
-    CI_RUN,
-    re.MULTILINE,
-  )
   steps = re.findall(r"^make ([a-z0-9.-]+)", CI_RUN, re.MULTILINE)
   assert steps == ["check", "coverage", "test-3.11", "test-oldest", "docs"]
 
 
-def test_ci_run_stops_at_once_without_a_new_python(tmp_path):
-  machine = Machine(tmp_path)
-  machine.add("3.11")
-  for tool in ("bash", "env"):
-    (machine.bin / tool).symlink_to(find_tool(tool))
-  (machine.bin / "make").write_text("#!/bin/sh\necho it ran\n")
-  (machine.bin / "make").chmod(0o755)
-  done = subprocess.run(
-    [ROOT / ".ci" / "run"],
-    env={"PATH": str(machine.bin), "HOME": str(machine.home)},
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 1 and done.stdout == ""
-  assert "Python 3.12 or later is needed" in done.stderr
-
-
-def test_the_tests_of_jax_itself_run_on_each_version():
-  for target in ("test-3.11", "test-oldest"):
-    commands = what_make_would_do(target)
-    assert "--ignore=tests/pages" in commands
-    assert "test_jax.py" not in commands
-
-
-def test_what_is_left_out_on_older_versions_exists():
-  commands = what_make_would_do("test-oldest")
+@pytest.mark.parametrize("target", ["test-3.11", "test-oldest"])
+def test_what_is_left_out_on_older_versions_exists_and_is_not_jax(target):
+  commands = what_make_would_do(target)
   left_out = re.findall(r"--(?:ignore|deselect)=(tests/[\w/.]+)", commands)
-  assert len(set(left_out)) > 10
+  assert "tests/pages" in left_out and len(set(left_out)) > 9
+  assert not any("test_jax.py" in path for path in left_out)
   for path in left_out:
     assert (ROOT / path).exists(), path
 
@@ -416,3 +375,28 @@ def test_what_is_published_is_built_with_what_we_develop_on(name):
   assert python_versions(WORKFLOWS[name]["jobs"]["build"]) == ["3.13"]
   read_the_docs = yaml.safe_load((ROOT / ".readthedocs.yaml").read_text())
   assert read_the_docs["build"]["tools"]["python"] == "3.13"
+
+
+def test_the_pages_that_are_built_are_those_that_are_published():
+  jobs = WORKFLOWS["docs"]["jobs"]
+  built, uploaded = jobs["build"]["steps"][-2:]
+  assert built == {"run": "make docs"}
+  assert f"-b html docs {uploaded['with']['path']}\n" in MAKEFILE
+  assert jobs["deploy"]["needs"] == "build"
+  permissions = {"pages": "write", "id-token": "write"}
+  assert jobs["deploy"]["permissions"] == permissions
+
+
+def test_the_page_on_versions_says_what_is_declared_and_tested():
+  page = (ROOT / "docs" / "versions.md").read_text()
+  for requirement in PROJECT["dependencies"]:
+    name, bound = re.match(r"([\w-]+)>=([\w.]+)", requirement).groups()
+    row = rf"^\| {name} \| {re.escape(bound)} and later \| {re.escape(bound)}"
+    assert re.search(row, page, re.MULTILINE | re.IGNORECASE), requirement
+  row = re.search(r"^\| Python .*$", page, re.MULTILINE)[0].split("|")[3]
+  assert set(re.findall(r"3\.\d+", row)) == set(declared_versions())
+  table = page.split("### Which Python gets which JAX")[1].split("###")[0]
+  gets = re.findall(r"^\| (3\.\d+) \| \d", table, re.MULTILINE)
+  assert sorted(gets) == sorted(declared_versions())
+  last = re.search(r"^LAST_JAX_FOR_3_11=(\S+)$", SCRIPT, re.MULTILINE)[1]
+  assert re.search(rf"^\| 3\.11 \| {re.escape(last)} ", table, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The package as a newcomer meets it: import, README, names, dependencies."""
+"""What the package imports, names and requires, and what its maps say of it."""
 
 import ast
 import graphlib
@@ -10,39 +10,29 @@ import pickle
 import re
 import subprocess
 import sys
+import tomllib
 
 from helpers import ROOT
 import pytest
+import yaml
 
 import optax_lossscale as ols
 
-PACKAGE = ROOT / "optax_lossscale"
+PACKAGE, TESTS = ROOT / "optax_lossscale", ROOT / "tests"
 SUBMODULES = ("diagnostics", "interop", "plots")
+LOADS = """
+import sys, optax_lossscale as ols
+assert not {"flax", "chex", "matplotlib", "equinox"} & {*sys.modules}
+for name in SUBMODULES:
+  assert name in dir(ols)
+  assert f"optax_lossscale.{name}" not in sys.modules, name
+  assert getattr(ols, name).__name__ == f"optax_lossscale.{name}"
+"""
 
 
-def run_code(code):
-  out = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True
-  )
-  return out.stdout.strip()
-
-
-def test_import_loads_neither_flax_nor_chex_nor_matplotlib():
-  code = (
-    "import sys, optax_lossscale; loaded = {m.split('.')[0] for m in"
-    " sys.modules}; print(loaded & {'flax', 'chex', 'matplotlib', 'equinox'})"
-  )
-  assert run_code(code) == "set()"
-
-
-@pytest.mark.parametrize("name", SUBMODULES)
-def test_a_submodule_is_loaded_when_it_is_first_used(name):
-  code = (
-    "import sys, optax_lossscale as ols;"
-    f" before = 'optax_lossscale.{name}' in sys.modules;"
-    f" print(before, {name!r} in dir(ols), ols.{name}.__name__)"
-  )
-  assert run_code(code) == f"False True optax_lossscale.{name}"
+def test_import_loads_no_framework_and_submodules_when_they_are_first_used():
+  code = LOADS.replace("SUBMODULES", str(SUBMODULES))
+  subprocess.run([sys.executable, "-c", code], check=True)
   assert not hasattr(ols, "no_such_name")
 
 
@@ -122,31 +112,22 @@ def test_the_package_imports_jax_and_optax_alone_and_nothing_private(module):
 
 
 # In the order in which they may see each other: each only those before it.
-ORDER = (
-  "_arrays",
-  "_checks",
-  "_host",
-  "_jaxprs",
-  "_warnings",
-  "_paths",
-  "_state",
-  "_policies",
-  "_grads",
-  "_judged",
-  "_axes",
-  "_measurement",
-  "_loss",
-  "_scaling",
-  "_select",
-  "_updates",
-  "_wrapper",
-  "_autocast",
-  "diagnostics",
-  "plots",
-  "_causes",
-  "_monitoring",
-  "interop",
+ORDER = re.findall(
+  r"^\| `(\w+)(?:\.py|/)`",
+  (ROOT / "CONTRIBUTING.md").read_text(),
+  re.MULTILINE,
 )
+
+
+def floors():
+  """The rooms on each floor of the drawing, from the top down."""
+  page = (ROOT / "docs" / "design.md").read_text()
+  (drawing,) = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
+  # A floor may take two lines, of which the first has its number.
+  rows = re.split(r"^ +\d \|", drawing, flags=re.MULTILINE)[1:]
+  return [re.findall(r"[a-z_]+", row) for row in rows]
+
+
 # Beyond the order: what keeps the core a core.
 CORE = set(ORDER[: ORDER.index("_autocast")]) - {
   "_checks",
@@ -164,9 +145,14 @@ NEVER = {
 }
 
 
-def test_imports_between_modules_point_one_way():
-  tops = {module.split(".")[0] for module in MODULES} - {"__init__"}
-  assert tops == set(ORDER)
+def test_the_table_of_modules_and_the_drawing_have_each_room_once():
+  rooms = sorted({module.split(".")[0] for module in MODULES} - {"__init__"})
+  assert sorted(ORDER) == rooms
+  assert sorted(room for floor in floors() for room in floor) == rooms
+
+
+def test_imports_point_up_in_the_table_and_down_in_the_drawing():
+  depth = {room: i for i, floor in enumerate(floors()) for room in floor}
   for module, path in MODULES.items():
     top = module.split(".")[0]
     for name in imports(path):
@@ -175,6 +161,7 @@ def test_imports_between_modules_point_one_way():
       if seen not in ORDER or seen == top or top == "__init__":
         continue
       assert ORDER.index(seen) < ORDER.index(top), (module, seen)
+      assert depth[seen] > depth[top], (module, seen)
       assert seen not in NEVER.get(top, ()), (module, seen)
       if top == "diagnostics" and seen == "_autocast":
         # Only what compares with autocast knows of it.
@@ -254,3 +241,48 @@ def test_no_file_names_a_package_index():
     if pathlib.Path(name).suffix in {".toml", ".txt", ".cfg", ".lock", ".yml"}:
       text = (ROOT / name).read_text()
       assert not re.search(r"index-url|https?://\S*/simple", text), name
+
+
+README = (TESTS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("room", ORDER)
+def test_the_map_names_the_tests_of_each_module(room):
+  rows = re.findall(r"^\| (.*?`.*?) \| (.*) \|$", README, re.MULTILINE)
+  of_room = [tests for names, tests in rows if f"`{room}" in names]
+  assert of_room and all("`" in tests for tests in of_room)
+
+
+def test_each_path_on_the_map_leads_to_tests():
+  named = re.findall(r"`([\w/]+\.py)`", README)
+  assert len(named) > 30
+  for path in named:
+    assert list(TESTS.glob(path)) or list(TESTS.glob(f"*/{path}")), path
+  folders = {path.parent.name for path in TESTS.glob("*/test_*.py")}
+  for folder in folders:
+    assert f"`{folder}" in README, folder
+
+
+def test_each_file_of_settings_can_be_read():
+  for path in [*(ROOT / ".github").rglob("*.yml"), ROOT / ".readthedocs.yaml"]:
+    assert len(yaml.safe_load(path.read_text())) > 2, path
+
+
+def test_the_version_is_the_same_wherever_it_stands():
+  citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+  recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
+  assert citation["version"] == recipe["context"]["version"] == ols.__version__
+  line = rf"^## \[{ols.__version__}\] - (unreleased|[\d-]+)$"
+  assert re.search(line, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_the_conda_recipe_requires_what_the_package_requires():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+  recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
+  with_space = lambda requirement: re.sub(r"(?=>=)", " ", requirement)
+  python, *required = recipe["requirements"]["run"]
+  assert python == "python >=${{ python_min }}"
+  assert required == [*map(with_space, project["project"]["dependencies"])]
+  (build,) = project["build-system"]["requires"]
+  needed = with_space(build.replace("_", "-"))
+  assert needed in recipe["requirements"]["host"]

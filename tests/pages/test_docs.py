@@ -246,15 +246,6 @@ def test_the_table_of_commands_holds_each_make_target():
   assert sorted(listed) == sorted(described - {"help"})
 
 
-def test_the_table_of_modules_holds_each_module():
-  page = (ROOT / "CONTRIBUTING.md").read_text()
-  listed = re.findall(r"^\| `(\w+)(?:\.py|/)`", page, re.MULTILINE)
-  package = ROOT / "optax_lossscale"
-  modules = {path.parent.name for path in package.glob("*/__init__.py")}
-  modules |= {path.stem for path in package.glob("*.py")} - {"__init__"}
-  assert sorted(listed) == sorted(modules)
-
-
 def test_github_makes_all_that_ci_run_makes():
   on_a_push = [path for path in WORKFLOWS if "push:" in path.read_text()]
   assert made_by(CI_RUN) <= set().union(*map(made_by, on_a_push))
