@@ -18,46 +18,58 @@ W = jnp.eye(4, dtype=F16)
 BIG = jnp.full((4, 4), 30000, F16)
 
 
+# How each is made, what is told of it (inf or NaN, the path, whether it is in
+# the backward pass), and the function that the line stands in.
+FAULTS = {}
+
+
+def fault(kind, path, *args, inside=None, backward=False):
+  """Adds a function of these arguments; or what returns both, without any."""
+
+  def add(fun):
+    make = (lambda: (fun, *args)) if args else fun
+    FAULTS[fun.__name__] = make, kind, path, backward, inside or fun.__name__
+    return fun
+
+  return add
+
+
 def as_loss(x):
   return jnp.sum(x.astype(jnp.float32))
 
 
-def matmul():
-  def fun(x):
-    return x @ BIG  # matmul
-
-  return fun, X
+@fault("inf", "dot_general", X)
+def matmul(x):
+  return x @ BIG  # matmul
 
 
-def logarithm():
-  def fun(x):
-    return jnp.log(x - 3)  # logarithm
-
-  return fun, X
+@fault("nan", "log", X)
+def logarithm(x):
+  return jnp.log(x - 3)  # logarithm
 
 
-def in_jit():
+@fault("inf", "jit(block)/exp", X, inside="block")
+def in_jit(x):
   @jax.jit
   def block(x):
     x = x * 2
     return jnp.exp(x * 5)  # in_jit
 
-  return (lambda x: block(x) + 1), X
+  return block(x) + 1
 
 
-def in_scan():
+@fault("inf", "scan[3]/mul", X, inside="body")
+def in_scan(x):
   def body(x, i):
     y = jnp.where(i == 3, 300.0, 1.0).astype(F16)
     x = x * y * y  # in_scan
     return x, None
 
-  def fun(x):
-    return lax.scan(body, x, jnp.arange(6))[0]
-
-  return fun, X
+  return lax.scan(body, x, jnp.arange(6))[0]
 
 
-def in_nested_scan():
+@fault("inf", "scan[2]/scan[1]/div", X, inside="inner")
+def in_nested_scan(x):
   def inner(x, ij):
     i, j = ij
     hit = jnp.logical_and(i == 2, j == 1)
@@ -68,42 +80,37 @@ def in_nested_scan():
     js = jnp.arange(3)
     return lax.scan(inner, x, (jnp.full(3, i), js))[0], None
 
-  def fun(x):
-    return lax.scan(outer, x, jnp.arange(4))[0]
-
-  return fun, X
+  return lax.scan(outer, x, jnp.arange(4))[0]
 
 
-def in_while():
+@fault("inf", "while[2]/mul", X, inside="body")
+def in_while(x):
   def body(state):
     i, x = state
     return i + 1, x * 32  # in_while
 
-  def fun(x):
-    return lax.while_loop(lambda state: state[0] < 5, body, (0, x))[1]
-
-  return fun, X
+  return lax.while_loop(lambda state: state[0] < 5, body, (0, x))[1]
 
 
-def in_cond():
-  def fun(x):
-    return lax.cond(
-      x.sum() > 0,
-      lambda x: jnp.sqrt(x - 5),  # in_cond
-      lambda x: x,
-      x,
-    )
-
-  return fun, X
+@fault("nan", "cond(branch 1)/sqrt", X, inside="<lambda>")
+def in_cond(x):
+  return lax.cond(
+    x.sum() > 0,
+    lambda x: jnp.sqrt(x - 5),  # in_cond
+    lambda x: x,
+    x,
+  )
 
 
-def in_vmap():
-  def one(x, w):
+@fault("inf", "dot_general", X, BIG, inside="one")
+def in_vmap(xs, w):
+  def one(x):
     return jnp.dot(x, w)  # in_vmap
 
-  return jax.vmap(one, (0, None)), X, BIG
+  return jax.vmap(one)(xs)
 
 
+@fault("inf", "checkpoint/square", inside="block")
 def in_remat():
   @jax.checkpoint
   def block(x):
@@ -112,44 +119,38 @@ def in_remat():
   return (lambda x: as_loss(block(x))), X
 
 
-def division_backward():
-  def fun(x):
-    y = jnp.where(x > 2, jnp.sqrt(x - 2), 0)  # division_backward
-    return as_loss(y)
-
-  return jax.grad(fun), X
-
-
-def matmul_backward():
-  def fun(w):
-    y = X @ w  # matmul_backward
-    return as_loss(y * F16(20000))
-
-  return jax.value_and_grad(fun), W
+@fault("inf", "div", X)
+@jax.grad
+def division_backward(x):
+  y = jnp.where(x > 2, jnp.sqrt(x - 2), 0)  # division_backward
+  return as_loss(y)
 
 
-def scan_backward():
+@fault("inf", "dot_general", W, backward=True)
+@jax.value_and_grad
+def matmul_backward(w):
+  y = X @ w  # matmul_backward
+  return as_loss(y * F16(20000))
+
+
+@fault("inf", "scan[2]/dot_general", X * 0, inside="body", backward=True)
+@jax.grad
+def scan_backward(x):
   def body(x, w):
     x = jnp.tanh(x) @ w  # scan_backward
     return x, None
 
-  def fun(x):
-    ws = jnp.stack([W, W, W * 4000, W])
-    x = lax.scan(body, x, ws)[0]
-    return as_loss(x) * 20
-
-  return jax.grad(fun), X * 0
+  ws = jnp.stack([W, W, W * 4000, W])
+  return as_loss(lax.scan(body, x, ws)[0]) * 20
 
 
+@fault("inf", "checkpoint/dot_general", inside="block", backward=True)
 def remat_backward():
   @jax.checkpoint
   def block(x, w):
     return x @ w  # remat_backward
 
-  def fun(w):
-    return as_loss(block(X, w)) * 40000
-
-  return jax.grad(fun), W
+  return jax.grad(lambda w: as_loss(block(X, w)) * 40000), W
 
 
 @jax.custom_vjp
@@ -160,11 +161,10 @@ def clipped(x):
 clipped.defvjp(lambda x: (clipped(x), x), lambda x, ct: (ct / (x - 2),))
 
 
-def custom_vjp_backward():
-  def fun(x):
-    return as_loss(clipped(x))  # custom_vjp_backward
-
-  return jax.grad(fun), X
+@fault("inf", "div", X, backward=True)
+@jax.grad
+def custom_vjp_backward(x):
+  return as_loss(clipped(x))  # custom_vjp_backward
 
 
 @jax.custom_vjp
@@ -175,8 +175,9 @@ def powers(x):
 powers.defvjp(lambda x: (powers(x), x), lambda x, ct: (ct,))
 
 
-def custom_vjp_forward():
-  return (lambda x: powers(x) + 1), X
+@fault("inf", "custom_vjp_call/exp", X, inside="powers")
+def custom_vjp_forward(x):
+  return powers(x) + 1
 
 
 @jax.custom_jvp
@@ -187,10 +188,12 @@ def cubed(x):
 cubed.defjvp(lambda x, t: (cubed(*x), 3 * x[0] * x[0] * t[0]))
 
 
-def custom_jvp_forward():
-  return (lambda x: cubed(x * 50)), X
+@fault("inf", "custom_jvp_call/mul", X, inside="cubed")
+def custom_jvp_forward(x):
+  return cubed(x * 50)
 
 
+@fault("inf", "jit(_where)/convert_element_type", inside="fun")
 def where_of_a_library():
   jnp.where(X > 1, X, -70000.0)  # traced here first
 
@@ -200,6 +203,7 @@ def where_of_a_library():
   return fun, X
 
 
+@fault("inf", "shard_map/square", inside="part")
 def in_shard_map():
   mesh = jax.make_mesh(
     (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
@@ -214,6 +218,7 @@ def in_shard_map():
   return fun, jnp.ones((8, 4), F16)
 
 
+@fault("inf", "jit(<lambda>)/dot_general", inside="Block.__call__")
 def in_linen():
   class Block(nn.Module):
     @nn.compact
@@ -230,6 +235,7 @@ def in_linen():
   return jax.jit(jax.value_and_grad(loss_fn)), params, X
 
 
+@fault("nan", "div", inside="Model.__call__")
 def in_nnx():
   class Model(nnx.Module):
     def __init__(self, rngs):
@@ -245,6 +251,7 @@ def in_nnx():
   return nnx.value_and_grad(loss_fn), Model(nnx.Rngs(0)), X
 
 
+@fault("inf", "dot_general", inside="Model.__call__")
 def in_equinox():
   class Model(eqx.Module):
     layers: list
@@ -264,6 +271,7 @@ def in_equinox():
   return eqx.filter_value_and_grad(loss_fn), model, X
 
 
+@fault("inf", "mul", inside="loss_fn", backward=True)
 def with_a_scale():
   opt_state = ols.with_loss_scaling(optax.sgd(0.1), 2.0**15).init(W)
 
@@ -273,43 +281,3 @@ def with_a_scale():
     return as_loss(y)
 
   return ols.value_and_grad(loss_fn, opt_state), W, X
-
-
-# How each is made, what is told of it (inf or NaN, the path, whether it is in
-# the backward pass), and the function that the line stands in.
-FAULTS = {
-  "matmul": (matmul, "inf", "dot_general", False, "fun"),
-  "logarithm": (logarithm, "nan", "log", False, "fun"),
-  "in_jit": (in_jit, "inf", "jit(block)/exp", False, "block"),
-  "in_scan": (in_scan, "inf", "scan[3]/mul", False, "body"),
-  "in_nested_scan": (
-    in_nested_scan, "inf", "scan[2]/scan[1]/div", False, "inner",
-  ),
-  "in_while": (in_while, "inf", "while[2]/mul", False, "body"),
-  "in_cond": (in_cond, "nan", "cond(branch 1)/sqrt", False, "<lambda>"),
-  "in_vmap": (in_vmap, "inf", "dot_general", False, "one"),
-  "in_remat": (in_remat, "inf", "checkpoint/square", False, "block"),
-  "division_backward": (division_backward, "inf", "div", False, "fun"),
-  "matmul_backward": (matmul_backward, "inf", "dot_general", True, "fun"),
-  "scan_backward": (scan_backward, "inf", "scan[2]/dot_general", True, "body"),
-  "remat_backward": (
-    remat_backward, "inf", "checkpoint/dot_general", True, "block",
-  ),
-  "custom_vjp_backward": (custom_vjp_backward, "inf", "div", True, "fun"),
-  "custom_vjp_forward": (
-    custom_vjp_forward, "inf", "custom_vjp_call/exp", False, "powers",
-  ),
-  "custom_jvp_forward": (
-    custom_jvp_forward, "inf", "custom_jvp_call/mul", False, "cubed",
-  ),
-  "in_shard_map": (in_shard_map, "inf", "shard_map/square", False, "part"),
-  "in_linen": (
-    in_linen, "inf", "jit(<lambda>)/dot_general", False, "Block.__call__",
-  ),
-  "in_nnx": (in_nnx, "nan", "div", False, "Model.__call__"),
-  "in_equinox": (in_equinox, "inf", "dot_general", False, "Model.__call__"),
-  "with_a_scale": (with_a_scale, "inf", "mul", True, "loss_fn"),
-  "where_of_a_library": (
-    where_of_a_library, "inf", "jit(_where)/convert_element_type", False, "fun",
-  ),
-}  # fmt: skip
