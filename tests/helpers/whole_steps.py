@@ -45,15 +45,30 @@ def gradient(policy):
   return ols.grad(CAST, policy.init()), (PARAMS, BATCH)
 
 
-def step_with(tx, params, state, batch, **kwargs):
-  grads = ols.grad(CAST, state)(params, batch)
-  updates, state = tx.update(grads, state, params, **kwargs)
+def _gradient_of(params, state, batch):
+  return ols.grad(CAST, state)(params, batch)
+
+
+def step_with(tx, params, state, batch, differentiate=_gradient_of):
+  grads = differentiate(params, state, batch)
+  updates, state = tx.update(grads, state, params)
   return optax.apply_updates(params, updates), state
 
 
-def _optax(policy, make=lambda tx: tx, **kwargs):
-  tx = make(ols.with_loss_scaling(optax.adam(1e-3), policy, **kwargs))
-  return functools.partial(step_with, tx), (PARAMS, tx.init(PARAMS), BATCH)
+def _optax(
+  policy,
+  wrap=lambda step: step,
+  *,
+  inner=None,
+  around=lambda tx: tx,
+  differentiate=_gradient_of,
+  **kwargs,
+):
+  """A step with two changed lines, and its arguments."""
+  inner = inner or optax.adam(1e-3)
+  tx = around(ols.with_loss_scaling(inner, policy, **kwargs))
+  step = functools.partial(step_with, tx, differentiate=differentiate)
+  return wrap(step), (PARAMS, tx.init(PARAMS), BATCH)
 
 
 def plain(policy):
@@ -61,31 +76,24 @@ def plain(policy):
 
 
 def jitted(policy):
-  step, args = _optax(policy)
-  return jax.jit(jax.jit(step)), args
+  return _optax(policy, lambda step: jax.jit(jax.jit(step)))
 
 
 def donated(policy):
-  step, args = _optax(policy)
-  return jax.jit(step, donate_argnums=(0, 1)), args
+  return _optax(policy, lambda step: jax.jit(step, donate_argnums=(0, 1)))
 
 
 def that_returns_a_count(policy):
-  step, args = _optax(policy)
-  return lambda *args: len(step(*args)), args
+  return _optax(policy, lambda step: lambda *args: len(step(*args)))
 
 
 def that_returns_nothing(policy):
-  step, args = _optax(policy)
-  return lambda *args: jax.jit(step)(*args) and None, args
+  return _optax(policy, lambda step: lambda *args: jax.jit(step)(*args) and None)
 
 
 def a_closure(policy):
-  step, (params, state, batch) = _optax(policy)
-  return jax.jit(lambda params, state: step(params, state, batch)), (
-    params,
-    state,
-  )
+  step, (*args, batch) = _optax(policy)
+  return jax.jit(lambda params, state: step(params, state, batch)), args
 
 
 def clipped(policy):
@@ -97,36 +105,33 @@ def with_checked_updates(policy):
 
 
 def with_multi_steps_around(policy):
-  return _optax(policy, lambda tx: optax.MultiSteps(tx, 1))
+  return _optax(policy, around=lambda tx: optax.MultiSteps(tx, 1))
 
 
 def with_multi_steps_inside(policy):
-  inner = optax.MultiSteps(optax.adam(1e-3), 2)
-  tx = ols.with_loss_scaling(inner, policy)
-  return functools.partial(step_with, tx), (PARAMS, tx.init(PARAMS), BATCH)
+  return _optax(policy, inner=optax.MultiSteps(optax.adam(1e-3), 2))
+
+
+def _sgd(policy, differentiate, **kwargs):
+  """A jitted step that takes the gradients in a way of its own."""
+  kwargs |= {"inner": optax.sgd(0.1), "differentiate": differentiate}
+  return _optax(policy, jax.jit, **kwargs)
+
+
+def _scaled_gradient_of(params, state, batch):
+  loss_fn = lambda params: ols.scale_loss(CAST(params, batch), state)
+  return jax.grad(loss_fn)(params)
 
 
 def by_hand(policy):
-  tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
+  def differentiate(params, state, batch):
+    return ols.unscale_grads(_scaled_gradient_of(params, state, batch), state)
 
-  def step(params, state, batch):
-    scaled = lambda params: ols.scale_loss(CAST(params, batch), state)
-    grads = ols.unscale_grads(jax.grad(scaled)(params), state)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
+  return _sgd(policy, differentiate)
 
 
 def with_scaled_grads(policy):
-  tx = ols.with_loss_scaling(optax.sgd(0.1), policy, grads_are_scaled=True)
-
-  def step(params, state, batch):
-    scaled = lambda params: ols.scale_loss(CAST(params, batch), state)
-    updates, state = tx.update(jax.grad(scaled)(params), state, params)
-    return optax.apply_updates(params, updates), state
-
-  return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
+  return _sgd(policy, _scaled_gradient_of, grads_are_scaled=True)
 
 
 def with_a_foreign_optimizer_beside(policy):
@@ -155,8 +160,7 @@ def under_cond(policy):
 
 
 def with_checkpoint(policy):
-  step, args = _optax(policy)
-  return jax.checkpoint(step), args
+  return _optax(policy, jax.checkpoint)
 
 
 def in_a_scan_of_one(policy):
@@ -171,35 +175,27 @@ def in_a_scan_of_one(policy):
 
 def accumulated(policy):
   """Over micro-batches, of which all have the same gradient."""
-  tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
 
-  def step(params, state, batch):
+  def differentiate(params, state, batch):
     def add(total, micro_batch):
-      grads = ols.grad(CAST, state)(params, micro_batch)
+      grads = _gradient_of(params, state, micro_batch)
       return jax.tree.map(jnp.add, total, grads), None
 
     zeros = jax.tree.map(jnp.zeros_like, params)
     total, _ = lax.scan(add, zeros, jnp.stack([batch] * 2))
-    grads = jax.tree.map(lambda g: g / 2, total)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+    return jax.tree.map(lambda g: g / 2, total)
 
-  return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
+  return _sgd(policy, differentiate)
 
 
-def an_ensemble(policy):
-  step, args = _optax(policy)
-  both = jax.tree.map(lambda x: jnp.stack([x, x]), args[:2])
-  return jax.vmap(step, in_axes=(0, 0, None)), (*both, args[2])
+def an_ensemble(policy, jit=lambda fun: fun):
+  step, (*args, batch) = _optax(policy)
+  both = jax.tree.map(lambda x: jnp.stack([x, x]), args)
+  return jit(jax.vmap(jit(step), in_axes=(0, 0, None))), (*both, batch)
 
 
 def an_ensemble_of_jits(policy):
-  step, args = _optax(policy)
-  both = jax.tree.map(lambda x: jnp.stack([x, x]), args[:2])
-  return jax.jit(jax.vmap(jax.jit(step), in_axes=(0, 0, None))), (
-    *both,
-    args[2],
-  )
+  return an_ensemble(policy, jax.jit)
 
 
 def with_train_state(policy):
@@ -223,7 +219,7 @@ class _Model(nnx.Module):
     return loss_fn({name: getattr(self, name)[...] for name in PARAMS}, batch)
 
 
-def _nnx(policy, **kwargs):
+def _nnx(policy, wrap=lambda step: step, **kwargs):
   model = _Model()
   tx = ols.with_loss_scaling(optax.adam(1e-3), policy)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -237,27 +233,23 @@ def _nnx(policy, **kwargs):
     optimizer.update(model, grads)
     return loss
 
-  return step, (model, optimizer, BATCH)
+  return nnx.jit(wrap(step)), (model, optimizer, BATCH)
 
 
 def with_nnx_in_place(policy):
-  step, args = _nnx(policy)
-  return nnx.jit(step), args
+  return _nnx(policy)
 
 
 def with_nnx_that_returns_nothing(policy):
-  step, args = _nnx(policy)
-  return nnx.jit(lambda *args: step(*args) is None), args
+  return _nnx(policy, lambda step: lambda *args: step(*args) is None)
 
 
 def with_nnx_diff_state(policy):
-  step, args = _nnx(policy, argnums=nnx.DiffState(0, nnx.Param))
-  return nnx.jit(step), args
+  return _nnx(policy, argnums=nnx.DiffState(0, nnx.Param))
 
 
 def with_equinox(policy):
-  step, args = _optax(policy)
-  return eqx.filter_jit(step), args
+  return _optax(policy, eqx.filter_jit)
 
 
 def with_sharded_jit(policy):
@@ -267,45 +259,45 @@ def with_sharded_jit(policy):
   return jax.jit(step), (params, state, placed)
 
 
-def _local_step(tx, check_vma, params, state, batch):
+def _of_one_device(policy, check_vma, *args, **kwargs):
   """The step of one device, which shares its gradients with the others."""
-  local = params
-  if check_vma:
-    # Before the cast, so that the sum over devices is not in float16.
-    local = jax.tree.map(lambda p: _jaxprs.as_varying(p, "data"), params)
-  grads = lax.pmean(ols.grad(CAST, state)(local, batch), "data")
-  updates, state = tx.update(grads, state, params)
-  return optax.apply_updates(params, updates), state
+
+  def differentiate(params, state, batch):
+    if check_vma:
+      # Before the cast, so that the sum over devices is not in float16.
+      params = jax.tree.map(lambda p: _jaxprs.as_varying(p, "data"), params)
+    return lax.pmean(_gradient_of(params, state, batch), "data")
+
+  kwargs |= {"axis_name": "data", "differentiate": differentiate}
+  return _optax(policy, *args, **kwargs)
 
 
-def _mapped(fun, check_vma):
-  return jax.shard_map(
-    fun,
-    mesh=sharding.make_mesh((4,), ("data",)),
-    in_specs=(P(), P(), P("data")),
-    out_specs=P(),
-    check_vma=check_vma,
-  )
+def with_shard_map(policy, check_vma=True, around_step=lambda fun: fun, **kwargs):
+  def wrap(step):
+    mapped = jax.shard_map(
+      around_step(step),
+      mesh=sharding.make_mesh((4,), ("data",)),
+      in_specs=(P(), P(), P("data")),
+      out_specs=P(),
+      check_vma=check_vma,
+    )
+    return jax.jit(mapped)
+
+  return _of_one_device(policy, check_vma, wrap, **kwargs)
 
 
-def with_shard_map(policy, check_vma=True):
-  tx = ols.with_loss_scaling(optax.adam(1e-3), policy, axis_name="data")
-  step = _mapped(functools.partial(_local_step, tx, check_vma), check_vma)
-  return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
-
-
-def an_epoch_in_shard_map(policy, check_vma=True):
-  """With accumulation around each update, so with a branch in a loop."""
-  tx = ols.with_loss_scaling(optax.adam(1e-3), policy, axis_name="data")
-  tx = optax.MultiSteps(tx, 1)
-  step = functools.partial(_local_step, tx, check_vma)
-
+def _epoch(step):
   def epoch(params, state, batch):
     carry = params, state
     return lax.scan(lambda c, _: (step(*c, batch), None), carry, length=1)[0]
 
-  mapped = _mapped(epoch, check_vma)
-  return jax.jit(mapped), (PARAMS, tx.init(PARAMS), BATCH)
+  return epoch
+
+
+def an_epoch_in_shard_map(policy, check_vma=True):
+  """With accumulation around each update, so with a branch in a loop."""
+  around = lambda tx: optax.MultiSteps(tx, 1)
+  return with_shard_map(policy, check_vma, _epoch, around=around)
 
 
 def an_epoch_in_unchecked_shard_map(policy):
@@ -317,14 +309,10 @@ def with_unchecked_shard_map(policy):
 
 
 def with_pmap(policy):
-  tx = ols.with_loss_scaling(optax.adam(1e-3), policy, axis_name="data")
-  step = jax.pmap(
-    functools.partial(_local_step, tx, False),
-    axis_name="data",
-    in_axes=(None, None, 0),
-    out_axes=None,
-  )
-  return step, (PARAMS, tx.init(PARAMS), BATCH.reshape(4, 2, -1))
+  mapped = {"axis_name": "data", "in_axes": (None, None, 0), "out_axes": None}
+  wrap = lambda step: jax.pmap(step, **mapped)
+  step, (*args, batch) = _of_one_device(policy, False, wrap)
+  return step, (*args, batch.reshape(4, 2, -1))
 
 
 ALL = (
