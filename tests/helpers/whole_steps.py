@@ -88,7 +88,9 @@ def that_returns_a_count(policy):
 
 
 def that_returns_nothing(policy):
-  return _optax(policy, lambda step: lambda *args: jax.jit(step)(*args) and None)
+  return _optax(
+    policy, lambda step: lambda *args: jax.jit(step)(*args) and None
+  )
 
 
 def a_closure(policy):
@@ -272,7 +274,9 @@ def _of_one_device(policy, check_vma, *args, **kwargs):
   return _optax(policy, *args, **kwargs)
 
 
-def with_shard_map(policy, check_vma=True, around_step=lambda fun: fun, **kwargs):
+def with_shard_map(
+  policy, check_vma=True, around_step=lambda fun: fun, **kwargs
+):
   def wrap(step):
     mapped = jax.shard_map(
       around_step(step),

@@ -9,6 +9,8 @@ import importlib
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
 
 import optax_lossscale as ols
 
@@ -115,3 +117,8 @@ def noisy_images(count: int, size: int) -> jax.Array:
   keys = jax.random.split(jax.random.key(0))
   colours = jax.random.normal(keys[0], (count, 1, 1, 3))
   return colours + jax.random.normal(keys[1], (count, size, size, 3))
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+  return jnp.mean(losses)

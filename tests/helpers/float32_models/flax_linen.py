@@ -6,9 +6,8 @@ from typing import Any
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
-from helpers.float32_models import Model, noisy_images
+from helpers.float32_models import cross_entropy, Model, noisy_images
 
 KEY = jax.random.key(0)
 
@@ -130,7 +129,7 @@ def resnet(dtype=None):
     logits, new = model.apply(
       {"params": params, "batch_stats": stats}, images, mutable=["batch_stats"]
     )
-    return _cross_entropy(logits, labels), new
+    return cross_entropy(logits, labels), new
 
   batch = variables["batch_stats"], images, labels
   return Model(loss_fn, variables["params"], batch)
@@ -146,7 +145,7 @@ def transformer(dtype=None):
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     rngs = {"dropout": key}
     logits = model.apply(params, inputs, train=True, rngs=rngs)
-    return _cross_entropy(logits, targets), logits
+    return cross_entropy(logits, targets), logits
 
   return Model(loss_fn, params, (tokens, jax.random.key(1)))
 
@@ -168,9 +167,3 @@ def _regression(model, shape):
     return jnp.mean((predicted - y) ** 2), predicted
 
   return Model(loss_fn, jax.jit(model.init)(KEY, x), (x, y))
-
-
-def _cross_entropy(logits, labels):
-  return jnp.mean(
-    optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-  )

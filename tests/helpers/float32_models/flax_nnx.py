@@ -5,9 +5,8 @@ import functools
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import optax
 
-from helpers.float32_models import Model, noisy_images
+from helpers.float32_models import cross_entropy, Model, noisy_images
 
 
 class _Convolutions(nnx.Module):
@@ -24,13 +23,8 @@ class _UNet(nnx.Module):
 
   def __init__(self, dtype, rngs):
     convolutions = functools.partial(_Convolutions, dtype=dtype, rngs=rngs)
-    up = functools.partial(
-      nnx.ConvTranspose,
-      kernel_size=(2, 2),
-      strides=(2, 2),
-      dtype=dtype,
-      rngs=rngs,
-    )
+    options = {"kernel_size": (2, 2), "strides": (2, 2)}
+    up = functools.partial(nnx.ConvTranspose, dtype=dtype, rngs=rngs, **options)
     self.down = nnx.List(
       [convolutions(3, 8), convolutions(8, 16), convolutions(16, 32)]
     )
@@ -102,9 +96,8 @@ def _classifier(model, images, labels):
   structure, params, others = nnx.split(model, nnx.Param, ...)
 
   def loss_fn(model, images, labels):
-    logits = model(images)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.mean(loss), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+    loss = cross_entropy(model(images), labels)
+    return loss, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
   return Model(
     loss_fn,

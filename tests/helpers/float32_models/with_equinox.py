@@ -3,9 +3,8 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 
-from helpers.float32_models import Model, noisy_images
+from helpers.float32_models import cross_entropy, Model, noisy_images
 
 
 class _MixerBlock(eqx.Module):
@@ -68,7 +67,7 @@ class _ConvNet(eqx.Module):
 def mixer():
   def loss_fn(model, images, labels):
     logits = jax.vmap(model)(images)
-    return _cross_entropy(logits, labels), logits
+    return cross_entropy(logits, labels), logits
 
   return _model(loss_fn, _Mixer(jax.random.key(0)), ())
 
@@ -81,7 +80,7 @@ def conv_net():
       model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
     )
     logits, state = batched(images, state)
-    return _cross_entropy(logits, labels), state
+    return cross_entropy(logits, labels), state
 
   return _model(loss_fn, model, (state,))
 
@@ -95,10 +94,4 @@ def _model(loss_fn, model, others):
     (images, jnp.arange(16) % 10, *others),
     unpack=lambda params, _: eqx.combine(params, static),
     using=eqx.filter_value_and_grad,
-  )
-
-
-def _cross_entropy(logits, labels):
-  return jnp.mean(
-    optax.softmax_cross_entropy_with_integer_labels(logits, labels)
   )

@@ -3,9 +3,8 @@
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import optax
 
-from helpers.float32_models import Model, noisy_images
+from helpers.float32_models import cross_entropy, Model, noisy_images
 
 
 def resnet():
@@ -26,8 +25,7 @@ def resnet():
 
   def loss_fn(params, state, images, labels):
     logits, state = net.apply(params, state, None, images)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.mean(loss), state
+    return cross_entropy(logits, labels), state
 
   return Model(loss_fn, params, (state, images, jnp.arange(16) % 10))
 

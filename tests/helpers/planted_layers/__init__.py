@@ -120,10 +120,10 @@ _MODULES = {
     "on_explicit_axes",
   ),
   "flax_linen": ("linen_attention", "linen_remat", "linen_scan"),
-  "flax_nnx": ("nnx_offset", "nnx_overflow"),
-  "with_equinox": ("equinox_difference", "equinox_scan"),
-  "with_haiku": ("haiku_pixels", "haiku_offset"),
-  "with_keras": ("keras_offset", "keras_overflow"),
+  "flax_nnx": ("nnx_offset",),
+  "with_equinox": ("equinox_scan",),
+  "with_haiku": ("haiku_offset",),
+  "with_keras": ("keras_offset",),
 }
 NAMES = tuple(name for names in _MODULES.values() for name in names)
 

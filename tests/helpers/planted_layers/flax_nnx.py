@@ -28,10 +28,3 @@ def nnx_offset(fault):
   model.second.kernel[...] += 10 if fault else 0
   args = model, *batch()
   return Model(loss_fn, args, using=nnx.value_and_grad, jit=nnx.jit)
-
-
-def nnx_overflow(fault):
-  model = Net(nnx.Rngs(0))
-  model.second.kernel[...] *= 1e6 if fault else 1
-  args = model, *batch()
-  return Model(loss_fn, args, using=nnx.value_and_grad, jit=nnx.jit)

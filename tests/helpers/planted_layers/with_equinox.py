@@ -6,43 +6,10 @@ from jax import lax
 import jax.numpy as jnp
 
 from helpers.planted_layers import batch, Model, WIDTH
-from helpers.planted_layers.plain_jax import SHIFT
-
-
-def linear(seed):
-  return eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(seed))
-
-
-class Net(eqx.Module):
-  first: eqx.nn.Linear
-  one: eqx.nn.Linear
-  other: eqx.nn.Linear
-  last: eqx.nn.Linear
-
-  def __call__(self, x):
-    x = jnp.tanh(self.first(x))
-    x = self.one(x) - self.other(x)  # planted
-    return self.last(jnp.tanh(x))
 
 
 def loss_fn(model, x, y):
   return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
-def of_model(model):
-  using, jit = eqx.filter_value_and_grad, eqx.filter_jit
-  return Model(loss_fn, (model, *batch()), using=using, jit=jit)
-
-
-def equinox_difference(fault):
-  model = Net(*map(linear, range(4)))
-  shift = 100 * SHIFT if fault else 0 * SHIFT
-  model = eqx.tree_at(
-    lambda m: (m.one.weight, m.other.weight),
-    model,
-    replace_fn=lambda w: w + shift,
-  )
-  return of_model(model)
 
 
 class Block(eqx.Module):
@@ -80,4 +47,8 @@ def equinox_scan(fault):
   """Blocks in a scan, each under a checkpoint of Equinox."""
   keys = jax.random.split(jax.random.key(0), 3)
   blocks = eqx.filter_vmap(lambda key: Block(key, 10.0 if fault else 0.0))(keys)
-  return of_model(Stack(blocks, linear(5)))
+  last = eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(5))
+  args = Stack(blocks, last), *batch()
+  return Model(
+    loss_fn, args, using=eqx.filter_value_and_grad, jit=eqx.filter_jit
+  )

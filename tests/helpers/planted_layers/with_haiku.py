@@ -3,32 +3,8 @@
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import optax
 
 from helpers.planted_layers import batch, Model, WIDTH
-
-
-def haiku_pixels(fault):
-  """A convolution of squares of numbers up to 255."""
-
-  def apply(images):
-    x = hk.Conv2D(16, 3)(images**2)  # planted
-    x = jax.nn.relu(hk.GroupNorm(4)(x))
-    x = jax.nn.relu(hk.Conv2D(16, 3, stride=2)(x))
-    return hk.Linear(8)(jnp.mean(x, (1, 2)))
-
-  net = hk.without_apply_rng(hk.transform(apply))
-  noise = jax.random.uniform(jax.random.key(0), (16, 8, 8, 3))
-  images = noise * (255 if fault else 1)
-  params = jax.jit(net.init)(jax.random.key(0), images)
-
-  def loss_fn(params, images, labels):
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-      net.apply(params, images), labels
-    )
-    return jnp.mean(losses)
-
-  return Model(loss_fn, (params, images, jnp.arange(16) % 8))
 
 
 def haiku_offset(fault):

@@ -10,7 +10,7 @@ import keras
 from helpers.planted_layers import batch, Model, WIDTH
 
 
-def network(change):
+def keras_offset(fault):
   keras.utils.set_random_seed(0)
   model = keras.Sequential(
     [
@@ -24,7 +24,7 @@ def network(change):
     name="net",
   )
   bad = model.get_layer("bad").kernel
-  bad.assign(change(bad.value))
+  bad.assign(bad.value + 20 * fault)
 
   def loss_fn(params, others, x, y):
     predicted, _ = model.stateless_call(params, others, x)  # planted
@@ -33,11 +33,3 @@ def network(change):
   params = [v.value for v in model.trainable_variables]
   others = [v.value for v in model.non_trainable_variables]
   return Model(loss_fn, (params, others, *batch()), scope="bad")
-
-
-def keras_offset(fault):
-  return network(lambda w: w + 20 * fault)
-
-
-def keras_overflow(fault):
-  return network(lambda w: w * (1e6 if fault else 1))
