@@ -40,7 +40,7 @@ ONLY_NEWEST = $(addprefix --ignore=tests/, \
   diagnostics/test_plots.py pages benchmarks \
   $(addprefix package/, test_environments.py test_helpers.py test_package.py \
     test_release.py) \
-  $(addprefix interop/, test_fuzz.py test_golden.py test_recorded_versions.py) \
+  $(addprefix interop/, test_fuzz.py test_golden.py) \
   policies/test_hostile_runs.py)
 # And on the oldest: what counts the equations or the instructions of a step,
 # of which there are others, and Flax 0.12.0 earns a warning.

@@ -109,11 +109,6 @@ REFUSED = {
     {**samples.AMP, "loss_scale": 2.0**25},
     "scale in the state must be between the floor",
   ),
-  "DeepSpeed below its floor": (
-    lambda v: interop.from_deepspeed(samples.FP16, v),
-    {**samples.DEEPSPEED, "cur_scale": 0.5},
-    "scale in the state must be between the floor",
-  ),
   "Flax below its floor": (
     interop.from_flax,
     {**samples.FLAX, "scale": 1.0},

@@ -62,39 +62,30 @@ def test_every_tolerance_of_four_digits_is_meant_as_it_is_written(digits):
       assert (after.loss_scale < policy.init_scale) == moves
 
 
+DEEPSPEED, FAIRSEQ = interop.DeepSpeedLossScale, interop.FairseqLossScale
 BAD = [
-  (interop.DeepSpeedLossScale, "init_scale", 0.5),
-  (interop.DeepSpeedLossScale, "init_scale", 2.0**127),
-  (interop.DeepSpeedLossScale, "init_scale", float("nan")),
-  (interop.DeepSpeedLossScale, "growth_interval", 0),
-  (interop.DeepSpeedLossScale, "min_scale", 0.0),
-  (interop.DeepSpeedLossScale, "hysteresis", 1.5),
-  (interop.FairseqLossScale, "growth_interval", 2**31),
-  (interop.FairseqLossScale, "init_scale", 1e-9),
-  (interop.FairseqLossScale, "min_scale", -1.0),
-  (interop.FairseqLossScale, "threshold", 0.0),
-  (interop.FairseqLossScale, "tolerance", -0.1),
-  (interop.FairseqLossScale, "tolerance", float("inf")),
+  (DEEPSPEED, "init_scale", 0.5, ValueError),
+  (DEEPSPEED, "init_scale", 2.0**127, ValueError),
+  (DEEPSPEED, "init_scale", "65536", TypeError),
+  (DEEPSPEED, "growth_interval", 0, ValueError),
+  (DEEPSPEED, "min_scale", 0.0, ValueError),
+  (DEEPSPEED, "hysteresis", 1.5, ValueError),
+  (DEEPSPEED, "hysteresis", True, TypeError),
+  (DEEPSPEED, "consecutive_hysteresis", 1, TypeError),
+  (FAIRSEQ, "growth_interval", 2**31, ValueError),
+  (FAIRSEQ, "init_scale", 1e-9, ValueError),
+  (FAIRSEQ, "min_scale", -1.0, ValueError),
+  (FAIRSEQ, "threshold", 0.0, ValueError),
+  (FAIRSEQ, "threshold", [1.0], TypeError),
+  (FAIRSEQ, "tolerance", -0.1, ValueError),
+  (FAIRSEQ, "tolerance", float("inf"), ValueError),
+  (FAIRSEQ, "tolerance", "0.1", TypeError),
 ]
 
 
-@pytest.mark.parametrize("rule, name, value", BAD)
-def test_a_hyperparameter_out_of_range_is_named(rule, name, value):
-  arguments = {"growth_interval": 10, name: value}
-  with pytest.raises(ValueError, match=name):
-    rule(**arguments)
-
-
-@pytest.mark.parametrize(
-  "rule, name, value",
-  [
-    (interop.DeepSpeedLossScale, "init_scale", "65536"),
-    (interop.DeepSpeedLossScale, "hysteresis", True),
-    (interop.DeepSpeedLossScale, "consecutive_hysteresis", 1),
-    (interop.FairseqLossScale, "tolerance", "0.1"),
-    (interop.FairseqLossScale, "threshold", [1.0]),
-  ],
-)
-def test_a_hyperparameter_of_a_wrong_type_is_named(rule, name, value):
-  with pytest.raises(TypeError, match=name):
+@pytest.mark.parametrize("rule, name, value, error", BAD)
+def test_a_hyperparameter_out_of_range_or_of_a_wrong_type_is_named(
+  rule, name, value, error
+):
+  with pytest.raises(error, match=name):
     rule(**{"growth_interval": 10, name: value})
