@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from helpers import ROOT
 
 
@@ -31,11 +29,3 @@ def run(name, *options, folder):
   )
   assert done.returncode == 0, done.stderr
   return done.stdout.splitlines(), done.stderr
-
-
-def refusal(module, args, monkeypatch, capsys):
-  """What an example says of arguments that it does not take."""
-  monkeypatch.setattr(sys, "argv", ["example.py", *args])
-  with pytest.raises(SystemExit, match="2"):
-    module.parse_args()
-  return capsys.readouterr().err

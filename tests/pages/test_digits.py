@@ -5,6 +5,8 @@ import sys
 from helpers import examples
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def digits():
@@ -23,7 +25,6 @@ def runs(digits, data):
   return {name: digits.train(data, *digits.RUNS[name]) for name in names}
 
 
-@pytest.mark.slow
 def test_the_script_shows_its_progress_a_table_and_a_picture(tmp_path):
   options = "--steps=3", "--seed=1", "--out=curves.png"
   lines, progress = examples.run("digits", *options, folder=tmp_path)
@@ -55,27 +56,23 @@ def test_the_small_picture_is_of_three_runs(
   assert picture.read_bytes()[1:4] == b"PNG"
 
 
-@pytest.mark.slow
 def test_a_dynamic_scale_trains_within_1_percent_of_float32(runs):
   dynamic = runs["float16, dynamic scale"].test_loss
   assert dynamic == pytest.approx(runs["float32"].test_loss, rel=0.01)
   assert dynamic < 0.02
 
 
-@pytest.mark.slow
 def test_autocast_trains_as_a_model_that_is_cast_by_hand(runs):
   cast = runs["float16 by autocast"].test_loss
   for name in ("float32", "float16, dynamic scale"):
     assert cast == pytest.approx(runs[name].test_loss, rel=0.02)
 
 
-@pytest.mark.slow
 def test_no_scaling_is_at_least_3_times_worse_than_float32(runs):
   unscaled = runs["float16, no scaling"].test_loss
   assert unscaled >= 3 * runs["float32"].test_loss
 
 
-@pytest.mark.slow
 def test_a_scale_that_starts_too_high_falls_settles_and_climbs(digits, runs):
   run = runs["float16, starts too high"]
   start = digits.RUNS["float16, starts too high"][1].init_scale
@@ -88,7 +85,6 @@ def test_a_scale_that_starts_too_high_falls_settles_and_climbs(digits, runs):
   assert run.test_loss == pytest.approx(runs["float32"].test_loss, rel=0.02)
 
 
-@pytest.mark.slow
 def test_the_headroom_policy_stays_below_the_limit_and_skips_nothing(runs):
   run = runs["float16, headroom"]
   assert not run.skipped.any()
@@ -99,7 +95,6 @@ def test_the_headroom_policy_stays_below_the_limit_and_skips_nothing(runs):
   assert run.test_loss == pytest.approx(runs["float32"].test_loss, rel=0.01)
 
 
-@pytest.mark.slow
 def test_the_scale_brings_back_the_gradients_that_float16_flushed(
   digits, data, runs
 ):
@@ -114,26 +109,3 @@ def test_the_scale_brings_back_the_gradients_that_float16_flushed(
   flushed, cosine = table["float16, dynamic scale"]
   assert flushed < 0.001 and cosine > 0.999
   assert table["float32"] == pytest.approx((0, 1))
-
-
-@pytest.mark.parametrize(
-  "args, message",
-  [
-    (["--steps", "1"], "--steps must be at least 2, got 1"),
-    (["--seed", "-1"], "--seed must be at least 0, got -1"),
-    (["--out", "missing/curves.png"], "must be in a folder that exists, got"),
-  ],
-)
-def test_wrong_arguments_are_refused_before_the_training(
-  digits, monkeypatch, capsys, args, message
-):
-  assert message in examples.refusal(digits, args, monkeypatch, capsys)
-
-
-def test_help_names_the_options_and_their_defaults(digits, monkeypatch, capsys):
-  monkeypatch.setattr(sys, "argv", ["digits.py", "--help"])
-  with pytest.raises(SystemExit, match="0"):
-    digits.parse_args()
-  text = capsys.readouterr().out
-  for part in ("--steps", "(1200)", "--seed", "(0)", "--out", "(digits.png)"):
-    assert part in text

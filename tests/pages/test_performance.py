@@ -19,6 +19,18 @@ BOUNDS = load_benchmark("compilers/bounds")
 GPUS = load_benchmark("compilers/gpus").GPUS
 TRAINING_TABLES = load_benchmark("compilers/training_tables")
 TRAINING = COMPILED["training"]
+# Each variant of each model, by the device that it was compiled for.
+WHOLE_STEPS = [
+  (device, variant, found)
+  for device, by_model in TRAINING.items()
+  for by_variant in by_model.values()
+  for variant, found in by_variant.items()
+]
+
+
+def section(title):
+  """A part of the guide, from its heading to the next."""
+  return GUIDE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def test_both_pages_begin_with_one_table_that_fits_them():
@@ -52,8 +64,8 @@ def test_the_bytes_of_the_guide_are_those_of_the_compilers():
 
 
 def test_what_autocast_moves_is_that_of_its_own_page():
-  table = GUIDE.split("\n## Autocast\n")[1].split("\n## ")[0]
-  rows = re.findall(r"^\| .*?(?: \| [\d,]+){4} \|$", table, re.MULTILINE)
+  figures = r"^\| .*?(?: \| [\d,]+){4} \|$"
+  rows = re.findall(figures, section("Autocast"), re.MULTILINE)
   page = (ROOT / "benchmarks" / "autocast" / "README.md").read_text()
   assert len(rows) == 5
   for row in rows:
@@ -81,8 +93,8 @@ def cells_of_a_step(found):
 
 
 def test_the_steps_of_the_guide_are_those_compiled_for_t4_and_v100():
-  section = GUIDE.split("\n## On a T4 and a V100\n")[1].split("\n## ")[0]
-  rows = re.findall(r"^\| (\S+), (.+?) \| (.+) \|$", section, re.MULTILINE)
+  table = section("On a T4 and a V100")
+  rows = re.findall(r"^\| (\S+), (.+?) \| (.+) \|$", table, re.MULTILINE)
   assert [row[:2] for row in rows] == [
     (model, cast) for model in TRAINING["t4"] for cast in CASTS
   ]
@@ -95,8 +107,7 @@ def test_the_steps_of_the_guide_are_those_compiled_for_t4_and_v100():
 
 @pytest.mark.parametrize("device", TRAINING)
 def test_an_optimizer_moves_on_t4_and_v100_what_it_moves_on_h100(device):
-  section = GUIDE.split("\n## On a T4 and a V100\n")[1].split("\n## ")[0]
-  words = " ".join(section.split())
+  words = " ".join(section("On a T4 and a V100").split())
   assert "28 bytes for each parameter with Adam, 32 with ours, and 32" in words
   for step, expected in {"adam": [28, 32], "adamw, clipped": [32, 32]}.items():
     found = COMPILED["steps"][device][step]
@@ -129,23 +140,19 @@ def test_the_readme_says_what_a_t4_moves():
   assert int(told) == round(100 * share)
 
 
-@pytest.mark.parametrize("device", TRAINING)
-def test_each_product_of_a_whole_step_is_in_one_dtype_by_a_library(device):
-  for by_variant in TRAINING[device].values():
-    for variant, found in by_variant.items():
-      counts = found["products"].values()
-      dtype = "f32" if variant == "float32" else "f16"
-      assert {d for by_dtype in counts for d in by_dtype} == {dtype}
-      assert found["flops"].keys() == {dtype}
-      assert all(name.startswith("__cu") for name in found["products"])
+def test_each_product_of_a_whole_step_is_in_one_dtype_by_a_library():
+  for _, variant, found in WHOLE_STEPS:
+    counts = found["products"].values()
+    dtype = "f32" if variant == "float32" else "f16"
+    assert {d for by_dtype in counts for d in by_dtype} == {dtype}
+    assert found["flops"].keys() == {dtype}
+    assert all(name.startswith("__cu") for name in found["products"])
 
 
-@pytest.mark.parametrize("device", TRAINING)
-def test_a_bound_follows_from_bytes_flops_and_the_data_sheet(device):
-  for by_variant in TRAINING[device].values():
-    for found in by_variant.values():
-      least = BOUNDS.least_seconds(GPUS[device], found["bytes"], found["flops"])
-      assert found["seconds"] == least
+def test_a_bound_follows_from_bytes_flops_and_the_data_sheet():
+  for device, _, found in WHOLE_STEPS:
+    least = BOUNDS.least_seconds(GPUS[device], found["bytes"], found["flops"])
+    assert found["seconds"] == least
 
 
 @pytest.mark.parametrize("device", TRAINING)

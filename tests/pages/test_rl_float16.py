@@ -86,21 +86,6 @@ def test_all_devices_skip_a_step_together_and_keep_what_they_had(rl, programs):
     assert_same_bits(parts[0], parts[1])
 
 
-@pytest.mark.parametrize(
-  "args, message",
-  [
-    (["--steps", "0"], "--steps must be at least 1, got 0"),
-    (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-    (["--devices", "3"], "--devices must be 1, 2, 4 or 8, got 3"),
-    (["--out", "missing/curves.png"], "must be in a folder that exists, got"),
-  ],
-)
-def test_wrong_arguments_are_refused_before_the_training(
-  rl, monkeypatch, capsys, args, message
-):
-  assert message in examples.refusal(rl, args, monkeypatch, capsys)
-
-
 @pytest.mark.parametrize("count", [1, 4])
 def test_micro_batches_hold_each_answer_once(rl, count, monkeypatch):
   monkeypatch.setattr(rl, "MICRO_BATCHES", count)
