@@ -1,7 +1,6 @@
 """What is published: both distributions are built, looked into, and used."""
 
 import email
-import pathlib
 import re
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import venv
 import zipfile
 
 from helpers import markdown, ROOT
-import nbformat
 import pytest
 
 import optax_lossscale as ols
@@ -91,42 +89,16 @@ def test_the_source_distribution_can_be_built_from_and_is_small(dist):
   assert folders == {"optax_lossscale"}
 
 
-@pytest.fixture(scope="module")
-def python(dist, tmp_path_factory):
-  """The Python of an environment in which the wheel is installed."""
-  return make_environment(tmp_path_factory.mktemp("empty") / "venv", dist)
-
-
 def test_the_readmes_first_example_runs_with_the_wheel_in_an_empty_environment(
-  python, tmp_path
+  dist, tmp_path
 ):
+  python = make_environment(tmp_path / "venv", dist)
   example, *_ = markdown.blocks(ROOT / "README.md")
-  example += "print(ols.__file__)\n"
+  example += "print(ols.__file__, ols.diagnostics, ols.interop, ols.plots)\n"
   out = run(python, "-c", example, cwd=tmp_path)
   assert "32768.0" in out
   # The installed package, and not this folder.
-  assert str(pathlib.Path(python).parents[1]) in out
-
-
-def test_the_quick_start_runs_with_the_wheel_in_an_empty_environment(
-  python, tmp_path
-):
-  notebook = nbformat.read(ROOT / "notebooks/quick_start.ipynb", as_version=4)
-  code = [c.source for c in notebook.cells if c.cell_type == "code"]
-  # The cell that installs is written for notebooks, and here is nothing to do.
-  assert "%pip install" in code[0]
-  code[0] = "import matplotlib\nmatplotlib.use('agg')"
-  code.append("print(ols.__file__)")
-  out = run(python, "-c", "\n".join(code), cwd=tmp_path)
-  assert str(pathlib.Path(python).parents[1]) in out
-
-
-def test_the_rl_example_runs_with_the_wheel_in_an_empty_environment(
-  python, tmp_path
-):
-  script = str(ROOT / "examples" / "rl_float16.py")
-  run(python, script, "--steps", "1", "--seeds", "1", cwd=tmp_path)
-  assert (tmp_path / "rl_float16.png").exists()
+  assert out.count(f"{tmp_path}/venv/lib") == 4
 
 
 def make_environment(folder, dist):

@@ -1,4 +1,7 @@
-"""What `make docs` refuses: tables that are cut off, pages that scroll."""
+"""What `make docs` refuses of the built pages.
+
+Tables that are cut off, pages that scroll, what is loaded from other servers.
+"""
 
 import runpy
 import subprocess
@@ -7,8 +10,9 @@ import sys
 from helpers import ROOT
 import pytest
 
-SCRIPT = ROOT / "tools" / "browser.py"
-FUNCTIONS = runpy.run_path(str(SCRIPT))
+TOOLS = ROOT / "tools"
+FUNCTIONS = runpy.run_path(str(TOOLS / "browser.py"))
+OFFLINE = runpy.run_path(str(TOOLS / "offline.py"))
 
 with_a_browser = pytest.mark.skipif(
   FUNCTIONS["browser"]() is None, reason="no Chromium is installed"
@@ -78,10 +82,9 @@ def test_a_page_that_scrolls_sideways_is_found_with_its_width(found):
   assert found[390]["sub/wide", "the page"] == 508 - 390
 
 
-def run(folder, **options):
-  return subprocess.run(
-    [sys.executable, SCRIPT, folder], capture_output=True, text=True, **options
-  )
+def run(folder, script="browser.py", **options):
+  command = sys.executable, TOOLS / script, folder
+  return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 @pytest.mark.slow
@@ -104,3 +107,54 @@ def test_without_a_browser_it_is_said_that_nobody_has_looked(tmp_path):
   result = run(tmp_path, env={"PATH": str(tmp_path)})
   assert result.returncode == 0
   assert result.stdout.startswith("NOT LOOKED AT: ")
+
+
+LOADED = [
+  ("x.html", '<script src="https://a.example/x.js"></script>'),
+  ("x.html", '<script async src="//a.example/x.js"></script>'),
+  ("x.html", '<link rel="stylesheet" href="https://a.example/x.css">'),
+  ("x.html", '<link rel="preload" href="https://a.example/x.woff2">'),
+  ("x.html", '<link rel="icon" href="https://a.example/x.ico">'),
+  ("x.html", '<img alt="x" src="http://a.example/x.png"/>'),
+  ("x.html", '<iframe src="https://a.example/"></iframe>'),
+  ("x.html", '<p style="background: url(https://a.example/x)">x</p>'),
+  ("x.html", "<style>@import 'https://a.example/x';</style>"),
+  ("x.html", '<script>import("https://a.example/x.mjs")</script>'),
+  ("x.css", '@font-face { src: url("https://a.example/x"); }'),
+  ("x.css", "@import url(//a.example/x);"),
+  ("x.js", 's.src = "https://a.example/x.js";'),
+]
+# A link, a comment, and what lies beside the page.
+FINE = [
+  ("x.html", '<a href="https://a.example/x.js">a link</a>'),
+  ("x.html", '<link rel="canonical" href="https://a.example/">'),
+  ("x.html", '<link rel="stylesheet" href="x.css">'),
+  ("x.html", '<img src="data:image/png;base64,//8=">'),
+  ("x.html", "<pre>@import 'https://a.example/x';</pre>"),
+  ("x.css", "/* https://a.example/x.css */ a { color: red; }"),
+  ("x.js", "// See https://a.example/x.js for the source."),
+]
+
+
+def test_what_a_browser_would_load_from_elsewhere_is_found_and_nothing_else(
+  tmp_path,
+):
+  for i, (name, text) in enumerate(LOADED + FINE):
+    page = tmp_path / f"{i:02}" / name
+    page.parent.mkdir()
+    page.write_text(text)
+  found = sorted(OFFLINE["loaded_from_elsewhere"](tmp_path))
+  expected = [f"{i:02}/{name}" for i, (name, _) in enumerate(LOADED)]
+  assert [str(path) for path, _ in found] == expected
+  assert all("//a.example/" in address for _, address in found)
+
+
+def test_the_build_fails_and_says_which_page_loads_what(tmp_path):
+  page = tmp_path / "index.html"
+  assert "no index.html" in run(tmp_path, "offline.py").stderr
+  page.write_text('<img src="https://a.example/x.png">')
+  done = run(tmp_path, "offline.py")
+  assert done.returncode == 1
+  assert done.stdout == "index.html loads https://a.example/x.png\n"
+  page.write_text('<img src="x.png">')
+  assert run(tmp_path, "offline.py").returncode == 0
