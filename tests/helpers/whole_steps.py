@@ -49,9 +49,9 @@ def _gradient_of(params, state, batch):
   return ols.grad(CAST, state)(params, batch)
 
 
-def step_with(tx, params, state, batch, differentiate=_gradient_of):
+def step_with(tx, params, state, batch, differentiate=_gradient_of, **kwargs):
   grads = differentiate(params, state, batch)
-  updates, state = tx.update(grads, state, params)
+  updates, state = tx.update(grads, state, params, **kwargs)
   return optax.apply_updates(params, updates), state
 
 

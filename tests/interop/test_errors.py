@@ -97,103 +97,103 @@ def test_a_traced_number_is_refused_by_name():
     jax.jit(read)(jnp.float32(64))
 
 
-# A call, what it is given, and what the error says.
-REFUSED = {
-  "tf.keras below its floor": (
-    lambda v: interop.from_keras(samples.TF, v),
-    {**samples.TF_VARIABLES, "current_loss_scale": 0.5},
+# The call, what of its valid values is exchanged, and what the error says.
+REFUSED = [
+  (
+    "tf.keras variables",
+    {"current_loss_scale": 0.5},
     r"scale in the state.*floor 1 and the ceiling 2\*\*126.*got scale = 0.5",
   ),
-  "amp above its ceiling": (
-    lambda v: interop.from_apex({"loss_scaler0": v}),
-    {**samples.AMP, "loss_scale": 2.0**25},
-    "scale in the state must be between the floor",
-  ),
-  "Flax below its floor": (
-    interop.from_flax,
-    {**samples.FLAX, "scale": 1.0},
-    "min_scale = 2.0, init_scale = 1.0",
-  ),
-  "amp, a start below the floor": (
-    lambda v: interop.from_apex({}, **v),
+  ("apex", {"loss_scale": 2.0**25}, "scale in the state must be between the"),
+  ("Flax", {"scale": 1.0}, "min_scale = 2.0, init_scale = 1.0"),
+  (
+    "apex, settings",
     {"init_scale": 2.0, "min_loss_scale": 4.0},
     "min_scale = 4.0, init_scale = 2.0",
   ),
-  "DeepSpeed, a start below the floor": (
-    interop.from_deepspeed,
+  (
+    "DeepSpeed",
     {"initial_scale_power": 2, "min_loss_scale": 8.0},
     "min_scale = 8.0, init_scale = 4.0",
   ),
-  "Megatron below a large floor": (
-    lambda v: interop.from_megatron({"min_loss_scale": 2.0**21}, v),
-    samples.MEGATRON_STATE,
-    r"floor 2\*\*21 and the ceiling 2\*\*126 of its settings, got scale = 64",
-  ),
-  "Megatron below a floor that is no power of two": (
-    lambda v: interop.from_megatron({"min_loss_scale": 2.5e6}, v),
-    samples.MEGATRON_STATE,
-    r"floor 2500000 and the ceiling 2\*\*126",
-  ),
-  "Megatron, more hysteresis left than there is": (
-    lambda v: interop.from_megatron(samples.MEGATRON, v),
-    {**samples.MEGATRON_STATE, "hysteresis_tracker": 3},
+  (
+    "Megatron, state",
+    {"hysteresis_tracker": 3},
     "hysteresis left in the state must be at most .*2, got 3",
   ),
-  "Megatron, the state of a fixed scale": (
-    lambda v: interop.from_megatron({"loss_scale": 64}, v),
-    samples.MEGATRON_STATE,
-    "unknown key 'scale'.*Known keys: none",
+  (
+    "DeepSpeed, state",
+    {"last_overflow_iter": 30},
+    "last_overflow_iter.*less than cur_iter, 30, got 30",
   ),
-  "apex, one of several losses": (
+  (
+    "tf.keras",
+    {"inner_optimizer": samples.nested(9**5), "momentum": 0.9},
+    "'momentum'.*Known keys: dynamic.*Read past: inner_optimizer",
+  ),
+  (
+    "tf.keras",
+    {"dynamic": False, "initial_scale": None},
+    "must hold initial_scale",
+  ),
+]
+
+
+@pytest.mark.parametrize("name, changes, message", REFUSED)
+def test_values_that_they_would_not_write_are_refused(name, changes, message):
+  call, valid = samples.CALLS[name]
+  with pytest.raises(ValueError, match=message):
+    call({**valid, **changes})
+
+
+def megatron_state(settings):
+  return interop.from_megatron(settings, samples.MEGATRON_STATE)
+
+
+# A call, what it is given, and what the error says.
+REFUSED_WHOLE = [
+  (
+    megatron_state,
+    {"min_loss_scale": 2.0**21},
+    r"floor 2\*\*21 and the ceiling 2\*\*126 of its settings, got scale = 64",
+  ),
+  (
+    megatron_state,
+    {"min_loss_scale": 2.5e6},  # no power of two
+    r"floor 2500000 and the ceiling 2\*\*126",
+  ),
+  (megatron_state, {"loss_scale": 64}, "unknown key 'scale'.*Known keys: none"),
+  (
     interop.from_apex,
     {"loss_scaler0": samples.AMP, "loss_scaler1": samples.AMP},
     "2 losses; choose one with loss_id",
   ),
-  "apex, a loss that is not there": (
+  (
     lambda v: interop.from_apex(v, loss_id=1),
     {"loss_scaler0": samples.AMP},
     "must hold loss_scaler1",
   ),
-  "DeepSpeed, an overflow after the last step": (
-    lambda v: interop.from_deepspeed(samples.FP16, v),
-    {**samples.DEEPSPEED, "last_overflow_iter": 30},
-    "last_overflow_iter.*less than cur_iter, 30, got 30",
-  ),
-  "Keras, a config of another class": (
+  (
     interop.from_keras,
     {"class_name": "Adam", "config": {"learning_rate": 0.1}},
     "unknown key 'learning_rate'",
   ),
-  "Keras, an empty config": (
-    interop.from_keras,
-    {},
-    "must hold initial_loss_s",
-  ),
-  "Keras, a serialized config without one": (
+  (interop.from_keras, {}, "must hold initial_loss_s"),
+  (
     interop.from_keras,
     {"class_name": "LossScaleOptimizer"},
     "unknown key 'class_name'",
   ),
-  "Keras, another word": (interop.from_keras, "static", "'dynamic'.*'static'"),
-  "Keras, an unknown setting": (
-    interop.from_keras,
-    {**samples.TF, "inner_optimizer": samples.nested(9**5), "momentum": 0.9},
-    "'momentum'.*Known keys: dynamic.*Read past: inner_optimizer",
-  ),
-  "tf.keras, fixed without a scale": (
-    interop.from_keras,
-    {"dynamic": False},
-    "must hold initial_scale",
-  ),
-  "Keras, variables of a fixed scale": (
+  (interop.from_keras, "static", "'dynamic'.*'static'"),
+  (
     lambda v: interop.from_keras(128, v),
     samples.TF_VARIABLES,
     "Known keys: none",
   ),
-}
+]
 
 
-@pytest.mark.parametrize("call, given, message", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("call, given, message", REFUSED_WHOLE)
 def test_what_they_would_not_write_is_refused(call, given, message):
   with pytest.raises((ValueError, TypeError), match=message):
     call(given)

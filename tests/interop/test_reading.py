@@ -71,15 +71,19 @@ def old_optimizer(loss_scale):
   return {"optimizer": {"class_name": "Adam"}, "loss_scale": loss_scale}
 
 
-def look_alike(name, **attributes):
-  return type(name, (), attributes)()
-
-
+KERAS, FLAX = interop.from_keras, interop.from_flax
 QUARTERS = {**samples.TF_1, "multiplier": 4.0}
 BY_QUARTERS = ols.DynamicLossScale(64.0, 4.0, 0.25, growth_interval=20)
+OLD_QUARTERS = old_optimizer(serialized("DynamicLossScale", QUARTERS))
 FIXED_8 = serialized("FixedLossScale", {"loss_scale_value": 8.0})
+PADDLE_8 = {**samples.PADDLE, "scale": 8.0, "use_dynamic_loss_scaling": False}
+TF_8 = {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": None}
 KERAS_3 = {**samples.KERAS_3, "inner_optimizer": {}, "name": "x"}
 NO_FLOOR = ols.DynamicLossScale(1024.0, min_scale=2.0**-126)
+BY_20, BY_21 = (
+  dataclasses.replace(NO_FLOOR, growth_interval=n) for n in (20, 21)
+)
+FLAX_9 = dynamic_scale.DynamicScale(growth_interval=9, minimum_scale=2.0)
 OFF, FIXED = ols.FixedLossScale(1.0), ols.FixedLossScale(8.0)
 DYNAMIC = ols.DynamicLossScale()
 # Who reads, what is read, and the policy that it is.
@@ -87,59 +91,36 @@ POLICIES = [
   (interop.from_torch, {}, OFF),
   (interop.from_paddle, {}, OFF),
   (interop.from_deepspeed, {"enabled": False}, OFF),
-  (interop.from_jmp, look_alike("NoOpLossScale", loss_scale=1), OFF),
-  (
-    interop.from_paddle,
-    {**samples.PADDLE, "scale": 8.0, "use_dynamic_loss_scaling": False},
-    FIXED,
-  ),
+  (samples.look_alike("NoOpLossScale"), {"loss_scale": 1}, OFF),
+  (interop.from_paddle, PADDLE_8, FIXED),
   (interop.from_deepspeed, {**samples.FP16, "loss_scale": 8}, FIXED),
   (interop.from_megatron, {"loss_scale": 8}, FIXED),
   (lambda x: interop.from_megatron(x, {}), {"loss_scale": 8}, FIXED),
   (lambda x: interop.from_apex({}, loss_scale=x), 8, FIXED),
-  (interop.from_jmp, look_alike("StaticLossScale", loss_scale=8), FIXED),
-  (interop.from_jmp, look_alike("StaticLossScaler", scale_value=8), FIXED),
-  (interop.from_keras, 8, FIXED),
-  (lambda x: interop.from_keras(x, {}), 8.0, FIXED),
-  (interop.from_keras, {"loss_scale_value": 8.0}, FIXED),
-  (interop.from_keras, FIXED_8, FIXED),
-  (interop.from_keras, old_optimizer(8.0), FIXED),
-  (interop.from_keras, old_optimizer(FIXED_8), FIXED),
+  (samples.look_alike("StaticLossScale"), {"loss_scale": 8}, FIXED),
+  (samples.look_alike("StaticLossScaler"), {"scale_value": 8}, FIXED),
+  (KERAS, 8, FIXED),
+  (lambda x: KERAS(x, {}), 8.0, FIXED),
+  (KERAS, {"loss_scale_value": 8.0}, FIXED),
+  (KERAS, FIXED_8, FIXED),
+  (KERAS, old_optimizer(8.0), FIXED),
+  (KERAS, old_optimizer(FIXED_8), FIXED),
+  (KERAS, TF_8, FIXED),
+  (KERAS, "dynamic", DYNAMIC),
+  (KERAS, old_optimizer("dynamic"), DYNAMIC),
+  (KERAS, {"dynamic": True}, DYNAMIC),
+  (KERAS, samples.TF_1, ols.DynamicLossScale(64.0, growth_interval=20)),
+  (KERAS, QUARTERS, BY_QUARTERS),
   (
-    interop.from_keras,
-    {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": None},
-    FIXED,
-  ),
-  (interop.from_keras, "dynamic", DYNAMIC),
-  (interop.from_keras, old_optimizer("dynamic"), DYNAMIC),
-  (interop.from_keras, {"dynamic": True}, DYNAMIC),
-  (
-    interop.from_keras,
-    samples.TF_1,
-    ols.DynamicLossScale(64.0, growth_interval=20),
-  ),
-  (interop.from_keras, QUARTERS, BY_QUARTERS),
-  (
-    interop.from_keras,
-    serialized(
-      "MixedPrecisionLossScaleOptimizer",
-      old_optimizer(serialized("DynamicLossScale", QUARTERS)),
-    ),
+    KERAS,
+    serialized("MixedPrecisionLossScaleOptimizer", OLD_QUARTERS),
     BY_QUARTERS,
   ),
+  (KERAS, serialized("LossScaleOptimizer", KERAS_3), BY_20),
+  (FLAX, {**samples.FLAX, "minimum_scale": None}, BY_21),
   (
-    interop.from_keras,
-    serialized("LossScaleOptimizer", KERAS_3),
-    dataclasses.replace(NO_FLOOR, growth_interval=20),
-  ),
-  (
-    interop.from_flax,
-    {**samples.FLAX, "minimum_scale": None},
-    dataclasses.replace(NO_FLOOR, growth_interval=21),
-  ),
-  (
-    interop.from_flax,
-    dynamic_scale.DynamicScale(growth_interval=9, minimum_scale=2.0),
+    FLAX,
+    FLAX_9,
     ols.DynamicLossScale(2.0**16, growth_interval=10, min_scale=2.0),
   ),
 ]
