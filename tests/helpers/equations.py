@@ -30,21 +30,13 @@ MOVES = {
 
 
 class Product(NamedTuple):
-  """A product, by the names that reports print.
+  """A product, by the names that reports print."""
 
-  Attributes:
-    name: the path of its weights or its scope, whichever tells more.
-    weights: the path of its weights.
-    scope: the scopes that it stands in.
-    backward: whether it is part of a backward pass.
-    dtype: the name of the dtype of the result.
-  """
-
-  name: str
+  name: str  # of its weights or its scope, whichever tells more
   weights: str
   scope: str
   backward: bool
-  dtype: str
+  dtype: str  # of the result
 
 
 def of(fun, *args):

@@ -22,8 +22,8 @@ POLICY = ols.DynamicLossScale(
 OVERFLOWING = 60000  # times any scale above, over EXAMPLES: not in float16
 
 
-def make_optimizer(**options):
-  inner = optax.sgd(2.0**-4, momentum=0.5)
+def make_optimizer(inner=None, **options):
+  inner = inner or optax.sgd(2.0**-4, momentum=0.5)
   return ols.with_loss_scaling(inner, POLICY, **options)
 
 

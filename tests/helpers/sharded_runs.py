@@ -11,18 +11,13 @@ import optax
 from helpers import exact_model, sharding
 import optax_lossscale as ols
 
+REPLICATED = {"table": P(), "rows": P(), "bias": P()}
+BY_EXAMPLES = {"table": P("data"), "rows": P("data"), "bias": P("data")}
+
 # Name: (shape and names of the mesh, specs of the params, of a batch).
 JIT_LAYOUTS = {
-  "data parallel": (
-    ((8,), ("data",)),
-    {"table": P(), "rows": P(), "bias": P(None)},
-    {"table": P("data"), "rows": P("data"), "bias": P("data")},
-  ),
-  "fsdp": (
-    ((8,), ("data",)),
-    {"table": P("data"), "rows": P("data"), "bias": P(None)},
-    {"table": P("data"), "rows": P("data"), "bias": P("data")},
-  ),
+  "data parallel": (((8,), ("data",)), REPLICATED, BY_EXAMPLES),
+  "fsdp": (((8,), ("data",)), BY_EXAMPLES | {"bias": P(None)}, BY_EXAMPLES),
   "tensor parallel": (
     ((8,), ("model",)),
     {"table": P(None, "model"), "rows": P("model"), "bias": P(None)},
@@ -43,17 +38,11 @@ JIT_LAYOUTS = {
   ),
 }
 
-REPLICATED = {"table": P(), "rows": P(), "bias": P()}
-
 # Name: (shape of the mesh, axis_name, specs of the params). Examples are
 # sharded over all axes.
 SHARD_MAP_LAYOUTS = {
   "replicated": ((8,), "data", REPLICATED),
-  "sharded": (
-    (8,),
-    "data",
-    {"table": P("data"), "rows": P("data"), "bias": P()},
-  ),
+  "sharded": ((8,), "data", BY_EXAMPLES | {"bias": P()}),
   "two axes, replicated": ((2, 4), ("data", "model"), REPLICATED),
   "two axes, sharded": (
     (2, 4),
@@ -115,11 +104,8 @@ class ShardMapRun:
     shape, axis_name, self.specs = SHARD_MAP_LAYOUTS[layout]
     self.names = ("data", "model")[: len(shape)]
     if sgd:
-      self.tx = ols.with_loss_scaling(
-        optax.sgd(1.0), exact_model.POLICY, axis_name=axis_name, **options
-      )
-    else:
-      self.tx = exact_model.make_optimizer(axis_name=axis_name, **options)
+      options["inner"] = optax.sgd(1.0)
+    self.tx = exact_model.make_optimizer(axis_name=axis_name, **options)
     self.mesh = sharding.make_mesh(shape, self.names)
     self.check_vma = check_vma
     # Only P() for the loss-scale state: JAX checks that it is replicated.

@@ -120,9 +120,3 @@ def test_one_of_several_losses_is_chosen_by_its_id():
   }
   _, state = interop.from_apex(saved, loss_id=2)
   assert (state.loss_scale, state.finite_count) == (4.0, 2)
-
-
-def test_a_fixed_scale_of_amp_is_fixed():
-  saved = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 900}}
-  policy, state = interop.from_apex(saved, loss_scale=128.0)
-  assert {scale for scale, _ in run(policy, state, "FTTF" * 3)} == {128.0}

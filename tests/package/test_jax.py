@@ -13,7 +13,7 @@ import pathlib
 import re
 import types
 
-from helpers import sharding
+from helpers import hijax, sharding
 import jax
 from jax import lax
 from jax.extend import core
@@ -67,13 +67,17 @@ PROGRAMS = {
   "while": lambda x: lax.while_loop(lambda c: c[0, 0] < 0, lambda c: c @ x, x),
 }
 
-# The same with the flags that make objects of hijax of them, where there are
-# such flags: what is read are attributes of the object.
+# What flags make objects of hijax of, where there are such flags: what is read
+# are attributes of the object. Made anew for each, since what was traced before
+# has the old form.
 FLAGS = {
-  "jax_custom_jvp3": ("custom_jvp_call", "CustomJVPTraced"),
-  "jax_custom_vjp3": ("custom_vjp_call", "CustomVJPTraced"),
-  "jax_remat3": ("remat2", "RematTraced"),
-  "jax_scan3": ("scan", "Scan3"),
+  "jax_custom_jvp3": ("CustomJVPTraced", lambda: rule_of(jax.custom_jvp)),
+  "jax_custom_vjp3": ("CustomVJPTraced", lambda: rule_of(jax.custom_vjp)),
+  "jax_remat3": ("RematTraced", lambda: jax.checkpoint(lambda x: jnp.sin(x))),
+  "jax_scan3": (
+    "Scan3",
+    lambda: lambda x: lax.scan(lambda c, s: (c @ x, s), x, x),
+  ),
 }
 
 
@@ -89,10 +93,6 @@ def equations(fun):
   return list(within(jax.make_jaxpr(fun)(X).jaxpr))
 
 
-def has_flag(flag):
-  return hasattr(jax.config, flag)
-
-
 def insides():
   """The parameters of primitives, and the attributes of objects of hijax."""
   found = {}
@@ -103,27 +103,12 @@ def insides():
       if e.primitive.name == name
     }
     found[name] = list(params)
-  for flag, (name, kind) in FLAGS.items():
-    if has_flag(flag):
-      found[kind] = sorted(hi_object(flag, name, kind).params)
-  return found
-
-
-def hi_object(flag, name, kind):
-  jax.config.update(flag, True)
-  try:
-    # Traced anew: what was traced before has the old form.
-    fun = PROGRAMS[name]
-    if flag.startswith("jax_custom"):
-      fun = rule_of(getattr(jax, name.removesuffix("_call")))
-    elif flag == "jax_remat3":
-      fun = jax.checkpoint(lambda x: jnp.sin(x))
-    else:
-      fun = lambda x: lax.scan(lambda c, s: (c @ x, s), x, x)
-    objects = [e.params.get("_prim") for e in equations(fun)]
-  finally:
-    jax.config.update(flag, False)
-  (found,) = [x for x in objects if type(x).__name__ == kind]
+  for flag, (kind, make) in FLAGS.items():
+    if hasattr(jax.config, flag):
+      with hijax.flags_on(flag):
+        objects = [e.params.get("_prim") for e in equations(make())]
+      (hi_object,) = [x for x in objects if type(x).__name__ == kind]
+      found[kind] = sorted(hi_object.params)
   return found
 
 
@@ -197,7 +182,6 @@ def check(thing, names):
 
 
 def test_types_tell_what_varies():
-
   seen = []
 
   def local(x):
@@ -211,7 +195,6 @@ def test_types_tell_what_varies():
 
 
 def test_a_type_of_another_jax_is_an_error_that_asks_for_a_report():
-
   for kind in (types.SimpleNamespace(), types.SimpleNamespace(vma=None)):
     with pytest.raises(RuntimeError, match=re.escape(jax.__version__)):
       _jaxprs.varying_of(kind)
@@ -289,21 +272,10 @@ def test_the_classes_of_hijax_are_known():
   from optax_lossscale._autocast import _rules
   from optax_lossscale._jaxprs import _hijax
 
-  kinds = {kind for _, kind in FLAGS.values()}
+  kinds = {kind for kind, _ in FLAGS.values()}
   assert set(_hijax.BEHAVES_LIKE) == kinds
   # A scan is taken as a whole.
   assert set(_hijax.BEHAVES_LIKE.values()) <= {*_rules._MAKE, "scan"}
-
-
-def record():
-  releases = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-  releases[".".join(map(str, as_numbers(jax.__version__)))] = insides()
-  releases = dict(sorted(releases.items(), key=lambda r: as_numbers(r[0])))
-  RECORD.write_text(json.dumps(releases, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-  record()
 
 
 def test_scopes_are_objects_that_stay_with_an_equation():
@@ -327,3 +299,14 @@ def test_scopes_are_objects_that_stay_with_an_equation():
   assert len(products) >= 2
   for place in products:
     assert (place.mark, place.weights) == (jnp.dtype("float16"), "blocks/2")
+
+
+def record():
+  releases = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+  releases[".".join(map(str, as_numbers(jax.__version__)))] = insides()
+  releases = dict(sorted(releases.items(), key=lambda r: as_numbers(r[0])))
+  RECORD.write_text(json.dumps(releases, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  record()

@@ -16,24 +16,17 @@ import optax_lossscale as ols
 
 
 class Model(NamedTuple):
-  """A loss function, and what it is called with.
+  """A loss function, and what it is called with."""
 
-  Attributes:
-    loss_fn: from what ``unpack`` returns and the batch, the loss and a tree of
-      arrays: what the model remembers, or its outputs.
-    params: a tree of arrays.
-    batch: the further arguments of the loss function.
-    state: what ``unpack`` needs besides the params.
-    unpack: from params and state, the first argument of the loss function.
-    using: the library's own ``value_and_grad``.
-  """
-
+  # From what `unpack` returns and the batch, the loss and a tree of arrays:
+  # what the model remembers, or its outputs.
   loss_fn: Callable[..., Any]
-  params: Any
-  batch: tuple[Any, ...]
-  state: Any = None
+  params: Any  # a tree of arrays
+  batch: tuple[Any, ...]  # the further arguments of the loss function
+  state: Any = None  # what `unpack` needs besides the params
+  # From params and state, the first argument of the loss function.
   unpack: Callable[..., Any] = lambda params, state: params
-  using: Callable[..., Any] = jax.value_and_grad
+  using: Callable[..., Any] = jax.value_and_grad  # the library's own
 
   @property
   def arrays(self) -> tuple[Any, ...]:
@@ -78,15 +71,7 @@ BY_HAND = tuple(name for name in NAMES if "Flax" in name)
 
 
 def make(name: str, **options: Any) -> Model:
-  """Makes a model by its name.
-
-  Args:
-    name: one of ``NAMES``.
-    **options: ``dtype``, for those of ``BY_HAND``.
-
-  Returns:
-    The model.
-  """
+  """Makes a model by its name, with a ``dtype`` those of ``BY_HAND``."""
   module, function = _FUNCTIONS[name]
   # Imported for values even within a trace: what a module makes while it is
   # loaded would be traced, and escape.

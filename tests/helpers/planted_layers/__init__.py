@@ -20,40 +20,26 @@ BATCH = 32
 
 
 class Model(NamedTuple):
-  """A loss function, and how it is differentiated.
+  """A loss function, and how it is differentiated."""
 
-  Attributes:
-    loss_fn: a function of the arguments, or any function if it is not to be
-      differentiated.
-    args: its arguments.
-    scope: the scope of the planted product, if the line alone does not tell.
-    loss_scale: a number that fits; the dynamic loss scale, if not given.
-    argnums: with respect to which arguments.
-    using: the library's own ``value_and_grad``; None for the function itself.
-    jit: the library's own ``jit``.
-  """
-
-  loss_fn: Callable[..., Any]
+  loss_fn: Callable[..., Any]  # or what is not to be differentiated
   args: tuple[Any, ...]
-  scope: str | None = None
-  loss_scale: float | None = None
+  scope: str | None = None  # of the product, if the line alone does not tell
+  loss_scale: float | None = None  # that fits; if not given, the dynamic one
   argnums: int | tuple[int, ...] | None = None
-  using: Callable[..., Any] | None = jax.value_and_grad
-  jit: Callable[..., Any] = jax.jit
+  using: Callable[..., Any] | None = jax.value_and_grad  # None: not at all
+  jit: Callable[..., Any] = jax.jit  # the library's own
 
   def grad(self, cast=lambda fun: fun):
     """The function whose results count, of a loss function that is cast."""
     if self.using is None:
       return cast(self.loss_fn)
-    scaler = (
-      ols.DynamicLossScale()
-      if self.loss_scale is None
-      else ols.FixedLossScale(self.loss_scale)
-    )
+    scaler = ols.DynamicLossScale()
+    if self.loss_scale is not None:
+      scaler = ols.FixedLossScale(self.loss_scale)
     kwargs = {} if self.argnums is None else {"argnums": self.argnums}
-    return ols.grad(
-      cast(self.loss_fn), scaler.init(), using=self.using, **kwargs
-    )
+    kwargs["using"] = self.using
+    return ols.grad(cast(self.loss_fn), scaler.init(), **kwargs)
 
   def is_planted(self, row):
     """Whether a row of a report is about the planted product."""
