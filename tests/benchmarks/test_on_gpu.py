@@ -110,9 +110,7 @@ def test_a_step_that_takes_longer_than_its_bytes_is_told():
   assert slow == "1.40x: takes longer than its bytes"
   assert tables.verdict(row_of(30, copy=math.nan)) == ""
   assert tables.verdict(row_of(30, copy="nan")) == ""
-
-
-def test_without_expected_bytes_those_of_the_compiled_program_are_taken():
+  # Without expected bytes, those of the compiled program.
   row = row_of(28 * 1.2, expected_bytes=None, moved_bytes=28 * 10**6)
   assert tables.verdict(row) == "1.20x"
 

@@ -57,17 +57,8 @@ def make_steps(name, bare):
     return tx, step
 
   def differentiate_scaled(state):
-    def scaled_loss_fn(params, batch):
-      value = loss_fn(params, batch)
-      return ols.scale_loss(value, state), value
-
-    differentiated = jax.value_and_grad(scaled_loss_fn, has_aux=True)
-
-    def value_and_scaled_grad(params, batch):
-      (_, value), grads = differentiated(params, batch)
-      return value, grads
-
-    return value_and_scaled_grad
+    scaled = lambda *args: ols.scale_loss(loss_fn(*args), state)
+    return lambda *args: (loss_fn(*args), jax.grad(scaled)(*args))
 
   steps = {
     "bare": jit(bare, lambda state: jax.value_and_grad(loss_fn)),

@@ -6,6 +6,7 @@ the same model is sound.
 
 from collections.abc import Callable
 import importlib
+import inspect
 import linecache
 from typing import Any, NamedTuple
 
@@ -70,41 +71,24 @@ def normalized(x):
   return centered / jnp.sqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-6)
 
 
-# The models of each module.
+def _models_of(module):
+  """Its functions of a fault alone."""
+  functions = vars(importlib.import_module(f"{__name__}.{module}")).items()
+  parameters = lambda function: list(inspect.signature(function).parameters)
+  return tuple(
+    name
+    for name, function in functions
+    if inspect.isfunction(function)
+    and parameters(function) == ["fault"]
+    and not name.startswith("_")
+  )
+
+
+# The models of each module. Those of libraries are imported when they are made.
 _MODULES = {
-  "plain_jax": (
-    "difference",
-    "offset",
-    "scores",
-    "logits",
-    "large_weights",
-    "layer_scale",
-    "feature",
-    "pixels",
-    "convolution",
-    "one_product",
-    "two_products",
-    "several_overflow",
-  ),
-  "control_flow": (
-    "in_scan",
-    "in_checkpoint",
-    "in_jit",
-    "in_cond",
-    "in_while",
-    "in_vmap",
-    "custom_vjp_forward",
-    "custom_vjp_forward_in_jit",
-    "custom_vjp_backward",
-    "in_scan_of_checkpoints",
-  ),
-  "devices": (
-    "in_shard_map",
-    "in_shard_map_unchecked",
-    "in_shard_map_of_explicit_axes",
-    "on_auto_axes",
-    "on_explicit_axes",
-  ),
+  **{
+    name: _models_of(name) for name in ("plain_jax", "control_flow", "devices")
+  },
   "flax_linen": ("linen_attention", "linen_remat", "linen_scan"),
   "flax_nnx": ("nnx_offset",),
   "with_equinox": ("equinox_scan",),

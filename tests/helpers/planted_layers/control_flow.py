@@ -93,7 +93,7 @@ def in_vmap(fault):
   return Model(*network(layer, "w"))
 
 
-def with_bad_rule(fault):
+def _with_bad_rule(fault):
   """The rule computes what is not computed where nothing is differentiated."""
 
   @jax.custom_vjp
@@ -112,12 +112,12 @@ def with_bad_rule(fault):
 
 
 def custom_vjp_forward(fault):
-  return Model(*with_bad_rule(fault))
+  return Model(*_with_bad_rule(fault))
 
 
 def custom_vjp_forward_in_jit(fault):
   """JAX says of what a rule computes in it that it stands at the call."""
-  loss_fn, args = with_bad_rule(fault)
+  loss_fn, args = _with_bad_rule(fault)
   return Model(jax.jit(loss_fn), args)
 
 

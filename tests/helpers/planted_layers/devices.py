@@ -16,7 +16,7 @@ def mesh_of(axis_type):
   )
 
 
-def parts(fault):
+def _parts(fault):
   return network(lambda params, x: subtract(params["w"], x, fault), "w")
 
 
@@ -27,7 +27,7 @@ def put(args, mesh):
 
 def shard_mapped(fault, axis_type, check_vma):
   mesh = mesh_of(axis_type)
-  of_part, args = parts(fault)
+  of_part, args = _parts(fault)
   loss_fn = jax.shard_map(
     lambda *args: lax.pmean(of_part(*args), "data"),
     mesh=mesh,
@@ -51,10 +51,10 @@ def in_shard_map_of_explicit_axes(fault):
 
 
 def on_auto_axes(fault):
-  loss_fn, args = parts(fault)
+  loss_fn, args = _parts(fault)
   return Model(loss_fn, put(args, mesh_of(AxisType.Auto)))
 
 
 def on_explicit_axes(fault):
-  loss_fn, args = parts(fault)
+  loss_fn, args = _parts(fault)
   return Model(loss_fn, put(args, mesh_of(AxisType.Explicit)))
