@@ -16,29 +16,29 @@ import math
 import pathlib
 import random
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 
 
-class Scaler(Protocol):
-  """One scaler of the package that is recorded, behind one interface."""
+class Scaler:
+  """One scaler of the package that is recorded, behind one interface.
 
-  def step(self, finite: bool) -> bool | None:
-    """Makes a step; whether it was applied; None if the scaler gave up."""
-    ...
+  A recorder defines `start`, which makes it by its settings; `step`, which
+  tells whether a finite step or another was applied, or None if the scaler gave
+  up; `scale` and `counter`; `save`, what a checkpoint would hold, as JSON; and
+  `restore`, which goes on from there.
+  """
 
-  def scale(self) -> float: ...
-
-  def counter(self) -> int: ...
-
-  def save(self) -> Any:
-    """What a checkpoint would hold, as JSON."""
-    ...
+  def __init__(self, settings: Any):
+    self.settings = settings
+    self.start()
 
   def load(self, saved: Any) -> "Scaler":
     """A new scaler, with the settings of this one, that goes on from there."""
-    ...
+    other = type(self)(self.settings)
+    other.restore(saved)
+    return other
 
 
 def strings(window: int, hysteresis: int = 1) -> dict[str, str]:

@@ -21,9 +21,9 @@ module.dist.get_rank = lambda *args, **kwargs: 1
 STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class DynamicLossScaler:
-  def __init__(self, fp16):
-    self.fp16 = fp16
+class DynamicLossScaler(common.Scaler):
+  def start(self):
+    fp16 = self.settings
     # The engine's own reading of the block, where this version has it.
     arguments = {
       "init_scale": 2 ** fp16.get("initial_scale_power", 16),
@@ -52,11 +52,9 @@ class DynamicLossScaler:
   def save(self):
     return {name: getattr(self.scaler, name) for name in STATE}
 
-  def load(self, saved):
-    other = DynamicLossScaler(self.fp16)
+  def restore(self, saved):
     for name in STATE:
-      setattr(other.scaler, name, saved[name])
-    return other
+      setattr(self.scaler, name, saved[name])
 
 
 def cases():

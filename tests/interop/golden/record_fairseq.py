@@ -23,9 +23,9 @@ module = types.ModuleType("dynamic_loss_scaler")
 exec(_wheel.read("fairseq/optim/dynamic_loss_scaler.py"), module.__dict__)
 
 
-class DynamicLossScaler:
-  def __init__(self, settings):
-    self.settings = settings
+class DynamicLossScaler(common.Scaler):
+  def start(self):
+    settings = self.settings
     # As FP16Optimizer makes it from its config.
     self.scaler = module.DynamicLossScaler(
       init_scale=settings.get("fp16_init_scale", 2**7),
@@ -55,11 +55,9 @@ class DynamicLossScaler:
   def save(self):
     return {"loss_scale": self.scaler.loss_scale}
 
-  def load(self, saved):
+  def restore(self, saved):
     # All that a checkpoint of fairseq holds: its counters start again.
-    other = DynamicLossScaler(self.settings)
-    other.scaler.loss_scale = saved["loss_scale"]
-    return other
+    self.scaler.loss_scale = saved["loss_scale"]
 
 
 def cases():

@@ -16,10 +16,9 @@ def one_step(dynamic_scale, factor):
   return dynamic_scale, finite
 
 
-class DynamicScale:
-  def __init__(self, settings):
-    self.settings = settings
-    self.dynamic_scale = dynamic_scale_lib.DynamicScale(**settings)
+class DynamicScale(common.Scaler):
+  def start(self):
+    self.dynamic_scale = dynamic_scale_lib.DynamicScale(**self.settings)
 
   def step(self, finite):
     # The smaller factor keeps the scaled loss finite at any scale.
@@ -37,12 +36,10 @@ class DynamicScale:
     saved = flax.serialization.to_state_dict(self.dynamic_scale)
     return jax.tree.map(lambda x: x.item() if hasattr(x, "item") else x, saved)
 
-  def load(self, saved):
-    other = DynamicScale(self.settings)
-    other.dynamic_scale = flax.serialization.from_state_dict(
-      other.dynamic_scale, saved
+  def restore(self, saved):
+    self.dynamic_scale = flax.serialization.from_state_dict(
+      self.dynamic_scale, saved
     )
-    return other
 
 
 def cases():

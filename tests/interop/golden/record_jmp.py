@@ -11,14 +11,13 @@ import jmp
 import record_common as common
 
 
-class DynamicLossScale:
-  def __init__(self, settings):
+class DynamicLossScale(common.Scaler):
+  def start(self):
     arrays = ("loss_scale", "min_loss_scale")
-    self.settings = settings
     self.loss_scale = jmp.DynamicLossScale(
       **{
         key: jnp.asarray(value, jnp.float32) if key in arrays else value
-        for key, value in settings.items()
+        for key, value in self.settings.items()
       }
     )
 

@@ -22,10 +22,10 @@ def optimizer_and_step(window):
   return optimizer, jax.jit(optimizer.stateless_apply)
 
 
-class LossScaleOptimizer:
-  def __init__(self, config):
+class LossScaleOptimizer(common.Scaler):
+  def start(self):
     self.config = {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000}
-    self.config |= config
+    self.config |= self.settings
     self.optimizer, self.apply = optimizer_and_step(
       self.config["dynamic_growth_steps"]
     )
@@ -65,11 +65,9 @@ class LossScaleOptimizer:
     config = {**self.optimizer.get_config(), "inner_optimizer": "left out"}
     return {"config": config, "variables": variables}
 
-  def load(self, saved):
-    other = LossScaleOptimizer(self.config)
+  def restore(self, saved):
     variables = saved["variables"]
-    other.assign(variables["step_counter"], variables["dynamic_scale"])
-    return other
+    self.assign(variables["step_counter"], variables["dynamic_scale"])
 
 
 def cases():

@@ -28,9 +28,9 @@ module.torch = types.SimpleNamespace(
 )
 
 
-class DynamicGradScaler:
-  def __init__(self, settings):
-    self.settings = settings
+class DynamicGradScaler(common.Scaler):
+  def start(self):
+    settings = self.settings
     # As megatron.core.optimizer makes it from its config.
     self.scaler = module.DynamicGradScaler(
       initial_scale=settings.get("initial_loss_scale", 2**32),
@@ -55,13 +55,11 @@ class DynamicGradScaler:
     state = self.scaler.state_dict()
     return {**state, "scale": state["scale"].tolist()}
 
-  def load(self, saved):
-    other = DynamicGradScaler(self.settings)
+  def restore(self, saved):
     # `load_state_dict` moves the scale to a CUDA device; these are its lines.
-    other.scaler._scale = torch.tensor(saved["scale"])
-    other.scaler._growth_tracker = saved["growth_tracker"]
-    other.scaler._hysteresis_tracker = saved["hysteresis_tracker"]
-    return other
+    self.scaler._scale = torch.tensor(saved["scale"])
+    self.scaler._growth_tracker = saved["growth_tracker"]
+    self.scaler._hysteresis_tracker = saved["hysteresis_tracker"]
 
 
 def cases():

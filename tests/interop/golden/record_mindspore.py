@@ -5,10 +5,9 @@ from mindspore import amp
 import record_common as common
 
 
-class DynamicLossScaler:
-  def __init__(self, settings):
-    self.settings = settings
-    self.scaler = amp.DynamicLossScaler(**settings)
+class DynamicLossScaler(common.Scaler):
+  def start(self):
+    self.scaler = amp.DynamicLossScaler(**self.settings)
 
   def step(self, finite):
     self.scaler.adjust(mindspore.Tensor(finite))
@@ -28,14 +27,11 @@ class DynamicLossScaler:
       "counter": self.counter(),
     }
 
-  def load(self, saved):
-    other = DynamicLossScaler(self.settings)
-    float32, int32 = mindspore.float32, mindspore.int32
-    other.scaler.scale_value.set_data(
-      mindspore.Tensor(saved["scale_value"], float32)
-    )
-    other.scaler.counter.set_data(mindspore.Tensor(saved["counter"], int32))
-    return other
+  def restore(self, saved):
+    scale = mindspore.Tensor(saved["scale_value"], mindspore.float32)
+    self.scaler.scale_value.set_data(scale)
+    counter = mindspore.Tensor(saved["counter"], mindspore.int32)
+    self.scaler.counter.set_data(counter)
 
 
 def cases():

@@ -27,10 +27,9 @@ def enabled(**settings):
     module._dygraph_tracer = real
 
 
-class GradScaler:
-  def __init__(self, settings):
-    self.settings = settings
-    self.scaler = enabled(**settings)
+class GradScaler(common.Scaler):
+  def start(self):
+    self.scaler = enabled(**self.settings)
     self.param = paddle.create_parameter(
       [1], "float32", default_initializer=paddle.nn.initializer.Constant(0.0)
     )
@@ -57,10 +56,8 @@ class GradScaler:
     state = self.scaler.state_dict()
     return {**state, "scale": state["scale"].tolist()}
 
-  def load(self, saved):
-    other = GradScaler(self.settings)
-    other.scaler.load_state_dict({**saved, "scale": np.array(saved["scale"])})
-    return other
+  def restore(self, saved):
+    self.scaler.load_state_dict({**saved, "scale": np.array(saved["scale"])})
 
 
 def cases():

@@ -15,11 +15,10 @@ import tf_keras
 mixed_precision = tf.compat.v1.mixed_precision
 
 
-class LossScaleOptimizer:
-  def __init__(self, config):
-    self.config = config
+class LossScaleOptimizer(common.Scaler):
+  def start(self):
     self.optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
-      tf_keras.optimizers.SGD(1.0), **config
+      tf_keras.optimizers.SGD(1.0), **self.settings
     )
     self.param = tf.Variable(0.0)
 
@@ -39,14 +38,9 @@ class LossScaleOptimizer:
     return 0 if counter is None else int(counter.numpy())
 
   def save(self):
-    config = {
-      "inner_optimizer": "left out",
-      **{
-        key: value
-        for key, value in self.optimizer.get_config().items()
-        if key != "inner_optimizer"
-      },
-    }
+    own = self.optimizer.get_config()
+    own.pop("inner_optimizer")
+    config = {"inner_optimizer": "left out", **own}
     variables = {}
     if self.optimizer.dynamic:
       variables = {
@@ -66,10 +60,9 @@ class LossScaleOptimizer:
     return other
 
 
-class DynamicLossScale:
-  def __init__(self, config):
-    self.config = config
-    self.loss_scale = mixed_precision.DynamicLossScale(**config)
+class DynamicLossScale(common.Scaler):
+  def start(self):
+    self.loss_scale = mixed_precision.DynamicLossScale(**self.settings)
 
   def step(self, finite):
     grad = tf.constant(1.0 if finite else float("inf"))

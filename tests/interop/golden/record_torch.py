@@ -4,10 +4,9 @@ import record_common as common
 import torch
 
 
-class GradScaler:
-  def __init__(self, settings):
-    self.settings = settings
-    self.scaler = torch.amp.GradScaler("cpu", **settings)
+class GradScaler(common.Scaler):
+  def start(self):
+    self.scaler = torch.amp.GradScaler("cpu", **self.settings)
     self.param = torch.zeros((), requires_grad=True)
     self.sgd = torch.optim.SGD([self.param], lr=1.0)
     # GradScaler makes its tensors when it first scales a loss.
@@ -32,10 +31,8 @@ class GradScaler:
   def save(self):
     return self.scaler.state_dict()
 
-  def load(self, saved):
-    other = GradScaler(self.settings)
-    other.scaler.load_state_dict(saved)
-    return other
+  def restore(self, saved):
+    self.scaler.load_state_dict(saved)
 
 
 def cases():
