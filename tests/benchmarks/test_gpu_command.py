@@ -17,27 +17,15 @@ needs_torch = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def run(tmp_path):
-  """Runs the command in a copy of the checkout; see `Run`."""
-  checkout = tmp_path / "checkout"
-  no_caches = shutil.ignore_patterns("__pycache__")
-  for part in ("benchmarks", "optax_lossscale"):
-    shutil.copytree(ROOT / part, checkout / part, ignore=no_caches)
-  return Run(checkout, tmp_path)
-
-
 class Run:
-  """A run in folders of its own.
+  """Runs the command in a copy of the checkout, and in folders of its own."""
 
-  Attributes:
-    out: the folder for the results.
-    printed: what the last call printed.
-  """
-
-  def __init__(self, checkout, folder):
+  def __init__(self, folder):
     self.out = folder / "results"
-    self._checkout = checkout
+    self._checkout = folder / "checkout"
+    no_caches = shutil.ignore_patterns("__pycache__")
+    for part in ("benchmarks", "optax_lossscale"):
+      shutil.copytree(ROOT / part, self._checkout / part, ignore=no_caches)
     self._empty = [folder / name for name in ("home", "tmp", "cwd")]
     for path in self._empty:
       path.mkdir()
@@ -69,6 +57,11 @@ class Run:
     return {
       str(path): path.stat().st_mtime for path in self._checkout.rglob("*")
     }
+
+
+@pytest.fixture
+def run(tmp_path):
+  return Run(tmp_path)
 
 
 def assert_all_was_measured(found):

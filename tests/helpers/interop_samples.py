@@ -6,11 +6,7 @@ from optax_lossscale import interop
 
 TF = {"dynamic": True, "initial_scale": 1024.0, "dynamic_growth_steps": 20}
 KERAS_3 = {"initial_scale": 1024.0, "dynamic_growth_steps": 20}
-TF_1 = {
-  "initial_loss_scale": 64.0,
-  "increment_period": 20,
-  "multiplier": 2.0,
-}
+TF_1 = {"initial_loss_scale": 64.0, "increment_period": 20, "multiplier": 2.0}
 TORCH = {
   "scale": 1024.0,
   "growth_factor": 2.0,
@@ -121,10 +117,7 @@ CALLS = {
   "MindSpore": (look_alike("DynamicLossScaler"), MINDSPORE),
   "apex": (lambda v: interop.from_apex({"loss_scaler0": v}), AMP),
   "apex, settings": (lambda v: interop.from_apex({}, **v), AMP_SETTINGS),
-  "apex, kernel": (
-    lambda v: interop.from_apex(v, **KERNEL_SETTINGS),
-    KERNEL,
-  ),
+  "apex, kernel": (lambda v: interop.from_apex(v, **KERNEL_SETTINGS), KERNEL),
   "apex, kernel settings": (
     lambda v: interop.from_apex(KERNEL, **v),
     KERNEL_SETTINGS,

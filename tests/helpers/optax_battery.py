@@ -17,12 +17,7 @@ import optax
 
 from helpers.bits import same_bits
 from helpers.optimizers import extra_args, factories, loss_and_grads
-from helpers.small_model import (
-  init_params,
-  loss_fn,
-  make_batches,
-  overflowing,
-)
+from helpers.small_model import init_params, loss_fn, make_batches, overflowing
 import optax_lossscale as ols
 
 # AVX came before the multiply-add. Less optimization is as exact, and saves a

@@ -78,13 +78,9 @@ _WIRE_OPS = (
 
 
 def count_wire_ops(compiled):
-  """Counts what an optimized program sends to other devices, or the host.
+  """Counts what a program sends to other devices, or the host.
 
-  Args:
-    compiled: what ``lower(...).compile()`` returns.
-
-  Returns:
-    A Counter of operations. Several all-reduces that XLA merged are one.
+  Several all-reduces that XLA merged are one.
   """
   return Counter(name for name, _ in _wire_ops(compiled))
 

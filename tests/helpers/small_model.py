@@ -48,14 +48,8 @@ def half_loss_fn(params, batch):
 def make_step(tx, loss_fn=loss_fn, *, extra=None):
   """A jitted step with the two changed lines.
 
-  Args:
-    tx: a wrapped optimizer.
-    loss_fn: the loss.
-    extra: from the value, the gradients and the loss as a function of params,
-      the extra arguments of ``update``.
-
-  Returns:
-    A function (params, opt_state, batch) -> (params, opt_state, loss).
+  ``extra`` makes the extra arguments of ``update``: from the value, the
+  gradients and the loss as a function of params.
   """
 
   @jax.jit

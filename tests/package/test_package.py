@@ -113,9 +113,7 @@ def test_the_package_imports_jax_and_optax_alone_and_nothing_private(module):
 
 # In the order in which they may see each other: each only those before it.
 ORDER = re.findall(
-  r"^\| `(\w+)(?:\.py|/)`",
-  (ROOT / "CONTRIBUTING.md").read_text(),
-  re.MULTILINE,
+  r"^\| `(\w+)(?:\.py|/)`", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
 )
 
 

@@ -1,9 +1,39 @@
-"""Each example runs for a few steps, as its users run it."""
+"""The examples run as their users run them, and keep their promises."""
 
+import importlib.util
+import os
+import subprocess
 import sys
 
-from helpers import examples
+from helpers import ROOT
+import jax
+from jax.sharding import AxisType
+import numpy as np
 import pytest
+
+
+def load(name):
+  """An example as a module."""
+  path = ROOT / "examples" / f"{name}.py"
+  spec = importlib.util.spec_from_file_location(name, path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def run(name, *options, folder):
+  """What is printed and how far the progress bar comes, as its users run it."""
+  command = [sys.executable, "-W", "error", ROOT / "examples" / f"{name}.py"]
+  done = subprocess.run(
+    [*command, *options],
+    cwd=folder,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},  # this package, no other
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout.splitlines(), done.stderr
+
 
 # What each says last; examples with tests of their own are not here.
 LAST_LINES = {
@@ -17,7 +47,7 @@ LAST_LINES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAST_LINES)
 def test_an_example_runs(name, tmp_path):
-  lines, progress = examples.run(name, "--steps", "4", folder=tmp_path)
+  lines, progress = run(name, "--steps", "4", folder=tmp_path)
   assert lines[-1].startswith(LAST_LINES[name])
   assert "4/4" in progress
 
@@ -26,7 +56,7 @@ def parse(name, args, monkeypatch, capsys):
   """The exit status, and what an example says of its arguments."""
   monkeypatch.setattr(sys, "argv", ["example.py", *args])
   with pytest.raises(SystemExit) as stopped:
-    examples.load(name).parse_args()
+    load(name).parse_args()
   return stopped.value.code, "".join(capsys.readouterr())
 
 
@@ -54,3 +84,194 @@ def test_help_names_the_options_and_their_defaults(monkeypatch, capsys):
   assert status == 0
   for part in ("--steps", "(1200)", "--seed", "(0)", "--out", "(digits.png)"):
     assert part in told
+
+
+@pytest.fixture(scope="module")
+def digits():
+  return load("digits")
+
+
+@pytest.fixture(scope="module")
+def data(digits):
+  return digits.load_data(seed=0)
+
+
+@pytest.fixture(scope="module")
+def digits_runs(digits, data):
+  """Those digits_runs of the demo that are compared, of full length."""
+  names = set(digits.RUNS) - {"float16, fixed scale of 8"}
+  return {name: digits.train(data, *digits.RUNS[name]) for name in names}
+
+
+@pytest.mark.slow
+def test_the_digits_script_shows_its_progress_a_table_and_a_picture(tmp_path):
+  options = "--steps=3", "--seed=1", "--out=curves.png"
+  lines, progress = run("digits", *options, folder=tmp_path)
+  assert "21/21" in progress  # 3 steps for 7 digits_runs
+  rows = {line[:25].strip(): line[25:].split() for line in lines[2:9]}
+  assert list(rows) == [
+    "float32",
+    "float16, no scaling",
+    "float16, fixed scale of 8",
+    "float16, dynamic scale",
+    "float16 by autocast",
+    "float16, starts too high",
+    "float16, headroom",
+  ]
+  assert rows["float32"][1:] == ["1.000", "0", "2**0", "0.0%", "1.0000"]
+  assert rows["float16, dynamic scale"][3] == "2**15"
+  assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.slow
+def test_the_small_picture_is_of_three_runs(
+  digits, monkeypatch, tmp_path, capsys
+):
+  picture = tmp_path / "small.png"
+  args = ["digits.py", "--small", "--steps", "2", "--out", str(picture)]
+  monkeypatch.setattr(sys, "argv", args)
+  digits.main()
+  rows = capsys.readouterr().out.splitlines()[2:-1]
+  assert [row[:25].strip() for row in rows] == [*digits.FEW]
+  assert picture.read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.slow
+def test_a_dynamic_scale_trains_within_1_percent_of_float32(digits_runs):
+  dynamic = digits_runs["float16, dynamic scale"].test_loss
+  assert dynamic == pytest.approx(digits_runs["float32"].test_loss, rel=0.01)
+  assert dynamic < 0.02
+
+
+@pytest.mark.slow
+def test_autocast_trains_as_a_model_that_is_cast_by_hand(digits_runs):
+  cast = digits_runs["float16 by autocast"].test_loss
+  for name in ("float32", "float16, dynamic scale"):
+    assert cast == pytest.approx(digits_runs[name].test_loss, rel=0.02)
+
+
+@pytest.mark.slow
+def test_no_scaling_is_at_least_3_times_worse_than_float32(digits_runs):
+  unscaled = digits_runs["float16, no scaling"].test_loss
+  assert unscaled >= 3 * digits_runs["float32"].test_loss
+
+
+@pytest.mark.slow
+def test_a_scale_that_starts_too_high_falls_settles_and_climbs(
+  digits, digits_runs
+):
+  run = digits_runs["float16, starts too high"]
+  start = digits.RUNS["float16, starts too high"][1].init_scale
+  assert run.scales[0] == start
+  assert run.skipped[:10].all() and not run.skipped[10:100].any()
+  settled = run.scales[10]
+  assert settled == start / 2**10
+  assert run.scales[100:].max() >= 4 * settled
+  assert run.skipped[200:].sum() < 12  # it meets its limit, now and then
+  assert run.test_loss == pytest.approx(
+    digits_runs["float32"].test_loss, rel=0.02
+  )
+
+
+@pytest.mark.slow
+def test_the_headroom_policy_stays_below_the_limit_and_skips_nothing(
+  digits_runs,
+):
+  run = digits_runs["float16, headroom"]
+  assert not run.skipped.any()
+  assert run.scales[5] >= 2.0**10 * run.scales[0]  # there at once
+  assert run.scales[100:].max() <= 8 * run.scales[100:].min()
+  limit = digits_runs["float16, starts too high"].scales[100:].max()
+  assert limit / 64 <= run.scales[-1] < limit
+  assert run.test_loss == pytest.approx(
+    digits_runs["float32"].test_loss, rel=0.01
+  )
+
+
+@pytest.mark.slow
+def test_the_scale_brings_back_the_gradients_that_float16_flushed(
+  digits, data, digits_runs
+):
+  params = digits_runs["float32"].params
+  table = {
+    name: digits.compare_gradients(name, run, params, data)
+    for name, run in digits_runs.items()
+  }
+
+  flushed, cosine = table["float16, no scaling"]
+  assert flushed > 0.8 and cosine < 0.5
+  flushed, cosine = table["float16, dynamic scale"]
+  assert flushed < 0.001 and cosine > 0.999
+  assert table["float32"] == pytest.approx((0, 1))
+
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def rl():
+  return load("rl_float16")
+
+
+@pytest.fixture(scope="module")
+def programs(rl):
+  devices = jax.devices()[:2]
+  mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=devices)
+  return {
+    name: rl.make_program(mesh, *precision)
+    for name, precision in rl.PRECISIONS.items()
+  }
+
+
+@pytest.fixture(scope="module")
+def rl_runs(rl, programs):
+  return {name: rl.train(programs[name], STEPS, seed=0) for name in programs}
+
+
+@pytest.mark.slow
+def test_the_rl_script_shows_its_progress_a_table_and_a_picture(tmp_path):
+  options = "--steps=2", "--seeds=1", "--devices=2", "--out=curves.png"
+  lines, progress = run("rl_float16", *options, folder=tmp_path)
+  assert "6/6" in progress  # 2 steps in 3 precisions
+  assert lines[0] == "256 answers a step, on 2 devices."
+  names = [line.split()[0] for line in lines[3:6]]
+  assert names == ["bfloat16", "float16", "float32"]
+  assert lines[7].split() == ["reward", "at", "step", "0", "1"]
+  curve = lines[9].split()
+  assert curve[:3] == ["float16", "seed", "0"]
+  assert all(0 <= float(reward) <= 1 for reward in curve[3:])
+  assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.slow
+def test_float16_keeps_sampler_and_trainer_closer_than_bfloat16_does(rl_runs):
+  rms, kl = (
+    {name: getattr(run, field).mean() for name, run in rl_runs.items()}
+    for field in ("rms", "kl")
+  )
+  assert rms["float16"] < rms["bfloat16"] / 5  # 3 bits more: 8, if all round
+  assert kl["float16"] < kl["bfloat16"] / 25
+  assert kl["float32"] < kl["float16"] / 25
+
+
+@pytest.mark.slow
+def test_float16_learns_what_float32_learns(rl_runs):
+  start = np.mean(rl_runs["float32"].rewards[:3])
+  assert start < 0.2
+  end = {name: run.rewards[-5:].mean() for name, run in rl_runs.items()}
+  assert end["float32"] > 0.8
+  assert end["float16"] == pytest.approx(end["float32"], abs=0.02)
+  assert rl_runs["float16"].loss_scale_state.loss_scale > 2.0**10
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_micro_batches_hold_each_answer_once(rl, count, monkeypatch):
+  monkeypatch.setattr(rl, "MICRO_BATCHES", count)
+  parts = rl.to_micro_batches(np.arange(16))
+  assert parts.shape == (count, 16 // count)
+  assert sorted(parts.ravel().tolist()) == list(range(16))
+
+
+def test_an_answer_is_rewarded_for_each_digit_that_goes_on(rl):
+  texts = np.array([[rl.UP, 8, 9, 0, 1], [rl.DOWN, 1, 0, 0, 9]])
+  np.testing.assert_allclose(rl.reward(texts), [1, 2 / 3], rtol=1e-6)

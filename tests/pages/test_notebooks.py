@@ -35,30 +35,16 @@ def test_a_notebook_runs_without_an_error_or_a_warning(
 
 
 @each_notebook
-def test_a_notebook_is_kept_with_its_outputs_run_from_top_to_bottom(path):
-  cells = [
-    cell
-    for cell in nbformat.read(path, as_version=4).cells
-    if cell.cell_type == "code"
-  ]
-  assert [cell.execution_count for cell in cells] == [
-    i + 1 for i in range(len(cells))
-  ]
-  kinds = {
-    mime for output in outputs_of(cells) for mime in output.get("data", {})
-  }
-  assert "image/png" in kinds
-  assert "error" not in [output.output_type for output in outputs_of(cells)]
-
-
-@each_notebook
-def test_a_notebook_asserts_its_claim(path):
+def test_a_notebook_asserts_its_claim_and_is_kept_as_it_ran(path):
   cells = nbformat.read(path, as_version=4).cells
-  assert any(
-    re.search(r"^assert ", cell.source, re.MULTILINE)
-    for cell in cells
-    if cell.cell_type == "code"
-  )
+  cells = [cell for cell in cells if cell.cell_type == "code"]
+  counts = [cell.execution_count for cell in cells]
+  assert counts == [*range(1, len(cells) + 1)]
+  outputs = outputs_of(cells)
+  assert any("image/png" in output.get("data", {}) for output in outputs)
+  assert "error" not in [output.output_type for output in outputs]
+  claims = [re.search(r"^assert ", c.source, re.MULTILINE) for c in cells]
+  assert any(claims)
 
 
 @each_notebook

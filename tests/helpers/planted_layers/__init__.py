@@ -89,10 +89,13 @@ _MODULES = {
   **{
     name: _models_of(name) for name in ("plain_jax", "control_flow", "devices")
   },
-  "flax_linen": ("linen_attention", "linen_remat", "linen_scan"),
-  "flax_nnx": ("nnx_offset",),
-  "with_equinox": ("equinox_scan",),
-  "with_haiku": ("haiku_offset",),
+  "libraries": (
+    "linen_attention",
+    "linen_scan",
+    "nnx_offset",
+    "equinox_scan",
+    "haiku_offset",
+  ),
   "with_keras": ("keras_offset",),
 }
 NAMES = tuple(name for names in _MODULES.values() for name in names)

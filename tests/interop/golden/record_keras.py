@@ -138,8 +138,7 @@ if __name__ == "__main__":
     training=[
       training("sgd, decayed", keras.optimizers.SGD(decayed(0.25))),
       training(
-        "adam, decayed",
-        keras.optimizers.Adam(decayed(0.0625), epsilon=1e-8),
+        "adam, decayed", keras.optimizers.Adam(decayed(0.0625), epsilon=1e-8)
       ),
     ],
   )

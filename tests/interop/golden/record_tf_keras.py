@@ -153,8 +153,7 @@ if __name__ == "__main__":
       training("sgd", tf_keras.optimizers.SGD(0.25)),
       training("sgd, decayed", tf_keras.optimizers.SGD(decayed(0.25))),
       training(
-        "adam, decayed",
-        tf_keras.optimizers.Adam(decayed(0.0625), epsilon=1e-8),
+        "adam, decayed", tf_keras.optimizers.Adam(decayed(0.0625), epsilon=1e-8)
       ),
     ],
   )
