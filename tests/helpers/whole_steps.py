@@ -71,26 +71,11 @@ def _optax(
   return wrap(step), (PARAMS, tx.init(PARAMS), BATCH)
 
 
-def plain(policy):
-  return _optax(policy)
-
-
-def jitted(policy):
-  return _optax(policy, lambda step: jax.jit(jax.jit(step)))
-
-
-def donated(policy):
-  return _optax(policy, lambda step: jax.jit(step, donate_argnums=(0, 1)))
-
-
-def that_returns_a_count(policy):
-  return _optax(policy, lambda step: lambda *args: len(step(*args)))
-
-
-def that_returns_nothing(policy):
-  return _optax(
-    policy, lambda step: lambda *args: jax.jit(step)(*args) and None
-  )
+def _named(name, make=_optax, **kwargs):
+  """A function of the policy alone, by the name that its tests have."""
+  made = functools.partial(make, **kwargs)
+  made.__name__ = name
+  return made
 
 
 def a_closure(policy):
@@ -98,20 +83,26 @@ def a_closure(policy):
   return jax.jit(lambda params, state: step(params, state, batch)), args
 
 
-def clipped(policy):
-  return _optax(policy, max_norm=1e-3)
-
-
-def with_checked_updates(policy):
-  return _optax(policy, check_updates=True)
-
-
-def with_multi_steps_around(policy):
-  return _optax(policy, around=lambda tx: optax.MultiSteps(tx, 1))
-
-
-def with_multi_steps_inside(policy):
-  return _optax(policy, inner=optax.MultiSteps(optax.adam(1e-3), 2))
+plain = _named("plain")
+jitted = _named("jitted", wrap=lambda step: jax.jit(jax.jit(step)))
+donated = _named("donated", wrap=lambda f: jax.jit(f, donate_argnums=(0, 1)))
+that_returns_a_count = _named(
+  "that_returns_a_count", wrap=lambda step: lambda *args: len(step(*args))
+)
+that_returns_nothing = _named(
+  "that_returns_nothing",
+  wrap=lambda step: lambda *args: jax.jit(step)(*args) and None,
+)
+clipped = _named("clipped", max_norm=1e-3)
+with_checked_updates = _named("with_checked_updates", check_updates=True)
+with_multi_steps_around = _named(
+  "with_multi_steps_around", around=lambda tx: optax.MultiSteps(tx, 1)
+)
+with_multi_steps_inside = _named(
+  "with_multi_steps_inside", inner=optax.MultiSteps(optax.adam(1e-3), 2)
+)
+with_checkpoint = _named("with_checkpoint", wrap=jax.checkpoint)
+with_equinox = _named("with_equinox", wrap=eqx.filter_jit)
 
 
 def _sgd(policy, differentiate, **kwargs):
@@ -132,8 +123,12 @@ def by_hand(policy):
   return _sgd(policy, differentiate)
 
 
-def with_scaled_grads(policy):
-  return _sgd(policy, _scaled_gradient_of, grads_are_scaled=True)
+with_scaled_grads = _named(
+  "with_scaled_grads",
+  _sgd,
+  differentiate=_scaled_gradient_of,
+  grads_are_scaled=True,
+)
 
 
 def with_a_foreign_optimizer_beside(policy):
@@ -159,10 +154,6 @@ def under_cond(policy):
     return lax.cond(batch[0, 0] < jnp.inf, take, lambda: (params, state))
 
   return jax.jit(maybe), args
-
-
-def with_checkpoint(policy):
-  return _optax(policy, jax.checkpoint)
 
 
 def in_a_scan_of_one(policy):
@@ -196,8 +187,7 @@ def an_ensemble(policy, jit=lambda fun: fun):
   return jit(jax.vmap(jit(step), in_axes=(0, 0, None))), (*both, batch)
 
 
-def an_ensemble_of_jits(policy):
-  return an_ensemble(policy, jax.jit)
+an_ensemble_of_jits = _named("an_ensemble_of_jits", an_ensemble, jit=jax.jit)
 
 
 def with_train_state(policy):
@@ -238,20 +228,15 @@ def _nnx(policy, wrap=lambda step: step, **kwargs):
   return nnx.jit(wrap(step)), (model, optimizer, BATCH)
 
 
-def with_nnx_in_place(policy):
-  return _nnx(policy)
-
-
-def with_nnx_that_returns_nothing(policy):
-  return _nnx(policy, lambda step: lambda *args: step(*args) is None)
-
-
-def with_nnx_diff_state(policy):
-  return _nnx(policy, argnums=nnx.DiffState(0, nnx.Param))
-
-
-def with_equinox(policy):
-  return _optax(policy, eqx.filter_jit)
+with_nnx_in_place = _named("with_nnx_in_place", _nnx)
+with_nnx_that_returns_nothing = _named(
+  "with_nnx_that_returns_nothing",
+  _nnx,
+  wrap=lambda step: lambda *args: step(*args) is None,
+)
+with_nnx_diff_state = _named(
+  "with_nnx_diff_state", _nnx, argnums=nnx.DiffState(0, nnx.Param)
+)
 
 
 def with_sharded_jit(policy):
@@ -304,12 +289,12 @@ def an_epoch_in_shard_map(policy, check_vma=True):
   return with_shard_map(policy, check_vma, _epoch, around=around)
 
 
-def an_epoch_in_unchecked_shard_map(policy):
-  return an_epoch_in_shard_map(policy, check_vma=False)
-
-
-def with_unchecked_shard_map(policy):
-  return with_shard_map(policy, check_vma=False)
+an_epoch_in_unchecked_shard_map = _named(
+  "an_epoch_in_unchecked_shard_map", an_epoch_in_shard_map, check_vma=False
+)
+with_unchecked_shard_map = _named(
+  "with_unchecked_shard_map", with_shard_map, check_vma=False
+)
 
 
 def with_pmap(policy):

@@ -239,16 +239,6 @@ def test_an_environment_is_made_once_and_made_anew_for_another_python(venv):
   assert not venv.installed.exists()
 
 
-def test_an_environment_that_was_made_before_there_were_marks_is_made_anew(
-  venv,
-):
-  venv.make("3.12")
-  venv.mark.unlink()
-  venv.installed.touch()
-  assert venv.make("3.13")[0] == 0
-  assert venv.version == "3.13"
-
-
 def test_an_environment_of_somebody_is_used_or_refused_but_never_removed(venv):
   venv.make("3.12")
   venv.mark.unlink()
@@ -258,11 +248,14 @@ def test_an_environment_of_somebody_is_used_or_refused_but_never_removed(venv):
   assert venv.make("3.12") == (0, "")
 
 
-def test_an_environment_that_was_left_half_made_is_made_anew(venv):
+@pytest.mark.parametrize("mark", ["made", "installed-test"])
+def test_what_make_left_half_made_is_made_anew(venv, mark):
+  """The second was the only mark, once."""
   venv.folder.mkdir()
-  venv.mark.touch()
+  (venv.folder / mark).touch()
   assert venv.make("3.12")[0] == 0
   assert venv.version == "3.12"
+  assert not venv.installed.exists()
 
 
 def what_make_would_do(*arguments):

@@ -98,7 +98,7 @@ def data(digits):
 
 @pytest.fixture(scope="module")
 def digits_runs(digits, data):
-  """Those digits_runs of the demo that are compared, of full length."""
+  """Those runs of the demo that are compared, of full length."""
   names = set(digits.RUNS) - {"float16, fixed scale of 8"}
   return {name: digits.train(data, *digits.RUNS[name]) for name in names}
 
@@ -107,7 +107,7 @@ def digits_runs(digits, data):
 def test_the_digits_script_shows_its_progress_a_table_and_a_picture(tmp_path):
   options = "--steps=3", "--seed=1", "--out=curves.png"
   lines, progress = run("digits", *options, folder=tmp_path)
-  assert "21/21" in progress  # 3 steps for 7 digits_runs
+  assert "21/21" in progress  # 3 steps for 7 runs
   rows = {line[:25].strip(): line[25:].split() for line in lines[2:9]}
   assert list(rows) == [
     "float32",

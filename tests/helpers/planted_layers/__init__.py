@@ -5,9 +5,11 @@ the same model is sound.
 """
 
 from collections.abc import Callable
+import functools
 import importlib
 import inspect
 import linecache
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -78,7 +80,7 @@ def _models_of(module):
   return tuple(
     name
     for name, function in functions
-    if inspect.isfunction(function)
+    if isinstance(function, (types.FunctionType, functools.partial))
     and parameters(function) == ["fault"]
     and not name.startswith("_")
   )

@@ -1,5 +1,7 @@
 """Faults inside of what holds a function."""
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -37,12 +39,8 @@ def scanned(wrap, fault):
   return Model(loss_fn, (params, *batch()))
 
 
-def in_scan(fault):
-  return scanned(lambda block: block, fault)
-
-
-def in_scan_of_checkpoints(fault):
-  return scanned(jax.checkpoint, fault)
+in_scan = functools.partial(scanned, lambda block: block)
+in_scan_of_checkpoints = functools.partial(scanned, jax.checkpoint)
 
 
 def in_checkpoint(fault):
@@ -93,49 +91,37 @@ def in_vmap(fault):
   return Model(*network(layer, "w"))
 
 
-def _with_bad_rule(fault):
-  """The rule computes what is not computed where nothing is differentiated."""
+def _with_rule(forward, backward):
+  """A product, which is computed otherwise where it is differentiated.
+
+  The products of a backward rule stand where the function is called.
+  """
 
   @jax.custom_vjp
   def layer(w, x):
     return x @ w
 
-  def forward(w, x):
-    return subtract(w, x, fault), (w, x)
-
-  def backward(residuals, ct):
-    w, x = residuals
-    return x.T @ ct, ct @ w.T
-
-  layer.defvjp(forward, backward)
-  return network(lambda params, x: layer(params["w"], x), "w")  # planted
+  layer.defvjp(
+    lambda w, x: (forward(w, x), (w, x)),
+    lambda kept, ct: (kept[1].T @ ct, backward(kept[0], ct)),
+  )
+  called = lambda params, x: layer(params["w"], x)  # planted
+  return network(called, "w")
 
 
 def custom_vjp_forward(fault):
-  return Model(*_with_bad_rule(fault))
+  """It computes what is not computed where nothing is differentiated."""
+  forward = lambda w, x: subtract(w, x, fault)
+  return Model(*_with_rule(forward, lambda w, ct: ct @ w.T))
 
 
 def custom_vjp_forward_in_jit(fault):
   """JAX says of what a rule computes in it that it stands at the call."""
-  loss_fn, args = _with_bad_rule(fault)
+  loss_fn, args, *_ = custom_vjp_forward(fault)
   return Model(jax.jit(loss_fn), args)
 
 
 def custom_vjp_backward(fault):
-  """The products of a backward rule stand where the function is called."""
   shift = 300 * SHIFT if fault else 0.1 * SHIFT
-
-  @jax.custom_vjp
-  def layer(w, x):
-    return x @ w
-
-  def forward(w, x):
-    return x @ w, (w, x)
-
-  def backward(residuals, ct):
-    w, x = residuals
-    return x.T @ ct, ct @ (w + shift).T - ct @ shift.T
-
-  layer.defvjp(forward, backward)
-  called = lambda params, x: layer(params["w"], x)  # planted
-  return Model(*network(called, "w"))
+  backward = lambda w, ct: ct @ (w + shift).T - ct @ shift.T
+  return Model(*_with_rule(lambda w, x: x @ w, backward))

@@ -1,5 +1,7 @@
 """Faults of programs for four devices."""
 
+import functools
+
 import jax
 from jax import lax
 from jax.sharding import AxisType
@@ -25,7 +27,7 @@ def put(args, mesh):
   return jax.device_put(args, sharding.named(mesh, specs))
 
 
-def shard_mapped(fault, axis_type, check_vma):
+def shard_mapped(axis_type, check_vma, fault):
   mesh = mesh_of(axis_type)
   of_part, args = _parts(fault)
   loss_fn = jax.shard_map(
@@ -38,23 +40,14 @@ def shard_mapped(fault, axis_type, check_vma):
   return Model(loss_fn, put(args, mesh))
 
 
-def in_shard_map(fault):
-  return shard_mapped(fault, AxisType.Auto, True)
-
-
-def in_shard_map_unchecked(fault):
-  return shard_mapped(fault, AxisType.Auto, False)
-
-
-def in_shard_map_of_explicit_axes(fault):
-  return shard_mapped(fault, AxisType.Explicit, True)
-
-
-def on_auto_axes(fault):
+def sharded(axis_type, fault):
   loss_fn, args = _parts(fault)
-  return Model(loss_fn, put(args, mesh_of(AxisType.Auto)))
+  return Model(loss_fn, put(args, mesh_of(axis_type)))
 
 
-def on_explicit_axes(fault):
-  loss_fn, args = _parts(fault)
-  return Model(loss_fn, put(args, mesh_of(AxisType.Explicit)))
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+in_shard_map = functools.partial(shard_mapped, AUTO, True)
+in_shard_map_unchecked = functools.partial(shard_mapped, AUTO, False)
+in_shard_map_of_explicit_axes = functools.partial(shard_mapped, EXPLICIT, True)
+on_auto_axes = functools.partial(sharded, AUTO)
+on_explicit_axes = functools.partial(sharded, EXPLICIT)
