@@ -156,14 +156,17 @@ def under_cond(policy):
   return jax.jit(maybe), args
 
 
-def in_a_scan_of_one(policy):
-  step, (params, state, batch) = _optax(policy)
-
+def _epoch_of(step):
   def epoch(params, state, batches):
     carry = params, state
     return lax.scan(lambda c, x: (step(*c, x), None), carry, batches)[0]
 
-  return jax.jit(epoch), (params, state, batch[None])
+  return epoch
+
+
+def in_a_scan_of_one(policy):
+  epoch, (*args, batch) = _optax(policy, lambda step: jax.jit(_epoch_of(step)))
+  return epoch, (*args, batch[None])
 
 
 def accumulated(policy):
@@ -275,18 +278,11 @@ def with_shard_map(
   return _of_one_device(policy, check_vma, wrap, **kwargs)
 
 
-def _epoch(step):
-  def epoch(params, state, batch):
-    carry = params, state
-    return lax.scan(lambda c, _: (step(*c, batch), None), carry, length=1)[0]
-
-  return epoch
-
-
 def an_epoch_in_shard_map(policy, check_vma=True):
   """With accumulation around each update, so with a branch in a loop."""
   around = lambda tx: optax.MultiSteps(tx, 1)
-  return with_shard_map(policy, check_vma, _epoch, around=around)
+  epoch = lambda step: lambda *args: _epoch_of(step)(*args[:2], args[2][None])
+  return with_shard_map(policy, check_vma, epoch, around=around)
 
 
 an_epoch_in_unchecked_shard_map = _named(

@@ -27,27 +27,18 @@ def exports():
 
 def exported_state(floor, case):
   """The policy and state that each case of exported.json was written from."""
+  policy, start = ols.DynamicLossScale(growth_interval=1), {}
   if case["name"] == "fixed":
     policy = ols.FixedLossScale(128.0)
-  elif case["name"] == "window 1":
-    policy = ols.DynamicLossScale(growth_interval=1)
   elif case["name"] == "window 3, 1 step in":
     policy = ols.DynamicLossScale(growth_interval=3, min_scale=floor)
-    return policy, at(policy, 1024.0, 1)
-  else:
-    policy = ols.DynamicLossScale(2.0**16, growth_interval=2, min_scale=floor)
-    if "config" not in case["exported"]:  # Keras has 2 and 1/2 alone.
-      policy = dataclasses.replace(
-        policy, growth_factor=4.0, backoff_factor=0.25
-      )
-    return policy, at(policy, 2.0**16, 5)
-  return policy, policy.init()
-
-
-def at(policy, scale, count):
-  return policy.init()._replace(
-    loss_scale=jnp.float32(scale), finite_count=jnp.int32(count)
-  )
+    start = {"loss_scale": jnp.float32(1024), "finite_count": jnp.int32(1)}
+  elif case["name"] != "window 1":
+    # Keras has 2 and 1/2 alone.
+    factors = (2.0, 0.5) if "config" in case["exported"] else (4.0, 0.25)
+    policy = ols.DynamicLossScale(2.0**16, *factors, 2, floor)
+    start = {"finite_count": jnp.int32(5)}
+  return policy, policy.init()._replace(**start)
 
 
 def floor_of(case):

@@ -102,34 +102,33 @@ def layer_scale(fault):
   return Model(loss_fn, args, argnums=(0, 1))
 
 
-def feature(fault):
-  """One feature is a million times larger than the others."""
-  size = 1e6 if fault else 1.0
+def behind(layer):
+  """A loss function with a layer of weights in front."""
 
   def loss_fn(params, x, y):
-    x = jnp.tanh(x @ params["first"])  # planted
+    x = layer(params["first"], x)
     x = jnp.tanh(x @ params["second"])
     x = jnp.tanh(x @ params["third"])
     return jnp.mean((x @ params["last"] - y) ** 2)
 
-  x, y = batch()
-  params = weights("first", "second", "third", "last")
+  return loss_fn, weights("first", "second", "third", "last"), *batch()
+
+
+def feature(fault):
+  """One feature is a million times larger than the others."""
+  size = 1e6 if fault else 1.0
+  layer = lambda w, x: jnp.tanh(x @ w)  # planted
+  loss_fn, params, x, y = behind(layer)
   params["first"] = params["first"].at[0].divide(size)
   return Model(loss_fn, (params, x.at[:, 0].multiply(size), y))
 
 
 def pixels(fault):
   """Squares of numbers up to 255."""
-
-  def loss_fn(params, x, y):
-    x = normalized(x**2 @ params["first"])  # planted
-    x = jnp.tanh(x @ params["second"])
-    x = jnp.tanh(x @ params["third"])
-    return jnp.mean((x @ params["last"] - y) ** 2)
-
-  x, y = batch()
+  layer = lambda w, x: normalized(x**2 @ w)  # planted
+  loss_fn, params, x, y = behind(layer)
   x = jnp.round(255 * jax.nn.sigmoid(x)) / (1 if fault else 255)
-  return Model(loss_fn, (weights("first", "second", "third", "last"), x, y))
+  return Model(loss_fn, (params, x, y))
 
 
 def convolution(fault):

@@ -1,5 +1,7 @@
 """Records flax.training.dynamic_scale.DynamicScale. Needs: flax, optax."""
 
+import functools
+
 import flax
 from flax.training import dynamic_scale as dynamic_scale_lib
 from flax.training import train_state as train_state_lib
@@ -72,16 +74,12 @@ def training(name, tx):
     grad_fn = dynamic_scale.value_and_grad(loss_fn)
     dynamic_scale, finite, _, grads = grad_fn(state.params, x, y)
     new = state.apply_gradients(grads=grads)
-    select = lambda a, b: jax.tree.map(
-      lambda x, y: jnp.where(finite, x, y), a, b
+    select = functools.partial(
+      jax.tree.map, functools.partial(jnp.where, finite)
     )
-    return (
-      new.replace(
-        params=select(new.params, state.params),
-        opt_state=select(new.opt_state, state.opt_state),
-      ),
-      dynamic_scale,
-    )
+    params = select(new.params, state.params)
+    opt_state = select(new.opt_state, state.opt_state)
+    return new.replace(params=params, opt_state=opt_state), dynamic_scale
 
   params = {
     "w": jnp.asarray(common.FIRST_WEIGHTS),
