@@ -23,14 +23,12 @@ def assert_close(actual, expected, tolerance=5e-3):
 
   The default is what products in float16 may lose.
   """
-  jax.tree.map(
-    lambda a, b: _assert_close_leaf(a, b, tolerance), actual, expected
-  )
 
+  def check(a, b):
+    assert a.dtype == b.dtype
+    np.testing.assert_allclose(a, b, atol=tolerance * np.max(np.abs(b)))
 
-def _assert_close_leaf(a, b, tolerance):
-  assert a.dtype == b.dtype
-  np.testing.assert_allclose(a, b, atol=tolerance * np.max(np.abs(b)))
+  jax.tree.map(check, actual, expected)
 
 
 def _differences(actual, expected):

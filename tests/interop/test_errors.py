@@ -221,3 +221,32 @@ def test_a_version_that_is_none_is_an_error():
   for version in (0.17, None, (0, 17, 3)):
     with pytest.raises(TypeError, match="from_deepspeed: version"):
       interop.from_deepspeed(samples.FP16, version=version)
+
+
+DEEPSPEED, FAIRSEQ = interop.DeepSpeedLossScale, interop.FairseqLossScale
+BAD = [
+  (DEEPSPEED, "init_scale", 0.5, ValueError),
+  (DEEPSPEED, "init_scale", 2.0**127, ValueError),
+  (DEEPSPEED, "init_scale", "65536", TypeError),
+  (DEEPSPEED, "growth_interval", 0, ValueError),
+  (DEEPSPEED, "min_scale", 0.0, ValueError),
+  (DEEPSPEED, "hysteresis", 1.5, ValueError),
+  (DEEPSPEED, "hysteresis", True, TypeError),
+  (DEEPSPEED, "consecutive_hysteresis", 1, TypeError),
+  (FAIRSEQ, "growth_interval", 2**31, ValueError),
+  (FAIRSEQ, "init_scale", 1e-9, ValueError),
+  (FAIRSEQ, "min_scale", -1.0, ValueError),
+  (FAIRSEQ, "threshold", 0.0, ValueError),
+  (FAIRSEQ, "threshold", [1.0], TypeError),
+  (FAIRSEQ, "tolerance", -0.1, ValueError),
+  (FAIRSEQ, "tolerance", float("inf"), ValueError),
+  (FAIRSEQ, "tolerance", "0.1", TypeError),
+]
+
+
+@pytest.mark.parametrize("rule, name, value, error", BAD)
+def test_a_hyperparameter_out_of_range_or_of_a_wrong_type_is_named(
+  rule, name, value, error
+):
+  with pytest.raises(error, match=name):
+    rule(**{"growth_interval": 10, name: value})

@@ -1,18 +1,21 @@
-"""Mutated configs and state dicts: a clear error or a valid policy.
+"""Mutated input gives a clear error or a valid policy; shares are exact.
 
 100 inputs here, 1,000 in CI; `make nightly` tries 10,000.
 """
 
+import fractions
 import sys
 
 from helpers import interop_samples as samples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import interop
 
 NUMBERS = st.one_of(
   st.integers(),
@@ -78,3 +81,37 @@ def check_valid(policy, state):
     after = policy.adjust(state, jnp.bool_(finite))
     assert 2.0**-126 <= after.loss_scale <= 2.0**126
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+
+
+@given(
+  part=st.integers(1, 2**31 - 1),
+  whole=st.integers(1, 2**31 - 1),
+  top=st.integers(0, 2**15),
+  bottom=st.integers(1, 2**15),
+)
+@example(part=1, whole=20, top=1, bottom=20)
+@example(part=2**31 - 1, whole=2**31 - 1, top=1, bottom=1)
+@example(part=107374182, whole=2147483640, top=1, bottom=20)
+@example(part=107374181, whole=2147483640, top=1, bottom=20)
+def test_a_share_is_compared_exactly(part, whole, top, bottom):
+  share = fractions.Fraction(top, bottom)
+  policy = interop.FairseqLossScale(10, tolerance=top / bottom)
+  counts = jnp.int32(whole - 1), jnp.int32(part - 1)
+  state = policy.init()._replace(memory=interop.FairseqMemory(*counts))
+  after = policy.adjust(state, jnp.array(False))
+  reached = fractions.Fraction(part, whole) >= share
+  assert after.loss_scale == policy.init_scale / (2 if reached else 1)
+
+
+@pytest.mark.parametrize("digits", [1, 4])
+def test_every_tolerance_of_four_digits_is_meant_as_it_is_written(digits):
+  bottom = 10**digits
+  for top in range(1, bottom, 1 if digits == 1 else 997):
+    policy = interop.FairseqLossScale(10, tolerance=top / bottom)
+    for overflows, moves in (top, True), (top - 1, False):
+      memory = interop.FairseqMemory(
+        jnp.int32(bottom - 1), jnp.int32(overflows - 1)
+      )
+      state = policy.init()._replace(memory=memory)
+      after = policy.adjust(state, jnp.array(False))
+      assert (after.loss_scale < policy.init_scale) == moves

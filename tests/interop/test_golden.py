@@ -52,10 +52,6 @@ def keras_start(settings):
   )
 
 
-def tf_keras_start(settings):
-  return interop.from_keras({"dynamic": True, **settings})
-
-
 def keras_resume(settings, saved):
   return interop.from_keras(saved["config"], saved["variables"] or None)
 
@@ -91,7 +87,11 @@ def deepspeed_counts(counters, settings, more):
 
 SYSTEMS = {
   "torch": System("torch", torch_start, lambda _, d: interop.from_torch(d)),
-  "tf_keras": System("tf_keras", tf_keras_start, keras_resume),
+  "tf_keras": System(
+    "tf_keras",
+    lambda s: interop.from_keras({"dynamic": True, **s}),
+    keras_resume,
+  ),
   "tf": System(
     "tf_keras", interop.from_keras, keras_resume, key="loss_scale_cases"
   ),
@@ -283,12 +283,8 @@ def test_amp_goes_on_from_its_state_dict_as_its_own_rule_does(rule):
 
 @pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
 def test_the_hysteresis_kernel_goes_on_as_its_own_rule_does(window, hysteresis):
-  settings = {
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": window,
-    "hysteresis": hysteresis,
-  }
+  rule = {"growth_interval": window, "hysteresis": hysteresis}
+  settings = {**samples.KERNEL_SETTINGS, **rule}
   for steps in all_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
     trace = list(kernel(steps, window=window, hysteresis=hysteresis, **start))

@@ -127,16 +127,9 @@ def as_numbers(version):
 
 
 def difference(name, before, after):
-  """What changed, in words: `scan: num_consts is gone; ft_in is new`."""
-  parts = [
-    f"{', '.join(sorted(names))} {'are' if len(names) > 1 else 'is'} {what}"
-    for names, what in (
-      (set(before) - set(after), "gone"),
-      (set(after) - set(before), "new"),
-    )
-    if names
-  ]
-  return f"{name}: {'; '.join(parts)}" if parts else ""
+  """What changed, such as `scan: gone ['num_consts'], new ['ft_in']`."""
+  gone, new = set(before) - set(after), set(after) - set(before)
+  return f"{name}: gone {sorted(gone)}, new {sorted(new)}" if gone | new else ""
 
 
 def test_the_parameters_of_primitives_are_those_that_were_recorded():
@@ -153,9 +146,8 @@ def test_the_parameters_of_primitives_are_those_that_were_recorded():
 
 
 def test_a_difference_is_told_in_words():
-  assert difference(
-    "scan", ["a", "num_carry", "num_consts"], ["a", "ft_in"]
-  ) == ("scan: num_carry, num_consts are gone; ft_in is new")
+  told = difference("scan", ["a", "num_consts"], ["a", "ft_in"])
+  assert told == "scan: gone ['num_consts'], new ['ft_in']"
   assert difference("scan", ["a"], ["a"]) == ""
 
 

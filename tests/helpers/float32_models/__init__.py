@@ -52,12 +52,12 @@ class Model(NamedTuple):
 # Name, module and function. Those of Flax take the dtype of a model whose
 # layers compute in half precision, as its authors would write it.
 _FUNCTIONS = {
-  "ResNet, Flax linen": ("flax_linen", "resnet"),
-  "transformer, Flax linen": ("flax_linen", "transformer"),
-  "scanned stack, Flax linen": ("flax_linen", "scanned_stack"),
-  "GRU, Flax linen": ("flax_linen", "gru"),
-  "U-Net, Flax NNX": ("flax_nnx", "unet"),
-  "ViT, Flax NNX": ("flax_nnx", "vit"),
+  "ResNet, Flax linen": ("with_flax", "resnet"),
+  "transformer, Flax linen": ("with_flax", "transformer"),
+  "scanned stack, Flax linen": ("with_flax", "scanned_stack"),
+  "GRU, Flax linen": ("with_flax", "gru"),
+  "U-Net, Flax NNX": ("with_flax", "unet"),
+  "ViT, Flax NNX": ("with_flax", "vit"),
   "MLP-mixer, Equinox": ("with_equinox", "mixer"),
   "BatchNorm, Equinox": ("with_equinox", "conv_net"),
   "ResNet, Haiku": ("with_haiku", "resnet"),
