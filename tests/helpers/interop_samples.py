@@ -14,14 +14,13 @@ TORCH = {
   "growth_interval": 20,
   "_growth_tracker": 3,
 }
-FLAX = {
+FLAX_FIELDS = {
   "growth_factor": 2.0,
   "backoff_factor": 0.5,
   "growth_interval": 20,
   "minimum_scale": 2.0,
-  "fin_steps": 3,
-  "scale": 1024.0,
 }
+FLAX = {**FLAX_FIELDS, "fin_steps": 3, "scale": 1024.0}
 KERNEL = {"current_scale": 64.0, "growth_tracker": 3, "hysteresis_tracker": 2}
 KERNEL_SETTINGS = {
   "growth_factor": 2.0,
@@ -111,7 +110,7 @@ CALLS = {
   "Flax": (interop.from_flax, FLAX),
   "Flax, fields": (
     lambda v: interop.from_flax({"fin_steps": 3, "scale": 1024.0}, **v),
-    {k: v for k, v in FLAX.items() if k not in ("fin_steps", "scale")},
+    FLAX_FIELDS,
   ),
   "jmp": (look_alike("DynamicLossScale"), JMP),
   "MindSpore": (look_alike("DynamicLossScaler"), MINDSPORE),
@@ -143,8 +142,8 @@ CALLS = {
 OPTIONAL = {
   "tf.keras": TF,
   "Keras 3": KERAS_3,
-  "Flax": set(FLAX) - {"fin_steps", "scale"},
-  "Flax, fields": FLAX,
+  "Flax": FLAX_FIELDS,
+  "Flax, fields": FLAX_FIELDS,
   "apex, settings": AMP_SETTINGS,
   "DeepSpeed": FP16,
   "DeepSpeed, old": FP16,

@@ -98,26 +98,16 @@ def examine(name, factory, kwargs):
       found[f"{idiom} at {scale:g}"] = [
         "same" if is_same else "differs" for is_same in same
       ]
-  found["skips"] = examine_skips(steps["two_lines"], batches)
-  found["trains"] = examine_training(steps["two_lines"], batches[0])
+  # Overflowing steps are as if they had not been.
+  first, bad = batches[:4], overflowing(batches[0])
+  run = lambda batches: trajectory(*steps["two_lines"], batches, SCALES[-1])
+  with_bad = [*first[:3], bad, bad, first[3]]
+  found["skips"] = same_bits(run(with_bad)[-1], run(first)[-1])
+  # The loss on one batch becomes half of what it was. Some go up at the end.
+  losses = [loss for _, _, loss in run([batches[0]] * 200)]
+  found["trains"] = bool(min(losses) < losses[0] / 2)
   found["traces"] = len([tx for tx in traces if tx is not bare])
   return found
-
-
-def examine_skips(step, batches):
-  """Whether overflowing steps are as if they had not been."""
-  bad = overflowing(batches[0])
-  *_, expected = trajectory(*step, batches[:4], SCALES[-1])
-  batches = [*batches[:3], bad, bad, batches[3]]
-  *_, actual = trajectory(*step, batches, SCALES[-1])
-  return same_bits(actual, expected)
-
-
-def examine_training(step, batch):
-  """Whether the loss on one batch becomes half of what it was, or less."""
-  run = trajectory(*step, [batch] * 200, SCALES[-1])
-  losses = [loss for _, _, loss in run]
-  return bool(min(losses) < losses[0] / 2)  # Some go up and down at the end.
 
 
 def expected_of_each():

@@ -92,12 +92,6 @@ class Machine:
   def newest(self, *bounds, **environment):
     return self.run("tools/newest_python.sh", *bounds, **environment)
 
-  def make_venv(self, folder, version):
-    """Exit status and errors; the environment is of this Python."""
-    python = self.add(version)
-    status, _, errors = self.run("tools/make_venv.sh", folder, PYTHON=python)
-    return status, errors
-
 
 def executable(path, text):
   path.write_text(text)
@@ -183,12 +177,8 @@ lower_bounds = runpy.run_path(str(TOOLS / "lower_bounds.py"))["lower_bounds"]
 
 def project(jax):
   """What lower_bounds reads, with this requirement of jax."""
-  return PROJECT | {
-    "dependencies": [
-      jax if re.match(r"jax\b", requirement) else requirement
-      for requirement in PROJECT["dependencies"]
-    ]
-  }
+  others = [r for r in PROJECT["dependencies"] if not re.match(r"jax\b", r)]
+  return PROJECT | {"dependencies": [jax, *others]}
 
 
 def test_the_lowest_jax_is_found_beside_single_releases_that_are_excluded():
@@ -212,7 +202,10 @@ class Venv:
     self.mark, self.installed = folder / "made", folder / "installed-test"
 
   def make(self, version):
-    return self.machine.make_venv(self.folder, version)
+    """The exit status, and what is said of it."""
+    python = self.machine.add(version)
+    made = self.machine.run("tools/make_venv.sh", self.folder, PYTHON=python)
+    return made[0], made[2]
 
   @property
   def version(self):

@@ -3,7 +3,7 @@
 import inspect
 import math
 
-from helpers import markdown, ROOT
+from helpers import markdown, quick_alone, ROOT
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -21,20 +21,13 @@ PAGES = [
   for path in sorted(ROOT.glob(pattern))
   if markdown.blocks(path)
 ]
-QUICK = ("README.md",)
 
 
-def marks(path):
-  """Each page takes seconds. The quick tests run what most people read."""
-  return () if path.name in QUICK else pytest.mark.slow
-
-
+# Each page takes seconds. The quick tests run what most people read.
 @pytest.mark.parametrize(
   "path",
-  [
-    pytest.param(path, marks=marks(path), id=str(path.relative_to(ROOT)))
-    for path in PAGES
-  ],
+  quick_alone([ROOT / "README.md"], PAGES),
+  ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_code_on_a_page_runs_from_top_to_bottom(
   path, tmp_path, monkeypatch, capsys

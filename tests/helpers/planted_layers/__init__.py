@@ -87,18 +87,16 @@ def _models_of(module):
 
 
 # The models of each module. Those of libraries are imported when they are made.
-_MODULES = {
-  **{
-    name: _models_of(name) for name in ("plain_jax", "control_flow", "devices")
-  },
+_PLAIN = "plain_jax", "control_flow", "devices"
+_MODULES = {name: _models_of(name) for name in _PLAIN} | {
   "libraries": (
     "linen_attention",
     "linen_scan",
     "nnx_offset",
     "equinox_scan",
     "haiku_offset",
+    "keras_offset",
   ),
-  "with_keras": ("keras_offset",),
 }
 NAMES = tuple(name for names in _MODULES.values() for name in names)
 

@@ -1,4 +1,8 @@
-"""Faults of the layers of libraries, all but Keras."""
+"""Faults of the layers of libraries."""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"  # Read when Keras is imported.
 
 import equinox as eqx
 from flax import linen as nn
@@ -7,6 +11,7 @@ import haiku as hk
 import jax
 from jax import lax
 import jax.numpy as jnp
+import keras
 
 from helpers.planted_layers import batch, Model, WIDTH
 
@@ -142,8 +147,29 @@ def haiku_offset(fault):
     x = hk.LayerNorm(-1, True, True)(x)
     return hk.nets.MLP([WIDTH, WIDTH])(x)
 
-  net = hk.without_apply_rng(hk.transform(apply))
-  x, y = batch()
-  params = jax.jit(net.init)(jax.random.key(0), x)
-  loss_fn = lambda params, x, y: jnp.mean((net.apply(params, x) - y) ** 2)
-  return Model(loss_fn, (params, x, y))
+  return model_of(hk.without_apply_rng(hk.transform(apply)), *batch())
+
+
+def keras_offset(fault):
+  keras.utils.set_random_seed(0)
+  model = keras.Sequential(
+    [
+      keras.layers.Input((WIDTH,)),
+      keras.layers.Dense(WIDTH, activation="tanh"),
+      keras.layers.Dense(WIDTH, name="bad"),
+      keras.layers.LayerNormalization(),
+      keras.layers.Dense(WIDTH, activation="gelu"),
+      keras.layers.Dense(WIDTH),
+    ],
+    name="net",
+  )
+  bad = model.get_layer("bad").kernel
+  bad.assign(bad.value + 20 * fault)
+
+  def loss_fn(params, others, x, y):
+    predicted, _ = model.stateless_call(params, others, x)  # planted
+    return jnp.mean((predicted - y) ** 2)
+
+  params = [v.value for v in model.trainable_variables]
+  others = [v.value for v in model.non_trainable_variables]
+  return Model(loss_fn, (params, others, *batch()), scope="bad")
