@@ -13,16 +13,17 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import interop
 
-
-def exports():
-  for name, write in (
-    ("torch", interop.to_torch),
-    ("tf_keras", interop.to_keras),
-    ("keras", interop.to_keras),
-    ("flax", interop.to_flax),
-  ):
-    for case in interop_replay.load(name)["exports"]:
-      yield pytest.param(write, case, id=f"{name}, {case['name']}")
+WRITERS = {
+  "torch": interop.to_torch,
+  "tf_keras": interop.to_keras,
+  "keras": interop.to_keras,
+  "flax": interop.to_flax,
+}
+EXPORTS = [
+  pytest.param(write, case, id=f"{name}, {case['name']}")
+  for name, write in WRITERS.items()
+  for case in interop_replay.load(name)["exports"]
+]
 
 
 def exported_state(floor, case):
@@ -48,7 +49,7 @@ def floor_of(case):
   return 1.0 if "dynamic" in exported.get("config", {}) else interop_replay.LOW
 
 
-@pytest.mark.parametrize("write, case", list(exports()))
+@pytest.mark.parametrize("write, case", EXPORTS)
 def test_they_go_on_from_what_we_wrote_as_ours_does(write, case):
   policy, state = exported_state(floor_of(case), case)
   written = write(policy, state)
@@ -62,7 +63,7 @@ def test_they_go_on_from_what_we_wrote_as_ours_does(write, case):
   interop_replay.assert_the_same(case, theirs, ours, may_leave=False)
 
 
-@pytest.mark.parametrize("write, case", list(exports()))
+@pytest.mark.parametrize("write, case", EXPORTS)
 def test_what_we_wrote_is_read_back_as_it_was(write, case):
   policy, state = exported_state(floor_of(case), case)
   written = write(policy, state)

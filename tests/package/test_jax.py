@@ -22,6 +22,20 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from optax_lossscale import _jaxprs
+from optax_lossscale._autocast import _rewrite
+from optax_lossscale._autocast import _rules as _rules_of_autocast
+from optax_lossscale._jaxprs import (
+  _equations,
+  _hijax,
+  _moves,
+  _products,
+  _rules,
+  _sums,
+  _weights,
+  _zeros,
+)
+from optax_lossscale.diagnostics._overflow import _stepper
+from optax_lossscale.diagnostics._precision import _risks
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
 X = jnp.ones((2, 2))
@@ -195,8 +209,6 @@ def test_a_type_of_another_jax_is_an_error_that_asks_for_a_report():
 
 
 def test_what_vjp_returns_takes_zeros_that_are_no_arrays():
-  from optax_lossscale._jaxprs import _zeros
-
   # An array takes their place, also in JAX 0.8, which asks no more.
   assert _zeros._takes_zeros() or as_numbers(jax.__version__) < [0, 10]
 
@@ -216,19 +228,6 @@ NOT_EVERYWHERE = {
 
 
 def names_in_tables():
-  from optax_lossscale._autocast import _rewrite
-  from optax_lossscale._jaxprs import (
-    _equations,
-    _hijax,
-    _moves,
-    _products,
-    _rules,
-    _sums,
-    _weights,
-  )
-  from optax_lossscale.diagnostics._overflow import _stepper
-  from optax_lossscale.diagnostics._precision import _risks
-
   return {
     *_moves.BETWEEN_DEVICES,
     *_moves.KEEP,
@@ -261,13 +260,13 @@ def test_every_primitive_in_a_table_exists():
 
 
 def test_the_classes_of_hijax_are_known():
-  from optax_lossscale._autocast import _rules
-  from optax_lossscale._jaxprs import _hijax
-
   kinds = {kind for kind, _ in FLAGS.values()}
   assert set(_hijax.BEHAVES_LIKE) == kinds
   # A scan is taken as a whole.
-  assert set(_hijax.BEHAVES_LIKE.values()) <= {*_rules._MAKE, "scan"}
+  assert set(_hijax.BEHAVES_LIKE.values()) <= {
+    *_rules_of_autocast._MAKE,
+    "scan",
+  }
 
 
 def test_scopes_are_objects_that_stay_with_an_equation():

@@ -16,11 +16,6 @@ from helpers.planted_layers.plain_jax import (
 )
 
 
-def stacked(*names, count=3):
-  draw = lambda seed: normal(count, WIDTH, WIDTH, seed=20 + seed)
-  return {name: draw(i) for i, name in enumerate(names)}
-
-
 def scanned(wrap, fault):
   """Three layers by a scan, each with a sound product and a bad one."""
 
@@ -35,7 +30,8 @@ def scanned(wrap, fault):
     x, _ = lax.scan(lambda x, ws: (block(ws, x), None), x, layers)
     return jnp.mean((x @ ends["last"] - y) ** 2)
 
-  params = stacked("a", "w"), weights("first", "last")
+  draw = lambda seed: normal(3, WIDTH, WIDTH, seed=seed)
+  params = {"a": draw(20), "w": draw(21)}, weights("first", "last")
   return Model(loss_fn, (params, *batch()))
 
 

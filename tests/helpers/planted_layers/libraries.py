@@ -128,15 +128,12 @@ class Stack(eqx.Module):
 def equinox_scan(fault):
   """Blocks in a scan, each under a checkpoint of Equinox."""
   keys = jax.random.split(jax.random.key(0), 3)
-  blocks = eqx.filter_vmap(
-    lambda key: EquinoxBlock(key, 10.0 if fault else 0.0)
-  )(keys)
+  make = lambda key: EquinoxBlock(key, 10.0 if fault else 0.0)
   last = eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(5))
-  args = Stack(blocks, last), *batch()
+  args = Stack(eqx.filter_vmap(make)(keys), last), *batch()
   loss_fn = lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)
-  return Model(
-    loss_fn, args, using=eqx.filter_value_and_grad, jit=eqx.filter_jit
-  )
+  using = eqx.filter_value_and_grad
+  return Model(loss_fn, args, using=using, jit=eqx.filter_jit)
 
 
 def haiku_offset(fault):
