@@ -32,10 +32,9 @@ IDIOMS = ("two_lines", "scaled")
 
 
 def make_steps(name, bare):
-  """A dict of (transformation, jitted step), and a list that traces append to.
+  """Each transformation with its jitted step, and a list that traces append to.
 
-  In a step with two changed lines the gradients are true; in one that is
-  "scaled" the user differentiates a scaled loss, and hands over what comes out.
+  In one that is "scaled" the user hands over the gradients of a scaled loss.
   """
   traces = []
 

@@ -59,9 +59,9 @@ def fresh(policy):
 
 
 def dynamic(policy, scale, left, count, finite):
-  """DynamicLossScale; count is the finite steps in a row, this one included.
+  """The scale, the hysteresis left, and whether DynamicLossScale grows.
 
-  Returns the scale, the hysteresis left, and whether it was time to grow.
+  The count is that of the finite steps in a row, with this one.
   """
   p, factor = policy, 1.0
   grows = finite and count >= p.growth_interval

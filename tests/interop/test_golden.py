@@ -73,16 +73,11 @@ def with_scale_array(saved):
   return {**saved, "scale": np.array(saved["scale"], np.float32)}
 
 
-def finite_since_growth(since_overflow, window, first):
-  """DeepSpeed counts from the last overflow; ours from the last growth, too."""
-  if since_overflow <= first:
-    return since_overflow % first
-  return (since_overflow - first) % window
-
-
 def deepspeed_counts(counters, settings, more):
+  """DeepSpeed counts from the last overflow; ours from the last growth, too."""
   window = settings.get("loss_scale_window", 1000)
-  return [finite_since_growth(c, window, window + more) for c in counters]
+  first = window + more
+  return [c % first if c <= first else (c - first) % window for c in counters]
 
 
 SYSTEMS = {

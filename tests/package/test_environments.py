@@ -24,11 +24,8 @@ WORKFLOWS = {
 
 def declared_versions():
   """The versions of Python in pyproject.toml, newest first."""
-  versions = [
-    found[1]
-    for classifier in PROJECT["classifiers"]
-    if (found := re.search(r"Python :: (3\.\d+)$", classifier))
-  ]
+  classifiers = "\n".join(PROJECT["classifiers"])
+  versions = re.findall(r"Python :: (3\.\d+)$", classifiers, re.MULTILINE)
   return sorted(versions, key=lambda v: int(v.split(".")[1]), reverse=True)
 
 
@@ -54,9 +51,8 @@ class Machine:
     self.bin = folder / "bin"
     for path in (self.home, self.shims, self.bin):
       path.mkdir()
-    for tool in "bash", "cp", "dirname", "env", "ls", "mkdir", "rm", "sh":
-      (self.bin / tool).symlink_to(find_tool(tool))
-    for tool in "sort", "touch":
+    tools = "bash", "cp", "dirname", "env", "ls", "mkdir", "rm", "sh", "sort"
+    for tool in (*tools, "touch"):
       (self.bin / tool).symlink_to(find_tool(tool))
 
   def add(self, version, folder=None):

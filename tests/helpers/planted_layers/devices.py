@@ -13,9 +13,7 @@ from helpers.planted_layers.plain_jax import network, subtract
 
 
 def mesh_of(axis_type):
-  return jax.make_mesh(
-    (4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4]
-  )
+  return sharding.make_mesh((4,), ("data",), axis_type)
 
 
 def _parts(fault):

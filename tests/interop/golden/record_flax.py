@@ -74,11 +74,9 @@ def training(name, tx):
     grad_fn = dynamic_scale.value_and_grad(loss_fn)
     dynamic_scale, finite, _, grads = grad_fn(state.params, x, y)
     new = state.apply_gradients(grads=grads)
-    select = functools.partial(
-      jax.tree.map, functools.partial(jnp.where, finite)
-    )
-    params = select(new.params, state.params)
-    opt_state = select(new.opt_state, state.opt_state)
+    select = functools.partial(jnp.where, finite)
+    params = jax.tree.map(select, new.params, state.params)
+    opt_state = jax.tree.map(select, new.opt_state, state.opt_state)
     return new.replace(params=params, opt_state=opt_state), dynamic_scale
 
   params = {

@@ -124,17 +124,15 @@ def decayed(rate):
   return keras.optimizers.schedules.InverseTimeDecay(rate, 1, 0.125)
 
 
-def load_ours(saved):
-  return LossScaleOptimizer(saved["config"]).load(saved)
-
-
 if __name__ == "__main__":
   common.write(
     "keras.json",
     "keras, jax",
     f"{keras.__version__}, {jax.__version__}",
     cases=common.record_cases(LossScaleOptimizer, cases()),
-    exports=common.record_exports("keras", load_ours),
+    exports=common.record_exports(
+      "keras", lambda saved: LossScaleOptimizer(saved["config"]).load(saved)
+    ),
     training=[
       training("sgd, decayed", keras.optimizers.SGD(decayed(0.25))),
       training(
