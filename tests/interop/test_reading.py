@@ -76,6 +76,7 @@ QUARTERS = {**samples.TF_1, "multiplier": 4.0}
 BY_QUARTERS = ols.DynamicLossScale(64.0, 4.0, 0.25, growth_interval=20)
 OLD_QUARTERS = old_optimizer(serialized("DynamicLossScale", QUARTERS))
 FIXED_8 = serialized("FixedLossScale", {"loss_scale_value": 8.0})
+AMP_8 = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 900}}
 PADDLE_8 = {**samples.PADDLE, "scale": 8.0, "use_dynamic_loss_scaling": False}
 TF_8 = {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": None}
 KERAS_3 = {**samples.KERAS_3, "inner_optimizer": {}, "name": "x"}
@@ -97,6 +98,7 @@ POLICIES = [
   (interop.from_megatron, {"loss_scale": 8}, FIXED),
   (lambda x: interop.from_megatron(x, {}), {"loss_scale": 8}, FIXED),
   (lambda x: interop.from_apex({}, loss_scale=x), 8, FIXED),
+  (lambda x: interop.from_apex(AMP_8, loss_scale=x), 8, FIXED),
   (samples.look_alike("StaticLossScale"), {"loss_scale": 8}, FIXED),
   (samples.look_alike("StaticLossScaler"), {"scale_value": 8}, FIXED),
   (KERAS, 8, FIXED),

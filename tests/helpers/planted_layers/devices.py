@@ -12,10 +12,6 @@ from helpers.planted_layers import Model
 from helpers.planted_layers.plain_jax import network, subtract
 
 
-def mesh_of(axis_type):
-  return sharding.make_mesh((4,), ("data",), axis_type)
-
-
 def _parts(fault):
   return network(lambda params, x: subtract(params["w"], x, fault), "w")
 
@@ -26,7 +22,7 @@ def put(args, mesh):
 
 
 def shard_mapped(axis_type, check_vma, fault):
-  mesh = mesh_of(axis_type)
+  mesh = sharding.make_mesh((4,), ("data",), axis_type)
   of_part, args = _parts(fault)
   loss_fn = jax.shard_map(
     lambda *args: lax.pmean(of_part(*args), "data"),
@@ -40,7 +36,9 @@ def shard_mapped(axis_type, check_vma, fault):
 
 def sharded(axis_type, fault):
   loss_fn, args = _parts(fault)
-  return Model(loss_fn, put(args, mesh_of(axis_type)))
+  return Model(
+    loss_fn, put(args, sharding.make_mesh((4,), ("data",), axis_type))
+  )
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
