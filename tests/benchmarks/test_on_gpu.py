@@ -165,6 +165,7 @@ def test_a_part_that_breaks_off_is_told_of(tmp_path, monkeypatch):
   assert "a bug in a library" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
   def fail(workload):
     raise RuntimeError(OUT_OF_MEMORY)
