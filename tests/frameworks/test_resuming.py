@@ -126,23 +126,13 @@ def test_restored_into_the_bare_state_and_adopted_the_run_goes_on(
   assert_goes_on(adopt(restored), saved)
 
 
-def test_a_run_of_the_wrapper_is_restored_as_it_is(save_and_restore):
-  saved = train(make_state(TX))
-  restored = save_and_restore(saved, make_state(TX))
-  assert_same_bits(restored.opt_state, saved.opt_state)
-
-
-def test_flaxs_older_format_refuses_a_wrapped_target(tmp_path):
+def test_without_flaxs_restore_a_wrapped_target_is_refused(tmp_path):
   saved = train(make_state(BARE))
   data = serialization.to_bytes(saved)
   with pytest.raises(ValueError, match="inner_state"):
     serialization.from_bytes(make_state(TX), data)
   restored = serialization.from_bytes(make_state(BARE), data)
   assert_goes_on(adopt(restored), saved)
-
-
-def test_orbax_refuses_a_wrapped_target(tmp_path):
-  saved = train(make_state(BARE))
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", saved)
     checkpointer.wait_until_finished()
