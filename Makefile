@@ -40,8 +40,7 @@ ONLY_NEWEST = $(addprefix --ignore=tests/, \
   diagnostics/test_plots.py pages benchmarks \
   $(addprefix package/, test_environments.py test_helpers.py test_package.py \
     test_release.py) \
-  $(addprefix interop/, test_fuzz.py test_golden.py) \
-  policies/test_hostile_runs.py)
+  $(addprefix interop/, test_fuzz.py test_golden.py))
 # And on the oldest: what counts the equations or the instructions of a step,
 # of which there are others, and Flax 0.12.0 earns a warning.
 ONLY_LATER = $(addprefix --ignore=tests/core/, \
@@ -101,7 +100,7 @@ test-jax-flags: $(VENV)/installed-test ## Run the tests of what reads jaxprs wit
 
 nightly: $(VENV)/installed-test ## Run what takes hours: 50 kills, 10,000 random programs
 	$(BIN)/python -m pytest -m nightly
-	$(BIN)/python -m pytest --hypothesis-profile=nightly \
+	$(BIN)/python -m pytest -m 'not nightly' --hypothesis-profile=nightly \
 	  tests/policies/test_random_programs.py tests/interop/test_fuzz.py
 
 mutants: $(addprefix mutants-,$(CORE) $(SAMPLED)) ## Break the package in one place at a time; tests must fail. Hours: -j2

@@ -38,7 +38,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 TESTS = {
   "_arrays": [
     "core/state",
-    "core/select_bfloat16",
+    "core/select",
     "core/scaling",
     "core/select_types",
     "core/wrapper",
@@ -78,7 +78,6 @@ TESTS = {
   "_jaxprs._products": ["diagnostics/precision", "autocast/reach"],
   "_judged": ["diagnostics/steps"],
   "_grads": [
-    "core/finiteness",
     "core/scaling",
     "core/input",
     "core/cost",
@@ -120,7 +119,6 @@ TESTS = {
   "_policies._search": ["policies/headroom", "policies/starving"],
   "_policies._headroom": [
     "policies/headroom",
-    "policies/fairness",
     "policies/starving",
     "core/input",
   ],

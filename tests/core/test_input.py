@@ -71,12 +71,9 @@ def test_bounds_are_written_as_people_write_them():
     assert bounds in message(ValueError, call)
 
 
-def test_an_integer_may_be_of_a_float_type_and_no_other_float_is_one():
+def test_an_integer_may_be_of_a_float_type():
   for value in (2, 2.0, np.float32(2), jnp.int32(2)):
     assert ols.DynamicLossScale(growth_interval=value).growth_interval == 2
-  for value in (1.5, -1.5):
-    call = lambda v=value: ols.HeadroomLossScale(target=v)
-    assert "target must be an integer" in message(ValueError, call)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +130,7 @@ def test_a_class_or_another_word_is_no_policy(value):
     TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), value)
   )
   assert "loss_scale must be a policy" in text
+  assert "'dynamic', 'headroom' or a positive number" in text
   assert repr(value) in text
 
 
@@ -298,13 +296,6 @@ def test_arguments_that_are_none_or_swapped_are_answered_with_what_was_expected(
   assert "using must be a function like jax.value_and_grad" in text
   text = message(ValueError, lambda: ols.scale_loss(state, jnp.float32(1.0)))
   assert "state must hold a loss-scale state" in text
-
-
-def test_an_unbound_axis_name_is_jaxs_error():
-  tx = ols.with_loss_scaling(optax.sgd(1.0), axis_name="nowhere")
-  w = jnp.ones(2)
-  with pytest.raises(NameError, match="nowhere"):
-    tx.update(w, tx.init(w), w)
 
 
 def test_a_state_that_changes_its_structure_is_refused():

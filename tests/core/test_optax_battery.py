@@ -131,6 +131,7 @@ def test_types_stay_with_hyperparams_injected_around(name):
   check_types(name, optax.inject_hyperparams(wrapped_factory, static)(**kwargs))
 
 
+@pytest.mark.slow  # Quick ones of MultiSteps are in test_wrapper.py.
 @each_that_accumulates
 def test_types_stay_around_multi_steps(name):
   multi_steps = optax.MultiSteps(make(name), every_k_schedule=2)

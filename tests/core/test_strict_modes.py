@@ -83,11 +83,7 @@ def test_a_training_loop_does_the_same_in_every_mode(mode, options, inputs):
   with MODES[mode]():
     got = jax.jit(run)(*inputs)
   got_state, want_state = got[1].loss_scale_state, expected[1].loss_scale_state
-  for got_leaf, want_leaf in zip(
-    jax.tree.leaves(got_state), jax.tree.leaves(want_state), strict=True
-  ):
-    assert got_leaf.dtype == want_leaf.dtype
-    assert got_leaf.tolist() == want_leaf.tolist()
+  assert same_bits(got_state, want_state)
   assert got_state.last_finite.tolist() == inputs[2].tolist()
   assert got_state.loss_scale.tolist() == [1024.0] * 5 + [2048.0]
   for a, b in zip(*map(jax.tree.leaves, (got[0], expected[0])), strict=True):

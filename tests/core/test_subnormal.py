@@ -50,7 +50,9 @@ def x64():
 
 
 both = pytest.mark.parametrize("jitted", [True, False])
-optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+optimizers = pytest.mark.parametrize(
+  "optimizer", quick_alone(["sgd"], OPTIMIZERS)
+)
 
 
 @pytest.mark.slow
