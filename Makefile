@@ -48,7 +48,8 @@ ONLY_LATER = $(addprefix --ignore=tests/core/, \
   --deselect='tests/core/test_select.py::test_what_makes_the_updates_too_in_a_jaxpr_is_selected_behind[scan]' \
   -W 'ignore:jax.:DeprecationWarning'
 # The parts that read jaxprs, which any version of JAX may change.
-READ_JAXPRS = tests/autocast tests/diagnostics tests/core/test_select.py
+READ_JAXPRS = tests/autocast tests/diagnostics \
+  tests/core/test_optax_battery.py::test_wrapped_optimizers_equal_bare_ones_bit_for_bit
 # Of these, the gradients of thirteen models, and the time of a diagnosis.
 TAKE_LONGEST = --ignore=tests/autocast/test_models.py \
   --ignore=tests/diagnostics/test_overflow_time.py
