@@ -161,18 +161,3 @@ def test_a_tracer_that_does_not_tell_is_taken_for_one_of_a_program(monkeypatch):
 
   monkeypatch.delattr(jax.core.Tracer, "to_concrete_value")
   assert not _jaxprs.is_known(object.__new__(Silent))
-
-
-def test_an_array_with_a_derivative_is_known_outside_of_jit():
-  known = {}
-
-  def note(name):
-    def fun(w):
-      known[name] = _jaxprs.is_known(w)
-      return jnp.sum(w)
-
-    return fun
-
-  jax.grad(note("grad"))(W)
-  jax.jit(jax.grad(note("jit")))(W)
-  assert known == {"grad": True, "jit": False}

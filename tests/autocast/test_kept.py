@@ -4,7 +4,7 @@ import collections
 import random
 from typing import NamedTuple
 
-from helpers import equations
+from helpers import equations, line_of
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -15,14 +15,6 @@ from optax_lossscale import _jaxprs
 
 W, X = jnp.eye(4), jnp.ones((3, 4))
 HERE = "test_kept.py"
-
-
-def line_of(mark):
-  """The number of the line in this file that ends with a comment."""
-  with open(__file__) as lines:
-    marked = [i for i, x in enumerate(lines, 1) if x.endswith(f"# {mark}\n")]
-  (number,) = marked
-  return number
 
 
 def named(name, fun):
@@ -78,7 +70,10 @@ PROGRAMS = {
   "with a rule": net(named("a", lambda x, w: ruled(x, w))),  # called
 }
 plain, with_a_rule = PROGRAMS["plain"], PROGRAMS["with a rule"]
-BY_SCOPE = "net/a", "*/a", f"net/a at {HERE}*", "net/[a]"
+BY_SCOPE = [
+  *((name, "net/a") for name in PROGRAMS),
+  *(("plain", name) for name in ("*/a", f"net/a at {HERE}*", "net/[a]")),
+]
 
 
 def products(fun, *args):
@@ -100,8 +95,7 @@ def loss(program):
   return lambda w, x: jnp.sum(program(w, x))
 
 
-@pytest.mark.parametrize("name", BY_SCOPE)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "name"), BY_SCOPE)
 def test_a_name_keeps_a_product_and_its_derivatives(program, name):
   fun = loss(PROGRAMS[program])
   count = products(jax.grad(ols.autocast(fun)), W, X).total()
@@ -124,9 +118,9 @@ def test_a_name_keeps_a_product_and_its_derivatives(program, name):
     "net at {file}:{number} (kept)",
   ],
 )
-@pytest.mark.parametrize("program", ["plain", "scanned", "checkpointed"])
+@pytest.mark.parametrize("program", ["scanned", "checkpointed"])
 def test_a_line_keeps_what_stands_there(program, name):
-  name = name.format(file=HERE, number=line_of("kept"))
+  name = name.format(file=HERE, number=line_of("kept", __file__))
   fun = loss(PROGRAMS[program])
   many = lambda f: jax.vmap(f, (None, 0))
   for cast, x in (
@@ -136,24 +130,6 @@ def test_a_line_keeps_what_stands_there(program, name):
     (ols.autocast(many(jax.grad(fun)), keep_float32=name), X[None]),
   ):
     assert of_a_and_b(cast, W, x) == ({"float32"}, {"float16"})
-
-
-def test_what_no_name_tells_apart_is_compiled_once():
-  block = jax.jit(lambda x, w: kept(kept(x, w), w))
-
-  def fun(w, x):
-    for name in "abcd":
-      x = named(name, block)(x, w)
-    return x
-
-  def jaxprs(names):
-    cast = ols.autocast(fun, keep_float32=names)
-    calls = [e for e in jax.make_jaxpr(cast)(W, X).eqns if "jit" in str(e)]
-    return [id(next(_jaxprs.held_jaxprs(eqn)).jaxpr) for eqn in calls]
-
-  assert len(set(jaxprs(()))) == 1
-  a, b, c, d = jaxprs(["a", "d"])
-  assert a == d != b == c
 
 
 def nest(draw, jit):
@@ -193,7 +169,7 @@ def test_a_shared_function_keeps_in_each_place_what_is_named_there(seeds):
 @pytest.mark.parametrize("line", ["forward", "called"])
 def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
   # JAX gives the backward pass of a rule the line that calls it.
-  name = f"{HERE}:{line_of(line)}"
+  name = f"{HERE}:{line_of(line, __file__)}"
   fun = loss(with_a_rule)
   cast = jax.grad(ols.autocast(fun, keep_float32=name))
   found = products(cast, W, X)
@@ -238,12 +214,6 @@ def test_a_name_is_a_string(names):
     ols.autocast(loss(plain), keep_float32=names)
 
 
-def test_brackets_in_the_name_of_a_scope_are_brackets():
-  fun = named("layers[0]", kept)
-  found = products(ols.autocast(fun, keep_float32="layers[0]"), X, W)
-  assert found == {("layers[0]", "float32"): 1}
-
-
 def test_no_warning_says_that_there_is_nothing_where_all_is_kept():
   ols.autocast(loss(plain), keep_float32="*")(W, X)
 
@@ -283,7 +253,7 @@ def with_a_helper(wrap):
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("name", ["{file} (mlp)", "{file}:{mlp}"])
 def test_any_line_that_leads_to_a_product_is_its_name(name, wrap):
-  name = name.format(file=HERE, mlp=line_of("mlp"))
+  name = name.format(file=HERE, mlp=line_of("mlp", __file__))
   fun = loss(with_a_helper(wrap))
   for cast in (
     jax.grad(ols.autocast(fun, keep_float32=name)),
@@ -300,12 +270,14 @@ def test_a_line_outside_of_the_function_is_no_name():
 
   assert step(W, X, "net") is not None
   with pytest.raises(ValueError, match="which selects none"):
-    jax.jit(step, static_argnums=2)(W, X, f"{HERE}:{line_of('outside')}")
+    jax.jit(step, static_argnums=2)(
+      W, X, f"{HERE}:{line_of('outside', __file__)}"
+    )
 
 
 def test_the_error_names_lines_of_all_callers():
   with pytest.raises(ValueError, match=r"\(net\)"):
-    name = f"{HERE}:{line_of('net')} (ne)"
+    name = f"{HERE}:{line_of('net', __file__)} (ne)"
     ols.autocast(with_a_helper(jax.jit), keep_float32=name)(W, X)
 
 
@@ -344,23 +316,14 @@ J, T, V = map(Transform, ("jvp", "transpose", "vmap"))
   ("stack", "scope"),
   [
     ([], ""),
-    (["Net", "a", "d"], "Net/a/d"),
-    ([J, "Net", "a"], "Net/a"),
-    ([T, J, "Net", "a"], "Net/a"),
     ([V, T, J, "Net", "a"], "Net/a"),
-    ([J], ""),
-    ([T, J, "", "a"], "a"),
     ([T, J, "Net", J, "Net", "rematted_computation", "b", "d"], "Net/b/d"),
     ([T, J, "Net", "x", J, "Net", "x", "checkpoint", "b"], "Net/x/b"),
     (["outer", T, J, "inner", "x"], "outer/inner/x"),
-    (["step", J, "Net", "a"], "step/Net/a"),
     ([J, "net/a", "b"], "net/a/b"),
-    (["Net", "f(x)", "jvpx"], "Net/f(x)/jvpx"),
     (["vmap(Net)", J, "jvp(", "a"], "vmap(Net)/jvp(/a"),
     (["a", "a", "b"], "a/a/b"),
-    ([J, V, "Net"], "Net"),
     ([T, J, "layer(0)", V, "f(x(y))"], "layer(0)/f(x(y))"),
-    (["a", "autocast-float16"], "a/autocast-float16"),
   ],
 )
 def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):

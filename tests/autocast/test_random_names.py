@@ -176,12 +176,15 @@ def assert_names_select(nests):
 COARSE = {74, 92, 187, 251, 287} if jax.__version_info__ < (0, 11) else set()
 
 
-IN_A_BRANCH = ("checkpoint", "switch"), ("custom_jvp", "cond")
-
-
-@pytest.mark.parametrize(
-  "names", [*zip(WRAPPERS), *IN_A_BRANCH], ids=" in ".join
+PAIRS = (
+  ("checkpoint", "switch"),
+  ("custom_jvp", "cond"),
+  ("custom_vjp", "jit"),
+  ("custom_vjp", "checkpoint"),
 )
+
+
+@pytest.mark.parametrize("names", [*zip(WRAPPERS), *PAIRS], ids=" in ".join)
 def test_layers_that_share_a_function_have_the_names_of_their_weights(names):
   fun = functools.reduce(lambda f, name: WRAPPERS[name](f), names, pair)
   assert assert_names_select([(fun, pair, names)] * 2)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pickle
 import re
 
-from helpers import hijax
+from helpers import hijax, quick_alone, rules
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -16,15 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs, diagnostics
-from optax_lossscale.diagnostics._comparison import (
-  _effects,
-  _program,
-)
+from optax_lossscale.diagnostics._comparison import _effects, _program
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 W = jax.random.normal(KEYS[0], (8, 8)) / 3
@@ -71,28 +68,11 @@ def branched(w, x):
   return lax.switch(jnp.int32(1) + (x[0, 0] > 1e9), branches, x) @ w
 
 
-@jax.custom_vjp
-def ruled(x, w):
-  return x @ w
-
-
-ruled.defvjp(
-  lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g)
-)
+ruled, with_tangent = rules.product_with_vjp(), rules.product_with_jvp()
 
 
 def with_a_rule(w, x):
   return jnp.tanh(ruled(ruled(x, w), w))
-
-
-@jax.custom_jvp
-def with_tangent(x, w):
-  return x @ w
-
-
-with_tangent.defjvp(
-  lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]),
-)
 
 
 def with_a_tangent_rule(w, x):
@@ -110,19 +90,6 @@ def convolved(w, x):
 
 def mapped(w, x):
   return jax.vmap(plain, (None, 0))(w, jnp.stack([x, 2 * x]))
-
-
-PROGRAMS = (
-  plain,
-  jitted,
-  scanned,
-  checkpointed,
-  branched,
-  with_a_rule,
-  with_a_tangent_rule,
-  convolved,
-  mapped,
-)
 
 
 def loops(w, x):
@@ -152,27 +119,35 @@ def gradient(fun, cast=lambda fun: fun):
   return jax.grad(cast(lambda w, x: jnp.mean(fun(w, x) ** 2)))
 
 
-def all_programs():
-  """Each program and its gradient. Most of them are slow, for their number."""
-  quick = plain, scanned, branched, with_a_rule
-  cast_outside = lambda fun: lambda cast: cast(fun)
-  for fun in PROGRAMS:
-    marks = () if fun in quick else pytest.mark.slow
-    name = f"gradient of {fun.__name__}"
-    inside = functools.partial(gradient, fun)
-    yield pytest.param(inside, id=name, marks=marks)
-    outside = cast_outside(gradient(fun))
-    yield pytest.param(outside, id=f"{name}, outside", marks=pytest.mark.slow)
-    yield pytest.param(
-      cast_outside(fun), id=fun.__name__, marks=pytest.mark.slow
-    )
-  yield pytest.param(cast_outside(loops), id="loops")
-  yield pytest.param(cast_outside(mapped_loops), id="mapped loops")
+PROGRAMS = (
+  plain, jitted, scanned, checkpointed, branched, with_a_rule,
+  with_a_tangent_rule, convolved, mapped,
+)  # fmt: skip
+WAYS = {
+  "forward": lambda fun, cast: cast(fun),
+  "gradient": gradient,
+  "gradient, outside": lambda fun, cast: cast(gradient(fun)),
+}
+CASES = [
+  *itertools.product(PROGRAMS, WAYS),
+  *itertools.product([loops, mapped_loops], ["forward"]),
+]
+QUICK = [
+  (scanned, "gradient"),
+  (branched, "gradient"),
+  (with_a_rule, "gradient"),
+  (mapped_loops, "forward"),
+]
 
 
-@pytest.mark.parametrize("make", list(all_programs()))
-def test_the_error_is_that_of_autocast(make):
-  fun, trained = make(lambda fun: fun), make(ols.autocast)
+@pytest.mark.parametrize(
+  "case", quick_alone(QUICK, CASES), ids=lambda x: f"{x[0].__name__} {x[1]}"
+)
+def test_the_error_is_that_of_autocast(case):
+  program, way = case
+  fun, trained = (
+    WAYS[way](program, cast) for cast in (lambda fun: fun, ols.autocast)
+  )
   skip_if_jax_cannot(jax.jit(fun), W, X)
   before = jax.jit(trained)(W, X)
   report = compare_trained(trained, W, X)
@@ -214,44 +189,24 @@ DIFFER = {
   ),
   "angles": (angles, (), 1.0),
   "decomposed": (lambda w, x: jnp.linalg.qr((x @ w).T)[0], (), 1.0),
-  "a rule that is kept": (partly_kept, "*named", 1.0),
+  "a rule that is kept": (lambda w, x: partly_kept(w, x @ w), "*named", 1.0),
 }
 
 
-@pytest.mark.parametrize("name", DIFFER)
+@pytest.mark.parametrize(
+  "name",
+  quick_alone(
+    ["one example whose gradients are lost", "a rule that is kept"], DIFFER
+  ),
+)
 def test_the_error_is_that_of_autocast_where_derivatives_differ(name):
   fun, names, size = DIFFER[name]
   loss = lambda w, x: size * jnp.sum(jnp.sin(fun(w, x)))
-  cast = lambda fun: ols.autocast(fun, keep_float32=names)
-  exact, trained = jax.grad(loss), jax.grad(cast(loss))
-  if name == "a rule that is kept":
-    loss = lambda w, x: jnp.sum(jnp.sin(fun(w, x @ w)))
-    exact, trained = jax.grad(loss), jax.grad(cast(loss))
+  exact = jax.grad(loss)
+  trained = jax.grad(ols.autocast(loss, keep_float32=names))
   real = relative_error(exact(W, X), jax.jit(trained)(W, X))
   report = compare_trained(trained, W, X)
   assert report.error == pytest.approx(real, rel=0.02, abs=1e-7)
-
-
-def test_a_whole_training_step_is_compared():
-  tx = ols.with_loss_scaling(optax.sgd(0.1), ols.FixedLossScale(2.0**6))
-
-  @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def step(params, opt_state, x):
-    loss_fn = ols.autocast(lambda p, x: jnp.mean(plain(p["w"], x) ** 2))
-    grads = ols.grad(loss_fn, opt_state)(params, x)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  make = lambda: ({"w": W + 0}, tx.init({"w": W}), X)
-  before = step(*make())
-  args = make()
-  report = compare_trained(step, *args)
-  assert 1e-4 < report.errors["['w']"] == report.error < 1e-3
-  assert {row.name for row in report.products} == {"first/w", "second/w"}
-  assert {row.scope for row in report.products} == {"first", "second"}
-  assert {row.weights for row in report.products} == {"w"}
-  assert_same_bits(args, make())  # Nothing was donated.
-  assert_same_bits(step(*args), before)
 
 
 def test_what_is_half_without_autocast_stays_so():
@@ -388,31 +343,26 @@ def test_a_place_that_stands_out_is_named():
   assert by_halves.products[0].effect == report.products[0].effect
 
 
-def test_of_many_equal_effects_few_are_looked_for_by_halves():
-  calls = []
-
-  def measure(rows):
-    calls.append(rows)
-    return math.sqrt(len(rows))
-
-  found = _effects.worst(measure, [[i] for i in range(1024)], 32.0)
-  assert set(found) == set(range(1024))
-  assert set(found.values()) == {1.0}
-  assert len(calls) < 10
-
-
-@pytest.mark.parametrize("bad", [math.inf, 1000.0])
-def test_one_bad_effect_of_many_is_found_by_halves(bad):
+def by_halves(total, bad):
+  """The effects of many places, of which one may be bad; and how many runs."""
   calls = []
 
   def measure(rows):
     calls.append(rows)
     return max(math.sqrt(len(rows)), bad if 700 in rows else 0)
 
-  found = _effects.worst(measure, [[i] for i in range(1024)], bad)
-  assert [i for i, effect in found.items() if effect == bad] == [700]
-  assert len(calls) == 20
-  assert _effects.worst(measure, [], 0.0) == {}
+  found = _effects.worst(measure, [[i] for i in range(1024)], total)
+  return found, len(calls)
+
+
+def test_the_worst_effects_of_many_are_found_by_halves():
+  found, runs = by_halves(total=32.0, bad=1.0)
+  assert found == dict.fromkeys(range(1024), 1.0) and runs < 10
+  for bad in 1000.0, math.inf:
+    found, runs = by_halves(total=bad, bad=bad)
+    assert [i for i, effect in found.items() if effect == bad] == [700]
+    assert runs == 20
+  assert _effects.worst(lambda rows: 0.0, [], 0.0) == {}
 
 
 def test_results_are_named_and_the_one_that_is_furthest_off_counts():
@@ -449,10 +399,13 @@ def test_what_is_not_finite_in_float32_is_told(bad):
   first = str(report).splitlines()[0]
   assert first.startswith("The results are not finite in float32 either: find_")
   assert report.worst() == report.overflowing == ()
+
+
+def test_what_is_larger_than_float32_has_no_headroom():
   size = lambda x: 1e25 * jnp.abs(x)
-  large = compare(lambda w, x: jnp.tanh(size(x) @ size(w)), W, X)
-  assert large.products[0].headroom == -math.inf
-  assert large.is_finite
+  report = compare(lambda w, x: jnp.tanh(size(x) @ size(w)), W, X)
+  assert report.products[0].headroom == -math.inf
+  assert report.is_finite
 
 
 def test_an_inf_that_both_have_is_no_difference():
@@ -474,9 +427,9 @@ def test_an_inf_that_both_have_is_no_difference():
 def test_results_of_any_size_have_their_true_error():
   with jax.enable_x64(True):
     fun = lambda size: lambda w, x: size * (x @ w).astype(jnp.float64)
-    errors = [compare(fun(size), W, X).error for size in (1e-60, 1.0, 1e60)]
-  assert 1e-5 < errors[1] < 1e-2
-  assert errors == pytest.approx([errors[1]] * 3, rel=1e-6)
+    small, large = (compare(fun(size), W, X).error for size in (1e-60, 1e60))
+  assert 1e-5 < small < 1e-2
+  assert large == pytest.approx(small, rel=1e-6)
 
 
 def test_complex_results_are_compared():
@@ -486,28 +439,23 @@ def test_complex_results_are_compared():
   )
 
 
+in_half = lambda w, x: w.astype(jnp.float16) @ w.astype(jnp.float16)
+
+
 @pytest.mark.parametrize(
-  ("fun", "args", "found"),
+  ("fun", "found"),
   [
-    (plain, (W, X), "got plain, whose products run in float32, as they are"),
-    (
-      jax.jit(gradient(plain)),
-      (W, X),
-      "got <lambda>, whose products run in float32, as they are written",
-    ),
-    (
-      lambda x: x + 1,
-      (X,),
-      "got <lambda>, which has none, or one that found no float32 products",
-    ),
-    (lambda w: w @ w, (W.astype(jnp.float16),), "one that found no float32"),
-    (ols.keep_float32(plain), (W, X), "one that found no float32 products"),
+    (plain, "plain, whose products run in float32, as they are written"),
+    (jax.jit(gradient(plain)), "<lambda>, whose products run in float32, as"),
+    (lambda w, x: x + 1, "<lambda>, which has none, or one that found no flo"),
+    (in_half, "which has none, or one that found no float32 products"),
+    (ols.keep_float32(plain), "which has none, or one that found no float32"),
   ],
 )
-def test_a_function_without_autocast_is_refused(fun, args, found):
-  message = r"such as ols\.grad\(ols\.autocast\(loss_fn\), opt_state\), .*"
-  with pytest.raises(ValueError, match=message + re.escape(found)):
-    compare_trained(fun, *args)
+def test_a_function_without_autocast_is_refused(fun, found):
+  message = r"such as ols\.grad\(ols\.autocast\(loss_fn\), opt_state\), .*got "
+  with pytest.raises(ValueError, match=f"{message}.*{re.escape(found)}"):
+    compare_trained(fun, W, X)
 
 
 def test_results_without_floats_are_refused():
@@ -568,16 +516,16 @@ def test_all_places_that_stand_out_are_told():
 
 def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
   def fun(w, x):
-    for i in range(25):
-      x = layer(f"layer{i}", x, w)
+    for i in range(22):
+      x = jax.named_scope(f"layer{i}")(jnp.matmul)(x, w)
     return x
 
-  lines = str(compare(fun, W, X)).splitlines()
+  lines = str(compare(fun, W / 2, X)).splitlines()
   assert lines[0].startswith("float16 against float32: error ")
   assert lines[1] == "of the results, arrays: 1."
   assert lines[3].split()[:3] == ["name", "effect", "largest"]
   assert sum(line.startswith("dot_general  layer") for line in lines) == 20
-  assert lines[-1] == "and 5 more places"
+  assert lines[-1] == "and 2 more places"
 
 
 def test_a_loss_scale_that_is_too_large_is_told():
@@ -587,18 +535,17 @@ def test_a_loss_scale_that_is_too_large_is_told():
     state = ols.FixedLossScale(2.0**log2).init()
     return compare_trained(ols.grad(ols.autocast(fun), state), W)
 
-  assert str(compared(10)).splitlines()[2] == "No place stands out."
-  for log2 in 20, 30:
-    report = compared(log2)
-    cotangents = 2.0**log2 * (X @ W) / 16
-    largest = jnp.max(jnp.abs(X.T @ cotangents))
-    assert report.excess == math.ceil(np.log2(largest / 65504))
-    told = "Only the backward pass overflows: lower the loss scale by 2**{},"
-    first, second, *_ = str(report).splitlines()
-    assert first.startswith(told.format(report.excess))
-    assert second.startswith("float16 against float32: error inf")
-    assert report.worst() == report.overflowing == ()
-    assert compared(log2 - report.excess).error < 0.01
+  report = compared(20)
+  largest = jnp.max(jnp.abs(X.T @ (2.0**20 * (X @ W) / 16)))
+  assert report.excess == math.ceil(np.log2(largest / 65504))
+  told = "Only the backward pass overflows: lower the loss scale by 2**{},"
+  first, second, *_ = str(report).splitlines()
+  assert first.startswith(told.format(report.excess))
+  assert second.startswith("float16 against float32: error inf")
+  assert report.worst() == report.overflowing == ()
+  lowered = compared(20 - report.excess)
+  assert lowered.error < 0.01
+  assert str(lowered).splitlines()[2] == "No place stands out."
   # It is not the scale that is too large.
   forward = compared(20, lambda w: jnp.mean(jnp.sin((1e6 * X) @ w)))
   assert forward.excess == 0
@@ -656,31 +603,35 @@ def test_other_effects_are_refused():
     compare(plain, W, X, effects="some")
 
 
-@pytest.mark.parametrize(
-  "setting",
-  [
-    lambda: jax.debug_nans(True),
-    pytest.param(lambda: jax.debug_infs(True), marks=pytest.mark.slow),
-    pytest.param(lambda: jax.disable_jit(True), marks=pytest.mark.slow),
-    lambda: jax.numpy_dtype_promotion("strict"),
-    pytest.param(
-      lambda: jax.numpy_rank_promotion("raise"), marks=pytest.mark.slow
-    ),
-    lambda: jax.enable_x64(True),
-  ],
-)
-def test_it_runs_with_every_setting_of_jax(setting):
-  def fun(w, x):
-    x = lax.fori_loop(0, 3, lambda _, x: layer("step", x, w), x)
-    return x @ (1e5 * w), lax.complex(x, x)
+SETTINGS = {
+  "debug_nans": lambda: jax.debug_nans(True),
+  "debug_infs": lambda: jax.debug_infs(True),
+  "disable_jit": lambda: jax.disable_jit(True),
+  "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+  "no rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+  "x64": lambda: jax.enable_x64(True),
+}
 
-  expected = compare(fun, W, X)
-  assert expected.error == math.inf
-  with setting():
-    report = compare(fun, W, X)
+
+@pytest.mark.parametrize(
+  "name", quick_alone(["debug_nans", "strict promotion"], SETTINGS)
+)
+def test_settings_of_jax_change_nothing_that_reports_say(name):
+  def fun(w, x):
+    size = lambda i: jnp.where(i == 2, 1e5, 1.0)
+    step = lambda i, x: size(i) * layer("step", x, w)
+    return lax.fori_loop(0, 4, step, x), lax.complex(x @ w, x)
+
+  trained = ols.autocast(fun)
+  expected = compare_trained(trained, W, X)
+  assert expected.overflowing == ("step",)
+  with SETTINGS[name]():
+    report = compare_trained(trained, W, X)
+    hit = diagnostics.find_overflow(trained, W, X)
   assert report.overflowing == expected.overflowing
   found, wanted = report.errors["[1]"], expected.errors["[1]"]
   assert found == pytest.approx(wanted, rel=0.02)
+  assert hit.path == "scan[3]/convert_element_type"
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -709,7 +660,10 @@ def test_a_product_in_the_condition_of_a_loop_is_noted_as_often_as_it_runs(
   assert kept.overflowing == () and kept.error < 0.01
 
 
-@pytest.mark.parametrize(("count", "share"), [(2, 0.84), (4, 0.74)])
+@pytest.mark.parametrize(
+  ("count", "share"),
+  [(2, 0.84), pytest.param(4, 0.74, marks=pytest.mark.slow)],
+)
 def test_the_error_of_a_sum_over_devices_is_told_too_small(count, share):
   """XLA adds up what each device has in float16, as the page says."""
   mesh = jax.make_mesh(

@@ -9,7 +9,7 @@ import time
 import types
 
 from flax import nnx
-from helpers import faulty_models, harmless_models, hijax
+from helpers import faulty_models, harmless_models, hijax, line_of
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
@@ -34,16 +34,6 @@ from optax_lossscale.diagnostics._overflow import (
 FAULTS = faulty_models.FAULTS
 
 
-def line_of(name):
-  """The line of the helper that is marked as this fault."""
-  with open(faulty_models.__file__) as file:
-    marked = [
-      i for i, line in enumerate(file, 1) if line.endswith(f"# {name}\n")
-    ]
-  (line,) = marked
-  return line
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
   make, kind, path, backward, function = FAULTS[name]
@@ -57,7 +47,8 @@ def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
   assert hit is not None
   assert (hit.kind, hit.path, hit.backward) == (kind, path, backward)
   assert hit.primitive == path.split("/")[-1]
-  where = f"faulty_models.py:{line_of(name)} ({function})"
+  number = line_of(name, faulty_models.__file__)
+  where = f"faulty_models.py:{number} ({function})"
   assert hit.source == where
   assert hit.primitive in str(hit) and where in str(hit)
 
@@ -283,40 +274,24 @@ def test_callbacks_are_called_once_and_in_order(wrap):
   assert calls == [4, "pure", 3, "pure", 2, "pure", 1, "pure", 0, "pure"]
 
 
-def test_a_callback_that_says_it_is_pure_is_called_once():
-  calls = []
-
-  @jax.jit
-  def fun(x):
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    x = jax.pure_callback(lambda x: calls.append(x) or np.asarray(x), shape, x)
-    return x * 60000
-
-  assert find_overflow(fun, X).path == "jit(fun)/mul"
-  assert len(calls) == 1
-
-
-def test_a_loop_with_effects_returns_what_it_would():
-  def body(state):
-    i, x = state
+def test_loops_with_effects_return_what_they_would():
+  def step(i, x):
     jax.debug.callback(lambda: None)
-    return i + 1, x * 200
+    return x * 200, i * 2
 
-  def fun(x):
-    return lax.while_loop(lambda s: s[0] < 2, body, (0, x))[1]
+  def while_loop(x):
+    body = lambda state: (state[0] + 1, step(*state)[0])
+    return lax.while_loop(lambda state: state[0] < 2, body, (0, x))[1]
 
-  assert find_overflow(fun, X) is not None
-  assert find_overflow(fun, X / 1000) is None
+  def long_scan(x):
+    numbers = jnp.arange(101, dtype=x.dtype)
+    return lax.scan(lambda x, i: (x, step(i, x)[1]), x, numbers)[1]
 
-
-def test_a_long_scan_with_effects_returns_what_it_would():
-  def body(x, i):
-    jax.debug.callback(lambda: None)
-    return x, i * 2
-
-  fun = lambda x: lax.scan(body, x, jnp.arange(101, dtype=x.dtype))[1]
-  assert find_overflow(fun, X) is None
-  assert find_overflow(lambda x: 1 / (fun(x)[-1] - 200), X).primitive == "div"
+  assert find_overflow(while_loop, X) is not None
+  assert find_overflow(while_loop, X / 1000) is None
+  assert find_overflow(long_scan, X) is None
+  hit = find_overflow(lambda x: 1 / (long_scan(x)[-1] - 200), X)
+  assert hit.primitive == "div"
 
 
 def test_arguments_that_are_donated_are_kept():
@@ -484,28 +459,6 @@ def test_a_mesh_without_devices_is_not_entered():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "setting",
-  [
-    jax.debug_nans(True),
-    jax.debug_infs(True),
-    jax.disable_jit(),
-    jax.enable_x64(),
-    jax.numpy_dtype_promotion("strict"),
-  ],
-  ids=["debug_nans", "debug_infs", "disable_jit", "x64", "strict"],
-)
-def test_settings_of_jax_change_nothing(setting):
-  def body(x, _):
-    return jnp.square(x), jnp.log(x)
-
-  fun = jax.jit(lambda x: lax.scan(body, x, length=5))
-  with setting:
-    hit = find_overflow(fun, jnp.full(2, 4, jnp.float16))
-  assert hit.path == "jit(<lambda>)/scan[2]/square"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
   "dtype", [jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_e5m2]
 )
 def test_any_float_dtype_is_looked_at(dtype):
@@ -633,11 +586,22 @@ def test_a_ref_may_be_an_argument():
 
 
 @pytest.mark.parametrize("factor", [1, 60000])
-def test_an_effect_happens_once_in_what_is_finite_and_in_what_is_not(factor):
+@pytest.mark.parametrize("is_pure", [False, True])
+def test_a_callback_is_called_once_in_what_is_finite_and_in_what_is_not(
+  is_pure, factor
+):
   seen = []
 
+  def note(x):
+    seen.append(x.shape)
+    return np.asarray(x)
+
+  @jax.jit
   def fun(x):
-    jax.debug.callback(lambda x: seen.append(x.shape), x)
+    if is_pure:
+      shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+      return factor * jax.pure_callback(note, shape, x)
+    jax.debug.callback(note, x)
     return x * factor
 
   hit = find_overflow(fun, X)

@@ -19,3 +19,10 @@ def quick_alone(quick: Collection[Any], values: Collection[Any]) -> list[Any]:
     value: () if value in quick else pytest.mark.slow for value in values
   }
   return [pytest.param(value, marks=mark) for value, mark in marks.items()]
+
+
+def line_of(mark: str, file: str) -> int:
+  """The number of the only line of a file that ends with a comment."""
+  lines = pathlib.Path(file).read_text().splitlines()
+  (number,) = [i for i, x in enumerate(lines, 1) if x.endswith(f"# {mark}")]
+  return number
