@@ -58,7 +58,7 @@ TESTS = {
     "autocast/reach",
     "autocast/kept",
     "autocast/shared_rules",
-    "autocast/vmapped_rules",
+    "autocast/vmap_outside",
     "core/select",
     "core/select_types",
     "diagnostics/parts",
@@ -180,6 +180,7 @@ TESTS = {
   "diagnostics._leaves": ["diagnostics/leaves", "diagnostics/report"],
   "diagnostics._limits": [
     "diagnostics/report",
+    "diagnostics/parts",
     "diagnostics/precision",
     "diagnostics/overflow",
   ],
@@ -190,18 +191,19 @@ TESTS = {
     "diagnostics/steps",
     "diagnostics/precision",
     "diagnostics/report",
+    "diagnostics/parts",
     "diagnostics/overflow",
   ],
   "diagnostics._gradients": ["diagnostics/report", "diagnostics/plots"],
   "diagnostics._precision": [
     "diagnostics/precision",
+    "diagnostics/parts",
     "diagnostics/plots",
   ],
-  "diagnostics._overflow": ["diagnostics/overflow", "diagnostics/unknown"],
+  "diagnostics._overflow": ["diagnostics/overflow", "diagnostics/parts"],
   "diagnostics._comparison": [
     "diagnostics/comparison",
-    "diagnostics/comparison_layers",
-    "diagnostics/comparison_planted",
+    "diagnostics/comparison_models",
   ],
 }
 # Its tests take longest.
