@@ -69,14 +69,6 @@ def test_a_float32_model_changes_but_for_its_products_by_casts_alone(name):
 
 
 @pytest.mark.slow
-@all_models
-def test_the_products_of_a_forward_pass_alone_run_in_half(name):
-  model = make_shapes(name)
-  fun = lambda arrays: model.loss(arrays, in_float16)
-  assert product_flops.share_in_half(jax.make_jaxpr(fun)(model.arrays)) > 0.99
-
-
-@pytest.mark.slow
 def test_tracing_is_linear_in_the_size_of_a_model():
   counts = [_count_equations(layers) for layers in (2, 4, 8)]
   assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) > 0

@@ -33,10 +33,10 @@ def trained(net, **kwargs):
   return jax.grad(ols.autocast(loss, **kwargs))
 
 
-def rows_of(net, params, **kwargs):
-  """All products: what is float16 is wider than float8."""
-  fun = trained(net, **kwargs)
-  return precision_report(fun, params, X, dtype=jnp.float8_e4m3fn).wider
+def report_of(net, params):
+  """Of all products: what is float16 is wider than float8."""
+  fun = trained(net)
+  return precision_report(fun, params, X, dtype=jnp.float8_e4m3fn)
 
 
 def kept_by(names, net, params):
@@ -51,7 +51,7 @@ def both_of(*paths):
 
 def assert_names(net, params, expected):
   """These are the names, and each keeps what it names and nothing else."""
-  rows = rows_of(net, params)
+  rows = report_of(net, params).wider
   assert {row.name for row in rows} == set(expected)
   for name in expected:
     paths = {row.weights for row in rows if row.name == name}
@@ -160,7 +160,7 @@ def test_weights_that_are_used_twice_are_told_apart():
     return x @ params["tied"]  # second
 
   params = {"embed": normal(8, 8), "tied": normal(8, 8)}
-  names = {row.name for row in rows_of(net, params)}
+  names = {row.name for row in report_of(net, params).wider}
   scopes = {"encoder/embed", "decoder/embed"}
   lines = {name for name in names if name.startswith("tied at test_names.py:")}
   assert names == scopes | lines and len(lines) == 2
@@ -171,14 +171,10 @@ def test_weights_that_are_used_twice_are_told_apart():
 
 
 def test_rows_are_short():
-  with_scopes = jax.named_scope("attention")(
-    jax.named_scope("einsum")(with_einsum)
-  )
-  params = {"blocks": layers("q")}
-  fun = trained(with_scopes)
-  report = compare_precision(fun, params, X, progress=False)
+  net = jax.named_scope("attention")(jax.named_scope("einsum")(with_einsum))
+  report = report_of(net, {"blocks": layers("q")})
   assert "bi,ij->bj" not in str(report)
-  scopes = {row.scope for row in report.products}
+  scopes = {row.scope for row in report.wider}
   assert scopes == {"attention/einsum/bi,ij->bj"}
 
 
@@ -188,10 +184,7 @@ def test_scopes_alone_and_lines_alone_name_what_has_no_weights():
       scores = product(x, x.T)
     return scores @ product(x, params["v"])
 
-  report = compare_precision(
-    trained(net), {"v": normal(8, 8)}, X, progress=False
-  )
-  rows = report.products
+  rows = report_of(net, {"v": normal(8, 8)}).wider
   names = {row.name for row in rows if not row.weights}
   assert "scores" in names and len(names) == 2
   (line,) = names - {"scores"}
@@ -210,9 +203,10 @@ def test_scopes_of_another_jax_are_none():
 def test_a_product_of_a_backward_pass_alone_needs_no_line():
   """The loss is linear in it, so that nothing of it runs forward."""
   net = lambda params, x: jnp.sum(jnp.tanh(x @ params["w"]) @ params["head"])
-  fun = jax.grad(ols.autocast(net))
   params = {"w": normal(8, 8), "head": normal(8, 8)}
-  rows = compare_precision(fun, params, X, progress=False).products
+  rows = compare_precision(
+    jax.grad(ols.autocast(net)), params, X, progress=False
+  ).products
   found = {(row.name, row.backward) for row in rows}
   assert found == {*both_of("w"), ("head", True)}
 

@@ -3,7 +3,7 @@
 from helpers import equations
 from helpers.bits import assert_same_bits
 import jax
-from jax import export, lax
+from jax import lax
 import jax.numpy as jnp
 import jax.scipy.linalg
 import numpy as np
@@ -43,7 +43,6 @@ LEFT_ALONE = {
   "a convolution with one result": lambda a, b: lax.conv(
     a[None, None], b[None, None], (1, 1), "VALID"
   ),
-  "float16": lambda a, b: jnp.float16(a) @ jnp.float16(b),
   "bfloat16": lambda a, b: jnp.bfloat16(a) @ jnp.bfloat16(b),
   "float16 in, float32 out": lambda a, b: jnp.matmul(
     jnp.float16(a), jnp.float16(b), preferred_element_type=jnp.float32
@@ -59,8 +58,6 @@ LEFT_ALONE = {
   "inv": lambda a, b: jnp.linalg.inv(a),
   "solve": lambda a, b: jnp.linalg.solve(a, b),
   "determinant": lambda a, b: jnp.linalg.slogdet(a),
-  "singular values": lambda a, b: jnp.linalg.svd(a),
-  "Cholesky": lambda a, b: jnp.linalg.cholesky(a + a.T),
   "least squares": lambda a, b: jnp.linalg.lstsq(a, b)[0],
   "pseudo-inverse": lambda a, b: jnp.linalg.pinv(a),
   "matrix exponential": lambda a, b: jax.scipy.linalg.expm(a),
@@ -123,15 +120,6 @@ def test_the_branch_of_a_platform_runs_in_half():
   half = ols.autocast(fun)
   assert set(equations.products(half, A, B)) == {"float16"}
   assert_same_bits(jax.jit(half)(A, B), EXACT)
-
-
-def test_a_size_may_be_symbolic():
-  (n,) = export.symbolic_shape("n")
-  shape = jax.ShapeDtypeStruct((n, n), jnp.float32)
-  fun = ols.autocast(lambda x: jnp.einsum("ij,kj->ik", x, x) + x.T @ x)
-  exported = export.export(jax.jit(fun))(shape)
-  assert "xf16>" in exported.mlir_module()
-  np.testing.assert_array_equal(exported.call(jnp.eye(3)), 2 * jnp.eye(3))
 
 
 def test_products_accumulate_in_float32():
@@ -197,12 +185,6 @@ def test_a_weight_of_a_scan_collects_its_cotangents_in_float32():
   np.testing.assert_array_equal(jax.jit(jax.grad(half))(jnp.eye(4), xs), 8192)
   scans = [e for e in equations.of(half, A, xs) if e.primitive.name == "scan"]
   assert all(v.aval.dtype == jnp.float32 for v in scans[0].invars)
-
-
-def test_the_cotangents_of_one_value_are_added_in_float32():
-  loss = lambda x: jnp.sum(x @ x.T)
-  for fun in (ols.autocast(loss), jax.grad(ols.autocast(loss))):
-    assert "add_any" not in equations.in_half(fun, A)
 
 
 def test_a_value_that_leaves_a_call_in_half_is_moved_in_half():

@@ -7,7 +7,7 @@ call: each time with respect to other arguments.
 import functools
 
 import equinox as eqx
-from helpers import equations, hijax, rules
+from helpers import equations, hijax, quick_alone, rules
 from helpers.bits import assert_close
 import jax
 from jax import lax
@@ -96,11 +96,6 @@ def check(rule, share, make_loss, argnums):
   assert_close(ols.autocast(full)(W, X), full(W, X))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_shared_rule_has_the_gradient_of_each_call(loss):
-  check(rules.product_with_vjp, jax.jit, LOSSES[loss], (0, 1))
-
-
 def test_a_function_with_a_rule_is_no_guard_if_it_computes():
   def rule():
     fun = rules.product_with_vjp()
@@ -109,34 +104,18 @@ def test_a_function_with_a_rule_is_no_guard_if_it_computes():
   check(rule, jax.jit, LOSSES["partly frozen"], (0, 1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("argnums", quick_alone([(0, 1)], [0, 1, (0, 1)]))
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("share", SHARED_BY)
-@pytest.mark.parametrize("rule", RULES, ids=lambda f: f.__name__)
-def test_any_shared_rule_has_the_gradient_of_each_call(
+@pytest.mark.parametrize("share", quick_alone(["jit", "checkpoint"], SHARED_BY))
+@pytest.mark.parametrize(
+  "rule",
+  quick_alone([rules.product_with_vjp], RULES),
+  ids=lambda f: f.__name__,
+)
+def test_a_shared_rule_has_the_gradient_of_each_call(
   rule, share, loss, argnums
 ):
   check(rule, SHARED_BY[share], LOSSES[loss], argnums)
-
-
-@pytest.mark.parametrize("trained", [(0, 1, 2, 3), (2,), (0, 3)])
-@pytest.mark.parametrize("share", [jax.jit, jax.checkpoint])
-def test_four_layers_may_share_a_block_and_be_trained_in_part(share, trained):
-  block = share(lambda x, w: jnp.tanh(rules.product_with_vjp()(x, w)))
-  weights = [jax.random.normal(key, (4, 4)) for key in KEYS[2:]]
-
-  def loss(some):
-    layers = list(weights)
-    for i, w in zip(trained, some, strict=True):
-      layers[i] = w
-    x = X
-    for w in layers:
-      x = block(x, w)
-    return jnp.sum(x**2)
-
-  some = [weights[i] for i in trained]
-  assert_close(jax.grad(ols.autocast(loss))(some), jax.grad(loss)(some), 0.02)
 
 
 @pytest.mark.slow

@@ -92,15 +92,6 @@ def mapped(w, x):
   return jax.vmap(plain, (None, 0))(w, jnp.stack([x, 2 * x]))
 
 
-def loops(w, x):
-  def goes_on(carry):
-    i, x = carry
-    return (i < 3) & (jnp.sum(x @ w) < 1e9)
-
-  step = lambda carry: (carry[0] + 1, layer("step", carry[1], w))
-  return lax.while_loop(goes_on, step, (0, x))[1]
-
-
 def mapped_loops(w, x):
   def loop(x, n):
     step = lambda carry: (carry[0] + 1, layer("step", carry[1], w))
@@ -128,10 +119,7 @@ WAYS = {
   "gradient": gradient,
   "gradient, outside": lambda fun, cast: cast(gradient(fun)),
 }
-CASES = [
-  *itertools.product(PROGRAMS, WAYS),
-  *itertools.product([loops, mapped_loops], ["forward"]),
-]
+CASES = [*itertools.product(PROGRAMS, WAYS), (mapped_loops, "forward")]
 QUICK = [
   (scanned, "gradient"),
   (branched, "gradient"),
@@ -175,11 +163,6 @@ def partly_backward(residuals, g):
 partly_kept.defvjp(lambda w, x: (partly_kept(w, x), (w, x)), partly_backward)
 
 
-def angles(w, x):
-  positions = 1e5 * jnp.arange(4.0)
-  return jnp.sin(jnp.einsum("i,j->ij", positions, w[0])) @ w
-
-
 # What is decided for the transposed products is not what was decided forward.
 DIFFER = {
   "one example whose gradients are lost": (
@@ -187,24 +170,16 @@ DIFFER = {
     (),
     1e-9,
   ),
-  "angles": (angles, (), 1.0),
-  "decomposed": (lambda w, x: jnp.linalg.qr((x @ w).T)[0], (), 1.0),
   "a rule that is kept": (lambda w, x: partly_kept(w, x @ w), "*named", 1.0),
 }
 
 
-@pytest.mark.parametrize(
-  "name",
-  quick_alone(
-    ["one example whose gradients are lost", "a rule that is kept"], DIFFER
-  ),
-)
+@pytest.mark.parametrize("name", DIFFER)
 def test_the_error_is_that_of_autocast_where_derivatives_differ(name):
   fun, names, size = DIFFER[name]
   loss = lambda w, x: size * jnp.sum(jnp.sin(fun(w, x)))
-  exact = jax.grad(loss)
   trained = jax.grad(ols.autocast(loss, keep_float32=names))
-  real = relative_error(exact(W, X), jax.jit(trained)(W, X))
+  real = relative_error(jax.grad(loss)(W, X), jax.jit(trained)(W, X))
   report = compare_trained(trained, W, X)
   assert report.error == pytest.approx(real, rel=0.02, abs=1e-7)
 
@@ -227,12 +202,6 @@ def test_what_is_half_without_autocast_stays_so():
   real = lambda w, x: jnp.sin((by_hand(w, x) + x @ w) @ w)
   expected = relative_error(jax.jit(real)(W, X), jax.jit(fun)(W, X))
   assert report.error == pytest.approx(expected, rel=0.02)
-  half = compare_trained(
-    lambda w, x: ols.autocast(plain)(w.astype(jnp.float32), x),
-    W.astype(jnp.float16),
-    X,
-  )
-  assert half.error == pytest.approx(compare(plain, W, X).error, rel=0.5)
 
 
 def test_two_precisions_may_stand_in_one_function():
@@ -506,14 +475,6 @@ def test_primitives_of_hijax_are_entered_where_autocast_enters_them():
       assert report.notes == ()
 
 
-def test_all_places_that_stand_out_are_told():
-  report = dataclasses.replace(
-    compare(three, W, X), standing_out=("a at m.py", "b")
-  )
-  assert "2 places stand out: keep_float32=['a at m.py', 'b']." in str(report)
-  assert report.worst(2) == ("a at m.py", "b")
-
-
 def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
   def fun(w, x):
     for i in range(22):
@@ -555,12 +516,15 @@ def test_a_loss_scale_that_is_too_large_is_told():
   )
 
 
-def test_a_report_is_made_of_plain_data():
+def test_a_report_is_made_of_plain_data_and_tells_all_that_stands_out():
   report = compare(three, W, X)
   data = json.loads(json.dumps(report.as_dict()))
   assert data["products"][0]["scope"] == report.products[0].scope
   assert set(data) == {x.name for x in dataclasses.fields(report)}
   assert pickle.loads(pickle.dumps(report)) == report
+  report = dataclasses.replace(report, standing_out=("a at m.py", "b"))
+  assert "2 places stand out: keep_float32=['a at m.py', 'b']." in str(report)
+  assert report.worst(2) == ("a at m.py", "b")
 
 
 def test_what_prints_does_not_print_and_what_is_asked_for_is_asked(capfd):

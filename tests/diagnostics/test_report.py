@@ -28,7 +28,7 @@ def count_kinds(x, dtype, scale):
   }
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-8, 1024.0, 1000.0])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-8, 1000.0])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
 @pytest.mark.filterwarnings(
   "ignore:overflow encountered in cast"  # numpy's, of the oracle
@@ -41,11 +41,9 @@ def test_the_shares_are_those_of_rounding_every_entry(dtype, scale):
   edges = [2.0**-25, 2.0**-24, 2.0**-14, 65504, 65519.9, 65520, 61440, 61439]
   x = np.concatenate([x, edges]).astype(np.float32)
   for leaf in x, jnp.asarray(x), shard(x, spec=(("x", "y"),)):
-    total = ols.diagnostics.gradient_report(
-      [leaf], dtype, scale
-    ).total._asdict()
+    total = ols.diagnostics.gradient_report([leaf], dtype, scale).total
     for kind, share in count_kinds(x, dtype, scale).items():
-      assert total[kind] == pytest.approx(share, abs=1e-12), kind
+      assert getattr(total, kind) == pytest.approx(share, abs=1e-12), kind
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
