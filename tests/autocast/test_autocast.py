@@ -25,8 +25,6 @@ def program(fun):
 
 
 PROGRAMS = {
-  "fori_loop": lambda x, w: lax.fori_loop(0, 3, lambda i, c: c @ w + i, x),
-  "map_rows": lambda x, w: lax.map(lambda row: row @ w, x),
   "cond": lambda x, w: lax.cond(
     x[0, 0] > 0, lambda c: c @ w, lambda c: c - w[0], x
   ),
@@ -46,7 +44,6 @@ PROGRAMS = {
   "gradient_inside": lambda x, w: jax.grad(
     lambda x: jnp.sum(jnp.tanh(0 * x @ w) + x @ w)
   )(x),
-  "vmap_inside": lambda x, w: jax.vmap(lambda row: row @ w)(x),
   "numpy_arguments": lambda x, w: x @ np.float32(np.eye(4)) @ w,
   "same_value_twice": lambda x, w: (x @ x.T, w @ w),
 }
@@ -267,7 +264,7 @@ def test_a_transformed_function_is_the_same(name):
 
 # All that holds other functions.
 HOLDERS = [
-  "scan", "fori_loop", "cond", "jit", "scan_of_checkpoint", "custom_jvp",
+  "scan", "cond", "jit", "scan_of_checkpoint", "custom_jvp",
   "custom_jvp_without_products", "custom_vjp", "custom_vjp_in_a_scan",
   "custom_vjp_in_a_checkpoint", "same_value_twice",
 ]  # fmt: skip

@@ -184,7 +184,8 @@ def test_scopes_alone_and_lines_alone_name_what_has_no_weights():
       scores = product(x, x.T)
     return scores @ product(x, params["v"])
 
-  rows = report_of(net, {"v": normal(8, 8)}).wider
+  fun, params = trained(net), {"v": normal(8, 8)}
+  rows = compare_precision(fun, params, X, progress=False).products
   names = {row.name for row in rows if not row.weights}
   assert "scores" in names and len(names) == 2
   (line,) = names - {"scores"}

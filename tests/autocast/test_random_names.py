@@ -4,7 +4,7 @@ import collections
 import functools
 import random
 
-from helpers import equations, rules
+from helpers import equations, quick_alone, rules
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -184,7 +184,14 @@ PAIRS = (
 )
 
 
-@pytest.mark.parametrize("names", [*zip(WRAPPERS), *PAIRS], ids=" in ".join)
+QUICK = (
+  "plain", "jit", "checkpoint", "custom_vjp", "custom_jvp", "cond", "scan",
+  "vmap", "shard_map", "scope", "scope of jax", "jitted cast", "unstacked",
+)  # fmt: skip
+NESTS = quick_alone([*zip(QUICK), *PAIRS], [*zip(WRAPPERS), *PAIRS])
+
+
+@pytest.mark.parametrize("names", NESTS, ids=" in ".join)
 def test_layers_that_share_a_function_have_the_names_of_their_weights(names):
   fun = functools.reduce(lambda f, name: WRAPPERS[name](f), names, pair)
   assert assert_names_select([(fun, pair, names)] * 2)

@@ -7,7 +7,7 @@ call: each time with respect to other arguments.
 import functools
 
 import equinox as eqx
-from helpers import equations, hijax, quick_alone, rules
+from helpers import hijax, quick_alone, rules
 from helpers.bits import assert_close
 import jax
 from jax import lax
@@ -55,13 +55,23 @@ RULES = (
   equinox_custom_vjp,
 )
 
+
+def in_a_scan_of_checkpoints(fun):
+  """As in a stack of layers, of which some are frozen."""
+  policy = jax.checkpoint_policies.dots_saveable
+
+  @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+  def block(x, w):
+    return fun(x, w), None
+
+  return lambda x, w: lax.scan(block, x, w[None])[0]
+
+
 SHARED_BY = {
   "jit": jax.jit,
   "checkpoint": jax.checkpoint,
   "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
-  "dots_saveable": functools.partial(
-    jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
-  ),
+  "scan of dots_saveable": in_a_scan_of_checkpoints,
   "jit of scan": lambda f: jax.jit(
     lambda x, w: lax.scan(lambda c, _: (f(c, w), None), x, length=1)[0]
   ),
@@ -116,39 +126,6 @@ def test_a_shared_rule_has_the_gradient_of_each_call(
   rule, share, loss, argnums
 ):
   check(rule, SHARED_BY[share], LOSSES[loss], argnums)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trained", [slice(None), slice(1, 3), slice(3, 4)])
-def test_a_scanned_checkpointed_stack_may_be_trained_in_part(trained):
-  """As in a graph network that is fine-tuned: some of its layers are frozen."""
-  dense = rules.product_with_vjp()
-  policy = jax.checkpoint_policies.dots_saveable
-
-  @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-  def block(x, layer):
-    messages = dense(x, layer["in"])
-    x = x + dense(jnp.tanh(messages), layer["out"])
-    return x / (1 + jnp.linalg.norm(x, axis=-1, keepdims=True)), None
-
-  layers = {
-    "in": jax.random.normal(KEYS[2], (4, 4, 8)) / 2,
-    "out": jax.random.normal(KEYS[3], (4, 8, 4)) / 3,
-  }
-
-  def loss(some):
-    full = jax.tree.map(lambda a, b: a.at[trained].set(b), layers, some)
-    # The frozen ones are constants of the scan that they stand in.
-    first = jax.tree.map(lambda a: a[:2], full)
-    last = jax.tree.map(lambda a: a[2:], full)
-    x, _ = lax.scan(block, X, first)
-    x, _ = lax.scan(block, x, last)
-    return jnp.sum(x**2)
-
-  some = jax.tree.map(lambda a: a[trained], layers)
-  half = jax.jit(jax.grad(ols.autocast(loss)))
-  assert set(equations.products(half, some)) == {"float16"}
-  assert_close(half(some), jax.jit(jax.grad(loss))(some), 0.02)
 
 
 def skip_if_all_is_said_to_move():

@@ -8,10 +8,9 @@ a broadcast, whose transpose is a sum.
 import functools
 import inspect
 
-import equinox.internal as eqxi
-from helpers import equations, hijax, product_flops, quick_alone, sharding
+from helpers import equations, product_flops, quick_alone, sharding
 from helpers.bits import assert_close
-from helpers.jax_limits import jax_can, skip_if_jax_cannot
+from helpers.jax_limits import jax_can
 import hypothesis
 from hypothesis import strategies as st
 import jax
@@ -340,26 +339,3 @@ def test_where_jax_takes_no_zeros_of_its_own_arrays_do(monkeypatch):
   finally:
     _zeros._takes_zeros.cache_clear()
   assert_close(half, jax.grad(loss(fun))(A, X[0]))
-
-
-@pytest.mark.slow
-def test_a_checkpointed_loop_of_equinox_may_be_mapped():
-  def loss(w, x):
-    def steps(x):
-      body = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w))
-      return eqxi.while_loop(
-        lambda c: c[0] < 4,
-        body,
-        (0, x),
-        kind="checkpointed",
-        max_steps=4,
-        checkpoints=2,
-      )[1]
-
-    return jnp.mean(jax.vmap(steps)(x) ** 2)
-
-  if hijax.is_on("jax_custom_vjp3"):
-    pytest.skip("With it, JAX cannot run anew what it has traced of this loop.")
-  skip_if_jax_cannot(jax.grad(loss), A, X)
-  full = jax.jit(jax.grad(loss))(A, X)
-  assert_close(jax.jit(jax.grad(ols.autocast(loss)))(A, X), full)

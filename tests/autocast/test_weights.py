@@ -167,38 +167,27 @@ def test_a_single_array_has_no_path():
     assert [name for name, _ in products(in_numpy, data)] == [""]
 
 
-class Block(nnx.Module):
-  def __init__(self, rngs):
-    self.up = nnx.Linear(8, 8, rngs=rngs)
-    self.value = nnx.Linear(8, 8, rngs=rngs)
-
-  def __call__(self, x):
-    return self.value(jnp.tanh(self.up(x)))
-
-
 class Net(nnx.Module):
-  def __init__(self, rngs):
-    self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
 
   def __call__(self, x):
-    for block in self.blocks:
-      x = block(x)
+    for layer in self.layers:
+      x = layer(x)
     return x
 
 
 def test_layers_of_flax_nnx_have_names():
-  model = Net(nnx.Rngs(0))
-  layers = [
-    f"blocks/{i}/{name}/kernel" for i in range(2) for name in ("up", "value")
-  ]
+  model = Net()
+  layers = [f"layers/{i}/kernel" for i in range(3)]
   state = nnx.state(model)
   pure = lambda state, x: nnx.merge(nnx.graphdef(model), state)(x)
   assert names(pure, state, X) == layers
   loss = lambda model, x: jnp.sum(model(x))
   for fun in loss, Net.__call__:
     traced = nnx.jit(lambda model, x, fun=fun: ols.autocast(fun)(model, x))
-    found = [scope for scope, _ in products(traced, model, X)]
-    assert found == layers
+    assert [scope for scope, _ in products(traced, model, X)] == layers
   bound = [scope for scope, _ in products(ols.autocast(model.__call__), X)]
   assert bound == layers
 
@@ -217,16 +206,16 @@ class Attention(nnx.Module):
     return self.mark(self.blocks[1])(self.blocks[0](x))
 
 
+no_mark = lambda block: block
+SCORES = ["BTNH,BSNH->BNTS", "BNTS,BSNH->BTNH"]
+
+
 @pytest.mark.parametrize(
   ("mark", "kept", "of_scores"),
   [
-    (lambda block: block, "blocks/1", ["float16"] * 4),
+    (no_mark, "blocks/1", ["float16"] * 4),
     (ols.keep_float32, (), ["float16"] * 2 + ["float32"] * 2),
-    (
-      lambda block: block,
-      ["BTNH,BSNH->BNTS", "BNTS,BSNH->BTNH"],
-      ["float32"] * 4,
-    ),
+    (no_mark, SCORES, ["float32"] * 4),
   ],
   ids=["path", "mark", "scope"],
 )
@@ -244,12 +233,12 @@ def test_attention_scores_have_no_weights_and_the_mark_keeps_them(
 
 
 def test_a_model_may_hold_itself():
-  model = Block(nnx.Rngs(0))
-  model.up.model = model
+  model = Net()
+  model.layers[0].model = model
   traced = nnx.jit(lambda model, x: ols.autocast(lambda m, x: m(x))(model, x))
   assert bool(jnp.all(jnp.isfinite(traced(model, X))))
   text = traced.lower(model, X).as_text(debug_info=True)
-  assert "up/kernel/autocast-float16" in text
+  assert "layers/0/kernel/autocast-float16" in text
 
 
 def test_sizes_may_be_symbolic():

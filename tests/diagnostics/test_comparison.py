@@ -8,13 +8,12 @@ import math
 import pickle
 import re
 
-from helpers import hijax, quick_alone, rules
+from helpers import hijax, quick_alone, rules, sharding
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
@@ -630,13 +629,11 @@ def test_a_product_in_the_condition_of_a_loop_is_noted_as_often_as_it_runs(
 )
 def test_the_error_of_a_sum_over_devices_is_told_too_small(count, share):
   """XLA adds up what each device has in float16, as the page says."""
-  mesh = jax.make_mesh(
-    (count,), ("i",), (AxisType.Auto,), devices=jax.devices()[:count]
-  )
-  put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
-  keys = jax.random.split(jax.random.key(0))
-  x = put(jax.random.normal(keys[0], (64, 512)), None, "i")
-  w = put(jax.random.normal(keys[1], (512, 64)) / 22, "i", None)
+  mesh = sharding.make_mesh((count,), ("i",))
+  x = jax.random.normal(KEYS[0], (64, 512))
+  w = jax.random.normal(KEYS[1], (512, 64)) / 22
+  specs = P(None, "i"), P("i", None)
+  x, w = sharding.put((x, w), sharding.named(mesh, specs))
   cast = ols.autocast(lambda w, x: x @ w)
   told = compare_trained(cast, w, x).error
   exact = np.float64(x) @ np.float64(w)

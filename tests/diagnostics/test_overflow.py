@@ -8,12 +8,12 @@ import dataclasses
 import time
 import types
 
-from helpers import faulty_models, harmless_models, hijax, line_of
+from helpers import faulty_models, harmless_models, hijax, line_of, sharding
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
@@ -52,13 +52,7 @@ def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
   assert hit.primitive in str(hit) and where in str(hit)
 
 
-IN_HIJAX = (
-  "in_remat",
-  "remat_backward",
-  "custom_vjp_forward",
-  "custom_vjp_backward",
-  "custom_jvp_forward",
-)
+IN_HIJAX = [name for name in FAULTS if "remat" in name or "custom" in name]
 
 
 @pytest.mark.parametrize("name", IN_HIJAX)
@@ -339,9 +333,7 @@ def test_after_many_iterations_the_first_ones_are_blamed():
 @pytest.mark.parametrize("axis_type", list(AxisType)[:2])
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
 def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
-  mesh = jax.make_mesh(
-    (2, 2), ("a", "b"), (axis_type,) * 2, devices=jax.devices()[:4]
-  )
+  mesh = sharding.make_mesh((2, 2), ("a", "b"), axis_type)
 
   def body(x, i):
     is_here = (i == 2) & (lax.axis_index("a") == 1)
@@ -356,9 +348,8 @@ def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
     part, mesh=mesh, in_specs=(P(), spec), out_specs=P(), check_vma=check_vma
   )
   w, x = jnp.eye(4, dtype=X.dtype) * 3, jnp.ones((8, 4), X.dtype)
-  place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-
-  fun, args = jax.value_and_grad(loss_fn), (place(w, P()), place(x, spec))
+  args = sharding.put((w, x), sharding.named(mesh, (P(), spec)))
+  fun = jax.value_and_grad(loss_fn)
   skip_if_jax_cannot(jax.jit(fun), *args)
 
   hit = find_overflow(wrap(fun), *args)
@@ -371,9 +362,7 @@ def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
 @pytest.mark.parametrize("with_callback", [False, True])
 def test_what_cannot_be_entered_is_named_as_a_whole(loop, with_callback):
   """The devices take different branches, or do not stop together."""
-  mesh = jax.make_mesh(
-    (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
-  )
+  mesh = sharding.make_mesh((4,), ("data",))
 
   def times(x, factor):
     if with_callback:
@@ -439,9 +428,7 @@ def test_an_operation_that_holds_a_function_is_named_as_a_whole():
 
 @pytest.mark.slow
 def test_a_mesh_without_devices_is_not_entered():
-  mesh = jax.make_mesh(
-    (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
-  )
+  mesh = sharding.make_mesh((4,), ("data",))
   part = lambda x: jnp.exp(x * 20)
   with jax.set_mesh(mesh):
     fun = jax.shard_map(part, in_specs=P("data"), out_specs=P("data"))

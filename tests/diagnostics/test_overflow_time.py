@@ -6,7 +6,7 @@ Nearly all of its time goes into compiling, too: an operation for each shape.
 import logging
 import time
 
-from helpers import equations, float32_models, overflowing_steps
+from helpers import equations, overflowing_steps
 import jax
 import pytest
 
@@ -29,19 +29,9 @@ def seconds(fun):
   return time.perf_counter() - started, out
 
 
-def a_transformer():
-  """Its weights are so large that their products overflow even in float32."""
-  model = float32_models.make("transformer, Flax linen")
-  step = lambda arrays: model.value_and_grad(arrays, lambda fun: fun)
-  enlarge = lambda x: x * 3e19 if x.ndim > 1 else x
-  params, batch, state = model.arrays
-  return step, (jax.tree.map(enlarge, params), batch, state)
-
-
 PROGRAMS = {
   "graph_network": (overflowing_steps.graph_network, "mul"),
   "layers": (overflowing_steps.layers_of_all_shapes, "square"),
-  "transformer": (a_transformer, "reduce_sum"),
 }
 
 

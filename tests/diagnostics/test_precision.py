@@ -5,12 +5,11 @@ import json
 
 from flax import linen as nn
 from flax import nnx
-from helpers import hijax, line_of
+from helpers import hijax, line_of, sharding
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import pytest
 
@@ -155,9 +154,7 @@ def test_nothing_is_computed_and_nothing_called():
 def test_what_runs_many_times_is_counted_as_often():
   w = shape(8, 8)
   once = 2 * 8 * 8 * 8
-  mesh = jax.make_mesh(
-    (2, 2), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
-  )
+  mesh = sharding.make_mesh((2, 2), ("a", "b"))
 
   def flops(fun, *args):
     report = precision_report(fun, *args)
@@ -329,9 +326,7 @@ def test_a_softmax_and_a_mean_in_float32_leave_only_what_is_in_float16():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_sum_over_devices_in_float16_is_told(check_vma):
-  mesh = jax.make_mesh(
-    (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
-  )
+  mesh = sharding.make_mesh((4,), ("data",))
 
   def part(x):
     return lax.psum(x, "data")  # collective

@@ -108,23 +108,9 @@ def test_an_overflow_of_the_forward_pass_alone_is_found():
 
 
 def test_an_overflow_in_an_epoch_names_the_iteration():
-  tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
-
-  @jax.jit
-  def epoch(params, state, batches):
-    def step(carry, batch):
-      params, state = carry
-      grads = ols.grad(CAST, state)(params, batch)
-      updates, state = tx.update(grads, state, params)
-      return (optax.apply_updates(params, updates), state), None
-
-    return lax.scan(step, (params, state), batches)[0]
-
-  state = tx.init(PARAMS)
+  epoch, (params, state, _) = whole_steps.in_a_scan_of_one(SMALL)
   batches = jnp.stack([BATCH, BATCH, 1e6 * BATCH, BATCH])
-  hit = find_overflow(epoch, PARAMS, state, batches)
-  assert "scan[2]" in hit.path
-  assert find_overflow(epoch, PARAMS, state, batches[:2]) is None
+  assert "scan[2]" in find_overflow(epoch, params, state, batches).path
 
 
 def test_the_gradients_of_an_iteration_count_as_they_come():

@@ -65,7 +65,7 @@ def _optax(
   **kwargs,
 ):
   """A step with two changed lines, and its arguments."""
-  inner = inner or optax.adam(1e-3)
+  inner = inner or optax.sgd(0.1)
   tx = around(ols.with_loss_scaling(inner, policy, **kwargs))
   step = functools.partial(step_with, tx, differentiate=differentiate)
   return wrap(step), (PARAMS, tx.init(PARAMS), BATCH)
