@@ -1,9 +1,12 @@
-"""`autocast` among arguments, effects, scopes, devices and transformations."""
+"""`autocast` among arguments, effects, devices, transformations and kernels."""
 
 from collections import defaultdict, OrderedDict
 import functools
+import gc
 import sys
+import weakref
 
+import equinox as eqx
 from flax import nnx
 from helpers import equations, line_of, sharding
 from helpers.bits import assert_close, assert_same_bits
@@ -19,6 +22,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs
+from optax_lossscale._autocast import _eager
 
 X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
 W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
@@ -354,6 +358,149 @@ def test_an_overflow_of_the_backward_pass_is_found_at_its_line():
   assert hit.dtype == "float16"
 
 
+# Calls outside of `jit` in a loop are told, and no others are.
+STATE = ols.DynamicLossScale().init()
+WARNS = functools.partial(pytest.warns, UserWarning, match="outside of jit")
+
+
+def loss_fn(w, x):
+  return jnp.mean((x @ w) ** 2)
+
+
+def make_loss():
+  """The same function made anew, as within a step that is not jitted."""
+  return lambda w, x: jnp.mean((x @ w) ** 2)
+
+
+class Method:
+  def loss(self, w, x):
+    return loss_fn(w, x)
+
+
+class Layer(eqx.Module):
+  w: jax.Array
+
+  def __call__(self, x):
+    return loss_fn(self.w, x)
+
+
+def in_nnx(w, x):
+  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  return nnx.grad(ols.autocast(lambda model: loss_fn(w, model(x))))(model)
+
+
+UNHASHABLE = {"w": W}  # bound by a partial, which cannot be hashed with it
+CALLS = {
+  "function": lambda: ols.autocast(loss_fn)(W, X),
+  "gradient": lambda: ols.grad(ols.autocast(loss_fn), STATE)(W, X),
+  "two gradients": lambda: jax.grad(
+    lambda w: jnp.sum(jax.grad(ols.autocast(loss_fn))(w, X))
+  )(W),
+  "made anew": lambda: ols.autocast(make_loss())(W, X),
+  "method": lambda: ols.autocast(Method().loss)(W, X),
+  "layer": lambda: ols.autocast(Layer(W))(X),
+  "partial": lambda: ols.autocast(
+    functools.partial(lambda tree, x: loss_fn(tree["w"], x), UNHASHABLE)
+  )(X),
+  "jitted inside": lambda: ols.autocast(jax.jit(loss_fn))(W, X),
+  "nnx": lambda: in_nnx(W, X),
+  "keys without an order": lambda: ols.autocast(
+    lambda tree: loss_fn(tree[1], tree["x"])
+  )({1: W, "x": X}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_third_call_outside_of_jit_is_told_and_no_other(name):
+  CALLS[name]()
+  CALLS[name]()
+  with WARNS() as told:
+    CALLS[name]()
+  assert len(told) == 1 and told[0].filename == __file__
+  CALLS[name]()
+
+
+def loop_within(transform):
+  """Five steps of a loop whose calls something transforms."""
+  for _ in range(5):
+    transform(ols.grad(ols.autocast(loss_fn), STATE))(W, X)
+
+
+COMPILED = {
+  "jit": jax.jit,
+  "checkpoint": jax.checkpoint,
+  "vmap": lambda fun: jax.jit(
+    lambda w, x: jax.vmap(fun, (None, 0))(w, x[None])
+  ),
+  "eval_shape": lambda fun: functools.partial(jax.eval_shape, fun),
+  "make_jaxpr": jax.make_jaxpr,
+  "precision_report": lambda fun: functools.partial(
+    ols.diagnostics.precision_report, fun
+  ),
+  "find_overflow": lambda fun: functools.partial(
+    ols.diagnostics.find_overflow, fun
+  ),
+  "compare_precision": lambda fun: functools.partial(
+    ols.diagnostics.compare_precision, fun, progress=False
+  ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_is_compiled_or_only_traced_is_not_told(name):
+  loop_within(COMPILED[name])
+
+
+def test_who_turned_jit_off_is_not_told():
+  with jax.disable_jit():
+    loop_within(jax.jit)
+
+
+def test_calls_with_other_shapes_or_dtypes_are_not_told():
+  cast = ols.autocast(lambda w, x: loss_fn(w.astype(jnp.float32), x))
+  for i in range(1, 5):
+    cast(W, jnp.ones((i, 4)))
+  cast(W.astype(jnp.bfloat16), X)
+
+
+def test_a_result_without_arrays_tells_nothing():
+  def without(w, x):
+    w @ x.T
+
+  for _ in range(4):
+    ols.autocast(without)(W, X)
+
+
+def test_nothing_that_a_function_holds_is_kept():
+  model = Layer(W)
+  for _ in range(2):
+    ols.autocast(lambda x, model=model: model(x))(X)
+    ols.autocast(model)(X)
+  kept = weakref.ref(model)
+  del model
+  gc.collect()
+  assert kept() is None
+
+
+def test_code_that_is_gone_is_forgotten():
+  names = {"jnp": jnp}
+  exec("fun = lambda w, x: jnp.mean((x @ w) ** 2)", names)
+  ols.autocast(names["fun"])(W, X)
+  assert len(_eager._counts) == 1
+  names.clear()
+  jax.clear_caches()
+  gc.collect()
+  assert not _eager._counts
+
+
+def test_a_tracer_that_does_not_tell_is_taken_for_one_of_a_program(monkeypatch):
+  class Silent(jax.core.Tracer):  # as those of another JAX may be
+    aval = jax.typeof(W)
+
+  monkeypatch.delattr(jax.core.Tracer, "to_concrete_value")
+  assert not _jaxprs.is_known(object.__new__(Silent))
+
+
 # Kernels that take half precision alone, in a float32 model: the recipe. This
 # one is of Pallas, which is interpreted here. That of cuDNN is compiled for an
 # H100 by `tests/devices/test_compilers.py`.
@@ -361,7 +508,6 @@ HALF = jnp.float16
 KEYS = jax.random.split(jax.random.key(0), 3)
 INPUT, *WEIGHTS = (jax.random.normal(key, (8, 8)) / 2 for key in KEYS)
 PARAMS = dict(zip(("w", "head"), WEIGHTS, strict=True))
-STATE = ols.DynamicLossScale().init()
 
 
 def multiply(a, b):

@@ -65,10 +65,9 @@ def test_an_nnx_model_changes_in_place_as_without(jit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [False, True])
-def test_an_nnx_model_itself_or_its_method_may_be_cast(method):
+def test_an_nnx_model_itself_may_be_cast():
   model, expected = NnxModel(nnx.Rngs(0)), NnxModel(nnx.Rngs(0))
-  out = ols.autocast(model.__call__ if method else model)(X)
+  out = ols.autocast(model)(X)
   np.testing.assert_allclose(out, expected(X), atol=0.01)
   arrays = nnx.Not(nnx.RngKey)
   assert_near(nnx.state(model, arrays), nnx.state(expected, arrays))

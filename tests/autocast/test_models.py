@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import float32_models, product_flops, quick_alone, ROOT
+from helpers import examples, float32_models, product_flops, quick_alone
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,13 +161,9 @@ def _count_equations(layers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_the_transformer_ends_within_2_percent_of_float32(monkeypatch, dtype):
-  monkeypatch.syspath_prepend(str(ROOT / "examples"))
-  import transformer
-
-  sizes = {"LAYERS": 2, "WIDTH": 32, "CONTEXT": 32, "BATCH_SIZE": 8}
-  for name, size in sizes.items():
-    monkeypatch.setattr(transformer, name, size)
+def test_the_transformer_ends_within_2_percent_of_float32(dtype):
+  transformer = examples.load("transformer")
+  vars(transformer).update(LAYERS=2, WIDTH=32, CONTEXT=32, BATCH_SIZE=8)
   text = transformer.load_text()
 
   def test_loss(dtype):

@@ -53,21 +53,6 @@ def in_members(fun):
   return lambda w, i: jax.vmap(fun, (None, 0))(w, i).sum()
 
 
-def in_members_of_members(fun):
-  def both(w, i):
-    return in_members(in_members(fun))(w, i.reshape(64, -1))
-
-  return both
-
-
-def in_a_scan_of_members(fun):
-  def scanned(w, i):
-    step = lambda c, i: (c + in_members(fun)(w, i), None)
-    return lax.scan(step, 0.0, i.reshape(4, -1))[0]
-
-  return scanned
-
-
 def in_members_of_a_shard_map(fun):
   mesh = sharding.make_mesh((4,), ("data",))
   local = lambda w, i: lax.psum(in_members(fun)(w, i), "data")
@@ -76,12 +61,7 @@ def in_members_of_a_shard_map(fun):
   )
 
 
-AROUND = (
-  in_members,
-  in_members_of_members,
-  in_a_scan_of_members,
-  in_members_of_a_shard_map,
-)
+AROUND = in_members, in_members_of_a_shard_map
 
 
 def assert_sums_are_wide(gradient, *args):

@@ -435,19 +435,6 @@ def test_results_without_floats_are_refused():
       compare_trained(ols.autocast(fun), W, X)
 
 
-def test_what_autocast_cannot_enter_it_tells_by_itself():
-  def fun(w, x):
-    y = lax.custom_linear_solve(
-      lambda y: y + y @ w, x, lambda _, b: b @ w, symmetric=True
-    )
-    return y + x @ w
-
-  with pytest.warns(UserWarning, match="cannot enter custom_linear_solve"):
-    report = compare(fun, W, X)
-  assert len(report.products) == 1
-  assert report.notes == ()
-
-
 def test_what_cannot_be_entered_is_told(monkeypatch):
   higher_order_of = _jaxprs.higher_order_of
   is_scan = lambda eqn: eqn.primitive.name == "scan"

@@ -14,10 +14,7 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from optax_lossscale._jaxprs import _lines
-from optax_lossscale.diagnostics import (
-  find_overflow,
-  precision_report,
-)
+from optax_lossscale.diagnostics import find_overflow, precision_report
 
 F16, F32 = jnp.float16, jnp.float32
 

@@ -2,7 +2,7 @@
 
 import math
 
-from helpers import ROOT
+from helpers import examples
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import export
@@ -385,15 +385,10 @@ def test_probes_work_under_strict_promotion():
 
 @pytest.mark.slow
 def test_the_transformer_of_the_examples_learns_and_loses_no_step(
-  monkeypatch, tmp_path
+  tmp_path,
 ):
-  folder = ROOT / "examples"
-  monkeypatch.syspath_prepend(str(folder))
-  import transformer
-
-  sizes = {"LAYERS": 2, "WIDTH": 32, "CONTEXT": 32, "BATCH_SIZE": 8}
-  for name, size in sizes.items():
-    monkeypatch.setattr(transformer, name, size)
+  transformer = examples.load("transformer")
+  vars(transformer).update(LAYERS=2, WIDTH=32, CONTEXT=32, BATCH_SIZE=8)
   text = transformer.load_text()
   policy = ols.HeadroomLossScale(init_scale=1.0)
   run = transformer.train(text, policy, steps=40)
