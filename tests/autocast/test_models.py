@@ -10,13 +10,11 @@ import pytest
 
 import optax_lossscale as ols
 
-# One of each library.
+# Of most libraries one; to import and trace the others takes longer.
 QUICK = (
   "transformer, Flax linen",
-  "ViT, Flax NNX",
   "MLP-mixer, Equinox",
   "LSTM, Haiku",
-  "text, Keras",
   "rotary, plain JAX",
 )
 all_models = pytest.mark.parametrize(
