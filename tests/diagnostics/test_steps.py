@@ -38,7 +38,6 @@ TWICE = {
 }
 QUICK = {
   whole_steps.in_a_scan_of_one,
-  whole_steps.with_multi_steps_around,
   whole_steps.with_nnx_that_returns_nothing,
 }
 every_step = pytest.mark.parametrize(
@@ -109,8 +108,8 @@ def test_an_overflow_of_the_forward_pass_alone_is_found():
 
 def test_an_overflow_in_an_epoch_names_the_iteration():
   epoch, (params, state, _) = whole_steps.in_a_scan_of_one(SMALL)
-  batches = jnp.stack([BATCH, BATCH, 1e6 * BATCH, BATCH])
-  assert "scan[2]" in find_overflow(epoch, params, state, batches).path
+  batches = jnp.stack([BATCH, 1e6 * BATCH])
+  assert "scan[1]" in find_overflow(epoch, params, state, batches).path
 
 
 def test_the_gradients_of_an_iteration_count_as_they_come():
@@ -239,7 +238,6 @@ def test_a_shared_jit_of_the_update_is_looked_at_each_time():
     return params
 
   state = tx.init(PARAMS)
-  assert find_overflow(step, PARAMS, state, BATCH).source
   assert len(compare(step, PARAMS, state, 1e-6 * BATCH).errors) == 6
 
 
