@@ -70,7 +70,6 @@ TESTS = {
   "_jaxprs._weights": [
     "autocast/weights",
     "autocast/names",
-    "autocast/names_in_rules",
     "autocast/kept",
   ],
   "_jaxprs._outputs": ["diagnostics/steps"],

@@ -2,7 +2,12 @@
 
 import functools
 
-from helpers import examples, float32_models, product_flops, quick_alone
+from helpers import (
+  float32_models,
+  load_example,
+  product_flops,
+  quick_alone,
+)
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,7 +165,7 @@ def _count_equations(layers):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_the_transformer_ends_within_2_percent_of_float32(dtype):
-  transformer = examples.load("transformer")
+  transformer = load_example("transformer")
   vars(transformer).update(LAYERS=2, WIDTH=32, CONTEXT=32, BATCH_SIZE=8)
   text = transformer.load_text()
 

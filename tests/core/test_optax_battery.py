@@ -18,10 +18,6 @@ import pytest
 
 import optax_lossscale as ols
 
-# These wrap an optimizer and take none of the others' arguments; they are
-# tested in test_optax_compositions.py.
-WRAPPERS = {"lookahead", "sam", "selective_transform"}
-
 # Injected hyperparameters become arrays; these may not.
 STATIC = {
   "base_optimizer",
@@ -47,20 +43,6 @@ each_optimizer = pytest.mark.parametrize("name", FACTORIES)
 each_that_accumulates = pytest.mark.parametrize(
   "name", [name for name in FACTORIES if not name.endswith(".dpsgd")]
 )
-
-
-@pytest.mark.parametrize("module", optimizers.MODULES)
-def test_no_exported_optimizer_is_missing(module):
-  namespace, table = optimizers.MODULES[module]
-  marks = {"learning_rate", "max_learning_rate", "optimizer", "base_optimizer"}
-  exported = {
-    name
-    for name, factory in vars(namespace).items()
-    if inspect.isfunction(factory)
-    and not name.startswith(("_", "scale_by_"))
-    and marks & set(inspect.signature(factory).parameters)
-  }
-  assert exported - WRAPPERS <= set(table)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import math
 
-from helpers import examples
+from helpers import load_example
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import export
@@ -387,7 +387,7 @@ def test_probes_work_under_strict_promotion():
 def test_the_transformer_of_the_examples_learns_and_loses_no_step(
   tmp_path,
 ):
-  transformer = examples.load("transformer")
+  transformer = load_example("transformer")
   vars(transformer).update(LAYERS=2, WIDTH=32, CONTEXT=32, BATCH_SIZE=8)
   text = transformer.load_text()
   policy = ols.HeadroomLossScale(init_scale=1.0)

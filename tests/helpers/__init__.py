@@ -1,6 +1,7 @@
 """What tests share."""
 
 from collections.abc import Collection
+import importlib.util
 import pathlib
 from typing import Any
 
@@ -26,3 +27,12 @@ def line_of(mark: str, file: str) -> int:
   lines = pathlib.Path(file).read_text().splitlines()
   (number,) = [i for i, x in enumerate(lines, 1) if x.endswith(f"# {mark}")]
   return number
+
+
+def load_example(name: str) -> Any:
+  """An example as a module."""
+  path = ROOT / "examples" / f"{name}.py"
+  spec: Any = importlib.util.spec_from_file_location(name, path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module

@@ -37,7 +37,9 @@ CONTRIB = {
   "schedule_free": {"base_optimizer": optax.sgd(0.1), "learning_rate": 0.1},
   "schedule_free_sgd": {"learning_rate": 0.1},
 }
-WRAPPERS = {"lookahead", "sam", "selective_transform"}
+# These wrap an optimizer and take none of the others' arguments; they are
+# tested in test_optax_compositions.py.
+_WRAPPERS = {"lookahead", "sam", "selective_transform"}
 _MARKS = {"learning_rate", "max_learning_rate", "optimizer", "base_optimizer"}
 
 
@@ -50,7 +52,7 @@ def _with_arguments(module, kwargs):
     and not name.startswith(("_", "scale_by_"))
     and _MARKS & set(inspect.signature(factory).parameters)
   }
-  names = sorted((exported | set(kwargs)) - WRAPPERS)
+  names = sorted((exported | set(kwargs)) - _WRAPPERS)
   return {name: kwargs.get(name, {}) for name in names}
 
 

@@ -1,24 +1,14 @@
 """The examples run as their users run them, and keep their promises."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 
-from helpers import ROOT
+from helpers import load_example, ROOT
 import jax
 from jax.sharding import AxisType
 import numpy as np
 import pytest
-
-
-def load(name):
-  """An example as a module."""
-  path = ROOT / "examples" / f"{name}.py"
-  spec = importlib.util.spec_from_file_location(name, path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
 
 
 def run(name, *options, folder):
@@ -56,7 +46,7 @@ def parse(name, args, monkeypatch, capsys):
   """The exit status, and what an example says of its arguments."""
   monkeypatch.setattr(sys, "argv", ["example.py", *args])
   with pytest.raises(SystemExit) as stopped:
-    load(name).parse_args()
+    load_example(name).parse_args()
   return stopped.value.code, "".join(capsys.readouterr())
 
 
@@ -88,7 +78,7 @@ def test_help_names_the_options_and_their_defaults(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def digits():
-  return load("digits")
+  return load_example("digits")
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +194,7 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def rl():
-  return load("rl_float16")
+  return load_example("rl_float16")
 
 
 @pytest.fixture(scope="module")
