@@ -50,9 +50,10 @@ ONLY_LATER = $(addprefix --ignore=tests/core/, \
 # The parts that read jaxprs, which any version of JAX may change.
 READ_JAXPRS = tests/autocast tests/diagnostics \
   tests/core/test_optax_battery.py::test_wrapped_optimizers_equal_bare_ones_bit_for_bit
-# Of these, the gradients of thirteen models, and the time of a diagnosis.
-TAKE_LONGEST = --ignore=tests/autocast/test_models.py \
-  --ignore=tests/diagnostics/test_overflow_time.py
+# Of these, the gradients of thirteen models, random names, and the time of a
+# diagnosis.
+TAKE_LONGEST = $(addprefix --ignore=tests/, autocast/test_models.py \
+  autocast/test_random_names.py diagnostics/test_overflow_time.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow coverage test-3.11 test-oldest \

@@ -201,8 +201,8 @@ def test_layers_that_share_a_function_have_the_names_of_their_weights(names):
   "seeds",
   [
     range(3),
-    pytest.param(range(3, 80), marks=pytest.mark.slow),
-    pytest.param(range(80, 300), marks=pytest.mark.nightly),
+    pytest.param(range(3, 30), marks=pytest.mark.slow),
+    pytest.param(range(30, 300), marks=pytest.mark.nightly),
   ],
 )
 def test_each_printed_name_selects_its_product_and_no_other(seeds):
