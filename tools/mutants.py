@@ -73,7 +73,16 @@ TESTS = {
     "autocast/kept",
   ],
   "_jaxprs._outputs": ["diagnostics/steps"],
-  "_jaxprs._products": ["diagnostics/precision", "autocast/reach"],
+  "_jaxprs._products": [
+    "autocast/rules",
+    "diagnostics/precision",
+    "autocast/reach",
+  ],
+  "_jaxprs._moves": [
+    "autocast/weights",
+    "autocast/vmap_outside",
+    "autocast/around",
+  ],
   "_judged": ["diagnostics/steps"],
   "_grads": [
     "core/scaling",
@@ -131,6 +140,7 @@ TESTS = {
   "_wrapper": [
     "core/input",
     "core/wrapper",
+    "core/optax_battery",
     "core/cost",
     "core/select",
     "diagnostics/probes",

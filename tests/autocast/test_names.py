@@ -360,3 +360,24 @@ def test_the_backward_pass_of_a_rule_has_the_names_of_its_weights(wrap):
   of_each = [[x for x in found if x.weights == name] for name in names]
   assert min(map(len, of_each)) == 3
   assert {x.dtype for x in found} == {"float16"}
+
+
+def test_a_gradient_that_is_joined_of_parts_has_the_number_of_each():
+  @jax.custom_vjp
+  def two_layers(w, x):
+    return jnp.tanh(x @ w[0]) @ w[1]
+
+  def forward(w, x):
+    hidden = jnp.tanh(x @ w[0])
+    return hidden @ w[1], (w, x, hidden)
+
+  def backward(residuals, ct):
+    w, x, hidden = residuals
+    before = (ct @ w[1].T) * (1 - hidden**2)
+    return jnp.stack([x.T @ before, hidden.T @ ct]), before @ w[0].T
+
+  two_layers.defvjp(forward, backward)
+  net = lambda params, x: two_layers(params["w"], x)
+  params = {"w": normal(2, 8, 8, seed=0)}
+  found = equations.named_products(trained(net), params, X)
+  assert sorted(x.weights for x in found) == ["w/0"] * 3 + ["w/1"] * 3
