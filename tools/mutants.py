@@ -213,6 +213,7 @@ TESTS = {
   "diagnostics._comparison": [
     "diagnostics/comparison",
     "diagnostics/comparison_models",
+    "diagnostics/steps",
   ],
 }
 # Its tests take longest.

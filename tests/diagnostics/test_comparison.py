@@ -467,12 +467,29 @@ def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
       x = jax.named_scope(f"layer{i}")(jnp.matmul)(x, w)
     return x
 
-  lines = str(compare(fun, W / 2, X)).splitlines()
+  report = compare(fun, W / 2, X)
+  lines = str(report).splitlines()
   assert lines[0].startswith("float16 against float32: error ")
   assert lines[1] == "of the results, arrays: 1."
   assert lines[3].split()[:3] == ["name", "effect", "largest"]
   assert sum(line.startswith("dot_general  layer") for line in lines) == 20
   assert lines[-1] == "and 2 more places"
+  of_all = dataclasses.replace(report, products=report.products[:20])
+  assert str(of_all).splitlines() == lines[:-1]
+
+
+def test_all_places_that_do_far_more_harm_than_the_others_stand_out():
+  def fun(w, x):
+    far = x + 1e3  # half precision has no room for what is to the right
+    named = lambda name, x, w: jax.named_scope(name)(jnp.matmul)(x, w)
+    first = named("first", far, w) - 1e3 * jnp.sum(w, 0)
+    second = named("second", far, w.T) - 1e3 * jnp.sum(w, 1)
+    others = [named(f"other{i}", x, i * w) for i in range(1, 5)]
+    return first + second + sum(others)
+
+  report = compare(fun, W, X)
+  names = [name.split(" at ")[0] for name in report.standing_out]
+  assert sorted(names) == ["first", "second"]
 
 
 def test_a_loss_scale_that_is_too_large_is_told():
@@ -533,7 +550,7 @@ def test_what_prints_does_not_print_and_what_is_asked_for_is_asked(capfd):
 
 
 def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
-  trained = ols.autocast(plain)
+  trained = ols.autocast(lambda w, x: plain(w, x) @ w)
   diagnostics.compare_precision(trained, W, X)
   quick = capsys.readouterr()
   monkeypatch.setattr(
@@ -544,8 +561,8 @@ def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
   diagnostics.compare_precision(trained, W, X)
   out, err = capsys.readouterr()
   assert out == quick.out == ""
-  assert err.startswith("\rcompare_precision: run 1 of 4, ")
-  assert "run 4 of 4" in err and err.endswith(" s\n")
+  assert err.startswith("\rcompare_precision: run 1 of 5, ")
+  assert "run 5 of 5" in err and err.endswith(" s\n")
 
 
 def test_other_effects_are_refused():
@@ -626,3 +643,16 @@ def test_the_error_of_a_sum_over_devices_is_told_too_small(count, share):
   exact = np.float64(x) @ np.float64(w)
   real = relative_error(exact, np.float64(jax.jit(cast)(w, x)))
   assert told / real == pytest.approx(share, abs=0.03)
+
+
+def test_what_is_noted_in_a_shard_map_is_that_of_all_devices():
+  mesh = sharding.make_mesh((2,), ("i",))
+  block = functools.partial(layer, "block")
+  on_devices = jax.shard_map(
+    block, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")
+  )
+  (alone,) = compare(lambda w, x: block(x, w), W, X).products
+  (row,) = compare(lambda w, x: on_devices(x, w), W, X).products
+  assert (row.times, alone.times) == (2, 1)
+  assert row.largest == alone.largest
+  assert row.effect == pytest.approx(alone.effect, rel=1e-3)
