@@ -244,12 +244,12 @@ def test_argnums_is_passed_on_only_if_it_is_given():
   "using", [jax.grad, nnx.grad, eqx.filter_grad], ids=["jax", "nnx", "equinox"]
 )
 def test_a_using_that_returns_no_value_is_told_apart(differentiate, using):
-  fun = differentiate(
-    lambda w: jnp.sum(w), ols.FixedLossScale(2.0).init(), using=using
-  )
+  total = lambda w: sum(map(jnp.sum, jax.tree.leaves(w)))
+  fun = differentiate(total, ols.FixedLossScale(2.0).init(), using=using)
   message = r"using must return the value beside the gradients.*got using = "
-  with pytest.raises(TypeError, match=message):
-    fun(jnp.ones(2))
+  for params in jnp.ones(2), [jnp.ones(2)] * 2:  # two gradients are a pair
+    with pytest.raises(TypeError, match=message):
+      fun(params)
 
 
 @pytest.mark.parametrize("argnums", [0, 1, -1, (0, 1), (1,), [1, 0]], ids=str)

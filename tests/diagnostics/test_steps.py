@@ -308,6 +308,18 @@ def test_other_names_of_checkpoints_are_left_alone():
   assert report.compared == "results"
 
 
+def test_a_key_may_hold_what_parts_a_mark():
+  loss = ols.autocast(lambda params, x: jnp.mean((x @ params["a|b"]) ** 2))
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(params, state, x):
+    return tx.update(ols.grad(loss, state)(params, x), state, params)
+
+  params = {"a|b": PARAMS["first"]}
+  report = compare(step, params, tx.init(params), BATCH)
+  assert list(report.errors) == ["['a|b']"]
+
+
 def test_nothing_eager_is_marked():
   """Marks are for jaxprs; a computation that runs at once has none."""
   tx = ols.with_loss_scaling(optax.sgd(0.1))
