@@ -83,14 +83,16 @@ def test_max_norm_counts_a_leaf_once_along_axes_that_are_not_named():
   for shape in ((2, 4), (1, 1)):
     mesh = sharding.make_mesh(shape, ("data", "model"))
     for spec in (P("data"), P("model"), P(), P(("data", "model"))):
+      specs = {"shard": spec, "whole": P()}
       update = jax.shard_map(
-        lambda grad: tx.update(grad, tx.init(grad))[0],
+        lambda grads: tx.update(grads, tx.init(grads))[0],
         mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
+        in_specs=(specs,),
+        out_specs=specs,
       )
-      updates = jax.jit(update)(jnp.full(16, 3.0))
-      np.testing.assert_allclose(updates, np.full(16, -0.25), rtol=1e-6)
+      updates = jax.jit(update)({name: jnp.full(8, 3.0) for name in specs})
+      for update in updates.values():
+        np.testing.assert_allclose(update, np.full(8, -0.25), rtol=1e-6)
 
 
 @pytest.mark.parametrize("mapped", ["pmap", "vmap", "no check_vma"])
