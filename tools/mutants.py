@@ -202,6 +202,7 @@ TESTS = {
     "diagnostics/leaves",
     "diagnostics/parts",
     "diagnostics/overflow",
+    "diagnostics/comparison",
   ],
   "diagnostics._gradients": ["diagnostics/leaves", "diagnostics/plots"],
   "diagnostics._precision": [

@@ -22,6 +22,7 @@ from optax_lossscale._jaxprs._equations import (
 
 # The class of the object, and which plain primitive it stands for.
 BEHAVES_LIKE = {
+  "CheckpointName": "name",
   "CustomJVPTraced": "custom_jvp_call",
   "CustomVJPTraced": "custom_vjp_call",
   "RematTraced": "remat2",

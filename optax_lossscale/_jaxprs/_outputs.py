@@ -20,6 +20,7 @@ from optax_lossscale._jaxprs._equations import (
   ClosedJaxpr,
   equations_of,
   held_jaxprs,
+  hi_primitive,
   with_fields,
   with_jaxprs,
 )
@@ -101,7 +102,7 @@ class _Opener:
 
   def _made(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: Place) -> _Made:
     if self._is_named(eqn):
-      return _Made([eqn], eqn.outvars, [eqn.params["name"]])
+      return _Made([eqn], eqn.outvars, [_given_name(eqn)])
     if not self._named.inside_of(eqn):
       return _Made([eqn])
     its_place = place.at(eqn, jaxpr)
@@ -124,8 +125,13 @@ class _Opener:
     return made or _Made([eqn], shut=[where])
 
   def _is_named(self, eqn: core.JaxprEqn) -> bool:
-    is_name = eqn.primitive.name == "name"
-    return is_name and self._is_wanted(eqn.params["name"])
+    return name_of(eqn) == "name" and self._is_wanted(_given_name(eqn))
+
+
+def _given_name(eqn: core.JaxprEqn) -> str:
+  """The name that ``checkpoint_name`` has given to a value."""
+  params: Any = getattr(hi_primitive(eqn), "params", eqn.params)
+  return params["name"]
 
 
 def _call(eqn: core.JaxprEqn, body: Opened) -> _Made:
