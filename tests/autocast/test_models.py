@@ -2,12 +2,7 @@
 
 import functools
 
-from helpers import (
-  float32_models,
-  load_example,
-  product_flops,
-  quick_alone,
-)
+from helpers import float32_models, load_example, product_flops, quick_alone
 import jax
 import jax.numpy as jnp
 import numpy as np

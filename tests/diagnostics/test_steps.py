@@ -5,7 +5,7 @@ import re
 from unittest import mock
 
 from flax import nnx
-from helpers import quick_alone, whole_steps
+from helpers import hijax, quick_alone, whole_steps
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
 from jax import lax
@@ -318,6 +318,13 @@ def test_a_key_may_hold_what_parts_a_mark():
   params = {"a|b": PARAMS["first"]}
   report = compare(step, params, tx.init(params), BATCH)
   assert list(report.errors) == ["['a|b']"]
+
+
+def test_marks_are_found_where_a_name_is_a_primitive_of_hijax():
+  with hijax.flags_on("jax_remat3"):
+    step, args = whole_steps.in_a_scan_of_one(LARGE)
+    hit = find_overflow(step, *args)
+  assert hit.primitive == overflow_of_the_gradient().primitive
 
 
 def test_nothing_eager_is_marked():

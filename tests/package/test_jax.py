@@ -261,12 +261,10 @@ def test_every_primitive_in_a_table_exists():
 
 def test_the_classes_of_hijax_are_known():
   kinds = {kind for kind, _ in FLAGS.values()}
-  assert set(_hijax.BEHAVES_LIKE) == kinds
-  # A scan is taken as a whole.
-  assert set(_hijax.BEHAVES_LIKE.values()) <= {
-    *_rules_of_autocast._MAKE,
-    "scan",
-  }
+  assert set(_hijax.BEHAVES_LIKE) == {*kinds, "CheckpointName"}
+  # A scan is taken as a whole, and a name holds nothing.
+  known = {*_rules_of_autocast._MAKE, "name", "scan"}
+  assert set(_hijax.BEHAVES_LIKE.values()) <= known
 
 
 def test_scopes_are_objects_that_stay_with_an_equation():
