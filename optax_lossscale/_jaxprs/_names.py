@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optax_lossscale._jaxprs._lines import Line
 
@@ -29,6 +29,7 @@ class Names(NamedTuple):
       "/".join(whole[:n]): None
       for whole in wholes
       for n in range(len(whole), 0, -1)
+      if any(whole[:n])  # A key may be empty.
     }
 
   def all(self) -> Iterator[str]:
@@ -66,7 +67,8 @@ def telling_names(
   """For each place, the shortest name that tells it from all others.
 
   It is the path of its weights, or else its scopes, and a line, if they do not
-  tell. A name is that of a product, with its derivatives.
+  tell: the nearest one that leads to no other. Where there is none, it is the
+  nearest of all. A name is that of a product, with its derivatives.
 
   Args:
     places: for each place, its names, and whether it is in a backward pass.
@@ -84,44 +86,41 @@ def telling_names(
       for head in names.heads():
         its_own.setdefault(head, []).append(names)
     products = its_own | products
-  best = [names.best() for names, _ in places]
-  told = [[x for x in names if _is_one(products.get(x, []))] for names in best]
-  heads = [[*some, *names][0] for some, names in zip(told, best, strict=True)]
-  lines = [names.lines for names, _ in places]
-  sources = _telling_lines(list(zip(heads, lines, strict=True)))
-  return [
-    (head if some else place_name(head, source), source)
-    for head, some, source in zip(heads, told, sources, strict=True)
-  ]
+  known = dict.fromkeys(names for names, _ in places)
+  led_to: dict[Line, list[Names]] = {}
+  for names in known:
+    for line in names.lines:
+      led_to.setdefault(line, []).append(names)
+  heads = {names: names.heads() for names in known}
+
+  def selected(head: str, line: Line) -> list[Names]:
+    return [x for x in led_to[line] if not head or head in heads[x]]
+
+  def told(names: Names) -> tuple[str, str]:
+    best = names.best()
+    telling = [x for x in best if _is_one(products.get(x, []))]
+    pairs = list(itertools.product([*telling, *best], names.lines))
+    own = (
+      (head, str(line))
+      for head, line in pairs
+      if all(_are_one(names, other) for other in selected(head, line))
+    )
+    nearest = str([*names.lines, ""][0])
+    head, source = next(own, ([*telling, *best][0], nearest))
+    return telling[0] if telling else place_name(head, source), source
+
+  by_names = {names: told(names) for names in known}
+  return [by_names[names] for names, _ in places]
 
 
 def _is_one(products: list[Names]) -> bool:
   """Whether these are one product."""
-  return bool(products) and all(
-    other[:3] == products[0][:3] and _may_be(other.lines, products[0].lines)
-    for other in products
-  )
+  return bool(products) and all(_are_one(products[0], x) for x in products)
 
 
-def _telling_lines(
-  places: Sequence[tuple[str, tuple[Line, ...]]],
-) -> list[str]:
-  """For each place, the line that tells it from others in the same scope.
-
-  It is the nearest one that leads to no place with other lines; the nearest of
-  all, if there is no such.
-  """
-  led_to: dict[Any, set[tuple[Line, ...]]] = {}
-  for scope, lines in places:
-    for line in lines:
-      led_to.setdefault((scope, line), set()).add(lines)
-  told = []
-  for scope, lines in places:
-    others = [led_to[scope, line] for line in lines]
-    are_same = [all(_may_be(lines, x) for x in many) for many in others]
-    own = itertools.compress(lines, are_same)
-    told.append(str([*own, *lines, ""][0]))
-  return told
+def _are_one(one: Names, other: Names) -> bool:
+  """Whether two names are those of one product, as far as they tell."""
+  return one[:3] == other[:3] and _may_be(one.lines, other.lines)
 
 
 def _may_be(some: tuple[Line, ...], other: tuple[Line, ...]) -> bool:
