@@ -1,19 +1,21 @@
 """Walks through a jaxpr and those inside of it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 import dataclasses
 import functools
 
 from jax.extend import core
 
-from optax_lossscale._jaxprs._equations import ClosedJaxpr
+from optax_lossscale._jaxprs._equations import ClosedJaxpr, needed_equations
 from optax_lossscale._jaxprs._higher_order import higher_order_of
+from optax_lossscale._jaxprs._lines import name_of
 from optax_lossscale._jaxprs._places import Place
 from optax_lossscale._jaxprs._weights import Weights
 
 # The jaxprs of an equation that are walked into.
 Inside = Callable[[core.JaxprEqn], Iterable[ClosedJaxpr]]
-Equations = Callable[[core.Jaxpr], Iterable[core.JaxprEqn]]
+# What these return is not what one run of a jaxpr returns.
+_LOOPS = {"scan", "while"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,7 +58,8 @@ def walk(
   closed: ClosedJaxpr,
   inside: Inside,
   *,
-  equations: Equations = lambda jaxpr: jaxpr.eqns,
+  only_needed: bool = False,
+  used: list[bool] | None = None,
   weights: Weights | None = None,
   start: Place | None = None,
   around: Step | None = None,
@@ -66,20 +69,30 @@ def walk(
   Args:
     closed: the jaxpr.
     inside: the jaxprs of an equation that are walked into.
-    equations: the equations of a jaxpr that matter.
+    only_needed: whether to leave out what leads to no output.
+    used: which of its outputs are used, if so; all, if not given.
     weights: what gives an equation the names of its weights, if they are known.
     start: where the walk begins.
     around: the step into the jaxpr, if it does not begin there.
   """
-  for eqn in equations(closed.jaxpr):
+  eqns: Iterable[tuple[core.JaxprEqn, Container[core.Var]]] = (
+    needed_equations(closed.jaxpr, used)
+    if only_needed
+    else ((eqn, ()) for eqn in closed.jaxpr.eqns)
+  )
+  for eqn, unread in eqns:
+    its_used = [var not in unread for var in eqn.outvars]
     named = weights.named(eqn) if weights else eqn
     step = Step(named, closed.jaxpr, around, start or Place())
     yield step
     for inner in inside(eqn):
+      hands_back = len(inner.jaxpr.outvars) == len(eqn.outvars)
+      hands_back = hands_back and name_of(eqn) not in _LOOPS
       yield from walk(
         inner,
         inside,
-        equations=equations,
+        only_needed=only_needed,
+        used=its_used if hands_back else None,
         weights=weights and weights.inside(eqn, inner),
         start=start,
         around=step,

@@ -55,11 +55,10 @@ def named_products(fun, *args, only_needed=False):
   Only those whose results are read, if that is asked for: JAX leaves others
   beside them, which XLA drops.
   """
-  needed = lambda jaxpr: [eqn for eqn, _ in _jaxprs.needed_equations(jaxpr)]
   steps = _jaxprs.walk(
     jax.make_jaxpr(fun)(*args),
     _jaxprs.held_jaxprs,
-    equations=needed if only_needed else lambda jaxpr: jaxpr.eqns,
+    only_needed=only_needed,
   )
   found = []
   for step in steps:

@@ -48,7 +48,7 @@ class Rows:
     self.higher_order_of = functools.cache(_jaxprs.higher_order_of)
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}
-    for step in _jaxprs.walk(closed, self._inside, equations=_needed):
+    for step in _jaxprs.walk(closed, self._inside, only_needed=True):
       around = step.around.place if step.around else _jaxprs.Place()
       if is_product(step.eqn, around):
         self._numbers.setdefault(_row(step.eqn, step.place), len(self._numbers))
@@ -61,9 +61,9 @@ class Rows:
     self.sources = [source for _, source in told]
     self.dtypes = {row.dtype for row in self.all}
 
-  def number(self, eqn: core.JaxprEqn, place: _jaxprs.Place) -> int:
-    """The number of the row of a product that stands at this place."""
-    return self._numbers[_row(eqn, place)]
+  def number(self, eqn: core.JaxprEqn, place: _jaxprs.Place) -> int | None:
+    """The row of a product at this place; None if nothing reads its result."""
+    return self._numbers.get(_row(eqn, place))
 
   def by_name(self) -> list[list[int]]:
     """The numbers of the rows of each place."""
@@ -90,7 +90,3 @@ def is_marked(eqn: core.JaxprEqn, around: _jaxprs.Place) -> bool:
 def _row(eqn: core.JaxprEqn, place: _jaxprs.Place) -> Row:
   name = _jaxprs.name_of(eqn)
   return Row(name, place.names, place.backward, place.mark)
-
-
-def _needed(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
-  return [eqn for eqn, _ in _jaxprs.needed_equations(jaxpr)]
