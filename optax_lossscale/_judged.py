@@ -1,9 +1,10 @@
-"""Marks what `update` judges, so that reports find it wherever it is.
+"""Marks what a step is judged by, so that reports find it wherever it is.
 
 A mark is an identity that has a name: a jaxpr shows it, and XLA drops it. What
 is not traced is not marked.
 """
 
+from collections.abc import Iterable
 import itertools
 from typing import Any, Literal, NamedTuple
 
@@ -12,9 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale import _grads
 
-# The gradients that an optimizer is given, the updates that it makes, if these
-# are tested, too, and whether they are applied.
-Kind = Literal["grads", "updates", "applied"]
+# The loss scale, where it multiplies a loss or divides gradients; the gradients
+# that were divided; the gradients that an optimizer is given, true ones or such
+# of a scaled loss; the updates that it makes, if these are tested, too; and
+# whether they are applied.
+Kind = Literal[
+  "scale", "unscaled", "grads", "scaled_grads", "updates", "applied"
+]
 
 _PREFIX = "optax_lossscale|"
 
@@ -45,9 +50,21 @@ def marked_tree(kind: Kind, tree: Any) -> Any:
   return jax.tree_util.tree_map_with_path(mark, tree)
 
 
-def marked_flag(applied: jax.Array) -> jax.Array:
-  """The same flag, marked as what says whether a step is applied."""
-  return _marked(Mark("applied", 0, ""), applied)
+def marked_list(kind: Kind, grads: Iterable[Any]) -> list[Any]:
+  """The same gradients, each of them marked."""
+  return [_marked(Mark(kind, i, ""), grad) for i, grad in enumerate(grads)]
+
+
+def marked(kind: Kind, value: jax.Array) -> jax.Array:
+  """The same value, marked."""
+  return _marked(Mark(kind, 0, ""), value)
+
+
+def marked_scale(scale: jax.Array, beside: Iterable[Any]) -> jax.Array:
+  """The same scale, marked if what it is used for is traced."""
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in beside):
+    scale = checkpoint_name(scale, f"{_PREFIX}scale|0|")
+  return scale
 
 
 def mark_of(name: str) -> Mark | None:

@@ -14,6 +14,7 @@ from optax_lossscale import (
   _arrays,
   _checks,
   _grads,
+  _judged,
   _loss,
   _state,
   _warnings,
@@ -243,6 +244,8 @@ def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _scale(loss: Any, scale: jax.Array) -> Any:
+  scale = _judged.marked_scale(scale, jax.tree.leaves(loss))
+
   def scale_leaf(leaf: Any) -> Any:
     if not _arrays.is_inexact(leaf):
       return leaf
@@ -255,9 +258,9 @@ def _scale(loss: Any, scale: jax.Array) -> Any:
 def _unscale(tree: Any, scale: jax.Array) -> Any:
   grads, put_back = _grads.split(tree)
   wide = [jnp.asarray(_arrays.widen(grad)) for grad in grads]
-  return put_back(
-    [_arrays.divided_by(grad, scale) for grad in _computed_once(wide)]
-  )
+  scale = _judged.marked_scale(scale, wide)
+  true = [_arrays.divided_by(grad, scale) for grad in _computed_once(wide)]
+  return put_back(_judged.marked_list("unscaled", true))
 
 
 def _computed_once(leaves: list[jax.Array]) -> list[jax.Array]:

@@ -147,7 +147,8 @@ def with_loss_scaling(
   ) -> tuple[Any, LossScalingState]:
     _check_state(state)
     scale_state, inner_state = state
-    grads, put_back = _grads.split(_judged.marked_tree("grads", updates))
+    kind: _judged.Kind = "scaled_grads" if grads_are_scaled else "grads"
+    grads, put_back = _grads.split(_judged.marked_tree(kind, updates))
     found = _measurement.measure(
       grads,
       _measurement.Evidence(grads_finite, grads_amax),
@@ -155,7 +156,7 @@ def with_loss_scaling(
       max_norm=max_norm,
       axis_name=axis_name,
     )
-    found = found._replace(finite=_judged.marked_flag(found.finite))
+    found = found._replace(finite=_judged.marked("applied", found.finite))
     grads = put_back([_measurement.true_or_zeros(x, found) for x in grads])
     finite = found.finite
     if check_updates:

@@ -55,19 +55,24 @@ from optax_lossscale._jaxprs._loops import (
   ShardMap,
   While,
 )
-from optax_lossscale._jaxprs._moves import moves, SPREAD
+from optax_lossscale._jaxprs._moves import (
+  moves,
+  rounds_to_own_precision,
+  SPREAD,
+)
 from optax_lossscale._jaxprs._names import (
   Names,
   place_name,
   telling_names,
 )
-from optax_lossscale._jaxprs._outputs import with_named_outputs
+from optax_lossscale._jaxprs._outputs import given_name, with_named_outputs
 from optax_lossscale._jaxprs._places import (
   has_scope,
   marked,
   Place,
   with_weights,
 )
+from optax_lossscale._jaxprs._powers import Power, powers_of
 from optax_lossscale._jaxprs._products import (
   accumulation_of,
   flops_of,

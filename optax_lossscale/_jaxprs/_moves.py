@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+import jax.numpy as jnp
 
 # These move one array, or leave it where it is, and so do their transposes, and
 # what `vmap` makes of both. So none of them ever becomes a sum of cotangents,
@@ -43,3 +44,13 @@ def moves(eqn: core.JaxprEqn) -> bool:
   axes: Any = eqn.params.get("axis_name")
   axes = axes if isinstance(axes, (tuple, list)) else (axes,)
   return set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def rounds_to_own_precision(eqn: core.JaxprEqn) -> bool:
+  """Whether an equation rounds an array to the precision that it has."""
+  kind: Any = eqn.invars[0].aval if eqn.invars else None
+  if eqn.primitive.name != "reduce_precision":
+    return False
+  info: Any = jnp.finfo(kind.dtype)
+  bits = eqn.params.get("exponent_bits"), eqn.params.get("mantissa_bits")
+  return bits == (info.nexp, info.nmant)

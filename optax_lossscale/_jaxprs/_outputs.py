@@ -3,7 +3,8 @@
 A name is one of ``jax.ad_checkpoint.checkpoint_name``. What calls, repeats or
 chooses a jaxpr with such values returns them as well: a ``scan`` stacks them, a
 branch without them returns zeros, a ``shard_map`` returns what each device has.
-All other equations stay the same objects, and keep their lines.
+Of an integer, which zero could be, a branch without it returns -1. All other
+equations stay the same objects, and keep their lines.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from optax_lossscale._jaxprs._equations import (
   AnyJaxpr,
   ClosedJaxpr,
   equations_of,
+  function,
   held_jaxprs,
   hi_primitive,
   with_fields,
@@ -36,7 +38,9 @@ from optax_lossscale._jaxprs._places import Place
 from optax_lossscale._jaxprs._varying import as_varying, varying_of
 from optax_lossscale._jaxprs._walk import Search
 
-IsWanted = Callable[[str], bool]
+# What is returned of a value with this name: what a function makes of it; None
+# if nothing is.
+Look = Callable[[str], Callable[[Any], Any] | None]
 
 # Other calls have a rule, which returns as much as the function.
 _PLAIN_CALLS = {"closed_call", "jit", "remat2"}
@@ -49,11 +53,13 @@ class Opened(NamedTuple):
     closed: the jaxpr. The values follow its other outputs.
     names: their names, in the order of the program.
     shut: where such values stand that cannot be returned, as in a ``while``.
+    chosen: where branches stand that hold them, and may not be taken.
   """
 
   closed: ClosedJaxpr
   names: list[str]
   shut: list[str]
+  chosen: list[str]
 
 
 class _Made(NamedTuple):
@@ -63,27 +69,29 @@ class _Made(NamedTuple):
   values: Sequence[Any] = ()
   names: Sequence[str] = ()
   shut: Sequence[str] = ()
+  chosen: Sequence[str] = ()
 
 
-def with_named_outputs(closed: ClosedJaxpr, is_wanted: IsWanted) -> Opened:
-  """Makes outputs of all values with a name that is wanted.
+def with_named_outputs(closed: ClosedJaxpr, look: Look) -> Opened:
+  """Makes outputs of all values with a name that is looked at.
 
   Args:
     closed: the jaxpr.
-    is_wanted: whether a name is.
+    look: what to return of a value with a name.
 
   Returns:
     An :class:`Opened`.
   """
-  return _Opener(is_wanted).opened(closed, Place())
+  return _Opener(look).opened(closed, Place())
 
 
 class _Opener:
-  """Knows which jaxprs hold values with a name that is wanted."""
+  """Knows which jaxprs hold values with a name that is looked at."""
 
-  def __init__(self, is_wanted: IsWanted) -> None:
-    self._is_wanted = is_wanted
-    self._named = Search(self._is_named, held_jaxprs)
+  def __init__(self, look: Look) -> None:
+    self._look = look
+    is_one = lambda eqn: self._look_at(eqn) is not None
+    self._named = Search(is_one, held_jaxprs)
 
   def opened(self, closed: ClosedJaxpr, place: Place) -> Opened:
     """The jaxpr, which stands at this place, with its values returned."""
@@ -97,15 +105,21 @@ class _Opener:
       # It names each result, and further ones have no names.
       debug_info=jaxpr.debug_info._replace(result_paths=None),
     )
-    names = [name for one in made for name in one.names]
-    return Opened(opened, names, [where for one in made for where in one.shut])
+    return Opened(
+      opened,
+      [name for one in made for name in one.names],
+      [where for one in made for where in one.shut],
+      [where for one in made for where in one.chosen],
+    )
 
   def _made(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: Place) -> _Made:
-    if self._is_named(eqn):
-      return _Made([eqn], eqn.outvars, [_given_name(eqn)])
+    look = self._look_at(eqn)
+    if look is not None:
+      return _looked_at(eqn, look)
     if not self._named.inside_of(eqn):
       return _Made([eqn])
     its_place = place.at(eqn, jaxpr)
+    where = place_name(name_of(eqn), its_place.name)
     inside = functools.partial(self.opened, place=its_place)
     match higher_order_of(eqn):
       case Call(body) if eqn.primitive.name in _PLAIN_CALLS:
@@ -113,6 +127,7 @@ class _Opener:
       case Cond(branches):
         bodies = list(map(inside, branches))
         made = _made_anew(eqn, _choosing(bodies), bodies)
+        made = made and made._replace(chosen=[where, *made.chosen])
       case Scan() as scan:
         bodies = [inside(scan.body)]
         made = _made_anew(eqn, _repeating(scan, bodies[0].closed), bodies)
@@ -121,17 +136,26 @@ class _Opener:
         made = _made_anew(eqn, _on_devices(mapped, bodies[0].closed), bodies)
       case _:
         made = None
-    where = place_name(name_of(eqn), its_place.name)
     return made or _Made([eqn], shut=[where])
 
-  def _is_named(self, eqn: core.JaxprEqn) -> bool:
-    return name_of(eqn) == "name" and self._is_wanted(_given_name(eqn))
+  def _look_at(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:
+    name = given_name(eqn)
+    return None if name is None else self._look(name)
 
 
-def _given_name(eqn: core.JaxprEqn) -> str:
-  """The name that ``checkpoint_name`` has given to a value."""
+def given_name(eqn: core.JaxprEqn) -> str | None:
+  """The name that ``checkpoint_name`` gives to a value; None of all else."""
+  if name_of(eqn) != "name":
+    return None
   params: Any = getattr(hi_primitive(eqn), "params", eqn.params)
   return params["name"]
+
+
+def _looked_at(eqn: core.JaxprEqn, look: Callable[[Any], Any]) -> _Made:
+  made = equations_of(lambda x: [*function(eqn)(x), look(x)], eqn)
+  # There is none if the look returns what it is given.
+  eqns, values = made or ([eqn], eqn.outvars)
+  return _Made(eqns, values, [str(given_name(eqn))])
 
 
 def _call(eqn: core.JaxprEqn, body: Opened) -> _Made:
@@ -149,7 +173,7 @@ def _call(eqn: core.JaxprEqn, body: Opened) -> _Made:
   )
   eqn = with_jaxprs(eqn, in_kind).replace(outvars=[*eqn.outvars, *values])
   eqn = eqn.replace(params={**eqn.params, **nothing})
-  return _Made([eqn], values, body.names, body.shut)
+  return _Made([eqn], values, body.names, body.shut, body.chosen)
 
 
 @functools.cache
@@ -180,8 +204,7 @@ def _choosing(bodies: list[Opened]) -> Callable[..., list[Any]]:
 
 def _nothing(kind: Any) -> jax.Array:
   """What stands for a value that was not computed."""
-  # A flag says that something is well: what was not computed does no harm.
-  fill = 1 if kind.dtype == jnp.bool_ else 0
+  fill = -1 if jnp.issubdtype(kind.dtype, jnp.integer) else 0
   axes = tuple(varying_of(kind))
   filled = jnp.full(kind.shape, fill, kind.dtype)
   return as_varying(filled, axes) if axes else filled
@@ -245,4 +268,5 @@ def _made_anew(
     values,
     [name for body in bodies for name in body.names],
     [where for body in bodies for where in body.shut],
+    [where for body in bodies for where in body.chosen],
   )

@@ -5,7 +5,7 @@ gradients that `update` is given. They are marked, and become outputs here, so
 that every report sees them.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 import contextlib
 import functools
 import inspect
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arrays, _jaxprs, _judged
+from optax_lossscale.diagnostics import _steps
 
 
 class Output(NamedTuple):
@@ -23,8 +24,9 @@ class Output(NamedTuple):
 
   Attributes:
     kind: a ``"result"``; an ``"argument"`` that was changed in place; or what
-      `update` judges: ``"grads"``, ``"updates"``, and whether a step is
-      ``"applied"``.
+      is marked: the ``"grads"`` that `update` is given, the ``"updates"``, and
+      whether a step is ``"applied"``, as 1, 0, or -1 if `update` did not run;
+      and of ``"unscaled"`` gradients a number that is finite if they are.
     name: how to name it, such as ``[1]['kernel']``.
     group: the number of the result that it is part of, or of the ``update``.
   """
@@ -43,6 +45,8 @@ class Traced(NamedTuple):
     names: how to name each of them, such as ``batch['image']``.
     outputs: what each output of the jaxpr is. All but ``"applied"`` are floats.
     shut: where gradients are that could not be made outputs, as in a ``while``.
+    chosen: where branches are that may not be taken, and hold gradients.
+    warnings: what is wrong with how the gradients are scaled, in sentences.
   """
 
   closed: _jaxprs.ClosedJaxpr
@@ -50,11 +54,18 @@ class Traced(NamedTuple):
   names: list[str]
   outputs: list[Output]
   shut: list[str]
+  chosen: list[str]
+  warnings: list[str]
 
   @property
   def grads(self) -> list[Output]:
     """The gradients that an optimizer is given."""
     return [output for output in self.outputs if output.kind == "grads"]
+
+  def of_kind(self, outs: Sequence[Any], kind: str) -> list[Any]:
+    """Those of its outputs that are of this kind."""
+    pairs = zip(outs, self.outputs, strict=True)
+    return [x for x, output in pairs if output.kind == kind]
 
   def only(self, kinds: Collection[str]) -> "Traced":
     """The same function without all other outputs."""
@@ -131,13 +142,16 @@ def trace(
   leaves, structure = jax.tree.flatten((args, kwargs))
   arguments = _named_arguments(fun, args, kwargs)
   names = [name for name, leaf in arguments if _is_input(leaf)]
-  inputs = [leaf for leaf in leaves if _is_input(leaf)]
+  inputs = [_input_of(leaf) for leaf in leaves if _is_input(leaf)]
   _check_inputs(caller, names, inputs, shapes)
   outputs: list[Output] = []
 
   def flat_fun(*traced: Any) -> list[Any]:
     arrays = iter(traced)
-    filled = [next(arrays) if _is_input(leaf) else leaf for leaf in leaves]
+    filled = [
+      _as_argument(leaf, next(arrays)) if _is_input(leaf) else leaf
+      for leaf in leaves
+    ]
     its_args, its_kwargs = jax.tree.unflatten(structure, filled)
     found = _floats_in(fun(*its_args, **its_kwargs))
     # Flax NNX changes models and optimizers in place.
@@ -148,14 +162,50 @@ def trace(
         for (name, _), old, new in zip(arguments, filled, after, strict=True)
         if new is not old and _is_float(new)
       ]
+      found += [
+        (Output("argument", name, 0), ref[...])
+        for (name, _), ref in zip(arguments, filled, strict=True)
+        if _is_ref(ref) and _is_float(ref)
+      ]
     outputs[:] = [output for output, _ in found]
     return [leaf for _, leaf in found]
 
-  closed = jax.make_jaxpr(flat_fun)(*inputs)
-  is_mark = lambda name: _judged.mark_of(name) is not None
-  opened = _jaxprs.with_named_outputs(closed, is_mark)
+  try:
+    closed = jax.make_jaxpr(flat_fun)(*inputs)
+  except ValueError as error:
+    # Of a jit with such options JAX makes no part of another program.
+    within = getattr(fun, "__wrapped__", None)
+    if within is None or "compiler_options" not in str(error):
+      raise
+    fun = within
+    closed = jax.make_jaxpr(flat_fun)(*inputs)
+  opened = _jaxprs.with_named_outputs(closed, _look_at)
+  _check_constants(opened.closed)
   outputs += _judged_outputs(opened.names)
-  return Traced(opened.closed, inputs, names, outputs, opened.shut)
+  return Traced(
+    opened.closed,
+    inputs,
+    names,
+    outputs,
+    opened.shut,
+    opened.chosen,
+    _steps.scaling_of(opened.closed, names),
+  )
+
+
+def _look_at(name: str) -> Callable[[Any], Any] | None:
+  """What is looked at of a value with a mark."""
+  mark = _judged.mark_of(name)
+  if mark is None or mark.kind == "scale":
+    return None
+  looks = {"applied": lambda x: x.astype(jnp.int8), "unscaled": _fault}
+  return looks.get(mark.kind, lambda x: x)
+
+
+def _fault(x: jax.Array) -> jax.Array:
+  """A number that is finite if an array is, however many are looked at."""
+  bad = jnp.where(jnp.isfinite(x), 0, jnp.abs(x))
+  return jnp.sum(bad).astype(jnp.float32)
 
 
 def _judged_outputs(names: list[str]) -> list[Output]:
@@ -164,6 +214,7 @@ def _judged_outputs(names: list[str]) -> list[Output]:
   last: dict[str, int] = {}
   outputs = []
   for kind, number, path in filter(None, map(_judged.mark_of, names)):
+    kind = kind.removeprefix("scaled_")
     if number <= last.get(kind, number):  # Another update begins.
       groups[kind] = groups.get(kind, -1) + 1
     last[kind] = number
@@ -218,14 +269,41 @@ def told(shut: list[str]) -> list[str]:
 
 
 def _is_input(leaf: Any) -> bool:
-  if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+  if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or _is_ref(leaf):
     return True
   # Integers of numpy may be sizes and indices that must be known.
   is_numpy = isinstance(leaf, (np.ndarray, np.generic))
   return is_numpy and _arrays.is_inexact(leaf)
 
 
+def _is_ref(x: Any) -> bool:
+  return hasattr(x, "dtype") and _jaxprs.is_ref(getattr(x, "aval", None))
+
+
+def _input_of(leaf: Any) -> Any:
+  """The array of an argument; of a Ref, what it holds now."""
+  return leaf[...] if _is_ref(leaf) else leaf
+
+
+def _as_argument(leaf: Any, array: Any) -> Any:
+  """What the function is given: of a Ref a copy, since it may be changed."""
+  return jax.new_ref(array) if _is_ref(leaf) else array
+
+
+def _check_constants(closed: _jaxprs.ClosedJaxpr) -> None:
+  if any(map(_is_ref, closed.consts)):
+    raise TypeError(
+      "fun must be given its Refs as arguments, got one that it closes over: to"
+      " run it would change that, and of an argument a copy is taken."
+    )
+
+
 def _check_callable(caller: str, fun: Any) -> None:
+  if isinstance(fun, jax.stages.Compiled):
+    raise TypeError(
+      "fun must be a function that can be traced, got one that is compiled:"
+      " hand over the jitted function, without .lower(...).compile()."
+    )
   if not callable(fun):
     raise TypeError(
       f"fun must be a function, got fun = {fun!r}. Write {caller}(fun, *args),"

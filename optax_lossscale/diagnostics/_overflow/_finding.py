@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _host, _jaxprs, _warnings
-from optax_lossscale.diagnostics import _tracing
+from optax_lossscale.diagnostics import _steps, _tracing
 from optax_lossscale.diagnostics._overflow import (
   _bits,
   _entering,
@@ -28,8 +28,11 @@ def find_overflow(
 
   Of a training step the gradients that are given to the ``update`` of
   :func:`~optax_lossscale.with_loss_scaling` count as results, too, whatever the
-  step returns: a step that is skipped is not finite. So does what the function
-  changes in its arguments, as Flax NNX does.
+  step returns: a step that is skipped is not finite. So do those that
+  :func:`~optax_lossscale.value_and_grad` returns, so that an overflow which the
+  step hides from ``update`` is named, and what the function changes in its
+  arguments, as Flax NNX does. What is given is left as it is: a ``Ref`` of JAX
+  is copied.
 
   Runs the function once as a whole, compiled as it would be in training, but
   for numbers that XLA would keep in more bits than their dtype has. If the
@@ -51,11 +54,13 @@ def find_overflow(
 
   Returns:
     None if all floats in the result are finite, of the whole program or of its
-    operations; with a warning, if a step is skipped all the same, or gradients
-    could not be looked at. Otherwise an :class:`Overflow`: the first operation,
-    in the order of the program, that had finite inputs and a result that was
-    not, and that reached the result. There may be more in its field ``others``.
-    An inf that is written in the program is named only if there is no other.
+    operations; with a warning, if a step is skipped all the same, ``update``
+    did not run, the gradients that it is given are not scaled as it expects, or
+    gradients could not be looked at. Otherwise an :class:`Overflow`: the first
+    operation, in the order of the program, that had finite inputs and a result
+    that was not, and that reached the result. There may be more in its field
+    ``others``. An inf that is written in the program is named only if there is
+    no other.
 
   Raises:
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
@@ -77,30 +82,35 @@ def find_overflow(
     True
   """
   with _tracing.traced_on_host("find_overflow", fun, args, kwargs) as traced:
-    found = _origins_of(traced)
+    found, outs = _origins_of(traced)
+  flags = traced.of_kind(outs, "applied")
+  told = [
+    *traced.warnings,
+    *_steps.running(flags, traced.of_kind(outs, "unscaled")),
+  ]
   if not found:
+    _warn_of(traced, flags, told)
     return None
-  return dataclasses.replace(found[0], others=tuple(found[1:]))
+  others = tuple(found[1:])
+  return dataclasses.replace(found[0], others=others, warnings=tuple(told))
 
 
-def _origins_of(traced: _tracing.Traced) -> list[_report.Overflow]:
-  """All origins of what is not finite; a warning if there are none to tell."""
+def _origins_of(
+  traced: _tracing.Traced,
+) -> tuple[list[_report.Overflow], list[Any]]:
+  """All origins of what is not finite, and what the program returns."""
   outs = _run_at_once(traced)
-  if outs is None or not all(map(_bits.is_finite, outs)):
-    origins = _marks.Origins()
-    stepper = _entering.EnteringStepper(origins, _runners.Runner())
-    inputs = [
-      stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
-      for x, name in zip(traced.inputs, traced.names, strict=True)
-    ]
-    used = outs and [not _bits.is_finite(out) for out in outs]
-    values = stepper.run(traced.closed, inputs, _jaxprs.Place(), used)
-    found = origins.named(values)
-    if found:
-      return found
-    outs = outs or [value.array for value in values]
-  _warn_if_not_all(traced, outs)
-  return []
+  if outs is not None and all(map(_bits.is_finite, outs)):
+    return [], outs
+  origins = _marks.Origins()
+  stepper = _entering.EnteringStepper(origins, _runners.Runner())
+  inputs = [
+    stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
+    for x, name in zip(traced.inputs, traced.names, strict=True)
+  ]
+  used = outs and [not _bits.is_finite(out) for out in outs]
+  values = stepper.run(traced.closed, inputs, _jaxprs.Place(), used)
+  return origins.named(values), outs or [value.array for value in values]
 
 
 def _run_at_once(traced: _tracing.Traced) -> list[Any] | None:
@@ -113,15 +123,16 @@ def _run_at_once(traced: _tracing.Traced) -> list[Any] | None:
   return run(*traced.inputs)
 
 
-def _warn_if_not_all(traced: _tracing.Traced, outs: list[Any]) -> None:
+def _warn_of(
+  traced: _tracing.Traced, flags: list[Any], told: list[str]
+) -> None:
   """Says why a program without an overflow may still be no good."""
-  for what in _tracing.told(traced.shut):
-    _warnings.warn(f"find_overflow found nothing. Not looked at: {what}.")
-  kinds = [output.kind for output in traced.outputs]
-  flags = [x for x, kind in zip(outs, kinds, strict=True) if kind == "applied"]
-  if not all(map(np.all, flags)):
-    _warnings.warn(
-      "find_overflow found nothing: a step is skipped, but the gradients that"
-      " update is given are finite. No operation overflows: grads_finite= says"
-      " so, or the gradients add up to more than float32 holds."
+  found = [f"Not looked at: {what}." for what in _tracing.told(traced.shut)]
+  if any(np.any(np.asarray(flag) == 0) for flag in flags):
+    found.append(
+      "A step is skipped, but the gradients that update is given are finite. No"
+      " operation overflows: grads_finite= says so, or the gradients add up to"
+      " more than float32 holds."
     )
+  for what in [*told, *found]:
+    _warnings.warn(f"find_overflow found nothing. {what}")

@@ -56,6 +56,9 @@ class Overflow:
     inputs: an :class:`Operand` for each of its inputs.
     others: further origins, in the order in which they were found. Theirs is
       empty.
+    warnings: what is wrong with the training step as a whole, in sentences:
+      ``update`` did not run, or does not see the overflow, or is given
+      gradients of another scale. Often empty.
   """
 
   primitive: str
@@ -69,6 +72,7 @@ class Overflow:
   backward: bool
   inputs: tuple[Operand, ...]
   others: tuple["Overflow", ...] = ()
+  warnings: tuple[str, ...] = ()
 
   def __str__(self) -> str:
     is_argument = self.primitive == "argument"
@@ -84,7 +88,7 @@ class Overflow:
       text += f":\n  inputs {', '.join(map(str, self.inputs))}"
     if self.others:
       text += f"\n  and from {len(self.others)} more: see others"
-    return text
+    return "\n".join([*self.warnings, text])
 
 
 def describe(

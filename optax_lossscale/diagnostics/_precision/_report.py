@@ -102,6 +102,8 @@ class PrecisionReport:
     at_risk: a :class:`Risk` for each line that does something in this dtype
       that may go wrong, in the order of the program.
     notes: what could not be known from shapes, or was not looked at.
+    warnings: what is wrong with the training step as a whole, in sentences: the
+      gradients that ``update`` is given are not scaled as it expects.
   """
 
   dtype: str
@@ -111,10 +113,12 @@ class PrecisionReport:
   wider: tuple[WideProduct, ...]
   at_risk: tuple[Risk, ...]
   notes: tuple[str, ...]
+  warnings: tuple[str, ...] = ()
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
-    fields = vars(self) | {"notes": list(self.notes)}
+    lists = {"notes": list(self.notes), "warnings": list(self.warnings)}
+    fields = vars(self) | lists
     for name in ("flops", "wider", "at_risk"):
       fields[name] = [row._asdict() for row in fields[name]]
     return fields
@@ -142,7 +146,10 @@ class PrecisionReport:
       _tables.where(row) | {"times": str(row.times), "reason": row.reason}
       for row in self.at_risk
     ]
-    parts = [f"Not known: {note}" for note in self.notes]
+    parts = [
+      *self.warnings,
+      *(f"Not known: {note}" for note in self.notes),
+    ]
     if not flops:
       parts.append("No matrix products and no convolutions.")
     for title, rows, left in (
@@ -209,8 +216,10 @@ def precision_report(
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
   steps = _walk.steps_of(traced.closed)
   notes = _tracing.told(traced.shut)
+  notes += [f"whether update runs, in {where}" for where in traced.chosen]
   notes += [f"{step.note}, {step.place.source}" for step in steps if step.note]
-  return _reported(steps, as_dtype, notes)
+  report = _reported(steps, as_dtype, notes)
+  return dataclasses.replace(report, warnings=tuple(traced.warnings))
 
 
 def _reported(
@@ -232,9 +241,11 @@ def _reported(
 
 def _is_wider(operands: str, dtype: np.dtype) -> bool:
   kind = jnp.dtype(operands)
-  if not jnp.issubdtype(kind, jnp.inexact):
-    return False
-  return jnp.finfo(kind).bits > jnp.finfo(dtype).bits
+  if jnp.issubdtype(kind, jnp.inexact):
+    bits = jnp.finfo(kind).bits
+  else:  # Booleans have a byte.
+    bits = 8 * kind.itemsize
+  return bits > jnp.finfo(dtype).bits
 
 
 def _flops_row(product: _flops.Product) -> Flops:
@@ -246,10 +257,11 @@ def _wide_rows(
 ) -> Iterator[WideProduct]:
   places = [p.step.place for p in products]
   told = _jaxprs.telling_names([(x.names, x.backward) for x in places])
-  for p, place, (name, _) in zip(products, places, told, strict=True):
+  for p, place, (name, source) in zip(products, places, told, strict=True):
     if _is_wider(p.operands, dtype):
       # Without weights, it is for the line that it is told.
-      where = _whereabouts(place, name if place.weights else place.name)
+      with_line = _jaxprs.place_name(place.names.best()[0], source)
+      where = _whereabouts(place, name if place.weights else with_line)
       kind = p.primitive, p.operands, p.accumulation
       numbers = p.flops, 0.0, p.step.body.times
       yield WideProduct._make((*kind, *numbers, *where))

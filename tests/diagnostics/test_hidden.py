@@ -1,0 +1,348 @@
+"""What stands between a gradient and `update` is told, and how it is scaled."""
+
+import functools
+import warnings
+
+from helpers import whole_steps
+from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+
+compare = functools.partial(diagnostics.compare_precision, progress=False)
+gradient_of = whole_steps._gradient_of
+
+
+def step_of(
+  policy,
+  between=lambda grads: grads,
+  differentiate=gradient_of,
+  around=lambda tx: tx,
+  **kwargs,
+):
+  """A step in which something stands between its gradients and `update`."""
+  tx = around(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
+
+  def changed(params, state, batch):
+    return between(differentiate(params, state, batch))
+
+  step = functools.partial(whole_steps.step_with, tx, differentiate=changed)
+  return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
+
+
+def on_each(change):
+  return lambda grads: jax.tree.map(change, grads)
+
+
+def guarded(policy, taken):
+  """A step with a branch of its own around the update."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
+
+  def step(params, state, batch):
+    grads = gradient_of(params, state, batch)
+    update = lambda: tx.update(grads, state, params)
+    nothing = lambda: (jax.tree.map(jnp.zeros_like, grads), state)
+    is_taken = taken(grads) if callable(taken) else taken
+    updates, new_state = lax.cond(is_taken, update, nothing)
+    return optax.apply_updates(params, updates), new_state
+
+  return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
+
+
+def of_micro_batches(policy):
+  """The second of two overflows, and is left out."""
+  last = 1e6 if policy is LARGE else 1.0
+  batches = jnp.stack([BATCH, last * BATCH])
+  weak = ols.FixedLossScale(1.0)
+
+  def differentiate(params, state, _):
+    def add(total, batch):
+      grads = gradient_of(params, state, batch)
+      return jax.tree.map(jnp.add, total, on_each(jnp.nan_to_num)(grads)), None
+
+    return lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
+
+  return step_of(weak, differentiate=differentiate)
+
+
+def every_other_step(policy):
+  return guarded(policy, lambda grads: BATCH[0, 0] > jnp.inf)
+
+
+HIDE = {
+  "nan_to_num": lambda p: step_of(p, on_each(jnp.nan_to_num)),
+  "where": lambda p: step_of(
+    p, on_each(lambda g: jnp.where(jnp.isfinite(g), g, 0))
+  ),
+  "zero_nans, clip": lambda p: step_of(
+    p,
+    around=lambda tx: optax.chain(optax.zero_nans(), optax.clip(1.0), tx),
+  ),
+  "micro-batches": of_micro_batches,
+}
+GUARD = {
+  "apply_if_finite": lambda p: step_of(
+    p, around=lambda tx: optax.apply_if_finite(tx, 5)
+  ),
+  "cond": lambda p: guarded(p, ols.all_finite),
+}
+HIDDEN = "Something between hides an overflow from update: the gradients"
+NOT_RUN = "update did not run in this step."
+
+
+@pytest.mark.parametrize("name", HIDE)
+def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
+  step, args = HIDE[name](LARGE)
+  hit = diagnostics.find_overflow(step, *args)
+  assert hit.source and hit.warnings[0].startswith(HIDDEN)
+  assert str(hit).startswith(HIDDEN)
+  if name != "micro-batches":  # Its forward pass overflows, in float32, too.
+    assert compare(step, *args).warnings[0].startswith(HIDDEN)
+  step, args = HIDE[name](SMALL)
+  assert diagnostics.find_overflow(step, *args) is None  # without a warning
+  assert compare(step, *args).warnings == ()
+
+
+@pytest.mark.parametrize("name", GUARD)
+def test_an_overflow_that_keeps_update_from_running_is_named_and_told(name):
+  step, args = GUARD[name](LARGE)
+  hit = diagnostics.find_overflow(step, *args)
+  assert hit.backward and hit.warnings == (NOT_RUN,)
+  report = compare(step, *args)
+  assert report.excess and report.warnings == (NOT_RUN,)
+  step, args = GUARD[name](SMALL)
+  assert diagnostics.find_overflow(step, *args) is None  # without a warning
+  assert compare(step, *args).warnings == ()
+  (note,) = diagnostics.precision_report(step, *args).notes
+  assert note.startswith("whether update runs, in cond at ")
+
+
+def test_an_update_that_does_not_run_is_told():
+  step, args = every_other_step(SMALL)
+  with pytest.warns(UserWarning, match=f"nothing. {NOT_RUN[:-1]}"):
+    assert diagnostics.find_overflow(step, *args) is None
+  assert compare(step, *args).warnings == (NOT_RUN,)
+  step, args = every_other_step(LARGE)
+  assert diagnostics.find_overflow(step, *args).warnings == (NOT_RUN,)
+
+
+def test_in_an_epoch_it_is_told_how_often_update_did_not_run():
+  tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
+
+  def epoch(params, state):
+    def step(carry, i):
+      grads = gradient_of(params, carry, BATCH)
+      update = lambda: tx.update(grads, carry, params)[1]
+      return lax.cond(i % 3 == 0, update, lambda: carry), None
+
+    return lax.scan(step, state, jnp.arange(4))[0]
+
+  with pytest.warns(UserWarning, match="did not run 2 times of 4 in this step"):
+    diagnostics.find_overflow(jax.jit(epoch), PARAMS, tx.init(PARAMS))
+
+
+def test_of_two_optimizers_each_sees_its_own_overflow():
+  """A skipped step beside one that was applied hides nothing."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
+  large = ols.with_loss_scaling(optax.sgd(0.1), LARGE)
+
+  def both(params, one, other):
+    for its_tx, state in (tx, one), (large, other):
+      grads = gradient_of(params, state, BATCH)
+      params = optax.apply_updates(params, its_tx.update(grads, state)[0])
+    return params
+
+  args = PARAMS, tx.init(PARAMS), large.init(PARAMS)
+  hit = diagnostics.find_overflow(jax.jit(both), *args)
+  assert hit.backward and hit.warnings == ()
+
+
+def bare_gradient_of(params, state, batch):
+  return jax.grad(CAST)(params, batch)
+
+
+def scaled_gradient_of(params, state, batch):
+  return whole_steps._scaled_gradient_of(params, state, batch)
+
+
+def twice(params, state, batch):
+  return ols.unscale_grads(gradient_of(params, state, batch), state)
+
+
+def by_a_factor_of_ones_own(params, state, batch):
+  scale = ols.get_loss_scale_state(state).loss_scale
+  grads = jax.grad(lambda params: scale * CAST(params, batch))(params)
+  return ols.unscale_grads(grads, state)
+
+
+def penalized(params, state, batch):
+  """A gradient of a gradient, each of a scaled loss."""
+
+  def loss(params):
+    grads = gradient_of(params, state, batch)
+    return CAST(params, batch) + 1e-3 * optax.tree.norm(grads)
+
+  return ols.grad(loss, state)(params)
+
+
+def clipped(params, state, batch):
+  grads = gradient_of(params, state, batch)
+  norm = optax.tree.norm(grads)
+  return jax.tree.map(lambda g: g / jnp.maximum(norm, 1), grads)
+
+
+def jitted_bare(params, state, batch):
+  return jax.jit(jax.grad(CAST))(params, batch)
+
+
+def accumulated_bare(params, state, batch):
+  add = lambda total, x: (
+    jax.tree.map(jnp.add, total, jax.grad(CAST)(params, x)),
+    None,
+  )
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  return lax.scan(add, zeros, jnp.stack([batch] * 2))[0]
+
+
+RIGHT = gradient_of, by_a_factor_of_ones_own, penalized, clipped
+WRONG = [
+  (bare_gradient_of, False, "come from no scaled loss"),
+  (bare_gradient_of, True, "come from no scaled loss"),
+  (jitted_bare, False, "come from no scaled loss"),
+  (accumulated_bare, False, "come from no scaled loss"),
+  (gradient_of, True, "were unscaled twice"),
+  (twice, False, "were unscaled twice"),
+  (scaled_gradient_of, False, "were never unscaled"),
+]
+
+
+@pytest.mark.parametrize(("differentiate", "are_scaled", "told"), WRONG)
+def test_a_step_that_is_scaled_in_a_wrong_way_is_told(
+  differentiate, are_scaled, told
+):
+  step, args = step_of(
+    SMALL, differentiate=differentiate, grads_are_scaled=are_scaled
+  )
+  told = f"The gradients that update is given {told}"
+  report = diagnostics.precision_report(step, *args)
+  assert str(report).startswith(told)
+  assert report.as_dict()["warnings"][0].startswith(told)
+  assert str(compare(step, *args)).startswith(told)
+  with pytest.warns(UserWarning, match=f"found nothing. {told}"):
+    diagnostics.find_overflow(step, *args)
+
+
+@pytest.mark.parametrize("differentiate", RIGHT)
+def test_of_a_step_that_is_scaled_well_nothing_is_told(differentiate):
+  step, args = step_of(SMALL, differentiate=differentiate)
+  assert diagnostics.precision_report(step, *args).warnings == ()
+
+
+@pytest.mark.parametrize("make", whole_steps.ALL, ids=lambda f: f.__name__)
+@pytest.mark.filterwarnings("ignore:The loss scale is inside of optax.Multi")
+def test_of_steps_of_every_shape_nothing_is_told_of_their_scale(make):
+  step, args = make(SMALL)
+  assert diagnostics.precision_report(step, *args).warnings == ()
+
+
+def test_of_gradients_that_are_arguments_nothing_is_known():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  step = lambda grads, state: tx.update(grads, state)
+  args = PARAMS, tx.init(PARAMS)
+  assert diagnostics.precision_report(step, *args).warnings == ()
+
+
+def test_of_a_power_that_cannot_be_told_nothing_is_said():
+  """The exponential of the scale, and a sum of two powers."""
+
+  def strange(params, state, batch):
+    grads = scaled_gradient_of(params, state, batch)
+    return jax.tree.map(lambda g: jnp.expm1(g) + g + 1, grads)
+
+  step, args = step_of(SMALL, differentiate=strange)
+  assert diagnostics.precision_report(step, *args).warnings == ()
+
+
+def test_a_while_is_followed():
+  def differentiate(params, state, batch):
+    grads = jax.grad(CAST)(params, batch)
+    double = lambda i, grads: jax.tree.map(lambda g: 2 * g, grads)
+    return lax.fori_loop(0, jnp.int32(batch[0, 0] > -9e9), double, grads)
+
+  step, args = step_of(SMALL, differentiate=differentiate)
+  (told,) = diagnostics.precision_report(step, *args).warnings
+  assert "no scaled loss" in told
+
+
+def test_a_ref_among_the_arguments_is_left_as_it_is():
+  if not hasattr(jax, "new_ref"):
+    return  # There are none before.
+  refs = jax.tree.map(jax.new_ref, PARAMS)
+  tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
+
+  @jax.jit
+  def step(refs, state, batch):
+    params = jax.tree.map(lambda ref: ref[...], refs)
+    grads = gradient_of(params, state, batch)
+    updates, state = tx.update(grads, state, params)
+    for ref, update in zip(
+      jax.tree.leaves(refs), jax.tree.leaves(updates), strict=True
+    ):
+      ref[...] += update
+    return state
+
+  args = refs, tx.init(PARAMS), BATCH
+  assert diagnostics.find_overflow(step, *args) is None
+  expected = compare(*whole_steps.gradient(SMALL)[:1], PARAMS, BATCH)
+  report = compare(step, *args)
+  assert report.error == pytest.approx(expected.error, rel=0.05)
+  assert diagnostics.precision_report(step, *args).share == 1
+  for name, ref in refs.items():
+    np.testing.assert_array_equal(ref[...], PARAMS[name])
+  for report in diagnostics.find_overflow, compare:
+    with pytest.raises(TypeError, match="must be given its Refs as arguments"):
+      report(lambda state, batch: step(refs, state, batch), *args[1:])
+
+
+def test_a_step_with_options_of_the_compiler_is_taken():
+  plain, args = step_of(SMALL)
+  options = {"xla_cpu_enable_fast_math": False}
+  step = jax.jit(plain.__wrapped__, compiler_options=options)
+  assert diagnostics.find_overflow(step, *args) is None
+  assert compare(step, *args).error == compare(plain, *args).error
+  assert diagnostics.precision_report(step, *args).share == 1
+
+
+def test_a_compiled_step_is_refused_with_what_to_hand_over():
+  step, args = step_of(SMALL)
+  compiled = step.lower(*args).compile()
+  for report in (
+    diagnostics.find_overflow,
+    compare,
+    diagnostics.precision_report,
+  ):
+    with pytest.raises(TypeError, match="hand over the jitted function, with"):
+      report(compiled, *args)
+
+
+def test_a_mistake_of_the_step_is_shown_as_it_is():
+  def step(x):
+    raise ValueError("a mistake")
+
+  for report in diagnostics.find_overflow, diagnostics.precision_report:
+    with pytest.raises(ValueError, match="a mistake"):
+      report(jax.jit(step), 1.0)
+
+
+def test_nothing_is_told_where_nothing_is_wrong():
+  step, args = step_of(SMALL)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert diagnostics.find_overflow(step, *args) is None
+  assert compare(step, *args).warnings == ()
