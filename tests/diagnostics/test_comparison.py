@@ -311,16 +311,22 @@ def test_a_place_that_stands_out_is_named():
   assert by_halves.products[0].effect == report.products[0].effect
 
 
+def measure_nothing(rows):
+  return np.zeros(1)
+
+
 def by_halves(total, bad):
   """The effects of many places, of which one may be bad; and how many runs."""
   calls = []
 
   def measure(rows):
     calls.append(rows)
-    return max(math.sqrt(len(rows)), bad if 700 in rows else 0)
+    effect = max(math.sqrt(len(rows)), bad if 700 in rows else 0)
+    return np.array([effect, effect])
 
-  found = _effects.worst(measure, [[i] for i in range(1024)], total)
-  return found, len(calls)
+  every = [[i] for i in range(1024)]
+  found = _effects.worst(measure, every, np.full(2, total), 1e-3)
+  return {i: effects[1] for i, effects in found.items()}, len(calls)
 
 
 def test_the_worst_effects_of_many_are_found_by_halves():
@@ -330,7 +336,7 @@ def test_the_worst_effects_of_many_are_found_by_halves():
     found, runs = by_halves(total=bad, bad=bad)
     assert [i for i, effect in found.items() if effect == bad] == [700]
     assert runs == 20
-  assert _effects.worst(lambda rows: 0.0, [], 0.0) == {}
+  assert _effects.worst(measure_nothing, [], np.zeros(1), 1e-3) == {}
 
 
 def test_results_are_named_and_the_one_that_is_furthest_off_counts():
@@ -561,8 +567,8 @@ def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
   diagnostics.compare_precision(trained, W, X)
   out, err = capsys.readouterr()
   assert out == quick.out == ""
-  assert err.startswith("\rcompare_precision: run 1 of 5, ")
-  assert "run 5 of 5" in err and err.endswith(" s\n")
+  assert err.startswith("\rcompare_precision: run 1 of 6, ")
+  assert "run 6 of 6" in err and err.endswith(" s\n")
 
 
 def test_other_effects_are_refused():

@@ -1,7 +1,9 @@
-"""The error of the results if one product alone runs in half precision."""
+"""The errors of what is compared if one product alone is in half precision."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 import math
+
+import numpy as np
 
 # Of the squares of all errors, what is below this share is not looked into.
 _SHARE = 0.3
@@ -11,36 +13,45 @@ _SHARE = 0.3
 # an error of 0.016, at which the cosine is 0.9999. Layers in front of batch
 # normalization may be far above it, but are about as bad as their neighbours.
 _TIMES_EPS = 16.0
+# Of a single array, it is as many times the spacing. Those of models that learn
+# well are off by up to two thirds of that.
+FAR_OFF = 64.0
 _TIMES_OTHERS = 4.0
 # What many places share is no fault of one. There may always be one.
 _FEW = 1 / 2
 
-# The error if these rows run in half precision.
-Measure = Callable[[list[int]], float]
+# The errors if these rows run in half precision: of all together, and then of
+# each array.
+Measure = Callable[[list[int]], np.ndarray]
 
 
 def worst(
-  measure: Measure, places: Sequence[list[int]], total: float
-) -> dict[int, float]:
+  measure: Measure, places: Sequence[list[int]], total: np.ndarray, eps: float
+) -> dict[int, np.ndarray]:
   """The largest effects, by halves: in far fewer runs than there are rows.
 
   Errors that have nothing to do with each other add up in squares. So a half of
   the places that makes less than a share of the whole is not looked into.
 
   Args:
-    measure: the error if these rows run in half precision.
+    measure: the errors if these rows run in half precision.
     places: the rows of each place.
-    total: the error if all of them do.
+    total: the errors if all of them do.
+    eps: the spacing of numbers at 1 in half precision.
 
   Returns:
-    For each row, its effect; of what was not looked into its equal share.
+    For each row, its effects; of what was not looked into its equal share.
   """
-  effects: dict[int, float] = {}
+  # No place can stand out for another array.
+  looked_at = total > FAR_OFF * eps
+  looked_at[0] = True
+  effects: dict[int, np.ndarray] = {}
   parts = [(places, total)]
   while parts:
     part, effect = parts.pop()
     rows = [row for rows in part for row in rows]
-    matters = effect > math.sqrt(_SHARE) * total or not math.isfinite(effect)
+    is_large = (effect > math.sqrt(_SHARE) * total) | ~np.isfinite(effect)
+    matters = bool((is_large & looked_at).any())
     if len(rows) == 1 or not matters:
       effects.update((row, effect / math.sqrt(len(rows))) for row in rows)
     elif len(part) <= 1:
@@ -53,27 +64,45 @@ def worst(
 
 
 def standing_out(
-  effects: Iterable[tuple[str, float]], eps: float
+  names: Sequence[str], effects: np.ndarray, eps: float
 ) -> tuple[str, ...]:
-  """The few places that do far more harm than all others together.
+  """The few places that do far more harm to an array than all others together.
+
+  Each array is judged by itself: an optimizer such as Adam takes each relative
+  to itself, so that a small gradient moves its parameters as far as any other.
 
   Args:
-    effects: the name of a place and the effect, for each product, of which
-      there is one at least.
+    names: the name of the place of each product, of which there is one at
+      least.
+    effects: the effect of each on all arrays together, and on each by itself;
+      float64[products, 1 + arrays].
     eps: the spacing of numbers at 1 in half precision.
 
   Returns:
     Their names, the worst first; of equal ones, the one that came first. What
-    makes results that are not finite is always among them.
+    makes an array that is not finite is always among them.
   """
-  of_places: dict[str, float] = {}
-  for name, effect in effects:
-    of_places[name] = math.hypot(of_places.get(name, 0.0), effect)
-  names = sorted(of_places, key=lambda name: of_places[name], reverse=True)
-  sizes = [of_places[name] for name in names]
-  count = sum(not math.isfinite(size) for size in sizes)
+  places = list(dict.fromkeys(names))
+  sizes = np.zeros((len(places), effects.shape[1]))
+  for name, effect in zip(names, effects, strict=True):
+    i = places.index(name)
+    sizes[i] = np.hypot(sizes[i], effect)
+  worst: dict[str, float] = {}
+  for column, its_sizes in enumerate(sizes.T):
+    least = (FAR_OFF if column else _TIMES_EPS) * eps
+    for i in _far_above_the_others(its_sizes, least):
+      worst[places[i]] = max(worst.get(places[i], 0.0), its_sizes[i])
+  found = sorted(worst, key=places.index)
+  found.sort(key=lambda name: worst[name], reverse=True)
+  return tuple(filter(None, found))
+
+
+def _far_above_the_others(sizes: np.ndarray, least: float) -> np.ndarray:
+  """Which few are larger than the least, and far larger than all others."""
+  order = np.argsort(-sizes, kind="stable")
+  count = int(np.sum(~np.isfinite(sizes)))
   for i in range(count, max(1, math.floor(_FEW * len(sizes)))):
-    others = math.hypot(*sizes[i + 1 :])
-    if sizes[i] > max(_TIMES_EPS * eps, _TIMES_OTHERS * others):
+    others = math.hypot(*sizes[order[i + 1 :]])
+    if sizes[order[i]] > max(least, _TIMES_OTHERS * others):
       count = i + 1
-  return tuple(filter(None, names[:count]))
+  return order[:count]

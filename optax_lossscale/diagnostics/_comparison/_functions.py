@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import itertools
 import math
 from typing import Any, Literal
 
@@ -19,6 +20,12 @@ from optax_lossscale.diagnostics._comparison import (
   _runs,
 )
 
+# An array is lost below what half precision holds if more than this share of
+# what its worst product reads or returns is.
+_MOSTLY = 0.5
+# That of a product of zeros has no bound.
+_MOST_BINADES = 126
+
 
 @_host.may_transfer
 def compare_precision(
@@ -34,6 +41,11 @@ def compare_precision(
   inside. It is run with all that ``autocast`` casts in float32, as it is, and
   once for each place that has such products, with these alone in half
   precision. All runs share one compiled program.
+
+  Each array is judged by itself, as optimizers such as Adam do, which take a
+  gradient relative to its own size. What is zero but for rounding is left out:
+  one more run in float32, in which each number that a product reads is off by
+  2**-20 of itself, tells it, since it changes by far more.
 
   Of a training step, the gradients that are given to the ``update`` of
   :func:`~optax_lossscale.with_loss_scaling` are compared, and nothing else:
@@ -96,36 +108,80 @@ def _compared(
   bar: _progress.Progress,
 ) -> _report.PrecisionComparison:
   notes = [f"Not looked at: {x}." for x in _tracing.told(traced.shut)]
-  traced = traced.only({"grads"} if traced.grads else {"result"})
+  judged = {"grads", "applied", "unscaled"}
+  traced = traced.only(judged if traced.grads else {"result"})
   rows = _rows.Rows(traced.closed)
   _check(fun, traced, rows)
   notes += [f"Runs as it is written: {name}." for name in rows.not_entered]
   runs = _runs.Runs(traced, rows, bar)
+  eps = max(float(jnp.finfo(dtype).eps) for dtype in rows.dtypes)
   places = rows.by_name()
   if effects == "all":
-    found = {i: runs.effect([i]) for place in places for i in place}
+    found = {i: runs.harm([i]) for place in places for i in place}
   else:
-    found = _effects.worst(runs.effect, places, runs.half.error)
+    total = np.array([runs.half.error, *runs.blamed(runs.half)])
+    found = _effects.worst(runs.harm, places, total, eps)
   bar.end()
-  products = [_product(i, effect, rows, runs) for i, effect in found.items()]
+  products = [_product(i, its[0], rows, runs) for i, its in found.items()]
   # Of equal effects, what overflows furthest comes first.
   products.sort(key=lambda row: (row.effect, -row.headroom), reverse=True)
+  names = runs.names
   report = _report.PrecisionComparison(
     dtype=" and ".join(sorted(map(str, rows.dtypes))),
     compared="gradients" if traced.grads else "results",
     is_zero=runs.is_zero,
-    **runs.half._asdict(),
+    error=runs.half.error,
+    cosine=runs.half.cosine,
+    is_finite=runs.half.is_finite,
     standing_out=(),
+    errors=dict(zip(names, runs.half.of_arrays.tolist(), strict=True)),
     products=tuple(products),
     notes=tuple(dict.fromkeys(notes)),
+    warnings=(*traced.warnings, *runs.told),
+    rounding=tuple(itertools.compress(names, runs.is_rounding)),
   )
   # Among infinities every place would be guilty.
   if not report.is_finite or report.excess:
     return report
-  eps = max(float(jnp.finfo(dtype).eps) for dtype in rows.dtypes)
-  of_products = [(row.name, row.effect) for row in products]
-  standing_out = _effects.standing_out(of_products, eps)
-  return dataclasses.replace(report, standing_out=standing_out)
+  far_off = _far_off(names, runs, eps)
+  worst = names.index(far_off[0].name) if far_off else None
+  harm = np.array([found[row.position] for row in products])
+  return dataclasses.replace(
+    report,
+    standing_out=_effects.standing_out([r.name for r in products], harm, eps),
+    far_off=tuple(far_off),
+    shortfall=0 if worst is None else _shortfall(products, harm[:, 1 + worst]),
+  )
+
+
+def _far_off(
+  names: list[str], runs: _runs.Runs, eps: float
+) -> list[_report.FarOff]:
+  """The arrays that are far off, the worst first."""
+  columns = names, runs.half.of_arrays.tolist(), runs.half.shares.tolist()
+  arrays = map(_report.FarOff._make, zip(*columns, strict=True))
+  are_judged = ~(runs.is_rounding & runs.half.are_finite)
+  found = [
+    array
+    for array in itertools.compress(arrays, are_judged)
+    if array.error > _effects.FAR_OFF * eps
+  ]
+  return sorted(found, key=lambda array: array.error, reverse=True)
+
+
+def _shortfall(
+  products: list[_report.ProductPrecision], effects: np.ndarray
+) -> int:
+  """How many binades a larger scale may have, if that is what an array lacks.
+
+  Args:
+    products: all products.
+    effects: the effect of each on the array; float64[products].
+  """
+  worst = products[int(np.argmax(effects))]
+  is_lost = worst.backward and worst.lost + worst.subnormal > _MOSTLY
+  room = min(row.headroom for row in products if row.backward or not is_lost)
+  return max(math.floor(min(room, _MOST_BINADES)), 0) if is_lost else 0
 
 
 def _check(

@@ -3,10 +3,10 @@
 The program is what `autocast` made of a function, whatever transformed it
 later. It is traced once more, operation by operation, and all that is in half
 precision there is kept in float32: operands, results, and what stands between
-them. A product then rounds its operands and its result, or does not, by a flag
-that is given when the program runs. So one compiled program serves all runs. A
-loop, a branch and a ``shard_map`` are made anew, and carry along what is noted
-of the products inside.
+them. A product then rounds its operands and its result, or does not, as is said
+when the program runs. So one compiled program serves all runs. A loop, a branch
+and a ``shard_map`` are made anew, and carry along what is noted of the products
+inside.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,13 @@ from optax_lossscale.diagnostics._comparison import _rows, _statistics
 _SILENT = re.compile("callback|print")
 _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 
+# How a product may run: as in float32, in half precision, or as in float32 with
+# numbers that are a little off.
+EXACT, HALF, OFF = range(3)
+# What is a little off has another fourth last bit, and so another size, by
+# 2**-20 of itself at most.
+_FOURTH_LAST_BIT = 8
+
 # For each row what was noted of it.
 Notes = list[_statistics.Statistics]
 # What equations return, and what was noted after them.
@@ -39,12 +46,12 @@ class Program(NamedTuple):
 
   Attributes:
     rows: the products.
-    in_half: for each row, whether it runs in half precision; bool[rows].
+    ways: how each row runs: ``EXACT``, ``HALF`` or ``OFF``; int32[rows].
     place: where the walk through it has come to.
   """
 
   rows: _rows.Rows
-  in_half: Any
+  ways: Any
   place: _jaxprs.Place = _jaxprs.Place()
 
   def run(
@@ -85,6 +92,8 @@ class Program(NamedTuple):
   ) -> Done:
     if _rows.is_product(eqn, self.place):
       row = self.rows.number(eqn, self.place.at(eqn, jaxpr))
+      if row is None:
+        return _jaxprs.function(_jaxprs.in_float32(eqn))(*inputs), notes
       return self._product(eqn, row, inputs, notes)
     has_half = any(self._is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
     call = None
@@ -108,7 +117,8 @@ class Program(NamedTuple):
     def rounded(*arrays: Any) -> Any:
       # A branch keeps XLA from fusing it, again and again, into all that reads.
       rounding = lambda xs: [_rounded(x, dtype) for x in xs]
-      return lax.cond(self.in_half[row], rounding, list, arrays)
+      moving = lambda xs: list(map(_a_little_off, xs))
+      return lax.switch(self.ways[row], [list, rounding, moving], arrays)
 
     product = _jaxprs.function(_jaxprs.in_float32(eqn))
     (out,) = rounded(*product(*rounded(*inputs[:2]), *inputs[2:]))
@@ -123,6 +133,8 @@ class Program(NamedTuple):
     What `autocast` made is so for the sake of a product, which rounds. All else
     was in half precision before, and computes as it is written.
     """
+    if _jaxprs.rounds_to_own_precision(eqn):
+      return inputs  # JAX writes it in front of what a checkpoint saves.
     if _rows.is_marked(eqn, self.place):
       is_cast = eqn.primitive.name == "convert_element_type"
       return inputs if is_cast else _jaxprs.function(eqn)(*inputs)
@@ -193,11 +205,11 @@ class Program(NamedTuple):
     # A set has another order in each process, and all must run one program.
     axes = tuple(sorted(mapped.manual_axes, key=str))
 
-    def body(in_half: Any, *args: Any) -> Any:
+    def body(ways: Any, *args: Any) -> Any:
       # What is noted differs among the devices, and so its type must say.
       differs = lambda x: x + 0 * lax.axis_index(axes).astype(jnp.float32)
       empty = jax.tree.map(differs, [_statistics.empty() for _ in notes])
-      program = self._replace(in_half=in_half)
+      program = self._replace(ways=ways)
       outs, noted = program.run(mapped.body, args, empty)
       return outs, [_statistics.of_all_devices(n, axes) for n in noted]
 
@@ -205,7 +217,7 @@ class Program(NamedTuple):
     in_specs = (everywhere, *mapped.in_specs)
     out_specs = (list(mapped.out_specs), everywhere)
     on_devices = mapped.with_body(body, in_specs, out_specs)
-    outs, noted = on_devices(self.in_half, *inputs)
+    outs, noted = on_devices(self.ways, *inputs)
     return outs, list(map(_statistics.together, notes, noted))
 
 
@@ -219,3 +231,10 @@ def _rounded(x: Any, dtype: np.dtype) -> Any:
   # What is subnormal is flushed to zero there.
   subnormal = lax.round(x * (1 / step), _TO_EVEN) * step
   return jnp.where(jnp.abs(x) < normal, subnormal, rounded)
+
+
+def _a_little_off(x: Any) -> Any:
+  """The array with other last bits: the same ones wherever it is read."""
+  bits = lax.bitcast_convert_type(x, jnp.uint32) ^ _FOURTH_LAST_BIT
+  moved = lax.bitcast_convert_type(bits, jnp.float32)
+  return jnp.where((x == 0) | ~jnp.isfinite(x), x, moved)

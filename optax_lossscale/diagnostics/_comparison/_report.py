@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from optax_lossscale.diagnostics import _tables
 
 _MOST_ROWS = 20
+_MOST_ARRAYS = 3
 
 
 class ProductPrecision(NamedTuple):
@@ -47,6 +48,20 @@ class ProductPrecision(NamedTuple):
   position: int
 
 
+class FarOff(NamedTuple):
+  """An array that is far off in half precision, and not in float32.
+
+  Attributes:
+    name: the way to it.
+    error: its relative error; inf if it is not finite, or is zero in float32.
+    share: its share of the norm of all arrays.
+  """
+
+  name: str
+  error: float
+  share: float
+
+
 @dataclasses.dataclass(frozen=True)
 class PrecisionComparison:
   """What :func:`compare_precision` returns. It prints as a table.
@@ -63,13 +78,24 @@ class PrecisionComparison:
     cosine: the smallest cosine between those of both runs.
     is_finite: whether all of it is finite in float32. If not, nothing is named:
       find_overflow tells the operation.
-    standing_out: the names of places that do far more harm than all others
-      together, the worst first; none, if there are no such.
+    standing_out: the names of places that do far more harm to an array than all
+      others together, the worst first; none, if there are no such.
     errors: the relative error of each array that is compared, by the way to it:
       that of the gradients of a second ``update`` begins with ``[1]``.
     products: a :class:`ProductPrecision` for each place, the one with the
       largest effect first.
     notes: what the figures do not tell, in sentences.
+    warnings: what is wrong with the training step as a whole, in sentences:
+      ``update`` did not run, or does not see an overflow, or is given gradients
+      of another scale.
+    rounding: the names of arrays that are nothing but rounding in float32, too,
+      such as the gradient of a bias in front of a normalization. Nobody is to
+      blame for their errors.
+    far_off: a :class:`FarOff` for each of the others whose error is above 64
+      times the spacing of numbers at 1 (in float16, 0.06), the largest first.
+    shortfall: how many binades the loss scale can be raised by, if the array
+      that is furthest off is lost in the backward pass below what half
+      precision holds; 0 if that is not it.
   """
 
   dtype: str
@@ -82,6 +108,10 @@ class PrecisionComparison:
   errors: dict[str, float]
   products: tuple[ProductPrecision, ...]
   notes: tuple[str, ...]
+  warnings: tuple[str, ...] = ()
+  rounding: tuple[str, ...] = ()
+  far_off: tuple[FarOff, ...] = ()
+  shortfall: int = 0
 
   @property
   def overflowing(self) -> tuple[str, ...]:
@@ -124,11 +154,16 @@ class PrecisionComparison:
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
-    products = [row._asdict() for row in self.products]
-    return vars(self) | {"products": products, "notes": list(self.notes)}
+    rows = {
+      name: [row._asdict() for row in getattr(self, name)]
+      for name in ("far_off", "products")
+    }
+    lists = {"notes": list(self.notes), "warnings": list(self.warnings)}
+    return vars(self) | rows | lists
 
   def __str__(self) -> str:
-    return "\n".join([*self.notes, *self._summary(), self._table()])
+    head = [*self.warnings, *self.notes, *self._summary()]
+    return "\n".join([*head, self._table()])
 
   def _summary(self) -> list[str]:
     is_step = self.compared == "gradients"
@@ -164,13 +199,31 @@ class PrecisionComparison:
         f"Places that overflow: {len(self.overflowing)}, see overflowing. The"
         f" first along the program: keep_float32={first.name!r}."
       )
+    lines += self._arrays()
     match list(self.standing_out):
       case []:
-        lines.append("No place stands out.")
+        alone = " alone" if self.far_off else ""
+        lines.append(f"No place{alone} stands out.")
       case [name]:
         lines.append(f"Stands out: keep_float32={name!r}.")
       case names:
         lines.append(f"{len(names)} places stand out: keep_float32={names}.")
+    return lines
+
+  def _arrays(self) -> list[str]:
+    """What is told of the arrays that are far off."""
+    told = [
+      f"{name} (error {error:.2g}, {share:.2g} of the norm)"
+      for name, error, share in self.far_off[:_MOST_ARRAYS]
+    ]
+    more = len(self.far_off) - len(told)
+    told += [f"and {more} more"] if more else []
+    lines = [f"Furthest off: {', '.join(told)}."] if told else []
+    if self.shortfall:
+      lines.append(
+        "It is lost in the backward pass: a larger loss scale helps, by up to"
+        f" 2**{self.shortfall}."
+      )
     return lines
 
   def _table(self) -> str:

@@ -10,13 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale.diagnostics import _tracing
+from optax_lossscale.diagnostics import _steps, _tracing
 from optax_lossscale.diagnostics._comparison import (
   _program,
   _progress,
   _rows,
   _statistics,
 )
+
+# What changes by more than this, if the operands of products are off by 2**-20
+# of themselves, is rounding in float32, too.
+_ROUNDING = 0.05
 
 
 class Errors(NamedTuple):
@@ -28,13 +32,18 @@ class Errors(NamedTuple):
     cosine: the smallest cosine between those of both.
     is_finite: whether there are outputs in float32 to compare with: no NaN, and
       no array that holds nothing but infs.
-    errors: the relative error of each array, by its name.
+    of_arrays: the relative error of each array; float64[arrays].
+    are_finite: whether each differs by a finite number; bool[arrays].
+    shares: the share of each in the norm in float32 of the result, or of the
+      gradients, that it is part of; float64[arrays].
   """
 
   error: float
   cosine: float
   is_finite: bool
-  errors: dict[str, float]
+  of_arrays: np.ndarray
+  are_finite: np.ndarray
+  shares: np.ndarray
 
 
 class Runs:
@@ -44,6 +53,10 @@ class Runs:
     notes: what was noted of each row in float32.
     half: the errors if all rows run in half precision.
     is_zero: whether all outputs are zero in float32.
+    is_rounding: which arrays are zero but for rounding in float32, too;
+      bool[arrays].
+    names: the names of the arrays that are compared.
+    told: what is to be told of the step that was run, in sentences.
   """
 
   def __init__(
@@ -57,41 +70,79 @@ class Runs:
     self._progress = progress
 
     @jax.jit
-    def run(inputs: list[Any], in_half: Any) -> Any:
+    def run(inputs: list[Any], ways: Any) -> Any:
       empty = [_statistics.empty() for _ in rows.all]
-      return _program.Program(rows, in_half).run(traced.closed, inputs, empty)
+      return _program.Program(rows, ways).run(traced.closed, inputs, empty)
 
     self._run = run
-    self._reference, self.notes = self._call([])
-    self.half = self._errors(self._call(list(range(self._count)))[0])
+    every = list(range(self._count))
+    outputs = traced.outputs
+    self._compared = [
+      i for i, out in enumerate(outputs) if out.kind in ("grads", "result")
+    ]
+    self.names = [outputs[i].name for i in self._compared]
+    reference, self.notes = self._call([])
+    in_half = self._call(every)[0]
+    self.told = self._told(reference, in_half)
+    self._reference = [reference[i] for i in self._compared]
+    self.half = self._errors(in_half)
     self.is_zero = not any(jnp.any(x) for x in self._reference)
+    off = self._errors(self._call(every, _program.OFF)[0])
+    self.is_rounding = off.of_arrays > _ROUNDING
 
-  def effect(self, in_half: list[int]) -> float:
-    """The error of the outputs if these rows alone run in half precision."""
-    return self._errors(self._call(in_half)[0]).error
+  def harm(self, in_half: list[int]) -> np.ndarray:
+    """The errors if these rows alone run in half precision.
 
-  def _call(self, in_half: list[int]) -> Any:
-    flags = np.isin(np.arange(self._count), in_half)
-    out = jax.block_until_ready(self._run(self._traced.inputs, flags))
-    self._progress.step(self._count + 2)
+    Returns:
+      That of all together, and what :meth:`blamed` says of each array;
+      float64[1 + arrays].
+    """
+    errors = self._errors(self._call(in_half)[0])
+    return np.array([errors.error, *self.blamed(errors)])
+
+  def blamed(self, errors: Errors) -> np.ndarray:
+    """The errors of the arrays for which a product is to blame.
+
+    What is zero in float32, maybe but for rounding, has no error that says
+    anything, as long as it stays finite. Its error here is 0.
+    """
+    says_nothing = errors.are_finite & (self.is_rounding | (errors.shares == 0))
+    return np.where(says_nothing, 0.0, errors.of_arrays)
+
+  def _told(self, reference: list[Any], in_half: list[Any]) -> list[str]:
+    """What is told of the step: did ``update`` run, and see all of them."""
+    sentences: list[str] = []
+    for outs in reference, in_half:
+      flags = self._traced.of_kind(outs, "applied")
+      faults = self._traced.of_kind(outs, "unscaled")
+      sentences += _steps.running(flags, faults)
+    return list(dict.fromkeys(sentences))
+
+  def _call(self, rows: list[int], way: int = _program.HALF) -> Any:
+    ways = np.zeros(self._count, np.int32)
+    ways[rows] = way
+    out = jax.block_until_ready(self._run(self._traced.inputs, ways))
+    self._progress.step(self._count + 3)
     return out
 
   def _errors(self, outs: list[Any]) -> Errors:
+    outs = [outs[i] for i in self._compared]
     # Float64, since squares of float32 may be out of range.
     sums = np.array(_sums(self._reference, outs), np.float64)
     # The arrays of a result follow each other.
-    groups = [output.group for output in self._traced.outputs]
-    _, starts = np.unique(groups, return_index=True)
-    with np.errstate(invalid="ignore", over="ignore"):
+    groups = [self._traced.outputs[i].group for i in self._compared]
+    _, starts, sizes = np.unique(groups, return_index=True, return_counts=True)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
       squares = sums[:, :4] * sums[:, 4:5] ** 2
       of_results = np.add.reduceat(squares, starts)
-    each = map(_relative, squares)
-    names = [output.name for output in self._traced.outputs]
+      shares = squares[:, 1] / np.repeat(of_results[:, 1], sizes)
     return Errors(
       error=max(map(_relative, of_results)),
       cosine=float(np.min(list(map(_cosine, of_results)))),  # NaN if one is.
       is_finite=bool(sums[:, 5].all()),
-      errors=dict(zip(names, each, strict=True)),
+      of_arrays=np.array(list(map(_relative, squares))),
+      are_finite=np.isfinite(squares[:, 0]),
+      shares=np.sqrt(np.nan_to_num(shares)),
     )
 
 

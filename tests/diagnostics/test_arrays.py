@@ -1,0 +1,202 @@
+"""`compare_precision` judges each array by itself, and no rounding."""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+
+KEYS = jax.random.split(jax.random.key(0), 8)
+X = jax.random.normal(KEYS[0], (64, 16))
+Y = jax.random.normal(KEYS[1], (64, 4))
+ONE = ols.FixedLossScale(1.0).init()
+
+
+def normal(i, *shape):
+  return jax.random.normal(KEYS[i], shape) / shape[0] ** 0.5
+
+
+def compare(loss, params, state=ONE, **kwargs):
+  fun = ols.grad(ols.autocast(loss), state)
+  return diagnostics.compare_precision(fun, params, progress=False, **kwargs)
+
+
+PARAMS = {"big": normal(2, 16, 32), "small": normal(3, 16, 32)}
+PARAMS |= {"out": normal(4, 32, 4)}
+
+
+def flushed(p):
+  hidden = jnp.tanh(X @ p["big"]) + 1e-7 * jnp.tanh(X @ p["small"])
+  return jnp.mean((hidden @ p["out"] - Y) ** 2)
+
+
+def cancelled(p):
+  """Half precision loses most of a gradient behind a factor of 1e-5."""
+  far = 300 + jnp.tanh(X @ p["small"])
+  hidden = jnp.tanh(X @ p["big"]) + 1e-5 * jnp.tanh(
+    far @ p["lost"] - 300 * jnp.sum(p["lost"], 0)
+  )
+  return jnp.mean((hidden @ p["out"] - Y) ** 2)
+
+
+def as_arrays(names):
+  return {f"['{name}']" for name in names}
+
+
+@pytest.mark.parametrize("effects", ["all", "worst"])
+def test_a_small_gradient_that_is_lost_stands_out(effects):
+  report = compare(flushed, PARAMS, effects=effects)
+  assert report.error < 1e-3 and report.standing_out == ("small",)
+  (far,) = report.far_off
+  assert far.name == "['small']" and far.error > 0.5 and far.share < 1e-5
+  assert far.error == report.errors[far.name]
+  assert report.shortfall > 8
+  text = str(report)
+  assert "Furthest off: ['small'] (error " in text
+  assert "a larger loss scale helps, by up to 2**" in text
+  scale = ols.FixedLossScale(2.0**report.shortfall).init()
+  cured = compare(flushed, PARAMS, scale)
+  assert cured.far_off == cured.standing_out == () and cured.shortfall == 0
+  assert cured.as_dict()["far_off"] == []
+
+
+@pytest.mark.parametrize("effects", ["all", "worst"])
+def test_a_small_gradient_that_cancels_stands_out(effects):
+  params = PARAMS | {"lost": normal(5, 32, 32)}
+  scale = ols.FixedLossScale(2.0**15).init()
+  report = compare(cancelled, params, scale, effects=effects)
+  assert report.error < 1e-3 and report.standing_out[0] == "lost"
+  assert {x.name for x in report.far_off} <= as_arrays(["lost", "small"])
+  assert report.far_off and report.shortfall == 0
+  assert "Stands out: keep_float32='lost'." in str(report)
+
+
+def attention(p):
+  x = X.reshape(8, 8, 16)
+  q, k, v = x @ p["q"], x @ p["k"] + p["bias"], x @ p["v"]
+  weights = jax.nn.softmax(q @ k.swapaxes(1, 2) / 4)
+  return jnp.mean(((weights @ v).reshape(64, 16) @ p["out"] - Y) ** 2)
+
+
+def normed(p):
+  h = X @ p["w"] + p["bias"]
+  h = (h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5)
+  return jnp.mean((jnp.tanh(h) @ p["out"] - Y) ** 2)
+
+
+@pytest.mark.parametrize("effects", ["all", "worst"])
+@pytest.mark.parametrize("loss", [attention, normed])
+def test_what_is_zero_but_for_rounding_is_left_in_peace(loss, effects):
+  params = {name: normal(i, 16, 16) for i, name in enumerate("qkvw")}
+  params |= {"bias": normal(5, 16), "out": normal(6, 16, 4)}
+  used = {"attention": "qkv", "normed": "w"}[loss.__name__]
+  params = {k: x for k, x in params.items() if k in (*used, "bias", "out")}
+  report = compare(loss, params, ols.FixedLossScale(2.0**6).init())
+  assert report.rounding == ("['bias']",)
+  assert report.errors["['bias']"] > 0.5
+  assert report.far_off == report.standing_out == ()
+  assert "bias" not in str(report).split("No place stands out.")[0]
+
+
+def test_an_array_that_is_far_off_without_a_place_is_told():
+  """Each of many layers adds a little."""
+
+  def deep(p):
+    x = X
+    for w in p["layers"]:
+      x = jnp.sin(3 * x @ w)
+    return jnp.mean((x @ p["out"]) ** 2)
+
+  layers = [normal(i, 16, 16) for i in range(8)]
+  report = compare(deep, {"layers": layers, "out": normal(6, 16, 4)})
+  assert len(report.far_off) > 3
+  text = str(dataclasses.replace(report, standing_out=()))
+  assert f"and {len(report.far_off) - 3} more." in text
+  assert "No place alone stands out." in text
+
+
+def test_a_gradient_that_is_zero_in_float32_names_nobody():
+  """It is rounded to something else in half precision."""
+  nearly_one = (1 + 2.0**-12) * jnp.eye(4)
+
+  def loss(p):
+    noise = p["x"] @ nearly_one - p["x"] * (1 + 2.0**-12)
+    return jnp.sum(p["w"] * noise) + jnp.sum(jnp.sin(p["x"] @ nearly_one))
+
+  report = compare(loss, {"w": jnp.ones((4, 4)), "x": jnp.ones((4, 4))})
+  assert report.standing_out == ()
+
+
+def of_policy(policy):
+  block = jax.checkpoint(lambda x, w: jnp.cos(x @ w), policy=policy)
+  return lambda w: jnp.mean(block(block(X, w), w))
+
+
+POLICIES = {
+  "plain": None,
+  "dots_saveable": jax.checkpoint_policies.dots_saveable,
+  "save_only_these_names": (
+    jax.checkpoint_policies.save_only_these_names("hidden")
+  ),
+  "save_anything_except": (
+    jax.checkpoint_policies.save_anything_except_these_names("other")
+  ),
+  "both": jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_saveable,
+    jax.checkpoint_policies.save_only_these_names("hidden"),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_error_with_a_checkpoint_policy_is_that_of_the_gradient(name):
+  """What JAX rounds of its own is no rounding of the user's."""
+  w = 20 * normal(2, 16, 16)
+  loss = of_policy(POLICIES[name])
+  half = jax.jit(jax.grad(ols.autocast(loss)))(w)
+  with jax.default_matmul_precision("highest"):
+    exact = jax.jit(jax.grad(loss))(w)
+  real = np.linalg.norm(half - exact) / np.linalg.norm(exact)
+  fun = jax.grad(ols.autocast(loss))
+  report = diagnostics.compare_precision(fun, w, progress=False)
+  assert real > 0.01
+  assert report.error == pytest.approx(real, rel=0.05)
+
+
+def test_what_the_user_rounds_stays_rounded():
+  coarse = functools.partial(
+    lax.reduce_precision, exponent_bits=5, mantissa_bits=2
+  )
+
+  def fun(w):
+    half = coarse((X @ w).astype(jnp.float16))
+    return half.astype(jnp.float32) @ w
+
+  w = normal(2, 16, 16)
+  report = diagnostics.compare_precision(ols.autocast(fun), w, progress=False)
+  # Rounded to two bits in both: else they would be far apart.
+  assert report.error < 0.05
+
+
+def test_a_product_that_nothing_reads_has_no_row():
+  both = jax.jit(lambda x, w: (x @ w, jnp.sin(x) @ w))
+  fun = ols.autocast(lambda w: jnp.sum(both(X, w)[0]))
+  w = normal(2, 16, 16)
+  report = diagnostics.compare_precision(fun, w, progress=False)
+  assert len(report.products) == 1
+  assert diagnostics.precision_report(fun, w).total_flops == 2 * 64 * 16 * 16
+
+
+def test_integers_count_by_their_bits():
+  def fun(w):
+    return (w @ w).astype(jnp.float32)
+
+  for dtype, share in (jnp.int32, 0), (jnp.int8, 1), (jnp.float16, 1):
+    report = diagnostics.precision_report(fun, jnp.ones((4, 4), dtype))
+    assert report.share == share
