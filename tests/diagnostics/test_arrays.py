@@ -58,7 +58,7 @@ def test_a_small_gradient_that_is_lost_stands_out(effects):
   assert far.error == report.errors[far.name]
   assert report.shortfall > 8
   text = str(report)
-  assert "Furthest off: ['small'] (error " in text
+  assert "Furthest off:\n  ['small']: error " in text
   assert "a larger loss scale helps, by up to 2**" in text
   scale = ols.FixedLossScale(2.0**report.shortfall).init()
   cured = compare(flushed, PARAMS, scale)
@@ -117,7 +117,7 @@ def test_an_array_that_is_far_off_without_a_place_is_told():
   report = compare(deep, {"layers": layers, "out": normal(6, 16, 4)})
   assert len(report.far_off) > 3
   text = str(dataclasses.replace(report, standing_out=()))
-  assert f"and {len(report.far_off) - 3} more." in text
+  assert f"and {len(report.far_off) - 3} more\n" in text
   assert "No place alone stands out." in text
 
 

@@ -213,16 +213,16 @@ class PrecisionComparison:
   def _arrays(self) -> list[str]:
     """What is told of the arrays that are far off."""
     told = [
-      f"{name} (error {error:.2g}, {share:.2g} of the norm)"
+      f"  {name}: error {error:.2g}, {share:.2g} of the norm"
       for name, error, share in self.far_off[:_MOST_ARRAYS]
     ]
     more = len(self.far_off) - len(told)
-    told += [f"and {more} more"] if more else []
-    lines = [f"Furthest off: {', '.join(told)}."] if told else []
+    told += [f"  and {more} more"] if more else []
+    lines = ["Furthest off:", *told] if told else []
     if self.shortfall:
       lines.append(
-        "It is lost in the backward pass: a larger loss scale helps, by up to"
-        f" 2**{self.shortfall}."
+        "The first is lost in the backward pass: a larger loss scale helps, by"
+        f" up to 2**{self.shortfall}."
       )
     return lines
 
