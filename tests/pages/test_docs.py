@@ -180,6 +180,37 @@ def test_the_picture_of_the_readme_is_there_and_small():
   assert picture.stat().st_size < 50_000
 
 
+def front_page():
+  """The text of the front page: the beginning of the README, and its own."""
+  own = (DOCS / "index.md").read_text()
+  _, _, after_badges = (ROOT / "README.md").read_text().partition("-->\n")
+  return after_badges.partition("\n## ")[0] + own
+
+
+def test_the_front_page_has_the_install_command_a_picture_and_the_versions():
+  page = front_page()
+  command = f"pip install {PROJECT['name']}\n"
+  assert page.index(command) < page.index("import jax")
+  assert "## Install\n" in page and "](_static/digits.png)" in page
+  for requirement in PROJECT["dependencies"]:
+    name, lowest = requirement.split(">=")
+    told = re.search(rf"{name} ([\d.]+)", page, re.IGNORECASE)[1]
+    assert lowest.removesuffix(".0") == told, requirement
+  minors = re.findall(r"Python :: 3\.(\d+)", " ".join(PROJECT["classifiers"]))
+  lowest, highest = min(map(int, minors)), max(map(int, minors))
+  assert re.search(rf"Python 3\.{lowest} to\s3\.{highest}\b", page)
+
+
+# The line for the cards that CUDA 13 and newer cuDNN do not know.
+OLD_CARDS = 'pip install "jax[cuda12]" "nvidia-cudnn-cu12<9.11"'
+
+
+@pytest.mark.parametrize("page", ["index", "versions", "which_precision"])
+def test_what_to_install_for_a_v100_or_a_t4_is_the_same_on_each_page(page):
+  text = (DOCS / f"{page}.md").read_text()
+  assert re.findall(r"`(pip install [^`]*cuda12.*?)`", text) == [OLD_CARDS]
+
+
 def test_no_power_of_two_turns_prose_bold_and_no_formula_needs_a_script():
   """Markdown may take the asterisks of one and of the next for bold."""
   assert "mathjax" not in (DOCS / "conf.py").read_text()
