@@ -70,7 +70,8 @@ def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
   own bounds.
 
   Args:
-    tree: a pytree that holds exactly one :class:`LossScaleState`.
+    tree: a pytree that holds exactly one :class:`LossScaleState`, such as the
+      state of an optimizer, or a Flax ``TrainState``.
     value: the new scale, a number in [2**-126, 2**126]. It may be traced; it is
       then held within this range, and a NaN leaves the scale as it is.
 

@@ -68,11 +68,32 @@ def spikes_stand_out_and_a_new_level_is_accepted(names, out):
   assert set(found) - set(planted) <= set(range(300, 325))
 
 
+def a_skipped_step_of_linen_and_haiku_keeps_what_stands_outside(names, out):
+  batch = names["images"][:64], names["labels"][:64]
+  state = ols.set_loss_scale(names["state"], 2.0**40)
+  after, logged = names["linen_step"](state, *batch)
+  assert np.isnan(logged) and after.step == state.step + 1
+  for name in ("params", "batch_stats", "average"):
+    assert_same(getattr(after, name), getattr(state, name))
+
+  carry = ols.set_loss_scale(names["carry"], 2.0**40)
+  *after, logged = names["haiku_step"](*carry, names["key"], *batch)
+  assert np.isnan(logged)
+  assert_same(after[:3], carry[:3])  # parameters, model state, average
+
+
+def assert_same(tree, other):
+  jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
 # What the code on a page leaves behind, or has printed.
 AFTERWARDS = {
   "README.md": the_scale_is_shown,
   "composing.md": spikes_stand_out_and_a_new_level_is_accepted,
   "many_devices.md": the_loss_that_is_only_defined_can_be_differentiated,
+  "your_first_hour.md": (
+    a_skipped_step_of_linen_and_haiku_keeps_what_stands_outside
+  ),
 }
 
 
