@@ -1,6 +1,7 @@
 """The examples run as their users run them, and keep their promises."""
 
 import os
+import struct
 import subprocess
 import sys
 
@@ -40,6 +41,86 @@ def test_an_example_runs(name, tmp_path):
   lines, progress = run(name, "--steps", "4", folder=tmp_path)
   assert lines[-1].startswith(LAST_LINES[name])
   assert "4/4" in progress
+
+
+@pytest.fixture
+def logging():
+  return load_example("log_to_files")
+
+
+def tensorboard_scalars(folder):
+  """The (step, name, value) of each scalar in the files of a folder."""
+  from tensorboardX.proto.event_pb2 import Event
+
+  for path in folder.iterdir():
+    data, start = path.read_bytes(), 0
+    while start < len(data):  # a length, its checksum, an event, its checksum
+      (length,) = struct.unpack_from("<Q", data, start)
+      event = Event.FromString(data[start + 12 : start + 12 + length])
+      start += length + 16
+      for value in event.summary.value:
+        yield event.step, value.tag, value.simple_value
+
+
+@pytest.mark.slow
+def test_the_log_has_a_row_for_each_step_and_is_drawn(logging, tmp_path):
+  options = "--steps=70", "--every=8", "--tensorboard=tb", "--out=run.png"
+  lines, progress = run("log_to_files", *options, folder=tmp_path)
+  assert "70/70" in progress
+  columns = logging.read(tmp_path / "run.csv")
+  assert columns["step"].tolist() == list(range(70))
+  skipped = columns["skipped"] == 1
+  assert lines[-1].endswith(f"skipped {skipped.sum()} of 70") and skipped[0]
+  assert np.isnan(columns["loss"][skipped]).all()
+  assert np.isfinite(columns["loss"][~skipped]).all()
+  assert (columns["loss_scale"] == 2.0 ** columns["log2_loss_scale"]).all()
+  expected = {
+    (step, name): values[step]
+    for name, values in columns.items()
+    for step in range(70)
+    if name != "step" and not np.isnan(values[step])
+  }
+  found = {(s, n): x for s, n, x in tensorboard_scalars(tmp_path / "tb")}
+  assert found.keys() == expected.keys()
+  for key in expected:
+    assert found[key] == pytest.approx(expected[key], rel=1e-6)
+  assert (tmp_path / "run.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_log_reads_seldom_and_only_what_ended_long_ago(
+  logging, tmp_path, monkeypatch
+):
+  reads = []  # the step, and what was read after it
+  get = jax.device_get
+  monkeypatch.setattr(
+    logging.jax,
+    "device_get",
+    lambda x: reads.append((step, [int(m["x"]) for m in x])) or get(x),
+  )
+  with logging.Log(tmp_path / "x.csv", every=3) as log:
+    for step in range(8):
+      log.add(step, {"x": np.float32(step)})
+  assert reads == [(5, [0, 1, 2]), (7, [3, 4, 5, 6, 7])]
+  assert logging.read(tmp_path / "x.csv")["x"].tolist() == list(range(8))
+
+
+def test_a_run_of_no_step_or_one_that_breaks_off_keeps_its_log(
+  logging, tmp_path
+):
+  with logging.Log(tmp_path / "none.csv"):
+    pass
+  assert (tmp_path / "none.csv").read_text() == ""
+  with (
+    pytest.raises(KeyboardInterrupt),
+    logging.Log(tmp_path / "one.csv") as log,
+  ):
+    log.add(7, {"x": np.float32(1)})
+    raise KeyboardInterrupt
+  columns = logging.read(tmp_path / "one.csv")
+  assert {name: x.tolist() for name, x in columns.items()} == {
+    "step": [7],
+    "x": [1],
+  }
 
 
 def parse(name, args, monkeypatch, capsys):
