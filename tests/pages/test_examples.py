@@ -9,7 +9,10 @@ from helpers import load_example, ROOT
 import jax
 from jax.sharding import AxisType
 import numpy as np
+import optax
 import pytest
+
+import optax_lossscale as ols
 
 
 def run(name, *options, folder):
@@ -32,6 +35,7 @@ LAST_LINES = {
   "flax_linen": "statistics finite: True",
   "first_hour": "float16: loss scale 32768, skipped 0 of 4",
   "gan": "critic: loss scale ",
+  "wgan_gp": "critic: loss scale ",
 }
 
 
@@ -121,6 +125,65 @@ def test_a_run_of_no_step_or_one_that_breaks_off_keeps_its_log(
     "step": [7],
     "x": [1],
   }
+
+
+@pytest.fixture(scope="module")
+def wgan():
+  return load_example("wgan_gp")
+
+
+def wgan_arguments(wgan, slope=1.0):
+  """The arguments of the critic's loss; its slopes are smaller by a factor."""
+  keys = jax.random.split(jax.random.key(0), 4)
+  g = wgan.init_mlp(keys[0], [4, 64, 64, 2])
+  *hidden, (w, b) = wgan.init_mlp(keys[1], [2, 64, 64, 1])
+  return [*hidden, (slope * w, b)], g, wgan.sample_real(keys[2]), keys[3]
+
+
+def test_the_penalty_is_of_the_true_gradient_whatever_the_scale(wgan):
+  args = wgan_arguments(wgan)
+  exact, distance = jax.jit(jax.grad(wgan.d_loss_fn, has_aux=True))(*args)
+  loss_fn = ols.autocast(wgan.d_loss_fn)
+
+  @jax.jit
+  def grad(scale):
+    state = ols.set_loss_scale(ols.DynamicLossScale().init(), scale)
+    return ols.grad(loss_fn, state, has_aux=True)(*args)
+
+  for scale in 1.0, 2.0**10:
+    found, aux = grad(scale)
+    error = optax.tree.norm(optax.tree.sub(found, exact))
+    assert error < 5e-3 * optax.tree.norm(exact)
+    assert float(aux) == pytest.approx(float(distance), abs=2e-3)
+
+
+def test_slopes_that_underflow_are_brought_back_as_the_comment_says(wgan):
+  d, *_ = args = wgan_arguments(wgan, slope=1e-8)
+  state = ols.FixedLossScale(2.0**15).init()
+  grads = jax.grad, lambda fun, argnums: ols.grad(fun, state, argnums=argnums)
+
+  def slopes(grad):
+    each = jax.vmap(grad(wgan.critic, argnums=1), (None, 0))
+    return jax.jit(ols.autocast(each))(d, args[2])
+
+  lost, kept = map(slopes, grads)
+  exact = jax.vmap(jax.grad(wgan.critic, argnums=1), (None, 0))(d, args[2])
+  assert (lost == 0).all()
+  np.testing.assert_allclose(kept, exact, rtol=0.05, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_the_wgan_moves_its_points_to_the_ring(wgan):
+  keys = jax.random.split(jax.random.key(0))
+  g = wgan.init_mlp(keys[0], [4, 64, 64, 2])
+  d = wgan.init_mlp(keys[1], [2, 64, 64, 1])
+  carry = g, d, wgan.G_TX.init(g), wgan.D_TX.init(d)
+  before = wgan.mean_distance(g)
+  for step in range(750):
+    key = jax.random.fold_in(jax.random.key(1), step)
+    *carry, _ = wgan.train_step(*carry, key)
+  assert wgan.mean_distance(carry[0]) < 0.7 * before
+  assert ols.get_loss_scale_state(carry[3]).total_notfinite < 20
 
 
 def parse(name, args, monkeypatch, capsys):
