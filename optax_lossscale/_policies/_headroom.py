@@ -16,6 +16,7 @@ from optax_lossscale._state import LossScaleState
 # look smaller than they are, and so far it falls.
 _STRIDE = 8
 _STEPS_TO_RETRY = 4096  # in steps with gradients
+_RISES = 4  # The scale that failed rises by 1, 2, 4, 8, 8, and so on.
 _NOTHING = 128  # above the exponent of each scale
 
 
@@ -29,8 +30,9 @@ class HeadroomMemory(NamedTuple):
       shape ``()``.
     fail: the scale that failed last, or 128 if there is none, or if one as high
       has held gradients since; int32, shape ``()``.
-    held_count: steps with gradients since the last overflow, or since the last
-      time that the scale that failed was tried again; int32, shape ``()``.
+    held_count: steps with gradients since the last overflow, which tell when
+      the scale that failed rises, and by how much; int32, shape ``()``. After
+      20,480 it goes on from 16,384.
     quiet_count: steps in a row that brought no gradients, since all were zero
       or some were not finite; int32, shape ``()``.
     wait: how many of these it takes until a search begins; int32, shape
@@ -62,9 +64,12 @@ class HeadroomLossScale:
      gradients, and lifts it while nothing has failed.
   3. An overflow lowers it to 8 binades under its scale, but never to where the
      largest gradient would be subnormal; the first of a row of overflows says
-     which scale failed, or that none did, if it was as low as that.
+     which scale failed, or that none did, if it was as low as that or if there
+     were no gradients before.
   4. After 4,096 steps with gradients and without an overflow, the scale that
-     failed counts as one binade higher, so that it is tried again.
+     failed counts as one binade higher, so that it is tried again; after 4,096
+     more as two higher than that, then four, then eight each time; an overflow
+     takes back the last of these.
   5. After 8 steps in a row without gradients, zeros or overflows, a search
      begins: one step in 4 tries a scale out of the whole range, and one that of
      the evidence; gradients that only these could see are the only evidence,
@@ -192,15 +197,21 @@ class HeadroomLossScale:
     usual = amax * _powers_of_two.power_of_two(self._usual(memory))
     is_new = was_guess & ((usual > self._top()) | (usual < self._bottom()))
     older = jnp.where(is_new, 0, memory.amax_window[:-1])
-    is_due = memory.held_count + 1 >= _STEPS_TO_RETRY
-    fail = jnp.minimum(memory.fail + is_due.astype(jnp.int32), _NOTHING)
+    held_count = memory.held_count + 1
+    is_due = held_count % _STEPS_TO_RETRY == 0
+    rise = jnp.where(is_due, _last_rise(held_count), 0)
+    fail = jnp.minimum(memory.fail + rise, _NOTHING)
     fail = jnp.where(is_new | (memory.fail <= held), _NOTHING, fail)
     limit = held + jnp.minimum((fail - held) // 2, _STRIDE)
     teaches = is_new | ~was_guess
     return HeadroomMemory(
       limit=jnp.where(teaches, limit, memory.limit),
       fail=jnp.where(teaches, fail, memory.fail),
-      held_count=jnp.where(is_due, 0, memory.held_count + 1),
+      held_count=jnp.where(
+        held_count < (_RISES + 1) * _STEPS_TO_RETRY,
+        held_count,
+        _RISES * _STEPS_TO_RETRY,
+      ),
       quiet_count=jnp.zeros((), jnp.int32),
       wait=_search.wait_after(memory.wait, memory.quiet_count, ~is_new),
       amax_window=jnp.concatenate([amax[None], older]),
@@ -217,8 +228,10 @@ class HeadroomLossScale:
   def _after_overflow(self, state: LossScaleState) -> HeadroomMemory:
     """The memory after a step that was no guess, and not finite."""
     memory, failed = state.memory, _powers_of_two.floor_log2(state.loss_scale)
-    _, _, lowest = self._evidence(memory.amax_window)
-    fail = jnp.where(failed > lowest, failed, _NOTHING)
+    has_evidence, _, lowest = self._evidence(memory.amax_window)
+    # What the last rise tried is taken back: the scale before it had held.
+    fail = jnp.minimum(failed, memory.fail - _last_rise(memory.held_count))
+    fail = jnp.where(has_evidence & (failed > lowest), fail, _NOTHING)
     return memory._replace(
       limit=jnp.maximum(failed - _STRIDE, lowest),
       fail=jnp.where(state.notfinite_count == 0, fail, memory.fail),
@@ -273,3 +286,8 @@ class HeadroomLossScale:
       _powers_of_two.ceil_log2(self.min_scale),
       _powers_of_two.floor_log2(self.max_scale),
     )
+
+
+def _last_rise(held_count: jax.Array) -> jax.Array:
+  """By how many binades the scale that failed rose last; 0 if it did not."""
+  return (1 << jnp.minimum(held_count // _STEPS_TO_RETRY, _RISES)) >> 1

@@ -23,6 +23,7 @@ import optax_lossscale as ols
 
 STEPS = 48
 TOP = 65504.0
+benchmark = load_benchmark("policies/policies")
 NAN, INF = math.nan, math.inf
 POLICY = ols.HeadroomLossScale()
 POLICIES = [
@@ -158,8 +159,36 @@ def test_what_overflowed_once_is_tried_again_until_the_evidence_is_reached():
   _, state = overflows_above(20, 40, settled())
   scales, _ = overflows_above(100, 30_000, state)
   assert scales[0] == 20
+  # One, two and then four binades higher, each after 4,096 steps.
+  assert scales[4000:16_000:4096] == [20, 21, 23]
   assert scales[-1] == 25
-  assert np.diff(scales).max() == 1
+
+
+def test_a_rise_that_fails_is_taken_back_whatever_its_size():
+  _, state = overflows_above(15, 40, settled())
+  # Nothing overflows above 15 for a while, and then it does again.
+  for rises, held in ((1, 15 + 1), (2, 15 + 3), (3, 15 + 7)):
+    _, raised = overflows_above(100, 4096 * rises + 40, state)
+    assert np.log2(raised.loss_scale) == held
+    scales, _ = overflows_above(held - 1, 40, raised)
+    assert (np.array(scales) > held - 1).sum() == 1
+    assert scales[-1] == 15 + [0, 1, 3][rises - 1]
+
+
+def test_rises_that_succeed_double_up_to_8_binades():
+  _, state = overflows_above(2, 40, settled())
+  scales, _ = overflows_above(100, 30_000, state)
+  assert scales[4000:26_000:4096] == [2, 3, 5, 9, 17, 25]
+
+
+def test_values_on_the_way_do_not_keep_the_scale_down_when_gradients_fall():
+  # The gradients fall by 10 binades, and what overflowed with them.
+  for on_the_way in (6, 12, 18):
+    log2_amax = np.where(np.arange(30_000) < 16_000, -14.0, -24.0)
+    process = benchmark.Process(log2_amax[None], on_the_way=on_the_way)
+    (log2_scale,), _, _ = benchmark.simulate_one(POLICY, process)
+    near = log2_scale[16_000:] >= 16 + 24 - on_the_way - 6
+    assert 0 < near.argmax() <= 12_000, on_the_way
 
 
 def test_a_burst_of_nans_leaves_the_scale_within_a_binade():
@@ -248,7 +277,6 @@ def test_searches_in_vain_become_rare_until_gradients_come_in_a_row():
 
 @pytest.mark.parametrize("divided_by", range(4, 13))
 def test_gradients_that_were_divided_later_cost_few_steps(divided_by):
-  benchmark = load_benchmark("policies/policies")
   calm, _ = benchmark.make_calm(np.random.default_rng(0), 400)
   process = benchmark.Process(calm + 9.5, on_the_way=divided_by)
   _, finite, _ = benchmark.simulate_one(POLICY, process)
@@ -259,7 +287,6 @@ def test_gradients_that_were_divided_later_cost_few_steps(divided_by):
 
 @pytest.mark.slow
 def test_it_loses_hardly_more_informative_steps_than_the_dynamic_rule():
-  benchmark = load_benchmark("policies/policies")
   processes = benchmark.make_processes(12_000)
   lost = {}
   for policy in (POLICY, ols.DynamicLossScale()):

@@ -14,6 +14,7 @@ from helpers.benchmark import load_benchmark
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -58,6 +59,72 @@ def test_a_nan_at_first_hides_no_gradients_of_every_244th_step():
   every_244th = np.where(np.arange(245 * 244) % 244 == 243, -20.0, -np.inf)
   every_244th[0] = np.nan
   assert count_lost(every_244th)[0] <= 10
+
+
+LEVELS = np.arange(-28.0, 9.0, 4.0)
+
+
+@pytest.mark.parametrize("bad", [1, 3, 10, 40])
+@pytest.mark.parametrize(
+  "log2_init_scale", quick_alone([-24, 0, 15, 60], range(-24, 61, 3))
+)
+def test_after_bad_steps_at_first_the_scale_is_soon_near_whatever_the_gradients(
+  log2_init_scale, bad
+):
+  policy = ols.HeadroomLossScale(init_scale=2.0**log2_init_scale)
+  runs = np.where(np.arange(bad + 400) < bad, np.nan, LEVELS[:, None])
+  processes, no_more = load_benchmark("policies/policies"), np.zeros(len(runs))
+  log2_scale, finite, _ = processes.simulate_all(policy, runs, no_more)
+  under = processes.TOP - LEVELS[:, None] - log2_scale[:, bad:]
+  # It is near after at most 12 steps, and stays there.
+  assert (under[:, 12:] <= 7).all()
+  assert finite[:, bad + 12 :].all()
+
+
+def train_two_losses(loss_scale, masked_batches, dtype=jnp.float16):
+  """The accuracy in what a second loss teaches, which is smaller by 2**-24."""
+  tx = ols.with_loss_scaling(optax.adam(1e-2), loss_scale)
+  points = jax.random.normal(jax.random.key(0), (300, 64, 8))
+  first = jnp.arange(300) < masked_batches
+
+  def predict(params, points):
+    hidden = jax.nn.relu(points @ params["in"])
+    return hidden @ params["main"], points @ params["small"]
+
+  def loss_fn(params, points, is_masked):
+    mask = jnp.where(is_masked, 0.0, jnp.ones(64))
+    main, small = ols.autocast(predict, dtype)(params, points)
+    main_loss = (main[:, 0] - points[:, 0]) ** 2
+    labels = points[:, :2].sum(1) > 0
+    small_loss = optax.sigmoid_binary_cross_entropy(small[:, 0], labels)
+    losses = 2.0**-10 * main_loss + 2.0**-34 * small_loss
+    return jnp.sum(mask * losses) / jnp.sum(mask)
+
+  def step(carry, batch):
+    params, opt_state = carry
+    grads = ols.grad(loss_fn, opt_state)(params, *batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), None
+
+  keys = jax.random.split(jax.random.key(1))
+  params = {
+    "in": jax.random.normal(keys[0], (8, 16)) / 3,
+    "main": jax.random.normal(keys[1], (16, 1)) / 4,
+    "small": jnp.zeros((8, 1)),
+  }
+  start = params, tx.init(params)
+  (params, _), _ = jax.lax.scan(step, start, (points, first))
+  test = jax.random.normal(jax.random.key(2), (2000, 8))
+  right = (predict(params, test)[1][:, 0] > 0) == (test[:, :2].sum(1) > 0)
+  return float(right.mean())
+
+
+def test_a_training_that_begins_with_masked_batches_learns_as_one_without():
+  without = train_two_losses("headroom", 0)
+  assert train_two_losses(1.0, 0, jnp.float32) > 0.97
+  assert without > 0.97
+  for masked in (1, 3):
+    assert abs(train_two_losses("headroom", masked) - without) < 0.01
 
 
 # Before any gradients, zeros raise the scale again after each overflow. To keep
@@ -327,7 +394,8 @@ def test_rows_of_large_gradients_are_learned_however_seldom_they_come(
 ):
   of_kind = {k: v for k, v in shares[POLICY].items() if k.startswith(kind)}
   assert len(of_kind) == 9
-  assert max(share for share, _ in of_kind.values()) < 0.1
+  # Of one in 252, where some thirty overflows teach 24 binades.
+  assert max(share for share, _ in of_kind.values()) < 0.13
 
 
 @pytest.mark.parametrize("kind", ["turns", "bursts", "1 of 300"])
