@@ -17,6 +17,7 @@ from optax_lossscale._state import LossScaleState
 _STRIDE = 8
 _STEPS_TO_RETRY = 4096  # in steps with gradients
 _RISES = 4  # The scale that failed rises by 1, 2, 4, 8, 8, and so on.
+_USUAL = 15  # the exponent of the scale where most begin
 _NOTHING = 128  # above the exponent of each scale
 
 
@@ -80,6 +81,15 @@ class HeadroomLossScale:
   So what overflows is learned, and then lost about once in 4,096 steps. What
   comes less often than that may be lost each time, and so may rows of large
   gradients where most of the other steps are NaN.
+
+  A gradient is evidence if it may have been in ``dtype``. One that is finite
+  although it is, times the scale, above the top was never there, such as that
+  of a scalar in raw units beside a float16 network. It shows only that this
+  scale held: it is remembered as one that asks for 8 binades more, or for
+  2**15 if that is higher, so that only overflows teach the policy then. (With a
+  ``target`` above -4 as many times above the top as the target is higher, since
+  a sum may be.) At a scale so low that it fits below the top, it cannot be told
+  from others, and is followed.
 
   Values on the way to the gradients may be larger than these, and only
   overflows teach the policy of them.
@@ -171,6 +181,7 @@ class HeadroomLossScale:
     after = _state.record_step(state, grads_finite)
     finite = after.last_finite
     has_grads = finite & (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
+    amax = self._as_evidence(state, amax)
     was_guess, _ = self._guess(state.memory)
     zeros, overflow = self._after_zeros(state), self._after_overflow(state)
     overflow = _arrays.select(was_guess, state.memory, overflow)
@@ -189,6 +200,24 @@ class HeadroomLossScale:
       memory=memory,
     )
 
+  def _as_evidence(self, state: LossScaleState, amax: jax.Array) -> jax.Array:
+    """What to remember of a finite step for its largest gradient.
+
+    This itself, if it may have been in half precision. If it was not, it says
+    only that this scale held: what asks for one that is higher by a stride, or
+    for a usual one, so that rows of overflows do not lead to where it could be
+    taken for half.
+    """
+    held = _powers_of_two.floor_log2(state.loss_scale)
+    # Above -4, the target allows for the sum of so many numbers in half.
+    summands = _powers_of_two.power_of_two(jnp.maximum(self._target() + 4, 0))
+    may_be_half = amax * state.loss_scale <= self._top() * summands
+    _, top_exponent = math.frexp(self._top())
+    exponent = top_exponent - 1 + self._target()
+    exponent -= jnp.maximum(held + _STRIDE, _USUAL)
+    asks_for_it = _powers_of_two.power_of_two(jnp.clip(exponent, -126, 127))
+    return jnp.where(may_be_half, amax, asks_for_it)
+
   def _after_grads(
     self, state: LossScaleState, amax: jax.Array, was_guess: jax.Array
   ) -> HeadroomMemory:
@@ -201,12 +230,13 @@ class HeadroomLossScale:
     is_due = held_count % _STEPS_TO_RETRY == 0
     rise = jnp.where(is_due, _last_rise(held_count), 0)
     fail = jnp.minimum(memory.fail + rise, _NOTHING)
-    fail = jnp.where(is_new | (memory.fail <= held), _NOTHING, fail)
-    limit = held + jnp.minimum((fail - held) // 2, _STRIDE)
     teaches = is_new | ~was_guess
+    is_over = is_new | (teaches & (memory.fail <= held))
+    fail = jnp.where(is_over, _NOTHING, fail)
+    limit = held + jnp.minimum((fail - held) // 2, _STRIDE)
     return HeadroomMemory(
       limit=jnp.where(teaches, limit, memory.limit),
-      fail=jnp.where(teaches, fail, memory.fail),
+      fail=fail,
       held_count=jnp.where(
         held_count < (_RISES + 1) * _STEPS_TO_RETRY,
         held_count,
@@ -260,7 +290,7 @@ class HeadroomLossScale:
     the largest of them is just a normal number. Both are within bounds.
     """
     (low, high), info = self._bounds(), jnp.finfo(self.dtype)
-    target = _arrays.cast(self.target, jnp.int32)
+    target = self._target()
     top_mantissa, top_exponent = math.frexp(self._top())
     largest = jnp.max(window)
     mantissa, exponent = jnp.frexp(largest)
@@ -269,6 +299,9 @@ class HeadroomLossScale:
     best = jnp.clip(jnp.where(largest > 0, best, _NOTHING), low, high)
     lowest = jnp.maximum(best - (info.maxexp - 1 - info.minexp + target), low)
     return largest > 0, best, jnp.where(largest > 0, lowest, low)
+
+  def _target(self) -> jax.Array:
+    return _arrays.cast(self.target, jnp.int32)
 
   def _top(self) -> float:
     """The largest number of the backward pass, as far as float32 goes."""
