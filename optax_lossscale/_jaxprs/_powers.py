@@ -13,13 +13,9 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs._equations import ClosedJaxpr, held_jaxprs
-from optax_lossscale._jaxprs._higher_order import (
-  Call,
-  higher_order_of,
-  HigherOrder,
-)
+from optax_lossscale._jaxprs._higher_order import higher_order_of, HigherOrder
 from optax_lossscale._jaxprs._interpret import interpret
-from optax_lossscale._jaxprs._loops import Cond, Scan, ShardMap, While
+from optax_lossscale._jaxprs._loops import Cond, Scan, While
 from optax_lossscale._jaxprs._moves import KEEP
 from optax_lossscale._jaxprs._outputs import given_name
 from optax_lossscale._jaxprs._places import Place
@@ -124,7 +120,7 @@ class _Follower(NamedTuple):
         return _repeated(lambda x: run(call.body, [*consts, *x]), first)
       case Cond(branches):
         return _either(run(branch, inputs[1:]) for branch in branches)
-      case ShardMap() | Call():
+      case _:
         return run(call.body, inputs)
 
 
