@@ -28,6 +28,11 @@ def flat(tree):
   return np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
 
 
+def relative_error(exact, other):
+  a, b = flat(exact), flat(other)
+  return np.linalg.norm(b - a) / np.linalg.norm(a)
+
+
 def cosine(reference, other):
   """The smallest one, of results that are returned one beside the other."""
   if type(reference) is tuple:
@@ -105,13 +110,18 @@ def test_no_place_of_a_sound_model_stands_out_and_its_error_is_true(name):
   gradients = lambda cast: lambda arrays: model.value_and_grad(arrays, cast)[2]
   trained = gradients(ols.autocast)
   with jax.default_matmul_precision("highest"):
-    exact = flat(jax.jit(gradients(lambda fun: fun))(model.arrays))
-  half = flat(jax.jit(trained)(model.arrays))
-  error = np.linalg.norm(half - exact) / np.linalg.norm(exact)
+    exact = jax.jit(gradients(lambda fun: fun))(model.arrays)
+  half = jax.jit(trained)(model.arrays)
+  error = relative_error(exact, half)
+  of_arrays = map(relative_error, *map(jax.tree.leaves, (exact, half)))
   for effects in "all", "worst":
     report = compare(trained, model.arrays, effects=effects)
     assert report.worst(3) == report.overflowing == ()
     assert report.error == pytest.approx(error, rel=0.01)
+    assert report.far_off == ()
+  for (name, told), real in zip(report.errors.items(), of_arrays, strict=True):
+    if name not in report.rounding:
+      assert told == pytest.approx(real, rel=0.05, abs=1e-6), name
 
 
 def block(params, x):
