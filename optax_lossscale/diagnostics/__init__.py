@@ -7,6 +7,7 @@ are called outside of ``jit``. ``precision_report`` reads only shapes.
 
 from optax_lossscale.diagnostics._comparison._functions import compare_precision
 from optax_lossscale.diagnostics._comparison._report import (
+  FarOff,
   PrecisionComparison,
   ProductPrecision,
 )
@@ -37,6 +38,7 @@ from optax_lossscale.diagnostics._probes import (
 )
 
 __all__ = [
+  "FarOff",
   "Flops",
   "GradientReport",
   "GradientStats",
