@@ -2,13 +2,24 @@
 
 import importlib
 import inspect
+import pathlib
 import re
+import sys
+import tomllib
 
 import jax
 from sphinx.util import logging
 from sphinx.util import typing as sphinx_typing
 
 import optax_lossscale as ols
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import links  # noqa: E402
+
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Source"]
+SITE = PROJECT["urls"]["Documentation"]
 
 project = "optax_lossscale"
 version = release = ols.__version__
@@ -24,8 +35,12 @@ PUBLIC_MODULES = (
 
 extensions = [
   "myst_nb",  # pages in Markdown, and notebooks
+  "notfound.extension",
   "sphinx.ext.autodoc",
+  "sphinx.ext.intersphinx",
+  "sphinx.ext.linkcode",
   "sphinx.ext.napoleon",
+  "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
 
@@ -40,8 +55,16 @@ napoleon_use_rtype = False
 python_maximum_signature_line_length = 78
 toc_object_entries_show_parents = "hide"
 
-# A reference that leads nowhere is a warning, and warnings are errors. Only
-# ours are looked up: other projects' inventories are on the network.
+# Links out.
+linkcode_resolve = links.source_of(REPOSITORY)
+intersphinx_mapping = links.intersphinx_mapping(HERE / "_build" / "inventories")
+# A 404 page is shown at any depth, so that its links begin at the host.
+notfound_urls_prefix = f"/{SITE.partition('//')[2].partition('/')[2]}/"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# A reference that leads nowhere is a warning, and warnings are errors. Of other
+# projects, those are looked up that are stored in docs/inventories.
 nitpicky = True
 nitpick_ignore_regex = [
   (r"py:.*", r"(?!optax_lossscale|LossScal|.*LossScale\b).*"),
@@ -51,6 +74,7 @@ nitpick_ignore_regex = [
 # would have to be loaded from elsewhere.
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+myst_html_meta = {"description": PROJECT["description"]}
 nb_execution_mode = "force"
 # They are kept with their outputs; tests/pages/test_notebooks.py runs them.
 nb_execution_excludepatterns = ["*.ipynb"]
@@ -63,7 +87,13 @@ suppress_warnings = [
 
 html_theme = "sphinx_book_theme"
 html_title = "optax_lossscale"
+html_baseurl = f"{SITE}/"
 html_theme_options = {
+  "path_to_docs": "docs",
+  "repository_branch": "main",
+  "repository_url": REPOSITORY,
+  "use_edit_page_button": True,
+  "use_repository_button": True,
   "home_page_in_toc": True,
   "show_navbar_depth": 1,
   "show_toc_level": 2,
@@ -80,10 +110,12 @@ html_css_files = ["pages.css"]
 
 def setup(app):
   app.connect("source-read", link_to_the_notebooks_pages)
-  app.connect("autodoc-process-signature", shorten_array_like)
+  app.connect("autodoc-process-signature", shorten_types)
   app.connect("autodoc-skip-member", skip_fields)
   app.connect("missing-reference", find_by_last_name)
+  app.connect("doctree-resolved", links.link_literals(REPOSITORY))
   app.connect("env-check-consistency", warn_of_gaps)
+  app.connect("html-page-context", edit_notebooks_where_they_are)
 
 
 def link_to_the_notebooks_pages(app, docname, source):
@@ -101,10 +133,15 @@ def link_to_the_notebooks_pages(app, docname, source):
   )
 
 
-def shorten_array_like(
-  app, what, name, obj, options, signature, return_annotation
-):
-  """Says ArrayLike where a signature has the many types it stands for."""
+def edit_notebooks_where_they_are(app, pagename, template, context, doctree):
+  """Leads the button past the symbolic link, which a code host does not."""
+  del app, template, doctree
+  if pagename.startswith("notebooks/"):
+    context["doc_path"] = ""
+
+
+def shorten_types(app, what, name, obj, options, signature, return_annotation):
+  """Says ArrayLike for the many types it stands for, and jnp.float16."""
   del app, what, name, obj, options
   if signature is not None:
     for mode in ("smart", "fully-qualified-except-typing"):

@@ -7,6 +7,7 @@ without either is here.
 import itertools
 import json
 import re
+import runpy
 import subprocess
 import tomllib
 
@@ -63,6 +64,21 @@ def texts():
     for cell in json.loads(path.read_text())["cells"]:
       if cell["cell_type"] == "markdown":
         yield path, prose("".join(cell["source"]))
+
+
+def test_the_stored_names_of_others_are_those_that_pages_mention_and_exist():
+  """Else run tools/inventories.py, and look at what is new."""
+  made = runpy.run_path(str(ROOT / "tools" / "inventories.py"))["inventories"]()
+  for package, lines in made.items():
+    stored = (DOCS / "inventories" / f"{package}.txt").read_text()
+    assert stored.splitlines()[1:] == lines, package
+  assert len(made["jax"]) > 20 and len(made["optax"]) > 5
+
+
+def test_each_example_is_on_the_front_page():
+  page = (DOCS / "index.md").read_text()
+  for path in (ROOT / "examples").glob("*.py"):
+    assert f"`examples/{path.name}`" in page, path.name
 
 
 def prose(text):
