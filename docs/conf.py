@@ -48,6 +48,7 @@ exclude_patterns = ["_build"]
 default_role = "code"  # `this` is code in docstrings as it is in Markdown
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True  # as they are written: `jnp.float16`
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]
@@ -147,6 +148,8 @@ def shorten_types(app, what, name, obj, options, signature, return_annotation):
     for mode in ("smart", "fully-qualified-except-typing"):
       long = sphinx_typing.stringify_annotation(jax.typing.ArrayLike, mode)
       signature = signature.replace(long, "ArrayLike")
+    # A signature that is not Python, Sphinx prints as it is.
+    signature = re.sub(r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1", signature)
   return signature, return_annotation
 
 
