@@ -1,6 +1,7 @@
 """What is published: both distributions are built, looked into, and used."""
 
 import email
+import json
 import re
 import subprocess
 import sys
@@ -73,6 +74,17 @@ def test_the_metadata_show_what_is_required_and_where_everything_is(wheel):
   assert names == {"Documentation", "Source", "Changelog", "Issues"}
 
 
+def test_each_extra_is_said_to_be_for_users_or_for_developers(wheel):
+  _, fields = wheel
+  versions = (ROOT / "docs" / "versions.md").read_text()
+  users = set(re.findall(r"optax-lossscale\[([\w-]+)\]", versions))
+  page = (ROOT / "CONTRIBUTING.md").read_text()
+  (paragraph,) = re.findall(r"^Of the extras.*?\n\n", page, re.M | re.S)
+  named = set(re.findall(r"`([\w-]+)`", paragraph))
+  assert users == {"plots"}
+  assert named == set(fields.get_all("Provides-Extra"))
+
+
 def test_an_index_would_accept_the_one_wheel_and_source_distribution(dist):
   names = [path.name for path in sorted(dist.iterdir())]
   assert names == [f"{NAME}-py3-none-any.whl", f"{NAME}.tar.gz"]
@@ -99,6 +111,50 @@ def test_the_readmes_first_example_runs_with_the_wheel_in_an_empty_environment(
   assert "32768.0" in out
   # The installed package, and not this folder.
   assert out.count(f"{tmp_path}/venv/lib") == 4
+
+
+# As in a notebook service, where a JAX for the GPU must not be replaced by one
+# that does not find it.
+INSTALLED = {"optax": "0.2.6", "matplotlib": "3.10.0", "scikit-learn": "1.6.1"}
+
+
+def would_install(folder, dist, jax, *others, extra=""):
+  """What pip would install beside a JAX that is there, without an index."""
+  venv.create(folder, with_pip=False)
+  (packages,) = folder.glob("lib/python*/site-packages")
+  for name, version in {"jax": jax, "jaxlib": jax, **INSTALLED}.items():
+    # What pip reads of a package; it asks for nothing else.
+    info = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (info / "METADATA").write_text(head)
+  wheel = f"{dist / NAME}-py3-none-any.whl{extra}"
+  pip = sys.executable, "-m", "pip", f"--python={folder / 'bin' / 'python'}"
+  options = "--dry-run", "--no-index", "--quiet", "--report=report.json"
+  run(*pip, "install", *options, wheel, *others, cwd=folder)
+  report = json.loads((folder / "report.json").read_text())
+  return [item["metadata"]["name"] for item in report["install"]]
+
+
+@pytest.mark.parametrize(
+  "jax", ["0.8.0", "0.9.2", "0.10.2", "0.11.2", "0.12.0"]
+)
+def test_nothing_is_upgraded_beside_a_jax_that_is_supported(
+  dist, tmp_path, jax
+):
+  alone = would_install(tmp_path / "alone", dist, jax)
+  # As the first cells of the notebooks that open beside a T4 do.
+  quick_start = would_install(
+    tmp_path / "notebook", dist, jax, "scikit-learn", extra="[plots]"
+  )
+  assert alone == quick_start == ["optax-lossscale"]
+
+
+def test_an_older_jax_would_be_upgraded(dist, tmp_path):
+  with pytest.raises(
+    AssertionError, match=r"No matching distribution.* jax>=0"
+  ):
+    would_install(tmp_path / "venv", dist, "0.7.2")
 
 
 def make_environment(folder, dist):
