@@ -1,7 +1,7 @@
 """The loss-scale state: its fields, its counts, and its place in any pytree."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _arrays, _checks, _host, _paths
+
+_Class = TypeVar("_Class", bound=type)
 
 
 class LossScaleState(NamedTuple):
@@ -180,15 +182,53 @@ def record_step(
   )
 
 
-def check_memory(policy: Any, state: LossScaleState, kind: type) -> None:
-  """Raises unless the memory of the state is that of the policy."""
-  if not isinstance(state.memory, kind):
-    raise ValueError(
-      f"state.memory must be that of a {type(policy).__name__}, a"
-      f" {kind.__name__}, got {type(state.memory).__name__} of another policy,"
-      " or of an earlier version. To go on with the same loss scale, use"
-      " state._replace(memory=policy.init().memory)."
-    )
+def readable_later(kind: _Class) -> _Class:
+  """Makes pickles of this class readable that were written with other fields.
+
+  A pickle calls the class with all fields in order. If these are more or fewer,
+  it gets a plain tuple, and is lost no more: `memory_of` then says what to do.
+  """
+  usual: Any = kind.__new__
+
+  def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    is_other = args and not kwargs and len(args) != len(cls._fields)
+    return args if is_other else usual(cls, *args, **kwargs)
+
+  setattr(kind, "__new__", staticmethod(new))  # noqa: B010
+  return kind
+
+
+def memory_of(policy: Any, state: LossScaleState, kind: Any) -> Any:
+  """What the policy remembers; raises if it is not of this kind.
+
+  It is known by its fields, and may be of another class: that of a checkpoint
+  is a mapping.
+  """
+  memory, fields = state.memory, kind._fields
+  if isinstance(memory, Mapping) and set(memory) == set(fields):
+    return kind(**memory)
+  has_fields = getattr(memory, "_fields", None) == fields
+  if has_fields and len(memory) == len(fields):
+    return kind(*memory)
+  raise ValueError(
+    f"state.memory must be that of a {type(policy).__name__}, with the fields"
+    f" {', '.join(fields)}, got {_describe(memory)} of another policy, or of an"
+    " earlier version. To go on with the same loss scale, use"
+    " state._replace(memory=policy.init().memory), where state is the"
+    " loss_scale_state of an optimizer state."
+  )
+
+
+def _describe(memory: Any) -> str:
+  """The names of what a memory remembers, or how many values without any."""
+  is_mapping = isinstance(memory, Mapping)
+  names = [*memory] if is_mapping else [*getattr(memory, "_fields", ())]
+  count = len(memory) if is_mapping or isinstance(memory, tuple) else 1
+  if count == 0:
+    return "an empty one"
+  if len(names) == count:
+    return ", ".join(map(str, names))
+  return f"{count} values without names"
 
 
 def holds_loss_scale(tree: Any) -> bool:

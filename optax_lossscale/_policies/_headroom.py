@@ -21,6 +21,7 @@ _USUAL = 15  # the exponent of the scale where most begin
 _NOTHING = 128  # above the exponent of each scale
 
 
+@_state.readable_later
 class HeadroomMemory(NamedTuple):
   """What :class:`HeadroomLossScale` remembers.
 
@@ -32,8 +33,8 @@ class HeadroomMemory(NamedTuple):
     fail: the scale that failed last, or 128 if there is none, or if one as high
       has held gradients since; int32, shape ``()``.
     held_count: steps with gradients since the last overflow, which tell when
-      the scale that failed rises, and by how much; int32, shape ``()``. After
-      20,480 it goes on from 16,384.
+      the scale that failed rises, and by how much; int32, shape ``()``. It is
+      -1 before the first step.
     quiet_count: steps in a row that brought no gradients, since all were zero
       or some were not finite; int32, shape ``()``.
     wait: how many of these it takes until a search begins; int32, shape
@@ -150,7 +151,7 @@ class HeadroomLossScale:
     memory = HeadroomMemory(
       limit=_powers_of_two.floor_log2(self.init_scale),
       fail=jnp.full((), _NOTHING, jnp.int32),
-      held_count=jnp.zeros((), jnp.int32),
+      held_count=jnp.full((), -1, jnp.int32),
       quiet_count=jnp.zeros((), jnp.int32),
       wait=jnp.full((), _search.SHORTEST_WAIT, jnp.int32),
       amax_window=jnp.zeros((int(self.window),), jnp.float32),
@@ -177,7 +178,8 @@ class HeadroomLossScale:
         " passes it; by hand it is optax.tree.norm(grads, ord='inf')."
       )
     amax = jnp.abs(_arrays.cast(grads_amax, jnp.float32))
-    _state.check_memory(self, state, HeadroomMemory)
+    memory = _state.memory_of(self, state, HeadroomMemory)
+    state = state._replace(memory=self._begun(memory))
     after = _state.record_step(state, grads_finite)
     finite = after.last_finite
     has_grads = finite & (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
@@ -200,6 +202,18 @@ class HeadroomLossScale:
       memory=memory,
     )
 
+  def _begun(self, memory: HeadroomMemory) -> HeadroomMemory:
+    """The memory; before the first step that of `init`, whatever else it holds.
+
+    What fills the fields that a checkpoint of another version lacks with those
+    of a fresh state, as Flax' checkpoints do, mixes the two.
+    """
+    first = self.init().memory._replace(
+      held_count=jnp.zeros((), jnp.int32),
+      amax_window=jnp.zeros_like(memory.amax_window),
+    )
+    return _arrays.select(memory.held_count < 0, first, memory)
+
   def _as_evidence(self, state: LossScaleState, amax: jax.Array) -> jax.Array:
     """What to remember of a finite step for its largest gradient.
 
@@ -210,11 +224,11 @@ class HeadroomLossScale:
     """
     held = _powers_of_two.floor_log2(state.loss_scale)
     # Above -4, the target allows for the sum of so many numbers in half.
-    summands = _powers_of_two.power_of_two(jnp.maximum(self._target() + 4, 0))
+    target = _arrays.cast(self.target, jnp.int32)
+    summands = _powers_of_two.power_of_two(jnp.maximum(target + 4, 0))
     may_be_half = amax * state.loss_scale <= self._top() * summands
     _, top_exponent = math.frexp(self._top())
-    exponent = top_exponent - 1 + self._target()
-    exponent -= jnp.maximum(held + _STRIDE, _USUAL)
+    exponent = top_exponent - 1 + target - jnp.maximum(held + _STRIDE, _USUAL)
     asks_for_it = _powers_of_two.power_of_two(jnp.clip(exponent, -126, 127))
     return jnp.where(may_be_half, amax, asks_for_it)
 
@@ -226,7 +240,7 @@ class HeadroomLossScale:
     usual = amax * _powers_of_two.power_of_two(self._usual(memory))
     is_new = was_guess & ((usual > self._top()) | (usual < self._bottom()))
     older = jnp.where(is_new, 0, memory.amax_window[:-1])
-    held_count = memory.held_count + 1
+    held_count = optax.safe_increment(memory.held_count)
     is_due = held_count % _STEPS_TO_RETRY == 0
     rise = jnp.where(is_due, _last_rise(held_count), 0)
     fail = jnp.minimum(memory.fail + rise, _NOTHING)
@@ -237,11 +251,7 @@ class HeadroomLossScale:
     return HeadroomMemory(
       limit=jnp.where(teaches, limit, memory.limit),
       fail=fail,
-      held_count=jnp.where(
-        held_count < (_RISES + 1) * _STEPS_TO_RETRY,
-        held_count,
-        _RISES * _STEPS_TO_RETRY,
-      ),
+      held_count=held_count,
       quiet_count=jnp.zeros((), jnp.int32),
       wait=_search.wait_after(memory.wait, memory.quiet_count, ~is_new),
       amax_window=jnp.concatenate([amax[None], older]),
@@ -290,7 +300,7 @@ class HeadroomLossScale:
     the largest of them is just a normal number. Both are within bounds.
     """
     (low, high), info = self._bounds(), jnp.finfo(self.dtype)
-    target = self._target()
+    target = _arrays.cast(self.target, jnp.int32)
     top_mantissa, top_exponent = math.frexp(self._top())
     largest = jnp.max(window)
     mantissa, exponent = jnp.frexp(largest)
@@ -299,9 +309,6 @@ class HeadroomLossScale:
     best = jnp.clip(jnp.where(largest > 0, best, _NOTHING), low, high)
     lowest = jnp.maximum(best - (info.maxexp - 1 - info.minexp + target), low)
     return largest > 0, best, jnp.where(largest > 0, lowest, low)
-
-  def _target(self) -> jax.Array:
-    return _arrays.cast(self.target, jnp.int32)
 
   def _top(self) -> float:
     """The largest number of the backward pass, as far as float32 goes."""

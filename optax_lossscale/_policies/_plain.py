@@ -110,6 +110,7 @@ class FixedLossScale:
     return _state.record_step(state, grads_finite)
 
 
+@_state.readable_later
 class DynamicMemory(NamedTuple):
   """What :class:`DynamicLossScale` remembers if it has hysteresis.
 
@@ -232,10 +233,8 @@ class DynamicLossScale:
     backoff = ~after.last_finite
     memory = state.memory  # If it is that of another policy, it is kept.
     if self._remembers() and not self._started_without(memory):
-      _state.check_memory(self, state, DynamicMemory)
-      tolerated, left = self._spend_hysteresis(
-        memory.hysteresis_left, backoff, grow
-      )
+      left = _state.memory_of(self, state, DynamicMemory).hysteresis_left
+      tolerated, left = self._spend_hysteresis(left, backoff, grow)
       backoff, memory = backoff & ~tolerated, DynamicMemory(left)
     factor = jnp.where(grow, _f32(self.growth_factor), jnp.float32(1))
     factor = jnp.where(backoff, _f32(self.backoff_factor), factor)

@@ -14,6 +14,7 @@ from optax_lossscale import _checks, _state
 _LARGEST_PART = 2**15
 
 
+@_state.readable_later
 class DeepSpeedMemory(NamedTuple):
   """What :class:`DeepSpeedLossScale` alone remembers.
 
@@ -92,9 +93,9 @@ class DeepSpeedLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
-    _state.check_memory(self, state, DeepSpeedMemory)
+    left, grown = _state.memory_of(self, state, DeepSpeedMemory)
     after = _state.record_step(state, grads_finite)
-    finite, (left, grown) = after.last_finite, state.memory
+    finite = after.last_finite
     interval = jnp.asarray(self.growth_interval, jnp.int32)
     # Written so that nothing is added to the interval, which may be the
     # largest int32.
@@ -113,6 +114,7 @@ class DeepSpeedLossScale:
     )
 
 
+@_state.readable_later
 class FairseqMemory(NamedTuple):
   """What :class:`FairseqLossScale` alone remembers.
 
@@ -190,11 +192,10 @@ class FairseqLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
-    _state.check_memory(self, state, FairseqMemory)
+    steps, overflows = _state.memory_of(self, state, FairseqMemory)
     after = _state.record_step(state, grads_finite)
     overflow = ~after.last_finite
-    steps = optax.safe_increment(state.memory.steps)
-    overflows = state.memory.overflows
+    steps = optax.safe_increment(steps)
     overflows = jnp.where(overflow, optax.safe_increment(overflows), overflows)
     backoff = overflow & _reaches(overflows, steps, self._share())
     grow = after.finite_count >= jnp.asarray(self.growth_interval, jnp.int32)

@@ -1,5 +1,6 @@
 """What holds for every policy: typed, traced once, in bounds, told apart."""
 
+import collections
 import dataclasses
 import functools
 import pickle
@@ -188,14 +189,53 @@ def test_every_policy_that_remembers_refuses_a_foreign_state_in_the_same_words(
     return
   with pytest.raises(ValueError) as info:
     adjust(policy, state, True)
+  got = ", ".join(getattr(state.memory, "_fields", ())) or "an empty one"
   assert str(info.value) == (
-    f"state.memory must be that of a {type(policy).__name__}, a"
-    f" {kind.__name__}, got {type(state.memory).__name__} of another policy, or"
-    " of an earlier version. To go on with the same loss scale, use"
-    " state._replace(memory=policy.init().memory)."
+    f"state.memory must be that of a {type(policy).__name__}, with the fields"
+    f" {', '.join(kind._fields)}, got {got} of another policy, or of an earlier"
+    " version. To go on with the same loss scale, use"
+    " state._replace(memory=policy.init().memory), where state is the"
+    " loss_scale_state of an optimizer state."
   )
   adopted = state._replace(memory=policy.init().memory)
   adjust(policy, adopted, True)
+
+
+@pytest.mark.parametrize("policy", REMEMBERING.values(), ids=REMEMBERING)
+def test_a_memory_is_known_by_its_fields_whatever_its_class(policy):
+  state = adjust(policy, policy.init(), True)
+  expected = adjust(policy, state, False)
+  fields = state.memory._asdict()
+  # A class that another version of a module has made, and a checkpoint's dict.
+  other = collections.namedtuple("Other", fields)(**fields)
+  for memory in (other, fields):
+    got = adjust(policy, state._replace(memory=memory), False)
+    assert type(got.memory) is type(state.memory)
+    assert same_bits(got, expected)
+
+
+@pytest.mark.parametrize("policy", REMEMBERING.values(), ids=REMEMBERING)
+def test_a_memory_with_other_fields_is_refused_by_them_whatever_its_class(
+  policy,
+):
+  state = policy.init()
+  fields = {**state.memory._asdict(), "more": jnp.int32(0)}
+  name = type(state.memory).__name__
+  memories = {
+    ", more of another": collections.namedtuple(name, fields)(**fields),
+    ", more of another ": fields,
+    "values without names": tuple(fields.values()),
+    # What a pickle of protocol 1 makes of it.
+    f"{len(fields)} values without": tuple.__new__(
+      type(state.memory), fields.values()
+    ),
+    "got 1 values without": jnp.int32(0),
+  }
+  for message, memory in memories.items():
+    with pytest.raises(ValueError, match=message.strip()):
+      adjust(policy, state._replace(memory=memory), True)
+    # The cure.
+    adjust(policy, state._replace(memory=policy.init().memory), True)
 
 
 @pytest.mark.parametrize("other", REMEMBERING.values(), ids=REMEMBERING)
