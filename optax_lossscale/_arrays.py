@@ -64,6 +64,11 @@ def cast(x: Any, dtype: Any) -> Any:
   return lax.convert_element_type(x, dtype)
 
 
+def own(x: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
+  """``x`` as a strongly typed array whose buffer nobody else has."""
+  return jnp.copy(lax.convert_element_type(x, dtype))
+
+
 def cast_real_or_complex(x: jax.Array, dtype: Any) -> jax.Array:
   """``x`` in a dtype that does not drop or invent its imaginary part."""
   if is_complex(dtype) != is_complex(x.dtype):

@@ -82,6 +82,17 @@ def check_powers_of_two(policy: Any) -> None:
       )
 
 
+def keep_numbers(policy: Any) -> None:
+  """Makes Python numbers of the arrays that a policy was given, once checked.
+
+  As an array, one would become a buffer of the state, and be deleted with it by
+  a step that donates its state. Traced ones stay.
+  """
+  for name, value in vars(policy).copy().items():
+    if hasattr(value, "item") and not isinstance(value, jax.core.Tracer):
+      object.__setattr__(policy, name, value.item())
+
+
 def check_callable(name: str, value: Any, kind: str = "a function") -> None:
   """Raises unless ``value`` can be called."""
   if not callable(value):

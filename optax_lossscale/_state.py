@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -135,7 +134,7 @@ def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
 
   Raises:
     ValueError: if a leaf is in one of the two alone, or ``state`` does not hold
-      exactly one loss-scale state.
+      exactly one loss-scale state, or it is mapped.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -147,6 +146,12 @@ def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
     1.0
   """
   finite = get_loss_scale_state(state).last_finite
+  if jnp.shape(finite):
+    raise ValueError(
+      "state must hold one loss scale, got last_finite of shape"
+      f" {jnp.shape(finite)}. Of a state that vmap or pmap has mapped, select"
+      " within the mapped function, or map select_if_finite itself."
+    )
   new: Any = jax.tree.structure(applied)
   if new != jax.tree.structure(skipped):
     applied = _in_containers_of(skipped, applied)
@@ -156,7 +161,7 @@ def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
 def initial_state(scale: float, memory: Any = ()) -> LossScaleState:
   """The state before the first step. Each field has a buffer of its own."""
   return LossScaleState(
-    loss_scale=lax.convert_element_type(scale, jnp.float32),
+    loss_scale=_arrays.own(scale, jnp.float32),
     finite_count=jnp.zeros((), jnp.int32),
     notfinite_count=jnp.zeros((), jnp.int32),
     last_finite=jnp.ones((), jnp.bool_),

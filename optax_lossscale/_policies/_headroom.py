@@ -145,6 +145,7 @@ class HeadroomLossScale:
         f" got window = {self.window!r}."
       )
     _checks.check_number("window", self.window, 1, 2**20, integer=True)
+    _checks.keep_numbers(self)
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
@@ -208,11 +209,10 @@ class HeadroomLossScale:
     What fills the fields that a checkpoint of another version lacks with those
     of a fresh state, as Flax' checkpoints do, mixes the two.
     """
-    first = self.init().memory._replace(
-      held_count=jnp.zeros((), jnp.int32),
-      amax_window=jnp.zeros_like(memory.amax_window),
-    )
-    return _arrays.select(memory.held_count < 0, first, memory)
+    zeros = jnp.zeros_like(memory.amax_window)
+    first = self.init().memory._replace(amax_window=zeros)
+    begun = _arrays.select(memory.held_count < 0, first, memory)
+    return begun._replace(held_count=jnp.maximum(memory.held_count, 0))
 
   def _as_evidence(self, state: LossScaleState, amax: jax.Array) -> jax.Array:
     """What to remember of a finite step for its largest gradient.

@@ -14,7 +14,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _checks, _state
+from optax_lossscale import _arrays, _checks, _state
 from optax_lossscale._state import LossScaleState
 
 HysteresisRefill = Literal["growth", "finite", "backoff"]
@@ -93,6 +93,7 @@ class FixedLossScale:
 
   def __post_init__(self) -> None:
     _checks.check_scale("scale", self.scale)
+    _checks.keep_numbers(self)
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
@@ -207,10 +208,13 @@ class DynamicLossScale:
         f" {', '.join(map(repr, get_args(HysteresisRefill)))}, got"
         f" hysteresis_refill = {self.hysteresis_refill!r}."
       )
+    _checks.keep_numbers(self)
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
-    memory = DynamicMemory(_i32(self.hysteresis)) if self._remembers() else ()
+    memory: Any = ()
+    if self._remembers():
+      memory = DynamicMemory(_arrays.own(self.hysteresis, jnp.int32))
     return _state.initial_state(self.init_scale, memory)
 
   def adjust(

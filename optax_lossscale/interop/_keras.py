@@ -20,6 +20,7 @@ _SERIALIZED = (
   "class_name", "module", "registered_name", "build_config", "compile_config",
   "shared_object_id",
 )  # fmt: skip
+_DEEPEST = 8  # A serialized optimizer holds its config, and that a loss scale.
 _OPTIMIZER = {
   "initial_scale": Key("init_scale", 2.0**15),
   "dynamic_growth_steps": Key("growth_interval", 2000),
@@ -153,7 +154,7 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
 
 
 def _policy(
-  config: Any,
+  config: Any, deep: int = 0
 ) -> _policies.DynamicLossScale | _policies.FixedLossScale:
   """The policy of a config, or of an argument that stands for one."""
   if isinstance(config, str) and config == "dynamic":
@@ -164,9 +165,14 @@ def _policy(
   # Some hold another: the serialized ones, and that of TF 2.3.
   for key, ignored in {"config": _SERIALIZED, "loss_scale": _INNER}.items():
     if key in config:
-      return _policy(
-        _read("config", config, {key: Key("inner")}, ignored)["inner"]
-      )
+      inner = _read("config", config, {key: Key("inner")}, ignored)["inner"]
+      if deep == _DEEPEST:
+        raise ValueError(
+          f"from_keras: config must be nested at most {_DEEPEST} deep, got"
+          f" one that is deeper: {_reading.show(config)}. Give the config of"
+          " the loss scaler itself."
+        )
+      return _policy(inner, deep + 1)
   if "loss_scale_value" in config:
     values = _read("config of FixedLossScale", config, _FIXED)
     return _policies.FixedLossScale(values["scale"])

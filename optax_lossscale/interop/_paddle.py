@@ -1,5 +1,6 @@
 """paddle.amp.GradScaler."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from optax_lossscale.interop import _reading, _results
@@ -48,7 +49,7 @@ def from_paddle(state_dict: Any) -> _results.Result:
     >>> policy.hysteresis_refill, state.memory.hysteresis_left.item()
     ('backoff', 1)
   """
-  if state_dict == {}:
+  if isinstance(state_dict, Mapping) and not state_dict:
     return _results.fixed(1.0)
   name = "from_paddle"
   values = _reading.read(name, "state_dict", state_dict, _KEYS)

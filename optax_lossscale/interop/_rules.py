@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _checks, _state
+from optax_lossscale import _arrays, _checks, _state
 
 # What a tolerance is at most, and the integers of its fraction: see _reaches.
 _LARGEST_PART = 2**15
@@ -77,10 +77,11 @@ class DeepSpeedLossScale:
         "consecutive_hysteresis must be True or False, got"
         f" consecutive_hysteresis = {self.consecutive_hysteresis!r}."
       )
+    _checks.keep_numbers(self)
 
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""
-    left = jnp.asarray(self.hysteresis, jnp.int32)
+    left = _arrays.own(self.hysteresis, jnp.int32)
     memory = DeepSpeedMemory(left, jnp.zeros((), jnp.bool_))
     return _state.initial_state(self.init_scale, memory)
 
@@ -177,6 +178,7 @@ class FairseqLossScale:
     _checks.check_number("tolerance", self.tolerance, 0, _LARGEST_PART)
     if self.threshold is not None:
       _checks.check_scale("threshold", self.threshold)
+    _checks.keep_numbers(self)
 
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""

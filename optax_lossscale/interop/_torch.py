@@ -1,5 +1,6 @@
 """torch.amp.GradScaler, which Lightning and Accelerate use, too."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from optax_lossscale import _checks, _policies
@@ -44,7 +45,7 @@ def from_torch(state_dict: Any) -> _results.Result:
     >>> policy.growth_interval, state.finite_count.item()
     (2000, 17)
   """
-  if state_dict == {}:
+  if isinstance(state_dict, Mapping) and not state_dict:
     return _results.fixed(1.0)
   name = "from_torch"
   values = _reading.read(name, "state_dict", state_dict, _KEYS)

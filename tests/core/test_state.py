@@ -387,3 +387,17 @@ def test_the_log2_is_exact_for_every_power_of_two():
   for k in range(-126, 127):
     assert log2_of(np.float32(2.0**k)) == k
   np.testing.assert_allclose(log2_of(np.float32(3)), np.log2(3), rtol=1e-6)
+
+
+def test_select_if_finite_says_what_to_do_with_a_state_that_is_mapped():
+  policy = ols.DynamicLossScale()
+  state = jax.vmap(lambda _: policy.init())(jnp.arange(3))
+  finite = jnp.array([True, False, True])
+  state = jax.vmap(policy.adjust)(state, finite)
+  new, old = jnp.ones(3), jnp.zeros(3)
+  message = r"got last_finite of shape \(3,\).*or map select_if_finite itself"
+  with pytest.raises(ValueError, match=message):
+    ols.select_if_finite(state, new, old)
+  # As the message says.
+  got = jax.vmap(ols.select_if_finite)(state, new, old)
+  assert got.tolist() == [1, 0, 1]

@@ -89,6 +89,30 @@ def test_what_holds_no_values_is_a_type_error(call):
       call(source)
 
 
+@pytest.mark.parametrize("call", READERS.values(), ids=READERS)
+def test_a_prng_key_is_refused_in_our_words(call):
+  with pytest.raises(TypeError, match=r"^from_\w+: "):
+    call(jax.random.key(0))
+
+
+@pytest.mark.parametrize("key", ["config", "loss_scale"])
+def test_settings_that_are_nested_without_end_are_refused_by_name(key):
+  deep = endless = {}
+  endless[key] = endless
+  for _ in range(3_000):
+    deep = {key: deep}
+  for config in (deep, endless):
+    message = "from_keras: config must be nested at most 8 deep"
+    with pytest.raises(ValueError, match=message) as info:
+      interop.from_keras(config)
+    assert len(str(info.value)) < 700
+  config = {"initial_loss_scale": 8.0, "increment_period": 3, "multiplier": 2.0}
+  expected = interop.from_keras(config)
+  for _ in range(8):
+    config = {key: config}
+  assert interop.from_keras(config) == expected
+
+
 def test_a_traced_number_is_refused_by_name():
   def read(scale):
     return interop.from_torch({**samples.TORCH, "scale": scale})[1]

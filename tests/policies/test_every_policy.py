@@ -248,3 +248,51 @@ def test_what_another_policy_remembers_stays_where_nothing_is_remembered(
     after = policy.adjust(state, finite)
     assert after.memory is state.memory
     assert after[:5] == policy.adjust(state._replace(memory=()), finite)[:5]
+
+
+ARRAYS = {
+  ols.FixedLossScale: {"scale": 8.0},
+  ols.DynamicLossScale: {"init_scale": 8.0, "growth_interval": 3},
+  "hysteresis": {"init_scale": 8.0, "hysteresis": 2},
+  ols.HeadroomLossScale: {"init_scale": 8.0, "window": 3, "target": -1},
+  interop.DeepSpeedLossScale: {"init_scale": 8.0, "hysteresis": 2},
+  interop.FairseqLossScale: {"growth_interval": 3, "threshold": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+@pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray])
+def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(kind, as_array):
+  numbers = ARRAYS[kind]
+  kind = ols.DynamicLossScale if kind == "hysteresis" else kind
+  policy = kind(**{name: as_array(x) for name, x in numbers.items()})
+  assert policy == kind(**numbers)
+  assert hash(policy) == hash(kind(**numbers))
+  assert "rray" not in repr(policy)
+  step = jax.jit(functools.partial(adjust, policy), donate_argnums=0)
+  for _ in range(2):
+    got = step(policy.init(), jnp.array(False))
+  assert same_bits(got, step(kind(**numbers).init(), jnp.array(False)))
+
+
+def test_a_number_that_is_an_array_survives_a_step_that_donates_its_state():
+  scale = jnp.float32(1024)
+  tx = ols.with_loss_scaling(optax.sgd(1.0), scale)
+  update = jax.jit(tx.update, donate_argnums=1)
+  for _ in range(2):
+    _, state = update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}))
+  assert scale == state.loss_scale_state.loss_scale == 1024
+
+
+@pytest.mark.parametrize("kind", ["DynamicLossScale", "DeepSpeedLossScale"])
+def test_what_is_traced_into_a_policy_has_no_buffer_of_the_state(kind):
+  kind = {**vars(ols), **vars(interop)}[kind]
+  scale, hysteresis = jnp.float32(8), jnp.int32(2)
+
+  @jax.jit
+  def init(scale, hysteresis):
+    return kind(init_scale=scale, hysteresis=hysteresis).init()
+
+  state = init(scale, hysteresis)
+  jax.jit(lambda x: jax.tree.map(jnp.copy, x), donate_argnums=0)(state)
+  assert scale == 8 and hysteresis == 2
