@@ -99,6 +99,8 @@ REPOSITORY = PROJECT["urls"]["Source"]
 # Of GitHub's own making, and so in no folder of the repository.
 MADE_BY_GITHUB = {"", "issues", "releases", "security/advisories/new"}
 
+NO_TEXTS = {".json", ".msgpack", ".pickle", ".png"}
+
 
 def tracked_texts():
   """The (file, text) of all that names an address: no pictures, no outputs."""
@@ -111,7 +113,7 @@ def tracked_texts():
   )
   for name in out.stdout.splitlines():
     path = ROOT / name
-    if path.suffix not in {".png", ".json"} and path.is_file():
+    if path.suffix not in NO_TEXTS and path.is_file():
       yield path, path.read_text()
 
 
