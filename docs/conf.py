@@ -61,6 +61,11 @@ linkcode_resolve = links.source_of(REPOSITORY)
 intersphinx_mapping = links.intersphinx_mapping(HERE / "_build" / "inventories")
 # A 404 page is shown at any depth, so that its links begin at the host.
 notfound_urls_prefix = f"/{SITE.partition('//')[2].partition('/')[2]}/"
+notfound_context = {
+  "title": "No such page",
+  "body": "<h1>No such page</h1><p>It was moved, or never was here. The menu"
+  " lists all pages, and the search above it finds words and names.</p>",
+}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
