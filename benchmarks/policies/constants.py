@@ -26,6 +26,19 @@ GENOMES = 180  # of each category
 STEPS = 40_000  # of the patterns and the processes
 POLICY = ols.HeadroomLossScale()
 
+
+def limits_down_to(binades):
+  """Another lowest limit: so far below the evidence, or the lowest of all."""
+  usual = _headroom.HeadroomLossScale._evidence
+
+  def evidence(self, window):
+    has_evidence, best, _ = usual(self, window)
+    low, _ = self._bounds()
+    return has_evidence, best, low if binades is None else best - binades
+
+  return _headroom.HeadroomLossScale, "_evidence", evidence
+
+
 # What is changed, by name: the module, the constant, and what it is instead.
 CHANGES = {
   "as it is": None,
@@ -35,16 +48,8 @@ CHANGES = {
   "target -8": ols.HeadroomLossScale(target=-8),
   "a stride without bound, for 8": (_headroom, "_STRIDE", 256),
   "a stride of 16": (_headroom, "_STRIDE", 16),
-  "limits as low as there are": (
-    _headroom.HeadroomLossScale,
-    "_lowest",
-    lambda self, window: self._bounds()[0],
-  ),
-  "no limit more than 12 below": (
-    _headroom.HeadroomLossScale,
-    "_lowest",
-    lambda self, window: self._evidence(window) - 12,
-  ),
+  "limits as low as there are": limits_down_to(None),
+  "no limit more than 12 below": limits_down_to(12),
   "never tried again, for 4,096 steps": (
     _headroom,
     "_STEPS_TO_RETRY",
@@ -52,6 +57,9 @@ CHANGES = {
   ),
   "tried again after 8,192": (_headroom, "_STEPS_TO_RETRY", 8_192),
   "after 2,048": (_headroom, "_STEPS_TO_RETRY", 2_048),
+  "by one binade each time": (_headroom, "_RISES", 1),
+  "by up to 4 binades, for 8": (_headroom, "_RISES", 3),
+  "up to 16": (_headroom, "_RISES", 5),
   "no search, for one after 8": (_search, "SHORTEST_WAIT", 2**30),
   "a search after 16": (_search, "SHORTEST_WAIT", 16),
   "a longest wait of 8, for 512": (_search, "_LONGEST_WAIT", 8),

@@ -6,8 +6,10 @@ memory changes, its name in `FIELDS` changes with it, and the last tests say
 what those meet who go on from an older state.
 """
 
+import base64
 import collections
 import io
+import json
 import pathlib
 import pickle
 
@@ -27,7 +29,14 @@ import optax_lossscale as ols
 from optax_lossscale import interop
 
 STORED = pathlib.Path(record.__file__).parent
-VERSIONS = [x.stem for x in STORED.glob("[0-9]*.pickle")]
+VERSIONS = [x.stem for x in STORED.glob("[0-9]*.json")]
+
+
+def stored(version, kind):
+  """The bytes that a version wrote."""
+  as_text = json.loads((STORED / f"{version}.json").read_text())
+  return base64.b64decode(as_text[kind])
+
 
 # Released. A pickle knows them by their order, and all others by their names.
 FIELDS = {
@@ -55,11 +64,9 @@ def test_this_version_is_stored():
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_a_version_stored_is_read_and_goes_on(version, name):
   tx, (params, state) = record.make(record.POLICIES[name])
-  pickled = pickle.loads((STORED / f"{version}.pickle").read_bytes())[name]
+  pickled = pickle.loads(stored(version, "pickle"))[name]
   fresh = {name: (params, tx.init(params))}
-  data = serialization.msgpack_restore(
-    (STORED / f"{version}.msgpack").read_bytes()
-  )
+  data = serialization.msgpack_restore(stored(version, "msgpack"))
   unpacked = serialization.from_state_dict(fresh, {name: data[name]})[name]
   assert_same_bits(pickled, unpacked)
   assert jax.tree.structure(pickled) == jax.tree.structure((params, state))
@@ -101,14 +108,14 @@ def check_cured(state, before):
 @pytest.fixture
 def before():
   """A state whose memory has the fields and numbers of the earlier rule."""
-  _, state = pickle.loads((STORED / "before-0.1.0.pickle").read_bytes())
+  _, state = pickle.loads(stored("before-0.1.0", "pickle"))
   memory = HeadroomMemory(*state.loss_scale_state.memory)
   scale_state = state.loss_scale_state._replace(memory=memory)
   return state._replace(loss_scale_state=scale_state)
 
 
 def test_a_pickle_of_before_loses_nothing_and_update_says_what_to_do(before):
-  params, state = pickle.loads((STORED / "before-0.1.0.pickle").read_bytes())
+  params, state = pickle.loads(stored("before-0.1.0", "pickle"))
   assert params["w"].tolist() == pytest.approx([-0.02, 0.98, 1.98], abs=0.02)
   assert len(state.loss_scale_state.memory) == 7
   message = (
@@ -150,7 +157,7 @@ def test_what_a_later_version_reads_of_a_field_more_is_told(protocol):
 
 
 def test_msgpack_of_before_is_read_into_its_own_fields(before):
-  data = (STORED / "before-0.1.0.msgpack").read_bytes()
+  data = stored("before-0.1.0", "msgpack")
   fresh = PARAMS, TX.init(PARAMS)
   with pytest.raises(ValueError, match=r"field names .* do not match"):
     serialization.from_bytes(fresh, data)

@@ -204,6 +204,21 @@ def test_a_burst_of_nans_leaves_the_scale_within_a_binade():
     assert below[-1] <= 1, length
 
 
+@pytest.mark.parametrize(
+  "every, mean",
+  [(2, 29), (3, 26), (5, 20), (100, 20), (500, 20), (2000, 20), (4000, 20)],
+)
+def test_nans_that_keep_coming_hold_the_scale_as_far_down_as_the_docs_say(
+  every, mean
+):
+  run = np.where(np.arange(40_000) % every == every - 1, np.nan, -14.0)
+  process = benchmark.Process(run[None])
+  (log2_scale,), _, _ = benchmark.simulate_one(POLICY, process)
+  under = benchmark.TOP + 14 - log2_scale[10_000:]
+  assert under.mean() <= mean
+  assert under.max() <= 31
+
+
 @pytest.mark.parametrize("every", [2, 100, 500])
 def test_nans_that_keep_coming_do_not_walk_the_scale_down_for_good(every):
   amaxes = ([2.0**-14] * (every - 1) + [None]) * 80

@@ -1,11 +1,13 @@
 """Stores what the policies remember, as this version writes it.
 
-Run it for a release, and commit both files: test_stored_states.py reads those
-of each version with the package of the day.
+Run it for a release, and commit the file: test_stored_states.py reads that of
+each version with the package of the day.
 
   python tests/core/stored/record.py
 """
 
+import base64
+import json
 import pathlib
 import pickle
 
@@ -44,12 +46,13 @@ def make(policy):
 def main():
   folder = pathlib.Path(__file__).parent
   states = {name: make(policy)[1] for name, policy in POLICIES.items()}
-  (folder / f"{ols.__version__}.pickle").write_bytes(
-    pickle.dumps(states, protocol=4)
-  )
-  (folder / f"{ols.__version__}.msgpack").write_bytes(
-    serialization.to_bytes(states)
-  )
+  written = {
+    "pickle": pickle.dumps(states, protocol=4),
+    "msgpack": serialization.to_bytes(states),
+  }
+  as_text = {k: base64.b64encode(x).decode() for k, x in written.items()}
+  file = folder / f"{ols.__version__}.json"
+  file.write_text(json.dumps(as_text, indent=1) + "\n")
 
 
 if __name__ == "__main__":
