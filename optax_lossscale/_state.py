@@ -1,6 +1,7 @@
 """The loss-scale state: its fields, its counts, and its place in any pytree."""
 
 from collections.abc import Mapping
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -195,6 +196,7 @@ def readable_later(kind: _Class) -> _Class:
   """
   usual: Any = kind.__new__
 
+  @functools.wraps(usual)  # so that the fields are in its signature
   def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
     is_other = args and not kwargs and len(args) != len(cls._fields)
     return args if is_other else usual(cls, *args, **kwargs)
@@ -226,14 +228,15 @@ def memory_of(policy: Any, state: LossScaleState, kind: Any) -> Any:
 
 def _describe(memory: Any) -> str:
   """The names of what a memory remembers, or how many values without any."""
-  is_mapping = isinstance(memory, Mapping)
+  if not isinstance(memory, (Mapping, tuple, list)):
+    return f"one of type {type(memory).__name__}"
+  is_mapping, count = isinstance(memory, Mapping), len(memory)
   names = [*memory] if is_mapping else [*getattr(memory, "_fields", ())]
-  count = len(memory) if is_mapping or isinstance(memory, tuple) else 1
   if count == 0:
     return "an empty one"
   if len(names) == count:
     return ", ".join(map(str, names))
-  return f"{count} values without names"
+  return f"{count} value{'s' * (count > 1)} without names"
 
 
 def holds_loss_scale(tree: Any) -> bool:

@@ -8,6 +8,7 @@ what those meet who go on from an older state.
 
 import base64
 import collections
+import inspect
 import io
 import json
 import pathlib
@@ -53,6 +54,7 @@ FIELDS = {
 @pytest.mark.parametrize("kind", FIELDS, ids=lambda x: x.__name__)
 def test_the_fields_of_a_state_are_those_that_were_released(kind):
   assert ", ".join(kind._fields) == FIELDS[kind]
+  assert ", ".join(inspect.signature(kind).parameters) == FIELDS[kind]
   assert kind.__module__ in ("optax_lossscale", "optax_lossscale.interop")
 
 
