@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import pathlib
 import re
 import sys
@@ -19,7 +20,9 @@ import links  # noqa: E402
 
 PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Source"]
-SITE = PROJECT["urls"]["Documentation"]
+SITE = os.environ.get(  # Read the Docs has copies at addresses of its own
+  "READTHEDOCS_CANONICAL_URL", PROJECT["urls"]["Documentation"]
+).rstrip("/")
 
 project = "optax_lossscale"
 version = release = ols.__version__
