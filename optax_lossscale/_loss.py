@@ -1,18 +1,45 @@
 """What is required of a loss, and of the function that returns it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import inspect
 import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays, _warnings
+from optax_lossscale import _arrays, _jaxprs, _warnings
 
 _HINT_OF_GRADS = (
   " If fun is differentiated already, as by jax.value_and_grad or jax.grad,"
   " pass the loss function itself."
 )
+
+
+def called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+  """What a function returns whose loss is scaled: see `refuse_scaling`."""
+  return fun(*args, **kwargs)
+
+
+def refuse_scaling() -> None:
+  """Raises if what computes the loss of `called` calls `scale_loss`.
+
+  The stack of calls tells it, and nothing has to be kept. A function within
+  that somebody else differentiates may have a loss scale of its own.
+  """
+  frame = inspect.currentframe()
+  while frame and not _jaxprs.differentiates(frame.f_code):
+    if frame.f_code is called.__code__:
+      fun = frame.f_locals["fun"]
+      name = getattr(fun, "__name__", type(fun).__name__)
+      raise RuntimeError(
+        "scale_loss must not be called in a function that value_and_grad or"
+        " grad of optax_lossscale differentiates, since they scale its loss"
+        f" themselves, got it in {name}. Drop scale_loss, and return the loss as"
+        " it is. To scale by hand, drop the other: use jax.value_and_grad and"
+        " unscale_grads."
+      )
+    frame = frame.f_back
 
 
 def checked(out: Any, has_aux: bool) -> Any:

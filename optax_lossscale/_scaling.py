@@ -34,6 +34,8 @@ def scale_loss(loss: Any, state: Any) -> Any:
     they were.
 
   Raises:
+    RuntimeError: in a function that :func:`value_and_grad` or :func:`grad`
+      differentiates, which scale its loss themselves.
     ValueError: if ``state`` does not hold exactly one loss-scale state.
 
   Examples:
@@ -43,6 +45,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
     >>> print(ols.scale_loss(jnp.float32(0.5), state))
     512.0
   """
+  _loss.refuse_scaling()
   return _scale(loss, _state.get_loss_scale_state(state).loss_scale)
 
 
@@ -134,7 +137,7 @@ def value_and_grad(
   scale = lambda: _state.get_loss_scale_state(state).loss_scale
 
   def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Returned]:
-    out = fun(*args, **fun_kwargs)
+    out = _loss.called(fun, args, fun_kwargs)
     return _scale(_loss.checked(out, has_aux), scale()), _Returned(out)
 
   scaled_fun.__name__ = getattr(fun, "__name__", "fun")  # for messages

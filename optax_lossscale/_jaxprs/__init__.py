@@ -42,6 +42,7 @@ from optax_lossscale._jaxprs._hijax import lowered
 from optax_lossscale._jaxprs._interpret import interpret
 from optax_lossscale._jaxprs._lines import (
   call_name,
+  differentiates,
   function_name,
   is_rule_of_library,
   is_users,

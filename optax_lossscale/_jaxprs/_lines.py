@@ -1,11 +1,14 @@
 """The names of equations, and the user's lines that they come from."""
 
 import functools
+import inspect
 import os
 import sys
 import sysconfig
+import types
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 
 from optax_lossscale._jaxprs._equations import held_jaxprs, hi_primitive
@@ -20,6 +23,10 @@ _NAMES = {"remat2": "checkpoint"}
 # Behind its lines in a traceback is what called the function that it was given.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _AUTOCAST = os.path.join(_PACKAGE, "_autocast", "")
+# Whatever differentiates calls one of these functions of JAX.
+_DIFFERENTIATE = {
+  "jacfwd", "jacrev", "jvp", "linearize", "value_and_grad", "vjp"
+}  # fmt: skip
 
 
 class Line(NamedTuple):
@@ -145,3 +152,13 @@ def is_users(file_name: str) -> bool:
   files = (getattr(sys.modules.get(n), "__file__", None) for n in _LIBRARIES)
   folders = tuple(os.path.dirname(file) + os.sep for file in files if file)
   return not is_standard and not file_name.startswith(folders)
+
+
+def differentiates(code: types.CodeType) -> bool:
+  """Whether a frame of this code is a call of JAX that differentiates."""
+  name = code.co_qualname.partition(".")[0]
+  if name not in _DIFFERENTIATE:
+    return False
+  # Functions inside of JAX have the same names, but stand in other files.
+  public: Any = inspect.unwrap(getattr(jax, name))
+  return code.co_filename == public.__code__.co_filename

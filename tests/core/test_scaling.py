@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import linecache
+import threading
 import warnings
 
 import equinox as eqx
@@ -309,6 +310,111 @@ def test_a_gradient_of_a_gradient_sees_the_scale_once():
   for scale, w in itertools.product([1.0, 2.0**15], [0.5, 2.0]):
     got = ols.grad(penalty, state_at(scale))(jnp.float32(w))
     assert got == 2 * (6 * w - 1) * 6
+
+
+def scaled(x):
+  return ols.scale_loss(jnp.sum(x**2), state_at(8.0))
+
+
+def with_a_jvp_rule():
+  fun = jax.custom_jvp(scaled)
+  fun.defjvp(lambda x, t: (scaled(*x), jnp.vdot(2 * x[0], t[0])))
+  return fun
+
+
+def with_a_vjp_rule():
+  fun = jax.custom_vjp(scaled)
+  fun.defvjp(lambda x: (scaled(x), x), lambda x, g: (2 * x * g,))
+  return fun
+
+
+SCALED_TWICE = {
+  "plain": lambda w: scaled(w),
+  "jit": jax.jit(lambda w: scaled(w)),
+  "checkpoint": jax.checkpoint(lambda w: scaled(w)),
+  "vmap": lambda w: jnp.mean(jax.vmap(scaled)(w)),
+  "scan": lambda w: jax.lax.scan(lambda c, x: (c + scaled(x), x), 0.0, w)[0],
+  "cond": lambda w: jax.lax.cond(w[0] > 0, scaled, jnp.sum, w),
+  "custom_jvp": with_a_jvp_rule(),
+  "custom_vjp": with_a_vjp_rule(),
+  "autocast": ols.autocast(lambda w: scaled(w[None] @ jnp.ones((3, 2)))),
+  "behind another gradient": lambda w: scaled(w - 0.1 * jax.grad(scaled)(w)),
+  "in an inner one of ours": lambda w: jnp.sum(
+    jax.vjp(ols.grad(scaled, state_at(2.0)), w)[0]
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  "using",
+  [
+    jax.value_and_grad,
+    nnx.value_and_grad,
+    eqx.filter_value_and_grad,
+  ],
+  ids=["jax", "nnx", "equinox"],
+)
+@pytest.mark.parametrize("fun", SCALED_TWICE.values(), ids=SCALED_TWICE)
+def test_scale_loss_in_a_loss_that_is_scaled_anyway_says_which_one_to_drop(
+  fun, using
+):
+  differentiated = ols.grad(fun, state_at(2.0), using=using)
+  for call in (differentiated, jax.jit(differentiated)):
+    with pytest.raises(RuntimeError, match="Drop scale_loss, and return the"):
+      call(jnp.ones(3))
+  # Nothing is left behind.
+  assert jax.grad(scaled)(jnp.ones(3)).tolist() == [16.0] * 3
+
+
+SCALED_BY_HAND = {
+  "grad": lambda w: jax.grad(scaled)(w),
+  "of a jit": lambda w: jax.grad(jax.jit(lambda w: scaled(w)))(w),
+  "in a jit": lambda w: jax.jit(jax.grad(scaled))(w),
+  "in a vmap": lambda w: jax.vmap(jax.grad(scaled))(w),
+  "of autocast": lambda w: jax.grad(ols.autocast(scaled))(w),
+  "value_and_grad": lambda w: jax.value_and_grad(scaled)(w)[1],
+  "vjp": lambda w: jax.vjp(scaled, w)[1](1.0)[0],
+  "jvp": lambda w: jax.jvp(scaled, (w,), (w,))[1] / jnp.vdot(w, w) * w,
+  "linearize": lambda w: jax.linearize(scaled, w)[1](w) / jnp.vdot(w, w) * w,
+  "jacfwd": lambda w: jax.jacfwd(scaled)(w),
+  "jacrev": lambda w: jax.jacrev(scaled)(w),
+  "hessian": lambda w: jax.hessian(scaled)(w) @ w,
+  "nnx": lambda w: nnx.grad(scaled)(w),
+  "equinox": lambda w: eqx.filter_grad(scaled)(w),
+}
+
+
+@pytest.mark.parametrize("inner", SCALED_BY_HAND.values(), ids=SCALED_BY_HAND)
+@pytest.mark.filterwarnings("ignore:autocast found nothing")
+def test_a_loss_may_hold_a_gradient_that_is_scaled_by_hand(inner):
+  """A gradient penalty, or a step of an inner loop, with a scale of its own."""
+
+  def penalty(w):
+    return jnp.sum(ols.unscale_grads(inner(w), state_at(8.0)) ** 2)
+
+  w = jnp.array([1.0, 2.0])
+  for call in (ols.grad(penalty, state_at(2.0)), jax.grad(penalty)):
+    np.testing.assert_allclose(jax.jit(call)(w), 8 * w, rtol=1e-6)
+
+
+def test_scaling_by_hand_is_free_in_rules_and_in_other_threads():
+  found = []
+
+  @jax.custom_vjp
+  def layer(w):
+    thread = threading.Thread(
+      target=lambda: found.append(jax.grad(scaled)(jnp.ones(()))),
+    )
+    thread.start()
+    thread.join()
+    return w**2
+
+  there = lambda g: ols.scale_loss(g, state_at(8.0))
+  back = lambda g: ols.unscale_grads(g, state_at(8.0))
+  layer.defvjp(lambda w: (layer(w), w), lambda w, g: (back(there(g)) * 2 * w,))
+  assert ols.grad(layer, state_at(2.0))(jnp.float32(3.0)) == 6
+  assert ols.grad(jax.jit(layer), state_at(2.0))(jnp.float32(3.0)) == 6
+  assert set(map(float, found)) == {16.0}
 
 
 class First:
