@@ -34,7 +34,7 @@ def check_number(
     hasattr(value, "dtype") and getattr(value, "shape", None) == ()
   )
   if isinstance(value, (bool, complex)) or not is_number:
-    raise TypeError(f"{rule}, got {name} = {value!r}.")
+    raise TypeError(f"{rule}, got {came(name, value)}.")
   if hasattr(value, "dtype"):
     if value.dtype == bool or jnp.issubdtype(value.dtype, jnp.complexfloating):
       raise TypeError(f"{rule}, got {name} = {value!r}.")
@@ -93,10 +93,21 @@ def keep_numbers(policy: Any) -> None:
       object.__setattr__(policy, name, value.item())
 
 
-def check_callable(name: str, value: Any, kind: str = "a function") -> None:
+def check_callable(
+  name: str, value: Any, kind: str = "a function", hint: str = ""
+) -> None:
   """Raises unless ``value`` can be called."""
   if not callable(value):
-    raise TypeError(f"{name} must be {kind}, got {name} = {value!r}.")
+    raise TypeError(f"{name} must be {kind}, got {came(name, value)}.{hint}")
+
+
+def came(name: str, value: Any) -> str:
+  """``name = value`` for a message, or its type if that is more than a line."""
+  if sum(getattr(x, "size", 1) for x in jax.tree.leaves(value)) < 10:
+    text = f"{name} = {value!r}"
+    if len(text) <= 80 and "\n" not in text:
+      return text
+  return f"{name} of type {type(value).__name__}"
 
 
 def as_float_dtype(dtype: Any) -> Any:

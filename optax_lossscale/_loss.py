@@ -15,6 +15,12 @@ _HINT_OF_GRADS = (
   " pass the loss function itself."
 )
 
+# By library, what differentiates models with leaves that are no floats.
+_USING = {
+  "equinox": "equinox.filter_value_and_grad",
+  "flax.nnx": "nnx.value_and_grad",
+}
+
 
 def called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
   """What a function returns whose loss is scaled: see `refuse_scaling`."""
@@ -35,9 +41,9 @@ def refuse_scaling() -> None:
       raise RuntimeError(
         "scale_loss must not be called in a function that value_and_grad or"
         " grad of optax_lossscale differentiates, since they scale its loss"
-        f" themselves, got it in {name}. Drop scale_loss, and return the loss as"
-        " it is. To scale by hand, drop the other: use jax.value_and_grad and"
-        " unscale_grads."
+        f" themselves, got it in {name}. Drop scale_loss, and return the loss"
+        " as it is. To scale by hand, drop the other: use jax.value_and_grad"
+        " and unscale_grads."
       )
     frame = frame.f_back
 
@@ -64,11 +70,16 @@ def checked(out: Any, has_aux: bool) -> Any:
   return loss
 
 
-def holds_nnx(tree: Any) -> bool:
-  """Whether there is an object of Flax NNX in a tree."""
-  nnx: Any = sys.modules.get("flax.nnx")  # If not, there are no such objects.
-  is_object = lambda x: nnx is not None and isinstance(x, nnx.Module)
-  return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
+def using_for(tree: Any) -> str | None:
+  """What differentiates a model in the tree that JAX alone cannot."""
+  for library, using in _USING.items():
+    # If it is not loaded, there are no such models.
+    model: Any = getattr(sys.modules.get(library), "Module", ())
+    is_model = lambda x, model=model: isinstance(x, model)
+    for x in filter(is_model, jax.tree.leaves(tree, is_leaf=is_model)):
+      if not all(map(_arrays.is_inexact, jax.tree.leaves(x))):
+        return using
+  return None
 
 
 def warn_if_narrow(loss: Any) -> None:

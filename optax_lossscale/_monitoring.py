@@ -20,7 +20,7 @@ from optax_lossscale import (
 def loss_scale_metrics(
   tree: Any,
   *,
-  policy: Any = None,
+  policy: _policies.PolicyLike | None = None,
   steps: jax.typing.ArrayLike | None = None,
 ) -> dict[str, jax.Array]:
   """Returns what to log of a loss scale, for any logger.
@@ -71,7 +71,7 @@ def loss_scale_metrics(
     count = jnp.maximum(_as_float32(steps), 1)
     metrics["skipped_share"] = _as_float32(metrics["total_notfinite"]) / count
   if policy is not None:
-    at_floor = scale <= _floor(_as_policy(policy))
+    at_floor = scale <= _floor(_policies.as_policy(policy, "policy"))
     metrics["skips_at_floor"] = _as_float32(was_skipped & at_floor)
   return metrics
 
@@ -103,7 +103,7 @@ def raise_if_stuck(
   tree: Any,
   max_consecutive_skips: int = 50,
   *,
-  policy: Any = None,
+  policy: _policies.PolicyLike | None = None,
   max_skipped_share: float | None = None,
   steps: int | None = None,
   grads: Any = None,
@@ -163,7 +163,8 @@ def raise_if_stuck(
     >>> ols.raise_if_stuck(state, max_skipped_share=0.01, steps=1000)
   """
   _check_limits(max_consecutive_skips, max_skipped_share, steps)
-  policy = _as_policy(policy)
+  if policy is not None:
+    policy = _policies.as_policy(policy, "policy")
   skips = _read_skips(_state.get_loss_scale_state(tree))
   longest = max(skips, key=lambda member: member.in_a_row)
   most = max(skips, key=lambda member: member.in_all)
@@ -220,17 +221,6 @@ def _check_limits(
   if steps is not None:
     _checks.check_number("max_skipped_share", max_skipped_share, 0, 1)
     _checks.check_number("steps", steps, 1, 2**63 - 1, integer=True)
-
-
-def _as_policy(policy: Any) -> _policies.LossScalePolicy | None:
-  if policy is None:
-    return None
-  try:
-    return _policies.as_policy(policy)
-  except (TypeError, ValueError) as error:
-    raise type(error)(
-      f"policy must be what with_loss_scaling takes: {error}"
-    ) from None
 
 
 def _read_skips(state: _state.LossScaleState) -> list[_Skips]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 import functools
 import inspect
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -115,7 +116,8 @@ def value_and_grad(
 
   Raises:
     TypeError: if the loss is not of a float dtype, ``fun`` is differentiated
-      already, or ``using`` does not return the value beside the gradients.
+      already, ``argnums`` are no integers, or ``using`` does not return the
+      value beside the gradients.
     ValueError: if the loss is not a scalar, or ``state`` does not hold exactly
       one loss-scale state.
 
@@ -129,8 +131,11 @@ def value_and_grad(
     >>> print(loss, grad)
     0.25 [1.]
   """
-  _checks.check_callable("fun", fun)
+  hint = " Write value_and_grad(loss_fn, opt_state)(params, batch)."
+  _checks.check_callable("fun", fun, hint=hint)
   _checks.check_callable("using", using, "a function like jax.value_and_grad")
+  if argnums is not None:
+    _check_argnums(argnums, hint)
   _state.get_loss_scale_state(state)  # An error now, if there is none.
   _warn_if_accumulated(state)
   # Read at each call: an optimizer of Flax NNX changes in place.
@@ -152,9 +157,11 @@ def value_and_grad(
     try:
       result = differentiated(*args, **fun_kwargs)
     except TypeError as error:
-      if using is jax.value_and_grad and _loss.holds_nnx((args, fun_kwargs)):
+      cure = _loss.using_for((args, fun_kwargs))
+      if using is jax.value_and_grad and cure:
         error.add_note(
-          "An argument is a Flax NNX object: pass using=nnx.value_and_grad."
+          "An argument is a model that holds more than floats: pass"
+          f" using={cure}."
         )
       raise
     out, grads = _split_result(result, using)
@@ -191,7 +198,8 @@ def grad(
 
   Raises:
     TypeError: if the loss is not of a float dtype, ``fun`` is differentiated
-      already, or ``using`` does not return the value beside the gradients.
+      already, ``argnums`` are no integers, or ``using`` does not return the
+      value beside the gradients.
     ValueError: if the loss is not a scalar, or ``state`` does not hold exactly
       one loss-scale state.
 
@@ -212,6 +220,26 @@ def grad(
     return (grads, out[1]) if has_aux else grads
 
   return grad_fun
+
+
+def _check_argnums(argnums: Any, hint: str) -> None:
+  """Raises if the arguments of the loss were given in place of ``argnums``."""
+  numbers = argnums if isinstance(argnums, (tuple, list)) else [argnums]
+  if not all(map(_is_argnum, numbers)):
+    raise TypeError(
+      "argnums must be an integer or a sequence of them, got"
+      f" {_checks.came('argnums', argnums)}.{hint}"
+    )
+
+
+def _is_argnum(x: Any) -> bool:
+  try:
+    operator.index(x)
+  except TypeError:
+    # Flax NNX has a type of its own, for a part of an argument.
+    is_other = jax.tree_util.all_leaves([x]) and not isinstance(x, str)
+    return is_other and not _arrays.is_array_like(x)
+  return not isinstance(x, bool)
 
 
 def _warn_if_accumulated(state: Any) -> None:

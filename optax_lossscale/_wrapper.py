@@ -1,6 +1,8 @@
 """``with_loss_scaling``: the loss scaler as an Optax transformation."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import optax
@@ -18,6 +20,9 @@ from optax_lossscale import (
   _updates,
 )
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
 
 class LossScalingState(NamedTuple):
   """The state of :func:`with_loss_scaling`.
@@ -31,11 +36,23 @@ class LossScalingState(NamedTuple):
   inner_state: Any
 
 
+def _without_options(
+  fun: Callable[_Args, _Result],
+) -> Callable[_Args, _Result]:
+  """The same function, which says where the options of a policy belong."""
+
+  @functools.wraps(fun)
+  def called(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    _policies.refuse_options(kwargs)
+    return fun(*args, **kwargs)
+
+  return called
+
+
+@_without_options
 def with_loss_scaling(
   inner: optax.GradientTransformation,
-  loss_scale: _policies.LossScalePolicy
-  | jax.typing.ArrayLike
-  | str = "dynamic",
+  loss_scale: _policies.PolicyLike = "dynamic",
   *,
   axis_name: _axes.AxisName | None = None,
   max_norm: jax.typing.ArrayLike | None = None,
@@ -211,8 +228,8 @@ def _as_transformation(
   if isinstance(inner, type) or not has_methods:
     hint = " Call it to make one." if callable(inner) else ""
     raise TypeError(
-      "inner must be an optimizer such as optax.adam(1e-3), got inner ="
-      f" {inner!r}.{hint}"
+      "inner must be an optimizer such as optax.adam(1e-3), got"
+      f" {_checks.came('inner', inner)}.{hint}"
     )
   if not isinstance(inner, optax.GradientTransformation):
     inner = optax.GradientTransformation(inner.init, inner.update)

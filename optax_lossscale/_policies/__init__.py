@@ -4,7 +4,11 @@ from optax_lossscale._policies._headroom import (
   HeadroomLossScale,
   HeadroomMemory,
 )
-from optax_lossscale._policies._named import as_policy
+from optax_lossscale._policies._named import (
+  as_policy,
+  PolicyLike,
+  refuse_options,
+)
 from optax_lossscale._policies._plain import (
   bounds,
   DynamicLossScale,

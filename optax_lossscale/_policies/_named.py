@@ -1,7 +1,10 @@
 """The policies by what ``with_loss_scaling(loss_scale=...)`` is given."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any, Literal
+
+import jax
 
 from optax_lossscale import _arrays, _checks
 from optax_lossscale._policies._headroom import HeadroomLossScale
@@ -11,14 +14,23 @@ from optax_lossscale._policies._plain import (
   LossScalePolicy,
 )
 
+PolicyLike = (
+  LossScalePolicy | jax.typing.ArrayLike | Literal["dynamic", "headroom"]
+)
+
 _NAMED: dict[str, Callable[[], LossScalePolicy]] = {
   "dynamic": DynamicLossScale,
   "headroom": HeadroomLossScale,
 }
 
 
-def as_policy(loss_scale: Any) -> LossScalePolicy:
-  """The policy that ``with_loss_scaling(loss_scale=...)`` stands for."""
+def as_policy(loss_scale: Any, name: str = "loss_scale") -> LossScalePolicy:
+  """The policy that ``with_loss_scaling(loss_scale=...)`` stands for.
+
+  Args:
+    loss_scale: what was given.
+    name: the name of the argument, for messages.
+  """
   if isinstance(loss_scale, str) and loss_scale in _NAMED:
     return _NAMED[loss_scale]()
   if isinstance(loss_scale, LossScalePolicy) and not isinstance(
@@ -27,8 +39,23 @@ def as_policy(loss_scale: Any) -> LossScalePolicy:
     return loss_scale
   if not _arrays.is_array_like(loss_scale) or isinstance(loss_scale, bool):
     raise TypeError(
-      "loss_scale must be a policy (such as DynamicLossScale()), 'dynamic',"
-      f" 'headroom' or a positive number, got loss_scale = {loss_scale!r}."
+      f"{name} must be a policy (such as DynamicLossScale()), 'dynamic',"
+      " 'headroom' or a positive number, got"
+      f" {_checks.came(name, loss_scale)}."
     )
-  _checks.check_scale("loss_scale", loss_scale)
+  _checks.check_scale(name, loss_scale)
   return FixedLossScale(loss_scale)
+
+
+def refuse_options(arguments: Mapping[str, Any]) -> None:
+  """Raises if some of the arguments are options of a policy."""
+  for policy in (DynamicLossScale, HeadroomLossScale):
+    names = {field.name for field in dataclasses.fields(policy)}
+    found = {k: v for k, v in arguments.items() if k in names}
+    if found:
+      options = ", ".join(f"{k}={v!r}" for k, v in found.items())
+      raise TypeError(
+        "with_loss_scaling takes the options of a policy with the policy, got"
+        f" {options}. Write with_loss_scaling(optimizer,"
+        f" {policy.__name__}({options}))."
+      )

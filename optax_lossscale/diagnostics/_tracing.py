@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _jaxprs, _judged
+from optax_lossscale import _arrays, _checks, _jaxprs, _judged
 from optax_lossscale.diagnostics import _steps
 
 
@@ -304,11 +304,8 @@ def _check_callable(caller: str, fun: Any) -> None:
       "fun must be a function that can be traced, got one that is compiled:"
       " hand over the jitted function, without .lower(...).compile()."
     )
-  if not callable(fun):
-    raise TypeError(
-      f"fun must be a function, got fun = {fun!r}. Write {caller}(fun, *args),"
-      f" not {caller}(fun(*args))."
-    )
+  hint = f" Write {caller}(fun, *args), not {caller}(fun(*args))."
+  _checks.check_callable("fun", fun, hint=hint)
 
 
 def _check_inputs(

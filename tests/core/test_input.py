@@ -141,7 +141,7 @@ def test_a_class_or_another_word_is_no_policy(value):
     (None, ""),
     (optax.adam, "Call it to make one."),
     (optax.GradientTransformation, "Call it to make one."),
-    (ols.DynamicLossScale(), ""),
+    (ols.FixedLossScale(1.0), ""),
     (1e-3, ""),
   ],
 )
@@ -296,6 +296,85 @@ def test_arguments_that_are_none_or_swapped_are_answered_with_what_was_expected(
   assert "using must be a function like jax.value_and_grad" in text
   text = message(ValueError, lambda: ols.scale_loss(state, jnp.float32(1.0)))
   assert "state must hold a loss-scale state" in text
+
+
+LARGE = {"w": jnp.ones((100, 100))}, [0.1] * 100
+
+
+def test_what_would_take_more_than_a_line_is_told_by_its_type():
+  tx, state = optax.sgd(1.0), ols.FixedLossScale(1.0).init()
+  for name, call in {
+    "fun": lambda x: ols.value_and_grad(x, loss_of),
+    "inner": ols.with_loss_scaling,
+    "loss_scale": lambda x: ols.with_loss_scaling(tx, x),
+    "policy": lambda x: ols.loss_scale_metrics(state, policy=x),
+    "value": lambda x: ols.set_loss_scale(state, x),
+  }.items():
+    text = message(TypeError, lambda c=call: c(LARGE))
+    assert f"got {name} of type tuple." in text
+  for report in "find_overflow", "precision_report", "compare_precision":
+    call = lambda name=report: getattr(ols.diagnostics, name)(LARGE[0])
+    text = message(TypeError, call)
+    assert "got fun of type dict." in text
+    assert f"Write {report}(fun, *args)" in text
+
+
+@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+@pytest.mark.parametrize(
+  "argnums",
+  [
+    *("w", True, 1.5, {}, {"w": 1}, LARGE, LARGE[0]["w"], (0, True)),
+    nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+    eqx.nn.Linear(2, 2, key=jax.random.key(0)),
+  ],
+  ids=lambda x: type(x).__name__,
+)
+def test_arguments_of_the_loss_in_place_of_argnums_are_shown_where_they_belong(
+  differentiate, argnums
+):
+  state = ols.FixedLossScale(1.0).init()
+  call = lambda: differentiate(loss_of, state, argnums, LARGE)
+  text = message(TypeError, call)
+  assert "argnums must be an integer or a sequence of them, got argnums" in text
+  assert "Write value_and_grad(loss_fn, opt_state)(params, batch)." in text
+
+
+def test_argnums_may_be_any_integers_and_what_flax_nnx_has_in_their_place():
+  state = ols.FixedLossScale(1.0).init()
+  for argnums in (np.int64(1), jnp.int32(1), [1], (1,)):
+    grads = ols.grad(lambda x, w: x * loss_of(w), state, argnums)(1.0, 3.0)
+    assert jax.tree.leaves(grads) == [6.0]
+  loss_fn = lambda model: jnp.sum(model(jnp.ones((1, 2))))
+  part = nnx.DiffState(0, nnx.PathContains("bias"))
+  fun = ols.grad(loss_fn, state, part, using=nnx.value_and_grad)
+  (grad,) = jax.tree.leaves(fun(nnx.Linear(2, 1, rngs=nnx.Rngs(0))))
+  assert grad.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+  "options, call",
+  [
+    ({"growth_interval": 100}, "DynamicLossScale(growth_interval=100)"),
+    ({"min_scale": 0.5, "max_norm": 1.0}, "DynamicLossScale(min_scale=0.5)"),
+    (
+      {"init_scale": 8.0, "hysteresis": 2},
+      "DynamicLossScale(init_scale=8.0, hysteresis=2)",
+    ),
+    ({"window": 16}, "HeadroomLossScale(window=16)"),
+  ],
+)
+def test_the_options_of_a_policy_are_shown_where_they_belong(options, call):
+  text = message(
+    TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), **options)
+  )
+  assert f"Write with_loss_scaling(optimizer, {call})." in text
+
+
+def test_an_option_of_nobody_is_refused_as_python_does_it():
+  text = message(
+    TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), interval=100)
+  )
+  assert "unexpected keyword argument 'interval'" in text
 
 
 def test_a_state_that_changes_its_structure_is_refused():

@@ -368,7 +368,7 @@ def test_metrics_of_mapped_states_and_before_the_first_step_are_defined():
 @pytest.mark.parametrize(
   "options, error, message",
   [
-    ({"policy": "dynamics"}, TypeError, "policy must be what with_loss_scal"),
+    ({"policy": "dynmic"}, TypeError, "^policy must .*got policy = 'dynmic'.$"),
     ({"steps": -1}, ValueError, "steps must be an integer in"),
     ({"steps": "10"}, TypeError, "got steps = '10'"),
   ],

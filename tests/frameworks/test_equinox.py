@@ -38,6 +38,25 @@ class Model(eqx.Module):
     return mlp(half(x)).astype(jnp.float32)
 
 
+def test_a_model_that_jax_cannot_differentiate_names_the_cure():
+  key, state = jax.random.key(0), ols.DynamicLossScale().init()
+  linear = eqx.nn.Linear(4, 2, key=key)
+  fun = lambda model: jnp.sum(model(jnp.ones(4)))
+  for model in (
+    eqx.nn.MLP(4, 2, 8, 1, key=key),
+    [eqx.nn.Sequential([linear, eqx.nn.Dropout(0.5, inference=True)])],
+  ):
+    with pytest.raises(TypeError) as caught:
+      ols.grad(lambda model: 0.0, state)(model)
+    hint = "pass using=equinox.filter_value_and_grad"
+    assert any(hint in note for note in caught.value.__notes__)
+  # A model of floats alone needs no cure, and no other error has this one.
+  ols.grad(fun, state)(linear)
+  with pytest.raises(TypeError) as caught:
+    ols.grad(lambda model: model(1, 2, 3), state)(linear)
+  assert not any("using=" in n for n in getattr(caught.value, "__notes__", ()))
+
+
 def loss_fn(model, batch, *, weight=1.0):
   x, y = batch
   return weight * jnp.mean((jax.vmap(model)(x) - y) ** 2)
