@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable
 import functools
 import inspect
-from typing import Any
+from typing import Any, NoReturn, overload, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _checks, _warnings
+from optax_lossscale import _checks, _jaxprs, _warnings
 from optax_lossscale._autocast import (
   _calls,
   _eager,
@@ -18,16 +18,62 @@ from optax_lossscale._autocast import (
   _weights,
 )
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+_WHERE = (
+  " autocast stands around the loss: ols.value_and_grad(ols.autocast(loss_fn),"
+  " opt_state)(params, batch), or @ols.autocast() above its definition."
+)
+
+
+class _Decorator:
+  """What :func:`autocast` returns without a function: it takes the function."""
+
+  def __init__(self, dtype: Any, kept: tuple[str, ...]) -> None:
+    self._dtype, self._kept = dtype, kept
+
+  def __call__(self, fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    return autocast(fun, self._dtype, keep_float32=self._kept)
+
+  def __enter__(self) -> NoReturn:
+    raise TypeError(
+      f"autocast changes a function, and not a block of code.{_WHERE}"
+    )
+
+  # Python looks for this one, too, before it calls the other.
+  __exit__ = __enter__
+
+
+@overload
+def autocast(
+  fun: Callable[_Args, _Result],
+  dtype: Any = ...,
+  *,
+  keep_float32: str | Iterable[str] = ...,
+) -> Callable[_Args, _Result]: ...
+
+
+@overload
+def autocast(
+  fun: None = None,
+  dtype: Any = ...,
+  *,
+  keep_float32: str | Iterable[str] = ...,
+) -> _Decorator: ...
+
 
 def autocast(
-  fun: Callable[..., Any],
+  fun: Callable[..., Any] | None = None,
   dtype: Any = jnp.float16,
   *,
   keep_float32: str | Iterable[str] = (),
 ) -> Callable[..., Any]:
   """Runs the matrix products of a float32 function in half precision.
 
-  The function, its model and its parameters stay as they are:
+  Put it around the loss, ``autocast(loss_fn)``, or above its definition,
+  ``@autocast`` or ``@autocast(keep_float32="out")``. The function, its model
+  and its parameters stay as they are:
 
   * Matrix products and convolutions run in ``dtype``, and accumulate in
     float32, if they are float32 in ``fun``.
@@ -45,7 +91,8 @@ def autocast(
 
   Args:
     fun: any function that JAX can trace. Its arguments and results may be any
-      objects. It may change Flax NNX modules among its arguments.
+      objects. It may change Flax NNX modules among its arguments. If it is not
+      given, what is returned takes it: a decorator.
     dtype: float16, bfloat16 or float32. With float32 this is ``fun`` itself.
     keep_float32: names of products that stay in float32, forward and backward:
       one or several, as the reports of ``optax_lossscale.diagnostics`` print
@@ -87,9 +134,14 @@ def autocast(
     >>> print(loss, loss.dtype, grads.dtype)
     1.0 float32 float32
   """
-  _checks.check_callable("fun", fun)
   dtype = _check_dtype(dtype)
   kept = _kept.Kept(_kept.as_patterns(keep_float32))
+  if fun is None:
+    return _Decorator(dtype, kept.patterns)
+  if isinstance(fun, type) and jnp.issubdtype(fun, jnp.floating):
+    came = _checks.came("fun", fun)
+    raise TypeError(f"fun must be a function, got {came}.{_WHERE}")
+  _checks.check_callable("fun", fun, hint=_WHERE)
   if dtype == jnp.float32:
     return fun
   told_before: set[str] = set()
@@ -112,9 +164,9 @@ def autocast(
     if not message and not found.has_products:
       message = (
         f"autocast found nothing to run in {dtype}: no float32 matrix product"
-        f" or convolution in {getattr(fun, '__name__', fun)}. If it computes in"
-        f" {dtype} already, it needs no autocast. Products of precision HIGHEST"
-        " stay in float32, also if jax.default_matmul_precision says so."
+        " or convolution that it may change in"
+        f" {getattr(fun, '__name__', type(fun).__name__)}."
+        f" {_what_there_is(call)}"
       )
     tell(message)
     tell(_eager.message(fun, (args, kwargs), out))
@@ -123,7 +175,7 @@ def autocast(
   return autocast_fun
 
 
-def keep_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
+def keep_float32(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
   """Keeps a part of a model in float32 within :func:`autocast`.
 
   It changes nothing outside of :func:`autocast`. Inside, all products of the
@@ -158,11 +210,38 @@ def keep_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
   updated = ("__dict__",) if inspect.isfunction(fun) else ()
 
   @functools.wraps(fun, updated=updated)
-  def kept_fun(*args: Any, **kwargs: Any) -> Any:
+  def kept_fun(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
     with jax.named_scope(_products.KEEP_FLOAT32):
       return fun(*args, **kwargs)
 
   return kept_fun
+
+
+def _what_there_is(call: Callable[[], Any]) -> str:
+  """Says in which dtypes a function has its products."""
+
+  def inside(eqn: Any) -> list[_jaxprs.ClosedJaxpr]:
+    plain: list[Any] = [*_jaxprs.held_jaxprs(eqn)] or [_jaxprs.lowered(eqn)]
+    return [closed for closed in plain if closed]
+
+  def traced() -> list[Any]:
+    leaves = jax.tree.leaves(call())
+    return [x for x in leaves if isinstance(x, jax.core.Tracer)]
+
+  eqns: Any = (s.eqn for s in _jaxprs.walk(jax.make_jaxpr(traced)(), inside))
+  products = filter(_jaxprs.is_matrix_product, eqns)
+  dtypes = {str(eqn.invars[0].aval.dtype) for eqn in products}
+  if not dtypes:
+    return "There is none of another dtype, either."
+  text = f"There are products in {' and '.join(sorted(dtypes))}."
+  if "float32" in dtypes:
+    text += (
+      " Those of precision HIGHEST, also by jax.default_matmul_precision, and"
+      " those that keep_float32 marks stay in float32."
+    )
+  if dtypes & {"bfloat16", "float16"}:
+    text += " A model that is in half precision by itself needs no autocast."
+  return text
 
 
 def _check_dtype(dtype: Any) -> Any:

@@ -1,5 +1,6 @@
 """Which products run in half precision, and what follows them."""
 
+from flax import nnx
 from helpers import equations
 from helpers.bits import assert_same_bits
 import jax
@@ -227,3 +228,97 @@ def test_a_function_without_products_is_told_so_at_the_users_line():
   with pytest.warns(UserWarning, match="nothing to run in float16") as caught:
     jax.jit(ols.autocast(jnp.sin))(A)
   assert caught[0].filename == __file__
+
+
+IN_HALF = "A model that is in half precision by itself needs no autocast."
+
+
+@pytest.mark.parametrize(
+  "fun, told",
+  [
+    (jnp.sin, "There is none of another dtype, either."),
+    (
+      jax.jit(lambda x: bfloat16(x) @ bfloat16(x)),
+      f"There are products in bfloat16. {IN_HALF}",
+    ),
+    (
+      jax.checkpoint(lambda x: jnp.matmul(x, x, precision="highest")),
+      "There are products in float32. Those of precision HIGHEST, also by",
+    ),
+    (
+      lambda x: bfloat16(x) @ bfloat16(x) + ols.keep_float32(jnp.matmul)(x, x),
+      "There are products in bfloat16 and float32. Those of precision HIGHEST",
+    ),
+    (lambda x: x.astype(int) @ x.astype(int), "There are products in int32."),
+  ],
+)
+def test_the_dtypes_of_what_it_leaves_alone_are_told(fun, told):
+  with pytest.warns(UserWarning, match="nothing to run") as caught:
+    ols.autocast(fun)(jnp.eye(3))
+  assert told in str(caught[0].message)
+
+
+def bfloat16(x):
+  return x.astype(jnp.bfloat16)
+
+
+def test_a_flax_nnx_model_in_bfloat16_is_told_of_and_changed_once():
+  rngs = nnx.Rngs(0)
+  model = nnx.Sequential(
+    nnx.Linear(3, 3, dtype=jnp.bfloat16, rngs=rngs),
+    nnx.Dropout(0.5, rngs=rngs),
+  )
+  with pytest.warns(UserWarning, match=r"There are products in bfloat16\. A"):
+    ols.autocast(lambda model, x: model(x))(model, jnp.ones((2, 3)))
+  counts = nnx.to_flat_state(nnx.state(model, nnx.RngCount))
+  assert max(int(count[...]) for _, count in counts) == 1
+
+
+def test_it_is_a_decorator_with_and_without_arguments():
+  decorators = {
+    ols.autocast: ["float16", "float16"],
+    ols.autocast(): ["float16", "float16"],
+    ols.autocast(dtype=jnp.bfloat16): ["bfloat16", "bfloat16"],
+    ols.autocast(keep_float32="b"): ["float16", "float32"],
+    ols.autocast(None, jnp.bfloat16, keep_float32=["a", "b"]): ["float32"] * 2,
+  }
+  for decorator, dtypes in decorators.items():
+
+    @decorator
+    def loss_fn(params, x):
+      """How wrong the model is."""
+      return jnp.sum(x @ params["a"] @ params["b"])
+
+    assert loss_fn.__doc__ == "How wrong the model is."
+    eqns = jax.make_jaxpr(loss_fn)({"a": A, "b": A}, A).eqns
+    products = [e for e in eqns if e.primitive.name == "dot_general"]
+    assert [str(e.outvars[0].aval.dtype) for e in products] == dtypes
+  identity = ols.autocast(dtype=jnp.float32)
+  assert identity(loss_fn) is loss_fn
+
+
+def test_a_decorator_refuses_at_once_what_is_wrong():
+  for wrong in {"dtype": jnp.int32}, {"keep_float32": 3}:
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))} must be"):
+      ols.autocast(**wrong)
+  with pytest.raises(TypeError, match="fun must be a function, got fun = 3"):
+    ols.autocast()(3)
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: ols.autocast(),
+    lambda: ols.autocast(dtype=jnp.float16),
+    lambda: ols.autocast(jnp.float16),
+    lambda: ols.autocast(jnp.bfloat16),
+    lambda: ols.autocast("float16"),
+    lambda: ols.autocast(float),
+    lambda: ols.autocast(jnp.dtype("float16")),
+  ],
+)
+def test_a_block_or_a_dtype_in_place_of_the_loss_is_shown_where_it_stands(make):
+  """As PyTorch has it: with autocast(device_type="cuda")."""
+  line = r"around the loss: ols\.value_and_grad\(ols\.autocast\(loss_fn\)"
+  with pytest.raises(TypeError, match=line), make():
+    pass
