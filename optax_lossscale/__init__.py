@@ -81,4 +81,4 @@ def __getattr__(name: str) -> types.ModuleType:
 
 
 def __dir__() -> list[str]:
-  return [*globals(), *_SUBMODULES]
+  return [*__all__, *_SUBMODULES, "__version__"]

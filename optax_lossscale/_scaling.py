@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 import functools
 import inspect
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax import lax
@@ -20,6 +20,9 @@ from optax_lossscale import (
   _state,
   _warnings,
 )
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -80,14 +83,14 @@ def unscale_grads(grads: Any, state: Any) -> Any:
 
 
 def value_and_grad(
-  fun: Callable[..., Any],
+  fun: Callable[_Args, _Result],
   state: Any,
   argnums: int | Sequence[int] | None = None,
   has_aux: bool = False,
   *,
   using: Callable[..., Any] = jax.value_and_grad,
   **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[_Args, tuple[_Result, Any]]:
   """Like :func:`jax.value_and_grad`, through a scaled loss.
 
   The loss is multiplied by the loss scale before the backward pass and the
@@ -153,7 +156,9 @@ def value_and_grad(
   differentiated = using(scaled_fun, has_aux=True, **kwargs)
 
   @functools.wraps(fun, updated=())
-  def value_and_grad_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
+  def value_and_grad_fun(
+    *args: _Args.args, **fun_kwargs: _Args.kwargs
+  ) -> tuple[_Result, Any]:
     try:
       result = differentiated(*args, **fun_kwargs)
     except TypeError as error:
@@ -172,14 +177,14 @@ def value_and_grad(
 
 
 def grad(
-  fun: Callable[..., Any],
+  fun: Callable[_Args, Any],
   state: Any,
   argnums: int | Sequence[int] | None = None,
   has_aux: bool = False,
   *,
   using: Callable[..., Any] = jax.value_and_grad,
   **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[_Args, Any]:
   """Like :func:`jax.grad`, through a scaled loss.
 
   Args:
@@ -215,7 +220,7 @@ def grad(
   )
 
   @functools.wraps(fun, updated=())
-  def grad_fun(*args: Any, **fun_kwargs: Any) -> Any:
+  def grad_fun(*args: _Args.args, **fun_kwargs: _Args.kwargs) -> Any:
     out, grads = with_value(*args, **fun_kwargs)
     return (grads, out[1]) if has_aux else grads
 

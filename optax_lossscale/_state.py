@@ -11,6 +11,7 @@ import optax
 from optax_lossscale import _arrays, _checks, _host, _paths
 
 _Class = TypeVar("_Class", bound=type)
+_Tree = TypeVar("_Tree")
 
 
 class LossScaleState(NamedTuple):
@@ -64,7 +65,7 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
 
 
 @_host.may_transfer
-def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
+def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
   """Returns the tree with another loss scale in it.
 
   ``finite_count``, which counts from the last move of the scale, starts again.
@@ -115,7 +116,7 @@ def set_loss_scale(tree: Any, value: jax.typing.ArrayLike) -> Any:
   return jax.tree_util.tree_map_with_path(replace, tree)
 
 
-def select_if_finite(state: Any, applied: Any, skipped: Any) -> Any:
+def select_if_finite(state: Any, applied: Any, skipped: _Tree) -> _Tree:
   """Selects between two pytrees by whether the last step was applied.
 
   Use it for everything outside the optimizer that must not change on a skipped

@@ -51,7 +51,7 @@ def _without_options(
 
 @_without_options
 def with_loss_scaling(
-  inner: optax.GradientTransformation,
+  inner: optax.GradientTransformation | optax.MultiSteps,
   loss_scale: _policies.PolicyLike = "dynamic",
   *,
   axis_name: _axes.AxisName | None = None,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 import functools
 import inspect
-from typing import Any, NoReturn, overload, ParamSpec, TypeVar
+from typing import Any, overload, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,13 @@ class _Decorator:
   def __call__(self, fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     return autocast(fun, self._dtype, keep_float32=self._kept)
 
-  def __enter__(self) -> NoReturn:
+  def __enter__(self) -> None:
     raise TypeError(
       f"autocast changes a function, and not a block of code.{_WHERE}"
     )
 
-  # Python looks for this one, too, before it calls the other.
-  __exit__ = __enter__
+  # Python looks for it before it calls the other, and checkers refuse it.
+  __exit__ = None
 
 
 @overload

@@ -66,3 +66,7 @@ __all__ = [
 for _name in __all__:
   if isinstance(globals()[_name], type):
     globals()[_name].__module__ = __name__
+
+
+def __dir__() -> list[str]:
+  return __all__

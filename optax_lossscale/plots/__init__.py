@@ -18,3 +18,7 @@ __all__ = [
 
 # Pickles and reprs name the path that stays when modules move.
 ExponentHistogram.__module__ = __name__
+
+
+def __dir__() -> list[str]:
+  return __all__

@@ -36,6 +36,13 @@ def test_import_loads_no_framework_and_submodules_when_they_are_first_used():
 
 
 @pytest.mark.parametrize("module", ["", *SUBMODULES])
+def test_dir_shows_what_is_public_and_nothing_else(module):
+  public = getattr(ols, module) if module else ols
+  own = set() if module else {*SUBMODULES, "__version__"}
+  assert set(dir(public)) == {*public.__all__} | own
+
+
+@pytest.mark.parametrize("module", ["", *SUBMODULES])
 def test_a_public_class_names_the_public_path(module):
   path = f"optax_lossscale.{module}".rstrip(".")
   public = importlib.import_module(path)
