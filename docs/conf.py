@@ -77,6 +77,7 @@ copybutton_prompt_is_regexp = True
 nitpicky = True
 nitpick_ignore_regex = [
   (r"py:.*", r"(?!optax_lossscale|LossScal|.*LossScale\b).*"),
+  (r"py:class", r"optax_lossscale\..*\._\w+"),  # variables of types
 ]
 
 # Pages and notebooks. Formulas are plain text: what sets them in a browser

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from optax_lossscale import _state
 from optax_lossscale.plots import _figures
 
 
@@ -13,10 +14,12 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
   """Draws the loss scale over the steps, and the steps that were skipped.
 
   Args:
-    history: what :func:`~optax_lossscale.loss_scale_metrics` returned after
-      each step, as a sequence of dicts, or as one dict of arrays, such as
-      ``lax.scan`` returns. It must hold ``"loss_scale"``, and skipped steps are
-      drawn if it holds ``"last_finite"``. Or an array of scales.
+    history: the states after each step, each a :class:`LossScaleState` or a
+      pytree that holds exactly one; or what
+      :func:`~optax_lossscale.loss_scale_metrics` returned for them. They are a
+      sequence, or one of them holds arrays, such as ``lax.scan`` returns. A
+      dict must hold ``"loss_scale"``, and skipped steps are drawn if it holds
+      ``"last_finite"``. Or an array of scales.
     ax: the matplotlib axes to draw on, by default those of a new figure.
 
   Returns:
@@ -24,7 +27,7 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
 
   Raises:
     ImportError: if matplotlib is not installed.
-    ValueError: if ``history`` holds no scales.
+    ValueError: if ``history`` holds no scales, or a state is no single one.
   """
   scales, skipped = _read_history(history)
   ax = _figures.axes_or_new(ax, "plot_loss_scale")
@@ -43,9 +46,11 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
 
 def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
   """The scales, and whether each step is known to be skipped; numpy arrays."""
-  if isinstance(history, Sequence) and all(
-    isinstance(metrics, Mapping) for metrics in history
-  ):
+  is_list = isinstance(history, Sequence) and not hasattr(history, "_fields")
+  # The state of a chain of optimizers is a tuple, too.
+  is_list = is_list and len({*map(_state.holds_loss_scale, history)}) < 2
+  history = [*map(_metrics, history)] if is_list else _metrics(history)
+  if is_list and all(isinstance(metrics, Mapping) for metrics in history):
     # Nothing is left of an empty sequence, which is an error below.
     keys = {"loss_scale", "last_finite"}.intersection(*history)
     history = {key: [metrics[key] for metrics in history] for key in keys}
@@ -65,3 +70,10 @@ def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
     )
   finite = history.get("last_finite", np.ones_like(scales))
   return scales, ~np.asarray(finite, bool)
+
+
+def _metrics(x: Any) -> Any:
+  """The fields of the state in a tree; what holds none, as it is."""
+  if not _state.holds_loss_scale(x):
+    return x
+  return _state.get_loss_scale_state(x)._asdict()

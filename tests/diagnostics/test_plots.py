@@ -11,6 +11,7 @@ import matplotlib.colors
 import matplotlib.figure
 import matplotlib.pyplot
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -73,20 +74,25 @@ def test_the_plots_draw_on_the_axes_that_they_are_given():
 
 
 def test_the_plot_of_the_scale_takes_what_a_loop_or_a_scan_collected():
-  policy = ols.DynamicLossScale(init_scale=64.0, growth_interval=2)
-  finite = [True, True, False, True]
+  tx = ols.with_loss_scaling(
+    optax.sgd(1.0), ols.DynamicLossScale(init_scale=64.0, growth_interval=2)
+  )
+  grads = jnp.array([1.0, 1.0, jnp.inf, 1.0])
 
-  def step(state, finite):
-    state = policy.adjust(state, finite)
-    return state, ols.loss_scale_metrics(state)
+  def step(state, grad):
+    _, state = tx.update(grad, state)
+    metrics = ols.loss_scale_metrics(state)
+    return state, (metrics, state, state[0], {"state": state}, ((), state))
 
-  state, listed = policy.init(), []
-  for flag in finite:
-    state, metrics = step(state, jnp.array(flag))
-    listed.append(metrics)
-  _, stacked = lax.scan(step, policy.init(), jnp.array(finite))
+  state, listed = tx.init(grads[0]), []
+  for grad in grads:
+    state, kept = step(state, grad)
+    listed.append(kept)
+  _, stacked = lax.scan(step, tx.init(grads[0]), grads)
+  histories = [*zip(*listed, strict=True), *stacked]
+  histories += map(list, histories[:5])
 
-  for history in listed, stacked, tuple(listed):
+  for history in histories:
     ax = plots.plot_loss_scale(
       history, ax=matplotlib.figure.Figure().subplots()
     )
@@ -96,7 +102,12 @@ def test_the_plot_of_the_scale_takes_what_a_loop_or_a_scan_collected():
     assert skipped.get_label() == "skipped steps: 1 of 4"
 
 
-@pytest.mark.parametrize("history", [[], {}, {"loss": [1.0]}, 3.0, [{"a": 1}]])
+FIRST = ols.DynamicLossScale().init()
+
+
+@pytest.mark.parametrize(
+  "history", [[], {}, {"loss": [1.0]}, 3.0, [{"a": 1}], FIRST]
+)
 def test_a_history_without_scales_is_refused(history):
   with pytest.raises(ValueError, match="history must hold"):
     plots.plot_loss_scale(history)
