@@ -34,8 +34,8 @@ class DeepSpeedLossScale:
 
   Attributes:
     init_scale: the scale before the first step.
-    growth_interval: W. The first growth after the start, or after an overflow,
-      takes one finite step more.
+    growth_interval: what W is above. The first growth after the start, or after
+      an overflow, takes one finite step more.
     min_scale: the lowest scale, where DeepSpeed raises.
     hysteresis: how many overflows it takes to halve the scale. Each further one
       halves it again, until the hysteresis is refilled.
