@@ -64,7 +64,7 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
   # JAX names the user's function, and not this one, if a tracer leaks from it.
   @functools.wraps(fun, updated=())
   def traced() -> list[Any]:
-    leaves, structure = jax.tree.flatten(fun())
+    leaves, structure = jax.tree.flatten(fun(), is_leaf=_jaxprs.is_zero)
     is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
     pairs = list(zip(leaves, is_traced, strict=True))
     others = [None if traced else x for x, traced in pairs]
@@ -75,29 +75,51 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
   ((structure, is_traced, others),) = returned
   of_results = tuple(itertools.compress(settings.of_results, is_traced))
   paths = _jaxprs.Paths((), of_results)
-  known = _jaxprs.Known(settings.paths)
-
-  def rewritten(kept: _kept.Kept) -> _rewrite.Rewritten:
-    in_rule = functools.partial(_call_in_rule, dtype=settings.dtype)
-    rewriter = _rewrite.Rewriter(settings.dtype, kept, known, in_rule)
-    return rewriter.rewrite(closed, _jaxprs.Place(), (), paths)
-
-  new = rewritten(settings.kept)
-  kept = settings.kept.with_exact(new.found.decisions)
-  if kept != settings.kept:
-    new = rewritten(kept)
-  outs = iter(core.jaxpr_as_fun(new.jaxpr)())
-  of_outs = iter(known.of(closed, paths).of(closed.jaxpr.outvars))
+  new, of_outs, message = _rewritten(closed, paths, settings)
+  outs, its_paths = iter(core.jaxpr_as_fun(new.jaxpr)()), iter(of_outs)
   pairs = [
-    (next(outs), next(of_outs)) if traced else (x, None)
+    (next(outs), next(its_paths)) if traced else (x, None)
     for x, traced in zip(others, is_traced, strict=True)
   ]
   return Result(
     jax.tree.unflatten(structure, [x for x, _ in pairs]),
     [path for _, path in pairs],
     new.found,
-    _told.message(closed, dict(new.found.missed), settings.dtype),
+    message,
   )
+
+
+def _rewritten(
+  closed: _jaxprs.ClosedJaxpr, paths: _jaxprs.Paths, settings: Settings
+) -> tuple[_rewrite.Rewritten, list[_jaxprs.Path], str]:
+  """A jaxpr in half, the paths of its outputs, and what there is to tell."""
+  dtype, known = settings.dtype, _jaxprs.Known(settings.paths)
+  in_rule = _jaxprs.Change(
+    body=lambda closed, _: closed,
+    derivative=functools.partial(_derivative_in_rule, dtype=dtype),
+    call=functools.partial(_call_in_rule, dtype=dtype),
+  )
+
+  def rewritten(kept: _kept.Kept) -> _rewrite.Rewritten:
+    rewriter = _rewrite.Rewriter(dtype, kept, known, in_rule)
+    return rewriter.rewrite(closed, _jaxprs.Place(), (), paths)
+
+  new = rewritten(settings.kept)
+  kept = settings.kept.with_exact(new.found.decisions)
+  if kept != settings.kept:
+    new = rewritten(kept)
+  of_outs = known.of(closed, paths).of(closed.jaxpr.outvars)
+  return new, of_outs, _told.message(closed, dict(new.found.missed), dtype)
+
+
+def _derivative_in_rule(
+  closed: _jaxprs.ClosedJaxpr, paths: _jaxprs.Paths, *, dtype: Any
+) -> tuple[Any, list[_jaxprs.Path]]:
+  """A jaxpr of a rule, where there is nobody else to tell what was missed."""
+  new, of_outs, message = _rewritten(closed, paths, Settings(dtype))
+  if message:
+    _warnings.warn(message)
+  return new.jaxpr, of_outs
 
 
 def _call_in_rule(
@@ -107,7 +129,7 @@ def _call_in_rule(
   *,
   dtype: Any,
 ) -> tuple[Any, list[_jaxprs.Path]]:
-  """The same in a rule, where there is nobody else to tell what was missed."""
+  """Calls a part of a rule."""
   by_id = {id(x): path for x, path in zip(inputs, paths.inputs, strict=False)}
   settings = Settings(dtype, paths=by_id, of_results=paths.outputs)
   result = call(fun, settings)

@@ -7,7 +7,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _products, _rules
+from optax_lossscale._autocast import _products
 
 
 def derivative_of(
@@ -21,15 +21,15 @@ def derivative_of(
     Which inputs of the equation are floats; and the jaxpr, of these and then of
     all inputs.
   """
-  floats = [
-    i for i, atom in enumerate(eqn.invars) if _rules.is_float(atom.aval)
-  ]
+  floats = [i for i, atom in enumerate(eqn.invars) if _is_float(atom.aval)]
   avals = [atom.aval for atom in eqn.invars]
 
   def loss(some: list[Any], args: tuple[Any, ...]) -> Any:
     old = _jaxprs.function(_jaxprs.without_source(eqn))
-    outs = _rules.of_some(old, args, floats)(*some)
-    return sum(jnp.sum(jnp.real(x)) for x in outs if _rules.is_float(x))
+    full = list(args)
+    for i, x in zip(floats, some, strict=True):
+      full[i] = x
+    return sum(jnp.sum(jnp.real(x)) for x in old(*full) if _is_float(x))
 
   try:
     seen = jax.make_jaxpr(jax.grad(loss))([avals[i] for i in floats], avals)
@@ -78,35 +78,46 @@ def products_in_rule(
   return InRule(places, seen is not None)
 
 
-def hidden_derivative_of(eqn: core.JaxprEqn) -> _jaxprs.ClosedJaxpr | None:
-  """The same, of a rule that may have products where its function has none.
+def hides_products(eqn: core.JaxprEqn, *, if_unknown: bool) -> bool:
+  """Whether a rule has products that its function has not.
 
-  Functions with a ``custom_jvp`` that libraries bring are not asked: they are
-  ``relu`` and its like, or linear algebra. Nor are rules that see which inputs
-  are perturbed: they may refuse, and an older JAX then forgets what it has
-  traced of them.
+  A ``custom_jvp`` that a library brings has none: it is ``relu`` or its like,
+  or linear algebra. A rule that sees which inputs are perturbed is not asked:
+  it may refuse, and an older JAX then forgets what it has traced of it.
+
+  Args:
+    eqn: an equation.
+    if_unknown: what is returned of a rule that is not asked.
   """
   rule = _jaxprs.rule_of(eqn)
-  if rule is None or rule.checkpoint is not None:
-    return None
-  if rule.kind == "custom_lin":
-    residuals = eqn.invars[: rule.consts]
-    avals = [[v.aval for v in some] for some in (residuals, eqn.outvars)]
-    return jax.make_jaxpr(_rules.transpose_of(eqn, rule))(*avals)
-  is_jvp = rule.kind == "custom_jvp_call"
-  is_of_library = is_jvp and _jaxprs.is_rule_of_library(eqn)
-  may_refuse = rule.sees_perturbed
-  return None if is_of_library or may_refuse else derivative_of(eqn)[1]
-
-
-def is_guard(eqn: core.JaxprEqn) -> bool:
-  """Whether an equation returns what it is given, and has a rule of its own.
-
-  Such a rule is there to refuse a derivative: Equinox guards by it what its
-  rules are not to be asked for.
-  """
-  rule = _jaxprs.rule_of(eqn)
-  if rule is None or rule.kind != "custom_jvp_call":
+  if rule is None or rule.consts is None:
     return False
-  held = list(_jaxprs.held_jaxprs(eqn))
-  return bool(held) and not any(inner.jaxpr.eqns for inner in held)
+  if rule.kind == "custom_jvp_call" and _jaxprs.is_rule_of_library(eqn):
+    return False
+  if rule.sees_perturbed:
+    return if_unknown
+  if rule.kind == "custom_lin":
+    seen: Any = _transpose_of(eqn, rule.consts)
+  else:
+    _, seen = derivative_of(eqn)
+  # The rules that a derivative calls are not differentiated once more.
+  return seen is not None and _products.Search().in_jaxpr(seen.jaxpr)
+
+
+def _transpose_of(eqn: core.JaxprEqn, count: int) -> _jaxprs.ClosedJaxpr:
+  """The backward pass of a tangent, of so many residuals and its cotangents."""
+  old = _jaxprs.function(eqn)
+  inputs = [v.aval for v in eqn.invars]
+
+  def pull_back(residuals: Any, cotangents: Any) -> Any:
+    linear = lambda *tangents: old(*residuals, *tangents)
+    return jax.linear_transpose(linear, *inputs[count:])(list(cotangents))
+
+  outputs = [v.aval for v in eqn.outvars]
+  return jax.make_jaxpr(pull_back)(inputs[:count], outputs)
+
+
+def _is_float(array: Any) -> bool:
+  """Whether an array, or its type, is one that has derivatives."""
+  dtype = getattr(array, "dtype", jnp.int32)
+  return jnp.issubdtype(dtype, jnp.inexact)

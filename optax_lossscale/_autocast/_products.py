@@ -39,18 +39,16 @@ class Search(_jaxprs.Search):
   """Looks for products, once in each jaxpr.
 
   Attributes:
-    derivative_of: what a rule computes, of equations whose products may all be
-      in their derivative; None if nobody asks for that.
+    hides: whether there are products in the derivative of an equation alone;
+      None if nobody asks for that.
   """
 
   def __init__(
-    self,
-    derivative_of: Callable[[core.JaxprEqn], _jaxprs.ClosedJaxpr | None]
-    | None = None,
+    self, hides: Callable[[core.JaxprEqn], bool] | None = None
   ) -> None:
     super().__init__(is_product, jaxprs_to_search)
-    self.derivative_of = derivative_of
-    self._in_rules: dict[core.JaxprEqn, bool] = {}
+    self.hides = hides
+    self._hiding: dict[core.JaxprEqn, bool] = {}
 
   def inside_of(self, eqn: core.JaxprEqn) -> bool:
     """Whether there are products in what an equation holds.
@@ -61,11 +59,8 @@ class Search(_jaxprs.Search):
     # A rule may need the axes of the mesh.
     if _jaxprs.where_it_runs(eqn, lambda: inside(eqn)):
       return True
-    if self.derivative_of is None or is_kept(eqn):
+    if self.hides is None or is_kept(eqn):
       return False  # Nothing is inside of what is marked.
-    if eqn not in self._in_rules:
-      seen = self.derivative_of(eqn)
-      # The rules that a derivative calls are not differentiated once more.
-      found = seen is not None and Search().in_jaxpr(seen.jaxpr)
-      self._in_rules[eqn] = found
-    return self._in_rules[eqn]
+    if eqn not in self._hiding:
+      self._hiding[eqn] = self.hides(eqn)
+    return self._hiding[eqn]

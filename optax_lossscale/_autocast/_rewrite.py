@@ -23,7 +23,6 @@ from optax_lossscale._autocast import (
   _found,
   _kept,
   _products,
-  _rules,
 )
 
 # Equations that run the jaxprs that they hold, and need nothing else of them.
@@ -60,14 +59,12 @@ class _Here(NamedTuple):
     place: where that is called.
     weights: its variables that are weights.
     half: its variables that came out of products, and were only moved since.
-    guarded: its variables that refuse to be differentiated.
   """
 
   jaxpr: core.Jaxpr
   place: _jaxprs.Place
   weights: _jaxprs.Weights
   half: Set[Any]
-  guarded: Set[Any]
 
 
 class Rewriter:
@@ -77,7 +74,7 @@ class Rewriter:
     dtype: the dtype of the products.
     kept: the products that stay in float32.
     known: the weights of the function.
-    call_in_rule: calls a function that a rule has asked for.
+    in_rule: what changes what rules compute, but for its ``body``.
   """
 
   def __init__(
@@ -85,14 +82,19 @@ class Rewriter:
     dtype: Any,
     kept: _kept.Kept,
     known: _jaxprs.Known,
-    call_in_rule: _rules.Call,
+    in_rule: _jaxprs.Change,
   ) -> None:
     self._dtype = dtype
     self._kept = kept
     self._known = known
-    self._call_in_rule = call_in_rule
+    self._in_rule = in_rule
     # A jaxpr that is called twice is searched and rewritten once.
-    self._search = _products.Search(_derivatives.hidden_derivative_of)
+    # If there are names, nothing tells whether one selects what is not seen.
+    self._search = _products.Search(
+      functools.partial(
+        _derivatives.hides_products, if_unknown=not kept.patterns
+      )
+    )
     self._rewritten: dict[Any, Rewritten] = {}
     self._distinct: dict[Any, Rewritten] = {}
 
@@ -135,15 +137,12 @@ class Rewriter:
   ) -> Rewritten:
     closed = _jaxprs.closed(jaxpr)
     half = set(itertools.compress(closed.jaxpr.invars, are_half))
-    guarded: set[Any] = set()
     weights = self._known.of(closed, paths)
-    here = _Here(closed.jaxpr, place, weights, half, guarded)
+    here = _Here(closed.jaxpr, place, weights, half)
     made = []
     for eqn in closed.jaxpr.eqns:
       made.append(self._in_place_of(eqn, here))
       half.update(made[-1].half)
-      if _derivatives.is_guard(eqn):
-        guarded.update(eqn.outvars)
     eqns = [eqn for new in made for eqn in new.eqns]
     outs = [_jaxprs.is_one_of(v, half) for v in closed.jaxpr.outvars]
     found = _found.together(new.found for new in made)
@@ -196,7 +195,7 @@ class Rewriter:
     place: _jaxprs.Place,
     here: _Here,
   ) -> _New:
-    """An equation with a rule made anew, if it is understood."""
+    """An equation whose rule computes in half, if it is understood."""
     paths = here.weights.paths_in(eqn)
     own = _found.Found(has_products=True)  # They may all be in its derivative.
     if self._kept.patterns:
@@ -209,20 +208,18 @@ class Rewriter:
         return _New([named], found=own)
     founds = [own]
 
-    def function(closed: _jaxprs.ClosedJaxpr) -> _rules.Function:
-      inner = self.rewrite(closed, place, (), paths)
+    def body(closed: _jaxprs.ClosedJaxpr, its_paths: _jaxprs.Paths) -> Any:
+      inner = self.rewrite(closed, place, (), its_paths)
       founds.append(inner.found)
-      return core.jaxpr_as_fun(inner.jaxpr)
+      return inner.jaxpr
 
-    tools = _rules.Tools(function, self._call_in_rule, paths, here.guarded)
-    fun = _rules.make_anew(named, rule, tools)
-    made = fun and _jaxprs.equations_of(fun, named)
-    if not made:
+    new = _jaxprs.with_rule(named, self._in_rule._replace(body=body), paths)
+    if new is None:
       missed = ((eqn, here.jaxpr),)
       return _New(
         [named], found=own._replace(has_products=False, missed=missed)
       )
-    return _New(made[0], found=_found.together(founds))
+    return _New([new], found=_found.together(founds))
 
   def _with_jaxprs(
     self,

@@ -25,6 +25,7 @@ from optax_lossscale._jaxprs._equations import (
   held_jaxprs,
   hi_primitive,
   is_one_of,
+  lowered,
   needed_equations,
   with_fields,
   with_jaxprs,
@@ -38,7 +39,6 @@ from optax_lossscale._jaxprs._higher_order import (
   HigherOrder,
   where_it_runs,
 )
-from optax_lossscale._jaxprs._hijax import lowered
 from optax_lossscale._jaxprs._interpret import interpret
 from optax_lossscale._jaxprs._lines import (
   call_name,
@@ -82,7 +82,14 @@ from optax_lossscale._jaxprs._products import (
   is_matrix_product,
   may_change_dtype,
 )
-from optax_lossscale._jaxprs._rules import body_of_rule, Rule, rule_of
+from optax_lossscale._jaxprs._rules import (
+  Change,
+  is_zero,
+  leaves,
+  Rule,
+  rule_of,
+  with_rule,
+)
 from optax_lossscale._jaxprs._sums import terms_in_sum
 from optax_lossscale._jaxprs._values import is_known
 from optax_lossscale._jaxprs._varying import as_varying, varying, varying_of
@@ -94,4 +101,3 @@ from optax_lossscale._jaxprs._weights import (
   Paths,
   Weights,
 )
-from optax_lossscale._jaxprs._zeros import for_pull_back, zeros_of

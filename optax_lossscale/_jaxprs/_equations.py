@@ -1,7 +1,15 @@
-"""Equations and the jaxprs that they hold: find, replace, evaluate."""
+"""Equations and the jaxprs that they hold: find, replace, evaluate.
+
+JAX is moving to objects, those of hijax, which hide their jaxprs. Since 0.12
+``lax.custom_root``, ``jnp.ldexp`` and others are such, and the flags
+``jax_remat3``, ``jax_custom_vjp3`` and ``jax_custom_jvp3`` make such of
+``checkpoint`` and of functions with rules. Each is taken for the primitive that
+it stands for.
+"""
 
 from collections.abc import Callable, Container, Iterator, Sequence
 import contextlib
+import copy
 import functools
 from typing import Any, TYPE_CHECKING
 
@@ -30,6 +38,14 @@ _CALLS = {
   "jit",
   "remat2",
   "xla_metadata_call",
+}
+# The class of an object of hijax, and which plain primitive it stands for.
+_BEHAVES_LIKE = {
+  "CheckpointName": "name",
+  "CustomJVPTraced": "custom_jvp_call",
+  "CustomVJPTraced": "custom_vjp_call",
+  "RematTraced": "remat2",
+  "Scan3": "scan",
 }
 
 
@@ -106,7 +122,7 @@ def called_jaxpr(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
   It is that of a ``jit``, a ``checkpoint``, or a function with a derivative of
   its own.
   """
-  if eqn.primitive.name not in _CALLS:
+  if behaves_like(eqn) not in _CALLS:
     return None
   held = list(held_jaxprs(eqn))
   if len(held) != 1 or not fits(held[0], eqn):
@@ -114,12 +130,61 @@ def called_jaxpr(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
   return held[0]
 
 
+def behaves_like(eqn: core.JaxprEqn) -> str:
+  """The name of the plain primitive that an equation is, or stands for.
+
+  An object of hijax that stands for none has the name of its class.
+  """
+  name = eqn.primitive.name
+  held = hi_primitive(eqn)
+  if held is not None:
+    return _BEHAVES_LIKE.get(type(held).__name__, type(held).__name__)
+  if name == "call_hi_primitive_linearized":
+    kind = _BEHAVES_LIKE.get(type(eqn.params.get("_prim")).__name__)
+    return "custom_lin" if kind == "custom_vjp_call" else name
+  return name
+
+
 def fits(called: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
-  """Whether a jaxpr has as many inputs and outputs as an equation."""
+  """Whether a jaxpr has as many inputs and outputs as an equation.
+
+  In an object of hijax they have its types, too: it may have others as well.
+  """
   inner = called.jaxpr
-  return len(inner.invars) == len(eqn.invars) and (
-    len(inner.outvars) == len(eqn.outvars)
-  )
+  pairs = (inner.invars, eqn.invars), (inner.outvars, eqn.outvars)
+  are_many = all(len(inside) == len(outside) for inside, outside in pairs)
+  if hi_primitive(eqn) is None or not are_many:
+    return are_many
+  return all(x for pair in pairs for x in map(_is_of_type, *pair))
+
+
+def _is_of_type(x: Any, like: Any) -> bool:
+  dtypes = (getattr(atom.aval, "dtype", None) for atom in (x, like))
+  return shape_of(x) == shape_of(like) and len(set(dtypes)) == 1
+
+
+def lowered(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
+  """What an equation of hijax computes, in plain equations.
+
+  This is its forward pass: a derivative of its own is lost.
+
+  Returns:
+    The jaxpr, of the inputs of the equation; None if the equation is of another
+    kind, or cannot be taken apart.
+  """
+  if hi_primitive(eqn) is None:
+    return None
+  avals = [var.aval for var in eqn.invars]
+  try:
+    traced: Any = jax.jit(function(eqn)).trace(*avals)
+    # There since JAX 0.10: all that is older has no such equations of its own.
+    plain = getattr(traced, "lojax", None)
+  except Exception:  # What a primitive of somebody else does is not known.
+    return None
+  inner = plain and closed(plain.jaxpr)
+  # What is left of it would be lowered again and again.
+  is_plain = inner is not None and not any(map(hi_primitive, inner.jaxpr.eqns))
+  return inner if inner is not None and is_plain and fits(inner, eqn) else None
 
 
 def shape_of(atom: Any) -> tuple[Any, ...]:
@@ -139,6 +204,14 @@ def closed(jaxpr: AnyJaxpr) -> ClosedJaxpr:
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     jaxpr = jaxpr.replace(constvars=[], invars=inputs)
   return ClosedJaxpr(jaxpr, ())
+
+
+def with_consts(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+  """The jaxpr with these constants."""
+  # Remove the second once jax >= 0.11.
+  if hasattr(jaxpr, "with_consts"):
+    return jaxpr.with_consts(consts)
+  return ClosedJaxpr(jaxpr, consts)
 
 
 def held_jaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
@@ -184,8 +257,26 @@ def with_jaxprs(
   Returns:
     The equation. All other parameters stay as they are, whatever they are.
   """
-  params = {k: _replaced(v, replace) for k, v in eqn.params.items()}
+  held = hi_primitive(eqn)
+  of = eqn.params if held is None else held.params
+  params = {k: _replaced(v, replace) for k, v in of.items()}
+  if held is None:
+    return eqn.replace(params=params)
+  return with_object(eqn, held, with_parts(held, **params))
+
+
+def with_object(eqn: core.JaxprEqn, old: Any, new: Any) -> core.JaxprEqn:
+  """The same equation, which calls another object of hijax."""
+  params = {k: new if v is old else v for k, v in eqn.params.items()}
   return eqn.replace(params=params)
+
+
+def with_parts(held: Any, **parts: Any) -> Any:
+  """An object of hijax that holds other functions and jaxprs of these types."""
+  new = copy.copy(held)
+  new.params = {**held.params, **parts}
+  vars(new).update(parts)
+  return new
 
 
 def _replaced(param: Any, replace: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:

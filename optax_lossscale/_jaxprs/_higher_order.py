@@ -10,8 +10,8 @@ from optax_lossscale._jaxprs._equations import (
   called_jaxpr,
   ClosedJaxpr,
   context_of,
+  lowered,
 )
-from optax_lossscale._jaxprs._hijax import hi_call_of
 from optax_lossscale._jaxprs._loops import (
   Cond,
   cond_of,
@@ -93,19 +93,12 @@ def where_it_runs(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
 
 
 def _call_of(eqn: core.JaxprEqn) -> Call | None:
-  return _call(called_jaxpr(eqn))
-
-
-def _call_of_hijax(eqn: core.JaxprEqn) -> Call | None:
-  return _call(hi_call_of(eqn))
-
-
-def _call(body: ClosedJaxpr | None) -> Call | None:
+  # The jaxpr that an object has with it knows its lines.
+  body = called_jaxpr(eqn) or lowered(eqn)
   return None if body is None else Call(body)
 
 
 _LOOKS = {
-  "call_hi_primitive": _call_of_hijax,
   "cond": cond_of,
   "scan": scan_of,
   "shard_map": shard_map_of,

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs._equations import held_jaxprs, hi_primitive
-from optax_lossscale._jaxprs._hijax import BEHAVES_LIKE
+from optax_lossscale._jaxprs._equations import behaves_like, held_jaxprs
 
 # A line of these is not the user's.
 _LIBRARIES = (
@@ -60,11 +59,7 @@ def name_of(eqn: core.JaxprEqn) -> str:
 
   A primitive of hijax has its own name, and not that of the call.
   """
-  name = eqn.primitive.name
-  primitive = hi_primitive(eqn)
-  if primitive is not None:
-    own = type(primitive).__name__
-    name = BEHAVES_LIKE.get(own, own)
+  name = behaves_like(eqn)
   return _NAMES.get(name, name)
 
 

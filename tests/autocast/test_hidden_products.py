@@ -116,7 +116,7 @@ def test_it_stays_if_it_is_marked():
   assert equations.products(jax.grad(half), TABLE)["float32"] == 1
 
 
-def test_a_rule_that_may_refuse_is_not_asked_and_so_runs_as_written():
+def test_a_rule_that_may_refuse_is_not_asked_and_runs_in_half_all_the_same():
   @jax.custom_vjp
   def fun(x, frozen):
     return inner(x) * frozen
@@ -134,6 +134,10 @@ def test_a_rule_that_may_refuse_is_not_asked_and_so_runs_as_written():
   loss = lambda x: jnp.sum(shared(shared(x))) + jnp.sum(x.T @ x)
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
   assert_close(jax.jit(half)(TABLE), full(TABLE))
+  assert set(equations.products(half, TABLE)) == {"float16"}
+  # Nothing tells whether a name selects it.
+  named = jax.grad(ols.autocast(loss, keep_float32="*"))
+  assert set(equations.products(named, TABLE)) == {"float32"}
 
 
 def test_the_rules_of_jax_itself_are_not_asked(monkeypatch):

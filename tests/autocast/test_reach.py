@@ -247,8 +247,12 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
 
 def rewrite(jaxpr):
   """Whether products were found, what is told, and the new equations."""
-  half, in_rule = jnp.dtype("float16"), lambda fun, *_: (fun(), [])
-  known = _jaxprs.Known()
+  half, known = jnp.dtype("float16"), _jaxprs.Known()
+  in_rule = _jaxprs.Change(
+    body=lambda closed, _: closed,
+    derivative=lambda closed, _: (closed, ()),
+    call=lambda fun, *_: (fun(), ()),
+  )
   rewriter = _rewrite.Rewriter(half, _kept.Kept(), known, in_rule)
   new, _, found = rewriter.rewrite(jaxpr, _jaxprs.Place())
   told = _told.message(_jaxprs.closed(jaxpr), dict(found.missed), "float16")
@@ -290,11 +294,14 @@ def test_the_products_in_objects_of_hijax_and_their_gradients_run_in_half(
     assert_close(half(A, B), jax.grad(loss, (0, 1))(A, B), 0.02)
 
 
-def test_an_object_of_hijax_of_another_jax_is_told(monkeypatch):
-  with hijax.flags_on("jax_remat3"):
-    closed = jax.make_jaxpr(HOLDERS["checkpoint"])(A, B)
+@pytest.mark.parametrize("name", ["custom_jvp", "custom_vjp"])
+def test_an_object_of_hijax_of_another_jax_is_told(monkeypatch, name):
+  gone = {"custom_jvp": "jvp_rule", "custom_vjp": "bwd"}
+  with hijax.flags_on(f"jax_{name}3"):
+    closed = jax.make_jaxpr(HOLDERS[name])(A, B)
     hidden = [_jaxprs.hi_primitive(eqn) for eqn in closed.jaxpr.eqns]
     (changed,) = [x for x in hidden if x is not None]
-    monkeypatch.delattr(changed, "policy")
-    _, told, _ = rewrite(closed)
-  assert "cannot enter checkpoint at test_reach.py" in told
+    monkeypatch.delattr(changed, gone[name])
+    found, told, _ = rewrite(closed)
+  assert not found
+  assert f"cannot enter {name}_call at test_reach.py" in told

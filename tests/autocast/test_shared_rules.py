@@ -7,7 +7,7 @@ call: each time with respect to other arguments.
 import functools
 
 import equinox as eqx
-from helpers import hijax, quick_alone, rules
+from helpers import quick_alone, rules
 from helpers.bits import assert_close
 import jax
 from jax import lax
@@ -205,15 +205,11 @@ def test_a_rule_that_refuses_is_run_again_and_again():
     assert_close(jax.grad(ols.autocast(loss))(X), jax.grad(loss)(X))
 
 
-def test_a_rule_that_refuses_and_was_traced_without_autocast_is_an_error():
+def test_a_rule_that_refuses_may_have_been_traced_without_autocast():
   shared = jax.jit(refusing())
   loss = lambda x: jnp.sum(shared(x, W, X) ** 2)
   full, half = jax.grad(loss)(X), jax.grad(ols.autocast(loss))
-  if hijax.is_on("jax_custom_vjp3"):  # There JAX traces the rule once more.
-    assert_close(half(X), full)
-    return
-  with pytest.raises(NotImplementedError, match="without autocast before"):
-    half(X)
+  assert_close(half(X), full)
 
 
 def test_a_rule_that_refused_one_derivative_still_gives_another():
@@ -225,16 +221,14 @@ def test_a_rule_that_refused_one_derivative_still_gives_another():
   assert_close(jax.grad(half)(X, W, X), jax.grad(loss)(X, W, X))
 
 
-def test_a_rule_that_refuses_and_is_shared_by_unlike_calls_is_an_error():
+def test_a_rule_that_refuses_may_be_shared_by_calls_that_move_other_inputs():
   shared = jax.jit(refusing())
 
   def loss(w, keep=lambda fun: fun):
     layer = keep(lambda x, w: shared(x, w, X))
     return jnp.sum(layer(jnp.tanh(layer(X, w)), w) ** 2) + jnp.sum(X @ w)
 
-  told = "keep_float32, or do not share"
-  with pytest.raises(NotImplementedError, match=told):
-    jax.grad(ols.autocast(loss))(W)
+  assert_close(jax.grad(ols.autocast(loss))(W), jax.grad(loss)(W), 0.01)
   kept = ols.autocast(lambda w: loss(w, ols.keep_float32))
   assert_close(jax.grad(kept)(W), jax.grad(loss)(W))
 

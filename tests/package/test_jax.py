@@ -23,16 +23,13 @@ import pytest
 
 from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _rewrite
-from optax_lossscale._autocast import _rules as _rules_of_autocast
 from optax_lossscale._jaxprs import (
   _equations,
-  _hijax,
   _moves,
   _products,
   _rules,
   _sums,
   _weights,
-  _zeros,
 )
 from optax_lossscale.diagnostics._overflow import _stepper
 from optax_lossscale.diagnostics._precision import _risks
@@ -208,11 +205,6 @@ def test_a_type_of_another_jax_is_an_error_that_asks_for_a_report():
       _jaxprs.varying_of(kind)
 
 
-def test_what_vjp_returns_takes_zeros_that_are_no_arrays():
-  # An array takes their place, also in JAX 0.8, which asks no more.
-  assert _zeros._takes_zeros() or as_numbers(jax.__version__) < [0, 10]
-
-
 # Names in our tables that not all supported versions have: the first and the
 # last minor version of JAX with them.
 NOT_EVERYWHERE = {
@@ -232,11 +224,11 @@ def names_in_tables():
     *_moves.BETWEEN_DEVICES,
     *_moves.KEEP,
     *_rewrite._RUN_THEIR_JAXPRS,
-    *_rules.RULES,
+    *_rules._RULES,
     *_weights._ADD,
     *_weights._JOIN,
     *_equations._CALLS,
-    *_hijax.BEHAVES_LIKE.values(),
+    *_equations._BEHAVES_LIKE.values(),
     *_products._FLOPS,
     *_stepper._NEUTRAL,
     *_risks._EXPONENTIALS,
@@ -261,10 +253,10 @@ def test_every_primitive_in_a_table_exists():
 
 def test_the_classes_of_hijax_are_known():
   kinds = {kind for kind, _ in FLAGS.values()}
-  assert set(_hijax.BEHAVES_LIKE) == {*kinds, "CheckpointName"}
+  assert set(_equations._BEHAVES_LIKE) == {*kinds, "CheckpointName"}
   # A scan is taken as a whole, and a name holds nothing.
-  known = {*_rules_of_autocast._MAKE, "name", "scan"}
-  assert set(_hijax.BEHAVES_LIKE.values()) <= known
+  known = {*_rules._RULES, "remat2", "name", "scan"}
+  assert set(_equations._BEHAVES_LIKE.values()) <= known
 
 
 def test_scopes_are_objects_that_stay_with_an_equation():
