@@ -221,8 +221,10 @@ def _custom_jvp_of_hijax(
 def _custom_vjp_of_hijax(
   held: Any, rule: Rule, change: Change, paths: Paths
 ) -> dict[str, Any]:
-  old, call = held.fwd, change.call
   of_residuals: list[Path] = []
+  outputs = paths.inputs[rule.consts :]
+  backward = _backward_of_hijax(held, change, of_residuals, outputs)
+  old, call = held.fwd, change.call
 
   @functools.wraps(old)
   def forward(are_perturbed: Any, *args: Any) -> Any:
@@ -234,12 +236,8 @@ def _custom_vjp_of_hijax(
   # What the rule alone is given has no place in the function.
   first, second = (len(leaves(x)) for x in held.in_avals[:2])
   of_body = (*paths.inputs[:first], *paths.inputs[first + second :])
-  outputs = paths.inputs[rule.consts :]
-  return {
-    "traced": _traced(held.traced, change, Paths(of_body)),
-    "fwd": forward,
-    **_backward_of_hijax(held, change, of_residuals, outputs),
-  }
+  traced = _traced(held.traced, change, Paths(of_body))
+  return {"traced": traced, "fwd": forward, **backward}
 
 
 def _custom_lin_of_hijax(
@@ -252,6 +250,8 @@ def _backward_of_hijax(
   held: Any, change: Change, of_residuals: Sequence[Path], outputs: Any
 ) -> dict[str, Any]:
   old, call = held.bwd, change.call
+  if "remat_rules" not in held.params:
+    raise KeyError("The functions of objects were others before JAX 0.12.")
 
   @functools.wraps(old)
   def backward(residuals: Any, cotangents: Any) -> Any:
@@ -260,8 +260,7 @@ def _backward_of_hijax(
     return call(fun, leaves(residuals), its_paths)[0]
 
   # These are other ways to the same numbers, which JAX takes if there are any.
-  others = {"bwd_accums", "remat_rules"}.intersection(held.params)
-  return {"bwd": backward, **dict.fromkeys(others)}
+  return {"bwd": backward, "bwd_accums": None, "remat_rules": None}
 
 
 def _traced(old: Any, change: Change, paths: Paths) -> Any:

@@ -279,6 +279,8 @@ def test_a_shard_map_of_another_jax_is_rewritten():
 def test_the_products_in_objects_of_hijax_and_their_gradients_run_in_half(
   name, flag
 ):
+  if flag == f"jax_{name}3" and not hijax.HAS_RULES:
+    pytest.skip(f"The objects of JAX {jax.__version__} are told of: see below.")
   fun = HOLDERS[name]
 
   def loss(a, b, cast=lambda fun: fun):
@@ -301,7 +303,8 @@ def test_an_object_of_hijax_of_another_jax_is_told(monkeypatch, name):
     closed = jax.make_jaxpr(HOLDERS[name])(A, B)
     hidden = [_jaxprs.hi_primitive(eqn) for eqn in closed.jaxpr.eqns]
     (changed,) = [x for x in hidden if x is not None]
-    monkeypatch.delattr(changed, gone[name])
+    if hijax.HAS_RULES:
+      monkeypatch.delattr(changed, gone[name])
     found, told, _ = rewrite(closed)
   assert not found
   assert f"cannot enter {name}_call at test_reach.py" in told

@@ -6,6 +6,9 @@ import jax
 import pytest
 
 FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+# Whether the objects hold rules as functions that may be wrapped. In older ones
+# they are the user's own functions.
+HAS_RULES = jax.__version_info__ >= (0, 12)
 
 
 def is_on(flag):

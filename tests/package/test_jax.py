@@ -62,6 +62,7 @@ PROGRAMS = {
   "convert_element_type": jnp.int32,
   "cumsum": lambda x: lax.cumsum(x),
   "custom_jvp_call": rule_of(jax.custom_jvp),
+  "custom_lin": lambda x: jax.jvp(rule_of(jax.custom_vjp), (x,), (x,))[1],
   "custom_vjp_call": rule_of(jax.custom_vjp),
   "dot_general": lambda x: x @ x,
   "jit": jax.jit(jnp.sin),
@@ -177,6 +178,17 @@ def test_equations_jaxprs_and_types_have_the_attributes_that_are_read():
   check(closed.jaxpr.debug_info, "func_filename func_lineno")
   check(inner.invars[0].aval, "shape dtype weak_type size update")
   check(jax.core.Tracer, "to_concrete_value")
+
+
+def test_rules_are_held_by_objects_that_can_be_wrapped():
+  for kind in ("custom_jvp_call", "custom_vjp_call", "custom_lin"):
+    (eqn,) = [e for e in equations(PROGRAMS[kind]) if e.primitive.name == kind]
+    for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"} & {*eqn.params}:
+      check(eqn.params[name], "call_wrapped debug_info")
+  traced = jax.jit(lambda x: x).trace(X)
+  # In JAX 0.8.0, which has no such objects, one of these has another name.
+  names = "jaxpr fun_name in_tree"
+  check(traced, names + " out_tree" * (as_numbers(jax.__version__) > [0, 8, 0]))
 
 
 def check(thing, names):
