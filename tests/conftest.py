@@ -41,7 +41,7 @@ hypothesis.settings.load_profile("quick")
 
 @pytest.fixture(autouse=True)
 def forget_the_calls_outside_of_jit():
-  """They are counted by the code, which tests may share: `_eager.py`."""
-  eager = sys.modules.get("optax_lossscale._autocast._eager")
-  if eager is not None:
-    eager._counts.clear()
+  """They are counted by the code, which tests may share: `_messages.py`."""
+  messages = sys.modules.get("optax_lossscale._autocast._messages")
+  if messages is not None:
+    messages._counts.clear()

@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from optax_lossscale import _jaxprs, _warnings
-from optax_lossscale._autocast import _found, _kept, _rewrite, _told
+from optax_lossscale._autocast import _kept, _messages, _rewrite
 
 
 class Settings(NamedTuple):
@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
   out: Any
   paths: list[_jaxprs.Path]
-  found: _found.Found
+  found: _rewrite.Found
   message: str
 
 
@@ -109,7 +109,11 @@ def _rewritten(
   if kept != settings.kept:
     new = rewritten(kept)
   of_outs = known.of(closed, paths).of(closed.jaxpr.outvars)
-  return new, of_outs, _told.message(closed, dict(new.found.missed), dtype)
+  return (
+    new,
+    of_outs,
+    _messages.of_missed(closed, dict(new.found.missed), dtype),
+  )
 
 
 def _derivative_in_rule(

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 
 from optax_lossscale import _checks, _jaxprs, _warnings
 from optax_lossscale._autocast import (
+  _arguments,
   _calls,
-  _eager,
-  _in_place,
   _kept,
+  _messages,
   _products,
-  _weights,
 )
 
 _Args = ParamSpec("_Args")
@@ -153,9 +152,9 @@ def autocast(
 
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-    paths = _weights.paths_of(fun, args, kwargs)
+    paths = _arguments.paths_of(fun, args, kwargs)
     settings = _calls.Settings(dtype, kept, paths)
-    call, put_in_place = _in_place.without_arguments(fun, args, kwargs)
+    call, put_in_place = _arguments.without_arguments(fun, args, kwargs)
     result = _calls.call(call, settings)
     out = put_in_place(result.out)
     found = result.found
@@ -169,7 +168,7 @@ def autocast(
         f" {_what_there_is(call)}"
       )
     tell(message)
-    tell(_eager.message(fun, (args, kwargs), out))
+    tell(_messages.of_calls(fun, (args, kwargs), out))
     return out
 
   return autocast_fun

@@ -1,8 +1,9 @@
 """Which equations run in half precision, and where they may be hidden."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 import jax.numpy as jnp
 
@@ -64,3 +65,116 @@ class Search(_jaxprs.Search):
     if eqn not in self._hiding:
       self._hiding[eqn] = self.hides(eqn)
     return self._hiding[eqn]
+
+
+def derivative_of(
+  eqn: core.JaxprEqn,
+) -> tuple[list[int], _jaxprs.ClosedJaxpr | None]:
+  """The jaxpr of an equation and its derivatives, if it has them.
+
+  It is what a rule computes, each equation with the line of the rule.
+
+  Returns:
+    Which inputs of the equation are floats; and the jaxpr, of these and then of
+    all inputs.
+  """
+  floats = [i for i, atom in enumerate(eqn.invars) if _is_float(atom.aval)]
+  avals = [atom.aval for atom in eqn.invars]
+
+  def loss(some: list[Any], args: tuple[Any, ...]) -> Any:
+    old = _jaxprs.function(_jaxprs.without_source(eqn))
+    full = list(args)
+    for i, x in zip(floats, some, strict=True):
+      full[i] = x
+    return sum(jnp.sum(jnp.real(x)) for x in old(*full) if _is_float(x))
+
+  try:
+    seen = jax.make_jaxpr(jax.grad(loss))([avals[i] for i in floats], avals)
+  except Exception:  # A rule may refuse, or need the axes of a mesh.
+    return floats, None
+  return floats, seen
+
+
+class InRule(NamedTuple):
+  """The products that a function with a rule computes, and its derivative.
+
+  Attributes:
+    places: the place of the function, and of each product.
+    is_all: whether its derivative could be looked at.
+  """
+
+  places: list[_jaxprs.Place]
+  is_all: bool
+
+
+def products_in_rule(
+  eqn: core.JaxprEqn, place: _jaxprs.Place, paths: _jaxprs.Paths
+) -> InRule:
+  """Finds the products that a function with a rule computes.
+
+  Args:
+    eqn: the equation that calls the function.
+    place: where it stands.
+    paths: the names of those of its inputs that are weights.
+
+  Returns:
+    An :class:`InRule`.
+  """
+  floats, seen = derivative_of(eqn)
+  inside = jaxprs_to_search
+  programs = [(x, paths) for x in inside(eqn)]
+  if seen is not None:
+    of_floats = paths.of(floats)
+    inputs = (*of_floats, *paths.inputs)
+    programs.append((seen, _jaxprs.Paths(inputs, of_floats)))
+  places = [place]
+  for closed, its_paths in programs:
+    weights = _jaxprs.Known().of(closed, its_paths)
+    steps = _jaxprs.walk(closed, inside, weights=weights, start=place)
+    places += [x.place for x in steps if is_product(x.eqn)]
+  return InRule(places, seen is not None)
+
+
+def hides_products(eqn: core.JaxprEqn, *, if_unknown: bool) -> bool:
+  """Whether a rule has products that its function has not.
+
+  A ``custom_jvp`` that a library brings has none: it is ``relu`` or its like,
+  or linear algebra. A rule that sees which inputs are perturbed is not asked:
+  it may refuse, and an older JAX then forgets what it has traced of it.
+
+  Args:
+    eqn: an equation.
+    if_unknown: what is returned of a rule that is not asked.
+  """
+  rule = _jaxprs.rule_of(eqn)
+  if rule is None or rule.consts is None:
+    return False
+  if rule.kind == "custom_jvp_call" and _jaxprs.is_rule_of_library(eqn):
+    return False
+  if rule.sees_perturbed:
+    return if_unknown
+  if rule.kind == "custom_lin":
+    seen: Any = _transpose_of(eqn, rule.consts)
+  else:
+    _, seen = derivative_of(eqn)
+  # The rules that a derivative calls are not differentiated once more.
+  return seen is not None and Search().in_jaxpr(seen.jaxpr)
+
+
+def _transpose_of(eqn: core.JaxprEqn, count: int) -> _jaxprs.ClosedJaxpr:
+  """The backward pass of a tangent, of so many residuals and its cotangents."""
+  old = _jaxprs.function(eqn)
+  inputs = [v.aval for v in eqn.invars]
+
+  def pull_back(residuals: Any, cotangents: Any) -> Any:
+    linear = lambda *tangents: old(*residuals, *tangents)
+    return jax.linear_transpose(linear, *inputs[count:])(list(cotangents))
+
+  outputs = [v.aval for v in eqn.outvars]
+  return jax.make_jaxpr(pull_back)(inputs[:count], outputs)
+
+
+def _is_float(array: Any) -> bool:
+  """Whether an array, or its type, is one that has derivatives."""
+  dtype = getattr(array, "dtype", jnp.int32)
+  return jnp.issubdtype(dtype, jnp.inexact)

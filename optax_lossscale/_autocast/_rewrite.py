@@ -15,18 +15,30 @@ import itertools
 from typing import Any, NamedTuple
 
 from jax.extend import core
+import jax.numpy as jnp
 
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import (
-  _casts,
-  _derivatives,
-  _found,
-  _kept,
-  _products,
-)
+from optax_lossscale._autocast import _kept, _products
 
 # Equations that run the jaxprs that they hold, and need nothing else of them.
 _RUN_THEIR_JAXPRS = {"cond", "scan", "shard_map", "while"}
+
+
+class Found(NamedTuple):
+  """What was found on the way, in the order of the program.
+
+  Attributes:
+    has_products: whether there are products that run in half, or are kept.
+    decisions: which of them are kept; none, if the user named none.
+    missed: the equations that hold products and could not be entered, each with
+      the jaxpr that it stands in.
+    has_unseen: whether there are products whose names cannot be known.
+  """
+
+  has_products: bool = False
+  decisions: tuple[_kept.Decision, ...] = ()
+  missed: tuple[tuple[core.JaxprEqn, core.Jaxpr], ...] = ()
+  has_unseen: bool = False
 
 
 class Rewritten(NamedTuple):
@@ -40,7 +52,7 @@ class Rewritten(NamedTuple):
 
   jaxpr: Any
   are_half: list[bool]
-  found: _found.Found
+  found: Found
 
 
 class _New(NamedTuple):
@@ -48,7 +60,7 @@ class _New(NamedTuple):
 
   eqns: list[core.JaxprEqn]
   half: Iterable[Any] = ()
-  found: _found.Found = _found.Found()
+  found: Found = Found()
 
 
 class _Here(NamedTuple):
@@ -91,9 +103,7 @@ class Rewriter:
     # A jaxpr that is called twice is searched and rewritten once.
     # If there are names, nothing tells whether one selects what is not seen.
     self._search = _products.Search(
-      functools.partial(
-        _derivatives.hides_products, if_unknown=not kept.patterns
-      )
+      functools.partial(_products.hides_products, if_unknown=not kept.patterns)
     )
     self._rewritten: dict[Any, Rewritten] = {}
     self._distinct: dict[Any, Rewritten] = {}
@@ -145,7 +155,7 @@ class Rewriter:
       half.update(made[-1].half)
     eqns = [eqn for new in made for eqn in new.eqns]
     outs = [_jaxprs.is_one_of(v, half) for v in closed.jaxpr.outvars]
-    found = _found.together(new.found for new in made)
+    found = together(new.found for new in made)
     return Rewritten(_jaxprs.with_fields(jaxpr, eqns=eqns), outs, found)
 
   def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _New:
@@ -153,13 +163,13 @@ class Rewriter:
     if _products.is_product(eqn):
       named = here.weights.named(eqn)
       decisions = self._decide(lambda: [here.place.at(named, here.jaxpr)])
-      found = _found.Found(has_products=True, decisions=decisions)
+      found = Found(has_products=True, decisions=decisions)
       if any(x.is_kept for x in decisions):
         return _New([named], found=found)
       product = _jaxprs.in_dtype(named, self._dtype)
-      return _New(_casts.in_half(product, self._dtype), eqn.outvars, found)
-    if _jaxprs.moves(eqn) and _casts.come_from(eqn, here.half):
-      return _New(_casts.in_half(eqn, self._dtype), eqn.outvars)
+      return _New(in_half(product, self._dtype), eqn.outvars, found)
+    if _jaxprs.moves(eqn) and come_from(eqn, here.half):
+      return _New(in_half(eqn, self._dtype), eqn.outvars)
     if not self._search.inside_of(eqn):
       return _New([eqn])
     # Rules are traced where the axes of the mesh are known.
@@ -185,7 +195,7 @@ class Rewriter:
     decisions = self._decide(lambda: [place])
     are_kept = any(x.is_kept for x in decisions)
     missed = () if are_kept else ((eqn, here.jaxpr),)
-    return _New([named], found=_found.Found(decisions=decisions, missed=missed))
+    return _New([named], found=Found(decisions=decisions, missed=missed))
 
   def _with_rule(
     self,
@@ -197,9 +207,9 @@ class Rewriter:
   ) -> _New:
     """An equation whose rule computes in half, if it is understood."""
     paths = here.weights.paths_in(eqn)
-    own = _found.Found(has_products=True)  # They may all be in its derivative.
+    own = Found(has_products=True)  # They may all be in its derivative.
     if self._kept.patterns:
-      places, is_all = _derivatives.products_in_rule(named, place, paths)
+      places, is_all = _products.products_in_rule(named, place, paths)
       decisions = self._decide(lambda: places)
       own = own._replace(decisions=decisions, has_unseen=not is_all)
       # It stays as a whole: nothing tells which of its products is the
@@ -219,7 +229,7 @@ class Rewriter:
       return _New(
         [named], found=own._replace(has_products=False, missed=missed)
       )
-    return _New([new], found=_found.together(founds))
+    return _New([new], found=together(founds))
 
   def _with_jaxprs(
     self,
@@ -242,10 +252,58 @@ class Rewriter:
     # A call returns what its function returns.
     outs = inside[0].are_half if are_half else ()
     half = list(itertools.compress(eqn.outvars, outs))
-    return _New([new], half, _found.together(x.found for x in inside))
+    return _New([new], half, together(x.found for x in inside))
 
   def _decide(
     self, places: Callable[[], list[_jaxprs.Place]]
   ) -> tuple[_kept.Decision, ...]:
     """What is decided of what stands at some places, which may be to find."""
     return (self._kept.decide(*places()),) if self._kept.patterns else ()
+
+
+def together(founds: Iterable[Found]) -> Found:
+  """What was found at several places."""
+  all_founds = list(founds)
+  chained = itertools.chain.from_iterable
+  return Found(
+    any(x.has_products for x in all_founds),
+    tuple(chained(x.decisions for x in all_founds)),
+    tuple(chained(x.missed for x in all_founds)),
+    any(x.has_unseen for x in all_founds),
+  )
+
+
+def in_half(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
+  """An equation between conversions, which leaves its variables as they are.
+
+  Values are narrowed for each use, even where one equation uses a value twice:
+  the cotangents of a shared copy would be added in half.
+  """
+  eqn = _jaxprs.marked(eqn, dtype)
+  half = lambda atom: _half_of(atom, dtype) if _is_float32(atom) else atom
+  inputs, outputs = list(map(half, eqn.invars)), list(map(half, eqn.outvars))
+  before = [
+    _jaxprs.conversion(*pair, eqn) for pair in _changed(eqn.invars, inputs)
+  ]
+  after = [
+    _jaxprs.conversion(*pair, eqn) for pair in _changed(outputs, eqn.outvars)
+  ]
+  return [*before, eqn.replace(invars=inputs, outvars=outputs), *after]
+
+
+def come_from(eqn: core.JaxprEqn, half: Set[Any]) -> bool:
+  """Whether there are float32 inputs, all of which are in the set."""
+  floats = [atom for atom in eqn.invars if _is_float32(atom)]
+  return bool(floats) and all(_jaxprs.is_one_of(atom, half) for atom in floats)
+
+
+def _changed(old: list[Any], new: list[Any]) -> list[tuple[Any, Any]]:
+  return [(a, b) for a, b in zip(old, new, strict=True) if a is not b]
+
+
+def _is_float32(atom: Any) -> bool:
+  return getattr(atom.aval, "dtype", None) == jnp.float32
+
+
+def _half_of(atom: Any, dtype: Any) -> Any:
+  return core.Var(atom.aval.update(dtype=dtype, weak_type=False))

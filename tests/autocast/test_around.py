@@ -22,7 +22,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _eager
+from optax_lossscale._autocast import _messages
 
 X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
 W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
@@ -486,11 +486,11 @@ def test_code_that_is_gone_is_forgotten():
   names = {"jnp": jnp}
   exec("fun = lambda w, x: jnp.mean((x @ w) ** 2)", names)
   ols.autocast(names["fun"])(W, X)
-  assert len(_eager._counts) == 1
+  assert len(_messages._counts) == 1
   names.clear()
   jax.clear_caches()
   gc.collect()
-  assert not _eager._counts
+  assert not _messages._counts
 
 
 def test_a_tracer_that_does_not_tell_is_taken_for_one_of_a_program(monkeypatch):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._autocast import _derivatives
+from optax_lossscale._autocast import _products
 
 TABLE = jax.random.normal(jax.random.key(0), (8, 4))
 IDS = jnp.array([0, 1, 1, 3, 5])
@@ -143,7 +143,7 @@ def test_a_rule_that_may_refuse_is_not_asked_and_runs_in_half_all_the_same():
 def test_the_rules_of_jax_itself_are_not_asked(monkeypatch):
   asked = []
   monkeypatch.setattr(
-    _derivatives, "derivative_of", lambda eqn: (asked.append(eqn), None)
+    _products, "derivative_of", lambda eqn: (asked.append(eqn), None)
   )
   fun = lambda w: jnp.linalg.det(jax.nn.relu(w @ w)) + jax.scipy.special.i1(1.0)
   jax.make_jaxpr(jax.grad(ols.autocast(fun)))(W)

@@ -15,7 +15,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _kept, _products, _rewrite, _told
+from optax_lossscale._autocast import _kept, _messages, _products, _rewrite
 
 A = jax.random.normal(jax.random.key(0), (4, 4)) / 4 + jnp.eye(4)
 B = jnp.ones((4, 4))
@@ -255,7 +255,9 @@ def rewrite(jaxpr):
   )
   rewriter = _rewrite.Rewriter(half, _kept.Kept(), known, in_rule)
   new, _, found = rewriter.rewrite(jaxpr, _jaxprs.Place())
-  told = _told.message(_jaxprs.closed(jaxpr), dict(found.missed), "float16")
+  told = _messages.of_missed(
+    _jaxprs.closed(jaxpr), dict(found.missed), "float16"
+  )
   return found.has_products, told, _jaxprs.closed(new).jaxpr.eqns
 
 
