@@ -66,22 +66,19 @@ TESTS = {
     "diagnostics/overflow",
     "diagnostics/comparison",
   ],
-  "_jaxprs._names": ["autocast/names", "autocast/kept"],
+  "_jaxprs._places": ["autocast/names", "autocast/kept"],
   "_jaxprs._weights": [
     "autocast/weights",
     "autocast/names",
     "autocast/kept",
   ],
   "_jaxprs._outputs": ["diagnostics/steps"],
-  "_jaxprs._products": [
+  "_jaxprs._operations": [
+    "autocast/weights",
+    "autocast/vmap_outside",
     "autocast/rules",
     "diagnostics/precision",
     "autocast/reach",
-  ],
-  "_jaxprs._moves": [
-    "autocast/weights",
-    "autocast/vmap_outside",
-    "autocast/around",
   ],
   "_judged": ["diagnostics/steps"],
   "_grads": [

@@ -8,7 +8,6 @@ then takes the equation as a whole. Nothing here raises because of a new JAX.
 ``tests/package/test_jax.py`` holds what is relied on, and fails first.
 """
 
-from optax_lossscale._jaxprs._again import as_array, is_ref, without_donation
 from optax_lossscale._jaxprs._equations import (
   AnyJaxpr,
   Atom,
@@ -30,16 +29,25 @@ from optax_lossscale._jaxprs._equations import (
   with_fields,
   with_jaxprs,
 )
-from optax_lossscale._jaxprs._here import context_here, may_change_result
 from optax_lossscale._jaxprs._higher_order import (
   bodies_of,
   Call,
+  Cond,
   given_to_bodies,
   higher_order_of,
   HigherOrder,
+  Scan,
+  ShardMap,
   where_it_runs,
+  While,
 )
-from optax_lossscale._jaxprs._interpret import interpret
+from optax_lossscale._jaxprs._interpret import (
+  as_array,
+  context_here,
+  interpret,
+  may_change_result,
+  without_donation,
+)
 from optax_lossscale._jaxprs._lines import (
   call_name,
   differentiates,
@@ -50,38 +58,29 @@ from optax_lossscale._jaxprs._lines import (
   name_of,
   without_source,
 )
-from optax_lossscale._jaxprs._loops import (
-  Cond,
-  Scan,
-  ShardMap,
-  While,
-)
-from optax_lossscale._jaxprs._moves import (
-  moves,
-  rounds_to_own_precision,
-  SPREAD,
-)
-from optax_lossscale._jaxprs._names import (
-  Names,
-  place_name,
-  telling_names,
-)
-from optax_lossscale._jaxprs._outputs import given_name, with_named_outputs
-from optax_lossscale._jaxprs._places import (
-  has_scope,
-  marked,
-  Place,
-  with_weights,
-)
-from optax_lossscale._jaxprs._powers import Power, powers_of
-from optax_lossscale._jaxprs._products import (
+from optax_lossscale._jaxprs._operations import (
   accumulation_of,
   flops_of,
   in_dtype,
   in_float32,
   is_matrix_product,
   may_change_dtype,
+  moves,
+  rounds_to_own_precision,
+  SPREAD,
+  terms_in_sum,
 )
+from optax_lossscale._jaxprs._outputs import given_name, with_named_outputs
+from optax_lossscale._jaxprs._places import (
+  has_scope,
+  marked,
+  Names,
+  Place,
+  place_name,
+  telling_names,
+  with_weights,
+)
+from optax_lossscale._jaxprs._powers import Power, powers_of
 from optax_lossscale._jaxprs._rules import (
   Change,
   is_zero,
@@ -90,9 +89,13 @@ from optax_lossscale._jaxprs._rules import (
   rule_of,
   with_rule,
 )
-from optax_lossscale._jaxprs._sums import terms_in_sum
-from optax_lossscale._jaxprs._values import is_known
-from optax_lossscale._jaxprs._varying import as_varying, varying, varying_of
+from optax_lossscale._jaxprs._types import (
+  as_varying,
+  is_known,
+  is_ref,
+  varying,
+  varying_of,
+)
 from optax_lossscale._jaxprs._walk import Search, Step, walk
 from optax_lossscale._jaxprs._weights import (
   Known,

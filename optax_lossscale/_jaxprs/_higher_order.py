@@ -1,4 +1,10 @@
-"""Higher-order primitives: what an equation calls, repeats or chooses."""
+"""Higher-order primitives: what an equation calls, repeats or chooses.
+
+JAX calls the counts of constants, carry and slices differently in each version.
+So they follow from shapes: what a loop is given as a whole has the shape that
+its body reads, and what it slices has one axis more. If the parts do not add
+up, the answer is None, and the caller takes the loop as a whole.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -8,22 +14,115 @@ from jax.extend import core
 
 from optax_lossscale._jaxprs._equations import (
   called_jaxpr,
+  closed,
   ClosedJaxpr,
   context_of,
+  fits,
+  held_jaxprs,
   lowered,
+  shape_of,
 )
-from optax_lossscale._jaxprs._loops import (
-  Cond,
-  cond_of,
-  Scan,
-  scan_of,
-  shard_map_of,
-  ShardMap,
-  While,
-  while_of,
-)
+from optax_lossscale._jaxprs._types import varying_of
 
 T = TypeVar("T")
+
+
+class Scan(NamedTuple):
+  """A ``scan``. Its inputs are constants, then the carry, then what it slices.
+
+  Its outputs are the carry, and then what it stacks.
+
+  Attributes:
+    body: the jaxpr of one iteration.
+    consts: how many inputs are constants.
+    carry: how many are the carry.
+    length: how many iterations there are.
+    reverse: whether the last slice comes first.
+  """
+
+  body: ClosedJaxpr
+  consts: int
+  carry: int
+  length: int
+  reverse: bool
+
+  def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    """The inputs as constants, carry and slices."""
+    carry = self.consts + self.carry
+    return inputs[: self.consts], inputs[self.consts : carry], inputs[carry:]
+
+
+class While(NamedTuple):
+  """A ``while_loop``.
+
+  Its inputs are the constants of the condition, those of the body, the carry.
+
+  Attributes:
+    condition: the jaxpr of the condition, of its constants and the carry. What
+      it returns is no scalar if the loop was mapped by ``vmap``.
+    body: the jaxpr of one iteration, of its constants and the carry.
+    condition_consts: how many constants the condition has.
+    body_consts: how many the body has.
+  """
+
+  condition: ClosedJaxpr
+  body: ClosedJaxpr
+  condition_consts: int
+  body_consts: int
+
+  def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    """The inputs as constants of the condition, of the body, and the carry."""
+    first = self.condition_consts
+    second = first + self.body_consts
+    return inputs[:first], inputs[first:second], inputs[second:]
+
+
+class Cond(NamedTuple):
+  """A ``cond`` or ``switch``. Its inputs are the index, then the operands.
+
+  Attributes:
+    branches: the jaxprs, each of all operands.
+  """
+
+  branches: tuple[ClosedJaxpr, ...]
+
+
+class ShardMap(NamedTuple):
+  """A ``shard_map``.
+
+  Attributes:
+    body: the jaxpr that each device runs.
+    mesh: the mesh.
+    in_specs: a ``PartitionSpec`` for each input.
+    out_specs: one for each output.
+    manual_axes: the axes of the mesh along which it maps.
+    check_vma: whether types tell what varies.
+  """
+
+  body: ClosedJaxpr
+  mesh: Any
+  in_specs: tuple[Any, ...]
+  out_specs: tuple[Any, ...]
+  manual_axes: frozenset[Any]
+  check_vma: bool
+
+  def differs_over(self, kind: Any) -> tuple[Any, ...]:
+    """The axes along which devices may hold different values of a type."""
+    over = varying_of(kind) if self.check_vma else self.manual_axes
+    return tuple(name for name in self.mesh.axis_names if name in over)
+
+  def with_body(
+    self, fun: Callable[..., Any], in_specs: Any, out_specs: Any
+  ) -> Callable[..., Any]:
+    """The same ``shard_map`` of another function."""
+    return jax.shard_map(
+      fun,
+      mesh=self.mesh,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      axis_names=self.manual_axes,
+      check_vma=self.check_vma,
+    )
 
 
 class Call(NamedTuple):
@@ -96,6 +195,81 @@ def _call_of(eqn: core.JaxprEqn) -> Call | None:
   # The jaxpr that an object has with it knows its lines.
   body = called_jaxpr(eqn) or lowered(eqn)
   return None if body is None else Call(body)
+
+
+def scan_of(eqn: core.JaxprEqn) -> Scan | None:
+  """The parts of a ``scan``; None if it is not understood."""
+  bodies = list(held_jaxprs(eqn))
+  length, reverse = eqn.params.get("length"), eqn.params.get("reverse")
+  if len(bodies) != 1 or length is None or not isinstance(reverse, bool):
+    return None
+  body = bodies[0].jaxpr
+  whole_inputs = _count_whole(eqn.invars, body.invars, length)
+  carry = _count_whole(eqn.outvars, body.outvars, length)
+  if whole_inputs is None or carry is None or whole_inputs < carry:
+    return None
+  return Scan(bodies[0], whole_inputs - carry, carry, length, reverse)
+
+
+def _count_whole(outer: list[Any], inner: list[Any], length: int) -> int | None:
+  """How many of these come as a whole, if the others are all sliced."""
+  if len(outer) != len(inner):
+    return None
+  pairs = [
+    (shape_of(a), shape_of(b)) for a, b in zip(outer, inner, strict=True)
+  ]
+  count = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+  are_slices = all(a == (length, *b) for a, b in pairs[count:])
+  return count if are_slices else None
+
+
+def while_of(eqn: core.JaxprEqn) -> While | None:
+  """The parts of a ``while_loop``; None if it is not understood."""
+  condition = eqn.params.get("cond_jaxpr")
+  body = eqn.params.get("body_jaxpr")
+  if condition is None or body is None:
+    return None
+  condition, body = closed(condition), closed(body)
+  carry = len(eqn.outvars)
+  condition_consts = len(condition.jaxpr.invars) - carry
+  body_consts = len(body.jaxpr.invars) - carry
+  is_whole = condition_consts + body_consts + carry == len(eqn.invars)
+  outputs = len(condition.jaxpr.outvars), len(body.jaxpr.outvars)
+  is_whole = is_whole and outputs == (1, carry)
+  if min(condition_consts, body_consts) < 0 or not is_whole:
+    return None
+  return While(condition, body, condition_consts, body_consts)
+
+
+def cond_of(eqn: core.JaxprEqn) -> Cond | None:
+  """The branches of a ``cond``; None if it is not understood."""
+  branches = tuple(held_jaxprs(eqn))
+  are_alike = all(
+    len(branch.jaxpr.invars) == len(eqn.invars) - 1
+    and len(branch.jaxpr.outvars) == len(eqn.outvars)
+    for branch in branches
+  )
+  return Cond(branches) if branches and are_alike else None
+
+
+def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
+  """The parts of a ``shard_map``; None if it is not understood."""
+  bodies = list(held_jaxprs(eqn))
+  params: Any = eqn.params
+  if len(bodies) != 1:
+    return None
+  # The second is its name up to JAX 0.9: remove it once jax >= 0.10.
+  axes = params.get("newly_manual_axes", params.get("manual_axes"))
+  parts = (
+    params.get("mesh"),
+    params.get("in_specs"),
+    params.get("out_specs"),
+    axes,
+    params.get("check_vma"),
+  )
+  if any(part is None for part in parts) or not fits(bodies[0], eqn):
+    return None
+  return ShardMap(bodies[0], *parts)
 
 
 _LOOKS = {

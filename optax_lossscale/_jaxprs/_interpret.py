@@ -1,19 +1,26 @@
-"""One way to interpret a jaxpr: what differs is what an equation does."""
+"""Runs equations: a jaxpr one by one, or one of them once more.
+
+There is one way to interpret a jaxpr. What differs is what an equation does.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
+import jax.numpy as jnp
 
 from optax_lossscale._jaxprs._equations import (
   Atom,
   ClosedJaxpr,
+  function,
   needed_equations,
 )
+from optax_lossscale._jaxprs._types import is_ref
 
 # What carries out an equation: it is given the values that this one reads, and
 # returns those of its outputs.
-Step = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
+Evaluate = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
 # What makes a value of a number or an array that is written in the jaxpr, of
 # its variable or literal, and of the equation that reads it, if one does.
 Written = Callable[[Any, Atom, core.JaxprEqn | None], Any]
@@ -22,7 +29,7 @@ Written = Callable[[Any, Atom, core.JaxprEqn | None], Any]
 def interpret(
   closed: ClosedJaxpr,
   inputs: Sequence[Any],
-  step: Step,
+  step: Evaluate,
   *,
   written: Written = lambda value, atom, eqn: value,
   used: Sequence[bool] | None = None,
@@ -61,3 +68,45 @@ def interpret(
       env.pop(var, None)
   outputs = zip(jaxpr.outvars, used, strict=True)
   return [read(atom) if is_used else None for atom, is_used in outputs]
+
+
+def context_here() -> Any:
+  """The settings that hold here, to compare those of equations with.
+
+  Raises:
+    Exception: if equations have none, or cannot be evaluated one by one.
+  """
+  (eqn,) = jax.make_jaxpr(lambda x: -x)(0.0).eqns
+  jax.eval_shape(function(eqn), 0.0)
+  return eqn.ctx
+
+
+def may_change_result(eqn: core.JaxprEqn, context: Any) -> bool:
+  """Whether another value may stand for the result of an equation.
+
+  It may not on another device or mesh than that of this context. And it may not
+  if the equation says how its result is placed, since XLA would choose a place
+  for the other value.
+  """
+  is_sharding = lambda x: isinstance(x, jax.sharding.Sharding)
+  says_where = any(map(is_sharding, jax.tree.leaves(eqn.params)))
+  return eqn.ctx == context and not says_where
+
+
+def as_array(x: Any, atom: Atom) -> Any:
+  """The value of a variable or literal as an array, unless it is a Ref.
+
+  Numbers that are written in a program may come in a class of JAX's own.
+  """
+  kind: Any = atom.aval
+  is_one = is_ref(kind) or isinstance(x, jax.Array)
+  return x if is_one else jnp.asarray(x, kind.dtype)
+
+
+def without_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
+  """The equation, which leaves its inputs to be read once more."""
+  donated = eqn.params.get("donated_invars", ())
+  if not any(donated):
+    return eqn
+  kept = (False,) * len(donated)
+  return eqn.replace(params={**eqn.params, "donated_invars": kept})

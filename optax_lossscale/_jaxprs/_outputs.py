@@ -28,14 +28,15 @@ from optax_lossscale._jaxprs._equations import (
 )
 from optax_lossscale._jaxprs._higher_order import (
   Call,
+  Cond,
   higher_order_of,
+  Scan,
+  ShardMap,
   where_it_runs,
 )
 from optax_lossscale._jaxprs._lines import name_of
-from optax_lossscale._jaxprs._loops import Cond, Scan, ShardMap
-from optax_lossscale._jaxprs._names import place_name
-from optax_lossscale._jaxprs._places import Place
-from optax_lossscale._jaxprs._varying import as_varying, varying_of
+from optax_lossscale._jaxprs._places import Place, place_name
+from optax_lossscale._jaxprs._types import as_varying, varying_of
 from optax_lossscale._jaxprs._walk import Search
 
 # What is returned of a value with this name: what a function makes of it; None

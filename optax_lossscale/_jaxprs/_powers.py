@@ -13,13 +13,17 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs._equations import ClosedJaxpr, held_jaxprs
-from optax_lossscale._jaxprs._higher_order import higher_order_of, HigherOrder
+from optax_lossscale._jaxprs._higher_order import (
+  Cond,
+  higher_order_of,
+  HigherOrder,
+  Scan,
+  While,
+)
 from optax_lossscale._jaxprs._interpret import interpret
-from optax_lossscale._jaxprs._loops import Cond, Scan, While
-from optax_lossscale._jaxprs._moves import KEEP
+from optax_lossscale._jaxprs._operations import CONTRACTS, KEEP
 from optax_lossscale._jaxprs._outputs import given_name
 from optax_lossscale._jaxprs._places import Place
-from optax_lossscale._jaxprs._products import CONTRACTS
 from optax_lossscale._jaxprs._walk import Search
 
 # What is zero has each power; None is one that is not known.

@@ -16,11 +16,11 @@ from optax_lossscale._jaxprs._equations import called_jaxpr, ClosedJaxpr
 from optax_lossscale._jaxprs._higher_order import (
   given_to_bodies,
   higher_order_of,
+  Scan,
+  While,
 )
-from optax_lossscale._jaxprs._loops import Scan, While
-from optax_lossscale._jaxprs._moves import KEEP
+from optax_lossscale._jaxprs._operations import is_matrix_product, KEEP
 from optax_lossscale._jaxprs._places import with_weights
-from optax_lossscale._jaxprs._products import is_matrix_product
 
 # The path of a weight, or what is left of it within a call that tells the
 # beginning; None of what is no weight.

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _moves, _products
+from optax_lossscale._jaxprs import _operations
 
 MANY = 4096
 A = jax.random.normal(jax.random.key(1), (4, 4))
@@ -98,10 +98,10 @@ BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
 
 
 def test_each_primitive_of_the_table_is_tried():
-  between = _moves.BETWEEN_DEVICES
-  assert set(equations.MOVES) == _moves.MOVES
+  between = _operations.BETWEEN_DEVICES
+  assert set(equations.MOVES) == _operations.MOVES
   assert between == {"all_to_all", "ppermute"}  # tried below
-  assert set(PRODUCTS) == set(_products.CONTRACTS)
+  assert set(PRODUCTS) == set(_operations.CONTRACTS)
 
 
 @pytest.mark.parametrize("axes", quick_alone([(0, None), (0, 0)], BATCHINGS))

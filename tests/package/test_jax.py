@@ -25,10 +25,8 @@ from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _rewrite
 from optax_lossscale._jaxprs import (
   _equations,
-  _moves,
-  _products,
+  _operations,
   _rules,
-  _sums,
   _weights,
 )
 from optax_lossscale.diagnostics._overflow import _stepper
@@ -233,20 +231,20 @@ NOT_EVERYWHERE = {
 
 def names_in_tables():
   return {
-    *_moves.BETWEEN_DEVICES,
-    *_moves.KEEP,
+    *_operations.BETWEEN_DEVICES,
+    *_operations.KEEP,
     *_rewrite._RUN_THEIR_JAXPRS,
     *_rules._RULES,
     *_weights._ADD,
     *_weights._JOIN,
     *_equations._CALLS,
     *_equations._BEHAVES_LIKE.values(),
-    *_products._FLOPS,
+    *_operations._FLOPS,
     *_stepper._NEUTRAL,
     *_risks._EXPONENTIALS,
     *_risks._POWERS,
-    *_sums._SUMS,
-    *_sums._CUMULATIVE,
+    *_operations._SUMS,
+    *_operations._CUMULATIVE,
     *_risks._OVER_DEVICES,
   }
 

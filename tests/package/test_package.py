@@ -89,11 +89,10 @@ MODULES = {
   for path in sorted(PACKAGE.rglob("*.py"))
 }
 # Beside jax, which brings numpy: what reads values on the host uses it, and
-# what makes float0, which jax.numpy cannot. Plots are drawn with matplotlib,
-# which is imported when one is asked for.
+# what counts with whole numbers. Plots are drawn with matplotlib, which is
+# imported when one is asked for.
 MAY_USE_NUMPY = (
-  "_jaxprs._products",
-  "_jaxprs._zeros",
+  "_jaxprs._operations",
   "diagnostics.",
   "interop.",
   "_causes",

@@ -1,4 +1,4 @@
-"""Along which mapped axes devices may hold different values, as types say."""
+"""What types and values tell: where devices differ, and what has numbers."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -37,3 +37,19 @@ def as_varying(x: jax.Array, axes: Any) -> jax.Array:
     return lax.pcast(x, axes, to="varying")
   # What JAX 0.8.0 has instead.
   return lax.pvary(x, axes)  # type: ignore[attr-defined]
+
+
+def is_known(x: Any) -> bool:
+  """Whether an array has its numbers, if perhaps with a derivative.
+
+  A JAX whose tracers do not tell is taken to know none.
+  """
+  if not isinstance(x, jax.core.Tracer):
+    return True
+  to_value = getattr(x, "to_concrete_value", lambda: None)
+  return to_value() is not None
+
+
+def is_ref(kind: Any) -> bool:
+  """Whether this is the type of a Ref, and not of an array."""
+  return hasattr(kind, "inner_aval")
