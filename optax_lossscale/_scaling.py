@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 import functools
 import inspect
 import operator
+import sys
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -15,11 +16,22 @@ from optax_lossscale import (
   _arrays,
   _checks,
   _grads,
+  _jaxprs,
   _judged,
-  _loss,
   _state,
   _warnings,
 )
+
+_HINT_OF_GRADS = (
+  " If fun is differentiated already, as by jax.value_and_grad or jax.grad,"
+  " pass the loss function itself."
+)
+
+# By library, what differentiates models with leaves that are no floats.
+_USING = {
+  "equinox": "equinox.filter_value_and_grad",
+  "flax.nnx": "nnx.value_and_grad",
+}
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -49,7 +61,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
     >>> print(ols.scale_loss(jnp.float32(0.5), state))
     512.0
   """
-  _loss.refuse_scaling()
+  _refuse_scaling()
   return _scale(loss, _state.get_loss_scale_state(state).loss_scale)
 
 
@@ -145,8 +157,8 @@ def value_and_grad(
   scale = lambda: _state.get_loss_scale_state(state).loss_scale
 
   def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Returned]:
-    out = _loss.called(fun, args, fun_kwargs)
-    return _scale(_loss.checked(out, has_aux), scale()), _Returned(out)
+    out = _called(fun, args, fun_kwargs)
+    return _scale(_checked(out, has_aux), scale()), _Returned(out)
 
   scaled_fun.__name__ = getattr(fun, "__name__", "fun")  # for messages
   # Flax NNX looks up at which positions keyword arguments are.
@@ -162,7 +174,7 @@ def value_and_grad(
     try:
       result = differentiated(*args, **fun_kwargs)
     except TypeError as error:
-      cure = _loss.using_for((args, fun_kwargs))
+      cure = _using_for((args, fun_kwargs))
       if using is jax.value_and_grad and cure:
         error.add_note(
           "An argument is a model that holds more than floats: pass"
@@ -170,7 +182,7 @@ def value_and_grad(
         )
       raise
     out, grads = _split_result(result, using)
-    _loss.warn_if_narrow(out[0] if has_aux else out)
+    _warn_if_narrow(out[0] if has_aux else out)
     return out, _unscale(grads, scale())
 
   return value_and_grad_fun
@@ -321,3 +333,84 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
     return inspect.signature(fun)
   except ValueError:  # Some functions that are not written in Python.
     return None
+
+
+def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+  """What a function returns whose loss is scaled: see `_refuse_scaling`."""
+  return fun(*args, **kwargs)
+
+
+def _refuse_scaling() -> None:
+  """Raises if what computes the loss of `_called` calls `scale_loss`.
+
+  The stack of calls tells it, and nothing has to be kept. A function within
+  that somebody else differentiates may have a loss scale of its own.
+  """
+  frame = inspect.currentframe()
+  while frame and not _jaxprs.differentiates(frame.f_code):
+    if frame.f_code is _called.__code__:
+      fun = frame.f_locals["fun"]
+      name = getattr(fun, "__name__", type(fun).__name__)
+      raise RuntimeError(
+        "scale_loss must not be called in a function that value_and_grad or"
+        " grad of optax_lossscale differentiates, since they scale its loss"
+        f" themselves, got it in {name}. Drop scale_loss, and return the loss"
+        " as it is. To scale by hand, drop the other: use jax.value_and_grad"
+        " and unscale_grads."
+      )
+    frame = frame.f_back
+
+
+def _checked(out: Any, has_aux: bool) -> Any:
+  """The loss in what a function returned, if it is one that can be scaled."""
+  loss = _split_aux(out)[0] if has_aux else out
+  if not _arrays.is_array_like(loss):
+    hint = " If it is a pair of the loss and auxiliary data, pass has_aux=True."
+    raise TypeError(
+      f"fun must return a scalar loss, got {type(loss).__name__}."
+      f"{'' if has_aux else hint}{_HINT_OF_GRADS}"
+    )
+  shape, dtype = jnp.shape(loss), jnp.result_type(loss)
+  if shape != ():
+    raise ValueError(
+      "fun must return a scalar loss, got a loss of shape"
+      f" {shape}. Take its mean or sum.{_HINT_OF_GRADS}"
+    )
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise TypeError(
+      f"fun must return a loss of a float dtype, got a loss of {dtype}."
+    )
+  return loss
+
+
+def _using_for(tree: Any) -> str | None:
+  """What differentiates a model in the tree that JAX alone cannot."""
+  for library, using in _USING.items():
+    # If it is not loaded, there are no such models.
+    model: Any = getattr(sys.modules.get(library), "Module", ())
+    is_model = lambda x, model=model: isinstance(x, model)
+    for x in filter(is_model, jax.tree.leaves(tree, is_leaf=is_model)):
+      if not all(map(_arrays.is_inexact, jax.tree.leaves(x))):
+        return using
+  return None
+
+
+def _warn_if_narrow(loss: Any) -> None:
+  """Warns, at the user's line, of a loss that cannot hold a large scale."""
+  dtype = jnp.result_type(loss)
+  if not _arrays.is_narrow(dtype):
+    return
+  _warnings.warn(
+    f"fun returns a {dtype} loss. Its backward pass starts with the loss"
+    f" scale in {dtype}, which ends at {jnp.finfo(dtype).max}; the scale will"
+    " settle below. Return the loss in float32."
+  )
+
+
+def _split_aux(out: Any) -> Sequence[Any]:
+  if not isinstance(out, (tuple, list)) or len(out) != 2:
+    raise TypeError(
+      "fun must return a pair (loss, aux) when has_aux=True, got"
+      f" {type(out).__name__}."
+    )
+  return out

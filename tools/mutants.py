@@ -98,12 +98,6 @@ TESTS = {
     "devices/shard_map",
     "policies/headroom",
   ],
-  "_loss": [
-    "core/scaling",
-    "core/input",
-    "frameworks/equinox",
-    "frameworks/flax_nnx",
-  ],
   "_scaling": [
     "core/scaling",
     "core/input",
@@ -133,7 +127,6 @@ TESTS = {
     "policies/random_programs",
     "core/optax_compositions",
   ],
-  "_updates": ["core/wrapper", "frameworks/flax_linen"],
   "_wrapper": [
     "core/input",
     "core/wrapper",

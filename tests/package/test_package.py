@@ -95,7 +95,6 @@ MAY_USE_NUMPY = (
   "_jaxprs._operations",
   "diagnostics.",
   "interop.",
-  "_causes",
   "_monitoring",
   "plots",
 )
