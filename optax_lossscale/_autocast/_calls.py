@@ -109,11 +109,9 @@ def _rewritten(
   if kept != settings.kept:
     new = rewritten(kept)
   of_outs = known.of(closed, paths).of(closed.jaxpr.outvars)
-  return (
-    new,
-    of_outs,
-    _messages.of_missed(closed, dict(new.found.missed), dtype),
-  )
+  missed = set(new.found.missed)
+  message = _messages.of_missed(closed, missed, dtype) if missed else ""
+  return new, of_outs, message
 
 
 def _derivative_in_rule(

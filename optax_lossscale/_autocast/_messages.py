@@ -1,10 +1,9 @@
 """What `autocast` has to tell: of products not reached, and of calls."""
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container
 import functools
 import inspect
-import re
 from typing import Any
 import weakref
 
@@ -14,10 +13,6 @@ from jax.extend import core
 from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _products
 
-# A line with a product in float32, whose precision was not chosen.
-_PRODUCT = re.compile(
-  r"stablehlo\.(?:dot_general|convolution)\b(?!.*HIGHEST).*-> tensor<[^>]*f32>"
-)
 # Two calls are what one makes by hand, before and after a training, say.
 _PATIENCE = 3
 
@@ -31,21 +26,17 @@ _REACHED = ""
 
 
 def of_missed(
-  closed: _jaxprs.ClosedJaxpr,
-  missed: Mapping[core.JaxprEqn, core.Jaxpr],
-  dtype: Any,
+  closed: _jaxprs.ClosedJaxpr, missed: Container[core.JaxprEqn], dtype: Any
 ) -> str:
   """What to tell of products that were not reached; empty if all were.
 
   Args:
     closed: the jaxpr that was rewritten.
-    missed: the equations that hold products and could not be entered, each with
-      the jaxpr that it stands in.
+    missed: the equations that hold products and could not be entered.
     dtype: what their products would have run in.
   """
+  shares, exported = _places_of(closed, missed)
   parts = []
-  exported = _exported(closed)
-  shares = _shares(closed, missed) if missed else {}
   if shares:
     largest = sorted(shares, key=lambda where: -shares[where])
     parts.append(
@@ -95,50 +86,36 @@ def of_calls(fun: Callable[..., Any], given: Any, out: Any) -> str:
   )
 
 
-def _shares(
-  closed: _jaxprs.ClosedJaxpr, missed: Mapping[core.JaxprEqn, core.Jaxpr]
-) -> dict[str, float]:
-  """For each place that was missed, its share of the flops of all products."""
+def _places_of(
+  closed: _jaxprs.ClosedJaxpr, missed: Container[core.JaxprEqn]
+) -> tuple[dict[str, float], list[str]]:
+  """Of the places that were missed, their shares of the flops of all products.
+
+  And those that were exported, which do not tell their flops.
+  """
   flops: dict[str, int] = {}
+  exported: dict[str, None] = {}
   for step in _jaxprs.walk(closed, _products.jaxprs_to_search):
+    if _products.is_exported(step.eqn):
+      exported[_where(step)] = None
     if _products.is_product(step.eqn):
-      eqns: Iterable[Any] = (around.eqn for around in step.way)
-      outer = next((eqn for eqn in eqns if eqn in missed), None)
-      where = _where(outer, missed[outer]) if outer else _REACHED
+      outer = next((x for x in step.way if x.eqn in missed), None)
+      where = _where(outer) if outer else _REACHED
       more = step.times * (_jaxprs.flops_of(step.eqn) or 1)  # as one product
       flops[where] = flops.get(where, 0) + more
   total = sum(flops.values()) or 1  # A loop may run for no step at all.
-  return {where: n / total for where, n in flops.items() if where != _REACHED}
+  flops.pop(_REACHED, None)
+  return {where: n / total for where, n in flops.items()}, list(exported)
 
 
-def _where(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> str:
-  source = _jaxprs.Place().at(eqn, jaxpr).source
-  return _jaxprs.place_name(_jaxprs.name_of(eqn), source)
+def _where(step: _jaxprs.Step) -> str:
+  return _jaxprs.place_name(_jaxprs.name_of(step.eqn), step.place.source)
 
 
 def _listed(places: list[str]) -> str:
   named = ", ".join(places[:_MOST_LINES])
   more = len(places) - _MOST_LINES
   return f"{named} and {more} more" if more > 0 else named
-
-
-def _exported(closed: _jaxprs.ClosedJaxpr) -> list[str]:
-  """The calls of exported functions with products, each line once."""
-  seen: set[core.Jaxpr] = set()
-
-  def inside(eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
-    held = [] if _products.is_kept(eqn) else list(_jaxprs.held_jaxprs(eqn))
-    new = [inner for inner in held if inner.jaxpr not in seen]
-    seen.update(inner.jaxpr for inner in new)
-    return new
-
-  found = [
-    _jaxprs.place_name(_jaxprs.name_of(step.eqn), step.place.source)
-    for step in _jaxprs.walk(closed, inside)
-    if _PRODUCT.search(_jaxprs.exported_text(step.eqn))
-    and not _products.is_kept(step.eqn)
-  ]
-  return list(dict.fromkeys(found))
 
 
 def _code_of(fun: Any) -> Any:

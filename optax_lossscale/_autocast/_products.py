@@ -1,6 +1,7 @@
 """Which equations run in half precision, and where they may be hidden."""
 
 from collections.abc import Callable
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,10 @@ from optax_lossscale import _jaxprs
 # Functions marked with this scope keep their products in float32. The scope
 # stays in the name stack of an equation, whatever transforms the function.
 KEEP_FLOAT32 = "keep_float32"
+# A line with a product in float32, whose precision was not chosen.
+_PRODUCT = re.compile(
+  r"stablehlo\.(?:dot_general|convolution)\b(?!.*HIGHEST).*-> tensor<[^>]*f32>"
+)
 
 
 def is_product(eqn: core.JaxprEqn) -> bool:
@@ -21,6 +26,15 @@ def is_product(eqn: core.JaxprEqn) -> bool:
   floats: list[Any] = [v.aval for v in (*eqn.invars[:2], *eqn.outvars)]
   are_float32 = all(aval.dtype == jnp.float32 for aval in floats)
   return are_float32 and _jaxprs.may_change_dtype(eqn) and not is_kept(eqn)
+
+
+def is_exported(eqn: core.JaxprEqn) -> bool:
+  """Whether this calls what ``jax.export`` made of a function with products.
+
+  It is code for XLA, which runs as it is.
+  """
+  text = _jaxprs.exported_text(eqn)
+  return bool(_PRODUCT.search(text)) and not is_kept(eqn)
 
 
 def is_kept(eqn: core.JaxprEqn) -> bool:
@@ -47,7 +61,8 @@ class Search(_jaxprs.Search):
   def __init__(
     self, hides: Callable[[core.JaxprEqn], bool] | None = None
   ) -> None:
-    super().__init__(is_product, jaxprs_to_search)
+    is_one = lambda eqn: is_product(eqn) or is_exported(eqn)
+    super().__init__(is_one, jaxprs_to_search)
     self.hides = hides
     self._hiding: dict[core.JaxprEqn, bool] = {}
 

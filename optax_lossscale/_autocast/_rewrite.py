@@ -30,14 +30,13 @@ class Found(NamedTuple):
   Attributes:
     has_products: whether there are products that run in half, or are kept.
     decisions: which of them are kept; none, if the user named none.
-    missed: the equations that hold products and could not be entered, each with
-      the jaxpr that it stands in.
+    missed: the equations that hold products and could not be entered.
     has_unseen: whether there are products whose names cannot be known.
   """
 
   has_products: bool = False
   decisions: tuple[_kept.Decision, ...] = ()
-  missed: tuple[tuple[core.JaxprEqn, core.Jaxpr], ...] = ()
+  missed: tuple[core.JaxprEqn, ...] = ()
   has_unseen: bool = False
 
 
@@ -170,6 +169,8 @@ class Rewriter:
       return _New(in_half(product, self._dtype), eqn.outvars, found)
     if _jaxprs.moves(eqn) and come_from(eqn, here.half):
       return _New(in_half(eqn, self._dtype), eqn.outvars)
+    if _products.is_exported(eqn):
+      return _New([eqn], found=Found(missed=(eqn,)))
     if not self._search.inside_of(eqn):
       return _New([eqn])
     # Rules are traced where the axes of the mesh are known.
@@ -194,7 +195,7 @@ class Rewriter:
       return self._with_jaxprs(eqn, named, place, here)
     decisions = self._decide(lambda: [place])
     are_kept = any(x.is_kept for x in decisions)
-    missed = () if are_kept else ((eqn, here.jaxpr),)
+    missed = () if are_kept else (eqn,)
     return _New([named], found=Found(decisions=decisions, missed=missed))
 
   def _with_rule(
@@ -225,10 +226,8 @@ class Rewriter:
 
     new = _jaxprs.with_rule(named, self._in_rule._replace(body=body), paths)
     if new is None:
-      missed = ((eqn, here.jaxpr),)
-      return _New(
-        [named], found=own._replace(has_products=False, missed=missed)
-      )
+      own = own._replace(has_products=False, missed=(eqn,))
+      return _New([named], found=own)
     return _New([new], found=together(founds))
 
   def _with_jaxprs(

@@ -255,9 +255,7 @@ def rewrite(jaxpr):
   )
   rewriter = _rewrite.Rewriter(half, _kept.Kept(), known, in_rule)
   new, _, found = rewriter.rewrite(jaxpr, _jaxprs.Place())
-  told = _messages.of_missed(
-    _jaxprs.closed(jaxpr), dict(found.missed), "float16"
-  )
+  told = _messages.of_missed(_jaxprs.closed(jaxpr), found.missed, "float16")
   return found.has_products, told, _jaxprs.closed(new).jaxpr.eqns
 
 
