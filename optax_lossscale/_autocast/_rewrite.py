@@ -20,9 +20,6 @@ import jax.numpy as jnp
 from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _kept, _products
 
-# Equations that run the jaxprs that they hold, and need nothing else of them.
-_RUN_THEIR_JAXPRS = {"cond", "scan", "shard_map", "while"}
-
 
 class Found(NamedTuple):
   """What was found on the way, in the order of the program.
@@ -191,7 +188,7 @@ class Rewriter:
     if _jaxprs.called_jaxpr(eqn) is not None:
       are_half = [_jaxprs.is_one_of(atom, here.half) for atom in eqn.invars]
       return self._with_jaxprs(eqn, named, place, here, are_half)
-    if eqn.primitive.name in _RUN_THEIR_JAXPRS:
+    if _jaxprs.runs_its_jaxprs(eqn):
       return self._with_jaxprs(eqn, named, place, here)
     decisions = self._decide(lambda: [place])
     are_kept = any(x.is_kept for x in decisions)

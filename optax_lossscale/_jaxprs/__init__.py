@@ -36,6 +36,7 @@ from optax_lossscale._jaxprs._higher_order import (
   given_to_bodies,
   higher_order_of,
   HigherOrder,
+  runs_its_jaxprs,
   Scan,
   ShardMap,
   where_it_runs,

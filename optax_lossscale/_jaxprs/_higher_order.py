@@ -148,6 +148,11 @@ def higher_order_of(eqn: core.JaxprEqn) -> HigherOrder | None:
   return look(eqn)
 
 
+def runs_its_jaxprs(eqn: core.JaxprEqn) -> bool:
+  """Whether an equation is a loop, a branch or a ``shard_map``, and no call."""
+  return eqn.primitive.name in _LOOKS
+
+
 def bodies_of(call: HigherOrder) -> list[ClosedJaxpr]:
   """The jaxprs that it runs, or may run."""
   return [body for body, _ in given_to_bodies(call, ())]

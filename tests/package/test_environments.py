@@ -271,16 +271,34 @@ def test_ci_run_stops_at_once_without_a_new_python(machine):
 def test_ci_run_stops_with_the_first_step_that_fails_of_all_on_all_versions():
   assert re.search(r"^set -euo pipefail$", CI_RUN, re.MULTILINE)
   steps = re.findall(r"^make ([a-z0-9.-]+)", CI_RUN, re.MULTILINE)
-  assert steps == ["check", "coverage", "test-3.11", "test-oldest", "docs"]
+  assert steps == [
+    "check",
+    "coverage",
+    "test-3.11",
+    "test-oldest",
+    "test-jax-flags",
+    "docs",
+  ]
 
 
-@pytest.mark.parametrize("target", ["test-3.11", "test-oldest"])
+@pytest.mark.parametrize(
+  "target", ["test-3.11", "test-oldest", "test-oldest-all"]
+)
 def test_what_is_left_out_on_older_versions_exists_and_is_not_jax(target):
   commands = what_make_would_do(target)
   left_out = re.findall(r"--(?:ignore|deselect)=(tests/[\w/.]+)", commands)
   assert "tests/pages" in left_out and len(set(left_out)) > 8
   assert not any("test_jax.py" in path for path in left_out)
   for path in left_out:
+    assert (ROOT / path).exists(), path
+
+
+def test_what_runs_on_the_oldest_versions_exists_and_has_what_reads_jax():
+  commands = what_make_would_do("test-oldest").splitlines()
+  (line,) = [x for x in commands if x.endswith("test_shard_map.py")]
+  paths = [word for word in line.split() if word.startswith("tests/")]
+  assert "tests/package/test_jax.py" in paths and len(paths) > 5
+  for path in paths:
     assert (ROOT / path).exists(), path
 
 
@@ -346,9 +364,15 @@ def test_a_night_that_fails_opens_an_issue():
     assert f"needs.{name}.result" in fills_in["env"]["RESULTS"]
 
 
-def test_each_night_tries_the_next_jax_and_what_it_will_do_one_day():
+def test_each_night_tries_the_next_jax_and_all_that_the_oldest_can_do():
   jobs = WORKFLOWS["nightly"]["jobs"]
   assert commands(jobs["jax-nightly"])[0].startswith("make test-jax-nightly ")
+  assert python_versions(jobs["oldest"]) == ["3.11"]
+  assert commands(jobs["oldest"])[0].startswith("make test-oldest-all ")
+
+
+def test_each_push_tries_what_jax_will_do_one_day():
+  jobs = WORKFLOWS["tests"]["jobs"]
   assert commands(jobs["jax-flags"])[0].startswith("make test-jax-flags ")
 
 

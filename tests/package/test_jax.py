@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from optax_lossscale import _jaxprs
-from optax_lossscale._autocast import _rewrite
 from optax_lossscale._jaxprs import (
   _equations,
+  _higher_order,
   _operations,
   _rules,
   _weights,
@@ -233,7 +233,7 @@ def names_in_tables():
   return {
     *_operations.BETWEEN_DEVICES,
     *_operations.KEEP,
-    *_rewrite._RUN_THEIR_JAXPRS,
+    *_higher_order._LOOKS,
     *_rules._RULES,
     *_weights._ADD,
     *_weights._JOIN,
