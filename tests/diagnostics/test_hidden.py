@@ -3,7 +3,7 @@
 import functools
 import warnings
 
-from helpers import whole_steps
+from helpers import quick_alone, whole_steps
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
 from jax import lax
@@ -96,7 +96,7 @@ HIDDEN = "Something between hides an overflow from update: the gradients"
 NOT_RUN = "update did not run in this step."
 
 
-@pytest.mark.parametrize("name", HIDE)
+@pytest.mark.parametrize("name", quick_alone({"micro-batches", "where"}, HIDE))
 def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
   step, args = HIDE[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
@@ -109,7 +109,7 @@ def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
   assert compare(step, *args).warnings == ()
 
 
-@pytest.mark.parametrize("name", GUARD)
+@pytest.mark.parametrize("name", quick_alone({"cond"}, GUARD))
 def test_an_overflow_that_keeps_update_from_running_is_named_and_told(name):
   step, args = GUARD[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
