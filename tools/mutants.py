@@ -183,17 +183,14 @@ TESTS = {
     "autocast/autocast",
     "autocast/around",
   ],
-  "diagnostics._binades": ["diagnostics/probes"],
   "diagnostics._leaves": ["diagnostics/leaves"],
-  "diagnostics._limits": [
+  "diagnostics._numbers": [
     "diagnostics/leaves",
     "diagnostics/parts",
     "diagnostics/precision",
     "diagnostics/overflow",
   ],
-  "diagnostics._nonfinite": ["diagnostics/leaves"],
   "diagnostics._probes": ["diagnostics/probes"],
-  "diagnostics._tables": ["diagnostics/precision", "diagnostics/leaves"],
   "diagnostics._tracing": [
     "diagnostics/steps",
     "diagnostics/precision",

@@ -16,7 +16,7 @@ from optax_lossscale.diagnostics._gradients import (
   GradientReport,
   GradientStats,
 )
-from optax_lossscale.diagnostics._nonfinite import (
+from optax_lossscale.diagnostics._leaves import (
   finite_per_leaf,
   nonfinite_leaves,
   NonfiniteLeaf,

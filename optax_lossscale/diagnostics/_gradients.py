@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _checks, _host
-from optax_lossscale.diagnostics import _leaves, _limits, _tables
+from optax_lossscale.diagnostics import _leaves, _numbers
 
 
 class GradientStats(NamedTuple):
@@ -94,7 +94,7 @@ class GradientReport:
 
   def __str__(self) -> str:
     rows = [_cells(row) for row in (*self.leaves, self.total)]
-    table = _tables.table(rows, left=3)
+    table = _numbers.table(rows, left=3)
     return f"In {self.dtype}, times {self.loss_scale:g}:\n{table}"
 
 
@@ -138,9 +138,9 @@ def gradient_report(
     w: 25%, best 2^2 to 2^25
     b: 0%, best 2^-24 to 2^15
   """
-  dtype = _limits.as_small_float(dtype)
-  scale = _limits.as_scale(loss_scale)
-  limits = _limits.limits_of(dtype)
+  dtype = _numbers.as_small_float(dtype)
+  scale = _numbers.as_scale(loss_scale)
+  limits = _numbers.limits_of(dtype)
   measured = _leaves.measure_grads(
     grads,
     "gradient_report",
@@ -161,7 +161,9 @@ def gradient_report(
 _Measured = tuple[Any, ...]
 
 
-def _in_dtype_of(leaf: Any, scale: float, limits: _limits.Limits) -> np.ndarray:
+def _in_dtype_of(
+  leaf: Any, scale: float, limits: _numbers.Limits
+) -> np.ndarray:
   """The scale and the limits as the scalars that a leaf is compared with."""
   is_double = jnp.finfo(leaf.dtype).bits > 32
   with np.errstate(over="ignore"):  # A limit above float32's range is inf.
@@ -196,7 +198,7 @@ def _add_up(measured: list[_Measured]) -> _Measured:
 def _row(
   about: tuple[str, tuple[int, ...], str, int],
   found: _Measured,
-  limits: _limits.Limits,
+  limits: _numbers.Limits,
 ) -> GradientStats:
   """The row of what has this name, shape, dtype and size."""
   largest, smallest, *counts = found
@@ -208,7 +210,7 @@ def _row(
 
 
 def _best_scales(
-  largest: float, smallest: float, limits: _limits.Limits
+  largest: float, smallest: float, limits: _numbers.Limits
 ) -> tuple[int, int] | None:
   if largest == 0:
     return None

@@ -1,18 +1,154 @@
-"""The gradients in a tree by name, and how to reduce them: numpy or JAX.
-
-Each leaf is reduced where it is, sharded or not, without reshaping or gathering
-it. Only the results are read back to the host.
-"""
+"""Which gradients are not finite."""
 
 from collections.abc import Callable
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _grads, _paths
+from optax_lossscale import _arrays, _grads, _host, _paths
+
+
+def finite_per_leaf(grads: Any) -> Any:
+  """Says of each leaf whether it is finite; works under ``jit``.
+
+  Use it inside a step that should return only the flags and not the gradients.
+  Outside of ``jit``, :func:`nonfinite_leaves` says more.
+
+  Args:
+    grads: any pytree.
+
+  Returns:
+    A pytree of the same structure, whose leaves are bools of shape ``()``. They
+    are True for leaves that are not gradients, such as integers.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> grads = {"a": jnp.ones(3), "b": jnp.array(jnp.nan)}
+    >>> flags = diagnostics.finite_per_leaf(grads)
+    >>> print(flags["a"], flags["b"])
+    True False
+  """
+
+  def is_finite(path: Any, leaf: Any) -> jax.Array:
+    if _grads.is_overwritten(path) or not _arrays.is_array_like(leaf):
+      return jnp.bool_(True)
+    return _grads.all_finite(leaf)
+
+  return jax.tree_util.tree_map_with_path(is_finite, grads)
+
+
+class NonfiniteLeaf(NamedTuple):
+  """A leaf that holds an inf or a NaN.
+
+  Attributes:
+    name: its path in the tree, such as ``"layers/0/weight"``.
+    shape: its shape.
+    dtype: its dtype.
+    inf_count: how many entries are infinite, of either sign.
+    nan_count: how many are NaN.
+    first_index: the index of the first of them, in row-major order.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  inf_count: int
+  nan_count: int
+  first_index: tuple[int, ...]
+
+  def __str__(self) -> str:
+    index = "".join(f"[{i}]" for i in self.first_index)
+    return (
+      f"{self.name} {self.dtype}{list(self.shape)}: {self.inf_count} inf,"
+      f" {self.nan_count} NaN of {int(np.prod(self.shape))}, first at"
+      f" {index or 'the scalar itself'}"
+    )
+
+
+@_host.may_transfer
+def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
+  """Lists the leaves that hold an inf or a NaN.
+
+  Call it outside ``jit``. Each leaf is reduced where it is, sharded or not, and
+  only the counts are read back. :func:`find_overflow` names the operation that
+  they come from.
+
+  Args:
+    grads: a pytree, such as the gradients that
+      :func:`~optax_lossscale.value_and_grad` returns, a Flax NNX state or an
+      Equinox model. Leaves that are not floats are left out, and so is Flax's
+      ``_overwrite_with_gradient`` collection.
+
+  Returns:
+    A list of :class:`NonfiniteLeaf`, in the order of the tree. It is empty if
+    all gradients are finite. Each prints as one line.
+
+  Raises:
+    TypeError: if called under ``jit``.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> grads = {"w": jnp.array([[1.0, 2.0], [jnp.inf, jnp.nan]]), "b": 0.5}
+    >>> for leaf in diagnostics.nonfinite_leaves(grads):
+    ...   print(leaf)
+    w float32[2, 2]: 1 inf, 1 NaN of 4, first at [1][0]
+  """
+  measured = measure_grads(grads, "nonfinite_leaves", _find_nonfinite)
+  return [
+    NonfiniteLeaf(
+      name, leaf.shape, leaf.dtype, int(infs), int(nans), tuple(map(int, index))
+    )
+    for name, leaf, (infs, nans, index) in measured
+    if infs or nans
+  ]
+
+
+def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:
+  """Makes ``fun(xp, leaf, ...)`` run where the leaf is.
+
+  Args:
+    fun: a function of an array module and of arrays of this module. Floats that
+      it is given have at least 32 bits, since few devices compute with the
+      smallest ones.
+
+  Returns:
+    A function without the first argument: jitted for JAX arrays, plain numpy
+    for numpy arrays, whose float64 JAX would cut to float32.
+  """
+
+  @functools.wraps(fun)
+  def widened(xp: Any, leaf: Any, *args: Any) -> Any:
+    dtype = _arrays.at_least_float32(leaf.dtype)
+    return fun(xp, leaf.astype(dtype, copy=False), *args)
+
+  on_device = jax.jit(widened, static_argnums=0)
+
+  def reduce(leaf: Any, *args: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+      return on_device(jnp, leaf, *args)
+    return widened(np, leaf, *args)
+
+  return reduce
+
+
+@reduce_on_device
+def _find_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
+  """The counts of infs and NaNs, and the index of the first of them."""
+  is_nan, is_inf = xp.isnan(leaf), xp.isinf(leaf)
+  mask = is_nan | is_inf
+  index = []
+  # One axis after another, since a reshape would gather a sharded array.
+  positions = xp.indices(leaf.shape, xp.int32, sparse=True)
+  for position, length in zip(positions, leaf.shape, strict=True):
+    first = xp.min(xp.where(mask, position, length), initial=length)
+    mask = mask & (position == first)
+    index.append(first)
+  return count(xp, is_inf), count(xp, is_nan & ~is_inf), index
 
 
 def measure_grads(
@@ -48,34 +184,6 @@ def measure_grads(
   # All leaves are measured before the first result is read.
   found = jax.device_get([measure(leaf) for _, leaf in leaves])
   return [(*leaf, x) for leaf, x in zip(leaves, found, strict=True)]
-
-
-def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Makes ``fun(xp, leaf, ...)`` run where the leaf is.
-
-  Args:
-    fun: a function of an array module and of arrays of this module. Floats that
-      it is given have at least 32 bits, since few devices compute with the
-      smallest ones.
-
-  Returns:
-    A function without the first argument: jitted for JAX arrays, plain numpy
-    for numpy arrays, whose float64 JAX would cut to float32.
-  """
-
-  @functools.wraps(fun)
-  def widened(xp: Any, leaf: Any, *args: Any) -> Any:
-    dtype = _arrays.at_least_float32(leaf.dtype)
-    return fun(xp, leaf.astype(dtype, copy=False), *args)
-
-  on_device = jax.jit(widened, static_argnums=0)
-
-  def reduce(leaf: Any, *args: Any) -> Any:
-    if isinstance(leaf, jax.Array):
-      return on_device(jnp, leaf, *args)
-    return widened(np, leaf, *args)
-
-  return reduce
 
 
 def magnitude(xp: Any, leaf: Any) -> Any:

@@ -4,10 +4,19 @@ import functools
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
-from optax_lossscale import _arrays, _jaxprs, _state
-from optax_lossscale.diagnostics import _binades
+from optax_lossscale import _arrays, _checks, _jaxprs, _state
+
+# There is a bin for what float16 takes for zero, one for each of its binades in
+# ascending order (the first ten are those of its subnormal numbers), one for
+# finite numbers that are too large for it, and one for inf and NaN.
+_LOWEST, _HIGHEST = -24, 15
+TOO_LARGE = 1 + _HIGHEST - _LOWEST + 1
+NONFINITE = TOO_LARGE + 1
+BINS = NONFINITE + 1
 
 
 def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
@@ -73,7 +82,7 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
   _check_slots("slot", slot)
   if jnp.ndim(slot) != 1:
     raise ValueError(
-      f"slot must be of shape ({_binades.BINS},), got shape {jnp.shape(slot)}."
+      f"slot must be of shape ({BINS},), got shape {jnp.shape(slot)}."
       " Give each probe one slot, as scan and vmap do with an array of slots."
     )
   x, slot = jnp.asarray(x), jnp.asarray(slot)
@@ -100,7 +109,7 @@ def probe_slots(*shape: int) -> jax.Array:
     >>> print(diagnostics.probe_slots(12).shape)
     (12, 43)
   """
-  return jnp.zeros((*shape, _binades.BINS), jnp.float32)
+  return jnp.zeros((*shape, BINS), jnp.float32)
 
 
 def probe_metrics(cotangents: Any) -> Any:
@@ -146,12 +155,12 @@ def probe_metrics(cotangents: Any) -> Any:
 
   def metrics(counts: jax.Array) -> dict[str, jax.Array]:
     total = jnp.maximum(jnp.sum(counts, axis=-1), jnp.float32(2**-126))
-    top = counts[..., _binades.TOO_LARGE - 3 : _binades.NONFINITE]
+    top = counts[..., TOO_LARGE - 3 : NONFINITE]
     return {
-      "largest": _binades.largest(counts),
+      "largest": largest_in(counts),
       "zero_share": counts[..., 0] / total,
       "top_share": jnp.sum(top, axis=-1) / total,
-      "nonfinite_share": counts[..., _binades.NONFINITE] / total,
+      "nonfinite_share": counts[..., NONFINITE] / total,
     }
 
   return jax.tree.map(metrics, cotangents)
@@ -201,8 +210,8 @@ def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
   loss_scale = _state.get_loss_scale_state(state).loss_scale
   finite, amax = jnp.bool_(True), jnp.float32(0)
   for counts in jax.tree.leaves(cotangents):
-    finite &= ~jnp.any(counts[..., _binades.NONFINITE] > 0)
-    largest = jnp.max(_binades.largest(counts), initial=0)
+    finite &= ~jnp.any(counts[..., NONFINITE] > 0)
+    largest = jnp.max(largest_in(counts), initial=0)
     # With a scale below 1, the quotient may be too large for float32.
     unscaled = jnp.minimum(largest / loss_scale, _arrays.FLOAT32_MAX)
     amax = jnp.maximum(amax, unscaled)
@@ -217,7 +226,7 @@ def _probe(more_axes: Any, x: jax.Array, slot: jax.Array) -> jax.Array:
 def _probe_bwd(
   more_axes: Any, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  return cotangent, _jaxprs.as_varying(_binades.count(cotangent), more_axes)
+  return cotangent, _jaxprs.as_varying(count(cotangent), more_axes)
 
 
 _probe.defvjp(lambda more_axes, x, slot: (x, None), _probe_bwd)
@@ -226,9 +235,9 @@ _probe.defvjp(lambda more_axes, x, slot: (x, None), _probe_bwd)
 def _check_slots(name: str, tree: Any) -> None:
   for leaf in jax.tree.leaves(tree):
     shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-    if not shape or shape[-1] != _binades.BINS:
+    if not shape or shape[-1] != BINS:
       raise ValueError(
-        f"{name} must be of shape (..., {_binades.BINS}), got shape {shape}."
+        f"{name} must be of shape (..., {BINS}), got shape {shape}."
         " Slots come from probe_slots()."
       )
     if dtype != jnp.float32:
@@ -236,3 +245,60 @@ def _check_slots(name: str, tree: Any) -> None:
         f"{name} must be float32, got {dtype}. Counts in it would not be exact;"
         " keep slots apart from parameters that are cast."
       )
+
+
+def count(x: jax.Array) -> jax.Array:
+  """How many numbers are in each bin; float32, shape ``(BINS,)``.
+
+  It counts in integers. A float32 to which 1 is added again and again stops at
+  2**24.
+  """
+  if isinstance(x.size, int):
+    in_parts = x.size > _checks.LARGEST_COUNT
+  else:  # A symbolic size, as `jax.export` has, may turn out to be any.
+    in_parts = x.ndim > 1
+  if in_parts:
+    return jnp.sum(jax.vmap(count)(x), axis=0)
+  if _arrays.is_complex(x.dtype):
+    return count(x.real) + count(x.imag)
+  bins = _bin(x)
+  # To scatter into the counters is fastest on CPU. On other devices all threads
+  # would wait for the same few counters. Explicit shardings cannot scatter.
+  if any(jax.typeof(x).sharding.spec):
+    counts = _count_by_comparing(bins)
+  else:
+    counts = lax.platform_dependent(
+      bins, cpu=_count_by_scattering, default=_count_by_comparing
+    )
+  return counts.astype(jnp.float32)
+
+
+def largest_in(counts: jax.Array) -> jax.Array:
+  """The largest float16 number in the highest bin that is not empty."""
+  # float16 numbers in a binade are 2**(e - 10) apart, subnormal ones 2**-24.
+  e = np.arange(_LOWEST, _HIGHEST + 1.0)
+  tops = 2 ** (e + 1) - 2 ** np.maximum(e - 10, _LOWEST)
+  tops = jnp.array([0, *tops, 2**16], jnp.float32)
+  is_used = counts[..., :NONFINITE] > 0
+  return jnp.max(jnp.where(is_used, tops, jnp.float32(0)), axis=-1)
+
+
+def _bin(x: jax.Array) -> jax.Array:
+  """The bin of each number, from its bits, so that no number is flushed."""
+  if x.dtype == jnp.float64:
+    top = _arrays.FLOAT32_MAX
+    x = jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x)
+  bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  exponent = (bits >> 23) & 0xFF
+  bins = jnp.clip(exponent - (127 + _LOWEST - 1), 0, TOO_LARGE)
+  return jnp.where(exponent == 0xFF, jnp.int32(NONFINITE), bins)
+
+
+def _count_by_scattering(bins: jax.Array) -> jax.Array:
+  return jnp.zeros((BINS,), jnp.int32).at[bins].add(1)
+
+
+def _count_by_comparing(bins: jax.Array) -> jax.Array:
+  each = lax.broadcasted_iota(jnp.int32, (BINS,) + (1,) * bins.ndim, 0)
+  axes = tuple(range(1, bins.ndim + 1))
+  return jnp.sum(bins[None] == each, axis=axes, dtype=jnp.int32)

@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale.diagnostics import _leaves, _limits
+from optax_lossscale.diagnostics import _leaves, _numbers
 from optax_lossscale.plots import _figures
 
 # The smallest and the largest floor(log2) of a float64, subnormals included.
@@ -100,9 +100,9 @@ def plot_exponents(
     Micikevicius et al, `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018
   """
-  dtype = _limits.as_small_float(dtype)
-  scale = _limits.as_scale(loss_scale)
-  limits = _limits.limits_of(dtype)
+  dtype = _numbers.as_small_float(dtype)
+  scale = _numbers.as_scale(loss_scale)
+  limits = _numbers.limits_of(dtype)
   found = exponent_histogram(grads)
   ax = _figures.axes_or_new(ax, "plot_exponents")
 
@@ -151,7 +151,7 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
   return counts, zeros, nonfinite
 
 
-def _draw_bands(ax: Any, dtype: np.dtype, limits: _limits.Limits) -> None:
+def _draw_bands(ax: Any, dtype: np.dtype, limits: _numbers.Limits) -> None:
   """Colours the ranges where a dtype is zero, subnormal, normal or inf."""
   far = 2 * _HIGHEST  # The outer bands go on beyond the part that is shown.
   edges = itertools.pairwise([-far, *np.log2(limits), far])

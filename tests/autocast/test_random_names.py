@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.diagnostics._comparison import _rows
+from optax_lossscale.diagnostics._comparison import _program
 
 X = normal(4, 8, seed=1)
 
@@ -147,7 +147,7 @@ def assert_names_select(nests):
   except (NotImplementedError, TypeError, ValueError):
     return False  # JAX cannot do it without us.
   grad = lambda **kwargs: jax.grad(ols.autocast(loss, **kwargs))
-  rows = _rows.Rows(jax.make_jaxpr(grad())(params, X))
+  rows = _program.Rows(jax.make_jaxpr(grad())(params, X))
   names = {
     (row.names.weights, name)
     for row, name in zip(rows.all, rows.names, strict=True)
@@ -269,7 +269,7 @@ def test_a_name_takes_away_the_rows_that_have_it_and_no_other(seeds):
 
     def rows_of(loss=loss, **kwargs):
       grad = jax.grad(ols.autocast(loss, **kwargs))
-      rows = _rows.Rows(jax.make_jaxpr(grad)(PARAMS, normal(8, 8, seed=9)))
+      rows = _program.Rows(jax.make_jaxpr(grad)(PARAMS, normal(8, 8, seed=9)))
       return dict(zip(rows.all, rows.names, strict=True))
 
     before = rows_of()

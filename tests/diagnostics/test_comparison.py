@@ -20,7 +20,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _jaxprs, diagnostics
-from optax_lossscale.diagnostics._comparison import _effects, _program
+from optax_lossscale.diagnostics._comparison import _program, _report
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 W = jax.random.normal(KEYS[0], (8, 8)) / 3
@@ -325,7 +325,7 @@ def by_halves(total, bad):
     return np.array([effect, effect])
 
   every = [[i] for i in range(1024)]
-  found = _effects.worst(measure, every, np.full(2, total), 1e-3)
+  found = _report.worst(measure, every, np.full(2, total), 1e-3)
   return {i: effects[1] for i, effects in found.items()}, len(calls)
 
 
@@ -336,7 +336,7 @@ def test_the_worst_effects_of_many_are_found_by_halves():
     found, runs = by_halves(total=bad, bad=bad)
     assert [i for i, effect in found.items() if effect == bad] == [700]
     assert runs == 20
-  assert _effects.worst(measure_nothing, [], np.zeros(1), 1e-3) == {}
+  assert _report.worst(measure_nothing, [], np.zeros(1), 1e-3) == {}
 
 
 def test_results_are_named_and_the_one_that_is_furthest_off_counts():
@@ -560,7 +560,7 @@ def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
   diagnostics.compare_precision(trained, W, X)
   quick = capsys.readouterr()
   monkeypatch.setattr(
-    "optax_lossscale.diagnostics._comparison._progress._SILENT_SECONDS", -1
+    "optax_lossscale.diagnostics._comparison._functions._SILENT_SECONDS", -1
   )
   diagnostics.compare_precision(trained, W, X, progress=False)
   assert capsys.readouterr() == ("", "")

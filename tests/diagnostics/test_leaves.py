@@ -14,7 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import plots
-from optax_lossscale.diagnostics import _gradients, _nonfinite
+from optax_lossscale.diagnostics import _gradients, _leaves
 from optax_lossscale.plots import _exponents
 
 NAN, INF = float("nan"), float("inf")
@@ -142,7 +142,7 @@ def test_under_jit_the_error_says_to_call_it_outside(reads_values):
 
 # What looks at a leaf, and its further arguments.
 REDUCE = {
-  "find": (_nonfinite._find_nonfinite, ()),
+  "find": (_leaves._find_nonfinite, ()),
   "measure": (_gradients._measure, (1.0, 1e-8, 1e-5, 65520.0)),
   "count": (_exponents._count_exponents, ()),
 }

@@ -23,7 +23,6 @@ from optax_lossscale import _jaxprs, diagnostics
 from optax_lossscale._jaxprs import _lines
 from optax_lossscale.diagnostics import find_overflow
 from optax_lossscale.diagnostics._overflow import (
-  _entering,
   _finding,
   _marks,
   _runners,
@@ -484,7 +483,7 @@ def test_no_more_is_kept_than_is_still_read(monkeypatch):
 def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
   """XLA may round otherwise if it sees several operations at once."""
   enter = lambda *_: [_marks.Value(jnp.zeros_like(X))]
-  monkeypatch.setattr(_entering.EnteringStepper, "enter", enter)
+  monkeypatch.setattr(_stepper.Stepper, "_enter", enter)
   assert find_overflow(lambda x: jnp.exp(x * 20), X).path == "exp"
 
 

@@ -4,27 +4,30 @@ from collections.abc import Callable
 import dataclasses
 import itertools
 import math
-from typing import Any, Literal
+import sys
+import time
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _host
 from optax_lossscale._autocast import _products
 from optax_lossscale.diagnostics import _tracing
-from optax_lossscale.diagnostics._comparison import (
-  _effects,
-  _progress,
-  _report,
-  _rows,
-  _runs,
-)
+from optax_lossscale.diagnostics._comparison import _program, _report
 
 # An array is lost below what half precision holds if more than this share of
 # what its worst product reads or returns is.
 _MOSTLY = 0.5
 # That of a product of zeros has no bound.
 _MOST_BINADES = 126
+
+
+# What changes by more than this, if the operands of products are off by 2**-20
+# of themselves, is rounding in float32, too.
+_ROUNDING = 0.05
+_SILENT_SECONDS = 1.0
 
 
 @_host.may_transfer
@@ -94,7 +97,7 @@ def compare_precision(
     raise ValueError(
       f"effects must be 'all' or 'worst', got effects = {effects!r}."
     )
-  bar = _progress.Progress(progress)
+  bar = Progress(progress)
   with _tracing.traced_on_host(
     "compare_precision", fun, args, kwargs
   ) as traced:
@@ -105,22 +108,22 @@ def _compared(
   fun: Callable[..., Any],
   traced: _tracing.Traced,
   effects: str,
-  bar: _progress.Progress,
+  bar: "Progress",
 ) -> _report.PrecisionComparison:
   notes = [f"Not looked at: {x}." for x in _tracing.told(traced.shut)]
   judged = {"grads", "applied", "unscaled"}
   traced = traced.only(judged if traced.grads else {"result"})
-  rows = _rows.Rows(traced.closed)
+  rows = _program.Rows(traced.closed)
   _check(fun, traced, rows)
   notes += [f"Runs as it is written: {name}." for name in rows.not_entered]
-  runs = _runs.Runs(traced, rows, bar)
+  runs = Runs(traced, rows, bar)
   eps = max(float(jnp.finfo(dtype).eps) for dtype in rows.dtypes)
   places = rows.by_name()
   if effects == "all":
     found = {i: runs.harm([i]) for place in places for i in place}
   else:
     total = np.array([runs.half.error, *runs.blamed(runs.half)])
-    found = _effects.worst(runs.harm, places, total, eps)
+    found = _report.worst(runs.harm, places, total, eps)
   bar.end()
   products = [_product(i, its[0], rows, runs) for i, its in found.items()]
   # Of equal effects, what overflows furthest comes first.
@@ -148,14 +151,14 @@ def _compared(
   harm = np.array([found[row.position] for row in products])
   return dataclasses.replace(
     report,
-    standing_out=_effects.standing_out([r.name for r in products], harm, eps),
+    standing_out=_report.standing_out([r.name for r in products], harm, eps),
     far_off=tuple(far_off),
     shortfall=0 if worst is None else _shortfall(products, harm[:, 1 + worst]),
   )
 
 
 def _far_off(
-  names: list[str], runs: _runs.Runs, eps: float
+  names: list[str], runs: "Runs", eps: float
 ) -> list[_report.FarOff]:
   """The arrays that are far off, the worst first."""
   columns = names, runs.half.of_arrays.tolist(), runs.half.shares.tolist()
@@ -164,7 +167,7 @@ def _far_off(
   found = [
     array
     for array in itertools.compress(arrays, are_judged)
-    if array.error > _effects.FAR_OFF * eps
+    if array.error > _report.FAR_OFF * eps
   ]
   return sorted(found, key=lambda array: array.error, reverse=True)
 
@@ -185,7 +188,7 @@ def _shortfall(
 
 
 def _check(
-  fun: Callable[..., Any], traced: _tracing.Traced, rows: _rows.Rows
+  fun: Callable[..., Any], traced: _tracing.Traced, rows: _program.Rows
 ) -> None:
   name = getattr(fun, "__name__", fun)
   if not traced.outputs:
@@ -206,7 +209,7 @@ def _check(
 
 
 def _product(
-  i: int, effect: float, rows: _rows.Rows, runs: _runs.Runs
+  i: int, effect: float, rows: _program.Rows, runs: "Runs"
 ) -> _report.ProductPrecision:
   row = rows.all[i]
   notes = runs.notes[i]
@@ -228,3 +231,195 @@ def _product(
     times=round(float(notes.times)),
     position=i,
   )
+
+
+class Errors(NamedTuple):
+  """How far the outputs of a run are from those in float32.
+
+  Attributes:
+    error: the relative error, as a norm, of the result, or of the gradients of
+      one ``update``, that are furthest off.
+    cosine: the smallest cosine between those of both.
+    is_finite: whether there are outputs in float32 to compare with: no NaN, and
+      no array that holds nothing but infs.
+    of_arrays: the relative error of each array; float64[arrays].
+    are_finite: whether each differs by a finite number; bool[arrays].
+    shares: the share of each in the norm in float32 of the result, or of the
+      gradients, that it is part of; float64[arrays].
+  """
+
+  error: float
+  cosine: float
+  is_finite: bool
+  of_arrays: np.ndarray
+  are_finite: np.ndarray
+  shares: np.ndarray
+
+
+class Runs:
+  """The runs of a program, and what comes out of each.
+
+  Attributes:
+    notes: what was noted of each row in float32.
+    half: the errors if all rows run in half precision.
+    is_zero: whether all outputs are zero in float32.
+    is_rounding: which arrays are zero but for rounding in float32, too;
+      bool[arrays].
+    names: the names of the arrays that are compared.
+    told: what is to be told of the step that was run, in sentences.
+  """
+
+  def __init__(
+    self,
+    traced: _tracing.Traced,
+    rows: _program.Rows,
+    progress: "Progress",
+  ) -> None:
+    self._traced = traced
+    self._count = len(rows.all)
+    self._progress = progress
+
+    @jax.jit
+    def run(inputs: list[Any], ways: Any) -> Any:
+      empty = [_program.no_statistics() for _ in rows.all]
+      return _program.Program(rows, ways).run(traced.closed, inputs, empty)
+
+    self._run = run
+    every = list(range(self._count))
+    outputs = traced.outputs
+    self._compared = [
+      i for i, out in enumerate(outputs) if out.kind in ("grads", "result")
+    ]
+    self.names = [outputs[i].name for i in self._compared]
+    reference, self.notes = self._call([])
+    in_half = self._call(every)[0]
+    self.told = self._told(reference, in_half)
+    self._reference = [reference[i] for i in self._compared]
+    self.half = self._errors(in_half)
+    self.is_zero = not any(jnp.any(x) for x in self._reference)
+    off = self._errors(self._call(every, _program.OFF)[0])
+    self.is_rounding = off.of_arrays > _ROUNDING
+
+  def harm(self, in_half: list[int]) -> np.ndarray:
+    """The errors if these rows alone run in half precision.
+
+    Returns:
+      That of all together, and what :meth:`blamed` says of each array;
+      float64[1 + arrays].
+    """
+    errors = self._errors(self._call(in_half)[0])
+    return np.array([errors.error, *self.blamed(errors)])
+
+  def blamed(self, errors: Errors) -> np.ndarray:
+    """The errors of the arrays for which a product is to blame.
+
+    What is zero in float32, maybe but for rounding, has no error that says
+    anything, as long as it stays finite. Its error here is 0.
+    """
+    says_nothing = errors.are_finite & (self.is_rounding | (errors.shares == 0))
+    return np.where(says_nothing, 0.0, errors.of_arrays)
+
+  def _told(self, reference: list[Any], in_half: list[Any]) -> list[str]:
+    """What is told of the step: did ``update`` run, and see all of them."""
+    sentences: list[str] = []
+    for outs in reference, in_half:
+      flags = self._traced.of_kind(outs, "applied")
+      faults = self._traced.of_kind(outs, "unscaled")
+      sentences += _tracing.running(flags, faults)
+    return list(dict.fromkeys(sentences))
+
+  def _call(self, rows: list[int], way: int = _program.HALF) -> Any:
+    ways = np.zeros(self._count, np.int32)
+    ways[rows] = way
+    out = jax.block_until_ready(self._run(self._traced.inputs, ways))
+    self._progress.step(self._count + 3)
+    return out
+
+  def _errors(self, outs: list[Any]) -> Errors:
+    outs = [outs[i] for i in self._compared]
+    # Float64, since squares of float32 may be out of range.
+    sums = np.array(_sums(self._reference, outs), np.float64)
+    # The arrays of a result follow each other.
+    groups = [self._traced.outputs[i].group for i in self._compared]
+    _, starts, sizes = np.unique(groups, return_index=True, return_counts=True)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+      squares = sums[:, :4] * sums[:, 4:5] ** 2
+      of_results = np.add.reduceat(squares, starts)
+      shares = squares[:, 1] / np.repeat(of_results[:, 1], sizes)
+    return Errors(
+      error=max(map(_relative, of_results)),
+      cosine=float(np.min(list(map(_cosine, of_results)))),  # NaN if one is.
+      is_finite=bool(sums[:, 5].all()),
+      of_arrays=np.array(list(map(_relative, squares))),
+      are_finite=np.isfinite(squares[:, 0]),
+      shares=np.sqrt(np.nan_to_num(shares)),
+    )
+
+
+@jax.jit
+def _sums(reference: list[Any], outs: list[Any]) -> list[Any]:
+  """Of each array, four sums, the unit of both, and whether it can be compared.
+
+  An inf that both have, such as that of a masked score, is no difference.
+  """
+  rows = []
+  for a, b in zip(reference, outs, strict=True):
+    is_same = (a == b) & ~jnp.isfinite(a)
+    x, y = jnp.where(is_same, 0, a), jnp.where(is_same, 0, b)
+    sizes = [
+      jnp.max(jnp.abs(z), initial=0, where=jnp.isfinite(z)) for z in (x, y)
+    ]
+    top = jnp.maximum(*sizes)
+    unit = jnp.where(top > 0, top, jnp.ones_like(top))
+    x, y = x / unit.astype(x.dtype), y / unit.astype(y.dtype)
+    products = [(y - x, y - x), (x, x), (y, y), (x, y)]
+    is_finite = ~jnp.isnan(a).any() & (jnp.isfinite(a).any() | (a.size == 0))
+    rows.append([*(_dot(*pair) for pair in products), unit, is_finite])
+  return rows
+
+
+def _dot(x: Any, y: Any) -> Any:
+  products = jnp.real(jnp.conj(x) * y)
+  dtype = jnp.promote_types(products.dtype, jnp.float32)
+  return jnp.sum(products, dtype=dtype)
+
+
+def _relative(sums: Any) -> float:
+  difference, reference, _, _ = sums
+  if not math.isfinite(difference):
+    return math.inf
+  if reference == 0:
+    return 0.0 if difference == 0 else math.inf
+  return math.sqrt(difference) / math.sqrt(reference)
+
+
+def _cosine(sums: Any) -> float:
+  _, reference, other, both = map(float, sums)
+  if reference == other == 0:
+    return 1.0
+  norm = math.sqrt(reference) * math.sqrt(other)
+  return both / norm if norm else 0.0
+
+
+class Progress:
+  """A line on the standard error stream that is written again and again."""
+
+  def __init__(self, shown: bool) -> None:
+    self._shown = shown
+    self._begin = time.monotonic()
+    self._done = 0
+    self._has_begun = False
+
+  def step(self, count: int) -> None:
+    """One more step is done, of about as many."""
+    self._done += 1
+    seconds = time.monotonic() - self._begin
+    if self._shown and seconds > _SILENT_SECONDS:
+      self._has_begun = True
+      text = f"compare_precision: run {self._done} of {count}, {seconds:.0f} s"
+      print(f"\r{text}", end="", file=sys.stderr, flush=True)
+
+  def end(self) -> None:
+    """Ends the line."""
+    if self._has_begun:
+      print(file=sys.stderr)

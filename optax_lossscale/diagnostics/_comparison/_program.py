@@ -21,8 +21,42 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arrays, _jaxprs
-from optax_lossscale.diagnostics import _limits
-from optax_lossscale.diagnostics._comparison import _rows, _statistics
+from optax_lossscale.diagnostics import _numbers
+
+
+class Row(NamedTuple):
+  """Products of one kind in one place, which are told of together.
+
+  Attributes:
+    primitive: JAX's name of the operation.
+    names: the names of its place.
+    backward: whether it belongs to a backward pass.
+    dtype: the half precision.
+  """
+
+  primitive: str
+  names: _jaxprs.Names
+  backward: bool
+  dtype: np.dtype
+
+
+class Statistics(NamedTuple):
+  """What is noted of all runs of one product.
+
+  Attributes:
+    times: how often it ran; float32[].
+    largest: the largest magnitude of its operands and its result; float32[].
+    entries: how many entries the operands and the result had; float32[3].
+    lost: how many of them become zero in half precision; float32[3].
+    subnormal: how many become subnormal; float32[3].
+  """
+
+  times: Any
+  largest: Any
+  entries: Any
+  lost: Any
+  subnormal: Any
+
 
 # Of these, what returns nothing is not run: it would print each time.
 _SILENT = re.compile("callback|print")
@@ -36,7 +70,7 @@ EXACT, HALF, OFF = range(3)
 _FOURTH_LAST_BIT = 8
 
 # For each row what was noted of it.
-Notes = list[_statistics.Statistics]
+Notes = list[Statistics]
 # What equations return, and what was noted after them.
 Done = tuple[Sequence[Any], Notes]
 
@@ -50,7 +84,7 @@ class Program(NamedTuple):
     place: where the walk through it has come to.
   """
 
-  rows: _rows.Rows
+  rows: "Rows"
   ways: Any
   place: _jaxprs.Place = _jaxprs.Place()
 
@@ -90,7 +124,7 @@ class Program(NamedTuple):
   def _equation(
     self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, inputs: list[Any], notes: Notes
   ) -> Done:
-    if _rows.is_product(eqn, self.place):
+    if is_product(eqn, self.place):
       row = self.rows.number(eqn, self.place.at(eqn, jaxpr))
       if row is None:
         return _jaxprs.function(_jaxprs.in_float32(eqn))(*inputs), notes
@@ -122,9 +156,9 @@ class Program(NamedTuple):
 
     product = _jaxprs.function(_jaxprs.in_float32(eqn))
     (out,) = rounded(*product(*rounded(*inputs[:2]), *inputs[2:]))
-    arrays, limits = [*inputs[:2], out], _limits.limits_of(dtype)
-    noted = _statistics.of_one_run(arrays, limits)
-    noted = _statistics.together(notes[row], noted)
+    arrays, limits = [*inputs[:2], out], _numbers.limits_of(dtype)
+    noted = statistics_of_run(arrays, limits)
+    noted = statistics_together(notes[row], noted)
     return [out], [*notes[:row], noted, *notes[row + 1 :]]
 
   def _beside(self, eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
@@ -135,7 +169,7 @@ class Program(NamedTuple):
     """
     if _jaxprs.rounds_to_own_precision(eqn):
       return inputs  # JAX writes it in front of what a checkpoint saves.
-    if _rows.is_marked(eqn, self.place):
+    if is_marked(eqn, self.place):
       is_cast = eqn.primitive.name == "convert_element_type"
       return inputs if is_cast else _jaxprs.function(eqn)(*inputs)
     pairs: Any = zip(inputs, [v.aval for v in eqn.invars], strict=True)
@@ -208,17 +242,17 @@ class Program(NamedTuple):
     def body(ways: Any, *args: Any) -> Any:
       # What is noted differs among the devices, and so its type must say.
       differs = lambda x: x + 0 * lax.axis_index(axes).astype(jnp.float32)
-      empty = jax.tree.map(differs, [_statistics.empty() for _ in notes])
+      empty = jax.tree.map(differs, [no_statistics() for _ in notes])
       program = self._replace(ways=ways)
       outs, noted = program.run(mapped.body, args, empty)
-      return outs, [_statistics.of_all_devices(n, axes) for n in noted]
+      return outs, [statistics_of_devices(n, axes) for n in noted]
 
     everywhere = jax.sharding.PartitionSpec()
     in_specs = (everywhere, *mapped.in_specs)
     out_specs = (list(mapped.out_specs), everywhere)
     on_devices = mapped.with_body(body, in_specs, out_specs)
     outs, noted = on_devices(self.ways, *inputs)
-    return outs, list(map(_statistics.together, notes, noted))
+    return outs, list(map(statistics_together, notes, noted))
 
 
 def _rounded(x: Any, dtype: np.dtype) -> Any:
@@ -238,3 +272,130 @@ def _a_little_off(x: Any) -> Any:
   bits = lax.bitcast_convert_type(x, jnp.uint32) ^ _FOURTH_LAST_BIT
   moved = lax.bitcast_convert_type(bits, jnp.float32)
   return jnp.where((x == 0) | ~jnp.isfinite(x), x, moved)
+
+
+class Rows:
+  """The products of a program, by where they stand.
+
+  They are known by the mark of `autocast`, which goes wherever an equation
+  goes. So nothing is decided here that was decided there.
+
+  Attributes:
+    all: all of them, in the order of the program.
+    names: for each, the shortest name that tells its place from all others.
+    sources: for each, the line that tells it from others of a like name.
+    dtypes: their half precisions: mostly one.
+    not_entered: the names of what holds products and cannot be entered.
+    higher_order_of: what an equation calls, repeats or chooses; None if it is
+      not known.
+    are_in: whether there are marks in the jaxprs that an equation holds.
+  """
+
+  def __init__(self, closed: _jaxprs.ClosedJaxpr) -> None:
+    alone = functools.partial(is_marked, around=_jaxprs.Place())
+    self.are_in = _jaxprs.Search(alone, _jaxprs.held_jaxprs).inside_of
+    self.higher_order_of = functools.cache(_jaxprs.higher_order_of)
+    self.not_entered: list[str] = []
+    self._numbers: dict[Row, int] = {}
+    for step in _jaxprs.walk(closed, self._inside, only_needed=True):
+      around = step.around.place if step.around else _jaxprs.Place()
+      if is_product(step.eqn, around):
+        self._numbers.setdefault(_row(step.eqn, step.place), len(self._numbers))
+      elif self.are_in(step.eqn) and self.higher_order_of(step.eqn) is None:
+        name = _jaxprs.name_of(step.eqn)
+        self.not_entered.append(_jaxprs.place_name(name, step.place.name))
+    self.all = list(self._numbers)
+    told = _jaxprs.telling_names([(x.names, x.backward) for x in self.all])
+    self.names = [name for name, _ in told]
+    self.sources = [source for _, source in told]
+    self.dtypes = {row.dtype for row in self.all}
+
+  def number(self, eqn: core.JaxprEqn, place: _jaxprs.Place) -> int | None:
+    """The row of a product at this place; None if nothing reads its result."""
+    return self._numbers.get(_row(eqn, place))
+
+  def by_name(self) -> list[list[int]]:
+    """The numbers of the rows of each place."""
+    numbers: dict[str, list[int]] = {}
+    for i, name in enumerate(self.names):
+      numbers.setdefault(name, []).append(i)
+    return list(numbers.values())
+
+  def _inside(self, eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
+    call = self.higher_order_of(eqn) if self.are_in(eqn) else None
+    return _jaxprs.bodies_of(call) if call else []
+
+
+def is_product(eqn: core.JaxprEqn, around: _jaxprs.Place) -> bool:
+  """Whether this is a product that `autocast` runs in half precision."""
+  return _jaxprs.is_matrix_product(eqn) and is_marked(eqn, around)
+
+
+def is_marked(eqn: core.JaxprEqn, around: _jaxprs.Place) -> bool:
+  """Whether `autocast` made this equation, or what is around it."""
+  return around.within(eqn).mark is not None
+
+
+def _row(eqn: core.JaxprEqn, place: _jaxprs.Place) -> Row:
+  name = _jaxprs.name_of(eqn)
+  return Row(name, place.names, place.backward, place.mark)
+
+
+def no_statistics() -> Statistics:
+  """What is known of a product that has not run."""
+  one, three = jnp.zeros(()), jnp.zeros(3)
+  return Statistics(one, one, three, three, three)
+
+
+def statistics_of_run(
+  arrays: Sequence[Any], limits: _numbers.Limits
+) -> Statistics:
+  """What is noted of one run of a product.
+
+  Args:
+    arrays: the two operands and the result.
+    limits: what half precision can hold.
+
+  Returns:
+    A :class:`Statistics`.
+  """
+  largest, lost, subnormal = map(
+    jnp.stack, zip(*(_sizes(x, limits) for x in arrays), strict=True)
+  )
+  entries = jnp.array([float(x.size) for x in arrays])
+  return Statistics(jnp.float32(1), jnp.max(largest), entries, lost, subnormal)
+
+
+def _sizes(x: Any, limits: _numbers.Limits) -> Any:
+  """The largest magnitude, and how many entries are lost and subnormal."""
+  x = jnp.abs(x)
+  known = jnp.where(jnp.isnan(x), 0, x)
+  lost = ((x > 0) & (x <= limits.zero)).astype(jnp.int32)
+  small = ((x > limits.zero) & (x < limits.normal)).astype(jnp.int32)
+
+  # One pass for all three: XLA compiles a loop for each reduction.
+  def both(one: Any, other: Any) -> Any:
+    (a, b, c), (d, e, f) = one, other
+    return lax.max(a, d), b + e, c + f
+
+  zeros = jnp.zeros((), x.dtype), jnp.int32(0), jnp.int32(0)
+  axes = tuple(range(x.ndim))
+  largest, *counts = lax.reduce((known, lost, small), zeros, both, axes)
+  return largest, *(count.astype(jnp.float32) for count in counts)
+
+
+def statistics_together(one: Statistics, other: Statistics) -> Statistics:
+  """What was noted of some runs and of others."""
+  return Statistics(
+    times=one.times + other.times,
+    largest=jnp.maximum(one.largest, other.largest),
+    entries=one.entries + other.entries,
+    lost=one.lost + other.lost,
+    subnormal=one.subnormal + other.subnormal,
+  )
+
+
+def statistics_of_devices(one: Statistics, axes: tuple[Any, ...]) -> Statistics:
+  """What was noted on all devices along the axes of a mesh."""
+  added = jax.tree.map(lambda x: lax.psum(x, axes), one)
+  return added._replace(largest=lax.pmax(one.largest, axes))

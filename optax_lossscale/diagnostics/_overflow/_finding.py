@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _host, _jaxprs, _warnings
-from optax_lossscale.diagnostics import _steps, _tracing
+from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._overflow import (
   _bits,
-  _entering,
   _marks,
   _report,
   _runners,
+  _stepper,
 )
 
 
@@ -86,7 +86,7 @@ def find_overflow(
   flags = traced.of_kind(outs, "applied")
   told = [
     *traced.warnings,
-    *_steps.running(flags, traced.of_kind(outs, "unscaled")),
+    *_tracing.running(flags, traced.of_kind(outs, "unscaled")),
   ]
   if not found:
     _warn_of(traced, flags, told)
@@ -103,7 +103,7 @@ def _origins_of(
   if outs is not None and all(map(_bits.is_finite, outs)):
     return [], outs
   origins = _marks.Origins()
-  stepper = _entering.EnteringStepper(origins, _runners.Runner())
+  stepper = _stepper.Stepper(origins, _runners.Runner())
   inputs = [
     stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
     for x, name in zip(traced.inputs, traced.names, strict=True)

@@ -3,14 +3,26 @@
 import collections
 from collections.abc import Callable, Iterable, Iterator
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
+from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _host, _jaxprs
-from optax_lossscale.diagnostics import _limits, _tables, _tracing
-from optax_lossscale.diagnostics._precision import _flops, _risks, _walk
+from optax_lossscale.diagnostics import _numbers, _tracing
+from optax_lossscale.diagnostics._precision import _walk
+
+# A sum of more terms than this is long. Even 256 terms of 256 are too much for
+# float16.
+_LONG = 256
+_EXPONENTIALS = {"exp", "exp2", "expm1", "sinh", "cosh"}
+_LOGARITHMS = {"log", "log2"}
+_POWERS = {"integer_pow", "pow", "rsqrt", "square"}
+_OVER_DEVICES = {"psum", "psum_invariant", "reduce_scatter"}
+# Nobody adds or divides by zero or inf on purpose.
+_NEVER_ON_PURPOSE = {"add", "sub", "div"}
 
 
 class Flops(NamedTuple):
@@ -134,7 +146,7 @@ class PrecisionReport:
       for row in self.flops
     ]
     wider = [
-      _tables.where(row)
+      _numbers.where(row)
       | {
         "operands": row.operands,
         "times": str(row.times),
@@ -143,7 +155,7 @@ class PrecisionReport:
       for row in self.wider
     ]
     at_risk = [
-      _tables.where(row) | {"times": str(row.times), "reason": row.reason}
+      _numbers.where(row) | {"times": str(row.times), "reason": row.reason}
       for row in self.at_risk
     ]
     parts = [
@@ -162,11 +174,29 @@ class PrecisionReport:
       (f"In a wider dtype than {self.dtype}:", wider, 3),
       (f"At risk in {self.dtype}:", at_risk, 4),
     ):
-      parts += [title, _tables.table(rows, left)] if rows else []
+      parts += [title, _numbers.table(rows, left)] if rows else []
     return "\n".join(parts)
 
 
 @_host.may_transfer
+class Product(NamedTuple):
+  """Some equal matrix products or convolutions.
+
+  Attributes:
+    primitive: JAX's name of the operation.
+    operands: the dtype of what is multiplied; the wider one of two.
+    accumulation: the dtype in which the products are added.
+    flops: the flops of all of them.
+    step: where and how often it runs.
+  """
+
+  primitive: str
+  operands: str
+  accumulation: str
+  flops: int
+  step: _walk.Step
+
+
 def precision_report(
   fun: Callable[..., Any],
   *args: Any,
@@ -212,7 +242,7 @@ def precision_report(
     >>> [risk.primitive for risk in report.at_risk]
     ['exp']
   """
-  as_dtype = _limits.as_small_float(dtype)
+  as_dtype = _numbers.as_small_float(dtype)
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
   steps = _walk.steps_of(traced.closed)
   notes = _tracing.told(traced.shut)
@@ -225,7 +255,7 @@ def precision_report(
 def _reported(
   steps: list[_walk.Step], as_dtype: np.dtype, notes: list[str]
 ) -> PrecisionReport:
-  products = _flops.products_in(steps)
+  products = products_in(steps)
   total = sum(product.flops for product in products)
   right = sum(p.flops for p in products if not _is_wider(p.operands, as_dtype))
   return PrecisionReport(
@@ -248,12 +278,12 @@ def _is_wider(operands: str, dtype: np.dtype) -> bool:
   return bits > jnp.finfo(dtype).bits
 
 
-def _flops_row(product: _flops.Product) -> Flops:
+def _flops_row(product: Product) -> Flops:
   return Flops(product.operands, product.accumulation, product.flops, 0.0)
 
 
 def _wide_rows(
-  products: list[_flops.Product], dtype: np.dtype
+  products: list[Product], dtype: np.dtype
 ) -> Iterator[WideProduct]:
   places = [p.step.place for p in products]
   told = _jaxprs.telling_names([(x.names, x.backward) for x in places])
@@ -269,7 +299,7 @@ def _wide_rows(
 
 def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> Iterator[Risk]:
   for step in steps:
-    for reason in _risks.risks_of(step, dtype):
+    for reason in risks_of(step, dtype):
       name = _jaxprs.name_of(step.eqn)
       where = _whereabouts(step.place, step.place.name)
       yield Risk(name, reason, step.body.times, *where)
@@ -300,3 +330,92 @@ def _added(rows: Iterable[Any]) -> Iterator[Any]:
     key = row._replace(**dict.fromkeys(numbers, 0))
     groups.setdefault(key, collections.Counter()).update(numbers)
   return (key._replace(**numbers) for key, numbers in groups.items())
+
+
+def products_in(steps: list[_walk.Step]) -> list[Product]:
+  """The products, of each ``cond`` those of its largest branch."""
+  products = [
+    _as_product(step, flops * step.body.times)
+    for step in steps
+    if (flops := _jaxprs.flops_of(step.eqn)) is not None
+  ]
+  by_branch: collections.Counter[Any] = collections.Counter()
+  for product in products:
+    for branch in product.step.body.branches:
+      by_branch[branch] += product.flops
+  # The largest comes last, and takes the place of the others.
+  largest = dict(sorted(by_branch, key=lambda branch: by_branch[branch]))
+  return [
+    product
+    for product in products
+    if all(largest[cond] == i for cond, i in product.step.body.branches)
+  ]
+
+
+def _as_product(step: _walk.Step, flops: int) -> Product:
+  # What follows are the sizes of groups.
+  operands: list[Any] = [v.aval for v in step.eqn.invars[:2]]
+  widest = max(operands, key=lambda aval: aval.dtype.itemsize).dtype
+  accumulation = _jaxprs.accumulation_of(step.eqn)
+  name = _jaxprs.name_of(step.eqn)
+  return Product(name, str(widest), str(accumulation), flops, step)
+
+
+def risks_of(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
+  """Why an operation is at risk in this dtype.
+
+  Args:
+    step: the operation, and what is known of the variables around it.
+    dtype: the dtype; an operation in another one is not at risk.
+
+  Yields:
+    The reasons; none if it is not at risk.
+  """
+  kinds = [getattr(v.aval, "dtype", None) for v in step.eqn.outvars]
+  if dtype in kinds and not step.runs_others:
+    yield from _of_function(step, dtype)
+    yield from _of_sum(step, dtype)
+    yield from _of_constants(step, dtype)
+
+
+def _of_function(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
+  name = step.eqn.primitive.name
+  if name in _EXPONENTIALS:
+    top = math.log(float(jnp.finfo(dtype).max))
+    yield f"an exponential, which is inf above {top:.3g}"
+  elif name in _LOGARITHMS:
+    yield "a logarithm, which is -inf of what was flushed to zero"
+  elif name in _POWERS:
+    yield "a power, which doubles the distance from 1 or more"
+  elif name == "div":
+    divisor = step.body.number(step.eqn.invars[1])
+    if divisor is None or not 1 <= abs(divisor) < math.inf:
+      yield "a division, maybe by what was flushed to zero"
+
+
+def _of_sum(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
+  name = step.eqn.primitive.name
+  terms = _jaxprs.terms_in_sum(step.eqn)
+  if name == "convert_element_type":
+    terms = step.body.terms(step.eqn.invars[0])
+  if name in _OVER_DEVICES:
+    yield f"a sum over devices in {dtype}"
+  elif terms > _LONG:
+    yield f"a sum of {terms} terms"
+
+
+def _of_constants(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
+  name = step.eqn.primitive.name
+  for atom in step.eqn.invars:
+    number = step.body.number(atom)
+    if number is None:
+      continue
+    with np.errstate(all="ignore"):
+      becomes = float(np.asarray(number).astype(dtype))
+    is_lost = becomes == 0 or math.isinf(becomes)
+    if name == "convert_element_type" and becomes != number and is_lost:
+      yield f"the constant {number:g}, which becomes {becomes:g}"
+    # JAX has converted it already, and what it was nobody knows.
+    is_literal = isinstance(atom, core.Literal)
+    if name in _NEVER_ON_PURPOSE and is_literal and is_lost:
+      yield f"a constant that is {number:g}, maybe only in {dtype}"
