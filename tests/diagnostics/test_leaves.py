@@ -15,7 +15,6 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import plots
 from optax_lossscale.diagnostics import _gradients, _leaves
-from optax_lossscale.plots import _exponents
 
 NAN, INF = float("nan"), float("inf")
 BAD = bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
@@ -144,7 +143,7 @@ def test_under_jit_the_error_says_to_call_it_outside(reads_values):
 REDUCE = {
   "find": (_leaves._find_nonfinite, ()),
   "measure": (_gradients._measure, (1.0, 1e-8, 1e-5, 65520.0)),
-  "count": (_exponents._count_exponents, ()),
+  "count": (plots._count_exponents, ()),
 }
 
 

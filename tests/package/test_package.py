@@ -98,7 +98,7 @@ MAY_USE_NUMPY = (
   "_monitoring",
   "plots",
 )
-MAY_USE_MATPLOTLIB = {"plots._figures"}
+MAY_USE_MATPLOTLIB = {"plots"}
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,0 +1,357 @@
+"""Pictures of gradients, loss scales and precision, drawn with matplotlib."""
+
+from collections.abc import Mapping, Sequence
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _state, diagnostics
+from optax_lossscale.diagnostics import _leaves, _numbers
+
+__all__ = [
+  "ExponentHistogram",
+  "exponent_histogram",
+  "plot_exponents",
+  "plot_loss_scale",
+  "plot_precision",
+]
+
+
+def __dir__() -> list[str]:
+  return __all__
+
+
+# The smallest and the largest floor(log2) of a float64, subnormals included.
+_LOWEST, _HIGHEST = -1074, 1023
+_BINADES = _HIGHEST - _LOWEST + 1
+
+
+class ExponentHistogram(NamedTuple):
+  """How many entries there are in each binade.
+
+  Attributes:
+    exponents: int array of floor(log2(magnitude)), ascending and without gaps.
+    counts: int array of the same length: how many entries have this exponent.
+    zero_count: how many entries are zero.
+    nonfinite_count: how many entries are inf or NaN.
+  """
+
+  exponents: np.ndarray
+  counts: np.ndarray
+  zero_count: int
+  nonfinite_count: int
+
+
+def exponent_histogram(tree: Any) -> ExponentHistogram:
+  """Counts the entries of a tree by binade.
+
+  Call it outside ``jit``. Each leaf is counted where it is, sharded or not, and
+  only the counts are read back. It does not need matplotlib.
+
+  Args:
+    tree: a pytree of gradients, or of any other float or complex arrays.
+
+  Returns:
+    An :class:`ExponentHistogram` of all leaves together. A subnormal float32
+    number counts as zero if the device takes it for zero.
+
+  Raises:
+    TypeError: if called under ``jit``.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import plots
+    >>> found = plots.exponent_histogram([jnp.array([0.5, 0.6, 2.0, 0.0])])
+    >>> print(found.exponents, found.counts, found.zero_count)
+    [-1  0  1] [2 0 1] 1
+  """
+  measured = _leaves.measure_grads(tree, "exponent_histogram", _count_exponents)
+  counts, zeros, nonfinite = np.zeros(_BINADES, np.int64), 0, 0
+  for _, _, of_leaf in measured:
+    counts += np.asarray(of_leaf[0], np.int64)
+    zeros += int(of_leaf[1])
+    nonfinite += int(of_leaf[2])
+  (used,) = np.nonzero(counts)
+  span = slice(used[0], used[-1] + 1) if used.size else slice(0)
+  exponents = np.arange(_LOWEST, _HIGHEST + 1)[span]
+  return ExponentHistogram(exponents, counts[span], zeros, nonfinite)
+
+
+def plot_exponents(
+  grads: Any,
+  dtype: Any = jnp.float16,
+  loss_scale: Any = 1.0,
+  *,
+  ax: Any = None,
+) -> Any:
+  """Draws how large gradients are, and which of them a dtype can hold.
+
+  The picture is like the one with which Micikevicius et al. showed why losses
+  are scaled. It shows the share of entries in each binade, as they are and
+  times the loss scale, and the ranges in which numbers of the dtype are normal,
+  subnormal, zero or infinite.
+
+  Args:
+    grads: a pytree of true gradients. Compute them in float32 if you can.
+    dtype: a float dtype of at most 32 bits.
+    loss_scale: a number, or a pytree that holds exactly one
+      :class:`LossScaleState`.
+    ax: the matplotlib axes to draw on, by default those of a new figure.
+
+  Returns:
+    The matplotlib axes.
+
+  Raises:
+    ImportError: if matplotlib is not installed.
+    TypeError: if an argument is of the wrong type, or under ``jit``.
+    ValueError: if ``loss_scale`` is out of range.
+
+  References:
+    Micikevicius et al, `Mixed Precision Training
+    <https://arxiv.org/abs/1710.03740>`_, 2018
+  """
+  dtype = _numbers.as_small_float(dtype)
+  scale = _numbers.as_scale(loss_scale)
+  limits = _numbers.limits_of(dtype)
+  found = exponent_histogram(grads)
+  ax = _axes_or_new(ax, "plot_exponents")
+
+  size = found.counts.sum() + found.zero_count + found.nonfinite_count
+  shares = 100 * found.counts / max(size, 1)
+  shift = np.log2(scale)
+  _draw_bands(ax, dtype, limits)
+  style = {"width": 1.0, "align": "edge"}
+  ax.bar(found.exponents, shares, color="gray", label="as they are", **style)
+  if scale != 1:
+    label = f"times the loss scale, $2^{{{shift:.4g}}}$"
+    outline = {"fill": False, "edgecolor": "tab:blue", **style}
+    ax.bar(found.exponents + shift, shares, label=label, **outline)
+  lowest = min([np.log2(limits.zero) - 10, *found.exponents])
+  highest = max([np.log2(limits.inf) + 4, *found.exponents + shift + 1])
+  ax.set_xlim(lowest, highest)
+  ax.set_xlabel("log₂ of the magnitude")
+  ax.set_ylabel("% of the entries")
+  ax.set_title(f"{found.zero_count / max(size, 1):.1%} are zero as they are")
+  ax.legend(fontsize="small")
+  return ax
+
+
+@_leaves.reduce_on_device
+def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
+  """Counts by exponent from _LOWEST to _HIGHEST, of zeros, of inf and NaN."""
+  size = _leaves.magnitude(xp, leaf)
+  finite = xp.isfinite(leaf)
+  counted = finite & (size > 0)
+  _, exponents = xp.frexp(xp.where(counted, size, 1))
+  index = xp.where(counted, exponents - 1 - _LOWEST, -1)
+  zeros = _leaves.count(xp, size == 0)
+  nonfinite = _leaves.count(xp, ~finite)
+  if xp is np:
+    return np.bincount(index[counted], minlength=_BINADES), zeros, nonfinite
+
+  # One sum for each exponent that occurs, since a scatter would gather a
+  # sharded array.
+  def count_one(i: jax.Array, counts: jax.Array) -> jax.Array:
+    return counts.at[i].set(_leaves.count(xp, index == i))
+
+  first = xp.min(xp.where(counted, index, _BINADES), initial=_BINADES)
+  last = xp.max(index, initial=-1)
+  none = jnp.zeros(_BINADES, jnp.uint32)
+  counts = lax.fori_loop(first, last + 1, count_one, none)
+  return counts, zeros, nonfinite
+
+
+def _draw_bands(ax: Any, dtype: np.dtype, limits: _numbers.Limits) -> None:
+  """Colours the ranges where a dtype is zero, subnormal, normal or inf."""
+  far = 2 * _HIGHEST  # The outer bands go on beyond the part that is shown.
+  edges = itertools.pairwise([-far, *np.log2(limits), far])
+  zero, subnormal = f"zero in {dtype}", "subnormal: loses bits"
+  labels = zero, subnormal, "normal", "overflow"
+  colors = "tab:red", "gold", "tab:green", "tab:purple"
+  for span, color, label in zip(edges, colors, labels, strict=True):
+    ax.axvspan(*span, color=color, alpha=0.15, linewidth=0, label=label)
+
+
+def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
+  """Draws the loss scale over the steps, and the steps that were skipped.
+
+  Args:
+    history: the states after each step, each a :class:`LossScaleState` or a
+      pytree that holds exactly one; or what
+      :func:`~optax_lossscale.loss_scale_metrics` returned for them. They are a
+      sequence, or one of them holds arrays, such as ``lax.scan`` returns. A
+      dict must hold ``"loss_scale"``, and skipped steps are drawn if it holds
+      ``"last_finite"``. Or an array of scales.
+    ax: the matplotlib axes to draw on, by default those of a new figure.
+
+  Returns:
+    The matplotlib axes.
+
+  Raises:
+    ImportError: if matplotlib is not installed.
+    ValueError: if ``history`` holds no scales, or a state is no single one.
+  """
+  scales, skipped = _read_history(history)
+  ax = _axes_or_new(ax, "plot_loss_scale")
+  steps = np.arange(scales.size)
+  ax.step(steps, scales, where="post", color="tab:blue", label="loss scale")
+  if skipped.any():
+    label = f"skipped steps: {skipped.sum()} of {skipped.size}"
+    ax.plot(steps[skipped], scales[skipped], "x", color="tab:red", label=label)
+  ax.set_yscale("log", base=2)
+  ax.set_xlabel("step")
+  ax.set_ylabel("loss scale after the step")
+  ax.grid(alpha=0.3)
+  ax.legend()
+  return ax
+
+
+def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
+  """The scales, and whether each step is known to be skipped; numpy arrays."""
+  is_list = isinstance(history, Sequence) and not hasattr(history, "_fields")
+  # The state of a chain of optimizers is a tuple, too.
+  is_list = is_list and len({*map(_state.holds_loss_scale, history)}) < 2
+  history = [*map(_metrics, history)] if is_list else _metrics(history)
+  if is_list and all(isinstance(metrics, Mapping) for metrics in history):
+    # Nothing is left of an empty sequence, which is an error below.
+    keys = {"loss_scale", "last_finite"}.intersection(*history)
+    history = {key: [metrics[key] for metrics in history] for key in keys}
+  elif not isinstance(history, Mapping):
+    history = {"loss_scale": history}
+  if "loss_scale" not in history:
+    raise ValueError(
+      'history must hold "loss_scale", as what loss_scale_metrics returns does,'
+      f" got {', '.join(map(repr, history)) or 'nothing'}."
+    )
+  history = jax.device_get(dict(history))
+  scales = np.asarray(history["loss_scale"], np.float32)
+  if scales.ndim != 1 or not scales.size:
+    raise ValueError(
+      "history must hold a scale for each step, got scales of shape"
+      f" {scales.shape}."
+    )
+  finite = history.get("last_finite", np.ones_like(scales))
+  return scales, ~np.asarray(finite, bool)
+
+
+def _metrics(x: Any) -> Any:
+  """The fields of the state in a tree; what holds none, as it is."""
+  if not _state.holds_loss_scale(x):
+    return x
+  return _state.get_loss_scale_state(x)._asdict()
+
+
+_TALLEST = 40.0  # in binades: what is infinite must be somewhere
+_PLAIN, _WORST = "tab:gray", "tab:red"
+
+_Rows = list[diagnostics.ProductPrecision]
+
+
+def plot_precision(
+  report: diagnostics.PrecisionComparison, *, axes: Any = None
+) -> Any:
+  """Draws what half precision does at each place of a program.
+
+  Above is the effect of each place: the error of the results if its products
+  alone run in half precision. Below is how many binades are left above its
+  largest number. Places are in the order of the program. Those that stand out
+  or overflow are red, and named.
+
+  Args:
+    report: what :func:`~optax_lossscale.diagnostics.compare_precision`
+      returned.
+    axes: two matplotlib axes to draw on, by default those of a new figure.
+
+  Returns:
+    The two matplotlib axes.
+
+  Raises:
+    ImportError: if matplotlib is not installed.
+    TypeError: if ``report`` is something else.
+  """
+  if not isinstance(report, diagnostics.PrecisionComparison):
+    raise TypeError(
+      "report must be what compare_precision returned, got report ="
+      f" {report!r}."
+    )
+  axes = _axes_or_new(axes, "plot_precision", rows=2)
+  top, bottom = axes
+  rows = sorted(report.products, key=lambda row: row.position)
+  bad = {*report.worst(len(rows)), *report.overflowing}
+  colors = [_WORST if row.name in bad else _PLAIN for row in rows]
+  _draw_effects(top, rows, colors, report.dtype)
+  _draw_headroom(bottom, rows, colors, report.dtype)
+  _name_bad(top, rows, bad)
+  return axes
+
+
+def _draw_effects(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
+  known = [row.effect for row in rows if 0 < row.effect < math.inf]
+  low, high = min(known, default=1e-4) / 3, 10 * max([*known, 1.0])
+  heights = [min(max(row.effect, low), high) for row in rows]
+  hatches = ["//" if row.effect == math.inf else "" for row in rows]
+  ax.bar(range(len(rows)), heights, color=colors, hatch=hatches)
+  ax.set_yscale("log")
+  ax.set_ylim(low, high)
+  ax.set_ylabel(f"error, if it\nalone is in {dtype}")
+  if any(hatches):
+    ax.set_title("hatched: the results are not finite", fontsize="small")
+
+
+def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
+  heights = np.clip([row.headroom for row in rows], -_TALLEST, _TALLEST)
+  ax.bar(range(len(rows)), heights, color=colors)
+  ax.axhline(0, color="black", linewidth=0.8)
+  first = next((i for i, row in enumerate(rows) if row.backward), None)
+  if first is not None:
+    style = {"color": "tab:blue", "alpha": 0.1, "linewidth": 0}
+    ax.axvspan(first - 0.5, len(rows) - 0.5, label="backward", **style)
+    ax.legend(fontsize="small", loc="upper right")
+  ax.set_xlabel("products, in the order of the program")
+  ax.set_ylabel(f"binades left\nin {dtype}")
+
+
+def _name_bad(ax: Any, rows: _Rows, bad: set[str]) -> None:
+  """Names each place once, beside its highest bar."""
+  shown = dict.fromkeys(row.name for row in rows if row.name in bad)
+  box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+  style = {"va": "top", "color": _WORST, "fontsize": "small", "bbox": box}
+  where = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+  for level, name in enumerate(shown):
+    bars = [i for i, row in enumerate(rows) if row.name == name]
+    i = max(bars, key=lambda i: rows[i].effect)
+    at = i, 0.93 - 0.1 * (level % 8)
+    side, shift = ("right", -8) if 2 * i > len(rows) else ("left", 8)
+    ax.annotate(name, at, xytext=(shift, 0), ha=side, **where, **style)
+
+
+def _axes_or_new(axes: Any, caller: str, rows: int = 1) -> Any:
+  """The axes that were given, or those of a new figure, below each other.
+
+  Args:
+    axes: what the user gave, or None.
+    caller: the public function, for messages.
+    rows: how many are needed.
+
+  Returns:
+    One object of matplotlib's axes; an array of them if there are several.
+
+  Raises:
+    ImportError: if matplotlib is not installed.
+  """
+  if axes is not None:
+    return axes
+  try:
+    from matplotlib import pyplot as plt
+  except ImportError as error:
+    raise ImportError(
+      f"{caller} needs matplotlib, which is not installed. Run `pip install"
+      " matplotlib`."
+    ) from error
+  size = 8, 2.5 + rows
+  return plt.subplots(rows, figsize=size, layout="constrained", sharex=True)[1]
