@@ -7,6 +7,7 @@ up, the answer is None, and the caller takes the loop as a whole.
 """
 
 from collections.abc import Callable, Sequence
+import math
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -105,6 +106,12 @@ class ShardMap(NamedTuple):
   out_specs: tuple[Any, ...]
   manual_axes: frozenset[Any]
   check_vma: bool
+
+  @property
+  def devices(self) -> int:
+    """How many devices run it."""
+    sizes = dict(self.mesh.shape)
+    return math.prod(sizes[axis] for axis in self.manual_axes)
 
   def differs_over(self, kind: Any) -> tuple[Any, ...]:
     """The axes along which devices may hold different values of a type."""

@@ -7,7 +7,12 @@ import functools
 from jax.extend import core
 
 from optax_lossscale._jaxprs._equations import ClosedJaxpr, needed_equations
-from optax_lossscale._jaxprs._higher_order import higher_order_of
+from optax_lossscale._jaxprs._higher_order import (
+  Cond,
+  higher_order_of,
+  Scan,
+  ShardMap,
+)
 from optax_lossscale._jaxprs._lines import name_of
 from optax_lossscale._jaxprs._places import Place
 from optax_lossscale._jaxprs._weights import Weights
@@ -24,34 +29,50 @@ class Step:
 
   Attributes:
     eqn: the equation.
-    jaxpr: the jaxpr that it stands in.
+    closed: the jaxpr that it stands in.
     around: the step into this jaxpr; None if the walk began in it.
+    index: which of the jaxprs inside of that step it is.
     start: where the walk began.
   """
 
   eqn: core.JaxprEqn
-  jaxpr: core.Jaxpr
+  closed: ClosedJaxpr
   around: "Step | None"
+  index: int
   start: Place
 
   @functools.cached_property
   def place(self) -> Place:
     """Where the equation stands. It takes a look at tracebacks."""
     outer = self.around.place if self.around else self.start
-    return outer.at(self.eqn, self.jaxpr)
+    return outer.at(self.eqn, self.closed.jaxpr)
 
   @property
   def way(self) -> "list[Step]":
     """This step and those around it, the innermost first."""
     return [self, *(self.around.way if self.around else [])]
 
-  @property
+  @functools.cached_property
   def times(self) -> int:
-    """How often the equation runs, but for loops of unknown length."""
-    times = 1
-    for step in self.way[1:]:
-      times *= getattr(higher_order_of(step.eqn), "length", 1)
-    return times
+    """How often the equation runs, but for loops of unknown length.
+
+    Under ``shard_map`` on all devices together.
+    """
+    if self.around is None:
+      return 1
+    match higher_order_of(self.around.eqn):
+      case Scan(length=length):
+        return length * self.around.times
+      case ShardMap() as mapped:
+        return mapped.devices * self.around.times
+      case _:
+        return self.around.times
+
+  @property
+  def branches(self) -> list[tuple[core.JaxprEqn, int]]:
+    """Of each ``cond`` around it, its equation and the number of the branch."""
+    pairs = [(x.around.eqn, x.index) for x in self.way if x.around]
+    return [x for x in pairs if isinstance(higher_order_of(x[0]), Cond)]
 
 
 def walk(
@@ -63,6 +84,7 @@ def walk(
   weights: Weights | None = None,
   start: Place | None = None,
   around: Step | None = None,
+  index: int = 0,
 ) -> Iterator[Step]:
   """All equations of a jaxpr, and after each those inside of it.
 
@@ -74,6 +96,7 @@ def walk(
     weights: what gives an equation the names of its weights, if they are known.
     start: where the walk begins.
     around: the step into the jaxpr, if it does not begin there.
+    index: which of the jaxprs inside of that step it is.
   """
   eqns: Iterable[tuple[core.JaxprEqn, Container[core.Var]]] = (
     needed_equations(closed.jaxpr, used)
@@ -83,9 +106,9 @@ def walk(
   for eqn, unread in eqns:
     its_used = [var not in unread for var in eqn.outvars]
     named = weights.named(eqn) if weights else eqn
-    step = Step(named, closed.jaxpr, around, start or Place())
+    step = Step(named, closed, around, index, start or Place())
     yield step
-    for inner in inside(eqn):
+    for i, inner in enumerate(inside(eqn)):
       hands_back = len(inner.jaxpr.outvars) == len(eqn.outvars)
       hands_back = hands_back and name_of(eqn) not in _LOOPS
       yield from walk(
@@ -96,6 +119,7 @@ def walk(
         weights=weights and weights.inside(eqn, inner),
         start=start,
         around=step,
+        index=i,
       )
 
 

@@ -23,7 +23,7 @@ from optax_lossscale.diagnostics._leaves import (
 )
 from optax_lossscale.diagnostics._overflow._finding import find_overflow
 from optax_lossscale.diagnostics._overflow._report import Operand, Overflow
-from optax_lossscale.diagnostics._precision._report import (
+from optax_lossscale.diagnostics._precision import (
   Flops,
   precision_report,
   PrecisionReport,

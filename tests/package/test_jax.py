@@ -29,8 +29,8 @@ from optax_lossscale._jaxprs import (
   _rules,
   _weights,
 )
+from optax_lossscale.diagnostics import _precision
 from optax_lossscale.diagnostics._overflow import _stepper
-from optax_lossscale.diagnostics._precision import _report
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
 X = jnp.ones((2, 2))
@@ -241,11 +241,11 @@ def names_in_tables():
     *_equations._BEHAVES_LIKE.values(),
     *_operations._FLOPS,
     *_stepper._NEUTRAL,
-    *_report._EXPONENTIALS,
-    *_report._POWERS,
+    *_precision._EXPONENTIALS,
+    *_precision._POWERS,
     *_operations._SUMS,
     *_operations._CUMULATIVE,
-    *_report._OVER_DEVICES,
+    *_precision._OVER_DEVICES,
   }
 
 

@@ -201,7 +201,7 @@ def test_the_engines_of_the_diagnostics_know_nothing_of_each_other():
   engine_of = {
     module: module.split(".")[1]
     for module in MODULES
-    if re.match(r"diagnostics\.(.+\.|_gradients)", module)
+    if re.match(r"diagnostics\.(.+\.|_gradients|_precision)", module)
   }
   assert set(engine_of.values()) == {
     "_comparison",

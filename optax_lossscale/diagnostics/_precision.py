@@ -1,18 +1,18 @@
 """``precision_report``: in which dtype a function computes, line by line."""
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _host, _jaxprs
 from optax_lossscale.diagnostics import _numbers, _tracing
-from optax_lossscale.diagnostics._precision import _walk
 
 # A sum of more terms than this is long. Even 256 terms of 256 are too much for
 # float16.
@@ -23,6 +23,10 @@ _POWERS = {"integer_pow", "pow", "rsqrt", "square"}
 _OVER_DEVICES = {"psum", "psum_invariant", "reduce_scatter"}
 # Nobody adds or divides by zero or inf on purpose.
 _NEVER_ON_PURPOSE = {"add", "sub", "div"}
+
+
+# What these hold only says how two numbers become one.
+_COMBINERS = ("arg", "cum", "reduce", "scatter", "select_and", "sort", "top_k")
 
 
 class Flops(NamedTuple):
@@ -194,7 +198,7 @@ class Product(NamedTuple):
   operands: str
   accumulation: str
   flops: int
-  step: _walk.Step
+  step: _jaxprs.Step
 
 
 def precision_report(
@@ -244,18 +248,19 @@ def precision_report(
   """
   as_dtype = _numbers.as_small_float(dtype)
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
-  steps = _walk.steps_of(traced.closed)
+  steps = list(_jaxprs.walk(traced.closed, _inside, only_needed=True))
   notes = _tracing.told(traced.shut)
   notes += [f"whether update runs, in {where}" for where in traced.chosen]
-  notes += [f"{step.note}, {step.place.source}" for step in steps if step.note]
+  told = [(_note(step.eqn), step) for step in steps]
+  notes += [f"{note}, {step.place.source}" for note, step in told if note]
   report = _reported(steps, as_dtype, notes)
   return dataclasses.replace(report, warnings=tuple(traced.warnings))
 
 
 def _reported(
-  steps: list[_walk.Step], as_dtype: np.dtype, notes: list[str]
+  steps: list[_jaxprs.Step], as_dtype: np.dtype, notes: list[str]
 ) -> PrecisionReport:
-  products = products_in(steps)
+  products = _products_in(steps)
   total = sum(product.flops for product in products)
   right = sum(p.flops for p in products if not _is_wider(p.operands, as_dtype))
   return PrecisionReport(
@@ -293,16 +298,17 @@ def _wide_rows(
       with_line = _jaxprs.place_name(place.names.best()[0], source)
       where = _whereabouts(place, name if place.weights else with_line)
       kind = p.primitive, p.operands, p.accumulation
-      numbers = p.flops, 0.0, p.step.body.times
+      numbers = p.flops, 0.0, p.step.times
       yield WideProduct._make((*kind, *numbers, *where))
 
 
-def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> Iterator[Risk]:
+def _risk_rows(steps: list[_jaxprs.Step], dtype: np.dtype) -> Iterator[Risk]:
+  numbers = _Numbers()
   for step in steps:
-    for reason in risks_of(step, dtype):
+    for reason in _risks_of(step, dtype, numbers):
       name = _jaxprs.name_of(step.eqn)
       where = _whereabouts(step.place, step.place.name)
-      yield Risk(name, reason, step.body.times, *where)
+      yield Risk(name, reason, step.times, *where)
 
 
 def _whereabouts(
@@ -332,27 +338,27 @@ def _added(rows: Iterable[Any]) -> Iterator[Any]:
   return (key._replace(**numbers) for key, numbers in groups.items())
 
 
-def products_in(steps: list[_walk.Step]) -> list[Product]:
+def _products_in(steps: list[_jaxprs.Step]) -> list[Product]:
   """The products, of each ``cond`` those of its largest branch."""
   products = [
-    _as_product(step, flops * step.body.times)
+    _as_product(step, flops * step.times)
     for step in steps
     if (flops := _jaxprs.flops_of(step.eqn)) is not None
   ]
   by_branch: collections.Counter[Any] = collections.Counter()
   for product in products:
-    for branch in product.step.body.branches:
+    for branch in product.step.branches:
       by_branch[branch] += product.flops
   # The largest comes last, and takes the place of the others.
   largest = dict(sorted(by_branch, key=lambda branch: by_branch[branch]))
   return [
     product
     for product in products
-    if all(largest[cond] == i for cond, i in product.step.body.branches)
+    if all(largest[cond] == i for cond, i in product.step.branches)
   ]
 
 
-def _as_product(step: _walk.Step, flops: int) -> Product:
+def _as_product(step: _jaxprs.Step, flops: int) -> Product:
   # What follows are the sizes of groups.
   operands: list[Any] = [v.aval for v in step.eqn.invars[:2]]
   widest = max(operands, key=lambda aval: aval.dtype.itemsize).dtype
@@ -361,24 +367,20 @@ def _as_product(step: _walk.Step, flops: int) -> Product:
   return Product(name, str(widest), str(accumulation), flops, step)
 
 
-def risks_of(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
-  """Why an operation is at risk in this dtype.
-
-  Args:
-    step: the operation, and what is known of the variables around it.
-    dtype: the dtype; an operation in another one is not at risk.
-
-  Yields:
-    The reasons; none if it is not at risk.
-  """
+def _risks_of(
+  step: _jaxprs.Step, dtype: np.dtype, numbers: "_Numbers"
+) -> Iterator[str]:
+  """Why an operation is at risk in this dtype, and in no other one."""
   kinds = [getattr(v.aval, "dtype", None) for v in step.eqn.outvars]
-  if dtype in kinds and not step.runs_others:
-    yield from _of_function(step, dtype)
-    yield from _of_sum(step, dtype)
-    yield from _of_constants(step, dtype)
+  if dtype in kinds and not _inside(step.eqn):
+    yield from _of_function(step, dtype, numbers)
+    yield from _of_sum(step, dtype, numbers)
+    yield from _of_constants(step, dtype, numbers)
 
 
-def _of_function(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
+def _of_function(
+  step: _jaxprs.Step, dtype: np.dtype, numbers: "_Numbers"
+) -> Iterator[str]:
   name = step.eqn.primitive.name
   if name in _EXPONENTIALS:
     top = math.log(float(jnp.finfo(dtype).max))
@@ -388,26 +390,30 @@ def _of_function(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
   elif name in _POWERS:
     yield "a power, which doubles the distance from 1 or more"
   elif name == "div":
-    divisor = step.body.number(step.eqn.invars[1])
+    divisor = numbers.of(step, step.eqn.invars[1])
     if divisor is None or not 1 <= abs(divisor) < math.inf:
       yield "a division, maybe by what was flushed to zero"
 
 
-def _of_sum(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
+def _of_sum(
+  step: _jaxprs.Step, dtype: np.dtype, numbers: "_Numbers"
+) -> Iterator[str]:
   name = step.eqn.primitive.name
   terms = _jaxprs.terms_in_sum(step.eqn)
   if name == "convert_element_type":
-    terms = step.body.terms(step.eqn.invars[0])
+    terms = numbers.terms(step, step.eqn.invars[0])
   if name in _OVER_DEVICES:
     yield f"a sum over devices in {dtype}"
   elif terms > _LONG:
     yield f"a sum of {terms} terms"
 
 
-def _of_constants(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
+def _of_constants(
+  step: _jaxprs.Step, dtype: np.dtype, numbers: "_Numbers"
+) -> Iterator[str]:
   name = step.eqn.primitive.name
   for atom in step.eqn.invars:
-    number = step.body.number(atom)
+    number = numbers.of(step, atom)
     if number is None:
       continue
     with np.errstate(all="ignore"):
@@ -419,3 +425,86 @@ def _of_constants(step: _walk.Step, dtype: np.dtype) -> Iterator[str]:
     is_literal = isinstance(atom, core.Literal)
     if name in _NEVER_ON_PURPOSE and is_literal and is_lost:
       yield f"a constant that is {number:g}, maybe only in {dtype}"
+
+
+class _Numbers:
+  """What is known of values before anything is computed."""
+
+  def __init__(self) -> None:
+    self._makers: dict[core.Jaxpr, dict[Any, core.JaxprEqn]] = {}
+
+  def of(self, step: _jaxprs.Step | None, atom: Any) -> float | None:
+    """The number that all entries of what a step reads are, if it is one."""
+    if isinstance(atom, core.Literal):
+      return _as_number(atom.val)
+    if step is None:
+      return None
+    maker, jaxpr = self._maker(step, atom), step.closed.jaxpr
+    if maker is not None:
+      moves = maker.primitive.name in _jaxprs.SPREAD
+      return self.of(step, maker.invars[0]) if moves else None
+    if atom in jaxpr.constvars:
+      return _as_number(step.closed.consts[jaxpr.constvars.index(atom)])
+    given = dict(zip(jaxpr.invars, _given_to(step), strict=False))
+    return self.of(step.around, given[atom]) if atom in given else None
+
+  def terms(self, step: _jaxprs.Step, atom: Any) -> int:
+    """How many terms what a step reads is the sum of; 1 if it is none."""
+    is_literal = isinstance(atom, core.Literal)
+    maker = None if is_literal else self._maker(step, atom)
+    return 1 if maker is None else _jaxprs.terms_in_sum(maker)
+
+  def _maker(self, step: _jaxprs.Step, atom: Any) -> core.JaxprEqn | None:
+    """The equation of which a variable is the first output."""
+    jaxpr = step.closed.jaxpr
+    if jaxpr not in self._makers:
+      makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars[:1]}
+      self._makers[jaxpr] = makers
+    return self._makers[jaxpr].get(atom)
+
+
+def _given_to(step: _jaxprs.Step) -> Sequence[Any]:
+  """What the first inputs of the jaxpr around a step are, each time it runs."""
+  eqn: Any = step.around and step.around.eqn
+  match eqn and _jaxprs.higher_order_of(eqn):
+    case _jaxprs.Call() | _jaxprs.ShardMap():
+      return eqn.invars
+    case _jaxprs.Cond():
+      return eqn.invars[1:]
+    case _jaxprs.Scan(consts=count):
+      return eqn.invars[:count]
+    case _:
+      return ()
+
+
+def _as_number(const: Any) -> float | None:
+  """A real scalar as a number."""
+  if isinstance(const, jax.core.Tracer):
+    return None  # A solver closes over what was traced around it.
+  is_real = jnp.issubdtype(jnp.result_type(const), jnp.floating)
+  return float(const) if is_real and jnp.shape(const) == () else None
+
+
+def _inside(eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
+  """The jaxprs that an equation runs."""
+  call = _jaxprs.higher_order_of(eqn)
+  if call is not None:
+    return _jaxprs.bodies_of(call)
+  is_combiner = _jaxprs.name_of(eqn).startswith(_COMBINERS)
+  return [] if is_combiner else list(_jaxprs.held_jaxprs(eqn))
+
+
+def _note(eqn: core.JaxprEqn) -> str:
+  """What cannot be known of an equation; often empty."""
+  call, name = _jaxprs.higher_order_of(eqn), _jaxprs.name_of(eqn)
+  if isinstance(call, _jaxprs.While):
+    return "a while loop, of which one iteration is counted"
+  if call is not None:
+    return ""
+  if _inside(eqn):
+    return f"{name}, of which what is inside is counted once"
+  if _jaxprs.hi_primitive(eqn) is not None:
+    return f"{name}, of which nothing is known"
+  if _jaxprs.is_matrix_product(eqn) and _jaxprs.flops_of(eqn) is None:
+    return f"{name}, which is not counted"
+  return ""

@@ -1,1 +1,0 @@
-"""What runs in which dtype: walks through a function, and computes nothing."""
