@@ -16,11 +16,11 @@ from optax_lossscale import (
   _arrays,
   _checks,
   _grads,
-  _jaxprs,
   _judged,
   _state,
   _warnings,
 )
+from optax_lossscale._jaxprs import _lines
 
 _HINT_OF_GRADS = (
   " If fun is differentiated already, as by jax.value_and_grad or jax.grad,"
@@ -347,7 +347,7 @@ def _refuse_scaling() -> None:
   that somebody else differentiates may have a loss scale of its own.
   """
   frame = inspect.currentframe()
-  while frame and not _jaxprs.differentiates(frame.f_code):
+  while frame and not _lines.differentiates(frame.f_code):
     if frame.f_code is _called.__code__:
       fun = frame.f_locals["fun"]
       name = getattr(fun, "__name__", type(fun).__name__)

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from optax_lossscale import _arrays, _jaxprs
+from optax_lossscale import _arrays
+from optax_lossscale._jaxprs import _equations, _interpret, _types
 
 
 def update_or_keep(
@@ -80,7 +81,7 @@ def _context_here() -> Any:
   time, and to select after it is always right.
   """
   try:
-    return _jaxprs.context_here()
+    return _interpret.context_here()
   except Exception:
     return None
 
@@ -103,7 +104,7 @@ def _run_with_selects(
   selected: dict[Any, Any] = {}
 
   def step(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    outs = _jaxprs.function(eqn)(*inputs)
+    outs = _equations.function(eqn)(*inputs)
     return list(map(functools.partial(select, eqn), eqn.outvars, outs))
 
   def select(eqn: core.JaxprEqn, var: Any, out: Any) -> Any:
@@ -112,12 +113,12 @@ def _run_with_selects(
     selected[var] = old[var]
     return _arrays.select(finite, out, old[var])
 
-  outs = _jaxprs.interpret(closed, [], step)
+  outs = _interpret.interpret(closed, [], step)
 
   def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
     if out is leaf:  # The update left it as it was.
       return out
-    is_selected = _jaxprs.is_one_of(var, selected) and selected[var] is leaf
+    is_selected = _equations.is_one_of(var, selected) and selected[var] is leaf
     return out if is_selected else _arrays.select(finite, out, leaf)
 
   new_leaves = map(select_if_not_yet, new_vars, outs[first:], old_leaves)
@@ -136,9 +137,9 @@ def _may_select(
   """
   try:
     return (
-      _jaxprs.varying(finite) <= _jaxprs.varying(value)
+      _types.varying(finite) <= _types.varying(value)
       and jax.typeof(value) == jax.typeof(old)
-      and _jaxprs.may_change_result(eqn, here)
+      and _interpret.may_change_result(eqn, here)
     )
   except Exception:
     return False

@@ -16,12 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _jaxprs, _paths
+from optax_lossscale import _paths
+from optax_lossscale._jaxprs import _weights
 
 
 def paths_of(
   fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[int, _jaxprs.Path]:
+) -> dict[int, _weights.Path]:
   """The paths of a function's weights, by the identity of the arrays.
 
   These are the floats of its first argument with such, a tree or an array:

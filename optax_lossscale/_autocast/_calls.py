@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from optax_lossscale import _jaxprs, _warnings
+from optax_lossscale import _warnings
 from optax_lossscale._autocast import _kept, _messages, _rewrite
+from optax_lossscale._jaxprs import _equations, _places, _rules, _weights
 
 
 class Settings(NamedTuple):
@@ -26,8 +27,8 @@ class Settings(NamedTuple):
 
   dtype: Any
   kept: _kept.Kept = _kept.Kept()
-  paths: Mapping[int, _jaxprs.Path] = types.MappingProxyType({})
-  of_results: Sequence[_jaxprs.Path] = ()
+  paths: Mapping[int, _weights.Path] = types.MappingProxyType({})
+  of_results: Sequence[_weights.Path] = ()
 
 
 class Result(NamedTuple):
@@ -41,7 +42,7 @@ class Result(NamedTuple):
   """
 
   out: Any
-  paths: list[_jaxprs.Path]
+  paths: list[_weights.Path]
   found: _rewrite.Found
   message: str
 
@@ -64,7 +65,7 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
   # JAX names the user's function, and not this one, if a tracer leaks from it.
   @functools.wraps(fun, updated=())
   def traced() -> list[Any]:
-    leaves, structure = jax.tree.flatten(fun(), is_leaf=_jaxprs.is_zero)
+    leaves, structure = jax.tree.flatten(fun(), is_leaf=_rules.is_zero)
     is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
     pairs = list(zip(leaves, is_traced, strict=True))
     others = [None if traced else x for x, traced in pairs]
@@ -74,7 +75,7 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
   closed = jax.make_jaxpr(traced)()
   ((structure, is_traced, others),) = returned
   of_results = tuple(itertools.compress(settings.of_results, is_traced))
-  paths = _jaxprs.Paths((), of_results)
+  paths = _weights.Paths((), of_results)
   new, of_outs, message = _rewritten(closed, paths, settings)
   outs, its_paths = iter(core.jaxpr_as_fun(new.jaxpr)()), iter(of_outs)
   pairs = [
@@ -90,11 +91,11 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
 
 
 def _rewritten(
-  closed: _jaxprs.ClosedJaxpr, paths: _jaxprs.Paths, settings: Settings
-) -> tuple[_rewrite.Rewritten, list[_jaxprs.Path], str]:
+  closed: _equations.ClosedJaxpr, paths: _weights.Paths, settings: Settings
+) -> tuple[_rewrite.Rewritten, list[_weights.Path], str]:
   """A jaxpr in half, the paths of its outputs, and what there is to tell."""
-  dtype, known = settings.dtype, _jaxprs.Known(settings.paths)
-  in_rule = _jaxprs.Change(
+  dtype, known = settings.dtype, _weights.Known(settings.paths)
+  in_rule = _rules.Change(
     body=lambda closed, _: closed,
     derivative=functools.partial(_derivative_in_rule, dtype=dtype),
     call=functools.partial(_call_in_rule, dtype=dtype),
@@ -102,7 +103,7 @@ def _rewritten(
 
   def rewritten(kept: _kept.Kept) -> _rewrite.Rewritten:
     rewriter = _rewrite.Rewriter(dtype, kept, known, in_rule)
-    return rewriter.rewrite(closed, _jaxprs.Place(), (), paths)
+    return rewriter.rewrite(closed, _places.Place(), (), paths)
 
   new = rewritten(settings.kept)
   kept = settings.kept.with_exact(new.found.decisions)
@@ -115,8 +116,8 @@ def _rewritten(
 
 
 def _derivative_in_rule(
-  closed: _jaxprs.ClosedJaxpr, paths: _jaxprs.Paths, *, dtype: Any
-) -> tuple[Any, list[_jaxprs.Path]]:
+  closed: _equations.ClosedJaxpr, paths: _weights.Paths, *, dtype: Any
+) -> tuple[Any, list[_weights.Path]]:
   """A jaxpr of a rule, where there is nobody else to tell what was missed."""
   new, of_outs, message = _rewritten(closed, paths, Settings(dtype))
   if message:
@@ -127,10 +128,10 @@ def _derivative_in_rule(
 def _call_in_rule(
   fun: Callable[[], Any],
   inputs: Sequence[Any],
-  paths: _jaxprs.Paths,
+  paths: _weights.Paths,
   *,
   dtype: Any,
-) -> tuple[Any, list[_jaxprs.Path]]:
+) -> tuple[Any, list[_weights.Path]]:
   """Calls a part of a rule."""
   by_id = {id(x): path for x, path in zip(inputs, paths.inputs, strict=False)}
   settings = Settings(dtype, paths=by_id, of_results=paths.outputs)

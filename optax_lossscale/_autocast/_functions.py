@@ -8,7 +8,7 @@ from typing import Any, overload, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _checks, _jaxprs, _warnings
+from optax_lossscale import _checks, _warnings
 from optax_lossscale._autocast import (
   _arguments,
   _calls,
@@ -16,6 +16,7 @@ from optax_lossscale._autocast import (
   _messages,
   _products,
 )
+from optax_lossscale._jaxprs import _equations, _operations, _walk
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -219,16 +220,18 @@ def keep_float32(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 def _what_there_is(call: Callable[[], Any]) -> str:
   """Says in which dtypes a function has its products."""
 
-  def inside(eqn: Any) -> list[_jaxprs.ClosedJaxpr]:
-    plain: list[Any] = [*_jaxprs.held_jaxprs(eqn)] or [_jaxprs.lowered(eqn)]
+  def inside(eqn: Any) -> list[_equations.ClosedJaxpr]:
+    plain: list[Any] = [*_equations.held_jaxprs(eqn)] or [
+      _equations.lowered(eqn)
+    ]
     return [closed for closed in plain if closed]
 
   def traced() -> list[Any]:
     leaves = jax.tree.leaves(call())
     return [x for x in leaves if isinstance(x, jax.core.Tracer)]
 
-  eqns: Any = (s.eqn for s in _jaxprs.walk(jax.make_jaxpr(traced)(), inside))
-  products = filter(_jaxprs.is_matrix_product, eqns)
+  eqns: Any = (s.eqn for s in _walk.walk(jax.make_jaxpr(traced)(), inside))
+  products = filter(_operations.is_matrix_product, eqns)
   dtypes = {str(eqn.invars[0].aval.dtype) for eqn in products}
   if not dtypes:
     return "There is none of another dtype, either."

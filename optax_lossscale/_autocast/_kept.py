@@ -5,7 +5,7 @@ import difflib
 import fnmatch
 from typing import Any, NamedTuple
 
-from optax_lossscale import _jaxprs
+from optax_lossscale._jaxprs import _places
 
 _NEAREST = 5
 
@@ -18,7 +18,7 @@ class Decision(NamedTuple):
     patterns: those of the user's patterns that select one of them.
   """
 
-  names: tuple[_jaxprs.Names, ...]
+  names: tuple[_places.Names, ...]
   patterns: frozenset[str]
 
   @property
@@ -38,7 +38,7 @@ class Kept(NamedTuple):
   patterns: tuple[str, ...] = ()
   exact: frozenset[str] = frozenset()
 
-  def decide(self, *places: _jaxprs.Place) -> Decision:
+  def decide(self, *places: _places.Place) -> Decision:
     """What is decided of what stands at these places."""
     names = tuple(place.names for place in places)
     every = _all_names(names)
@@ -103,6 +103,6 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
   return many
 
 
-def _all_names(places: Iterable[_jaxprs.Names]) -> dict[str, None]:
+def _all_names(places: Iterable[_places.Names]) -> dict[str, None]:
   """All names that select one of these, in the order of the program."""
   return {name: None for names in places for name in names.all()}

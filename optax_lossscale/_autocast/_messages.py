@@ -10,8 +10,15 @@ import weakref
 import jax
 from jax.extend import core
 
-from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _products
+from optax_lossscale._jaxprs import (
+  _equations,
+  _lines,
+  _operations,
+  _places,
+  _types,
+  _walk,
+)
 
 # Two calls are what one makes by hand, before and after a training, say.
 _PATIENCE = 3
@@ -26,7 +33,7 @@ _REACHED = ""
 
 
 def of_missed(
-  closed: _jaxprs.ClosedJaxpr, missed: Container[core.JaxprEqn], dtype: Any
+  closed: _equations.ClosedJaxpr, missed: Container[core.JaxprEqn], dtype: Any
 ) -> str:
   """What to tell of products that were not reached; empty if all were.
 
@@ -70,7 +77,7 @@ def of_calls(fun: Callable[..., Any], given: Any, out: Any) -> str:
   # Who turned `jit` off wants it so.
   if jax.config.jax_disable_jit or not arrays:
     return ""
-  if not all(map(_jaxprs.is_known, arrays)):
+  if not all(map(_types.is_known, arrays)):
     return ""
   counts = _counts.setdefault(_code_of(fun), collections.Counter())
   shapes = _shapes_of((given, out))
@@ -87,7 +94,7 @@ def of_calls(fun: Callable[..., Any], given: Any, out: Any) -> str:
 
 
 def _places_of(
-  closed: _jaxprs.ClosedJaxpr, missed: Container[core.JaxprEqn]
+  closed: _equations.ClosedJaxpr, missed: Container[core.JaxprEqn]
 ) -> tuple[dict[str, float], list[str]]:
   """Of the places that were missed, their shares of the flops of all products.
 
@@ -95,21 +102,23 @@ def _places_of(
   """
   flops: dict[str, int] = {}
   exported: dict[str, None] = {}
-  for step in _jaxprs.walk(closed, _products.jaxprs_to_search):
+  for step in _walk.walk(closed, _products.jaxprs_to_search):
     if _products.is_exported(step.eqn):
       exported[_where(step)] = None
     if _products.is_product(step.eqn):
       outer = next((x for x in step.way if x.eqn in missed), None)
       where = _where(outer) if outer else _REACHED
-      more = step.times * (_jaxprs.flops_of(step.eqn) or 1)  # as one product
+      more = step.times * (
+        _operations.flops_of(step.eqn) or 1
+      )  # as one product
       flops[where] = flops.get(where, 0) + more
   total = sum(flops.values()) or 1  # A loop may run for no step at all.
   flops.pop(_REACHED, None)
   return {where: n / total for where, n in flops.items()}, list(exported)
 
 
-def _where(step: _jaxprs.Step) -> str:
-  return _jaxprs.place_name(_jaxprs.name_of(step.eqn), step.place.source)
+def _where(step: _walk.Step) -> str:
+  return _places.place_name(_lines.name_of(step.eqn), step.place.source)
 
 
 def _listed(places: list[str]) -> str:

@@ -8,7 +8,16 @@ import jax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale import _jaxprs
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _lines,
+  _operations,
+  _places,
+  _rules,
+  _walk,
+  _weights,
+)
 
 # Functions marked with this scope keep their products in float32. The scope
 # stays in the name stack of an equation, whatever transforms the function.
@@ -21,11 +30,11 @@ _PRODUCT = re.compile(
 
 def is_product(eqn: core.JaxprEqn) -> bool:
   """Whether this is a float32 product that may run in half precision."""
-  if not _jaxprs.is_matrix_product(eqn):
+  if not _operations.is_matrix_product(eqn):
     return False
   floats: list[Any] = [v.aval for v in (*eqn.invars[:2], *eqn.outvars)]
   are_float32 = all(aval.dtype == jnp.float32 for aval in floats)
-  return are_float32 and _jaxprs.may_change_dtype(eqn) and not is_kept(eqn)
+  return are_float32 and _operations.may_change_dtype(eqn) and not is_kept(eqn)
 
 
 def is_exported(eqn: core.JaxprEqn) -> bool:
@@ -33,24 +42,24 @@ def is_exported(eqn: core.JaxprEqn) -> bool:
 
   It is code for XLA, which runs as it is.
   """
-  text = _jaxprs.exported_text(eqn)
+  text = _equations.exported_text(eqn)
   return bool(_PRODUCT.search(text)) and not is_kept(eqn)
 
 
 def is_kept(eqn: core.JaxprEqn) -> bool:
   """Whether the equation stands in a function marked to stay in float32."""
-  return _jaxprs.has_scope(eqn, KEEP_FLOAT32)
+  return _places.has_scope(eqn, KEEP_FLOAT32)
 
 
-def jaxprs_to_search(eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
+def jaxprs_to_search(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that an equation holds or hides, unless it is marked."""
-  held = list(_jaxprs.held_jaxprs(eqn))
-  plain = None if held else _jaxprs.lowered(eqn)
+  held = list(_equations.held_jaxprs(eqn))
+  plain = None if held else _equations.lowered(eqn)
   held += [] if plain is None else [plain]
   return [] if held and is_kept(eqn) else held
 
 
-class Search(_jaxprs.Search):
+class Search(_walk.Search):
   """Looks for products, once in each jaxpr.
 
   Attributes:
@@ -73,7 +82,7 @@ class Search(_jaxprs.Search):
     """
     inside = super().inside_of
     # A rule may need the axes of the mesh.
-    if _jaxprs.where_it_runs(eqn, lambda: inside(eqn)):
+    if _higher_order.where_it_runs(eqn, lambda: inside(eqn)):
       return True
     if self.hides is None or is_kept(eqn):
       return False  # Nothing is inside of what is marked.
@@ -84,7 +93,7 @@ class Search(_jaxprs.Search):
 
 def derivative_of(
   eqn: core.JaxprEqn,
-) -> tuple[list[int], _jaxprs.ClosedJaxpr | None]:
+) -> tuple[list[int], _equations.ClosedJaxpr | None]:
   """The jaxpr of an equation and its derivatives, if it has them.
 
   It is what a rule computes, each equation with the line of the rule.
@@ -97,7 +106,7 @@ def derivative_of(
   avals = [atom.aval for atom in eqn.invars]
 
   def loss(some: list[Any], args: tuple[Any, ...]) -> Any:
-    old = _jaxprs.function(_jaxprs.without_source(eqn))
+    old = _equations.function(_lines.without_source(eqn))
     full = list(args)
     for i, x in zip(floats, some, strict=True):
       full[i] = x
@@ -118,12 +127,12 @@ class InRule(NamedTuple):
     is_all: whether its derivative could be looked at.
   """
 
-  places: list[_jaxprs.Place]
+  places: list[_places.Place]
   is_all: bool
 
 
 def products_in_rule(
-  eqn: core.JaxprEqn, place: _jaxprs.Place, paths: _jaxprs.Paths
+  eqn: core.JaxprEqn, place: _places.Place, paths: _weights.Paths
 ) -> InRule:
   """Finds the products that a function with a rule computes.
 
@@ -141,11 +150,11 @@ def products_in_rule(
   if seen is not None:
     of_floats = paths.of(floats)
     inputs = (*of_floats, *paths.inputs)
-    programs.append((seen, _jaxprs.Paths(inputs, of_floats)))
+    programs.append((seen, _weights.Paths(inputs, of_floats)))
   places = [place]
   for closed, its_paths in programs:
-    weights = _jaxprs.Known().of(closed, its_paths)
-    steps = _jaxprs.walk(closed, inside, weights=weights, start=place)
+    weights = _weights.Known().of(closed, its_paths)
+    steps = _walk.walk(closed, inside, weights=weights, start=place)
     places += [x.place for x in steps if is_product(x.eqn)]
   return InRule(places, seen is not None)
 
@@ -161,10 +170,10 @@ def hides_products(eqn: core.JaxprEqn, *, if_unknown: bool) -> bool:
     eqn: an equation.
     if_unknown: what is returned of a rule that is not asked.
   """
-  rule = _jaxprs.rule_of(eqn)
+  rule = _rules.rule_of(eqn)
   if rule is None or rule.consts is None:
     return False
-  if rule.kind == "custom_jvp_call" and _jaxprs.is_rule_of_library(eqn):
+  if rule.kind == "custom_jvp_call" and _lines.is_rule_of_library(eqn):
     return False
   if rule.sees_perturbed:
     return if_unknown
@@ -176,9 +185,9 @@ def hides_products(eqn: core.JaxprEqn, *, if_unknown: bool) -> bool:
   return seen is not None and Search().in_jaxpr(seen.jaxpr)
 
 
-def _transpose_of(eqn: core.JaxprEqn, count: int) -> _jaxprs.ClosedJaxpr:
+def _transpose_of(eqn: core.JaxprEqn, count: int) -> _equations.ClosedJaxpr:
   """The backward pass of a tangent, of so many residuals and its cotangents."""
-  old = _jaxprs.function(eqn)
+  old = _equations.function(eqn)
   inputs = [v.aval for v in eqn.invars]
 
   def pull_back(residuals: Any, cotangents: Any) -> Any:

@@ -17,8 +17,15 @@ from typing import Any, NamedTuple
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _kept, _products
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _operations,
+  _places,
+  _rules,
+  _weights,
+)
 
 
 class Found(NamedTuple):
@@ -70,8 +77,8 @@ class _Here(NamedTuple):
   """
 
   jaxpr: core.Jaxpr
-  place: _jaxprs.Place
-  weights: _jaxprs.Weights
+  place: _places.Place
+  weights: _weights.Weights
   half: Set[Any]
 
 
@@ -89,8 +96,8 @@ class Rewriter:
     self,
     dtype: Any,
     kept: _kept.Kept,
-    known: _jaxprs.Known,
-    in_rule: _jaxprs.Change,
+    known: _weights.Known,
+    in_rule: _rules.Change,
   ) -> None:
     self._dtype = dtype
     self._kept = kept
@@ -106,10 +113,10 @@ class Rewriter:
 
   def rewrite(
     self,
-    jaxpr: _jaxprs.AnyJaxpr,
-    place: _jaxprs.Place,
+    jaxpr: _equations.AnyJaxpr,
+    place: _places.Place,
     are_half: Sequence[bool] = (),
-    paths: _jaxprs.Paths = _jaxprs.NO_PATHS,
+    paths: _weights.Paths = _weights.NO_PATHS,
   ) -> Rewritten:
     """Rewrites a jaxpr.
 
@@ -136,12 +143,12 @@ class Rewriter:
 
   def _rewrite_once(
     self,
-    jaxpr: _jaxprs.AnyJaxpr,
-    place: _jaxprs.Place,
+    jaxpr: _equations.AnyJaxpr,
+    place: _places.Place,
     are_half: Sequence[bool],
-    paths: _jaxprs.Paths,
+    paths: _weights.Paths,
   ) -> Rewritten:
-    closed = _jaxprs.closed(jaxpr)
+    closed = _equations.closed(jaxpr)
     half = set(itertools.compress(closed.jaxpr.invars, are_half))
     weights = self._known.of(closed, paths)
     here = _Here(closed.jaxpr, place, weights, half)
@@ -150,9 +157,9 @@ class Rewriter:
       made.append(self._in_place_of(eqn, here))
       half.update(made[-1].half)
     eqns = [eqn for new in made for eqn in new.eqns]
-    outs = [_jaxprs.is_one_of(v, half) for v in closed.jaxpr.outvars]
+    outs = [_equations.is_one_of(v, half) for v in closed.jaxpr.outvars]
     found = together(new.found for new in made)
-    return Rewritten(_jaxprs.with_fields(jaxpr, eqns=eqns), outs, found)
+    return Rewritten(_equations.with_fields(jaxpr, eqns=eqns), outs, found)
 
   def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _New:
     """What stands in the place of an equation."""
@@ -162,9 +169,9 @@ class Rewriter:
       found = Found(has_products=True, decisions=decisions)
       if any(x.is_kept for x in decisions):
         return _New([named], found=found)
-      product = _jaxprs.in_dtype(named, self._dtype)
+      product = _operations.in_dtype(named, self._dtype)
       return _New(in_half(product, self._dtype), eqn.outvars, found)
-    if _jaxprs.moves(eqn) and come_from(eqn, here.half):
+    if _operations.moves(eqn) and come_from(eqn, here.half):
       return _New(in_half(eqn, self._dtype), eqn.outvars)
     if _products.is_exported(eqn):
       return _New([eqn], found=Found(missed=(eqn,)))
@@ -172,7 +179,7 @@ class Rewriter:
       return _New([eqn])
     # Rules are traced where the axes of the mesh are known.
     entered = functools.partial(self._enter, eqn, here)
-    new: _New = _jaxprs.where_it_runs(eqn, entered)
+    new: _New = _higher_order.where_it_runs(eqn, entered)
     return new
 
   def _enter(self, eqn: core.JaxprEqn, here: _Here) -> _New:
@@ -182,13 +189,13 @@ class Rewriter:
     place = here.place
     if self._kept.patterns:
       place = place.at(named, here.jaxpr)
-    rule = _jaxprs.rule_of(eqn)
+    rule = _rules.rule_of(eqn)
     if rule is not None:
       return self._with_rule(eqn, named, rule, place, here)
-    if _jaxprs.called_jaxpr(eqn) is not None:
-      are_half = [_jaxprs.is_one_of(atom, here.half) for atom in eqn.invars]
+    if _equations.called_jaxpr(eqn) is not None:
+      are_half = [_equations.is_one_of(atom, here.half) for atom in eqn.invars]
       return self._with_jaxprs(eqn, named, place, here, are_half)
-    if _jaxprs.runs_its_jaxprs(eqn):
+    if _higher_order.runs_its_jaxprs(eqn):
       return self._with_jaxprs(eqn, named, place, here)
     decisions = self._decide(lambda: [place])
     are_kept = any(x.is_kept for x in decisions)
@@ -199,8 +206,8 @@ class Rewriter:
     self,
     eqn: core.JaxprEqn,
     named: core.JaxprEqn,
-    rule: _jaxprs.Rule,
-    place: _jaxprs.Place,
+    rule: _rules.Rule,
+    place: _places.Place,
     here: _Here,
   ) -> _New:
     """An equation whose rule computes in half, if it is understood."""
@@ -216,12 +223,12 @@ class Rewriter:
         return _New([named], found=own)
     founds = [own]
 
-    def body(closed: _jaxprs.ClosedJaxpr, its_paths: _jaxprs.Paths) -> Any:
+    def body(closed: _equations.ClosedJaxpr, its_paths: _weights.Paths) -> Any:
       inner = self.rewrite(closed, place, (), its_paths)
       founds.append(inner.found)
       return inner.jaxpr
 
-    new = _jaxprs.with_rule(named, self._in_rule._replace(body=body), paths)
+    new = _rules.with_rule(named, self._in_rule._replace(body=body), paths)
     if new is None:
       own = own._replace(has_products=False, missed=(eqn,))
       return _New([named], found=own)
@@ -231,27 +238,27 @@ class Rewriter:
     self,
     eqn: core.JaxprEqn,
     named: core.JaxprEqn,
-    place: _jaxprs.Place,
+    place: _places.Place,
     here: _Here,
     are_half: Sequence[bool] = (),
   ) -> _New:
     """The same equation, with each jaxpr that it holds rewritten."""
     inside: list[Rewritten] = []
 
-    def replace(jaxpr: _jaxprs.AnyJaxpr) -> Any:
-      called = _jaxprs.closed(jaxpr).jaxpr
+    def replace(jaxpr: _equations.AnyJaxpr) -> Any:
+      called = _equations.closed(jaxpr).jaxpr
       paths = here.weights.paths_of_body(eqn, called)
       inside.append(self.rewrite(jaxpr, place, are_half, paths))
       return inside[-1].jaxpr
 
-    new = _jaxprs.with_jaxprs(named, replace)
+    new = _equations.with_jaxprs(named, replace)
     # A call returns what its function returns.
     outs = inside[0].are_half if are_half else ()
     half = list(itertools.compress(eqn.outvars, outs))
     return _New([new], half, together(x.found for x in inside))
 
   def _decide(
-    self, places: Callable[[], list[_jaxprs.Place]]
+    self, places: Callable[[], list[_places.Place]]
   ) -> tuple[_kept.Decision, ...]:
     """What is decided of what stands at some places, which may be to find."""
     return (self._kept.decide(*places()),) if self._kept.patterns else ()
@@ -275,14 +282,14 @@ def in_half(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
   Values are narrowed for each use, even where one equation uses a value twice:
   the cotangents of a shared copy would be added in half.
   """
-  eqn = _jaxprs.marked(eqn, dtype)
+  eqn = _places.marked(eqn, dtype)
   half = lambda atom: _half_of(atom, dtype) if _is_float32(atom) else atom
   inputs, outputs = list(map(half, eqn.invars)), list(map(half, eqn.outvars))
   before = [
-    _jaxprs.conversion(*pair, eqn) for pair in _changed(eqn.invars, inputs)
+    _equations.conversion(*pair, eqn) for pair in _changed(eqn.invars, inputs)
   ]
   after = [
-    _jaxprs.conversion(*pair, eqn) for pair in _changed(outputs, eqn.outvars)
+    _equations.conversion(*pair, eqn) for pair in _changed(outputs, eqn.outvars)
   ]
   return [*before, eqn.replace(invars=inputs, outvars=outputs), *after]
 
@@ -290,7 +297,9 @@ def in_half(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
 def come_from(eqn: core.JaxprEqn, half: Set[Any]) -> bool:
   """Whether there are float32 inputs, all of which are in the set."""
   floats = [atom for atom in eqn.invars if _is_float32(atom)]
-  return bool(floats) and all(_jaxprs.is_one_of(atom, half) for atom in floats)
+  return bool(floats) and all(
+    _equations.is_one_of(atom, half) for atom in floats
+  )
 
 
 def _changed(old: list[Any], new: list[Any]) -> list[tuple[Any, Any]]:

@@ -11,7 +11,15 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _host, _jaxprs
+from optax_lossscale import _host
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _lines,
+  _operations,
+  _places,
+  _walk,
+)
 from optax_lossscale.diagnostics import _numbers, _tracing
 
 # A sum of more terms than this is long. Even 256 terms of 256 are too much for
@@ -198,7 +206,7 @@ class Product(NamedTuple):
   operands: str
   accumulation: str
   flops: int
-  step: _jaxprs.Step
+  step: _walk.Step
 
 
 def precision_report(
@@ -248,7 +256,7 @@ def precision_report(
   """
   as_dtype = _numbers.as_small_float(dtype)
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
-  steps = list(_jaxprs.walk(traced.closed, _inside, only_needed=True))
+  steps = list(_walk.walk(traced.closed, _inside, only_needed=True))
   notes = _tracing.told(traced.shut)
   notes += [f"whether update runs, in {where}" for where in traced.chosen]
   told = [(_note(step.eqn), step) for step in steps]
@@ -258,7 +266,7 @@ def precision_report(
 
 
 def _reported(
-  steps: list[_jaxprs.Step], as_dtype: np.dtype, notes: list[str]
+  steps: list[_walk.Step], as_dtype: np.dtype, notes: list[str]
 ) -> PrecisionReport:
   products = _products_in(steps)
   total = sum(product.flops for product in products)
@@ -291,28 +299,28 @@ def _wide_rows(
   products: list[Product], dtype: np.dtype
 ) -> Iterator[WideProduct]:
   places = [p.step.place for p in products]
-  told = _jaxprs.telling_names([(x.names, x.backward) for x in places])
+  told = _places.telling_names([(x.names, x.backward) for x in places])
   for p, place, (name, source) in zip(products, places, told, strict=True):
     if _is_wider(p.operands, dtype):
       # Without weights, it is for the line that it is told.
-      with_line = _jaxprs.place_name(place.names.best()[0], source)
+      with_line = _places.place_name(place.names.best()[0], source)
       where = _whereabouts(place, name if place.weights else with_line)
       kind = p.primitive, p.operands, p.accumulation
       numbers = p.flops, 0.0, p.step.times
       yield WideProduct._make((*kind, *numbers, *where))
 
 
-def _risk_rows(steps: list[_jaxprs.Step], dtype: np.dtype) -> Iterator[Risk]:
+def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> Iterator[Risk]:
   numbers = _Numbers()
   for step in steps:
     for reason in _risks_of(step, dtype, numbers):
-      name = _jaxprs.name_of(step.eqn)
+      name = _lines.name_of(step.eqn)
       where = _whereabouts(step.place, step.place.name)
       yield Risk(name, reason, step.times, *where)
 
 
 def _whereabouts(
-  place: _jaxprs.Place, name: str
+  place: _places.Place, name: str
 ) -> tuple[str, str, str, str, bool]:
   names = place.names
   return name, names.scope, names.weights, place.source, place.backward
@@ -338,12 +346,12 @@ def _added(rows: Iterable[Any]) -> Iterator[Any]:
   return (key._replace(**numbers) for key, numbers in groups.items())
 
 
-def _products_in(steps: list[_jaxprs.Step]) -> list[Product]:
+def _products_in(steps: list[_walk.Step]) -> list[Product]:
   """The products, of each ``cond`` those of its largest branch."""
   products = [
     _as_product(step, flops * step.times)
     for step in steps
-    if (flops := _jaxprs.flops_of(step.eqn)) is not None
+    if (flops := _operations.flops_of(step.eqn)) is not None
   ]
   by_branch: collections.Counter[Any] = collections.Counter()
   for product in products:
@@ -358,17 +366,17 @@ def _products_in(steps: list[_jaxprs.Step]) -> list[Product]:
   ]
 
 
-def _as_product(step: _jaxprs.Step, flops: int) -> Product:
+def _as_product(step: _walk.Step, flops: int) -> Product:
   # What follows are the sizes of groups.
   operands: list[Any] = [v.aval for v in step.eqn.invars[:2]]
   widest = max(operands, key=lambda aval: aval.dtype.itemsize).dtype
-  accumulation = _jaxprs.accumulation_of(step.eqn)
-  name = _jaxprs.name_of(step.eqn)
+  accumulation = _operations.accumulation_of(step.eqn)
+  name = _lines.name_of(step.eqn)
   return Product(name, str(widest), str(accumulation), flops, step)
 
 
 def _risks_of(
-  step: _jaxprs.Step, dtype: np.dtype, numbers: "_Numbers"
+  step: _walk.Step, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
   """Why an operation is at risk in this dtype, and in no other one."""
   kinds = [getattr(v.aval, "dtype", None) for v in step.eqn.outvars]
@@ -379,7 +387,7 @@ def _risks_of(
 
 
 def _of_function(
-  step: _jaxprs.Step, dtype: np.dtype, numbers: "_Numbers"
+  step: _walk.Step, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
   name = step.eqn.primitive.name
   if name in _EXPONENTIALS:
@@ -396,10 +404,10 @@ def _of_function(
 
 
 def _of_sum(
-  step: _jaxprs.Step, dtype: np.dtype, numbers: "_Numbers"
+  step: _walk.Step, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
   name = step.eqn.primitive.name
-  terms = _jaxprs.terms_in_sum(step.eqn)
+  terms = _operations.terms_in_sum(step.eqn)
   if name == "convert_element_type":
     terms = numbers.terms(step, step.eqn.invars[0])
   if name in _OVER_DEVICES:
@@ -409,7 +417,7 @@ def _of_sum(
 
 
 def _of_constants(
-  step: _jaxprs.Step, dtype: np.dtype, numbers: "_Numbers"
+  step: _walk.Step, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
   name = step.eqn.primitive.name
   for atom in step.eqn.invars:
@@ -433,7 +441,7 @@ class _Numbers:
   def __init__(self) -> None:
     self._makers: dict[core.Jaxpr, dict[Any, core.JaxprEqn]] = {}
 
-  def of(self, step: _jaxprs.Step | None, atom: Any) -> float | None:
+  def of(self, step: _walk.Step | None, atom: Any) -> float | None:
     """The number that all entries of what a step reads are, if it is one."""
     if isinstance(atom, core.Literal):
       return _as_number(atom.val)
@@ -441,20 +449,20 @@ class _Numbers:
       return None
     maker, jaxpr = self._maker(step, atom), step.closed.jaxpr
     if maker is not None:
-      moves = maker.primitive.name in _jaxprs.SPREAD
+      moves = maker.primitive.name in _operations.SPREAD
       return self.of(step, maker.invars[0]) if moves else None
     if atom in jaxpr.constvars:
       return _as_number(step.closed.consts[jaxpr.constvars.index(atom)])
     given = dict(zip(jaxpr.invars, _given_to(step), strict=False))
     return self.of(step.around, given[atom]) if atom in given else None
 
-  def terms(self, step: _jaxprs.Step, atom: Any) -> int:
+  def terms(self, step: _walk.Step, atom: Any) -> int:
     """How many terms what a step reads is the sum of; 1 if it is none."""
     is_literal = isinstance(atom, core.Literal)
     maker = None if is_literal else self._maker(step, atom)
-    return 1 if maker is None else _jaxprs.terms_in_sum(maker)
+    return 1 if maker is None else _operations.terms_in_sum(maker)
 
-  def _maker(self, step: _jaxprs.Step, atom: Any) -> core.JaxprEqn | None:
+  def _maker(self, step: _walk.Step, atom: Any) -> core.JaxprEqn | None:
     """The equation of which a variable is the first output."""
     jaxpr = step.closed.jaxpr
     if jaxpr not in self._makers:
@@ -463,15 +471,15 @@ class _Numbers:
     return self._makers[jaxpr].get(atom)
 
 
-def _given_to(step: _jaxprs.Step) -> Sequence[Any]:
+def _given_to(step: _walk.Step) -> Sequence[Any]:
   """What the first inputs of the jaxpr around a step are, each time it runs."""
   eqn: Any = step.around and step.around.eqn
-  match eqn and _jaxprs.higher_order_of(eqn):
-    case _jaxprs.Call() | _jaxprs.ShardMap():
+  match eqn and _higher_order.higher_order_of(eqn):
+    case _higher_order.Call() | _higher_order.ShardMap():
       return eqn.invars
-    case _jaxprs.Cond():
+    case _higher_order.Cond():
       return eqn.invars[1:]
-    case _jaxprs.Scan(consts=count):
+    case _higher_order.Scan(consts=count):
       return eqn.invars[:count]
     case _:
       return ()
@@ -485,26 +493,26 @@ def _as_number(const: Any) -> float | None:
   return float(const) if is_real and jnp.shape(const) == () else None
 
 
-def _inside(eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
+def _inside(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that an equation runs."""
-  call = _jaxprs.higher_order_of(eqn)
+  call = _higher_order.higher_order_of(eqn)
   if call is not None:
-    return _jaxprs.bodies_of(call)
-  is_combiner = _jaxprs.name_of(eqn).startswith(_COMBINERS)
-  return [] if is_combiner else list(_jaxprs.held_jaxprs(eqn))
+    return _higher_order.bodies_of(call)
+  is_combiner = _lines.name_of(eqn).startswith(_COMBINERS)
+  return [] if is_combiner else list(_equations.held_jaxprs(eqn))
 
 
 def _note(eqn: core.JaxprEqn) -> str:
   """What cannot be known of an equation; often empty."""
-  call, name = _jaxprs.higher_order_of(eqn), _jaxprs.name_of(eqn)
-  if isinstance(call, _jaxprs.While):
+  call, name = _higher_order.higher_order_of(eqn), _lines.name_of(eqn)
+  if isinstance(call, _higher_order.While):
     return "a while loop, of which one iteration is counted"
   if call is not None:
     return ""
   if _inside(eqn):
     return f"{name}, of which what is inside is counted once"
-  if _jaxprs.hi_primitive(eqn) is not None:
+  if _equations.hi_primitive(eqn) is not None:
     return f"{name}, of which nothing is known"
-  if _jaxprs.is_matrix_product(eqn) and _jaxprs.flops_of(eqn) is None:
+  if _operations.is_matrix_product(eqn) and _operations.flops_of(eqn) is None:
     return f"{name}, which is not counted"
   return ""

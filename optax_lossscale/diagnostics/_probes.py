@@ -8,7 +8,8 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _checks, _jaxprs, _state
+from optax_lossscale import _arrays, _checks, _state
+from optax_lossscale._jaxprs import _types
 
 # There is a bin for what float16 takes for zero, one for each of its binades in
 # ascending order (the first ten are those of its subnormal numbers), one for
@@ -88,8 +89,8 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
   x, slot = jnp.asarray(x), jnp.asarray(slot)
   # Under shard_map all devices may share a slot. The transpose of this cast is
   # a sum over the devices, so that the slot counts for all of them.
-  ours, slots = _jaxprs.varying(x), _jaxprs.varying(slot)
-  slot = _jaxprs.as_varying(slot, tuple(ours - slots))
+  ours, slots = _types.varying(x), _types.varying(slot)
+  slot = _types.as_varying(slot, tuple(ours - slots))
   return _probe(tuple(slots - ours), x, slot)
 
 
@@ -226,7 +227,7 @@ def _probe(more_axes: Any, x: jax.Array, slot: jax.Array) -> jax.Array:
 def _probe_bwd(
   more_axes: Any, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  return cotangent, _jaxprs.as_varying(count(cotangent), more_axes)
+  return cotangent, _types.as_varying(count(cotangent), more_axes)
 
 
 _probe.defvjp(lambda more_axes, x, slot: (x, None), _probe_bwd)

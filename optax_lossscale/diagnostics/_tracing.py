@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _checks, _jaxprs, _judged
+from optax_lossscale import _arrays, _checks, _judged
+from optax_lossscale._jaxprs import _equations, _outputs, _powers, _types
 
 _NOT_SCALED = (
   "The gradients that update is given come from no scaled loss: differentiate"
@@ -72,7 +73,7 @@ class Traced(NamedTuple):
     warnings: what is wrong with how the gradients are scaled, in sentences.
   """
 
-  closed: _jaxprs.ClosedJaxpr
+  closed: _equations.ClosedJaxpr
   inputs: list[Any]
   names: list[str]
   outputs: list[Output]
@@ -94,7 +95,7 @@ class Traced(NamedTuple):
     """The same function without all other outputs."""
     kept = [i for i, out in enumerate(self.outputs) if out.kind in kinds]
     outvars = [self.closed.jaxpr.outvars[i] for i in kept]
-    closed: Any = _jaxprs.with_fields(self.closed, outvars=outvars)
+    closed: Any = _equations.with_fields(self.closed, outvars=outvars)
     outputs = [self.outputs[i] for i in kept]
     return self._replace(closed=closed, outputs=outputs)
 
@@ -202,7 +203,7 @@ def trace(
       raise
     fun = within
     closed = jax.make_jaxpr(flat_fun)(*inputs)
-  opened = _jaxprs.with_named_outputs(closed, _look_at)
+  opened = _outputs.with_named_outputs(closed, _look_at)
   _check_constants(opened.closed)
   outputs += _judged_outputs(opened.names)
   return Traced(
@@ -300,7 +301,7 @@ def _is_input(leaf: Any) -> bool:
 
 
 def _is_ref(x: Any) -> bool:
-  return hasattr(x, "dtype") and _jaxprs.is_ref(getattr(x, "aval", None))
+  return hasattr(x, "dtype") and _types.is_ref(getattr(x, "aval", None))
 
 
 def _input_of(leaf: Any) -> Any:
@@ -313,7 +314,7 @@ def _as_argument(leaf: Any, array: Any) -> Any:
   return jax.new_ref(array) if _is_ref(leaf) else array
 
 
-def _check_constants(closed: _jaxprs.ClosedJaxpr) -> None:
+def _check_constants(closed: _equations.ClosedJaxpr) -> None:
   if any(map(_is_ref, closed.consts)):
     raise TypeError(
       "fun must be given its Refs as arguments, got one that it closes over: to"
@@ -357,7 +358,9 @@ def _parameters(fun: Callable[..., Any]) -> list[str]:
   return [p.name for p in parameters if p.kind < p.VAR_POSITIONAL]
 
 
-def scaling_of(closed: _jaxprs.ClosedJaxpr, names: Sequence[str]) -> list[str]:
+def scaling_of(
+  closed: _equations.ClosedJaxpr, names: Sequence[str]
+) -> list[str]:
   """What is wrong with how the gradients of a step are scaled, if it is known.
 
   Args:
@@ -370,25 +373,25 @@ def scaling_of(closed: _jaxprs.ClosedJaxpr, names: Sequence[str]) -> list[str]:
   """
   told: dict[str, None] = {}
 
-  def named(name: str, power: _jaxprs.Power) -> _jaxprs.Power:
+  def named(name: str, power: _powers.Power) -> _powers.Power:
     mark = _judged.mark_of(name)
     if mark is None:
       return power
     if mark.kind == "scale":
-      return _jaxprs.Power(1)
+      return _powers.Power(1)
     if mark.kind in ("grads", "scaled_grads"):
       told.update(dict.fromkeys(_mistake(power, mark.kind == "scaled_grads")))
-      return _jaxprs.Power()  # What follows is another step.
+      return _powers.Power()  # What follows is another step.
     return power
 
   inputs = [
-    _jaxprs.Power(1 if _LOSS_SCALE.search(name) else 0) for name in names
+    _powers.Power(1 if _LOSS_SCALE.search(name) else 0) for name in names
   ]
-  _jaxprs.powers_of(closed, inputs, named)
+  _powers.powers_of(closed, inputs, named)
   return list(told)
 
 
-def _mistake(power: _jaxprs.Power, is_scaled: bool) -> list[str]:
+def _mistake(power: _powers.Power, is_scaled: bool) -> list[str]:
   """What is wrong with a gradient; nothing if it is right, or not known."""
   if not power.is_gradient or not isinstance(power.exponent, int):
     return []

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _messages
+from optax_lossscale._jaxprs import _equations, _types
 
 X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
 W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
@@ -242,7 +242,7 @@ def test_a_checkpoint_inside_keeps_its_options():
   policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
   layer = jax.checkpoint(lambda x: x @ W, prevent_cse=False, policy=policy)
   (eqn,) = jax.make_jaxpr(ols.autocast(layer))(X).eqns
-  hidden = _jaxprs.hi_primitive(eqn)
+  hidden = _equations.hi_primitive(eqn)
   params = eqn.params if hidden is None else hidden.params
   assert params["policy"] is policy
   assert params["prevent_cse"] in (False, (False,))
@@ -498,7 +498,7 @@ def test_a_tracer_that_does_not_tell_is_taken_for_one_of_a_program(monkeypatch):
     aval = jax.typeof(W)
 
   monkeypatch.delattr(jax.core.Tracer, "to_concrete_value")
-  assert not _jaxprs.is_known(object.__new__(Silent))
+  assert not _types.is_known(object.__new__(Silent))
 
 
 # Kernels that take half precision alone, in a float32 model: the recipe. This

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _jaxprs
+from optax_lossscale._jaxprs import _lines, _places
 from optax_lossscale.diagnostics import compare_precision
 
 W, X = jnp.eye(4), jnp.ones((3, 4))
@@ -291,10 +291,10 @@ def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
 
 def test_ways_to_a_place_are_one_if_one_only_has_fewer_lines():
   """JAX forgets lines of some equations."""
-  h, a, main = (_jaxprs.Line("m.py", i, "f") for i in range(3))
+  h, a, main = (_lines.Line("m.py", i, "f") for i in range(3))
   ways = (h,), (h, a, main), (h, main)
-  names = [_jaxprs.Names("net", "", "net", lines) for lines in ways]
-  found = _jaxprs.telling_names([(x, False) for x in names])
+  names = [_places.Names("net", "", "net", lines) for lines in ways]
+  found = _places.telling_names([(x, False) for x in names])
   assert {line for _, line in found} == {str(h)}
 
 
@@ -325,4 +325,4 @@ J, T, V = map(Transform, ("jvp", "transpose", "vmap"))
 )
 def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):
   stack = [Scope(x) if isinstance(x, str) else x for x in stack]
-  assert _jaxprs.Place(tuple(stack)).scope == scope
+  assert _places.Place(tuple(stack)).scope == scope

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _jaxprs
+from optax_lossscale._jaxprs import _places
 from optax_lossscale.diagnostics import compare_precision, precision_report
 
 X = normal(4, 8, seed=1)
@@ -196,9 +196,9 @@ def test_scopes_of_another_jax_are_none():
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(jnp.eye(2)).eqns
   info = eqn.source_info
   other = eqn.replace(source_info=type(info)(info.traceback, "scope"))
-  assert _jaxprs.with_weights(other, ("w",)) is other
-  assert _jaxprs.Place().within(other).names[:3] == ("", "", "")
-  assert _jaxprs.with_weights(eqn, ()) is eqn
+  assert _places.with_weights(other, ("w",)) is other
+  assert _places.Place().within(other).names[:3] == ("", "", "")
+  assert _places.with_weights(eqn, ()) is eqn
 
 
 def test_a_product_of_a_backward_pass_alone_needs_no_line():

@@ -14,8 +14,14 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _jaxprs
 from optax_lossscale._autocast import _kept, _messages, _products, _rewrite
+from optax_lossscale._jaxprs import (
+  _equations,
+  _lines,
+  _places,
+  _rules,
+  _weights,
+)
 
 A = jax.random.normal(jax.random.key(0), (4, 4)) / 4 + jnp.eye(4)
 B = jnp.ones((4, 4))
@@ -111,10 +117,10 @@ def test_of_many_places_the_three_largest_are_told(count):
 
 def test_what_cannot_stand_in_place_of_an_equation_is_none():
   (eqn,) = jax.make_jaxpr(lambda a: jnp.sin(a))(A).eqns
-  ((new,), _) = _jaxprs.equations_of(lambda a: [jnp.cos(a)], eqn)
+  ((new,), _) = _equations.equations_of(lambda a: [jnp.cos(a)], eqn)
   assert new.outvars == eqn.outvars and new.invars == eqn.invars
   for fun in (lambda a: [a], lambda a: [jnp.ones(())], lambda a: [a + B]):
-    assert _jaxprs.equations_of(fun, eqn) is None
+    assert _equations.equations_of(fun, eqn) is None
 
 
 def test_it_is_told_once_and_not_at_each_call():
@@ -188,7 +194,7 @@ def test_a_root_of_products_runs_in_half_or_is_told():
 
   half = ols.autocast(root)
   (eqn,) = jax.make_jaxpr(root)(A, B).eqns
-  is_hidden = _jaxprs.hi_primitive(eqn) is not None
+  is_hidden = _equations.hi_primitive(eqn) is not None
   told = contextlib.nullcontext()
   if is_hidden:  # A primitive of hijax since JAX 0.12.
     told = pytest.warns(UserWarning, match="cannot enter CustomRoot")
@@ -233,13 +239,13 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
   closed = jax.make_jaxpr(HOLDERS[name])(A, B)
   eqns = list(closed.jaxpr.eqns)
   (i,) = [i for i, eqn in enumerate(eqns) if _products.jaxprs_to_search(eqn)]
-  if change is unknown and _jaxprs.hi_primitive(eqns[i]) is not None:
+  if change is unknown and _equations.hi_primitive(eqns[i]) is not None:
     pytest.skip("What an unknown primitive hides in an object is not seen.")
   eqns[i] = change(eqns[i])
-  found, told, new = rewrite(_jaxprs.with_fields(closed, eqns=eqns))
+  found, told, new = rewrite(_equations.with_fields(closed, eqns=eqns))
   if any(eqn is eqns[i] for eqn in new):  # As written, and told.
     assert not found
-    assert _jaxprs.name_of(eqns[i]) in told
+    assert _lines.name_of(eqns[i]) in told
   else:
     assert found and change is not unknown
     assert equations.products_of(new)["float32"] == 0
@@ -247,16 +253,16 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
 
 def rewrite(jaxpr):
   """Whether products were found, what is told, and the new equations."""
-  half, known = jnp.dtype("float16"), _jaxprs.Known()
-  in_rule = _jaxprs.Change(
+  half, known = jnp.dtype("float16"), _weights.Known()
+  in_rule = _rules.Change(
     body=lambda closed, _: closed,
     derivative=lambda closed, _: (closed, ()),
     call=lambda fun, *_: (fun(), ()),
   )
   rewriter = _rewrite.Rewriter(half, _kept.Kept(), known, in_rule)
-  new, _, found = rewriter.rewrite(jaxpr, _jaxprs.Place())
-  told = _messages.of_missed(_jaxprs.closed(jaxpr), found.missed, "float16")
-  return found.has_products, told, _jaxprs.closed(new).jaxpr.eqns
+  new, _, found = rewriter.rewrite(jaxpr, _places.Place())
+  told = _messages.of_missed(_equations.closed(jaxpr), found.missed, "float16")
+  return found.has_products, told, _equations.closed(new).jaxpr.eqns
 
 
 def test_a_shard_map_of_another_jax_is_rewritten():
@@ -267,7 +273,7 @@ def test_a_shard_map_of_another_jax_is_rewritten():
   )
   closed = jax.make_jaxpr(fun)(A, B)
   eqns = [renamed(eqn) for eqn in closed.jaxpr.eqns]
-  found, told, _ = rewrite(_jaxprs.with_fields(closed, eqns=eqns))
+  found, told, _ = rewrite(_equations.with_fields(closed, eqns=eqns))
   # Its rule needs no axis. So it is entered, though it is not understood.
   assert found and not told
 
@@ -301,7 +307,7 @@ def test_an_object_of_hijax_of_another_jax_is_told(monkeypatch, name):
   gone = {"custom_jvp": "jvp_rule", "custom_vjp": "bwd"}
   with hijax.flags_on(f"jax_{name}3"):
     closed = jax.make_jaxpr(HOLDERS[name])(A, B)
-    hidden = [_jaxprs.hi_primitive(eqn) for eqn in closed.jaxpr.eqns]
+    hidden = [_equations.hi_primitive(eqn) for eqn in closed.jaxpr.eqns]
     (changed,) = [x for x in hidden if x is not None]
     if hijax.HAS_RULES:
       monkeypatch.delattr(changed, gone[name])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _jaxprs
+from optax_lossscale._jaxprs import _equations, _places, _weights
 from optax_lossscale.diagnostics import find_overflow
 
 X = normal(4, 8, seed=1)
@@ -61,7 +61,7 @@ def test_blocks_that_no_name_tells_apart_go_on_to_share_a_function(wrap):
   def shared(*names):
     cast = ols.autocast(net, keep_float32=names)
     closed = jax.make_jaxpr(cast)(params, X)
-    called = map(_jaxprs.called_jaxpr, closed.jaxpr.eqns)
+    called = map(_equations.called_jaxpr, closed.jaxpr.eqns)
     return len({id(x.jaxpr) for x in called if x is not None})
 
   assert shared() == 1
@@ -300,8 +300,8 @@ def test_nothing_but_the_scopes_changes(monkeypatch):
   cast = ols.autocast(lambda params, x: net(params, x))
   text = lambda: str(jax.make_jaxpr(lambda *args: cast(*args))(params, X))
   before = text()
-  monkeypatch.setattr(_jaxprs, "with_weights", lambda eqn, path: eqn)
-  monkeypatch.setattr(_jaxprs, "marked", lambda eqn, dtype: eqn)
+  monkeypatch.setattr(_weights, "with_weights", lambda eqn, path: eqn)
+  monkeypatch.setattr(_places, "marked", lambda eqn, dtype: eqn)
   assert text() == before
 
 

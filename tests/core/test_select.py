@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _arrays, _jaxprs, _select
+from optax_lossscale import _arrays, _select
+from optax_lossscale._jaxprs import _interpret, _types
 
 OLD = {"a": jnp.arange(4.0), "b": jnp.arange(4.0) + 10}
 GRADS = jnp.array([1.0, -2.0, 0.0, 0.5])
@@ -270,13 +271,13 @@ def raises(error):
 
 SURPRISES = {
   "an equation cannot be evaluated alone": (
-    _jaxprs, "context_here", raises(AttributeError),
+    _interpret, "context_here", raises(AttributeError),
   ),
   "equations have no context": (
-    _jaxprs, "may_change_result", raises(KeyError),
+    _interpret, "may_change_result", raises(KeyError),
   ),
   "the axes of a type have another name": (
-    _jaxprs, "varying", raises(RuntimeError),
+    _types, "varying", raises(RuntimeError),
   ),
 }  # fmt: skip
 

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _jaxprs, diagnostics
+from optax_lossscale import diagnostics
+from optax_lossscale._jaxprs import _higher_order
 from optax_lossscale.diagnostics._comparison import _program, _report
 
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -442,10 +443,10 @@ def test_results_without_floats_are_refused():
 
 
 def test_what_cannot_be_entered_is_told(monkeypatch):
-  higher_order_of = _jaxprs.higher_order_of
+  higher_order_of = _higher_order.higher_order_of
   is_scan = lambda eqn: eqn.primitive.name == "scan"
   monkeypatch.setattr(
-    _jaxprs,
+    _higher_order,
     "higher_order_of",
     lambda eqn: None if is_scan(eqn) else higher_order_of(eqn),
   )

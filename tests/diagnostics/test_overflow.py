@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _jaxprs, diagnostics
+from optax_lossscale import diagnostics
 from optax_lossscale._jaxprs import _lines
 from optax_lossscale.diagnostics import find_overflow
 from optax_lossscale.diagnostics._overflow import (
@@ -518,7 +518,7 @@ def test_a_line_of_a_library_is_not_the_users():
 
 
 def test_a_line_of_a_notebook_names_the_cell():
-  line = _jaxprs.Line("/tmp/ipykernel_12/345.py", 3, "loss_fn")
+  line = _lines.Line("/tmp/ipykernel_12/345.py", 3, "loss_fn")
   assert str(line) == "cell:3 (loss_fn)"
 
 

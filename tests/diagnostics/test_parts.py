@@ -16,8 +16,12 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from optax_lossscale import _jaxprs
-from optax_lossscale._jaxprs import _walk
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _operations,
+  _walk,
+)
 from optax_lossscale.diagnostics import find_overflow, precision_report
 
 X = jnp.full((4, 4), 2, jnp.float16)
@@ -49,11 +53,17 @@ def shard_map(x):
 
 # What an equation is, and what is known beside the jaxprs that it runs.
 PARTS = {
-  scan: (_jaxprs.Scan, {"consts": 1, "carry": 1, "length": 3, "reverse": True}),
-  while_loop: (_jaxprs.While, {"condition_consts": 1, "body_consts": 1}),
-  cond: (_jaxprs.Cond, {}),
-  call: (_jaxprs.Call, {}),
-  shard_map: (_jaxprs.ShardMap, {"in_specs": (P(),), "out_specs": (P(),)}),
+  scan: (
+    _higher_order.Scan,
+    {"consts": 1, "carry": 1, "length": 3, "reverse": True},
+  ),
+  while_loop: (_higher_order.While, {"condition_consts": 1, "body_consts": 1}),
+  cond: (_higher_order.Cond, {}),
+  call: (_higher_order.Call, {}),
+  shard_map: (
+    _higher_order.ShardMap,
+    {"in_specs": (P(),), "out_specs": (P(),)},
+  ),
 }
 # What tells a loop from another. All else may have any name.
 TOLD = ("body_jaxpr", "branches", "cond_jaxpr", "jaxpr", "length", "reverse")
@@ -62,7 +72,7 @@ TOLD = ("body_jaxpr", "branches", "cond_jaxpr", "jaxpr", "length", "reverse")
 def equation_of(fun):
   eqns = jax.make_jaxpr(fun)(X).jaxpr.eqns
   for eqn in eqns:
-    if list(_jaxprs.held_jaxprs(eqn)):
+    if list(_equations.held_jaxprs(eqn)):
       return eqn
   pytest.skip("with a flag of hijax, this JAX has no such equation")
 
@@ -80,14 +90,14 @@ def with_params(eqn, **params):
 def test_an_equation_is_taken_apart(fun):
   kind, known = PARTS[fun]
   eqn = equation_of(fun)
-  part = _jaxprs.higher_order_of(eqn)
+  part = _higher_order.higher_order_of(eqn)
   assert type(part) is kind
   assert {name: getattr(part, name) for name in known} == known
-  held = [closed.jaxpr for closed in _jaxprs.held_jaxprs(eqn)]
-  bodies = [closed.jaxpr for closed in _jaxprs.bodies_of(part)]
+  held = [closed.jaxpr for closed in _equations.held_jaxprs(eqn)]
+  bodies = [closed.jaxpr for closed in _higher_order.bodies_of(part)]
   assert sorted(map(id, bodies)) == sorted(map(id, held))
   if fun is not shard_map:
-    assert _jaxprs.higher_order_of(renamed(eqn)) == part
+    assert _higher_order.higher_order_of(renamed(eqn)) == part
 
 
 def fewer_inputs(eqn):
@@ -127,7 +137,7 @@ def stacks(x):
 
 def returns_a_row(eqn):
   """Its second output has the shape of a carry, of which it has no input."""
-  (body,) = _jaxprs.held_jaxprs(eqn)
+  (body,) = _equations.held_jaxprs(eqn)
   return eqn.replace(outvars=[eqn.outvars[0], body.jaxpr.outvars[1]])
 
 
@@ -161,7 +171,7 @@ ODD = [
 
 @pytest.mark.parametrize(("fun", "change"), ODD)
 def test_an_equation_that_does_not_add_up_has_no_part(fun, change):
-  assert _jaxprs.higher_order_of(change(equation_of(fun))) is None
+  assert _higher_order.higher_order_of(change(equation_of(fun))) is None
 
 
 def hidden(name, jaxpr=None):
@@ -180,16 +190,18 @@ def test_an_object_of_hijax_that_cannot_be_traced_has_no_part():
   primitive.def_abstract_eval(fails)
   (eqn,) = jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns
   odd = eqn.replace(primitive=primitive, params={"_prim": hidden("Odd")})
-  assert _jaxprs.higher_order_of(odd) is None
+  assert _higher_order.higher_order_of(odd) is None
 
 
 @pytest.mark.parametrize("fun", [scan, while_loop, cond, call])
 def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
-  held = [e for e in jax.make_jaxpr(fun)(X).eqns if [*_jaxprs.held_jaxprs(e)]]
+  held = [
+    e for e in jax.make_jaxpr(fun)(X).eqns if [*_equations.held_jaxprs(e)]
+  ]
   if not held:
     pytest.skip("with a flag of hijax, this JAX has no such equation")
   name = held[0].primitive.name
-  for module in (_jaxprs, _walk):
+  for module in (_higher_order, _walk):
     monkeypatch.setattr(module, "higher_order_of", lambda eqn: None)
   matrices = lambda x: [y for y in jax.tree.leaves(fun(x)) if y.ndim == 2]
   hit = find_overflow(matrices, X * 300)
@@ -288,12 +300,12 @@ def test_a_primitive_of_hijax_is_entered_and_has_its_own_name():
 def test_a_product_that_nobody_can_count_is_noted(monkeypatch):
   fun = lambda x: x @ x
   (eqn,) = jax.make_jaxpr(fun)(X).eqns
-  assert _jaxprs.flops_of(eqn.replace(params={"numbers": None})) is None
+  assert _operations.flops_of(eqn.replace(params={"numbers": None})) is None
   only = {"dimension_numbers": eqn.params["dimension_numbers"]}
   eqn = eqn.replace(params=only)
-  assert _jaxprs.flops_of(eqn) == 128
-  assert _jaxprs.accumulation_of(eqn) == np.float16
-  monkeypatch.setattr(_jaxprs, "flops_of", lambda eqn: None)
+  assert _operations.flops_of(eqn) == 128
+  assert _operations.accumulation_of(eqn) == np.float16
+  monkeypatch.setattr(_operations, "flops_of", lambda eqn: None)
   report = precision_report(fun, X)
   assert report.total_flops == 0
   (note,) = report.notes
@@ -308,4 +320,4 @@ def test_a_sum_whose_axes_are_not_known_has_one_term(name):
   eqn = types.SimpleNamespace(
     primitive=primitive, params={}, invars=[var], outvars=[var]
   )
-  assert _jaxprs.terms_in_sum(eqn) == 1
+  assert _operations.terms_in_sum(eqn) == 1

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from helpers import product_flops, sharding
-from optax_lossscale import _jaxprs
+from optax_lossscale._jaxprs import _equations, _operations, _walk
 
 # What moves a product `h` of shape (4, 4), and nothing else, by the name of its
 # primitive: all that follows a product in half precision.
@@ -55,14 +55,14 @@ def named_products(fun, *args, only_needed=False):
   Only those whose results are read, if that is asked for: JAX leaves others
   beside them, which XLA drops.
   """
-  steps = _jaxprs.walk(
+  steps = _walk.walk(
     jax.make_jaxpr(fun)(*args),
-    _jaxprs.held_jaxprs,
+    _equations.held_jaxprs,
     only_needed=only_needed,
   )
   found = []
   for step in steps:
-    if _jaxprs.is_matrix_product(step.eqn):
+    if _operations.is_matrix_product(step.eqn):
       names, dtype = step.place.names, step.eqn.outvars[0].aval.dtype
       own = names.best()[0], names.weights, names.scope
       found.append(Product(*own, step.place.backward, str(dtype)))

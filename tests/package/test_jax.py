@@ -21,12 +21,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import pytest
 
-from optax_lossscale import _jaxprs
 from optax_lossscale._jaxprs import (
   _equations,
   _higher_order,
   _operations,
+  _places,
   _rules,
+  _types,
   _weights,
 )
 from optax_lossscale.diagnostics import _precision
@@ -198,7 +199,7 @@ def test_types_tell_what_varies():
   seen = []
 
   def local(x):
-    seen.append((_jaxprs.varying(x), _jaxprs.varying(lax.psum(x, "i"))))
+    seen.append((_types.varying(x), _types.varying(lax.psum(x, "i"))))
     return lax.psum(x, "i")
 
   mesh = sharding.make_mesh((2,), ("i",))
@@ -210,9 +211,9 @@ def test_types_tell_what_varies():
 def test_a_type_of_another_jax_is_an_error_that_asks_for_a_report():
   for kind in (types.SimpleNamespace(), types.SimpleNamespace(vma=None)):
     with pytest.raises(RuntimeError, match=re.escape(jax.__version__)):
-      _jaxprs.varying_of(kind)
+      _types.varying_of(kind)
     with pytest.raises(RuntimeError, match="Please report it"):
-      _jaxprs.varying_of(kind)
+      _types.varying_of(kind)
 
 
 # Names in our tables that not all supported versions have: the first and the
@@ -272,9 +273,9 @@ def test_the_classes_of_hijax_are_known():
 def test_scopes_are_objects_that_stay_with_an_equation():
   """Of another kind, products would have no marks and no names of weights."""
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
-  marked = _jaxprs.marked(eqn, jnp.dtype("float16"))
-  marked = _jaxprs.with_weights(marked, ("blocks", "2"))
-  alone = jax.make_jaxpr(_jaxprs.function(marked))(X, X)
+  marked = _places.marked(eqn, jnp.dtype("float16"))
+  marked = _places.with_weights(marked, ("blocks", "2"))
+  alone = jax.make_jaxpr(_equations.function(marked))(X, X)
   fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
   moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
   products = []
@@ -283,10 +284,10 @@ def test_scopes_are_objects_that_stay_with_an_equation():
     for inner in jaxpr.eqns:
       if inner.primitive.name == "dot_general":
         products.append(place.within(inner))
-      for held in _jaxprs.held_jaxprs(inner):
+      for held in _equations.held_jaxprs(inner):
         walk(held.jaxpr, place.within(inner))
 
-  walk(moved.jaxpr, _jaxprs.Place())
+  walk(moved.jaxpr, _places.Place())
   assert len(products) >= 2
   for place in products:
     assert (place.mark, place.weights) == (jnp.dtype("float16"), "blocks/2")

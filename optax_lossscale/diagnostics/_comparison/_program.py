@@ -20,7 +20,17 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _jaxprs
+from optax_lossscale import _arrays
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _interpret,
+  _lines,
+  _operations,
+  _places,
+  _types,
+  _walk,
+)
 from optax_lossscale.diagnostics import _numbers
 
 
@@ -35,7 +45,7 @@ class Row(NamedTuple):
   """
 
   primitive: str
-  names: _jaxprs.Names
+  names: _places.Names
   backward: bool
   dtype: np.dtype
 
@@ -86,10 +96,10 @@ class Program(NamedTuple):
 
   rows: "Rows"
   ways: Any
-  place: _jaxprs.Place = _jaxprs.Place()
+  place: _places.Place = _places.Place()
 
   def run(
-    self, closed: _jaxprs.ClosedJaxpr, inputs: Sequence[Any], notes: Notes
+    self, closed: _equations.ClosedJaxpr, inputs: Sequence[Any], notes: Notes
   ) -> Done:
     """Runs a jaxpr.
 
@@ -110,7 +120,7 @@ class Program(NamedTuple):
 
     written = lambda x, *_: self._widened(x)
     values = list(map(self._widened, inputs))
-    outs = _jaxprs.interpret(closed, values, step, written=written)
+    outs = _interpret.interpret(closed, values, step, written=written)
     return outs, notes
 
   def _widened(self, x: Any) -> Any:
@@ -119,7 +129,7 @@ class Program(NamedTuple):
 
   def _is_half(self, x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
-    return dtype in self.rows.dtypes and not _jaxprs.is_ref(x)
+    return dtype in self.rows.dtypes and not _types.is_ref(x)
 
   def _equation(
     self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, inputs: list[Any], notes: Notes
@@ -127,7 +137,7 @@ class Program(NamedTuple):
     if is_product(eqn, self.place):
       row = self.rows.number(eqn, self.place.at(eqn, jaxpr))
       if row is None:
-        return _jaxprs.function(_jaxprs.in_float32(eqn))(*inputs), notes
+        return _equations.function(_operations.in_float32(eqn))(*inputs), notes
       return self._product(eqn, row, inputs, notes)
     has_half = any(self._is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
     call = None
@@ -135,13 +145,13 @@ class Program(NamedTuple):
       call = self.rows.higher_order_of(eqn)
     if call is not None:
       inside = self._replace(place=self.place.at(eqn, jaxpr))
-      with _jaxprs.context_of(eqn):
+      with _equations.context_of(eqn):
         return inside._enter(call, inputs, notes)
     if not eqn.outvars and _SILENT.search(eqn.primitive.name):
       return [], notes
     if has_half:
       return self._beside(eqn, inputs), notes
-    return _jaxprs.function(eqn)(*inputs), notes
+    return _equations.function(eqn)(*inputs), notes
 
   def _product(
     self, eqn: core.JaxprEqn, row: int, inputs: list[Any], notes: Notes
@@ -154,7 +164,7 @@ class Program(NamedTuple):
       moving = lambda xs: list(map(_a_little_off, xs))
       return lax.switch(self.ways[row], [list, rounding, moving], arrays)
 
-    product = _jaxprs.function(_jaxprs.in_float32(eqn))
+    product = _equations.function(_operations.in_float32(eqn))
     (out,) = rounded(*product(*rounded(*inputs[:2]), *inputs[2:]))
     arrays, limits = [*inputs[:2], out], _numbers.limits_of(dtype)
     noted = statistics_of_run(arrays, limits)
@@ -167,31 +177,33 @@ class Program(NamedTuple):
     What `autocast` made is so for the sake of a product, which rounds. All else
     was in half precision before, and computes as it is written.
     """
-    if _jaxprs.rounds_to_own_precision(eqn):
+    if _operations.rounds_to_own_precision(eqn):
       return inputs  # JAX writes it in front of what a checkpoint saves.
     if is_marked(eqn, self.place):
       is_cast = eqn.primitive.name == "convert_element_type"
-      return inputs if is_cast else _jaxprs.function(eqn)(*inputs)
+      return inputs if is_cast else _equations.function(eqn)(*inputs)
     pairs: Any = zip(inputs, [v.aval for v in eqn.invars], strict=True)
     args = [x.astype(a.dtype) if self._is_half(a) else x for x, a in pairs]
-    return list(map(self._widened, _jaxprs.function(eqn)(*args)))
+    return list(map(self._widened, _equations.function(eqn)(*args)))
 
   def _enter(
-    self, call: _jaxprs.HigherOrder, inputs: list[Any], notes: Notes
+    self, call: _higher_order.HigherOrder, inputs: list[Any], notes: Notes
   ) -> Done:
     match call:
-      case _jaxprs.Scan():
+      case _higher_order.Scan():
         return self._scan(call, inputs, notes)
-      case _jaxprs.While():
+      case _higher_order.While():
         return self._while(call, inputs, notes)
-      case _jaxprs.Cond():
+      case _higher_order.Cond():
         return self._cond(call, inputs, notes)
-      case _jaxprs.ShardMap():
+      case _higher_order.ShardMap():
         return self._shard_map(call, inputs, notes)
       case _:
         return self.run(call.body, inputs, notes)
 
-  def _scan(self, scan: _jaxprs.Scan, inputs: list[Any], notes: Notes) -> Done:
+  def _scan(
+    self, scan: _higher_order.Scan, inputs: list[Any], notes: Notes
+  ) -> Done:
     consts, first, slices = scan.split(inputs)
 
     def step(carry: Any, its_slices: Any) -> tuple[Any, Any]:
@@ -206,7 +218,7 @@ class Program(NamedTuple):
     return [*last, *stacked], notes
 
   def _while(
-    self, loop: _jaxprs.While, inputs: list[Any], notes: Notes
+    self, loop: _higher_order.While, inputs: list[Any], notes: Notes
   ) -> Done:
     of_condition, of_body, first = loop.split(inputs)
 
@@ -228,13 +240,15 @@ class Program(NamedTuple):
     start = condition(first, notes)
     return lax.while_loop(goes_on, step, start)[1:]
 
-  def _cond(self, cond: _jaxprs.Cond, inputs: list[Any], notes: Notes) -> Done:
+  def _cond(
+    self, cond: _higher_order.Cond, inputs: list[Any], notes: Notes
+  ) -> Done:
     index, *operands = inputs
     branches = [functools.partial(self.run, body) for body in cond.branches]
     return lax.switch(index, branches, operands, notes)
 
   def _shard_map(
-    self, mapped: _jaxprs.ShardMap, inputs: list[Any], notes: Notes
+    self, mapped: _higher_order.ShardMap, inputs: list[Any], notes: Notes
   ) -> Done:
     # A set has another order in each process, and all must run one program.
     axes = tuple(sorted(mapped.manual_axes, key=str))
@@ -291,26 +305,26 @@ class Rows:
     are_in: whether there are marks in the jaxprs that an equation holds.
   """
 
-  def __init__(self, closed: _jaxprs.ClosedJaxpr) -> None:
-    alone = functools.partial(is_marked, around=_jaxprs.Place())
-    self.are_in = _jaxprs.Search(alone, _jaxprs.held_jaxprs).inside_of
-    self.higher_order_of = functools.cache(_jaxprs.higher_order_of)
+  def __init__(self, closed: _equations.ClosedJaxpr) -> None:
+    alone = functools.partial(is_marked, around=_places.Place())
+    self.are_in = _walk.Search(alone, _equations.held_jaxprs).inside_of
+    self.higher_order_of = functools.cache(_higher_order.higher_order_of)
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}
-    for step in _jaxprs.walk(closed, self._inside, only_needed=True):
-      around = step.around.place if step.around else _jaxprs.Place()
+    for step in _walk.walk(closed, self._inside, only_needed=True):
+      around = step.around.place if step.around else _places.Place()
       if is_product(step.eqn, around):
         self._numbers.setdefault(_row(step.eqn, step.place), len(self._numbers))
       elif self.are_in(step.eqn) and self.higher_order_of(step.eqn) is None:
-        name = _jaxprs.name_of(step.eqn)
-        self.not_entered.append(_jaxprs.place_name(name, step.place.name))
+        name = _lines.name_of(step.eqn)
+        self.not_entered.append(_places.place_name(name, step.place.name))
     self.all = list(self._numbers)
-    told = _jaxprs.telling_names([(x.names, x.backward) for x in self.all])
+    told = _places.telling_names([(x.names, x.backward) for x in self.all])
     self.names = [name for name, _ in told]
     self.sources = [source for _, source in told]
     self.dtypes = {row.dtype for row in self.all}
 
-  def number(self, eqn: core.JaxprEqn, place: _jaxprs.Place) -> int | None:
+  def number(self, eqn: core.JaxprEqn, place: _places.Place) -> int | None:
     """The row of a product at this place; None if nothing reads its result."""
     return self._numbers.get(_row(eqn, place))
 
@@ -321,23 +335,23 @@ class Rows:
       numbers.setdefault(name, []).append(i)
     return list(numbers.values())
 
-  def _inside(self, eqn: core.JaxprEqn) -> list[_jaxprs.ClosedJaxpr]:
+  def _inside(self, eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
     call = self.higher_order_of(eqn) if self.are_in(eqn) else None
-    return _jaxprs.bodies_of(call) if call else []
+    return _higher_order.bodies_of(call) if call else []
 
 
-def is_product(eqn: core.JaxprEqn, around: _jaxprs.Place) -> bool:
+def is_product(eqn: core.JaxprEqn, around: _places.Place) -> bool:
   """Whether this is a product that `autocast` runs in half precision."""
-  return _jaxprs.is_matrix_product(eqn) and is_marked(eqn, around)
+  return _operations.is_matrix_product(eqn) and is_marked(eqn, around)
 
 
-def is_marked(eqn: core.JaxprEqn, around: _jaxprs.Place) -> bool:
+def is_marked(eqn: core.JaxprEqn, around: _places.Place) -> bool:
   """Whether `autocast` made this equation, or what is around it."""
   return around.within(eqn).mark is not None
 
 
-def _row(eqn: core.JaxprEqn, place: _jaxprs.Place) -> Row:
-  name = _jaxprs.name_of(eqn)
+def _row(eqn: core.JaxprEqn, place: _places.Place) -> Row:
+  name = _lines.name_of(eqn)
   return Row(name, place.names, place.backward, place.mark)
 
 

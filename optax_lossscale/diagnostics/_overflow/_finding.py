@@ -9,7 +9,8 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _host, _jaxprs, _warnings
+from optax_lossscale import _host, _warnings
+from optax_lossscale._jaxprs import _equations, _places
 from optax_lossscale.diagnostics import _tracing
 from optax_lossscale.diagnostics._overflow import (
   _bits,
@@ -105,17 +106,17 @@ def _origins_of(
   origins = _marks.Origins()
   stepper = _stepper.Stepper(origins, _runners.Runner())
   inputs = [
-    stepper.constant(jnp.asarray(x), "argument", _jaxprs.Place(path=(name,)))
+    stepper.constant(jnp.asarray(x), "argument", _places.Place(path=(name,)))
     for x, name in zip(traced.inputs, traced.names, strict=True)
   ]
   used = outs and [not _bits.is_finite(out) for out in outs]
-  values = stepper.run(traced.closed, inputs, _jaxprs.Place(), used)
+  values = stepper.run(traced.closed, inputs, _places.Place(), used)
   return origins.named(values), outs or [value.array for value in values]
 
 
 def _run_at_once(traced: _tracing.Traced) -> list[Any] | None:
   """The outputs of the whole program; None if it has effects."""
-  if _jaxprs.has_effects(traced.closed.jaxpr):
+  if _equations.has_effects(traced.closed.jaxpr):
     return None  # What happens in it is to happen once.
   # Where it drops a conversion to float16 and back, an overflow goes with it.
   options = {"xla_allow_excess_precision": False}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _jaxprs
+from optax_lossscale._jaxprs import _places
 from optax_lossscale.diagnostics._overflow import _bits
 
 
@@ -94,7 +94,7 @@ class Overflow:
 def describe(
   primitive: str,
   inputs: list[Any],
-  place: _jaxprs.Place,
+  place: _places.Place,
   axis: int,
   out: jax.Array,
   own: np.ndarray,

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from optax_lossscale import _arrays, _jaxprs
+from optax_lossscale import _arrays
+from optax_lossscale._jaxprs import _equations, _higher_order, _interpret
 
 Run = Callable[..., list[Any]]
 
@@ -27,17 +28,17 @@ class Runner:
 
   def equation(self, eqn: core.JaxprEqn) -> Run:
     """What carries out an equation."""
-    fun = _jaxprs.function(_jaxprs.without_donation(eqn))
-    as_array = _jaxprs.as_array
+    fun = _equations.function(_interpret.without_donation(eqn))
+    as_array = _interpret.as_array
     return lambda *arrays: list(map(as_array, fun(*arrays), eqn.outvars))
 
-  def whole(self, closed: _jaxprs.ClosedJaxpr) -> Run:
+  def whole(self, closed: _equations.ClosedJaxpr) -> Run:
     """What runs a whole jaxpr at once."""
     return jax.jit(core.jaxpr_as_fun(closed))
 
   def lift(self, array: Any, atom: Any) -> Any:
     """A number or an array that is written in the jaxpr, as it is kept here."""
-    return _jaxprs.as_array(array, atom)
+    return _interpret.as_array(array, atom)
 
 
 class ShardRunner(Runner):
@@ -50,13 +51,13 @@ class ShardRunner(Runner):
 
   axis = 1
 
-  def __init__(self, mapped: _jaxprs.ShardMap):
+  def __init__(self, mapped: _higher_order.ShardMap):
     self._mapped = mapped
 
   def equation(self, eqn: core.JaxprEqn) -> Run:
     return self._on_shards(super().equation(eqn), eqn.invars, eqn.outvars)
 
-  def whole(self, closed: _jaxprs.ClosedJaxpr) -> Run:
+  def whole(self, closed: _equations.ClosedJaxpr) -> Run:
     run, jaxpr = core.jaxpr_as_fun(closed), closed.jaxpr
     return self._on_shards(run, jaxpr.invars, jaxpr.outvars)
 
@@ -85,8 +86,8 @@ class ShardRunner(Runner):
   def _on_shards(
     self,
     run: Run,
-    inputs: Sequence[_jaxprs.Atom],
-    outputs: Sequence[_jaxprs.Atom],
+    inputs: Sequence[_equations.Atom],
+    outputs: Sequence[_equations.Atom],
   ) -> Run:
     def fun(*shards: Any) -> list[Any]:
       return [x[None] for x in run(*(shard[0] for shard in shards))]
@@ -97,7 +98,7 @@ class ShardRunner(Runner):
   def _map(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     return jax.jit(self._mapped.with_body(fun, in_specs, out_specs))
 
-  def _spec(self, var: _jaxprs.Atom) -> PartitionSpec:
+  def _spec(self, var: _equations.Atom) -> PartitionSpec:
     """How the first axis is spread: an entry on each device, or on all."""
     return PartitionSpec(self._mapped.differs_over(var.aval))
 

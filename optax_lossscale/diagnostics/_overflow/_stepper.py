@@ -10,7 +10,13 @@ from jax.extend import core
 from jax.sharding import Mesh
 import numpy as np
 
-from optax_lossscale import _jaxprs
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _interpret,
+  _lines,
+  _places,
+)
 from optax_lossscale.diagnostics._overflow import (
   _bits,
   _marks,
@@ -55,11 +61,11 @@ class _Entry(NamedTuple):
 
   eqn: core.JaxprEqn
   inputs: list[_marks.Value]
-  locate: Callable[[], _jaxprs.Place]
+  locate: Callable[[], _places.Place]
   has_effect: bool
   used: list[bool] | None = None
 
-  def within(self, step: str) -> _jaxprs.Place:
+  def within(self, step: str) -> _places.Place:
     """The place of what it runs in this step."""
     return self.locate().step(step)
 
@@ -79,9 +85,9 @@ class Stepper:
 
   def run(
     self,
-    closed: _jaxprs.ClosedJaxpr,
+    closed: _equations.ClosedJaxpr,
     inputs: list[_marks.Value],
-    place: _jaxprs.Place,
+    place: _places.Place,
     used: list[bool] | None = None,
   ) -> list[_marks.Value]:
     """Runs a jaxpr.
@@ -98,11 +104,11 @@ class Stepper:
     """
 
     @functools.cache
-    def place_of(eqn: core.JaxprEqn | None) -> _jaxprs.Place:
+    def place_of(eqn: core.JaxprEqn | None) -> _places.Place:
       return place if eqn is None else place.at(eqn, closed.jaxpr)
 
     def written(
-      x: Any, atom: _jaxprs.Atom, eqn: core.JaxprEqn | None
+      x: Any, atom: _equations.Atom, eqn: core.JaxprEqn | None
     ) -> _marks.Value:
       array = self.runner.lift(x, atom)
       return self.constant(array, "constant", place_of(eqn))
@@ -112,11 +118,13 @@ class Stepper:
     ) -> list[_marks.Value]:
       return self._step(eqn, inputs, functools.partial(place_of, eqn))
 
-    outs = _jaxprs.interpret(closed, inputs, step, written=written, used=used)
+    outs = _interpret.interpret(
+      closed, inputs, step, written=written, used=used
+    )
     return [out or _marks.Value(None) for out in outs]
 
   def constant(
-    self, array: Any, name: str, place: _jaxprs.Place
+    self, array: Any, name: str, place: _places.Place
   ) -> _marks.Value:
     """A value that no operation has made."""
     if _bits.is_finite(array):
@@ -130,10 +138,10 @@ class Stepper:
     self,
     eqn: core.JaxprEqn,
     inputs: list[_marks.Value],
-    locate: Callable[[], _jaxprs.Place],
+    locate: Callable[[], _places.Place],
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
-    has_effect = self._cached(_jaxprs.has_effect, eqn)
+    has_effect = self._cached(_equations.has_effect, eqn)
     entry = _Entry(eqn, inputs, locate, has_effect)
     entered = self._enter(entry) if has_effect else None
     if entered is not None:
@@ -150,7 +158,7 @@ class Stepper:
       known = _marks.bits_of_all(entered)
       if known:
         return self.origins.agree(outs, finite, entered, known)
-    name, axis = _jaxprs.name_of(eqn), self.runner.axis
+    name, axis = _lines.name_of(eqn), self.runner.axis
     describe = functools.partial(_report.describe, name, arrays, locate(), axis)
     atoms = zip(inputs, eqn.invars, strict=True)
     op = _marks.Operation(
@@ -174,23 +182,23 @@ class Stepper:
     Returns:
       The values of its outputs; None if it cannot be entered.
     """
-    match self._cached(_jaxprs.higher_order_of, entry.eqn):
-      case _jaxprs.Call(body):
-        place = entry.within(_jaxprs.call_name(entry.eqn))
+    match self._cached(_higher_order.higher_order_of, entry.eqn):
+      case _higher_order.Call(body):
+        place = entry.within(_lines.call_name(entry.eqn))
         return self.run(body, entry.inputs, place, entry.used)
-      case _jaxprs.Cond(branches):
+      case _higher_order.Cond(branches):
         return self._cond(branches, entry)
-      case _jaxprs.While() as loop:
+      case _higher_order.While() as loop:
         return self._while(loop, entry)
-      case _jaxprs.Scan() as scan if scan.length:
+      case _higher_order.Scan() as scan if scan.length:
         return self._scan(scan, entry)
-      case _jaxprs.ShardMap() as mapped:
+      case _higher_order.ShardMap() as mapped:
         return self._shard_map(mapped, entry)
       case _:
         return None
 
   def _cond(
-    self, branches: tuple[_jaxprs.ClosedJaxpr, ...], entry: _Entry
+    self, branches: tuple[_equations.ClosedJaxpr, ...], entry: _Entry
   ) -> list[_marks.Value] | None:
     which, *operands = entry.inputs
     index = _agreed(which.array)
@@ -201,7 +209,7 @@ class Stepper:
     return self.run(branches[index], operands, place, entry.used)
 
   def _while(
-    self, loop: _jaxprs.While, entry: _Entry
+    self, loop: _higher_order.While, entry: _Entry
   ) -> list[_marks.Value] | None:
     of_condition, of_body, carry = loop.split(entry.inputs)
     patience = _Patience(self.origins)
@@ -235,7 +243,9 @@ class Stepper:
     select = lambda new, old: np.where(rows, new, old)
     return self.origins.made(array, [new, old], select)
 
-  def _scan(self, scan: _jaxprs.Scan, entry: _Entry) -> list[_marks.Value]:
+  def _scan(
+    self, scan: _higher_order.Scan, entry: _Entry
+  ) -> list[_marks.Value]:
     consts, carry, slices = scan.split(entry.inputs)
     patience = _Patience(self.origins)
     rows = []
@@ -269,9 +279,9 @@ class Stepper:
 
   def _iterate(
     self,
-    closed: _jaxprs.ClosedJaxpr,
+    closed: _equations.ClosedJaxpr,
     inputs: list[_marks.Value],
-    place: _jaxprs.Place,
+    place: _places.Place,
     patience: "_Patience",
   ) -> list[_marks.Value]:
     """Runs one iteration of a loop: at once, and step by step if need be."""
@@ -293,7 +303,7 @@ class Stepper:
     return self.origins.agree(outs, finite, values, known)
 
   def _shard_map(
-    self, mapped: _jaxprs.ShardMap, entry: _Entry
+    self, mapped: _higher_order.ShardMap, entry: _Entry
   ) -> list[_marks.Value] | None:
     is_within = isinstance(self.runner, _runners.ShardRunner)
     # An abstract mesh has no devices to run on.
@@ -353,8 +363,8 @@ def _agreed(array: Any) -> Any:
   return found.item() if found.size == 1 else None
 
 
-def _has_effects(closed: _jaxprs.ClosedJaxpr) -> bool:
-  return _jaxprs.has_effects(closed.jaxpr)
+def _has_effects(closed: _equations.ClosedJaxpr) -> bool:
+  return _equations.has_effects(closed.jaxpr)
 
 
 def _only_marks(value: _marks.Value) -> _marks.Value:
@@ -362,5 +372,5 @@ def _only_marks(value: _marks.Value) -> _marks.Value:
   return value if value.marks is not None else _marks.Value(None)
 
 
-def _is_literal(atom: _jaxprs.Atom) -> bool:
+def _is_literal(atom: _equations.Atom) -> bool:
   return isinstance(atom, core.Literal)
