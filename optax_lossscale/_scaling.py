@@ -16,7 +16,7 @@ from optax_lossscale import (
   _arrays,
   _checks,
   _grads,
-  _judged,
+  _named_values,
   _state,
   _warnings,
 )
@@ -292,7 +292,7 @@ def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _scale(loss: Any, scale: jax.Array) -> Any:
-  scale = _judged.marked_scale(scale, jax.tree.leaves(loss))
+  scale = _named_values.marked_scale(scale, jax.tree.leaves(loss))
 
   def scale_leaf(leaf: Any) -> Any:
     if not _arrays.is_inexact(leaf):
@@ -306,9 +306,9 @@ def _scale(loss: Any, scale: jax.Array) -> Any:
 def _unscale(tree: Any, scale: jax.Array) -> Any:
   grads, put_back = _grads.split(tree)
   wide = [jnp.asarray(_arrays.widen(grad)) for grad in grads]
-  scale = _judged.marked_scale(scale, wide)
+  scale = _named_values.marked_scale(scale, wide)
   true = [_arrays.divided_by(grad, scale) for grad in _computed_once(wide)]
-  return put_back(_judged.marked_list("unscaled", true))
+  return put_back(_named_values.marked_list("unscaled", true))
 
 
 def _computed_once(leaves: list[jax.Array]) -> list[jax.Array]:

@@ -14,8 +14,8 @@ from optax_lossscale import (
   _axes,
   _checks,
   _grads,
-  _judged,
   _measurement,
+  _named_values,
   _policies,
   _select,
   _state,
@@ -165,8 +165,8 @@ def with_loss_scaling(
   ) -> tuple[Any, LossScalingState]:
     _check_state(state)
     scale_state, inner_state = state
-    kind: _judged.Kind = "scaled_grads" if grads_are_scaled else "grads"
-    grads, put_back = _grads.split(_judged.marked_tree(kind, updates))
+    kind: _named_values.Kind = "scaled_grads" if grads_are_scaled else "grads"
+    grads, put_back = _grads.split(_named_values.marked_tree(kind, updates))
     found = _measurement.measure(
       grads,
       _measurement.Evidence(grads_finite, grads_amax),
@@ -174,12 +174,12 @@ def with_loss_scaling(
       max_norm=max_norm,
       axis_name=axis_name,
     )
-    found = found._replace(finite=_judged.marked("applied", found.finite))
+    found = found._replace(finite=_named_values.marked("applied", found.finite))
     grads = put_back([_measurement.true_or_zeros(x, found) for x in grads])
     finite = found.finite
     if check_updates:
       made, made_state = inner.update(grads, inner_state, params, **extra_args)
-      made = _judged.marked_tree("updates", made)
+      made = _named_values.marked_tree("updates", made)
       inexact, _ = _grads.split(made)
       finite &= _axes.all_agree(_grads.sum_is_finite(inexact), axis_name)
       kept_state = _select.keep_unless(finite, made_state, inner_state)

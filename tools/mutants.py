@@ -80,7 +80,7 @@ TESTS = {
     "diagnostics/precision",
     "autocast/reach",
   ],
-  "_judged": ["diagnostics/steps"],
+  "_named_values": ["diagnostics/steps"],
   "_grads": [
     "core/scaling",
     "core/input",

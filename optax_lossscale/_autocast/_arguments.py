@@ -22,7 +22,7 @@ from optax_lossscale._jaxprs import _weights
 
 def paths_of(
   fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[int, _weights.Path]:
+) -> dict[int, _weights.WeightPath]:
   """The paths of a function's weights, by the identity of the arrays.
 
   These are the floats of its first argument with such, a tree or an array:

@@ -27,8 +27,8 @@ class Settings(NamedTuple):
 
   dtype: Any
   kept: _kept.Kept = _kept.Kept()
-  paths: Mapping[int, _weights.Path] = types.MappingProxyType({})
-  of_results: Sequence[_weights.Path] = ()
+  paths: Mapping[int, _weights.WeightPath] = types.MappingProxyType({})
+  of_results: Sequence[_weights.WeightPath] = ()
 
 
 class Result(NamedTuple):
@@ -42,7 +42,7 @@ class Result(NamedTuple):
   """
 
   out: Any
-  paths: list[_weights.Path]
+  paths: list[_weights.WeightPath]
   found: _rewrite.Found
   message: str
 
@@ -92,9 +92,9 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
 
 def _rewritten(
   closed: _equations.ClosedJaxpr, paths: _weights.Paths, settings: Settings
-) -> tuple[_rewrite.Rewritten, list[_weights.Path], str]:
+) -> tuple[_rewrite.Rewritten, list[_weights.WeightPath], str]:
   """A jaxpr in half, the paths of its outputs, and what there is to tell."""
-  dtype, known = settings.dtype, _weights.Known(settings.paths)
+  dtype, known = settings.dtype, _weights.ProgramWeights(settings.paths)
   in_rule = _rules.Change(
     body=lambda closed, _: closed,
     derivative=functools.partial(_derivative_in_rule, dtype=dtype),
@@ -117,7 +117,7 @@ def _rewritten(
 
 def _derivative_in_rule(
   closed: _equations.ClosedJaxpr, paths: _weights.Paths, *, dtype: Any
-) -> tuple[Any, list[_weights.Path]]:
+) -> tuple[Any, list[_weights.WeightPath]]:
   """A jaxpr of a rule, where there is nobody else to tell what was missed."""
   new, of_outs, message = _rewritten(closed, paths, Settings(dtype))
   if message:
@@ -131,7 +131,7 @@ def _call_in_rule(
   paths: _weights.Paths,
   *,
   dtype: Any,
-) -> tuple[Any, list[_weights.Path]]:
+) -> tuple[Any, list[_weights.WeightPath]]:
   """Calls a part of a rule."""
   by_id = {id(x): path for x, path in zip(inputs, paths.inputs, strict=False)}
   settings = Settings(dtype, paths=by_id, of_results=paths.outputs)

@@ -59,7 +59,7 @@ def jaxprs_to_search(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   return [] if held and is_kept(eqn) else held
 
 
-class Search(_walk.Search):
+class ProductSearch(_walk.Search):
   """Looks for products, once in each jaxpr.
 
   Attributes:
@@ -153,7 +153,7 @@ def products_in_rule(
     programs.append((seen, _weights.Paths(inputs, of_floats)))
   places = [place]
   for closed, its_paths in programs:
-    weights = _weights.Known().of(closed, its_paths)
+    weights = _weights.ProgramWeights().of(closed, its_paths)
     steps = _walk.walk(closed, inside, weights=weights, start=place)
     places += [x.place for x in steps if is_product(x.eqn)]
   return InRule(places, seen is not None)
@@ -182,7 +182,7 @@ def hides_products(eqn: core.JaxprEqn, *, if_unknown: bool) -> bool:
   else:
     _, seen = derivative_of(eqn)
   # The rules that a derivative calls are not differentiated once more.
-  return seen is not None and Search().in_jaxpr(seen.jaxpr)
+  return seen is not None and ProductSearch().in_jaxpr(seen.jaxpr)
 
 
 def _transpose_of(eqn: core.JaxprEqn, count: int) -> _equations.ClosedJaxpr:

@@ -58,7 +58,7 @@ class Rewritten(NamedTuple):
   found: Found
 
 
-class _New(NamedTuple):
+class _Replacement(NamedTuple):
   """What stands in the place of an equation, and which outputs are half."""
 
   eqns: list[core.JaxprEqn]
@@ -96,7 +96,7 @@ class Rewriter:
     self,
     dtype: Any,
     kept: _kept.Kept,
-    known: _weights.Known,
+    known: _weights.ProgramWeights,
     in_rule: _rules.Change,
   ) -> None:
     self._dtype = dtype
@@ -105,7 +105,7 @@ class Rewriter:
     self._in_rule = in_rule
     # A jaxpr that is called twice is searched and rewritten once.
     # If there are names, nothing tells whether one selects what is not seen.
-    self._search = _products.Search(
+    self._search = _products.ProductSearch(
       functools.partial(_products.hides_products, if_unknown=not kept.patterns)
     )
     self._rewritten: dict[Any, Rewritten] = {}
@@ -161,28 +161,28 @@ class Rewriter:
     found = together(new.found for new in made)
     return Rewritten(_equations.with_fields(jaxpr, eqns=eqns), outs, found)
 
-  def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _New:
+  def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _Replacement:
     """What stands in the place of an equation."""
     if _products.is_product(eqn):
       named = here.weights.named(eqn)
       decisions = self._decide(lambda: [here.place.at(named, here.jaxpr)])
       found = Found(has_products=True, decisions=decisions)
       if any(x.is_kept for x in decisions):
-        return _New([named], found=found)
+        return _Replacement([named], found=found)
       product = _operations.in_dtype(named, self._dtype)
-      return _New(in_half(product, self._dtype), eqn.outvars, found)
+      return _Replacement(in_half(product, self._dtype), eqn.outvars, found)
     if _operations.moves(eqn) and come_from(eqn, here.half):
-      return _New(in_half(eqn, self._dtype), eqn.outvars)
+      return _Replacement(in_half(eqn, self._dtype), eqn.outvars)
     if _products.is_exported(eqn):
-      return _New([eqn], found=Found(missed=(eqn,)))
+      return _Replacement([eqn], found=Found(missed=(eqn,)))
     if not self._search.inside_of(eqn):
-      return _New([eqn])
+      return _Replacement([eqn])
     # Rules are traced where the axes of the mesh are known.
     entered = functools.partial(self._enter, eqn, here)
-    new: _New = _higher_order.where_it_runs(eqn, entered)
+    new: _Replacement = _higher_order.where_it_runs(eqn, entered)
     return new
 
-  def _enter(self, eqn: core.JaxprEqn, here: _Here) -> _New:
+  def _enter(self, eqn: core.JaxprEqn, here: _Here) -> _Replacement:
     """An equation with what it holds rewritten."""
     named = here.weights.named(eqn)
     # What nobody asks for need not be found: it takes a look at a traceback.
@@ -200,7 +200,9 @@ class Rewriter:
     decisions = self._decide(lambda: [place])
     are_kept = any(x.is_kept for x in decisions)
     missed = () if are_kept else (eqn,)
-    return _New([named], found=Found(decisions=decisions, missed=missed))
+    return _Replacement(
+      [named], found=Found(decisions=decisions, missed=missed)
+    )
 
   def _with_rule(
     self,
@@ -209,7 +211,7 @@ class Rewriter:
     rule: _rules.Rule,
     place: _places.Place,
     here: _Here,
-  ) -> _New:
+  ) -> _Replacement:
     """An equation whose rule computes in half, if it is understood."""
     paths = here.weights.paths_in(eqn)
     own = Found(has_products=True)  # They may all be in its derivative.
@@ -220,7 +222,7 @@ class Rewriter:
       # It stays as a whole: nothing tells which of its products is the
       # derivative of which.
       if any(x.is_kept for x in decisions):
-        return _New([named], found=own)
+        return _Replacement([named], found=own)
     founds = [own]
 
     def body(closed: _equations.ClosedJaxpr, its_paths: _weights.Paths) -> Any:
@@ -231,8 +233,8 @@ class Rewriter:
     new = _rules.with_rule(named, self._in_rule._replace(body=body), paths)
     if new is None:
       own = own._replace(has_products=False, missed=(eqn,))
-      return _New([named], found=own)
-    return _New([new], found=together(founds))
+      return _Replacement([named], found=own)
+    return _Replacement([new], found=together(founds))
 
   def _with_jaxprs(
     self,
@@ -241,7 +243,7 @@ class Rewriter:
     place: _places.Place,
     here: _Here,
     are_half: Sequence[bool] = (),
-  ) -> _New:
+  ) -> _Replacement:
     """The same equation, with each jaxpr that it holds rewritten."""
     inside: list[Rewritten] = []
 
@@ -255,7 +257,7 @@ class Rewriter:
     # A call returns what its function returns.
     outs = inside[0].are_half if are_half else ()
     half = list(itertools.compress(eqn.outvars, outs))
-    return _New([new], half, together(x.found for x in inside))
+    return _Replacement([new], half, together(x.found for x in inside))
 
   def _decide(
     self, places: Callable[[], list[_places.Place]]

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs._types import is_ref
+from optax_lossscale._jaxprs import _types
 
 if TYPE_CHECKING:
   from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -337,7 +337,7 @@ def has_effect(eqn: core.JaxprEqn) -> bool:
 
 def _takes_ref(eqn: core.JaxprEqn) -> bool:
   """Whether it could write to a Ref, even if it does not say so."""
-  return any(is_ref(atom.aval) for atom in eqn.invars)
+  return any(_types.is_ref(atom.aval) for atom in eqn.invars)
 
 
 def _calls_back(eqn: core.JaxprEqn) -> bool:

@@ -13,17 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs._equations import (
-  called_jaxpr,
-  closed,
-  ClosedJaxpr,
-  context_of,
-  fits,
-  held_jaxprs,
-  lowered,
-  shape_of,
-)
-from optax_lossscale._jaxprs._types import varying_of
+from optax_lossscale._jaxprs import _equations, _types
 
 T = TypeVar("T")
 
@@ -41,7 +31,7 @@ class Scan(NamedTuple):
     reverse: whether the last slice comes first.
   """
 
-  body: ClosedJaxpr
+  body: _equations.ClosedJaxpr
   consts: int
   carry: int
   length: int
@@ -66,8 +56,8 @@ class While(NamedTuple):
     body_consts: how many the body has.
   """
 
-  condition: ClosedJaxpr
-  body: ClosedJaxpr
+  condition: _equations.ClosedJaxpr
+  body: _equations.ClosedJaxpr
   condition_consts: int
   body_consts: int
 
@@ -85,7 +75,7 @@ class Cond(NamedTuple):
     branches: the jaxprs, each of all operands.
   """
 
-  branches: tuple[ClosedJaxpr, ...]
+  branches: tuple[_equations.ClosedJaxpr, ...]
 
 
 class ShardMap(NamedTuple):
@@ -100,7 +90,7 @@ class ShardMap(NamedTuple):
     check_vma: whether types tell what varies.
   """
 
-  body: ClosedJaxpr
+  body: _equations.ClosedJaxpr
   mesh: Any
   in_specs: tuple[Any, ...]
   out_specs: tuple[Any, ...]
@@ -115,7 +105,7 @@ class ShardMap(NamedTuple):
 
   def differs_over(self, kind: Any) -> tuple[Any, ...]:
     """The axes along which devices may hold different values of a type."""
-    over = varying_of(kind) if self.check_vma else self.manual_axes
+    over = _types.varying_of(kind) if self.check_vma else self.manual_axes
     return tuple(name for name in self.mesh.axis_names if name in over)
 
   def with_body(
@@ -139,7 +129,7 @@ class Call(NamedTuple):
     body: the jaxpr that is called.
   """
 
-  body: ClosedJaxpr
+  body: _equations.ClosedJaxpr
 
 
 HigherOrder = Scan | While | Cond | ShardMap | Call
@@ -160,14 +150,14 @@ def runs_its_jaxprs(eqn: core.JaxprEqn) -> bool:
   return eqn.primitive.name in _LOOKS
 
 
-def bodies_of(call: HigherOrder) -> list[ClosedJaxpr]:
+def bodies_of(call: HigherOrder) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that it runs, or may run."""
   return [body for body, _ in given_to_bodies(call, ())]
 
 
 def given_to_bodies(
   call: HigherOrder, inputs: Sequence[T]
-) -> list[tuple[ClosedJaxpr, Sequence[T]]]:
+) -> list[tuple[_equations.ClosedJaxpr, Sequence[T]]]:
   """The jaxprs, each with those inputs of the equation that it is given first.
 
   Of what is sliced or sharded, each is given a part.
@@ -198,20 +188,20 @@ def where_it_runs(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
     returned.append(fun())
     return ()
 
-  with context_of(eqn):
+  with _equations.context_of(eqn):
     jax.make_jaxpr(call.with_body(body, in_specs=(), out_specs=()))()
   return returned[0]
 
 
 def _call_of(eqn: core.JaxprEqn) -> Call | None:
   # The jaxpr that an object has with it knows its lines.
-  body = called_jaxpr(eqn) or lowered(eqn)
+  body = _equations.called_jaxpr(eqn) or _equations.lowered(eqn)
   return None if body is None else Call(body)
 
 
 def scan_of(eqn: core.JaxprEqn) -> Scan | None:
   """The parts of a ``scan``; None if it is not understood."""
-  bodies = list(held_jaxprs(eqn))
+  bodies = list(_equations.held_jaxprs(eqn))
   length, reverse = eqn.params.get("length"), eqn.params.get("reverse")
   if len(bodies) != 1 or length is None or not isinstance(reverse, bool):
     return None
@@ -228,7 +218,8 @@ def _count_whole(outer: list[Any], inner: list[Any], length: int) -> int | None:
   if len(outer) != len(inner):
     return None
   pairs = [
-    (shape_of(a), shape_of(b)) for a, b in zip(outer, inner, strict=True)
+    (_equations.shape_of(a), _equations.shape_of(b))
+    for a, b in zip(outer, inner, strict=True)
   ]
   count = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
   are_slices = all(a == (length, *b) for a, b in pairs[count:])
@@ -241,7 +232,7 @@ def while_of(eqn: core.JaxprEqn) -> While | None:
   body = eqn.params.get("body_jaxpr")
   if condition is None or body is None:
     return None
-  condition, body = closed(condition), closed(body)
+  condition, body = _equations.closed(condition), _equations.closed(body)
   carry = len(eqn.outvars)
   condition_consts = len(condition.jaxpr.invars) - carry
   body_consts = len(body.jaxpr.invars) - carry
@@ -255,7 +246,7 @@ def while_of(eqn: core.JaxprEqn) -> While | None:
 
 def cond_of(eqn: core.JaxprEqn) -> Cond | None:
   """The branches of a ``cond``; None if it is not understood."""
-  branches = tuple(held_jaxprs(eqn))
+  branches = tuple(_equations.held_jaxprs(eqn))
   are_alike = all(
     len(branch.jaxpr.invars) == len(eqn.invars) - 1
     and len(branch.jaxpr.outvars) == len(eqn.outvars)
@@ -266,7 +257,7 @@ def cond_of(eqn: core.JaxprEqn) -> Cond | None:
 
 def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
   """The parts of a ``shard_map``; None if it is not understood."""
-  bodies = list(held_jaxprs(eqn))
+  bodies = list(_equations.held_jaxprs(eqn))
   params: Any = eqn.params
   if len(bodies) != 1:
     return None
@@ -279,7 +270,7 @@ def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
     axes,
     params.get("check_vma"),
   )
-  if any(part is None for part in parts) or not fits(bodies[0], eqn):
+  if any(part is None for part in parts) or not _equations.fits(bodies[0], eqn):
     return None
   return ShardMap(bodies[0], *parts)
 

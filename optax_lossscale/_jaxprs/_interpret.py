@@ -10,24 +10,18 @@ import jax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs._equations import (
-  Atom,
-  ClosedJaxpr,
-  function,
-  needed_equations,
-)
-from optax_lossscale._jaxprs._types import is_ref
+from optax_lossscale._jaxprs import _equations, _types
 
 # What carries out an equation: it is given the values that this one reads, and
 # returns those of its outputs.
 Evaluate = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
 # What makes a value of a number or an array that is written in the jaxpr, of
 # its variable or literal, and of the equation that reads it, if one does.
-Written = Callable[[Any, Atom, core.JaxprEqn | None], Any]
+Written = Callable[[Any, _equations.Atom, core.JaxprEqn | None], Any]
 
 
 def interpret(
-  closed: ClosedJaxpr,
+  closed: _equations.ClosedJaxpr,
   inputs: Sequence[Any],
   step: Evaluate,
   *,
@@ -54,13 +48,13 @@ def interpret(
   for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
     env[var] = written(const, var, None)
 
-  def read(atom: Atom, eqn: core.JaxprEqn | None = None) -> Any:
+  def read(atom: _equations.Atom, eqn: core.JaxprEqn | None = None) -> Any:
     if isinstance(atom, core.Literal):
       return written(atom.val, atom, eqn)
     return env[atom]
 
   used = [True] * len(jaxpr.outvars) if used is None else list(used)
-  for eqn, last_read in needed_equations(jaxpr, used):
+  for eqn, last_read in _equations.needed_equations(jaxpr, used):
     outs = step(eqn, [read(atom, eqn) for atom in eqn.invars])
     env.update(zip(eqn.outvars, outs, strict=True))
     del outs
@@ -77,7 +71,7 @@ def context_here() -> Any:
     Exception: if equations have none, or cannot be evaluated one by one.
   """
   (eqn,) = jax.make_jaxpr(lambda x: -x)(0.0).eqns
-  jax.eval_shape(function(eqn), 0.0)
+  jax.eval_shape(_equations.function(eqn), 0.0)
   return eqn.ctx
 
 
@@ -93,13 +87,13 @@ def may_change_result(eqn: core.JaxprEqn, context: Any) -> bool:
   return eqn.ctx == context and not says_where
 
 
-def as_array(x: Any, atom: Atom) -> Any:
+def as_array(x: Any, atom: _equations.Atom) -> Any:
   """The value of a variable or literal as an array, unless it is a Ref.
 
   Numbers that are written in a program may come in a class of JAX's own.
   """
   kind: Any = atom.aval
-  is_one = is_ref(kind) or isinstance(x, jax.Array)
+  is_one = _types.is_ref(kind) or isinstance(x, jax.Array)
   return x if is_one else jnp.asarray(x, kind.dtype)
 
 

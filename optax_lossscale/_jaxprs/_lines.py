@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs._equations import behaves_like, held_jaxprs
+from optax_lossscale._jaxprs import _equations
 
 # A line of these is not the user's.
 _LIBRARIES = (
@@ -59,7 +59,7 @@ def name_of(eqn: core.JaxprEqn) -> str:
 
   A primitive of hijax has its own name, and not that of the call.
   """
-  name = behaves_like(eqn)
+  name = _equations.behaves_like(eqn)
   return _NAMES.get(name, name)
 
 
@@ -72,14 +72,14 @@ def call_name(eqn: core.JaxprEqn) -> str:
 
 def function_name(eqn: core.JaxprEqn) -> str:
   """The name of the function that an equation calls, where it is known."""
-  held = next(held_jaxprs(eqn), None)
+  held = next(_equations.held_jaxprs(eqn), None)
   info = held.jaxpr.debug_info if held else None
   return getattr(info, "func_name", name_of(eqn))
 
 
 def is_rule_of_library(eqn: core.JaxprEqn) -> bool:
   """Whether a function with a rule, or the rule, was written in a library."""
-  held = [x.jaxpr for x in held_jaxprs(eqn)]
+  held = [x.jaxpr for x in _equations.held_jaxprs(eqn)]
   infos = [
     getattr(x, "debug_info", None) for x in (*held, *eqn.params.values())
   ]

@@ -16,28 +16,14 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs._equations import (
-  AnyJaxpr,
-  ClosedJaxpr,
-  equations_of,
-  function,
-  held_jaxprs,
-  hi_primitive,
-  with_fields,
-  with_jaxprs,
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _lines,
+  _places,
+  _types,
+  _walk,
 )
-from optax_lossscale._jaxprs._higher_order import (
-  Call,
-  Cond,
-  higher_order_of,
-  Scan,
-  ShardMap,
-  where_it_runs,
-)
-from optax_lossscale._jaxprs._lines import name_of
-from optax_lossscale._jaxprs._places import Place, place_name
-from optax_lossscale._jaxprs._types import as_varying, varying_of
-from optax_lossscale._jaxprs._walk import Search
 
 # What is returned of a value with this name: what a function makes of it; None
 # if nothing is.
@@ -47,33 +33,36 @@ Look = Callable[[str], Callable[[Any], Any] | None]
 _PLAIN_CALLS = {"closed_call", "jit", "remat2"}
 
 
-class Opened(NamedTuple):
+class WithOutputs(NamedTuple):
   """A jaxpr that returns its named values, too.
 
   Attributes:
     closed: the jaxpr. The values follow its other outputs.
     names: their names, in the order of the program.
-    shut: where such values stand that cannot be returned, as in a ``while``.
-    chosen: where branches stand that hold them, and may not be taken.
+    unreached: where such values stand that cannot be returned, as in a
+      ``while``.
+    in_branches: where branches stand that hold them, and may not be taken.
   """
 
-  closed: ClosedJaxpr
+  closed: _equations.ClosedJaxpr
   names: list[str]
-  shut: list[str]
-  chosen: list[str]
+  unreached: list[str]
+  in_branches: list[str]
 
 
-class _Made(NamedTuple):
+class _Replacement(NamedTuple):
   """What stands in the place of an equation, and what it returns beside."""
 
   eqns: list[core.JaxprEqn]
   values: Sequence[Any] = ()
   names: Sequence[str] = ()
-  shut: Sequence[str] = ()
-  chosen: Sequence[str] = ()
+  unreached: Sequence[str] = ()
+  in_branches: Sequence[str] = ()
 
 
-def with_named_outputs(closed: ClosedJaxpr, look: Look) -> Opened:
+def with_named_outputs(
+  closed: _equations.ClosedJaxpr, look: Look
+) -> WithOutputs:
   """Makes outputs of all values with a name that is looked at.
 
   Args:
@@ -81,63 +70,67 @@ def with_named_outputs(closed: ClosedJaxpr, look: Look) -> Opened:
     look: what to return of a value with a name.
 
   Returns:
-    An :class:`Opened`.
+    An :class:`WithOutputs`.
   """
-  return _Opener(look).opened(closed, Place())
+  return _Outputs(look).with_outputs(closed, _places.Place())
 
 
-class _Opener:
+class _Outputs:
   """Knows which jaxprs hold values with a name that is looked at."""
 
   def __init__(self, look: Look) -> None:
     self._look = look
     is_one = lambda eqn: self._look_at(eqn) is not None
-    self._named = Search(is_one, held_jaxprs)
+    self._named = _walk.Search(is_one, _equations.held_jaxprs)
 
-  def opened(self, closed: ClosedJaxpr, place: Place) -> Opened:
+  def with_outputs(
+    self, closed: _equations.ClosedJaxpr, place: _places.Place
+  ) -> WithOutputs:
     """The jaxpr, which stands at this place, with its values returned."""
     jaxpr = closed.jaxpr
     made = [self._made(eqn, jaxpr, place) for eqn in jaxpr.eqns]
     values = [value for one in made for value in one.values]
-    opened: Any = with_fields(
+    with_outputs: Any = _equations.with_fields(
       closed,
       eqns=[eqn for one in made for eqn in one.eqns],
       outvars=[*jaxpr.outvars, *values],
       # It names each result, and further ones have no names.
       debug_info=jaxpr.debug_info._replace(result_paths=None),
     )
-    return Opened(
-      opened,
+    return WithOutputs(
+      with_outputs,
       [name for one in made for name in one.names],
-      [where for one in made for where in one.shut],
-      [where for one in made for where in one.chosen],
+      [where for one in made for where in one.unreached],
+      [where for one in made for where in one.in_branches],
     )
 
-  def _made(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: Place) -> _Made:
+  def _made(
+    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: _places.Place
+  ) -> _Replacement:
     look = self._look_at(eqn)
     if look is not None:
       return _looked_at(eqn, look)
     if not self._named.inside_of(eqn):
-      return _Made([eqn])
+      return _Replacement([eqn])
     its_place = place.at(eqn, jaxpr)
-    where = place_name(name_of(eqn), its_place.name)
-    inside = functools.partial(self.opened, place=its_place)
-    match higher_order_of(eqn):
-      case Call(body) if eqn.primitive.name in _PLAIN_CALLS:
+    where = _places.place_name(_lines.name_of(eqn), its_place.name)
+    inside = functools.partial(self.with_outputs, place=its_place)
+    match _higher_order.higher_order_of(eqn):
+      case _higher_order.Call(body) if eqn.primitive.name in _PLAIN_CALLS:
         return _call(eqn, inside(body))
-      case Cond(branches):
+      case _higher_order.Cond(branches):
         bodies = list(map(inside, branches))
         made = _made_anew(eqn, _choosing(bodies), bodies)
-        made = made and made._replace(chosen=[where, *made.chosen])
-      case Scan() as scan:
+        made = made and made._replace(in_branches=[where, *made.in_branches])
+      case _higher_order.Scan() as scan:
         bodies = [inside(scan.body)]
         made = _made_anew(eqn, _repeating(scan, bodies[0].closed), bodies)
-      case ShardMap() as mapped:
-        bodies = [where_it_runs(eqn, lambda: inside(mapped.body))]
+      case _higher_order.ShardMap() as mapped:
+        bodies = [_higher_order.where_it_runs(eqn, lambda: inside(mapped.body))]
         made = _made_anew(eqn, _on_devices(mapped, bodies[0].closed), bodies)
       case _:
         made = None
-    return made or _Made([eqn], shut=[where])
+    return made or _Replacement([eqn], unreached=[where])
 
   def _look_at(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:
     name = given_name(eqn)
@@ -146,20 +139,22 @@ class _Opener:
 
 def given_name(eqn: core.JaxprEqn) -> str | None:
   """The name that ``checkpoint_name`` gives to a value; None of all else."""
-  if name_of(eqn) != "name":
+  if _lines.name_of(eqn) != "name":
     return None
-  params: Any = getattr(hi_primitive(eqn), "params", eqn.params)
+  params: Any = getattr(_equations.hi_primitive(eqn), "params", eqn.params)
   return params["name"]
 
 
-def _looked_at(eqn: core.JaxprEqn, look: Callable[[Any], Any]) -> _Made:
-  made = equations_of(lambda x: [*function(eqn)(x), look(x)], eqn)
+def _looked_at(eqn: core.JaxprEqn, look: Callable[[Any], Any]) -> _Replacement:
+  made = _equations.equations_of(
+    lambda x: [*_equations.function(eqn)(x), look(x)], eqn
+  )
   # There is none if the look returns what it is given.
   eqns, values = made or ([eqn], eqn.outvars)
-  return _Made(eqns, values, [str(given_name(eqn))])
+  return _Replacement(eqns, values, [str(given_name(eqn))])
 
 
-def _call(eqn: core.JaxprEqn, body: Opened) -> _Made:
+def _call(eqn: core.JaxprEqn, body: WithOutputs) -> _Replacement:
   """The same call, of a jaxpr with more outputs."""
   count = len(eqn.outvars)
   values = [core.Var(v.aval) for v in body.closed.jaxpr.outvars[count:]]
@@ -170,11 +165,17 @@ def _call(eqn: core.JaxprEqn, body: Opened) -> _Made:
     if k.startswith("out_")
   }
   in_kind = lambda held: (
-    body.closed if isinstance(held, ClosedJaxpr) else body.closed.jaxpr
+    body.closed
+    if isinstance(held, _equations.ClosedJaxpr)
+    else body.closed.jaxpr
   )
-  eqn = with_jaxprs(eqn, in_kind).replace(outvars=[*eqn.outvars, *values])
+  eqn = _equations.with_jaxprs(eqn, in_kind).replace(
+    outvars=[*eqn.outvars, *values]
+  )
   eqn = eqn.replace(params={**eqn.params, **nothing})
-  return _Made([eqn], values, body.names, body.shut, body.chosen)
+  return _Replacement(
+    [eqn], values, body.names, body.unreached, body.in_branches
+  )
 
 
 @functools.cache
@@ -184,7 +185,7 @@ def _params_of_jit() -> dict[str, Any]:
   return eqn.params
 
 
-def _choosing(bodies: list[Opened]) -> Callable[..., list[Any]]:
+def _choosing(bodies: list[WithOutputs]) -> Callable[..., list[Any]]:
   """A ``cond`` in which each branch also returns the values of all others."""
 
   def fun(index: Any, *operands: Any) -> list[Any]:
@@ -206,12 +207,14 @@ def _choosing(bodies: list[Opened]) -> Callable[..., list[Any]]:
 def _nothing(kind: Any) -> jax.Array:
   """What stands for a value that was not computed."""
   fill = -1 if jnp.issubdtype(kind.dtype, jnp.integer) else 0
-  axes = tuple(varying_of(kind))
+  axes = tuple(_types.varying_of(kind))
   filled = jnp.full(kind.shape, fill, kind.dtype)
-  return as_varying(filled, axes) if axes else filled
+  return _types.as_varying(filled, axes) if axes else filled
 
 
-def _repeating(scan: Scan, body: ClosedJaxpr) -> Callable[..., list[Any]]:
+def _repeating(
+  scan: _higher_order.Scan, body: _equations.ClosedJaxpr
+) -> Callable[..., list[Any]]:
   """A ``scan`` of another body, which returns more."""
 
   def fun(*inputs: Any) -> list[Any]:
@@ -230,7 +233,7 @@ def _repeating(scan: Scan, body: ClosedJaxpr) -> Callable[..., list[Any]]:
 
 
 def _on_devices(
-  mapped: ShardMap, body: ClosedJaxpr
+  mapped: _higher_order.ShardMap, body: _equations.ClosedJaxpr
 ) -> Callable[..., list[Any]]:
   """A ``shard_map`` that also returns an array with an entry of each device."""
   count = len(mapped.out_specs)
@@ -248,26 +251,28 @@ def _on_devices(
 
 
 def _made_anew(
-  eqn: core.JaxprEqn, fun: Callable[..., list[Any]], bodies: list[Opened]
-) -> _Made | None:
+  eqn: core.JaxprEqn, fun: Callable[..., list[Any]], bodies: list[WithOutputs]
+) -> _Replacement | None:
   """The equations of a function that returns more than an equation."""
-  made = equations_of(fun, eqn)
+  made = _equations.equations_of(fun, eqn)
   if made is None:
     return None
   eqns, values = made
   written = iter(body.closed.jaxpr.debug_info for body in bodies)
 
-  def as_written(held: AnyJaxpr) -> AnyJaxpr:
+  def as_written(held: _equations.AnyJaxpr) -> _equations.AnyJaxpr:
     # It says which function it was, up to which a traceback leads.
-    return with_fields(held, debug_info=next(written))
+    return _equations.with_fields(held, debug_info=next(written))
 
-  return _Made(
+  return _Replacement(
     [
-      with_jaxprs(one, as_written) if one.primitive is eqn.primitive else one
+      _equations.with_jaxprs(one, as_written)
+      if one.primitive is eqn.primitive
+      else one
       for one in eqns
     ],
     values,
     [name for body in bodies for name in body.names],
-    [where for body in bodies for where in body.shut],
-    [where for body in bodies for where in body.chosen],
+    [where for body in bodies for where in body.unreached],
+    [where for body in bodies for where in body.in_branches],
   )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs._lines import Line, lines_of
+from optax_lossscale._jaxprs import _lines
 
 # What JAX puts among the scopes of a user.
 _OF_JAX = {"", "checkpoint", "rematted_computation"}
@@ -15,7 +15,7 @@ _OF_JAX = {"", "checkpoint", "rematted_computation"}
 _MARK = "autocast-"
 
 
-class _Mark(str):
+class _DtypeScope(str):
   """The scope of what `autocast` makes, which tells its dtype.
 
   It stays with an equation through whatever transforms it later. It has a class
@@ -25,7 +25,7 @@ class _Mark(str):
   __slots__ = ()
 
 
-class _Weights(str):
+class _WeightsScope(str):
   """The scope that tells a path of weights, or the rest of it within a call."""
 
   __slots__ = ()
@@ -44,7 +44,7 @@ class Names(NamedTuple):
   scope: str = ""
   weights: str = ""
   both: str = ""
-  lines: tuple[Line, ...] = ()
+  lines: tuple[_lines.Line, ...] = ()
 
   def heads(self) -> dict[str, None]:
     """The names without lines, of the place and of all that is around it."""
@@ -92,19 +92,19 @@ class Place(NamedTuple):
   """
 
   stack: tuple[Any, ...] = ()
-  lines: tuple[Line, ...] = ()
+  lines: tuple[_lines.Line, ...] = ()
   path: tuple[str, ...] = ()
 
   @property
   def names(self) -> Names:
     """Its names, the same forward and backward, with and without ``vmap``."""
     weights: list[str] = []
-    for name in self._of_class(_Weights):
+    for name in self._of_class(_WeightsScope):
       # The backward pass may tell again what is around it: the same object.
       again = [i for i, x in enumerate(weights) if x is name]
       weights = [*weights[: again[0] if again else None], name]
-    scope = _joined(self.stack, _Mark, _Weights)
-    both = _joined(self.stack, _Mark)
+    scope = _joined(self.stack, _DtypeScope, _WeightsScope)
+    both = _joined(self.stack, _DtypeScope)
     return Names(scope, "/".join(weights), both, self.lines)
 
   @property
@@ -118,7 +118,7 @@ class Place(NamedTuple):
     return self.names.weights
 
   @property
-  def line(self) -> Line | None:
+  def line(self) -> _lines.Line | None:
     """The user's line that is nearest, if one is known."""
     return self.lines[0] if self.lines else None
 
@@ -135,7 +135,7 @@ class Place(NamedTuple):
   @property
   def mark(self) -> Any:
     """The half precision in which `autocast` runs it; None if it does not."""
-    marks = self._of_class(_Mark)
+    marks = self._of_class(_DtypeScope)
     return jnp.dtype(marks[-1].removeprefix(_MARK)) if marks else None
 
   @property
@@ -150,7 +150,7 @@ class Place(NamedTuple):
 
   def at(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "Place":
     """The place of an equation in the jaxpr that the walk has come to."""
-    own, is_all = lines_of(eqn, jaxpr)
+    own, is_all = _lines.lines_of(eqn, jaxpr)
     outer = () if own and is_all else self.lines
     return self.within(eqn)._replace(lines=own + outer)
 
@@ -200,12 +200,12 @@ def has_scope(eqn: core.JaxprEqn, name: str) -> bool:
 
 def with_weights(eqn: core.JaxprEqn, path: Sequence[str]) -> core.JaxprEqn:
   """The equation, with a path of weights within all that it stands in."""
-  return _with_scope(eqn, _Weights("/".join(path))) if path else eqn
+  return _with_scope(eqn, _WeightsScope("/".join(path))) if path else eqn
 
 
 def marked(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
   """The equation, marked as one that `autocast` made for this dtype."""
-  return _with_scope(eqn, _Mark(f"{_MARK}{dtype}"))
+  return _with_scope(eqn, _DtypeScope(f"{_MARK}{dtype}"))
 
 
 def _with_scope(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
@@ -256,13 +256,13 @@ def telling_names(
         its_own.setdefault(head, []).append(names)
     products = its_own | products
   known = dict.fromkeys(names for names, _ in places)
-  led_to: dict[Line, list[Names]] = {}
+  led_to: dict[_lines.Line, list[Names]] = {}
   for names in known:
     for line in names.lines:
       led_to.setdefault(line, []).append(names)
   heads = {names: names.heads() for names in known}
 
-  def selected(head: str, line: Line) -> list[Names]:
+  def selected(head: str, line: _lines.Line) -> list[Names]:
     return [x for x in led_to[line] if not head or head in heads[x]]
 
   def told(names: Names) -> tuple[str, str]:
@@ -292,7 +292,9 @@ def _are_one(one: Names, other: Names) -> bool:
   return one[:3] == other[:3] and _may_be(one.lines, other.lines)
 
 
-def _may_be(some: tuple[Line, ...], other: tuple[Line, ...]) -> bool:
+def _may_be(
+  some: tuple[_lines.Line, ...], other: tuple[_lines.Line, ...]
+) -> bool:
   """Whether two ways are one: JAX forgets lines of some equations."""
   few, many = sorted([some, other], key=len)
   rest = iter(many)

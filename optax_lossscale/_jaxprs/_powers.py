@@ -12,25 +12,21 @@ from typing import Any, Literal, NamedTuple
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs._equations import ClosedJaxpr, held_jaxprs
-from optax_lossscale._jaxprs._higher_order import (
-  Cond,
-  higher_order_of,
-  HigherOrder,
-  Scan,
-  While,
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _interpret,
+  _operations,
+  _outputs,
+  _places,
+  _walk,
 )
-from optax_lossscale._jaxprs._interpret import interpret
-from optax_lossscale._jaxprs._operations import CONTRACTS, KEEP
-from optax_lossscale._jaxprs._outputs import given_name
-from optax_lossscale._jaxprs._places import Place
-from optax_lossscale._jaxprs._walk import Search
 
 # What is zero has each power; None is one that is not known.
 Exponent = int | Literal["any"] | None
 
 # What these return is as many times larger as what they are given.
-_KEEP_THE_POWER = KEEP | {
+_KEEP_THE_POWER = _operations.KEEP | {
   "abs", "add", "add_any", "all_to_all", "complex", "concatenate", "conj",
   "cumsum", "dynamic_update_slice", "expand_dims", "gather", "imag", "max",
   "min", "neg", "pad", "pcast", "pmax", "pmin", "ppermute", "psum",
@@ -38,7 +34,7 @@ _KEEP_THE_POWER = KEEP | {
   "reduce_sum", "reduce_window_sum", "rem", "scatter", "scatter-add",
   "select_and_scatter_add", "stack", "sub",
 }  # fmt: skip
-_MULTIPLY = {"mul", *CONTRACTS}
+_MULTIPLY = {"mul", *_operations.CONTRACTS}
 
 
 class Power(NamedTuple):
@@ -60,7 +56,7 @@ Named = Callable[[str, Power], Power]
 
 
 def powers_of(
-  closed: ClosedJaxpr, inputs: Sequence[Power], named: Named
+  closed: _equations.ClosedJaxpr, inputs: Sequence[Power], named: Named
 ) -> None:
   """Follows a factor through a program.
 
@@ -72,9 +68,14 @@ def powers_of(
   """
 
   def is_one(eqn: core.JaxprEqn) -> bool:
-    return given_name(eqn) is not None or Place().within(eqn).backward
+    return (
+      _outputs.given_name(eqn) is not None
+      or _places.Place().within(eqn).backward
+    )
 
-  _Follower(named, Search(is_one, held_jaxprs)).run(closed, inputs, False)
+  _Follower(named, _walk.Search(is_one, _equations.held_jaxprs)).run(
+    closed, inputs, False
+  )
 
 
 class _Follower(NamedTuple):
@@ -87,42 +88,48 @@ class _Follower(NamedTuple):
   """
 
   named: Named
-  matters: Search
+  matters: _walk.Search
 
   def run(
-    self, closed: ClosedJaxpr, inputs: Sequence[Power], is_backward: bool
+    self,
+    closed: _equations.ClosedJaxpr,
+    inputs: Sequence[Power],
+    is_backward: bool,
   ) -> list[Power]:
     step = functools.partial(self._equation, is_backward=is_backward)
-    return interpret(closed, inputs, step, written=_written)
+    return _interpret.interpret(closed, inputs, step, written=_written)
 
   def _equation(
     self, eqn: core.JaxprEqn, inputs: list[Power], is_backward: bool
   ) -> Sequence[Power]:
-    is_backward = is_backward or Place().within(eqn).backward
-    name = given_name(eqn)
+    is_backward = is_backward or _places.Place().within(eqn).backward
+    name = _outputs.given_name(eqn)
     if name is not None:
       return [self.named(name, *inputs)]
     are_plain = all(x.exponent in (0, "any") for x in inputs)
     call = None
     if not are_plain or self.matters.inside_of(eqn):
-      call = higher_order_of(eqn)
+      call = _higher_order.higher_order_of(eqn)
     if call is not None:
       return self._enter(call, inputs, is_backward)
     return _computed(eqn, inputs, is_backward)
 
   def _enter(
-    self, call: HigherOrder, inputs: list[Power], is_backward: bool
+    self,
+    call: _higher_order.HigherOrder,
+    inputs: list[Power],
+    is_backward: bool,
   ) -> list[Power]:
     run = functools.partial(self.run, is_backward=is_backward)
     match call:
-      case Scan():
+      case _higher_order.Scan():
         consts, first, slices = call.split(inputs)
         step = lambda carry: run(call.body, [*consts, *carry, *slices])
         return _repeated(step, first)
-      case While():
+      case _higher_order.While():
         _, consts, first = call.split(inputs)
         return _repeated(lambda x: run(call.body, [*consts, *x]), first)
-      case Cond(branches):
+      case _higher_order.Cond(branches):
         return _either(run(branch, inputs[1:]) for branch in branches)
       case _:
         return run(call.body, inputs)

@@ -19,16 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, linear_util
 from jax.interpreters import ad
 
-from optax_lossscale._jaxprs._equations import (
-  behaves_like,
-  ClosedJaxpr,
-  held_jaxprs,
-  hi_primitive,
-  with_consts,
-  with_object,
-  with_parts,
-)
-from optax_lossscale._jaxprs._weights import Path, Paths
+from optax_lossscale._jaxprs import _equations, _weights
 
 
 class Rule(NamedTuple):
@@ -60,19 +51,23 @@ class Change(NamedTuple):
       the function returns; it also returns the latter.
   """
 
-  body: Callable[[ClosedJaxpr, Paths], Any]
-  derivative: Callable[[ClosedJaxpr, Paths], tuple[Any, Sequence[Path]]]
+  body: Callable[[_equations.ClosedJaxpr, _weights.Paths], Any]
+  derivative: Callable[
+    [_equations.ClosedJaxpr, _weights.Paths],
+    tuple[Any, Sequence[_weights.WeightPath]],
+  ]
   call: Callable[
-    [Callable[[], Any], Sequence[Any], Paths], tuple[Any, Sequence[Path]]
+    [Callable[[], Any], Sequence[Any], _weights.Paths],
+    tuple[Any, Sequence[_weights.WeightPath]],
   ]
 
 
 def rule_of(eqn: core.JaxprEqn) -> Rule | None:
   """The rule of an equation; None if it has none."""
-  kind = behaves_like(eqn)
+  kind = _equations.behaves_like(eqn)
   if kind not in _RULES:
     return None
-  held: Any = hi_primitive(eqn)
+  held: Any = _equations.hi_primitive(eqn)
   params = eqn.params if held is None else held.params
   if kind == "custom_lin":
     tree = eqn.params.get("residuals_tree")  # that of hijax
@@ -86,7 +81,7 @@ def rule_of(eqn: core.JaxprEqn) -> Rule | None:
 
 
 def with_rule(
-  eqn: core.JaxprEqn, change: Change, paths: Paths
+  eqn: core.JaxprEqn, change: Change, paths: _weights.Paths
 ) -> core.JaxprEqn | None:
   """The same equation, with what it and its rule compute changed.
 
@@ -99,22 +94,22 @@ def with_rule(
     The equation; None if it does not hold what it should.
   """
   rule: Any = rule_of(eqn)
-  held = hi_primitive(eqn) or eqn.params.get("_prim")
+  held = _equations.hi_primitive(eqn) or eqn.params.get("_prim")
   of_plain, of_hijax = _RULES[rule.kind]
-  if rule.consts is None or len(list(held_jaxprs(eqn))) > 1:
+  if rule.consts is None or len(list(_equations.held_jaxprs(eqn))) > 1:
     return None
   try:
     if held is None:
       parts = of_plain(eqn, rule, change, paths)
       return eqn.replace(params={**eqn.params, **parts})
-    new = with_parts(held, **of_hijax(held, rule, change, paths))
+    new = _equations.with_parts(held, **of_hijax(held, rule, change, paths))
   except (AttributeError, KeyError):  # Another JAX has another name for it.
     return None
-  return with_object(eqn, held, new)
+  return _equations.with_object(eqn, held, new)
 
 
 def _custom_jvp(
-  eqn: core.JaxprEqn, rule: Rule, change: Change, paths: Paths
+  eqn: core.JaxprEqn, rule: Rule, change: Change, paths: _weights.Paths
 ) -> dict[str, Any]:
   old: Any = eqn.params["jvp_jaxpr_fun"]
   of_primals = paths.inputs[rule.consts :]
@@ -134,7 +129,7 @@ def _custom_jvp(
 
 
 def _custom_vjp(
-  eqn: core.JaxprEqn, rule: Rule, change: Change, paths: Paths
+  eqn: core.JaxprEqn, rule: Rule, change: Change, paths: _weights.Paths
 ) -> dict[str, Any]:
   old: Any = eqn.params["fwd_jaxpr_thunk"]
   pull_back: Any = eqn.params["bwd"]
@@ -143,7 +138,7 @@ def _custom_vjp(
   of_primals = paths.inputs[rule.consts :]
   changed = _once(change.derivative)
   # Of the residuals that are computed. The others are inputs.
-  of_computed: list[Path] = []
+  of_computed: list[_weights.WeightPath] = []
 
   def forward(*are_perturbed: bool) -> Any:
     jaxpr, consts = old.call_wrapped(*are_perturbed)
@@ -158,7 +153,7 @@ def _custom_vjp(
     of_residuals = tuple(
       next(computed, None) if i is None else of_inputs.get(i) for i in forwarded
     )
-    its_paths = Paths(of_residuals, of_primals)
+    its_paths = _weights.Paths(of_residuals, of_primals)
     return call(lambda: pull_back.call_wrapped(*args), args, its_paths)[0]
 
   return {
@@ -169,7 +164,7 @@ def _custom_vjp(
 
 
 def _custom_lin(
-  eqn: core.JaxprEqn, rule: Rule, change: Change, paths: Paths
+  eqn: core.JaxprEqn, rule: Rule, change: Change, paths: _weights.Paths
 ) -> dict[str, Any]:
   """A tangent, where a rule or the user takes a ``jax.jvp``."""
   pull_back: Any = eqn.params["bwd"]
@@ -177,7 +172,7 @@ def _custom_lin(
   perturbed = iter(paths.inputs[rule.consts :])
   are_zero: Any = eqn.params["in_zeros"]
   outputs = tuple(None if zero else next(perturbed, None) for zero in are_zero)
-  its_paths = Paths(paths.inputs[: rule.consts], outputs)
+  its_paths = _weights.Paths(paths.inputs[: rule.consts], outputs)
 
   def backward(*args: Any) -> Any:
     return call(lambda: pull_back.call_wrapped(*args), args, its_paths)[0]
@@ -185,14 +180,18 @@ def _custom_lin(
   return {"bwd": _instead_of(pull_back, backward)}
 
 
-def _once(derivative: Callable[[ClosedJaxpr, Paths], Any]) -> Any:
+def _once(
+  derivative: Callable[[_equations.ClosedJaxpr, _weights.Paths], Any],
+) -> Any:
   """Changes each jaxpr once, since JAX shares what is made of it."""
   made: dict[core.Jaxpr, Any] = {}
 
-  def changed(jaxpr: core.Jaxpr, consts: Any, inputs: tuple[Path, ...]) -> Any:
+  def changed(
+    jaxpr: core.Jaxpr, consts: Any, inputs: tuple[_weights.WeightPath, ...]
+  ) -> Any:
     if jaxpr not in made:
-      closed = with_consts(jaxpr, consts)
-      new, outputs = derivative(closed, Paths(inputs))
+      closed = _equations.with_consts(jaxpr, consts)
+      new, outputs = derivative(closed, _weights.Paths(inputs))
       made[jaxpr] = new.jaxpr, outputs
     return made[jaxpr]
 
@@ -205,23 +204,23 @@ def _instead_of(old: Any, new: Callable[..., Any]) -> Any:
 
 
 def _custom_jvp_of_hijax(
-  held: Any, _: Rule, change: Change, paths: Paths
+  held: Any, _: Rule, change: Change, paths: _weights.Paths
 ) -> dict[str, Any]:
   old, call = held.jvp_rule, change.call
 
   @functools.wraps(old)
   def rule(primals: Any, tangents: Any) -> Any:
     arrays = [*leaves(primals), *leaves(tangents)]
-    its_paths = Paths((*paths.inputs, *paths.inputs))
+    its_paths = _weights.Paths((*paths.inputs, *paths.inputs))
     return call(lambda: old(primals, tangents), arrays, its_paths)[0]
 
   return {"traced": _traced(held.traced, change, paths), "jvp_rule": rule}
 
 
 def _custom_vjp_of_hijax(
-  held: Any, rule: Rule, change: Change, paths: Paths
+  held: Any, rule: Rule, change: Change, paths: _weights.Paths
 ) -> dict[str, Any]:
-  of_residuals: list[Path] = []
+  of_residuals: list[_weights.WeightPath] = []
   outputs = paths.inputs[rule.consts :]
   backward = _backward_of_hijax(held, change, of_residuals, outputs)
   old, call = held.fwd, change.call
@@ -229,33 +228,36 @@ def _custom_vjp_of_hijax(
   @functools.wraps(old)
   def forward(are_perturbed: Any, *args: Any) -> Any:
     fun = lambda: old(are_perturbed, *args)
-    made, found = call(fun, leaves(args), Paths(paths.inputs))
+    made, found = call(fun, leaves(args), _weights.Paths(paths.inputs))
     of_residuals[:] = found[len(leaves(made[0])) :]
     return made
 
   # What the rule alone is given has no place in the function.
   first, second = (len(leaves(x)) for x in held.in_avals[:2])
   of_body = (*paths.inputs[:first], *paths.inputs[first + second :])
-  traced = _traced(held.traced, change, Paths(of_body))
+  traced = _traced(held.traced, change, _weights.Paths(of_body))
   return {"traced": traced, "fwd": forward, **backward}
 
 
 def _custom_lin_of_hijax(
-  held: Any, rule: Rule, change: Change, paths: Paths
+  held: Any, rule: Rule, change: Change, paths: _weights.Paths
 ) -> dict[str, Any]:
   return _backward_of_hijax(held, change, paths.inputs[: rule.consts], ())
 
 
 def _backward_of_hijax(
-  held: Any, change: Change, of_residuals: Sequence[Path], outputs: Any
+  held: Any,
+  change: Change,
+  of_residuals: Sequence[_weights.WeightPath],
+  outputs: Any,
 ) -> dict[str, Any]:
   old, call = held.bwd, change.call
-  if "remat_rules" not in held.params:
+  if "remat_rules" not in held.params:  # Remove this once jax >= 0.12.
     raise KeyError("The functions of objects were others before JAX 0.12.")
 
   @functools.wraps(old)
   def backward(residuals: Any, cotangents: Any) -> Any:
-    its_paths = Paths(tuple(of_residuals), outputs)
+    its_paths = _weights.Paths(tuple(of_residuals), outputs)
     fun = lambda: old(residuals, cotangents)
     return call(fun, leaves(residuals), its_paths)[0]
 
@@ -263,7 +265,7 @@ def _backward_of_hijax(
   return {"bwd": backward, "bwd_accums": None, "remat_rules": None}
 
 
-def _traced(old: Any, change: Change, paths: Paths) -> Any:
+def _traced(old: Any, change: Change, paths: _weights.Paths) -> Any:
   """What ``jax.jit`` has traced, with its jaxpr changed."""
   new = change.body(old.jaxpr, paths)
 

@@ -19,7 +19,8 @@ def varying_of(kind: Any) -> frozenset[Hashable]:
     RuntimeError: if JAX has another name for them, since a guess would make
       devices part ways, or a norm too large.
   """
-  # No name of it is public. The second is that before JAX 0.10.
+  # No name of it is public. The second is that before JAX 0.10: remove it once
+  # jax >= 0.10.
   axes = getattr(kind, "manual_axis_type", None)
   varying = getattr(axes, "varying", getattr(kind, "vma", None))
   if not isinstance(varying, (frozenset, set)):
@@ -35,7 +36,7 @@ def as_varying(x: jax.Array, axes: Any) -> jax.Array:
   """What is one value along these axes, as one that may differ."""
   if hasattr(lax, "pcast"):
     return lax.pcast(x, axes, to="varying")
-  # What JAX 0.8.0 has instead.
+  # What JAX 0.8.0 has instead: remove it once jax >= 0.9.
   return lax.pvary(x, axes)  # type: ignore[attr-defined]
 
 

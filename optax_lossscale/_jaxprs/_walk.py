@@ -6,19 +6,16 @@ import functools
 
 from jax.extend import core
 
-from optax_lossscale._jaxprs._equations import ClosedJaxpr, needed_equations
-from optax_lossscale._jaxprs._higher_order import (
-  Cond,
-  higher_order_of,
-  Scan,
-  ShardMap,
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _lines,
+  _places,
+  _weights,
 )
-from optax_lossscale._jaxprs._lines import name_of
-from optax_lossscale._jaxprs._places import Place
-from optax_lossscale._jaxprs._weights import Weights
 
 # The jaxprs of an equation that are walked into.
-Inside = Callable[[core.JaxprEqn], Iterable[ClosedJaxpr]]
+Inside = Callable[[core.JaxprEqn], Iterable[_equations.ClosedJaxpr]]
 # What these return is not what one run of a jaxpr returns.
 _LOOPS = {"scan", "while"}
 
@@ -36,13 +33,13 @@ class Step:
   """
 
   eqn: core.JaxprEqn
-  closed: ClosedJaxpr
+  closed: _equations.ClosedJaxpr
   around: "Step | None"
   index: int
-  start: Place
+  start: _places.Place
 
   @functools.cached_property
-  def place(self) -> Place:
+  def place(self) -> _places.Place:
     """Where the equation stands. It takes a look at tracebacks."""
     outer = self.around.place if self.around else self.start
     return outer.at(self.eqn, self.closed.jaxpr)
@@ -60,10 +57,10 @@ class Step:
     """
     if self.around is None:
       return 1
-    match higher_order_of(self.around.eqn):
-      case Scan(length=length):
+    match _higher_order.higher_order_of(self.around.eqn):
+      case _higher_order.Scan(length=length):
         return length * self.around.times
-      case ShardMap() as mapped:
+      case _higher_order.ShardMap() as mapped:
         return mapped.devices * self.around.times
       case _:
         return self.around.times
@@ -72,17 +69,21 @@ class Step:
   def branches(self) -> list[tuple[core.JaxprEqn, int]]:
     """Of each ``cond`` around it, its equation and the number of the branch."""
     pairs = [(x.around.eqn, x.index) for x in self.way if x.around]
-    return [x for x in pairs if isinstance(higher_order_of(x[0]), Cond)]
+    return [
+      x
+      for x in pairs
+      if isinstance(_higher_order.higher_order_of(x[0]), _higher_order.Cond)
+    ]
 
 
 def walk(
-  closed: ClosedJaxpr,
+  closed: _equations.ClosedJaxpr,
   inside: Inside,
   *,
   only_needed: bool = False,
   used: list[bool] | None = None,
-  weights: Weights | None = None,
-  start: Place | None = None,
+  weights: _weights.Weights | None = None,
+  start: _places.Place | None = None,
   around: Step | None = None,
   index: int = 0,
 ) -> Iterator[Step]:
@@ -99,18 +100,18 @@ def walk(
     index: which of the jaxprs inside of that step it is.
   """
   eqns: Iterable[tuple[core.JaxprEqn, Container[core.Var]]] = (
-    needed_equations(closed.jaxpr, used)
+    _equations.needed_equations(closed.jaxpr, used)
     if only_needed
     else ((eqn, ()) for eqn in closed.jaxpr.eqns)
   )
   for eqn, unread in eqns:
     its_used = [var not in unread for var in eqn.outvars]
     named = weights.named(eqn) if weights else eqn
-    step = Step(named, closed, around, index, start or Place())
+    step = Step(named, closed, around, index, start or _places.Place())
     yield step
     for i, inner in enumerate(inside(eqn)):
       hands_back = len(inner.jaxpr.outvars) == len(eqn.outvars)
-      hands_back = hands_back and name_of(eqn) not in _LOOPS
+      hands_back = hands_back and _lines.name_of(eqn) not in _LOOPS
       yield from walk(
         inner,
         inside,

@@ -12,19 +12,16 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from optax_lossscale._jaxprs._equations import called_jaxpr, ClosedJaxpr
-from optax_lossscale._jaxprs._higher_order import (
-  given_to_bodies,
-  higher_order_of,
-  Scan,
-  While,
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _operations,
+  _places,
 )
-from optax_lossscale._jaxprs._operations import is_matrix_product, KEEP
-from optax_lossscale._jaxprs._places import with_weights
 
 # The path of a weight, or what is left of it within a call that tells the
 # beginning; None of what is no weight.
-Path = tuple[str, ...] | None
+WeightPath = tuple[str, ...] | None
 
 # The gradient of a weight that was made into others is made from theirs.
 _ADD = {"add", "add_any", "pad", "psum", "psum_invariant", "reduce_sum"}
@@ -40,10 +37,10 @@ class Paths(NamedTuple):
     outputs: of each output the path of the weight whose gradient it is.
   """
 
-  inputs: tuple[Path, ...] = ()
-  outputs: tuple[Path, ...] = ()
+  inputs: tuple[WeightPath, ...] = ()
+  outputs: tuple[WeightPath, ...] = ()
 
-  def of(self, inputs: Iterable[int]) -> tuple[Path, ...]:
+  def of(self, inputs: Iterable[int]) -> tuple[WeightPath, ...]:
     """The paths of some of the inputs."""
     return tuple(self.inputs[i] for i in inputs if self.inputs)
 
@@ -51,18 +48,20 @@ class Paths(NamedTuple):
 NO_PATHS = Paths()
 
 
-class Known:
+class ProgramWeights:
   """The paths of all weights in a program, each jaxpr of which is read once.
 
   Attributes:
     by_id: those of the arrays that it closes over, by their identity.
   """
 
-  def __init__(self, by_id: Mapping[int, Path] = types.MappingProxyType({})):
+  def __init__(
+    self, by_id: Mapping[int, WeightPath] = types.MappingProxyType({})
+  ):
     self.by_id = by_id
     self._read: dict[Any, Weights] = {}
 
-  def of(self, closed: ClosedJaxpr, paths: Paths) -> "Weights":
+  def of(self, closed: _equations.ClosedJaxpr, paths: Paths) -> "Weights":
     """The weights in a jaxpr."""
     key = closed.jaxpr, paths
     if key not in self._read:
@@ -79,7 +78,9 @@ class Weights:
     paths: those of its inputs and outputs.
   """
 
-  def __init__(self, known: Known, closed: ClosedJaxpr, paths: Paths) -> None:
+  def __init__(
+    self, known: ProgramWeights, closed: _equations.ClosedJaxpr, paths: Paths
+  ) -> None:
     self._known = known
     jaxpr = closed.jaxpr
     of_consts = [known.by_id.get(id(x)) for x in closed.consts]
@@ -92,7 +93,7 @@ class Weights:
     for eqn in jaxpr.eqns if self._weights else ():
       self._follow(eqn)
 
-  def of(self, atoms: Sequence[Any]) -> list[Path]:
+  def of(self, atoms: Sequence[Any]) -> list[WeightPath]:
     """The paths of the inputs of an equation, or of other variables."""
     return [_get(self._weights, x) for x in atoms]
 
@@ -104,10 +105,10 @@ class Weights:
     """
     if not self._weights and not self._gradients:
       return eqn
-    if not is_matrix_product(eqn):
-      return with_weights(eqn, self._within(eqn)[0])
+    if not _operations.is_matrix_product(eqn):
+      return _places.with_weights(eqn, self._within(eqn)[0])
     paths = [*self.of(eqn.invars[:2]), _get(self._gradients, eqn.outvars[0])]
-    return with_weights(eqn, next(filter(None, paths), ()))
+    return _places.with_weights(eqn, next(filter(None, paths), ()))
 
   def paths_in(self, eqn: core.JaxprEqn) -> Paths:
     """What a call leaves open of the paths of its inputs and outputs."""
@@ -117,7 +118,9 @@ class Weights:
     """The same of a jaxpr that the call runs."""
     return self._within(eqn).of_bodies.get(body, NO_PATHS)
 
-  def inside(self, eqn: core.JaxprEqn, body: ClosedJaxpr) -> "Weights":
+  def inside(
+    self, eqn: core.JaxprEqn, body: _equations.ClosedJaxpr
+  ) -> "Weights":
     """The weights in a jaxpr that the call runs."""
     return self._known.of(body, self.paths_of_body(eqn, body.jaxpr))
 
@@ -134,12 +137,12 @@ class Weights:
     if not any(path is not None for path in paths):
       return
     outs = eqn.outvars
-    called = called_jaxpr(eqn)
+    called = _equations.called_jaxpr(eqn)
     if called is not None:  # What a call returns of a weight is that weight.
       common, inner = self._within(eqn).common, self.inside(eqn, called)
       paths = inner.of(called.jaxpr.outvars)
       paths = [path if path is None else (*common, *path) for path in paths]
-    elif eqn.primitive.name not in KEEP:
+    elif eqn.primitive.name not in _operations.KEEP:
       return
     elif len(outs) == 1:  # A mask beside a weight leaves it a weight.
       found = {path for path in paths if path is not None}
@@ -153,7 +156,7 @@ class Weights:
     """Notes what a gradient of weights is made of."""
     paths = [_get(self._gradients, x) for x in eqn.outvars]
     name = eqn.primitive.name
-    called = called_jaxpr(eqn)
+    called = _equations.called_jaxpr(eqn)
     if not any(path is not None for path in paths):
       return
     if called is not None:
@@ -161,7 +164,7 @@ class Weights:
       inner = self._known.of(called, of_bodies[called.jaxpr])
       found = [_get(inner._gradients, x) for x in called.jaxpr.invars]
       paths = [path if path is None else (*common, *path) for path in found]
-    elif name not in KEEP | _ADD | _JOIN:
+    elif name not in _operations.KEEP | _ADD | _JOIN:
       return
     elif len(paths) == 1:  # A barrier has an output for each input.
       is_joined = name in _JOIN and len(eqn.invars) > 1
@@ -180,16 +183,16 @@ class _Within(NamedTuple):
 
 
 def _within(
-  eqn: core.JaxprEqn, inputs: list[Path], outputs: list[Path]
+  eqn: core.JaxprEqn, inputs: list[WeightPath], outputs: list[WeightPath]
 ) -> _Within:
   if not any(path is not None for path in (*inputs, *outputs)):
     return _Within()
-  call = higher_order_of(eqn)
+  call = _higher_order.higher_order_of(eqn)
   match call:  # What a loop carries is no weight: it changes.
-    case Scan():
+    case _higher_order.Scan():
       consts, carry, slices = call.split(inputs)
       inputs = [*consts, *[None] * len(carry), *slices]
-    case While():
+    case _higher_order.While():
       first, second, carry = call.split(inputs)
       inputs = [*first, *second, *[None] * len(carry)]
   weights = [path for path in (*inputs, *outputs) if path is not None]
@@ -198,7 +201,7 @@ def _within(
   common = tuple(name for name, *_ in levels)
   left = lambda path: None if path is None else path[len(common) :]
   paths = Paths(tuple(map(left, inputs)), tuple(map(left, outputs)))
-  given = given_to_bodies(call, paths.inputs) if call else []
+  given = _higher_order.given_to_bodies(call, paths.inputs) if call else []
   of_bodies = {
     body.jaxpr: Paths(tuple(its_inputs), paths.outputs)
     for body, its_inputs in given
@@ -206,13 +209,15 @@ def _within(
   return _Within(common, paths, of_bodies)
 
 
-def _with_path(atoms: Sequence[Any], paths: Sequence[Path]) -> dict[Any, Path]:
+def _with_path(
+  atoms: Sequence[Any], paths: Sequence[WeightPath]
+) -> dict[Any, WeightPath]:
   pairs = zip(atoms, paths, strict=False)
   is_literal = lambda x: isinstance(x, core.Literal)
   return {x: p for x, p in pairs if p is not None and not is_literal(x)}
 
 
-def _get(paths: dict[Any, Path], atom: Any) -> Path:
+def _get(paths: dict[Any, WeightPath], atom: Any) -> WeightPath:
   return None if isinstance(atom, core.Literal) else paths.get(atom)
 
 

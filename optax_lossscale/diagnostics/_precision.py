@@ -257,8 +257,8 @@ def precision_report(
   as_dtype = _numbers.as_small_float(dtype)
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
   steps = list(_walk.walk(traced.closed, _inside, only_needed=True))
-  notes = _tracing.told(traced.shut)
-  notes += [f"whether update runs, in {where}" for where in traced.chosen]
+  notes = _tracing.told(traced.unreached)
+  notes += [f"whether update runs, in {where}" for where in traced.in_branches]
   told = [(_note(step.eqn), step) for step in steps]
   notes += [f"{note}, {step.place.source}" for note, step in told if note]
   report = _reported(steps, as_dtype, notes)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _checks, _judged
+from optax_lossscale import _arrays, _checks, _named_values
 from optax_lossscale._jaxprs import _equations, _outputs, _powers, _types
 
 _NOT_SCALED = (
@@ -68,8 +68,9 @@ class Traced(NamedTuple):
     inputs: the arrays, or their shapes, that the jaxpr takes.
     names: how to name each of them, such as ``batch['image']``.
     outputs: what each output of the jaxpr is. All but ``"applied"`` are floats.
-    shut: where gradients are that could not be made outputs, as in a ``while``.
-    chosen: where branches are that may not be taken, and hold gradients.
+    unreached: where gradients are that could not be made outputs, as in a
+      ``while``.
+    in_branches: where branches are that may not be taken, and hold gradients.
     warnings: what is wrong with how the gradients are scaled, in sentences.
   """
 
@@ -77,8 +78,8 @@ class Traced(NamedTuple):
   inputs: list[Any]
   names: list[str]
   outputs: list[Output]
-  shut: list[str]
-  chosen: list[str]
+  unreached: list[str]
+  in_branches: list[str]
   warnings: list[str]
 
   @property
@@ -203,23 +204,23 @@ def trace(
       raise
     fun = within
     closed = jax.make_jaxpr(flat_fun)(*inputs)
-  opened = _outputs.with_named_outputs(closed, _look_at)
-  _check_constants(opened.closed)
-  outputs += _judged_outputs(opened.names)
+  program = _outputs.with_named_outputs(closed, _look_at)
+  _check_constants(program.closed)
+  outputs += _judged_outputs(program.names)
   return Traced(
-    opened.closed,
+    program.closed,
     inputs,
     names,
     outputs,
-    opened.shut,
-    opened.chosen,
-    scaling_of(opened.closed, names),
+    program.unreached,
+    program.in_branches,
+    scaling_of(program.closed, names),
   )
 
 
 def _look_at(name: str) -> Callable[[Any], Any] | None:
   """What is looked at of a value with a mark."""
-  mark = _judged.mark_of(name)
+  mark = _named_values.mark_of(name)
   if mark is None or mark.kind == "scale":
     return None
   looks = {"applied": lambda x: x.astype(jnp.int8), "unscaled": _fault}
@@ -237,7 +238,7 @@ def _judged_outputs(names: list[str]) -> list[Output]:
   groups: dict[str, int] = {}
   last: dict[str, int] = {}
   outputs = []
-  for kind, number, path in filter(None, map(_judged.mark_of, names)):
+  for kind, number, path in filter(None, map(_named_values.mark_of, names)):
     kind = kind.removeprefix("scaled_")
     if number <= last.get(kind, number):  # Another update begins.
       groups[kind] = groups.get(kind, -1) + 1
@@ -284,11 +285,11 @@ def _named_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
   ]
 
 
-def told(shut: list[str]) -> list[str]:
+def told(unreached: list[str]) -> list[str]:
   """What is told of gradients that could not be made outputs."""
   return [
     f"gradients inside of {where}: hand over one step"
-    for where in dict.fromkeys(shut)
+    for where in dict.fromkeys(unreached)
   ]
 
 
@@ -374,7 +375,7 @@ def scaling_of(
   told: dict[str, None] = {}
 
   def named(name: str, power: _powers.Power) -> _powers.Power:
-    mark = _judged.mark_of(name)
+    mark = _named_values.mark_of(name)
     if mark is None:
       return power
     if mark.kind == "scale":

@@ -253,7 +253,7 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
 
 def rewrite(jaxpr):
   """Whether products were found, what is told, and the new equations."""
-  half, known = jnp.dtype("float16"), _weights.Known()
+  half, known = jnp.dtype("float16"), _weights.ProgramWeights()
   in_rule = _rules.Change(
     body=lambda closed, _: closed,
     derivative=lambda closed, _: (closed, ()),

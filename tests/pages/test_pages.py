@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _judged, diagnostics
+from optax_lossscale import _named_values, diagnostics
 
 PAGES = [
   path
@@ -129,7 +129,9 @@ def grads_given(step, args, monkeypatch):
   found = []
   with monkeypatch.context() as patch, jax.disable_jit():
     patch.setattr(
-      _judged, "marked_tree", lambda kind, tree: found.append(tree) or tree
+      _named_values,
+      "marked_tree",
+      lambda kind, tree: found.append(tree) or tree,
     )
     step(*jax.tree.map(lambda x: x, args))
   return [np.float64(x) for x in jax.tree.leaves(found)]

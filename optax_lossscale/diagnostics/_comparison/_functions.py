@@ -110,7 +110,7 @@ def _compared(
   effects: str,
   bar: "Progress",
 ) -> _report.PrecisionComparison:
-  notes = [f"Not looked at: {x}." for x in _tracing.told(traced.shut)]
+  notes = [f"Not looked at: {x}." for x in _tracing.told(traced.unreached)]
   judged = {"grads", "applied", "unscaled"}
   traced = traced.only(judged if traced.grads else {"result"})
   rows = _program.Rows(traced.closed)
@@ -199,7 +199,7 @@ def _check(
     )
   if not rows.all:
     found = "which has none, or one that found no float32 products"
-    if _products.Search().in_jaxpr(traced.closed.jaxpr):
+    if _products.ProductSearch().in_jaxpr(traced.closed.jaxpr):
       found = "whose products run in float32, as they are written"
     raise ValueError(
       "compare_precision needs a function with an autocast inside, such as"

@@ -128,7 +128,9 @@ def _warn_of(
   traced: _tracing.Traced, flags: list[Any], told: list[str]
 ) -> None:
   """Says why a program without an overflow may still be no good."""
-  found = [f"Not looked at: {what}." for what in _tracing.told(traced.shut)]
+  found = [
+    f"Not looked at: {what}." for what in _tracing.told(traced.unreached)
+  ]
   if any(np.any(np.asarray(flag) == 0) for flag in flags):
     found.append(
       "A step is skipped, but the gradients that update is given are finite. No"
