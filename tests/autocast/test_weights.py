@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _equations, _places, _weights
+from optax_lossscale._jaxprs import _equations, _places
 from optax_lossscale.diagnostics import find_overflow
 
 X = normal(4, 8, seed=1)
@@ -300,7 +300,7 @@ def test_nothing_but_the_scopes_changes(monkeypatch):
   cast = ols.autocast(lambda params, x: net(params, x))
   text = lambda: str(jax.make_jaxpr(lambda *args: cast(*args))(params, X))
   before = text()
-  monkeypatch.setattr(_weights, "with_weights", lambda eqn, path: eqn)
+  monkeypatch.setattr(_places, "with_weights", lambda eqn, path: eqn)
   monkeypatch.setattr(_places, "marked", lambda eqn, dtype: eqn)
   assert text() == before
 

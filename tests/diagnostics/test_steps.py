@@ -16,7 +16,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _named_values
-from optax_lossscale._jaxprs import _outputs
+from optax_lossscale._jaxprs import _equations
 from optax_lossscale.diagnostics import (
   compare_precision,
   find_overflow,
@@ -153,7 +153,7 @@ def test_gradients_in_a_while_are_told_first():
 
 def test_what_cannot_be_made_anew_is_told(monkeypatch):
   step, args = whole_steps.in_a_scan_of_one(SMALL)
-  monkeypatch.setattr(_outputs, "equations_of", lambda fun, eqn: None)
+  monkeypatch.setattr(_equations, "equations_of", lambda fun, eqn: None)
   with pytest.warns(UserWarning, match="gradients inside of scan at whole_st"):
     assert find_overflow(step, *args) is None
 
