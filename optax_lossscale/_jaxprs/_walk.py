@@ -9,15 +9,14 @@ from jax.extend import core
 from optax_lossscale._jaxprs import (
   _equations,
   _higher_order,
-  _lines,
   _places,
   _weights,
 )
 
 # The jaxprs of an equation that are walked into.
 Inside = Callable[[core.JaxprEqn], Iterable[_equations.ClosedJaxpr]]
-# What these return is not what one run of a jaxpr returns.
-_LOOPS = {"scan", "while"}
+# What these return is what each of their jaxprs returns.
+_HAND_BACK = _higher_order.Call, _higher_order.Cond, _higher_order.ShardMap
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,6 +49,11 @@ class Step:
     return [self, *(self.around.way if self.around else [])]
 
   @functools.cached_property
+  def call(self) -> _higher_order.HigherOrder | None:
+    """What the equation calls, repeats or chooses. JAX may trace for that."""
+    return _higher_order.higher_order_of(self.eqn)
+
+  @functools.cached_property
   def times(self) -> int:
     """How often the equation runs, but for loops of unknown length.
 
@@ -57,7 +61,7 @@ class Step:
     """
     if self.around is None:
       return 1
-    match _higher_order.higher_order_of(self.around.eqn):
+    match self.around.call:
       case _higher_order.Scan(length=length):
         return length * self.around.times
       case _higher_order.ShardMap() as mapped:
@@ -68,12 +72,9 @@ class Step:
   @property
   def branches(self) -> list[tuple[core.JaxprEqn, int]]:
     """Of each ``cond`` around it, its equation and the number of the branch."""
-    pairs = [(x.around.eqn, x.index) for x in self.way if x.around]
-    return [
-      x
-      for x in pairs
-      if isinstance(_higher_order.higher_order_of(x[0]), _higher_order.Cond)
-    ]
+    pairs = [(x.around, x.index) for x in self.way if x.around]
+    is_cond = lambda step: isinstance(step.call, _higher_order.Cond)
+    return [(step.eqn, i) for step, i in pairs if is_cond(step)]
 
 
 def walk(
@@ -109,9 +110,8 @@ def walk(
     named = weights.named(eqn) if weights else eqn
     step = Step(named, closed, around, index, start or _places.Place())
     yield step
+    hands_back = only_needed and isinstance(step.call, _HAND_BACK)
     for i, inner in enumerate(inside(eqn)):
-      hands_back = len(inner.jaxpr.outvars) == len(eqn.outvars)
-      hands_back = hands_back and _lines.name_of(eqn) not in _LOOPS
       yield from walk(
         inner,
         inside,

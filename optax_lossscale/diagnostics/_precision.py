@@ -259,7 +259,7 @@ def precision_report(
   steps = list(_walk.walk(traced.closed, _inside, only_needed=True))
   notes = _tracing.told(traced.unreached)
   notes += [f"whether update runs, in {where}" for where in traced.in_branches]
-  told = [(_note(step.eqn), step) for step in steps]
+  told = [(_note(step), step) for step in steps]
   notes += [f"{note}, {step.place.source}" for note, step in told if note]
   report = _reported(steps, as_dtype, notes)
   return dataclasses.replace(report, warnings=tuple(traced.warnings))
@@ -311,8 +311,10 @@ def _wide_rows(
 
 
 def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> Iterator[Risk]:
-  numbers = _Numbers()
+  numbers, outer = _Numbers(), {step.around for step in steps}
   for step in steps:
+    if step in outer:  # It only runs what it holds.
+      continue
     for reason in _risks_of(step, dtype, numbers):
       name = _lines.name_of(step.eqn)
       where = _whereabouts(step.place, step.place.name)
@@ -380,7 +382,7 @@ def _risks_of(
 ) -> Iterator[str]:
   """Why an operation is at risk in this dtype, and in no other one."""
   kinds = [getattr(v.aval, "dtype", None) for v in step.eqn.outvars]
-  if dtype in kinds and not _inside(step.eqn):
+  if dtype in kinds:
     yield from _of_function(step, dtype, numbers)
     yield from _of_sum(step, dtype, numbers)
     yield from _of_constants(step, dtype, numbers)
@@ -474,7 +476,7 @@ class _Numbers:
 def _given_to(step: _walk.Step) -> Sequence[Any]:
   """What the first inputs of the jaxpr around a step are, each time it runs."""
   eqn: Any = step.around and step.around.eqn
-  match eqn and _higher_order.higher_order_of(eqn):
+  match step.around and step.around.call:
     case _higher_order.Call() | _higher_order.ShardMap():
       return eqn.invars
     case _higher_order.Cond():
@@ -496,20 +498,23 @@ def _as_number(const: Any) -> float | None:
 def _inside(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that an equation runs."""
   call = _higher_order.higher_order_of(eqn)
-  if call is not None:
-    return _higher_order.bodies_of(call)
+  return _held(eqn) if call is None else _higher_order.bodies_of(call)
+
+
+def _held(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
+  """The jaxprs that an equation holds, but for those that combine numbers."""
   is_combiner = _lines.name_of(eqn).startswith(_COMBINERS)
   return [] if is_combiner else list(_equations.held_jaxprs(eqn))
 
 
-def _note(eqn: core.JaxprEqn) -> str:
+def _note(step: _walk.Step) -> str:
   """What cannot be known of an equation; often empty."""
-  call, name = _higher_order.higher_order_of(eqn), _lines.name_of(eqn)
-  if isinstance(call, _higher_order.While):
+  eqn, name = step.eqn, _lines.name_of(step.eqn)
+  if isinstance(step.call, _higher_order.While):
     return "a while loop, of which one iteration is counted"
-  if call is not None:
+  if step.call is not None:
     return ""
-  if _inside(eqn):
+  if _held(eqn):
     return f"{name}, of which what is inside is counted once"
   if _equations.hi_primitive(eqn) is not None:
     return f"{name}, of which nothing is known"
