@@ -70,13 +70,6 @@ def call_name(eqn: core.JaxprEqn) -> str:
   return f"{primitive}({name})" if isinstance(name, str) else primitive
 
 
-def function_name(eqn: core.JaxprEqn) -> str:
-  """The name of the function that an equation calls, where it is known."""
-  held = next(_equations.held_jaxprs(eqn), None)
-  info = held.jaxpr.debug_info if held else None
-  return getattr(info, "func_name", name_of(eqn))
-
-
 def is_rule_of_library(eqn: core.JaxprEqn) -> bool:
   """Whether a function with a rule, or the rule, was written in a library."""
   held = [x.jaxpr for x in _equations.held_jaxprs(eqn)]

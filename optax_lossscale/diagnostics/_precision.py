@@ -443,12 +443,10 @@ class _Numbers:
   def __init__(self) -> None:
     self._makers: dict[core.Jaxpr, dict[Any, core.JaxprEqn]] = {}
 
-  def of(self, step: _walk.Step | None, atom: Any) -> float | None:
+  def of(self, step: _walk.Step, atom: Any) -> float | None:
     """The number that all entries of what a step reads are, if it is one."""
     if isinstance(atom, core.Literal):
       return _as_number(atom.val)
-    if step is None:
-      return None
     maker, jaxpr = self._maker(step, atom), step.closed.jaxpr
     if maker is not None:
       moves = maker.primitive.name in _operations.SPREAD
@@ -456,7 +454,9 @@ class _Numbers:
     if atom in jaxpr.constvars:
       return _as_number(step.closed.consts[jaxpr.constvars.index(atom)])
     given = dict(zip(jaxpr.invars, _given_to(step), strict=False))
-    return self.of(step.around, given[atom]) if atom in given else None
+    if step.around is None or atom not in given:
+      return None
+    return self.of(step.around, given[atom])
 
   def terms(self, step: _walk.Step, atom: Any) -> int:
     """How many terms what a step reads is the sum of; 1 if it is none."""
