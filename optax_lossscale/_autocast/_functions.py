@@ -160,15 +160,9 @@ def autocast(
     out = put_in_place(result.out)
     found = result.found
     tell(kept.check(found.decisions, found.has_unseen))
-    message = result.message
-    if not message and not found.has_products:
-      message = (
-        f"autocast found nothing to run in {dtype}: no float32 matrix product"
-        " or convolution that it may change in"
-        f" {getattr(fun, '__name__', type(fun).__name__)}."
-        f" {_what_there_is(call)}"
-      )
-    tell(message)
+    tell(result.message)
+    if not result.message and not found.has_products:
+      tell(_of_nothing(fun, call, dtype))
     tell(_messages.of_calls(fun, (args, kwargs), out))
     return out
 
@@ -217,8 +211,10 @@ def keep_float32(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
   return kept_fun
 
 
-def _what_there_is(call: Callable[[], Any]) -> str:
-  """Says in which dtypes a function has its products."""
+def _of_nothing(
+  fun: Callable[..., Any], call: Callable[[], Any], dtype: Any
+) -> str:
+  """What to tell of a function in which nothing runs in half precision."""
 
   def inside(eqn: Any) -> list[_equations.ClosedJaxpr]:
     plain: list[Any] = [*_equations.held_jaxprs(eqn)] or [
@@ -230,12 +226,16 @@ def _what_there_is(call: Callable[[], Any]) -> str:
     leaves = jax.tree.leaves(call())
     return [x for x in leaves if isinstance(x, jax.core.Tracer)]
 
-  eqns: Any = (s.eqn for s in _walk.walk(jax.make_jaxpr(traced)(), inside))
+  closed = jax.make_jaxpr(traced)()
+  eqns = [step.eqn for step in _walk.walk(closed, inside)]
+  if any(map(_products.hides, eqns)):
+    return ""
   products = filter(_operations.is_matrix_product, eqns)
   dtypes = {str(eqn.invars[0].aval.dtype) for eqn in products}
   if not dtypes:
-    return "There is none of another dtype, either."
-  text = f"There are products in {' and '.join(sorted(dtypes))}."
+    text = "There is none of another dtype, either."
+  else:
+    text = f"There are products in {' and '.join(sorted(dtypes))}."
   if "float32" in dtypes:
     text += (
       " Those of precision HIGHEST, also by jax.default_matmul_precision, and"
@@ -243,7 +243,11 @@ def _what_there_is(call: Callable[[], Any]) -> str:
     )
   if dtypes & {"bfloat16", "float16"}:
     text += " A model that is in half precision by itself needs no autocast."
-  return text
+  return (
+    f"autocast found nothing to run in {dtype}: no float32 matrix product or"
+    " convolution that it may change in"
+    f" {getattr(fun, '__name__', type(fun).__name__)}. {text}"
+  )
 
 
 def _check_dtype(dtype: Any) -> Any:

@@ -1,6 +1,5 @@
 """Which equations run in half precision, and where they may be hidden."""
 
-from collections.abc import Callable
 import re
 from typing import Any, NamedTuple
 
@@ -62,33 +61,35 @@ def jaxprs_to_search(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
 class ProductSearch(_walk.Search):
   """Looks for products, once in each jaxpr.
 
-  Attributes:
-    hides: whether there are products in the derivative of an equation alone;
-      None if nobody asks for that.
+  Args:
+    rules: whether a rule that may have products of its own counts, too.
   """
 
-  def __init__(
-    self, hides: Callable[[core.JaxprEqn], bool] | None = None
-  ) -> None:
-    is_one = lambda eqn: is_product(eqn) or is_exported(eqn)
-    super().__init__(is_one, jaxprs_to_search)
-    self.hides = hides
-    self._hiding: dict[core.JaxprEqn, bool] = {}
+  def __init__(self, *, rules: bool = False) -> None:
+    super().__init__(
+      lambda eqn: (
+        is_product(eqn) or is_exported(eqn) or (rules and may_hide(eqn))
+      ),
+      jaxprs_to_search,
+    )
 
   def inside_of(self, eqn: core.JaxprEqn) -> bool:
-    """Whether there are products in what an equation holds.
-
-    Or in its derivative, if there are no others.
-    """
+    """Whether there are products in what an equation holds."""
     inside = super().inside_of
     # A rule may need the axes of the mesh.
-    if _higher_order.where_it_runs(eqn, lambda: inside(eqn)):
-      return True
-    if self.hides is None or is_kept(eqn):
-      return False  # Nothing is inside of what is marked.
-    if eqn not in self._hiding:
-      self._hiding[eqn] = self.hides(eqn)
-    return self._hiding[eqn]
+    return bool(_higher_order.where_it_runs(eqn, lambda: inside(eqn)))
+
+
+def may_hide(eqn: core.JaxprEqn) -> bool:
+  """Whether a rule may have products that its function has not.
+
+  A ``custom_jvp`` that a library brings has none: it is ``relu`` or its like,
+  or linear algebra.
+  """
+  rule = _rules.rule_of(eqn)
+  if rule is None or rule.consts is None or is_kept(eqn):
+    return False
+  return rule.kind != "custom_jvp_call" or not _lines.is_rule_of_library(eqn)
 
 
 def derivative_of(
@@ -119,6 +120,14 @@ def derivative_of(
   return floats, seen
 
 
+def hides(eqn: core.JaxprEqn) -> bool:
+  """Whether there are products in what a rule computes, if it can be known."""
+  if not may_hide(eqn):
+    return False
+  _, seen = derivative_of(eqn)
+  return seen is None or ProductSearch().in_jaxpr(seen.jaxpr)
+
+
 class InRule(NamedTuple):
   """The products that a function with a rule computes, and its derivative.
 
@@ -132,7 +141,10 @@ class InRule(NamedTuple):
 
 
 def products_in_rule(
-  eqn: core.JaxprEqn, place: _places.Place, paths: _weights.Paths
+  eqn: core.JaxprEqn,
+  place: _places.Place,
+  paths: _weights.Paths,
+  may_ask: bool,
 ) -> InRule:
   """Finds the products that a function with a rule computes.
 
@@ -140,11 +152,12 @@ def products_in_rule(
     eqn: the equation that calls the function.
     place: where it stands.
     paths: the names of those of its inputs that are weights.
+    may_ask: whether the rule may be asked for its derivative.
 
   Returns:
     An :class:`InRule`.
   """
-  floats, seen = derivative_of(eqn)
+  floats, seen = derivative_of(eqn) if may_ask else ([], None)
   inside = jaxprs_to_search
   programs = [(x, paths) for x in inside(eqn)]
   if seen is not None:
@@ -157,45 +170,6 @@ def products_in_rule(
     steps = _walk.walk(closed, inside, weights=weights, start=place)
     places += [x.place for x in steps if is_product(x.eqn)]
   return InRule(places, seen is not None)
-
-
-def hides_products(eqn: core.JaxprEqn, *, if_unknown: bool) -> bool:
-  """Whether a rule has products that its function has not.
-
-  A ``custom_jvp`` that a library brings has none: it is ``relu`` or its like,
-  or linear algebra. A rule that sees which inputs are perturbed is not asked:
-  it may refuse, and an older JAX then forgets what it has traced of it.
-
-  Args:
-    eqn: an equation.
-    if_unknown: what is returned of a rule that is not asked.
-  """
-  rule = _rules.rule_of(eqn)
-  if rule is None or rule.consts is None:
-    return False
-  if rule.kind == "custom_jvp_call" and _lines.is_rule_of_library(eqn):
-    return False
-  if rule.sees_perturbed:
-    return if_unknown
-  if rule.kind == "custom_lin":
-    seen: Any = _transpose_of(eqn, rule.consts)
-  else:
-    _, seen = derivative_of(eqn)
-  # The rules that a derivative calls are not differentiated once more.
-  return seen is not None and ProductSearch().in_jaxpr(seen.jaxpr)
-
-
-def _transpose_of(eqn: core.JaxprEqn, count: int) -> _equations.ClosedJaxpr:
-  """The backward pass of a tangent, of so many residuals and its cotangents."""
-  old = _equations.function(eqn)
-  inputs = [v.aval for v in eqn.invars]
-
-  def pull_back(residuals: Any, cotangents: Any) -> Any:
-    linear = lambda *tangents: old(*residuals, *tangents)
-    return jax.linear_transpose(linear, *inputs[count:])(list(cotangents))
-
-  outputs = [v.aval for v in eqn.outvars]
-  return jax.make_jaxpr(pull_back)(inputs[:count], outputs)
 
 
 def _is_float(array: Any) -> bool:

@@ -32,7 +32,8 @@ class Found(NamedTuple):
   """What was found on the way, in the order of the program.
 
   Attributes:
-    has_products: whether there are products that run in half, or are kept.
+    has_products: whether there are products that run in half, or are kept. Of
+      what a rule alone has it is not known, unless the user named products.
     decisions: which of them are kept; none, if the user named none.
     missed: the equations that hold products and could not be entered.
     has_unseen: whether there are products whose names cannot be known.
@@ -104,10 +105,7 @@ class Rewriter:
     self._known = known
     self._in_rule = in_rule
     # A jaxpr that is called twice is searched and rewritten once.
-    # If there are names, nothing tells whether one selects what is not seen.
-    self._search = _products.ProductSearch(
-      functools.partial(_products.hides_products, if_unknown=not kept.patterns)
-    )
+    self._search = _products.ProductSearch(rules=True)
     self._rewritten: dict[Any, Rewritten] = {}
     self._distinct: dict[Any, Rewritten] = {}
 
@@ -175,7 +173,7 @@ class Rewriter:
       return _Replacement(in_half(eqn, self._dtype), eqn.outvars)
     if _products.is_exported(eqn):
       return _Replacement([eqn], found=Found(missed=(eqn,)))
-    if not self._search.inside_of(eqn):
+    if not self._search.inside_of(eqn) and not _products.may_hide(eqn):
       return _Replacement([eqn])
     # Rules are traced where the axes of the mesh are known.
     entered = functools.partial(self._enter, eqn, here)
@@ -214,11 +212,17 @@ class Rewriter:
   ) -> _Replacement:
     """An equation whose rule computes in half, if it is understood."""
     paths = here.weights.paths_in(eqn)
-    own = Found(has_products=True)  # They may all be in its derivative.
+    own = Found()
     if self._kept.patterns:
-      places, is_all = _products.products_in_rule(named, place, paths)
+      has_inside = self._search.inside_of(eqn)
+      # One that sees which inputs are perturbed may refuse, and an older JAX
+      # then forgets what it has traced of it.
+      may_ask = has_inside or not rule.sees_perturbed
+      places, is_all = _products.products_in_rule(named, place, paths, may_ask)
+      if not has_inside and len(places) == 1 and rule.kind != "custom_lin":
+        return _Replacement([eqn])  # Nothing in it has a name to select.
       decisions = self._decide(lambda: places)
-      own = own._replace(decisions=decisions, has_unseen=not is_all)
+      own = Found(True, decisions, has_unseen=not is_all)
       # It stays as a whole: nothing tells which of its products is the
       # derivative of which.
       if any(x.is_kept for x in decisions):

@@ -140,16 +140,26 @@ def test_a_rule_that_may_refuse_is_not_asked_and_runs_in_half_all_the_same():
   assert set(equations.products(named, TABLE)) == {"float32"}
 
 
-def test_the_rules_of_jax_itself_are_not_asked(monkeypatch):
-  asked = []
+@pytest.mark.parametrize(
+  "keep, asked", [((), 0), ("embed*", 1)], ids=["no names", "a name"]
+)
+def test_a_rule_is_differentiated_once_more_only_for_its_names(
+  monkeypatch, keep, asked
+):
+  seen = []
   monkeypatch.setattr(
-    _products, "derivative_of", lambda eqn: (asked.append(eqn), None)
+    _products, "derivative_of", lambda eqn: (seen.append(eqn), None)
   )
-  fun = lambda w: jnp.linalg.det(jax.nn.relu(w @ w)) + jax.scipy.special.i1(1.0)
-  jax.make_jaxpr(jax.grad(ols.autocast(fun)))(W)
-  assert not asked
-  jax.make_jaxpr(ols.autocast(lambda x: embedding(x) + jnp.sum(x.T @ x)))(TABLE)
-  assert asked
+  of_jax = lambda w: (
+    jnp.linalg.det(jax.nn.relu(w @ w)) + jax.scipy.special.i1(1.0)
+  )
+  with jax.named_scope("embed"):
+    jax.make_jaxpr(jax.grad(ols.autocast(of_jax)))(W)
+  assert not seen
+  embed = jax.named_scope("embed")(lambda x: jnp.sum(x.T @ x))
+  own = lambda x: embedding(x) + embed(x)
+  jax.make_jaxpr(ols.autocast(own, keep_float32=keep))(TABLE)
+  assert len(seen) == asked
 
 
 # A `custom_vjp` within a `custom_jvp`: its backward pass waits in a tangent.
