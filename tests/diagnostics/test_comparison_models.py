@@ -93,6 +93,9 @@ def test_bfloat16_has_other_bounds():
 
 # The others take a minute and more, each.
 SLOW = {"GRU, Flax linen", "LSTM, Haiku", "BatchNorm, Equinox"}
+# The gradients of their first layers are what is left of large sums, in all
+# places alike.
+HAVE_SMALL_SUMS = {"ResNet, Flax linen", "ResNet, Haiku", "MobileNet, Keras"}
 sound_models = pytest.mark.parametrize(
   "name",
   [
@@ -118,10 +121,14 @@ def test_no_place_of_a_sound_model_stands_out_and_its_error_is_true(name):
     report = compare(trained, model.arrays, effects=effects)
     assert report.worst(3) == report.overflowing == ()
     assert report.error == pytest.approx(error, rel=0.01)
-    assert report.far_off == ()
-  for (name, told), real in zip(report.errors.items(), of_arrays, strict=True):
-    if name not in report.rounding:
-      assert told == pytest.approx(real, rel=0.05, abs=1e-6), name
+  of_arrays = dict(zip(report.errors, of_arrays, strict=True))
+  for array, told in report.errors.items():
+    if array not in report.rounding:
+      real = of_arrays[array]
+      assert told == pytest.approx(real, rel=0.05, abs=1e-6), array
+  far_off = [array.name for array in report.far_off]
+  assert bool(far_off) == (name in HAVE_SMALL_SUMS)
+  assert all(of_arrays[array] > 0.06 for array in far_off)
 
 
 def block(params, x):
