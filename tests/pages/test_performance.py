@@ -155,7 +155,7 @@ def test_a_bound_follows_from_bytes_flops_and_the_data_sheet():
 
 @pytest.mark.parametrize("device", TRAINING)
 def test_the_largest_batch_was_compiled_and_so_was_the_next(device):
-  for model, by_variant in TRAINING[device].items():
+  for by_variant in TRAINING[device].values():
     assert by_variant["by hand"]["largest_batch"] is None
     for variant in ("float32", "autocast"):
       batches = by_variant[variant]["batches"]
