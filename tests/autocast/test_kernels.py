@@ -1,0 +1,100 @@
+"""Kernels that take half precision alone, in a float32 model."""
+
+from helpers.bits import assert_close
+import jax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+STATE = ols.DynamicLossScale().init()
+
+X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
+W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
+
+# Kernels that take half precision alone, in a float32 model: the recipe. This
+# one is of Pallas, which is interpreted here. That of cuDNN is compiled for an
+# H100 by `tests/devices/test_compilers.py`.
+HALF = jnp.float16
+KEYS = jax.random.split(jax.random.key(0), 3)
+INPUT, *WEIGHTS = (jax.random.normal(key, (8, 8)) / 2 for key in KEYS)
+PARAMS = dict(zip(("w", "head"), WEIGHTS, strict=True))
+
+
+def multiply(a, b):
+  return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def forward_kernel(x, w, out):
+  out[:] = jnp.tanh(multiply(x[:], w[:])).astype(HALF)
+
+
+def backward_kernel(x, w, g, dx, dw):
+  y = jnp.tanh(multiply(x[:], w[:]))
+  d = (g[:] * (1 - y**2)).astype(HALF)
+  dx[:] = multiply(d, w[:].T).astype(HALF)
+  dw[:] = multiply(x[:].T, d).astype(HALF)
+
+
+def call(kernel, outputs, *args):
+  for x in args:
+    if x.dtype != HALF:
+      raise TypeError(f"the kernel takes float16, got {x.dtype}")
+  out_shape = [jax.ShapeDtypeStruct((8, 8), HALF)] * outputs
+  return pl.pallas_call(kernel, out_shape=out_shape, interpret=True)(*args)
+
+
+@jax.custom_vjp
+def half_layer(x, w):
+  return call(forward_kernel, 1, x, w)[0]
+
+
+half_layer.defvjp(
+  lambda *xw: (half_layer(*xw), xw),
+  lambda xw, g: tuple(call(backward_kernel, 2, *xw, g)),
+)
+
+
+def recipe(x, w):
+  x_half, w_half = (a.astype(jnp.float16) for a in (x, w))
+  return half_layer(x_half, w_half).astype(x.dtype)
+
+
+def in_float32(x, w):
+  return jnp.tanh(x @ w)
+
+
+def loss_with(layer):
+  def loss_fn(params, x):
+    return jnp.mean((layer(x, params["w"]) @ params["head"]) ** 2)
+
+  return loss_fn
+
+
+@pytest.mark.parametrize("change", [lambda f: f, ols.autocast])
+def test_such_a_kernel_refuses_float32_also_inside_of_autocast(change):
+  with pytest.raises(TypeError, match="takes float16, got float32"):
+    change(loss_with(half_layer))(PARAMS, INPUT)
+
+
+def test_with_casts_around_it_the_gradient_is_that_of_float32():
+  grad_fn = ols.value_and_grad(ols.autocast(loss_with(recipe)), STATE)
+  actual = jax.jit(grad_fn)(PARAMS, INPUT)
+  assert_close(actual, jax.value_and_grad(loss_with(in_float32))(PARAMS, INPUT))
+
+
+def test_the_loss_scale_reaches_the_backward_pass_of_the_kernel():
+  """Gradients of 1e-7 would be lost in float16 without it."""
+  tiny = lambda layer: lambda params, x: 1e-7 * loss_with(layer)(params, x)
+  grads = ols.grad(ols.autocast(tiny(recipe)), STATE)(PARAMS, INPUT)
+  assert_close(grads["w"], jax.grad(tiny(in_float32))(PARAMS, INPUT)["w"], 0.05)
+  unscaled = jax.grad(ols.autocast(tiny(recipe)))(PARAMS, INPUT)
+  assert not jnp.any(unscaled["w"])
+
+
+def test_around_it_all_products_are_half_and_nothing_is_told():
+  grad_fn = ols.grad(ols.autocast(loss_with(recipe)), STATE)
+  # A warning would be an error.
+  assert ols.diagnostics.precision_report(grad_fn, PARAMS, INPUT).share == 1.0
