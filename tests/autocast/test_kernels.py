@@ -4,15 +4,12 @@ from helpers.bits import assert_close
 import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import optax_lossscale as ols
 
 STATE = ols.DynamicLossScale().init()
 
-X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
-W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
 
 # Kernels that take half precision alone, in a float32 model: the recipe. This
 # one is of Pallas, which is interpreted here. That of cuDNN is compiled for an
