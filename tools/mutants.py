@@ -148,24 +148,25 @@ TESTS = {
   "_autocast._messages": [
     "autocast/reach",
     "autocast/rules",
-    "autocast/around",
+    "autocast/messages",
   ],
   "_autocast._arguments": [
     "autocast/weights",
     "autocast/frameworks",
-    "autocast/around",
+    "autocast/arguments",
   ],
   "_autocast._functions": [
     "autocast/kept",
     "autocast/rules",
-    "autocast/around",
+    "autocast/functions",
     "autocast/reach",
   ],
   "_autocast._products": [
     "autocast/reach",
     "autocast/kept",
     "autocast/rules",
-    "autocast/around",
+    "autocast/functions",
+    "autocast/hidden_products",
     "autocast/vmap_outside",
   ],
   "_autocast._rewrite": [
@@ -182,6 +183,7 @@ TESTS = {
     "autocast/reach",
     "autocast/autocast",
     "autocast/around",
+    "autocast/hidden_products",
   ],
   "diagnostics._leaves": ["diagnostics/leaves"],
   "diagnostics._numbers": [
