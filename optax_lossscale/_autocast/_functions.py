@@ -227,7 +227,7 @@ def _of_nothing(
     return [x for x in leaves if isinstance(x, jax.core.Tracer)]
 
   closed = jax.make_jaxpr(traced)()
-  eqns = [step.eqn for step in _walk.walk(closed, inside)]
+  eqns: Any = [step.eqn for step in _walk.walk(closed, inside)]
   if any(map(_products.hides, eqns)):
     return ""
   products = filter(_operations.is_matrix_product, eqns)

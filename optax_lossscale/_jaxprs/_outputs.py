@@ -21,6 +21,7 @@ from optax_lossscale._jaxprs import (
   _higher_order,
   _lines,
   _places,
+  _rules,
   _types,
   _walk,
 )
@@ -28,9 +29,6 @@ from optax_lossscale._jaxprs import (
 # What is returned of a value with this name: what a function makes of it; None
 # if nothing is.
 Look = Callable[[str], Callable[[Any], Any] | None]
-
-# Other calls have a rule, which returns as much as the function.
-_PLAIN_CALLS = {"closed_call", "jit", "remat2"}
 
 
 class WithOutputs(NamedTuple):
@@ -116,7 +114,7 @@ class _Outputs:
     where = _places.place_name(_lines.name_of(eqn), its_place.name)
     inside = functools.partial(self.with_outputs, place=its_place)
     match _higher_order.higher_order_of(eqn):
-      case _higher_order.Call(body) if eqn.primitive.name in _PLAIN_CALLS:
+      case _higher_order.Call(body) if _returns_its_outputs(eqn):
         return _call(eqn, inside(body))
       case _higher_order.Cond(branches):
         bodies = list(map(inside, branches))
@@ -154,13 +152,22 @@ def _looked_at(eqn: core.JaxprEqn, look: Callable[[Any], Any]) -> _Replacement:
   return _Replacement(eqns, values, [str(given_name(eqn))])
 
 
+def _returns_its_outputs(eqn: core.JaxprEqn) -> bool:
+  """Whether a call returns what its jaxpr does, however much that is.
+
+  A rule returns as much as its function, and an object of hijax what it says.
+  """
+  is_plain = _equations.hi_primitive(eqn) is None
+  is_plain = is_plain and _equations.called_jaxpr(eqn) is not None
+  return is_plain and _rules.rule_of(eqn) is None
+
+
 def _call(eqn: core.JaxprEqn, body: WithOutputs) -> _Replacement:
   """The same call, of a jaxpr with more outputs."""
   count = len(eqn.outvars)
   values = [core.Var(v.aval) for v in body.closed.jaxpr.outvars[count:]]
-  # A jit says of each output how it is laid out: of these, nothing.
-  nothing = {
-    k: (*v, *_params_of_jit()[k] * len(values))
+  its_outputs = {
+    k: (*v, *_of_outputs(k, values))
     for k, v in eqn.params.items()
     if k.startswith("out_")
   }
@@ -172,10 +179,17 @@ def _call(eqn: core.JaxprEqn, body: WithOutputs) -> _Replacement:
   eqn = _equations.with_jaxprs(eqn, in_kind).replace(
     outvars=[*eqn.outvars, *values]
   )
-  eqn = eqn.replace(params={**eqn.params, **nothing})
+  eqn = eqn.replace(params={**eqn.params, **its_outputs})
   return _Replacement(
     [eqn], values, body.names, body.unreached, body.in_branches
   )
+
+
+def _of_outputs(param: str, values: list[Any]) -> Any:
+  """What a call says of further outputs: where they are, or nothing."""
+  if param == "out_memory_spaces":
+    return [v.aval.memory_space for v in values]
+  return _params_of_jit()[param] * len(values)
 
 
 @functools.cache

@@ -5,13 +5,11 @@ with the value itself. It must not be able to tell the two apart.
 """
 
 import functools
-import inspect
 import re
 
-from helpers import sharding
+from helpers import on_host, sharding
 import jax
 from jax import lax
-from jax.experimental.compute_on import compute_on
 from jax.experimental.xla_metadata import set_xla_metadata
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
@@ -189,30 +187,12 @@ def test_without_jit_the_plain_and_the_nested_update_are_the_same():
   assert [e.primitive.name for e in jaxpr.eqns].count("select_n") == 2
 
 
-# A context up to JAX 0.10, where each equation knows where it runs. Since 0.11
-# it takes a function, and is an equation that holds what runs on the host.
-IS_CONTEXT = "out_memory_spaces" not in inspect.signature(compute_on).parameters
-
-
-def on_host(fun):
-  if not IS_CONTEXT:
-    return compute_on(
-      fun,
-      compute_type="device_host",
-      out_memory_spaces=jax.memory.Space.Device,
-    )
-
-  def run(*args):
-    with compute_on("device_host"):
-      return fun(*args)
-
-  return run
-
-
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
-  jaxpr = jaxpr_of(lambda g, s, params=None: on_host(jit(ordinary))(g, s))
-  if IS_CONTEXT:
+  jaxpr = jaxpr_of(
+    lambda g, s, params=None: on_host.on_host(jit(ordinary))(g, s)
+  )
+  if on_host.IS_CONTEXT:
     assert len(jit_eqns(jaxpr)) == (jit is jax.jit)
     is_on_host = [e.ctx.compute_type == "device_host" for e in jaxpr.eqns]
   else:
@@ -224,11 +204,11 @@ def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
 
 
 @pytest.mark.skipif(
-  not IS_CONTEXT,
+  not on_host.IS_CONTEXT,
   reason="Since JAX 0.11 no context says that a whole trace is on the host.",
 )
 def test_where_all_is_on_the_host_the_selects_are_there_too():
-  with compute_on("device_host"):
+  with on_host.compute_on("device_host"):
     jaxpr = jaxpr_of(ordinary)
   assert {eqn.ctx.compute_type for eqn in jaxpr.eqns} == {"device_host"}
   assert jaxpr.eqns[-1].primitive.name != "select_n"

@@ -5,7 +5,7 @@ import re
 from unittest import mock
 
 from flax import nnx
-from helpers import hijax, quick_alone, whole_steps
+from helpers import hijax, on_host, quick_alone, whole_steps
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
 from jax import lax
@@ -149,6 +149,19 @@ def test_gradients_in_a_while_are_told_first():
   for one in report, precision_report(steps_in_a_while, *args):
     first = str(one).splitlines()[0]
     assert f"g{told}" in first and "hand over one step" in first
+
+
+def test_an_update_on_the_host_is_looked_at_as_one_on_the_device():
+  step, args = whole_steps.plain(SMALL)
+  there = on_host.on_host(jax.jit(step))
+  one, other = compare(step, *args), compare(there, *args)
+  assert other.errors == pytest.approx(one.errors)
+  assert other.notes == one.notes
+  # The place of what is within has the name of what is around it.
+  assert len(other.products) == len(one.products)
+  large, args = whole_steps.plain(LARGE)
+  hit = find_overflow(on_host.on_host(jax.jit(large)), *args)
+  assert hit.primitive == find_overflow(large, *args).primitive
 
 
 def test_what_cannot_be_made_anew_is_told(monkeypatch):
