@@ -178,6 +178,8 @@ TESTS = {
     "autocast/autocast",
   ],
   "_jaxprs._rules": [
+    "autocast/weights",
+    "autocast/names",
     "autocast/kept",
     "autocast/shared_rules",
     "autocast/reach",

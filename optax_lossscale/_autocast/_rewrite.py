@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
   Attributes:
     has_products: whether there are products that run in half, or are kept. Of
-      what a rule alone has it is not known, unless the user named products.
+      those that a rule alone has it is not known.
     decisions: which of them are kept; none, if the user named none.
     missed: the equations that hold products and could not be entered.
     has_unseen: whether there are products whose names cannot be known.
@@ -219,10 +219,10 @@ class Rewriter:
       # then forgets what it has traced of it.
       may_ask = has_inside or not rule.sees_perturbed
       places, is_all = _products.products_in_rule(named, place, paths, may_ask)
-      if not has_inside and len(places) == 1 and rule.kind != "custom_lin":
+      if not has_inside and len(places) == 1:
         return _Replacement([eqn])  # Nothing in it has a name to select.
       decisions = self._decide(lambda: places)
-      own = Found(True, decisions, has_unseen=not is_all)
+      own = Found(decisions=decisions, has_unseen=not is_all)
       # It stays as a whole: nothing tells which of its products is the
       # derivative of which.
       if any(x.is_kept for x in decisions):
@@ -236,7 +236,7 @@ class Rewriter:
 
     new = _rules.with_rule(named, self._in_rule._replace(body=body), paths)
     if new is None:
-      own = own._replace(has_products=False, missed=(eqn,))
+      own = own._replace(missed=(eqn,))
       return _Replacement([named], found=own)
     return _Replacement([new], found=together(founds))
 

@@ -1,5 +1,7 @@
 """Rules whose products are in their derivative, or wait in a tangent."""
 
+import collections
+
 from helpers import equations, quick_alone, rules, sharding
 from helpers.bits import assert_close
 from helpers.planted_layers import normal
@@ -200,6 +202,18 @@ def test_all_of_its_products_run_in_half_and_have_names(rule, argnums):
   assert_close(half(PARAMS, X), exact)
 
 
+def test_gradients_of_several_weights_within_have_the_name_of_each():
+  of_two = lambda params, x: jnp.tanh(x @ params["first"]) @ params["second"]
+  fun = lambda params, x: jnp.mean(net(params, x) ** 2)
+  net = rules.pushing_forward(rules.pulling_back(of_two))
+  found = collections.Counter(products(jax.grad(ols.autocast(fun)), PARAMS, X))
+  plain = lambda params, x: jnp.mean(of_two(params, x) ** 2)
+  least = collections.Counter(
+    products(jax.grad(ols.autocast(plain)), PARAMS, X)
+  )
+  assert set(found) == set(least) and found >= least
+
+
 def test_it_is_kept_by_a_name_and_by_a_mark():
   fun = loss(inner)
   by_name = jax.grad(ols.autocast(fun, keep_float32="first"))
@@ -249,3 +263,19 @@ def test_a_tangent_of_the_users_own_is_refused_as_without():
   for fun in tangent, ols.autocast(tangent):
     with pytest.raises(TypeError, match="forward-mode"):
       jax.jit(fun)(X)
+
+
+def test_the_name_of_a_rule_without_products_selects_none():
+  clip = jax.custom_vjp(lambda x: x)
+  clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
+  bounded = jax.named_scope("bounded")(clip)
+  fun = lambda w, x: jnp.sum(bounded(x @ w))
+  with pytest.raises(ValueError, match="'bounded', which selects none"):
+    ols.autocast(fun, keep_float32="bounded")(W, TABLE)
+
+
+@pytest.mark.parametrize("keep", [(), "*inverse*"])
+def test_products_of_a_rule_alone_are_not_told_to_be_missing(keep):
+  # A warning would be an error.
+  out = jax.grad(ols.autocast(log_determinant, keep_float32=keep))(W)
+  assert_close(out, jax.grad(log_determinant)(W))
