@@ -105,7 +105,7 @@ test-jax-flags: $(VENV)/installed-test ## Run the tests of what reads jaxprs wit
 	$(JAX_FLAGS) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
 	  tests/autocast tests/diagnostics tests/core
 
-nightly: $(VENV)/installed-test ## Run what takes hours: 50 kills, 10,000 random programs
+nightly: $(VENV)/installed-test ## Run what takes half an hour more: 50 kills, 10,000 random programs
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m pytest -m 'not nightly' --hypothesis-profile=nightly \
 	  tests/policies/test_random_programs.py tests/interop/test_fuzz.py
