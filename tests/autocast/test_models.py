@@ -14,7 +14,6 @@ import optax_lossscale as ols
 QUICK = (
   "transformer, Flax linen",
   "MLP-mixer, Equinox",
-  "LSTM, Haiku",
   "rotary, plain JAX",
 )
 all_models = pytest.mark.parametrize(
