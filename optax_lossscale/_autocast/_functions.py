@@ -16,7 +16,6 @@ from optax_lossscale._autocast import (
   _messages,
   _products,
 )
-from optax_lossscale._jaxprs import _equations, _operations, _walk
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -162,7 +161,7 @@ def autocast(
     tell(kept.check(found.decisions, found.has_unseen))
     tell(result.message)
     if not result.message and not found.has_products:
-      tell(_of_nothing(fun, call, dtype))
+      tell(_messages.of_nothing(fun, call, dtype))
     tell(_messages.of_calls(fun, (args, kwargs), out))
     return out
 
@@ -209,45 +208,6 @@ def keep_float32(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
       return fun(*args, **kwargs)
 
   return kept_fun
-
-
-def _of_nothing(
-  fun: Callable[..., Any], call: Callable[[], Any], dtype: Any
-) -> str:
-  """What to tell of a function in which nothing runs in half precision."""
-
-  def inside(eqn: Any) -> list[_equations.ClosedJaxpr]:
-    plain: list[Any] = [*_equations.held_jaxprs(eqn)] or [
-      _equations.lowered(eqn)
-    ]
-    return [closed for closed in plain if closed]
-
-  def traced() -> list[Any]:
-    leaves = jax.tree.leaves(call())
-    return [x for x in leaves if isinstance(x, jax.core.Tracer)]
-
-  closed = jax.make_jaxpr(traced)()
-  eqns: Any = [step.eqn for step in _walk.walk(closed, inside)]
-  if any(map(_products.hides, eqns)):
-    return ""
-  products = filter(_operations.is_matrix_product, eqns)
-  dtypes = {str(eqn.invars[0].aval.dtype) for eqn in products}
-  if not dtypes:
-    text = "There is none of another dtype, either."
-  else:
-    text = f"There are products in {' and '.join(sorted(dtypes))}."
-  if "float32" in dtypes:
-    text += (
-      " Those of precision HIGHEST, also by jax.default_matmul_precision, and"
-      " those that keep_float32 marks stay in float32."
-    )
-  if dtypes & {"bfloat16", "float16"}:
-    text += " A model that is in half precision by itself needs no autocast."
-  return (
-    f"autocast found nothing to run in {dtype}: no float32 matrix product or"
-    " convolution that it may change in"
-    f" {getattr(fun, '__name__', type(fun).__name__)}. {text}"
-  )
 
 
 def _check_dtype(dtype: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `autocast` has to tell: of products not reached, and of calls."""
+"""What `autocast` has to tell of what it found, and of how it is called."""
 
 import collections
 from collections.abc import Callable, Container
@@ -59,6 +59,51 @@ def of_missed(
       " optax_lossscale.keep_float32."
     )
   return " ".join(parts)
+
+
+def of_nothing(
+  fun: Callable[..., Any], call: Callable[[], Any], dtype: Any
+) -> str:
+  """What to tell of a function in which nothing runs in half precision.
+
+  Args:
+    fun: the function.
+    call: the same without arguments, to be called within a trace.
+    dtype: what its products would have run in.
+  """
+
+  def inside(eqn: Any) -> list[_equations.ClosedJaxpr]:
+    plain: list[Any] = [*_equations.held_jaxprs(eqn)] or [
+      _equations.lowered(eqn)
+    ]
+    return [closed for closed in plain if closed]
+
+  def traced() -> list[Any]:
+    leaves = jax.tree.leaves(call())
+    return [x for x in leaves if isinstance(x, jax.core.Tracer)]
+
+  closed = jax.make_jaxpr(traced)()
+  eqns: Any = [step.eqn for step in _walk.walk(closed, inside)]
+  if any(map(_products.hides, eqns)):
+    return ""
+  products = filter(_operations.is_matrix_product, eqns)
+  dtypes = {str(eqn.invars[0].aval.dtype) for eqn in products}
+  if not dtypes:
+    text = "There is none of another dtype, either."
+  else:
+    text = f"There are products in {' and '.join(sorted(dtypes))}."
+  if "float32" in dtypes:
+    text += (
+      " Those of precision HIGHEST, also by jax.default_matmul_precision, and"
+      " those that keep_float32 marks stay in float32."
+    )
+  if dtypes & {"bfloat16", "float16"}:
+    text += " A model that is in half precision by itself needs no autocast."
+  return (
+    f"autocast found nothing to run in {dtype}: no float32 matrix product or"
+    " convolution that it may change in"
+    f" {getattr(fun, '__name__', type(fun).__name__)}. {text}"
+  )
 
 
 def of_calls(fun: Callable[..., Any], given: Any, out: Any) -> str:
