@@ -211,7 +211,8 @@ def test_gradients_of_several_weights_within_have_the_name_of_each():
   least = collections.Counter(
     products(jax.grad(ols.autocast(plain)), PARAMS, X)
   )
-  assert set(found) == set(least) and found >= least
+  # As above, some may be by zeros.
+  assert set(found) - {("", "float16")} == set(least) and found >= least
 
 
 def test_it_is_kept_by_a_name_and_by_a_mark():
