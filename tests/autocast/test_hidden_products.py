@@ -2,7 +2,7 @@
 
 import collections
 
-from helpers import equations, quick_alone, rules, sharding
+from helpers import equations, hijax, quick_alone, rules, sharding
 from helpers.bits import assert_close
 from helpers.planted_layers import normal
 import jax
@@ -211,8 +211,11 @@ def test_gradients_of_several_weights_within_have_the_name_of_each():
   least = collections.Counter(
     products(jax.grad(ols.autocast(plain)), PARAMS, X)
   )
-  # As above, some may be by zeros.
-  assert set(found) - {("", "float16")} == set(least) and found >= least
+  if hijax.is_on("jax_custom_vjp3"):
+    # Such a tangent does not say which gradient is that of which weight.
+    assert set(found) - {("", "float16")} == set(least)
+  else:
+    assert set(found) == set(least) and found >= least
 
 
 def test_it_is_kept_by_a_name_and_by_a_mark():
