@@ -152,16 +152,12 @@ def test_gradients_in_a_while_are_told_first():
 
 
 def test_an_update_on_the_host_is_looked_at_as_one_on_the_device():
+  # Of what is not looked at, a warning tells, which would be an error.
   step, args = whole_steps.plain(SMALL)
-  there = on_host.on_host(jax.jit(step))
-  one, other = compare(step, *args), compare(there, *args)
-  assert other.errors == pytest.approx(one.errors)
-  assert other.notes == one.notes
-  # The place of what is within has the name of what is around it.
-  assert len(other.products) == len(one.products)
-  large, args = whole_steps.plain(LARGE)
-  hit = find_overflow(on_host.on_host(jax.jit(large)), *args)
-  assert hit.primitive == find_overflow(large, *args).primitive
+  assert find_overflow(on_host.on_host(jax.jit(step)), *args) is None
+  step, args = whole_steps.plain(LARGE)
+  hit = find_overflow(on_host.on_host(jax.jit(step)), *args)
+  assert hit.primitive == find_overflow(step, *args).primitive
 
 
 def test_what_cannot_be_made_anew_is_told(monkeypatch):
