@@ -155,8 +155,8 @@ def test_a_rule_is_differentiated_once_more_only_for_its_names(
   of_jax = lambda w: (
     jnp.linalg.det(jax.nn.relu(w @ w)) + jax.scipy.special.i1(1.0)
   )
-  with jax.named_scope("embed"):
-    jax.make_jaxpr(jax.grad(ols.autocast(of_jax)))(W)
+  of_jax = jax.named_scope("embed")(of_jax)
+  jax.make_jaxpr(jax.grad(ols.autocast(of_jax, keep_float32=keep)))(W)
   assert not seen
   embed = jax.named_scope("embed")(lambda x: jnp.sum(x.T @ x))
   own = lambda x: embedding(x) + embed(x)
