@@ -13,12 +13,23 @@ from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale import _grads
 
-# The loss scale, where it multiplies a loss or divides gradients; the gradients
-# that were divided; the gradients that an optimizer is given, true ones or such
-# of a scaled loss; the updates that it makes, if these are tested, too; and
-# whether they are applied.
+# "scale": the loss scale, where it multiplies a loss or divides gradients.
+# "unscaled": gradients that were divided by the loss scale.
+# "update_scale": the loss scale of an `update`, ahead of its gradients.
+# "fixed_update_scale": the same, if the policy never changes the loss scale.
+# "grads": true gradients that an `update` receives.
+# "scaled_grads": the same, of a loss that is still scaled.
+# "updates": the updates of the inner optimizer, with `check_updates`.
+# "applied": whether the step is applied.
 Kind = Literal[
-  "scale", "unscaled", "grads", "scaled_grads", "updates", "applied"
+  "scale",
+  "unscaled",
+  "update_scale",
+  "fixed_update_scale",
+  "grads",
+  "scaled_grads",
+  "updates",
+  "applied",
 ]
 
 _PREFIX = "optax_lossscale|"
@@ -60,10 +71,15 @@ def marked(kind: Kind, value: jax.Array) -> jax.Array:
   return _marked(Mark(kind, 0, ""), value)
 
 
-def marked_scale(scale: jax.Array, beside: Iterable[Any]) -> jax.Array:
-  """The same scale, marked if what it is used for is traced."""
-  if any(isinstance(leaf, jax.core.Tracer) for leaf in beside):
-    scale = checkpoint_name(scale, f"{_PREFIX}scale|0|")
+def marked_scale(
+  kind: Kind, scale: jax.Array, operands: Iterable[Any]
+) -> jax.Array:
+  """Tags a loss scale if an operand that it is used with is traced.
+
+  The scale itself may be a constant of the program.
+  """
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
+    scale = checkpoint_name(scale, f"{_PREFIX}{kind}|0|")
   return scale
 
 

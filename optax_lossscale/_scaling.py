@@ -292,7 +292,7 @@ def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _scale(loss: Any, scale: jax.Array) -> Any:
-  scale = _named_values.marked_scale(scale, jax.tree.leaves(loss))
+  scale = _named_values.marked_scale("scale", scale, jax.tree.leaves(loss))
 
   def scale_leaf(leaf: Any) -> Any:
     if not _arrays.is_inexact(leaf):
@@ -306,7 +306,7 @@ def _scale(loss: Any, scale: jax.Array) -> Any:
 def _unscale(tree: Any, scale: jax.Array) -> Any:
   grads, put_back = _grads.split(tree)
   wide = [jnp.asarray(_arrays.widen(grad)) for grad in grads]
-  scale = _named_values.marked_scale(scale, wide)
+  scale = _named_values.marked_scale("scale", scale, wide)
   true = [_arrays.divided_by(grad, scale) for grad in _computed_once(wide)]
   return put_back(_named_values.marked_list("unscaled", true))
 

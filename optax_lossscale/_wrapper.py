@@ -149,6 +149,12 @@ def with_loss_scaling(
     # The smallest and the largest power of two that are normal in float32.
     _checks.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
 
+  kind: _named_values.Kind = "scaled_grads" if grads_are_scaled else "grads"
+  is_fixed = isinstance(policy, _policies.FixedLossScale)
+  scale_kind: _named_values.Kind = (
+    "fixed_update_scale" if is_fixed else "update_scale"
+  )
+
   def init_fn(params: Any) -> LossScalingState:
     inner_state = inner.init(params)
     _check_inner_state(inner_state)
@@ -165,12 +171,15 @@ def with_loss_scaling(
   ) -> tuple[Any, LossScalingState]:
     _check_state(state)
     scale_state, inner_state = state
-    kind: _named_values.Kind = "scaled_grads" if grads_are_scaled else "grads"
+    # Ahead of the gradients, so that the tag says whose gradients follow.
+    loss_scale = _named_values.marked_scale(
+      scale_kind, scale_state.loss_scale, jax.tree.leaves(updates)
+    )
     grads, put_back = _grads.split(_named_values.marked_tree(kind, updates))
     found = _measurement.measure(
       grads,
       _measurement.Evidence(grads_finite, grads_amax),
-      loss_scale=scale_state.loss_scale if grads_are_scaled else None,
+      loss_scale=loss_scale if grads_are_scaled else None,
       max_norm=max_norm,
       axis_name=axis_name,
     )

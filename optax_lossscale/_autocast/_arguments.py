@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _paths
+from optax_lossscale import _flattening, _paths
 from optax_lossscale._jaxprs import _weights
 
 
@@ -99,13 +99,12 @@ def without_arguments(
   everything = owner, args, kwargs
   if nnx is None or not holds(everything, (nnx.Module, nnx.Variable)):
     return _named_as(fun, lambda: fun(*args, **kwargs)), lambda out: out
-  structure, variables, others = nnx.split(everything, nnx.Variable, ...)
-  before = dict(nnx.to_flat_state(variables))
+  flat = _flattening.flatten([("", everything)])
+  before = dict(nnx.to_flat_state(nnx.state(everything, nnx.Variable)))
 
   def call_with_copies() -> tuple[Any, Any]:
     # Copied here, so that they belong to the trace.
-    inside = jax.tree.map(lambda x: x, variables)
-    copies = nnx.merge(structure, inside, others)
+    (copies,) = flat.unflatten(flat.leaves)
     copied, copied_args, copied_kwargs = copies
     if inspect.ismethod(fun):
       copied = fun.__func__.__get__(copied)

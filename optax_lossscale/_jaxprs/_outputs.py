@@ -31,19 +31,32 @@ from optax_lossscale._jaxprs import (
 Look = Callable[[str], Callable[[Any], Any] | None]
 
 
+class NamedValue(NamedTuple):
+  """A value that became an output.
+
+  Attributes:
+    name: its name.
+    branches: for each ``cond`` around it, the outermost first, an identifier of
+      the ``cond`` and the number of the branch.
+  """
+
+  name: str
+  branches: tuple[tuple[int, int], ...] = ()
+
+
 class WithOutputs(NamedTuple):
   """A jaxpr that returns its named values, too.
 
   Attributes:
     closed: the jaxpr. The values follow its other outputs.
-    names: their names, in the order of the program.
+    named: what they are, in the order of the program.
     unreached: where such values stand that cannot be returned, as in a
       ``while``.
     in_branches: where branches stand that hold them, and may not be taken.
   """
 
   closed: _equations.ClosedJaxpr
-  names: list[str]
+  named: list[NamedValue]
   unreached: list[str]
   in_branches: list[str]
 
@@ -53,7 +66,7 @@ class _Replacement(NamedTuple):
 
   eqns: list[core.JaxprEqn]
   values: Sequence[Any] = ()
-  names: Sequence[str] = ()
+  named: Sequence[NamedValue] = ()
   unreached: Sequence[str] = ()
   in_branches: Sequence[str] = ()
 
@@ -97,7 +110,7 @@ class _Outputs:
     )
     return WithOutputs(
       with_outputs,
-      [name for one in made for name in one.names],
+      [value for one in made for value in one.named],
       [where for one in made for where in one.unreached],
       [where for one in made for where in one.in_branches],
     )
@@ -117,7 +130,10 @@ class _Outputs:
       case _higher_order.Call(body) if _returns_its_outputs(eqn):
         return _call(eqn, inside(body))
       case _higher_order.Cond(branches):
-        bodies = list(map(inside, branches))
+        bodies = [
+          _in_branch(inside(branch), id(eqn), i)
+          for i, branch in enumerate(branches)
+        ]
         made = _made_anew(eqn, _choosing(bodies), bodies)
         made = made and made._replace(in_branches=[where, *made.in_branches])
       case _higher_order.Scan() as scan:
@@ -144,12 +160,23 @@ def given_name(eqn: core.JaxprEqn) -> str | None:
 
 
 def _looked_at(eqn: core.JaxprEqn, look: Callable[[Any], Any]) -> _Replacement:
-  made = _equations.equations_of(
-    lambda x: [*_equations.function(eqn)(x), look(x)], eqn
-  )
+  def fun(x: Any) -> list[Any]:
+    (named,) = _equations.function(eqn)(x)
+    return [named, look(named)]
+
+  made = _equations.equations_of(fun, eqn)
   # There is none if the look returns what it is given.
   eqns, values = made or ([eqn], eqn.outvars)
-  return _Replacement(eqns, values, [str(given_name(eqn))])
+  return _Replacement(eqns, values, [NamedValue(str(given_name(eqn)))])
+
+
+def _in_branch(body: WithOutputs, cond: int, index: int) -> WithOutputs:
+  """The branch of a ``cond``, whose values are told apart from the others."""
+  named = [
+    value._replace(branches=((cond, index), *value.branches))
+    for value in body.named
+  ]
+  return body._replace(named=named)
 
 
 def _returns_its_outputs(eqn: core.JaxprEqn) -> bool:
@@ -181,7 +208,7 @@ def _call(eqn: core.JaxprEqn, body: WithOutputs) -> _Replacement:
   )
   eqn = eqn.replace(params={**eqn.params, **its_outputs})
   return _Replacement(
-    [eqn], values, body.names, body.unreached, body.in_branches
+    [eqn], values, body.named, body.unreached, body.in_branches
   )
 
 
@@ -203,7 +230,7 @@ def _choosing(bodies: list[WithOutputs]) -> Callable[..., list[Any]]:
   """A ``cond`` in which each branch also returns the values of all others."""
 
   def fun(index: Any, *operands: Any) -> list[Any]:
-    count = len(bodies[0].closed.jaxpr.outvars) - len(bodies[0].names)
+    count = len(bodies[0].closed.jaxpr.outvars) - len(bodies[0].named)
     own = [body.closed.jaxpr.outvars[count:] for body in bodies]
 
     def branch(i: int, *args: Any) -> list[Any]:
@@ -286,7 +313,7 @@ def _made_anew(
       for one in eqns
     ],
     values,
-    [name for body in bodies for name in body.names],
+    [value for body in bodies for value in body.named],
     [where for body in bodies for where in body.unreached],
     [where for body in bodies for where in body.in_branches],
   )

@@ -9,55 +9,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import contextlib
 import functools
 import inspect
-import re
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _checks, _named_values
-from optax_lossscale._jaxprs import _equations, _outputs, _powers, _types
-
-_NOT_SCALED = (
-  "The gradients that update is given come from no scaled loss: differentiate"
-  " with ols.value_and_grad(loss_fn, opt_state), unless the scale is fixed at"
-  " 1."
-)
-_TWICE = (
-  "The gradients that update is given were unscaled twice: value_and_grad and"
-  " grad return true gradients, which need no unscale_grads and no"
-  " grads_are_scaled=True."
-)
-_NEVER = (
-  "The gradients that update is given were never unscaled: call unscale_grads,"
-  " or make the optimizer with grads_are_scaled=True."
-)
-_HIDDEN = (
-  "Something between hides an overflow from update: the gradients that were"
-  " computed are not finite, and those that update is given are. So the step is"
-  " applied to what is left, and the loss scale never comes down. Give update"
-  " the gradients as they are."
-)
-# How a state of the loss scale among the arguments is written.
-_LOSS_SCALE = re.compile(r"\.loss_scale(\.value|\[.*\])?$")
-
-
-class Output(NamedTuple):
-  """An output of a traced function.
-
-  Attributes:
-    kind: a ``"result"``; an ``"argument"`` that was changed in place; or what
-      is marked: the ``"grads"`` that `update` is given, the ``"updates"``, and
-      whether a step is ``"applied"``, as 1, 0, or -1 if `update` did not run;
-      and of ``"unscaled"`` gradients a number that is finite if they are.
-    name: how to name it, such as ``[1]['kernel']``.
-    group: the number of the result that it is part of, or of the ``update``.
-  """
-
-  kind: str
-  name: str
-  group: int
+from optax_lossscale import _arrays, _checks, _flattening, _named_values
+from optax_lossscale._jaxprs import _equations, _outputs, _types
+from optax_lossscale.diagnostics import _step_checks
 
 
 class Traced(NamedTuple):
@@ -77,13 +38,13 @@ class Traced(NamedTuple):
   closed: _equations.ClosedJaxpr
   inputs: list[Any]
   names: list[str]
-  outputs: list[Output]
+  outputs: list[_step_checks.Output]
   unreached: list[str]
   in_branches: list[str]
   warnings: list[str]
 
   @property
-  def grads(self) -> list[Output]:
+  def grads(self) -> list[_step_checks.Output]:
     """The gradients that an optimizer is given."""
     return [output for output in self.outputs if output.kind == "grads"]
 
@@ -92,9 +53,13 @@ class Traced(NamedTuple):
     pairs = zip(outs, self.outputs, strict=True)
     return [x for x, output in pairs if output.kind == kind]
 
-  def only(self, kinds: Collection[str]) -> "Traced":
+  def only_kinds(self, kinds: Collection[str]) -> "Traced":
+    """The same function without outputs of other kinds."""
+    return self.only([out.kind in kinds for out in self.outputs])
+
+  def only(self, selected: Sequence[bool]) -> "Traced":
     """The same function without all other outputs."""
-    kept = [i for i, out in enumerate(self.outputs) if out.kind in kinds]
+    kept = list(itertools.compress(range(len(self.outputs)), selected))
     outvars = [self.closed.jaxpr.outvars[i] for i in kept]
     closed: Any = _equations.with_fields(self.closed, outvars=outvars)
     outputs = [self.outputs[i] for i in kept]
@@ -164,32 +129,39 @@ def trace(
   while isinstance(fun, functools.partial):
     args, kwargs = (*fun.args, *args), {**fun.keywords, **kwargs}
     fun = fun.func
-  leaves, structure = jax.tree.flatten((args, kwargs))
-  arguments = _named_arguments(fun, args, kwargs)
-  names = [name for name, leaf in arguments if _is_input(leaf)]
-  inputs = [_input_of(leaf) for leaf in leaves if _is_input(leaf)]
+  keywords = sorted(kwargs)  # in the order in which JAX flattens them
+  arguments = [*args, *(kwargs[name] for name in keywords)]
+  argument_names = [*_positional_names(fun, len(args)), *keywords]
+  flatten = lambda trees: _flattening.flatten(
+    list(zip(argument_names, trees, strict=True))
+  )
+  flat = flatten(arguments)
+  is_input = list(map(_is_input, flat.leaves))
+  names = list(itertools.compress(flat.names, is_input))
+  inputs = list(map(_input_of, itertools.compress(flat.leaves, is_input)))
   _check_inputs(caller, names, inputs, shapes)
-  outputs: list[Output] = []
+  outputs: list[_step_checks.Output] = []
 
   def flat_fun(*traced: Any) -> list[Any]:
     arrays = iter(traced)
     filled = [
       _as_argument(leaf, next(arrays)) if _is_input(leaf) else leaf
-      for leaf in leaves
+      for leaf in flat.leaves
     ]
-    its_args, its_kwargs = jax.tree.unflatten(structure, filled)
-    found = _floats_in(fun(*its_args, **its_kwargs))
+    trees = flat.unflatten(filled)
+    its_kwargs = dict(zip(keywords, trees[len(args) :], strict=True))
+    found = _floats_in(fun(*trees[: len(args)], **its_kwargs))
     # Flax NNX changes models and optimizers in place.
-    after, now = jax.tree.flatten((its_args, its_kwargs))
-    if now == structure:  # type: ignore[operator]
+    after = flatten(trees)
+    if after.structure == flat.structure:
       found += [
-        (Output("argument", name, 0), new)
-        for (name, _), old, new in zip(arguments, filled, after, strict=True)
+        (_step_checks.Output("argument", name, 0), new)
+        for name, old, new in zip(flat.names, filled, after.leaves, strict=True)
         if new is not old and _is_float(new)
       ]
       found += [
-        (Output("argument", name, 0), ref[...])
-        for (name, _), ref in zip(arguments, filled, strict=True)
+        (_step_checks.Output("argument", name, 0), ref[...])
+        for name, ref in zip(flat.names, filled, strict=True)
         if _is_ref(ref) and _is_float(ref)
       ]
     outputs[:] = [output for output, _ in found]
@@ -197,7 +169,9 @@ def trace(
 
   try:
     closed = jax.make_jaxpr(flat_fun)(*inputs)
-  except ValueError as error:
+  except Exception as error:
+    if type(error).__name__ == "TraceContextError":  # of Flax, if it is there
+      raise TypeError(_bound_message(caller, fun)) from error
     # Of a jit with such options JAX makes no part of another program.
     within = getattr(fun, "__wrapped__", None)
     if within is None or "compiler_options" not in str(error):
@@ -206,22 +180,24 @@ def trace(
     closed = jax.make_jaxpr(flat_fun)(*inputs)
   program = _outputs.with_named_outputs(closed, _look_at)
   _check_constants(program.closed)
-  outputs += _judged_outputs(program.names)
-  return Traced(
+  outputs += _judged_outputs(program.named)
+  dependence = _step_checks.check_dependence(program.closed, names, outputs)
+  traced = Traced(
     program.closed,
     inputs,
     names,
-    outputs,
+    dependence.outputs,
     program.unreached,
     program.in_branches,
-    scaling_of(program.closed, names),
+    dependence.warnings,
   )
+  return traced.only(dependence.is_relevant)
 
 
 def _look_at(name: str) -> Callable[[Any], Any] | None:
   """What is looked at of a value with a mark."""
   mark = _named_values.mark_of(name)
-  if mark is None or mark.kind == "scale":
+  if mark is None or mark.kind.endswith("scale"):
     return None
   looks = {"applied": lambda x: x.astype(jnp.int8), "unscaled": _fault}
   return looks.get(mark.kind, lambda x: x)
@@ -233,40 +209,39 @@ def _fault(x: jax.Array) -> jax.Array:
   return jnp.sum(bad).astype(jnp.float32)
 
 
-def _judged_outputs(names: list[str]) -> list[Output]:
+def _judged_outputs(
+  named: list[_outputs.NamedValue],
+) -> list[_step_checks.Output]:
   """What is marked, by the way to it; several updates have a number each."""
   groups: dict[str, int] = {}
   last: dict[str, int] = {}
   outputs = []
-  for kind, number, path in filter(None, map(_named_values.mark_of, names)):
-    kind = kind.removeprefix("scaled_")
-    if number <= last.get(kind, number):  # Another update begins.
+  for name, branches in named:
+    mark = _named_values.mark_of(name)
+    assert mark is not None  # Others are not looked at.
+    kind = mark.kind.removeprefix("scaled_")
+    if mark.number <= last.get(kind, mark.number):  # Another update begins.
       groups[kind] = groups.get(kind, -1) + 1
-    last[kind] = number
-    outputs.append(Output(kind, path, groups[kind]))
+    last[kind] = mark.number
+    outputs.append(_step_checks.Output(kind, mark.path, groups[kind], branches))
   return [
     out._replace(name=f"[{out.group}]{out.name}") if groups[out.kind] else out
     for out in outputs
   ]
 
 
-def _named_arguments(
-  fun: Callable[..., Any], args: Any, kwargs: Any
-) -> list[tuple[str, Any]]:
-  """The leaves of the arguments, by how a user would write the way to them."""
-  names = _parameters(fun)[: len(args)]
-  names += [f"args[{i}]" for i in range(len(names), len(args))]
-  # Keyword arguments stand in the order in which JAX flattens them.
-  arguments = [*zip(names, args, strict=True), *sorted(kwargs.items())]
-  return [leaf for argument in arguments for leaf in _named_leaves(*argument)]
+def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
+  """How to name each positional argument."""
+  names = _parameters(fun)[:count]
+  return names + [f"args[{i}]" for i in range(len(names), count)]
 
 
-def _floats_in(out: Any) -> list[tuple[Output, Any]]:
+def _floats_in(out: Any) -> list[tuple[_step_checks.Output, Any]]:
   """The floats in what a function returns, such as the loss, or gradients."""
   is_result = lambda x: type(x) is not tuple
   results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
   return [
-    (Output("result", name, i), leaf)
+    (_step_checks.Output("result", name, i), leaf)
     for i, (path, result) in enumerate(results)
     for name, leaf in _named_leaves(jax.tree_util.keystr(path), result)
     if _is_float(leaf)
@@ -323,6 +298,16 @@ def _check_constants(closed: _equations.ClosedJaxpr) -> None:
     )
 
 
+def _bound_message(caller: str, fun: Any) -> str:
+  name = getattr(fun, "__name__", type(fun).__name__)
+  return (
+    f"fun must receive the Flax NNX objects that it changes as arguments, got"
+    f" {name}, which closes over them, or to which nnx.cached_partial binds"
+    f" them. Write {caller}({name}, model, optimizer, batch), with the function"
+    " that was bound."
+  )
+
+
 def _check_callable(caller: str, fun: Any) -> None:
   if isinstance(fun, jax.stages.Compiled):
     raise TypeError(
@@ -357,84 +342,3 @@ def _parameters(fun: Callable[..., Any]) -> list[str]:
     return []
   # The two kinds of these come first in the order of all kinds.
   return [p.name for p in parameters if p.kind < p.VAR_POSITIONAL]
-
-
-def scaling_of(
-  closed: _equations.ClosedJaxpr, names: Sequence[str]
-) -> list[str]:
-  """What is wrong with how the gradients of a step are scaled, if it is known.
-
-  Args:
-    closed: the jaxpr of the step.
-    names: how its inputs are named.
-
-  Returns:
-    Sentences; none if nothing is wrong, or if it cannot be known, as of
-    gradients that are arguments.
-  """
-  told: dict[str, None] = {}
-
-  def named(name: str, power: _powers.Power) -> _powers.Power:
-    mark = _named_values.mark_of(name)
-    if mark is None:
-      return power
-    if mark.kind == "scale":
-      return _powers.Power(1)
-    if mark.kind in ("grads", "scaled_grads"):
-      told.update(dict.fromkeys(_mistake(power, mark.kind == "scaled_grads")))
-      return _powers.Power()  # What follows is another step.
-    return power
-
-  inputs = [
-    _powers.Power(1 if _LOSS_SCALE.search(name) else 0) for name in names
-  ]
-  _powers.powers_of(closed, inputs, named)
-  return list(told)
-
-
-def _mistake(power: _powers.Power, is_scaled: bool) -> list[str]:
-  """What is wrong with a gradient; nothing if it is right, or not known."""
-  if not power.is_gradient or not isinstance(power.exponent, int):
-    return []
-  if not power.is_scaled and power.exponent <= 0:
-    return [_NOT_SCALED]
-  over = power.exponent - is_scaled
-  return [_NEVER] if over > 0 else [_TWICE] if over < 0 else []
-
-
-def running(flags: Sequence[Any], faults: Sequence[Any]) -> list[str]:
-  """What a step that was run tells: did ``update`` run, and did it see all.
-
-  Args:
-    flags: for each ``update``, whether it was applied: 1, 0, or -1 if it did
-      not run; an array where it stands in a loop, or on several devices.
-    faults: for what was unscaled, a number that is not finite if it is not.
-
-  Returns:
-    Sentences; none if all is well.
-  """
-  flags = [np.asarray(flag) for flag in flags]
-  if not flags:
-    return []
-  told = []
-  count = sum(flag.size for flag in flags)
-  missed = sum(int(np.sum(flag < 0)) for flag in flags)
-  if missed:
-    often = "" if missed == count else f" {missed} times of {count}"
-    told.append(f"update did not run{often} in this step.")
-  # Iteration by iteration, if all stand in the same loops.
-  shapes = {flag.shape for flag in flags}
-  shape = shapes.pop() if len(shapes) == 1 else ()
-  sees_all = np.ones(shape, bool)
-  for flag in flags:
-    sees_all &= _over_the_rest(np.all, flag == 1, shape)
-  overflows = np.zeros(shape, bool)
-  for fault in faults:
-    overflows |= _over_the_rest(np.any, ~np.isfinite(np.asarray(fault)), shape)
-  return [*told, _HIDDEN] if (overflows & sees_all).any() else told
-
-
-def _over_the_rest(reduce: Any, x: np.ndarray, shape: tuple[int, ...]) -> Any:
-  """The array reduced to its first axes, if these have the shape."""
-  first = len(shape) if x.shape[: len(shape)] == shape else 0
-  return reduce(x, axis=tuple(range(first, x.ndim)))

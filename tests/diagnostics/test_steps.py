@@ -363,7 +363,7 @@ def test_the_program_that_is_compiled_has_no_marks(monkeypatch):
   )
   with_marks = lowered()
   names = str(jax.make_jaxpr(step)(*args)).count("optax_lossscale|")
-  assert names == 3 * len(PARAMS) + 3
+  assert names == 3 * len(PARAMS) + 4
   monkeypatch.setattr(_named_values, "checkpoint_name", lambda x, name: x)
   assert with_marks == lowered()
 
@@ -417,3 +417,50 @@ def test_under_jit_it_says_to_call_it_outside(report):
   if report is not precision_report:
     with pytest.raises(TypeError, match=r"outside jit, .* on the host\."):
       jax.jit(called)()
+
+
+class TiedModel(nnx.Module):
+  """Its embedding is its output layer, too."""
+
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(16, 8, rngs=rngs)
+    self.body = nnx.Linear(8, 8, rngs=rngs)
+    self.head = self.embed
+
+  def __call__(self, tokens):
+    return self.head.attend(self.body(self.embed(tokens)))
+
+
+def tied_step(inner, **kwargs):
+  def step(model, optimizer, tokens):
+    loss_fn = lambda model: jnp.mean(model(tokens) ** 2)
+    cast = ols.autocast(loss_fn, **kwargs)
+    grads = ols.grad(cast, optimizer, using=nnx.value_and_grad)(model)
+    optimizer.update(model, grads)
+
+  model = TiedModel(nnx.Rngs(0))
+  tx = ols.with_loss_scaling(inner)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  return nnx.jit(step), (model, optimizer, jnp.arange(4))
+
+
+@pytest.mark.parametrize("make_inner", [optax.sgd, optax.adam])
+def test_a_model_with_tied_weights_is_reported_as_it_trains(make_inner):
+  step, args = tied_step(make_inner(1e-3))
+  assert find_overflow(step, *args) is None
+  assert precision_report(step, *args).share == 1
+  report = compare(step, *args)
+  assert len(report.errors) == 3  # The tied one is one.
+  names = {row.name for row in report.products}
+  assert names == {"embed/embedding", "body/kernel"}
+  step, args = tied_step(make_inner(1e-3), keep_float32=sorted(names)[:1])
+  assert {row.name for row in compare(step, *args).products} < names
+
+
+def test_nnx_cached_partial_is_refused_with_the_line_to_write():
+  step, (model, optimizer, tokens) = tied_step(optax.sgd(1e-3))
+  bound = nnx.cached_partial(step, model, optimizer)
+  for report in compare, precision_report:
+    message = r"cached_partial binds them. Write \w+\(step, model, optimizer"
+    with pytest.raises(TypeError, match=message):
+      report(bound, tokens)

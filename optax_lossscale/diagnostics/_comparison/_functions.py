@@ -14,7 +14,7 @@ import numpy as np
 
 from optax_lossscale import _host
 from optax_lossscale._autocast import _products
-from optax_lossscale.diagnostics import _tracing
+from optax_lossscale.diagnostics import _step_checks, _tracing
 from optax_lossscale.diagnostics._comparison import _program, _report
 
 # An array is lost below what half precision holds if more than this share of
@@ -112,7 +112,7 @@ def _compared(
 ) -> _report.PrecisionComparison:
   notes = [f"Not looked at: {x}." for x in _tracing.told(traced.unreached)]
   judged = {"grads", "applied", "unscaled"}
-  traced = traced.only(judged if traced.grads else {"result"})
+  traced = traced.only_kinds(judged if traced.grads else {"result"})
   rows = _program.Rows(traced.closed)
   _check(fun, traced, rows)
   notes += [f"Runs as it is written: {name}." for name in rows.not_entered]
@@ -323,9 +323,17 @@ class Runs:
     """What is told of the step: did ``update`` run, and see all of them."""
     sentences: list[str] = []
     for outs in reference, in_half:
-      flags = self._traced.of_kind(outs, "applied")
-      faults = self._traced.of_kind(outs, "unscaled")
-      sentences += _tracing.running(flags, faults)
+      sentences += _step_checks.check_flags(self._traced.outputs, outs)
+    sentences += _step_checks.check_measurement(
+      self._traced.names,
+      self._traced.inputs,
+      self._traced.outputs,
+      lambda inputs: self._run(inputs, np.zeros(self._count, np.int32))[0],
+      reference,
+      is_exact=not _step_checks.computes_in_half(
+        self._traced.closed, without_autocast=True
+      ),
+    )
     return list(dict.fromkeys(sentences))
 
   def _call(self, rows: list[int], way: int = _program.HALF) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from optax_lossscale import _host, _warnings
 from optax_lossscale._jaxprs import _equations, _places
-from optax_lossscale.diagnostics import _tracing
+from optax_lossscale.diagnostics import _step_checks, _tracing
 from optax_lossscale.diagnostics._overflow import (
   _bits,
   _marks,
@@ -83,24 +83,32 @@ def find_overflow(
     True
   """
   with _tracing.traced_on_host("find_overflow", fun, args, kwargs) as traced:
-    found, outs = _origins_of(traced)
-  flags = traced.of_kind(outs, "applied")
-  told = [
-    *traced.warnings,
-    *_tracing.running(flags, traced.of_kind(outs, "unscaled")),
-  ]
+    run = _compiled(traced)
+    found, outs = _origins_of(traced, run)
+    told = [*traced.warnings, *_step_checks.check_flags(traced.outputs, outs)]
+    if run is not None and not found:
+      told += _step_checks.check_measurement(
+        traced.names,
+        traced.inputs,
+        traced.outputs,
+        lambda inputs: run(*inputs),
+        outs,
+        is_exact=not _step_checks.computes_in_half(
+          traced.closed, without_autocast=False
+        ),
+      )
   if not found:
-    _warn_of(traced, flags, told)
+    _warn_of(traced, traced.of_kind(outs, "applied"), told)
     return None
   others = tuple(found[1:])
   return dataclasses.replace(found[0], others=others, warnings=tuple(told))
 
 
 def _origins_of(
-  traced: _tracing.Traced,
+  traced: _tracing.Traced, run: Callable[..., list[Any]] | None
 ) -> tuple[list[_report.Overflow], list[Any]]:
   """All origins of what is not finite, and what the program returns."""
-  outs = _run_at_once(traced)
+  outs = None if run is None else run(*traced.inputs)
   if outs is not None and all(map(_bits.is_finite, outs)):
     return [], outs
   origins = _marks.Origins()
@@ -114,14 +122,13 @@ def _origins_of(
   return origins.named(values), outs or [value.array for value in values]
 
 
-def _run_at_once(traced: _tracing.Traced) -> list[Any] | None:
-  """The outputs of the whole program; None if it has effects."""
+def _compiled(traced: _tracing.Traced) -> Callable[..., list[Any]] | None:
+  """The whole program, compiled; None if it has effects."""
   if _equations.has_effects(traced.closed.jaxpr):
     return None  # What happens in it is to happen once.
   # Where it drops a conversion to float16 and back, an overflow goes with it.
   options = {"xla_allow_excess_precision": False}
-  run = jax.jit(core.jaxpr_as_fun(traced.closed), compiler_options=options)
-  return run(*traced.inputs)
+  return jax.jit(core.jaxpr_as_fun(traced.closed), compiler_options=options)
 
 
 def _warn_of(

@@ -1,0 +1,452 @@
+"""Checks of a training step: are its gradients scaled, seen and applied?
+
+Two simple ideas decide. Dependence: a gradient of a scaled loss depends on the
+loss scale of its own `update`. Measurement: a true gradient stays the same if
+the loss scale halves.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+import itertools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _arrays, _named_values
+from optax_lossscale._jaxprs import _dependence, _equations, _places, _walk
+
+_NOT_SCALED = (
+  "update received gradients of an unscaled loss{names}, so small float16"
+  " gradients underflow. Differentiate with ols.value_and_grad(loss_fn,"
+  " opt_state)."
+)
+_OTHER_STATE = (
+  "update received gradients{names} that the state of another optimizer scaled,"
+  " so its own loss scale does not act and falls with each overflow of the"
+  " other. Pass the state of the same optimizer to ols.value_and_grad(loss_fn,"
+  " opt_state)."
+)
+_CAST_TO_HALF = (
+  "update received gradients{names} that were cast to half precision after they"
+  " were unscaled, so small ones are zero. Keep true gradients in float32, also"
+  " where micro-batches are added up."
+)
+_NEVER_UNSCALED = (
+  "update received gradients{names} that were never unscaled: they halve if the"
+  " loss scale halves. Call ols.unscale_grads(grads, opt_state), or create the"
+  " optimizer with grads_are_scaled=True."
+)
+_UNSCALED_TWICE = (
+  "update received gradients{names} that double if the loss scale halves: they"
+  " were unscaled twice, or clipped while they were scaled. The gradients of"
+  " ols.value_and_grad and ols.grad are unscaled: drop unscale_grads and"
+  " grads_are_scaled=True. Clip inside of with_loss_scaling."
+)
+_DEPENDS_ON_SCALE = (
+  "update received gradients{names} that depend on the loss scale: they change"
+  " by a factor of {factor:.3g} if it halves. Something is added to, or cut off"
+  " from, the loss or the gradients while they are scaled. Change them after"
+  " ols.value_and_grad has unscaled them."
+)
+_HIDDEN = (
+  "An overflow is hidden from update: value_and_grad returned gradients with"
+  " an inf or a NaN, but update received finite ones. Something in between"
+  " (nan_to_num, clipping, a mask) replaces them, so bad steps are applied and"
+  " the loss scale never decreases. Pass the gradients to update unchanged."
+)
+# The name of an input that is a loss scale.
+_LOSS_SCALE = re.compile(r"\.loss_scale(\.value|\[.*\])?$")
+
+# Labels: the value was computed in a backward pass; in half precision there; it
+# was unscaled; it was cast to half precision after that; it depends on a loss
+# scale that is no input.
+_BACKWARD, _HALF, _UNSCALED, _ROUNDED, _UNKNOWN_SCALE = (
+  1 << i for i in range(5)
+)
+_NUM_LABELS = 5
+
+# A ratio of gradients is taken as a power of two within this distance; and a
+# gradient without half precision as unchanged within the smaller one.
+_NEAR = 0.05
+_EXACT = 1e-3
+
+
+class Output(NamedTuple):
+  """An output of a traced function.
+
+  Attributes:
+    kind: a ``"result"``; an ``"argument"`` that was changed in place; or a tag:
+      the ``"grads"`` that `update` receives, the ``"updates"``, and whether a
+      step is ``"applied"``, as 1, 0, or -1 if `update` did not run; and for
+      ``"unscaled"`` gradients a number that is finite if they are.
+    name: its label, such as ``[1]['kernel']``.
+    group: the number of the result that it is part of, or of the ``update``.
+    branches: for each ``cond`` around the tag, the outermost first, an
+      identifier of the ``cond`` and the number of the branch.
+    halved_ratio: the factor by which a sound gradient changes if the loss scale
+      halves; None if it cannot be measured.
+  """
+
+  kind: str
+  name: str
+  group: int
+  branches: tuple[tuple[int, int], ...] = ()
+  halved_ratio: float | None = None
+
+
+class Dependence(NamedTuple):
+  """The loss scales that gradients depend on.
+
+  Attributes:
+    outputs: the outputs, with their ``halved_ratio``.
+    is_relevant: whether each output matters for the step. Unscaled gradients
+      that no `update` receives do not.
+    warnings: mistakes in how gradients are scaled.
+  """
+
+  outputs: list[Output]
+  is_relevant: list[bool]
+  warnings: list[str]
+
+
+def check_dependence(
+  closed: _equations.ClosedJaxpr, names: Sequence[str], outputs: list[Output]
+) -> Dependence:
+  """Checks by dependence analysis how the gradients of a step are scaled.
+
+  Args:
+    closed: the jaxpr of the step.
+    names: the names of its inputs.
+    outputs: its outputs.
+
+  Returns:
+    A :class:`Dependence`.
+  """
+  scales = [i for i, name in enumerate(names) if _LOSS_SCALE.search(name)]
+  inputs = [0] * len(names)
+  for label, i in enumerate(scales, _NUM_LABELS):
+    inputs[i] = 1 << label
+  rules = _StepLabels(len(scales))
+  labels = _dependence.labels_of_outputs(closed, inputs, rules)
+  received = 0
+  for grad in rules.grads:
+    received |= grad.labels
+  hides = received & rules.unscaled_tags if rules.grads else rules.unscaled_tags
+  return Dependence(
+    [
+      out._replace(halved_ratio=rules.halved_ratio(x))
+      if out.kind == "grads"
+      else out
+      for out, x in zip(outputs, labels, strict=True)
+    ],
+    [
+      out.kind != "unscaled" or bool(x & hides)
+      for out, x in zip(outputs, labels, strict=True)
+    ],
+    rules.warnings(),
+  )
+
+
+class _Grad(NamedTuple):
+  """A gradient that an `update` receives.
+
+  Attributes:
+    update: the number of the `update`.
+    name: the label of the gradient.
+    tag: the label of its tag.
+    labels: the labels of the gradient.
+    is_scaled: whether the `update` expects gradients of a scaled loss.
+    own_scale: the labels of the loss scale of the `update`; 0 if unknown.
+    is_fixed: whether this loss scale is fixed.
+  """
+
+  update: int
+  name: str
+  tag: int
+  labels: int
+  is_scaled: bool
+  own_scale: int
+  is_fixed: bool
+
+
+class _StepLabels:
+  """The rules of the dependence analysis of a step.
+
+  Attributes:
+    grads: the gradients that each `update` receives.
+    unscaled_tags: the labels of all tags of unscaled gradients.
+  """
+
+  def __init__(self, num_scales: int) -> None:
+    self.grads: list[_Grad] = []
+    self.unscaled_tags = 0
+    self._next_label = _NUM_LABELS + num_scales
+    self._scales = (1 << self._next_label) - (1 << _NUM_LABELS) | _UNKNOWN_SCALE
+    self._label_of: dict[Any, int] = {}
+    self._update, self._own_scale, self._is_fixed = 0, 0, False
+
+  def at_tag(self, eqn: Any, name: str, labels: int, is_final: bool) -> int:
+    tag = _named_values.mark_of(name)
+    if tag is None:
+      return labels
+    match tag.kind:
+      case "scale":
+        return labels if labels & self._scales else labels | _UNKNOWN_SCALE
+      case "update_scale" | "fixed_update_scale":
+        if is_final:
+          self._update += 1
+          self._own_scale = labels & self._scales or _UNKNOWN_SCALE
+          self._is_fixed = tag.kind.startswith("fixed")
+        return 0  # The `update` unscales with it, and its updates are true.
+      case "unscaled":
+        label = self._tag_label(eqn)
+        self.unscaled_tags |= label
+        return labels & ~(_ROUNDED | self.unscaled_tags) | _UNSCALED | label
+      case "grads" | "scaled_grads":
+        label = self._tag_label(eqn)
+        if is_final:
+          self.grads.append(
+            _Grad(
+              self._update,
+              tag.path,
+              label,
+              labels,
+              tag.kind == "scaled_grads",
+              self._own_scale,
+              self._is_fixed,
+            )
+          )
+        return label  # The next step begins here.
+    return labels
+
+  def at_output(self, aval: Any, labels: int, is_backward: bool) -> int:
+    is_half = _arrays.is_narrow(aval.dtype)
+    if is_backward:
+      labels |= _BACKWARD | (_HALF if is_half else 0)
+    if is_half and labels & _UNSCALED:
+      labels |= _ROUNDED
+    return labels
+
+  def halved_ratio(self, labels: int) -> float | None:
+    """Returns how a sound gradient with this tag changes; None if unknown."""
+    ratios = {
+      (0.5 if grad.is_scaled else 1.0) if grad.labels & self._scales else None
+      for grad in self.grads
+      if grad.tag & labels
+    }
+    return ratios.pop() if len(ratios) == 1 else None
+
+  def warnings(self) -> list[str]:
+    """Returns the mistakes of all updates."""
+    found: dict[str, None] = {}
+    for _, grads in itertools.groupby(self.grads, lambda grad: grad.update):
+      found.update(dict.fromkeys(self._mistakes(list(grads))))
+    return list(found)
+
+  def _mistakes(self, grads: list[_Grad]) -> Iterable[str]:
+    names = [grad.name for grad in grads]
+    rounded = [x for x in grads if x.labels & _ROUNDED and not x.is_scaled]
+    if rounded:
+      yield _message(_CAST_TO_HALF, [x.name for x in rounded], names)
+    # Gradients that are arguments of the step are not judged. With a fixed
+    # scale, the loss may be multiplied by a constant.
+    if grads[0].is_fixed or not grads[0].own_scale:
+      return
+    computed = [x for x in grads if x.labels & _BACKWARD]
+    scaled = [x for x in computed if x.labels & self._scales]
+    # A part of the model that is in float32 needs no scale.
+    unscaled = [
+      x
+      for x in computed
+      if not x.labels & self._scales and (not scaled or x.labels & _HALF)
+    ]
+    if unscaled:
+      yield _message(_NOT_SCALED, [x.name for x in unscaled], names)
+    foreign = [
+      x
+      for x in scaled
+      if not (x.labels | x.own_scale) & _UNKNOWN_SCALE
+      and not x.labels & x.own_scale
+    ]
+    if foreign:
+      yield _message(_OTHER_STATE, [x.name for x in foreign], names)
+
+  def _tag_label(self, eqn: Any) -> int:
+    if eqn not in self._label_of:
+      self._label_of[eqn] = 1 << self._next_label
+      self._next_label += 1
+    return self._label_of[eqn]
+
+
+def _message(
+  text: str, names: list[str], all_names: list[str], **kwargs: Any
+) -> str:
+  """Fills in the names, if these are not all gradients."""
+  some = f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
+  return text.format(
+    names="" if len(names) == len(all_names) else some, **kwargs
+  )
+
+
+def check_flags(outputs: list[Output], outs: Sequence[Any]) -> list[str]:
+  """Checks a step that was run: did `update` run, and see each overflow?
+
+  Args:
+    outputs: the outputs of the step.
+    outs: their values.
+
+  Returns:
+    Warnings; none if the step is sound.
+  """
+  pairs = list(zip(outputs, outs, strict=True))
+  flags = [(out, np.asarray(x)) for out, x in pairs if out.kind == "applied"]
+  if not flags:
+    return []
+  excused = [_is_replaced(out, flag, flags) for out, flag in flags]
+  cases = [
+    flag[~other] for (_, flag), other in zip(flags, excused, strict=True)
+  ]
+  ran = np.concatenate(cases)
+  num_missed = int(np.sum(ran < 0))
+  if num_missed:
+    often = (
+      "" if num_missed == ran.size else f" {num_missed} times of {ran.size}"
+    )
+    return [f"update did not run{often} in this step."]
+  faults = [x for out, x in pairs if out.kind == "unscaled"]
+  overflows = not all(np.isfinite(np.asarray(x)).all() for x in faults)
+  # An `update` that skips its step has seen an overflow: maybe all there are.
+  return [_HIDDEN] if overflows and (ran == 1).all() else []
+
+
+def _is_replaced(
+  out: Output, flag: np.ndarray, flags: list[tuple[Output, np.ndarray]]
+) -> np.ndarray:
+  """Returns whether the `update` of another branch ran in place of each."""
+  replaced = np.zeros(flag.shape, bool)
+  for other, its_flag in flags:
+    branches = dict(other.branches)
+    if any(branches.get(cond, i) != i for cond, i in out.branches):
+      ran = its_flag >= 0
+      replaced |= ran if ran.shape == flag.shape else ran.any()
+  return replaced & (flag < 0)
+
+
+def check_measurement(
+  names: Sequence[str],
+  inputs: Sequence[Any],
+  outputs: list[Output],
+  run: Callable[[list[Any]], Sequence[Any]],
+  outs: Sequence[Any],
+  *,
+  is_exact: bool,
+) -> list[str]:
+  """Checks by measurement that no gradient depends on the loss scale.
+
+  The step is run with a half and with a quarter of each loss scale. Both are
+  needed to tell a mistake from gradients that underflow.
+
+  Args:
+    names: the names of the inputs of the step.
+    inputs: the inputs.
+    outputs: the outputs of the step.
+    run: the step, of its inputs.
+    outs: what it returns for the inputs.
+    is_exact: whether gradients cannot underflow, as in a step without half
+      precision. Only then ratios that are no powers of two are reported.
+
+  Returns:
+    Warnings; none if the step is sound.
+  """
+  judged = [i for i, out in enumerate(outputs) if out.halved_ratio is not None]
+  scales = {i for i, name in enumerate(names) if _LOSS_SCALE.search(name)}
+  if not judged or not scales:
+    return []
+  ratios = []
+  for factor in 0.5, 0.25:
+    scaled = [
+      _times(x, factor) if i in scales else x for i, x in enumerate(inputs)
+    ]
+    changed = run(scaled)
+    ratios.append(
+      _ratios([outs[i] for i in judged], [changed[i] for i in judged])
+    )
+  expected = np.array([outputs[i].halved_ratio for i in judged])
+  half = np.asarray(ratios[0], np.float64) / expected
+  quarter = np.asarray(ratios[1], np.float64) / expected**2
+  grads = [outputs[i] for i in judged]
+  warnings: dict[str, None] = {}
+  for text, factor in (_NEVER_UNSCALED, 0.5), (_UNSCALED_TWICE, 2.0):
+    is_such = _is_near(half, factor) & _is_near(quarter, factor**2)
+    half = np.where(is_such, 1.0, half)
+    warnings.update(dict.fromkeys(_by_update(text, grads, is_such)))
+  if is_exact:
+    is_such = np.abs(half - 1) > _EXACT
+    factor = half[is_such][:1]
+    kwargs = {"factor": float(factor[0])} if factor.size else {}
+    found = _by_update(_DEPENDS_ON_SCALE, grads, is_such, **kwargs)
+    warnings.update(dict.fromkeys(found))
+  return list(warnings)
+
+
+def _times(x: Any, factor: float) -> Any:
+  """Multiplies an input, and leaves it where it is."""
+  new = x * np.asarray(factor, x.dtype)
+  return jax.device_put(new, x.sharding) if hasattr(x, "sharding") else new
+
+
+@jax.jit
+def _ratios(grads: list[Any], changed: list[Any]) -> list[Any]:
+  """Returns the factor by which each gradient changed; NaN if unknown."""
+  ratios = []
+  for x, y in zip(grads, changed, strict=True):
+    unit = jnp.max(jnp.abs(x), initial=0)
+    x, y = x / unit, y / unit
+    ratios.append(jnp.sum(jnp.real(x.conj() * y)) / jnp.sum(jnp.abs(x) ** 2))
+  return ratios
+
+
+def _is_near(ratio: np.ndarray, factor: float) -> np.ndarray:
+  return np.abs(ratio / factor - 1) < _NEAR
+
+
+def _by_update(
+  text: str, grads: list[Output], is_such: np.ndarray, **kwargs: Any
+) -> Iterable[str]:
+  """Returns the message for each `update` with gradients that are such."""
+  for group in dict.fromkeys(out.group for out in grads):
+    pairs = zip(grads, is_such, strict=True)
+    its = [(out.name, bool(x)) for out, x in pairs if out.group == group]
+    names = [name for name, x in its if x]
+    if names:
+      yield _message(text, names, [name for name, _ in its], **kwargs)
+
+
+def computes_in_half(
+  closed: _equations.ClosedJaxpr, *, without_autocast: bool
+) -> bool:
+  """Returns whether a program computes in float16 or float8.
+
+  Args:
+    closed: the jaxpr.
+    without_autocast: whether to leave out what `autocast` casts.
+  """
+
+  def is_half(visit: _walk.Step) -> bool:
+    if not any(map(_is_half, visit.eqn.outvars)):
+      return False
+    place = _places.Place()
+    for outer in reversed(visit.way):
+      place = place.within(outer.eqn)
+    return not without_autocast or place.mark is None
+
+  return any(map(is_half, _walk.walk(closed, _equations.held_jaxprs)))
+
+
+def _is_half(var: Any) -> bool:
+  dtype = getattr(var.aval, "dtype", None)
+  if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+    return False
+  return _arrays.is_narrow(dtype)
