@@ -72,27 +72,34 @@ class _Replacement(NamedTuple):
 
 
 def with_named_outputs(
-  closed: _equations.ClosedJaxpr, look: Look
+  closed: _equations.ClosedJaxpr,
+  look: Look,
+  is_optional: Callable[[str], bool] = lambda name: False,
 ) -> WithOutputs:
   """Makes outputs of all values with a name that is looked at.
 
   Args:
     closed: the jaxpr.
     look: what to return of a value with a name.
+    is_optional: whether a value with a name may be missed in silence.
 
   Returns:
     An :class:`WithOutputs`.
   """
-  return _Outputs(look).with_outputs(closed, _places.Place())
+  return _Outputs(look, is_optional).with_outputs(closed, _places.Place())
 
 
 class _Outputs:
   """Knows which jaxprs hold values with a name that is looked at."""
 
-  def __init__(self, look: Look) -> None:
+  def __init__(self, look: Look, is_optional: Callable[[str], bool]) -> None:
     self._look = look
     is_one = lambda eqn: self._look_at(eqn) is not None
     self._named = _walk.Search(is_one, _equations.held_jaxprs)
+    is_required = lambda eqn: (
+      is_one(eqn) and not is_optional(str(given_name(eqn)))
+    )
+    self._required = _walk.Search(is_required, _equations.held_jaxprs)
 
   def with_outputs(
     self, closed: _equations.ClosedJaxpr, place: _places.Place
@@ -144,7 +151,8 @@ class _Outputs:
         made = _made_anew(eqn, _on_devices(mapped, bodies[0].closed), bodies)
       case _:
         made = None
-    return made or _Replacement([eqn], unreached=[where])
+    is_missed = made is None and self._required.inside_of(eqn)
+    return made or _Replacement([eqn], unreached=[where] if is_missed else [])
 
   def _look_at(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:
     name = given_name(eqn)

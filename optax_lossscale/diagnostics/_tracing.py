@@ -178,7 +178,7 @@ def trace(
       raise
     fun = within
     closed = jax.make_jaxpr(flat_fun)(*inputs)
-  program = _outputs.with_named_outputs(closed, _look_at)
+  program = _outputs.with_named_outputs(closed, _look_at, _is_unscaled)
   _check_constants(program.closed)
   outputs += _judged_outputs(program.named)
   dependence = _step_checks.check_dependence(program.closed, names, outputs)
@@ -201,6 +201,12 @@ def _look_at(name: str) -> Callable[[Any], Any] | None:
     return None
   looks = {"applied": lambda x: x.astype(jnp.int8), "unscaled": _fault}
   return looks.get(mark.kind, lambda x: x)
+
+
+def _is_unscaled(name: str) -> bool:
+  """Whether a tag is that of gradients, which `update` receives later."""
+  mark = _named_values.mark_of(name)
+  return mark is not None and mark.kind == "unscaled"
 
 
 def _fault(x: jax.Array) -> jax.Array:

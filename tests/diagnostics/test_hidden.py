@@ -237,15 +237,16 @@ def test_each_report_warns_of_gradients_of_an_unscaled_loss(
 
 
 @pytest.mark.parametrize("differentiate", RIGHT)
-def test_of_a_step_that_is_scaled_well_nothing_is_told(differentiate):
-  step, args = step_of(SMALL, differentiate=differentiate)
+def test_a_step_that_is_scaled_once_is_not_accused(differentiate):
+  step, args = step_of(DYNAMIC, differentiate=differentiate)
   assert diagnostics.precision_report(step, *args).warnings == ()
+  assert compare(step, *args).warnings == ()
 
 
 @pytest.mark.parametrize("make", whole_steps.ALL, ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore:The loss scale is inside of optax.Multi")
 def test_of_steps_of_every_shape_nothing_is_told_of_their_scale(make):
-  step, args = make(SMALL)
+  step, args = make(DYNAMIC)  # A fixed scale is not judged.
   assert diagnostics.precision_report(step, *args).warnings == ()
 
 

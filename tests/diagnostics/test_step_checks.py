@@ -327,6 +327,18 @@ def of_compressed_gradients():
   return step_of(plain_loss, differentiate)
 
 
+def of_gradients_summed_in_a_while_loop():
+  def differentiate(loss, params, state):
+    def add(i, total):
+      return jax.tree.map(jnp.add, total, sound(loss, params, state))
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    count = jnp.where(params["w"][0, 0] > -9e9, 3, 2)
+    return lax.fori_loop(0, count, add, zeros)
+
+  return step_of(plain_loss, differentiate)
+
+
 def with_a_sharpness_aware_gradient():
   def differentiate(loss, params, state):
     grads = sound(loss, params, state)
@@ -358,6 +370,7 @@ SOUND = {
   "gradients as arguments": of_gradients_as_arguments,
   "a delayed update": of_a_delayed_update,
   "compressed gradients": of_compressed_gradients,
+  "a while loop": of_gradients_summed_in_a_while_loop,
   "sharpness-aware": with_a_sharpness_aware_gradient,
   "a scale without a name": with_a_state_of_ones_own,
 }
