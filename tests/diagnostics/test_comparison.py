@@ -1,5 +1,6 @@
 """`compare_precision` tells what autocast does, and which product does it."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -577,6 +578,12 @@ def test_other_effects_are_refused():
     compare(plain, W, X, effects="some")
 
 
+@contextlib.contextmanager
+def x64_and_strict_promotion():
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+    yield
+
+
 SETTINGS = {
   "debug_nans": lambda: jax.debug_nans(True),
   "debug_infs": lambda: jax.debug_infs(True),
@@ -584,11 +591,12 @@ SETTINGS = {
   "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
   "no rank promotion": lambda: jax.numpy_rank_promotion("raise"),
   "x64": lambda: jax.enable_x64(True),
+  "x64 and strict promotion": x64_and_strict_promotion,
 }
 
 
 @pytest.mark.parametrize(
-  "name", quick_alone(["debug_nans", "strict promotion"], SETTINGS)
+  "name", quick_alone(["debug_nans", "x64 and strict promotion"], SETTINGS)
 )
 def test_settings_of_jax_change_nothing_that_reports_say(name):
   def fun(w, x):
