@@ -42,9 +42,10 @@ class ProductPrecision(NamedTuple):
     weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to a backward pass.
-    effect: the relative error of what is compared if these products alone run
-      in half precision; inf if that is not finite. With ``effects="worst"``,
-      places that were only measured together share theirs.
+    effect: the relative error of what is compared, without the arrays that are
+      ``rounding`` in float32, too, if these products alone run in half
+      precision; inf if that is not finite. With ``effects="worst"``, places
+      that were only measured together share theirs.
     largest: the largest magnitude of operands and results, in float32.
     headroom: how many binades are left above it; below zero it overflows.
     lost: the share of entries that become zero, of that operand or result that
@@ -234,7 +235,7 @@ class PrecisionComparison:
   def _arrays(self) -> list[str]:
     """What is told of the arrays that are far off."""
     told = [
-      f"  {name}: error {error:.2g}, {share:.2g} of the norm"
+      f"  {name or 'the result'}: error {error:.2g}, {share:.2g} of the norm"
       for name, error, share in self.far_off[:_MOST_ARRAYS]
     ]
     more = len(self.far_off) - len(told)
@@ -244,6 +245,13 @@ class PrecisionComparison:
       lines.append(
         "The first is lost in the backward pass: a larger loss scale helps, by"
         f" up to 2**{self.shortfall}."
+      )
+    if self.rounding:
+      named = [name or "the result" for name in self.rounding[:_MOST_ARRAYS]]
+      more = len(self.rounding) - _MOST_ARRAYS
+      lines.append(
+        "Nothing but rounding in float32, too, so that no place is to blame:"
+        f" {', '.join(named)}{f' and {more} more' if more > 0 else ''}."
       )
     return lines
 
