@@ -140,9 +140,16 @@ class Place(NamedTuple):
 
   @property
   def backward(self) -> bool:
-    """Whether it is part of a backward pass."""
-    # This is all that JAX leaves of a transposition.
-    return any(_is_transform(x) and x.name == "transpose" for x in self.stack)
+    """Whether it is part of a backward pass.
+
+    The backward pass of a derivative inside of the loss, such as a force, is
+    part of the forward pass of the loss: if it overflows, so does the loss, and
+    no loss scale helps.
+    """
+    # This is all that JAX leaves of derivatives, the outermost first.
+    names = (x.name for x in self.stack if _is_transform(x))
+    derivatives = (name for name in names if name in ("jvp", "transpose"))
+    return next(derivatives, "") == "transpose"
 
   def within(self, eqn: core.JaxprEqn) -> "Place":
     """The place of an equation but for its lines, which take longer to find."""

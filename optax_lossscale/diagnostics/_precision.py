@@ -70,7 +70,8 @@ class WideProduct(NamedTuple):
     scope: the scopes around it, such as ``"Net/block1"``; often empty.
     weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
-    backward: whether they belong to a backward pass.
+    backward: whether they belong to the backward pass. A derivative inside of
+      the loss is part of the forward pass.
   """
 
   primitive: str
@@ -98,7 +99,8 @@ class Risk(NamedTuple):
     scope: the scopes around it, such as ``"Net/block1"``; often empty.
     weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
-    backward: whether they belong to a backward pass.
+    backward: whether they belong to the backward pass. A derivative inside of
+      the loss is part of the forward pass.
   """
 
   primitive: str

@@ -52,7 +52,8 @@ class Overflow:
     path: the way to it, ``"jit(block)/scan[3]/dot_general"``. Iterations are
       counted from 0. In the backward pass over a scan, they have the numbers of
       the forward pass. For an argument, it is its name.
-    backward: whether it belongs to a backward pass.
+    backward: whether it belongs to the backward pass, where a lower loss scale
+      helps. A derivative inside of the loss is part of the forward pass.
     inputs: an :class:`Operand` for each of its inputs.
     others: further origins, in the order in which they were found. Theirs is
       empty.
