@@ -99,7 +99,8 @@ def autocast(
       (``"blocks/2/up"``), or a scope (``"Net/block1"``), with all that is
       inside of either, or a line, with or without its number
       (``"model.py:32 (Block.__call__)"``, ``"model.py (Block.__call__)"``), or
-      one of the former and a line (``"Net/block1 at model.py:32 (Block)"``).
+      one of the former and a line (``"Net/block1 at model.py:32 (Block)"``), or
+      what has no path of weights on a line (``"no weights at model.py:32"``).
       It may be a pattern of ``fnmatch``, such as ``"*/router"``.
 
   Returns:

@@ -306,7 +306,9 @@ def _wide_rows(
     if _is_wider(p.operands, dtype):
       # Without weights, it is for the line that it is told.
       with_line = _places.place_name(place.names.best()[0], source)
-      where = _whereabouts(place, name if place.weights else with_line)
+      has_line = name.endswith(source)
+      own_name = name if place.weights or has_line else with_line
+      where = _whereabouts(place, own_name)
       kind = p.primitive, p.operands, p.accumulation
       numbers = p.flops, 0.0, p.step.times
       yield WideProduct._make((*kind, *numbers, *where))
