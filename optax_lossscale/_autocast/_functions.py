@@ -113,7 +113,8 @@ def autocast(
     TypeError: if ``fun`` is not a function, ``dtype`` is not one of these, or
       ``keep_float32`` is not made of strings.
     ValueError: by the returned function, if a name in ``keep_float32`` selects
-      no product, and no rule hides any; or if ``fun`` changes a Flax NNX object
+      no product, or only products of another ``autocast`` inside of ``fun``,
+      and no rule hides any; or if ``fun`` changes a Flax NNX object
       that may not be changed where it is called.
 
   Warns:
@@ -159,7 +160,8 @@ def autocast(
     result = _calls.call(call, settings)
     out = put_in_place(result.out)
     found = result.found
-    tell(kept.check(found.decisions, found.has_unseen))
+    cast = functools.partial(_products.names_of_cast, result.jaxpr)
+    tell(kept.check(found.decisions, found.has_unseen, cast))
     tell(result.message)
     if not result.message and not found.has_products:
       tell(_messages.of_nothing(fun, call, dtype))
