@@ -39,12 +39,14 @@ class Result(NamedTuple):
     paths: the name of each array in it that is a weight.
     found: what was found in it.
     message: what there is to tell of products that were not reached.
+    jaxpr: the program, with its products in half.
   """
 
   out: Any
   paths: list[_weights.WeightPath]
   found: _rewrite.Found
   message: str
+  jaxpr: _equations.ClosedJaxpr
 
 
 def call(fun: Callable[[], Any], settings: Settings) -> Result:
@@ -87,6 +89,7 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
     [path for _, path in pairs],
     new.found,
     message,
+    new.jaxpr,
   )
 
 

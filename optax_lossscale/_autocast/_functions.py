@@ -99,7 +99,8 @@ def autocast(
       (``"blocks/2/up"``), or a scope (``"Net/block1"``), with all that is
       inside of either, or a line, with or without its number
       (``"model.py:32 (Block.__call__)"``, ``"model.py (Block.__call__)"``), or
-      one of the former and a line (``"Net/block1 at model.py:32 (Block)"``).
+      one of the former and a line (``"Net/block1 at model.py:32 (Block)"``), or
+      what has no path of weights on a line (``"no weights at model.py:32"``).
       It may be a pattern of ``fnmatch``, such as ``"*/router"``.
 
   Returns:
@@ -112,7 +113,8 @@ def autocast(
     TypeError: if ``fun`` is not a function, ``dtype`` is not one of these, or
       ``keep_float32`` is not made of strings.
     ValueError: by the returned function, if a name in ``keep_float32`` selects
-      no product, and no rule hides any; or if ``fun`` changes a Flax NNX object
+      no product, or only products of another ``autocast`` inside of ``fun``,
+      and no rule hides any; or if ``fun`` changes a Flax NNX object
       that may not be changed where it is called.
 
   Warns:
@@ -158,7 +160,8 @@ def autocast(
     result = _calls.call(call, settings)
     out = put_in_place(result.out)
     found = result.found
-    tell(kept.check(found.decisions, found.has_unseen))
+    cast = functools.partial(_products.names_of_cast, result.jaxpr)
+    tell(kept.check(found.decisions, found.has_unseen, cast))
     tell(result.message)
     if not result.message and not found.has_products:
       tell(_messages.of_nothing(fun, call, dtype))

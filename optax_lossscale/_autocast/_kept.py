@@ -1,6 +1,6 @@
 """Which products stay in float32 because the user named them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import difflib
 import fnmatch
 from typing import Any, NamedTuple
@@ -54,12 +54,19 @@ class Kept(NamedTuple):
     exact = {p for p in self.patterns if p in names and set(p) & set("*?[")}
     return self._replace(exact=frozenset(exact))
 
-  def check(self, decisions: Iterable[Decision], has_unseen: bool) -> str:
+  def check(
+    self,
+    decisions: Iterable[Decision],
+    has_unseen: bool,
+    cast: Callable[[], list[_places.Names]],
+  ) -> str:
     """What to tell if a pattern selects nothing; empty if all select.
 
     Args:
       decisions: all that were made.
       has_unseen: whether there are products whose names cannot be known.
+      cast: the names of all products that run in half, whichever `autocast`
+        made them so. They are asked for only if they are needed.
 
     Raises:
       ValueError: with the same, if it is certain.
@@ -79,6 +86,12 @@ class Kept(NamedTuple):
       " none."
       f" {hint if nearest else 'There are no products.'}"
     )
+    if self._fits(unmatched[0], _all_names(cast())):
+      message = (
+        f"keep_float32 = {unmatched[0]!r} names products of another autocast"
+        " inside of the function, which has chosen their dtype. Give the name"
+        f" to that one: autocast(part, keep_float32={unmatched[0]!r})."
+      )
     if has_unseen:
       return (
         f"{message} Some products are in rules that could not be looked at."

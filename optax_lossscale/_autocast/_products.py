@@ -80,6 +80,13 @@ class ProductSearch(_walk.Search):
     return bool(_higher_order.where_it_runs(eqn, lambda: inside(eqn)))
 
 
+def names_of_cast(closed: _equations.ClosedJaxpr) -> list[_places.Names]:
+  """The names of products that `autocast` runs in half, an inner one, too."""
+  steps = _walk.walk(closed, _equations.held_jaxprs)
+  places = [x.place for x in steps if _operations.is_matrix_product(x.eqn)]
+  return [place.names for place in places if place.mark is not None]
+
+
 def may_hide(eqn: core.JaxprEqn) -> bool:
   """Whether a rule may have products that its function has not.
 

@@ -11,7 +11,9 @@ import math
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax import lax
 from jax.extend import core
+import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import _equations, _types
 
@@ -148,6 +150,31 @@ def higher_order_of(eqn: core.JaxprEqn) -> HigherOrder | None:
 def runs_its_jaxprs(eqn: core.JaxprEqn) -> bool:
   """Whether an equation is a loop, a branch or a ``shard_map``, and no call."""
   return eqn.primitive.name in _LOOKS
+
+
+def holds_scan_of_hijax(closed: _equations.ClosedJaxpr) -> bool:
+  """Whether a scan stands in a jaxpr that the flag ``jax_scan3`` made."""
+  eqns = closed.jaxpr.eqns
+  return any(map(_is_scan_of_hijax, eqns)) or any(
+    holds_scan_of_hijax(held)
+    for eqn in eqns
+    for held in _equations.held_jaxprs(eqn)
+  )
+
+
+def _is_scan_of_hijax(eqn: core.JaxprEqn) -> bool:
+  is_object = _equations.hi_primitive(eqn) is not None
+  return is_object and _equations.behaves_like(eqn) == "scan"
+
+
+def jit_drops_scans() -> bool:
+  """Whether ``jit`` leaves scans out of a program, under the present flags.
+
+  It does in JAX 0.12 under the flag ``jax_scan3``.
+  """
+  add_one = lambda x, _: (x + 1, None)
+  ones = jax.jit(lambda x: lax.scan(add_one, x, length=1)[0])(jnp.zeros(()))
+  return float(ones) != 1.0
 
 
 def bodies_of(call: HigherOrder) -> list[_equations.ClosedJaxpr]:

@@ -37,6 +37,9 @@ KEEP = MOVES | SPREAD | {
 }  # fmt: skip
 _SUMS = {"reduce_sum", "reduce_window_sum", "reduce_prod"}
 _CUMULATIVE = {"cumsum", "cumprod", "cumlogsumexp"}
+# These combine updates with the entry of an array that an index names. The
+# gradient of an embedding, or of any other gather, is such a sum.
+BY_INDEX = {"scatter-add", "scatter-mul", "scatter-sub"}
 
 
 def is_matrix_product(eqn: core.JaxprEqn) -> bool:
@@ -212,8 +215,14 @@ def rounds_to_own_precision(eqn: core.JaxprEqn) -> bool:
 
 
 def terms_in_sum(eqn: core.JaxprEqn) -> int:
-  """How many terms each result of an operation is the sum of; 1 if unknown."""
+  """How many terms each result of an operation is the sum of; 1 if unknown.
+
+  Indices are values, so that a shape only bounds a sum by index: all updates
+  may have the same one.
+  """
   name, params = eqn.primitive.name, eqn.params
+  if name in BY_INDEX:
+    return _updates_of_scatter(eqn)
   if name == "reduce_window_sum":
     window: Any = params.get("window_dimensions", ())
     return math.prod(window)
@@ -222,3 +231,16 @@ def terms_in_sum(eqn: core.JaxprEqn) -> int:
     axes = (params["axis"],)
   kind: Any = eqn.invars[0].aval if axes else None
   return math.prod(kind.shape[axis] for axis in axes)
+
+
+def _updates_of_scatter(eqn: core.JaxprEqn) -> int:
+  """How many updates may have the same index; 1 if no two of them have."""
+  if eqn.params.get("unique_indices"):
+    return 1
+  indices: Any = eqn.invars[1].aval
+  numbers = eqn.params.get("dimension_numbers")
+  batched = getattr(numbers, "scatter_indices_batching_dims", ())
+  # The last axis holds the index itself. Each entry along a batched axis is
+  # about a part of the array that no other entry reaches.
+  sizes = enumerate(indices.shape[:-1])
+  return math.prod(size for axis, size in sizes if axis not in batched)

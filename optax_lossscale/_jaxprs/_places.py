@@ -13,6 +13,9 @@ from optax_lossscale._jaxprs import _lines
 _OF_JAX = {"", "checkpoint", "rematted_computation"}
 
 _MARK = "autocast-"
+# Before a line, it selects what is there without a path of weights, such as a
+# product of weights that were updated, beside others on this line.
+_NO_WEIGHTS = "no weights"
 
 
 class _DtypeScope(str):
@@ -61,7 +64,8 @@ class Names(NamedTuple):
     heads, lines = self.heads(), [x for y in self.lines for x in y.names]
     yield from heads
     yield from lines
-    for pair in itertools.product(heads, lines):
+    before = [*heads] if self.weights else [*heads, _NO_WEIGHTS]
+    for pair in itertools.product(before, lines):
       yield place_name(*pair)
 
   def best(self) -> list[str]:
@@ -140,9 +144,16 @@ class Place(NamedTuple):
 
   @property
   def backward(self) -> bool:
-    """Whether it is part of a backward pass."""
-    # This is all that JAX leaves of a transposition.
-    return any(_is_transform(x) and x.name == "transpose" for x in self.stack)
+    """Whether it is part of a backward pass.
+
+    The backward pass of a derivative inside of the loss, such as a force, is
+    part of the forward pass of the loss: if it overflows, so does the loss, and
+    no loss scale helps.
+    """
+    # This is all that JAX leaves of derivatives, the outermost first.
+    names = (x.name for x in self.stack if _is_transform(x))
+    derivatives = (name for name in names if name in ("jvp", "transpose"))
+    return next(derivatives, "") == "transpose"
 
   def within(self, eqn: core.JaxprEqn) -> "Place":
     """The place of an equation but for its lines, which take longer to find."""
@@ -173,7 +184,8 @@ def _joined(stack: Sequence[Any], *without: type[str]) -> str:
       for scope in scopes
       if not isinstance(scope, without)
       for name in scope.split("/")
-      if name not in _OF_JAX
+      # A key may be empty, or have such a name.
+      if name not in _OF_JAX or isinstance(scope, _WeightsScope)
     ]
     whole = own if own[: len(whole)] == whole else whole + own
   return "/".join(whole)
@@ -236,8 +248,9 @@ def telling_names(
   """For each place, the shortest name that tells it from all others.
 
   It is the path of its weights, or else its scopes, and a line, if they do not
-  tell: the nearest one that leads to no other. Where there is none, it is the
-  nearest of all. A name is that of a product, with its derivatives.
+  tell: the nearest one that leads to no other, or to no other without weights.
+  Where there is none, it is the nearest of all. A name is that of a product,
+  with its derivatives.
 
   Args:
     places: for each place, its names, and whether it is in a backward pass.
@@ -263,12 +276,16 @@ def telling_names(
   heads = {names: names.heads() for names in known}
 
   def selected(head: str, line: _lines.Line) -> list[Names]:
+    if head == _NO_WEIGHTS:
+      return [x for x in led_to[line] if not x.weights]
     return [x for x in led_to[line] if not head or head in heads[x]]
 
   def told(names: Names) -> tuple[str, str]:
     best = names.best()
     telling = [x for x in best if _is_one(products.get(x, []))]
-    pairs = list(itertools.product([*telling, *best], names.lines))
+    others = [] if names.weights else [_NO_WEIGHTS]
+    its_heads = [*telling, *best, *others]
+    pairs = list(itertools.product(its_heads, names.lines))
     own = (
       (head, str(line))
       for head, line in pairs

@@ -70,7 +70,8 @@ class WideProduct(NamedTuple):
     scope: the scopes around it, such as ``"Net/block1"``; often empty.
     weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
-    backward: whether they belong to a backward pass.
+    backward: whether they belong to the backward pass. A derivative inside of
+      the loss is part of the forward pass.
   """
 
   primitive: str
@@ -98,7 +99,8 @@ class Risk(NamedTuple):
     scope: the scopes around it, such as ``"Net/block1"``; often empty.
     weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
-    backward: whether they belong to a backward pass.
+    backward: whether they belong to the backward pass. A derivative inside of
+      the loss is part of the forward pass.
   """
 
   primitive: str
@@ -304,7 +306,9 @@ def _wide_rows(
     if _is_wider(p.operands, dtype):
       # Without weights, it is for the line that it is told.
       with_line = _places.place_name(place.names.best()[0], source)
-      where = _whereabouts(place, name if place.weights else with_line)
+      has_line = name.endswith(source)
+      own_name = name if place.weights or has_line else with_line
+      where = _whereabouts(place, own_name)
       kind = p.primitive, p.operands, p.accumulation
       numbers = p.flops, 0.0, p.step.times
       yield WideProduct._make((*kind, *numbers, *where))
@@ -408,12 +412,14 @@ def _of_function(
 def _of_sum(
   step: _walk.Step, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
-  name = step.eqn.primitive.name
-  terms = _operations.terms_in_sum(step.eqn)
-  if name == "convert_element_type":
-    terms = numbers.terms(step, step.eqn.invars[0])
-  if name in _OVER_DEVICES:
+  summing = step.eqn
+  if step.eqn.primitive.name == "convert_element_type":
+    summing = numbers.maker(step, step.eqn.invars[0]) or summing
+  terms = _operations.terms_in_sum(summing)
+  if step.eqn.primitive.name in _OVER_DEVICES:
     yield f"a sum over devices in {dtype}"
+  elif terms > _LONG and summing.primitive.name in _operations.BY_INDEX:
+    yield f"a sum by index of up to {terms} terms"
   elif terms > _LONG:
     yield f"a sum of {terms} terms"
 
@@ -447,7 +453,7 @@ class _Numbers:
     """The number that all entries of what a step reads are, if it is one."""
     if isinstance(atom, core.Literal):
       return _as_number(atom.val)
-    maker, jaxpr = self._maker(step, atom), step.closed.jaxpr
+    maker, jaxpr = self.maker(step, atom), step.closed.jaxpr
     if maker is not None:
       moves = maker.primitive.name in _operations.SPREAD
       return self.of(step, maker.invars[0]) if moves else None
@@ -458,14 +464,10 @@ class _Numbers:
       return None
     return self.of(step.around, given[atom])
 
-  def terms(self, step: _walk.Step, atom: Any) -> int:
-    """How many terms what a step reads is the sum of; 1 if it is none."""
-    is_literal = isinstance(atom, core.Literal)
-    maker = None if is_literal else self._maker(step, atom)
-    return 1 if maker is None else _operations.terms_in_sum(maker)
-
-  def _maker(self, step: _walk.Step, atom: Any) -> core.JaxprEqn | None:
-    """The equation of which a variable is the first output."""
+  def maker(self, step: _walk.Step, atom: Any) -> core.JaxprEqn | None:
+    """The equation of which what a step reads is the first output."""
+    if isinstance(atom, core.Literal):
+      return None
     jaxpr = step.closed.jaxpr
     if jaxpr not in self._makers:
       makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars[:1]}

@@ -17,7 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arrays, _checks, _flattening, _named_values
-from optax_lossscale._jaxprs import _equations, _outputs, _types
+from optax_lossscale._jaxprs import (
+  _equations,
+  _higher_order,
+  _outputs,
+  _types,
+)
 from optax_lossscale.diagnostics import _step_checks
 
 
@@ -80,9 +85,14 @@ def traced_on_host(
 
   Yields:
     What :func:`trace` returns.
+
+  Raises:
+    RuntimeError: if JAX compiles another program than the one that is written.
+    TypeError: as :func:`trace` does.
   """
   with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
     traced = trace(caller, fun, args, kwargs, shapes=False)
+    _check_scans(caller, traced.closed)
     with _mesh_of(traced.inputs):
       yield traced
 
@@ -312,6 +322,16 @@ def _bound_message(caller: str, fun: Any) -> str:
     f" them. Write {caller}({name}, model, optimizer, batch), with the function"
     " that was bound."
   )
+
+
+def _check_scans(caller: str, closed: _equations.ClosedJaxpr) -> None:
+  is_there = _higher_order.holds_scan_of_hijax(closed)
+  if is_there and _higher_order.jit_drops_scans():
+    raise RuntimeError(
+      f"jax.jit of JAX {jax.__version__} drops scans if the flag jax_scan3 is"
+      f" on, so that {caller} would look at a program without them. Turn the"
+      ' flag off: jax.config.update("jax_scan3", False), or unset JAX_SCAN3.'
+    )
 
 
 def _check_callable(caller: str, fun: Any) -> None:

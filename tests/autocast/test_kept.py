@@ -2,6 +2,7 @@
 
 import collections
 import random
+import re
 from typing import NamedTuple
 
 from helpers import equations, line_of
@@ -326,3 +327,30 @@ J, T, V = map(Transform, ("jvp", "transpose", "vmap"))
 def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):
   stack = [Scope(x) if isinstance(x, str) else x for x in stack]
   assert _places.Place(tuple(stack)).scope == scope
+
+
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+def test_a_name_of_an_inner_autocast_is_for_that_one(wrap):
+  """Its products are in half before the outer one looks at them."""
+
+  def loss_fn(params, x, kept=()):
+    part = lambda params, x: jnp.tanh(x @ params["up"])
+    part = ols.autocast(part, jnp.bfloat16, keep_float32=kept)
+    hidden = wrap(part)(params, x)
+    return jnp.mean((hidden @ params["down"]) ** 2)
+
+  params = {"up": jnp.eye(4), "down": 2 * jnp.eye(4)}
+  args = params, jnp.ones((2, 4))
+  report = compare_precision(
+    jax.grad(ols.autocast(loss_fn)), *args, progress=False
+  )
+  names = {row.name for row in report.products}
+  assert names == {"up", "down"}
+  for name in "up", "u*":
+    message = f"{re.escape(repr(name))} names products of another autocast ins"
+    with pytest.raises(ValueError, match=message):
+      ols.autocast(loss_fn, keep_float32=["down", name])(*args)
+  with pytest.raises(ValueError, match="'other', which selects none"):
+    ols.autocast(loss_fn, keep_float32=["down", "other"])(*args)
+  dtypes = equations.products(lambda *args: loss_fn(*args, kept="up"), *args)
+  assert dtypes == {"float32": 2}

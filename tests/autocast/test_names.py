@@ -1,5 +1,6 @@
 """Scopes, paths of weights and lines are three kinds of names, kept apart."""
 
+import collections
 import functools
 
 import equinox as eqx
@@ -9,10 +10,11 @@ from helpers.planted_layers import normal
 import jax
 from jax import lax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _places
+from optax_lossscale._jaxprs import _equations, _operations, _places, _walk
 from optax_lossscale.diagnostics import compare_precision, precision_report
 
 X = normal(4, 8, seed=1)
@@ -189,7 +191,87 @@ def test_scopes_alone_and_lines_alone_name_what_has_no_weights():
   names = {row.name for row in rows if not row.weights}
   assert "scores" in names and len(names) == 2
   (line,) = names - {"scores"}
-  assert line.startswith("test_names.py:")
+  # The line of the call leads to the product with v, too.
+  assert line.startswith("no weights at test_names.py:")
+
+
+def two_layers(params, x):
+  return jnp.tanh(x @ params["up"]) @ params["down"]  # two_layers
+
+
+def inner_loss(params):
+  return jnp.mean((two_layers(params, X) - 1) ** 2)
+
+
+def updated(params):
+  grads = jax.grad(inner_loss)(params)
+  params = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+  return jnp.mean(two_layers(params, X) ** 2)
+
+
+def hessian_vector_product(params):
+  ones = jax.tree.map(jnp.ones_like, params)
+  _, tangents = jax.jvp(jax.grad(inner_loss), (params,), (ones,))
+  return optax.tree.norm(tangents, squared=True)
+
+
+def of_empty_keys(*path):
+  """A loss, and weights of which one has this path, beside one more."""
+  tree = normal(8, 8, seed=1)
+  for key in reversed(path):
+    tree = {key: tree}
+
+  def loss(params):
+    up = functools.reduce(lambda tree, key: tree[key], path, params)
+    return jnp.mean((jnp.tanh(X @ up) @ params["down"]) ** 2)
+
+  return loss, tree | {"down": normal(8, 8, seed=2)}
+
+
+PLAIN = {"up": normal(8, 8, seed=1), "down": normal(8, 8, seed=2)}
+HARD_TO_NAME = {
+  "updated weights": (updated, PLAIN),
+  "a Hessian-vector product": (hessian_vector_product, PLAIN),
+  "an empty key": of_empty_keys(""),
+  "an empty key around": of_empty_keys("", "down"),
+  "an empty key inside": of_empty_keys("up", ""),
+  "a key of JAX": of_empty_keys("checkpoint", "down"),
+}
+
+
+@pytest.mark.parametrize("name", HARD_TO_NAME)
+def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
+  loss, params = HARD_TO_NAME[name]
+
+  def rows(**kwargs):
+    fun = jax.grad(ols.autocast(loss, **kwargs))
+    steps = _walk.walk(jax.make_jaxpr(fun)(params), _equations.held_jaxprs)
+    places = [
+      step.place
+      for step in steps
+      if _operations.is_matrix_product(step.eqn) and step.place.mark is not None
+    ]
+    named = [(place.names, place.backward) for place in places]
+    told = [name for name, _ in _places.telling_names(named)]
+    return collections.Counter(zip(told, named, strict=True))
+
+  before = rows()
+  for printed in {name for name, _ in before}:
+    left = rows(keep_float32=printed)
+    of_others = {row: n for row, n in before.items() if row[0] != printed}
+    named = lambda rows: collections.Counter(
+      {key: n for (_, key), n in rows.items()}
+    )
+    assert named(left) == named(of_others)
+
+
+def test_what_has_no_weights_has_one_name_in_all_reports():
+  fun, params = jax.grad(ols.autocast(updated)), PLAIN
+  rows = compare_precision(fun, params, progress=False).products
+  names = {row.name for row in rows if not row.weights}
+  report = precision_report(fun, params, dtype=jnp.float8_e4m3fn)
+  assert names == {row.name for row in report.wider if not row.weights}
+  assert any(name.startswith("no weights at test_names.py:") for name in names)
 
 
 def test_scopes_of_another_jax_are_none():

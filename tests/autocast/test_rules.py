@@ -1,8 +1,9 @@
 """Which products run in half precision, and what follows them."""
 
 from flax import nnx
-from helpers import equations
+from helpers import equations, product_flops, rules
 from helpers.bits import assert_same_bits
+from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -322,3 +323,51 @@ def test_a_block_or_a_dtype_in_place_of_the_loss_is_shown_where_it_stands(make):
   line = r"around the loss: ols\.value_and_grad\(ols\.autocast\(loss_fn\)"
   with pytest.raises(TypeError, match=line), make():
     pass
+
+
+def square(x):
+  return x @ x
+
+
+def two_products(x):
+  return x @ A + x @ B
+
+
+# Values that several products read, and where these products are.
+SHARED_VALUES = {
+  "one product": square,
+  "two products": two_products,
+  "jit": jax.jit(square),
+  "checkpoint": jax.checkpoint(two_products),
+  "cond": lambda x: lax.cond(x[0, 0] > 0, square, two_products, x),
+  "the carry of a scan": lambda x: lax.scan(
+    lambda c, _: (square(c), None), x, length=2
+  )[0],
+  "the constants of a scan": lambda x: lax.scan(
+    lambda c, _: (c + two_products(x), None), x, length=2
+  )[0],
+  "a custom_vjp": rules.remembering(square),
+  "a custom_vjp of two products": rules.pulling_back(two_products),
+  "a custom_jvp": rules.pushing_forward(square),
+  "a gradient": lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(square(x))))(x),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_VALUES)
+def test_cotangents_of_a_value_that_products_share_add_up_in_float32(name):
+  fun = ols.autocast(SHARED_VALUES[name])
+  loss = lambda x: jnp.sum(jnp.sin(fun(x)))
+  skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), A)
+  for program in (fun, jax.grad(loss)):
+    jaxpr = jax.make_jaxpr(program)(A)
+    assert set(equations.products_of(jaxpr.eqns)) == {"float16"}
+    assert product_flops.sums_in_half(jaxpr) == set()
+
+
+@pytest.mark.parametrize(
+  "fun", [square, lambda x: x @ jnp.eye(4) + x @ jnp.eye(4)]
+)
+def test_the_sum_of_two_cotangents_may_be_larger_than_float16_holds(fun):
+  loss = lambda x: jnp.sum(40_000 * ols.autocast(fun)(x))
+  grads = jax.grad(loss)(jnp.eye(4))
+  assert_same_bits(grads, jnp.full((4, 4), 80_000.0, jnp.float32))

@@ -101,7 +101,36 @@ def test_what_is_zero_but_for_rounding_is_left_in_peace(loss, effects):
   assert report.rounding == ("['bias']",)
   assert report.errors["['bias']"] > 0.5
   assert report.far_off == report.standing_out == ()
-  assert "bias" not in str(report).split("No place stands out.")[0]
+  before, after = str(report).split("Nothing but rounding in float32, too, so")
+  assert "bias" not in before
+  assert after.startswith(" that no place is to blame: ['bias'].\nNo place sta")
+
+
+def difference(w):
+  """A product less itself, added up in another order."""
+  return X @ w - jnp.sum(X[:, ::-1, None] * w[::-1], 1)
+
+
+@pytest.mark.parametrize("effects", ["all", "worst"])
+def test_no_place_is_blamed_for_what_float32_does_not_know_either(effects):
+  compare_fun = functools.partial(
+    diagnostics.compare_precision, progress=False, effects=effects
+  )
+  report = compare_fun(ols.autocast(difference), normal(2, 16, 16))
+  assert report.error > 1 and report.rounding == ("",)
+  assert report.standing_out == report.far_off == ()
+  (row,) = report.products
+  assert row.effect == 0
+  assert "so that no place is to blame: the result.\nNo place" in str(report)
+
+  both = ols.autocast(lambda w: {"sound": X @ w, "noise": 1e9 * difference(w)})
+  report = compare_fun(both, normal(2, 16, 16))
+  assert report.error > 1 and report.rounding == ("['noise']",)
+  assert all(row.effect < 1e-3 for row in report.products)
+
+  many = ols.autocast(lambda ws: list(map(difference, ws)))
+  report = compare_fun(many, [normal(i, 16, 16) for i in range(5)])
+  assert "is to blame: [0], [1], [2] and 2 more.\n" in str(report)
 
 
 def test_an_array_that_is_far_off_without_a_place_is_told():

@@ -1,5 +1,6 @@
 """`compare_precision` tells what autocast does, and which product does it."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -572,9 +573,75 @@ def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
   assert "run 6 of 6" in err and err.endswith(" s\n")
 
 
+def potential(params, x):
+  """Its derivative for x is the product of a large number with weights."""
+  return 1e6 * jnp.sum(jnp.tanh(x @ params["force"]))
+
+
+def by_rows(params, x):
+  return jax.vmap(jax.grad(potential, 1), (None, 0))(params, x)
+
+
+def by_scan(params, x):
+  force = lambda _, row: (None, jax.jit(jax.grad(potential, 1))(params, row))
+  return lax.scan(force, None, x[:, None])[1][:, 0]
+
+
+def second_derivative(params, x):
+  return jnp.sum(jax.hessian(potential, 1)(params, x[:1]), (0, 2, 3))
+
+
+def by_vjp(params, x):
+  _, pull = jax.vjp(lambda x: potential(params, x), x)
+  return pull(jnp.ones(()))[0]
+
+
+INSIDE = {
+  "grad": jax.grad(potential, 1),
+  "vmap": by_rows,
+  "scan": by_scan,
+  "checkpoint": jax.checkpoint(jax.grad(potential, 1)),
+  "hessian": second_derivative,
+  "vjp": by_vjp,
+}
+
+
+@pytest.mark.parametrize("name", quick_alone(["grad", "scan"], INSIDE))
+def test_no_loss_scale_helps_a_derivative_inside_of_the_loss(name):
+  def loss_fn(params, x):
+    scores = jnp.tanh(x @ params["plain"])
+    return jnp.mean((1e-6 * INSIDE[name](params, x) - scores) ** 2)
+
+  params = {"force": W, "plain": W.T}
+  trained = ols.autocast(loss_fn)
+  assert not jnp.isfinite(trained(params, X))
+  grad_fn = ols.grad(trained, ols.FixedLossScale(2.0**-20).init())
+  report = compare_trained(grad_fn, params, X)
+  assert report.excess == 0 and report.overflowing == ("force",)
+  assert "loss scale" not in str(report)
+  hit = diagnostics.find_overflow(grad_fn, params, X)
+  assert (hit.weights, hit.backward) == ("force", False)
+
+  kept = ols.autocast(loss_fn, keep_float32=report.overflowing)
+  grad_fn = ols.grad(kept, ols.FixedLossScale(1.0).init())
+  assert jnp.isfinite(kept(params, X))
+  assert compare_trained(grad_fn, params, X).overflowing == ()
+  # The backward pass of the loss is another thing.
+  grad_fn = ols.grad(kept, ols.FixedLossScale(2.0**40).init())
+  assert compare_trained(grad_fn, params, X).excess > 0
+  hit = diagnostics.find_overflow(grad_fn, params, X)
+  assert (hit.weights, hit.backward) == ("plain", True)
+
+
 def test_other_effects_are_refused():
   with pytest.raises(ValueError, match="must be 'all' or 'worst', got effects"):
     compare(plain, W, X, effects="some")
+
+
+@contextlib.contextmanager
+def x64_and_strict_promotion():
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+    yield
 
 
 SETTINGS = {
@@ -584,11 +651,12 @@ SETTINGS = {
   "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
   "no rank promotion": lambda: jax.numpy_rank_promotion("raise"),
   "x64": lambda: jax.enable_x64(True),
+  "x64 and strict promotion": x64_and_strict_promotion,
 }
 
 
 @pytest.mark.parametrize(
-  "name", quick_alone(["debug_nans", "strict promotion"], SETTINGS)
+  "name", quick_alone(["debug_nans", "x64 and strict promotion"], SETTINGS)
 )
 def test_settings_of_jax_change_nothing_that_reports_say(name):
   def fun(w, x):

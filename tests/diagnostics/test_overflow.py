@@ -21,7 +21,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
 from optax_lossscale._jaxprs import _lines
-from optax_lossscale.diagnostics import find_overflow
+from optax_lossscale.diagnostics import compare_precision, find_overflow
 from optax_lossscale.diagnostics._overflow import (
   _finding,
   _marks,
@@ -423,6 +423,25 @@ def test_an_operation_that_holds_a_function_is_named_as_a_whole():
   assert hit.primitive == "custom_linear_solve"
   hit = find_overflow(jnp.linalg.cholesky, -jnp.eye(3))
   assert hit.path == "jit(cholesky)/cholesky"
+
+
+def scan_that_overflows(x):
+  def body(x, i):
+    return x * jnp.where(i == 3, 60_000, 1).astype(x.dtype), None
+
+  return lax.scan(body, x, jnp.arange(6))[0]
+
+
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+@pytest.mark.parametrize("report", [find_overflow, compare_precision])
+def test_a_flag_under_which_jax_drops_scans_is_refused(wrap, report):
+  fun = wrap(scan_that_overflows)
+  with hijax.flags_on("jax_scan3"):
+    if jnp.isinf(jax.jit(fun)(X)).all():
+      pytest.skip("This JAX compiles such scans.")
+    with pytest.raises(RuntimeError, match=f"jax_scan3.*{report.__name__} wou"):
+      report(fun, X)
+    assert find_overflow(lambda x: x * 60_000, X).primitive == "mul"
 
 
 @pytest.mark.slow

@@ -251,6 +251,17 @@ TINY = jnp.float32(1e-9)
      "reduce_window_sum", "a sum of 500 terms"),
     (jax.grad(lambda b: total(jnp.broadcast_to(b[0], (400,)))), "reduce_sum",
      "a sum of 400 terms"),
+    (lambda x: jax.ops.segment_sum(x, jnp.arange(1000) % 2, 2), "scatter-add",
+     "a sum by index of up to 1000 terms"),
+    (lambda x: jax.ops.segment_prod(x, jnp.arange(1000) % 2, 2), "scatter-mul",
+     "a sum by index of up to 1000 terms"),
+    (lambda x: x.at[jnp.zeros((2, 300), int)].add(1), "scatter-add",
+     "a sum by index of up to 600 terms"),
+    (lambda x: jnp.zeros(3).at[x.astype(int)].add(x.astype(F32))
+     .astype(x.dtype),
+     "convert_element_type", "a sum by index of up to 1000 terms"),
+    (jax.grad(lambda table: total(table[jnp.zeros((4, 100), int)])),
+     "scatter-add", "a sum by index of up to 400 terms"),
     (lambda x: x + 1e-8, "add", "a constant that is 0, maybe only in float16"),
     (lambda x: jnp.where(x > 0, x, -1e9), "convert_element_type",
      "the constant -1e+09, which becomes -inf"),
@@ -302,6 +313,11 @@ def test_a_constant_that_is_infinite_in_float16_is_told():
     lambda x: jnp.sort(x),
     lambda x: x + jnp.zeros(1000, x.dtype),
     lambda x: (x > 0).sum(),
+    lambda x: x.at[jnp.zeros(100, int)].add(1),
+    lambda x: x.at[jnp.arange(1000)].add(x, unique_indices=True),
+    lambda x: jax.vmap(lambda row, i: row.at[i].add(1))(
+      x.reshape(500, 2), jnp.zeros((500, 3), int)
+    ),
   ],
 )
 def test_what_is_safe_is_not_told(fun):
@@ -309,6 +325,17 @@ def test_what_is_safe_is_not_told(fun):
   assert report.at_risk == ()
   assert str(report) == "No matrix products and no convolutions."
   assert report.share == 1.0 and report.total_flops == 0
+
+
+@pytest.mark.parametrize("ones", [2000, 5000])
+def test_a_sum_by_index_that_is_at_risk_may_be_wrong(ones):
+  def fun(x):
+    return jax.ops.segment_sum(x, jnp.zeros(ones, int), 1)
+
+  (risk,) = precision_report(fun, shape(ones)).at_risk
+  assert f"up to {ones} terms" in risk.reason
+  # From 2048 on, the next one is less than half of the spacing.
+  assert fun(jnp.ones(ones, F16))[0] == min(ones, 2048)
 
 
 def test_a_softmax_and_a_mean_in_float32_leave_only_what_is_in_float16():

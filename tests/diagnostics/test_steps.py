@@ -293,6 +293,61 @@ def test_a_model_that_is_bound_to_a_step_is_changed_as_an_argument_is():
   assert not jnp.array_equal(before, model.first[...])
 
 
+def with_a_metric(policy):
+  """A step in place that averages the norms of its gradients."""
+  _, (model, optimizer, batch) = whole_steps.with_nnx_in_place(policy)
+  average = nnx.metrics.Average("norm")
+
+  def step(model, optimizer, average, batch):
+    cast = ols.autocast(lambda model: model(batch))
+    grads = ols.grad(cast, optimizer, using=nnx.value_and_grad)(model)
+    optimizer.update(model, grads)
+    average.update(norm=optax.tree.norm(grads))
+
+  return step, model, optimizer, average, batch
+
+
+def test_a_metric_that_an_earlier_step_made_nan_is_not_named():
+  step, model, optimizer, average, batch = with_a_metric(SMALL)
+  average.update(norm=jnp.float32(jnp.nan))
+  assert find_overflow(step, model, optimizer, average, batch) is None
+
+  step, model, optimizer, average, batch = with_a_metric(LARGE)
+  without = find_overflow(step, model, optimizer, average, batch)
+  average.update(norm=jnp.float32(jnp.nan))
+  hit = find_overflow(step, model, optimizer, average, batch)
+  assert hit == without and hit.backward
+
+
+@pytest.mark.parametrize("where", ["params", "batch", "inner_state"])
+def test_an_argument_that_update_is_given_is_named(where):
+  tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), SMALL)
+  step = functools.partial(whole_steps.step_with, tx)
+  args = {"params": PARAMS, "state": tx.init(PARAMS), "batch": BATCH}
+  if where == "inner_state":
+    inner = jax.tree.map(lambda x: jnp.nan * x, args["state"].inner_state)
+    args["state"] = args["state"]._replace(inner_state=inner)
+  else:
+    args[where] = jax.tree.map(lambda x: jnp.nan * x, args[where])
+  hit = find_overflow(step, **args)
+  assert hit.primitive == "argument" and where in hit.path
+
+
+def test_what_reaches_update_is_named_before_what_does_not():
+  def fun(policy, result):
+    step, (params, state, batch) = whole_steps.by_hand(policy)
+
+    def with_result(params, state, batch):
+      return result(batch), step(params, state, batch)
+
+    return find_overflow(with_result, params, state, batch)
+
+  log_of_zero = lambda batch: jnp.log(0 * batch[0, 0])
+  hit = fun(LARGE, log_of_zero)
+  assert hit.backward and "log" in [x.primitive for x in hit.others]
+  assert fun(SMALL, log_of_zero).primitive == "log"
+
+
 def test_what_comes_after_the_gradients_is_not_run_by_operations(monkeypatch):
   """A skipped step makes nothing of what the optimizer computes."""
   ran = []

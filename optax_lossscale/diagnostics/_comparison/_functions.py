@@ -72,6 +72,8 @@ def compare_precision(
     A :class:`PrecisionComparison`, which prints as a table, the worst first.
 
   Raises:
+    RuntimeError: if JAX compiles another program than it traces, as with a scan
+      under the flag ``jax_scan3``.
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
       traced.
     ValueError: if there is no ``autocast`` inside, or it found no products; if
@@ -122,7 +124,7 @@ def _compared(
   if effects == "all":
     found = {i: runs.harm([i]) for place in places for i in place}
   else:
-    total = np.array([runs.half.error, *runs.blamed(runs.half)])
+    total = runs.blamed(runs.half)
     found = _report.worst(runs.harm, places, total, eps)
   bar.end()
   products = [_product(i, its[0], rows, runs) for i, its in found.items()]
@@ -246,6 +248,8 @@ class Errors(NamedTuple):
     are_finite: whether each differs by a finite number; bool[arrays].
     shares: the share of each in the norm in float32 of the result, or of the
       gradients, that it is part of; float64[arrays].
+    squares: of each array the squared norms of the difference, of the array in
+      float32 and of this one, and the product of both; float64[arrays, 4].
   """
 
   error: float
@@ -254,6 +258,7 @@ class Errors(NamedTuple):
   of_arrays: np.ndarray
   are_finite: np.ndarray
   shares: np.ndarray
+  squares: np.ndarray
 
 
 class Runs:
@@ -291,6 +296,11 @@ class Runs:
       i for i, out in enumerate(outputs) if out.kind in ("grads", "result")
     ]
     self.names = [outputs[i].name for i in self._compared]
+    # The arrays of a result follow each other.
+    groups = [outputs[i].group for i in self._compared]
+    _, self._starts, self._sizes = np.unique(
+      groups, return_index=True, return_counts=True
+    )
     reference, self.notes = self._call([])
     in_half = self._call(every)[0]
     self.told = self._told(reference, in_half)
@@ -301,23 +311,25 @@ class Runs:
     self.is_rounding = off.of_arrays > _ROUNDING
 
   def harm(self, in_half: list[int]) -> np.ndarray:
-    """The errors if these rows alone run in half precision.
-
-    Returns:
-      That of all together, and what :meth:`blamed` says of each array;
-      float64[1 + arrays].
-    """
-    errors = self._errors(self._call(in_half)[0])
-    return np.array([errors.error, *self.blamed(errors)])
+    """What :meth:`blamed` says if these rows alone run in half precision."""
+    return self.blamed(self._errors(self._call(in_half)[0]))
 
   def blamed(self, errors: Errors) -> np.ndarray:
-    """The errors of the arrays for which a product is to blame.
+    """The errors for which a product is to blame.
 
-    What is zero in float32, maybe but for rounding, has no error that says
-    anything, as long as it stays finite. Its error here is 0.
+    An array that is zero but for rounding in float32, too, has no error that
+    says anything, as long as it stays finite. It counts neither among all
+    arrays nor alone. Nor does the error of one that is zero in float32 say
+    anything, but among all arrays.
+
+    Returns:
+      The error of all arrays together, and then of each; float64[1 + arrays].
     """
-    says_nothing = errors.are_finite & (self.is_rounding | (errors.shares == 0))
-    return np.where(says_nothing, 0.0, errors.of_arrays)
+    is_noise = self.is_rounding & errors.are_finite
+    squares = np.where(is_noise[:, None], 0.0, errors.squares)
+    together = max(map(_relative, self._of_results(squares)))
+    says_nothing = is_noise | (errors.are_finite & (errors.shares == 0))
+    return np.array([together, *np.where(says_nothing, 0.0, errors.of_arrays)])
 
   def _told(self, reference: list[Any], in_half: list[Any]) -> list[str]:
     """What is told of the step: did ``update`` run, and see all of them."""
@@ -347,13 +359,10 @@ class Runs:
     outs = [outs[i] for i in self._compared]
     # Float64, since squares of float32 may be out of range.
     sums = np.array(_sums(self._reference, outs), np.float64)
-    # The arrays of a result follow each other.
-    groups = [self._traced.outputs[i].group for i in self._compared]
-    _, starts, sizes = np.unique(groups, return_index=True, return_counts=True)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
       squares = sums[:, :4] * sums[:, 4:5] ** 2
-      of_results = np.add.reduceat(squares, starts)
-      shares = squares[:, 1] / np.repeat(of_results[:, 1], sizes)
+      of_results = self._of_results(squares)
+      shares = squares[:, 1] / np.repeat(of_results[:, 1], self._sizes)
     return Errors(
       error=max(map(_relative, of_results)),
       cosine=float(np.min(list(map(_cosine, of_results)))),  # NaN if one is.
@@ -361,7 +370,13 @@ class Runs:
       of_arrays=np.array(list(map(_relative, squares))),
       are_finite=np.isfinite(squares[:, 0]),
       shares=np.sqrt(np.nan_to_num(shares)),
+      squares=squares,
     )
+
+  def _of_results(self, squares: np.ndarray) -> np.ndarray:
+    """The sums over the arrays of each result; float64[results, 4]."""
+    with np.errstate(invalid="ignore", over="ignore"):
+      return np.add.reduceat(squares, self._starts)
 
 
 @jax.jit

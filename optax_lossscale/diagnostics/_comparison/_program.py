@@ -357,7 +357,7 @@ def _row(eqn: core.JaxprEqn, place: _places.Place) -> Row:
 
 def no_statistics() -> Statistics:
   """What is known of a product that has not run."""
-  one, three = jnp.zeros(()), jnp.zeros(3)
+  one, three = jnp.zeros((), jnp.float32), jnp.zeros(3, jnp.float32)
   return Statistics(one, one, three, three, three)
 
 
@@ -376,7 +376,7 @@ def statistics_of_run(
   largest, lost, subnormal = map(
     jnp.stack, zip(*(_sizes(x, limits) for x in arrays), strict=True)
   )
-  entries = jnp.array([float(x.size) for x in arrays])
+  entries = jnp.array([x.size for x in arrays], jnp.float32)
   return Statistics(jnp.float32(1), jnp.max(largest), entries, lost, subnormal)
 
 

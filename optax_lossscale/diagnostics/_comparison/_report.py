@@ -41,10 +41,12 @@ class ProductPrecision(NamedTuple):
     scope: the scopes around it, such as ``"Net/block1"``; often empty.
     weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
     source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
-    backward: whether they belong to a backward pass.
-    effect: the relative error of what is compared if these products alone run
-      in half precision; inf if that is not finite. With ``effects="worst"``,
-      places that were only measured together share theirs.
+    backward: whether they belong to the backward pass. A derivative inside of
+      the loss is part of the forward pass.
+    effect: the relative error of what is compared, without the arrays that are
+      ``rounding`` in float32, too, if these products alone run in half
+      precision; inf if that is not finite. With ``effects="worst"``, places
+      that were only measured together share theirs.
     largest: the largest magnitude of operands and results, in float32.
     headroom: how many binades are left above it; below zero it overflows.
     lost: the share of entries that become zero, of that operand or result that
@@ -139,7 +141,9 @@ class PrecisionComparison:
     """The names of places that overflow in the forward pass, the largest first.
 
     What overflows in the backward pass alone is not among them: that is for the
-    loss scale, which comes down.
+    loss scale, which comes down. A derivative inside of the loss, such as that
+    of a differential equation or a force, is part of the forward pass: if it
+    overflows, the loss is not finite at any scale.
     """
     rows = sorted(self._overflowing_rows(), key=lambda row: row.headroom)
     return tuple(dict.fromkeys(row.name for row in rows))
@@ -234,7 +238,7 @@ class PrecisionComparison:
   def _arrays(self) -> list[str]:
     """What is told of the arrays that are far off."""
     told = [
-      f"  {name}: error {error:.2g}, {share:.2g} of the norm"
+      f"  {name or 'the result'}: error {error:.2g}, {share:.2g} of the norm"
       for name, error, share in self.far_off[:_MOST_ARRAYS]
     ]
     more = len(self.far_off) - len(told)
@@ -244,6 +248,14 @@ class PrecisionComparison:
       lines.append(
         "The first is lost in the backward pass: a larger loss scale helps, by"
         f" up to 2**{self.shortfall}."
+      )
+    judged = {array.name for array in self.far_off}
+    noise = [x or "the result" for x in self.rounding if x not in judged]
+    if noise:
+      named, more = noise[:_MOST_ARRAYS], len(noise) - _MOST_ARRAYS
+      lines.append(
+        "Nothing but rounding in float32, too, so that no place is to blame:"
+        f" {', '.join(named)}{f' and {more} more' if more > 0 else ''}."
       )
     return lines
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -20,6 +21,12 @@ from optax_lossscale.diagnostics._overflow import (
   _stepper,
 )
 
+# What an ``update`` is given, and what it is made of.
+_OF_UPDATE = {"grads", "unscaled", "updates"}
+# How the state of a wrapped optimizer among the arguments is written. It is
+# given to its ``update``, too.
+_INNER_STATE = re.compile(r"\.inner_state\b")
+
 
 @_host.may_transfer
 def find_overflow(
@@ -32,8 +39,10 @@ def find_overflow(
   step returns: a step that is skipped is not finite. So do those that
   :func:`~optax_lossscale.value_and_grad` returns, so that an overflow which the
   step hides from ``update`` is named, and what the function changes in its
-  arguments, as Flax NNX does. What is given is left as it is: a ``Ref`` of JAX
-  is copied.
+  arguments, as Flax NNX does. What reaches an ``update`` is named first. An
+  argument that was not finite to begin with and reaches none, such as the mean
+  of a metric that an earlier step made NaN, is not named. What is given is left
+  as it is: a ``Ref`` of JAX is copied.
 
   Runs the function once as a whole, compiled as it would be in training, but
   for numbers that XLA would keep in more bits than their dtype has. If the
@@ -64,6 +73,8 @@ def find_overflow(
     no other.
 
   Raises:
+    RuntimeError: if JAX compiles another program than it traces, as with a scan
+      under the flag ``jax_scan3``.
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
       traced.
 
@@ -119,7 +130,30 @@ def _origins_of(
   ]
   used = outs and [not _bits.is_finite(out) for out in outs]
   values = stepper.run(traced.closed, inputs, _places.Place(), used)
-  return origins.named(values), outs or [value.array for value in values]
+  found = _that_count(origins, values, traced)
+  return found, outs or [value.array for value in values]
+
+
+def _that_count(
+  origins: _marks.Origins, values: list[_marks.Value], traced: _tracing.Traced
+) -> list[_report.Overflow]:
+  """The origins that count, those that reach an ``update`` first.
+
+  An argument of a step that reaches no ``update``, such as the mean of a metric
+  that an earlier step made NaN, is no fault of this step.
+  """
+  found = origins.named(values)
+  if not traced.grads or traced.unreached:
+    return found
+  pairs = zip(values, traced.outputs, strict=True)
+  given = [value for value, output in pairs if output.kind in _OF_UPDATE]
+  first = origins.named(given)
+  others = [x for x in found if not any(x is other for other in first)]
+  return first + [
+    x
+    for x in others
+    if x.primitive != "argument" or _INNER_STATE.search(x.path)
+  ]
 
 
 def _compiled(traced: _tracing.Traced) -> Callable[..., list[Any]] | None:

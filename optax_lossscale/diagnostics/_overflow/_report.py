@@ -52,10 +52,11 @@ class Overflow:
     path: the way to it, ``"jit(block)/scan[3]/dot_general"``. Iterations are
       counted from 0. In the backward pass over a scan, they have the numbers of
       the forward pass. For an argument, it is its name.
-    backward: whether it belongs to a backward pass.
+    backward: whether it belongs to the backward pass, where a lower loss scale
+      helps. A derivative inside of the loss is part of the forward pass.
     inputs: an :class:`Operand` for each of its inputs.
-    others: further origins, in the order in which they were found. Theirs is
-      empty.
+    others: further origins, in the order in which they were found; those that
+      reach an ``update`` come first. Theirs is empty.
     warnings: what is wrong with the training step as a whole, in sentences:
       ``update`` did not run, or does not see the overflow, or is given
       gradients of another scale. Often empty.
