@@ -133,7 +133,7 @@ def raise_if_stuck(
     TypeError: if an argument is of the wrong type, or under ``jit``.
     ValueError: if one is out of range, ``max_skipped_share`` and ``steps`` are
       not given together, or ``tree`` does not hold exactly one loss-scale
-      state.
+      state, or holds one with a leading axis that is sharded over processes.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -224,11 +224,22 @@ def _read_skips(state: _state.LossScaleState) -> list[_Skips]:
       "raise_if_stuck must be called outside jit, since it reads the state, got"
       " a tracer. Return the optimizer state from the jitted function."
     )
-  read = jax.device_get(
-    (state.notfinite_count, state.total_notfinite, state.loss_scale)
-  )
+  counts = state.notfinite_count, state.total_notfinite, state.loss_scale
+  if not all(map(_is_readable_here, counts)):
+    raise ValueError(
+      "raise_if_stuck must be given a state that this process can read, got one"
+      " that is sharded over processes. Gather it in all of them:"
+      " jax.experimental.multihost_utils.process_allgather("
+      "get_loss_scale_state(opt_state), tiled=True)."
+    )
+  read = jax.device_get(counts)
   columns = [np.ravel(column).tolist() for column in read]
   return [_Skips(*member) for member in zip(*columns, strict=True)]
+
+
+def _is_readable_here(x: Any) -> bool:
+  """Whether this process holds all of an array, or a copy of it."""
+  return getattr(x, "is_fully_addressable", True) or x.is_fully_replicated
 
 
 def _nonfinite(grads: Any) -> list[Any] | None:

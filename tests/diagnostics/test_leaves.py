@@ -293,6 +293,31 @@ def test_of_many_members_the_worst_is_told():
     ols.raise_if_stuck(states, max_consecutive_skips=5)
 
 
+class OfManyProcesses:
+  """An array as one process sees it that holds a part or a copy of it."""
+
+  is_fully_addressable = False
+
+  def __init__(self, value, *, is_fully_replicated):
+    self.value = np.asarray(value)
+    self.is_fully_replicated = is_fully_replicated
+
+  def __array__(self, *args, **kwargs):
+    assert self.is_fully_replicated
+    return self.value
+
+
+def test_members_that_other_processes_hold_are_to_be_gathered():
+  """devices/test_processes.py has the real arrays."""
+  seen = lambda whole: jax.tree.map(
+    lambda x: OfManyProcesses(x, is_fully_replicated=whole), AT_FLOOR
+  )
+  with pytest.raises(ValueError, match=r"sharded over processes.*allgather"):
+    ols.raise_if_stuck(seen(False))
+  with pytest.raises(ols.LossScaleError, match="The last 5 steps"):
+    ols.raise_if_stuck(seen(True), 5)
+
+
 TOGETHER = "max_skipped_share and steps must be given together"
 
 
