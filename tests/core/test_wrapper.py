@@ -283,7 +283,7 @@ def test_a_number_given_as_grads_finite_counts_by_its_truth(
 EXTREMES = [2**40, -(2**2000), np.int64(2**40), np.float64(1e-300), 1e300]
 
 
-@pytest.mark.parametrize("flag", EXTREMES, ids=lambda x: f"{str(x):.9}")
+@pytest.mark.parametrize("flag", EXTREMES, ids=lambda x: f"{x!s:.9}")
 def test_a_number_that_int32_or_float32_cannot_hold_is_a_true_flag(flag):
   w = jnp.ones(2)
   update = functools.partial(SGD.update, grads_finite=flag)
@@ -367,7 +367,7 @@ def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
 
 
 @pytest.mark.parametrize(
-  "amax", [2**2000, 1e300, np.float64(1e300)], ids=lambda x: f"{str(x):.9}"
+  "amax", [2**2000, 1e300, np.float64(1e300)], ids=lambda x: f"{x!s:.9}"
 )
 def test_a_grads_amax_above_float32_is_its_largest_number(amax):
   """As a gradient in float64 is, which is finite."""
