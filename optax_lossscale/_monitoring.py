@@ -8,6 +8,9 @@ import numpy as np
 
 from optax_lossscale import _arrays, _checks, _host, _policies, _state
 
+# The hyperparameters that keep a scale from coming down.
+_FLOORS = "threshold", "min_scale"
+
 _LEAVES = "These leaves are not finite:"
 
 _HOW_TO_FIND_IT = (
@@ -80,7 +83,7 @@ def _floor(policy: Any) -> jax.Array:
   """The lowest scale of a policy as float32; 0 if it names none."""
   if isinstance(policy, _policies.FixedLossScale):
     return _as_float32(policy.scale)
-  floor, _ = _policies.bounds(policy)
+  floor = _policies.lowest_scale(policy)
   return _as_float32(0.0 if floor is None else floor)
 
 
@@ -287,11 +290,14 @@ def _and_can_fall(
   scale: float, policy: _policies.LossScalePolicy | None
 ) -> str:
   """The end of a sentence: whether the scale can still come down."""
-  floor, _ = _policies.bounds(policy)
+  floor = _policies.lowest_scale(policy)
   # The floor may be no float32 number, but the scale is.
   if floor is not None and scale <= np.float32(floor):
-    bound = f"min_scale = {float(floor):g}"
-    return f", the lowest allowed ({bound}): lower min_scale of the policy."
+    named = {name: getattr(policy, name, None) for name in _FLOORS}
+    given = {name: x for name, x in named.items() if x is not None}
+    values = ", ".join(f"{name} = {float(x):g}" for name, x in given.items())
+    names = " and ".join(given)
+    return f", the lowest allowed ({values}): lower {names} of the policy."
   if policy is None:
     return ". Pass policy to learn whether it can still come down."
   if isinstance(policy, _policies.FixedLossScale):

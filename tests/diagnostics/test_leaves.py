@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import plots
+from optax_lossscale import interop, plots
 from optax_lossscale.diagnostics import _gradients, _leaves
 
 NAN, INF = float("nan"), float("inf")
@@ -255,6 +255,35 @@ def test_a_floor_that_float32_rounds_is_reached():
   policy = ols.DynamicLossScale(init_scale=0.4, min_scale=0.1)
   with pytest.raises(ols.LossScaleError, match=r"is 0.1, the lowest allowed"):
     ols.raise_if_stuck(stuck(policy, 5), 5, policy=policy)
+
+
+FAIRSEQ = [
+  {},
+  {"min_scale": 1.0},
+  {"min_scale": 0.3},
+  {"threshold": 4.0},
+  {"threshold": 3.0, "min_scale": 1.0},
+  {"threshold": 1.0, "min_scale": 1.0},
+  {"threshold": 0.5, "min_scale": 1.0},
+]
+
+
+@pytest.mark.parametrize("options", FAIRSEQ, ids=str)
+def test_the_floor_of_fairseq_is_where_its_rule_stops(options):
+  """Above its min_scale, where it raises an error."""
+  policy = interop.FairseqLossScale(10, init_scale=8.0, **options)
+  state, floors = policy.init(), []
+  for _ in range(24):
+    before, state = state, policy.adjust(state, False)
+    at_floor = ols.loss_scale_metrics(before, policy=policy)["skips_at_floor"]
+    floors.append(at_floor.item())
+    stays = not before.last_finite and state.loss_scale == before.loss_scale
+    assert at_floor == stays
+  assert floors[0] == 0 and floors[-1] == 1
+  assert state.loss_scale > policy.min_scale
+  lower = "lower threshold and min_s" if "threshold" in options else "lower min"
+  with pytest.raises(ols.LossScaleError, match=f"lowest allowed .*: {lower}"):
+    ols.raise_if_stuck(state, 5, policy=policy)
 
 
 def sparse_run(steps):
