@@ -238,6 +238,38 @@ def test_a_deepspeed_scaler_must_agree_with_its_block(key, value):
     interop.from_deepspeed(samples.FP16, {**samples.DEEPSPEED, key: value})
 
 
+@pytest.mark.parametrize("block", [{"loss_scale": 8}, {"enabled": False}])
+@pytest.mark.parametrize(
+  "state, message",
+  [
+    ({}, "must hold cur_scale"),
+    ({"cur_scale": 64.0}, "cur_scale in .* must be [18].0, as in the fp16"),
+    (samples.DEEPSPEED, "unknown key 'cur_iter' in state of a fixed scale"),
+    ({"scale": 8.0}, "unknown key 'scale'"),
+  ],
+  ids=repr,
+)
+def test_a_state_that_is_not_of_a_fixed_deepspeed_scale_is_refused(
+  block, state, message
+):
+  with pytest.raises(ValueError, match=message):
+    interop.from_deepspeed(block, state)
+
+
+def test_the_state_of_a_scale_that_moves_is_none_of_a_fixed_one():
+  kinds = [({"loss_scale": 1024}, True), ({}, False)]
+  for block, dynamic in kinds:
+    state = {**samples.DEEPSPEED, "dynamic": dynamic}
+    if block:
+      state = {"cur_scale": 1024.0, "dynamic": dynamic}
+    message = f"dynamic in state.* must be {not dynamic}, as .*got {dynamic}"
+    with pytest.raises(ValueError, match=message):
+      interop.from_deepspeed(block, state)
+  for state in (0, [8.0], "8"):
+    with pytest.raises(TypeError, match="state of a fixed scale must be"):
+      interop.from_deepspeed({"loss_scale": 8}, state)
+
+
 def test_a_version_that_is_none_is_an_error():
   for version in ("", "new", "17", "0.x", "0." + "9" * 10**6, "-1.0"):
     with pytest.raises(ValueError, match="from_deepspeed: version"):
