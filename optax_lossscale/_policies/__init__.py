@@ -14,7 +14,7 @@ from optax_lossscale._policies._plain import (
   DynamicLossScale,
   DynamicMemory,
   FixedLossScale,
-  lowest_scale,
   LossScalePolicy,
+  lowest_scale,
 )
 from optax_lossscale._policies._powers_of_two import log2

@@ -80,6 +80,21 @@ AMP_8 = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 900}}
 PADDLE_8 = {**samples.PADDLE, "scale": 8.0, "use_dynamic_loss_scaling": False}
 TF_8 = {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": None}
 KERAS_3 = {**samples.KERAS_3, "inner_optimizer": {}, "name": "x"}
+OLD_SERIALIZED = serialized("MixedPrecisionLossScaleOptimizer", OLD_QUARTERS)
+# As Keras 3 writes it into the `compile_config` of a model.
+COMPILED = {
+  "optimizer": {
+    **serialized("LossScaleOptimizer", KERAS_3),
+    "registered_name": None,
+  },
+  "loss": "mse",
+  "loss_weights": None,
+  "metrics": ["mae"],
+  "weighted_metrics": None,
+  "run_eagerly": False,
+  "steps_per_execution": 1,
+  "jit_compile": True,
+}
 NO_FLOOR = ols.DynamicLossScale(1024.0, min_scale=2.0**-126)
 BY_20, BY_21 = (
   dataclasses.replace(NO_FLOOR, growth_interval=n) for n in (20, 21)
@@ -113,12 +128,10 @@ POLICIES = [
   (KERAS, {"dynamic": True}, DYNAMIC),
   (KERAS, samples.TF_1, ols.DynamicLossScale(64.0, growth_interval=20)),
   (KERAS, QUARTERS, BY_QUARTERS),
-  (
-    KERAS,
-    serialized("MixedPrecisionLossScaleOptimizer", OLD_QUARTERS),
-    BY_QUARTERS,
-  ),
+  (KERAS, OLD_SERIALIZED, BY_QUARTERS),
   (KERAS, serialized("LossScaleOptimizer", KERAS_3), BY_20),
+  (KERAS, COMPILED, BY_20),
+  (KERAS, {"optimizer": OLD_SERIALIZED, "loss": {}}, BY_QUARTERS),
   (FLAX, {**samples.FLAX, "minimum_scale": None}, BY_21),
   (
     FLAX,
