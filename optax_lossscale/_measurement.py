@@ -119,10 +119,11 @@ def _as_flag(name: str, value: Any) -> jax.Array:
   """The value as a bool; of a number, whether it is neither 0 nor NaN."""
   kind = "bool or number, true if the gradients are finite"
   _check_scalar(name, value, kind, "jnp.all")
-  if not isinstance(value, jax.Array):
-    # Without rounding: 1e-300 is true. JAX' arrays cannot hold each integer.
+  if _is_on_host(value):
+    # As JAX has it, 1e-300 would be 0, and large integers are errors.
     value = np.asarray(value)
     return jnp.asarray(bool((value != 0) & (value == value)))
+  value = jnp.asarray(value)
   if jnp.issubdtype(value.dtype, jnp.bool_):
     return value
   return (value != 0) & (value == value)
@@ -132,12 +133,17 @@ def _as_magnitude(name: str, value: Any) -> jax.Array:
   """The magnitude of a number, as float32."""
   kind = "number, the largest magnitude of a gradient"
   _check_scalar(name, value, kind, "jnp.max")
-  if isinstance(value, jax.Array):
-    return lax.convert_element_type(jnp.abs(value), jnp.float32)
+  if not _is_on_host(value):
+    return lax.convert_element_type(jnp.abs(jnp.asarray(value)), jnp.float32)
   magnitude = abs(np.asarray(value).item())
   if magnitude != np.inf:
     magnitude = min(magnitude, _arrays.FLOAT32_MAX)
   return jnp.asarray(float(magnitude), jnp.float32)
+
+
+def _is_on_host(value: Any) -> bool:
+  """Whether a number is one of Python or NumPy, of any size and precision."""
+  return isinstance(value, (int, float, complex, np.generic, np.ndarray))
 
 
 def _check_scalar(name: str, value: Any, kind: str, reduction: str) -> None:
