@@ -21,7 +21,7 @@ from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 from optax_lossscale.interop._rules import DeepSpeedLossScale
 
-# The defaults depend on the version: see `_defaults`.
+# The defaults depend on the version: see `_with_defaults`.
 _FP16 = {
   "enabled": Key("enabled", True),
   "loss_scale": Key("scale_or_zero", 0.0),
@@ -38,7 +38,6 @@ _STATE = {
   "last_overflow_iter": Key("overflow_step"),
   "cur_hysteresis": Key("hysteresis_left"),
 }
-_NEW_RULE = 0, 17, 1
 # The settings that the scaler may hold as well.
 _SETTINGS = {
   "scale_factor": "growth_factor",
@@ -48,6 +47,7 @@ _SETTINGS = {
   "consecutive_hysteresis": "consecutive_hysteresis",
 }
 _STATE_IGNORED = ("raise_error_at_min_scale", "dtype")
+_NEW_RULE = 0, 17, 1  # the version since which it holds
 
 
 def from_deepspeed(
