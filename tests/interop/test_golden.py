@@ -73,6 +73,10 @@ def with_scale_array(saved):
   return {**saved, "scale": np.array(saved["scale"], np.float32)}
 
 
+# The recorded scaler has the defaults of a block with one setting in it.
+POWER = {"initial_scale_power": 16}
+
+
 def deepspeed_counts(counters, settings, more):
   """DeepSpeed counts from the last overflow; ours from the last growth, too."""
   window = settings.get("loss_scale_window", 1000)
@@ -120,8 +124,8 @@ SYSTEMS = {
   ),
   "deepspeed, old": System(
     "deepspeed_old",
-    lambda s: interop.from_deepspeed(s, version="0.17.0"),
-    lambda s, d: interop.from_deepspeed(s, d, version="0.17.0"),
+    lambda s: interop.from_deepspeed({**POWER, **s}, version="0.17.0"),
+    lambda s, d: interop.from_deepspeed({**POWER, **s}, d, version="0.17.0"),
     functools.partial(deepspeed_counts, more=0),
   ),
   "deepspeed, new": System(
