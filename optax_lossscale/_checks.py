@@ -113,7 +113,8 @@ def came(name: str, value: Any) -> str:
 def as_float_dtype(dtype: Any) -> Any:
   """The dtype, however it is written; raises unless it is a float dtype."""
   try:
-    as_dtype = jnp.dtype(dtype)
+    # NumPy takes None for float64.
+    as_dtype = None if dtype is None else jnp.dtype(dtype)
   except TypeError:
     as_dtype = None
   if as_dtype is None or not jnp.issubdtype(as_dtype, jnp.floating):

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _arrays, _axes, _grads
 
@@ -29,12 +30,16 @@ class Measurement(NamedTuple):
       device, and no caller knows of an overflow; bool[].
     amax: the largest magnitude of the true ones, or what the caller saw;
       float32[].
-    factor: what makes true and clipped gradients of those that came; float32[],
-      or None if they are that already.
+    loss_scale: the scale that is in the gradients that came; float32[], or None
+      if they are true ones.
+    clip: what clips the true gradients; float32[], or None.
+    factor: what does both, unscale and clip; float32[], or None.
   """
 
   finite: jax.Array
   amax: jax.Array
+  loss_scale: jax.Array | None
+  clip: jax.Array | None
   factor: jax.Array | None
 
 
@@ -62,33 +67,42 @@ def measure(
     TypeError: if a part of the evidence is not a number.
     ValueError: if one is not a scalar, or the norm cannot be known.
   """
-  # No division, as in `unscale_grads`, which is exact in float64, too: XLA on
-  # CPU would write the quotients to memory, a tenth of a step's bytes.
+  # No division, as in `unscale_grads`: XLA on CPU would write the quotients to
+  # memory, a tenth of a step's bytes.
   reciprocal = None if loss_scale is None else 1 / loss_scale
   amax = _times(_grads.largest_magnitude(grads), reciprocal)
   if max_norm is None:
-    finite, factor = _grads.sum_is_finite(grads, reciprocal), reciprocal
+    finite, clip = _grads.sum_is_finite(grads, reciprocal), None
+    factor = reciprocal
   else:
     squares = [_grads.sum_of_squares(grad) for grad in grads]
     norm = _times(lax.sqrt(_axes.total(squares, axis_name)), reciprocal)
     # False of a NaN, too. Unscaling by a scale below 1 may make a finite
     # gradient infinite.
     finite = norm <= _grads.LARGEST_GRAD
-    factor = _times(_clip_factor(norm, max_norm), reciprocal)
+    clip = _clip_factor(norm, max_norm)
+    factor = _times(clip, reciprocal)
   finite &= _as_flag("grads_finite", evidence.grads_finite)
   if evidence.grads_amax is not None:
     seen = _as_magnitude("grads_amax", evidence.grads_amax)
-    amax = jnp.maximum(amax, seen)
+    amax = jnp.fmax(amax, seen)  # A NaN is no evidence.
   return Measurement(
-    _axes.all_agree(finite, axis_name), _axes.maximum(amax, axis_name), factor
+    _axes.all_agree(finite, axis_name),
+    _axes.maximum(amax, axis_name),
+    loss_scale,
+    clip,
+    factor,
   )
 
 
 def true_or_zeros(grad: Any, found: Measurement) -> jax.Array:
   """The true gradient, widened and clipped; zeros if the step is not finite."""
-  grad = jnp.asarray(_arrays.widen(grad))
-  if found.factor is not None:
-    grad = _arrays.times(grad, found.factor)
+  grad, factor = jnp.asarray(_arrays.widen(grad)), found.factor
+  if found.loss_scale is not None and jnp.finfo(grad.dtype).bits > 32:
+    # The reciprocal is rounded to float32.
+    grad, factor = _arrays.divided_by(grad, found.loss_scale), found.clip
+  if factor is not None:
+    grad = _arrays.times(grad, factor)
   return lax.select(found.finite, grad, jnp.zeros_like(grad))
 
 
@@ -105,6 +119,10 @@ def _as_flag(name: str, value: Any) -> jax.Array:
   """The value as a bool; of a number, whether it is neither 0 nor NaN."""
   kind = "bool or number, true if the gradients are finite"
   _check_scalar(name, value, kind, "jnp.all")
+  if _is_on_host(value):
+    # As JAX has it, 1e-300 would be 0, and large integers are errors.
+    value = np.asarray(value)
+    return jnp.asarray(bool((value != 0) & (value == value)))
   value = jnp.asarray(value)
   if jnp.issubdtype(value.dtype, jnp.bool_):
     return value
@@ -115,7 +133,17 @@ def _as_magnitude(name: str, value: Any) -> jax.Array:
   """The magnitude of a number, as float32."""
   kind = "number, the largest magnitude of a gradient"
   _check_scalar(name, value, kind, "jnp.max")
-  return lax.abs(lax.convert_element_type(jnp.asarray(value), jnp.float32))
+  if not _is_on_host(value):
+    return lax.convert_element_type(jnp.abs(jnp.asarray(value)), jnp.float32)
+  magnitude = abs(np.asarray(value).item())
+  if magnitude != np.inf:
+    magnitude = min(magnitude, _arrays.FLOAT32_MAX)
+  return jnp.asarray(float(magnitude), jnp.float32)
+
+
+def _is_on_host(value: Any) -> bool:
+  """Whether a number is one of Python or NumPy, of any size and precision."""
+  return isinstance(value, (int, float, complex, np.generic, np.ndarray))
 
 
 def _check_scalar(name: str, value: Any, kind: str, reduction: str) -> None:

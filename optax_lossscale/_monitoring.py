@@ -8,6 +8,9 @@ import numpy as np
 
 from optax_lossscale import _arrays, _checks, _host, _policies, _state
 
+# The hyperparameters that keep a scale from coming down.
+_FLOORS = "threshold", "min_scale"
+
 _LEAVES = "These leaves are not finite:"
 
 _HOW_TO_FIND_IT = (
@@ -80,7 +83,7 @@ def _floor(policy: Any) -> jax.Array:
   """The lowest scale of a policy as float32; 0 if it names none."""
   if isinstance(policy, _policies.FixedLossScale):
     return _as_float32(policy.scale)
-  floor, _ = _policies.bounds(policy)
+  floor = _policies.lowest_scale(policy)
   return _as_float32(0.0 if floor is None else floor)
 
 
@@ -133,7 +136,7 @@ def raise_if_stuck(
     TypeError: if an argument is of the wrong type, or under ``jit``.
     ValueError: if one is out of range, ``max_skipped_share`` and ``steps`` are
       not given together, or ``tree`` does not hold exactly one loss-scale
-      state.
+      state, or holds one with a leading axis that is sharded over processes.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -224,11 +227,22 @@ def _read_skips(state: _state.LossScaleState) -> list[_Skips]:
       "raise_if_stuck must be called outside jit, since it reads the state, got"
       " a tracer. Return the optimizer state from the jitted function."
     )
-  read = jax.device_get(
-    (state.notfinite_count, state.total_notfinite, state.loss_scale)
-  )
+  counts = state.notfinite_count, state.total_notfinite, state.loss_scale
+  if not all(map(_is_readable_here, counts)):
+    raise ValueError(
+      "raise_if_stuck must be given a state that this process can read, got one"
+      " that is sharded over processes. Gather it in all of them:"
+      " jax.experimental.multihost_utils.process_allgather("
+      "get_loss_scale_state(opt_state), tiled=True)."
+    )
+  read = jax.device_get(counts)
   columns = [np.ravel(column).tolist() for column in read]
   return [_Skips(*member) for member in zip(*columns, strict=True)]
+
+
+def _is_readable_here(x: Any) -> bool:
+  """Whether this process holds all of an array, or a copy of it."""
+  return getattr(x, "is_fully_addressable", True) or x.is_fully_replicated
 
 
 def _nonfinite(grads: Any) -> list[Any] | None:
@@ -276,11 +290,14 @@ def _and_can_fall(
   scale: float, policy: _policies.LossScalePolicy | None
 ) -> str:
   """The end of a sentence: whether the scale can still come down."""
-  floor, _ = _policies.bounds(policy)
+  floor = _policies.lowest_scale(policy)
   # The floor may be no float32 number, but the scale is.
   if floor is not None and scale <= np.float32(floor):
-    bound = f"min_scale = {float(floor):g}"
-    return f", the lowest allowed ({bound}): lower min_scale of the policy."
+    named = {name: getattr(policy, name, None) for name in _FLOORS}
+    given = {name: x for name, x in named.items() if x is not None}
+    values = ", ".join(f"{name} = {float(x):g}" for name, x in given.items())
+    names = " and ".join(given)
+    return f", the lowest allowed ({values}): lower {names} of the policy."
   if policy is None:
     return ". Pass policy to learn whether it can still come down."
   if isinstance(policy, _policies.FixedLossScale):

@@ -151,5 +151,8 @@ def _check_structure(new_state: Any, state: Any) -> None:
   if new != old:
     raise ValueError(
       "The state of inner must keep its structure, so that a skipped step can"
-      f" keep the old one; got {new} from update and {old} before it."
+      f" keep the old one; got {new} from update and {old} before it. If inner"
+      " measures (optax.monitor), chain it around: optax.chain("
+      "optax.monitor(...), with_loss_scaling(optimizer)), or take"
+      " optax.snapshot, whose state keeps its structure."
     )

@@ -135,8 +135,9 @@ def select_if_finite(state: Any, applied: Any, skipped: _Tree) -> _Tree:
     One of the two, in the containers and dtypes of ``skipped``.
 
   Raises:
-    ValueError: if a leaf is in one of the two alone, or ``state`` does not hold
-      exactly one loss-scale state, or it is mapped.
+    ValueError: if a leaf is in one of the two alone, or is not an array and
+      differs between them, or ``state`` does not hold exactly one loss-scale
+      state, or it is mapped.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -157,6 +158,7 @@ def select_if_finite(state: Any, applied: Any, skipped: _Tree) -> _Tree:
   new: Any = jax.tree.structure(applied)
   if new != jax.tree.structure(skipped):
     applied = _in_containers_of(skipped, applied)
+  jax.tree_util.tree_map_with_path(_check_selectable, applied, skipped)
   return _arrays.select(finite, applied, skipped)
 
 
@@ -302,6 +304,19 @@ def _is_box(x: Any) -> bool:
     return False
   # Only asked whether it is there: to read it of an nnx.Variable is deprecated.
   return "value" in dir(x)
+
+
+def _check_selectable(path: Any, new: Any, old: Any) -> None:
+  """Raises if two leaves differ, and are no arrays to select between."""
+  if _arrays.is_array_like(old) or hasattr(old, "dtype"):
+    return
+  if new is not old and (type(new) is not type(old) or new != old):
+    raise ValueError(
+      "applied and skipped must be equal where they hold no arrays, since these"
+      f" alone can be selected on a device, got {_checks.came('applied', new)}"
+      f" and {_checks.came('skipped', old)} at {_keystr(path)}. Leave this leaf"
+      " out of both."
+    )
 
 
 def _in_containers_of(skipped: Any, applied: Any) -> Any:

@@ -83,7 +83,7 @@ def with_loss_scaling(
   * ``grads_amax`` is the largest magnitude in the backward pass, without the
     loss scale: a number, for a policy such as
     :class:`~optax_lossscale.HeadroomLossScale`. The policy is given this or the
-    largest gradient, whichever is larger.
+    largest gradient, whichever is larger. A NaN is ignored.
 
   :func:`~optax_lossscale.diagnostics.probe_evidence` returns both, from what
   probes have counted.

@@ -15,5 +15,6 @@ from optax_lossscale._policies._plain import (
   DynamicMemory,
   FixedLossScale,
   LossScalePolicy,
+  lowest_scale,
 )
 from optax_lossscale._policies._powers_of_two import log2

@@ -65,6 +65,14 @@ def bounds(policy: LossScalePolicy | None) -> tuple[Any, Any]:
   return getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
 
 
+def lowest_scale(policy: LossScalePolicy | None) -> Any:
+  """The scale at which no overflow lowers it; None if the policy names none.
+
+  Some rules stop above their `min_scale`, and say where.
+  """
+  return getattr(policy, "lowest_scale", bounds(policy)[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale:
   """A loss scale that never moves.

@@ -1,4 +1,15 @@
-"""DeepSpeed's loss scaler, by its rule before and since version 0.17.1."""
+"""DeepSpeed's loss scaler, by its rule before and since version 0.17.1.
+
+Read at the tags v0.3.0, v0.7.7, v0.8.0, v0.9.2, v0.9.3, v0.16.9, v0.17.0 and
+v0.17.1 of deepspeedai/DeepSpeed, in `deepspeed/runtime`: `config.py` and
+`constants.py` (since 0.17.1 `precision_config.py`), `fp16/loss_scaler.py`,
+`zero/stage_1_and_2.py` and `zero/stage3.py`. Up to 0.17.0, ZeRO gives its
+`DynamicLossScaler` the settings of the block only if one of those that are
+about a dynamic scale is in it. Otherwise the scaler has the defaults of its
+class, with a first scale of 2**32 and no hysteresis. `initial_scale_power` was
+32 by default before 0.8.0, and `consecutive_hysteresis` was not read before
+0.9.3.
+"""
 
 import re
 from typing import Any
@@ -10,14 +21,15 @@ from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 from optax_lossscale.interop._rules import DeepSpeedLossScale
 
+# The defaults depend on the version: see `_with_defaults`.
 _FP16 = {
   "enabled": Key("enabled", True),
   "loss_scale": Key("scale_or_zero", 0.0),
-  "initial_scale_power": Key("exponent", 16),
-  "loss_scale_window": Key("growth_interval", 1000),
-  "hysteresis": Key("hysteresis", 2),
-  "consecutive_hysteresis": Key("consecutive_hysteresis", False),
-  "min_loss_scale": Key("min_scale", 1.0),
+  "initial_scale_power": Key("exponent", None),
+  "loss_scale_window": Key("growth_interval", None),
+  "hysteresis": Key("hysteresis", None),
+  "consecutive_hysteresis": Key("consecutive_hysteresis", None),
+  "min_loss_scale": Key("min_scale", None),
 }
 _FP16_IGNORED = ("auto_cast", "fp16_master_weights_and_grads")
 _STATE = {
@@ -34,7 +46,8 @@ _SETTINGS = {
   "delayed_shift": "hysteresis",
   "consecutive_hysteresis": "consecutive_hysteresis",
 }
-_STATE_IGNORED = ("dynamic", "raise_error_at_min_scale", "dtype")
+_STATE_IGNORED = ("raise_error_at_min_scale", "dtype")
+_NEW_RULE = 0, 17, 1  # the version since which it holds
 
 
 def from_deepspeed(
@@ -53,13 +66,15 @@ def from_deepspeed(
   Args:
     fp16: the `fp16` block of a DeepSpeed config. Settings left out have
       DeepSpeed's defaults: `loss_scale` 0 (dynamic; a number is a fixed scale),
-      `initial_scale_power` 16, `loss_scale_window` 1000, `hysteresis` 2,
-      `consecutive_hysteresis` False, `min_loss_scale` 1. `enabled: false` gives
-      `FixedLossScale(1.0)`; left out, it counts as true.
+      `initial_scale_power` 16 (32 before 0.8.0), `loss_scale_window` 1000,
+      `hysteresis` 2, `consecutive_hysteresis` False (read since 0.9.3),
+      `min_loss_scale` 1. If all of these but `loss_scale` are left out, the
+      power is 32 and the hysteresis 1 up to 0.17.0, as ZeRO has it.
+      `enabled: false` gives `FixedLossScale(1.0)`; left out, it counts as true.
     state: the scaler, as a ZeRO checkpoint holds it under `loss_scaler`, or a
       dict of its attributes: `cur_scale`, `cur_iter`, `last_overflow_iter` and
-      (unless the hysteresis is 1) `cur_hysteresis`. Settings in it must agree
-      with the block.
+      (unless the hysteresis is 1) `cur_hysteresis`; `cur_scale` alone of a
+      fixed scale. Settings in it must agree with the block.
     version: the version of DeepSpeed whose rule is meant, such as "0.16.9".
 
   Returns:
@@ -77,18 +92,38 @@ def from_deepspeed(
     >>> type(policy).__name__, policy.growth_interval
     ('DynamicLossScale', 500)
   """
-  name = "from_deepspeed"
-  values = _reading.read(name, "fp16", fp16, _FP16, _FP16_IGNORED)
-  is_new = _version(version) >= (0, 17, 1)
-  if not values["enabled"]:
-    return _results.fixed(1.0)
-  if values["scale_or_zero"]:
-    return _results.fixed(values["scale_or_zero"])
-  values["growth_factor"] = 2.0
-  policy = _policy(values, is_new)
+  name, as_numbers = "from_deepspeed", _version(version)
+  block = _reading.read(name, "fp16", fp16, _FP16, _FP16_IGNORED)
+  values = _with_defaults(block, as_numbers)
+  fixed = values["scale_or_zero"] if values["enabled"] else 1.0
+  if fixed:
+    if state is not None:
+      _read_fixed(name, fixed, state)
+    return _results.fixed(fixed)
+  policy = _policy(values, as_numbers >= _NEW_RULE)
   if state is None:
     return _results.start(policy)
-  return _resumed(name, policy, values | _read_state(name, values, state))
+  return _resumed(name, policy, values | _read_dynamic(name, values, state))
+
+
+def _with_defaults(
+  block: dict[str, Any], version: tuple[int, ...]
+) -> dict[str, Any]:
+  """The settings of the block, and the defaults of this version."""
+  if version < (0, 9, 3):
+    block = {**block, "consecutive_hysteresis": None}
+  given = {word: value for word, value in block.items() if value is not None}
+  is_old = version < _NEW_RULE
+  are_of_the_class = is_old and given.keys() <= {"enabled", "scale_or_zero"}
+  return {
+    "exponent": 32 if are_of_the_class or version < (0, 8) else 16,
+    "growth_factor": 2.0,
+    "growth_interval": 1000,
+    "hysteresis": 1 if are_of_the_class else 2,
+    "consecutive_hysteresis": False,
+    "min_scale": 1.0,
+    **given,
+  }
 
 
 def _policy(values: dict[str, Any], is_new: bool) -> _policies.LossScalePolicy:
@@ -105,26 +140,48 @@ def _policy(values: dict[str, Any], is_new: bool) -> _policies.LossScalePolicy:
   )
 
 
-def _read_state(
+def _read_fixed(name: str, scale: float, state: Any) -> None:
+  """Raises unless the state is that of this fixed scale."""
+  same = {"cur_scale": ("scale", scale), "dynamic": ("dynamic", False)}
+  known = {"cur_scale": Key("scale")}
+  _read_state(name, "state of a fixed scale", state, known, same)
+
+
+def _read_dynamic(
   name: str, settings: dict[str, Any], state: Any
 ) -> dict[str, Any]:
-  """The values of the scaler, checked to have the settings of the block."""
-  same = {key: Key(word, settings[word]) for key, word in _SETTINGS.items()}
-  known = {**_STATE, **same}
+  """The values of the scaler of a scale that moves."""
+  same = {key: (word, settings[word]) for key, word in _SETTINGS.items()}
+  same["dynamic"] = "dynamic", True
+  known = dict(_STATE)
   if settings["hysteresis"] == 1:  # Scalers without hysteresis have no such.
     known["cur_hysteresis"] = Key("hysteresis_left", 1)
-  values = _reading.read(name, "state", state, known, _STATE_IGNORED)
-  for key, (word, expected) in same.items():
-    if values[word] != expected:
-      raise ValueError(
-        f"from_deepspeed: {key} in state must be {expected}, as in the fp16"
-        f" block, got {values[word]}."
-      )
+  values = _read_state(name, "state", state, known, same)
   if values["overflow_step"] >= values["step"]:
     raise ValueError(
       "from_deepspeed: last_overflow_iter in state must be less than cur_iter,"
       f" {values['step']}, got {values['overflow_step']}."
     )
+  return values
+
+
+def _read_state(
+  name: str,
+  what: str,
+  state: Any,
+  known: dict[str, Key],
+  same: dict[str, tuple[str, Any]],
+) -> dict[str, Any]:
+  """The values of a scaler, checked to have the settings of the block."""
+  settings = {key: Key(*setting) for key, setting in same.items()}
+  keys = {**settings, **known}
+  values = _reading.read(name, what, state, keys, _STATE_IGNORED)
+  for key, (word, expected) in same.items():
+    if values[word] != expected:
+      raise ValueError(
+        f"from_deepspeed: {key} in {what} must be {expected}, as in the fp16"
+        f" block, got {values[word]}."
+      )
   return values
 
 

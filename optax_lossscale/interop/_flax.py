@@ -18,6 +18,7 @@ _FIELDS = {
   "scale": Key("loss_scale"),
   **_STATIC,
 }
+_WRITTEN = "growth_factor", "backoff_factor", "growth_interval", "min_scale"
 
 
 def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
@@ -80,8 +81,9 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_flax(policy, policy.init())["growth_interval"]
     1999
   """
-  dynamic = _writing.dynamic("to_flax", policy)
-  scale, count = _writing.scale_and_count(state)
+  name = "to_flax"
+  dynamic = _writing.dynamic(name, policy, _WRITTEN, "a DynamicLossScale")
+  scale, count = _writing.scale_and_count(name, policy, state)
   return {
     "growth_factor": float(dynamic.growth_factor),
     "backoff_factor": float(dynamic.backoff_factor),

@@ -20,6 +20,12 @@ _SERIALIZED = (
   "class_name", "module", "registered_name", "build_config", "compile_config",
   "shared_object_id",
 )  # fmt: skip
+# What a model's `get_compile_config()` holds beside its optimizer.
+_COMPILED = (
+  "loss", "loss_weights", "metrics", "weighted_metrics", "run_eagerly",
+  "steps_per_execution", "jit_compile", "auto_scale_loss",
+  "pss_evaluation_shards", "from_serialized",
+)  # fmt: skip
 _DEEPEST = 8  # A serialized optimizer holds its config, and that a loss scale.
 _OPTIMIZER = {
   "initial_scale": Key("init_scale", 2.0**15),
@@ -60,10 +66,11 @@ def from_keras(config: Any, variables: Any = None) -> _results.Result:
       `LossScaleOptimizer` returns (that of tf.keras is told by its key
       `dynamic`, that of TF 2.3 and before by `loss_scale`); the serialized
       `{"class_name": ..., "config": ...}` around it, also for
-      `MixedPrecisionLossScaleOptimizer`; or what those optimizers take for a
-      loss scale, `"dynamic"` or a number. Settings of a `LossScaleOptimizer`
-      that are left out have its defaults. The nested config of the inner
-      optimizer is read past.
+      `MixedPrecisionLossScaleOptimizer`; what `get_compile_config()` of a model
+      returns, if it was compiled with such an optimizer; or what those
+      optimizers take for a loss scale, `"dynamic"` or a number. Settings of a
+      `LossScaleOptimizer` that are left out have its defaults. The nested
+      config of the inner optimizer is read past.
     variables: `{"current_loss_scale": ..., "good_steps": ...}` of TensorFlow
       and tf.keras (where an optimizer has them as `loss_scale` and
       `dynamic_counter`), `{"dynamic_scale": ..., "step_counter": ...}` of
@@ -122,33 +129,33 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_keras(policy, policy.init())["variables"]
     {'current_loss_scale': 32768.0, 'good_steps': 0}
   """
-  scale, count = _writing.scale_and_count(state)
+  name = "to_keras"
   if isinstance(policy, _policies.FixedLossScale):
+    _writing.check(name, policy, ("scale",))
+    scale, _ = _writing.scale_and_count(name, policy, state)
     fixed = {
       "dynamic": False,
       "initial_scale": scale,
       "dynamic_growth_steps": None,
     }
     return {"config": fixed, "variables": {}}
-  only = {
-    "growth_factor": (2, "it doubles"),
-    "backoff_factor": (0.5, "it halves"),
-  }
-  dynamic = _writing.dynamic("to_keras", policy, **only)
+  floors = "tf.keras has a floor of 1 and Keras 3 none, which is 2**-126 here"
+  floor = _checks.SMALLEST_SCALE, floors
+  is_tf = (
+    isinstance(policy, _policies.DynamicLossScale) and policy.min_scale == 1
+  )
+  written = ("growth_interval", *(["min_scale"] if is_tf else []))
+  dynamic = _writing.dynamic(name, policy, written, min_scale=floor)
+  scale, count = _writing.scale_and_count(name, policy, state)
   config = {
     "initial_scale": float(dynamic.init_scale),
     "dynamic_growth_steps": int(dynamic.growth_interval),
   }
-  if dynamic.min_scale == 1:
+  if is_tf:
     config, keys = {"dynamic": True, **config}, _TF_VARIABLES
   else:
-    floors = "tf.keras has a floor of 1 and Keras 3 none, which is 2**-126 here"
-    floor = _checks.SMALLEST_SCALE, floors
-    _writing.check("to_keras", policy, min_scale=floor)
-    keys, count = (
-      _KERAS_3_VARIABLES,
-      _writing.count_below(count, dynamic.growth_interval),
-    )
+    keys = _KERAS_3_VARIABLES
+    count = _writing.count_below(count, dynamic.growth_interval)
   variables = dict(zip(keys, (scale, count), strict=True))
   return {"config": config, "variables": variables}
 
@@ -162,10 +169,17 @@ def _policy(
   if not isinstance(config, Mapping):
     given = "from_keras", "place of a config or 'dynamic'", "a scale", config
     return _policies.FixedLossScale(_reading.as_word(*given, "scale"))
-  # Some hold another: the serialized ones, and that of TF 2.3.
-  for key, ignored in {"config": _SERIALIZED, "loss_scale": _INNER}.items():
+  # Some hold another: the serialized ones, that of TF 2.3, and that of a model.
+  holders = {
+    "config": _SERIALIZED,
+    "loss_scale": _INNER,
+    "optimizer": _COMPILED,
+  }
+  for key, ignored in holders.items():
     if key in config:
       inner = _read("config", config, {key: Key("inner")}, ignored)["inner"]
+      if key == "optimizer":
+        _check_optimizer(inner)
       if deep == _DEEPEST:
         raise ValueError(
           f"from_keras: config must be nested at most {_DEEPEST} deep, got"
@@ -185,6 +199,23 @@ def _policy(
   values = _read("config of DynamicLossScale", config, _DYNAMIC)
   backoff = 1 / values["growth_factor"]
   return _results.dynamic(values, backoff_factor=backoff, min_scale=1.0)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+  """Raises unless the optimizer of a model is one that scales the loss.
+
+  Keras 3 keeps what `compile` was given. It wraps the optimizer of a
+  mixed_float16 model afterwards.
+  """
+  is_config = isinstance(optimizer, Mapping)
+  kind = optimizer.get("class_name") if is_config else None
+  if not (isinstance(kind, str) and "LossScale" in kind):
+    raise ValueError(
+      "from_keras: optimizer in the compile configuration must be a serialized"
+      f" LossScaleOptimizer, got {_reading.show(kind or optimizer)}. Keras 3"
+      " wraps the optimizer of a mixed_float16 model later: give"
+      " model.optimizer.get_config()."
+    )
 
 
 def _tf_policy(

@@ -52,7 +52,8 @@ def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
   name, state = "from_megatron", "state_dict"
   values = _reading.read(name, "settings", settings, _SETTINGS)
   if values["scale"] is not None:
-    _reading.read(name, f"{state} of a fixed scale", state_dict or {}, {})
+    saved = {} if state_dict is None else state_dict
+    _reading.read(name, f"{state} of a fixed scale", saved, {})
     return _results.fixed(values["scale"])
   policy = _results.dynamic(values, hysteresis_refill="growth")
   if state_dict is None:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _checks, _policies, _state
 
@@ -33,10 +34,13 @@ def dynamic(
   Where only the current scale was read, it is the first one, too; a system
   without a floor has that of float32.
   """
-  first = values.get("loss_scale")
-  known = {"init_scale": first, "min_scale": _checks.SMALLEST_SCALE, **values}
+  known = {"min_scale": _checks.SMALLEST_SCALE, **values, **others}
+  first, low = values.get("loss_scale"), known["min_scale"]
+  if first is not None:
+    # In float32, a scale at a floor of 0.7 is less than that.
+    known.setdefault("init_scale", low if np.float32(low) == first else first)
   chosen = {name: known[name] for name in _FIELDS if name in known}
-  return _policies.DynamicLossScale(**{**chosen, **others})
+  return _policies.DynamicLossScale(**chosen)
 
 
 def resume(
@@ -55,7 +59,7 @@ def resume(
   """
   scale, state = values["loss_scale"], policy.init()
   low, high = _policies.bounds(policy)
-  if low is not None and not low <= scale <= high:
+  if low is not None and not np.float32(low) <= scale <= np.float32(high):
     floor, ceiling = _checks.show_bound(low), _checks.show_bound(high)
     raise ValueError(
       f"{function}: the scale in the state must be between the floor {floor}"

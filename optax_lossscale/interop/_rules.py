@@ -145,7 +145,7 @@ class FairseqLossScale:
       every device.
     threshold: the lowest scale that a backoff leads to; None if there is none.
     min_scale: a backoff to this scale or below does not happen. fairseq raises
-      an error instead.
+      an error instead. So the scale stays above it: see `lowest_scale`.
 
   Raises:
     TypeError: if a hyperparameter is not a number.
@@ -209,6 +209,17 @@ class FairseqLossScale:
       finite_count=jnp.where(grow, zero, after.finite_count),
       memory=FairseqMemory(steps, overflows),
     )
+
+  @property
+  def lowest_scale(self) -> float:
+    """The scale at which, and below which, no backoff lowers the scale.
+
+    It is the threshold if this is above `min_scale`. Otherwise the last backoff
+    ends above `min_scale`, and at most at twice of it.
+    """
+    threshold = self.threshold or 0.0
+    has_effect = threshold > self.min_scale
+    return threshold if has_effect else 2 * self.min_scale
 
   def _moved(
     self, scale: jax.Array, grow: jax.Array, backoff: jax.Array

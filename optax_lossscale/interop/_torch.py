@@ -14,20 +14,35 @@ _KEYS = {
   "growth_interval": Key("growth_interval"),
   "_growth_tracker": Key("finite_count"),
 }
+_NEMO_STATE = {**_KEYS, "_hysteresis_tracker": Key("hysteresis_left")}
+_NEMO_SETTINGS = {"hysteresis": Key("hysteresis")}
+_WRITTEN = "growth_factor", "backoff_factor", "growth_interval"
 
 
-def from_torch(state_dict: Any) -> _results.Result:
-  """The policy and state of a `torch.amp.GradScaler`.
+def from_torch(
+  state_dict: Any, *, hysteresis: int | None = None
+) -> _results.Result:
+  """The policy and state of a `torch.amp.GradScaler`, or of the one of NeMo.
 
   torch raises the scale on the `growth_interval`-th finite step, and has no
   floor. Our floor is 2**-126, the smallest normal float32 number. The ceiling
   of torch is 2**127. Ours is 2**126, since the reciprocal of 2**127 is flushed
-  to zero.
+  to zero. torch multiplies by its factors in float64: if they are no powers of
+  two, the scale may differ in the last bit.
+
+  NeMo's `GradScaler` (read at its tags v1.23.0 and v2.0.0, in
+  `nemo/collections/nlp/parts/nlp_overrides.py` and
+  `nemo/lightning/_strategy_lib.py`) has the rule of apex's kernel
+  `update_scale_hysteresis`, see :func:`from_apex`. Its state dict holds a
+  `_hysteresis_tracker`, and not the `hysteresis` of its settings. (When NeMo
+  loads a state, it looks for the tracker under another spelling, and goes on
+  with 1. Ours goes on with what was saved.)
 
   Args:
     state_dict: `scaler.state_dict()`. That of a disabled scaler is empty, and
       gives `FixedLossScale(1.0)`. This skips non-finite steps. A disabled
       scaler applies them, and so does an optimizer that is not wrapped.
+    hysteresis: that of NeMo's scaler; None for torch, which has none.
 
   Returns:
     `(policy, state)`. The state dict holds the current scale and not the first
@@ -47,9 +62,18 @@ def from_torch(state_dict: Any) -> _results.Result:
   """
   if isinstance(state_dict, Mapping) and not state_dict:
     return _results.fixed(1.0)
-  name = "from_torch"
-  values = _reading.read(name, "state_dict", state_dict, _KEYS)
-  return _results.resume(name, _results.dynamic(values), values)
+  name, what = "from_torch", "state_dict"
+  has_tracker = (
+    isinstance(state_dict, Mapping) and "_hysteresis_tracker" in state_dict
+  )
+  if not has_tracker and hysteresis is None:
+    values = _reading.read(name, what, state_dict, _KEYS)
+    return _results.resume(name, _results.dynamic(values), values)
+  values = _reading.read(name, f"{what} of NeMo", state_dict, _NEMO_STATE)
+  given = {"hysteresis": hysteresis}
+  values |= _reading.read(name, "the settings of NeMo", given, _NEMO_SETTINGS)
+  policy = _results.dynamic(values, hysteresis_refill="finite")
+  return _results.resume(name, policy, values)
 
 
 def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
@@ -77,11 +101,12 @@ def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """
   name = "to_torch"
   if isinstance(policy, _policies.FixedLossScale):
-    _writing.check(name, policy, scale=(1.0, "disabled, it has the scale 1"))
+    disabled = 1.0, "disabled, it has the scale 1"
+    _writing.check(name, policy, (), scale=disabled)
     return {}
   no_floor = (_checks.SMALLEST_SCALE, "it has no floor")
-  dynamic = _writing.dynamic(name, policy, min_scale=no_floor)
-  scale, count = _writing.scale_and_count(state)
+  dynamic = _writing.dynamic(name, policy, _WRITTEN, min_scale=no_floor)
+  scale, count = _writing.scale_and_count(name, policy, state)
   return {
     "scale": scale,
     "growth_factor": float(dynamic.growth_factor),

@@ -1,61 +1,104 @@
 """What the functions that write another system's state share."""
 
+from collections.abc import Collection
+import dataclasses
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 
+# The first scale acts no more, and the refill only where there is hysteresis.
+_WITHOUT_EFFECT = "init_scale", "hysteresis_refill"
+# Why a hyperparameter must have its default where the other system lacks it.
+_REASONS = {
+  "growth_factor": "it doubles",
+  "backoff_factor": "it halves",
+  "hysteresis": "it has no hysteresis",
+  "max_scale": "it has no such ceiling",
+}
+
 
 def dynamic(
-  function: str, policy: Any, **only: tuple[float, str]
+  function: str,
+  policy: Any,
+  written: Collection[str],
+  kinds: str = "a DynamicLossScale or a FixedLossScale",
+  **only: tuple[float, str],
 ) -> _policies.DynamicLossScale:
-  """The policy, if it counts to N, without hysteresis or ceiling.
+  """The policy, if the other system has its rule.
 
   Args:
     function: the public function, for the messages.
     policy: the policy that is to be written as the other system's.
-    **only: what else the system cannot express, see :func:`check`.
+    written: the hyperparameters that are written, see :func:`check`.
+    kinds: the policies that are, for the message.
+    **only: what else the system has, see :func:`check`.
 
   Returns:
     The policy.
   """
   if not isinstance(policy, _policies.DynamicLossScale):
     raise TypeError(
-      f"{function}: policy must be a DynamicLossScale or a FixedLossScale,"
-      f" whose rules other systems know, got {_reading.show(policy)}."
+      f"{function}: policy must be {kinds}, whose rules other systems know, got"
+      f" {_reading.show(policy)}."
     )
-  check(
-    function,
-    policy,
-    hysteresis=(1, "it has no hysteresis"),
-    max_scale=(_checks.LARGEST_SCALE, "it has no such ceiling"),
-    **only,
-  )
+  check(function, policy, written, **only)
   return policy
 
 
-def check(function: str, policy: Any, **only: tuple[float, str]) -> None:
-  """Raises unless hyperparameters are those that the other system has.
+def check(
+  function: str,
+  policy: Any,
+  written: Collection[str],
+  **only: tuple[float, str],
+) -> None:
+  """Raises unless the other system has all hyperparameters of a policy.
+
+  Each one must be written, or have the one value that the system has.
 
   Args:
     function: the public function, for the messages.
     policy: the policy.
-    **only: by the name of a hyperparameter, its one value there, and why.
+    written: the names of the hyperparameters that are written.
+    **only: by the name of a hyperparameter, its one value there, and why; its
+      default, if it is not named.
   """
-  for field, (value, why) in only.items():
-    got = getattr(policy, field)
-    if got != value:
+  for field in dataclasses.fields(policy):
+    name, got = field.name, getattr(policy, field.name)
+    reason = _REASONS.get(name, "it has no such hyperparameter")
+    value, why = only.get(name, (field.default, reason))
+    if name not in (*written, *_WITHOUT_EFFECT) and got != value:
       raise ValueError(
-        f"{function}: the other system cannot express {field} = {got}: {why}."
-        f" Give a policy with {field}={_checks.show_bound(value)}"
+        f"{function}: the other system cannot express {name} = {got}: {why}."
+        f" Give a policy with {name}={_show(value)}"
         " (dataclasses.replace(policy, ...)) if it may go on differently."
       )
 
 
-def scale_and_count(tree: Any) -> tuple[float, int]:
+def scale_and_count(function: str, policy: Any, tree: Any) -> tuple[float, int]:
   """The loss scale that a tree holds, and the finite steps since it moved."""
   state = _state.get_loss_scale_state(tree)
-  return float(state.loss_scale), int(state.finite_count)
+  shape = jnp.shape(state.loss_scale)
+  if shape:
+    raise ValueError(
+      f"{function}: state must hold one loss scale, got loss_scale of shape"
+      f" {shape}. Of a state that vmap has mapped, write each member by itself:"
+      " jax.tree.map(lambda x: x[0], state)."
+    )
+  scale = float(state.loss_scale)
+  low, high = _policies.bounds(policy)
+  # The scale is the bound in float32.
+  if low is not None and not np.float32(low) <= scale <= np.float32(high):
+    raise ValueError(
+      f"{function}: the scale in the state must be between the floor"
+      f" {_show(low)} and the ceiling {_show(high)} of the policy, got {scale}."
+      " Ours would go back there in the next step, and theirs would not. Set it"
+      " with set_loss_scale(state, ...)."
+    )
+  return scale, int(state.finite_count)
 
 
 def count_below(count: int, interval: int) -> int:
@@ -65,3 +108,8 @@ def count_below(count: int, interval: int) -> int:
   step, as that system does from one step before the interval.
   """
   return min(count, int(interval) - 1)
+
+
+def _show(value: Any) -> str:
+  is_number = isinstance(value, (int, float))
+  return _checks.show_bound(value) if is_number else repr(value)

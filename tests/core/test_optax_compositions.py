@@ -333,3 +333,40 @@ def test_two_scales_and_one_optimizer_take_one_decision(overflowing_loss):
   scales = [s.loss_scale for s in scale_states]
   assert scales.pop(overflowing_loss) == 2.0**14
   assert scales == [2.0**15]
+
+
+has_monitor = pytest.mark.skipif(
+  not hasattr(optax, "monitor"), reason="this version of Optax has none"
+)
+
+
+@has_monitor
+@pytest.mark.parametrize("jitted", [True, False])
+def test_the_message_for_a_monitor_inside_says_how_to_use_it(jitted):
+  """Its state grows in the first update, so that nothing can be selected."""
+  monitor = optax.monitor({"norm": optax.tree.norm})
+  tx = ols.with_loss_scaling(optax.chain(monitor, optax.sgd(1.0)))
+  w = jnp.ones(2)
+  update = jax.jit(tx.update) if jitted else tx.update
+  with pytest.raises(ValueError, match=r"monitor.*chain it around"):
+    update(w, tx.init(w), w)
+
+
+@has_monitor
+def test_a_monitor_around_and_a_snapshot_inside_measure_the_true_gradients():
+  norm = optax.tree.norm
+  clip = optax.clip_by_global_norm(1.0)
+  snapshot = optax.snapshot("clipped", norm)
+  tx = optax.chain(
+    optax.monitor({"norm": norm}),
+    ols.with_loss_scaling(optax.chain(clip, snapshot, optax.sgd(1.0))),
+  )
+  w = jnp.array([3.0, 4.0])
+  state = tx.init(w)
+  step = jax.jit(tx.update)
+  for grads, expected in ((w, 5.0), (w * jnp.nan, jnp.nan), (2 * w, 10.0)):
+    updates, state = step(grads, state, w)
+    measured = optax.tree.get(state, "norm")
+    np.testing.assert_allclose(measured, expected)
+    np.testing.assert_allclose(optax.tree.get(state, "clipped"), 1.0)
+    assert jnp.all(jnp.isfinite(updates))

@@ -263,6 +263,27 @@ def test_select_if_finite_names_the_first_leaf_that_is_in_one_alone(
     ols.select_if_finite(state, applied, skipped)
 
 
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize(
+  "new, old", [("eval", "train"), (abs, max), (1.0, "train")], ids=repr
+)
+def test_select_if_finite_refuses_leaves_that_differ_and_are_no_arrays(
+  new, old, finite
+):
+  """It returned the old one of an applied step."""
+  state = ols.DynamicLossScale().init()._replace(last_finite=jnp.array(finite))
+  message = r"must be equal where they hold no arrays.*got .* at \['mode'\]"
+  with pytest.raises(ValueError, match=message):
+    ols.select_if_finite(state, {"mode": new}, {"mode": old})
+
+
+def test_select_if_finite_keeps_equal_leaves_that_are_no_arrays():
+  state = ols.DynamicLossScale().init()
+  word = "".join(["tr", "ain"])  # equal, and another object
+  applied, skipped = {"f": abs, "mode": word}, {"f": abs, "mode": "train"}
+  assert ols.select_if_finite(state, applied, skipped) == skipped
+
+
 def test_metrics_are_scalars_of_the_names_of_the_state():
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   state = tx.update(jnp.inf, tx.init(0.0))[1]

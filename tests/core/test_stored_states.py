@@ -2,17 +2,20 @@
 
 `stored` holds what each release wrote, of all policies, and what was written
 before the first one, by a headroom rule with other fields. If a field of a
-memory changes, its name in `FIELDS` changes with it, and the last tests say
-what those meet who go on from an older state.
+memory changes, it is recorded anew, and the last tests say what those meet who
+go on from an older state. What must be stored is generated: the classes from
+the public names, the policies from their hyperparameters.
 """
 
 import base64
 import collections
+import dataclasses
 import inspect
 import io
 import json
 import pathlib
 import pickle
+import typing
 
 from core.stored import record
 import equinox as eqx
@@ -39,23 +42,68 @@ def stored(version, kind):
   return base64.b64decode(as_text[kind])
 
 
-# Released. A pickle knows them by their order, and all others by their names.
-FIELDS = {
-  ols.LossScalingState: "loss_scale_state, inner_state",
-  ols.LossScaleState: "loss_scale, finite_count, notfinite_count, last_finite,"
-  " total_notfinite, memory",
-  ols.DynamicMemory: "hysteresis_left",
-  ols.HeadroomMemory: "limit, fail, held_count, quiet_count, wait, amax_window",
-  interop.DeepSpeedMemory: "hysteresis_left, grown",
-  interop.FairseqMemory: "steps, overflows",
-}
+def stored_fields():
+  """The fields of each class of a state, as this version stored their names.
+
+  A pickle knows them by their order, and all others by their names.
+  """
+  data = serialization.msgpack_restore(stored(ols.__version__, "msgpack"))
+  fields = {}
+  for name, policy in record.POLICIES.items():
+    _, state = data[name].values()
+    scale_state = state["loss_scale_state"]
+    fields[ols.LossScalingState] = list(state)
+    fields[ols.LossScaleState] = list(scale_state)
+    fields[type(policy.init().memory)] = list(scale_state["memory"])
+  return fields
+
+
+FIELDS = {k: fields for k, fields in stored_fields().items() if k is not tuple}
+PUBLIC = [x for x in (vars(ols) | vars(interop)).values() if inspect.isclass(x)]
+POLICY_CLASSES = [
+  x for x in PUBLIC if dataclasses.is_dataclass(x) and hasattr(x, "adjust")
+]
+
+
+def test_each_class_of_a_state_is_stored():
+  assert {x for x in PUBLIC if hasattr(x, "_fields")} == FIELDS.keys()
 
 
 @pytest.mark.parametrize("kind", FIELDS, ids=lambda x: x.__name__)
-def test_the_fields_of_a_state_are_those_that_were_released(kind):
-  assert ", ".join(kind._fields) == FIELDS[kind]
-  assert ", ".join(inspect.signature(kind).parameters) == FIELDS[kind]
+def test_the_fields_of_a_state_are_those_that_are_stored(kind):
+  assert list(kind._fields) == FIELDS[kind]
+  assert list(inspect.signature(kind).parameters) == FIELDS[kind]
   assert kind.__module__ in ("optax_lossscale", "optax_lossscale.interop")
+
+
+def other_values(kind, name, value):
+  """Other values of a hyperparameter, some of which may be out of range."""
+  if isinstance(value, bool):
+    return [not value]
+  if isinstance(value, (int, float)):
+    return [2 * value, value / 2, value + 1]
+  return typing.get_args(typing.get_type_hints(kind)[name])
+
+
+def remembered(policy):
+  return jax.tree.structure(policy.init().memory)
+
+
+@pytest.mark.parametrize("kind", POLICY_CLASSES, ids=lambda x: x.__name__)
+def test_a_state_of_each_policy_is_stored_whatever_makes_it_remember(kind):
+  """With each hyperparameter at another value, and at that of a stored one."""
+  policies = [x for x in record.POLICIES.values() if type(x) is kind]
+  assert policies, "store one of these"
+  is_stored = {remembered(policy) for policy in policies}
+  for policy in policies:
+    for field in dataclasses.fields(kind):
+      value = getattr(policy, field.name)
+      for other in other_values(kind, field.name, value):
+        try:
+          changed = dataclasses.replace(policy, **{field.name: other})
+        except (TypeError, ValueError):
+          continue
+        assert remembered(changed) in is_stored, f"store one with {changed}"
 
 
 def test_this_version_is_stored():

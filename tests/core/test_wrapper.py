@@ -132,6 +132,29 @@ def test_float64_gradients_keep_their_precision_and_range(scaled, factor):
     assert state.loss_scale_state.last_finite
 
 
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("max_norm", [None, 1e6, 0.5])
+@pytest.mark.parametrize("jitted", [True, False])
+def test_update_unscales_float64_as_exactly_as_unscale_grads(
+  dtype, max_norm, jitted
+):
+  """By a scale whose reciprocal float32 rounds."""
+  with jax.enable_x64(True):
+    scaled = np.linspace(1, 10, 101).astype(dtype)
+    tx = ols.with_loss_scaling(
+      optax.sgd(-1.0), 1000.0, grads_are_scaled=True, max_norm=max_norm
+    )
+    state = tx.init(scaled)
+    update = jax.jit(tx.update) if jitted else tx.update
+    updates, _ = update(jnp.asarray(scaled), state, scaled)
+    expected = ols.unscale_grads(jnp.asarray(scaled), state)
+    norm = np.linalg.norm(expected)
+    clip = min(1.0, (max_norm or 1e6) / norm)
+    # The norm is float32.
+    rtol = 1e-7 if clip < 1 else 0
+    np.testing.assert_allclose(updates, expected * clip, rtol=rtol, atol=0)
+
+
 @pytest.mark.parametrize(
   "dtype, fills",
   [
@@ -238,8 +261,8 @@ def test_check_updates_looks_at_the_updates_in_the_dtype_of_the_params(
 @pytest.mark.parametrize(
   "applied, flags",
   [
-    (True, [True, 2, np.int32(2), np.uint8(4), np.int32(-1), 0.5, INF]),
-    (False, [np.bool_(False), 0, np.float16(0.0), -0.0, NAN]),
+    (True, [True, 2, np.int32(2), np.uint8(4), np.int32(-1), 0.5, INF, 1j]),
+    (False, [np.bool_(False), 0, np.float16(0.0), -0.0, NAN, 0j]),
   ],
   ids=["applied", "skipped"],
 )
@@ -254,6 +277,19 @@ def test_a_number_given_as_grads_finite_counts_by_its_truth(
       _, state = update(grads, SGD.init(w), w, grads_finite=flag)
       expected = applied and finite
       assert state.loss_scale_state.last_finite == expected, flag
+
+
+# jit itself refuses or rounds these, if they are its arguments.
+EXTREMES = [2**40, -(2**2000), np.int64(2**40), np.float64(1e-300), 1e300]
+
+
+@pytest.mark.parametrize("flag", EXTREMES, ids=lambda x: f"{x!s:.9}")
+def test_a_number_that_int32_or_float32_cannot_hold_is_a_true_flag(flag):
+  w = jnp.ones(2)
+  update = functools.partial(SGD.update, grads_finite=flag)
+  for step in (update, jax.jit(update)):
+    _, state = step(w, SGD.init(w), w)
+    assert state.loss_scale_state.last_finite
 
 
 @pytest.mark.parametrize(
@@ -287,7 +323,19 @@ def test_what_the_caller_knows_of_the_gradients_must_be_one_number(
 @pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize(
   "amax, seen",
-  [(16.0, 16.0), (-16, 16.0), (np.float16(0.5), 2.0), (0, 2.0), (None, 2.0)],
+  [
+    (16.0, 16.0),
+    (-16, 16.0),
+    (np.float16(0.5), 2.0),
+    (0, 2.0),
+    (None, 2.0),
+    (True, 2.0),
+    (np.uint8(16), 16.0),
+    (16j, 16.0),
+    (3 + 4j, 5.0),
+    (NAN, 2.0),
+    (np.float32(NAN), 2.0),
+  ],
 )
 def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(
   amax, seen, jitted
@@ -302,6 +350,46 @@ def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(
   updates, state = update(jnp.array([8.0, -4.0]), state, w, grads_amax=amax)
   assert updates.tolist() == [-2.0, 1.0]
   assert state.loss_scale_state.memory.amax_window[0] == seen
+
+
+@pytest.mark.parametrize(
+  "amax, seen",
+  [(2**40, 2.0**40), (np.int64(-(2**40)), 2.0**40), (1e-300, 2.0)],
+)
+def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
+  amax, seen
+):
+  state = SEEING.init(1.0)
+  update = functools.partial(SEEING.update, grads_amax=amax)
+  for step in (update, jax.jit(update)):
+    _, after = step(jnp.float32(2), state, jnp.float32(1))
+    assert after.loss_scale_state.memory == seen
+
+
+@pytest.mark.parametrize(
+  "amax", [2**2000, 1e300, np.float64(1e300)], ids=lambda x: f"{x!s:.9}"
+)
+def test_a_grads_amax_above_float32_is_its_largest_number(amax):
+  """As a gradient in float64 is, which is finite."""
+  state = SEEING.init(1.0)
+  _, after = SEEING.update(1.0, state, 1.0, grads_amax=amax)
+  largest = float(jnp.finfo(jnp.float32).max)
+  assert after.loss_scale_state.memory == largest
+
+
+class Seeing:
+  """A policy that remembers the largest gradient that it was told of."""
+
+  def init(self):
+    state = ols.FixedLossScale(1.0).init()
+    return state._replace(memory=jnp.float32(0))
+
+  def adjust(self, state, grads_finite, *, grads_amax=None):
+    state = ols.FixedLossScale(1.0).adjust(state, grads_finite)
+    return state._replace(memory=grads_amax)
+
+
+SEEING = ols.with_loss_scaling(optax.sgd(1.0), Seeing())
 
 
 # Skipping.

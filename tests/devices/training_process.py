@@ -15,7 +15,9 @@ import sys
 from helpers import exact_model, sharding
 from helpers.sharded_runs import ShardedRun, ShardMapRun
 import jax
-from jax.sharding import AxisType
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import optax_lossscale as ols
@@ -45,11 +47,37 @@ def main(config):
 
 def train(config):
   """All steps in one program, under sharded jit and under shard_map."""
+  assert_members_elsewhere_are_to_be_gathered()
   batches, _ = exact_model.make_batches(config["steps"])
   return {
     "jit": ShardedRun("fsdp", AxisType.Auto).train(batches),
     "shard_map": ShardMapRun("two axes, sharded", False).train(batches),
   }
+
+
+def assert_members_elsewhere_are_to_be_gathered():
+  """Of a state that vmap has mapped, each device has one member."""
+  state = jax.vmap(lambda _: ols.DynamicLossScale().init())(np.ones(N_DEVICES))
+  state = jax.tree.map(np.asarray, state)
+  state = state._replace(notfinite_count=np.arange(N_DEVICES, dtype=np.int32))
+  mesh = sharding.make_mesh((N_DEVICES,), ("members",))
+  shardings = jax.tree.map(lambda _: NamedSharding(mesh, P("members")), state)
+  state = {"opt": sharding.put(state, shardings)}
+  try:
+    ols.raise_if_stuck(state, N_DEVICES - 1)
+  except ValueError as error:
+    assert "process_allgather" in str(error)
+  else:
+    raise AssertionError("raise_if_stuck read what it does not have")
+  whole = multihost_utils.process_allgather(
+    ols.get_loss_scale_state(state), tiled=True
+  )
+  try:
+    ols.raise_if_stuck(whole, N_DEVICES - 1)
+  except ols.LossScaleError as error:
+    assert f"The last {N_DEVICES - 1} steps" in str(error)
+  else:
+    raise AssertionError("the last member was not seen")
 
 
 def train_and_save(config):

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import plots
+from optax_lossscale import interop, plots
 from optax_lossscale.diagnostics import _gradients, _leaves
 
 NAN, INF = float("nan"), float("inf")
@@ -257,6 +257,35 @@ def test_a_floor_that_float32_rounds_is_reached():
     ols.raise_if_stuck(stuck(policy, 5), 5, policy=policy)
 
 
+FAIRSEQ = [
+  {},
+  {"min_scale": 1.0},
+  {"min_scale": 0.3},
+  {"threshold": 4.0},
+  {"threshold": 3.0, "min_scale": 1.0},
+  {"threshold": 1.0, "min_scale": 1.0},
+  {"threshold": 0.5, "min_scale": 1.0},
+]
+
+
+@pytest.mark.parametrize("options", FAIRSEQ, ids=str)
+def test_the_floor_of_fairseq_is_where_its_rule_stops(options):
+  """Above its min_scale, where it raises an error."""
+  policy = interop.FairseqLossScale(10, init_scale=8.0, **options)
+  state, floors = policy.init(), []
+  for _ in range(24):
+    before, state = state, policy.adjust(state, False)
+    at_floor = ols.loss_scale_metrics(before, policy=policy)["skips_at_floor"]
+    floors.append(at_floor.item())
+    stays = not before.last_finite and state.loss_scale == before.loss_scale
+    assert at_floor == stays
+  assert floors[0] == 0 and floors[-1] == 1
+  assert state.loss_scale > policy.min_scale
+  lower = "lower threshold and min_s" if "threshold" in options else "lower min"
+  with pytest.raises(ols.LossScaleError, match=f"lowest allowed .*: {lower}"):
+    ols.raise_if_stuck(state, 5, policy=policy)
+
+
 def sparse_run(steps):
   """A state after steps of which every tenth is lost, and none in a row."""
   policy = ols.DynamicLossScale()
@@ -291,6 +320,31 @@ def test_of_many_members_the_worst_is_told():
   states = stack(ols.FixedLossScale(4.0).init(), FIXED)
   with pytest.raises(ols.LossScaleError, match=r"last 5 steps .* is 1024"):
     ols.raise_if_stuck(states, max_consecutive_skips=5)
+
+
+class OfManyProcesses:
+  """An array as one process sees it that holds a part or a copy of it."""
+
+  is_fully_addressable = False
+
+  def __init__(self, value, *, is_fully_replicated):
+    self.value = np.asarray(value)
+    self.is_fully_replicated = is_fully_replicated
+
+  def __array__(self, *args, **kwargs):
+    assert self.is_fully_replicated
+    return self.value
+
+
+def test_members_that_other_processes_hold_are_to_be_gathered():
+  """devices/test_processes.py has the real arrays."""
+  seen = lambda whole: jax.tree.map(
+    lambda x: OfManyProcesses(x, is_fully_replicated=whole), AT_FLOOR
+  )
+  with pytest.raises(ValueError, match=r"sharded over processes.*allgather"):
+    ols.raise_if_stuck(seen(False))
+  with pytest.raises(ols.LossScaleError, match="The last 5 steps"):
+    ols.raise_if_stuck(seen(True), 5)
 
 
 TOGETHER = "max_skipped_share and steps must be given together"

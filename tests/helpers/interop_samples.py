@@ -14,6 +14,7 @@ TORCH = {
   "growth_interval": 20,
   "_growth_tracker": 3,
 }
+NEMO = {**TORCH, "_hysteresis_tracker": 2}
 FLAX_FIELDS = {
   "growth_factor": 2.0,
   "backoff_factor": 0.5,
@@ -107,6 +108,11 @@ CALLS = {
     KERAS_3_VARIABLES,
   ),
   "torch": (interop.from_torch, TORCH),
+  "NeMo": (lambda v: interop.from_torch(v, hysteresis=2), NEMO),
+  "NeMo, settings": (
+    lambda v: interop.from_torch(NEMO, **v),
+    {"hysteresis": 2},
+  ),
   "Flax": (interop.from_flax, FLAX),
   "Flax, fields": (
     lambda v: interop.from_flax({"fin_steps": 3, "scale": 1024.0}, **v),
@@ -152,7 +158,10 @@ OPTIONAL = {
   "fairseq, scale": {"loss_scale"},
 }
 # Calls that are not given the dict itself.
-OBJECTS = [CALLS[name][0] for name in ("jmp", "MindSpore", "fairseq, scale")]
+OBJECTS = [
+  CALLS[name][0]
+  for name in ("jmp", "MindSpore", "fairseq, scale", "NeMo, settings")
+]
 
 
 class Hostile:
@@ -211,6 +220,7 @@ WRONG_VALUE = {
 }
 # What of these is right for some keys.
 RIGHT = {
+  "_hysteresis_tracker": ["a negative"],
   "hysteresis_tracker": ["a negative"],  # They go on counting below zero.
   "cur_hysteresis": ["a negative"],
   "fp16_scale_tolerance": ["a subnormal"],

@@ -5,6 +5,7 @@ import re
 from helpers import interop_samples as samples
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from optax_lossscale import interop
@@ -236,6 +237,76 @@ def test_what_they_would_not_write_is_refused(call, given, message):
 def test_a_deepspeed_scaler_must_agree_with_its_block(key, value):
   with pytest.raises(ValueError, match=f"{key}.*as in the fp16 block"):
     interop.from_deepspeed(samples.FP16, {**samples.DEEPSPEED, key: value})
+
+
+@pytest.mark.parametrize(
+  "state", [0, False, "", [], np.zeros(2), np.ones(3), 1.5], ids=repr
+)
+def test_a_state_of_a_fixed_megatron_scale_is_a_dict_or_none(state):
+  message = "from_megatron: state_dict of a fixed scale must be a dict"
+  with pytest.raises(TypeError, match=message):
+    interop.from_megatron({"loss_scale": 8}, state)
+  for empty in ({}, None):
+    interop.from_megatron({"loss_scale": 8}, empty)
+
+
+@pytest.mark.parametrize(
+  "optimizer",
+  ["adam", None, {"class_name": "Adam", "config": {"learning_rate": 0.1}}],
+  ids=str,
+)
+def test_a_compiled_optimizer_that_does_not_scale_is_named(optimizer):
+  message = "optimizer in the compile configuration must be .*[Aa]dam|missing"
+  with pytest.raises(ValueError, match=message):
+    interop.from_keras({"optimizer": optimizer, "loss": "mse"})
+
+
+@pytest.mark.parametrize(
+  "state, more, message",
+  [
+    ({"_hysteresis_tracker": 1}, {}, "settings of NeMo .* hysteresis is missi"),
+    ({}, {"hysteresis": 2}, "must hold .* _hysteresis_tracker is missing"),
+    ({"_hysteresis_tracker": 3}, {"hysteresis": 2}, "at most .* 2, got 3"),
+    ({"_hysteresis_tracker": 1}, {"hysteresis": 0}, "hysteresis in .* integer"),
+  ],
+)
+def test_a_scaler_of_nemo_needs_its_tracker_and_its_setting(
+  state, more, message
+):
+  with pytest.raises(ValueError, match=f"from_torch: .*{message}"):
+    interop.from_torch({**samples.TORCH, **state}, **more)
+
+
+@pytest.mark.parametrize("block", [{"loss_scale": 8}, {"enabled": False}])
+@pytest.mark.parametrize(
+  "state, message",
+  [
+    ({}, "must hold cur_scale"),
+    ({"cur_scale": 64.0}, "cur_scale in .* must be [18].0, as in the fp16"),
+    (samples.DEEPSPEED, "unknown key 'cur_iter' in state of a fixed scale"),
+    ({"scale": 8.0}, "unknown key 'scale'"),
+  ],
+  ids=repr,
+)
+def test_a_state_that_is_not_of_a_fixed_deepspeed_scale_is_refused(
+  block, state, message
+):
+  with pytest.raises(ValueError, match=message):
+    interop.from_deepspeed(block, state)
+
+
+def test_the_state_of_a_scale_that_moves_is_none_of_a_fixed_one():
+  kinds = [({"loss_scale": 1024}, True), ({}, False)]
+  for block, dynamic in kinds:
+    state = {**samples.DEEPSPEED, "dynamic": dynamic}
+    if block:
+      state = {"cur_scale": 1024.0, "dynamic": dynamic}
+    message = f"dynamic in state.* must be {not dynamic}, as .*got {dynamic}"
+    with pytest.raises(ValueError, match=message):
+      interop.from_deepspeed(block, state)
+  for state in (0, [8.0], "8"):
+    with pytest.raises(TypeError, match="state of a fixed scale must be"):
+      interop.from_deepspeed({"loss_scale": 8}, state)
 
 
 def test_a_version_that_is_none_is_an_error():

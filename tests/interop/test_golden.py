@@ -73,6 +73,10 @@ def with_scale_array(saved):
   return {**saved, "scale": np.array(saved["scale"], np.float32)}
 
 
+# The recorded scaler has the defaults of a block with one setting in it.
+POWER = {"initial_scale_power": 16}
+
+
 def deepspeed_counts(counters, settings, more):
   """DeepSpeed counts from the last overflow; ours from the last growth, too."""
   window = settings.get("loss_scale_window", 1000)
@@ -120,8 +124,8 @@ SYSTEMS = {
   ),
   "deepspeed, old": System(
     "deepspeed_old",
-    lambda s: interop.from_deepspeed(s, version="0.17.0"),
-    lambda s, d: interop.from_deepspeed(s, d, version="0.17.0"),
+    lambda s: interop.from_deepspeed({**POWER, **s}, version="0.17.0"),
+    lambda s, d: interop.from_deepspeed({**POWER, **s}, d, version="0.17.0"),
     functools.partial(deepspeed_counts, more=0),
   ),
   "deepspeed, new": System(
@@ -296,6 +300,37 @@ def test_the_hysteresis_kernel_goes_on_as_its_own_rule_does(window, hysteresis):
       )
       expected = [(scale, growth) for scale, growth, _ in trace[half:]]
       assert run(policy, state, steps[half:]) == expected
+
+
+@pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
+def test_the_scaler_of_nemo_goes_on_as_the_kernel_does(window, hysteresis):
+  settings = {**samples.TORCH, "growth_interval": window}
+  for steps in all_strings(window, hysteresis):
+    start = {"scale": 2.0**16, "tracker": hysteresis}
+    trace = list(kernel(steps, window=window, hysteresis=hysteresis, **start))
+    half = len(steps) // 2
+    scale, growth, tracker = trace[half - 1]
+    saved = {"scale": scale, "_growth_tracker": growth}
+    tensor = np.array([tracker], np.int32)
+    policy, state = interop.from_torch(
+      {**settings, **saved, "_hysteresis_tracker": tensor},
+      hysteresis=hysteresis,
+    )
+    expected = [(scale, growth) for scale, growth, _ in trace[half:]]
+    assert run(policy, state, steps[half:]) == expected
+
+
+def test_factors_that_are_no_powers_of_two_may_differ_in_the_last_bit():
+  """torch multiplies a float32 scale by a float64 factor; ours is float32."""
+  rule = {**samples.TORCH, "growth_factor": 1.1, "growth_interval": 1}
+  differ = 0
+  for scale in np.geomspace(1, 2.0**16, 100, dtype=np.float32):
+    policy, state = interop.from_torch({**rule, "scale": scale})
+    ours = policy.adjust(state, True).loss_scale
+    theirs = np.float32(np.float64(scale) * 1.1)
+    np.testing.assert_array_max_ulp(np.asarray(ours), theirs, maxulp=1)
+    differ += bool(ours != theirs)
+  assert 0 < differ < 100
 
 
 def test_amp_starts_below_its_ceiling():

@@ -80,6 +80,21 @@ AMP_8 = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 900}}
 PADDLE_8 = {**samples.PADDLE, "scale": 8.0, "use_dynamic_loss_scaling": False}
 TF_8 = {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": None}
 KERAS_3 = {**samples.KERAS_3, "inner_optimizer": {}, "name": "x"}
+OLD_SERIALIZED = serialized("MixedPrecisionLossScaleOptimizer", OLD_QUARTERS)
+# As Keras 3 writes it into the `compile_config` of a model.
+COMPILED = {
+  "optimizer": {
+    **serialized("LossScaleOptimizer", KERAS_3),
+    "registered_name": None,
+  },
+  "loss": "mse",
+  "loss_weights": None,
+  "metrics": ["mae"],
+  "weighted_metrics": None,
+  "run_eagerly": False,
+  "steps_per_execution": 1,
+  "jit_compile": True,
+}
 NO_FLOOR = ols.DynamicLossScale(1024.0, min_scale=2.0**-126)
 BY_20, BY_21 = (
   dataclasses.replace(NO_FLOOR, growth_interval=n) for n in (20, 21)
@@ -113,12 +128,10 @@ POLICIES = [
   (KERAS, {"dynamic": True}, DYNAMIC),
   (KERAS, samples.TF_1, ols.DynamicLossScale(64.0, growth_interval=20)),
   (KERAS, QUARTERS, BY_QUARTERS),
-  (
-    KERAS,
-    serialized("MixedPrecisionLossScaleOptimizer", OLD_QUARTERS),
-    BY_QUARTERS,
-  ),
+  (KERAS, OLD_SERIALIZED, BY_QUARTERS),
   (KERAS, serialized("LossScaleOptimizer", KERAS_3), BY_20),
+  (KERAS, COMPILED, BY_20),
+  (KERAS, {"optimizer": OLD_SERIALIZED, "loss": {}}, BY_QUARTERS),
   (FLAX, {**samples.FLAX, "minimum_scale": None}, BY_21),
   (
     FLAX,
@@ -162,6 +175,80 @@ def test_a_deepspeed_scaler_without_hysteresis_need_not_hold_any():
   state = {k: v for k, v in samples.DEEPSPEED.items() if k != "cur_hysteresis"}
   settings = {**samples.FP16, "hysteresis": 1}
   assert interop.from_deepspeed(settings, state)[1].loss_scale == 1024
+
+
+class LossScaler:
+  """As a ZeRO checkpoint holds the one of DeepSpeed."""
+
+  def __init__(self, **attributes):
+    vars(self).update(attributes)
+
+
+def deepspeed_scaler(init_scale=2.0**32, delayed_shift=1):
+  """The attributes of DeepSpeed's DynamicLossScaler after three steps."""
+  return LossScaler(
+    cur_scale=init_scale,
+    dynamic=True,
+    cur_iter=3,
+    last_overflow_iter=-1,
+    scale_factor=2.0,
+    scale_window=1000,
+    min_scale=1,
+    delayed_shift=delayed_shift,
+    cur_hysteresis=delayed_shift,
+    consecutive_hysteresis=False,
+    raise_error_at_min_scale=True,
+  )
+
+
+# The version, what is set of a dynamic scale, and the power and the hysteresis
+# of the scaler that ZeRO makes of it.
+DEEPSPEED_DEFAULTS = [
+  ("0.7.7", {}, 32, 1),
+  ("0.7.7", {"hysteresis": 2}, 32, 2),
+  ("0.8.0", {}, 32, 1),
+  ("0.8.0", {"min_loss_scale": 1}, 16, 2),
+  ("0.9.2", {"consecutive_hysteresis": False}, 32, 1),
+  ("0.9.3", {"consecutive_hysteresis": False}, 16, 2),
+  ("0.17.0", {}, 32, 1),
+  ("0.17.0", {"loss_scale_window": 1000}, 16, 2),
+  ("0.17.0", {"loss_scale_window": None}, 32, 1),
+  ("0.17.1", {}, 16, 2),
+]
+
+
+@pytest.mark.parametrize("version, block, power, hyst", DEEPSPEED_DEFAULTS)
+def test_a_deepspeed_block_has_the_defaults_of_its_version(
+  version, block, power, hyst
+):
+  block = {"enabled": True, "loss_scale": 0, **block}
+  policy, _ = interop.from_deepspeed(block, version=version)
+  assert (policy.init_scale, policy.hysteresis) == (2.0**power, hyst)
+  assert policy.growth_interval == 1000
+  # Its settings must agree with those of the block.
+  saved = deepspeed_scaler(2.0**power, hyst)
+  _, state = interop.from_deepspeed(block, saved, version)
+  assert (state.loss_scale, state.finite_count) == (2.0**power, 3)
+
+
+def test_before_deepspeed_read_it_consecutive_hysteresis_has_no_effect():
+  block = {"hysteresis": 2, "consecutive_hysteresis": True}
+  for version, refill in ("0.9.2", "growth"), ("0.9.3", "finite"):
+    policy, _ = interop.from_deepspeed(block, version=version)
+    assert policy.hysteresis_refill == refill
+
+
+@pytest.mark.parametrize("block", [{"loss_scale": 8}, {"enabled": False}])
+def test_the_scaler_of_a_fixed_deepspeed_scale_is_read(block):
+  scale = float(block.get("loss_scale", 1))
+  for saved in (
+    {"cur_scale": scale},
+    LossScaler(cur_scale=scale),  # before 0.9
+    LossScaler(cur_scale=scale, dynamic=False),
+  ):
+    policy, state = interop.from_deepspeed(block, saved)
+    assert policy == ols.FixedLossScale(scale)
+    assert state.loss_scale == scale
 
 
 def test_the_version_names_the_rule():

@@ -7,6 +7,7 @@ from helpers import interop_samples as samples
 from interop.golden import record_common as common
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -155,8 +156,13 @@ def test_only_a_state_that_is_known_is_written(write):
   with pytest.raises(TypeError, match=r"traced|Abstract tracer"):
     jax.jit(lambda s: write(policy, s))(state)
   batch = jax.tree.map(lambda x: jnp.stack([x, x]), state)
-  with pytest.raises(TypeError, match="scalar"):
+  message = (
+    rf"{write.__name__}: state .* of shape \(2,\).* each member by itself"
+  )
+  with pytest.raises(ValueError, match=message):
     write(policy, batch)
+  first = jax.tree.map(lambda x: x[0], batch)
+  assert write(policy, first) == write(policy, state)
 
 
 def test_a_fixed_scale_is_written_where_there_is_one():
@@ -164,8 +170,10 @@ def test_a_fixed_scale_is_written_where_there_is_one():
   assert interop.to_torch(one, one.init()) == {}
   with pytest.raises(ValueError, match=r"to_torch.*scale"):
     interop.to_torch(two, two.init())
-  with pytest.raises(TypeError, match="to_flax: policy"):
-    interop.to_flax(one, one.init())
+  for policy in (one, two):  # Flax has none.
+    message = r"to_flax: policy must be a DynamicLossScale, whose"
+    with pytest.raises(TypeError, match=message):
+      interop.to_flax(policy, policy.init())
 
 
 def test_the_state_may_be_anywhere_in_an_optimizer_state():
@@ -173,3 +181,65 @@ def test_the_state_may_be_anywhere_in_an_optimizer_state():
   opt_state = ols.with_loss_scaling(optax.sgd(0.1), policy).init({"w": 1.0})
   written = interop.to_keras(policy, opt_state)
   assert written == interop.to_keras(policy, policy.init())
+
+
+@dataclasses.dataclass(frozen=True)
+class OneMore(ols.DynamicLossScale):
+  """A policy with hyperparameters that no other system has heard of."""
+
+  warmup: int = 0
+  kind: str = "usual"
+
+
+@dataclasses.dataclass(frozen=True)
+class OneMoreFixed(ols.FixedLossScale):
+  scale: float = 1.0
+  warmup: int = 0
+
+
+@pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
+def test_a_new_hyperparameter_is_not_dropped(write):
+  """What is refused is generated from the fields of the policy."""
+  policy = OneMore(**dataclasses.asdict(TO[write]))
+  assert write(policy, policy.init()) == write(TO[write], policy.init())
+  for change in {"warmup": 1000}, {"kind": "other"}:
+    ((name, value),) = change.items()
+    new = dataclasses.replace(policy, **change)
+    message = f"{write.__name__}: .* cannot express {name} = {value}: it has no"
+    with pytest.raises(ValueError, match=message):
+      write(new, new.init())
+
+
+@pytest.mark.parametrize("write", [interop.to_torch, interop.to_keras])
+def test_a_new_hyperparameter_of_a_fixed_scale_is_not_dropped(write):
+  policy = OneMoreFixed(warmup=1000)
+  with pytest.raises(ValueError, match=r"cannot express warmup = 1000"):
+    write(policy, policy.init())
+
+
+@pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
+def test_a_refill_without_hysteresis_has_no_effect_and_is_not_refused(write):
+  policy = dataclasses.replace(TO[write], hysteresis_refill="finite")
+  assert write(policy, policy.init()) == write(TO[write], policy.init())
+
+
+@pytest.mark.parametrize("write", [interop.to_keras, interop.to_flax])
+def test_a_scale_below_the_floor_is_not_written(write):
+  """Ours would go back to the floor in the next step, and theirs would not."""
+  policy = ols.DynamicLossScale()
+  state = ols.set_loss_scale(policy.init(), 0.5)
+  message = r"must be between the floor 1 and .*, got 0.5. .* Set it"
+  with pytest.raises(ValueError, match=message):
+    write(policy, state)
+  assert write(policy, policy.adjust(state, True))
+
+
+@pytest.mark.parametrize("floor", [0.7, 0.1, 0.3, 1e-4])
+def test_a_scale_at_a_floor_that_float32_rounds_is_read_back(floor):
+  policy = ols.DynamicLossScale(1.0, min_scale=floor)
+  state = policy.init()
+  for _ in range(20):
+    state = policy.adjust(state, False)
+  again, read = interop.from_flax(interop.to_flax(policy, state))
+  assert again == dataclasses.replace(policy, init_scale=again.init_scale)
+  assert read.loss_scale == state.loss_scale == np.float32(floor)

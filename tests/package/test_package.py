@@ -98,13 +98,14 @@ MODULES = {
   str(path.relative_to(PACKAGE).with_suffix("")).replace("/", "."): path
   for path in sorted(PACKAGE.rglob("*.py"))
 }
-# Beside jax, which brings numpy: what reads values on the host uses it, and
-# what counts with whole numbers. Plots are drawn with matplotlib, which is
-# imported when one is asked for.
+# Beside jax, which brings numpy: what reads values on the host uses it (among
+# them the evidence that update is given), and what counts with whole numbers.
+# Plots are drawn with matplotlib, which is imported when one is asked for.
 MAY_USE_NUMPY = (
   "_jaxprs._operations",
   "diagnostics.",
   "interop.",
+  "_measurement",
   "_monitoring",
   "plots",
 )

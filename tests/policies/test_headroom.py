@@ -369,6 +369,7 @@ BAD = [
   ({"max_scale": 2.0**127}, ValueError, "got max_scale = 1.7"),
   ({"min_scale": 2.0**16}, ValueError, "min_scale <= init_scale"),
   ({"dtype": jnp.int8}, TypeError, "dtype must be a float dtype"),
+  ({"dtype": None}, TypeError, "got dtype = None"),
   ({"dtype": "half-ish"}, TypeError, "got dtype = 'half-ish'"),
   ({"target": -65}, ValueError, r"target must be an integer in \[-64, 64\]"),
   ({"target": -2.5}, ValueError, "got target = -2.5"),

@@ -24,7 +24,8 @@ STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 class DynamicLossScaler(common.Scaler):
   def start(self):
     fp16 = self.settings
-    # The engine's own reading of the block, where this version has it.
+    # As the engine reads a block in which at least one of these is set. Without
+    # any, 0.17.0 gives no arguments: the class then has 2**32 and 1.
     arguments = {
       "init_scale": 2 ** fp16.get("initial_scale_power", 16),
       "scale_window": fp16.get("loss_scale_window", 1000),
