@@ -264,7 +264,7 @@ def precision_report(
   told = [(_note(step), step) for step in steps]
   notes += [f"{note}, {step.place.source}" for note, step in told if note]
   report = _reported(steps, as_dtype, notes)
-  return dataclasses.replace(report, warnings=tuple(traced.warnings))
+  return dataclasses.replace(report, warnings=tuple(map(str, traced.mistakes)))
 
 
 def _reported(

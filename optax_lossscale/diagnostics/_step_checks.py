@@ -17,44 +17,69 @@ import numpy as np
 from optax_lossscale import _arrays, _named_values
 from optax_lossscale._jaxprs import _dependence, _equations, _places, _walk
 
-_NOT_SCALED = (
+
+class Mistake(NamedTuple):
+  """A mistake in a training step.
+
+  Attributes:
+    cause: what is wrong, and what follows from it.
+    fix: what to do.
+  """
+
+  cause: str
+  fix: str
+
+  def __str__(self) -> str:
+    return f"{self.cause} {self.fix}"
+
+
+_NOT_SCALED = Mistake(
   "update received gradients of an unscaled loss{names}, so small float16"
-  " gradients underflow. Differentiate with ols.value_and_grad(loss_fn,"
-  " opt_state)."
+  " gradients underflow.",
+  "Differentiate with ols.value_and_grad(loss_fn, opt_state).",
 )
-_OTHER_STATE = (
+_OTHER_STATE = Mistake(
   "update received gradients{names} that the state of another optimizer scaled,"
   " so its own loss scale does not act and falls with each overflow of the"
-  " other. Pass the state of the same optimizer to ols.value_and_grad(loss_fn,"
-  " opt_state)."
+  " other.",
+  "Pass the state of the same optimizer to ols.value_and_grad(loss_fn,"
+  " opt_state).",
 )
-_CAST_TO_HALF = (
+_CAST_TO_HALF = Mistake(
   "update received gradients{names} that were cast to half precision after they"
-  " were unscaled, so small ones are zero. Keep true gradients in float32, also"
-  " where micro-batches are added up."
+  " were unscaled, so small ones are zero.",
+  "Keep true gradients in float32, also where micro-batches are added up.",
 )
-_NEVER_UNSCALED = (
+_NEVER_UNSCALED = Mistake(
   "update received gradients{names} that were never unscaled: they halve if the"
-  " loss scale halves. Call ols.unscale_grads(grads, opt_state), or create the"
-  " optimizer with grads_are_scaled=True."
+  " loss scale halves.",
+  "Call ols.unscale_grads(grads, opt_state), or create the optimizer with"
+  " grads_are_scaled=True.",
 )
-_UNSCALED_TWICE = (
+_UNSCALED_TWICE = Mistake(
   "update received gradients{names} that double if the loss scale halves: they"
-  " were unscaled twice, or clipped while they were scaled. The gradients of"
-  " ols.value_and_grad and ols.grad are unscaled: drop unscale_grads and"
-  " grads_are_scaled=True. Clip inside of with_loss_scaling."
+  " were unscaled twice, or clipped while they were scaled.",
+  "Drop unscale_grads and grads_are_scaled=True, since ols.value_and_grad and"
+  " ols.grad return unscaled gradients. Clip inside of with_loss_scaling.",
 )
-_DEPENDS_ON_SCALE = (
+_DEPENDS_ON_SCALE = Mistake(
   "update received gradients{names} that depend on the loss scale: they change"
   " by a factor of {factor:.3g} if it halves. Something is added to, or cut off"
-  " from, the loss or the gradients while they are scaled. Change them after"
-  " ols.value_and_grad has unscaled them."
+  " from, the loss or the gradients while they are scaled.",
+  "Change them after ols.value_and_grad has unscaled them.",
 )
-_HIDDEN = (
+_NOT_RUN = Mistake(
+  "update did not run{often} in this step, so the parameters and the loss scale"
+  " stayed the same.",
+  "Let the branch around it be taken, or take it out of the branch:"
+  " with_loss_scaling skips bad steps itself.",
+)
+_HIDDEN = Mistake(
   "An overflow is hidden from update: value_and_grad returned gradients with"
   " an inf or a NaN, but update received finite ones. Something in between"
   " (nan_to_num, clipping, a mask) replaces them, so bad steps are applied and"
-  " the loss scale never decreases. Pass the gradients to update unchanged."
+  " the loss scale never decreases.",
+  "Pass the gradients to update unchanged.",
 )
 # The name of an input that is a loss scale.
 _LOSS_SCALE = re.compile(r"\.loss_scale(\.value|\[.*\])?$")
@@ -108,7 +133,7 @@ class Dependence(NamedTuple):
 
   outputs: list[Output]
   is_relevant: list[bool]
-  warnings: list[str]
+  warnings: list[Mistake]
 
 
 def check_dependence(
@@ -238,18 +263,18 @@ class _StepLabels:
     }
     return ratios.pop() if len(ratios) == 1 else None
 
-  def warnings(self) -> list[str]:
+  def warnings(self) -> list[Mistake]:
     """Returns the mistakes of all updates."""
-    found: dict[str, None] = {}
+    found: dict[Mistake, None] = {}
     for _, grads in itertools.groupby(self.grads, lambda grad: grad.update):
       found.update(dict.fromkeys(self._mistakes(list(grads))))
     return list(found)
 
-  def _mistakes(self, grads: list[_Grad]) -> Iterable[str]:
+  def _mistakes(self, grads: list[_Grad]) -> Iterable[Mistake]:
     names = [grad.name for grad in grads]
     rounded = [x for x in grads if x.labels & _ROUNDED and not x.is_scaled]
     if rounded:
-      yield _message(_CAST_TO_HALF, [x.name for x in rounded], names)
+      yield _fill_in(_CAST_TO_HALF, [x.name for x in rounded], names)
     # Gradients that are arguments of the step are not judged. With a fixed
     # scale, the loss may be multiplied by a constant.
     if grads[0].is_fixed or not grads[0].own_scale:
@@ -263,7 +288,7 @@ class _StepLabels:
       if not x.labels & self._scales and (not scaled or x.labels & _HALF)
     ]
     if unscaled:
-      yield _message(_NOT_SCALED, [x.name for x in unscaled], names)
+      yield _fill_in(_NOT_SCALED, [x.name for x in unscaled], names)
     foreign = [
       x
       for x in scaled
@@ -271,7 +296,7 @@ class _StepLabels:
       and not x.labels & x.own_scale
     ]
     if foreign:
-      yield _message(_OTHER_STATE, [x.name for x in foreign], names)
+      yield _fill_in(_OTHER_STATE, [x.name for x in foreign], names)
 
   def _tag_label(self, eqn: Any) -> int:
     if eqn not in self._label_of:
@@ -280,17 +305,16 @@ class _StepLabels:
     return self._label_of[eqn]
 
 
-def _message(
-  text: str, names: list[str], all_names: list[str], **kwargs: Any
-) -> str:
+def _fill_in(
+  mistake: Mistake, names: list[str], all_names: list[str], **kwargs: Any
+) -> Mistake:
   """Fills in the names, if these are not all gradients."""
   some = f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
-  return text.format(
-    names="" if len(names) == len(all_names) else some, **kwargs
-  )
+  shown = "" if len(names) == len(all_names) else some
+  return mistake._replace(cause=mistake.cause.format(names=shown, **kwargs))
 
 
-def check_flags(outputs: list[Output], outs: Sequence[Any]) -> list[str]:
+def check_flags(outputs: list[Output], outs: Sequence[Any]) -> list[Mistake]:
   """Checks a step that was run: did `update` run, and see each overflow?
 
   Args:
@@ -314,7 +338,8 @@ def check_flags(outputs: list[Output], outs: Sequence[Any]) -> list[str]:
     often = (
       "" if num_missed == ran.size else f" {num_missed} times of {ran.size}"
     )
-    return [f"update did not run{often} in this step."]
+    cause = _NOT_RUN.cause.format(often=often)
+    return [_NOT_RUN._replace(cause=cause)]
   faults = [x for out, x in pairs if out.kind == "unscaled"]
   overflows = not all(np.isfinite(np.asarray(x)).all() for x in faults)
   # An `update` that skips its step has seen an overflow: maybe all there are.
@@ -342,7 +367,7 @@ def check_measurement(
   outs: Sequence[Any],
   *,
   is_exact: bool,
-) -> list[str]:
+) -> list[Mistake]:
   """Checks by measurement that no gradient depends on the loss scale.
 
   The step is run with a half and with a quarter of each loss scale. Both are
@@ -377,18 +402,18 @@ def check_measurement(
   half = np.asarray(ratios[0], np.float64) / expected
   quarter = np.asarray(ratios[1], np.float64) / expected**2
   grads = [outputs[i] for i in judged]
-  warnings: dict[str, None] = {}
-  for text, factor in (_NEVER_UNSCALED, 0.5), (_UNSCALED_TWICE, 2.0):
+  mistakes: dict[Mistake, None] = {}
+  for mistake, factor in (_NEVER_UNSCALED, 0.5), (_UNSCALED_TWICE, 2.0):
     is_such = _is_near(half, factor) & _is_near(quarter, factor**2)
     half = np.where(is_such, 1.0, half)
-    warnings.update(dict.fromkeys(_by_update(text, grads, is_such)))
+    mistakes.update(dict.fromkeys(_by_update(mistake, grads, is_such)))
   if is_exact:
     is_such = np.abs(half - 1) > _EXACT
     factor = half[is_such][:1]
     kwargs = {"factor": float(factor[0])} if factor.size else {}
     found = _by_update(_DEPENDS_ON_SCALE, grads, is_such, **kwargs)
-    warnings.update(dict.fromkeys(found))
-  return list(warnings)
+    mistakes.update(dict.fromkeys(found))
+  return list(mistakes)
 
 
 def _times(x: Any, factor: float) -> Any:
@@ -413,15 +438,15 @@ def _is_near(ratio: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _by_update(
-  text: str, grads: list[Output], is_such: np.ndarray, **kwargs: Any
-) -> Iterable[str]:
-  """Returns the message for each `update` with gradients that are such."""
+  mistake: Mistake, grads: list[Output], is_such: np.ndarray, **kwargs: Any
+) -> Iterable[Mistake]:
+  """Returns the mistake for each `update` with gradients that are such."""
   for group in dict.fromkeys(out.group for out in grads):
     pairs = zip(grads, is_such, strict=True)
     its = [(out.name, bool(x)) for out, x in pairs if out.group == group]
     names = [name for name, x in its if x]
     if names:
-      yield _message(text, names, [name for name, _ in its], **kwargs)
+      yield _fill_in(mistake, names, [name for name, _ in its], **kwargs)
 
 
 def computes_in_half(

@@ -37,7 +37,7 @@ class Traced(NamedTuple):
     unreached: where gradients are that could not be made outputs, as in a
       ``while``.
     in_branches: where branches are that may not be taken, and hold gradients.
-    warnings: what is wrong with how the gradients are scaled, in sentences.
+    mistakes: in how the gradients are scaled.
   """
 
   closed: _equations.ClosedJaxpr
@@ -46,7 +46,7 @@ class Traced(NamedTuple):
   outputs: list[_step_checks.Output]
   unreached: list[str]
   in_branches: list[str]
-  warnings: list[str]
+  mistakes: list[_step_checks.Mistake]
 
   @property
   def grads(self) -> list[_step_checks.Output]:

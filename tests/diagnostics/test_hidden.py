@@ -94,7 +94,11 @@ GUARD = {
   "cond": lambda p: guarded(p, ols.all_finite),
 }
 HIDDEN = "An overflow is hidden from update: value_and_grad returned gradients"
-NOT_RUN = "update did not run in this step."
+NOT_RUN = (
+  "update did not run in this step, so the parameters and the loss scale stayed"
+  " the same. Let the branch around it be taken, or take it out of the branch:"
+  " with_loss_scaling skips bad steps itself."
+)
 
 
 @pytest.mark.parametrize("name", quick_alone({"micro-batches", "where"}, HIDE))

@@ -142,7 +142,7 @@ def _compared(
     errors=dict(zip(names, runs.half.of_arrays.tolist(), strict=True)),
     products=tuple(products),
     notes=tuple(dict.fromkeys(notes)),
-    warnings=(*traced.warnings, *runs.told),
+    warnings=tuple(map(str, [*traced.mistakes, *runs.mistakes])),
     rounding=tuple(itertools.compress(names, runs.is_rounding)),
   )
   # Among infinities every place would be guilty.
@@ -271,7 +271,7 @@ class Runs:
     is_rounding: which arrays are zero but for rounding in float32, too;
       bool[arrays].
     names: the names of the arrays that are compared.
-    told: what is to be told of the step that was run, in sentences.
+    mistakes: in how the step uses its gradients.
   """
 
   def __init__(
@@ -303,7 +303,7 @@ class Runs:
     )
     reference, self.notes = self._call([])
     in_half = self._call(every)[0]
-    self.told = self._told(reference, in_half)
+    self.mistakes = self._mistakes(reference, in_half)
     self._reference = [reference[i] for i in self._compared]
     self.half = self._errors(in_half)
     self.is_zero = not any(jnp.any(x) for x in self._reference)
@@ -331,12 +331,14 @@ class Runs:
     says_nothing = is_noise | (errors.are_finite & (errors.shares == 0))
     return np.array([together, *np.where(says_nothing, 0.0, errors.of_arrays)])
 
-  def _told(self, reference: list[Any], in_half: list[Any]) -> list[str]:
-    """What is told of the step: did ``update`` run, and see all of them."""
-    sentences: list[str] = []
+  def _mistakes(
+    self, reference: list[Any], in_half: list[Any]
+  ) -> list[_step_checks.Mistake]:
+    """Checks how the step uses its gradients."""
+    mistakes: list[_step_checks.Mistake] = []
     for outs in reference, in_half:
-      sentences += _step_checks.check_flags(self._traced.outputs, outs)
-    sentences += _step_checks.check_measurement(
+      mistakes += _step_checks.check_flags(self._traced.outputs, outs)
+    mistakes += _step_checks.check_measurement(
       self._traced.names,
       self._traced.inputs,
       self._traced.outputs,
@@ -346,7 +348,7 @@ class Runs:
         self._traced.closed, without_autocast=True
       ),
     )
-    return list(dict.fromkeys(sentences))
+    return list(dict.fromkeys(mistakes))
 
   def _call(self, rows: list[int], way: int = _program.HALF) -> Any:
     ways = np.zeros(self._count, np.int32)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -94,11 +94,35 @@ def find_overflow(
     True
   """
   with _tracing.traced_on_host("find_overflow", fun, args, kwargs) as traced:
-    run = _compiled(traced)
-    found, outs = _origins_of(traced, run)
-    told = [*traced.warnings, *_step_checks.check_flags(traced.outputs, outs)]
-    if run is not None and not found:
-      told += _step_checks.check_measurement(
+    search = search_overflow(traced)
+  if search.origin is None:
+    for what in [*map(str, search.mistakes), *search.limitations]:
+      _warnings.warn(f"find_overflow found nothing. {what}")
+  return search.origin
+
+
+class Search(NamedTuple):
+  """What was found in a program that was run.
+
+  Attributes:
+    origin: the first origin; None if all results are finite.
+    mistakes: in how a step uses its gradients.
+    limitations: why a program without an origin may still be wrong.
+  """
+
+  origin: _report.Overflow | None
+  mistakes: list[_step_checks.Mistake]
+  limitations: list[str]
+
+
+def search_overflow(traced: _tracing.Traced) -> Search:
+  """Finds the origin of an inf or a NaN in a traced program."""
+  run = _compiled(traced)
+  found, outs = _origins_of(traced, run)
+  mistakes = traced.mistakes + _step_checks.check_flags(traced.outputs, outs)
+  if not found:
+    if run is not None:
+      mistakes += _step_checks.check_measurement(
         traced.names,
         traced.inputs,
         traced.outputs,
@@ -108,11 +132,14 @@ def find_overflow(
           traced.closed, without_autocast=False
         ),
       )
-  if not found:
-    _warn_of(traced, traced.of_kind(outs, "applied"), told)
-    return None
-  others = tuple(found[1:])
-  return dataclasses.replace(found[0], others=others, warnings=tuple(told))
+    flags = traced.of_kind(outs, "applied")
+    return Search(None, mistakes, _limitations(traced, flags))
+  origin = dataclasses.replace(
+    found[0],
+    others=tuple(found[1:]),
+    warnings=tuple(map(str, mistakes)),
+  )
+  return Search(origin, mistakes, [])
 
 
 def _origins_of(
@@ -165,9 +192,7 @@ def _compiled(traced: _tracing.Traced) -> Callable[..., list[Any]] | None:
   return jax.jit(core.jaxpr_as_fun(traced.closed), compiler_options=options)
 
 
-def _warn_of(
-  traced: _tracing.Traced, flags: list[Any], told: list[str]
-) -> None:
+def _limitations(traced: _tracing.Traced, flags: list[Any]) -> list[str]:
   """Says why a program without an overflow may still be no good."""
   found = [
     f"Not looked at: {what}." for what in _tracing.told(traced.unreached)
@@ -178,5 +203,4 @@ def _warn_of(
       " operation overflows: grads_finite= says so, or the gradients add up to"
       " more than float32 holds."
     )
-  for what in [*told, *found]:
-    _warnings.warn(f"find_overflow found nothing. {what}")
+  return found
