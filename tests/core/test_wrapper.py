@@ -354,7 +354,7 @@ def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(
 
 @pytest.mark.parametrize(
   "amax, seen",
-  [(2**40, 2.0**40), (np.int64(-(2**40)), 2.0**40), (1e-300, 2.0)],
+  [(2**40, 2.0**40), (np.int64(-(2**40)), 2.0**40), (1e-300, 2.0), (-INF, INF)],
 )
 def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
   amax, seen
