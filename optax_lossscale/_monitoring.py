@@ -11,11 +11,21 @@ from optax_lossscale import _arrays, _checks, _host, _policies, _state
 # The hyperparameters that keep a scale from coming down.
 _FLOORS = "threshold", "min_scale"
 
-_LEAVES = "These leaves are not finite:"
-
-_HOW_TO_FIND_IT = (
-  "\nTo learn which operation, on which line, call"
-  " diagnostics.find_overflow(grad_fn, params, batch)."
+_FIND_THE_OPERATION = (
+  "Find the operation and its layer:"
+  " diagnostics.find_overflow(train_step, params, opt_state, batch)."
+)
+_LAYER_IN_FLOAT32 = (
+  "If the forward pass overflows, compute that layer in float32 or bfloat16:"
+  " ols.autocast(loss_fn, keep_float32=...)."
+)
+_NO_SCALE_HELPS = (
+  "If gradients are NaN without an overflow, no loss scale helps: check the"
+  " data and the learning rate."
+)
+_OTHER_STATE = (
+  "If there are several optimizers, pass the state of the same optimizer to"
+  " ols.value_and_grad: a loss scale that never acts falls to its minimum."
 )
 
 
@@ -150,13 +160,18 @@ def raise_if_stuck(
     Traceback (most recent call last):
       ...
     optax_lossscale.LossScaleError: The last 3 steps were all skipped. The loss
-    scale is 1, the lowest allowed (min_scale = 1): lower min_scale of the
-    policy. If gradients overflow there, compute the layer that overflows in
-    float32 or bfloat16. If they are NaN without an overflow, no loss scale can
-    cure it: look for it in the data, in activations that overflow in the
-    forward pass, or in too large a learning rate. Pass grads to see which.
-    To learn which operation, on which line, call
-    diagnostics.find_overflow(grad_fn, params, batch).
+    scale is 1.
+    Try, in this order:
+      1. Find the operation and its layer:
+      diagnostics.find_overflow(train_step, params, opt_state, batch).
+      2. The scale is the lowest allowed (min_scale = 1): lower min_scale.
+      3. If the forward pass overflows, compute that layer in float32 or
+      bfloat16: ols.autocast(loss_fn, keep_float32=...).
+      4. If gradients are NaN without an overflow, no loss scale helps: check
+      the data and the learning rate.
+      5. If there are several optimizers, pass the state of the same optimizer
+      to ols.value_and_grad: a loss scale that never acts falls to its minimum.
+    Pass grads to list those that are not finite.
     >>> ols.raise_if_stuck(state, max_skipped_share=0.01, steps=1000)
   """
   _check_limits(max_consecutive_skips, max_skipped_share, steps)
@@ -172,24 +187,37 @@ def raise_if_stuck(
     )
   if longest.in_a_row >= max_consecutive_skips:
     nonfinite = _nonfinite(grads)
-    what = f"The last {longest.in_a_row} steps were all skipped."
-    why = _why_in_a_row(longest.scale, policy, nonfinite)
+    summary = f"The last {longest.in_a_row} steps were all skipped."
+    summary += f" The loss scale is {longest.scale:g}."
+    remedies = _remedies(longest.scale, policy, nonfinite)
   elif (
     max_skipped_share is not None
     and steps is not None
     and most.in_all / int(steps) > max_skipped_share
   ):
     nonfinite = _nonfinite(grads)
-    what = (
+    summary = (
       f"{most.in_all} of {steps} steps were skipped, a share larger than"
-      f" max_skipped_share = {max_skipped_share:g}."
+      f" max_skipped_share = {max_skipped_share:g}. The loss scale is"
+      f" {most.scale:g}."
     )
-    why = _why_in_all(most.scale, nonfinite)
+    remedies = _remedies_of_many_skips(nonfinite)
   else:
     return
-  leaves = "".join(f"\n  {leaf}" for leaf in nonfinite or ())
-  how = "" if nonfinite == [] else _HOW_TO_FIND_IT
-  raise LossScaleError(f"{' '.join([what, *why])}{leaves}{how}")
+  raise LossScaleError(_message(summary, remedies, nonfinite))
+
+
+def _message(
+  summary: str, remedies: list[str], nonfinite: list[Any] | None
+) -> str:
+  lines = [summary, "Try, in this order:"]
+  lines += [f"  {i}. {remedy}" for i, remedy in enumerate(remedies, 1)]
+  if nonfinite:
+    lines += ["Gradients that are not finite:"]
+    lines += [f"  {leaf}" for leaf in nonfinite]
+  elif nonfinite is None:
+    lines += ["Pass grads to list those that are not finite."]
+  return "\n".join(lines)
 
 
 class _Skips(NamedTuple):
@@ -254,42 +282,36 @@ def _nonfinite(grads: Any) -> list[Any] | None:
   return diagnostics.nonfinite_leaves(grads)
 
 
-def _why_in_a_row(
+def _remedies(
   scale: float,
   policy: _policies.LossScalePolicy | None,
   nonfinite: list[Any] | None,
 ) -> list[str]:
-  """Why steps in a row were skipped, as far as it is known, and what to do.
+  """Returns what to try if steps in a row were skipped.
 
   Args:
     scale: the loss scale.
-    policy: what moves it, if that is known.
+    policy: the policy, if it is known.
     nonfinite: the leaves that are not finite; None if there are no gradients.
-
-  Returns:
-    Sentences, of which the last one leads to the leaves if there are any.
   """
   if nonfinite == []:
     return [
-      "The gradients given are finite.",
-      "If they are those of the last step, the reason is grads_finite=,"
-      " check_updates=True or another device.",
+      "The gradients that you passed are finite. If they are those of the last"
+      " step, look at grads_finite=, check_updates=True and other devices."
     ]
   return [
-    f"The loss scale is {scale:g}{_and_can_fall(scale, policy)}",
-    "If gradients overflow there, compute the layer that overflows in float32"
-    " or bfloat16.",
-    "If they are NaN without an overflow, no loss scale can cure it: look for"
-    " it in the data, in activations that overflow in the forward pass, or in"
-    " too large a learning rate.",
-    "Pass grads to see which." if nonfinite is None else _LEAVES,
+    _FIND_THE_OPERATION,
+    _remedy_of_scale(scale, policy),
+    _LAYER_IN_FLOAT32,
+    _NO_SCALE_HELPS,
+    _OTHER_STATE,
   ]
 
 
-def _and_can_fall(
+def _remedy_of_scale(
   scale: float, policy: _policies.LossScalePolicy | None
 ) -> str:
-  """The end of a sentence: whether the scale can still come down."""
+  """Returns how a lower loss scale is possible."""
   floor = _policies.lowest_scale(policy)
   # The floor may be no float32 number, but the scale is.
   if floor is not None and scale <= np.float32(floor):
@@ -297,23 +319,24 @@ def _and_can_fall(
     given = {name: x for name, x in named.items() if x is not None}
     values = ", ".join(f"{name} = {float(x):g}" for name, x in given.items())
     names = " and ".join(given)
-    return f", the lowest allowed ({values}): lower {names} of the policy."
+    return f"The scale is the lowest allowed ({values}): lower {names}."
   if policy is None:
-    return ". Pass policy to learn whether it can still come down."
+    return "Pass policy to see whether the loss scale can still decrease."
   if isinstance(policy, _policies.FixedLossScale):
-    return ", and fixed. Use DynamicLossScale, or a lower scale."
-  return ". If it is still coming down, start it lower or allow more skips."
+    return "The scale is fixed: use DynamicLossScale, or a lower scale."
+  return (
+    "If the loss scale is still decreasing, start with a lower one, or allow"
+    " more skips."
+  )
 
 
-def _why_in_all(scale: float, nonfinite: list[Any] | None) -> list[str]:
-  """The same of many skips that are not in a row."""
+def _remedies_of_many_skips(nonfinite: list[Any] | None) -> list[str]:
+  """Returns what to try if many steps were skipped, but not in a row."""
   return [
-    f"The loss scale is {scale:g}.",
-    "Log it to see why.",
-    "If steps are skipped after it rose, it rises too far or too often: lower"
-    " max_scale of the policy, or use DynamicLossScale with a longer"
-    " growth_interval.",
-    "If not, look for batches whose gradients are NaN or far larger than those"
-    " of others.",
-    *([_LEAVES] if nonfinite else []),
+    "Log the loss scale. If steps are skipped after it grows, it grows too far"
+    " or too often: lower max_scale of the policy, or use DynamicLossScale with"
+    " a longer growth_interval.",
+    "Otherwise, look for batches whose gradients are NaN, or far larger than"
+    " those of others.",
+    *([] if nonfinite == [] else [_FIND_THE_OPERATION]),
   ]

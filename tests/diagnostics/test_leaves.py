@@ -173,7 +173,7 @@ NANS = {"w": jnp.array([1.0, NAN])}
 
 
 WELL = {"w": jnp.ones(2)}
-FLOOR = "is 1, the lowest allowed (min_scale = 1)"
+FLOOR = "2. The scale is the lowest allowed (min_scale = 1)"
 W_INF = "\n  w float32[2]: 1 inf, 0 NaN of 2, first at [1]"
 
 
@@ -187,13 +187,13 @@ W_INF = "\n  w float32[2]: 1 inf, 0 NaN of 2, first at [1]"
       INFS,
       [FLOOR, "lower min_scale", "\n  v float32[]: 0 inf, 1 NaN", W_INF],
     ),
-    (AT_FLOOR, DYNAMIC, NANS, [FLOOR, "no loss scale can cure it", "1 NaN"]),
-    (FIXED, 1024, None, ["is 1024, and fixed", "Use DynamicLossScale"]),
+    (AT_FLOOR, DYNAMIC, NANS, [FLOOR, "no loss scale helps", "1 NaN"]),
+    (FIXED, 1024, None, ["is 1024.", "is fixed: use DynamicLossScale"]),
     (FIXED, 1024, INFS, ["fixed", "not finite:\n  v float32"]),
-    (FIXED, DYNAMIC, None, ["is 1024. ", "still coming down", "Pass grads"]),
+    (FIXED, DYNAMIC, None, ["is 1024.", "still decreasing", "Pass grads"]),
     (AT_FLOOR, DYNAMIC, WELL, ["are finite", "check_updates"]),
-    (AT_FLOOR, None, None, ["is 1. ", "Pass policy", "Pass grads"]),
-    (AT_FLOOR, None, INFS, ["is 1. ", "Pass policy", W_INF]),
+    (AT_FLOOR, None, None, ["is 1.", "Pass policy", "Pass grads"]),
+    (AT_FLOOR, None, INFS, ["is 1.", "Pass policy", W_INF]),
     (AT_FLOOR, None, WELL, ["are finite", "check_updates"]),
   ],
 )
@@ -218,9 +218,8 @@ def test_the_error_leads_to_find_overflow_unless_all_is_finite(
 ):
   with pytest.raises(ols.LossScaleError) as error:
     ols.raise_if_stuck(AT_FLOOR, grads=grads, **options)
-  last = str(error.value).splitlines()[-1]
-  call = "diagnostics.find_overflow(grad_fn, params, batch)"
-  assert (call in last) == leads
+  call = "diagnostics.find_overflow(train_step, params, opt_state, batch)"
+  assert (call in str(error.value)) == leads
 
 
 def test_nothing_is_said_of_a_floor_that_was_not_told():
@@ -230,7 +229,7 @@ def test_nothing_is_said_of_a_floor_that_was_not_told():
     ols.raise_if_stuck(state, 5)
   assert "lowest" not in str(error.value)
   assert "floor" not in str(error.value)
-  with pytest.raises(ols.LossScaleError, match=r"is 0\.125\. If it is still"):
+  with pytest.raises(ols.LossScaleError, match="still decreasing"):
     ols.raise_if_stuck(state, 5, policy=ols.HeadroomLossScale())
 
 
@@ -246,14 +245,17 @@ def test_a_policy_without_a_floor_is_not_given_one():
   with pytest.raises(ols.LossScaleError) as error:
     ols.raise_if_stuck(stuck(Halving(), 5), 5, policy=Halving())
   text = str(error.value)
-  assert "The loss scale is 0.25. If it is still coming down" in text
+  assert "The loss scale is 0.25." in text
+  assert "If the loss scale is still decreasing" in text
   assert "Pass policy" not in text
   assert "min_scale" not in text
 
 
 def test_a_floor_that_float32_rounds_is_reached():
   policy = ols.DynamicLossScale(init_scale=0.4, min_scale=0.1)
-  with pytest.raises(ols.LossScaleError, match=r"is 0.1, the lowest allowed"):
+  with pytest.raises(
+    ols.LossScaleError, match="lowest allowed .min_scale = 0.1"
+  ):
     ols.raise_if_stuck(stuck(policy, 5), 5, policy=policy)
 
 
@@ -309,7 +311,7 @@ def test_skips_that_are_not_in_a_row_are_found_by_their_share():
   assert "\n  w float32[2]: 1 inf" in text
   with pytest.raises(ols.LossScaleError, match="10 of 100") as error:
     ols.raise_if_stuck(state, max_skipped_share=0, steps=100)
-  assert "not finite" not in str(error.value)
+  assert "Gradients that are not finite" not in str(error.value)
 
 
 def test_of_many_members_the_worst_is_told():
