@@ -254,7 +254,7 @@ def test_a_policy_without_a_floor_is_not_given_one():
 def test_a_floor_that_float32_rounds_is_reached():
   policy = ols.DynamicLossScale(init_scale=0.4, min_scale=0.1)
   with pytest.raises(
-    ols.LossScaleError, match="lowest allowed .min_scale = 0.1"
+    ols.LossScaleError, match=r"lowest allowed .min_scale = 0.1"
   ):
     ols.raise_if_stuck(stuck(policy, 5), 5, policy=policy)
 
