@@ -11,7 +11,7 @@ import numpy as np
 
 from optax_lossscale import _host, _warnings
 from optax_lossscale._jaxprs import _equations, _places
-from optax_lossscale.diagnostics import _tracing
+from optax_lossscale.diagnostics import _progress, _tracing
 from optax_lossscale.diagnostics._overflow import (
   _bits,
   _marks,
@@ -23,7 +23,10 @@ from optax_lossscale.diagnostics._overflow import (
 
 @_host.may_transfer
 def find_overflow(
-  fun: Callable[..., Any], *args: Any, **kwargs: Any
+  fun: Callable[..., Any],
+  *args: Any,
+  progress: bool = True,
+  **kwargs: Any,
 ) -> _report.Overflow | None:
   """Finds the operation that the infs and NaNs in a result come from.
 
@@ -51,6 +54,9 @@ def find_overflow(
       differentiated: a training step, or ``ols.grad(loss_fn, opt_state)``.
     *args: its arguments. Among them may be whatever ``fun`` takes: models of
       Flax NNX or Equinox, functions, strings.
+    progress: whether to write on the standard error stream which operation is
+      run, if it takes over a second. The line is erased at the end. (If ``fun``
+      has an argument of this name, bind it with ``functools.partial``.)
     **kwargs: its keyword arguments.
 
   Returns:
@@ -82,8 +88,12 @@ def find_overflow(
     >>> diagnostics.find_overflow(loss_fn, w, x / 2) is None
     True
   """
-  with _tracing.traced_on_host("find_overflow", fun, args, kwargs) as traced:
-    found, outs = _origins_of(traced)
+  name = "find_overflow"
+  with (
+    _progress.Progress(name, progress).running() as bar,
+    _tracing.traced_on_host(name, fun, args, kwargs) as traced,
+  ):
+    found, outs = _origins_of(traced, bar)
   flags = traced.of_kind(outs, "applied")
   told = [
     *traced.warnings,
@@ -97,14 +107,15 @@ def find_overflow(
 
 
 def _origins_of(
-  traced: _tracing.Traced,
+  traced: _tracing.Traced, progress: _progress.Progress
 ) -> tuple[list[_report.Overflow], list[Any]]:
   """All origins of what is not finite, and what the program returns."""
+  progress.step("running the function as a whole")
   outs = _run_at_once(traced)
   if outs is not None and all(map(_bits.is_finite, outs)):
     return [], outs
   origins = _marks.Origins()
-  stepper = _stepper.Stepper(origins, _runners.Runner())
+  stepper = _stepper.Stepper(origins, _runners.Runner(), progress)
   inputs = [
     stepper.constant(jnp.asarray(x), "argument", _places.Place(path=(name,)))
     for x, name in zip(traced.inputs, traced.names, strict=True)

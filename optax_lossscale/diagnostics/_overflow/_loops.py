@@ -23,17 +23,20 @@ Run = Callable[..., list[Any]]
 # What takes a slice out of an array, by its number.
 Take = Callable[[Any, Any], Any]
 
+# A loop runs a few times, and compiles in half of the time.
+_FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
+
 
 class Stop(NamedTuple):
   """The iteration after which a loop has stopped.
 
   Attributes:
-    count: the number of iterations that have run, since the loop began.
+    done: the number of iterations that have run, since the loop began.
     carry: the carry that the last iteration was given.
     outs: the outputs of the body in the last iteration.
   """
 
-  count: int
+  done: int
   carry: Sequence[Any]
   outs: list[Any]
 
@@ -61,16 +64,15 @@ class CompiledScan:
 
   def __init__(self, scan: _higher_order.Scan):
     self._scan = scan
-    self._run = jax.jit(self._program)
+    self._run = jax.jit(self._program, compiler_options=_FAST_TO_COMPILE)
 
   def whole(self, *inputs: Any) -> list[Any]:
-    _, _, carry, stacked = self._run(False, 0, inputs)
+    _, _, carry, stacked, _ = self._run(False, 0, inputs)
     return [*carry, *stacked]
 
   def advance(self, count: int, inputs: Sequence[Any]) -> Stop:
-    count, before, carry, stacked = self._run(True, count, inputs)
-    i = index_of(self._scan, int(count) - 1)
-    return Stop(int(count), before, [*carry, *(x[i] for x in stacked)])
+    count, before, carry, _, rows = self._run(True, count, tuple(inputs))
+    return Stop(int(count), before, [*carry, *rows])
 
   def _program(self, halts: Any, count: Any, inputs: Any) -> Any:
     scan = self._scan
@@ -93,12 +95,14 @@ class CompiledScan:
       new = count + 1, before, outs[: scan.carry], stacked
       return new, are_finite(outs)
 
+    kinds: list[Any] = [v.aval for v in scan.body.jaxpr.outvars[scan.carry :]]
     stacked = [
-      lax.full((scan.length, *atom.aval.shape), 0, atom.aval.dtype)
-      for atom in scan.body.jaxpr.outvars[scan.carry :]
+      lax.full((scan.length, *kind.shape), 0, kind.dtype) for kind in kinds
     ]
-    state = (count, list(first), list(first), stacked), jnp.array(True)
-    return lax.while_loop(goes_on, step, state)[0]
+    start = (count, list(first), list(first), stacked), jnp.array(True)
+    (count, *carries, stacked), _ = lax.while_loop(goes_on, step, start)
+    rows = [take(x, index_of(scan, count - 1)) for x in stacked]
+    return count, *carries, stacked, rows
 
 
 class CompiledWhile:
@@ -106,13 +110,13 @@ class CompiledWhile:
 
   def __init__(self, loop: _higher_order.While):
     self._loop = loop
-    self._run = jax.jit(self._program)
+    self._run = jax.jit(self._program, compiler_options=_FAST_TO_COMPILE)
 
   def whole(self, *inputs: Any) -> list[Any]:
     return self._run(False, 0, inputs)[2]
 
   def advance(self, count: int, inputs: Sequence[Any]) -> Stop:
-    count, before, _, outs = self._run(True, count, inputs)
+    count, before, _, outs = self._run(True, count, tuple(inputs))
     return Stop(int(count), before, outs)
 
   def _program(self, halts: Any, count: Any, inputs: Any) -> Any:
@@ -186,8 +190,9 @@ def index_of(loop: AnyLoop, count: Any) -> Any:
   A reverse scan begins with the last slice. So the backward pass over an
   iteration has the number of this iteration.
   """
-  is_reverse = isinstance(loop, _higher_order.Scan) and loop.reverse
-  return loop.length - 1 - count if is_reverse else count
+  if isinstance(loop, _higher_order.Scan) and loop.reverse:
+    return loop.length - 1 - count
+  return count
 
 
 def are_finite(arrays: Sequence[Any]) -> Any:

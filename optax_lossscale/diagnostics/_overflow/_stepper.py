@@ -18,6 +18,7 @@ from optax_lossscale._jaxprs import (
   _places,
   _walk,
 )
+from optax_lossscale.diagnostics import _progress
 from optax_lossscale.diagnostics._overflow import (
   _bits,
   _loops,
@@ -78,11 +79,18 @@ class Stepper:
   Attributes:
     origins: where to note what is found.
     runner: how to run one operation.
+    progress: where to tell which operation is run.
   """
 
-  def __init__(self, origins: _marks.Origins, runner: _runners.Runner):
+  def __init__(
+    self,
+    origins: _marks.Origins,
+    runner: _runners.Runner,
+    progress: _progress.Progress,
+  ):
     self.origins = origins
     self.runner = runner
+    self.progress = progress
     self._cache: dict[Any, Any] = {}
     self._loops = _walk.Search(_is_loop, _equations.held_jaxprs)
 
@@ -116,9 +124,13 @@ class Stepper:
       array = self.runner.lift(x, atom)
       return self.constant(array, "constant", place_of(eqn))
 
+    numbers = self._cached(_numbers_of, closed.jaxpr)
+
     def step(
       eqn: core.JaxprEqn, inputs: list[_marks.Value]
     ) -> list[_marks.Value]:
+      path = "/".join([*place.path, _lines.name_of(eqn)])
+      self.progress.step(f"{path}, operation {numbers[eqn]} of {len(numbers)}")
       return self._step(eqn, inputs, functools.partial(place_of, eqn))
 
     outs = _interpret.interpret(
@@ -193,9 +205,13 @@ class Stepper:
   def _make_loop(self, eqn: core.JaxprEqn) -> _loops.Loop | None:
     if not _is_loop(eqn) or self._cached(_equations.has_effect, eqn):
       return None
-    loop = self._cached(_higher_order.higher_order_of, eqn)
-    never_runs = isinstance(loop, _higher_order.Scan) and not loop.length
-    return self.runner.loop(eqn, loop) if loop and not never_runs else None
+    match self._cached(_higher_order.higher_order_of, eqn):
+      case _higher_order.While() as loop:
+        return self.runner.loop(eqn, loop)
+      case _higher_order.Scan() as scan if scan.length:
+        return self.runner.loop(eqn, scan)
+      case _:
+        return None
 
   def _holds_loop(self, eqn: core.JaxprEqn) -> bool:
     """Whether this is a call or a branch with a loop inside."""
@@ -350,9 +366,9 @@ class Stepper:
       return count + 1, carry, None
     arrays = [value.array for value in inputs]
     stop = self._loop(entry.eqn).advance(count, arrays)
-    if stop.count > count + 1:  # All that came before was finite.
+    if stop.done > count + 1:  # All that came before was finite.
       carry = list(map(_marks.Value, stop.carry))
-    return stop.count, carry, stop.outs
+    return stop.done, carry, stop.outs
 
   def _iterate(
     self,
@@ -389,7 +405,8 @@ class Stepper:
     runner = _runners.ShardRunner(mapped)
     place = entry.within("shard_map")
     values = self._move(runner.enter, entry.inputs)
-    outs = Stepper(self.origins, runner).run(mapped.body, values, place)
+    inside = Stepper(self.origins, runner, self.progress)
+    outs = inside.run(mapped.body, values, place)
     return self._move(runner.leave, outs)
 
   def _move(
@@ -447,6 +464,10 @@ def _has_effects(closed: _equations.ClosedJaxpr) -> bool:
 def _only_marks(value: _marks.Value) -> _marks.Value:
   """The value without its array, which need not be kept."""
   return value if value.marks is not None else _marks.Value(None)
+
+
+def _numbers_of(jaxpr: core.Jaxpr) -> dict[core.JaxprEqn, int]:
+  return {eqn: i + 1 for i, eqn in enumerate(jaxpr.eqns)}
 
 
 def _is_loop(eqn: core.JaxprEqn) -> bool:
