@@ -45,7 +45,10 @@ def find_overflow(
   operation by operation, on the host. From there each inf and NaN is followed:
   what never reaches a result is not named, such as a masked logit of -inf, or
   the branch of a ``where`` that is not taken. A function that is called, a loop
-  or a branch is run at once, and entered only if its result is not finite.
+  or a branch is run at once, and entered only if its result is not finite; a
+  function or a branch with a loop inside is entered in any case, since XLA
+  would compile the loop twice. A loop is compiled once, and runs up to the
+  next iteration that is not finite: only such are run by operations.
   A function with effects, such as a callback, is run once, by operations. What
   is written into a ``Ref`` of JAX is not followed: what reads it is named.
 
