@@ -2,10 +2,13 @@
 
   python benchmarks/autocast/reports.py  # in the environment of the tests
 
-It prints a table in CPU seconds, for the page *Performance*. Nothing is taken
-from a cache.
+It prints two tables in CPU seconds: one of models, for the page *Performance*,
+and one of training steps that take reports long, for `README.md`: loops in
+loops under `vmap`, and many small layers. Nothing is taken from a cache.
+Arguments are the names of rows.
 """
 
+import functools
 import pathlib
 import sys
 import time
@@ -16,7 +19,7 @@ import optax_lossscale as ols
 from optax_lossscale import diagnostics
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "tests"))
-from helpers import float32_models
+from helpers import float32_models, looping_steps
 
 MODELS = (
   "transformer, Flax linen",
@@ -26,26 +29,77 @@ MODELS = (
 )
 
 
+def _layers(count, **kwargs):
+  return functools.partial(looping_steps.small_layers, count, **kwargs)
+
+
+STEPS = {
+  "recurrent PPO under vmap": looping_steps.recurrent_ppo,
+  "xLSTM": looping_steps.xlstm,
+  "10 layers": _layers(10),
+  "30 layers": _layers(30),
+  "100 layers": _layers(100),
+  "100 layers in a scan": _layers(100, is_scan=True),
+}
+
+
 def main():
-  names = sys.argv[1:] or MODELS
+  jax.config.update("jax_enable_compilation_cache", False)
+  names = sys.argv[1:] or [*MODELS, *STEPS]
   print("| gradient | compile | precision | overflow | compare | places |")
   print("|---|--:|--:|--:|--:|--:|")
-  for name in names:
-    print(f"| {name} | {' | '.join(measure(float32_models.make(name)))} |")
+  for name in filter(MODELS.__contains__, names):
+    row = measure(float32_models.make(name))
+    print(f"| {name} | {' | '.join(row)} |", flush=True)
+  print("\n| step | compile | precision | overflow | compare, worst |")
+  print("|---|--:|--:|--:|--:|")
+  for name in filter(STEPS.__contains__, names):
+    row = measure_step(STEPS[name])
+    print(f"| {name} | {' | '.join(row)} |", flush=True)
 
 
 def measure(model):
   fun = lambda arrays: model.value_and_grad(arrays, ols.autocast)
   large = lambda arrays: model.value_and_grad(arrays, ols.autocast, 2.0**60)
   arrays = model.arrays
-  compare = lambda: diagnostics.compare_precision(fun, arrays, progress=False)
+  places = []
+
+  def compare():
+    report = diagnostics.compare_precision(fun, arrays, progress=False)
+    places.append(len(report.products))
+
   return [
-    f"{seconds(lambda: jax.jit(fun).lower(arrays).compile()):.1f}",
-    f"{seconds(lambda: diagnostics.precision_report(fun, arrays)):.1f}",
-    f"{seconds(lambda: diagnostics.find_overflow(fun, arrays)):.1f},"
-    f" {seconds(lambda: diagnostics.find_overflow(large, arrays)):.1f}",
+    *costs((fun, arrays), (large, arrays), compare),
+    str(places[0]),
+  ]
+
+
+def measure_step(make):
+  small = make(loss_scale=1.0)
+  compare = functools.partial(
+    diagnostics.compare_precision, *small, effects="worst", progress=False
+  )
+  return costs(small, make(), compare)
+
+
+def costs(small, large, compare):
+  """What each report takes, of a function and its arguments.
+
+  Args:
+    small: one that is finite.
+    large: one that overflows.
+    compare: compares the precision of the first.
+  """
+  fun, *args = small
+  finite, found = (
+    seconds(functools.partial(diagnostics.find_overflow, *both))
+    for both in (small, large)
+  )
+  return [
+    f"{seconds(lambda: jax.jit(fun).lower(*args).compile()):.1f}",
+    f"{seconds(lambda: diagnostics.precision_report(fun, *args)):.1f}",
+    f"{finite:.1f}, {found:.1f}",
     f"{seconds(compare):.1f}",
-    str(len(compare().products)),
   ]
 
 

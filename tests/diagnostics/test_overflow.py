@@ -21,7 +21,11 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
 from optax_lossscale._jaxprs import _lines
-from optax_lossscale.diagnostics import compare_precision, find_overflow
+from optax_lossscale.diagnostics import (
+  _progress,
+  compare_precision,
+  find_overflow,
+)
 from optax_lossscale.diagnostics._overflow import (
   _finding,
   _marks,
@@ -641,3 +645,107 @@ def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
   assert find_overflow(lambda x: fun(x)[:2], x) is None
   assert names_of(find_overflow(fun, x)) == ["empty"]
   assert names_of(find_overflow(lambda x: fun(x)[:2] / 0, x)) == ["div"]
+
+
+def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
+  fun = jax.jit(lambda x: lax.scan(lambda x, _: (x * 60000, x), x, None, 2))
+  find_overflow(fun, X, progress=False)  # What it compiles is kept.
+  monkeypatch.setattr(_progress, "_SILENT_SECONDS", 60)
+  find_overflow(fun, X)
+  monkeypatch.setattr(_progress, "_SILENT_SECONDS", -1)
+  monkeypatch.setattr(_progress, "_SECONDS_BETWEEN", 0)
+  find_overflow(fun, X, progress=False)
+  assert capsys.readouterr() == ("", "")
+  find_overflow(fun, X)
+  out, err = capsys.readouterr()
+  lines = [line.strip() for line in err.split("\r")]
+  told = {line.rpartition(", ")[0] for line in lines}
+  assert out == ""
+  assert "find_overflow: running the function as a whole" in told
+  assert "find_overflow: jit(<lambda>)/scan[0]/mul, operation 1 of 1" in told
+  # It is erased at the end.
+  assert lines[-2:] == ["", ""] and len(err.split("\r")[-2]) > 40
+
+
+def test_progress_is_shown_while_nothing_else_can_write(capsys, monkeypatch):
+  """XLA compiles for minutes, and a thread says how long it has been."""
+  monkeypatch.setattr(_progress, "_SILENT_SECONDS", 0.01)
+  with _progress.Progress("find_overflow", shown=True).running():
+    time.sleep(0.2)
+  assert "\rfind_overflow: tracing the function, 0 s" in capsys.readouterr().err
+
+
+def test_a_row_that_has_ended_in_an_inf_is_followed_through_its_loop():
+  """The body would make a zero of it, but it does not run any more."""
+
+  def loop(count, x):
+    body = lambda state: (state[0] + 1, 1 / state[1])
+    return lax.while_loop(lambda state: state[0] < count, body, (0, x))[1]
+
+  counts, x = jnp.array([0, 3]), jnp.array([60000, 2], X.dtype)
+  fun = lambda x: jax.vmap(loop)(counts, x * 2)
+  assert names_of(find_overflow(fun, x)) == ["mul"]
+
+
+def test_an_iteration_of_a_while_loop_is_named_by_its_number():
+  def fun(x):
+    body = lambda state: (state[0] + 1, state[1] * 2)
+    return lax.while_loop(lambda state: state[0] < 20, body, (0, x))[1]
+
+  hit = find_overflow(fun, jnp.ones(3, X.dtype))
+  assert (hit.path, hit.others) == ("while[15]/mul", ())
+  # What is made finite in the loop is nobody's fault.
+  undo = lambda i, x: jnp.where(i == 3, x * 60000, jnp.minimum(x, 4))
+  fun = lambda x: lax.fori_loop(0, 9, undo, x * 2) / (x - x)
+  assert names_of(find_overflow(fun, jnp.ones(3, X.dtype))) == ["div"]
+
+
+def test_a_loop_over_arrays_whose_types_are_sharded_is_followed():
+  mesh = sharding.make_mesh((4,), ("data",), AxisType.Explicit)
+  ones = jnp.ones((4, 3), X.dtype)
+  (x,) = sharding.put((ones,), sharding.named(mesh, (P("data"),)))
+
+  def scan(x):
+    step = lambda x, i: (x * jnp.where(i == 2, 60000, 2).astype(x.dtype), x)
+    return lax.scan(step, x, jnp.arange(4))
+
+  def while_loop(x):
+    body = lambda state: (state[0] + 1, state[1] * 64)
+    return lax.while_loop(lambda state: state[0] < 4, body, (0, x))[1]
+
+  for fun in scan, while_loop:
+    skip_if_jax_cannot(jax.jit(fun), x)
+    hit = find_overflow(fun, x)
+    assert hit.path in ("scan[2]/mul", "while[2]/mul")
+    assert find_overflow(fun, x / 2**24) is None
+
+
+def test_a_callback_in_the_condition_of_a_loop_is_called_once_each_time():
+  calls = []
+
+  def goes_on(state):
+    jax.debug.callback(lambda i: calls.append(int(i)), state[0])
+    return state[0] < 4
+
+  def fun(x):
+    body = lambda state: (state[0] + 1, state[1] * 64)
+    return lax.while_loop(goes_on, body, (0, x))[1]
+
+  hit = find_overflow(fun, jnp.ones(3, X.dtype))
+  jax.effects_barrier()
+  assert hit.path == "while[2]/mul"
+  assert calls == [0, 1, 2, 3, 4]
+
+
+def test_a_loop_may_carry_and_stack_keys():
+  def step(carry, i):
+    x, key = carry
+    key, own = jax.random.split(key)
+    return (x * jnp.where(i == 2, 60000, 1).astype(x.dtype), key), (x, own)
+
+  def fun(x, key):
+    (x, _), (rows, keys) = lax.scan(step, (x, key), jnp.arange(4))
+    return x, rows, jax.random.normal(keys[3])
+
+  key = jax.random.key(0)
+  assert find_overflow(fun, X, key).path == "scan[2]/mul"

@@ -4,8 +4,6 @@ from collections.abc import Callable
 import dataclasses
 import itertools
 import math
-import sys
-import time
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,7 +12,7 @@ import numpy as np
 
 from optax_lossscale import _host
 from optax_lossscale._autocast import _products
-from optax_lossscale.diagnostics import _step_checks, _tracing
+from optax_lossscale.diagnostics import _progress, _step_checks, _tracing
 from optax_lossscale.diagnostics._comparison import _program, _report
 
 # An array is lost below what half precision holds if more than this share of
@@ -27,7 +25,6 @@ _MOST_BINADES = 126
 # What changes by more than this, if the operands of products are off by 2**-20
 # of themselves, is rounding in float32, too.
 _ROUNDING = 0.05
-_SILENT_SECONDS = 1.0
 
 
 @_host.may_transfer
@@ -99,10 +96,11 @@ def compare_precision(
     raise ValueError(
       f"effects must be 'all' or 'worst', got effects = {effects!r}."
     )
-  bar = Progress(progress)
-  with _tracing.traced_on_host(
-    "compare_precision", fun, args, kwargs
-  ) as traced:
+  name = "compare_precision"
+  with (
+    _progress.Progress(name, progress).running() as bar,
+    _tracing.traced_on_host(name, fun, args, kwargs) as traced,
+  ):
     return _compared(fun, traced, effects, bar)
 
 
@@ -110,7 +108,7 @@ def _compared(
   fun: Callable[..., Any],
   traced: _tracing.Traced,
   effects: str,
-  bar: "Progress",
+  bar: _progress.Progress,
 ) -> _report.PrecisionComparison:
   notes = [f"Not looked at: {x}." for x in _tracing.told(traced.unreached)]
   judged = {"grads", "applied", "unscaled"}
@@ -126,7 +124,6 @@ def _compared(
   else:
     total = runs.blamed(runs.half)
     found = _report.worst(runs.harm, places, total, eps)
-  bar.end()
   products = [_product(i, its[0], rows, runs) for i, its in found.items()]
   # Of equal effects, what overflows furthest comes first.
   products.sort(key=lambda row: (row.effect, -row.headroom), reverse=True)
@@ -278,11 +275,12 @@ class Runs:
     self,
     traced: _tracing.Traced,
     rows: _program.Rows,
-    progress: "Progress",
+    progress: _progress.Progress,
   ) -> None:
     self._traced = traced
     self._count = len(rows.all)
     self._progress = progress
+    self._done = 0
 
     @jax.jit
     def run(inputs: list[Any], ways: Any) -> Any:
@@ -353,9 +351,9 @@ class Runs:
   def _call(self, rows: list[int], way: int = _program.HALF) -> Any:
     ways = np.zeros(self._count, np.int32)
     ways[rows] = way
-    out = jax.block_until_ready(self._run(self._traced.inputs, ways))
-    self._progress.step(self._count + 3)
-    return out
+    self._done += 1
+    self._progress.step(f"run {self._done} of {self._count + 3}")
+    return jax.block_until_ready(self._run(self._traced.inputs, ways))
 
   def _errors(self, outs: list[Any]) -> Errors:
     outs = [outs[i] for i in self._compared]
@@ -424,27 +422,3 @@ def _cosine(sums: Any) -> float:
     return 1.0
   norm = math.sqrt(reference) * math.sqrt(other)
   return both / norm if norm else 0.0
-
-
-class Progress:
-  """A line on the standard error stream that is written again and again."""
-
-  def __init__(self, shown: bool) -> None:
-    self._shown = shown
-    self._begin = time.monotonic()
-    self._done = 0
-    self._has_begun = False
-
-  def step(self, count: int) -> None:
-    """One more step is done, of about as many."""
-    self._done += 1
-    seconds = time.monotonic() - self._begin
-    if self._shown and seconds > _SILENT_SECONDS:
-      self._has_begun = True
-      text = f"compare_precision: run {self._done} of {count}, {seconds:.0f} s"
-      print(f"\r{text}", end="", file=sys.stderr, flush=True)
-
-  def end(self) -> None:
-    """Ends the line."""
-    if self._has_begun:
-      print(file=sys.stderr)

@@ -158,17 +158,11 @@ class Program(NamedTuple):
   ) -> Done:
     dtype = self.rows.all[row].dtype
 
-    def rounded(*arrays: Any) -> Any:
-      # A branch keeps XLA from fusing it, again and again, into all that reads.
-      rounding = lambda xs: [_rounded(x, dtype) for x in xs]
-      moving = lambda xs: list(map(_a_little_off, xs))
-      return lax.switch(self.ways[row], [list, rounding, moving], arrays)
-
+    rounded = functools.partial(_rounded_in_one_way, self.ways[row], dtype)
     product = _equations.function(_operations.in_float32(eqn))
-    (out,) = rounded(*product(*rounded(*inputs[:2]), *inputs[2:]))
+    (out,) = rounded(product(*rounded(inputs[:2]), *inputs[2:]))
     arrays, limits = [*inputs[:2], out], _numbers.limits_of(dtype)
-    noted = statistics_of_run(arrays, limits)
-    noted = statistics_together(notes[row], noted)
+    noted = _statistics_with(notes[row], arrays, limits)
     return [out], [*notes[:row], noted, *notes[row + 1 :]]
 
   def _beside(self, eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
@@ -267,6 +261,27 @@ class Program(NamedTuple):
     on_devices = mapped.with_body(body, in_specs, out_specs)
     outs, noted = on_devices(self.ways, *inputs)
     return outs, list(map(statistics_together, notes, noted))
+
+
+# A program has as many of the next two as products, most of them of few shapes.
+# They are compiled functions, so that JAX traces each shape once.
+@functools.partial(jax.jit, static_argnums=1)
+def _rounded_in_one_way(
+  way: Any, dtype: np.dtype, arrays: Sequence[Any]
+) -> list[Any]:
+  """The operands or results of a product that runs in this way."""
+  # A branch keeps XLA from fusing it, again and again, into all that reads.
+  rounding = lambda xs: [_rounded(x, dtype) for x in xs]
+  moving = lambda xs: list(map(_a_little_off, xs))
+  return lax.switch(way, [list, rounding, moving], arrays)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _statistics_with(
+  noted: Statistics, arrays: Sequence[Any], limits: _numbers.Limits
+) -> Statistics:
+  """What was noted before, and of one more run."""
+  return statistics_together(noted, statistics_of_run(arrays, limits))
 
 
 def _rounded(x: Any, dtype: np.dtype) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_lossscale import _host, _warnings
 from optax_lossscale._jaxprs import _equations, _places
-from optax_lossscale.diagnostics import _step_checks, _tracing
+from optax_lossscale.diagnostics import _progress, _step_checks, _tracing
 from optax_lossscale.diagnostics._overflow import (
   _bits,
   _marks,
@@ -30,7 +30,10 @@ _INNER_STATE = re.compile(r"\.inner_state\b")
 
 @_host.may_transfer
 def find_overflow(
-  fun: Callable[..., Any], *args: Any, **kwargs: Any
+  fun: Callable[..., Any],
+  *args: Any,
+  progress: bool = True,
+  **kwargs: Any,
 ) -> _report.Overflow | None:
   """Finds the operation that the infs and NaNs in a result come from.
 
@@ -51,7 +54,10 @@ def find_overflow(
   operation by operation, on the host. From there each inf and NaN is followed:
   what never reaches a result is not named, such as a masked logit of -inf, or
   the branch of a ``where`` that is not taken. A function that is called, a loop
-  or a branch is run at once, and entered only if its result is not finite.
+  or a branch is run at once, and entered only if its result is not finite; a
+  function or a branch with a loop inside is entered in any case, since XLA
+  would compile the loop twice. A loop is compiled once, and runs up to the
+  next iteration that is not finite: only such are run by operations.
   A function with effects, such as a callback, is run once, by operations. What
   is written into a ``Ref`` of JAX is not followed: what reads it is named.
 
@@ -60,6 +66,9 @@ def find_overflow(
       differentiated: a training step, or ``ols.grad(loss_fn, opt_state)``.
     *args: its arguments. Among them may be whatever ``fun`` takes: models of
       Flax NNX or Equinox, functions, strings.
+    progress: whether to write on the standard error stream which operation is
+      run, if it takes over a second. The line is erased at the end. (If ``fun``
+      has an argument of this name, bind it with ``functools.partial``.)
     **kwargs: its keyword arguments.
 
   Returns:
@@ -93,8 +102,12 @@ def find_overflow(
     >>> diagnostics.find_overflow(loss_fn, w, x / 2) is None
     True
   """
-  with _tracing.traced_on_host("find_overflow", fun, args, kwargs) as traced:
-    search = search_overflow(traced)
+  name = "find_overflow"
+  with (
+    _progress.Progress(name, progress).running() as bar,
+    _tracing.traced_on_host(name, fun, args, kwargs) as traced,
+  ):
+    search = search_overflow(traced, bar)
   if search.origin is None:
     for what in [*map(str, search.mistakes), *search.limitations]:
       _warnings.warn(f"find_overflow found nothing. {what}")
@@ -115,10 +128,12 @@ class Search(NamedTuple):
   limitations: list[str]
 
 
-def search_overflow(traced: _tracing.Traced) -> Search:
+def search_overflow(
+  traced: _tracing.Traced, progress: _progress.Progress
+) -> Search:
   """Finds the origin of an inf or a NaN in a traced program."""
   run = _compiled(traced)
-  found, outs = _origins_of(traced, run)
+  found, outs = _origins_of(traced, run, progress)
   mistakes = traced.mistakes + _step_checks.check_flags(traced.outputs, outs)
   if not found:
     if run is not None:
@@ -143,14 +158,17 @@ def search_overflow(traced: _tracing.Traced) -> Search:
 
 
 def _origins_of(
-  traced: _tracing.Traced, run: Callable[..., list[Any]] | None
+  traced: _tracing.Traced,
+  run: Callable[..., list[Any]] | None,
+  progress: _progress.Progress,
 ) -> tuple[list[_report.Overflow], list[Any]]:
   """All origins of what is not finite, and what the program returns."""
+  progress.step("running the function as a whole")
   outs = None if run is None else run(*traced.inputs)
   if outs is not None and all(map(_bits.is_finite, outs)):
     return [], outs
   origins = _marks.Origins()
-  stepper = _stepper.Stepper(origins, _runners.Runner())
+  stepper = _stepper.Stepper(origins, _runners.Runner(), progress)
   inputs = [
     stepper.constant(jnp.asarray(x), "argument", _places.Place(path=(name,)))
     for x, name in zip(traced.inputs, traced.names, strict=True)

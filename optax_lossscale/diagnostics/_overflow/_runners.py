@@ -13,6 +13,7 @@ import numpy as np
 
 from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import _equations, _higher_order, _interpret
+from optax_lossscale.diagnostics._overflow import _loops
 
 Run = Callable[..., list[Any]]
 
@@ -35,6 +36,25 @@ class Runner:
   def whole(self, closed: _equations.ClosedJaxpr) -> Run:
     """What runs a whole jaxpr at once."""
     return jax.jit(core.jaxpr_as_fun(closed))
+
+  def loop(self, eqn: core.JaxprEqn, loop: _loops.AnyLoop) -> _loops.Loop:
+    """What runs a loop, as a whole or in parts."""
+    if any(map(_has_mesh, [*eqn.invars, *eqn.outvars])):
+      return self.one_by_one(eqn, loop)
+    if isinstance(loop, _higher_order.Scan):
+      return _loops.CompiledScan(loop)
+    return _loops.CompiledWhile(loop)
+
+  def one_by_one(
+    self, eqn: core.JaxprEqn, loop: _loops.AnyLoop
+  ) -> _loops.OneByOne:
+    """What runs one iteration of a loop after the other."""
+    whole, body = self.equation(eqn), self.whole(loop.body)
+    return _loops.OneByOne(loop, whole, body, self.take)
+
+  def take(self, array: jax.Array, i: int) -> jax.Array:
+    """A slice of what a loop slices."""
+    return take(array, i, self.axis)
 
   def lift(self, array: Any, atom: Any) -> Any:
     """A number or an array that is written in the jaxpr, as it is kept here."""
@@ -60,6 +80,9 @@ class ShardRunner(Runner):
   def whole(self, closed: _equations.ClosedJaxpr) -> Run:
     run, jaxpr = core.jaxpr_as_fun(closed), closed.jaxpr
     return self._on_shards(run, jaxpr.invars, jaxpr.outvars)
+
+  def loop(self, eqn: core.JaxprEqn, loop: _loops.AnyLoop) -> _loops.Loop:
+    return self.one_by_one(eqn, loop)
 
   def lift(self, array: Any, atom: Any) -> Any:
     array = super().lift(array, atom)
@@ -101,6 +124,12 @@ class ShardRunner(Runner):
   def _spec(self, var: _equations.Atom) -> PartitionSpec:
     """How the first axis is spread: an entry on each device, or on all."""
     return PartitionSpec(self._mapped.differs_over(var.aval))
+
+
+def _has_mesh(atom: Any) -> bool:
+  """Whether its type says how an array is sharded."""
+  sharding = getattr(atom.aval, "sharding", None)
+  return sharding is not None and not sharding.mesh.empty
 
 
 @functools.partial(jax.jit, static_argnums=2)

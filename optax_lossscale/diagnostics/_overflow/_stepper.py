@@ -1,7 +1,7 @@
 """Runs a jaxpr one operation at a time, and marks what is not finite."""
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,9 +16,12 @@ from optax_lossscale._jaxprs import (
   _interpret,
   _lines,
   _places,
+  _walk,
 )
+from optax_lossscale.diagnostics import _progress
 from optax_lossscale.diagnostics._overflow import (
   _bits,
+  _loops,
   _marks,
   _report,
   _runners,
@@ -76,12 +79,20 @@ class Stepper:
   Attributes:
     origins: where to note what is found.
     runner: how to run one operation.
+    progress: where to tell which operation is run.
   """
 
-  def __init__(self, origins: _marks.Origins, runner: _runners.Runner):
+  def __init__(
+    self,
+    origins: _marks.Origins,
+    runner: _runners.Runner,
+    progress: _progress.Progress,
+  ):
     self.origins = origins
     self.runner = runner
+    self.progress = progress
     self._cache: dict[Any, Any] = {}
+    self._loops = _walk.Search(_is_loop, _equations.held_jaxprs)
 
   def run(
     self,
@@ -113,9 +124,13 @@ class Stepper:
       array = self.runner.lift(x, atom)
       return self.constant(array, "constant", place_of(eqn))
 
+    numbers = self._cached(_numbers_of, closed.jaxpr)
+
     def step(
       eqn: core.JaxprEqn, inputs: list[_marks.Value]
     ) -> list[_marks.Value]:
+      path = "/".join([*place.path, _lines.name_of(eqn)])
+      self.progress.step(f"{path}, operation {numbers[eqn]} of {len(numbers)}")
       return self._step(eqn, inputs, functools.partial(place_of, eqn))
 
     outs = _interpret.interpret(
@@ -143,10 +158,12 @@ class Stepper:
     """Carries out one equation; enters it if its results are not finite."""
     has_effect = self._cached(_equations.has_effect, eqn)
     entry = _Entry(eqn, inputs, locate, has_effect)
-    entered = self._enter(entry) if has_effect else None
+    # To compile what is around a loop, and the loop, takes twice as long.
+    is_entered = has_effect or self._holds_loop(eqn)
+    entered = self._enter(entry) if is_entered else None
     if entered is not None:
       return entered
-    run = self._cached(self.runner.equation, eqn)
+    run = self._cached(self._runner_of, eqn)
     arrays = [value.array for value in inputs]
     outs = run(*arrays)
     finite = list(map(_bits.is_finite, outs))
@@ -175,6 +192,30 @@ class Stepper:
     if key not in self._cache:
       self._cache[key] = make(thing)
     return self._cache[key]
+
+  def _runner_of(self, eqn: core.JaxprEqn) -> _runners.Run:
+    """What runs an equation as a whole."""
+    loop = self._loop(eqn)
+    return self.runner.equation(eqn) if loop is None else loop.whole
+
+  def _loop(self, eqn: core.JaxprEqn) -> Any:
+    """What runs a loop, as a whole or in parts; None if it is none."""
+    return self._cached(self._make_loop, eqn)
+
+  def _make_loop(self, eqn: core.JaxprEqn) -> _loops.Loop | None:
+    if not _is_loop(eqn) or self._cached(_equations.has_effect, eqn):
+      return None
+    match self._cached(_higher_order.higher_order_of, eqn):
+      case _higher_order.While() as loop:
+        return self.runner.loop(eqn, loop)
+      case _higher_order.Scan() as scan if scan.length:
+        return self.runner.loop(eqn, scan)
+      case _:
+        return None
+
+  def _holds_loop(self, eqn: core.JaxprEqn) -> bool:
+    """Whether this is a call or a branch with a loop inside."""
+    return not _is_loop(eqn) and self._loops.inside_of(eqn)
 
   def _enter(self, entry: _Entry) -> list[_marks.Value] | None:
     """Runs the jaxprs of a call, a loop or a branch.
@@ -213,21 +254,38 @@ class Stepper:
   ) -> list[_marks.Value] | None:
     of_condition, of_body, carry = loop.split(entry.inputs)
     patience = _Patience(self.origins)
-    i = 0
+    count = 0
     while True:
-      place = entry.within(f"while[{i}]")
-      inputs = [*of_condition, *carry]
-      (flags,) = self._iterate(loop.condition, inputs, place, patience)
-      axes = tuple(range(self.runner.axis, flags.array.ndim))
-      goes_on = _agreed(np.any(np.asarray(flags.array), axis=axes))
+      flags = self._flags(loop, [*of_condition, *carry], entry)
+      goes_on = _agreed(self._any(flags))
       if goes_on is None:
         return None
       if not goes_on:
         return list(carry)
-      new = self._iterate(loop.body, [*of_body, *carry], place, patience)
+      inputs = [*of_condition, *of_body, *carry]
+      count, carry, outs = self._advance(loop, count, inputs, entry)
+      if outs is not None and flags.ndim > self.runner.axis:
+        flags = self._flags(loop, [*of_condition, *carry], entry)
+      place = entry.within(f"while[{count - 1}]")
+      inputs = [*of_body, *carry]
+      new = self._iterate(loop.body, inputs, outs, place, patience)
       pairs = zip(new, carry, strict=True)
-      carry = [self._select(flags.array, *pair) for pair in pairs]
-      i += 1
+      carry = [self._select(flags, *pair) for pair in pairs]
+
+  def _flags(
+    self, loop: _higher_order.While, inputs: list[_marks.Value], entry: _Entry
+  ) -> jax.Array:
+    """The condition of a loop: one flag, or one for each row of ``vmap``."""
+    if self._cached(_has_effects, loop.condition):
+      place = entry.within("while")
+      return self.run(loop.condition, inputs, place)[0].array
+    run = self._cached(self.runner.whole, loop.condition)
+    return run(*(value.array for value in inputs))[0]
+
+  def _any(self, flags: jax.Array) -> np.ndarray:
+    """Whether a row needs another iteration, on each device."""
+    axes = tuple(range(self.runner.axis, flags.ndim))
+    return np.any(np.asarray(flags), axis=axes)
 
   def _select(
     self, flags: jax.Array, new: _marks.Value, old: _marks.Value
@@ -248,47 +306,81 @@ class Stepper:
   ) -> list[_marks.Value]:
     consts, carry, slices = scan.split(entry.inputs)
     patience = _Patience(self.origins)
-    rows = []
-    # In the order of time. So the backward pass over an iteration has the
-    # number of this iteration.
-    order = range(scan.length)
-    for i in reversed(order) if scan.reverse else order:
+    rows: dict[int, list[_marks.Value]] = {}
+    count = 0
+    while count < scan.length:
+      inputs = [*consts, *carry, *slices]
+      count, carry, outs = self._advance(scan, count, inputs, entry)
+      i = _loops.index_of(scan, count - 1)
+      inputs = [*consts, *carry, *slices]
+      given = _loops.body_inputs(scan, count - 1, inputs, self._take)
       place = entry.within(f"scan[{i}]")
-      inputs = [*consts, *carry, *(self._take(x, i) for x in slices)]
-      outs = self._iterate(scan.body, inputs, place, patience)
-      carry, row = outs[: scan.carry], outs[scan.carry :]
-      rows.append(row if entry.has_effect else list(map(_only_marks, row)))
-    columns = zip(*(reversed(rows) if scan.reverse else rows), strict=True)
-    stack = functools.partial(self._stack, arrays_too=entry.has_effect)
-    return [*carry, *map(stack, columns)]
+      new = self._iterate(scan.body, given, outs, place, patience)
+      carry, row = new[: scan.carry], new[scan.carry :]
+      rows[i] = row if entry.has_effect else list(map(_only_marks, row))
+    stacked = []
+    for n in range(len(scan.body.jaxpr.outvars) - scan.carry):
+      column = {i: row[n] for i, row in rows.items()}
+      stacked.append(self._stack(column, scan.length, entry.has_effect))
+    return [*carry, *stacked]
 
   def _take(self, value: _marks.Value, i: int) -> _marks.Value:
-    axis = self.runner.axis
-    array = _runners.take(value.array, i, axis)
-    take = lambda marks: np.take(marks, i, axis)
+    array = self.runner.take(value.array, i)
+    take = lambda marks: np.take(marks, i, self.runner.axis)
     return self.origins.made(array, [value], take)
 
   def _stack(
-    self, values: tuple[_marks.Value, ...], arrays_too: bool
+    self, rows: dict[int, _marks.Value], length: int, has_arrays: bool
   ) -> _marks.Value:
+    """What a scan stacks, of the rows by their numbers.
+
+    If the arrays are not needed, those that are missing have no marks.
+    """
     axis = self.runner.axis
-    arrays = [value.array for value in values]
-    array = _runners.stack(arrays, axis) if arrays_too else None
-    stack = lambda *marks: np.stack(marks, axis)
-    return self.origins.made(array, values, stack)
+    array = None
+    if has_arrays:
+      array = _runners.stack([rows[i].array for i in range(length)], axis)
+    marked = {i: x.marks for i, x in rows.items() if x.marks is not None}
+    if not marked:
+      return _marks.Value(array)
+    none = _bits.no_marks(next(iter(marked.values())))
+    marks = [marked.get(i, none) for i in range(length)]
+    return self.origins.value(array, np.stack(marks, axis))
+
+  def _advance(
+    self,
+    loop: _loops.AnyLoop,
+    count: int,
+    inputs: list[_marks.Value],
+    entry: _Entry,
+  ) -> tuple[int, Sequence[_marks.Value], list[Any] | None]:
+    """Runs a loop up to the next iteration that is to be looked at.
+
+    Returns:
+      The number of iterations that have run then; the carry that the last one
+      was given; and what its body returned, or None if it has not run, since it
+      has effects.
+    """
+    _, carry, _ = _loops.parts_of(loop, inputs)
+    if entry.has_effect:
+      return count + 1, carry, None
+    arrays = [value.array for value in inputs]
+    stop = self._loop(entry.eqn).advance(count, arrays)
+    if stop.done > count + 1:  # All that came before was finite.
+      carry = list(map(_marks.Value, stop.carry))
+    return stop.done, carry, stop.outs
 
   def _iterate(
     self,
     closed: _equations.ClosedJaxpr,
     inputs: list[_marks.Value],
+    outs: list[Any] | None,
     place: _places.Place,
     patience: "_Patience",
   ) -> list[_marks.Value]:
-    """Runs one iteration of a loop: at once, and step by step if need be."""
-    if self._cached(_has_effects, closed):
+    """Follows an iteration of a loop that returned this, step by step."""
+    if outs is None:
       return self.run(closed, inputs, place)
-    run = self._cached(self.runner.whole, closed)
-    outs = run(*(value.array for value in inputs))
     finite = list(map(_bits.is_finite, outs))
     if all(finite):
       return list(map(_marks.Value, outs))
@@ -297,7 +389,8 @@ class Stepper:
       known = _marks.bits_of_all(inputs) or patience.known
       values = [_marks.Value(None)] * len(outs)
     else:
-      values = self.run(closed, inputs, place)
+      asked = [not is_finite for is_finite in finite]
+      values = self.run(closed, inputs, place, asked)
       patience.note(way, _marks.bits_of_all(values))
       known = patience.known
     return self.origins.agree(outs, finite, values, known)
@@ -312,7 +405,8 @@ class Stepper:
     runner = _runners.ShardRunner(mapped)
     place = entry.within("shard_map")
     values = self._move(runner.enter, entry.inputs)
-    outs = Stepper(self.origins, runner).run(mapped.body, values, place)
+    inside = Stepper(self.origins, runner, self.progress)
+    outs = inside.run(mapped.body, values, place)
     return self._move(runner.leave, outs)
 
   def _move(
@@ -370,6 +464,14 @@ def _has_effects(closed: _equations.ClosedJaxpr) -> bool:
 def _only_marks(value: _marks.Value) -> _marks.Value:
   """The value without its array, which need not be kept."""
   return value if value.marks is not None else _marks.Value(None)
+
+
+def _numbers_of(jaxpr: core.Jaxpr) -> dict[core.JaxprEqn, int]:
+  return {eqn: i + 1 for i, eqn in enumerate(jaxpr.eqns)}
+
+
+def _is_loop(eqn: core.JaxprEqn) -> bool:
+  return eqn.primitive.name in ("scan", "while")
 
 
 def _is_literal(atom: _equations.Atom) -> bool:
