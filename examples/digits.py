@@ -56,7 +56,7 @@ RUNS = {
     ols.DynamicLossScale(init_scale=2.0**40, growth_interval=100),
   ),
   # `update` is given the sum over 2**10 workers, of which each has a part.
-  "float16, headroom": (by_hand, ols.HeadroomLossScale(target=-4 + 10)),
+  "float16, headroom": (by_hand, ols.HeadroomLossScale(margin=4 - 10)),
 }
 
 # Those of the small picture, whose losses tell all.

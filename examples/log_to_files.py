@@ -143,7 +143,7 @@ def main():
   print(f"mean loss of the last 50 steps {np.nanmean(losses):.3f}")
   print(
     f"loss scale {columns['loss_scale'][-1]:g},"
-    f" skipped {columns['skipped'].sum():g} of {args.steps}"
+    f" skipped {columns['step_skipped'].sum():g} of {args.steps}"
   )
   if args.out:
     draw(args.csv, args.out)

@@ -47,7 +47,7 @@ class Run(NamedTuple):
   losses: np.ndarray  # of each step
   scales: np.ndarray  # of each step
   skipped: np.ndarray  # of each step: was it?
-  cotangents: np.ndarray  # of the last step, layer by layer
+  counts: np.ndarray  # of the last step, layer by layer
   test_loss: float
 
 
@@ -85,23 +85,23 @@ def train(
   )
   tx = ols.with_loss_scaling(optax.adamw(schedule), loss_scale, max_norm=1.0)
   opt_state = tx.init(params)
-  slots = ols.diagnostics.probe_slots(LAYERS)
+  counters = ols.diagnostics.probe_counters(LAYERS)
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, opt_state, batch):
-    loss, (grads, cotangents) = ols.value_and_grad(
+    loss, (grads, counts) = ols.value_and_grad(
       ols.autocast(loss_fn, dtype), opt_state, argnums=(0, 1)
-    )(params, slots, batch)
-    evidence = ols.diagnostics.probe_evidence(cotangents, opt_state)
+    )(params, counters, batch)
+    evidence = ols.diagnostics.probe_update_kwargs(counts, opt_state)
     updates, opt_state = tx.update(grads, opt_state, params, **evidence)
     params = optax.apply_updates(params, updates)
-    return params, opt_state, loss, cotangents
+    return params, opt_state, loss, counts
 
   rng = np.random.default_rng(seed)
   history = []
   for _ in range(steps):
     scale = ols.get_loss_scale_state(opt_state).loss_scale.copy()
-    params, opt_state, loss, cotangents = step(
+    params, opt_state, loss, counts = step(
       params, opt_state, sample_batch(rng, train_text)
     )
     skipped = ~ols.get_loss_scale_state(opt_state).last_finite
@@ -112,37 +112,37 @@ def train(
   losses, scales, skips = zip(*jax.device_get(history), strict=True)
   rng = np.random.default_rng(0)
   test = [sample_batch(rng, test_text) for _ in range(20)]
-  test_loss = np.mean([jax.jit(loss_fn)(params, slots, x) for x in test])
+  test_loss = np.mean([jax.jit(loss_fn)(params, counters, x) for x in test])
   return Run(
     params,
     ols.get_loss_scale_state(opt_state),
     losses=np.array(losses),
     scales=np.array(scales),
     skipped=np.array(skips),
-    cotangents=np.asarray(cotangents),
+    counts=np.asarray(counts),
     test_loss=test_loss.item(),
   )
 
 
-def loss_fn(params, slots, batch):
+def loss_fn(params, counters, batch):
   """The mean cross-entropy of each next letter, in nats."""
-  logits = model(params, slots, batch[:, :-1])
+  logits = model(params, counters, batch[:, :-1])
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
   return jnp.mean(losses)
 
 
-def model(params, slots, letters):
+def model(params, counters, letters):
   """Logits of the next letter, of shape (batch, letter, 96)."""
   x = params["embedding"][letters] + params["position"][: letters.shape[1]]
 
-  def layer(x, layer_and_slot):
-    weights, slot = layer_and_slot
-    x = ols.diagnostics.probe(x, slot)
+  def layer(x, layer_and_counter):
+    weights, counter = layer_and_counter
+    x = ols.diagnostics.probe(x, counter)
     x = x + attend(weights, jax.nn.standardize(x))
     hidden = jax.nn.gelu(jax.nn.standardize(x) @ weights["expand"])
     return x + hidden @ weights["contract"], None
 
-  x, _ = jax.lax.scan(layer, x, (params["layers"], slots))
+  x, _ = jax.lax.scan(layer, x, (params["layers"], counters))
   return jax.nn.standardize(x) @ params["embedding"].T
 
 
@@ -206,13 +206,13 @@ def sample_batch(rng, text):
 
 def sample(params, start, length, seed):
   """Lets the model write on."""
-  slots = ols.diagnostics.probe_slots(LAYERS)
+  counters = ols.diagnostics.probe_counters(LAYERS)
   text = list(to_letters(start))
   key = jax.random.key(seed)
 
   @jax.jit
   def next_letter(key, window, last):
-    logits = model(params, slots, window)[0, last]
+    logits = model(params, counters, window)[0, last]
     return jax.random.categorical(key, logits / 0.7)
 
   for i in range(length):
@@ -227,7 +227,7 @@ def sample(params, start, length, seed):
 def make_table(run):
   """What there is to say of the run, and of the last step's cotangents."""
   metrics = jax.device_get(
-    ols.diagnostics.probe_metrics(jnp.asarray(run.cotangents))
+    ols.diagnostics.probe_metrics(jnp.asarray(run.counts))
   )
   lines = [
     f"test loss {run.test_loss:.3f}, {run.skipped.sum()} steps skipped,"
@@ -236,8 +236,8 @@ def make_table(run):
   ]
   for i in range(LAYERS):
     lines.append(
-      f"{i:5}{metrics['largest'][i]:20.5g}{metrics['zero_share'][i]:8.2%}"
-      f"{metrics['top_share'][i]:15.2%}"
+      f"{i:5}{metrics['amax'][i]:20.5g}{metrics['zero_fraction'][i]:8.2%}"
+      f"{metrics['near_overflow_fraction'][i]:15.2%}"
     )
   return "\n".join(lines)
 

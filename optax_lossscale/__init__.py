@@ -13,10 +13,10 @@ from optax_lossscale._monitoring import (
 )
 from optax_lossscale._policies import (
   DynamicLossScale,
-  DynamicMemory,
+  DynamicPolicyState,
   FixedLossScale,
   HeadroomLossScale,
-  HeadroomMemory,
+  HeadroomPolicyState,
   LossScalePolicy,
 )
 from optax_lossscale._scaling import (
@@ -31,7 +31,7 @@ from optax_lossscale._state import (
   select_if_finite,
   set_loss_scale,
 )
-from optax_lossscale._wrapper import LossScalingState, with_loss_scaling
+from optax_lossscale._wrapper import with_loss_scaling, WithLossScalingState
 
 if TYPE_CHECKING:
   from optax_lossscale import diagnostics as diagnostics
@@ -42,14 +42,14 @@ __version__ = "0.1.0"
 
 __all__ = [
   "DynamicLossScale",
-  "DynamicMemory",
+  "DynamicPolicyState",
   "FixedLossScale",
   "HeadroomLossScale",
-  "HeadroomMemory",
+  "HeadroomPolicyState",
   "LossScaleError",
   "LossScalePolicy",
   "LossScaleState",
-  "LossScalingState",
+  "WithLossScalingState",
   "all_finite",
   "autocast",
   "get_loss_scale_state",

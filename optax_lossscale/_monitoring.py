@@ -41,8 +41,8 @@ def loss_scale_metrics(
   Works under ``jit``, and reads nothing back to the host.
 
   Every step of a run may be skipped without an error. Give ``policy`` to see it
-  at a glance: a run whose ``skips_at_floor`` stays 1 stands still, since the
-  scale cannot come down any further.
+  at a glance: a run whose ``skips_at_min_scale`` stays 1 stands still, since
+  the scale cannot come down any further.
 
   Args:
     tree: a :class:`LossScaleState`, or any pytree that holds exactly one.
@@ -51,14 +51,16 @@ def loss_scale_metrics(
 
   Returns:
     A dict of arrays of shape ``()``: the fields of :class:`LossScaleState` by
-    name, except for ``memory``, and for plots, all float32:
+    name, except for ``policy_state``, and for plots, all float32:
 
     * ``log2_loss_scale``;
-    * ``skipped``, 1 if the last step was skipped and 0 if not, whose mean over
-      some steps is the share of them that was skipped;
-    * ``skipped_share``, that of all steps, if ``steps`` is given;
-    * ``skips_at_floor``, if ``policy`` is given: 1 if the last step was skipped
-      and the scale is the lowest that the policy allows, or is fixed; else 0.
+    * ``step_skipped``, 1 if the last step was skipped and 0 if not, whose mean
+      over some steps is their skip rate;
+    * ``skip_rate``, the fraction of all steps that were skipped, if ``steps``
+      is given;
+    * ``skips_at_min_scale``, if ``policy`` is given: 1 if the last step was
+      skipped and the scale is the lowest that the policy allows, or is fixed;
+      else 0.
 
   Raises:
     TypeError: if ``policy`` or ``steps`` is of the wrong type.
@@ -70,22 +72,22 @@ def loss_scale_metrics(
     >>> metrics = ols.loss_scale_metrics(ols.DynamicLossScale().init())
     >>> {name: x.item() for name, x in sorted(metrics.items())}
     {'finite_count': 0, 'last_finite': True, 'log2_loss_scale': 15.0,
-     'loss_scale': 32768.0, 'notfinite_count': 0, 'skipped': 0.0,
+     'loss_scale': 32768.0, 'notfinite_count': 0, 'step_skipped': 0.0,
      'total_notfinite': 0}
   """
   metrics = _state.get_loss_scale_state(tree)._asdict()
-  del metrics["memory"]
+  del metrics["policy_state"]
   scale, was_skipped = metrics["loss_scale"], ~metrics["last_finite"]
   metrics["log2_loss_scale"] = _policies.log2(scale)
-  metrics["skipped"] = _as_float32(was_skipped)
+  metrics["step_skipped"] = _as_float32(was_skipped)
   if steps is not None:
     _checks.check_number("steps", steps, 0, 2**63 - 1, integer=True)
-    # Before the first step the share is 0, as is the number of skips.
+    # Before the first step the rate is 0, as is the number of skips.
     count = jnp.maximum(_as_float32(steps), 1)
-    metrics["skipped_share"] = _as_float32(metrics["total_notfinite"]) / count
+    metrics["skip_rate"] = _as_float32(metrics["total_notfinite"]) / count
   if policy is not None:
     at_floor = scale <= _floor(_policies.as_policy(policy, "policy"))
-    metrics["skips_at_floor"] = _as_float32(was_skipped & at_floor)
+    metrics["skips_at_min_scale"] = _as_float32(was_skipped & at_floor)
   return metrics
 
 
@@ -111,7 +113,7 @@ def raise_if_stuck(
   max_consecutive_skips: int = 50,
   *,
   policy: _policies.PolicyLike | None = None,
-  max_skipped_share: float | None = None,
+  max_skip_rate: float | None = None,
   steps: int | None = None,
   grads: Any = None,
 ) -> None:
@@ -121,11 +123,11 @@ def raise_if_stuck(
   function now and then in the training loop, outside ``jit``. It reads three
   scalars back to the host, and looks at the gradients only when it raises.
 
-  Many skips in a row show that a run stands still. Give ``max_skipped_share``
+  Many skips in a row show that a run stands still. Give ``max_skip_rate``
   as well if the gradients of many batches are exactly zero (masked batches,
   sparse rewards, a hinge loss). Such steps are finite at any scale, so that all
   other steps may be skipped without two skips in a row. Early in a run the
-  share says little, since the first steps may be skipped to find the scale.
+  skip rate says little, since the first steps may be skipped to find the scale.
 
   Args:
     tree: a :class:`LossScaleState`, or any pytree that holds exactly one, such
@@ -134,7 +136,7 @@ def raise_if_stuck(
     max_consecutive_skips: how many skips in a row are too many.
     policy: what :func:`with_loss_scaling` was given as ``loss_scale``. With it,
       the message says whether the scale can still come down.
-    max_skipped_share: the largest share of the steps that may be skipped, a
+    max_skip_rate: the largest fraction of the steps that may be skipped, a
       number in [0, 1]. It needs ``steps``.
     steps: how often ``update`` was called since ``init``.
     grads: the gradients of the last step, if you have them. With them, the
@@ -142,9 +144,9 @@ def raise_if_stuck(
 
   Raises:
     LossScaleError: if ``max_consecutive_skips`` steps or more were skipped in a
-      row, or more than ``max_skipped_share`` of all.
+      row, or more than ``max_skip_rate`` of all.
     TypeError: if an argument is of the wrong type, or under ``jit``.
-    ValueError: if one is out of range, ``max_skipped_share`` and ``steps`` are
+    ValueError: if one is out of range, ``max_skip_rate`` and ``steps`` are
       not given together, or ``tree`` does not hold exactly one loss-scale
       state, or holds one with a leading axis that is sharded over processes.
 
@@ -172,9 +174,9 @@ def raise_if_stuck(
       5. If there are several optimizers, pass the state of the same optimizer
       to ols.value_and_grad: a loss scale that never acts falls to its minimum.
     Pass grads to list those that are not finite.
-    >>> ols.raise_if_stuck(state, max_skipped_share=0.01, steps=1000)
+    >>> ols.raise_if_stuck(state, max_skip_rate=0.01, steps=1000)
   """
-  _check_limits(max_consecutive_skips, max_skipped_share, steps)
+  _check_limits(max_consecutive_skips, max_skip_rate, steps)
   if policy is not None:
     policy = _policies.as_policy(policy, "policy")
   skips = _read_skips(_state.get_loss_scale_state(tree))
@@ -191,14 +193,14 @@ def raise_if_stuck(
     summary += f" The loss scale is {longest.scale:g}."
     remedies = _remedies(longest.scale, policy, nonfinite)
   elif (
-    max_skipped_share is not None
+    max_skip_rate is not None
     and steps is not None
-    and most.in_all / int(steps) > max_skipped_share
+    and most.in_all / int(steps) > max_skip_rate
   ):
     nonfinite = _nonfinite(grads)
     summary = (
-      f"{most.in_all} of {steps} steps were skipped, a share larger than"
-      f" max_skipped_share = {max_skipped_share:g}. The loss scale is"
+      f"{most.in_all} of {steps} steps were skipped, a fraction larger than"
+      f" max_skip_rate = {max_skip_rate:g}. The loss scale is"
       f" {most.scale:g}."
     )
     remedies = _remedies_of_many_skips(nonfinite)
@@ -233,18 +235,18 @@ class _Skips(NamedTuple):
 
 def _check_limits(
   max_consecutive_skips: int,
-  max_skipped_share: float | None,
+  max_skip_rate: float | None,
   steps: int | None,
 ) -> None:
   _checks.check_count("max_consecutive_skips", max_consecutive_skips)
-  if (max_skipped_share is None) != (steps is None):
+  if (max_skip_rate is None) != (steps is None):
     raise ValueError(
-      "max_skipped_share and steps must be given together, got"
-      f" max_skipped_share = {max_skipped_share!r} and steps = {steps!r}."
+      "max_skip_rate and steps must be given together, got"
+      f" max_skip_rate = {max_skip_rate!r} and steps = {steps!r}."
       " steps is how often update was called since init."
     )
   if steps is not None:
-    _checks.check_number("max_skipped_share", max_skipped_share, 0, 1)
+    _checks.check_number("max_skip_rate", max_skip_rate, 0, 1)
     _checks.check_number("steps", steps, 1, 2**63 - 1, integer=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from optax_lossscale import _grads
+from optax_lossscale import _grads, _paths
 
 # "scale": the loss scale, where it multiplies a loss or divides gradients.
 # "unscaled": gradients that were divided by the loss scale.
@@ -41,7 +41,7 @@ class Mark(NamedTuple):
   Attributes:
     kind: what is marked.
     number: which leaf of its tree it is; 0 for the first.
-    path: the way to it, such as ``['blocks'][0]``.
+    path: its path in the tree, such as ``blocks/0``.
   """
 
   kind: str
@@ -52,13 +52,15 @@ class Mark(NamedTuple):
 def marked_tree(kind: Kind, tree: Any) -> Any:
   """The same tree, in which each gradient is marked."""
   numbers = itertools.count()
-
-  def mark(path: Any, leaf: Any) -> Any:
-    if not _grads.is_grad(path, leaf):
-      return leaf
-    return _marked(Mark(kind, next(numbers), jax.tree_util.keystr(path)), leaf)
-
-  return jax.tree_util.tree_map_with_path(mark, tree)
+  leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+  names = _paths.leaf_names(path for path, _ in leaves)
+  marked_leaves = [
+    _marked(Mark(kind, next(numbers), name), leaf)
+    if _grads.is_grad(path, leaf)
+    else leaf
+    for name, (path, leaf) in zip(names, leaves, strict=True)
+  ]
+  return jax.tree.unflatten(structure, marked_leaves)
 
 
 def marked_list(kind: Kind, grads: Iterable[Any]) -> list[Any]:

@@ -26,8 +26,8 @@ class LossScaleState(NamedTuple):
     last_finite: whether the last step was applied; bool, shape ``()``. True
       before the first step.
     total_notfinite: skips since ``init``; int32, shape ``()``.
-    memory: what the policy remembers besides, such as the hysteresis that is
-      left: a named tuple of arrays, or ``()`` if nothing.
+    policy_state: what the policy keeps besides, such as the remaining
+      hysteresis: a named tuple of arrays, or ``()`` if nothing.
   """
 
   loss_scale: jax.Array
@@ -35,7 +35,7 @@ class LossScaleState(NamedTuple):
   notfinite_count: jax.Array
   last_finite: jax.Array
   total_notfinite: jax.Array
-  memory: Any = ()
+  policy_state: Any = ()
 
 
 def get_loss_scale_state(tree: Any) -> LossScaleState:
@@ -116,7 +116,7 @@ def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
   return jax.tree_util.tree_map_with_path(replace, tree)
 
 
-def select_if_finite(state: Any, applied: Any, skipped: _Tree) -> _Tree:
+def select_if_finite(state: Any, new: Any, old: _Tree) -> _Tree:
   """Selects between two pytrees by whether the last step was applied.
 
   Use it for everything outside the optimizer that must not change on a skipped
@@ -126,13 +126,13 @@ def select_if_finite(state: Any, applied: Any, skipped: _Tree) -> _Tree:
   Args:
     state: the state *after* ``update``; a :class:`LossScaleState` or any pytree
       that holds exactly one.
-    applied: the pytree to return if the last step was applied.
-    skipped: the pytree to return if it was skipped; its leaves have the same
-      paths and shapes. The containers may be others, such as a ``FrozenDict``
-      beside a ``dict``.
+    new: the pytree to return if the last step was applied.
+    old: the pytree to return if it was skipped; its leaves have the same paths
+      and shapes. The containers may be others, such as a ``FrozenDict`` beside
+      a ``dict``.
 
   Returns:
-    One of the two, in the containers and dtypes of ``skipped``.
+    One of the two, in the containers and dtypes of ``old``.
 
   Raises:
     ValueError: if a leaf is in one of the two alone, or is not an array and
@@ -155,14 +155,14 @@ def select_if_finite(state: Any, applied: Any, skipped: _Tree) -> _Tree:
       f" {jnp.shape(finite)}. Of a state that vmap or pmap has mapped, select"
       " within the mapped function, or map select_if_finite itself."
     )
-  new: Any = jax.tree.structure(applied)
-  if new != jax.tree.structure(skipped):
-    applied = _in_containers_of(skipped, applied)
-  jax.tree_util.tree_map_with_path(_check_selectable, applied, skipped)
-  return _arrays.select(finite, applied, skipped)
+  structure: Any = jax.tree.structure(new)
+  if structure != jax.tree.structure(old):
+    new = _in_containers_of(old, new)
+  jax.tree_util.tree_map_with_path(_check_selectable, new, old)
+  return _arrays.select(finite, new, old)
 
 
-def initial_state(scale: float, memory: Any = ()) -> LossScaleState:
+def initial_state(scale: float, policy_state: Any = ()) -> LossScaleState:
   """The state before the first step. Each field has a buffer of its own."""
   return LossScaleState(
     loss_scale=_arrays.own(scale, jnp.float32),
@@ -170,7 +170,7 @@ def initial_state(scale: float, memory: Any = ()) -> LossScaleState:
     notfinite_count=jnp.zeros((), jnp.int32),
     last_finite=jnp.ones((), jnp.bool_),
     total_notfinite=jnp.zeros((), jnp.int32),
-    memory=memory,
+    policy_state=policy_state,
   )
 
 
@@ -195,7 +195,8 @@ def readable_later(kind: _Class) -> _Class:
   """Makes pickles of this class readable that were written with other fields.
 
   A pickle calls the class with all fields in order. If these are more or fewer,
-  it gets a plain tuple, and is lost no more: `memory_of` then says what to do.
+  it gets a plain tuple, and is lost no more: `policy_state_of` then says what
+  to do.
   """
   usual: Any = kind.__new__
 
@@ -208,33 +209,35 @@ def readable_later(kind: _Class) -> _Class:
   return kind
 
 
-def memory_of(policy: Any, state: LossScaleState, kind: Any) -> Any:
-  """What the policy remembers; raises if it is not of this kind.
+def policy_state_of(policy: Any, state: LossScaleState, kind: Any) -> Any:
+  """The state of the policy; raises if it is not of this class.
 
   It is known by its fields, and may be of another class: that of a checkpoint
   is a mapping.
   """
-  memory, fields = state.memory, kind._fields
-  if isinstance(memory, Mapping) and set(memory) == set(fields):
-    return kind(**memory)
-  has_fields = getattr(memory, "_fields", None) == fields
-  if has_fields and len(memory) == len(fields):
-    return kind(*memory)
+  policy_state, fields = state.policy_state, kind._fields
+  if isinstance(policy_state, Mapping) and set(policy_state) == set(fields):
+    return kind(**policy_state)
+  has_fields = getattr(policy_state, "_fields", None) == fields
+  if has_fields and len(policy_state) == len(fields):
+    return kind(*policy_state)
   raise ValueError(
-    f"state.memory must be that of a {type(policy).__name__}, with the fields"
-    f" {', '.join(fields)}, got {_describe(memory)} of another policy, or of an"
-    " earlier version. To go on with the same loss scale, use"
-    " state._replace(memory=policy.init().memory), where state is the"
-    " loss_scale_state of an optimizer state."
+    f"state.policy_state must be that of a {type(policy).__name__}, with the"
+    f" fields {', '.join(fields)}, got {_describe(policy_state)} of another"
+    " policy, or of an earlier version. To keep the loss scale, use"
+    " state._replace(policy_state=policy.init().policy_state), where state is"
+    " the loss_scale_state of an optimizer state."
   )
 
 
-def _describe(memory: Any) -> str:
-  """The names of what a memory remembers, or how many values without any."""
-  if not isinstance(memory, (Mapping, tuple, list)):
-    return f"one of type {type(memory).__name__}"
-  is_mapping, count = isinstance(memory, Mapping), len(memory)
-  names = [*memory] if is_mapping else [*getattr(memory, "_fields", ())]
+def _describe(policy_state: Any) -> str:
+  """The fields of a policy state, or how many values it has without names."""
+  if not isinstance(policy_state, (Mapping, tuple, list)):
+    return f"one of type {type(policy_state).__name__}"
+  is_mapping, count = isinstance(policy_state, Mapping), len(policy_state)
+  names = (
+    [*policy_state] if is_mapping else [*getattr(policy_state, "_fields", ())]
+  )
   if count == 0:
     return "an empty one"
   if len(names) == count:
@@ -281,9 +284,11 @@ def _is_state(x: Any) -> bool:
   if isinstance(x, LossScaleState):
     return True
   # Checkpoints and nnx.State turn named tuples into mappings, and may leave out
-  # an empty `memory`.
+  # an empty `policy_state`.
   fields = set(LossScaleState._fields)
-  return isinstance(x, Mapping) and fields - {"memory"} <= set(x) <= fields
+  return (
+    isinstance(x, Mapping) and fields - {"policy_state"} <= set(x) <= fields
+  )
 
 
 def _unboxed(state: Any) -> LossScaleState:
@@ -312,25 +317,26 @@ def _check_selectable(path: Any, new: Any, old: Any) -> None:
     return
   if new is not old and (type(new) is not type(old) or new != old):
     raise ValueError(
-      "applied and skipped must be equal where they hold no arrays, since these"
-      f" alone can be selected on a device, got {_checks.came('applied', new)}"
-      f" and {_checks.came('skipped', old)} at {_keystr(path)}. Leave this leaf"
-      " out of both."
+      "new and old must be equal where they hold no arrays, since these alone"
+      f" can be selected on a device, got {_checks.came('new', new)} and"
+      f" {_checks.came('old', old)} at {_paths.leaf_name(path)}. Leave this"
+      " leaf out of both."
     )
 
 
-def _in_containers_of(skipped: Any, applied: Any) -> Any:
-  """The leaves of ``applied``, each where ``skipped`` has one of this path."""
-  new, old = _by_names(applied), _by_names(skipped)
-  for name, has, lacks in ("skipped", old, new), ("applied", new, old):
+def _in_containers_of(old: Any, new: Any) -> Any:
+  """The leaves of ``new``, each where ``old`` has one of this path."""
+  in_new, in_old = _by_names(new), _by_names(old)
+  for name, has, lacks in ("old", in_old, in_new), ("new", in_new, in_old):
     alone = [path for key, (path, _) in has.items() if key not in lacks]
     if alone:
+      path = _paths.leaf_name(alone[0]) or "the tree itself"
       raise ValueError(
-        "applied and skipped must have leaves at the same paths, got"
-        f" {_keystr(alone[0])} in {name} alone."
+        f"new and old must have leaves at the same paths, got {path} in {name}"
+        " alone."
       )
-  leaves = [new[key][1] for key in old]
-  return jax.tree.unflatten(jax.tree.structure(skipped), leaves)
+  leaves = [in_new[key][1] for key in in_old]
+  return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
 
 def _by_names(tree: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:

@@ -25,7 +25,7 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-class LossScalingState(NamedTuple):
+class WithLossScalingState(NamedTuple):
   """The state of :func:`with_loss_scaling`.
 
   Attributes:
@@ -85,8 +85,8 @@ def with_loss_scaling(
     :class:`~optax_lossscale.HeadroomLossScale`. The policy is given this or the
     largest gradient, whichever is larger. A NaN is ignored.
 
-  :func:`~optax_lossscale.diagnostics.probe_evidence` returns both, from what
-  probes have counted.
+  :func:`~optax_lossscale.diagnostics.probe_update_kwargs` returns both, from
+  what probes have counted.
 
   ``inner`` is given float32 in place of float16 and float8 gradients and
   parameters, in ``init`` as in ``update``. The updates are returned in the
@@ -116,7 +116,7 @@ def with_loss_scaling(
 
   Returns:
     A :class:`optax.GradientTransformationExtraArgs` whose state is a
-    :class:`LossScalingState`.
+    :class:`WithLossScalingState`.
 
   Raises:
     TypeError: if an argument is of the wrong type.
@@ -155,20 +155,20 @@ def with_loss_scaling(
     "fixed_update_scale" if is_fixed else "update_scale"
   )
 
-  def init_fn(params: Any) -> LossScalingState:
+  def init_fn(params: Any) -> WithLossScalingState:
     inner_state = inner.init(params)
     _check_inner_state(inner_state)
-    return LossScalingState(policy.init(), inner_state)
+    return WithLossScalingState(policy.init(), inner_state)
 
   def update_fn(
     updates: Any,
-    state: LossScalingState,
+    state: WithLossScalingState,
     params: Any = None,
     *,
     grads_finite: jax.typing.ArrayLike = True,
     grads_amax: jax.typing.ArrayLike | None = None,
     **extra_args: Any,
-  ) -> tuple[Any, LossScalingState]:
+  ) -> tuple[Any, WithLossScalingState]:
     _check_state(state)
     scale_state, inner_state = state
     # Ahead of the gradients, so that the tag says whose gradients follow.
@@ -198,7 +198,7 @@ def with_loss_scaling(
       )
     adjusted = policy.adjust(scale_state, finite, grads_amax=found.amax)
     applied = _nothing_unless(finite, made)
-    return applied, LossScalingState(adjusted, kept_state)
+    return applied, WithLossScalingState(adjusted, kept_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -255,14 +255,14 @@ def _check_inner_state(inner_state: Any) -> None:
 
 
 def _check_state(state: Any) -> None:
-  if isinstance(state, LossScalingState):
+  if isinstance(state, WithLossScalingState):
     return
   if _state.holds_loss_scale(state):
     advice = (
       "with a loss scale in it. If it was read from a checkpoint, read it into"
       " the structure of tx.init(params): give that to Orbax's restore, or to"
       " flax.serialization.from_state_dict(tx.init(params), state). If it is a"
-      " larger state, give the LossScalingState that it holds."
+      " larger state, give the WithLossScalingState that it holds."
     )
   else:
     advice = (
@@ -270,7 +270,7 @@ def _check_state(state: Any) -> None:
       " tx.init(params)._replace(inner_state=state)."
     )
   raise TypeError(
-    "update must be given a LossScalingState, as init returns it, got a"
+    "update must be given a WithLossScalingState, as init returns it, got a"
     f" {type(state).__name__} {advice}"
   )
 

@@ -10,7 +10,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _state, diagnostics
+from optax_lossscale import _host, _state, diagnostics
 from optax_lossscale.diagnostics import _leaves, _numbers
 
 __all__ = [
@@ -47,6 +47,7 @@ class ExponentHistogram(NamedTuple):
   nonfinite_count: int
 
 
+@_host.may_transfer
 def exponent_histogram(tree: Any) -> ExponentHistogram:
   """Counts the entries of a tree by binade.
 
@@ -82,6 +83,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
   return ExponentHistogram(exponents, counts[span], zeros, nonfinite)
 
 
+@_host.may_transfer
 def plot_exponents(
   grads: Any,
   dtype: Any = jnp.float16,
@@ -177,6 +179,7 @@ def _draw_bands(ax: Any, dtype: np.dtype, limits: _numbers.Limits) -> None:
     ax.axvspan(*span, color=color, alpha=0.15, linewidth=0, label=label)
 
 
+@_host.may_transfer
 def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
   """Draws the loss scale over the steps, and the steps that were skipped.
 
@@ -249,9 +252,10 @@ def _metrics(x: Any) -> Any:
 _TALLEST = 40.0  # in binades: what is infinite must be somewhere
 _PLAIN, _WORST = "tab:gray", "tab:red"
 
-_Rows = list[diagnostics.ProductPrecision]
+_Rows = list[diagnostics.MatmulPrecision]
 
 
+@_host.may_transfer
 def plot_precision(
   report: diagnostics.PrecisionComparison, *, axes: Any = None
 ) -> Any:
@@ -281,8 +285,8 @@ def plot_precision(
     )
   axes = _axes_or_new(axes, "plot_precision", rows=2)
   top, bottom = axes
-  rows = sorted(report.products, key=lambda row: row.position)
-  bad = {*report.worst(len(rows)), *report.overflowing}
+  rows = sorted(report.matmuls, key=lambda row: row.program_index)
+  bad = {*report.top_outliers(len(rows)), *report.overflowing}
   colors = [_WORST if row.name in bad else _PLAIN for row in rows]
   _draw_effects(top, rows, colors, report.dtype)
   _draw_headroom(bottom, rows, colors, report.dtype)
@@ -291,10 +295,12 @@ def plot_precision(
 
 
 def _draw_effects(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
-  known = [row.effect for row in rows if 0 < row.effect < math.inf]
+  known = [
+    row.isolated_error for row in rows if 0 < row.isolated_error < math.inf
+  ]
   low, high = min(known, default=1e-4) / 3, 10 * max([*known, 1.0])
-  heights = [min(max(row.effect, low), high) for row in rows]
-  hatches = ["//" if row.effect == math.inf else "" for row in rows]
+  heights = [min(max(row.isolated_error, low), high) for row in rows]
+  hatches = ["//" if row.isolated_error == math.inf else "" for row in rows]
   ax.bar(range(len(rows)), heights, color=colors, hatch=hatches)
   ax.set_yscale("log")
   ax.set_ylim(low, high)
@@ -304,7 +310,7 @@ def _draw_effects(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
 
 
 def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
-  heights = np.clip([row.headroom for row in rows], -_TALLEST, _TALLEST)
+  heights = np.clip([row.log2_headroom for row in rows], -_TALLEST, _TALLEST)
   ax.bar(range(len(rows)), heights, color=colors)
   ax.axhline(0, color="black", linewidth=0.8)
   first = next((i for i, row in enumerate(rows) if row.backward), None)
@@ -324,7 +330,7 @@ def _name_bad(ax: Any, rows: _Rows, bad: set[str]) -> None:
   where = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
   for level, name in enumerate(shown):
     bars = [i for i, row in enumerate(rows) if row.name == name]
-    i = max(bars, key=lambda i: rows[i].effect)
+    i = max(bars, key=lambda i: rows[i].isolated_error)
     at = i, 0.93 - 0.1 * (level % 8)
     side, shift = ("right", -8) if 2 * i > len(rows) else ("left", 8)
     ax.annotate(name, at, xytext=(shift, 0), ha=side, **where, **style)

@@ -64,6 +64,6 @@ def flops_by_dtype(step: Callable[..., Any], *args: Any) -> dict[str, int]:
   report = diagnostics.precision_report(step, *args)
   found: dict[str, int] = {}
   for row in report.flops:
-    name = names[row.operands]
+    name = names[row.operand_dtype]
     found[name] = found.get(name, 0) + row.flops
   return found

@@ -50,7 +50,7 @@ def main():
 def train(text, dtype, policy):
   """The skipped steps, the loss and the scale of a run."""
   params = transformer.init_params(jax.random.key(0))
-  slots = ols.diagnostics.probe_slots(transformer.LAYERS)
+  counters = ols.diagnostics.probe_counters(transformer.LAYERS)
   tx = ols.with_loss_scaling(
     optax.adamw(transformer.LEARNING_RATE), policy, max_norm=1.0
   )
@@ -58,7 +58,7 @@ def train(text, dtype, policy):
   letters = transformer.BATCH_SIZE * transformer.CONTEXT
 
   def loss_fn(params, batch):
-    mean = ols.autocast(transformer.loss_fn, dtype)(params, slots, batch)
+    mean = ols.autocast(transformer.loss_fn, dtype)(params, counters, batch)
     return mean * (letters / MICRO_BATCHES)  # the sum of a micro-batch
 
   @jax.jit

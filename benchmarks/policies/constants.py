@@ -42,10 +42,10 @@ def limits_down_to(binades):
 # What is changed, by name: the module, the constant, and what it is instead.
 CHANGES = {
   "as it is": None,
-  "window of 1, for 8": ols.HeadroomLossScale(window=1),
-  "window of 16": ols.HeadroomLossScale(window=16),
-  "target -1, for -4": ols.HeadroomLossScale(target=-1),
-  "target -8": ols.HeadroomLossScale(target=-8),
+  "window of 1, for 8": ols.HeadroomLossScale(amax_history_len=1),
+  "window of 16": ols.HeadroomLossScale(amax_history_len=16),
+  "target -1, for -4": ols.HeadroomLossScale(margin=1),
+  "target -8": ols.HeadroomLossScale(margin=8),
   "a stride without bound, for 8": (_headroom, "_STRIDE", 256),
   "a stride of 16": (_headroom, "_STRIDE", 16),
   "limits as low as there are": limits_down_to(None),

@@ -39,10 +39,14 @@ def record(log2_amax):
     held = amax * state.loss_scale
     finite = held < 65520  # From there on float16 rounds to inf.
     after = policy.adjust(state, finite, grads_amax=amax)
-    window = after.memory.amax_window
-    evidence = jnp.floor(jnp.log2(65504 / jnp.max(window))) + policy.target
+    window = after.policy_state.amax_history
+    evidence = jnp.floor(jnp.log2(65504 / jnp.max(window))) - policy.margin
     # 128 if nothing has failed.
-    limit = jnp.where(after.memory.fail < 128, after.memory.limit, 128)
+    limit = jnp.where(
+      after.policy_state.failed_log2_scale < 128,
+      after.policy_state.max_log2_scale,
+      128,
+    )
     log2_scale = jnp.log2(state.loss_scale)
     return after, (log2_scale, evidence, limit, ~finite)
 

@@ -35,8 +35,12 @@ class LogMax:
   init_scale: float = 2.0**15
 
   def init(self):
-    memory = Averages(*jnp.zeros((5,), jnp.float32))
-    return ols.FixedLossScale(self.init_scale).init()._replace(memory=memory)
+    policy_state = Averages(*jnp.zeros((5,), jnp.float32))
+    return (
+      ols.FixedLossScale(self.init_scale)
+      .init()
+      ._replace(policy_state=policy_state)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Published(LogMax):
     new = Averages(
       *(
         d * old + (1 - d) * e
-        for d, old, e in zip(decay, state.memory, entry, strict=True)
+        for d, old, e in zip(decay, state.policy_state, entry, strict=True)
       )
     )
     slow_mean = new.slow_mean / new.slow_weight
@@ -63,7 +67,7 @@ class Published(LogMax):
     return state._replace(
       loss_scale=jnp.clip(scale, 1, 2.0**126),
       last_finite=jnp.asarray(grads_finite),
-      memory=new,
+      policy_state=new,
     )
 
 
@@ -78,27 +82,29 @@ class Mended(LogMax):
   """
 
   def adjust(self, state, grads_finite, *, grads_amax=None):
-    memory, exponent = state.memory, jnp.log2(state.loss_scale)
+    policy_state, exponent = state.policy_state, jnp.log2(state.loss_scale)
     is_zero = grads_amax < 2.0**-126
     x = jnp.where(
       grads_finite,
       jnp.log2(jnp.where(is_zero, 1.0, grads_amax)),
-      jnp.maximum(LOG2_TOP - exponent, memory.mean),
+      jnp.maximum(LOG2_TOP - exponent, policy_state.mean),
     )
-    mean_weight = MEAN_DECAY * memory.mean_weight + (1 - MEAN_DECAY)
-    slow_weight = SLOW_DECAY * memory.slow_weight + (1 - SLOW_DECAY)
+    mean_weight = MEAN_DECAY * policy_state.mean_weight + (1 - MEAN_DECAY)
+    slow_weight = SLOW_DECAY * policy_state.slow_weight + (1 - SLOW_DECAY)
     mean_rate = (1 - MEAN_DECAY) / mean_weight
     slow_rate = (1 - SLOW_DECAY) / slow_weight
-    error = x - memory.slow_mean
+    error = x - policy_state.slow_mean
     new = Averages(
-      memory.mean + mean_rate * (x - memory.mean),
+      policy_state.mean + mean_rate * (x - policy_state.mean),
       mean_weight,
-      memory.slow_mean + slow_rate * error,
-      (1 - slow_rate) * (memory.square + slow_rate * error**2),
+      policy_state.slow_mean + slow_rate * error,
+      (1 - slow_rate) * (policy_state.square + slow_rate * error**2),
       slow_weight,
     )
-    is_known = jnp.where(grads_finite, ~is_zero, memory.mean_weight > 0)
-    new = jax.tree.map(lambda n, o: jnp.where(is_known, n, o), new, memory)
+    is_known = jnp.where(grads_finite, ~is_zero, policy_state.mean_weight > 0)
+    new = jax.tree.map(
+      lambda n, o: jnp.where(is_known, n, o), new, policy_state
+    )
     best = jnp.floor(LOG2_TOP - (new.mean + DEVIATIONS * jnp.sqrt(new.square)))
     best = jnp.where(new.mean_weight > 0, best, 2.0**12)
     finite = jnp.where(is_zero, exponent + 1, best)
@@ -107,5 +113,5 @@ class Mended(LogMax):
     return state._replace(
       loss_scale=jnp.exp2(jnp.clip(exponent, -24, 126)),
       last_finite=jnp.asarray(grads_finite),
-      memory=new,
+      policy_state=new,
     )

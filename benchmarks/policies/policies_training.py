@@ -86,12 +86,12 @@ def train_transformer():
   rows = {}
   for name, policy in RUNS.items():
     run = transformer.train(text, policy, STEPS)
-    metrics = ols.diagnostics.probe_metrics(jnp.asarray(run.cotangents))
+    metrics = ols.diagnostics.probe_metrics(jnp.asarray(run.counts))
     rows[name] = {
       "test_loss": [run.test_loss],
       "skipped": [int(run.skipped.sum())],
       "log2_last_scale": [float(np.log2(run.scales[-1]))],
-      "zero_share": [float(metrics["zero_share"].max())],
+      "zero_share": [float(metrics["zero_fraction"].max())],
     }
   return rows
 
@@ -124,23 +124,23 @@ def time_probes():
   """Whole training steps with and without probes, by turns; milliseconds."""
   text = transformer.load_text()[0]
   params = transformer.init_params(jax.random.key(0))
-  slots = ols.diagnostics.probe_slots(transformer.LAYERS)
+  counters = ols.diagnostics.probe_counters(transformer.LAYERS)
   batch = transformer.sample_batch(np.random.default_rng(0), text)
   tx = ols.with_loss_scaling(optax.adamw(1e-3), ols.HeadroomLossScale())
   opt_state = tx.init(params)
 
   @jax.jit
   def with_probes(params, opt_state):
-    loss, (grads, cotangents) = ols.value_and_grad(
+    loss, (grads, counts) = ols.value_and_grad(
       transformer.loss_fn, opt_state, argnums=(0, 1)
-    )(params, slots, batch)
-    evidence = ols.diagnostics.probe_evidence(cotangents, opt_state)
+    )(params, counters, batch)
+    evidence = ols.diagnostics.probe_update_kwargs(counts, opt_state)
     return loss, tx.update(grads, opt_state, params, **evidence)
 
   @jax.jit
   def without(params, opt_state):
     loss, grads = ols.value_and_grad(transformer.loss_fn, opt_state)(
-      params, slots, batch
+      params, counters, batch
     )
     return loss, tx.update(grads, opt_state, params)
 

@@ -62,9 +62,11 @@ def _named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
     flat = nnx.to_flat_state(nnx.state(tree, nnx.Variable))  # It has cycles.
     variables = [(tuple(map(str, path)), x) for path, x in flat]
     return [(path, x) for path, y in variables for x in jax.tree.leaves(y)]
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  names = _paths.leaf_names(path for path, _ in leaves)
   return [
-    (tuple(_paths.leaf_name(path).split("/")) if path else (), leaf)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    (tuple(name.split("/")) if path else (), leaf)
+    for name, (path, leaf) in zip(names, leaves, strict=True)
   ]
 
 

@@ -79,7 +79,7 @@ def in_float32(eqn: core.JaxprEqn) -> core.JaxprEqn:
   return in_dtype(eqn, jnp.float32, precision=highest)
 
 
-def accumulation_of(eqn: core.JaxprEqn) -> Any:
+def result_dtype_of(eqn: core.JaxprEqn) -> Any:
   """The dtype in which a product is asked to add up: that of its result."""
   kind: Any = eqn.outvars[0].aval
   asked: Any = eqn.params.get("preferred_element_type")

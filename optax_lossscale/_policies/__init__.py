@@ -2,7 +2,7 @@
 
 from optax_lossscale._policies._headroom import (
   HeadroomLossScale,
-  HeadroomMemory,
+  HeadroomPolicyState,
 )
 from optax_lossscale._policies._named import (
   as_policy,
@@ -12,7 +12,7 @@ from optax_lossscale._policies._named import (
 from optax_lossscale._policies._plain import (
   bounds,
   DynamicLossScale,
-  DynamicMemory,
+  DynamicPolicyState,
   FixedLossScale,
   LossScalePolicy,
   lowest_scale,

@@ -120,15 +120,15 @@ class FixedLossScale:
 
 
 @_state.readable_later
-class DynamicMemory(NamedTuple):
-  """What :class:`DynamicLossScale` remembers if it has hysteresis.
+class DynamicPolicyState(NamedTuple):
+  """The policy state of :class:`DynamicLossScale`, if it has hysteresis.
 
   Attributes:
-    hysteresis_left: how many overflows until one lowers the scale; int32, shape
-      ``()``.
+    hysteresis_remaining: how many overflows until one lowers the scale; int32,
+      shape ``()``.
   """
 
-  hysteresis_left: jax.Array
+  hysteresis_remaining: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,10 +220,10 @@ class DynamicLossScale:
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
-    memory: Any = ()
+    policy_state: Any = ()
     if self._remembers():
-      memory = DynamicMemory(_arrays.own(self.hysteresis, jnp.int32))
-    return _state.initial_state(self.init_scale, memory)
+      policy_state = DynamicPolicyState(_arrays.own(self.hysteresis, jnp.int32))
+    return _state.initial_state(self.init_scale, policy_state)
 
   def adjust(
     self,
@@ -243,11 +243,12 @@ class DynamicLossScale:
     # `>=`, since the count of a restored state may be above the interval.
     grow = after.finite_count >= _i32(self.growth_interval)
     backoff = ~after.last_finite
-    memory = state.memory  # If it is that of another policy, it is kept.
-    if self._remembers() and not self._started_without(memory):
-      left = _state.memory_of(self, state, DynamicMemory).hysteresis_left
+    # If it is that of another policy, it is kept.
+    policy_state = state.policy_state
+    if self._remembers() and not self._started_without(policy_state):
+      (left,) = _state.policy_state_of(self, state, DynamicPolicyState)
       tolerated, left = self._spend_hysteresis(left, backoff, grow)
-      backoff, memory = backoff & ~tolerated, DynamicMemory(left)
+      backoff, policy_state = backoff & ~tolerated, DynamicPolicyState(left)
     factor = jnp.where(grow, _f32(self.growth_factor), jnp.float32(1))
     factor = jnp.where(backoff, _f32(self.backoff_factor), factor)
     scale = jnp.clip(
@@ -256,16 +257,16 @@ class DynamicLossScale:
     return after._replace(
       loss_scale=scale,
       finite_count=jnp.where(grow, jnp.int32(0), after.finite_count),
-      memory=memory,
+      policy_state=policy_state,
     )
 
   def _remembers(self) -> bool:
     # A traced hysteresis, such as one that Optax injects, may be any number.
     return isinstance(self.hysteresis, jax.core.Tracer) or self.hysteresis > 1
 
-  def _started_without(self, memory: Any) -> bool:
+  def _started_without(self, policy_state: Any) -> bool:
     """Whether the hysteresis was 1 in ``init``, and is traced now."""
-    return isinstance(self.hysteresis, jax.core.Tracer) and memory == ()
+    return isinstance(self.hysteresis, jax.core.Tracer) and policy_state == ()
 
   def _spend_hysteresis(
     self, left: jax.Array, overflow: jax.Array, grow: jax.Array

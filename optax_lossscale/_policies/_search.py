@@ -15,26 +15,28 @@ _STRIDE = 16
 _IN_ORDER = 16
 
 
-def wait_after(
-  wait: jax.Array, quiet_count: jax.Array, was_in_vain: jax.Array
+def search_delay_after(
+  search_delay: jax.Array,
+  steps_without_grads: jax.Array,
+  was_in_vain: jax.Array,
 ) -> jax.Array:
   """How long to wait for a search, after gradients that came.
 
   Args:
-    wait: how many quiet steps there were to wait for.
-    quiet_count: how many came before these gradients.
+    search_delay: how many quiet steps there were to wait for.
+    steps_without_grads: how many came before these gradients.
     was_in_vain: whether they would have been seen without a search.
   """
-  longer = jnp.minimum(2 * wait, _LONGEST_WAIT)
-  shorter = jnp.maximum(wait - wait // 8, SHORTEST_WAIT)
-  after_search = jnp.where(was_in_vain, longer, wait)
-  without = jnp.where(quiet_count == 0, shorter, wait)
-  return jnp.where(quiet_count >= wait, after_search, without)
+  longer = jnp.minimum(2 * search_delay, _LONGEST_WAIT)
+  shorter = jnp.maximum(search_delay - search_delay // 8, SHORTEST_WAIT)
+  after_search = jnp.where(was_in_vain, longer, search_delay)
+  without = jnp.where(steps_without_grads == 0, shorter, search_delay)
+  return jnp.where(steps_without_grads >= search_delay, after_search, without)
 
 
 def next_guess(
   step: jax.Array,
-  held_count: jax.Array,
+  steps_since_overflow: jax.Array,
   best: jax.Array,
   bounds: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
@@ -42,14 +44,15 @@ def next_guess(
 
   Args:
     step: the number of the step in the search, which is off below zero.
-    held_count: any number that is another one in the next search, so that what
-      comes after as many zeros each time does not meet the same guess for ever.
+    steps_since_overflow: any number that is another one in the next search, so
+      that what comes after as many zeros each time does not meet the same guess
+      for ever.
     best: the exponent that the last gradients ask for.
     bounds: the exponents of the lowest and of the highest scale.
   """
   low, high = bounds
   block = step // _STEPS_OF_A_GUESS
-  turn = (_hash(block) + _hash(held_count) + step) % _STEPS_OF_A_GUESS
+  turn = (_hash(block) + _hash(steps_since_overflow) + step) % _STEPS_OF_A_GUESS
   shift = _hash(block // _IN_ORDER + (1 << 19))
   guess = low + _STRIDE * ((block + shift) % ((high - low) // _STRIDE + 1))
   is_guess = (step >= 0) & (turn % 2 == 0)

@@ -7,9 +7,9 @@ are called outside of ``jit``. ``precision_report`` reads only shapes.
 
 from optax_lossscale.diagnostics._comparison._functions import compare_precision
 from optax_lossscale.diagnostics._comparison._report import (
-  FarOff,
+  ArrayError,
+  MatmulPrecision,
   PrecisionComparison,
-  ProductPrecision,
 )
 from optax_lossscale.diagnostics._gradients import (
   gradient_report,
@@ -28,28 +28,28 @@ from optax_lossscale.diagnostics._precision import (
   precision_report,
   PrecisionReport,
   Risk,
-  WideProduct,
+  UnconvertedMatmul,
 )
 from optax_lossscale.diagnostics._probes import (
   probe,
-  probe_evidence,
+  probe_counters,
   probe_metrics,
-  probe_slots,
+  probe_update_kwargs,
 )
 
 __all__ = [
-  "FarOff",
+  "ArrayError",
   "Flops",
   "GradientReport",
   "GradientStats",
+  "MatmulPrecision",
   "NonfiniteLeaf",
   "Operand",
   "Overflow",
   "PrecisionComparison",
   "PrecisionReport",
-  "ProductPrecision",
   "Risk",
-  "WideProduct",
+  "UnconvertedMatmul",
   "compare_precision",
   "find_overflow",
   "finite_per_leaf",
@@ -57,9 +57,9 @@ __all__ = [
   "nonfinite_leaves",
   "precision_report",
   "probe",
-  "probe_evidence",
+  "probe_counters",
   "probe_metrics",
-  "probe_slots",
+  "probe_update_kwargs",
 ]
 
 # Pickles and reprs name the path that stays when modules move.

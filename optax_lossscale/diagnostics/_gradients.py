@@ -19,30 +19,31 @@ class GradientStats(NamedTuple):
     shape: the shape; ``()`` for the total.
     dtype: the dtype as a string; empty for the total.
     size: how many entries there are.
-    largest: the largest finite magnitude, unscaled.
-    smallest: the smallest non-zero magnitude, unscaled; 0 if there is none.
-    zero: the share of entries that are zero to begin with.
-    flushed: the share that becomes zero in the dtype.
-    subnormal: the share that becomes subnormal, and loses bits.
-    overflow: the share that becomes infinite.
-    nonfinite: the share that is inf or NaN to begin with.
-    best_scales: two integers, log2 of the smallest and of the largest of the
-      best scales, with which no entry overflows, and as few as possible are
-      flushed. None if all entries are zero, since all scales are then equal.
+    amax: the largest finite magnitude, unscaled.
+    smallest_nonzero: the smallest non-zero magnitude, unscaled; 0 if there is
+      none.
+    zero_fraction: the fraction of entries that are zero to begin with.
+    underflow_fraction: the fraction that becomes zero in the dtype.
+    subnormal_fraction: the fraction that becomes subnormal, and loses bits.
+    overflow_fraction: the fraction that becomes infinite.
+    nonfinite_fraction: the fraction that is inf or NaN to begin with.
+    log2_scale_range: two integers, log2 of the smallest and of the largest of
+      the best scales, with which no entry overflows, and as few as possible
+      underflow. None if all entries are zero, since all scales are then equal.
   """
 
   name: str
   shape: tuple[int, ...]
   dtype: str
   size: int
-  largest: float
-  smallest: float
-  zero: float
-  flushed: float
-  subnormal: float
-  overflow: float
-  nonfinite: float
-  best_scales: tuple[int, int] | None
+  amax: float
+  smallest_nonzero: float
+  zero_fraction: float
+  underflow_fraction: float
+  subnormal_fraction: float
+  overflow_fraction: float
+  nonfinite_fraction: float
+  log2_scale_range: tuple[int, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class GradientReport:
   """What :func:`gradient_report` returns. It prints as a table.
 
   Attributes:
-    dtype: the dtype that the shares are about, as a string.
+    dtype: the dtype that the fractions are about, as a string.
     loss_scale: the loss scale that they are about.
     leaves: a :class:`GradientStats` for each leaf.
     total: a :class:`GradientStats` for all of them together.
@@ -116,9 +117,9 @@ def gradient_report(
 
   Returns:
     A :class:`GradientReport` with ``leaves`` and ``total``, which prints as a
-    table. Its methods are ``sorted_by("flushed")`` and ``as_dict()``. With each
-    of the "best scales" in the table, no entry overflows, and as few as
-    possible are flushed to zero.
+    table. Its methods are ``sorted_by("underflow_fraction")`` and
+    ``as_dict()``. With each of the scales in "scale range", no entry overflows,
+    and as few as possible underflow to zero.
 
   Raises:
     TypeError: if ``dtype`` is not such a dtype, if ``loss_scale`` is not a
@@ -130,13 +131,13 @@ def gradient_report(
     >>> from optax_lossscale import diagnostics
     >>> grads = {"w": jnp.array([1e-3, 1e-5, 1e-8, 0.0]), "b": jnp.ones(2)}
     >>> report = diagnostics.gradient_report(grads, jnp.float16)
-    >>> print(f"{report.total.flushed:.1%} are flushed")
-    16.7% are flushed
-    >>> for leaf in report.sorted_by("flushed").leaves:
-    ...   low, high = leaf.best_scales
-    ...   print(f"{leaf.name}: {leaf.flushed:.0%}, best 2^{low} to 2^{high}")
-    w: 25%, best 2^2 to 2^25
-    b: 0%, best 2^-24 to 2^15
+    >>> print(f"{report.total.underflow_fraction:.1%} underflow")
+    16.7% underflow
+    >>> for leaf in report.sorted_by("underflow_fraction").leaves:
+    ...   low, high = leaf.log2_scale_range
+    ...   print(f"{leaf.name}: best 2^{low} to 2^{high}")
+    w: best 2^2 to 2^25
+    b: best 2^-24 to 2^15
   """
   dtype = _numbers.as_small_float(dtype)
   scale = _numbers.as_scale(loss_scale)
@@ -156,8 +157,8 @@ def gradient_report(
   return GradientReport(str(dtype), scale, tuple(rows), total)
 
 
-# The fields of a row from `largest` to `nonfinite`: two magnitudes, of which
-# the smallest is inf if there is none, and then counts.
+# The fields of a row from `amax` to `nonfinite_fraction`: two magnitudes, of
+# which the smallest is inf if there is none, and then counts.
 _Measured = tuple[Any, ...]
 
 
@@ -203,13 +204,13 @@ def _row(
   """The row of what has this name, shape, dtype and size."""
   largest, smallest, *counts = found
   shares = [int(count) / max(about[-1], 1) for count in counts]
-  best_scales = _best_scales(largest, smallest, limits)
+  log2_scale_range = _log2_scale_range(largest, smallest, limits)
   smallest = smallest if largest > 0 else 0.0
   sizes = float(largest), float(smallest), *shares
-  return GradientStats._make((*about, *sizes, best_scales))
+  return GradientStats._make((*about, *sizes, log2_scale_range))
 
 
-def _best_scales(
+def _log2_scale_range(
   largest: float, smallest: float, limits: _numbers.Limits
 ) -> tuple[int, int] | None:
   if largest == 0:
@@ -224,17 +225,17 @@ def _best_scales(
 
 
 def _cells(row: GradientStats) -> dict[str, str]:
-  low, high = row.best_scales or (None, None)
+  low, high = row.log2_scale_range or (None, None)
   return {
     "": row.name,
     "shape": str(list(row.shape)) if row.dtype else str(row.size),
     "dtype": row.dtype,
-    "largest": f"{row.largest:.3g}",
-    "smallest": f"{row.smallest:.3g}",
-    "zero": f"{row.zero:.1%}",
-    "flushed": f"{row.flushed:.1%}",
-    "subnormal": f"{row.subnormal:.1%}",
-    "overflow": f"{row.overflow:.1%}",
-    "nonfinite": f"{row.nonfinite:.1%}",
-    "best scales": "any" if low is None else f"2^{low} to 2^{high}",
+    "amax": f"{row.amax:.3g}",
+    "smallest nonzero": f"{row.smallest_nonzero:.3g}",
+    "zero": f"{row.zero_fraction:.1%}",
+    "underflow": f"{row.underflow_fraction:.1%}",
+    "subnormal": f"{row.subnormal_fraction:.1%}",
+    "overflow": f"{row.overflow_fraction:.1%}",
+    "nonfinite": f"{row.nonfinite_fraction:.1%}",
+    "scale range": "any" if low is None else f"2^{low} to 2^{high}",
   }

@@ -169,9 +169,11 @@ def measure_grads(
     TypeError: if called under ``jit``.
   """
   as_array = lambda x: x if isinstance(x, jax.Array) else np.asarray(x)
+  with_paths = jax.tree_util.tree_leaves_with_path(tree)
+  names = _paths.leaf_names(path for path, _ in with_paths)
   leaves = [
-    (_paths.leaf_name(path), as_array(leaf))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    (name, as_array(leaf))
+    for name, (path, leaf) in zip(names, with_paths, strict=True)
     if _grads.is_grad(path, leaf) and _arrays.is_array_like(leaf)
   ]
   for name, leaf in leaves:

@@ -38,52 +38,53 @@ _COMBINERS = ("arg", "cum", "reduce", "scatter", "select_and", "sort", "top_k")
 
 
 class Flops(NamedTuple):
-  """The matrix products and convolutions of one kind.
+  """The matmuls and convolutions of one pair of dtypes.
 
   Attributes:
-    operands: the dtype of what is multiplied; the wider one of two.
-    accumulation: the dtype of the result, in which the program asks to add the
-      products. XLA adds those of 16 bits in float32, and rounds the sum once.
+    operand_dtype: the dtype of the operands; the wider one of two.
+    result_dtype: the dtype of the result. It is not that of the accumulator:
+      XLA accumulates 16-bit products in float32, and rounds once.
     flops: how many floating-point operations they are.
-    share: their share of all.
+    fraction: their fraction of all flops.
   """
 
-  operands: str
-  accumulation: str
+  operand_dtype: str
+  result_dtype: str
   flops: int
-  share: float
+  fraction: float
 
 
-class WideProduct(NamedTuple):
-  """Matrix products or convolutions of one line in a wider dtype.
+class UnconvertedMatmul(NamedTuple):
+  """Matmuls or convolutions of one line whose operands are in a wider dtype.
 
   Attributes:
     primitive: JAX's name of the operation.
-    operands: the dtype of what is multiplied.
-    accumulation: the dtype of the result, in which the program asks to add the
-      products. XLA adds those of 16 bits in float32, and rounds the sum once.
+    operand_dtype: the dtype of the operands; the wider one of two.
+    result_dtype: the dtype of the result. It is not that of the accumulator:
+      XLA accumulates 16-bit products in float32, and rounds once.
     flops: how many floating-point operations they are.
-    share: their share of all.
-    times: how often they run.
+    fraction: their fraction of all flops.
+    run_count: how often they run.
     name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
       path of the weights or the scopes, with the line if they do not tell.
-    scope: the scopes around it, such as ``"Net/block1"``; often empty.
-    weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
-    source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
+    name_scope: the scopes around it, such as ``"Net/block1"``; often empty.
+    param_path: the path of the parameter, such as ``"blocks/2/up"``; often
+      empty.
+    source_line: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to the backward pass. A derivative inside of
       the loss is part of the forward pass.
   """
 
   primitive: str
-  operands: str
-  accumulation: str
+  operand_dtype: str
+  result_dtype: str
   flops: int
-  share: float
-  times: int
+  fraction: float
+  run_count: int
   name: str
-  scope: str
-  weights: str
-  source: str
+  name_scope: str
+  param_path: str
+  source_line: str
   backward: bool
 
 
@@ -93,23 +94,24 @@ class Risk(NamedTuple):
   Attributes:
     primitive: JAX's name of the operation.
     reason: what may go wrong.
-    times: how often they run.
+    run_count: how often they run.
     name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
       path of the weights or the scopes, with the line if they do not tell.
-    scope: the scopes around it, such as ``"Net/block1"``; often empty.
-    weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
-    source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
+    name_scope: the scopes around it, such as ``"Net/block1"``; often empty.
+    param_path: the path of the parameter, such as ``"blocks/2/up"``; often
+      empty.
+    source_line: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to the backward pass. A derivative inside of
       the loss is part of the forward pass.
   """
 
   primitive: str
   reason: str
-  times: int
+  run_count: int
   name: str
-  scope: str
-  weights: str
-  source: str
+  name_scope: str
+  param_path: str
+  source_line: str
   backward: bool
 
 
@@ -120,68 +122,71 @@ class PrecisionReport:
   Attributes:
     dtype: the dtype that it is about, as a string.
     total_flops: the flops of all matrix products and convolutions.
-    share: the share of them whose operands are in this dtype, or in one with as
-      few bits; 1.0 if there are none.
+    fraction: the fraction of them whose operands are in this dtype, or in one
+      with as few bits; 1.0 if there are none.
     flops: a :class:`Flops` for each pair of dtypes, the largest first.
-    wider: a :class:`WideProduct` for each line that multiplies in a wider
-      dtype, the largest first.
+    unconverted: a :class:`UnconvertedMatmul` for each line whose operands are
+      in a wider dtype, the largest first.
     at_risk: a :class:`Risk` for each line that does something in this dtype
       that may go wrong, in the order of the program.
-    notes: what could not be known from shapes, or was not looked at.
+    limitations: what could not be known from shapes, or was not looked at.
     warnings: what is wrong with the training step as a whole, in sentences: the
       gradients that ``update`` is given are not scaled as it expects.
   """
 
   dtype: str
   total_flops: int
-  share: float
+  fraction: float
   flops: tuple[Flops, ...]
-  wider: tuple[WideProduct, ...]
+  unconverted: tuple[UnconvertedMatmul, ...]
   at_risk: tuple[Risk, ...]
-  notes: tuple[str, ...]
+  limitations: tuple[str, ...]
   warnings: tuple[str, ...] = ()
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
-    lists = {"notes": list(self.notes), "warnings": list(self.warnings)}
+    lists = {
+      "limitations": list(self.limitations),
+      "warnings": list(self.warnings),
+    }
     fields = vars(self) | lists
-    for name in ("flops", "wider", "at_risk"):
+    for name in ("flops", "unconverted", "at_risk"):
       fields[name] = [row._asdict() for row in fields[name]]
     return fields
 
   def __str__(self) -> str:
     flops = [
       {
-        "operands": row.operands,
-        "accumulation": row.accumulation,
+        "operand dtype": row.operand_dtype,
+        "result dtype": row.result_dtype,
         "flops": f"{row.flops:.3g}",
-        "share": f"{row.share:.1%}",
+        "fraction": f"{row.fraction:.1%}",
       }
       for row in self.flops
     ]
     wider = [
       _numbers.where(row)
       | {
-        "operands": row.operands,
-        "times": str(row.times),
-        "share": f"{row.share:.1%}",
+        "operand dtype": row.operand_dtype,
+        "count": str(row.run_count),
+        "fraction": f"{row.fraction:.1%}",
       }
-      for row in self.wider
+      for row in self.unconverted
     ]
     at_risk = [
-      _numbers.where(row) | {"times": str(row.times), "reason": row.reason}
+      _numbers.where(row) | {"count": str(row.run_count), "reason": row.reason}
       for row in self.at_risk
     ]
     parts = [
       *self.warnings,
-      *(f"Not known: {note}" for note in self.notes),
+      *(f"Not known: {note}" for note in self.limitations),
     ]
     if not flops:
       parts.append("No matrix products and no convolutions.")
     for title, rows, left in (
       (
         f"{self.total_flops:.3g} flops in matrix products and convolutions,"
-        f" {self.share:.1%} of them in {self.dtype}:",
+        f" {self.fraction:.1%} of them in {self.dtype}:",
         flops,
         2,
       ),
@@ -192,25 +197,25 @@ class PrecisionReport:
     return "\n".join(parts)
 
 
-@_host.may_transfer
 class Product(NamedTuple):
   """Some equal matrix products or convolutions.
 
   Attributes:
     primitive: JAX's name of the operation.
-    operands: the dtype of what is multiplied; the wider one of two.
-    accumulation: the dtype in which the products are added.
+    operand_dtype: the dtype of the operands; the wider one of two.
+    result_dtype: the dtype of the result.
     flops: the flops of all of them.
     step: where and how often it runs.
   """
 
   primitive: str
-  operands: str
-  accumulation: str
+  operand_dtype: str
+  result_dtype: str
   flops: int
   step: _walk.Step
 
 
+@_host.may_transfer
 def precision_report(
   fun: Callable[..., Any],
   *args: Any,
@@ -251,7 +256,7 @@ def precision_report(
     >>> w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     >>> x = jax.ShapeDtypeStruct((128, 64), jnp.float16)
     >>> report = diagnostics.precision_report(loss_fn, w, x)
-    >>> report.total_flops, report.share
+    >>> report.total_flops, report.fraction
     (1048576, 1.0)
     >>> [risk.primitive for risk in report.at_risk]
     ['exp']
@@ -272,20 +277,22 @@ def _reported(
 ) -> PrecisionReport:
   products = _products_in(steps)
   total = sum(product.flops for product in products)
-  right = sum(p.flops for p in products if not _is_wider(p.operands, as_dtype))
+  right = sum(
+    p.flops for p in products if not _is_wider(p.operand_dtype, as_dtype)
+  )
   return PrecisionReport(
     dtype=str(as_dtype),
     total_flops=total,
-    share=_share(right, total),
-    flops=_with_shares(map(_flops_row, products), total),
-    wider=_with_shares(_wide_rows(products, as_dtype), total),
+    fraction=_fraction(right, total),
+    flops=_with_fractions(map(_flops_row, products), total),
+    unconverted=_with_fractions(_wide_rows(products, as_dtype), total),
     at_risk=tuple(_added(_risk_rows(steps, as_dtype))),
-    notes=tuple(dict.fromkeys(notes)),
+    limitations=tuple(dict.fromkeys(notes)),
   )
 
 
-def _is_wider(operands: str, dtype: np.dtype) -> bool:
-  kind = jnp.dtype(operands)
+def _is_wider(operand_dtype: str, dtype: np.dtype) -> bool:
+  kind = jnp.dtype(operand_dtype)
   if jnp.issubdtype(kind, jnp.inexact):
     bits = jnp.finfo(kind).bits
   else:  # Booleans have a byte.
@@ -294,24 +301,24 @@ def _is_wider(operands: str, dtype: np.dtype) -> bool:
 
 
 def _flops_row(product: Product) -> Flops:
-  return Flops(product.operands, product.accumulation, product.flops, 0.0)
+  return Flops(product.operand_dtype, product.result_dtype, product.flops, 0.0)
 
 
 def _wide_rows(
   products: list[Product], dtype: np.dtype
-) -> Iterator[WideProduct]:
+) -> Iterator[UnconvertedMatmul]:
   places = [p.step.place for p in products]
   told = _places.telling_names([(x.names, x.backward) for x in places])
   for p, place, (name, source) in zip(products, places, told, strict=True):
-    if _is_wider(p.operands, dtype):
+    if _is_wider(p.operand_dtype, dtype):
       # Without weights, it is for the line that it is told.
       with_line = _places.place_name(place.names.best()[0], source)
       has_line = name.endswith(source)
       own_name = name if place.weights or has_line else with_line
       where = _whereabouts(place, own_name)
-      kind = p.primitive, p.operands, p.accumulation
+      kind = p.primitive, p.operand_dtype, p.result_dtype
       numbers = p.flops, 0.0, p.step.times
-      yield WideProduct._make((*kind, *numbers, *where))
+      yield UnconvertedMatmul._make((*kind, *numbers, *where))
 
 
 def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> Iterator[Risk]:
@@ -332,13 +339,13 @@ def _whereabouts(
   return name, names.scope, names.weights, place.source, place.backward
 
 
-def _with_shares(rows: Iterable[Any], total: int) -> tuple[Any, ...]:
-  """The rows with their shares of the flops, the largest first."""
+def _with_fractions(rows: Iterable[Any], total: int) -> tuple[Any, ...]:
+  """The rows with their fractions of the flops, the largest first."""
   added = sorted(_added(rows), key=lambda row: row.flops, reverse=True)
-  return tuple(x._replace(share=_share(x.flops, total)) for x in added)
+  return tuple(x._replace(fraction=_fraction(x.flops, total)) for x in added)
 
 
-def _share(flops: int, total: int) -> float:
+def _fraction(flops: int, total: int) -> float:
   return flops / total if total else 1.0
 
 
@@ -376,9 +383,9 @@ def _as_product(step: _walk.Step, flops: int) -> Product:
   # What follows are the sizes of groups.
   operands: list[Any] = [v.aval for v in step.eqn.invars[:2]]
   widest = max(operands, key=lambda aval: aval.dtype.itemsize).dtype
-  accumulation = _operations.accumulation_of(step.eqn)
+  result_dtype = _operations.result_dtype_of(step.eqn)
   name = _lines.name_of(step.eqn)
-  return Product(name, str(widest), str(accumulation), flops, step)
+  return Product(name, str(widest), str(result_dtype), flops, step)
 
 
 def _risks_of(

@@ -20,7 +20,7 @@ NONFINITE = TOO_LARGE + 1
 BINS = NONFINITE + 1
 
 
-def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
+def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
   """Returns ``x``, and counts its cotangent by size in the backward pass.
 
   Overflow and underflow begin within the backward pass, where the cotangents of
@@ -28,92 +28,93 @@ def probe(x: jax.Array, slot: jax.Array) -> jax.Array:
   either, since they are sums over batch and sequence, often in float32. A probe
   returns ``x`` as it is. In the backward pass it counts how many numbers of the
   cotangent, with the loss scale in it, lie in each binade. The counts are
-  returned as the gradient of ``slot``, so differentiate with respect to the
-  slots as well. Give the counts to :func:`probe_evidence`, for ``update``, and
-  to :func:`probe_metrics`, for the log.
+  returned as the gradient of ``counter``, so differentiate with respect to the
+  counters as well. Give the counts to :func:`probe_update_kwargs`, for
+  ``update``, and to :func:`probe_metrics`, for the log.
 
-  If a slot is used more than once, autodiff adds up its gradients, and so the
-  counts. One slot may therefore serve many probes, all layers of a ``scan``, or
-  all members of a ``vmap``. If each of them should have its own, map over an
-  array of slots.
+  If a counter is used more than once, autodiff adds up its gradients, and so
+  the counts. One counter may therefore serve many probes, all layers of a
+  ``scan``, or all members of a ``vmap``. If each of them should have its own,
+  map over an array of counters.
 
   A probe works under ``jit``, ``scan``, ``vmap``, ``jax.checkpoint``,
   ``shard_map``, sharded ``jit`` and ``jax.export``, with symbolic shapes as
-  well. It costs nothing if its slot is not differentiated. Forward-mode
+  well. It costs nothing if its counter is not differentiated. Forward-mode
   differentiation does not work.
 
   Args:
     x: a float or complex array, usually float16. In other dtypes, what float16
       would take for zero is counted as zero, and what it would take for
       inf is counted as too large.
-    slot: what the counts are the gradient of; from :func:`probe_slots`. Its
-      value means nothing.
+    counter: what the counts are the gradient of; from :func:`probe_counters`.
+      Its value means nothing.
 
   Returns:
     ``x``.
 
   Raises:
-    TypeError: if ``x`` is of no float or complex dtype, or ``slot`` is not
+    TypeError: if ``x`` is of no float or complex dtype, or ``counter`` is not
       float32.
-    ValueError: if ``slot`` is of the wrong shape.
+    ValueError: if ``counter`` is of the wrong shape.
 
   Examples:
     >>> import jax, optax
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
     >>> from optax_lossscale import diagnostics
-    >>> def loss_fn(w, slot, x):
-    ...   y = diagnostics.probe(w.astype(jnp.float16) * x, slot)
+    >>> def loss_fn(w, counter, x):
+    ...   y = diagnostics.probe(w.astype(jnp.float16) * x, counter)
     ...   return jnp.mean(y.astype(jnp.float32) ** 2)
     >>> tx = ols.with_loss_scaling(optax.sgd(0.5), ols.HeadroomLossScale())
-    >>> w, slot = jnp.array([0.5, 0.0]), diagnostics.probe_slots()
+    >>> w, counter = jnp.array([0.5, 0.0]), diagnostics.probe_counters()
     >>> opt_state = tx.init(w)
-    >>> loss, (grad, cotangents) = ols.value_and_grad(
+    >>> loss, (grad, counts) = ols.value_and_grad(
     ...   loss_fn, opt_state, argnums=(0, 1)
-    ... )(w, slot, jnp.array([1.0, 0.5], jnp.float16))
-    >>> evidence = diagnostics.probe_evidence(cotangents, opt_state)
-    >>> updates, opt_state = tx.update(grad, opt_state, w, **evidence)
-    >>> metrics = diagnostics.probe_metrics(cotangents)
+    ... )(w, counter, jnp.array([1.0, 0.5], jnp.float16))
+    >>> kwargs = diagnostics.probe_update_kwargs(counts, opt_state)
+    >>> updates, opt_state = tx.update(grad, opt_state, w, **kwargs)
+    >>> metrics = diagnostics.probe_metrics(counts)
     >>> {name: x.item() for name, x in sorted(metrics.items())}
-    {'largest': 32752.0, 'nonfinite_share': 0.0, 'top_share': 0.5,
-     'zero_share': 0.5}
+    {'amax': 32752.0, 'near_overflow_fraction': 0.5, 'nonfinite_fraction': 0.0,
+     'zero_fraction': 0.5}
   """
   if not _arrays.is_array_like(x) or not _arrays.is_inexact(x):
     raise TypeError(f"x must be a float or complex array, got x = {x!r}.")
-  _check_slots("slot", slot)
-  if jnp.ndim(slot) != 1:
+  _check_counters("counter", counter)
+  if jnp.ndim(counter) != 1:
     raise ValueError(
-      f"slot must be of shape ({BINS},), got shape {jnp.shape(slot)}."
-      " Give each probe one slot, as scan and vmap do with an array of slots."
+      f"counter must be of shape ({BINS},), got shape {jnp.shape(counter)}."
+      " Give each probe one counter, as scan and vmap do with an array of"
+      " counters."
     )
-  x, slot = jnp.asarray(x), jnp.asarray(slot)
-  # Under shard_map all devices may share a slot. The transpose of this cast is
-  # a sum over the devices, so that the slot counts for all of them.
-  ours, slots = _types.varying(x), _types.varying(slot)
-  slot = _types.as_varying(slot, tuple(ours - slots))
-  return _probe(tuple(slots - ours), x, slot)
+  x, counter = jnp.asarray(x), jnp.asarray(counter)
+  # Under shard_map all devices may share a counter. The transpose of this cast
+  # is a sum over the devices, so that the counter counts for all of them.
+  ours, counters = _types.varying(x), _types.varying(counter)
+  counter = _types.as_varying(counter, tuple(ours - counters))
+  return _probe(tuple(counters - ours), x, counter)
 
 
-def probe_slots(*shape: int) -> jax.Array:
-  """Returns slots for :func:`probe`: float32 zeros, shape ``(*shape, 43)``.
+def probe_counters(*shape: int) -> jax.Array:
+  """Returns counters for :func:`probe`: float32 zeros, shape ``(*shape, 43)``.
 
   Args:
-    *shape: the shape of an array of slots, such as the number of layers of a
-      ``scan``; none for a single slot.
+    *shape: the shape of an array of counters, such as the number of layers of a
+      ``scan``; none for a single counter.
 
   Returns:
-    The slots. Pass them to the loss function, and differentiate with respect to
-    them.
+    The counters. Pass them to the loss function, and differentiate with respect
+    to them.
 
   Examples:
     >>> from optax_lossscale import diagnostics
-    >>> print(diagnostics.probe_slots(12).shape)
+    >>> print(diagnostics.probe_counters(12).shape)
     (12, 43)
   """
   return jnp.zeros((*shape, BINS), jnp.float32)
 
 
-def probe_metrics(cotangents: Any) -> Any:
+def probe_metrics(counts: Any) -> Any:
   """Returns what to log of the counts of probes.
 
   :func:`~optax_lossscale.value_and_grad` divides all gradients by the loss
@@ -121,21 +122,22 @@ def probe_metrics(cotangents: Any) -> Any:
   ratios are used.
 
   Args:
-    cotangents: the gradient of a slot, of an array of slots, or a pytree of
+    counts: the gradient of a counter, of an array of counters, or a pytree of
       them.
 
   Returns:
-    For each array a dict of float32 arrays, of shape ``()`` for a single slot,
-    or else of the shape that was given to :func:`probe_slots`:
+    For each array a dict of float32 arrays, of shape ``()`` for a single
+    counter, or else of the shape that was given to :func:`probe_counters`:
 
-    * ``largest``: the top of the binade that holds the largest finite
+    * ``amax``: the top of the binade that holds the largest finite
       magnitude, with the loss scale in it. It is at most 65504, or 65536 for
       all numbers that are larger.
-    * ``zero_share``: the share of zeros, flushed or not.
-    * ``top_share``: the share in the three highest binades, or above them.
-    * ``nonfinite_share``: the share of inf and NaN.
+    * ``zero_fraction``: the fraction of zeros, underflowed or not.
+    * ``near_overflow_fraction``: the fraction in the three highest binades, or
+      above them.
+    * ``nonfinite_fraction``: the fraction of inf and NaN.
 
-    All shares are 0 if nothing was counted.
+    All fractions are 0 if nothing was counted.
 
   Raises:
     TypeError: if an array is not float32.
@@ -146,28 +148,28 @@ def probe_metrics(cotangents: Any) -> Any:
     >>> import jax.numpy as jnp
     >>> from optax_lossscale import diagnostics
     >>> x = jnp.array([2.0, 0.0, 1e5], jnp.float32)
-    >>> loss_fn = lambda slot: jnp.sum(x * diagnostics.probe(x, slot))
-    >>> counts = jax.grad(loss_fn)(diagnostics.probe_slots())
+    >>> loss_fn = lambda counter: jnp.sum(x * diagnostics.probe(x, counter))
+    >>> counts = jax.grad(loss_fn)(diagnostics.probe_counters())
     >>> metrics = diagnostics.probe_metrics(counts)
-    >>> print(metrics["largest"], f"{metrics['zero_share']:.2f}")
+    >>> print(metrics["amax"], f"{metrics['zero_fraction']:.2f}")
     65536.0 0.33
   """
-  _check_slots("cotangents", cotangents)
+  _check_counters("counts", counts)
 
-  def metrics(counts: jax.Array) -> dict[str, jax.Array]:
-    total = jnp.maximum(jnp.sum(counts, axis=-1), jnp.float32(2**-126))
-    top = counts[..., TOO_LARGE - 3 : NONFINITE]
+  def metrics(of_probe: jax.Array) -> dict[str, jax.Array]:
+    total = jnp.maximum(jnp.sum(of_probe, axis=-1), jnp.float32(2**-126))
+    top = of_probe[..., TOO_LARGE - 3 : NONFINITE]
     return {
-      "largest": largest_in(counts),
-      "zero_share": counts[..., 0] / total,
-      "top_share": jnp.sum(top, axis=-1) / total,
-      "nonfinite_share": counts[..., NONFINITE] / total,
+      "amax": largest_in(of_probe),
+      "zero_fraction": of_probe[..., 0] / total,
+      "near_overflow_fraction": jnp.sum(top, axis=-1) / total,
+      "nonfinite_fraction": of_probe[..., NONFINITE] / total,
     }
 
-  return jax.tree.map(metrics, cotangents)
+  return jax.tree.map(metrics, counts)
 
 
-def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
+def probe_update_kwargs(counts: Any, state: Any) -> dict[str, jax.Array]:
   """Returns the arguments of ``update`` that say what probes have counted.
 
   If a probe counted an inf or a NaN, the backward pass overflowed, and the step
@@ -175,14 +177,14 @@ def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
   counted matters to the policy as if it were a gradient.
 
   Args:
-    cotangents: the gradient of a slot, of an array of slots, or a pytree of
+    counts: the gradient of a counter, of an array of counters, or a pytree of
       them, as :func:`~optax_lossscale.value_and_grad` returns them.
     state: the state that scaled the loss, before ``update``: a
       :class:`~optax_lossscale.LossScaleState`, or any pytree that holds exactly
       one.
 
   Returns:
-    A dict of arguments, to be passed as ``update(..., **evidence)``:
+    A dict of arguments, to be passed as ``update(..., **kwargs)``:
 
     * ``grads_finite``: whether no probe counted an inf or a NaN; bool, shape
       ``()``.
@@ -201,18 +203,18 @@ def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
     >>> from optax_lossscale import diagnostics
     >>> state = ols.FixedLossScale(4.0).init()
     >>> x = jnp.array([2.0, 0.0])
-    >>> loss_fn = lambda slot: jnp.sum(x * diagnostics.probe(x, slot))
-    >>> cotangents = ols.grad(loss_fn, state)(diagnostics.probe_slots())
-    >>> evidence = diagnostics.probe_evidence(cotangents, state)
-    >>> print(evidence["grads_finite"], evidence["grads_amax"])
+    >>> loss_fn = lambda counter: jnp.sum(x * diagnostics.probe(x, counter))
+    >>> counts = ols.grad(loss_fn, state)(diagnostics.probe_counters())
+    >>> kwargs = diagnostics.probe_update_kwargs(counts, state)
+    >>> print(kwargs["grads_finite"], kwargs["grads_amax"])
     True 3.9980469
   """
-  _check_slots("cotangents", cotangents)
+  _check_counters("counts", counts)
   loss_scale = _state.get_loss_scale_state(state).loss_scale
   finite, amax = jnp.bool_(True), jnp.float32(0)
-  for counts in jax.tree.leaves(cotangents):
-    finite &= ~jnp.any(counts[..., NONFINITE] > 0)
-    largest = jnp.max(largest_in(counts), initial=0)
+  for leaf in jax.tree.leaves(counts):
+    finite &= ~jnp.any(leaf[..., NONFINITE] > 0)
+    largest = jnp.max(largest_in(leaf), initial=0)
     # With a scale below 1, the quotient may be too large for float32.
     unscaled = jnp.minimum(largest / loss_scale, _arrays.FLOAT32_MAX)
     amax = jnp.maximum(amax, unscaled)
@@ -220,7 +222,7 @@ def probe_evidence(cotangents: Any, state: Any) -> dict[str, jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _probe(more_axes: Any, x: jax.Array, slot: jax.Array) -> jax.Array:
+def _probe(more_axes: Any, x: jax.Array, counter: jax.Array) -> jax.Array:
   return x
 
 
@@ -230,21 +232,21 @@ def _probe_bwd(
   return cotangent, _types.as_varying(count(cotangent), more_axes)
 
 
-_probe.defvjp(lambda more_axes, x, slot: (x, None), _probe_bwd)
+_probe.defvjp(lambda more_axes, x, counter: (x, None), _probe_bwd)
 
 
-def _check_slots(name: str, tree: Any) -> None:
+def _check_counters(name: str, tree: Any) -> None:
   for leaf in jax.tree.leaves(tree):
     shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
     if not shape or shape[-1] != BINS:
       raise ValueError(
         f"{name} must be of shape (..., {BINS}), got shape {shape}."
-        " Slots come from probe_slots()."
+        " Counters come from probe_counters()."
       )
     if dtype != jnp.float32:
       raise TypeError(
         f"{name} must be float32, got {dtype}. Counts in it would not be exact;"
-        " keep slots apart from parameters that are cast."
+        " keep counters apart from parameters that are cast."
       )
 
 

@@ -106,7 +106,7 @@ class Output(NamedTuple):
       the ``"grads"`` that `update` receives, the ``"updates"``, and whether a
       step is ``"applied"``, as 1, 0, or -1 if `update` did not run; and for
       ``"unscaled"`` gradients a number that is finite if they are.
-    name: its label, such as ``[1]['kernel']``.
+    name: its path, such as ``1/kernel``.
     group: the number of the result that it is part of, or of the ``update``.
     branches: for each ``cond`` around the tag, the outermost first, an
       identifier of the ``cond`` and the number of the branch.

@@ -16,7 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _checks, _flattening, _named_values
+from optax_lossscale import (
+  _arrays,
+  _checks,
+  _flattening,
+  _named_values,
+  _paths,
+)
 from optax_lossscale._jaxprs import (
   _equations,
   _higher_order,
@@ -241,7 +247,7 @@ def _judged_outputs(
     last[kind] = mark.number
     outputs.append(_step_checks.Output(kind, mark.path, groups[kind], branches))
   return [
-    out._replace(name=f"[{out.group}]{out.name}") if groups[out.kind] else out
+    out._replace(name=f"[{out.group}]/{out.name}") if groups[out.kind] else out
     for out in outputs
   ]
 
@@ -256,24 +262,21 @@ def _floats_in(out: Any) -> list[tuple[_step_checks.Output, Any]]:
   """The floats in what a function returns, such as the loss, or gradients."""
   is_result = lambda x: type(x) is not tuple
   results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
+  leaves = [
+    (i, (*outer, *inner), leaf)
+    for i, (outer, result) in enumerate(results)
+    for inner, leaf in jax.tree_util.tree_leaves_with_path(result)
+  ]
+  names = _paths.leaf_names(path for _, path, _ in leaves)
   return [
     (_step_checks.Output("result", name, i), leaf)
-    for i, (path, result) in enumerate(results)
-    for name, leaf in _named_leaves(jax.tree_util.keystr(path), result)
+    for name, (i, _, leaf) in zip(names, leaves, strict=True)
     if _is_float(leaf)
   ]
 
 
 def _is_float(leaf: Any) -> bool:
   return _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
-
-
-def _named_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
-  """The leaves of a tree that has this name, by the way to them."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return [
-    (f"{name}{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves
-  ]
 
 
 def told(unreached: list[str]) -> list[str]:

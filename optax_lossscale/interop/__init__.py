@@ -10,17 +10,17 @@ from optax_lossscale.interop._megatron import from_megatron
 from optax_lossscale.interop._paddle import from_paddle
 from optax_lossscale.interop._rules import (
   DeepSpeedLossScale,
-  DeepSpeedMemory,
+  DeepSpeedPolicyState,
   FairseqLossScale,
-  FairseqMemory,
+  FairseqPolicyState,
 )
 from optax_lossscale.interop._torch import from_torch, to_torch
 
 __all__ = [
   "DeepSpeedLossScale",
-  "DeepSpeedMemory",
+  "DeepSpeedPolicyState",
   "FairseqLossScale",
-  "FairseqMemory",
+  "FairseqPolicyState",
   "from_apex",
   "from_deepspeed",
   "from_fairseq",

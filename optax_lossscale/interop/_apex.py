@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import functools
 from typing import Any
 
-from optax_lossscale import _checks, _policies
+from optax_lossscale import _checks, _host, _policies
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 
@@ -29,12 +29,13 @@ _KERNEL_SETTINGS = {
 _KERNEL_STATE = {
   "current_scale": Key("loss_scale"),
   "growth_tracker": Key("finite_count"),
-  "hysteresis_tracker": Key("hysteresis_left"),
+  "hysteresis_tracker": Key("hysteresis_remaining"),
 }
 
 _read = functools.partial(_reading.read, "from_apex")
 
 
+@_host.may_transfer
 def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
   """The policy and state of apex.amp, or of apex's hysteresis kernel.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale import _policies
+from optax_lossscale import _host, _policies
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 from optax_lossscale.interop._rules import DeepSpeedLossScale
@@ -36,7 +36,7 @@ _STATE = {
   "cur_scale": Key("loss_scale"),
   "cur_iter": Key("step"),
   "last_overflow_iter": Key("overflow_step"),
-  "cur_hysteresis": Key("hysteresis_left"),
+  "cur_hysteresis": Key("hysteresis_remaining"),
 }
 # The settings that the scaler may hold as well.
 _SETTINGS = {
@@ -50,6 +50,7 @@ _STATE_IGNORED = ("raise_error_at_min_scale", "dtype")
 _NEW_RULE = 0, 17, 1  # the version since which it holds
 
 
+@_host.may_transfer
 def from_deepspeed(
   fp16: Any, state: Any = None, version: str = "0.17.3"
 ) -> _results.Result:
@@ -155,7 +156,7 @@ def _read_dynamic(
   same["dynamic"] = "dynamic", True
   known = dict(_STATE)
   if settings["hysteresis"] == 1:  # Scalers without hysteresis have no such.
-    known["cur_hysteresis"] = Key("hysteresis_left", 1)
+    known["cur_hysteresis"] = Key("hysteresis_remaining", 1)
   values = _read_state(name, "state", state, known, same)
   if values["overflow_step"] >= values["step"]:
     raise ValueError(
@@ -194,13 +195,15 @@ def _resumed(
   window = values["growth_interval"]
   # The new rule grows a step late at first; the count restarts at each growth.
   late = 1 if isinstance(policy, DeepSpeedLossScale) else 0
-  grown = finite >= window + late
-  count = (finite - late) % window if grown else finite
+  has_grown = finite >= window + late
+  count = (finite - late) % window if has_grown else finite
   values = {**values, "finite_count": count}
   policy, state = _results.resume(name, policy, values)
   if late:
-    memory = state.memory._replace(grown=jnp.asarray(grown, jnp.bool_))
-    state = state._replace(memory=memory)
+    policy_state = state.policy_state._replace(
+      has_grown=jnp.asarray(has_grown, jnp.bool_)
+    )
+    state = state._replace(policy_state=policy_state)
   return policy, state
 
 

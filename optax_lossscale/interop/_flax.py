@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale import _checks, _policies
+from optax_lossscale import _checks, _host, _policies
 from optax_lossscale.interop import _reading, _results, _writing
 from optax_lossscale.interop._reading import Key
 
@@ -21,6 +21,7 @@ _FIELDS = {
 _WRITTEN = "growth_factor", "backoff_factor", "growth_interval", "min_scale"
 
 
+@_host.may_transfer
 def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
   """The policy and state of Flax's `DynamicScale`.
 
@@ -59,6 +60,7 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
   return _results.resume(name, policy, values)
 
 
+@_host.may_transfer
 def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The fields of the `DynamicScale` that goes on as our policy would.
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from optax_lossscale import _host
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 
@@ -26,6 +27,7 @@ _CLASSES = {
 }
 
 
+@_host.may_transfer
 def from_jmp(loss_scale: Any) -> _results.Result:
   """The policy and state of a jmp or MindSpore loss scale.
 

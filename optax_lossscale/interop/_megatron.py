@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from optax_lossscale import _host
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 
@@ -15,10 +16,11 @@ _SETTINGS = {
 _STATE = {
   "scale": Key("loss_scale"),
   "growth_tracker": Key("finite_count"),
-  "hysteresis_tracker": Key("hysteresis_left"),
+  "hysteresis_tracker": Key("hysteresis_remaining"),
 }
 
 
+@_host.may_transfer
 def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
   """The policy and state of Megatron's `DynamicGradScaler`.
 
@@ -46,7 +48,7 @@ def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
   Examples:
     >>> from optax_lossscale import interop
     >>> policy, state = interop.from_megatron({"loss_scale_window": 500})
-    >>> policy.growth_interval, state.memory.hysteresis_left.item()
+    >>> policy.growth_interval, state.policy_state.hysteresis_remaining.item()
     (500, 2)
   """
   name, state = "from_megatron", "state_dict"

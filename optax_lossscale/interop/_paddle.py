@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from optax_lossscale import _host
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 
@@ -18,6 +19,7 @@ _KEYS = {
 }
 
 
+@_host.may_transfer
 def from_paddle(state_dict: Any) -> _results.Result:
   """The policy and state of a `paddle.amp.GradScaler`.
 
@@ -46,7 +48,7 @@ def from_paddle(state_dict: Any) -> _results.Result:
     ...     "incr_ratio": 2.0, "decr_ratio": 0.5,
     ...     "incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2,
     ...     "incr_count": 0, "decr_count": 1, "use_dynamic_loss_scaling": True})
-    >>> policy.hysteresis_refill, state.memory.hysteresis_left.item()
+    >>> policy.hysteresis_refill, state.policy_state.hysteresis_remaining.item()
     ('backoff', 1)
   """
   if isinstance(state_dict, Mapping) and not state_dict:
@@ -55,6 +57,6 @@ def from_paddle(state_dict: Any) -> _results.Result:
   values = _reading.read(name, "state_dict", state_dict, _KEYS)
   if not values["dynamic"]:
     return _results.fixed(values["loss_scale"])
-  values["hysteresis_left"] = values["hysteresis"] - values["overflows"]
+  values["hysteresis_remaining"] = values["hysteresis"] - values["overflows"]
   policy = _results.dynamic(values, hysteresis_refill="backoff")
   return _results.resume(name, policy, values)

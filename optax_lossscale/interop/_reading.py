@@ -48,7 +48,7 @@ _NUMBERS = {
   "finite_count": _TALLY,
   "overflows": _TALLY,
   # Trackers go on counting below zero.
-  "hysteresis_left": (-_checks.LARGEST_COUNT, _checks.LARGEST_COUNT, True),
+  "hysteresis_remaining": (-_checks.LARGEST_COUNT, _checks.LARGEST_COUNT, True),
   # Flax has one less than the growth interval.
   "last_count": (0, _checks.LARGEST_COUNT - 1, True),
   # DeepSpeed has 0 for a scale that moves, a power for the first one, and the

@@ -52,7 +52,7 @@ def resume(
     function: the public function, for the messages.
     policy: the policy, whose `init` gives all that is not known.
     values: what was read: the `loss_scale`; and, if there are such, the
-      `finite_count`, the `hysteresis` and the `hysteresis_left`.
+      `finite_count`, the `hysteresis` and the `hysteresis_remaining`.
 
   Returns:
     The policy and the state.
@@ -65,19 +65,19 @@ def resume(
       f"{function}: the scale in the state must be between the floor {floor}"
       f" and the ceiling {ceiling} of its settings, got scale = {scale}."
     )
-  memory, full = state.memory, values.get("hysteresis", 1)
-  left = values.get("hysteresis_left", full)
+  policy_state, full = state.policy_state, values.get("hysteresis", 1)
+  left = values.get("hysteresis_remaining", full)
   if left > full:
     raise ValueError(
       f"{function}: the hysteresis left in the state must be at most that of"
       f" its settings, {full}, got {left}."
     )
-  if memory and "hysteresis_left" in values:
+  if policy_state and "hysteresis_remaining" in values:
     # Some count on below zero, which has the same effect.
     left = jnp.asarray(max(left, 0), jnp.int32)
-    memory = memory._replace(hysteresis_left=left)
+    policy_state = policy_state._replace(hysteresis_remaining=left)
   return policy, state._replace(
     loss_scale=jnp.asarray(scale, jnp.float32),
     finite_count=jnp.asarray(values.get("finite_count", 0), jnp.int32),
-    memory=memory,
+    policy_state=policy_state,
   )

@@ -15,17 +15,17 @@ _LARGEST_PART = 2**15
 
 
 @_state.readable_later
-class DeepSpeedMemory(NamedTuple):
-  """What :class:`DeepSpeedLossScale` alone remembers.
+class DeepSpeedPolicyState(NamedTuple):
+  """The policy state of :class:`DeepSpeedLossScale`.
 
   Attributes:
-    hysteresis_left: how many overflows until one lowers the scale; int32.
-    grown: whether the scale has grown since the start or the last overflow;
+    hysteresis_remaining: how many overflows until one lowers the scale; int32.
+    has_grown: whether the scale has grown since the start or the last overflow;
       bool.
   """
 
-  hysteresis_left: jax.typing.ArrayLike
-  grown: jax.typing.ArrayLike
+  hysteresis_remaining: jax.typing.ArrayLike
+  has_grown: jax.typing.ArrayLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +82,8 @@ class DeepSpeedLossScale:
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""
     left = _arrays.own(self.hysteresis, jnp.int32)
-    memory = DeepSpeedMemory(left, jnp.zeros((), jnp.bool_))
-    return _state.initial_state(self.init_scale, memory)
+    policy_state = DeepSpeedPolicyState(left, jnp.zeros((), jnp.bool_))
+    return _state.initial_state(self.init_scale, policy_state)
 
   def adjust(
     self,
@@ -94,13 +94,13 @@ class DeepSpeedLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
-    left, grown = _state.memory_of(self, state, DeepSpeedMemory)
+    left, has_grown = _state.policy_state_of(self, state, DeepSpeedPolicyState)
     after = _state.record_step(state, grads_finite)
     finite = after.last_finite
     interval = jnp.asarray(self.growth_interval, jnp.int32)
     # Written so that nothing is added to the interval, which may be the
     # largest int32.
-    grow = after.finite_count > interval - grown.astype(jnp.int32)
+    grow = after.finite_count > interval - has_grown.astype(jnp.int32)
     backoff = ~finite & (left <= 1)
     left = jnp.where(finite | backoff, left, left - 1)
     refill = finite if self.consecutive_hysteresis else grow
@@ -111,20 +111,20 @@ class DeepSpeedLossScale:
     return after._replace(
       loss_scale=jnp.clip(state.loss_scale * factor, low, high),
       finite_count=jnp.where(grow, jnp.int32(0), after.finite_count),
-      memory=DeepSpeedMemory(left, finite & (grown | grow)),
+      policy_state=DeepSpeedPolicyState(left, finite & (has_grown | grow)),
     )
 
 
 @_state.readable_later
-class FairseqMemory(NamedTuple):
-  """What :class:`FairseqLossScale` alone remembers.
+class FairseqPolicyState(NamedTuple):
+  """The policy state of :class:`FairseqLossScale`.
 
   Attributes:
-    steps: steps since the scale last moved; int32.
+    steps_since_change: steps since the scale last moved; int32.
     overflows: overflows since the last backoff; int32.
   """
 
-  steps: jax.typing.ArrayLike
+  steps_since_change: jax.typing.ArrayLike
   overflows: jax.typing.ArrayLike
 
 
@@ -182,7 +182,9 @@ class FairseqLossScale:
 
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""
-    zeros = FairseqMemory(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    zeros = FairseqPolicyState(
+      jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    )
     return _state.initial_state(self.init_scale, zeros)
 
   def adjust(
@@ -194,7 +196,7 @@ class FairseqLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
-    steps, overflows = _state.memory_of(self, state, FairseqMemory)
+    steps, overflows = _state.policy_state_of(self, state, FairseqPolicyState)
     after = _state.record_step(state, grads_finite)
     overflow = ~after.last_finite
     steps = optax.safe_increment(steps)
@@ -207,7 +209,7 @@ class FairseqLossScale:
     return after._replace(
       loss_scale=self._moved(state.loss_scale, grow, backoff),
       finite_count=jnp.where(grow, zero, after.finite_count),
-      memory=FairseqMemory(steps, overflows),
+      policy_state=FairseqPolicyState(steps, overflows),
     )
 
   @property

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from optax_lossscale import _checks, _policies
+from optax_lossscale import _checks, _host, _policies
 from optax_lossscale.interop import _reading, _results, _writing
 from optax_lossscale.interop._reading import Key
 
@@ -14,11 +14,12 @@ _KEYS = {
   "growth_interval": Key("growth_interval"),
   "_growth_tracker": Key("finite_count"),
 }
-_NEMO_STATE = {**_KEYS, "_hysteresis_tracker": Key("hysteresis_left")}
+_NEMO_STATE = {**_KEYS, "_hysteresis_tracker": Key("hysteresis_remaining")}
 _NEMO_SETTINGS = {"hysteresis": Key("hysteresis")}
 _WRITTEN = "growth_factor", "backoff_factor", "growth_interval"
 
 
+@_host.may_transfer
 def from_torch(
   state_dict: Any, *, hysteresis: int | None = None
 ) -> _results.Result:
@@ -76,6 +77,7 @@ def from_torch(
   return _results.resume(name, policy, values)
 
 
+@_host.may_transfer
 def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The state dict with which a `GradScaler` goes on as our policy would.
 

@@ -285,7 +285,7 @@ def test_the_error_names_lines_of_all_callers():
 
 def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
   cast = jax.grad(ols.autocast(loss(with_a_helper(jax.jit))))
-  rows = compare_precision(cast, W, X, progress=False).products
+  rows = compare_precision(cast, W, X, progress=False).matmuls
   lines = {f"{HERE}:{line_of(x, __file__)} ({x})" for x in ("mlp", "head")}
   assert {row.name for row in rows} == lines
 
@@ -344,7 +344,7 @@ def test_a_name_of_an_inner_autocast_is_for_that_one(wrap):
   report = compare_precision(
     jax.grad(ols.autocast(loss_fn)), *args, progress=False
   )
-  names = {row.name for row in report.products}
+  names = {row.name for row in report.matmuls}
   assert names == {"up", "down"}
   for name in "up", "u*":
     message = f"{re.escape(repr(name))} names products of another autocast ins"

@@ -94,4 +94,6 @@ def test_the_loss_scale_reaches_the_backward_pass_of_the_kernel():
 def test_around_it_all_products_are_half_and_nothing_is_told():
   grad_fn = ols.grad(ols.autocast(loss_with(recipe)), STATE)
   # A warning would be an error.
-  assert ols.diagnostics.precision_report(grad_fn, PARAMS, INPUT).share == 1.0
+  assert (
+    ols.diagnostics.precision_report(grad_fn, PARAMS, INPUT).fraction == 1.0
+  )

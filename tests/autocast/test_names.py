@@ -43,8 +43,10 @@ def report_of(net, params):
 
 def kept_by(names, net, params):
   """What is in float32: the paths of products, and whether each is backward."""
-  rows = precision_report(trained(net, keep_float32=names), params, X).wider
-  return {(row.weights, row.backward) for row in rows}
+  rows = precision_report(
+    trained(net, keep_float32=names), params, X
+  ).unconverted
+  return {(row.param_path, row.backward) for row in rows}
 
 
 def both_of(*paths):
@@ -53,10 +55,10 @@ def both_of(*paths):
 
 def assert_names(net, params, expected):
   """These are the names, and each keeps what it names and nothing else."""
-  rows = report_of(net, params).wider
+  rows = report_of(net, params).unconverted
   assert {row.name for row in rows} == set(expected)
   for name in expected:
-    paths = {row.weights for row in rows if row.name == name}
+    paths = {row.param_path for row in rows if row.name == name}
     assert kept_by(name, net, params) == both_of(*paths)
 
 
@@ -135,9 +137,11 @@ def test_a_key_may_be_written_in_any_way():
   # No pattern among half of them selects another one.
   for i in 0, 1:
     names = list(filter(None, KEYS[i::2]))
-    rows = precision_report(trained(net, keep_float32=names), params, X).wider
+    rows = precision_report(
+      trained(net, keep_float32=names), params, X
+    ).unconverted
     assert {row.name for row in rows} == set(names)
-    assert {(row.weights, row.backward) for row in rows} == both_of(*names)
+    assert {(row.param_path, row.backward) for row in rows} == both_of(*names)
 
 
 def test_a_pattern_is_one_only_if_no_name_is_equal_to_it():
@@ -162,21 +166,23 @@ def test_weights_that_are_used_twice_are_told_apart():
     return x @ params["tied"]  # second
 
   params = {"embed": normal(8, 8), "tied": normal(8, 8)}
-  names = {row.name for row in report_of(net, params).wider}
+  names = {row.name for row in report_of(net, params).unconverted}
   scopes = {"encoder/embed", "decoder/embed"}
   lines = {name for name in names if name.startswith("tied at test_names.py:")}
   assert names == scopes | lines and len(lines) == 2
   for name in names:
-    kept = precision_report(trained(net, keep_float32=name), params, X).wider
+    kept = precision_report(
+      trained(net, keep_float32=name), params, X
+    ).unconverted
     assert {row.backward for row in kept} == {False, True}
-    assert sum(row.times for row in kept) <= 3
+    assert sum(row.run_count for row in kept) <= 3
 
 
 def test_rows_are_short():
   net = jax.named_scope("attention")(jax.named_scope("einsum")(with_einsum))
   report = report_of(net, {"blocks": layers("q")})
   assert "bi,ij->bj" not in str(report)
-  scopes = {row.scope for row in report.wider}
+  scopes = {row.name_scope for row in report.unconverted}
   assert scopes == {"attention/einsum/bi,ij->bj"}
 
 
@@ -187,8 +193,8 @@ def test_scopes_alone_and_lines_alone_name_what_has_no_weights():
     return scores @ product(x, params["v"])
 
   fun, params = trained(net), {"v": normal(8, 8)}
-  rows = compare_precision(fun, params, X, progress=False).products
-  names = {row.name for row in rows if not row.weights}
+  rows = compare_precision(fun, params, X, progress=False).matmuls
+  names = {row.name for row in rows if not row.param_path}
   assert "scores" in names and len(names) == 2
   (line,) = names - {"scores"}
   # The line of the call leads to the product with v, too.
@@ -267,10 +273,10 @@ def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
 
 def test_what_has_no_weights_has_one_name_in_all_reports():
   fun, params = jax.grad(ols.autocast(updated)), PLAIN
-  rows = compare_precision(fun, params, progress=False).products
-  names = {row.name for row in rows if not row.weights}
+  rows = compare_precision(fun, params, progress=False).matmuls
+  names = {row.name for row in rows if not row.param_path}
   report = precision_report(fun, params, dtype=jnp.float8_e4m3fn)
-  assert names == {row.name for row in report.wider if not row.weights}
+  assert names == {row.name for row in report.unconverted if not row.param_path}
   assert any(name.startswith("no weights at test_names.py:") for name in names)
 
 
@@ -289,7 +295,7 @@ def test_a_product_of_a_backward_pass_alone_needs_no_line():
   params = {"w": normal(8, 8), "head": normal(8, 8)}
   rows = compare_precision(
     jax.grad(ols.autocast(net)), params, X, progress=False
-  ).products
+  ).matmuls
   found = {(row.name, row.backward) for row in rows}
   assert found == {*both_of("w"), ("head", True)}
 

@@ -317,5 +317,5 @@ def test_an_overflow_is_told_by_its_weights():
   loss = lambda params, x: jnp.sum(net(params, x))
   state = ols.FixedLossScale(1.0).init()
   hit = find_overflow(ols.grad(ols.autocast(loss), state), params, X)
-  assert hit.weights == "blocks/2/down"
+  assert hit.param_path == "blocks/2/down"
   assert "blocks/2/down" in str(hit) and "autocast-" not in str(hit)

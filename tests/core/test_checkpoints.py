@@ -33,7 +33,7 @@ POLICIES = {
     hysteresis=2,
     hysteresis_refill="finite",
   ),
-  "headroom": ols.HeadroomLossScale(init_scale=2.0**8, window=3),
+  "headroom": ols.HeadroomLossScale(init_scale=2.0**8, amax_history_len=3),
 }
 
 
@@ -147,7 +147,9 @@ def test_the_same_is_said_of_a_state_read_by_orbax_without_a_target(
 
 def test_a_larger_state_is_told_from_one_without_a_loss_scale(run):
   params, opt_state = run.start
-  with pytest.raises(TypeError, match="give the LossScalingState that it hold"):
+  with pytest.raises(
+    TypeError, match="give the WithLossScalingState that it hold"
+  ):
     run.tx.update(params, (opt_state, optax.EmptyState()), params)
 
 

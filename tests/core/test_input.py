@@ -66,7 +66,7 @@ def test_bounds_are_written_as_people_write_them():
     lambda: ols.DynamicLossScale(growth_interval=0): "[1, 2147483647]",
     lambda: ols.DynamicLossScale(growth_factor=0): "[1.0000001, 2**126]",
     lambda: ols.DynamicLossScale(min_scale=0): "[2**-126, 2**126]",
-    lambda: ols.HeadroomLossScale(window=0): "[1, 1048576]",
+    lambda: ols.HeadroomLossScale(amax_history_len=0): "[1, 1048576]",
   }.items():
     assert bounds in message(ValueError, call)
 
@@ -360,7 +360,7 @@ def test_argnums_may_be_any_integers_and_what_flax_nnx_has_in_their_place():
       {"init_scale": 8.0, "hysteresis": 2},
       "DynamicLossScale(init_scale=8.0, hysteresis=2)",
     ),
-    ({"window": 16}, "HeadroomLossScale(window=16)"),
+    ({"amax_history_len": 16}, "HeadroomLossScale(amax_history_len=16)"),
   ],
 )
 def test_the_options_of_a_policy_are_shown_where_they_belong(options, call):

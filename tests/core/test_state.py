@@ -94,7 +94,7 @@ def test_the_scale_is_float32_in_every_mode(x64):
     scale_state = state.loss_scale_state
     assert scale_state.loss_scale.dtype == jnp.float32
     assert scale_state.finite_count.dtype == jnp.int32
-    assert scale_state.memory.hysteresis_left.dtype == jnp.int32
+    assert scale_state.policy_state.hysteresis_remaining.dtype == jnp.int32
     # The rest of our functions, for what strict promotion has to say.
     scaled = ols.with_loss_scaling(
       optax.identity(), grads_are_scaled=True, check_updates=True, max_norm=1.0
@@ -159,10 +159,10 @@ class Valued(NamedTuple):
   other: jax.Array
 
 
-def test_a_memory_with_a_field_called_value_is_no_variable_around_it():
-  memory = Valued(jnp.int32(1), jnp.int32(2))
-  state = ols.FixedLossScale(4.0).init()._replace(memory=memory)
-  assert ols.get_loss_scale_state({"loss": state}).memory == memory
+def test_a_policy_state_with_a_field_called_value_is_no_variable_around_it():
+  policy_state = Valued(jnp.int32(1), jnp.int32(2))
+  state = ols.FixedLossScale(4.0).init()._replace(policy_state=policy_state)
+  assert ols.get_loss_scale_state({"loss": state}).policy_state == policy_state
 
 
 def test_a_traced_scale_is_held_in_range():
@@ -246,21 +246,21 @@ def test_select_if_finite_takes_other_containers_of_the_same_leaves(finite):
 
 
 @pytest.mark.parametrize(
-  ("applied", "skipped", "message"),
+  ("new", "old", "message"),
   [
-    ({"a": 1}, {"b": 1}, r"got \['b'\] in skipped alone"),
-    ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}, r"\['a'\]\['c'\] in applied"),
-    ({"a": None}, {"a": 1}, r"\['a'\] in skipped alone"),
-    ([1, 2], [1], r"\[1\] in applied alone"),
-    (1, (), "the tree itself in applied alone"),
+    ({"a": 1}, {"b": 1}, "got b in old alone"),
+    ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}, "got a/c in new alone"),
+    ({"a": None}, {"a": 1}, "got a in old alone"),
+    ([1, 2], [1], "got 1 in new alone"),
+    (1, (), "the tree itself in new alone"),
   ],
 )
 def test_select_if_finite_names_the_first_leaf_that_is_in_one_alone(
-  applied, skipped, message
+  new, old, message
 ):
   state = ols.DynamicLossScale().init()
   with pytest.raises(ValueError, match=message):
-    ols.select_if_finite(state, applied, skipped)
+    ols.select_if_finite(state, new, old)
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -272,7 +272,7 @@ def test_select_if_finite_refuses_leaves_that_differ_and_are_no_arrays(
 ):
   """It returned the old one of an applied step."""
   state = ols.DynamicLossScale().init()._replace(last_finite=jnp.array(finite))
-  message = r"must be equal where they hold no arrays.*got .* at \['mode'\]"
+  message = r"must be equal where they hold no arrays.*got .* at mode"
   with pytest.raises(ValueError, match=message):
     ols.select_if_finite(state, {"mode": new}, {"mode": old})
 
@@ -295,7 +295,7 @@ def test_metrics_are_scalars_of_the_names_of_the_state():
     "last_finite": False,
     "total_notfinite": 1,
     "log2_loss_scale": 14.0,
-    "skipped": 1.0,
+    "step_skipped": 1.0,
   }
 
 
@@ -311,10 +311,10 @@ def test_metrics_show_at_a_glance_that_a_run_stands_still():
   run = jax.jit(lambda state: jax.lax.scan(step, state, steps)[1])
   assert "callback" not in str(jax.make_jaxpr(run)(policy.init()))
   metrics = run(policy.init())
-  assert metrics["skipped"].tolist() == [0, 1, 1, 1, 0, 1]
-  assert metrics["skips_at_floor"].tolist() == [0, 0, 1, 1, 0, 1]
+  assert metrics["step_skipped"].tolist() == [0, 1, 1, 1, 0, 1]
+  assert metrics["skips_at_min_scale"].tolist() == [0, 0, 1, 1, 0, 1]
   shares = np.float32([0, 1 / 2, 2 / 3, 3 / 4, 3 / 5, 4 / 6])
-  np.testing.assert_array_equal(metrics["skipped_share"], shares)
+  np.testing.assert_array_equal(metrics["skip_rate"], shares)
 
 
 @pytest.mark.parametrize(
@@ -345,10 +345,10 @@ def test_a_loss_of_thousands_needs_a_scale_below_one_and_the_metrics_show_it(
   start = jnp.ones(64), tx.init(jnp.ones(64))
   _, metrics = jax.lax.scan(step, start, jnp.arange(1, 101))
   metrics = {name: x[-1] for name, x in metrics.items()}
-  assert metrics["skipped_share"] <= lost / 100
+  assert metrics["skip_rate"] <= lost / 100
   stands_still = lost == 100
-  assert metrics["skips_at_floor"] == stands_still
-  assert (metrics["skipped_share"] == 1) == stands_still
+  assert metrics["skips_at_min_scale"] == stands_still
+  assert (metrics["skip_rate"] == 1) == stands_still
 
 
 @pytest.mark.parametrize(
@@ -365,14 +365,16 @@ def test_metrics_know_the_floor_of_each_policy(policy, floor):
   state = ols.DynamicLossScale().adjust(ols.DynamicLossScale().init(), False)
   at_floor = ols.set_loss_scale(state, floor)
   above = ols.set_loss_scale(state, 2 * floor)
-  assert ols.loss_scale_metrics(at_floor, policy=policy)["skips_at_floor"] == 1
-  assert ols.loss_scale_metrics(above, policy=policy)["skips_at_floor"] == 0
+  assert (
+    ols.loss_scale_metrics(at_floor, policy=policy)["skips_at_min_scale"] == 1
+  )
+  assert ols.loss_scale_metrics(above, policy=policy)["skips_at_min_scale"] == 0
 
 
 def test_metrics_of_mapped_states_and_before_the_first_step_are_defined():
   policy = ols.HeadroomLossScale()
   start = ols.loss_scale_metrics(policy.init(), policy=policy, steps=0)
-  assert (start["skipped_share"], start["skips_at_floor"]) == (0, 0)
+  assert (start["skip_rate"], start["skips_at_min_scale"]) == (0, 0)
 
   @jax.jit
   @jax.vmap
@@ -381,7 +383,7 @@ def test_metrics_of_mapped_states_and_before_the_first_step_are_defined():
 
   states = each(jnp.array([True, False]))
   metrics = ols.loss_scale_metrics(states, policy=policy, steps=2)
-  assert metrics["skipped_share"].tolist() == [0, 0.5]
+  assert metrics["skip_rate"].tolist() == [0, 0.5]
   assert all(x.shape == (2,) for x in metrics.values())
   assert all(not x.weak_type for x in metrics.values())
 

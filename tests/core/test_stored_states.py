@@ -1,10 +1,10 @@
-"""What was stored by each version is read, and what no longer fits is told.
+"""What each version stored is read, and another layout gets an error.
 
-`stored` holds what each release wrote, of all policies, and what was written
-before the first one, by a headroom rule with other fields. If a field of a
-memory changes, it is recorded anew, and the last tests say what those meet who
-go on from an older state. What must be stored is generated: the classes from
-the public names, the policies from their hyperparameters.
+`stored` holds what each release wrote, of all policies. If a field of a policy
+state changes, it is recorded anew, and the last tests show what happens to a
+run that is resumed from a state of another layout. What must be stored is
+generated: the classes from the public names, the policies from their
+hyperparameters.
 """
 
 import base64
@@ -52,9 +52,9 @@ def stored_fields():
   for name, policy in record.POLICIES.items():
     _, state = data[name].values()
     scale_state = state["loss_scale_state"]
-    fields[ols.LossScalingState] = list(state)
+    fields[ols.WithLossScalingState] = list(state)
     fields[ols.LossScaleState] = list(scale_state)
-    fields[type(policy.init().memory)] = list(scale_state["memory"])
+    fields[type(policy.init().policy_state)] = list(scale_state["policy_state"])
   return fields
 
 
@@ -86,7 +86,7 @@ def other_values(kind, name, value):
 
 
 def remembered(policy):
-  return jax.tree.structure(policy.init().memory)
+  return jax.tree.structure(policy.init().policy_state)
 
 
 @pytest.mark.parametrize("kind", POLICY_CLASSES, ids=lambda x: x.__name__)
@@ -126,153 +126,165 @@ def test_what_a_version_stored_is_read_and_goes_on(version, name):
   assert after.loss_scale_state.total_notfinite == 1
 
 
-# A state of before. What to do is on docs/composing.md.
+# A state of another layout. What to do is on docs/composing.md.
 
 
 TX = ols.with_loss_scaling(optax.adam(1e-2), "headroom")
 PARAMS = {"w": jnp.arange(3.0)}
-HeadroomMemory = collections.namedtuple(
-  "HeadroomMemory", "safe fail credit term quiet_count wait amax_window"
+OtherState = collections.namedtuple(
+  "OtherState",
+  "safe failed_log2_scale credit term steps_without_grads search_delay"
+  " amax_history",
 )
 
 
-def begin_anew(state):
-  """The cure of docs/composing.md."""
+def reset_policy_state(state):
+  """The fix of docs/composing.md."""
   fresh = TX.init(PARAMS)
   scale_state = state.loss_scale_state._replace(
-    memory=fresh.loss_scale_state.memory
+    policy_state=fresh.loss_scale_state.policy_state
   )
   return state._replace(loss_scale_state=scale_state)
 
 
-def check_cured(state, before):
-  """That all but the memory is as it was, and the run goes on."""
-  assert_same_bits(state.inner_state, before.inner_state)
-  assert_same_bits(state.loss_scale_state[:5], before.loss_scale_state[:5])
+def check_fixed(state, other):
+  """That all but the policy state is as it was, and the run goes on."""
+  assert_same_bits(state.inner_state, other.inner_state)
+  assert_same_bits(state.loss_scale_state[:5], other.loss_scale_state[:5])
   types = jax.tree.map(jax.typeof, TX.init(PARAMS))
   _, after = jax.jit(TX.update)(PARAMS, state, PARAMS)
   assert jax.tree.map(jax.typeof, after) == types
   assert after.loss_scale_state.last_finite
 
 
-@pytest.fixture
-def before():
-  """A state whose memory has the fields and numbers of the earlier rule."""
-  _, state = pickle.loads(stored("before-0.1.0", "pickle"))
-  memory = HeadroomMemory(*state.loss_scale_state.memory)
-  scale_state = state.loss_scale_state._replace(memory=memory)
+def with_policy_state(state, policy_state):
+  scale_state = state.loss_scale_state._replace(policy_state=policy_state)
   return state._replace(loss_scale_state=scale_state)
 
 
-def test_a_pickle_of_before_loses_nothing_and_update_says_what_to_do(before):
-  params, state = pickle.loads(stored("before-0.1.0", "pickle"))
-  assert params["w"].tolist() == pytest.approx([-0.02, 0.98, 1.98], abs=0.02)
-  assert len(state.loss_scale_state.memory) == 7
-  message = (
-    "with the fields limit, .*, got 7 values without names of .* earlier"
-    r" version.* state\._replace\(memory=policy\.init\(\)\.memory\), where"
-    " state is the loss_scale_state"
-  )
-  for update in (TX.update, jax.jit(TX.update)):
-    with pytest.raises(ValueError, match=message):
-      update(params, state, params)
-  check_cured(begin_anew(state), before)
+@pytest.fixture
+def other():
+  """A state after some steps, whose policy state has other fields."""
+  state = TX.init(PARAMS)
+  for size in 2.0**-10, 2.0**-9, jnp.nan, 2.0**-11:
+    _, state = TX.update({"w": jnp.full(3, size)}, state, PARAMS)
+  counts = map(jnp.int32, (12, 20, 3, 5, 0, 8))
+  values = *counts, state.loss_scale_state.policy_state.amax_history
+  return with_policy_state(state, OtherState(*values))
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_what_a_later_version_reads_of_a_field_more_is_told(protocol):
+def test_a_pickle_of_another_layout_loses_nothing_and_update_says_what_to_do(
+  protocol,
+):
   """The stored bytes of today, read by a class that has changed."""
-  _, state = record.make(ols.HeadroomLossScale())[1]
-  usual = ols.HeadroomMemory
+  params, state = record.make(ols.HeadroomLossScale())[1]
+  usual = ols.HeadroomPolicyState
   # Pickles of all protocols call the class by its name.
-  later = collections.namedtuple("HeadroomMemory", [*usual._fields, "more"])
+  later = collections.namedtuple(
+    "HeadroomPolicyState", [*usual._fields, "more"]
+  )
 
   class Reader(pickle.Unpickler):
     def find_class(self, module, name):
-      if name == "HeadroomMemory":
+      if name == "HeadroomPolicyState":
         return ols._state.readable_later(later)
       return super().find_class(module, name)
 
-  read = Reader(io.BytesIO(pickle.dumps(state, protocol))).load()
-  memory = read.loss_scale_state.memory
-  assert_same_bits(tuple(memory), tuple(state.loss_scale_state.memory))
-  with pytest.raises(ValueError, match="got 6 values without names of another"):
-    ols._state.memory_of(record.POLICIES["headroom"], read[0], later)
+  pickled = pickle.dumps((params, state), protocol)
+  read_params, read = Reader(io.BytesIO(pickled)).load()
+  assert_same_bits(read_params, params)
+  policy_state = read.loss_scale_state.policy_state
+  assert_same_bits(
+    tuple(policy_state), tuple(state.loss_scale_state.policy_state)
+  )
+  message = (
+    "with the fields max_log2_scale, .*more, got 6 values without names of"
+    r" another policy, or of an earlier version.*"
+    r" state\._replace\(policy_state=policy\.init\(\)\.policy_state\), where"
+    " state is the loss_scale_state"
+  )
+  with pytest.raises(ValueError, match=message):
+    ols._state.policy_state_of(record.POLICIES["headroom"], read[0], later)
   # And a class that was made by hand is what it was.
   with pytest.raises(TypeError):
-    usual(limit=1)
+    usual(max_log2_scale=1)
   assert usual(*range(6))._asdict() == {
     x: i for i, x in enumerate(usual._fields)
   }
 
 
-def test_msgpack_of_before_is_read_into_its_own_fields(before):
-  data = stored("before-0.1.0", "msgpack")
+def test_values_without_names_are_refused_with_and_without_jit(other):
+  state = with_policy_state(other, tuple(other.loss_scale_state.policy_state))
+  for update in (TX.update, jax.jit(TX.update)):
+    with pytest.raises(ValueError, match="got 7 values without names of"):
+      update(PARAMS, state, PARAMS)
+  check_fixed(reset_policy_state(state), other)
+
+
+def test_msgpack_of_another_layout_is_read_into_its_own_fields(other):
+  data = serialization.to_bytes((PARAMS, other))
   fresh = PARAMS, TX.init(PARAMS)
   with pytest.raises(ValueError, match=r"field names .* do not match"):
     serialization.from_bytes(fresh, data)
   read = serialization.msgpack_restore(data)
-  state = read["1"]
-  memory = TX.init(PARAMS).loss_scale_state.memory
-  state["loss_scale_state"]["memory"] = serialization.to_state_dict(memory)
+  policy_state = TX.init(PARAMS).loss_scale_state.policy_state
+  read["1"]["loss_scale_state"]["policy_state"] = serialization.to_state_dict(
+    policy_state
+  )
   _, state = serialization.from_state_dict(fresh, read)
-  check_cured(state, before)
+  check_fixed(state, other)
 
 
-def target_with(memory):
-  """A fresh state with a memory of another structure."""
-  fresh = TX.init(PARAMS)
-  scale_state = fresh.loss_scale_state._replace(memory=memory)
-  return fresh._replace(loss_scale_state=scale_state)
-
-
-def test_orbax_reads_a_state_of_before_into_its_own_fields(before, tmp_path):
+def test_orbax_reads_another_layout_into_its_own_fields(other, tmp_path):
   with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "state", before)
+    checkpointer.save(tmp_path / "state", other)
     checkpointer.wait_until_finished()
     with pytest.raises(ValueError):
       checkpointer.restore(tmp_path / "state", TX.init(PARAMS))
     read = checkpointer.restore(tmp_path / "state")
-    memory = ols.get_loss_scale_state(read).memory
-    state = checkpointer.restore(tmp_path / "state", target_with(memory))
+    policy_state = ols.get_loss_scale_state(read).policy_state
+    target = with_policy_state(TX.init(PARAMS), policy_state)
+    state = checkpointer.restore(tmp_path / "state", target)
   # We see it, and say so.
   with pytest.raises(ValueError, match=r"got .*credit.* of another policy, or"):
     TX.update(PARAMS, state, PARAMS)
-  check_cured(begin_anew(state), before)
+  check_fixed(reset_policy_state(state), other)
 
 
-def test_equinox_reads_a_state_of_before_into_its_own_shapes(before, tmp_path):
+def test_equinox_reads_another_layout_into_its_own_shapes(other, tmp_path):
   file = tmp_path / "state.eqx"
-  eqx.tree_serialise_leaves(file, jax.tree.map(jnp.asarray, before))
+  eqx.tree_serialise_leaves(file, other)
   with pytest.raises(RuntimeError):
     eqx.tree_deserialise_leaves(file, TX.init(PARAMS))
-  memory = (jnp.int32(0),) * 6 + (jnp.zeros(8),)
-  state = eqx.tree_deserialise_leaves(file, target_with(memory))
+  policy_state = (jnp.int32(0),) * 6 + (jnp.zeros(8),)
+  target = with_policy_state(TX.init(PARAMS), policy_state)
+  state = eqx.tree_deserialise_leaves(file, target)
   with pytest.raises(ValueError, match="got 7 values without names"):
     TX.update(PARAMS, state, PARAMS)
-  check_cured(begin_anew(state), before)
+  check_fixed(reset_policy_state(state), other)
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_flax_checkpoints_do_not_mix_a_memory_of_before_with_a_new_one(
-  before, tmp_path, legacy
+def test_flax_checkpoints_do_not_mix_another_layout_with_a_fresh_state(
+  other, tmp_path, legacy
 ):
   make = lambda opt_state: TrainState(
     step=5, apply_fn=None, params=PARAMS, tx=TX, opt_state=opt_state
   )
   if legacy:
-    data = serialization.to_bytes(make(before))
+    data = serialization.to_bytes(make(other))
     (tmp_path / "checkpoint_5").write_bytes(data)
     with pytest.raises(ValueError, match=r"field names .* do not match"):
       checkpoints.restore_checkpoint(tmp_path, make(TX.init(PARAMS)))
     return
-  checkpoints.save_checkpoint(tmp_path, make(before), step=5)
+  checkpoints.save_checkpoint(tmp_path, make(other), step=5)
   fresh = make(TX.init(PARAMS))
   state = checkpoints.restore_checkpoint(tmp_path, fresh).opt_state
   # It did mix them, and we see it.
-  assert state.loss_scale_state.memory.fail == 20
-  assert state.loss_scale_state.memory.limit == 15
+  assert state.loss_scale_state.policy_state.failed_log2_scale == 20
+  assert state.loss_scale_state.policy_state.max_log2_scale == 15
   grads = {"w": jnp.full(3, 2.0**-12)}
   _, got = TX.update(grads, state, PARAMS)
-  _, expected = TX.update(grads, begin_anew(before), PARAMS)
+  _, expected = TX.update(grads, reset_policy_state(other), PARAMS)
   assert_same_bits(got, expected)

@@ -349,7 +349,7 @@ def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(
   # 8 with the scale in it, 2 without: grads_amax is without.
   updates, state = update(jnp.array([8.0, -4.0]), state, w, grads_amax=amax)
   assert updates.tolist() == [-2.0, 1.0]
-  assert state.loss_scale_state.memory.amax_window[0] == seen
+  assert state.loss_scale_state.policy_state.amax_history[0] == seen
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
   update = functools.partial(SEEING.update, grads_amax=amax)
   for step in (update, jax.jit(update)):
     _, after = step(jnp.float32(2), state, jnp.float32(1))
-    assert after.loss_scale_state.memory == seen
+    assert after.loss_scale_state.policy_state == seen
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_a_grads_amax_above_float32_is_its_largest_number(amax):
   state = SEEING.init(1.0)
   _, after = SEEING.update(1.0, state, 1.0, grads_amax=amax)
   largest = float(jnp.finfo(jnp.float32).max)
-  assert after.loss_scale_state.memory == largest
+  assert after.loss_scale_state.policy_state == largest
 
 
 class Seeing:
@@ -382,11 +382,11 @@ class Seeing:
 
   def init(self):
     state = ols.FixedLossScale(1.0).init()
-    return state._replace(memory=jnp.float32(0))
+    return state._replace(policy_state=jnp.float32(0))
 
   def adjust(self, state, grads_finite, *, grads_amax=None):
     state = ols.FixedLossScale(1.0).adjust(state, grads_finite)
-    return state._replace(memory=grads_amax)
+    return state._replace(policy_state=grads_amax)
 
 
 SEEING = ols.with_loss_scaling(optax.sgd(1.0), Seeing())

@@ -205,7 +205,7 @@ def make_step(tx, loss_fn, axis_name=None):
   # It returns no loss: XLA would merge the mean's all-reduce with the flag's,
   # which are independent, and there would be nothing to count.
   def step(params, opt_state, x):
-    if isinstance(opt_state, ols.LossScalingState):
+    if isinstance(opt_state, ols.WithLossScalingState):
       grads = ols.grad(loss_fn, opt_state)(params, x)
     else:
       grads = jax.grad(loss_fn)(params, x)

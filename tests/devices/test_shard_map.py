@@ -211,7 +211,7 @@ def test_a_policy_is_given_the_largest_gradient_of_all_devices(check_vma):
   told = jnp.arange(8.0).at[5].set(12)
   for extra, seen in ({}, 9), ({"grads_amax": told}, 12):
     _, state = update_on_8_devices(tx, grads, check_vma, **extra)
-    assert state.memory.amax_window[0] == seen
+    assert state.policy_state.amax_history[0] == seen
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,14 @@ planted_models = pytest.mark.parametrize(
 def test_a_bad_product_is_named_and_its_name_repairs_the_gradients(name):
   model = planted_layers.make(name)
   report = compare_planted(model)
-  assert any(map(model.is_planted, report.products[:2]))
-  (worst,) = report.worst(1)
-  assert compare_planted(model, effects="worst").worst(1) == (worst,)
+  assert any(map(model.is_planted, report.matmuls[:2]))
+  (worst,) = report.top_outliers(1)
+  assert compare_planted(model, search="bisect").top_outliers(1) == (worst,)
 
-  names = report.overflowing + report.standing_out
+  names = report.overflowing + report.outliers
   repair = lambda fun: ols.autocast(fun, keep_float32=names)
   # Products of activations and cotangents have no weights, so lines name them.
-  lines = [row.source for row in report.products if row.name in names]
+  lines = [row.source_line for row in report.matmuls if row.name in names]
   repair_outside = lambda fun: ols.autocast(fun, keep_float32=lines)
 
   def reference(*args):
@@ -77,9 +77,9 @@ def test_a_bad_product_is_named_and_its_name_repairs_the_gradients(name):
 @planted_models
 def test_no_line_of_the_same_model_without_the_fault_stands_out(name):
   model = planted_layers.make(name, fault=False)
-  for effects in "all", "worst":
-    report = compare_planted(model, effects=effects)
-    assert report.worst(3) == report.overflowing == ()
+  for search in "exhaustive", "bisect":
+    report = compare_planted(model, search=search)
+    assert report.top_outliers(3) == report.overflowing == ()
     assert report.cosine >= COSINE
 
 
@@ -88,7 +88,7 @@ def test_bfloat16_has_other_bounds():
   for fault in False, True:
     model = planted_layers.make("one_product", fault)
     report = compare_planted(model, dtype=jnp.bfloat16)
-    assert len(report.worst(3)) == fault
+    assert len(report.top_outliers(3)) == fault
 
 
 # The others take a minute and more, each.
@@ -117,18 +117,18 @@ def test_no_place_of_a_sound_model_stands_out_and_its_error_is_true(name):
   half = jax.jit(trained)(model.arrays)
   error = relative_error(exact, half)
   of_arrays = map(relative_error, *map(jax.tree.leaves, (exact, half)))
-  for effects in "all", "worst":
-    report = compare(trained, model.arrays, effects=effects)
-    assert report.worst(3) == report.overflowing == ()
+  for search in "exhaustive", "bisect":
+    report = compare(trained, model.arrays, search=search)
+    assert report.top_outliers(3) == report.overflowing == ()
     assert report.error == pytest.approx(error, rel=0.01)
-  of_arrays = dict(zip(report.errors, of_arrays, strict=True))
-  for array, told in report.errors.items():
-    if array not in report.rounding:
+  of_arrays = dict(zip(report.array_errors, of_arrays, strict=True))
+  for array, told in report.array_errors.items():
+    if array not in report.noise_only_arrays:
       real = of_arrays[array]
       assert told == pytest.approx(real, rel=0.05, abs=1e-6), array
-  far_off = [array.name for array in report.far_off]
-  assert bool(far_off) == (name in HAVE_SMALL_SUMS)
-  assert all(of_arrays[array] > 0.06 for array in far_off)
+  inaccurate_arrays = [array.name for array in report.inaccurate_arrays]
+  assert bool(inaccurate_arrays) == (name in HAVE_SMALL_SUMS)
+  assert all(of_arrays[array] > 0.06 for array in inaccurate_arrays)
 
 
 def block(params, x):
@@ -167,7 +167,9 @@ def test_of_layers_that_share_a_function_the_bad_one_alone_is_kept(name):
   report = compare(trained(), params)
   assert not np.isfinite(report.error)
   assert len(report.overflowing) == 1
-  cured = trained(keep_float32=report.overflowing + report.standing_out)
+  cured = trained(keep_float32=report.overflowing + report.outliers)
   assert compare(cured, params).error < 0.02
-  shares = [precision_report(fun, params).share for fun in (trained(), cured)]
+  shares = [
+    precision_report(fun, params).fraction for fun in (trained(), cured)
+  ]
   assert shares[1] > 0.6 * shares[0]

@@ -105,7 +105,7 @@ NOT_RUN = (
 def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
   step, args = HIDE[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
-  assert hit.source and hit.warnings[0].startswith(HIDDEN)
+  assert hit.source_line and hit.warnings[0].startswith(HIDDEN)
   assert str(hit).startswith(HIDDEN)
   if name != "micro-batches":  # Its forward pass overflows, in float32, too.
     assert compare(step, *args).warnings[0].startswith(HIDDEN)
@@ -120,11 +120,13 @@ def test_an_overflow_that_keeps_update_from_running_is_named_and_told(name):
   hit = diagnostics.find_overflow(step, *args)
   assert hit.backward and hit.warnings == (NOT_RUN,)
   report = compare(step, *args)
-  assert report.excess and report.warnings == (NOT_RUN,)
+  assert report.suggested_log2_scale_change < 0 and report.warnings == (
+    NOT_RUN,
+  )
   step, args = GUARD[name](SMALL)
   assert diagnostics.find_overflow(step, *args) is None  # without a warning
   assert compare(step, *args).warnings == ()
-  (note,) = diagnostics.precision_report(step, *args).notes
+  (note,) = diagnostics.precision_report(step, *args).limitations
   assert note.startswith("whether update runs, in cond at ")
 
 
@@ -283,7 +285,7 @@ def test_a_ref_among_the_arguments_is_left_as_it_is():
   expected = compare(*whole_steps.gradient(SMALL)[:1], PARAMS, BATCH)
   report = compare(step, *args)
   assert report.error == pytest.approx(expected.error, rel=0.05)
-  assert diagnostics.precision_report(step, *args).share == 1
+  assert diagnostics.precision_report(step, *args).fraction == 1
   for name, ref in refs.items():
     np.testing.assert_array_equal(ref[...], PARAMS[name])
   for report in diagnostics.find_overflow, compare:
@@ -297,7 +299,7 @@ def test_a_step_with_options_of_the_compiler_is_taken():
   step = jax.jit(plain.__wrapped__, compiler_options=options)
   assert diagnostics.find_overflow(step, *args) is None
   assert compare(step, *args).error == compare(plain, *args).error
-  assert diagnostics.precision_report(step, *args).share == 1
+  assert diagnostics.precision_report(step, *args).fraction == 1
 
 
 def test_a_compiled_step_is_refused_with_what_to_hand_over():

@@ -60,7 +60,7 @@ def test_a_scalar_an_empty_leaf_and_a_python_number_are_looked_at():
 def test_a_finite_float64_of_numpy_is_not_cut_to_an_infinite_float32():
   grads = {"w": np.array([1e300, 1.0])}
   assert ols.diagnostics.nonfinite_leaves(grads) == []
-  assert ols.diagnostics.gradient_report(grads).total.largest == 1e300
+  assert ols.diagnostics.gradient_report(grads).total.amax == 1e300
 
 
 def test_leaves_that_are_no_gradients_are_left_out():
@@ -102,7 +102,7 @@ def test_nnx_and_equinox_leaves_are_named_as_their_users_name_them():
   for tree in model, nnx.state(model), mlp:
     (leaf,) = ols.diagnostics.nonfinite_leaves(tree)
     assert (leaf.name, leaf.first_index) == ("layers/1/bias", (1,))
-    assert ols.diagnostics.gradient_report(tree).total.nonfinite > 0
+    assert ols.diagnostics.gradient_report(tree).total.nonfinite_fraction > 0
     assert plots.exponent_histogram(tree).nonfinite_count == 1
 
   mlp = jax.tree.map(lambda x: x * NAN, eqx.filter(mlp, eqx.is_array))
@@ -211,7 +211,7 @@ def test_the_error_tells_what_the_scale_can_still_do_from_nans(
 )
 @pytest.mark.parametrize(
   "options",
-  [{"max_consecutive_skips": 5}, {"max_skipped_share": 0.5, "steps": 5}],
+  [{"max_consecutive_skips": 5}, {"max_skip_rate": 0.5, "steps": 5}],
 )
 def test_the_error_leads_to_find_overflow_unless_all_is_finite(
   options, grads, leads
@@ -277,7 +277,9 @@ def test_the_floor_of_fairseq_is_where_its_rule_stops(options):
   state, floors = policy.init(), []
   for _ in range(24):
     before, state = state, policy.adjust(state, False)
-    at_floor = ols.loss_scale_metrics(before, policy=policy)["skips_at_floor"]
+    at_floor = ols.loss_scale_metrics(before, policy=policy)[
+      "skips_at_min_scale"
+    ]
     floors.append(at_floor.item())
     stays = not before.last_finite and state.loss_scale == before.loss_scale
     assert at_floor == stays
@@ -298,19 +300,19 @@ def sparse_run(steps):
 def test_skips_that_are_not_in_a_row_are_found_by_their_share():
   state = sparse_run(100)
   ols.raise_if_stuck(state, 2)
-  ols.raise_if_stuck(state, 2, max_skipped_share=0.1, steps=100)
-  ols.raise_if_stuck(state, 2, max_skipped_share=0.05, steps=200)
+  ols.raise_if_stuck(state, 2, max_skip_rate=0.1, steps=100)
+  ols.raise_if_stuck(state, 2, max_skip_rate=0.05, steps=200)
   with pytest.raises(ols.LossScaleError) as error:
     ols.raise_if_stuck(
-      state, 2, max_skipped_share=0.05, steps=jnp.int32(100), grads=INFS
+      state, 2, max_skip_rate=0.05, steps=jnp.int32(100), grads=INFS
     )
   text = str(error.value)
   assert "10 of 100 steps were skipped" in text
-  assert "max_skipped_share = 0.05" in text
+  assert "max_skip_rate = 0.05" in text
   assert f"The loss scale is {float(state.loss_scale):g}." in text
   assert "\n  w float32[2]: 1 inf" in text
   with pytest.raises(ols.LossScaleError, match="10 of 100") as error:
-    ols.raise_if_stuck(state, max_skipped_share=0, steps=100)
+    ols.raise_if_stuck(state, max_skip_rate=0, steps=100)
   assert "Gradients that are not finite" not in str(error.value)
 
 
@@ -318,7 +320,7 @@ def test_of_many_members_the_worst_is_told():
   stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
   states = stack(ols.DynamicLossScale().init(), sparse_run(20))
   with pytest.raises(ols.LossScaleError, match="2 of 20 steps"):
-    ols.raise_if_stuck(states, max_skipped_share=0.05, steps=20)
+    ols.raise_if_stuck(states, max_skip_rate=0.05, steps=20)
   states = stack(ols.FixedLossScale(4.0).init(), FIXED)
   with pytest.raises(ols.LossScaleError, match=r"last 5 steps .* is 1024"):
     ols.raise_if_stuck(states, max_consecutive_skips=5)
@@ -349,15 +351,15 @@ def test_members_that_other_processes_hold_are_to_be_gathered():
     ols.raise_if_stuck(seen(True), 5)
 
 
-TOGETHER = "max_skipped_share and steps must be given together"
+TOGETHER = "max_skip_rate and steps must be given together"
 
 
 @pytest.mark.parametrize(
   "kwargs, message",
   [
-    ({"max_skipped_share": 0.5}, TOGETHER),
+    ({"max_skip_rate": 0.5}, TOGETHER),
     ({"steps": 10}, TOGETHER),
-    ({"max_skipped_share": 0.5, "steps": 3}, "steps must .* steps = 3 and 5"),
+    ({"max_skip_rate": 0.5, "steps": 3}, "steps must .* steps = 3 and 5"),
   ],
 )
 def test_a_share_goes_with_at_least_as_many_steps_as_skips(kwargs, message):
@@ -381,12 +383,12 @@ def test_below_the_limit_or_after_a_finite_step_nothing_is_raised():
     ({"policy": 0.0}, ValueError),
     ({"policy": "low"}, TypeError),
     ({"policy": ols.DynamicLossScale}, TypeError),
-    ({"max_skipped_share": -0.1, "steps": 1}, ValueError),
-    ({"max_skipped_share": 1.1, "steps": 1}, ValueError),
-    ({"max_skipped_share": "all", "steps": 1}, TypeError),
-    ({"steps": 0, "max_skipped_share": 0.5}, ValueError),
-    ({"steps": 1.5, "max_skipped_share": 0.5}, ValueError),
-    ({"steps": True, "max_skipped_share": 0.5}, TypeError),
+    ({"max_skip_rate": -0.1, "steps": 1}, ValueError),
+    ({"max_skip_rate": 1.1, "steps": 1}, ValueError),
+    ({"max_skip_rate": "all", "steps": 1}, TypeError),
+    ({"steps": 0, "max_skip_rate": 0.5}, ValueError),
+    ({"steps": 1.5, "max_skip_rate": 0.5}, ValueError),
+    ({"steps": True, "max_skip_rate": 0.5}, TypeError),
   ],
 )
 def test_raise_if_stuck_refuses_wrong_arguments_even_if_not_stuck(
@@ -405,10 +407,10 @@ def count_kinds(x, dtype, scale):
   normal = float(jnp.finfo(dtype).smallest_normal)
   is_small = np.abs(x * np.float32(scale)) < normal
   return {
-    "zero": np.mean(x == 0),
-    "flushed": np.mean((x != 0) & (rounded == 0)),
-    "subnormal": np.mean(is_small & (rounded != 0)),
-    "overflow": np.mean(~np.isfinite(rounded)),
+    "zero_fraction": np.mean(x == 0),
+    "underflow_fraction": np.mean((x != 0) & (rounded == 0)),
+    "subnormal_fraction": np.mean(is_small & (rounded != 0)),
+    "overflow_fraction": np.mean(~np.isfinite(rounded)),
   }
 
 
@@ -437,7 +439,11 @@ def test_float64_gradients_are_compared_in_float64(dtype):
   with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
     for leaf in x, jnp.asarray(x), jnp.asarray(x, jnp.complex128):
       total = ols.diagnostics.gradient_report([leaf], dtype).total
-      assert total.overflow == total.flushed == pytest.approx(1 / 3)
+      assert (
+        total.overflow_fraction
+        == total.underflow_fraction
+        == pytest.approx(1 / 3)
+      )
 
 
 @pytest.mark.parametrize(
@@ -447,7 +453,7 @@ def test_all_dtypes_are_read_under_strict_promotion(dtype):
   with jax.numpy_dtype_promotion("strict"):
     grads = [jnp.array([1.0, 0.5]).astype(dtype)]
     assert (
-      ols.diagnostics.gradient_report(grads, loss_scale=3.0).total.largest == 1
+      ols.diagnostics.gradient_report(grads, loss_scale=3.0).total.amax == 1
     )
     assert plots.exponent_histogram(grads).exponents.tolist() == [-1, 0]
     assert ols.diagnostics.nonfinite_leaves(grads) == []
@@ -457,11 +463,15 @@ def test_the_total_of_a_report_weighs_leaves_by_their_size():
   grads = {"a": jnp.array([1e-9, 0.0, INF]), "b": jnp.array([4.0])}
   report = ols.diagnostics.gradient_report(grads)
   total = report.total
-  assert (total.size, total.largest) == (4, 4.0)
-  assert total.smallest == pytest.approx(1e-9)
-  assert (total.flushed, total.zero, total.nonfinite) == (0.25, 0.25, 0.25)
+  assert (total.size, total.amax) == (4, 4.0)
+  assert total.smallest_nonzero == pytest.approx(1e-9)
+  assert (
+    total.underflow_fraction,
+    total.zero_fraction,
+    total.nonfinite_fraction,
+  ) == (0.25, 0.25, 0.25)
   assert report.as_dict()["total"] == total._asdict()
-  assert report.as_dict()["leaves"]["b"]["largest"] == 4.0
+  assert report.as_dict()["leaves"]["b"]["amax"] == 4.0
   with pytest.raises(dataclasses.FrozenInstanceError):
     report.loss_scale = 2.0
 
@@ -477,9 +487,9 @@ def test_the_best_scales_are_all_that_lose_least_and_no_more(values):
   def loses(log2_scale):
     with np.errstate(over="ignore"):
       shares = count_kinds(x, np.float16, np.exp2(np.float64(log2_scale)))
-    return shares["overflow"], shares["flushed"]
+    return shares["overflow_fraction"], shares["underflow_fraction"]
 
-  low, high = ols.diagnostics.gradient_report([x]).total.best_scales
+  low, high = ols.diagnostics.gradient_report([x]).total.log2_scale_range
   least = min(loses(k) for k in range(-60, 100))
   assert loses(low) == loses(high) == least
   assert loses(high + 1) > least
@@ -489,7 +499,7 @@ def test_the_best_scales_are_all_that_lose_least_and_no_more(values):
 
 def test_the_best_scales_of_zeros_are_any():
   report = ols.diagnostics.gradient_report({"w": jnp.zeros(3)})
-  assert report.leaves[0].best_scales is None
+  assert report.leaves[0].log2_scale_range is None
   assert str(report).splitlines()[2].endswith("any")
   assert ols.diagnostics.gradient_report({}).total.size == 0
 
@@ -502,15 +512,15 @@ def test_the_report_prints_aligned_and_sorts_by_any_column():
   lines = str(report).splitlines()
   assert lines[0] == "In float16, times 2:"
   assert " ".join(lines[1].split()) == (
-    "shape dtype largest smallest zero flushed subnormal overflow nonfinite"
-    " best scales"
+    "shape dtype amax smallest nonzero zero underflow subnormal overflow"
+    " nonfinite scale range"
   )
   assert [line.split()[0] for line in lines[2:]] == ["bias", "w", "x", "total"]
   assert len({line.index("%") for line in lines[2:]}) <= 2
   for column in ols.diagnostics.GradientStats._fields:
     ascending = report.sorted_by(column, reverse=False)
     assert {leaf.name for leaf in ascending.leaves} == {"bias", "w", "x"}
-  assert report.sorted_by("flushed").leaves[0].name == "w"
+  assert report.sorted_by("underflow_fraction").leaves[0].name == "w"
   with pytest.raises(ValueError, match="got column = 'color'"):
     report.sorted_by("color")
 

@@ -47,11 +47,11 @@ def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
   hit = find_overflow(fun, *args)
 
   assert hit is not None
-  assert (hit.kind, hit.path, hit.backward) == (kind, path, backward)
+  assert (hit.kind, hit.eqn_path, hit.backward) == (kind, path, backward)
   assert hit.primitive == path.split("/")[-1]
   number = line_of(name, faulty_models.__file__)
   where = f"faulty_models.py:{number} ({function})"
-  assert hit.source == where
+  assert hit.source_line == where
   assert hit.primitive in str(hit) and where in str(hit)
 
 
@@ -74,7 +74,7 @@ X = jnp.linspace(-2, 2, 8, dtype=jnp.float16).reshape(2, 4)
 
 
 def names_of(hit):
-  return [hit.primitive, *(other.primitive for other in hit.others)]
+  return [hit.primitive, *(other.primitive for other in hit.other_origins)]
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_it_prints_what_it_knows():
     return jnp.exp(x * 20), 1 / (x - x), x
 
   hit = find_overflow(jax.jit(fun), X)
-  (line,) = {other.source for other in (hit, *hit.others)}
+  (line,) = {other.source_line for other in (hit, *hit.other_origins)}
   assert line.startswith("test_overflow.py:")
   assert line.endswith(" (fun)")
   assert str(hit) == (
@@ -91,7 +91,7 @@ def test_it_prints_what_it_knows():
     "  inputs float16[2,4] up to 40\n"
     "  and from 1 more: see others"
   )
-  (other,) = hit.others
+  (other,) = hit.other_origins
   assert str(other) == (
     f"inf in float16 from div, in jit(fun), {line}:\n"
     "  inputs float16[] up to 1, float16[2,4] up to 0"
@@ -105,9 +105,9 @@ def test_it_prints_what_it_knows():
 def test_a_large_number_is_printed_with_three_digits():
   operand = diagnostics.Operand((8, 64), np.dtype(np.float16), 13400.2, True)
   assert str(operand) == "float16[8,64] up to 13400"
-  operand = operand._replace(largest=3.2912, finite=False)
+  operand = operand._replace(amax=3.2912, all_finite=False)
   assert str(operand) == "float16[8,64] up to 3.29 beside inf or nan"
-  assert str(operand._replace(largest=None, finite=True)) == "float16[8,64]"
+  assert str(operand._replace(amax=None, all_finite=True)) == "float16[8,64]"
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_of_more_faults_than_there_are_bits_the_first_is_named():
 
   hit = find_overflow(fun, X)
   assert hit.primitive == "exp"
-  assert len(hit.others) == 30
+  assert len(hit.other_origins) == 30
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_forty_masks_that_are_kept_leave_a_bit_for_the_fault(loop):
 
   hit = find_overflow(fun, X)
   assert names_of(hit) == ["square"]
-  assert hit.path == ("scan[38]/square" if loop == "scan" else "square")
+  assert hit.eqn_path == ("scan[38]/square" if loop == "scan" else "square")
 
 
 @pytest.mark.slow
@@ -232,12 +232,12 @@ def test_what_was_not_finite_to_begin_with_is_named(
     hit = find_overflow(fun, y=arg)
   else:
     hit = find_overflow(fun, *args)
-  assert (hit.kind, hit.primitive, hit.path) == (kind, primitive, path)
-  assert hit.others == ()
+  assert (hit.kind, hit.primitive, hit.eqn_path) == (kind, primitive, path)
+  assert hit.other_origins == ()
   if primitive == "argument":
     assert str(hit) == f"{kind} in {hit.dtype} from argument, in {path}"
   if primitive == "sub":
-    assert [operand.finite for operand in hit.inputs] == [False, False]
+    assert [operand.all_finite for operand in hit.inputs] == [False, False]
 
 
 def test_an_inf_that_is_written_is_named_only_if_there_is_nothing_else():
@@ -266,7 +266,7 @@ def test_callbacks_are_called_once_and_in_order(wrap):
     return lax.scan(body, x, jnp.arange(5), reverse=True)
 
   hit = find_overflow(wrap(fun), X)
-  assert hit.path.endswith("scan[3]/mul")
+  assert hit.eqn_path.endswith("scan[3]/mul")
   assert calls == [4, "pure", 3, "pure", 2, "pure", 1, "pure", 0, "pure"]
 
 
@@ -302,7 +302,7 @@ def test_a_scan_of_ten_thousand_steps_takes_seconds(when):
 
   started = time.perf_counter()
   hit = find_overflow(jax.jit(fun), X)
-  assert hit.path == f"jit(fun)/scan[{when}]/mul"
+  assert hit.eqn_path == f"jit(fun)/scan[{when}]/mul"
   assert time.perf_counter() - started < 60
 
 
@@ -318,7 +318,7 @@ def test_a_late_fault_is_found_in_a_loop_that_always_makes_infs():
     return x, jax.nn.relu(ys)
 
   hit = find_overflow(fun, jnp.abs(X))
-  assert (hit.path, hit.others) == ("scan[200]/square", ())
+  assert (hit.eqn_path, hit.other_origins) == ("scan[200]/square", ())
 
 
 @pytest.mark.slow
@@ -328,7 +328,7 @@ def test_after_many_iterations_the_first_ones_are_blamed():
 
   fun = lambda x: lax.scan(body, x, jnp.arange(200))[1]
   hit = find_overflow(fun, X)
-  assert (hit.path, len(hit.others) // 10) == ("scan[0]/log", 2)
+  assert (hit.eqn_path, len(hit.other_origins) // 10) == ("scan[0]/log", 2)
 
 
 @pytest.mark.slow
@@ -356,7 +356,7 @@ def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
   skip_if_jax_cannot(jax.jit(fun), *args)
 
   hit = find_overflow(wrap(fun), *args)
-  assert hit.path.endswith("shard_map/scan[2]/mul")
+  assert hit.eqn_path.endswith("shard_map/scan[2]/mul")
   assert hit.inputs[0] == ((2, 4), np.float16, 3.0, True)
 
 
@@ -384,7 +384,7 @@ def test_what_cannot_be_entered_is_named_as_a_whole(loop, with_callback):
 
   fun = jax.shard_map(part, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
   hit = find_overflow(fun, jnp.full((8, 4), 2, X.dtype))
-  assert (hit.path, hit.others) == (f"shard_map/{loop}", ())
+  assert (hit.eqn_path, hit.other_origins) == (f"shard_map/{loop}", ())
   assert ("bool[3]" in str(hit)) == (loop == "while")
 
 
@@ -392,7 +392,7 @@ def test_a_large_array_is_looked_at_where_it_is():
   """One of a million entries is, and of a dtype that not all functions know."""
   fun = lambda x: (x * 2).astype(jnp.float8_e5m2)
   x = jnp.ones(2**20 + 1, X.dtype).at[7].set(40000)
-  assert find_overflow(fun, x).path == "mul"
+  assert find_overflow(fun, x).eqn_path == "mul"
   assert find_overflow(fun, jnp.minimum(x, 1)) is None
   times_i = lambda x: x.astype(jnp.float32) * 1e38 * 1j
   assert find_overflow(times_i, x).primitive == "mul"
@@ -426,7 +426,7 @@ def test_an_operation_that_holds_a_function_is_named_as_a_whole():
   hit = find_overflow(jnp.linalg.inv, jnp.zeros((3, 3)))
   assert hit.primitive == "custom_linear_solve"
   hit = find_overflow(jnp.linalg.cholesky, -jnp.eye(3))
-  assert hit.path == "jit(cholesky)/cholesky"
+  assert hit.eqn_path == "jit(cholesky)/cholesky"
 
 
 def scan_that_overflows(x):
@@ -507,13 +507,13 @@ def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
   """XLA may round otherwise if it sees several operations at once."""
   enter = lambda *_: [_marks.Value(jnp.zeros_like(X))]
   monkeypatch.setattr(_stepper.Stepper, "_enter", enter)
-  assert find_overflow(lambda x: jnp.exp(x * 20), X).path == "exp"
+  assert find_overflow(lambda x: jnp.exp(x * 20), X).eqn_path == "exp"
 
 
 def test_an_entry_that_only_the_whole_makes_inf_has_the_marks_of_the_others():
   origins = _marks.Origins()
   inf, one = jnp.array([np.inf, 1.0]), jnp.array([1.0, 1.0])
-  origin = types.SimpleNamespace(primitive="exp", source="")
+  origin = types.SimpleNamespace(primitive="exp", source_line="")
   bit = origins.add(origin)
   first = origins.value(inf, jnp.array([bit, 0], jnp.uint32))
   values = [first, _marks.Value(one)]
@@ -555,7 +555,7 @@ def test_what_reads_an_inf_out_of_a_ref_is_named(wrap):
 
   hit = find_overflow(wrap(fun), jnp.abs(X) + 1, 0)
   assert names_of(hit) == ["get"]
-  assert hit.source.endswith(" (fun)")
+  assert hit.source_line.endswith(" (fun)")
   assert find_overflow(wrap(fun), jnp.abs(X) + 1, 1) is None
 
 
@@ -607,10 +607,10 @@ def test_a_mapped_while_loop_whose_rows_part_ways_is_entered(shape):
   for _ in counts.shape:
     fun = jax.vmap(fun)
   hit = find_overflow(fun, counts, x)
-  assert (hit.path, hit.others) == ("while[2]/mul", ())
+  assert (hit.eqn_path, hit.other_origins) == ("while[2]/mul", ())
   # Nor for what they would have become.
   hit = find_overflow(fun, counts, x.at[..., 0, :].set(60000))
-  assert (hit.path, hit.others) == ("while[2]/mul", ())
+  assert (hit.eqn_path, hit.other_origins) == ("while[2]/mul", ())
   assert find_overflow(fun, counts, x / 4000) is None
   x = (x / 4000).at[..., 0, :].set(jnp.inf)
   assert names_of(find_overflow(fun, counts, x)) == ["argument"]
@@ -693,7 +693,7 @@ def test_an_iteration_of_a_while_loop_is_named_by_its_number():
     return lax.while_loop(lambda state: state[0] < 20, body, (0, x))[1]
 
   hit = find_overflow(fun, jnp.ones(3, X.dtype))
-  assert (hit.path, hit.others) == ("while[15]/mul", ())
+  assert (hit.eqn_path, hit.other_origins) == ("while[15]/mul", ())
   # What is made finite in the loop is nobody's fault.
   undo = lambda i, x: jnp.where(i == 3, x * 60000, jnp.minimum(x, 4))
   fun = lambda x: lax.fori_loop(0, 9, undo, x * 2) / (x - x)
@@ -716,7 +716,7 @@ def test_a_loop_over_arrays_whose_types_are_sharded_is_followed():
   for fun in scan, while_loop:
     skip_if_jax_cannot(jax.jit(fun), x)
     hit = find_overflow(fun, x)
-    assert hit.path in ("scan[2]/mul", "while[2]/mul")
+    assert hit.eqn_path in ("scan[2]/mul", "while[2]/mul")
     assert find_overflow(fun, x / 2**24) is None
 
 
@@ -733,7 +733,7 @@ def test_a_callback_in_the_condition_of_a_loop_is_called_once_each_time():
 
   hit = find_overflow(fun, jnp.ones(3, X.dtype))
   jax.effects_barrier()
-  assert hit.path == "while[2]/mul"
+  assert hit.eqn_path == "while[2]/mul"
   assert calls == [0, 1, 2, 3, 4]
 
 
@@ -748,4 +748,4 @@ def test_a_loop_may_carry_and_stack_keys():
     return x, rows, jax.random.normal(keys[3])
 
   key = jax.random.key(0)
-  assert find_overflow(fun, X, key).path == "scan[2]/mul"
+  assert find_overflow(fun, X, key).eqn_path == "scan[2]/mul"

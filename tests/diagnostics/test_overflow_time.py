@@ -105,7 +105,7 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
     steps.clear()
     fun, x = in_loops(outer, inner)
     hit = find_overflow(fun, x)
-    assert hit.path == "jit(<lambda>)/scan[3]/scan[2]/mul"
+    assert hit.eqn_path == "jit(<lambda>)/scan[3]/scan[2]/mul"
     assert len(traced) == 2
     counts[outer] = len(steps)
   # An iteration of each loop, and what is around them.

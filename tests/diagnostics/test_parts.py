@@ -203,11 +203,11 @@ def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
   monkeypatch.setattr(_higher_order, "higher_order_of", lambda eqn: None)
   matrices = lambda x: [y for y in jax.tree.leaves(fun(x)) if y.ndim == 2]
   hit = find_overflow(matrices, X * 300)
-  assert hit.path == name
+  assert hit.eqn_path == name
   report = precision_report(fun, X)
   assert report.total_flops == 128
   told = f"{name}, of which what is inside is counted once"
-  assert any(note.startswith(told) for note in report.notes)
+  assert any(note.startswith(told) for note in report.limitations)
 
 
 def unknown_primitive(name, fun, **params):
@@ -239,7 +239,7 @@ def test_a_jaxpr_whose_constants_are_not_known_is_walked_through():
   assert any(isinstance(c, jax.core.Tracer) for c in closed.consts)
   assert report.total_flops == 2 * 128
   assert find_overflow(fun, X) is None
-  assert find_overflow(fun, X * 300).path == "solve"
+  assert find_overflow(fun, X * 300).eqn_path == "solve"
 
 
 COUNTED = "of which what is inside is counted once"
@@ -265,11 +265,11 @@ def test_an_object_of_hijax_that_does_not_add_up_is_told(
 ):
   thing = hidden(kind, jaxpr)
   fun = unknown_primitive("call_hi_primitive", lambda x: x @ x, _prim=thing)
-  assert find_overflow(fun, X * 300).path == name
+  assert find_overflow(fun, X * 300).eqn_path == name
   assert find_overflow(fun, X) is None
   report = precision_report(fun, X)
   assert report.total_flops == (128 if jaxpr else 0)
-  assert report.notes[0].startswith(f"{name}, {note}")
+  assert report.limitations[0].startswith(f"{name}, {note}")
 
 
 def hijax_is_there():
@@ -281,7 +281,7 @@ def hijax_is_there():
 def test_a_primitive_of_hijax_is_entered_and_has_its_own_name():
   x = jnp.full(2, 1e38)
   hit = find_overflow(lambda x: jnp.ldexp(x, 10), x)
-  assert hit.path.startswith("jit(ldexp)/Ldexp/")
+  assert hit.eqn_path.startswith("jit(ldexp)/Ldexp/")
 
   def root(a):
     solve = lambda f, x: jnp.exp(a @ x * 100)
@@ -291,8 +291,8 @@ def test_a_primitive_of_hijax_is_entered_and_has_its_own_name():
 
   a = jnp.eye(4)
   report = precision_report(root, a)
-  assert (report.total_flops, report.notes) == (32, ())
-  assert "CustomRoot/" in find_overflow(root, a).path
+  assert (report.total_flops, report.limitations) == (32, ())
+  assert "CustomRoot/" in find_overflow(root, a).eqn_path
 
 
 def test_a_product_that_nobody_can_count_is_noted(monkeypatch):
@@ -302,11 +302,11 @@ def test_a_product_that_nobody_can_count_is_noted(monkeypatch):
   only = {"dimension_numbers": eqn.params["dimension_numbers"]}
   eqn = eqn.replace(params=only)
   assert _operations.flops_of(eqn) == 128
-  assert _operations.accumulation_of(eqn) == np.float16
+  assert _operations.result_dtype_of(eqn) == np.float16
   monkeypatch.setattr(_operations, "flops_of", lambda eqn: None)
   report = precision_report(fun, X)
   assert report.total_flops == 0
-  (note,) = report.notes
+  (note,) = report.limitations
   assert note.startswith("dot_general, which is not counted, test_parts.py:")
 
 

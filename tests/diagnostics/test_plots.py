@@ -113,48 +113,48 @@ def test_a_history_without_scales_is_refused(history):
     plots.plot_loss_scale(history)
 
 
-def product(scope, effect, headroom, position, backward=False):
-  return diagnostics.ProductPrecision(
+def matmul(scope, error, headroom, index, backward=False):
+  return diagnostics.MatmulPrecision(
     primitive="dot_general",
     name=f"{scope} at model.py:3 (f)",
-    scope=scope,
-    weights="",
-    source="model.py:3 (f)",
+    name_scope=scope,
+    param_path="",
+    source_line="model.py:3 (f)",
     backward=backward,
-    effect=effect,
-    largest=1.0,
-    headroom=headroom,
-    lost=0.0,
-    subnormal=0.0,
-    times=1,
-    position=position,
+    isolated_error=error,
+    amax=1.0,
+    log2_headroom=headroom,
+    underflow_fraction=0.0,
+    subnormal_fraction=0.0,
+    run_count=1,
+    program_index=index,
   )
 
 
-def comparison(products, standing_out=()):
+def comparison(matmuls, outliers=()):
   return diagnostics.PrecisionComparison(
     dtype="float16",
-    compared="results",
-    is_zero=False,
+    target="results",
+    reference_is_zero=False,
     error=0.1,
     cosine=0.9,
-    is_finite=True,
-    standing_out=standing_out,
-    errors={},
-    products=tuple(products),
-    notes=(),
+    reference_is_finite=True,
+    outliers=outliers,
+    array_errors={},
+    matmuls=tuple(matmuls),
+    limitations=(),
   )
 
 
 def test_the_plot_of_products_shows_the_bad_ones_in_red_with_their_names():
   rows = [
-    product("c", INF, -2.0, 2),
-    product("b", 0.5, 3.0, 4, backward=True),
-    product("b", 0.1, 5.0, 1),
-    product("d", 2e-3, INF, 3, backward=True),
-    product("a", 1e-3, 9.0, 0),
+    matmul("c", INF, -2.0, 2),
+    matmul("b", 0.5, 3.0, 4, backward=True),
+    matmul("b", 0.1, 5.0, 1),
+    matmul("d", 2e-3, INF, 3, backward=True),
+    matmul("a", 1e-3, 9.0, 0),
   ]
-  report = comparison(rows, standing_out=("b at model.py:3 (f)",))
+  report = comparison(rows, outliers=("b at model.py:3 (f)",))
   top, bottom = plots.plot_precision(report)
   red, gray = map(matplotlib.colors.to_rgba, ("tab:red", "tab:gray"))
   for ax in top, bottom:
@@ -175,7 +175,7 @@ def test_the_plot_of_products_shows_the_bad_ones_in_red_with_their_names():
 def test_the_plot_of_products_draws_what_there_is():
   axes = matplotlib.pyplot.subplots(2)[1]
   assert plots.plot_precision(comparison([]), axes=axes) is axes
-  row = product("a", 0.0, -INF, 0)
+  row = matmul("a", 0.0, -INF, 0)
   top, bottom = plots.plot_precision(comparison([row]))
   assert top.get_title() == ""
   assert bottom.patches[0].get_height() == -40

@@ -95,8 +95,8 @@ def test_the_flops_are_those_of_xla(name):
   report = precision_report(fun, *args)
   cost = jax.jit(fun).lower(*args).cost_analysis()
   assert report.total_flops == pytest.approx(cost["flops"], rel=0.01)
-  assert report.share == 1.0
-  assert report.wider == () and report.notes == ()
+  assert report.fraction == 1.0
+  assert report.unconverted == () and report.limitations == ()
   assert sum(row.flops for row in report.flops) == report.total_flops
 
 
@@ -112,21 +112,21 @@ def test_the_silent_upcast_of_a_dense_layer_is_told_with_its_line():
   report = precision_report(fun, *args)
 
   where = f"{place_of('upcast')} (Model.__call__)"
-  assert [(row.source, row.backward) for row in report.wider] == [
+  assert [(row.source_line, row.backward) for row in report.unconverted] == [
     (where, True),
     (where, False),
   ]
-  back, forward = report.wider
-  assert (forward.operands, forward.accumulation) == ("float32", "float32")
-  assert (forward.times, back.times) == (1, 2)
+  back, forward = report.unconverted
+  assert (forward.operand_dtype, forward.result_dtype) == ("float32", "float32")
+  assert (forward.run_count, back.run_count) == (1, 2)
   assert forward.flops == 2 * 16 * 64 * 32
-  assert back.share == 2 * forward.share
-  assert forward.share == forward.flops / report.total_flops
-  assert report.share == pytest.approx(1 - 3 * forward.share)
-  assert {row.scope for row in report.wider} == {"Model/Dense_1"}
+  assert back.fraction == 2 * forward.fraction
+  assert forward.fraction == forward.flops / report.total_flops
+  assert report.fraction == pytest.approx(1 - 3 * forward.fraction)
+  assert {row.name_scope for row in report.unconverted} == {"Model/Dense_1"}
   lines = str(report).splitlines()
   assert "in matrix products and convolutions" in lines[0]
-  assert lines[1].split() == ["operands", "accumulation", "flops", "share"]
+  assert lines[1].split("  ")[0] == "operand dtype"
   assert "In a wider dtype than float16:" in lines
   assert any(
     line.startswith(f"dot_general  Model/Dense_1 at {where}, backward")
@@ -144,7 +144,7 @@ def test_nothing_is_computed_and_nothing_called():
   huge = shape(2**20, 2**20)
   (risk,) = precision_report(fun, huge).at_risk
   assert risk.primitive == "square"
-  assert precision_report(fun, jnp.ones(3, F16)).at_risk[0].times == 1
+  assert precision_report(fun, jnp.ones(3, F16)).at_risk[0].run_count == 1
   assert calls == []
 
 
@@ -155,7 +155,7 @@ def test_what_runs_many_times_is_counted_as_often():
 
   def flops(fun, *args):
     report = precision_report(fun, *args)
-    return report.total_flops / once, report.notes
+    return report.total_flops / once, report.limitations
 
   product = lambda w: w @ w
   scan = lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=5)
@@ -204,7 +204,7 @@ def test_what_shapes_do_not_tell_is_noted():
 
   report = precision_report(forever, shape(4, 4))
   assert report.total_flops == 128
-  (note,) = report.notes
+  (note,) = report.limitations
   where = place_of("while")
   assert note == (
     f"a while loop, of which one iteration is counted, {where} (forever)"
@@ -212,17 +212,17 @@ def test_what_shapes_do_not_tell_is_noted():
   assert str(report).splitlines()[0] == f"Not known: {note}"
 
   report = precision_report(jnp.linalg.solve, *[shape(4, 4, dtype=F32)] * 2)
-  assert "custom_linear_solve, of which what is inside" in report.notes[0]
+  assert "custom_linear_solve, of which what is inside" in report.limitations[0]
 
   ragged = lambda x, w, sizes: lax.ragged_dot(x, w, sizes)
   sizes = shape(2, dtype=jnp.int32)
   report = precision_report(ragged, shape(4, 4), shape(2, 4, 4), sizes)
-  assert (report.total_flops, report.notes) == (128, ())
-  assert report.flops[0].operands == "float16"
+  assert (report.total_flops, report.limitations) == (128, ())
+  assert report.flops[0].operand_dtype == "float16"
   # In the gradient, each group has its share of the rows.
   both = jax.grad(lambda w, x, sizes: total(ragged(x, w, sizes) ** 2))
   report = precision_report(both, shape(2, 4, 4), shape(4, 4), sizes)
-  assert (report.total_flops, report.notes) == (2 * 128, ())
+  assert (report.total_flops, report.limitations) == (2 * 128, ())
 
 
 def test_a_function_may_close_over_arrays():
@@ -279,8 +279,8 @@ def test_what_may_go_wrong_is_told_with_its_line(fun, primitive, reason):
   risks = precision_report(wrapped, shape(1000)).at_risk
   (risk,) = [risk for risk in risks if reason in risk.reason]
   assert risk.primitive == primitive
-  assert risk.times == 1
-  assert risk.source.startswith("test_precision.py:")
+  assert risk.run_count == 1
+  assert risk.source_line.startswith("test_precision.py:")
   # In float32 none of it is at risk.
   assert precision_report(wrapped, shape(1000, dtype=F32)).at_risk == ()
 
@@ -292,7 +292,7 @@ def test_a_constant_that_is_infinite_in_float16_is_told():
 
   (risk,) = precision_report(fun, shape(3)).at_risk
   assert risk.reason == "a constant that is inf, maybe only in float16"
-  assert risk.source == f"{place_of('too_large')} (fun)"
+  assert risk.source_line == f"{place_of('too_large')} (fun)"
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_what_is_safe_is_not_told(fun):
   report = precision_report(fun, shape(1000))
   assert report.at_risk == ()
   assert str(report) == "No matrix products and no convolutions."
-  assert report.share == 1.0 and report.total_flops == 0
+  assert report.fraction == 1.0 and report.total_flops == 0
 
 
 @pytest.mark.parametrize("ones", [2000, 5000])
@@ -344,7 +344,9 @@ def test_a_softmax_and_a_mean_in_float32_leave_only_what_is_in_float16():
     return jnp.mean(x.astype(F32))
 
   risks = precision_report(fun, shape(8, 1000)).at_risk
-  assert {risk.source for risk in risks} == {f"{place_of('softmax')} (fun)"}
+  assert {risk.source_line for risk in risks} == {
+    f"{place_of('softmax')} (fun)"
+  }
   assert {risk.primitive for risk in risks} >= {"exp", "div"}
 
 
@@ -360,8 +362,8 @@ def test_a_sum_over_devices_in_float16_is_told(check_vma):
   )
   (risk,) = precision_report(fun, shape(8)).at_risk
   assert risk.reason == "a sum over devices in float16"
-  assert risk.source == f"{place_of('collective')} (part)"
-  assert risk.times == 4
+  assert risk.source_line == f"{place_of('collective')} (part)"
+  assert risk.run_count == 4
 
 
 def test_lines_that_run_often_are_one_row():
@@ -370,7 +372,10 @@ def test_lines_that_run_often_are_one_row():
 
   fun = lambda x: lax.scan(body, x, length=7)[0]
   (risk,) = precision_report(fun, shape(3)).at_risk
-  assert (risk.times, risk.source) == (7, f"{place_of('often')} (body)")
+  assert (risk.run_count, risk.source_line) == (
+    7,
+    f"{place_of('often')} (body)",
+  )
 
 
 def test_the_dtype_can_be_another():
@@ -378,12 +383,12 @@ def test_the_dtype_can_be_another():
   report = precision_report(
     fun, shape(4, 4, dtype=jnp.bfloat16), dtype=jnp.bfloat16
   )
-  assert (report.dtype, report.share) == ("bfloat16", 1.0)
+  assert (report.dtype, report.fraction) == ("bfloat16", 1.0)
   assert report.at_risk[0].reason.endswith("inf above 88.7")
   report = precision_report(fun, shape(4, 4, dtype=jnp.bfloat16))
-  assert (report.share, report.at_risk) == (1.0, ())
+  assert (report.fraction, report.at_risk) == (1.0, ())
   integers = precision_report(fun, shape(4, 4, dtype=jnp.int8))
-  assert (integers.flops[0].operands, integers.wider) == ("int8", ())
+  assert (integers.flops[0].operand_dtype, integers.unconverted) == ("int8", ())
 
 
 def test_the_wider_of_two_operands_and_the_accumulation_count():
@@ -393,8 +398,8 @@ def test_the_wider_of_two_operands_and_the_accumulation_count():
   report = precision_report(fun, shape(4, 4), shape(4, 4))
   assert report.flops == (("float16", "float32", 128, 1.0),)
   report = precision_report(fun, shape(4, 4), shape(4, 4, dtype=F32))
-  assert report.flops[0].operands == "float32"
-  assert len(report.wider) == 1
+  assert report.flops[0].operand_dtype == "float32"
+  assert len(report.unconverted) == 1
 
 
 def test_it_is_a_dict_for_machines():
@@ -402,10 +407,12 @@ def test_it_is_a_dict_for_machines():
   as_dict = json.loads(json.dumps(report.as_dict()))
   assert as_dict["dtype"] == "float16"
   assert as_dict["total_flops"] == 128
-  assert as_dict["flops"][0]["share"] == 1.0
-  assert as_dict["wider"][0]["primitive"] == "dot_general"
-  assert as_dict["at_risk"] == as_dict["notes"] == []
-  assert precision_report(jnp.exp, shape(3)).as_dict()["at_risk"][0]["times"]
+  assert as_dict["flops"][0]["fraction"] == 1.0
+  assert as_dict["unconverted"][0]["primitive"] == "dot_general"
+  assert as_dict["at_risk"] == as_dict["limitations"] == []
+  assert precision_report(jnp.exp, shape(3)).as_dict()["at_risk"][0][
+    "run_count"
+  ]
 
 
 @pytest.mark.parametrize("dtype", [int, jnp.float64])
@@ -417,6 +424,6 @@ def test_a_dtype_that_is_no_small_float_is_refused(dtype):
 def test_without_a_line_there_is_a_row_all_the_same(monkeypatch):
   monkeypatch.setattr(_lines, "is_users", lambda name: False)
   report = precision_report(lambda x: jnp.exp(x) + 1e-8, shape(3))
-  assert [risk.source for risk in report.at_risk] == ["", ""]
+  assert [risk.source_line for risk in report.at_risk] == ["", ""]
   assert "exp  unknown" in str(report)
-  assert find_overflow(lambda x: x / 0, jnp.ones(2, F16)).source == ""
+  assert find_overflow(lambda x: x / 0, jnp.ones(2, F16)).source_line == ""

@@ -20,18 +20,22 @@ BINS = 43
 X = jnp.asarray(
   np.random.default_rng(0).normal(size=(16, 4, 8)).astype(np.float16)
 )
-SLOT = ols.diagnostics.probe_slots()
+COUNTER = ols.diagnostics.probe_counters()
 STATE = ols.FixedLossScale(1.0).init()
 
 
-def loss_fn(x, slot):
+def loss_fn(x, counter):
   """Its cotangent, x / 64, is of many sizes."""
-  return jnp.sum(ols.diagnostics.probe(x, slot).astype(jnp.float32) ** 2) / 128
+  return (
+    jnp.sum(ols.diagnostics.probe(x, counter).astype(jnp.float32) ** 2) / 128
+  )
 
 
-def counts_of(x, slot=SLOT):
+def counts_of(x, counter=COUNTER):
   """The counts of a cotangent that is x itself."""
-  return jax.vjp(lambda slot: ols.diagnostics.probe(x, slot), slot)[1](x)[0]
+  return jax.vjp(lambda counter: ols.diagnostics.probe(x, counter), counter)[1](
+    x
+  )[0]
 
 
 def oracle(x):
@@ -63,7 +67,7 @@ def test_other_dtypes_are_counted_as_float16_would_see_them(dtype):
   with jax.enable_x64(dtype == jnp.float64):
     x = jnp.exp2(jnp.linspace(-30, 15.9, 301)).astype(dtype)
     x = jnp.concatenate([-x, jnp.array(special, dtype)])
-    counts = counts_of(x, ols.diagnostics.probe_slots())
+    counts = counts_of(x, ols.diagnostics.probe_counters())
     assert counts.dtype == jnp.float32
     np.testing.assert_array_equal(counts, oracle(x))
 
@@ -75,57 +79,59 @@ def test_both_parts_of_complex_numbers_are_counted():
 
 def test_values_and_cotangents_pass_through_bit_for_bit():
   every = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(np.float16))
-  out, vjp = jax.vjp(ols.diagnostics.probe, every, SLOT)
+  out, vjp = jax.vjp(ols.diagnostics.probe, every, COUNTER)
   assert np.asarray(out).tobytes() == np.asarray(every).tobytes()
   assert np.asarray(vjp(every)[0]).tobytes() == np.asarray(every).tobytes()
 
 
-def slots_grad(fun):
+def counters_grad(fun):
   return jax.grad(fun, argnums=1)
 
 
-def shared_scan(x, slot):
-  return jax.lax.scan(lambda s, row: (s + loss_fn(row, slot), None), 0.0, x)[0]
+def shared_scan(x, counter):
+  return jax.lax.scan(lambda s, row: (s + loss_fn(row, counter), None), 0.0, x)[
+    0
+  ]
 
 
-def own_scan(x, slots):
+def own_scan(x, counters):
   add = lambda s, row_and_slot: (s + loss_fn(*row_and_slot), None)
-  return jax.lax.scan(add, 0.0, (x, slots))[0]
+  return jax.lax.scan(add, 0.0, (x, counters))[0]
 
 
-def shared_vmap(x, slot):
-  return jnp.sum(jax.vmap(loss_fn, (0, None))(x, slot))
+def shared_vmap(x, counter):
+  return jnp.sum(jax.vmap(loss_fn, (0, None))(x, counter))
 
 
-def in_three_parts(x, slot):
-  return sum(loss_fn(part, slot) for part in (x[:1], x[1:7], x[7:]))
+def in_three_parts(x, counter):
+  return sum(loss_fn(part, counter) for part in (x[:1], x[1:7], x[7:]))
 
 
-SIXTEEN = ols.diagnostics.probe_slots(16)
+SIXTEEN = ols.diagnostics.probe_counters(16)
 WAYS = {
-  "jit": (jax.jit(slots_grad(loss_fn)), SLOT),
-  "remat": (jax.jit(slots_grad(jax.checkpoint(loss_fn))), SLOT),
-  "reuse": (jax.jit(slots_grad(in_three_parts)), SLOT),
-  "scan, one slot": (slots_grad(shared_scan), SLOT),
-  "scan, a slot each": (slots_grad(own_scan), SIXTEEN),
-  "scan and remat": (slots_grad(jax.checkpoint(shared_scan)), SLOT),
-  "vmap, one slot": (slots_grad(shared_vmap), SLOT),
-  "vmap, a slot each": (jax.vmap(slots_grad(loss_fn)), SIXTEEN),
-  "vmap of gradients": (jax.vmap(slots_grad(loss_fn), (0, None)), SLOT),
-  "pmap": (jax.pmap(slots_grad(loss_fn), in_axes=(0, None)), SLOT),
+  "jit": (jax.jit(counters_grad(loss_fn)), COUNTER),
+  "remat": (jax.jit(counters_grad(jax.checkpoint(loss_fn))), COUNTER),
+  "reuse": (jax.jit(counters_grad(in_three_parts)), COUNTER),
+  "scan, one counter": (counters_grad(shared_scan), COUNTER),
+  "scan, a counter each": (counters_grad(own_scan), SIXTEEN),
+  "scan and remat": (counters_grad(jax.checkpoint(shared_scan)), COUNTER),
+  "vmap, one counter": (counters_grad(shared_vmap), COUNTER),
+  "vmap, a counter each": (jax.vmap(counters_grad(loss_fn)), SIXTEEN),
+  "vmap of gradients": (jax.vmap(counters_grad(loss_fn), (0, None)), COUNTER),
+  "pmap": (jax.pmap(counters_grad(loss_fn), in_axes=(0, None)), COUNTER),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_counts_add_up_to_the_same(way):
-  fun, slots = WAYS[way]
+  fun, counters = WAYS[way]
   if "scan" in way:
     double = lambda x, _: (x * 2, None)
     scan = lambda x: jax.lax.scan(double, x, length=2)[0]
     skip_if_jax_cannot(jax.grad(scan), 1.0)
   x = X.reshape(8, 2, 4, 8) if way == "pmap" else X
-  counts = fun(x, slots).reshape(-1, BINS).sum(axis=0)
+  counts = fun(x, counters).reshape(-1, BINS).sum(axis=0)
   np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
 
 
@@ -134,8 +140,8 @@ def test_counts_add_up_under_sharded_jit_by_one_small_all_reduce(kind):
   mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
   with jax.set_mesh(mesh):
     x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
-    fun = jax.jit(slots_grad(loss_fn)).lower(x, SLOT).compile()
-    counts = fun(x, jax.device_put(SLOT, NamedSharding(mesh, P())))
+    fun = jax.jit(counters_grad(loss_fn)).lower(x, COUNTER).compile()
+    counts = fun(x, jax.device_put(COUNTER, NamedSharding(mesh, P())))
   np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
   assert "all-gather" not in fun.as_text()
 
@@ -145,11 +151,11 @@ def test_counts_add_up_under_sharded_jit_by_one_small_all_reduce(kind):
 def test_counts_add_up_under_shard_map(inside, check_vma):
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
-  def on_each(x, slot):
+  def on_each(x, counter):
     if not inside:
-      return jax.lax.psum(loss_fn(x, slot), "data")
-    counts = slots_grad(loss_fn)(x, slot)
-    # With check_vma a slot that all share has got the sum already.
+      return jax.lax.psum(loss_fn(x, counter), "data")
+    counts = counters_grad(loss_fn)(x, counter)
+    # With check_vma a counter that all share has got the sum already.
     return counts if check_vma else jax.lax.psum(counts, "data")
 
   fun = jax.shard_map(
@@ -159,21 +165,21 @@ def test_counts_add_up_under_shard_map(inside, check_vma):
     out_specs=P(),
     check_vma=check_vma,
   )
-  counts = jax.jit(fun if inside else slots_grad(fun))(X, SLOT)
+  counts = jax.jit(fun if inside else counters_grad(fun))(X, COUNTER)
   np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
 
 
 def test_under_shard_map_each_device_may_have_a_slot_of_its_own():
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
-  def on_each(x, slots):
-    return slots_grad(loss_fn)(x, slots[0])[None]
+  def on_each(x, counters):
+    return counters_grad(loss_fn)(x, counters[0])[None]
 
   for spec, factor in ((P("data"), 1), (P(), 8)):
     fun = jax.shard_map(
       on_each, mesh=mesh, in_specs=(spec, P("data")), out_specs=P("data")
     )
-    counts = jax.jit(fun)(X, ols.diagnostics.probe_slots(8)).sum(axis=0)
+    counts = jax.jit(fun)(X, ols.diagnostics.probe_counters(8)).sum(axis=0)
     np.testing.assert_array_equal(counts, factor * oracle(np.float32(X) / 64))
 
 
@@ -198,33 +204,33 @@ def test_more_numbers_than_an_int32_counts_are_counted_in_parts(monkeypatch):
 )
 def test_a_probe_is_exported_with_a_symbolic_batch_size(symbolic, shape):
   x = jax.ShapeDtypeStruct(export.symbolic_shape(symbolic), jnp.float16)
-  exported = export.export(jax.jit(slots_grad(loss_fn)))(x, SLOT)
+  exported = export.export(jax.jit(counters_grad(loss_fn)))(x, COUNTER)
   for batch in (1, 6):
     x = X.reshape(-1)[: math.prod(shape(batch))].reshape(shape(batch))
     np.testing.assert_array_equal(
-      exported.call(x, SLOT), oracle(np.float32(x) / 64)
+      exported.call(x, COUNTER), oracle(np.float32(x) / 64)
     )
 
 
 def test_a_slot_that_is_not_differentiated_costs_nothing():
   def flops(fun):
-    compiled = jax.jit(jax.grad(fun)).lower(X, SLOT).compile()
+    compiled = jax.jit(jax.grad(fun)).lower(X, COUNTER).compile()
     return compiled.cost_analysis()["flops"], compiled.as_text().count("fusion")
 
-  plain = lambda x, slot: jnp.sum(x.astype(jnp.float32) ** 2) / 128
+  plain = lambda x, counter: jnp.sum(x.astype(jnp.float32) ** 2) / 128
   assert flops(loss_fn) == flops(plain)
 
 
 def test_what_reads_the_counts():
   x = jnp.array([0, 0, 0.75, 40000, -20000, jnp.inf, jnp.nan, 1], jnp.float16)
   metrics = ols.diagnostics.probe_metrics(
-    {"a": counts_of(x), "b": ols.diagnostics.probe_slots(2)}
+    {"a": counts_of(x), "b": ols.diagnostics.probe_counters(2)}
   )
   assert {k: v.item() for k, v in metrics["a"].items()} == {
-    "largest": 65504.0,
-    "zero_share": 2 / 8,
-    "top_share": 2 / 8,
-    "nonfinite_share": 2 / 8,
+    "amax": 65504.0,
+    "zero_fraction": 2 / 8,
+    "near_overflow_fraction": 2 / 8,
+    "nonfinite_fraction": 2 / 8,
   }
   assert all((v == jnp.zeros(2)).all() for v in metrics["b"].values())
 
@@ -243,7 +249,7 @@ def test_what_reads_the_counts():
 )
 def test_the_largest_is_the_largest_float16_of_its_binade(x, largest):
   metrics = ols.diagnostics.probe_metrics(counts_of(jnp.float32([x, 0.0])))
-  assert metrics["largest"] == largest
+  assert metrics["amax"] == largest
 
 
 @pytest.mark.parametrize("x", [[0, 0.75, 40000, jnp.inf], [0]])
@@ -252,7 +258,7 @@ def test_it_does_not_matter_that_counts_are_unscaled(scale, x):
   state = ols.FixedLossScale(scale).init()
   counts = oracle(x).astype(np.float32)
   metrics = ols.diagnostics.probe_metrics(counts)
-  assert metrics["zero_share"] == 1 / len(x)
+  assert metrics["zero_fraction"] == 1 / len(x)
   of_unscaled = ols.diagnostics.probe_metrics(ols.unscale_grads(counts, state))
   for name, share in metrics.items():
     np.testing.assert_allclose(of_unscaled[name], share, rtol=1e-6)
@@ -267,17 +273,17 @@ def test_headroom_respects_the_hottest_probe(with_probes):
   tx = ols.with_loss_scaling(optax.sgd(2.0**-10), ols.HeadroomLossScale())
   x = jnp.full(4, 2.0**-10, jnp.float16)
 
-  def loss_fn(w, slot):
-    y = ols.diagnostics.probe(w.astype(jnp.float16) * x, slot)
+  def loss_fn(w, counter):
+    y = ols.diagnostics.probe(w.astype(jnp.float16) * x, counter)
     return jnp.sum(y.astype(jnp.float32)) / 4
 
   def step(carry, _):
     w, opt_state = carry
     grad_fn = ols.grad(loss_fn, opt_state, argnums=(0, 1))
-    grad, cotangents = grad_fn(w, SLOT)
+    grad, counts = grad_fn(w, COUNTER)
     extra = {}
     if with_probes:
-      extra = ols.diagnostics.probe_evidence({"y": cotangents}, opt_state)
+      extra = ols.diagnostics.probe_update_kwargs({"y": counts}, opt_state)
     updates, opt_state = tx.update(grad, opt_state, w, **extra)
     return (optax.apply_updates(w, updates), opt_state), None
 
@@ -307,7 +313,7 @@ def test_evidence_is_finiteness_and_the_largest_without_the_scale(
 ):
   counts = {"a": counts_of(jnp.asarray(x)), "none": None}
   state = ols.FixedLossScale(scale).init()
-  evidence = ols.diagnostics.probe_evidence(counts, state)
+  evidence = ols.diagnostics.probe_update_kwargs(counts, state)
   assert set(evidence) == {"grads_finite", "grads_amax"}
   assert evidence["grads_finite"] == finite
   np.testing.assert_allclose(evidence["grads_amax"], amax, rtol=1e-5)
@@ -319,7 +325,7 @@ def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
   opt_state = tx.init(w)
   for x, applied in (([1.0, jnp.inf], False), ([1.0, 0.0], True)):
     counts = counts_of(jnp.array(x, jnp.float16))
-    evidence = ols.diagnostics.probe_evidence([counts], opt_state)
+    evidence = ols.diagnostics.probe_update_kwargs([counts], opt_state)
     updates, after = tx.update(w, opt_state, w, **evidence)
     assert after.loss_scale_state.last_finite == applied
     assert bool((updates != 0).all()) == applied
@@ -334,12 +340,12 @@ def test_one_devices_hot_probe_lowers_the_scale_of_all(check_vma):
   x = jnp.full(8, 2.0**-10, jnp.float16).at[5].set(2.0**15)
 
   def on_each(x):
-    counts = slots_grad(lambda x, s: jnp.vdot(ols.diagnostics.probe(x, s), x))(
-      x, SLOT
-    )
+    counts = counters_grad(
+      lambda x, s: jnp.vdot(ols.diagnostics.probe(x, s), x)
+    )(x, COUNTER)
     w = jnp.full(3, 2.0**-12)
     opt_state = tx.init(w)
-    evidence = ols.diagnostics.probe_evidence(counts, opt_state)
+    evidence = ols.diagnostics.probe_update_kwargs(counts, opt_state)
     _, opt_state = tx.update(w, opt_state, w, **evidence)
     return opt_state.loss_scale_state.loss_scale
 
@@ -351,36 +357,41 @@ def test_one_devices_hot_probe_lowers_the_scale_of_all(check_vma):
 
 
 @pytest.mark.parametrize(
-  "x, slot, error, message",
+  "x, counter, error, message",
   [
-    (jnp.array([1]), SLOT, TypeError, "x must be a float or complex array"),
-    ("x", SLOT, TypeError, "got x = 'x'"),
-    (X, jnp.zeros(42), ValueError, r"slot must be of shape \(..., 43\)"),
-    (X, 0.0, ValueError, r"got shape \(\). Slots come from probe_slots"),
-    (X, ols.diagnostics.probe_slots(3), ValueError, "Give each probe one slot"),
-    (X, SLOT.astype(jnp.float16), TypeError, "slot must be float32"),
+    (jnp.array([1]), COUNTER, TypeError, "x must be a float or complex array"),
+    ("x", COUNTER, TypeError, "got x = 'x'"),
+    (X, jnp.zeros(42), ValueError, r"counter must be of shape \(..., 43\)"),
+    (X, 0.0, ValueError, r"got shape \(\). Counters come from probe_counters"),
+    (
+      X,
+      ols.diagnostics.probe_counters(3),
+      ValueError,
+      "Give each probe one counter",
+    ),
+    (X, COUNTER.astype(jnp.float16), TypeError, "counter must be float32"),
   ],
 )
-def test_a_wrong_call_says_what_to_do(x, slot, error, message):
+def test_a_wrong_call_says_what_to_do(x, counter, error, message):
   with pytest.raises(error, match=message):
-    ols.diagnostics.probe(x, slot)
+    ols.diagnostics.probe(x, counter)
 
 
 def test_cotangents_that_are_no_counts_are_refused():
-  for reader in (ols.diagnostics.probe_metrics, evidence_of):
-    with pytest.raises(ValueError, match=r"cotangents must be of shape"):
+  for reader in (ols.diagnostics.probe_metrics, kwargs_of):
+    with pytest.raises(ValueError, match=r"counts must be of shape"):
       reader({"a": jnp.zeros(3)})
 
 
-def evidence_of(cotangents):
-  return ols.diagnostics.probe_evidence(cotangents, STATE)
+def kwargs_of(counts):
+  return ols.diagnostics.probe_update_kwargs(counts, STATE)
 
 
 def test_probes_work_under_strict_promotion():
   with jax.numpy_dtype_promotion("strict"):
     counts = jax.jit(counts_of)(X)
     ols.diagnostics.probe_metrics(counts)
-    evidence_of(counts)
+    kwargs_of(counts)
 
 
 @pytest.mark.slow

@@ -311,4 +311,4 @@ def test_the_products_of_a_mapped_solver_run_in_half():
   report = ols.diagnostics.precision_report(
     eqx.filter_grad(ols.autocast(neural_ode)), Field(), SERIES
   )
-  assert 0.5 < report.share < 1
+  assert 0.5 < report.fraction < 1

@@ -159,7 +159,7 @@ def test_a_run_with_dynamic_scale_brings_its_scale(save_and_restore):
 
   policy, scale_state = interop.from_flax(restored.dynamic_scale)
   tx = ols.with_loss_scaling(BARE, policy)
-  opt_state = ols.LossScalingState(scale_state, restored.opt_state)
+  opt_state = ols.WithLossScalingState(scale_state, restored.opt_state)
   state = make_state(tx).replace(
     step=restored.step, params=restored.params, opt_state=opt_state
   )

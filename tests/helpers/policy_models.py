@@ -14,7 +14,7 @@ class Model:
   """The counts and the scale of a state, and what the policy remembers."""
 
   def __init__(self, policy):
-    self.policy, self.memory = policy, fresh(policy)
+    self.policy, self.policy_state = policy, fresh(policy)
     self.scale = float(policy.init().loss_scale)
     self.count = self.in_a_row = self.total = 0
 
@@ -27,22 +27,22 @@ class Model:
     if isinstance(self.policy, ols.FixedLossScale):
       return
     if isinstance(self.policy, ols.DynamicLossScale):
-      right, self.memory, restarts = dynamic(
-        self.policy, self.scale, self.memory, self.count, finite
+      right, self.policy_state, restarts = dynamic(
+        self.policy, self.scale, self.policy_state, self.count, finite
       )
     else:
-      right, self.memory = headroom(
-        self.policy, self.scale, self.memory, before, finite, amax
+      right, self.policy_state = headroom(
+        self.policy, self.scale, self.policy_state, before, finite, amax
       )
       restarts = right != self.scale
     self.scale = right
     self.count = 0 if restarts else self.count
 
   def switch(self, policy):
-    """Goes on by another policy, and with its memory if that fits."""
+    """Goes on by another policy, and with its policy state if that fits."""
     own = fresh(policy)
-    if own is not None and type(own) is not type(self.memory):
-      self.memory = own
+    if own is not None and type(own) is not type(self.policy_state):
+      self.policy_state = own
     self.policy = policy
 
   def set_scale(self, value):
@@ -52,7 +52,7 @@ class Model:
 def fresh(policy):
   """What a policy remembers before the first step."""
   if isinstance(policy, ols.HeadroomLossScale):
-    return policy.init().memory
+    return policy.init().policy_state
   if isinstance(policy, ols.DynamicLossScale) and policy.hysteresis > 1:
     return policy.hysteresis
   return None
@@ -65,7 +65,7 @@ def dynamic(policy, scale, left, count, finite):
   """
   p, factor = policy, 1.0
   grows = finite and count >= p.growth_interval
-  memory, left = left, min(left, p.hysteresis) if p.hysteresis > 1 else 1
+  policy_state, left = left, min(left, p.hysteresis) if p.hysteresis > 1 else 1
   if finite:
     if grows:
       factor = p.growth_factor
@@ -81,17 +81,19 @@ def dynamic(policy, scale, left, count, finite):
     scale = np.float32(scale) * np.float32(factor)
   scale = np.clip(scale, np.float32(p.min_scale), np.float32(p.max_scale))
   # Without hysteresis, what another policy remembers stays for it.
-  return float(scale), left if p.hysteresis > 1 else memory, grows
+  return float(scale), left if p.hysteresis > 1 else policy_state, grows
 
 
-def headroom(policy, scale, memory, in_a_row, finite, amax):
+def headroom(policy, scale, policy_state, in_a_row, finite, amax):
   """HeadroomLossScale; in_a_row is the overflows in a row before this step.
 
   Returns the scale, and what is remembered.
   """
   state = ols.set_loss_scale(policy.init(), scale)
   state = state._replace(
-    memory=memory, notfinite_count=np.int32(in_a_row), last_finite=not in_a_row
+    policy_state=policy_state,
+    notfinite_count=np.int32(in_a_row),
+    last_finite=not in_a_row,
   )
   after = policy.adjust(state, finite, grads_amax=np.float32(amax))
-  return float(after.loss_scale), after.memory
+  return float(after.loss_scale), after.policy_state

@@ -97,7 +97,9 @@ def test_a_share_is_compared_exactly(part, whole, top, bottom):
   share = fractions.Fraction(top, bottom)
   policy = interop.FairseqLossScale(10, tolerance=top / bottom)
   counts = jnp.int32(whole - 1), jnp.int32(part - 1)
-  state = policy.init()._replace(memory=interop.FairseqMemory(*counts))
+  state = policy.init()._replace(
+    policy_state=interop.FairseqPolicyState(*counts)
+  )
   after = policy.adjust(state, jnp.array(False))
   reached = fractions.Fraction(part, whole) >= share
   assert after.loss_scale == policy.init_scale / (2 if reached else 1)
@@ -109,9 +111,9 @@ def test_every_tolerance_of_four_digits_is_meant_as_it_is_written(digits):
   for top in range(1, bottom, 1 if digits == 1 else 997):
     policy = interop.FairseqLossScale(10, tolerance=top / bottom)
     for overflows, moves in (top, True), (top - 1, False):
-      memory = interop.FairseqMemory(
+      policy_state = interop.FairseqPolicyState(
         jnp.int32(bottom - 1), jnp.int32(overflows - 1)
       )
-      state = policy.init()._replace(memory=memory)
+      state = policy.init()._replace(policy_state=policy_state)
       after = policy.adjust(state, jnp.array(False))
       assert (after.loss_scale < policy.init_scale) == moves

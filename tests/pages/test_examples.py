@@ -73,7 +73,7 @@ def test_the_log_has_a_row_for_each_step_and_is_drawn(logging, tmp_path):
   assert "70/70" in progress
   columns = logging.read(tmp_path / "run.csv")
   assert columns["step"].tolist() == list(range(70))
-  skipped = columns["skipped"] == 1
+  skipped = columns["step_skipped"] == 1
   assert lines[-1].endswith(f"skipped {skipped.sum()} of 70") and skipped[0]
   assert np.isnan(columns["loss"][skipped]).all()
   assert np.isfinite(columns["loss"][~skipped]).all()

@@ -161,7 +161,7 @@ def test_the_error_of_a_step_is_that_of_its_gradient(page, monkeypatch):
       exact = grads_given(step, args, monkeypatch)
     if relative_error(exact, half) > 0:  # with autocast, then
       report = diagnostics.compare_precision(step, *args, progress=False)
-      assert report.compared == "gradients"
+      assert report.target == "gradients"
       expected = relative_error(exact, half)
       assert report.error == pytest.approx(expected, rel=0.05)
       compared += 1

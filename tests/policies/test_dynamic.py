@@ -69,7 +69,7 @@ def test_dynamic_follows_its_model(policy, finites):
   expected = []
   for finite in finites:
     model.step(finite)
-    left = () if model.memory is None else (model.memory,)
+    left = () if model.policy_state is None else (model.policy_state,)
     counts = model.count, model.in_a_row, finite, model.total
     expected.append((model.scale, *counts, *left))
   numbers = dataclasses.asdict(policy)
@@ -174,7 +174,7 @@ def test_a_policy_of_ones_own_may_name_its_lowest_scale():
   policy = Own()
   assert isinstance(policy, ols.LossScalePolicy)
   state = policy.adjust(policy.init(), False)
-  assert ols.loss_scale_metrics(state, policy=policy)["skips_at_floor"]
+  assert ols.loss_scale_metrics(state, policy=policy)["skips_at_min_scale"]
   with pytest.raises(ols.LossScaleError, match=r"\(min_scale = 8\)"):
     ols.raise_if_stuck(state, 1, policy=policy)
 
@@ -186,11 +186,11 @@ def test_a_traced_hysteresis_counts_only_where_the_state_does():
     ).adjust(state, False)
   )
   counting = ols.DynamicLossScale(hysteresis=2).init()
-  assert (adjust(2, counting).loss_scale, adjust(2, counting).memory) == (
+  assert (adjust(2, counting).loss_scale, adjust(2, counting).policy_state) == (
     2.0**15,
     (1,),
   )
   plain = adjust(1, ols.DynamicLossScale().init())
-  assert (plain.loss_scale, plain.memory) == (2.0**14, ())
+  assert (plain.loss_scale, plain.policy_state) == (2.0**14, ())
   with pytest.raises(ValueError, match="of another policy"):
     adjust(1, ols.HeadroomLossScale().init())

@@ -28,7 +28,7 @@ REMEMBERING = {
   ),
   "headroom": ols.HeadroomLossScale(),
   "headroom, float8": ols.HeadroomLossScale(
-    dtype=jnp.float8_e5m2, target=2, window=1
+    dtype=jnp.float8_e5m2, margin=-2, amax_history_len=1
   ),
   "deepspeed": interop.DeepSpeedLossScale(2.0**10, 3, 4.0, 2),
   "deepspeed, consecutive": interop.DeepSpeedLossScale(
@@ -46,7 +46,7 @@ each_policy = pytest.mark.parametrize(
 
 def test_the_defaults_are_those_of_the_documentation():
   dynamic = 2.0**15, 2.0, 0.5, 2000, 1.0, 2.0**126, 1, "growth"
-  headroom = 2.0**15, jnp.float16, -4, 8, 2.0**-24, 2.0**126
+  headroom = 2.0**15, jnp.float16, 4, 8, 2.0**-24, 2.0**126
   assert dataclasses.astuple(ols.DynamicLossScale()) == dynamic
   assert dataclasses.astuple(ols.HeadroomLossScale()) == headroom
 
@@ -156,7 +156,7 @@ def test_counters_saturate(policy):
   last = jnp.int32(2**31 - 1)
   state = policy.init()
   state = jax.tree.map(lambda x: last if x.dtype == jnp.int32 else x, state)
-  counts = state._replace(memory=policy.init().memory)
+  counts = state._replace(policy_state=policy.init().policy_state)
   assert adjust(policy, counts, True).finite_count in (0, last)
   skipped = adjust(policy, counts, False)
   assert skipped.notfinite_count == skipped.total_notfinite == last
@@ -183,21 +183,21 @@ def test_the_wrapper_takes_it_as_its_policy(policy):
 def test_every_policy_that_remembers_refuses_a_foreign_state_in_the_same_words(
   policy, other
 ):
-  kind = type(policy.init().memory)
+  kind = type(policy.init().policy_state)
   state = other.init()
-  if isinstance(state.memory, kind):
+  if isinstance(state.policy_state, kind):
     return
   with pytest.raises(ValueError) as info:
     adjust(policy, state, True)
-  got = ", ".join(getattr(state.memory, "_fields", ())) or "an empty one"
+  got = ", ".join(getattr(state.policy_state, "_fields", ())) or "an empty one"
   assert str(info.value) == (
-    f"state.memory must be that of a {type(policy).__name__}, with the fields"
-    f" {', '.join(kind._fields)}, got {got} of another policy, or of an earlier"
-    " version. To go on with the same loss scale, use"
-    " state._replace(memory=policy.init().memory), where state is the"
-    " loss_scale_state of an optimizer state."
+    f"state.policy_state must be that of a {type(policy).__name__}, with the"
+    f" fields {', '.join(kind._fields)}, got {got} of another policy, or of an"
+    " earlier version. To keep the loss scale, use"
+    " state._replace(policy_state=policy.init().policy_state), where state is"
+    " the loss_scale_state of an optimizer state."
   )
-  adopted = state._replace(memory=policy.init().memory)
+  adopted = state._replace(policy_state=policy.init().policy_state)
   adjust(policy, adopted, True)
 
 
@@ -205,29 +205,29 @@ def test_every_policy_that_remembers_refuses_a_foreign_state_in_the_same_words(
 def test_a_memory_is_known_by_its_fields_whatever_its_class(policy):
   state = adjust(policy, policy.init(), True)
   expected = adjust(policy, state, False)
-  fields = state.memory._asdict()
+  fields = state.policy_state._asdict()
   # A class that another version of a module has made, and a checkpoint's dict.
   other = collections.namedtuple("Other", fields)(**fields)
-  for memory in (other, fields):
-    got = adjust(policy, state._replace(memory=memory), False)
-    assert type(got.memory) is type(state.memory)
+  for policy_state in (other, fields):
+    got = adjust(policy, state._replace(policy_state=policy_state), False)
+    assert type(got.policy_state) is type(state.policy_state)
     assert same_bits(got, expected)
 
 
 @pytest.mark.parametrize("policy", REMEMBERING.values(), ids=REMEMBERING)
-def test_a_memory_with_other_fields_is_refused_by_them_whatever_its_class(
+def test_a_policy_state_with_other_fields_is_refused_whatever_its_class(
   policy,
 ):
   state = policy.init()
-  fields = {**state.memory._asdict(), "more": jnp.int32(0)}
-  name = type(state.memory).__name__
-  memories = {
+  fields = {**state.policy_state._asdict(), "more": jnp.int32(0)}
+  name = type(state.policy_state).__name__
+  states = {
     ", more of another": collections.namedtuple(name, fields)(**fields),
     ", more of another ": fields,
     "values without names": tuple(fields.values()),
     # What a pickle of protocol 1 makes of it.
     f"{len(fields)} values without": tuple.__new__(
-      type(state.memory), fields.values()
+      type(state.policy_state), fields.values()
     ),
     # What a checkpoint makes of a tuple, or of nothing.
     f"got {len(fields)} values without": [*fields.values()],
@@ -235,11 +235,13 @@ def test_a_memory_with_other_fields_is_refused_by_them_whatever_its_class(
     "got one of type NoneType of another": None,
     "got one of type .*Array.* of another": jnp.int32(0),
   }
-  for message, memory in memories.items():
+  for message, policy_state in states.items():
     with pytest.raises(ValueError, match=message.strip()):
-      adjust(policy, state._replace(memory=memory), True)
+      adjust(policy, state._replace(policy_state=policy_state), True)
     # The cure.
-    adjust(policy, state._replace(memory=policy.init().memory), True)
+    adjust(
+      policy, state._replace(policy_state=policy.init().policy_state), True
+    )
 
 
 @pytest.mark.parametrize("other", REMEMBERING.values(), ids=REMEMBERING)
@@ -250,15 +252,21 @@ def test_what_another_policy_remembers_stays_where_nothing_is_remembered(
   state = ols.set_loss_scale(other.init(), 2.0**6)
   for finite in (True, False):
     after = policy.adjust(state, finite)
-    assert after.memory is state.memory
-    assert after[:5] == policy.adjust(state._replace(memory=()), finite)[:5]
+    assert after.policy_state is state.policy_state
+    assert (
+      after[:5] == policy.adjust(state._replace(policy_state=()), finite)[:5]
+    )
 
 
 ARRAYS = {
   ols.FixedLossScale: {"scale": 8.0},
   ols.DynamicLossScale: {"init_scale": 8.0, "growth_interval": 3},
   "hysteresis": {"init_scale": 8.0, "hysteresis": 2},
-  ols.HeadroomLossScale: {"init_scale": 8.0, "window": 3, "target": -1},
+  ols.HeadroomLossScale: {
+    "init_scale": 8.0,
+    "amax_history_len": 3,
+    "margin": 1,
+  },
   interop.DeepSpeedLossScale: {"init_scale": 8.0, "hysteresis": 2},
   interop.FairseqLossScale: {"growth_interval": 3, "threshold": 2.0},
 }

@@ -28,9 +28,11 @@ NAN, INF = math.nan, math.inf
 POLICY = ols.HeadroomLossScale()
 POLICIES = [
   POLICY,
-  ols.HeadroomLossScale(min_scale=0.25, max_scale=2.0**20, window=5, target=-1),
-  ols.HeadroomLossScale(dtype=jnp.float8_e5m2, target=2, window=1),
-  ols.HeadroomLossScale(dtype=jnp.bfloat16, target=-64, window=3),
+  ols.HeadroomLossScale(
+    min_scale=0.25, max_scale=2.0**20, amax_history_len=5, margin=1
+  ),
+  ols.HeadroomLossScale(dtype=jnp.float8_e5m2, margin=-2, amax_history_len=1),
+  ols.HeadroomLossScale(dtype=jnp.bfloat16, margin=64, amax_history_len=3),
 ]
 
 
@@ -66,7 +68,7 @@ def last(states):
 
 def settled(policy=POLICY, log2_amax=-14):
   """The state of a run with gradients of one size."""
-  return last(run(policy, [2.0**log2_amax] * policy.window * 2))
+  return last(run(policy, [2.0**log2_amax] * policy.amax_history_len * 2))
 
 
 # Where the scale is.
@@ -109,7 +111,7 @@ def test_no_step_overflows_while_maxima_stay_within_the_target(rises, first):
 
 
 def test_the_scale_falls_at_once_and_rises_when_the_window_has_forgotten():
-  policy = ols.HeadroomLossScale(window=3)
+  policy = ols.HeadroomLossScale(amax_history_len=3)
   # 2**-4 asks for 2**15, where it starts.
   amaxes = [2**-4, 2**0, 2**-4, 2**-4]
   assert log2_scales(policy, amaxes) == [15, 11, 11, 11]
@@ -122,7 +124,9 @@ def test_a_few_steps_of_zeros_are_no_evidence_and_make_none_forgotten(zero):
   before = settled()
   after = run(POLICY, [zero] * 7, before)
   assert (after.loss_scale == before.loss_scale).all()
-  assert same_bits(last(after).memory.amax_window, before.memory.amax_window)
+  assert same_bits(
+    last(after).policy_state.amax_history, before.policy_state.amax_history
+  )
 
 
 # After overflows.
@@ -258,20 +262,23 @@ def test_a_guess_that_finds_nothing_costs_and_teaches_nothing(outcome):
   for guessed in (-24, 120):
     before = jax.tree.map(lambda x: x[scales.index(guessed)], states)  # noqa: B023
     after = last(run(POLICY, [outcome], before))
-    quiet = before.memory.quiet_count + 1
-    assert same_bits(after.memory, before.memory._replace(quiet_count=quiet))
+    quiet = before.policy_state.steps_without_grads + 1
+    assert same_bits(
+      after.policy_state,
+      before.policy_state._replace(steps_without_grads=quiet),
+    )
 
 
 def test_what_only_a_guess_could_see_is_the_only_evidence():
   scales, states = searching()
   before = jax.tree.map(lambda x: x[scales.index(72)], states)
   found = last(run(POLICY, [2.0**-60], before))
-  assert found.memory.amax_window.tolist() == [2.0**-60] + [0.0] * 7
+  assert found.policy_state.amax_history.tolist() == [2.0**-60] + [0.0] * 7
   assert found.loss_scale == settled(log2_amax=-60).loss_scale
   # The usual scale would have seen these.
   before = jax.tree.map(lambda x: x[scales.index(8)], states)
   known = last(run(POLICY, [2.0**-14], before))
-  assert known.memory.amax_window[1] == 2.0**-14
+  assert known.policy_state.amax_history[1] == 2.0**-14
 
 
 def test_searches_in_vain_become_rare_until_gradients_come_in_a_row():
@@ -330,7 +337,7 @@ def test_it_loses_hardly_more_informative_steps_than_the_dynamic_rule():
     max_size=STEPS,
   )
 )
-def test_scale_and_memory_stay_finite_in_bounds_and_powers_of_two(
+def test_scale_and_policy_state_stay_finite_in_bounds_and_powers_of_two(
   policy, steps
 ):
   finites, amaxes = map(np.array, zip(*steps, strict=True))
@@ -339,7 +346,7 @@ def test_scale_and_memory_stay_finite_in_bounds_and_powers_of_two(
   assert (np.frexp(scales)[0] == 0.5).all()
   assert (scales >= policy.min_scale).all()
   assert (scales <= policy.max_scale).all()
-  for leaf in jax.tree.leaves(states.memory):
+  for leaf in jax.tree.leaves(states.policy_state):
     assert np.isfinite(leaf).all()
   moved = np.append(policy.init_scale, scales[:-1]) != scales
   assert (states.finite_count[moved] == 0).all()
@@ -371,10 +378,10 @@ BAD = [
   ({"dtype": jnp.int8}, TypeError, "dtype must be a float dtype"),
   ({"dtype": None}, TypeError, "got dtype = None"),
   ({"dtype": "half-ish"}, TypeError, "got dtype = 'half-ish'"),
-  ({"target": -65}, ValueError, r"target must be an integer in \[-64, 64\]"),
-  ({"target": -2.5}, ValueError, "got target = -2.5"),
-  ({"window": 0}, ValueError, "got window = 0"),
-  ({"window": True}, TypeError, "got window = True"),
+  ({"margin": 65}, ValueError, r"margin must be an integer in \[-64, 64\]"),
+  ({"margin": 2.5}, ValueError, "got margin = 2.5"),
+  ({"amax_history_len": 0}, ValueError, "got amax_history_len = 0"),
+  ({"amax_history_len": True}, TypeError, "got amax_history_len = True"),
 ]
 
 
@@ -384,11 +391,11 @@ def test_a_bad_hyperparameter_is_named_and_quoted(options, error, message):
     ols.HeadroomLossScale(**options)
 
 
-def test_a_window_that_is_traced_is_refused_with_the_reason():
+def test_a_length_that_is_traced_is_refused_with_the_reason():
   with pytest.raises(
-    TypeError, match=r"window must be a Python integer.*shape"
+    TypeError, match=r"amax_history_len must be a Python integer.*shape"
   ):
-    jax.jit(lambda n: ols.HeadroomLossScale(window=n).init())(8)
+    jax.jit(lambda n: ols.HeadroomLossScale(amax_history_len=n).init())(8)
 
 
 @pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16")])
@@ -420,7 +427,7 @@ def test_the_largest_magnitude_is_that_of_either_sign_and_part(
   options = {"grads_are_scaled": grads_are_scaled}
   tx = ols.with_loss_scaling(optax.sgd(1.0), policy, **options)
   _, state = tx.update(grads, tx.init(grads))
-  window = state.loss_scale_state.memory.amax_window
+  window = state.loss_scale_state.policy_state.amax_history
   assert window[0] == (amax / 4 if grads_are_scaled else amax)
 
 

@@ -60,7 +60,7 @@ def compiled_step(kind, devices, grads_are_scaled):
 
   if devices == 1:
     return jax.jit(step)
-  states = ols.LossScalingState(P(), P("d"))
+  states = ols.WithLossScalingState(P(), P("d"))
   return jax.jit(
     jax.shard_map(
       step,
@@ -74,7 +74,7 @@ def compiled_step(kind, devices, grads_are_scaled):
 def split_policy(policy):
   """A policy as what is compiled in, and the numbers that are not."""
   fields = dataclasses.asdict(policy)
-  static = {"hysteresis_refill", "dtype", "window"} & set(fields)
+  static = {"hysteresis_refill", "dtype", "amax_history_len"} & set(fields)
   if fields.get("hysteresis") == 1:  # as opposed to one that may be any
     static.add("hysteresis")
   words = tuple((name, fields.pop(name)) for name in sorted(static))
@@ -97,8 +97,8 @@ def policies(draw):
   low, init, high = sorted(draw(st.tuples(SCALES, SCALES, SCALES)))
   scales = {"init_scale": init, "min_scale": low, "max_scale": high}
   if kind == "headroom":
-    target = draw(st.integers(-6, 2))
-    return ols.HeadroomLossScale(**scales, target=target, window=2)
+    margin = draw(st.integers(-2, 6))
+    return ols.HeadroomLossScale(**scales, margin=margin, amax_history_len=2)
   hysteresis = draw(st.integers(1, 3))
   return ols.DynamicLossScale(
     **scales,
@@ -167,11 +167,13 @@ def test_any_program_does_what_the_model_does(devices, policy, program):
 
 def switched(state, policy):
   """The state as another policy takes it over."""
-  fresh = policy.init().memory
+  fresh = policy.init().policy_state
   scale_state = state.loss_scale_state
-  same = jax.tree.structure(fresh) == jax.tree.structure(scale_state.memory)
+  same = jax.tree.structure(fresh) == jax.tree.structure(
+    scale_state.policy_state
+  )
   if jax.tree.leaves(fresh) and not same:
-    scale_state = scale_state._replace(memory=fresh)
+    scale_state = scale_state._replace(policy_state=fresh)
   return state._replace(loss_scale_state=scale_state)
 
 
@@ -182,7 +184,7 @@ def check(state, w, model):
   assert got.finite_count == model.count
   assert got.notfinite_count == model.in_a_row
   assert got.total_notfinite == model.total
-  check_memory(got.memory, model.memory)
+  check_policy_state(got.policy_state, model.policy_state)
   dtypes = [str(x.dtype) for x in got[:5]]
   assert dtypes == ["float32", "int32", "int32", "bool", "int32"]
   assert all(x.shape == () for x in got[:5])
@@ -197,8 +199,8 @@ def check(state, w, model):
       assert len(shards) == 1
 
 
-def check_memory(got, want):
-  if isinstance(want, ols.HeadroomMemory):
+def check_policy_state(got, want):
+  if isinstance(want, ols.HeadroomPolicyState):
     for got_leaf, want_leaf in zip(got, want, strict=True):
       assert np.asarray(got_leaf).tobytes() == np.asarray(want_leaf).tobytes()
   else:

@@ -265,11 +265,11 @@ def test_beside_them_nans_do_not_walk_the_scale_down_for_good(every):
 
 def test_of_a_sum_over_workers_more_than_the_top_is_evidence():
   # Of 1,024 workers, whose gradients are 2**-10 of the largest each.
-  policy = ols.HeadroomLossScale(target=-4 + 10)
+  policy = ols.HeadroomLossScale(margin=4 - 10)
   state = policy.adjust(policy.init(), True, grads_amax=2.0**10)
-  assert state.memory.amax_window[0] == 2.0**10
+  assert state.policy_state.amax_history[0] == 2.0**10
   state = policy.adjust(policy.init(), True, grads_amax=2.0**12)
-  assert state.memory.amax_window[0] < 2.0**10
+  assert state.policy_state.amax_history[0] < 2.0**10
 
 
 # Before any gradients, zeros raise the scale again after each overflow. To keep

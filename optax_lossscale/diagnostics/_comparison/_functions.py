@@ -31,7 +31,7 @@ _ROUNDING = 0.05
 def compare_precision(
   fun: Callable[..., Any],
   *args: Any,
-  effects: Literal["all", "worst"] = "all",
+  search: Literal["exhaustive", "bisect"] = "exhaustive",
   progress: bool = True,
   **kwargs: Any,
 ) -> _report.PrecisionComparison:
@@ -58,8 +58,8 @@ def compare_precision(
       ``ols.grad(ols.autocast(loss_fn), opt_state)``. Callbacks that return
       nothing, such as ``jax.debug.print``, do not run; others run each time.
     *args: its arguments. Among them may be whatever ``fun`` takes.
-    effects: ``"all"``, or ``"worst"`` for a large model: the places that do
-      most harm are then found by halves, in few runs.
+    search: ``"exhaustive"``, or ``"bisect"`` for a large model: the layers that
+      do most harm are then found by bisection, in few runs.
     progress: whether to tell on the standard error stream how far it has come,
       if it takes over a second. (If ``fun`` has an argument of one of these two
       names, bind it with ``functools.partial``.)
@@ -75,7 +75,7 @@ def compare_precision(
       traced.
     ValueError: if there is no ``autocast`` inside, or it found no products; if
       there is no ``update`` inside, and the results hold no floats; or if
-      ``effects`` is neither of the two.
+      ``search`` is neither of the two.
 
   Examples:
     >>> import jax
@@ -92,22 +92,22 @@ def compare_precision(
     >>> report.error, [name.split(" at ")[0] for name in report.overflowing]
     (inf, ['second'])
   """
-  if effects not in ("all", "worst"):
+  if search not in ("exhaustive", "bisect"):
     raise ValueError(
-      f"effects must be 'all' or 'worst', got effects = {effects!r}."
+      f"search must be 'exhaustive' or 'bisect', got search = {search!r}."
     )
   name = "compare_precision"
   with (
     _progress.Progress(name, progress).running() as bar,
     _tracing.traced_on_host(name, fun, args, kwargs) as traced,
   ):
-    return _compared(fun, traced, effects, bar)
+    return _compared(fun, traced, search, bar)
 
 
 def _compared(
   fun: Callable[..., Any],
   traced: _tracing.Traced,
-  effects: str,
+  search: str,
   bar: _progress.Progress,
 ) -> _report.PrecisionComparison:
   notes = [f"Not looked at: {x}." for x in _tracing.told(traced.unreached)]
@@ -119,60 +119,65 @@ def _compared(
   runs = Runs(traced, rows, bar)
   eps = max(float(jnp.finfo(dtype).eps) for dtype in rows.dtypes)
   places = rows.by_name()
-  if effects == "all":
+  if search == "exhaustive":
     found = {i: runs.harm([i]) for place in places for i in place}
   else:
     total = runs.blamed(runs.half)
-    found = _report.worst(runs.harm, places, total, eps)
+    found = _report.bisect(runs.harm, places, total, eps)
   products = [_product(i, its[0], rows, runs) for i, its in found.items()]
   # Of equal effects, what overflows furthest comes first.
-  products.sort(key=lambda row: (row.effect, -row.headroom), reverse=True)
+  products.sort(
+    key=lambda row: (row.isolated_error, -row.log2_headroom), reverse=True
+  )
   names = runs.names
   report = _report.PrecisionComparison(
     dtype=" and ".join(sorted(map(str, rows.dtypes))),
-    compared="gradients" if traced.grads else "results",
-    is_zero=runs.is_zero,
+    target="gradients" if traced.grads else "results",
+    reference_is_zero=runs.is_zero,
     error=runs.half.error,
     cosine=runs.half.cosine,
-    is_finite=runs.half.is_finite,
-    standing_out=(),
-    errors=dict(zip(names, runs.half.of_arrays.tolist(), strict=True)),
-    products=tuple(products),
-    notes=tuple(dict.fromkeys(notes)),
+    reference_is_finite=runs.half.is_finite,
+    outliers=(),
+    array_errors=dict(zip(names, runs.half.of_arrays.tolist(), strict=True)),
+    matmuls=tuple(products),
+    limitations=tuple(dict.fromkeys(notes)),
     warnings=tuple(map(str, [*traced.mistakes, *runs.mistakes])),
-    rounding=tuple(itertools.compress(names, runs.is_rounding)),
+    noise_only_arrays=tuple(itertools.compress(names, runs.is_rounding)),
   )
   # Among infinities every place would be guilty.
-  if not report.is_finite or report.excess:
-    return report
-  far_off = _far_off(names, runs, eps)
-  worst = names.index(far_off[0].name) if far_off else None
-  harm = np.array([found[row.position] for row in products])
+  excess = _report.backward_excess(report)
+  if not report.reference_is_finite or excess:
+    return dataclasses.replace(report, suggested_log2_scale_change=-excess)
+  inaccurate_arrays = _inaccurate_arrays(names, runs, eps)
+  worst = names.index(inaccurate_arrays[0].name) if inaccurate_arrays else None
+  harm = np.array([found[row.program_index] for row in products])
   return dataclasses.replace(
     report,
-    standing_out=_report.standing_out([r.name for r in products], harm, eps),
-    far_off=tuple(far_off),
-    shortfall=0 if worst is None else _shortfall(products, harm[:, 1 + worst]),
+    outliers=_report.find_outliers([r.name for r in products], harm, eps),
+    inaccurate_arrays=tuple(inaccurate_arrays),
+    suggested_log2_scale_change=(
+      0 if worst is None else _log2_increase(products, harm[:, 1 + worst])
+    ),
   )
 
 
-def _far_off(
+def _inaccurate_arrays(
   names: list[str], runs: "Runs", eps: float
-) -> list[_report.FarOff]:
+) -> list[_report.ArrayError]:
   """The arrays that are far off, the worst first."""
   columns = names, runs.half.of_arrays.tolist(), runs.half.shares.tolist()
-  arrays = map(_report.FarOff._make, zip(*columns, strict=True))
+  arrays = map(_report.ArrayError._make, zip(*columns, strict=True))
   are_judged = ~(runs.is_rounding & runs.half.are_finite)
   found = [
     array
     for array in itertools.compress(arrays, are_judged)
-    if array.error > _report.FAR_OFF * eps
+    if array.error > _report.INACCURATE_EPS * eps
   ]
   return sorted(found, key=lambda array: array.error, reverse=True)
 
 
-def _shortfall(
-  products: list[_report.ProductPrecision], effects: np.ndarray
+def _log2_increase(
+  products: list[_report.MatmulPrecision], effects: np.ndarray
 ) -> int:
   """How many binades a larger scale may have, if that is what an array lacks.
 
@@ -181,8 +186,13 @@ def _shortfall(
     effects: the effect of each on the array; float64[products].
   """
   worst = products[int(np.argmax(effects))]
-  is_lost = worst.backward and worst.lost + worst.subnormal > _MOSTLY
-  room = min(row.headroom for row in products if row.backward or not is_lost)
+  is_lost = (
+    worst.backward
+    and worst.underflow_fraction + worst.subnormal_fraction > _MOSTLY
+  )
+  room = min(
+    row.log2_headroom for row in products if row.backward or not is_lost
+  )
   return max(math.floor(min(room, _MOST_BINADES)), 0) if is_lost else 0
 
 
@@ -209,26 +219,26 @@ def _check(
 
 def _product(
   i: int, effect: float, rows: _program.Rows, runs: "Runs"
-) -> _report.ProductPrecision:
+) -> _report.MatmulPrecision:
   row = rows.all[i]
   notes = runs.notes[i]
   entries = np.maximum(notes.entries, 1)
-  largest = float(notes.largest)
+  amax = float(notes.largest)
   limit = float(jnp.finfo(row.dtype).max)
-  return _report.ProductPrecision(
+  return _report.MatmulPrecision(
     row.primitive,
     rows.names[i],
     row.names.scope,
     row.names.weights,
     rows.sources[i],
     row.backward,
-    effect=effect,
-    largest=largest,
-    headroom=math.log2(limit) - math.log2(largest) if largest else math.inf,
-    lost=float(np.max(notes.lost / entries)),
-    subnormal=float(np.max(notes.subnormal / entries)),
-    times=round(float(notes.times)),
-    position=i,
+    isolated_error=effect,
+    amax=amax,
+    log2_headroom=math.log2(limit) - math.log2(amax) if amax else math.inf,
+    underflow_fraction=float(np.max(notes.lost / entries)),
+    subnormal_fraction=float(np.max(notes.subnormal / entries)),
+    run_count=round(float(notes.times)),
+    program_index=i,
   )
 
 

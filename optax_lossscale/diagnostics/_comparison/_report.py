@@ -22,7 +22,7 @@ _SHARE = 0.3
 _TIMES_EPS = 16.0
 # Of a single array, it is as many times the spacing. Those of models that learn
 # well are off by up to two thirds of that.
-FAR_OFF = 64.0
+INACCURATE_EPS = 64.0
 _TIMES_OTHERS = 4.0
 # What many places share is no fault of one. There may always be one.
 _FEW = 1 / 2
@@ -31,58 +31,62 @@ _FEW = 1 / 2
 Measure = Callable[[list[int]], np.ndarray]
 
 
-class ProductPrecision(NamedTuple):
-  """Matrix products or convolutions of one place, in half precision.
+class MatmulPrecision(NamedTuple):
+  """Matmuls or convolutions of one layer, in half precision.
 
   Attributes:
     primitive: JAX's name of the operation.
     name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
       path of the weights or the scopes, with the line if they do not tell.
-    scope: the scopes around it, such as ``"Net/block1"``; often empty.
-    weights: the path of the weights, such as ``"blocks/2/up"``; often empty.
-    source: the user's line, such as ``"model.py:32 (Block.__call__)"``.
+    name_scope: the scopes around it, such as ``"Net/block1"``; often empty.
+    param_path: the path of the parameter, such as ``"blocks/2/up"``; often
+      empty.
+    source_line: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to the backward pass. A derivative inside of
       the loss is part of the forward pass.
-    effect: the relative error of what is compared, without the arrays that are
-      ``rounding`` in float32, too, if these products alone run in half
-      precision; inf if that is not finite. With ``effects="worst"``, places
-      that were only measured together share theirs.
-    largest: the largest magnitude of operands and results, in float32.
-    headroom: how many binades are left above it; below zero it overflows.
-    lost: the share of entries that become zero, of that operand or result that
-      loses most.
-    subnormal: the share of entries that become subnormal, of the same kind.
-    times: how often they run.
-    position: which of all places it is along the program; 0 for the first.
+    isolated_error: the relative error of what is compared, without the arrays
+      that are ``noise_only_arrays``, if these
+      matmuls alone run in half precision; inf if that is not finite. With
+      ``search="bisect"``, layers that were only measured together share theirs.
+    amax: the largest magnitude of operands and results, in float32.
+    log2_headroom: how many binades are left above ``amax``; below zero it
+      overflows.
+    underflow_fraction: the fraction of entries that become zero, of that
+      operand or result that loses most.
+    subnormal_fraction: the fraction of entries that become subnormal, of the
+      same kind.
+    run_count: how often they run.
+    program_index: their index among all rows in the order of the program; 0 for
+      the first.
   """
 
   primitive: str
   name: str
-  scope: str
-  weights: str
-  source: str
+  name_scope: str
+  param_path: str
+  source_line: str
   backward: bool
-  effect: float
-  largest: float
-  headroom: float
-  lost: float
-  subnormal: float
-  times: int
-  position: int
+  isolated_error: float
+  amax: float
+  log2_headroom: float
+  underflow_fraction: float
+  subnormal_fraction: float
+  run_count: int
+  program_index: int
 
 
-class FarOff(NamedTuple):
-  """An array that is far off in half precision, and not in float32.
+class ArrayError(NamedTuple):
+  """An array that is inaccurate in half precision, and not in float32.
 
   Attributes:
-    name: the way to it.
+    name: its path, such as ``"blocks/0/up"``.
     error: its relative error; inf if it is not finite, or is zero in float32.
-    share: its share of the norm of all arrays.
+    norm_fraction: its norm as a fraction of the norm of all arrays.
   """
 
   name: str
   error: float
-  share: float
+  norm_fraction: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,50 +95,56 @@ class PrecisionComparison:
 
   Attributes:
     dtype: the dtype that is compared with float32, as a string.
-    compared: ``"gradients"``, those that the optimizer is given, or
-      ``"results"``, those of the function.
-    is_zero: whether all of it is zero in float32: then there is nothing to
-      compare.
+    target: what is compared: ``"gradients"``, those that the optimizer
+      receives, or ``"results"``, those of the function.
+    reference_is_zero: whether all of it is zero in float32: then there is
+      nothing to compare.
     error: the relative error of what is compared, as a norm: of the result, or
       of the gradients of one ``update``, that are furthest off, if there are
       several. It is inf if they are not finite.
     cosine: the smallest cosine between those of both runs.
-    is_finite: whether all of it is finite in float32. If not, nothing is named:
-      find_overflow tells the operation.
-    standing_out: the names of places that do far more harm to an array than all
-      others together, the worst first; none, if there are no such.
-    errors: the relative error of each array that is compared, by the way to it:
-      that of the gradients of a second ``update`` begins with ``[1]``.
-    products: a :class:`ProductPrecision` for each place, the one with the
-      largest effect first.
-    notes: what the figures do not tell, in sentences.
+    reference_is_finite: whether all of it is finite in float32. If not, nothing
+      is named: find_overflow names the operation.
+    outliers: the names of layers that do far more harm to an array than all
+      others together, the worst first; empty, if no layer does.
+    array_errors: the relative error of each array that is compared, by its
+      path, such as ``blocks/0/up``, which is also what ``keep_float32=`` takes.
+      The gradients of several ``update`` begin with ``[0]/``, ``[1]/`` and so
+      on. If a key holds a ``/``, so that two paths of a tree would be spelled
+      alike, each such key of this tree is quoted, as in ``'a/b'/w``.
+    matmuls: a :class:`MatmulPrecision` for the matmuls and convolutions of each
+      layer, the one with the largest isolated error first.
+    limitations: what the figures do not tell, in sentences.
     warnings: what is wrong with the training step as a whole, in sentences:
       ``update`` did not run, or does not see an overflow, or is given gradients
       of another scale.
-    rounding: the names of arrays that are nothing but rounding in float32, too,
-      such as the gradient of a bias in front of a normalization. Nobody is to
-      blame for their errors.
-    far_off: a :class:`FarOff` for each of the others whose error is above 64
-      times the spacing of numbers at 1 (in float16, 0.06), the largest first.
-    shortfall: how many binades the loss scale can be raised by, if the array
-      that is furthest off is lost in the backward pass below what half
-      precision holds; 0 if that is not it.
+    noise_only_arrays: the names of arrays that are nothing but rounding in
+      float32, too, such as the gradient of a bias in front of a normalization.
+      No layer is to blame for their errors.
+    inaccurate_arrays: a :class:`ArrayError` for each of the others whose error
+      is above 64 times the spacing of numbers at 1 (in float16, 0.06), the
+      largest first.
+    suggested_log2_scale_change: by how many binades to change the loss scale; 0
+      if the loss scale is not the cause. Below zero, only the backward pass
+      overflows: lower the scale by as much. Above zero, the array with the
+      largest error underflows in the backward pass: raise the scale, by as much
+      at most.
   """
 
   dtype: str
-  compared: str
-  is_zero: bool
+  target: str
+  reference_is_zero: bool
   error: float
   cosine: float
-  is_finite: bool
-  standing_out: tuple[str, ...]
-  errors: dict[str, float]
-  products: tuple[ProductPrecision, ...]
-  notes: tuple[str, ...]
+  reference_is_finite: bool
+  outliers: tuple[str, ...]
+  array_errors: dict[str, float]
+  matmuls: tuple[MatmulPrecision, ...]
+  limitations: tuple[str, ...]
   warnings: tuple[str, ...] = ()
-  rounding: tuple[str, ...] = ()
-  far_off: tuple[FarOff, ...] = ()
-  shortfall: int = 0
+  noise_only_arrays: tuple[str, ...] = ()
+  inaccurate_arrays: tuple[ArrayError, ...] = ()
+  suggested_log2_scale_change: int = 0
 
   @property
   def overflowing(self) -> tuple[str, ...]:
@@ -145,27 +155,15 @@ class PrecisionComparison:
     of a differential equation or a force, is part of the forward pass: if it
     overflows, the loss is not finite at any scale.
     """
-    rows = sorted(self._overflowing_rows(), key=lambda row: row.headroom)
+    rows = sorted(self._overflowing_rows(), key=lambda row: row.log2_headroom)
     return tuple(dict.fromkeys(row.name for row in rows))
 
-  @property
-  def excess(self) -> int:
-    """How many binades the loss scale is too large; 0 if that is not it.
+  def _overflowing_rows(self) -> list[MatmulPrecision]:
+    rows = [r for r in self.matmuls if r.log2_headroom < 0 and not r.backward]
+    return [row for row in rows if row.name and self.reference_is_finite]
 
-    It is too large if the backward pass overflows, and the forward pass does
-    not. Then no place stands out.
-    """
-    backward = [row.headroom for row in self.products if row.backward]
-    over = -min(backward, default=0.0)
-    is_it = self.is_finite and not self.overflowing and 0 < over < math.inf
-    return math.ceil(over) if is_it else 0
-
-  def _overflowing_rows(self) -> list[ProductPrecision]:
-    rows = [r for r in self.products if r.headroom < 0 and not r.backward]
-    return [row for row in rows if row.name and self.is_finite]
-
-  def worst(self, n: int = 1) -> tuple[str, ...]:
-    """The names of the places that do most harm, and stand out.
+  def top_outliers(self, n: int = 1) -> tuple[str, ...]:
+    """The names of the layers that do most harm.
 
     Args:
       n: how many at most.
@@ -173,61 +171,65 @@ class PrecisionComparison:
     Returns:
       At most ``n`` names for ``keep_float32=`` of
       :func:`optax_lossscale.autocast`, the worst first. There are none if no
-      place is much worse than the others.
+      layer is much worse than the others.
     """
-    return self.standing_out[:n]
+    return self.outliers[:n]
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
     rows = {
       name: [row._asdict() for row in getattr(self, name)]
-      for name in ("far_off", "products")
+      for name in ("inaccurate_arrays", "matmuls")
     }
-    lists = {"notes": list(self.notes), "warnings": list(self.warnings)}
+    lists = {
+      "limitations": list(self.limitations),
+      "warnings": list(self.warnings),
+    }
     return vars(self) | rows | lists
 
   def __str__(self) -> str:
-    head = [*self.warnings, *self.notes, *self._summary()]
+    head = [*self.warnings, *self.limitations, *self._summary()]
     return "\n".join([*head, self._table()])
 
   def _summary(self) -> list[str]:
-    is_step = self.compared == "gradients"
+    is_step = self.target == "gradients"
     error = (
       f"{self.dtype} against float32: error {self.error:.2g}, cosine"
-      f" {self.cosine:.7g},\nof the {self.compared}"
+      f" {self.cosine:.7g},\nof the {self.target}"
       f"{' that the optimizer is given' if is_step else ''}, arrays:"
-      f" {len(self.errors)}."
+      f" {len(self.array_errors)}."
     )
-    if self.is_zero:
+    if self.reference_is_zero:
       return [
-        f"All {self.compared} are zero in float32, so that nothing can be"
+        f"All {self.target} are zero in float32, so that nothing can be"
         " compared: take a batch that has gradients, and a step that applies"
         " them.",
         error,
       ]
-    if not self.is_finite:
+    if not self.reference_is_finite:
       return [
-        f"The {self.compared} are not finite in float32 either: find_overflow"
+        f"The {self.target} are not finite in float32 either: find_overflow"
         " names the operation.",
         error,
       ]
-    if self.excess:
+    change = self.suggested_log2_scale_change
+    if change < 0:
       return [
         "Only the backward pass overflows: lower the loss scale by"
-        f" 2**{self.excess}, and compare again.",
+        f" 2**{-change}, and compare again.",
         error,
       ]
     lines = [error]
     if self.overflowing:
-      first = min(self._overflowing_rows(), key=lambda row: row.position)
+      first = min(self._overflowing_rows(), key=lambda row: row.program_index)
       lines.append(
         f"Places that overflow: {len(self.overflowing)}, see overflowing. The"
         f" first along the program: keep_float32={first.name!r}."
       )
     lines += self._arrays()
-    match list(self.standing_out):
+    match list(self.outliers):
       case []:
-        alone = " alone" if self.far_off else ""
+        alone = " alone" if self.inaccurate_arrays else ""
         lines.append(f"No place{alone} stands out.")
       case [name]:
         lines.append(f"Stands out: keep_float32={name!r}.")
@@ -238,19 +240,21 @@ class PrecisionComparison:
   def _arrays(self) -> list[str]:
     """What is told of the arrays that are far off."""
     told = [
-      f"  {name or 'the result'}: error {error:.2g}, {share:.2g} of the norm"
-      for name, error, share in self.far_off[:_MOST_ARRAYS]
+      f"  {name or 'the result'}: error {error:.2g}, {fraction:.2g} of the norm"
+      for name, error, fraction in self.inaccurate_arrays[:_MOST_ARRAYS]
     ]
-    more = len(self.far_off) - len(told)
+    more = len(self.inaccurate_arrays) - len(told)
     told += [f"  and {more} more"] if more else []
     lines = ["Furthest off:", *told] if told else []
-    if self.shortfall:
+    if self.suggested_log2_scale_change > 0:
       lines.append(
         "The first is lost in the backward pass: a larger loss scale helps, by"
-        f" up to 2**{self.shortfall}."
+        f" up to 2**{self.suggested_log2_scale_change}."
       )
-    judged = {array.name for array in self.far_off}
-    noise = [x or "the result" for x in self.rounding if x not in judged]
+    judged = {array.name for array in self.inaccurate_arrays}
+    noise = [
+      x or "the result" for x in self.noise_only_arrays if x not in judged
+    ]
     if noise:
       named, more = noise[:_MOST_ARRAYS], len(noise) - _MOST_ARRAYS
       lines.append(
@@ -260,27 +264,39 @@ class PrecisionComparison:
     return lines
 
   def _table(self) -> str:
-    rows = [_cells(row) for row in self.products[:_MOST_ROWS]]
+    rows = [_cells(row) for row in self.matmuls[:_MOST_ROWS]]
     table = _numbers.table(rows, left=2)
-    more = len(self.products) - _MOST_ROWS
+    more = len(self.matmuls) - _MOST_ROWS
     return f"{table}\nand {more} more places" if more > 0 else table
 
 
-def _cells(row: ProductPrecision) -> dict[str, str]:
+def _cells(row: MatmulPrecision) -> dict[str, str]:
   return _numbers.where(row) | {
-    "effect": f"{row.effect:.1e}",
-    "largest": f"{row.largest:.3g}",
-    "headroom": f"{row.headroom:.1f}",
-    "lost": f"{row.lost:.1%}",
-    "subnormal": f"{row.subnormal:.1%}",
-    "times": str(row.times),
+    "error alone": f"{row.isolated_error:.1e}",
+    "amax": f"{row.amax:.3g}",
+    "log2 headroom": f"{row.log2_headroom:.1f}",
+    "underflow": f"{row.underflow_fraction:.1%}",
+    "subnormal": f"{row.subnormal_fraction:.1%}",
+    "count": str(row.run_count),
   }
 
 
-def worst(
+def backward_excess(report: PrecisionComparison) -> int:
+  """How many binades the loss scale is too large; 0 if that is not it.
+
+  It is too large if the backward pass overflows, and the forward pass does not.
+  Then no layer is to blame.
+  """
+  backward = [row.log2_headroom for row in report.matmuls if row.backward]
+  over = -min(backward, default=0.0)
+  is_finite = report.reference_is_finite and not report.overflowing
+  return math.ceil(over) if is_finite and 0 < over < math.inf else 0
+
+
+def bisect(
   measure: Measure, places: Sequence[list[int]], total: np.ndarray, eps: float
 ) -> dict[int, np.ndarray]:
-  """The largest effects, by halves: in far fewer runs than there are rows.
+  """The largest errors, by bisection: in far fewer runs than there are rows.
 
   Errors that have nothing to do with each other add up in squares. So a half of
   the places that makes less than a share of the whole is not looked into.
@@ -295,7 +311,7 @@ def worst(
     For each row, its effects; of what was not looked into its equal share.
   """
   # No place can stand out for another array.
-  looked_at = total > FAR_OFF * eps
+  looked_at = total > INACCURATE_EPS * eps
   looked_at[0] = True
   effects: dict[int, np.ndarray] = {}
   parts = [(places, total)]
@@ -315,7 +331,7 @@ def worst(
   return effects
 
 
-def standing_out(
+def find_outliers(
   names: Sequence[str], effects: np.ndarray, eps: float
 ) -> tuple[str, ...]:
   """The few places that do far more harm to an array than all others together.
@@ -341,7 +357,7 @@ def standing_out(
     sizes[i] = np.hypot(sizes[i], effect)
   worst: dict[str, float] = {}
   for column, its_sizes in enumerate(sizes.T):
-    least = (FAR_OFF if column else _TIMES_EPS) * eps
+    least = (INACCURATE_EPS if column else _TIMES_EPS) * eps
     for i in _far_above_the_others(its_sizes, least):
       worst[places[i]] = max(worst.get(places[i], 0.0), its_sizes[i])
   found = sorted(worst, key=places.index)

@@ -78,8 +78,8 @@ def find_overflow(
     gradients could not be looked at. Otherwise an :class:`Overflow`: the first
     operation, in the order of the program, that had finite inputs and a result
     that was not, and that reached the result. There may be more in its field
-    ``others``. An inf that is written in the program is named only if there is
-    no other.
+    ``other_origins``. An inf that is written in the program is named only if
+    there is no other.
 
   Raises:
     RuntimeError: if JAX compiles another program than it traces, as with a scan
@@ -151,7 +151,7 @@ def search_overflow(
     return Search(None, mistakes, _limitations(traced, flags))
   origin = dataclasses.replace(
     found[0],
-    others=tuple(found[1:]),
+    other_origins=tuple(found[1:]),
     warnings=tuple(map(str, mistakes)),
   )
   return Search(origin, mistakes, [])
@@ -197,7 +197,7 @@ def _that_count(
   return first + [
     x
     for x in others
-    if x.primitive != "argument" or _INNER_STATE.search(x.path)
+    if x.primitive != "argument" or _INNER_STATE.search(x.eqn_path)
   ]
 
 

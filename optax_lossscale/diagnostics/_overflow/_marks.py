@@ -121,9 +121,9 @@ class Origins:
 
   def _bit_of_one_like(self, origin: _report.Overflow) -> int:
     """The bit of an origin on the same line, as in another iteration."""
-    kind = origin.primitive, origin.source
+    kind = origin.primitive, origin.source_line
     for bit, found in self._by_bit.items():
-      if (found.origin.primitive, found.origin.source) == kind:
+      if (found.origin.primitive, found.origin.source_line) == kind:
         return bit
     return 0
 

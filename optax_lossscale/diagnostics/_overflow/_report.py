@@ -17,21 +17,21 @@ class Operand(NamedTuple):
   Attributes:
     shape: the shape, under ``shard_map`` that on one device.
     dtype: the dtype.
-    largest: the largest magnitude of what is finite; 0.0 if nothing is, None
+    amax: the largest magnitude of what is finite; 0.0 if nothing is, None
       if these are no numbers.
-    finite: whether all of it is.
+    all_finite: whether all of it is finite.
   """
 
   shape: tuple[int, ...]
   dtype: Any
-  largest: float | None
-  finite: bool
+  amax: float | None
+  all_finite: bool
 
   def __str__(self) -> str:
     text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-    if self.largest is not None:
-      text += f" up to {float(f'{self.largest:.3g}'):g}"
-    return text if self.finite else f"{text} beside inf or nan"
+    if self.amax is not None:
+      text += f" up to {float(f'{self.amax:.3g}'):g}"
+    return text if self.all_finite else f"{text} beside inf or nan"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +43,21 @@ class Overflow:
       ``"constant"`` stand for a number that was not finite to begin with.
     dtype: the dtype of its result.
     kind: ``"inf"`` or ``"nan"``. An inf is told before a NaN.
-    scope: the scopes around it, ``"Net/block1"``; often empty.
-    weights: the path of its weights, ``"blocks/2/up"``; often empty.
+    name_scope: the scopes around it, such as ``"Net/block1"``; often empty.
+    param_path: the path of the parameter, such as ``"blocks/2/up"``; often
+      empty.
     name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
       path of the weights or the scopes, and the line.
-    source: the user's line, ``"model.py:32 (Block.__call__)"``; empty if none
-      is known. In the backward pass it is the line that is differentiated.
-    path: the way to it, ``"jit(block)/scan[3]/dot_general"``. Iterations are
-      counted from 0. In the backward pass over a scan, they have the numbers of
-      the forward pass. For an argument, it is its name.
+    source_line: the user's line, ``"model.py:32 (Block.__call__)"``; empty if
+      none is known. In the backward pass it is the line that is differentiated.
+    eqn_path: the way to it, ``"jit(block)/scan[3]/dot_general"``. Iterations
+      are counted from 0. In the backward pass over a scan, they have the
+      numbers of the forward pass. For an argument, it is its name.
     backward: whether it belongs to the backward pass, where a lower loss scale
       helps. A derivative inside of the loss is part of the forward pass.
     inputs: an :class:`Operand` for each of its inputs.
-    others: further origins, in the order in which they were found; those that
-      reach an ``update`` come first. Theirs is empty.
+    other_origins: further origins, in the order in which they were found; those
+      that reach an ``update`` come first. Theirs is empty.
     warnings: what is wrong with the training step as a whole, in sentences:
       ``update`` did not run, or does not see the overflow, or is given
       gradients of another scale. Often empty.
@@ -65,19 +66,19 @@ class Overflow:
   primitive: str
   dtype: np.dtype
   kind: str
-  scope: str
-  weights: str
+  name_scope: str
+  param_path: str
   name: str
-  source: str
-  path: str
+  source_line: str
+  eqn_path: str
   backward: bool
   inputs: tuple[Operand, ...]
-  others: tuple["Overflow", ...] = ()
+  other_origins: tuple["Overflow", ...] = ()
   warnings: tuple[str, ...] = ()
 
   def __str__(self) -> str:
     is_argument = self.primitive == "argument"
-    within = self.path if is_argument else self.path.rpartition("/")[0]
+    within = self.eqn_path if is_argument else self.eqn_path.rpartition("/")[0]
     parts = [
       f"{self.kind} in {self.dtype} from {self.primitive}",
       f"in {within}" if within else "",
@@ -87,8 +88,8 @@ class Overflow:
     text = ", ".join(part for part in parts if part)
     if self.inputs:
       text += f":\n  inputs {', '.join(map(str, self.inputs))}"
-    if self.others:
-      text += f"\n  and from {len(self.others)} more: see others"
+    if self.other_origins:
+      text += f"\n  and from {len(self.other_origins)} more: see other_origins"
     return "\n".join([*self.warnings, text])
 
 
@@ -119,11 +120,11 @@ def describe(
     primitive=primitive,
     dtype=np.dtype(out.dtype),
     kind="inf" if (np.isinf(_bits.as_numbers(out)) & own).any() else "nan",
-    scope=place.scope,
-    weights=place.weights,
+    name_scope=place.scope,
+    param_path=place.weights,
     name=place.name,
-    source=place.source,
-    path="/".join(path),
+    source_line=place.source,
+    eqn_path="/".join(path),
     backward=place.backward,
     inputs=tuple(_operand(array, axis) for array in inputs),
   )

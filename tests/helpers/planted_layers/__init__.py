@@ -46,10 +46,10 @@ class Model(NamedTuple):
 
   def is_planted(self, row):
     """Whether a row of a report is about the planted product."""
-    file_name, line = row.source.split(" ")[0].split(":")
+    file_name, line = row.source_line.split(" ")[0].split(":")
     path = f"{__path__[0]}/{file_name}"
     on_line = linecache.getline(path, int(line)).endswith("# planted\n")
-    return on_line and self.scope in (None, row.scope)
+    return on_line and self.scope in (None, row.name_scope)
 
 
 def normal(*shape, seed=0):

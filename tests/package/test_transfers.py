@@ -1,0 +1,146 @@
+"""Every public function that runs on the host may transfer what it needs.
+
+Trainers set ``jax.transfer_guard`` to find transfers that they did not mean,
+and those of a report are meant.
+"""
+
+import inspect
+
+from helpers import interop_samples as samples
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import _host, diagnostics, interop, plots
+
+matplotlib.use("Agg")
+
+POLICY = ols.DynamicLossScale(min_scale=2.0**-126)
+STATE = POLICY.init()
+PARAMS = {"w": np.eye(4, dtype=np.float32)}
+X = np.full((2, 4), 3.0, np.float32)
+GRADS = jax.tree.map(jnp.asarray, {"w": [1.0, np.inf], "b": [0.5]})
+
+
+def loss_fn(params, x):
+  with jax.ensure_compile_time_eval():
+    # Computed while the function is traced, from an array of NumPy.
+    factor = jnp.sum(jnp.asarray(np.ones(2, np.float32)) * np.float32(2))
+  return jnp.mean((factor * x @ params["w"]) ** 2)
+
+
+GRAD_FN = ols.grad(ols.autocast(loss_fn), STATE)
+COMPARISON = diagnostics.compare_precision(GRAD_FN, PARAMS, X, progress=False)
+FLAX = interop.from_flax(samples.FLAX)
+KERAS = interop.from_keras(samples.KERAS_3)
+TORCH = interop.from_torch(samples.TORCH)
+
+# Each is called with what is not on a device yet, or must be read back.
+ON_HOST = {
+  ols.loss_scale_metrics: lambda: ols.loss_scale_metrics(
+    STATE, policy=POLICY, steps=np.int32(3)
+  ),
+  ols.raise_if_stuck: lambda: ols.raise_if_stuck(STATE, policy=POLICY),
+  ols.set_loss_scale: lambda: ols.set_loss_scale(STATE, 2.0**10),
+  diagnostics.compare_precision: lambda: diagnostics.compare_precision(
+    GRAD_FN, PARAMS, X, progress=False
+  ),
+  diagnostics.find_overflow: lambda: diagnostics.find_overflow(
+    GRAD_FN, PARAMS, 1e30 * X
+  ),
+  diagnostics.gradient_report: lambda: diagnostics.gradient_report(
+    GRADS, loss_scale=STATE
+  ),
+  diagnostics.nonfinite_leaves: lambda: diagnostics.nonfinite_leaves(GRADS),
+  diagnostics.precision_report: lambda: diagnostics.precision_report(
+    GRAD_FN, PARAMS, X
+  ),
+  plots.exponent_histogram: lambda: plots.exponent_histogram(GRADS),
+  plots.plot_exponents: lambda: plots.plot_exponents(GRADS, loss_scale=STATE),
+  plots.plot_loss_scale: lambda: plots.plot_loss_scale([STATE, STATE]),
+  plots.plot_precision: lambda: plots.plot_precision(COMPARISON),
+  interop.from_apex: lambda: interop.from_apex(
+    samples.KERNEL, **samples.KERNEL_SETTINGS
+  ),
+  interop.from_deepspeed: lambda: interop.from_deepspeed(
+    samples.FP16, samples.DEEPSPEED
+  ),
+  interop.from_fairseq: lambda: interop.from_fairseq(samples.FAIRSEQ),
+  interop.from_flax: lambda: interop.from_flax(samples.FLAX),
+  interop.from_jmp: lambda: samples.CALLS["jmp"][0](samples.CALLS["jmp"][1]),
+  interop.from_keras: lambda: interop.from_keras(samples.KERAS_3),
+  interop.from_megatron: lambda: interop.from_megatron(
+    samples.MEGATRON, samples.MEGATRON_STATE
+  ),
+  interop.from_paddle: lambda: interop.from_paddle(samples.PADDLE),
+  interop.from_torch: lambda: interop.from_torch(samples.TORCH),
+  interop.to_flax: lambda: interop.to_flax(*FLAX),
+  interop.to_keras: lambda: interop.to_keras(*KERAS),
+  interop.to_torch: lambda: interop.to_torch(*TORCH),
+}
+# These are parts of a training step, which transfers nothing; or they only look
+# for a state, or make a function.
+IN_A_STEP = {
+  ols.all_finite,
+  ols.autocast,
+  ols.get_loss_scale_state,
+  ols.grad,
+  ols.keep_float32,
+  ols.scale_loss,
+  ols.select_if_finite,
+  ols.unscale_grads,
+  ols.value_and_grad,
+  ols.with_loss_scaling,
+  diagnostics.finite_per_leaf,
+  diagnostics.probe,
+  diagnostics.probe_counters,
+  diagnostics.probe_metrics,
+  diagnostics.probe_update_kwargs,
+}
+
+
+def test_each_public_function_runs_on_the_host_or_in_a_step():
+  public = {
+    getattr(module, name)
+    for module in (ols, diagnostics, interop, plots)
+    for name in module.__all__
+  }
+  functions = {x for x in public if not inspect.isclass(x)}
+  assert functions == {*ON_HOST, *IN_A_STEP}
+
+
+@pytest.mark.parametrize("fun", ON_HOST, ids=lambda fun: fun.__name__)
+def test_a_function_on_the_host_transfers_under_a_guard(fun):
+  # On CPU, reads are free, and so no guard would stop them.
+  assert fun.__code__ is _host.may_transfer(len).__code__
+  with jax.transfer_guard("disallow"):
+    ON_HOST[fun]()
+  with jax.transfer_guard("disallow_explicit"):
+    ON_HOST[fun]()
+
+
+@pytest.mark.parametrize(
+  "fun",
+  [
+    diagnostics.compare_precision,
+    diagnostics.find_overflow,
+    diagnostics.precision_report,
+    interop.from_torch,
+  ],
+  ids=lambda fun: fun.__name__,
+)
+def test_without_its_guard_a_function_would_be_stopped(fun):
+  """So that the test above is not one of inputs that need no transfer."""
+  unguarded = fun.__wrapped__
+  arguments = {
+    diagnostics.compare_precision: (GRAD_FN, PARAMS, X),
+    diagnostics.find_overflow: (GRAD_FN, PARAMS, X),
+    diagnostics.precision_report: (GRAD_FN, PARAMS, X),
+    interop.from_torch: (samples.TORCH,),
+  }
+  stopped = pytest.raises(Exception, match="Disallowed host-to-device transfer")
+  with jax.transfer_guard("disallow"), stopped:
+    unguarded(*arguments[fun])
