@@ -5,6 +5,11 @@ are called outside of ``jit``. ``precision_report`` reads only shapes.
 ``finite_per_leaf`` and the probes are for use inside.
 """
 
+from optax_lossscale.diagnostics._check_step import (
+  check_step,
+  Problem,
+  StepCheck,
+)
 from optax_lossscale.diagnostics._comparison._functions import compare_precision
 from optax_lossscale.diagnostics._comparison._report import (
   ArrayError,
@@ -48,8 +53,11 @@ __all__ = [
   "Overflow",
   "PrecisionComparison",
   "PrecisionReport",
+  "Problem",
   "Risk",
+  "StepCheck",
   "UnconvertedMatmul",
+  "check_step",
   "compare_precision",
   "find_overflow",
   "finite_per_leaf",

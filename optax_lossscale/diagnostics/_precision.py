@@ -263,6 +263,13 @@ def precision_report(
   """
   as_dtype = _numbers.as_small_float(dtype)
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
+  return report_precision(traced, as_dtype)
+
+
+def report_precision(
+  traced: _tracing.Traced, as_dtype: np.dtype
+) -> PrecisionReport:
+  """Returns the report of a traced function."""
   steps = list(_walk.walk(traced.closed, _inside, only_needed=True))
   notes = _tracing.told(traced.unreached)
   notes += [f"whether update runs, in {where}" for where in traced.in_branches]

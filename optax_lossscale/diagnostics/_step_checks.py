@@ -136,6 +136,12 @@ class Dependence(NamedTuple):
   warnings: list[Mistake]
 
 
+def loss_scales(names: Sequence[str], inputs: Sequence[Any]) -> list[Any]:
+  """Returns the loss scales among the inputs of a step."""
+  pairs = zip(names, inputs, strict=True)
+  return [x for name, x in pairs if _LOSS_SCALE.search(name)]
+
+
 def check_dependence(
   closed: _equations.ClosedJaxpr, names: Sequence[str], outputs: list[Output]
 ) -> Dependence:

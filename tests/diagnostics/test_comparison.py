@@ -428,10 +428,10 @@ in_half = lambda w, x: w.astype(jnp.float16) @ w.astype(jnp.float16)
 @pytest.mark.parametrize(
   ("fun", "found"),
   [
-    (plain, "plain, whose products run in float32, as they are written"),
-    (jax.jit(gradient(plain)), "<lambda>, whose products run in float32, as"),
+    (plain, "plain, whose matmuls all run in float32"),
+    (jax.jit(gradient(plain)), "<lambda>, whose matmuls all run in float32"),
     (lambda w, x: x + 1, "<lambda>, which has none, or one that found no flo"),
-    (in_half, "which has none, or one that found no float32 products"),
+    (in_half, "in which autocast casts no matmul"),
     (ols.keep_float32(plain), "which has none, or one that found no float32"),
   ],
 )
@@ -445,7 +445,7 @@ def test_results_without_floats_are_refused():
   for kind in jnp.argmax, jnp.isnan:
     fun = lambda w, x, kind=kind: {"found": kind(x @ w)}
     with pytest.raises(
-      ValueError, match="compares floats, got <lambda>, whose"
+      ValueError, match="needs floats to compare, got <lambda>, which"
     ):
       compare_trained(ols.autocast(fun), W, X)
 

@@ -101,20 +101,49 @@ def compare_precision(
     _progress.Progress(name, progress).running() as bar,
     _tracing.traced_on_host(name, fun, args, kwargs) as traced,
   ):
-    return _compared(fun, traced, search, bar)
+    if not traced.outputs:
+      raise ValueError(_no_floats_message(fun))
+    comparison = compare(traced, search, bar)
+    if comparison is None:
+      raise ValueError(_no_matmuls_message(fun, traced))
+    return comparison.report
 
 
-def _compared(
-  fun: Callable[..., Any],
-  traced: _tracing.Traced,
-  search: str,
-  bar: _progress.Progress,
-) -> _report.PrecisionComparison:
+class Comparison(NamedTuple):
+  """A comparison of a traced function in half precision with float32.
+
+  Attributes:
+    report: the report.
+    mistakes: in how a step uses its gradients.
+    underflow_fraction: the fraction of all compared entries that are zero in
+      half precision alone.
+  """
+
+  report: _report.PrecisionComparison
+  mistakes: list[_step_checks.Mistake]
+  underflow_fraction: float
+
+
+def compare(
+  traced: _tracing.Traced, search: str, bar: _progress.Progress
+) -> Comparison | None:
+  """Compares a traced function in half precision with float32.
+
+  Args:
+    traced: the function.
+    search: ``"exhaustive"`` or ``"bisect"``.
+    bar: shows how far it is.
+
+  Returns:
+    A :class:`Comparison`; None if `autocast` casts no matmul that leads to an
+    output.
+  """
   notes = [f"Not looked at: {x}." for x in _tracing.told(traced.unreached)]
   judged = {"grads", "applied", "unscaled"}
   traced = traced.only_kinds(judged if traced.grads else {"result"})
   rows = _program.Rows(traced.closed)
-  _check(fun, traced, rows)
+  if not rows.all:
+    return None
   notes += [f"Runs as it is written: {name}." for name in rows.not_entered]
   runs = Runs(traced, rows, bar)
   eps = max(float(jnp.finfo(dtype).eps) for dtype in rows.dtypes)
@@ -146,12 +175,17 @@ def _compared(
   )
   # Among infinities every place would be guilty.
   excess = _report.backward_excess(report)
+  comparison = Comparison(
+    dataclasses.replace(report, suggested_log2_scale_change=-excess),
+    [*traced.mistakes, *runs.mistakes],
+    runs.underflow_fraction,
+  )
   if not report.reference_is_finite or excess:
-    return dataclasses.replace(report, suggested_log2_scale_change=-excess)
+    return comparison
   inaccurate_arrays = _inaccurate_arrays(names, runs, eps)
   worst = names.index(inaccurate_arrays[0].name) if inaccurate_arrays else None
   harm = np.array([found[row.program_index] for row in products])
-  return dataclasses.replace(
+  report = dataclasses.replace(
     report,
     outliers=_report.find_outliers([r.name for r in products], harm, eps),
     inaccurate_arrays=tuple(inaccurate_arrays),
@@ -159,6 +193,7 @@ def _compared(
       0 if worst is None else _log2_increase(products, harm[:, 1 + worst])
     ),
   )
+  return comparison._replace(report=report)
 
 
 def _inaccurate_arrays(
@@ -196,25 +231,27 @@ def _log2_increase(
   return max(math.floor(min(room, _MOST_BINADES)), 0) if is_lost else 0
 
 
-def _check(
-  fun: Callable[..., Any], traced: _tracing.Traced, rows: _program.Rows
-) -> None:
+def _no_floats_message(fun: Callable[..., Any]) -> str:
   name = getattr(fun, "__name__", fun)
-  if not traced.outputs:
-    raise ValueError(
-      f"compare_precision compares floats, got {name}, whose results hold none,"
-      " and which gives no gradients to the update of with_loss_scaling. Return"
-      " gradients, or what the last layer returns."
-    )
-  if not rows.all:
-    found = "which has none, or one that found no float32 products"
-    if _products.ProductSearch().in_jaxpr(traced.closed.jaxpr):
-      found = "whose products run in float32, as they are written"
-    raise ValueError(
-      "compare_precision needs a function with an autocast inside, such as"
-      " ols.grad(ols.autocast(loss_fn), opt_state), or a training step of such,"
-      f" got {name}, {found}."
-    )
+  return (
+    f"compare_precision needs floats to compare, got {name}, which returns none"
+    " and passes no gradients to update of with_loss_scaling. Return the"
+    " gradients, or the output of the last layer."
+  )
+
+
+def _no_matmuls_message(
+  fun: Callable[..., Any], traced: _tracing.Traced
+) -> str:
+  name = getattr(fun, "__name__", fun)
+  found = "in which autocast casts no matmul"
+  if _products.ProductSearch().in_jaxpr(traced.closed.jaxpr):
+    found = "whose matmuls all run in float32"
+  return (
+    f"compare_precision needs a function that calls autocast, got {name},"
+    f" {found}. Pass a training step, or ols.grad(ols.autocast(loss_fn),"
+    " opt_state)."
+  )
 
 
 def _product(
@@ -279,6 +316,8 @@ class Runs:
       bool[arrays].
     names: the names of the arrays that are compared.
     mistakes: in how the step uses its gradients.
+    underflow_fraction: the fraction of all compared entries that are zero if
+      all rows run in half precision, and not zero in float32.
   """
 
   def __init__(
@@ -314,6 +353,8 @@ class Runs:
     self.mistakes = self._mistakes(reference, in_half)
     self._reference = [reference[i] for i in self._compared]
     self.half = self._errors(in_half)
+    halves = [in_half[i] for i in self._compared]
+    self.underflow_fraction = float(_underflow(self._reference, halves))
     self.is_zero = not any(jnp.any(x) for x in self._reference)
     off = self._errors(self._call(every, _program.OFF)[0])
     self.is_rounding = off.of_arrays > _ROUNDING
@@ -387,6 +428,14 @@ class Runs:
     """The sums over the arrays of each result; float64[results, 4]."""
     with np.errstate(invalid="ignore", over="ignore"):
       return np.add.reduceat(squares, self._starts)
+
+
+@jax.jit
+def _underflow(reference: list[Any], outs: list[Any]) -> Any:
+  """Returns the fraction of entries that are zero in the second alone."""
+  pairs = list(zip(reference, outs, strict=True))
+  zeros = [jnp.sum((a != 0) & (b == 0), dtype=jnp.float32) for a, b in pairs]
+  return sum(zeros) / max(sum(a.size for a in reference), 1)
 
 
 @jax.jit

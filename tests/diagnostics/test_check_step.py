@@ -1,0 +1,244 @@
+"""One call says whether a training step is sound, and what to fix."""
+
+import functools
+import json
+
+from helpers import planted_layers, quick_alone, whole_steps
+from helpers.usual_losses import BATCH, PARAMS
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+
+check_step = functools.partial(diagnostics.check_step, progress=False)
+DYNAMIC = ols.DynamicLossScale(2.0**6)
+
+
+def loss_fn(params, batch, factor=1.0):
+  hidden = factor * (batch["x"] @ params["w"])
+  return jnp.mean(jax.nn.softmax(hidden @ params["head"] / factor) ** 2)
+
+
+def step_of(loss, policy=DYNAMIC, differentiate=ols.grad, **kwargs):
+  """Returns a step, and its arguments."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
+
+  @jax.jit
+  def step(params, state, batch):
+    cast = ols.autocast(loss, **kwargs)
+    grads = differentiate(cast, state)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = {**PARAMS, "head": jnp.eye(4)}
+  return step, (params, tx.init(params), BATCH)
+
+
+def test_a_sound_step_has_no_problems_and_says_what_was_checked():
+  step, args = step_of(loss_fn)
+  check = check_step(step, *args)
+  assert check.is_sound and check.overflow is None
+  lines = str(check).splitlines()
+  assert lines[0] == "No problems."
+  for sentence in (
+    "ok  the loss is scaled once, by the state that update holds",
+    "ok  the gradients are finite",
+    "ok  100.0% of the matmul and convolution FLOPs run in float16",
+  ):
+    assert sentence in lines
+  assert any(x.startswith("ok  relative error of the gradi") for x in lines)
+  assert "ok  0.0% of the gradient entries underflow" in lines
+  assert lines[-1].startswith("More: check.precision, check.overflow, check.")
+  assert len(lines) <= 20
+  assert json.loads(json.dumps(check.as_dict()))["is_sound"] is True
+
+
+def test_a_layer_that_overflows_is_a_problem_until_it_is_kept_in_float32():
+  loss = functools.partial(loss_fn, factor=1e5)
+  step, args = step_of(loss)
+  check = check_step(step, *args)
+  problem = check.problems[0]
+  assert problem.cause.startswith("head overflows in the forward pass: max abs")
+  assert problem.cause.endswith("float16 ends at 65504.")
+  assert problem.fix == "ols.autocast(loss_fn, keep_float32='head')"
+  assert problem.keep_float32 == ("head",)
+  assert check.overflow.name.startswith("head")
+  assert str(check).startswith("1 problem.\n1. head overflows")
+  step, args = step_of(loss, keep_float32="head")
+  check = check_step(step, *args)
+  assert not any("overflows" in problem.cause for problem in check.problems)
+
+
+def test_an_unscaled_loss_is_a_problem_with_the_line_to_write():
+  step, args = step_of(
+    loss_fn, differentiate=lambda loss, state: jax.grad(loss)
+  )
+  check = check_step(step, *args)
+  (problem,) = check.problems
+  assert "unscaled loss" in problem.cause
+  assert "ols.value_and_grad(loss_fn, opt_state)" in problem.fix
+  assert "scaled once" not in str(check)
+
+
+def test_a_loss_scale_that_is_too_high_is_a_problem_with_a_lower_one():
+  step, (params, state, batch) = step_of(loss_fn, ols.DynamicLossScale(2.0**40))
+  check = check_step(step, params, state, batch)
+  (problem,) = check.problems
+  assert problem.cause.startswith(
+    "The backward pass overflows, so this step is"
+  )
+  assert "ols.set_loss_scale(opt_state, " in problem.fix
+  assert any("not finite" in what for what in check.not_checked)
+  state = ols.set_loss_scale(state, problem.loss_scale)
+  assert check_step(step, params, state, batch).is_sound
+
+
+def test_of_several_loss_scales_the_change_is_named():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  cast = ols.autocast(loss_fn)
+
+  @jax.jit
+  def step(params, state, other, batch):
+    updates = tx.update(ols.grad(cast, state)(params, batch), state)
+    return updates, tx.update(ols.grad(cast, other)(params, batch), other)
+
+  params = {**PARAMS, "head": jnp.eye(4)}
+  high = ols.set_loss_scale(tx.init(params), 2.0**40)
+  check = check_step(step, params, tx.init(params), high, BATCH)
+  assert check.problems[0].fix.startswith("Lower the loss scale by 2**")
+  assert check.problems[0].loss_scale is None
+
+
+def test_a_model_without_autocast_is_told_to_use_it():
+  tx = ols.with_loss_scaling(optax.sgd(0.1), DYNAMIC)
+
+  def step(params, state, batch):
+    return tx.update(ols.grad(loss_fn, state)(params, batch), state)
+
+  params = {**PARAMS, "head": jnp.eye(4)}
+  check = check_step(step, params, tx.init(params), BATCH)
+  (problem,) = check.problems
+  assert problem.cause == "No matmul or convolution runs in float16."
+  assert "ols.autocast(loss_fn)" in problem.fix
+  assert check.comparison is None
+  assert any("autocast casts no matmul" in x for x in check.not_checked)
+
+
+def test_a_model_that_is_in_float16_already_is_checked_without_autocast():
+  def half_loss(params, batch):
+    params, x = jax.tree.map(
+      lambda p: p.astype(jnp.float16), (params, batch["x"])
+    )
+    hidden = x @ params["w"] @ params["head"]
+    return jnp.mean(hidden.astype(jnp.float32) ** 2)
+
+  tx = ols.with_loss_scaling(optax.sgd(0.1), DYNAMIC)
+
+  def step(params, state, batch):
+    return tx.update(ols.grad(half_loss, state)(params, batch), state)
+
+  params = {**PARAMS, "head": jnp.eye(4)}
+  check = check_step(step, params, tx.init(params), BATCH)
+  assert check.is_sound and check.comparison is None
+  high = {**params, "head": 6e4 * jnp.eye(4)}
+  check = check_step(step, high, tx.init(params), BATCH)
+  (problem,) = check.problems
+  assert "dot_general" in problem.cause and "inf" in problem.cause
+  assert problem.fix
+
+
+def test_a_nan_in_the_batch_is_named():
+  step, (params, state, batch) = step_of(loss_fn)
+  batch = {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
+  check = check_step(step, params, state, batch)
+  assert check.problems[0].cause == "The argument batch['x'] holds nan."
+
+
+def test_gradients_that_are_zero_are_a_problem():
+  step, args = step_of(lambda params, batch: 0.0 * loss_fn(params, batch))
+  (problem,) = check_step(step, *args).problems
+  assert problem.cause.startswith("All gradients are zero")
+
+
+def test_gradients_as_arguments_are_not_checked_for_their_scale():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  step = lambda grads, state: tx.update(grads, state)
+  check = check_step(step, PARAMS, tx.init(PARAMS))
+  assert check.is_sound
+  assert "how the loss is scaled" in str(check)
+
+
+def test_at_most_twenty_lines_are_printed():
+  problem = diagnostics.Problem("A cause.", "A fix.")
+  step, args = step_of(loss_fn)
+  check = check_step(step, *args)
+  many = diagnostics.StepCheck(
+    (problem,) * 9,
+    check.passed[:5],
+    ("a limitation",) * 9,
+    check.precision,
+    check.overflow,
+    check.comparison,
+  )
+  text = str(many)
+  assert "5 more: check.problems" in text
+  assert "more was not checked: check.not_checked" in text
+  assert len(text.splitlines()) <= 20
+
+
+def test_a_function_without_an_update_is_refused():
+  with pytest.raises(ValueError, match="needs a training step that calls upd"):
+    check_step(lambda x: x**2, jnp.ones(3))
+
+
+PLANTED = quick_alone({"difference", "scores"}, planted_layers.NAMES)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_fixes_lead_to_a_step_without_problems(name):
+  """Applied one after the other, to each model with one bad layer."""
+  model = planted_layers.make(name)
+  if model.using is None:
+    return  # It is not trained.
+  policy = ols.DynamicLossScale(model.loss_scale or 2.0**10)
+  tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
+  kwargs = {} if model.argnums is None else {"argnums": model.argnums}
+
+  def step_with(kept, scale):
+    def step(state, *args):
+      cast = ols.autocast(model.loss_fn, keep_float32=kept)
+      state = state if scale is None else ols.set_loss_scale(state, scale)
+      grads = ols.grad(cast, state, using=model.using, **kwargs)(*args)
+      return tx.update(grads, state)
+
+    return step
+
+  state = tx.init(jax.tree.map(jnp.asarray, ()))
+  kept, scale = [], None
+  for _ in range(5):
+    check = check_step(step_with(kept, scale), state, *model.args)
+    if check.is_sound:
+      break
+    problem = check.problems[0]
+    assert problem.keep_float32 or problem.loss_scale, problem
+    kept += problem.keep_float32
+    scale = problem.loss_scale or scale
+  assert check.is_sound, str(check)
+
+
+@pytest.mark.parametrize(
+  "make",
+  quick_alone({whole_steps.with_nnx_in_place}, whole_steps.ALL),
+  ids=lambda make: make.__name__,
+)
+@pytest.mark.filterwarnings("ignore:The loss scale is inside of optax.Multi")
+def test_a_step_of_any_shape_is_checked(make):
+  """Its layer `centers` loses precision, and nothing else is wrong."""
+  step, args = make(ols.DynamicLossScale(2.0**6))
+  check = check_step(step, *args)
+  assert [x.keep_float32[0].split(" at ")[0] for x in check.problems] == [
+    "centers"
+  ]
