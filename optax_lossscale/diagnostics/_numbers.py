@@ -1,6 +1,7 @@
-"""What a dtype can hold, how numbers are printed, and in which tables."""
+"""The limits of dtypes, checks of arguments, and how reports are printed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import html
 import math
 from typing import Any, NamedTuple
 
@@ -8,6 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _checks, _state
+
+# The largest operand of each exponential, from the largest number of a dtype.
+LARGEST_EXPONENTS: dict[str, Callable[[float], float]] = {
+  "exp": math.log,
+  "exp2": math.log2,
+  "expm1": math.log,
+  "cosh": lambda top: math.log(2 * top),
+  "sinh": lambda top: math.log(2 * top),
+}
 
 
 class Limits(NamedTuple):
@@ -51,21 +61,35 @@ def as_scale(loss_scale: Any) -> float:
   return float(loss_scale)
 
 
+def largest_exponent(primitive: str, dtype: np.dtype) -> str:
+  """Return the operand above which an exponential is infinite: ``"11.1"``."""
+  if primitive not in LARGEST_EXPONENTS:
+    return ""
+  return f"{LARGEST_EXPONENTS[primitive](float(jnp.finfo(dtype).max)):.3g}"
+
+
+class PrintedReport:
+  """A report whose text is shown in a notebook as ``print`` shows it."""
+
+  def _repr_html_(self) -> str:
+    return f"<pre>{html.escape(str(self))}</pre>"
+
+
 def where(row: Any) -> dict[str, str]:
-  """The first two cells of a row that is about an operation in some place."""
+  """Return the first two cells of a row about an operation."""
   backward = ", backward" if row.backward else ""
   return {"": row.primitive, "name": f"{row.name or 'unknown'}{backward}"}
 
 
 def table(rows: Sequence[Mapping[str, str]], left: int) -> str:
-  """A table of at least one row, whose cells have the names of their columns.
+  """Format a table, with a header.
 
   Args:
-    rows: the rows, all with the same columns.
-    left: how many columns are aligned to the left; the others are to the right.
+    rows: at least one row, from the names of the columns to the cells.
+    left: the number of columns that are aligned to the left, the first ones.
 
   Returns:
-    The lines.
+    The lines of the table, as one string.
   """
   lines = [list(rows[0]), *(list(row.values()) for row in rows)]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -98,7 +98,7 @@ def find_overflow(
     >>> x = jnp.array([[1, 1], [1, 2]], jnp.float16)
     >>> hit = diagnostics.find_overflow(jax.value_and_grad(loss_fn), w, x)
     >>> print(hit.kind, hit.primitive, hit.inputs[0])
-    inf exp float16[2,2] up to 12
+    inf exp float16[2,2] (max abs 12)
     >>> diagnostics.find_overflow(loss_fn, w, x / 2) is None
     True
   """

@@ -1,5 +1,6 @@
-"""What ``find_overflow`` tells: an operation, what it read, and where it is."""
+"""The report of ``find_overflow``: an operation, its operands, and the fix."""
 
+from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -8,18 +9,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._jaxprs import _places
+from optax_lossscale.diagnostics import _numbers
 from optax_lossscale.diagnostics._overflow import _bits
+
+_MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
+_EXPONENTIALS = set(_numbers.LARGEST_EXPONENTS)
+_LOGARITHMS = {"log", "log1p", "log2"}
+_ROOTS = {"rsqrt", "sqrt"}
+_POWERS = {"integer_pow", "pow"}
+_SUMS = {
+  "add_any", "cumsum", "psum", "psum_invariant", "reduce_scatter",
+  "reduce_sum", "reduce_window_sum", "scatter-add",
+}  # fmt: skip
 
 
 class Operand(NamedTuple):
-  """What an operation read.
+  """An operand of an operation.
 
   Attributes:
-    shape: the shape, under ``shard_map`` that on one device.
+    shape: the shape, under ``shard_map`` the shape on one device.
     dtype: the dtype.
-    amax: the largest magnitude of what is finite; 0.0 if nothing is, None
-      if these are no numbers.
-    all_finite: whether all of it is finite.
+    amax: the largest finite magnitude; 0.0 if no entry is finite, None if the
+      entries are not numbers.
+    all_finite: whether all entries are finite.
   """
 
   shape: tuple[int, ...]
@@ -29,38 +41,46 @@ class Operand(NamedTuple):
 
   def __str__(self) -> str:
     text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+    details = []
     if self.amax is not None:
-      text += f" up to {float(f'{self.amax:.3g}'):g}"
-    return text if self.all_finite else f"{text} beside inf or nan"
+      details.append(f"max abs {_three_digits(self.amax)}")
+    if not self.all_finite:
+      details.append("contains inf or NaN")
+    return f"{text} ({', '.join(details)})" if details else text
 
 
 @dataclasses.dataclass(frozen=True)
-class Overflow:
-  """Where an inf or a NaN in a result comes from.
+class Overflow(_numbers.PrintedReport):
+  """The operation that first returned an inf or a NaN, and how to fix it.
 
   Attributes:
-    primitive: the operation: JAX's name of the primitive. ``"argument"`` and
-      ``"constant"`` stand for a number that was not finite to begin with.
-    dtype: the dtype of its result.
-    kind: ``"inf"`` or ``"nan"``. An inf is told before a NaN.
-    name_scope: the scopes around it, such as ``"Net/block1"``; often empty.
+    primitive: JAX's name of the operation. ``"argument"`` is an argument, and
+      ``"constant"`` a constant of the program, that is not finite.
+    dtype: the dtype of the result.
+    kind: ``"inf"`` or ``"nan"``; ``"inf"`` if the result contains both.
+    name_scope: the ``jax.named_scope`` stack of the operation, such as
+      ``"Net/block1"``; often empty.
     param_path: the path of the parameter, such as ``"blocks/2/up"``; often
       empty.
-    name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
-      path of the weights or the scopes, and the line.
+    name: the layer and the line, as ``keep_float32=`` of
+      :func:`optax_lossscale.autocast` takes it: the path of the parameter or
+      the scope, and the line.
     source_line: the user's line, ``"model.py:32 (Block.__call__)"``; empty if
-      none is known. In the backward pass it is the line that is differentiated.
-    eqn_path: the way to it, ``"jit(block)/scan[3]/dot_general"``. Iterations
-      are counted from 0. In the backward pass over a scan, they have the
-      numbers of the forward pass. For an argument, it is its name.
-    backward: whether it belongs to the backward pass, where a lower loss scale
-      helps. A derivative inside of the loss is part of the forward pass.
-    inputs: an :class:`Operand` for each of its inputs.
+      it is unknown. In the backward pass it is the line that is differentiated.
+    eqn_path: the path of the equation in the program,
+      ``"jit(block)/scan[3]/dot_general"``. Iterations are counted from 0. In
+      the backward pass of a scan, they have the numbers of the forward pass.
+      For an argument, it is the name of the argument.
+    backward: whether the operation is in the backward pass, where a lower loss
+      scale helps. A derivative inside the loss is part of the forward pass.
+    inputs: an :class:`Operand` for each operand.
     other_origins: further origins, in the order in which they were found; those
-      that reach an ``update`` come first. Theirs is empty.
-    warnings: what is wrong with the training step as a whole, in sentences:
-      ``update`` did not run, or does not see the overflow, or is given
-      gradients of another scale. Often empty.
+      that reach an ``update`` come first. Their ``other_origins`` are empty.
+    warnings: mistakes in the training step as a whole, in sentences: ``update``
+      did not run, does not see the overflow, or receives gradients that are not
+      scaled as it expects. Often empty.
+    in_autocast: whether ``autocast`` runs this operation in half precision, so
+      that ``keep_float32=`` applies to it.
   """
 
   primitive: str
@@ -75,22 +95,56 @@ class Overflow:
   inputs: tuple[Operand, ...]
   other_origins: tuple["Overflow", ...] = ()
   warnings: tuple[str, ...] = ()
+  in_autocast: bool = False
+
+  @property
+  def fix(self) -> str:
+    """What to change, in a sentence or two, with a line of code if possible."""
+    return suggest_fix(self)
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the report, and ``"fix"``, as dicts and lists, for machines."""
+    fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+    return fields | {
+      "dtype": str(self.dtype),
+      "inputs": [
+        x._asdict() | {"shape": list(x.shape), "dtype": str(x.dtype)}
+        for x in self.inputs
+      ],
+      "other_origins": [x.as_dict() for x in self.other_origins],
+      "warnings": list(self.warnings),
+      "fix": self.fix,
+    }
 
   def __str__(self) -> str:
-    is_argument = self.primitive == "argument"
-    within = self.eqn_path if is_argument else self.eqn_path.rpartition("/")[0]
-    parts = [
-      f"{self.kind} in {self.dtype} from {self.primitive}",
-      f"in {within}" if within else "",
-      self.name,
-      "backward" if self.backward else "",
-    ]
-    text = ", ".join(part for part in parts if part)
+    lines = [*self.warnings, self._conclusion()]
     if self.inputs:
-      text += f":\n  inputs {', '.join(map(str, self.inputs))}"
+      lines.append(f"Operands: {', '.join(map(str, self.inputs))}")
+    if "/" in self.eqn_path and self.primitive != "argument":
+      lines.append(f"Equation: {self.eqn_path}")
+    lines.append(f"Fix: {self.fix}")
     if self.other_origins:
-      text += f"\n  and from {len(self.other_origins)} more: see other_origins"
-    return "\n".join([*self.warnings, text])
+      count = len(self.other_origins)
+      lines.append(
+        f"(+{count} more origin{'s' * (count > 1)}: see other_origins)"
+      )
+    return "\n".join(lines)
+
+  def _conclusion(self) -> str:
+    kind = {"inf": "inf", "nan": "NaN"}[self.kind]
+    if self.primitive == "argument":
+      return f"The argument {self.eqn_path} contains {kind} ({self.dtype})."
+    where = ""
+    if self.name:
+      has_layer = self.name != self.source_line
+      where = f", {'in layer' if has_layer else 'at'} {self.name}"
+    if self.primitive == "constant":
+      return f"A constant in the program is {kind} ({self.dtype}){where}."
+    direction = "backward" if self.backward else "forward"
+    return (
+      f"{self.primitive} returned {kind} ({self.dtype}) in the {direction}"
+      f" pass{where}."
+    )
 
 
 def describe(
@@ -101,15 +155,15 @@ def describe(
   out: jax.Array,
   own: np.ndarray,
 ) -> Overflow:
-  """What to tell of an operation.
+  """Describe an operation that returned an inf or a NaN.
 
   Args:
     primitive: its name.
     inputs: the arrays that it read.
-    place: where it stands.
+    place: its location.
     axis: the axis of an array that is the first axis within the jaxpr.
     out: an output that is not finite.
-    own: which entries of it are this operation's own.
+    own: the mask of the entries that this operation made nonfinite.
 
   Returns:
     An :class:`Overflow`.
@@ -127,6 +181,7 @@ def describe(
     eqn_path="/".join(path),
     backward=place.backward,
     inputs=tuple(_operand(array, axis) for array in inputs),
+    in_autocast=place.mark is not None,
   )
 
 
@@ -141,3 +196,217 @@ def _operand(array: Any, axis: int) -> Operand:
   finite = np.isfinite(numbers)
   sizes = np.abs(np.where(finite, numbers, np.zeros_like(numbers)))
   return Operand(shape, array.dtype, float(sizes.max()), bool(finite.all()))
+
+
+def suggest_fix(origin: Overflow) -> str:
+  """Return what to change so that an operation stays finite.
+
+  Args:
+    origin: the operation.
+
+  Returns:
+    One or two sentences, with a line of code if possible.
+  """
+  sentence = next(fix for applies, fix in _FIXES if applies(origin))
+  layer = origin.name.removesuffix(f" at {origin.source_line}")
+  return sentence.format(
+    dtype=origin.dtype,
+    primitive=origin.primitive,
+    argument=origin.eqn_path,
+    # The path of a parameter selects the layer. A scope may hold others.
+    layer=layer if origin.param_path else origin.name,
+    top=_three_digits(float(jnp.finfo(origin.dtype).max)),
+    exponent=_numbers.largest_exponent(origin.primitive, origin.dtype),
+    limit=_HALF_LIMIT if _is_half(origin) else "",
+  )
+
+
+def _three_digits(number: float) -> str:
+  """Format a number: 65504, 9.3e+04, 0.0132."""
+  if number == 65504:  # Every reader knows the largest number of float16.
+    return "65504"
+  return f"{float(f'{number:.3g}'):g}"
+
+
+def _is_in(primitives: set[str]) -> Callable[[Overflow], bool]:
+  return lambda origin: origin.primitive in primitives
+
+
+def _is_half(origin: Overflow) -> bool:
+  """Return whether float32 has a larger range than the dtype of the result."""
+  return float(jnp.finfo(origin.dtype).max) < 1e38
+
+
+def _has_nonfinite_operand(origin: Overflow) -> bool:
+  return not all(operand.all_finite for operand in origin.inputs)
+
+
+def _writes_inf(origin: Overflow) -> bool:
+  """Return whether an inf is written in the program, as in ``x + -jnp.inf``."""
+  return origin.kind == "inf" and any(
+    not operand.all_finite and operand.shape == () for operand in origin.inputs
+  )
+
+
+def _is_masked_softmax(origin: Overflow) -> bool:
+  return (
+    origin.kind == "nan"
+    and origin.primitive == "sub"
+    and _has_nonfinite_operand(origin)
+  )
+
+
+def _is_nan_of_infs(origin: Overflow) -> bool:
+  return origin.kind == "nan" and _has_nonfinite_operand(origin)
+
+
+def _is_divided_by_zero(origin: Overflow) -> bool:
+  if origin.primitive != "div":
+    return False
+  # A large cotangent, divided by a small number, may overflow, too.
+  return not origin.backward or origin.kind == "nan" or not _amax(origin, 1)
+
+
+def _is_power_of_zero(origin: Overflow) -> bool:
+  is_large = _amax(origin, 0) > 1
+  return origin.primitive in _POWERS and (origin.kind == "nan" or not is_large)
+
+
+def _amax(origin: Overflow, index: int) -> float:
+  return origin.inputs[index].amax or 0.0
+
+
+def _is_undefined(origin: Overflow) -> bool:
+  """Return whether an operation has no value, and did not overflow inside."""
+  may_overflow = _MATMULS | _SUMS
+  return origin.kind == "nan" and origin.primitive not in may_overflow
+
+
+def _is_constant_of_where(origin: Overflow) -> bool:
+  return (
+    origin.primitive == "convert_element_type"
+    and "jit(_where)" in origin.eqn_path
+    and origin.inputs[0].shape == ()
+  )
+
+
+_HALF_LIMIT = " A small constant such as 1e-8 is zero in float16."
+_MASK = (
+  "if it is a mask, write jnp.where(keep, scores, jnp.finfo(scores.dtype).min)."
+)
+
+# The fix of each case. The first case that applies counts.
+_FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
+  (
+    _is_in({"argument"}),
+    "clean the data, or leave this batch out. If {argument} is a parameter or"
+    " an optimizer state, restore the last finite checkpoint.",
+  ),
+  (
+    lambda x: x.primitive == "constant" and x.kind == "nan",
+    "replace this NaN in the program by a number.",
+  ),
+  (
+    _is_in({"constant"}),
+    f"write a number that {{dtype}} holds; {_MASK}",
+  ),
+  (
+    _is_constant_of_where,
+    f"write a number that {{dtype}} holds, at most {{top}}; {_MASK}",
+  ),
+  (
+    _writes_inf,
+    f"write a number that {{dtype}} holds instead of inf; {_MASK}",
+  ),
+  (
+    _is_in({"get"}),
+    "the Ref contains an inf or a NaN. Look for the operation that writes it:"
+    " writes into a Ref are not followed.",
+  ),
+  (
+    _is_masked_softmax,
+    "a row of a softmax is masked completely, and exp(-inf - -inf) is NaN. Mask"
+    " with jnp.where(keep, scores, jnp.finfo(scores.dtype).min), or leave such"
+    " rows out.",
+  ),
+  (
+    _is_nan_of_infs,
+    "an operand contains inf, and 0 * inf and inf - inf are NaN. Select with"
+    " jnp.where instead of multiplying by or adding a mask, and write"
+    " jnp.finfo(x.dtype).min instead of -inf.",
+  ),
+  (
+    _is_in(_LOGARITHMS),
+    "keep zero and negative numbers out before the operation:"
+    " jnp.log(jnp.where(x > 0, x, 1)).{limit}",
+  ),
+  (
+    _is_in(_ROOTS),
+    "keep zero and negative numbers out before the operation:"
+    " jnp.sqrt(jnp.where(x > 0, x, 1)).{limit}",
+  ),
+  (
+    _is_divided_by_zero,
+    "keep zero out of the divisor before the operation:"
+    " x / jnp.where(y != 0, y, 1), or a larger epsilon.{limit}",
+  ),
+  (
+    _is_power_of_zero,
+    "keep zero and negative numbers out before the operation:"
+    " jnp.where(x > 0, x, 1) ** p.{limit}",
+  ),
+  (
+    _is_undefined,
+    "{primitive} is not defined for some of its operands. Replace them before"
+    " the operation, with jnp.where.",
+  ),
+  (
+    lambda x: x.backward,
+    "the loss scale is too high. A dynamic loss scale decreases automatically"
+    " after each skipped step; lower a fixed one:"
+    " ols.set_loss_scale(opt_state, scale / 16). If the scale is at min_scale,"
+    " lower min_scale.",
+  ),
+  (
+    lambda x: x.in_autocast,
+    "ols.autocast(loss_fn, keep_float32={layer!r}) runs this layer in float32."
+    " No loss scale helps in the forward pass.",
+  ),
+  (
+    lambda x: x.primitive in _EXPONENTIALS and _is_half(x),
+    "{primitive} overflows above {exponent} in {dtype}. Compute it in float32:"
+    " jnp.{primitive}(x.astype(jnp.float32)), or subtract the maximum first.",
+  ),
+  (
+    _is_in(_EXPONENTIALS),
+    "{primitive} overflows above {exponent} in {dtype}. Subtract the maximum"
+    " from its operand first.",
+  ),
+  (
+    lambda x: not _is_half(x),
+    "the result is outside the range of {dtype}, so a wider dtype does not"
+    " help. Normalize the operands. If the parameters diverge, lower the"
+    " learning rate.",
+  ),
+  (
+    _is_in(_MATMULS),
+    "compute this layer in float32, or normalize its operands. In a model that"
+    " is written in float32, ols.autocast(loss_fn, keep_float32={layer!r}) does"
+    " so.",
+  ),
+  (
+    _is_in(_SUMS),
+    "add up in float32: jnp.sum(x, dtype=jnp.float32), or x.astype(jnp.float32)"
+    " before the sum.",
+  ),
+  (
+    _is_in({"convert_element_type"}),
+    "the largest number of {dtype} is {top}. Keep this value in float32, a sum"
+    f" with jnp.sum(x, dtype=jnp.float32), or normalize it; {_MASK}",
+  ),
+  (
+    lambda x: True,
+    "compute {primitive} in float32: x.astype(jnp.float32), or normalize its"
+    " operands. The largest number of {dtype} is {top}.",
+  ),
+)
