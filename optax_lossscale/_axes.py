@@ -96,9 +96,9 @@ def _as_tuple(axis_name: AxisName | None) -> tuple[Hashable, ...]:
 
 def _cannot_tell(name: Hashable) -> str:
   return (
-    "max_norm needs shard_map with check_vma=True to know which gradients are"
-    f" shards and which are whole on every device, got axis {name!r} of pmap,"
-    " vmap or shard_map with check_vma=False. If all of them are averaged over"
-    " the devices already, each device can clip by itself: leave out max_norm,"
-    " and wrap optax.chain(optax.clip_by_global_norm(...), inner)."
+    "max_norm needs shard_map with check_vma=True to distinguish sharded from"
+    f" replicated gradients, got axis {name!r} of pmap, vmap or shard_map with"
+    " check_vma=False. If all gradients are already averaged over the devices,"
+    " leave out max_norm and clip on each device:"
+    " with_loss_scaling(optax.chain(optax.clip_by_global_norm(...), inner))."
   )

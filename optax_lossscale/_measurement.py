@@ -117,7 +117,7 @@ def _times(x: jax.Array, factor: jax.Array | None) -> jax.Array:
 
 def _as_flag(name: str, value: Any) -> jax.Array:
   """The value as a bool; of a number, whether it is neither 0 nor NaN."""
-  kind = "bool or number, true if the gradients are finite"
+  kind = "bool or number that is true if the gradients are finite"
   _check_scalar(name, value, kind, "jnp.all")
   if _is_on_host(value):
     # As JAX has it, 1e-300 would be 0, and large integers are errors.
@@ -147,8 +147,8 @@ def _is_on_host(value: Any) -> bool:
 
 
 def _check_scalar(name: str, value: Any, kind: str, reduction: str) -> None:
-  rule = f"{name} must be one {kind}"
-  remedy = f"Reduce several with {reduction}; leave it out if you have none."
+  rule = f"{name} must be a single {kind}"
+  remedy = f"Reduce an array with {reduction}, or leave out {name}."
   if not _arrays.is_array_like(value):
     raise TypeError(f"{rule}, got {name} = {value!r}. {remedy}")
   shape, dtype = jnp.shape(value), jnp.result_type(value)

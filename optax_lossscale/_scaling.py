@@ -23,8 +23,8 @@ from optax_lossscale import (
 from optax_lossscale._jaxprs import _lines
 
 _HINT_OF_GRADS = (
-  " If fun is differentiated already, as by jax.value_and_grad or jax.grad,"
-  " pass the loss function itself."
+  " If fun is already differentiated, for example by jax.value_and_grad or"
+  " jax.grad, pass the loss function itself."
 )
 
 # By library, what differentiates models with leaves that are no floats.
@@ -177,8 +177,8 @@ def value_and_grad(
       cure = _using_for((args, fun_kwargs))
       if using is jax.value_and_grad and cure:
         error.add_note(
-          "An argument is a model that holds more than floats: pass"
-          f" using={cure}."
+          "An argument is a model with leaves that are not floats, which"
+          f" jax.value_and_grad can't differentiate. Pass using={cure}."
         )
       raise
     out, grads = _split_result(result, using)
@@ -244,7 +244,7 @@ def _check_argnums(argnums: Any, hint: str) -> None:
   numbers = argnums if isinstance(argnums, (tuple, list)) else [argnums]
   if not all(map(_is_argnum, numbers)):
     raise TypeError(
-      "argnums must be an integer or a sequence of them, got"
+      "argnums must be an integer or a sequence of integers, got"
       f" {_checks.came('argnums', argnums)}.{hint}"
     )
 
@@ -265,9 +265,9 @@ def _warn_if_accumulated(state: Any) -> None:
   leaves = jax.tree.leaves(state, is_leaf=is_sum)
   if any(is_sum(x) and _state.holds_loss_scale(x) for x in leaves):
     _warnings.warn(
-      "The loss scale is inside of optax.MultiSteps, which adds up a gradient"
-      " that is not finite before anybody tests it: from then on each step may"
-      " be skipped. Put it inside instead:"
+      "The loss scale is inside optax.MultiSteps, which accumulates a gradient"
+      " that is inf or NaN before with_loss_scaling can skip it, so every later"
+      " step may be skipped. Swap them:"
       " with_loss_scaling(optax.MultiSteps(optimizer, k))."
     )
 
@@ -284,9 +284,9 @@ def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
   is_pair = isinstance(value, (tuple, list)) and len(value) == 2
   if not is_pair or not isinstance(value[1], _Returned):
     raise TypeError(
-      "using must return the value beside the gradients, as jax.value_and_grad"
-      f" does, got using = {using!r}. For the gradients alone, call grad with"
-      " a function that returns both."
+      "using must return the value and the gradients, as jax.value_and_grad"
+      f" does, got using = {using!r}. If you need only the gradients, call grad"
+      " instead of value_and_grad, with a using= that returns both."
     )
   return value[1].out, grads
 
@@ -352,11 +352,10 @@ def _refuse_scaling() -> None:
       fun = frame.f_locals["fun"]
       name = getattr(fun, "__name__", type(fun).__name__)
       raise RuntimeError(
-        "scale_loss must not be called in a function that value_and_grad or"
-        " grad of optax_lossscale differentiates, since they scale its loss"
-        f" themselves, got it in {name}. Drop scale_loss, and return the loss"
-        " as it is. To scale by hand, drop the other: use jax.value_and_grad"
-        " and unscale_grads."
+        f"{name} calls scale_loss, but value_and_grad and grad of"
+        " optax_lossscale already scale its loss, so the loss would be scaled"
+        f" twice. Remove scale_loss from {name}. To scale the loss yourself,"
+        " keep scale_loss and use jax.value_and_grad and unscale_grads."
       )
     frame = frame.f_back
 
@@ -365,7 +364,7 @@ def _checked(out: Any, has_aux: bool) -> Any:
   """The loss in what a function returned, if it is one that can be scaled."""
   loss = _split_aux(out)[0] if has_aux else out
   if not _arrays.is_array_like(loss):
-    hint = " If it is a pair of the loss and auxiliary data, pass has_aux=True."
+    hint = " If fun returns a pair (loss, aux), pass has_aux=True."
     raise TypeError(
       f"fun must return a scalar loss, got {type(loss).__name__}."
       f"{'' if has_aux else hint}{_HINT_OF_GRADS}"
@@ -401,9 +400,9 @@ def _warn_if_narrow(loss: Any) -> None:
   if not _arrays.is_narrow(dtype):
     return
   _warnings.warn(
-    f"fun returns a {dtype} loss. Its backward pass starts with the loss"
-    f" scale in {dtype}, which ends at {jnp.finfo(dtype).max}; the scale will"
-    " settle below. Return the loss in float32."
+    f"fun returns a {dtype} loss. The backward pass starts with the loss scale"
+    f" in {dtype}, so the loss scale can't exceed {jnp.finfo(dtype).max}."
+    " Return the loss in float32: loss.astype(jnp.float32)."
   )
 
 

@@ -150,9 +150,9 @@ def _check_structure(new_state: Any, state: Any) -> None:
   old: Any = jax.tree.structure(state)
   if new != old:
     raise ValueError(
-      "The state of inner must keep its structure, so that a skipped step can"
-      f" keep the old one; got {new} from update and {old} before it. If inner"
-      " measures (optax.monitor), chain it around: optax.chain("
-      "optax.monitor(...), with_loss_scaling(optimizer)), or take"
+      "The state of inner must keep its structure, because a skipped step"
+      f" restores the old state, got {new} from update and {old} before it. If"
+      " inner contains optax.monitor, move it outside: optax.chain("
+      "optax.monitor(...), with_loss_scaling(optimizer)). Or use"
       " optax.snapshot, whose state keeps its structure."
     )

@@ -151,9 +151,9 @@ def select_if_finite(state: Any, new: Any, old: _Tree) -> _Tree:
   finite = get_loss_scale_state(state).last_finite
   if jnp.shape(finite):
     raise ValueError(
-      "state must hold one loss scale, got last_finite of shape"
-      f" {jnp.shape(finite)}. Of a state that vmap or pmap has mapped, select"
-      " within the mapped function, or map select_if_finite itself."
+      "select_if_finite expects the state of one loss scale, got last_finite of"
+      f" shape {jnp.shape(finite)}. Call select_if_finite inside vmap or pmap,"
+      " or map it: jax.vmap(select_if_finite)(state, new, old)."
     )
   structure: Any = jax.tree.structure(new)
   if structure != jax.tree.structure(old):
@@ -222,9 +222,9 @@ def policy_state_of(policy: Any, state: LossScaleState, kind: Any) -> Any:
   if has_fields and len(policy_state) == len(fields):
     return kind(*policy_state)
   raise ValueError(
-    f"state.policy_state must be that of a {type(policy).__name__}, with the"
-    f" fields {', '.join(fields)}, got {_describe(policy_state)} of another"
-    " policy, or of an earlier version. To keep the loss scale, use"
+    f"state.policy_state must have the fields of {type(policy).__name__}"
+    f" ({', '.join(fields)}), got {_describe(policy_state)} of another policy,"
+    " or of an earlier version. To keep the loss scale, use"
     " state._replace(policy_state=policy.init().policy_state), where state is"
     " the loss_scale_state of an optimizer state."
   )
@@ -233,13 +233,13 @@ def policy_state_of(policy: Any, state: LossScaleState, kind: Any) -> Any:
 def _describe(policy_state: Any) -> str:
   """The fields of a policy state, or how many values it has without names."""
   if not isinstance(policy_state, (Mapping, tuple, list)):
-    return f"one of type {type(policy_state).__name__}"
+    return f"an object of type {type(policy_state).__name__}"
   is_mapping, count = isinstance(policy_state, Mapping), len(policy_state)
   names = (
     [*policy_state] if is_mapping else [*getattr(policy_state, "_fields", ())]
   )
   if count == 0:
-    return "an empty one"
+    return "no fields"
   if len(names) == count:
     return ", ".join(map(str, names))
   return f"{count} value{'s' * (count > 1)} without names"
@@ -260,16 +260,16 @@ def _find_one(tree: Any) -> tuple[Any, Any]:
   if not found:
     raise ValueError(
       "state must hold a loss-scale state, got a"
-      f" {type(tree).__name__} that holds none. Pass what `tx.init(params)`"
-      " returned, with tx = with_loss_scaling(optimizer), or the train state"
-      " or optimizer object that contains it."
+      f" {type(tree).__name__} that holds none. Pass the state that"
+      " `tx.init(params)` returned, with tx = with_loss_scaling(optimizer), or"
+      " the train state or optimizer object that contains it."
     )
   if len(found) > 1:
     paths = ", ".join(_keystr(path) for path, _ in found)
     raise ValueError(
       "state must hold exactly one loss-scale state, got a"
       f" {type(tree).__name__} that holds {len(found)}: at {paths}."
-      " Pass the part that belongs to this loss."
+      " Pass only the part that belongs to this loss."
     )
   return found[0]
 
@@ -317,10 +317,10 @@ def _check_selectable(path: Any, new: Any, old: Any) -> None:
     return
   if new is not old and (type(new) is not type(old) or new != old):
     raise ValueError(
-      "new and old must be equal where they hold no arrays, since these alone"
-      f" can be selected on a device, got {_checks.came('new', new)} and"
-      f" {_checks.came('old', old)} at {_paths.leaf_name(path)}. Leave this"
-      " leaf out of both."
+      "new and old must be equal in leaves that are not arrays, since only"
+      " arrays can be selected on a device, got"
+      f" {_checks.came('new', new)} and {_checks.came('old', old)} at"
+      f" {_paths.leaf_name(path)}. Remove this leaf from both."
     )
 
 
@@ -330,10 +330,10 @@ def _in_containers_of(old: Any, new: Any) -> Any:
   for name, has, lacks in ("old", in_old, in_new), ("new", in_new, in_old):
     alone = [path for key, (path, _) in has.items() if key not in lacks]
     if alone:
-      path = _paths.leaf_name(alone[0]) or "the tree itself"
+      path = _paths.leaf_name(alone[0]) or "the root of the tree"
       raise ValueError(
-        f"new and old must have leaves at the same paths, got {path} in {name}"
-        " alone."
+        "new and old must have leaves at the same paths, got"
+        f" {path} only in {name}."
       )
   leaves = [in_new[key][1] for key in in_old]
   return jax.tree.unflatten(jax.tree.structure(old), leaves)
@@ -348,4 +348,4 @@ def _by_names(tree: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
 
 
 def _keystr(path: Any) -> str:
-  return jax.tree_util.keystr(path) or "the tree itself"
+  return jax.tree_util.keystr(path) or "the root of the tree"

@@ -236,7 +236,7 @@ def _as_transformation(
     getattr(inner, "update", None)
   )
   if isinstance(inner, type) or not has_methods:
-    hint = " Call it to make one." if callable(inner) else ""
+    hint = " Call it to create the optimizer." if callable(inner) else ""
     raise TypeError(
       "inner must be an optimizer such as optax.adam(1e-3), got"
       f" {_checks.came('inner', inner)}.{hint}"
@@ -249,8 +249,9 @@ def _as_transformation(
 def _check_inner_state(inner_state: Any) -> None:
   if _state.holds_loss_scale(inner_state):
     raise ValueError(
-      "inner must be an optimizer without loss scaling, got one whose state"
-      " holds a loss scale already. Wrap it once, and outermost."
+      "inner must be an optimizer without loss scaling, got an optimizer whose"
+      " state already holds a loss scale. Call with_loss_scaling only once, as"
+      " the outermost wrapper."
     )
 
 
@@ -259,18 +260,19 @@ def _check_state(state: Any) -> None:
     return
   if _state.holds_loss_scale(state):
     advice = (
-      "with a loss scale in it. If it was read from a checkpoint, read it into"
-      " the structure of tx.init(params): give that to Orbax's restore, or to"
-      " flax.serialization.from_state_dict(tx.init(params), state). If it is a"
-      " larger state, give the WithLossScalingState that it holds."
+      "that holds a loss scale. If the state comes from a checkpoint, restore"
+      " it into the structure of tx.init(params): pass tx.init(params) to"
+      " Orbax's restore, or call"
+      " flax.serialization.from_state_dict(tx.init(params), state). If the"
+      " WithLossScalingState is part of a larger state, pass only that part."
     )
   else:
     advice = (
-      "without a loss scale. To go on from a state of the bare optimizer, use"
-      " tx.init(params)._replace(inner_state=state)."
+      "without a loss scale. To continue from a state of the bare optimizer,"
+      " use tx.init(params)._replace(inner_state=state)."
     )
   raise TypeError(
-    "update must be given a WithLossScalingState, as init returns it, got a"
+    "update takes a WithLossScalingState, as init returns it, got a"
     f" {type(state).__name__} {advice}"
   )
 

@@ -148,11 +148,12 @@ def _update(everything: Any, changed: Any, fun: Any, nnx: Any) -> None:
     flat = nnx.to_flat_state(changed)
     paths = [".".join(p for p in k if isinstance(p, str)) for k, _ in flat]
     raise ValueError(
-      f"{getattr(fun, '__name__', fun)} within autocast must not change a Flax"
-      " NNX object that comes from outside of the transformation around it, got"
-      f" a change of {', '.join(paths)}. Differentiate with nnx.value_and_grad"
-      " (optax_lossscale.value_and_grad takes using=nnx.value_and_grad), or do"
-      " not let the object change, such as by model.eval()."
+      f"{getattr(fun, '__name__', fun)} inside autocast changes"
+      f" {', '.join(paths)} of a Flax NNX object, but the object comes from"
+      " outside the transformation around autocast, which can't update it."
+      " Differentiate with nnx.value_and_grad or"
+      " ols.value_and_grad(..., using=nnx.value_and_grad), or prevent the"
+      " change, for example by model.eval()."
     ) from error
 
 

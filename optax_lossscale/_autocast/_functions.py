@@ -20,9 +20,9 @@ from optax_lossscale._autocast import (
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-_WHERE = (
-  " autocast stands around the loss: ols.value_and_grad(ols.autocast(loss_fn),"
-  " opt_state)(params, batch), or @ols.autocast() above its definition."
+_HOW_TO_WRAP = (
+  " Wrap the loss function: ols.value_and_grad(ols.autocast(loss_fn),"
+  " opt_state)(params, batch), or decorate it with @ols.autocast()."
 )
 
 
@@ -36,9 +36,7 @@ class _Decorator:
     return autocast(fun, self._dtype, keep_float32=self._kept)
 
   def __enter__(self) -> None:
-    raise TypeError(
-      f"autocast changes a function, and not a block of code.{_WHERE}"
-    )
+    raise TypeError(f"autocast is not a context manager.{_HOW_TO_WRAP}")
 
   # Python looks for it before it calls the other, and checkers refuse it.
   __exit__ = None
@@ -141,15 +139,15 @@ def autocast(
     return _Decorator(dtype, kept.patterns)
   if isinstance(fun, type) and jnp.issubdtype(fun, jnp.floating):
     came = _checks.came("fun", fun)
-    raise TypeError(f"fun must be a function, got {came}.{_WHERE}")
-  _checks.check_callable("fun", fun, hint=_WHERE)
+    raise TypeError(f"fun must be a function, got {came}.{_HOW_TO_WRAP}")
+  _checks.check_callable("fun", fun, hint=_HOW_TO_WRAP)
   if dtype == jnp.float32:
     return fun
-  told_before: set[str] = set()
+  warned: set[str] = set()
 
-  def tell(message: str) -> None:
-    if message and message not in told_before:
-      told_before.add(message)
+  def warn_once(message: str) -> None:
+    if message and message not in warned:
+      warned.add(message)
       _warnings.warn(message)
 
   @functools.wraps(fun, updated=())
@@ -161,11 +159,11 @@ def autocast(
     out = put_in_place(result.out)
     found = result.found
     cast = functools.partial(_products.names_of_cast, result.jaxpr)
-    tell(kept.check(found.decisions, found.has_unseen, cast))
-    tell(result.message)
+    warn_once(kept.check(found.decisions, found.has_unseen, cast))
+    warn_once(result.message)
     if not result.message and not found.has_products:
-      tell(_messages.of_nothing(fun, call, dtype))
-    tell(_messages.of_calls(fun, (args, kwargs), out))
+      warn_once(_messages.of_nothing(fun, call, dtype))
+    warn_once(_messages.of_calls(fun, (args, kwargs), out))
     return out
 
   return autocast_fun

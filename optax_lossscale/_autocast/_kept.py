@@ -78,23 +78,29 @@ class Kept(NamedTuple):
       return ""
     names = _all_names(x for decision in decisions for x in decision.names)
     nearest = difflib.get_close_matches(unmatched[0], names, _NEAREST, 0.0)
-    hint = f"The nearest names are {', '.join(map(repr, nearest))}."
-    message = (
-      "keep_float32 must name products of the function by their scope, the"
-      " path of their weights, or a line, as optax_lossscale.diagnostics"
-      f".precision_report prints them, got {unmatched[0]!r}, which selects"
-      " none."
-      f" {hint if nearest else 'There are no products.'}"
-    )
+    name = repr(unmatched[0])
     if self._fits(unmatched[0], _all_names(cast())):
       message = (
-        f"keep_float32 = {unmatched[0]!r} names products of another autocast"
-        " inside of the function, which has chosen their dtype. Give the name"
-        f" to that one: autocast(part, keep_float32={unmatched[0]!r})."
+        f"keep_float32 = {name} selects matmuls of an inner autocast, which has"
+        " already chosen their dtype. Pass the name to the inner autocast:"
+        f" autocast(part, keep_float32={name})."
+      )
+    elif nearest:
+      message = (
+        f"keep_float32 = {name} selects no matmul or convolution. Pass a name"
+        " scope, a parameter path or a source line, as"
+        " optax_lossscale.diagnostics.precision_report prints them. The nearest"
+        f" names are {', '.join(map(repr, nearest))}."
+      )
+    else:
+      message = (
+        f"keep_float32 = {name} selects no matmul or convolution, because the"
+        " function contains none. Remove keep_float32."
       )
     if has_unseen:
       return (
-        f"{message} Some products are in rules that could not be looked at."
+        f"{message} The name may be inside a custom derivative rule, which"
+        " autocast can't inspect."
       )
     raise ValueError(message)
 
@@ -110,8 +116,8 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
   many = tuple(many) if isinstance(many, Iterable) else (many,)
   if not all(isinstance(pattern, str) for pattern in many):
     raise TypeError(
-      "keep_float32 must be a name or several, such as 'Net/block1', got"
-      f" keep_float32 = {patterns!r}."
+      "keep_float32 must be a name or a list of names, such as 'Net/block1',"
+      f" got keep_float32 = {patterns!r}."
     )
   return many
 

@@ -47,15 +47,17 @@ def of_missed(
   if shares:
     largest = sorted(shares, key=lambda where: -shares[where])
     parts.append(
-      f"autocast cannot enter {_listed(largest)}:"
-      f" {sum(shares.values()):.1%} of the flops of products are inside, and"
-      f" run in float32, as they are written, instead of {dtype}. If that is"
-      " meant to be, mark them with optax_lossscale.keep_float32."
+      f"autocast left {_listed(largest)} unchanged: the matmuls and"
+      f" convolutions inside ({sum(shares.values()):.1%} of the matmul FLOPs)"
+      f" run in float32 instead of {dtype}. To keep them in float32 and silence"
+      " this warning, wrap the function that calls them in"
+      " optax_lossscale.keep_float32."
     )
   if exported:
     parts.append(
-      f"autocast cannot enter {_listed(exported)}: what was exported runs in"
-      " float32, as it is written. If that is meant to be, mark it with"
+      f"autocast left {_listed(exported)} unchanged: the matmuls and"
+      " convolutions of an exported function run in float32. To keep them in"
+      " float32 and silence this warning, wrap the function that calls it in"
       " optax_lossscale.keep_float32."
     )
   return " ".join(parts)
@@ -88,22 +90,27 @@ def of_nothing(
     return ""
   products = filter(_operations.is_matrix_product, eqns)
   dtypes = {str(eqn.invars[0].aval.dtype) for eqn in products}
+  name = getattr(fun, "__name__", type(fun).__name__)
   if not dtypes:
-    text = "There is none of another dtype, either."
-  else:
-    text = f"There are products in {' and '.join(sorted(dtypes))}."
+    return (
+      f"autocast had no effect on {name}: it contains no matmul or convolution."
+      f" Pass the function whose matmuls should run in {dtype}."
+    )
+  text = (
+    f"autocast had no effect on {name}: it contains no float32 matmul or"
+    f" convolution that autocast may cast to {dtype}, only some in"
+    f" {' and '.join(sorted(dtypes))}."
+  )
   if "float32" in dtypes:
     text += (
-      " Those of precision HIGHEST, also by jax.default_matmul_precision, and"
-      " those that keep_float32 marks stay in float32."
+      " Matmuls of precision HIGHEST, also by jax.default_matmul_precision, and"
+      " matmuls marked with keep_float32 stay in float32."
     )
   if dtypes & {"bfloat16", "float16"}:
-    text += " A model that is in half precision by itself needs no autocast."
-  return (
-    f"autocast found nothing to run in {dtype}: no float32 matrix product or"
-    " convolution that it may change in"
-    f" {getattr(fun, '__name__', type(fun).__name__)}. {text}"
-  )
+    text += (
+      " A model that already computes in half precision needs no autocast."
+    )
+  return text
 
 
 def of_calls(fun: Callable[..., Any], given: Any, out: Any) -> str:
@@ -131,10 +138,10 @@ def of_calls(fun: Callable[..., Any], given: Any, out: Any) -> str:
     return ""
   name = getattr(fun, "__name__", type(fun).__name__)
   return (
-    f"autocast ran {name} outside of jit, for the third time with the same"
-    " shapes. Each call traces it again, runs its operations one by one, and"
-    " compiles anew what is jitted inside: call it in a jitted function, such"
-    " as the training step."
+    f"autocast ran {name} outside of jit for the third time with the same"
+    " shapes. Each call traces it again, runs its operations one by one and"
+    f" recompiles the functions that are jitted inside. Call {name} in a jitted"
+    " function, such as the training step."
   )
 
 

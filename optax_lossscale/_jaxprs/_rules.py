@@ -253,7 +253,7 @@ def _backward_of_hijax(
 ) -> dict[str, Any]:
   old, call = held.bwd, change.call
   if "remat_rules" not in held.params:  # Remove this once jax >= 0.12.
-    raise KeyError("The functions of objects were others before JAX 0.12.")
+    raise KeyError("Before JAX 0.12 the rules of hijax primitives differ.")
 
   @functools.wraps(old)
   def backward(residuals: Any, cotangents: Any) -> Any:

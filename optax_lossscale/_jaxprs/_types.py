@@ -25,9 +25,9 @@ def varying_of(kind: Any) -> frozenset[Hashable]:
   varying = getattr(axes, "varying", getattr(kind, "vma", None))
   if not isinstance(varying, (frozenset, set)):
     raise RuntimeError(
-      "optax_lossscale cannot tell along which axes of the mesh a value varies"
-      f" in JAX {jax.__version__}, got the type {kind!r}. Please report it, and"
-      " use an older JAX until there is a new version of optax_lossscale."
+      "optax_lossscale cannot read the mesh axes over which a value varies in"
+      f" JAX {jax.__version__}, got the type {kind!r}. Use an older JAX until"
+      " optax_lossscale supports this version. Please report it."
     )
   return frozenset(varying)
 

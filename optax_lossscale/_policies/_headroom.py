@@ -181,9 +181,10 @@ class HeadroomLossScale:
     """
     if grads_amax is None:
       raise TypeError(
-        "HeadroomLossScale.adjust must be given grads_amax, the largest"
-        " magnitude among the unscaled gradients, got None. with_loss_scaling"
-        " passes it; by hand it is optax.tree.norm(grads, ord='inf')."
+        "HeadroomLossScale.adjust requires grads_amax, the largest magnitude"
+        " among the unscaled gradients, got None. with_loss_scaling passes it;"
+        " if you call adjust yourself, pass"
+        " grads_amax=optax.tree.norm(grads, ord='inf')."
       )
     amax = jnp.abs(_arrays.cast(grads_amax, jnp.float32))
     policy_state = _state.policy_state_of(self, state, HeadroomPolicyState)

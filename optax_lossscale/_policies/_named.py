@@ -55,7 +55,7 @@ def refuse_options(arguments: Mapping[str, Any]) -> None:
     if found:
       options = ", ".join(f"{k}={v!r}" for k, v in found.items())
       raise TypeError(
-        "with_loss_scaling takes the options of a policy with the policy, got"
+        "with_loss_scaling takes a policy, not the options of a policy, got"
         f" {options}. Write with_loss_scaling(optimizer,"
         f" {policy.__name__}({options}))."
       )

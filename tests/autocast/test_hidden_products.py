@@ -274,7 +274,7 @@ def test_the_name_of_a_rule_without_products_selects_none():
   clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
   bounded = jax.named_scope("bounded")(clip)
   fun = lambda w, x: jnp.sum(bounded(x @ w))
-  with pytest.raises(ValueError, match="'bounded', which selects none"):
+  with pytest.raises(ValueError, match="'bounded' selects no matmul"):
     ols.autocast(fun, keep_float32="bounded")(W, TABLE)
 
 

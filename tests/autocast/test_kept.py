@@ -164,7 +164,7 @@ def test_a_shared_function_keeps_in_each_place_what_is_named_there(seeds):
       try:
         found.append(products(cast, W, X))
       except ValueError as error:
-        found.append(str(error).partition("which selects")[0])
+        found.append(str(error).partition("selects")[0])
     assert found[0] == found[1], (seed, name)
 
 
@@ -176,7 +176,7 @@ def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
   cast = jax.grad(ols.autocast(fun, keep_float32=name))
   found = products(cast, W, X)
   assert found == {("net/a", "float32"): 4, ("net/b", "float16"): 3}
-  with pytest.raises(ValueError, match="selects none"):
+  with pytest.raises(ValueError, match="selects no matmul"):
     ols.autocast(fun, keep_float32=f"{HERE} (backwards)")(W, X)
 
 
@@ -192,7 +192,7 @@ def test_what_a_rule_that_cannot_be_differentiated_holds_may_be_meant():
 
   refuses.defvjp(rule, rule)
   fun = lambda w, x: refuses(x, w) + x @ w
-  told = "got 'unknown', which selects none. The nearest .* could not be looked"
+  told = "'unknown' selects no matmul .* The nearest .* autocast can't inspect"
   cast = ols.autocast(fun, keep_float32="unknown")
   with pytest.warns(UserWarning, match=told):
     cast(W, X)
@@ -200,19 +200,19 @@ def test_what_a_rule_that_cannot_be_differentiated_holds_may_be_meant():
 
 
 def test_a_name_that_selects_nothing_is_an_error_that_names_the_nearest():
-  message = "got 'net/c', which selects none. The nearest names are .*'net/a'"
+  message = "'net/c' selects no matmul .* The nearest names are .*'net/a'"
   with pytest.raises(ValueError, match=message):
     ols.autocast(loss(plain), keep_float32=("net/a", "net/c"))(W, X)
   with pytest.raises(ValueError) as caught:
     ols.autocast(loss(plain), keep_float32="net/c")(W, X)
   assert str(caught.value).partition("names are")[2].count(", ") == 4
-  with pytest.raises(ValueError, match="There are no products"):
+  with pytest.raises(ValueError, match="the function contains none"):
     ols.autocast(jnp.sin, keep_float32="net")(X)
 
 
 @pytest.mark.parametrize("names", [1, None, ["net", 1], jnp.ones(2)])
 def test_a_name_is_a_string(names):
-  with pytest.raises(TypeError, match="keep_float32 must be a name or several"):
+  with pytest.raises(TypeError, match="keep_float32 must be a name or a list"):
     ols.autocast(loss(plain), keep_float32=names)
 
 
@@ -226,7 +226,7 @@ def test_what_cannot_be_entered_and_is_kept_earns_no_warning():
     y = lax.custom_linear_solve(matvec, x, lambda _, b: b @ w)
     return y + named("b", other)(x, w)
 
-  with pytest.warns(UserWarning, match="cannot enter"):
+  with pytest.warns(UserWarning, match="unchanged"):
     ols.autocast(solve)(W, X)
   ols.autocast(solve, keep_float32=f"{HERE} (*solve)")(W, X)
 
@@ -271,7 +271,7 @@ def test_a_line_outside_of_the_function_is_no_name():
     return ols.autocast(plain, keep_float32=name)(w, x)  # outside
 
   assert step(W, X, "net") is not None
-  with pytest.raises(ValueError, match="which selects none"):
+  with pytest.raises(ValueError, match="selects no matmul"):
     jax.jit(step, static_argnums=2)(
       W, X, f"{HERE}:{line_of('outside', __file__)}"
     )
@@ -347,10 +347,10 @@ def test_a_name_of_an_inner_autocast_is_for_that_one(wrap):
   names = {row.name for row in report.matmuls}
   assert names == {"up", "down"}
   for name in "up", "u*":
-    message = f"{re.escape(repr(name))} names products of another autocast ins"
+    message = f"{re.escape(repr(name))} selects matmuls of an inner autocast"
     with pytest.raises(ValueError, match=message):
       ols.autocast(loss_fn, keep_float32=["down", name])(*args)
-  with pytest.raises(ValueError, match="'other', which selects none"):
+  with pytest.raises(ValueError, match="'other' selects no matmul"):
     ols.autocast(loss_fn, keep_float32=["down", "other"])(*args)
   dtypes = equations.products(lambda *args: loss_fn(*args, kept="up"), *args)
   assert dtypes == {"float32": 2}

@@ -121,7 +121,7 @@ def test_the_wrapper_explains_what_to_do_with_a_state_read_into_dicts(run):
   """To adopt it, as one of a bare optimizer, would nest it in another."""
   params, opt_state = run.states([False, True] + [False] * 4)[3]
   data = serialization.msgpack_restore(serialization.to_bytes(opt_state))
-  message = r"got a dict with a loss scale in it.*\.from_state_dict\("
+  message = r"got a dict that holds a loss scale.*\.from_state_dict\("
   with pytest.raises(TypeError, match=message) as error:
     run.tx.update(params, data, params)
   assert "inner_state=state" not in str(error.value)
@@ -148,7 +148,7 @@ def test_the_same_is_said_of_a_state_read_by_orbax_without_a_target(
 def test_a_larger_state_is_told_from_one_without_a_loss_scale(run):
   params, opt_state = run.start
   with pytest.raises(
-    TypeError, match="give the WithLossScalingState that it hold"
+    TypeError, match="WithLossScalingState is part of a larger"
   ):
     run.tx.update(params, (opt_state, optax.EmptyState()), params)
 

@@ -139,8 +139,8 @@ def test_a_class_or_another_word_is_no_policy(value):
   [
     (True, ""),
     (None, ""),
-    (optax.adam, "Call it to make one."),
-    (optax.GradientTransformation, "Call it to make one."),
+    (optax.adam, "Call it to create the optimizer."),
+    (optax.GradientTransformation, "Call it to create the optimizer."),
     (ols.FixedLossScale(1.0), ""),
     (1e-3, ""),
   ],
@@ -172,7 +172,7 @@ def test_a_scaled_optimizer_is_not_wrapped_again():
     twice = ols.with_loss_scaling(inner)
     text = message(ValueError, lambda t=twice: t.init(jnp.ones(2)))
     assert "inner must be an optimizer without loss scaling" in text
-    assert "Wrap it once, and outermost." in text
+    assert "only once, as the outermost wrapper." in text
 
 
 def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
@@ -247,7 +247,7 @@ def test_what_returns_no_loss_may_be_differentiated_already(differentiate, fun):
   fun = differentiate(fun, ols.FixedLossScale(8.0).init())
   text = message((TypeError, ValueError), lambda: fun(jnp.ones(2)))
   assert "fun must return a scalar loss, got" in text
-  assert "If fun is differentiated already" in text
+  assert "If fun is already differentiated" in text
   assert "pass the loss function itself" in text
 
 
@@ -335,7 +335,7 @@ def test_arguments_of_the_loss_in_place_of_argnums_are_shown_where_they_belong(
   state = ols.FixedLossScale(1.0).init()
   call = lambda: differentiate(loss_of, state, argnums, LARGE)
   text = message(TypeError, call)
-  assert "argnums must be an integer or a sequence of them, got argnums" in text
+  assert "argnums must be an integer or a sequence of integers, got" in text
   assert "Write value_and_grad(loss_fn, opt_state)(params, batch)." in text
 
 

@@ -348,7 +348,7 @@ def test_the_message_for_a_monitor_inside_says_how_to_use_it(jitted):
   tx = ols.with_loss_scaling(optax.chain(monitor, optax.sgd(1.0)))
   w = jnp.ones(2)
   update = jax.jit(tx.update) if jitted else tx.update
-  with pytest.raises(ValueError, match=r"monitor.*chain it around"):
+  with pytest.raises(ValueError, match=r"monitor.*move it outside"):
     update(w, tx.init(w), w)
 
 

@@ -199,8 +199,8 @@ def test_a_pickle_of_another_layout_loses_nothing_and_update_says_what_to_do(
     tuple(policy_state), tuple(state.loss_scale_state.policy_state)
   )
   message = (
-    "with the fields max_log2_scale, .*more, got 6 values without names of"
-    r" another policy, or of an earlier version.*"
+    r"fields of HeadroomLossScale \(max_log2_scale, .*\), got 6 values without"
+    r" names of another policy, or of an earlier version.*"
     r" state\._replace\(policy_state=policy\.init\(\)\.policy_state\), where"
     " state is the loss_scale_state"
   )

@@ -316,7 +316,7 @@ def test_what_the_caller_knows_of_the_gradients_must_be_one_number(
   argument, _, hint = argument.partition(".*")
   jitted = [] if isinstance(value, str) else [jax.jit(SGD.update)]
   for update in [SGD.update, *jitted]:
-    with pytest.raises(error, match=f"{argument} must be one.*{hint}"):
+    with pytest.raises(error, match=f"{argument} must be a single.*{hint}"):
       update(w, SGD.init(w), w, **{argument: value})
 
 

@@ -250,7 +250,7 @@ def test_a_step_that_is_scaled_once_is_not_accused(differentiate):
 
 
 @pytest.mark.parametrize("make", whole_steps.ALL, ids=lambda f: f.__name__)
-@pytest.mark.filterwarnings("ignore:The loss scale is inside of optax.Multi")
+@pytest.mark.filterwarnings("ignore:The loss scale is inside optax.Multi")
 def test_of_steps_of_every_shape_nothing_is_told_of_their_scale(make):
   step, args = make(DYNAMIC)  # A fixed scale is not judged.
   assert diagnostics.precision_report(step, *args).warnings == ()

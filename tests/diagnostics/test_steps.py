@@ -26,7 +26,7 @@ from optax_lossscale.diagnostics._overflow import _runners
 
 # Of steps that are as wrong as those of users may be.
 pytestmark = pytest.mark.filterwarnings(
-  "ignore:The loss scale is inside of optax.MultiSteps"
+  "ignore:The loss scale is inside optax.MultiSteps"
 )
 
 compare = functools.partial(compare_precision, progress=False)

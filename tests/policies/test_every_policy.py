@@ -189,10 +189,10 @@ def test_every_policy_that_remembers_refuses_a_foreign_state_in_the_same_words(
     return
   with pytest.raises(ValueError) as info:
     adjust(policy, state, True)
-  got = ", ".join(getattr(state.policy_state, "_fields", ())) or "an empty one"
+  got = ", ".join(getattr(state.policy_state, "_fields", ())) or "no fields"
   assert str(info.value) == (
-    f"state.policy_state must be that of a {type(policy).__name__}, with the"
-    f" fields {', '.join(kind._fields)}, got {got} of another policy, or of an"
+    f"state.policy_state must have the fields of {type(policy).__name__}"
+    f" ({', '.join(kind._fields)}), got {got} of another policy, or of an"
     " earlier version. To keep the loss scale, use"
     " state._replace(policy_state=policy.init().policy_state), where state is"
     " the loss_scale_state of an optimizer state."
@@ -232,8 +232,8 @@ def test_a_policy_state_with_other_fields_is_refused_whatever_its_class(
     # What a checkpoint makes of a tuple, or of nothing.
     f"got {len(fields)} values without": [*fields.values()],
     "got 1 value without": [jnp.int32(0)],
-    "got one of type NoneType of another": None,
-    "got one of type .*Array.* of another": jnp.int32(0),
+    "got an object of type NoneType of another": None,
+    "got an object of type .*Array.* of another": jnp.int32(0),
   }
   for message, policy_state in states.items():
     with pytest.raises(ValueError, match=message.strip()):
