@@ -293,7 +293,10 @@ def _problem_of(origin: _origins.Overflow) -> Problem:
     f" pass{operands}."
   )
   is_matmul = origin.primitive in _MATMULS and not origin.backward
-  names = (origin.name,) if is_matmul and origin.name else ()
+  layer = origin.name
+  if origin.param_path:  # It selects the layer without a line.
+    layer = layer.removesuffix(f" at {origin.source_line}")
+  names = (layer,) if is_matmul and layer else ()
   return Problem(cause, origin.fix, keep_float32=names)
 
 
