@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -33,6 +34,14 @@ def loss_fn(params, x):
 
 
 GRAD_FN = ols.grad(ols.autocast(loss_fn), STATE)
+TX = ols.with_loss_scaling(optax.sgd(0.1))
+
+
+def train_step(params, state, x):
+  grads = ols.grad(ols.autocast(loss_fn), state)(params, x)
+  return TX.update(grads, state, params)
+
+
 COMPARISON = diagnostics.compare_precision(GRAD_FN, PARAMS, X, progress=False)
 FLAX = interop.from_flax(samples.FLAX)
 KERAS = interop.from_keras(samples.KERAS_3)
@@ -45,6 +54,9 @@ ON_HOST = {
   ),
   ols.raise_if_stuck: lambda: ols.raise_if_stuck(STATE, policy=POLICY),
   ols.set_loss_scale: lambda: ols.set_loss_scale(STATE, 2.0**10),
+  diagnostics.check_step: lambda: diagnostics.check_step(
+    train_step, PARAMS, TX.init(PARAMS), X, progress=False
+  ),
   diagnostics.compare_precision: lambda: diagnostics.compare_precision(
     GRAD_FN, PARAMS, X, progress=False
   ),
