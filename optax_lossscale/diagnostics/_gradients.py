@@ -12,24 +12,24 @@ from optax_lossscale.diagnostics import _leaves, _numbers
 
 
 class GradientStats(NamedTuple):
-  """A row of a report, about one leaf or about all leaves together.
+  """A row of a gradient report: one leaf, or all leaves together.
 
   Attributes:
     name: the path in the tree, such as ``"layers/0/weight"``.
     shape: the shape; ``()`` for the total.
     dtype: the dtype as a string; empty for the total.
-    size: how many entries there are.
+    size: the number of entries.
     amax: the largest finite magnitude, unscaled.
     smallest_nonzero: the smallest non-zero magnitude, unscaled; 0 if there is
       none.
-    zero_fraction: the fraction of entries that are zero to begin with.
+    zero_fraction: the fraction of entries that are zero before the cast.
     underflow_fraction: the fraction that becomes zero in the dtype.
     subnormal_fraction: the fraction that becomes subnormal, and loses bits.
     overflow_fraction: the fraction that becomes infinite.
-    nonfinite_fraction: the fraction that is inf or NaN to begin with.
-    log2_scale_range: two integers, log2 of the smallest and of the largest of
-      the best scales, with which no entry overflows, and as few as possible
-      underflow. None if all entries are zero, since all scales are then equal.
+    nonfinite_fraction: the fraction that is inf or NaN before the cast.
+    log2_scale_range: two integers, log2 of the smallest and of the largest loss
+      scale with which no entry overflows and as few as possible underflow. None
+      if all entries are zero, so that any scale will do.
   """
 
   name: str
@@ -47,14 +47,14 @@ class GradientStats(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientReport:
-  """What :func:`gradient_report` returns. It prints as a table.
+class GradientReport(_numbers.PrintedReport):
+  """The report of :func:`gradient_report`: how gradients survive a cast.
 
   Attributes:
-    dtype: the dtype that the fractions are about, as a string.
-    loss_scale: the loss scale that they are about.
+    dtype: the dtype to which the gradients are cast, as a string.
+    loss_scale: the loss scale by which they are multiplied before.
     leaves: a :class:`GradientStats` for each leaf.
-    total: a :class:`GradientStats` for all of them together.
+    total: a :class:`GradientStats` for all leaves together.
   """
 
   dtype: str
@@ -96,34 +96,61 @@ class GradientReport:
   def __str__(self) -> str:
     rows = [_cells(row) for row in (*self.leaves, self.total)]
     table = _numbers.table(rows, left=3)
-    return f"In {self.dtype}, times {self.loss_scale:g}:\n{table}"
+    heading = (
+      f"Gradients multiplied by loss scale {self.loss_scale:g} and cast to"
+      f" {self.dtype}:"
+    )
+    return "\n".join([self._conclusion(), heading, table])
+
+  def _conclusion(self) -> str:
+    """Say what the cast loses, and which loss scale would lose less."""
+    total = self.total
+    low, high = total.log2_scale_range or (None, None)
+    if total.nonfinite_fraction:
+      return (
+        f"{_percent(total.nonfinite_fraction)} of the gradient entries are inf"
+        " or NaN: find the operation with find_overflow."
+      )
+    if low is None or high is None:
+      return "All gradient entries are zero."
+    if total.overflow_fraction:
+      return (
+        f"{_percent(total.overflow_fraction)} of the gradient entries overflow:"
+        f" lower the loss scale to 2**{high}."
+      )
+    lost = f"{_percent(total.underflow_fraction)} of the gradient entries"
+    if not total.underflow_fraction:
+      return "No gradient entry overflows or underflows."
+    if self.loss_scale < 2.0**low:
+      return f"{lost} underflow: raise the loss scale to 2**{low}."
+    return f"{lost} underflow, as few as possible without an overflow."
 
 
 @_host.may_transfer
 def gradient_report(
   grads: Any, dtype: Any = jnp.float16, loss_scale: Any = 1.0
 ) -> GradientReport:
-  """Says what a dtype would do to gradients with a loss scale.
+  """Reports how many gradients underflow and overflow in a dtype.
 
-  Call it outside ``jit``. Each leaf is reduced where it is, sharded or not, and
-  only the counts are read back.
+  Call it outside ``jit``. Each leaf is reduced on its devices, sharded or not,
+  and only the counts are transferred to the host.
 
   Args:
-    grads: a pytree of true gradients. Compute them in float32 if you can, since
-      gradients that float16 has flushed already count as zeros.
+    grads: a pytree of unscaled gradients. Compute them in float32 if you can:
+      gradients that have underflowed in float16 count as zeros.
     dtype: a float dtype of at most 32 bits.
-    loss_scale: what they would be multiplied by: a number, or a pytree that
-      holds exactly one :class:`LossScaleState`.
+    loss_scale: the loss scale by which the gradients are multiplied before the
+      cast: a number, or a pytree that holds exactly one
+      :class:`LossScaleState`.
 
   Returns:
-    A :class:`GradientReport` with ``leaves`` and ``total``, which prints as a
-    table. Its methods are ``sorted_by("underflow_fraction")`` and
-    ``as_dict()``. With each of the scales in "scale range", no entry overflows,
-    and as few as possible underflow to zero.
+    A :class:`GradientReport` with ``leaves`` and ``total``. It prints a
+    conclusion and a table. With each loss scale in the column "scale range", no
+    entry overflows, and as few as possible underflow to zero.
 
   Raises:
-    TypeError: if ``dtype`` is not such a dtype, if ``loss_scale`` is not a
-      number, or under ``jit``.
+    TypeError: if ``dtype`` is not a float dtype of at most 32 bits, if
+      ``loss_scale`` is not a number, or under ``jit``.
     ValueError: if ``loss_scale`` is out of range.
 
   Examples:
@@ -222,6 +249,11 @@ def _log2_scale_range(
   bound = round(math.log2(_checks.LARGEST_SCALE))
   high = min(max(high, -bound), bound)
   return max(min(low, high), -bound), high
+
+
+def _percent(fraction: float) -> str:
+  """Format a fraction that is not zero, so that it does not look like zero."""
+  return f"{fraction:.1%}" if fraction >= 0.0005 else "Fewer than 0.1%"
 
 
 def _cells(row: GradientStats) -> dict[str, str]:

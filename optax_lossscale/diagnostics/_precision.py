@@ -25,7 +25,6 @@ from optax_lossscale.diagnostics import _numbers, _tracing
 # A sum of more terms than this is long. Even 256 terms of 256 are too much for
 # float16.
 _LONG = 256
-_EXPONENTIALS = {"exp", "exp2", "expm1", "sinh", "cosh"}
 _LOGARITHMS = {"log", "log2"}
 _POWERS = {"integer_pow", "pow", "rsqrt", "square"}
 _OVER_DEVICES = {"psum", "psum_invariant", "reduce_scatter"}
@@ -42,10 +41,10 @@ class Flops(NamedTuple):
 
   Attributes:
     operand_dtype: the dtype of the operands; the wider one of two.
-    result_dtype: the dtype of the result. It is not that of the accumulator:
-      XLA accumulates 16-bit products in float32, and rounds once.
-    flops: how many floating-point operations they are.
-    fraction: their fraction of all flops.
+    result_dtype: the dtype of the result. XLA accumulates 16-bit matmuls in
+      float32, and rounds the result once.
+    flops: the number of floating-point operations.
+    fraction: the fraction of all FLOPs.
   """
 
   operand_dtype: str
@@ -55,16 +54,15 @@ class Flops(NamedTuple):
 
 
 class UnconvertedMatmul(NamedTuple):
-  """Matmuls or convolutions of one line whose operands are in a wider dtype.
+  """Matmuls or convolutions of one layer whose operands are in a wider dtype.
 
   Attributes:
     primitive: JAX's name of the operation.
     operand_dtype: the dtype of the operands; the wider one of two.
-    result_dtype: the dtype of the result. It is not that of the accumulator:
-      XLA accumulates 16-bit products in float32, and rounds once.
-    flops: how many floating-point operations they are.
-    fraction: their fraction of all flops.
-    run_count: how often they run.
+    result_dtype: the dtype of the result.
+    flops: the number of floating-point operations.
+    fraction: the fraction of all FLOPs.
+    run_count: the number of times that they run.
     name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
       path of the weights or the scopes, with the line if they do not tell.
     name_scope: the scopes around it, such as ``"Net/block1"``; often empty.
@@ -89,12 +87,12 @@ class UnconvertedMatmul(NamedTuple):
 
 
 class Risk(NamedTuple):
-  """Operations of one line that may overflow or lose small numbers.
+  """Operations of one line that may overflow or underflow.
 
   Attributes:
     primitive: JAX's name of the operation.
-    reason: what may go wrong.
-    run_count: how often they run.
+    reason: how they may overflow or underflow.
+    run_count: the number of times that they run.
     name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
       path of the weights or the scopes, with the line if they do not tell.
     name_scope: the scopes around it, such as ``"Net/block1"``; often empty.
@@ -116,22 +114,22 @@ class Risk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionReport:
-  """What :func:`precision_report` returns. It prints as a table.
+class PrecisionReport(_numbers.PrintedReport):
+  """The report of :func:`precision_report`: how much runs in which dtype.
 
   Attributes:
-    dtype: the dtype that it is about, as a string.
-    total_flops: the flops of all matrix products and convolutions.
-    fraction: the fraction of them whose operands are in this dtype, or in one
-      with as few bits; 1.0 if there are none.
+    dtype: the dtype in which the function should compute, as a string.
+    total_flops: the FLOPs of all matmuls and convolutions.
+    fraction: the fraction of them whose operands are in this dtype, or in
+      another dtype with as few bits; 1.0 if there are none.
     flops: a :class:`Flops` for each pair of dtypes, the largest first.
-    unconverted: a :class:`UnconvertedMatmul` for each line whose operands are
+    unconverted: a :class:`UnconvertedMatmul` for each layer whose operands are
       in a wider dtype, the largest first.
-    at_risk: a :class:`Risk` for each line that does something in this dtype
-      that may go wrong, in the order of the program.
-    limitations: what could not be known from shapes, or was not looked at.
-    warnings: what is wrong with the training step as a whole, in sentences: the
-      gradients that ``update`` is given are not scaled as it expects.
+    at_risk: a :class:`Risk` for each line with an operation in this dtype that
+      may overflow or underflow, in the order of the program.
+    limitations: the parts of the program that were not analyzed.
+    warnings: mistakes in the training step as a whole, in sentences: ``update``
+      receives gradients that are not scaled as it expects.
   """
 
   dtype: str
@@ -164,7 +162,7 @@ class PrecisionReport:
       }
       for row in self.flops
     ]
-    wider = [
+    unconverted = [
       _numbers.where(row)
       | {
         "operand dtype": row.operand_dtype,
@@ -179,22 +177,34 @@ class PrecisionReport:
     ]
     parts = [
       *self.warnings,
-      *(f"Not known: {note}" for note in self.limitations),
+      *self._conclusion(),
+      *(f"Not analyzed: {limitation}" for limitation in self.limitations),
     ]
-    if not flops:
-      parts.append("No matrix products and no convolutions.")
     for title, rows, left in (
-      (
-        f"{self.total_flops:.3g} flops in matrix products and convolutions,"
-        f" {self.fraction:.1%} of them in {self.dtype}:",
-        flops,
-        2,
-      ),
-      (f"In a wider dtype than {self.dtype}:", wider, 3),
-      (f"At risk in {self.dtype}:", at_risk, 4),
+      (f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}", flops, 2),
+      (f"Matmuls and convolutions not in {self.dtype}:", unconverted, 3),
+      (f"May overflow or underflow in {self.dtype}:", at_risk, 4),
     ):
       parts += [title, _numbers.table(rows, left)] if rows else []
     return "\n".join(parts)
+
+  def _conclusion(self) -> list[str]:
+    """Say how much runs in the dtype, and how more of it does."""
+    if not self.flops:
+      return ["The function has no matmuls and no convolutions."]
+    autocast = "ols.autocast(loss_fn)"
+    if self.dtype != "float16":
+      autocast = f"ols.autocast(loss_fn, jnp.{self.dtype})"
+    lines = [
+      f"{self.fraction:.1%} of the matmul and convolution FLOPs run in"
+      f" {self.dtype}."
+    ]
+    if self.unconverted:
+      lines.append(
+        f"Fix: {autocast}, or cast the operands of the layers below. (Ignore"
+        " this for layers that you keep in float32.)"
+      )
+    return lines
 
 
 class Product(NamedTuple):
@@ -271,16 +281,17 @@ def report_precision(
 ) -> PrecisionReport:
   """Returns the report of a traced function."""
   steps = list(_walk.walk(traced.closed, _inside, only_needed=True))
-  notes = _tracing.told(traced.unreached)
-  notes += [f"whether update runs, in {where}" for where in traced.in_branches]
-  told = [(_note(step), step) for step in steps]
-  notes += [f"{note}, {step.place.source}" for note, step in told if note]
-  report = _reported(steps, as_dtype, notes)
+  limitations = _tracing.told(traced.unreached)
+  limitations += [
+    f"whether update runs, in {where}" for where in traced.in_branches
+  ]
+  limitations += list(filter(None, map(_limitation, steps)))
+  report = _reported(steps, as_dtype, limitations)
   return dataclasses.replace(report, warnings=tuple(map(str, traced.mistakes)))
 
 
 def _reported(
-  steps: list[_walk.Step], as_dtype: np.dtype, notes: list[str]
+  steps: list[_walk.Step], as_dtype: np.dtype, limitations: list[str]
 ) -> PrecisionReport:
   products = _products_in(steps)
   total = sum(product.flops for product in products)
@@ -294,7 +305,7 @@ def _reported(
     flops=_with_fractions(map(_flops_row, products), total),
     unconverted=_with_fractions(_wide_rows(products, as_dtype), total),
     at_risk=tuple(_added(_risk_rows(steps, as_dtype))),
-    limitations=tuple(dict.fromkeys(notes)),
+    limitations=tuple(dict.fromkeys(limitations)),
   )
 
 
@@ -410,17 +421,16 @@ def _of_function(
   step: _walk.Step, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
   name = step.eqn.primitive.name
-  if name in _EXPONENTIALS:
-    top = math.log(float(jnp.finfo(dtype).max))
-    yield f"an exponential, which is inf above {top:.3g}"
+  if name in _numbers.LARGEST_EXPONENTS:
+    yield f"{name} overflows above {_numbers.largest_exponent(name, dtype)}"
   elif name in _LOGARITHMS:
-    yield "a logarithm, which is -inf of what was flushed to zero"
+    yield f"{name} of an underflowed value is -inf"
   elif name in _POWERS:
-    yield "a power, which doubles the distance from 1 or more"
+    yield "power: may overflow or underflow (squaring doubles the exponent)"
   elif name == "div":
     divisor = numbers.of(step, step.eqn.invars[1])
     if divisor is None or not 1 <= abs(divisor) < math.inf:
-      yield "a division, maybe by what was flushed to zero"
+      yield "division: the divisor may have underflowed to zero"
 
 
 def _of_sum(
@@ -431,11 +441,11 @@ def _of_sum(
     summing = numbers.maker(step, step.eqn.invars[0]) or summing
   terms = _operations.terms_in_sum(summing)
   if step.eqn.primitive.name in _OVER_DEVICES:
-    yield f"a sum over devices in {dtype}"
+    yield f"sum over devices in {dtype}"
   elif terms > _LONG and summing.primitive.name in _operations.BY_INDEX:
-    yield f"a sum by index of up to {terms} terms"
+    yield f"sum by index of up to {terms} terms"
   elif terms > _LONG:
-    yield f"a sum of {terms} terms"
+    yield f"sum of {terms} terms"
 
 
 def _of_constants(
@@ -450,11 +460,14 @@ def _of_constants(
       becomes = float(np.asarray(number).astype(dtype))
     is_lost = becomes == 0 or math.isinf(becomes)
     if name == "convert_element_type" and becomes != number and is_lost:
-      yield f"the constant {number:g}, which becomes {becomes:g}"
-    # JAX has converted it already, and what it was nobody knows.
+      yield f"constant {number:g} becomes {becomes:g} in {dtype}"
+    # JAX has converted the constant, so its first value is unknown.
     is_literal = isinstance(atom, core.Literal)
     if name in _NEVER_ON_PURPOSE and is_literal and is_lost:
-      yield f"a constant that is {number:g}, maybe only in {dtype}"
+      flows = "underflowed" if becomes == 0 else "overflowed"
+      yield (
+        f"constant is {number:g}; it may have {flows} when cast to {dtype}"
+      )
 
 
 class _Numbers:
@@ -523,17 +536,21 @@ def _held(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   return [] if is_combiner else list(_equations.held_jaxprs(eqn))
 
 
-def _note(step: _walk.Step) -> str:
-  """What cannot be known of an equation; often empty."""
-  eqn, name = step.eqn, _lines.name_of(step.eqn)
+def _limitation(step: _walk.Step) -> str:
+  """Return what cannot be known of an equation from its shapes, or ``""``."""
+  reason = ""
   if isinstance(step.call, _higher_order.While):
-    return "a while loop, of which one iteration is counted"
-  if step.call is not None:
-    return ""
-  if _held(eqn):
-    return f"{name}, of which what is inside is counted once"
-  if _equations.hi_primitive(eqn) is not None:
-    return f"{name}, of which nothing is known"
-  if _operations.is_matrix_product(eqn) and _operations.flops_of(eqn) is None:
-    return f"{name}, which is not counted"
-  return ""
+    reason = "only one iteration is counted"
+  elif step.call is not None:
+    pass
+  elif _held(step.eqn):
+    reason = "its body is counted once"
+  elif _equations.hi_primitive(step.eqn) is not None:
+    reason = "it is unknown, and counted as no FLOPs"
+  elif (
+    _operations.is_matrix_product(step.eqn)
+    and _operations.flops_of(step.eqn) is None
+  ):
+    reason = "its FLOPs are not counted"
+  where = f" at {step.place.source}" if step.place.source else ""
+  return f"{_lines.name_of(step.eqn)}{where}: {reason}" if reason else ""

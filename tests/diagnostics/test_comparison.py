@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import html
 import itertools
 import json
 import math
@@ -309,10 +310,16 @@ def test_a_place_that_stands_out_is_named():
   (worst,) = report.top_outliers(3)
   assert worst == "bad"
   assert report.top_outliers(0) == ()
-  assert f"Stands out: keep_float32={worst!r}." in str(report)
+  first, second, *_ = str(report).splitlines()
+  assert first == f"Outlier: keep_float32={worst!r}."
+  assert second == (
+    f"Relative error in float16: {report.error:.2g}, cosine"
+    f" {report.cosine:.7g} (1 result array)."
+  )
   repaired = compare(fun, W, X, keep_float32=worst)
   assert repaired.error < 1e-2
-  assert "No place stands out." in str(repaired)
+  first = str(repaired).splitlines()[0]
+  assert first == "No single layer dominates the error."
   by_bisection = compare(fun, W, X, search="bisect")
   assert by_bisection.top_outliers() == (worst,)
   assert (
@@ -371,7 +378,7 @@ def test_an_error_relative_to_nothing_is_not_finite():
   noise = lambda w, x: x @ w - nearly_one
   report = compare(noise, jnp.eye(2), nearly_one)
   assert (report.error, report.reference_is_zero) == (math.inf, True)
-  assert "All results are zero in float32" in str(report)
+  assert str(report).startswith("All results are zero in float32, so there is")
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -462,7 +469,10 @@ def test_what_cannot_be_entered_is_told(monkeypatch):
   report = compare_trained(trained, W, X)
   (note,) = report.limitations
   assert note.startswith(f"Runs as it is written: scan at {HERE}:")
-  assert str(report).splitlines()[0] == note
+  first, second, third, *_ = str(report).splitlines()
+  assert first == "No single layer dominates the error."
+  assert second.startswith("Relative error in float16: ")
+  assert third == note
   assert {row.name_scope for row in report.matmuls} == {"first", "second"}
 
 
@@ -484,11 +494,11 @@ def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
 
   report = compare(fun, W / 2, X)
   lines = str(report).splitlines()
-  assert lines[0].startswith("float16 against float32: error ")
-  assert lines[1] == "of the results, arrays: 1."
-  assert lines[3].split()[:4] == ["name", "error", "alone", "amax"]
+  assert lines[0] == "No single layer dominates the error."
+  assert lines[2].split()[:4] == ["name", "error", "alone", "amax"]
+  assert max(map(len, lines)) <= 100
   assert sum(line.startswith("dot_general  layer") for line in lines) == 20
-  assert lines[-1] == "and 2 more places"
+  assert lines[-1] == "(+2 more rows: report.matmuls)"
   of_all = dataclasses.replace(report, matmuls=report.matmuls[:20])
   assert str(of_all).splitlines() == lines[:-1]
 
@@ -521,18 +531,42 @@ def test_a_loss_scale_that_is_too_large_is_told():
   told = "Only the backward pass overflows: lower the loss scale by 2**{},"
   first, second, *_ = str(report).splitlines()
   assert first.startswith(told.format(excess))
-  assert second.startswith("float16 against float32: error inf")
+  assert second.startswith("Relative error in float16: inf")
   assert report.top_outliers() == report.overflowing == ()
   lowered = compared(20 - excess)
   assert lowered.error < 0.01
-  assert str(lowered).splitlines()[2] == "No place stands out."
+  assert str(lowered).startswith("No single layer dominates the error.\n")
   # It is not the scale that is too large.
   forward = compared(20, lambda w: jnp.mean(jnp.sin((1e6 * X) @ w)))
   assert forward.suggested_log2_scale_change == 0
-  assert str(forward).splitlines()[2] == (
-    "Places that overflow: 1, see overflowing. The first along the program:"
-    f" keep_float32={forward.overflowing[0]!r}."
+  (name,) = forward.overflowing
+  assert str(forward).splitlines()[0] == (
+    f"1 layer overflows in the forward pass: {name}. Keep it in float32:"
+    f" keep_float32={name!r}."
   )
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_layers_that_overflow_are_named_with_the_first_in_the_program(count):
+  def fun(ws, x):
+    return sum(jnp.sin(i * (1e4 * x @ w)) for i, w in enumerate(ws, 1))
+
+  report = compare(fun, [100 * W] * count, X)
+  assert len(report.overflowing) == count
+  names = list(report.overflowing) if count < 4 else "report.overflowing"
+  first, second, *_ = str(report).splitlines()
+  assert first == (
+    f"{count} layers overflow in the forward pass, first 0. Keep them in"
+    f" float32: keep_float32={names}."
+  )
+  # An outlier that overflows is not named twice.
+  assert set(report.outliers) <= set(report.overflowing)
+  assert second.startswith("Relative error")
+
+
+def test_a_notebook_shows_the_printed_comparison():
+  report = compare(three, W, X)
+  assert report._repr_html_() == f"<pre>{html.escape(str(report))}</pre>"
 
 
 def test_a_report_is_made_of_plain_data_and_tells_all_that_stands_out():
@@ -542,7 +576,8 @@ def test_a_report_is_made_of_plain_data_and_tells_all_that_stands_out():
   assert set(data) == {x.name for x in dataclasses.fields(report)}
   assert pickle.loads(pickle.dumps(report)) == report
   report = dataclasses.replace(report, outliers=("a at m.py", "b"))
-  assert "2 places stand out: keep_float32=['a at m.py', 'b']." in str(report)
+  first = str(report).splitlines()[0]
+  assert first == "2 outliers: keep_float32=['a at m.py', 'b']."
   assert report.top_outliers(2) == ("a at m.py", "b")
 
 

@@ -500,8 +500,42 @@ def test_the_best_scales_are_all_that_lose_least_and_no_more(values):
 def test_the_best_scales_of_zeros_are_any():
   report = ols.diagnostics.gradient_report({"w": jnp.zeros(3)})
   assert report.leaves[0].log2_scale_range is None
-  assert str(report).splitlines()[2].endswith("any")
+  lines = str(report).splitlines()
+  assert lines[0] == "All gradient entries are zero."
+  assert lines[3].endswith("any")
   assert ols.diagnostics.gradient_report({}).total.size == 0
+
+
+@pytest.mark.parametrize(
+  "values, scale, conclusion",
+  [
+    ([1e-3, 0.0], 1.0, "No gradient entry overflows or underflows."),
+    ([1e-9, 1.0], 1.0,
+     "50.0% of the gradient entries underflow: raise the loss scale to 2**5."),
+    ([1e-9, *[1.0] * 3999], 1.0,
+     "Fewer than 0.1% of the gradient entries underflow: raise the loss scale"
+     " to 2**5."),
+    ([1e-12, 100.0], 2.0**9,
+     "50.0% of the gradient entries underflow, as few as possible without an"
+     " overflow."),
+    ([1.0, 100.0], 2.0**15,
+     "50.0% of the gradient entries overflow: lower the loss scale to 2**9."),
+    ([1.0, np.inf, np.nan, 0.0], 1.0,
+     "50.0% of the gradient entries are inf or NaN: find the operation with"
+     " find_overflow."),
+  ],
+)  # fmt: skip
+def test_a_gradient_report_begins_with_its_conclusion(
+  values, scale, conclusion
+):
+  grads = {"w": jnp.array(values, jnp.float32)}
+  report = ols.diagnostics.gradient_report(grads, loss_scale=scale)
+  first, second, *_ = str(report).splitlines()
+  assert first == conclusion
+  assert second == (
+    f"Gradients multiplied by loss scale {scale:g} and cast to float16:"
+  )
+  assert report._repr_html_() == f"<pre>{report}</pre>"
 
 
 def test_the_report_prints_aligned_and_sorts_by_any_column():
@@ -510,13 +544,14 @@ def test_the_report_prints_aligned_and_sorts_by_any_column():
     grads, loss_scale=ols.FixedLossScale(2.0).init()
   )
   lines = str(report).splitlines()
-  assert lines[0] == "In float16, times 2:"
-  assert " ".join(lines[1].split()) == (
+  assert lines[0].endswith(" underflow: raise the loss scale to 2**5.")
+  assert lines[1] == "Gradients multiplied by loss scale 2 and cast to float16:"
+  assert " ".join(lines[2].split()) == (
     "shape dtype amax smallest nonzero zero underflow subnormal overflow"
     " nonfinite scale range"
   )
-  assert [line.split()[0] for line in lines[2:]] == ["bias", "w", "x", "total"]
-  assert len({line.index("%") for line in lines[2:]}) <= 2
+  assert [line.split()[0] for line in lines[3:]] == ["bias", "w", "x", "total"]
+  assert len({line.index("%") for line in lines[3:]}) <= 2
   for column in ols.diagnostics.GradientStats._fields:
     ascending = report.sorted_by(column, reverse=False)
     assert {leaf.name for leaf in ascending.leaves} == {"bias", "w", "x"}

@@ -125,9 +125,13 @@ def test_the_silent_upcast_of_a_dense_layer_is_told_with_its_line():
   assert report.fraction == pytest.approx(1 - 3 * forward.fraction)
   assert {row.name_scope for row in report.unconverted} == {"Model/Dense_1"}
   lines = str(report).splitlines()
-  assert "in matrix products and convolutions" in lines[0]
-  assert lines[1].split("  ")[0] == "operand dtype"
-  assert "In a wider dtype than float16:" in lines
+  assert lines[0] == (
+    f"{report.fraction:.1%} of the matmul and convolution FLOPs run in float16."
+  )
+  assert lines[1].startswith("Fix: ols.autocast(loss_fn), or cast the operands")
+  assert lines[2].startswith("FLOPs of matmuls and convolutions: ")
+  assert lines[3].split("  ")[0] == "operand dtype"
+  assert "Matmuls and convolutions not in float16:" in lines
   assert any(
     line.startswith(f"dot_general  Model/Dense_1 at {where}, backward")
     for line in lines
@@ -206,13 +210,12 @@ def test_what_shapes_do_not_tell_is_noted():
   assert report.total_flops == 128
   (note,) = report.limitations
   where = place_of("while")
-  assert note == (
-    f"a while loop, of which one iteration is counted, {where} (forever)"
-  )
-  assert str(report).splitlines()[0] == f"Not known: {note}"
+  assert note == (f"while at {where} (forever): only one iteration is counted")
+  assert str(report).splitlines()[1] == f"Not analyzed: {note}"
 
   report = precision_report(jnp.linalg.solve, *[shape(4, 4, dtype=F32)] * 2)
-  assert "custom_linear_solve, of which what is inside" in report.limitations[0]
+  note = report.limitations[0]
+  assert note == "custom_linear_solve: its body is counted once"
 
   ragged = lambda x, w, sizes: lax.ragged_dot(x, w, sizes)
   sizes = shape(2, dtype=jnp.int32)
@@ -237,39 +240,41 @@ TINY = jnp.float32(1e-9)
 @pytest.mark.parametrize(
   "fun, primitive, reason",
   [
-    (jnp.exp, "exp", "an exponential, which is inf above 11.1"),
-    (jnp.log, "log", "a logarithm"),
-    (lambda x: x / x, "div", "a division"),
-    (lambda x: 1 / x, "div", "a division"),
-    (lambda x: x / 0.5, "div", "a division"),
-    (lambda x: x**3, "integer_pow", "a power"),
-    (lax.rsqrt, "rsqrt", "a power"),
-    (lambda x: x**x, "pow", "a power"),
-    (jnp.sum, "convert_element_type", "a sum of 1000 terms"),
-    (lambda x: jnp.cumsum(x), "cumsum", "a sum of 1000 terms"),
+    (jnp.exp, "exp", "exp overflows above 11.1"),
+    (jnp.exp2, "exp2", "exp2 overflows above 16"),
+    (jnp.cosh, "cosh", "cosh overflows above 11.8"),
+    (jnp.log, "log", "log of an underflowed value is -inf"),
+    (lambda x: x / x, "div", "the divisor may have underflowed to zero"),
+    (lambda x: 1 / x, "div", "division"),
+    (lambda x: x / 0.5, "div", "division"),
+    (lambda x: x**3, "integer_pow", "power: may overflow or underflow"),
+    (lax.rsqrt, "rsqrt", "power"),
+    (lambda x: x**x, "pow", "power"),
+    (jnp.sum, "convert_element_type", "sum of 1000 terms"),
+    (lambda x: jnp.cumsum(x), "cumsum", "sum of 1000 terms"),
     (lambda x: nn.pooling.pool(x[:, None], 0.0, lax.add, (500,), (1,), "SAME"),
-     "reduce_window_sum", "a sum of 500 terms"),
+     "reduce_window_sum", "sum of 500 terms"),
     (jax.grad(lambda b: total(jnp.broadcast_to(b[0], (400,)))), "reduce_sum",
-     "a sum of 400 terms"),
+     "sum of 400 terms"),
     (lambda x: jax.ops.segment_sum(x, jnp.arange(1000) % 2, 2), "scatter-add",
-     "a sum by index of up to 1000 terms"),
+     "sum by index of up to 1000 terms"),
     (lambda x: jax.ops.segment_prod(x, jnp.arange(1000) % 2, 2), "scatter-mul",
-     "a sum by index of up to 1000 terms"),
+     "sum by index of up to 1000 terms"),
     (lambda x: x.at[jnp.zeros((2, 300), int)].add(1), "scatter-add",
-     "a sum by index of up to 600 terms"),
+     "sum by index of up to 600 terms"),
     (lambda x: jnp.zeros(3).at[x.astype(int)].add(x.astype(F32))
      .astype(x.dtype),
-     "convert_element_type", "a sum by index of up to 1000 terms"),
+     "convert_element_type", "sum by index of up to 1000 terms"),
     (jax.grad(lambda table: total(table[jnp.zeros((4, 100), int)])),
-     "scatter-add", "a sum by index of up to 400 terms"),
-    (lambda x: x + 1e-8, "add", "a constant that is 0, maybe only in float16"),
+     "scatter-add", "sum by index of up to 400 terms"),
+    (lambda x: x + 1e-8, "add", "constant is 0; it may have underflowed"),
     (lambda x: jnp.where(x > 0, x, -1e9), "convert_element_type",
-     "the constant -1e+09, which becomes -inf"),
+     "constant -1e+09 becomes -inf in float16"),
     (lambda x: x * TINY.astype(x.dtype), "convert_element_type", "1e-09"),
     (lambda x: x + jnp.full(1000, 1e-9).astype(x.dtype), "convert_element_type",
-     "the constant 1e-09, which becomes 0"),
+     "constant 1e-09 becomes 0 in float16"),
     (lambda x: jax.jit(lambda x, c: x + c.astype(x.dtype))(x, F32(-1e9)),
-     "convert_element_type", "the constant -1e+09, which becomes -inf"),
+     "convert_element_type", "constant -1e+09 becomes -inf in float16"),
   ],
 )  # fmt: skip
 def test_what_may_go_wrong_is_told_with_its_line(fun, primitive, reason):
@@ -291,7 +296,9 @@ def test_a_constant_that_is_infinite_in_float16_is_told():
     return x - 1e9  # too_large
 
   (risk,) = precision_report(fun, shape(3)).at_risk
-  assert risk.reason == "a constant that is inf, maybe only in float16"
+  assert risk.reason == (
+    "constant is inf; it may have overflowed when cast to float16"
+  )
   assert risk.source_line == f"{place_of('too_large')} (fun)"
 
 
@@ -323,7 +330,7 @@ def test_a_constant_that_is_infinite_in_float16_is_told():
 def test_what_is_safe_is_not_told(fun):
   report = precision_report(fun, shape(1000))
   assert report.at_risk == ()
-  assert str(report) == "No matrix products and no convolutions."
+  assert str(report) == "The function has no matmuls and no convolutions."
   assert report.fraction == 1.0 and report.total_flops == 0
 
 
@@ -361,7 +368,7 @@ def test_a_sum_over_devices_in_float16_is_told(check_vma):
     part, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma
   )
   (risk,) = precision_report(fun, shape(8)).at_risk
-  assert risk.reason == "a sum over devices in float16"
+  assert risk.reason == "sum over devices in float16"
   assert risk.source_line == f"{place_of('collective')} (part)"
   assert risk.run_count == 4
 
@@ -384,7 +391,7 @@ def test_the_dtype_can_be_another():
     fun, shape(4, 4, dtype=jnp.bfloat16), dtype=jnp.bfloat16
   )
   assert (report.dtype, report.fraction) == ("bfloat16", 1.0)
-  assert report.at_risk[0].reason.endswith("inf above 88.7")
+  assert report.at_risk[0].reason.endswith("exp overflows above 88.7")
   report = precision_report(fun, shape(4, 4, dtype=jnp.bfloat16))
   assert (report.fraction, report.at_risk) == (1.0, ())
   integers = precision_report(fun, shape(4, 4, dtype=jnp.int8))
@@ -413,6 +420,23 @@ def test_it_is_a_dict_for_machines():
   assert precision_report(jnp.exp, shape(3)).as_dict()["at_risk"][0][
     "run_count"
   ]
+
+
+def test_the_fix_names_the_dtype_and_is_printed_only_if_there_is_one():
+  fun = lambda x: x @ x
+  text = str(precision_report(fun, shape(4, 4, dtype=F32)))
+  assert text.startswith("0.0% of the matmul and convolution FLOPs run in flo")
+  assert "\nFix: ols.autocast(loss_fn), or cast " in text
+  x = shape(4, 4, dtype=F32)
+  text = str(precision_report(fun, x, dtype=jnp.bfloat16))
+  assert "\nFix: ols.autocast(loss_fn, jnp.bfloat16), or cast " in text
+  report = precision_report(fun, shape(4, 4))
+  assert "Fix:" not in str(report)
+  assert str(report).splitlines()[:2] == [
+    "100.0% of the matmul and convolution FLOPs run in float16.",
+    "FLOPs of matmuls and convolutions: 128",
+  ]
+  assert report._repr_html_() == f"<pre>{report}</pre>"
 
 
 @pytest.mark.parametrize("dtype", [int, jnp.float64])

@@ -1,4 +1,4 @@
-"""What `compare_precision` returns, and how effects of products are judged."""
+"""The report of `compare_precision`, and which layers are outliers in it."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -44,19 +44,19 @@ class MatmulPrecision(NamedTuple):
     source_line: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to the backward pass. A derivative inside of
       the loss is part of the forward pass.
-    isolated_error: the relative error of what is compared, without the arrays
-      that are ``noise_only_arrays``, if these
-      matmuls alone run in half precision; inf if that is not finite. With
-      ``search="bisect"``, layers that were only measured together share theirs.
+    isolated_error: the relative error of the compared arrays, without
+      ``noise_only_arrays``, if only these matmuls run in half precision; inf if
+      an array is not finite then. With ``search="bisect"``, layers that were
+      measured together share their error.
     amax: the largest magnitude of operands and results, in float32.
-    log2_headroom: how many binades are left above ``amax``; below zero it
-      overflows.
-    underflow_fraction: the fraction of entries that become zero, of that
-      operand or result that loses most.
-    subnormal_fraction: the fraction of entries that become subnormal, of the
-      same kind.
-    run_count: how often they run.
-    program_index: their index among all rows in the order of the program; 0 for
+    log2_headroom: log2 of the largest number of the dtype over ``amax``; they
+      overflow if it is below zero.
+    underflow_fraction: the fraction of entries that become zero, in the operand
+      or result with the largest fraction.
+    subnormal_fraction: the fraction of entries that become subnormal, in the
+      operand or result with the largest fraction.
+    run_count: the number of times that they run.
+    program_index: the index among all rows in the order of the program; 0 for
       the first.
   """
 
@@ -76,7 +76,7 @@ class MatmulPrecision(NamedTuple):
 
 
 class ArrayError(NamedTuple):
-  """An array that is inaccurate in half precision, and not in float32.
+  """An array that is inaccurate in half precision, but not in float32.
 
   Attributes:
     name: its path, such as ``"blocks/0/up"``.
@@ -90,23 +90,24 @@ class ArrayError(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionComparison:
-  """What :func:`compare_precision` returns. It prints as a table.
+class PrecisionComparison(_numbers.PrintedReport):
+  """The report of :func:`compare_precision`: which layers lose precision.
 
   Attributes:
     dtype: the dtype that is compared with float32, as a string.
-    target: what is compared: ``"gradients"``, those that the optimizer
-      receives, or ``"results"``, those of the function.
-    reference_is_zero: whether all of it is zero in float32: then there is
-      nothing to compare.
-    error: the relative error of what is compared, as a norm: of the result, or
-      of the gradients of one ``update``, that are furthest off, if there are
-      several. It is inf if they are not finite.
-    cosine: the smallest cosine between those of both runs.
-    reference_is_finite: whether all of it is finite in float32. If not, nothing
-      is named: find_overflow names the operation.
-    outliers: the names of layers that do far more harm to an array than all
-      others together, the worst first; empty, if no layer does.
+    target: the arrays that are compared: ``"gradients"`` that the optimizer
+      receives, or ``"results"`` of the function.
+    reference_is_zero: whether all compared arrays are zero in float32, so that
+      there is nothing to compare.
+    error: the norm of the difference over the norm in float32, of all compared
+      arrays together; inf if they are not finite. If there are several results,
+      or several ``update``, it is the largest error of one of them.
+    cosine: the smallest cosine between the results in half precision and in
+      float32.
+    reference_is_finite: whether all compared arrays are finite in float32. If
+      not, the report names no layer: find_overflow names the operation.
+    outliers: the names of the layers that cause a far larger error of an array
+      than all other layers together, the worst first; often empty.
     array_errors: the relative error of each array that is compared, by its
       path, such as ``blocks/0/up``, which is also what ``keep_float32=`` takes.
       The gradients of several ``update`` begin with ``[0]/``, ``[1]/`` and so
@@ -114,21 +115,21 @@ class PrecisionComparison:
       alike, each such key of this tree is quoted, as in ``'a/b'/w``.
     matmuls: a :class:`MatmulPrecision` for the matmuls and convolutions of each
       layer, the one with the largest isolated error first.
-    limitations: what the figures do not tell, in sentences.
-    warnings: what is wrong with the training step as a whole, in sentences:
-      ``update`` did not run, or does not see an overflow, or is given gradients
-      of another scale.
-    noise_only_arrays: the names of arrays that are nothing but rounding in
+    limitations: the parts of the program that were not analyzed, in sentences.
+    warnings: mistakes in the training step as a whole, in sentences: ``update``
+      did not run, does not see an overflow, or receives gradients that are not
+      scaled as it expects.
+    noise_only_arrays: the names of arrays that are only rounding noise in
       float32, too, such as the gradient of a bias in front of a normalization.
       No layer is to blame for their errors.
-    inaccurate_arrays: a :class:`ArrayError` for each of the others whose error
-      is above 64 times the spacing of numbers at 1 (in float16, 0.06), the
-      largest first.
-    suggested_log2_scale_change: by how many binades to change the loss scale; 0
-      if the loss scale is not the cause. Below zero, only the backward pass
-      overflows: lower the scale by as much. Above zero, the array with the
-      largest error underflows in the backward pass: raise the scale, by as much
-      at most.
+    inaccurate_arrays: a :class:`ArrayError` for each of the other arrays whose
+      error is above 64 times the spacing of numbers at 1 (in float16, 0.06),
+      the largest first.
+    suggested_log2_scale_change: log2 of the factor by which to change the loss
+      scale; 0 if the loss scale is not the cause. Below zero, only the backward
+      pass overflows: lower the scale by this factor. Above zero, the array with
+      the largest error underflows in the backward pass: raise the scale, at
+      most by this factor.
   """
 
   dtype: str
@@ -148,12 +149,13 @@ class PrecisionComparison:
 
   @property
   def overflowing(self) -> tuple[str, ...]:
-    """The names of places that overflow in the forward pass, the largest first.
+    """The names of the layers that overflow in the forward pass.
 
-    What overflows in the backward pass alone is not among them: that is for the
-    loss scale, which comes down. A derivative inside of the loss, such as that
-    of a differential equation or a force, is part of the forward pass: if it
-    overflows, the loss is not finite at any scale.
+    The layer with the largest numbers comes first. Layers that overflow only in
+    the backward pass are not included: a lower loss scale helps them. A
+    derivative inside the loss, such as a force or the derivative of a
+    differential equation, is part of the forward pass: if it overflows, the
+    loss is not finite at any scale.
     """
     rows = sorted(self._overflowing_rows(), key=lambda row: row.log2_headroom)
     return tuple(dict.fromkeys(row.name for row in rows))
@@ -163,10 +165,10 @@ class PrecisionComparison:
     return [row for row in rows if row.name and self.reference_is_finite]
 
   def top_outliers(self, n: int = 1) -> tuple[str, ...]:
-    """The names of the layers that do most harm.
+    """Returns the names of the worst outliers.
 
     Args:
-      n: how many at most.
+      n: the largest number of names.
 
     Returns:
       At most ``n`` names for ``keep_float32=`` of
@@ -188,78 +190,91 @@ class PrecisionComparison:
     return vars(self) | rows | lists
 
   def __str__(self) -> str:
-    head = [*self.warnings, *self.limitations, *self._summary()]
-    return "\n".join([*head, self._table()])
+    lines = [*self.warnings, *self._conclusion(), self._figures()]
+    lines += self.limitations
+    if self.reference_is_finite and self.suggested_log2_scale_change >= 0:
+      lines += self._arrays()
+    return "\n".join([*lines, self._table()])
 
-  def _summary(self) -> list[str]:
-    is_step = self.target == "gradients"
-    error = (
-      f"{self.dtype} against float32: error {self.error:.2g}, cosine"
-      f" {self.cosine:.7g},\nof the {self.target}"
-      f"{' that the optimizer is given' if is_step else ''}, arrays:"
-      f" {len(self.array_errors)}."
-    )
+  def _conclusion(self) -> list[str]:
+    """Say what loses the precision, and what to do, in a sentence or a few."""
     if self.reference_is_zero:
       return [
-        f"All {self.target} are zero in float32, so that nothing can be"
-        " compared: take a batch that has gradients, and a step that applies"
-        " them.",
-        error,
+        f"All {self.target} are zero in float32, so there is nothing to"
+        " compare. Pass a batch that has gradients, and a step that applies"
+        " them."
       ]
     if not self.reference_is_finite:
       return [
         f"The {self.target} are not finite in float32 either: find_overflow"
-        " names the operation.",
-        error,
+        " names the operation."
       ]
     change = self.suggested_log2_scale_change
     if change < 0:
       return [
         "Only the backward pass overflows: lower the loss scale by"
-        f" 2**{-change}, and compare again.",
-        error,
+        f" 2**{-change}, and compare again."
       ]
-    lines = [error]
+    lines = []
     if self.overflowing:
-      first = min(self._overflowing_rows(), key=lambda row: row.program_index)
+      lines.append(self._forward_overflows())
+    if change > 0:
+      name = self.inaccurate_arrays[0].name or "The result"
       lines.append(
-        f"Places that overflow: {len(self.overflowing)}, see overflowing. The"
-        f" first along the program: keep_float32={first.name!r}."
+        f"{name} underflows in the backward pass: raise the loss scale by up to"
+        f" 2**{change}."
       )
-    lines += self._arrays()
-    match list(self.outliers):
-      case []:
-        alone = " alone" if self.inaccurate_arrays else ""
-        lines.append(f"No place{alone} stands out.")
-      case [name]:
-        lines.append(f"Stands out: keep_float32={name!r}.")
-      case names:
-        lines.append(f"{len(names)} places stand out: keep_float32={names}.")
-    return lines
+    outliers = [x for x in self.outliers if x not in self.overflowing]
+    if outliers:
+      label = "Outlier" if len(outliers) == 1 else f"{len(outliers)} outliers"
+      lines.append(f"{label}: {_keep(outliers)}.")
+    return lines or ["No single layer dominates the error."]
+
+  def _forward_overflows(self) -> str:
+    if len(self.overflowing) == 1:
+      (name,) = self.overflowing
+      return (
+        f"1 layer overflows in the forward pass: {name}. Keep it in float32:"
+        f" {_keep(self.overflowing)}."
+      )
+    first = min(self._overflowing_rows(), key=lambda row: row.program_index)
+    keep = _keep(self.overflowing)
+    if len(self.overflowing) > _MOST_ARRAYS:
+      keep = "keep_float32=report.overflowing"
+    return (
+      f"{len(self.overflowing)} layers overflow in the forward pass, first"
+      f" {first.name}. Keep them in float32: {keep}."
+    )
+
+  def _figures(self) -> str:
+    """Return the errors of all arrays together."""
+    count = len(self.array_errors)
+    arrays = f"{self.target.removesuffix('s')} array{'s' * (count != 1)}"
+    if self.target == "gradients":
+      arrays += " that the optimizer receives"
+    return (
+      f"Relative error in {self.dtype}: {self.error:.2g}, cosine"
+      f" {self.cosine:.7g} ({count} {arrays})."
+    )
 
   def _arrays(self) -> list[str]:
-    """What is told of the arrays that are far off."""
-    told = [
-      f"  {name or 'the result'}: error {error:.2g}, {fraction:.2g} of the norm"
+    """Return the largest errors, and the arrays that were not judged."""
+    rows = [
+      f"  {name or 'the result'}: {error:.2g} ({fraction:.2g} of the norm)"
       for name, error, fraction in self.inaccurate_arrays[:_MOST_ARRAYS]
     ]
-    more = len(self.inaccurate_arrays) - len(told)
-    told += [f"  and {more} more"] if more else []
-    lines = ["Furthest off:", *told] if told else []
-    if self.suggested_log2_scale_change > 0:
-      lines.append(
-        "The first is lost in the backward pass: a larger loss scale helps, by"
-        f" up to 2**{self.suggested_log2_scale_change}."
-      )
+    lines = ["Largest relative errors:", *rows] if rows else []
+    more = len(self.inaccurate_arrays) - len(rows)
+    lines += [f"  (+{more} more: report.inaccurate_arrays)"] if more else []
     judged = {array.name for array in self.inaccurate_arrays}
     noise = [
       x or "the result" for x in self.noise_only_arrays if x not in judged
     ]
     if noise:
-      named, more = noise[:_MOST_ARRAYS], len(noise) - _MOST_ARRAYS
+      shown, more = noise[:_MOST_ARRAYS], len(noise) - _MOST_ARRAYS
       lines.append(
-        "Nothing but rounding in float32, too, so that no place is to blame:"
-        f" {', '.join(named)}{f' and {more} more' if more > 0 else ''}."
+        "Only rounding noise in float32, too, so no layer is to blame:"
+        f" {', '.join(shown)}{f' and {more} more' if more > 0 else ''}."
       )
     return lines
 
@@ -267,7 +282,15 @@ class PrecisionComparison:
     rows = [_cells(row) for row in self.matmuls[:_MOST_ROWS]]
     table = _numbers.table(rows, left=2)
     more = len(self.matmuls) - _MOST_ROWS
-    return f"{table}\nand {more} more places" if more > 0 else table
+    return (
+      f"{table}\n(+{more} more rows: report.matmuls)" if more > 0 else table
+    )
+
+
+def _keep(names: Sequence[str]) -> str:
+  """Return the argument of `autocast` that keeps layers in float32."""
+  value = names[0] if len(names) == 1 else list(names)
+  return f"keep_float32={value!r}"
 
 
 def _cells(row: MatmulPrecision) -> dict[str, str]:
@@ -282,10 +305,10 @@ def _cells(row: MatmulPrecision) -> dict[str, str]:
 
 
 def backward_excess(report: PrecisionComparison) -> int:
-  """How many binades the loss scale is too large; 0 if that is not it.
+  """Return log2 of the factor by which the loss scale is too large.
 
-  It is too large if the backward pass overflows, and the forward pass does not.
-  Then no layer is to blame.
+  The loss scale is too large if the backward pass overflows, and the forward
+  pass does not. Then no layer is to blame. Otherwise, return 0.
   """
   backward = [row.log2_headroom for row in report.matmuls if row.backward]
   over = -min(backward, default=0.0)
