@@ -35,6 +35,7 @@ def loss_fn(params, x):
 
 GRAD_FN = ols.grad(ols.autocast(loss_fn), STATE)
 TX = ols.with_loss_scaling(optax.sgd(0.1))
+OPT_STATE = TX.init(PARAMS)
 
 
 def train_step(params, state, x):
@@ -55,7 +56,7 @@ ON_HOST = {
   ols.raise_if_stuck: lambda: ols.raise_if_stuck(STATE, policy=POLICY),
   ols.set_loss_scale: lambda: ols.set_loss_scale(STATE, 2.0**10),
   diagnostics.check_step: lambda: diagnostics.check_step(
-    train_step, PARAMS, TX.init(PARAMS), X, progress=False
+    train_step, PARAMS, OPT_STATE, X, progress=False
   ),
   diagnostics.compare_precision: lambda: diagnostics.compare_precision(
     GRAD_FN, PARAMS, X, progress=False

@@ -23,8 +23,12 @@ Run = Callable[..., list[Any]]
 # What takes a slice out of an array, by its number.
 Take = Callable[[Any, Any], Any]
 
-# A loop runs a few times, and compiles in half of the time.
-_FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
+# A loop runs a few times, and so compiles in half of the time. XLA must keep
+# conversions to float16 and back, or an overflow is lost with them.
+_OPTIONS = {
+  "xla_backend_optimization_level": 0,
+  "xla_allow_excess_precision": False,
+}
 
 
 class Stop(NamedTuple):
@@ -64,7 +68,7 @@ class CompiledScan:
 
   def __init__(self, scan: _higher_order.Scan):
     self._scan = scan
-    self._run = jax.jit(self._program, compiler_options=_FAST_TO_COMPILE)
+    self._run = jax.jit(self._program, compiler_options=_OPTIONS)
 
   def whole(self, *inputs: Any) -> list[Any]:
     _, _, carry, stacked, _ = self._run(False, 0, inputs)
@@ -110,7 +114,7 @@ class CompiledWhile:
 
   def __init__(self, loop: _higher_order.While):
     self._loop = loop
-    self._run = jax.jit(self._program, compiler_options=_FAST_TO_COMPILE)
+    self._run = jax.jit(self._program, compiler_options=_OPTIONS)
 
   def whole(self, *inputs: Any) -> list[Any]:
     return self._run(False, 0, inputs)[2]
