@@ -183,7 +183,7 @@ class PrecisionReport(_numbers.PrintedReport):
     for title, rows, left in (
       (f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}", flops, 2),
       (f"Matmuls and convolutions not in {self.dtype}:", unconverted, 3),
-      (f"May overflow or underflow in {self.dtype}:", at_risk, 4),
+      (f"At risk in {self.dtype}:", at_risk, 4),
     ):
       parts += [title, _numbers.table(rows, left)] if rows else []
     return "\n".join(parts)
