@@ -183,7 +183,7 @@ class PrecisionReport(_numbers.PrintedReport):
     for title, rows, left in (
       (f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}", flops, 2),
       (f"Matmuls and convolutions not in {self.dtype}:", unconverted, 3),
-      (f"May overflow or underflow in {self.dtype}:", at_risk, 4),
+      (f"At risk in {self.dtype}:", at_risk, 4),
     ):
       parts += [title, _numbers.table(rows, left)] if rows else []
     return "\n".join(parts)
@@ -232,30 +232,30 @@ def precision_report(
   dtype: Any = jnp.float16,
   **kwargs: Any,
 ) -> PrecisionReport:
-  """Says in which dtypes a function computes, and where float16 is a risk.
+  """Reports in which dtypes a function computes, and where float16 is a risk.
 
-  Everything is taken from shapes: nothing is computed. What counts is what
-  leads to a result, to a change of an argument, or to the gradients that the
-  ``update`` of :func:`~optax_lossscale.with_loss_scaling` is given.
+  The function is traced and not run. Operations count if they lead to a result,
+  to a change of an argument, or to the gradients that the ``update`` of
+  :func:`~optax_lossscale.with_loss_scaling` receives.
 
   Args:
     fun: any function that ``jax.jit`` could take, such as a training step, or
       ``jax.value_and_grad(loss_fn)``.
-    *args: its arguments, of which arrays may be ``jax.ShapeDtypeStruct``.
-    dtype: the dtype that you want it to compute in, a float dtype of at most 32
-      bits. (If ``fun`` has an argument of this name, bind it with
+    *args: its arguments. Arrays may be ``jax.ShapeDtypeStruct``.
+    dtype: the dtype in which the function should compute, a float dtype of at
+      most 32 bits. (If ``fun`` has an argument of this name, bind it with
       ``functools.partial``.)
     **kwargs: its keyword arguments.
 
   Returns:
-    A :class:`PrecisionReport`, which prints as a table. What runs in a
-    ``scan`` is counted as often as it runs, in a ``while`` loop once, in a
-    ``cond`` for the branch with the most flops, and under ``shard_map`` on all
-    devices together.
+    A :class:`PrecisionReport`. It prints a conclusion and tables. The body of a
+    ``scan`` is counted once per iteration, the body of a ``while`` loop once,
+    the branch with the most FLOPs of a ``cond``, and the body of a
+    ``shard_map`` once per device.
 
   Raises:
     TypeError: if ``fun`` is not callable, an argument is traced, or ``dtype``
-      is not such a dtype.
+      is not a float dtype of at most 32 bits.
 
   Examples:
     >>> import jax

@@ -314,7 +314,7 @@ def test_a_place_that_stands_out_is_named():
   assert first == f"Outlier: keep_float32={worst!r}."
   assert second == (
     f"Relative error in float16: {report.error:.2g}, cosine"
-    f" {report.cosine:.7g} (1 result array)."
+    f" {report.cosine:.7g} (1 result)."
   )
   repaired = compare(fun, W, X, keep_float32=worst)
   assert repaired.error < 1e-2
@@ -560,8 +560,29 @@ def test_layers_that_overflow_are_named_with_the_first_in_the_program(count):
     f" float32: keep_float32={names}."
   )
   # An outlier that overflows is not named twice.
-  assert set(report.outliers) <= set(report.overflowing)
+  assert report.outliers and set(report.outliers) <= set(report.overflowing)
   assert second.startswith("Relative error")
+
+
+def test_a_layer_that_only_overflows_backward_is_not_called_an_outlier():
+  """Whether it does so once the forward pass is finite, another run shows."""
+
+  def loss(ws):
+    large = jnp.sin(1e6 * X @ ws["large"])
+    return jnp.mean((X @ ws["sound"]) ** 2) + jnp.mean(large)
+
+  ws = {"large": W, "sound": W}
+  report = compare_trained(
+    ols.grad(ols.autocast(loss), ols.FixedLossScale(2.0**30).init()), ws
+  )
+  assert report.overflowing == ("large",) and "sound" in report.outliers
+  first, second, *_ = str(report).splitlines()
+  assert first == (
+    "1 layer overflows in the forward pass: large. Keep it in float32:"
+    " keep_float32='large'."
+  )
+  assert second.startswith("Relative error in float16: inf")
+  assert second.endswith(" (2 results).")
 
 
 def test_a_notebook_shows_the_printed_comparison():

@@ -105,6 +105,24 @@ def test_the_report_prints_the_operation_its_operands_and_a_fix():
     hit.kind = "nan"
 
 
+def test_the_report_names_the_layer_if_it_is_known_and_no_line_if_it_is_not():
+  def loss_fn(params, x):
+    return jnp.sum(x @ params["up"])
+
+  hit = find_overflow(
+    ols.autocast(loss_fn), {"up": jnp.eye(4)}, 1e9 * jnp.ones((2, 4))
+  )
+  line = f"test_overflow.py:{hit.source_line.split(':')[1]}"
+  assert str(hit).splitlines()[0] == (
+    "convert_element_type returned inf (float16) in the forward pass, in layer"
+    f" up at {line}."
+  )
+  unknown = dataclasses.replace(hit, name="", source_line="")
+  assert str(unknown).splitlines()[0] == (
+    "convert_element_type returned inf (float16) in the forward pass."
+  )
+
+
 def test_a_notebook_shows_the_printed_report_with_escaped_brackets():
   hit = find_overflow(lambda x: jnp.exp(x * 20), X)
   assert hit.source_line.endswith(" (<lambda>)")
@@ -204,6 +222,9 @@ def read_of_a_ref(x):
     (lambda x: lax.cumsum(x * 100, 1), LARGE, "jnp.sum(x, dtype=jnp.float32)"),
     (lambda x: jnp.sum(x * 100), LARGE, "float16 is 65504. Keep this value in"),
     (jnp.square, LARGE, "compute square in float32: x.astype(jnp.float32)"),
+    (lambda x: lax.complex(x, x) * 1e38, LARGE.astype(jnp.float32),
+     "outside the range of complex64"),
+    (lambda x: (x * 300).astype(jnp.float8_e5m2), LARGE * 0.7, "57300"),
   ],
 )  # fmt: skip
 def test_the_fix_depends_on_the_operation_and_its_operands(fun, arg, fix):

@@ -224,7 +224,12 @@ class PrecisionComparison(_numbers.PrintedReport):
         f"{name} underflows in the backward pass: raise the loss scale by up to"
         f" 2**{change}."
       )
-    outliers = [x for x in self.outliers if x not in self.overflowing]
+    # If the forward pass overflows, an infinite error is no layer's own fault.
+    blamed = {
+      row.name for row in self.matmuls if math.isinf(row.isolated_error)
+    }
+    excused = blamed if self.overflowing else ()
+    outliers = [x for x in self.outliers if x not in excused]
     if outliers:
       label = "Outlier" if len(outliers) == 1 else f"{len(outliers)} outliers"
       lines.append(f"{label}: {_keep(outliers)}.")
@@ -249,7 +254,7 @@ class PrecisionComparison(_numbers.PrintedReport):
   def _figures(self) -> str:
     """Return the errors of all arrays together."""
     count = len(self.array_errors)
-    arrays = f"{self.target.removesuffix('s')} array{'s' * (count != 1)}"
+    arrays = self.target if count != 1 else self.target.removesuffix("s")
     if self.target == "gradients":
       arrays += " that the optimizer receives"
     return (
