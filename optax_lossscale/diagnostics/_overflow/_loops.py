@@ -23,8 +23,8 @@ Run = Callable[..., list[Any]]
 # What takes a slice out of an array, by its number.
 Take = Callable[[Any, Any], Any]
 
-# A loop runs a few times, and so compiles in half of the time. XLA must keep
-# conversions to float16 and back, or an overflow is lost with them.
+# A loop runs a few times, and so compiles in half of the time. If XLA dropped a
+# conversion to float16 and back, an overflow would go with it.
 _OPTIONS = {
   "xla_backend_optimization_level": 0,
   "xla_allow_excess_precision": False,
