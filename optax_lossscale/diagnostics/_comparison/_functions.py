@@ -110,12 +110,15 @@ def _compared(
   search: str,
   bar: _progress.Progress,
 ) -> _report.PrecisionComparison:
-  notes = [f"Not looked at: {x}." for x in _tracing.told(traced.unreached)]
+  notes = [f"Not analyzed: {x}." for x in _tracing.told(traced.unreached)]
   judged = {"grads", "applied", "unscaled"}
   traced = traced.only_kinds(judged if traced.grads else {"result"})
   rows = _program.Rows(traced.closed)
   _check(fun, traced, rows)
-  notes += [f"Runs as it is written: {name}." for name in rows.not_entered]
+  notes += [
+    f"Not analyzed: {name}, which runs unchanged in every run."
+    for name in rows.not_entered
+  ]
   runs = Runs(traced, rows, bar)
   eps = max(float(jnp.finfo(dtype).eps) for dtype in rows.dtypes)
   places = rows.by_name()
@@ -202,18 +205,18 @@ def _check(
   name = getattr(fun, "__name__", fun)
   if not traced.outputs:
     raise ValueError(
-      f"compare_precision compares floats, got {name}, whose results hold none,"
-      " and which gives no gradients to the update of with_loss_scaling. Return"
-      " gradients, or what the last layer returns."
+      f"compare_precision has nothing to compare: {name} returns no floats and"
+      " passes no gradients to the update of with_loss_scaling. Return the"
+      " gradients, or the output of the last layer."
     )
   if not rows.all:
-    found = "which has none, or one that found no float32 products"
+    cause = f"{name} has no autocast, or its autocast found no float32 matmuls"
     if _products.ProductSearch().in_jaxpr(traced.closed.jaxpr):
-      found = "whose products run in float32, as they are written"
+      cause = f"all matmuls of {name} run in float32"
     raise ValueError(
-      "compare_precision needs a function with an autocast inside, such as"
-      " ols.grad(ols.autocast(loss_fn), opt_state), or a training step of such,"
-      f" got {name}, {found}."
+      f"compare_precision has nothing to compare: {cause}. Pass a function with"
+      " an autocast inside, such as ols.grad(ols.autocast(loss_fn), opt_state),"
+      " or a training step that differentiates ols.autocast(loss_fn)."
     )
 
 
