@@ -128,9 +128,9 @@ def plot_exponents(
   shift = np.log2(scale)
   _draw_bands(ax, dtype, limits)
   style = {"width": 1.0, "align": "edge"}
-  ax.bar(found.exponents, shares, color="gray", label="as they are", **style)
+  ax.bar(found.exponents, shares, color="gray", label="unscaled", **style)
   if scale != 1:
-    label = f"times the loss scale, $2^{{{shift:.4g}}}$"
+    label = f"multiplied by the loss scale, $2^{{{shift:.4g}}}$"
     outline = {"fill": False, "edgecolor": "tab:blue", **style}
     ax.bar(found.exponents + shift, shares, label=label, **outline)
   lowest = min([np.log2(limits.zero) - 10, *found.exponents])
@@ -138,7 +138,8 @@ def plot_exponents(
   ax.set_xlim(lowest, highest)
   ax.set_xlabel("log₂ of the magnitude")
   ax.set_ylabel("% of the entries")
-  ax.set_title(f"{found.zero_count / max(size, 1):.1%} are zero as they are")
+  share = found.zero_count / max(size, 1)
+  ax.set_title(f"{share:.1%} of the unscaled entries are zero")
   ax.legend(fontsize="small")
   return ax
 
@@ -228,14 +229,14 @@ def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
     history = {"loss_scale": history}
   if "loss_scale" not in history:
     raise ValueError(
-      'history must hold "loss_scale", as what loss_scale_metrics returns does,'
+      'history must hold "loss_scale", as the metrics of loss_scale_metrics do,'
       f" got {', '.join(map(repr, history)) or 'nothing'}."
     )
   history = jax.device_get(dict(history))
   scales = np.asarray(history["loss_scale"], np.float32)
   if scales.ndim != 1 or not scales.size:
     raise ValueError(
-      "history must hold a scale for each step, got scales of shape"
+      "history must hold one scale for each step, got scales of shape"
       f" {scales.shape}."
     )
   finite = history.get("last_finite", np.ones_like(scales))
@@ -280,8 +281,8 @@ def plot_precision(
   """
   if not isinstance(report, diagnostics.PrecisionComparison):
     raise TypeError(
-      "report must be what compare_precision returned, got report ="
-      f" {report!r}."
+      "report must be a PrecisionComparison, as compare_precision returns it,"
+      f" got report = {report!r}."
     )
   axes = _axes_or_new(axes, "plot_precision", rows=2)
   top, bottom = axes
@@ -304,9 +305,9 @@ def _draw_effects(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
   ax.bar(range(len(rows)), heights, color=colors, hatch=hatches)
   ax.set_yscale("log")
   ax.set_ylim(low, high)
-  ax.set_ylabel(f"error, if it\nalone is in {dtype}")
+  ax.set_ylabel(f"error if only this\nmatmul is in {dtype}")
   if any(hatches):
-    ax.set_title("hatched: the results are not finite", fontsize="small")
+    ax.set_title("hatched: inf or NaN in the results", fontsize="small")
 
 
 def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
@@ -318,8 +319,8 @@ def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
     style = {"color": "tab:blue", "alpha": 0.1, "linewidth": 0}
     ax.axvspan(first - 0.5, len(rows) - 0.5, label="backward", **style)
     ax.legend(fontsize="small", loc="upper right")
-  ax.set_xlabel("products, in the order of the program")
-  ax.set_ylabel(f"binades left\nin {dtype}")
+  ax.set_xlabel("matmuls and convolutions, in program order")
+  ax.set_ylabel(f"log2 headroom\nin {dtype}")
 
 
 def _name_bad(ax: Any, rows: _Rows, bad: set[str]) -> None:

@@ -64,8 +64,8 @@ class NonfiniteLeaf(NamedTuple):
     index = "".join(f"[{i}]" for i in self.first_index)
     return (
       f"{self.name} {self.dtype}{list(self.shape)}: {self.inf_count} inf,"
-      f" {self.nan_count} NaN of {int(np.prod(self.shape))}, first at"
-      f" {index or 'the scalar itself'}"
+      f" {self.nan_count} NaN of {int(np.prod(self.shape))}"
+      f"{index and f', first at {index}'}"
     )
 
 
@@ -181,7 +181,7 @@ def measure_grads(
       raise TypeError(
         f"{caller} must be called outside jit, since it reads values, got a"
         f" tracer at {name!r}. Return the gradients from the jitted function,"
-        " or use diagnostics.finite_per_leaf in it."
+        " or call diagnostics.finite_per_leaf inside it."
       )
   # All leaves are measured before the first result is read.
   found = jax.device_get([measure(leaf) for _, leaf in leaves])

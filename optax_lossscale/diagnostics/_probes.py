@@ -84,7 +84,7 @@ def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
   if jnp.ndim(counter) != 1:
     raise ValueError(
       f"counter must be of shape ({BINS},), got shape {jnp.shape(counter)}."
-      " Give each probe one counter, as scan and vmap do with an array of"
+      " Pass one counter to each probe; scan and vmap split an array of"
       " counters."
     )
   x, counter = jnp.asarray(x), jnp.asarray(counter)
@@ -245,8 +245,8 @@ def _check_counters(name: str, tree: Any) -> None:
       )
     if dtype != jnp.float32:
       raise TypeError(
-        f"{name} must be float32, got {dtype}. Counts in it would not be exact;"
-        " keep counters apart from parameters that are cast."
+        f"{name} must be float32, got {dtype}, in which counts are not exact."
+        " Don't cast the counters together with the parameters."
       )
 
 

@@ -282,7 +282,7 @@ def _is_float(leaf: Any) -> bool:
 def told(unreached: list[str]) -> list[str]:
   """What is told of gradients that could not be made outputs."""
   return [
-    f"gradients inside of {where}: hand over one step"
+    f"gradients inside {where}: pass a single step instead"
     for where in dict.fromkeys(unreached)
   ]
 
@@ -312,18 +312,18 @@ def _as_argument(leaf: Any, array: Any) -> Any:
 def _check_constants(closed: _equations.ClosedJaxpr) -> None:
   if any(map(_is_ref, closed.consts)):
     raise TypeError(
-      "fun must be given its Refs as arguments, got one that it closes over: to"
-      " run it would change that, and of an argument a copy is taken."
+      "fun closes over a jax.Ref, so running fun would change it. Pass the Ref"
+      " as an argument, since arguments are copied."
     )
 
 
 def _bound_message(caller: str, fun: Any) -> str:
   name = getattr(fun, "__name__", type(fun).__name__)
   return (
-    f"fun must receive the Flax NNX objects that it changes as arguments, got"
-    f" {name}, which closes over them, or to which nnx.cached_partial binds"
-    f" them. Write {caller}({name}, model, optimizer, batch), with the function"
-    " that was bound."
+    f"{name} changes Flax NNX objects that are not arguments: {name} closes"
+    " over them, or nnx.cached_partial binds them. Write"
+    f" {caller}({name}, model, optimizer, batch), with the function before"
+    " nnx.cached_partial."
   )
 
 
@@ -332,7 +332,7 @@ def _check_scans(caller: str, closed: _equations.ClosedJaxpr) -> None:
   if is_there and _higher_order.jit_drops_scans():
     raise RuntimeError(
       f"jax.jit of JAX {jax.__version__} drops scans if the flag jax_scan3 is"
-      f" on, so that {caller} would look at a program without them. Turn the"
+      f" on, so {caller} would analyze a program without the scans. Turn the"
       ' flag off: jax.config.update("jax_scan3", False), or unset JAX_SCAN3.'
     )
 
@@ -340,8 +340,8 @@ def _check_scans(caller: str, closed: _equations.ClosedJaxpr) -> None:
 def _check_callable(caller: str, fun: Any) -> None:
   if isinstance(fun, jax.stages.Compiled):
     raise TypeError(
-      "fun must be a function that can be traced, got one that is compiled:"
-      " hand over the jitted function, without .lower(...).compile()."
+      "fun must be a function that can be traced, got a compiled function. Pass"
+      " the jitted function, without .lower(...).compile()."
     )
   hint = f" Write {caller}(fun, *args), not {caller}(fun(*args))."
   _checks.check_callable("fun", fun, hint=hint)
@@ -356,8 +356,8 @@ def _check_inputs(
       raise TypeError(f"{outside}, got a tracer at {name}.")
     if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
       raise TypeError(
-        f"{caller} needs arrays, since it computes with them, got {leaf} at"
-        f" {name}. Only precision_report is content with shapes."
+        f"{caller} needs concrete arrays, got {leaf} at {name}. Pass arrays."
+        " Only precision_report accepts shapes."
       )
   if not shapes and isinstance(jnp.zeros(()), jax.core.Tracer):
     raise TypeError(f"{outside}.")

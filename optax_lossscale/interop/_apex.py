@@ -104,7 +104,7 @@ def _chosen_scaler(
   count = len(state_dict)
   if loss_id is None and count > 1:
     raise ValueError(
-      f"from_apex: state_dict holds the scales of {count} losses; choose one"
+      f"from_apex: state_dict holds the scales of {count} losses. Choose one"
       f" with loss_id, an integer in [0, {count - 1}]."
     )
   name = f"loss_scaler{loss_id or 0}"

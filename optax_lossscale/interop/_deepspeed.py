@@ -214,7 +214,7 @@ def _version(version: Any) -> tuple[int, ...]:
   match = re.match(numbers, version) if is_text else None
   if not match:
     raise (ValueError if is_text else TypeError)(
-      "from_deepspeed: version must be that of a DeepSpeed release, such as"
+      "from_deepspeed: version must be a DeepSpeed release, such as"
       f" '0.17.3', got version = {_reading.show(version)}."
     )
   return tuple(int(part or 0) for part in match.groups())

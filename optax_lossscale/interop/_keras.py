@@ -141,7 +141,7 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
       "dynamic_growth_steps": None,
     }
     return {"config": fixed, "variables": {}}
-  floors = "tf.keras has a floor of 1 and Keras 3 none, which is 2**-126 here"
+  floors = "the minimum scale is 1 in tf.keras and 2**-126 in Keras 3"
   floor = _checks.SMALLEST_SCALE, floors
   is_tf = (
     isinstance(policy, _policies.DynamicLossScale) and policy.min_scale == 1
@@ -184,8 +184,8 @@ def _policy(
         _check_optimizer(inner)
       if deep == _DEEPEST:
         raise ValueError(
-          f"from_keras: config must be nested at most {_DEEPEST} deep, got"
-          f" one that is deeper: {_reading.show(config)}. Give the config of"
+          f"from_keras: config must be nested at most {_DEEPEST} levels deep,"
+          f" got a deeper config: {_reading.show(config)}. Pass the config of"
           " the loss scaler itself."
         )
       return _policy(inner, deep + 1)
@@ -215,7 +215,7 @@ def _check_optimizer(optimizer: Any) -> None:
     raise ValueError(
       "from_keras: optimizer in the compile configuration must be a serialized"
       f" LossScaleOptimizer, got {_reading.show(kind or optimizer)}. Keras 3"
-      " wraps the optimizer of a mixed_float16 model later: give"
+      " wraps the optimizer of a mixed_float16 model later: pass"
       " model.optimizer.get_config()."
     )
 

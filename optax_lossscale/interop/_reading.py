@@ -129,7 +129,7 @@ def show(value: Any) -> str:
   try:
     return _SHORT.repr(value)
   except ValueError:  # Python does not print integers of thousands of digits.
-    return f"a {type(value).__name__} that is too long to print"
+    return f"a value of type {type(value).__name__} that is too long to print"
 
 
 _SHORT = reprlib.Repr()
@@ -148,7 +148,7 @@ def _found(
   if isinstance(source, Mapping):
     for key in source:
       if not (isinstance(key, str) and (key in keys or key in ignored)):
-        past = f" Read past: {', '.join(ignored)}." if ignored else ""
+        past = f" Ignored keys: {', '.join(ignored)}." if ignored else ""
         raise ValueError(
           f"{function}: unknown key {show(key)} in {what}. Known keys:"
           f" {known}.{past}"

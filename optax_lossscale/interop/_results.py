@@ -62,15 +62,15 @@ def resume(
   if low is not None and not np.float32(low) <= scale <= np.float32(high):
     floor, ceiling = _checks.show_bound(low), _checks.show_bound(high)
     raise ValueError(
-      f"{function}: the scale in the state must be between the floor {floor}"
-      f" and the ceiling {ceiling} of its settings, got scale = {scale}."
+      f"{function}: the scale in the state must be between the minimum {floor}"
+      f" and the maximum {ceiling} of its settings, got scale = {scale}."
     )
   policy_state, full = state.policy_state, values.get("hysteresis", 1)
   left = values.get("hysteresis_remaining", full)
   if left > full:
     raise ValueError(
-      f"{function}: the hysteresis left in the state must be at most that of"
-      f" its settings, {full}, got {left}."
+      f"{function}: the remaining hysteresis in the state must be at most the"
+      f" hysteresis in its settings, {full}, got {left}."
     )
   if policy_state and "hysteresis_remaining" in values:
     # Some count on below zero, which has the same effect.

@@ -17,7 +17,7 @@ _REASONS = {
   "growth_factor": "it doubles",
   "backoff_factor": "it halves",
   "hysteresis": "it has no hysteresis",
-  "max_scale": "it has no such ceiling",
+  "max_scale": "its maximum scale is fixed",
 }
 
 
@@ -42,8 +42,8 @@ def dynamic(
   """
   if not isinstance(policy, _policies.DynamicLossScale):
     raise TypeError(
-      f"{function}: policy must be {kinds}, whose rules other systems know, got"
-      f" {_reading.show(policy)}."
+      f"{function}: policy must be {kinds}, since the other system has no other"
+      f" rule, got {_reading.show(policy)}."
     )
   check(function, policy, written, **only)
   return policy
@@ -73,8 +73,8 @@ def check(
     if name not in (*written, *_WITHOUT_EFFECT) and got != value:
       raise ValueError(
         f"{function}: the other system cannot express {name} = {got}: {why}."
-        f" Give a policy with {name}={_show(value)}"
-        " (dataclasses.replace(policy, ...)) if it may go on differently."
+        " If the scale may change differently there, pass"
+        f" dataclasses.replace(policy, {name}={_show(value)})."
       )
 
 
@@ -85,7 +85,7 @@ def scale_and_count(function: str, policy: Any, tree: Any) -> tuple[float, int]:
   if shape:
     raise ValueError(
       f"{function}: state must hold one loss scale, got loss_scale of shape"
-      f" {shape}. Of a state that vmap has mapped, write each member by itself:"
+      f" {shape}. Convert each member of a vmapped state separately:"
       " jax.tree.map(lambda x: x[0], state)."
     )
   scale = float(state.loss_scale)
@@ -93,10 +93,10 @@ def scale_and_count(function: str, policy: Any, tree: Any) -> tuple[float, int]:
   # The scale is the bound in float32.
   if low is not None and not np.float32(low) <= scale <= np.float32(high):
     raise ValueError(
-      f"{function}: the scale in the state must be between the floor"
-      f" {_show(low)} and the ceiling {_show(high)} of the policy, got {scale}."
-      " Ours would go back there in the next step, and theirs would not. Set it"
-      " with set_loss_scale(state, ...)."
+      f"{function}: the scale in the state must be between the minimum"
+      f" {_show(low)} and the maximum {_show(high)} of the policy, got {scale}."
+      " optax_lossscale would return to this range in the next step, but the"
+      " other system would not. Set the scale with set_loss_scale(state, ...)."
     )
   return scale, int(state.finite_count)
 

@@ -54,7 +54,7 @@ def test_a_scalar_an_empty_leaf_and_a_python_number_are_looked_at():
     ("0", ()),
     ("2", ()),
   ]
-  assert "first at the scalar itself" in str(found[0])
+  assert "first at" not in str(found[0])
 
 
 def test_a_finite_float64_of_numpy_is_not_cut_to_an_infinite_float32():

@@ -811,7 +811,7 @@ def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
   lines = [line.strip() for line in err.split("\r")]
   told = {line.rpartition(", ")[0] for line in lines}
   assert out == ""
-  assert "find_overflow: running the function as a whole" in told
+  assert "find_overflow: running the compiled function" in told
   assert "find_overflow: jit(<lambda>)/scan[0]/mul, operation 1 of 1" in told
   # It is erased at the end.
   assert lines[-2:] == ["", ""] and len(err.split("\r")[-2]) > 40

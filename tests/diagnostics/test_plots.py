@@ -60,8 +60,8 @@ def test_the_plot_of_exponents_shows_the_gradients_and_the_scaled_ones():
   assert [bar.get_x() for bar in scaled] == [-15, -14, -13]
   labels = ax.get_legend_handles_labels()[1]
   assert "zero in float16" in labels
-  assert "times the loss scale, $2^{15}$" in labels
-  assert ax.get_title() == "25.0% are zero as they are"
+  assert "multiplied by the loss scale, $2^{15}$" in labels
+  assert ax.get_title() == "25.0% of the unscaled entries are zero"
   matplotlib.pyplot.close("all")
 
 
@@ -163,7 +163,7 @@ def test_the_plot_of_products_shows_the_bad_ones_in_red_with_their_names():
   heights = [bar.get_height() for bar in top.patches]
   assert heights == [1e-3, 0.1, max(heights), 2e-3, 0.5]
   assert [bar.get_hatch() for bar in top.patches] == ["", "", "//", "", ""]
-  assert top.get_title() == "hatched: the results are not finite"
+  assert top.get_title() == "hatched: inf or NaN in the results"
   assert [b.get_height() for b in bottom.patches[:5]] == [9, 5, -2, 40, 3]
   assert [(text.get_text(), text.xy[0]) for text in top.texts] == [
     ("b at model.py:3 (f)", 4),
@@ -179,7 +179,7 @@ def test_the_plot_of_products_draws_what_there_is():
   top, bottom = plots.plot_precision(comparison([row]))
   assert top.get_title() == ""
   assert bottom.patches[0].get_height() == -40
-  with pytest.raises(TypeError, match=r"what compare_precision returned, got"):
+  with pytest.raises(TypeError, match="report must be a PrecisionComparison"):
     plots.plot_precision([row])
 
 

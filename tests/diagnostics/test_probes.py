@@ -367,7 +367,7 @@ def test_one_devices_hot_probe_lowers_the_scale_of_all(check_vma):
       X,
       ols.diagnostics.probe_counters(3),
       ValueError,
-      "Give each probe one counter",
+      "Pass one counter to each probe",
     ),
     (X, COUNTER.astype(jnp.float16), TypeError, "counter must be float32"),
   ],

@@ -103,7 +103,7 @@ def test_settings_that_are_nested_without_end_are_refused_by_name(key):
   for _ in range(3_000):
     deep = {key: deep}
   for config in (deep, endless):
-    message = "from_keras: config must be nested at most 8 deep"
+    message = "from_keras: config must be nested at most 8 levels deep"
     with pytest.raises(ValueError, match=message) as info:
       interop.from_keras(config)
     assert len(str(info.value)) < 700
@@ -127,7 +127,7 @@ REFUSED = [
   (
     "tf.keras variables",
     {"current_loss_scale": 0.5},
-    r"scale in the state.*floor 1 and the ceiling 2\*\*126.*got scale = 0.5",
+    r"scale in the state.*minimum 1 and the maximum 2\*\*126.*got scale = 0.5",
   ),
   ("apex", {"loss_scale": 2.0**25}, "scale in the state must be between the"),
   ("Flax", {"scale": 1.0}, "min_scale = 2.0, init_scale = 1.0"),
@@ -144,7 +144,7 @@ REFUSED = [
   (
     "Megatron, state",
     {"hysteresis_tracker": 3},
-    "hysteresis left in the state must be at most .*2, got 3",
+    "remaining hysteresis in the state must be at most .*2, got 3",
   ),
   (
     "DeepSpeed, state",
@@ -154,7 +154,7 @@ REFUSED = [
   (
     "tf.keras",
     {"inner_optimizer": samples.nested(9**5), "momentum": 0.9},
-    "'momentum'.*Known keys: dynamic.*Read past: inner_optimizer",
+    "'momentum'.*Known keys: dynamic.*Ignored keys: inner_optimizer",
   ),
   (
     "tf.keras",
@@ -180,18 +180,18 @@ REFUSED_WHOLE = [
   (
     megatron_state,
     {"min_loss_scale": 2.0**21},
-    r"floor 2\*\*21 and the ceiling 2\*\*126 of its settings, got scale = 64",
+    r"minimum 2\*\*21 and the maximum 2\*\*126 of .*, got scale = 64",
   ),
   (
     megatron_state,
     {"min_loss_scale": 2.5e6},  # no power of two
-    r"floor 2500000 and the ceiling 2\*\*126",
+    r"minimum 2500000 and the maximum 2\*\*126",
   ),
   (megatron_state, {"loss_scale": 64}, "unknown key 'scale'.*Known keys: none"),
   (
     interop.from_apex,
     {"loss_scaler0": samples.AMP, "loss_scaler1": samples.AMP},
-    "2 losses; choose one with loss_id",
+    "2 losses. Choose one with loss_id",
   ),
   (
     lambda v: interop.from_apex(v, loss_id=1),

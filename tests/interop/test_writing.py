@@ -157,7 +157,7 @@ def test_only_a_state_that_is_known_is_written(write):
     jax.jit(lambda s: write(policy, s))(state)
   batch = jax.tree.map(lambda x: jnp.stack([x, x]), state)
   message = (
-    rf"{write.__name__}: state .* of shape \(2,\).* each member by itself"
+    rf"{write.__name__}: state .* of shape \(2,\).* each member of a vmap"
   )
   with pytest.raises(ValueError, match=message):
     write(policy, batch)
@@ -171,7 +171,7 @@ def test_a_fixed_scale_is_written_where_there_is_one():
   with pytest.raises(ValueError, match=r"to_torch.*scale"):
     interop.to_torch(two, two.init())
   for policy in (one, two):  # Flax has none.
-    message = r"to_flax: policy must be a DynamicLossScale, whose"
+    message = r"to_flax: policy must be a DynamicLossScale, since"
     with pytest.raises(TypeError, match=message):
       interop.to_flax(policy, policy.init())
 
@@ -205,7 +205,7 @@ def test_a_new_hyperparameter_is_not_dropped(write):
   for change in {"warmup": 1000}, {"kind": "other"}:
     ((name, value),) = change.items()
     new = dataclasses.replace(policy, **change)
-    message = f"{write.__name__}: .* cannot express {name} = {value}: it has no"
+    message = f"{write.__name__}: .* cannot express {name} = {value}: it"
     with pytest.raises(ValueError, match=message):
       write(new, new.init())
 
@@ -228,7 +228,7 @@ def test_a_scale_below_the_floor_is_not_written(write):
   """Ours would go back to the floor in the next step, and theirs would not."""
   policy = ols.DynamicLossScale()
   state = ols.set_loss_scale(policy.init(), 0.5)
-  message = r"must be between the floor 1 and .*, got 0.5. .* Set it"
+  message = r"must be between the minimum 1 and .*, got 0.5. .* Set the"
   with pytest.raises(ValueError, match=message):
     write(policy, state)
   assert write(policy, policy.adjust(state, True))

@@ -152,7 +152,7 @@ def test_the_error_of_a_step_is_that_of_its_gradient(page, monkeypatch):
     with warnings.catch_warnings():
       # The page goes on to other optimizers by the name `tx`, which the steps
       # read when they are called: some expect gradients of a scaled loss.
-      told = "find_overflow found nothing. The gradients that update is given"
+      told = "find_overflow found no inf or NaN. update received gradients"
       warnings.filterwarnings("ignore", message=told)
       assert diagnostics.find_overflow(step, *args) is None
     half = grads_given(step, args, monkeypatch)

@@ -138,13 +138,16 @@ def compare(
     A :class:`Comparison`; None if `autocast` casts no matmul that leads to an
     output.
   """
-  notes = [f"Not looked at: {x}." for x in _tracing.told(traced.unreached)]
+  notes = [f"Not analyzed: {x}." for x in _tracing.told(traced.unreached)]
   judged = {"grads", "applied", "unscaled"}
   traced = traced.only_kinds(judged if traced.grads else {"result"})
   rows = _program.Rows(traced.closed)
   if not rows.all:
     return None
-  notes += [f"Runs as it is written: {name}." for name in rows.not_entered]
+  notes += [
+    f"Not analyzed: {name}, which runs unchanged in every run."
+    for name in rows.not_entered
+  ]
   runs = Runs(traced, rows, bar)
   eps = max(float(jnp.finfo(dtype).eps) for dtype in rows.dtypes)
   places = rows.by_name()
@@ -234,8 +237,8 @@ def _log2_increase(
 def _no_floats_message(fun: Callable[..., Any]) -> str:
   name = getattr(fun, "__name__", fun)
   return (
-    f"compare_precision needs floats to compare, got {name}, which returns none"
-    " and passes no gradients to update of with_loss_scaling. Return the"
+    f"compare_precision has nothing to compare: {name} returns no floats and"
+    " passes no gradients to the update of with_loss_scaling. Return the"
     " gradients, or the output of the last layer."
   )
 
@@ -244,13 +247,13 @@ def _no_matmuls_message(
   fun: Callable[..., Any], traced: _tracing.Traced
 ) -> str:
   name = getattr(fun, "__name__", fun)
-  found = "in which autocast casts no matmul"
+  cause = f"{name} has no autocast, or its autocast found no float32 matmuls"
   if _products.ProductSearch().in_jaxpr(traced.closed.jaxpr):
-    found = "whose matmuls all run in float32"
+    cause = f"all matmuls of {name} run in float32"
   return (
-    f"compare_precision needs a function that calls autocast, got {name},"
-    f" {found}. Pass a training step, or ols.grad(ols.autocast(loss_fn),"
-    " opt_state)."
+    f"compare_precision has nothing to compare: {cause}. Pass a function with"
+    " an autocast inside, such as ols.grad(ols.autocast(loss_fn), opt_state),"
+    " or a training step that differentiates ols.autocast(loss_fn)."
   )
 
 

@@ -110,7 +110,7 @@ def find_overflow(
     search = search_overflow(traced, bar)
   if search.origin is None:
     for what in [*map(str, search.mistakes), *search.limitations]:
-      _warnings.warn(f"find_overflow found nothing. {what}")
+      _warnings.warn(f"find_overflow found no inf or NaN. {what}")
   return search.origin
 
 
@@ -163,7 +163,7 @@ def _origins_of(
   progress: _progress.Progress,
 ) -> tuple[list[_report.Overflow], list[Any]]:
   """All origins of what is not finite, and what the program returns."""
-  progress.step("running the function as a whole")
+  progress.step("running the compiled function")
   outs = None if run is None else run(*traced.inputs)
   if outs is not None and all(map(_bits.is_finite, outs)):
     return [], outs
@@ -212,13 +212,11 @@ def _compiled(traced: _tracing.Traced) -> Callable[..., list[Any]] | None:
 
 def _limitations(traced: _tracing.Traced, flags: list[Any]) -> list[str]:
   """Says why a program without an overflow may still be no good."""
-  found = [
-    f"Not looked at: {what}." for what in _tracing.told(traced.unreached)
-  ]
+  found = [f"Not analyzed: {what}." for what in _tracing.told(traced.unreached)]
   if any(np.any(np.asarray(flag) == 0) for flag in flags):
     found.append(
-      "A step is skipped, but the gradients that update is given are finite. No"
-      " operation overflows: grads_finite= says so, or the gradients add up to"
-      " more than float32 holds."
+      "A step is skipped, but update received finite gradients, and no"
+      " operation overflows. If you pass grads_finite= to update, check its"
+      " value. Otherwise the sum of the gradients exceeds the range of float32."
     )
   return found

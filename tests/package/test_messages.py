@@ -1,0 +1,205 @@
+"""Messages are in standard English: cause, consequence, fix.
+
+A message is any text of three words or more in the source of the package that
+is not a docstring: of an error, a warning, a note, a report or progress.
+"""
+
+import ast
+from collections.abc import Iterator
+import pathlib
+import re
+
+import pytest
+
+import optax_lossscale as ols
+
+PACKAGE = pathlib.Path(ols.__file__).parent
+
+_START = r"(?:^|[.:!?]\s+)"
+
+# By pattern: a message that has it, and what to write instead.
+PATTERNS = {
+  r"\b[Tt](?:old|ells?|elling)\b": (
+    "A name that selects nothing is told.",
+    "reports, warns, shows, distinguishes",
+  ),
+  _START + r"Of (?!course)": (
+    "state is mapped. Of a mapped state, select one member.",
+    "For a ..., or the noun first",
+  ),
+  _START + r"What (?!(?:is|are|does|do|to|can|should)\b.*\?)": (
+    "What was exported runs in float32.",
+    "the thing itself as the subject",
+  ),
+  r"\bwhat (?:it|they|is|was|are|were|has|have|had|runs|holds)\b": (
+    "The matmuls run in what is inside.",
+    "the noun: the output, the operand",
+  ),
+  r"\b[Ss](?:tands?|tood|tanding)\b": (
+    "autocast stands around the loss.",
+    "is in, is called from, represents",
+  ),
+  r"\b[Bb]esides?\b": (
+    "using must return the value beside the gradients.",
+    "and, next to, in addition to",
+  ),
+  r"\bby (?:itself|themselves)\b": (
+    "each device can clip by itself",
+    "automatically, on its own, separately",
+  ),
+  r"\bof (?:its|their|your|our) own\b": (
+    "a type of its own is refused",
+    "custom, its own",
+  ),
+  r"\b(?:[Cc]omes?|[Cc]ame|[Cc]oming) (?:down|out|back|up)\b": (
+    "the loss scale never comes down",
+    "decreases, is returned, follows",
+  ),
+  r"\b(?:is|are|was|were|with|of|as) such\b(?! as)|\bsuch[.,;:]": (
+    "a gradient, or a step of such, is needed",
+    "the noun again",
+  ),
+  r"\b(?:[Nn]obody|[Ss]omebody|[Aa]nybody|[Ww]hoever|[Ee]verybody)\b": (
+    "a gradient is added before anybody tests it",
+    "the user, the caller, or the passive",
+  ),
+  r"\bbut for\b": ("equal but for one array", "except"),
+  r"\b(?:[Aa]new|once more|again and again|for ever)\b": (
+    "each call compiles the function anew",
+    "again, re-, permanently",
+  ),
+  r"\b(?:without a word|in silence)\b": (
+    "it is skipped without a word",
+    "silently",
+  ),
+  r"\b(?:is|are|was|were) (?:asked|given|handed)\b|\b[Hh]and over\b": (
+    "The gradients that update is given are finite.",
+    "receives, takes, pass",
+  ),
+  r"\b(?:go|goes|went|going|gone) on\b": (
+    "to go on from a state of the optimizer",
+    "continue",
+  ),
+  r"\bas (?:it|they) (?:is|are|was|were|stands?|stood)\b": (
+    "it runs in float32, as it is written",
+    "unchanged",
+  ),
+  r"\bin half\b(?! precision)": (
+    "the matmuls run in half",
+    "in half precision",
+  ),
+  r"\b[Ff](?:loors?|urthest)\b|\b[Cc]eilings?\b": (
+    "the scale must be above the floor 1",
+    "minimum, maximum, min_scale",
+  ),
+  r"\bthe very\b": ("the very arrays that were passed", "the same"),
+  r"\b[Pp]roducts?\b": (
+    "there are no products in f",
+    "matmuls and convolutions",
+  ),
+  r"\bplaces?\b(?! of)": (
+    "no single place overflows",
+    "layer, call, operation",
+  ),
+  r"\b[Rr]ead past\b|\b[Ll]ooked at\b": (
+    "Some keys were not looked at.",
+    "ignored, analyzed",
+  ),
+}
+
+# By the beginning of a message: why it may have a pattern.
+EXCEPTIONS: dict[str, str] = {}
+
+
+def messages_of(source: str) -> Iterator[tuple[int, str]]:
+  """Yields the line and text of each message in a module.
+
+  A value that is inserted into a text reads as ``{}``.
+  """
+  tree = ast.parse(source)
+  docstrings = {
+    node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)
+  }
+  todo: list[ast.AST] = [tree]
+  while todo:
+    node = todo.pop()
+    if node in docstrings and isinstance(node, ast.Constant):
+      continue
+    text = text_of(node)
+    if text is None:
+      todo += ast.iter_child_nodes(node)
+      continue
+    if len(text.split()) >= 3:
+      yield getattr(node, "lineno", 0), text
+    # What is inserted may be a text, too.
+    todo += [x for x in ast.walk(node) if isinstance(x, ast.FormattedValue)]
+
+
+def text_of(node: ast.AST) -> str | None:
+  """Returns the text of a string, an f-string or a sum; None of all else."""
+  match node:
+    case ast.Constant(value=str(text)):
+      return text
+    case ast.JoinedStr(values=values):
+      return "".join(text_of(value) or "{}" for value in values)
+    case ast.BinOp(left=left, op=ast.Add(), right=right):
+      texts = text_of(left), text_of(right)
+      return None if None in texts else "".join(map(str, texts))
+  return None
+
+
+def faults_of(text: str) -> list[str]:
+  """Returns what to write instead of each pattern in a text."""
+  if text.startswith(tuple(EXCEPTIONS)):
+    return []
+  return [
+    f"{found.group().strip()!r}: write {instead}"
+    for pattern, (_, instead) in PATTERNS.items()
+    if (found := re.search(pattern, text))
+  ]
+
+
+def test_no_message_has_a_pattern_that_users_stumble_over():
+  faults = []
+  for path in sorted(PACKAGE.rglob("*.py")):
+    name = path.relative_to(PACKAGE).as_posix()
+    for line, text in messages_of(path.read_text(encoding="utf-8")):
+      faults += [f"{name}:{line}: {x} in {text!r}" for x in faults_of(text)]
+  assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_each_pattern_is_found_in_a_planted_message(pattern):
+  text, instead = PATTERNS[pattern]
+  assert any(x.endswith(instead) for x in faults_of(text))
+
+
+def test_all_messages_are_read_and_no_docstrings():
+  source = '''
+def f(x):
+  """A docstring of several words."""
+  raise ValueError(
+    "x must be a number,"
+    f" got x = {x!r} {'or a nested text' if x else ''}." + " Pass a number."
+  )
+'''
+  assert sorted(messages_of(source)) == [
+    (5, "x must be a number, got x = {} {}. Pass a number."),
+    (6, "or a nested text"),
+  ]
+  count = sum(
+    1
+    for path in PACKAGE.rglob("*.py")
+    for _ in messages_of(path.read_text(encoding="utf-8"))
+  )
+  assert count > 150
+
+
+def test_each_exception_is_used():
+  texts = [
+    text
+    for path in PACKAGE.rglob("*.py")
+    for _, text in messages_of(path.read_text(encoding="utf-8"))
+  ]
+  for start in EXCEPTIONS:
+    assert any(text.startswith(start) for text in texts), start
