@@ -171,7 +171,10 @@ def _as_check(
   comparison: _functions.Comparison | None,
 ) -> StepCheck:
   mistakes = [*search.mistakes, *(comparison.mistakes if comparison else ())]
-  problems = [Problem(*mistake) for mistake in dict.fromkeys(mistakes)]
+  # A branch may wait on purpose, unless it waits for finite gradients.
+  is_problem = lambda x: x is not _step_checks.NOT_RUN or search.origin
+  found_mistakes = filter(is_problem, dict.fromkeys(mistakes))
+  problems = [Problem(*mistake) for mistake in found_mistakes]
   report = comparison and comparison.report
   found = list(_numeric_problems(search.origin, report, _scale_of(traced)))
   passed = list(_passed_scaling(traced, bool(problems), search))
@@ -202,7 +205,7 @@ def _as_check(
 
 def _scale_of(traced: _tracing.Traced) -> float | None:
   """Returns the loss scale of the step; None if there are several."""
-  scales = _step_checks.loss_scales(traced.names, traced.inputs)
+  scales = [traced.inputs[i] for i in traced.scales]
   values = {x for scale in scales for x in np.ravel(scale).tolist()}
   return values.pop() if len(values) == 1 else None
 
@@ -330,6 +333,8 @@ def _not_checked(
   search: _finding.Search,
   comparison: _functions.Comparison | None,
 ) -> Iterator[str]:
+  if _step_checks.NOT_RUN in search.mistakes and search.origin is None:
+    yield "the gradients: update is in a branch that was not taken"
   if any(grad.halved_ratio is None for grad in traced.grads):
     yield (
       "how the loss is scaled: some gradients do not depend on a loss scale"

@@ -5,9 +5,8 @@ loss scale of its own `update`. Measurement: a true gradient stays the same if
 the loss scale halves.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 import itertools
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -45,10 +44,16 @@ _OTHER_STATE = Mistake(
   "Pass the state of the same optimizer to ols.value_and_grad(loss_fn,"
   " opt_state).",
 )
+_CONSTANT_SCALE = Mistake(
+  "update received gradients{names} that a constant loss scale scaled, so the"
+  " loss scale of the optimizer does not act and falls with each overflow.",
+  "Pass the current opt_state to ols.value_and_grad(loss_fn, opt_state), inside"
+  " of the step.",
+)
 _CAST_TO_HALF = Mistake(
   "update received gradients{names} that were cast to half precision after they"
   " were unscaled, so small ones are zero.",
-  "Keep true gradients in float32, also where micro-batches are added up.",
+  "Keep true gradients in float32, and add up micro-batches in float32.",
 )
 _NEVER_UNSCALED = Mistake(
   "update received gradients{names} that were never unscaled: they halve if the"
@@ -68,11 +73,11 @@ _DEPENDS_ON_SCALE = Mistake(
   " from, the loss or the gradients while they are scaled.",
   "Change them after ols.value_and_grad has unscaled them.",
 )
-_NOT_RUN = Mistake(
-  "update did not run{often} in this step, so the parameters and the loss scale"
-  " stayed the same.",
-  "Let the branch around it be taken, or take it out of the branch:"
-  " with_loss_scaling skips bad steps itself.",
+NOT_RUN = Mistake(
+  "update did not run in this step, since its branch was not taken.",
+  "Pass arguments with which the branch is taken. If the branch tests whether"
+  " the gradients are finite, call update outside of it: with_loss_scaling skips"
+  " bad steps.",
 )
 _HIDDEN = Mistake(
   "An overflow is hidden from update: value_and_grad returned gradients with"
@@ -81,9 +86,6 @@ _HIDDEN = Mistake(
   " the loss scale never decreases.",
   "Pass the gradients to update unchanged.",
 )
-# The name of an input that is a loss scale.
-_LOSS_SCALE = re.compile(r"\.loss_scale(\.value|\[.*\])?$")
-
 # Labels: the value was computed in a backward pass; in half precision there; it
 # was unscaled; it was cast to half precision after that; it depends on a loss
 # scale that is no input.
@@ -128,18 +130,14 @@ class Dependence(NamedTuple):
     outputs: the outputs, with their ``halved_ratio``.
     is_relevant: whether each output matters for the step. Unscaled gradients
       that no `update` receives do not.
-    warnings: mistakes in how gradients are scaled.
+    scales: which inputs are loss scales, by their positions.
+    mistakes: mistakes in how gradients are scaled.
   """
 
   outputs: list[Output]
   is_relevant: list[bool]
-  warnings: list[Mistake]
-
-
-def loss_scales(names: Sequence[str], inputs: Sequence[Any]) -> list[Any]:
-  """Returns the loss scales among the inputs of a step."""
-  pairs = zip(names, inputs, strict=True)
-  return [x for name, x in pairs if _LOSS_SCALE.search(name)]
+  scales: frozenset[int]
+  mistakes: list[Mistake]
 
 
 def check_dependence(
@@ -155,11 +153,12 @@ def check_dependence(
   Returns:
     A :class:`Dependence`.
   """
-  scales = [i for i, name in enumerate(names) if _LOSS_SCALE.search(name)]
+  pairs = zip(names, closed.jaxpr.invars, strict=True)
+  candidates = [i for i, pair in enumerate(pairs) if _may_be_scale(*pair)]
   inputs = [0] * len(names)
-  for label, i in enumerate(scales, _NUM_LABELS):
+  for label, i in enumerate(candidates, _NUM_LABELS):
     inputs[i] = 1 << label
-  rules = _StepLabels(len(scales))
+  rules = _StepLabels(len(candidates))
   labels = _dependence.labels_of_outputs(closed, inputs, rules)
   received = 0
   for grad in rules.grads:
@@ -176,8 +175,16 @@ def check_dependence(
       out.kind != "unscaled" or bool(x & hides)
       for out, x in zip(outputs, labels, strict=True)
     ],
-    rules.warnings(),
+    frozenset(i for i in candidates if inputs[i] & rules.scales),
+    rules.mistakes(),
   )
+
+
+def _may_be_scale(name: str, var: Any) -> bool:
+  """Returns whether an input is a loss scale if a tag receives it."""
+  is_scalar = not getattr(var.aval, "shape", ())
+  is_float32 = getattr(var.aval, "dtype", None) == jnp.float32
+  return is_float32 and (is_scalar or "loss_scale" in name)
 
 
 class _Grad(NamedTuple):
@@ -208,13 +215,15 @@ class _StepLabels:
   Attributes:
     grads: the gradients that each `update` receives.
     unscaled_tags: the labels of all tags of unscaled gradients.
+    scales: the labels of all loss scales.
   """
 
-  def __init__(self, num_scales: int) -> None:
+  def __init__(self, num_candidates: int) -> None:
     self.grads: list[_Grad] = []
     self.unscaled_tags = 0
-    self._next_label = _NUM_LABELS + num_scales
-    self._scales = (1 << self._next_label) - (1 << _NUM_LABELS) | _UNKNOWN_SCALE
+    self.scales = _UNKNOWN_SCALE
+    self._next_label = _NUM_LABELS + num_candidates
+    self._candidates = (1 << self._next_label) - (1 << _NUM_LABELS)
     self._label_of: dict[Any, int] = {}
     self._update, self._own_scale, self._is_fixed = 0, 0, False
 
@@ -224,11 +233,11 @@ class _StepLabels:
       return labels
     match tag.kind:
       case "scale":
-        return labels if labels & self._scales else labels | _UNKNOWN_SCALE
+        return labels | self._scale_labels(labels)
       case "update_scale" | "fixed_update_scale":
         if is_final:
           self._update += 1
-          self._own_scale = labels & self._scales or _UNKNOWN_SCALE
+          self._own_scale = self._scale_labels(labels)
           self._is_fixed = tag.kind.startswith("fixed")
         return 0  # The `update` unscales with it, and its updates are true.
       case "unscaled":
@@ -255,6 +264,8 @@ class _StepLabels:
   def at_output(self, aval: Any, labels: int, is_backward: bool) -> int:
     is_half = _arrays.is_narrow(aval.dtype)
     if is_backward:
+      # What it computes is another gradient, which was not unscaled yet.
+      labels &= ~(_UNSCALED | _ROUNDED)
       labels |= _BACKWARD | (_HALF if is_half else 0)
     if is_half and labels & _UNSCALED:
       labels |= _ROUNDED
@@ -263,13 +274,13 @@ class _StepLabels:
   def halved_ratio(self, labels: int) -> float | None:
     """Returns how a sound gradient with this tag changes; None if unknown."""
     ratios = {
-      (0.5 if grad.is_scaled else 1.0) if grad.labels & self._scales else None
+      (0.5 if grad.is_scaled else 1.0) if grad.labels & self.scales else None
       for grad in self.grads
       if grad.tag & labels
     }
     return ratios.pop() if len(ratios) == 1 else None
 
-  def warnings(self) -> list[Mistake]:
+  def mistakes(self) -> list[Mistake]:
     """Returns the mistakes of all updates."""
     found: dict[Mistake, None] = {}
     for _, grads in itertools.groupby(self.grads, lambda grad: grad.update):
@@ -286,23 +297,26 @@ class _StepLabels:
     if grads[0].is_fixed or not grads[0].own_scale:
       return
     computed = [x for x in grads if x.labels & _BACKWARD]
-    scaled = [x for x in computed if x.labels & self._scales]
-    # A part of the model that is in float32 needs no scale.
+    scaled = [x for x in computed if x.labels & self.scales]
+    # A gradient that is computed in float32 needs no scale.
     unscaled = [
-      x
-      for x in computed
-      if not x.labels & self._scales and (not scaled or x.labels & _HALF)
+      x for x in computed if not x.labels & self.scales and x.labels & _HALF
     ]
     if unscaled:
       yield _fill_in(_NOT_SCALED, [x.name for x in unscaled], names)
-    foreign = [
-      x
-      for x in scaled
-      if not (x.labels | x.own_scale) & _UNKNOWN_SCALE
-      and not x.labels & x.own_scale
-    ]
-    if foreign:
-      yield _fill_in(_OTHER_STATE, [x.name for x in foreign], names)
+    foreign = [x for x in scaled if not x.labels & x.own_scale]
+    constant = [x for x in foreign if x.labels & _UNKNOWN_SCALE]
+    if constant and not grads[0].own_scale & _UNKNOWN_SCALE:
+      yield _fill_in(_CONSTANT_SCALE, [x.name for x in constant], names)
+    other = [x for x in foreign if not x.labels & _UNKNOWN_SCALE]
+    if other and not grads[0].own_scale & _UNKNOWN_SCALE:
+      yield _fill_in(_OTHER_STATE, [x.name for x in other], names)
+
+  def _scale_labels(self, labels: int) -> int:
+    """Returns the labels of a loss scale, from those of its tag."""
+    found = labels & self._candidates or _UNKNOWN_SCALE
+    self.scales |= found
+    return found
 
   def _tag_label(self, eqn: Any) -> int:
     if eqn not in self._label_of:
@@ -339,16 +353,13 @@ def check_flags(outputs: list[Output], outs: Sequence[Any]) -> list[Mistake]:
     flag[~other] for (_, flag), other in zip(flags, excused, strict=True)
   ]
   ran = np.concatenate(cases)
-  num_missed = int(np.sum(ran < 0))
-  if num_missed:
-    often = (
-      "" if num_missed == ran.size else f" {num_missed} times of {ran.size}"
-    )
-    cause = _NOT_RUN.cause.format(often=often)
-    return [_NOT_RUN._replace(cause=cause)]
+  if (ran < 0).all():
+    return [NOT_RUN]
   faults = [x for out, x in pairs if out.kind == "unscaled"]
   overflows = not all(np.isfinite(np.asarray(x)).all() for x in faults)
   # An `update` that skips its step has seen an overflow: maybe all there are.
+  # One that waits, such as that of an actor or behind an accumulation, may see
+  # it in a later step.
   return [_HIDDEN] if overflows and (ran == 1).all() else []
 
 
@@ -366,8 +377,8 @@ def _is_replaced(
 
 
 def check_measurement(
-  names: Sequence[str],
   inputs: Sequence[Any],
+  scales: Collection[int],
   outputs: list[Output],
   run: Callable[[list[Any]], Sequence[Any]],
   outs: Sequence[Any],
@@ -377,11 +388,12 @@ def check_measurement(
   """Checks by measurement that no gradient depends on the loss scale.
 
   The step is run with a half and with a quarter of each loss scale. Both are
-  needed to tell a mistake from gradients that underflow.
+  needed to tell a mistake from gradients that underflow. One more run changes
+  nothing: gradients that differ then are rounding noise, or of another batch.
 
   Args:
-    names: the names of the inputs of the step.
-    inputs: the inputs.
+    inputs: the inputs of the step.
+    scales: which of them are loss scales.
     outputs: the outputs of the step.
     run: the step, of its inputs.
     outs: what it returns for the inputs.
@@ -389,24 +401,29 @@ def check_measurement(
       precision. Only then ratios that are no powers of two are reported.
 
   Returns:
-    Warnings; none if the step is sound.
+    Mistakes; none if the step is sound.
   """
   judged = [i for i, out in enumerate(outputs) if out.halved_ratio is not None]
-  scales = {i for i, name in enumerate(names) if _LOSS_SCALE.search(name)}
   if not judged or not scales:
     return []
-  ratios = []
-  for factor in 0.5, 0.25:
+  changes = []
+  for factor in 1.0, 0.5, 0.25:
     scaled = [
-      _times(x, factor) if i in scales else x for i, x in enumerate(inputs)
+      # It stays where it is, on one device or many.
+      x * np.asarray(factor, x.dtype) if i in scales else x
+      for i, x in enumerate(inputs)
     ]
     changed = run(scaled)
-    ratios.append(
-      _ratios([outs[i] for i in judged], [changed[i] for i in judged])
+    changes.append(
+      np.asarray(
+        _changes([outs[i] for i in judged], [changed[i] for i in judged]),
+        np.float64,
+      )
     )
   expected = np.array([outputs[i].halved_ratio for i in judged])
-  half = np.asarray(ratios[0], np.float64) / expected
-  quarter = np.asarray(ratios[1], np.float64) / expected**2
+  is_stable = changes[0][:, 1] < _EXACT
+  half = np.where(is_stable, changes[1][:, 0] / expected, np.nan)
+  quarter = changes[2][:, 0] / expected**2
   grads = [outputs[i] for i in judged]
   mistakes: dict[Mistake, None] = {}
   for mistake, factor in (_NEVER_UNSCALED, 0.5), (_UNSCALED_TWICE, 2.0):
@@ -415,28 +432,28 @@ def check_measurement(
     mistakes.update(dict.fromkeys(_by_update(mistake, grads, is_such)))
   if is_exact:
     is_such = np.abs(half - 1) > _EXACT
-    factor = half[is_such][:1]
-    kwargs = {"factor": float(factor[0])} if factor.size else {}
-    found = _by_update(_DEPENDS_ON_SCALE, grads, is_such, **kwargs)
-    mistakes.update(dict.fromkeys(found))
+    found = half[is_such][:1]
+    kwargs = {"factor": float(found[0])} if found.size else {}
+    mistakes.update(
+      dict.fromkeys(_by_update(_DEPENDS_ON_SCALE, grads, is_such, **kwargs))
+    )
   return list(mistakes)
 
 
-def _times(x: Any, factor: float) -> Any:
-  """Multiplies an input, and leaves it where it is."""
-  new = x * np.asarray(factor, x.dtype)
-  return jax.device_put(new, x.sharding) if hasattr(x, "sharding") else new
-
-
 @jax.jit
-def _ratios(grads: list[Any], changed: list[Any]) -> list[Any]:
-  """Returns the factor by which each gradient changed; NaN if unknown."""
-  ratios = []
+def _changes(grads: list[Any], changed: list[Any]) -> list[Any]:
+  """Returns the factor by which each gradient changed, and the relative error.
+
+  Both are NaN if it is zero or not finite.
+  """
+  rows = []
   for x, y in zip(grads, changed, strict=True):
     unit = jnp.max(jnp.abs(x), initial=0)
     x, y = x / unit, y / unit
-    ratios.append(jnp.sum(jnp.real(x.conj() * y)) / jnp.sum(jnp.abs(x) ** 2))
-  return ratios
+    norm = jnp.sum(jnp.abs(x) ** 2)
+    error = jnp.sqrt(jnp.sum(jnp.abs(y - x) ** 2) / norm)
+    rows.append([jnp.sum(jnp.real(x.conj() * y)) / norm, error])
+  return rows
 
 
 def _is_near(ratio: np.ndarray, factor: float) -> np.ndarray:

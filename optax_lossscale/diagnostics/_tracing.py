@@ -43,6 +43,7 @@ class Traced(NamedTuple):
     unreached: where gradients are that could not be made outputs, as in a
       ``while``.
     in_branches: where branches are that may not be taken, and hold gradients.
+    scales: which inputs are loss scales, by their positions.
     mistakes: in how the gradients are scaled.
   """
 
@@ -52,6 +53,7 @@ class Traced(NamedTuple):
   outputs: list[_step_checks.Output]
   unreached: list[str]
   in_branches: list[str]
+  scales: frozenset[int]
   mistakes: list[_step_checks.Mistake]
 
   @property
@@ -184,7 +186,8 @@ def trace(
     return [leaf for _, leaf in found]
 
   try:
-    closed = jax.make_jaxpr(flat_fun)(*inputs)
+    with _keeping_attributes(caller, fun):
+      closed = jax.make_jaxpr(flat_fun)(*inputs)
   except Exception as error:
     if type(error).__name__ == "TraceContextError":  # of Flax, if it is there
       raise TypeError(_bound_message(caller, fun)) from error
@@ -205,9 +208,34 @@ def trace(
     dependence.outputs,
     program.unreached,
     program.in_branches,
-    dependence.warnings,
+    dependence.scales,
+    dependence.mistakes,
   )
   return traced.only(dependence.is_relevant)
+
+
+@contextlib.contextmanager
+def _keeping_attributes(caller: str, fun: Any) -> Iterator[None]:
+  """Restores the attributes of an object whose method writes tracers to it."""
+  owner = fun.__self__ if inspect.ismethod(fun) else None
+  attributes = getattr(owner, "__dict__", {})
+  before = dict(attributes)
+  yield
+  is_tracer = lambda x: isinstance(x, jax.core.Tracer)
+  leaked = [
+    name
+    for name, value in attributes.items()
+    if any(map(is_tracer, jax.tree.leaves(value)))
+  ]
+  if leaked:
+    attributes.clear()
+    attributes.update(before)
+    name = f"{type(owner).__name__}.{fun.__name__}"
+    raise TypeError(
+      f"fun must return the arrays that it computes, got {name}, which writes"
+      f" them to self.{leaked[0]}. Pass the function that it calls:"
+      f" {caller}(train_step, params, opt_state, batch)."
+    )
 
 
 def _look_at(name: str) -> Callable[[Any], Any] | None:

@@ -171,6 +171,19 @@ def test_gradients_as_arguments_are_not_checked_for_their_scale():
   assert "how the loss is scaled" in str(check)
 
 
+def test_a_branch_that_was_not_taken_is_not_checked():
+  step, (params, state, batch) = step_of(loss_fn)
+
+  @jax.jit
+  def maybe(params, state, batch, i):
+    wait = lambda: (params, state)
+    return jax.lax.cond(i > 0, lambda: step(params, state, batch), wait)
+
+  check = check_step(maybe, params, state, batch, jnp.int32(0))
+  assert "update is in a branch that was not taken" in str(check)
+  assert check_step(maybe, params, state, batch, jnp.int32(1)).is_sound
+
+
 def test_at_most_twenty_lines_are_printed():
   problem = diagnostics.Problem("A cause.", "A fix.")
   step, args = step_of(loss_fn)

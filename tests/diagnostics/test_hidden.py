@@ -95,9 +95,10 @@ GUARD = {
 }
 HIDDEN = "An overflow is hidden from update: value_and_grad returned gradients"
 NOT_RUN = (
-  "update did not run in this step, so the parameters and the loss scale stayed"
-  " the same. Let the branch around it be taken, or take it out of the branch:"
-  " with_loss_scaling skips bad steps itself."
+  "update did not run in this step, since its branch was not taken. Pass"
+  " arguments with which the branch is taken. If the branch tests whether the"
+  " gradients are finite, call update outside of it: with_loss_scaling skips bad"
+  " steps."
 )
 
 
@@ -139,7 +140,7 @@ def test_an_update_that_does_not_run_is_told():
   assert diagnostics.find_overflow(step, *args).warnings == (NOT_RUN,)
 
 
-def test_in_an_epoch_it_is_told_how_often_update_did_not_run():
+def test_an_update_that_waits_in_some_iterations_is_sound():
   tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
 
   def epoch(params, state):
@@ -150,8 +151,9 @@ def test_in_an_epoch_it_is_told_how_often_update_did_not_run():
 
     return lax.scan(step, state, jnp.arange(4))[0]
 
-  with pytest.warns(UserWarning, match="did not run 2 times of 4 in this step"):
-    diagnostics.find_overflow(jax.jit(epoch), PARAMS, tx.init(PARAMS))
+  assert diagnostics.find_overflow(jax.jit(epoch), PARAMS, tx.init(PARAMS)) is (
+    None  # without a warning
+  )
 
 
 def test_of_two_optimizers_each_sees_its_own_overflow():

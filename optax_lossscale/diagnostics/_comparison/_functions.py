@@ -391,8 +391,8 @@ class Runs:
     for outs in reference, in_half:
       mistakes += _step_checks.check_flags(self._traced.outputs, outs)
     mistakes += _step_checks.check_measurement(
-      self._traced.names,
       self._traced.inputs,
+      self._traced.scales,
       self._traced.outputs,
       lambda inputs: self._run(inputs, np.zeros(self._count, np.int32))[0],
       reference,

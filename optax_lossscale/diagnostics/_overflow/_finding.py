@@ -138,8 +138,8 @@ def search_overflow(
   if not found:
     if run is not None:
       mistakes += _step_checks.check_measurement(
-        traced.names,
         traced.inputs,
+        traced.scales,
         traced.outputs,
         lambda inputs: run(*inputs),
         outs,
