@@ -76,8 +76,8 @@ _DEPENDS_ON_SCALE = Mistake(
 NOT_RUN = Mistake(
   "update did not run in this step, since its branch was not taken.",
   "Pass arguments with which the branch is taken. If the branch tests whether"
-  " the gradients are finite, call update outside of it: with_loss_scaling skips"
-  " bad steps.",
+  " the gradients are finite, call update outside of it, since"
+  " with_loss_scaling skips bad steps.",
 )
 _HIDDEN = Mistake(
   "An overflow is hidden from update: value_and_grad returned gradients with"

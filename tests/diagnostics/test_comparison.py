@@ -581,6 +581,7 @@ def test_a_layer_that_only_overflows_backward_is_not_called_an_outlier():
   )
   assert second.startswith("Relative error in float16: inf")
   assert second.endswith(" (2 results).")
+  assert report.inaccurate_arrays and "Largest relative" not in str(report)
 
 
 def test_a_notebook_shows_the_printed_comparison():

@@ -97,8 +97,8 @@ HIDDEN = "An overflow is hidden from update: value_and_grad returned gradients"
 NOT_RUN = (
   "update did not run in this step, since its branch was not taken. Pass"
   " arguments with which the branch is taken. If the branch tests whether the"
-  " gradients are finite, call update outside of it: with_loss_scaling skips bad"
-  " steps."
+  " gradients are finite, call update outside of it, since with_loss_scaling"
+  " skips bad steps."
 )
 
 

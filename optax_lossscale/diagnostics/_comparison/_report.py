@@ -192,7 +192,9 @@ class PrecisionComparison(_numbers.PrintedReport):
   def __str__(self) -> str:
     lines = [*self.warnings, *self._conclusion(), self._figures()]
     lines += self.limitations
-    if self.reference_is_finite and self.suggested_log2_scale_change >= 0:
+    # After an overflow, most errors are infinite, and say nothing.
+    overflows = self.overflowing or self.suggested_log2_scale_change < 0
+    if self.reference_is_finite and not overflows:
       lines += self._arrays()
     return "\n".join([*lines, self._table()])
 
