@@ -22,7 +22,6 @@ from optax_lossscale.diagnostics._overflow import _report as _origins
 # A report has at most 20 lines.
 _MAX_PROBLEMS = 4
 _MAX_NOT_CHECKED = 3
-_MATMULS = "conv_general_dilated", "dot_general", "ragged_dot_general"
 
 
 class Problem(NamedTuple):
@@ -295,12 +294,7 @@ def _problem_of(origin: _origins.Overflow) -> Problem:
     f"{origin.primitive} in {where} returns {origin.kind} in the {direction}"
     f" pass{operands}."
   )
-  is_matmul = origin.primitive in _MATMULS and not origin.backward
-  layer = origin.name
-  if origin.param_path:  # It selects the layer without a line.
-    layer = layer.removesuffix(f" at {origin.source_line}")
-  names = (layer,) if is_matmul and layer else ()
-  return Problem(cause, origin.fix, keep_float32=names)
+  return Problem(cause, origin.fix)
 
 
 def _passed_scaling(
