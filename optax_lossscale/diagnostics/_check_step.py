@@ -175,7 +175,7 @@ def _as_check(
   found_mistakes = filter(is_problem, dict.fromkeys(mistakes))
   problems = [Problem(*mistake) for mistake in found_mistakes]
   report = comparison and comparison.report
-  found = list(_numeric_problems(search.origin, report, _scale_of(traced)))
+  found = _numeric_problems(search.origin, report, _scale_of(traced))
   passed = list(_passed_scaling(traced, bool(problems), search))
   if precision.total_flops and not precision.fraction:
     problems.append(
@@ -213,35 +213,39 @@ def _numeric_problems(
   origin: _origins.Overflow | None,
   report: _report.PrecisionComparison | None,
   scale: float | None,
+) -> list[Problem]:
+  """Returns overflows; if there are none, errors."""
+  problems: list[Problem] = []
+  if report is not None and report.reference_is_finite:
+    problems += _problems_in(report, scale)
+  # An overflow that no matmul explains.
+  return problems or [_problem_of(x) for x in (origin,) if x is not None]
+
+
+def _problems_in(
+  report: _report.PrecisionComparison, scale: float | None
 ) -> Iterator[Problem]:
-  """Yields overflows; if there are none, errors."""
-  if report is None or not report.reference_is_finite:
-    if origin is not None:
-      yield _problem_of(origin)
-    return
+  change = report.suggested_log2_scale_change
   if report.reference_is_zero:
     yield Problem(
       "All gradients are zero, in float32 too, so they cannot be compared.",
       "Check a batch that has gradients.",
     )
-    return
-  change = report.suggested_log2_scale_change
-  rows = {row.name: row for row in report.matmuls if not row.backward}
-  for name in report.overflowing:
-    top = float(jnp.finfo(report.dtype).max)
-    yield _kept(
-      name,
-      f"{name} overflows in the forward pass: max abs {rows[name].amax:.2g},"
-      f" {report.dtype} ends at {top:g}.",
-    )
-  if report.overflowing:
-    return
-  if change < 0:
+  elif report.overflowing:
+    rows = {row.name: row for row in report.matmuls if not row.backward}
+    for name in report.overflowing:
+      amax = rows[name].amax
+      # Of the dtype of this layer, since there may be two.
+      top = amax * 2.0 ** rows[name].log2_headroom
+      yield _kept(
+        name,
+        f"{name} overflows in the forward pass: max abs {amax:.2g},"
+        f" {report.dtype} ends at {top:.5g}.",
+      )
+  elif change < 0:
     yield _rescaled(
       "The backward pass overflows, so this step is skipped", change, scale
     )
-  elif origin is not None:
-    yield _problem_of(origin)
   elif change > 0:
     worst = report.inaccurate_arrays[0]
     yield _rescaled(
@@ -313,11 +317,12 @@ def _passed_errors(comparison: _functions.Comparison) -> Iterator[str]:
   report = comparison.report
   noise = {*report.noise_only_arrays}
   errors = {k: x for k, x in report.array_errors.items() if k not in noise}
-  sentence = f"relative error of the gradients {report.error:.2g}"
-  if errors:
-    worst = max(errors, key=lambda name: errors[name])
-    sentence += f"; largest in {worst or 'them'}, {errors[worst]:.2g}"
-  yield sentence
+  errors = errors or report.array_errors
+  worst = max(errors, key=lambda name: errors[name])
+  yield (
+    f"relative error of the gradients {report.error:.2g}; largest in"
+    f" {worst or 'them'}, {errors[worst]:.2g}"
+  )
   yield f"{comparison.underflow_fraction:.1%} of the gradient entries underflow"
 
 

@@ -96,6 +96,40 @@ def test_a_loss_scale_that_is_too_high_is_a_problem_with_a_lower_one():
   assert check_step(step, params, state, batch).is_sound
 
 
+def test_a_loss_scale_that_is_too_low_is_a_problem_with_a_higher_one():
+  def small_loss(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["w"])
+    hidden += 1e-7 * jnp.tanh(batch["x"] @ params["small"])
+    return jnp.mean((hidden @ params["head"]) ** 2)
+
+  tx = ols.with_loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(1.0))
+
+  def step(params, state, batch):
+    grads = ols.grad(ols.autocast(small_loss), state)(params, batch)
+    return tx.update(grads, state, params)
+
+  params = {**PARAMS, "small": PARAMS["w"][::-1], "head": jnp.eye(4)}
+  state = tx.init(params)
+  (problem,) = check_step(step, params, state, BATCH).problems
+  assert problem.cause.startswith("small underflows in the backward pass")
+  assert problem.loss_scale > 2**6
+  state = ols.set_loss_scale(state, problem.loss_scale)
+  assert check_step(step, params, state, BATCH).is_sound
+
+
+def test_gradients_in_a_while_loop_are_not_checked():
+  step, (params, state, batch) = step_of(loss_fn)
+
+  @jax.jit
+  def steps(params, state, batch, count):
+    body = lambda _, carry: step(*carry, batch)
+    return jax.lax.fori_loop(0, count, body, (params, state))
+
+  check = check_step(steps, params, state, batch, jnp.int32(2))
+  assert check.comparison is None
+  assert "pass a single step instead" in str(check)
+
+
 def test_of_several_loss_scales_the_change_is_named():
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   cast = ols.autocast(loss_fn)
