@@ -177,14 +177,7 @@ def _as_check(
   report = comparison and comparison.report
   found = _numeric_problems(search.origin, report, _scale_of(traced))
   passed = list(_passed_scaling(traced, bool(problems), search))
-  if precision.total_flops and not precision.fraction:
-    problems.append(
-      Problem(
-        f"No matmul or convolution runs in {precision.dtype}.",
-        "ols.value_and_grad(ols.autocast(loss_fn), opt_state)",
-      )
-    )
-  elif precision.total_flops:
+  if precision.fraction and precision.total_flops:
     passed.append(
       f"{precision.fraction:.1%} of the matmul and convolution FLOPs run in"
       f" {precision.dtype}"
@@ -341,9 +334,13 @@ def _not_checked(
     )
   elif search.origin is not None:
     yield "whether gradients are unscaled once, since they are not finite"
-  if comparison is None:
+  if precision.total_flops and not precision.fraction:
+    yield (
+      f"{precision.dtype}, in which no matmul of this step runs:"
+      " ols.autocast(loss_fn) casts them"
+    )
+  elif comparison is None:
     yield "the precision of each layer: autocast casts no matmul of this step"
-  else:
-    yield from comparison.report.limitations
+  yield from comparison.report.limitations if comparison else ()
   yield from precision.limitations
   yield from search.limitations
