@@ -77,7 +77,7 @@ def test_a_step_is_compared_as_its_gradient_is(make):
   ):
     its_error = expected.array_errors[name]
     assert error == pytest.approx(its_error, rel=0.05)
-  assert "that the optimizer is given, arrays: 3." in str(found)
+  assert "(3 gradients that the optimizer receives)" in str(found)
 
 
 @every_step

@@ -48,7 +48,7 @@ def test_a_model_that_jax_cannot_differentiate_names_the_cure():
   ):
     with pytest.raises(TypeError) as caught:
       ols.grad(lambda model: 0.0, state)(model)
-    hint = "pass using=equinox.filter_value_and_grad"
+    hint = "Pass using=equinox.filter_value_and_grad"
     assert any(hint in note for note in caught.value.__notes__)
   # A model of floats alone needs no cure, and no other error has this one.
   ols.grad(fun, state)(linear)

@@ -177,7 +177,7 @@ def test_an_nnx_model_that_jax_cannot_differentiate_names_the_cure():
   loss_fn = lambda model: jnp.sum(model(jnp.ones((1, 2))))
   with pytest.raises(TypeError) as caught:
     ols.grad(loss_fn, state)(model)
-  hint = "pass using=nnx.value_and_grad"
+  hint = "Pass using=nnx.value_and_grad"
   assert any(hint in note for note in caught.value.__notes__)
   ols.grad(loss_fn, state, using=nnx.value_and_grad)(model)
   with pytest.raises(TypeError) as caught:

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from optax_lossscale._jaxprs import (
+  _dependence,
   _equations,
   _higher_order,
   _operations,
@@ -30,7 +31,7 @@ from optax_lossscale._jaxprs import (
   _types,
   _weights,
 )
-from optax_lossscale.diagnostics import _precision
+from optax_lossscale.diagnostics import _numbers, _precision
 from optax_lossscale.diagnostics._overflow import _stepper
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
@@ -234,6 +235,7 @@ def names_in_tables():
   return {
     *_operations.BETWEEN_DEVICES,
     *_operations.KEEP,
+    *_dependence._OPERAND_BY_OPERAND,
     *_higher_order._LOOKS,
     *_rules._RULES,
     *_weights._ADD,
@@ -242,7 +244,7 @@ def names_in_tables():
     *_equations._BEHAVES_LIKE.values(),
     *_operations._FLOPS,
     *_stepper._NEUTRAL,
-    *_precision._EXPONENTIALS,
+    *_numbers.LARGEST_EXPONENTS,
     *_precision._POWERS,
     *_operations._SUMS,
     *_operations._CUMULATIVE,
