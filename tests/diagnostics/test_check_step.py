@@ -280,7 +280,7 @@ def test_the_fixes_lead_to_a_step_without_problems(name):
   quick_alone({whole_steps.with_nnx_in_place}, whole_steps.ALL),
   ids=lambda make: make.__name__,
 )
-@pytest.mark.filterwarnings("ignore:The loss scale is inside of optax.Multi")
+@pytest.mark.filterwarnings("ignore:The loss scale is inside optax.Multi")
 def test_a_step_of_any_shape_is_checked(make):
   """Its layer `centers` loses precision, and nothing else is wrong."""
   step, args = make(ols.DynamicLossScale(2.0**6))
