@@ -493,13 +493,12 @@ class _Numbers:
 
   def maker(self, step: _walk.Step, atom: Any) -> core.JaxprEqn | None:
     """The equation of which what a step reads is the first output."""
-    if isinstance(atom, core.Literal):
-      return None
     jaxpr = step.closed.jaxpr
     if jaxpr not in self._makers:
       makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars[:1]}
       self._makers[jaxpr] = makers
-    return self._makers[jaxpr].get(atom)
+    is_literal = isinstance(atom, core.Literal)
+    return None if is_literal else self._makers[jaxpr].get(atom)
 
 
 def _given_to(step: _walk.Step) -> Sequence[Any]:
