@@ -89,7 +89,8 @@ def plain_loss(params, batch):
 
 
 QUICK = {"token mask", "zero times an fft", "uint8 factor"}
-NAMES = quick_alone(QUICK, usual_losses.LOSSES)
+SLOW = {"ctc", "attention", "solve", "dropout", "zero weight", "segments"}
+NAMES = quick_alone(QUICK, usual_losses.LOSSES, SLOW)
 
 
 def test_there_are_fifty_usual_losses():

@@ -10,16 +10,27 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]  # of the repository
 
 
-def quick_alone(quick: Collection[Any], values: Collection[Any]) -> list[Any]:
+def quick_alone(
+  quick: Collection[Any],
+  values: Collection[Any],
+  slow: Collection[Any] | None = None,
+) -> list[Any]:
   """Values of a parameter, of which all but the quick ones are for slow tests.
 
-  Where many values prove one sentence, those that differ most are quick.
+  Where many values prove one sentence, those that differ most are quick. If
+  some are named as slow, the others are left to the nights.
   """
-  assert set(quick) <= set(values)
-  marks = {
-    value: () if value in quick else pytest.mark.slow for value in values
-  }
-  return [pytest.param(value, marks=mark) for value, mark in marks.items()]
+  assert set(quick) | set(slow or ()) <= set(values)
+  return [
+    pytest.param(value, marks=_marks(value, quick, slow)) for value in values
+  ]
+
+
+def _marks(value, quick, slow):
+  if value in quick:
+    return ()
+  is_slow = slow is None or value in slow
+  return pytest.mark.slow if is_slow else pytest.mark.nightly
 
 
 def line_of(mark: str, file: str) -> int:
