@@ -158,9 +158,9 @@ def _places_of(
     if _products.is_exported(step.eqn):
       exported[_where(step)] = None
     if _products.is_product(step.eqn):
-      outer = next((x for x in step.way if x.eqn in missed), None)
+      outer = next((x for x in step.ancestors if x.eqn in missed), None)
       where = _where(outer) if outer else _REACHED
-      more = step.times * (
+      more = step.num_executions * (
         _operations.flops_of(step.eqn) or 1
       )  # as one product
       flops[where] = flops.get(where, 0) + more
@@ -169,8 +169,8 @@ def _places_of(
   return {where: n / total for where, n in flops.items()}, list(exported)
 
 
-def _where(step: _walk.Step) -> str:
-  return _places.place_name(_lines.name_of(step.eqn), step.place.source)
+def _where(step: _walk.EqnVisit) -> str:
+  return _places.place_name(_lines.name_of(step.eqn), step.location.source)
 
 
 def _listed(places: list[str]) -> str:

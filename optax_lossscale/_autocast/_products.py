@@ -58,7 +58,7 @@ def jaxprs_to_search(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   return [] if held and is_kept(eqn) else held
 
 
-class ProductSearch(_walk.Search):
+class ProductSearch(_walk.EqnSearch):
   """Looks for products, once in each jaxpr.
 
   Args:
@@ -75,7 +75,7 @@ class ProductSearch(_walk.Search):
 
   def inside_of(self, eqn: core.JaxprEqn) -> bool:
     """Whether there are products in what an equation holds."""
-    inside = super().inside_of
+    inside = super().any_inside
     # A rule may need the axes of the mesh.
     return bool(_higher_order.where_it_runs(eqn, lambda: inside(eqn)))
 
@@ -83,7 +83,7 @@ class ProductSearch(_walk.Search):
 def names_of_cast(closed: _equations.ClosedJaxpr) -> list[_places.Names]:
   """The names of products that `autocast` runs in half, an inner one, too."""
   steps = _walk.walk(closed, _equations.held_jaxprs)
-  places = [x.place for x in steps if _operations.is_matrix_product(x.eqn)]
+  places = [x.location for x in steps if _operations.is_matrix_product(x.eqn)]
   return [place.names for place in places if place.mark is not None]
 
 
@@ -132,7 +132,7 @@ def hides(eqn: core.JaxprEqn) -> bool:
   if not may_hide(eqn):
     return False
   _, seen = derivative_of(eqn)
-  return seen is None or ProductSearch().in_jaxpr(seen.jaxpr)
+  return seen is None or ProductSearch().any_in_jaxpr(seen.jaxpr)
 
 
 class InRule(NamedTuple):
@@ -174,8 +174,8 @@ def products_in_rule(
   places = [place]
   for closed, its_paths in programs:
     weights = _weights.ProgramWeights().of(closed, its_paths)
-    steps = _walk.walk(closed, inside, weights=weights, start=place)
-    places += [x.place for x in steps if is_product(x.eqn)]
+    steps = _walk.walk(closed, inside, weights=weights, root_location=place)
+    places += [x.location for x in steps if is_product(x.eqn)]
   return InRule(places, seen is not None)
 
 

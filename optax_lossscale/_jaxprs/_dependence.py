@@ -80,7 +80,7 @@ class _Analysis:
   def __init__(self, labels: Labels) -> None:
     self._labels = labels
     has_name = lambda eqn: _outputs.given_name(eqn) is not None
-    self._tags = _walk.Search(has_name, _equations.held_jaxprs)
+    self._tags = _walk.EqnSearch(has_name, _equations.held_jaxprs)
     self._call_of = functools.cache(_higher_order.higher_order_of)
     self._known: dict[Any, list[int]] = {}
 
@@ -91,7 +91,7 @@ class _Analysis:
     is_backward: bool,
     is_final: bool,
   ) -> list[int]:
-    if is_final and self._tags.in_jaxpr(closed.jaxpr):
+    if is_final and self._tags.any_in_jaxpr(closed.jaxpr):
       return self._run(closed, inputs, is_backward, True)
     key = closed.jaxpr, tuple(inputs), is_backward
     if key not in self._known:

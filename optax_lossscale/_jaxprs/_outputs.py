@@ -95,11 +95,11 @@ class _Outputs:
   def __init__(self, look: Look, is_optional: Callable[[str], bool]) -> None:
     self._look = look
     is_one = lambda eqn: self._look_at(eqn) is not None
-    self._named = _walk.Search(is_one, _equations.held_jaxprs)
+    self._named = _walk.EqnSearch(is_one, _equations.held_jaxprs)
     is_required = lambda eqn: (
       is_one(eqn) and not is_optional(str(given_name(eqn)))
     )
-    self._required = _walk.Search(is_required, _equations.held_jaxprs)
+    self._required = _walk.EqnSearch(is_required, _equations.held_jaxprs)
 
   def with_outputs(
     self, closed: _equations.ClosedJaxpr, place: _places.Place
@@ -128,7 +128,7 @@ class _Outputs:
     look = self._look_at(eqn)
     if look is not None:
       return _looked_at(eqn, look)
-    if not self._named.inside_of(eqn):
+    if not self._named.any_inside(eqn):
       return _Replacement([eqn])
     its_place = place.at(eqn, jaxpr)
     where = _places.place_name(_lines.name_of(eqn), its_place.name)
@@ -151,7 +151,7 @@ class _Outputs:
         made = _made_anew(eqn, _on_devices(mapped, bodies[0].closed), bodies)
       case _:
         made = None
-    is_missed = made is None and self._required.inside_of(eqn)
+    is_missed = made is None and self._required.any_inside(eqn)
     return made or _Replacement([eqn], unreached=[where] if is_missed else [])
 
   def _look_at(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:

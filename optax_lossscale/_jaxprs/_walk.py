@@ -14,141 +14,155 @@ from optax_lossscale._jaxprs import (
 )
 
 # The jaxprs of an equation that are walked into.
-Inside = Callable[[core.JaxprEqn], Iterable[_equations.ClosedJaxpr]]
+SubjaxprsFn = Callable[[core.JaxprEqn], Iterable[_equations.ClosedJaxpr]]
 # What these return is what each of their jaxprs returns.
-_HAND_BACK = _higher_order.Call, _higher_order.Cond, _higher_order.ShardMap
+_PASSTHROUGH_HOPS = (
+  _higher_order.Call,
+  _higher_order.Cond,
+  _higher_order.ShardMap,
+)
 
 
 @dataclasses.dataclass(eq=False)
-class Step:
+class EqnVisit:
   """An equation that was met on the way.
 
   Attributes:
     eqn: the equation.
-    closed: the jaxpr that it stands in.
-    around: the step into this jaxpr; None if the walk began in it.
-    index: which of the jaxprs inside of that step it is.
-    start: where the walk began.
+    closed_jaxpr: the jaxpr that it stands in.
+    parent: the step into this jaxpr; None if the walk began in it.
+    body_index: which of the jaxprs inside of that step it is.
+    root_location: where the walk began.
   """
 
   eqn: core.JaxprEqn
-  closed: _equations.ClosedJaxpr
-  around: "Step | None"
-  index: int
-  start: _places.Place
+  closed_jaxpr: _equations.ClosedJaxpr
+  parent: "EqnVisit | None"
+  body_index: int
+  root_location: _places.Place
 
   @functools.cached_property
-  def place(self) -> _places.Place:
+  def location(self) -> _places.Place:
     """Where the equation stands. It takes a look at tracebacks."""
-    outer = self.around.place if self.around else self.start
-    return outer.at(self.eqn, self.closed.jaxpr)
+    parent_location = (
+      self.parent.location if self.parent else self.root_location
+    )
+    return parent_location.at(self.eqn, self.closed_jaxpr.jaxpr)
 
   @property
-  def way(self) -> "list[Step]":
+  def ancestors(self) -> "list[EqnVisit]":
     """This step and those around it, the innermost first."""
-    return [self, *(self.around.way if self.around else [])]
+    return [self, *(self.parent.ancestors if self.parent else [])]
 
   @functools.cached_property
-  def call(self) -> _higher_order.HigherOrder | None:
+  def hop(self) -> _higher_order.HigherOrder | None:
     """What the equation calls, repeats or chooses. JAX may trace for that."""
     return _higher_order.higher_order_of(self.eqn)
 
   @functools.cached_property
-  def times(self) -> int:
+  def num_executions(self) -> int:
     """How often the equation runs, but for loops of unknown length.
 
     Under ``shard_map`` on all devices together.
     """
-    if self.around is None:
+    if self.parent is None:
       return 1
-    match self.around.call:
+    match self.parent.hop:
       case _higher_order.Scan(length=length):
-        return length * self.around.times
+        return length * self.parent.num_executions
       case _higher_order.ShardMap() as mapped:
-        return mapped.devices * self.around.times
+        return mapped.devices * self.parent.num_executions
       case _:
-        return self.around.times
+        return self.parent.num_executions
 
   @property
-  def branches(self) -> list[tuple[core.JaxprEqn, int]]:
+  def cond_branches(self) -> list[tuple[core.JaxprEqn, int]]:
     """Of each ``cond`` around it, its equation and the number of the branch."""
-    pairs = [(x.around, x.index) for x in self.way if x.around]
-    is_cond = lambda step: isinstance(step.call, _higher_order.Cond)
-    return [(step.eqn, i) for step, i in pairs if is_cond(step)]
+    pairs = [(x.parent, x.body_index) for x in self.ancestors if x.parent]
+    is_cond = lambda visit: isinstance(visit.call, _higher_order.Cond)
+    return [(visit.eqn, i) for visit, i in pairs if is_cond(visit)]
 
 
 def walk(
-  closed: _equations.ClosedJaxpr,
-  inside: Inside,
+  closed_jaxpr: _equations.ClosedJaxpr,
+  subjaxprs_fn: SubjaxprsFn,
   *,
-  only_needed: bool = False,
-  used: list[bool] | None = None,
+  only_live: bool = False,
+  used_outputs: list[bool] | None = None,
   weights: _weights.Weights | None = None,
-  start: _places.Place | None = None,
-  around: Step | None = None,
-  index: int = 0,
-) -> Iterator[Step]:
+  root_location: _places.Place | None = None,
+  parent: EqnVisit | None = None,
+  body_index: int = 0,
+) -> Iterator[EqnVisit]:
   """All equations of a jaxpr, and after each those inside of it.
 
   Args:
-    closed: the jaxpr.
-    inside: the jaxprs of an equation that are walked into.
-    only_needed: whether to leave out what leads to no output.
-    used: which of its outputs are used, if so; all, if not given.
+    closed_jaxpr: the jaxpr.
+    subjaxprs_fn: the jaxprs of an equation that are walked into.
+    only_live: whether to leave out what leads to no output.
+    used_outputs: which of its outputs are used, if so; all, if not given.
     weights: what gives an equation the names of its weights, if they are known.
-    start: where the walk begins.
-    around: the step into the jaxpr, if it does not begin there.
-    index: which of the jaxprs inside of that step it is.
+    root_location: where the walk begins.
+    parent: the step into the jaxpr, if it does not begin there.
+    body_index: which of the jaxprs inside of that step it is.
   """
   eqns: Iterable[tuple[core.JaxprEqn, Container[core.Var]]] = (
-    _equations.needed_equations(closed.jaxpr, used)
-    if only_needed
-    else ((eqn, ()) for eqn in closed.jaxpr.eqns)
+    _equations.needed_equations(closed_jaxpr.jaxpr, used_outputs)
+    if only_live
+    else ((eqn, ()) for eqn in closed_jaxpr.jaxpr.eqns)
   )
-  for eqn, unread in eqns:
-    its_used = [var not in unread for var in eqn.outvars]
-    named = weights.named(eqn) if weights else eqn
-    step = Step(named, closed, around, index, start or _places.Place())
-    yield step
-    hands_back = only_needed and isinstance(step.call, _HAND_BACK)
-    for i, inner in enumerate(inside(eqn)):
+  for eqn, dead_vars in eqns:
+    eqn_used_outputs = [var not in dead_vars for var in eqn.outvars]
+    tagged_eqn = weights.named(eqn) if weights else eqn
+    visit = EqnVisit(
+      tagged_eqn,
+      closed_jaxpr,
+      parent,
+      body_index,
+      root_location or _places.Place(),
+    )
+    yield visit
+    returns_body_outputs = only_live and isinstance(
+      visit.hop, _PASSTHROUGH_HOPS
+    )
+    for i, subjaxpr in enumerate(subjaxprs_fn(eqn)):
       yield from walk(
-        inner,
-        inside,
-        only_needed=only_needed,
-        used=its_used if hands_back else None,
-        weights=weights and weights.inside(eqn, inner),
-        start=start,
-        around=step,
-        index=i,
+        subjaxpr,
+        subjaxprs_fn,
+        only_live=only_live,
+        used_outputs=eqn_used_outputs if returns_body_outputs else None,
+        weights=weights and weights.inside(eqn, subjaxpr),
+        root_location=root_location,
+        parent=visit,
+        body_index=i,
       )
 
 
-class Search:
+class EqnSearch:
   """Looks for equations of a kind, once in each jaxpr.
 
   Args:
-    is_one: whether an equation is such.
-    inside: the jaxprs of an equation that are looked into.
+    predicate: whether an equation is such.
+    subjaxprs_fn: the jaxprs of an equation that are looked into.
   """
 
   def __init__(
-    self, is_one: Callable[[core.JaxprEqn], bool], inside: Inside
+    self, predicate: Callable[[core.JaxprEqn], bool], subjaxprs_fn: SubjaxprsFn
   ) -> None:
-    self._is_one = is_one
-    self._inside = inside
-    self._found: dict[core.Jaxpr, bool] = {}
+    self._predicate = predicate
+    self._subjaxprs_fn = subjaxprs_fn
+    self._match_cache: dict[core.Jaxpr, bool] = {}
 
-  def inside_of(self, eqn: core.JaxprEqn) -> bool:
+  def any_inside(self, eqn: core.JaxprEqn) -> bool:
     """Whether there is one inside of an equation."""
     # All are asked for first: what is not known here may be traced for that.
-    inner = list(self._inside(eqn))
-    return any(self.in_jaxpr(closed.jaxpr) for closed in inner)
+    subjaxprs = list(self._subjaxprs_fn(eqn))
+    return any(self.any_in_jaxpr(subjaxpr.jaxpr) for subjaxpr in subjaxprs)
 
-  def in_jaxpr(self, jaxpr: core.Jaxpr) -> bool:
+  def any_in_jaxpr(self, jaxpr: core.Jaxpr) -> bool:
     """Whether there is one in a jaxpr, or inside of its equations."""
-    if jaxpr not in self._found:
-      self._found[jaxpr] = any(
-        self._is_one(eqn) or self.inside_of(eqn) for eqn in jaxpr.eqns
+    if jaxpr not in self._match_cache:
+      self._match_cache[jaxpr] = any(
+        self._predicate(eqn) or self.any_inside(eqn) for eqn in jaxpr.eqns
       )
-    return self._found[jaxpr]
+    return self._match_cache[jaxpr]

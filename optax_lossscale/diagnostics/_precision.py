@@ -222,7 +222,7 @@ class Product(NamedTuple):
   operand_dtype: str
   result_dtype: str
   flops: int
-  step: _walk.Step
+  step: _walk.EqnVisit
 
 
 @_host.may_transfer
@@ -280,7 +280,7 @@ def report_precision(
   traced: _tracing.Traced, as_dtype: np.dtype
 ) -> PrecisionReport:
   """Returns the report of a traced function."""
-  steps = list(_walk.walk(traced.closed, _inside, only_needed=True))
+  steps = list(_walk.walk(traced.closed, _inside, only_live=True))
   limitations = _tracing.told(traced.unreached)
   limitations += [
     f"whether update runs, in {where}" for where in traced.in_branches
@@ -291,7 +291,7 @@ def report_precision(
 
 
 def _reported(
-  steps: list[_walk.Step], as_dtype: np.dtype, limitations: list[str]
+  steps: list[_walk.EqnVisit], as_dtype: np.dtype, limitations: list[str]
 ) -> PrecisionReport:
   products = _products_in(steps)
   total = sum(product.flops for product in products)
@@ -325,7 +325,7 @@ def _flops_row(product: Product) -> Flops:
 def _wide_rows(
   products: list[Product], dtype: np.dtype
 ) -> Iterator[UnconvertedMatmul]:
-  places = [p.step.place for p in products]
+  places = [p.step.location for p in products]
   told = _places.telling_names([(x.names, x.backward) for x in places])
   for p, place, (name, source) in zip(products, places, told, strict=True):
     if _is_wider(p.operand_dtype, dtype):
@@ -335,19 +335,19 @@ def _wide_rows(
       own_name = name if place.weights or has_line else with_line
       where = _whereabouts(place, own_name)
       kind = p.primitive, p.operand_dtype, p.result_dtype
-      numbers = p.flops, 0.0, p.step.times
+      numbers = p.flops, 0.0, p.step.num_executions
       yield UnconvertedMatmul._make((*kind, *numbers, *where))
 
 
-def _risk_rows(steps: list[_walk.Step], dtype: np.dtype) -> Iterator[Risk]:
-  numbers, outer = _Numbers(), {step.around for step in steps}
+def _risk_rows(steps: list[_walk.EqnVisit], dtype: np.dtype) -> Iterator[Risk]:
+  numbers, outer = _Numbers(), {step.parent for step in steps}
   for step in steps:
     if step in outer:  # It only runs what it holds.
       continue
     for reason in _risks_of(step, dtype, numbers):
       name = _lines.name_of(step.eqn)
-      where = _whereabouts(step.place, step.place.name)
-      yield Risk(name, reason, step.times, *where)
+      where = _whereabouts(step.location, step.location.name)
+      yield Risk(name, reason, step.num_executions, *where)
 
 
 def _whereabouts(
@@ -377,27 +377,27 @@ def _added(rows: Iterable[Any]) -> Iterator[Any]:
   return (key._replace(**numbers) for key, numbers in groups.items())
 
 
-def _products_in(steps: list[_walk.Step]) -> list[Product]:
+def _products_in(steps: list[_walk.EqnVisit]) -> list[Product]:
   """The products, of each ``cond`` those of its largest branch."""
   products = [
-    _as_product(step, flops * step.times)
+    _as_product(step, flops * step.num_executions)
     for step in steps
     if (flops := _operations.flops_of(step.eqn)) is not None
   ]
   by_branch: collections.Counter[Any] = collections.Counter()
   for product in products:
-    for branch in product.step.branches:
+    for branch in product.step.cond_branches:
       by_branch[branch] += product.flops
   # The largest comes last, and takes the place of the others.
   largest = dict(sorted(by_branch, key=lambda branch: by_branch[branch]))
   return [
     product
     for product in products
-    if all(largest[cond] == i for cond, i in product.step.branches)
+    if all(largest[cond] == i for cond, i in product.step.cond_branches)
   ]
 
 
-def _as_product(step: _walk.Step, flops: int) -> Product:
+def _as_product(step: _walk.EqnVisit, flops: int) -> Product:
   # What follows are the sizes of groups.
   operands: list[Any] = [v.aval for v in step.eqn.invars[:2]]
   widest = max(operands, key=lambda aval: aval.dtype.itemsize).dtype
@@ -407,7 +407,7 @@ def _as_product(step: _walk.Step, flops: int) -> Product:
 
 
 def _risks_of(
-  step: _walk.Step, dtype: np.dtype, numbers: "_Numbers"
+  step: _walk.EqnVisit, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
   """Why an operation is at risk in this dtype, and in no other one."""
   kinds = [getattr(v.aval, "dtype", None) for v in step.eqn.outvars]
@@ -418,7 +418,7 @@ def _risks_of(
 
 
 def _of_function(
-  step: _walk.Step, dtype: np.dtype, numbers: "_Numbers"
+  step: _walk.EqnVisit, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
   name = step.eqn.primitive.name
   if name in _numbers.LARGEST_EXPONENTS:
@@ -434,7 +434,7 @@ def _of_function(
 
 
 def _of_sum(
-  step: _walk.Step, dtype: np.dtype, numbers: "_Numbers"
+  step: _walk.EqnVisit, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
   summing = step.eqn
   if step.eqn.primitive.name == "convert_element_type":
@@ -449,7 +449,7 @@ def _of_sum(
 
 
 def _of_constants(
-  step: _walk.Step, dtype: np.dtype, numbers: "_Numbers"
+  step: _walk.EqnVisit, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
   name = step.eqn.primitive.name
   for atom in step.eqn.invars:
@@ -476,24 +476,24 @@ class _Numbers:
   def __init__(self) -> None:
     self._makers: dict[core.Jaxpr, dict[Any, core.JaxprEqn]] = {}
 
-  def of(self, step: _walk.Step, atom: Any) -> float | None:
+  def of(self, step: _walk.EqnVisit, atom: Any) -> float | None:
     """The number that all entries of what a step reads are, if it is one."""
     if isinstance(atom, core.Literal):
       return _as_number(atom.val)
-    maker, jaxpr = self.maker(step, atom), step.closed.jaxpr
+    maker, jaxpr = self.maker(step, atom), step.closed_jaxpr.jaxpr
     if maker is not None:
       moves = maker.primitive.name in _operations.SPREAD
       return self.of(step, maker.invars[0]) if moves else None
     if atom in jaxpr.constvars:
-      return _as_number(step.closed.consts[jaxpr.constvars.index(atom)])
+      return _as_number(step.closed_jaxpr.consts[jaxpr.constvars.index(atom)])
     given = dict(zip(jaxpr.invars, _given_to(step), strict=False))
-    if step.around is None or atom not in given:
+    if step.parent is None or atom not in given:
       return None
-    return self.of(step.around, given[atom])
+    return self.of(step.parent, given[atom])
 
-  def maker(self, step: _walk.Step, atom: Any) -> core.JaxprEqn | None:
+  def maker(self, step: _walk.EqnVisit, atom: Any) -> core.JaxprEqn | None:
     """The equation of which what a step reads is the first output."""
-    jaxpr = step.closed.jaxpr
+    jaxpr = step.closed_jaxpr.jaxpr
     if jaxpr not in self._makers:
       makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars[:1]}
       self._makers[jaxpr] = makers
@@ -501,10 +501,10 @@ class _Numbers:
     return None if is_literal else self._makers[jaxpr].get(atom)
 
 
-def _given_to(step: _walk.Step) -> Sequence[Any]:
+def _given_to(step: _walk.EqnVisit) -> Sequence[Any]:
   """What the first inputs of the jaxpr around a step are, each time it runs."""
-  eqn: Any = step.around and step.around.eqn
-  match step.around and step.around.call:
+  eqn: Any = step.parent and step.parent.eqn
+  match step.parent and step.parent.hop:
     case _higher_order.Call() | _higher_order.ShardMap():
       return eqn.invars
     case _higher_order.Cond():
@@ -535,12 +535,12 @@ def _held(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   return [] if is_combiner else list(_equations.held_jaxprs(eqn))
 
 
-def _limitation(step: _walk.Step) -> str:
+def _limitation(step: _walk.EqnVisit) -> str:
   """Return what cannot be known of an equation from its shapes, or ``""``."""
   reason = ""
-  if isinstance(step.call, _higher_order.While):
+  if isinstance(step.hop, _higher_order.While):
     reason = "only one iteration is counted"
-  elif step.call is not None:
+  elif step.hop is not None:
     pass
   elif _held(step.eqn):
     reason = "its body is counted once"
@@ -551,5 +551,5 @@ def _limitation(step: _walk.Step) -> str:
     and _operations.flops_of(step.eqn) is None
   ):
     reason = "its FLOPs are not counted"
-  where = f" at {step.place.source}" if step.place.source else ""
+  where = f" at {step.location.source}" if step.location.source else ""
   return f"{_lines.name_of(step.eqn)}{where}: {reason}" if reason else ""

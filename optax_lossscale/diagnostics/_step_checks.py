@@ -482,11 +482,11 @@ def computes_in_half(
     without_autocast: whether to leave out what `autocast` casts.
   """
 
-  def is_half(visit: _walk.Step) -> bool:
+  def is_half(visit: _walk.EqnVisit) -> bool:
     if not any(map(_is_half, visit.eqn.outvars)):
       return False
     place = _places.Place()
-    for outer in reversed(visit.way):
+    for outer in reversed(visit.ancestors):
       place = place.within(outer.eqn)
     return not without_autocast or place.mark is None
 

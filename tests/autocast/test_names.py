@@ -253,9 +253,10 @@ def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
     fun = jax.grad(ols.autocast(loss, **kwargs))
     steps = _walk.walk(jax.make_jaxpr(fun)(params), _equations.held_jaxprs)
     places = [
-      step.place
+      step.location
       for step in steps
-      if _operations.is_matrix_product(step.eqn) and step.place.mark is not None
+      if _operations.is_matrix_product(step.eqn)
+      and step.location.mark is not None
     ]
     named = [(place.names, place.backward) for place in places]
     told = [name for name, _ in _places.telling_names(named)]

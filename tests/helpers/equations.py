@@ -58,14 +58,14 @@ def named_products(fun, *args, only_needed=False):
   steps = _walk.walk(
     jax.make_jaxpr(fun)(*args),
     _equations.held_jaxprs,
-    only_needed=only_needed,
+    only_live=only_needed,
   )
   found = []
   for step in steps:
     if _operations.is_matrix_product(step.eqn):
-      names, dtype = step.place.names, step.eqn.outvars[0].aval.dtype
+      names, dtype = step.location.names, step.eqn.outvars[0].aval.dtype
       own = names.best()[0], names.weights, names.scope
-      found.append(Product(*own, step.place.backward, str(dtype)))
+      found.append(Product(*own, step.location.backward, str(dtype)))
   return found
 
 

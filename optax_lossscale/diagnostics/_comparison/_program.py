@@ -322,17 +322,19 @@ class Rows:
 
   def __init__(self, closed: _equations.ClosedJaxpr) -> None:
     alone = functools.partial(is_marked, around=_places.Place())
-    self.are_in = _walk.Search(alone, _equations.held_jaxprs).inside_of
+    self.are_in = _walk.EqnSearch(alone, _equations.held_jaxprs).any_inside
     self.higher_order_of = functools.cache(_higher_order.higher_order_of)
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}
-    for step in _walk.walk(closed, self._inside, only_needed=True):
-      around = step.around.place if step.around else _places.Place()
+    for step in _walk.walk(closed, self._inside, only_live=True):
+      around = step.parent.location if step.parent else _places.Place()
       if is_product(step.eqn, around):
-        self._numbers.setdefault(_row(step.eqn, step.place), len(self._numbers))
+        self._numbers.setdefault(
+          _row(step.eqn, step.location), len(self._numbers)
+        )
       elif self.are_in(step.eqn) and self.higher_order_of(step.eqn) is None:
         name = _lines.name_of(step.eqn)
-        self.not_entered.append(_places.place_name(name, step.place.name))
+        self.not_entered.append(_places.place_name(name, step.location.name))
     self.all = list(self._numbers)
     told = _places.telling_names([(x.names, x.backward) for x in self.all])
     self.names = [name for name, _ in told]

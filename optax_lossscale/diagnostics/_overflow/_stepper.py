@@ -92,7 +92,7 @@ class Stepper:
     self.runner = runner
     self.progress = progress
     self._cache: dict[Any, Any] = {}
-    self._loops = _walk.Search(_is_loop, _equations.held_jaxprs)
+    self._loops = _walk.EqnSearch(_is_loop, _equations.held_jaxprs)
 
   def run(
     self,
@@ -215,7 +215,7 @@ class Stepper:
 
   def _holds_loop(self, eqn: core.JaxprEqn) -> bool:
     """Whether this is a call or a branch with a loop inside."""
-    return not _is_loop(eqn) and self._loops.inside_of(eqn)
+    return not _is_loop(eqn) and self._loops.any_inside(eqn)
 
   def _enter(self, entry: _Entry) -> list[_marks.Value] | None:
     """Runs the jaxprs of a call, a loop or a branch.
