@@ -104,7 +104,7 @@ def _run_with_selects(
   selected: dict[Any, Any] = {}
 
   def step(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    outs = _equations.function(eqn)(*inputs)
+    outs = _equations.eqn_as_fun(eqn)(*inputs)
     return list(map(functools.partial(select, eqn), eqn.outvars, outs))
 
   def select(eqn: core.JaxprEqn, var: Any, out: Any) -> Any:
@@ -118,7 +118,7 @@ def _run_with_selects(
   def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
     if out is leaf:  # The update left it as it was.
       return out
-    is_selected = _equations.is_one_of(var, selected) and selected[var] is leaf
+    is_selected = _equations.is_var_in(var, selected) and selected[var] is leaf
     return out if is_selected else _arrays.select(finite, out, leaf)
 
   new_leaves = map(select_if_not_yet, new_vars, outs[first:], old_leaves)

@@ -75,8 +75,8 @@ def of_nothing(
   """
 
   def inside(eqn: Any) -> list[_equations.ClosedJaxpr]:
-    plain: list[Any] = [*_equations.held_jaxprs(eqn)] or [
-      _equations.lowered(eqn)
+    plain: list[Any] = [*_equations.subjaxprs(eqn)] or [
+      _equations.lower_hijax(eqn)
     ]
     return [closed for closed in plain if closed]
 

@@ -41,7 +41,7 @@ def is_exported(eqn: core.JaxprEqn) -> bool:
 
   It is code for XLA, which runs as it is.
   """
-  text = _equations.exported_text(eqn)
+  text = _equations.get_exported_mlir(eqn)
   return bool(_PRODUCT.search(text)) and not is_kept(eqn)
 
 
@@ -52,8 +52,8 @@ def is_kept(eqn: core.JaxprEqn) -> bool:
 
 def jaxprs_to_search(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that an equation holds or hides, unless it is marked."""
-  held = list(_equations.held_jaxprs(eqn))
-  plain = None if held else _equations.lowered(eqn)
+  held = list(_equations.subjaxprs(eqn))
+  plain = None if held else _equations.lower_hijax(eqn)
   held += [] if plain is None else [plain]
   return [] if held and is_kept(eqn) else held
 
@@ -82,7 +82,7 @@ class ProductSearch(_walk.EqnSearch):
 
 def names_of_cast(closed: _equations.ClosedJaxpr) -> list[_places.Names]:
   """The names of products that `autocast` runs in half, an inner one, too."""
-  steps = _walk.walk(closed, _equations.held_jaxprs)
+  steps = _walk.walk(closed, _equations.subjaxprs)
   places = [x.location for x in steps if _operations.is_matrix_product(x.eqn)]
   return [place.names for place in places if place.mark is not None]
 
@@ -114,7 +114,7 @@ def derivative_of(
   avals = [atom.aval for atom in eqn.invars]
 
   def loss(some: list[Any], args: tuple[Any, ...]) -> Any:
-    old = _equations.function(_lines.without_source(eqn))
+    old = _equations.eqn_as_fun(_lines.without_source(eqn))
     full = list(args)
     for i, x in zip(floats, some, strict=True):
       full[i] = x

@@ -146,7 +146,7 @@ class Rewriter:
     are_half: Sequence[bool],
     paths: _weights.Paths,
   ) -> Rewritten:
-    closed = _equations.closed(jaxpr)
+    closed = _equations.close_jaxpr(jaxpr)
     half = set(itertools.compress(closed.jaxpr.invars, are_half))
     weights = self._known.of(closed, paths)
     here = _Here(closed.jaxpr, place, weights, half)
@@ -155,9 +155,11 @@ class Rewriter:
       made.append(self._in_place_of(eqn, here))
       half.update(made[-1].half)
     eqns = [eqn for new in made for eqn in new.eqns]
-    outs = [_equations.is_one_of(v, half) for v in closed.jaxpr.outvars]
+    outs = [_equations.is_var_in(v, half) for v in closed.jaxpr.outvars]
     found = together(new.found for new in made)
-    return Rewritten(_equations.with_fields(jaxpr, eqns=eqns), outs, found)
+    return Rewritten(
+      _equations.replace_jaxpr_fields(jaxpr, eqns=eqns), outs, found
+    )
 
   def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _Replacement:
     """What stands in the place of an equation."""
@@ -190,8 +192,8 @@ class Rewriter:
     rule = _rules.rule_of(eqn)
     if rule is not None:
       return self._with_rule(eqn, named, rule, place, here)
-    if _equations.called_jaxpr(eqn) is not None:
-      are_half = [_equations.is_one_of(atom, here.half) for atom in eqn.invars]
+    if _equations.get_call_jaxpr(eqn) is not None:
+      are_half = [_equations.is_var_in(atom, here.half) for atom in eqn.invars]
       return self._with_jaxprs(eqn, named, place, here, are_half)
     if _higher_order.runs_its_jaxprs(eqn):
       return self._with_jaxprs(eqn, named, place, here)
@@ -252,12 +254,12 @@ class Rewriter:
     inside: list[Rewritten] = []
 
     def replace(jaxpr: _equations.AnyJaxpr) -> Any:
-      called = _equations.closed(jaxpr).jaxpr
+      called = _equations.close_jaxpr(jaxpr).jaxpr
       paths = here.weights.paths_of_body(eqn, called)
       inside.append(self.rewrite(jaxpr, place, are_half, paths))
       return inside[-1].jaxpr
 
-    new = _equations.with_jaxprs(named, replace)
+    new = _equations.map_subjaxprs(named, replace)
     # A call returns what its function returns.
     outs = inside[0].are_half if are_half else ()
     half = list(itertools.compress(eqn.outvars, outs))
@@ -292,10 +294,12 @@ def in_half(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
   half = lambda atom: _half_of(atom, dtype) if _is_float32(atom) else atom
   inputs, outputs = list(map(half, eqn.invars)), list(map(half, eqn.outvars))
   before = [
-    _equations.conversion(*pair, eqn) for pair in _changed(eqn.invars, inputs)
+    _equations.make_convert_eqn(*pair, eqn)
+    for pair in _changed(eqn.invars, inputs)
   ]
   after = [
-    _equations.conversion(*pair, eqn) for pair in _changed(outputs, eqn.outvars)
+    _equations.make_convert_eqn(*pair, eqn)
+    for pair in _changed(outputs, eqn.outvars)
   ]
   return [*before, eqn.replace(invars=inputs, outvars=outputs), *after]
 
@@ -304,7 +308,7 @@ def come_from(eqn: core.JaxprEqn, half: Set[Any]) -> bool:
   """Whether there are float32 inputs, all of which are in the set."""
   floats = [atom for atom in eqn.invars if _is_float32(atom)]
   return bool(floats) and all(
-    _equations.is_one_of(atom, half) for atom in floats
+    _equations.is_var_in(atom, half) for atom in floats
   )
 
 

@@ -80,7 +80,7 @@ class _Analysis:
   def __init__(self, labels: Labels) -> None:
     self._labels = labels
     has_name = lambda eqn: _outputs.given_name(eqn) is not None
-    self._tags = _walk.EqnSearch(has_name, _equations.held_jaxprs)
+    self._tags = _walk.EqnSearch(has_name, _equations.subjaxprs)
     self._call_of = functools.cache(_higher_order.higher_order_of)
     self._known: dict[Any, list[int]] = {}
 

@@ -158,13 +158,13 @@ def holds_scan_of_hijax(closed: _equations.ClosedJaxpr) -> bool:
   return any(map(_is_scan_of_hijax, eqns)) or any(
     holds_scan_of_hijax(held)
     for eqn in eqns
-    for held in _equations.held_jaxprs(eqn)
+    for held in _equations.subjaxprs(eqn)
   )
 
 
 def _is_scan_of_hijax(eqn: core.JaxprEqn) -> bool:
-  is_object = _equations.hi_primitive(eqn) is not None
-  return is_object and _equations.behaves_like(eqn) == "scan"
+  is_object = _equations.get_hi_primitive(eqn) is not None
+  return is_object and _equations.get_canonical_name(eqn) == "scan"
 
 
 def jit_drops_scans() -> bool:
@@ -215,20 +215,20 @@ def where_it_runs(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
     returned.append(fun())
     return ()
 
-  with _equations.context_of(eqn):
+  with _equations.get_eqn_ctx_manager(eqn):
     jax.make_jaxpr(call.with_body(body, in_specs=(), out_specs=()))()
   return returned[0]
 
 
 def _call_of(eqn: core.JaxprEqn) -> Call | None:
   # The jaxpr that an object has with it knows its lines.
-  body = _equations.called_jaxpr(eqn) or _equations.lowered(eqn)
+  body = _equations.get_call_jaxpr(eqn) or _equations.lower_hijax(eqn)
   return None if body is None else Call(body)
 
 
 def scan_of(eqn: core.JaxprEqn) -> Scan | None:
   """The parts of a ``scan``; None if it is not understood."""
-  bodies = list(_equations.held_jaxprs(eqn))
+  bodies = list(_equations.subjaxprs(eqn))
   length, reverse = eqn.params.get("length"), eqn.params.get("reverse")
   if len(bodies) != 1 or length is None or not isinstance(reverse, bool):
     return None
@@ -245,7 +245,7 @@ def _count_whole(outer: list[Any], inner: list[Any], length: int) -> int | None:
   if len(outer) != len(inner):
     return None
   pairs = [
-    (_equations.shape_of(a), _equations.shape_of(b))
+    (_equations.get_shape(a), _equations.get_shape(b))
     for a, b in zip(outer, inner, strict=True)
   ]
   count = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
@@ -259,7 +259,10 @@ def while_of(eqn: core.JaxprEqn) -> While | None:
   body = eqn.params.get("body_jaxpr")
   if condition is None or body is None:
     return None
-  condition, body = _equations.closed(condition), _equations.closed(body)
+  condition, body = (
+    _equations.close_jaxpr(condition),
+    _equations.close_jaxpr(body),
+  )
   carry = len(eqn.outvars)
   condition_consts = len(condition.jaxpr.invars) - carry
   body_consts = len(body.jaxpr.invars) - carry
@@ -273,7 +276,7 @@ def while_of(eqn: core.JaxprEqn) -> While | None:
 
 def cond_of(eqn: core.JaxprEqn) -> Cond | None:
   """The branches of a ``cond``; None if it is not understood."""
-  branches = tuple(_equations.held_jaxprs(eqn))
+  branches = tuple(_equations.subjaxprs(eqn))
   are_alike = all(
     len(branch.jaxpr.invars) == len(eqn.invars) - 1
     and len(branch.jaxpr.outvars) == len(eqn.outvars)
@@ -284,7 +287,7 @@ def cond_of(eqn: core.JaxprEqn) -> Cond | None:
 
 def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
   """The parts of a ``shard_map``; None if it is not understood."""
-  bodies = list(_equations.held_jaxprs(eqn))
+  bodies = list(_equations.subjaxprs(eqn))
   params: Any = eqn.params
   if len(bodies) != 1:
     return None
@@ -297,7 +300,9 @@ def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
     axes,
     params.get("check_vma"),
   )
-  if any(part is None for part in parts) or not _equations.fits(bodies[0], eqn):
+  if any(part is None for part in parts) or not _equations.has_same_signature(
+    bodies[0], eqn
+  ):
     return None
   return ShardMap(bodies[0], *parts)
 

@@ -54,7 +54,7 @@ def interpret(
     return env[atom]
 
   used = [True] * len(jaxpr.outvars) if used is None else list(used)
-  for eqn, last_read in _equations.needed_equations(jaxpr, used):
+  for eqn, last_read in _equations.live_eqns(jaxpr, used):
     outs = step(eqn, [read(atom, eqn) for atom in eqn.invars])
     env.update(zip(eqn.outvars, outs, strict=True))
     del outs
@@ -71,7 +71,7 @@ def context_here() -> Any:
     Exception: if equations have none, or cannot be evaluated one by one.
   """
   (eqn,) = jax.make_jaxpr(lambda x: -x)(0.0).eqns
-  jax.eval_shape(_equations.function(eqn), 0.0)
+  jax.eval_shape(_equations.eqn_as_fun(eqn), 0.0)
   return eqn.ctx
 
 

@@ -59,7 +59,7 @@ def name_of(eqn: core.JaxprEqn) -> str:
 
   A primitive of hijax has its own name, and not that of the call.
   """
-  name = _equations.behaves_like(eqn)
+  name = _equations.get_canonical_name(eqn)
   return _NAMES.get(name, name)
 
 
@@ -72,7 +72,7 @@ def call_name(eqn: core.JaxprEqn) -> str:
 
 def is_rule_of_library(eqn: core.JaxprEqn) -> bool:
   """Whether a function with a rule, or the rule, was written in a library."""
-  held = [x.jaxpr for x in _equations.held_jaxprs(eqn)]
+  held = [x.jaxpr for x in _equations.subjaxprs(eqn)]
   infos = [
     getattr(x, "debug_info", None) for x in (*held, *eqn.params.values())
   ]

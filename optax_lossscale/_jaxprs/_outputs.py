@@ -95,11 +95,11 @@ class _Outputs:
   def __init__(self, look: Look, is_optional: Callable[[str], bool]) -> None:
     self._look = look
     is_one = lambda eqn: self._look_at(eqn) is not None
-    self._named = _walk.EqnSearch(is_one, _equations.held_jaxprs)
+    self._named = _walk.EqnSearch(is_one, _equations.subjaxprs)
     is_required = lambda eqn: (
       is_one(eqn) and not is_optional(str(given_name(eqn)))
     )
-    self._required = _walk.EqnSearch(is_required, _equations.held_jaxprs)
+    self._required = _walk.EqnSearch(is_required, _equations.subjaxprs)
 
   def with_outputs(
     self, closed: _equations.ClosedJaxpr, place: _places.Place
@@ -108,7 +108,7 @@ class _Outputs:
     jaxpr = closed.jaxpr
     made = [self._made(eqn, jaxpr, place) for eqn in jaxpr.eqns]
     values = [value for one in made for value in one.values]
-    with_outputs: Any = _equations.with_fields(
+    with_outputs: Any = _equations.replace_jaxpr_fields(
       closed,
       eqns=[eqn for one in made for eqn in one.eqns],
       outvars=[*jaxpr.outvars, *values],
@@ -163,16 +163,16 @@ def given_name(eqn: core.JaxprEqn) -> str | None:
   """The name that ``checkpoint_name`` gives to a value; None of all else."""
   if _lines.name_of(eqn) != "name":
     return None
-  params: Any = getattr(_equations.hi_primitive(eqn), "params", eqn.params)
+  params: Any = getattr(_equations.get_hi_primitive(eqn), "params", eqn.params)
   return params["name"]
 
 
 def _looked_at(eqn: core.JaxprEqn, look: Callable[[Any], Any]) -> _Replacement:
   def fun(x: Any) -> list[Any]:
-    (named,) = _equations.function(eqn)(x)
+    (named,) = _equations.eqn_as_fun(eqn)(x)
     return [named, look(named)]
 
-  made = _equations.equations_of(fun, eqn)
+  made = _equations.trace_replacement_eqns(fun, eqn)
   # There is none if the look returns what it is given.
   eqns, values = made or ([eqn], eqn.outvars)
   return _Replacement(eqns, values, [NamedValue(str(given_name(eqn)))])
@@ -192,8 +192,8 @@ def _returns_its_outputs(eqn: core.JaxprEqn) -> bool:
 
   A rule returns as much as its function, and an object of hijax what it says.
   """
-  is_plain = _equations.hi_primitive(eqn) is None
-  is_plain = is_plain and _equations.called_jaxpr(eqn) is not None
+  is_plain = _equations.get_hi_primitive(eqn) is None
+  is_plain = is_plain and _equations.get_call_jaxpr(eqn) is not None
   return is_plain and _rules.rule_of(eqn) is None
 
 
@@ -211,7 +211,7 @@ def _call(eqn: core.JaxprEqn, body: WithOutputs) -> _Replacement:
     if isinstance(held, _equations.ClosedJaxpr)
     else body.closed.jaxpr
   )
-  eqn = _equations.with_jaxprs(eqn, in_kind).replace(
+  eqn = _equations.map_subjaxprs(eqn, in_kind).replace(
     outvars=[*eqn.outvars, *values]
   )
   eqn = eqn.replace(params={**eqn.params, **its_outputs})
@@ -303,7 +303,7 @@ def _made_anew(
   eqn: core.JaxprEqn, fun: Callable[..., list[Any]], bodies: list[WithOutputs]
 ) -> _Replacement | None:
   """The equations of a function that returns more than an equation."""
-  made = _equations.equations_of(fun, eqn)
+  made = _equations.trace_replacement_eqns(fun, eqn)
   if made is None:
     return None
   eqns, values = made
@@ -311,11 +311,11 @@ def _made_anew(
 
   def as_written(held: _equations.AnyJaxpr) -> _equations.AnyJaxpr:
     # It says which function it was, up to which a traceback leads.
-    return _equations.with_fields(held, debug_info=next(written))
+    return _equations.replace_jaxpr_fields(held, debug_info=next(written))
 
   return _Replacement(
     [
-      _equations.with_jaxprs(one, as_written)
+      _equations.map_subjaxprs(one, as_written)
       if one.primitive is eqn.primitive
       else one
       for one in eqns

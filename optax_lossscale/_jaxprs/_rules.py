@@ -64,10 +64,10 @@ class Change(NamedTuple):
 
 def rule_of(eqn: core.JaxprEqn) -> Rule | None:
   """The rule of an equation; None if it has none."""
-  kind = _equations.behaves_like(eqn)
+  kind = _equations.get_canonical_name(eqn)
   if kind not in _RULES:
     return None
-  held: Any = _equations.hi_primitive(eqn)
+  held: Any = _equations.get_hi_primitive(eqn)
   params = eqn.params if held is None else held.params
   if kind == "custom_lin":
     tree = eqn.params.get("residuals_tree")  # that of hijax
@@ -94,18 +94,20 @@ def with_rule(
     The equation; None if it does not hold what it should.
   """
   rule: Any = rule_of(eqn)
-  held = _equations.hi_primitive(eqn) or eqn.params.get("_prim")
+  held = _equations.get_hi_primitive(eqn) or eqn.params.get("_prim")
   of_plain, of_hijax = _RULES[rule.kind]
-  if rule.consts is None or len(list(_equations.held_jaxprs(eqn))) > 1:
+  if rule.consts is None or len(list(_equations.subjaxprs(eqn))) > 1:
     return None
   try:
     if held is None:
       parts = of_plain(eqn, rule, change, paths)
       return eqn.replace(params={**eqn.params, **parts})
-    new = _equations.with_parts(held, **of_hijax(held, rule, change, paths))
+    new = _equations.replace_hi_params(
+      held, **of_hijax(held, rule, change, paths)
+    )
   except (AttributeError, KeyError):  # Another JAX has another name for it.
     return None
-  return _equations.with_object(eqn, held, new)
+  return _equations.replace_hi_primitive(eqn, held, new)
 
 
 def _custom_jvp(

@@ -107,7 +107,7 @@ def walk(
     body_index: which of the jaxprs inside of that step it is.
   """
   eqns: Iterable[tuple[core.JaxprEqn, Container[core.Var]]] = (
-    _equations.needed_equations(closed_jaxpr.jaxpr, used_outputs)
+    _equations.live_eqns(closed_jaxpr.jaxpr, used_outputs)
     if only_live
     else ((eqn, ()) for eqn in closed_jaxpr.jaxpr.eqns)
   )

@@ -137,7 +137,7 @@ class Weights:
     if not any(path is not None for path in paths):
       return
     outs = eqn.outvars
-    called = _equations.called_jaxpr(eqn)
+    called = _equations.get_call_jaxpr(eqn)
     if called is not None:  # What a call returns of a weight is that weight.
       common, inner = self._within(eqn).common, self.inside(eqn, called)
       paths = inner.of(called.jaxpr.outvars)
@@ -156,7 +156,7 @@ class Weights:
     """Notes what a gradient of weights is made of."""
     paths = [_get(self._gradients, x) for x in eqn.outvars]
     name = eqn.primitive.name
-    called = _equations.called_jaxpr(eqn)
+    called = _equations.get_call_jaxpr(eqn)
     if not any(path is not None for path in paths):
       return
     if called is not None:

@@ -532,7 +532,7 @@ def _inside(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
 def _held(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that an equation holds, but for those that combine numbers."""
   is_combiner = _lines.name_of(eqn).startswith(_COMBINERS)
-  return [] if is_combiner else list(_equations.held_jaxprs(eqn))
+  return [] if is_combiner else list(_equations.subjaxprs(eqn))
 
 
 def _limitation(step: _walk.EqnVisit) -> str:
@@ -544,7 +544,7 @@ def _limitation(step: _walk.EqnVisit) -> str:
     pass
   elif _held(step.eqn):
     reason = "its body is counted once"
-  elif _equations.hi_primitive(step.eqn) is not None:
+  elif _equations.get_hi_primitive(step.eqn) is not None:
     reason = "it is unknown, and counted as no FLOPs"
   elif (
     _operations.is_matrix_product(step.eqn)

@@ -490,7 +490,7 @@ def computes_in_half(
       place = place.within(outer.eqn)
     return not without_autocast or place.mark is None
 
-  return any(map(is_half, _walk.walk(closed, _equations.held_jaxprs)))
+  return any(map(is_half, _walk.walk(closed, _equations.subjaxprs)))
 
 
 def _is_half(var: Any) -> bool:

@@ -74,7 +74,7 @@ class Traced(NamedTuple):
     """The same function without all other outputs."""
     kept = list(itertools.compress(range(len(self.outputs)), selected))
     outvars = [self.closed.jaxpr.outvars[i] for i in kept]
-    closed: Any = _equations.with_fields(self.closed, outvars=outvars)
+    closed: Any = _equations.replace_jaxpr_fields(self.closed, outvars=outvars)
     outputs = [self.outputs[i] for i in kept]
     return self._replace(closed=closed, outputs=outputs)
 

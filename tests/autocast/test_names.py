@@ -251,7 +251,7 @@ def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
 
   def rows(**kwargs):
     fun = jax.grad(ols.autocast(loss, **kwargs))
-    steps = _walk.walk(jax.make_jaxpr(fun)(params), _equations.held_jaxprs)
+    steps = _walk.walk(jax.make_jaxpr(fun)(params), _equations.subjaxprs)
     places = [
       step.location
       for step in steps

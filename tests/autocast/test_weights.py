@@ -61,7 +61,7 @@ def test_blocks_that_no_name_tells_apart_go_on_to_share_a_function(wrap):
   def shared(*names):
     cast = ols.autocast(net, keep_float32=names)
     closed = jax.make_jaxpr(cast)(params, X)
-    called = map(_equations.called_jaxpr, closed.jaxpr.eqns)
+    called = map(_equations.get_call_jaxpr, closed.jaxpr.eqns)
     return len({id(x.jaxpr) for x in called if x is not None})
 
   assert shared() == 1

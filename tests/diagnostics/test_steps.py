@@ -170,7 +170,9 @@ def test_an_update_on_the_host_is_looked_at_as_one_on_the_device():
 
 def test_what_cannot_be_made_anew_is_told(monkeypatch):
   step, args = whole_steps.in_a_scan_of_one(SMALL)
-  monkeypatch.setattr(_equations, "equations_of", lambda fun, eqn: None)
+  monkeypatch.setattr(
+    _equations, "trace_replacement_eqns", lambda fun, eqn: None
+  )
   with pytest.warns(UserWarning, match="gradients inside scan at whole_st"):
     assert find_overflow(step, *args) is None
 

@@ -57,7 +57,7 @@ def named_products(fun, *args, only_needed=False):
   """
   steps = _walk.walk(
     jax.make_jaxpr(fun)(*args),
-    _equations.held_jaxprs,
+    _equations.subjaxprs,
     only_live=only_needed,
   )
   found = []

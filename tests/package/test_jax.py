@@ -240,8 +240,8 @@ def names_in_tables():
     *_rules._RULES,
     *_weights._ADD,
     *_weights._JOIN,
-    *_equations._CALLS,
-    *_equations._BEHAVES_LIKE.values(),
+    *_equations._CALL_PRIMITIVES,
+    *_equations._CANONICAL_NAMES.values(),
     *_operations._FLOPS,
     *_stepper._NEUTRAL,
     *_numbers.LARGEST_EXPONENTS,
@@ -266,10 +266,10 @@ def test_every_primitive_in_a_table_exists():
 
 def test_the_classes_of_hijax_are_known():
   kinds = {kind for kind, _ in FLAGS.values()}
-  assert set(_equations._BEHAVES_LIKE) == {*kinds, "CheckpointName"}
+  assert set(_equations._CANONICAL_NAMES) == {*kinds, "CheckpointName"}
   # A scan is taken as a whole, and a name holds nothing.
   known = {*_rules._RULES, "remat2", "name", "scan"}
-  assert set(_equations._BEHAVES_LIKE.values()) <= known
+  assert set(_equations._CANONICAL_NAMES.values()) <= known
 
 
 def test_scopes_are_objects_that_stay_with_an_equation():
@@ -277,7 +277,7 @@ def test_scopes_are_objects_that_stay_with_an_equation():
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
   marked = _places.marked(eqn, jnp.dtype("float16"))
   marked = _places.with_weights(marked, ("blocks", "2"))
-  alone = jax.make_jaxpr(_equations.function(marked))(X, X)
+  alone = jax.make_jaxpr(_equations.eqn_as_fun(marked))(X, X)
   fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
   moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
   products = []
@@ -286,7 +286,7 @@ def test_scopes_are_objects_that_stay_with_an_equation():
     for inner in jaxpr.eqns:
       if inner.primitive.name == "dot_general":
         products.append(place.within(inner))
-      for held in _equations.held_jaxprs(inner):
+      for held in _equations.subjaxprs(inner):
         walk(held.jaxpr, place.within(inner))
 
   walk(moved.jaxpr, _places.Place())

@@ -137,7 +137,9 @@ class Program(NamedTuple):
     if is_product(eqn, self.place):
       row = self.rows.number(eqn, self.place.at(eqn, jaxpr))
       if row is None:
-        return _equations.function(_operations.in_float32(eqn))(*inputs), notes
+        return _equations.eqn_as_fun(_operations.in_float32(eqn))(
+          *inputs
+        ), notes
       return self._product(eqn, row, inputs, notes)
     has_half = any(self._is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
     call = None
@@ -145,13 +147,13 @@ class Program(NamedTuple):
       call = self.rows.higher_order_of(eqn)
     if call is not None:
       inside = self._replace(place=self.place.at(eqn, jaxpr))
-      with _equations.context_of(eqn):
+      with _equations.get_eqn_ctx_manager(eqn):
         return inside._enter(call, inputs, notes)
     if not eqn.outvars and _SILENT.search(eqn.primitive.name):
       return [], notes
     if has_half:
       return self._beside(eqn, inputs), notes
-    return _equations.function(eqn)(*inputs), notes
+    return _equations.eqn_as_fun(eqn)(*inputs), notes
 
   def _product(
     self, eqn: core.JaxprEqn, row: int, inputs: list[Any], notes: Notes
@@ -159,7 +161,7 @@ class Program(NamedTuple):
     dtype = self.rows.all[row].dtype
 
     rounded = functools.partial(_rounded_in_one_way, self.ways[row], dtype)
-    product = _equations.function(_operations.in_float32(eqn))
+    product = _equations.eqn_as_fun(_operations.in_float32(eqn))
     (out,) = rounded(product(*rounded(inputs[:2]), *inputs[2:]))
     arrays, limits = [*inputs[:2], out], _numbers.limits_of(dtype)
     noted = _statistics_with(notes[row], arrays, limits)
@@ -175,10 +177,10 @@ class Program(NamedTuple):
       return inputs  # JAX writes it in front of what a checkpoint saves.
     if is_marked(eqn, self.place):
       is_cast = eqn.primitive.name == "convert_element_type"
-      return inputs if is_cast else _equations.function(eqn)(*inputs)
+      return inputs if is_cast else _equations.eqn_as_fun(eqn)(*inputs)
     pairs: Any = zip(inputs, [v.aval for v in eqn.invars], strict=True)
     args = [x.astype(a.dtype) if self._is_half(a) else x for x, a in pairs]
-    return list(map(self._widened, _equations.function(eqn)(*args)))
+    return list(map(self._widened, _equations.eqn_as_fun(eqn)(*args)))
 
   def _enter(
     self, call: _higher_order.HigherOrder, inputs: list[Any], notes: Notes
@@ -322,7 +324,7 @@ class Rows:
 
   def __init__(self, closed: _equations.ClosedJaxpr) -> None:
     alone = functools.partial(is_marked, around=_places.Place())
-    self.are_in = _walk.EqnSearch(alone, _equations.held_jaxprs).any_inside
+    self.are_in = _walk.EqnSearch(alone, _equations.subjaxprs).any_inside
     self.higher_order_of = functools.cache(_higher_order.higher_order_of)
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}

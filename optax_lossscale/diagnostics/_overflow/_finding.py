@@ -203,7 +203,7 @@ def _that_count(
 
 def _compiled(traced: _tracing.Traced) -> Callable[..., list[Any]] | None:
   """The whole program, compiled; None if it has effects."""
-  if _equations.has_effects(traced.closed.jaxpr):
+  if _equations.has_effectful_eqn(traced.closed.jaxpr):
     return None  # What happens in it is to happen once.
   # Where it drops a conversion to float16 and back, an overflow goes with it.
   options = {"xla_allow_excess_precision": False}

@@ -92,7 +92,7 @@ class Stepper:
     self.runner = runner
     self.progress = progress
     self._cache: dict[Any, Any] = {}
-    self._loops = _walk.EqnSearch(_is_loop, _equations.held_jaxprs)
+    self._loops = _walk.EqnSearch(_is_loop, _equations.subjaxprs)
 
   def run(
     self,
@@ -458,7 +458,7 @@ def _agreed(array: Any) -> Any:
 
 
 def _has_effects(closed: _equations.ClosedJaxpr) -> bool:
-  return _equations.has_effects(closed.jaxpr)
+  return _equations.has_effectful_eqn(closed.jaxpr)
 
 
 def _only_marks(value: _marks.Value) -> _marks.Value:
