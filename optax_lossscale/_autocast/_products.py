@@ -77,7 +77,7 @@ class ProductSearch(_walk.EqnSearch):
     """Whether there are products in what an equation holds."""
     inside = super().any_inside
     # A rule may need the axes of the mesh.
-    return bool(_higher_order.where_it_runs(eqn, lambda: inside(eqn)))
+    return bool(_higher_order.call_in_eqn_context(eqn, lambda: inside(eqn)))
 
 
 def names_of_cast(closed: _equations.ClosedJaxpr) -> list[_places.Names]:

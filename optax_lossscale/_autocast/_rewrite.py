@@ -179,7 +179,7 @@ class Rewriter:
       return _Replacement([eqn])
     # Rules are traced where the axes of the mesh are known.
     entered = functools.partial(self._enter, eqn, here)
-    new: _Replacement = _higher_order.where_it_runs(eqn, entered)
+    new: _Replacement = _higher_order.call_in_eqn_context(eqn, entered)
     return new
 
   def _enter(self, eqn: core.JaxprEqn, here: _Here) -> _Replacement:
@@ -195,7 +195,7 @@ class Rewriter:
     if _equations.get_call_jaxpr(eqn) is not None:
       are_half = [_equations.is_var_in(atom, here.half) for atom in eqn.invars]
       return self._with_jaxprs(eqn, named, place, here, are_half)
-    if _higher_order.runs_its_jaxprs(eqn):
+    if _higher_order.is_control_flow(eqn):
       return self._with_jaxprs(eqn, named, place, here)
     decisions = self._decide(lambda: [place])
     are_kept = any(x.is_kept for x in decisions)

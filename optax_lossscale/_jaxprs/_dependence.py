@@ -81,7 +81,7 @@ class _Analysis:
     self._labels = labels
     has_name = lambda eqn: _outputs.given_name(eqn) is not None
     self._tags = _walk.EqnSearch(has_name, _equations.subjaxprs)
-    self._call_of = functools.cache(_higher_order.higher_order_of)
+    self._call_of = functools.cache(_higher_order.parse_higher_order)
     self._known: dict[Any, list[int]] = {}
 
   def run(
@@ -153,7 +153,7 @@ _Run = Callable[..., list[int]]
 
 
 def _propagate_call(
-  call: _higher_order.HigherOrder,
+  call: _higher_order.HigherOrderOp,
   inputs: list[int],
   run: _Run,
   is_final: bool,

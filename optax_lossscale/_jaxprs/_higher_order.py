@@ -27,22 +27,26 @@ class Scan(NamedTuple):
 
   Attributes:
     body: the jaxpr of one iteration.
-    consts: how many inputs are constants.
-    carry: how many are the carry.
+    num_consts: how many inputs are constants.
+    num_carry: how many are the carry.
     length: how many iterations there are.
     reverse: whether the last slice comes first.
   """
 
   body: _equations.ClosedJaxpr
-  consts: int
-  carry: int
+  num_consts: int
+  num_carry: int
   length: int
   reverse: bool
 
   def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
     """The inputs as constants, carry and slices."""
-    carry = self.consts + self.carry
-    return inputs[: self.consts], inputs[self.consts : carry], inputs[carry:]
+    carry_end = self.num_consts + self.num_carry
+    return (
+      inputs[: self.num_consts],
+      inputs[self.num_consts : carry_end],
+      inputs[carry_end:],
+    )
 
 
 class While(NamedTuple):
@@ -54,20 +58,20 @@ class While(NamedTuple):
     condition: the jaxpr of the condition, of its constants and the carry. What
       it returns is no scalar if the loop was mapped by ``vmap``.
     body: the jaxpr of one iteration, of its constants and the carry.
-    condition_consts: how many constants the condition has.
-    body_consts: how many the body has.
+    cond_nconsts: how many constants the condition has.
+    body_nconsts: how many the body has.
   """
 
   condition: _equations.ClosedJaxpr
   body: _equations.ClosedJaxpr
-  condition_consts: int
-  body_consts: int
+  cond_nconsts: int
+  body_nconsts: int
 
   def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
     """The inputs as constants of the condition, of the body, and the carry."""
-    first = self.condition_consts
-    second = first + self.body_consts
-    return inputs[:first], inputs[first:second], inputs[second:]
+    cond_end = self.cond_nconsts
+    body_end = cond_end + self.body_nconsts
+    return inputs[:cond_end], inputs[cond_end:body_end], inputs[body_end:]
 
 
 class Cond(NamedTuple):
@@ -100,17 +104,17 @@ class ShardMap(NamedTuple):
   check_vma: bool
 
   @property
-  def devices(self) -> int:
+  def num_devices(self) -> int:
     """How many devices run it."""
-    sizes = dict(self.mesh.shape)
-    return math.prod(sizes[axis] for axis in self.manual_axes)
+    axis_sizes = dict(self.mesh.shape)
+    return math.prod(axis_sizes[axis] for axis in self.manual_axes)
 
-  def differs_over(self, kind: Any) -> tuple[Any, ...]:
+  def list_varying_axes(self, aval: Any) -> tuple[Any, ...]:
     """The axes along which devices may hold different values of a type."""
-    over = _types.varying_of(kind) if self.check_vma else self.manual_axes
-    return tuple(name for name in self.mesh.axis_names if name in over)
+    axes = _types.varying_of(aval) if self.check_vma else self.manual_axes
+    return tuple(name for name in self.mesh.axis_names if name in axes)
 
-  def with_body(
+  def wrap_fun(
     self, fun: Callable[..., Any], in_specs: Any, out_specs: Any
   ) -> Callable[..., Any]:
     """The same ``shard_map`` of another function."""
@@ -134,126 +138,132 @@ class Call(NamedTuple):
   body: _equations.ClosedJaxpr
 
 
-HigherOrder = Scan | While | Cond | ShardMap | Call
+HigherOrderOp = Scan | While | Cond | ShardMap | Call
 
 
-def higher_order_of(eqn: core.JaxprEqn) -> HigherOrder | None:
+def parse_higher_order(eqn: core.JaxprEqn) -> HigherOrderOp | None:
   """What an equation calls, repeats or chooses; None if it is not known.
 
   What an equation of hijax calls is its forward pass: if it has a derivative of
   its own, that is lost.
   """
-  look = _LOOKS.get(eqn.primitive.name, _call_of)
-  return look(eqn)
+  parse = _PARSERS.get(eqn.primitive.name, _parse_call)
+  return parse(eqn)
 
 
-def runs_its_jaxprs(eqn: core.JaxprEqn) -> bool:
+def is_control_flow(eqn: core.JaxprEqn) -> bool:
   """Whether an equation is a loop, a branch or a ``shard_map``, and no call."""
-  return eqn.primitive.name in _LOOKS
+  return eqn.primitive.name in _PARSERS
 
 
-def holds_scan_of_hijax(closed: _equations.ClosedJaxpr) -> bool:
+def has_hijax_scan(closed_jaxpr: _equations.ClosedJaxpr) -> bool:
   """Whether a scan stands in a jaxpr that the flag ``jax_scan3`` made."""
-  eqns = closed.jaxpr.eqns
-  return any(map(_is_scan_of_hijax, eqns)) or any(
-    holds_scan_of_hijax(held)
+  eqns = closed_jaxpr.jaxpr.eqns
+  return any(map(_is_hijax_scan, eqns)) or any(
+    has_hijax_scan(subjaxpr)
     for eqn in eqns
-    for held in _equations.subjaxprs(eqn)
+    for subjaxpr in _equations.subjaxprs(eqn)
   )
 
 
-def _is_scan_of_hijax(eqn: core.JaxprEqn) -> bool:
-  is_object = _equations.get_hi_primitive(eqn) is not None
-  return is_object and _equations.get_canonical_name(eqn) == "scan"
+def _is_hijax_scan(eqn: core.JaxprEqn) -> bool:
+  is_hijax = _equations.get_hi_primitive(eqn) is not None
+  return is_hijax and _equations.get_canonical_name(eqn) == "scan"
 
 
-def jit_drops_scans() -> bool:
+def is_scan_dropped_by_jit() -> bool:
   """Whether ``jit`` leaves scans out of a program, under the present flags.
 
   It does in JAX 0.12 under the flag ``jax_scan3``.
   """
   add_one = lambda x, _: (x + 1, None)
-  ones = jax.jit(lambda x: lax.scan(add_one, x, length=1)[0])(jnp.zeros(()))
-  return float(ones) != 1.0
+  carry = jax.jit(lambda x: lax.scan(add_one, x, length=1)[0])(jnp.zeros(()))
+  return float(carry) != 1.0
 
 
-def bodies_of(call: HigherOrder) -> list[_equations.ClosedJaxpr]:
+def get_bodies(hop: HigherOrderOp) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that it runs, or may run."""
-  return [body for body, _ in given_to_bodies(call, ())]
+  return [body for body, _ in pair_bodies_with_inputs(hop, ())]
 
 
-def given_to_bodies(
-  call: HigherOrder, inputs: Sequence[T]
+def pair_bodies_with_inputs(
+  hop: HigherOrderOp, inputs: Sequence[T]
 ) -> list[tuple[_equations.ClosedJaxpr, Sequence[T]]]:
   """The jaxprs, each with those inputs of the equation that it is given first.
 
   Of what is sliced or sharded, each is given a part.
   """
-  match call:
+  match hop:
     case While():
-      of_condition, of_body, carry = call.split(inputs)
-      given = [*of_condition, *carry], [*of_body, *carry]
-      return list(zip((call.condition, call.body), given, strict=True))
+      cond_consts, body_consts, carry = hop.split(inputs)
+      body_inputs = [*cond_consts, *carry], [*body_consts, *carry]
+      return list(zip((hop.condition, hop.body), body_inputs, strict=True))
     case Cond():
-      return [(branch, inputs[1:]) for branch in call.branches]
+      return [(branch, inputs[1:]) for branch in hop.branches]
     case _:
-      return [(call.body, inputs)]
+      return [(hop.body, inputs)]
 
 
-def where_it_runs(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
+def call_in_eqn_context(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
   """What a function returns that is called where an equation runs its jaxprs.
 
   What it traces within a ``shard_map`` may exchange data between the devices.
   """
   # Asked of each equation: to look for others, JAX may have to trace.
-  call = shard_map_of(eqn) if eqn.primitive.name == "shard_map" else None
-  if call is None:
+  shard_map = (
+    parse_shard_map(eqn) if eqn.primitive.name == "shard_map" else None
+  )
+  if shard_map is None:
     return fun()
-  returned: list[Any] = []
+  results: list[Any] = []
 
   def body() -> tuple[()]:
-    returned.append(fun())
+    results.append(fun())
     return ()
 
   with _equations.get_eqn_ctx_manager(eqn):
-    jax.make_jaxpr(call.with_body(body, in_specs=(), out_specs=()))()
-  return returned[0]
+    jax.make_jaxpr(shard_map.wrap_fun(body, in_specs=(), out_specs=()))()
+  return results[0]
 
 
-def _call_of(eqn: core.JaxprEqn) -> Call | None:
+def _parse_call(eqn: core.JaxprEqn) -> Call | None:
   # The jaxpr that an object has with it knows its lines.
   body = _equations.get_call_jaxpr(eqn) or _equations.lower_hijax(eqn)
   return None if body is None else Call(body)
 
 
-def scan_of(eqn: core.JaxprEqn) -> Scan | None:
+def parse_scan(eqn: core.JaxprEqn) -> Scan | None:
   """The parts of a ``scan``; None if it is not understood."""
   bodies = list(_equations.subjaxprs(eqn))
   length, reverse = eqn.params.get("length"), eqn.params.get("reverse")
   if len(bodies) != 1 or length is None or not isinstance(reverse, bool):
     return None
   body = bodies[0].jaxpr
-  whole_inputs = _count_whole(eqn.invars, body.invars, length)
-  carry = _count_whole(eqn.outvars, body.outvars, length)
-  if whole_inputs is None or carry is None or whole_inputs < carry:
+  num_unsliced = _count_unsliced(eqn.invars, body.invars, length)
+  num_carry = _count_unsliced(eqn.outvars, body.outvars, length)
+  if num_unsliced is None or num_carry is None or num_unsliced < num_carry:
     return None
-  return Scan(bodies[0], whole_inputs - carry, carry, length, reverse)
+  return Scan(bodies[0], num_unsliced - num_carry, num_carry, length, reverse)
 
 
-def _count_whole(outer: list[Any], inner: list[Any], length: int) -> int | None:
+def _count_unsliced(
+  outer_vars: list[Any], body_vars: list[Any], length: int
+) -> int | None:
   """How many of these come as a whole, if the others are all sliced."""
-  if len(outer) != len(inner):
+  if len(outer_vars) != len(body_vars):
     return None
   pairs = [
     (_equations.get_shape(a), _equations.get_shape(b))
-    for a, b in zip(outer, inner, strict=True)
+    for a, b in zip(outer_vars, body_vars, strict=True)
   ]
-  count = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-  are_slices = all(a == (length, *b) for a, b in pairs[count:])
-  return count if are_slices else None
+  num_unsliced = next(
+    (i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)
+  )
+  is_consistent = all(a == (length, *b) for a, b in pairs[num_unsliced:])
+  return num_unsliced if is_consistent else None
 
 
-def while_of(eqn: core.JaxprEqn) -> While | None:
+def parse_while(eqn: core.JaxprEqn) -> While | None:
   """The parts of a ``while_loop``; None if it is not understood."""
   condition = eqn.params.get("cond_jaxpr")
   body = eqn.params.get("body_jaxpr")
@@ -263,53 +273,53 @@ def while_of(eqn: core.JaxprEqn) -> While | None:
     _equations.close_jaxpr(condition),
     _equations.close_jaxpr(body),
   )
-  carry = len(eqn.outvars)
-  condition_consts = len(condition.jaxpr.invars) - carry
-  body_consts = len(body.jaxpr.invars) - carry
-  is_whole = condition_consts + body_consts + carry == len(eqn.invars)
-  outputs = len(condition.jaxpr.outvars), len(body.jaxpr.outvars)
-  is_whole = is_whole and outputs == (1, carry)
-  if min(condition_consts, body_consts) < 0 or not is_whole:
+  num_carry = len(eqn.outvars)
+  cond_nconsts = len(condition.jaxpr.invars) - num_carry
+  body_nconsts = len(body.jaxpr.invars) - num_carry
+  has_valid_arity = cond_nconsts + body_nconsts + num_carry == len(eqn.invars)
+  num_outputs = len(condition.jaxpr.outvars), len(body.jaxpr.outvars)
+  has_valid_arity = has_valid_arity and num_outputs == (1, num_carry)
+  if min(cond_nconsts, body_nconsts) < 0 or not has_valid_arity:
     return None
-  return While(condition, body, condition_consts, body_consts)
+  return While(condition, body, cond_nconsts, body_nconsts)
 
 
-def cond_of(eqn: core.JaxprEqn) -> Cond | None:
+def parse_cond(eqn: core.JaxprEqn) -> Cond | None:
   """The branches of a ``cond``; None if it is not understood."""
   branches = tuple(_equations.subjaxprs(eqn))
-  are_alike = all(
+  has_same_signatures = all(
     len(branch.jaxpr.invars) == len(eqn.invars) - 1
     and len(branch.jaxpr.outvars) == len(eqn.outvars)
     for branch in branches
   )
-  return Cond(branches) if branches and are_alike else None
+  return Cond(branches) if branches and has_same_signatures else None
 
 
-def shard_map_of(eqn: core.JaxprEqn) -> ShardMap | None:
+def parse_shard_map(eqn: core.JaxprEqn) -> ShardMap | None:
   """The parts of a ``shard_map``; None if it is not understood."""
   bodies = list(_equations.subjaxprs(eqn))
   params: Any = eqn.params
   if len(bodies) != 1:
     return None
   # The second is its name up to JAX 0.9: remove it once jax >= 0.10.
-  axes = params.get("newly_manual_axes", params.get("manual_axes"))
-  parts = (
+  manual_axes = params.get("newly_manual_axes", params.get("manual_axes"))
+  fields = (
     params.get("mesh"),
     params.get("in_specs"),
     params.get("out_specs"),
-    axes,
+    manual_axes,
     params.get("check_vma"),
   )
-  if any(part is None for part in parts) or not _equations.has_same_signature(
-    bodies[0], eqn
-  ):
+  if any(
+    field is None for field in fields
+  ) or not _equations.has_same_signature(bodies[0], eqn):
     return None
-  return ShardMap(bodies[0], *parts)
+  return ShardMap(bodies[0], *fields)
 
 
-_LOOKS = {
-  "cond": cond_of,
-  "scan": scan_of,
-  "shard_map": shard_map_of,
-  "while": while_of,
+_PARSERS = {
+  "cond": parse_cond,
+  "scan": parse_scan,
+  "shard_map": parse_shard_map,
+  "while": parse_while,
 }

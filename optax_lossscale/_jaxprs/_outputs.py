@@ -133,7 +133,7 @@ class _Outputs:
     its_place = place.at(eqn, jaxpr)
     where = _places.place_name(_lines.name_of(eqn), its_place.name)
     inside = functools.partial(self.with_outputs, place=its_place)
-    match _higher_order.higher_order_of(eqn):
+    match _higher_order.parse_higher_order(eqn):
       case _higher_order.Call(body) if _returns_its_outputs(eqn):
         return _call(eqn, inside(body))
       case _higher_order.Cond(branches):
@@ -147,7 +147,9 @@ class _Outputs:
         bodies = [inside(scan.body)]
         made = _made_anew(eqn, _repeating(scan, bodies[0].closed), bodies)
       case _higher_order.ShardMap() as mapped:
-        bodies = [_higher_order.where_it_runs(eqn, lambda: inside(mapped.body))]
+        bodies = [
+          _higher_order.call_in_eqn_context(eqn, lambda: inside(mapped.body))
+        ]
         made = _made_anew(eqn, _on_devices(mapped, bodies[0].closed), bodies)
       case _:
         made = None
@@ -271,7 +273,7 @@ def _repeating(
 
     def step(carry: Any, its_slices: Any) -> Any:
       outs = core.jaxpr_as_fun(body)(*consts, *carry, *its_slices)
-      return outs[: scan.carry], outs[scan.carry :]
+      return outs[: scan.num_carry], outs[scan.num_carry :]
 
     last, stacked = lax.scan(
       step, list(first), list(slices), scan.length, scan.reverse
@@ -288,7 +290,7 @@ def _on_devices(
   count = len(mapped.out_specs)
   kinds = [v.aval for v in body.jaxpr.outvars[count:]]
   devices = [
-    jax.sharding.PartitionSpec(mapped.differs_over(kind)) for kind in kinds
+    jax.sharding.PartitionSpec(mapped.list_varying_axes(kind)) for kind in kinds
   ]
 
   def fun(*inputs: Any) -> list[Any]:
@@ -296,7 +298,7 @@ def _on_devices(
     return [*outs[:count], *(x[None] for x in outs[count:])]
 
   out_specs = [*mapped.out_specs, *devices]
-  return mapped.with_body(fun, mapped.in_specs, out_specs)
+  return mapped.wrap_fun(fun, mapped.in_specs, out_specs)
 
 
 def _made_anew(

@@ -55,9 +55,9 @@ class EqnVisit:
     return [self, *(self.parent.ancestors if self.parent else [])]
 
   @functools.cached_property
-  def hop(self) -> _higher_order.HigherOrder | None:
+  def hop(self) -> _higher_order.HigherOrderOp | None:
     """What the equation calls, repeats or chooses. JAX may trace for that."""
-    return _higher_order.higher_order_of(self.eqn)
+    return _higher_order.parse_higher_order(self.eqn)
 
   @functools.cached_property
   def num_executions(self) -> int:
@@ -71,7 +71,7 @@ class EqnVisit:
       case _higher_order.Scan(length=length):
         return length * self.parent.num_executions
       case _higher_order.ShardMap() as mapped:
-        return mapped.devices * self.parent.num_executions
+        return mapped.num_devices * self.parent.num_executions
       case _:
         return self.parent.num_executions
 

@@ -187,7 +187,7 @@ def _within(
 ) -> _Within:
   if not any(path is not None for path in (*inputs, *outputs)):
     return _Within()
-  call = _higher_order.higher_order_of(eqn)
+  call = _higher_order.parse_higher_order(eqn)
   match call:  # What a loop carries is no weight: it changes.
     case _higher_order.Scan():
       consts, carry, slices = call.split(inputs)
@@ -201,7 +201,9 @@ def _within(
   common = tuple(name for name, *_ in levels)
   left = lambda path: None if path is None else path[len(common) :]
   paths = Paths(tuple(map(left, inputs)), tuple(map(left, outputs)))
-  given = _higher_order.given_to_bodies(call, paths.inputs) if call else []
+  given = (
+    _higher_order.pair_bodies_with_inputs(call, paths.inputs) if call else []
+  )
   of_bodies = {
     body.jaxpr: Paths(tuple(its_inputs), paths.outputs)
     for body, its_inputs in given

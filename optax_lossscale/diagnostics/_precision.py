@@ -509,7 +509,7 @@ def _given_to(step: _walk.EqnVisit) -> Sequence[Any]:
       return eqn.invars
     case _higher_order.Cond():
       return eqn.invars[1:]
-    case _higher_order.Scan(consts=count):
+    case _higher_order.Scan(num_consts=count):
       return eqn.invars[:count]
     case _:
       return ()
@@ -525,8 +525,8 @@ def _as_number(const: Any) -> float | None:
 
 def _inside(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that an equation runs."""
-  call = _higher_order.higher_order_of(eqn)
-  return _held(eqn) if call is None else _higher_order.bodies_of(call)
+  call = _higher_order.parse_higher_order(eqn)
+  return _held(eqn) if call is None else _higher_order.get_bodies(call)
 
 
 def _held(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:

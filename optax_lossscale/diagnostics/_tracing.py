@@ -356,8 +356,8 @@ def _bound_message(caller: str, fun: Any) -> str:
 
 
 def _check_scans(caller: str, closed: _equations.ClosedJaxpr) -> None:
-  is_there = _higher_order.holds_scan_of_hijax(closed)
-  if is_there and _higher_order.jit_drops_scans():
+  is_there = _higher_order.has_hijax_scan(closed)
+  if is_there and _higher_order.is_scan_dropped_by_jit():
     raise RuntimeError(
       f"jax.jit of JAX {jax.__version__} drops scans if the flag jax_scan3 is"
       f" on, so {caller} would analyze a program without the scans. Turn the"

@@ -456,7 +456,7 @@ def test_results_without_floats_are_refused():
 
 
 def test_what_cannot_be_entered_is_told(monkeypatch):
-  higher_order_of = _higher_order.higher_order_of
+  higher_order_of = _higher_order.parse_higher_order
   is_scan = lambda eqn: eqn.primitive.name == "scan"
   monkeypatch.setattr(
     _higher_order,

@@ -89,14 +89,14 @@ def with_params(eqn, **params):
 def test_an_equation_is_taken_apart(fun):
   kind, known = PARTS[fun]
   eqn = equation_of(fun)
-  part = _higher_order.higher_order_of(eqn)
+  part = _higher_order.parse_higher_order(eqn)
   assert type(part) is kind
   assert {name: getattr(part, name) for name in known} == known
   held = [closed.jaxpr for closed in _equations.subjaxprs(eqn)]
-  bodies = [closed.jaxpr for closed in _higher_order.bodies_of(part)]
+  bodies = [closed.jaxpr for closed in _higher_order.get_bodies(part)]
   assert sorted(map(id, bodies)) == sorted(map(id, held))
   if fun is not shard_map:
-    assert _higher_order.higher_order_of(renamed(eqn)) == part
+    assert _higher_order.parse_higher_order(renamed(eqn)) == part
 
 
 def fewer_inputs(eqn):
@@ -170,7 +170,7 @@ ODD = [
 
 @pytest.mark.parametrize(("fun", "change"), ODD)
 def test_an_equation_that_does_not_add_up_has_no_part(fun, change):
-  assert _higher_order.higher_order_of(change(equation_of(fun))) is None
+  assert _higher_order.parse_higher_order(change(equation_of(fun))) is None
 
 
 def hidden(name, jaxpr=None):
@@ -189,7 +189,7 @@ def test_an_object_of_hijax_that_cannot_be_traced_has_no_part():
   primitive.def_abstract_eval(fails)
   (eqn,) = jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns
   odd = eqn.replace(primitive=primitive, params={"_prim": hidden("Odd")})
-  assert _higher_order.higher_order_of(odd) is None
+  assert _higher_order.parse_higher_order(odd) is None
 
 
 @pytest.mark.parametrize("fun", [scan, while_loop, cond, call])

@@ -236,7 +236,7 @@ def names_in_tables():
     *_operations.BETWEEN_DEVICES,
     *_operations.KEEP,
     *_dependence._OPERAND_BY_OPERAND,
-    *_higher_order._LOOKS,
+    *_higher_order._PARSERS,
     *_rules._RULES,
     *_weights._ADD,
     *_weights._JOIN,

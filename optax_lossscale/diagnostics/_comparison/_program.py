@@ -183,7 +183,7 @@ class Program(NamedTuple):
     return list(map(self._widened, _equations.eqn_as_fun(eqn)(*args)))
 
   def _enter(
-    self, call: _higher_order.HigherOrder, inputs: list[Any], notes: Notes
+    self, call: _higher_order.HigherOrderOp, inputs: list[Any], notes: Notes
   ) -> Done:
     match call:
       case _higher_order.Scan():
@@ -206,7 +206,7 @@ class Program(NamedTuple):
       values, notes = carry
       its_inputs = [*consts, *values, *its_slices]
       outs, notes = self.run(scan.body, its_inputs, notes)
-      return (outs[: scan.carry], notes), outs[scan.carry :]
+      return (outs[: scan.num_carry], notes), outs[scan.num_carry :]
 
     (last, notes), stacked = lax.scan(
       step, (first, notes), slices, scan.length, scan.reverse
@@ -260,7 +260,7 @@ class Program(NamedTuple):
     everywhere = jax.sharding.PartitionSpec()
     in_specs = (everywhere, *mapped.in_specs)
     out_specs = (list(mapped.out_specs), everywhere)
-    on_devices = mapped.with_body(body, in_specs, out_specs)
+    on_devices = mapped.wrap_fun(body, in_specs, out_specs)
     outs, noted = on_devices(self.ways, *inputs)
     return outs, list(map(statistics_together, notes, noted))
 
@@ -325,7 +325,7 @@ class Rows:
   def __init__(self, closed: _equations.ClosedJaxpr) -> None:
     alone = functools.partial(is_marked, around=_places.Place())
     self.are_in = _walk.EqnSearch(alone, _equations.subjaxprs).any_inside
-    self.higher_order_of = functools.cache(_higher_order.higher_order_of)
+    self.higher_order_of = functools.cache(_higher_order.parse_higher_order)
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}
     for step in _walk.walk(closed, self._inside, only_live=True):
@@ -356,7 +356,7 @@ class Rows:
 
   def _inside(self, eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
     call = self.higher_order_of(eqn) if self.are_in(eqn) else None
-    return _higher_order.bodies_of(call) if call else []
+    return _higher_order.get_bodies(call) if call else []
 
 
 def is_product(eqn: core.JaxprEqn, around: _places.Place) -> bool:

@@ -94,12 +94,14 @@ class CompiledScan:
       outs = body(*body_inputs(scan, count, now, take))
       i = index_of(scan, count)
       put = functools.partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
-      rows = zip(stacked, outs[scan.carry :], strict=True)
+      rows = zip(stacked, outs[scan.num_carry :], strict=True)
       stacked = [put(array, row) for array, row in rows]
-      new = count + 1, before, outs[: scan.carry], stacked
+      new = count + 1, before, outs[: scan.num_carry], stacked
       return new, are_finite(outs)
 
-    kinds: list[Any] = [v.aval for v in scan.body.jaxpr.outvars[scan.carry :]]
+    kinds: list[Any] = [
+      v.aval for v in scan.body.jaxpr.outvars[scan.num_carry :]
+    ]
     stacked = [
       lax.full((scan.length, *kind.shape), 0, kind.dtype) for kind in kinds
     ]

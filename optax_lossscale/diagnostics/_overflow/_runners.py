@@ -88,7 +88,7 @@ class ShardRunner(Runner):
     array = super().lift(array, atom)
     mesh = self._mapped.mesh
     sizes = dict(mesh.shape)
-    over = self._mapped.differs_over(atom.aval)
+    over = self._mapped.list_varying_axes(atom.aval)
     count = math.prod(sizes[name] for name in over)
     placed = jax.sharding.NamedSharding(mesh, self._spec(atom))
     many = np.broadcast_to(jax.device_get(array), (count, *array.shape))
@@ -119,11 +119,11 @@ class ShardRunner(Runner):
     return self._map(fun, *specs)
 
   def _map(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    return jax.jit(self._mapped.with_body(fun, in_specs, out_specs))
+    return jax.jit(self._mapped.wrap_fun(fun, in_specs, out_specs))
 
   def _spec(self, var: _equations.Atom) -> PartitionSpec:
     """How the first axis is spread: an entry on each device, or on all."""
-    return PartitionSpec(self._mapped.differs_over(var.aval))
+    return PartitionSpec(self._mapped.list_varying_axes(var.aval))
 
 
 def _has_mesh(atom: Any) -> bool:

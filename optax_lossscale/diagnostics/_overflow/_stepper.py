@@ -205,7 +205,7 @@ class Stepper:
   def _make_loop(self, eqn: core.JaxprEqn) -> _loops.Loop | None:
     if not _is_loop(eqn) or self._cached(_equations.has_effect, eqn):
       return None
-    match self._cached(_higher_order.higher_order_of, eqn):
+    match self._cached(_higher_order.parse_higher_order, eqn):
       case _higher_order.While() as loop:
         return self.runner.loop(eqn, loop)
       case _higher_order.Scan() as scan if scan.length:
@@ -223,7 +223,7 @@ class Stepper:
     Returns:
       The values of its outputs; None if it cannot be entered.
     """
-    match self._cached(_higher_order.higher_order_of, entry.eqn):
+    match self._cached(_higher_order.parse_higher_order, entry.eqn):
       case _higher_order.Call(body):
         place = entry.within(_lines.call_name(entry.eqn))
         return self.run(body, entry.inputs, place, entry.used)
@@ -316,10 +316,10 @@ class Stepper:
       given = _loops.body_inputs(scan, count - 1, inputs, self._take)
       place = entry.within(f"scan[{i}]")
       new = self._iterate(scan.body, given, outs, place, patience)
-      carry, row = new[: scan.carry], new[scan.carry :]
+      carry, row = new[: scan.num_carry], new[scan.num_carry :]
       rows[i] = row if entry.has_effect else list(map(_only_marks, row))
     stacked = []
-    for n in range(len(scan.body.jaxpr.outvars) - scan.carry):
+    for n in range(len(scan.body.jaxpr.outvars) - scan.num_carry):
       column = {i: row[n] for i, row in rows.items()}
       stacked.append(self._stack(column, scan.length, entry.has_effect))
     return [*carry, *stacked]
