@@ -81,7 +81,7 @@ def _context_here() -> Any:
   time, and to select after it is always right.
   """
   try:
-    return _interpret.context_here()
+    return _interpret.get_current_eqn_ctx()
   except Exception:
     return None
 
@@ -113,7 +113,7 @@ def _run_with_selects(
     selected[var] = old[var]
     return _arrays.select(finite, out, old[var])
 
-  outs = _interpret.interpret(closed, [], step)
+  outs = _interpret.interpret_jaxpr(closed, [], step)
 
   def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
     if out is leaf:  # The update left it as it was.
@@ -139,7 +139,7 @@ def _may_select(
     return (
       _types.varying(finite) <= _types.varying(value)
       and jax.typeof(value) == jax.typeof(old)
-      and _interpret.may_change_result(eqn, here)
+      and _interpret.can_substitute_result(eqn, here)
     )
   except Exception:
     return False

@@ -14,19 +14,19 @@ from optax_lossscale._jaxprs import _equations, _types
 
 # What carries out an equation: it is given the values that this one reads, and
 # returns those of its outputs.
-Evaluate = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
+EvalEqnFn = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
 # What makes a value of a number or an array that is written in the jaxpr, of
 # its variable or literal, and of the equation that reads it, if one does.
-Written = Callable[[Any, _equations.Atom, core.JaxprEqn | None], Any]
+LiftConstFn = Callable[[Any, _equations.Atom, core.JaxprEqn | None], Any]
 
 
-def interpret(
-  closed: _equations.ClosedJaxpr,
+def interpret_jaxpr(
+  closed_jaxpr: _equations.ClosedJaxpr,
   inputs: Sequence[Any],
-  step: Evaluate,
+  eval_eqn: EvalEqnFn,
   *,
-  written: Written = lambda value, atom, eqn: value,
-  used: Sequence[bool] | None = None,
+  lift_const: LiftConstFn = lambda value, atom, eqn: value,
+  used_outputs: Sequence[bool] | None = None,
 ) -> list[Any]:
   """Carries out the equations of a jaxpr one by one.
 
@@ -34,37 +34,39 @@ def interpret(
   the last time is forgotten.
 
   Args:
-    closed: the jaxpr.
-    inputs: a value for each of its inputs: arrays, or whatever ``step`` takes.
-    step: what carries out an equation.
-    written: what makes a value of what is written in the jaxpr.
-    used: which of its outputs are used; all, if not given.
+    closed_jaxpr: the jaxpr.
+    inputs: a value for each of its inputs: arrays, or whatever ``eval_eqn`` takes.
+    eval_eqn: what carries out an equation.
+    lift_const: what makes a value of what is written in the jaxpr.
+    used_outputs: which of its outputs are used; all, if not given.
 
   Returns:
     A value for each of its outputs; None for those that are not used.
   """
-  jaxpr = closed.jaxpr
+  jaxpr = closed_jaxpr.jaxpr
   env = dict(zip(jaxpr.invars, inputs, strict=True))
-  for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
-    env[var] = written(const, var, None)
+  for var, const in zip(jaxpr.constvars, closed_jaxpr.consts, strict=True):
+    env[var] = lift_const(const, var, None)
 
   def read(atom: _equations.Atom, eqn: core.JaxprEqn | None = None) -> Any:
     if isinstance(atom, core.Literal):
-      return written(atom.val, atom, eqn)
+      return lift_const(atom.val, atom, eqn)
     return env[atom]
 
-  used = [True] * len(jaxpr.outvars) if used is None else list(used)
-  for eqn, last_read in _equations.live_eqns(jaxpr, used):
-    outs = step(eqn, [read(atom, eqn) for atom in eqn.invars])
+  used_outputs = (
+    [True] * len(jaxpr.outvars) if used_outputs is None else list(used_outputs)
+  )
+  for eqn, dead_vars in _equations.live_eqns(jaxpr, used_outputs):
+    outs = eval_eqn(eqn, [read(atom, eqn) for atom in eqn.invars])
     env.update(zip(eqn.outvars, outs, strict=True))
     del outs
-    for var in last_read:
+    for var in dead_vars:
       env.pop(var, None)
-  outputs = zip(jaxpr.outvars, used, strict=True)
+  outputs = zip(jaxpr.outvars, used_outputs, strict=True)
   return [read(atom) if is_used else None for atom, is_used in outputs]
 
 
-def context_here() -> Any:
+def get_current_eqn_ctx() -> Any:
   """The settings that hold here, to compare those of equations with.
 
   Raises:
@@ -75,7 +77,7 @@ def context_here() -> Any:
   return eqn.ctx
 
 
-def may_change_result(eqn: core.JaxprEqn, context: Any) -> bool:
+def can_substitute_result(eqn: core.JaxprEqn, ctx: Any) -> bool:
   """Whether another value may stand for the result of an equation.
 
   It may not on another device or mesh than that of this context. And it may not
@@ -83,8 +85,8 @@ def may_change_result(eqn: core.JaxprEqn, context: Any) -> bool:
   for the other value.
   """
   is_sharding = lambda x: isinstance(x, jax.sharding.Sharding)
-  says_where = any(map(is_sharding, jax.tree.leaves(eqn.params)))
-  return eqn.ctx == context and not says_where
+  constrains_sharding = any(map(is_sharding, jax.tree.leaves(eqn.params)))
+  return eqn.ctx == ctx and not constrains_sharding
 
 
 def as_array(x: Any, atom: _equations.Atom) -> Any:
@@ -92,15 +94,15 @@ def as_array(x: Any, atom: _equations.Atom) -> Any:
 
   Numbers that are written in a program may come in a class of JAX's own.
   """
-  kind: Any = atom.aval
-  is_one = _types.is_ref(kind) or isinstance(x, jax.Array)
-  return x if is_one else jnp.asarray(x, kind.dtype)
+  aval: Any = atom.aval
+  is_array_or_ref = _types.is_ref(aval) or isinstance(x, jax.Array)
+  return x if is_array_or_ref else jnp.asarray(x, aval.dtype)
 
 
-def without_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
+def disable_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
   """The equation, which leaves its inputs to be read once more."""
-  donated = eqn.params.get("donated_invars", ())
-  if not any(donated):
+  donated_invars = eqn.params.get("donated_invars", ())
+  if not any(donated_invars):
     return eqn
-  kept = (False,) * len(donated)
-  return eqn.replace(params={**eqn.params, "donated_invars": kept})
+  no_donation = (False,) * len(donated_invars)
+  return eqn.replace(params={**eqn.params, "donated_invars": no_donation})

@@ -120,7 +120,7 @@ class Program(NamedTuple):
 
     written = lambda x, *_: self._widened(x)
     values = list(map(self._widened, inputs))
-    outs = _interpret.interpret(closed, values, step, written=written)
+    outs = _interpret.interpret_jaxpr(closed, values, step, lift_const=written)
     return outs, notes
 
   def _widened(self, x: Any) -> Any:

@@ -29,7 +29,7 @@ class Runner:
 
   def equation(self, eqn: core.JaxprEqn) -> Run:
     """What carries out an equation."""
-    fun = _equations.eqn_as_fun(_interpret.without_donation(eqn))
+    fun = _equations.eqn_as_fun(_interpret.disable_donation(eqn))
     as_array = _interpret.as_array
     return lambda *arrays: list(map(as_array, fun(*arrays), eqn.outvars))
 

@@ -133,8 +133,8 @@ class Stepper:
       self.progress.step(f"{path}, operation {numbers[eqn]} of {len(numbers)}")
       return self._step(eqn, inputs, functools.partial(place_of, eqn))
 
-    outs = _interpret.interpret(
-      closed, inputs, step, written=written, used=used
+    outs = _interpret.interpret_jaxpr(
+      closed, inputs, step, lift_const=written, used_outputs=used
     )
     return [out or _marks.Value(None) for out in outs]
 
