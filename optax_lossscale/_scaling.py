@@ -347,7 +347,7 @@ def _refuse_scaling() -> None:
   that somebody else differentiates may have a loss scale of its own.
   """
   frame = inspect.currentframe()
-  while frame and not _lines.differentiates(frame.f_code):
+  while frame and not _lines.is_autodiff_code(frame.f_code):
     if frame.f_code is _called.__code__:
       fun = frame.f_locals["fun"]
       name = getattr(fun, "__name__", type(fun).__name__)

@@ -17,6 +17,6 @@ def warn(message: str) -> None:
   levels = (
     level
     for level, (frame, _) in enumerate(frames)
-    if _lines.is_users(frame.f_code.co_filename)
+    if _lines.is_user_file(frame.f_code.co_filename)
   )
   warnings.warn(message, stacklevel=next(levels, 0) + 1)

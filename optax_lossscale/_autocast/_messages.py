@@ -170,7 +170,7 @@ def _places_of(
 
 
 def _where(step: _walk.EqnVisit) -> str:
-  return _places.place_name(_lines.name_of(step.eqn), step.location.source)
+  return _places.place_name(_lines.get_op_name(step.eqn), step.location.source)
 
 
 def _listed(places: list[str]) -> str:

@@ -96,7 +96,7 @@ def may_hide(eqn: core.JaxprEqn) -> bool:
   rule = _rules.rule_of(eqn)
   if rule is None or rule.consts is None or is_kept(eqn):
     return False
-  return rule.kind != "custom_jvp_call" or not _lines.is_rule_of_library(eqn)
+  return rule.kind != "custom_jvp_call" or not _lines.is_library_rule(eqn)
 
 
 def derivative_of(
@@ -114,7 +114,7 @@ def derivative_of(
   avals = [atom.aval for atom in eqn.invars]
 
   def loss(some: list[Any], args: tuple[Any, ...]) -> Any:
-    old = _equations.eqn_as_fun(_lines.without_source(eqn))
+    old = _equations.eqn_as_fun(_lines.strip_source_info(eqn))
     full = list(args)
     for i, x in zip(floats, some, strict=True):
       full[i] = x

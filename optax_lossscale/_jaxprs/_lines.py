@@ -18,25 +18,25 @@ _LIBRARIES = (
   "beartype", "chex", "equinox", "flax", "haiku", "jax", "jaxlib", "jaxtyping",
   "keras", "optax", "optax_lossscale",
 )  # fmt: skip
-_NAMES = {"remat2": "checkpoint"}
+_ALIASES = {"remat2": "checkpoint"}
 # Behind its lines in a traceback is what called the function that it was given.
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_AUTOCAST = os.path.join(_PACKAGE, "_autocast", "")
+_PACKAGE_DIR = os.path.dirname(os.path.dirname(__file__))
+_AUTOCAST_DIR = os.path.join(_PACKAGE_DIR, "_autocast", "")
 # Whatever differentiates calls one of these functions of JAX.
-_DIFFERENTIATE = {
+_AUTODIFF_FUNCTIONS = {
   "jacfwd", "jacrev", "jvp", "linearize", "value_and_grad", "vjp"
 }  # fmt: skip
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
   """A line of a program, which prints as ``model.py:32 (Block.__call__)``."""
 
   file_name: str
-  number: int
+  lineno: int
   function: str
 
   @property
-  def short_name(self) -> str:
+  def basename(self) -> str:
     """The name of the file without its folder."""
     folder, name = os.path.split(self.file_name)
     # The files of a notebook's cells are named after a hash.
@@ -44,47 +44,49 @@ class Line(NamedTuple):
     return "cell" if is_cell else name
 
   def __str__(self) -> str:
-    return f"{self.short_name}:{self.number} ({self.function})"
+    return f"{self.basename}:{self.lineno} ({self.function})"
 
   @property
-  def names(self) -> list[str]:
+  def selectors(self) -> list[str]:
     """The names by which a user may select it, or all lines of its function."""
-    name = self.short_name
-    in_file = f"{name} ({self.function})", f"{name}:{self.number}"
-    return [str(self), *in_file, name]
+    name = self.basename
+    file_selectors = f"{name} ({self.function})", f"{name}:{self.lineno}"
+    return [str(self), *file_selectors, name]
 
 
-def name_of(eqn: core.JaxprEqn) -> str:
+def get_op_name(eqn: core.JaxprEqn) -> str:
   """The name of the operation, the same in all versions of JAX.
 
   A primitive of hijax has its own name, and not that of the call.
   """
   name = _equations.get_canonical_name(eqn)
-  return _NAMES.get(name, name)
+  return _ALIASES.get(name, name)
 
 
-def call_name(eqn: core.JaxprEqn) -> str:
+def format_call(eqn: core.JaxprEqn) -> str:
   """How a path names an equation that calls a jaxpr: ``jit(block)``."""
   name = eqn.params.get("name")
-  primitive = name_of(eqn)
-  return f"{primitive}({name})" if isinstance(name, str) else primitive
+  op_name = get_op_name(eqn)
+  return f"{op_name}({name})" if isinstance(name, str) else op_name
 
 
-def is_rule_of_library(eqn: core.JaxprEqn) -> bool:
+def is_library_rule(eqn: core.JaxprEqn) -> bool:
   """Whether a function with a rule, or the rule, was written in a library."""
-  held = [x.jaxpr for x in _equations.subjaxprs(eqn)]
-  infos = [
-    getattr(x, "debug_info", None) for x in (*held, *eqn.params.values())
+  jaxprs = [x.jaxpr for x in _equations.subjaxprs(eqn)]
+  debug_infos = [
+    getattr(x, "debug_info", None) for x in (*jaxprs, *eqn.params.values())
   ]
-  files = [str(info.func_filename) for info in infos if info]
+  files = [
+    str(debug_info.func_filename) for debug_info in debug_infos if debug_info
+  ]
   # What ``jax.custom_gradient`` makes of a user's function is all in one file.
-  are_public = [file.endswith("custom_derivatives.py") for file in files]
-  return not any(map(is_users, files)) and not all(are_public)
+  jax_file_mask = [file.endswith("custom_derivatives.py") for file in files]
+  return not any(map(is_user_file, files)) and not all(jax_file_mask)
 
 
-def lines_of(
+def get_user_lines(
   eqn: core.JaxprEqn, jaxpr: core.Jaxpr
-) -> tuple[tuple[Line, ...], bool]:
+) -> tuple[tuple[SourceLine, ...], bool]:
   """The user's lines that led to an equation, within the function of its jaxpr.
 
   JAX traces a function such as ``jnp.where`` once, and hands out the same jaxpr
@@ -96,57 +98,61 @@ def lines_of(
     given to `autocast`, so that nothing is missing.
   """
   traceback: Any = eqn.source_info.traceback
-  info = jaxpr.debug_info
-  file_name = getattr(info, "func_filename", None)
-  first_line = getattr(info, "func_lineno", None)
-  lines: list[Line] = []
+  debug_info = jaxpr.debug_info
+  file_name = getattr(debug_info, "func_filename", None)
+  first_lineno = getattr(debug_info, "func_lineno", None)
+  lines: list[SourceLine] = []
   for frame in traceback.frames if traceback else ():
-    if frame.file_name.startswith(_AUTOCAST):
+    if frame.file_name.startswith(_AUTOCAST_DIR):
       return tuple(lines), True
-    if is_users(frame.file_name):
-      lines.append(_line(frame))
-    at_function = frame.function_start_line == first_line
-    if at_function and frame.file_name == file_name:
+    if is_user_file(frame.file_name):
+      lines.append(_line_from_frame(frame))
+    is_function_frame = frame.function_start_line == first_lineno
+    if is_function_frame and frame.file_name == file_name:
       break
   # Newer versions of JAX end a traceback at the function by themselves.
   return tuple(lines), False
 
 
-def without_source(eqn: core.JaxprEqn) -> core.JaxprEqn:
+def strip_source_info(eqn: core.JaxprEqn) -> core.JaxprEqn:
   """The equation, so that what it traces has lines and scopes of its own.
 
   JAX gives all that an equation traces, such as a rule, the equation's line.
   """
-  info: Any = eqn.source_info
-  no_scope = type(info.name_stack)()
-  return eqn.replace(source_info=type(info)(None, no_scope))
+  source_info: Any = eqn.source_info
+  empty_stack = type(source_info.name_stack)()
+  return eqn.replace(source_info=type(source_info)(None, empty_stack))
 
 
-def _line(frame: Any) -> Line:
+def _line_from_frame(frame: Any) -> SourceLine:
   function = frame.function_name.rsplit("<locals>.", 1)[-1]
-  return Line(frame.file_name, frame.line_num, function)
+  return SourceLine(frame.file_name, frame.line_num, function)
 
 
 @functools.cache
-def is_users(file_name: str) -> bool:
+def is_user_file(file_name: str) -> bool:
   """Whether a file is the user's, and not one of a library."""
   if file_name.startswith(("<frozen", "<@beartype")):
     return False
-  standard = sysconfig.get_paths()["stdlib"] + os.sep
-  is_standard = file_name.startswith(standard) and not any(
+  stdlib_dir = sysconfig.get_paths()["stdlib"] + os.sep
+  is_stdlib = file_name.startswith(stdlib_dir) and not any(
     part in file_name for part in ("site-packages", "dist-packages")
   )
   # A library that is not loaded has no line in a traceback.
-  files = (getattr(sys.modules.get(n), "__file__", None) for n in _LIBRARIES)
-  folders = tuple(os.path.dirname(file) + os.sep for file in files if file)
-  return not is_standard and not file_name.startswith(folders)
+  library_files = (
+    getattr(sys.modules.get(n), "__file__", None) for n in _LIBRARIES
+  )
+  library_dirs = tuple(
+    os.path.dirname(file) + os.sep for file in library_files if file
+  )
+  return not is_stdlib and not file_name.startswith(library_dirs)
 
 
-def differentiates(code: types.CodeType) -> bool:
+def is_autodiff_code(code: types.CodeType) -> bool:
   """Whether a frame of this code is a call of JAX that differentiates."""
   name = code.co_qualname.partition(".")[0]
-  if name not in _DIFFERENTIATE:
+  if name not in _AUTODIFF_FUNCTIONS:
     return False
   # Functions inside of JAX have the same names, but stand in other files.
-  public: Any = inspect.unwrap(getattr(jax, name))
-  return code.co_filename == public.__code__.co_filename
+  jax_function: Any = inspect.unwrap(getattr(jax, name))
+  return code.co_filename == jax_function.__code__.co_filename

@@ -131,7 +131,7 @@ class _Outputs:
     if not self._named.any_inside(eqn):
       return _Replacement([eqn])
     its_place = place.at(eqn, jaxpr)
-    where = _places.place_name(_lines.name_of(eqn), its_place.name)
+    where = _places.place_name(_lines.get_op_name(eqn), its_place.name)
     inside = functools.partial(self.with_outputs, place=its_place)
     match _higher_order.parse_higher_order(eqn):
       case _higher_order.Call(body) if _returns_its_outputs(eqn):
@@ -163,7 +163,7 @@ class _Outputs:
 
 def given_name(eqn: core.JaxprEqn) -> str | None:
   """The name that ``checkpoint_name`` gives to a value; None of all else."""
-  if _lines.name_of(eqn) != "name":
+  if _lines.get_op_name(eqn) != "name":
     return None
   params: Any = getattr(_equations.get_hi_primitive(eqn), "params", eqn.params)
   return params["name"]

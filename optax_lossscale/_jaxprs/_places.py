@@ -47,7 +47,7 @@ class Names(NamedTuple):
   scope: str = ""
   weights: str = ""
   both: str = ""
-  lines: tuple[_lines.Line, ...] = ()
+  lines: tuple[_lines.SourceLine, ...] = ()
 
   def heads(self) -> dict[str, None]:
     """The names without lines, of the place and of all that is around it."""
@@ -61,7 +61,7 @@ class Names(NamedTuple):
 
   def all(self) -> Iterator[str]:
     """All names that select it: each alone, and with a line."""
-    heads, lines = self.heads(), [x for y in self.lines for x in y.names]
+    heads, lines = self.heads(), [x for y in self.lines for x in y.selectors]
     yield from heads
     yield from lines
     before = [*heads] if self.weights else [*heads, _NO_WEIGHTS]
@@ -96,7 +96,7 @@ class Place(NamedTuple):
   """
 
   stack: tuple[Any, ...] = ()
-  lines: tuple[_lines.Line, ...] = ()
+  lines: tuple[_lines.SourceLine, ...] = ()
   path: tuple[str, ...] = ()
 
   @property
@@ -122,7 +122,7 @@ class Place(NamedTuple):
     return self.names.weights
 
   @property
-  def line(self) -> _lines.Line | None:
+  def line(self) -> _lines.SourceLine | None:
     """The user's line that is nearest, if one is known."""
     return self.lines[0] if self.lines else None
 
@@ -161,7 +161,7 @@ class Place(NamedTuple):
 
   def at(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "Place":
     """The place of an equation in the jaxpr that the walk has come to."""
-    own, is_all = _lines.lines_of(eqn, jaxpr)
+    own, is_all = _lines.get_user_lines(eqn, jaxpr)
     outer = () if own and is_all else self.lines
     return self.within(eqn)._replace(lines=own + outer)
 
@@ -269,13 +269,13 @@ def telling_names(
         its_own.setdefault(head, []).append(names)
     products = its_own | products
   known = dict.fromkeys(names for names, _ in places)
-  led_to: dict[_lines.Line, list[Names]] = {}
+  led_to: dict[_lines.SourceLine, list[Names]] = {}
   for names in known:
     for line in names.lines:
       led_to.setdefault(line, []).append(names)
   heads = {names: names.heads() for names in known}
 
-  def selected(head: str, line: _lines.Line) -> list[Names]:
+  def selected(head: str, line: _lines.SourceLine) -> list[Names]:
     if head == _NO_WEIGHTS:
       return [x for x in led_to[line] if not x.weights]
     return [x for x in led_to[line] if not head or head in heads[x]]
@@ -310,7 +310,7 @@ def _are_one(one: Names, other: Names) -> bool:
 
 
 def _may_be(
-  some: tuple[_lines.Line, ...], other: tuple[_lines.Line, ...]
+  some: tuple[_lines.SourceLine, ...], other: tuple[_lines.SourceLine, ...]
 ) -> bool:
   """Whether two ways are one: JAX forgets lines of some equations."""
   few, many = sorted([some, other], key=len)

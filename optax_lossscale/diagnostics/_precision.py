@@ -345,7 +345,7 @@ def _risk_rows(steps: list[_walk.EqnVisit], dtype: np.dtype) -> Iterator[Risk]:
     if step in outer:  # It only runs what it holds.
       continue
     for reason in _risks_of(step, dtype, numbers):
-      name = _lines.name_of(step.eqn)
+      name = _lines.get_op_name(step.eqn)
       where = _whereabouts(step.location, step.location.name)
       yield Risk(name, reason, step.num_executions, *where)
 
@@ -402,7 +402,7 @@ def _as_product(step: _walk.EqnVisit, flops: int) -> Product:
   operands: list[Any] = [v.aval for v in step.eqn.invars[:2]]
   widest = max(operands, key=lambda aval: aval.dtype.itemsize).dtype
   result_dtype = _operations.result_dtype_of(step.eqn)
-  name = _lines.name_of(step.eqn)
+  name = _lines.get_op_name(step.eqn)
   return Product(name, str(widest), str(result_dtype), flops, step)
 
 
@@ -531,7 +531,7 @@ def _inside(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
 
 def _held(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that an equation holds, but for those that combine numbers."""
-  is_combiner = _lines.name_of(eqn).startswith(_COMBINERS)
+  is_combiner = _lines.get_op_name(eqn).startswith(_COMBINERS)
   return [] if is_combiner else list(_equations.subjaxprs(eqn))
 
 
@@ -552,4 +552,4 @@ def _limitation(step: _walk.EqnVisit) -> str:
   ):
     reason = "its FLOPs are not counted"
   where = f" at {step.location.source}" if step.location.source else ""
-  return f"{_lines.name_of(step.eqn)}{where}: {reason}" if reason else ""
+  return f"{_lines.get_op_name(step.eqn)}{where}: {reason}" if reason else ""

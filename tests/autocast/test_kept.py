@@ -292,7 +292,7 @@ def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
 
 def test_ways_to_a_place_are_one_if_one_only_has_fewer_lines():
   """JAX forgets lines of some equations."""
-  h, a, main = (_lines.Line("m.py", i, "f") for i in range(3))
+  h, a, main = (_lines.SourceLine("m.py", i, "f") for i in range(3))
   ways = (h,), (h, a, main), (h, main)
   names = [_places.Names("net", "", "net", lines) for lines in ways]
   found = _places.telling_names([(x, False) for x in names])

@@ -247,7 +247,7 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
   found, told, new = rewrite(_equations.replace_jaxpr_fields(closed, eqns=eqns))
   if any(eqn is eqns[i] for eqn in new):  # As written, and told.
     assert not found
-    assert _lines.name_of(eqns[i]) in told
+    assert _lines.get_op_name(eqns[i]) in told
   else:
     assert found and change is not unknown
     assert equations.products_of(new)["float32"] == 0

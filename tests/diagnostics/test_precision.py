@@ -446,7 +446,7 @@ def test_a_dtype_that_is_no_small_float_is_refused(dtype):
 
 
 def test_without_a_line_there_is_a_row_all_the_same(monkeypatch):
-  monkeypatch.setattr(_lines, "is_users", lambda name: False)
+  monkeypatch.setattr(_lines, "is_user_file", lambda name: False)
   report = precision_report(lambda x: jnp.exp(x) + 1e-8, shape(3))
   assert [risk.source_line for risk in report.at_risk] == ["", ""]
   assert "exp  unknown" in str(report)

@@ -335,7 +335,7 @@ class Rows:
           _row(step.eqn, step.location), len(self._numbers)
         )
       elif self.are_in(step.eqn) and self.higher_order_of(step.eqn) is None:
-        name = _lines.name_of(step.eqn)
+        name = _lines.get_op_name(step.eqn)
         self.not_entered.append(_places.place_name(name, step.location.name))
     self.all = list(self._numbers)
     told = _places.telling_names([(x.names, x.backward) for x in self.all])
@@ -370,7 +370,7 @@ def is_marked(eqn: core.JaxprEqn, around: _places.Place) -> bool:
 
 
 def _row(eqn: core.JaxprEqn, place: _places.Place) -> Row:
-  name = _lines.name_of(eqn)
+  name = _lines.get_op_name(eqn)
   return Row(name, place.names, place.backward, place.mark)
 
 

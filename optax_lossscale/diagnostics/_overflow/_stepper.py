@@ -129,7 +129,7 @@ class Stepper:
     def step(
       eqn: core.JaxprEqn, inputs: list[_marks.Value]
     ) -> list[_marks.Value]:
-      path = "/".join([*place.path, _lines.name_of(eqn)])
+      path = "/".join([*place.path, _lines.get_op_name(eqn)])
       self.progress.step(f"{path}, operation {numbers[eqn]} of {len(numbers)}")
       return self._step(eqn, inputs, functools.partial(place_of, eqn))
 
@@ -175,7 +175,7 @@ class Stepper:
       known = _marks.bits_of_all(entered)
       if known:
         return self.origins.agree(outs, finite, entered, known)
-    name, axis = _lines.name_of(eqn), self.runner.axis
+    name, axis = _lines.get_op_name(eqn), self.runner.axis
     describe = functools.partial(_report.describe, name, arrays, locate(), axis)
     atoms = zip(inputs, eqn.invars, strict=True)
     op = _marks.Operation(
@@ -225,7 +225,7 @@ class Stepper:
     """
     match self._cached(_higher_order.parse_higher_order, entry.eqn):
       case _higher_order.Call(body):
-        place = entry.within(_lines.call_name(entry.eqn))
+        place = entry.within(_lines.format_call(entry.eqn))
         return self.run(body, entry.inputs, place, entry.used)
       case _higher_order.Cond(branches):
         return self._cond(branches, entry)
