@@ -88,7 +88,7 @@ def of_nothing(
   eqns: Any = [step.eqn for step in _walk.walk(closed, inside)]
   if any(map(_products.hides, eqns)):
     return ""
-  products = filter(_operations.is_matrix_product, eqns)
+  products = filter(_operations.is_matmul, eqns)
   dtypes = {str(eqn.invars[0].aval.dtype) for eqn in products}
   name = getattr(fun, "__name__", type(fun).__name__)
   if not dtypes:
@@ -161,7 +161,7 @@ def _places_of(
       outer = next((x for x in step.ancestors if x.eqn in missed), None)
       where = _where(outer) if outer else _REACHED
       more = step.num_executions * (
-        _operations.flops_of(step.eqn) or 1
+        _operations.count_flops(step.eqn) or 1
       )  # as one product
       flops[where] = flops.get(where, 0) + more
   total = sum(flops.values()) or 1  # A loop may run for no step at all.

@@ -29,11 +29,13 @@ _PRODUCT = re.compile(
 
 def is_product(eqn: core.JaxprEqn) -> bool:
   """Whether this is a float32 product that may run in half precision."""
-  if not _operations.is_matrix_product(eqn):
+  if not _operations.is_matmul(eqn):
     return False
   floats: list[Any] = [v.aval for v in (*eqn.invars[:2], *eqn.outvars)]
   are_float32 = all(aval.dtype == jnp.float32 for aval in floats)
-  return are_float32 and _operations.may_change_dtype(eqn) and not is_kept(eqn)
+  return (
+    are_float32 and _operations.has_castable_dtypes(eqn) and not is_kept(eqn)
+  )
 
 
 def is_exported(eqn: core.JaxprEqn) -> bool:
@@ -83,7 +85,7 @@ class ProductSearch(_walk.EqnSearch):
 def names_of_cast(closed: _equations.ClosedJaxpr) -> list[_places.Names]:
   """The names of products that `autocast` runs in half, an inner one, too."""
   steps = _walk.walk(closed, _equations.subjaxprs)
-  places = [x.location for x in steps if _operations.is_matrix_product(x.eqn)]
+  places = [x.location for x in steps if _operations.is_matmul(x.eqn)]
   return [place.names for place in places if place.mark is not None]
 
 

@@ -169,9 +169,9 @@ class Rewriter:
       found = Found(has_products=True, decisions=decisions)
       if any(x.is_kept for x in decisions):
         return _Replacement([named], found=found)
-      product = _operations.in_dtype(named, self._dtype)
+      product = _operations.replace_result_dtype(named, self._dtype)
       return _Replacement(in_half(product, self._dtype), eqn.outvars, found)
-    if _operations.moves(eqn) and come_from(eqn, here.half):
+    if _operations.is_data_movement(eqn) and come_from(eqn, here.half):
       return _Replacement(in_half(eqn, self._dtype), eqn.outvars)
     if _products.is_exported(eqn):
       return _Replacement([eqn], found=Found(missed=(eqn,)))

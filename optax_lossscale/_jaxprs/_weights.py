@@ -105,7 +105,7 @@ class Weights:
     """
     if not self._weights and not self._gradients:
       return eqn
-    if not _operations.is_matrix_product(eqn):
+    if not _operations.is_matmul(eqn):
       return _places.with_weights(eqn, self._within(eqn)[0])
     paths = [*self.of(eqn.invars[:2]), _get(self._gradients, eqn.outvars[0])]
     return _places.with_weights(eqn, next(filter(None, paths), ()))
@@ -142,7 +142,7 @@ class Weights:
       common, inner = self._within(eqn).common, self.inside(eqn, called)
       paths = inner.of(called.jaxpr.outvars)
       paths = [path if path is None else (*common, *path) for path in paths]
-    elif eqn.primitive.name not in _operations.KEEP:
+    elif eqn.primitive.name not in _operations.WEIGHT_PRESERVING:
       return
     elif len(outs) == 1:  # A mask beside a weight leaves it a weight.
       found = {path for path in paths if path is not None}
@@ -164,7 +164,7 @@ class Weights:
       inner = self._known.of(called, of_bodies[called.jaxpr])
       found = [_get(inner._gradients, x) for x in called.jaxpr.invars]
       paths = [path if path is None else (*common, *path) for path in found]
-    elif name not in _operations.KEEP | _ADD | _JOIN:
+    elif name not in _operations.WEIGHT_PRESERVING | _ADD | _JOIN:
       return
     elif len(paths) == 1:  # A barrier has an output for each input.
       is_joined = name in _JOIN and len(eqn.invars) > 1

@@ -382,7 +382,7 @@ def _products_in(steps: list[_walk.EqnVisit]) -> list[Product]:
   products = [
     _as_product(step, flops * step.num_executions)
     for step in steps
-    if (flops := _operations.flops_of(step.eqn)) is not None
+    if (flops := _operations.count_flops(step.eqn)) is not None
   ]
   by_branch: collections.Counter[Any] = collections.Counter()
   for product in products:
@@ -401,7 +401,7 @@ def _as_product(step: _walk.EqnVisit, flops: int) -> Product:
   # What follows are the sizes of groups.
   operands: list[Any] = [v.aval for v in step.eqn.invars[:2]]
   widest = max(operands, key=lambda aval: aval.dtype.itemsize).dtype
-  result_dtype = _operations.result_dtype_of(step.eqn)
+  result_dtype = _operations.get_result_dtype(step.eqn)
   name = _lines.get_op_name(step.eqn)
   return Product(name, str(widest), str(result_dtype), flops, step)
 
@@ -439,10 +439,12 @@ def _of_sum(
   summing = step.eqn
   if step.eqn.primitive.name == "convert_element_type":
     summing = numbers.maker(step, step.eqn.invars[0]) or summing
-  terms = _operations.terms_in_sum(summing)
+  terms = _operations.count_summands(summing)
   if step.eqn.primitive.name in _OVER_DEVICES:
     yield f"sum over devices in {dtype}"
-  elif terms > _LONG and summing.primitive.name in _operations.BY_INDEX:
+  elif (
+    terms > _LONG and summing.primitive.name in _operations.SCATTER_REDUCTIONS
+  ):
     yield f"sum by index of up to {terms} terms"
   elif terms > _LONG:
     yield f"sum of {terms} terms"
@@ -482,7 +484,7 @@ class _Numbers:
       return _as_number(atom.val)
     maker, jaxpr = self.maker(step, atom), step.closed_jaxpr.jaxpr
     if maker is not None:
-      moves = maker.primitive.name in _operations.SPREAD
+      moves = maker.primitive.name in _operations.BROADCASTING
       return self.of(step, maker.invars[0]) if moves else None
     if atom in jaxpr.constvars:
       return _as_number(step.closed_jaxpr.consts[jaxpr.constvars.index(atom)])
@@ -547,8 +549,8 @@ def _limitation(step: _walk.EqnVisit) -> str:
   elif _equations.get_hi_primitive(step.eqn) is not None:
     reason = "it is unknown, and counted as no FLOPs"
   elif (
-    _operations.is_matrix_product(step.eqn)
-    and _operations.flops_of(step.eqn) is None
+    _operations.is_matmul(step.eqn)
+    and _operations.count_flops(step.eqn) is None
   ):
     reason = "its FLOPs are not counted"
   where = f" at {step.location.source}" if step.location.source else ""

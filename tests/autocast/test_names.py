@@ -255,8 +255,7 @@ def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
     places = [
       step.location
       for step in steps
-      if _operations.is_matrix_product(step.eqn)
-      and step.location.mark is not None
+      if _operations.is_matmul(step.eqn) and step.location.mark is not None
     ]
     named = [(place.names, place.backward) for place in places]
     told = [name for name, _ in _places.telling_names(named)]

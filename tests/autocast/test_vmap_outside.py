@@ -98,10 +98,10 @@ BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
 
 
 def test_each_primitive_of_the_table_is_tried():
-  between = _operations.BETWEEN_DEVICES
-  assert set(equations.MOVES) == _operations.MOVES
+  between = _operations.PERMUTING_COLLECTIVES
+  assert set(equations.MOVES) == _operations.DATA_MOVEMENT
   assert between == {"all_to_all", "ppermute"}  # tried below
-  assert set(PRODUCTS) == set(_operations.CONTRACTS)
+  assert set(PRODUCTS) == set(_operations.CONTRACTION_PREDICATES)
 
 
 @pytest.mark.parametrize("axes", quick_alone([(0, None), (0, 0)], BATCHINGS))

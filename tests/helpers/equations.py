@@ -62,7 +62,7 @@ def named_products(fun, *args, only_needed=False):
   )
   found = []
   for step in steps:
-    if _operations.is_matrix_product(step.eqn):
+    if _operations.is_matmul(step.eqn):
       names, dtype = step.location.names, step.eqn.outvars[0].aval.dtype
       own = names.best()[0], names.weights, names.scope
       found.append(Product(*own, step.location.backward, str(dtype)))

@@ -233,8 +233,8 @@ NOT_EVERYWHERE = {
 
 def names_in_tables():
   return {
-    *_operations.BETWEEN_DEVICES,
-    *_operations.KEEP,
+    *_operations.PERMUTING_COLLECTIVES,
+    *_operations.WEIGHT_PRESERVING,
     *_dependence._OPERAND_BY_OPERAND,
     *_higher_order._PARSERS,
     *_rules._RULES,
@@ -242,12 +242,12 @@ def names_in_tables():
     *_weights._JOIN,
     *_equations._CALL_PRIMITIVES,
     *_equations._CANONICAL_NAMES.values(),
-    *_operations._FLOPS,
+    *_operations._FLOP_COUNTERS,
     *_stepper._NEUTRAL,
     *_numbers.LARGEST_EXPONENTS,
     *_precision._POWERS,
-    *_operations._SUMS,
-    *_operations._CUMULATIVE,
+    *_operations._REDUCTIONS,
+    *_operations._CUMULATIVE_REDUCTIONS,
     *_precision._OVER_DEVICES,
   }
 

@@ -137,7 +137,7 @@ class Program(NamedTuple):
     if is_product(eqn, self.place):
       row = self.rows.number(eqn, self.place.at(eqn, jaxpr))
       if row is None:
-        return _equations.eqn_as_fun(_operations.in_float32(eqn))(
+        return _equations.eqn_as_fun(_operations.as_highest_float32(eqn))(
           *inputs
         ), notes
       return self._product(eqn, row, inputs, notes)
@@ -161,7 +161,7 @@ class Program(NamedTuple):
     dtype = self.rows.all[row].dtype
 
     rounded = functools.partial(_rounded_in_one_way, self.ways[row], dtype)
-    product = _equations.eqn_as_fun(_operations.in_float32(eqn))
+    product = _equations.eqn_as_fun(_operations.as_highest_float32(eqn))
     (out,) = rounded(product(*rounded(inputs[:2]), *inputs[2:]))
     arrays, limits = [*inputs[:2], out], _numbers.limits_of(dtype)
     noted = _statistics_with(notes[row], arrays, limits)
@@ -173,7 +173,7 @@ class Program(NamedTuple):
     What `autocast` made is so for the sake of a product, which rounds. All else
     was in half precision before, and computes as it is written.
     """
-    if _operations.rounds_to_own_precision(eqn):
+    if _operations.is_noop_reduce_precision(eqn):
       return inputs  # JAX writes it in front of what a checkpoint saves.
     if is_marked(eqn, self.place):
       is_cast = eqn.primitive.name == "convert_element_type"
@@ -361,7 +361,7 @@ class Rows:
 
 def is_product(eqn: core.JaxprEqn, around: _places.Place) -> bool:
   """Whether this is a product that `autocast` runs in half precision."""
-  return _operations.is_matrix_product(eqn) and is_marked(eqn, around)
+  return _operations.is_matmul(eqn) and is_marked(eqn, around)
 
 
 def is_marked(eqn: core.JaxprEqn, around: _places.Place) -> bool:
