@@ -79,7 +79,7 @@ class _Analysis:
 
   def __init__(self, labels: Labels) -> None:
     self._labels = labels
-    has_name = lambda eqn: _outputs.given_name(eqn) is not None
+    has_name = lambda eqn: _outputs.get_tag(eqn) is not None
     self._tags = _walk.EqnSearch(has_name, _equations.subjaxprs)
     self._call_of = functools.cache(_higher_order.parse_higher_order)
     self._known: dict[Any, list[int]] = {}
@@ -124,7 +124,7 @@ class _Analysis:
     is_final: bool,
   ) -> list[int]:
     is_backward = is_backward or _places.Place().within(eqn).backward
-    name = _outputs.given_name(eqn)
+    name = _outputs.get_tag(eqn)
     if name is not None:
       return [self._labels.at_tag(eqn, name, inputs[0], is_final)]
     call = self._call_of(eqn)

@@ -28,140 +28,172 @@ from optax_lossscale._jaxprs import (
 
 # What is returned of a value with this name: what a function makes of it; None
 # if nothing is.
-Look = Callable[[str], Callable[[Any], Any] | None]
+SelectCaptureFn = Callable[[str], Callable[[Any], Any] | None]
 
 
-class NamedValue(NamedTuple):
+class TaggedValue(NamedTuple):
   """A value that became an output.
 
   Attributes:
-    name: its name.
-    branches: for each ``cond`` around it, the outermost first, an identifier of
+    tag: its name.
+    cond_branches: for each ``cond`` around it, the outermost first, an identifier of
       the ``cond`` and the number of the branch.
   """
 
-  name: str
-  branches: tuple[tuple[int, int], ...] = ()
+  tag: str
+  cond_branches: tuple[tuple[int, int], ...] = ()
 
 
-class WithOutputs(NamedTuple):
+class HarvestedJaxpr(NamedTuple):
   """A jaxpr that returns its named values, too.
 
   Attributes:
-    closed: the jaxpr. The values follow its other outputs.
-    named: what they are, in the order of the program.
-    unreached: where such values stand that cannot be returned, as in a
+    closed_jaxpr: the jaxpr. The values follow its other outputs.
+    tagged_values: what they are, in the order of the program.
+    unreached_labels: where such values stand that cannot be returned, as in a
       ``while``.
-    in_branches: where branches stand that hold them, and may not be taken.
+    cond_labels: where branches stand that hold them, and may not be taken.
   """
 
-  closed: _equations.ClosedJaxpr
-  named: list[NamedValue]
-  unreached: list[str]
-  in_branches: list[str]
+  closed_jaxpr: _equations.ClosedJaxpr
+  tagged_values: list[TaggedValue]
+  unreached_labels: list[str]
+  cond_labels: list[str]
 
 
-class _Replacement(NamedTuple):
+class _HarvestedEqn(NamedTuple):
   """What stands in the place of an equation, and what it returns beside."""
 
   eqns: list[core.JaxprEqn]
-  values: Sequence[Any] = ()
-  named: Sequence[NamedValue] = ()
-  unreached: Sequence[str] = ()
-  in_branches: Sequence[str] = ()
+  captured_vars: Sequence[Any] = ()
+  tagged_values: Sequence[TaggedValue] = ()
+  unreached_labels: Sequence[str] = ()
+  cond_labels: Sequence[str] = ()
 
 
-def with_named_outputs(
-  closed: _equations.ClosedJaxpr,
-  look: Look,
-  is_optional: Callable[[str], bool] = lambda name: False,
-) -> WithOutputs:
+def harvest_tagged_values(
+  closed_jaxpr: _equations.ClosedJaxpr,
+  select_capture: SelectCaptureFn,
+  is_optional: Callable[[str], bool] = lambda tag: False,
+) -> HarvestedJaxpr:
   """Makes outputs of all values with a name that is looked at.
 
   Args:
-    closed: the jaxpr.
-    look: what to return of a value with a name.
+    closed_jaxpr: the jaxpr.
+    select_capture: what to return of a value with a name.
     is_optional: whether a value with a name may be missed in silence.
 
   Returns:
-    An :class:`WithOutputs`.
+    An :class:`HarvestedJaxpr`.
   """
-  return _Outputs(look, is_optional).with_outputs(closed, _places.Place())
+  return _Harvester(select_capture, is_optional).harvest_jaxpr(
+    closed_jaxpr, _places.Place()
+  )
 
 
-class _Outputs:
+class _Harvester:
   """Knows which jaxprs hold values with a name that is looked at."""
 
-  def __init__(self, look: Look, is_optional: Callable[[str], bool]) -> None:
-    self._look = look
-    is_one = lambda eqn: self._look_at(eqn) is not None
-    self._named = _walk.EqnSearch(is_one, _equations.subjaxprs)
+  def __init__(
+    self, select_capture: SelectCaptureFn, is_optional: Callable[[str], bool]
+  ) -> None:
+    self._select_capture = select_capture
+    is_captured = lambda eqn: self._get_capture(eqn) is not None
+    self._captured_search = _walk.EqnSearch(is_captured, _equations.subjaxprs)
     is_required = lambda eqn: (
-      is_one(eqn) and not is_optional(str(given_name(eqn)))
+      is_captured(eqn) and not is_optional(str(get_tag(eqn)))
     )
-    self._required = _walk.EqnSearch(is_required, _equations.subjaxprs)
+    self._required_search = _walk.EqnSearch(is_required, _equations.subjaxprs)
 
-  def with_outputs(
-    self, closed: _equations.ClosedJaxpr, place: _places.Place
-  ) -> WithOutputs:
+  def harvest_jaxpr(
+    self, closed_jaxpr: _equations.ClosedJaxpr, location: _places.Place
+  ) -> HarvestedJaxpr:
     """The jaxpr, which stands at this place, with its values returned."""
-    jaxpr = closed.jaxpr
-    made = [self._made(eqn, jaxpr, place) for eqn in jaxpr.eqns]
-    values = [value for one in made for value in one.values]
-    with_outputs: Any = _equations.replace_jaxpr_fields(
-      closed,
-      eqns=[eqn for one in made for eqn in one.eqns],
-      outvars=[*jaxpr.outvars, *values],
+    jaxpr = closed_jaxpr.jaxpr
+    harvested_eqns = [
+      self._harvest_eqn(eqn, jaxpr, location) for eqn in jaxpr.eqns
+    ]
+    captured_vars = [
+      value for harvested in harvested_eqns for value in harvested.captured_vars
+    ]
+    new_jaxpr: Any = _equations.replace_jaxpr_fields(
+      closed_jaxpr,
+      eqns=[eqn for harvested in harvested_eqns for eqn in harvested.eqns],
+      outvars=[*jaxpr.outvars, *captured_vars],
       # It names each result, and further ones have no names.
       debug_info=jaxpr.debug_info._replace(result_paths=None),
     )
-    return WithOutputs(
-      with_outputs,
-      [value for one in made for value in one.named],
-      [where for one in made for where in one.unreached],
-      [where for one in made for where in one.in_branches],
+    return HarvestedJaxpr(
+      new_jaxpr,
+      [
+        value
+        for harvested in harvested_eqns
+        for value in harvested.tagged_values
+      ],
+      [
+        label
+        for harvested in harvested_eqns
+        for label in harvested.unreached_labels
+      ],
+      [
+        label for harvested in harvested_eqns for label in harvested.cond_labels
+      ],
     )
 
-  def _made(
-    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, place: _places.Place
-  ) -> _Replacement:
-    look = self._look_at(eqn)
-    if look is not None:
-      return _looked_at(eqn, look)
-    if not self._named.any_inside(eqn):
-      return _Replacement([eqn])
-    its_place = place.at(eqn, jaxpr)
-    where = _places.place_name(_lines.get_op_name(eqn), its_place.name)
-    inside = functools.partial(self.with_outputs, place=its_place)
+  def _harvest_eqn(
+    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, location: _places.Place
+  ) -> _HarvestedEqn:
+    capture = self._get_capture(eqn)
+    if capture is not None:
+      return _capture_eqn(eqn, capture)
+    if not self._captured_search.any_inside(eqn):
+      return _HarvestedEqn([eqn])
+    eqn_location = location.at(eqn, jaxpr)
+    label = _places.place_name(_lines.get_op_name(eqn), eqn_location.name)
+    harvest_body = functools.partial(self.harvest_jaxpr, location=eqn_location)
     match _higher_order.parse_higher_order(eqn):
-      case _higher_order.Call(body) if _returns_its_outputs(eqn):
-        return _call(eqn, inside(body))
+      case _higher_order.Call(body) if _can_add_outputs(eqn):
+        return _add_outputs_to_call(eqn, harvest_body(body))
       case _higher_order.Cond(branches):
         bodies = [
-          _in_branch(inside(branch), id(eqn), i)
+          _add_cond_branch(harvest_body(branch), id(eqn), i)
           for i, branch in enumerate(branches)
         ]
-        made = _made_anew(eqn, _choosing(bodies), bodies)
-        made = made and made._replace(in_branches=[where, *made.in_branches])
+        harvested_eqn = _rebuild_eqn(
+          eqn, _make_cond_with_outputs(bodies), bodies
+        )
+        harvested_eqn = harvested_eqn and harvested_eqn._replace(
+          in_branches=[label, *harvested_eqn.cond_labels]
+        )
       case _higher_order.Scan() as scan:
-        bodies = [inside(scan.body)]
-        made = _made_anew(eqn, _repeating(scan, bodies[0].closed), bodies)
+        bodies = [harvest_body(scan.body)]
+        harvested_eqn = _rebuild_eqn(
+          eqn, _make_scan_with_outputs(scan, bodies[0].closed_jaxpr), bodies
+        )
       case _higher_order.ShardMap() as mapped:
         bodies = [
-          _higher_order.call_in_eqn_context(eqn, lambda: inside(mapped.body))
+          _higher_order.call_in_eqn_context(
+            eqn, lambda: harvest_body(mapped.body)
+          )
         ]
-        made = _made_anew(eqn, _on_devices(mapped, bodies[0].closed), bodies)
+        harvested_eqn = _rebuild_eqn(
+          eqn, _make_shard_map_with_outputs(mapped, bodies[0].closed), bodies
+        )
       case _:
-        made = None
-    is_missed = made is None and self._required.any_inside(eqn)
-    return made or _Replacement([eqn], unreached=[where] if is_missed else [])
+        harvested_eqn = None
+    is_unreached = harvested_eqn is None and self._required_search.any_inside(
+      eqn
+    )
+    return harvested_eqn or _HarvestedEqn(
+      [eqn], unreached_labels=[label] if is_unreached else []
+    )
 
-  def _look_at(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:
-    name = given_name(eqn)
-    return None if name is None else self._look(name)
+  def _get_capture(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:
+    tag = get_tag(eqn)
+    return None if tag is None else self._select_capture(tag)
 
 
-def given_name(eqn: core.JaxprEqn) -> str | None:
+def get_tag(eqn: core.JaxprEqn) -> str | None:
   """The name that ``checkpoint_name`` gives to a value; None of all else."""
   if _lines.get_op_name(eqn) != "name":
     return None
@@ -169,85 +201,109 @@ def given_name(eqn: core.JaxprEqn) -> str | None:
   return params["name"]
 
 
-def _looked_at(eqn: core.JaxprEqn, look: Callable[[Any], Any]) -> _Replacement:
+def _capture_eqn(
+  eqn: core.JaxprEqn, capture: Callable[[Any], Any]
+) -> _HarvestedEqn:
   def fun(x: Any) -> list[Any]:
-    (named,) = _equations.eqn_as_fun(eqn)(x)
-    return [named, look(named)]
+    (out,) = _equations.eqn_as_fun(eqn)(x)
+    return [out, capture(out)]
 
-  made = _equations.trace_replacement_eqns(fun, eqn)
+  replacement = _equations.trace_replacement_eqns(fun, eqn)
   # There is none if the look returns what it is given.
-  eqns, values = made or ([eqn], eqn.outvars)
-  return _Replacement(eqns, values, [NamedValue(str(given_name(eqn)))])
+  eqns, captured_vars = replacement or ([eqn], eqn.outvars)
+  return _HarvestedEqn(eqns, captured_vars, [TaggedValue(str(get_tag(eqn)))])
 
 
-def _in_branch(body: WithOutputs, cond: int, index: int) -> WithOutputs:
-  """The branch of a ``cond``, whose values are told apart from the others."""
-  named = [
-    value._replace(branches=((cond, index), *value.branches))
-    for value in body.named
+def _add_cond_branch(
+  body: HarvestedJaxpr, cond_id: int, branch_index: int
+) -> HarvestedJaxpr:
+  """The branch of a ``cond_id``, whose values are told apart from the others."""
+  tagged_values = [
+    value._replace(branches=((cond_id, branch_index), *value.cond_branches))
+    for value in body.tagged_values
   ]
-  return body._replace(named=named)
+  return body._replace(named=tagged_values)
 
 
-def _returns_its_outputs(eqn: core.JaxprEqn) -> bool:
+def _can_add_outputs(eqn: core.JaxprEqn) -> bool:
   """Whether a call returns what its jaxpr does, however much that is.
 
   A rule returns as much as its function, and an object of hijax what it says.
   """
-  is_plain = _equations.get_hi_primitive(eqn) is None
-  is_plain = is_plain and _equations.get_call_jaxpr(eqn) is not None
-  return is_plain and _rules.rule_of(eqn) is None
+  is_plain_call = _equations.get_hi_primitive(eqn) is None
+  is_plain_call = is_plain_call and _equations.get_call_jaxpr(eqn) is not None
+  return is_plain_call and _rules.rule_of(eqn) is None
 
 
-def _call(eqn: core.JaxprEqn, body: WithOutputs) -> _Replacement:
+def _add_outputs_to_call(
+  eqn: core.JaxprEqn, body: HarvestedJaxpr
+) -> _HarvestedEqn:
   """The same call, of a jaxpr with more outputs."""
-  count = len(eqn.outvars)
-  values = [core.Var(v.aval) for v in body.closed.jaxpr.outvars[count:]]
-  its_outputs = {
-    k: (*v, *_of_outputs(k, values))
+  num_outs = len(eqn.outvars)
+  captured_vars = [
+    core.Var(v.aval) for v in body.closed_jaxpr.jaxpr.outvars[num_outs:]
+  ]
+  out_params = {
+    k: (*v, *_make_extra_out_params(k, captured_vars))
     for k, v in eqn.params.items()
     if k.startswith("out_")
   }
-  in_kind = lambda held: (
-    body.closed
-    if isinstance(held, _equations.ClosedJaxpr)
-    else body.closed.jaxpr
+  replace_jaxpr = lambda old_jaxpr: (
+    body.closed_jaxpr
+    if isinstance(old_jaxpr, _equations.ClosedJaxpr)
+    else body.closed_jaxpr.jaxpr
   )
-  eqn = _equations.map_subjaxprs(eqn, in_kind).replace(
-    outvars=[*eqn.outvars, *values]
+  eqn = _equations.map_subjaxprs(eqn, replace_jaxpr).replace(
+    outvars=[*eqn.outvars, *captured_vars]
   )
-  eqn = eqn.replace(params={**eqn.params, **its_outputs})
-  return _Replacement(
-    [eqn], values, body.named, body.unreached, body.in_branches
+  eqn = eqn.replace(params={**eqn.params, **out_params})
+  return _HarvestedEqn(
+    [eqn],
+    captured_vars,
+    body.tagged_values,
+    body.unreached_labels,
+    body.cond_labels,
   )
 
 
-def _of_outputs(param: str, values: list[Any]) -> Any:
+def _make_extra_out_params(param_name: str, captured_vars: list[Any]) -> Any:
   """What a call says of further outputs: where they are, or nothing."""
-  if param == "out_memory_spaces":
-    return [v.aval.memory_space for v in values]
-  return _params_of_jit()[param] * len(values)
+  if param_name == "out_memory_spaces":
+    return [v.aval.memory_space for v in captured_vars]
+  return _get_default_jit_params()[param_name] * len(captured_vars)
 
 
 @functools.cache
-def _params_of_jit() -> dict[str, Any]:
+def _get_default_jit_params() -> dict[str, Any]:
   """The parameters of a ``jit`` with one output, of which it says nothing."""
   (eqn,) = jax.make_jaxpr(jax.jit(jnp.sin))(0.0).jaxpr.eqns
   return eqn.params
 
 
-def _choosing(bodies: list[WithOutputs]) -> Callable[..., list[Any]]:
+def _make_cond_with_outputs(
+  bodies: list[HarvestedJaxpr],
+) -> Callable[..., list[Any]]:
   """A ``cond`` in which each branch also returns the values of all others."""
 
   def fun(index: Any, *operands: Any) -> list[Any]:
-    count = len(bodies[0].closed.jaxpr.outvars) - len(bodies[0].named)
-    own = [body.closed.jaxpr.outvars[count:] for body in bodies]
+    num_outs = len(bodies[0].closed_jaxpr.jaxpr.outvars) - len(
+      bodies[0].tagged_values
+    )
+    captured_vars = [
+      body.closed_jaxpr.jaxpr.outvars[num_outs:] for body in bodies
+    ]
 
     def branch(i: int, *args: Any) -> list[Any]:
-      outs = core.jaxpr_as_fun(bodies[i].closed)(*args)
-      values = [[_nothing(v.aval) for v in its] for its in own]
-      values[i] = outs[count:]
-      return [*outs[:count], *(v for its in values for v in its)]
+      outs = core.jaxpr_as_fun(bodies[i].closed_jaxpr)(*args)
+      values = [
+        [_make_placeholder(v.aval) for v in branch_vars]
+        for branch_vars in captured_vars
+      ]
+      values[i] = outs[num_outs:]
+      return [
+        *outs[:num_outs],
+        *(v for branch_vars in values for v in branch_vars),
+      ]
 
     branches = [functools.partial(branch, i) for i in range(len(bodies))]
     return lax.switch(index, branches, *operands)
@@ -255,75 +311,80 @@ def _choosing(bodies: list[WithOutputs]) -> Callable[..., list[Any]]:
   return fun
 
 
-def _nothing(kind: Any) -> jax.Array:
+def _make_placeholder(aval: Any) -> jax.Array:
   """What stands for a value that was not computed."""
-  fill = -1 if jnp.issubdtype(kind.dtype, jnp.integer) else 0
-  axes = tuple(_types.varying_of(kind))
-  filled = jnp.full(kind.shape, fill, kind.dtype)
-  return _types.as_varying(filled, axes) if axes else filled
+  fill_value = -1 if jnp.issubdtype(aval.dtype, jnp.integer) else 0
+  axes = tuple(_types.varying_of(aval))
+  placeholder = jnp.full(aval.shape, fill_value, aval.dtype)
+  return _types.as_varying(placeholder, axes) if axes else placeholder
 
 
-def _repeating(
+def _make_scan_with_outputs(
   scan: _higher_order.Scan, body: _equations.ClosedJaxpr
 ) -> Callable[..., list[Any]]:
   """A ``scan`` of another body, which returns more."""
 
   def fun(*inputs: Any) -> list[Any]:
-    consts, first, slices = scan.split(inputs)
+    consts, init, slices = scan.split(inputs)
 
-    def step(carry: Any, its_slices: Any) -> Any:
-      outs = core.jaxpr_as_fun(body)(*consts, *carry, *its_slices)
+    def scan_body(carry: Any, body_slices: Any) -> Any:
+      outs = core.jaxpr_as_fun(body)(*consts, *carry, *body_slices)
       return outs[: scan.num_carry], outs[scan.num_carry :]
 
-    last, stacked = lax.scan(
-      step, list(first), list(slices), scan.length, scan.reverse
+    final_carry, ys = lax.scan(
+      scan_body, list(init), list(slices), scan.length, scan.reverse
     )
-    return [*last, *stacked]
+    return [*final_carry, *ys]
 
   return fun
 
 
-def _on_devices(
-  mapped: _higher_order.ShardMap, body: _equations.ClosedJaxpr
+def _make_shard_map_with_outputs(
+  shard_map: _higher_order.ShardMap, body: _equations.ClosedJaxpr
 ) -> Callable[..., list[Any]]:
   """A ``shard_map`` that also returns an array with an entry of each device."""
-  count = len(mapped.out_specs)
-  kinds = [v.aval for v in body.jaxpr.outvars[count:]]
-  devices = [
-    jax.sharding.PartitionSpec(mapped.list_varying_axes(kind)) for kind in kinds
+  num_outs = len(shard_map.out_specs)
+  avals = [v.aval for v in body.jaxpr.outvars[num_outs:]]
+  captured_specs = [
+    jax.sharding.PartitionSpec(shard_map.list_varying_axes(aval))
+    for aval in avals
   ]
 
   def fun(*inputs: Any) -> list[Any]:
     outs = core.jaxpr_as_fun(body)(*inputs)
-    return [*outs[:count], *(x[None] for x in outs[count:])]
+    return [*outs[:num_outs], *(x[None] for x in outs[num_outs:])]
 
-  out_specs = [*mapped.out_specs, *devices]
-  return mapped.wrap_fun(fun, mapped.in_specs, out_specs)
+  out_specs = [*shard_map.out_specs, *captured_specs]
+  return shard_map.wrap_fun(fun, shard_map.in_specs, out_specs)
 
 
-def _made_anew(
-  eqn: core.JaxprEqn, fun: Callable[..., list[Any]], bodies: list[WithOutputs]
-) -> _Replacement | None:
+def _rebuild_eqn(
+  eqn: core.JaxprEqn,
+  fun: Callable[..., list[Any]],
+  bodies: list[HarvestedJaxpr],
+) -> _HarvestedEqn | None:
   """The equations of a function that returns more than an equation."""
-  made = _equations.trace_replacement_eqns(fun, eqn)
-  if made is None:
+  replacement = _equations.trace_replacement_eqns(fun, eqn)
+  if replacement is None:
     return None
-  eqns, values = made
-  written = iter(body.closed.jaxpr.debug_info for body in bodies)
+  eqns, captured_vars = replacement
+  debug_infos = iter(body.closed_jaxpr.jaxpr.debug_info for body in bodies)
 
-  def as_written(held: _equations.AnyJaxpr) -> _equations.AnyJaxpr:
+  def restore_debug_info(subjaxpr: _equations.AnyJaxpr) -> _equations.AnyJaxpr:
     # It says which function it was, up to which a traceback leads.
-    return _equations.replace_jaxpr_fields(held, debug_info=next(written))
+    return _equations.replace_jaxpr_fields(
+      subjaxpr, debug_info=next(debug_infos)
+    )
 
-  return _Replacement(
+  return _HarvestedEqn(
     [
-      _equations.map_subjaxprs(one, as_written)
-      if one.primitive is eqn.primitive
-      else one
-      for one in eqns
+      _equations.map_subjaxprs(new_eqn, restore_debug_info)
+      if new_eqn.primitive is eqn.primitive
+      else new_eqn
+      for new_eqn in eqns
     ],
-    values,
-    [value for body in bodies for value in body.named],
-    [where for body in bodies for where in body.unreached],
-    [where for body in bodies for where in body.in_branches],
+    captured_vars,
+    [value for body in bodies for value in body.tagged_values],
+    [label for body in bodies for label in body.unreached_labels],
+    [label for body in bodies for label in body.cond_labels],
   )

@@ -197,17 +197,19 @@ def trace(
       raise
     fun = within
     closed = jax.make_jaxpr(flat_fun)(*inputs)
-  program = _outputs.with_named_outputs(closed, _look_at, _is_unscaled)
-  _check_constants(program.closed)
-  outputs += _judged_outputs(program.named)
-  dependence = _step_checks.check_dependence(program.closed, names, outputs)
+  program = _outputs.harvest_tagged_values(closed, _look_at, _is_unscaled)
+  _check_constants(program.closed_jaxpr)
+  outputs += _judged_outputs(program.tagged_values)
+  dependence = _step_checks.check_dependence(
+    program.closed_jaxpr, names, outputs
+  )
   traced = Traced(
-    program.closed,
+    program.closed_jaxpr,
     inputs,
     names,
     dependence.outputs,
-    program.unreached,
-    program.in_branches,
+    program.unreached_labels,
+    program.cond_labels,
     dependence.scales,
     dependence.mistakes,
   )
@@ -260,7 +262,7 @@ def _fault(x: jax.Array) -> jax.Array:
 
 
 def _judged_outputs(
-  named: list[_outputs.NamedValue],
+  named: list[_outputs.TaggedValue],
 ) -> list[_step_checks.Output]:
   """What is marked, by the way to it; several updates have a number each."""
   groups: dict[str, int] = {}
