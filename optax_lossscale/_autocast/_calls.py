@@ -106,7 +106,7 @@ def _rewritten(
 
   def rewritten(kept: _kept.Kept) -> _rewrite.Rewritten:
     rewriter = _rewrite.Rewriter(dtype, kept, known, in_rule)
-    return rewriter.rewrite(closed, _places.Place(), (), paths)
+    return rewriter.rewrite(closed, _places.EqnLocation(), (), paths)
 
   new = rewritten(settings.kept)
   kept = settings.kept.with_exact(new.found.decisions)

@@ -18,7 +18,7 @@ class Decision(NamedTuple):
     patterns: those of the user's patterns that select one of them.
   """
 
-  names: tuple[_places.Names, ...]
+  names: tuple[_places.EqnNames, ...]
   patterns: frozenset[str]
 
   @property
@@ -38,7 +38,7 @@ class Kept(NamedTuple):
   patterns: tuple[str, ...] = ()
   exact: frozenset[str] = frozenset()
 
-  def decide(self, *places: _places.Place) -> Decision:
+  def decide(self, *places: _places.EqnLocation) -> Decision:
     """What is decided of what stands at these places."""
     names = tuple(place.names for place in places)
     every = _all_names(names)
@@ -58,7 +58,7 @@ class Kept(NamedTuple):
     self,
     decisions: Iterable[Decision],
     has_unseen: bool,
-    cast: Callable[[], list[_places.Names]],
+    cast: Callable[[], list[_places.EqnNames]],
   ) -> str:
     """What to tell if a pattern selects nothing; empty if all select.
 
@@ -122,6 +122,6 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
   return many
 
 
-def _all_names(places: Iterable[_places.Names]) -> dict[str, None]:
+def _all_names(places: Iterable[_places.EqnNames]) -> dict[str, None]:
   """All names that select one of these, in the order of the program."""
-  return {name: None for names in places for name in names.all()}
+  return {name: None for names in places for name in names.selectors()}

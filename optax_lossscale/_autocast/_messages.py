@@ -170,7 +170,9 @@ def _places_of(
 
 
 def _where(step: _walk.EqnVisit) -> str:
-  return _places.place_name(_lines.get_op_name(step.eqn), step.location.source)
+  return _places.format_location(
+    _lines.get_op_name(step.eqn), step.location.source_line
+  )
 
 
 def _listed(places: list[str]) -> str:

@@ -82,11 +82,11 @@ class ProductSearch(_walk.EqnSearch):
     return bool(_higher_order.call_in_eqn_context(eqn, lambda: inside(eqn)))
 
 
-def names_of_cast(closed: _equations.ClosedJaxpr) -> list[_places.Names]:
+def names_of_cast(closed: _equations.ClosedJaxpr) -> list[_places.EqnNames]:
   """The names of products that `autocast` runs in half, an inner one, too."""
   steps = _walk.walk(closed, _equations.subjaxprs)
   places = [x.location for x in steps if _operations.is_matmul(x.eqn)]
-  return [place.names for place in places if place.mark is not None]
+  return [place.names for place in places if place.autocast_dtype is not None]
 
 
 def may_hide(eqn: core.JaxprEqn) -> bool:
@@ -145,13 +145,13 @@ class InRule(NamedTuple):
     is_all: whether its derivative could be looked at.
   """
 
-  places: list[_places.Place]
+  places: list[_places.EqnLocation]
   is_all: bool
 
 
 def products_in_rule(
   eqn: core.JaxprEqn,
-  place: _places.Place,
+  place: _places.EqnLocation,
   paths: _weights.Paths,
   may_ask: bool,
 ) -> InRule:

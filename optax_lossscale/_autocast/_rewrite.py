@@ -78,7 +78,7 @@ class _Here(NamedTuple):
   """
 
   jaxpr: core.Jaxpr
-  place: _places.Place
+  place: _places.EqnLocation
   weights: _weights.Weights
   half: Set[Any]
 
@@ -112,7 +112,7 @@ class Rewriter:
   def rewrite(
     self,
     jaxpr: _equations.AnyJaxpr,
-    place: _places.Place,
+    place: _places.EqnLocation,
     are_half: Sequence[bool] = (),
     paths: _weights.Paths = _weights.NO_PATHS,
   ) -> Rewritten:
@@ -142,7 +142,7 @@ class Rewriter:
   def _rewrite_once(
     self,
     jaxpr: _equations.AnyJaxpr,
-    place: _places.Place,
+    place: _places.EqnLocation,
     are_half: Sequence[bool],
     paths: _weights.Paths,
   ) -> Rewritten:
@@ -165,7 +165,7 @@ class Rewriter:
     """What stands in the place of an equation."""
     if _products.is_product(eqn):
       named = here.weights.named(eqn)
-      decisions = self._decide(lambda: [here.place.at(named, here.jaxpr)])
+      decisions = self._decide(lambda: [here.place.locate(named, here.jaxpr)])
       found = Found(has_products=True, decisions=decisions)
       if any(x.is_kept for x in decisions):
         return _Replacement([named], found=found)
@@ -188,7 +188,7 @@ class Rewriter:
     # What nobody asks for need not be found: it takes a look at a traceback.
     place = here.place
     if self._kept.patterns:
-      place = place.at(named, here.jaxpr)
+      place = place.locate(named, here.jaxpr)
     rule = _rules.rule_of(eqn)
     if rule is not None:
       return self._with_rule(eqn, named, rule, place, here)
@@ -209,7 +209,7 @@ class Rewriter:
     eqn: core.JaxprEqn,
     named: core.JaxprEqn,
     rule: _rules.Rule,
-    place: _places.Place,
+    place: _places.EqnLocation,
     here: _Here,
   ) -> _Replacement:
     """An equation whose rule computes in half, if it is understood."""
@@ -246,7 +246,7 @@ class Rewriter:
     self,
     eqn: core.JaxprEqn,
     named: core.JaxprEqn,
-    place: _places.Place,
+    place: _places.EqnLocation,
     here: _Here,
     are_half: Sequence[bool] = (),
   ) -> _Replacement:
@@ -266,7 +266,7 @@ class Rewriter:
     return _Replacement([new], half, together(x.found for x in inside))
 
   def _decide(
-    self, places: Callable[[], list[_places.Place]]
+    self, places: Callable[[], list[_places.EqnLocation]]
   ) -> tuple[_kept.Decision, ...]:
     """What is decided of what stands at some places, which may be to find."""
     return (self._kept.decide(*places()),) if self._kept.patterns else ()
@@ -290,7 +290,7 @@ def in_half(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
   Values are narrowed for each use, even where one equation uses a value twice:
   the cotangents of a shared copy would be added in half.
   """
-  eqn = _places.marked(eqn, dtype)
+  eqn = _places.tag_autocast(eqn, dtype)
   half = lambda atom: _half_of(atom, dtype) if _is_float32(atom) else atom
   inputs, outputs = list(map(half, eqn.invars)), list(map(half, eqn.outvars))
   before = [

@@ -123,7 +123,9 @@ class _Analysis:
     is_backward: bool,
     is_final: bool,
   ) -> list[int]:
-    is_backward = is_backward or _places.Place().within(eqn).backward
+    is_backward = (
+      is_backward or _places.EqnLocation().push_scope(eqn).is_backward
+    )
     name = _outputs.get_tag(eqn)
     if name is not None:
       return [self._labels.at_tag(eqn, name, inputs[0], is_final)]

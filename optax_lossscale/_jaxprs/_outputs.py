@@ -87,7 +87,7 @@ def harvest_tagged_values(
     An :class:`HarvestedJaxpr`.
   """
   return _Harvester(select_capture, is_optional).harvest_jaxpr(
-    closed_jaxpr, _places.Place()
+    closed_jaxpr, _places.EqnLocation()
   )
 
 
@@ -106,7 +106,7 @@ class _Harvester:
     self._required_search = _walk.EqnSearch(is_required, _equations.subjaxprs)
 
   def harvest_jaxpr(
-    self, closed_jaxpr: _equations.ClosedJaxpr, location: _places.Place
+    self, closed_jaxpr: _equations.ClosedJaxpr, location: _places.EqnLocation
   ) -> HarvestedJaxpr:
     """The jaxpr, which stands at this place, with its values returned."""
     jaxpr = closed_jaxpr.jaxpr
@@ -141,15 +141,15 @@ class _Harvester:
     )
 
   def _harvest_eqn(
-    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, location: _places.Place
+    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, location: _places.EqnLocation
   ) -> _HarvestedEqn:
     capture = self._get_capture(eqn)
     if capture is not None:
       return _capture_eqn(eqn, capture)
     if not self._captured_search.any_inside(eqn):
       return _HarvestedEqn([eqn])
-    eqn_location = location.at(eqn, jaxpr)
-    label = _places.place_name(_lines.get_op_name(eqn), eqn_location.name)
+    eqn_location = location.locate(eqn, jaxpr)
+    label = _places.format_location(_lines.get_op_name(eqn), eqn_location.label)
     harvest_body = functools.partial(self.harvest_jaxpr, location=eqn_location)
     match _higher_order.parse_higher_order(eqn):
       case _higher_order.Call(body) if _can_add_outputs(eqn):

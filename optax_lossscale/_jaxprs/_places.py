@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs import _lines
 
 # What JAX puts among the scopes of a user.
-_OF_JAX = {"", "checkpoint", "rematted_computation"}
+_JAX_SCOPES = {"", "checkpoint", "rematted_computation"}
 
-_MARK = "autocast-"
+_AUTOCAST_PREFIX = "autocast-"
 # Before a line, it selects what is there without a path of weights, such as a
 # product of weights that were updated, beside others on this line.
 _NO_WEIGHTS = "no weights"
@@ -28,47 +28,50 @@ class _DtypeScope(str):
   __slots__ = ()
 
 
-class _WeightsScope(str):
+class _ParamPathScope(str):
   """The scope that tells a path of weights, or the rest of it within a call."""
 
   __slots__ = ()
 
 
-class Names(NamedTuple):
+class EqnNames(NamedTuple):
   """The names of a place: scopes, weights and lines are three things.
 
   Attributes:
-    scope: the scopes around it, such as ``Net/block1``; often empty.
-    weights: the path of its weights, such as ``blocks/2/up``; often empty.
-    both: scopes and weights in one, in the order in which they stand.
+    name_scope: the scopes around it, such as ``Net/block1``; often empty.
+    param_path: the path of its weights, such as ``blocks/2/up``; often empty.
+    scoped_path: scopes and weights in one, in the order in which they stand.
     lines: the user's lines that led here, the nearest first.
   """
 
-  scope: str = ""
-  weights: str = ""
-  both: str = ""
+  name_scope: str = ""
+  param_path: str = ""
+  scoped_path: str = ""
   lines: tuple[_lines.SourceLine, ...] = ()
 
-  def heads(self) -> dict[str, None]:
+  def prefixes(self) -> dict[str, None]:
     """The names without lines, of the place and of all that is around it."""
-    wholes = [whole.split("/") for whole in self[:3] if whole]
+    split_names = [full_name.split("/") for full_name in self[:3] if full_name]
     return {
-      "/".join(whole[:n]): None
-      for whole in wholes
-      for n in range(len(whole), 0, -1)
-      if any(whole[:n])  # A key may be empty.
+      "/".join(full_name[:n]): None
+      for full_name in split_names
+      for n in range(len(full_name), 0, -1)
+      if any(full_name[:n])  # A key may be empty.
     }
 
-  def all(self) -> Iterator[str]:
+  def selectors(self) -> Iterator[str]:
     """All names that select it: each alone, and with a line."""
-    heads, lines = self.heads(), [x for y in self.lines for x in y.selectors]
-    yield from heads
-    yield from lines
-    before = [*heads] if self.weights else [*heads, _NO_WEIGHTS]
-    for pair in itertools.product(before, lines):
-      yield place_name(*pair)
+    prefixes, line_selectors = (
+      self.prefixes(),
+      [x for y in self.lines for x in y.selectors],
+    )
+    yield from prefixes
+    yield from line_selectors
+    line_prefixes = [*prefixes] if self.param_path else [*prefixes, _NO_WEIGHTS]
+    for pair in itertools.product(line_prefixes, line_selectors):
+      yield format_location(*pair)
 
-  def best(self) -> list[str]:
+  def candidate_labels(self) -> list[str]:
     """The names without lines that tell most, the shortest first.
 
     The path of the weights tells which layer it is, unless the scopes are those
@@ -76,50 +79,54 @@ class Names(NamedTuple):
     which the last key is that of an array, if it is no number. And some have a
     plain list of weights beside them.
     """
-    *layer, key = self.weights.split("/")
-    last = key if key.isdigit() else ["", *layer][-1]
-    is_in_list = key == self.weights and key.isdigit()
-    is_full = is_in_list or last in self.scope.split("/")
-    names = [self.scope if is_full else "", self.weights, self.both]
-    return list(filter(None, names)) or [""]
+    *layer, key = self.param_path.split("/")
+    layer_name = key if key.isdigit() else ["", *layer][-1]
+    is_list_item = key == self.param_path and key.isdigit()
+    scope_has_layer = is_list_item or layer_name in self.name_scope.split("/")
+    candidates = [
+      self.name_scope if scope_has_layer else "",
+      self.param_path,
+      self.scoped_path,
+    ]
+    return list(filter(None, candidates)) or [""]
 
 
-class Place(NamedTuple):
+class EqnLocation(NamedTuple):
   """Where a walk through jaxprs has come to.
 
   Attributes:
-    stack: the scopes around it, as JAX keeps them: beside their names it notes
+    name_stack: the scopes around it, as JAX keeps them: beside their names it notes
       the transformations between them.
     lines: the user's lines that led here, as far as they are known, the nearest
       first, up to the function that was given to `autocast`.
-    path: the names of the steps that led here.
+    eqn_path: the names of the steps that led here.
   """
 
-  stack: tuple[Any, ...] = ()
+  name_stack: tuple[Any, ...] = ()
   lines: tuple[_lines.SourceLine, ...] = ()
-  path: tuple[str, ...] = ()
+  eqn_path: tuple[str, ...] = ()
 
   @property
-  def names(self) -> Names:
+  def names(self) -> EqnNames:
     """Its names, the same forward and backward, with and without ``vmap``."""
-    weights: list[str] = []
-    for name in self._of_class(_WeightsScope):
+    path_parts: list[str] = []
+    for name in self._filter_scopes(_ParamPathScope):
       # The backward pass may tell again what is around it: the same object.
-      again = [i for i, x in enumerate(weights) if x is name]
-      weights = [*weights[: again[0] if again else None], name]
-    scope = _joined(self.stack, _DtypeScope, _WeightsScope)
-    both = _joined(self.stack, _DtypeScope)
-    return Names(scope, "/".join(weights), both, self.lines)
+      repeats = [i for i, x in enumerate(path_parts) if x is name]
+      path_parts = [*path_parts[: repeats[0] if repeats else None], name]
+    name_scope = _join_scopes(self.name_stack, _DtypeScope, _ParamPathScope)
+    scoped_path = _join_scopes(self.name_stack, _DtypeScope)
+    return EqnNames(name_scope, "/".join(path_parts), scoped_path, self.lines)
 
   @property
-  def scope(self) -> str:
+  def name_scope(self) -> str:
     """The scopes around it, such as ``Net/block1``; often empty."""
-    return self.names.scope
+    return self.names.name_scope
 
   @property
-  def weights(self) -> str:
+  def param_path(self) -> str:
     """The path of its weights, such as ``blocks/2/up``; often empty."""
-    return self.names.weights
+    return self.names.param_path
 
   @property
   def line(self) -> _lines.SourceLine | None:
@@ -127,23 +134,27 @@ class Place(NamedTuple):
     return self.lines[0] if self.lines else None
 
   @property
-  def source(self) -> str:
+  def source_line(self) -> str:
     """The same as a string; empty if none is known."""
     return str(self.line or "")
 
   @property
-  def name(self) -> str:
+  def label(self) -> str:
     """How a report names it that tells its line in any case."""
-    return place_name(self.names.best()[0], self.source)
+    return format_location(self.names.candidate_labels()[0], self.source_line)
 
   @property
-  def mark(self) -> Any:
+  def autocast_dtype(self) -> Any:
     """The half precision in which `autocast` runs it; None if it does not."""
-    marks = self._of_class(_DtypeScope)
-    return jnp.dtype(marks[-1].removeprefix(_MARK)) if marks else None
+    dtype_scopes = self._filter_scopes(_DtypeScope)
+    return (
+      jnp.dtype(dtype_scopes[-1].removeprefix(_AUTOCAST_PREFIX))
+      if dtype_scopes
+      else None
+    )
 
   @property
-  def backward(self) -> bool:
+  def is_backward(self) -> bool:
     """Whether it is part of a backward pass.
 
     The backward pass of a derivative inside of the loss, such as a force, is
@@ -151,84 +162,92 @@ class Place(NamedTuple):
     no loss scale helps.
     """
     # This is all that JAX leaves of derivatives, the outermost first.
-    names = (x.name for x in self.stack if _is_transform(x))
+    names = (x.name for x in self.name_stack if _is_transform(x))
     derivatives = (name for name in names if name in ("jvp", "transpose"))
     return next(derivatives, "") == "transpose"
 
-  def within(self, eqn: core.JaxprEqn) -> "Place":
+  def push_scope(self, eqn: core.JaxprEqn) -> "EqnLocation":
     """The place of an equation but for its lines, which take longer to find."""
-    return self._replace(stack=self.stack + _stack_of(eqn))
+    return self._replace(stack=self.name_stack + _get_name_stack(eqn))
 
-  def at(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "Place":
+  def locate(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "EqnLocation":
     """The place of an equation in the jaxpr that the walk has come to."""
-    own, is_all = _lines.get_user_lines(eqn, jaxpr)
-    outer = () if own and is_all else self.lines
-    return self.within(eqn)._replace(lines=own + outer)
+    eqn_lines, is_complete = _lines.get_user_lines(eqn, jaxpr)
+    outer_lines = () if eqn_lines and is_complete else self.lines
+    return self.push_scope(eqn)._replace(lines=eqn_lines + outer_lines)
 
-  def step(self, name: str) -> "Place":
+  def push_eqn_path(self, name: str) -> "EqnLocation":
     """One step further."""
-    return self._replace(path=(*self.path, name))
+    return self._replace(path=(*self.eqn_path, name))
 
-  def _of_class(self, kind: type[str]) -> list[str]:
-    return [x.name for x in self.stack if isinstance(x.name, kind)]
+  def _filter_scopes(self, cls: type[str]) -> list[str]:
+    return [x.name for x in self.name_stack if isinstance(x.name, cls)]
 
 
-def _joined(stack: Sequence[Any], *without: type[str]) -> str:
+def _join_scopes(stack: Sequence[Any], *excluded_types: type[str]) -> str:
   """The scopes as one, but for some."""
-  whole: list[str] = []
+  joined_parts: list[str] = []
   # What follows a transformation may tell again what is around it.
-  for _, group in itertools.groupby(stack, _Counter()):
+  for _, group in itertools.groupby(stack, _TransformGrouper()):
     scopes = [x.name for x in group if not _is_transform(x)]
-    own = [
+    group_parts = [
       name
       for scope in scopes
-      if not isinstance(scope, without)
+      if not isinstance(scope, excluded_types)
       for name in scope.split("/")
       # A key may be empty, or have such a name.
-      if name not in _OF_JAX or isinstance(scope, _WeightsScope)
+      if name not in _JAX_SCOPES or isinstance(scope, _ParamPathScope)
     ]
-    whole = own if own[: len(whole)] == whole else whole + own
-  return "/".join(whole)
+    joined_parts = (
+      group_parts
+      if group_parts[: len(joined_parts)] == joined_parts
+      else joined_parts + group_parts
+    )
+  return "/".join(joined_parts)
 
 
-class _Counter:
+class _TransformGrouper:
   """Numbers the groups of scopes, each with the transformations before it."""
 
   def __init__(self) -> None:
-    self._count, self._before = 0, False
+    self._group, self._was_transform = 0, False
 
   def __call__(self, scope: Any) -> int:
     is_transform = _is_transform(scope)
-    self._count += is_transform and not self._before
-    self._before = is_transform
-    return self._count
+    self._group += is_transform and not self._was_transform
+    self._was_transform = is_transform
+    return self._group
 
 
 def has_scope(eqn: core.JaxprEqn, name: str) -> bool:
   """Whether an equation stands in a scope of this name, within its jaxpr."""
-  of_user = [x.name for x in _stack_of(eqn) if type(x.name) is str]
-  return any(name in scope.split("/") for scope in of_user if name in scope)
+  user_scopes = [x.name for x in _get_name_stack(eqn) if type(x.name) is str]
+  return any(name in scope.split("/") for scope in user_scopes if name in scope)
 
 
-def with_weights(eqn: core.JaxprEqn, path: Sequence[str]) -> core.JaxprEqn:
+def tag_param_path(eqn: core.JaxprEqn, path: Sequence[str]) -> core.JaxprEqn:
   """The equation, with a path of weights within all that it stands in."""
-  return _with_scope(eqn, _WeightsScope("/".join(path))) if path else eqn
+  return (
+    _extend_name_stack(eqn, _ParamPathScope("/".join(path))) if path else eqn
+  )
 
 
-def marked(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
+def tag_autocast(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
   """The equation, marked as one that `autocast` made for this dtype."""
-  return _with_scope(eqn, _DtypeScope(f"{_MARK}{dtype}"))
+  return _extend_name_stack(eqn, _DtypeScope(f"{_AUTOCAST_PREFIX}{dtype}"))
 
 
-def _with_scope(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
-  info: Any = eqn.source_info
-  if not hasattr(info.name_stack, "extend"):
+def _extend_name_stack(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
+  source_info: Any = eqn.source_info
+  if not hasattr(source_info.name_stack, "extend"):
     return eqn  # Another JAX keeps scopes in another way.
-  stack = info.name_stack.extend(name)
-  return eqn.replace(source_info=type(info)(info.traceback, stack))
+  name_stack = source_info.name_stack.extend(name)
+  return eqn.replace(
+    source_info=type(source_info)(source_info.traceback, name_stack)
+  )
 
 
-def _stack_of(eqn: core.JaxprEqn) -> tuple[Any, ...]:
+def _get_name_stack(eqn: core.JaxprEqn) -> tuple[Any, ...]:
   return getattr(eqn.source_info.name_stack, "stack", ())
 
 
@@ -237,13 +256,13 @@ def _is_transform(scope: Any) -> bool:
   return type(scope).__name__ == "Transform"
 
 
-def place_name(scope: str, source: str) -> str:
+def format_location(scope: str, source_line: str) -> str:
   """How reports name a place: ``Net/block1 at model.py:32 (Block)``."""
-  return " at ".join(filter(None, [scope, source]))
+  return " at ".join(filter(None, [scope, source_line]))
 
 
-def telling_names(
-  places: Sequence[tuple[Names, bool]],
+def make_unique_labels(
+  sites: Sequence[tuple[EqnNames, bool]],
 ) -> list[tuple[str, str]]:
   """For each place, the shortest name that tells it from all others.
 
@@ -253,66 +272,76 @@ def telling_names(
   with its derivatives.
 
   Args:
-    places: for each place, its names, and whether it is in a backward pass.
+    sites: for each place, its names, and whether it is in a backward pass.
 
   Returns:
     For each of them its name; and the line that tells it from others which have
     the same name but for the line, as a string, empty if none is known.
   """
-  products: dict[str, list[Names]] = {}
-  for pass_ in False, True:  # A backward pass is that of a forward pass.
-    its_own: dict[str, list[Names]] = {}
+  names_by_prefix: dict[str, list[EqnNames]] = {}
+  for is_backward in False, True:  # A backward pass is that of a forward pass.
+    pass_names_by_prefix: dict[str, list[EqnNames]] = {}
     for names in dict.fromkeys(
-      x for x, backward in places if backward == pass_
+      x for x, backward in sites if backward == is_backward
     ):
-      for head in names.heads():
-        its_own.setdefault(head, []).append(names)
-    products = its_own | products
-  known = dict.fromkeys(names for names, _ in places)
-  led_to: dict[_lines.SourceLine, list[Names]] = {}
-  for names in known:
+      for prefix in names.prefixes():
+        pass_names_by_prefix.setdefault(prefix, []).append(names)
+    names_by_prefix = pass_names_by_prefix | names_by_prefix
+  distinct_names = dict.fromkeys(names for names, _ in sites)
+  names_by_line: dict[_lines.SourceLine, list[EqnNames]] = {}
+  for names in distinct_names:
     for line in names.lines:
-      led_to.setdefault(line, []).append(names)
-  heads = {names: names.heads() for names in known}
+      names_by_line.setdefault(line, []).append(names)
+  prefixes_by_names = {names: names.prefixes() for names in distinct_names}
 
-  def selected(head: str, line: _lines.SourceLine) -> list[Names]:
-    if head == _NO_WEIGHTS:
-      return [x for x in led_to[line] if not x.weights]
-    return [x for x in led_to[line] if not head or head in heads[x]]
+  def match_names(prefix: str, line: _lines.SourceLine) -> list[EqnNames]:
+    if prefix == _NO_WEIGHTS:
+      return [x for x in names_by_line[line] if not x.param_path]
+    return [
+      x
+      for x in names_by_line[line]
+      if not prefix or prefix in prefixes_by_names[x]
+    ]
 
-  def told(names: Names) -> tuple[str, str]:
-    best = names.best()
-    telling = [x for x in best if _is_one(products.get(x, []))]
-    others = [] if names.weights else [_NO_WEIGHTS]
-    its_heads = [*telling, *best, *others]
-    pairs = list(itertools.product(its_heads, names.lines))
-    own = (
-      (head, str(line))
-      for head, line in pairs
-      if all(_are_one(names, other) for other in selected(head, line))
+  def make_label(names: EqnNames) -> tuple[str, str]:
+    candidates = names.candidate_labels()
+    unique_candidates = [
+      x for x in candidates if _is_single_site(names_by_prefix.get(x, []))
+    ]
+    fallbacks = [] if names.param_path else [_NO_WEIGHTS]
+    prefixes = [*unique_candidates, *candidates, *fallbacks]
+    pairs = list(itertools.product(prefixes, names.lines))
+    unique_pairs = (
+      (prefix, str(line))
+      for prefix, line in pairs
+      if all(_is_same_site(names, other) for other in match_names(prefix, line))
     )
-    nearest = str([*names.lines, ""][0])
-    head, source = next(own, ([*telling, *best][0], nearest))
-    return telling[0] if telling else place_name(head, source), source
+    nearest_line = str([*names.lines, ""][0])
+    prefix, source_line = next(
+      unique_pairs, ([*unique_candidates, *candidates][0], nearest_line)
+    )
+    return unique_candidates[0] if unique_candidates else format_location(
+      prefix, source_line
+    ), source_line
 
-  by_names = {names: told(names) for names in known}
-  return [by_names[names] for names, _ in places]
+  labels = {names: make_label(names) for names in distinct_names}
+  return [labels[names] for names, _ in sites]
 
 
-def _is_one(products: list[Names]) -> bool:
+def _is_single_site(names: list[EqnNames]) -> bool:
   """Whether these are one product."""
-  return bool(products) and all(_are_one(products[0], x) for x in products)
+  return bool(names) and all(_is_same_site(names[0], x) for x in names)
 
 
-def _are_one(one: Names, other: Names) -> bool:
+def _is_same_site(a: EqnNames, b: EqnNames) -> bool:
   """Whether two names are those of one product, as far as they tell."""
-  return one[:3] == other[:3] and _may_be(one.lines, other.lines)
+  return a[:3] == b[:3] and _is_subsequence(a.lines, b.lines)
 
 
-def _may_be(
-  some: tuple[_lines.SourceLine, ...], other: tuple[_lines.SourceLine, ...]
+def _is_subsequence(
+  a: tuple[_lines.SourceLine, ...], b: tuple[_lines.SourceLine, ...]
 ) -> bool:
   """Whether two ways are one: JAX forgets lines of some equations."""
-  few, many = sorted([some, other], key=len)
-  rest = iter(many)
-  return all(line in rest for line in few)
+  shorter, longer = sorted([a, b], key=len)
+  longer_iter = iter(longer)
+  return all(line in longer_iter for line in shorter)

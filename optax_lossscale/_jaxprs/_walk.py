@@ -39,15 +39,15 @@ class EqnVisit:
   closed_jaxpr: _equations.ClosedJaxpr
   parent: "EqnVisit | None"
   body_index: int
-  root_location: _places.Place
+  root_location: _places.EqnLocation
 
   @functools.cached_property
-  def location(self) -> _places.Place:
+  def location(self) -> _places.EqnLocation:
     """Where the equation stands. It takes a look at tracebacks."""
     parent_location = (
       self.parent.location if self.parent else self.root_location
     )
-    return parent_location.at(self.eqn, self.closed_jaxpr.jaxpr)
+    return parent_location.locate(self.eqn, self.closed_jaxpr.jaxpr)
 
   @property
   def ancestors(self) -> "list[EqnVisit]":
@@ -90,7 +90,7 @@ def walk(
   only_live: bool = False,
   used_outputs: list[bool] | None = None,
   weights: _weights.Weights | None = None,
-  root_location: _places.Place | None = None,
+  root_location: _places.EqnLocation | None = None,
   parent: EqnVisit | None = None,
   body_index: int = 0,
 ) -> Iterator[EqnVisit]:
@@ -119,7 +119,7 @@ def walk(
       closed_jaxpr,
       parent,
       body_index,
-      root_location or _places.Place(),
+      root_location or _places.EqnLocation(),
     )
     yield visit
     returns_body_outputs = only_live and isinstance(

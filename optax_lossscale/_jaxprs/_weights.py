@@ -106,9 +106,9 @@ class Weights:
     if not self._weights and not self._gradients:
       return eqn
     if not _operations.is_matmul(eqn):
-      return _places.with_weights(eqn, self._within(eqn)[0])
+      return _places.tag_param_path(eqn, self._within(eqn)[0])
     paths = [*self.of(eqn.invars[:2]), _get(self._gradients, eqn.outvars[0])]
-    return _places.with_weights(eqn, next(filter(None, paths), ()))
+    return _places.tag_param_path(eqn, next(filter(None, paths), ()))
 
   def paths_in(self, eqn: core.JaxprEqn) -> Paths:
     """What a call leaves open of the paths of its inputs and outputs."""

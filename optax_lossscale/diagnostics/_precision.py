@@ -326,13 +326,15 @@ def _wide_rows(
   products: list[Product], dtype: np.dtype
 ) -> Iterator[UnconvertedMatmul]:
   places = [p.step.location for p in products]
-  told = _places.telling_names([(x.names, x.backward) for x in places])
+  told = _places.make_unique_labels([(x.names, x.is_backward) for x in places])
   for p, place, (name, source) in zip(products, places, told, strict=True):
     if _is_wider(p.operand_dtype, dtype):
       # Without weights, it is for the line that it is told.
-      with_line = _places.place_name(place.names.best()[0], source)
+      with_line = _places.format_location(
+        place.names.candidate_labels()[0], source
+      )
       has_line = name.endswith(source)
-      own_name = name if place.weights or has_line else with_line
+      own_name = name if place.param_path or has_line else with_line
       where = _whereabouts(place, own_name)
       kind = p.primitive, p.operand_dtype, p.result_dtype
       numbers = p.flops, 0.0, p.step.num_executions
@@ -346,15 +348,21 @@ def _risk_rows(steps: list[_walk.EqnVisit], dtype: np.dtype) -> Iterator[Risk]:
       continue
     for reason in _risks_of(step, dtype, numbers):
       name = _lines.get_op_name(step.eqn)
-      where = _whereabouts(step.location, step.location.name)
+      where = _whereabouts(step.location, step.location.label)
       yield Risk(name, reason, step.num_executions, *where)
 
 
 def _whereabouts(
-  place: _places.Place, name: str
+  place: _places.EqnLocation, name: str
 ) -> tuple[str, str, str, str, bool]:
   names = place.names
-  return name, names.scope, names.weights, place.source, place.backward
+  return (
+    name,
+    names.name_scope,
+    names.param_path,
+    place.source_line,
+    place.is_backward,
+  )
 
 
 def _with_fractions(rows: Iterable[Any], total: int) -> tuple[Any, ...]:
@@ -553,5 +561,7 @@ def _limitation(step: _walk.EqnVisit) -> str:
     and _operations.count_flops(step.eqn) is None
   ):
     reason = "its FLOPs are not counted"
-  where = f" at {step.location.source}" if step.location.source else ""
+  where = (
+    f" at {step.location.source_line}" if step.location.source_line else ""
+  )
   return f"{_lines.get_op_name(step.eqn)}{where}: {reason}" if reason else ""

@@ -485,10 +485,10 @@ def computes_in_half(
   def is_half(visit: _walk.EqnVisit) -> bool:
     if not any(map(_is_half, visit.eqn.outvars)):
       return False
-    place = _places.Place()
+    place = _places.EqnLocation()
     for outer in reversed(visit.ancestors):
-      place = place.within(outer.eqn)
-    return not without_autocast or place.mark is None
+      place = place.push_scope(outer.eqn)
+    return not without_autocast or place.autocast_dtype is None
 
   return any(map(is_half, _walk.walk(closed, _equations.subjaxprs)))
 

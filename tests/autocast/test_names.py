@@ -255,10 +255,11 @@ def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
     places = [
       step.location
       for step in steps
-      if _operations.is_matmul(step.eqn) and step.location.mark is not None
+      if _operations.is_matmul(step.eqn)
+      and step.location.autocast_dtype is not None
     ]
-    named = [(place.names, place.backward) for place in places]
-    told = [name for name, _ in _places.telling_names(named)]
+    named = [(place.names, place.is_backward) for place in places]
+    told = [name for name, _ in _places.make_unique_labels(named)]
     return collections.Counter(zip(told, named, strict=True))
 
   before = rows()
@@ -284,9 +285,9 @@ def test_scopes_of_another_jax_are_none():
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(jnp.eye(2)).eqns
   info = eqn.source_info
   other = eqn.replace(source_info=type(info)(info.traceback, "scope"))
-  assert _places.with_weights(other, ("w",)) is other
-  assert _places.Place().within(other).names[:3] == ("", "", "")
-  assert _places.with_weights(eqn, ()) is eqn
+  assert _places.tag_param_path(other, ("w",)) is other
+  assert _places.EqnLocation().push_scope(other).names[:3] == ("", "", "")
+  assert _places.tag_param_path(eqn, ()) is eqn
 
 
 def test_a_product_of_a_backward_pass_alone_needs_no_line():

@@ -149,9 +149,9 @@ def assert_names_select(nests):
   grad = lambda **kwargs: jax.grad(ols.autocast(loss, **kwargs))
   rows = _program.Rows(jax.make_jaxpr(grad())(params, X))
   names = {
-    (row.names.weights, name)
+    (row.names.param_path, name)
     for row, name in zip(rows.all, rows.names, strict=True)
-    if row.names.weights
+    if row.names.param_path
   }
   # Each weight has one name, which is that of no other.
   assert sorted(path for path, _ in names) == sorted(beside), names

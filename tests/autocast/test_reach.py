@@ -262,7 +262,7 @@ def rewrite(jaxpr):
     call=lambda fun, *_: (fun(), ()),
   )
   rewriter = _rewrite.Rewriter(half, _kept.Kept(), known, in_rule)
-  new, _, found = rewriter.rewrite(jaxpr, _places.Place())
+  new, _, found = rewriter.rewrite(jaxpr, _places.EqnLocation())
   told = _messages.of_missed(
     _equations.close_jaxpr(jaxpr), found.missed, "float16"
   )

@@ -300,7 +300,7 @@ def test_nothing_but_the_scopes_changes(monkeypatch):
   cast = ols.autocast(lambda params, x: net(params, x))
   text = lambda: str(jax.make_jaxpr(lambda *args: cast(*args))(params, X))
   before = text()
-  monkeypatch.setattr(_places, "with_weights", lambda eqn, path: eqn)
+  monkeypatch.setattr(_places, "tag_param_path", lambda eqn, path: eqn)
   monkeypatch.setattr(_places, "marked", lambda eqn, dtype: eqn)
   assert text() == before
 

@@ -64,8 +64,8 @@ def named_products(fun, *args, only_needed=False):
   for step in steps:
     if _operations.is_matmul(step.eqn):
       names, dtype = step.location.names, step.eqn.outvars[0].aval.dtype
-      own = names.best()[0], names.weights, names.scope
-      found.append(Product(*own, step.location.backward, str(dtype)))
+      own = names.candidate_labels()[0], names.param_path, names.name_scope
+      found.append(Product(*own, step.location.is_backward, str(dtype)))
   return found
 
 

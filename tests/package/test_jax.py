@@ -275,8 +275,8 @@ def test_the_classes_of_hijax_are_known():
 def test_scopes_are_objects_that_stay_with_an_equation():
   """Of another kind, products would have no marks and no names of weights."""
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
-  marked = _places.marked(eqn, jnp.dtype("float16"))
-  marked = _places.with_weights(marked, ("blocks", "2"))
+  marked = _places.tag_autocast(eqn, jnp.dtype("float16"))
+  marked = _places.tag_param_path(marked, ("blocks", "2"))
   alone = jax.make_jaxpr(_equations.eqn_as_fun(marked))(X, X)
   fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
   moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
@@ -289,7 +289,7 @@ def test_scopes_are_objects_that_stay_with_an_equation():
       for held in _equations.subjaxprs(inner):
         walk(held.jaxpr, place.within(inner))
 
-  walk(moved.jaxpr, _places.Place())
+  walk(moved.jaxpr, _places.EqnLocation())
   assert len(products) >= 2
   for place in products:
     assert (place.mark, place.weights) == (jnp.dtype("float16"), "blocks/2")

@@ -268,8 +268,8 @@ def _product(
   return _report.MatmulPrecision(
     row.primitive,
     rows.names[i],
-    row.names.scope,
-    row.names.weights,
+    row.names.name_scope,
+    row.names.param_path,
     rows.sources[i],
     row.backward,
     isolated_error=effect,

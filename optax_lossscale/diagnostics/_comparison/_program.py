@@ -45,7 +45,7 @@ class Row(NamedTuple):
   """
 
   primitive: str
-  names: _places.Names
+  names: _places.EqnNames
   backward: bool
   dtype: np.dtype
 
@@ -96,7 +96,7 @@ class Program(NamedTuple):
 
   rows: "Rows"
   ways: Any
-  place: _places.Place = _places.Place()
+  place: _places.EqnLocation = _places.EqnLocation()
 
   def run(
     self, closed: _equations.ClosedJaxpr, inputs: Sequence[Any], notes: Notes
@@ -135,7 +135,7 @@ class Program(NamedTuple):
     self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, inputs: list[Any], notes: Notes
   ) -> Done:
     if is_product(eqn, self.place):
-      row = self.rows.number(eqn, self.place.at(eqn, jaxpr))
+      row = self.rows.number(eqn, self.place.locate(eqn, jaxpr))
       if row is None:
         return _equations.eqn_as_fun(_operations.as_highest_float32(eqn))(
           *inputs
@@ -146,7 +146,7 @@ class Program(NamedTuple):
     if has_half or self.rows.are_in(eqn):
       call = self.rows.higher_order_of(eqn)
     if call is not None:
-      inside = self._replace(place=self.place.at(eqn, jaxpr))
+      inside = self._replace(place=self.place.locate(eqn, jaxpr))
       with _equations.get_eqn_ctx_manager(eqn):
         return inside._enter(call, inputs, notes)
     if not eqn.outvars and _SILENT.search(eqn.primitive.name):
@@ -323,27 +323,31 @@ class Rows:
   """
 
   def __init__(self, closed: _equations.ClosedJaxpr) -> None:
-    alone = functools.partial(is_marked, around=_places.Place())
+    alone = functools.partial(is_marked, around=_places.EqnLocation())
     self.are_in = _walk.EqnSearch(alone, _equations.subjaxprs).any_inside
     self.higher_order_of = functools.cache(_higher_order.parse_higher_order)
     self.not_entered: list[str] = []
     self._numbers: dict[Row, int] = {}
     for step in _walk.walk(closed, self._inside, only_live=True):
-      around = step.parent.location if step.parent else _places.Place()
+      around = step.parent.location if step.parent else _places.EqnLocation()
       if is_product(step.eqn, around):
         self._numbers.setdefault(
           _row(step.eqn, step.location), len(self._numbers)
         )
       elif self.are_in(step.eqn) and self.higher_order_of(step.eqn) is None:
         name = _lines.get_op_name(step.eqn)
-        self.not_entered.append(_places.place_name(name, step.location.name))
+        self.not_entered.append(
+          _places.format_location(name, step.location.label)
+        )
     self.all = list(self._numbers)
-    told = _places.telling_names([(x.names, x.backward) for x in self.all])
+    told = _places.make_unique_labels([(x.names, x.backward) for x in self.all])
     self.names = [name for name, _ in told]
     self.sources = [source for _, source in told]
     self.dtypes = {row.dtype for row in self.all}
 
-  def number(self, eqn: core.JaxprEqn, place: _places.Place) -> int | None:
+  def number(
+    self, eqn: core.JaxprEqn, place: _places.EqnLocation
+  ) -> int | None:
     """The row of a product at this place; None if nothing reads its result."""
     return self._numbers.get(_row(eqn, place))
 
@@ -359,19 +363,19 @@ class Rows:
     return _higher_order.get_bodies(call) if call else []
 
 
-def is_product(eqn: core.JaxprEqn, around: _places.Place) -> bool:
+def is_product(eqn: core.JaxprEqn, around: _places.EqnLocation) -> bool:
   """Whether this is a product that `autocast` runs in half precision."""
   return _operations.is_matmul(eqn) and is_marked(eqn, around)
 
 
-def is_marked(eqn: core.JaxprEqn, around: _places.Place) -> bool:
+def is_marked(eqn: core.JaxprEqn, around: _places.EqnLocation) -> bool:
   """Whether `autocast` made this equation, or what is around it."""
-  return around.within(eqn).mark is not None
+  return around.push_scope(eqn).autocast_dtype is not None
 
 
-def _row(eqn: core.JaxprEqn, place: _places.Place) -> Row:
+def _row(eqn: core.JaxprEqn, place: _places.EqnLocation) -> Row:
   name = _lines.get_op_name(eqn)
-  return Row(name, place.names, place.backward, place.mark)
+  return Row(name, place.names, place.is_backward, place.autocast_dtype)
 
 
 def no_statistics() -> Statistics:

@@ -170,11 +170,13 @@ def _origins_of(
   origins = _marks.Origins()
   stepper = _stepper.Stepper(origins, _runners.Runner(), progress)
   inputs = [
-    stepper.constant(jnp.asarray(x), "argument", _places.Place(path=(name,)))
+    stepper.constant(
+      jnp.asarray(x), "argument", _places.EqnLocation(eqn_path=(name,))
+    )
     for x, name in zip(traced.inputs, traced.names, strict=True)
   ]
   used = outs and [not _bits.is_finite(out) for out in outs]
-  values = stepper.run(traced.closed, inputs, _places.Place(), used)
+  values = stepper.run(traced.closed, inputs, _places.EqnLocation(), used)
   found = _that_count(origins, values, traced)
   return found, outs or [value.array for value in values]
 

@@ -150,7 +150,7 @@ class Overflow(_numbers.PrintedReport):
 def describe(
   primitive: str,
   inputs: list[Any],
-  place: _places.Place,
+  place: _places.EqnLocation,
   axis: int,
   out: jax.Array,
   own: np.ndarray,
@@ -169,19 +169,19 @@ def describe(
     An :class:`Overflow`.
   """
   is_argument = primitive == "argument"
-  path = place.path if is_argument else (*place.path, primitive)
+  path = place.eqn_path if is_argument else (*place.eqn_path, primitive)
   return Overflow(
     primitive=primitive,
     dtype=np.dtype(out.dtype),
     kind="inf" if (np.isinf(_bits.as_numbers(out)) & own).any() else "nan",
-    name_scope=place.scope,
-    param_path=place.weights,
-    name=place.name,
-    source_line=place.source,
+    name_scope=place.name_scope,
+    param_path=place.param_path,
+    name=place.label,
+    source_line=place.source_line,
     eqn_path="/".join(path),
-    backward=place.backward,
+    backward=place.is_backward,
     inputs=tuple(_operand(array, axis) for array in inputs),
-    in_autocast=place.mark is not None,
+    in_autocast=place.autocast_dtype is not None,
   )
 
 

@@ -64,13 +64,13 @@ class _Entry(NamedTuple):
 
   eqn: core.JaxprEqn
   inputs: list[_marks.Value]
-  locate: Callable[[], _places.Place]
+  locate: Callable[[], _places.EqnLocation]
   has_effect: bool
   used: list[bool] | None = None
 
-  def within(self, step: str) -> _places.Place:
+  def within(self, step: str) -> _places.EqnLocation:
     """The place of what it runs in this step."""
-    return self.locate().step(step)
+    return self.locate().push_eqn_path(step)
 
 
 class Stepper:
@@ -98,7 +98,7 @@ class Stepper:
     self,
     closed: _equations.ClosedJaxpr,
     inputs: list[_marks.Value],
-    place: _places.Place,
+    place: _places.EqnLocation,
     used: list[bool] | None = None,
   ) -> list[_marks.Value]:
     """Runs a jaxpr.
@@ -115,8 +115,8 @@ class Stepper:
     """
 
     @functools.cache
-    def place_of(eqn: core.JaxprEqn | None) -> _places.Place:
-      return place if eqn is None else place.at(eqn, closed.jaxpr)
+    def place_of(eqn: core.JaxprEqn | None) -> _places.EqnLocation:
+      return place if eqn is None else place.locate(eqn, closed.jaxpr)
 
     def written(
       x: Any, atom: _equations.Atom, eqn: core.JaxprEqn | None
@@ -129,7 +129,7 @@ class Stepper:
     def step(
       eqn: core.JaxprEqn, inputs: list[_marks.Value]
     ) -> list[_marks.Value]:
-      path = "/".join([*place.path, _lines.get_op_name(eqn)])
+      path = "/".join([*place.eqn_path, _lines.get_op_name(eqn)])
       self.progress.step(f"{path}, operation {numbers[eqn]} of {len(numbers)}")
       return self._step(eqn, inputs, functools.partial(place_of, eqn))
 
@@ -139,7 +139,7 @@ class Stepper:
     return [out or _marks.Value(None) for out in outs]
 
   def constant(
-    self, array: Any, name: str, place: _places.Place
+    self, array: Any, name: str, place: _places.EqnLocation
   ) -> _marks.Value:
     """A value that no operation has made."""
     if _bits.is_finite(array):
@@ -153,7 +153,7 @@ class Stepper:
     self,
     eqn: core.JaxprEqn,
     inputs: list[_marks.Value],
-    locate: Callable[[], _places.Place],
+    locate: Callable[[], _places.EqnLocation],
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
     has_effect = self._cached(_equations.has_effect, eqn)
@@ -375,7 +375,7 @@ class Stepper:
     closed: _equations.ClosedJaxpr,
     inputs: list[_marks.Value],
     outs: list[Any] | None,
-    place: _places.Place,
+    place: _places.EqnLocation,
     patience: "_Patience",
   ) -> list[_marks.Value]:
     """Follows an iteration of a loop that returned this, step by step."""
