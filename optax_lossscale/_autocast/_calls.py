@@ -67,7 +67,7 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
   # JAX names the user's function, and not this one, if a tracer leaks from it.
   @functools.wraps(fun, updated=())
   def traced() -> list[Any]:
-    leaves, structure = jax.tree.flatten(fun(), is_leaf=_rules.is_zero)
+    leaves, structure = jax.tree.flatten(fun(), is_leaf=_rules.is_symbolic_zero)
     is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
     pairs = list(zip(leaves, is_traced, strict=True))
     others = [None if traced else x for x, traced in pairs]
@@ -98,10 +98,10 @@ def _rewritten(
 ) -> tuple[_rewrite.Rewritten, list[_weights.WeightPath], str]:
   """A jaxpr in half, the paths of its outputs, and what there is to tell."""
   dtype, known = settings.dtype, _weights.ProgramWeights(settings.paths)
-  in_rule = _rules.Change(
-    body=lambda closed, _: closed,
-    derivative=functools.partial(_derivative_in_rule, dtype=dtype),
-    call=functools.partial(_call_in_rule, dtype=dtype),
+  in_rule = _rules.RuleTransform(
+    map_body=lambda closed, _: closed,
+    map_derivative=functools.partial(_derivative_in_rule, dtype=dtype),
+    map_call=functools.partial(_call_in_rule, dtype=dtype),
   )
 
   def rewritten(kept: _kept.Kept) -> _rewrite.Rewritten:

@@ -95,10 +95,12 @@ def may_hide(eqn: core.JaxprEqn) -> bool:
   A ``custom_jvp`` that a library brings has none: it is ``relu`` or its like,
   or linear algebra.
   """
-  rule = _rules.rule_of(eqn)
-  if rule is None or rule.consts is None or is_kept(eqn):
+  rule = _rules.get_custom_rule(eqn)
+  if rule is None or rule.num_consts is None or is_kept(eqn):
     return False
-  return rule.kind != "custom_jvp_call" or not _lines.is_library_rule(eqn)
+  return rule.primitive_name != "custom_jvp_call" or not _lines.is_library_rule(
+    eqn
+  )
 
 
 def derivative_of(

@@ -98,7 +98,7 @@ class Rewriter:
     dtype: Any,
     kept: _kept.Kept,
     known: _weights.ProgramWeights,
-    in_rule: _rules.Change,
+    in_rule: _rules.RuleTransform,
   ) -> None:
     self._dtype = dtype
     self._kept = kept
@@ -189,7 +189,7 @@ class Rewriter:
     place = here.place
     if self._kept.patterns:
       place = place.locate(named, here.jaxpr)
-    rule = _rules.rule_of(eqn)
+    rule = _rules.get_custom_rule(eqn)
     if rule is not None:
       return self._with_rule(eqn, named, rule, place, here)
     if _equations.get_call_jaxpr(eqn) is not None:
@@ -208,7 +208,7 @@ class Rewriter:
     self,
     eqn: core.JaxprEqn,
     named: core.JaxprEqn,
-    rule: _rules.Rule,
+    rule: _rules.CustomRule,
     place: _places.EqnLocation,
     here: _Here,
   ) -> _Replacement:
@@ -219,7 +219,7 @@ class Rewriter:
       has_inside = self._search.inside_of(eqn)
       # One that sees which inputs are perturbed may refuse, and an older JAX
       # then forgets what it has traced of it.
-      may_ask = has_inside or not rule.sees_perturbed
+      may_ask = has_inside or not rule.symbolic_zeros
       places, is_all = _products.products_in_rule(named, place, paths, may_ask)
       if not has_inside and len(places) == 1:
         return _Replacement([eqn])  # Nothing in it has a name to select.
@@ -236,7 +236,9 @@ class Rewriter:
       founds.append(inner.found)
       return inner.jaxpr
 
-    new = _rules.with_rule(named, self._in_rule._replace(body=body), paths)
+    new = _rules.transform_custom_rule(
+      named, self._in_rule._replace(body=body), paths
+    )
     if new is None:
       own = own._replace(missed=(eqn,))
       return _Replacement([named], found=own)

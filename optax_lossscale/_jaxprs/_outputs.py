@@ -232,7 +232,7 @@ def _can_add_outputs(eqn: core.JaxprEqn) -> bool:
   """
   is_plain_call = _equations.get_hi_primitive(eqn) is None
   is_plain_call = is_plain_call and _equations.get_call_jaxpr(eqn) is not None
-  return is_plain_call and _rules.rule_of(eqn) is None
+  return is_plain_call and _rules.get_custom_rule(eqn) is None
 
 
 def _add_outputs_to_call(

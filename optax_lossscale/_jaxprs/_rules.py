@@ -22,278 +22,321 @@ from jax.interpreters import ad
 from optax_lossscale._jaxprs import _equations, _weights
 
 
-class Rule(NamedTuple):
+class CustomRule(NamedTuple):
   """A function with a rule.
 
   Attributes:
-    kind: ``custom_jvp_call``, ``custom_vjp_call``, or ``custom_lin``, the
+    primitive_name: ``custom_jvp_call``, ``custom_vjp_call``, or ``custom_lin``, the
       tangent of the second.
-    consts: how many first inputs have no derivative: what the user's function
+    num_consts: how many first inputs have no derivative: what the user's function
       closes over, or the residuals of a tangent; None if it is not known.
-    sees_perturbed: whether the rule is told which inputs are perturbed.
+    symbolic_zeros: whether the rule is told which inputs are perturbed.
   """
 
-  kind: str
-  consts: int | None
-  sees_perturbed: bool
+  primitive_name: str
+  num_consts: int | None
+  symbolic_zeros: bool
 
 
-class Change(NamedTuple):
+class RuleTransform(NamedTuple):
   """How what a function with a rule computes is changed.
 
   Attributes:
-    body: changes what it computes where nothing is differentiated. The paths
+    map_body: changes what it computes where nothing is differentiated. The paths
       are those of the inputs of the jaxpr.
-    derivative: changes a jaxpr that a rule computes. It may be called at any
+    map_derivative: changes a jaxpr that a rule computes. It may be called at any
       time. It also returns the paths of the outputs.
-    call: calls a Python function of some arrays, and changes what it computes,
+    map_call: calls a Python function of some arrays, and changes what it computes,
       at any time. The paths are those of the arrays, and of the leaves of what
       the function returns; it also returns the latter.
   """
 
-  body: Callable[[_equations.ClosedJaxpr, _weights.Paths], Any]
-  derivative: Callable[
+  map_body: Callable[[_equations.ClosedJaxpr, _weights.Paths], Any]
+  map_derivative: Callable[
     [_equations.ClosedJaxpr, _weights.Paths],
     tuple[Any, Sequence[_weights.WeightPath]],
   ]
-  call: Callable[
+  map_call: Callable[
     [Callable[[], Any], Sequence[Any], _weights.Paths],
     tuple[Any, Sequence[_weights.WeightPath]],
   ]
 
 
-def rule_of(eqn: core.JaxprEqn) -> Rule | None:
+def get_custom_rule(eqn: core.JaxprEqn) -> CustomRule | None:
   """The rule of an equation; None if it has none."""
-  kind = _equations.get_canonical_name(eqn)
-  if kind not in _RULES:
+  primitive_name = _equations.get_canonical_name(eqn)
+  if primitive_name not in _RULE_TRANSFORMS:
     return None
-  held: Any = _equations.get_hi_primitive(eqn)
-  params = eqn.params if held is None else held.params
-  if kind == "custom_lin":
-    tree = eqn.params.get("residuals_tree")  # that of hijax
-    consts = tree.num_leaves if tree else eqn.params.get("num_res")
-  elif held is not None:  # These are its first two arguments.
-    consts = len(jax.tree.leaves(held.in_avals[:2]))
+  hi_prim: Any = _equations.get_hi_primitive(eqn)
+  params = eqn.params if hi_prim is None else hi_prim.params
+  if primitive_name == "custom_lin":
+    residuals_tree = eqn.params.get("residuals_tree")  # that of hijax
+    num_consts = (
+      residuals_tree.num_leaves if residuals_tree else eqn.params.get("num_res")
+    )
+  elif hi_prim is not None:  # These are its first two arguments.
+    num_consts = len(jax.tree.leaves(hi_prim.in_avals[:2]))
   else:
-    consts = eqn.params.get("num_consts")
-  sees_perturbed = bool(params.get("symbolic_zeros"))
-  return Rule(kind, consts, sees_perturbed)
+    num_consts = eqn.params.get("num_consts")
+  symbolic_zeros = bool(params.get("symbolic_zeros"))
+  return CustomRule(primitive_name, num_consts, symbolic_zeros)
 
 
-def with_rule(
-  eqn: core.JaxprEqn, change: Change, paths: _weights.Paths
+def transform_custom_rule(
+  eqn: core.JaxprEqn, transform: RuleTransform, paths: _weights.Paths
 ) -> core.JaxprEqn | None:
   """The same equation, with what it and its rule compute changed.
 
   Args:
     eqn: an equation with a rule.
-    change: how it is changed.
+    transform: how it is changed.
     paths: the names of those of its inputs that are weights.
 
   Returns:
     The equation; None if it does not hold what it should.
   """
-  rule: Any = rule_of(eqn)
-  held = _equations.get_hi_primitive(eqn) or eqn.params.get("_prim")
-  of_plain, of_hijax = _RULES[rule.kind]
+  rule: Any = get_custom_rule(eqn)
+  hi_prim = _equations.get_hi_primitive(eqn) or eqn.params.get("_prim")
+  transform_plain, transform_hijax = _RULE_TRANSFORMS[rule.kind]
   if rule.consts is None or len(list(_equations.subjaxprs(eqn))) > 1:
     return None
   try:
-    if held is None:
-      parts = of_plain(eqn, rule, change, paths)
-      return eqn.replace(params={**eqn.params, **parts})
-    new = _equations.replace_hi_params(
-      held, **of_hijax(held, rule, change, paths)
+    if hi_prim is None:
+      new_params = transform_plain(eqn, rule, transform, paths)
+      return eqn.replace(params={**eqn.params, **new_params})
+    new_prim = _equations.replace_hi_params(
+      hi_prim, **transform_hijax(hi_prim, rule, transform, paths)
     )
   except (AttributeError, KeyError):  # Another JAX has another name for it.
     return None
-  return _equations.replace_hi_primitive(eqn, held, new)
+  return _equations.replace_hi_primitive(eqn, hi_prim, new_prim)
 
 
-def _custom_jvp(
-  eqn: core.JaxprEqn, rule: Rule, change: Change, paths: _weights.Paths
+def _transform_custom_jvp(
+  eqn: core.JaxprEqn,
+  rule: CustomRule,
+  transform: RuleTransform,
+  paths: _weights.Paths,
 ) -> dict[str, Any]:
-  old: Any = eqn.params["jvp_jaxpr_fun"]
-  of_primals = paths.inputs[rule.consts :]
-  changed = _once(change.derivative)
+  jvp_fun: Any = eqn.params["jvp_jaxpr_fun"]
+  primal_paths = paths.inputs[rule.num_consts :]
+  transform_once = _memoize_by_jaxpr(transform.map_derivative)
 
-  def tangents(*are_zero: bool) -> Any:
-    jaxpr, consts, *others = old.call_wrapped(*are_zero)
-    pairs = zip(of_primals, are_zero, strict=False)
-    perturbed = [path for path, is_zero in pairs if not is_zero]
-    new, _ = changed(jaxpr, consts, (*of_primals, *perturbed))
-    return new, consts, *others
-
-  return {
-    "call_jaxpr": change.body(eqn.params["call_jaxpr"], paths),
-    "jvp_jaxpr_fun": _instead_of(old, tangents),
-  }
-
-
-def _custom_vjp(
-  eqn: core.JaxprEqn, rule: Rule, change: Change, paths: _weights.Paths
-) -> dict[str, Any]:
-  old: Any = eqn.params["fwd_jaxpr_thunk"]
-  pull_back: Any = eqn.params["bwd"]
-  trees: Any = eqn.params["out_trees"]
-  call, count = change.call, len(eqn.outvars)
-  of_primals = paths.inputs[rule.consts :]
-  changed = _once(change.derivative)
-  # Of the residuals that are computed. The others are inputs.
-  of_computed: list[_weights.WeightPath] = []
-
-  def forward(*are_perturbed: bool) -> Any:
-    jaxpr, consts = old.call_wrapped(*are_perturbed)
-    new, found = changed(jaxpr, consts, of_primals)
-    of_computed[:] = found[: len(found) - count]
-    return new, consts
-
-  def backward(*args: Any) -> Any:
-    *_, forwarded = trees()
-    computed = iter(of_computed)
-    of_inputs = dict(enumerate(of_primals))
-    of_residuals = tuple(
-      next(computed, None) if i is None else of_inputs.get(i) for i in forwarded
+  def new_jvp_fun(*zero_mask: bool) -> Any:
+    jaxpr, consts, *extras = jvp_fun.call_wrapped(*zero_mask)
+    pairs = zip(primal_paths, zero_mask, strict=False)
+    tangent_paths = [
+      path for path, has_zero_tangent in pairs if not has_zero_tangent
+    ]
+    new_jaxpr, _ = transform_once(
+      jaxpr, consts, (*primal_paths, *tangent_paths)
     )
-    its_paths = _weights.Paths(of_residuals, of_primals)
-    return call(lambda: pull_back.call_wrapped(*args), args, its_paths)[0]
+    return new_jaxpr, consts, *extras
 
   return {
-    "call_jaxpr": change.body(eqn.params["call_jaxpr"], paths),
-    "fwd_jaxpr_thunk": _instead_of(old, forward),
-    "bwd": _instead_of(pull_back, backward),
+    "call_jaxpr": transform.map_body(eqn.params["call_jaxpr"], paths),
+    "jvp_jaxpr_fun": _wrap_init_like(jvp_fun, new_jvp_fun),
   }
 
 
-def _custom_lin(
-  eqn: core.JaxprEqn, rule: Rule, change: Change, paths: _weights.Paths
+def _transform_custom_vjp(
+  eqn: core.JaxprEqn,
+  rule: CustomRule,
+  transform: RuleTransform,
+  paths: _weights.Paths,
+) -> dict[str, Any]:
+  fwd: Any = eqn.params["fwd_jaxpr_thunk"]
+  bwd: Any = eqn.params["bwd"]
+  out_trees: Any = eqn.params["out_trees"]
+  map_call, num_outs = transform.map_call, len(eqn.outvars)
+  primal_paths = paths.inputs[rule.num_consts :]
+  transform_once = _memoize_by_jaxpr(transform.map_derivative)
+  # Of the residuals that are computed. The others are inputs.
+  computed_paths: list[_weights.WeightPath] = []
+
+  def new_fwd(*perturbed_mask: bool) -> Any:
+    jaxpr, consts = fwd.call_wrapped(*perturbed_mask)
+    new_jaxpr, out_paths = transform_once(jaxpr, consts, primal_paths)
+    computed_paths[:] = out_paths[: len(out_paths) - num_outs]
+    return new_jaxpr, consts
+
+  def new_bwd(*args: Any) -> Any:
+    *_, forwarded_inputs = out_trees()
+    computed_iter = iter(computed_paths)
+    input_paths = dict(enumerate(primal_paths))
+    residual_paths = tuple(
+      next(computed_iter, None) if i is None else input_paths.get(i)
+      for i in forwarded_inputs
+    )
+    bwd_paths = _weights.Paths(residual_paths, primal_paths)
+    return map_call(lambda: bwd.call_wrapped(*args), args, bwd_paths)[0]
+
+  return {
+    "call_jaxpr": transform.map_body(eqn.params["call_jaxpr"], paths),
+    "fwd_jaxpr_thunk": _wrap_init_like(fwd, new_fwd),
+    "bwd": _wrap_init_like(bwd, new_bwd),
+  }
+
+
+def _transform_custom_lin(
+  eqn: core.JaxprEqn,
+  rule: CustomRule,
+  transform: RuleTransform,
+  paths: _weights.Paths,
 ) -> dict[str, Any]:
   """A tangent, where a rule or the user takes a ``jax.jvp``."""
-  pull_back: Any = eqn.params["bwd"]
-  call = change.call
-  perturbed = iter(paths.inputs[rule.consts :])
-  are_zero: Any = eqn.params["in_zeros"]
-  outputs = tuple(None if zero else next(perturbed, None) for zero in are_zero)
-  its_paths = _weights.Paths(paths.inputs[: rule.consts], outputs)
+  bwd: Any = eqn.params["bwd"]
+  map_call = transform.map_call
+  tangent_paths = iter(paths.inputs[rule.num_consts :])
+  zero_mask: Any = eqn.params["in_zeros"]
+  out_paths = tuple(
+    None if has_zero_tangent else next(tangent_paths, None)
+    for has_zero_tangent in zero_mask
+  )
+  bwd_paths = _weights.Paths(paths.inputs[: rule.num_consts], out_paths)
 
-  def backward(*args: Any) -> Any:
-    return call(lambda: pull_back.call_wrapped(*args), args, its_paths)[0]
+  def new_bwd(*args: Any) -> Any:
+    return map_call(lambda: bwd.call_wrapped(*args), args, bwd_paths)[0]
 
-  return {"bwd": _instead_of(pull_back, backward)}
+  return {"bwd": _wrap_init_like(bwd, new_bwd)}
 
 
-def _once(
-  derivative: Callable[[_equations.ClosedJaxpr, _weights.Paths], Any],
+def _memoize_by_jaxpr(
+  map_derivative: Callable[[_equations.ClosedJaxpr, _weights.Paths], Any],
 ) -> Any:
   """Changes each jaxpr once, since JAX shares what is made of it."""
-  made: dict[core.Jaxpr, Any] = {}
+  cache: dict[core.Jaxpr, Any] = {}
 
-  def changed(
-    jaxpr: core.Jaxpr, consts: Any, inputs: tuple[_weights.WeightPath, ...]
+  def transform_once(
+    jaxpr: core.Jaxpr, consts: Any, input_paths: tuple[_weights.WeightPath, ...]
   ) -> Any:
-    if jaxpr not in made:
-      closed = _equations.with_consts(jaxpr, consts)
-      new, outputs = derivative(closed, _weights.Paths(inputs))
-      made[jaxpr] = new.jaxpr, outputs
-    return made[jaxpr]
+    if jaxpr not in cache:
+      closed_jaxpr = _equations.with_consts(jaxpr, consts)
+      new_jaxpr, out_paths = map_derivative(
+        closed_jaxpr, _weights.Paths(input_paths)
+      )
+      cache[jaxpr] = new_jaxpr.jaxpr, out_paths
+    return cache[jaxpr]
 
-  return changed
+  return transform_once
 
 
-def _instead_of(old: Any, new: Callable[..., Any]) -> Any:
+def _wrap_init_like(original: Any, fun: Callable[..., Any]) -> Any:
   """A function as JAX holds it, with what is known of the one it replaces."""
-  return linear_util.wrap_init(new, debug_info=old.debug_info)
+  return linear_util.wrap_init(fun, debug_info=original.debug_info)
 
 
-def _custom_jvp_of_hijax(
-  held: Any, _: Rule, change: Change, paths: _weights.Paths
+def _transform_hijax_custom_jvp(
+  hi_prim: Any, _: CustomRule, transform: RuleTransform, paths: _weights.Paths
 ) -> dict[str, Any]:
-  old, call = held.jvp_rule, change.call
+  jvp_rule, map_call = hi_prim.jvp_rule, transform.map_call
 
-  @functools.wraps(old)
-  def rule(primals: Any, tangents: Any) -> Any:
-    arrays = [*leaves(primals), *leaves(tangents)]
-    its_paths = _weights.Paths((*paths.inputs, *paths.inputs))
-    return call(lambda: old(primals, tangents), arrays, its_paths)[0]
+  @functools.wraps(jvp_rule)
+  def new_jvp_rule(primals: Any, tangents: Any) -> Any:
+    arrays = [*flatten_with_zeros(primals), *flatten_with_zeros(tangents)]
+    rule_paths = _weights.Paths((*paths.inputs, *paths.inputs))
+    return map_call(lambda: jvp_rule(primals, tangents), arrays, rule_paths)[0]
 
-  return {"traced": _traced(held.traced, change, paths), "jvp_rule": rule}
+  return {
+    "traced": _retrace(hi_prim.traced, transform, paths),
+    "jvp_rule": new_jvp_rule,
+  }
 
 
-def _custom_vjp_of_hijax(
-  held: Any, rule: Rule, change: Change, paths: _weights.Paths
+def _transform_hijax_custom_vjp(
+  hi_prim: Any,
+  rule: CustomRule,
+  transform: RuleTransform,
+  paths: _weights.Paths,
 ) -> dict[str, Any]:
-  of_residuals: list[_weights.WeightPath] = []
-  outputs = paths.inputs[rule.consts :]
-  backward = _backward_of_hijax(held, change, of_residuals, outputs)
-  old, call = held.fwd, change.call
+  residual_paths: list[_weights.WeightPath] = []
+  primal_paths = paths.inputs[rule.num_consts :]
+  bwd_params = _transform_hijax_bwd(
+    hi_prim, transform, residual_paths, primal_paths
+  )
+  fwd, map_call = hi_prim.fwd, transform.map_call
 
-  @functools.wraps(old)
-  def forward(are_perturbed: Any, *args: Any) -> Any:
-    fun = lambda: old(are_perturbed, *args)
-    made, found = call(fun, leaves(args), _weights.Paths(paths.inputs))
-    of_residuals[:] = found[len(leaves(made[0])) :]
-    return made
+  @functools.wraps(fwd)
+  def new_fwd(perturbed_mask: Any, *args: Any) -> Any:
+    fun = lambda: fwd(perturbed_mask, *args)
+    result, out_paths = map_call(
+      fun, flatten_with_zeros(args), _weights.Paths(paths.inputs)
+    )
+    residual_paths[:] = out_paths[len(flatten_with_zeros(result[0])) :]
+    return result
 
   # What the rule alone is given has no place in the function.
-  first, second = (len(leaves(x)) for x in held.in_avals[:2])
-  of_body = (*paths.inputs[:first], *paths.inputs[first + second :])
-  traced = _traced(held.traced, change, _weights.Paths(of_body))
-  return {"traced": traced, "fwd": forward, **backward}
+  num_shared, num_rule_only = (
+    len(flatten_with_zeros(x)) for x in hi_prim.in_avals[:2]
+  )
+  body_paths = (
+    *paths.inputs[:num_shared],
+    *paths.inputs[num_shared + num_rule_only :],
+  )
+  new_traced = _retrace(hi_prim.traced, transform, _weights.Paths(body_paths))
+  return {"traced": new_traced, "fwd": new_fwd, **bwd_params}
 
 
-def _custom_lin_of_hijax(
-  held: Any, rule: Rule, change: Change, paths: _weights.Paths
+def _transform_hijax_custom_lin(
+  hi_prim: Any,
+  rule: CustomRule,
+  transform: RuleTransform,
+  paths: _weights.Paths,
 ) -> dict[str, Any]:
-  return _backward_of_hijax(held, change, paths.inputs[: rule.consts], ())
+  return _transform_hijax_bwd(
+    hi_prim, transform, paths.inputs[: rule.num_consts], ()
+  )
 
 
-def _backward_of_hijax(
-  held: Any,
-  change: Change,
-  of_residuals: Sequence[_weights.WeightPath],
-  outputs: Any,
+def _transform_hijax_bwd(
+  hi_prim: Any,
+  transform: RuleTransform,
+  residual_paths: Sequence[_weights.WeightPath],
+  out_paths: Any,
 ) -> dict[str, Any]:
-  old, call = held.bwd, change.call
-  if "remat_rules" not in held.params:  # Remove this once jax >= 0.12.
+  bwd, map_call = hi_prim.bwd, transform.map_call
+  if "remat_rules" not in hi_prim.params:  # Remove this once jax >= 0.12.
     raise KeyError("Before JAX 0.12 the rules of hijax primitives differ.")
 
-  @functools.wraps(old)
-  def backward(residuals: Any, cotangents: Any) -> Any:
-    its_paths = _weights.Paths(tuple(of_residuals), outputs)
-    fun = lambda: old(residuals, cotangents)
-    return call(fun, leaves(residuals), its_paths)[0]
+  @functools.wraps(bwd)
+  def new_bwd(residuals: Any, cotangents: Any) -> Any:
+    bwd_paths = _weights.Paths(tuple(residual_paths), out_paths)
+    fun = lambda: bwd(residuals, cotangents)
+    return map_call(fun, flatten_with_zeros(residuals), bwd_paths)[0]
 
   # These are other ways to the same numbers, which JAX takes if there are any.
-  return {"bwd": backward, "bwd_accums": None, "remat_rules": None}
+  return {"bwd": new_bwd, "bwd_accums": None, "remat_rules": None}
 
 
-def _traced(old: Any, change: Change, paths: _weights.Paths) -> Any:
+def _retrace(
+  traced: Any, transform: RuleTransform, paths: _weights.Paths
+) -> Any:
   """What ``jax.jit`` has traced, with its jaxpr changed."""
-  new = change.body(old.jaxpr, paths)
+  new_jaxpr = transform.map_body(traced.jaxpr, paths)
 
   def fun(*args: Any, **kwargs: Any) -> Any:
-    made = core.jaxpr_as_fun(new)(*leaves((args, kwargs)))
-    return jax.tree.unflatten(old.out_tree, made)
+    outs = core.jaxpr_as_fun(new_jaxpr)(*flatten_with_zeros((args, kwargs)))
+    return jax.tree.unflatten(traced.out_tree, outs)
 
-  fun.__name__ = old.fun_name
-  types = [v.aval for v in old.jaxpr.jaxpr.invars]
-  args, kwargs = jax.tree.unflatten(old.in_tree, types)
+  fun.__name__ = traced.fun_name
+  avals = [v.aval for v in traced.jaxpr.jaxpr.invars]
+  args, kwargs = jax.tree.unflatten(traced.in_tree, avals)
   return jax.jit(fun).trace(*args, **kwargs)
 
 
-def leaves(tree: Any) -> list[Any]:
+def flatten_with_zeros(tree: Any) -> list[Any]:
   """The leaves of a tree, those among them that JAX knows to be zero."""
-  return jax.tree.leaves(tree, is_leaf=is_zero)
+  return jax.tree.leaves(tree, is_leaf=is_symbolic_zero)
 
 
-def is_zero(x: Any) -> bool:
+def is_symbolic_zero(x: Any) -> bool:
   """Whether JAX knows that x is zero, and has no array for it."""
   return isinstance(x, (ad.Zero, SymbolicZero))
 
 
 # What changes the rule of a plain equation, and of an object of hijax.
-_RULES = {
-  "custom_jvp_call": (_custom_jvp, _custom_jvp_of_hijax),
-  "custom_lin": (_custom_lin, _custom_lin_of_hijax),
-  "custom_vjp_call": (_custom_vjp, _custom_vjp_of_hijax),
+_RULE_TRANSFORMS = {
+  "custom_jvp_call": (_transform_custom_jvp, _transform_hijax_custom_jvp),
+  "custom_lin": (_transform_custom_lin, _transform_hijax_custom_lin),
+  "custom_vjp_call": (_transform_custom_vjp, _transform_hijax_custom_vjp),
 }

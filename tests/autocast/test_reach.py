@@ -256,10 +256,10 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
 def rewrite(jaxpr):
   """Whether products were found, what is told, and the new equations."""
   half, known = jnp.dtype("float16"), _weights.ProgramWeights()
-  in_rule = _rules.Change(
-    body=lambda closed, _: closed,
-    derivative=lambda closed, _: (closed, ()),
-    call=lambda fun, *_: (fun(), ()),
+  in_rule = _rules.RuleTransform(
+    map_body=lambda closed, _: closed,
+    map_derivative=lambda closed, _: (closed, ()),
+    map_call=lambda fun, *_: (fun(), ()),
   )
   rewriter = _rewrite.Rewriter(half, _kept.Kept(), known, in_rule)
   new, _, found = rewriter.rewrite(jaxpr, _places.EqnLocation())

@@ -237,7 +237,7 @@ def names_in_tables():
     *_operations.WEIGHT_PRESERVING,
     *_dependence._OPERAND_BY_OPERAND,
     *_higher_order._PARSERS,
-    *_rules._RULES,
+    *_rules._RULE_TRANSFORMS,
     *_weights._ADD,
     *_weights._JOIN,
     *_equations._CALL_PRIMITIVES,
@@ -268,7 +268,7 @@ def test_the_classes_of_hijax_are_known():
   kinds = {kind for kind, _ in FLAGS.values()}
   assert set(_equations._CANONICAL_NAMES) == {*kinds, "CheckpointName"}
   # A scan is taken as a whole, and a name holds nothing.
-  known = {*_rules._RULES, "remat2", "name", "scan"}
+  known = {*_rules._RULE_TRANSFORMS, "remat2", "name", "scan"}
   assert set(_equations._CANONICAL_NAMES.values()) <= known
 
 
