@@ -49,12 +49,14 @@ def total(parts: Sequence[jax.Array], axis_name: AxisName | None) -> jax.Array:
   for name in names:
     if not _is_tracked(name):
       raise ValueError(_cannot_tell(name))
-  axes = tuple(n for n in names if any(n in _types.varying(x) for x in parts))
+  axes = tuple(
+    n for n in names if any(n in _types.get_varying_axes(x) for x in parts)
+  )
   whole = jnp.float32(0)
   for part in parts:
     # One sum over the devices is enough for sharded and replicated parts.
     for name in axes:
-      if name not in _types.varying(part):
+      if name not in _types.get_varying_axes(part):
         part = _on_first_device_alone(part, name)
     whole += part
   return lax.psum(whole, axes) if axes else whole
@@ -72,7 +74,7 @@ def _may_differ_over(
   return tuple(
     name
     for name in _as_tuple(axis_name)
-    if not _is_tracked(name) or name in _types.varying(x)
+    if not _is_tracked(name) or name in _types.get_varying_axes(x)
   )
 
 
@@ -83,7 +85,7 @@ def _is_tracked(name: Hashable) -> bool:
   ``check_vma=False``, under ``pmap`` and under ``vmap``. The index along the
   axis always varies, so that its type tells which of the two it is.
   """
-  return name in _types.varying(lax.axis_index(name))
+  return name in _types.get_varying_axes(lax.axis_index(name))
 
 
 def _as_tuple(axis_name: AxisName | None) -> tuple[Hashable, ...]:

@@ -137,7 +137,7 @@ def _may_select(
   """
   try:
     return (
-      _types.varying(finite) <= _types.varying(value)
+      _types.get_varying_axes(finite) <= _types.get_varying_axes(value)
       and jax.typeof(value) == jax.typeof(old)
       and _interpret.can_substitute_result(eqn, here)
     )

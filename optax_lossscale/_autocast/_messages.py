@@ -129,7 +129,7 @@ def of_calls(fun: Callable[..., Any], given: Any, out: Any) -> str:
   # Who turned `jit` off wants it so.
   if jax.config.jax_disable_jit or not arrays:
     return ""
-  if not all(map(_types.is_known, arrays)):
+  if not all(map(_types.is_concrete, arrays)):
     return ""
   counts = _counts.setdefault(_code_of(fun), collections.Counter())
   shapes = _shapes_of((given, out))

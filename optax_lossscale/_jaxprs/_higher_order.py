@@ -111,7 +111,9 @@ class ShardMap(NamedTuple):
 
   def list_varying_axes(self, aval: Any) -> tuple[Any, ...]:
     """The axes along which devices may hold different values of a type."""
-    axes = _types.varying_of(aval) if self.check_vma else self.manual_axes
+    axes = (
+      _types.get_aval_varying_axes(aval) if self.check_vma else self.manual_axes
+    )
     return tuple(name for name in self.mesh.axis_names if name in axes)
 
   def wrap_fun(

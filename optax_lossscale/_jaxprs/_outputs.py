@@ -314,7 +314,7 @@ def _make_cond_with_outputs(
 def _make_placeholder(aval: Any) -> jax.Array:
   """What stands for a value that was not computed."""
   fill_value = -1 if jnp.issubdtype(aval.dtype, jnp.integer) else 0
-  axes = tuple(_types.varying_of(aval))
+  axes = tuple(_types.get_aval_varying_axes(aval))
   placeholder = jnp.full(aval.shape, fill_value, aval.dtype)
   return _types.as_varying(placeholder, axes) if axes else placeholder
 

@@ -7,12 +7,12 @@ import jax
 from jax import lax
 
 
-def varying(x: Any) -> frozenset[Hashable]:
+def get_varying_axes(x: Any) -> frozenset[Hashable]:
   """The mapped axes over which the type says that x varies."""
-  return varying_of(jax.typeof(x))
+  return get_aval_varying_axes(jax.typeof(x))
 
 
-def varying_of(kind: Any) -> frozenset[Hashable]:
+def get_aval_varying_axes(aval: Any) -> frozenset[Hashable]:
   """The mapped axes over which what is of this type varies.
 
   Raises:
@@ -21,15 +21,15 @@ def varying_of(kind: Any) -> frozenset[Hashable]:
   """
   # No name of it is public. The second is that before JAX 0.10: remove it once
   # jax >= 0.10.
-  axes = getattr(kind, "manual_axis_type", None)
-  varying = getattr(axes, "varying", getattr(kind, "vma", None))
-  if not isinstance(varying, (frozenset, set)):
+  manual_axis_type = getattr(aval, "manual_axis_type", None)
+  vma = getattr(manual_axis_type, "varying", getattr(aval, "vma", None))
+  if not isinstance(vma, (frozenset, set)):
     raise RuntimeError(
       "optax_lossscale cannot read the mesh axes over which a value varies in"
-      f" JAX {jax.__version__}, got the type {kind!r}. Use an older JAX until"
+      f" JAX {jax.__version__}, got the type {aval!r}. Use an older JAX until"
       " optax_lossscale supports this version. Please report it."
     )
-  return frozenset(varying)
+  return frozenset(vma)
 
 
 def as_varying(x: jax.Array, axes: Any) -> jax.Array:
@@ -40,7 +40,7 @@ def as_varying(x: jax.Array, axes: Any) -> jax.Array:
   return lax.pvary(x, axes)  # type: ignore[attr-defined]
 
 
-def is_known(x: Any) -> bool:
+def is_concrete(x: Any) -> bool:
   """Whether an array has its numbers, if perhaps with a derivative.
 
   A JAX whose tracers do not tell is taken to know none.
@@ -51,6 +51,6 @@ def is_known(x: Any) -> bool:
   return to_value() is not None
 
 
-def is_ref(kind: Any) -> bool:
+def is_ref(aval: Any) -> bool:
   """Whether this is the type of a Ref, and not of an array."""
-  return hasattr(kind, "inner_aval")
+  return hasattr(aval, "inner_aval")

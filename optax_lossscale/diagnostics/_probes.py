@@ -90,7 +90,7 @@ def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
   x, counter = jnp.asarray(x), jnp.asarray(counter)
   # Under shard_map all devices may share a counter. The transpose of this cast
   # is a sum over the devices, so that the counter counts for all of them.
-  ours, counters = _types.varying(x), _types.varying(counter)
+  ours, counters = _types.get_varying_axes(x), _types.get_varying_axes(counter)
   counter = _types.as_varying(counter, tuple(ours - counters))
   return _probe(tuple(counters - ours), x, counter)
 

@@ -158,4 +158,4 @@ def test_a_tracer_that_does_not_tell_is_taken_for_one_of_a_program(monkeypatch):
     aval = jax.typeof(W)
 
   monkeypatch.delattr(jax.core.Tracer, "to_concrete_value")
-  assert not _types.is_known(object.__new__(Silent))
+  assert not _types.is_concrete(object.__new__(Silent))

@@ -200,7 +200,9 @@ def test_types_tell_what_varies():
   seen = []
 
   def local(x):
-    seen.append((_types.varying(x), _types.varying(lax.psum(x, "i"))))
+    seen.append(
+      (_types.get_varying_axes(x), _types.get_varying_axes(lax.psum(x, "i")))
+    )
     return lax.psum(x, "i")
 
   mesh = sharding.make_mesh((2,), ("i",))
@@ -212,9 +214,9 @@ def test_types_tell_what_varies():
 def test_a_type_of_another_jax_is_an_error_that_asks_for_a_report():
   for kind in (types.SimpleNamespace(), types.SimpleNamespace(vma=None)):
     with pytest.raises(RuntimeError, match=re.escape(jax.__version__)):
-      _types.varying_of(kind)
+      _types.get_aval_varying_axes(kind)
     with pytest.raises(RuntimeError, match="Please report it"):
-      _types.varying_of(kind)
+      _types.get_aval_varying_axes(kind)
 
 
 # Names in our tables that not all supported versions have: the first and the
