@@ -77,7 +77,7 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
   closed = jax.make_jaxpr(traced)()
   ((structure, is_traced, others),) = returned
   of_results = tuple(itertools.compress(settings.of_results, is_traced))
-  paths = _weights.Paths((), of_results)
+  paths = _weights.WeightPaths((), of_results)
   new, of_outs, message = _rewritten(closed, paths, settings)
   outs, its_paths = iter(core.jaxpr_as_fun(new.jaxpr)()), iter(of_outs)
   pairs = [
@@ -94,7 +94,9 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
 
 
 def _rewritten(
-  closed: _equations.ClosedJaxpr, paths: _weights.Paths, settings: Settings
+  closed: _equations.ClosedJaxpr,
+  paths: _weights.WeightPaths,
+  settings: Settings,
 ) -> tuple[_rewrite.Rewritten, list[_weights.WeightPath], str]:
   """A jaxpr in half, the paths of its outputs, and what there is to tell."""
   dtype, known = settings.dtype, _weights.ProgramWeights(settings.paths)
@@ -112,14 +114,16 @@ def _rewritten(
   kept = settings.kept.with_exact(new.found.decisions)
   if kept != settings.kept:
     new = rewritten(kept)
-  of_outs = known.of(closed, paths).of(closed.jaxpr.outvars)
+  of_outs = known.get_jaxpr_weights(closed, paths).get_paths(
+    closed.jaxpr.outvars
+  )
   missed = set(new.found.missed)
   message = _messages.of_missed(closed, missed, dtype) if missed else ""
   return new, of_outs, message
 
 
 def _derivative_in_rule(
-  closed: _equations.ClosedJaxpr, paths: _weights.Paths, *, dtype: Any
+  closed: _equations.ClosedJaxpr, paths: _weights.WeightPaths, *, dtype: Any
 ) -> tuple[Any, list[_weights.WeightPath]]:
   """A jaxpr of a rule, where there is nobody else to tell what was missed."""
   new, of_outs, message = _rewritten(closed, paths, Settings(dtype))
@@ -131,7 +135,7 @@ def _derivative_in_rule(
 def _call_in_rule(
   fun: Callable[[], Any],
   inputs: Sequence[Any],
-  paths: _weights.Paths,
+  paths: _weights.WeightPaths,
   *,
   dtype: Any,
 ) -> tuple[Any, list[_weights.WeightPath]]:

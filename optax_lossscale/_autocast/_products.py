@@ -154,7 +154,7 @@ class InRule(NamedTuple):
 def products_in_rule(
   eqn: core.JaxprEqn,
   place: _places.EqnLocation,
-  paths: _weights.Paths,
+  paths: _weights.WeightPaths,
   may_ask: bool,
 ) -> InRule:
   """Finds the products that a function with a rule computes.
@@ -172,12 +172,12 @@ def products_in_rule(
   inside = jaxprs_to_search
   programs = [(x, paths) for x in inside(eqn)]
   if seen is not None:
-    of_floats = paths.of(floats)
+    of_floats = paths.select_inputs(floats)
     inputs = (*of_floats, *paths.inputs)
-    programs.append((seen, _weights.Paths(inputs, of_floats)))
+    programs.append((seen, _weights.WeightPaths(inputs, of_floats)))
   places = [place]
   for closed, its_paths in programs:
-    weights = _weights.ProgramWeights().of(closed, its_paths)
+    weights = _weights.ProgramWeights().get_jaxpr_weights(closed, its_paths)
     steps = _walk.walk(closed, inside, weights=weights, root_location=place)
     places += [x.location for x in steps if is_product(x.eqn)]
   return InRule(places, seen is not None)

@@ -79,7 +79,7 @@ class _Here(NamedTuple):
 
   jaxpr: core.Jaxpr
   place: _places.EqnLocation
-  weights: _weights.Weights
+  weights: _weights.JaxprWeights
   half: Set[Any]
 
 
@@ -114,7 +114,7 @@ class Rewriter:
     jaxpr: _equations.AnyJaxpr,
     place: _places.EqnLocation,
     are_half: Sequence[bool] = (),
-    paths: _weights.Paths = _weights.NO_PATHS,
+    paths: _weights.WeightPaths = _weights.NO_PATHS,
   ) -> Rewritten:
     """Rewrites a jaxpr.
 
@@ -144,11 +144,11 @@ class Rewriter:
     jaxpr: _equations.AnyJaxpr,
     place: _places.EqnLocation,
     are_half: Sequence[bool],
-    paths: _weights.Paths,
+    paths: _weights.WeightPaths,
   ) -> Rewritten:
     closed = _equations.close_jaxpr(jaxpr)
     half = set(itertools.compress(closed.jaxpr.invars, are_half))
-    weights = self._known.of(closed, paths)
+    weights = self._known.get_jaxpr_weights(closed, paths)
     here = _Here(closed.jaxpr, place, weights, half)
     made = []
     for eqn in closed.jaxpr.eqns:
@@ -164,7 +164,7 @@ class Rewriter:
   def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _Replacement:
     """What stands in the place of an equation."""
     if _products.is_product(eqn):
-      named = here.weights.named(eqn)
+      named = here.weights.tag_with_weight(eqn)
       decisions = self._decide(lambda: [here.place.locate(named, here.jaxpr)])
       found = Found(has_products=True, decisions=decisions)
       if any(x.is_kept for x in decisions):
@@ -184,7 +184,7 @@ class Rewriter:
 
   def _enter(self, eqn: core.JaxprEqn, here: _Here) -> _Replacement:
     """An equation with what it holds rewritten."""
-    named = here.weights.named(eqn)
+    named = here.weights.tag_with_weight(eqn)
     # What nobody asks for need not be found: it takes a look at a traceback.
     place = here.place
     if self._kept.patterns:
@@ -213,7 +213,7 @@ class Rewriter:
     here: _Here,
   ) -> _Replacement:
     """An equation whose rule computes in half, if it is understood."""
-    paths = here.weights.paths_in(eqn)
+    paths = here.weights.get_call_suffixes(eqn)
     own = Found()
     if self._kept.patterns:
       has_inside = self._search.inside_of(eqn)
@@ -231,7 +231,9 @@ class Rewriter:
         return _Replacement([named], found=own)
     founds = [own]
 
-    def body(closed: _equations.ClosedJaxpr, its_paths: _weights.Paths) -> Any:
+    def body(
+      closed: _equations.ClosedJaxpr, its_paths: _weights.WeightPaths
+    ) -> Any:
       inner = self.rewrite(closed, place, (), its_paths)
       founds.append(inner.found)
       return inner.jaxpr
@@ -257,7 +259,7 @@ class Rewriter:
 
     def replace(jaxpr: _equations.AnyJaxpr) -> Any:
       called = _equations.close_jaxpr(jaxpr).jaxpr
-      paths = here.weights.paths_of_body(eqn, called)
+      paths = here.weights.get_body_suffixes(eqn, called)
       inside.append(self.rewrite(jaxpr, place, are_half, paths))
       return inside[-1].jaxpr
 

@@ -51,13 +51,13 @@ class RuleTransform(NamedTuple):
       the function returns; it also returns the latter.
   """
 
-  map_body: Callable[[_equations.ClosedJaxpr, _weights.Paths], Any]
+  map_body: Callable[[_equations.ClosedJaxpr, _weights.WeightPaths], Any]
   map_derivative: Callable[
-    [_equations.ClosedJaxpr, _weights.Paths],
+    [_equations.ClosedJaxpr, _weights.WeightPaths],
     tuple[Any, Sequence[_weights.WeightPath]],
   ]
   map_call: Callable[
-    [Callable[[], Any], Sequence[Any], _weights.Paths],
+    [Callable[[], Any], Sequence[Any], _weights.WeightPaths],
     tuple[Any, Sequence[_weights.WeightPath]],
   ]
 
@@ -83,7 +83,7 @@ def get_custom_rule(eqn: core.JaxprEqn) -> CustomRule | None:
 
 
 def transform_custom_rule(
-  eqn: core.JaxprEqn, transform: RuleTransform, paths: _weights.Paths
+  eqn: core.JaxprEqn, transform: RuleTransform, paths: _weights.WeightPaths
 ) -> core.JaxprEqn | None:
   """The same equation, with what it and its rule compute changed.
 
@@ -116,7 +116,7 @@ def _transform_custom_jvp(
   eqn: core.JaxprEqn,
   rule: CustomRule,
   transform: RuleTransform,
-  paths: _weights.Paths,
+  paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
   jvp_fun: Any = eqn.params["jvp_jaxpr_fun"]
   primal_paths = paths.inputs[rule.num_consts :]
@@ -143,7 +143,7 @@ def _transform_custom_vjp(
   eqn: core.JaxprEqn,
   rule: CustomRule,
   transform: RuleTransform,
-  paths: _weights.Paths,
+  paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
   fwd: Any = eqn.params["fwd_jaxpr_thunk"]
   bwd: Any = eqn.params["bwd"]
@@ -168,7 +168,7 @@ def _transform_custom_vjp(
       next(computed_iter, None) if i is None else input_paths.get(i)
       for i in forwarded_inputs
     )
-    bwd_paths = _weights.Paths(residual_paths, primal_paths)
+    bwd_paths = _weights.WeightPaths(residual_paths, primal_paths)
     return map_call(lambda: bwd.call_wrapped(*args), args, bwd_paths)[0]
 
   return {
@@ -182,7 +182,7 @@ def _transform_custom_lin(
   eqn: core.JaxprEqn,
   rule: CustomRule,
   transform: RuleTransform,
-  paths: _weights.Paths,
+  paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
   """A tangent, where a rule or the user takes a ``jax.jvp``."""
   bwd: Any = eqn.params["bwd"]
@@ -193,7 +193,7 @@ def _transform_custom_lin(
     None if has_zero_tangent else next(tangent_paths, None)
     for has_zero_tangent in zero_mask
   )
-  bwd_paths = _weights.Paths(paths.inputs[: rule.num_consts], out_paths)
+  bwd_paths = _weights.WeightPaths(paths.inputs[: rule.num_consts], out_paths)
 
   def new_bwd(*args: Any) -> Any:
     return map_call(lambda: bwd.call_wrapped(*args), args, bwd_paths)[0]
@@ -202,7 +202,7 @@ def _transform_custom_lin(
 
 
 def _memoize_by_jaxpr(
-  map_derivative: Callable[[_equations.ClosedJaxpr, _weights.Paths], Any],
+  map_derivative: Callable[[_equations.ClosedJaxpr, _weights.WeightPaths], Any],
 ) -> Any:
   """Changes each jaxpr once, since JAX shares what is made of it."""
   cache: dict[core.Jaxpr, Any] = {}
@@ -213,7 +213,7 @@ def _memoize_by_jaxpr(
     if jaxpr not in cache:
       closed_jaxpr = _equations.with_consts(jaxpr, consts)
       new_jaxpr, out_paths = map_derivative(
-        closed_jaxpr, _weights.Paths(input_paths)
+        closed_jaxpr, _weights.WeightPaths(input_paths)
       )
       cache[jaxpr] = new_jaxpr.jaxpr, out_paths
     return cache[jaxpr]
@@ -227,14 +227,17 @@ def _wrap_init_like(original: Any, fun: Callable[..., Any]) -> Any:
 
 
 def _transform_hijax_custom_jvp(
-  hi_prim: Any, _: CustomRule, transform: RuleTransform, paths: _weights.Paths
+  hi_prim: Any,
+  _: CustomRule,
+  transform: RuleTransform,
+  paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
   jvp_rule, map_call = hi_prim.jvp_rule, transform.map_call
 
   @functools.wraps(jvp_rule)
   def new_jvp_rule(primals: Any, tangents: Any) -> Any:
     arrays = [*flatten_with_zeros(primals), *flatten_with_zeros(tangents)]
-    rule_paths = _weights.Paths((*paths.inputs, *paths.inputs))
+    rule_paths = _weights.WeightPaths((*paths.inputs, *paths.inputs))
     return map_call(lambda: jvp_rule(primals, tangents), arrays, rule_paths)[0]
 
   return {
@@ -247,7 +250,7 @@ def _transform_hijax_custom_vjp(
   hi_prim: Any,
   rule: CustomRule,
   transform: RuleTransform,
-  paths: _weights.Paths,
+  paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
   residual_paths: list[_weights.WeightPath] = []
   primal_paths = paths.inputs[rule.num_consts :]
@@ -260,7 +263,7 @@ def _transform_hijax_custom_vjp(
   def new_fwd(perturbed_mask: Any, *args: Any) -> Any:
     fun = lambda: fwd(perturbed_mask, *args)
     result, out_paths = map_call(
-      fun, flatten_with_zeros(args), _weights.Paths(paths.inputs)
+      fun, flatten_with_zeros(args), _weights.WeightPaths(paths.inputs)
     )
     residual_paths[:] = out_paths[len(flatten_with_zeros(result[0])) :]
     return result
@@ -273,7 +276,9 @@ def _transform_hijax_custom_vjp(
     *paths.inputs[:num_shared],
     *paths.inputs[num_shared + num_rule_only :],
   )
-  new_traced = _retrace(hi_prim.traced, transform, _weights.Paths(body_paths))
+  new_traced = _retrace(
+    hi_prim.traced, transform, _weights.WeightPaths(body_paths)
+  )
   return {"traced": new_traced, "fwd": new_fwd, **bwd_params}
 
 
@@ -281,7 +286,7 @@ def _transform_hijax_custom_lin(
   hi_prim: Any,
   rule: CustomRule,
   transform: RuleTransform,
-  paths: _weights.Paths,
+  paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
   return _transform_hijax_bwd(
     hi_prim, transform, paths.inputs[: rule.num_consts], ()
@@ -300,7 +305,7 @@ def _transform_hijax_bwd(
 
   @functools.wraps(bwd)
   def new_bwd(residuals: Any, cotangents: Any) -> Any:
-    bwd_paths = _weights.Paths(tuple(residual_paths), out_paths)
+    bwd_paths = _weights.WeightPaths(tuple(residual_paths), out_paths)
     fun = lambda: bwd(residuals, cotangents)
     return map_call(fun, flatten_with_zeros(residuals), bwd_paths)[0]
 
@@ -309,7 +314,7 @@ def _transform_hijax_bwd(
 
 
 def _retrace(
-  traced: Any, transform: RuleTransform, paths: _weights.Paths
+  traced: Any, transform: RuleTransform, paths: _weights.WeightPaths
 ) -> Any:
   """What ``jax.jit`` has traced, with its jaxpr changed."""
   new_jaxpr = transform.map_body(traced.jaxpr, paths)

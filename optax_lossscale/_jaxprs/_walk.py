@@ -89,7 +89,7 @@ def walk(
   *,
   only_live: bool = False,
   used_outputs: list[bool] | None = None,
-  weights: _weights.Weights | None = None,
+  weights: _weights.JaxprWeights | None = None,
   root_location: _places.EqnLocation | None = None,
   parent: EqnVisit | None = None,
   body_index: int = 0,
@@ -113,7 +113,7 @@ def walk(
   )
   for eqn, dead_vars in eqns:
     eqn_used_outputs = [var not in dead_vars for var in eqn.outvars]
-    tagged_eqn = weights.named(eqn) if weights else eqn
+    tagged_eqn = weights.tag_with_weight(eqn) if weights else eqn
     visit = EqnVisit(
       tagged_eqn,
       closed_jaxpr,
@@ -131,7 +131,7 @@ def walk(
         subjaxprs_fn,
         only_live=only_live,
         used_outputs=eqn_used_outputs if returns_body_outputs else None,
-        weights=weights and weights.inside(eqn, subjaxpr),
+        weights=weights and weights.get_body_weights(eqn, subjaxpr),
         root_location=root_location,
         parent=visit,
         body_index=i,
