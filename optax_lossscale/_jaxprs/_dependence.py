@@ -26,29 +26,29 @@ from optax_lossscale._jaxprs import (
 )
 
 # With several operands, each output depends on the operand at its position.
-_OPERAND_BY_OPERAND = {
+_PER_OPERAND_PRIMITIVES = {
   "optimization_barrier", "pmax", "pmin", "psum", "psum_invariant",
 }  # fmt: skip
 
 
-class Labels(Protocol):
+class TransferRules(Protocol):
   """The rules of an analysis: what tags and equations do to labels."""
 
-  def at_tag(
-    self, eqn: core.JaxprEqn, name: str, labels: int, is_final: bool
+  def transfer_tag(
+    self, eqn: core.JaxprEqn, tag: str, labels: int, is_final: bool
   ) -> int:
     """Returns the labels of a tagged value.
 
     Args:
       eqn: the equation of the tag.
-      name: the name that ``checkpoint_name`` gives to the value.
+      tag: the name that ``checkpoint_name`` gives to the value.
       labels: the labels of the value.
       is_final: whether these are all of its labels, and not those of an
         iteration before the fixpoint. True once for each time that the
         program contains the tag.
     """
 
-  def at_output(self, aval: Any, labels: int, is_backward: bool) -> int:
+  def transfer_output(self, aval: Any, labels: int, is_backward: bool) -> int:
     """Returns the labels of an output of an equation.
 
     Args:
@@ -58,92 +58,100 @@ class Labels(Protocol):
     """
 
 
-def labels_of_outputs(
-  closed: _equations.ClosedJaxpr, inputs: Sequence[int], labels: Labels
+def propagate_labels(
+  closed_jaxpr: _equations.ClosedJaxpr,
+  input_labels: Sequence[int],
+  rules: TransferRules,
 ) -> list[int]:
   """Propagates labels through a program.
 
   Args:
-    closed: the jaxpr.
-    inputs: the labels of each input.
-    labels: the rules.
+    closed_jaxpr: the jaxpr.
+    input_labels: the labels of each input.
+    rules: the rules.
 
   Returns:
     The labels of each output.
   """
-  return _Analysis(labels).run(closed, inputs, False, True)
+  return _DependenceAnalysis(rules).propagate(
+    closed_jaxpr, input_labels, False, True
+  )
 
 
-class _Analysis:
+class _DependenceAnalysis:
   """Propagates labels, and remembers what it knows of each jaxpr."""
 
-  def __init__(self, labels: Labels) -> None:
-    self._labels = labels
-    has_name = lambda eqn: _outputs.get_tag(eqn) is not None
-    self._tags = _walk.EqnSearch(has_name, _equations.subjaxprs)
-    self._call_of = functools.cache(_higher_order.parse_higher_order)
-    self._known: dict[Any, list[int]] = {}
+  def __init__(self, rules: TransferRules) -> None:
+    self._rules = rules
+    has_tag = lambda eqn: _outputs.get_tag(eqn) is not None
+    self._tag_search = _walk.EqnSearch(has_tag, _equations.subjaxprs)
+    self._parse_higher_order = functools.cache(_higher_order.parse_higher_order)
+    self._out_labels: dict[Any, list[int]] = {}
 
-  def run(
+  def propagate(
     self,
-    closed: _equations.ClosedJaxpr,
-    inputs: Sequence[int],
+    closed_jaxpr: _equations.ClosedJaxpr,
+    input_labels: Sequence[int],
     is_backward: bool,
     is_final: bool,
   ) -> list[int]:
-    if is_final and self._tags.any_in_jaxpr(closed.jaxpr):
-      return self._run(closed, inputs, is_backward, True)
-    key = closed.jaxpr, tuple(inputs), is_backward
-    if key not in self._known:
-      self._known[key] = self._run(closed, inputs, is_backward, False)
-    return self._known[key]
+    if is_final and self._tag_search.any_in_jaxpr(closed_jaxpr.jaxpr):
+      return self._propagate_eqns(closed_jaxpr, input_labels, is_backward, True)
+    key = closed_jaxpr.jaxpr, tuple(input_labels), is_backward
+    if key not in self._out_labels:
+      self._out_labels[key] = self._propagate_eqns(
+        closed_jaxpr, input_labels, is_backward, False
+      )
+    return self._out_labels[key]
 
-  def _run(
+  def _propagate_eqns(
     self,
-    closed: _equations.ClosedJaxpr,
-    inputs: Sequence[int],
+    closed_jaxpr: _equations.ClosedJaxpr,
+    input_labels: Sequence[int],
     is_backward: bool,
     is_final: bool,
   ) -> list[int]:
     # Dead code counts, too: the tag of a value that nothing reads.
-    env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
-    read = lambda atoms: [
+    env = dict(zip(closed_jaxpr.jaxpr.invars, input_labels, strict=True))
+    read_labels = lambda atoms: [
       0 if isinstance(atom, core.Literal) else env.get(atom, 0)
       for atom in atoms
     ]
-    for eqn in closed.jaxpr.eqns:
-      outs = self._equation(eqn, read(eqn.invars), is_backward, is_final)
-      env.update(zip(eqn.outvars, outs, strict=True))
-    return read(closed.jaxpr.outvars)
+    for eqn in closed_jaxpr.jaxpr.eqns:
+      out_labels = self._propagate_eqn(
+        eqn, read_labels(eqn.invars), is_backward, is_final
+      )
+      env.update(zip(eqn.outvars, out_labels, strict=True))
+    return read_labels(closed_jaxpr.jaxpr.outvars)
 
-  def _equation(
+  def _propagate_eqn(
     self,
     eqn: core.JaxprEqn,
-    inputs: list[int],
+    input_labels: list[int],
     is_backward: bool,
     is_final: bool,
   ) -> list[int]:
     is_backward = (
       is_backward or _places.EqnLocation().push_scope(eqn).is_backward
     )
-    name = _outputs.get_tag(eqn)
-    if name is not None:
-      return [self._labels.at_tag(eqn, name, inputs[0], is_final)]
-    call = self._call_of(eqn)
-    if call is None:
-      return self._transfer(eqn, inputs, is_backward)
-    run = functools.partial(self.run, is_backward=is_backward)
-    return _propagate_call(call, inputs, run, is_final)
+    tag = _outputs.get_tag(eqn)
+    if tag is not None:
+      return [self._rules.transfer_tag(eqn, tag, input_labels[0], is_final)]
+    hop = self._parse_higher_order(eqn)
+    if hop is None:
+      return self._transfer_eqn(eqn, input_labels, is_backward)
+    propagate = functools.partial(self.propagate, is_backward=is_backward)
+    return _propagate_hop(hop, input_labels, propagate, is_final)
 
-  def _transfer(
-    self, eqn: core.JaxprEqn, inputs: list[int], is_backward: bool
+  def _transfer_eqn(
+    self, eqn: core.JaxprEqn, input_labels: list[int], is_backward: bool
   ) -> list[int]:
-    all_labels = functools.reduce(operator.or_, inputs, 0)
-    labels = [all_labels] * len(eqn.outvars)
-    if eqn.primitive.name in _OPERAND_BY_OPERAND:
-      labels = inputs
+    joined_labels = functools.reduce(operator.or_, input_labels, 0)
+    labels = [joined_labels] * len(eqn.outvars)
+    if eqn.primitive.name in _PER_OPERAND_PRIMITIVES:
+      labels = input_labels
     return [
-      self._labels.at_output(var.aval, x, is_backward)
+      self._rules.transfer_output(var.aval, x, is_backward)
       if _is_inexact(var.aval)
       else 0
       for var, x in zip(eqn.outvars, labels, strict=True)
@@ -151,49 +159,53 @@ class _Analysis:
 
 
 # Propagates labels through one jaxpr.
-_Run = Callable[..., list[int]]
+_PropagateFn = Callable[..., list[int]]
 
 
-def _propagate_call(
-  call: _higher_order.HigherOrderOp,
-  inputs: list[int],
-  run: _Run,
+def _propagate_hop(
+  hop: _higher_order.HigherOrderOp,
+  input_labels: list[int],
+  propagate: _PropagateFn,
   is_final: bool,
 ) -> list[int]:
   """Returns the labels of what an equation calls, repeats or chooses."""
-  match call:
+  match hop:
     case _higher_order.Scan():
-      consts, carry, slices = call.split(inputs)
-      body = lambda carry, is_final: run(
-        call.body, [*consts, *carry, *slices], is_final=is_final
+      consts, carry, slices = hop.split(input_labels)
+      body = lambda carry, is_final: propagate(
+        hop.body, [*consts, *carry, *slices], is_final=is_final
       )
-      return body(_fixpoint(body, carry), is_final)
+      return body(_iterate_to_fixpoint(body, carry), is_final)
     case _higher_order.While():
-      _, consts, carry = call.split(inputs)
-      body = lambda carry, is_final: run(
-        call.body, [*consts, *carry], is_final=is_final
+      _, consts, carry = hop.split(input_labels)
+      body = lambda carry, is_final: propagate(
+        hop.body, [*consts, *carry], is_final=is_final
       )
-      return body(_fixpoint(body, carry), is_final)
+      return body(_iterate_to_fixpoint(body, carry), is_final)
     case _higher_order.Cond(branches):
-      outs = [run(x, inputs[1:], is_final=is_final) for x in branches]
-      return functools.reduce(_join, outs)
+      outs = [
+        propagate(x, input_labels[1:], is_final=is_final) for x in branches
+      ]
+      return functools.reduce(_join_labels, outs)
     case _:
-      return run(call.body, inputs, is_final=is_final)
+      return propagate(hop.body, input_labels, is_final=is_final)
 
 
-def _fixpoint(body: _Run, carry: Sequence[int]) -> list[int]:
+def _iterate_to_fixpoint(body: _PropagateFn, carry: Sequence[int]) -> list[int]:
   """Returns the labels that the carry of a loop has in any iteration."""
   carry = list(carry)
   while True:
-    joined = _join(carry, body(carry, False))
+    joined = _join_labels(carry, body(carry, False))
     if joined == carry:
       return carry
     carry = joined
 
 
-def _join(labels: Iterable[int], others: Iterable[int]) -> list[int]:
+def _join_labels(
+  labels: Iterable[int], other_labels: Iterable[int]
+) -> list[int]:
   """Returns the union for each value; of as many as the first holds."""
-  return [a | b for a, b in zip(labels, others, strict=False)]
+  return [a | b for a, b in zip(labels, other_labels, strict=False)]
 
 
 def _is_inexact(aval: Any) -> bool:

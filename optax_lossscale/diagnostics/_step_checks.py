@@ -159,7 +159,7 @@ def check_dependence(
   for label, i in enumerate(candidates, _NUM_LABELS):
     inputs[i] = 1 << label
   rules = _StepLabels(len(candidates))
-  labels = _dependence.labels_of_outputs(closed, inputs, rules)
+  labels = _dependence.propagate_labels(closed, inputs, rules)
   received = 0
   for grad in rules.grads:
     received |= grad.labels

@@ -237,7 +237,7 @@ def names_in_tables():
   return {
     *_operations.PERMUTING_COLLECTIVES,
     *_operations.WEIGHT_PRESERVING,
-    *_dependence._OPERAND_BY_OPERAND,
+    *_dependence._PER_OPERAND_PRIMITIVES,
     *_higher_order._PARSERS,
     *_rules._RULE_TRANSFORMS,
     *_weights._LINEAR_SUMS,
