@@ -227,7 +227,9 @@ class _StepLabels:
     self._label_of: dict[Any, int] = {}
     self._update, self._own_scale, self._is_fixed = 0, 0, False
 
-  def at_tag(self, eqn: Any, name: str, labels: int, is_final: bool) -> int:
+  def transfer_tag(
+    self, eqn: Any, name: str, labels: int, is_final: bool
+  ) -> int:
     tag = _named_values.mark_of(name)
     if tag is None:
       return labels
@@ -261,7 +263,7 @@ class _StepLabels:
         return label  # The next step begins here.
     return labels
 
-  def at_output(self, aval: Any, labels: int, is_backward: bool) -> int:
+  def transfer_output(self, aval: Any, labels: int, is_backward: bool) -> int:
     is_half = _arrays.is_narrow(aval.dtype)
     if is_backward:
       # What it computes is another gradient, which was not unscaled yet.
