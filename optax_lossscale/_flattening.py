@@ -29,48 +29,61 @@ class FlatTrees(NamedTuple):
   unflatten: Callable[[Sequence[Any]], list[Any]]
 
 
-def flatten(trees: Sequence[tuple[str, Any]]) -> FlatTrees:
+def flatten_named_trees(trees: Sequence[tuple[str, Any]]) -> FlatTrees:
   """Flattens pytrees, each of which has a name."""
   nnx: Any = sys.modules.get("flax.nnx")  # If not, there are no such objects.
-  kinds = () if nnx is None else (nnx.Pytree, nnx.Module, nnx.Variable)
-  is_object = lambda x: isinstance(x, kinds)
-  paths, structure = jax.tree_util.tree_flatten_with_path(
-    [tree for _, tree in trees], is_leaf=is_object
+  nnx_types = () if nnx is None else (nnx.Pytree, nnx.Module, nnx.Variable)
+  is_nnx_object = lambda x: isinstance(x, nnx_types)
+  leaves_with_path, structure = jax.tree_util.tree_flatten_with_path(
+    [tree for _, tree in trees], is_leaf=is_nnx_object
   )
-  tops = [leaf for _, leaf in paths]
+  top_leaves = [leaf for _, leaf in leaves_with_path]
   top_names = [
-    trees[path[0].idx][0] + jax.tree_util.keystr(path[1:]) for path, _ in paths
+    trees[path[0].idx][0] + jax.tree_util.keystr(path[1:])
+    for path, _ in leaves_with_path
   ]
-  objects = [i for i, leaf in enumerate(tops) if is_object(leaf)]
-  if not objects:
+  nnx_indices = [i for i, leaf in enumerate(top_leaves) if is_nnx_object(leaf)]
+  if not nnx_indices:
     unflatten_all = lambda leaves: jax.tree.unflatten(structure, leaves)
-    return FlatTrees(tops, top_names, structure, unflatten_all)
-  graph, state = nnx.split(tuple(tops[i] for i in objects))
-  state_paths, state_structure = jax.tree_util.tree_flatten_with_path(state)
-  plain = [i for i, leaf in enumerate(tops) if not is_object(leaf)]
+    return FlatTrees(top_leaves, top_names, structure, unflatten_all)
+  graphdef, state = nnx.split(tuple(top_leaves[i] for i in nnx_indices))
+  state_leaves_with_path, state_structure = (
+    jax.tree_util.tree_flatten_with_path(state)
+  )
+  plain_indices = [
+    i for i, leaf in enumerate(top_leaves) if not is_nnx_object(leaf)
+  ]
   state_names = [
-    top_names[objects[path[0].key]] + "".join(map(_as_attribute, path[1:]))
-    for path, _ in state_paths
+    top_names[nnx_indices[path[0].key]]
+    + "".join(map(_format_nnx_key, path[1:]))
+    for path, _ in state_leaves_with_path
   ]
 
   def unflatten(leaves: Sequence[Any]) -> list[Any]:
-    filled = list(tops)
-    for i, leaf in zip(plain, leaves, strict=False):
-      filled[i] = leaf
-    new_state = jax.tree.unflatten(state_structure, leaves[len(plain) :])
-    for i, new in zip(objects, nnx.merge(graph, new_state), strict=True):
-      filled[i] = new
-    return jax.tree.unflatten(structure, filled)
+    new_leaves = list(top_leaves)
+    for i, leaf in zip(plain_indices, leaves, strict=False):
+      new_leaves[i] = leaf
+    new_state = jax.tree.unflatten(
+      state_structure, leaves[len(plain_indices) :]
+    )
+    for i, new_object in zip(
+      nnx_indices, nnx.merge(graphdef, new_state), strict=True
+    ):
+      new_leaves[i] = new_object
+    return jax.tree.unflatten(structure, new_leaves)
 
   return FlatTrees(
-    [*(tops[i] for i in plain), *(leaf for _, leaf in state_paths)],
-    [*(top_names[i] for i in plain), *state_names],
+    [
+      *(top_leaves[i] for i in plain_indices),
+      *(leaf for _, leaf in state_leaves_with_path),
+    ],
+    [*(top_names[i] for i in plain_indices), *state_names],
     (structure, state_structure),
     unflatten,
   )
 
 
-def _as_attribute(key: Any) -> str:
+def _format_nnx_key(key: Any) -> str:
   """Returns how a user writes the path to an attribute of an NNX object."""
   name = getattr(key, "key", None)
   is_attribute = isinstance(name, str) and name.isidentifier()

@@ -101,7 +101,7 @@ def without_arguments(
   everything = owner, args, kwargs
   if nnx is None or not holds(everything, (nnx.Module, nnx.Variable)):
     return _named_as(fun, lambda: fun(*args, **kwargs)), lambda out: out
-  flat = _flattening.flatten([("", everything)])
+  flat = _flattening.flatten_named_trees([("", everything)])
   before = dict(nnx.to_flat_state(nnx.state(everything, nnx.Variable)))
 
   def call_with_copies() -> tuple[Any, Any]:

@@ -150,7 +150,7 @@ def trace(
   keywords = sorted(kwargs)  # in the order in which JAX flattens them
   arguments = [*args, *(kwargs[name] for name in keywords)]
   argument_names = [*_positional_names(fun, len(args)), *keywords]
-  flatten = lambda trees: _flattening.flatten(
+  flatten = lambda trees: _flattening.flatten_named_trees(
     list(zip(argument_names, trees, strict=True))
   )
   flat = flatten(arguments)
