@@ -23,7 +23,7 @@ def leaf_names(paths: Iterable[Any]) -> list[str]:
   names = list(map(leaf_name, paths))
   if len(set(names)) == len(names):
     return names
-  return ["/".join(map(_quoted, _without_value(path))) for path in paths]
+  return ["/".join(map(_quote_key, _strip_value_key(path))) for path in paths]
 
 
 def leaf_name(path: Any) -> str:
@@ -31,16 +31,18 @@ def leaf_name(path: Any) -> str:
 
   It is empty if the tree is a single array.
   """
-  return jax.tree_util.keystr(_without_value(path), simple=True, separator="/")
+  return jax.tree_util.keystr(
+    _strip_value_key(path), simple=True, separator="/"
+  )
 
 
-def _without_value(path: Any) -> Any:
+def _strip_value_key(path: Any) -> Any:
   """The path without what Flax NNX adds, where each array is a value."""
   if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
     return path[:-1]
   return path
 
 
-def _quoted(key: Any) -> str:
+def _quote_key(key: Any) -> str:
   name = jax.tree_util.keystr((key,), simple=True)
   return repr(name) if set(name) & set("/'\"") else name
