@@ -31,26 +31,26 @@ def is_complex(dtype: Any) -> bool:
   return jnp.issubdtype(dtype, jnp.complexfloating)
 
 
-def is_narrow(dtype: Any) -> bool:
+def has_narrow_range(dtype: Any) -> bool:
   """Whether a float dtype has too short a range for unscaled gradients."""
   return jnp.finfo(dtype).bits <= 16 and dtype != jnp.bfloat16
 
 
-def at_least_float32(dtype: Any) -> Any:
+def promote_to_float32(dtype: Any) -> Any:
   """float32 if the dtype has fewer bits, else the dtype."""
   return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
-def widen(leaf: Any) -> Any:
+def upcast_to_float32(leaf: Any) -> Any:
   """The leaf in float32 if it is float16 or float8, else as it is."""
-  if not is_inexact(leaf) or not is_narrow(jnp.result_type(leaf)):
+  if not is_inexact(leaf) or not has_narrow_range(jnp.result_type(leaf)):
     return leaf
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return leaf.update(dtype=jnp.float32)
   return lax.convert_element_type(leaf, jnp.float32)
 
 
-def reducible(leaf: Any) -> jax.Array:
+def upcast_for_reduction(leaf: Any) -> jax.Array:
   """The leaf as an array that XLA can reduce: float8 and less in float32."""
   leaf = jnp.asarray(leaf)
   is_tiny = jnp.finfo(leaf.dtype).bits < 16
@@ -64,45 +64,45 @@ def cast(x: Any, dtype: Any) -> Any:
   return lax.convert_element_type(x, dtype)
 
 
-def own(x: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
+def copy_as(x: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
   """``x`` as a strongly typed array whose buffer nobody else has."""
   return jnp.copy(lax.convert_element_type(x, dtype))
 
 
-def cast_real_or_complex(x: jax.Array, dtype: Any) -> jax.Array:
+def cast_if_both_real_or_complex(x: jax.Array, dtype: Any) -> jax.Array:
   """``x`` in a dtype that does not drop or invent its imaginary part."""
   if is_complex(dtype) != is_complex(x.dtype):
     return x
   return x.astype(dtype)
 
 
-def times(x: Any, factor: jax.typing.ArrayLike) -> jax.Array:
+def scale_by(x: Any, factor: jax.typing.ArrayLike) -> jax.Array:
   """``x`` times a float32 scalar, in the dtype of ``x``."""
   x = jnp.asarray(x)
   if is_complex(x.dtype):
     # By parts: the product of two complex numbers loses the sign of zeros.
-    return lax.complex(times(x.real, factor), times(x.imag, factor))
+    return lax.complex(scale_by(x.real, factor), scale_by(x.imag, factor))
   if x.dtype == jnp.bfloat16:
     # In float32, so that a factor that is no power of two rounds only once.
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
   return x * lax.convert_element_type(factor, x.dtype)
 
 
-def divided_by(x: jax.Array, divisor: jax.Array) -> jax.Array:
+def unscale_by(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """``x`` divided by a float32 scalar, in the dtype of ``x``."""
   if is_complex(x.dtype):
-    return lax.complex(divided_by(x.real, divisor), divided_by(x.imag, divisor))
+    return lax.complex(unscale_by(x.real, divisor), unscale_by(x.imag, divisor))
   if x.dtype == jnp.bfloat16:
     return (x.astype(jnp.float32) / divisor).astype(x.dtype)
   return x / lax.convert_element_type(divisor, x.dtype)
 
 
-def cast_like(new: Any, old: Any) -> Any:
-  """``new`` as a strongly typed array of the dtype of ``old``.
+def cast_like(x: Any, like: Any) -> Any:
+  """``x`` as a strongly typed array of the dtype of ``like``.
 
-  As it is, if ``old`` is neither an array nor a number.
+  As it is, if ``like`` is neither an array nor a number.
   """
-  return cast(new, jnp.result_type(old)) if is_array_like(old) else new
+  return cast(x, jnp.result_type(like)) if is_array_like(like) else x
 
 
 def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
@@ -153,5 +153,5 @@ def _select_array(
 def _select_in_float32(
   condition: jax.Array, new: jax.Array, old: jax.Array
 ) -> jax.Array:
-  wide = (lax.convert_element_type(x, jnp.float32) for x in (new, old))
-  return lax.convert_element_type(lax.select(condition, *wide), old.dtype)
+  upcast = (lax.convert_element_type(x, jnp.float32) for x in (new, old))
+  return lax.convert_element_type(lax.select(condition, *upcast), old.dtype)

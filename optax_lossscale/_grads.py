@@ -99,7 +99,7 @@ def largest_magnitude(grads: list[Any]) -> jax.Array:
   """The largest magnitude; float32[]. Means nothing if one is not finite."""
   amax = jnp.float32(0)
   for leaf in grads:
-    leaf = _arrays.reducible(leaf)
+    leaf = _arrays.upcast_for_reduction(leaf)
     if not leaf.size:
       continue
     is_complex = _arrays.is_complex(leaf.dtype)
@@ -117,7 +117,7 @@ def largest_magnitude(grads: list[Any]) -> jax.Array:
 def sum_of_squares(leaf: Any) -> jax.Array:
   """The squared norm of a gradient; float32[]. Inf or NaN if it holds one."""
   leaf = jnp.asarray(leaf)
-  leaf = leaf.astype(_arrays.at_least_float32(leaf.dtype))
+  leaf = leaf.astype(_arrays.promote_to_float32(leaf.dtype))
   squares = jnp.square(leaf.real)
   if _arrays.is_complex(leaf.dtype):
     squares += jnp.square(leaf.imag)
@@ -166,7 +166,7 @@ def _nan_unless_sum_is_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
     # Of magnitudes, for two reasons. Large numbers of both signs could cancel
     # in the sum. And the optimizer needs the products with their signs: XLA
     # would write these to memory, to compute them only once.
-    total = _arrays.times(jnp.sum(jnp.abs(leaf)), factor)
+    total = _arrays.scale_by(jnp.sum(jnp.abs(leaf)), factor)
   else:
     total = jnp.sum(leaf)
   if _arrays.is_complex(total.dtype):
@@ -181,7 +181,7 @@ def _is_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
   magnitude = jnp.abs(jnp.asarray(leaf))
   if _has_few_bits(leaf):
     return magnitude.astype(jnp.float32) * factor <= LARGEST_GRAD
-  return jnp.isfinite(_arrays.times(magnitude, factor))
+  return jnp.isfinite(_arrays.scale_by(magnitude, factor))
 
 
 def _zero_if_all(flags: jax.Array) -> jax.Array:
@@ -203,4 +203,4 @@ def _has_few_bits(leaf: Any) -> bool:
 
 
 def _isfinite(leaf: Any) -> jax.Array:
-  return jnp.isfinite(_arrays.reducible(leaf))
+  return jnp.isfinite(_arrays.upcast_for_reduction(leaf))

@@ -97,12 +97,12 @@ def measure(
 
 def true_or_zeros(grad: Any, found: Measurement) -> jax.Array:
   """The true gradient, widened and clipped; zeros if the step is not finite."""
-  grad, factor = jnp.asarray(_arrays.widen(grad)), found.factor
+  grad, factor = jnp.asarray(_arrays.upcast_to_float32(grad)), found.factor
   if found.loss_scale is not None and jnp.finfo(grad.dtype).bits > 32:
     # The reciprocal is rounded to float32.
-    grad, factor = _arrays.divided_by(grad, found.loss_scale), found.clip
+    grad, factor = _arrays.unscale_by(grad, found.loss_scale), found.clip
   if factor is not None:
-    grad = _arrays.times(grad, factor)
+    grad = _arrays.scale_by(grad, factor)
   return lax.select(found.finite, grad, jnp.zeros_like(grad))
 
 

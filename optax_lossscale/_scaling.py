@@ -297,17 +297,17 @@ def _scale(loss: Any, scale: jax.Array) -> Any:
   def scale_leaf(leaf: Any) -> Any:
     if not _arrays.is_inexact(leaf):
       return leaf
-    dtype = _arrays.at_least_float32(jnp.result_type(leaf))
-    return _arrays.times(lax.convert_element_type(leaf, dtype), scale)
+    dtype = _arrays.promote_to_float32(jnp.result_type(leaf))
+    return _arrays.scale_by(lax.convert_element_type(leaf, dtype), scale)
 
   return jax.tree.map(scale_leaf, loss)
 
 
 def _unscale(tree: Any, scale: jax.Array) -> Any:
   grads, put_back = _grads.split(tree)
-  wide = [jnp.asarray(_arrays.widen(grad)) for grad in grads]
+  wide = [jnp.asarray(_arrays.upcast_to_float32(grad)) for grad in grads]
   scale = _named_values.marked_scale("scale", scale, wide)
-  true = [_arrays.divided_by(grad, scale) for grad in _computed_once(wide)]
+  true = [_arrays.unscale_by(grad, scale) for grad in _computed_once(wide)]
   return put_back(_named_values.marked_list("unscaled", true))
 
 
@@ -397,7 +397,7 @@ def _using_for(tree: Any) -> str | None:
 def _warn_if_narrow(loss: Any) -> None:
   """Warns, at the user's line, of a loss that cannot hold a large scale."""
   dtype = jnp.result_type(loss)
-  if not _arrays.is_narrow(dtype):
+  if not _arrays.has_narrow_range(dtype):
     return
   _warnings.warn(
     f"fun returns a {dtype} loss. The backward pass starts with the loss scale"

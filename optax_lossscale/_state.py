@@ -165,7 +165,7 @@ def select_if_finite(state: Any, new: Any, old: _Tree) -> _Tree:
 def initial_state(scale: float, policy_state: Any = ()) -> LossScaleState:
   """The state before the first step. Each field has a buffer of its own."""
   return LossScaleState(
-    loss_scale=_arrays.own(scale, jnp.float32),
+    loss_scale=_arrays.copy_as(scale, jnp.float32),
     finite_count=jnp.zeros((), jnp.int32),
     notfinite_count=jnp.zeros((), jnp.int32),
     last_finite=jnp.ones((), jnp.bool_),

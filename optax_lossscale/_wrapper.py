@@ -213,13 +213,13 @@ def _on_float32(
   """
 
   def init_fn(params: Any) -> Any:
-    state = inner.init(jax.tree.map(_arrays.widen, params))
+    state = inner.init(jax.tree.map(_arrays.upcast_to_float32, params))
     return jax.tree.map(_arrays.cast_like, state, state)
 
   def update_fn(
     updates: Any, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[Any, Any]:
-    wide = jax.tree.map(_arrays.widen, params)
+    wide = jax.tree.map(_arrays.upcast_to_float32, params)
     made, new_state = inner.update(updates, state, wide, **extra_args)
     return _cast_like(made, params), new_state
 
@@ -286,7 +286,7 @@ def _cast_like(updates: Any, params: Any) -> Any:
     if not _grads.is_grad(path, update) or not _arrays.is_inexact(param):
       return update
     update = jnp.asarray(update)
-    return _arrays.cast_real_or_complex(update, jnp.result_type(param))
+    return _arrays.cast_if_both_real_or_complex(update, jnp.result_type(param))
 
   # The updates may have None or MaskedNode where the params have a leaf.
   is_leaf = lambda x: x is None or isinstance(x, optax.MaskedNode)

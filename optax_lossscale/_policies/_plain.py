@@ -222,7 +222,9 @@ class DynamicLossScale:
     """Returns the state before the first step."""
     policy_state: Any = ()
     if self._remembers():
-      policy_state = DynamicPolicyState(_arrays.own(self.hysteresis, jnp.int32))
+      policy_state = DynamicPolicyState(
+        _arrays.copy_as(self.hysteresis, jnp.int32)
+      )
     return _state.initial_state(self.init_scale, policy_state)
 
   def adjust(

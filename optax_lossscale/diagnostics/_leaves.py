@@ -123,7 +123,7 @@ def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:
 
   @functools.wraps(fun)
   def widened(xp: Any, leaf: Any, *args: Any) -> Any:
-    dtype = _arrays.at_least_float32(leaf.dtype)
+    dtype = _arrays.promote_to_float32(leaf.dtype)
     return fun(xp, leaf.astype(dtype, copy=False), *args)
 
   on_device = jax.jit(widened, static_argnums=0)

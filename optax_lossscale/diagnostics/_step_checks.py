@@ -264,7 +264,7 @@ class _StepLabels:
     return labels
 
   def transfer_output(self, aval: Any, labels: int, is_backward: bool) -> int:
-    is_half = _arrays.is_narrow(aval.dtype)
+    is_half = _arrays.has_narrow_range(aval.dtype)
     if is_backward:
       # What it computes is another gradient, which was not unscaled yet.
       labels &= ~(_UNSCALED | _ROUNDED)
@@ -499,4 +499,4 @@ def _is_half(var: Any) -> bool:
   dtype = getattr(var.aval, "dtype", None)
   if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
     return False
-  return _arrays.is_narrow(dtype)
+  return _arrays.has_narrow_range(dtype)

@@ -81,7 +81,7 @@ class DeepSpeedLossScale:
 
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""
-    left = _arrays.own(self.hysteresis, jnp.int32)
+    left = _arrays.copy_as(self.hysteresis, jnp.int32)
     policy_state = DeepSpeedPolicyState(left, jnp.zeros((), jnp.bool_))
     return _state.initial_state(self.init_scale, policy_state)
 

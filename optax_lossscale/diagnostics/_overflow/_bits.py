@@ -28,7 +28,7 @@ def is_finite(x: Any) -> bool:
 
 @jax.jit
 def _all_finite(x: Any) -> Any:
-  return jnp.isfinite(_arrays.reducible(x)).all()
+  return jnp.isfinite(_arrays.upcast_for_reduction(x)).all()
 
 
 def as_numbers(x: Any) -> np.ndarray:

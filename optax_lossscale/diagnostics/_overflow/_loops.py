@@ -204,5 +204,5 @@ def index_of(loop: AnyLoop, count: Any) -> Any:
 def are_finite(arrays: Sequence[Any]) -> Any:
   """Whether all floats among these arrays are finite, while it is traced."""
   floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
-  flags = [jnp.isfinite(_arrays.reducible(x)).all() for x in floats]
+  flags = [jnp.isfinite(_arrays.upcast_for_reduction(x)).all() for x in floats]
   return functools.reduce(operator.and_, flags, jnp.array(True))
