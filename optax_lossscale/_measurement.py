@@ -76,7 +76,7 @@ def measure(
     factor = reciprocal
   else:
     squares = [_grads.sum_of_squares(grad) for grad in grads]
-    norm = _times(lax.sqrt(_axes.total(squares, axis_name)), reciprocal)
+    norm = _times(lax.sqrt(_axes.sum_over_axes(squares, axis_name)), reciprocal)
     # False of a NaN, too. Unscaling by a scale below 1 may make a finite
     # gradient infinite.
     finite = norm <= _grads.LARGEST_GRAD
@@ -87,8 +87,8 @@ def measure(
     seen = _as_magnitude("grads_amax", evidence.grads_amax)
     amax = jnp.fmax(amax, seen)  # A NaN is no evidence.
   return Measurement(
-    _axes.all_agree(finite, axis_name),
-    _axes.maximum(amax, axis_name),
+    _axes.all_reduce_and(finite, axis_name),
+    _axes.max_over_axes(amax, axis_name),
     loss_scale,
     clip,
     factor,

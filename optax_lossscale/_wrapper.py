@@ -190,7 +190,7 @@ def with_loss_scaling(
       made, made_state = inner.update(grads, inner_state, params, **extra_args)
       made = _named_values.marked_tree("updates", made)
       inexact, _ = _grads.split(made)
-      finite &= _axes.all_agree(_grads.sum_is_finite(inexact), axis_name)
+      finite &= _axes.all_reduce_and(_grads.sum_is_finite(inexact), axis_name)
       kept_state = _select.keep_unless(finite, made_state, inner_state)
     else:
       made, kept_state = _select.update_or_keep(
