@@ -9,18 +9,22 @@ import jax.numpy as jnp
 # Between these two, the scale and its reciprocal are both normal float32
 # numbers. The reciprocal of 2**127 is subnormal, and XLA flushes it to zero:
 # every unscaled gradient would be zero, and nothing would show it.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
+MIN_LOSS_SCALE = 2.0**-126
+MAX_LOSS_SCALE = 2.0**126
 
 # The float32 numbers next to 1. A factor nearer to 1 would be rounded to 1, and
 # the scale would never move.
-SMALLEST_GROWTH = 1 + 2**-23
-LARGEST_BACKOFF = 1 - 2**-24
+MIN_GROWTH_FACTOR = 1 + 2**-23
+MAX_BACKOFF_FACTOR = 1 - 2**-24
 
 # The largest int32, since all counters are int32.
-LARGEST_COUNT = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 
-_SCALES = "init_scale", "min_scale", "max_scale"  # of each policy that moves
+_SCALE_FIELDS = (
+  "init_scale",
+  "min_scale",
+  "max_scale",
+)  # of each policy that moves
 
 
 def check_number(
@@ -29,34 +33,34 @@ def check_number(
   """Raises unless ``value`` is a number in [low, high]; traced ones pass."""
   if isinstance(value, jax.core.Tracer):
     return
-  rule = f"{name} must be {range_rule(low, high, integer=integer)}"
+  requirement = f"{name} must be {format_range(low, high, integer=integer)}"
   is_number = isinstance(value, (int, float)) or (
     hasattr(value, "dtype") and getattr(value, "shape", None) == ()
   )
   if isinstance(value, (bool, complex)) or not is_number:
-    raise TypeError(f"{rule}, got {came(name, value)}.")
+    raise TypeError(f"{requirement}, got {describe_arg(name, value)}.")
   if hasattr(value, "dtype"):
     if value.dtype == bool or jnp.issubdtype(value.dtype, jnp.complexfloating):
-      raise TypeError(f"{rule}, got {name} = {value!r}.")
+      raise TypeError(f"{requirement}, got {name} = {value!r}.")
     value = value.item()
   in_range = low <= value <= high  # False for NaN, too.
   if not in_range or (integer and value != int(value)):
-    raise ValueError(f"{rule}, got {name} = {value!r}.")
+    raise ValueError(f"{requirement}, got {name} = {value!r}.")
 
 
 def check_scale(name: str, value: Any) -> None:
   """Raises unless ``value`` is a loss scale, or traced."""
-  check_number(name, value, SMALLEST_SCALE, LARGEST_SCALE)
+  check_number(name, value, MIN_LOSS_SCALE, MAX_LOSS_SCALE)
 
 
 def check_count(name: str, value: Any) -> None:
   """Raises unless ``value`` is a positive int32, or traced."""
-  check_number(name, value, 1, LARGEST_COUNT, integer=True)
+  check_number(name, value, 1, MAX_COUNT, integer=True)
 
 
-def check_scales(policy: Any) -> None:
+def check_scale_fields(policy: Any) -> None:
   """Raises unless the three scales of a policy are such, and in order."""
-  for name in _SCALES:
+  for name in _SCALE_FIELDS:
     check_scale(name, getattr(policy, name))
   bounds = policy.min_scale, policy.init_scale, policy.max_scale
   if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
@@ -70,10 +74,10 @@ def check_scales(policy: Any) -> None:
     )
 
 
-def check_powers_of_two(policy: Any) -> None:
+def check_power_of_two_fields(policy: Any) -> None:
   """Raises unless the three scales of a policy are powers of two, in order."""
-  check_scales(policy)
-  for name in _SCALES:
+  check_scale_fields(policy)
+  for name in _SCALE_FIELDS:
     value = getattr(policy, name)
     is_traced = isinstance(value, jax.core.Tracer)
     if not is_traced and math.frexp(float(value))[0] != 0.5:
@@ -82,7 +86,7 @@ def check_powers_of_two(policy: Any) -> None:
       )
 
 
-def keep_numbers(policy: Any) -> None:
+def convert_arrays_to_scalars(policy: Any) -> None:
   """Makes Python numbers of the arrays that a policy was given, once checked.
 
   As an array, one would become a buffer of the state, and be deleted with it by
@@ -94,19 +98,21 @@ def keep_numbers(policy: Any) -> None:
 
 
 def check_callable(
-  name: str, value: Any, kind: str = "a function", hint: str = ""
+  name: str, value: Any, expected: str = "a function", hint: str = ""
 ) -> None:
   """Raises unless ``value`` can be called."""
   if not callable(value):
-    raise TypeError(f"{name} must be {kind}, got {came(name, value)}.{hint}")
+    raise TypeError(
+      f"{name} must be {expected}, got {describe_arg(name, value)}.{hint}"
+    )
 
 
-def came(name: str, value: Any) -> str:
+def describe_arg(name: str, value: Any) -> str:
   """``name = value`` for a message, or its type if that is more than a line."""
   if sum(getattr(x, "size", 1) for x in jax.tree.leaves(value)) < 10:
-    text = f"{name} = {value!r}"
-    if len(text) <= 80 and "\n" not in text:
-      return text
+    formatted = f"{name} = {value!r}"
+    if len(formatted) <= 80 and "\n" not in formatted:
+      return formatted
   return f"{name} of type {type(value).__name__}"
 
 
@@ -124,13 +130,13 @@ def as_float_dtype(dtype: Any) -> Any:
   return as_dtype
 
 
-def range_rule(low: float, high: float, *, integer: bool = False) -> str:
+def format_range(low: float, high: float, *, integer: bool = False) -> str:
   """The rule for a number within bounds, as messages give it."""
-  kind = "an integer" if integer else "a number"
-  return f"{kind} in [{show_bound(low)}, {show_bound(high)}]"
+  noun = "an integer" if integer else "a number"
+  return f"{noun} in [{format_bound(low)}, {format_bound(high)}]"
 
 
-def show_bound(value: float) -> str:
+def format_bound(value: float) -> str:
   """A bound as people write it: ``2**126``, ``0.5``, ``2147483647``."""
   exponent = round(math.log2(value)) if value > 0 else 0
   if abs(exponent) > 20 and value == 2.0**exponent:

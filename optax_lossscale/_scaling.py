@@ -245,7 +245,7 @@ def _check_argnums(argnums: Any, hint: str) -> None:
   if not all(map(_is_argnum, numbers)):
     raise TypeError(
       "argnums must be an integer or a sequence of integers, got"
-      f" {_checks.came('argnums', argnums)}.{hint}"
+      f" {_checks.describe_arg('argnums', argnums)}.{hint}"
     )
 
 

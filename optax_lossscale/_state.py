@@ -103,8 +103,8 @@ def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
     if field == "loss_scale":
       new = jnp.clip(
         jnp.asarray(value, jnp.float32),
-        _checks.SMALLEST_SCALE,
-        _checks.LARGEST_SCALE,
+        _checks.MIN_LOSS_SCALE,
+        _checks.MAX_LOSS_SCALE,
       )
       new = jnp.broadcast_to(new, jnp.shape(leaf))
       # A function of the old scale, so that its sharding is kept.
@@ -319,7 +319,7 @@ def _check_selectable(path: Any, new: Any, old: Any) -> None:
     raise ValueError(
       "new and old must be equal in leaves that are not arrays, since only"
       " arrays can be selected on a device, got"
-      f" {_checks.came('new', new)} and {_checks.came('old', old)} at"
+      f" {_checks.describe_arg('new', new)} and {_checks.describe_arg('old', old)} at"
       f" {_paths.leaf_name(path)}. Remove this leaf from both."
     )
 

@@ -239,7 +239,7 @@ def _as_transformation(
     hint = " Call it to create the optimizer." if callable(inner) else ""
     raise TypeError(
       "inner must be an optimizer such as optax.adam(1e-3), got"
-      f" {_checks.came('inner', inner)}.{hint}"
+      f" {_checks.describe_arg('inner', inner)}.{hint}"
     )
   if not isinstance(inner, optax.GradientTransformation):
     inner = optax.GradientTransformation(inner.init, inner.update)

@@ -138,7 +138,7 @@ def autocast(
   if fun is None:
     return _Decorator(dtype, kept.patterns)
   if isinstance(fun, type) and jnp.issubdtype(fun, jnp.floating):
-    came = _checks.came("fun", fun)
+    came = _checks.describe_arg("fun", fun)
     raise TypeError(f"fun must be a function, got {came}.{_HOW_TO_WRAP}")
   _checks.check_callable("fun", fun, hint=_HOW_TO_WRAP)
   if dtype == jnp.float32:

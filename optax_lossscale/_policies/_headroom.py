@@ -141,7 +141,7 @@ class HeadroomLossScale:
   max_scale: float = 2.0**126
 
   def __post_init__(self) -> None:
-    _checks.check_powers_of_two(self)
+    _checks.check_power_of_two_fields(self)
     # One of the ways to write a dtype, so that equal policies are equal.
     object.__setattr__(self, "dtype", _checks.as_float_dtype(self.dtype))
     _checks.check_number("margin", self.margin, -64, 64, integer=True)
@@ -152,7 +152,7 @@ class HeadroomLossScale:
         f" array, got amax_history_len = {length!r}."
       )
     _checks.check_number("amax_history_len", length, 1, 2**20, integer=True)
-    _checks.keep_numbers(self)
+    _checks.convert_arrays_to_scalars(self)
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""

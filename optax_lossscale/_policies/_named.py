@@ -41,7 +41,7 @@ def as_policy(loss_scale: Any, name: str = "loss_scale") -> LossScalePolicy:
     raise TypeError(
       f"{name} must be a policy (such as DynamicLossScale()), 'dynamic',"
       " 'headroom' or a positive number, got"
-      f" {_checks.came(name, loss_scale)}."
+      f" {_checks.describe_arg(name, loss_scale)}."
     )
   _checks.check_scale(name, loss_scale)
   return FixedLossScale(loss_scale)

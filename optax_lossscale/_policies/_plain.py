@@ -101,7 +101,7 @@ class FixedLossScale:
 
   def __post_init__(self) -> None:
     _checks.check_scale("scale", self.scale)
-    _checks.keep_numbers(self)
+    _checks.convert_arrays_to_scalars(self)
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
@@ -195,18 +195,18 @@ class DynamicLossScale:
   hysteresis_refill: HysteresisRefill = "growth"
 
   def __post_init__(self) -> None:
-    _checks.check_scales(self)
+    _checks.check_scale_fields(self)
     _checks.check_number(
       "growth_factor",
       self.growth_factor,
-      _checks.SMALLEST_GROWTH,
-      _checks.LARGEST_SCALE,
+      _checks.MIN_GROWTH_FACTOR,
+      _checks.MAX_LOSS_SCALE,
     )
     _checks.check_number(
       "backoff_factor",
       self.backoff_factor,
-      _checks.SMALLEST_SCALE,
-      _checks.LARGEST_BACKOFF,
+      _checks.MIN_LOSS_SCALE,
+      _checks.MAX_BACKOFF_FACTOR,
     )
     _checks.check_count("growth_interval", self.growth_interval)
     _checks.check_count("hysteresis", self.hysteresis)
@@ -216,7 +216,7 @@ class DynamicLossScale:
         f" {', '.join(map(repr, get_args(HysteresisRefill)))}, got"
         f" hysteresis_refill = {self.hysteresis_refill!r}."
       )
-    _checks.keep_numbers(self)
+    _checks.convert_arrays_to_scalars(self)
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""

@@ -246,7 +246,7 @@ def _log2_scale_range(
   # smallest that lifts the smallest entry above zero.
   high = math.ceil(math.log2(limits.inf) - math.log2(largest)) - 1
   low = math.floor(math.log2(limits.zero) - math.log2(smallest)) + 1
-  bound = round(math.log2(_checks.LARGEST_SCALE))
+  bound = round(math.log2(_checks.MAX_LOSS_SCALE))
   high = min(max(high, -bound), bound)
   return max(min(low, high), -bound), high
 

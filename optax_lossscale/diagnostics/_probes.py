@@ -257,7 +257,7 @@ def count(x: jax.Array) -> jax.Array:
   2**24.
   """
   if isinstance(x.size, int):
-    in_parts = x.size > _checks.LARGEST_COUNT
+    in_parts = x.size > _checks.MAX_COUNT
   else:  # A symbolic size, as `jax.export` has, may turn out to be any.
     in_parts = x.ndim > 1
   if in_parts:

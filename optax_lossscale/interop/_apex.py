@@ -12,7 +12,7 @@ _AMP_SETTINGS = {
   "loss_scale": Key("kind", "dynamic"),
   "init_scale": Key("init_scale", 2.0**16),
   "scale_window": Key("growth_interval", 2000),
-  "min_loss_scale": Key("min_scale", _checks.SMALLEST_SCALE),
+  "min_loss_scale": Key("min_scale", _checks.MIN_LOSS_SCALE),
   "max_loss_scale": Key("max_scale", 2.0**24),
   "loss_id": Key("loss_id", None),
 }

@@ -11,7 +11,7 @@ _STATIC = {
   "backoff_factor": Key("backoff_factor", 0.5),
   "growth_interval": Key("last_count", 2000),
   # None stands for no floor.
-  "minimum_scale": Key("min_scale", _checks.SMALLEST_SCALE),
+  "minimum_scale": Key("min_scale", _checks.MIN_LOSS_SCALE),
 }
 _FIELDS = {
   "fin_steps": Key("finite_count"),

@@ -142,7 +142,7 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     }
     return {"config": fixed, "variables": {}}
   floors = "the minimum scale is 1 in tf.keras and 2**-126 in Keras 3"
-  floor = _checks.SMALLEST_SCALE, floors
+  floor = _checks.MIN_LOSS_SCALE, floors
   is_tf = (
     isinstance(policy, _policies.DynamicLossScale) and policy.min_scale == 1
   )

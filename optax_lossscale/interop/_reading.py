@@ -29,9 +29,9 @@ class Key(NamedTuple):
   default: Any = _REQUIRED
 
 
-_SCALE = _checks.SMALLEST_SCALE, _checks.LARGEST_SCALE, False
-_COUNT = 1, _checks.LARGEST_COUNT, True
-_TALLY = 0, _checks.LARGEST_COUNT, True
+_SCALE = _checks.MIN_LOSS_SCALE, _checks.MAX_LOSS_SCALE, False
+_COUNT = 1, _checks.MAX_COUNT, True
+_TALLY = 0, _checks.MAX_COUNT, True
 # What a number is between, and whether it is an integer, by our word for it.
 _NUMBERS = {
   "init_scale": _SCALE,
@@ -40,23 +40,23 @@ _NUMBERS = {
   "min_scale": _SCALE,
   "scale": _SCALE,
   "threshold": _SCALE,
-  "growth_factor": (_checks.SMALLEST_GROWTH, _checks.LARGEST_SCALE, False),
-  "backoff_factor": (_checks.SMALLEST_SCALE, _checks.LARGEST_BACKOFF, False),
+  "growth_factor": (_checks.MIN_GROWTH_FACTOR, _checks.MAX_LOSS_SCALE, False),
+  "backoff_factor": (_checks.MIN_LOSS_SCALE, _checks.MAX_BACKOFF_FACTOR, False),
   "tolerance": (0, 2**15, False),
   "growth_interval": _COUNT,
   "hysteresis": _COUNT,
   "finite_count": _TALLY,
   "overflows": _TALLY,
   # Trackers go on counting below zero.
-  "hysteresis_remaining": (-_checks.LARGEST_COUNT, _checks.LARGEST_COUNT, True),
+  "hysteresis_remaining": (-_checks.MAX_COUNT, _checks.MAX_COUNT, True),
   # Flax has one less than the growth interval.
-  "last_count": (0, _checks.LARGEST_COUNT - 1, True),
+  "last_count": (0, _checks.MAX_COUNT - 1, True),
   # DeepSpeed has 0 for a scale that moves, a power for the first one, and the
   # numbers of steps from -1 on.
-  "scale_or_zero": (0, _checks.LARGEST_SCALE, False),
+  "scale_or_zero": (0, _checks.MAX_LOSS_SCALE, False),
   "exponent": (0, 126, True),
   "step": _TALLY,
-  "overflow_step": (-1, _checks.LARGEST_COUNT, True),
+  "overflow_step": (-1, _checks.MAX_COUNT, True),
   "loss_id": _TALLY,
 }
 _BOOLEANS = "dynamic", "enabled", "consecutive_hysteresis"
@@ -107,7 +107,7 @@ def as_word(function: str, what: str, key: str, value: Any, word: str) -> Any:
     rule, is_kind, is_right = "True or False", isinstance(value, bool), True
   elif word in _NUMBERS:
     low, high, integer = _NUMBERS[word]
-    rule = _checks.range_rule(low, high, integer=integer)
+    rule = _checks.format_range(low, high, integer=integer)
     is_kind = isinstance(value, int | float) and not isinstance(value, bool)
     # NaN is in no range.
     is_right = is_kind and low <= value <= high

@@ -34,7 +34,7 @@ def dynamic(
   Where only the current scale was read, it is the first one, too; a system
   without a floor has that of float32.
   """
-  known = {"min_scale": _checks.SMALLEST_SCALE, **values, **others}
+  known = {"min_scale": _checks.MIN_LOSS_SCALE, **values, **others}
   first, low = values.get("loss_scale"), known["min_scale"]
   if first is not None:
     # In float32, a scale at a floor of 0.7 is less than that.
@@ -60,7 +60,7 @@ def resume(
   scale, state = values["loss_scale"], policy.init()
   low, high = _policies.bounds(policy)
   if low is not None and not np.float32(low) <= scale <= np.float32(high):
-    floor, ceiling = _checks.show_bound(low), _checks.show_bound(high)
+    floor, ceiling = _checks.format_bound(low), _checks.format_bound(high)
     raise ValueError(
       f"{function}: the scale in the state must be between the minimum {floor}"
       f" and the maximum {ceiling} of its settings, got scale = {scale}."

@@ -66,10 +66,10 @@ class DeepSpeedLossScale:
   min_scale: float = 1.0
   hysteresis: int = 2
   consecutive_hysteresis: bool = False
-  max_scale: ClassVar[float] = _checks.LARGEST_SCALE
+  max_scale: ClassVar[float] = _checks.MAX_LOSS_SCALE
 
   def __post_init__(self) -> None:
-    _checks.check_scales(self)
+    _checks.check_scale_fields(self)
     _checks.check_count("growth_interval", self.growth_interval)
     _checks.check_count("hysteresis", self.hysteresis)
     if not isinstance(self.consecutive_hysteresis, bool):
@@ -77,7 +77,7 @@ class DeepSpeedLossScale:
         "consecutive_hysteresis must be True or False, got"
         f" consecutive_hysteresis = {self.consecutive_hysteresis!r}."
       )
-    _checks.keep_numbers(self)
+    _checks.convert_arrays_to_scalars(self)
 
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""
@@ -170,15 +170,15 @@ class FairseqLossScale:
   tolerance: float = 0.0
   threshold: float | None = None
   min_scale: float = 1e-4
-  max_scale: ClassVar[float] = _checks.LARGEST_SCALE
+  max_scale: ClassVar[float] = _checks.MAX_LOSS_SCALE
 
   def __post_init__(self) -> None:
     _checks.check_count("growth_interval", self.growth_interval)
-    _checks.check_scales(self)
+    _checks.check_scale_fields(self)
     _checks.check_number("tolerance", self.tolerance, 0, _LARGEST_PART)
     if self.threshold is not None:
       _checks.check_scale("threshold", self.threshold)
-    _checks.keep_numbers(self)
+    _checks.convert_arrays_to_scalars(self)
 
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""

@@ -106,7 +106,7 @@ def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     disabled = 1.0, "a disabled GradScaler has the scale 1"
     _writing.check(name, policy, (), scale=disabled)
     return {}
-  no_floor = (_checks.SMALLEST_SCALE, "it has no minimum scale")
+  no_floor = (_checks.MIN_LOSS_SCALE, "it has no minimum scale")
   dynamic = _writing.dynamic(name, policy, _WRITTEN, min_scale=no_floor)
   scale, count = _writing.scale_and_count(name, policy, state)
   return {

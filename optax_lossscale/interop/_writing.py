@@ -112,4 +112,4 @@ def count_below(count: int, interval: int) -> int:
 
 def _show(value: Any) -> str:
   is_number = isinstance(value, (int, float))
-  return _checks.show_bound(value) if is_number else repr(value)
+  return _checks.format_bound(value) if is_number else repr(value)

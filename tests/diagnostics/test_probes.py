@@ -189,7 +189,7 @@ def test_counts_are_exact_beyond_what_float32_can_count_one_by_one():
 
 
 def test_more_numbers_than_an_int32_counts_are_counted_in_parts(monkeypatch):
-  monkeypatch.setattr(_checks, "LARGEST_COUNT", 20)
+  monkeypatch.setattr(_checks, "MAX_COUNT", 20)
   np.testing.assert_array_equal(counts_of(X[:, 0]), oracle(X[:, 0]))
 
 
