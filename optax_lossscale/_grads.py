@@ -11,14 +11,16 @@ import jax.numpy as jnp
 from optax_lossscale import _arrays, _paths
 
 # Of the dtypes in which a true gradient may come out, bfloat16 ends first.
-LARGEST_GRAD = float(jnp.finfo(jnp.bfloat16).max)
+MAX_GRAD = float(jnp.finfo(jnp.bfloat16).max)
 
 # Flax keeps the statistics of its fp8 layers in this collection. They arrive
 # beside the gradients, but are values to be stored, not gradients.
 _OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
-def split(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+def partition_grads(
+  tree: Any,
+) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
   """The gradients in a tree, and what puts others in their places.
 
   Args:
@@ -32,23 +34,27 @@ def split(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
   """
   paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
   leaves = [leaf for _, leaf in paths_and_leaves]
-  places = [i for i, at in enumerate(paths_and_leaves) if is_grad(*at)]
+  grad_indices = [
+    i
+    for i, path_and_leaf in enumerate(paths_and_leaves)
+    if is_grad(*path_and_leaf)
+  ]
 
-  def put_back(grads: Iterable[Any]) -> Any:
-    replaced = list(leaves)
-    for i, grad in zip(places, grads, strict=True):
-      replaced[i] = grad
-    return jax.tree.unflatten(structure, replaced)
+  def combine(grads: Iterable[Any]) -> Any:
+    new_leaves = list(leaves)
+    for i, grad in zip(grad_indices, grads, strict=True):
+      new_leaves[i] = grad
+    return jax.tree.unflatten(structure, new_leaves)
 
-  return [leaves[i] for i in places], put_back
+  return [leaves[i] for i in grad_indices], combine
 
 
 def is_grad(path: Any, leaf: Any) -> bool:
   """Whether a leaf, at this path of its tree, is a gradient."""
-  return _arrays.is_inexact(leaf) and not is_overwritten(path)
+  return _arrays.is_inexact(leaf) and not is_fp8_stat(path)
 
 
-def is_overwritten(path: Any) -> bool:
+def is_fp8_stat(path: Any) -> bool:
   """Whether a tree path leads into Flax's fp8 statistics."""
   return any(_paths.key_name(key) == _OVERWRITE_WITH_GRADIENT for key in path)
 
@@ -69,11 +75,11 @@ def all_finite(tree: Any) -> jax.Array:
     >>> print(ols.all_finite({"a": jnp.array([1.0, 2.0]), "b": jnp.inf}))
     False
   """
-  grads, _ = split(tree)
-  return _none_has(_nan_unless_finite, grads, None)
+  grads, _ = partition_grads(tree)
+  return _all_finite_by_platform(_elementwise_indicator, grads, None)
 
 
-def sum_is_finite(
+def all_finite_by_sum(
   grads: list[Any], factor: jax.Array | None = None
 ) -> jax.Array:
   """Whether all gradients are finite, by reading them once.
@@ -92,7 +98,7 @@ def sum_is_finite(
   Returns:
     bool[].
   """
-  return _none_has(_nan_unless_sum_is_finite, grads, factor)
+  return _all_finite_by_platform(_sum_indicator, grads, factor)
 
 
 def largest_magnitude(grads: list[Any]) -> jax.Array:
@@ -126,42 +132,44 @@ def sum_of_squares(leaf: Any) -> jax.Array:
 
 # What is not finite in a leaf, as a number that can be added up over leaves and
 # devices: 0 if all is finite, else NaN, or how many entries are not; float32[].
-Fault = Callable[[Any, jax.Array | None], jax.Array]
+NonfiniteIndicator = Callable[[Any, jax.Array | None], jax.Array]
 
 
-def _none_has(
-  fault_on_cpu: Fault, grads: list[Any], factor: jax.Array | None
+def _all_finite_by_platform(
+  cpu_indicator: NonfiniteIndicator, grads: list[Any], factor: jax.Array | None
 ) -> jax.Array:
-  on_cpu = functools.partial(_add_to_zero, fault_on_cpu)
+  on_cpu = functools.partial(_indicators_sum_to_zero, cpu_indicator)
   if not any(isinstance(leaf, jax.core.Tracer) for leaf in grads):
     return on_cpu(grads, factor)
   # Of a number for each leaf, XLA would have to reduce each over the devices.
   # It adds up counts first. On CPU it would write them, a number for each
   # entry, to memory.
-  elsewhere = functools.partial(_add_to_zero, _count_not_finite)
-  return lax.platform_dependent(grads, factor, cpu=on_cpu, default=elsewhere)
+  on_accelerator = functools.partial(_indicators_sum_to_zero, _count_indicator)
+  return lax.platform_dependent(
+    grads, factor, cpu=on_cpu, default=on_accelerator
+  )
 
 
-def _add_to_zero(
-  fault: Fault, grads: list[Any], factor: jax.Array | None
+def _indicators_sum_to_zero(
+  indicator: NonfiniteIndicator, grads: list[Any], factor: jax.Array | None
 ) -> jax.Array:
-  return _is_zero(sum((fault(x, factor) for x in grads), jnp.float32(0)))
+  return _is_zero(sum((indicator(x, factor) for x in grads), jnp.float32(0)))
 
 
-def _count_not_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
-  return jnp.sum(~_is_finite(leaf, factor), dtype=jnp.float32)
+def _count_indicator(leaf: Any, factor: jax.Array | None) -> jax.Array:
+  return jnp.sum(~_is_finite_scaled(leaf, factor), dtype=jnp.float32)
 
 
-def _nan_unless_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
-  return _zero_if_all(_is_finite(leaf, factor))
+def _elementwise_indicator(leaf: Any, factor: jax.Array | None) -> jax.Array:
+  return _nan_unless_all(_is_finite_scaled(leaf, factor))
 
 
-def _nan_unless_sum_is_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
+def _sum_indicator(leaf: Any, factor: jax.Array | None) -> jax.Array:
   leaf = jnp.asarray(leaf)
-  if _has_few_bits(leaf):
+  if _is_at_most_16_bit(leaf):
     # To sum them, XLA would write a copy in float32 to memory. It is cheaper to
     # test each element.
-    return _nan_unless_finite(leaf, factor)
+    return _elementwise_indicator(leaf, factor)
   if factor is not None:
     # Of magnitudes, for two reasons. Large numbers of both signs could cancel
     # in the sum. And the optimizer needs the products with their signs: XLA
@@ -170,21 +178,21 @@ def _nan_unless_sum_is_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
   else:
     total = jnp.sum(leaf)
   if _arrays.is_complex(total.dtype):
-    return _zero_if_all(_isfinite(total))
+    return _nan_unless_all(_isfinite(total))
   return (0 * total).astype(jnp.float32)
 
 
-def _is_finite(leaf: Any, factor: jax.Array | None) -> jax.Array:
+def _is_finite_scaled(leaf: Any, factor: jax.Array | None) -> jax.Array:
   """Whether each entry is finite once it is widened and multiplied."""
   if factor is None:
     return _isfinite(leaf)
   magnitude = jnp.abs(jnp.asarray(leaf))
-  if _has_few_bits(leaf):
-    return magnitude.astype(jnp.float32) * factor <= LARGEST_GRAD
+  if _is_at_most_16_bit(leaf):
+    return magnitude.astype(jnp.float32) * factor <= MAX_GRAD
   return jnp.isfinite(_arrays.scale_by(magnitude, factor))
 
 
-def _zero_if_all(flags: jax.Array) -> jax.Array:
+def _nan_unless_all(flags: jax.Array) -> jax.Array:
   return lax.select(jnp.all(flags), jnp.float32(0), jnp.float32(jnp.nan))
 
 
@@ -198,7 +206,7 @@ def _is_zero(total: jax.Array) -> jax.Array:
   return lax.sqrt(lax.abs(total)) < 1
 
 
-def _has_few_bits(leaf: Any) -> bool:
+def _is_at_most_16_bit(leaf: Any) -> bool:
   return jnp.finfo(jnp.result_type(leaf)).bits <= 16
 
 

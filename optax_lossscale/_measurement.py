@@ -72,14 +72,14 @@ def measure(
   reciprocal = None if loss_scale is None else 1 / loss_scale
   amax = _times(_grads.largest_magnitude(grads), reciprocal)
   if max_norm is None:
-    finite, clip = _grads.sum_is_finite(grads, reciprocal), None
+    finite, clip = _grads.all_finite_by_sum(grads, reciprocal), None
     factor = reciprocal
   else:
     squares = [_grads.sum_of_squares(grad) for grad in grads]
     norm = _times(lax.sqrt(_axes.sum_over_axes(squares, axis_name)), reciprocal)
     # False of a NaN, too. Unscaling by a scale below 1 may make a finite
     # gradient infinite.
-    finite = norm <= _grads.LARGEST_GRAD
+    finite = norm <= _grads.MAX_GRAD
     clip = _clip_factor(norm, max_norm)
     factor = _times(clip, reciprocal)
   finite &= _as_flag("grads_finite", evidence.grads_finite)

@@ -304,7 +304,7 @@ def _scale(loss: Any, scale: jax.Array) -> Any:
 
 
 def _unscale(tree: Any, scale: jax.Array) -> Any:
-  grads, put_back = _grads.split(tree)
+  grads, put_back = _grads.partition_grads(tree)
   wide = [jnp.asarray(_arrays.upcast_to_float32(grad)) for grad in grads]
   scale = _named_values.marked_scale("scale", scale, wide)
   true = [_arrays.unscale_by(grad, scale) for grad in _computed_once(wide)]

@@ -175,7 +175,9 @@ def with_loss_scaling(
     loss_scale = _named_values.marked_scale(
       scale_kind, scale_state.loss_scale, jax.tree.leaves(updates)
     )
-    grads, put_back = _grads.split(_named_values.marked_tree(kind, updates))
+    grads, put_back = _grads.partition_grads(
+      _named_values.marked_tree(kind, updates)
+    )
     found = _measurement.measure(
       grads,
       _measurement.Evidence(grads_finite, grads_amax),
@@ -189,8 +191,10 @@ def with_loss_scaling(
     if check_updates:
       made, made_state = inner.update(grads, inner_state, params, **extra_args)
       made = _named_values.marked_tree("updates", made)
-      inexact, _ = _grads.split(made)
-      finite &= _axes.all_reduce_and(_grads.sum_is_finite(inexact), axis_name)
+      inexact, _ = _grads.partition_grads(made)
+      finite &= _axes.all_reduce_and(
+        _grads.all_finite_by_sum(inexact), axis_name
+      )
       kept_state = _select.keep_unless(finite, made_state, inner_state)
     else:
       made, kept_state = _select.update_or_keep(
@@ -305,7 +309,7 @@ def _nothing_unless(finite: jax.Array, updates: Any) -> Any:
   """
 
   def choose(path: Any, update: Any) -> Any:
-    if not _arrays.is_array_like(update) or _grads.is_overwritten(path):
+    if not _arrays.is_array_like(update) or _grads.is_fp8_stat(path):
       return update
     update = jnp.asarray(update)
     if _arrays.is_inexact(update):

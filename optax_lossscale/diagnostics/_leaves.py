@@ -34,7 +34,7 @@ def finite_per_leaf(grads: Any) -> Any:
   """
 
   def is_finite(path: Any, leaf: Any) -> jax.Array:
-    if _grads.is_overwritten(path) or not _arrays.is_array_like(leaf):
+    if _grads.is_fp8_stat(path) or not _arrays.is_array_like(leaf):
       return jnp.bool_(True)
     return _grads.all_finite(leaf)
 

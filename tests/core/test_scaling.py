@@ -442,9 +442,9 @@ DTYPES = [
 ]
 BAD = [np.nan, np.inf, -np.inf]
 FAULTS = {
-  "sums": _grads._nan_unless_sum_is_finite,
-  "elements": _grads._nan_unless_finite,
-  "counts": _grads._count_not_finite,
+  "sums": _grads._sum_indicator,
+  "elements": _grads._elementwise_indicator,
+  "counts": _grads._count_indicator,
 }
 WITHOUT_FACTOR = [(way, None) for way in FAULTS]
 WITH_FACTOR = [("sums", 2.0**-15), ("counts", 2.0**-15), ("counts", 3.0)]
@@ -460,7 +460,7 @@ def test_on_cpu_and_elsewhere_another_way_is_taken(monkeypatch):
 
   monkeypatch.setattr(jax.lax, "platform_dependent", platform_dependent)
   jax.jit(ols.all_finite).trace(jnp.zeros(3))
-  jax.jit(lambda x: _grads.sum_is_finite([x])).trace(jnp.zeros(3))
+  jax.jit(lambda x: _grads.all_finite_by_sum([x])).trace(jnp.zeros(3))
   elements, sums, counts = (FAULTS[k] for k in ("elements", "sums", "counts"))
   faults = [tuple(way.args[0] for way in ways) for ways in taken]
   assert faults == [(elements, counts), (sums, counts)]
@@ -468,7 +468,7 @@ def test_on_cpu_and_elsewhere_another_way_is_taken(monkeypatch):
 
 @functools.partial(jax.jit, static_argnums=0)
 def is_finite(way, leaves, factor):
-  return _grads._add_to_zero(FAULTS[way], leaves, factor)
+  return _grads._indicators_sum_to_zero(FAULTS[way], leaves, factor)
 
 
 @pytest.mark.parametrize("way, factor", WITHOUT_FACTOR + WITH_FACTOR)
