@@ -10,7 +10,7 @@ import numpy as np
 from optax_lossscale import _arrays, _axes, _grads
 
 
-class Evidence(NamedTuple):
+class UpdateHints(NamedTuple):
   """What the caller of ``update`` knows beside the gradients.
 
   Attributes:
@@ -22,7 +22,7 @@ class Evidence(NamedTuple):
   grads_amax: Any
 
 
-class Measurement(NamedTuple):
+class GradStats(NamedTuple):
   """What is known of a step.
 
   Attributes:
@@ -32,36 +32,36 @@ class Measurement(NamedTuple):
       float32[].
     loss_scale: the scale that is in the gradients that came; float32[], or None
       if they are true ones.
-    clip: what clips the true gradients; float32[], or None.
-    factor: what does both, unscale and clip; float32[], or None.
+    clip_factor: what clips the true gradients; float32[], or None.
+    multiplier: what does both, unscale and clip; float32[], or None.
   """
 
   finite: jax.Array
   amax: jax.Array
   loss_scale: jax.Array | None
-  clip: jax.Array | None
-  factor: jax.Array | None
+  clip_factor: jax.Array | None
+  multiplier: jax.Array | None
 
 
-def measure(
+def measure_grads(
   grads: list[Any],
-  evidence: Evidence,
+  hints: UpdateHints,
   *,
   loss_scale: jax.Array | None,
   max_norm: jax.typing.ArrayLike | None,
   axis_name: _axes.AxisName | None,
-) -> Measurement:
+) -> GradStats:
   """Measures gradients as they come, true or scaled.
 
   Args:
     grads: the gradients.
-    evidence: what the caller knows beside them.
+    hints: what the caller knows beside them.
     loss_scale: the scale that is in them; None if they are true ones.
     max_norm: the largest global norm allowed, or None.
     axis_name: the axes over which the step is decided together, or None.
 
   Returns:
-    A :class:`Measurement`.
+    A :class:`GradStats`.
 
   Raises:
     TypeError: if a part of the evidence is not a number.
@@ -69,57 +69,67 @@ def measure(
   """
   # No division, as in `unscale_grads`: XLA on CPU would write the quotients to
   # memory, a tenth of a step's bytes.
-  reciprocal = None if loss_scale is None else 1 / loss_scale
-  amax = _times(_grads.largest_magnitude(grads), reciprocal)
+  inv_scale = None if loss_scale is None else 1 / loss_scale
+  amax = _mul_or_identity(_grads.largest_magnitude(grads), inv_scale)
   if max_norm is None:
-    finite, clip = _grads.all_finite_by_sum(grads, reciprocal), None
-    factor = reciprocal
+    finite, clip_factor = _grads.all_finite_by_sum(grads, inv_scale), None
+    multiplier = inv_scale
   else:
     squares = [_grads.sum_of_squares(grad) for grad in grads]
-    norm = _times(lax.sqrt(_axes.sum_over_axes(squares, axis_name)), reciprocal)
+    norm = _mul_or_identity(
+      lax.sqrt(_axes.sum_over_axes(squares, axis_name)), inv_scale
+    )
     # False of a NaN, too. Unscaling by a scale below 1 may make a finite
     # gradient infinite.
     finite = norm <= _grads.MAX_GRAD
-    clip = _clip_factor(norm, max_norm)
-    factor = _times(clip, reciprocal)
-  finite &= _as_flag("grads_finite", evidence.grads_finite)
-  if evidence.grads_amax is not None:
-    seen = _as_magnitude("grads_amax", evidence.grads_amax)
-    amax = jnp.fmax(amax, seen)  # A NaN is no evidence.
-  return Measurement(
+    clip_factor = _compute_clip_factor(norm, max_norm)
+    multiplier = _mul_or_identity(clip_factor, inv_scale)
+  finite &= _as_flag("grads_finite", hints.grads_finite)
+  if hints.grads_amax is not None:
+    hinted_amax = _as_magnitude("grads_amax", hints.grads_amax)
+    amax = jnp.fmax(amax, hinted_amax)  # A NaN is no evidence.
+  return GradStats(
     _axes.all_reduce_and(finite, axis_name),
     _axes.max_over_axes(amax, axis_name),
     loss_scale,
-    clip,
-    factor,
+    clip_factor,
+    multiplier,
   )
 
 
-def true_or_zeros(grad: Any, found: Measurement) -> jax.Array:
+def unscale_or_zero(grad: Any, stats: GradStats) -> jax.Array:
   """The true gradient, widened and clipped; zeros if the step is not finite."""
-  grad, factor = jnp.asarray(_arrays.upcast_to_float32(grad)), found.factor
-  if found.loss_scale is not None and jnp.finfo(grad.dtype).bits > 32:
+  grad, multiplier = (
+    jnp.asarray(_arrays.upcast_to_float32(grad)),
+    stats.multiplier,
+  )
+  if stats.loss_scale is not None and jnp.finfo(grad.dtype).bits > 32:
     # The reciprocal is rounded to float32.
-    grad, factor = _arrays.unscale_by(grad, found.loss_scale), found.clip
-  if factor is not None:
-    grad = _arrays.scale_by(grad, factor)
-  return lax.select(found.finite, grad, jnp.zeros_like(grad))
+    grad, multiplier = (
+      _arrays.unscale_by(grad, stats.loss_scale),
+      stats.clip_factor,
+    )
+  if multiplier is not None:
+    grad = _arrays.scale_by(grad, multiplier)
+  return lax.select(stats.finite, grad, jnp.zeros_like(grad))
 
 
-def _clip_factor(norm: jax.Array, max_norm: jax.typing.ArrayLike) -> jax.Array:
+def _compute_clip_factor(
+  norm: jax.Array, max_norm: jax.typing.ArrayLike
+) -> jax.Array:
   max_norm = lax.convert_element_type(max_norm, jnp.float32)
   return jnp.where(norm > max_norm, max_norm / norm, jnp.float32(1))
 
 
-def _times(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+def _mul_or_identity(x: jax.Array, factor: jax.Array | None) -> jax.Array:
   return x if factor is None else x * factor
 
 
 def _as_flag(name: str, value: Any) -> jax.Array:
   """The value as a bool; of a number, whether it is neither 0 nor NaN."""
-  kind = "bool or number that is true if the gradients are finite"
-  _check_scalar(name, value, kind, "jnp.all")
-  if _is_on_host(value):
+  expected = "bool or number that is true if the gradients are finite"
+  _check_scalar(name, value, expected, "jnp.all")
+  if _is_host_scalar(value):
     # As JAX has it, 1e-300 would be 0, and large integers are errors.
     value = np.asarray(value)
     return jnp.asarray(bool((value != 0) & (value == value)))
@@ -131,9 +141,9 @@ def _as_flag(name: str, value: Any) -> jax.Array:
 
 def _as_magnitude(name: str, value: Any) -> jax.Array:
   """The magnitude of a number, as float32."""
-  kind = "number, the largest magnitude of a gradient"
-  _check_scalar(name, value, kind, "jnp.max")
-  if not _is_on_host(value):
+  expected = "number, the largest magnitude of a gradient"
+  _check_scalar(name, value, expected, "jnp.max")
+  if not _is_host_scalar(value):
     return lax.convert_element_type(jnp.abs(jnp.asarray(value)), jnp.float32)
   magnitude = abs(np.asarray(value).item())
   if magnitude != np.inf:
@@ -141,18 +151,18 @@ def _as_magnitude(name: str, value: Any) -> jax.Array:
   return jnp.asarray(float(magnitude), jnp.float32)
 
 
-def _is_on_host(value: Any) -> bool:
+def _is_host_scalar(value: Any) -> bool:
   """Whether a number is one of Python or NumPy, of any size and precision."""
   return isinstance(value, (int, float, complex, np.generic, np.ndarray))
 
 
-def _check_scalar(name: str, value: Any, kind: str, reduction: str) -> None:
-  rule = f"{name} must be a single {kind}"
-  remedy = f"Reduce an array with {reduction}, or leave out {name}."
+def _check_scalar(name: str, value: Any, expected: str, reduction: str) -> None:
+  requirement = f"{name} must be a single {expected}"
+  hint = f"Reduce an array with {reduction}, or leave out {name}."
   if not _arrays.is_array_like(value):
-    raise TypeError(f"{rule}, got {name} = {value!r}. {remedy}")
+    raise TypeError(f"{requirement}, got {name} = {value!r}. {hint}")
   shape, dtype = jnp.shape(value), jnp.result_type(value)
   if jnp.issubdtype(dtype, jax.dtypes.extended):
-    raise TypeError(f"{rule}, got {name} of dtype {dtype}. {remedy}")
+    raise TypeError(f"{requirement}, got {name} of dtype {dtype}. {hint}")
   if shape:
-    raise ValueError(f"{rule}, got {name} of shape {shape}. {remedy}")
+    raise ValueError(f"{requirement}, got {name} of shape {shape}. {hint}")

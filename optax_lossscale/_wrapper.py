@@ -178,15 +178,15 @@ def with_loss_scaling(
     grads, put_back = _grads.partition_grads(
       _named_values.marked_tree(kind, updates)
     )
-    found = _measurement.measure(
+    found = _measurement.measure_grads(
       grads,
-      _measurement.Evidence(grads_finite, grads_amax),
+      _measurement.UpdateHints(grads_finite, grads_amax),
       loss_scale=loss_scale if grads_are_scaled else None,
       max_norm=max_norm,
       axis_name=axis_name,
     )
     found = found._replace(finite=_named_values.marked("applied", found.finite))
-    grads = put_back([_measurement.true_or_zeros(x, found) for x in grads])
+    grads = put_back([_measurement.unscale_or_zero(x, found) for x in grads])
     finite = found.finite
     if check_updates:
       made, made_state = inner.update(grads, inner_state, params, **extra_args)
