@@ -10,7 +10,7 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-def may_transfer(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+def allow_transfers(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
   """The same function, whose transfers ``jax.transfer_guard`` lets pass.
 
   Trainers set it to find transfers that they did not mean. Those of a report
@@ -18,8 +18,8 @@ def may_transfer(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
   """
 
   @functools.wraps(fun)
-  def allowed(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+  def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
     with jax.transfer_guard("allow"):
       return fun(*args, **kwargs)
 
-  return allowed
+  return wrapper

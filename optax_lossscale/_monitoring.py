@@ -29,7 +29,7 @@ _OTHER_STATE = (
 )
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def loss_scale_metrics(
   tree: Any,
   *,
@@ -107,7 +107,7 @@ class LossScaleError(RuntimeError):
   """Raised by :func:`raise_if_stuck`, with a message that says what to do."""
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def raise_if_stuck(
   tree: Any,
   max_consecutive_skips: int = 50,

@@ -64,7 +64,7 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
   return _unboxed(state)
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
   """Returns the tree with another loss scale in it.
 

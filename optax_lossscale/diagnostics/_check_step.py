@@ -97,7 +97,7 @@ class StepCheck(_numbers.PrintedReport):
     return "\n".join(lines)
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def check_step(
   fun: Callable[..., Any], *args: Any, progress: bool = True, **kwargs: Any
 ) -> StepCheck:

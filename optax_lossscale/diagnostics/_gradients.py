@@ -126,7 +126,7 @@ class GradientReport(_numbers.PrintedReport):
     return f"{lost} underflow, as few as possible without an overflow."
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def gradient_report(
   grads: Any, dtype: Any = jnp.float16, loss_scale: Any = 1.0
 ) -> GradientReport:

@@ -69,7 +69,7 @@ class NonfiniteLeaf(NamedTuple):
     )
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
   """Lists the leaves that hold an inf or a NaN.
 

@@ -225,7 +225,7 @@ class Product(NamedTuple):
   step: _walk.EqnVisit
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def precision_report(
   fun: Callable[..., Any],
   *args: Any,

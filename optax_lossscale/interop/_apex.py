@@ -35,7 +35,7 @@ _KERNEL_STATE = {
 _read = functools.partial(_reading.read, "from_apex")
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
   """The policy and state of apex.amp, or of apex's hysteresis kernel.
 

@@ -50,7 +50,7 @@ _STATE_IGNORED = ("raise_error_at_min_scale", "dtype")
 _NEW_RULE = 0, 17, 1  # the version since which it holds
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def from_deepspeed(
   fp16: Any, state: Any = None, version: str = "0.17.3"
 ) -> _results.Result:

@@ -17,7 +17,7 @@ _SETTINGS = {
 _CHECKPOINT = {"loss_scale": Key("loss_scale")}
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def from_fairseq(
   settings: Any, loss_scale: Any = None
 ) -> tuple[FairseqLossScale, _state.LossScaleState]:

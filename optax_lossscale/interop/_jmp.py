@@ -27,7 +27,7 @@ _CLASSES = {
 }
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def from_jmp(loss_scale: Any) -> _results.Result:
   """The policy and state of a jmp or MindSpore loss scale.
 

@@ -50,7 +50,7 @@ _KERAS_3_VARIABLES = {
 _read = functools.partial(_reading.read, "from_keras")
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def from_keras(config: Any, variables: Any = None) -> _results.Result:
   """The policy and state of a TensorFlow, tf.keras or Keras 3 loss scaler.
 
@@ -105,7 +105,7 @@ def from_keras(config: Any, variables: Any = None) -> _results.Result:
   return _results.resume("from_keras", policy, values)
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The config and variables with which Keras goes on as our policy would.
 

@@ -20,7 +20,7 @@ _STATE = {
 }
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
   """The policy and state of Megatron's `DynamicGradScaler`.
 

@@ -19,7 +19,7 @@ _KEYS = {
 }
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def from_paddle(state_dict: Any) -> _results.Result:
   """The policy and state of a `paddle.amp.GradScaler`.
 

@@ -19,7 +19,7 @@ _NEMO_SETTINGS = {"hysteresis": Key("hysteresis")}
 _WRITTEN = "growth_factor", "backoff_factor", "growth_interval"
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def from_torch(
   state_dict: Any, *, hysteresis: int | None = None
 ) -> _results.Result:
@@ -77,7 +77,7 @@ def from_torch(
   return _results.resume(name, policy, values)
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The state dict with which a `GradScaler` goes on as our policy would.
 

@@ -27,7 +27,7 @@ _MOST_BINADES = 126
 _ROUNDING = 0.05
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def compare_precision(
   fun: Callable[..., Any],
   *args: Any,

@@ -28,7 +28,7 @@ _OF_UPDATE = {"grads", "unscaled", "updates"}
 _INNER_STATE = re.compile(r"\.inner_state\b")
 
 
-@_host.may_transfer
+@_host.allow_transfers
 def find_overflow(
   fun: Callable[..., Any],
   *args: Any,
