@@ -9,21 +9,21 @@ import numpy as np
 from optax_lossscale import _arrays, _checks, _host, _policies, _state
 
 # The hyperparameters that keep a scale from coming down.
-_FLOORS = "threshold", "min_scale"
+_MIN_SCALE_FIELDS = "threshold", "min_scale"
 
-_FIND_THE_OPERATION = (
+_FIND_OVERFLOW_REMEDY = (
   "Find the operation and its layer:"
   " diagnostics.find_overflow(train_step, params, opt_state, batch)."
 )
-_LAYER_IN_FLOAT32 = (
+_FLOAT32_LAYER_REMEDY = (
   "If the forward pass overflows, compute that layer in float32 or bfloat16:"
   " ols.autocast(loss_fn, keep_float32=...)."
 )
-_NO_SCALE_HELPS = (
+_CHECK_DATA_REMEDY = (
   "If gradients are NaN without an overflow, no loss scale helps: check the"
   " data and the learning rate."
 )
-_OTHER_STATE = (
+_SAME_STATE_REMEDY = (
   "If there are several optimizers, pass the state of the same optimizer to"
   " ols.value_and_grad: a loss scale that never acts falls to its minimum."
 )
@@ -83,20 +83,22 @@ def loss_scale_metrics(
   if steps is not None:
     _checks.check_number("steps", steps, 0, 2**63 - 1, integer=True)
     # Before the first step the rate is 0, as is the number of skips.
-    count = jnp.maximum(_as_float32(steps), 1)
-    metrics["skip_rate"] = _as_float32(metrics["total_notfinite"]) / count
+    num_updates = jnp.maximum(_as_float32(steps), 1)
+    metrics["skip_rate"] = _as_float32(metrics["total_notfinite"]) / num_updates
   if policy is not None:
-    at_floor = scale <= _floor(_policies.as_policy(policy, "policy"))
-    metrics["skips_at_min_scale"] = _as_float32(was_skipped & at_floor)
+    is_at_min_scale = scale <= _get_lowest_scale_as_float32(
+      _policies.as_policy(policy, "policy")
+    )
+    metrics["skips_at_min_scale"] = _as_float32(was_skipped & is_at_min_scale)
   return metrics
 
 
-def _floor(policy: Any) -> jax.Array:
+def _get_lowest_scale_as_float32(policy: Any) -> jax.Array:
   """The lowest scale of a policy as float32; 0 if it names none."""
   if isinstance(policy, _policies.FixedLossScale):
     return _as_float32(policy.scale)
-  floor = _policies.lowest_scale(policy)
-  return _as_float32(0.0 if floor is None else floor)
+  lowest_scale = _policies.lowest_scale(policy)
+  return _as_float32(0.0 if lowest_scale is None else lowest_scale)
 
 
 def _as_float32(x: jax.typing.ArrayLike) -> jax.Array:
@@ -179,57 +181,61 @@ def raise_if_stuck(
   _check_limits(max_consecutive_skips, max_skip_rate, steps)
   if policy is not None:
     policy = _policies.as_policy(policy, "policy")
-  skips = _read_skips(_state.get_loss_scale_state(tree))
-  longest = max(skips, key=lambda member: member.in_a_row)
-  most = max(skips, key=lambda member: member.in_all)
-  if steps is not None and most.in_all > steps:
+  skips = _read_skip_counts(_state.get_loss_scale_state(tree))
+  worst_consecutive = max(skips, key=lambda member: member.consecutive)
+  worst_total = max(skips, key=lambda member: member.total)
+  if steps is not None and worst_total.total > steps:
     raise ValueError(
       "steps must be the number of calls of update since init, got steps ="
-      f" {steps} and {most.in_all} skips among them."
+      f" {steps} and {worst_total.total} skips among them."
     )
-  if longest.in_a_row >= max_consecutive_skips:
-    nonfinite = _nonfinite(grads)
-    summary = f"The last {longest.in_a_row} steps were all skipped."
-    summary += f" The loss scale is {longest.scale:g}."
-    remedies = _remedies(longest.scale, policy, nonfinite)
+  if worst_consecutive.consecutive >= max_consecutive_skips:
+    nonfinite_leaves = _find_nonfinite_leaves(grads)
+    summary = (
+      f"The last {worst_consecutive.consecutive} steps were all skipped."
+    )
+    summary += f" The loss scale is {worst_consecutive.scale:g}."
+    remedies = _suggest_consecutive_skip_remedies(
+      worst_consecutive.scale, policy, nonfinite_leaves
+    )
   elif (
     max_skip_rate is not None
     and steps is not None
-    and most.in_all / int(steps) > max_skip_rate
+    and worst_total.total / int(steps) > max_skip_rate
   ):
-    nonfinite = _nonfinite(grads)
+    nonfinite_leaves = _find_nonfinite_leaves(grads)
     summary = (
-      f"{most.in_all} of {steps} steps were skipped, a fraction larger than"
+      f"{worst_total.total} of {steps} steps were skipped, a fraction larger than"
       f" max_skip_rate = {max_skip_rate:g}. The loss scale is"
-      f" {most.scale:g}."
+      f" {worst_total.scale:g}."
     )
-    remedies = _remedies_of_many_skips(nonfinite)
+    remedies = _suggest_skip_rate_remedies(nonfinite_leaves)
   else:
     return
-  raise LossScaleError(_message(summary, remedies, nonfinite))
+  raise LossScaleError(_format_message(summary, remedies, nonfinite_leaves))
 
 
-def _message(
-  summary: str, remedies: list[str], nonfinite: list[Any] | None
+def _format_message(
+  summary: str, remedies: list[str], nonfinite_leaves: list[Any] | None
 ) -> str:
   lines = [summary, "Try, in this order:"]
   lines += [f"  {i}. {remedy}" for i, remedy in enumerate(remedies, 1)]
-  if nonfinite:
+  if nonfinite_leaves:
     lines += ["Gradients that are not finite:"]
-    lines += [f"  {leaf}" for leaf in nonfinite]
-  elif nonfinite is None:
+    lines += [f"  {leaf}" for leaf in nonfinite_leaves]
+  elif nonfinite_leaves is None:
     lines += ["Pass grads to list those that are not finite."]
   return "\n".join(lines)
 
 
-class _Skips(NamedTuple):
+class _SkipCounts(NamedTuple):
   """The last skips in a row, all skips and the scale of one member of a state.
 
   A state that was mapped has several members.
   """
 
-  in_a_row: int
-  in_all: int
+  consecutive: int
+  total: int
   scale: float
 
 
@@ -250,7 +256,7 @@ def _check_limits(
     _checks.check_number("steps", steps, 1, 2**63 - 1, integer=True)
 
 
-def _read_skips(state: _state.LossScaleState) -> list[_Skips]:
+def _read_skip_counts(state: _state.LossScaleState) -> list[_SkipCounts]:
   """The skips of each member of a state."""
   if isinstance(state.notfinite_count, jax.core.Tracer):
     raise TypeError(
@@ -258,24 +264,24 @@ def _read_skips(state: _state.LossScaleState) -> list[_Skips]:
       " a tracer. Return the optimizer state from the jitted function."
     )
   counts = state.notfinite_count, state.total_notfinite, state.loss_scale
-  if not all(map(_is_readable_here, counts)):
+  if not all(map(_is_addressable, counts)):
     raise ValueError(
       "raise_if_stuck must be given a state that this process can read, got one"
       " that is sharded over processes. Gather it in all of them:"
       " jax.experimental.multihost_utils.process_allgather("
       "get_loss_scale_state(opt_state), tiled=True)."
     )
-  read = jax.device_get(counts)
-  columns = [np.ravel(column).tolist() for column in read]
-  return [_Skips(*member) for member in zip(*columns, strict=True)]
+  host_values = jax.device_get(counts)
+  columns = [np.ravel(column).tolist() for column in host_values]
+  return [_SkipCounts(*member) for member in zip(*columns, strict=True)]
 
 
-def _is_readable_here(x: Any) -> bool:
+def _is_addressable(x: Any) -> bool:
   """Whether this process holds all of an array, or a copy of it."""
   return getattr(x, "is_fully_addressable", True) or x.is_fully_replicated
 
 
-def _nonfinite(grads: Any) -> list[Any] | None:
+def _find_nonfinite_leaves(grads: Any) -> list[Any] | None:
   if grads is None:
     return None
   # Imported here, so that `import optax_lossscale` does not load it.
@@ -284,43 +290,45 @@ def _nonfinite(grads: Any) -> list[Any] | None:
   return diagnostics.nonfinite_leaves(grads)
 
 
-def _remedies(
+def _suggest_consecutive_skip_remedies(
   scale: float,
   policy: _policies.LossScalePolicy | None,
-  nonfinite: list[Any] | None,
+  nonfinite_leaves: list[Any] | None,
 ) -> list[str]:
   """Returns what to try if steps in a row were skipped.
 
   Args:
     scale: the loss scale.
     policy: the policy, if it is known.
-    nonfinite: the leaves that are not finite; None if there are no gradients.
+    nonfinite_leaves: the leaves that are not finite; None if there are no gradients.
   """
-  if nonfinite == []:
+  if nonfinite_leaves == []:
     return [
       "The gradients that you passed are finite. If they are those of the last"
       " step, look at grads_finite=, check_updates=True and other devices."
     ]
   return [
-    _FIND_THE_OPERATION,
-    _remedy_of_scale(scale, policy),
-    _LAYER_IN_FLOAT32,
-    _NO_SCALE_HELPS,
-    _OTHER_STATE,
+    _FIND_OVERFLOW_REMEDY,
+    _suggest_scale_remedy(scale, policy),
+    _FLOAT32_LAYER_REMEDY,
+    _CHECK_DATA_REMEDY,
+    _SAME_STATE_REMEDY,
   ]
 
 
-def _remedy_of_scale(
+def _suggest_scale_remedy(
   scale: float, policy: _policies.LossScalePolicy | None
 ) -> str:
   """Returns how a lower loss scale is possible."""
-  floor = _policies.lowest_scale(policy)
+  lowest_scale = _policies.lowest_scale(policy)
   # The floor may be no float32 number, but the scale is.
-  if floor is not None and scale <= np.float32(floor):
-    named = {name: getattr(policy, name, None) for name in _FLOORS}
-    given = {name: x for name, x in named.items() if x is not None}
-    values = ", ".join(f"{name} = {float(x):g}" for name, x in given.items())
-    names = " and ".join(given)
+  if lowest_scale is not None and scale <= np.float32(lowest_scale):
+    candidates = {
+      name: getattr(policy, name, None) for name in _MIN_SCALE_FIELDS
+    }
+    limits = {name: x for name, x in candidates.items() if x is not None}
+    values = ", ".join(f"{name} = {float(x):g}" for name, x in limits.items())
+    names = " and ".join(limits)
     return f"The scale is the lowest allowed ({values}): lower {names}."
   if policy is None:
     return "Pass policy to see whether the loss scale can still decrease."
@@ -332,7 +340,9 @@ def _remedy_of_scale(
   )
 
 
-def _remedies_of_many_skips(nonfinite: list[Any] | None) -> list[str]:
+def _suggest_skip_rate_remedies(
+  nonfinite_leaves: list[Any] | None,
+) -> list[str]:
   """Returns what to try if many steps were skipped, but not in a row."""
   return [
     "Log the loss scale. If steps are skipped after it grows, it grows too far"
@@ -340,5 +350,5 @@ def _remedies_of_many_skips(nonfinite: list[Any] | None) -> list[str]:
     " a longer growth_interval.",
     "Otherwise, look for batches whose gradients are NaN, or far larger than"
     " those of others.",
-    *([] if nonfinite == [] else [_FIND_THE_OPERATION]),
+    *([] if nonfinite_leaves == [] else [_FIND_OVERFLOW_REMEDY]),
   ]
