@@ -21,7 +21,7 @@ from optax_lossscale import _grads, _paths
 # "scaled_grads": the same, of a loss that is still scaled.
 # "updates": the updates of the inner optimizer, with `check_updates`.
 # "applied": whether the step is applied.
-Kind = Literal[
+TagKind = Literal[
   "scale",
   "unscaled",
   "update_scale",
@@ -35,46 +35,48 @@ Kind = Literal[
 _PREFIX = "optax_lossscale|"
 
 
-class Mark(NamedTuple):
+class Tag(NamedTuple):
   """What a mark tells.
 
   Attributes:
     kind: what is marked.
-    number: which leaf of its tree it is; 0 for the first.
+    leaf_index: which leaf of its tree it is; 0 for the first.
     path: its path in the tree, such as ``blocks/0``.
   """
 
   kind: str
-  number: int
+  leaf_index: int
   path: str
 
 
-def marked_tree(kind: Kind, tree: Any) -> Any:
+def tag_tree(kind: TagKind, tree: Any) -> Any:
   """The same tree, in which each gradient is marked."""
-  numbers = itertools.count()
+  leaf_counter = itertools.count()
   leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
   names = _paths.leaf_names(path for path, _ in leaves)
-  marked_leaves = [
-    _marked(Mark(kind, next(numbers), name), leaf)
+  tagged_leaves = [
+    _tag_if_traced(Tag(kind, next(leaf_counter), name), leaf)
     if _grads.is_grad(path, leaf)
     else leaf
     for name, (path, leaf) in zip(names, leaves, strict=True)
   ]
-  return jax.tree.unflatten(structure, marked_leaves)
+  return jax.tree.unflatten(structure, tagged_leaves)
 
 
-def marked_list(kind: Kind, grads: Iterable[Any]) -> list[Any]:
+def tag_list(kind: TagKind, grads: Iterable[Any]) -> list[Any]:
   """The same gradients, each of them marked."""
-  return [_marked(Mark(kind, i, ""), grad) for i, grad in enumerate(grads)]
+  return [
+    _tag_if_traced(Tag(kind, i, ""), grad) for i, grad in enumerate(grads)
+  ]
 
 
-def marked(kind: Kind, value: jax.Array) -> jax.Array:
+def tag_value(kind: TagKind, value: jax.Array) -> jax.Array:
   """The same value, marked."""
-  return _marked(Mark(kind, 0, ""), value)
+  return _tag_if_traced(Tag(kind, 0, ""), value)
 
 
-def marked_scale(
-  kind: Kind, scale: jax.Array, operands: Iterable[Any]
+def tag_scale(
+  kind: TagKind, scale: jax.Array, operands: Iterable[Any]
 ) -> jax.Array:
   """Tags a loss scale if an operand that it is used with is traced.
 
@@ -85,17 +87,17 @@ def marked_scale(
   return scale
 
 
-def mark_of(name: str) -> Mark | None:
+def parse_tag(name: str) -> Tag | None:
   """The mark that has a name; None if it is a name of somebody else."""
   if not name.startswith(_PREFIX):
     return None
-  kind, number, path = name.removeprefix(_PREFIX).split("|", 2)
-  return Mark(kind, int(number), path)
+  kind, leaf_index, path = name.removeprefix(_PREFIX).split("|", 2)
+  return Tag(kind, int(leaf_index), path)
 
 
-def _marked(mark: Mark, leaf: Any) -> Any:
+def _tag_if_traced(tag: Tag, leaf: Any) -> Any:
   if not isinstance(leaf, jax.core.Tracer):
     return leaf
   return checkpoint_name(
-    leaf, f"{_PREFIX}{mark.kind}|{mark.number}|{mark.path}"
+    leaf, f"{_PREFIX}{tag.kind}|{tag.leaf_index}|{tag.path}"
   )

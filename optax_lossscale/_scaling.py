@@ -292,7 +292,7 @@ def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _scale(loss: Any, scale: jax.Array) -> Any:
-  scale = _named_values.marked_scale("scale", scale, jax.tree.leaves(loss))
+  scale = _named_values.tag_scale("scale", scale, jax.tree.leaves(loss))
 
   def scale_leaf(leaf: Any) -> Any:
     if not _arrays.is_inexact(leaf):
@@ -306,9 +306,9 @@ def _scale(loss: Any, scale: jax.Array) -> Any:
 def _unscale(tree: Any, scale: jax.Array) -> Any:
   grads, put_back = _grads.partition_grads(tree)
   wide = [jnp.asarray(_arrays.upcast_to_float32(grad)) for grad in grads]
-  scale = _named_values.marked_scale("scale", scale, wide)
+  scale = _named_values.tag_scale("scale", scale, wide)
   true = [_arrays.unscale_by(grad, scale) for grad in _computed_once(wide)]
-  return put_back(_named_values.marked_list("unscaled", true))
+  return put_back(_named_values.tag_list("unscaled", true))
 
 
 def _computed_once(leaves: list[jax.Array]) -> list[jax.Array]:

@@ -149,9 +149,9 @@ def with_loss_scaling(
     # The smallest and the largest power of two that are normal in float32.
     _checks.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
 
-  kind: _named_values.Kind = "scaled_grads" if grads_are_scaled else "grads"
+  kind: _named_values.TagKind = "scaled_grads" if grads_are_scaled else "grads"
   is_fixed = isinstance(policy, _policies.FixedLossScale)
-  scale_kind: _named_values.Kind = (
+  scale_kind: _named_values.TagKind = (
     "fixed_update_scale" if is_fixed else "update_scale"
   )
 
@@ -172,11 +172,11 @@ def with_loss_scaling(
     _check_state(state)
     scale_state, inner_state = state
     # Ahead of the gradients, so that the tag says whose gradients follow.
-    loss_scale = _named_values.marked_scale(
+    loss_scale = _named_values.tag_scale(
       scale_kind, scale_state.loss_scale, jax.tree.leaves(updates)
     )
     grads, put_back = _grads.partition_grads(
-      _named_values.marked_tree(kind, updates)
+      _named_values.tag_tree(kind, updates)
     )
     found = _measurement.measure_grads(
       grads,
@@ -185,12 +185,14 @@ def with_loss_scaling(
       max_norm=max_norm,
       axis_name=axis_name,
     )
-    found = found._replace(finite=_named_values.marked("applied", found.finite))
+    found = found._replace(
+      finite=_named_values.tag_value("applied", found.finite)
+    )
     grads = put_back([_measurement.unscale_or_zero(x, found) for x in grads])
     finite = found.finite
     if check_updates:
       made, made_state = inner.update(grads, inner_state, params, **extra_args)
-      made = _named_values.marked_tree("updates", made)
+      made = _named_values.tag_tree("updates", made)
       inexact, _ = _grads.partition_grads(made)
       finite &= _axes.all_reduce_and(
         _grads.all_finite_by_sum(inexact), axis_name

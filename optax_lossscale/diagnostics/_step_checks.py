@@ -230,7 +230,7 @@ class _StepLabels:
   def transfer_tag(
     self, eqn: Any, name: str, labels: int, is_final: bool
   ) -> int:
-    tag = _named_values.mark_of(name)
+    tag = _named_values.parse_tag(name)
     if tag is None:
       return labels
     match tag.kind:

@@ -242,7 +242,7 @@ def _keeping_attributes(caller: str, fun: Any) -> Iterator[None]:
 
 def _look_at(name: str) -> Callable[[Any], Any] | None:
   """What is looked at of a value with a mark."""
-  mark = _named_values.mark_of(name)
+  mark = _named_values.parse_tag(name)
   if mark is None or mark.kind.endswith("scale"):
     return None
   looks = {"applied": lambda x: x.astype(jnp.int8), "unscaled": _fault}
@@ -251,7 +251,7 @@ def _look_at(name: str) -> Callable[[Any], Any] | None:
 
 def _is_unscaled(name: str) -> bool:
   """Whether a tag is that of gradients, which `update` receives later."""
-  mark = _named_values.mark_of(name)
+  mark = _named_values.parse_tag(name)
   return mark is not None and mark.kind == "unscaled"
 
 
@@ -269,12 +269,14 @@ def _judged_outputs(
   last: dict[str, int] = {}
   outputs = []
   for name, branches in named:
-    mark = _named_values.mark_of(name)
+    mark = _named_values.parse_tag(name)
     assert mark is not None  # Others are not looked at.
     kind = mark.kind.removeprefix("scaled_")
-    if mark.number <= last.get(kind, mark.number):  # Another update begins.
+    if mark.leaf_index <= last.get(
+      kind, mark.leaf_index
+    ):  # Another update begins.
       groups[kind] = groups.get(kind, -1) + 1
-    last[kind] = mark.number
+    last[kind] = mark.leaf_index
     outputs.append(_step_checks.Output(kind, mark.path, groups[kind], branches))
   return [
     out._replace(name=f"[{out.group}]/{out.name}") if groups[out.kind] else out
