@@ -22,13 +22,13 @@ from optax_lossscale import (
 )
 from optax_lossscale._jaxprs import _lines
 
-_HINT_OF_GRADS = (
+_ALREADY_DIFFERENTIATED_HINT = (
   " If fun is already differentiated, for example by jax.value_and_grad or"
   " jax.grad, pass the loss function itself."
 )
 
 # By library, what differentiates models with leaves that are no floats.
-_USING = {
+_VALUE_AND_GRAD_BY_LIBRARY = {
   "equinox": "equinox.filter_value_and_grad",
   "flax.nnx": "nnx.value_and_grad",
 }
@@ -61,8 +61,8 @@ def scale_loss(loss: Any, state: Any) -> Any:
     >>> print(ols.scale_loss(jnp.float32(0.5), state))
     512.0
   """
-  _refuse_scaling()
-  return _scale(loss, _state.get_loss_scale_state(state).loss_scale)
+  _check_not_inside_value_and_grad()
+  return _scale_tree(loss, _state.get_loss_scale_state(state).loss_scale)
 
 
 def unscale_grads(grads: Any, state: Any) -> Any:
@@ -91,7 +91,7 @@ def unscale_grads(grads: Any, state: Any) -> Any:
     >>> print(ols.unscale_grads({"w": jnp.float32(512.0)}, state)["w"])
     0.5
   """
-  return _unscale(grads, _state.get_loss_scale_state(state).loss_scale)
+  return _unscale_tree(grads, _state.get_loss_scale_state(state).loss_scale)
 
 
 def value_and_grad(
@@ -152,38 +152,40 @@ def value_and_grad(
   if argnums is not None:
     _check_argnums(argnums, hint)
   _state.get_loss_scale_state(state)  # An error now, if there is none.
-  _warn_if_accumulated(state)
+  _warn_if_inside_multi_steps(state)
   # Read at each call: an optimizer of Flax NNX changes in place.
-  scale = lambda: _state.get_loss_scale_state(state).loss_scale
+  get_scale = lambda: _state.get_loss_scale_state(state).loss_scale
 
-  def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Returned]:
-    out = _called(fun, args, fun_kwargs)
-    return _scale(_checked(out, has_aux), scale()), _Returned(out)
+  def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _FunOutput]:
+    out = _call_loss_fn(fun, args, fun_kwargs)
+    return _scale_tree(_extract_loss(out, has_aux), get_scale()), _FunOutput(
+      out
+    )
 
   scaled_fun.__name__ = getattr(fun, "__name__", "fun")  # for messages
   # Flax NNX looks up at which positions keyword arguments are.
-  scaled_fun.__signature__ = _signature(fun)  # type: ignore[attr-defined]
+  scaled_fun.__signature__ = _get_signature(fun)  # type: ignore[attr-defined]
   if argnums is not None:  # Not every library has such an argument.
     kwargs["argnums"] = argnums
-  differentiated = using(scaled_fun, has_aux=True, **kwargs)
+  scaled_value_and_grad = using(scaled_fun, has_aux=True, **kwargs)
 
   @functools.wraps(fun, updated=())
   def value_and_grad_fun(
     *args: _Args.args, **fun_kwargs: _Args.kwargs
   ) -> tuple[_Result, Any]:
     try:
-      result = differentiated(*args, **fun_kwargs)
+      result = scaled_value_and_grad(*args, **fun_kwargs)
     except TypeError as error:
-      cure = _using_for((args, fun_kwargs))
-      if using is jax.value_and_grad and cure:
+      suggestion = _suggest_value_and_grad_fn((args, fun_kwargs))
+      if using is jax.value_and_grad and suggestion:
         error.add_note(
           "An argument is a model with leaves that are not floats, which"
-          f" jax.value_and_grad can't differentiate. Pass using={cure}."
+          f" jax.value_and_grad can't differentiate. Pass using={suggestion}."
         )
       raise
     out, grads = _split_result(result, using)
-    _warn_if_narrow(out[0] if has_aux else out)
-    return out, _unscale(grads, scale())
+    _warn_if_narrow_range(out[0] if has_aux else out)
+    return out, _unscale_tree(grads, get_scale())
 
   return value_and_grad_fun
 
@@ -227,13 +229,13 @@ def grad(
     >>> print(ols.grad(lambda w: w**2, state)(jnp.float32(3.0)))
     6.0
   """
-  with_value = value_and_grad(
+  value_and_grad_fun = value_and_grad(
     fun, state, argnums, has_aux, using=using, **kwargs
   )
 
   @functools.wraps(fun, updated=())
   def grad_fun(*args: _Args.args, **fun_kwargs: _Args.kwargs) -> Any:
-    out, grads = with_value(*args, **fun_kwargs)
+    out, grads = value_and_grad_fun(*args, **fun_kwargs)
     return (grads, out[1]) if has_aux else grads
 
   return grad_fun
@@ -241,8 +243,8 @@ def grad(
 
 def _check_argnums(argnums: Any, hint: str) -> None:
   """Raises if the arguments of the loss were given in place of ``argnums``."""
-  numbers = argnums if isinstance(argnums, (tuple, list)) else [argnums]
-  if not all(map(_is_argnum, numbers)):
+  argnum_list = argnums if isinstance(argnums, (tuple, list)) else [argnums]
+  if not all(map(_is_argnum, argnum_list)):
     raise TypeError(
       "argnums must be an integer or a sequence of integers, got"
       f" {_checks.describe_arg('argnums', argnums)}.{hint}"
@@ -254,16 +256,16 @@ def _is_argnum(x: Any) -> bool:
     operator.index(x)
   except TypeError:
     # Flax NNX has a type of its own, for a part of an argument.
-    is_other = jax.tree_util.all_leaves([x]) and not isinstance(x, str)
-    return is_other and not _arrays.is_array_like(x)
+    is_nnx_diff_state = jax.tree_util.all_leaves([x]) and not isinstance(x, str)
+    return is_nnx_diff_state and not _arrays.is_array_like(x)
   return not isinstance(x, bool)
 
 
-def _warn_if_accumulated(state: Any) -> None:
+def _warn_if_inside_multi_steps(state: Any) -> None:
   """Warns if gradients are added up before the wrapper tests them."""
-  is_sum = lambda x: isinstance(x, optax.MultiStepsState)
-  leaves = jax.tree.leaves(state, is_leaf=is_sum)
-  if any(is_sum(x) and _state.holds_loss_scale(x) for x in leaves):
+  is_multi_steps = lambda x: isinstance(x, optax.MultiStepsState)
+  leaves = jax.tree.leaves(state, is_leaf=is_multi_steps)
+  if any(is_multi_steps(x) and _state.holds_loss_scale(x) for x in leaves):
     _warnings.warn(
       "The loss scale is inside optax.MultiSteps, which accumulates a gradient"
       " that is inf or NaN before with_loss_scaling can skip it, so every later"
@@ -272,7 +274,7 @@ def _warn_if_accumulated(state: Any) -> None:
     )
 
 
-class _Returned(NamedTuple):
+class _FunOutput(NamedTuple):
   """What ``fun`` returned, passed through ``using`` as auxiliary data."""
 
   out: Any
@@ -282,7 +284,7 @@ def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
   """What ``fun`` returned, and the gradients of the scaled loss."""
   value, grads = result
   is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-  if not is_pair or not isinstance(value[1], _Returned):
+  if not is_pair or not isinstance(value[1], _FunOutput):
     raise TypeError(
       "using must return the value and the gradients, as jax.value_and_grad"
       f" does, got using = {using!r}. If you need only the gradients, call grad"
@@ -291,7 +293,7 @@ def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
   return value[1].out, grads
 
 
-def _scale(loss: Any, scale: jax.Array) -> Any:
+def _scale_tree(loss: Any, scale: jax.Array) -> Any:
   scale = _named_values.tag_scale("scale", scale, jax.tree.leaves(loss))
 
   def scale_leaf(leaf: Any) -> Any:
@@ -303,15 +305,20 @@ def _scale(loss: Any, scale: jax.Array) -> Any:
   return jax.tree.map(scale_leaf, loss)
 
 
-def _unscale(tree: Any, scale: jax.Array) -> Any:
-  grads, put_back = _grads.partition_grads(tree)
-  wide = [jnp.asarray(_arrays.upcast_to_float32(grad)) for grad in grads]
-  scale = _named_values.tag_scale("scale", scale, wide)
-  true = [_arrays.unscale_by(grad, scale) for grad in _computed_once(wide)]
-  return put_back(_named_values.tag_list("unscaled", true))
+def _unscale_tree(tree: Any, scale: jax.Array) -> Any:
+  grads, combine = _grads.partition_grads(tree)
+  upcast_grads = [
+    jnp.asarray(_arrays.upcast_to_float32(grad)) for grad in grads
+  ]
+  scale = _named_values.tag_scale("scale", scale, upcast_grads)
+  unscaled_grads = [
+    _arrays.unscale_by(grad, scale)
+    for grad in _add_cpu_fusion_barrier(upcast_grads)
+  ]
+  return combine(_named_values.tag_list("unscaled", unscaled_grads))
 
 
-def _computed_once(leaves: list[jax.Array]) -> list[jax.Array]:
+def _add_cpu_fusion_barrier(leaves: list[jax.Array]) -> list[jax.Array]:
   """The same leaves, which XLA on CPU then computes only once.
 
   XLA's compiler for CPU would repeat the end of the backward pass (a transpose
@@ -328,19 +335,19 @@ def _computed_once(leaves: list[jax.Array]) -> list[jax.Array]:
   )
 
 
-def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
+def _get_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
   try:
     return inspect.signature(fun)
   except ValueError:  # Some functions that are not written in Python.
     return None
 
 
-def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_loss_fn(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
   """What a function returns whose loss is scaled: see `_refuse_scaling`."""
   return fun(*args, **kwargs)
 
 
-def _refuse_scaling() -> None:
+def _check_not_inside_value_and_grad() -> None:
   """Raises if what computes the loss of `_called` calls `scale_loss`.
 
   The stack of calls tells it, and nothing has to be kept. A function within
@@ -348,7 +355,7 @@ def _refuse_scaling() -> None:
   """
   frame = inspect.currentframe()
   while frame and not _lines.is_autodiff_code(frame.f_code):
-    if frame.f_code is _called.__code__:
+    if frame.f_code is _call_loss_fn.__code__:
       fun = frame.f_locals["fun"]
       name = getattr(fun, "__name__", type(fun).__name__)
       raise RuntimeError(
@@ -360,20 +367,20 @@ def _refuse_scaling() -> None:
     frame = frame.f_back
 
 
-def _checked(out: Any, has_aux: bool) -> Any:
+def _extract_loss(out: Any, has_aux: bool) -> Any:
   """The loss in what a function returned, if it is one that can be scaled."""
   loss = _split_aux(out)[0] if has_aux else out
   if not _arrays.is_array_like(loss):
     hint = " If fun returns a pair (loss, aux), pass has_aux=True."
     raise TypeError(
       f"fun must return a scalar loss, got {type(loss).__name__}."
-      f"{'' if has_aux else hint}{_HINT_OF_GRADS}"
+      f"{'' if has_aux else hint}{_ALREADY_DIFFERENTIATED_HINT}"
     )
   shape, dtype = jnp.shape(loss), jnp.result_type(loss)
   if shape != ():
     raise ValueError(
       "fun must return a scalar loss, got a loss of shape"
-      f" {shape}. Take its mean or sum.{_HINT_OF_GRADS}"
+      f" {shape}. Take its mean or sum.{_ALREADY_DIFFERENTIATED_HINT}"
     )
   if not jnp.issubdtype(dtype, jnp.floating):
     raise TypeError(
@@ -382,9 +389,9 @@ def _checked(out: Any, has_aux: bool) -> Any:
   return loss
 
 
-def _using_for(tree: Any) -> str | None:
+def _suggest_value_and_grad_fn(tree: Any) -> str | None:
   """What differentiates a model in the tree that JAX alone cannot."""
-  for library, using in _USING.items():
+  for library, using in _VALUE_AND_GRAD_BY_LIBRARY.items():
     # If it is not loaded, there are no such models.
     model: Any = getattr(sys.modules.get(library), "Module", ())
     is_model = lambda x, model=model: isinstance(x, model)
@@ -394,7 +401,7 @@ def _using_for(tree: Any) -> str | None:
   return None
 
 
-def _warn_if_narrow(loss: Any) -> None:
+def _warn_if_narrow_range(loss: Any) -> None:
   """Warns, at the user's line, of a loss that cannot hold a large scale."""
   dtype = jnp.result_type(loss)
   if not _arrays.has_narrow_range(dtype):
