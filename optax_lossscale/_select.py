@@ -15,7 +15,7 @@ from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import _equations, _interpret, _types
 
 
-def update_or_keep(
+def update_with_selects(
   update: Callable[..., Any],
   finite: jax.Array,
   grads: Any,
@@ -50,20 +50,20 @@ def update_or_keep(
     ValueError: if ``update`` returns a state of another structure.
   """
   # Outside jit nothing is fused, and leaves of the state may be any object.
-  context = _context_here() if isinstance(finite, jax.core.Tracer) else None
-  if context is None:
+  ctx = _get_current_eqn_ctx() if isinstance(finite, jax.core.Tracer) else None
+  if ctx is None:
     updates, new_state = update(grads, state, params, **extra_args)
-    return updates, keep_unless(finite, new_state, state)
+    return updates, select_state(finite, new_state, state)
 
   def run() -> tuple[Any, Any]:
     updates, new_state = update(grads, state, params, **extra_args)
     _check_structure(new_state, state)
     return updates, jax.tree.map(_arrays.cast_like, new_state, state)
 
-  return _run_with_selects(run, finite, state, context)
+  return _run_with_selects(run, finite, state, ctx)
 
 
-def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
+def select_state(finite: jax.Array, new_state: Any, state: Any) -> Any:
   """The new state if ``finite``, else the old one, selected after the update.
 
   Raises:
@@ -73,7 +73,7 @@ def keep_unless(finite: jax.Array, new_state: Any, state: Any) -> Any:
   return _arrays.select(finite, new_state, state)
 
 
-def _context_here() -> Any:
+def _get_current_eqn_ctx() -> Any:
   """The settings that hold here, to compare those of equations with.
 
   None if equations cannot be taken apart: a new version of JAX may describe
@@ -87,47 +87,56 @@ def _context_here() -> Any:
 
 
 def _run_with_selects(
-  run: Callable[[], tuple[Any, Any]], finite: jax.Array, state: Any, here: Any
+  run: Callable[[], tuple[Any, Any]], finite: jax.Array, state: Any, ctx: Any
 ) -> tuple[Any, Any]:
   # `run` takes no arguments but closes over everything. So traced values become
   # constants of the jaxpr, and keep their shardings and manual axes, and
   # functions among the arguments need no care.
-  closed, shapes = jax.make_jaxpr(run, return_shape=True)()
+  closed_jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)()
   old_leaves = jax.tree.leaves(state)
-  first = len(closed.jaxpr.outvars) - len(old_leaves)
-  new_vars = closed.jaxpr.outvars[first:]
+  num_update_outs = len(closed_jaxpr.jaxpr.outvars) - len(old_leaves)
+  new_vars = closed_jaxpr.jaxpr.outvars[num_update_outs:]
   # If a value becomes two leaves of the state, it is selected for the first.
-  old: dict[Any, Any] = {}
+  old_by_var: dict[Any, Any] = {}
   for var, leaf in zip(new_vars, old_leaves, strict=True):
     if not isinstance(var, core.Literal):
-      old.setdefault(var, leaf)
-  selected: dict[Any, Any] = {}
+      old_by_var.setdefault(var, leaf)
+  selected_by_var: dict[Any, Any] = {}
 
-  def step(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+  def eval_eqn(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
     outs = _equations.eqn_as_fun(eqn)(*inputs)
-    return list(map(functools.partial(select, eqn), eqn.outvars, outs))
+    return list(map(functools.partial(maybe_select, eqn), eqn.outvars, outs))
 
-  def select(eqn: core.JaxprEqn, var: Any, out: Any) -> Any:
-    if var not in old or not _may_select(eqn, out, old[var], finite, here):
+  def maybe_select(eqn: core.JaxprEqn, var: Any, out: Any) -> Any:
+    if var not in old_by_var or not _can_select(
+      eqn, out, old_by_var[var], finite, ctx
+    ):
       return out
-    selected[var] = old[var]
-    return _arrays.select(finite, out, old[var])
+    selected_by_var[var] = old_by_var[var]
+    return _arrays.select(finite, out, old_by_var[var])
 
-  outs = _interpret.interpret_jaxpr(closed, [], step)
+  outs = _interpret.interpret_jaxpr(closed_jaxpr, [], eval_eqn)
 
-  def select_if_not_yet(var: Any, out: Any, leaf: Any) -> Any:
+  def select_remaining(var: Any, out: Any, leaf: Any) -> Any:
     if out is leaf:  # The update left it as it was.
       return out
-    is_selected = _equations.is_var_in(var, selected) and selected[var] is leaf
+    is_selected = (
+      _equations.is_var_in(var, selected_by_var)
+      and selected_by_var[var] is leaf
+    )
     return out if is_selected else _arrays.select(finite, out, leaf)
 
-  new_leaves = map(select_if_not_yet, new_vars, outs[first:], old_leaves)
-  updates = jax.tree.unflatten(jax.tree.structure(shapes[0]), outs[:first])
+  new_leaves = map(
+    select_remaining, new_vars, outs[num_update_outs:], old_leaves
+  )
+  updates = jax.tree.unflatten(
+    jax.tree.structure(shapes[0]), outs[:num_update_outs]
+  )
   return updates, jax.tree.unflatten(jax.tree.structure(state), new_leaves)
 
 
-def _may_select(
-  eqn: core.JaxprEqn, value: Any, old: Any, finite: jax.Array, here: Any
+def _can_select(
+  eqn: core.JaxprEqn, value: Any, old: Any, finite: jax.Array, ctx: Any
 ) -> bool:
   """Whether all that reads the value may read the selected one instead.
 
@@ -139,7 +148,7 @@ def _may_select(
     return (
       _types.get_varying_axes(finite) <= _types.get_varying_axes(value)
       and jax.typeof(value) == jax.typeof(old)
-      and _interpret.can_substitute_result(eqn, here)
+      and _interpret.can_substitute_result(eqn, ctx)
     )
   except Exception:
     return False

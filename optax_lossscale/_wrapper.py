@@ -197,9 +197,9 @@ def with_loss_scaling(
       finite &= _axes.all_reduce_and(
         _grads.all_finite_by_sum(inexact), axis_name
       )
-      kept_state = _select.keep_unless(finite, made_state, inner_state)
+      kept_state = _select.select_state(finite, made_state, inner_state)
     else:
-      made, kept_state = _select.update_or_keep(
+      made, kept_state = _select.update_with_selects(
         inner.update, finite, grads, inner_state, params, **extra_args
       )
     adjusted = policy.adjust(scale_state, finite, grads_amax=found.amax)

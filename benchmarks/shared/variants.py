@@ -56,7 +56,7 @@ def ours_plain_select(workload: Workload) -> Built:
 
   def plain(update, finite, grads, state, params, **extra_args):
     updates, new_state = update(grads, state, params, **extra_args)
-    return updates, _select.keep_unless(finite, new_state, state)
+    return updates, _select.select_state(finite, new_state, state)
 
   def plain_step(carry, data):
     with mock.patch.object(_select, "update_or_keep", plain):

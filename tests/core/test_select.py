@@ -21,7 +21,7 @@ GRADS = jnp.array([1.0, -2.0, 0.0, 0.5])
 def plain(update, finite, grads, state, params):
   """What the splice has to be equal to."""
   updates, new_state = update(grads, state, params)
-  return updates, _select.keep_unless(finite, new_state, state)
+  return updates, _select.select_state(finite, new_state, state)
 
 
 def jaxpr_of(select, update, grads, state):
@@ -48,8 +48,8 @@ def check_against_plain(update, grads, state):
   """Compares both ways, and returns updates and state of an applied step."""
   args = update, grads, state
   expected = evaluate(plain, True, *args)
-  assert_same_bits(evaluate(_select.update_or_keep, True, *args), expected)
-  _, kept = evaluate(_select.update_or_keep, False, *args)
+  assert_same_bits(evaluate(_select.update_with_selects, True, *args), expected)
+  _, kept = evaluate(_select.update_with_selects, False, *args)
   assert_same_bits(kept, jax.tree.map(jnp.asarray, state))
   return expected
 
@@ -205,7 +205,7 @@ def test_python_numbers_in_a_state_that_is_closed_over_are_selected():
 
   @jax.jit
   def run(finite, grads):
-    return _select.update_or_keep(count, finite, grads, state, None)[1]
+    return _select.update_with_selects(count, finite, grads, state, None)[1]
 
   assert run(True, 2.0) == {"steps": 4, "sum": 2.5}
   assert run(False, 2.0) == state
@@ -217,7 +217,7 @@ def test_functions_among_the_extra_arguments_are_closed_over():
 
   @jax.jit
   def run(finite, factor):
-    return _select.update_or_keep(
+    return _select.update_with_selects(
       update, finite, GRADS, OLD, None, fun=lambda x: factor * x
     )
 
@@ -230,14 +230,14 @@ def test_what_an_update_leaves_as_it_was_is_not_selected():
   def update(grads, state, params):
     return grads, {**state, "b": state["b"] + grads}
 
-  closed, _ = jaxpr_of(_select.update_or_keep, update, GRADS, OLD)
+  closed, _ = jaxpr_of(_select.update_with_selects, update, GRADS, OLD)
   names = [eqn.primitive.name for eqn in closed.jaxpr.eqns]
   assert names == ["add", "select_n"]
 
 
 def readers_of_selected(update):
   """Names of the primitives that read a selected value, in order."""
-  closed, _ = jaxpr_of(_select.update_or_keep, update, GRADS, OLD)
+  closed, _ = jaxpr_of(_select.update_with_selects, update, GRADS, OLD)
   found, selected = [], set()
   for eqn in closed.jaxpr.eqns:
     if any(str(var) in selected for var in eqn.invars):

@@ -33,7 +33,7 @@ def ordinary(grads, state, params=None):
 
 def jaxpr_of(update, grads=GRADS, state=OLD):
   def run(finite, grads, state):
-    return _select.update_or_keep(update, finite, grads, state, None)
+    return _select.update_with_selects(update, finite, grads, state, None)
 
   return jax.make_jaxpr(run)(jnp.bool_(True), grads, state).jaxpr
 
@@ -247,7 +247,7 @@ def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into(
 
   def wrapped(grads, state):
     with jax.named_scope("optimizer"):
-      return _select.update_or_keep(
+      return _select.update_with_selects(
         named, jnp.isfinite(grads[0]), grads, state, None
       )
 
@@ -267,7 +267,7 @@ def test_members_of_a_vmap_are_selected_each_by_its_flag(in_axes):
   state = batch(OLD) if in_axes[1] == 0 else OLD
 
   def run(finite, grads, state):
-    return _select.update_or_keep(ordinary, finite, grads, state, None)
+    return _select.update_with_selects(ordinary, finite, grads, state, None)
 
   finite = jnp.array([True, False])
   _, new = jax.vmap(run, (0, *in_axes))(finite, grads, state)
