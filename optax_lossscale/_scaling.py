@@ -265,7 +265,7 @@ def _warn_if_inside_multi_steps(state: Any) -> None:
   """Warns if gradients are added up before the wrapper tests them."""
   is_multi_steps = lambda x: isinstance(x, optax.MultiStepsState)
   leaves = jax.tree.leaves(state, is_leaf=is_multi_steps)
-  if any(is_multi_steps(x) and _state.holds_loss_scale(x) for x in leaves):
+  if any(is_multi_steps(x) and _state.has_loss_scale(x) for x in leaves):
     _warnings.warn(
       "The loss scale is inside optax.MultiSteps, which accumulates a gradient"
       " that is inf or NaN before with_loss_scaling can skip it, so every later"

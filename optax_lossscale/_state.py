@@ -60,8 +60,8 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
     >>> print(ols.get_loss_scale_state(opt_state).loss_scale)
     32768.0
   """
-  _, state = _find_one(tree)
-  return _unboxed(state)
+  _, state = _find_single_state(tree)
+  return _unwrap_variables(state)
 
 
 @_host.allow_transfers
@@ -95,11 +95,11 @@ def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
     1024.0
   """
   _checks.check_scale("value", value)
-  prefix, _ = _find_one(tree)
+  prefix, _ = _find_single_state(tree)
 
   def replace(path: Any, leaf: Any) -> Any:
-    inside = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
-    field = _paths.key_name(inside[0]) if inside else None
+    subpath = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
+    field = _paths.key_name(subpath[0]) if subpath else None
     if field == "loss_scale":
       new = jnp.clip(
         jnp.asarray(value, jnp.float32),
@@ -157,12 +157,12 @@ def select_if_finite(state: Any, new: Any, old: _Tree) -> _Tree:
     )
   structure: Any = jax.tree.structure(new)
   if structure != jax.tree.structure(old):
-    new = _in_containers_of(old, new)
+    new = _unflatten_like(old, new)
   jax.tree_util.tree_map_with_path(_check_selectable, new, old)
   return _arrays.select(finite, new, old)
 
 
-def initial_state(scale: float, policy_state: Any = ()) -> LossScaleState:
+def make_initial_state(scale: float, policy_state: Any = ()) -> LossScaleState:
   """The state before the first step. Each field has a buffer of its own."""
   return LossScaleState(
     loss_scale=_arrays.copy_as(scale, jnp.float32),
@@ -180,57 +180,57 @@ def record_step(
   """The state with its counts after one more step, and the same scale."""
   finite = jnp.asarray(grads_finite, jnp.bool_)
   zero = jnp.int32(0)
-  skipped = optax.safe_increment(state.total_notfinite)
-  in_a_row = optax.safe_increment(state.notfinite_count)
-  applied = optax.safe_increment(state.finite_count)
+  total_skips = optax.safe_increment(state.total_notfinite)
+  consecutive_skips = optax.safe_increment(state.notfinite_count)
+  finite_steps = optax.safe_increment(state.finite_count)
   return state._replace(
-    finite_count=jnp.where(finite, applied, zero),
-    notfinite_count=jnp.where(finite, zero, in_a_row),
+    finite_count=jnp.where(finite, finite_steps, zero),
+    notfinite_count=jnp.where(finite, zero, consecutive_skips),
     last_finite=finite,
-    total_notfinite=jnp.where(finite, state.total_notfinite, skipped),
+    total_notfinite=jnp.where(finite, state.total_notfinite, total_skips),
   )
 
 
-def readable_later(kind: _Class) -> _Class:
+def support_old_pickles(cls: _Class) -> _Class:
   """Makes pickles of this class readable that were written with other fields.
 
   A pickle calls the class with all fields in order. If these are more or fewer,
   it gets a plain tuple, and is lost no more: `policy_state_of` then says what
   to do.
   """
-  usual: Any = kind.__new__
+  original_new: Any = cls.__new__
 
-  @functools.wraps(usual)  # so that the fields are in its signature
+  @functools.wraps(original_new)  # so that the fields are in its signature
   def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    is_other = args and not kwargs and len(args) != len(cls._fields)
-    return args if is_other else usual(cls, *args, **kwargs)
+    has_other_arity = args and not kwargs and len(args) != len(cls._fields)
+    return args if has_other_arity else original_new(cls, *args, **kwargs)
 
-  setattr(kind, "__new__", staticmethod(new))  # noqa: B010
-  return kind
+  setattr(cls, "__new__", staticmethod(new))  # noqa: B010
+  return cls
 
 
-def policy_state_of(policy: Any, state: LossScaleState, kind: Any) -> Any:
+def get_policy_state(policy: Any, state: LossScaleState, cls: Any) -> Any:
   """The state of the policy; raises if it is not of this class.
 
   It is known by its fields, and may be of another class: that of a checkpoint
   is a mapping.
   """
-  policy_state, fields = state.policy_state, kind._fields
+  policy_state, fields = state.policy_state, cls._fields
   if isinstance(policy_state, Mapping) and set(policy_state) == set(fields):
-    return kind(**policy_state)
+    return cls(**policy_state)
   has_fields = getattr(policy_state, "_fields", None) == fields
   if has_fields and len(policy_state) == len(fields):
-    return kind(*policy_state)
+    return cls(*policy_state)
   raise ValueError(
     f"state.policy_state must have the fields of {type(policy).__name__}"
-    f" ({', '.join(fields)}), got {_describe(policy_state)} of another policy,"
+    f" ({', '.join(fields)}), got {_describe_policy_state(policy_state)} of another policy,"
     " or of an earlier version. To keep the loss scale, use"
     " state._replace(policy_state=policy.init().policy_state), where state is"
     " the loss_scale_state of an optimizer state."
   )
 
 
-def _describe(policy_state: Any) -> str:
+def _describe_policy_state(policy_state: Any) -> str:
   """The fields of a policy state, or how many values it has without names."""
   if not isinstance(policy_state, (Mapping, tuple, list)):
     return f"an object of type {type(policy_state).__name__}"
@@ -245,42 +245,44 @@ def _describe(policy_state: Any) -> str:
   return f"{count} value{'s' * (count > 1)} without names"
 
 
-def holds_loss_scale(tree: Any) -> bool:
+def has_loss_scale(tree: Any) -> bool:
   """Whether there is a loss-scale state anywhere in the tree."""
-  return bool(_find(tree))
+  return bool(_find_states(tree))
 
 
-def _find_one(tree: Any) -> tuple[Any, Any]:
+def _find_single_state(tree: Any) -> tuple[Any, Any]:
   """The path of the one loss-scale state in the tree, and the state.
 
   Raises:
     ValueError: if there is none, or more than one.
   """
-  found = _find(tree)
-  if not found:
+  matches = _find_states(tree)
+  if not matches:
     raise ValueError(
       "state must hold a loss-scale state, got a"
       f" {type(tree).__name__} that holds none. Pass the state that"
       " `tx.init(params)` returned, with tx = with_loss_scaling(optimizer), or"
       " the train state or optimizer object that contains it."
     )
-  if len(found) > 1:
-    paths = ", ".join(_keystr(path) for path, _ in found)
+  if len(matches) > 1:
+    paths = ", ".join(_format_path(path) for path, _ in matches)
     raise ValueError(
       "state must hold exactly one loss-scale state, got a"
-      f" {type(tree).__name__} that holds {len(found)}: at {paths}."
+      f" {type(tree).__name__} that holds {len(matches)}: at {paths}."
       " Pass only the part that belongs to this loss."
     )
-  return found[0]
+  return matches[0]
 
 
-def _find(tree: Any) -> list[tuple[Any, Any]]:
+def _find_states(tree: Any) -> list[tuple[Any, Any]]:
   """All (path, loss-scale state) in the tree."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state)
-  return [(path, leaf) for path, leaf in leaves if _is_state(leaf)]
+  leaves = jax.tree_util.tree_leaves_with_path(
+    tree, is_leaf=_is_loss_scale_state
+  )
+  return [(path, leaf) for path, leaf in leaves if _is_loss_scale_state(leaf)]
 
 
-def _is_state(x: Any) -> bool:
+def _is_loss_scale_state(x: Any) -> bool:
   if isinstance(x, LossScaleState):
     return True
   # Checkpoints and nnx.State turn named tuples into mappings, and may leave out
@@ -291,18 +293,18 @@ def _is_state(x: Any) -> bool:
   )
 
 
-def _unboxed(state: Any) -> LossScaleState:
+def _unwrap_variables(state: Any) -> LossScaleState:
   """The state as the named tuple of plain arrays."""
   if isinstance(state, Mapping):
     state = LossScaleState(**state)
   return jax.tree.map(
-    lambda x: jax.tree.leaves(x)[0] if _is_box(x) else x,
+    lambda x: jax.tree.leaves(x)[0] if _is_variable(x) else x,
     state,
-    is_leaf=_is_box,
+    is_leaf=_is_variable,
   )
 
 
-def _is_box(x: Any) -> bool:
+def _is_variable(x: Any) -> bool:
   """Whether x is a variable around one array, as Flax NNX keeps them."""
   is_container = isinstance(x, (tuple, list, Mapping))
   if is_container or jax.tree_util.all_leaves([x]):
@@ -324,22 +326,30 @@ def _check_selectable(path: Any, new: Any, old: Any) -> None:
     )
 
 
-def _in_containers_of(old: Any, new: Any) -> Any:
+def _unflatten_like(old: Any, new: Any) -> Any:
   """The leaves of ``new``, each where ``old`` has one of this path."""
-  in_new, in_old = _by_names(new), _by_names(old)
-  for name, has, lacks in ("old", in_old, in_new), ("new", in_new, in_old):
-    alone = [path for key, (path, _) in has.items() if key not in lacks]
-    if alone:
-      path = _paths.leaf_name(alone[0]) or "the root of the tree"
+  new_by_path, old_by_path = (
+    _index_leaves_by_path(new),
+    _index_leaves_by_path(old),
+  )
+  for name, by_path, other_by_path in (
+    ("old", old_by_path, new_by_path),
+    ("new", new_by_path, old_by_path),
+  ):
+    unmatched_paths = [
+      path for key, (path, _) in by_path.items() if key not in other_by_path
+    ]
+    if unmatched_paths:
+      path = _paths.leaf_name(unmatched_paths[0]) or "the root of the tree"
       raise ValueError(
         "new and old must have leaves at the same paths, got"
         f" {path} only in {name}."
       )
-  leaves = [in_new[key][1] for key in in_old]
+  leaves = [new_by_path[key][1] for key in old_by_path]
   return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
 
-def _by_names(tree: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
+def _index_leaves_by_path(tree: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
   """The paths and leaves of a tree, by the names of the keys on the way."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {
@@ -347,5 +357,5 @@ def _by_names(tree: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
   }
 
 
-def _keystr(path: Any) -> str:
+def _format_path(path: Any) -> str:
   return jax.tree_util.keystr(path) or "the root of the tree"

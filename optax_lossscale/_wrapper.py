@@ -253,7 +253,7 @@ def _as_transformation(
 
 
 def _check_inner_state(inner_state: Any) -> None:
-  if _state.holds_loss_scale(inner_state):
+  if _state.has_loss_scale(inner_state):
     raise ValueError(
       "inner must be an optimizer without loss scaling, got an optimizer whose"
       " state already holds a loss scale. Call with_loss_scaling only once, as"
@@ -264,7 +264,7 @@ def _check_inner_state(inner_state: Any) -> None:
 def _check_state(state: Any) -> None:
   if isinstance(state, WithLossScalingState):
     return
-  if _state.holds_loss_scale(state):
+  if _state.has_loss_scale(state):
     advice = (
       "that holds a loss scale. If the state comes from a checkpoint, restore"
       " it into the structure of tx.init(params): pass tx.init(params) to"

@@ -219,7 +219,7 @@ def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
   """The scales, and whether each step is known to be skipped; numpy arrays."""
   is_list = isinstance(history, Sequence) and not hasattr(history, "_fields")
   # The state of a chain of optimizers is a tuple, too.
-  is_list = is_list and len({*map(_state.holds_loss_scale, history)}) < 2
+  is_list = is_list and len({*map(_state.has_loss_scale, history)}) < 2
   history = [*map(_metrics, history)] if is_list else _metrics(history)
   if is_list and all(isinstance(metrics, Mapping) for metrics in history):
     # Nothing is left of an empty sequence, which is an error below.
@@ -245,7 +245,7 @@ def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def _metrics(x: Any) -> Any:
   """The fields of the state in a tree; what holds none, as it is."""
-  if not _state.holds_loss_scale(x):
+  if not _state.has_loss_scale(x):
     return x
   return _state.get_loss_scale_state(x)._asdict()
 

@@ -21,7 +21,7 @@ _USUAL = 15  # the exponent of the scale where most begin
 _NOTHING = 128  # above the exponent of each scale
 
 
-@_state.readable_later
+@_state.support_old_pickles
 class HeadroomPolicyState(NamedTuple):
   """The policy state of :class:`HeadroomLossScale`.
 
@@ -164,7 +164,7 @@ class HeadroomLossScale:
       search_delay=jnp.full((), _search.SHORTEST_WAIT, jnp.int32),
       amax_history=jnp.zeros((int(self.amax_history_len),), jnp.float32),
     )
-    return _state.initial_state(self.init_scale, policy_state)
+    return _state.make_initial_state(self.init_scale, policy_state)
 
   def adjust(
     self,
@@ -187,7 +187,7 @@ class HeadroomLossScale:
         " grads_amax=optax.tree.norm(grads, ord='inf')."
       )
     amax = jnp.abs(_arrays.cast(grads_amax, jnp.float32))
-    policy_state = _state.policy_state_of(self, state, HeadroomPolicyState)
+    policy_state = _state.get_policy_state(self, state, HeadroomPolicyState)
     state = state._replace(policy_state=self._begun(policy_state))
     after = _state.record_step(state, grads_finite)
     finite = after.last_finite

@@ -105,7 +105,7 @@ class FixedLossScale:
 
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
-    return _state.initial_state(self.scale)
+    return _state.make_initial_state(self.scale)
 
   def adjust(
     self,
@@ -119,7 +119,7 @@ class FixedLossScale:
     return _state.record_step(state, grads_finite)
 
 
-@_state.readable_later
+@_state.support_old_pickles
 class DynamicPolicyState(NamedTuple):
   """The policy state of :class:`DynamicLossScale`, if it has hysteresis.
 
@@ -225,7 +225,7 @@ class DynamicLossScale:
       policy_state = DynamicPolicyState(
         _arrays.copy_as(self.hysteresis, jnp.int32)
       )
-    return _state.initial_state(self.init_scale, policy_state)
+    return _state.make_initial_state(self.init_scale, policy_state)
 
   def adjust(
     self,
@@ -248,7 +248,7 @@ class DynamicLossScale:
     # If it is that of another policy, it is kept.
     policy_state = state.policy_state
     if self._remembers() and not self._started_without(policy_state):
-      (left,) = _state.policy_state_of(self, state, DynamicPolicyState)
+      (left,) = _state.get_policy_state(self, state, DynamicPolicyState)
       tolerated, left = self._spend_hysteresis(left, backoff, grow)
       backoff, policy_state = backoff & ~tolerated, DynamicPolicyState(left)
     factor = jnp.where(grow, _f32(self.growth_factor), jnp.float32(1))

@@ -55,7 +55,7 @@ def as_small_float(dtype: Any) -> np.dtype:
 
 def as_scale(loss_scale: Any) -> float:
   """The scale, checked, that a number or a state stands for."""
-  if _state.holds_loss_scale(loss_scale):
+  if _state.has_loss_scale(loss_scale):
     loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
   _checks.check_scale("loss_scale", loss_scale)
   return float(loss_scale)

@@ -14,7 +14,7 @@ from optax_lossscale import _arrays, _checks, _state
 _LARGEST_PART = 2**15
 
 
-@_state.readable_later
+@_state.support_old_pickles
 class DeepSpeedPolicyState(NamedTuple):
   """The policy state of :class:`DeepSpeedLossScale`.
 
@@ -83,7 +83,7 @@ class DeepSpeedLossScale:
     """Returns the state before the first step."""
     left = _arrays.copy_as(self.hysteresis, jnp.int32)
     policy_state = DeepSpeedPolicyState(left, jnp.zeros((), jnp.bool_))
-    return _state.initial_state(self.init_scale, policy_state)
+    return _state.make_initial_state(self.init_scale, policy_state)
 
   def adjust(
     self,
@@ -94,7 +94,7 @@ class DeepSpeedLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
-    left, has_grown = _state.policy_state_of(self, state, DeepSpeedPolicyState)
+    left, has_grown = _state.get_policy_state(self, state, DeepSpeedPolicyState)
     after = _state.record_step(state, grads_finite)
     finite = after.last_finite
     interval = jnp.asarray(self.growth_interval, jnp.int32)
@@ -115,7 +115,7 @@ class DeepSpeedLossScale:
     )
 
 
-@_state.readable_later
+@_state.support_old_pickles
 class FairseqPolicyState(NamedTuple):
   """The policy state of :class:`FairseqLossScale`.
 
@@ -185,7 +185,7 @@ class FairseqLossScale:
     zeros = FairseqPolicyState(
       jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     )
-    return _state.initial_state(self.init_scale, zeros)
+    return _state.make_initial_state(self.init_scale, zeros)
 
   def adjust(
     self,
@@ -196,7 +196,7 @@ class FairseqLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
-    steps, overflows = _state.policy_state_of(self, state, FairseqPolicyState)
+    steps, overflows = _state.get_policy_state(self, state, FairseqPolicyState)
     after = _state.record_step(state, grads_finite)
     overflow = ~after.last_finite
     steps = optax.safe_increment(steps)

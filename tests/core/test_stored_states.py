@@ -188,7 +188,7 @@ def test_a_pickle_of_another_layout_loses_nothing_and_update_says_what_to_do(
   class Reader(pickle.Unpickler):
     def find_class(self, module, name):
       if name == "HeadroomPolicyState":
-        return ols._state.readable_later(later)
+        return ols._state.support_old_pickles(later)
       return super().find_class(module, name)
 
   pickled = pickle.dumps((params, state), protocol)
@@ -205,7 +205,7 @@ def test_a_pickle_of_another_layout_loses_nothing_and_update_says_what_to_do(
     " state is the loss_scale_state"
   )
   with pytest.raises(ValueError, match=message):
-    ols._state.policy_state_of(record.POLICIES["headroom"], read[0], later)
+    ols._state.get_policy_state(record.POLICIES["headroom"], read[0], later)
   # And a class that was made by hand is what it was.
   with pytest.raises(TypeError):
     usual(max_log2_scale=1)
