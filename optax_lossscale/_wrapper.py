@@ -37,20 +37,20 @@ class WithLossScalingState(NamedTuple):
   inner_state: Any
 
 
-def _without_options(
+def _reject_policy_kwargs(
   fun: Callable[_Args, _Result],
 ) -> Callable[_Args, _Result]:
   """The same function, which says where the options of a policy belong."""
 
   @functools.wraps(fun)
-  def called(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+  def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
     _policies.refuse_options(kwargs)
     return fun(*args, **kwargs)
 
-  return called
+  return wrapper
 
 
-@_without_options
+@_reject_policy_kwargs
 def with_loss_scaling(
   inner: optax.GradientTransformation | optax.MultiSteps,
   loss_scale: _policies.PolicyLike = "dynamic",
@@ -143,15 +143,17 @@ def with_loss_scaling(
     Micikevicius et al, `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018
   """
-  inner = _on_float32(_as_transformation(inner))
+  inner = _with_float32_params(_as_transformation(inner))
   policy = _policies.as_policy(loss_scale)
   if max_norm is not None:
     # The smallest and the largest power of two that are normal in float32.
     _checks.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
 
-  kind: _named_values.TagKind = "scaled_grads" if grads_are_scaled else "grads"
+  grads_tag_kind: _named_values.TagKind = (
+    "scaled_grads" if grads_are_scaled else "grads"
+  )
   is_fixed = isinstance(policy, _policies.FixedLossScale)
-  scale_kind: _named_values.TagKind = (
+  scale_tag_kind: _named_values.TagKind = (
     "fixed_update_scale" if is_fixed else "update_scale"
   )
 
@@ -173,43 +175,49 @@ def with_loss_scaling(
     scale_state, inner_state = state
     # Ahead of the gradients, so that the tag says whose gradients follow.
     loss_scale = _named_values.tag_scale(
-      scale_kind, scale_state.loss_scale, jax.tree.leaves(updates)
+      scale_tag_kind, scale_state.loss_scale, jax.tree.leaves(updates)
     )
-    grads, put_back = _grads.partition_grads(
-      _named_values.tag_tree(kind, updates)
+    grads, combine = _grads.partition_grads(
+      _named_values.tag_tree(grads_tag_kind, updates)
     )
-    found = _measurement.measure_grads(
+    stats = _measurement.measure_grads(
       grads,
       _measurement.UpdateHints(grads_finite, grads_amax),
       loss_scale=loss_scale if grads_are_scaled else None,
       max_norm=max_norm,
       axis_name=axis_name,
     )
-    found = found._replace(
-      finite=_named_values.tag_value("applied", found.finite)
+    stats = stats._replace(
+      finite=_named_values.tag_value("applied", stats.finite)
     )
-    grads = put_back([_measurement.unscale_or_zero(x, found) for x in grads])
-    finite = found.finite
+    grads = combine([_measurement.unscale_or_zero(x, stats) for x in grads])
+    finite = stats.finite
     if check_updates:
-      made, made_state = inner.update(grads, inner_state, params, **extra_args)
-      made = _named_values.tag_tree("updates", made)
-      inexact, _ = _grads.partition_grads(made)
-      finite &= _axes.all_reduce_and(
-        _grads.all_finite_by_sum(inexact), axis_name
+      inner_updates, candidate_inner_state = inner.update(
+        grads, inner_state, params, **extra_args
       )
-      kept_state = _select.select_state(finite, made_state, inner_state)
+      inner_updates = _named_values.tag_tree("updates", inner_updates)
+      update_grads, _ = _grads.partition_grads(inner_updates)
+      finite &= _axes.all_reduce_and(
+        _grads.all_finite_by_sum(update_grads), axis_name
+      )
+      new_inner_state = _select.select_state(
+        finite, candidate_inner_state, inner_state
+      )
     else:
-      made, kept_state = _select.update_with_selects(
+      inner_updates, new_inner_state = _select.update_with_selects(
         inner.update, finite, grads, inner_state, params, **extra_args
       )
-    adjusted = policy.adjust(scale_state, finite, grads_amax=found.amax)
-    applied = _nothing_unless(finite, made)
-    return applied, WithLossScalingState(adjusted, kept_state)
+    new_scale_state = policy.adjust(scale_state, finite, grads_amax=stats.amax)
+    masked_updates = _mask_updates(finite, inner_updates)
+    return masked_updates, WithLossScalingState(
+      new_scale_state, new_inner_state
+    )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _on_float32(
+def _with_float32_params(
   inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer that is given float32 in place of narrow parameters.
@@ -225,9 +233,11 @@ def _on_float32(
   def update_fn(
     updates: Any, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[Any, Any]:
-    wide = jax.tree.map(_arrays.upcast_to_float32, params)
-    made, new_state = inner.update(updates, state, wide, **extra_args)
-    return _cast_like(made, params), new_state
+    float32_params = jax.tree.map(_arrays.upcast_to_float32, params)
+    inner_updates, new_state = inner.update(
+      updates, state, float32_params, **extra_args
+    )
+    return _cast_updates_like(inner_updates, params), new_state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -283,12 +293,12 @@ def _check_state(state: Any) -> None:
   )
 
 
-def _cast_like(updates: Any, params: Any) -> Any:
+def _cast_updates_like(updates: Any, params: Any) -> Any:
   """The updates in the dtypes of the params, where there are params."""
   if params is None:
     return updates
 
-  def cast(path: Any, update: Any, param: Any) -> Any:
+  def cast_leaf(path: Any, update: Any, param: Any) -> Any:
     if not _grads.is_grad(path, update) or not _arrays.is_inexact(param):
       return update
     update = jnp.asarray(update)
@@ -297,11 +307,11 @@ def _cast_like(updates: Any, params: Any) -> Any:
   # The updates may have None or MaskedNode where the params have a leaf.
   is_leaf = lambda x: x is None or isinstance(x, optax.MaskedNode)
   return jax.tree_util.tree_map_with_path(
-    cast, updates, params, is_leaf=is_leaf
+    cast_leaf, updates, params, is_leaf=is_leaf
   )
 
 
-def _nothing_unless(finite: jax.Array, updates: Any) -> Any:
+def _mask_updates(finite: jax.Array, updates: Any) -> Any:
   """The updates if ``finite``, else updates that leave the params as they are.
 
   These are 0 for an integer, and else -0.0: 0.0 + (-0.0) and -0.0 + (-0.0) keep
@@ -310,19 +320,19 @@ def _nothing_unless(finite: jax.Array, updates: Any) -> Any:
   subnormal params, since any sum is flushed.)
   """
 
-  def choose(path: Any, update: Any) -> Any:
+  def mask_leaf(path: Any, update: Any) -> Any:
     if not _arrays.is_array_like(update) or _grads.is_fp8_stat(path):
       return update
     update = jnp.asarray(update)
     if _arrays.is_inexact(update):
-      nothing = _negative_zeros_like(update)
+      noop_update = _negative_zeros_like(update)
     elif jnp.issubdtype(update.dtype, jnp.integer):
-      nothing = jnp.zeros_like(update)
+      noop_update = jnp.zeros_like(update)
     else:
       return update
-    return lax.select(finite, update, nothing)
+    return lax.select(finite, update, noop_update)
 
-  return jax.tree_util.tree_map_with_path(choose, updates)
+  return jax.tree_util.tree_map_with_path(mask_leaf, updates)
 
 
 def _negative_zeros_like(x: jax.Array) -> jax.Array:
