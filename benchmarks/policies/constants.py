@@ -29,7 +29,7 @@ POLICY = ols.HeadroomLossScale()
 
 def limits_down_to(binades):
   """Another lowest limit: so far below the evidence, or the lowest of all."""
-  usual = _headroom.HeadroomLossScale._evidence
+  usual = _headroom.HeadroomLossScale._compute_log2_scales
 
   def evidence(self, window):
     has_evidence, best, _ = usual(self, window)

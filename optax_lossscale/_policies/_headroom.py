@@ -14,11 +14,13 @@ from optax_lossscale._state import LossScaleState
 
 # In binades. So far the scale rises at most, since gradients that underflowed
 # look smaller than they are, and so far it falls.
-_STRIDE = 8
-_STEPS_TO_RETRY = 4096  # in steps with gradients
-_RISES = 4  # The scale that failed rises by 1, 2, 4, 8, 8, and so on.
-_USUAL = 15  # the exponent of the scale where most begin
-_NOTHING = 128  # above the exponent of each scale
+_MAX_LOG2_CHANGE = 8
+_RETRY_INTERVAL = 4096  # in steps with gradients
+_MAX_RETRY_DOUBLINGS = (
+  4  # The scale that failed rises by 1, 2, 4, 8, 8, and so on.
+)
+_DEFAULT_LOG2_SCALE = 15  # the exponent of the scale where most begin
+_NO_LIMIT = 128  # above the exponent of each scale
 
 
 @_state.support_old_pickles
@@ -158,7 +160,7 @@ class HeadroomLossScale:
     """Returns the state before the first step."""
     policy_state = HeadroomPolicyState(
       max_log2_scale=_powers_of_two.floor_log2(self.init_scale),
-      failed_log2_scale=jnp.full((), _NOTHING, jnp.int32),
+      failed_log2_scale=jnp.full((), _NO_LIMIT, jnp.int32),
       steps_since_overflow=jnp.full((), -1, jnp.int32),
       steps_without_grads=jnp.zeros((), jnp.int32),
       search_delay=jnp.full((), _search.SHORTEST_WAIT, jnp.int32),
@@ -188,47 +190,64 @@ class HeadroomLossScale:
       )
     amax = jnp.abs(_arrays.cast(grads_amax, jnp.float32))
     policy_state = _state.get_policy_state(self, state, HeadroomPolicyState)
-    state = state._replace(policy_state=self._begun(policy_state))
-    after = _state.record_step(state, grads_finite)
-    finite = after.last_finite
+    state = state._replace(policy_state=self._initialize_if_fresh(policy_state))
+    counted_state = _state.record_step(state, grads_finite)
+    finite = counted_state.last_finite
     has_grads = finite & (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
-    amax = self._as_evidence(state, amax)
-    was_guess, _ = self._guess(state.policy_state)
-    zeros, overflow = self._after_zeros(state), self._after_overflow(state)
-    overflow = _arrays.select(was_guess, state.policy_state, overflow)
-    quiet = _arrays.select(finite, zeros, overflow)._replace(
+    amax = self._get_recorded_amax(state, amax)
+    was_proposal, _ = self._propose_log2_scale(state.policy_state)
+    state_after_zeros, state_after_overflow = (
+      self._update_after_zeros(state),
+      self._update_after_overflow(state),
+    )
+    state_after_overflow = _arrays.select(
+      was_proposal, state.policy_state, state_after_overflow
+    )
+    state_without_grads = _arrays.select(
+      finite, state_after_zeros, state_after_overflow
+    )._replace(
       steps_without_grads=optax.safe_increment(
         state.policy_state.steps_without_grads
       )
     )
-    grads = self._after_grads(state, amax, was_guess)
-    policy_state = _arrays.select(has_grads, grads, quiet)
-    is_guess, guess = self._guess(policy_state)
-    exponent = jnp.where(is_guess, guess, self._usual(policy_state))
-    scale = _powers_of_two.power_of_two(exponent)
-    moved = scale != state.loss_scale
-    return after._replace(
+    state_after_grads = self._update_after_grads(state, amax, was_proposal)
+    policy_state = _arrays.select(
+      has_grads, state_after_grads, state_without_grads
+    )
+    is_proposal, proposal = self._propose_log2_scale(policy_state)
+    log2_scale = jnp.where(
+      is_proposal, proposal, self._compute_target_log2_scale(policy_state)
+    )
+    scale = _powers_of_two.power_of_two(log2_scale)
+    scale_changed = scale != state.loss_scale
+    return counted_state._replace(
       loss_scale=scale,
-      finite_count=jnp.where(moved, jnp.int32(0), after.finite_count),
+      finite_count=jnp.where(
+        scale_changed, jnp.int32(0), counted_state.finite_count
+      ),
       policy_state=policy_state,
     )
 
-  def _begun(self, policy_state: HeadroomPolicyState) -> HeadroomPolicyState:
+  def _initialize_if_fresh(
+    self, policy_state: HeadroomPolicyState
+  ) -> HeadroomPolicyState:
     """The policy state, which before the first step is that of `init`.
 
     What fills the fields that a checkpoint of another version lacks with those
     of a fresh state, as Flax' checkpoints do, mixes the two.
     """
     zeros = jnp.zeros_like(policy_state.amax_history)
-    first = self.init().policy_state._replace(amax_history=zeros)
-    begun = _arrays.select(
-      policy_state.steps_since_overflow < 0, first, policy_state
+    initial = self.init().policy_state._replace(amax_history=zeros)
+    initialized = _arrays.select(
+      policy_state.steps_since_overflow < 0, initial, policy_state
     )
-    return begun._replace(
+    return initialized._replace(
       steps_since_overflow=jnp.maximum(policy_state.steps_since_overflow, 0)
     )
 
-  def _as_evidence(self, state: LossScaleState, amax: jax.Array) -> jax.Array:
+  def _get_recorded_amax(
+    self, state: LossScaleState, amax: jax.Array
+  ) -> jax.Array:
     """What to remember of a finite step for its largest gradient.
 
     This itself, if it may have been in half precision. If it was not, it says
@@ -236,83 +255,112 @@ class HeadroomLossScale:
     for a usual one, so that rows of overflows do not lead to where it could be
     taken for half.
     """
-    held = _powers_of_two.floor_log2(state.loss_scale)
+    log2_scale = _powers_of_two.floor_log2(state.loss_scale)
     # Below 4, the margin allows for the sum of so many numbers in half.
     margin = _arrays.cast(self.margin, jnp.int32)
-    summands = _powers_of_two.power_of_two(jnp.maximum(4 - margin, 0))
-    may_be_half = amax * state.loss_scale <= self._top() * summands
-    _, top_exponent = math.frexp(self._top())
-    exponent = top_exponent - 1 - margin - jnp.maximum(held + _STRIDE, _USUAL)
-    asks_for_it = _powers_of_two.power_of_two(jnp.clip(exponent, -126, 127))
-    return jnp.where(may_be_half, amax, asks_for_it)
+    sum_tolerance = _powers_of_two.power_of_two(jnp.maximum(4 - margin, 0))
+    can_be_half = amax * state.loss_scale <= self._dtype_max() * sum_tolerance
+    _, top_exponent = math.frexp(self._dtype_max())
+    surrogate_log2_amax = (
+      top_exponent
+      - 1
+      - margin
+      - jnp.maximum(log2_scale + _MAX_LOG2_CHANGE, _DEFAULT_LOG2_SCALE)
+    )
+    surrogate_amax = _powers_of_two.power_of_two(
+      jnp.clip(surrogate_log2_amax, -126, 127)
+    )
+    return jnp.where(can_be_half, amax, surrogate_amax)
 
-  def _after_grads(
-    self, state: LossScaleState, amax: jax.Array, was_guess: jax.Array
+  def _update_after_grads(
+    self, state: LossScaleState, amax: jax.Array, was_proposal: jax.Array
   ) -> HeadroomPolicyState:
     """The policy state after a finite step that had gradients."""
     policy_state = state.policy_state
-    held = _powers_of_two.floor_log2(state.loss_scale)
-    usual = amax * _powers_of_two.power_of_two(self._usual(policy_state))
-    is_new = was_guess & ((usual > self._top()) | (usual < self._bottom()))
-    older = jnp.where(is_new, 0, policy_state.amax_history[:-1])
+    log2_scale = _powers_of_two.floor_log2(state.loss_scale)
+    scaled_amax = amax * _powers_of_two.power_of_two(
+      self._compute_target_log2_scale(policy_state)
+    )
+    is_search_only = was_proposal & (
+      (scaled_amax > self._dtype_max()) | (scaled_amax < self._dtype_min())
+    )
+    older_history = jnp.where(is_search_only, 0, policy_state.amax_history[:-1])
     steps_since_overflow = optax.safe_increment(
       policy_state.steps_since_overflow
     )
-    is_due = steps_since_overflow % _STEPS_TO_RETRY == 0
-    rise = jnp.where(is_due, _last_rise(steps_since_overflow), 0)
-    failed_log2_scale = jnp.minimum(
-      policy_state.failed_log2_scale + rise, _NOTHING
+    is_retry = steps_since_overflow % _RETRY_INTERVAL == 0
+    retry_increment = jnp.where(
+      is_retry, _compute_last_retry_increment(steps_since_overflow), 0
     )
-    teaches = is_new | ~was_guess
-    is_over = is_new | (teaches & (policy_state.failed_log2_scale <= held))
-    failed_log2_scale = jnp.where(is_over, _NOTHING, failed_log2_scale)
-    max_log2_scale = held + jnp.minimum(
-      (failed_log2_scale - held) // 2, _STRIDE
+    failed_log2_scale = jnp.minimum(
+      policy_state.failed_log2_scale + retry_increment, _NO_LIMIT
+    )
+    updates_limit = is_search_only | ~was_proposal
+    clears_failure = is_search_only | (
+      updates_limit & (policy_state.failed_log2_scale <= log2_scale)
+    )
+    failed_log2_scale = jnp.where(clears_failure, _NO_LIMIT, failed_log2_scale)
+    max_log2_scale = log2_scale + jnp.minimum(
+      (failed_log2_scale - log2_scale) // 2, _MAX_LOG2_CHANGE
     )
     return HeadroomPolicyState(
       max_log2_scale=jnp.where(
-        teaches, max_log2_scale, policy_state.max_log2_scale
+        updates_limit, max_log2_scale, policy_state.max_log2_scale
       ),
       failed_log2_scale=failed_log2_scale,
       steps_since_overflow=steps_since_overflow,
       steps_without_grads=jnp.zeros((), jnp.int32),
       search_delay=_search.search_delay_after(
-        policy_state.search_delay, policy_state.steps_without_grads, ~is_new
+        policy_state.search_delay,
+        policy_state.steps_without_grads,
+        ~is_search_only,
       ),
-      amax_history=jnp.concatenate([amax[None], older]),
+      amax_history=jnp.concatenate([amax[None], older_history]),
     )
 
-  def _after_zeros(self, state: LossScaleState) -> HeadroomPolicyState:
+  def _update_after_zeros(self, state: LossScaleState) -> HeadroomPolicyState:
     """The policy state after a finite step without gradients."""
     policy_state = state.policy_state
-    _, high = self._bounds()
-    raised = jnp.minimum(policy_state.max_log2_scale + _STRIDE, high)
-    lifted = jnp.where(
-      policy_state.failed_log2_scale == _NOTHING,
+    _, high = self._log2_scale_bounds()
+    limit_before_evidence = jnp.minimum(
+      policy_state.max_log2_scale + _MAX_LOG2_CHANGE, high
+    )
+    limit_after_evidence = jnp.where(
+      policy_state.failed_log2_scale == _NO_LIMIT,
       high,
       policy_state.max_log2_scale,
     )
     has_evidence = jnp.max(policy_state.amax_history) > 0
     return policy_state._replace(
-      max_log2_scale=jnp.where(has_evidence, lifted, raised)
+      max_log2_scale=jnp.where(
+        has_evidence, limit_after_evidence, limit_before_evidence
+      )
     )
 
-  def _after_overflow(self, state: LossScaleState) -> HeadroomPolicyState:
+  def _update_after_overflow(
+    self, state: LossScaleState
+  ) -> HeadroomPolicyState:
     """The policy state after a step that was no guess, and not finite."""
     policy_state = state.policy_state
-    failed = _powers_of_two.floor_log2(state.loss_scale)
-    has_evidence, _, lowest = self._evidence(policy_state.amax_history)
+    log2_scale = _powers_of_two.floor_log2(state.loss_scale)
+    has_evidence, _, min_useful_log2_scale = self._compute_log2_scales(
+      policy_state.amax_history
+    )
     # What the last rise tried is taken back: the scale before it had held.
     failed_log2_scale = jnp.minimum(
-      failed,
+      log2_scale,
       policy_state.failed_log2_scale
-      - _last_rise(policy_state.steps_since_overflow),
+      - _compute_last_retry_increment(policy_state.steps_since_overflow),
     )
     failed_log2_scale = jnp.where(
-      has_evidence & (failed > lowest), failed_log2_scale, _NOTHING
+      has_evidence & (log2_scale > min_useful_log2_scale),
+      failed_log2_scale,
+      _NO_LIMIT,
     )
     return policy_state._replace(
-      max_log2_scale=jnp.maximum(failed - _STRIDE, lowest),
+      max_log2_scale=jnp.maximum(
+        log2_scale - _MAX_LOG2_CHANGE, min_useful_log2_scale
+      ),
       failed_log2_scale=jnp.where(
         state.notfinite_count == 0,
         failed_log2_scale,
@@ -321,26 +369,38 @@ class HeadroomLossScale:
       steps_since_overflow=jnp.zeros((), jnp.int32),
     )
 
-  def _guess(
+  def _propose_log2_scale(
     self, policy_state: HeadroomPolicyState
   ) -> tuple[jax.Array, jax.Array]:
     """Whether the next step is a guess, and the exponent of its scale."""
-    has_evidence, evidence, _ = self._evidence(policy_state.amax_history)
-    first = _powers_of_two.floor_log2(self.init_scale)
-    best = jnp.where(has_evidence, evidence, first)
-    step = policy_state.steps_without_grads - policy_state.search_delay
+    has_evidence, evidence_log2_scale, _ = self._compute_log2_scales(
+      policy_state.amax_history
+    )
+    init_log2_scale = _powers_of_two.floor_log2(self.init_scale)
+    target_log2_scale = jnp.where(
+      has_evidence, evidence_log2_scale, init_log2_scale
+    )
+    search_step = policy_state.steps_without_grads - policy_state.search_delay
     return _search.next_guess(
-      step, policy_state.steps_since_overflow, best, self._bounds()
+      search_step,
+      policy_state.steps_since_overflow,
+      target_log2_scale,
+      self._log2_scale_bounds(),
     )
 
-  def _usual(self, policy_state: HeadroomPolicyState) -> jax.Array:
+  def _compute_target_log2_scale(
+    self, policy_state: HeadroomPolicyState
+  ) -> jax.Array:
     """The exponent of the next scale, if it is no guess."""
-    _, evidence, lowest = self._evidence(policy_state.amax_history)
+    _, evidence_log2_scale, min_useful_log2_scale = self._compute_log2_scales(
+      policy_state.amax_history
+    )
     return jnp.minimum(
-      jnp.maximum(policy_state.max_log2_scale, lowest), evidence
+      jnp.maximum(policy_state.max_log2_scale, min_useful_log2_scale),
+      evidence_log2_scale,
     )
 
-  def _evidence(
+  def _compute_log2_scales(
     self, amax_history: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Whether there are maxima, and the exponents of two scales for them.
@@ -348,27 +408,35 @@ class HeadroomLossScale:
     The first scale is the one that they ask for, the second the lowest: there
     the largest of them is just a normal number. Both are within bounds.
     """
-    (low, high), info = self._bounds(), jnp.finfo(self.dtype)
+    (low, high), info = self._log2_scale_bounds(), jnp.finfo(self.dtype)
     margin = _arrays.cast(self.margin, jnp.int32)
-    top_mantissa, top_exponent = math.frexp(self._top())
-    largest = jnp.max(amax_history)
-    mantissa, exponent = jnp.frexp(largest)
-    best = top_exponent - margin - exponent
-    best -= (mantissa > top_mantissa).astype(jnp.int32)
-    best = jnp.clip(jnp.where(largest > 0, best, _NOTHING), low, high)
-    lowest = jnp.maximum(best - (info.maxexp - 1 - info.minexp - margin), low)
-    return largest > 0, best, jnp.where(largest > 0, lowest, low)
+    top_mantissa, top_exponent = math.frexp(self._dtype_max())
+    amax = jnp.max(amax_history)
+    mantissa, exponent = jnp.frexp(amax)
+    evidence_log2_scale = top_exponent - margin - exponent
+    evidence_log2_scale -= (mantissa > top_mantissa).astype(jnp.int32)
+    evidence_log2_scale = jnp.clip(
+      jnp.where(amax > 0, evidence_log2_scale, _NO_LIMIT), low, high
+    )
+    min_useful_log2_scale = jnp.maximum(
+      evidence_log2_scale - (info.maxexp - 1 - info.minexp - margin), low
+    )
+    return (
+      amax > 0,
+      evidence_log2_scale,
+      jnp.where(amax > 0, min_useful_log2_scale, low),
+    )
 
-  def _top(self) -> float:
+  def _dtype_max(self) -> float:
     """The largest number of the backward pass, as far as float32 goes."""
     return min(float(jnp.finfo(self.dtype).max), _arrays.FLOAT32_MAX)
 
-  def _bottom(self) -> float:
+  def _dtype_min(self) -> float:
     """The smallest number above zero of the backward pass, likewise."""
     smallest = float(jnp.finfo(self.dtype).smallest_subnormal)
     return max(smallest, _arrays.FLOAT32_TINY)
 
-  def _bounds(self) -> tuple[jax.Array, jax.Array]:
+  def _log2_scale_bounds(self) -> tuple[jax.Array, jax.Array]:
     """The exponents of the lowest and of the highest scale."""
     # Traced bounds need not be powers of two. The scale is one between them.
     return (
@@ -377,8 +445,11 @@ class HeadroomLossScale:
     )
 
 
-def _last_rise(steps_since_overflow: jax.Array) -> jax.Array:
+def _compute_last_retry_increment(steps_since_overflow: jax.Array) -> jax.Array:
   """By how many binades the scale that failed rose last; 0 if it did not."""
   return (
-    1 << jnp.minimum(steps_since_overflow // _STEPS_TO_RETRY, _RISES)
+    1
+    << jnp.minimum(
+      steps_since_overflow // _RETRY_INTERVAL, _MAX_RETRY_DOUBLINGS
+    )
   ) >> 1
