@@ -163,7 +163,7 @@ class HeadroomLossScale:
       failed_log2_scale=jnp.full((), _NO_LIMIT, jnp.int32),
       steps_since_overflow=jnp.full((), -1, jnp.int32),
       steps_without_grads=jnp.zeros((), jnp.int32),
-      search_delay=jnp.full((), _search.SHORTEST_WAIT, jnp.int32),
+      search_delay=jnp.full((), _search.MIN_SEARCH_DELAY, jnp.int32),
       amax_history=jnp.zeros((int(self.amax_history_len),), jnp.float32),
     )
     return _state.make_initial_state(self.init_scale, policy_state)
@@ -310,7 +310,7 @@ class HeadroomLossScale:
       failed_log2_scale=failed_log2_scale,
       steps_since_overflow=steps_since_overflow,
       steps_without_grads=jnp.zeros((), jnp.int32),
-      search_delay=_search.search_delay_after(
+      search_delay=_search.update_search_delay(
         policy_state.search_delay,
         policy_state.steps_without_grads,
         ~is_search_only,
@@ -381,7 +381,7 @@ class HeadroomLossScale:
       has_evidence, evidence_log2_scale, init_log2_scale
     )
     search_step = policy_state.steps_without_grads - policy_state.search_delay
-    return _search.next_guess(
+    return _search.propose_log2_scale(
       search_step,
       policy_state.steps_since_overflow,
       target_log2_scale,

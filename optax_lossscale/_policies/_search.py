@@ -4,59 +4,69 @@ import jax
 import jax.numpy as jnp
 
 # In steps that brought no gradients.
-SHORTEST_WAIT, _LONGEST_WAIT = 8, 512
+MIN_SEARCH_DELAY, _MAX_SEARCH_DELAY = 8, 512
 # Of so many steps of a search, one is a guess, and one at the evidence.
-_STEPS_OF_A_GUESS = 4
+_SEARCH_PERIOD = 4
 # float16 holds a gradient at 40 scales in a row: at two guesses or three.
-_STRIDE = 16
+_PROPOSAL_STRIDE = 16
 # So many guesses in a row are each a stride above the one before: ten of them
 # are the whole range. Without any hash, gradients in every n-th step could meet
 # the same guesses for ever.
-_IN_ORDER = 16
+_PROPOSALS_PER_SHUFFLE = 16
 
 
-def search_delay_after(
+def update_search_delay(
   search_delay: jax.Array,
   steps_without_grads: jax.Array,
-  was_in_vain: jax.Array,
+  search_was_unneeded: jax.Array,
 ) -> jax.Array:
   """How long to wait for a search, after gradients that came.
 
   Args:
     search_delay: how many quiet steps there were to wait for.
     steps_without_grads: how many came before these gradients.
-    was_in_vain: whether they would have been seen without a search.
+    search_was_unneeded: whether they would have been seen without a search.
   """
-  longer = jnp.minimum(2 * search_delay, _LONGEST_WAIT)
-  shorter = jnp.maximum(search_delay - search_delay // 8, SHORTEST_WAIT)
-  after_search = jnp.where(was_in_vain, longer, search_delay)
-  without = jnp.where(steps_without_grads == 0, shorter, search_delay)
-  return jnp.where(steps_without_grads >= search_delay, after_search, without)
+  longer = jnp.minimum(2 * search_delay, _MAX_SEARCH_DELAY)
+  shorter = jnp.maximum(search_delay - search_delay // 8, MIN_SEARCH_DELAY)
+  delay_after_search = jnp.where(search_was_unneeded, longer, search_delay)
+  delay_without_search = jnp.where(
+    steps_without_grads == 0, shorter, search_delay
+  )
+  return jnp.where(
+    steps_without_grads >= search_delay,
+    delay_after_search,
+    delay_without_search,
+  )
 
 
-def next_guess(
-  step: jax.Array,
+def propose_log2_scale(
+  search_step: jax.Array,
   steps_since_overflow: jax.Array,
-  best: jax.Array,
-  bounds: tuple[jax.Array, jax.Array],
+  target_log2_scale: jax.Array,
+  log2_scale_bounds: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
   """Whether the next step is a guess, and its exponent.
 
   Args:
-    step: the number of the step in the search, which is off below zero.
+    search_step: the number of the step in the search, which is off below zero.
     steps_since_overflow: any number that is another one in the next search, so
       that what comes after as many zeros each time does not meet the same guess
       for ever.
-    best: the exponent that the last gradients ask for.
-    bounds: the exponents of the lowest and of the highest scale.
+    target_log2_scale: the exponent that the last gradients ask for.
+    log2_scale_bounds: the exponents of the lowest and of the highest scale.
   """
-  low, high = bounds
-  block = step // _STEPS_OF_A_GUESS
-  turn = (_hash(block) + _hash(steps_since_overflow) + step) % _STEPS_OF_A_GUESS
-  shift = _hash(block // _IN_ORDER + (1 << 19))
-  guess = low + _STRIDE * ((block + shift) % ((high - low) // _STRIDE + 1))
-  is_guess = (step >= 0) & (turn % 2 == 0)
-  return is_guess, jnp.where(turn == 0, guess, best)
+  low, high = log2_scale_bounds
+  period_index = search_step // _SEARCH_PERIOD
+  phase = (
+    _hash(period_index) + _hash(steps_since_overflow) + search_step
+  ) % _SEARCH_PERIOD
+  offset = _hash(period_index // _PROPOSALS_PER_SHUFFLE + (1 << 19))
+  proposal = low + _PROPOSAL_STRIDE * (
+    (period_index + offset) % ((high - low) // _PROPOSAL_STRIDE + 1)
+  )
+  is_proposal = (search_step >= 0) & (phase % 2 == 0)
+  return is_proposal, jnp.where(phase == 0, proposal, target_log2_scale)
 
 
 def _hash(x: jax.Array) -> jax.Array:

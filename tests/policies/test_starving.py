@@ -425,7 +425,7 @@ def test_no_more_than_512_gradients_of_every_nth_step_are_lost_in_a_row(every):
 @jax.jit
 def guesses(steps):
   """Whether each of these steps of a search is a guess, and at which scale."""
-  is_guess, exponents = _search.next_guess(
+  is_guess, exponents = _search.propose_log2_scale(
     steps, jnp.int32(1), jnp.int32(999), (-24, 126)
   )
   return is_guess & (exponents != 999), exponents
