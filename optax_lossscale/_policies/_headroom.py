@@ -218,7 +218,7 @@ class HeadroomLossScale:
     log2_scale = jnp.where(
       is_proposal, proposal, self._compute_target_log2_scale(policy_state)
     )
-    scale = _powers_of_two.power_of_two(log2_scale)
+    scale = _powers_of_two.exp2(log2_scale)
     scale_changed = scale != state.loss_scale
     return counted_state._replace(
       loss_scale=scale,
@@ -258,7 +258,7 @@ class HeadroomLossScale:
     log2_scale = _powers_of_two.floor_log2(state.loss_scale)
     # Below 4, the margin allows for the sum of so many numbers in half.
     margin = _arrays.cast(self.margin, jnp.int32)
-    sum_tolerance = _powers_of_two.power_of_two(jnp.maximum(4 - margin, 0))
+    sum_tolerance = _powers_of_two.exp2(jnp.maximum(4 - margin, 0))
     can_be_half = amax * state.loss_scale <= self._dtype_max() * sum_tolerance
     _, top_exponent = math.frexp(self._dtype_max())
     surrogate_log2_amax = (
@@ -267,7 +267,7 @@ class HeadroomLossScale:
       - margin
       - jnp.maximum(log2_scale + _MAX_LOG2_CHANGE, _DEFAULT_LOG2_SCALE)
     )
-    surrogate_amax = _powers_of_two.power_of_two(
+    surrogate_amax = _powers_of_two.exp2(
       jnp.clip(surrogate_log2_amax, -126, 127)
     )
     return jnp.where(can_be_half, amax, surrogate_amax)
@@ -278,7 +278,7 @@ class HeadroomLossScale:
     """The policy state after a finite step that had gradients."""
     policy_state = state.policy_state
     log2_scale = _powers_of_two.floor_log2(state.loss_scale)
-    scaled_amax = amax * _powers_of_two.power_of_two(
+    scaled_amax = amax * _powers_of_two.exp2(
       self._compute_target_log2_scale(policy_state)
     )
     is_search_only = was_proposal & (

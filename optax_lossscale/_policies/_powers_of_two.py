@@ -9,7 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 
 
-def power_of_two(exponent: jax.Array) -> jax.Array:
+def exp2(exponent: jax.Array) -> jax.Array:
   """2**exponent in float32, for an int32 in [-126, 127]; inf for 128."""
   # In the bits of a float32 number the exponent starts at bit 23. The mantissa
   # of a power of two is zero.
