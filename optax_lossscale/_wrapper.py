@@ -44,7 +44,7 @@ def _reject_policy_kwargs(
 
   @functools.wraps(fun)
   def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-    _policies.refuse_options(kwargs)
+    _policies.check_no_policy_kwargs(kwargs)
     return fun(*args, **kwargs)
 
   return wrapper

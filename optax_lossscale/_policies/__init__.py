@@ -6,8 +6,8 @@ from optax_lossscale._policies._headroom import (
 )
 from optax_lossscale._policies._named import (
   as_policy,
+  check_no_policy_kwargs,
   PolicyLike,
-  refuse_options,
 )
 from optax_lossscale._policies._plain import (
   bounds,

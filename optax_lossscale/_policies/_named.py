@@ -18,7 +18,7 @@ PolicyLike = (
   LossScalePolicy | jax.typing.ArrayLike | Literal["dynamic", "headroom"]
 )
 
-_NAMED: dict[str, Callable[[], LossScalePolicy]] = {
+_POLICY_BY_NAME: dict[str, Callable[[], LossScalePolicy]] = {
   "dynamic": DynamicLossScale,
   "headroom": HeadroomLossScale,
 }
@@ -31,8 +31,8 @@ def as_policy(loss_scale: Any, name: str = "loss_scale") -> LossScalePolicy:
     loss_scale: what was given.
     name: the name of the argument, for messages.
   """
-  if isinstance(loss_scale, str) and loss_scale in _NAMED:
-    return _NAMED[loss_scale]()
+  if isinstance(loss_scale, str) and loss_scale in _POLICY_BY_NAME:
+    return _POLICY_BY_NAME[loss_scale]()
   if isinstance(loss_scale, LossScalePolicy) and not isinstance(
     loss_scale, type
   ):
@@ -47,15 +47,15 @@ def as_policy(loss_scale: Any, name: str = "loss_scale") -> LossScalePolicy:
   return FixedLossScale(loss_scale)
 
 
-def refuse_options(arguments: Mapping[str, Any]) -> None:
+def check_no_policy_kwargs(kwargs: Mapping[str, Any]) -> None:
   """Raises if some of the arguments are options of a policy."""
   for policy in (DynamicLossScale, HeadroomLossScale):
     names = {field.name for field in dataclasses.fields(policy)}
-    found = {k: v for k, v in arguments.items() if k in names}
-    if found:
-      options = ", ".join(f"{k}={v!r}" for k, v in found.items())
+    policy_kwargs = {k: v for k, v in kwargs.items() if k in names}
+    if policy_kwargs:
+      formatted = ", ".join(f"{k}={v!r}" for k, v in policy_kwargs.items())
       raise TypeError(
         "with_loss_scaling takes a policy, not the options of a policy, got"
-        f" {options}. Write with_loss_scaling(optimizer,"
-        f" {policy.__name__}({options}))."
+        f" {formatted}. Write with_loss_scaling(optimizer,"
+        f" {policy.__name__}({formatted}))."
       )
