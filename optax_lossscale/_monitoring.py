@@ -97,7 +97,7 @@ def _get_lowest_scale_as_float32(policy: Any) -> jax.Array:
   """The lowest scale of a policy as float32; 0 if it names none."""
   if isinstance(policy, _policies.FixedLossScale):
     return _as_float32(policy.scale)
-  lowest_scale = _policies.lowest_scale(policy)
+  lowest_scale = _policies.get_lowest_scale(policy)
   return _as_float32(0.0 if lowest_scale is None else lowest_scale)
 
 
@@ -320,7 +320,7 @@ def _suggest_scale_remedy(
   scale: float, policy: _policies.LossScalePolicy | None
 ) -> str:
   """Returns how a lower loss scale is possible."""
-  lowest_scale = _policies.lowest_scale(policy)
+  lowest_scale = _policies.get_lowest_scale(policy)
   # The floor may be no float32 number, but the scale is.
   if lowest_scale is not None and scale <= np.float32(lowest_scale):
     candidates = {

@@ -10,11 +10,11 @@ from optax_lossscale._policies._named import (
   PolicyLike,
 )
 from optax_lossscale._policies._plain import (
-  bounds,
   DynamicLossScale,
   DynamicPolicyState,
   FixedLossScale,
+  get_lowest_scale,
+  get_scale_bounds,
   LossScalePolicy,
-  lowest_scale,
 )
 from optax_lossscale._policies._powers_of_two import log2

@@ -60,17 +60,17 @@ class LossScalePolicy(Protocol):
     ...
 
 
-def bounds(policy: LossScalePolicy | None) -> tuple[Any, Any]:
+def get_scale_bounds(policy: LossScalePolicy | None) -> tuple[Any, Any]:
   """The lowest and the highest scale of a policy; None if it names none."""
   return getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
 
 
-def lowest_scale(policy: LossScalePolicy | None) -> Any:
+def get_lowest_scale(policy: LossScalePolicy | None) -> Any:
   """The scale at which no overflow lowers it; None if the policy names none.
 
   Some rules stop above their `min_scale`, and say where.
   """
-  return getattr(policy, "lowest_scale", bounds(policy)[0])
+  return getattr(policy, "lowest_scale", get_scale_bounds(policy)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +221,7 @@ class DynamicLossScale:
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
     policy_state: Any = ()
-    if self._remembers():
+    if self._has_hysteresis():
       policy_state = DynamicPolicyState(
         _arrays.copy_as(self.hysteresis, jnp.int32)
       )
@@ -241,55 +241,64 @@ class DynamicLossScale:
         or of one without.
     """
     del grads_amax
-    after = _state.record_step(state, grads_finite)
+    counted_state = _state.record_step(state, grads_finite)
     # `>=`, since the count of a restored state may be above the interval.
-    grow = after.finite_count >= _i32(self.growth_interval)
-    backoff = ~after.last_finite
+    grow = counted_state.finite_count >= _to_int32(self.growth_interval)
+    backoff = ~counted_state.last_finite
     # If it is that of another policy, it is kept.
     policy_state = state.policy_state
-    if self._remembers() and not self._started_without(policy_state):
-      (left,) = _state.get_policy_state(self, state, DynamicPolicyState)
-      tolerated, left = self._spend_hysteresis(left, backoff, grow)
-      backoff, policy_state = backoff & ~tolerated, DynamicPolicyState(left)
-    factor = jnp.where(grow, _f32(self.growth_factor), jnp.float32(1))
-    factor = jnp.where(backoff, _f32(self.backoff_factor), factor)
+    if self._has_hysteresis() and not self._has_no_hysteresis_state(
+      policy_state
+    ):
+      (remaining,) = _state.get_policy_state(self, state, DynamicPolicyState)
+      is_tolerated, remaining = self._apply_hysteresis(remaining, backoff, grow)
+      backoff, policy_state = (
+        backoff & ~is_tolerated,
+        DynamicPolicyState(remaining),
+      )
+    factor = jnp.where(grow, _to_float32(self.growth_factor), jnp.float32(1))
+    factor = jnp.where(backoff, _to_float32(self.backoff_factor), factor)
     scale = jnp.clip(
-      state.loss_scale * factor, _f32(self.min_scale), _f32(self.max_scale)
+      state.loss_scale * factor,
+      _to_float32(self.min_scale),
+      _to_float32(self.max_scale),
     )
-    return after._replace(
+    return counted_state._replace(
       loss_scale=scale,
-      finite_count=jnp.where(grow, jnp.int32(0), after.finite_count),
+      finite_count=jnp.where(grow, jnp.int32(0), counted_state.finite_count),
       policy_state=policy_state,
     )
 
-  def _remembers(self) -> bool:
+  def _has_hysteresis(self) -> bool:
     # A traced hysteresis, such as one that Optax injects, may be any number.
     return isinstance(self.hysteresis, jax.core.Tracer) or self.hysteresis > 1
 
-  def _started_without(self, policy_state: Any) -> bool:
+  def _has_no_hysteresis_state(self, policy_state: Any) -> bool:
     """Whether the hysteresis was 1 in ``init``, and is traced now."""
     return isinstance(self.hysteresis, jax.core.Tracer) and policy_state == ()
 
-  def _spend_hysteresis(
-    self, left: jax.Array, overflow: jax.Array, grow: jax.Array
+  def _apply_hysteresis(
+    self, remaining: jax.Array, has_overflow: jax.Array, grow: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """Whether this overflow is tolerated, and the hysteresis left after it."""
-    full = _i32(self.hysteresis)
+    hysteresis = _to_int32(self.hysteresis)
     # A state of another policy may have more left than this one allows.
-    left = jnp.minimum(left, full)
-    left = jnp.where(overflow, jnp.maximum(left - 1, 0), left)
-    tolerated = left > 0
+    remaining = jnp.minimum(remaining, hysteresis)
+    remaining = jnp.where(
+      has_overflow, jnp.maximum(remaining - 1, 0), remaining
+    )
+    is_tolerated = remaining > 0
     refill = grow
     if self.hysteresis_refill in ("finite", "backoff"):
-      refill = ~overflow
+      refill = ~has_overflow
     if self.hysteresis_refill == "backoff":
-      refill = refill | ~tolerated
-    return tolerated, jnp.where(refill, full, left)
+      refill = refill | ~is_tolerated
+    return is_tolerated, jnp.where(refill, hysteresis, remaining)
 
 
-def _f32(x: jax.typing.ArrayLike) -> jax.Array:
+def _to_float32(x: jax.typing.ArrayLike) -> jax.Array:
   return lax.convert_element_type(x, jnp.float32)
 
 
-def _i32(x: jax.typing.ArrayLike) -> jax.Array:
+def _to_int32(x: jax.typing.ArrayLike) -> jax.Array:
   return lax.convert_element_type(x, jnp.int32)

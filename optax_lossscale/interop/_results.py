@@ -58,7 +58,7 @@ def resume(
     The policy and the state.
   """
   scale, state = values["loss_scale"], policy.init()
-  low, high = _policies.bounds(policy)
+  low, high = _policies.get_scale_bounds(policy)
   if low is not None and not np.float32(low) <= scale <= np.float32(high):
     floor, ceiling = _checks.format_bound(low), _checks.format_bound(high)
     raise ValueError(

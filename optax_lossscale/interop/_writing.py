@@ -89,7 +89,7 @@ def scale_and_count(function: str, policy: Any, tree: Any) -> tuple[float, int]:
       " jax.tree.map(lambda x: x[0], state)."
     )
   scale = float(state.loss_scale)
-  low, high = _policies.bounds(policy)
+  low, high = _policies.get_scale_bounds(policy)
   # The scale is the bound in float32.
   if low is not None and not np.float32(low) <= scale <= np.float32(high):
     raise ValueError(
