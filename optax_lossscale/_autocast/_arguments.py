@@ -20,7 +20,7 @@ from optax_lossscale import _flattening, _paths
 from optax_lossscale._jaxprs import _weights
 
 
-def paths_of(
+def find_weight_paths_by_id(
   fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, _weights.WeightPath]:
   """The paths of a function's weights, by the identity of the arrays.
@@ -29,18 +29,18 @@ def paths_of(
   parameters come before batches, and what names a layer must be no data.
   """
   owner = fun.__self__ if inspect.ismethod(fun) else fun  # may be a model
-  for argument in [owner, *_in_order(fun, args, kwargs)]:
+  for argument in [owner, *_bind_arguments(fun, args, kwargs)]:
     try:
-      named = _named_leaves(argument)
+      paths_and_leaves = _flatten_with_paths(argument)
     except (TypeError, ValueError):  # Its keys have no order.
       continue
-    floats = [(path, x) for path, x in named if _is_weight(x)]
-    if floats:
-      return {id(x): path for path, x in floats if path}
+    weights = [(path, x) for path, x in paths_and_leaves if _is_weight(x)]
+    if weights:
+      return {id(x): path for path, x in weights if path}
   return {}
 
 
-def _in_order(
+def _bind_arguments(
   fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
   """The arguments as the function declares them."""
@@ -51,14 +51,14 @@ def _in_order(
   return [*bound.args, *bound.kwargs.values()]
 
 
-def _named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+def _flatten_with_paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
   """The leaves of an argument, with the names of the keys on the way to each.
 
   Raises:
     TypeError or ValueError: if its keys have no order.
   """
   nnx: Any = sys.modules.get("flax.nnx")
-  if nnx is not None and holds(tree, (nnx.Module,)):
+  if nnx is not None and has_instance(tree, (nnx.Module,)):
     flat = nnx.to_flat_state(nnx.state(tree, nnx.Variable))  # It has cycles.
     variables = [(tuple(map(str, path)), x) for path, x in flat]
     return [(path, x) for path, y in variables for x in jax.tree.leaves(y)]
@@ -76,7 +76,7 @@ def _is_weight(x: Any) -> bool:
   return is_array and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def without_arguments(
+def close_over_args(
   fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
   """A function of no arguments, to be called within a trace.
@@ -98,54 +98,63 @@ def without_arguments(
   """
   nnx: Any = sys.modules.get("flax.nnx")  # If not, there are no such objects.
   owner = fun.__self__ if inspect.ismethod(fun) else fun
-  everything = owner, args, kwargs
-  if nnx is None or not holds(everything, (nnx.Module, nnx.Variable)):
-    return _named_as(fun, lambda: fun(*args, **kwargs)), lambda out: out
-  flat = _flattening.flatten_named_trees([("", everything)])
-  before = dict(nnx.to_flat_state(nnx.state(everything, nnx.Variable)))
+  call_tree = owner, args, kwargs
+  if nnx is None or not has_instance(call_tree, (nnx.Module, nnx.Variable)):
+    return _rename_like(fun, lambda: fun(*args, **kwargs)), lambda out: out
+  flat = _flattening.flatten_named_trees([("", call_tree)])
+  old_variables = dict(nnx.to_flat_state(nnx.state(call_tree, nnx.Variable)))
 
   def call_with_copies() -> tuple[Any, Any]:
     # Copied here, so that they belong to the trace.
     (copies,) = flat.unflatten(flat.leaves)
-    copied, copied_args, copied_kwargs = copies
+    fun_copy, args_copy, kwargs_copy = copies
     if inspect.ismethod(fun):
-      copied = fun.__func__.__get__(copied)
-    out = copied(*copied_args, **copied_kwargs)
-    after = nnx.to_flat_state(nnx.state(copies, nnx.Variable))
-    changed = [(k, x) for k, x in after if not _is_same(before.get(k), x)]
-    return out, nnx.from_flat_state(changed)
+      fun_copy = fun.__func__.__get__(fun_copy)
+    out = fun_copy(*args_copy, **kwargs_copy)
+    new_variables = nnx.to_flat_state(nnx.state(copies, nnx.Variable))
+    mutations = [
+      (k, x)
+      for k, x in new_variables
+      if not _has_same_arrays(old_variables.get(k), x)
+    ]
+    return out, nnx.from_flat_state(mutations)
 
-  def put_in_place(result: Any) -> Any:
-    out, changed = result
-    if jax.tree.leaves(changed):
-      _update(everything, changed, fun, nnx)
+  def apply_mutations(result: Any) -> Any:
+    out, mutations = result
+    if jax.tree.leaves(mutations):
+      _update_nnx(call_tree, mutations, fun, nnx)
     return out
 
-  return _named_as(fun, call_with_copies), put_in_place
+  return _rename_like(fun, call_with_copies), apply_mutations
 
 
-def _named_as(
-  fun: Callable[..., Any], call: Callable[[], Any]
+def _rename_like(
+  fun: Callable[..., Any], thunk: Callable[[], Any]
 ) -> Callable[[], Any]:
   """The call, which JAX's messages name after the user's function."""
-  named = functools.wraps(fun, updated=())(call)
-  named.__name__ = f"autocast({getattr(fun, '__name__', fun)})"
-  return named
+  wrapper = functools.wraps(fun, updated=())(thunk)
+  wrapper.__name__ = f"autocast({getattr(fun, '__name__', fun)})"
+  return wrapper
 
 
-def _is_same(before: Any, after: Any) -> bool:
+def _has_same_arrays(old_value: Any, new_value: Any) -> bool:
   """Whether a variable holds the very arrays that it held before."""
-  old, new = jax.tree.leaves(before), jax.tree.leaves(after)
-  return len(old) == len(new) and all(map(operator.is_, old, new))
+  old_leaves, new_leaves = (
+    jax.tree.leaves(old_value),
+    jax.tree.leaves(new_value),
+  )
+  return len(old_leaves) == len(new_leaves) and all(
+    map(operator.is_, old_leaves, new_leaves)
+  )
 
 
-def _update(everything: Any, changed: Any, fun: Any, nnx: Any) -> None:
+def _update_nnx(call_tree: Any, mutations: Any, fun: Any, nnx: Any) -> None:
   # Not imported, so that Flax need not be there.
   flax_error = sys.modules["flax.errors"].FlaxError
   try:
-    nnx.update(everything, changed)
+    nnx.update(call_tree, mutations)
   except flax_error as error:
-    flat = nnx.to_flat_state(changed)
+    flat = nnx.to_flat_state(mutations)
     paths = [".".join(p for p in k if isinstance(p, str)) for k, _ in flat]
     raise ValueError(
       f"{getattr(fun, '__name__', fun)} inside autocast changes"
@@ -157,11 +166,13 @@ def _update(everything: Any, changed: Any, fun: Any, nnx: Any) -> None:
     ) from error
 
 
-def holds(tree: Any, kinds: tuple[Any, ...]) -> bool:
+def has_instance(tree: Any, classes: tuple[Any, ...]) -> bool:
   """Whether there is an object of one of these kinds in a tree."""
   # JAX sorts the keys of a dict, which those of two types refuse.
-  is_leaf = lambda x: isinstance(x, (dict, *kinds))
+  is_leaf = lambda x: isinstance(x, (dict, *classes))
   return any(
-    holds([*x.values()], kinds) if isinstance(x, dict) else isinstance(x, kinds)
+    has_instance([*x.values()], classes)
+    if isinstance(x, dict)
+    else isinstance(x, classes)
     for x in jax.tree.leaves(tree, is_leaf=is_leaf)
   )

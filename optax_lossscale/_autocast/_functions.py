@@ -152,9 +152,9 @@ def autocast(
 
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-    paths = _arguments.paths_of(fun, args, kwargs)
+    paths = _arguments.find_weight_paths_by_id(fun, args, kwargs)
     settings = _calls.Settings(dtype, kept, paths)
-    call, put_in_place = _arguments.without_arguments(fun, args, kwargs)
+    call, put_in_place = _arguments.close_over_args(fun, args, kwargs)
     result = _calls.call(call, settings)
     out = put_in_place(result.out)
     found = result.found
