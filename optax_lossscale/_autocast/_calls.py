@@ -14,42 +14,44 @@ from optax_lossscale._autocast import _kept, _messages, _rewrite
 from optax_lossscale._jaxprs import _equations, _places, _rules, _weights
 
 
-class Settings(NamedTuple):
+class AutocastConfig(NamedTuple):
   """What is asked of one function.
 
   Attributes:
     dtype: the dtype of the products.
-    kept: the products that stay in float32.
-    paths: the names of arrays that are weights, by their identity.
-    of_results: of each array that the function returns, the name of the weight
+    float32_filter: the products that stay in float32.
+    paths_by_id: the names of arrays that are weights, by their identity.
+    output_paths: of each array that the function returns, the name of the weight
       whose gradient it is; none is known, if this is empty.
   """
 
   dtype: Any
-  kept: _kept.Kept = _kept.Kept()
-  paths: Mapping[int, _weights.WeightPath] = types.MappingProxyType({})
-  of_results: Sequence[_weights.WeightPath] = ()
+  float32_filter: _kept.Kept = _kept.Kept()
+  paths_by_id: Mapping[int, _weights.WeightPath] = types.MappingProxyType({})
+  output_paths: Sequence[_weights.WeightPath] = ()
 
 
-class Result(NamedTuple):
+class AutocastResult(NamedTuple):
   """What a function returned, with its products in half.
 
   Attributes:
     out: what it returned. What it did not compute are the same objects.
-    paths: the name of each array in it that is a weight.
-    found: what was found in it.
+    out_paths: the name of each array in it that is a weight.
+    log: what was found in it.
     message: what there is to tell of products that were not reached.
     jaxpr: the program, with its products in half.
   """
 
   out: Any
-  paths: list[_weights.WeightPath]
-  found: _rewrite.Found
+  out_paths: list[_weights.WeightPath]
+  log: _rewrite.Found
   message: str
   jaxpr: _equations.ClosedJaxpr
 
 
-def call(fun: Callable[[], Any], settings: Settings) -> Result:
+def call_with_autocast(
+  fun: Callable[[], Any], config: AutocastConfig
+) -> AutocastResult:
   """Calls a function without arguments, with its products in half.
 
   The function closes over its arguments. So it is given the very same ones:
@@ -57,82 +59,101 @@ def call(fun: Callable[[], Any], settings: Settings) -> Result:
 
   Args:
     fun: the function.
-    settings: the dtype of the products, which ones stay, and their names.
+    config: the dtype of the products, which ones stay, and their names.
 
   Returns:
-    A :class:`Result`.
+    A :class:`AutocastResult`.
   """
-  returned: list[Any] = []
+  trace_outputs: list[Any] = []
 
   # JAX names the user's function, and not this one, if a tracer leaks from it.
   @functools.wraps(fun, updated=())
-  def traced() -> list[Any]:
+  def flat_fun() -> list[Any]:
     leaves, structure = jax.tree.flatten(fun(), is_leaf=_rules.is_symbolic_zero)
-    is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
-    pairs = list(zip(leaves, is_traced, strict=True))
-    others = [None if traced else x for x, traced in pairs]
-    returned.append((structure, is_traced, others))
-    return [x for x, traced in pairs if traced]
+    tracer_mask = [isinstance(x, jax.core.Tracer) for x in leaves]
+    pairs = list(zip(leaves, tracer_mask, strict=True))
+    untraced_leaves = [None if is_tracer else x for x, is_tracer in pairs]
+    trace_outputs.append((structure, tracer_mask, untraced_leaves))
+    return [x for x, is_tracer in pairs if is_tracer]
 
-  closed = jax.make_jaxpr(traced)()
-  ((structure, is_traced, others),) = returned
-  of_results = tuple(itertools.compress(settings.of_results, is_traced))
-  paths = _weights.WeightPaths((), of_results)
-  new, of_outs, message = _rewritten(closed, paths, settings)
-  outs, its_paths = iter(core.jaxpr_as_fun(new.jaxpr)()), iter(of_outs)
+  closed_jaxpr = jax.make_jaxpr(flat_fun)()
+  ((structure, tracer_mask, untraced_leaves),) = trace_outputs
+  output_paths = tuple(itertools.compress(config.output_paths, tracer_mask))
+  paths = _weights.WeightPaths((), output_paths)
+  rewrite_result, out_paths, message = _rewrite_program(
+    closed_jaxpr, paths, config
+  )
+  out_iter, path_iter = (
+    iter(core.jaxpr_as_fun(rewrite_result.jaxpr)()),
+    iter(out_paths),
+  )
   pairs = [
-    (next(outs), next(its_paths)) if traced else (x, None)
-    for x, traced in zip(others, is_traced, strict=True)
+    (next(out_iter), next(path_iter)) if is_tracer else (x, None)
+    for x, is_tracer in zip(untraced_leaves, tracer_mask, strict=True)
   ]
-  return Result(
+  return AutocastResult(
     jax.tree.unflatten(structure, [x for x, _ in pairs]),
     [path for _, path in pairs],
-    new.found,
+    rewrite_result.found,
     message,
-    new.jaxpr,
+    rewrite_result.jaxpr,
   )
 
 
-def _rewritten(
-  closed: _equations.ClosedJaxpr,
+def _rewrite_program(
+  closed_jaxpr: _equations.ClosedJaxpr,
   paths: _weights.WeightPaths,
-  settings: Settings,
+  config: AutocastConfig,
 ) -> tuple[_rewrite.Rewritten, list[_weights.WeightPath], str]:
   """A jaxpr in half, the paths of its outputs, and what there is to tell."""
-  dtype, known = settings.dtype, _weights.ProgramWeights(settings.paths)
-  in_rule = _rules.RuleTransform(
+  dtype, program_weights = (
+    config.dtype,
+    _weights.ProgramWeights(config.paths_by_id),
+  )
+  rule_transform = _rules.RuleTransform(
     map_body=lambda closed, _: closed,
-    map_derivative=functools.partial(_derivative_in_rule, dtype=dtype),
-    map_call=functools.partial(_call_in_rule, dtype=dtype),
+    map_derivative=functools.partial(_rewrite_rule_jaxpr, dtype=dtype),
+    map_call=functools.partial(_autocast_rule_call, dtype=dtype),
   )
 
-  def rewritten(kept: _kept.Kept) -> _rewrite.Rewritten:
-    rewriter = _rewrite.Rewriter(dtype, kept, known, in_rule)
-    return rewriter.rewrite(closed, _places.EqnLocation(), (), paths)
+  def rewrite_with(float32_filter: _kept.Kept) -> _rewrite.Rewritten:
+    rewriter = _rewrite.Rewriter(
+      dtype, float32_filter, program_weights, rule_transform
+    )
+    return rewriter.rewrite(closed_jaxpr, _places.EqnLocation(), (), paths)
 
-  new = rewritten(settings.kept)
-  kept = settings.kept.with_exact(new.found.decisions)
-  if kept != settings.kept:
-    new = rewritten(kept)
-  of_outs = known.get_jaxpr_weights(closed, paths).get_paths(
-    closed.jaxpr.outvars
+  result = rewrite_with(config.float32_filter)
+  float32_filter = config.float32_filter.with_exact(result.found.decisions)
+  if float32_filter != config.float32_filter:
+    result = rewrite_with(float32_filter)
+  out_paths = program_weights.get_jaxpr_weights(closed_jaxpr, paths).get_paths(
+    closed_jaxpr.jaxpr.outvars
   )
-  missed = set(new.found.missed)
-  message = _messages.of_missed(closed, missed, dtype) if missed else ""
-  return new, of_outs, message
+  unentered_eqns = set(result.found.missed)
+  message = (
+    _messages.of_missed(closed_jaxpr, unentered_eqns, dtype)
+    if unentered_eqns
+    else ""
+  )
+  return result, out_paths, message
 
 
-def _derivative_in_rule(
-  closed: _equations.ClosedJaxpr, paths: _weights.WeightPaths, *, dtype: Any
+def _rewrite_rule_jaxpr(
+  closed_jaxpr: _equations.ClosedJaxpr,
+  paths: _weights.WeightPaths,
+  *,
+  dtype: Any,
 ) -> tuple[Any, list[_weights.WeightPath]]:
   """A jaxpr of a rule, where there is nobody else to tell what was missed."""
-  new, of_outs, message = _rewritten(closed, paths, Settings(dtype))
+  result, out_paths, message = _rewrite_program(
+    closed_jaxpr, paths, AutocastConfig(dtype)
+  )
   if message:
     _warnings.warn(message)
-  return new.jaxpr, of_outs
+  return result.jaxpr, out_paths
 
 
-def _call_in_rule(
+def _autocast_rule_call(
   fun: Callable[[], Any],
   inputs: Sequence[Any],
   paths: _weights.WeightPaths,
@@ -140,9 +161,13 @@ def _call_in_rule(
   dtype: Any,
 ) -> tuple[Any, list[_weights.WeightPath]]:
   """Calls a part of a rule."""
-  by_id = {id(x): path for x, path in zip(inputs, paths.inputs, strict=False)}
-  settings = Settings(dtype, paths=by_id, of_results=paths.outputs)
-  result = call(fun, settings)
+  paths_by_id = {
+    id(x): path for x, path in zip(inputs, paths.inputs, strict=False)
+  }
+  config = AutocastConfig(
+    dtype, paths_by_id=paths_by_id, output_paths=paths.outputs
+  )
+  result = call_with_autocast(fun, config)
   if result.message:
     _warnings.warn(result.message)
-  return result.out, result.paths
+  return result.out, result.out_paths

@@ -153,11 +153,11 @@ def autocast(
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
     paths = _arguments.find_weight_paths_by_id(fun, args, kwargs)
-    settings = _calls.Settings(dtype, kept, paths)
+    settings = _calls.AutocastConfig(dtype, kept, paths)
     call, put_in_place = _arguments.close_over_args(fun, args, kwargs)
-    result = _calls.call(call, settings)
+    result = _calls.call_with_autocast(call, settings)
     out = put_in_place(result.out)
-    found = result.found
+    found = result.log
     cast = functools.partial(_products.names_of_cast, result.jaxpr)
     warn_once(kept.check(found.decisions, found.has_unseen, cast))
     warn_once(result.message)
