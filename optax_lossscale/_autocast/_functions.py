@@ -20,23 +20,23 @@ from optax_lossscale._autocast import (
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-_HOW_TO_WRAP = (
+_USAGE_HINT = (
   " Wrap the loss function: ols.value_and_grad(ols.autocast(loss_fn),"
   " opt_state)(params, batch), or decorate it with @ols.autocast()."
 )
 
 
-class _Decorator:
+class _AutocastDecorator:
   """What :func:`autocast` returns without a function: it takes the function."""
 
-  def __init__(self, dtype: Any, kept: tuple[str, ...]) -> None:
-    self._dtype, self._kept = dtype, kept
+  def __init__(self, dtype: Any, patterns: tuple[str, ...]) -> None:
+    self._dtype, self._patterns = dtype, patterns
 
   def __call__(self, fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    return autocast(fun, self._dtype, keep_float32=self._kept)
+    return autocast(fun, self._dtype, keep_float32=self._patterns)
 
   def __enter__(self) -> None:
-    raise TypeError(f"autocast is not a context manager.{_HOW_TO_WRAP}")
+    raise TypeError(f"autocast is not a context manager.{_USAGE_HINT}")
 
   # Python looks for it before it calls the other, and checkers refuse it.
   __exit__ = None
@@ -57,7 +57,7 @@ def autocast(
   dtype: Any = ...,
   *,
   keep_float32: str | Iterable[str] = ...,
-) -> _Decorator: ...
+) -> _AutocastDecorator: ...
 
 
 def autocast(
@@ -134,35 +134,37 @@ def autocast(
     1.0 float32 float32
   """
   dtype = _check_dtype(dtype)
-  kept = _kept.Kept(_kept.as_patterns(keep_float32))
+  float32_filter = _kept.Kept(_kept.as_patterns(keep_float32))
   if fun is None:
-    return _Decorator(dtype, kept.patterns)
+    return _AutocastDecorator(dtype, float32_filter.patterns)
   if isinstance(fun, type) and jnp.issubdtype(fun, jnp.floating):
-    came = _checks.describe_arg("fun", fun)
-    raise TypeError(f"fun must be a function, got {came}.{_HOW_TO_WRAP}")
-  _checks.check_callable("fun", fun, hint=_HOW_TO_WRAP)
+    description = _checks.describe_arg("fun", fun)
+    raise TypeError(f"fun must be a function, got {description}.{_USAGE_HINT}")
+  _checks.check_callable("fun", fun, hint=_USAGE_HINT)
   if dtype == jnp.float32:
     return fun
-  warned: set[str] = set()
+  seen_messages: set[str] = set()
 
   def warn_once(message: str) -> None:
-    if message and message not in warned:
-      warned.add(message)
+    if message and message not in seen_messages:
+      seen_messages.add(message)
       _warnings.warn(message)
 
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-    paths = _arguments.find_weight_paths_by_id(fun, args, kwargs)
-    settings = _calls.AutocastConfig(dtype, kept, paths)
-    call, put_in_place = _arguments.close_over_args(fun, args, kwargs)
-    result = _calls.call_with_autocast(call, settings)
-    out = put_in_place(result.out)
-    found = result.log
-    cast = functools.partial(_products.names_of_cast, result.jaxpr)
-    warn_once(kept.check(found.decisions, found.has_unseen, cast))
+    paths_by_id = _arguments.find_weight_paths_by_id(fun, args, kwargs)
+    config = _calls.AutocastConfig(dtype, float32_filter, paths_by_id)
+    thunk, apply_mutations = _arguments.close_over_args(fun, args, kwargs)
+    result = _calls.call_with_autocast(thunk, config)
+    out = apply_mutations(result.out)
+    log = result.log
+    get_cast_names = functools.partial(_products.names_of_cast, result.jaxpr)
+    warn_once(
+      float32_filter.check(log.decisions, log.has_unseen, get_cast_names)
+    )
     warn_once(result.message)
-    if not result.message and not found.has_products:
-      warn_once(_messages.of_nothing(fun, call, dtype))
+    if not result.message and not log.has_products:
+      warn_once(_messages.of_nothing(fun, thunk, dtype))
     warn_once(_messages.of_calls(fun, (args, kwargs), out))
     return out
 
@@ -204,17 +206,17 @@ def keep_float32(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
   updated = ("__dict__",) if inspect.isfunction(fun) else ()
 
   @functools.wraps(fun, updated=updated)
-  def kept_fun(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+  def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
     with jax.named_scope(_products.KEEP_FLOAT32):
       return fun(*args, **kwargs)
 
-  return kept_fun
+  return wrapper
 
 
 def _check_dtype(dtype: Any) -> Any:
-  allowed = jnp.float16, jnp.bfloat16, jnp.float32
+  allowed_dtypes = jnp.float16, jnp.bfloat16, jnp.float32
   as_dtype = _checks.as_float_dtype(dtype)
-  if as_dtype not in allowed:
+  if as_dtype not in allowed_dtypes:
     raise TypeError(
       "dtype must be float16, bfloat16 or float32, got dtype ="
       f" {as_dtype.name}."
