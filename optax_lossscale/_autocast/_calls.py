@@ -26,7 +26,7 @@ class AutocastConfig(NamedTuple):
   """
 
   dtype: Any
-  float32_filter: _kept.Kept = _kept.Kept()
+  float32_filter: _kept.Float32Filter = _kept.Float32Filter()
   paths_by_id: Mapping[int, _weights.WeightPath] = types.MappingProxyType({})
   output_paths: Sequence[_weights.WeightPath] = ()
 
@@ -116,14 +116,16 @@ def _rewrite_program(
     map_call=functools.partial(_autocast_rule_call, dtype=dtype),
   )
 
-  def rewrite_with(float32_filter: _kept.Kept) -> _rewrite.Rewritten:
+  def rewrite_with(float32_filter: _kept.Float32Filter) -> _rewrite.Rewritten:
     rewriter = _rewrite.Rewriter(
       dtype, float32_filter, program_weights, rule_transform
     )
     return rewriter.rewrite(closed_jaxpr, _places.EqnLocation(), (), paths)
 
   result = rewrite_with(config.float32_filter)
-  float32_filter = config.float32_filter.with_exact(result.found.decisions)
+  float32_filter = config.float32_filter.with_literal_names(
+    result.found.decisions
+  )
   if float32_filter != config.float32_filter:
     result = rewrite_with(float32_filter)
   out_paths = program_weights.get_jaxpr_weights(closed_jaxpr, paths).get_paths(

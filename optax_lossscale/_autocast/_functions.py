@@ -134,7 +134,7 @@ def autocast(
     1.0 float32 float32
   """
   dtype = _check_dtype(dtype)
-  float32_filter = _kept.Kept(_kept.as_patterns(keep_float32))
+  float32_filter = _kept.Float32Filter(_kept.as_patterns(keep_float32))
   if fun is None:
     return _AutocastDecorator(dtype, float32_filter.patterns)
   if isinstance(fun, type) and jnp.issubdtype(fun, jnp.floating):
@@ -160,7 +160,9 @@ def autocast(
     log = result.log
     get_cast_names = functools.partial(_products.names_of_cast, result.jaxpr)
     warn_once(
-      float32_filter.check(log.decisions, log.has_unseen, get_cast_names)
+      float32_filter.check_matches(
+        log.decisions, log.has_unseen, get_cast_names
+      )
     )
     warn_once(result.message)
     if not result.message and not log.has_products:

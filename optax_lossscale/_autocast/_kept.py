@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from optax_lossscale._jaxprs import _places
 
-_NEAREST = 5
+_NUM_SUGGESTIONS = 5
 
 
-class Decision(NamedTuple):
+class Match(NamedTuple):
   """What was decided of a product, or of several that stay or go together.
 
   Attributes:
@@ -27,59 +27,63 @@ class Decision(NamedTuple):
     return bool(self.patterns)
 
 
-class Kept(NamedTuple):
+class Float32Filter(NamedTuple):
   """The products that patterns select, by the names that reports print.
 
   Attributes:
     patterns: the patterns, as in ``fnmatch``.
-    exact: those that are names, and so are no patterns.
+    literal_names: those that are names, and so are no patterns.
   """
 
   patterns: tuple[str, ...] = ()
-  exact: frozenset[str] = frozenset()
+  literal_names: frozenset[str] = frozenset()
 
-  def decide(self, *places: _places.EqnLocation) -> Decision:
+  def match(self, *locations: _places.EqnLocation) -> Match:
     """What is decided of what stands at these places."""
-    names = tuple(place.names for place in places)
-    every = _all_names(names)
-    patterns = {p for p in self.patterns if self._fits(p, every)}
-    return Decision(names, frozenset(patterns))
+    names = tuple(location.names for location in locations)
+    all_names = _collect_names(names)
+    patterns = {p for p in self.patterns if self._matches(p, all_names)}
+    return Match(names, frozenset(patterns))
 
-  def with_exact(self, decisions: Iterable[Decision]) -> "Kept":
+  def with_literal_names(self, matches: Iterable[Match]) -> "Float32Filter":
     """The same, which takes no pattern for one that is a name.
 
     A key may have what is special in a pattern.
     """
-    names = _all_names(x for decision in decisions for x in decision.names)
-    exact = {p for p in self.patterns if p in names and set(p) & set("*?[")}
-    return self._replace(exact=frozenset(exact))
+    names = _collect_names(x for match in matches for x in match.names)
+    literal_names = {
+      p for p in self.patterns if p in names and set(p) & set("*?[")
+    }
+    return self._replace(exact=frozenset(literal_names))
 
-  def check(
+  def check_matches(
     self,
-    decisions: Iterable[Decision],
-    has_unseen: bool,
-    cast: Callable[[], list[_places.EqnNames]],
+    matches: Iterable[Match],
+    has_opaque_rules: bool,
+    get_cast_names: Callable[[], list[_places.EqnNames]],
   ) -> str:
     """What to tell if a pattern selects nothing; empty if all select.
 
     Args:
-      decisions: all that were made.
-      has_unseen: whether there are products whose names cannot be known.
-      cast: the names of all products that run in half, whichever `autocast`
+      matches: all that were made.
+      has_opaque_rules: whether there are products whose names cannot be known.
+      get_cast_names: the names of all products that run in half, whichever `autocast`
         made them so. They are asked for only if they are needed.
 
     Raises:
       ValueError: with the same, if it is certain.
     """
-    decisions = list(decisions)
-    matched = frozenset[str]().union(*(x.patterns for x in decisions))
-    unmatched = [p for p in self.patterns if p not in matched]
-    if not unmatched:
+    matches = list(matches)
+    matched_patterns = frozenset[str]().union(*(x.patterns for x in matches))
+    unmatched_patterns = [p for p in self.patterns if p not in matched_patterns]
+    if not unmatched_patterns:
       return ""
-    names = _all_names(x for decision in decisions for x in decision.names)
-    nearest = difflib.get_close_matches(unmatched[0], names, _NEAREST, 0.0)
-    name = repr(unmatched[0])
-    if self._fits(unmatched[0], _all_names(cast())):
+    names = _collect_names(x for match in matches for x in match.names)
+    nearest = difflib.get_close_matches(
+      unmatched_patterns[0], names, _NUM_SUGGESTIONS, 0.0
+    )
+    name = repr(unmatched_patterns[0])
+    if self._matches(unmatched_patterns[0], _collect_names(get_cast_names())):
       message = (
         f"keep_float32 = {name} selects matmuls of an inner autocast, which has"
         " already chosen their dtype. Pass the name to the inner autocast:"
@@ -97,31 +101,35 @@ class Kept(NamedTuple):
         f"keep_float32 = {name} selects no matmul or convolution, because the"
         " function contains none. Remove keep_float32."
       )
-    if has_unseen:
+    if has_opaque_rules:
       return (
         f"{message} The name may be inside a custom derivative rule, which"
         " autocast can't inspect."
       )
     raise ValueError(message)
 
-  def _fits(self, pattern: str, names: Iterable[str]) -> bool:
-    if pattern in names or pattern in self.exact:
+  def _matches(self, pattern: str, names: Iterable[str]) -> bool:
+    if pattern in names or pattern in self.literal_names:
       return pattern in names
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def as_patterns(patterns: Any) -> tuple[str, ...]:
   """The patterns, checked."""
-  many: Any = (patterns,) if isinstance(patterns, str) else patterns
-  many = tuple(many) if isinstance(many, Iterable) else (many,)
-  if not all(isinstance(pattern, str) for pattern in many):
+  pattern_tuple: Any = (patterns,) if isinstance(patterns, str) else patterns
+  pattern_tuple = (
+    tuple(pattern_tuple)
+    if isinstance(pattern_tuple, Iterable)
+    else (pattern_tuple,)
+  )
+  if not all(isinstance(pattern, str) for pattern in pattern_tuple):
     raise TypeError(
       "keep_float32 must be a name or a list of names, such as 'Net/block1',"
       f" got keep_float32 = {patterns!r}."
     )
-  return many
+  return pattern_tuple
 
 
-def _all_names(places: Iterable[_places.EqnNames]) -> dict[str, None]:
+def _collect_names(eqn_names: Iterable[_places.EqnNames]) -> dict[str, None]:
   """All names that select one of these, in the order of the program."""
-  return {name: None for names in places for name in names.selectors()}
+  return {name: None for names in eqn_names for name in names.selectors()}

@@ -40,7 +40,7 @@ class Found(NamedTuple):
   """
 
   has_products: bool = False
-  decisions: tuple[_kept.Decision, ...] = ()
+  decisions: tuple[_kept.Match, ...] = ()
   missed: tuple[core.JaxprEqn, ...] = ()
   has_unseen: bool = False
 
@@ -96,7 +96,7 @@ class Rewriter:
   def __init__(
     self,
     dtype: Any,
-    kept: _kept.Kept,
+    kept: _kept.Float32Filter,
     known: _weights.ProgramWeights,
     in_rule: _rules.RuleTransform,
   ) -> None:
@@ -271,9 +271,9 @@ class Rewriter:
 
   def _decide(
     self, places: Callable[[], list[_places.EqnLocation]]
-  ) -> tuple[_kept.Decision, ...]:
+  ) -> tuple[_kept.Match, ...]:
     """What is decided of what stands at some places, which may be to find."""
-    return (self._kept.decide(*places()),) if self._kept.patterns else ()
+    return (self._kept.match(*places()),) if self._kept.patterns else ()
 
 
 def together(founds: Iterable[Found]) -> Found:

@@ -261,7 +261,7 @@ def rewrite(jaxpr):
     map_derivative=lambda closed, _: (closed, ()),
     map_call=lambda fun, *_: (fun(), ()),
   )
-  rewriter = _rewrite.Rewriter(half, _kept.Kept(), known, in_rule)
+  rewriter = _rewrite.Rewriter(half, _kept.Float32Filter(), known, in_rule)
   new, _, found = rewriter.rewrite(jaxpr, _places.EqnLocation())
   told = _messages.of_missed(
     _equations.close_jaxpr(jaxpr), found.missed, "float16"
