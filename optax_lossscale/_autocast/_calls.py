@@ -133,7 +133,7 @@ def _rewrite_program(
   )
   unentered_eqns = set(result.found.missed)
   message = (
-    _messages.of_missed(closed_jaxpr, unentered_eqns, dtype)
+    _messages.describe_unentered(closed_jaxpr, unentered_eqns, dtype)
     if unentered_eqns
     else ""
   )

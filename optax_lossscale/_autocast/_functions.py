@@ -166,8 +166,8 @@ def autocast(
     )
     warn_once(result.message)
     if not result.message and not log.has_products:
-      warn_once(_messages.of_nothing(fun, thunk, dtype))
-    warn_once(_messages.of_calls(fun, (args, kwargs), out))
+      warn_once(_messages.describe_nothing_cast(fun, thunk, dtype))
+    warn_once(_messages.describe_unjitted_calls(fun, (args, kwargs), out))
     return out
 
   return autocast_fun

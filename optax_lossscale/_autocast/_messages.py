@@ -21,104 +21,112 @@ from optax_lossscale._jaxprs import (
 )
 
 # Two calls are what one makes by hand, before and after a training, say.
-_PATIENCE = 3
+_WARN_AT_CALL = 3
 
 # How often with which shapes, by the code: a loop may make its loss anew in
 # each step. The code is held weakly, and what a function holds not at all.
-_counts: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = (
+_call_counts: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = (
   weakref.WeakKeyDictionary()
 )
-_MOST_LINES = 3
-_REACHED = ""
+_MAX_LISTED = 3
+_REWRITTEN_LABEL = ""
 
 
-def of_missed(
-  closed: _equations.ClosedJaxpr, missed: Container[core.JaxprEqn], dtype: Any
+def describe_unentered(
+  closed_jaxpr: _equations.ClosedJaxpr,
+  unentered_eqns: Container[core.JaxprEqn],
+  dtype: Any,
 ) -> str:
   """What to tell of products that were not reached; empty if all were.
 
   Args:
-    closed: the jaxpr that was rewritten.
-    missed: the equations that hold products and could not be entered.
+    closed_jaxpr: the jaxpr that was rewritten.
+    unentered_eqns: the equations that hold products and could not be entered.
     dtype: what their products would have run in.
   """
-  shares, exported = _places_of(closed, missed)
-  parts = []
-  if shares:
-    largest = sorted(shares, key=lambda where: -shares[where])
-    parts.append(
-      f"autocast left {_listed(largest)} unchanged: the matmuls and"
-      f" convolutions inside ({sum(shares.values()):.1%} of the matmul FLOPs)"
+  flops_fractions, exported_locations = _flops_by_location(
+    closed_jaxpr, unentered_eqns
+  )
+  sentences = []
+  if flops_fractions:
+    largest = sorted(
+      flops_fractions, key=lambda location: -flops_fractions[location]
+    )
+    sentences.append(
+      f"autocast left {_join_truncated(largest)} unchanged: the matmuls and"
+      f" convolutions inside ({sum(flops_fractions.values()):.1%} of the matmul FLOPs)"
       f" run in float32 instead of {dtype}. To keep them in float32 and silence"
       " this warning, wrap the function that calls them in"
       " optax_lossscale.keep_float32."
     )
-  if exported:
-    parts.append(
-      f"autocast left {_listed(exported)} unchanged: the matmuls and"
+  if exported_locations:
+    sentences.append(
+      f"autocast left {_join_truncated(exported_locations)} unchanged: the matmuls and"
       " convolutions of an exported function run in float32. To keep them in"
       " float32 and silence this warning, wrap the function that calls it in"
       " optax_lossscale.keep_float32."
     )
-  return " ".join(parts)
+  return " ".join(sentences)
 
 
-def of_nothing(
-  fun: Callable[..., Any], call: Callable[[], Any], dtype: Any
+def describe_nothing_cast(
+  fun: Callable[..., Any], thunk: Callable[[], Any], dtype: Any
 ) -> str:
   """What to tell of a function in which nothing runs in half precision.
 
   Args:
     fun: the function.
-    call: the same without arguments, to be called within a trace.
+    thunk: the same without arguments, to be called within a trace.
     dtype: what its products would have run in.
   """
 
-  def inside(eqn: Any) -> list[_equations.ClosedJaxpr]:
-    plain: list[Any] = [*_equations.subjaxprs(eqn)] or [
+  def get_subjaxprs(eqn: Any) -> list[_equations.ClosedJaxpr]:
+    subjaxprs: list[Any] = [*_equations.subjaxprs(eqn)] or [
       _equations.lower_hijax(eqn)
     ]
-    return [closed for closed in plain if closed]
+    return [closed_jaxpr for closed_jaxpr in subjaxprs if closed_jaxpr]
 
-  def traced() -> list[Any]:
-    leaves = jax.tree.leaves(call())
+  def flat_fun() -> list[Any]:
+    leaves = jax.tree.leaves(thunk())
     return [x for x in leaves if isinstance(x, jax.core.Tracer)]
 
-  closed = jax.make_jaxpr(traced)()
-  eqns: Any = [step.eqn for step in _walk.walk(closed, inside)]
+  closed_jaxpr = jax.make_jaxpr(flat_fun)()
+  eqns: Any = [visit.eqn for visit in _walk.walk(closed_jaxpr, get_subjaxprs)]
   if any(map(_products.hides, eqns)):
     return ""
-  products = filter(_operations.is_matmul, eqns)
-  dtypes = {str(eqn.invars[0].aval.dtype) for eqn in products}
+  matmuls = filter(_operations.is_matmul, eqns)
+  dtypes = {str(eqn.invars[0].aval.dtype) for eqn in matmuls}
   name = getattr(fun, "__name__", type(fun).__name__)
   if not dtypes:
     return (
       f"autocast had no effect on {name}: it contains no matmul or convolution."
       f" Pass the function whose matmuls should run in {dtype}."
     )
-  text = (
+  message = (
     f"autocast had no effect on {name}: it contains no float32 matmul or"
     f" convolution that autocast may cast to {dtype}, only some in"
     f" {' and '.join(sorted(dtypes))}."
   )
   if "float32" in dtypes:
-    text += (
+    message += (
       " Matmuls of precision HIGHEST, also by jax.default_matmul_precision, and"
       " matmuls marked with keep_float32 stay in float32."
     )
   if dtypes & {"bfloat16", "float16"}:
-    text += (
+    message += (
       " A model that already computes in half precision needs no autocast."
     )
-  return text
+  return message
 
 
-def of_calls(fun: Callable[..., Any], given: Any, out: Any) -> str:
+def describe_unjitted_calls(
+  fun: Callable[..., Any], inputs: Any, out: Any
+) -> str:
   """What to tell of a function that is called again and again, or nothing.
 
   Args:
     fun: the function.
-    given: its arguments.
+    inputs: its arguments.
     out: what it returned: this tells whether anything compiles the call.
 
   Returns:
@@ -131,10 +139,12 @@ def of_calls(fun: Callable[..., Any], given: Any, out: Any) -> str:
     return ""
   if not all(map(_types.is_concrete, arrays)):
     return ""
-  counts = _counts.setdefault(_code_of(fun), collections.Counter())
-  shapes = _shapes_of((given, out))
-  counts[shapes] += 1
-  if counts[shapes] != _PATIENCE:
+  counts_by_shapes = _call_counts.setdefault(
+    _get_code(fun), collections.Counter()
+  )
+  shapes_hash = _hash_shapes((inputs, out))
+  counts_by_shapes[shapes_hash] += 1
+  if counts_by_shapes[shapes_hash] != _WARN_AT_CALL:
     return ""
   name = getattr(fun, "__name__", type(fun).__name__)
   return (
@@ -145,43 +155,51 @@ def of_calls(fun: Callable[..., Any], given: Any, out: Any) -> str:
   )
 
 
-def _places_of(
-  closed: _equations.ClosedJaxpr, missed: Container[core.JaxprEqn]
+def _flops_by_location(
+  closed_jaxpr: _equations.ClosedJaxpr, unentered_eqns: Container[core.JaxprEqn]
 ) -> tuple[dict[str, float], list[str]]:
   """Of the places that were missed, their shares of the flops of all products.
 
   And those that were exported, which do not tell their flops.
   """
   flops: dict[str, int] = {}
-  exported: dict[str, None] = {}
-  for step in _walk.walk(closed, _products.jaxprs_to_search):
-    if _products.is_exported(step.eqn):
-      exported[_where(step)] = None
-    if _products.is_product(step.eqn):
-      outer = next((x for x in step.ancestors if x.eqn in missed), None)
-      where = _where(outer) if outer else _REACHED
-      more = step.num_executions * (
-        _operations.count_flops(step.eqn) or 1
+  exported_locations: dict[str, None] = {}
+  for visit in _walk.walk(closed_jaxpr, _products.jaxprs_to_search):
+    if _products.is_exported(visit.eqn):
+      exported_locations[_format_location(visit)] = None
+    if _products.is_product(visit.eqn):
+      unentered_visit = next(
+        (x for x in visit.ancestors if x.eqn in unentered_eqns), None
+      )
+      location = (
+        _format_location(unentered_visit)
+        if unentered_visit
+        else _REWRITTEN_LABEL
+      )
+      num_flops = visit.num_executions * (
+        _operations.count_flops(visit.eqn) or 1
       )  # as one product
-      flops[where] = flops.get(where, 0) + more
+      flops[location] = flops.get(location, 0) + num_flops
   total = sum(flops.values()) or 1  # A loop may run for no step at all.
-  flops.pop(_REACHED, None)
-  return {where: n / total for where, n in flops.items()}, list(exported)
-
-
-def _where(step: _walk.EqnVisit) -> str:
-  return _places.format_location(
-    _lines.get_op_name(step.eqn), step.location.source_line
+  flops.pop(_REWRITTEN_LABEL, None)
+  return {location: n / total for location, n in flops.items()}, list(
+    exported_locations
   )
 
 
-def _listed(places: list[str]) -> str:
-  named = ", ".join(places[:_MOST_LINES])
-  more = len(places) - _MOST_LINES
-  return f"{named} and {more} more" if more > 0 else named
+def _format_location(visit: _walk.EqnVisit) -> str:
+  return _places.format_location(
+    _lines.get_op_name(visit.eqn), visit.location.source_line
+  )
 
 
-def _code_of(fun: Any) -> Any:
+def _join_truncated(locations: list[str]) -> str:
+  joined = ", ".join(locations[:_MAX_LISTED])
+  num_more = len(locations) - _MAX_LISTED
+  return f"{joined} and {num_more} more" if num_more > 0 else joined
+
+
+def _get_code(fun: Any) -> Any:
   """What is the same if a function, a method or a partial is made anew."""
   while isinstance(fun, functools.partial):
     fun = fun.func
@@ -190,13 +208,13 @@ def _code_of(fun: Any) -> Any:
   return getattr(fun, "__code__", type(fun))
 
 
-def _shapes_of(tree: Any) -> int:
+def _hash_shapes(tree: Any) -> int:
   """The shapes and dtypes as one number, so that nothing is held."""
   try:
     leaves = jax.tree.leaves(tree)
   except (TypeError, ValueError):  # Its keys have no order.
     return 0
-  as_text = [
+  descriptions = [
     f"{getattr(x, 'dtype', type(x))}{getattr(x, 'shape', '')}" for x in leaves
   ]
-  return hash(tuple(as_text))
+  return hash(tuple(descriptions))

@@ -146,11 +146,11 @@ def test_code_that_is_gone_is_forgotten():
   names = {"jnp": jnp}
   exec("fun = lambda w, x: jnp.mean((x @ w) ** 2)", names)
   ols.autocast(names["fun"])(W, X)
-  assert len(_messages._counts) == 1
+  assert len(_messages._call_counts) == 1
   names.clear()
   jax.clear_caches()
   gc.collect()
-  assert not _messages._counts
+  assert not _messages._call_counts
 
 
 def test_a_tracer_that_does_not_tell_is_taken_for_one_of_a_program(monkeypatch):

@@ -263,7 +263,7 @@ def rewrite(jaxpr):
   )
   rewriter = _rewrite.Rewriter(half, _kept.Float32Filter(), known, in_rule)
   new, _, found = rewriter.rewrite(jaxpr, _places.EqnLocation())
-  told = _messages.of_missed(
+  told = _messages.describe_unentered(
     _equations.close_jaxpr(jaxpr), found.missed, "float16"
   )
   return found.has_products, told, _equations.close_jaxpr(new).jaxpr.eqns
