@@ -158,7 +158,9 @@ def autocast(
     result = _calls.call_with_autocast(thunk, config)
     out = apply_mutations(result.out)
     log = result.log
-    get_cast_names = functools.partial(_products.names_of_cast, result.jaxpr)
+    get_cast_names = functools.partial(
+      _products.collect_cast_names, result.jaxpr
+    )
     warn_once(
       float32_filter.check_matches(
         log.decisions, log.has_unseen, get_cast_names
@@ -209,7 +211,7 @@ def keep_float32(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
   @functools.wraps(fun, updated=updated)
   def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-    with jax.named_scope(_products.KEEP_FLOAT32):
+    with jax.named_scope(_products.KEEP_FLOAT32_SCOPE):
       return fun(*args, **kwargs)
 
   return wrapper

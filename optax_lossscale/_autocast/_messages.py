@@ -92,7 +92,7 @@ def describe_nothing_cast(
 
   closed_jaxpr = jax.make_jaxpr(flat_fun)()
   eqns: Any = [visit.eqn for visit in _walk.walk(closed_jaxpr, get_subjaxprs)]
-  if any(map(_products.hides, eqns)):
+  if any(map(_products.has_rule_matmuls, eqns)):
     return ""
   matmuls = filter(_operations.is_matmul, eqns)
   dtypes = {str(eqn.invars[0].aval.dtype) for eqn in matmuls}
@@ -164,10 +164,10 @@ def _flops_by_location(
   """
   flops: dict[str, int] = {}
   exported_locations: dict[str, None] = {}
-  for visit in _walk.walk(closed_jaxpr, _products.jaxprs_to_search):
-    if _products.is_exported(visit.eqn):
+  for visit in _walk.walk(closed_jaxpr, _products.subjaxprs_to_search):
+    if _products.has_exported_matmul(visit.eqn):
       exported_locations[_format_location(visit)] = None
-    if _products.is_product(visit.eqn):
+    if _products.is_castable_matmul(visit.eqn):
       unentered_visit = next(
         (x for x in visit.ancestors if x.eqn in unentered_eqns), None
       )

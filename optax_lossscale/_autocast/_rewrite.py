@@ -105,7 +105,7 @@ class Rewriter:
     self._known = known
     self._in_rule = in_rule
     # A jaxpr that is called twice is searched and rewritten once.
-    self._search = _products.ProductSearch(rules=True)
+    self._search = _products.MatmulSearch(include_rule_matmuls=True)
     self._rewritten: dict[Any, Rewritten] = {}
     self._distinct: dict[Any, Rewritten] = {}
 
@@ -163,7 +163,7 @@ class Rewriter:
 
   def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _Replacement:
     """What stands in the place of an equation."""
-    if _products.is_product(eqn):
+    if _products.is_castable_matmul(eqn):
       named = here.weights.tag_with_weight(eqn)
       decisions = self._decide(lambda: [here.place.locate(named, here.jaxpr)])
       found = Found(has_products=True, decisions=decisions)
@@ -173,9 +173,11 @@ class Rewriter:
       return _Replacement(in_half(product, self._dtype), eqn.outvars, found)
     if _operations.is_data_movement(eqn) and come_from(eqn, here.half):
       return _Replacement(in_half(eqn, self._dtype), eqn.outvars)
-    if _products.is_exported(eqn):
+    if _products.has_exported_matmul(eqn):
       return _Replacement([eqn], found=Found(missed=(eqn,)))
-    if not self._search.inside_of(eqn) and not _products.may_hide(eqn):
+    if not self._search.any_inside(eqn) and not _products.can_have_rule_matmuls(
+      eqn
+    ):
       return _Replacement([eqn])
     # Rules are traced where the axes of the mesh are known.
     entered = functools.partial(self._enter, eqn, here)
@@ -216,11 +218,11 @@ class Rewriter:
     paths = here.weights.get_call_suffixes(eqn)
     own = Found()
     if self._kept.patterns:
-      has_inside = self._search.inside_of(eqn)
+      has_inside = self._search.any_inside(eqn)
       # One that sees which inputs are perturbed may refuse, and an older JAX
       # then forgets what it has traced of it.
       may_ask = has_inside or not rule.symbolic_zeros
-      places, is_all = _products.products_in_rule(named, place, paths, may_ask)
+      places, is_all = _products.find_rule_matmuls(named, place, paths, may_ask)
       if not has_inside and len(places) == 1:
         return _Replacement([eqn])  # Nothing in it has a name to select.
       decisions = self._decide(lambda: places)

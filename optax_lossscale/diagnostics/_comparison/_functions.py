@@ -248,7 +248,7 @@ def _no_matmuls_message(
 ) -> str:
   name = getattr(fun, "__name__", fun)
   cause = f"{name} has no autocast, or its autocast found no float32 matmuls"
-  if _products.ProductSearch().any_in_jaxpr(traced.closed.jaxpr):
+  if _products.MatmulSearch().any_in_jaxpr(traced.closed.jaxpr):
     cause = f"all matmuls of {name} run in float32"
   return (
     f"compare_precision has nothing to compare: {cause}. Pass a function with"
