@@ -44,7 +44,7 @@ class AutocastResult(NamedTuple):
 
   out: Any
   out_paths: list[_weights.WeightPath]
-  log: _rewrite.Found
+  log: _rewrite.RewriteLog
   message: str
   jaxpr: _equations.ClosedJaxpr
 
@@ -94,7 +94,7 @@ def call_with_autocast(
   return AutocastResult(
     jax.tree.unflatten(structure, [x for x, _ in pairs]),
     [path for _, path in pairs],
-    rewrite_result.found,
+    rewrite_result.log,
     message,
     rewrite_result.jaxpr,
   )
@@ -104,7 +104,7 @@ def _rewrite_program(
   closed_jaxpr: _equations.ClosedJaxpr,
   paths: _weights.WeightPaths,
   config: AutocastConfig,
-) -> tuple[_rewrite.Rewritten, list[_weights.WeightPath], str]:
+) -> tuple[_rewrite.RewriteResult, list[_weights.WeightPath], str]:
   """A jaxpr in half, the paths of its outputs, and what there is to tell."""
   dtype, program_weights = (
     config.dtype,
@@ -116,22 +116,22 @@ def _rewrite_program(
     map_call=functools.partial(_autocast_rule_call, dtype=dtype),
   )
 
-  def rewrite_with(float32_filter: _kept.Float32Filter) -> _rewrite.Rewritten:
+  def rewrite_with(
+    float32_filter: _kept.Float32Filter,
+  ) -> _rewrite.RewriteResult:
     rewriter = _rewrite.Rewriter(
       dtype, float32_filter, program_weights, rule_transform
     )
     return rewriter.rewrite(closed_jaxpr, _places.EqnLocation(), (), paths)
 
   result = rewrite_with(config.float32_filter)
-  float32_filter = config.float32_filter.with_literal_names(
-    result.found.decisions
-  )
+  float32_filter = config.float32_filter.with_literal_names(result.log.matches)
   if float32_filter != config.float32_filter:
     result = rewrite_with(float32_filter)
   out_paths = program_weights.get_jaxpr_weights(closed_jaxpr, paths).get_paths(
     closed_jaxpr.jaxpr.outvars
   )
-  unentered_eqns = set(result.found.missed)
+  unentered_eqns = set(result.log.unentered_eqns)
   message = (
     _messages.describe_unentered(closed_jaxpr, unentered_eqns, dtype)
     if unentered_eqns

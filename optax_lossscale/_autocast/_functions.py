@@ -163,11 +163,11 @@ def autocast(
     )
     warn_once(
       float32_filter.check_matches(
-        log.decisions, log.has_unseen, get_cast_names
+        log.matches, log.has_opaque_rules, get_cast_names
       )
     )
     warn_once(result.message)
-    if not result.message and not log.has_products:
+    if not result.message and not log.has_matmuls:
       warn_once(_messages.describe_nothing_cast(fun, thunk, dtype))
     warn_once(_messages.describe_unjitted_calls(fun, (args, kwargs), out))
     return out

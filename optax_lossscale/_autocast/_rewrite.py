@@ -28,59 +28,59 @@ from optax_lossscale._jaxprs import (
 )
 
 
-class Found(NamedTuple):
+class RewriteLog(NamedTuple):
   """What was found on the way, in the order of the program.
 
   Attributes:
-    has_products: whether there are products that run in half, or are kept. Of
+    has_matmuls: whether there are products that run in half, or are kept. Of
       those that a rule alone has it is not known.
-    decisions: which of them are kept; none, if the user named none.
-    missed: the equations that hold products and could not be entered.
-    has_unseen: whether there are products whose names cannot be known.
+    matches: which of them are kept; none, if the user named none.
+    unentered_eqns: the equations that hold products and could not be entered.
+    has_opaque_rules: whether there are products whose names cannot be known.
   """
 
-  has_products: bool = False
-  decisions: tuple[_kept.Match, ...] = ()
-  missed: tuple[core.JaxprEqn, ...] = ()
-  has_unseen: bool = False
+  has_matmuls: bool = False
+  matches: tuple[_kept.Match, ...] = ()
+  unentered_eqns: tuple[core.JaxprEqn, ...] = ()
+  has_opaque_rules: bool = False
 
 
-class Rewritten(NamedTuple):
+class RewriteResult(NamedTuple):
   """A rewritten jaxpr.
 
   Attributes:
     jaxpr: the jaxpr, of the same inputs and outputs.
-    are_half: which of its outputs came out of products, and were only moved.
-    found: what was found in it.
+    out_half_mask: which of its outputs came out of products, and were only moved.
+    log: what was found in it.
   """
 
   jaxpr: Any
-  are_half: list[bool]
-  found: Found
+  out_half_mask: list[bool]
+  log: RewriteLog
 
 
-class _Replacement(NamedTuple):
+class _EqnRewrite(NamedTuple):
   """What stands in the place of an equation, and which outputs are half."""
 
   eqns: list[core.JaxprEqn]
-  half: Iterable[Any] = ()
-  found: Found = Found()
+  half_vars: Iterable[Any] = ()
+  log: RewriteLog = RewriteLog()
 
 
-class _Here(NamedTuple):
+class _EqnContext(NamedTuple):
   """Where an equation stands.
 
   Attributes:
     jaxpr: the jaxpr that is being rewritten.
-    place: where that is called.
+    location: where that is called.
     weights: its variables that are weights.
-    half: its variables that came out of products, and were only moved since.
+    half_vars: its variables that came out of products, and were only moved since.
   """
 
   jaxpr: core.Jaxpr
-  place: _places.EqnLocation
+  location: _places.EqnLocation
   weights: _weights.JaxprWeights
-  half: Set[Any]
+  half_vars: Set[Any]
 
 
 class Rewriter:
@@ -88,237 +88,267 @@ class Rewriter:
 
   Args:
     dtype: the dtype of the products.
-    kept: the products that stay in float32.
-    known: the weights of the function.
-    in_rule: what changes what rules compute, but for its ``body``.
+    float32_filter: the products that stay in float32.
+    program_weights: the weights of the function.
+    rule_transform: what changes what rules compute, but for its ``body``.
   """
 
   def __init__(
     self,
     dtype: Any,
-    kept: _kept.Float32Filter,
-    known: _weights.ProgramWeights,
-    in_rule: _rules.RuleTransform,
+    float32_filter: _kept.Float32Filter,
+    program_weights: _weights.ProgramWeights,
+    rule_transform: _rules.RuleTransform,
   ) -> None:
     self._dtype = dtype
-    self._kept = kept
-    self._known = known
-    self._in_rule = in_rule
+    self._float32_filter = float32_filter
+    self._program_weights = program_weights
+    self._rule_transform = rule_transform
     # A jaxpr that is called twice is searched and rewritten once.
-    self._search = _products.MatmulSearch(include_rule_matmuls=True)
-    self._rewritten: dict[Any, Rewritten] = {}
-    self._distinct: dict[Any, Rewritten] = {}
+    self._matmul_search = _products.MatmulSearch(include_rule_matmuls=True)
+    self._result_cache: dict[Any, RewriteResult] = {}
+    self._dedup_cache: dict[Any, RewriteResult] = {}
 
   def rewrite(
     self,
     jaxpr: _equations.AnyJaxpr,
-    place: _places.EqnLocation,
-    are_half: Sequence[bool] = (),
+    location: _places.EqnLocation,
+    in_half_mask: Sequence[bool] = (),
     paths: _weights.WeightPaths = _weights.NO_PATHS,
-  ) -> Rewritten:
+  ) -> RewriteResult:
     """Rewrites a jaxpr.
 
     Args:
       jaxpr: the jaxpr.
-      place: where it is called.
-      are_half: of its inputs, whether they came out of products, and were only
+      location: where it is called.
+      in_half_mask: of its inputs, whether they came out of products, and were only
         moved since; none did, if this is empty.
       paths: the names of those inputs and outputs that are weights.
 
     Returns:
-      A :class:`Rewritten`.
+      A :class:`RewriteResult`.
     """
-    of_inputs = jaxpr, tuple(are_half), paths
+    input_key = jaxpr, tuple(in_half_mask), paths
     # Names may tell its callers apart.
-    key = of_inputs, place if self._kept.patterns else None
-    if key not in self._rewritten:
-      made = self._rewrite_once(jaxpr, place, are_half, paths)
-      are_kept = tuple(x.is_kept for x in made.found.decisions)
+    key = input_key, location if self._float32_filter.patterns else None
+    if key not in self._result_cache:
+      result = self._rewrite_uncached(jaxpr, location, in_half_mask, paths)
+      kept_mask = tuple(x.is_kept for x in result.log.matches)
       # Callers that no name tells apart share one, which is compiled once.
-      first = self._distinct.setdefault((of_inputs, are_kept), made)
-      self._rewritten[key] = first._replace(found=made.found)
-    return self._rewritten[key]
+      shared_result = self._dedup_cache.setdefault(
+        (input_key, kept_mask), result
+      )
+      self._result_cache[key] = shared_result._replace(found=result.log)
+    return self._result_cache[key]
 
-  def _rewrite_once(
+  def _rewrite_uncached(
     self,
     jaxpr: _equations.AnyJaxpr,
-    place: _places.EqnLocation,
-    are_half: Sequence[bool],
+    location: _places.EqnLocation,
+    in_half_mask: Sequence[bool],
     paths: _weights.WeightPaths,
-  ) -> Rewritten:
-    closed = _equations.close_jaxpr(jaxpr)
-    half = set(itertools.compress(closed.jaxpr.invars, are_half))
-    weights = self._known.get_jaxpr_weights(closed, paths)
-    here = _Here(closed.jaxpr, place, weights, half)
-    made = []
-    for eqn in closed.jaxpr.eqns:
-      made.append(self._in_place_of(eqn, here))
-      half.update(made[-1].half)
-    eqns = [eqn for new in made for eqn in new.eqns]
-    outs = [_equations.is_var_in(v, half) for v in closed.jaxpr.outvars]
-    found = together(new.found for new in made)
-    return Rewritten(
-      _equations.replace_jaxpr_fields(jaxpr, eqns=eqns), outs, found
+  ) -> RewriteResult:
+    closed_jaxpr = _equations.close_jaxpr(jaxpr)
+    half_vars = set(itertools.compress(closed_jaxpr.jaxpr.invars, in_half_mask))
+    weights = self._program_weights.get_jaxpr_weights(closed_jaxpr, paths)
+    ctx = _EqnContext(closed_jaxpr.jaxpr, location, weights, half_vars)
+    eqn_rewrites = []
+    for eqn in closed_jaxpr.jaxpr.eqns:
+      eqn_rewrites.append(self._rewrite_eqn(eqn, ctx))
+      half_vars.update(eqn_rewrites[-1].half)
+    eqns = [eqn for eqn_rewrite in eqn_rewrites for eqn in eqn_rewrite.eqns]
+    out_half_mask = [
+      _equations.is_var_in(v, half_vars) for v in closed_jaxpr.jaxpr.outvars
+    ]
+    log = merge_logs(eqn_rewrite.found for eqn_rewrite in eqn_rewrites)
+    return RewriteResult(
+      _equations.replace_jaxpr_fields(jaxpr, eqns=eqns), out_half_mask, log
     )
 
-  def _in_place_of(self, eqn: core.JaxprEqn, here: _Here) -> _Replacement:
+  def _rewrite_eqn(self, eqn: core.JaxprEqn, ctx: _EqnContext) -> _EqnRewrite:
     """What stands in the place of an equation."""
     if _products.is_castable_matmul(eqn):
-      named = here.weights.tag_with_weight(eqn)
-      decisions = self._decide(lambda: [here.place.locate(named, here.jaxpr)])
-      found = Found(has_products=True, decisions=decisions)
-      if any(x.is_kept for x in decisions):
-        return _Replacement([named], found=found)
-      product = _operations.replace_result_dtype(named, self._dtype)
-      return _Replacement(in_half(product, self._dtype), eqn.outvars, found)
-    if _operations.is_data_movement(eqn) and come_from(eqn, here.half):
-      return _Replacement(in_half(eqn, self._dtype), eqn.outvars)
-    if _products.has_exported_matmul(eqn):
-      return _Replacement([eqn], found=Found(missed=(eqn,)))
-    if not self._search.any_inside(eqn) and not _products.can_have_rule_matmuls(
-      eqn
+      tagged_eqn = ctx.weights.tag_with_weight(eqn)
+      matches = self._match_filter(
+        lambda: [ctx.location.locate(tagged_eqn, ctx.jaxpr)]
+      )
+      log = RewriteLog(has_matmuls=True, matches=matches)
+      if any(x.is_kept for x in matches):
+        return _EqnRewrite([tagged_eqn], log=log)
+      matmul = _operations.replace_result_dtype(tagged_eqn, self._dtype)
+      return _EqnRewrite(cast_eqn(matmul, self._dtype), eqn.outvars, log)
+    if _operations.is_data_movement(eqn) and has_only_half_operands(
+      eqn, ctx.half_vars
     ):
-      return _Replacement([eqn])
+      return _EqnRewrite(cast_eqn(eqn, self._dtype), eqn.outvars)
+    if _products.has_exported_matmul(eqn):
+      return _EqnRewrite([eqn], log=RewriteLog(unentered_eqns=(eqn,)))
+    if not self._matmul_search.any_inside(
+      eqn
+    ) and not _products.can_have_rule_matmuls(eqn):
+      return _EqnRewrite([eqn])
     # Rules are traced where the axes of the mesh are known.
-    entered = functools.partial(self._enter, eqn, here)
-    new: _Replacement = _higher_order.call_in_eqn_context(eqn, entered)
-    return new
+    rewrite_subjaxprs = functools.partial(self._rewrite_subjaxprs, eqn, ctx)
+    eqn_rewrite: _EqnRewrite = _higher_order.call_in_eqn_context(
+      eqn, rewrite_subjaxprs
+    )
+    return eqn_rewrite
 
-  def _enter(self, eqn: core.JaxprEqn, here: _Here) -> _Replacement:
+  def _rewrite_subjaxprs(
+    self, eqn: core.JaxprEqn, ctx: _EqnContext
+  ) -> _EqnRewrite:
     """An equation with what it holds rewritten."""
-    named = here.weights.tag_with_weight(eqn)
+    tagged_eqn = ctx.weights.tag_with_weight(eqn)
     # What nobody asks for need not be found: it takes a look at a traceback.
-    place = here.place
-    if self._kept.patterns:
-      place = place.locate(named, here.jaxpr)
+    location = ctx.location
+    if self._float32_filter.patterns:
+      location = location.locate(tagged_eqn, ctx.jaxpr)
     rule = _rules.get_custom_rule(eqn)
     if rule is not None:
-      return self._with_rule(eqn, named, rule, place, here)
+      return self._rewrite_custom_rule(eqn, tagged_eqn, rule, location, ctx)
     if _equations.get_call_jaxpr(eqn) is not None:
-      are_half = [_equations.is_var_in(atom, here.half) for atom in eqn.invars]
-      return self._with_jaxprs(eqn, named, place, here, are_half)
+      in_half_mask = [
+        _equations.is_var_in(atom, ctx.half_vars) for atom in eqn.invars
+      ]
+      return self._rewrite_bodies(eqn, tagged_eqn, location, ctx, in_half_mask)
     if _higher_order.is_control_flow(eqn):
-      return self._with_jaxprs(eqn, named, place, here)
-    decisions = self._decide(lambda: [place])
-    are_kept = any(x.is_kept for x in decisions)
-    missed = () if are_kept else (eqn,)
-    return _Replacement(
-      [named], found=Found(decisions=decisions, missed=missed)
+      return self._rewrite_bodies(eqn, tagged_eqn, location, ctx)
+    matches = self._match_filter(lambda: [location])
+    is_kept = any(x.is_kept for x in matches)
+    unentered_eqns = () if is_kept else (eqn,)
+    return _EqnRewrite(
+      [tagged_eqn],
+      log=RewriteLog(matches=matches, unentered_eqns=unentered_eqns),
     )
 
-  def _with_rule(
+  def _rewrite_custom_rule(
     self,
     eqn: core.JaxprEqn,
-    named: core.JaxprEqn,
+    tagged_eqn: core.JaxprEqn,
     rule: _rules.CustomRule,
-    place: _places.EqnLocation,
-    here: _Here,
-  ) -> _Replacement:
+    location: _places.EqnLocation,
+    ctx: _EqnContext,
+  ) -> _EqnRewrite:
     """An equation whose rule computes in half, if it is understood."""
-    paths = here.weights.get_call_suffixes(eqn)
-    own = Found()
-    if self._kept.patterns:
-      has_inside = self._search.any_inside(eqn)
+    paths = ctx.weights.get_call_suffixes(eqn)
+    log = RewriteLog()
+    if self._float32_filter.patterns:
+      has_matmuls = self._matmul_search.any_inside(eqn)
       # One that sees which inputs are perturbed may refuse, and an older JAX
       # then forgets what it has traced of it.
-      may_ask = has_inside or not rule.symbolic_zeros
-      places, is_all = _products.find_rule_matmuls(named, place, paths, may_ask)
-      if not has_inside and len(places) == 1:
-        return _Replacement([eqn])  # Nothing in it has a name to select.
-      decisions = self._decide(lambda: places)
-      own = Found(decisions=decisions, has_unseen=not is_all)
+      can_trace_rule = has_matmuls or not rule.symbolic_zeros
+      locations, is_complete = _products.find_rule_matmuls(
+        tagged_eqn, location, paths, can_trace_rule
+      )
+      if not has_matmuls and len(locations) == 1:
+        return _EqnRewrite([eqn])  # Nothing in it has a name to select.
+      matches = self._match_filter(lambda: locations)
+      log = RewriteLog(matches=matches, has_opaque_rules=not is_complete)
       # It stays as a whole: nothing tells which of its products is the
       # derivative of which.
-      if any(x.is_kept for x in decisions):
-        return _Replacement([named], found=own)
-    founds = [own]
+      if any(x.is_kept for x in matches):
+        return _EqnRewrite([tagged_eqn], log=log)
+    logs = [log]
 
     def body(
-      closed: _equations.ClosedJaxpr, its_paths: _weights.WeightPaths
+      closed_jaxpr: _equations.ClosedJaxpr, inner_paths: _weights.WeightPaths
     ) -> Any:
-      inner = self.rewrite(closed, place, (), its_paths)
-      founds.append(inner.found)
-      return inner.jaxpr
+      result = self.rewrite(closed_jaxpr, location, (), inner_paths)
+      logs.append(result.log)
+      return result.jaxpr
 
-    new = _rules.transform_custom_rule(
-      named, self._in_rule._replace(body=body), paths
+    new_eqn = _rules.transform_custom_rule(
+      tagged_eqn, self._rule_transform._replace(body=body), paths
     )
-    if new is None:
-      own = own._replace(missed=(eqn,))
-      return _Replacement([named], found=own)
-    return _Replacement([new], found=together(founds))
+    if new_eqn is None:
+      log = log._replace(missed=(eqn,))
+      return _EqnRewrite([tagged_eqn], log=log)
+    return _EqnRewrite([new_eqn], log=merge_logs(logs))
 
-  def _with_jaxprs(
+  def _rewrite_bodies(
     self,
     eqn: core.JaxprEqn,
-    named: core.JaxprEqn,
-    place: _places.EqnLocation,
-    here: _Here,
-    are_half: Sequence[bool] = (),
-  ) -> _Replacement:
+    tagged_eqn: core.JaxprEqn,
+    location: _places.EqnLocation,
+    ctx: _EqnContext,
+    in_half_mask: Sequence[bool] = (),
+  ) -> _EqnRewrite:
     """The same equation, with each jaxpr that it holds rewritten."""
-    inside: list[Rewritten] = []
+    results: list[RewriteResult] = []
 
     def replace(jaxpr: _equations.AnyJaxpr) -> Any:
-      called = _equations.close_jaxpr(jaxpr).jaxpr
-      paths = here.weights.get_body_suffixes(eqn, called)
-      inside.append(self.rewrite(jaxpr, place, are_half, paths))
-      return inside[-1].jaxpr
+      body_jaxpr = _equations.close_jaxpr(jaxpr).jaxpr
+      body_paths = ctx.weights.get_body_suffixes(eqn, body_jaxpr)
+      results.append(self.rewrite(jaxpr, location, in_half_mask, body_paths))
+      return results[-1].jaxpr
 
-    new = _equations.map_subjaxprs(named, replace)
+    new_eqn = _equations.map_subjaxprs(tagged_eqn, replace)
     # A call returns what its function returns.
-    outs = inside[0].are_half if are_half else ()
-    half = list(itertools.compress(eqn.outvars, outs))
-    return _Replacement([new], half, together(x.found for x in inside))
+    out_half_mask = results[0].out_half_mask if in_half_mask else ()
+    half_vars = list(itertools.compress(eqn.outvars, out_half_mask))
+    return _EqnRewrite([new_eqn], half_vars, merge_logs(x.log for x in results))
 
-  def _decide(
-    self, places: Callable[[], list[_places.EqnLocation]]
+  def _match_filter(
+    self, get_locations: Callable[[], list[_places.EqnLocation]]
   ) -> tuple[_kept.Match, ...]:
     """What is decided of what stands at some places, which may be to find."""
-    return (self._kept.match(*places()),) if self._kept.patterns else ()
+    return (
+      (self._float32_filter.match(*get_locations()),)
+      if self._float32_filter.patterns
+      else ()
+    )
 
 
-def together(founds: Iterable[Found]) -> Found:
+def merge_logs(logs: Iterable[RewriteLog]) -> RewriteLog:
   """What was found at several places."""
-  all_founds = list(founds)
-  chained = itertools.chain.from_iterable
-  return Found(
-    any(x.has_products for x in all_founds),
-    tuple(chained(x.decisions for x in all_founds)),
-    tuple(chained(x.missed for x in all_founds)),
-    any(x.has_unseen for x in all_founds),
+  all_logs = list(logs)
+  flatten = itertools.chain.from_iterable
+  return RewriteLog(
+    any(x.has_matmuls for x in all_logs),
+    tuple(flatten(x.matches for x in all_logs)),
+    tuple(flatten(x.unentered_eqns for x in all_logs)),
+    any(x.has_opaque_rules for x in all_logs),
   )
 
 
-def in_half(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
+def cast_eqn(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
   """An equation between conversions, which leaves its variables as they are.
 
   Values are narrowed for each use, even where one equation uses a value twice:
   the cotangents of a shared copy would be added in half.
   """
   eqn = _places.tag_autocast(eqn, dtype)
-  half = lambda atom: _half_of(atom, dtype) if _is_float32(atom) else atom
-  inputs, outputs = list(map(half, eqn.invars)), list(map(half, eqn.outvars))
-  before = [
+  to_half = lambda atom: (
+    _make_half_var(atom, dtype) if _is_float32(atom) else atom
+  )
+  invars, outvars = (
+    list(map(to_half, eqn.invars)),
+    list(map(to_half, eqn.outvars)),
+  )
+  input_casts = [
     _equations.make_convert_eqn(*pair, eqn)
-    for pair in _changed(eqn.invars, inputs)
+    for pair in _zip_replaced(eqn.invars, invars)
   ]
-  after = [
+  output_casts = [
     _equations.make_convert_eqn(*pair, eqn)
-    for pair in _changed(outputs, eqn.outvars)
+    for pair in _zip_replaced(outvars, eqn.outvars)
   ]
-  return [*before, eqn.replace(invars=inputs, outvars=outputs), *after]
+  return [
+    *input_casts,
+    eqn.replace(invars=invars, outvars=outvars),
+    *output_casts,
+  ]
 
 
-def come_from(eqn: core.JaxprEqn, half: Set[Any]) -> bool:
+def has_only_half_operands(eqn: core.JaxprEqn, half_vars: Set[Any]) -> bool:
   """Whether there are float32 inputs, all of which are in the set."""
-  floats = [atom for atom in eqn.invars if _is_float32(atom)]
-  return bool(floats) and all(
-    _equations.is_var_in(atom, half) for atom in floats
+  float32_atoms = [atom for atom in eqn.invars if _is_float32(atom)]
+  return bool(float32_atoms) and all(
+    _equations.is_var_in(atom, half_vars) for atom in float32_atoms
   )
 
 
-def _changed(old: list[Any], new: list[Any]) -> list[tuple[Any, Any]]:
+def _zip_replaced(old: list[Any], new: list[Any]) -> list[tuple[Any, Any]]:
   return [(a, b) for a, b in zip(old, new, strict=True) if a is not b]
 
 
@@ -326,5 +356,5 @@ def _is_float32(atom: Any) -> bool:
   return getattr(atom.aval, "dtype", None) == jnp.float32
 
 
-def _half_of(atom: Any, dtype: Any) -> Any:
+def _make_half_var(atom: Any, dtype: Any) -> Any:
   return core.Var(atom.aval.update(dtype=dtype, weak_type=False))

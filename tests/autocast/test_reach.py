@@ -264,9 +264,9 @@ def rewrite(jaxpr):
   rewriter = _rewrite.Rewriter(half, _kept.Float32Filter(), known, in_rule)
   new, _, found = rewriter.rewrite(jaxpr, _places.EqnLocation())
   told = _messages.describe_unentered(
-    _equations.close_jaxpr(jaxpr), found.missed, "float16"
+    _equations.close_jaxpr(jaxpr), found.unentered_eqns, "float16"
   )
-  return found.has_products, told, _equations.close_jaxpr(new).jaxpr.eqns
+  return found.has_matmuls, told, _equations.close_jaxpr(new).jaxpr.eqns
 
 
 def test_a_shard_map_of_another_jax_is_rewritten():
