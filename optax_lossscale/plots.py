@@ -117,9 +117,9 @@ def plot_exponents(
     Micikevicius et al, `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018
   """
-  dtype = _numbers.as_small_float(dtype)
-  scale = _numbers.as_scale(loss_scale)
-  limits = _numbers.limits_of(dtype)
+  dtype = _numbers.check_float_dtype(dtype)
+  scale = _numbers.to_float_scale(loss_scale)
+  limits = _numbers.get_dtype_limits(dtype)
   found = exponent_histogram(grads)
   ax = _axes_or_new(ax, "plot_exponents")
 
@@ -133,8 +133,10 @@ def plot_exponents(
     label = f"multiplied by the loss scale, $2^{{{shift:.4g}}}$"
     outline = {"fill": False, "edgecolor": "tab:blue", **style}
     ax.bar(found.exponents + shift, shares, label=label, **outline)
-  lowest = min([np.log2(limits.zero) - 10, *found.exponents])
-  highest = max([np.log2(limits.inf) + 4, *found.exponents + shift + 1])
+  lowest = min([np.log2(limits.underflow_threshold) - 10, *found.exponents])
+  highest = max(
+    [np.log2(limits.overflow_threshold) + 4, *found.exponents + shift + 1]
+  )
   ax.set_xlim(lowest, highest)
   ax.set_xlabel("log₂ of the magnitude")
   ax.set_ylabel("% of the entries")
@@ -169,7 +171,7 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
   return counts, zeros, nonfinite
 
 
-def _draw_bands(ax: Any, dtype: np.dtype, limits: _numbers.Limits) -> None:
+def _draw_bands(ax: Any, dtype: np.dtype, limits: _numbers.DtypeLimits) -> None:
   """Colours the ranges where a dtype is zero, subnormal, normal or inf."""
   far = 2 * _HIGHEST  # The outer bands go on beyond the part that is shown.
   edges = itertools.pairwise([-far, *np.log2(limits), far])

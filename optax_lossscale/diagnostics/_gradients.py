@@ -95,7 +95,7 @@ class GradientReport(_numbers.PrintedReport):
 
   def __str__(self) -> str:
     rows = [_cells(row) for row in (*self.leaves, self.total)]
-    table = _numbers.table(rows, left=3)
+    table = _numbers.format_table(rows, num_left_aligned=3)
     heading = (
       f"Gradients multiplied by loss scale {self.loss_scale:g} and cast to"
       f" {self.dtype}:"
@@ -166,9 +166,9 @@ def gradient_report(
     w: best 2^2 to 2^25
     b: best 2^-24 to 2^15
   """
-  dtype = _numbers.as_small_float(dtype)
-  scale = _numbers.as_scale(loss_scale)
-  limits = _numbers.limits_of(dtype)
+  dtype = _numbers.check_float_dtype(dtype)
+  scale = _numbers.to_float_scale(loss_scale)
+  limits = _numbers.get_dtype_limits(dtype)
   measured = _leaves.measure_grads(
     grads,
     "gradient_report",
@@ -190,7 +190,7 @@ _Measured = tuple[Any, ...]
 
 
 def _in_dtype_of(
-  leaf: Any, scale: float, limits: _numbers.Limits
+  leaf: Any, scale: float, limits: _numbers.DtypeLimits
 ) -> np.ndarray:
   """The scale and the limits as the scalars that a leaf is compared with."""
   is_double = jnp.finfo(leaf.dtype).bits > 32
@@ -226,7 +226,7 @@ def _add_up(measured: list[_Measured]) -> _Measured:
 def _row(
   about: tuple[str, tuple[int, ...], str, int],
   found: _Measured,
-  limits: _numbers.Limits,
+  limits: _numbers.DtypeLimits,
 ) -> GradientStats:
   """The row of what has this name, shape, dtype and size."""
   largest, smallest, *counts = found
@@ -238,14 +238,18 @@ def _row(
 
 
 def _log2_scale_range(
-  largest: float, smallest: float, limits: _numbers.Limits
+  largest: float, smallest: float, limits: _numbers.DtypeLimits
 ) -> tuple[int, int] | None:
   if largest == 0:
     return None
   # The largest power of two that keeps the largest entry below inf, and the
   # smallest that lifts the smallest entry above zero.
-  high = math.ceil(math.log2(limits.inf) - math.log2(largest)) - 1
-  low = math.floor(math.log2(limits.zero) - math.log2(smallest)) + 1
+  high = (
+    math.ceil(math.log2(limits.overflow_threshold) - math.log2(largest)) - 1
+  )
+  low = (
+    math.floor(math.log2(limits.underflow_threshold) - math.log2(smallest)) + 1
+  )
   bound = round(math.log2(_checks.MAX_LOSS_SCALE))
   high = min(max(high, -bound), bound)
   return max(min(low, high), -bound), high

@@ -11,38 +11,38 @@ import numpy as np
 from optax_lossscale import _checks, _state
 
 # The largest operand of each exponential, from the largest number of a dtype.
-LARGEST_EXPONENTS: dict[str, Callable[[float], float]] = {
+OVERFLOW_THRESHOLDS: dict[str, Callable[[float], float]] = {
   "exp": math.log,
   "exp2": math.log2,
   "expm1": math.log,
-  "cosh": lambda top: math.log(2 * top),
-  "sinh": lambda top: math.log(2 * top),
+  "cosh": lambda dtype_max: math.log(2 * dtype_max),
+  "sinh": lambda dtype_max: math.log(2 * dtype_max),
 }
 
 
-class Limits(NamedTuple):
+class DtypeLimits(NamedTuple):
   """Where a number becomes zero, normal or infinite in a dtype."""
 
-  zero: float  # up to here a number becomes zero
-  normal: float  # from here on it is normal
-  inf: float  # from here on it is infinite
+  underflow_threshold: float  # up to here a number becomes zero
+  smallest_normal: float  # from here on it is normal
+  overflow_threshold: float  # from here on it is infinite
 
 
-def limits_of(dtype: np.dtype) -> Limits:
+def get_dtype_limits(dtype: np.dtype) -> DtypeLimits:
   """Where a number becomes zero, normal or infinite in a dtype."""
   info = jnp.finfo(dtype)
-  top = float(info.max)
+  dtype_max = float(info.max)
   # From half a unit in the last place above the largest number, numbers are
   # rounded to inf.
-  last_place = 2.0 ** math.floor(math.log2(top)) * float(info.eps)
-  return Limits(
-    zero=float(info.smallest_subnormal) / 2,
-    normal=float(info.smallest_normal),
-    inf=top + last_place / 2,
+  ulp = 2.0 ** math.floor(math.log2(dtype_max)) * float(info.eps)
+  return DtypeLimits(
+    underflow_threshold=float(info.smallest_subnormal) / 2,
+    smallest_normal=float(info.smallest_normal),
+    overflow_threshold=dtype_max + ulp / 2,
   )
 
 
-def as_small_float(dtype: Any) -> np.dtype:
+def check_float_dtype(dtype: Any) -> np.dtype:
   """The dtype, checked."""
   dtype = np.dtype(dtype)
   if not jnp.issubdtype(dtype, jnp.floating) or dtype == np.float64:
@@ -53,7 +53,7 @@ def as_small_float(dtype: Any) -> np.dtype:
   return dtype
 
 
-def as_scale(loss_scale: Any) -> float:
+def to_float_scale(loss_scale: Any) -> float:
   """The scale, checked, that a number or a state stands for."""
   if _state.has_loss_scale(loss_scale):
     loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
@@ -61,11 +61,11 @@ def as_scale(loss_scale: Any) -> float:
   return float(loss_scale)
 
 
-def largest_exponent(primitive: str, dtype: np.dtype) -> str:
+def format_overflow_threshold(primitive: str, dtype: np.dtype) -> str:
   """Return the operand above which an exponential is infinite: ``"11.1"``."""
-  if primitive not in LARGEST_EXPONENTS:
+  if primitive not in OVERFLOW_THRESHOLDS:
     return ""
-  return f"{LARGEST_EXPONENTS[primitive](float(jnp.finfo(dtype).max)):.3g}"
+  return f"{OVERFLOW_THRESHOLDS[primitive](float(jnp.finfo(dtype).max)):.3g}"
 
 
 class PrintedReport:
@@ -75,18 +75,23 @@ class PrintedReport:
     return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def where(row: Any) -> dict[str, str]:
+def location_cells(row: Any) -> dict[str, str]:
   """Return the first two cells of a row about an operation."""
-  backward = ", backward" if row.backward else ""
-  return {"": row.primitive, "name": f"{row.name or 'unknown'}{backward}"}
+  backward_suffix = ", backward" if row.backward else ""
+  return {
+    "": row.primitive,
+    "name": f"{row.name or 'unknown'}{backward_suffix}",
+  }
 
 
-def table(rows: Sequence[Mapping[str, str]], left: int) -> str:
+def format_table(
+  rows: Sequence[Mapping[str, str]], num_left_aligned: int
+) -> str:
   """Format a table, with a header.
 
   Args:
     rows: at least one row, from the names of the columns to the cells.
-    left: the number of columns that are aligned to the left, the first ones.
+    num_left_aligned: the number of columns that are aligned to the left, the first ones.
 
   Returns:
     The lines of the table, as one string.
@@ -95,7 +100,7 @@ def table(rows: Sequence[Mapping[str, str]], left: int) -> str:
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   return "\n".join(
     "  ".join(
-      cell.ljust(width) if i < left else cell.rjust(width)
+      cell.ljust(width) if i < num_left_aligned else cell.rjust(width)
       for i, (cell, width) in enumerate(zip(line, widths, strict=True))
     ).rstrip()
     for line in lines

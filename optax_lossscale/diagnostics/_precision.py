@@ -163,7 +163,7 @@ class PrecisionReport(_numbers.PrintedReport):
       for row in self.flops
     ]
     unconverted = [
-      _numbers.where(row)
+      _numbers.location_cells(row)
       | {
         "operand dtype": row.operand_dtype,
         "count": str(row.run_count),
@@ -172,7 +172,8 @@ class PrecisionReport(_numbers.PrintedReport):
       for row in self.unconverted
     ]
     at_risk = [
-      _numbers.where(row) | {"count": str(row.run_count), "reason": row.reason}
+      _numbers.location_cells(row)
+      | {"count": str(row.run_count), "reason": row.reason}
       for row in self.at_risk
     ]
     parts = [
@@ -185,7 +186,7 @@ class PrecisionReport(_numbers.PrintedReport):
       (f"Matmuls and convolutions not in {self.dtype}:", unconverted, 3),
       (f"At risk in {self.dtype}:", at_risk, 4),
     ):
-      parts += [title, _numbers.table(rows, left)] if rows else []
+      parts += [title, _numbers.format_table(rows, left)] if rows else []
     return "\n".join(parts)
 
   def _conclusion(self) -> list[str]:
@@ -271,7 +272,7 @@ def precision_report(
     >>> [risk.primitive for risk in report.at_risk]
     ['exp']
   """
-  as_dtype = _numbers.as_small_float(dtype)
+  as_dtype = _numbers.check_float_dtype(dtype)
   traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
   return report_precision(traced, as_dtype)
 
@@ -429,8 +430,8 @@ def _of_function(
   step: _walk.EqnVisit, dtype: np.dtype, numbers: "_Numbers"
 ) -> Iterator[str]:
   name = step.eqn.primitive.name
-  if name in _numbers.LARGEST_EXPONENTS:
-    yield f"{name} overflows above {_numbers.largest_exponent(name, dtype)}"
+  if name in _numbers.OVERFLOW_THRESHOLDS:
+    yield f"{name} overflows above {_numbers.format_overflow_threshold(name, dtype)}"
   elif name in _LOGARITHMS:
     yield f"{name} of an underflowed value is -inf"
   elif name in _POWERS:

@@ -246,7 +246,7 @@ def names_in_tables():
     *_equations._CANONICAL_NAMES.values(),
     *_operations._FLOP_COUNTERS,
     *_stepper._NEUTRAL,
-    *_numbers.LARGEST_EXPONENTS,
+    *_numbers.OVERFLOW_THRESHOLDS,
     *_precision._POWERS,
     *_operations._REDUCTIONS,
     *_operations._CUMULATIVE_REDUCTIONS,

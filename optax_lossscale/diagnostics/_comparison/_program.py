@@ -163,7 +163,7 @@ class Program(NamedTuple):
     rounded = functools.partial(_rounded_in_one_way, self.ways[row], dtype)
     product = _equations.eqn_as_fun(_operations.as_highest_float32(eqn))
     (out,) = rounded(product(*rounded(inputs[:2]), *inputs[2:]))
-    arrays, limits = [*inputs[:2], out], _numbers.limits_of(dtype)
+    arrays, limits = [*inputs[:2], out], _numbers.get_dtype_limits(dtype)
     noted = _statistics_with(notes[row], arrays, limits)
     return [out], [*notes[:row], noted, *notes[row + 1 :]]
 
@@ -280,7 +280,7 @@ def _rounded_in_one_way(
 
 @functools.partial(jax.jit, static_argnums=2)
 def _statistics_with(
-  noted: Statistics, arrays: Sequence[Any], limits: _numbers.Limits
+  noted: Statistics, arrays: Sequence[Any], limits: _numbers.DtypeLimits
 ) -> Statistics:
   """What was noted before, and of one more run."""
   return statistics_together(noted, statistics_of_run(arrays, limits))
@@ -385,7 +385,7 @@ def no_statistics() -> Statistics:
 
 
 def statistics_of_run(
-  arrays: Sequence[Any], limits: _numbers.Limits
+  arrays: Sequence[Any], limits: _numbers.DtypeLimits
 ) -> Statistics:
   """What is noted of one run of a product.
 
@@ -403,12 +403,14 @@ def statistics_of_run(
   return Statistics(jnp.float32(1), jnp.max(largest), entries, lost, subnormal)
 
 
-def _sizes(x: Any, limits: _numbers.Limits) -> Any:
+def _sizes(x: Any, limits: _numbers.DtypeLimits) -> Any:
   """The largest magnitude, and how many entries are lost and subnormal."""
   x = jnp.abs(x)
   known = jnp.where(jnp.isnan(x), 0, x)
-  lost = ((x > 0) & (x <= limits.zero)).astype(jnp.int32)
-  small = ((x > limits.zero) & (x < limits.normal)).astype(jnp.int32)
+  lost = ((x > 0) & (x <= limits.underflow_threshold)).astype(jnp.int32)
+  small = (
+    (x > limits.underflow_threshold) & (x < limits.smallest_normal)
+  ).astype(jnp.int32)
 
   # One pass for all three: XLA compiles a loop for each reduction.
   def both(one: Any, other: Any) -> Any:

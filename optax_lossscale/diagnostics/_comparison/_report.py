@@ -287,7 +287,7 @@ class PrecisionComparison(_numbers.PrintedReport):
 
   def _table(self) -> str:
     rows = [_cells(row) for row in self.matmuls[:_MOST_ROWS]]
-    table = _numbers.table(rows, left=2)
+    table = _numbers.format_table(rows, num_left_aligned=2)
     more = len(self.matmuls) - _MOST_ROWS
     return (
       f"{table}\n(+{more} more rows: report.matmuls)" if more > 0 else table
@@ -301,7 +301,7 @@ def _keep(names: Sequence[str]) -> str:
 
 
 def _cells(row: MatmulPrecision) -> dict[str, str]:
-  return _numbers.where(row) | {
+  return _numbers.location_cells(row) | {
     "error alone": f"{row.isolated_error:.1e}",
     "amax": f"{row.amax:.3g}",
     "log2 headroom": f"{row.log2_headroom:.1f}",

@@ -13,7 +13,7 @@ from optax_lossscale.diagnostics import _numbers
 from optax_lossscale.diagnostics._overflow import _bits
 
 _MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
-_EXPONENTIALS = set(_numbers.LARGEST_EXPONENTS)
+_EXPONENTIALS = set(_numbers.OVERFLOW_THRESHOLDS)
 _LOGARITHMS = {"log", "log1p", "log2"}
 _ROOTS = {"rsqrt", "sqrt"}
 _POWERS = {"integer_pow", "pow"}
@@ -216,7 +216,7 @@ def suggest_fix(origin: Overflow) -> str:
     # The path of a parameter selects the layer. A scope may hold others.
     layer=layer if origin.param_path else origin.name,
     top=_three_digits(float(jnp.finfo(origin.dtype).max)),
-    exponent=_numbers.largest_exponent(origin.primitive, origin.dtype),
+    exponent=_numbers.format_overflow_threshold(origin.primitive, origin.dtype),
     limit=_HALF_LIMIT if _is_half(origin) else "",
   )
 
