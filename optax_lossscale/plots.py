@@ -154,15 +154,15 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
   counted = finite & (size > 0)
   _, exponents = xp.frexp(xp.where(counted, size, 1))
   index = xp.where(counted, exponents - 1 - _LOWEST, -1)
-  zeros = _leaves.count(xp, size == 0)
-  nonfinite = _leaves.count(xp, ~finite)
+  zeros = _leaves.count_true(xp, size == 0)
+  nonfinite = _leaves.count_true(xp, ~finite)
   if xp is np:
     return np.bincount(index[counted], minlength=_BINADES), zeros, nonfinite
 
   # One sum for each exponent that occurs, since a scatter would gather a
   # sharded array.
   def count_one(i: jax.Array, counts: jax.Array) -> jax.Array:
-    return counts.at[i].set(_leaves.count(xp, index == i))
+    return counts.at[i].set(_leaves.count_true(xp, index == i))
 
   first = xp.min(xp.where(counted, index, _BINADES), initial=_BINADES)
   last = xp.max(index, initial=-1)

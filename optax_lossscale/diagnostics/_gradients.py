@@ -212,7 +212,7 @@ def _measure(
   flushed = nonzero & (scaled <= zero)
   subnormal = (scaled > zero) & (scaled < normal)
   masks = [size == 0, flushed, subnormal, scaled >= inf, ~finite]
-  return largest, smallest, *(_leaves.count(xp, mask) for mask in masks)
+  return largest, smallest, *(_leaves.count_true(xp, mask) for mask in masks)
 
 
 def _add_up(measured: list[_Measured]) -> _Measured:

@@ -98,12 +98,12 @@ def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
     ...   print(leaf)
     w float32[2, 2]: 1 inf, 1 NaN of 4, first at [1][0]
   """
-  measured = measure_grads(grads, "nonfinite_leaves", _find_nonfinite)
+  leaf_stats = measure_grads(grads, "nonfinite_leaves", _measure_nonfinite)
   return [
     NonfiniteLeaf(
       name, leaf.shape, leaf.dtype, int(infs), int(nans), tuple(map(int, index))
     )
-    for name, leaf, (infs, nans, index) in measured
+    for name, leaf, (infs, nans, index) in leaf_stats
     if infs or nans
   ]
 
@@ -122,44 +122,44 @@ def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:
   """
 
   @functools.wraps(fun)
-  def widened(xp: Any, leaf: Any, *args: Any) -> Any:
+  def upcast_fun(xp: Any, leaf: Any, *args: Any) -> Any:
     dtype = _arrays.promote_to_float32(leaf.dtype)
     return fun(xp, leaf.astype(dtype, copy=False), *args)
 
-  on_device = jax.jit(widened, static_argnums=0)
+  jitted_fun = jax.jit(upcast_fun, static_argnums=0)
 
-  def reduce(leaf: Any, *args: Any) -> Any:
+  def wrapper(leaf: Any, *args: Any) -> Any:
     if isinstance(leaf, jax.Array):
-      return on_device(jnp, leaf, *args)
-    return widened(np, leaf, *args)
+      return jitted_fun(jnp, leaf, *args)
+    return upcast_fun(np, leaf, *args)
 
-  return reduce
+  return wrapper
 
 
 @reduce_on_device
-def _find_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
+def _measure_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
   """The counts of infs and NaNs, and the index of the first of them."""
   is_nan, is_inf = xp.isnan(leaf), xp.isinf(leaf)
   mask = is_nan | is_inf
   index = []
   # One axis after another, since a reshape would gather a sharded array.
-  positions = xp.indices(leaf.shape, xp.int32, sparse=True)
-  for position, length in zip(positions, leaf.shape, strict=True):
-    first = xp.min(xp.where(mask, position, length), initial=length)
-    mask = mask & (position == first)
-    index.append(first)
-  return count(xp, is_inf), count(xp, is_nan & ~is_inf), index
+  axis_indices = xp.indices(leaf.shape, xp.int32, sparse=True)
+  for axis_index, length in zip(axis_indices, leaf.shape, strict=True):
+    first_on_axis = xp.min(xp.where(mask, axis_index, length), initial=length)
+    mask = mask & (axis_index == first_on_axis)
+    index.append(first_on_axis)
+  return count_true(xp, is_inf), count_true(xp, is_nan & ~is_inf), index
 
 
 def measure_grads(
-  tree: Any, caller: str, measure: Callable[[Any], Any]
+  tree: Any, caller: str, measure_leaf: Callable[[Any], Any]
 ) -> list[tuple[str, Any, Any]]:
   """Measures the leaves of a tree that are gradients, and reads the results.
 
   Args:
     tree: any pytree.
     caller: the public function, for the message.
-    measure: a function of a numpy or JAX array that returns a pytree of arrays,
+    measure_leaf: a function of a numpy or JAX array that returns a pytree of arrays,
       such as :func:`reduce_on_device` returns.
 
   Returns:
@@ -169,11 +169,11 @@ def measure_grads(
     TypeError: if called under ``jit``.
   """
   as_array = lambda x: x if isinstance(x, jax.Array) else np.asarray(x)
-  with_paths = jax.tree_util.tree_leaves_with_path(tree)
-  names = _paths.leaf_names(path for path, _ in with_paths)
+  paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+  names = _paths.leaf_names(path for path, _ in paths_and_leaves)
   leaves = [
     (name, as_array(leaf))
-    for name, (path, leaf) in zip(names, with_paths, strict=True)
+    for name, (path, leaf) in zip(names, paths_and_leaves, strict=True)
     if _grads.is_grad(path, leaf) and _arrays.is_array_like(leaf)
   ]
   for name, leaf in leaves:
@@ -184,8 +184,8 @@ def measure_grads(
         " or call diagnostics.finite_per_leaf inside it."
       )
   # All leaves are measured before the first result is read.
-  found = jax.device_get([measure(leaf) for _, leaf in leaves])
-  return [(*leaf, x) for leaf, x in zip(leaves, found, strict=True)]
+  stats = jax.device_get([measure_leaf(leaf) for _, leaf in leaves])
+  return [(*leaf, x) for leaf, x in zip(leaves, stats, strict=True)]
 
 
 def magnitude(xp: Any, leaf: Any) -> Any:
@@ -195,6 +195,6 @@ def magnitude(xp: Any, leaf: Any) -> Any:
   return xp.abs(leaf)
 
 
-def count(xp: Any, mask: Any) -> Any:
+def count_true(xp: Any, mask: Any) -> Any:
   """How many are true. An int32 could only count to 2**31."""
   return xp.sum(mask, dtype=xp.uint32 if xp is jnp else xp.uint64)
