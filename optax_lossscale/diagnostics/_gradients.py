@@ -94,36 +94,38 @@ class GradientReport(_numbers.PrintedReport):
     }
 
   def __str__(self) -> str:
-    rows = [_cells(row) for row in (*self.leaves, self.total)]
+    rows = [_as_cells(row) for row in (*self.leaves, self.total)]
     table = _numbers.format_table(rows, num_left_aligned=3)
     heading = (
       f"Gradients multiplied by loss scale {self.loss_scale:g} and cast to"
       f" {self.dtype}:"
     )
-    return "\n".join([self._conclusion(), heading, table])
+    return "\n".join([self._format_conclusion(), heading, table])
 
-  def _conclusion(self) -> str:
+  def _format_conclusion(self) -> str:
     """Say what the cast loses, and which loss scale would lose less."""
     total = self.total
     low, high = total.log2_scale_range or (None, None)
     if total.nonfinite_fraction:
       return (
-        f"{_percent(total.nonfinite_fraction)} of the gradient entries are inf"
+        f"{_format_percent(total.nonfinite_fraction)} of the gradient entries are inf"
         " or NaN: find the operation with find_overflow."
       )
     if low is None or high is None:
       return "All gradient entries are zero."
     if total.overflow_fraction:
       return (
-        f"{_percent(total.overflow_fraction)} of the gradient entries overflow:"
+        f"{_format_percent(total.overflow_fraction)} of the gradient entries overflow:"
         f" lower the loss scale to 2**{high}."
       )
-    lost = f"{_percent(total.underflow_fraction)} of the gradient entries"
+    entries_text = (
+      f"{_format_percent(total.underflow_fraction)} of the gradient entries"
+    )
     if not total.underflow_fraction:
       return "No gradient entry overflows or underflows."
     if self.loss_scale < 2.0**low:
-      return f"{lost} underflow: raise the loss scale to 2**{low}."
-    return f"{lost} underflow, as few as possible without an overflow."
+      return f"{entries_text} underflow: raise the loss scale to 2**{low}."
+    return f"{entries_text} underflow, as few as possible without an overflow."
 
 
 @_host.allow_transfers
@@ -169,27 +171,27 @@ def gradient_report(
   dtype = _numbers.check_float_dtype(dtype)
   scale = _numbers.to_float_scale(loss_scale)
   limits = _numbers.get_dtype_limits(dtype)
-  measured = _leaves.measure_grads(
+  leaf_stats = _leaves.measure_grads(
     grads,
     "gradient_report",
-    lambda leaf: _measure(leaf, *_in_dtype_of(leaf, scale, limits)),
+    lambda leaf: _measure_leaf(leaf, *_cast_thresholds(leaf, scale, limits)),
   )
   rows = [
-    _row((name, leaf.shape, str(leaf.dtype), leaf.size), found, limits)
-    for name, leaf, found in measured
+    _as_row((name, leaf.shape, str(leaf.dtype), leaf.size), stats, limits)
+    for name, leaf, stats in leaf_stats
   ]
-  size = sum(leaf.size for _, leaf, _ in measured)
-  in_all = _add_up([found for _, _, found in measured])
-  total = _row(("total", (), "", size), in_all, limits)
+  total_size = sum(leaf.size for _, leaf, _ in leaf_stats)
+  total_stats = _merge_stats([stats for _, _, stats in leaf_stats])
+  total = _as_row(("total", (), "", total_size), total_stats, limits)
   return GradientReport(str(dtype), scale, tuple(rows), total)
 
 
 # The fields of a row from `amax` to `nonfinite_fraction`: two magnitudes, of
 # which the smallest is inf if there is none, and then counts.
-_Measured = tuple[Any, ...]
+_LeafStats = tuple[Any, ...]
 
 
-def _in_dtype_of(
+def _cast_thresholds(
   leaf: Any, scale: float, limits: _numbers.DtypeLimits
 ) -> np.ndarray:
   """The scale and the limits as the scalars that a leaf is compared with."""
@@ -199,68 +201,77 @@ def _in_dtype_of(
 
 
 @_leaves.reduce_on_device
-def _measure(
-  xp: Any, leaf: Any, scale: Any, zero: Any, normal: Any, inf: Any
-) -> _Measured:
-  finite = xp.isfinite(leaf)
-  size = _leaves.magnitude(xp, leaf)
-  nonzero = finite & (size > 0)
+def _measure_leaf(
+  xp: Any,
+  leaf: Any,
+  scale: Any,
+  underflow_threshold: Any,
+  smallest_normal: Any,
+  overflow_threshold: Any,
+) -> _LeafStats:
+  is_finite = xp.isfinite(leaf)
+  magnitude = _leaves.magnitude(xp, leaf)
+  is_nonzero = is_finite & (magnitude > 0)
   # Zeros in place of inf and NaN, so that numpy does not warn.
-  scaled = xp.where(finite, size, 0) * scale
-  largest = xp.max(size, initial=0, where=nonzero)
-  smallest = xp.min(size, initial=xp.inf, where=nonzero)
-  flushed = nonzero & (scaled <= zero)
-  subnormal = (scaled > zero) & (scaled < normal)
-  masks = [size == 0, flushed, subnormal, scaled >= inf, ~finite]
-  return largest, smallest, *(_leaves.count_true(xp, mask) for mask in masks)
+  scaled_magnitude = xp.where(is_finite, magnitude, 0) * scale
+  amax = xp.max(magnitude, initial=0, where=is_nonzero)
+  amin = xp.min(magnitude, initial=xp.inf, where=is_nonzero)
+  is_flushed = is_nonzero & (scaled_magnitude <= underflow_threshold)
+  is_subnormal = (scaled_magnitude > underflow_threshold) & (
+    scaled_magnitude < smallest_normal
+  )
+  masks = [
+    magnitude == 0,
+    is_flushed,
+    is_subnormal,
+    scaled_magnitude >= overflow_threshold,
+    ~is_finite,
+  ]
+  return amax, amin, *(_leaves.count_true(xp, mask) for mask in masks)
 
 
-def _add_up(measured: list[_Measured]) -> _Measured:
+def _merge_stats(leaf_stats: list[_LeafStats]) -> _LeafStats:
   """All leaves together, in Python numbers, which do not overflow."""
-  nothing = 0.0, math.inf, 0, 0, 0, 0, 0
-  largest, smallest, *counts = zip(nothing, *measured, strict=True)
-  in_all = (sum(map(int, count)) for count in counts)
-  return max(map(float, largest)), min(map(float, smallest)), *in_all
+  identity = 0.0, math.inf, 0, 0, 0, 0, 0
+  amaxes, amins, *counts = zip(identity, *leaf_stats, strict=True)
+  total_counts = (sum(map(int, count)) for count in counts)
+  return max(map(float, amaxes)), min(map(float, amins)), *total_counts
 
 
-def _row(
-  about: tuple[str, tuple[int, ...], str, int],
-  found: _Measured,
+def _as_row(
+  header: tuple[str, tuple[int, ...], str, int],
+  stats: _LeafStats,
   limits: _numbers.DtypeLimits,
 ) -> GradientStats:
   """The row of what has this name, shape, dtype and size."""
-  largest, smallest, *counts = found
-  shares = [int(count) / max(about[-1], 1) for count in counts]
-  log2_scale_range = _log2_scale_range(largest, smallest, limits)
-  smallest = smallest if largest > 0 else 0.0
-  sizes = float(largest), float(smallest), *shares
-  return GradientStats._make((*about, *sizes, log2_scale_range))
+  amax, amin, *counts = stats
+  fractions = [int(count) / max(header[-1], 1) for count in counts]
+  log2_scale_range = _compute_log2_scale_range(amax, amin, limits)
+  amin = amin if amax > 0 else 0.0
+  measured_fields = float(amax), float(amin), *fractions
+  return GradientStats._make((*header, *measured_fields, log2_scale_range))
 
 
-def _log2_scale_range(
-  largest: float, smallest: float, limits: _numbers.DtypeLimits
+def _compute_log2_scale_range(
+  amax: float, amin: float, limits: _numbers.DtypeLimits
 ) -> tuple[int, int] | None:
-  if largest == 0:
+  if amax == 0:
     return None
   # The largest power of two that keeps the largest entry below inf, and the
   # smallest that lifts the smallest entry above zero.
-  high = (
-    math.ceil(math.log2(limits.overflow_threshold) - math.log2(largest)) - 1
-  )
-  low = (
-    math.floor(math.log2(limits.underflow_threshold) - math.log2(smallest)) + 1
-  )
-  bound = round(math.log2(_checks.MAX_LOSS_SCALE))
-  high = min(max(high, -bound), bound)
-  return max(min(low, high), -bound), high
+  high = math.ceil(math.log2(limits.overflow_threshold) - math.log2(amax)) - 1
+  low = math.floor(math.log2(limits.underflow_threshold) - math.log2(amin)) + 1
+  max_log2_scale = round(math.log2(_checks.MAX_LOSS_SCALE))
+  high = min(max(high, -max_log2_scale), max_log2_scale)
+  return max(min(low, high), -max_log2_scale), high
 
 
-def _percent(fraction: float) -> str:
+def _format_percent(fraction: float) -> str:
   """Format a fraction that is not zero, so that it does not look like zero."""
   return f"{fraction:.1%}" if fraction >= 0.0005 else "Fewer than 0.1%"
 
 
-def _cells(row: GradientStats) -> dict[str, str]:
+def _as_cells(row: GradientStats) -> dict[str, str]:
   low, high = row.log2_scale_range or (None, None)
   return {
     "": row.name,

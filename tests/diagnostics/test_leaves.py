@@ -142,7 +142,7 @@ def test_under_jit_the_error_says_to_call_it_outside(reads_values):
 # What looks at a leaf, and its further arguments.
 REDUCE = {
   "find": (_leaves._measure_nonfinite, ()),
-  "measure": (_gradients._measure, (1.0, 1e-8, 1e-5, 65520.0)),
+  "measure": (_gradients._measure_leaf, (1.0, 1e-8, 1e-5, 65520.0)),
   "count": (plots._count_exponents, ()),
 }
 
