@@ -14,10 +14,10 @@ from optax_lossscale._jaxprs import _types
 # There is a bin for what float16 takes for zero, one for each of its binades in
 # ascending order (the first ten are those of its subnormal numbers), one for
 # finite numbers that are too large for it, and one for inf and NaN.
-_LOWEST, _HIGHEST = -24, 15
-TOO_LARGE = 1 + _HIGHEST - _LOWEST + 1
-NONFINITE = TOO_LARGE + 1
-BINS = NONFINITE + 1
+_MIN_EXPONENT, _MAX_EXPONENT = -24, 15
+OVERFLOW_BIN = 1 + _MAX_EXPONENT - _MIN_EXPONENT + 1
+NONFINITE_BIN = OVERFLOW_BIN + 1
+NUM_BINS = NONFINITE_BIN + 1
 
 
 def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
@@ -83,16 +83,19 @@ def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
   _check_counters("counter", counter)
   if jnp.ndim(counter) != 1:
     raise ValueError(
-      f"counter must be of shape ({BINS},), got shape {jnp.shape(counter)}."
+      f"counter must be of shape ({NUM_BINS},), got shape {jnp.shape(counter)}."
       " Pass one counter to each probe; scan and vmap split an array of"
       " counters."
     )
   x, counter = jnp.asarray(x), jnp.asarray(counter)
   # Under shard_map all devices may share a counter. The transpose of this cast
   # is a sum over the devices, so that the counter counts for all of them.
-  ours, counters = _types.get_varying_axes(x), _types.get_varying_axes(counter)
-  counter = _types.as_varying(counter, tuple(ours - counters))
-  return _probe(tuple(counters - ours), x, counter)
+  x_axes, counter_axes = (
+    _types.get_varying_axes(x),
+    _types.get_varying_axes(counter),
+  )
+  counter = _types.as_varying(counter, tuple(x_axes - counter_axes))
+  return _probe(tuple(counter_axes - x_axes), x, counter)
 
 
 def probe_counters(*shape: int) -> jax.Array:
@@ -111,7 +114,7 @@ def probe_counters(*shape: int) -> jax.Array:
     >>> print(diagnostics.probe_counters(12).shape)
     (12, 43)
   """
-  return jnp.zeros((*shape, BINS), jnp.float32)
+  return jnp.zeros((*shape, NUM_BINS), jnp.float32)
 
 
 def probe_metrics(counts: Any) -> Any:
@@ -156,17 +159,17 @@ def probe_metrics(counts: Any) -> Any:
   """
   _check_counters("counts", counts)
 
-  def metrics(of_probe: jax.Array) -> dict[str, jax.Array]:
-    total = jnp.maximum(jnp.sum(of_probe, axis=-1), jnp.float32(2**-126))
-    top = of_probe[..., TOO_LARGE - 3 : NONFINITE]
+  def compute_metrics(bin_counts: jax.Array) -> dict[str, jax.Array]:
+    total = jnp.maximum(jnp.sum(bin_counts, axis=-1), jnp.float32(2**-126))
+    high_bins = bin_counts[..., OVERFLOW_BIN - 3 : NONFINITE_BIN]
     return {
-      "amax": largest_in(of_probe),
-      "zero_fraction": of_probe[..., 0] / total,
-      "near_overflow_fraction": jnp.sum(top, axis=-1) / total,
-      "nonfinite_fraction": of_probe[..., NONFINITE] / total,
+      "amax": estimate_amax(bin_counts),
+      "zero_fraction": bin_counts[..., 0] / total,
+      "near_overflow_fraction": jnp.sum(high_bins, axis=-1) / total,
+      "nonfinite_fraction": bin_counts[..., NONFINITE_BIN] / total,
     }
 
-  return jax.tree.map(metrics, counts)
+  return jax.tree.map(compute_metrics, counts)
 
 
 def probe_update_kwargs(counts: Any, state: Any) -> dict[str, jax.Array]:
@@ -211,36 +214,40 @@ def probe_update_kwargs(counts: Any, state: Any) -> dict[str, jax.Array]:
   """
   _check_counters("counts", counts)
   loss_scale = _state.get_loss_scale_state(state).loss_scale
-  finite, amax = jnp.bool_(True), jnp.float32(0)
+  grads_finite, grads_amax = jnp.bool_(True), jnp.float32(0)
   for leaf in jax.tree.leaves(counts):
-    finite &= ~jnp.any(leaf[..., NONFINITE] > 0)
-    largest = jnp.max(largest_in(leaf), initial=0)
+    grads_finite &= ~jnp.any(leaf[..., NONFINITE_BIN] > 0)
+    scaled_amax = jnp.max(estimate_amax(leaf), initial=0)
     # With a scale below 1, the quotient may be too large for float32.
-    unscaled = jnp.minimum(largest / loss_scale, _arrays.FLOAT32_MAX)
-    amax = jnp.maximum(amax, unscaled)
-  return {"grads_finite": finite, "grads_amax": amax}
+    unscaled_amax = jnp.minimum(scaled_amax / loss_scale, _arrays.FLOAT32_MAX)
+    grads_amax = jnp.maximum(grads_amax, unscaled_amax)
+  return {"grads_finite": grads_finite, "grads_amax": grads_amax}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _probe(more_axes: Any, x: jax.Array, counter: jax.Array) -> jax.Array:
+def _probe(
+  extra_counter_axes: Any, x: jax.Array, counter: jax.Array
+) -> jax.Array:
   return x
 
 
 def _probe_bwd(
-  more_axes: Any, _: None, cotangent: jax.Array
+  extra_counter_axes: Any, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  return cotangent, _types.as_varying(count(cotangent), more_axes)
+  return cotangent, _types.as_varying(
+    count_per_bin(cotangent), extra_counter_axes
+  )
 
 
-_probe.defvjp(lambda more_axes, x, counter: (x, None), _probe_bwd)
+_probe.defvjp(lambda extra_counter_axes, x, counter: (x, None), _probe_bwd)
 
 
 def _check_counters(name: str, tree: Any) -> None:
   for leaf in jax.tree.leaves(tree):
     shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-    if not shape or shape[-1] != BINS:
+    if not shape or shape[-1] != NUM_BINS:
       raise ValueError(
-        f"{name} must be of shape (..., {BINS}), got shape {shape}."
+        f"{name} must be of shape (..., {NUM_BINS}), got shape {shape}."
         " Counters come from probe_counters()."
       )
     if dtype != jnp.float32:
@@ -250,58 +257,60 @@ def _check_counters(name: str, tree: Any) -> None:
       )
 
 
-def count(x: jax.Array) -> jax.Array:
+def count_per_bin(x: jax.Array) -> jax.Array:
   """How many numbers are in each bin; float32, shape ``(BINS,)``.
 
   It counts in integers. A float32 to which 1 is added again and again stops at
   2**24.
   """
   if isinstance(x.size, int):
-    in_parts = x.size > _checks.MAX_COUNT
+    is_chunked = x.size > _checks.MAX_COUNT
   else:  # A symbolic size, as `jax.export` has, may turn out to be any.
-    in_parts = x.ndim > 1
-  if in_parts:
-    return jnp.sum(jax.vmap(count)(x), axis=0)
+    is_chunked = x.ndim > 1
+  if is_chunked:
+    return jnp.sum(jax.vmap(count_per_bin)(x), axis=0)
   if _arrays.is_complex(x.dtype):
-    return count(x.real) + count(x.imag)
-  bins = _bin(x)
+    return count_per_bin(x.real) + count_per_bin(x.imag)
+  bins = _compute_bins(x)
   # To scatter into the counters is fastest on CPU. On other devices all threads
   # would wait for the same few counters. Explicit shardings cannot scatter.
   if any(jax.typeof(x).sharding.spec):
-    counts = _count_by_comparing(bins)
+    counts = _count_by_comparison(bins)
   else:
     counts = lax.platform_dependent(
-      bins, cpu=_count_by_scattering, default=_count_by_comparing
+      bins, cpu=_count_by_scatter, default=_count_by_comparison
     )
   return counts.astype(jnp.float32)
 
 
-def largest_in(counts: jax.Array) -> jax.Array:
+def estimate_amax(counts: jax.Array) -> jax.Array:
   """The largest float16 number in the highest bin that is not empty."""
   # float16 numbers in a binade are 2**(e - 10) apart, subnormal ones 2**-24.
-  e = np.arange(_LOWEST, _HIGHEST + 1.0)
-  tops = 2 ** (e + 1) - 2 ** np.maximum(e - 10, _LOWEST)
-  tops = jnp.array([0, *tops, 2**16], jnp.float32)
-  is_used = counts[..., :NONFINITE] > 0
-  return jnp.max(jnp.where(is_used, tops, jnp.float32(0)), axis=-1)
+  exponents = np.arange(_MIN_EXPONENT, _MAX_EXPONENT + 1.0)
+  bin_maxima = 2 ** (exponents + 1) - 2 ** np.maximum(
+    exponents - 10, _MIN_EXPONENT
+  )
+  bin_maxima = jnp.array([0, *bin_maxima, 2**16], jnp.float32)
+  is_nonempty = counts[..., :NONFINITE_BIN] > 0
+  return jnp.max(jnp.where(is_nonempty, bin_maxima, jnp.float32(0)), axis=-1)
 
 
-def _bin(x: jax.Array) -> jax.Array:
+def _compute_bins(x: jax.Array) -> jax.Array:
   """The bin of each number, from its bits, so that no number is flushed."""
   if x.dtype == jnp.float64:
-    top = _arrays.FLOAT32_MAX
-    x = jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x)
+    float32_max = _arrays.FLOAT32_MAX
+    x = jnp.where(jnp.isfinite(x), jnp.clip(x, -float32_max, float32_max), x)
   bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   exponent = (bits >> 23) & 0xFF
-  bins = jnp.clip(exponent - (127 + _LOWEST - 1), 0, TOO_LARGE)
-  return jnp.where(exponent == 0xFF, jnp.int32(NONFINITE), bins)
+  bins = jnp.clip(exponent - (127 + _MIN_EXPONENT - 1), 0, OVERFLOW_BIN)
+  return jnp.where(exponent == 0xFF, jnp.int32(NONFINITE_BIN), bins)
 
 
-def _count_by_scattering(bins: jax.Array) -> jax.Array:
-  return jnp.zeros((BINS,), jnp.int32).at[bins].add(1)
+def _count_by_scatter(bins: jax.Array) -> jax.Array:
+  return jnp.zeros((NUM_BINS,), jnp.int32).at[bins].add(1)
 
 
-def _count_by_comparing(bins: jax.Array) -> jax.Array:
-  each = lax.broadcasted_iota(jnp.int32, (BINS,) + (1,) * bins.ndim, 0)
+def _count_by_comparison(bins: jax.Array) -> jax.Array:
+  bin_ids = lax.broadcasted_iota(jnp.int32, (NUM_BINS,) + (1,) * bins.ndim, 0)
   axes = tuple(range(1, bins.ndim + 1))
-  return jnp.sum(bins[None] == each, axis=axes, dtype=jnp.int32)
+  return jnp.sum(bins[None] == bin_ids, axis=axes, dtype=jnp.int32)
