@@ -148,7 +148,7 @@ def check_step(
   """
   name = "check_step"
   with (
-    _progress.Progress(name, progress).running() as bar,
+    _progress.ProgressLine(name, progress).refresh_in_background() as bar,
     _tracing.traced_on_host(name, fun, args, kwargs) as traced,
   ):
     if not traced.grads and not traced.unreached:

@@ -6,68 +6,68 @@ import sys
 import threading
 import time
 
-_SILENT_SECONDS = 1.0
+_DELAY_SECONDS = 1.0
 # A line that is written more often is not read more often.
-_SECONDS_BETWEEN = 0.1
+_MIN_INTERVAL_SECONDS = 0.1
 
 
-class Progress:
+class ProgressLine:
   """A line that is written again and again, and erased at the end.
 
   A thread writes it, too: while XLA compiles, nothing else could.
 
   Args:
     caller: the public function, which the line begins with.
-    shown: whether to write anything.
+    is_enabled: whether to write anything.
   """
 
-  def __init__(self, caller: str, shown: bool) -> None:
+  def __init__(self, caller: str, is_enabled: bool) -> None:
     self._caller = caller
-    self._shown = shown
-    self._begin = time.monotonic()
-    self._next = self._begin + _SILENT_SECONDS
-    self._text = "tracing the function"
-    self._width = 0
+    self._is_enabled = is_enabled
+    self._start_time = time.monotonic()
+    self._next_write_time = self._start_time + _DELAY_SECONDS
+    self._description = "tracing the function"
+    self._line_width = 0
     self._lock = threading.Lock()
-    self._ended = threading.Event()
+    self._stop_event = threading.Event()
 
-  def step(self, text: str) -> None:
+  def set_description(self, description: str) -> None:
     """Tell what is done now."""
-    self._text = text
-    if self._shown and time.monotonic() >= self._next:
-      self._write()
+    self._description = description
+    if self._is_enabled and time.monotonic() >= self._next_write_time:
+      self._write_line()
 
-  def _write(self) -> None:
+  def _write_line(self) -> None:
     with self._lock:
       now = time.monotonic()
-      self._next = now + _SECONDS_BETWEEN
-      seconds = now - self._begin
-      line = f"{self._caller}: {self._text}, {seconds:.0f} s"
-      self._width = max(self._width, len(line))
-      _print(line.ljust(self._width))
+      self._next_write_time = now + _MIN_INTERVAL_SECONDS
+      elapsed = now - self._start_time
+      line = f"{self._caller}: {self._description}, {elapsed:.0f} s"
+      self._line_width = max(self._line_width, len(line))
+      _print_to_stderr(line.ljust(self._line_width))
 
-  def _tick(self) -> None:
-    seconds = _SILENT_SECONDS
-    while not self._ended.wait(seconds):
-      self._write()
-      seconds = 1.0
+  def _write_periodically(self) -> None:
+    delay = _DELAY_SECONDS
+    while not self._stop_event.wait(delay):
+      self._write_line()
+      delay = 1.0
 
   @contextlib.contextmanager
-  def running(self) -> Iterator["Progress"]:
+  def refresh_in_background(self) -> Iterator["ProgressLine"]:
     """Writes the line each second while the caller runs."""
-    if not self._shown:
+    if not self._is_enabled:
       yield self
       return
-    thread = threading.Thread(target=self._tick, daemon=True)
+    thread = threading.Thread(target=self._write_periodically, daemon=True)
     thread.start()
     try:
       yield self
     finally:
-      self._ended.set()
+      self._stop_event.set()
       thread.join()
-      if self._width:
-        _print(" " * self._width + "\r")
+      if self._line_width:
+        _print_to_stderr(" " * self._line_width + "\r")
 
 
-def _print(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
   print(f"\r{text}", end="", file=sys.stderr, flush=True)

@@ -800,10 +800,10 @@ def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
 def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
   fun = jax.jit(lambda x: lax.scan(lambda x, _: (x * 60000, x), x, None, 2))
   find_overflow(fun, X, progress=False)  # What it compiles is kept.
-  monkeypatch.setattr(_progress, "_SILENT_SECONDS", 60)
+  monkeypatch.setattr(_progress, "_DELAY_SECONDS", 60)
   find_overflow(fun, X)
-  monkeypatch.setattr(_progress, "_SILENT_SECONDS", -1)
-  monkeypatch.setattr(_progress, "_SECONDS_BETWEEN", 0)
+  monkeypatch.setattr(_progress, "_DELAY_SECONDS", -1)
+  monkeypatch.setattr(_progress, "_MIN_INTERVAL_SECONDS", 0)
   find_overflow(fun, X, progress=False)
   assert capsys.readouterr() == ("", "")
   find_overflow(fun, X)
@@ -819,8 +819,10 @@ def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
 
 def test_progress_is_shown_while_nothing_else_can_write(capsys, monkeypatch):
   """XLA compiles for minutes, and a thread says how long it has been."""
-  monkeypatch.setattr(_progress, "_SILENT_SECONDS", 0.01)
-  with _progress.Progress("find_overflow", shown=True).running():
+  monkeypatch.setattr(_progress, "_DELAY_SECONDS", 0.01)
+  with _progress.ProgressLine(
+    "find_overflow", shown=True
+  ).refresh_in_background():
     time.sleep(0.2)
   assert "\rfind_overflow: tracing the function, 0 s" in capsys.readouterr().err
 

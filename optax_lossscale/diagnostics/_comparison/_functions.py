@@ -98,7 +98,7 @@ def compare_precision(
     )
   name = "compare_precision"
   with (
-    _progress.Progress(name, progress).running() as bar,
+    _progress.ProgressLine(name, progress).refresh_in_background() as bar,
     _tracing.traced_on_host(name, fun, args, kwargs) as traced,
   ):
     if not traced.outputs:
@@ -125,7 +125,7 @@ class Comparison(NamedTuple):
 
 
 def compare(
-  traced: _tracing.Traced, search: str, bar: _progress.Progress
+  traced: _tracing.Traced, search: str, bar: _progress.ProgressLine
 ) -> Comparison | None:
   """Compares a traced function in half precision with float32.
 
@@ -327,7 +327,7 @@ class Runs:
     self,
     traced: _tracing.Traced,
     rows: _program.Rows,
-    progress: _progress.Progress,
+    progress: _progress.ProgressLine,
   ) -> None:
     self._traced = traced
     self._count = len(rows.all)
@@ -406,7 +406,7 @@ class Runs:
     ways = np.zeros(self._count, np.int32)
     ways[rows] = way
     self._done += 1
-    self._progress.step(f"run {self._done} of {self._count + 3}")
+    self._progress.set_description(f"run {self._done} of {self._count + 3}")
     return jax.block_until_ready(self._run(self._traced.inputs, ways))
 
   def _errors(self, outs: list[Any]) -> Errors:

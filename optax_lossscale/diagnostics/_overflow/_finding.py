@@ -104,7 +104,7 @@ def find_overflow(
   """
   name = "find_overflow"
   with (
-    _progress.Progress(name, progress).running() as bar,
+    _progress.ProgressLine(name, progress).refresh_in_background() as bar,
     _tracing.traced_on_host(name, fun, args, kwargs) as traced,
   ):
     search = search_overflow(traced, bar)
@@ -129,7 +129,7 @@ class Search(NamedTuple):
 
 
 def search_overflow(
-  traced: _tracing.Traced, progress: _progress.Progress
+  traced: _tracing.Traced, progress: _progress.ProgressLine
 ) -> Search:
   """Finds the origin of an inf or a NaN in a traced program."""
   run = _compiled(traced)
@@ -160,10 +160,10 @@ def search_overflow(
 def _origins_of(
   traced: _tracing.Traced,
   run: Callable[..., list[Any]] | None,
-  progress: _progress.Progress,
+  progress: _progress.ProgressLine,
 ) -> tuple[list[_report.Overflow], list[Any]]:
   """All origins of what is not finite, and what the program returns."""
-  progress.step("running the compiled function")
+  progress.set_description("running the compiled function")
   outs = None if run is None else run(*traced.inputs)
   if outs is not None and all(map(_bits.is_finite, outs)):
     return [], outs

@@ -86,7 +86,7 @@ class Stepper:
     self,
     origins: _marks.Origins,
     runner: _runners.Runner,
-    progress: _progress.Progress,
+    progress: _progress.ProgressLine,
   ):
     self.origins = origins
     self.runner = runner
@@ -130,7 +130,9 @@ class Stepper:
       eqn: core.JaxprEqn, inputs: list[_marks.Value]
     ) -> list[_marks.Value]:
       path = "/".join([*place.eqn_path, _lines.get_op_name(eqn)])
-      self.progress.step(f"{path}, operation {numbers[eqn]} of {len(numbers)}")
+      self.progress.set_description(
+        f"{path}, operation {numbers[eqn]} of {len(numbers)}"
+      )
       return self._step(eqn, inputs, functools.partial(place_of, eqn))
 
     outs = _interpret.interpret_jaxpr(
