@@ -163,7 +163,7 @@ class _Harvester:
           eqn, _make_cond_with_outputs(bodies), bodies
         )
         harvested_eqn = harvested_eqn and harvested_eqn._replace(
-          in_branches=[label, *harvested_eqn.cond_labels]
+          cond_branch_locations=[label, *harvested_eqn.cond_labels]
         )
       case _higher_order.Scan() as scan:
         bodies = [harvest_body(scan.body)]

@@ -149,9 +149,9 @@ def check_step(
   name = "check_step"
   with (
     _progress.ProgressLine(name, progress).refresh_in_background() as bar,
-    _tracing.traced_on_host(name, fun, args, kwargs) as traced,
+    _tracing.trace_on_host(name, fun, args, kwargs) as traced,
   ):
-    if not traced.grads and not traced.unreached:
+    if not traced.grad_outputs and not traced.unreached_locations:
       raise ValueError(
         "check_step needs a training step that calls update of"
         f" with_loss_scaling, got {getattr(fun, '__name__', fun)}, which does"
@@ -160,13 +160,13 @@ def check_step(
     precision = _precision.report_precision(traced, np.dtype(jnp.float16))
     search = _finding.search_overflow(traced, bar)
     comparison = None
-    if traced.grads:
+    if traced.grad_outputs:
       comparison = _functions.compare(traced, "bisect", bar)
   return _as_check(traced, precision, search, comparison)
 
 
 def _as_check(
-  traced: _tracing.Traced,
+  traced: _tracing.TracedFunction,
   precision: _precision.PrecisionReport,
   search: _finding.Search,
   comparison: _functions.Comparison | None,
@@ -197,9 +197,9 @@ def _as_check(
   )
 
 
-def _scale_of(traced: _tracing.Traced) -> float | None:
+def _scale_of(traced: _tracing.TracedFunction) -> float | None:
   """Returns the loss scale of the step; None if there are several."""
-  scales = [traced.inputs[i] for i in traced.scales]
+  scales = [traced.inputs[i] for i in traced.scale_indices]
   values = {x for scale in scales for x in np.ravel(scale).tolist()}
   return values.pop() if len(values) == 1 else None
 
@@ -297,11 +297,11 @@ def _problem_of(origin: _origins.Overflow) -> Problem:
 
 
 def _passed_scaling(
-  traced: _tracing.Traced, has_mistakes: bool, search: _finding.Search
+  traced: _tracing.TracedFunction, has_mistakes: bool, search: _finding.Search
 ) -> Iterator[str]:
   if has_mistakes:
     return
-  is_measured = [grad.halved_ratio is not None for grad in traced.grads]
+  is_measured = [grad.halved_ratio is not None for grad in traced.grad_outputs]
   if is_measured and all(is_measured) and search.origin is None:
     yield "the loss is scaled once, by the state that update holds"
   if search.origin is None:
@@ -322,14 +322,14 @@ def _passed_errors(comparison: _functions.Comparison) -> Iterator[str]:
 
 
 def _not_checked(
-  traced: _tracing.Traced,
+  traced: _tracing.TracedFunction,
   precision: _precision.PrecisionReport,
   search: _finding.Search,
   comparison: _functions.Comparison | None,
 ) -> Iterator[str]:
   if _step_checks.NOT_RUN in search.mistakes and search.origin is None:
     yield "the gradients: update is in a branch that was not taken"
-  if any(grad.halved_ratio is None for grad in traced.grads):
+  if any(grad.halved_ratio is None for grad in traced.grad_outputs):
     yield (
       "how the loss is scaled: some gradients do not depend on a loss scale"
       " (they are arguments of the step, or scaled by a constant)"

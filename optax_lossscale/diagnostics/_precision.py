@@ -273,18 +273,20 @@ def precision_report(
     ['exp']
   """
   as_dtype = _numbers.check_float_dtype(dtype)
-  traced = _tracing.trace("precision_report", fun, args, kwargs, shapes=True)
+  traced = _tracing.trace(
+    "precision_report", fun, args, kwargs, allow_abstract=True
+  )
   return report_precision(traced, as_dtype)
 
 
 def report_precision(
-  traced: _tracing.Traced, as_dtype: np.dtype
+  traced: _tracing.TracedFunction, as_dtype: np.dtype
 ) -> PrecisionReport:
   """Returns the report of a traced function."""
-  steps = list(_walk.walk(traced.closed, _inside, only_live=True))
-  limitations = _tracing.told(traced.unreached)
+  steps = list(_walk.walk(traced.closed_jaxpr, _inside, only_live=True))
+  limitations = _tracing.describe_unreached(traced.unreached_locations)
   limitations += [
-    f"whether update runs, in {where}" for where in traced.in_branches
+    f"whether update runs, in {where}" for where in traced.cond_branch_locations
   ]
   limitations += list(filter(None, map(_limitation, steps)))
   report = _reported(steps, as_dtype, limitations)

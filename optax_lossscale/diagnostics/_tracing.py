@@ -32,57 +32,59 @@ from optax_lossscale._jaxprs import (
 from optax_lossscale.diagnostics import _step_checks
 
 
-class Traced(NamedTuple):
+class TracedFunction(NamedTuple):
   """A traced function.
 
   Attributes:
-    closed: its jaxpr.
+    closed_jaxpr: its jaxpr.
     inputs: the arrays, or their shapes, that the jaxpr takes.
-    names: how to name each of them, such as ``batch['image']``.
+    input_names: how to name each of them, such as ``batch['image']``.
     outputs: what each output of the jaxpr is. All but ``"applied"`` are floats.
-    unreached: where gradients are that could not be made outputs, as in a
+    unreached_locations: where gradients are that could not be made outputs, as in a
       ``while``.
-    in_branches: where branches are that may not be taken, and hold gradients.
-    scales: which inputs are loss scales, by their positions.
+    cond_branch_locations: where branches are that may not be taken, and hold gradients.
+    scale_indices: which inputs are loss scales, by their positions.
     mistakes: in how the gradients are scaled.
   """
 
-  closed: _equations.ClosedJaxpr
+  closed_jaxpr: _equations.ClosedJaxpr
   inputs: list[Any]
-  names: list[str]
+  input_names: list[str]
   outputs: list[_step_checks.Output]
-  unreached: list[str]
-  in_branches: list[str]
-  scales: frozenset[int]
+  unreached_locations: list[str]
+  cond_branch_locations: list[str]
+  scale_indices: frozenset[int]
   mistakes: list[_step_checks.Mistake]
 
   @property
-  def grads(self) -> list[_step_checks.Output]:
+  def grad_outputs(self) -> list[_step_checks.Output]:
     """The gradients that an optimizer is given."""
     return [output for output in self.outputs if output.kind == "grads"]
 
-  def of_kind(self, outs: Sequence[Any], kind: str) -> list[Any]:
+  def select_kind(self, outs: Sequence[Any], kind: str) -> list[Any]:
     """Those of its outputs that are of this kind."""
     pairs = zip(outs, self.outputs, strict=True)
     return [x for x, output in pairs if output.kind == kind]
 
-  def only_kinds(self, kinds: Collection[str]) -> "Traced":
+  def restrict_to_kinds(self, kinds: Collection[str]) -> "TracedFunction":
     """The same function without outputs of other kinds."""
-    return self.only([out.kind in kinds for out in self.outputs])
+    return self.restrict_outputs([out.kind in kinds for out in self.outputs])
 
-  def only(self, selected: Sequence[bool]) -> "Traced":
+  def restrict_outputs(self, output_mask: Sequence[bool]) -> "TracedFunction":
     """The same function without all other outputs."""
-    kept = list(itertools.compress(range(len(self.outputs)), selected))
-    outvars = [self.closed.jaxpr.outvars[i] for i in kept]
-    closed: Any = _equations.replace_jaxpr_fields(self.closed, outvars=outvars)
-    outputs = [self.outputs[i] for i in kept]
-    return self._replace(closed=closed, outputs=outputs)
+    indices = list(itertools.compress(range(len(self.outputs)), output_mask))
+    outvars = [self.closed_jaxpr.jaxpr.outvars[i] for i in indices]
+    closed_jaxpr: Any = _equations.replace_jaxpr_fields(
+      self.closed_jaxpr, outvars=outvars
+    )
+    outputs = [self.outputs[i] for i in indices]
+    return self._replace(closed=closed_jaxpr, outputs=outputs)
 
 
 @contextlib.contextmanager
-def traced_on_host(
+def trace_on_host(
   caller: str, fun: Callable[..., Any], args: Any, kwargs: Any
-) -> Iterator[Traced]:
+) -> Iterator[TracedFunction]:
   """Traces a function, and lets it run: be it finite or not, and as compiled.
 
   Args:
@@ -99,18 +101,20 @@ def traced_on_host(
     TypeError: as :func:`trace` does.
   """
   with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-    traced = trace(caller, fun, args, kwargs, shapes=False)
-    _check_scans(caller, traced.closed)
-    with _mesh_of(traced.inputs):
+    traced = trace(caller, fun, args, kwargs, allow_abstract=False)
+    _check_no_dropped_scans(caller, traced.closed_jaxpr)
+    with _set_explicit_mesh(traced.inputs):
       yield traced
 
 
-def _mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
+def _set_explicit_mesh(
+  arrays: list[Any],
+) -> contextlib.AbstractContextManager[Any]:
   """The mesh that an operation without inputs would have in a ``jit``."""
   for array in arrays:
     mesh = getattr(getattr(array, "sharding", None), "mesh", None)
-    types = getattr(mesh, "axis_types", ())
-    if jax.sharding.AxisType.Explicit in types:
+    axis_types = getattr(mesh, "axis_types", ())
+    if jax.sharding.AxisType.Explicit in axis_types:
       return jax.set_mesh(mesh)
   return contextlib.nullcontext()
 
@@ -121,8 +125,8 @@ def trace(
   args: Any,
   kwargs: Any,
   *,
-  shapes: bool,
-) -> Traced:
+  allow_abstract: bool,
+) -> TracedFunction:
   """Traces a function once. Its arrays become inputs of the jaxpr.
 
   Numbers, functions and the static parts of a model stay as they are.
@@ -132,10 +136,10 @@ def trace(
     fun: the function.
     args: its arguments.
     kwargs: its keyword arguments.
-    shapes: whether shapes are enough.
+    allow_abstract: whether shapes are enough.
 
   Returns:
-    A :class:`Traced`.
+    A :class:`TracedFunction`.
 
   Raises:
     TypeError: if ``fun`` is not callable; if an argument is traced; or, where
@@ -147,175 +151,190 @@ def trace(
   while isinstance(fun, functools.partial):
     args, kwargs = (*fun.args, *args), {**fun.keywords, **kwargs}
     fun = fun.func
-  keywords = sorted(kwargs)  # in the order in which JAX flattens them
-  arguments = [*args, *(kwargs[name] for name in keywords)]
-  argument_names = [*_positional_names(fun, len(args)), *keywords]
+  kwarg_names = sorted(kwargs)  # in the order in which JAX flattens them
+  arg_trees = [*args, *(kwargs[name] for name in kwarg_names)]
+  arg_names = [*_get_positional_names(fun, len(args)), *kwarg_names]
   flatten = lambda trees: _flattening.flatten_named_trees(
-    list(zip(argument_names, trees, strict=True))
+    list(zip(arg_names, trees, strict=True))
   )
-  flat = flatten(arguments)
-  is_input = list(map(_is_input, flat.leaves))
-  names = list(itertools.compress(flat.names, is_input))
-  inputs = list(map(_input_of, itertools.compress(flat.leaves, is_input)))
-  _check_inputs(caller, names, inputs, shapes)
+  flat_args = flatten(arg_trees)
+  input_mask = list(map(_is_input, flat_args.leaves))
+  input_names = list(itertools.compress(flat_args.names, input_mask))
+  inputs = list(
+    map(_as_input, itertools.compress(flat_args.leaves, input_mask))
+  )
+  _check_inputs(caller, input_names, inputs, allow_abstract)
   outputs: list[_step_checks.Output] = []
 
-  def flat_fun(*traced: Any) -> list[Any]:
-    arrays = iter(traced)
-    filled = [
-      _as_argument(leaf, next(arrays)) if _is_input(leaf) else leaf
-      for leaf in flat.leaves
+  def flat_fun(*tracers: Any) -> list[Any]:
+    arrays = iter(tracers)
+    call_leaves = [
+      _as_call_leaf(leaf, next(arrays)) if _is_input(leaf) else leaf
+      for leaf in flat_args.leaves
     ]
-    trees = flat.unflatten(filled)
-    its_kwargs = dict(zip(keywords, trees[len(args) :], strict=True))
-    found = _floats_in(fun(*trees[: len(args)], **its_kwargs))
+    call_trees = flat_args.unflatten(call_leaves)
+    call_kwargs = dict(zip(kwarg_names, call_trees[len(args) :], strict=True))
+    output_pairs = _collect_float_results(
+      fun(*call_trees[: len(args)], **call_kwargs)
+    )
     # Flax NNX changes models and optimizers in place.
-    after = flatten(trees)
-    if after.structure == flat.structure:
-      found += [
+    flat_after_call = flatten(call_trees)
+    if flat_after_call.structure == flat_args.structure:
+      output_pairs += [
         (_step_checks.Output("argument", name, 0), new)
-        for name, old, new in zip(flat.names, filled, after.leaves, strict=True)
-        if new is not old and _is_float(new)
+        for name, old, new in zip(
+          flat_args.names, call_leaves, flat_after_call.leaves, strict=True
+        )
+        if new is not old and _is_float_array(new)
       ]
-      found += [
+      output_pairs += [
         (_step_checks.Output("argument", name, 0), ref[...])
-        for name, ref in zip(flat.names, filled, strict=True)
-        if _is_ref(ref) and _is_float(ref)
+        for name, ref in zip(flat_args.names, call_leaves, strict=True)
+        if _is_ref(ref) and _is_float_array(ref)
       ]
-    outputs[:] = [output for output, _ in found]
-    return [leaf for _, leaf in found]
+    outputs[:] = [output for output, _ in output_pairs]
+    return [leaf for _, leaf in output_pairs]
 
   try:
-    with _keeping_attributes(caller, fun):
-      closed = jax.make_jaxpr(flat_fun)(*inputs)
+    with _restore_attributes(caller, fun):
+      closed_jaxpr = jax.make_jaxpr(flat_fun)(*inputs)
   except Exception as error:
     if type(error).__name__ == "TraceContextError":  # of Flax, if it is there
-      raise TypeError(_bound_message(caller, fun)) from error
+      raise TypeError(_closed_over_message(caller, fun)) from error
     # Of a jit with such options JAX makes no part of another program.
-    within = getattr(fun, "__wrapped__", None)
-    if within is None or "compiler_options" not in str(error):
+    unwrapped_fun = getattr(fun, "__wrapped__", None)
+    if unwrapped_fun is None or "compiler_options" not in str(error):
       raise
-    fun = within
-    closed = jax.make_jaxpr(flat_fun)(*inputs)
-  program = _outputs.harvest_tagged_values(closed, _look_at, _is_unscaled)
-  _check_constants(program.closed_jaxpr)
-  outputs += _judged_outputs(program.tagged_values)
-  dependence = _step_checks.check_dependence(
-    program.closed_jaxpr, names, outputs
+    fun = unwrapped_fun
+    closed_jaxpr = jax.make_jaxpr(flat_fun)(*inputs)
+  harvest = _outputs.harvest_tagged_values(
+    closed_jaxpr, _get_capture_fn, _is_unscaled_tag
   )
-  traced = Traced(
-    program.closed_jaxpr,
+  _check_no_ref_consts(harvest.closed_jaxpr)
+  outputs += _as_outputs(harvest.tagged_values)
+  dependence = _step_checks.check_dependence(
+    harvest.closed_jaxpr, input_names, outputs
+  )
+  traced = TracedFunction(
+    harvest.closed_jaxpr,
     inputs,
-    names,
+    input_names,
     dependence.outputs,
-    program.unreached_labels,
-    program.cond_labels,
+    harvest.unreached_labels,
+    harvest.cond_labels,
     dependence.scales,
     dependence.mistakes,
   )
-  return traced.only(dependence.is_relevant)
+  return traced.restrict_outputs(dependence.is_relevant)
 
 
 @contextlib.contextmanager
-def _keeping_attributes(caller: str, fun: Any) -> Iterator[None]:
+def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
   """Restores the attributes of an object whose method writes tracers to it."""
   owner = fun.__self__ if inspect.ismethod(fun) else None
   attributes = getattr(owner, "__dict__", {})
-  before = dict(attributes)
+  saved_attributes = dict(attributes)
   yield
   is_tracer = lambda x: isinstance(x, jax.core.Tracer)
-  leaked = [
+  leaked_names = [
     name
     for name, value in attributes.items()
     if any(map(is_tracer, jax.tree.leaves(value)))
   ]
-  if leaked:
+  if leaked_names:
     attributes.clear()
-    attributes.update(before)
+    attributes.update(saved_attributes)
     name = f"{type(owner).__name__}.{fun.__name__}"
     raise TypeError(
       f"fun must return the arrays that it computes, got {name}, which writes"
-      f" them to self.{leaked[0]}. Pass the function that it calls:"
+      f" them to self.{leaked_names[0]}. Pass the function that it calls:"
       f" {caller}(train_step, params, opt_state, batch)."
     )
 
 
-def _look_at(name: str) -> Callable[[Any], Any] | None:
+def _get_capture_fn(name: str) -> Callable[[Any], Any] | None:
   """What is looked at of a value with a mark."""
-  mark = _named_values.parse_tag(name)
-  if mark is None or mark.kind.endswith("scale"):
+  tag = _named_values.parse_tag(name)
+  if tag is None or tag.kind.endswith("scale"):
     return None
-  looks = {"applied": lambda x: x.astype(jnp.int8), "unscaled": _fault}
-  return looks.get(mark.kind, lambda x: x)
+  capture_fns = {
+    "applied": lambda x: x.astype(jnp.int8),
+    "unscaled": _nonfinite_indicator,
+  }
+  return capture_fns.get(tag.kind, lambda x: x)
 
 
-def _is_unscaled(name: str) -> bool:
+def _is_unscaled_tag(name: str) -> bool:
   """Whether a tag is that of gradients, which `update` receives later."""
-  mark = _named_values.parse_tag(name)
-  return mark is not None and mark.kind == "unscaled"
+  tag = _named_values.parse_tag(name)
+  return tag is not None and tag.kind == "unscaled"
 
 
-def _fault(x: jax.Array) -> jax.Array:
+def _nonfinite_indicator(x: jax.Array) -> jax.Array:
   """A number that is finite if an array is, however many are looked at."""
-  bad = jnp.where(jnp.isfinite(x), 0, jnp.abs(x))
-  return jnp.sum(bad).astype(jnp.float32)
+  nonfinite_part = jnp.where(jnp.isfinite(x), 0, jnp.abs(x))
+  return jnp.sum(nonfinite_part).astype(jnp.float32)
 
 
-def _judged_outputs(
-  named: list[_outputs.TaggedValue],
+def _as_outputs(
+  tagged_values: list[_outputs.TaggedValue],
 ) -> list[_step_checks.Output]:
   """What is marked, by the way to it; several updates have a number each."""
-  groups: dict[str, int] = {}
-  last: dict[str, int] = {}
+  current_groups: dict[str, int] = {}
+  last_index: dict[str, int] = {}
   outputs = []
-  for name, branches in named:
-    mark = _named_values.parse_tag(name)
-    assert mark is not None  # Others are not looked at.
-    kind = mark.kind.removeprefix("scaled_")
-    if mark.leaf_index <= last.get(
-      kind, mark.leaf_index
+  for name, branches in tagged_values:
+    tag = _named_values.parse_tag(name)
+    assert tag is not None  # Others are not looked at.
+    kind = tag.kind.removeprefix("scaled_")
+    if tag.leaf_index <= last_index.get(
+      kind, tag.leaf_index
     ):  # Another update begins.
-      groups[kind] = groups.get(kind, -1) + 1
-    last[kind] = mark.leaf_index
-    outputs.append(_step_checks.Output(kind, mark.path, groups[kind], branches))
+      current_groups[kind] = current_groups.get(kind, -1) + 1
+    last_index[kind] = tag.leaf_index
+    outputs.append(
+      _step_checks.Output(kind, tag.path, current_groups[kind], branches)
+    )
   return [
-    out._replace(name=f"[{out.group}]/{out.name}") if groups[out.kind] else out
+    out._replace(name=f"[{out.group}]/{out.name}")
+    if current_groups[out.kind]
+    else out
     for out in outputs
   ]
 
 
-def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
+def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
   """How to name each positional argument."""
-  names = _parameters(fun)[:count]
-  return names + [f"args[{i}]" for i in range(len(names), count)]
+  names = _get_parameter_names(fun)[:num_args]
+  return names + [f"args[{i}]" for i in range(len(names), num_args)]
 
 
-def _floats_in(out: Any) -> list[tuple[_step_checks.Output, Any]]:
+def _collect_float_results(out: Any) -> list[tuple[_step_checks.Output, Any]]:
   """The floats in what a function returns, such as the loss, or gradients."""
   is_result = lambda x: type(x) is not tuple
   results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
   leaves = [
-    (i, (*outer, *inner), leaf)
-    for i, (outer, result) in enumerate(results)
-    for inner, leaf in jax.tree_util.tree_leaves_with_path(result)
+    (i, (*outer_path, *inner_path), leaf)
+    for i, (outer_path, result) in enumerate(results)
+    for inner_path, leaf in jax.tree_util.tree_leaves_with_path(result)
   ]
   names = _paths.leaf_names(path for _, path, _ in leaves)
   return [
     (_step_checks.Output("result", name, i), leaf)
     for name, (i, _, leaf) in zip(names, leaves, strict=True)
-    if _is_float(leaf)
+    if _is_float_array(leaf)
   ]
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float_array(leaf: Any) -> bool:
   return _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
 
 
-def told(unreached: list[str]) -> list[str]:
+def describe_unreached(locations: list[str]) -> list[str]:
   """What is told of gradients that could not be made outputs."""
   return [
-    f"gradients inside {where}: pass a single step instead"
-    for where in dict.fromkeys(unreached)
+    f"gradients inside {location}: pass a single step instead"
+    for location in dict.fromkeys(locations)
   ]
 
 
@@ -331,25 +350,25 @@ def _is_ref(x: Any) -> bool:
   return hasattr(x, "dtype") and _types.is_ref(getattr(x, "aval", None))
 
 
-def _input_of(leaf: Any) -> Any:
+def _as_input(leaf: Any) -> Any:
   """The array of an argument; of a Ref, what it holds now."""
   return leaf[...] if _is_ref(leaf) else leaf
 
 
-def _as_argument(leaf: Any, array: Any) -> Any:
+def _as_call_leaf(leaf: Any, array: Any) -> Any:
   """What the function is given: of a Ref a copy, since it may be changed."""
   return jax.new_ref(array) if _is_ref(leaf) else array
 
 
-def _check_constants(closed: _equations.ClosedJaxpr) -> None:
-  if any(map(_is_ref, closed.consts)):
+def _check_no_ref_consts(closed_jaxpr: _equations.ClosedJaxpr) -> None:
+  if any(map(_is_ref, closed_jaxpr.consts)):
     raise TypeError(
       "fun closes over a jax.Ref, so running fun would change it. Pass the Ref"
       " as an argument, since arguments are copied."
     )
 
 
-def _bound_message(caller: str, fun: Any) -> str:
+def _closed_over_message(caller: str, fun: Any) -> str:
   name = getattr(fun, "__name__", type(fun).__name__)
   return (
     f"{name} changes Flax NNX objects that are not arguments: {name} closes"
@@ -359,9 +378,11 @@ def _bound_message(caller: str, fun: Any) -> str:
   )
 
 
-def _check_scans(caller: str, closed: _equations.ClosedJaxpr) -> None:
-  is_there = _higher_order.has_hijax_scan(closed)
-  if is_there and _higher_order.is_scan_dropped_by_jit():
+def _check_no_dropped_scans(
+  caller: str, closed_jaxpr: _equations.ClosedJaxpr
+) -> None:
+  has_hijax_scan = _higher_order.has_hijax_scan(closed_jaxpr)
+  if has_hijax_scan and _higher_order.is_scan_dropped_by_jit():
     raise RuntimeError(
       f"jax.jit of JAX {jax.__version__} drops scans if the flag jax_scan3 is"
       f" on, so {caller} would analyze a program without the scans. Turn the"
@@ -380,22 +401,24 @@ def _check_callable(caller: str, fun: Any) -> None:
 
 
 def _check_inputs(
-  caller: str, names: list[str], inputs: list[Any], shapes: bool
+  caller: str, input_names: list[str], inputs: list[Any], allow_abstract: bool
 ) -> None:
-  outside = f"{caller} must be called outside jit, since it runs on the host"
-  for name, leaf in zip(names, inputs, strict=True):
+  requirement = (
+    f"{caller} must be called outside jit, since it runs on the host"
+  )
+  for name, leaf in zip(input_names, inputs, strict=True):
     if isinstance(leaf, jax.core.Tracer):
-      raise TypeError(f"{outside}, got a tracer at {name}.")
-    if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
+      raise TypeError(f"{requirement}, got a tracer at {name}.")
+    if isinstance(leaf, jax.ShapeDtypeStruct) and not allow_abstract:
       raise TypeError(
         f"{caller} needs concrete arrays, got {leaf} at {name}. Pass arrays."
         " Only precision_report accepts shapes."
       )
-  if not shapes and isinstance(jnp.zeros(()), jax.core.Tracer):
-    raise TypeError(f"{outside}.")
+  if not allow_abstract and isinstance(jnp.zeros(()), jax.core.Tracer):
+    raise TypeError(f"{requirement}.")
 
 
-def _parameters(fun: Callable[..., Any]) -> list[str]:
+def _get_parameter_names(fun: Callable[..., Any]) -> list[str]:
   """The names of the positional parameters, as far as they are known."""
   try:
     parameters = inspect.signature(fun).parameters.values()

@@ -99,7 +99,7 @@ def compare_precision(
   name = "compare_precision"
   with (
     _progress.ProgressLine(name, progress).refresh_in_background() as bar,
-    _tracing.traced_on_host(name, fun, args, kwargs) as traced,
+    _tracing.trace_on_host(name, fun, args, kwargs) as traced,
   ):
     if not traced.outputs:
       raise ValueError(_no_floats_message(fun))
@@ -125,7 +125,7 @@ class Comparison(NamedTuple):
 
 
 def compare(
-  traced: _tracing.Traced, search: str, bar: _progress.ProgressLine
+  traced: _tracing.TracedFunction, search: str, bar: _progress.ProgressLine
 ) -> Comparison | None:
   """Compares a traced function in half precision with float32.
 
@@ -138,10 +138,15 @@ def compare(
     A :class:`Comparison`; None if `autocast` casts no matmul that leads to an
     output.
   """
-  notes = [f"Not analyzed: {x}." for x in _tracing.told(traced.unreached)]
+  notes = [
+    f"Not analyzed: {x}."
+    for x in _tracing.describe_unreached(traced.unreached_locations)
+  ]
   judged = {"grads", "applied", "unscaled"}
-  traced = traced.only_kinds(judged if traced.grads else {"result"})
-  rows = _program.Rows(traced.closed)
+  traced = traced.restrict_to_kinds(
+    judged if traced.grad_outputs else {"result"}
+  )
+  rows = _program.Rows(traced.closed_jaxpr)
   if not rows.all:
     return None
   notes += [
@@ -164,7 +169,7 @@ def compare(
   names = runs.names
   report = _report.PrecisionComparison(
     dtype=" and ".join(sorted(map(str, rows.dtypes))),
-    target="gradients" if traced.grads else "results",
+    target="gradients" if traced.grad_outputs else "results",
     reference_is_zero=runs.is_zero,
     error=runs.half.error,
     cosine=runs.half.cosine,
@@ -244,11 +249,11 @@ def _no_floats_message(fun: Callable[..., Any]) -> str:
 
 
 def _no_matmuls_message(
-  fun: Callable[..., Any], traced: _tracing.Traced
+  fun: Callable[..., Any], traced: _tracing.TracedFunction
 ) -> str:
   name = getattr(fun, "__name__", fun)
   cause = f"{name} has no autocast, or its autocast found no float32 matmuls"
-  if _products.MatmulSearch().any_in_jaxpr(traced.closed.jaxpr):
+  if _products.MatmulSearch().any_in_jaxpr(traced.closed_jaxpr.jaxpr):
     cause = f"all matmuls of {name} run in float32"
   return (
     f"compare_precision has nothing to compare: {cause}. Pass a function with"
@@ -325,7 +330,7 @@ class Runs:
 
   def __init__(
     self,
-    traced: _tracing.Traced,
+    traced: _tracing.TracedFunction,
     rows: _program.Rows,
     progress: _progress.ProgressLine,
   ) -> None:
@@ -337,7 +342,9 @@ class Runs:
     @jax.jit
     def run(inputs: list[Any], ways: Any) -> Any:
       empty = [_program.no_statistics() for _ in rows.all]
-      return _program.Program(rows, ways).run(traced.closed, inputs, empty)
+      return _program.Program(rows, ways).run(
+        traced.closed_jaxpr, inputs, empty
+      )
 
     self._run = run
     every = list(range(self._count))
@@ -392,12 +399,12 @@ class Runs:
       mistakes += _step_checks.check_flags(self._traced.outputs, outs)
     mistakes += _step_checks.check_measurement(
       self._traced.inputs,
-      self._traced.scales,
+      self._traced.scale_indices,
       self._traced.outputs,
       lambda inputs: self._run(inputs, np.zeros(self._count, np.int32))[0],
       reference,
       is_exact=not _step_checks.computes_in_half(
-        self._traced.closed, without_autocast=True
+        self._traced.closed_jaxpr, without_autocast=True
       ),
     )
     return list(dict.fromkeys(mistakes))

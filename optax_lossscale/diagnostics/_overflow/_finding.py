@@ -105,7 +105,7 @@ def find_overflow(
   name = "find_overflow"
   with (
     _progress.ProgressLine(name, progress).refresh_in_background() as bar,
-    _tracing.traced_on_host(name, fun, args, kwargs) as traced,
+    _tracing.trace_on_host(name, fun, args, kwargs) as traced,
   ):
     search = search_overflow(traced, bar)
   if search.origin is None:
@@ -129,7 +129,7 @@ class Search(NamedTuple):
 
 
 def search_overflow(
-  traced: _tracing.Traced, progress: _progress.ProgressLine
+  traced: _tracing.TracedFunction, progress: _progress.ProgressLine
 ) -> Search:
   """Finds the origin of an inf or a NaN in a traced program."""
   run = _compiled(traced)
@@ -139,15 +139,15 @@ def search_overflow(
     if run is not None:
       mistakes += _step_checks.check_measurement(
         traced.inputs,
-        traced.scales,
+        traced.scale_indices,
         traced.outputs,
         lambda inputs: run(*inputs),
         outs,
         is_exact=not _step_checks.computes_in_half(
-          traced.closed, without_autocast=False
+          traced.closed_jaxpr, without_autocast=False
         ),
       )
-    flags = traced.of_kind(outs, "applied")
+    flags = traced.select_kind(outs, "applied")
     return Search(None, mistakes, _limitations(traced, flags))
   origin = dataclasses.replace(
     found[0],
@@ -158,7 +158,7 @@ def search_overflow(
 
 
 def _origins_of(
-  traced: _tracing.Traced,
+  traced: _tracing.TracedFunction,
   run: Callable[..., list[Any]] | None,
   progress: _progress.ProgressLine,
 ) -> tuple[list[_report.Overflow], list[Any]]:
@@ -173,16 +173,18 @@ def _origins_of(
     stepper.constant(
       jnp.asarray(x), "argument", _places.EqnLocation(eqn_path=(name,))
     )
-    for x, name in zip(traced.inputs, traced.names, strict=True)
+    for x, name in zip(traced.inputs, traced.input_names, strict=True)
   ]
   used = outs and [not _bits.is_finite(out) for out in outs]
-  values = stepper.run(traced.closed, inputs, _places.EqnLocation(), used)
+  values = stepper.run(traced.closed_jaxpr, inputs, _places.EqnLocation(), used)
   found = _that_count(origins, values, traced)
   return found, outs or [value.array for value in values]
 
 
 def _that_count(
-  origins: _marks.Origins, values: list[_marks.Value], traced: _tracing.Traced
+  origins: _marks.Origins,
+  values: list[_marks.Value],
+  traced: _tracing.TracedFunction,
 ) -> list[_report.Overflow]:
   """The origins that count, those that reach an ``update`` first.
 
@@ -190,7 +192,7 @@ def _that_count(
   that an earlier step made NaN, is no fault of this step.
   """
   found = origins.named(values)
-  if not traced.grads or traced.unreached:
+  if not traced.grad_outputs or traced.unreached_locations:
     return found
   pairs = zip(values, traced.outputs, strict=True)
   given = [value for value, output in pairs if output.kind in _OF_UPDATE]
@@ -203,18 +205,27 @@ def _that_count(
   ]
 
 
-def _compiled(traced: _tracing.Traced) -> Callable[..., list[Any]] | None:
+def _compiled(
+  traced: _tracing.TracedFunction,
+) -> Callable[..., list[Any]] | None:
   """The whole program, compiled; None if it has effects."""
-  if _equations.has_effectful_eqn(traced.closed.jaxpr):
+  if _equations.has_effectful_eqn(traced.closed_jaxpr.jaxpr):
     return None  # What happens in it is to happen once.
   # Where it drops a conversion to float16 and back, an overflow goes with it.
   options = {"xla_allow_excess_precision": False}
-  return jax.jit(core.jaxpr_as_fun(traced.closed), compiler_options=options)
+  return jax.jit(
+    core.jaxpr_as_fun(traced.closed_jaxpr), compiler_options=options
+  )
 
 
-def _limitations(traced: _tracing.Traced, flags: list[Any]) -> list[str]:
+def _limitations(
+  traced: _tracing.TracedFunction, flags: list[Any]
+) -> list[str]:
   """Says why a program without an overflow may still be no good."""
-  found = [f"Not analyzed: {what}." for what in _tracing.told(traced.unreached)]
+  found = [
+    f"Not analyzed: {what}."
+    for what in _tracing.describe_unreached(traced.unreached_locations)
+  ]
   if any(np.any(np.asarray(flag) == 0) for flag in flags):
     found.append(
       "A step is skipped, but update received finite gradients, and no"
