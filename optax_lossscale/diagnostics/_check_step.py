@@ -17,7 +17,7 @@ from optax_lossscale.diagnostics import (
 )
 from optax_lossscale.diagnostics._comparison import _functions, _report
 from optax_lossscale.diagnostics._overflow import _finding
-from optax_lossscale.diagnostics._overflow import _report as _origins
+from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 
 # A report has at most 20 lines.
 _MAX_PROBLEMS = 4
@@ -59,7 +59,7 @@ class StepCheck(_numbers.PrintedReport):
   passed: tuple[str, ...]
   not_checked: tuple[str, ...]
   precision: _precision.PrecisionReport
-  overflow: _origins.Overflow | None
+  overflow: _overflow_report.Overflow | None
   comparison: _report.PrecisionComparison | None
 
   @property
@@ -83,12 +83,12 @@ class StepCheck(_numbers.PrintedReport):
     }
 
   def __str__(self) -> str:
-    count = len(self.problems)
-    lines = [f"{count or 'No'} problem{'s' * (count != 1)}."]
+    num_problems = len(self.problems)
+    lines = [f"{num_problems or 'No'} problem{'s' * (num_problems != 1)}."]
     for i, problem in enumerate(self.problems[:_MAX_PROBLEMS], 1):
       lines += [f"{i}. {problem.cause}", f"   Fix: {problem.fix}"]
-    if count > _MAX_PROBLEMS:
-      lines.append(f"{count - _MAX_PROBLEMS} more: check.problems")
+    if num_problems > _MAX_PROBLEMS:
+      lines.append(f"{num_problems - _MAX_PROBLEMS} more: check.problems")
     lines += [f"ok  {sentence}" for sentence in self.passed]
     lines += [f"not checked: {x}" for x in self.not_checked[:_MAX_NOT_CHECKED]]
     if len(self.not_checked) > _MAX_NOT_CHECKED:
@@ -146,10 +146,12 @@ def check_step(
     >>> sorted(problem.keep_float32[0] for problem in check.problems)
     ['first', 'second']
   """
-  name = "check_step"
+  caller = "check_step"
   with (
-    _progress.ProgressLine(name, progress).refresh_in_background() as bar,
-    _tracing.trace_on_host(name, fun, args, kwargs) as traced,
+    _progress.ProgressLine(
+      caller, progress
+    ).refresh_in_background() as progress_line,
+    _tracing.trace_on_host(caller, fun, args, kwargs) as traced,
   ):
     if not traced.grad_outputs and not traced.unreached_locations:
       raise ValueError(
@@ -158,95 +160,102 @@ def check_step(
         " not. For a gradient alone, use find_overflow and compare_precision."
       )
     precision = _precision.report_precision(traced, np.dtype(jnp.float16))
-    search = _finding.search_overflow(traced, bar)
+    search_result = _finding.search_overflow(traced, progress_line)
     comparison = None
     if traced.grad_outputs:
-      comparison = _functions.compare(traced, "bisect", bar)
-  return _as_check(traced, precision, search, comparison)
+      comparison = _functions.compare(traced, "bisect", progress_line)
+  return _build_step_check(traced, precision, search_result, comparison)
 
 
-def _as_check(
+def _build_step_check(
   traced: _tracing.TracedFunction,
   precision: _precision.PrecisionReport,
-  search: _finding.Search,
+  search_result: _finding.Search,
   comparison: _functions.Comparison | None,
 ) -> StepCheck:
-  mistakes = [*search.mistakes, *(comparison.mistakes if comparison else ())]
+  mistakes = [
+    *search_result.mistakes,
+    *(comparison.mistakes if comparison else ()),
+  ]
   # A branch may wait on purpose, unless it waits for finite gradients.
-  is_problem = lambda x: x is not _step_checks.NOT_RUN or search.origin
-  found_mistakes = filter(is_problem, dict.fromkeys(mistakes))
-  problems = [Problem(*mistake) for mistake in found_mistakes]
+  is_problem = lambda x: x is not _step_checks.NOT_RUN or search_result.origin
+  unique_mistakes = filter(is_problem, dict.fromkeys(mistakes))
+  problems = [Problem(*mistake) for mistake in unique_mistakes]
   report = comparison and comparison.report
-  found = _numeric_problems(search.origin, report, _scale_of(traced))
-  passed = list(_passed_scaling(traced, bool(problems), search))
+  numeric_problems = _find_numeric_problems(
+    search_result.origin, report, _get_loss_scale(traced)
+  )
+  passed = list(_describe_sound_scaling(traced, bool(problems), search_result))
   if precision.fraction and precision.total_flops:
     passed.append(
       f"{precision.fraction:.1%} of the matmul and convolution FLOPs run in"
       f" {precision.dtype}"
     )
-  if comparison and not found:
-    passed += _passed_errors(comparison)
-  limitations = list(_not_checked(traced, precision, search, comparison))
+  if comparison and not numeric_problems:
+    passed += _describe_errors(comparison)
+  limitations = list(
+    _describe_unchecked(traced, precision, search_result, comparison)
+  )
   return StepCheck(
-    problems=(*problems, *found),
+    problems=(*problems, *numeric_problems),
     passed=tuple(passed),
     not_checked=tuple(dict.fromkeys(limitations)),
     precision=precision,
-    overflow=search.origin,
+    overflow=search_result.origin,
     comparison=report,
   )
 
 
-def _scale_of(traced: _tracing.TracedFunction) -> float | None:
+def _get_loss_scale(traced: _tracing.TracedFunction) -> float | None:
   """Returns the loss scale of the step; None if there are several."""
   scales = [traced.inputs[i] for i in traced.scale_indices]
   values = {x for scale in scales for x in np.ravel(scale).tolist()}
   return values.pop() if len(values) == 1 else None
 
 
-def _numeric_problems(
-  origin: _origins.Overflow | None,
+def _find_numeric_problems(
+  origin: _overflow_report.Overflow | None,
   report: _report.PrecisionComparison | None,
   scale: float | None,
 ) -> list[Problem]:
   """Returns overflows; if there are none, errors."""
   problems: list[Problem] = []
   if report is not None and report.reference_is_finite:
-    problems += _problems_in(report, scale)
+    problems += _find_precision_problems(report, scale)
   # An overflow that no matmul explains.
-  return problems or [_problem_of(x) for x in (origin,) if x is not None]
+  return problems or [_as_problem(x) for x in (origin,) if x is not None]
 
 
-def _problems_in(
+def _find_precision_problems(
   report: _report.PrecisionComparison, scale: float | None
 ) -> Iterator[Problem]:
-  change = report.suggested_log2_scale_change
+  log2_change = report.suggested_log2_scale_change
   if report.reference_is_zero:
     yield Problem(
       "All gradients are zero, in float32 too, so they cannot be compared.",
       "Check a batch that has gradients.",
     )
   elif report.overflowing:
-    rows = {row.name: row for row in report.matmuls if not row.backward}
+    forward_rows = {row.name: row for row in report.matmuls if not row.backward}
     for name in report.overflowing:
-      amax = rows[name].amax
+      amax = forward_rows[name].amax
       # Of the dtype of this layer, since there may be two.
-      top = amax * 2.0 ** rows[name].log2_headroom
-      yield _kept(
+      dtype_max = amax * 2.0 ** forward_rows[name].log2_headroom
+      yield _suggest_float32(
         name,
         f"{name} overflows in the forward pass: max abs {amax:.2g},"
-        f" {report.dtype} ends at {top:.5g}.",
+        f" {report.dtype} ends at {dtype_max:.5g}.",
       )
-  elif change < 0:
-    yield _rescaled(
-      "The backward pass overflows, so this step is skipped", change, scale
+  elif log2_change < 0:
+    yield _suggest_rescale(
+      "The backward pass overflows, so this step is skipped", log2_change, scale
     )
-  elif change > 0:
-    worst = report.inaccurate_arrays[0]
-    yield _rescaled(
-      f"{worst.name} underflows in the backward pass: relative error"
-      f" {worst.error:.2g}",
-      max(change - 1, 1),  # A factor of two stays free.
+  elif log2_change > 0:
+    worst_array = report.inaccurate_arrays[0]
+    yield _suggest_rescale(
+      f"{worst_array.name} underflows in the backward pass: relative error"
+      f" {worst_array.error:.2g}",
+      max(log2_change - 1, 1),  # A factor of two stays free.
       scale,
     )
   else:
@@ -254,19 +263,21 @@ def _problems_in(
       error = max(
         row.isolated_error for row in report.matmuls if row.name == name
       )
-      yield _kept(
+      yield _suggest_float32(
         name,
         f"{name} loses precision in {report.dtype}: relative error {error:.2g}"
         " from this layer alone.",
       )
 
 
-def _kept(name: str, cause: str) -> Problem:
+def _suggest_float32(name: str, cause: str) -> Problem:
   fix = f"ols.autocast(loss_fn, keep_float32={name!r})"
   return Problem(cause, fix, keep_float32=(name,))
 
 
-def _rescaled(cause: str, log2_change: int, scale: float | None) -> Problem:
+def _suggest_rescale(
+  cause: str, log2_change: int, scale: float | None
+) -> Problem:
   if scale is None:
     verb = "Raise" if log2_change > 0 else "Lower"
     fix = f"{verb} the loss scale by 2**{abs(log2_change)}."
@@ -279,62 +290,71 @@ def _rescaled(cause: str, log2_change: int, scale: float | None) -> Problem:
   return Problem(cause, fix, loss_scale=new_scale)
 
 
-def _problem_of(origin: _origins.Overflow) -> Problem:
+def _as_problem(origin: _overflow_report.Overflow) -> Problem:
   if origin.primitive == "argument":
     return Problem(
       f"The argument {origin.eqn_path} holds {origin.kind}.", origin.fix
     )
   direction = "backward" if origin.backward else "forward"
-  where = origin.name or origin.source_line or origin.eqn_path
-  operands = f" of {', '.join(map(str, origin.inputs[:2]))}" * bool(
+  location = origin.name or origin.source_line or origin.eqn_path
+  operands_text = f" of {', '.join(map(str, origin.inputs[:2]))}" * bool(
     origin.inputs
   )
   cause = (
-    f"{origin.primitive} in {where} returns {origin.kind} in the {direction}"
-    f" pass{operands}."
+    f"{origin.primitive} in {location} returns {origin.kind} in the {direction}"
+    f" pass{operands_text}."
   )
   return Problem(cause, origin.fix)
 
 
-def _passed_scaling(
-  traced: _tracing.TracedFunction, has_mistakes: bool, search: _finding.Search
+def _describe_sound_scaling(
+  traced: _tracing.TracedFunction,
+  has_mistakes: bool,
+  search_result: _finding.Search,
 ) -> Iterator[str]:
   if has_mistakes:
     return
-  is_measured = [grad.halved_ratio is not None for grad in traced.grad_outputs]
-  if is_measured and all(is_measured) and search.origin is None:
+  measured_mask = [
+    grad.halved_ratio is not None for grad in traced.grad_outputs
+  ]
+  if measured_mask and all(measured_mask) and search_result.origin is None:
     yield "the loss is scaled once, by the state that update holds"
-  if search.origin is None:
+  if search_result.origin is None:
     yield "the gradients are finite"
 
 
-def _passed_errors(comparison: _functions.Comparison) -> Iterator[str]:
+def _describe_errors(comparison: _functions.Comparison) -> Iterator[str]:
   report = comparison.report
-  noise = {*report.noise_only_arrays}
-  errors = {k: x for k, x in report.array_errors.items() if k not in noise}
+  noise_names = {*report.noise_only_arrays}
+  errors = {
+    k: x for k, x in report.array_errors.items() if k not in noise_names
+  }
   errors = errors or report.array_errors
-  worst = max(errors, key=lambda name: errors[name])
+  worst_name = max(errors, key=lambda name: errors[name])
   yield (
     f"relative error of the gradients {report.error:.2g}; largest in"
-    f" {worst or 'them'}, {errors[worst]:.2g}"
+    f" {worst_name or 'them'}, {errors[worst_name]:.2g}"
   )
   yield f"{comparison.underflow_fraction:.1%} of the gradient entries underflow"
 
 
-def _not_checked(
+def _describe_unchecked(
   traced: _tracing.TracedFunction,
   precision: _precision.PrecisionReport,
-  search: _finding.Search,
+  search_result: _finding.Search,
   comparison: _functions.Comparison | None,
 ) -> Iterator[str]:
-  if _step_checks.NOT_RUN in search.mistakes and search.origin is None:
+  if (
+    _step_checks.NOT_RUN in search_result.mistakes
+    and search_result.origin is None
+  ):
     yield "the gradients: update is in a branch that was not taken"
   if any(grad.halved_ratio is None for grad in traced.grad_outputs):
     yield (
       "how the loss is scaled: some gradients do not depend on a loss scale"
       " (they are arguments of the step, or scaled by a constant)"
     )
-  elif search.origin is not None:
+  elif search_result.origin is not None:
     yield "whether gradients are unscaled once, since they are not finite"
   if precision.total_flops and not precision.fraction:
     yield (
@@ -345,4 +365,4 @@ def _not_checked(
     yield "the precision of each layer: autocast casts no matmul of this step"
   yield from comparison.report.limitations if comparison else ()
   yield from precision.limitations
-  yield from search.limitations
+  yield from search_result.limitations
