@@ -159,7 +159,7 @@ def check_step(
         f" with_loss_scaling, got {getattr(fun, '__name__', fun)}, which does"
         " not. For a gradient alone, use find_overflow and compare_precision."
       )
-    precision = _precision.report_precision(traced, np.dtype(jnp.float16))
+    precision = _precision.report_traced(traced, np.dtype(jnp.float16))
     search_result = _finding.search_overflow(traced, progress_line)
     comparison = None
     if traced.grad_outputs:

@@ -24,16 +24,24 @@ from optax_lossscale.diagnostics import _numbers, _tracing
 
 # A sum of more terms than this is long. Even 256 terms of 256 are too much for
 # float16.
-_LONG = 256
+_LONG_SUM_TERMS = 256
 _LOGARITHMS = {"log", "log2"}
 _POWERS = {"integer_pow", "pow", "rsqrt", "square"}
-_OVER_DEVICES = {"psum", "psum_invariant", "reduce_scatter"}
+_REDUCING_COLLECTIVES = {"psum", "psum_invariant", "reduce_scatter"}
 # Nobody adds or divides by zero or inf on purpose.
-_NEVER_ON_PURPOSE = {"add", "sub", "div"}
+_SUSPICIOUS_LITERAL_PRIMITIVES = {"add", "sub", "div"}
 
 
 # What these hold only says how two numbers become one.
-_COMBINERS = ("arg", "cum", "reduce", "scatter", "select_and", "sort", "top_k")
+_REDUCER_PREFIXES = (
+  "arg",
+  "cum",
+  "reduce",
+  "scatter",
+  "select_and",
+  "sort",
+  "top_k",
+)
 
 
 class Flops(NamedTuple):
@@ -178,18 +186,20 @@ class PrecisionReport(_numbers.PrintedReport):
     ]
     parts = [
       *self.warnings,
-      *self._conclusion(),
+      *self._format_conclusion(),
       *(f"Not analyzed: {limitation}" for limitation in self.limitations),
     ]
-    for title, rows, left in (
+    for title, rows, num_left_aligned in (
       (f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}", flops, 2),
       (f"Matmuls and convolutions not in {self.dtype}:", unconverted, 3),
       (f"At risk in {self.dtype}:", at_risk, 4),
     ):
-      parts += [title, _numbers.format_table(rows, left)] if rows else []
+      parts += (
+        [title, _numbers.format_table(rows, num_left_aligned)] if rows else []
+      )
     return "\n".join(parts)
 
-  def _conclusion(self) -> list[str]:
+  def _format_conclusion(self) -> list[str]:
     """Say how much runs in the dtype, and how more of it does."""
     if not self.flops:
       return ["The function has no matmuls and no convolutions."]
@@ -208,7 +218,7 @@ class PrecisionReport(_numbers.PrintedReport):
     return lines
 
 
-class Product(NamedTuple):
+class MatmulStats(NamedTuple):
   """Some equal matrix products or convolutions.
 
   Attributes:
@@ -216,14 +226,14 @@ class Product(NamedTuple):
     operand_dtype: the dtype of the operands; the wider one of two.
     result_dtype: the dtype of the result.
     flops: the flops of all of them.
-    step: where and how often it runs.
+    visit: where and how often it runs.
   """
 
   primitive: str
   operand_dtype: str
   result_dtype: str
   flops: int
-  step: _walk.EqnVisit
+  visit: _walk.EqnVisit
 
 
 @_host.allow_transfers
@@ -272,166 +282,193 @@ def precision_report(
     >>> [risk.primitive for risk in report.at_risk]
     ['exp']
   """
-  as_dtype = _numbers.check_float_dtype(dtype)
+  target_dtype = _numbers.check_float_dtype(dtype)
   traced = _tracing.trace(
     "precision_report", fun, args, kwargs, allow_abstract=True
   )
-  return report_precision(traced, as_dtype)
+  return report_traced(traced, target_dtype)
 
 
-def report_precision(
-  traced: _tracing.TracedFunction, as_dtype: np.dtype
+def report_traced(
+  traced: _tracing.TracedFunction, dtype: np.dtype
 ) -> PrecisionReport:
   """Returns the report of a traced function."""
-  steps = list(_walk.walk(traced.closed_jaxpr, _inside, only_live=True))
+  visits = list(
+    _walk.walk(traced.closed_jaxpr, _executed_subjaxprs, only_live=True)
+  )
   limitations = _tracing.describe_unreached(traced.unreached_locations)
   limitations += [
-    f"whether update runs, in {where}" for where in traced.cond_branch_locations
+    f"whether update runs, in {location}"
+    for location in traced.cond_branch_locations
   ]
-  limitations += list(filter(None, map(_limitation, steps)))
-  report = _reported(steps, as_dtype, limitations)
+  limitations += list(filter(None, map(_describe_limitation, visits)))
+  report = _build_report(visits, dtype, limitations)
   return dataclasses.replace(report, warnings=tuple(map(str, traced.mistakes)))
 
 
-def _reported(
-  steps: list[_walk.EqnVisit], as_dtype: np.dtype, limitations: list[str]
+def _build_report(
+  visits: list[_walk.EqnVisit], dtype: np.dtype, limitations: list[str]
 ) -> PrecisionReport:
-  products = _products_in(steps)
-  total = sum(product.flops for product in products)
-  right = sum(
-    p.flops for p in products if not _is_wider(p.operand_dtype, as_dtype)
+  matmuls = _collect_matmuls(visits)
+  total_flops = sum(matmul.flops for matmul in matmuls)
+  flops_in_dtype = sum(
+    p.flops for p in matmuls if not _is_wider(p.operand_dtype, dtype)
   )
   return PrecisionReport(
-    dtype=str(as_dtype),
-    total_flops=total,
-    fraction=_fraction(right, total),
-    flops=_with_fractions(map(_flops_row, products), total),
-    unconverted=_with_fractions(_wide_rows(products, as_dtype), total),
-    at_risk=tuple(_added(_risk_rows(steps, as_dtype))),
+    dtype=str(dtype),
+    total_flops=total_flops,
+    fraction=_flops_fraction(flops_in_dtype, total_flops),
+    flops=_with_fractions(map(_as_flops_row, matmuls), total_flops),
+    unconverted=_with_fractions(
+      _build_unconverted_rows(matmuls, dtype), total_flops
+    ),
+    at_risk=tuple(_group_rows(_build_risk_rows(visits, dtype))),
     limitations=tuple(dict.fromkeys(limitations)),
   )
 
 
 def _is_wider(operand_dtype: str, dtype: np.dtype) -> bool:
-  kind = jnp.dtype(operand_dtype)
-  if jnp.issubdtype(kind, jnp.inexact):
-    bits = jnp.finfo(kind).bits
+  np_dtype = jnp.dtype(operand_dtype)
+  if jnp.issubdtype(np_dtype, jnp.inexact):
+    bits = jnp.finfo(np_dtype).bits
   else:  # Booleans have a byte.
-    bits = 8 * kind.itemsize
+    bits = 8 * np_dtype.itemsize
   return bits > jnp.finfo(dtype).bits
 
 
-def _flops_row(product: Product) -> Flops:
-  return Flops(product.operand_dtype, product.result_dtype, product.flops, 0.0)
+def _as_flops_row(matmul: MatmulStats) -> Flops:
+  return Flops(matmul.operand_dtype, matmul.result_dtype, matmul.flops, 0.0)
 
 
-def _wide_rows(
-  products: list[Product], dtype: np.dtype
+def _build_unconverted_rows(
+  matmuls: list[MatmulStats], dtype: np.dtype
 ) -> Iterator[UnconvertedMatmul]:
-  places = [p.step.location for p in products]
-  told = _places.make_unique_labels([(x.names, x.is_backward) for x in places])
-  for p, place, (name, source) in zip(products, places, told, strict=True):
+  locations = [p.visit.location for p in matmuls]
+  names_and_lines = _places.make_unique_labels(
+    [(x.names, x.is_backward) for x in locations]
+  )
+  for p, location, (name, source_line) in zip(
+    matmuls, locations, names_and_lines, strict=True
+  ):
     if _is_wider(p.operand_dtype, dtype):
       # Without weights, it is for the line that it is told.
-      with_line = _places.format_location(
-        place.names.candidate_labels()[0], source
+      name_with_line = _places.format_location(
+        location.names.candidate_labels()[0], source_line
       )
-      has_line = name.endswith(source)
-      own_name = name if place.param_path or has_line else with_line
-      where = _whereabouts(place, own_name)
-      kind = p.primitive, p.operand_dtype, p.result_dtype
-      numbers = p.flops, 0.0, p.step.num_executions
-      yield UnconvertedMatmul._make((*kind, *numbers, *where))
+      has_line = name.endswith(source_line)
+      layer_name = name if location.param_path or has_line else name_with_line
+      location_fields = _get_location_fields(location, layer_name)
+      matmul_fields = p.primitive, p.operand_dtype, p.result_dtype
+      count_fields = p.flops, 0.0, p.visit.num_executions
+      yield UnconvertedMatmul._make(
+        (*matmul_fields, *count_fields, *location_fields)
+      )
 
 
-def _risk_rows(steps: list[_walk.EqnVisit], dtype: np.dtype) -> Iterator[Risk]:
-  numbers, outer = _Numbers(), {step.parent for step in steps}
-  for step in steps:
-    if step in outer:  # It only runs what it holds.
+def _build_risk_rows(
+  visits: list[_walk.EqnVisit], dtype: np.dtype
+) -> Iterator[Risk]:
+  constants, parents = (
+    _ConstantPropagation(),
+    {visit.parent for visit in visits},
+  )
+  for visit in visits:
+    if visit in parents:  # It only runs what it holds.
       continue
-    for reason in _risks_of(step, dtype, numbers):
-      name = _lines.get_op_name(step.eqn)
-      where = _whereabouts(step.location, step.location.label)
-      yield Risk(name, reason, step.num_executions, *where)
+    for reason in _find_risks(visit, dtype, constants):
+      name = _lines.get_op_name(visit.eqn)
+      location_fields = _get_location_fields(
+        visit.location, visit.location.label
+      )
+      yield Risk(name, reason, visit.num_executions, *location_fields)
 
 
-def _whereabouts(
-  place: _places.EqnLocation, name: str
+def _get_location_fields(
+  location: _places.EqnLocation, name: str
 ) -> tuple[str, str, str, str, bool]:
-  names = place.names
+  names = location.names
   return (
     name,
     names.name_scope,
     names.param_path,
-    place.source_line,
-    place.is_backward,
+    location.source_line,
+    location.is_backward,
   )
 
 
-def _with_fractions(rows: Iterable[Any], total: int) -> tuple[Any, ...]:
+def _with_fractions(rows: Iterable[Any], total_flops: int) -> tuple[Any, ...]:
   """The rows with their fractions of the flops, the largest first."""
-  added = sorted(_added(rows), key=lambda row: row.flops, reverse=True)
-  return tuple(x._replace(fraction=_fraction(x.flops, total)) for x in added)
+  grouped_rows = sorted(
+    _group_rows(rows), key=lambda row: row.flops, reverse=True
+  )
+  return tuple(
+    x._replace(fraction=_flops_fraction(x.flops, total_flops))
+    for x in grouped_rows
+  )
 
 
-def _fraction(flops: int, total: int) -> float:
-  return flops / total if total else 1.0
+def _flops_fraction(flops: int, total_flops: int) -> float:
+  return flops / total_flops if total_flops else 1.0
 
 
-def _added(rows: Iterable[Any]) -> Iterator[Any]:
+def _group_rows(rows: Iterable[Any]) -> Iterator[Any]:
   """The rows, of which those that differ in numbers alone are added up."""
-  groups: dict[Any, collections.Counter[str]] = {}
+  counts_by_key: dict[Any, collections.Counter[str]] = {}
   for row in rows:
-    numbers = {x: v for x, v in row._asdict().items() if type(v) is int}
-    key = row._replace(**dict.fromkeys(numbers, 0))
-    groups.setdefault(key, collections.Counter()).update(numbers)
-  return (key._replace(**numbers) for key, numbers in groups.items())
+    counts = {x: v for x, v in row._asdict().items() if type(v) is int}
+    key = row._replace(**dict.fromkeys(counts, 0))
+    counts_by_key.setdefault(key, collections.Counter()).update(counts)
+  return (key._replace(**counts) for key, counts in counts_by_key.items())
 
 
-def _products_in(steps: list[_walk.EqnVisit]) -> list[Product]:
+def _collect_matmuls(visits: list[_walk.EqnVisit]) -> list[MatmulStats]:
   """The products, of each ``cond`` those of its largest branch."""
-  products = [
-    _as_product(step, flops * step.num_executions)
-    for step in steps
-    if (flops := _operations.count_flops(step.eqn)) is not None
+  matmuls = [
+    _as_matmul_stats(visit, flops * visit.num_executions)
+    for visit in visits
+    if (flops := _operations.count_flops(visit.eqn)) is not None
   ]
-  by_branch: collections.Counter[Any] = collections.Counter()
-  for product in products:
-    for branch in product.step.cond_branches:
-      by_branch[branch] += product.flops
+  flops_by_branch: collections.Counter[Any] = collections.Counter()
+  for matmul in matmuls:
+    for branch in matmul.visit.cond_branches:
+      flops_by_branch[branch] += matmul.flops
   # The largest comes last, and takes the place of the others.
-  largest = dict(sorted(by_branch, key=lambda branch: by_branch[branch]))
+  largest_branches = dict(
+    sorted(flops_by_branch, key=lambda branch: flops_by_branch[branch])
+  )
   return [
-    product
-    for product in products
-    if all(largest[cond] == i for cond, i in product.step.cond_branches)
+    matmul
+    for matmul in matmuls
+    if all(
+      largest_branches[cond] == i for cond, i in matmul.visit.cond_branches
+    )
   ]
 
 
-def _as_product(step: _walk.EqnVisit, flops: int) -> Product:
+def _as_matmul_stats(visit: _walk.EqnVisit, flops: int) -> MatmulStats:
   # What follows are the sizes of groups.
-  operands: list[Any] = [v.aval for v in step.eqn.invars[:2]]
-  widest = max(operands, key=lambda aval: aval.dtype.itemsize).dtype
-  result_dtype = _operations.get_result_dtype(step.eqn)
-  name = _lines.get_op_name(step.eqn)
-  return Product(name, str(widest), str(result_dtype), flops, step)
+  operand_avals: list[Any] = [v.aval for v in visit.eqn.invars[:2]]
+  widest_dtype = max(operand_avals, key=lambda aval: aval.dtype.itemsize).dtype
+  result_dtype = _operations.get_result_dtype(visit.eqn)
+  name = _lines.get_op_name(visit.eqn)
+  return MatmulStats(name, str(widest_dtype), str(result_dtype), flops, visit)
 
 
-def _risks_of(
-  step: _walk.EqnVisit, dtype: np.dtype, numbers: "_Numbers"
+def _find_risks(
+  visit: _walk.EqnVisit, dtype: np.dtype, constants: "_ConstantPropagation"
 ) -> Iterator[str]:
   """Why an operation is at risk in this dtype, and in no other one."""
-  kinds = [getattr(v.aval, "dtype", None) for v in step.eqn.outvars]
-  if dtype in kinds:
-    yield from _of_function(step, dtype, numbers)
-    yield from _of_sum(step, dtype, numbers)
-    yield from _of_constants(step, dtype, numbers)
+  out_dtypes = [getattr(v.aval, "dtype", None) for v in visit.eqn.outvars]
+  if dtype in out_dtypes:
+    yield from _find_function_risks(visit, dtype, constants)
+    yield from _find_sum_risks(visit, dtype, constants)
+    yield from _find_constant_risks(visit, dtype, constants)
 
 
-def _of_function(
-  step: _walk.EqnVisit, dtype: np.dtype, numbers: "_Numbers"
+def _find_function_risks(
+  visit: _walk.EqnVisit, dtype: np.dtype, constants: "_ConstantPropagation"
 ) -> Iterator[str]:
-  name = step.eqn.primitive.name
+  name = visit.eqn.primitive.name
   if name in _numbers.OVERFLOW_THRESHOLDS:
     yield f"{name} overflows above {_numbers.format_overflow_threshold(name, dtype)}"
   elif name in _LOGARITHMS:
@@ -439,85 +476,99 @@ def _of_function(
   elif name in _POWERS:
     yield "power: may overflow or underflow (squaring doubles the exponent)"
   elif name == "div":
-    divisor = numbers.of(step, step.eqn.invars[1])
+    divisor = constants.get_constant(visit, visit.eqn.invars[1])
     if divisor is None or not 1 <= abs(divisor) < math.inf:
       yield "division: the divisor may have underflowed to zero"
 
 
-def _of_sum(
-  step: _walk.EqnVisit, dtype: np.dtype, numbers: "_Numbers"
+def _find_sum_risks(
+  visit: _walk.EqnVisit, dtype: np.dtype, constants: "_ConstantPropagation"
 ) -> Iterator[str]:
-  summing = step.eqn
-  if step.eqn.primitive.name == "convert_element_type":
-    summing = numbers.maker(step, step.eqn.invars[0]) or summing
-  terms = _operations.count_summands(summing)
-  if step.eqn.primitive.name in _OVER_DEVICES:
+  sum_eqn = visit.eqn
+  if visit.eqn.primitive.name == "convert_element_type":
+    sum_eqn = constants.get_defining_eqn(visit, visit.eqn.invars[0]) or sum_eqn
+  num_terms = _operations.count_summands(sum_eqn)
+  if visit.eqn.primitive.name in _REDUCING_COLLECTIVES:
     yield f"sum over devices in {dtype}"
   elif (
-    terms > _LONG and summing.primitive.name in _operations.SCATTER_REDUCTIONS
+    num_terms > _LONG_SUM_TERMS
+    and sum_eqn.primitive.name in _operations.SCATTER_REDUCTIONS
   ):
-    yield f"sum by index of up to {terms} terms"
-  elif terms > _LONG:
-    yield f"sum of {terms} terms"
+    yield f"sum by index of up to {num_terms} terms"
+  elif num_terms > _LONG_SUM_TERMS:
+    yield f"sum of {num_terms} terms"
 
 
-def _of_constants(
-  step: _walk.EqnVisit, dtype: np.dtype, numbers: "_Numbers"
+def _find_constant_risks(
+  visit: _walk.EqnVisit, dtype: np.dtype, constants: "_ConstantPropagation"
 ) -> Iterator[str]:
-  name = step.eqn.primitive.name
-  for atom in step.eqn.invars:
-    number = numbers.of(step, atom)
-    if number is None:
+  name = visit.eqn.primitive.name
+  for atom in visit.eqn.invars:
+    value = constants.get_constant(visit, atom)
+    if value is None:
       continue
     with np.errstate(all="ignore"):
-      becomes = float(np.asarray(number).astype(dtype))
-    is_lost = becomes == 0 or math.isinf(becomes)
-    if name == "convert_element_type" and becomes != number and is_lost:
-      yield f"constant {number:g} becomes {becomes:g} in {dtype}"
+      cast_value = float(np.asarray(value).astype(dtype))
+    is_zero_or_inf = cast_value == 0 or math.isinf(cast_value)
+    if (
+      name == "convert_element_type" and cast_value != value and is_zero_or_inf
+    ):
+      yield f"constant {value:g} becomes {cast_value:g} in {dtype}"
     # JAX has converted the constant, so its first value is unknown.
     is_literal = isinstance(atom, core.Literal)
-    if name in _NEVER_ON_PURPOSE and is_literal and is_lost:
-      flows = "underflowed" if becomes == 0 else "overflowed"
-      yield (
-        f"constant is {number:g}; it may have {flows} when cast to {dtype}"
-      )
+    if name in _SUSPICIOUS_LITERAL_PRIMITIVES and is_literal and is_zero_or_inf:
+      verb = "underflowed" if cast_value == 0 else "overflowed"
+      yield (f"constant is {value:g}; it may have {verb} when cast to {dtype}")
 
 
-class _Numbers:
+class _ConstantPropagation:
   """What is known of values before anything is computed."""
 
   def __init__(self) -> None:
-    self._makers: dict[core.Jaxpr, dict[Any, core.JaxprEqn]] = {}
+    self._defining_eqns: dict[core.Jaxpr, dict[Any, core.JaxprEqn]] = {}
 
-  def of(self, step: _walk.EqnVisit, atom: Any) -> float | None:
+  def get_constant(self, visit: _walk.EqnVisit, atom: Any) -> float | None:
     """The number that all entries of what a step reads are, if it is one."""
     if isinstance(atom, core.Literal):
-      return _as_number(atom.val)
-    maker, jaxpr = self.maker(step, atom), step.closed_jaxpr.jaxpr
-    if maker is not None:
-      moves = maker.primitive.name in _operations.BROADCASTING
-      return self.of(step, maker.invars[0]) if moves else None
+      return _as_float_scalar(atom.val)
+    defining_eqn, jaxpr = (
+      self.get_defining_eqn(visit, atom),
+      visit.closed_jaxpr.jaxpr,
+    )
+    if defining_eqn is not None:
+      is_broadcast = defining_eqn.primitive.name in _operations.BROADCASTING
+      return (
+        self.get_constant(visit, defining_eqn.invars[0])
+        if is_broadcast
+        else None
+      )
     if atom in jaxpr.constvars:
-      return _as_number(step.closed_jaxpr.consts[jaxpr.constvars.index(atom)])
-    given = dict(zip(jaxpr.invars, _given_to(step), strict=False))
-    if step.parent is None or atom not in given:
+      return _as_float_scalar(
+        visit.closed_jaxpr.consts[jaxpr.constvars.index(atom)]
+      )
+    operand_by_var = dict(
+      zip(jaxpr.invars, _body_operands(visit), strict=False)
+    )
+    if visit.parent is None or atom not in operand_by_var:
       return None
-    return self.of(step.parent, given[atom])
+    return self.get_constant(visit.parent, operand_by_var[atom])
 
-  def maker(self, step: _walk.EqnVisit, atom: Any) -> core.JaxprEqn | None:
+  def get_defining_eqn(
+    self, visit: _walk.EqnVisit, atom: Any
+  ) -> core.JaxprEqn | None:
     """The equation of which what a step reads is the first output."""
-    jaxpr = step.closed_jaxpr.jaxpr
-    if jaxpr not in self._makers:
-      makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars[:1]}
-      self._makers[jaxpr] = makers
+    jaxpr = visit.closed_jaxpr.jaxpr
+    if jaxpr not in self._defining_eqns:
+      defining_eqns = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars[:1]}
+      self._defining_eqns[jaxpr] = defining_eqns
     is_literal = isinstance(atom, core.Literal)
-    return None if is_literal else self._makers[jaxpr].get(atom)
+    return None if is_literal else self._defining_eqns[jaxpr].get(atom)
 
 
-def _given_to(step: _walk.EqnVisit) -> Sequence[Any]:
+def _body_operands(visit: _walk.EqnVisit) -> Sequence[Any]:
   """What the first inputs of the jaxpr around a step are, each time it runs."""
-  eqn: Any = step.parent and step.parent.eqn
-  match step.parent and step.parent.hop:
+  eqn: Any = visit.parent and visit.parent.eqn
+  match visit.parent and visit.parent.hop:
     case _higher_order.Call() | _higher_order.ShardMap():
       return eqn.invars
     case _higher_order.Cond():
@@ -528,43 +579,51 @@ def _given_to(step: _walk.EqnVisit) -> Sequence[Any]:
       return ()
 
 
-def _as_number(const: Any) -> float | None:
+def _as_float_scalar(const: Any) -> float | None:
   """A real scalar as a number."""
   if isinstance(const, jax.core.Tracer):
     return None  # A solver closes over what was traced around it.
-  is_real = jnp.issubdtype(jnp.result_type(const), jnp.floating)
-  return float(const) if is_real and jnp.shape(const) == () else None
+  is_float = jnp.issubdtype(jnp.result_type(const), jnp.floating)
+  return float(const) if is_float and jnp.shape(const) == () else None
 
 
-def _inside(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
+def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that an equation runs."""
   call = _higher_order.parse_higher_order(eqn)
-  return _held(eqn) if call is None else _higher_order.get_bodies(call)
+  return (
+    _non_reducer_subjaxprs(eqn)
+    if call is None
+    else _higher_order.get_bodies(call)
+  )
 
 
-def _held(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
+def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   """The jaxprs that an equation holds, but for those that combine numbers."""
-  is_combiner = _lines.get_op_name(eqn).startswith(_COMBINERS)
-  return [] if is_combiner else list(_equations.subjaxprs(eqn))
+  is_reducer = _lines.get_op_name(eqn).startswith(_REDUCER_PREFIXES)
+  return [] if is_reducer else list(_equations.subjaxprs(eqn))
 
 
-def _limitation(step: _walk.EqnVisit) -> str:
+def _describe_limitation(visit: _walk.EqnVisit) -> str:
   """Return what cannot be known of an equation from its shapes, or ``""``."""
   reason = ""
-  if isinstance(step.hop, _higher_order.While):
+  if isinstance(visit.hop, _higher_order.While):
     reason = "only one iteration is counted"
-  elif step.hop is not None:
+  elif visit.hop is not None:
     pass
-  elif _held(step.eqn):
+  elif _non_reducer_subjaxprs(visit.eqn):
     reason = "its body is counted once"
-  elif _equations.get_hi_primitive(step.eqn) is not None:
+  elif _equations.get_hi_primitive(visit.eqn) is not None:
     reason = "it is unknown, and counted as no FLOPs"
   elif (
-    _operations.is_matmul(step.eqn)
-    and _operations.count_flops(step.eqn) is None
+    _operations.is_matmul(visit.eqn)
+    and _operations.count_flops(visit.eqn) is None
   ):
     reason = "its FLOPs are not counted"
-  where = (
-    f" at {step.location.source_line}" if step.location.source_line else ""
+  location_text = (
+    f" at {visit.location.source_line}" if visit.location.source_line else ""
   )
-  return f"{_lines.get_op_name(step.eqn)}{where}: {reason}" if reason else ""
+  return (
+    f"{_lines.get_op_name(visit.eqn)}{location_text}: {reason}"
+    if reason
+    else ""
+  )

@@ -50,7 +50,7 @@ def products(fun, *args):
 
 
 def named_products(fun, *args, only_needed=False):
-  """Each product of a function, in order, as a :class:`Product`.
+  """Each product of a function, in order, as a :class:`MatmulStats`.
 
   Only those whose results are read, if that is asked for: JAX leaves others
   beside them, which XLA drops.

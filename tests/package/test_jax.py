@@ -250,7 +250,7 @@ def names_in_tables():
     *_precision._POWERS,
     *_operations._REDUCTIONS,
     *_operations._CUMULATIVE_REDUCTIONS,
-    *_precision._OVER_DEVICES,
+    *_precision._REDUCING_COLLECTIVES,
   }
 
 
