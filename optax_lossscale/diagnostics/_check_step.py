@@ -178,7 +178,9 @@ def _build_step_check(
     *(comparison.mistakes if comparison else ()),
   ]
   # A branch may wait on purpose, unless it waits for finite gradients.
-  is_problem = lambda x: x is not _step_checks.NOT_RUN or search_result.origin
+  is_problem = lambda x: (
+    x is not _step_checks.UPDATE_NOT_RUN or search_result.origin
+  )
   unique_mistakes = filter(is_problem, dict.fromkeys(mistakes))
   problems = [Problem(*mistake) for mistake in unique_mistakes]
   report = comparison and comparison.report
@@ -315,7 +317,7 @@ def _describe_sound_scaling(
   if has_mistakes:
     return
   measured_mask = [
-    grad.halved_ratio is not None for grad in traced.grad_outputs
+    grad.expected_ratio is not None for grad in traced.grad_outputs
   ]
   if measured_mask and all(measured_mask) and search_result.origin is None:
     yield "the loss is scaled once, by the state that update holds"
@@ -345,11 +347,11 @@ def _describe_unchecked(
   comparison: _functions.Comparison | None,
 ) -> Iterator[str]:
   if (
-    _step_checks.NOT_RUN in search_result.mistakes
+    _step_checks.UPDATE_NOT_RUN in search_result.mistakes
     and search_result.origin is None
   ):
     yield "the gradients: update is in a branch that was not taken"
-  if any(grad.halved_ratio is None for grad in traced.grad_outputs):
+  if any(grad.expected_ratio is None for grad in traced.grad_outputs):
     yield (
       "how the loss is scaled: some gradients do not depend on a loss scale"
       " (they are arguments of the step, or scaled by a constant)"

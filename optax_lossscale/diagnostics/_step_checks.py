@@ -73,13 +73,13 @@ _DEPENDS_ON_SCALE = Mistake(
   " from, the loss or the gradients while they are scaled.",
   "Change them after ols.value_and_grad has unscaled them.",
 )
-NOT_RUN = Mistake(
+UPDATE_NOT_RUN = Mistake(
   "update did not run in this step, since its branch was not taken.",
   "Pass arguments with which the branch is taken. If the branch tests whether"
   " the gradients are finite, call update outside of it, since"
   " with_loss_scaling skips bad steps.",
 )
-_HIDDEN = Mistake(
+_HIDDEN_OVERFLOW = Mistake(
   "An overflow is hidden from update: value_and_grad returned gradients with"
   " an inf or a NaN, but update received finite ones. Something in between"
   " (nan_to_num, clipping, a mask) replaces them, so bad steps are applied and"
@@ -96,8 +96,8 @@ _NUM_LABELS = 5
 
 # A ratio of gradients is taken as a power of two within this distance; and a
 # gradient without half precision as unchanged within the smaller one.
-_NEAR = 0.05
-_EXACT = 1e-3
+_RATIO_TOLERANCE = 0.05
+_EXACT_TOLERANCE = 1e-3
 
 
 class Output(NamedTuple):
@@ -112,7 +112,7 @@ class Output(NamedTuple):
     group: the number of the result that it is part of, or of the ``update``.
     branches: for each ``cond`` around the tag, the outermost first, an
       identifier of the ``cond`` and the number of the branch.
-    halved_ratio: the factor by which a sound gradient changes if the loss scale
+    expected_ratio: the factor by which a sound gradient changes if the loss scale
       halves; None if it cannot be measured.
   """
 
@@ -120,112 +120,128 @@ class Output(NamedTuple):
   name: str
   group: int
   branches: tuple[tuple[int, int], ...] = ()
-  halved_ratio: float | None = None
+  expected_ratio: float | None = None
 
 
-class Dependence(NamedTuple):
+class ScaleDependence(NamedTuple):
   """The loss scales that gradients depend on.
 
   Attributes:
     outputs: the outputs, with their ``halved_ratio``.
-    is_relevant: whether each output matters for the step. Unscaled gradients
+    relevant_mask: whether each output matters for the step. Unscaled gradients
       that no `update` receives do not.
-    scales: which inputs are loss scales, by their positions.
+    scale_indices: which inputs are loss scales, by their positions.
     mistakes: mistakes in how gradients are scaled.
   """
 
   outputs: list[Output]
-  is_relevant: list[bool]
-  scales: frozenset[int]
+  relevant_mask: list[bool]
+  scale_indices: frozenset[int]
   mistakes: list[Mistake]
 
 
 def check_dependence(
-  closed: _equations.ClosedJaxpr, names: Sequence[str], outputs: list[Output]
-) -> Dependence:
+  closed_jaxpr: _equations.ClosedJaxpr,
+  input_names: Sequence[str],
+  outputs: list[Output],
+) -> ScaleDependence:
   """Checks by dependence analysis how the gradients of a step are scaled.
 
   Args:
-    closed: the jaxpr of the step.
-    names: the names of its inputs.
+    closed_jaxpr: the jaxpr of the step.
+    input_names: the names of its inputs.
     outputs: its outputs.
 
   Returns:
-    A :class:`Dependence`.
+    A :class:`ScaleDependence`.
   """
-  pairs = zip(names, closed.jaxpr.invars, strict=True)
-  candidates = [i for i, pair in enumerate(pairs) if _may_be_scale(*pair)]
-  inputs = [0] * len(names)
-  for label, i in enumerate(candidates, _NUM_LABELS):
-    inputs[i] = 1 << label
-  rules = _StepLabels(len(candidates))
-  labels = _dependence.propagate_labels(closed, inputs, rules)
-  received = 0
-  for grad in rules.grads:
-    received |= grad.labels
-  hides = received & rules.unscaled_tags if rules.grads else rules.unscaled_tags
-  return Dependence(
+  pairs = zip(input_names, closed_jaxpr.jaxpr.invars, strict=True)
+  candidate_indices = [
+    i for i, pair in enumerate(pairs) if _can_be_scale(*pair)
+  ]
+  input_labels = [0] * len(input_names)
+  for label, i in enumerate(candidate_indices, _NUM_LABELS):
+    input_labels[i] = 1 << label
+  transfer = _StepTransferFunctions(len(candidate_indices))
+  output_labels = _dependence.propagate_labels(
+    closed_jaxpr, input_labels, transfer
+  )
+  received_labels = 0
+  for grad in transfer.grads:
+    received_labels |= grad.labels
+  relevant_tag_labels = (
+    received_labels & transfer.unscaled_tag_labels
+    if transfer.grads
+    else transfer.unscaled_tag_labels
+  )
+  return ScaleDependence(
     [
-      out._replace(halved_ratio=rules.halved_ratio(x))
+      out._replace(halved_ratio=transfer.expected_ratio(x))
       if out.kind == "grads"
       else out
-      for out, x in zip(outputs, labels, strict=True)
+      for out, x in zip(outputs, output_labels, strict=True)
     ],
     [
-      out.kind != "unscaled" or bool(x & hides)
-      for out, x in zip(outputs, labels, strict=True)
+      out.kind != "unscaled" or bool(x & relevant_tag_labels)
+      for out, x in zip(outputs, output_labels, strict=True)
     ],
-    frozenset(i for i in candidates if inputs[i] & rules.scales),
-    rules.mistakes(),
+    frozenset(
+      i for i in candidate_indices if input_labels[i] & transfer.scale_labels
+    ),
+    transfer.find_mistakes(),
   )
 
 
-def _may_be_scale(name: str, var: Any) -> bool:
+def _can_be_scale(name: str, var: Any) -> bool:
   """Returns whether an input is a loss scale if a tag receives it."""
   is_scalar = not getattr(var.aval, "shape", ())
   is_float32 = getattr(var.aval, "dtype", None) == jnp.float32
   return is_float32 and (is_scalar or "loss_scale" in name)
 
 
-class _Grad(NamedTuple):
+class _ReceivedGrad(NamedTuple):
   """A gradient that an `update` receives.
 
   Attributes:
-    update: the number of the `update`.
+    update_index: the number of the `update`.
     name: the label of the gradient.
-    tag: the label of its tag.
+    tag_label: the label of its tag.
     labels: the labels of the gradient.
     is_scaled: whether the `update` expects gradients of a scaled loss.
-    own_scale: the labels of the loss scale of the `update`; 0 if unknown.
-    is_fixed: whether this loss scale is fixed.
+    update_scale_labels: the labels of the loss scale of the `update`; 0 if unknown.
+    has_fixed_scale: whether this loss scale is fixed.
   """
 
-  update: int
+  update_index: int
   name: str
-  tag: int
+  tag_label: int
   labels: int
   is_scaled: bool
-  own_scale: int
-  is_fixed: bool
+  update_scale_labels: int
+  has_fixed_scale: bool
 
 
-class _StepLabels:
+class _StepTransferFunctions:
   """The rules of the dependence analysis of a step.
 
   Attributes:
     grads: the gradients that each `update` receives.
-    unscaled_tags: the labels of all tags of unscaled gradients.
-    scales: the labels of all loss scales.
+    unscaled_tag_labels: the labels of all tags of unscaled gradients.
+    scale_labels: the labels of all loss scales.
   """
 
   def __init__(self, num_candidates: int) -> None:
-    self.grads: list[_Grad] = []
-    self.unscaled_tags = 0
-    self.scales = _UNKNOWN_SCALE
+    self.grads: list[_ReceivedGrad] = []
+    self.unscaled_tag_labels = 0
+    self.scale_labels = _UNKNOWN_SCALE
     self._next_label = _NUM_LABELS + num_candidates
-    self._candidates = (1 << self._next_label) - (1 << _NUM_LABELS)
-    self._label_of: dict[Any, int] = {}
-    self._update, self._own_scale, self._is_fixed = 0, 0, False
+    self._candidate_labels = (1 << self._next_label) - (1 << _NUM_LABELS)
+    self._label_by_eqn: dict[Any, int] = {}
+    self._update_index, self._update_scale_labels, self._has_fixed_scale = (
+      0,
+      0,
+      False,
+    )
 
   def transfer_tag(
     self, eqn: Any, name: str, labels: int, is_final: bool
@@ -235,29 +251,31 @@ class _StepLabels:
       return labels
     match tag.kind:
       case "scale":
-        return labels | self._scale_labels(labels)
+        return labels | self._record_scale(labels)
       case "update_scale" | "fixed_update_scale":
         if is_final:
-          self._update += 1
-          self._own_scale = self._scale_labels(labels)
-          self._is_fixed = tag.kind.startswith("fixed")
+          self._update_index += 1
+          self._update_scale_labels = self._record_scale(labels)
+          self._has_fixed_scale = tag.kind.startswith("fixed")
         return 0  # The `update` unscales with it, and its updates are true.
       case "unscaled":
-        label = self._tag_label(eqn)
-        self.unscaled_tags |= label
-        return labels & ~(_ROUNDED | self.unscaled_tags) | _UNSCALED | label
+        label = self._get_tag_label(eqn)
+        self.unscaled_tag_labels |= label
+        return (
+          labels & ~(_ROUNDED | self.unscaled_tag_labels) | _UNSCALED | label
+        )
       case "grads" | "scaled_grads":
-        label = self._tag_label(eqn)
+        label = self._get_tag_label(eqn)
         if is_final:
           self.grads.append(
-            _Grad(
-              self._update,
+            _ReceivedGrad(
+              self._update_index,
               tag.path,
               label,
               labels,
               tag.kind == "scaled_grads",
-              self._own_scale,
-              self._is_fixed,
+              self._update_scale_labels,
+              self._has_fixed_scale,
             )
           )
         return label  # The next step begins here.
@@ -273,70 +291,98 @@ class _StepLabels:
       labels |= _ROUNDED
     return labels
 
-  def halved_ratio(self, labels: int) -> float | None:
+  def expected_ratio(self, labels: int) -> float | None:
     """Returns how a sound gradient with this tag changes; None if unknown."""
     ratios = {
-      (0.5 if grad.is_scaled else 1.0) if grad.labels & self.scales else None
+      (0.5 if grad.is_scaled else 1.0)
+      if grad.labels & self.scale_labels
+      else None
       for grad in self.grads
-      if grad.tag & labels
+      if grad.tag_label & labels
     }
     return ratios.pop() if len(ratios) == 1 else None
 
-  def mistakes(self) -> list[Mistake]:
+  def find_mistakes(self) -> list[Mistake]:
     """Returns the mistakes of all updates."""
-    found: dict[Mistake, None] = {}
-    for _, grads in itertools.groupby(self.grads, lambda grad: grad.update):
-      found.update(dict.fromkeys(self._mistakes(list(grads))))
-    return list(found)
+    mistakes: dict[Mistake, None] = {}
+    for _, grads in itertools.groupby(
+      self.grads, lambda grad: grad.update_index
+    ):
+      mistakes.update(dict.fromkeys(self._find_update_mistakes(list(grads))))
+    return list(mistakes)
 
-  def _mistakes(self, grads: list[_Grad]) -> Iterable[Mistake]:
+  def _find_update_mistakes(
+    self, grads: list[_ReceivedGrad]
+  ) -> Iterable[Mistake]:
     names = [grad.name for grad in grads]
-    rounded = [x for x in grads if x.labels & _ROUNDED and not x.is_scaled]
-    if rounded:
-      yield _fill_in(_CAST_TO_HALF, [x.name for x in rounded], names)
+    rounded_grads = [
+      x for x in grads if x.labels & _ROUNDED and not x.is_scaled
+    ]
+    if rounded_grads:
+      yield _fill_in_names(
+        _CAST_TO_HALF, [x.name for x in rounded_grads], names
+      )
     # Gradients that are arguments of the step are not judged. With a fixed
     # scale, the loss may be multiplied by a constant.
-    if grads[0].is_fixed or not grads[0].own_scale:
+    if grads[0].has_fixed_scale or not grads[0].update_scale_labels:
       return
-    computed = [x for x in grads if x.labels & _BACKWARD]
-    scaled = [x for x in computed if x.labels & self.scales]
+    backward_grads = [x for x in grads if x.labels & _BACKWARD]
+    scaled_grads = [x for x in backward_grads if x.labels & self.scale_labels]
     # A gradient that is computed in float32 needs no scale.
-    unscaled = [
-      x for x in computed if not x.labels & self.scales and x.labels & _HALF
+    unscaled_grads = [
+      x
+      for x in backward_grads
+      if not x.labels & self.scale_labels and x.labels & _HALF
     ]
-    if unscaled:
-      yield _fill_in(_NOT_SCALED, [x.name for x in unscaled], names)
-    foreign = [x for x in scaled if not x.labels & x.own_scale]
-    constant = [x for x in foreign if x.labels & _UNKNOWN_SCALE]
-    if constant and not grads[0].own_scale & _UNKNOWN_SCALE:
-      yield _fill_in(_CONSTANT_SCALE, [x.name for x in constant], names)
-    other = [x for x in foreign if not x.labels & _UNKNOWN_SCALE]
-    if other and not grads[0].own_scale & _UNKNOWN_SCALE:
-      yield _fill_in(_OTHER_STATE, [x.name for x in other], names)
+    if unscaled_grads:
+      yield _fill_in_names(_NOT_SCALED, [x.name for x in unscaled_grads], names)
+    other_scale_grads = [
+      x for x in scaled_grads if not x.labels & x.update_scale_labels
+    ]
+    constant_scale_grads = [
+      x for x in other_scale_grads if x.labels & _UNKNOWN_SCALE
+    ]
+    if (
+      constant_scale_grads and not grads[0].update_scale_labels & _UNKNOWN_SCALE
+    ):
+      yield _fill_in_names(
+        _CONSTANT_SCALE, [x.name for x in constant_scale_grads], names
+      )
+    other_state_grads = [
+      x for x in other_scale_grads if not x.labels & _UNKNOWN_SCALE
+    ]
+    if other_state_grads and not grads[0].update_scale_labels & _UNKNOWN_SCALE:
+      yield _fill_in_names(
+        _OTHER_STATE, [x.name for x in other_state_grads], names
+      )
 
-  def _scale_labels(self, labels: int) -> int:
+  def _record_scale(self, labels: int) -> int:
     """Returns the labels of a loss scale, from those of its tag."""
-    found = labels & self._candidates or _UNKNOWN_SCALE
-    self.scales |= found
-    return found
+    scale_labels = labels & self._candidate_labels or _UNKNOWN_SCALE
+    self.scale_labels |= scale_labels
+    return scale_labels
 
-  def _tag_label(self, eqn: Any) -> int:
-    if eqn not in self._label_of:
-      self._label_of[eqn] = 1 << self._next_label
+  def _get_tag_label(self, eqn: Any) -> int:
+    if eqn not in self._label_by_eqn:
+      self._label_by_eqn[eqn] = 1 << self._next_label
       self._next_label += 1
-    return self._label_of[eqn]
+    return self._label_by_eqn[eqn]
 
 
-def _fill_in(
+def _fill_in_names(
   mistake: Mistake, names: list[str], all_names: list[str], **kwargs: Any
 ) -> Mistake:
   """Fills in the names, if these are not all gradients."""
-  some = f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
-  shown = "" if len(names) == len(all_names) else some
-  return mistake._replace(cause=mistake.cause.format(names=shown, **kwargs))
+  name_list = f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
+  names_text = "" if len(names) == len(all_names) else name_list
+  return mistake._replace(
+    cause=mistake.cause.format(names=names_text, **kwargs)
+  )
 
 
-def check_flags(outputs: list[Output], outs: Sequence[Any]) -> list[Mistake]:
+def check_applied_flags(
+  outputs: list[Output], outs: Sequence[Any]
+) -> list[Mistake]:
   """Checks a step that was run: did `update` run, and see each overflow?
 
   Args:
@@ -347,42 +393,54 @@ def check_flags(outputs: list[Output], outs: Sequence[Any]) -> list[Mistake]:
     Warnings; none if the step is sound.
   """
   pairs = list(zip(outputs, outs, strict=True))
-  flags = [(out, np.asarray(x)) for out, x in pairs if out.kind == "applied"]
-  if not flags:
-    return []
-  excused = [_is_replaced(out, flag, flags) for out, flag in flags]
-  cases = [
-    flag[~other] for (_, flag), other in zip(flags, excused, strict=True)
+  applied_flags = [
+    (out, np.asarray(x)) for out, x in pairs if out.kind == "applied"
   ]
-  ran = np.concatenate(cases)
-  if (ran < 0).all():
-    return [NOT_RUN]
-  faults = [x for out, x in pairs if out.kind == "unscaled"]
-  overflows = not all(np.isfinite(np.asarray(x)).all() for x in faults)
+  if not applied_flags:
+    return []
+  replaced_masks = [
+    _compute_replaced_mask(out, flag, applied_flags)
+    for out, flag in applied_flags
+  ]
+  relevant_flags = [
+    flag[~is_replaced]
+    for (_, flag), is_replaced in zip(
+      applied_flags, replaced_masks, strict=True
+    )
+  ]
+  flag_values = np.concatenate(relevant_flags)
+  if (flag_values < 0).all():
+    return [UPDATE_NOT_RUN]
+  nonfinite_indicators = [x for out, x in pairs if out.kind == "unscaled"]
+  has_overflow = not all(
+    np.isfinite(np.asarray(x)).all() for x in nonfinite_indicators
+  )
   # An `update` that skips its step has seen an overflow: maybe all there are.
   # One that waits, such as that of an actor or behind an accumulation, may see
   # it in a later step.
-  return [_HIDDEN] if overflows and (ran == 1).all() else []
+  return [_HIDDEN_OVERFLOW] if has_overflow and (flag_values == 1).all() else []
 
 
-def _is_replaced(
-  out: Output, flag: np.ndarray, flags: list[tuple[Output, np.ndarray]]
+def _compute_replaced_mask(
+  output: Output,
+  flag: np.ndarray,
+  applied_flags: list[tuple[Output, np.ndarray]],
 ) -> np.ndarray:
   """Returns whether the `update` of another branch ran in place of each."""
-  replaced = np.zeros(flag.shape, bool)
-  for other, its_flag in flags:
-    branches = dict(other.branches)
-    if any(branches.get(cond, i) != i for cond, i in out.branches):
-      ran = its_flag >= 0
-      replaced |= ran if ran.shape == flag.shape else ran.any()
-  return replaced & (flag < 0)
+  mask = np.zeros(flag.shape, bool)
+  for other_output, other_flag in applied_flags:
+    branches = dict(other_output.branches)
+    if any(branches.get(cond, i) != i for cond, i in output.branches):
+      has_run = other_flag >= 0
+      mask |= has_run if has_run.shape == flag.shape else has_run.any()
+  return mask & (flag < 0)
 
 
-def check_measurement(
+def check_scale_invariance(
   inputs: Sequence[Any],
-  scales: Collection[int],
+  scale_indices: Collection[int],
   outputs: list[Output],
-  run: Callable[[list[Any]], Sequence[Any]],
+  run_step: Callable[[list[Any]], Sequence[Any]],
   outs: Sequence[Any],
   *,
   is_exact: bool,
@@ -395,9 +453,9 @@ def check_measurement(
 
   Args:
     inputs: the inputs of the step.
-    scales: which of them are loss scales.
+    scale_indices: which of them are loss scales.
     outputs: the outputs of the step.
-    run: the step, of its inputs.
+    run_step: the step, of its inputs.
     outs: what it returns for the inputs.
     is_exact: whether gradients cannot underflow, as in a step without half
       precision. Only then ratios that are no powers of two are reported.
@@ -405,97 +463,120 @@ def check_measurement(
   Returns:
     Mistakes; none if the step is sound.
   """
-  judged = [i for i, out in enumerate(outputs) if out.halved_ratio is not None]
-  if not judged or not scales:
+  measured_indices = [
+    i for i, out in enumerate(outputs) if out.expected_ratio is not None
+  ]
+  if not measured_indices or not scale_indices:
     return []
-  changes = []
+  ratios_and_errors = []
   for factor in 1.0, 0.5, 0.25:
-    scaled = [
+    scaled_inputs = [
       # It stays where it is, on one device or many.
-      x * np.asarray(factor, x.dtype) if i in scales else x
+      x * np.asarray(factor, x.dtype) if i in scale_indices else x
       for i, x in enumerate(inputs)
     ]
-    changed = run(scaled)
-    changes.append(
+    changed_outs = run_step(scaled_inputs)
+    ratios_and_errors.append(
       np.asarray(
-        _changes([outs[i] for i in judged], [changed[i] for i in judged]),
+        _measure_changes(
+          [outs[i] for i in measured_indices],
+          [changed_outs[i] for i in measured_indices],
+        ),
         np.float64,
       )
     )
-  expected = np.array([outputs[i].halved_ratio for i in judged])
-  is_stable = changes[0][:, 1] < _EXACT
-  half = np.where(is_stable, changes[1][:, 0] / expected, np.nan)
-  quarter = changes[2][:, 0] / expected**2
-  grads = [outputs[i] for i in judged]
+  expected_ratios = np.array(
+    [outputs[i].expected_ratio for i in measured_indices]
+  )
+  is_stable = ratios_and_errors[0][:, 1] < _EXACT_TOLERANCE
+  ratio_at_half = np.where(
+    is_stable, ratios_and_errors[1][:, 0] / expected_ratios, np.nan
+  )
+  ratio_at_quarter = ratios_and_errors[2][:, 0] / expected_ratios**2
+  grad_outputs = [outputs[i] for i in measured_indices]
   mistakes: dict[Mistake, None] = {}
   for mistake, factor in (_NEVER_UNSCALED, 0.5), (_UNSCALED_TWICE, 2.0):
-    is_such = _is_near(half, factor) & _is_near(quarter, factor**2)
-    half = np.where(is_such, 1.0, half)
-    mistakes.update(dict.fromkeys(_by_update(mistake, grads, is_such)))
-  if is_exact:
-    is_such = np.abs(half - 1) > _EXACT
-    found = half[is_such][:1]
-    kwargs = {"factor": float(found[0])} if found.size else {}
+    is_affected = _is_close(ratio_at_half, factor) & _is_close(
+      ratio_at_quarter, factor**2
+    )
+    ratio_at_half = np.where(is_affected, 1.0, ratio_at_half)
     mistakes.update(
-      dict.fromkeys(_by_update(_DEPENDS_ON_SCALE, grads, is_such, **kwargs))
+      dict.fromkeys(_repeat_by_update(mistake, grad_outputs, is_affected))
+    )
+  if is_exact:
+    is_affected = np.abs(ratio_at_half - 1) > _EXACT_TOLERANCE
+    affected_ratios = ratio_at_half[is_affected][:1]
+    kwargs = (
+      {"factor": float(affected_ratios[0])} if affected_ratios.size else {}
+    )
+    mistakes.update(
+      dict.fromkeys(
+        _repeat_by_update(
+          _DEPENDS_ON_SCALE, grad_outputs, is_affected, **kwargs
+        )
+      )
     )
   return list(mistakes)
 
 
 @jax.jit
-def _changes(grads: list[Any], changed: list[Any]) -> list[Any]:
+def _measure_changes(grads: list[Any], changed_grads: list[Any]) -> list[Any]:
   """Returns the factor by which each gradient changed, and the relative error.
 
   Both are NaN if it is zero or not finite.
   """
   rows = []
-  for x, y in zip(grads, changed, strict=True):
-    unit = jnp.max(jnp.abs(x), initial=0)
-    x, y = x / unit, y / unit
+  for x, y in zip(grads, changed_grads, strict=True):
+    amax = jnp.max(jnp.abs(x), initial=0)
+    x, y = x / amax, y / amax
     norm = jnp.sum(jnp.abs(x) ** 2)
     error = jnp.sqrt(jnp.sum(jnp.abs(y - x) ** 2) / norm)
     rows.append([jnp.sum(jnp.real(x.conj() * y)) / norm, error])
   return rows
 
 
-def _is_near(ratio: np.ndarray, factor: float) -> np.ndarray:
-  return np.abs(ratio / factor - 1) < _NEAR
+def _is_close(ratio: np.ndarray, factor: float) -> np.ndarray:
+  return np.abs(ratio / factor - 1) < _RATIO_TOLERANCE
 
 
-def _by_update(
-  mistake: Mistake, grads: list[Output], is_such: np.ndarray, **kwargs: Any
+def _repeat_by_update(
+  mistake: Mistake, grads: list[Output], is_affected: np.ndarray, **kwargs: Any
 ) -> Iterable[Mistake]:
   """Returns the mistake for each `update` with gradients that are such."""
   for group in dict.fromkeys(out.group for out in grads):
-    pairs = zip(grads, is_such, strict=True)
-    its = [(out.name, bool(x)) for out, x in pairs if out.group == group]
-    names = [name for name, x in its if x]
+    pairs = zip(grads, is_affected, strict=True)
+    group_grads = [
+      (out.name, bool(x)) for out, x in pairs if out.group == group
+    ]
+    names = [name for name, x in group_grads if x]
     if names:
-      yield _fill_in(mistake, names, [name for name, _ in its], **kwargs)
+      yield _fill_in_names(
+        mistake, names, [name for name, _ in group_grads], **kwargs
+      )
 
 
-def computes_in_half(
-  closed: _equations.ClosedJaxpr, *, without_autocast: bool
+def has_half_precision_eqn(
+  closed_jaxpr: _equations.ClosedJaxpr, *, ignore_autocast: bool
 ) -> bool:
   """Returns whether a program computes in float16 or float8.
 
   Args:
-    closed: the jaxpr.
-    without_autocast: whether to leave out what `autocast` casts.
+    closed_jaxpr: the jaxpr.
+    ignore_autocast: whether to leave out what `autocast` casts.
   """
 
-  def is_half(visit: _walk.EqnVisit) -> bool:
-    if not any(map(_is_half, visit.eqn.outvars)):
+  def is_half_visit(visit: _walk.EqnVisit) -> bool:
+    if not any(map(_is_half_var, visit.eqn.outvars)):
       return False
-    place = _places.EqnLocation()
-    for outer in reversed(visit.ancestors):
-      place = place.push_scope(outer.eqn)
-    return not without_autocast or place.autocast_dtype is None
+    location = _places.EqnLocation()
+    for ancestor in reversed(visit.ancestors):
+      location = location.push_scope(ancestor.eqn)
+    return not ignore_autocast or location.autocast_dtype is None
 
-  return any(map(is_half, _walk.walk(closed, _equations.subjaxprs)))
+  return any(map(is_half_visit, _walk.walk(closed_jaxpr, _equations.subjaxprs)))
 
 
-def _is_half(var: Any) -> bool:
+def _is_half_var(var: Any) -> bool:
   dtype = getattr(var.aval, "dtype", None)
   if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
     return False

@@ -222,10 +222,10 @@ def trace(
     dependence.outputs,
     harvest.unreached_labels,
     harvest.cond_labels,
-    dependence.scales,
+    dependence.scale_indices,
     dependence.mistakes,
   )
-  return traced.restrict_outputs(dependence.is_relevant)
+  return traced.restrict_outputs(dependence.relevant_mask)
 
 
 @contextlib.contextmanager

@@ -396,15 +396,15 @@ class Runs:
     """Checks how the step uses its gradients."""
     mistakes: list[_step_checks.Mistake] = []
     for outs in reference, in_half:
-      mistakes += _step_checks.check_flags(self._traced.outputs, outs)
-    mistakes += _step_checks.check_measurement(
+      mistakes += _step_checks.check_applied_flags(self._traced.outputs, outs)
+    mistakes += _step_checks.check_scale_invariance(
       self._traced.inputs,
       self._traced.scale_indices,
       self._traced.outputs,
       lambda inputs: self._run(inputs, np.zeros(self._count, np.int32))[0],
       reference,
-      is_exact=not _step_checks.computes_in_half(
-        self._traced.closed_jaxpr, without_autocast=True
+      is_exact=not _step_checks.has_half_precision_eqn(
+        self._traced.closed_jaxpr, ignore_autocast=True
       ),
     )
     return list(dict.fromkeys(mistakes))

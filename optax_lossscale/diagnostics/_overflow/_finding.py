@@ -134,17 +134,19 @@ def search_overflow(
   """Finds the origin of an inf or a NaN in a traced program."""
   run = _compiled(traced)
   found, outs = _origins_of(traced, run, progress)
-  mistakes = traced.mistakes + _step_checks.check_flags(traced.outputs, outs)
+  mistakes = traced.mistakes + _step_checks.check_applied_flags(
+    traced.outputs, outs
+  )
   if not found:
     if run is not None:
-      mistakes += _step_checks.check_measurement(
+      mistakes += _step_checks.check_scale_invariance(
         traced.inputs,
         traced.scale_indices,
         traced.outputs,
         lambda inputs: run(*inputs),
         outs,
-        is_exact=not _step_checks.computes_in_half(
-          traced.closed_jaxpr, without_autocast=False
+        is_exact=not _step_checks.has_half_precision_eqn(
+          traced.closed_jaxpr, ignore_autocast=False
         ),
       )
     flags = traced.select_kind(outs, "applied")
