@@ -87,7 +87,7 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
 ):
   """However many iterations it has, and however many loops are around it."""
   traced, steps = [], []
-  program, step = _loops.CompiledScan._program, _stepper.Stepper._step
+  program, step = _loops.CompiledScan._run_loop, _stepper.Stepper._step
 
   def tracing(self, *args):
     traced.append(self)

@@ -19,46 +19,46 @@ from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import _higher_order
 
 AnyLoop = _higher_order.Scan | _higher_order.While
-Run = Callable[..., list[Any]]
+RunFn = Callable[..., list[Any]]
 # What takes a slice out of an array, by its number.
-Take = Callable[[Any, Any], Any]
+TakeFn = Callable[[Any, Any], Any]
 
 # A loop runs a few times, and so compiles in half of the time. If XLA dropped a
 # conversion to float16 and back, an overflow would go with it.
-_OPTIONS = {
+_COMPILER_OPTIONS = {
   "xla_backend_optimization_level": 0,
   "xla_allow_excess_precision": False,
 }
 
 
-class Stop(NamedTuple):
+class StopPoint(NamedTuple):
   """The iteration after which a loop has stopped.
 
   Attributes:
-    done: the number of iterations that have run, since the loop began.
+    num_iterations: the number of iterations that have run, since the loop began.
     carry: the carry that the last iteration was given.
     outs: the outputs of the body in the last iteration.
   """
 
-  done: int
+  num_iterations: int
   carry: Sequence[Any]
   outs: list[Any]
 
 
-class Loop(Protocol):
+class StoppableLoop(Protocol):
   """A ``scan`` or a ``while_loop`` that can stop."""
 
-  def whole(self, *inputs: Any) -> list[Any]:
+  def run_all(self, *inputs: Any) -> list[Any]:
     """Run all iterations, and return the outputs of the loop."""
 
-  def advance(self, count: int, inputs: Sequence[Any]) -> Stop:
+  def advance(self, num_iterations: int, inputs: Sequence[Any]) -> StopPoint:
     """Run one or more iterations.
 
     The loop runs on while the outputs of the body are finite. It has at least
     one iteration left.
 
     Args:
-      count: the number of iterations that have run.
+      num_iterations: the number of iterations that have run.
       inputs: the inputs of the loop, with the carry as it is after these.
     """
 
@@ -68,47 +68,62 @@ class CompiledScan:
 
   def __init__(self, scan: _higher_order.Scan):
     self._scan = scan
-    self._run = jax.jit(self._program, compiler_options=_OPTIONS)
+    self._run = jax.jit(self._run_loop, compiler_options=_COMPILER_OPTIONS)
 
-  def whole(self, *inputs: Any) -> list[Any]:
-    _, _, carry, stacked, _ = self._run(False, 0, inputs)
-    return [*carry, *stacked]
+  def run_all(self, *inputs: Any) -> list[Any]:
+    _, _, carry, ys, _ = self._run(False, 0, inputs)
+    return [*carry, *ys]
 
-  def advance(self, count: int, inputs: Sequence[Any]) -> Stop:
-    count, before, carry, _, rows = self._run(True, count, tuple(inputs))
-    return Stop(int(count), before, [*carry, *rows])
+  def advance(self, num_iterations: int, inputs: Sequence[Any]) -> StopPoint:
+    num_iterations, prev_carry, carry, _, rows = self._run(
+      True, num_iterations, tuple(inputs)
+    )
+    return StopPoint(int(num_iterations), prev_carry, [*carry, *rows])
 
-  def _program(self, halts: Any, count: Any, inputs: Any) -> Any:
+  def _run_loop(
+    self, stop_at_nonfinite: Any, num_iterations: Any, inputs: Any
+  ) -> Any:
     scan = self._scan
-    consts, first, slices = scan.split(inputs)
-    take = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
-    body = core.jaxpr_as_fun(scan.body)
+    consts, init_carry, slices = scan.split(inputs)
+    take_slice = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
+    eval_body = core.jaxpr_as_fun(scan.body)
 
-    def goes_on(state: Any) -> Any:
-      (count, *_), is_finite = state
-      return (count < scan.length) & (is_finite | ~halts)
+    def cond_fun(state: Any) -> Any:
+      (num_iterations, *_), is_finite = state
+      return (num_iterations < scan.length) & (is_finite | ~stop_at_nonfinite)
 
-    def step(state: Any) -> Any:
-      (count, _, before, stacked), _ = state
-      now = [*consts, *before, *slices]
-      outs = body(*body_inputs(scan, count, now, take))
-      i = index_of(scan, count)
-      put = functools.partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
-      rows = zip(stacked, outs[scan.num_carry :], strict=True)
-      stacked = [put(array, row) for array, row in rows]
-      new = count + 1, before, outs[: scan.num_carry], stacked
-      return new, are_finite(outs)
+    def body_fun(state: Any) -> Any:
+      (num_iterations, _, prev_carry, ys), _ = state
+      loop_inputs = [*consts, *prev_carry, *slices]
+      outs = eval_body(
+        *get_body_inputs(scan, num_iterations, loop_inputs, take_slice)
+      )
+      i = get_iteration_index(scan, num_iterations)
+      update_row = functools.partial(
+        lax.dynamic_update_index_in_dim, index=i, axis=0
+      )
+      rows = zip(ys, outs[scan.num_carry :], strict=True)
+      ys = [update_row(array, row) for array, row in rows]
+      new_state = num_iterations + 1, prev_carry, outs[: scan.num_carry], ys
+      return new_state, all_finite(outs)
 
-    kinds: list[Any] = [
+    row_avals: list[Any] = [
       v.aval for v in scan.body.jaxpr.outvars[scan.num_carry :]
     ]
-    stacked = [
-      lax.full((scan.length, *kind.shape), 0, kind.dtype) for kind in kinds
+    ys = [
+      lax.full((scan.length, *aval.shape), 0, aval.dtype) for aval in row_avals
     ]
-    start = (count, list(first), list(first), stacked), jnp.array(True)
-    (count, *carries, stacked), _ = lax.while_loop(goes_on, step, start)
-    rows = [take(x, index_of(scan, count - 1)) for x in stacked]
-    return count, *carries, stacked, rows
+    init_state = (
+      (num_iterations, list(init_carry), list(init_carry), ys),
+      jnp.array(True),
+    )
+    (num_iterations, *carries, ys), _ = lax.while_loop(
+      cond_fun, body_fun, init_state
+    )
+    rows = [
+      take_slice(x, get_iteration_index(scan, num_iterations - 1)) for x in ys
+    ]
+    return num_iterations, *carries, ys, rows
 
 
 class CompiledWhile:
@@ -116,61 +131,74 @@ class CompiledWhile:
 
   def __init__(self, loop: _higher_order.While):
     self._loop = loop
-    self._run = jax.jit(self._program, compiler_options=_OPTIONS)
+    self._run = jax.jit(self._run_loop, compiler_options=_COMPILER_OPTIONS)
 
-  def whole(self, *inputs: Any) -> list[Any]:
+  def run_all(self, *inputs: Any) -> list[Any]:
     return self._run(False, 0, inputs)[2]
 
-  def advance(self, count: int, inputs: Sequence[Any]) -> Stop:
-    count, before, _, outs = self._run(True, count, tuple(inputs))
-    return Stop(int(count), before, outs)
+  def advance(self, num_iterations: int, inputs: Sequence[Any]) -> StopPoint:
+    num_iterations, prev_carry, _, outs = self._run(
+      True, num_iterations, tuple(inputs)
+    )
+    return StopPoint(int(num_iterations), prev_carry, outs)
 
-  def _program(self, halts: Any, count: Any, inputs: Any) -> Any:
-    of_condition, of_body, first = self._loop.split(inputs)
-    condition = core.jaxpr_as_fun(self._loop.condition)
-    body = core.jaxpr_as_fun(self._loop.body)
+  def _run_loop(
+    self, stop_at_nonfinite: Any, num_iterations: Any, inputs: Any
+  ) -> Any:
+    cond_consts, body_consts, init_carry = self._loop.split(inputs)
+    eval_cond = core.jaxpr_as_fun(self._loop.condition)
+    eval_body = core.jaxpr_as_fun(self._loop.body)
 
-    def goes_on(state: Any) -> Any:
+    def cond_fun(state: Any) -> Any:
       (_, _, carry, _), is_finite = state
-      (flags,) = condition(*of_condition, *carry)
-      return jnp.any(flags) & (is_finite | ~halts)
+      (pred,) = eval_cond(*cond_consts, *carry)
+      return jnp.any(pred) & (is_finite | ~stop_at_nonfinite)
 
-    def step(state: Any) -> Any:
-      (count, _, before, _), _ = state
-      (flags,) = condition(*of_condition, *before)
-      outs = carry = body(*of_body, *before)
-      if flags.ndim:  # ``vmap`` made many loops of one.
-        pairs = zip(outs, before, strict=True)
-        carry = [_arrays.select_rows(flags, *pair) for pair in pairs]
+    def body_fun(state: Any) -> Any:
+      (num_iterations, _, prev_carry, _), _ = state
+      (pred,) = eval_cond(*cond_consts, *prev_carry)
+      outs = carry = eval_body(*body_consts, *prev_carry)
+      if pred.ndim:  # ``vmap`` made many loops of one.
+        pairs = zip(outs, prev_carry, strict=True)
+        carry = [_arrays.select_rows(pred, *pair) for pair in pairs]
       # A row that has ended may hold an inf that the body makes finite.
-      return (count + 1, before, carry, outs), are_finite([*outs, *carry])
+      return (num_iterations + 1, prev_carry, carry, outs), all_finite(
+        [*outs, *carry]
+      )
 
-    first = list(first)
-    state = (count, first, first, first), jnp.array(True)
-    return lax.while_loop(goes_on, step, state)[0]
+    init_carry = list(init_carry)
+    state = (
+      (num_iterations, init_carry, init_carry, init_carry),
+      jnp.array(True),
+    )
+    return lax.while_loop(cond_fun, body_fun, state)[0]
 
 
-class OneByOne:
+class SingleIterationLoop:
   """A loop that stops after each iteration.
 
   Attributes:
-    whole: a function that runs all iterations, and returns the outputs of the
+    run_all: a function that runs all iterations, and returns the outputs of the
       loop.
   """
 
-  def __init__(self, loop: AnyLoop, whole: Run, body: Run, take: Take):
-    self.whole = whole
+  def __init__(
+    self, loop: AnyLoop, run_all: RunFn, run_body: RunFn, take_slice: TakeFn
+  ):
+    self.run_all = run_all
     self._loop = loop
-    self._body = body
-    self._take = take
+    self._run_body = run_body
+    self._take_slice = take_slice
 
-  def advance(self, count: int, inputs: Sequence[Any]) -> Stop:
-    _, carry, _ = parts_of(self._loop, inputs)
-    given = body_inputs(self._loop, count, inputs, self._take)
-    return Stop(count + 1, carry, self._body(*given))
+  def advance(self, num_iterations: int, inputs: Sequence[Any]) -> StopPoint:
+    _, carry, _ = split_loop_inputs(self._loop, inputs)
+    operands = get_body_inputs(
+      self._loop, num_iterations, inputs, self._take_slice
+    )
+    return StopPoint(num_iterations + 1, carry, self._run_body(*operands))
 
 
-def parts_of(
+def split_loop_inputs(
   loop: AnyLoop, inputs: Sequence[Any]
 ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
   """The inputs of a loop: constants of the body, the carry, and slices."""
@@ -181,27 +209,27 @@ def parts_of(
   return consts, carry, ()
 
 
-def body_inputs(
-  loop: AnyLoop, count: int, inputs: Sequence[Any], take: Take
+def get_body_inputs(
+  loop: AnyLoop, num_iterations: int, inputs: Sequence[Any], take_slice: TakeFn
 ) -> list[Any]:
   """The inputs of the body in the iteration after so many."""
-  consts, carry, slices = parts_of(loop, inputs)
-  i = index_of(loop, count)
-  return [*consts, *carry, *(take(x, i) for x in slices)]
+  consts, carry, slices = split_loop_inputs(loop, inputs)
+  i = get_iteration_index(loop, num_iterations)
+  return [*consts, *carry, *(take_slice(x, i) for x in slices)]
 
 
-def index_of(loop: AnyLoop, count: Any) -> Any:
+def get_iteration_index(loop: AnyLoop, num_iterations: Any) -> Any:
   """The number of the iteration after so many.
 
   A reverse scan begins with the last slice. So the backward pass over an
   iteration has the number of this iteration.
   """
   if isinstance(loop, _higher_order.Scan) and loop.reverse:
-    return loop.length - 1 - count
-  return count
+    return loop.length - 1 - num_iterations
+  return num_iterations
 
 
-def are_finite(arrays: Sequence[Any]) -> Any:
+def all_finite(arrays: Sequence[Any]) -> Any:
   """Whether all floats among these arrays are finite, while it is traced."""
   floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
   flags = [jnp.isfinite(_arrays.upcast_for_reduction(x)).all() for x in floats]

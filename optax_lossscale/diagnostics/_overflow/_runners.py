@@ -37,7 +37,9 @@ class Runner:
     """What runs a whole jaxpr at once."""
     return jax.jit(core.jaxpr_as_fun(closed))
 
-  def loop(self, eqn: core.JaxprEqn, loop: _loops.AnyLoop) -> _loops.Loop:
+  def loop(
+    self, eqn: core.JaxprEqn, loop: _loops.AnyLoop
+  ) -> _loops.StoppableLoop:
     """What runs a loop, as a whole or in parts."""
     if any(map(_has_mesh, [*eqn.invars, *eqn.outvars])):
       return self.one_by_one(eqn, loop)
@@ -47,10 +49,10 @@ class Runner:
 
   def one_by_one(
     self, eqn: core.JaxprEqn, loop: _loops.AnyLoop
-  ) -> _loops.OneByOne:
+  ) -> _loops.SingleIterationLoop:
     """What runs one iteration of a loop after the other."""
     whole, body = self.equation(eqn), self.whole(loop.body)
-    return _loops.OneByOne(loop, whole, body, self.take)
+    return _loops.SingleIterationLoop(loop, whole, body, self.take)
 
   def take(self, array: jax.Array, i: int) -> jax.Array:
     """A slice of what a loop slices."""
@@ -81,7 +83,9 @@ class ShardRunner(Runner):
     run, jaxpr = core.jaxpr_as_fun(closed), closed.jaxpr
     return self._on_shards(run, jaxpr.invars, jaxpr.outvars)
 
-  def loop(self, eqn: core.JaxprEqn, loop: _loops.AnyLoop) -> _loops.Loop:
+  def loop(
+    self, eqn: core.JaxprEqn, loop: _loops.AnyLoop
+  ) -> _loops.StoppableLoop:
     return self.one_by_one(eqn, loop)
 
   def lift(self, array: Any, atom: Any) -> Any:

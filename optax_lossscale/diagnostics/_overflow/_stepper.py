@@ -204,7 +204,7 @@ class Stepper:
     """What runs a loop, as a whole or in parts; None if it is none."""
     return self._cached(self._make_loop, eqn)
 
-  def _make_loop(self, eqn: core.JaxprEqn) -> _loops.Loop | None:
+  def _make_loop(self, eqn: core.JaxprEqn) -> _loops.StoppableLoop | None:
     if not _is_loop(eqn) or self._cached(_equations.has_effect, eqn):
       return None
     match self._cached(_higher_order.parse_higher_order, eqn):
@@ -313,9 +313,9 @@ class Stepper:
     while count < scan.length:
       inputs = [*consts, *carry, *slices]
       count, carry, outs = self._advance(scan, count, inputs, entry)
-      i = _loops.index_of(scan, count - 1)
+      i = _loops.get_iteration_index(scan, count - 1)
       inputs = [*consts, *carry, *slices]
-      given = _loops.body_inputs(scan, count - 1, inputs, self._take)
+      given = _loops.get_body_inputs(scan, count - 1, inputs, self._take)
       place = entry.within(f"scan[{i}]")
       new = self._iterate(scan.body, given, outs, place, patience)
       carry, row = new[: scan.num_carry], new[scan.num_carry :]
@@ -363,7 +363,7 @@ class Stepper:
       was given; and what its body returned, or None if it has not run, since it
       has effects.
     """
-    _, carry, _ = _loops.parts_of(loop, inputs)
+    _, carry, _ = _loops.split_loop_inputs(loop, inputs)
     if entry.has_effect:
       return count + 1, carry, None
     arrays = [value.array for value in inputs]
