@@ -780,7 +780,7 @@ def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
 ):
   if "empty" not in str(jax.make_jaxpr(lambda: jnp.empty(4))()):
     pytest.skip("this JAX fills `jnp.empty` with zeros")
-  run = _runners.Runner.equation
+  run = _runners.Runner.make_eqn_fun
 
   def with_garbage(self, eqn):
     if eqn.primitive.name == "empty":

@@ -367,7 +367,7 @@ def test_what_reaches_update_is_named_before_what_does_not():
 def test_what_comes_after_the_gradients_is_not_run_by_operations(monkeypatch):
   """A skipped step makes nothing of what the optimizer computes."""
   ran = []
-  run = _runners.Runner.equation
+  run = _runners.Runner.make_eqn_fun
   monkeypatch.setattr(
     _runners.Runner,
     "equation",

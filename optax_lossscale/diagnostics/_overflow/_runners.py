@@ -15,7 +15,7 @@ from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import _equations, _higher_order, _interpret
 from optax_lossscale.diagnostics._overflow import _loops
 
-Run = Callable[..., list[Any]]
+RunFn = Callable[..., list[Any]]
 
 
 class Runner:
@@ -27,38 +27,38 @@ class Runner:
 
   axis = 0
 
-  def equation(self, eqn: core.JaxprEqn) -> Run:
+  def make_eqn_fun(self, eqn: core.JaxprEqn) -> RunFn:
     """What carries out an equation."""
     fun = _equations.eqn_as_fun(_interpret.disable_donation(eqn))
     as_array = _interpret.as_array
     return lambda *arrays: list(map(as_array, fun(*arrays), eqn.outvars))
 
-  def whole(self, closed: _equations.ClosedJaxpr) -> Run:
+  def compile_jaxpr(self, closed_jaxpr: _equations.ClosedJaxpr) -> RunFn:
     """What runs a whole jaxpr at once."""
-    return jax.jit(core.jaxpr_as_fun(closed))
+    return jax.jit(core.jaxpr_as_fun(closed_jaxpr))
 
-  def loop(
+  def make_loop(
     self, eqn: core.JaxprEqn, loop: _loops.AnyLoop
   ) -> _loops.StoppableLoop:
     """What runs a loop, as a whole or in parts."""
     if any(map(_has_mesh, [*eqn.invars, *eqn.outvars])):
-      return self.one_by_one(eqn, loop)
+      return self.make_single_iteration_loop(eqn, loop)
     if isinstance(loop, _higher_order.Scan):
       return _loops.CompiledScan(loop)
     return _loops.CompiledWhile(loop)
 
-  def one_by_one(
+  def make_single_iteration_loop(
     self, eqn: core.JaxprEqn, loop: _loops.AnyLoop
   ) -> _loops.SingleIterationLoop:
     """What runs one iteration of a loop after the other."""
-    whole, body = self.equation(eqn), self.whole(loop.body)
-    return _loops.SingleIterationLoop(loop, whole, body, self.take)
+    run_all, run_body = self.make_eqn_fun(eqn), self.compile_jaxpr(loop.body)
+    return _loops.SingleIterationLoop(loop, run_all, run_body, self.take_slice)
 
-  def take(self, array: jax.Array, i: int) -> jax.Array:
+  def take_slice(self, array: jax.Array, i: int) -> jax.Array:
     """A slice of what a loop slices."""
-    return take(array, i, self.axis)
+    return take_slice(array, i, self.axis)
 
-  def lift(self, array: Any, atom: Any) -> Any:
+  def lift_const(self, array: Any, atom: Any) -> Any:
     """A number or an array that is written in the jaxpr, as it is kept here."""
     return _interpret.as_array(array, atom)
 
@@ -73,61 +73,72 @@ class ShardRunner(Runner):
 
   axis = 1
 
-  def __init__(self, mapped: _higher_order.ShardMap):
-    self._mapped = mapped
+  def __init__(self, shard_map: _higher_order.ShardMap):
+    self._shard_map = shard_map
 
-  def equation(self, eqn: core.JaxprEqn) -> Run:
-    return self._on_shards(super().equation(eqn), eqn.invars, eqn.outvars)
+  def make_eqn_fun(self, eqn: core.JaxprEqn) -> RunFn:
+    return self._map_over_shards(
+      super().make_eqn_fun(eqn), eqn.invars, eqn.outvars
+    )
 
-  def whole(self, closed: _equations.ClosedJaxpr) -> Run:
-    run, jaxpr = core.jaxpr_as_fun(closed), closed.jaxpr
-    return self._on_shards(run, jaxpr.invars, jaxpr.outvars)
+  def compile_jaxpr(self, closed_jaxpr: _equations.ClosedJaxpr) -> RunFn:
+    run, jaxpr = core.jaxpr_as_fun(closed_jaxpr), closed_jaxpr.jaxpr
+    return self._map_over_shards(run, jaxpr.invars, jaxpr.outvars)
 
-  def loop(
+  def make_loop(
     self, eqn: core.JaxprEqn, loop: _loops.AnyLoop
   ) -> _loops.StoppableLoop:
-    return self.one_by_one(eqn, loop)
+    return self.make_single_iteration_loop(eqn, loop)
 
-  def lift(self, array: Any, atom: Any) -> Any:
-    array = super().lift(array, atom)
-    mesh = self._mapped.mesh
-    sizes = dict(mesh.shape)
-    over = self._mapped.list_varying_axes(atom.aval)
-    count = math.prod(sizes[name] for name in over)
-    placed = jax.sharding.NamedSharding(mesh, self._spec(atom))
-    many = np.broadcast_to(jax.device_get(array), (count, *array.shape))
-    return jax.device_put(many, placed)
+  def lift_const(self, array: Any, atom: Any) -> Any:
+    array = super().lift_const(array, atom)
+    mesh = self._shard_map.mesh
+    axis_sizes = dict(mesh.shape)
+    varying_axes = self._shard_map.list_varying_axes(atom.aval)
+    num_shards = math.prod(axis_sizes[name] for name in varying_axes)
+    sharding = jax.sharding.NamedSharding(mesh, self._get_spec(atom))
+    shards = np.broadcast_to(jax.device_get(array), (num_shards, *array.shape))
+    return jax.device_put(shards, sharding)
 
-  def enter(self, i: int, array: jax.Array) -> jax.Array:
+  def shard_input(self, i: int, array: jax.Array) -> jax.Array:
     """An argument of the ``shard_map``, as it is kept here."""
-    mapped = self._mapped
-    spec = self._spec(mapped.body.jaxpr.invars[i])
-    return self._map(lambda x: x[None], (mapped.in_specs[i],), spec)(array)
+    shard_map = self._shard_map
+    spec = self._get_spec(shard_map.body.jaxpr.invars[i])
+    return self._jit_shard_map(
+      lambda x: x[None], (shard_map.in_specs[i],), spec
+    )(array)
 
-  def leave(self, i: int, array: jax.Array) -> jax.Array:
+  def gather_output(self, i: int, array: jax.Array) -> jax.Array:
     """What the ``shard_map`` returns of what is kept here."""
-    mapped = self._mapped
-    spec = self._spec(mapped.body.jaxpr.outvars[i])
-    return self._map(lambda x: x[0], (spec,), mapped.out_specs[i])(array)
+    shard_map = self._shard_map
+    spec = self._get_spec(shard_map.body.jaxpr.outvars[i])
+    return self._jit_shard_map(lambda x: x[0], (spec,), shard_map.out_specs[i])(
+      array
+    )
 
-  def _on_shards(
+  def _map_over_shards(
     self,
-    run: Run,
-    inputs: Sequence[_equations.Atom],
-    outputs: Sequence[_equations.Atom],
-  ) -> Run:
+    run: RunFn,
+    invars: Sequence[_equations.Atom],
+    outvars: Sequence[_equations.Atom],
+  ) -> RunFn:
     def fun(*shards: Any) -> list[Any]:
       return [x[None] for x in run(*(shard[0] for shard in shards))]
 
-    specs = tuple(map(self._spec, inputs)), list(map(self._spec, outputs))
-    return self._map(fun, *specs)
+    specs = (
+      tuple(map(self._get_spec, invars)),
+      list(map(self._get_spec, outvars)),
+    )
+    return self._jit_shard_map(fun, *specs)
 
-  def _map(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    return jax.jit(self._mapped.wrap_fun(fun, in_specs, out_specs))
+  def _jit_shard_map(
+    self, fun: Callable[..., Any], in_specs: Any, out_specs: Any
+  ) -> Any:
+    return jax.jit(self._shard_map.wrap_fun(fun, in_specs, out_specs))
 
-  def _spec(self, var: _equations.Atom) -> PartitionSpec:
+  def _get_spec(self, var: _equations.Atom) -> PartitionSpec:
     """How the first axis is spread: an entry on each device, or on all."""
-    return PartitionSpec(self._mapped.list_varying_axes(var.aval))
+    return PartitionSpec(self._shard_map.list_varying_axes(var.aval))
 
 
 def _has_mesh(atom: Any) -> bool:
@@ -137,19 +148,19 @@ def _has_mesh(atom: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def take(array: jax.Array, i: int, axis: int) -> jax.Array:
+def take_slice(array: jax.Array, i: int, axis: int) -> jax.Array:
   """One entry along an axis."""
   return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
 
 
 # Compiled, since these arrays are no longer traced.
-select = jax.jit(_arrays.select_rows)
+select_rows = jax.jit(_arrays.select_rows)
 
 
-def stack(arrays: list[jax.Array], axis: int) -> jax.Array:
+def stack_in_chunks(arrays: list[jax.Array], axis: int) -> jax.Array:
   """Many arrays along a new axis, a few at a time."""
   rows = [jnp.expand_dims(array, axis) for array in arrays]
   while len(rows) > 1:
-    parts = [rows[i : i + 100] for i in range(0, len(rows), 100)]
-    rows = [jnp.concatenate(part, axis) for part in parts]
+    chunks = [rows[i : i + 100] for i in range(0, len(rows), 100)]
+    rows = [jnp.concatenate(chunk, axis) for chunk in chunks]
   return rows[0]

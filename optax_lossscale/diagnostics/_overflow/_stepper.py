@@ -121,7 +121,7 @@ class Stepper:
     def written(
       x: Any, atom: _equations.Atom, eqn: core.JaxprEqn | None
     ) -> _marks.Value:
-      array = self.runner.lift(x, atom)
+      array = self.runner.lift_const(x, atom)
       return self.constant(array, "constant", place_of(eqn))
 
     numbers = self._cached(_numbers_of, closed.jaxpr)
@@ -195,10 +195,10 @@ class Stepper:
       self._cache[key] = make(thing)
     return self._cache[key]
 
-  def _runner_of(self, eqn: core.JaxprEqn) -> _runners.Run:
+  def _runner_of(self, eqn: core.JaxprEqn) -> _runners.RunFn:
     """What runs an equation as a whole."""
     loop = self._loop(eqn)
-    return self.runner.equation(eqn) if loop is None else loop.whole
+    return self.runner.make_eqn_fun(eqn) if loop is None else loop.whole
 
   def _loop(self, eqn: core.JaxprEqn) -> Any:
     """What runs a loop, as a whole or in parts; None if it is none."""
@@ -209,9 +209,9 @@ class Stepper:
       return None
     match self._cached(_higher_order.parse_higher_order, eqn):
       case _higher_order.While() as loop:
-        return self.runner.loop(eqn, loop)
+        return self.runner.make_loop(eqn, loop)
       case _higher_order.Scan() as scan if scan.length:
-        return self.runner.loop(eqn, scan)
+        return self.runner.make_loop(eqn, scan)
       case _:
         return None
 
@@ -281,7 +281,7 @@ class Stepper:
     if self._cached(_has_effects, loop.condition):
       place = entry.within("while")
       return self.run(loop.condition, inputs, place)[0].array
-    run = self._cached(self.runner.whole, loop.condition)
+    run = self._cached(self.runner.compile_jaxpr, loop.condition)
     return run(*(value.array for value in inputs))[0]
 
   def _any(self, flags: jax.Array) -> np.ndarray:
@@ -298,7 +298,7 @@ class Stepper:
     """
     if flags.ndim == self.runner.axis:
       return new
-    array = _runners.select(flags, new.array, old.array)
+    array = _runners.select_rows(flags, new.array, old.array)
     rows = np.expand_dims(flags, tuple(range(flags.ndim, array.ndim)))
     select = lambda new, old: np.where(rows, new, old)
     return self.origins.made(array, [new, old], select)
@@ -327,7 +327,7 @@ class Stepper:
     return [*carry, *stacked]
 
   def _take(self, value: _marks.Value, i: int) -> _marks.Value:
-    array = self.runner.take(value.array, i)
+    array = self.runner.take_slice(value.array, i)
     take = lambda marks: np.take(marks, i, self.runner.axis)
     return self.origins.made(array, [value], take)
 
@@ -341,7 +341,9 @@ class Stepper:
     axis = self.runner.axis
     array = None
     if has_arrays:
-      array = _runners.stack([rows[i].array for i in range(length)], axis)
+      array = _runners.stack_in_chunks(
+        [rows[i].array for i in range(length)], axis
+      )
     marked = {i: x.marks for i, x in rows.items() if x.marks is not None}
     if not marked:
       return _marks.Value(array)
@@ -406,10 +408,10 @@ class Stepper:
       return None
     runner = _runners.ShardRunner(mapped)
     place = entry.within("shard_map")
-    values = self._move(runner.enter, entry.inputs)
+    values = self._move(runner.shard_input, entry.inputs)
     inside = Stepper(self.origins, runner, self.progress)
     outs = inside.run(mapped.body, values, place)
-    return self._move(runner.leave, outs)
+    return self._move(runner.gather_output, outs)
 
   def _move(
     self,
