@@ -87,7 +87,10 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
 ):
   """However many iterations it has, and however many loops are around it."""
   traced, steps = [], []
-  program, step = _loops.CompiledScan._run_loop, _stepper.Stepper._step
+  program, step = (
+    _loops.CompiledScan._run_loop,
+    _stepper.TaintInterpreter._eval_eqn,
+  )
 
   def tracing(self, *args):
     traced.append(self)
@@ -98,7 +101,7 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
     return step(*args)
 
   monkeypatch.setattr(_loops.CompiledScan, "_program", tracing)
-  monkeypatch.setattr(_stepper.Stepper, "_step", stepping)
+  monkeypatch.setattr(_stepper.TaintInterpreter, "_step", stepping)
   counts = {}
   for outer, inner in (4, 3), (8, 30):
     traced.clear()

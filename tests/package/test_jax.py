@@ -245,7 +245,7 @@ def names_in_tables():
     *_equations._CALL_PRIMITIVES,
     *_equations._CANONICAL_NAMES.values(),
     *_operations._FLOP_COUNTERS,
-    *_stepper._NEUTRAL,
+    *_stepper._NEUTRAL_VALUES,
     *_numbers.OVERFLOW_THRESHOLDS,
     *_precision._POWERS,
     *_operations._REDUCTIONS,

@@ -170,15 +170,17 @@ def _origins_of(
   if outs is not None and all(map(_bits.is_finite, outs)):
     return [], outs
   origins = _marks.Origins()
-  stepper = _stepper.Stepper(origins, _runners.Runner(), progress)
+  stepper = _stepper.TaintInterpreter(origins, _runners.Runner(), progress)
   inputs = [
-    stepper.constant(
+    stepper.make_constant(
       jnp.asarray(x), "argument", _places.EqnLocation(eqn_path=(name,))
     )
     for x, name in zip(traced.inputs, traced.input_names, strict=True)
   ]
   used = outs and [not _bits.is_finite(out) for out in outs]
-  values = stepper.run(traced.closed_jaxpr, inputs, _places.EqnLocation(), used)
+  values = stepper.eval_jaxpr(
+    traced.closed_jaxpr, inputs, _places.EqnLocation(), used
+  )
   found = _that_count(origins, values, traced)
   return found, outs or [value.array for value in values]
 

@@ -29,7 +29,7 @@ from optax_lossscale.diagnostics._overflow import (
 
 # Operations whose result stays finite if an input that is not is replaced by
 # this number, as long as nothing else is wrong.
-_NEUTRAL = {
+_NEUTRAL_VALUES = {
   **dict.fromkeys(("div", "log", "log2", "pow", "integer_pow", "rsqrt"), 1.0),
   **dict.fromkeys(
     (
@@ -45,35 +45,35 @@ _NEUTRAL = {
 # A loop may go wrong in each of a million iterations. After as many as this
 # that went wrong in the same way, meaning in the same inputs and outputs, what
 # is not finite is blamed on what was found before.
-_MOST_ITERATIONS = 30
+_MAX_INTERPRETED_ITERATIONS = 30
 
 _Made = TypeVar("_Made")
 
 
-class _Entry(NamedTuple):
+class _EqnCall(NamedTuple):
   """An equation that may be entered.
 
   Attributes:
     eqn: the equation.
     inputs: the values that it reads.
-    locate: tells where it stands: it takes a look at a traceback.
+    get_location: tells where it stands: it takes a look at a traceback.
     has_effect: whether it must be carried out only once. If it may be done
       again, the marks of what it returns are asked for, and not the arrays.
-    used: which of its outputs are asked for; all, if not given.
+    used_outputs: which of its outputs are asked for; all, if not given.
   """
 
   eqn: core.JaxprEqn
   inputs: list[_marks.Value]
-  locate: Callable[[], _places.EqnLocation]
+  get_location: Callable[[], _places.EqnLocation]
   has_effect: bool
-  used: list[bool] | None = None
+  used_outputs: list[bool] | None = None
 
-  def within(self, step: str) -> _places.EqnLocation:
+  def get_inner_location(self, call_label: str) -> _places.EqnLocation:
     """The place of what it runs in this step."""
-    return self.locate().push_eqn_path(step)
+    return self.get_location().push_eqn_path(call_label)
 
 
-class Stepper:
+class TaintInterpreter:
   """Runs jaxprs one operation at a time.
 
   Attributes:
@@ -92,22 +92,22 @@ class Stepper:
     self.runner = runner
     self.progress = progress
     self._cache: dict[Any, Any] = {}
-    self._loops = _walk.EqnSearch(_is_loop, _equations.subjaxprs)
+    self._loop_search = _walk.EqnSearch(_is_loop, _equations.subjaxprs)
 
-  def run(
+  def eval_jaxpr(
     self,
-    closed: _equations.ClosedJaxpr,
+    closed_jaxpr: _equations.ClosedJaxpr,
     inputs: list[_marks.Value],
-    place: _places.EqnLocation,
-    used: list[bool] | None = None,
+    location: _places.EqnLocation,
+    used_outputs: list[bool] | None = None,
   ) -> list[_marks.Value]:
     """Runs a jaxpr.
 
     Args:
-      closed: the jaxpr.
+      closed_jaxpr: the jaxpr.
       inputs: a value for each of its inputs.
-      place: where it stands.
-      used: which of its outputs are asked for; all, if not given. What leads
+      location: where it stands.
+      used_outputs: which of its outputs are asked for; all, if not given. What leads
         to no other is not run, such as the optimizer in a skipped step.
 
     Returns:
@@ -115,92 +115,104 @@ class Stepper:
     """
 
     @functools.cache
-    def place_of(eqn: core.JaxprEqn | None) -> _places.EqnLocation:
-      return place if eqn is None else place.locate(eqn, closed.jaxpr)
+    def get_location(eqn: core.JaxprEqn | None) -> _places.EqnLocation:
+      return (
+        location if eqn is None else location.locate(eqn, closed_jaxpr.jaxpr)
+      )
 
-    def written(
+    def lift_const(
       x: Any, atom: _equations.Atom, eqn: core.JaxprEqn | None
     ) -> _marks.Value:
       array = self.runner.lift_const(x, atom)
-      return self.constant(array, "constant", place_of(eqn))
+      return self.make_constant(array, "constant", get_location(eqn))
 
-    numbers = self._cached(_numbers_of, closed.jaxpr)
+    eqn_numbers = self._cached(_number_eqns, closed_jaxpr.jaxpr)
 
-    def step(
+    def eval_eqn(
       eqn: core.JaxprEqn, inputs: list[_marks.Value]
     ) -> list[_marks.Value]:
-      path = "/".join([*place.eqn_path, _lines.get_op_name(eqn)])
+      eqn_path = "/".join([*location.eqn_path, _lines.get_op_name(eqn)])
       self.progress.set_description(
-        f"{path}, operation {numbers[eqn]} of {len(numbers)}"
+        f"{eqn_path}, operation {eqn_numbers[eqn]} of {len(eqn_numbers)}"
       )
-      return self._step(eqn, inputs, functools.partial(place_of, eqn))
+      return self._eval_eqn(eqn, inputs, functools.partial(get_location, eqn))
 
     outs = _interpret.interpret_jaxpr(
-      closed, inputs, step, lift_const=written, used_outputs=used
+      closed_jaxpr,
+      inputs,
+      eval_eqn,
+      lift_const=lift_const,
+      used_outputs=used_outputs,
     )
     return [out or _marks.Value(None) for out in outs]
 
-  def constant(
-    self, array: Any, name: str, place: _places.EqnLocation
+  def make_constant(
+    self, array: Any, primitive: str, location: _places.EqnLocation
   ) -> _marks.Value:
     """A value that no operation has made."""
     if _bits.is_finite(array):
       return _marks.Value(array)
-    own = _bits.not_finite(array)
-    origin = _report.describe(name, [], place, self.runner.axis, array, own)
+    is_own = _bits.not_finite(array)
+    origin = _report.describe(
+      primitive, [], location, self.runner.axis, array, is_own
+    )
     bit = self.origins.add(origin, is_constant=not _bits.has_nan(array))
     return self.origins.value(array, _bits.fill(None, array, bit))
 
-  def _step(
+  def _eval_eqn(
     self,
     eqn: core.JaxprEqn,
     inputs: list[_marks.Value],
-    locate: Callable[[], _places.EqnLocation],
+    get_location: Callable[[], _places.EqnLocation],
   ) -> list[_marks.Value]:
     """Carries out one equation; enters it if its results are not finite."""
     has_effect = self._cached(_equations.has_effect, eqn)
-    entry = _Entry(eqn, inputs, locate, has_effect)
+    eqn_call = _EqnCall(eqn, inputs, get_location, has_effect)
     # To compile what is around a loop, and the loop, takes twice as long.
-    is_entered = has_effect or self._holds_loop(eqn)
-    entered = self._enter(entry) if is_entered else None
-    if entered is not None:
-      return entered
-    run = self._cached(self._runner_of, eqn)
+    is_entered = has_effect or self._has_inner_loop(eqn)
+    inner_values = self._eval_subjaxprs(eqn_call) if is_entered else None
+    if inner_values is not None:
+      return inner_values
+    run_eqn = self._cached(self._get_run_fn, eqn)
     arrays = [value.array for value in inputs]
-    outs = run(*arrays)
-    finite = list(map(_bits.is_finite, outs))
-    if all(finite):
+    outs = run_eqn(*arrays)
+    finite_mask = list(map(_bits.is_finite, outs))
+    if all(finite_mask):
       return list(map(_marks.Value, outs))
     if not has_effect:
-      asked = [not is_finite for is_finite in finite]
-      entered = self._enter(entry._replace(used=asked)) or []
-      known = _marks.bits_of_all(entered)
-      if known:
-        return self.origins.agree(outs, finite, entered, known)
+      used_outputs = [not is_finite for is_finite in finite_mask]
+      inner_values = (
+        self._eval_subjaxprs(eqn_call._replace(used=used_outputs)) or []
+      )
+      taint_bits = _marks.bits_of_all(inner_values)
+      if taint_bits:
+        return self.origins.agree(outs, finite_mask, inner_values, taint_bits)
     name, axis = _lines.get_op_name(eqn), self.runner.axis
-    describe = functools.partial(_report.describe, name, arrays, locate(), axis)
+    describe_origin = functools.partial(
+      _report.describe, name, arrays, get_location(), axis
+    )
     atoms = zip(inputs, eqn.invars, strict=True)
     op = _marks.Operation(
-      run=None if has_effect else run,
+      run=None if has_effect else run_eqn,
       inputs=[_marks.Value(v.array) if _is_literal(x) else v for v, x in atoms],
-      neutral=_NEUTRAL.get(name),
-      describe=describe,
+      neutral=_NEUTRAL_VALUES.get(name),
+      describe=describe_origin,
     )
-    return self.origins.mark(op, outs, finite)
+    return self.origins.mark(op, outs, finite_mask)
 
-  def _cached(self, make: Callable[[Any], _Made], thing: Any) -> _Made:
+  def _cached(self, make: Callable[[Any], _Made], arg: Any) -> _Made:
     """What a function makes of an equation or a jaxpr, made once."""
-    key = make, thing
+    key = make, arg
     if key not in self._cache:
-      self._cache[key] = make(thing)
+      self._cache[key] = make(arg)
     return self._cache[key]
 
-  def _runner_of(self, eqn: core.JaxprEqn) -> _runners.RunFn:
+  def _get_run_fn(self, eqn: core.JaxprEqn) -> _runners.RunFn:
     """What runs an equation as a whole."""
-    loop = self._loop(eqn)
+    loop = self._get_loop(eqn)
     return self.runner.make_eqn_fun(eqn) if loop is None else loop.whole
 
-  def _loop(self, eqn: core.JaxprEqn) -> Any:
+  def _get_loop(self, eqn: core.JaxprEqn) -> Any:
     """What runs a loop, as a whole or in parts; None if it is none."""
     return self._cached(self._make_loop, eqn)
 
@@ -215,123 +227,140 @@ class Stepper:
       case _:
         return None
 
-  def _holds_loop(self, eqn: core.JaxprEqn) -> bool:
+  def _has_inner_loop(self, eqn: core.JaxprEqn) -> bool:
     """Whether this is a call or a branch with a loop inside."""
-    return not _is_loop(eqn) and self._loops.any_inside(eqn)
+    return not _is_loop(eqn) and self._loop_search.any_inside(eqn)
 
-  def _enter(self, entry: _Entry) -> list[_marks.Value] | None:
+  def _eval_subjaxprs(self, eqn_call: _EqnCall) -> list[_marks.Value] | None:
     """Runs the jaxprs of a call, a loop or a branch.
 
     Returns:
       The values of its outputs; None if it cannot be entered.
     """
-    match self._cached(_higher_order.parse_higher_order, entry.eqn):
+    match self._cached(_higher_order.parse_higher_order, eqn_call.eqn):
       case _higher_order.Call(body):
-        place = entry.within(_lines.format_call(entry.eqn))
-        return self.run(body, entry.inputs, place, entry.used)
+        location = eqn_call.get_inner_location(_lines.format_call(eqn_call.eqn))
+        return self.eval_jaxpr(
+          body, eqn_call.inputs, location, eqn_call.used_outputs
+        )
       case _higher_order.Cond(branches):
-        return self._cond(branches, entry)
+        return self._eval_cond(branches, eqn_call)
       case _higher_order.While() as loop:
-        return self._while(loop, entry)
+        return self._eval_while(loop, eqn_call)
       case _higher_order.Scan() as scan if scan.length:
-        return self._scan(scan, entry)
+        return self._eval_scan(scan, eqn_call)
       case _higher_order.ShardMap() as mapped:
-        return self._shard_map(mapped, entry)
+        return self._eval_shard_map(mapped, eqn_call)
       case _:
         return None
 
-  def _cond(
-    self, branches: tuple[_equations.ClosedJaxpr, ...], entry: _Entry
+  def _eval_cond(
+    self, branches: tuple[_equations.ClosedJaxpr, ...], eqn_call: _EqnCall
   ) -> list[_marks.Value] | None:
-    which, *operands = entry.inputs
-    index = _agreed(which.array)
+    index_value, *operands = eqn_call.inputs
+    index = _get_uniform_value(index_value.array)
     if index is None:
       return None
     index = min(max(int(index), 0), len(branches) - 1)
-    place = entry.within(f"cond(branch {index})")
-    return self.run(branches[index], operands, place, entry.used)
+    location = eqn_call.get_inner_location(f"cond(branch {index})")
+    return self.eval_jaxpr(
+      branches[index], operands, location, eqn_call.used_outputs
+    )
 
-  def _while(
-    self, loop: _higher_order.While, entry: _Entry
+  def _eval_while(
+    self, loop: _higher_order.While, eqn_call: _EqnCall
   ) -> list[_marks.Value] | None:
-    of_condition, of_body, carry = loop.split(entry.inputs)
-    patience = _Patience(self.origins)
-    count = 0
+    cond_consts, body_consts, carry = loop.split(eqn_call.inputs)
+    budget = _IterationBudget(self.origins)
+    num_iterations = 0
     while True:
-      flags = self._flags(loop, [*of_condition, *carry], entry)
-      goes_on = _agreed(self._any(flags))
-      if goes_on is None:
+      pred = self._eval_while_cond(loop, [*cond_consts, *carry], eqn_call)
+      has_next_iteration = _get_uniform_value(self._reduce_pred(pred))
+      if has_next_iteration is None:
         return None
-      if not goes_on:
+      if not has_next_iteration:
         return list(carry)
-      inputs = [*of_condition, *of_body, *carry]
-      count, carry, outs = self._advance(loop, count, inputs, entry)
-      if outs is not None and flags.ndim > self.runner.axis:
-        flags = self._flags(loop, [*of_condition, *carry], entry)
-      place = entry.within(f"while[{count - 1}]")
-      inputs = [*of_body, *carry]
-      new = self._iterate(loop.body, inputs, outs, place, patience)
-      pairs = zip(new, carry, strict=True)
-      carry = [self._select(flags, *pair) for pair in pairs]
+      inputs = [*cond_consts, *body_consts, *carry]
+      num_iterations, carry, outs = self._advance(
+        loop, num_iterations, inputs, eqn_call
+      )
+      if outs is not None and pred.ndim > self.runner.axis:
+        pred = self._eval_while_cond(loop, [*cond_consts, *carry], eqn_call)
+      location = eqn_call.get_inner_location(f"while[{num_iterations - 1}]")
+      inputs = [*body_consts, *carry]
+      new_carry = self._eval_iteration(
+        loop.body, inputs, outs, location, budget
+      )
+      pairs = zip(new_carry, carry, strict=True)
+      carry = [self._select_carry(pred, *pair) for pair in pairs]
 
-  def _flags(
-    self, loop: _higher_order.While, inputs: list[_marks.Value], entry: _Entry
+  def _eval_while_cond(
+    self,
+    loop: _higher_order.While,
+    inputs: list[_marks.Value],
+    eqn_call: _EqnCall,
   ) -> jax.Array:
     """The condition of a loop: one flag, or one for each row of ``vmap``."""
     if self._cached(_has_effects, loop.condition):
-      place = entry.within("while")
-      return self.run(loop.condition, inputs, place)[0].array
-    run = self._cached(self.runner.compile_jaxpr, loop.condition)
-    return run(*(value.array for value in inputs))[0]
+      location = eqn_call.get_inner_location("while")
+      return self.eval_jaxpr(loop.condition, inputs, location)[0].array
+    run_cond = self._cached(self.runner.compile_jaxpr, loop.condition)
+    return run_cond(*(value.array for value in inputs))[0]
 
-  def _any(self, flags: jax.Array) -> np.ndarray:
+  def _reduce_pred(self, pred: jax.Array) -> np.ndarray:
     """Whether a row needs another iteration, on each device."""
-    axes = tuple(range(self.runner.axis, flags.ndim))
-    return np.any(np.asarray(flags), axis=axes)
+    axes = tuple(range(self.runner.axis, pred.ndim))
+    return np.any(np.asarray(pred), axis=axes)
 
-  def _select(
-    self, flags: jax.Array, new: _marks.Value, old: _marks.Value
+  def _select_carry(
+    self, pred: jax.Array, new: _marks.Value, old: _marks.Value
   ) -> _marks.Value:
     """What comes after an iteration that only some rows still need.
 
     Such is a loop that was mapped by ``vmap``: each row has a flag.
     """
-    if flags.ndim == self.runner.axis:
+    if pred.ndim == self.runner.axis:
       return new
-    array = _runners.select_rows(flags, new.array, old.array)
-    rows = np.expand_dims(flags, tuple(range(flags.ndim, array.ndim)))
-    select = lambda new, old: np.where(rows, new, old)
-    return self.origins.made(array, [new, old], select)
+    array = _runners.select_rows(pred, new.array, old.array)
+    row_pred = np.expand_dims(pred, tuple(range(pred.ndim, array.ndim)))
+    select_taint = lambda new, old: np.where(row_pred, new, old)
+    return self.origins.made(array, [new, old], select_taint)
 
-  def _scan(
-    self, scan: _higher_order.Scan, entry: _Entry
+  def _eval_scan(
+    self, scan: _higher_order.Scan, eqn_call: _EqnCall
   ) -> list[_marks.Value]:
-    consts, carry, slices = scan.split(entry.inputs)
-    patience = _Patience(self.origins)
+    consts, carry, slices = scan.split(eqn_call.inputs)
+    budget = _IterationBudget(self.origins)
     rows: dict[int, list[_marks.Value]] = {}
-    count = 0
-    while count < scan.length:
+    num_iterations = 0
+    while num_iterations < scan.length:
       inputs = [*consts, *carry, *slices]
-      count, carry, outs = self._advance(scan, count, inputs, entry)
-      i = _loops.get_iteration_index(scan, count - 1)
+      num_iterations, carry, outs = self._advance(
+        scan, num_iterations, inputs, eqn_call
+      )
+      i = _loops.get_iteration_index(scan, num_iterations - 1)
       inputs = [*consts, *carry, *slices]
-      given = _loops.get_body_inputs(scan, count - 1, inputs, self._take)
-      place = entry.within(f"scan[{i}]")
-      new = self._iterate(scan.body, given, outs, place, patience)
-      carry, row = new[: scan.num_carry], new[scan.num_carry :]
-      rows[i] = row if entry.has_effect else list(map(_only_marks, row))
-    stacked = []
+      body_inputs = _loops.get_body_inputs(
+        scan, num_iterations - 1, inputs, self._take_slice
+      )
+      location = eqn_call.get_inner_location(f"scan[{i}]")
+      body_outs = self._eval_iteration(
+        scan.body, body_inputs, outs, location, budget
+      )
+      carry, row = body_outs[: scan.num_carry], body_outs[scan.num_carry :]
+      rows[i] = row if eqn_call.has_effect else list(map(_drop_array, row))
+    ys = []
     for n in range(len(scan.body.jaxpr.outvars) - scan.num_carry):
       column = {i: row[n] for i, row in rows.items()}
-      stacked.append(self._stack(column, scan.length, entry.has_effect))
-    return [*carry, *stacked]
+      ys.append(self._stack_rows(column, scan.length, eqn_call.has_effect))
+    return [*carry, *ys]
 
-  def _take(self, value: _marks.Value, i: int) -> _marks.Value:
+  def _take_slice(self, value: _marks.Value, i: int) -> _marks.Value:
     array = self.runner.take_slice(value.array, i)
-    take = lambda marks: np.take(marks, i, self.runner.axis)
-    return self.origins.made(array, [value], take)
+    take_taint = lambda taint: np.take(taint, i, self.runner.axis)
+    return self.origins.made(array, [value], take_taint)
 
-  def _stack(
+  def _stack_rows(
     self, rows: dict[int, _marks.Value], length: int, has_arrays: bool
   ) -> _marks.Value:
     """What a scan stacks, of the rows by their numbers.
@@ -344,19 +373,19 @@ class Stepper:
       array = _runners.stack_in_chunks(
         [rows[i].array for i in range(length)], axis
       )
-    marked = {i: x.marks for i, x in rows.items() if x.marks is not None}
-    if not marked:
+    taint_by_row = {i: x.marks for i, x in rows.items() if x.marks is not None}
+    if not taint_by_row:
       return _marks.Value(array)
-    none = _bits.no_marks(next(iter(marked.values())))
-    marks = [marked.get(i, none) for i in range(length)]
-    return self.origins.value(array, np.stack(marks, axis))
+    empty_taint = _bits.no_marks(next(iter(taint_by_row.values())))
+    taints = [taint_by_row.get(i, empty_taint) for i in range(length)]
+    return self.origins.value(array, np.stack(taints, axis))
 
   def _advance(
     self,
     loop: _loops.AnyLoop,
-    count: int,
+    num_iterations: int,
     inputs: list[_marks.Value],
-    entry: _Entry,
+    eqn_call: _EqnCall,
   ) -> tuple[int, Sequence[_marks.Value], list[Any] | None]:
     """Runs a loop up to the next iteration that is to be looked at.
 
@@ -366,69 +395,73 @@ class Stepper:
       has effects.
     """
     _, carry, _ = _loops.split_loop_inputs(loop, inputs)
-    if entry.has_effect:
-      return count + 1, carry, None
+    if eqn_call.has_effect:
+      return num_iterations + 1, carry, None
     arrays = [value.array for value in inputs]
-    stop = self._loop(entry.eqn).advance(count, arrays)
-    if stop.done > count + 1:  # All that came before was finite.
-      carry = list(map(_marks.Value, stop.carry))
-    return stop.done, carry, stop.outs
+    stop_point = self._get_loop(eqn_call.eqn).advance(num_iterations, arrays)
+    if stop_point.done > num_iterations + 1:  # All that came before was finite.
+      carry = list(map(_marks.Value, stop_point.carry))
+    return stop_point.done, carry, stop_point.outs
 
-  def _iterate(
+  def _eval_iteration(
     self,
-    closed: _equations.ClosedJaxpr,
+    closed_jaxpr: _equations.ClosedJaxpr,
     inputs: list[_marks.Value],
     outs: list[Any] | None,
-    place: _places.EqnLocation,
-    patience: "_Patience",
+    location: _places.EqnLocation,
+    budget: "_IterationBudget",
   ) -> list[_marks.Value]:
     """Follows an iteration of a loop that returned this, step by step."""
     if outs is None:
-      return self.run(closed, inputs, place)
-    finite = list(map(_bits.is_finite, outs))
-    if all(finite):
+      return self.eval_jaxpr(closed_jaxpr, inputs, location)
+    finite_mask = list(map(_bits.is_finite, outs))
+    if all(finite_mask):
       return list(map(_marks.Value, outs))
-    way = (*finite, *(value.marks is None for value in inputs))
-    if patience.is_over(way):
-      known = _marks.bits_of_all(inputs) or patience.known
+    pattern = (*finite_mask, *(value.marks is None for value in inputs))
+    if budget.is_exhausted(pattern):
+      taint_bits = _marks.bits_of_all(inputs) or budget.taint_bits
       values = [_marks.Value(None)] * len(outs)
     else:
-      asked = [not is_finite for is_finite in finite]
-      values = self.run(closed, inputs, place, asked)
-      patience.note(way, _marks.bits_of_all(values))
-      known = patience.known
-    return self.origins.agree(outs, finite, values, known)
+      used_outputs = [not is_finite for is_finite in finite_mask]
+      values = self.eval_jaxpr(closed_jaxpr, inputs, location, used_outputs)
+      budget.record_iteration(pattern, _marks.bits_of_all(values))
+      taint_bits = budget.taint_bits
+    return self.origins.agree(outs, finite_mask, values, taint_bits)
 
-  def _shard_map(
-    self, mapped: _higher_order.ShardMap, entry: _Entry
+  def _eval_shard_map(
+    self, shard_map: _higher_order.ShardMap, eqn_call: _EqnCall
   ) -> list[_marks.Value] | None:
-    is_within = isinstance(self.runner, _runners.ShardRunner)
+    is_nested = isinstance(self.runner, _runners.ShardRunner)
     # An abstract mesh has no devices to run on.
-    if is_within or not isinstance(mapped.mesh, Mesh):
+    if is_nested or not isinstance(shard_map.mesh, Mesh):
       return None
-    runner = _runners.ShardRunner(mapped)
-    place = entry.within("shard_map")
-    values = self._move(runner.shard_input, entry.inputs)
-    inside = Stepper(self.origins, runner, self.progress)
-    outs = inside.run(mapped.body, values, place)
-    return self._move(runner.gather_output, outs)
+    runner = _runners.ShardRunner(shard_map)
+    location = eqn_call.get_inner_location("shard_map")
+    values = self._reshard(runner.shard_input, eqn_call.inputs)
+    inner_interpreter = TaintInterpreter(self.origins, runner, self.progress)
+    outs = inner_interpreter.eval_jaxpr(shard_map.body, values, location)
+    return self._reshard(runner.gather_output, outs)
 
-  def _move(
+  def _reshard(
     self,
-    move: Callable[[int, jax.Array], jax.Array],
+    reshard_array: Callable[[int, jax.Array], jax.Array],
     values: list[_marks.Value],
   ) -> list[_marks.Value]:
     """All values, moved into a ``shard_map`` or out of it."""
 
-    def move_one(i: int, value: _marks.Value) -> _marks.Value:
-      on_devices = lambda marks: _bits.placed_like(marks, value.array)
-      move_marks = lambda marks: np.asarray(move(i, on_devices(marks)))
-      return self.origins.made(move(i, value.array), [value], move_marks)
+    def reshard_value(i: int, value: _marks.Value) -> _marks.Value:
+      put_taint = lambda taint: _bits.placed_like(taint, value.array)
+      reshard_taint = lambda taint: np.asarray(
+        reshard_array(i, put_taint(taint))
+      )
+      return self.origins.made(
+        reshard_array(i, value.array), [value], reshard_taint
+      )
 
-    return [move_one(i, value) for i, value in enumerate(values)]
+    return [reshard_value(i, value) for i, value in enumerate(values)]
 
 
-class _Patience:
+class _IterationBudget:
   """How many more iterations of a loop to run step by step.
 
   An iteration goes wrong in a way: which inputs and outputs are finite.
@@ -436,41 +469,48 @@ class _Patience:
 
   def __init__(self, origins: _marks.Origins) -> None:
     self._origins = origins
-    self._seen: collections.Counter[tuple[bool, ...]] = collections.Counter()
+    self._count_by_pattern: collections.Counter[tuple[bool, ...]] = (
+      collections.Counter()
+    )
     # A value of its own, so that none of its bits is given to another origin.
-    self._found = _marks.Value(None)
+    self._origin_value = _marks.Value(None)
 
   @property
-  def known(self) -> int:
+  def taint_bits(self) -> int:
     """The bits of the origins that were found in this loop."""
-    return self._found.bits
+    return self._origin_value.bits
 
-  def is_over(self, way: tuple[bool, ...]) -> bool:
+  def is_exhausted(self, pattern: tuple[bool, ...]) -> bool:
     """Whether it is over for iterations that go wrong in this way."""
-    return self.known > 0 and self._seen[way] >= _MOST_ITERATIONS
+    return (
+      self.taint_bits > 0
+      and self._count_by_pattern[pattern] >= _MAX_INTERPRETED_ITERATIONS
+    )
 
-  def note(self, way: tuple[bool, ...], bits: int) -> None:
+  def record_iteration(self, pattern: tuple[bool, ...], bits: int) -> None:
     """Notes the bits that were found in an iteration."""
-    self._seen[way] += 1
-    self._found = self._origins.value(None, np.array([self.known | bits]))
+    self._count_by_pattern[pattern] += 1
+    self._origin_value = self._origins.value(
+      None, np.array([self.taint_bits | bits])
+    )
 
 
-def _agreed(array: Any) -> Any:
+def _get_uniform_value(array: Any) -> Any:
   """The number in an array, or None if the devices do not agree on it."""
-  found = np.unique(np.asarray(array))
-  return found.item() if found.size == 1 else None
+  unique_values = np.unique(np.asarray(array))
+  return unique_values.item() if unique_values.size == 1 else None
 
 
-def _has_effects(closed: _equations.ClosedJaxpr) -> bool:
-  return _equations.has_effectful_eqn(closed.jaxpr)
+def _has_effects(closed_jaxpr: _equations.ClosedJaxpr) -> bool:
+  return _equations.has_effectful_eqn(closed_jaxpr.jaxpr)
 
 
-def _only_marks(value: _marks.Value) -> _marks.Value:
+def _drop_array(value: _marks.Value) -> _marks.Value:
   """The value without its array, which need not be kept."""
   return value if value.marks is not None else _marks.Value(None)
 
 
-def _numbers_of(jaxpr: core.Jaxpr) -> dict[core.JaxprEqn, int]:
+def _number_eqns(jaxpr: core.Jaxpr) -> dict[core.JaxprEqn, int]:
   return {eqn: i + 1 for i, eqn in enumerate(jaxpr.eqns)}
 
 
