@@ -43,7 +43,7 @@ class Operand(NamedTuple):
     text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
     details = []
     if self.amax is not None:
-      details.append(f"max abs {_three_digits(self.amax)}")
+      details.append(f"max abs {_format_number(self.amax)}")
     if not self.all_finite:
       details.append("contains inf or NaN")
     return f"{text} ({', '.join(details)})" if details else text
@@ -117,85 +117,91 @@ class Overflow(_numbers.PrintedReport):
     }
 
   def __str__(self) -> str:
-    lines = [*self.warnings, self._conclusion()]
+    lines = [*self.warnings, self._format_conclusion()]
     if self.inputs:
       lines.append(f"Operands: {', '.join(map(str, self.inputs))}")
     if "/" in self.eqn_path and self.primitive != "argument":
       lines.append(f"Equation: {self.eqn_path}")
     lines.append(f"Fix: {self.fix}")
     if self.other_origins:
-      count = len(self.other_origins)
+      num_others = len(self.other_origins)
       lines.append(
-        f"(+{count} more origin{'s' * (count > 1)}: see other_origins)"
+        f"(+{num_others} more origin{'s' * (num_others > 1)}: see other_origins)"
       )
     return "\n".join(lines)
 
-  def _conclusion(self) -> str:
+  def _format_conclusion(self) -> str:
     kind = {"inf": "inf", "nan": "NaN"}[self.kind]
     if self.primitive == "argument":
       return f"The argument {self.eqn_path} contains {kind} ({self.dtype})."
-    where = ""
+    location_text = ""
     if self.name:
       has_layer = self.name != self.source_line
-      where = f", {'in layer' if has_layer else 'at'} {self.name}"
+      location_text = f", {'in layer' if has_layer else 'at'} {self.name}"
     if self.primitive == "constant":
-      return f"A constant in the program is {kind} ({self.dtype}){where}."
+      return (
+        f"A constant in the program is {kind} ({self.dtype}){location_text}."
+      )
     direction = "backward" if self.backward else "forward"
     return (
       f"{self.primitive} returned {kind} ({self.dtype}) in the {direction}"
-      f" pass{where}."
+      f" pass{location_text}."
     )
 
 
-def describe(
+def describe_origin(
   primitive: str,
   inputs: list[Any],
-  place: _places.EqnLocation,
+  location: _places.EqnLocation,
   axis: int,
   out: jax.Array,
-  own: np.ndarray,
+  is_own: np.ndarray,
 ) -> Overflow:
   """Describe an operation that returned an inf or a NaN.
 
   Args:
     primitive: its name.
     inputs: the arrays that it read.
-    place: its location.
+    location: its location.
     axis: the axis of an array that is the first axis within the jaxpr.
     out: an output that is not finite.
-    own: the mask of the entries that this operation made nonfinite.
+    is_own: the mask of the entries that this operation made nonfinite.
 
   Returns:
     An :class:`Overflow`.
   """
   is_argument = primitive == "argument"
-  path = place.eqn_path if is_argument else (*place.eqn_path, primitive)
+  eqn_path = (
+    location.eqn_path if is_argument else (*location.eqn_path, primitive)
+  )
   return Overflow(
     primitive=primitive,
     dtype=np.dtype(out.dtype),
-    kind="inf" if (np.isinf(_bits.as_numbers(out)) & own).any() else "nan",
-    name_scope=place.name_scope,
-    param_path=place.param_path,
-    name=place.label,
-    source_line=place.source_line,
-    eqn_path="/".join(path),
-    backward=place.is_backward,
-    inputs=tuple(_operand(array, axis) for array in inputs),
-    in_autocast=place.autocast_dtype is not None,
+    kind="inf" if (np.isinf(_bits.as_numbers(out)) & is_own).any() else "nan",
+    name_scope=location.name_scope,
+    param_path=location.param_path,
+    name=location.label,
+    source_line=location.source_line,
+    eqn_path="/".join(eqn_path),
+    backward=location.is_backward,
+    inputs=tuple(_as_operand(array, axis) for array in inputs),
+    in_autocast=location.autocast_dtype is not None,
   )
 
 
-def _operand(array: Any, axis: int) -> Operand:
+def _as_operand(array: Any, axis: int) -> Operand:
   shape = tuple(array.shape[axis:])
   is_number = isinstance(array, jax.Array) and jnp.issubdtype(
     array.dtype, jnp.number
   )
   if not is_number or array.size == 0:
     return Operand(shape, array.dtype, None, True)
-  numbers = _bits.as_numbers(array)
-  finite = np.isfinite(numbers)
-  sizes = np.abs(np.where(finite, numbers, np.zeros_like(numbers)))
-  return Operand(shape, array.dtype, float(sizes.max()), bool(finite.all()))
+  np_array = _bits.as_numbers(array)
+  finite_mask = np.isfinite(np_array)
+  magnitudes = np.abs(np.where(finite_mask, np_array, np.zeros_like(np_array)))
+  return Operand(
+    shape, array.dtype, float(magnitudes.max()), bool(finite_mask.all())
+  )
 
 
 def suggest_fix(origin: Overflow) -> str:
@@ -207,32 +213,32 @@ def suggest_fix(origin: Overflow) -> str:
   Returns:
     One or two sentences, with a line of code if possible.
   """
-  sentence = next(fix for applies, fix in _FIXES if applies(origin))
+  template = next(fix for applies, fix in _FIXES if applies(origin))
   layer = origin.name.removesuffix(f" at {origin.source_line}")
-  return sentence.format(
+  return template.format(
     dtype=origin.dtype,
     primitive=origin.primitive,
     argument=origin.eqn_path,
     # The path of a parameter selects the layer. A scope may hold others.
     layer=layer if origin.param_path else origin.name,
-    top=_three_digits(float(jnp.finfo(origin.dtype).max)),
+    top=_format_number(float(jnp.finfo(origin.dtype).max)),
     exponent=_numbers.format_overflow_threshold(origin.primitive, origin.dtype),
-    limit=_HALF_LIMIT if _is_half(origin) else "",
+    limit=_SMALL_CONSTANT_HINT if _has_narrow_range(origin) else "",
   )
 
 
-def _three_digits(number: float) -> str:
+def _format_number(number: float) -> str:
   """Format a number: 65504, 9.3e+04, 0.0132."""
   if number == 65504:  # Every reader knows the largest number of float16.
     return "65504"
   return f"{float(f'{number:.3g}'):g}"
 
 
-def _is_in(primitives: set[str]) -> Callable[[Overflow], bool]:
+def _is_primitive_in(primitives: set[str]) -> Callable[[Overflow], bool]:
   return lambda origin: origin.primitive in primitives
 
 
-def _is_half(origin: Overflow) -> bool:
+def _has_narrow_range(origin: Overflow) -> bool:
   """Return whether float32 has a larger range than the dtype of the result."""
   return float(jnp.finfo(origin.dtype).max) < 1e38
 
@@ -241,7 +247,7 @@ def _has_nonfinite_operand(origin: Overflow) -> bool:
   return not all(operand.all_finite for operand in origin.inputs)
 
 
-def _writes_inf(origin: Overflow) -> bool:
+def _has_literal_inf(origin: Overflow) -> bool:
   """Return whether an inf is written in the program, as in ``x + -jnp.inf``."""
   return origin.kind == "inf" and any(
     not operand.all_finite and operand.shape == () for operand in origin.inputs
@@ -256,23 +262,23 @@ def _is_masked_softmax(origin: Overflow) -> bool:
   )
 
 
-def _is_nan_of_infs(origin: Overflow) -> bool:
+def _is_nan_from_infs(origin: Overflow) -> bool:
   return origin.kind == "nan" and _has_nonfinite_operand(origin)
 
 
-def _is_divided_by_zero(origin: Overflow) -> bool:
+def _is_division_by_zero(origin: Overflow) -> bool:
   if origin.primitive != "div":
     return False
   # A large cotangent, divided by a small number, may overflow, too.
-  return not origin.backward or origin.kind == "nan" or not _amax(origin, 1)
+  return not origin.backward or origin.kind == "nan" or not _get_amax(origin, 1)
 
 
 def _is_power_of_zero(origin: Overflow) -> bool:
-  is_large = _amax(origin, 0) > 1
+  is_large = _get_amax(origin, 0) > 1
   return origin.primitive in _POWERS and (origin.kind == "nan" or not is_large)
 
 
-def _amax(origin: Overflow, index: int) -> float:
+def _get_amax(origin: Overflow, index: int) -> float:
   return origin.inputs[index].amax or 0.0
 
 
@@ -282,7 +288,7 @@ def _is_undefined(origin: Overflow) -> bool:
   return origin.kind == "nan" and origin.primitive not in may_overflow
 
 
-def _is_constant_of_where(origin: Overflow) -> bool:
+def _is_where_constant(origin: Overflow) -> bool:
   return (
     origin.primitive == "convert_element_type"
     and "jit(_where)" in origin.eqn_path
@@ -290,15 +296,15 @@ def _is_constant_of_where(origin: Overflow) -> bool:
   )
 
 
-_HALF_LIMIT = " A small constant such as 1e-8 is zero in float16."
-_MASK = (
+_SMALL_CONSTANT_HINT = " A small constant such as 1e-8 is zero in float16."
+_MASK_HINT = (
   "if it is a mask, write jnp.where(keep, scores, jnp.finfo(scores.dtype).min)."
 )
 
 # The fix of each case. The first case that applies counts.
 _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
   (
-    _is_in({"argument"}),
+    _is_primitive_in({"argument"}),
     "clean the data, or leave this batch out. If {argument} is a parameter or"
     " an optimizer state, restore the last finite checkpoint.",
   ),
@@ -307,19 +313,19 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     "replace this NaN in the program by a number.",
   ),
   (
-    _is_in({"constant"}),
-    f"write a number that {{dtype}} holds; {_MASK}",
+    _is_primitive_in({"constant"}),
+    f"write a number that {{dtype}} holds; {_MASK_HINT}",
   ),
   (
-    _is_constant_of_where,
-    f"write a number that {{dtype}} holds, at most {{top}}; {_MASK}",
+    _is_where_constant,
+    f"write a number that {{dtype}} holds, at most {{top}}; {_MASK_HINT}",
   ),
   (
-    _writes_inf,
-    f"write a number that {{dtype}} holds instead of inf; {_MASK}",
+    _has_literal_inf,
+    f"write a number that {{dtype}} holds instead of inf; {_MASK_HINT}",
   ),
   (
-    _is_in({"get"}),
+    _is_primitive_in({"get"}),
     "the Ref contains an inf or a NaN. Look for the operation that writes it:"
     " writes into a Ref are not followed.",
   ),
@@ -330,23 +336,23 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " rows out.",
   ),
   (
-    _is_nan_of_infs,
+    _is_nan_from_infs,
     "an operand contains inf, and 0 * inf and inf - inf are NaN. Select with"
     " jnp.where instead of multiplying by or adding a mask, and write"
     " jnp.finfo(x.dtype).min instead of -inf.",
   ),
   (
-    _is_in(_LOGARITHMS),
+    _is_primitive_in(_LOGARITHMS),
     "keep zero and negative numbers out before the operation:"
     " jnp.log(jnp.where(x > 0, x, 1)).{limit}",
   ),
   (
-    _is_in(_ROOTS),
+    _is_primitive_in(_ROOTS),
     "keep zero and negative numbers out before the operation:"
     " jnp.sqrt(jnp.where(x > 0, x, 1)).{limit}",
   ),
   (
-    _is_divided_by_zero,
+    _is_division_by_zero,
     "keep zero out of the divisor before the operation:"
     " x / jnp.where(y != 0, y, 1), or a larger epsilon.{limit}",
   ),
@@ -373,36 +379,36 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " No loss scale helps in the forward pass.",
   ),
   (
-    lambda x: x.primitive in _EXPONENTIALS and _is_half(x),
+    lambda x: x.primitive in _EXPONENTIALS and _has_narrow_range(x),
     "{primitive} overflows above {exponent} in {dtype}. Compute it in float32:"
     " jnp.{primitive}(x.astype(jnp.float32)), or subtract the maximum first.",
   ),
   (
-    _is_in(_EXPONENTIALS),
+    _is_primitive_in(_EXPONENTIALS),
     "{primitive} overflows above {exponent} in {dtype}. Subtract the maximum"
     " from its operand first.",
   ),
   (
-    lambda x: not _is_half(x),
+    lambda x: not _has_narrow_range(x),
     "the result is outside the range of {dtype}, so a wider dtype does not"
     " help. Normalize the operands. If the parameters diverge, lower the"
     " learning rate.",
   ),
   (
-    _is_in(_MATMULS),
+    _is_primitive_in(_MATMULS),
     "compute this layer in float32, or normalize its operands. In a model that"
     " is written in float32, ols.autocast(loss_fn, keep_float32={layer!r}) does"
     " so.",
   ),
   (
-    _is_in(_SUMS),
+    _is_primitive_in(_SUMS),
     "add up in float32: jnp.sum(x, dtype=jnp.float32), or x.astype(jnp.float32)"
     " before the sum.",
   ),
   (
-    _is_in({"convert_element_type"}),
+    _is_primitive_in({"convert_element_type"}),
     "the largest number of {dtype} is {top}. Keep this value in float32, a sum"
-    f" with jnp.sum(x, dtype=jnp.float32), or normalize it; {_MASK}",
+    f" with jnp.sum(x, dtype=jnp.float32), or normalize it; {_MASK_HINT}",
   ),
   (
     lambda x: True,

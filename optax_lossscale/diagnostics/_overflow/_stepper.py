@@ -153,7 +153,7 @@ class TaintInterpreter:
     if _bits.is_finite(array):
       return _marks.Value(array)
     is_own = _bits.not_finite(array)
-    origin = _report.describe(
+    origin = _report.describe_origin(
       primitive, [], location, self.runner.axis, array, is_own
     )
     bit = self.origins.add(origin, is_constant=not _bits.has_nan(array))
@@ -189,7 +189,7 @@ class TaintInterpreter:
         return self.origins.agree(outs, finite_mask, inner_values, taint_bits)
     name, axis = _lines.get_op_name(eqn), self.runner.axis
     describe_origin = functools.partial(
-      _report.describe, name, arrays, get_location(), axis
+      _report.describe_origin, name, arrays, get_location(), axis
     )
     atoms = zip(inputs, eqn.invars, strict=True)
     op = _marks.Operation(
