@@ -13,25 +13,25 @@ import numpy as np
 from optax_lossscale import _arrays
 
 # To look at a larger array costs less than to bring it to the host.
-_LARGE = 2**20
+_HOST_CHECK_MAX_SIZE = 2**20
 
 
-def is_finite(x: Any) -> bool:
+def all_finite(x: Any) -> bool:
   """Whether an array is finite; all that are no floats are."""
   # What a Ref holds is looked at when it is read.
   if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.inexact):
     return True
-  if x.size > _LARGE:
-    return bool(_all_finite(x))
-  return not not_finite(as_numbers(x)).any()
+  if x.size > _HOST_CHECK_MAX_SIZE:
+    return bool(_all_finite_on_device(x))
+  return not nonfinite_mask(to_numpy(x)).any()
 
 
 @jax.jit
-def _all_finite(x: Any) -> Any:
+def _all_finite_on_device(x: Any) -> Any:
   return jnp.isfinite(_arrays.upcast_for_reduction(x)).all()
 
 
-def as_numbers(x: Any) -> np.ndarray:
+def to_numpy(x: Any) -> np.ndarray:
   """An array on the host, in a dtype that numpy knows of."""
   x = np.asarray(x)
   is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -41,66 +41,72 @@ def as_numbers(x: Any) -> np.ndarray:
   return x
 
 
-def not_finite(x: Any) -> np.ndarray:
+def nonfinite_mask(x: Any) -> np.ndarray:
   """Which entries of an array are not finite."""
-  return ~np.isfinite(as_numbers(x))
+  return ~np.isfinite(to_numpy(x))
 
 
-def no_marks(like: Any) -> np.ndarray:
+def empty_taint(like: Any) -> np.ndarray:
   """Marks of this shape that mark nothing."""
   return np.zeros(like.shape, np.uint32)
 
 
-def keep_only(
-  array: jax.Array, marks: np.ndarray | None, bit: int, neutral: float
+def mask_other_origins(
+  array: jax.Array, taint: np.ndarray | None, bit: int, neutral_value: float
 ) -> Any:
   """The array, with a neutral number in each entry with marks but this one."""
-  if marks is None:
+  if taint is None:
     return array
-  others = (marks != 0) & (marks & np.uint32(bit) == 0)
-  if not others.any():
+  other_mask = (taint != 0) & (taint & np.uint32(bit) == 0)
+  if not other_mask.any():
     return array
-  kept = np.where(others, np.asarray(neutral, array.dtype), np.asarray(array))
-  return placed_like(kept, array)
+  masked_array = np.where(
+    other_mask, np.asarray(neutral_value, array.dtype), np.asarray(array)
+  )
+  return device_put_like(masked_array, array)
 
 
-def placed_like(x: np.ndarray, array: jax.Array) -> Any:
+def device_put_like(x: np.ndarray, like: jax.Array) -> Any:
   """An array of the host on the mesh of another; as it is if there is none.
 
   What runs an operation brings it to the device in less time.
   """
-  is_on_mesh = isinstance(array.sharding, jax.sharding.NamedSharding)
-  return jax.device_put(x, array.sharding) if is_on_mesh else x
+  is_on_mesh = isinstance(like.sharding, jax.sharding.NamedSharding)
+  return jax.device_put(x, like.sharding) if is_on_mesh else x
 
 
-def attribute(
+def attribute_taint(
   out: jax.Array,
-  without: jax.Array | None,
-  alone: dict[int, jax.Array],
-  rest: int,
-  constants: int,
+  out_all_masked: jax.Array | None,
+  outs_by_origin: dict[int, jax.Array],
+  fallback_bits: int,
+  constant_bits: int,
 ) -> tuple[np.ndarray, np.ndarray]:
   """The marks of an output, and which entries are the operation's own."""
-  bad = not_finite(out)
-  is_own = np.zeros_like(bad)
-  if without is not None:
-    is_own = bad & not_finite(without)
-  marks = no_marks(out)
-  for bit, with_this in alone.items():
-    reached = bad & not_finite(with_this) & ~is_own
-    marks[reached] |= np.uint32(bit)
-  marks[bad & ~is_own & (marks == 0)] = np.uint32(rest)
+  nonfinite = nonfinite_mask(out)
+  is_own = np.zeros_like(nonfinite)
+  if out_all_masked is not None:
+    is_own = nonfinite & nonfinite_mask(out_all_masked)
+  taint = empty_taint(out)
+  for bit, origin_out in outs_by_origin.items():
+    is_reached = nonfinite & nonfinite_mask(origin_out) & ~is_own
+    taint[is_reached] |= np.uint32(bit)
+  taint[nonfinite & ~is_own & (taint == 0)] = np.uint32(fallback_bits)
   # An inf that was written there is no fault. The NaN that is made of it is.
-  is_constant = (marks != 0) & (marks & ~np.uint32(constants) == 0)
-  return marks, is_own | (np.isnan(as_numbers(out)) & is_constant)
+  is_constant = (taint != 0) & (taint & ~np.uint32(constant_bits) == 0)
+  return taint, is_own | (np.isnan(to_numpy(out)) & is_constant)
 
 
-def fill(marks: np.ndarray | None, out: jax.Array, bits: int) -> np.ndarray:
+def fill_untainted(
+  taint: np.ndarray | None, out: jax.Array, bits: int
+) -> np.ndarray:
   """The marks, with these bits on what is not finite and has none."""
-  there = np.uint32(0) if marks is None else marks
-  return np.where(not_finite(out) & (there == 0), np.uint32(bits), there)
+  current_taint = np.uint32(0) if taint is None else taint
+  return np.where(
+    nonfinite_mask(out) & (current_taint == 0), np.uint32(bits), current_taint
+  )
 
 
 def has_nan(x: jax.Array) -> bool:
   """Whether an array holds a NaN."""
-  return bool(np.isnan(as_numbers(x)).any())
+  return bool(np.isnan(to_numpy(x)).any())

@@ -167,7 +167,7 @@ def _origins_of(
   """All origins of what is not finite, and what the program returns."""
   progress.set_description("running the compiled function")
   outs = None if run is None else run(*traced.inputs)
-  if outs is not None and all(map(_bits.is_finite, outs)):
+  if outs is not None and all(map(_bits.all_finite, outs)):
     return [], outs
   origins = _marks.Origins()
   stepper = _stepper.TaintInterpreter(origins, _runners.Runner(), progress)
@@ -177,7 +177,7 @@ def _origins_of(
     )
     for x, name in zip(traced.inputs, traced.input_names, strict=True)
   ]
-  used = outs and [not _bits.is_finite(out) for out in outs]
+  used = outs and [not _bits.all_finite(out) for out in outs]
   values = stepper.eval_jaxpr(
     traced.closed_jaxpr, inputs, _places.EqnLocation(), used
   )

@@ -93,7 +93,7 @@ class Origins:
     marked = [value.marks for value in values if value.marks is not None]
     if not marked:
       return Value(array)
-    none = _bits.no_marks(marked[0])
+    none = _bits.empty_taint(marked[0])
     marks = [none if v.marks is None else v.marks for v in values]
     return self.value(array, make(*marks))
 
@@ -154,7 +154,7 @@ class Origins:
     known = bits_of_all(op.inputs)
     clean, alone = _run_again(op, known, outs)
     # Without marks, it is an inf that is written there.
-    finite_inputs = [_bits.is_finite(value.array) for value in op.inputs]
+    finite_inputs = [_bits.all_finite(value.array) for value in op.inputs]
     writes_inf = not known and not all(finite_inputs)
     own = 0
     values = []
@@ -162,7 +162,7 @@ class Origins:
       if finite[i]:
         values.append(Value(out))
         continue
-      marks, is_own = _bits.attribute(
+      marks, is_own = _bits.attribute_taint(
         out,
         clean[i] if clean else None,
         {bit: arrays[i] for bit, arrays in alone.items()},
@@ -194,7 +194,9 @@ class Origins:
         agreed.append(Value(out))
         continue
       bits = value.bits or self._rest(known)
-      agreed.append(self.value(out, _bits.fill(value.marks, out, bits)))
+      agreed.append(
+        self.value(out, _bits.fill_untainted(value.marks, out, bits))
+      )
     return agreed
 
   def _constants(self) -> int:
@@ -224,7 +226,7 @@ def _run_again(
   neutral = 1.0 if op.neutral is None else op.neutral
 
   def keeping(bit: int) -> list[Any]:
-    keep = lambda v: _bits.keep_only(v.array, v.marks, bit, neutral)
+    keep = lambda v: _bits.mask_other_origins(v.array, v.marks, bit, neutral)
     return run(*map(keep, op.inputs))
 
   clean = None if op.neutral is None else keeping(0)

@@ -177,7 +177,7 @@ def describe_origin(
   return Overflow(
     primitive=primitive,
     dtype=np.dtype(out.dtype),
-    kind="inf" if (np.isinf(_bits.as_numbers(out)) & is_own).any() else "nan",
+    kind="inf" if (np.isinf(_bits.to_numpy(out)) & is_own).any() else "nan",
     name_scope=location.name_scope,
     param_path=location.param_path,
     name=location.label,
@@ -196,7 +196,7 @@ def _as_operand(array: Any, axis: int) -> Operand:
   )
   if not is_number or array.size == 0:
     return Operand(shape, array.dtype, None, True)
-  np_array = _bits.as_numbers(array)
+  np_array = _bits.to_numpy(array)
   finite_mask = np.isfinite(np_array)
   magnitudes = np.abs(np.where(finite_mask, np_array, np.zeros_like(np_array)))
   return Operand(

@@ -150,14 +150,14 @@ class TaintInterpreter:
     self, array: Any, primitive: str, location: _places.EqnLocation
   ) -> _marks.Value:
     """A value that no operation has made."""
-    if _bits.is_finite(array):
+    if _bits.all_finite(array):
       return _marks.Value(array)
-    is_own = _bits.not_finite(array)
+    is_own = _bits.nonfinite_mask(array)
     origin = _report.describe_origin(
       primitive, [], location, self.runner.axis, array, is_own
     )
     bit = self.origins.add(origin, is_constant=not _bits.has_nan(array))
-    return self.origins.value(array, _bits.fill(None, array, bit))
+    return self.origins.value(array, _bits.fill_untainted(None, array, bit))
 
   def _eval_eqn(
     self,
@@ -176,7 +176,7 @@ class TaintInterpreter:
     run_eqn = self._cached(self._get_run_fn, eqn)
     arrays = [value.array for value in inputs]
     outs = run_eqn(*arrays)
-    finite_mask = list(map(_bits.is_finite, outs))
+    finite_mask = list(map(_bits.all_finite, outs))
     if all(finite_mask):
       return list(map(_marks.Value, outs))
     if not has_effect:
@@ -376,7 +376,7 @@ class TaintInterpreter:
     taint_by_row = {i: x.marks for i, x in rows.items() if x.marks is not None}
     if not taint_by_row:
       return _marks.Value(array)
-    empty_taint = _bits.no_marks(next(iter(taint_by_row.values())))
+    empty_taint = _bits.empty_taint(next(iter(taint_by_row.values())))
     taints = [taint_by_row.get(i, empty_taint) for i in range(length)]
     return self.origins.value(array, np.stack(taints, axis))
 
@@ -414,7 +414,7 @@ class TaintInterpreter:
     """Follows an iteration of a loop that returned this, step by step."""
     if outs is None:
       return self.eval_jaxpr(closed_jaxpr, inputs, location)
-    finite_mask = list(map(_bits.is_finite, outs))
+    finite_mask = list(map(_bits.all_finite, outs))
     if all(finite_mask):
       return list(map(_marks.Value, outs))
     pattern = (*finite_mask, *(value.marks is None for value in inputs))
@@ -450,7 +450,7 @@ class TaintInterpreter:
     """All values, moved into a ``shard_map`` or out of it."""
 
     def reshard_value(i: int, value: _marks.Value) -> _marks.Value:
-      put_taint = lambda taint: _bits.placed_like(taint, value.array)
+      put_taint = lambda taint: _bits.device_put_like(taint, value.array)
       reshard_taint = lambda taint: np.asarray(
         reshard_array(i, put_taint(taint))
       )
