@@ -655,21 +655,21 @@ def test_no_more_is_kept_than_is_still_read(monkeypatch):
 
 def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
   """XLA may round otherwise if it sees several operations at once."""
-  enter = lambda *_: [_marks.Value(jnp.zeros_like(X))]
+  enter = lambda *_: [_marks.TaintedArray(jnp.zeros_like(X))]
   monkeypatch.setattr(_stepper.TaintInterpreter, "_enter", enter)
   assert find_overflow(lambda x: jnp.exp(x * 20), X).eqn_path == "exp"
 
 
 def test_an_entry_that_only_the_whole_makes_inf_has_the_marks_of_the_others():
-  origins = _marks.Origins()
+  origins = _marks.OriginTable()
   inf, one = jnp.array([np.inf, 1.0]), jnp.array([1.0, 1.0])
   origin = types.SimpleNamespace(primitive="exp", source_line="")
-  bit = origins.add(origin)
-  first = origins.value(inf, jnp.array([bit, 0], jnp.uint32))
-  values = [first, _marks.Value(one)]
-  agreed = origins.agree([inf[::-1], inf], [False] * 2, values, bit)
-  assert [value.marks.tolist() for value in agreed] == [[bit, bit], [bit, 0]]
-  assert origins.named(agreed[1:]) == [origin]
+  bit = origins.add_origin(origin)
+  first = origins.register_array(inf, jnp.array([bit, 0], jnp.uint32))
+  values = [first, _marks.TaintedArray(one)]
+  agreed = origins.reconcile([inf[::-1], inf], [False] * 2, values, bit)
+  assert [value.taint.tolist() for value in agreed] == [[bit, bit], [bit, 0]]
+  assert origins.select_origins(agreed[1:]) == [origin]
 
 
 def test_a_function_without_a_signature_can_be_run():

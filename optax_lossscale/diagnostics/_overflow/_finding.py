@@ -169,7 +169,7 @@ def _origins_of(
   outs = None if run is None else run(*traced.inputs)
   if outs is not None and all(map(_bits.all_finite, outs)):
     return [], outs
-  origins = _marks.Origins()
+  origins = _marks.OriginTable()
   stepper = _stepper.TaintInterpreter(origins, _runners.Runner(), progress)
   inputs = [
     stepper.make_constant(
@@ -186,8 +186,8 @@ def _origins_of(
 
 
 def _that_count(
-  origins: _marks.Origins,
-  values: list[_marks.Value],
+  origins: _marks.OriginTable,
+  values: list[_marks.TaintedArray],
   traced: _tracing.TracedFunction,
 ) -> list[_report.Overflow]:
   """The origins that count, those that reach an ``update`` first.
@@ -195,12 +195,12 @@ def _that_count(
   An argument of a step that reaches no ``update``, such as the mean of a metric
   that an earlier step made NaN, is no fault of this step.
   """
-  found = origins.named(values)
+  found = origins.select_origins(values)
   if not traced.grad_outputs or traced.unreached_locations:
     return found
   pairs = zip(values, traced.outputs, strict=True)
   given = [value for value, output in pairs if output.kind in _OF_UPDATE]
-  first = origins.named(given)
+  first = origins.select_origins(given)
   others = [x for x in found if not any(x is other for other in first)]
   return first + [
     x

@@ -63,7 +63,7 @@ class _EqnCall(NamedTuple):
   """
 
   eqn: core.JaxprEqn
-  inputs: list[_marks.Value]
+  inputs: list[_marks.TaintedArray]
   get_location: Callable[[], _places.EqnLocation]
   has_effect: bool
   used_outputs: list[bool] | None = None
@@ -84,7 +84,7 @@ class TaintInterpreter:
 
   def __init__(
     self,
-    origins: _marks.Origins,
+    origins: _marks.OriginTable,
     runner: _runners.Runner,
     progress: _progress.ProgressLine,
   ):
@@ -97,10 +97,10 @@ class TaintInterpreter:
   def eval_jaxpr(
     self,
     closed_jaxpr: _equations.ClosedJaxpr,
-    inputs: list[_marks.Value],
+    inputs: list[_marks.TaintedArray],
     location: _places.EqnLocation,
     used_outputs: list[bool] | None = None,
-  ) -> list[_marks.Value]:
+  ) -> list[_marks.TaintedArray]:
     """Runs a jaxpr.
 
     Args:
@@ -122,15 +122,15 @@ class TaintInterpreter:
 
     def lift_const(
       x: Any, atom: _equations.Atom, eqn: core.JaxprEqn | None
-    ) -> _marks.Value:
+    ) -> _marks.TaintedArray:
       array = self.runner.lift_const(x, atom)
       return self.make_constant(array, "constant", get_location(eqn))
 
     eqn_numbers = self._cached(_number_eqns, closed_jaxpr.jaxpr)
 
     def eval_eqn(
-      eqn: core.JaxprEqn, inputs: list[_marks.Value]
-    ) -> list[_marks.Value]:
+      eqn: core.JaxprEqn, inputs: list[_marks.TaintedArray]
+    ) -> list[_marks.TaintedArray]:
       eqn_path = "/".join([*location.eqn_path, _lines.get_op_name(eqn)])
       self.progress.set_description(
         f"{eqn_path}, operation {eqn_numbers[eqn]} of {len(eqn_numbers)}"
@@ -144,27 +144,29 @@ class TaintInterpreter:
       lift_const=lift_const,
       used_outputs=used_outputs,
     )
-    return [out or _marks.Value(None) for out in outs]
+    return [out or _marks.TaintedArray(None) for out in outs]
 
   def make_constant(
     self, array: Any, primitive: str, location: _places.EqnLocation
-  ) -> _marks.Value:
+  ) -> _marks.TaintedArray:
     """A value that no operation has made."""
     if _bits.all_finite(array):
-      return _marks.Value(array)
+      return _marks.TaintedArray(array)
     is_own = _bits.nonfinite_mask(array)
     origin = _report.describe_origin(
       primitive, [], location, self.runner.axis, array, is_own
     )
-    bit = self.origins.add(origin, is_constant=not _bits.has_nan(array))
-    return self.origins.value(array, _bits.fill_untainted(None, array, bit))
+    bit = self.origins.add_origin(origin, is_constant=not _bits.has_nan(array))
+    return self.origins.register_array(
+      array, _bits.fill_untainted(None, array, bit)
+    )
 
   def _eval_eqn(
     self,
     eqn: core.JaxprEqn,
-    inputs: list[_marks.Value],
+    inputs: list[_marks.TaintedArray],
     get_location: Callable[[], _places.EqnLocation],
-  ) -> list[_marks.Value]:
+  ) -> list[_marks.TaintedArray]:
     """Carries out one equation; enters it if its results are not finite."""
     has_effect = self._cached(_equations.has_effect, eqn)
     eqn_call = _EqnCall(eqn, inputs, get_location, has_effect)
@@ -178,27 +180,31 @@ class TaintInterpreter:
     outs = run_eqn(*arrays)
     finite_mask = list(map(_bits.all_finite, outs))
     if all(finite_mask):
-      return list(map(_marks.Value, outs))
+      return list(map(_marks.TaintedArray, outs))
     if not has_effect:
       used_outputs = [not is_finite for is_finite in finite_mask]
       inner_values = (
         self._eval_subjaxprs(eqn_call._replace(used=used_outputs)) or []
       )
-      taint_bits = _marks.bits_of_all(inner_values)
+      taint_bits = _marks.join_taint_bits(inner_values)
       if taint_bits:
-        return self.origins.agree(outs, finite_mask, inner_values, taint_bits)
+        return self.origins.reconcile(
+          outs, finite_mask, inner_values, taint_bits
+        )
     name, axis = _lines.get_op_name(eqn), self.runner.axis
     describe_origin = functools.partial(
       _report.describe_origin, name, arrays, get_location(), axis
     )
     atoms = zip(inputs, eqn.invars, strict=True)
-    op = _marks.Operation(
+    op = _marks.ExecutedEqn(
       run=None if has_effect else run_eqn,
-      inputs=[_marks.Value(v.array) if _is_literal(x) else v for v, x in atoms],
-      neutral=_NEUTRAL_VALUES.get(name),
-      describe=describe_origin,
+      inputs=[
+        _marks.TaintedArray(v.array) if _is_literal(x) else v for v, x in atoms
+      ],
+      neutral_value=_NEUTRAL_VALUES.get(name),
+      describe_origin=describe_origin,
     )
-    return self.origins.mark(op, outs, finite_mask)
+    return self.origins.taint_outputs(op, outs, finite_mask)
 
   def _cached(self, make: Callable[[Any], _Made], arg: Any) -> _Made:
     """What a function makes of an equation or a jaxpr, made once."""
@@ -231,7 +237,9 @@ class TaintInterpreter:
     """Whether this is a call or a branch with a loop inside."""
     return not _is_loop(eqn) and self._loop_search.any_inside(eqn)
 
-  def _eval_subjaxprs(self, eqn_call: _EqnCall) -> list[_marks.Value] | None:
+  def _eval_subjaxprs(
+    self, eqn_call: _EqnCall
+  ) -> list[_marks.TaintedArray] | None:
     """Runs the jaxprs of a call, a loop or a branch.
 
     Returns:
@@ -256,7 +264,7 @@ class TaintInterpreter:
 
   def _eval_cond(
     self, branches: tuple[_equations.ClosedJaxpr, ...], eqn_call: _EqnCall
-  ) -> list[_marks.Value] | None:
+  ) -> list[_marks.TaintedArray] | None:
     index_value, *operands = eqn_call.inputs
     index = _get_uniform_value(index_value.array)
     if index is None:
@@ -269,7 +277,7 @@ class TaintInterpreter:
 
   def _eval_while(
     self, loop: _higher_order.While, eqn_call: _EqnCall
-  ) -> list[_marks.Value] | None:
+  ) -> list[_marks.TaintedArray] | None:
     cond_consts, body_consts, carry = loop.split(eqn_call.inputs)
     budget = _IterationBudget(self.origins)
     num_iterations = 0
@@ -297,7 +305,7 @@ class TaintInterpreter:
   def _eval_while_cond(
     self,
     loop: _higher_order.While,
-    inputs: list[_marks.Value],
+    inputs: list[_marks.TaintedArray],
     eqn_call: _EqnCall,
   ) -> jax.Array:
     """The condition of a loop: one flag, or one for each row of ``vmap``."""
@@ -313,8 +321,8 @@ class TaintInterpreter:
     return np.any(np.asarray(pred), axis=axes)
 
   def _select_carry(
-    self, pred: jax.Array, new: _marks.Value, old: _marks.Value
-  ) -> _marks.Value:
+    self, pred: jax.Array, new: _marks.TaintedArray, old: _marks.TaintedArray
+  ) -> _marks.TaintedArray:
     """What comes after an iteration that only some rows still need.
 
     Such is a loop that was mapped by ``vmap``: each row has a flag.
@@ -324,14 +332,14 @@ class TaintInterpreter:
     array = _runners.select_rows(pred, new.array, old.array)
     row_pred = np.expand_dims(pred, tuple(range(pred.ndim, array.ndim)))
     select_taint = lambda new, old: np.where(row_pred, new, old)
-    return self.origins.made(array, [new, old], select_taint)
+    return self.origins.derive_array(array, [new, old], select_taint)
 
   def _eval_scan(
     self, scan: _higher_order.Scan, eqn_call: _EqnCall
-  ) -> list[_marks.Value]:
+  ) -> list[_marks.TaintedArray]:
     consts, carry, slices = scan.split(eqn_call.inputs)
     budget = _IterationBudget(self.origins)
-    rows: dict[int, list[_marks.Value]] = {}
+    rows: dict[int, list[_marks.TaintedArray]] = {}
     num_iterations = 0
     while num_iterations < scan.length:
       inputs = [*consts, *carry, *slices]
@@ -355,14 +363,16 @@ class TaintInterpreter:
       ys.append(self._stack_rows(column, scan.length, eqn_call.has_effect))
     return [*carry, *ys]
 
-  def _take_slice(self, value: _marks.Value, i: int) -> _marks.Value:
+  def _take_slice(
+    self, value: _marks.TaintedArray, i: int
+  ) -> _marks.TaintedArray:
     array = self.runner.take_slice(value.array, i)
     take_taint = lambda taint: np.take(taint, i, self.runner.axis)
-    return self.origins.made(array, [value], take_taint)
+    return self.origins.derive_array(array, [value], take_taint)
 
   def _stack_rows(
-    self, rows: dict[int, _marks.Value], length: int, has_arrays: bool
-  ) -> _marks.Value:
+    self, rows: dict[int, _marks.TaintedArray], length: int, has_arrays: bool
+  ) -> _marks.TaintedArray:
     """What a scan stacks, of the rows by their numbers.
 
     If the arrays are not needed, those that are missing have no marks.
@@ -373,20 +383,20 @@ class TaintInterpreter:
       array = _runners.stack_in_chunks(
         [rows[i].array for i in range(length)], axis
       )
-    taint_by_row = {i: x.marks for i, x in rows.items() if x.marks is not None}
+    taint_by_row = {i: x.taint for i, x in rows.items() if x.taint is not None}
     if not taint_by_row:
-      return _marks.Value(array)
+      return _marks.TaintedArray(array)
     empty_taint = _bits.empty_taint(next(iter(taint_by_row.values())))
     taints = [taint_by_row.get(i, empty_taint) for i in range(length)]
-    return self.origins.value(array, np.stack(taints, axis))
+    return self.origins.register_array(array, np.stack(taints, axis))
 
   def _advance(
     self,
     loop: _loops.AnyLoop,
     num_iterations: int,
-    inputs: list[_marks.Value],
+    inputs: list[_marks.TaintedArray],
     eqn_call: _EqnCall,
-  ) -> tuple[int, Sequence[_marks.Value], list[Any] | None]:
+  ) -> tuple[int, Sequence[_marks.TaintedArray], list[Any] | None]:
     """Runs a loop up to the next iteration that is to be looked at.
 
     Returns:
@@ -400,37 +410,37 @@ class TaintInterpreter:
     arrays = [value.array for value in inputs]
     stop_point = self._get_loop(eqn_call.eqn).advance(num_iterations, arrays)
     if stop_point.done > num_iterations + 1:  # All that came before was finite.
-      carry = list(map(_marks.Value, stop_point.carry))
+      carry = list(map(_marks.TaintedArray, stop_point.carry))
     return stop_point.done, carry, stop_point.outs
 
   def _eval_iteration(
     self,
     closed_jaxpr: _equations.ClosedJaxpr,
-    inputs: list[_marks.Value],
+    inputs: list[_marks.TaintedArray],
     outs: list[Any] | None,
     location: _places.EqnLocation,
     budget: "_IterationBudget",
-  ) -> list[_marks.Value]:
+  ) -> list[_marks.TaintedArray]:
     """Follows an iteration of a loop that returned this, step by step."""
     if outs is None:
       return self.eval_jaxpr(closed_jaxpr, inputs, location)
     finite_mask = list(map(_bits.all_finite, outs))
     if all(finite_mask):
-      return list(map(_marks.Value, outs))
-    pattern = (*finite_mask, *(value.marks is None for value in inputs))
+      return list(map(_marks.TaintedArray, outs))
+    pattern = (*finite_mask, *(value.taint is None for value in inputs))
     if budget.is_exhausted(pattern):
-      taint_bits = _marks.bits_of_all(inputs) or budget.taint_bits
-      values = [_marks.Value(None)] * len(outs)
+      taint_bits = _marks.join_taint_bits(inputs) or budget.taint_bits
+      values = [_marks.TaintedArray(None)] * len(outs)
     else:
       used_outputs = [not is_finite for is_finite in finite_mask]
       values = self.eval_jaxpr(closed_jaxpr, inputs, location, used_outputs)
-      budget.record_iteration(pattern, _marks.bits_of_all(values))
+      budget.record_iteration(pattern, _marks.join_taint_bits(values))
       taint_bits = budget.taint_bits
-    return self.origins.agree(outs, finite_mask, values, taint_bits)
+    return self.origins.reconcile(outs, finite_mask, values, taint_bits)
 
   def _eval_shard_map(
     self, shard_map: _higher_order.ShardMap, eqn_call: _EqnCall
-  ) -> list[_marks.Value] | None:
+  ) -> list[_marks.TaintedArray] | None:
     is_nested = isinstance(self.runner, _runners.ShardRunner)
     # An abstract mesh has no devices to run on.
     if is_nested or not isinstance(shard_map.mesh, Mesh):
@@ -445,16 +455,18 @@ class TaintInterpreter:
   def _reshard(
     self,
     reshard_array: Callable[[int, jax.Array], jax.Array],
-    values: list[_marks.Value],
-  ) -> list[_marks.Value]:
+    values: list[_marks.TaintedArray],
+  ) -> list[_marks.TaintedArray]:
     """All values, moved into a ``shard_map`` or out of it."""
 
-    def reshard_value(i: int, value: _marks.Value) -> _marks.Value:
+    def reshard_value(
+      i: int, value: _marks.TaintedArray
+    ) -> _marks.TaintedArray:
       put_taint = lambda taint: _bits.device_put_like(taint, value.array)
       reshard_taint = lambda taint: np.asarray(
         reshard_array(i, put_taint(taint))
       )
-      return self.origins.made(
+      return self.origins.derive_array(
         reshard_array(i, value.array), [value], reshard_taint
       )
 
@@ -467,18 +479,18 @@ class _IterationBudget:
   An iteration goes wrong in a way: which inputs and outputs are finite.
   """
 
-  def __init__(self, origins: _marks.Origins) -> None:
+  def __init__(self, origins: _marks.OriginTable) -> None:
     self._origins = origins
     self._count_by_pattern: collections.Counter[tuple[bool, ...]] = (
       collections.Counter()
     )
     # A value of its own, so that none of its bits is given to another origin.
-    self._origin_value = _marks.Value(None)
+    self._origin_value = _marks.TaintedArray(None)
 
   @property
   def taint_bits(self) -> int:
     """The bits of the origins that were found in this loop."""
-    return self._origin_value.bits
+    return self._origin_value.taint_bits
 
   def is_exhausted(self, pattern: tuple[bool, ...]) -> bool:
     """Whether it is over for iterations that go wrong in this way."""
@@ -490,7 +502,7 @@ class _IterationBudget:
   def record_iteration(self, pattern: tuple[bool, ...], bits: int) -> None:
     """Notes the bits that were found in an iteration."""
     self._count_by_pattern[pattern] += 1
-    self._origin_value = self._origins.value(
+    self._origin_value = self._origins.register_array(
       None, np.array([self.taint_bits | bits])
     )
 
@@ -505,9 +517,9 @@ def _has_effects(closed_jaxpr: _equations.ClosedJaxpr) -> bool:
   return _equations.has_effectful_eqn(closed_jaxpr.jaxpr)
 
 
-def _drop_array(value: _marks.Value) -> _marks.Value:
+def _drop_array(value: _marks.TaintedArray) -> _marks.TaintedArray:
   """The value without its array, which need not be kept."""
-  return value if value.marks is not None else _marks.Value(None)
+  return value if value.taint is not None else _marks.TaintedArray(None)
 
 
 def _number_eqns(jaxpr: core.Jaxpr) -> dict[core.JaxprEqn, int]:
