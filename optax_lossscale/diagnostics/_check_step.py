@@ -160,7 +160,7 @@ def check_step(
         " not. For a gradient alone, use find_overflow and compare_precision."
       )
     precision = _precision.report_traced(traced, np.dtype(jnp.float16))
-    search_result = _finding.search_overflow(traced, progress_line)
+    search_result = _finding.search_traced(traced, progress_line)
     comparison = None
     if traced.grad_outputs:
       comparison = _functions.compare(traced, "bisect", progress_line)
@@ -170,7 +170,7 @@ def check_step(
 def _build_step_check(
   traced: _tracing.TracedFunction,
   precision: _precision.PrecisionReport,
-  search_result: _finding.Search,
+  search_result: _finding.SearchResult,
   comparison: _functions.Comparison | None,
 ) -> StepCheck:
   mistakes = [
@@ -312,7 +312,7 @@ def _as_problem(origin: _overflow_report.Overflow) -> Problem:
 def _describe_sound_scaling(
   traced: _tracing.TracedFunction,
   has_mistakes: bool,
-  search_result: _finding.Search,
+  search_result: _finding.SearchResult,
 ) -> Iterator[str]:
   if has_mistakes:
     return
@@ -343,7 +343,7 @@ def _describe_errors(comparison: _functions.Comparison) -> Iterator[str]:
 def _describe_unchecked(
   traced: _tracing.TracedFunction,
   precision: _precision.PrecisionReport,
-  search_result: _finding.Search,
+  search_result: _finding.SearchResult,
   comparison: _functions.Comparison | None,
 ) -> Iterator[str]:
   if (

@@ -22,10 +22,10 @@ from optax_lossscale.diagnostics._overflow import (
 )
 
 # What an ``update`` is given, and what it is made of.
-_OF_UPDATE = {"grads", "unscaled", "updates"}
+_UPDATE_KINDS = {"grads", "unscaled", "updates"}
 # How the state of a wrapped optimizer among the arguments is written. It is
 # given to its ``update``, too.
-_INNER_STATE = re.compile(r"\.inner_state\b")
+_INNER_STATE_RE = re.compile(r"\.inner_state\b")
 
 
 @_host.allow_transfers
@@ -102,19 +102,24 @@ def find_overflow(
     >>> diagnostics.find_overflow(loss_fn, w, x / 2) is None
     True
   """
-  name = "find_overflow"
+  caller = "find_overflow"
   with (
-    _progress.ProgressLine(name, progress).refresh_in_background() as bar,
-    _tracing.trace_on_host(name, fun, args, kwargs) as traced,
+    _progress.ProgressLine(
+      caller, progress
+    ).refresh_in_background() as progress_line,
+    _tracing.trace_on_host(caller, fun, args, kwargs) as traced,
   ):
-    search = search_overflow(traced, bar)
-  if search.origin is None:
-    for what in [*map(str, search.mistakes), *search.limitations]:
-      _warnings.warn(f"find_overflow found no inf or NaN. {what}")
-  return search.origin
+    search_result = search_traced(traced, progress_line)
+  if search_result.origin is None:
+    for message in [
+      *map(str, search_result.mistakes),
+      *search_result.limitations,
+    ]:
+      _warnings.warn(f"find_overflow found no inf or NaN. {message}")
+  return search_result.origin
 
 
-class Search(NamedTuple):
+class SearchResult(NamedTuple):
   """What was found in a program that was run.
 
   Attributes:
@@ -128,65 +133,69 @@ class Search(NamedTuple):
   limitations: list[str]
 
 
-def search_overflow(
+def search_traced(
   traced: _tracing.TracedFunction, progress: _progress.ProgressLine
-) -> Search:
+) -> SearchResult:
   """Finds the origin of an inf or a NaN in a traced program."""
-  run = _compiled(traced)
-  found, outs = _origins_of(traced, run, progress)
+  compiled_fun = _compile_if_pure(traced)
+  origins, outs = _find_origins(traced, compiled_fun, progress)
   mistakes = traced.mistakes + _step_checks.check_applied_flags(
     traced.outputs, outs
   )
-  if not found:
-    if run is not None:
+  if not origins:
+    if compiled_fun is not None:
       mistakes += _step_checks.check_scale_invariance(
         traced.inputs,
         traced.scale_indices,
         traced.outputs,
-        lambda inputs: run(*inputs),
+        lambda inputs: compiled_fun(*inputs),
         outs,
         is_exact=not _step_checks.has_half_precision_eqn(
           traced.closed_jaxpr, ignore_autocast=False
         ),
       )
-    flags = traced.select_kind(outs, "applied")
-    return Search(None, mistakes, _limitations(traced, flags))
+    applied_flags = traced.select_kind(outs, "applied")
+    return SearchResult(
+      None, mistakes, _describe_limitations(traced, applied_flags)
+    )
   origin = dataclasses.replace(
-    found[0],
-    other_origins=tuple(found[1:]),
+    origins[0],
+    other_origins=tuple(origins[1:]),
     warnings=tuple(map(str, mistakes)),
   )
-  return Search(origin, mistakes, [])
+  return SearchResult(origin, mistakes, [])
 
 
-def _origins_of(
+def _find_origins(
   traced: _tracing.TracedFunction,
-  run: Callable[..., list[Any]] | None,
+  compiled_fun: Callable[..., list[Any]] | None,
   progress: _progress.ProgressLine,
 ) -> tuple[list[_report.Overflow], list[Any]]:
   """All origins of what is not finite, and what the program returns."""
   progress.set_description("running the compiled function")
-  outs = None if run is None else run(*traced.inputs)
+  outs = None if compiled_fun is None else compiled_fun(*traced.inputs)
   if outs is not None and all(map(_bits.all_finite, outs)):
     return [], outs
-  origins = _marks.OriginTable()
-  stepper = _stepper.TaintInterpreter(origins, _runners.Runner(), progress)
+  origin_table = _marks.OriginTable()
+  interpreter = _stepper.TaintInterpreter(
+    origin_table, _runners.Runner(), progress
+  )
   inputs = [
-    stepper.make_constant(
+    interpreter.make_constant(
       jnp.asarray(x), "argument", _places.EqnLocation(eqn_path=(name,))
     )
     for x, name in zip(traced.inputs, traced.input_names, strict=True)
   ]
-  used = outs and [not _bits.all_finite(out) for out in outs]
-  values = stepper.eval_jaxpr(
-    traced.closed_jaxpr, inputs, _places.EqnLocation(), used
+  used_outputs = outs and [not _bits.all_finite(out) for out in outs]
+  values = interpreter.eval_jaxpr(
+    traced.closed_jaxpr, inputs, _places.EqnLocation(), used_outputs
   )
-  found = _that_count(origins, values, traced)
-  return found, outs or [value.array for value in values]
+  origins = _select_relevant_origins(origin_table, values, traced)
+  return origins, outs or [value.array for value in values]
 
 
-def _that_count(
-  origins: _marks.OriginTable,
+def _select_relevant_origins(
+  origin_table: _marks.OriginTable,
   values: list[_marks.TaintedArray],
   traced: _tracing.TracedFunction,
 ) -> list[_report.Overflow]:
@@ -195,21 +204,25 @@ def _that_count(
   An argument of a step that reaches no ``update``, such as the mean of a metric
   that an earlier step made NaN, is no fault of this step.
   """
-  found = origins.select_origins(values)
+  origins = origin_table.select_origins(values)
   if not traced.grad_outputs or traced.unreached_locations:
-    return found
+    return origins
   pairs = zip(values, traced.outputs, strict=True)
-  given = [value for value, output in pairs if output.kind in _OF_UPDATE]
-  first = origins.select_origins(given)
-  others = [x for x in found if not any(x is other for other in first)]
-  return first + [
+  update_values = [
+    value for value, output in pairs if output.kind in _UPDATE_KINDS
+  ]
+  update_origins = origin_table.select_origins(update_values)
+  other_origins = [
+    x for x in origins if not any(x is other for other in update_origins)
+  ]
+  return update_origins + [
     x
-    for x in others
-    if x.primitive != "argument" or _INNER_STATE.search(x.eqn_path)
+    for x in other_origins
+    if x.primitive != "argument" or _INNER_STATE_RE.search(x.eqn_path)
   ]
 
 
-def _compiled(
+def _compile_if_pure(
   traced: _tracing.TracedFunction,
 ) -> Callable[..., list[Any]] | None:
   """The whole program, compiled; None if it has effects."""
@@ -222,18 +235,18 @@ def _compiled(
   )
 
 
-def _limitations(
-  traced: _tracing.TracedFunction, flags: list[Any]
+def _describe_limitations(
+  traced: _tracing.TracedFunction, applied_flags: list[Any]
 ) -> list[str]:
   """Says why a program without an overflow may still be no good."""
-  found = [
-    f"Not analyzed: {what}."
-    for what in _tracing.describe_unreached(traced.unreached_locations)
+  limitations = [
+    f"Not analyzed: {message}."
+    for message in _tracing.describe_unreached(traced.unreached_locations)
   ]
-  if any(np.any(np.asarray(flag) == 0) for flag in flags):
-    found.append(
+  if any(np.any(np.asarray(flag) == 0) for flag in applied_flags):
+    limitations.append(
       "A step is skipped, but update received finite gradients, and no"
       " operation overflows. If you pass grads_finite= to update, check its"
       " value. Otherwise the sum of the gradients exceeds the range of float32."
     )
-  return found
+  return limitations
