@@ -341,7 +341,7 @@ def by_bisection(total, bad):
     return np.array([effect, effect])
 
   every = [[i] for i in range(1024)]
-  found = _report.bisect(measure, every, np.full(2, total), 1e-3)
+  found = _report.bisect_effects(measure, every, np.full(2, total), 1e-3)
   return {i: effects[1] for i, effects in found.items()}, len(calls)
 
 
@@ -352,7 +352,7 @@ def test_the_worst_errors_of_many_are_found_by_bisection():
     found, runs = by_bisection(total=bad, bad=bad)
     assert [i for i, effect in found.items() if effect == bad] == [700]
     assert runs == 20
-  assert _report.bisect(measure_nothing, [], np.zeros(1), 1e-3) == {}
+  assert _report.bisect_effects(measure_nothing, [], np.zeros(1), 1e-3) == {}
 
 
 def test_results_are_named_and_the_one_that_is_furthest_off_counts():

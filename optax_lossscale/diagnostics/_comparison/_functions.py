@@ -160,7 +160,7 @@ def compare(
     found = {i: runs.harm([i]) for place in places for i in place}
   else:
     total = runs.blamed(runs.half)
-    found = _report.bisect(runs.harm, places, total, eps)
+    found = _report.bisect_effects(runs.harm, places, total, eps)
   products = [_product(i, its[0], rows, runs) for i, its in found.items()]
   # Of equal effects, what overflows furthest comes first.
   products.sort(
@@ -182,7 +182,7 @@ def compare(
     noise_only_arrays=tuple(itertools.compress(names, runs.is_rounding)),
   )
   # Among infinities every place would be guilty.
-  excess = _report.backward_excess(report)
+  excess = _report.compute_log2_scale_excess(report)
   comparison = Comparison(
     dataclasses.replace(report, suggested_log2_scale_change=-excess),
     [*traced.mistakes, *runs.mistakes],

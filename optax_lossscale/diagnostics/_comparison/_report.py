@@ -9,26 +9,26 @@ import numpy as np
 
 from optax_lossscale.diagnostics import _numbers
 
-_MOST_ROWS = 20
-_MOST_ARRAYS = 3
+_MAX_ROWS = 20
+_MAX_ARRAYS = 3
 
 
 # Of the squares of all errors, what is below this share is not looked into.
-_SHARE = 0.3
+_MIN_ERROR_SHARE = 0.3
 # A place stands out if its effect is as many times the spacing of numbers at 1,
 # and as many times that of all lesser places together. In float16 the first is
 # an error of 0.016, at which the cosine is 0.9999. Layers in front of batch
 # normalization may be far above it, but are about as bad as their neighbours.
-_TIMES_EPS = 16.0
+_OUTLIER_EPS = 16.0
 # Of a single array, it is as many times the spacing. Those of models that learn
 # well are off by up to two thirds of that.
 INACCURATE_EPS = 64.0
-_TIMES_OTHERS = 4.0
+_OUTLIER_RATIO = 4.0
 # What many places share is no fault of one. There may always be one.
-_FEW = 1 / 2
+_MAX_OUTLIER_FRACTION = 1 / 2
 # The errors if these rows run in half precision: of all together, and then of
 # each array.
-Measure = Callable[[list[int]], np.ndarray]
+MeasureFn = Callable[[list[int]], np.ndarray]
 
 
 class MatmulPrecision(NamedTuple):
@@ -190,15 +190,15 @@ class PrecisionComparison(_numbers.PrintedReport):
     return vars(self) | rows | lists
 
   def __str__(self) -> str:
-    lines = [*self.warnings, *self._conclusion(), self._figures()]
+    lines = [*self.warnings, *self._format_conclusion(), self._format_errors()]
     lines += self.limitations
     # After an overflow, most errors are infinite, and say nothing.
-    overflows = self.overflowing or self.suggested_log2_scale_change < 0
-    if self.reference_is_finite and not overflows:
-      lines += self._arrays()
-    return "\n".join([*lines, self._table()])
+    has_overflow = self.overflowing or self.suggested_log2_scale_change < 0
+    if self.reference_is_finite and not has_overflow:
+      lines += self._format_arrays()
+    return "\n".join([*lines, self._format_table()])
 
-  def _conclusion(self) -> list[str]:
+  def _format_conclusion(self) -> list[str]:
     """Say what loses the precision, and what to do, in a sentence or a few."""
     if self.reference_is_zero:
       return [
@@ -211,96 +211,107 @@ class PrecisionComparison(_numbers.PrintedReport):
         f"The {self.target} are not finite in float32 either: find_overflow"
         " names the operation."
       ]
-    change = self.suggested_log2_scale_change
-    if change < 0:
+    log2_change = self.suggested_log2_scale_change
+    if log2_change < 0:
       return [
         "Only the backward pass overflows: lower the loss scale by"
-        f" 2**{-change}, and compare again."
+        f" 2**{-log2_change}, and compare again."
       ]
     lines = []
     if self.overflowing:
-      lines.append(self._forward_overflows())
-    if change > 0:
+      lines.append(self._format_forward_overflows())
+    if log2_change > 0:
       name = self.inaccurate_arrays[0].name or "The result"
       lines.append(
         f"{name} underflows in the backward pass: raise the loss scale by up to"
-        f" 2**{change}."
+        f" 2**{log2_change}."
       )
     # If the forward pass overflows, an infinite error is no layer's own fault.
-    blamed = {
+    infinite_error_names = {
       row.name for row in self.matmuls if math.isinf(row.isolated_error)
     }
-    excused = blamed if self.overflowing else ()
-    outliers = [x for x in self.outliers if x not in excused]
+    excluded_names = infinite_error_names if self.overflowing else ()
+    outliers = [x for x in self.outliers if x not in excluded_names]
     if outliers:
       label = "Outlier" if len(outliers) == 1 else f"{len(outliers)} outliers"
-      lines.append(f"{label}: {_keep(outliers)}.")
+      lines.append(f"{label}: {_format_keep_float32(outliers)}.")
     return lines or ["No single layer dominates the error."]
 
-  def _forward_overflows(self) -> str:
+  def _format_forward_overflows(self) -> str:
     if len(self.overflowing) == 1:
       (name,) = self.overflowing
       return (
         f"1 layer overflows in the forward pass: {name}. Keep it in float32:"
-        f" {_keep(self.overflowing)}."
+        f" {_format_keep_float32(self.overflowing)}."
       )
-    first = min(self._overflowing_rows(), key=lambda row: row.program_index)
-    keep = _keep(self.overflowing)
-    if len(self.overflowing) > _MOST_ARRAYS:
-      keep = "keep_float32=report.overflowing"
+    first_row = min(self._overflowing_rows(), key=lambda row: row.program_index)
+    keep_arg = _format_keep_float32(self.overflowing)
+    if len(self.overflowing) > _MAX_ARRAYS:
+      keep_arg = "keep_float32=report.overflowing"
     return (
       f"{len(self.overflowing)} layers overflow in the forward pass, first"
-      f" {first.name}. Keep them in float32: {keep}."
+      f" {first_row.name}. Keep them in float32: {keep_arg}."
     )
 
-  def _figures(self) -> str:
+  def _format_errors(self) -> str:
     """Return the errors of all arrays together."""
-    count = len(self.array_errors)
-    arrays = self.target if count != 1 else self.target.removesuffix("s")
+    num_arrays = len(self.array_errors)
+    arrays = self.target if num_arrays != 1 else self.target.removesuffix("s")
     if self.target == "gradients":
       arrays += " that the optimizer receives"
     return (
       f"Relative error in {self.dtype}: {self.error:.2g}, cosine"
-      f" {self.cosine:.7g} ({count} {arrays})."
+      f" {self.cosine:.7g} ({num_arrays} {arrays})."
     )
 
-  def _arrays(self) -> list[str]:
+  def _format_arrays(self) -> list[str]:
     """Return the largest errors, and the arrays that were not judged."""
     rows = [
       f"  {name or 'the result'}: {error:.2g} ({fraction:.2g} of the norm)"
-      for name, error, fraction in self.inaccurate_arrays[:_MOST_ARRAYS]
+      for name, error, fraction in self.inaccurate_arrays[:_MAX_ARRAYS]
     ]
     lines = ["Largest relative errors:", *rows] if rows else []
-    more = len(self.inaccurate_arrays) - len(rows)
-    lines += [f"  (+{more} more: report.inaccurate_arrays)"] if more else []
-    judged = {array.name for array in self.inaccurate_arrays}
-    noise = [
-      x or "the result" for x in self.noise_only_arrays if x not in judged
+    num_hidden = len(self.inaccurate_arrays) - len(rows)
+    lines += (
+      [f"  (+{num_hidden} more: report.inaccurate_arrays)"]
+      if num_hidden
+      else []
+    )
+    inaccurate_names = {array.name for array in self.inaccurate_arrays}
+    noise_names = [
+      x or "the result"
+      for x in self.noise_only_arrays
+      if x not in inaccurate_names
     ]
-    if noise:
-      shown, more = noise[:_MOST_ARRAYS], len(noise) - _MOST_ARRAYS
+    if noise_names:
+      shown_names, num_hidden = (
+        noise_names[:_MAX_ARRAYS],
+        len(noise_names) - _MAX_ARRAYS,
+      )
       lines.append(
         "Only rounding noise in float32, too, so no layer is to blame:"
-        f" {', '.join(shown)}{f' and {more} more' if more > 0 else ''}."
+        f" {', '.join(shown_names)}{f' and {num_hidden} more' if num_hidden > 0 else ''}."
       )
     return lines
 
-  def _table(self) -> str:
-    rows = [_cells(row) for row in self.matmuls[:_MOST_ROWS]]
+  def _format_table(self) -> str:
+    rows = [_as_cells(row) for row in self.matmuls[:_MAX_ROWS]]
     table = _numbers.format_table(rows, num_left_aligned=2)
-    more = len(self.matmuls) - _MOST_ROWS
+    num_hidden = len(self.matmuls) - _MAX_ROWS
     return (
-      f"{table}\n(+{more} more rows: report.matmuls)" if more > 0 else table
+      f"{table}\n(+{num_hidden} more rows: report.matmuls)"
+      if num_hidden > 0
+      else table
     )
 
 
-def _keep(names: Sequence[str]) -> str:
+def _format_keep_float32(names: Sequence[str]) -> str:
   """Return the argument of `autocast` that keeps layers in float32."""
   value = names[0] if len(names) == 1 else list(names)
   return f"keep_float32={value!r}"
 
 
-def _cells(row: MatmulPrecision) -> dict[str, str]:
+def _as_cells(row: MatmulPrecision) -> dict[str, str]:
   return _numbers.location_cells(row) | {
     "error alone": f"{row.isolated_error:.1e}",
     "amax": f"{row.amax:.3g}",
@@ -311,20 +322,29 @@ def _cells(row: MatmulPrecision) -> dict[str, str]:
   }
 
 
-def backward_excess(report: PrecisionComparison) -> int:
+def compute_log2_scale_excess(report: PrecisionComparison) -> int:
   """Return log2 of the factor by which the loss scale is too large.
 
   The loss scale is too large if the backward pass overflows, and the forward
   pass does not. Then no layer is to blame. Otherwise, return 0.
   """
-  backward = [row.log2_headroom for row in report.matmuls if row.backward]
-  over = -min(backward, default=0.0)
-  is_finite = report.reference_is_finite and not report.overflowing
-  return math.ceil(over) if is_finite and 0 < over < math.inf else 0
+  backward_headrooms = [
+    row.log2_headroom for row in report.matmuls if row.backward
+  ]
+  overflow_log2 = -min(backward_headrooms, default=0.0)
+  is_forward_finite = report.reference_is_finite and not report.overflowing
+  return (
+    math.ceil(overflow_log2)
+    if is_forward_finite and 0 < overflow_log2 < math.inf
+    else 0
+  )
 
 
-def bisect(
-  measure: Measure, places: Sequence[list[int]], total: np.ndarray, eps: float
+def bisect_effects(
+  measure: MeasureFn,
+  site_groups: Sequence[list[int]],
+  total_effect: np.ndarray,
+  eps: float,
 ) -> dict[int, np.ndarray]:
   """The largest errors, by bisection: in far fewer runs than there are rows.
 
@@ -333,31 +353,33 @@ def bisect(
 
   Args:
     measure: the errors if these rows run in half precision.
-    places: the rows of each place.
-    total: the errors if all of them do.
+    site_groups: the rows of each place.
+    total_effect: the errors if all of them do.
     eps: the spacing of numbers at 1 in half precision.
 
   Returns:
     For each row, its effects; of what was not looked into its equal share.
   """
   # No place can stand out for another array.
-  looked_at = total > INACCURATE_EPS * eps
-  looked_at[0] = True
+  can_be_outlier = total_effect > INACCURATE_EPS * eps
+  can_be_outlier[0] = True
   effects: dict[int, np.ndarray] = {}
-  parts = [(places, total)]
-  while parts:
-    part, effect = parts.pop()
-    rows = [row for rows in part for row in rows]
-    is_large = (effect > math.sqrt(_SHARE) * total) | ~np.isfinite(effect)
-    matters = bool((is_large & looked_at).any())
-    if len(rows) == 1 or not matters:
+  worklist = [(site_groups, total_effect)]
+  while worklist:
+    groups, effect = worklist.pop()
+    rows = [row for rows in groups for row in rows]
+    is_large = (
+      effect > math.sqrt(_MIN_ERROR_SHARE) * total_effect
+    ) | ~np.isfinite(effect)
+    is_relevant = bool((is_large & can_be_outlier).any())
+    if len(rows) == 1 or not is_relevant:
       effects.update((row, effect / math.sqrt(len(rows))) for row in rows)
-    elif len(part) <= 1:
+    elif len(groups) <= 1:
       effects.update((row, measure([row])) for row in rows)
     else:
-      middle = len(part) // 2
-      for half in part[:middle], part[middle:]:
-        parts.append((half, measure([row for rows in half for row in rows])))
+      middle = len(groups) // 2
+      for half in groups[:middle], groups[middle:]:
+        worklist.append((half, measure([row for rows in half for row in rows])))
   return effects
 
 
@@ -380,27 +402,31 @@ def find_outliers(
     Their names, the worst first; of equal ones, the one that came first. What
     makes an array that is not finite is always among them.
   """
-  places = list(dict.fromkeys(names))
-  sizes = np.zeros((len(places), effects.shape[1]))
+  unique_names = list(dict.fromkeys(names))
+  norms = np.zeros((len(unique_names), effects.shape[1]))
   for name, effect in zip(names, effects, strict=True):
-    i = places.index(name)
-    sizes[i] = np.hypot(sizes[i], effect)
-  worst: dict[str, float] = {}
-  for column, its_sizes in enumerate(sizes.T):
-    least = (INACCURATE_EPS if column else _TIMES_EPS) * eps
-    for i in _far_above_the_others(its_sizes, least):
-      worst[places[i]] = max(worst.get(places[i], 0.0), its_sizes[i])
-  found = sorted(worst, key=places.index)
-  found.sort(key=lambda name: worst[name], reverse=True)
-  return tuple(filter(None, found))
+    i = unique_names.index(name)
+    norms[i] = np.hypot(norms[i], effect)
+  worst_norms: dict[str, float] = {}
+  for column, column_norms in enumerate(norms.T):
+    threshold = (INACCURATE_EPS if column else _OUTLIER_EPS) * eps
+    for i in _find_outlier_indices(column_norms, threshold):
+      worst_norms[unique_names[i]] = max(
+        worst_norms.get(unique_names[i], 0.0), column_norms[i]
+      )
+  outliers = sorted(worst_norms, key=unique_names.index)
+  outliers.sort(key=lambda name: worst_norms[name], reverse=True)
+  return tuple(filter(None, outliers))
 
 
-def _far_above_the_others(sizes: np.ndarray, least: float) -> np.ndarray:
+def _find_outlier_indices(norms: np.ndarray, threshold: float) -> np.ndarray:
   """Which few are larger than the least, and far larger than all others."""
-  order = np.argsort(-sizes, kind="stable")
-  count = int(np.sum(~np.isfinite(sizes)))
-  for i in range(count, max(1, math.floor(_FEW * len(sizes)))):
-    others = math.hypot(*sizes[order[i + 1 :]])
-    if sizes[order[i]] > max(least, _TIMES_OTHERS * others):
-      count = i + 1
-  return order[:count]
+  order = np.argsort(-norms, kind="stable")
+  num_outliers = int(np.sum(~np.isfinite(norms)))
+  for i in range(
+    num_outliers, max(1, math.floor(_MAX_OUTLIER_FRACTION * len(norms)))
+  ):
+    others_norm = math.hypot(*norms[order[i + 1 :]])
+    if norms[order[i]] > max(threshold, _OUTLIER_RATIO * others_norm):
+      num_outliers = i + 1
+  return order[:num_outliers]
