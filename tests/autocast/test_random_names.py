@@ -147,10 +147,10 @@ def assert_names_select(nests):
   except (NotImplementedError, TypeError, ValueError):
     return False  # JAX cannot do it without us.
   grad = lambda **kwargs: jax.grad(ols.autocast(loss, **kwargs))
-  rows = _program.Rows(jax.make_jaxpr(grad())(params, X))
+  rows = _program.MatmulTable(jax.make_jaxpr(grad())(params, X))
   names = {
     (row.names.param_path, name)
-    for row, name in zip(rows.all, rows.names, strict=True)
+    for row, name in zip(rows.sites, rows.names, strict=True)
     if row.names.param_path
   }
   # Each weight has one name, which is that of no other.
@@ -269,8 +269,10 @@ def test_a_name_takes_away_the_rows_that_have_it_and_no_other(seeds):
 
     def rows_of(loss=loss, **kwargs):
       grad = jax.grad(ols.autocast(loss, **kwargs))
-      rows = _program.Rows(jax.make_jaxpr(grad)(PARAMS, normal(8, 8, seed=9)))
-      return dict(zip(rows.all, rows.names, strict=True))
+      rows = _program.MatmulTable(
+        jax.make_jaxpr(grad)(PARAMS, normal(8, 8, seed=9))
+      )
+      return dict(zip(rows.sites, rows.names, strict=True))
 
     before = rows_of()
     for name in set(before.values()):

@@ -290,9 +290,9 @@ def test_a_number_is_rounded_as_a_conversion_does(dtype):
   random = bits.view(np.float32), 2 ** np.float32(exponents)
   x = np.concatenate([*random, next_ones, special])
   x = np.where(np.abs(x) < 2.0**-126, 0, x)  # XLA flushes what is subnormal.
-  found = jax.jit(functools.partial(_program._rounded, dtype=np.dtype(dtype)))(
-    x
-  )
+  found = jax.jit(
+    functools.partial(_program._round_to_dtype, dtype=np.dtype(dtype))
+  )(x)
   with np.errstate(over="ignore", invalid="ignore"):
     expected = x.astype(dtype).astype(np.float32)
   np.testing.assert_array_equal(found, expected)

@@ -146,16 +146,16 @@ def compare(
   traced = traced.restrict_to_kinds(
     judged if traced.grad_outputs else {"result"}
   )
-  rows = _program.Rows(traced.closed_jaxpr)
-  if not rows.all:
+  rows = _program.MatmulTable(traced.closed_jaxpr)
+  if not rows.sites:
     return None
   notes += [
     f"Not analyzed: {name}, which runs unchanged in every run."
-    for name in rows.not_entered
+    for name in rows.unanalyzed_names
   ]
   runs = Runs(traced, rows, bar)
   eps = max(float(jnp.finfo(dtype).eps) for dtype in rows.dtypes)
-  places = rows.by_name()
+  places = rows.group_by_name()
   if search == "exhaustive":
     found = {i: runs.harm([i]) for place in places for i in place}
   else:
@@ -263,9 +263,9 @@ def _no_matmuls_message(
 
 
 def _product(
-  i: int, effect: float, rows: _program.Rows, runs: "Runs"
+  i: int, effect: float, rows: _program.MatmulTable, runs: "Runs"
 ) -> _report.MatmulPrecision:
-  row = rows.all[i]
+  row = rows.sites[i]
   notes = runs.notes[i]
   entries = np.maximum(notes.entries, 1)
   amax = float(notes.largest)
@@ -275,7 +275,7 @@ def _product(
     rows.names[i],
     row.names.name_scope,
     row.names.param_path,
-    rows.sources[i],
+    rows.source_lines[i],
     row.backward,
     isolated_error=effect,
     amax=amax,
@@ -331,18 +331,18 @@ class Runs:
   def __init__(
     self,
     traced: _tracing.TracedFunction,
-    rows: _program.Rows,
+    rows: _program.MatmulTable,
     progress: _progress.ProgressLine,
   ) -> None:
     self._traced = traced
-    self._count = len(rows.all)
+    self._count = len(rows.sites)
     self._progress = progress
     self._done = 0
 
     @jax.jit
     def run(inputs: list[Any], ways: Any) -> Any:
-      empty = [_program.no_statistics() for _ in rows.all]
-      return _program.Program(rows, ways).run(
+      empty = [_program.make_empty_stats() for _ in rows.sites]
+      return _program.MixedPrecisionProgram(rows, ways).eval_jaxpr(
         traced.closed_jaxpr, inputs, empty
       )
 
@@ -366,7 +366,7 @@ class Runs:
     halves = [in_half[i] for i in self._compared]
     self.underflow_fraction = float(_underflow(self._reference, halves))
     self.is_zero = not any(jnp.any(x) for x in self._reference)
-    off = self._errors(self._call(every, _program.OFF)[0])
+    off = self._errors(self._call(every, _program.PERTURBED)[0])
     self.is_rounding = off.of_arrays > _ROUNDING
 
   def harm(self, in_half: list[int]) -> np.ndarray:

@@ -34,7 +34,7 @@ from optax_lossscale._jaxprs import (
 from optax_lossscale.diagnostics import _numbers
 
 
-class Row(NamedTuple):
+class MatmulSite(NamedTuple):
   """Products of one kind in one place, which are told of together.
 
   Attributes:
@@ -50,124 +50,141 @@ class Row(NamedTuple):
   dtype: np.dtype
 
 
-class Statistics(NamedTuple):
+class SiteStats(NamedTuple):
   """What is noted of all runs of one product.
 
   Attributes:
-    times: how often it ran; float32[].
-    largest: the largest magnitude of its operands and its result; float32[].
-    entries: how many entries the operands and the result had; float32[3].
-    lost: how many of them become zero in half precision; float32[3].
-    subnormal: how many become subnormal; float32[3].
+    num_executions: how often it ran; float32[].
+    amax: the largest magnitude of its operands and its result; float32[].
+    num_entries: how many entries the operands and the result had; float32[3].
+    num_underflows: how many of them become zero in half precision; float32[3].
+    num_subnormals: how many become subnormal; float32[3].
   """
 
-  times: Any
-  largest: Any
-  entries: Any
-  lost: Any
-  subnormal: Any
+  num_executions: Any
+  amax: Any
+  num_entries: Any
+  num_underflows: Any
+  num_subnormals: Any
 
 
 # Of these, what returns nothing is not run: it would print each time.
-_SILENT = re.compile("callback|print")
+_CALLBACK_RE = re.compile("callback|print")
 _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 
 # How a product may run: as in float32, in half precision, or as in float32 with
 # numbers that are a little off.
-EXACT, HALF, OFF = range(3)
+EXACT, HALF, PERTURBED = range(3)
 # What is a little off has another fourth last bit, and so another size, by
 # 2**-20 of itself at most.
 _FOURTH_LAST_BIT = 8
 
 # For each row what was noted of it.
-Notes = list[Statistics]
+StatsBySite = list[SiteStats]
 # What equations return, and what was noted after them.
-Done = tuple[Sequence[Any], Notes]
+OutsAndStats = tuple[Sequence[Any], StatsBySite]
 
 
-class Program(NamedTuple):
+class MixedPrecisionProgram(NamedTuple):
   """A program with a choice for each product, to be called while it is traced.
 
   Attributes:
-    rows: the products.
-    ways: how each row runs: ``EXACT``, ``HALF`` or ``OFF``; int32[rows].
-    place: where the walk through it has come to.
+    table: the products.
+    modes: how each row runs: ``EXACT``, ``HALF`` or ``OFF``; int32[rows].
+    location: where the walk through it has come to.
   """
 
-  rows: "Rows"
-  ways: Any
-  place: _places.EqnLocation = _places.EqnLocation()
+  table: "MatmulTable"
+  modes: Any
+  location: _places.EqnLocation = _places.EqnLocation()
 
-  def run(
-    self, closed: _equations.ClosedJaxpr, inputs: Sequence[Any], notes: Notes
-  ) -> Done:
+  def eval_jaxpr(
+    self,
+    closed_jaxpr: _equations.ClosedJaxpr,
+    inputs: Sequence[Any],
+    stats: StatsBySite,
+  ) -> OutsAndStats:
     """Runs a jaxpr.
 
     Args:
-      closed: the jaxpr.
+      closed_jaxpr: the jaxpr.
       inputs: its inputs. What is in half precision there may be float32 here.
-      notes: what was noted before.
+      stats: what was noted before.
 
     Returns:
       Its outputs, none of which is in half precision, and what was noted after
       it.
     """
 
-    def step(eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-      nonlocal notes
-      outs, notes = self._equation(eqn, closed.jaxpr, inputs, notes)
+    def eval_eqn(eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+      nonlocal stats
+      outs, stats = self._eval_eqn(eqn, closed_jaxpr.jaxpr, inputs, stats)
       return outs
 
-    written = lambda x, *_: self._widened(x)
-    values = list(map(self._widened, inputs))
-    outs = _interpret.interpret_jaxpr(closed, values, step, lift_const=written)
-    return outs, notes
+    lift_const = lambda x, *_: self._upcast(x)
+    values = list(map(self._upcast, inputs))
+    outs = _interpret.interpret_jaxpr(
+      closed_jaxpr, values, eval_eqn, lift_const=lift_const
+    )
+    return outs, stats
 
-  def _widened(self, x: Any) -> Any:
+  def _upcast(self, x: Any) -> Any:
     """An array, in float32 if it is in half precision."""
     return jnp.asarray(x, jnp.float32) if self._is_half(x) else x
 
   def _is_half(self, x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
-    return dtype in self.rows.dtypes and not _types.is_ref(x)
+    return dtype in self.table.dtypes and not _types.is_ref(x)
 
-  def _equation(
-    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, inputs: list[Any], notes: Notes
-  ) -> Done:
-    if is_product(eqn, self.place):
-      row = self.rows.number(eqn, self.place.locate(eqn, jaxpr))
-      if row is None:
+  def _eval_eqn(
+    self,
+    eqn: core.JaxprEqn,
+    jaxpr: core.Jaxpr,
+    inputs: list[Any],
+    stats: StatsBySite,
+  ) -> OutsAndStats:
+    if is_autocast_matmul(eqn, self.location):
+      site_index = self.table.get_site_index(
+        eqn, self.location.locate(eqn, jaxpr)
+      )
+      if site_index is None:
         return _equations.eqn_as_fun(_operations.as_highest_float32(eqn))(
           *inputs
-        ), notes
-      return self._product(eqn, row, inputs, notes)
+        ), stats
+      return self._eval_matmul(eqn, site_index, inputs, stats)
     has_half = any(self._is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
     call = None
-    if has_half or self.rows.are_in(eqn):
-      call = self.rows.higher_order_of(eqn)
+    if has_half or self.table.has_tagged_eqn(eqn):
+      call = self.table.get_higher_order(eqn)
     if call is not None:
-      inside = self._replace(place=self.place.locate(eqn, jaxpr))
+      inner_program = self._replace(place=self.location.locate(eqn, jaxpr))
       with _equations.get_eqn_ctx_manager(eqn):
-        return inside._enter(call, inputs, notes)
-    if not eqn.outvars and _SILENT.search(eqn.primitive.name):
-      return [], notes
+        return inner_program._eval_subjaxprs(call, inputs, stats)
+    if not eqn.outvars and _CALLBACK_RE.search(eqn.primitive.name):
+      return [], stats
     if has_half:
-      return self._beside(eqn, inputs), notes
-    return _equations.eqn_as_fun(eqn)(*inputs), notes
+      return self._eval_non_matmul(eqn, inputs), stats
+    return _equations.eqn_as_fun(eqn)(*inputs), stats
 
-  def _product(
-    self, eqn: core.JaxprEqn, row: int, inputs: list[Any], notes: Notes
-  ) -> Done:
-    dtype = self.rows.all[row].dtype
+  def _eval_matmul(
+    self,
+    eqn: core.JaxprEqn,
+    site_index: int,
+    inputs: list[Any],
+    stats: StatsBySite,
+  ) -> OutsAndStats:
+    dtype = self.table.sites[site_index].dtype
 
-    rounded = functools.partial(_rounded_in_one_way, self.ways[row], dtype)
-    product = _equations.eqn_as_fun(_operations.as_highest_float32(eqn))
-    (out,) = rounded(product(*rounded(inputs[:2]), *inputs[2:]))
+    apply_mode = functools.partial(_apply_mode, self.modes[site_index], dtype)
+    matmul = _equations.eqn_as_fun(_operations.as_highest_float32(eqn))
+    (out,) = apply_mode(matmul(*apply_mode(inputs[:2]), *inputs[2:]))
     arrays, limits = [*inputs[:2], out], _numbers.get_dtype_limits(dtype)
-    noted = _statistics_with(notes[row], arrays, limits)
-    return [out], [*notes[:row], noted, *notes[row + 1 :]]
+    new_stats = _add_run_stats(stats[site_index], arrays, limits)
+    return [out], [*stats[:site_index], new_stats, *stats[site_index + 1 :]]
 
-  def _beside(self, eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+  def _eval_non_matmul(
+    self, eqn: core.JaxprEqn, inputs: list[Any]
+  ) -> Sequence[Any]:
     """What is in half precision, and no product of `autocast`.
 
     What `autocast` made is so for the sake of a product, which rounds. All else
@@ -175,218 +192,256 @@ class Program(NamedTuple):
     """
     if _operations.is_noop_reduce_precision(eqn):
       return inputs  # JAX writes it in front of what a checkpoint saves.
-    if is_marked(eqn, self.place):
+    if is_autocast_eqn(eqn, self.location):
       is_cast = eqn.primitive.name == "convert_element_type"
       return inputs if is_cast else _equations.eqn_as_fun(eqn)(*inputs)
     pairs: Any = zip(inputs, [v.aval for v in eqn.invars], strict=True)
     args = [x.astype(a.dtype) if self._is_half(a) else x for x, a in pairs]
-    return list(map(self._widened, _equations.eqn_as_fun(eqn)(*args)))
+    return list(map(self._upcast, _equations.eqn_as_fun(eqn)(*args)))
 
-  def _enter(
-    self, call: _higher_order.HigherOrderOp, inputs: list[Any], notes: Notes
-  ) -> Done:
+  def _eval_subjaxprs(
+    self,
+    call: _higher_order.HigherOrderOp,
+    inputs: list[Any],
+    stats: StatsBySite,
+  ) -> OutsAndStats:
     match call:
       case _higher_order.Scan():
-        return self._scan(call, inputs, notes)
+        return self._eval_scan(call, inputs, stats)
       case _higher_order.While():
-        return self._while(call, inputs, notes)
+        return self._eval_while(call, inputs, stats)
       case _higher_order.Cond():
-        return self._cond(call, inputs, notes)
+        return self._eval_cond(call, inputs, stats)
       case _higher_order.ShardMap():
-        return self._shard_map(call, inputs, notes)
+        return self._eval_shard_map(call, inputs, stats)
       case _:
-        return self.run(call.body, inputs, notes)
+        return self.eval_jaxpr(call.body, inputs, stats)
 
-  def _scan(
-    self, scan: _higher_order.Scan, inputs: list[Any], notes: Notes
-  ) -> Done:
-    consts, first, slices = scan.split(inputs)
+  def _eval_scan(
+    self, scan: _higher_order.Scan, inputs: list[Any], stats: StatsBySite
+  ) -> OutsAndStats:
+    consts, init_carry, slices = scan.split(inputs)
 
-    def step(carry: Any, its_slices: Any) -> tuple[Any, Any]:
-      values, notes = carry
-      its_inputs = [*consts, *values, *its_slices]
-      outs, notes = self.run(scan.body, its_inputs, notes)
-      return (outs[: scan.num_carry], notes), outs[scan.num_carry :]
+    def body_fun(carry: Any, body_slices: Any) -> tuple[Any, Any]:
+      carry_values, stats = carry
+      body_inputs = [*consts, *carry_values, *body_slices]
+      outs, stats = self.eval_jaxpr(scan.body, body_inputs, stats)
+      return (outs[: scan.num_carry], stats), outs[scan.num_carry :]
 
-    (last, notes), stacked = lax.scan(
-      step, (first, notes), slices, scan.length, scan.reverse
+    (final_carry, stats), ys = lax.scan(
+      body_fun, (init_carry, stats), slices, scan.length, scan.reverse
     )
-    return [*last, *stacked], notes
+    return [*final_carry, *ys], stats
 
-  def _while(
-    self, loop: _higher_order.While, inputs: list[Any], notes: Notes
-  ) -> Done:
-    of_condition, of_body, first = loop.split(inputs)
+  def _eval_while(
+    self, loop: _higher_order.While, inputs: list[Any], stats: StatsBySite
+  ) -> OutsAndStats:
+    cond_consts, body_consts, init_carry = loop.split(inputs)
 
     # A condition returns no notes. So each iteration asks for the next one.
-    def condition(values: Any, notes: Notes) -> tuple[Any, Any, Notes]:
-      inputs = [*of_condition, *values]
-      (goes_on,), notes = self.run(loop.condition, inputs, notes)
-      return goes_on, values, notes
+    def eval_cond(
+      carry_values: Any, stats: StatsBySite
+    ) -> tuple[Any, Any, StatsBySite]:
+      inputs = [*cond_consts, *carry_values]
+      (pred,), stats = self.eval_jaxpr(loop.condition, inputs, stats)
+      return pred, carry_values, stats
 
-    def step(carry: Any) -> tuple[Any, Any, Notes]:
-      goes_on, values, notes = carry
-      outs, notes = self.run(loop.body, [*of_body, *values], notes)
-      if jnp.ndim(goes_on):  # ``vmap`` made many loops of one.
-        pairs = zip(outs, values, strict=True)
-        outs = [_arrays.select_rows(goes_on, *pair) for pair in pairs]
-      return condition(outs, notes)
+    def body_fun(carry: Any) -> tuple[Any, Any, StatsBySite]:
+      pred, carry_values, stats = carry
+      outs, stats = self.eval_jaxpr(
+        loop.body, [*body_consts, *carry_values], stats
+      )
+      if jnp.ndim(pred):  # ``vmap`` made many loops of one.
+        pairs = zip(outs, carry_values, strict=True)
+        outs = [_arrays.select_rows(pred, *pair) for pair in pairs]
+      return eval_cond(outs, stats)
 
-    goes_on = lambda carry: jnp.any(carry[0])
-    start = condition(first, notes)
-    return lax.while_loop(goes_on, step, start)[1:]
+    cond_fun = lambda carry: jnp.any(carry[0])
+    init_state = eval_cond(init_carry, stats)
+    return lax.while_loop(cond_fun, body_fun, init_state)[1:]
 
-  def _cond(
-    self, cond: _higher_order.Cond, inputs: list[Any], notes: Notes
-  ) -> Done:
+  def _eval_cond(
+    self, cond: _higher_order.Cond, inputs: list[Any], stats: StatsBySite
+  ) -> OutsAndStats:
     index, *operands = inputs
-    branches = [functools.partial(self.run, body) for body in cond.branches]
-    return lax.switch(index, branches, operands, notes)
+    branches = [
+      functools.partial(self.eval_jaxpr, body) for body in cond.branches
+    ]
+    return lax.switch(index, branches, operands, stats)
 
-  def _shard_map(
-    self, mapped: _higher_order.ShardMap, inputs: list[Any], notes: Notes
-  ) -> Done:
+  def _eval_shard_map(
+    self,
+    shard_map: _higher_order.ShardMap,
+    inputs: list[Any],
+    stats: StatsBySite,
+  ) -> OutsAndStats:
     # A set has another order in each process, and all must run one program.
-    axes = tuple(sorted(mapped.manual_axes, key=str))
+    axes = tuple(sorted(shard_map.manual_axes, key=str))
 
-    def body(ways: Any, *args: Any) -> Any:
+    def body_fun(modes: Any, *args: Any) -> Any:
       # What is noted differs among the devices, and so its type must say.
-      differs = lambda x: x + 0 * lax.axis_index(axes).astype(jnp.float32)
-      empty = jax.tree.map(differs, [no_statistics() for _ in notes])
-      program = self._replace(ways=ways)
-      outs, noted = program.run(mapped.body, args, empty)
-      return outs, [statistics_of_devices(n, axes) for n in noted]
+      make_varying = lambda x: x + 0 * lax.axis_index(axes).astype(jnp.float32)
+      empty_stats = jax.tree.map(
+        make_varying, [make_empty_stats() for _ in stats]
+      )
+      inner_program = self._replace(ways=modes)
+      outs, new_stats = inner_program.eval_jaxpr(
+        shard_map.body, args, empty_stats
+      )
+      return outs, [psum_stats(n, axes) for n in new_stats]
 
-    everywhere = jax.sharding.PartitionSpec()
-    in_specs = (everywhere, *mapped.in_specs)
-    out_specs = (list(mapped.out_specs), everywhere)
-    on_devices = mapped.wrap_fun(body, in_specs, out_specs)
-    outs, noted = on_devices(self.ways, *inputs)
-    return outs, list(map(statistics_together, notes, noted))
+    replicated = jax.sharding.PartitionSpec()
+    in_specs = (replicated, *shard_map.in_specs)
+    out_specs = (list(shard_map.out_specs), replicated)
+    mapped_fun = shard_map.wrap_fun(body_fun, in_specs, out_specs)
+    outs, new_stats = mapped_fun(self.modes, *inputs)
+    return outs, list(map(merge_stats, stats, new_stats))
 
 
 # A program has as many of the next two as products, most of them of few shapes.
 # They are compiled functions, so that JAX traces each shape once.
 @functools.partial(jax.jit, static_argnums=1)
-def _rounded_in_one_way(
-  way: Any, dtype: np.dtype, arrays: Sequence[Any]
-) -> list[Any]:
+def _apply_mode(mode: Any, dtype: np.dtype, arrays: Sequence[Any]) -> list[Any]:
   """The operands or results of a product that runs in this way."""
   # A branch keeps XLA from fusing it, again and again, into all that reads.
-  rounding = lambda xs: [_rounded(x, dtype) for x in xs]
-  moving = lambda xs: list(map(_a_little_off, xs))
-  return lax.switch(way, [list, rounding, moving], arrays)
+  round_all = lambda xs: [_round_to_dtype(x, dtype) for x in xs]
+  perturb_all = lambda xs: list(map(_perturb, xs))
+  return lax.switch(mode, [list, round_all, perturb_all], arrays)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _statistics_with(
-  noted: Statistics, arrays: Sequence[Any], limits: _numbers.DtypeLimits
-) -> Statistics:
+def _add_run_stats(
+  stats: SiteStats, arrays: Sequence[Any], limits: _numbers.DtypeLimits
+) -> SiteStats:
   """What was noted before, and of one more run."""
-  return statistics_together(noted, statistics_of_run(arrays, limits))
+  return merge_stats(stats, measure_run(arrays, limits))
 
 
-def _rounded(x: Any, dtype: np.dtype) -> Any:
+def _round_to_dtype(x: Any, dtype: np.dtype) -> Any:
   """The array rounded to a dtype. XLA may drop a pair of conversions."""
   info: Any = jnp.finfo(dtype)
-  rounded = lax.reduce_precision(x, info.nexp, info.nmant)
-  normal, step = float(info.smallest_normal), float(info.smallest_subnormal)
-  if normal == jnp.finfo(jnp.float32).smallest_normal:
-    return rounded
+  normal_result = lax.reduce_precision(x, info.nexp, info.nmant)
+  smallest_normal, smallest_subnormal = (
+    float(info.smallest_normal),
+    float(info.smallest_subnormal),
+  )
+  if smallest_normal == jnp.finfo(jnp.float32).smallest_normal:
+    return normal_result
   # What is subnormal is flushed to zero there.
-  subnormal = lax.round(x * (1 / step), _TO_EVEN) * step
-  return jnp.where(jnp.abs(x) < normal, subnormal, rounded)
+  subnormal_result = (
+    lax.round(x * (1 / smallest_subnormal), _TO_EVEN) * smallest_subnormal
+  )
+  return jnp.where(
+    jnp.abs(x) < smallest_normal, subnormal_result, normal_result
+  )
 
 
-def _a_little_off(x: Any) -> Any:
+def _perturb(x: Any) -> Any:
   """The array with other last bits: the same ones wherever it is read."""
   bits = lax.bitcast_convert_type(x, jnp.uint32) ^ _FOURTH_LAST_BIT
-  moved = lax.bitcast_convert_type(bits, jnp.float32)
-  return jnp.where((x == 0) | ~jnp.isfinite(x), x, moved)
+  perturbed = lax.bitcast_convert_type(bits, jnp.float32)
+  return jnp.where((x == 0) | ~jnp.isfinite(x), x, perturbed)
 
 
-class Rows:
+class MatmulTable:
   """The products of a program, by where they stand.
 
   They are known by the mark of `autocast`, which goes wherever an equation
   goes. So nothing is decided here that was decided there.
 
   Attributes:
-    all: all of them, in the order of the program.
+    sites: all of them, in the order of the program.
     names: for each, the shortest name that tells its place from all others.
-    sources: for each, the line that tells it from others of a like name.
+    source_lines: for each, the line that tells it from others of a like name.
     dtypes: their half precisions: mostly one.
-    not_entered: the names of what holds products and cannot be entered.
-    higher_order_of: what an equation calls, repeats or chooses; None if it is
+    unanalyzed_names: the names of what holds products and cannot be entered.
+    get_higher_order: what an equation calls, repeats or chooses; None if it is
       not known.
-    are_in: whether there are marks in the jaxprs that an equation holds.
+    has_tagged_eqn: whether there are marks in the jaxprs that an equation holds.
   """
 
-  def __init__(self, closed: _equations.ClosedJaxpr) -> None:
-    alone = functools.partial(is_marked, around=_places.EqnLocation())
-    self.are_in = _walk.EqnSearch(alone, _equations.subjaxprs).any_inside
-    self.higher_order_of = functools.cache(_higher_order.parse_higher_order)
-    self.not_entered: list[str] = []
-    self._numbers: dict[Row, int] = {}
-    for step in _walk.walk(closed, self._inside, only_live=True):
-      around = step.parent.location if step.parent else _places.EqnLocation()
-      if is_product(step.eqn, around):
-        self._numbers.setdefault(
-          _row(step.eqn, step.location), len(self._numbers)
+  def __init__(self, closed_jaxpr: _equations.ClosedJaxpr) -> None:
+    is_tagged = functools.partial(
+      is_autocast_eqn, parent_location=_places.EqnLocation()
+    )
+    self.has_tagged_eqn = _walk.EqnSearch(
+      is_tagged, _equations.subjaxprs
+    ).any_inside
+    self.get_higher_order = functools.cache(_higher_order.parse_higher_order)
+    self.unanalyzed_names: list[str] = []
+    self._index_by_site: dict[MatmulSite, int] = {}
+    for visit in _walk.walk(closed_jaxpr, self._get_subjaxprs, only_live=True):
+      parent_location = (
+        visit.parent.location if visit.parent else _places.EqnLocation()
+      )
+      if is_autocast_matmul(visit.eqn, parent_location):
+        self._index_by_site.setdefault(
+          _as_site(visit.eqn, visit.location), len(self._index_by_site)
         )
-      elif self.are_in(step.eqn) and self.higher_order_of(step.eqn) is None:
-        name = _lines.get_op_name(step.eqn)
-        self.not_entered.append(
-          _places.format_location(name, step.location.label)
+      elif (
+        self.has_tagged_eqn(visit.eqn)
+        and self.get_higher_order(visit.eqn) is None
+      ):
+        name = _lines.get_op_name(visit.eqn)
+        self.unanalyzed_names.append(
+          _places.format_location(name, visit.location.label)
         )
-    self.all = list(self._numbers)
-    told = _places.make_unique_labels([(x.names, x.backward) for x in self.all])
-    self.names = [name for name, _ in told]
-    self.sources = [source for _, source in told]
-    self.dtypes = {row.dtype for row in self.all}
+    self.sites = list(self._index_by_site)
+    names_and_lines = _places.make_unique_labels(
+      [(x.names, x.backward) for x in self.sites]
+    )
+    self.names = [name for name, _ in names_and_lines]
+    self.source_lines = [source_line for _, source_line in names_and_lines]
+    self.dtypes = {row.dtype for row in self.sites}
 
-  def number(
-    self, eqn: core.JaxprEqn, place: _places.EqnLocation
+  def get_site_index(
+    self, eqn: core.JaxprEqn, location: _places.EqnLocation
   ) -> int | None:
     """The row of a product at this place; None if nothing reads its result."""
-    return self._numbers.get(_row(eqn, place))
+    return self._index_by_site.get(_as_site(eqn, location))
 
-  def by_name(self) -> list[list[int]]:
+  def group_by_name(self) -> list[list[int]]:
     """The numbers of the rows of each place."""
-    numbers: dict[str, list[int]] = {}
+    indices_by_name: dict[str, list[int]] = {}
     for i, name in enumerate(self.names):
-      numbers.setdefault(name, []).append(i)
-    return list(numbers.values())
+      indices_by_name.setdefault(name, []).append(i)
+    return list(indices_by_name.values())
 
-  def _inside(self, eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
-    call = self.higher_order_of(eqn) if self.are_in(eqn) else None
+  def _get_subjaxprs(self, eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
+    call = self.get_higher_order(eqn) if self.has_tagged_eqn(eqn) else None
     return _higher_order.get_bodies(call) if call else []
 
 
-def is_product(eqn: core.JaxprEqn, around: _places.EqnLocation) -> bool:
+def is_autocast_matmul(
+  eqn: core.JaxprEqn, parent_location: _places.EqnLocation
+) -> bool:
   """Whether this is a product that `autocast` runs in half precision."""
-  return _operations.is_matmul(eqn) and is_marked(eqn, around)
+  return _operations.is_matmul(eqn) and is_autocast_eqn(eqn, parent_location)
 
 
-def is_marked(eqn: core.JaxprEqn, around: _places.EqnLocation) -> bool:
+def is_autocast_eqn(
+  eqn: core.JaxprEqn, parent_location: _places.EqnLocation
+) -> bool:
   """Whether `autocast` made this equation, or what is around it."""
-  return around.push_scope(eqn).autocast_dtype is not None
+  return parent_location.push_scope(eqn).autocast_dtype is not None
 
 
-def _row(eqn: core.JaxprEqn, place: _places.EqnLocation) -> Row:
+def _as_site(eqn: core.JaxprEqn, location: _places.EqnLocation) -> MatmulSite:
   name = _lines.get_op_name(eqn)
-  return Row(name, place.names, place.is_backward, place.autocast_dtype)
+  return MatmulSite(
+    name, location.names, location.is_backward, location.autocast_dtype
+  )
 
 
-def no_statistics() -> Statistics:
+def make_empty_stats() -> SiteStats:
   """What is known of a product that has not run."""
-  one, three = jnp.zeros((), jnp.float32), jnp.zeros(3, jnp.float32)
-  return Statistics(one, one, three, three, three)
+  scalar, vector = jnp.zeros((), jnp.float32), jnp.zeros(3, jnp.float32)
+  return SiteStats(scalar, scalar, vector, vector, vector)
 
 
-def statistics_of_run(
+def measure_run(
   arrays: Sequence[Any], limits: _numbers.DtypeLimits
-) -> Statistics:
+) -> SiteStats:
   """What is noted of one run of a product.
 
   Args:
@@ -394,47 +449,51 @@ def statistics_of_run(
     limits: what half precision can hold.
 
   Returns:
-    A :class:`Statistics`.
+    A :class:`SiteStats`.
   """
-  largest, lost, subnormal = map(
-    jnp.stack, zip(*(_sizes(x, limits) for x in arrays), strict=True)
+  amaxes, num_underflows, num_subnormals = map(
+    jnp.stack, zip(*(_measure_array(x, limits) for x in arrays), strict=True)
   )
-  entries = jnp.array([x.size for x in arrays], jnp.float32)
-  return Statistics(jnp.float32(1), jnp.max(largest), entries, lost, subnormal)
+  num_entries = jnp.array([x.size for x in arrays], jnp.float32)
+  return SiteStats(
+    jnp.float32(1), jnp.max(amaxes), num_entries, num_underflows, num_subnormals
+  )
 
 
-def _sizes(x: Any, limits: _numbers.DtypeLimits) -> Any:
+def _measure_array(x: Any, limits: _numbers.DtypeLimits) -> Any:
   """The largest magnitude, and how many entries are lost and subnormal."""
   x = jnp.abs(x)
-  known = jnp.where(jnp.isnan(x), 0, x)
-  lost = ((x > 0) & (x <= limits.underflow_threshold)).astype(jnp.int32)
-  small = (
+  nan_as_zero = jnp.where(jnp.isnan(x), 0, x)
+  is_underflow = ((x > 0) & (x <= limits.underflow_threshold)).astype(jnp.int32)
+  is_subnormal = (
     (x > limits.underflow_threshold) & (x < limits.smallest_normal)
   ).astype(jnp.int32)
 
   # One pass for all three: XLA compiles a loop for each reduction.
-  def both(one: Any, other: Any) -> Any:
-    (a, b, c), (d, e, f) = one, other
+  def combine(lhs: Any, rhs: Any) -> Any:
+    (a, b, c), (d, e, f) = lhs, rhs
     return lax.max(a, d), b + e, c + f
 
-  zeros = jnp.zeros((), x.dtype), jnp.int32(0), jnp.int32(0)
+  identities = jnp.zeros((), x.dtype), jnp.int32(0), jnp.int32(0)
   axes = tuple(range(x.ndim))
-  largest, *counts = lax.reduce((known, lost, small), zeros, both, axes)
-  return largest, *(count.astype(jnp.float32) for count in counts)
+  amax, *counts = lax.reduce(
+    (nan_as_zero, is_underflow, is_subnormal), identities, combine, axes
+  )
+  return amax, *(count.astype(jnp.float32) for count in counts)
 
 
-def statistics_together(one: Statistics, other: Statistics) -> Statistics:
+def merge_stats(stats: SiteStats, other_stats: SiteStats) -> SiteStats:
   """What was noted of some runs and of others."""
-  return Statistics(
-    times=one.times + other.times,
-    largest=jnp.maximum(one.largest, other.largest),
-    entries=one.entries + other.entries,
-    lost=one.lost + other.lost,
-    subnormal=one.subnormal + other.subnormal,
+  return SiteStats(
+    num_executions=stats.num_executions + other_stats.num_executions,
+    amax=jnp.maximum(stats.amax, other_stats.amax),
+    num_entries=stats.num_entries + other_stats.num_entries,
+    num_underflows=stats.num_underflows + other_stats.num_underflows,
+    num_subnormals=stats.num_subnormals + other_stats.num_subnormals,
   )
 
 
-def statistics_of_devices(one: Statistics, axes: tuple[Any, ...]) -> Statistics:
+def psum_stats(stats: SiteStats, axes: tuple[Any, ...]) -> SiteStats:
   """What was noted on all devices along the axes of a mesh."""
-  added = jax.tree.map(lambda x: lax.psum(x, axes), one)
-  return added._replace(largest=lax.pmax(one.largest, axes))
+  sums = jax.tree.map(lambda x: lax.psum(x, axes), stats)
+  return sums._replace(largest=lax.pmax(stats.amax, axes))
