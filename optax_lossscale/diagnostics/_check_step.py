@@ -163,7 +163,7 @@ def check_step(
     search_result = _finding.search_traced(traced, progress_line)
     comparison = None
     if traced.grad_outputs:
-      comparison = _functions.compare(traced, "bisect", progress_line)
+      comparison = _functions.compare_traced(traced, "bisect", progress_line)
   return _build_step_check(traced, precision, search_result, comparison)
 
 
@@ -171,7 +171,7 @@ def _build_step_check(
   traced: _tracing.TracedFunction,
   precision: _precision.PrecisionReport,
   search_result: _finding.SearchResult,
-  comparison: _functions.Comparison | None,
+  comparison: _functions.ComparisonResult | None,
 ) -> StepCheck:
   mistakes = [
     *search_result.mistakes,
@@ -325,7 +325,7 @@ def _describe_sound_scaling(
     yield "the gradients are finite"
 
 
-def _describe_errors(comparison: _functions.Comparison) -> Iterator[str]:
+def _describe_errors(comparison: _functions.ComparisonResult) -> Iterator[str]:
   report = comparison.report
   noise_names = {*report.noise_only_arrays}
   errors = {
@@ -344,7 +344,7 @@ def _describe_unchecked(
   traced: _tracing.TracedFunction,
   precision: _precision.PrecisionReport,
   search_result: _finding.SearchResult,
-  comparison: _functions.Comparison | None,
+  comparison: _functions.ComparisonResult | None,
 ) -> Iterator[str]:
   if (
     _step_checks.UPDATE_NOT_RUN in search_result.mistakes

@@ -17,14 +17,14 @@ from optax_lossscale.diagnostics._comparison import _program, _report
 
 # An array is lost below what half precision holds if more than this share of
 # what its worst product reads or returns is.
-_MOSTLY = 0.5
+_UNDERFLOW_MAJORITY = 0.5
 # That of a product of zeros has no bound.
-_MOST_BINADES = 126
+_MAX_BINADES = 126
 
 
 # What changes by more than this, if the operands of products are off by 2**-20
 # of themselves, is rounding in float32, too.
-_ROUNDING = 0.05
+_NOISE_THRESHOLD = 0.05
 
 
 @_host.allow_transfers
@@ -96,20 +96,22 @@ def compare_precision(
     raise ValueError(
       f"search must be 'exhaustive' or 'bisect', got search = {search!r}."
     )
-  name = "compare_precision"
+  caller = "compare_precision"
   with (
-    _progress.ProgressLine(name, progress).refresh_in_background() as bar,
-    _tracing.trace_on_host(name, fun, args, kwargs) as traced,
+    _progress.ProgressLine(
+      caller, progress
+    ).refresh_in_background() as progress_line,
+    _tracing.trace_on_host(caller, fun, args, kwargs) as traced,
   ):
     if not traced.outputs:
       raise ValueError(_no_floats_message(fun))
-    comparison = compare(traced, search, bar)
+    comparison = compare_traced(traced, search, progress_line)
     if comparison is None:
       raise ValueError(_no_matmuls_message(fun, traced))
     return comparison.report
 
 
-class Comparison(NamedTuple):
+class ComparisonResult(NamedTuple):
   """A comparison of a traced function in half precision with float32.
 
   Attributes:
@@ -124,119 +126,137 @@ class Comparison(NamedTuple):
   underflow_fraction: float
 
 
-def compare(
-  traced: _tracing.TracedFunction, search: str, bar: _progress.ProgressLine
-) -> Comparison | None:
+def compare_traced(
+  traced: _tracing.TracedFunction, search: str, progress: _progress.ProgressLine
+) -> ComparisonResult | None:
   """Compares a traced function in half precision with float32.
 
   Args:
     traced: the function.
     search: ``"exhaustive"`` or ``"bisect"``.
-    bar: shows how far it is.
+    progress: shows how far it is.
 
   Returns:
-    A :class:`Comparison`; None if `autocast` casts no matmul that leads to an
+    A :class:`ComparisonResult`; None if `autocast` casts no matmul that leads to an
     output.
   """
-  notes = [
+  limitations = [
     f"Not analyzed: {x}."
     for x in _tracing.describe_unreached(traced.unreached_locations)
   ]
-  judged = {"grads", "applied", "unscaled"}
+  step_kinds = {"grads", "applied", "unscaled"}
   traced = traced.restrict_to_kinds(
-    judged if traced.grad_outputs else {"result"}
+    step_kinds if traced.grad_outputs else {"result"}
   )
-  rows = _program.MatmulTable(traced.closed_jaxpr)
-  if not rows.sites:
+  table = _program.MatmulTable(traced.closed_jaxpr)
+  if not table.sites:
     return None
-  notes += [
+  limitations += [
     f"Not analyzed: {name}, which runs unchanged in every run."
-    for name in rows.unanalyzed_names
+    for name in table.unanalyzed_names
   ]
-  runs = Runs(traced, rows, bar)
-  eps = max(float(jnp.finfo(dtype).eps) for dtype in rows.dtypes)
-  places = rows.group_by_name()
+  runs = PrecisionRuns(traced, table, progress)
+  eps = max(float(jnp.finfo(dtype).eps) for dtype in table.dtypes)
+  site_groups = table.group_by_name()
   if search == "exhaustive":
-    found = {i: runs.harm([i]) for place in places for i in place}
+    effects_by_site = {
+      i: runs.measure_effects([i]) for group in site_groups for i in group
+    }
   else:
-    total = runs.blamed(runs.half)
-    found = _report.bisect_effects(runs.harm, places, total, eps)
-  products = [_product(i, its[0], rows, runs) for i, its in found.items()]
+    total_effect = runs.compute_effects(runs.half_errors)
+    effects_by_site = _report.bisect_effects(
+      runs.measure_effects, site_groups, total_effect, eps
+    )
+  matmuls = [
+    _as_matmul_precision(i, site_effects[0], table, runs)
+    for i, site_effects in effects_by_site.items()
+  ]
   # Of equal effects, what overflows furthest comes first.
-  products.sort(
+  matmuls.sort(
     key=lambda row: (row.isolated_error, -row.log2_headroom), reverse=True
   )
   names = runs.names
   report = _report.PrecisionComparison(
-    dtype=" and ".join(sorted(map(str, rows.dtypes))),
+    dtype=" and ".join(sorted(map(str, table.dtypes))),
     target="gradients" if traced.grad_outputs else "results",
-    reference_is_zero=runs.is_zero,
-    error=runs.half.error,
-    cosine=runs.half.cosine,
-    reference_is_finite=runs.half.is_finite,
+    reference_is_zero=runs.is_reference_zero,
+    error=runs.half_errors.error,
+    cosine=runs.half_errors.cosine,
+    reference_is_finite=runs.half_errors.is_finite,
     outliers=(),
-    array_errors=dict(zip(names, runs.half.of_arrays.tolist(), strict=True)),
-    matmuls=tuple(products),
-    limitations=tuple(dict.fromkeys(notes)),
+    array_errors=dict(
+      zip(names, runs.half_errors.array_errors.tolist(), strict=True)
+    ),
+    matmuls=tuple(matmuls),
+    limitations=tuple(dict.fromkeys(limitations)),
     warnings=tuple(map(str, [*traced.mistakes, *runs.mistakes])),
-    noise_only_arrays=tuple(itertools.compress(names, runs.is_rounding)),
+    noise_only_arrays=tuple(itertools.compress(names, runs.noise_mask)),
   )
   # Among infinities every place would be guilty.
-  excess = _report.compute_log2_scale_excess(report)
-  comparison = Comparison(
-    dataclasses.replace(report, suggested_log2_scale_change=-excess),
+  log2_excess = _report.compute_log2_scale_excess(report)
+  comparison = ComparisonResult(
+    dataclasses.replace(report, suggested_log2_scale_change=-log2_excess),
     [*traced.mistakes, *runs.mistakes],
     runs.underflow_fraction,
   )
-  if not report.reference_is_finite or excess:
+  if not report.reference_is_finite or log2_excess:
     return comparison
-  inaccurate_arrays = _inaccurate_arrays(names, runs, eps)
-  worst = names.index(inaccurate_arrays[0].name) if inaccurate_arrays else None
-  harm = np.array([found[row.program_index] for row in products])
+  inaccurate_arrays = _find_inaccurate_arrays(names, runs, eps)
+  worst_index = (
+    names.index(inaccurate_arrays[0].name) if inaccurate_arrays else None
+  )
+  effects = np.array([effects_by_site[row.program_index] for row in matmuls])
   report = dataclasses.replace(
     report,
-    outliers=_report.find_outliers([r.name for r in products], harm, eps),
+    outliers=_report.find_outliers([r.name for r in matmuls], effects, eps),
     inaccurate_arrays=tuple(inaccurate_arrays),
     suggested_log2_scale_change=(
-      0 if worst is None else _log2_increase(products, harm[:, 1 + worst])
+      0
+      if worst_index is None
+      else _compute_log2_increase(matmuls, effects[:, 1 + worst_index])
     ),
   )
   return comparison._replace(report=report)
 
 
-def _inaccurate_arrays(
-  names: list[str], runs: "Runs", eps: float
+def _find_inaccurate_arrays(
+  names: list[str], runs: "PrecisionRuns", eps: float
 ) -> list[_report.ArrayError]:
   """The arrays that are far off, the worst first."""
-  columns = names, runs.half.of_arrays.tolist(), runs.half.shares.tolist()
+  columns = (
+    names,
+    runs.half_errors.array_errors.tolist(),
+    runs.half_errors.norm_fractions.tolist(),
+  )
   arrays = map(_report.ArrayError._make, zip(*columns, strict=True))
-  are_judged = ~(runs.is_rounding & runs.half.are_finite)
-  found = [
+  comparable_mask = ~(runs.noise_mask & runs.half_errors.finite_mask)
+  inaccurate_arrays = [
     array
-    for array in itertools.compress(arrays, are_judged)
+    for array in itertools.compress(arrays, comparable_mask)
     if array.error > _report.INACCURATE_EPS * eps
   ]
-  return sorted(found, key=lambda array: array.error, reverse=True)
+  return sorted(inaccurate_arrays, key=lambda array: array.error, reverse=True)
 
 
-def _log2_increase(
-  products: list[_report.MatmulPrecision], effects: np.ndarray
+def _compute_log2_increase(
+  matmuls: list[_report.MatmulPrecision], effects: np.ndarray
 ) -> int:
   """How many binades a larger scale may have, if that is what an array lacks.
 
   Args:
-    products: all products.
+    matmuls: all products.
     effects: the effect of each on the array; float64[products].
   """
-  worst = products[int(np.argmax(effects))]
-  is_lost = (
-    worst.backward
-    and worst.underflow_fraction + worst.subnormal_fraction > _MOSTLY
+  worst_matmul = matmuls[int(np.argmax(effects))]
+  is_underflow = (
+    worst_matmul.backward
+    and worst_matmul.underflow_fraction + worst_matmul.subnormal_fraction
+    > _UNDERFLOW_MAJORITY
   )
-  room = min(
-    row.log2_headroom for row in products if row.backward or not is_lost
+  headroom = min(
+    row.log2_headroom for row in matmuls if row.backward or not is_underflow
   )
-  return max(math.floor(min(room, _MOST_BINADES)), 0) if is_lost else 0
+  return max(math.floor(min(headroom, _MAX_BINADES)), 0) if is_underflow else 0
 
 
 def _no_floats_message(fun: Callable[..., Any]) -> str:
@@ -262,32 +282,35 @@ def _no_matmuls_message(
   )
 
 
-def _product(
-  i: int, effect: float, rows: _program.MatmulTable, runs: "Runs"
+def _as_matmul_precision(
+  site_index: int,
+  effect: float,
+  table: _program.MatmulTable,
+  runs: "PrecisionRuns",
 ) -> _report.MatmulPrecision:
-  row = rows.sites[i]
-  notes = runs.notes[i]
-  entries = np.maximum(notes.entries, 1)
-  amax = float(notes.largest)
-  limit = float(jnp.finfo(row.dtype).max)
+  site = table.sites[site_index]
+  stats = runs.site_stats[site_index]
+  num_entries = np.maximum(stats.entries, 1)
+  amax = float(stats.largest)
+  dtype_max = float(jnp.finfo(site.dtype).max)
   return _report.MatmulPrecision(
-    row.primitive,
-    rows.names[i],
-    row.names.name_scope,
-    row.names.param_path,
-    rows.source_lines[i],
-    row.backward,
+    site.primitive,
+    table.names[site_index],
+    site.names.name_scope,
+    site.names.param_path,
+    table.source_lines[site_index],
+    site.backward,
     isolated_error=effect,
     amax=amax,
-    log2_headroom=math.log2(limit) - math.log2(amax) if amax else math.inf,
-    underflow_fraction=float(np.max(notes.lost / entries)),
-    subnormal_fraction=float(np.max(notes.subnormal / entries)),
-    run_count=round(float(notes.times)),
-    program_index=i,
+    log2_headroom=math.log2(dtype_max) - math.log2(amax) if amax else math.inf,
+    underflow_fraction=float(np.max(stats.lost / num_entries)),
+    subnormal_fraction=float(np.max(stats.subnormal / num_entries)),
+    run_count=round(float(stats.times)),
+    program_index=site_index,
   )
 
 
-class Errors(NamedTuple):
+class RunErrors(NamedTuple):
   """How far the outputs of a run are from those in float32.
 
   Attributes:
@@ -296,31 +319,31 @@ class Errors(NamedTuple):
     cosine: the smallest cosine between those of both.
     is_finite: whether there are outputs in float32 to compare with: no NaN, and
       no array that holds nothing but infs.
-    of_arrays: the relative error of each array; float64[arrays].
-    are_finite: whether each differs by a finite number; bool[arrays].
-    shares: the share of each in the norm in float32 of the result, or of the
+    array_errors: the relative error of each array; float64[arrays].
+    finite_mask: whether each differs by a finite number; bool[arrays].
+    norm_fractions: the share of each in the norm in float32 of the result, or of the
       gradients, that it is part of; float64[arrays].
-    squares: of each array the squared norms of the difference, of the array in
+    squared_norms: of each array the squared norms of the difference, of the array in
       float32 and of this one, and the product of both; float64[arrays, 4].
   """
 
   error: float
   cosine: float
   is_finite: bool
-  of_arrays: np.ndarray
-  are_finite: np.ndarray
-  shares: np.ndarray
-  squares: np.ndarray
+  array_errors: np.ndarray
+  finite_mask: np.ndarray
+  norm_fractions: np.ndarray
+  squared_norms: np.ndarray
 
 
-class Runs:
+class PrecisionRuns:
   """The runs of a program, and what comes out of each.
 
   Attributes:
-    notes: what was noted of each row in float32.
-    half: the errors if all rows run in half precision.
-    is_zero: whether all outputs are zero in float32.
-    is_rounding: which arrays are zero but for rounding in float32, too;
+    site_stats: what was noted of each row in float32.
+    half_errors: the errors if all rows run in half precision.
+    is_reference_zero: whether all outputs are zero in float32.
+    noise_mask: which arrays are zero but for rounding in float32, too;
       bool[arrays].
     names: the names of the arrays that are compared.
     mistakes: in how the step uses its gradients.
@@ -331,49 +354,55 @@ class Runs:
   def __init__(
     self,
     traced: _tracing.TracedFunction,
-    rows: _program.MatmulTable,
+    table: _program.MatmulTable,
     progress: _progress.ProgressLine,
   ) -> None:
     self._traced = traced
-    self._count = len(rows.sites)
+    self._num_sites = len(table.sites)
     self._progress = progress
-    self._done = 0
+    self._num_runs = 0
 
     @jax.jit
-    def run(inputs: list[Any], ways: Any) -> Any:
-      empty = [_program.make_empty_stats() for _ in rows.sites]
-      return _program.MixedPrecisionProgram(rows, ways).eval_jaxpr(
-        traced.closed_jaxpr, inputs, empty
+    def run_program(inputs: list[Any], modes: Any) -> Any:
+      empty_stats = [_program.make_empty_stats() for _ in table.sites]
+      return _program.MixedPrecisionProgram(table, modes).eval_jaxpr(
+        traced.closed_jaxpr, inputs, empty_stats
       )
 
-    self._run = run
-    every = list(range(self._count))
+    self._run_program = run_program
+    all_sites = list(range(self._num_sites))
     outputs = traced.outputs
-    self._compared = [
+    self._compared_indices = [
       i for i, out in enumerate(outputs) if out.kind in ("grads", "result")
     ]
-    self.names = [outputs[i].name for i in self._compared]
+    self.names = [outputs[i].name for i in self._compared_indices]
     # The arrays of a result follow each other.
-    groups = [outputs[i].group for i in self._compared]
-    _, self._starts, self._sizes = np.unique(
+    groups = [outputs[i].group for i in self._compared_indices]
+    _, self._group_starts, self._group_sizes = np.unique(
       groups, return_index=True, return_counts=True
     )
-    reference, self.notes = self._call([])
-    in_half = self._call(every)[0]
-    self.mistakes = self._mistakes(reference, in_half)
-    self._reference = [reference[i] for i in self._compared]
-    self.half = self._errors(in_half)
-    halves = [in_half[i] for i in self._compared]
-    self.underflow_fraction = float(_underflow(self._reference, halves))
-    self.is_zero = not any(jnp.any(x) for x in self._reference)
-    off = self._errors(self._call(every, _program.PERTURBED)[0])
-    self.is_rounding = off.of_arrays > _ROUNDING
+    reference_outs, self.site_stats = self._run_with_mode([])
+    half_outs = self._run_with_mode(all_sites)[0]
+    self.mistakes = self._find_mistakes(reference_outs, half_outs)
+    self._reference_outs = [reference_outs[i] for i in self._compared_indices]
+    self.half_errors = self._compute_errors(half_outs)
+    compared_half_outs = [half_outs[i] for i in self._compared_indices]
+    self.underflow_fraction = float(
+      _compute_underflow_fraction(self._reference_outs, compared_half_outs)
+    )
+    self.is_reference_zero = not any(jnp.any(x) for x in self._reference_outs)
+    perturbed_errors = self._compute_errors(
+      self._run_with_mode(all_sites, _program.PERTURBED)[0]
+    )
+    self.noise_mask = perturbed_errors.array_errors > _NOISE_THRESHOLD
 
-  def harm(self, in_half: list[int]) -> np.ndarray:
+  def measure_effects(self, half_sites: list[int]) -> np.ndarray:
     """What :meth:`blamed` says if these rows alone run in half precision."""
-    return self.blamed(self._errors(self._call(in_half)[0]))
+    return self.compute_effects(
+      self._compute_errors(self._run_with_mode(half_sites)[0])
+    )
 
-  def blamed(self, errors: Errors) -> np.ndarray:
+  def compute_effects(self, errors: RunErrors) -> np.ndarray:
     """The errors for which a product is to blame.
 
     An array that is zero but for rounding in float32, too, has no error that
@@ -384,64 +413,82 @@ class Runs:
     Returns:
       The error of all arrays together, and then of each; float64[1 + arrays].
     """
-    is_noise = self.is_rounding & errors.are_finite
-    squares = np.where(is_noise[:, None], 0.0, errors.squares)
-    together = max(map(_relative, self._of_results(squares)))
-    says_nothing = is_noise | (errors.are_finite & (errors.shares == 0))
-    return np.array([together, *np.where(says_nothing, 0.0, errors.of_arrays)])
+    is_finite_noise = self.noise_mask & errors.finite_mask
+    squared_norms = np.where(
+      is_finite_noise[:, None], 0.0, errors.squared_norms
+    )
+    total_error = max(
+      map(_compute_relative_error, self._sum_by_result(squared_norms))
+    )
+    is_uninformative = is_finite_noise | (
+      errors.finite_mask & (errors.norm_fractions == 0)
+    )
+    return np.array(
+      [total_error, *np.where(is_uninformative, 0.0, errors.array_errors)]
+    )
 
-  def _mistakes(
-    self, reference: list[Any], in_half: list[Any]
+  def _find_mistakes(
+    self, reference_outs: list[Any], half_outs: list[Any]
   ) -> list[_step_checks.Mistake]:
     """Checks how the step uses its gradients."""
     mistakes: list[_step_checks.Mistake] = []
-    for outs in reference, in_half:
+    for outs in reference_outs, half_outs:
       mistakes += _step_checks.check_applied_flags(self._traced.outputs, outs)
     mistakes += _step_checks.check_scale_invariance(
       self._traced.inputs,
       self._traced.scale_indices,
       self._traced.outputs,
-      lambda inputs: self._run(inputs, np.zeros(self._count, np.int32))[0],
-      reference,
+      lambda inputs: self._run_program(
+        inputs, np.zeros(self._num_sites, np.int32)
+      )[0],
+      reference_outs,
       is_exact=not _step_checks.has_half_precision_eqn(
         self._traced.closed_jaxpr, ignore_autocast=True
       ),
     )
     return list(dict.fromkeys(mistakes))
 
-  def _call(self, rows: list[int], way: int = _program.HALF) -> Any:
-    ways = np.zeros(self._count, np.int32)
-    ways[rows] = way
-    self._done += 1
-    self._progress.set_description(f"run {self._done} of {self._count + 3}")
-    return jax.block_until_ready(self._run(self._traced.inputs, ways))
+  def _run_with_mode(
+    self, site_indices: list[int], mode: int = _program.HALF
+  ) -> Any:
+    modes = np.zeros(self._num_sites, np.int32)
+    modes[site_indices] = mode
+    self._num_runs += 1
+    self._progress.set_description(
+      f"run {self._num_runs} of {self._num_sites + 3}"
+    )
+    return jax.block_until_ready(self._run_program(self._traced.inputs, modes))
 
-  def _errors(self, outs: list[Any]) -> Errors:
-    outs = [outs[i] for i in self._compared]
+  def _compute_errors(self, outs: list[Any]) -> RunErrors:
+    outs = [outs[i] for i in self._compared_indices]
     # Float64, since squares of float32 may be out of range.
-    sums = np.array(_sums(self._reference, outs), np.float64)
+    sums = np.array(_compute_sums(self._reference_outs, outs), np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-      squares = sums[:, :4] * sums[:, 4:5] ** 2
-      of_results = self._of_results(squares)
-      shares = squares[:, 1] / np.repeat(of_results[:, 1], self._sizes)
-    return Errors(
-      error=max(map(_relative, of_results)),
-      cosine=float(np.min(list(map(_cosine, of_results)))),  # NaN if one is.
+      squared_norms = sums[:, :4] * sums[:, 4:5] ** 2
+      result_norms = self._sum_by_result(squared_norms)
+      squared_fractions = squared_norms[:, 1] / np.repeat(
+        result_norms[:, 1], self._group_sizes
+      )
+    return RunErrors(
+      error=max(map(_compute_relative_error, result_norms)),
+      cosine=float(
+        np.min(list(map(_compute_cosine, result_norms)))
+      ),  # NaN if one is.
       is_finite=bool(sums[:, 5].all()),
-      of_arrays=np.array(list(map(_relative, squares))),
-      are_finite=np.isfinite(squares[:, 0]),
-      shares=np.sqrt(np.nan_to_num(shares)),
-      squares=squares,
+      array_errors=np.array(list(map(_compute_relative_error, squared_norms))),
+      finite_mask=np.isfinite(squared_norms[:, 0]),
+      norm_fractions=np.sqrt(np.nan_to_num(squared_fractions)),
+      squared_norms=squared_norms,
     )
 
-  def _of_results(self, squares: np.ndarray) -> np.ndarray:
+  def _sum_by_result(self, squared_norms: np.ndarray) -> np.ndarray:
     """The sums over the arrays of each result; float64[results, 4]."""
     with np.errstate(invalid="ignore", over="ignore"):
-      return np.add.reduceat(squares, self._starts)
+      return np.add.reduceat(squared_norms, self._group_starts)
 
 
 @jax.jit
-def _underflow(reference: list[Any], outs: list[Any]) -> Any:
+def _compute_underflow_fraction(reference: list[Any], outs: list[Any]) -> Any:
   """Returns the fraction of entries that are zero in the second alone."""
   pairs = list(zip(reference, outs, strict=True))
   zeros = [jnp.sum((a != 0) & (b == 0), dtype=jnp.float32) for a, b in pairs]
@@ -449,7 +496,7 @@ def _underflow(reference: list[Any], outs: list[Any]) -> Any:
 
 
 @jax.jit
-def _sums(reference: list[Any], outs: list[Any]) -> list[Any]:
+def _compute_sums(reference: list[Any], outs: list[Any]) -> list[Any]:
   """Of each array, four sums, the unit of both, and whether it can be compared.
 
   An inf that both have, such as that of a masked score, is no difference.
@@ -458,25 +505,25 @@ def _sums(reference: list[Any], outs: list[Any]) -> list[Any]:
   for a, b in zip(reference, outs, strict=True):
     is_same = (a == b) & ~jnp.isfinite(a)
     x, y = jnp.where(is_same, 0, a), jnp.where(is_same, 0, b)
-    sizes = [
+    amaxes = [
       jnp.max(jnp.abs(z), initial=0, where=jnp.isfinite(z)) for z in (x, y)
     ]
-    top = jnp.maximum(*sizes)
-    unit = jnp.where(top > 0, top, jnp.ones_like(top))
+    amax = jnp.maximum(*amaxes)
+    unit = jnp.where(amax > 0, amax, jnp.ones_like(amax))
     x, y = x / unit.astype(x.dtype), y / unit.astype(y.dtype)
-    products = [(y - x, y - x), (x, x), (y, y), (x, y)]
+    operand_pairs = [(y - x, y - x), (x, x), (y, y), (x, y)]
     is_finite = ~jnp.isnan(a).any() & (jnp.isfinite(a).any() | (a.size == 0))
-    rows.append([*(_dot(*pair) for pair in products), unit, is_finite])
+    rows.append([*(_dot(*pair) for pair in operand_pairs), unit, is_finite])
   return rows
 
 
 def _dot(x: Any, y: Any) -> Any:
-  products = jnp.real(jnp.conj(x) * y)
-  dtype = jnp.promote_types(products.dtype, jnp.float32)
-  return jnp.sum(products, dtype=dtype)
+  terms = jnp.real(jnp.conj(x) * y)
+  dtype = jnp.promote_types(terms.dtype, jnp.float32)
+  return jnp.sum(terms, dtype=dtype)
 
 
-def _relative(sums: Any) -> float:
+def _compute_relative_error(sums: Any) -> float:
   difference, reference, _, _ = sums
   if not math.isfinite(difference):
     return math.inf
@@ -485,9 +532,9 @@ def _relative(sums: Any) -> float:
   return math.sqrt(difference) / math.sqrt(reference)
 
 
-def _cosine(sums: Any) -> float:
-  _, reference, other, both = map(float, sums)
+def _compute_cosine(sums: Any) -> float:
+  _, reference, other, dot = map(float, sums)
   if reference == other == 0:
     return 1.0
   norm = math.sqrt(reference) * math.sqrt(other)
-  return both / norm if norm else 0.0
+  return dot / norm if norm else 0.0
