@@ -12,7 +12,7 @@ import jax
 from jax.extend import core
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _equations, _interpret, _types
+from optax_lossscale._jaxprs import _eqns, _interpret, _types
 
 
 def update_with_selects(
@@ -104,7 +104,7 @@ def _run_with_selects(
   selected_by_var: dict[Any, Any] = {}
 
   def eval_eqn(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    outs = _equations.eqn_as_fun(eqn)(*inputs)
+    outs = _eqns.eqn_as_fun(eqn)(*inputs)
     return list(map(functools.partial(maybe_select, eqn), eqn.outvars, outs))
 
   def maybe_select(eqn: core.JaxprEqn, var: Any, out: Any) -> Any:
@@ -121,8 +121,7 @@ def _run_with_selects(
     if out is leaf:  # The update left it as it was.
       return out
     is_selected = (
-      _equations.is_var_in(var, selected_by_var)
-      and selected_by_var[var] is leaf
+      _eqns.is_var_in(var, selected_by_var) and selected_by_var[var] is leaf
     )
     return out if is_selected else _arrays.select(finite, out, leaf)
 

@@ -11,7 +11,7 @@ from jax.extend import core
 
 from optax_lossscale import _warnings
 from optax_lossscale._autocast import _kept, _messages, _rewrite
-from optax_lossscale._jaxprs import _equations, _places, _rules, _weights
+from optax_lossscale._jaxprs import _eqns, _places, _rules, _weights
 
 
 class AutocastConfig(NamedTuple):
@@ -46,7 +46,7 @@ class AutocastResult(NamedTuple):
   out_paths: list[_weights.WeightPath]
   log: _rewrite.RewriteLog
   message: str
-  jaxpr: _equations.ClosedJaxpr
+  jaxpr: _eqns.ClosedJaxpr
 
 
 def call_with_autocast(
@@ -101,7 +101,7 @@ def call_with_autocast(
 
 
 def _rewrite_program(
-  closed_jaxpr: _equations.ClosedJaxpr,
+  closed_jaxpr: _eqns.ClosedJaxpr,
   paths: _weights.WeightPaths,
   config: AutocastConfig,
 ) -> tuple[_rewrite.RewriteResult, list[_weights.WeightPath], str]:
@@ -141,7 +141,7 @@ def _rewrite_program(
 
 
 def _rewrite_rule_jaxpr(
-  closed_jaxpr: _equations.ClosedJaxpr,
+  closed_jaxpr: _eqns.ClosedJaxpr,
   paths: _weights.WeightPaths,
   *,
   dtype: Any,

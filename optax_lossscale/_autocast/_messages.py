@@ -12,7 +12,7 @@ from jax.extend import core
 
 from optax_lossscale._autocast import _products
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _lines,
   _operations,
   _places,
@@ -33,7 +33,7 @@ _REWRITTEN_LABEL = ""
 
 
 def describe_unentered(
-  closed_jaxpr: _equations.ClosedJaxpr,
+  closed_jaxpr: _eqns.ClosedJaxpr,
   unentered_eqns: Container[core.JaxprEqn],
   dtype: Any,
 ) -> str:
@@ -80,10 +80,8 @@ def describe_nothing_cast(
     dtype: what its products would have run in.
   """
 
-  def get_subjaxprs(eqn: Any) -> list[_equations.ClosedJaxpr]:
-    subjaxprs: list[Any] = [*_equations.subjaxprs(eqn)] or [
-      _equations.lower_hijax(eqn)
-    ]
+  def get_subjaxprs(eqn: Any) -> list[_eqns.ClosedJaxpr]:
+    subjaxprs: list[Any] = [*_eqns.subjaxprs(eqn)] or [_eqns.lower_hijax(eqn)]
     return [closed_jaxpr for closed_jaxpr in subjaxprs if closed_jaxpr]
 
   def flat_fun() -> list[Any]:
@@ -156,7 +154,7 @@ def describe_unjitted_calls(
 
 
 def _flops_by_location(
-  closed_jaxpr: _equations.ClosedJaxpr, unentered_eqns: Container[core.JaxprEqn]
+  closed_jaxpr: _eqns.ClosedJaxpr, unentered_eqns: Container[core.JaxprEqn]
 ) -> tuple[dict[str, float], list[str]]:
   """Of the places that were missed, their shares of the flops of all products.
 

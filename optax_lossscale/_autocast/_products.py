@@ -8,7 +8,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _lines,
   _operations,
@@ -45,7 +45,7 @@ def has_exported_matmul(eqn: core.JaxprEqn) -> bool:
 
   It is code for XLA, which runs as it is.
   """
-  text = _equations.get_exported_mlir(eqn)
+  text = _eqns.get_exported_mlir(eqn)
   return bool(_FLOAT32_MATMUL_RE.search(text)) and not has_keep_float32_scope(
     eqn
   )
@@ -56,10 +56,10 @@ def has_keep_float32_scope(eqn: core.JaxprEqn) -> bool:
   return _places.has_scope(eqn, KEEP_FLOAT32_SCOPE)
 
 
-def subjaxprs_to_search(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
+def subjaxprs_to_search(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
   """The jaxprs that an equation holds or hides, unless it is marked."""
-  subjaxprs = list(_equations.subjaxprs(eqn))
-  lo_jaxpr = None if subjaxprs else _equations.lower_hijax(eqn)
+  subjaxprs = list(_eqns.subjaxprs(eqn))
+  lo_jaxpr = None if subjaxprs else _eqns.lower_hijax(eqn)
   subjaxprs += [] if lo_jaxpr is None else [lo_jaxpr]
   return [] if subjaxprs and has_keep_float32_scope(eqn) else subjaxprs
 
@@ -89,10 +89,10 @@ class MatmulSearch(_walk.EqnSearch):
 
 
 def collect_cast_names(
-  closed_jaxpr: _equations.ClosedJaxpr,
+  closed_jaxpr: _eqns.ClosedJaxpr,
 ) -> list[_places.EqnNames]:
   """The names of products that `autocast` runs in half, an inner one, too."""
-  visits = _walk.walk(closed_jaxpr, _equations.subjaxprs)
+  visits = _walk.walk(closed_jaxpr, _eqns.subjaxprs)
   locations = [x.location for x in visits if _operations.is_matmul(x.eqn)]
   return [
     location.names
@@ -117,7 +117,7 @@ def can_have_rule_matmuls(eqn: core.JaxprEqn) -> bool:
 
 def trace_rule_grad(
   eqn: core.JaxprEqn,
-) -> tuple[list[int], _equations.ClosedJaxpr | None]:
+) -> tuple[list[int], _eqns.ClosedJaxpr | None]:
   """The jaxpr of an equation and its derivatives, if it has them.
 
   It is what a rule computes, each equation with the line of the rule.
@@ -132,7 +132,7 @@ def trace_rule_grad(
   avals = [atom.aval for atom in eqn.invars]
 
   def loss(float_args: list[Any], args: tuple[Any, ...]) -> Any:
-    eqn_fun = _equations.eqn_as_fun(_lines.strip_source_info(eqn))
+    eqn_fun = _eqns.eqn_as_fun(_lines.strip_source_info(eqn))
     all_args = list(args)
     for i, x in zip(float_indices, float_args, strict=True):
       all_args[i] = x

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._autocast import _kept, _products
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _operations,
   _places,
@@ -111,7 +111,7 @@ class Rewriter:
 
   def rewrite(
     self,
-    jaxpr: _equations.AnyJaxpr,
+    jaxpr: _eqns.AnyJaxpr,
     location: _places.EqnLocation,
     in_half_mask: Sequence[bool] = (),
     paths: _weights.WeightPaths = _weights.NO_PATHS,
@@ -143,12 +143,12 @@ class Rewriter:
 
   def _rewrite_uncached(
     self,
-    jaxpr: _equations.AnyJaxpr,
+    jaxpr: _eqns.AnyJaxpr,
     location: _places.EqnLocation,
     in_half_mask: Sequence[bool],
     paths: _weights.WeightPaths,
   ) -> RewriteResult:
-    closed_jaxpr = _equations.close_jaxpr(jaxpr)
+    closed_jaxpr = _eqns.close_jaxpr(jaxpr)
     half_vars = set(itertools.compress(closed_jaxpr.jaxpr.invars, in_half_mask))
     weights = self._program_weights.get_jaxpr_weights(closed_jaxpr, paths)
     ctx = _EqnContext(closed_jaxpr.jaxpr, location, weights, half_vars)
@@ -158,11 +158,11 @@ class Rewriter:
       half_vars.update(eqn_rewrites[-1].half)
     eqns = [eqn for eqn_rewrite in eqn_rewrites for eqn in eqn_rewrite.eqns]
     out_half_mask = [
-      _equations.is_var_in(v, half_vars) for v in closed_jaxpr.jaxpr.outvars
+      _eqns.is_var_in(v, half_vars) for v in closed_jaxpr.jaxpr.outvars
     ]
     log = merge_logs(eqn_rewrite.found for eqn_rewrite in eqn_rewrites)
     return RewriteResult(
-      _equations.replace_jaxpr_fields(jaxpr, eqns=eqns), out_half_mask, log
+      _eqns.replace_jaxpr_fields(jaxpr, eqns=eqns), out_half_mask, log
     )
 
   def _rewrite_eqn(self, eqn: core.JaxprEqn, ctx: _EqnContext) -> _EqnRewrite:
@@ -206,9 +206,9 @@ class Rewriter:
     rule = _rules.get_custom_rule(eqn)
     if rule is not None:
       return self._rewrite_custom_rule(eqn, tagged_eqn, rule, location, ctx)
-    if _equations.get_call_jaxpr(eqn) is not None:
+    if _eqns.get_call_jaxpr(eqn) is not None:
       in_half_mask = [
-        _equations.is_var_in(atom, ctx.half_vars) for atom in eqn.invars
+        _eqns.is_var_in(atom, ctx.half_vars) for atom in eqn.invars
       ]
       return self._rewrite_bodies(eqn, tagged_eqn, location, ctx, in_half_mask)
     if _higher_order.is_control_flow(eqn):
@@ -251,7 +251,7 @@ class Rewriter:
     logs = [log]
 
     def body(
-      closed_jaxpr: _equations.ClosedJaxpr, inner_paths: _weights.WeightPaths
+      closed_jaxpr: _eqns.ClosedJaxpr, inner_paths: _weights.WeightPaths
     ) -> Any:
       result = self.rewrite(closed_jaxpr, location, (), inner_paths)
       logs.append(result.log)
@@ -276,13 +276,13 @@ class Rewriter:
     """The same equation, with each jaxpr that it holds rewritten."""
     results: list[RewriteResult] = []
 
-    def replace(jaxpr: _equations.AnyJaxpr) -> Any:
-      body_jaxpr = _equations.close_jaxpr(jaxpr).jaxpr
+    def replace(jaxpr: _eqns.AnyJaxpr) -> Any:
+      body_jaxpr = _eqns.close_jaxpr(jaxpr).jaxpr
       body_paths = ctx.weights.get_body_suffixes(eqn, body_jaxpr)
       results.append(self.rewrite(jaxpr, location, in_half_mask, body_paths))
       return results[-1].jaxpr
 
-    new_eqn = _equations.map_subjaxprs(tagged_eqn, replace)
+    new_eqn = _eqns.map_subjaxprs(tagged_eqn, replace)
     # A call returns what its function returns.
     out_half_mask = results[0].out_half_mask if in_half_mask else ()
     half_vars = list(itertools.compress(eqn.outvars, out_half_mask))
@@ -326,11 +326,11 @@ def cast_eqn(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
     list(map(to_half, eqn.outvars)),
   )
   input_casts = [
-    _equations.make_convert_eqn(*pair, eqn)
+    _eqns.make_convert_eqn(*pair, eqn)
     for pair in _zip_replaced(eqn.invars, invars)
   ]
   output_casts = [
-    _equations.make_convert_eqn(*pair, eqn)
+    _eqns.make_convert_eqn(*pair, eqn)
     for pair in _zip_replaced(outvars, eqn.outvars)
   ]
   return [
@@ -344,7 +344,7 @@ def has_only_half_operands(eqn: core.JaxprEqn, half_vars: Set[Any]) -> bool:
   """Whether there are float32 inputs, all of which are in the set."""
   float32_atoms = [atom for atom in eqn.invars if _is_float32(atom)]
   return bool(float32_atoms) and all(
-    _equations.is_var_in(atom, half_vars) for atom in float32_atoms
+    _eqns.is_var_in(atom, half_vars) for atom in float32_atoms
   )
 
 

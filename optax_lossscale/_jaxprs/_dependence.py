@@ -18,7 +18,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _outputs,
   _places,
@@ -59,7 +59,7 @@ class TransferRules(Protocol):
 
 
 def propagate_labels(
-  closed_jaxpr: _equations.ClosedJaxpr,
+  closed_jaxpr: _eqns.ClosedJaxpr,
   input_labels: Sequence[int],
   rules: TransferRules,
 ) -> list[int]:
@@ -84,13 +84,13 @@ class _DependenceAnalysis:
   def __init__(self, rules: TransferRules) -> None:
     self._rules = rules
     has_tag = lambda eqn: _outputs.get_tag(eqn) is not None
-    self._tag_search = _walk.EqnSearch(has_tag, _equations.subjaxprs)
+    self._tag_search = _walk.EqnSearch(has_tag, _eqns.subjaxprs)
     self._parse_higher_order = functools.cache(_higher_order.parse_higher_order)
     self._out_labels: dict[Any, list[int]] = {}
 
   def propagate(
     self,
-    closed_jaxpr: _equations.ClosedJaxpr,
+    closed_jaxpr: _eqns.ClosedJaxpr,
     input_labels: Sequence[int],
     is_backward: bool,
     is_final: bool,
@@ -106,7 +106,7 @@ class _DependenceAnalysis:
 
   def _propagate_eqns(
     self,
-    closed_jaxpr: _equations.ClosedJaxpr,
+    closed_jaxpr: _eqns.ClosedJaxpr,
     input_labels: Sequence[int],
     is_backward: bool,
     is_final: bool,

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _equations, _types
+from optax_lossscale._jaxprs import _eqns, _types
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Scan(NamedTuple):
     reverse: whether the last slice comes first.
   """
 
-  body: _equations.ClosedJaxpr
+  body: _eqns.ClosedJaxpr
   num_consts: int
   num_carry: int
   length: int
@@ -62,8 +62,8 @@ class While(NamedTuple):
     body_nconsts: how many the body has.
   """
 
-  condition: _equations.ClosedJaxpr
-  body: _equations.ClosedJaxpr
+  condition: _eqns.ClosedJaxpr
+  body: _eqns.ClosedJaxpr
   cond_nconsts: int
   body_nconsts: int
 
@@ -81,7 +81,7 @@ class Cond(NamedTuple):
     branches: the jaxprs, each of all operands.
   """
 
-  branches: tuple[_equations.ClosedJaxpr, ...]
+  branches: tuple[_eqns.ClosedJaxpr, ...]
 
 
 class ShardMap(NamedTuple):
@@ -96,7 +96,7 @@ class ShardMap(NamedTuple):
     check_vma: whether types tell what varies.
   """
 
-  body: _equations.ClosedJaxpr
+  body: _eqns.ClosedJaxpr
   mesh: Any
   in_specs: tuple[Any, ...]
   out_specs: tuple[Any, ...]
@@ -137,7 +137,7 @@ class Call(NamedTuple):
     body: the jaxpr that is called.
   """
 
-  body: _equations.ClosedJaxpr
+  body: _eqns.ClosedJaxpr
 
 
 HigherOrderOp = Scan | While | Cond | ShardMap | Call
@@ -158,19 +158,19 @@ def is_control_flow(eqn: core.JaxprEqn) -> bool:
   return eqn.primitive.name in _PARSERS
 
 
-def has_hijax_scan(closed_jaxpr: _equations.ClosedJaxpr) -> bool:
+def has_hijax_scan(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
   """Whether a scan stands in a jaxpr that the flag ``jax_scan3`` made."""
   eqns = closed_jaxpr.jaxpr.eqns
   return any(map(_is_hijax_scan, eqns)) or any(
     has_hijax_scan(subjaxpr)
     for eqn in eqns
-    for subjaxpr in _equations.subjaxprs(eqn)
+    for subjaxpr in _eqns.subjaxprs(eqn)
   )
 
 
 def _is_hijax_scan(eqn: core.JaxprEqn) -> bool:
-  is_hijax = _equations.get_hi_primitive(eqn) is not None
-  return is_hijax and _equations.get_canonical_name(eqn) == "scan"
+  is_hijax = _eqns.get_hi_primitive(eqn) is not None
+  return is_hijax and _eqns.get_canonical_name(eqn) == "scan"
 
 
 def is_scan_dropped_by_jit() -> bool:
@@ -183,14 +183,14 @@ def is_scan_dropped_by_jit() -> bool:
   return float(carry) != 1.0
 
 
-def get_bodies(hop: HigherOrderOp) -> list[_equations.ClosedJaxpr]:
+def get_bodies(hop: HigherOrderOp) -> list[_eqns.ClosedJaxpr]:
   """The jaxprs that it runs, or may run."""
   return [body for body, _ in pair_bodies_with_inputs(hop, ())]
 
 
 def pair_bodies_with_inputs(
   hop: HigherOrderOp, inputs: Sequence[T]
-) -> list[tuple[_equations.ClosedJaxpr, Sequence[T]]]:
+) -> list[tuple[_eqns.ClosedJaxpr, Sequence[T]]]:
   """The jaxprs, each with those inputs of the equation that it is given first.
 
   Of what is sliced or sharded, each is given a part.
@@ -223,20 +223,20 @@ def call_in_eqn_context(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
     results.append(fun())
     return ()
 
-  with _equations.get_eqn_ctx_manager(eqn):
+  with _eqns.get_eqn_ctx_manager(eqn):
     jax.make_jaxpr(shard_map.wrap_fun(body, in_specs=(), out_specs=()))()
   return results[0]
 
 
 def _parse_call(eqn: core.JaxprEqn) -> Call | None:
   # The jaxpr that an object has with it knows its lines.
-  body = _equations.get_call_jaxpr(eqn) or _equations.lower_hijax(eqn)
+  body = _eqns.get_call_jaxpr(eqn) or _eqns.lower_hijax(eqn)
   return None if body is None else Call(body)
 
 
 def parse_scan(eqn: core.JaxprEqn) -> Scan | None:
   """The parts of a ``scan``; None if it is not understood."""
-  bodies = list(_equations.subjaxprs(eqn))
+  bodies = list(_eqns.subjaxprs(eqn))
   length, reverse = eqn.params.get("length"), eqn.params.get("reverse")
   if len(bodies) != 1 or length is None or not isinstance(reverse, bool):
     return None
@@ -255,7 +255,7 @@ def _count_unsliced(
   if len(outer_vars) != len(body_vars):
     return None
   pairs = [
-    (_equations.get_shape(a), _equations.get_shape(b))
+    (_eqns.get_shape(a), _eqns.get_shape(b))
     for a, b in zip(outer_vars, body_vars, strict=True)
   ]
   num_unsliced = next(
@@ -272,8 +272,8 @@ def parse_while(eqn: core.JaxprEqn) -> While | None:
   if condition is None or body is None:
     return None
   condition, body = (
-    _equations.close_jaxpr(condition),
-    _equations.close_jaxpr(body),
+    _eqns.close_jaxpr(condition),
+    _eqns.close_jaxpr(body),
   )
   num_carry = len(eqn.outvars)
   cond_nconsts = len(condition.jaxpr.invars) - num_carry
@@ -288,7 +288,7 @@ def parse_while(eqn: core.JaxprEqn) -> While | None:
 
 def parse_cond(eqn: core.JaxprEqn) -> Cond | None:
   """The branches of a ``cond``; None if it is not understood."""
-  branches = tuple(_equations.subjaxprs(eqn))
+  branches = tuple(_eqns.subjaxprs(eqn))
   has_same_signatures = all(
     len(branch.jaxpr.invars) == len(eqn.invars) - 1
     and len(branch.jaxpr.outvars) == len(eqn.outvars)
@@ -299,7 +299,7 @@ def parse_cond(eqn: core.JaxprEqn) -> Cond | None:
 
 def parse_shard_map(eqn: core.JaxprEqn) -> ShardMap | None:
   """The parts of a ``shard_map``; None if it is not understood."""
-  bodies = list(_equations.subjaxprs(eqn))
+  bodies = list(_eqns.subjaxprs(eqn))
   params: Any = eqn.params
   if len(bodies) != 1:
     return None
@@ -312,9 +312,9 @@ def parse_shard_map(eqn: core.JaxprEqn) -> ShardMap | None:
     manual_axes,
     params.get("check_vma"),
   )
-  if any(
-    field is None for field in fields
-  ) or not _equations.has_same_signature(bodies[0], eqn):
+  if any(field is None for field in fields) or not _eqns.has_same_signature(
+    bodies[0], eqn
+  ):
     return None
   return ShardMap(bodies[0], *fields)
 

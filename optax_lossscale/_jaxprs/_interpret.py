@@ -10,18 +10,18 @@ import jax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _equations, _types
+from optax_lossscale._jaxprs import _eqns, _types
 
 # What carries out an equation: it is given the values that this one reads, and
 # returns those of its outputs.
 EvalEqnFn = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
 # What makes a value of a number or an array that is written in the jaxpr, of
 # its variable or literal, and of the equation that reads it, if one does.
-LiftConstFn = Callable[[Any, _equations.Atom, core.JaxprEqn | None], Any]
+LiftConstFn = Callable[[Any, _eqns.Atom, core.JaxprEqn | None], Any]
 
 
 def interpret_jaxpr(
-  closed_jaxpr: _equations.ClosedJaxpr,
+  closed_jaxpr: _eqns.ClosedJaxpr,
   inputs: Sequence[Any],
   eval_eqn: EvalEqnFn,
   *,
@@ -48,7 +48,7 @@ def interpret_jaxpr(
   for var, const in zip(jaxpr.constvars, closed_jaxpr.consts, strict=True):
     env[var] = lift_const(const, var, None)
 
-  def read(atom: _equations.Atom, eqn: core.JaxprEqn | None = None) -> Any:
+  def read(atom: _eqns.Atom, eqn: core.JaxprEqn | None = None) -> Any:
     if isinstance(atom, core.Literal):
       return lift_const(atom.val, atom, eqn)
     return env[atom]
@@ -56,7 +56,7 @@ def interpret_jaxpr(
   used_outputs = (
     [True] * len(jaxpr.outvars) if used_outputs is None else list(used_outputs)
   )
-  for eqn, dead_vars in _equations.live_eqns(jaxpr, used_outputs):
+  for eqn, dead_vars in _eqns.live_eqns(jaxpr, used_outputs):
     outs = eval_eqn(eqn, [read(atom, eqn) for atom in eqn.invars])
     env.update(zip(eqn.outvars, outs, strict=True))
     del outs
@@ -73,7 +73,7 @@ def get_current_eqn_ctx() -> Any:
     Exception: if equations have none, or cannot be evaluated one by one.
   """
   (eqn,) = jax.make_jaxpr(lambda x: -x)(0.0).eqns
-  jax.eval_shape(_equations.eqn_as_fun(eqn), 0.0)
+  jax.eval_shape(_eqns.eqn_as_fun(eqn), 0.0)
   return eqn.ctx
 
 
@@ -89,7 +89,7 @@ def can_substitute_result(eqn: core.JaxprEqn, ctx: Any) -> bool:
   return eqn.ctx == ctx and not constrains_sharding
 
 
-def as_array(x: Any, atom: _equations.Atom) -> Any:
+def as_array(x: Any, atom: _eqns.Atom) -> Any:
   """The value of a variable or literal as an array, unless it is a Ref.
 
   Numbers that are written in a program may come in a class of JAX's own.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs import _equations
+from optax_lossscale._jaxprs import _eqns
 
 # A line of these is not the user's.
 _LIBRARIES = (
@@ -59,7 +59,7 @@ def get_op_name(eqn: core.JaxprEqn) -> str:
 
   A primitive of hijax has its own name, and not that of the call.
   """
-  name = _equations.get_canonical_name(eqn)
+  name = _eqns.get_canonical_name(eqn)
   return _ALIASES.get(name, name)
 
 
@@ -72,7 +72,7 @@ def format_call(eqn: core.JaxprEqn) -> str:
 
 def is_library_rule(eqn: core.JaxprEqn) -> bool:
   """Whether a function with a rule, or the rule, was written in a library."""
-  jaxprs = [x.jaxpr for x in _equations.subjaxprs(eqn)]
+  jaxprs = [x.jaxpr for x in _eqns.subjaxprs(eqn)]
   debug_infos = [
     getattr(x, "debug_info", None) for x in (*jaxprs, *eqn.params.values())
   ]

@@ -17,7 +17,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _lines,
   _places,
@@ -55,7 +55,7 @@ class HarvestedJaxpr(NamedTuple):
     cond_labels: where branches stand that hold them, and may not be taken.
   """
 
-  closed_jaxpr: _equations.ClosedJaxpr
+  closed_jaxpr: _eqns.ClosedJaxpr
   tagged_values: list[TaggedValue]
   unreached_labels: list[str]
   cond_labels: list[str]
@@ -72,7 +72,7 @@ class _HarvestedEqn(NamedTuple):
 
 
 def harvest_tagged_values(
-  closed_jaxpr: _equations.ClosedJaxpr,
+  closed_jaxpr: _eqns.ClosedJaxpr,
   select_capture: SelectCaptureFn,
   is_optional: Callable[[str], bool] = lambda tag: False,
 ) -> HarvestedJaxpr:
@@ -99,14 +99,14 @@ class _Harvester:
   ) -> None:
     self._select_capture = select_capture
     is_captured = lambda eqn: self._get_capture(eqn) is not None
-    self._captured_search = _walk.EqnSearch(is_captured, _equations.subjaxprs)
+    self._captured_search = _walk.EqnSearch(is_captured, _eqns.subjaxprs)
     is_required = lambda eqn: (
       is_captured(eqn) and not is_optional(str(get_tag(eqn)))
     )
-    self._required_search = _walk.EqnSearch(is_required, _equations.subjaxprs)
+    self._required_search = _walk.EqnSearch(is_required, _eqns.subjaxprs)
 
   def harvest_jaxpr(
-    self, closed_jaxpr: _equations.ClosedJaxpr, location: _places.EqnLocation
+    self, closed_jaxpr: _eqns.ClosedJaxpr, location: _places.EqnLocation
   ) -> HarvestedJaxpr:
     """The jaxpr, which stands at this place, with its values returned."""
     jaxpr = closed_jaxpr.jaxpr
@@ -116,7 +116,7 @@ class _Harvester:
     captured_vars = [
       value for harvested in harvested_eqns for value in harvested.captured_vars
     ]
-    new_jaxpr: Any = _equations.replace_jaxpr_fields(
+    new_jaxpr: Any = _eqns.replace_jaxpr_fields(
       closed_jaxpr,
       eqns=[eqn for harvested in harvested_eqns for eqn in harvested.eqns],
       outvars=[*jaxpr.outvars, *captured_vars],
@@ -197,7 +197,7 @@ def get_tag(eqn: core.JaxprEqn) -> str | None:
   """The name that ``checkpoint_name`` gives to a value; None of all else."""
   if _lines.get_op_name(eqn) != "name":
     return None
-  params: Any = getattr(_equations.get_hi_primitive(eqn), "params", eqn.params)
+  params: Any = getattr(_eqns.get_hi_primitive(eqn), "params", eqn.params)
   return params["name"]
 
 
@@ -205,10 +205,10 @@ def _capture_eqn(
   eqn: core.JaxprEqn, capture: Callable[[Any], Any]
 ) -> _HarvestedEqn:
   def fun(x: Any) -> list[Any]:
-    (out,) = _equations.eqn_as_fun(eqn)(x)
+    (out,) = _eqns.eqn_as_fun(eqn)(x)
     return [out, capture(out)]
 
-  replacement = _equations.trace_replacement_eqns(fun, eqn)
+  replacement = _eqns.trace_replacement_eqns(fun, eqn)
   # There is none if the look returns what it is given.
   eqns, captured_vars = replacement or ([eqn], eqn.outvars)
   return _HarvestedEqn(eqns, captured_vars, [TaggedValue(str(get_tag(eqn)))])
@@ -230,8 +230,8 @@ def _can_add_outputs(eqn: core.JaxprEqn) -> bool:
 
   A rule returns as much as its function, and an object of hijax what it says.
   """
-  is_plain_call = _equations.get_hi_primitive(eqn) is None
-  is_plain_call = is_plain_call and _equations.get_call_jaxpr(eqn) is not None
+  is_plain_call = _eqns.get_hi_primitive(eqn) is None
+  is_plain_call = is_plain_call and _eqns.get_call_jaxpr(eqn) is not None
   return is_plain_call and _rules.get_custom_rule(eqn) is None
 
 
@@ -250,10 +250,10 @@ def _add_outputs_to_call(
   }
   replace_jaxpr = lambda old_jaxpr: (
     body.closed_jaxpr
-    if isinstance(old_jaxpr, _equations.ClosedJaxpr)
+    if isinstance(old_jaxpr, _eqns.ClosedJaxpr)
     else body.closed_jaxpr.jaxpr
   )
-  eqn = _equations.map_subjaxprs(eqn, replace_jaxpr).replace(
+  eqn = _eqns.map_subjaxprs(eqn, replace_jaxpr).replace(
     outvars=[*eqn.outvars, *captured_vars]
   )
   eqn = eqn.replace(params={**eqn.params, **out_params})
@@ -320,7 +320,7 @@ def _make_placeholder(aval: Any) -> jax.Array:
 
 
 def _make_scan_with_outputs(
-  scan: _higher_order.Scan, body: _equations.ClosedJaxpr
+  scan: _higher_order.Scan, body: _eqns.ClosedJaxpr
 ) -> Callable[..., list[Any]]:
   """A ``scan`` of another body, which returns more."""
 
@@ -340,7 +340,7 @@ def _make_scan_with_outputs(
 
 
 def _make_shard_map_with_outputs(
-  shard_map: _higher_order.ShardMap, body: _equations.ClosedJaxpr
+  shard_map: _higher_order.ShardMap, body: _eqns.ClosedJaxpr
 ) -> Callable[..., list[Any]]:
   """A ``shard_map`` that also returns an array with an entry of each device."""
   num_outs = len(shard_map.out_specs)
@@ -364,21 +364,19 @@ def _rebuild_eqn(
   bodies: list[HarvestedJaxpr],
 ) -> _HarvestedEqn | None:
   """The equations of a function that returns more than an equation."""
-  replacement = _equations.trace_replacement_eqns(fun, eqn)
+  replacement = _eqns.trace_replacement_eqns(fun, eqn)
   if replacement is None:
     return None
   eqns, captured_vars = replacement
   debug_infos = iter(body.closed_jaxpr.jaxpr.debug_info for body in bodies)
 
-  def restore_debug_info(subjaxpr: _equations.AnyJaxpr) -> _equations.AnyJaxpr:
+  def restore_debug_info(subjaxpr: _eqns.AnyJaxpr) -> _eqns.AnyJaxpr:
     # It says which function it was, up to which a traceback leads.
-    return _equations.replace_jaxpr_fields(
-      subjaxpr, debug_info=next(debug_infos)
-    )
+    return _eqns.replace_jaxpr_fields(subjaxpr, debug_info=next(debug_infos))
 
   return _HarvestedEqn(
     [
-      _equations.map_subjaxprs(new_eqn, restore_debug_info)
+      _eqns.map_subjaxprs(new_eqn, restore_debug_info)
       if new_eqn.primitive is eqn.primitive
       else new_eqn
       for new_eqn in eqns

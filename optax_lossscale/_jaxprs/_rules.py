@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, linear_util
 from jax.interpreters import ad
 
-from optax_lossscale._jaxprs import _equations, _weights
+from optax_lossscale._jaxprs import _eqns, _weights
 
 
 class CustomRule(NamedTuple):
@@ -51,9 +51,9 @@ class RuleTransform(NamedTuple):
       the function returns; it also returns the latter.
   """
 
-  map_body: Callable[[_equations.ClosedJaxpr, _weights.WeightPaths], Any]
+  map_body: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any]
   map_derivative: Callable[
-    [_equations.ClosedJaxpr, _weights.WeightPaths],
+    [_eqns.ClosedJaxpr, _weights.WeightPaths],
     tuple[Any, Sequence[_weights.WeightPath]],
   ]
   map_call: Callable[
@@ -64,10 +64,10 @@ class RuleTransform(NamedTuple):
 
 def get_custom_rule(eqn: core.JaxprEqn) -> CustomRule | None:
   """The rule of an equation; None if it has none."""
-  primitive_name = _equations.get_canonical_name(eqn)
+  primitive_name = _eqns.get_canonical_name(eqn)
   if primitive_name not in _RULE_TRANSFORMS:
     return None
-  hi_prim: Any = _equations.get_hi_primitive(eqn)
+  hi_prim: Any = _eqns.get_hi_primitive(eqn)
   params = eqn.params if hi_prim is None else hi_prim.params
   if primitive_name == "custom_lin":
     residuals_tree = eqn.params.get("residuals_tree")  # that of hijax
@@ -96,20 +96,20 @@ def transform_custom_rule(
     The equation; None if it does not hold what it should.
   """
   rule: Any = get_custom_rule(eqn)
-  hi_prim = _equations.get_hi_primitive(eqn) or eqn.params.get("_prim")
+  hi_prim = _eqns.get_hi_primitive(eqn) or eqn.params.get("_prim")
   transform_plain, transform_hijax = _RULE_TRANSFORMS[rule.kind]
-  if rule.consts is None or len(list(_equations.subjaxprs(eqn))) > 1:
+  if rule.consts is None or len(list(_eqns.subjaxprs(eqn))) > 1:
     return None
   try:
     if hi_prim is None:
       new_params = transform_plain(eqn, rule, transform, paths)
       return eqn.replace(params={**eqn.params, **new_params})
-    new_prim = _equations.replace_hi_params(
+    new_prim = _eqns.replace_hi_params(
       hi_prim, **transform_hijax(hi_prim, rule, transform, paths)
     )
   except (AttributeError, KeyError):  # Another JAX has another name for it.
     return None
-  return _equations.replace_hi_primitive(eqn, hi_prim, new_prim)
+  return _eqns.replace_hi_primitive(eqn, hi_prim, new_prim)
 
 
 def _transform_custom_jvp(
@@ -202,7 +202,7 @@ def _transform_custom_lin(
 
 
 def _memoize_by_jaxpr(
-  map_derivative: Callable[[_equations.ClosedJaxpr, _weights.WeightPaths], Any],
+  map_derivative: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any],
 ) -> Any:
   """Changes each jaxpr once, since JAX shares what is made of it."""
   cache: dict[core.Jaxpr, Any] = {}
@@ -211,7 +211,7 @@ def _memoize_by_jaxpr(
     jaxpr: core.Jaxpr, consts: Any, input_paths: tuple[_weights.WeightPath, ...]
   ) -> Any:
     if jaxpr not in cache:
-      closed_jaxpr = _equations.with_consts(jaxpr, consts)
+      closed_jaxpr = _eqns.with_consts(jaxpr, consts)
       new_jaxpr, out_paths = map_derivative(
         closed_jaxpr, _weights.WeightPaths(input_paths)
       )

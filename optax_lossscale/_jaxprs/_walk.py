@@ -7,14 +7,14 @@ import functools
 from jax.extend import core
 
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _places,
   _weights,
 )
 
 # The jaxprs of an equation that are walked into.
-SubjaxprsFn = Callable[[core.JaxprEqn], Iterable[_equations.ClosedJaxpr]]
+SubjaxprsFn = Callable[[core.JaxprEqn], Iterable[_eqns.ClosedJaxpr]]
 # What these return is what each of their jaxprs returns.
 _PASSTHROUGH_HOPS = (
   _higher_order.Call,
@@ -36,7 +36,7 @@ class EqnVisit:
   """
 
   eqn: core.JaxprEqn
-  closed_jaxpr: _equations.ClosedJaxpr
+  closed_jaxpr: _eqns.ClosedJaxpr
   parent: "EqnVisit | None"
   body_index: int
   root_location: _places.EqnLocation
@@ -84,7 +84,7 @@ class EqnVisit:
 
 
 def walk(
-  closed_jaxpr: _equations.ClosedJaxpr,
+  closed_jaxpr: _eqns.ClosedJaxpr,
   subjaxprs_fn: SubjaxprsFn,
   *,
   only_live: bool = False,
@@ -107,7 +107,7 @@ def walk(
     body_index: which of the jaxprs inside of that step it is.
   """
   eqns: Iterable[tuple[core.JaxprEqn, Container[core.Var]]] = (
-    _equations.live_eqns(closed_jaxpr.jaxpr, used_outputs)
+    _eqns.live_eqns(closed_jaxpr.jaxpr, used_outputs)
     if only_live
     else ((eqn, ()) for eqn in closed_jaxpr.jaxpr.eqns)
   )

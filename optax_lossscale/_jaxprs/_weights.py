@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _operations,
   _places,
@@ -62,7 +62,7 @@ class ProgramWeights:
     self._weights_by_jaxpr: dict[Any, JaxprWeights] = {}
 
   def get_jaxpr_weights(
-    self, closed_jaxpr: _equations.ClosedJaxpr, paths: WeightPaths
+    self, closed_jaxpr: _eqns.ClosedJaxpr, paths: WeightPaths
   ) -> "JaxprWeights":
     """The weights in a jaxpr."""
     key = closed_jaxpr.jaxpr, paths
@@ -83,7 +83,7 @@ class JaxprWeights:
   def __init__(
     self,
     program: ProgramWeights,
-    closed_jaxpr: _equations.ClosedJaxpr,
+    closed_jaxpr: _eqns.ClosedJaxpr,
     paths: WeightPaths,
   ) -> None:
     self._program = program
@@ -131,7 +131,7 @@ class JaxprWeights:
     return self._get_call_paths(eqn).body_suffixes.get(body, NO_PATHS)
 
   def get_body_weights(
-    self, eqn: core.JaxprEqn, body: _equations.ClosedJaxpr
+    self, eqn: core.JaxprEqn, body: _eqns.ClosedJaxpr
   ) -> "JaxprWeights":
     """The weights in a jaxpr that the call runs."""
     return self._program.get_jaxpr_weights(
@@ -151,7 +151,7 @@ class JaxprWeights:
     if not any(path is not None for path in paths):
       return
     outs = eqn.outvars
-    call_jaxpr = _equations.get_call_jaxpr(eqn)
+    call_jaxpr = _eqns.get_call_jaxpr(eqn)
     if (
       call_jaxpr is not None
     ):  # What a call returns of a weight is that weight.
@@ -179,7 +179,7 @@ class JaxprWeights:
     """Notes what a gradient of weights is made of."""
     paths = [_get_path(self._gradient_paths, x) for x in eqn.outvars]
     name = eqn.primitive.name
-    call_jaxpr = _equations.get_call_jaxpr(eqn)
+    call_jaxpr = _eqns.get_call_jaxpr(eqn)
     if not any(path is not None for path in paths):
       return
     if call_jaxpr is not None:

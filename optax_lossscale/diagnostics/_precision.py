@@ -13,7 +13,7 @@ import numpy as np
 
 from optax_lossscale import _host
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _lines,
   _operations,
@@ -587,7 +587,7 @@ def _as_float_scalar(const: Any) -> float | None:
   return float(const) if is_float and jnp.shape(const) == () else None
 
 
-def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
+def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
   """The jaxprs that an equation runs."""
   call = _higher_order.parse_higher_order(eqn)
   return (
@@ -597,10 +597,10 @@ def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
   )
 
 
-def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
+def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
   """The jaxprs that an equation holds, but for those that combine numbers."""
   is_reducer = _lines.get_op_name(eqn).startswith(_REDUCER_PREFIXES)
-  return [] if is_reducer else list(_equations.subjaxprs(eqn))
+  return [] if is_reducer else list(_eqns.subjaxprs(eqn))
 
 
 def _describe_limitation(visit: _walk.EqnVisit) -> str:
@@ -612,7 +612,7 @@ def _describe_limitation(visit: _walk.EqnVisit) -> str:
     pass
   elif _non_reducer_subjaxprs(visit.eqn):
     reason = "its body is counted once"
-  elif _equations.get_hi_primitive(visit.eqn) is not None:
+  elif _eqns.get_hi_primitive(visit.eqn) is not None:
     reason = "it is unknown, and counted as no FLOPs"
   elif (
     _operations.is_matmul(visit.eqn)

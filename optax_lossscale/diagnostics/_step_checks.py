@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arrays, _named_values
-from optax_lossscale._jaxprs import _dependence, _equations, _places, _walk
+from optax_lossscale._jaxprs import _dependence, _eqns, _places, _walk
 
 
 class Mistake(NamedTuple):
@@ -141,7 +141,7 @@ class ScaleDependence(NamedTuple):
 
 
 def check_dependence(
-  closed_jaxpr: _equations.ClosedJaxpr,
+  closed_jaxpr: _eqns.ClosedJaxpr,
   input_names: Sequence[str],
   outputs: list[Output],
 ) -> ScaleDependence:
@@ -556,7 +556,7 @@ def _repeat_by_update(
 
 
 def has_half_precision_eqn(
-  closed_jaxpr: _equations.ClosedJaxpr, *, ignore_autocast: bool
+  closed_jaxpr: _eqns.ClosedJaxpr, *, ignore_autocast: bool
 ) -> bool:
   """Returns whether a program computes in float16 or float8.
 
@@ -573,7 +573,7 @@ def has_half_precision_eqn(
       location = location.push_scope(ancestor.eqn)
     return not ignore_autocast or location.autocast_dtype is None
 
-  return any(map(is_half_visit, _walk.walk(closed_jaxpr, _equations.subjaxprs)))
+  return any(map(is_half_visit, _walk.walk(closed_jaxpr, _eqns.subjaxprs)))
 
 
 def _is_half_var(var: Any) -> bool:

@@ -24,7 +24,7 @@ from optax_lossscale import (
   _paths,
 )
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _outputs,
   _types,
@@ -47,7 +47,7 @@ class TracedFunction(NamedTuple):
     mistakes: in how the gradients are scaled.
   """
 
-  closed_jaxpr: _equations.ClosedJaxpr
+  closed_jaxpr: _eqns.ClosedJaxpr
   inputs: list[Any]
   input_names: list[str]
   outputs: list[_step_checks.Output]
@@ -74,7 +74,7 @@ class TracedFunction(NamedTuple):
     """The same function without all other outputs."""
     indices = list(itertools.compress(range(len(self.outputs)), output_mask))
     outvars = [self.closed_jaxpr.jaxpr.outvars[i] for i in indices]
-    closed_jaxpr: Any = _equations.replace_jaxpr_fields(
+    closed_jaxpr: Any = _eqns.replace_jaxpr_fields(
       self.closed_jaxpr, outvars=outvars
     )
     outputs = [self.outputs[i] for i in indices]
@@ -360,7 +360,7 @@ def _as_call_leaf(leaf: Any, array: Any) -> Any:
   return jax.new_ref(array) if _is_ref(leaf) else array
 
 
-def _check_no_ref_consts(closed_jaxpr: _equations.ClosedJaxpr) -> None:
+def _check_no_ref_consts(closed_jaxpr: _eqns.ClosedJaxpr) -> None:
   if any(map(_is_ref, closed_jaxpr.consts)):
     raise TypeError(
       "fun closes over a jax.Ref, so running fun would change it. Pass the Ref"
@@ -379,7 +379,7 @@ def _closed_over_message(caller: str, fun: Any) -> str:
 
 
 def _check_no_dropped_scans(
-  caller: str, closed_jaxpr: _equations.ClosedJaxpr
+  caller: str, closed_jaxpr: _eqns.ClosedJaxpr
 ) -> None:
   has_hijax_scan = _higher_order.has_hijax_scan(closed_jaxpr)
   if has_hijax_scan and _higher_order.is_scan_dropped_by_jit():

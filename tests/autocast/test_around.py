@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _equations
+from optax_lossscale._jaxprs import _eqns
 
 X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
 W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
@@ -38,7 +38,7 @@ def test_a_checkpoint_inside_keeps_its_options():
   policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
   layer = jax.checkpoint(lambda x: x @ W, prevent_cse=False, policy=policy)
   (eqn,) = jax.make_jaxpr(ols.autocast(layer))(X).eqns
-  hidden = _equations.get_hi_primitive(eqn)
+  hidden = _eqns.get_hi_primitive(eqn)
   params = eqn.params if hidden is None else hidden.params
   assert params["policy"] is policy
   assert params["prevent_cse"] in (False, (False,))

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _equations, _operations, _places, _walk
+from optax_lossscale._jaxprs import _eqns, _operations, _places, _walk
 from optax_lossscale.diagnostics import compare_precision, precision_report
 
 X = normal(4, 8, seed=1)
@@ -251,7 +251,7 @@ def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
 
   def rows(**kwargs):
     fun = jax.grad(ols.autocast(loss, **kwargs))
-    steps = _walk.walk(jax.make_jaxpr(fun)(params), _equations.subjaxprs)
+    steps = _walk.walk(jax.make_jaxpr(fun)(params), _eqns.subjaxprs)
     places = [
       step.location
       for step in steps

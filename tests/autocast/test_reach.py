@@ -16,7 +16,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._autocast import _kept, _messages, _products, _rewrite
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _lines,
   _places,
   _rules,
@@ -121,10 +121,10 @@ def test_of_many_places_the_three_largest_are_told(count):
 
 def test_what_cannot_stand_in_place_of_an_equation_is_none():
   (eqn,) = jax.make_jaxpr(lambda a: jnp.sin(a))(A).eqns
-  ((new,), _) = _equations.trace_replacement_eqns(lambda a: [jnp.cos(a)], eqn)
+  ((new,), _) = _eqns.trace_replacement_eqns(lambda a: [jnp.cos(a)], eqn)
   assert new.outvars == eqn.outvars and new.invars == eqn.invars
   for fun in (lambda a: [a], lambda a: [jnp.ones(())], lambda a: [a + B]):
-    assert _equations.trace_replacement_eqns(fun, eqn) is None
+    assert _eqns.trace_replacement_eqns(fun, eqn) is None
 
 
 def test_it_is_told_once_and_not_at_each_call():
@@ -196,7 +196,7 @@ def test_a_root_of_products_runs_in_half_or_is_told():
 
   half = ols.autocast(root)
   (eqn,) = jax.make_jaxpr(root)(A, B).eqns
-  is_hidden = _equations.get_hi_primitive(eqn) is not None
+  is_hidden = _eqns.get_hi_primitive(eqn) is not None
   told = contextlib.nullcontext()
   if is_hidden:  # A primitive of hijax since JAX 0.12.
     told = pytest.warns(UserWarning, match="left CustomRoot")
@@ -241,10 +241,10 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
   closed = jax.make_jaxpr(HOLDERS[name])(A, B)
   eqns = list(closed.jaxpr.eqns)
   (i,) = [i for i, eqn in enumerate(eqns) if _products.subjaxprs_to_search(eqn)]
-  if change is unknown and _equations.get_hi_primitive(eqns[i]) is not None:
+  if change is unknown and _eqns.get_hi_primitive(eqns[i]) is not None:
     pytest.skip("What an unknown primitive hides in an object is not seen.")
   eqns[i] = change(eqns[i])
-  found, told, new = rewrite(_equations.replace_jaxpr_fields(closed, eqns=eqns))
+  found, told, new = rewrite(_eqns.replace_jaxpr_fields(closed, eqns=eqns))
   if any(eqn is eqns[i] for eqn in new):  # As written, and told.
     assert not found
     assert _lines.get_op_name(eqns[i]) in told
@@ -264,9 +264,9 @@ def rewrite(jaxpr):
   rewriter = _rewrite.Rewriter(half, _kept.Float32Filter(), known, in_rule)
   new, _, found = rewriter.rewrite(jaxpr, _places.EqnLocation())
   told = _messages.describe_unentered(
-    _equations.close_jaxpr(jaxpr), found.unentered_eqns, "float16"
+    _eqns.close_jaxpr(jaxpr), found.unentered_eqns, "float16"
   )
-  return found.has_matmuls, told, _equations.close_jaxpr(new).jaxpr.eqns
+  return found.has_matmuls, told, _eqns.close_jaxpr(new).jaxpr.eqns
 
 
 def test_a_shard_map_of_another_jax_is_rewritten():
@@ -277,7 +277,7 @@ def test_a_shard_map_of_another_jax_is_rewritten():
   )
   closed = jax.make_jaxpr(fun)(A, B)
   eqns = [renamed(eqn) for eqn in closed.jaxpr.eqns]
-  found, told, _ = rewrite(_equations.replace_jaxpr_fields(closed, eqns=eqns))
+  found, told, _ = rewrite(_eqns.replace_jaxpr_fields(closed, eqns=eqns))
   # Its rule needs no axis. So it is entered, though it is not understood.
   assert found and not told
 
@@ -333,7 +333,7 @@ def test_a_tangent_in_an_object_of_hijax_runs_in_half():
 def test_an_object_of_hijax_of_another_jax_is_told(monkeypatch, name, gone):
   with hijax.flags_on(f"jax_{name}3"):
     closed = jax.make_jaxpr(HOLDERS[name])(A, B)
-    hidden = [_equations.get_hi_primitive(eqn) for eqn in closed.jaxpr.eqns]
+    hidden = [_eqns.get_hi_primitive(eqn) for eqn in closed.jaxpr.eqns]
     (changed,) = [x for x in hidden if x is not None]
     if hijax.HAS_RULES:
       monkeypatch.delattr(changed, gone)

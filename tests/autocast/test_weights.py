@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _equations, _places
+from optax_lossscale._jaxprs import _eqns, _places
 from optax_lossscale.diagnostics import find_overflow
 
 X = normal(4, 8, seed=1)
@@ -61,7 +61,7 @@ def test_blocks_that_no_name_tells_apart_go_on_to_share_a_function(wrap):
   def shared(*names):
     cast = ols.autocast(net, keep_float32=names)
     closed = jax.make_jaxpr(cast)(params, X)
-    called = map(_equations.get_call_jaxpr, closed.jaxpr.eqns)
+    called = map(_eqns.get_call_jaxpr, closed.jaxpr.eqns)
     return len({id(x.jaxpr) for x in called if x is not None})
 
   assert shared() == 1

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _operations,
 )
@@ -71,7 +71,7 @@ TOLD = ("body_jaxpr", "branches", "cond_jaxpr", "jaxpr", "length", "reverse")
 def equation_of(fun):
   eqns = jax.make_jaxpr(fun)(X).jaxpr.eqns
   for eqn in eqns:
-    if list(_equations.subjaxprs(eqn)):
+    if list(_eqns.subjaxprs(eqn)):
       return eqn
   pytest.skip("with a flag of hijax, this JAX has no such equation")
 
@@ -92,7 +92,7 @@ def test_an_equation_is_taken_apart(fun):
   part = _higher_order.parse_higher_order(eqn)
   assert type(part) is kind
   assert {name: getattr(part, name) for name in known} == known
-  held = [closed.jaxpr for closed in _equations.subjaxprs(eqn)]
+  held = [closed.jaxpr for closed in _eqns.subjaxprs(eqn)]
   bodies = [closed.jaxpr for closed in _higher_order.get_bodies(part)]
   assert sorted(map(id, bodies)) == sorted(map(id, held))
   if fun is not shard_map:
@@ -136,7 +136,7 @@ def stacks(x):
 
 def returns_a_row(eqn):
   """Its second output has the shape of a carry, of which it has no input."""
-  (body,) = _equations.subjaxprs(eqn)
+  (body,) = _eqns.subjaxprs(eqn)
   return eqn.replace(outvars=[eqn.outvars[0], body.jaxpr.outvars[1]])
 
 
@@ -194,7 +194,7 @@ def test_an_object_of_hijax_that_cannot_be_traced_has_no_part():
 
 @pytest.mark.parametrize("fun", [scan, while_loop, cond, call])
 def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
-  held = [e for e in jax.make_jaxpr(fun)(X).eqns if [*_equations.subjaxprs(e)]]
+  held = [e for e in jax.make_jaxpr(fun)(X).eqns if [*_eqns.subjaxprs(e)]]
   if not held:
     pytest.skip("with a flag of hijax, this JAX has no such equation")
   name = held[0].primitive.name

@@ -16,7 +16,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _named_values
-from optax_lossscale._jaxprs import _equations
+from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
   compare_precision,
   find_overflow,
@@ -170,9 +170,7 @@ def test_an_update_on_the_host_is_looked_at_as_one_on_the_device():
 
 def test_what_cannot_be_made_anew_is_told(monkeypatch):
   step, args = whole_steps.in_a_scan_of_one(SMALL)
-  monkeypatch.setattr(
-    _equations, "trace_replacement_eqns", lambda fun, eqn: None
-  )
+  monkeypatch.setattr(_eqns, "trace_replacement_eqns", lambda fun, eqn: None)
   with pytest.warns(UserWarning, match="gradients inside scan at whole_st"):
     assert find_overflow(step, *args) is None
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from helpers import product_flops, sharding
-from optax_lossscale._jaxprs import _equations, _operations, _walk
+from optax_lossscale._jaxprs import _eqns, _operations, _walk
 
 # What moves a product `h` of shape (4, 4), and nothing else, by the name of its
 # primitive: all that follows a product in half precision.
@@ -57,7 +57,7 @@ def named_products(fun, *args, only_needed=False):
   """
   steps = _walk.walk(
     jax.make_jaxpr(fun)(*args),
-    _equations.subjaxprs,
+    _eqns.subjaxprs,
     only_live=only_needed,
   )
   found = []

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _equations
+from optax_lossscale._jaxprs import _eqns
 
 HALF = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)
 PRODUCTS = "dot_general", "conv_general_dilated"
@@ -45,7 +45,7 @@ def within(eqns: list[Any], times: int = 1) -> Iterator[tuple[int, Any]]:
   """The same of some equations, and of all that they call."""
   for eqn in eqns:
     yield times, eqn
-    for inner in _equations.subjaxprs(eqn):
+    for inner in _eqns.subjaxprs(eqn):
       yield from equations(inner, times * eqn.params.get("length", 1))
 
 
@@ -91,7 +91,7 @@ def sums_in_half(jaxpr: Any) -> set[str]:
   """The primitives that add up entries in half, or whose transposes do."""
   found, constants = set(), set()
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    for inner in _equations.subjaxprs(eqn):
+    for inner in _eqns.subjaxprs(eqn):
       found |= sums_in_half(inner)
     # Zeros that JAX spreads, where a cotangent is missing, have no derivative.
     if all(isinstance(v, core.Literal) or v in constants for v in eqn.invars):

@@ -23,7 +23,7 @@ import pytest
 
 from optax_lossscale._jaxprs import (
   _dependence,
-  _equations,
+  _eqns,
   _higher_order,
   _operations,
   _places,
@@ -242,8 +242,8 @@ def names_in_tables():
     *_rules._RULE_TRANSFORMS,
     *_weights._LINEAR_SUMS,
     *_weights._CONCATENATIONS,
-    *_equations._CALL_PRIMITIVES,
-    *_equations._CANONICAL_NAMES.values(),
+    *_eqns._CALL_PRIMITIVES,
+    *_eqns._CANONICAL_NAMES.values(),
     *_operations._FLOP_COUNTERS,
     *_stepper._NEUTRAL_VALUES,
     *_numbers.OVERFLOW_THRESHOLDS,
@@ -268,10 +268,10 @@ def test_every_primitive_in_a_table_exists():
 
 def test_the_classes_of_hijax_are_known():
   kinds = {kind for kind, _ in FLAGS.values()}
-  assert set(_equations._CANONICAL_NAMES) == {*kinds, "CheckpointName"}
+  assert set(_eqns._CANONICAL_NAMES) == {*kinds, "CheckpointName"}
   # A scan is taken as a whole, and a name holds nothing.
   known = {*_rules._RULE_TRANSFORMS, "remat2", "name", "scan"}
-  assert set(_equations._CANONICAL_NAMES.values()) <= known
+  assert set(_eqns._CANONICAL_NAMES.values()) <= known
 
 
 def test_scopes_are_objects_that_stay_with_an_equation():
@@ -279,7 +279,7 @@ def test_scopes_are_objects_that_stay_with_an_equation():
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
   marked = _places.tag_autocast(eqn, jnp.dtype("float16"))
   marked = _places.tag_param_path(marked, ("blocks", "2"))
-  alone = jax.make_jaxpr(_equations.eqn_as_fun(marked))(X, X)
+  alone = jax.make_jaxpr(_eqns.eqn_as_fun(marked))(X, X)
   fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
   moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
   products = []
@@ -288,7 +288,7 @@ def test_scopes_are_objects_that_stay_with_an_equation():
     for inner in jaxpr.eqns:
       if inner.primitive.name == "dot_general":
         products.append(place.within(inner))
-      for held in _equations.subjaxprs(inner):
+      for held in _eqns.subjaxprs(inner):
         walk(held.jaxpr, place.within(inner))
 
   walk(moved.jaxpr, _places.EqnLocation())

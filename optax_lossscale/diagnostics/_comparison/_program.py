@@ -22,7 +22,7 @@ import numpy as np
 
 from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _interpret,
   _lines,
@@ -100,7 +100,7 @@ class MixedPrecisionProgram(NamedTuple):
 
   def eval_jaxpr(
     self,
-    closed_jaxpr: _equations.ClosedJaxpr,
+    closed_jaxpr: _eqns.ClosedJaxpr,
     inputs: Sequence[Any],
     stats: StatsBySite,
   ) -> OutsAndStats:
@@ -148,7 +148,7 @@ class MixedPrecisionProgram(NamedTuple):
         eqn, self.location.locate(eqn, jaxpr)
       )
       if site_index is None:
-        return _equations.eqn_as_fun(_operations.as_highest_float32(eqn))(
+        return _eqns.eqn_as_fun(_operations.as_highest_float32(eqn))(
           *inputs
         ), stats
       return self._eval_matmul(eqn, site_index, inputs, stats)
@@ -158,13 +158,13 @@ class MixedPrecisionProgram(NamedTuple):
       call = self.table.get_higher_order(eqn)
     if call is not None:
       inner_program = self._replace(place=self.location.locate(eqn, jaxpr))
-      with _equations.get_eqn_ctx_manager(eqn):
+      with _eqns.get_eqn_ctx_manager(eqn):
         return inner_program._eval_subjaxprs(call, inputs, stats)
     if not eqn.outvars and _CALLBACK_RE.search(eqn.primitive.name):
       return [], stats
     if has_half:
       return self._eval_non_matmul(eqn, inputs), stats
-    return _equations.eqn_as_fun(eqn)(*inputs), stats
+    return _eqns.eqn_as_fun(eqn)(*inputs), stats
 
   def _eval_matmul(
     self,
@@ -176,7 +176,7 @@ class MixedPrecisionProgram(NamedTuple):
     dtype = self.table.sites[site_index].dtype
 
     apply_mode = functools.partial(_apply_mode, self.modes[site_index], dtype)
-    matmul = _equations.eqn_as_fun(_operations.as_highest_float32(eqn))
+    matmul = _eqns.eqn_as_fun(_operations.as_highest_float32(eqn))
     (out,) = apply_mode(matmul(*apply_mode(inputs[:2]), *inputs[2:]))
     arrays, limits = [*inputs[:2], out], _numbers.get_dtype_limits(dtype)
     new_stats = _add_run_stats(stats[site_index], arrays, limits)
@@ -194,10 +194,10 @@ class MixedPrecisionProgram(NamedTuple):
       return inputs  # JAX writes it in front of what a checkpoint saves.
     if is_autocast_eqn(eqn, self.location):
       is_cast = eqn.primitive.name == "convert_element_type"
-      return inputs if is_cast else _equations.eqn_as_fun(eqn)(*inputs)
+      return inputs if is_cast else _eqns.eqn_as_fun(eqn)(*inputs)
     pairs: Any = zip(inputs, [v.aval for v in eqn.invars], strict=True)
     args = [x.astype(a.dtype) if self._is_half(a) else x for x, a in pairs]
-    return list(map(self._upcast, _equations.eqn_as_fun(eqn)(*args)))
+    return list(map(self._upcast, _eqns.eqn_as_fun(eqn)(*args)))
 
   def _eval_subjaxprs(
     self,
@@ -360,13 +360,11 @@ class MatmulTable:
     has_tagged_eqn: whether there are marks in the jaxprs that an equation holds.
   """
 
-  def __init__(self, closed_jaxpr: _equations.ClosedJaxpr) -> None:
+  def __init__(self, closed_jaxpr: _eqns.ClosedJaxpr) -> None:
     is_tagged = functools.partial(
       is_autocast_eqn, parent_location=_places.EqnLocation()
     )
-    self.has_tagged_eqn = _walk.EqnSearch(
-      is_tagged, _equations.subjaxprs
-    ).any_inside
+    self.has_tagged_eqn = _walk.EqnSearch(is_tagged, _eqns.subjaxprs).any_inside
     self.get_higher_order = functools.cache(_higher_order.parse_higher_order)
     self.unanalyzed_names: list[str] = []
     self._index_by_site: dict[MatmulSite, int] = {}
@@ -407,7 +405,7 @@ class MatmulTable:
       indices_by_name.setdefault(name, []).append(i)
     return list(indices_by_name.values())
 
-  def _get_subjaxprs(self, eqn: core.JaxprEqn) -> list[_equations.ClosedJaxpr]:
+  def _get_subjaxprs(self, eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
     call = self.get_higher_order(eqn) if self.has_tagged_eqn(eqn) else None
     return _higher_order.get_bodies(call) if call else []
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _host, _warnings
-from optax_lossscale._jaxprs import _equations, _places
+from optax_lossscale._jaxprs import _eqns, _places
 from optax_lossscale.diagnostics import _progress, _step_checks, _tracing
 from optax_lossscale.diagnostics._overflow import (
   _bits,
@@ -226,7 +226,7 @@ def _compile_if_pure(
   traced: _tracing.TracedFunction,
 ) -> Callable[..., list[Any]] | None:
   """The whole program, compiled; None if it has effects."""
-  if _equations.has_effectful_eqn(traced.closed_jaxpr.jaxpr):
+  if _eqns.has_effectful_eqn(traced.closed_jaxpr.jaxpr):
     return None  # What happens in it is to happen once.
   # Where it drops a conversion to float16 and back, an overflow goes with it.
   options = {"xla_allow_excess_precision": False}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _equations, _higher_order, _interpret
+from optax_lossscale._jaxprs import _eqns, _higher_order, _interpret
 from optax_lossscale.diagnostics._overflow import _loops
 
 RunFn = Callable[..., list[Any]]
@@ -29,11 +29,11 @@ class Runner:
 
   def make_eqn_fun(self, eqn: core.JaxprEqn) -> RunFn:
     """What carries out an equation."""
-    fun = _equations.eqn_as_fun(_interpret.disable_donation(eqn))
+    fun = _eqns.eqn_as_fun(_interpret.disable_donation(eqn))
     as_array = _interpret.as_array
     return lambda *arrays: list(map(as_array, fun(*arrays), eqn.outvars))
 
-  def compile_jaxpr(self, closed_jaxpr: _equations.ClosedJaxpr) -> RunFn:
+  def compile_jaxpr(self, closed_jaxpr: _eqns.ClosedJaxpr) -> RunFn:
     """What runs a whole jaxpr at once."""
     return jax.jit(core.jaxpr_as_fun(closed_jaxpr))
 
@@ -81,7 +81,7 @@ class ShardRunner(Runner):
       super().make_eqn_fun(eqn), eqn.invars, eqn.outvars
     )
 
-  def compile_jaxpr(self, closed_jaxpr: _equations.ClosedJaxpr) -> RunFn:
+  def compile_jaxpr(self, closed_jaxpr: _eqns.ClosedJaxpr) -> RunFn:
     run, jaxpr = core.jaxpr_as_fun(closed_jaxpr), closed_jaxpr.jaxpr
     return self._map_over_shards(run, jaxpr.invars, jaxpr.outvars)
 
@@ -119,8 +119,8 @@ class ShardRunner(Runner):
   def _map_over_shards(
     self,
     run: RunFn,
-    invars: Sequence[_equations.Atom],
-    outvars: Sequence[_equations.Atom],
+    invars: Sequence[_eqns.Atom],
+    outvars: Sequence[_eqns.Atom],
   ) -> RunFn:
     def fun(*shards: Any) -> list[Any]:
       return [x[None] for x in run(*(shard[0] for shard in shards))]
@@ -136,7 +136,7 @@ class ShardRunner(Runner):
   ) -> Any:
     return jax.jit(self._shard_map.wrap_fun(fun, in_specs, out_specs))
 
-  def _get_spec(self, var: _equations.Atom) -> PartitionSpec:
+  def _get_spec(self, var: _eqns.Atom) -> PartitionSpec:
     """How the first axis is spread: an entry on each device, or on all."""
     return PartitionSpec(self._shard_map.list_varying_axes(var.aval))
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from optax_lossscale._jaxprs import (
-  _equations,
+  _eqns,
   _higher_order,
   _interpret,
   _lines,
@@ -92,11 +92,11 @@ class TaintInterpreter:
     self.runner = runner
     self.progress = progress
     self._cache: dict[Any, Any] = {}
-    self._loop_search = _walk.EqnSearch(_is_loop, _equations.subjaxprs)
+    self._loop_search = _walk.EqnSearch(_is_loop, _eqns.subjaxprs)
 
   def eval_jaxpr(
     self,
-    closed_jaxpr: _equations.ClosedJaxpr,
+    closed_jaxpr: _eqns.ClosedJaxpr,
     inputs: list[_marks.TaintedArray],
     location: _places.EqnLocation,
     used_outputs: list[bool] | None = None,
@@ -121,7 +121,7 @@ class TaintInterpreter:
       )
 
     def lift_const(
-      x: Any, atom: _equations.Atom, eqn: core.JaxprEqn | None
+      x: Any, atom: _eqns.Atom, eqn: core.JaxprEqn | None
     ) -> _marks.TaintedArray:
       array = self.runner.lift_const(x, atom)
       return self.make_constant(array, "constant", get_location(eqn))
@@ -168,7 +168,7 @@ class TaintInterpreter:
     get_location: Callable[[], _places.EqnLocation],
   ) -> list[_marks.TaintedArray]:
     """Carries out one equation; enters it if its results are not finite."""
-    has_effect = self._cached(_equations.has_effect, eqn)
+    has_effect = self._cached(_eqns.has_effect, eqn)
     eqn_call = _EqnCall(eqn, inputs, get_location, has_effect)
     # To compile what is around a loop, and the loop, takes twice as long.
     is_entered = has_effect or self._has_inner_loop(eqn)
@@ -223,7 +223,7 @@ class TaintInterpreter:
     return self._cached(self._make_loop, eqn)
 
   def _make_loop(self, eqn: core.JaxprEqn) -> _loops.StoppableLoop | None:
-    if not _is_loop(eqn) or self._cached(_equations.has_effect, eqn):
+    if not _is_loop(eqn) or self._cached(_eqns.has_effect, eqn):
       return None
     match self._cached(_higher_order.parse_higher_order, eqn):
       case _higher_order.While() as loop:
@@ -263,7 +263,7 @@ class TaintInterpreter:
         return None
 
   def _eval_cond(
-    self, branches: tuple[_equations.ClosedJaxpr, ...], eqn_call: _EqnCall
+    self, branches: tuple[_eqns.ClosedJaxpr, ...], eqn_call: _EqnCall
   ) -> list[_marks.TaintedArray] | None:
     index_value, *operands = eqn_call.inputs
     index = _get_uniform_value(index_value.array)
@@ -415,7 +415,7 @@ class TaintInterpreter:
 
   def _eval_iteration(
     self,
-    closed_jaxpr: _equations.ClosedJaxpr,
+    closed_jaxpr: _eqns.ClosedJaxpr,
     inputs: list[_marks.TaintedArray],
     outs: list[Any] | None,
     location: _places.EqnLocation,
@@ -513,8 +513,8 @@ def _get_uniform_value(array: Any) -> Any:
   return unique_values.item() if unique_values.size == 1 else None
 
 
-def _has_effects(closed_jaxpr: _equations.ClosedJaxpr) -> bool:
-  return _equations.has_effectful_eqn(closed_jaxpr.jaxpr)
+def _has_effects(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
+  return _eqns.has_effectful_eqn(closed_jaxpr.jaxpr)
 
 
 def _drop_array(value: _marks.TaintedArray) -> _marks.TaintedArray:
@@ -530,5 +530,5 @@ def _is_loop(eqn: core.JaxprEqn) -> bool:
   return eqn.primitive.name in ("scan", "while")
 
 
-def _is_literal(atom: _equations.Atom) -> bool:
+def _is_literal(atom: _eqns.Atom) -> bool:
   return isinstance(atom, core.Literal)
