@@ -20,7 +20,7 @@ from optax_lossscale import (
   _state,
   _warnings,
 )
-from optax_lossscale._jaxprs import _lines
+from optax_lossscale._jaxprs import _source_info
 
 _ALREADY_DIFFERENTIATED_HINT = (
   " If fun is already differentiated, for example by jax.value_and_grad or"
@@ -354,7 +354,7 @@ def _check_not_inside_value_and_grad() -> None:
   that somebody else differentiates may have a loss scale of its own.
   """
   frame = inspect.currentframe()
-  while frame and not _lines.is_autodiff_code(frame.f_code):
+  while frame and not _source_info.is_autodiff_code(frame.f_code):
     if frame.f_code is _call_loss_fn.__code__:
       fun = frame.f_locals["fun"]
       name = getattr(fun, "__name__", type(fun).__name__)

@@ -4,7 +4,7 @@ import inspect
 import traceback
 import warnings
 
-from optax_lossscale._jaxprs import _lines
+from optax_lossscale._jaxprs import _source_info
 
 
 def warn(message: str) -> None:
@@ -17,6 +17,6 @@ def warn(message: str) -> None:
   levels = (
     level
     for level, (frame, _) in enumerate(frames)
-    if _lines.is_user_file(frame.f_code.co_filename)
+    if _source_info.is_user_file(frame.f_code.co_filename)
   )
   warnings.warn(message, stacklevel=next(levels, 0) + 1)

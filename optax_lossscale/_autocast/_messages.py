@@ -13,9 +13,9 @@ from jax.extend import core
 from optax_lossscale._autocast import _products
 from optax_lossscale._jaxprs import (
   _eqns,
-  _lines,
   _operations,
   _places,
+  _source_info,
   _types,
   _walk,
 )
@@ -187,7 +187,7 @@ def _flops_by_location(
 
 def _format_location(visit: _walk.EqnVisit) -> str:
   return _places.format_location(
-    _lines.get_op_name(visit.eqn), visit.location.source_line
+    _source_info.get_op_name(visit.eqn), visit.location.source_line
   )
 
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _lines,
   _operations,
   _places,
   _rules,
+  _source_info,
   _walk,
   _weights,
 )
@@ -110,8 +110,9 @@ def can_have_rule_matmuls(eqn: core.JaxprEqn) -> bool:
   rule = _rules.get_custom_rule(eqn)
   if rule is None or rule.num_consts is None or has_keep_float32_scope(eqn):
     return False
-  return rule.primitive_name != "custom_jvp_call" or not _lines.is_library_rule(
-    eqn
+  return (
+    rule.primitive_name != "custom_jvp_call"
+    or not _source_info.is_library_rule(eqn)
   )
 
 
@@ -132,7 +133,7 @@ def trace_rule_grad(
   avals = [atom.aval for atom in eqn.invars]
 
   def loss(float_args: list[Any], args: tuple[Any, ...]) -> Any:
-    eqn_fun = _eqns.eqn_as_fun(_lines.strip_source_info(eqn))
+    eqn_fun = _eqns.eqn_as_fun(_source_info.strip_source_info(eqn))
     all_args = list(args)
     for i, x in zip(float_indices, float_args, strict=True):
       all_args[i] = x

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _lines,
   _places,
   _rules,
+  _source_info,
   _types,
   _walk,
 )
@@ -149,7 +149,9 @@ class _Harvester:
     if not self._captured_search.any_inside(eqn):
       return _HarvestedEqn([eqn])
     eqn_location = location.locate(eqn, jaxpr)
-    label = _places.format_location(_lines.get_op_name(eqn), eqn_location.label)
+    label = _places.format_location(
+      _source_info.get_op_name(eqn), eqn_location.label
+    )
     harvest_body = functools.partial(self.harvest_jaxpr, location=eqn_location)
     match _higher_order.parse_higher_order(eqn):
       case _higher_order.Call(body) if _can_add_outputs(eqn):
@@ -195,7 +197,7 @@ class _Harvester:
 
 def get_tag(eqn: core.JaxprEqn) -> str | None:
   """The name that ``checkpoint_name`` gives to a value; None of all else."""
-  if _lines.get_op_name(eqn) != "name":
+  if _source_info.get_op_name(eqn) != "name":
     return None
   params: Any = getattr(_eqns.get_hi_primitive(eqn), "params", eqn.params)
   return params["name"]

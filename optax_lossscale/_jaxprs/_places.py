@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _lines
+from optax_lossscale._jaxprs import _source_info
 
 # What JAX puts among the scopes of a user.
 _JAX_SCOPES = {"", "checkpoint", "rematted_computation"}
@@ -47,7 +47,7 @@ class EqnNames(NamedTuple):
   name_scope: str = ""
   param_path: str = ""
   scoped_path: str = ""
-  lines: tuple[_lines.SourceLine, ...] = ()
+  lines: tuple[_source_info.SourceLine, ...] = ()
 
   def prefixes(self) -> dict[str, None]:
     """The names without lines, of the place and of all that is around it."""
@@ -103,7 +103,7 @@ class EqnLocation(NamedTuple):
   """
 
   name_stack: tuple[Any, ...] = ()
-  lines: tuple[_lines.SourceLine, ...] = ()
+  lines: tuple[_source_info.SourceLine, ...] = ()
   eqn_path: tuple[str, ...] = ()
 
   @property
@@ -129,7 +129,7 @@ class EqnLocation(NamedTuple):
     return self.names.param_path
 
   @property
-  def line(self) -> _lines.SourceLine | None:
+  def line(self) -> _source_info.SourceLine | None:
     """The user's line that is nearest, if one is known."""
     return self.lines[0] if self.lines else None
 
@@ -172,7 +172,7 @@ class EqnLocation(NamedTuple):
 
   def locate(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "EqnLocation":
     """The place of an equation in the jaxpr that the walk has come to."""
-    eqn_lines, is_complete = _lines.get_user_lines(eqn, jaxpr)
+    eqn_lines, is_complete = _source_info.get_user_lines(eqn, jaxpr)
     outer_lines = () if eqn_lines and is_complete else self.lines
     return self.push_scope(eqn)._replace(lines=eqn_lines + outer_lines)
 
@@ -288,13 +288,13 @@ def make_unique_labels(
         pass_names_by_prefix.setdefault(prefix, []).append(names)
     names_by_prefix = pass_names_by_prefix | names_by_prefix
   distinct_names = dict.fromkeys(names for names, _ in sites)
-  names_by_line: dict[_lines.SourceLine, list[EqnNames]] = {}
+  names_by_line: dict[_source_info.SourceLine, list[EqnNames]] = {}
   for names in distinct_names:
     for line in names.lines:
       names_by_line.setdefault(line, []).append(names)
   prefixes_by_names = {names: names.prefixes() for names in distinct_names}
 
-  def match_names(prefix: str, line: _lines.SourceLine) -> list[EqnNames]:
+  def match_names(prefix: str, line: _source_info.SourceLine) -> list[EqnNames]:
     if prefix == _NO_WEIGHTS:
       return [x for x in names_by_line[line] if not x.param_path]
     return [
@@ -339,7 +339,7 @@ def _is_same_site(a: EqnNames, b: EqnNames) -> bool:
 
 
 def _is_subsequence(
-  a: tuple[_lines.SourceLine, ...], b: tuple[_lines.SourceLine, ...]
+  a: tuple[_source_info.SourceLine, ...], b: tuple[_source_info.SourceLine, ...]
 ) -> bool:
   """Whether two ways are one: JAX forgets lines of some equations."""
   shorter, longer = sorted([a, b], key=len)

@@ -15,9 +15,9 @@ from optax_lossscale import _host
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _lines,
   _operations,
   _places,
+  _source_info,
   _walk,
 )
 from optax_lossscale.diagnostics import _numbers, _tracing
@@ -376,7 +376,7 @@ def _build_risk_rows(
     if visit in parents:  # It only runs what it holds.
       continue
     for reason in _find_risks(visit, dtype, constants):
-      name = _lines.get_op_name(visit.eqn)
+      name = _source_info.get_op_name(visit.eqn)
       location_fields = _get_location_fields(
         visit.location, visit.location.label
       )
@@ -450,7 +450,7 @@ def _as_matmul_stats(visit: _walk.EqnVisit, flops: int) -> MatmulStats:
   operand_avals: list[Any] = [v.aval for v in visit.eqn.invars[:2]]
   widest_dtype = max(operand_avals, key=lambda aval: aval.dtype.itemsize).dtype
   result_dtype = _operations.get_result_dtype(visit.eqn)
-  name = _lines.get_op_name(visit.eqn)
+  name = _source_info.get_op_name(visit.eqn)
   return MatmulStats(name, str(widest_dtype), str(result_dtype), flops, visit)
 
 
@@ -599,7 +599,7 @@ def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
 
 def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
   """The jaxprs that an equation holds, but for those that combine numbers."""
-  is_reducer = _lines.get_op_name(eqn).startswith(_REDUCER_PREFIXES)
+  is_reducer = _source_info.get_op_name(eqn).startswith(_REDUCER_PREFIXES)
   return [] if is_reducer else list(_eqns.subjaxprs(eqn))
 
 
@@ -623,7 +623,7 @@ def _describe_limitation(visit: _walk.EqnVisit) -> str:
     f" at {visit.location.source_line}" if visit.location.source_line else ""
   )
   return (
-    f"{_lines.get_op_name(visit.eqn)}{location_text}: {reason}"
+    f"{_source_info.get_op_name(visit.eqn)}{location_text}: {reason}"
     if reason
     else ""
   )

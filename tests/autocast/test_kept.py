@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _lines, _places
+from optax_lossscale._jaxprs import _places, _source_info
 from optax_lossscale.diagnostics import compare_precision
 
 W, X = jnp.eye(4), jnp.ones((3, 4))
@@ -292,7 +292,7 @@ def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
 
 def test_ways_to_a_place_are_one_if_one_only_has_fewer_lines():
   """JAX forgets lines of some equations."""
-  h, a, main = (_lines.SourceLine("m.py", i, "f") for i in range(3))
+  h, a, main = (_source_info.SourceLine("m.py", i, "f") for i in range(3))
   ways = (h,), (h, a, main), (h, main)
   names = [_places.EqnNames("net", "", "net", lines) for lines in ways]
   found = _places.make_unique_labels([(x, False) for x in names])

@@ -17,9 +17,9 @@ import optax_lossscale as ols
 from optax_lossscale._autocast import _kept, _messages, _products, _rewrite
 from optax_lossscale._jaxprs import (
   _eqns,
-  _lines,
   _places,
   _rules,
+  _source_info,
   _weights,
 )
 
@@ -247,7 +247,7 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
   found, told, new = rewrite(_eqns.replace_jaxpr_fields(closed, eqns=eqns))
   if any(eqn is eqns[i] for eqn in new):  # As written, and told.
     assert not found
-    assert _lines.get_op_name(eqns[i]) in told
+    assert _source_info.get_op_name(eqns[i]) in told
   else:
     assert found and change is not unknown
     assert equations.products_of(new)["float32"] == 0

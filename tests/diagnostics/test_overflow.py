@@ -22,7 +22,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale._jaxprs import _lines
+from optax_lossscale._jaxprs import _source_info
 from optax_lossscale.diagnostics import (
   _progress,
   compare_precision,
@@ -685,13 +685,13 @@ def test_a_function_without_a_signature_can_be_run():
 def test_a_line_of_a_library_is_not_the_users():
   of_python = dataclasses.__file__, "<frozen importlib._bootstrap>"
   for file_name in jax.__file__, ols.__file__, *of_python:
-    assert not _lines.is_user_file(file_name)
+    assert not _source_info.is_user_file(file_name)
   for file_name in __file__, pytest.__file__, "<stdin>":
-    assert _lines.is_user_file(file_name)
+    assert _source_info.is_user_file(file_name)
 
 
 def test_a_line_of_a_notebook_names_the_cell():
-  line = _lines.SourceLine("/tmp/ipykernel_12/345.py", 3, "loss_fn")
+  line = _source_info.SourceLine("/tmp/ipykernel_12/345.py", 3, "loss_fn")
   assert str(line) == "cell:3 (loss_fn)"
 
 

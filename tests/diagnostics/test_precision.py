@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import pytest
 
-from optax_lossscale._jaxprs import _lines
+from optax_lossscale._jaxprs import _source_info
 from optax_lossscale.diagnostics import find_overflow, precision_report
 
 F16, F32 = jnp.float16, jnp.float32
@@ -446,7 +446,7 @@ def test_a_dtype_that_is_no_small_float_is_refused(dtype):
 
 
 def test_without_a_line_there_is_a_row_all_the_same(monkeypatch):
-  monkeypatch.setattr(_lines, "is_user_file", lambda name: False)
+  monkeypatch.setattr(_source_info, "is_user_file", lambda name: False)
   report = precision_report(lambda x: jnp.exp(x) + 1e-8, shape(3))
   assert [risk.source_line for risk in report.at_risk] == ["", ""]
   assert "exp  unknown" in str(report)

@@ -25,9 +25,9 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
   _interpret,
-  _lines,
   _operations,
   _places,
+  _source_info,
   _types,
   _walk,
 )
@@ -380,7 +380,7 @@ class MatmulTable:
         self.has_tagged_eqn(visit.eqn)
         and self.get_higher_order(visit.eqn) is None
       ):
-        name = _lines.get_op_name(visit.eqn)
+        name = _source_info.get_op_name(visit.eqn)
         self.unanalyzed_names.append(
           _places.format_location(name, visit.location.label)
         )
@@ -425,7 +425,7 @@ def is_autocast_eqn(
 
 
 def _as_site(eqn: core.JaxprEqn, location: _places.EqnLocation) -> MatmulSite:
-  name = _lines.get_op_name(eqn)
+  name = _source_info.get_op_name(eqn)
   return MatmulSite(
     name, location.names, location.is_backward, location.autocast_dtype
   )

@@ -14,8 +14,8 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
   _interpret,
-  _lines,
   _places,
+  _source_info,
   _walk,
 )
 from optax_lossscale.diagnostics import _progress
@@ -131,7 +131,7 @@ class TaintInterpreter:
     def eval_eqn(
       eqn: core.JaxprEqn, inputs: list[_marks.TaintedArray]
     ) -> list[_marks.TaintedArray]:
-      eqn_path = "/".join([*location.eqn_path, _lines.get_op_name(eqn)])
+      eqn_path = "/".join([*location.eqn_path, _source_info.get_op_name(eqn)])
       self.progress.set_description(
         f"{eqn_path}, operation {eqn_numbers[eqn]} of {len(eqn_numbers)}"
       )
@@ -191,7 +191,7 @@ class TaintInterpreter:
         return self.origins.reconcile(
           outs, finite_mask, inner_values, taint_bits
         )
-    name, axis = _lines.get_op_name(eqn), self.runner.axis
+    name, axis = _source_info.get_op_name(eqn), self.runner.axis
     describe_origin = functools.partial(
       _report.describe_origin, name, arrays, get_location(), axis
     )
@@ -247,7 +247,9 @@ class TaintInterpreter:
     """
     match self._cached(_higher_order.parse_higher_order, eqn_call.eqn):
       case _higher_order.Call(body):
-        location = eqn_call.get_inner_location(_lines.format_call(eqn_call.eqn))
+        location = eqn_call.get_inner_location(
+          _source_info.format_call(eqn_call.eqn)
+        )
         return self.eval_jaxpr(
           body, eqn_call.inputs, location, eqn_call.used_outputs
         )
