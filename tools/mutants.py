@@ -73,7 +73,7 @@ TESTS = {
     "autocast/kept",
   ],
   "_jaxprs._outputs": ["diagnostics/steps"],
-  "_jaxprs._operations": [
+  "_jaxprs._primitives": [
     "autocast/weights",
     "autocast/vmap_outside",
     "autocast/rules",

@@ -13,8 +13,8 @@ from jax.extend import core
 from optax_lossscale._autocast import _products
 from optax_lossscale._jaxprs import (
   _eqns,
-  _operations,
   _places,
+  _primitives,
   _source_info,
   _types,
   _walk,
@@ -92,7 +92,7 @@ def describe_nothing_cast(
   eqns: Any = [visit.eqn for visit in _walk.walk(closed_jaxpr, get_subjaxprs)]
   if any(map(_products.has_rule_matmuls, eqns)):
     return ""
-  matmuls = filter(_operations.is_matmul, eqns)
+  matmuls = filter(_primitives.is_matmul, eqns)
   dtypes = {str(eqn.invars[0].aval.dtype) for eqn in matmuls}
   name = getattr(fun, "__name__", type(fun).__name__)
   if not dtypes:
@@ -175,7 +175,7 @@ def _flops_by_location(
         else _REWRITTEN_LABEL
       )
       num_flops = visit.num_executions * (
-        _operations.count_flops(visit.eqn) or 1
+        _primitives.count_flops(visit.eqn) or 1
       )  # as one product
       flops[location] = flops.get(location, 0) + num_flops
   total = sum(flops.values()) or 1  # A loop may run for no step at all.

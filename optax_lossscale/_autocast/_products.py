@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _operations,
   _places,
+  _primitives,
   _rules,
   _source_info,
   _walk,
@@ -29,13 +29,13 @@ _FLOAT32_MATMUL_RE = re.compile(
 
 def is_castable_matmul(eqn: core.JaxprEqn) -> bool:
   """Whether this is a float32 product that may run in half precision."""
-  if not _operations.is_matmul(eqn):
+  if not _primitives.is_matmul(eqn):
     return False
   avals: list[Any] = [v.aval for v in (*eqn.invars[:2], *eqn.outvars)]
   all_float32 = all(aval.dtype == jnp.float32 for aval in avals)
   return (
     all_float32
-    and _operations.has_castable_dtypes(eqn)
+    and _primitives.has_castable_dtypes(eqn)
     and not has_keep_float32_scope(eqn)
   )
 
@@ -93,7 +93,7 @@ def collect_cast_names(
 ) -> list[_places.EqnNames]:
   """The names of products that `autocast` runs in half, an inner one, too."""
   visits = _walk.walk(closed_jaxpr, _eqns.subjaxprs)
-  locations = [x.location for x in visits if _operations.is_matmul(x.eqn)]
+  locations = [x.location for x in visits if _primitives.is_matmul(x.eqn)]
   return [
     location.names
     for location in locations

@@ -21,8 +21,8 @@ from optax_lossscale._autocast import _kept, _products
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _operations,
   _places,
+  _primitives,
   _rules,
   _weights,
 )
@@ -175,9 +175,9 @@ class Rewriter:
       log = RewriteLog(has_matmuls=True, matches=matches)
       if any(x.is_kept for x in matches):
         return _EqnRewrite([tagged_eqn], log=log)
-      matmul = _operations.replace_result_dtype(tagged_eqn, self._dtype)
+      matmul = _primitives.replace_result_dtype(tagged_eqn, self._dtype)
       return _EqnRewrite(cast_eqn(matmul, self._dtype), eqn.outvars, log)
-    if _operations.is_data_movement(eqn) and has_only_half_operands(
+    if _primitives.is_data_movement(eqn) and has_only_half_operands(
       eqn, ctx.half_vars
     ):
       return _EqnRewrite(cast_eqn(eqn, self._dtype), eqn.outvars)

@@ -15,8 +15,8 @@ from jax.extend import core
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _operations,
   _places,
+  _primitives,
 )
 
 # The path of a weight, or what is left of it within a call that tells the
@@ -112,7 +112,7 @@ class JaxprWeights:
     """
     if not self._weight_paths and not self._gradient_paths:
       return eqn
-    if not _operations.is_matmul(eqn):
+    if not _primitives.is_matmul(eqn):
       return _places.tag_param_path(eqn, self._get_call_paths(eqn)[0])
     paths = [
       *self.get_paths(eqn.invars[:2]),
@@ -161,7 +161,7 @@ class JaxprWeights:
       )
       paths = body_weights.get_paths(call_jaxpr.jaxpr.outvars)
       paths = [path if path is None else (*prefix, *path) for path in paths]
-    elif eqn.primitive.name not in _operations.WEIGHT_PRESERVING:
+    elif eqn.primitive.name not in _primitives.WEIGHT_PRESERVING:
       return
     elif len(outs) == 1:  # A mask beside a weight leaves it a weight.
       distinct_paths = {path for path in paths if path is not None}
@@ -195,7 +195,7 @@ class JaxprWeights:
         path if path is None else (*prefix, *path) for path in body_paths
       ]
     elif (
-      name not in _operations.WEIGHT_PRESERVING | _LINEAR_SUMS | _CONCATENATIONS
+      name not in _primitives.WEIGHT_PRESERVING | _LINEAR_SUMS | _CONCATENATIONS
     ):
       return
     elif len(paths) == 1:  # A barrier has an output for each input.

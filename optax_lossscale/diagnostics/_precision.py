@@ -15,8 +15,8 @@ from optax_lossscale import _host
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _operations,
   _places,
+  _primitives,
   _source_info,
   _walk,
 )
@@ -426,7 +426,7 @@ def _collect_matmuls(visits: list[_walk.EqnVisit]) -> list[MatmulStats]:
   matmuls = [
     _as_matmul_stats(visit, flops * visit.num_executions)
     for visit in visits
-    if (flops := _operations.count_flops(visit.eqn)) is not None
+    if (flops := _primitives.count_flops(visit.eqn)) is not None
   ]
   flops_by_branch: collections.Counter[Any] = collections.Counter()
   for matmul in matmuls:
@@ -449,7 +449,7 @@ def _as_matmul_stats(visit: _walk.EqnVisit, flops: int) -> MatmulStats:
   # What follows are the sizes of groups.
   operand_avals: list[Any] = [v.aval for v in visit.eqn.invars[:2]]
   widest_dtype = max(operand_avals, key=lambda aval: aval.dtype.itemsize).dtype
-  result_dtype = _operations.get_result_dtype(visit.eqn)
+  result_dtype = _primitives.get_result_dtype(visit.eqn)
   name = _source_info.get_op_name(visit.eqn)
   return MatmulStats(name, str(widest_dtype), str(result_dtype), flops, visit)
 
@@ -487,12 +487,12 @@ def _find_sum_risks(
   sum_eqn = visit.eqn
   if visit.eqn.primitive.name == "convert_element_type":
     sum_eqn = constants.get_defining_eqn(visit, visit.eqn.invars[0]) or sum_eqn
-  num_terms = _operations.count_summands(sum_eqn)
+  num_terms = _primitives.count_summands(sum_eqn)
   if visit.eqn.primitive.name in _REDUCING_COLLECTIVES:
     yield f"sum over devices in {dtype}"
   elif (
     num_terms > _LONG_SUM_TERMS
-    and sum_eqn.primitive.name in _operations.SCATTER_REDUCTIONS
+    and sum_eqn.primitive.name in _primitives.SCATTER_REDUCTIONS
   ):
     yield f"sum by index of up to {num_terms} terms"
   elif num_terms > _LONG_SUM_TERMS:
@@ -536,7 +536,7 @@ class _ConstantPropagation:
       visit.closed_jaxpr.jaxpr,
     )
     if defining_eqn is not None:
-      is_broadcast = defining_eqn.primitive.name in _operations.BROADCASTING
+      is_broadcast = defining_eqn.primitive.name in _primitives.BROADCASTING
       return (
         self.get_constant(visit, defining_eqn.invars[0])
         if is_broadcast
@@ -615,8 +615,8 @@ def _describe_limitation(visit: _walk.EqnVisit) -> str:
   elif _eqns.get_hi_primitive(visit.eqn) is not None:
     reason = "it is unknown, and counted as no FLOPs"
   elif (
-    _operations.is_matmul(visit.eqn)
-    and _operations.count_flops(visit.eqn) is None
+    _primitives.is_matmul(visit.eqn)
+    and _primitives.count_flops(visit.eqn) is None
   ):
     reason = "its FLOPs are not counted"
   location_text = (

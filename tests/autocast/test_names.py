@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _eqns, _operations, _places, _walk
+from optax_lossscale._jaxprs import _eqns, _places, _primitives, _walk
 from optax_lossscale.diagnostics import compare_precision, precision_report
 
 X = normal(4, 8, seed=1)
@@ -255,7 +255,7 @@ def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
     places = [
       step.location
       for step in steps
-      if _operations.is_matmul(step.eqn)
+      if _primitives.is_matmul(step.eqn)
       and step.location.autocast_dtype is not None
     ]
     named = [(place.names, place.is_backward) for place in places]

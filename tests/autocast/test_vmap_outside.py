@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _operations
+from optax_lossscale._jaxprs import _primitives
 
 MANY = 4096
 A = jax.random.normal(jax.random.key(1), (4, 4))
@@ -98,10 +98,10 @@ BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
 
 
 def test_each_primitive_of_the_table_is_tried():
-  between = _operations.PERMUTING_COLLECTIVES
-  assert set(equations.MOVES) == _operations.DATA_MOVEMENT
+  between = _primitives.PERMUTING_COLLECTIVES
+  assert set(equations.MOVES) == _primitives.DATA_MOVEMENT
   assert between == {"all_to_all", "ppermute"}  # tried below
-  assert set(PRODUCTS) == set(_operations.CONTRACTION_PREDICATES)
+  assert set(PRODUCTS) == set(_primitives.CONTRACTION_PREDICATES)
 
 
 @pytest.mark.parametrize("axes", quick_alone([(0, None), (0, 0)], BATCHINGS))

@@ -19,7 +19,7 @@ import pytest
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _operations,
+  _primitives,
 )
 from optax_lossscale.diagnostics import find_overflow, precision_report
 
@@ -296,12 +296,12 @@ def test_a_primitive_of_hijax_is_entered_and_has_its_own_name():
 def test_a_product_that_nobody_can_count_is_noted(monkeypatch):
   fun = lambda x: x @ x
   (eqn,) = jax.make_jaxpr(fun)(X).eqns
-  assert _operations.count_flops(eqn.replace(params={"numbers": None})) is None
+  assert _primitives.count_flops(eqn.replace(params={"numbers": None})) is None
   only = {"dimension_numbers": eqn.params["dimension_numbers"]}
   eqn = eqn.replace(params=only)
-  assert _operations.count_flops(eqn) == 128
-  assert _operations.get_result_dtype(eqn) == np.float16
-  monkeypatch.setattr(_operations, "count_flops", lambda eqn: None)
+  assert _primitives.count_flops(eqn) == 128
+  assert _primitives.get_result_dtype(eqn) == np.float16
+  monkeypatch.setattr(_primitives, "count_flops", lambda eqn: None)
   report = precision_report(fun, X)
   assert report.total_flops == 0
   (note,) = report.limitations
@@ -317,4 +317,4 @@ def test_a_sum_whose_axes_are_not_known_has_one_term(name):
   eqn = types.SimpleNamespace(
     primitive=primitive, params={}, invars=[var], outvars=[var]
   )
-  assert _operations.count_summands(eqn) == 1
+  assert _primitives.count_summands(eqn) == 1

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from helpers import product_flops, sharding
-from optax_lossscale._jaxprs import _eqns, _operations, _walk
+from optax_lossscale._jaxprs import _eqns, _primitives, _walk
 
 # What moves a product `h` of shape (4, 4), and nothing else, by the name of its
 # primitive: all that follows a product in half precision.
@@ -62,7 +62,7 @@ def named_products(fun, *args, only_needed=False):
   )
   found = []
   for step in steps:
-    if _operations.is_matmul(step.eqn):
+    if _primitives.is_matmul(step.eqn):
       names, dtype = step.location.names, step.eqn.outvars[0].aval.dtype
       own = names.candidate_labels()[0], names.param_path, names.name_scope
       found.append(Product(*own, step.location.is_backward, str(dtype)))

@@ -25,8 +25,8 @@ from optax_lossscale._jaxprs import (
   _dependence,
   _eqns,
   _higher_order,
-  _operations,
   _places,
+  _primitives,
   _rules,
   _types,
   _weights,
@@ -235,8 +235,8 @@ NOT_EVERYWHERE = {
 
 def names_in_tables():
   return {
-    *_operations.PERMUTING_COLLECTIVES,
-    *_operations.WEIGHT_PRESERVING,
+    *_primitives.PERMUTING_COLLECTIVES,
+    *_primitives.WEIGHT_PRESERVING,
     *_dependence._PER_OPERAND_PRIMITIVES,
     *_higher_order._PARSERS,
     *_rules._RULE_TRANSFORMS,
@@ -244,12 +244,12 @@ def names_in_tables():
     *_weights._CONCATENATIONS,
     *_eqns._CALL_PRIMITIVES,
     *_eqns._CANONICAL_NAMES.values(),
-    *_operations._FLOP_COUNTERS,
+    *_primitives._FLOP_COUNTERS,
     *_stepper._NEUTRAL_VALUES,
     *_numbers.OVERFLOW_THRESHOLDS,
     *_precision._POWERS,
-    *_operations._REDUCTIONS,
-    *_operations._CUMULATIVE_REDUCTIONS,
+    *_primitives._REDUCTIONS,
+    *_primitives._CUMULATIVE_REDUCTIONS,
     *_precision._REDUCING_COLLECTIVES,
   }
 

@@ -102,7 +102,7 @@ MODULES = {
 # them the evidence that update is given), and what counts with whole numbers.
 # Plots are drawn with matplotlib, which is imported when one is asked for.
 MAY_USE_NUMPY = (
-  "_jaxprs._operations",
+  "_jaxprs._primitives",
   "diagnostics.",
   "interop.",
   "_measurement",

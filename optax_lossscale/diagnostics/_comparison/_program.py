@@ -25,8 +25,8 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
   _interpret,
-  _operations,
   _places,
+  _primitives,
   _source_info,
   _types,
   _walk,
@@ -148,7 +148,7 @@ class MixedPrecisionProgram(NamedTuple):
         eqn, self.location.locate(eqn, jaxpr)
       )
       if site_index is None:
-        return _eqns.eqn_as_fun(_operations.as_highest_float32(eqn))(
+        return _eqns.eqn_as_fun(_primitives.as_highest_float32(eqn))(
           *inputs
         ), stats
       return self._eval_matmul(eqn, site_index, inputs, stats)
@@ -176,7 +176,7 @@ class MixedPrecisionProgram(NamedTuple):
     dtype = self.table.sites[site_index].dtype
 
     apply_mode = functools.partial(_apply_mode, self.modes[site_index], dtype)
-    matmul = _eqns.eqn_as_fun(_operations.as_highest_float32(eqn))
+    matmul = _eqns.eqn_as_fun(_primitives.as_highest_float32(eqn))
     (out,) = apply_mode(matmul(*apply_mode(inputs[:2]), *inputs[2:]))
     arrays, limits = [*inputs[:2], out], _numbers.get_dtype_limits(dtype)
     new_stats = _add_run_stats(stats[site_index], arrays, limits)
@@ -190,7 +190,7 @@ class MixedPrecisionProgram(NamedTuple):
     What `autocast` made is so for the sake of a product, which rounds. All else
     was in half precision before, and computes as it is written.
     """
-    if _operations.is_noop_reduce_precision(eqn):
+    if _primitives.is_noop_reduce_precision(eqn):
       return inputs  # JAX writes it in front of what a checkpoint saves.
     if is_autocast_eqn(eqn, self.location):
       is_cast = eqn.primitive.name == "convert_element_type"
@@ -414,7 +414,7 @@ def is_autocast_matmul(
   eqn: core.JaxprEqn, parent_location: _places.EqnLocation
 ) -> bool:
   """Whether this is a product that `autocast` runs in half precision."""
-  return _operations.is_matmul(eqn) and is_autocast_eqn(eqn, parent_location)
+  return _primitives.is_matmul(eqn) and is_autocast_eqn(eqn, parent_location)
 
 
 def is_autocast_eqn(
