@@ -72,7 +72,7 @@ TESTS = {
     "autocast/names",
     "autocast/kept",
   ],
-  "_jaxprs._outputs": ["diagnostics/steps"],
+  "_jaxprs._harvest": ["diagnostics/steps"],
   "_jaxprs._primitives": [
     "autocast/weights",
     "autocast/vmap_outside",

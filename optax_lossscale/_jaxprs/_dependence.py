@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
   _eqns,
+  _harvest,
   _higher_order,
-  _outputs,
   _places,
   _walk,
 )
@@ -83,7 +83,7 @@ class _DependenceAnalysis:
 
   def __init__(self, rules: TransferRules) -> None:
     self._rules = rules
-    has_tag = lambda eqn: _outputs.get_tag(eqn) is not None
+    has_tag = lambda eqn: _harvest.get_tag(eqn) is not None
     self._tag_search = _walk.EqnSearch(has_tag, _eqns.subjaxprs)
     self._parse_higher_order = functools.cache(_higher_order.parse_higher_order)
     self._out_labels: dict[Any, list[int]] = {}
@@ -134,7 +134,7 @@ class _DependenceAnalysis:
     is_backward = (
       is_backward or _places.EqnLocation().push_scope(eqn).is_backward
     )
-    tag = _outputs.get_tag(eqn)
+    tag = _harvest.get_tag(eqn)
     if tag is not None:
       return [self._rules.transfer_tag(eqn, tag, input_labels[0], is_final)]
     hop = self._parse_higher_order(eqn)

@@ -25,8 +25,8 @@ from optax_lossscale import (
 )
 from optax_lossscale._jaxprs import (
   _eqns,
+  _harvest,
   _higher_order,
-  _outputs,
   _types,
 )
 from optax_lossscale.diagnostics import _step_checks
@@ -207,7 +207,7 @@ def trace(
       raise
     fun = unwrapped_fun
     closed_jaxpr = jax.make_jaxpr(flat_fun)(*inputs)
-  harvest = _outputs.harvest_tagged_values(
+  harvest = _harvest.harvest_tagged_values(
     closed_jaxpr, _get_capture_fn, _is_unscaled_tag
   )
   _check_no_ref_consts(harvest.closed_jaxpr)
@@ -277,7 +277,7 @@ def _nonfinite_indicator(x: jax.Array) -> jax.Array:
 
 
 def _as_outputs(
-  tagged_values: list[_outputs.TaggedValue],
+  tagged_values: list[_harvest.TaggedValue],
 ) -> list[_step_checks.Output]:
   """What is marked, by the way to it; several updates have a number each."""
   current_groups: dict[str, int] = {}
