@@ -66,7 +66,7 @@ TESTS = {
     "diagnostics/overflow",
     "diagnostics/comparison",
   ],
-  "_jaxprs._places": ["autocast/names", "autocast/kept"],
+  "_jaxprs._provenance": ["autocast/names", "autocast/kept"],
   "_jaxprs._weights": [
     "autocast/weights",
     "autocast/names",

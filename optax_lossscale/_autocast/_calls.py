@@ -11,7 +11,7 @@ from jax.extend import core
 
 from optax_lossscale import _warnings
 from optax_lossscale._autocast import _kept, _messages, _rewrite
-from optax_lossscale._jaxprs import _eqns, _places, _rules, _weights
+from optax_lossscale._jaxprs import _eqns, _provenance, _rules, _weights
 
 
 class AutocastConfig(NamedTuple):
@@ -122,7 +122,7 @@ def _rewrite_program(
     rewriter = _rewrite.Rewriter(
       dtype, float32_filter, program_weights, rule_transform
     )
-    return rewriter.rewrite(closed_jaxpr, _places.EqnLocation(), (), paths)
+    return rewriter.rewrite(closed_jaxpr, _provenance.EqnLocation(), (), paths)
 
   result = rewrite_with(config.float32_filter)
   float32_filter = config.float32_filter.with_literal_names(result.log.matches)

@@ -5,7 +5,7 @@ import difflib
 import fnmatch
 from typing import Any, NamedTuple
 
-from optax_lossscale._jaxprs import _places
+from optax_lossscale._jaxprs import _provenance
 
 _NUM_SUGGESTIONS = 5
 
@@ -18,7 +18,7 @@ class Match(NamedTuple):
     patterns: those of the user's patterns that select one of them.
   """
 
-  names: tuple[_places.EqnNames, ...]
+  names: tuple[_provenance.EqnNames, ...]
   patterns: frozenset[str]
 
   @property
@@ -38,7 +38,7 @@ class Float32Filter(NamedTuple):
   patterns: tuple[str, ...] = ()
   literal_names: frozenset[str] = frozenset()
 
-  def match(self, *locations: _places.EqnLocation) -> Match:
+  def match(self, *locations: _provenance.EqnLocation) -> Match:
     """What is decided of what stands at these places."""
     names = tuple(location.names for location in locations)
     all_names = _collect_names(names)
@@ -60,7 +60,7 @@ class Float32Filter(NamedTuple):
     self,
     matches: Iterable[Match],
     has_opaque_rules: bool,
-    get_cast_names: Callable[[], list[_places.EqnNames]],
+    get_cast_names: Callable[[], list[_provenance.EqnNames]],
   ) -> str:
     """What to tell if a pattern selects nothing; empty if all select.
 
@@ -130,6 +130,8 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
   return pattern_tuple
 
 
-def _collect_names(eqn_names: Iterable[_places.EqnNames]) -> dict[str, None]:
+def _collect_names(
+  eqn_names: Iterable[_provenance.EqnNames],
+) -> dict[str, None]:
   """All names that select one of these, in the order of the program."""
   return {name: None for names in eqn_names for name in names.selectors()}

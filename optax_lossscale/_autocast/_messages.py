@@ -13,8 +13,8 @@ from jax.extend import core
 from optax_lossscale._autocast import _products
 from optax_lossscale._jaxprs import (
   _eqns,
-  _places,
   _primitives,
+  _provenance,
   _source_info,
   _types,
   _walk,
@@ -186,7 +186,7 @@ def _flops_by_location(
 
 
 def _format_location(visit: _walk.EqnVisit) -> str:
-  return _places.format_location(
+  return _provenance.format_location(
     _source_info.get_op_name(visit.eqn), visit.location.source_line
   )
 

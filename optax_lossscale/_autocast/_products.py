@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _places,
   _primitives,
+  _provenance,
   _rules,
   _source_info,
   _walk,
@@ -53,7 +53,7 @@ def has_exported_matmul(eqn: core.JaxprEqn) -> bool:
 
 def has_keep_float32_scope(eqn: core.JaxprEqn) -> bool:
   """Whether the equation stands in a function marked to stay in float32."""
-  return _places.has_scope(eqn, KEEP_FLOAT32_SCOPE)
+  return _provenance.has_scope(eqn, KEEP_FLOAT32_SCOPE)
 
 
 def subjaxprs_to_search(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
@@ -90,7 +90,7 @@ class MatmulSearch(_walk.EqnSearch):
 
 def collect_cast_names(
   closed_jaxpr: _eqns.ClosedJaxpr,
-) -> list[_places.EqnNames]:
+) -> list[_provenance.EqnNames]:
   """The names of products that `autocast` runs in half, an inner one, too."""
   visits = _walk.walk(closed_jaxpr, _eqns.subjaxprs)
   locations = [x.location for x in visits if _primitives.is_matmul(x.eqn)]
@@ -166,13 +166,13 @@ class RuleMatmuls(NamedTuple):
     is_complete: whether its derivative could be looked at.
   """
 
-  locations: list[_places.EqnLocation]
+  locations: list[_provenance.EqnLocation]
   is_complete: bool
 
 
 def find_rule_matmuls(
   eqn: core.JaxprEqn,
-  location: _places.EqnLocation,
+  location: _provenance.EqnLocation,
   paths: _weights.WeightPaths,
   can_trace_rule: bool,
 ) -> RuleMatmuls:

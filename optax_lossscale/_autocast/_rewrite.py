@@ -21,8 +21,8 @@ from optax_lossscale._autocast import _kept, _products
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _places,
   _primitives,
+  _provenance,
   _rules,
   _weights,
 )
@@ -78,7 +78,7 @@ class _EqnContext(NamedTuple):
   """
 
   jaxpr: core.Jaxpr
-  location: _places.EqnLocation
+  location: _provenance.EqnLocation
   weights: _weights.JaxprWeights
   half_vars: Set[Any]
 
@@ -112,7 +112,7 @@ class Rewriter:
   def rewrite(
     self,
     jaxpr: _eqns.AnyJaxpr,
-    location: _places.EqnLocation,
+    location: _provenance.EqnLocation,
     in_half_mask: Sequence[bool] = (),
     paths: _weights.WeightPaths = _weights.NO_PATHS,
   ) -> RewriteResult:
@@ -144,7 +144,7 @@ class Rewriter:
   def _rewrite_uncached(
     self,
     jaxpr: _eqns.AnyJaxpr,
-    location: _places.EqnLocation,
+    location: _provenance.EqnLocation,
     in_half_mask: Sequence[bool],
     paths: _weights.WeightPaths,
   ) -> RewriteResult:
@@ -226,7 +226,7 @@ class Rewriter:
     eqn: core.JaxprEqn,
     tagged_eqn: core.JaxprEqn,
     rule: _rules.CustomRule,
-    location: _places.EqnLocation,
+    location: _provenance.EqnLocation,
     ctx: _EqnContext,
   ) -> _EqnRewrite:
     """An equation whose rule computes in half, if it is understood."""
@@ -269,7 +269,7 @@ class Rewriter:
     self,
     eqn: core.JaxprEqn,
     tagged_eqn: core.JaxprEqn,
-    location: _places.EqnLocation,
+    location: _provenance.EqnLocation,
     ctx: _EqnContext,
     in_half_mask: Sequence[bool] = (),
   ) -> _EqnRewrite:
@@ -289,7 +289,7 @@ class Rewriter:
     return _EqnRewrite([new_eqn], half_vars, merge_logs(x.log for x in results))
 
   def _match_filter(
-    self, get_locations: Callable[[], list[_places.EqnLocation]]
+    self, get_locations: Callable[[], list[_provenance.EqnLocation]]
   ) -> tuple[_kept.Match, ...]:
     """What is decided of what stands at some places, which may be to find."""
     return (
@@ -317,7 +317,7 @@ def cast_eqn(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
   Values are narrowed for each use, even where one equation uses a value twice:
   the cotangents of a shared copy would be added in half.
   """
-  eqn = _places.tag_autocast(eqn, dtype)
+  eqn = _provenance.tag_autocast(eqn, dtype)
   to_half = lambda atom: (
     _make_half_var(atom, dtype) if _is_float32(atom) else atom
   )

@@ -21,7 +21,7 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _harvest,
   _higher_order,
-  _places,
+  _provenance,
   _walk,
 )
 
@@ -132,7 +132,7 @@ class _DependenceAnalysis:
     is_final: bool,
   ) -> list[int]:
     is_backward = (
-      is_backward or _places.EqnLocation().push_scope(eqn).is_backward
+      is_backward or _provenance.EqnLocation().push_scope(eqn).is_backward
     )
     tag = _harvest.get_tag(eqn)
     if tag is not None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _places,
+  _provenance,
   _rules,
   _source_info,
   _types,
@@ -87,7 +87,7 @@ def harvest_tagged_values(
     An :class:`HarvestedJaxpr`.
   """
   return _Harvester(select_capture, is_optional).harvest_jaxpr(
-    closed_jaxpr, _places.EqnLocation()
+    closed_jaxpr, _provenance.EqnLocation()
   )
 
 
@@ -106,7 +106,7 @@ class _Harvester:
     self._required_search = _walk.EqnSearch(is_required, _eqns.subjaxprs)
 
   def harvest_jaxpr(
-    self, closed_jaxpr: _eqns.ClosedJaxpr, location: _places.EqnLocation
+    self, closed_jaxpr: _eqns.ClosedJaxpr, location: _provenance.EqnLocation
   ) -> HarvestedJaxpr:
     """The jaxpr, which stands at this place, with its values returned."""
     jaxpr = closed_jaxpr.jaxpr
@@ -141,7 +141,10 @@ class _Harvester:
     )
 
   def _harvest_eqn(
-    self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, location: _places.EqnLocation
+    self,
+    eqn: core.JaxprEqn,
+    jaxpr: core.Jaxpr,
+    location: _provenance.EqnLocation,
   ) -> _HarvestedEqn:
     capture = self._get_capture(eqn)
     if capture is not None:
@@ -149,7 +152,7 @@ class _Harvester:
     if not self._captured_search.any_inside(eqn):
       return _HarvestedEqn([eqn])
     eqn_location = location.locate(eqn, jaxpr)
-    label = _places.format_location(
+    label = _provenance.format_location(
       _source_info.get_op_name(eqn), eqn_location.label
     )
     harvest_body = functools.partial(self.harvest_jaxpr, location=eqn_location)

@@ -9,7 +9,7 @@ from jax.extend import core
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _places,
+  _provenance,
   _weights,
 )
 
@@ -39,10 +39,10 @@ class EqnVisit:
   closed_jaxpr: _eqns.ClosedJaxpr
   parent: "EqnVisit | None"
   body_index: int
-  root_location: _places.EqnLocation
+  root_location: _provenance.EqnLocation
 
   @functools.cached_property
-  def location(self) -> _places.EqnLocation:
+  def location(self) -> _provenance.EqnLocation:
     """Where the equation stands. It takes a look at tracebacks."""
     parent_location = (
       self.parent.location if self.parent else self.root_location
@@ -90,7 +90,7 @@ def walk(
   only_live: bool = False,
   used_outputs: list[bool] | None = None,
   weights: _weights.JaxprWeights | None = None,
-  root_location: _places.EqnLocation | None = None,
+  root_location: _provenance.EqnLocation | None = None,
   parent: EqnVisit | None = None,
   body_index: int = 0,
 ) -> Iterator[EqnVisit]:
@@ -119,7 +119,7 @@ def walk(
       closed_jaxpr,
       parent,
       body_index,
-      root_location or _places.EqnLocation(),
+      root_location or _provenance.EqnLocation(),
     )
     yield visit
     returns_body_outputs = only_live and isinstance(

@@ -15,8 +15,8 @@ from jax.extend import core
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _places,
   _primitives,
+  _provenance,
 )
 
 # The path of a weight, or what is left of it within a call that tells the
@@ -113,12 +113,12 @@ class JaxprWeights:
     if not self._weight_paths and not self._gradient_paths:
       return eqn
     if not _primitives.is_matmul(eqn):
-      return _places.tag_param_path(eqn, self._get_call_paths(eqn)[0])
+      return _provenance.tag_param_path(eqn, self._get_call_paths(eqn)[0])
     paths = [
       *self.get_paths(eqn.invars[:2]),
       _get_path(self._gradient_paths, eqn.outvars[0]),
     ]
-    return _places.tag_param_path(eqn, next(filter(None, paths), ()))
+    return _provenance.tag_param_path(eqn, next(filter(None, paths), ()))
 
   def get_call_suffixes(self, eqn: core.JaxprEqn) -> WeightPaths:
     """What a call leaves open of the paths of its inputs and outputs."""

@@ -15,8 +15,8 @@ from optax_lossscale import _host
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
-  _places,
   _primitives,
+  _provenance,
   _source_info,
   _walk,
 )
@@ -344,7 +344,7 @@ def _build_unconverted_rows(
   matmuls: list[MatmulStats], dtype: np.dtype
 ) -> Iterator[UnconvertedMatmul]:
   locations = [p.visit.location for p in matmuls]
-  names_and_lines = _places.make_unique_labels(
+  names_and_lines = _provenance.make_unique_labels(
     [(x.names, x.is_backward) for x in locations]
   )
   for p, location, (name, source_line) in zip(
@@ -352,7 +352,7 @@ def _build_unconverted_rows(
   ):
     if _is_wider(p.operand_dtype, dtype):
       # Without weights, it is for the line that it is told.
-      name_with_line = _places.format_location(
+      name_with_line = _provenance.format_location(
         location.names.candidate_labels()[0], source_line
       )
       has_line = name.endswith(source_line)
@@ -384,7 +384,7 @@ def _build_risk_rows(
 
 
 def _get_location_fields(
-  location: _places.EqnLocation, name: str
+  location: _provenance.EqnLocation, name: str
 ) -> tuple[str, str, str, str, bool]:
   names = location.names
   return (

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arrays, _named_values
-from optax_lossscale._jaxprs import _dependence, _eqns, _places, _walk
+from optax_lossscale._jaxprs import _dependence, _eqns, _provenance, _walk
 
 
 class Mistake(NamedTuple):
@@ -568,7 +568,7 @@ def has_half_precision_eqn(
   def is_half_visit(visit: _walk.EqnVisit) -> bool:
     if not any(map(_is_half_var, visit.eqn.outvars)):
       return False
-    location = _places.EqnLocation()
+    location = _provenance.EqnLocation()
     for ancestor in reversed(visit.ancestors):
       location = location.push_scope(ancestor.eqn)
     return not ignore_autocast or location.autocast_dtype is None

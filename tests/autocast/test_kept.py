@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _places, _source_info
+from optax_lossscale._jaxprs import _provenance, _source_info
 from optax_lossscale.diagnostics import compare_precision
 
 W, X = jnp.eye(4), jnp.ones((3, 4))
@@ -294,8 +294,8 @@ def test_ways_to_a_place_are_one_if_one_only_has_fewer_lines():
   """JAX forgets lines of some equations."""
   h, a, main = (_source_info.SourceLine("m.py", i, "f") for i in range(3))
   ways = (h,), (h, a, main), (h, main)
-  names = [_places.EqnNames("net", "", "net", lines) for lines in ways]
-  found = _places.make_unique_labels([(x, False) for x in names])
+  names = [_provenance.EqnNames("net", "", "net", lines) for lines in ways]
+  found = _provenance.make_unique_labels([(x, False) for x in names])
   assert {line for _, line in found} == {str(h)}
 
 
@@ -326,7 +326,7 @@ J, T, V = map(Transform, ("jvp", "transpose", "vmap"))
 )
 def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):
   stack = [Scope(x) if isinstance(x, str) else x for x in stack]
-  assert _places.EqnLocation(tuple(stack)).name_scope == scope
+  assert _provenance.EqnLocation(tuple(stack)).name_scope == scope
 
 
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])

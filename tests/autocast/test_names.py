@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _eqns, _places, _primitives, _walk
+from optax_lossscale._jaxprs import _eqns, _primitives, _provenance, _walk
 from optax_lossscale.diagnostics import compare_precision, precision_report
 
 X = normal(4, 8, seed=1)
@@ -259,7 +259,7 @@ def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
       and step.location.autocast_dtype is not None
     ]
     named = [(place.names, place.is_backward) for place in places]
-    told = [name for name, _ in _places.make_unique_labels(named)]
+    told = [name for name, _ in _provenance.make_unique_labels(named)]
     return collections.Counter(zip(told, named, strict=True))
 
   before = rows()
@@ -285,9 +285,9 @@ def test_scopes_of_another_jax_are_none():
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(jnp.eye(2)).eqns
   info = eqn.source_info
   other = eqn.replace(source_info=type(info)(info.traceback, "scope"))
-  assert _places.tag_param_path(other, ("w",)) is other
-  assert _places.EqnLocation().push_scope(other).names[:3] == ("", "", "")
-  assert _places.tag_param_path(eqn, ()) is eqn
+  assert _provenance.tag_param_path(other, ("w",)) is other
+  assert _provenance.EqnLocation().push_scope(other).names[:3] == ("", "", "")
+  assert _provenance.tag_param_path(eqn, ()) is eqn
 
 
 def test_a_product_of_a_backward_pass_alone_needs_no_line():

@@ -17,7 +17,7 @@ import optax_lossscale as ols
 from optax_lossscale._autocast import _kept, _messages, _products, _rewrite
 from optax_lossscale._jaxprs import (
   _eqns,
-  _places,
+  _provenance,
   _rules,
   _source_info,
   _weights,
@@ -262,7 +262,7 @@ def rewrite(jaxpr):
     map_call=lambda fun, *_: (fun(), ()),
   )
   rewriter = _rewrite.Rewriter(half, _kept.Float32Filter(), known, in_rule)
-  new, _, found = rewriter.rewrite(jaxpr, _places.EqnLocation())
+  new, _, found = rewriter.rewrite(jaxpr, _provenance.EqnLocation())
   told = _messages.describe_unentered(
     _eqns.close_jaxpr(jaxpr), found.unentered_eqns, "float16"
   )

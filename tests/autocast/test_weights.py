@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _eqns, _places
+from optax_lossscale._jaxprs import _eqns, _provenance
 from optax_lossscale.diagnostics import find_overflow
 
 X = normal(4, 8, seed=1)
@@ -300,8 +300,8 @@ def test_nothing_but_the_scopes_changes(monkeypatch):
   cast = ols.autocast(lambda params, x: net(params, x))
   text = lambda: str(jax.make_jaxpr(lambda *args: cast(*args))(params, X))
   before = text()
-  monkeypatch.setattr(_places, "tag_param_path", lambda eqn, path: eqn)
-  monkeypatch.setattr(_places, "marked", lambda eqn, dtype: eqn)
+  monkeypatch.setattr(_provenance, "tag_param_path", lambda eqn, path: eqn)
+  monkeypatch.setattr(_provenance, "marked", lambda eqn, dtype: eqn)
   assert text() == before
 
 

@@ -25,8 +25,8 @@ from optax_lossscale._jaxprs import (
   _dependence,
   _eqns,
   _higher_order,
-  _places,
   _primitives,
+  _provenance,
   _rules,
   _types,
   _weights,
@@ -277,8 +277,8 @@ def test_the_classes_of_hijax_are_known():
 def test_scopes_are_objects_that_stay_with_an_equation():
   """Of another kind, products would have no marks and no names of weights."""
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
-  marked = _places.tag_autocast(eqn, jnp.dtype("float16"))
-  marked = _places.tag_param_path(marked, ("blocks", "2"))
+  marked = _provenance.tag_autocast(eqn, jnp.dtype("float16"))
+  marked = _provenance.tag_param_path(marked, ("blocks", "2"))
   alone = jax.make_jaxpr(_eqns.eqn_as_fun(marked))(X, X)
   fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
   moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
@@ -291,7 +291,7 @@ def test_scopes_are_objects_that_stay_with_an_equation():
       for held in _eqns.subjaxprs(inner):
         walk(held.jaxpr, place.within(inner))
 
-  walk(moved.jaxpr, _places.EqnLocation())
+  walk(moved.jaxpr, _provenance.EqnLocation())
   assert len(products) >= 2
   for place in products:
     assert (place.mark, place.weights) == (jnp.dtype("float16"), "blocks/2")

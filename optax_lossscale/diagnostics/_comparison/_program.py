@@ -25,8 +25,8 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
   _interpret,
-  _places,
   _primitives,
+  _provenance,
   _source_info,
   _types,
   _walk,
@@ -45,7 +45,7 @@ class MatmulSite(NamedTuple):
   """
 
   primitive: str
-  names: _places.EqnNames
+  names: _provenance.EqnNames
   backward: bool
   dtype: np.dtype
 
@@ -96,7 +96,7 @@ class MixedPrecisionProgram(NamedTuple):
 
   table: "MatmulTable"
   modes: Any
-  location: _places.EqnLocation = _places.EqnLocation()
+  location: _provenance.EqnLocation = _provenance.EqnLocation()
 
   def eval_jaxpr(
     self,
@@ -362,7 +362,7 @@ class MatmulTable:
 
   def __init__(self, closed_jaxpr: _eqns.ClosedJaxpr) -> None:
     is_tagged = functools.partial(
-      is_autocast_eqn, parent_location=_places.EqnLocation()
+      is_autocast_eqn, parent_location=_provenance.EqnLocation()
     )
     self.has_tagged_eqn = _walk.EqnSearch(is_tagged, _eqns.subjaxprs).any_inside
     self.get_higher_order = functools.cache(_higher_order.parse_higher_order)
@@ -370,7 +370,7 @@ class MatmulTable:
     self._index_by_site: dict[MatmulSite, int] = {}
     for visit in _walk.walk(closed_jaxpr, self._get_subjaxprs, only_live=True):
       parent_location = (
-        visit.parent.location if visit.parent else _places.EqnLocation()
+        visit.parent.location if visit.parent else _provenance.EqnLocation()
       )
       if is_autocast_matmul(visit.eqn, parent_location):
         self._index_by_site.setdefault(
@@ -382,10 +382,10 @@ class MatmulTable:
       ):
         name = _source_info.get_op_name(visit.eqn)
         self.unanalyzed_names.append(
-          _places.format_location(name, visit.location.label)
+          _provenance.format_location(name, visit.location.label)
         )
     self.sites = list(self._index_by_site)
-    names_and_lines = _places.make_unique_labels(
+    names_and_lines = _provenance.make_unique_labels(
       [(x.names, x.backward) for x in self.sites]
     )
     self.names = [name for name, _ in names_and_lines]
@@ -393,7 +393,7 @@ class MatmulTable:
     self.dtypes = {row.dtype for row in self.sites}
 
   def get_site_index(
-    self, eqn: core.JaxprEqn, location: _places.EqnLocation
+    self, eqn: core.JaxprEqn, location: _provenance.EqnLocation
   ) -> int | None:
     """The row of a product at this place; None if nothing reads its result."""
     return self._index_by_site.get(_as_site(eqn, location))
@@ -411,20 +411,22 @@ class MatmulTable:
 
 
 def is_autocast_matmul(
-  eqn: core.JaxprEqn, parent_location: _places.EqnLocation
+  eqn: core.JaxprEqn, parent_location: _provenance.EqnLocation
 ) -> bool:
   """Whether this is a product that `autocast` runs in half precision."""
   return _primitives.is_matmul(eqn) and is_autocast_eqn(eqn, parent_location)
 
 
 def is_autocast_eqn(
-  eqn: core.JaxprEqn, parent_location: _places.EqnLocation
+  eqn: core.JaxprEqn, parent_location: _provenance.EqnLocation
 ) -> bool:
   """Whether `autocast` made this equation, or what is around it."""
   return parent_location.push_scope(eqn).autocast_dtype is not None
 
 
-def _as_site(eqn: core.JaxprEqn, location: _places.EqnLocation) -> MatmulSite:
+def _as_site(
+  eqn: core.JaxprEqn, location: _provenance.EqnLocation
+) -> MatmulSite:
   name = _source_info.get_op_name(eqn)
   return MatmulSite(
     name, location.names, location.is_backward, location.autocast_dtype

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _host, _warnings
-from optax_lossscale._jaxprs import _eqns, _places
+from optax_lossscale._jaxprs import _eqns, _provenance
 from optax_lossscale.diagnostics import _progress, _step_checks, _tracing
 from optax_lossscale.diagnostics._overflow import (
   _bits,
@@ -182,13 +182,13 @@ def _find_origins(
   )
   inputs = [
     interpreter.make_constant(
-      jnp.asarray(x), "argument", _places.EqnLocation(eqn_path=(name,))
+      jnp.asarray(x), "argument", _provenance.EqnLocation(eqn_path=(name,))
     )
     for x, name in zip(traced.inputs, traced.input_names, strict=True)
   ]
   used_outputs = outs and [not _bits.all_finite(out) for out in outs]
   values = interpreter.eval_jaxpr(
-    traced.closed_jaxpr, inputs, _places.EqnLocation(), used_outputs
+    traced.closed_jaxpr, inputs, _provenance.EqnLocation(), used_outputs
   )
   origins = _select_relevant_origins(origin_table, values, traced)
   return origins, outs or [value.array for value in values]

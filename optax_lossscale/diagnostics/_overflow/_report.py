@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._jaxprs import _places
+from optax_lossscale._jaxprs import _provenance
 from optax_lossscale.diagnostics import _numbers
 from optax_lossscale.diagnostics._overflow import _bits
 
@@ -152,7 +152,7 @@ class Overflow(_numbers.PrintedReport):
 def describe_origin(
   primitive: str,
   inputs: list[Any],
-  location: _places.EqnLocation,
+  location: _provenance.EqnLocation,
   axis: int,
   out: jax.Array,
   is_own: np.ndarray,

@@ -14,7 +14,7 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
   _interpret,
-  _places,
+  _provenance,
   _source_info,
   _walk,
 )
@@ -64,11 +64,11 @@ class _EqnCall(NamedTuple):
 
   eqn: core.JaxprEqn
   inputs: list[_marks.TaintedArray]
-  get_location: Callable[[], _places.EqnLocation]
+  get_location: Callable[[], _provenance.EqnLocation]
   has_effect: bool
   used_outputs: list[bool] | None = None
 
-  def get_inner_location(self, call_label: str) -> _places.EqnLocation:
+  def get_inner_location(self, call_label: str) -> _provenance.EqnLocation:
     """The place of what it runs in this step."""
     return self.get_location().push_eqn_path(call_label)
 
@@ -98,7 +98,7 @@ class TaintInterpreter:
     self,
     closed_jaxpr: _eqns.ClosedJaxpr,
     inputs: list[_marks.TaintedArray],
-    location: _places.EqnLocation,
+    location: _provenance.EqnLocation,
     used_outputs: list[bool] | None = None,
   ) -> list[_marks.TaintedArray]:
     """Runs a jaxpr.
@@ -115,7 +115,7 @@ class TaintInterpreter:
     """
 
     @functools.cache
-    def get_location(eqn: core.JaxprEqn | None) -> _places.EqnLocation:
+    def get_location(eqn: core.JaxprEqn | None) -> _provenance.EqnLocation:
       return (
         location if eqn is None else location.locate(eqn, closed_jaxpr.jaxpr)
       )
@@ -147,7 +147,7 @@ class TaintInterpreter:
     return [out or _marks.TaintedArray(None) for out in outs]
 
   def make_constant(
-    self, array: Any, primitive: str, location: _places.EqnLocation
+    self, array: Any, primitive: str, location: _provenance.EqnLocation
   ) -> _marks.TaintedArray:
     """A value that no operation has made."""
     if _bits.all_finite(array):
@@ -165,7 +165,7 @@ class TaintInterpreter:
     self,
     eqn: core.JaxprEqn,
     inputs: list[_marks.TaintedArray],
-    get_location: Callable[[], _places.EqnLocation],
+    get_location: Callable[[], _provenance.EqnLocation],
   ) -> list[_marks.TaintedArray]:
     """Carries out one equation; enters it if its results are not finite."""
     has_effect = self._cached(_eqns.has_effect, eqn)
@@ -420,7 +420,7 @@ class TaintInterpreter:
     closed_jaxpr: _eqns.ClosedJaxpr,
     inputs: list[_marks.TaintedArray],
     outs: list[Any] | None,
-    location: _places.EqnLocation,
+    location: _provenance.EqnLocation,
     budget: "_IterationBudget",
   ) -> list[_marks.TaintedArray]:
     """Follows an iteration of a loop that returned this, step by step."""
