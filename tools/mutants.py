@@ -33,8 +33,8 @@ from cosmic_ray.work_item import WorkItem
 
 ROOT = pathlib.Path(__file__).parents[1]
 # A mutant is done with its first failure: its own tests first, quick ones next.
-# `core/state` is tests/core/test_state.py, and `_jaxprs._rules` is
-# optax_lossscale/_jaxprs/_rules.py.
+# `core/state` is tests/core/test_state.py, and `_jaxprs._custom_derivatives` is
+# optax_lossscale/_jaxprs/_custom_derivatives.py.
 TESTS = {
   "_arrays": [
     "core/state",
@@ -177,7 +177,7 @@ TESTS = {
     "autocast/shared_rules",
     "autocast/autocast",
   ],
-  "_jaxprs._rules": [
+  "_jaxprs._custom_derivatives": [
     "autocast/weights",
     "autocast/names",
     "autocast/kept",
@@ -245,7 +245,9 @@ FOREIGN = 100  # the status if the tests import another copy
 def main():
   """Tries the mutants of a module or folder and prints what became of them."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("name", help="such as _select, _jaxprs._rules, _jaxprs")
+  parser.add_argument(
+    "name", help="such as _select, _jaxprs._custom_derivatives, _jaxprs"
+  )
   parser.add_argument("--sample", type=int, help="try so many, drawn at random")
   parser.add_argument("--seed", type=int, default=0, help="of the sample")
   parser.add_argument("--minutes", type=float, help="begin none after so many")

@@ -11,7 +11,12 @@ from jax.extend import core
 
 from optax_lossscale import _warnings
 from optax_lossscale._autocast import _kept, _messages, _rewrite
-from optax_lossscale._jaxprs import _eqns, _provenance, _rules, _weights
+from optax_lossscale._jaxprs import (
+  _custom_derivatives,
+  _eqns,
+  _provenance,
+  _weights,
+)
 
 
 class AutocastConfig(NamedTuple):
@@ -69,7 +74,9 @@ def call_with_autocast(
   # JAX names the user's function, and not this one, if a tracer leaks from it.
   @functools.wraps(fun, updated=())
   def flat_fun() -> list[Any]:
-    leaves, structure = jax.tree.flatten(fun(), is_leaf=_rules.is_symbolic_zero)
+    leaves, structure = jax.tree.flatten(
+      fun(), is_leaf=_custom_derivatives.is_symbolic_zero
+    )
     tracer_mask = [isinstance(x, jax.core.Tracer) for x in leaves]
     pairs = list(zip(leaves, tracer_mask, strict=True))
     untraced_leaves = [None if is_tracer else x for x, is_tracer in pairs]
@@ -110,7 +117,7 @@ def _rewrite_program(
     config.dtype,
     _weights.ProgramWeights(config.paths_by_id),
   )
-  rule_transform = _rules.RuleTransform(
+  rule_transform = _custom_derivatives.RuleTransform(
     map_body=lambda closed, _: closed,
     map_derivative=functools.partial(_rewrite_rule_jaxpr, dtype=dtype),
     map_call=functools.partial(_autocast_rule_call, dtype=dtype),

@@ -8,11 +8,11 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
+  _custom_derivatives,
   _eqns,
   _higher_order,
   _primitives,
   _provenance,
-  _rules,
   _source_info,
   _walk,
   _weights,
@@ -107,7 +107,7 @@ def can_have_rule_matmuls(eqn: core.JaxprEqn) -> bool:
   A ``custom_jvp`` that a library brings has none: it is ``relu`` or its like,
   or linear algebra.
   """
-  rule = _rules.get_custom_rule(eqn)
+  rule = _custom_derivatives.get_custom_rule(eqn)
   if rule is None or rule.num_consts is None or has_keep_float32_scope(eqn):
     return False
   return (

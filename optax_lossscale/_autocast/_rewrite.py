@@ -19,11 +19,11 @@ import jax.numpy as jnp
 
 from optax_lossscale._autocast import _kept, _products
 from optax_lossscale._jaxprs import (
+  _custom_derivatives,
   _eqns,
   _higher_order,
   _primitives,
   _provenance,
-  _rules,
   _weights,
 )
 
@@ -98,7 +98,7 @@ class Rewriter:
     dtype: Any,
     float32_filter: _kept.Float32Filter,
     program_weights: _weights.ProgramWeights,
-    rule_transform: _rules.RuleTransform,
+    rule_transform: _custom_derivatives.RuleTransform,
   ) -> None:
     self._dtype = dtype
     self._float32_filter = float32_filter
@@ -203,7 +203,7 @@ class Rewriter:
     location = ctx.location
     if self._float32_filter.patterns:
       location = location.locate(tagged_eqn, ctx.jaxpr)
-    rule = _rules.get_custom_rule(eqn)
+    rule = _custom_derivatives.get_custom_rule(eqn)
     if rule is not None:
       return self._rewrite_custom_rule(eqn, tagged_eqn, rule, location, ctx)
     if _eqns.get_call_jaxpr(eqn) is not None:
@@ -225,7 +225,7 @@ class Rewriter:
     self,
     eqn: core.JaxprEqn,
     tagged_eqn: core.JaxprEqn,
-    rule: _rules.CustomRule,
+    rule: _custom_derivatives.CustomRule,
     location: _provenance.EqnLocation,
     ctx: _EqnContext,
   ) -> _EqnRewrite:
@@ -257,7 +257,7 @@ class Rewriter:
       logs.append(result.log)
       return result.jaxpr
 
-    new_eqn = _rules.transform_custom_rule(
+    new_eqn = _custom_derivatives.transform_custom_rule(
       tagged_eqn, self._rule_transform._replace(body=body), paths
     )
     if new_eqn is None:

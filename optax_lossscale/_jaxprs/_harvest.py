@@ -17,10 +17,10 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
+  _custom_derivatives,
   _eqns,
   _higher_order,
   _provenance,
-  _rules,
   _source_info,
   _types,
   _walk,
@@ -237,7 +237,7 @@ def _can_add_outputs(eqn: core.JaxprEqn) -> bool:
   """
   is_plain_call = _eqns.get_hi_primitive(eqn) is None
   is_plain_call = is_plain_call and _eqns.get_call_jaxpr(eqn) is not None
-  return is_plain_call and _rules.get_custom_rule(eqn) is None
+  return is_plain_call and _custom_derivatives.get_custom_rule(eqn) is None
 
 
 def _add_outputs_to_call(

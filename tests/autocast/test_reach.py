@@ -16,9 +16,9 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._autocast import _kept, _messages, _products, _rewrite
 from optax_lossscale._jaxprs import (
+  _custom_derivatives,
   _eqns,
   _provenance,
-  _rules,
   _source_info,
   _weights,
 )
@@ -256,7 +256,7 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
 def rewrite(jaxpr):
   """Whether products were found, what is told, and the new equations."""
   half, known = jnp.dtype("float16"), _weights.ProgramWeights()
-  in_rule = _rules.RuleTransform(
+  in_rule = _custom_derivatives.RuleTransform(
     map_body=lambda closed, _: closed,
     map_derivative=lambda closed, _: (closed, ()),
     map_call=lambda fun, *_: (fun(), ()),

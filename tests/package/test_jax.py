@@ -22,12 +22,12 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from optax_lossscale._jaxprs import (
+  _custom_derivatives,
   _dependence,
   _eqns,
   _higher_order,
   _primitives,
   _provenance,
-  _rules,
   _types,
   _weights,
 )
@@ -239,7 +239,7 @@ def names_in_tables():
     *_primitives.WEIGHT_PRESERVING,
     *_dependence._PER_OPERAND_PRIMITIVES,
     *_higher_order._PARSERS,
-    *_rules._RULE_TRANSFORMS,
+    *_custom_derivatives._RULE_TRANSFORMS,
     *_weights._LINEAR_SUMS,
     *_weights._CONCATENATIONS,
     *_eqns._CALL_PRIMITIVES,
@@ -270,7 +270,7 @@ def test_the_classes_of_hijax_are_known():
   kinds = {kind for kind, _ in FLAGS.values()}
   assert set(_eqns._CANONICAL_NAMES) == {*kinds, "CheckpointName"}
   # A scan is taken as a whole, and a name holds nothing.
-  known = {*_rules._RULE_TRANSFORMS, "remat2", "name", "scan"}
+  known = {*_custom_derivatives._RULE_TRANSFORMS, "remat2", "name", "scan"}
   assert set(_eqns._CANONICAL_NAMES.values()) <= known
 
 
