@@ -7,7 +7,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _types
+from optax_lossscale._jaxprs import _avals
 
 AxisName = Hashable | Sequence[Hashable]
 
@@ -52,13 +52,13 @@ def sum_over_axes(
     if not _is_vma_tracked(name):
       raise ValueError(_format_vma_required(name))
   axes = tuple(
-    n for n in names if any(n in _types.get_varying_axes(x) for x in values)
+    n for n in names if any(n in _avals.get_varying_axes(x) for x in values)
   )
   result = jnp.float32(0)
   for value in values:
     # One sum over the devices is enough for sharded and replicated parts.
     for name in axes:
-      if name not in _types.get_varying_axes(value):
+      if name not in _avals.get_varying_axes(value):
         value = _zero_except_first(value, name)
     result += value
   return lax.psum(result, axes) if axes else result
@@ -76,7 +76,7 @@ def _get_varying_axes(
   return tuple(
     name
     for name in _as_tuple(axis_name)
-    if not _is_vma_tracked(name) or name in _types.get_varying_axes(x)
+    if not _is_vma_tracked(name) or name in _avals.get_varying_axes(x)
   )
 
 
@@ -87,7 +87,7 @@ def _is_vma_tracked(axis_name: Hashable) -> bool:
   ``check_vma=False``, under ``pmap`` and under ``vmap``. The index along the
   axis always varies, so that its type tells which of the two it is.
   """
-  return axis_name in _types.get_varying_axes(lax.axis_index(axis_name))
+  return axis_name in _avals.get_varying_axes(lax.axis_index(axis_name))
 
 
 def _as_tuple(axis_name: AxisName | None) -> tuple[Hashable, ...]:

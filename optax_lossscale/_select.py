@@ -12,7 +12,7 @@ import jax
 from jax.extend import core
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _eqns, _interpret, _types
+from optax_lossscale._jaxprs import _avals, _eqns, _interpret
 
 
 def update_with_selects(
@@ -145,7 +145,7 @@ def _can_select(
   """
   try:
     return (
-      _types.get_varying_axes(finite) <= _types.get_varying_axes(value)
+      _avals.get_varying_axes(finite) <= _avals.get_varying_axes(value)
       and jax.typeof(value) == jax.typeof(old)
       and _interpret.can_substitute_result(eqn, ctx)
     )

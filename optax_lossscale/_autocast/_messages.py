@@ -12,11 +12,11 @@ from jax.extend import core
 
 from optax_lossscale._autocast import _products
 from optax_lossscale._jaxprs import (
+  _avals,
   _eqns,
   _primitives,
   _provenance,
   _source_info,
-  _types,
   _walk,
 )
 
@@ -135,7 +135,7 @@ def describe_unjitted_calls(
   # Who turned `jit` off wants it so.
   if jax.config.jax_disable_jit or not arrays:
     return ""
-  if not all(map(_types.is_concrete, arrays)):
+  if not all(map(_avals.is_concrete, arrays)):
     return ""
   counts_by_shapes = _call_counts.setdefault(
     _get_code(fun), collections.Counter()

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _types
+from optax_lossscale._jaxprs import _avals
 
 if TYPE_CHECKING:
   from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -355,7 +355,7 @@ def has_effect(eqn: core.JaxprEqn) -> bool:
 
 def _has_ref_operand(eqn: core.JaxprEqn) -> bool:
   """Whether it could write to a Ref, even if it does not say so."""
-  return any(_types.is_ref(atom.aval) for atom in eqn.invars)
+  return any(_avals.is_ref(atom.aval) for atom in eqn.invars)
 
 
 def _has_callback(eqn: core.JaxprEqn) -> bool:

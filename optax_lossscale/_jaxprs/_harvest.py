@@ -17,12 +17,12 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
+  _avals,
   _custom_derivatives,
   _eqns,
   _higher_order,
   _provenance,
   _source_info,
-  _types,
   _walk,
 )
 
@@ -319,9 +319,9 @@ def _make_cond_with_outputs(
 def _make_placeholder(aval: Any) -> jax.Array:
   """What stands for a value that was not computed."""
   fill_value = -1 if jnp.issubdtype(aval.dtype, jnp.integer) else 0
-  axes = tuple(_types.get_aval_varying_axes(aval))
+  axes = tuple(_avals.get_aval_varying_axes(aval))
   placeholder = jnp.full(aval.shape, fill_value, aval.dtype)
-  return _types.as_varying(placeholder, axes) if axes else placeholder
+  return _avals.as_varying(placeholder, axes) if axes else placeholder
 
 
 def _make_scan_with_outputs(

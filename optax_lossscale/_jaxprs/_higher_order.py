@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _eqns, _types
+from optax_lossscale._jaxprs import _avals, _eqns
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ class ShardMap(NamedTuple):
   def list_varying_axes(self, aval: Any) -> tuple[Any, ...]:
     """The axes along which devices may hold different values of a type."""
     axes = (
-      _types.get_aval_varying_axes(aval) if self.check_vma else self.manual_axes
+      _avals.get_aval_varying_axes(aval) if self.check_vma else self.manual_axes
     )
     return tuple(name for name in self.mesh.axis_names if name in axes)
 

@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _eqns, _types
+from optax_lossscale._jaxprs import _avals, _eqns
 
 # What carries out an equation: it is given the values that this one reads, and
 # returns those of its outputs.
@@ -95,7 +95,7 @@ def as_array(x: Any, atom: _eqns.Atom) -> Any:
   Numbers that are written in a program may come in a class of JAX's own.
   """
   aval: Any = atom.aval
-  is_array_or_ref = _types.is_ref(aval) or isinstance(x, jax.Array)
+  is_array_or_ref = _avals.is_ref(aval) or isinstance(x, jax.Array)
   return x if is_array_or_ref else jnp.asarray(x, aval.dtype)
 
 

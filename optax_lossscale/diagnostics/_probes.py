@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arrays, _checks, _state
-from optax_lossscale._jaxprs import _types
+from optax_lossscale._jaxprs import _avals
 
 # There is a bin for what float16 takes for zero, one for each of its binades in
 # ascending order (the first ten are those of its subnormal numbers), one for
@@ -91,10 +91,10 @@ def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
   # Under shard_map all devices may share a counter. The transpose of this cast
   # is a sum over the devices, so that the counter counts for all of them.
   x_axes, counter_axes = (
-    _types.get_varying_axes(x),
-    _types.get_varying_axes(counter),
+    _avals.get_varying_axes(x),
+    _avals.get_varying_axes(counter),
   )
-  counter = _types.as_varying(counter, tuple(x_axes - counter_axes))
+  counter = _avals.as_varying(counter, tuple(x_axes - counter_axes))
   return _probe(tuple(counter_axes - x_axes), x, counter)
 
 
@@ -234,7 +234,7 @@ def _probe(
 def _probe_bwd(
   extra_counter_axes: Any, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  return cotangent, _types.as_varying(
+  return cotangent, _avals.as_varying(
     count_per_bin(cotangent), extra_counter_axes
   )
 

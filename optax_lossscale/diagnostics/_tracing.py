@@ -24,10 +24,10 @@ from optax_lossscale import (
   _paths,
 )
 from optax_lossscale._jaxprs import (
+  _avals,
   _eqns,
   _harvest,
   _higher_order,
-  _types,
 )
 from optax_lossscale.diagnostics import _step_checks
 
@@ -347,7 +347,7 @@ def _is_input(leaf: Any) -> bool:
 
 
 def _is_ref(x: Any) -> bool:
-  return hasattr(x, "dtype") and _types.is_ref(getattr(x, "aval", None))
+  return hasattr(x, "dtype") and _avals.is_ref(getattr(x, "aval", None))
 
 
 def _as_input(leaf: Any) -> Any:

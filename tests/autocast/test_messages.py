@@ -13,7 +13,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._autocast import _messages
-from optax_lossscale._jaxprs import _types
+from optax_lossscale._jaxprs import _avals
 
 X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
 W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
@@ -158,4 +158,4 @@ def test_a_tracer_that_does_not_tell_is_taken_for_one_of_a_program(monkeypatch):
     aval = jax.typeof(W)
 
   monkeypatch.delattr(jax.core.Tracer, "to_concrete_value")
-  assert not _types.is_concrete(object.__new__(Silent))
+  assert not _avals.is_concrete(object.__new__(Silent))

@@ -12,7 +12,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _arrays, _select
-from optax_lossscale._jaxprs import _interpret, _types
+from optax_lossscale._jaxprs import _avals, _interpret
 
 OLD = {"a": jnp.arange(4.0), "b": jnp.arange(4.0) + 10}
 GRADS = jnp.array([1.0, -2.0, 0.0, 0.5])
@@ -277,7 +277,7 @@ SURPRISES = {
     _interpret, "may_change_result", raises(KeyError),
   ),
   "the axes of a type have another name": (
-    _types, "varying", raises(RuntimeError),
+    _avals, "varying", raises(RuntimeError),
   ),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ import optax
 
 from helpers import sharding
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _types
+from optax_lossscale._jaxprs import _avals
 
 _KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {
@@ -255,7 +255,7 @@ def _of_one_device(policy, check_vma, *args, **kwargs):
   def differentiate(params, state, batch):
     if check_vma:
       # Before the cast, so that the sum over devices is not in float16.
-      params = jax.tree.map(lambda p: _types.as_varying(p, "data"), params)
+      params = jax.tree.map(lambda p: _avals.as_varying(p, "data"), params)
     return lax.pmean(_gradient_of(params, state, batch), "data")
 
   kwargs |= {"axis_name": "data", "differentiate": differentiate}

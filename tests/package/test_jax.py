@@ -22,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from optax_lossscale._jaxprs import (
+  _avals,
   _custom_derivatives,
   _dependence,
   _eqns,
   _higher_order,
   _primitives,
   _provenance,
-  _types,
   _weights,
 )
 from optax_lossscale.diagnostics import _numbers, _precision
@@ -201,7 +201,7 @@ def test_types_tell_what_varies():
 
   def local(x):
     seen.append(
-      (_types.get_varying_axes(x), _types.get_varying_axes(lax.psum(x, "i")))
+      (_avals.get_varying_axes(x), _avals.get_varying_axes(lax.psum(x, "i")))
     )
     return lax.psum(x, "i")
 
@@ -214,9 +214,9 @@ def test_types_tell_what_varies():
 def test_a_type_of_another_jax_is_an_error_that_asks_for_a_report():
   for kind in (types.SimpleNamespace(), types.SimpleNamespace(vma=None)):
     with pytest.raises(RuntimeError, match=re.escape(jax.__version__)):
-      _types.get_aval_varying_axes(kind)
+      _avals.get_aval_varying_axes(kind)
     with pytest.raises(RuntimeError, match="Please report it"):
-      _types.get_aval_varying_axes(kind)
+      _avals.get_aval_varying_axes(kind)
 
 
 # Names in our tables that not all supported versions have: the first and the

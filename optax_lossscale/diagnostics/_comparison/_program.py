@@ -22,13 +22,13 @@ import numpy as np
 
 from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import (
+  _avals,
   _eqns,
   _higher_order,
   _interpret,
   _primitives,
   _provenance,
   _source_info,
-  _types,
   _walk,
 )
 from optax_lossscale.diagnostics import _numbers
@@ -134,7 +134,7 @@ class MixedPrecisionProgram(NamedTuple):
 
   def _is_half(self, x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
-    return dtype in self.table.dtypes and not _types.is_ref(x)
+    return dtype in self.table.dtypes and not _avals.is_ref(x)
 
   def _eval_eqn(
     self,
