@@ -94,7 +94,7 @@ def test_a_path_is_a_name_in_equinox():
 
 
 def test_what_was_printed_before_is_taken_and_so_is_each_pair():
-  line = "test_names.py (product)"
+  line = "test_provenance.py (product)"
   for name, paths in {
     "block/blocks/1/q": Q[1:2],
     "block/blocks/1": Q[1:2],
@@ -168,7 +168,9 @@ def test_weights_that_are_used_twice_are_told_apart():
   params = {"embed": normal(8, 8), "tied": normal(8, 8)}
   names = {row.name for row in report_of(net, params).unconverted}
   scopes = {"encoder/embed", "decoder/embed"}
-  lines = {name for name in names if name.startswith("tied at test_names.py:")}
+  lines = {
+    name for name in names if name.startswith("tied at test_provenance.py:")
+  }
   assert names == scopes | lines and len(lines) == 2
   for name in names:
     kept = precision_report(
@@ -198,7 +200,7 @@ def test_scopes_alone_and_lines_alone_name_what_has_no_weights():
   assert "scores" in names and len(names) == 2
   (line,) = names - {"scores"}
   # The line of the call leads to the product with v, too.
-  assert line.startswith("no weights at test_names.py:")
+  assert line.startswith("no weights at test_provenance.py:")
 
 
 def two_layers(params, x):
@@ -278,7 +280,9 @@ def test_what_has_no_weights_has_one_name_in_all_reports():
   names = {row.name for row in rows if not row.param_path}
   report = precision_report(fun, params, dtype=jnp.float8_e4m3fn)
   assert names == {row.name for row in report.unconverted if not row.param_path}
-  assert any(name.startswith("no weights at test_names.py:") for name in names)
+  assert any(
+    name.startswith("no weights at test_provenance.py:") for name in names
+  )
 
 
 def test_scopes_of_another_jax_are_none():
