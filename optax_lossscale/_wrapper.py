@@ -13,8 +13,8 @@ from optax_lossscale import (
   _arrays,
   _axes,
   _checks,
+  _grad_stats,
   _grads,
-  _measurement,
   _named_values,
   _policies,
   _select,
@@ -180,9 +180,9 @@ def with_loss_scaling(
     grads, combine = _grads.partition_grads(
       _named_values.tag_tree(grads_tag_kind, updates)
     )
-    stats = _measurement.measure_grads(
+    stats = _grad_stats.measure_grads(
       grads,
-      _measurement.UpdateHints(grads_finite, grads_amax),
+      _grad_stats.UpdateHints(grads_finite, grads_amax),
       loss_scale=loss_scale if grads_are_scaled else None,
       max_norm=max_norm,
       axis_name=axis_name,
@@ -190,7 +190,7 @@ def with_loss_scaling(
     stats = stats._replace(
       finite=_named_values.tag_value("applied", stats.finite)
     )
-    grads = combine([_measurement.unscale_or_zero(x, stats) for x in grads])
+    grads = combine([_grad_stats.unscale_or_zero(x, stats) for x in grads])
     finite = stats.finite
     if check_updates:
       inner_updates, candidate_inner_state = inner.update(
