@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _checks, _host, _policies, _state
+from optax_lossscale import _arrays, _checks, _policies, _state, _transfer_guard
 
 # The hyperparameters that keep a scale from coming down.
 _MIN_SCALE_FIELDS = "threshold", "min_scale"
@@ -29,7 +29,7 @@ _SAME_STATE_REMEDY = (
 )
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def loss_scale_metrics(
   tree: Any,
   *,
@@ -109,7 +109,7 @@ class LossScaleError(RuntimeError):
   """Raised by :func:`raise_if_stuck`, with a message that says what to do."""
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def raise_if_stuck(
   tree: Any,
   max_consecutive_skips: int = 50,

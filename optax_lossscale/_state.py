@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _arrays, _checks, _host, _paths
+from optax_lossscale import _arrays, _checks, _paths, _transfer_guard
 
 _Class = TypeVar("_Class", bound=type)
 _Tree = TypeVar("_Tree")
@@ -64,7 +64,7 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
   return _unwrap_variables(state)
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
   """Returns the tree with another loss scale in it.
 

@@ -10,7 +10,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _host, _state, diagnostics
+from optax_lossscale import _state, _transfer_guard, diagnostics
 from optax_lossscale.diagnostics import _leaves, _numbers
 
 __all__ = [
@@ -47,7 +47,7 @@ class ExponentHistogram(NamedTuple):
   nonfinite_count: int
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def exponent_histogram(tree: Any) -> ExponentHistogram:
   """Counts the entries of a tree by binade.
 
@@ -83,7 +83,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
   return ExponentHistogram(exponents, counts[span], zeros, nonfinite)
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def plot_exponents(
   grads: Any,
   dtype: Any = jnp.float16,
@@ -182,7 +182,7 @@ def _draw_bands(ax: Any, dtype: np.dtype, limits: _numbers.DtypeLimits) -> None:
     ax.axvspan(*span, color=color, alpha=0.15, linewidth=0, label=label)
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
   """Draws the loss scale over the steps, and the steps that were skipped.
 
@@ -258,7 +258,7 @@ _PLAIN, _WORST = "tab:gray", "tab:red"
 _Rows = list[diagnostics.MatmulPrecision]
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def plot_precision(
   report: diagnostics.PrecisionComparison, *, axes: Any = None
 ) -> Any:

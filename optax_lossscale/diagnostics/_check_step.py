@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _host
+from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
   _numbers,
   _precision,
@@ -97,7 +97,7 @@ class StepCheck(_numbers.PrintedReport):
     return "\n".join(lines)
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def check_step(
   fun: Callable[..., Any], *args: Any, progress: bool = True, **kwargs: Any
 ) -> StepCheck:

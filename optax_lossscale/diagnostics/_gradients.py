@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks, _host
+from optax_lossscale import _checks, _transfer_guard
 from optax_lossscale.diagnostics import _leaves, _numbers
 
 
@@ -128,7 +128,7 @@ class GradientReport(_numbers.PrintedReport):
     return f"{entries_text} underflow, as few as possible without an overflow."
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def gradient_report(
   grads: Any, dtype: Any = jnp.float16, loss_scale: Any = 1.0
 ) -> GradientReport:

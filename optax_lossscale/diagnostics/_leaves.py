@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _grads, _host, _paths
+from optax_lossscale import _arrays, _grads, _paths, _transfer_guard
 
 
 def finite_per_leaf(grads: Any) -> Any:
@@ -69,7 +69,7 @@ class NonfiniteLeaf(NamedTuple):
     )
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
   """Lists the leaves that hold an inf or a NaN.
 

@@ -11,7 +11,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _host
+from optax_lossscale import _transfer_guard
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
@@ -236,7 +236,7 @@ class MatmulStats(NamedTuple):
   visit: _walk.EqnVisit
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def precision_report(
   fun: Callable[..., Any],
   *args: Any,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import functools
 from typing import Any
 
-from optax_lossscale import _checks, _host, _policies
+from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 
@@ -35,7 +35,7 @@ _KERNEL_STATE = {
 _read = functools.partial(_reading.read, "from_apex")
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
   """The policy and state of apex.amp, or of apex's hysteresis kernel.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale import _host, _policies
+from optax_lossscale import _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 from optax_lossscale.interop._rules import DeepSpeedLossScale
@@ -50,7 +50,7 @@ _STATE_IGNORED = ("raise_error_at_min_scale", "dtype")
 _NEW_RULE = 0, 17, 1  # the version since which it holds
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def from_deepspeed(
   fp16: Any, state: Any = None, version: str = "0.17.3"
 ) -> _results.Result:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale import _host, _state
+from optax_lossscale import _state, _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 from optax_lossscale.interop._rules import FairseqLossScale
@@ -17,7 +17,7 @@ _SETTINGS = {
 _CHECKPOINT = {"loss_scale": Key("loss_scale")}
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def from_fairseq(
   settings: Any, loss_scale: Any = None
 ) -> tuple[FairseqLossScale, _state.LossScaleState]:

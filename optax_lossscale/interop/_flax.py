@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale import _checks, _host, _policies
+from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results, _writing
 from optax_lossscale.interop._reading import Key
 
@@ -21,7 +21,7 @@ _FIELDS = {
 _WRITTEN = "growth_factor", "backoff_factor", "growth_interval", "min_scale"
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
   """The policy and state of Flax's `DynamicScale`.
 
@@ -60,7 +60,7 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
   return _results.resume(name, policy, values)
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The fields of the `DynamicScale` that goes on as our policy would.
 

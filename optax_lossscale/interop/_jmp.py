@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale import _host
+from optax_lossscale import _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 
@@ -27,7 +27,7 @@ _CLASSES = {
 }
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def from_jmp(loss_scale: Any) -> _results.Result:
   """The policy and state of a jmp or MindSpore loss scale.
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import functools
 from typing import Any
 
-from optax_lossscale import _checks, _host, _policies
+from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results, _writing
 from optax_lossscale.interop._reading import Key
 
@@ -50,7 +50,7 @@ _KERAS_3_VARIABLES = {
 _read = functools.partial(_reading.read, "from_keras")
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def from_keras(config: Any, variables: Any = None) -> _results.Result:
   """The policy and state of a TensorFlow, tf.keras or Keras 3 loss scaler.
 
@@ -105,7 +105,7 @@ def from_keras(config: Any, variables: Any = None) -> _results.Result:
   return _results.resume("from_keras", policy, values)
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The config and variables with which Keras goes on as our policy would.
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale import _host
+from optax_lossscale import _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 
@@ -20,7 +20,7 @@ _STATE = {
 }
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
   """The policy and state of Megatron's `DynamicGradScaler`.
 

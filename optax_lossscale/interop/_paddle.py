@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from optax_lossscale import _host
+from optax_lossscale import _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import Key
 
@@ -19,7 +19,7 @@ _KEYS = {
 }
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def from_paddle(state_dict: Any) -> _results.Result:
   """The policy and state of a `paddle.amp.GradScaler`.
 

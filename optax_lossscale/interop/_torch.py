@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from optax_lossscale import _checks, _host, _policies
+from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results, _writing
 from optax_lossscale.interop._reading import Key
 
@@ -19,7 +19,7 @@ _NEMO_SETTINGS = {"hysteresis": Key("hysteresis")}
 _WRITTEN = "growth_factor", "backoff_factor", "growth_interval"
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def from_torch(
   state_dict: Any, *, hysteresis: int | None = None
 ) -> _results.Result:
@@ -77,7 +77,7 @@ def from_torch(
   return _results.resume(name, policy, values)
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The state dict with which a `GradScaler` goes on as our policy would.
 

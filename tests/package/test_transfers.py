@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _host, diagnostics, interop, plots
+from optax_lossscale import _transfer_guard, diagnostics, interop, plots
 
 matplotlib.use("Agg")
 
@@ -128,7 +128,7 @@ def test_each_public_function_runs_on_the_host_or_in_a_step():
 @pytest.mark.parametrize("fun", ON_HOST, ids=lambda fun: fun.__name__)
 def test_a_function_on_the_host_transfers_under_a_guard(fun):
   # On CPU, reads are free, and so no guard would stop them.
-  assert fun.__code__ is _host.allow_transfers(len).__code__
+  assert fun.__code__ is _transfer_guard.allow_transfers(len).__code__
   with jax.transfer_guard("disallow"):
     ON_HOST[fun]()
   with jax.transfer_guard("disallow_explicit"):

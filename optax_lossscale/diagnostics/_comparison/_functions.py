@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _host
+from optax_lossscale import _transfer_guard
 from optax_lossscale._autocast import _products
 from optax_lossscale.diagnostics import _progress, _step_checks, _tracing
 from optax_lossscale.diagnostics._comparison import _program, _report
@@ -27,7 +27,7 @@ _MAX_BINADES = 126
 _NOISE_THRESHOLD = 0.05
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def compare_precision(
   fun: Callable[..., Any],
   *args: Any,

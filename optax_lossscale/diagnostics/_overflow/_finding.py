@@ -10,7 +10,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _host, _warnings
+from optax_lossscale import _transfer_guard, _warnings
 from optax_lossscale._jaxprs import _eqns, _provenance
 from optax_lossscale.diagnostics import _progress, _step_checks, _tracing
 from optax_lossscale.diagnostics._overflow import (
@@ -28,7 +28,7 @@ _UPDATE_KINDS = {"grads", "unscaled", "updates"}
 _INNER_STATE_RE = re.compile(r"\.inner_state\b")
 
 
-@_host.allow_transfers
+@_transfer_guard.allow_transfers
 def find_overflow(
   fun: Callable[..., Any],
   *args: Any,
