@@ -16,8 +16,8 @@ from optax_lossscale import (
   _arrays,
   _checks,
   _grads,
-  _named_values,
   _state,
+  _tags,
   _warnings,
 )
 from optax_lossscale._jaxprs import _source_info
@@ -294,7 +294,7 @@ def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _scale_tree(loss: Any, scale: jax.Array) -> Any:
-  scale = _named_values.tag_scale("scale", scale, jax.tree.leaves(loss))
+  scale = _tags.tag_scale("scale", scale, jax.tree.leaves(loss))
 
   def scale_leaf(leaf: Any) -> Any:
     if not _arrays.is_inexact(leaf):
@@ -310,12 +310,12 @@ def _unscale_tree(tree: Any, scale: jax.Array) -> Any:
   upcast_grads = [
     jnp.asarray(_arrays.upcast_to_float32(grad)) for grad in grads
   ]
-  scale = _named_values.tag_scale("scale", scale, upcast_grads)
+  scale = _tags.tag_scale("scale", scale, upcast_grads)
   unscaled_grads = [
     _arrays.unscale_by(grad, scale)
     for grad in _add_cpu_fusion_barrier(upcast_grads)
   ]
-  return combine(_named_values.tag_list("unscaled", unscaled_grads))
+  return combine(_tags.tag_list("unscaled", unscaled_grads))
 
 
 def _add_cpu_fusion_barrier(leaves: list[jax.Array]) -> list[jax.Array]:

@@ -15,10 +15,10 @@ from optax_lossscale import (
   _checks,
   _grad_stats,
   _grads,
-  _named_values,
   _policies,
   _select,
   _state,
+  _tags,
 )
 
 _Args = ParamSpec("_Args")
@@ -149,11 +149,11 @@ def with_loss_scaling(
     # The smallest and the largest power of two that are normal in float32.
     _checks.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
 
-  grads_tag_kind: _named_values.TagKind = (
+  grads_tag_kind: _tags.TagKind = (
     "scaled_grads" if grads_are_scaled else "grads"
   )
   is_fixed = isinstance(policy, _policies.FixedLossScale)
-  scale_tag_kind: _named_values.TagKind = (
+  scale_tag_kind: _tags.TagKind = (
     "fixed_update_scale" if is_fixed else "update_scale"
   )
 
@@ -174,11 +174,11 @@ def with_loss_scaling(
     _check_state(state)
     scale_state, inner_state = state
     # Ahead of the gradients, so that the tag says whose gradients follow.
-    loss_scale = _named_values.tag_scale(
+    loss_scale = _tags.tag_scale(
       scale_tag_kind, scale_state.loss_scale, jax.tree.leaves(updates)
     )
     grads, combine = _grads.partition_grads(
-      _named_values.tag_tree(grads_tag_kind, updates)
+      _tags.tag_tree(grads_tag_kind, updates)
     )
     stats = _grad_stats.measure_grads(
       grads,
@@ -187,16 +187,14 @@ def with_loss_scaling(
       max_norm=max_norm,
       axis_name=axis_name,
     )
-    stats = stats._replace(
-      finite=_named_values.tag_value("applied", stats.finite)
-    )
+    stats = stats._replace(finite=_tags.tag_value("applied", stats.finite))
     grads = combine([_grad_stats.unscale_or_zero(x, stats) for x in grads])
     finite = stats.finite
     if check_updates:
       inner_updates, candidate_inner_state = inner.update(
         grads, inner_state, params, **extra_args
       )
-      inner_updates = _named_values.tag_tree("updates", inner_updates)
+      inner_updates = _tags.tag_tree("updates", inner_updates)
       update_grads, _ = _grads.partition_grads(inner_updates)
       finite &= _axes.all_reduce_and(
         _grads.all_finite_by_sum(update_grads), axis_name

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _named_values
+from optax_lossscale import _arrays, _tags
 from optax_lossscale._jaxprs import _dependence, _eqns, _provenance, _walk
 
 
@@ -246,7 +246,7 @@ class _StepTransferFunctions:
   def transfer_tag(
     self, eqn: Any, name: str, labels: int, is_final: bool
   ) -> int:
-    tag = _named_values.parse_tag(name)
+    tag = _tags.parse_tag(name)
     if tag is None:
       return labels
     match tag.kind:

@@ -20,8 +20,8 @@ from optax_lossscale import (
   _arrays,
   _checks,
   _flattening,
-  _named_values,
   _paths,
+  _tags,
 )
 from optax_lossscale._jaxprs import (
   _avals,
@@ -254,7 +254,7 @@ def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
 
 def _get_capture_fn(name: str) -> Callable[[Any], Any] | None:
   """What is looked at of a value with a mark."""
-  tag = _named_values.parse_tag(name)
+  tag = _tags.parse_tag(name)
   if tag is None or tag.kind.endswith("scale"):
     return None
   capture_fns = {
@@ -266,7 +266,7 @@ def _get_capture_fn(name: str) -> Callable[[Any], Any] | None:
 
 def _is_unscaled_tag(name: str) -> bool:
   """Whether a tag is that of gradients, which `update` receives later."""
-  tag = _named_values.parse_tag(name)
+  tag = _tags.parse_tag(name)
   return tag is not None and tag.kind == "unscaled"
 
 
@@ -284,7 +284,7 @@ def _as_outputs(
   last_index: dict[str, int] = {}
   outputs = []
   for name, branches in tagged_values:
-    tag = _named_values.parse_tag(name)
+    tag = _tags.parse_tag(name)
     assert tag is not None  # Others are not looked at.
     kind = tag.kind.removeprefix("scaled_")
     if tag.leaf_index <= last_index.get(

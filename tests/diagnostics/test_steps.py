@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _named_values
+from optax_lossscale import _tags
 from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
   compare_precision,
@@ -411,7 +411,7 @@ def test_marks_are_found_where_a_name_is_a_primitive_of_hijax():
 def test_nothing_eager_is_marked():
   """Marks are for jaxprs; a computation that runs at once has none."""
   tx = ols.with_loss_scaling(optax.sgd(0.1))
-  with mock.patch.object(_named_values, "checkpoint_name") as named:
+  with mock.patch.object(_tags, "checkpoint_name") as named:
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
   named.assert_not_called()
 
@@ -433,7 +433,7 @@ def test_the_program_that_is_compiled_has_no_marks(monkeypatch):
   with_marks = lowered()
   names = str(jax.make_jaxpr(step)(*args)).count("optax_lossscale|")
   assert names == 3 * len(PARAMS) + 4
-  monkeypatch.setattr(_named_values, "checkpoint_name", lambda x, name: x)
+  monkeypatch.setattr(_tags, "checkpoint_name", lambda x, name: x)
   assert with_marks == lowered()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _named_values, diagnostics
+from optax_lossscale import _tags, diagnostics
 
 PAGES = [
   path
@@ -129,7 +129,7 @@ def grads_given(step, args, monkeypatch):
   found = []
   with monkeypatch.context() as patch, jax.disable_jit():
     patch.setattr(
-      _named_values,
+      _tags,
       "marked_tree",
       lambda kind, tree: found.append(tree) or tree,
     )
