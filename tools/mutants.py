@@ -113,7 +113,11 @@ TESTS = {
     "core/state",
     "policies/headroom",
   ],
-  "_policies._named": ["core/input", "policies/dynamic", "policies/headroom"],
+  "_policies._policy_like": [
+    "core/input",
+    "policies/dynamic",
+    "policies/headroom",
+  ],
   "_policies._search": ["policies/headroom", "policies/starving"],
   "_policies._headroom": [
     "policies/headroom",
