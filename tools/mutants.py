@@ -154,7 +154,7 @@ TESTS = {
     "autocast/rules",
     "autocast/messages",
   ],
-  "_autocast._arguments": [
+  "_autocast._call_args": [
     "autocast/weights",
     "autocast/frameworks",
     "autocast/arguments",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_lossscale import _checks, _warnings
 from optax_lossscale._autocast import (
-  _arguments,
+  _call_args,
   _calls,
   _kept,
   _messages,
@@ -152,9 +152,9 @@ def autocast(
 
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-    paths_by_id = _arguments.find_weight_paths_by_id(fun, args, kwargs)
+    paths_by_id = _call_args.find_weight_paths_by_id(fun, args, kwargs)
     config = _calls.AutocastConfig(dtype, float32_filter, paths_by_id)
-    thunk, apply_mutations = _arguments.close_over_args(fun, args, kwargs)
+    thunk, apply_mutations = _call_args.close_over_args(fun, args, kwargs)
     result = _calls.call_with_autocast(thunk, config)
     out = apply_mutations(result.out)
     log = result.log
