@@ -159,7 +159,7 @@ TESTS = {
     "autocast/frameworks",
     "autocast/arguments",
   ],
-  "_autocast._functions": [
+  "_autocast._autocast": [
     "autocast/kept",
     "autocast/rules",
     "autocast/functions",
