@@ -148,7 +148,7 @@ TESTS = {
     "autocast/reach",
     "autocast/rules",
   ],
-  "_autocast._kept": ["autocast/kept", "autocast/reach"],
+  "_autocast._float32_filter": ["autocast/kept", "autocast/reach"],
   "_autocast._messages": [
     "autocast/reach",
     "autocast/rules",

@@ -12,7 +12,7 @@ from optax_lossscale import _checks, _warnings
 from optax_lossscale._autocast import (
   _call_args,
   _calls,
-  _kept,
+  _float32_filter,
   _messages,
   _products,
 )
@@ -134,7 +134,9 @@ def autocast(
     1.0 float32 float32
   """
   dtype = _check_dtype(dtype)
-  float32_filter = _kept.Float32Filter(_kept.as_patterns(keep_float32))
+  float32_filter = _float32_filter.Float32Filter(
+    _float32_filter.as_patterns(keep_float32)
+  )
   if fun is None:
     return _AutocastDecorator(dtype, float32_filter.patterns)
   if isinstance(fun, type) and jnp.issubdtype(fun, jnp.floating):

@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from optax_lossscale import _warnings
-from optax_lossscale._autocast import _kept, _messages, _rewrite
+from optax_lossscale._autocast import _float32_filter, _messages, _rewrite
 from optax_lossscale._jaxprs import (
   _custom_derivatives,
   _eqns,
@@ -31,7 +31,9 @@ class AutocastConfig(NamedTuple):
   """
 
   dtype: Any
-  float32_filter: _kept.Float32Filter = _kept.Float32Filter()
+  float32_filter: _float32_filter.Float32Filter = (
+    _float32_filter.Float32Filter()
+  )
   paths_by_id: Mapping[int, _weights.WeightPath] = types.MappingProxyType({})
   output_paths: Sequence[_weights.WeightPath] = ()
 
@@ -124,7 +126,7 @@ def _rewrite_program(
   )
 
   def rewrite_with(
-    float32_filter: _kept.Float32Filter,
+    float32_filter: _float32_filter.Float32Filter,
   ) -> _rewrite.RewriteResult:
     rewriter = _rewrite.Rewriter(
       dtype, float32_filter, program_weights, rule_transform

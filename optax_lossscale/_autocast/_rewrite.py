@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._autocast import _kept, _products
+from optax_lossscale._autocast import _float32_filter, _products
 from optax_lossscale._jaxprs import (
   _custom_derivatives,
   _eqns,
@@ -40,7 +40,7 @@ class RewriteLog(NamedTuple):
   """
 
   has_matmuls: bool = False
-  matches: tuple[_kept.Match, ...] = ()
+  matches: tuple[_float32_filter.Match, ...] = ()
   unentered_eqns: tuple[core.JaxprEqn, ...] = ()
   has_opaque_rules: bool = False
 
@@ -96,7 +96,7 @@ class Rewriter:
   def __init__(
     self,
     dtype: Any,
-    float32_filter: _kept.Float32Filter,
+    float32_filter: _float32_filter.Float32Filter,
     program_weights: _weights.ProgramWeights,
     rule_transform: _custom_derivatives.RuleTransform,
   ) -> None:
@@ -290,7 +290,7 @@ class Rewriter:
 
   def _match_filter(
     self, get_locations: Callable[[], list[_provenance.EqnLocation]]
-  ) -> tuple[_kept.Match, ...]:
+  ) -> tuple[_float32_filter.Match, ...]:
     """What is decided of what stands at some places, which may be to find."""
     return (
       (self._float32_filter.match(*get_locations()),)

@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._autocast import _kept, _messages, _products, _rewrite
+from optax_lossscale._autocast import (
+  _float32_filter,
+  _messages,
+  _products,
+  _rewrite,
+)
 from optax_lossscale._jaxprs import (
   _custom_derivatives,
   _eqns,
@@ -261,7 +266,9 @@ def rewrite(jaxpr):
     map_derivative=lambda closed, _: (closed, ()),
     map_call=lambda fun, *_: (fun(), ()),
   )
-  rewriter = _rewrite.Rewriter(half, _kept.Float32Filter(), known, in_rule)
+  rewriter = _rewrite.Rewriter(
+    half, _float32_filter.Float32Filter(), known, in_rule
+  )
   new, _, found = rewriter.rewrite(jaxpr, _provenance.EqnLocation())
   told = _messages.describe_unentered(
     _eqns.close_jaxpr(jaxpr), found.unentered_eqns, "float16"
