@@ -165,7 +165,7 @@ TESTS = {
     "autocast/functions",
     "autocast/reach",
   ],
-  "_autocast._products": [
+  "_autocast._matmuls": [
     "autocast/reach",
     "autocast/kept",
     "autocast/rules",

@@ -13,8 +13,8 @@ from optax_lossscale._autocast import (
   _call_args,
   _calls,
   _float32_filter,
+  _matmuls,
   _messages,
-  _products,
 )
 
 _Args = ParamSpec("_Args")
@@ -161,7 +161,7 @@ def autocast(
     out = apply_mutations(result.out)
     log = result.log
     get_cast_names = functools.partial(
-      _products.collect_cast_names, result.jaxpr
+      _matmuls.collect_cast_names, result.jaxpr
     )
     warn_once(
       float32_filter.check_matches(
@@ -213,7 +213,7 @@ def keep_float32(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
   @functools.wraps(fun, updated=updated)
   def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-    with jax.named_scope(_products.KEEP_FLOAT32_SCOPE):
+    with jax.named_scope(_matmuls.KEEP_FLOAT32_SCOPE):
       return fun(*args, **kwargs)
 
   return wrapper

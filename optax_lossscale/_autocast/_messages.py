@@ -10,7 +10,7 @@ import weakref
 import jax
 from jax.extend import core
 
-from optax_lossscale._autocast import _products
+from optax_lossscale._autocast import _matmuls
 from optax_lossscale._jaxprs import (
   _avals,
   _eqns,
@@ -90,7 +90,7 @@ def describe_nothing_cast(
 
   closed_jaxpr = jax.make_jaxpr(flat_fun)()
   eqns: Any = [visit.eqn for visit in _walk.walk(closed_jaxpr, get_subjaxprs)]
-  if any(map(_products.has_rule_matmuls, eqns)):
+  if any(map(_matmuls.has_rule_matmuls, eqns)):
     return ""
   matmuls = filter(_primitives.is_matmul, eqns)
   dtypes = {str(eqn.invars[0].aval.dtype) for eqn in matmuls}
@@ -162,10 +162,10 @@ def _flops_by_location(
   """
   flops: dict[str, int] = {}
   exported_locations: dict[str, None] = {}
-  for visit in _walk.walk(closed_jaxpr, _products.subjaxprs_to_search):
-    if _products.has_exported_matmul(visit.eqn):
+  for visit in _walk.walk(closed_jaxpr, _matmuls.subjaxprs_to_search):
+    if _matmuls.has_exported_matmul(visit.eqn):
       exported_locations[_format_location(visit)] = None
-    if _products.is_castable_matmul(visit.eqn):
+    if _matmuls.is_castable_matmul(visit.eqn):
       unentered_visit = next(
         (x for x in visit.ancestors if x.eqn in unentered_eqns), None
       )

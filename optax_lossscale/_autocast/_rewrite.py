@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._autocast import _float32_filter, _products
+from optax_lossscale._autocast import _float32_filter, _matmuls
 from optax_lossscale._jaxprs import (
   _custom_derivatives,
   _eqns,
@@ -105,7 +105,7 @@ class Rewriter:
     self._program_weights = program_weights
     self._rule_transform = rule_transform
     # A jaxpr that is called twice is searched and rewritten once.
-    self._matmul_search = _products.MatmulSearch(include_rule_matmuls=True)
+    self._matmul_search = _matmuls.MatmulSearch(include_rule_matmuls=True)
     self._result_cache: dict[Any, RewriteResult] = {}
     self._dedup_cache: dict[Any, RewriteResult] = {}
 
@@ -167,7 +167,7 @@ class Rewriter:
 
   def _rewrite_eqn(self, eqn: core.JaxprEqn, ctx: _EqnContext) -> _EqnRewrite:
     """What stands in the place of an equation."""
-    if _products.is_castable_matmul(eqn):
+    if _matmuls.is_castable_matmul(eqn):
       tagged_eqn = ctx.weights.tag_with_weight(eqn)
       matches = self._match_filter(
         lambda: [ctx.location.locate(tagged_eqn, ctx.jaxpr)]
@@ -181,11 +181,11 @@ class Rewriter:
       eqn, ctx.half_vars
     ):
       return _EqnRewrite(cast_eqn(eqn, self._dtype), eqn.outvars)
-    if _products.has_exported_matmul(eqn):
+    if _matmuls.has_exported_matmul(eqn):
       return _EqnRewrite([eqn], log=RewriteLog(unentered_eqns=(eqn,)))
     if not self._matmul_search.any_inside(
       eqn
-    ) and not _products.can_have_rule_matmuls(eqn):
+    ) and not _matmuls.can_have_rule_matmuls(eqn):
       return _EqnRewrite([eqn])
     # Rules are traced where the axes of the mesh are known.
     rewrite_subjaxprs = functools.partial(self._rewrite_subjaxprs, eqn, ctx)
@@ -237,7 +237,7 @@ class Rewriter:
       # One that sees which inputs are perturbed may refuse, and an older JAX
       # then forgets what it has traced of it.
       can_trace_rule = has_matmuls or not rule.symbolic_zeros
-      locations, is_complete = _products.find_rule_matmuls(
+      locations, is_complete = _matmuls.find_rule_matmuls(
         tagged_eqn, location, paths, can_trace_rule
       )
       if not has_matmuls and len(locations) == 1:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._autocast import _products
+from optax_lossscale._autocast import _matmuls
 
 TABLE = jax.random.normal(jax.random.key(0), (8, 4))
 IDS = jnp.array([0, 1, 1, 3, 5])
@@ -150,7 +150,7 @@ def test_a_rule_is_differentiated_once_more_only_for_its_names(
 ):
   seen = []
   monkeypatch.setattr(
-    _products, "derivative_of", lambda eqn: (seen.append(eqn), None)
+    _matmuls, "derivative_of", lambda eqn: (seen.append(eqn), None)
   )
   of_jax = lambda w: (
     jnp.linalg.det(jax.nn.relu(w @ w)) + jax.scipy.special.i1(1.0)

@@ -16,8 +16,8 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._autocast import (
   _float32_filter,
+  _matmuls,
   _messages,
-  _products,
   _rewrite,
 )
 from optax_lossscale._jaxprs import (
@@ -245,7 +245,7 @@ HOLDERS = {
 def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
   closed = jax.make_jaxpr(HOLDERS[name])(A, B)
   eqns = list(closed.jaxpr.eqns)
-  (i,) = [i for i, eqn in enumerate(eqns) if _products.subjaxprs_to_search(eqn)]
+  (i,) = [i for i, eqn in enumerate(eqns) if _matmuls.subjaxprs_to_search(eqn)]
   if change is unknown and _eqns.get_hi_primitive(eqns[i]) is not None:
     pytest.skip("What an unknown primitive hides in an object is not seen.")
   eqns[i] = change(eqns[i])

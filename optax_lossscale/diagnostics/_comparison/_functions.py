@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _transfer_guard
-from optax_lossscale._autocast import _products
+from optax_lossscale._autocast import _matmuls
 from optax_lossscale.diagnostics import _progress, _step_checks, _tracing
 from optax_lossscale.diagnostics._comparison import _program, _report
 
@@ -273,7 +273,7 @@ def _no_matmuls_message(
 ) -> str:
   name = getattr(fun, "__name__", fun)
   cause = f"{name} has no autocast, or its autocast found no float32 matmuls"
-  if _products.MatmulSearch().any_in_jaxpr(traced.closed_jaxpr.jaxpr):
+  if _matmuls.MatmulSearch().any_in_jaxpr(traced.closed_jaxpr.jaxpr):
     cause = f"all matmuls of {name} run in float32"
   return (
     f"compare_precision has nothing to compare: {cause}. Pass a function with"
