@@ -16,7 +16,7 @@ from optax_lossscale._jaxprs import _provenance, _source_info
 from optax_lossscale.diagnostics import compare_precision
 
 W, X = jnp.eye(4), jnp.ones((3, 4))
-HERE = "test_kept.py"
+HERE = "test_float32_filter.py"
 
 
 def named(name, fun):
