@@ -150,7 +150,8 @@ def test_an_overflow_of_the_backward_pass_is_found_at_its_line():
   grad_fn = ols.value_and_grad(ols.autocast(loss_fn), state)
   hit = ols.diagnostics.find_overflow(grad_fn, W)
   assert (
-    hit.source_line == f"test_around.py:{line_of('layer', __file__)} (layer)"
+    hit.source_line
+    == f"test_transformations.py:{line_of('layer', __file__)} (layer)"
   )
   assert (hit.eqn_path, hit.backward) == ("scan[2]/convert_element_type", True)
   assert hit.dtype == "float16"
