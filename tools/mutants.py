@@ -207,7 +207,7 @@ TESTS = {
     "diagnostics/overflow",
     "diagnostics/comparison",
   ],
-  "diagnostics._gradients": ["diagnostics/leaves", "diagnostics/plots"],
+  "diagnostics._gradient_report": ["diagnostics/leaves", "diagnostics/plots"],
   "diagnostics._precision": [
     "diagnostics/precision",
     "diagnostics/parts",

@@ -16,7 +16,7 @@ from optax_lossscale.diagnostics._comparison._report import (
   MatmulPrecision,
   PrecisionComparison,
 )
-from optax_lossscale.diagnostics._gradients import (
+from optax_lossscale.diagnostics._gradient_report import (
   gradient_report,
   GradientReport,
   GradientStats,

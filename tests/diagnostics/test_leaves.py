@@ -14,7 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import interop, plots
-from optax_lossscale.diagnostics import _gradients, _leaves
+from optax_lossscale.diagnostics import _gradient_report, _leaves
 
 NAN, INF = float("nan"), float("inf")
 BAD = bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
@@ -142,7 +142,7 @@ def test_under_jit_the_error_says_to_call_it_outside(reads_values):
 # What looks at a leaf, and its further arguments.
 REDUCE = {
   "find": (_leaves._measure_nonfinite, ()),
-  "measure": (_gradients._measure_leaf, (1.0, 1e-8, 1e-5, 65520.0)),
+  "measure": (_gradient_report._measure_leaf, (1.0, 1e-8, 1e-5, 65520.0)),
   "count": (plots._count_exponents, ()),
 }
 
