@@ -208,7 +208,7 @@ TESTS = {
     "diagnostics/comparison",
   ],
   "diagnostics._gradient_report": ["diagnostics/leaves", "diagnostics/plots"],
-  "diagnostics._precision": [
+  "diagnostics._precision_report": [
     "diagnostics/precision",
     "diagnostics/parts",
     "diagnostics/plots",

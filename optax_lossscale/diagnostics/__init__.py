@@ -28,7 +28,7 @@ from optax_lossscale.diagnostics._leaves import (
 )
 from optax_lossscale.diagnostics._overflow._finding import find_overflow
 from optax_lossscale.diagnostics._overflow._report import Operand, Overflow
-from optax_lossscale.diagnostics._precision import (
+from optax_lossscale.diagnostics._precision_report import (
   Flops,
   precision_report,
   PrecisionReport,

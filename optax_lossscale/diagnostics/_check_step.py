@@ -10,7 +10,7 @@ import numpy as np
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
   _numbers,
-  _precision,
+  _precision_report,
   _progress,
   _step_checks,
   _tracing,
@@ -58,7 +58,7 @@ class StepCheck(_numbers.PrintedReport):
   problems: tuple[Problem, ...]
   passed: tuple[str, ...]
   not_checked: tuple[str, ...]
-  precision: _precision.PrecisionReport
+  precision: _precision_report.PrecisionReport
   overflow: _overflow_report.Overflow | None
   comparison: _report.PrecisionComparison | None
 
@@ -159,7 +159,7 @@ def check_step(
         f" with_loss_scaling, got {getattr(fun, '__name__', fun)}, which does"
         " not. For a gradient alone, use find_overflow and compare_precision."
       )
-    precision = _precision.report_traced(traced, np.dtype(jnp.float16))
+    precision = _precision_report.report_traced(traced, np.dtype(jnp.float16))
     search_result = _finding.search_traced(traced, progress_line)
     comparison = None
     if traced.grad_outputs:
@@ -169,7 +169,7 @@ def check_step(
 
 def _build_step_check(
   traced: _tracing.TracedFunction,
-  precision: _precision.PrecisionReport,
+  precision: _precision_report.PrecisionReport,
   search_result: _finding.SearchResult,
   comparison: _functions.ComparisonResult | None,
 ) -> StepCheck:
@@ -342,7 +342,7 @@ def _describe_errors(comparison: _functions.ComparisonResult) -> Iterator[str]:
 
 def _describe_unchecked(
   traced: _tracing.TracedFunction,
-  precision: _precision.PrecisionReport,
+  precision: _precision_report.PrecisionReport,
   search_result: _finding.SearchResult,
   comparison: _functions.ComparisonResult | None,
 ) -> Iterator[str]:

@@ -31,7 +31,7 @@ from optax_lossscale._jaxprs import (
   _provenance,
   _weights,
 )
-from optax_lossscale.diagnostics import _numbers, _precision
+from optax_lossscale.diagnostics import _numbers, _precision_report
 from optax_lossscale.diagnostics._overflow import _stepper
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
@@ -247,10 +247,10 @@ def names_in_tables():
     *_primitives._FLOP_COUNTERS,
     *_stepper._NEUTRAL_VALUES,
     *_numbers.OVERFLOW_THRESHOLDS,
-    *_precision._POWERS,
+    *_precision_report._POWERS,
     *_primitives._REDUCTIONS,
     *_primitives._CUMULATIVE_REDUCTIONS,
-    *_precision._REDUCING_COLLECTIVES,
+    *_precision_report._REDUCING_COLLECTIVES,
   }
 
 
