@@ -12,7 +12,7 @@ from optax_lossscale.diagnostics import (
   _numbers,
   _precision_report,
   _progress,
-  _step_checks,
+  _scaling_mistakes,
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import _functions, _report
@@ -179,7 +179,7 @@ def _build_step_check(
   ]
   # A branch may wait on purpose, unless it waits for finite gradients.
   is_problem = lambda x: (
-    x is not _step_checks.UPDATE_NOT_RUN or search_result.origin
+    x is not _scaling_mistakes.UPDATE_NOT_RUN or search_result.origin
   )
   unique_mistakes = filter(is_problem, dict.fromkeys(mistakes))
   problems = [Problem(*mistake) for mistake in unique_mistakes]
@@ -347,7 +347,7 @@ def _describe_unchecked(
   comparison: _functions.ComparisonResult | None,
 ) -> Iterator[str]:
   if (
-    _step_checks.UPDATE_NOT_RUN in search_result.mistakes
+    _scaling_mistakes.UPDATE_NOT_RUN in search_result.mistakes
     and search_result.origin is None
   ):
     yield "the gradients: update is in a branch that was not taken"

@@ -29,7 +29,7 @@ from optax_lossscale._jaxprs import (
   _harvest,
   _higher_order,
 )
-from optax_lossscale.diagnostics import _step_checks
+from optax_lossscale.diagnostics import _scaling_mistakes
 
 
 class TracedFunction(NamedTuple):
@@ -50,14 +50,14 @@ class TracedFunction(NamedTuple):
   closed_jaxpr: _eqns.ClosedJaxpr
   inputs: list[Any]
   input_names: list[str]
-  outputs: list[_step_checks.Output]
+  outputs: list[_scaling_mistakes.Output]
   unreached_locations: list[str]
   cond_branch_locations: list[str]
   scale_indices: frozenset[int]
-  mistakes: list[_step_checks.Mistake]
+  mistakes: list[_scaling_mistakes.Mistake]
 
   @property
-  def grad_outputs(self) -> list[_step_checks.Output]:
+  def grad_outputs(self) -> list[_scaling_mistakes.Output]:
     """The gradients that an optimizer is given."""
     return [output for output in self.outputs if output.kind == "grads"]
 
@@ -164,7 +164,7 @@ def trace(
     map(_as_input, itertools.compress(flat_args.leaves, input_mask))
   )
   _check_inputs(caller, input_names, inputs, allow_abstract)
-  outputs: list[_step_checks.Output] = []
+  outputs: list[_scaling_mistakes.Output] = []
 
   def flat_fun(*tracers: Any) -> list[Any]:
     arrays = iter(tracers)
@@ -181,14 +181,14 @@ def trace(
     flat_after_call = flatten(call_trees)
     if flat_after_call.structure == flat_args.structure:
       output_pairs += [
-        (_step_checks.Output("argument", name, 0), new)
+        (_scaling_mistakes.Output("argument", name, 0), new)
         for name, old, new in zip(
           flat_args.names, call_leaves, flat_after_call.leaves, strict=True
         )
         if new is not old and _is_float_array(new)
       ]
       output_pairs += [
-        (_step_checks.Output("argument", name, 0), ref[...])
+        (_scaling_mistakes.Output("argument", name, 0), ref[...])
         for name, ref in zip(flat_args.names, call_leaves, strict=True)
         if _is_ref(ref) and _is_float_array(ref)
       ]
@@ -212,7 +212,7 @@ def trace(
   )
   _check_no_ref_consts(harvest.closed_jaxpr)
   outputs += _as_outputs(harvest.tagged_values)
-  dependence = _step_checks.check_dependence(
+  dependence = _scaling_mistakes.check_dependence(
     harvest.closed_jaxpr, input_names, outputs
   )
   traced = TracedFunction(
@@ -278,7 +278,7 @@ def _nonfinite_indicator(x: jax.Array) -> jax.Array:
 
 def _as_outputs(
   tagged_values: list[_harvest.TaggedValue],
-) -> list[_step_checks.Output]:
+) -> list[_scaling_mistakes.Output]:
   """What is marked, by the way to it; several updates have a number each."""
   current_groups: dict[str, int] = {}
   last_index: dict[str, int] = {}
@@ -293,7 +293,7 @@ def _as_outputs(
       current_groups[kind] = current_groups.get(kind, -1) + 1
     last_index[kind] = tag.leaf_index
     outputs.append(
-      _step_checks.Output(kind, tag.path, current_groups[kind], branches)
+      _scaling_mistakes.Output(kind, tag.path, current_groups[kind], branches)
     )
   return [
     out._replace(name=f"[{out.group}]/{out.name}")
@@ -309,7 +309,9 @@ def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
   return names + [f"args[{i}]" for i in range(len(names), num_args)]
 
 
-def _collect_float_results(out: Any) -> list[tuple[_step_checks.Output, Any]]:
+def _collect_float_results(
+  out: Any,
+) -> list[tuple[_scaling_mistakes.Output, Any]]:
   """The floats in what a function returns, such as the loss, or gradients."""
   is_result = lambda x: type(x) is not tuple
   results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
@@ -320,7 +322,7 @@ def _collect_float_results(out: Any) -> list[tuple[_step_checks.Output, Any]]:
   ]
   names = _paths.leaf_names(path for _, path, _ in leaves)
   return [
-    (_step_checks.Output("result", name, i), leaf)
+    (_scaling_mistakes.Output("result", name, i), leaf)
     for name, (i, _, leaf) in zip(names, leaves, strict=True)
     if _is_float_array(leaf)
   ]

@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale._autocast import _matmuls
-from optax_lossscale.diagnostics import _progress, _step_checks, _tracing
+from optax_lossscale.diagnostics import _progress, _scaling_mistakes, _tracing
 from optax_lossscale.diagnostics._comparison import _program, _report
 
 # An array is lost below what half precision holds if more than this share of
@@ -122,7 +122,7 @@ class ComparisonResult(NamedTuple):
   """
 
   report: _report.PrecisionComparison
-  mistakes: list[_step_checks.Mistake]
+  mistakes: list[_scaling_mistakes.Mistake]
   underflow_fraction: float
 
 
@@ -429,12 +429,14 @@ class PrecisionRuns:
 
   def _find_mistakes(
     self, reference_outs: list[Any], half_outs: list[Any]
-  ) -> list[_step_checks.Mistake]:
+  ) -> list[_scaling_mistakes.Mistake]:
     """Checks how the step uses its gradients."""
-    mistakes: list[_step_checks.Mistake] = []
+    mistakes: list[_scaling_mistakes.Mistake] = []
     for outs in reference_outs, half_outs:
-      mistakes += _step_checks.check_applied_flags(self._traced.outputs, outs)
-    mistakes += _step_checks.check_scale_invariance(
+      mistakes += _scaling_mistakes.check_applied_flags(
+        self._traced.outputs, outs
+      )
+    mistakes += _scaling_mistakes.check_scale_invariance(
       self._traced.inputs,
       self._traced.scale_indices,
       self._traced.outputs,
@@ -442,7 +444,7 @@ class PrecisionRuns:
         inputs, np.zeros(self._num_sites, np.int32)
       )[0],
       reference_outs,
-      is_exact=not _step_checks.has_half_precision_eqn(
+      is_exact=not _scaling_mistakes.has_half_precision_eqn(
         self._traced.closed_jaxpr, ignore_autocast=True
       ),
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_lossscale import _transfer_guard, _warnings
 from optax_lossscale._jaxprs import _eqns, _provenance
-from optax_lossscale.diagnostics import _progress, _step_checks, _tracing
+from optax_lossscale.diagnostics import _progress, _scaling_mistakes, _tracing
 from optax_lossscale.diagnostics._overflow import (
   _bits,
   _marks,
@@ -129,7 +129,7 @@ class SearchResult(NamedTuple):
   """
 
   origin: _report.Overflow | None
-  mistakes: list[_step_checks.Mistake]
+  mistakes: list[_scaling_mistakes.Mistake]
   limitations: list[str]
 
 
@@ -139,18 +139,18 @@ def search_traced(
   """Finds the origin of an inf or a NaN in a traced program."""
   compiled_fun = _compile_if_pure(traced)
   origins, outs = _find_origins(traced, compiled_fun, progress)
-  mistakes = traced.mistakes + _step_checks.check_applied_flags(
+  mistakes = traced.mistakes + _scaling_mistakes.check_applied_flags(
     traced.outputs, outs
   )
   if not origins:
     if compiled_fun is not None:
-      mistakes += _step_checks.check_scale_invariance(
+      mistakes += _scaling_mistakes.check_scale_invariance(
         traced.inputs,
         traced.scale_indices,
         traced.outputs,
         lambda inputs: compiled_fun(*inputs),
         outs,
-        is_exact=not _step_checks.has_half_precision_eqn(
+        is_exact=not _scaling_mistakes.has_half_precision_eqn(
           traced.closed_jaxpr, ignore_autocast=False
         ),
       )
