@@ -32,7 +32,7 @@ from optax_lossscale.diagnostics._overflow import (
   _finding,
   _marks,
   _runners,
-  _stepper,
+  _taint_interpreter,
 )
 
 FAULTS = faulty_models.FAULTS
@@ -633,7 +633,7 @@ def test_other_arguments_reach_the_function_as_they_are():
 @pytest.mark.slow
 def test_no_more_is_kept_than_is_still_read(monkeypatch):
   most = 0
-  step = _stepper.TaintInterpreter._eval_eqn
+  step = _taint_interpreter.TaintInterpreter._eval_eqn
 
   def counting(*args):
     nonlocal most
@@ -647,7 +647,7 @@ def test_no_more_is_kept_than_is_still_read(monkeypatch):
       x = jnp.sin(x) + 1
     return x / 0
 
-  monkeypatch.setattr(_stepper.TaintInterpreter, "_step", counting)
+  monkeypatch.setattr(_taint_interpreter.TaintInterpreter, "_step", counting)
   assert find_overflow(fun, jnp.ones(54321)).primitive == "div"
   # The argument, what an operation reads and returns, and its marks.
   assert most <= 4
@@ -656,7 +656,7 @@ def test_no_more_is_kept_than_is_still_read(monkeypatch):
 def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
   """XLA may round otherwise if it sees several operations at once."""
   enter = lambda *_: [_marks.TaintedArray(jnp.zeros_like(X))]
-  monkeypatch.setattr(_stepper.TaintInterpreter, "_enter", enter)
+  monkeypatch.setattr(_taint_interpreter.TaintInterpreter, "_enter", enter)
   assert find_overflow(lambda x: jnp.exp(x * 20), X).eqn_path == "exp"
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from optax_lossscale.diagnostics import find_overflow
-from optax_lossscale.diagnostics._overflow import _loops, _stepper
+from optax_lossscale.diagnostics._overflow import _loops, _taint_interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
   traced, steps = [], []
   program, step = (
     _loops.CompiledScan._run_loop,
-    _stepper.TaintInterpreter._eval_eqn,
+    _taint_interpreter.TaintInterpreter._eval_eqn,
   )
 
   def tracing(self, *args):
@@ -101,7 +101,7 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
     return step(*args)
 
   monkeypatch.setattr(_loops.CompiledScan, "_program", tracing)
-  monkeypatch.setattr(_stepper.TaintInterpreter, "_step", stepping)
+  monkeypatch.setattr(_taint_interpreter.TaintInterpreter, "_step", stepping)
   counts = {}
   for outer, inner in (4, 3), (8, 30):
     traced.clear()

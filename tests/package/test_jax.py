@@ -32,7 +32,7 @@ from optax_lossscale._jaxprs import (
   _weights,
 )
 from optax_lossscale.diagnostics import _numbers, _precision_report
-from optax_lossscale.diagnostics._overflow import _stepper
+from optax_lossscale.diagnostics._overflow import _taint_interpreter
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
 X = jnp.ones((2, 2))
@@ -245,7 +245,7 @@ def names_in_tables():
     *_eqns._CALL_PRIMITIVES,
     *_eqns._CANONICAL_NAMES.values(),
     *_primitives._FLOP_COUNTERS,
-    *_stepper._NEUTRAL_VALUES,
+    *_taint_interpreter._NEUTRAL_VALUES,
     *_numbers.OVERFLOW_THRESHOLDS,
     *_precision_report._POWERS,
     *_primitives._REDUCTIONS,

@@ -18,7 +18,7 @@ from optax_lossscale.diagnostics._overflow import (
   _marks,
   _report,
   _runners,
-  _stepper,
+  _taint_interpreter,
 )
 
 # What an ``update`` is given, and what it is made of.
@@ -177,7 +177,7 @@ def _find_origins(
   if outs is not None and all(map(_bits.all_finite, outs)):
     return [], outs
   origin_table = _marks.OriginTable()
-  interpreter = _stepper.TaintInterpreter(
+  interpreter = _taint_interpreter.TaintInterpreter(
     origin_table, _runners.Runner(), progress
   )
   inputs = [
