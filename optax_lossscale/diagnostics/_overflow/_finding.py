@@ -14,10 +14,10 @@ from optax_lossscale import _transfer_guard, _warnings
 from optax_lossscale._jaxprs import _eqns, _provenance
 from optax_lossscale.diagnostics import _progress, _scaling_mistakes, _tracing
 from optax_lossscale.diagnostics._overflow import (
-  _bits,
   _marks,
   _report,
   _runners,
+  _taint_arrays,
   _taint_interpreter,
 )
 
@@ -174,7 +174,7 @@ def _find_origins(
   """All origins of what is not finite, and what the program returns."""
   progress.set_description("running the compiled function")
   outs = None if compiled_fun is None else compiled_fun(*traced.inputs)
-  if outs is not None and all(map(_bits.all_finite, outs)):
+  if outs is not None and all(map(_taint_arrays.all_finite, outs)):
     return [], outs
   origin_table = _marks.OriginTable()
   interpreter = _taint_interpreter.TaintInterpreter(
@@ -186,7 +186,7 @@ def _find_origins(
     )
     for x, name in zip(traced.inputs, traced.input_names, strict=True)
   ]
-  used_outputs = outs and [not _bits.all_finite(out) for out in outs]
+  used_outputs = outs and [not _taint_arrays.all_finite(out) for out in outs]
   values = interpreter.eval_jaxpr(
     traced.closed_jaxpr, inputs, _provenance.EqnLocation(), used_outputs
   )

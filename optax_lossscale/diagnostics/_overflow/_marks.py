@@ -12,7 +12,7 @@ import weakref
 
 import numpy as np
 
-from optax_lossscale.diagnostics._overflow import _bits, _report
+from optax_lossscale.diagnostics._overflow import _report, _taint_arrays
 
 # The last bit is for all that finds no bit of its own.
 _BITS = [1 << i for i in range(32)]
@@ -98,7 +98,7 @@ class OriginTable:
     ]
     if not nonempty_taints:
       return TaintedArray(array)
-    empty_taint = _bits.empty_taint(nonempty_taints[0])
+    empty_taint = _taint_arrays.empty_taint(nonempty_taints[0])
     taints = [empty_taint if v.taint is None else v.taint for v in values]
     return self.register_array(array, derive_taint(*taints))
 
@@ -167,7 +167,9 @@ class OriginTable:
     input_bits = join_taint_bits(op.inputs)
     outs_all_masked, outs_by_origin = _rerun_masked(op, input_bits, outs)
     # Without marks, it is an inf that is written there.
-    input_finite_mask = [_bits.all_finite(value.array) for value in op.inputs]
+    input_finite_mask = [
+      _taint_arrays.all_finite(value.array) for value in op.inputs
+    ]
     is_literal_inf = not input_bits and not all(input_finite_mask)
     own_bit = 0
     values = []
@@ -175,7 +177,7 @@ class OriginTable:
       if finite_mask[i]:
         values.append(TaintedArray(out))
         continue
-      taint, is_own = _bits.attribute_taint(
+      taint, is_own = _taint_arrays.attribute_taint(
         out,
         outs_all_masked[i] if outs_all_masked else None,
         {bit: arrays[i] for bit, arrays in outs_by_origin.items()},
@@ -183,7 +185,7 @@ class OriginTable:
         self._get_constant_bits(),
       )
       if is_own.any():
-        is_constant = is_literal_inf and not _bits.has_nan(out)
+        is_constant = is_literal_inf and not _taint_arrays.has_nan(out)
         own_bit = own_bit or self.add_origin(
           op.describe_origin(out, is_own), is_constant
         )
@@ -210,7 +212,9 @@ class OriginTable:
         continue
       bits = value.taint_bits or self._get_fallback_bits(taint_bits)
       reconciled_values.append(
-        self.register_array(out, _bits.fill_untainted(value.taint, out, bits))
+        self.register_array(
+          out, _taint_arrays.fill_untainted(value.taint, out, bits)
+        )
       )
     return reconciled_values
 
@@ -243,7 +247,7 @@ def _rerun_masked(
   neutral_value = 1.0 if op.neutral_value is None else op.neutral_value
 
   def rerun_keeping(bit: int) -> list[Any]:
-    mask_array = lambda v: _bits.mask_other_origins(
+    mask_array = lambda v: _taint_arrays.mask_other_origins(
       v.array, v.marks, bit, neutral_value
     )
     return run(*map(mask_array, op.inputs))

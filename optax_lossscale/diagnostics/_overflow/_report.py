@@ -10,7 +10,7 @@ import numpy as np
 
 from optax_lossscale._jaxprs import _provenance
 from optax_lossscale.diagnostics import _numbers
-from optax_lossscale.diagnostics._overflow import _bits
+from optax_lossscale.diagnostics._overflow import _taint_arrays
 
 _MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
 _EXPONENTIALS = set(_numbers.OVERFLOW_THRESHOLDS)
@@ -177,7 +177,9 @@ def describe_origin(
   return Overflow(
     primitive=primitive,
     dtype=np.dtype(out.dtype),
-    kind="inf" if (np.isinf(_bits.to_numpy(out)) & is_own).any() else "nan",
+    kind="inf"
+    if (np.isinf(_taint_arrays.to_numpy(out)) & is_own).any()
+    else "nan",
     name_scope=location.name_scope,
     param_path=location.param_path,
     name=location.label,
@@ -196,7 +198,7 @@ def _as_operand(array: Any, axis: int) -> Operand:
   )
   if not is_number or array.size == 0:
     return Operand(shape, array.dtype, None, True)
-  np_array = _bits.to_numpy(array)
+  np_array = _taint_arrays.to_numpy(array)
   finite_mask = np.isfinite(np_array)
   magnitudes = np.abs(np.where(finite_mask, np_array, np.zeros_like(np_array)))
   return Operand(

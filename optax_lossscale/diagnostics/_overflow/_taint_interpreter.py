@@ -20,11 +20,11 @@ from optax_lossscale._jaxprs import (
 )
 from optax_lossscale.diagnostics import _progress
 from optax_lossscale.diagnostics._overflow import (
-  _bits,
   _loops,
   _marks,
   _report,
   _runners,
+  _taint_arrays,
 )
 
 # Operations whose result stays finite if an input that is not is replaced by
@@ -150,15 +150,17 @@ class TaintInterpreter:
     self, array: Any, primitive: str, location: _provenance.EqnLocation
   ) -> _marks.TaintedArray:
     """A value that no operation has made."""
-    if _bits.all_finite(array):
+    if _taint_arrays.all_finite(array):
       return _marks.TaintedArray(array)
-    is_own = _bits.nonfinite_mask(array)
+    is_own = _taint_arrays.nonfinite_mask(array)
     origin = _report.describe_origin(
       primitive, [], location, self.runner.axis, array, is_own
     )
-    bit = self.origins.add_origin(origin, is_constant=not _bits.has_nan(array))
+    bit = self.origins.add_origin(
+      origin, is_constant=not _taint_arrays.has_nan(array)
+    )
     return self.origins.register_array(
-      array, _bits.fill_untainted(None, array, bit)
+      array, _taint_arrays.fill_untainted(None, array, bit)
     )
 
   def _eval_eqn(
@@ -178,7 +180,7 @@ class TaintInterpreter:
     run_eqn = self._cached(self._get_run_fn, eqn)
     arrays = [value.array for value in inputs]
     outs = run_eqn(*arrays)
-    finite_mask = list(map(_bits.all_finite, outs))
+    finite_mask = list(map(_taint_arrays.all_finite, outs))
     if all(finite_mask):
       return list(map(_marks.TaintedArray, outs))
     if not has_effect:
@@ -388,7 +390,7 @@ class TaintInterpreter:
     taint_by_row = {i: x.taint for i, x in rows.items() if x.taint is not None}
     if not taint_by_row:
       return _marks.TaintedArray(array)
-    empty_taint = _bits.empty_taint(next(iter(taint_by_row.values())))
+    empty_taint = _taint_arrays.empty_taint(next(iter(taint_by_row.values())))
     taints = [taint_by_row.get(i, empty_taint) for i in range(length)]
     return self.origins.register_array(array, np.stack(taints, axis))
 
@@ -426,7 +428,7 @@ class TaintInterpreter:
     """Follows an iteration of a loop that returned this, step by step."""
     if outs is None:
       return self.eval_jaxpr(closed_jaxpr, inputs, location)
-    finite_mask = list(map(_bits.all_finite, outs))
+    finite_mask = list(map(_taint_arrays.all_finite, outs))
     if all(finite_mask):
       return list(map(_marks.TaintedArray, outs))
     pattern = (*finite_mask, *(value.taint is None for value in inputs))
@@ -464,7 +466,9 @@ class TaintInterpreter:
     def reshard_value(
       i: int, value: _marks.TaintedArray
     ) -> _marks.TaintedArray:
-      put_taint = lambda taint: _bits.device_put_like(taint, value.array)
+      put_taint = lambda taint: _taint_arrays.device_put_like(
+        taint, value.array
+      )
       reshard_taint = lambda taint: np.asarray(
         reshard_array(i, put_taint(taint))
       )
