@@ -30,8 +30,8 @@ from optax_lossscale.diagnostics import (
 )
 from optax_lossscale.diagnostics._overflow import (
   _finding,
-  _marks,
   _runners,
+  _taint,
   _taint_interpreter,
 )
 
@@ -655,18 +655,18 @@ def test_no_more_is_kept_than_is_still_read(monkeypatch):
 
 def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
   """XLA may round otherwise if it sees several operations at once."""
-  enter = lambda *_: [_marks.TaintedArray(jnp.zeros_like(X))]
+  enter = lambda *_: [_taint.TaintedArray(jnp.zeros_like(X))]
   monkeypatch.setattr(_taint_interpreter.TaintInterpreter, "_enter", enter)
   assert find_overflow(lambda x: jnp.exp(x * 20), X).eqn_path == "exp"
 
 
 def test_an_entry_that_only_the_whole_makes_inf_has_the_marks_of_the_others():
-  origins = _marks.OriginTable()
+  origins = _taint.OriginTable()
   inf, one = jnp.array([np.inf, 1.0]), jnp.array([1.0, 1.0])
   origin = types.SimpleNamespace(primitive="exp", source_line="")
   bit = origins.add_origin(origin)
   first = origins.register_array(inf, jnp.array([bit, 0], jnp.uint32))
-  values = [first, _marks.TaintedArray(one)]
+  values = [first, _taint.TaintedArray(one)]
   agreed = origins.reconcile([inf[::-1], inf], [False] * 2, values, bit)
   assert [value.taint.tolist() for value in agreed] == [[bit, bit], [bit, 0]]
   assert origins.select_origins(agreed[1:]) == [origin]

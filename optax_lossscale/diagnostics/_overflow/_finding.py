@@ -14,9 +14,9 @@ from optax_lossscale import _transfer_guard, _warnings
 from optax_lossscale._jaxprs import _eqns, _provenance
 from optax_lossscale.diagnostics import _progress, _scaling_mistakes, _tracing
 from optax_lossscale.diagnostics._overflow import (
-  _marks,
   _report,
   _runners,
+  _taint,
   _taint_arrays,
   _taint_interpreter,
 )
@@ -176,7 +176,7 @@ def _find_origins(
   outs = None if compiled_fun is None else compiled_fun(*traced.inputs)
   if outs is not None and all(map(_taint_arrays.all_finite, outs)):
     return [], outs
-  origin_table = _marks.OriginTable()
+  origin_table = _taint.OriginTable()
   interpreter = _taint_interpreter.TaintInterpreter(
     origin_table, _runners.Runner(), progress
   )
@@ -195,8 +195,8 @@ def _find_origins(
 
 
 def _select_relevant_origins(
-  origin_table: _marks.OriginTable,
-  values: list[_marks.TaintedArray],
+  origin_table: _taint.OriginTable,
+  values: list[_taint.TaintedArray],
   traced: _tracing.TracedFunction,
 ) -> list[_report.Overflow]:
   """The origins that count, those that reach an ``update`` first.

@@ -21,9 +21,9 @@ from optax_lossscale._jaxprs import (
 from optax_lossscale.diagnostics import _progress
 from optax_lossscale.diagnostics._overflow import (
   _loops,
-  _marks,
   _report,
   _runners,
+  _taint,
   _taint_arrays,
 )
 
@@ -63,7 +63,7 @@ class _EqnCall(NamedTuple):
   """
 
   eqn: core.JaxprEqn
-  inputs: list[_marks.TaintedArray]
+  inputs: list[_taint.TaintedArray]
   get_location: Callable[[], _provenance.EqnLocation]
   has_effect: bool
   used_outputs: list[bool] | None = None
@@ -84,7 +84,7 @@ class TaintInterpreter:
 
   def __init__(
     self,
-    origins: _marks.OriginTable,
+    origins: _taint.OriginTable,
     runner: _runners.Runner,
     progress: _progress.ProgressLine,
   ):
@@ -97,10 +97,10 @@ class TaintInterpreter:
   def eval_jaxpr(
     self,
     closed_jaxpr: _eqns.ClosedJaxpr,
-    inputs: list[_marks.TaintedArray],
+    inputs: list[_taint.TaintedArray],
     location: _provenance.EqnLocation,
     used_outputs: list[bool] | None = None,
-  ) -> list[_marks.TaintedArray]:
+  ) -> list[_taint.TaintedArray]:
     """Runs a jaxpr.
 
     Args:
@@ -122,15 +122,15 @@ class TaintInterpreter:
 
     def lift_const(
       x: Any, atom: _eqns.Atom, eqn: core.JaxprEqn | None
-    ) -> _marks.TaintedArray:
+    ) -> _taint.TaintedArray:
       array = self.runner.lift_const(x, atom)
       return self.make_constant(array, "constant", get_location(eqn))
 
     eqn_numbers = self._cached(_number_eqns, closed_jaxpr.jaxpr)
 
     def eval_eqn(
-      eqn: core.JaxprEqn, inputs: list[_marks.TaintedArray]
-    ) -> list[_marks.TaintedArray]:
+      eqn: core.JaxprEqn, inputs: list[_taint.TaintedArray]
+    ) -> list[_taint.TaintedArray]:
       eqn_path = "/".join([*location.eqn_path, _source_info.get_op_name(eqn)])
       self.progress.set_description(
         f"{eqn_path}, operation {eqn_numbers[eqn]} of {len(eqn_numbers)}"
@@ -144,14 +144,14 @@ class TaintInterpreter:
       lift_const=lift_const,
       used_outputs=used_outputs,
     )
-    return [out or _marks.TaintedArray(None) for out in outs]
+    return [out or _taint.TaintedArray(None) for out in outs]
 
   def make_constant(
     self, array: Any, primitive: str, location: _provenance.EqnLocation
-  ) -> _marks.TaintedArray:
+  ) -> _taint.TaintedArray:
     """A value that no operation has made."""
     if _taint_arrays.all_finite(array):
-      return _marks.TaintedArray(array)
+      return _taint.TaintedArray(array)
     is_own = _taint_arrays.nonfinite_mask(array)
     origin = _report.describe_origin(
       primitive, [], location, self.runner.axis, array, is_own
@@ -166,9 +166,9 @@ class TaintInterpreter:
   def _eval_eqn(
     self,
     eqn: core.JaxprEqn,
-    inputs: list[_marks.TaintedArray],
+    inputs: list[_taint.TaintedArray],
     get_location: Callable[[], _provenance.EqnLocation],
-  ) -> list[_marks.TaintedArray]:
+  ) -> list[_taint.TaintedArray]:
     """Carries out one equation; enters it if its results are not finite."""
     has_effect = self._cached(_eqns.has_effect, eqn)
     eqn_call = _EqnCall(eqn, inputs, get_location, has_effect)
@@ -182,13 +182,13 @@ class TaintInterpreter:
     outs = run_eqn(*arrays)
     finite_mask = list(map(_taint_arrays.all_finite, outs))
     if all(finite_mask):
-      return list(map(_marks.TaintedArray, outs))
+      return list(map(_taint.TaintedArray, outs))
     if not has_effect:
       used_outputs = [not is_finite for is_finite in finite_mask]
       inner_values = (
         self._eval_subjaxprs(eqn_call._replace(used=used_outputs)) or []
       )
-      taint_bits = _marks.join_taint_bits(inner_values)
+      taint_bits = _taint.join_taint_bits(inner_values)
       if taint_bits:
         return self.origins.reconcile(
           outs, finite_mask, inner_values, taint_bits
@@ -198,10 +198,10 @@ class TaintInterpreter:
       _report.describe_origin, name, arrays, get_location(), axis
     )
     atoms = zip(inputs, eqn.invars, strict=True)
-    op = _marks.ExecutedEqn(
+    op = _taint.ExecutedEqn(
       run=None if has_effect else run_eqn,
       inputs=[
-        _marks.TaintedArray(v.array) if _is_literal(x) else v for v, x in atoms
+        _taint.TaintedArray(v.array) if _is_literal(x) else v for v, x in atoms
       ],
       neutral_value=_NEUTRAL_VALUES.get(name),
       describe_origin=describe_origin,
@@ -241,7 +241,7 @@ class TaintInterpreter:
 
   def _eval_subjaxprs(
     self, eqn_call: _EqnCall
-  ) -> list[_marks.TaintedArray] | None:
+  ) -> list[_taint.TaintedArray] | None:
     """Runs the jaxprs of a call, a loop or a branch.
 
     Returns:
@@ -268,7 +268,7 @@ class TaintInterpreter:
 
   def _eval_cond(
     self, branches: tuple[_eqns.ClosedJaxpr, ...], eqn_call: _EqnCall
-  ) -> list[_marks.TaintedArray] | None:
+  ) -> list[_taint.TaintedArray] | None:
     index_value, *operands = eqn_call.inputs
     index = _get_uniform_value(index_value.array)
     if index is None:
@@ -281,7 +281,7 @@ class TaintInterpreter:
 
   def _eval_while(
     self, loop: _higher_order.While, eqn_call: _EqnCall
-  ) -> list[_marks.TaintedArray] | None:
+  ) -> list[_taint.TaintedArray] | None:
     cond_consts, body_consts, carry = loop.split(eqn_call.inputs)
     budget = _IterationBudget(self.origins)
     num_iterations = 0
@@ -309,7 +309,7 @@ class TaintInterpreter:
   def _eval_while_cond(
     self,
     loop: _higher_order.While,
-    inputs: list[_marks.TaintedArray],
+    inputs: list[_taint.TaintedArray],
     eqn_call: _EqnCall,
   ) -> jax.Array:
     """The condition of a loop: one flag, or one for each row of ``vmap``."""
@@ -325,8 +325,8 @@ class TaintInterpreter:
     return np.any(np.asarray(pred), axis=axes)
 
   def _select_carry(
-    self, pred: jax.Array, new: _marks.TaintedArray, old: _marks.TaintedArray
-  ) -> _marks.TaintedArray:
+    self, pred: jax.Array, new: _taint.TaintedArray, old: _taint.TaintedArray
+  ) -> _taint.TaintedArray:
     """What comes after an iteration that only some rows still need.
 
     Such is a loop that was mapped by ``vmap``: each row has a flag.
@@ -340,10 +340,10 @@ class TaintInterpreter:
 
   def _eval_scan(
     self, scan: _higher_order.Scan, eqn_call: _EqnCall
-  ) -> list[_marks.TaintedArray]:
+  ) -> list[_taint.TaintedArray]:
     consts, carry, slices = scan.split(eqn_call.inputs)
     budget = _IterationBudget(self.origins)
-    rows: dict[int, list[_marks.TaintedArray]] = {}
+    rows: dict[int, list[_taint.TaintedArray]] = {}
     num_iterations = 0
     while num_iterations < scan.length:
       inputs = [*consts, *carry, *slices]
@@ -368,15 +368,15 @@ class TaintInterpreter:
     return [*carry, *ys]
 
   def _take_slice(
-    self, value: _marks.TaintedArray, i: int
-  ) -> _marks.TaintedArray:
+    self, value: _taint.TaintedArray, i: int
+  ) -> _taint.TaintedArray:
     array = self.runner.take_slice(value.array, i)
     take_taint = lambda taint: np.take(taint, i, self.runner.axis)
     return self.origins.derive_array(array, [value], take_taint)
 
   def _stack_rows(
-    self, rows: dict[int, _marks.TaintedArray], length: int, has_arrays: bool
-  ) -> _marks.TaintedArray:
+    self, rows: dict[int, _taint.TaintedArray], length: int, has_arrays: bool
+  ) -> _taint.TaintedArray:
     """What a scan stacks, of the rows by their numbers.
 
     If the arrays are not needed, those that are missing have no marks.
@@ -389,7 +389,7 @@ class TaintInterpreter:
       )
     taint_by_row = {i: x.taint for i, x in rows.items() if x.taint is not None}
     if not taint_by_row:
-      return _marks.TaintedArray(array)
+      return _taint.TaintedArray(array)
     empty_taint = _taint_arrays.empty_taint(next(iter(taint_by_row.values())))
     taints = [taint_by_row.get(i, empty_taint) for i in range(length)]
     return self.origins.register_array(array, np.stack(taints, axis))
@@ -398,9 +398,9 @@ class TaintInterpreter:
     self,
     loop: _loops.AnyLoop,
     num_iterations: int,
-    inputs: list[_marks.TaintedArray],
+    inputs: list[_taint.TaintedArray],
     eqn_call: _EqnCall,
-  ) -> tuple[int, Sequence[_marks.TaintedArray], list[Any] | None]:
+  ) -> tuple[int, Sequence[_taint.TaintedArray], list[Any] | None]:
     """Runs a loop up to the next iteration that is to be looked at.
 
     Returns:
@@ -414,37 +414,37 @@ class TaintInterpreter:
     arrays = [value.array for value in inputs]
     stop_point = self._get_loop(eqn_call.eqn).advance(num_iterations, arrays)
     if stop_point.done > num_iterations + 1:  # All that came before was finite.
-      carry = list(map(_marks.TaintedArray, stop_point.carry))
+      carry = list(map(_taint.TaintedArray, stop_point.carry))
     return stop_point.done, carry, stop_point.outs
 
   def _eval_iteration(
     self,
     closed_jaxpr: _eqns.ClosedJaxpr,
-    inputs: list[_marks.TaintedArray],
+    inputs: list[_taint.TaintedArray],
     outs: list[Any] | None,
     location: _provenance.EqnLocation,
     budget: "_IterationBudget",
-  ) -> list[_marks.TaintedArray]:
+  ) -> list[_taint.TaintedArray]:
     """Follows an iteration of a loop that returned this, step by step."""
     if outs is None:
       return self.eval_jaxpr(closed_jaxpr, inputs, location)
     finite_mask = list(map(_taint_arrays.all_finite, outs))
     if all(finite_mask):
-      return list(map(_marks.TaintedArray, outs))
+      return list(map(_taint.TaintedArray, outs))
     pattern = (*finite_mask, *(value.taint is None for value in inputs))
     if budget.is_exhausted(pattern):
-      taint_bits = _marks.join_taint_bits(inputs) or budget.taint_bits
-      values = [_marks.TaintedArray(None)] * len(outs)
+      taint_bits = _taint.join_taint_bits(inputs) or budget.taint_bits
+      values = [_taint.TaintedArray(None)] * len(outs)
     else:
       used_outputs = [not is_finite for is_finite in finite_mask]
       values = self.eval_jaxpr(closed_jaxpr, inputs, location, used_outputs)
-      budget.record_iteration(pattern, _marks.join_taint_bits(values))
+      budget.record_iteration(pattern, _taint.join_taint_bits(values))
       taint_bits = budget.taint_bits
     return self.origins.reconcile(outs, finite_mask, values, taint_bits)
 
   def _eval_shard_map(
     self, shard_map: _higher_order.ShardMap, eqn_call: _EqnCall
-  ) -> list[_marks.TaintedArray] | None:
+  ) -> list[_taint.TaintedArray] | None:
     is_nested = isinstance(self.runner, _runners.ShardRunner)
     # An abstract mesh has no devices to run on.
     if is_nested or not isinstance(shard_map.mesh, Mesh):
@@ -459,13 +459,13 @@ class TaintInterpreter:
   def _reshard(
     self,
     reshard_array: Callable[[int, jax.Array], jax.Array],
-    values: list[_marks.TaintedArray],
-  ) -> list[_marks.TaintedArray]:
+    values: list[_taint.TaintedArray],
+  ) -> list[_taint.TaintedArray]:
     """All values, moved into a ``shard_map`` or out of it."""
 
     def reshard_value(
-      i: int, value: _marks.TaintedArray
-    ) -> _marks.TaintedArray:
+      i: int, value: _taint.TaintedArray
+    ) -> _taint.TaintedArray:
       put_taint = lambda taint: _taint_arrays.device_put_like(
         taint, value.array
       )
@@ -485,13 +485,13 @@ class _IterationBudget:
   An iteration goes wrong in a way: which inputs and outputs are finite.
   """
 
-  def __init__(self, origins: _marks.OriginTable) -> None:
+  def __init__(self, origins: _taint.OriginTable) -> None:
     self._origins = origins
     self._count_by_pattern: collections.Counter[tuple[bool, ...]] = (
       collections.Counter()
     )
     # A value of its own, so that none of its bits is given to another origin.
-    self._origin_value = _marks.TaintedArray(None)
+    self._origin_value = _taint.TaintedArray(None)
 
   @property
   def taint_bits(self) -> int:
@@ -523,9 +523,9 @@ def _has_effects(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
   return _eqns.has_effectful_eqn(closed_jaxpr.jaxpr)
 
 
-def _drop_array(value: _marks.TaintedArray) -> _marks.TaintedArray:
+def _drop_array(value: _taint.TaintedArray) -> _taint.TaintedArray:
   """The value without its array, which need not be kept."""
-  return value if value.taint is not None else _marks.TaintedArray(None)
+  return value if value.taint is not None else _taint.TaintedArray(None)
 
 
 def _number_eqns(jaxpr: core.Jaxpr) -> dict[core.JaxprEqn, int]:
