@@ -26,7 +26,7 @@ from optax_lossscale.diagnostics._leaves import (
   nonfinite_leaves,
   NonfiniteLeaf,
 )
-from optax_lossscale.diagnostics._overflow._finding import find_overflow
+from optax_lossscale.diagnostics._overflow._find_overflow import find_overflow
 from optax_lossscale.diagnostics._overflow._report import Operand, Overflow
 from optax_lossscale.diagnostics._precision_report import (
   Flops,

@@ -16,7 +16,7 @@ from optax_lossscale.diagnostics import (
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import _functions, _report
-from optax_lossscale.diagnostics._overflow import _finding
+from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 
 # A report has at most 20 lines.
@@ -160,7 +160,7 @@ def check_step(
         " not. For a gradient alone, use find_overflow and compare_precision."
       )
     precision = _precision_report.report_traced(traced, np.dtype(jnp.float16))
-    search_result = _finding.search_traced(traced, progress_line)
+    search_result = _find_overflow.search_traced(traced, progress_line)
     comparison = None
     if traced.grad_outputs:
       comparison = _functions.compare_traced(traced, "bisect", progress_line)
@@ -170,7 +170,7 @@ def check_step(
 def _build_step_check(
   traced: _tracing.TracedFunction,
   precision: _precision_report.PrecisionReport,
-  search_result: _finding.SearchResult,
+  search_result: _find_overflow.SearchResult,
   comparison: _functions.ComparisonResult | None,
 ) -> StepCheck:
   mistakes = [
@@ -312,7 +312,7 @@ def _as_problem(origin: _overflow_report.Overflow) -> Problem:
 def _describe_sound_scaling(
   traced: _tracing.TracedFunction,
   has_mistakes: bool,
-  search_result: _finding.SearchResult,
+  search_result: _find_overflow.SearchResult,
 ) -> Iterator[str]:
   if has_mistakes:
     return
@@ -343,7 +343,7 @@ def _describe_errors(comparison: _functions.ComparisonResult) -> Iterator[str]:
 def _describe_unchecked(
   traced: _tracing.TracedFunction,
   precision: _precision_report.PrecisionReport,
-  search_result: _finding.SearchResult,
+  search_result: _find_overflow.SearchResult,
   comparison: _functions.ComparisonResult | None,
 ) -> Iterator[str]:
   if (

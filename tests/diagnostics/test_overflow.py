@@ -29,7 +29,7 @@ from optax_lossscale.diagnostics import (
   find_overflow,
 )
 from optax_lossscale.diagnostics._overflow import (
-  _finding,
+  _find_overflow,
   _runners,
   _taint,
   _taint_interpreter,
@@ -789,7 +789,7 @@ def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
 
   monkeypatch.setattr(_runners.Runner, "equation", with_garbage)
   # The whole program would find zeros there.
-  monkeypatch.setattr(_finding, "_compiled", lambda traced: None)
+  monkeypatch.setattr(_find_overflow, "_compiled", lambda traced: None)
   fun = lambda x: jnp.empty(4).at[:2].set(x)
   x = jnp.ones(2)
   assert find_overflow(lambda x: fun(x)[:2], x) is None
