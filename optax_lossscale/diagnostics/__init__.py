@@ -10,7 +10,9 @@ from optax_lossscale.diagnostics._check_step import (
   Problem,
   StepCheck,
 )
-from optax_lossscale.diagnostics._comparison._functions import compare_precision
+from optax_lossscale.diagnostics._comparison._compare_precision import (
+  compare_precision,
+)
 from optax_lossscale.diagnostics._comparison._report import (
   ArrayError,
   MatmulPrecision,

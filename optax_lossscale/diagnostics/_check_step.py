@@ -15,7 +15,7 @@ from optax_lossscale.diagnostics import (
   _scaling_mistakes,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import _functions, _report
+from optax_lossscale.diagnostics._comparison import _compare_precision, _report
 from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 
@@ -163,7 +163,9 @@ def check_step(
     search_result = _find_overflow.search_traced(traced, progress_line)
     comparison = None
     if traced.grad_outputs:
-      comparison = _functions.compare_traced(traced, "bisect", progress_line)
+      comparison = _compare_precision.compare_traced(
+        traced, "bisect", progress_line
+      )
   return _build_step_check(traced, precision, search_result, comparison)
 
 
@@ -171,7 +173,7 @@ def _build_step_check(
   traced: _tracing.TracedFunction,
   precision: _precision_report.PrecisionReport,
   search_result: _find_overflow.SearchResult,
-  comparison: _functions.ComparisonResult | None,
+  comparison: _compare_precision.ComparisonResult | None,
 ) -> StepCheck:
   mistakes = [
     *search_result.mistakes,
@@ -325,7 +327,9 @@ def _describe_sound_scaling(
     yield "the gradients are finite"
 
 
-def _describe_errors(comparison: _functions.ComparisonResult) -> Iterator[str]:
+def _describe_errors(
+  comparison: _compare_precision.ComparisonResult,
+) -> Iterator[str]:
   report = comparison.report
   noise_names = {*report.noise_only_arrays}
   errors = {
@@ -344,7 +348,7 @@ def _describe_unchecked(
   traced: _tracing.TracedFunction,
   precision: _precision_report.PrecisionReport,
   search_result: _find_overflow.SearchResult,
-  comparison: _functions.ComparisonResult | None,
+  comparison: _compare_precision.ComparisonResult | None,
 ) -> Iterator[str]:
   if (
     _scaling_mistakes.UPDATE_NOT_RUN in search_result.mistakes

@@ -209,7 +209,7 @@ def test_imports_go_round_in_no_circle():
 
 # What is seen inside of a room with a folder, all of which have a face.
 SEEN_INSIDE = {
-  ("diagnostics._comparison._functions", "_autocast._matmuls"),
+  ("diagnostics._comparison._compare_precision", "_autocast._matmuls"),
   ("plots", "diagnostics._leaves"),
   ("plots", "diagnostics._numbers"),
 }
