@@ -85,7 +85,7 @@ def test_the_report_prints_the_operation_its_operands_and_a_fix():
 
   hit = find_overflow(jax.jit(fun), X)
   (line,) = {other.source_line for other in (hit, *hit.other_origins)}
-  assert line.startswith("test_overflow.py:")
+  assert line.startswith("test_find_overflow.py:")
   assert line.endswith(" (fun)")
   assert str(hit).splitlines() == [
     f"exp returned inf (float16) in the forward pass, at {line}.",
@@ -112,7 +112,7 @@ def test_the_report_names_the_layer_if_it_is_known_and_no_line_if_it_is_not():
   hit = find_overflow(
     ols.autocast(loss_fn), {"up": jnp.eye(4)}, 1e9 * jnp.ones((2, 4))
   )
-  line = f"test_overflow.py:{hit.source_line.split(':')[1]}"
+  line = f"test_find_overflow.py:{hit.source_line.split(':')[1]}"
   assert str(hit).splitlines()[0] == (
     "convert_element_type returned inf (float16) in the forward pass, in layer"
     f" up at {line}."
