@@ -58,7 +58,7 @@ READ_JAXPRS = tests/autocast tests/diagnostics \
 # Of these, the gradients of thirteen models, random names, and the time of a
 # diagnosis.
 TAKE_LONGEST = $(addprefix --ignore=tests/, autocast/test_models.py \
-  autocast/test_random_provenance.py diagnostics/test_overflow_time.py)
+  autocast/test_random_provenance.py diagnostics/test_find_overflow_time.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow coverage test-3.11 test-oldest \
