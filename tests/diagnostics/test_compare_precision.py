@@ -29,7 +29,7 @@ from optax_lossscale.diagnostics._comparison import _program, _report
 KEYS = jax.random.split(jax.random.key(0), 3)
 W = jax.random.normal(KEYS[0], (8, 8)) / 3
 X = jax.random.normal(KEYS[1], (4, 8))
-HERE = "test_comparison.py"
+HERE = "test_compare_precision.py"
 
 
 def compare(fun, *args, dtype=jnp.float16, keep_float32=(), **kwargs):
