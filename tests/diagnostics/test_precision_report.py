@@ -24,7 +24,7 @@ def shape(*sizes, dtype=F16):
 
 
 def place_of(mark):
-  return f"test_precision.py:{line_of(mark, __file__)}"
+  return f"test_precision_report.py:{line_of(mark, __file__)}"
 
 
 def total(x):
@@ -285,7 +285,7 @@ def test_what_may_go_wrong_is_told_with_its_line(fun, primitive, reason):
   (risk,) = [risk for risk in risks if reason in risk.reason]
   assert risk.primitive == primitive
   assert risk.run_count == 1
-  assert risk.source_line.startswith("test_precision.py:")
+  assert risk.source_line.startswith("test_precision_report.py:")
   # In float32 none of it is at risk.
   assert precision_report(wrapped, shape(1000, dtype=F32)).at_risk == ()
 
