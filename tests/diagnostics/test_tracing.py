@@ -146,7 +146,7 @@ def steps_in_a_while(params, state, batch, count):
 def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
   _, args = whole_steps.plain(SMALL)
   args = *args, jnp.int32(2)
-  told = "radients inside while at test_steps.py:"
+  told = "radients inside while at test_tracing.py:"
   with pytest.warns(
     UserWarning, match=f"found no inf or NaN. Not analyzed: g{told}"
   ):
