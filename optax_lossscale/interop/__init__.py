@@ -6,14 +6,14 @@ from optax_lossscale.interop._fairseq import from_fairseq
 from optax_lossscale.interop._flax import from_flax, to_flax
 from optax_lossscale.interop._jmp import from_jmp
 from optax_lossscale.interop._keras import from_keras, to_keras
-from optax_lossscale.interop._megatron import from_megatron
-from optax_lossscale.interop._paddle import from_paddle
-from optax_lossscale.interop._rules import (
+from optax_lossscale.interop._loss_scales import (
   DeepSpeedLossScale,
   DeepSpeedPolicyState,
   FairseqLossScale,
   FairseqPolicyState,
 )
+from optax_lossscale.interop._megatron import from_megatron
+from optax_lossscale.interop._paddle import from_paddle
 from optax_lossscale.interop._torch import from_torch, to_torch
 
 __all__ = [

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from optax_lossscale import _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results
+from optax_lossscale.interop._loss_scales import DeepSpeedLossScale
 from optax_lossscale.interop._reading import Key
-from optax_lossscale.interop._rules import DeepSpeedLossScale
 
 # The defaults depend on the version: see `_with_defaults`.
 _FP16 = {

@@ -4,8 +4,8 @@ from typing import Any
 
 from optax_lossscale import _state, _transfer_guard
 from optax_lossscale.interop import _reading, _results
+from optax_lossscale.interop._loss_scales import FairseqLossScale
 from optax_lossscale.interop._reading import Key
-from optax_lossscale.interop._rules import FairseqLossScale
 
 _SETTINGS = {
   "fp16_init_scale": Key("init_scale", 2.0**7),
