@@ -1,6 +1,6 @@
 """`autocast`: which equations run in half precision, and which as written."""
 
-from helpers import equations, quick_alone
+from helpers import jaxprs, quick_alone
 from helpers.bits import assert_close, assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -197,9 +197,9 @@ def test_all_products_run_in_half_and_the_result_is_the_same(name):
   fun = PROGRAMS[name]
   skip_if_jax_cannot(jax.eval_shape, fun, X, W)
   half = ols.autocast(fun)
-  assert set(equations.products(half, X, W)) == {"float16"}
+  assert set(jaxprs.products(half, X, W)) == {"float16"}
   # Each of them once.
-  before, after = equations.products(fun, X, W), equations.products(half, X, W)
+  before, after = jaxprs.products(fun, X, W), jaxprs.products(half, X, W)
   assert sum(before.values()) == sum(after.values())
   for transform in (jax.jit, lambda f: f):
     assert_same_bits(transform(half)(X, W), transform(fun)(X, W))
@@ -214,7 +214,7 @@ def test_the_gradient_is_the_same_and_its_products_run_in_half(name):
     gradient = lambda f: jax.grad(mean_square(f), argnums=(0, 1))
   half, full = gradient(ols.autocast(fun)), gradient(fun)
   skip_if_jax_cannot(jax.eval_shape, full, X, W)
-  assert set(equations.products(half, X, W)) == {"float16"}
+  assert set(jaxprs.products(half, X, W)) == {"float16"}
   assert_close(jax.jit(half)(X, W), jax.jit(full)(X, W))
 
 

@@ -5,7 +5,7 @@ import functools
 import sys
 
 from flax import nnx
-from helpers import equations
+from helpers import jaxprs
 from helpers.bits import assert_same_bits
 import jax
 from jax import lax
@@ -52,7 +52,7 @@ def test_keys_of_an_argument_may_be_of_several_types(kind):
   assert "flax.nnx" in sys.modules
   half = ols.autocast(lambda tables, x: tables["w"] @ tables[1] @ x)
   tables = kind({"w": jnp.eye(4), 1: jnp.eye(4)})
-  counts = equations.products(lambda x: half(tables, x), jnp.eye(4))
+  counts = jaxprs.products(lambda x: half(tables, x), jnp.eye(4))
   assert counts == {"float16": 2}
 
 

@@ -8,7 +8,7 @@ a broadcast, whose transpose is a sum.
 import functools
 import inspect
 
-from helpers import equations, product_flops, quick_alone, sharding
+from helpers import jaxprs, product_flops, quick_alone, sharding
 from helpers.bits import assert_close
 from helpers.jax_limits import jax_can
 import hypothesis
@@ -99,16 +99,16 @@ BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
 
 def test_each_primitive_of_the_table_is_tried():
   between = _primitives.PERMUTING_COLLECTIVES
-  assert set(equations.MOVES) == _primitives.DATA_MOVEMENT
+  assert set(jaxprs.MOVES) == _primitives.DATA_MOVEMENT
   assert between == {"all_to_all", "ppermute"}  # tried below
   assert set(PRODUCTS) == set(_primitives.CONTRACTION_PREDICATES)
 
 
 @pytest.mark.parametrize("axes", quick_alone([(0, None), (0, 0)], BATCHINGS))
-@pytest.mark.parametrize("name", [*equations.MOVES, *PRODUCTS])
+@pytest.mark.parametrize("name", [*jaxprs.MOVES, *PRODUCTS])
 def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
   def model(a, b):
-    moved = equations.MOVES.get(name, lambda h: h)
+    moved = jaxprs.MOVES.get(name, lambda h: h)
     h = moved(PRODUCTS.get(name, jnp.matmul)(a, b))
     return jnp.sum(jnp.sin(h) * jnp.cos(jnp.sum(a * b)))
 

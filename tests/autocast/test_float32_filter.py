@@ -5,7 +5,7 @@ import random
 import re
 from typing import NamedTuple
 
-from helpers import equations, line_of
+from helpers import jaxprs, line_of
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ BY_SCOPE = [
 
 def products(fun, *args):
   """How many products there are in each dtype, by the scope they stand in."""
-  found = equations.named_products(fun, *args)
+  found = jaxprs.named_products(fun, *args)
   return collections.Counter((x.scope, x.dtype) for x in found)
 
 
@@ -352,5 +352,5 @@ def test_a_name_of_an_inner_autocast_is_for_that_one(wrap):
       ols.autocast(loss_fn, keep_float32=["down", name])(*args)
   with pytest.raises(ValueError, match="'other' selects no matmul"):
     ols.autocast(loss_fn, keep_float32=["down", "other"])(*args)
-  dtypes = equations.products(lambda *args: loss_fn(*args, kept="up"), *args)
+  dtypes = jaxprs.products(lambda *args: loss_fn(*args, kept="up"), *args)
   assert dtypes == {"float32": 2}

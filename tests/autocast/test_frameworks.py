@@ -5,7 +5,7 @@ import flax
 from flax import nnx
 import flax.linen as nn
 import haiku as hk
-from helpers import equations
+from helpers import jaxprs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,7 +163,7 @@ def test_a_region_of_a_haiku_transform_may_be_cast():
 
   model = hk.without_apply_rng(hk.transform(net))
   params = model.init(jax.random.key(0), X)
-  assert set(equations.products(model.apply, params, X)) == {"float16"}
+  assert set(jaxprs.products(model.apply, params, X)) == {"float16"}
 
 
 class LinenModel(nn.Module):
@@ -202,7 +202,7 @@ def test_a_linen_model_has_its_gradients_and_its_statistics():
 
   half = ols.autocast(loss_fn)
   params = variables["params"]
-  counts = equations.products(half, params)
+  counts = jaxprs.products(half, params)
   assert counts == {"float16": 1, "float32": 2}
   actual, expected = (
     jax.jit(jax.value_and_grad(fun, has_aux=True))(params)

@@ -1,7 +1,7 @@
 """Parts of a model that `keep_float32` marks."""
 
 from flax import nnx
-from helpers import equations
+from helpers import jaxprs
 from helpers.bits import assert_same_bits
 import jax
 from jax import lax
@@ -47,11 +47,11 @@ def test_a_part_that_is_kept_runs_in_float32_and_so_do_its_derivatives(name):
   model = lambda x, w: part(x, w) @ w
   loss = lambda x, w: jnp.sum(model(x, w))
   half = ols.autocast(model)
-  assert equations.products(half, X, W) == {"float32": 1, "float16": 1}
-  both = equations.products(jax.grad(ols.autocast(loss), (0, 1)), X, W)
+  assert jaxprs.products(half, X, W) == {"float32": 1, "float16": 1}
+  both = jaxprs.products(jax.grad(ols.autocast(loss), (0, 1)), X, W)
   assert both["float32"] >= 3 and both["float16"] == 3
   # Also where the gradient is taken inside.
-  inside = equations.products(ols.autocast(jax.grad(loss, (0, 1))), X, W)
+  inside = jaxprs.products(ols.autocast(jax.grad(loss, (0, 1))), X, W)
   assert inside == both
   # Outside of autocast nothing changes.
   assert_same_bits(part(X, W), jnp.sin(X @ W))
@@ -63,11 +63,11 @@ def test_only_the_mark_itself_keeps_a_part():
     with jax.named_scope("do_keep_float32"):
       return jnp.sin(x @ w)
 
-  assert equations.products(ols.autocast(part), X, W) == {"float16": 1}
+  assert jaxprs.products(ols.autocast(part), X, W) == {"float16": 1}
   inside = lambda f: jax.vmap(jax.checkpoint(f), (None, 0))
   kept = jax.grad(lambda x, w: jnp.sum(inside(ols.keep_float32(part))(x, w)))
   loss = lambda x, w: jnp.sum(kept(x, w) @ w[0])
-  counts = equations.products(ols.autocast(loss), X[:4], jnp.stack([W, W]))
+  counts = jaxprs.products(ols.autocast(loss), X[:4], jnp.stack([W, W]))
   assert counts["float16"] == 1 and counts["float32"] >= 2
 
 

@@ -2,7 +2,7 @@
 
 import collections
 
-from helpers import equations, hijax, quick_alone, rules, sharding
+from helpers import hijax, jaxprs, quick_alone, rules, sharding
 from helpers.bits import assert_close
 from helpers.planted_layers import normal
 import jax
@@ -98,24 +98,24 @@ def test_its_products_run_in_half_wherever_it_stands(name, within):
   loss, argument, count = LOSSES[name]
   loss = WITHIN[within](loss)
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
-  assert equations.products(half, argument)["float16"] == count
+  assert jaxprs.products(half, argument)["float16"] == count
   assert_close(jax.jit(half)(argument), jax.jit(full)(argument))
 
 
 def test_its_products_run_in_half_where_the_devices_are_mapped():
   half = jax.grad(ols.autocast(shared_between_devices))
-  assert set(equations.products(half, TABLE)) == {"float16"}
+  assert set(jaxprs.products(half, TABLE)) == {"float16"}
 
 
 def test_its_products_have_names_and_stay_if_they_are_named():
   kept = jax.grad(ols.autocast(log_determinant, keep_float32="inverse"))
-  assert "float16" not in equations.products(kept, W)
+  assert "float16" not in jaxprs.products(kept, W)
 
 
 def test_it_stays_if_it_is_marked():
   loss = ols.keep_float32(embedding)
   half = ols.autocast(lambda table: loss(table) + jnp.sum(table.T @ table))
-  assert equations.products(jax.grad(half), TABLE)["float32"] == 1
+  assert jaxprs.products(jax.grad(half), TABLE)["float32"] == 1
 
 
 def test_a_rule_that_may_refuse_is_not_asked_and_runs_in_half_all_the_same():
@@ -136,10 +136,10 @@ def test_a_rule_that_may_refuse_is_not_asked_and_runs_in_half_all_the_same():
   loss = lambda x: jnp.sum(shared(shared(x))) + jnp.sum(x.T @ x)
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
   assert_close(jax.jit(half)(TABLE), full(TABLE))
-  assert set(equations.products(half, TABLE)) == {"float16"}
+  assert set(jaxprs.products(half, TABLE)) == {"float16"}
   # Nothing tells whether a name selects it.
   named = jax.grad(ols.autocast(loss, keep_float32="*"))
-  assert set(equations.products(named, TABLE)) == {"float32"}
+  assert set(jaxprs.products(named, TABLE)) == {"float32"}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def loss(rule):
 
 def products(fun, *args):
   """The path of the weights and the dtype of each product."""
-  return [(x.weights, x.dtype) for x in equations.named_products(fun, *args)]
+  return [(x.weights, x.dtype) for x in jaxprs.named_products(fun, *args)]
 
 
 @pytest.mark.parametrize("rule", [inner, again])

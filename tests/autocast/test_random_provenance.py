@@ -4,7 +4,7 @@ import collections
 import functools
 import random
 
-from helpers import equations, quick_alone, rules
+from helpers import jaxprs, quick_alone, rules
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -135,7 +135,7 @@ def program(nests):
 def dtypes_of(fun, *args):
   """The dtypes of the products of each weight, forward and backward."""
   found = collections.defaultdict(set)
-  for x in equations.named_products(fun, *args, only_needed=True):
+  for x in jaxprs.named_products(fun, *args, only_needed=True):
     found[x.weights].add((x.backward, x.dtype))
   return found
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 
-from helpers import equations, hijax, rules
+from helpers import hijax, jaxprs, rules
 from helpers.bits import assert_close
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -86,7 +86,7 @@ def test_the_share_is_that_of_the_flops_as_often_as_they_run():
 
   # Six of eight products: the scan is entered, and what is in it is not.
   with pytest.warns(UserWarning, match=r"linear_call.*75\.0% of the matmul"):
-    counts = equations.products(ols.autocast(fun), A, B)
+    counts = jaxprs.products(ols.autocast(fun), A, B)
   assert counts == {"float32": 2, "float16": 2}
 
 
@@ -149,17 +149,17 @@ def test_it_is_told_of_what_a_rule_runs_too():
   )
   half = ols.autocast(lambda a: jnp.sum(fun(a, B)))
   if getattr(jax.config, "jax_custom_vjp3", False):
-    assert set(equations.products(jax.grad(half), A)) == {"float16"}
+    assert set(jaxprs.products(jax.grad(half), A)) == {"float16"}
     return
   with pytest.warns(UserWarning, match="left remat_opt"):
-    counts = equations.products(jax.grad(half), A)
+    counts = jaxprs.products(jax.grad(half), A)
   # The forward pass of the gradient is hidden, and its backward pass is not.
   assert counts == {"float32": 1, "float16": 2}
 
 
 def test_what_is_marked_is_not_told():
   half = ols.autocast(lambda a, b: ols.keep_float32(linear)(a, b) + a @ b)
-  assert equations.products(half, A, B) == {"float32": 1, "float16": 1}
+  assert jaxprs.products(half, A, B) == {"float32": 1, "float16": 1}
 
 
 def exported(fun):
@@ -170,7 +170,7 @@ def test_products_that_were_exported_are_told_at_the_line_of_the_call():
   call = exported(lambda a: a @ a).call
   fun = lambda a, b: jax.checkpoint(call)(a) @ b
   with pytest.warns(UserWarning, match=r"exported at test_reach.py:\d+ \("):
-    counts = equations.products(ols.autocast(fun), A, B)
+    counts = jaxprs.products(ols.autocast(fun), A, B)
   assert counts == {"float16": 1}
   with pytest.warns(UserWarning, match="call_exported unchanged: the matmuls"):
     jax.jit(jax.grad(lambda a: jnp.sum(ols.autocast(call)(a))))(A)
@@ -189,7 +189,7 @@ def test_what_was_exported_without_such_products_is_not_told(name):
   call = exported(NOT_TOLD[name]).call
   call = ols.keep_float32(call) if name == "marked" else call
   half = ols.autocast(lambda a, b: call(a) @ b)
-  assert equations.products(half, A, B) == {"float16": 1}
+  assert jaxprs.products(half, A, B) == {"float16": 1}
 
 
 def test_a_root_of_products_runs_in_half_or_is_told():
@@ -206,7 +206,7 @@ def test_a_root_of_products_runs_in_half_or_is_told():
   if is_hidden:  # A primitive of hijax since JAX 0.12.
     told = pytest.warns(UserWarning, match="left CustomRoot")
   with told:
-    counts = equations.products(half, A, B)
+    counts = jaxprs.products(half, A, B)
   assert set(counts) == ({"float32"} if is_hidden else {"float16"})
 
 
@@ -255,7 +255,7 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
     assert _source_info.get_op_name(eqns[i]) in told
   else:
     assert found and change is not unknown
-    assert equations.products_of(new)["float32"] == 0
+    assert jaxprs.products_of(new)["float32"] == 0
 
 
 def rewrite(jaxpr):
@@ -305,11 +305,11 @@ def test_the_products_in_objects_of_hijax_and_their_gradients_run_in_half(
 
   with hijax.flags_on(flag):
     half = ols.autocast(fun)
-    assert set(equations.products(half, A, B)) == {"float16"}
+    assert set(jaxprs.products(half, A, B)) == {"float16"}
     assert_close(jax.jit(half)(A, B), jax.jit(fun)(A, B), 0.01)
     skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), A, B)
     half = jax.grad(lambda a, b: loss(a, b, ols.autocast), (0, 1))
-    assert set(equations.products(half, A, B)) == {"float16"}
+    assert set(jaxprs.products(half, A, B)) == {"float16"}
     assert_close(half(A, B), jax.grad(loss, (0, 1))(A, B), 0.02)
 
 
@@ -325,7 +325,7 @@ def test_a_tangent_in_an_object_of_hijax_runs_in_half():
   with hijax.flags_on("jax_custom_vjp3"):
     skip_if_jax_cannot(transposed, A)
     half = lambda cotangent: transposed(cotangent, ols.autocast)
-    assert set(equations.products(half, A)) == {"float16"}
+    assert set(jaxprs.products(half, A)) == {"float16"}
     assert_close(half(A), transposed(A), 0.01)
 
 

@@ -1,7 +1,7 @@
 """Which products run in half precision, and what follows them."""
 
 from flax import nnx
-from helpers import equations, product_flops, rules
+from helpers import jaxprs, product_flops, rules
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -87,15 +87,15 @@ def test_a_global_highest_precision_is_a_request_for_each_product(setting):
     jax.default_matmul_precision(setting),
     pytest.warns(UserWarning, match="jax.default_matmul_precision"),
   ):
-    assert equations.products(ols.autocast(fun), A, B) == {"float32": 1}
+    assert jaxprs.products(ols.autocast(fun), A, B) == {"float32": 1}
   with jax.default_matmul_precision("bfloat16"):
-    assert equations.products(ols.autocast(fun), A, B) == {"float16": 1}
+    assert jaxprs.products(ols.autocast(fun), A, B) == {"float16": 1}
 
 
 def test_float64_is_left_alone():
   with jax.enable_x64(True):
     wide = lambda a, b: a.astype("float64") @ b.astype("float64") + a @ b
-    counts = equations.products(ols.autocast(wide), A, B)
+    counts = jaxprs.products(ols.autocast(wide), A, B)
     assert counts == {"float64": 1, "float16": 1}
     assert jax.eval_shape(ols.autocast(wide), A, B).dtype == np.float64
 
@@ -104,7 +104,7 @@ def test_a_product_of_experts_runs_in_half():
   x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 4])
   loss = lambda x, w: jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
   half = ols.autocast(loss)
-  assert "ragged_dot_general" in equations.in_half(half, x, w)
+  assert "ragged_dot_general" in jaxprs.in_half(half, x, w)
   gradient = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(x, w)
   assert_same_bits(gradient(half), gradient(loss))
 
@@ -120,7 +120,7 @@ def test_the_branch_of_a_platform_runs_in_half():
     return raise_on_cpu(a) @ a
 
   half = ols.autocast(fun)
-  assert set(equations.products(half, A, B)) == {"float16"}
+  assert set(jaxprs.products(half, A, B)) == {"float16"}
   assert_same_bits(jax.jit(half)(A, B), EXACT)
 
 
@@ -149,21 +149,21 @@ STAYS = {
 }
 
 
-@pytest.mark.parametrize("name", equations.MOVES)
+@pytest.mark.parametrize("name", jaxprs.MOVES)
 def test_what_moves_a_product_moves_it_in_half(name):
-  as_written = equations.of(equations.MOVES[name], A)
+  as_written = jaxprs.of(jaxprs.MOVES[name], A)
   if name not in {eqn.primitive.name for eqn in as_written}:
     pytest.skip("With its upgrade flags JAX has another primitive for it.")
-  half = ols.autocast(lambda a, b: equations.MOVES[name](a @ b))
-  assert name in equations.in_half(half, A, B)
+  half = ols.autocast(lambda a, b: jaxprs.MOVES[name](a @ b))
+  assert name in jaxprs.in_half(half, A, B)
   # Wherever it is, it is what the product was.
-  assert_same_bits(jax.jit(half)(A, B), jax.jit(equations.MOVES[name])(EXACT))
+  assert_same_bits(jax.jit(half)(A, B), jax.jit(jaxprs.MOVES[name])(EXACT))
 
 
 def test_what_moves_two_products_at_once_keeps_them_apart():
   fun = lambda a, b: lax.optimization_barrier((a @ b, b @ a))
   half = ols.autocast(fun)
-  assert "optimization_barrier" in equations.in_half(half, A, B)
+  assert "optimization_barrier" in jaxprs.in_half(half, A, B)
   exact = jnp.float16(A) @ jnp.float16(B), jnp.float16(B) @ jnp.float16(A)
   for actual, expected in zip(jax.jit(half)(A, B), exact, strict=True):
     assert_same_bits(actual, jnp.float32(expected))
@@ -173,7 +173,7 @@ def test_what_moves_two_products_at_once_keeps_them_apart():
 def test_what_computes_or_has_a_sum_for_a_transpose_stays_in_float32(name):
   half = ols.autocast(lambda a, b: STAYS[name](a @ b))
   allowed = {"convert_element_type", "dot_general", "slice"}
-  assert equations.in_half(half, A, B) <= allowed
+  assert jaxprs.in_half(half, A, B) <= allowed
   assert_same_bits(jax.jit(half)(A, B), jax.jit(STAYS[name])(EXACT))
 
 
@@ -185,20 +185,20 @@ def test_a_weight_of_a_scan_collects_its_cotangents_in_float32():
   xs = jnp.ones((4096, 2, 4))
   # Each step adds 2, and 4,096 of them are beyond what float16 counts by one.
   np.testing.assert_array_equal(jax.jit(jax.grad(half))(jnp.eye(4), xs), 8192)
-  scans = [e for e in equations.of(half, A, xs) if e.primitive.name == "scan"]
+  scans = [e for e in jaxprs.of(half, A, xs) if e.primitive.name == "scan"]
   assert all(v.aval.dtype == jnp.float32 for v in scans[0].invars)
 
 
 def test_a_value_that_leaves_a_call_in_half_is_moved_in_half():
   product = jax.jit(lambda a, b: a @ b)
   half = ols.autocast(lambda a, b: product(a, b).T)
-  assert "transpose" in equations.in_half(half, A, B)
+  assert "transpose" in jaxprs.in_half(half, A, B)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, "bfloat16"])
 def test_a_dtype_may_be_chosen(dtype):
   half = ols.autocast(lambda a, b: a @ b, dtype)
-  assert equations.products(half, A, B) == {jnp.dtype(dtype).name: 1}
+  assert jaxprs.products(half, A, B) == {jnp.dtype(dtype).name: 1}
 
 
 def test_the_dtype_float32_gives_the_function_itself():
@@ -210,7 +210,7 @@ def test_the_dtype_float32_gives_the_function_itself():
 def test_an_autocast_in_another_one_is_left_alone():
   inner = ols.autocast(lambda a, b: a @ b, jnp.bfloat16)
   half = ols.autocast(lambda a, b: inner(a, b) @ b)
-  assert equations.products(half, A, B) == {"bfloat16": 1, "float16": 1}
+  assert jaxprs.products(half, A, B) == {"bfloat16": 1, "float16": 1}
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32", "float8_e4m3fn", None])
@@ -360,7 +360,7 @@ def test_cotangents_of_a_value_that_products_share_add_up_in_float32(name):
   skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), A)
   for program in (fun, jax.grad(loss)):
     jaxpr = jax.make_jaxpr(program)(A)
-    assert set(equations.products_of(jaxpr.eqns)) == {"float16"}
+    assert set(jaxprs.products_of(jaxpr.eqns)) == {"float16"}
     assert product_flops.sums_in_half(jaxpr) == set()
 
 

@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import equations, line_of, sharding
+from helpers import jaxprs, line_of, sharding
 from helpers.bits import assert_close, assert_same_bits
 import jax
 from jax import lax
@@ -22,7 +22,7 @@ W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
 def test_a_hessian_is_that_of_float32():
   loss = lambda w: jnp.sum(jnp.tanh(X @ w / 4) ** 2)
   hessian, half = map(jax.hessian, (loss, ols.autocast(loss)))
-  assert set(equations.products(half, W)) == {"float16"}
+  assert set(jaxprs.products(half, W)) == {"float16"}
   assert_close(jax.jit(half)(W), jax.jit(hessian)(W))
 
 
@@ -30,7 +30,7 @@ def test_a_checkpoint_around_it_saves_its_products():
   loss = ols.autocast(lambda w: jnp.sum(jnp.tanh(jnp.tanh(X @ w) @ w)))
   policy = jax.checkpoint_policies.dots_saveable
   kept = jax.grad(jax.checkpoint(loss, policy=policy))
-  assert equations.products(kept, W) == equations.products(jax.grad(loss), W)
+  assert jaxprs.products(kept, W) == jaxprs.products(jax.grad(loss), W)
   np.testing.assert_array_equal(jax.jit(kept)(W), jax.jit(jax.grad(loss))(W))
 
 
@@ -68,7 +68,7 @@ def test_shardings_are_kept(axis_type):
       actual, expected = jax.jit(half)(trees), jax.jit(full)(trees)
       sharding.assert_shardings_equal(actual, expected)
       assert_close(actual, expected)
-      assert set(equations.products(half, trees)) == {"float16"}
+      assert set(jaxprs.products(half, trees)) == {"float16"}
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -92,7 +92,7 @@ def test_shard_map_inside_and_outside_is_entered(axis_type, check_vma):
   inside = jax.grad(mapped(ols.autocast(local_loss)), (0, 1))
   outside = jax.grad(ols.autocast(mapped(local_loss)), (0, 1))
   for half in (inside, outside):
-    assert set(equations.products(half, x, w)) == {"float16"}
+    assert set(jaxprs.products(half, x, w)) == {"float16"}
     actual = jax.jit(half)(x, w)
     assert_same_bits(actual, expected)
     sharding.assert_shardings_equal(actual, expected)
@@ -109,7 +109,7 @@ def test_an_exchange_of_products_between_devices_is_in_half():
     local, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P())
   )
   half = ols.autocast(mapped)
-  names = equations.in_half(half, X, W)
+  names = jaxprs.in_half(half, X, W)
   # A sum over devices is arithmetic, which is never done in half.
   assert "ppermute" in names and not names & {"psum", "psum2"}
   assert_same_bits(jax.jit(half)(X, W), jax.jit(mapped)(X, W))

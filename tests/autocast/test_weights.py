@@ -6,7 +6,7 @@ import equinox as eqx
 from flax import linen as nn
 from flax import nnx
 import haiku as hk
-from helpers import equations
+from helpers import jaxprs
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -27,7 +27,7 @@ COUNT = 3
 
 def products(fun, *args):
   """The name and the dtype of each product that runs, in order."""
-  return [(x.name, x.dtype) for x in equations.named_products(fun, *args)]
+  return [(x.name, x.dtype) for x in jaxprs.named_products(fun, *args)]
 
 
 def names(fun, *args):

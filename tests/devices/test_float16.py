@@ -1,6 +1,6 @@
 """Sums of float16 gradients over devices overflow sooner with more of them."""
 
-from helpers import equations, sharding
+from helpers import jaxprs, sharding
 from helpers.bits import assert_same_bits
 import jax
 from jax import lax
@@ -245,6 +245,6 @@ def dtypes_of_sums(fun, *args):
   """Of the equations that sum over devices, at any depth."""
   return {
     str(eqn.invars[0].aval.dtype)
-    for eqn in equations.of(fun, *args)
+    for eqn in jaxprs.of(fun, *args)
     if eqn.primitive.name.startswith("psum")
   }

@@ -6,7 +6,7 @@ Nearly all of its time goes into compiling, too: an operation for each shape.
 import logging
 import time
 
-from helpers import equations, looping_steps, overflowing_steps
+from helpers import jaxprs, looping_steps, overflowing_steps
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -112,12 +112,12 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
     assert len(traced) == 2
     counts[outer] = len(steps)
   # An iteration of each loop, and what is around them.
-  assert counts[4] == counts[8] < len(equations.of(fun, x))
+  assert counts[4] == counts[8] < len(jaxprs.of(fun, x))
 
 
 def test_what_is_around_a_loop_is_not_compiled_once_more(caplog):
   fun, x = in_loops(4, 3)
-  operations = len(equations.of(fun, x))
+  operations = len(jaxprs.of(fun, x))
   count = compilations(caplog, lambda: find_overflow(fun, x))
   # The whole, both loops, and operations of iterations that overflow.
   assert count <= 3 + operations
@@ -147,7 +147,7 @@ def test_what_is_finite_is_compiled_once(caplog):
 def test_no_more_is_compiled_than_there_are_operations(caplog):
   """Nothing is compiled to mark what is not finite, whatever its shape."""
   fun, *args = overflowing_steps.layers_of_all_shapes(4)
-  operations = len(equations.of(fun, *args))
+  operations = len(jaxprs.of(fun, *args))
   hits = []
   count = compilations(caplog, lambda: hits.append(find_overflow(fun, *args)))
   assert hits[0].primitive == "square"
