@@ -19,7 +19,7 @@ import numpy as np
 import optax_lossscale as ols
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "tests"))
-from helpers import float32_models, product_flops
+from helpers import float32_models, matmul_flops
 
 COLUMNS = (
   "model",
@@ -60,10 +60,10 @@ def measure(model, rounds):
   )
   cosine, loss = errors(cast(params), written(params))
   least_cosine, least_loss = errors(written(rounded), written(params))
-  counts = [len(list(product_flops.equations(j))) for j in jaxprs]
+  counts = [len(list(matmul_flops.equations(j))) for j in jaxprs]
   memory = [c.memory_analysis().temp_size_in_bytes for c in (written, cast)]
   return [
-    f"{product_flops.share_in_half(jaxprs[1]):.2%}",
+    f"{matmul_flops.share_in_half(jaxprs[1]):.2%}",
     f"{cosine:.1e} ({least_cosine:.1e})",
     f"{loss:.1e} ({least_loss:.1e})",
     f"{counts[1] / counts[0]:.2f}x",

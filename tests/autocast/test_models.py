@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import float32_models, load_example, product_flops, quick_alone
+from helpers import float32_models, load_example, matmul_flops, quick_alone
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,20 +49,20 @@ def backward(name, cast):
 def test_a_float32_model_changes_but_for_its_products_by_casts_alone(name):
   """One test for all, since it takes long to trace a model."""
   written, results = backward(name, as_written)
-  count = lambda jaxpr: len(list(product_flops.equations(jaxpr)))
+  count = lambda jaxpr: len(list(matmul_flops.equations(jaxpr)))
   for cast in CASTS:
     rewritten, its_results = backward(name, cast)
     # Nothing but products computes in half, and each is computed once.
-    assert product_flops.share_in_half(rewritten) > 0.99
-    assert product_flops.arithmetic_in_half(rewritten) == set()
-    assert product_flops.products(rewritten) == product_flops.products(written)
-    flops = [product_flops.by_dtype(x).total() for x in (rewritten, written)]
+    assert matmul_flops.share_in_half(rewritten) > 0.99
+    assert matmul_flops.arithmetic_in_half(rewritten) == set()
+    assert matmul_flops.products(rewritten) == matmul_flops.products(written)
+    flops = [matmul_flops.by_dtype(x).total() for x in (rewritten, written)]
     assert flops[0] == flops[1]
     assert count(rewritten) < 1.5 * count(written)
     # Results keep their structure, shapes and dtypes.
     assert jax.tree.structure(its_results) == jax.tree.structure(results)
     assert jax.tree.leaves(its_results) == jax.tree.leaves(results)
-  assert product_flops.share_in_half(written) == 0
+  assert matmul_flops.share_in_half(written) == 0
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_scanned_stack_is_rewritten_once_however_deep_it_is():
     )
     fun = lambda arrays, model=model: model.value_and_grad(arrays, in_float16)
     jaxpr = jax.make_jaxpr(fun)(model.arrays)
-    counts.append(len(list(product_flops.equations(jaxpr))))
+    counts.append(len(list(matmul_flops.equations(jaxpr))))
   assert counts[0] == counts[1]
 
 
@@ -153,7 +153,7 @@ def _count_equations(layers):
     return jnp.sum(x)
 
   jaxpr = jax.make_jaxpr(jax.grad(ols.autocast(fun)))(jnp.eye(3), jnp.eye(3))
-  return len(list(product_flops.equations(jaxpr)))
+  return len(list(matmul_flops.equations(jaxpr)))
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Which products run in half precision, and what follows them."""
 
 from flax import nnx
-from helpers import jaxprs, product_flops, rules
+from helpers import jaxprs, matmul_flops, rules
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -361,7 +361,7 @@ def test_cotangents_of_a_value_that_products_share_add_up_in_float32(name):
   for program in (fun, jax.grad(loss)):
     jaxpr = jax.make_jaxpr(program)(A)
     assert set(jaxprs.products_of(jaxpr.eqns)) == {"float16"}
-    assert product_flops.sums_in_half(jaxpr) == set()
+    assert matmul_flops.sums_in_half(jaxpr) == set()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from helpers import product_flops, sharding
+from helpers import matmul_flops, sharding
 from optax_lossscale._jaxprs import _eqns, _primitives, _walk
 
 # What moves a product `h` of shape (4, 4), and nothing else, by the name of its
@@ -41,7 +41,7 @@ class Product(NamedTuple):
 
 def of(fun, *args):
   """All equations of a function, outermost first."""
-  return [eqn for _, eqn in product_flops.equations(jax.make_jaxpr(fun)(*args))]
+  return [eqn for _, eqn in matmul_flops.equations(jax.make_jaxpr(fun)(*args))]
 
 
 def products(fun, *args):
@@ -73,8 +73,8 @@ def products_of(eqns):
   """The same of some equations, and of all that they call."""
   return Counter(
     str(eqn.outvars[0].aval.dtype)
-    for _, eqn in product_flops.within(eqns)
-    if eqn.primitive.name in product_flops.PRODUCTS
+    for _, eqn in matmul_flops.within(eqns)
+    if eqn.primitive.name in matmul_flops.PRODUCTS
   )
 
 
