@@ -4,7 +4,7 @@ import collections
 import functools
 import random
 
-from helpers import jaxprs, quick_alone, rules
+from helpers import custom_rules, jaxprs, quick_alone
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -47,9 +47,9 @@ WRAPPERS = {
   "dots_saveable": functools.partial(
     jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
   ),
-  "custom_vjp": rules.pulling_back,
-  "remembering": rules.remembering,
-  "custom_jvp": rules.pushing_forward,
+  "custom_vjp": custom_rules.pulling_back,
+  "remembering": custom_rules.remembering,
+  "custom_jvp": custom_rules.pushing_forward,
   "cond": lambda f: (
     lambda p, x: lax.cond(x[0, 0] > -9e9, f, lambda p, x: x, p, x)
   ),

@@ -1,7 +1,7 @@
 """Which products run in half precision, and what follows them."""
 
 from flax import nnx
-from helpers import jaxprs, matmul_flops, rules
+from helpers import custom_rules, jaxprs, matmul_flops
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -346,9 +346,9 @@ SHARED_VALUES = {
   "the constants of a scan": lambda x: lax.scan(
     lambda c, _: (c + two_products(x), None), x, length=2
   )[0],
-  "a custom_vjp": rules.remembering(square),
-  "a custom_vjp of two products": rules.pulling_back(two_products),
-  "a custom_jvp": rules.pushing_forward(square),
+  "a custom_vjp": custom_rules.remembering(square),
+  "a custom_vjp of two products": custom_rules.pulling_back(two_products),
+  "a custom_jvp": custom_rules.pushing_forward(square),
   "a gradient": lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(square(x))))(x),
 }
 

@@ -7,7 +7,7 @@ call: each time with respect to other arguments.
 import functools
 
 import equinox as eqx
-from helpers import quick_alone, rules
+from helpers import custom_rules, quick_alone
 from helpers.bits import assert_close
 import jax
 from jax import lax
@@ -49,9 +49,9 @@ def equinox_custom_vjp():
 
 
 RULES = (
-  rules.product_with_vjp,
+  custom_rules.product_with_vjp,
   custom_vjp_with_symbolic_zeros,
-  rules.product_with_jvp,
+  custom_rules.product_with_jvp,
   equinox_custom_vjp,
 )
 
@@ -108,7 +108,7 @@ def check(rule, share, make_loss, argnums):
 
 def test_a_function_with_a_rule_is_no_guard_if_it_computes():
   def rule():
-    fun = rules.product_with_vjp()
+    fun = custom_rules.product_with_vjp()
     return lambda x, w: fun(jax.nn.relu(x), jax.nn.relu(w))
 
   check(rule, jax.jit, LOSSES["partly frozen"], (0, 1))
@@ -119,7 +119,7 @@ def test_a_function_with_a_rule_is_no_guard_if_it_computes():
 @pytest.mark.parametrize("share", quick_alone(["jit", "checkpoint"], SHARED_BY))
 @pytest.mark.parametrize(
   "rule",
-  quick_alone([rules.product_with_vjp], RULES),
+  quick_alone([custom_rules.product_with_vjp], RULES),
   ids=lambda f: f.__name__,
 )
 def test_a_shared_rule_has_the_gradient_of_each_call(

@@ -10,7 +10,7 @@ import math
 import pickle
 import re
 
-from helpers import hijax, quick_alone, rules, sharding
+from helpers import custom_rules, hijax, quick_alone, sharding
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -71,7 +71,10 @@ def branched(w, x):
   return lax.switch(jnp.int32(1) + (x[0, 0] > 1e9), branches, x) @ w
 
 
-ruled, with_tangent = rules.product_with_vjp(), rules.product_with_jvp()
+ruled, with_tangent = (
+  custom_rules.product_with_vjp(),
+  custom_rules.product_with_jvp(),
+)
 
 
 def with_a_rule(w, x):

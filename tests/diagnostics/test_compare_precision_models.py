@@ -1,6 +1,6 @@
 """``compare_precision`` on models: it finds what is bad, and nothing else."""
 
-from helpers import float32_models, planted_layers, quick_alone, rules
+from helpers import custom_rules, float32_models, planted_layers, quick_alone
 from helpers.planted_layers import batch, normal, normalized, WIDTH
 import jax
 import jax.numpy as jnp
@@ -141,7 +141,7 @@ SHARED_BY = {
   "function": lambda block: block,
   "jit": jax.jit,
   "checkpoint": jax.checkpoint,
-  "custom_vjp": rules.pulling_back,
+  "custom_vjp": custom_rules.pulling_back,
   "vmap": lambda block: jax.vmap(block, (None, 0)),
 }
 
