@@ -13,7 +13,7 @@ import pytest
 bandwidth = load_benchmark("on_gpu.bandwidth")
 clock = load_benchmark("on_gpu.clock")
 events = load_benchmark("on_gpu.events")
-expected = load_benchmark("on_gpu.expected")
+expected = load_benchmark("on_gpu.expected_bytes")
 findings = load_benchmark("on_gpu.findings")
 jax_device = load_benchmark("on_gpu.jax_device")
 jax_optimizers = load_benchmark("on_gpu.jax_optimizers")
