@@ -204,7 +204,7 @@ def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
   assert hit.eqn_path == name
   report = precision_report(fun, X)
   assert report.total_flops == 128
-  assert f"{name} at test_parts.py:" in " ".join(report.limitations)
+  assert f"{name} at test_higher_order.py:" in " ".join(report.limitations)
 
 
 def unknown_primitive(name, fun, **params):
@@ -266,7 +266,7 @@ def test_an_object_of_hijax_that_does_not_add_up_is_told(
   assert find_overflow(fun, X) is None
   report = precision_report(fun, X)
   assert report.total_flops == (128 if jaxpr else 0)
-  assert report.limitations[0].startswith(f"{name} at test_parts.py:")
+  assert report.limitations[0].startswith(f"{name} at test_higher_order.py:")
   assert report.limitations[0].endswith(f": {note}")
 
 
@@ -305,7 +305,7 @@ def test_a_product_that_nobody_can_count_is_noted(monkeypatch):
   report = precision_report(fun, X)
   assert report.total_flops == 0
   (note,) = report.limitations
-  assert note.startswith("dot_general at test_parts.py:")
+  assert note.startswith("dot_general at test_higher_order.py:")
   assert note.endswith(": its FLOPs are not counted")
 
 
