@@ -54,7 +54,7 @@ class Float32Filter(NamedTuple):
     literal_names = {
       p for p in self.patterns if p in names and set(p) & set("*?[")
     }
-    return self._replace(exact=frozenset(literal_names))
+    return self._replace(literal_names=frozenset(literal_names))
 
   def check_matches(
     self,

@@ -138,7 +138,7 @@ class Rewriter:
       shared_result = self._dedup_cache.setdefault(
         (input_key, kept_mask), result
       )
-      self._result_cache[key] = shared_result._replace(found=result.log)
+      self._result_cache[key] = shared_result._replace(log=result.log)
     return self._result_cache[key]
 
   def _rewrite_uncached(
@@ -155,12 +155,12 @@ class Rewriter:
     eqn_rewrites = []
     for eqn in closed_jaxpr.jaxpr.eqns:
       eqn_rewrites.append(self._rewrite_eqn(eqn, ctx))
-      half_vars.update(eqn_rewrites[-1].half)
+      half_vars.update(eqn_rewrites[-1].half_vars)
     eqns = [eqn for eqn_rewrite in eqn_rewrites for eqn in eqn_rewrite.eqns]
     out_half_mask = [
       _eqns.is_var_in(v, half_vars) for v in closed_jaxpr.jaxpr.outvars
     ]
-    log = merge_logs(eqn_rewrite.found for eqn_rewrite in eqn_rewrites)
+    log = merge_logs(eqn_rewrite.log for eqn_rewrite in eqn_rewrites)
     return RewriteResult(
       _eqns.replace_jaxpr_fields(jaxpr, eqns=eqns), out_half_mask, log
     )
@@ -258,10 +258,10 @@ class Rewriter:
       return result.jaxpr
 
     new_eqn = _custom_derivatives.transform_custom_rule(
-      tagged_eqn, self._rule_transform._replace(body=body), paths
+      tagged_eqn, self._rule_transform._replace(map_body=body), paths
     )
     if new_eqn is None:
-      log = log._replace(missed=(eqn,))
+      log = log._replace(unentered_eqns=(eqn,))
       return _EqnRewrite([tagged_eqn], log=log)
     return _EqnRewrite([new_eqn], log=merge_logs(logs))
 

@@ -168,7 +168,7 @@ class _Harvester:
           eqn, _make_cond_with_outputs(bodies), bodies
         )
         harvested_eqn = harvested_eqn and harvested_eqn._replace(
-          cond_branch_locations=[label, *harvested_eqn.cond_labels]
+          cond_labels=[label, *harvested_eqn.cond_labels]
         )
       case _higher_order.Scan() as scan:
         bodies = [harvest_body(scan.body)]
@@ -182,7 +182,7 @@ class _Harvester:
           )
         ]
         harvested_eqn = _rebuild_eqn(
-          eqn, _make_shard_map_with_outputs(mapped, bodies[0].closed), bodies
+          eqn, _make_shard_map_with_outputs(mapped, bodies[0].closed_jaxpr), bodies
         )
       case _:
         harvested_eqn = None
@@ -224,10 +224,10 @@ def _add_cond_branch(
 ) -> HarvestedJaxpr:
   """The branch of a ``cond_id``, whose values are told apart from the others."""
   tagged_values = [
-    value._replace(branches=((cond_id, branch_index), *value.cond_branches))
+    value._replace(cond_branches=((cond_id, branch_index), *value.cond_branches))
     for value in body.tagged_values
   ]
-  return body._replace(named=tagged_values)
+  return body._replace(tagged_values=tagged_values)
 
 
 def _can_add_outputs(eqn: core.JaxprEqn) -> bool:

@@ -168,7 +168,7 @@ class EqnLocation(NamedTuple):
 
   def push_scope(self, eqn: core.JaxprEqn) -> "EqnLocation":
     """The place of an equation but for its lines, which take longer to find."""
-    return self._replace(stack=self.name_stack + _get_name_stack(eqn))
+    return self._replace(name_stack=self.name_stack + _get_name_stack(eqn))
 
   def locate(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "EqnLocation":
     """The place of an equation in the jaxpr that the walk has come to."""
@@ -178,7 +178,7 @@ class EqnLocation(NamedTuple):
 
   def push_eqn_path(self, name: str) -> "EqnLocation":
     """One step further."""
-    return self._replace(path=(*self.eqn_path, name))
+    return self._replace(eqn_path=(*self.eqn_path, name))
 
   def _filter_scopes(self, cls: type[str]) -> list[str]:
     return [x.name for x in self.name_stack if isinstance(x.name, cls)]

@@ -127,7 +127,7 @@ class ScaleDependence(NamedTuple):
   """The loss scales that gradients depend on.
 
   Attributes:
-    outputs: the outputs, with their ``halved_ratio``.
+    outputs: the outputs, with their ``expected_ratio``.
     relevant_mask: whether each output matters for the step. Unscaled gradients
       that no `update` receives do not.
     scale_indices: which inputs are loss scales, by their positions.
@@ -176,7 +176,7 @@ def check_dependence(
   )
   return ScaleDependence(
     [
-      out._replace(halved_ratio=transfer.expected_ratio(x))
+      out._replace(expected_ratio=transfer.expected_ratio(x))
       if out.kind == "grads"
       else out
       for out, x in zip(outputs, output_labels, strict=True)

@@ -78,7 +78,7 @@ class TracedFunction(NamedTuple):
       self.closed_jaxpr, outvars=outvars
     )
     outputs = [self.outputs[i] for i in indices]
-    return self._replace(closed=closed_jaxpr, outputs=outputs)
+    return self._replace(closed_jaxpr=closed_jaxpr, outputs=outputs)
 
 
 @contextlib.contextmanager

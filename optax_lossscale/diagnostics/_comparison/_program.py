@@ -157,7 +157,7 @@ class MixedPrecisionProgram(NamedTuple):
     if has_half or self.table.has_tagged_eqn(eqn):
       call = self.table.get_higher_order(eqn)
     if call is not None:
-      inner_program = self._replace(place=self.location.locate(eqn, jaxpr))
+      inner_program = self._replace(location=self.location.locate(eqn, jaxpr))
       with _eqns.get_eqn_ctx_manager(eqn):
         return inner_program._eval_subjaxprs(call, inputs, stats)
     if not eqn.outvars and _CALLBACK_RE.search(eqn.primitive.name):
@@ -284,7 +284,7 @@ class MixedPrecisionProgram(NamedTuple):
       empty_stats = jax.tree.map(
         make_varying, [make_empty_stats() for _ in stats]
       )
-      inner_program = self._replace(ways=modes)
+      inner_program = self._replace(modes=modes)
       outs, new_stats = inner_program.eval_jaxpr(
         shard_map.body, args, empty_stats
       )
@@ -496,4 +496,4 @@ def merge_stats(stats: SiteStats, other_stats: SiteStats) -> SiteStats:
 def psum_stats(stats: SiteStats, axes: tuple[Any, ...]) -> SiteStats:
   """What was noted on all devices along the axes of a mesh."""
   sums = jax.tree.map(lambda x: lax.psum(x, axes), stats)
-  return sums._replace(largest=lax.pmax(stats.amax, axes))
+  return sums._replace(amax=lax.pmax(stats.amax, axes))

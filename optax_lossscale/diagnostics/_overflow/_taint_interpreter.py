@@ -186,7 +186,7 @@ class TaintInterpreter:
     if not has_effect:
       used_outputs = [not is_finite for is_finite in finite_mask]
       inner_values = (
-        self._eval_subjaxprs(eqn_call._replace(used=used_outputs)) or []
+        self._eval_subjaxprs(eqn_call._replace(used_outputs=used_outputs)) or []
       )
       taint_bits = _taint.join_taint_bits(inner_values)
       if taint_bits:
