@@ -101,7 +101,8 @@ def _as_tuple(axis_name: AxisName | None) -> tuple[Hashable, ...]:
 def _format_vma_required(axis_name: Hashable) -> str:
   return (
     "max_norm needs shard_map with check_vma=True to distinguish sharded from"
-    f" replicated gradients, got axis {axis_name!r} of pmap, vmap or shard_map with"
+    f" replicated gradients, got axis {axis_name!r} of pmap, vmap or"
+    " shard_map with"
     " check_vma=False. If all gradients are already averaged over the devices,"
     " leave out max_norm and clip on each device:"
     " with_loss_scaling(optax.chain(optax.clip_by_global_norm(...), inner))."

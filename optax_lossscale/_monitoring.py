@@ -205,7 +205,8 @@ def raise_if_stuck(
   ):
     nonfinite_leaves = _find_nonfinite_leaves(grads)
     summary = (
-      f"{worst_total.total} of {steps} steps were skipped, a fraction larger than"
+      f"{worst_total.total} of {steps} steps were skipped, a fraction"
+      " larger than"
       f" max_skip_rate = {max_skip_rate:g}. The loss scale is"
       f" {worst_total.scale:g}."
     )
@@ -300,7 +301,8 @@ def _suggest_consecutive_skip_remedies(
   Args:
     scale: the loss scale.
     policy: the policy, if it is known.
-    nonfinite_leaves: the leaves that are not finite; None if there are no gradients.
+    nonfinite_leaves: the leaves that are not finite; None if there are no
+      gradients.
   """
   if nonfinite_leaves == []:
     return [

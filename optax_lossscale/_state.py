@@ -223,7 +223,8 @@ def get_policy_state(policy: Any, state: LossScaleState, cls: Any) -> Any:
     return cls(*policy_state)
   raise ValueError(
     f"state.policy_state must have the fields of {type(policy).__name__}"
-    f" ({', '.join(fields)}), got {_describe_policy_state(policy_state)} of another policy,"
+    f" ({', '.join(fields)}), got {_describe_policy_state(policy_state)}"
+    " of another policy,"
     " or of an earlier version. To keep the loss scale, use"
     " state._replace(policy_state=policy.init().policy_state), where state is"
     " the loss_scale_state of an optimizer state."
@@ -321,7 +322,8 @@ def _check_selectable(path: Any, new: Any, old: Any) -> None:
     raise ValueError(
       "new and old must be equal in leaves that are not arrays, since only"
       " arrays can be selected on a device, got"
-      f" {_checks.describe_arg('new', new)} and {_checks.describe_arg('old', old)} at"
+      f" {_checks.describe_arg('new', new)} and"
+      f" {_checks.describe_arg('old', old)} at"
       f" {_paths.leaf_name(path)}. Remove this leaf from both."
     )
 

@@ -26,8 +26,8 @@ class AutocastConfig(NamedTuple):
     dtype: the dtype of the products.
     float32_filter: the products that stay in float32.
     paths_by_id: the names of arrays that are weights, by their identity.
-    output_paths: of each array that the function returns, the name of the weight
-      whose gradient it is; none is known, if this is empty.
+    output_paths: of each array that the function returns, the name of the
+      weight whose gradient it is; none is known, if this is empty.
   """
 
   dtype: Any

@@ -67,8 +67,8 @@ class Float32Filter(NamedTuple):
     Args:
       matches: all that were made.
       has_opaque_rules: whether there are products whose names cannot be known.
-      get_cast_names: the names of all products that run in half, whichever `autocast`
-        made them so. They are asked for only if they are needed.
+      get_cast_names: the names of all products that run in half, whichever
+        `autocast` made them so. They are asked for only if they are needed.
 
     Raises:
       ValueError: with the same, if it is certain.

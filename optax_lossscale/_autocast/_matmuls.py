@@ -68,7 +68,8 @@ class MatmulSearch(_walk.EqnSearch):
   """Looks for products, once in each jaxpr.
 
   Args:
-    include_rule_matmuls: whether a rule that may have products of its own counts, too.
+    include_rule_matmuls: whether a rule that may have products of its own
+      counts, too.
   """
 
   def __init__(self, *, include_rule_matmuls: bool = False) -> None:

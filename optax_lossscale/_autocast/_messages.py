@@ -54,14 +54,16 @@ def describe_unentered(
     )
     sentences.append(
       f"autocast left {_join_truncated(largest)} unchanged: the matmuls and"
-      f" convolutions inside ({sum(flops_fractions.values()):.1%} of the matmul FLOPs)"
+      f" convolutions inside ({sum(flops_fractions.values()):.1%} of the"
+      " matmul FLOPs)"
       f" run in float32 instead of {dtype}. To keep them in float32 and silence"
       " this warning, wrap the function that calls them in"
       " optax_lossscale.keep_float32."
     )
   if exported_locations:
     sentences.append(
-      f"autocast left {_join_truncated(exported_locations)} unchanged: the matmuls and"
+      f"autocast left {_join_truncated(exported_locations)} unchanged:"
+      " the matmuls and"
       " convolutions of an exported function run in float32. To keep them in"
       " float32 and silence this warning, wrap the function that calls it in"
       " optax_lossscale.keep_float32."

@@ -50,7 +50,8 @@ class RewriteResult(NamedTuple):
 
   Attributes:
     jaxpr: the jaxpr, of the same inputs and outputs.
-    out_half_mask: which of its outputs came out of products, and were only moved.
+    out_half_mask: which of its outputs came out of products, and were only
+      moved.
     log: what was found in it.
   """
 
@@ -74,7 +75,8 @@ class _EqnContext(NamedTuple):
     jaxpr: the jaxpr that is being rewritten.
     location: where that is called.
     weights: its variables that are weights.
-    half_vars: its variables that came out of products, and were only moved since.
+    half_vars: its variables that came out of products, and were only moved
+      since.
   """
 
   jaxpr: core.Jaxpr
@@ -121,8 +123,8 @@ class Rewriter:
     Args:
       jaxpr: the jaxpr.
       location: where it is called.
-      in_half_mask: of its inputs, whether they came out of products, and were only
-        moved since; none did, if this is empty.
+      in_half_mask: of its inputs, whether they came out of products, and were
+        only moved since; none did, if this is empty.
       paths: the names of those inputs and outputs that are weights.
 
     Returns:

@@ -26,10 +26,11 @@ class CustomRule(NamedTuple):
   """A function with a rule.
 
   Attributes:
-    primitive_name: ``custom_jvp_call``, ``custom_vjp_call``, or ``custom_lin``, the
-      tangent of the second.
-    num_consts: how many first inputs have no derivative: what the user's function
-      closes over, or the residuals of a tangent; None if it is not known.
+    primitive_name: ``custom_jvp_call``, ``custom_vjp_call``, or ``custom_lin``,
+      the tangent of the second.
+    num_consts: how many first inputs have no derivative: what the user's
+      function closes over, or the residuals of a tangent; None if it is not
+      known.
     symbolic_zeros: whether the rule is told which inputs are perturbed.
   """
 
@@ -42,13 +43,13 @@ class RuleTransform(NamedTuple):
   """How what a function with a rule computes is changed.
 
   Attributes:
-    map_body: changes what it computes where nothing is differentiated. The paths
-      are those of the inputs of the jaxpr.
-    map_derivative: changes a jaxpr that a rule computes. It may be called at any
-      time. It also returns the paths of the outputs.
-    map_call: calls a Python function of some arrays, and changes what it computes,
-      at any time. The paths are those of the arrays, and of the leaves of what
-      the function returns; it also returns the latter.
+    map_body: changes what it computes where nothing is differentiated. The
+      paths are those of the inputs of the jaxpr.
+    map_derivative: changes a jaxpr that a rule computes. It may be called at
+      any time. It also returns the paths of the outputs.
+    map_call: calls a Python function of some arrays, and changes what it
+      computes, at any time. The paths are those of the arrays, and of the
+      leaves of what the function returns; it also returns the latter.
   """
 
   map_body: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any]

@@ -36,8 +36,8 @@ class TaggedValue(NamedTuple):
 
   Attributes:
     tag: its name.
-    cond_branches: for each ``cond`` around it, the outermost first, an identifier of
-      the ``cond`` and the number of the branch.
+    cond_branches: for each ``cond`` around it, the outermost first, an
+      identifier of the ``cond`` and the number of the branch.
   """
 
   tag: str
@@ -182,7 +182,9 @@ class _Harvester:
           )
         ]
         harvested_eqn = _rebuild_eqn(
-          eqn, _make_shard_map_with_outputs(mapped, bodies[0].closed_jaxpr), bodies
+          eqn,
+          _make_shard_map_with_outputs(mapped, bodies[0].closed_jaxpr),
+          bodies,
         )
       case _:
         harvested_eqn = None
@@ -222,9 +224,11 @@ def _capture_eqn(
 def _add_cond_branch(
   body: HarvestedJaxpr, cond_id: int, branch_index: int
 ) -> HarvestedJaxpr:
-  """The branch of a ``cond_id``, whose values are told apart from the others."""
+  """Record in which branch of a ``cond`` the tagged values are."""
   tagged_values = [
-    value._replace(cond_branches=((cond_id, branch_index), *value.cond_branches))
+    value._replace(
+      cond_branches=((cond_id, branch_index), *value.cond_branches)
+    )
     for value in body.tagged_values
   ]
   return body._replace(tagged_values=tagged_values)

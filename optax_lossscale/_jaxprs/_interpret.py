@@ -35,7 +35,8 @@ def interpret_jaxpr(
 
   Args:
     closed_jaxpr: the jaxpr.
-    inputs: a value for each of its inputs: arrays, or whatever ``eval_eqn`` takes.
+    inputs: a value for each of its inputs: arrays, or whatever ``eval_eqn``
+      takes.
     eval_eqn: what carries out an equation.
     lift_const: what makes a value of what is written in the jaxpr.
     used_outputs: which of its outputs are used; all, if not given.

@@ -95,8 +95,8 @@ class EqnLocation(NamedTuple):
   """Where a walk through jaxprs has come to.
 
   Attributes:
-    name_stack: the scopes around it, as JAX keeps them: beside their names it notes
-      the transformations between them.
+    name_stack: the scopes around it, as JAX keeps them: beside their names it
+      notes the transformations between them.
     lines: the user's lines that led here, as far as they are known, the nearest
       first, up to the function that was given to `autocast`.
     eqn_path: the names of the steps that led here.

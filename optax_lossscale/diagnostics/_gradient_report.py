@@ -108,14 +108,16 @@ class GradientReport(_numbers.PrintedReport):
     low, high = total.log2_scale_range or (None, None)
     if total.nonfinite_fraction:
       return (
-        f"{_format_percent(total.nonfinite_fraction)} of the gradient entries are inf"
+        f"{_format_percent(total.nonfinite_fraction)} of the gradient"
+        " entries are inf"
         " or NaN: find the operation with find_overflow."
       )
     if low is None or high is None:
       return "All gradient entries are zero."
     if total.overflow_fraction:
       return (
-        f"{_format_percent(total.overflow_fraction)} of the gradient entries overflow:"
+        f"{_format_percent(total.overflow_fraction)} of the gradient"
+        " entries overflow:"
         f" lower the loss scale to 2**{high}."
       )
     entries_text = (

@@ -159,8 +159,8 @@ def measure_grads(
   Args:
     tree: any pytree.
     caller: the public function, for the message.
-    measure_leaf: a function of a numpy or JAX array that returns a pytree of arrays,
-      such as :func:`reduce_on_device` returns.
+    measure_leaf: a function of a numpy or JAX array that returns a pytree of
+      arrays, such as :func:`reduce_on_device` returns.
 
   Returns:
     A list of names, leaves and results, the results on the host.

@@ -91,7 +91,8 @@ def format_table(
 
   Args:
     rows: at least one row, from the names of the columns to the cells.
-    num_left_aligned: the number of columns that are aligned to the left, the first ones.
+    num_left_aligned: the number of columns that are aligned to the left, the
+      first ones.
 
   Returns:
     The lines of the table, as one string.

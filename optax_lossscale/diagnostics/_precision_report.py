@@ -470,7 +470,8 @@ def _find_function_risks(
 ) -> Iterator[str]:
   name = visit.eqn.primitive.name
   if name in _numbers.OVERFLOW_THRESHOLDS:
-    yield f"{name} overflows above {_numbers.format_overflow_threshold(name, dtype)}"
+    threshold = _numbers.format_overflow_threshold(name, dtype)
+    yield f"{name} overflows above {threshold}"
   elif name in _LOGARITHMS:
     yield f"{name} of an underflowed value is -inf"
   elif name in _POWERS:

@@ -112,8 +112,8 @@ class Output(NamedTuple):
     group: the number of the result that it is part of, or of the ``update``.
     branches: for each ``cond`` around the tag, the outermost first, an
       identifier of the ``cond`` and the number of the branch.
-    expected_ratio: the factor by which a sound gradient changes if the loss scale
-      halves; None if it cannot be measured.
+    expected_ratio: the factor by which a sound gradient changes if the loss
+      scale halves; None if it cannot be measured.
   """
 
   kind: str
@@ -208,7 +208,8 @@ class _ReceivedGrad(NamedTuple):
     tag_label: the label of its tag.
     labels: the labels of the gradient.
     is_scaled: whether the `update` expects gradients of a scaled loss.
-    update_scale_labels: the labels of the loss scale of the `update`; 0 if unknown.
+    update_scale_labels: the labels of the loss scale of the `update`; 0 if
+      unknown.
     has_fixed_scale: whether this loss scale is fixed.
   """
 

@@ -40,9 +40,10 @@ class TracedFunction(NamedTuple):
     inputs: the arrays, or their shapes, that the jaxpr takes.
     input_names: how to name each of them, such as ``batch['image']``.
     outputs: what each output of the jaxpr is. All but ``"applied"`` are floats.
-    unreached_locations: where gradients are that could not be made outputs, as in a
-      ``while``.
-    cond_branch_locations: where branches are that may not be taken, and hold gradients.
+    unreached_locations: where gradients are that could not be made outputs, as
+      in a ``while``.
+    cond_branch_locations: where branches are that may not be taken, and hold
+      gradients.
     scale_indices: which inputs are loss scales, by their positions.
     mistakes: in how the gradients are scaled.
   """

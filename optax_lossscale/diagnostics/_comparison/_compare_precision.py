@@ -137,8 +137,8 @@ def compare_traced(
     progress: shows how far it is.
 
   Returns:
-    A :class:`ComparisonResult`; None if `autocast` casts no matmul that leads to an
-    output.
+    A :class:`ComparisonResult`; None if `autocast` casts no matmul that leads
+    to an output.
   """
   limitations = [
     f"Not analyzed: {x}."
@@ -321,10 +321,11 @@ class RunErrors(NamedTuple):
       no array that holds nothing but infs.
     array_errors: the relative error of each array; float64[arrays].
     finite_mask: whether each differs by a finite number; bool[arrays].
-    norm_fractions: the share of each in the norm in float32 of the result, or of the
-      gradients, that it is part of; float64[arrays].
-    squared_norms: of each array the squared norms of the difference, of the array in
-      float32 and of this one, and the product of both; float64[arrays, 4].
+    norm_fractions: the share of each in the norm in float32 of the result, or
+      of the gradients, that it is part of; float64[arrays].
+    squared_norms: of each array the squared norms of the difference, of the
+      array in float32 and of this one, and the product of both; float64[arrays,
+      4].
   """
 
   error: float

@@ -357,7 +357,8 @@ class MatmulTable:
     unanalyzed_names: the names of what holds products and cannot be entered.
     get_higher_order: what an equation calls, repeats or chooses; None if it is
       not known.
-    has_tagged_eqn: whether there are marks in the jaxprs that an equation holds.
+    has_tagged_eqn: whether there are marks in the jaxprs that an equation
+      holds.
   """
 
   def __init__(self, closed_jaxpr: _eqns.ClosedJaxpr) -> None:

@@ -288,9 +288,10 @@ class PrecisionComparison(_numbers.PrintedReport):
         noise_names[:_MAX_ARRAYS],
         len(noise_names) - _MAX_ARRAYS,
       )
+      more = f" and {num_hidden} more" if num_hidden > 0 else ""
       lines.append(
         "Only rounding noise in float32, too, so no layer is to blame:"
-        f" {', '.join(shown_names)}{f' and {num_hidden} more' if num_hidden > 0 else ''}."
+        f" {', '.join(shown_names)}{more}."
       )
     return lines
 

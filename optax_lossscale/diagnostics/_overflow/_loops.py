@@ -35,7 +35,8 @@ class StopPoint(NamedTuple):
   """The iteration after which a loop has stopped.
 
   Attributes:
-    num_iterations: the number of iterations that have run, since the loop began.
+    num_iterations: the number of iterations that have run, since the loop
+      began.
     carry: the carry that the last iteration was given.
     outs: the outputs of the body in the last iteration.
   """

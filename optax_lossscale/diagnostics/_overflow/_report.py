@@ -126,7 +126,8 @@ class Overflow(_numbers.PrintedReport):
     if self.other_origins:
       num_others = len(self.other_origins)
       lines.append(
-        f"(+{num_others} more origin{'s' * (num_others > 1)}: see other_origins)"
+        f"(+{num_others} more origin{'s' * (num_others > 1)}: see"
+        " other_origins)"
       )
     return "\n".join(lines)
 

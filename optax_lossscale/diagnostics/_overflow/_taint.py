@@ -52,8 +52,8 @@ class ExecutedEqn(NamedTuple):
       must not be done again.
     inputs: the values that it read. A number that is written there is part of
       it, and has no marks.
-    neutral_value: what to put in place of an entry that is not finite, to see whether
-      the others are enough to make an inf; None if that cannot be told.
+    neutral_value: what to put in place of an entry that is not finite, to see
+      whether the others are enough to make an inf; None if that cannot be told.
     describe_origin: what to remember of it, for an output and its new entries.
   """
 

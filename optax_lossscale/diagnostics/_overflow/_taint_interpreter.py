@@ -107,8 +107,8 @@ class TaintInterpreter:
       closed_jaxpr: the jaxpr.
       inputs: a value for each of its inputs.
       location: where it stands.
-      used_outputs: which of its outputs are asked for; all, if not given. What leads
-        to no other is not run, such as the optimizer in a skipped step.
+      used_outputs: which of its outputs are asked for; all, if not given. What
+        leads to no other is not run, such as the optimizer in a skipped step.
 
     Returns:
       A value for each of its outputs.
