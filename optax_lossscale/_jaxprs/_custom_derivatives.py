@@ -98,8 +98,8 @@ def transform_custom_rule(
   """
   rule: Any = get_custom_rule(eqn)
   hi_prim = _eqns.get_hi_primitive(eqn) or eqn.params.get("_prim")
-  transform_plain, transform_hijax = _RULE_TRANSFORMS[rule.kind]
-  if rule.consts is None or len(list(_eqns.subjaxprs(eqn))) > 1:
+  transform_plain, transform_hijax = _RULE_TRANSFORMS[rule.primitive_name]
+  if rule.num_consts is None or len(list(_eqns.subjaxprs(eqn))) > 1:
     return None
   try:
     if hi_prim is None:

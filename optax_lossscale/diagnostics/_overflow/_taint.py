@@ -248,7 +248,7 @@ def _rerun_masked(
 
   def rerun_keeping(bit: int) -> list[Any]:
     mask_array = lambda v: _taint_arrays.mask_other_origins(
-      v.array, v.marks, bit, neutral_value
+      v.array, v.taint, bit, neutral_value
     )
     return run(*map(mask_array, op.inputs))
 

@@ -413,9 +413,11 @@ class TaintInterpreter:
       return num_iterations + 1, carry, None
     arrays = [value.array for value in inputs]
     stop_point = self._get_loop(eqn_call.eqn).advance(num_iterations, arrays)
-    if stop_point.done > num_iterations + 1:  # All that came before was finite.
+    if (
+      stop_point.num_iterations > num_iterations + 1
+    ):  # All that came before was finite.
       carry = list(map(_taint.TaintedArray, stop_point.carry))
-    return stop_point.done, carry, stop_point.outs
+    return stop_point.num_iterations, carry, stop_point.outs
 
   def _eval_iteration(
     self,
