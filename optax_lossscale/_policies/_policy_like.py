@@ -7,12 +7,9 @@ from typing import Any, Literal
 import jax
 
 from optax_lossscale import _arrays, _checks
+from optax_lossscale._policies._base import FixedLossScale, LossScalePolicy
+from optax_lossscale._policies._dynamic import DynamicLossScale
 from optax_lossscale._policies._headroom import HeadroomLossScale
-from optax_lossscale._policies._plain import (
-  DynamicLossScale,
-  FixedLossScale,
-  LossScalePolicy,
-)
 
 PolicyLike = (
   LossScalePolicy | jax.typing.ArrayLike | Literal["dynamic", "headroom"]
