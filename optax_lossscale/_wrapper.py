@@ -182,7 +182,8 @@ def with_loss_scaling(
     )
     stats = _grad_stats.measure_grads(
       grads,
-      _grad_stats.UpdateHints(grads_finite, grads_amax),
+      grads_finite=grads_finite,
+      grads_amax=grads_amax,
       loss_scale=loss_scale if grads_are_scaled else None,
       max_norm=max_norm,
       axis_name=axis_name,
