@@ -11,16 +11,16 @@ from optax_lossscale._state import LossScaleState
 
 @runtime_checkable
 class LossScalePolicy(Protocol):
-  """The protocol of a policy: two pure functions and no state of its own.
+  """The protocol of a policy: two pure functions without internal state.
 
-  A policy is an immutable object that holds hyperparameters only; everything
-  that changes is in the :class:`LossScaleState` that it returns. Any object
-  with these two methods can be given to
+  A policy is an immutable object that holds only hyperparameters. Everything
+  that changes is in the :class:`LossScaleState` that it returns. You can pass
+  any object with these two methods to
   :func:`~optax_lossscale.with_loss_scaling`.
 
-  It may have the attributes ``min_scale`` and ``max_scale``, the lowest and the
-  highest scale that it moves to. With them, :func:`loss_scale_metrics` and
-  :func:`raise_if_stuck` tell when the scale cannot come down any further.
+  A policy may have the attributes ``min_scale`` and ``max_scale``, its lowest
+  and highest scale. With them, :func:`loss_scale_metrics` and
+  :func:`raise_if_stuck` report if the scale cannot decrease any further.
   """
 
   def init(self) -> LossScaleState:
@@ -40,8 +40,8 @@ class LossScalePolicy(Protocol):
       state: the state that scaled the loss of this step.
       grads_finite: whether all gradients were finite; bool, shape ``()``.
       grads_amax: the largest magnitude among the unscaled gradients; float32,
-        shape ``()``. It means nothing if they were not finite. Under ``jit``
-        it is not computed for a policy that does not use it.
+        shape ``()``. Undefined if they were not finite. Under ``jit`` it is not
+        computed for a policy that does not use it.
 
     Returns:
       A state of the same structure, shapes and dtypes.
@@ -50,35 +50,36 @@ class LossScalePolicy(Protocol):
 
 
 def get_scale_bounds(policy: LossScalePolicy | None) -> tuple[Any, Any]:
-  """The lowest and the highest scale of a policy; None if it names none."""
+  """Return the lowest and the highest scale of a policy; None if unknown."""
   return getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
 
 
 def get_lowest_scale(policy: LossScalePolicy | None) -> Any:
-  """The scale at which no overflow lowers it; None if the policy names none.
+  """Return the scale that no overflow lowers any further; None if unknown.
 
-  Some rules stop above their `min_scale`, and say where.
+  `interop` has policies that stop above their `min_scale`. Their attribute
+  `lowest_scale` says where.
   """
   return getattr(policy, "lowest_scale", get_scale_bounds(policy)[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale:
-  """A loss scale that never moves.
+  """A loss scale that never changes.
 
-  Steps with non-finite gradients are skipped all the same. Use
-  ``FixedLossScale(1.0)`` to skip without scaling, in bfloat16 for example.
+  Steps with nonfinite gradients are still skipped. Use ``FixedLossScale(1.0)``
+  to skip without scaling, for example in bfloat16.
 
   Attributes:
-    scale: what the loss is multiplied by, in [2**-126, 2**126]. A power of two
-      changes no bit of a gradient that neither overflows nor underflows. Any
-      other number rounds each gradient twice, once when the loss is scaled and
-      once when the gradient is unscaled (a relative error of about 1e-7 in
+    scale: the factor that multiplies the loss, in [2**-126, 2**126]. A power of
+      two changes no bit of a gradient that neither overflows nor underflows.
+      Any other number rounds each gradient twice, once when the loss is scaled
+      and once when the gradient is unscaled (a relative error of about 1e-7 in
       float32 gradients, and of 1e-3 in float16 gradients).
 
   Raises:
     TypeError: if ``scale`` is not a number.
-    ValueError: if it is out of range.
+    ValueError: if ``scale`` is out of range.
 
   Examples:
     >>> import optax_lossscale as ols

@@ -18,8 +18,8 @@ class DynamicPolicyState(NamedTuple):
   """The policy state of :class:`DynamicLossScale`, if it has hysteresis.
 
   Attributes:
-    hysteresis_remaining: how many overflows until one lowers the scale; int32,
-      shape ``()``.
+    hysteresis_remaining: the number of overflows until one lowers the scale;
+      int32, shape ``()``.
   """
 
   hysteresis_remaining: jax.Array
@@ -27,31 +27,31 @@ class DynamicPolicyState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-  """Raises the scale after a while without overflow, lowers it on overflow.
+  """Grows the scale after many finite steps, and lowers it on overflow.
 
   On the ``growth_interval``-th finite step in a row the scale is multiplied by
-  ``growth_factor``; a non-finite step multiplies it by ``backoff_factor`` and
-  restarts the count. The scale stays within [``min_scale``, ``max_scale``];
-  a growth held at ``max_scale`` restarts the count as well.
+  ``growth_factor``; a nonfinite step multiplies it by ``backoff_factor`` and
+  restarts the count. The scale is clipped to [``min_scale``, ``max_scale``]. A
+  growth that is clipped at ``max_scale`` restarts the count as well.
 
   A loss of thousands, such as a sum or an energy, needs a scale below 1. With
-  the default ``min_scale`` each of its steps may be skipped, and no error says
-  so: :func:`loss_scale_metrics` and :func:`raise_if_stuck` do. Use
+  the default ``min_scale``, every step may then be skipped without an error;
+  :func:`loss_scale_metrics` and :func:`raise_if_stuck` detect this. Use
   ``min_scale=2.0**-14``, or :class:`HeadroomLossScale`, which finds the scale.
 
   Attributes:
     init_scale: the scale before the first step.
-    growth_factor: what a growth multiplies the scale by, greater than 1.
-    backoff_factor: what a backoff multiplies the scale by, between 0 and 1.
-      Factors and scales that are not powers of two work; they round each
-      gradient as :class:`FixedLossScale` says.
-    growth_interval: how many finite steps in a row make the scale grow.
+    growth_factor: the factor of a growth, greater than 1.
+    backoff_factor: the factor of a backoff, between 0 and 1. Factors and scales
+      that are not powers of two round each gradient; see
+      :class:`FixedLossScale`.
+    growth_interval: the number of finite steps in a row before the scale grows.
     min_scale: the lowest scale, at least 2**-126.
-    max_scale: the highest scale, at most 2**126: beyond it the reciprocal is
-      no normal float32 number, and gradients would unscale to zero.
-    hysteresis: how many overflows it takes to lower the scale. The ones before
-      only skip the step and restart the count. Every further overflow lowers
-      the scale again, until the hysteresis is refilled.
+    max_scale: the highest scale, at most 2**126. The reciprocal of a larger
+      scale is not a normal float32 number, and gradients would unscale to zero.
+    hysteresis: the number of overflows before the scale decreases. The earlier
+      overflows only skip the step and restart the count. Every further overflow
+      lowers the scale again, until the hysteresis is refilled.
     hysteresis_refill: when the hysteresis is refilled: only on ``"growth"`` (as
       in Megatron and DeepSpeed), on every ``"finite"`` step as well (as in
       apex), or on every finite step and after each ``"backoff"`` (as in
@@ -131,15 +131,16 @@ class DynamicLossScale:
     """Returns the state with the scale of the next step.
 
     Raises:
-      ValueError: if there is hysteresis, and the state is one of another policy
-        or of one without.
+      ValueError: if the policy has hysteresis and the state belongs to another
+        policy, or to one without hysteresis.
     """
     del grads_amax
     counted_state = _state.record_step(state, grads_finite)
-    # `>=`, since the count of a restored state may be above the interval.
+    # Not `==`, since the count of a restored state may exceed the interval.
     grow = counted_state.finite_count >= _to_int32(self.growth_interval)
     backoff = ~counted_state.last_finite
-    # If it is that of another policy, it is kept.
+    # Without hysteresis the policy state is unused. It is kept unchanged, so a
+    # state of another policy keeps its structure.
     policy_state = state.policy_state
     if self._has_hysteresis() and not self._has_no_hysteresis_state(
       policy_state
@@ -164,23 +165,30 @@ class DynamicLossScale:
     )
 
   def _has_hysteresis(self) -> bool:
-    # A traced hysteresis, such as one that Optax injects, may be any number.
+    # A traced hysteresis, as from optax.inject_hyperparams, may be any number.
     return isinstance(self.hysteresis, jax.core.Tracer) or self.hysteresis > 1
 
   def _has_no_hysteresis_state(self, policy_state: Any) -> bool:
-    """Whether the hysteresis was 1 in ``init``, and is traced now."""
+    """Return whether hysteresis was 1 in `init` and is traced only now."""
     return isinstance(self.hysteresis, jax.core.Tracer) and policy_state == ()
 
   def _apply_hysteresis(
     self, remaining: jax.Array, has_overflow: jax.Array, grow: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Whether this overflow is tolerated, and the hysteresis left after it."""
+    """Return whether an overflow is tolerated, and the remaining hysteresis.
+
+    Args:
+      remaining: the remaining hysteresis before the step.
+      has_overflow: whether the gradients of the step are not finite.
+      grow: whether the scale grows after this step.
+    """
     hysteresis = _to_int32(self.hysteresis)
-    # A state of another policy may have more left than this one allows.
+    # A state from a policy with a larger hysteresis may have more remaining.
     remaining = jnp.minimum(remaining, hysteresis)
     remaining = jnp.where(
       has_overflow, jnp.maximum(remaining - 1, 0), remaining
     )
+    # The result is used only after an overflow.
     is_tolerated = remaining > 0
     refill = grow
     if self.hysteresis_refill in ("finite", "backoff"):
