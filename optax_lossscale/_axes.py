@@ -1,4 +1,4 @@
-"""What the devices along mapped axes decide and measure together."""
+"""Reductions over mapped axes (``pmap``, ``shard_map``, ``vmap``)."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,18 +13,20 @@ AxisName = Hashable | Sequence[Hashable]
 
 
 def all_reduce_and(finite: jax.Array, axis_name: AxisName | None) -> jax.Array:
-  """Whether the flag is true on every device along the axes."""
+  """Return whether a flag is true on every device along the axes."""
   axes = _get_varying_axes(finite, axis_name)
   if not axes:
     return finite
-  # A maximum in float32, as `maximum` is: XLA can merge the two.
+  # A float32 maximum, like `max_over_axes`, so XLA can combine the two
+  # all-reduces into one.
   return lax.pmax(1 - finite.astype(jnp.float32), axes) < 1
 
 
 def max_over_axes(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
-  """The largest value of a scalar along the axes."""
-  # A maximum over devices has no derivative in JAX. All policies are given this
-  # one, and no policy needs a derivative of it: the scale is not trained.
+  """Return the largest value of a scalar along the axes."""
+  # JAX has no derivative of pmax, so without stop_gradient a training step
+  # could not be differentiated. The derivative is not needed: the loss scale is
+  # not trained.
   x = lax.stop_gradient(x)
   axes = _get_varying_axes(x, axis_name)
   return lax.pmax(x, axes) if axes else x
@@ -33,19 +35,19 @@ def max_over_axes(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
 def sum_over_axes(
   values: Sequence[jax.Array], axis_name: AxisName | None
 ) -> jax.Array:
-  """The sum of what devices hold parts of; float32[].
+  """Sum scalars over mapped axes, counting replicated values once.
 
   Args:
-    values: scalars of what is sharded or replicated along each of the axes.
+    values: scalars, each sharded or replicated along each axis.
     axis_name: the axes, or None.
 
   Returns:
-    The sum of the whole, which is the same on all devices along the axes. What
-    varies over an axis is a part of the whole, and is summed over the axis.
-    What does not vary is counted once.
+    A float32[] that is the same on all devices along the axes. Values that vary
+    over an axis (shards) are summed over it, and values that don't vary
+    (replicas) are counted once.
 
   Raises:
-    ValueError: if it cannot be known which of them are parts.
+    ValueError: if JAX doesn't track which values vary over an axis.
   """
   names = _as_tuple(axis_name)
   for name in names:
@@ -56,7 +58,8 @@ def sum_over_axes(
   )
   result = jnp.float32(0)
   for value in values:
-    # One sum over the devices is enough for sharded and replicated parts.
+    # Zero the replicas on all devices except the first, so a single psum serves
+    # both sharded and replicated values.
     for name in axes:
       if name not in _avals.get_varying_axes(value):
         value = _zero_except_first(value, name)
@@ -65,14 +68,14 @@ def sum_over_axes(
 
 
 def _zero_except_first(x: jax.Array, axis_name: Hashable) -> jax.Array:
-  """What all devices along an axis have, and 0 on all but the first one."""
+  """Return x on the first device along an axis, and 0 on the others."""
   return jnp.where(lax.axis_index(axis_name) == 0, x, jnp.float32(0))
 
 
 def _get_varying_axes(
   x: Any, axis_name: AxisName | None
 ) -> tuple[Hashable, ...]:
-  """Those of the axes along which devices may hold different values of x."""
+  """Return the axes along which x may differ between devices."""
   return tuple(
     name
     for name in _as_tuple(axis_name)
@@ -81,11 +84,12 @@ def _get_varying_axes(
 
 
 def _is_vma_tracked(axis_name: Hashable) -> bool:
-  """Whether types tell what varies over this axis.
+  """Return whether the types of values show if they vary over an axis.
 
-  They do under ``shard_map`` with ``check_vma=True``. They do not with
-  ``check_vma=False``, under ``pmap`` and under ``vmap``. The index along the
-  axis always varies, so that its type tells which of the two it is.
+  JAX tracks varying manual axes (vma) under ``shard_map`` with
+  ``check_vma=True``, but not with ``check_vma=False``, ``pmap`` or ``vmap``.
+  The index along the axis always varies, so if its type doesn't show that, the
+  axis isn't tracked.
   """
   return axis_name in _avals.get_varying_axes(lax.axis_index(axis_name))
 

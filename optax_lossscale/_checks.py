@@ -1,4 +1,4 @@
-"""Checks of numbers and dtypes, and how messages write them."""
+"""Argument validation, and the formatting of values in error messages."""
 
 import math
 from typing import Any
@@ -6,31 +6,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Between these two, the scale and its reciprocal are both normal float32
-# numbers. The reciprocal of 2**127 is subnormal, and XLA flushes it to zero:
-# every unscaled gradient would be zero, and nothing would show it.
+# Between these bounds, the loss scale and its reciprocal are both normal
+# float32 numbers. The reciprocal of 2**127 is subnormal, and XLA flushes it to
+# zero, so every unscaled gradient would silently be zero.
 MIN_LOSS_SCALE = 2.0**-126
 MAX_LOSS_SCALE = 2.0**126
 
-# The float32 numbers next to 1. A factor nearer to 1 would be rounded to 1, and
-# the scale would never move.
+# The float32 numbers next to 1. A factor closer to 1 would round to 1, and the
+# scale would never change.
 MIN_GROWTH_FACTOR = 1 + 2**-23
 MAX_BACKOFF_FACTOR = 1 - 2**-24
 
-# The largest int32, since all counters are int32.
+# All counters are int32.
 MAX_COUNT = 2**31 - 1
 
-_SCALE_FIELDS = (
-  "init_scale",
-  "min_scale",
-  "max_scale",
-)  # of each policy that moves
+# The hyperparameters that every policy with a changing scale has.
+_SCALE_FIELDS = ("init_scale", "min_scale", "max_scale")
 
 
 def check_number(
   name: str, value: Any, low: float, high: float, *, integer: bool = False
 ) -> None:
-  """Raises unless ``value`` is a number in [low, high]; traced ones pass."""
+  """Raise unless value is a number in [low, high]; accept traced values."""
   if isinstance(value, jax.core.Tracer):
     return
   requirement = f"{name} must be {format_range(low, high, integer=integer)}"
@@ -43,23 +40,23 @@ def check_number(
     if value.dtype == bool or jnp.issubdtype(value.dtype, jnp.complexfloating):
       raise TypeError(f"{requirement}, got {name} = {value!r}.")
     value = value.item()
-  in_range = low <= value <= high  # False for NaN, too.
+  in_range = low <= value <= high  # False for NaN.
   if not in_range or (integer and value != int(value)):
     raise ValueError(f"{requirement}, got {name} = {value!r}.")
 
 
 def check_scale(name: str, value: Any) -> None:
-  """Raises unless ``value`` is a loss scale, or traced."""
+  """Raise unless value is a valid loss scale; accept traced values."""
   check_number(name, value, MIN_LOSS_SCALE, MAX_LOSS_SCALE)
 
 
 def check_count(name: str, value: Any) -> None:
-  """Raises unless ``value`` is a positive int32, or traced."""
+  """Raise unless value is a positive int32; accept traced values."""
   check_number(name, value, 1, MAX_COUNT, integer=True)
 
 
 def check_scale_fields(policy: Any) -> None:
-  """Raises unless the three scales of a policy are such, and in order."""
+  """Raise unless the three scales of a policy are valid and in order."""
   for name in _SCALE_FIELDS:
     check_scale(name, getattr(policy, name))
   bounds = policy.min_scale, policy.init_scale, policy.max_scale
@@ -75,7 +72,7 @@ def check_scale_fields(policy: Any) -> None:
 
 
 def check_power_of_two_fields(policy: Any) -> None:
-  """Raises unless the three scales of a policy are powers of two, in order."""
+  """Raise unless the three scales are powers of two, valid and in order."""
   check_scale_fields(policy)
   for name in _SCALE_FIELDS:
     value = getattr(policy, name)
@@ -87,10 +84,10 @@ def check_power_of_two_fields(policy: Any) -> None:
 
 
 def convert_arrays_to_scalars(policy: Any) -> None:
-  """Makes Python numbers of the arrays that a policy was given, once checked.
+  """Replace array hyperparameters of a frozen policy by Python numbers.
 
-  As an array, one would become a buffer of the state, and be deleted with it by
-  a step that donates its state. Traced ones stay.
+  An array hyperparameter would become a buffer of the state, and a jitted step
+  that donates its state would delete it. Traced hyperparameters are kept.
   """
   for name, value in vars(policy).copy().items():
     if hasattr(value, "item") and not isinstance(value, jax.core.Tracer):
@@ -100,7 +97,7 @@ def convert_arrays_to_scalars(policy: Any) -> None:
 def check_callable(
   name: str, value: Any, expected: str = "a function", hint: str = ""
 ) -> None:
-  """Raises unless ``value`` can be called."""
+  """Raise unless value is callable."""
   if not callable(value):
     raise TypeError(
       f"{name} must be {expected}, got {describe_arg(name, value)}.{hint}"
@@ -108,7 +105,7 @@ def check_callable(
 
 
 def describe_arg(name: str, value: Any) -> str:
-  """``name = value`` for a message, or its type if that is more than a line."""
+  """Return "name = value", or the name and the type if the value is long."""
   if sum(getattr(x, "size", 1) for x in jax.tree.leaves(value)) < 10:
     formatted = f"{name} = {value!r}"
     if len(formatted) <= 80 and "\n" not in formatted:
@@ -117,9 +114,9 @@ def describe_arg(name: str, value: Any) -> str:
 
 
 def as_float_dtype(dtype: Any) -> Any:
-  """The dtype, however it is written; raises unless it is a float dtype."""
+  """Return the dtype as a NumPy dtype; raise unless it is a float dtype."""
   try:
-    # NumPy takes None for float64.
+    # jnp.dtype(None) would be float64.
     as_dtype = None if dtype is None else jnp.dtype(dtype)
   except TypeError:
     as_dtype = None
@@ -131,13 +128,13 @@ def as_float_dtype(dtype: Any) -> Any:
 
 
 def format_range(low: float, high: float, *, integer: bool = False) -> str:
-  """The rule for a number within bounds, as messages give it."""
+  """Return "a number in [low, high]" for an error message."""
   noun = "an integer" if integer else "a number"
   return f"{noun} in [{format_bound(low)}, {format_bound(high)}]"
 
 
 def format_bound(value: float) -> str:
-  """A bound as people write it: ``2**126``, ``0.5``, ``2147483647``."""
+  """Format a bound for an error message: 2**126, 0.5 or 2147483647."""
   exponent = round(math.log2(value)) if value > 0 else 0
   if abs(exponent) > 20 and value == 2.0**exponent:
     return f"2**{exponent}"

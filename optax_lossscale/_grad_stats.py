@@ -1,4 +1,4 @@
-"""What one pass over the gradients tells of a step, on all devices together."""
+"""Gradient statistics of a step: finiteness, amax and global norm."""
 
 from typing import Any, NamedTuple
 
@@ -10,30 +10,20 @@ import numpy as np
 from optax_lossscale import _arrays, _axes, _grads
 
 
-class UpdateHints(NamedTuple):
-  """What the caller of ``update`` knows beside the gradients.
-
-  Attributes:
-    grads_finite: a bool or number, true if nothing overflowed.
-    grads_amax: the largest true magnitude that was seen; a number, or None.
-  """
-
-  grads_finite: Any
-  grads_amax: Any
-
-
 class GradStats(NamedTuple):
-  """What is known of a step.
+  """Statistics of the gradients of one step, reduced over all devices.
 
   Attributes:
-    finite: whether the gradients are finite once they are true ones, on every
-      device, and no caller knows of an overflow; bool[].
-    amax: the largest magnitude of the true ones, or what the caller saw;
-      float32[].
-    loss_scale: the scale that is in the gradients that came; float32[], or None
-      if they are true ones.
-    clip_factor: what clips the true gradients; float32[], or None.
-    multiplier: what does both, unscale and clip; float32[], or None.
+    finite: whether the unscaled gradients are finite on every device and the
+      caller reports no overflow; bool[].
+    amax: the largest magnitude of an unscaled gradient, or the ``grads_amax``
+      of the caller if that is larger; float32[].
+    loss_scale: the loss scale of the incoming gradients; float32[], or None if
+      they are already unscaled.
+    clip_factor: the factor that clips the unscaled gradients to ``max_norm``;
+      float32[], or None if nothing is clipped.
+    multiplier: the factor that both unscales and clips the incoming gradients;
+      float32[], or None if neither is needed.
   """
 
   finite: jax.Array
@@ -45,30 +35,36 @@ class GradStats(NamedTuple):
 
 def measure_grads(
   grads: list[Any],
-  hints: UpdateHints,
   *,
+  grads_finite: Any,
+  grads_amax: Any,
   loss_scale: jax.Array | None,
   max_norm: jax.typing.ArrayLike | None,
   axis_name: _axes.AxisName | None,
 ) -> GradStats:
-  """Measures gradients as they come, true or scaled.
+  """Compute the statistics of scaled or unscaled gradients in one pass.
 
   Args:
     grads: the gradients.
-    hints: what the caller knows beside them.
-    loss_scale: the scale that is in them; None if they are true ones.
+    grads_finite: a bool or number that is false if the caller detected an
+      overflow.
+    grads_amax: the largest unscaled magnitude that the caller saw in the
+      backward pass; a number, or None.
+    loss_scale: the loss scale of the gradients; None if they are unscaled.
     max_norm: the largest global norm allowed, or None.
-    axis_name: the axes over which the step is decided together, or None.
+    axis_name: the axes whose devices skip a step together, or None.
 
   Returns:
     A :class:`GradStats`.
 
   Raises:
-    TypeError: if a part of the evidence is not a number.
-    ValueError: if one is not a scalar, or the norm cannot be known.
+    TypeError: if ``grads_finite`` or ``grads_amax`` is not a number.
+    ValueError: if one of them is not a scalar, or the norm cannot be computed
+      over the axes.
   """
-  # No division, as in `unscale_grads`: XLA on CPU would write the quotients to
-  # memory, a tenth of a step's bytes.
+  # Multiply the reductions by the reciprocal instead of dividing the gradients,
+  # as `unscale_grads` does: XLA on CPU would write the quotients to memory,
+  # which is a tenth of all bytes that a step writes.
   inv_scale = None if loss_scale is None else 1 / loss_scale
   amax = _mul_or_identity(_grads.largest_magnitude(grads), inv_scale)
   if max_norm is None:
@@ -79,15 +75,15 @@ def measure_grads(
     norm = _mul_or_identity(
       lax.sqrt(_axes.sum_over_axes(squares, axis_name)), inv_scale
     )
-    # False of a NaN, too. Unscaling by a scale below 1 may make a finite
-    # gradient infinite.
+    # False for a NaN. The bound is not inf, because unscaling by a scale below
+    # 1 may make a finite gradient infinite.
     finite = norm <= _grads.MAX_GRAD
     clip_factor = _compute_clip_factor(norm, max_norm)
     multiplier = _mul_or_identity(clip_factor, inv_scale)
-  finite &= _as_flag("grads_finite", hints.grads_finite)
-  if hints.grads_amax is not None:
-    hinted_amax = _as_magnitude("grads_amax", hints.grads_amax)
-    amax = jnp.fmax(amax, hinted_amax)  # A NaN is no evidence.
+  finite &= _as_flag("grads_finite", grads_finite)
+  if grads_amax is not None:
+    # Unlike maximum, fmax ignores a NaN.
+    amax = jnp.fmax(amax, _as_magnitude("grads_amax", grads_amax))
   return GradStats(
     _axes.all_reduce_and(finite, axis_name),
     _axes.max_over_axes(amax, axis_name),
@@ -98,13 +94,14 @@ def measure_grads(
 
 
 def unscale_or_zero(grad: Any, stats: GradStats) -> jax.Array:
-  """The true gradient, widened and clipped; zeros if the step is not finite."""
+  """Unscale and clip a gradient; return zeros if the step is not finite."""
   grad, multiplier = (
     jnp.asarray(_arrays.upcast_to_float32(grad)),
     stats.multiplier,
   )
   if stats.loss_scale is not None and jnp.finfo(grad.dtype).bits > 32:
-    # The reciprocal is rounded to float32.
+    # `multiplier` holds a reciprocal that is rounded to float32, which would
+    # lose digits of a float64 gradient.
     grad, multiplier = (
       _arrays.unscale_by(grad, stats.loss_scale),
       stats.clip_factor,
@@ -126,11 +123,11 @@ def _mul_or_identity(x: jax.Array, factor: jax.Array | None) -> jax.Array:
 
 
 def _as_flag(name: str, value: Any) -> jax.Array:
-  """The value as a bool; of a number, whether it is neither 0 nor NaN."""
+  """Convert a bool or number to a bool[]; 0 and NaN are false."""
   expected = "bool or number that is true if the gradients are finite"
   _check_scalar(name, value, expected, "jnp.all")
   if _is_host_scalar(value):
-    # As JAX has it, 1e-300 would be 0, and large integers are errors.
+    # Test it in NumPy: JAX would round 1e-300 to 0 and reject large integers.
     value = np.asarray(value)
     return jnp.asarray(bool((value != 0) & (value == value)))
   value = jnp.asarray(value)
@@ -140,19 +137,20 @@ def _as_flag(name: str, value: Any) -> jax.Array:
 
 
 def _as_magnitude(name: str, value: Any) -> jax.Array:
-  """The magnitude of a number, as float32."""
+  """Return the magnitude of a number as a float32[]."""
   expected = "number, the largest magnitude of a gradient"
   _check_scalar(name, value, expected, "jnp.max")
   if not _is_host_scalar(value):
     return lax.convert_element_type(jnp.abs(jnp.asarray(value)), jnp.float32)
   magnitude = abs(np.asarray(value).item())
+  # A finite float64 or integer must not become inf in float32.
   if magnitude != np.inf:
     magnitude = min(magnitude, _arrays.FLOAT32_MAX)
   return jnp.asarray(float(magnitude), jnp.float32)
 
 
 def _is_host_scalar(value: Any) -> bool:
-  """Whether a number is one of Python or NumPy, of any size and precision."""
+  """Return whether a value is a Python or NumPy number, not a JAX array."""
   return isinstance(value, (int, float, complex, np.generic, np.ndarray))
 
 

@@ -1,4 +1,4 @@
-"""A tree of gradients: which leaves are gradients, finite or not, how large."""
+"""Gradient pytrees: partition, finiteness tests, amax and norms."""
 
 from collections.abc import Callable, Iterable
 import functools
@@ -10,27 +10,27 @@ import jax.numpy as jnp
 
 from optax_lossscale import _arrays, _paths
 
-# Of the dtypes in which a true gradient may come out, bfloat16 ends first.
+# The largest unscaled gradient that no result dtype (bfloat16, float32, float64
+# or complex) turns into inf: bfloat16 has the smallest maximum of them.
 MAX_GRAD = float(jnp.finfo(jnp.bfloat16).max)
 
-# Flax keeps the statistics of its fp8 layers in this collection. They arrive
-# beside the gradients, but are values to be stored, not gradients.
+# Flax keeps the statistics of its fp8 layers in this collection. The backward
+# pass returns them among the gradients, but they are values to store.
 _OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
 def partition_grads(
   tree: Any,
 ) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-  """The gradients in a tree, and what puts others in their places.
+  """Split a pytree into its gradients and the rest, as Equinox's partition.
 
   Args:
     tree: a pytree.
 
   Returns:
     The list of the leaves that are gradients, and a function that takes as many
-    new ones and returns the tree with these in their places. All other leaves
-    stay: integers, bools, float0, PRNG keys, and the statistics of Flax's fp8
-    layers.
+    new gradients and returns the tree with these. It keeps all other leaves:
+    integers, bools, float0, PRNG keys, and the statistics of Flax's fp8 layers.
   """
   paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
   leaves = [leaf for _, leaf in paths_and_leaves]
@@ -50,17 +50,17 @@ def partition_grads(
 
 
 def is_grad(path: Any, leaf: Any) -> bool:
-  """Whether a leaf, at this path of its tree, is a gradient."""
+  """Return whether a leaf at a path of its tree is a gradient."""
   return _arrays.is_inexact(leaf) and not is_fp8_stat(path)
 
 
 def is_fp8_stat(path: Any) -> bool:
-  """Whether a tree path leads into Flax's fp8 statistics."""
+  """Return whether a tree path leads into Flax's fp8 statistics."""
   return any(_paths.key_name(key) == _OVERWRITE_WITH_GRADIENT for key in path)
 
 
 def all_finite(tree: Any) -> jax.Array:
-  """Tests, element by element, whether a pytree holds no inf and no NaN.
+  """Returns whether a pytree holds neither inf nor NaN, testing each entry.
 
   Args:
     tree: any pytree. Only leaves of a float or complex dtype are tested, and
@@ -82,27 +82,30 @@ def all_finite(tree: Any) -> jax.Array:
 def all_finite_by_sum(
   grads: list[Any], factor: jax.Array | None = None
 ) -> jax.Array:
-  """Whether all gradients are finite, by reading them once.
+  """Return whether all gradients are finite, reading each of them once.
 
-  On CPU it is taken from the sum of each leaf, which XLA makes without writing
-  anything. A sum that holds an inf or a NaN is never finite, in whatever order
-  XLA adds, while a maximum may lose a NaN on CPU. But a sum may overflow by
-  itself: there a leaf counts as not finite if its finite entries add up to more
-  than its dtype can hold (a mean of 1e33 over a million float32 entries).
+  On CPU, this tests the sum of each leaf, which XLA computes without writing
+  intermediate arrays. The sum of a leaf with an inf or a NaN is never finite,
+  whatever the order of the additions; a maximum may lose a NaN on CPU. The
+  price: a leaf of finite entries also counts as not finite if their sum exceeds
+  the range of its dtype (a mean of 1e33 over a million float32 entries).
 
   Args:
     grads: the gradients.
-    factor: if given, a float32[] by which they will be multiplied after they
-      are widened. The products must be finite, too.
+    factor: a float32[] by which the gradients will be multiplied after they are
+      upcast, or None. The results must be finite, too.
 
   Returns:
-    bool[].
+    A bool[].
   """
   return _all_finite_by_platform(_sum_indicator, grads, factor)
 
 
 def largest_magnitude(grads: list[Any]) -> jax.Array:
-  """The largest magnitude; float32[]. Means nothing if one is not finite."""
+  """Return the largest magnitude of the gradients; float32[].
+
+  The result is undefined if an entry is not finite.
+  """
   amax = jnp.float32(0)
   for leaf in grads:
     leaf = _arrays.upcast_for_reduction(leaf)
@@ -110,9 +113,10 @@ def largest_magnitude(grads: list[Any]) -> jax.Array:
       continue
     is_complex = _arrays.is_complex(leaf.dtype)
     for part in (leaf.real, leaf.imag) if is_complex else (leaf,):
-      # XLA would write abs(part) to memory, to share it with `sum_is_finite`.
+      # Not abs(part): XLA would share abs(part) with `_sum_indicator`, and
+      # write it to memory for that.
       largest = jnp.max(jnp.maximum(part, -part))
-      # A float64 may lie above float32's range, and still be finite.
+      # A finite float64 may exceed the range of float32.
       if jnp.finfo(part.dtype).bits > 32:
         bound = jnp.asarray(_arrays.FLOAT32_MAX, part.dtype)
         largest = jnp.minimum(largest, bound)
@@ -121,7 +125,10 @@ def largest_magnitude(grads: list[Any]) -> jax.Array:
 
 
 def sum_of_squares(leaf: Any) -> jax.Array:
-  """The squared norm of a gradient; float32[]. Inf or NaN if it holds one."""
+  """Return the squared norm of a gradient; float32[].
+
+  The result is inf or NaN if the gradient contains an inf or a NaN.
+  """
   leaf = jnp.asarray(leaf)
   leaf = leaf.astype(_arrays.promote_to_float32(leaf.dtype))
   squares = jnp.square(leaf.real)
@@ -130,8 +137,9 @@ def sum_of_squares(leaf: Any) -> jax.Array:
   return jnp.sum(squares).astype(jnp.float32)
 
 
-# What is not finite in a leaf, as a number that can be added up over leaves and
-# devices: 0 if all is finite, else NaN, or how many entries are not; float32[].
+# Maps a leaf and the factor of `all_finite_by_sum` to a float32[] that is 0 if
+# all entries are finite. Otherwise it is NaN or the number of nonfinite
+# entries, so the sum over leaves and devices is 0 only if all are finite.
 NonfiniteIndicator = Callable[[Any, jax.Array | None], jax.Array]
 
 
@@ -141,9 +149,9 @@ def _all_finite_by_platform(
   on_cpu = functools.partial(_indicators_sum_to_zero, cpu_indicator)
   if not any(isinstance(leaf, jax.core.Tracer) for leaf in grads):
     return on_cpu(grads, factor)
-  # Of a number for each leaf, XLA would have to reduce each over the devices.
-  # It adds up counts first. On CPU it would write them, a number for each
-  # entry, to memory.
+  # On accelerators, count the nonfinite entries and sum the counts over leaves:
+  # then XLA needs one all-reduce instead of one for each leaf. On CPU it would
+  # write the mask that is counted to memory.
   on_accelerator = functools.partial(_indicators_sum_to_zero, _count_indicator)
   return lax.platform_dependent(
     grads, factor, cpu=on_cpu, default=on_accelerator
@@ -153,37 +161,43 @@ def _all_finite_by_platform(
 def _indicators_sum_to_zero(
   indicator: NonfiniteIndicator, grads: list[Any], factor: jax.Array | None
 ) -> jax.Array:
+  """Return whether all gradients are finite, by summing their indicators."""
   return _is_zero(sum((indicator(x, factor) for x in grads), jnp.float32(0)))
 
 
 def _count_indicator(leaf: Any, factor: jax.Array | None) -> jax.Array:
+  """Return the number of nonfinite entries; a `NonfiniteIndicator`."""
   return jnp.sum(~_is_finite_scaled(leaf, factor), dtype=jnp.float32)
 
 
 def _elementwise_indicator(leaf: Any, factor: jax.Array | None) -> jax.Array:
+  """Return 0 or NaN from a test of each entry; a `NonfiniteIndicator`."""
   return _nan_unless_all(_is_finite_scaled(leaf, factor))
 
 
 def _sum_indicator(leaf: Any, factor: jax.Array | None) -> jax.Array:
+  """Return 0 or NaN from the sum of the entries; a `NonfiniteIndicator`."""
   leaf = jnp.asarray(leaf)
   if _is_at_most_16_bit(leaf):
-    # To sum them, XLA would write a copy in float32 to memory. It is cheaper to
-    # test each element.
+    # To sum 16-bit entries, XLA would write a float32 copy to memory. Testing
+    # each entry is cheaper.
     return _elementwise_indicator(leaf, factor)
   if factor is not None:
-    # Of magnitudes, for two reasons. Large numbers of both signs could cancel
-    # in the sum. And the optimizer needs the products with their signs: XLA
-    # would write these to memory, to compute them only once.
+    # Sum magnitudes, for two reasons. Large entries of opposite signs could
+    # cancel, although one of them times the factor overflows. And the optimizer
+    # needs the scaled entries with their signs: XLA would compute these only
+    # once, and write them to memory.
     total = _arrays.scale_by(jnp.sum(jnp.abs(leaf)), factor)
   else:
     total = jnp.sum(leaf)
   if _arrays.is_complex(total.dtype):
     return _nan_unless_all(_isfinite(total))
+  # 0 * inf and 0 * NaN are NaN.
   return (0 * total).astype(jnp.float32)
 
 
 def _is_finite_scaled(leaf: Any, factor: jax.Array | None) -> jax.Array:
-  """Whether each entry is finite once it is widened and multiplied."""
+  """Return whether each entry is finite after upcasting and scaling."""
   if factor is None:
     return _isfinite(leaf)
   magnitude = jnp.abs(jnp.asarray(leaf))
@@ -197,11 +211,11 @@ def _nan_unless_all(flags: jax.Array) -> jax.Array:
 
 
 def _is_zero(total: jax.Array) -> jax.Array:
-  """Whether what faults add up to is zero.
+  """Return whether a sum of indicators is zero, by its square root.
 
-  XLA copies a cheap scalar computation, and with it the reductions of all
-  leaves, into each kernel that reads its result: code and compile time would
-  grow with the square of the number of leaves. It does not copy a square root.
+  The square root keeps compile time linear in the number of leaves. XLA copies
+  a cheap scalar computation, with the reductions of all leaves, into each
+  kernel that reads its result. It does not copy a square root.
   """
   return lax.sqrt(lax.abs(total)) < 1
 

@@ -1,4 +1,4 @@
-"""What to log of a loss scale, and whether a run is stuck."""
+"""Metrics of a loss scale for logging, and the error of a stuck run."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from optax_lossscale import _arrays, _checks, _policies, _state, _transfer_guard
 
-# The hyperparameters that keep a scale from coming down.
+# The hyperparameters of policies, those of `interop` included, that bound the
+# scale from below.
 _MIN_SCALE_FIELDS = "threshold", "min_scale"
 
 _FIND_OVERFLOW_REMEDY = (
@@ -36,18 +37,18 @@ def loss_scale_metrics(
   policy: _policies.PolicyLike | None = None,
   steps: jax.typing.ArrayLike | None = None,
 ) -> dict[str, jax.Array]:
-  """Returns what to log of a loss scale, for any logger.
+  """Returns the metrics of a loss scale, for any logger.
 
   Works under ``jit``, and reads nothing back to the host.
 
-  Every step of a run may be skipped without an error. Give ``policy`` to see it
-  at a glance: a run whose ``skips_at_min_scale`` stays 1 stands still, since
-  the scale cannot come down any further.
+  A run may skip every step without an error. Pass ``policy`` to detect this: if
+  ``skips_at_min_scale`` stays 1, the run makes no progress, since the scale
+  cannot decrease any further.
 
   Args:
     tree: a :class:`LossScaleState`, or any pytree that holds exactly one.
-    policy: what :func:`with_loss_scaling` was given as ``loss_scale``.
-    steps: how often ``update`` was called since ``init``.
+    policy: the ``loss_scale`` argument of :func:`with_loss_scaling`.
+    steps: the number of calls of ``update`` since ``init``.
 
   Returns:
     A dict of arrays of shape ``()``: the fields of :class:`LossScaleState` by
@@ -57,8 +58,8 @@ def loss_scale_metrics(
     * ``step_skipped``, 1 if the last step was skipped and 0 if not, whose mean
       over some steps is their skip rate;
     * ``skip_rate``, the fraction of all steps that were skipped, if ``steps``
-      is given;
-    * ``skips_at_min_scale``, if ``policy`` is given: 1 if the last step was
+      is passed;
+    * ``skips_at_min_scale``, if ``policy`` is passed: 1 if the last step was
       skipped and the scale is the lowest that the policy allows, or is fixed;
       else 0.
 
@@ -94,7 +95,7 @@ def loss_scale_metrics(
 
 
 def _get_lowest_scale_as_float32(policy: Any) -> jax.Array:
-  """The lowest scale of a policy as float32; 0 if it names none."""
+  """Return the lowest scale of a policy as float32; 0 if it has no bound."""
   if isinstance(policy, _policies.FixedLossScale):
     return _as_float32(policy.scale)
   lowest_scale = _policies.get_lowest_scale(policy)
@@ -119,30 +120,32 @@ def raise_if_stuck(
   steps: int | None = None,
   grads: Any = None,
 ) -> None:
-  """Raises if too many steps were skipped, and says why.
+  """Raises if too many steps were skipped, and lists what to try.
 
-  Nothing in this package raises an error by itself after an overflow. Call this
-  function now and then in the training loop, outside ``jit``. It reads three
-  scalars back to the host, and looks at the gradients only when it raises.
+  No other function of this package raises an error after an overflow. Call this
+  function from time to time in the training loop, outside ``jit``. It reads
+  three scalars back to the host, and reads the gradients only if it raises.
 
-  Many skips in a row show that a run stands still. Give ``max_skip_rate``
+  Many skips in a row show that a run makes no progress. Pass ``max_skip_rate``
   as well if the gradients of many batches are exactly zero (masked batches,
-  sparse rewards, a hinge loss). Such steps are finite at any scale, so that all
-  other steps may be skipped without two skips in a row. Early in a run the
-  skip rate says little, since the first steps may be skipped to find the scale.
+  sparse rewards, a hinge loss). Steps without gradients are finite at any
+  scale, so all other steps may be skipped without two skips in a row. Early in
+  a run the skip rate means little, because the policy may skip the first steps
+  to find the scale.
 
   Args:
     tree: a :class:`LossScaleState`, or any pytree that holds exactly one, such
       as the optimizer state. If the state has a leading axis (``vmap``,
       ``pmap``), the member with the most skips counts.
     max_consecutive_skips: how many skips in a row are too many.
-    policy: what :func:`with_loss_scaling` was given as ``loss_scale``. With it,
-      the message says whether the scale can still come down.
+    policy: the ``loss_scale`` argument of :func:`with_loss_scaling`. With it,
+      the message says whether the scale can still decrease.
     max_skip_rate: the largest fraction of the steps that may be skipped, a
-      number in [0, 1]. It needs ``steps``.
-    steps: how often ``update`` was called since ``init``.
+      number in [0, 1]. Requires ``steps``.
+    steps: the number of calls of ``update`` since ``init``.
     grads: the gradients of the last step, if you have them. With them, the
-      message names the leaves, and tells NaNs of the model from an overflow.
+      message lists the nonfinite leaves, and distinguishes NaNs of the model
+      from an overflow.
 
   Raises:
     LossScaleError: if ``max_consecutive_skips`` steps or more were skipped in a
@@ -219,6 +222,14 @@ def raise_if_stuck(
 def _format_message(
   summary: str, remedies: list[str], nonfinite_leaves: list[Any] | None
 ) -> str:
+  """Format the message of `LossScaleError`.
+
+  Args:
+    summary: the first line.
+    remedies: the numbered lines.
+    nonfinite_leaves: the leaves to list; None if the caller passed no
+      gradients.
+  """
   lines = [summary, "Try, in this order:"]
   lines += [f"  {i}. {remedy}" for i, remedy in enumerate(remedies, 1)]
   if nonfinite_leaves:
@@ -230,9 +241,14 @@ def _format_message(
 
 
 class _SkipCounts(NamedTuple):
-  """The last skips in a row, all skips and the scale of one member of a state.
+  """The skips and the scale of one member of a state.
 
-  A state that was mapped has several members.
+  A state from ``vmap`` or ``pmap`` has several members.
+
+  Attributes:
+    consecutive: the number of skips in a row up to the last step.
+    total: the number of all skips.
+    scale: the loss scale.
   """
 
   consecutive: int
@@ -258,7 +274,7 @@ def _check_limits(
 
 
 def _read_skip_counts(state: _state.LossScaleState) -> list[_SkipCounts]:
-  """The skips of each member of a state."""
+  """Read the counts and the scale of each member of a state to the host."""
   if isinstance(state.notfinite_count, jax.core.Tracer):
     raise TypeError(
       "raise_if_stuck must be called outside jit, since it reads the state, got"
@@ -278,14 +294,15 @@ def _read_skip_counts(state: _state.LossScaleState) -> list[_SkipCounts]:
 
 
 def _is_addressable(x: Any) -> bool:
-  """Whether this process holds all of an array, or a copy of it."""
+  """Return whether this process can read the whole array."""
   return getattr(x, "is_fully_addressable", True) or x.is_fully_replicated
 
 
 def _find_nonfinite_leaves(grads: Any) -> list[Any] | None:
+  """Return the report lines of nonfinite leaves; None without gradients."""
   if grads is None:
     return None
-  # Imported here, so that `import optax_lossscale` does not load it.
+  # Imported only here, because `import optax_lossscale` must stay fast.
   from optax_lossscale import diagnostics
 
   return diagnostics.nonfinite_leaves(grads)
@@ -296,13 +313,13 @@ def _suggest_consecutive_skip_remedies(
   policy: _policies.LossScalePolicy | None,
   nonfinite_leaves: list[Any] | None,
 ) -> list[str]:
-  """Returns what to try if steps in a row were skipped.
+  """Return the remedies for many skips in a row, in the order to try.
 
   Args:
     scale: the loss scale.
-    policy: the policy, if it is known.
-    nonfinite_leaves: the leaves that are not finite; None if there are no
-      gradients.
+    policy: the policy, or None if the caller did not pass it.
+    nonfinite_leaves: the leaves that are not finite; None if the caller passed
+      no gradients.
   """
   if nonfinite_leaves == []:
     return [
@@ -321,9 +338,9 @@ def _suggest_consecutive_skip_remedies(
 def _suggest_scale_remedy(
   scale: float, policy: _policies.LossScalePolicy | None
 ) -> str:
-  """Returns how a lower loss scale is possible."""
+  """Return the remedy that makes a lower loss scale possible."""
   lowest_scale = _policies.get_lowest_scale(policy)
-  # The floor may be no float32 number, but the scale is.
+  # Round the bound to float32, as the scale is.
   if lowest_scale is not None and scale <= np.float32(lowest_scale):
     candidates = {
       name: getattr(policy, name, None) for name in _MIN_SCALE_FIELDS
@@ -345,7 +362,7 @@ def _suggest_scale_remedy(
 def _suggest_skip_rate_remedies(
   nonfinite_leaves: list[Any] | None,
 ) -> list[str]:
-  """Returns what to try if many steps were skipped, but not in a row."""
+  """Return the remedies for a high skip rate without many skips in a row."""
   return [
     "Log the loss scale. If steps are skipped after it grows, it grows too far"
     " or too often: lower max_scale of the policy, or use DynamicLossScale with"

@@ -1,4 +1,4 @@
-"""Pure functions: scale the loss, unscale the gradients, differentiate."""
+"""Scale the loss, unscale the gradients, and ``value_and_grad`` for both."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -27,7 +27,7 @@ _ALREADY_DIFFERENTIATED_HINT = (
   " jax.grad, pass the loss function itself."
 )
 
-# By library, what differentiates models with leaves that are no floats.
+# The functions that differentiate models with leaves that are not floats.
 _VALUE_AND_GRAD_BY_LIBRARY = {
   "equinox": "equinox.filter_value_and_grad",
   "flax.nnx": "nnx.value_and_grad",
@@ -41,13 +41,14 @@ def scale_loss(loss: Any, state: Any) -> Any:
   """Multiplies a loss by the loss scale.
 
   Args:
-    loss: a float or complex scalar, or any pytree of them. The product of a
-      float16, bfloat16 or float8 loss is float32, since float16 ends at 65504.
+    loss: a float or complex scalar, or any pytree of them. float16, bfloat16
+      and float8 losses are returned in float32, since the largest float16
+      number is 65504.
     state: a :class:`LossScaleState`, or any pytree that holds exactly one.
 
   Returns:
-    A pytree of the same structure; other leaves (integers, ``None``) are as
-    they were.
+    A pytree of the same structure; other leaves (integers, ``None``) are
+    unchanged.
 
   Raises:
     RuntimeError: in a function that :func:`value_and_grad` or :func:`grad`
@@ -74,10 +75,10 @@ def unscale_grads(grads: Any, state: Any) -> Any:
       pytree that holds exactly one.
 
   Returns:
-    A pytree of the same structure. float16 and float8 leaves come back in
+    A pytree of the same structure. float16 and float8 leaves are returned in
     float32, where the quotient does not underflow. bfloat16 leaves keep their
     dtype, since it has the range of float32, and so do float32, float64 and
-    complex leaves. Leaves that are not gradients are returned as they are:
+    complex leaves. Leaves that are not gradients are returned unchanged:
     integers, bools, float0, PRNG keys, and everything under Flax's
     ``_overwrite_with_gradient`` collection.
 
@@ -105,18 +106,19 @@ def value_and_grad(
 ) -> Callable[_Args, tuple[_Result, Any]]:
   """Like :func:`jax.value_and_grad`, through a scaled loss.
 
-  The loss is multiplied by the loss scale before the backward pass and the
-  gradients are divided by it after. What is returned is the true loss and the
-  true gradients.
+  The loss is multiplied by the loss scale before the backward pass, and the
+  gradients are divided by the loss scale after it. The returned loss and
+  gradients are unscaled.
 
   Args:
     fun: the function to differentiate. It returns a scalar loss of a float
-      dtype, or a pair of it and auxiliary data. The loss is best in float32: if
-      it is float16, the backward pass overflows with a scale above 2**15.
+      dtype, or a pair of a loss and auxiliary data. Return the loss in float32:
+      with a float16 loss, the backward pass overflows if the scale exceeds
+      2**15.
     state: the state that scales the loss: a :class:`LossScaleState`, or any
       pytree that holds exactly one, such as the optimizer state.
-    argnums: which positional arguments to differentiate with respect to; the
-      first one, if not given.
+    argnums: the positions of the arguments to differentiate with respect to.
+      Defaults to the first one.
     has_aux: whether ``fun`` returns a pair of loss and auxiliary data.
     using: the function to differentiate with: :func:`jax.value_and_grad`, or a
       function like it, such as ``flax.nnx.value_and_grad`` or
@@ -131,8 +133,8 @@ def value_and_grad(
 
   Raises:
     TypeError: if the loss is not of a float dtype, ``fun`` is differentiated
-      already, ``argnums`` are no integers, or ``using`` does not return the
-      value beside the gradients.
+      already, ``argnums`` are not integers, or ``using`` does not return the
+      value in addition to the gradients.
     ValueError: if the loss is not a scalar, or ``state`` does not hold exactly
       one loss-scale state.
 
@@ -151,9 +153,10 @@ def value_and_grad(
   _checks.check_callable("using", using, "a function like jax.value_and_grad")
   if argnums is not None:
     _check_argnums(argnums, hint)
-  _state.get_loss_scale_state(state)  # An error now, if there is none.
+  _state.get_loss_scale_state(state)  # Raise here if there is no loss scale.
   _warn_if_inside_multi_steps(state)
-  # Read at each call: an optimizer of Flax NNX changes in place.
+  # The scale is read at each call, because an optimizer of Flax NNX changes in
+  # place.
   get_scale = lambda: _state.get_loss_scale_state(state).loss_scale
 
   def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _FunOutput]:
@@ -162,10 +165,11 @@ def value_and_grad(
       out
     )
 
-  scaled_fun.__name__ = getattr(fun, "__name__", "fun")  # for messages
-  # Flax NNX looks up at which positions keyword arguments are.
+  # JAX's error messages show the name.
+  scaled_fun.__name__ = getattr(fun, "__name__", "fun")
+  # Flax NNX uses the signature to find the positions of keyword arguments.
   scaled_fun.__signature__ = _get_signature(fun)  # type: ignore[attr-defined]
-  if argnums is not None:  # Not every library has such an argument.
+  if argnums is not None:  # Equinox's function, for one, has no argnums.
     kwargs["argnums"] = argnums
   scaled_value_and_grad = using(scaled_fun, has_aux=True, **kwargs)
 
@@ -204,11 +208,11 @@ def grad(
   Args:
     fun: the function to differentiate; see :func:`value_and_grad`.
     state: the state that scales the loss.
-    argnums: which positional arguments to differentiate with respect to; the
-      first one, if not given.
+    argnums: the positions of the arguments to differentiate with respect to.
+      Defaults to the first one.
     has_aux: whether ``fun`` returns a pair of loss and auxiliary data.
-    using: the function to differentiate with. It must return the value, too, as
-      :func:`jax.value_and_grad` does.
+    using: the function to differentiate with. Like :func:`jax.value_and_grad`,
+      it must also return the value.
     **kwargs: further keyword arguments for ``using``.
 
   Returns:
@@ -217,8 +221,8 @@ def grad(
 
   Raises:
     TypeError: if the loss is not of a float dtype, ``fun`` is differentiated
-      already, ``argnums`` are no integers, or ``using`` does not return the
-      value beside the gradients.
+      already, ``argnums`` are not integers, or ``using`` does not return the
+      value in addition to the gradients.
     ValueError: if the loss is not a scalar, or ``state`` does not hold exactly
       one loss-scale state.
 
@@ -242,7 +246,7 @@ def grad(
 
 
 def _check_argnums(argnums: Any, hint: str) -> None:
-  """Raises if the arguments of the loss were given in place of ``argnums``."""
+  """Raise if argnums are not integers, such as arguments of the loss."""
   argnum_list = argnums if isinstance(argnums, (tuple, list)) else [argnums]
   if not all(map(_is_argnum, argnum_list)):
     raise TypeError(
@@ -252,17 +256,18 @@ def _check_argnums(argnums: Any, hint: str) -> None:
 
 
 def _is_argnum(x: Any) -> bool:
+  """Return whether x is an integer, or the nnx.DiffState of Flax NNX."""
   try:
     operator.index(x)
   except TypeError:
-    # Flax NNX has a type of its own, for a part of an argument.
+    # Flax NNX need not be installed, so its class is recognized by exclusion.
     is_nnx_diff_state = jax.tree_util.all_leaves([x]) and not isinstance(x, str)
     return is_nnx_diff_state and not _arrays.is_array_like(x)
   return not isinstance(x, bool)
 
 
 def _warn_if_inside_multi_steps(state: Any) -> None:
-  """Warns if gradients are added up before the wrapper tests them."""
+  """Warn if MultiSteps accumulates gradients before they are tested."""
   is_multi_steps = lambda x: isinstance(x, optax.MultiStepsState)
   leaves = jax.tree.leaves(state, is_leaf=is_multi_steps)
   if any(is_multi_steps(x) and _state.has_loss_scale(x) for x in leaves):
@@ -275,13 +280,17 @@ def _warn_if_inside_multi_steps(state: Any) -> None:
 
 
 class _FunOutput(NamedTuple):
-  """What ``fun`` returned, passed through ``using`` as auxiliary data."""
+  """The output of ``fun``, passed through ``using`` as auxiliary data.
+
+  Its type shows whether ``using`` returned the auxiliary data where
+  `jax.value_and_grad` does.
+  """
 
   out: Any
 
 
 def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
-  """What ``fun`` returned, and the gradients of the scaled loss."""
+  """Return the output of ``fun`` and the gradients of the scaled loss."""
   value, grads = result
   is_pair = isinstance(value, (tuple, list)) and len(value) == 2
   if not is_pair or not isinstance(value[1], _FunOutput):
@@ -294,6 +303,7 @@ def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _scale_tree(loss: Any, scale: jax.Array) -> Any:
+  """Multiply the float and complex leaves of a loss by the scale."""
   scale = _tags.tag_scale("scale", scale, jax.tree.leaves(loss))
 
   def scale_leaf(leaf: Any) -> Any:
@@ -306,6 +316,7 @@ def _scale_tree(loss: Any, scale: jax.Array) -> Any:
 
 
 def _unscale_tree(tree: Any, scale: jax.Array) -> Any:
+  """Divide the gradients in a pytree by the scale, float16 in float32."""
   grads, combine = _grads.partition_grads(tree)
   upcast_grads = [
     jnp.asarray(_arrays.upcast_to_float32(grad)) for grad in grads
@@ -319,12 +330,11 @@ def _unscale_tree(tree: Any, scale: jax.Array) -> Any:
 
 
 def _add_cpu_fusion_barrier(leaves: list[jax.Array]) -> list[jax.Array]:
-  """The same leaves, which XLA on CPU then computes only once.
+  """Return the leaves behind a barrier, so XLA computes them once on CPU.
 
-  XLA's compiler for CPU would repeat the end of the backward pass (a transpose
-  and the conversion from float16) in each kernel of the optimizer. It does not
-  repeat the division that follows the barrier. The compilers for other devices
-  are left free to fuse.
+  XLA's CPU compiler would repeat the end of the backward pass (a transpose and
+  the cast from float16) in each kernel of the optimizer. It does not repeat the
+  division that follows the barrier. The compilers for other devices may fuse.
   """
   if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
     return leaves
@@ -338,20 +348,22 @@ def _add_cpu_fusion_barrier(leaves: list[jax.Array]) -> list[jax.Array]:
 def _get_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
   try:
     return inspect.signature(fun)
-  except ValueError:  # Some functions that are not written in Python.
+  except ValueError:  # Some functions written in C have no signature.
     return None
 
 
 def _call_loss_fn(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-  """What a function returns whose loss is scaled: see `_refuse_scaling`."""
+  """Call ``fun``; marks its stack frame for the check of `scale_loss`."""
+  # `_check_not_inside_value_and_grad` reads the local variable `fun`.
   return fun(*args, **kwargs)
 
 
 def _check_not_inside_value_and_grad() -> None:
-  """Raises if what computes the loss of `_called` calls `scale_loss`.
+  """Raise if `scale_loss` is called in the loss function of `value_and_grad`.
 
-  The stack of calls tells it, and nothing has to be kept. A function within
-  that somebody else differentiates may have a loss scale of its own.
+  The call stack shows this, so no state has to be kept while tracing. The
+  search ends at code of JAX's autodiff: a function that the loss itself
+  differentiates, such as an inner loss, may have its own loss scale.
   """
   frame = inspect.currentframe()
   while frame and not _source_info.is_autodiff_code(frame.f_code):
@@ -368,7 +380,7 @@ def _check_not_inside_value_and_grad() -> None:
 
 
 def _extract_loss(out: Any, has_aux: bool) -> Any:
-  """The loss in what a function returned, if it is one that can be scaled."""
+  """Return the loss in the output of ``fun``; raise if it is invalid."""
   loss = _split_aux(out)[0] if has_aux else out
   if not _arrays.is_array_like(loss):
     hint = " If fun returns a pair (loss, aux), pass has_aux=True."
@@ -390,11 +402,15 @@ def _extract_loss(out: Any, has_aux: bool) -> Any:
 
 
 def _suggest_value_and_grad_fn(tree: Any) -> str | None:
-  """What differentiates a model in the tree that JAX alone cannot."""
+  """Return the function that can differentiate a model in the tree.
+
+  Returns None if there is no Equinox or Flax NNX model with leaves that are not
+  floats.
+  """
   for library, using in _VALUE_AND_GRAD_BY_LIBRARY.items():
-    # If it is not loaded, there are no such models.
-    model: Any = getattr(sys.modules.get(library), "Module", ())
-    is_model = lambda x, model=model: isinstance(x, model)
+    # If the library is not loaded, the tree holds none of its models.
+    module_cls: Any = getattr(sys.modules.get(library), "Module", ())
+    is_model = lambda x, cls=module_cls: isinstance(x, cls)
     for x in filter(is_model, jax.tree.leaves(tree, is_leaf=is_model)):
       if not all(map(_arrays.is_inexact, jax.tree.leaves(x))):
         return using
@@ -402,7 +418,7 @@ def _suggest_value_and_grad_fn(tree: Any) -> str | None:
 
 
 def _warn_if_narrow_range(loss: Any) -> None:
-  """Warns, at the user's line, of a loss that cannot hold a large scale."""
+  """Warn if the dtype of the loss cannot represent a large scale."""
   dtype = jnp.result_type(loss)
   if not _arrays.has_narrow_range(dtype):
     return
@@ -414,6 +430,7 @@ def _warn_if_narrow_range(loss: Any) -> None:
 
 
 def _split_aux(out: Any) -> Sequence[Any]:
+  """Return the pair (loss, aux); raise if ``out`` is not a pair."""
   if not isinstance(out, (tuple, list)) or len(out) != 2:
     raise TypeError(
       "fun must return a pair (loss, aux) when has_aux=True, got"

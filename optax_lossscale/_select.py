@@ -1,7 +1,7 @@
-"""Runs an inner update, so that a skipped step keeps the old state.
+"""Run an inner update and keep its old state if the step is skipped.
 
-The old state is not selected after the update but within it: where each new
-leaf of the state is computed. docs/design.md says why.
+The select between the new and the old state is inside the update: right after
+the equation that computes each new leaf. ARCHITECTURE.md has the reasons.
 """
 
 from collections.abc import Callable
@@ -23,16 +23,17 @@ def update_with_selects(
   params: Any,
   **extra_args: Any,
 ) -> tuple[Any, Any]:
-  """Calls ``update`` and keeps the old state unless ``finite``.
+  """Call ``update`` and keep the old state unless ``finite``.
 
   ``jnp.where(finite, new, old)`` after the update would be correct, but slow.
-  The updates are computed from the new moments. XLA would compute these twice,
-  once for the state and once for the updates, and would need the old moments to
-  the end, so that it could not overwrite them. Instead, each new leaf of the
-  state is selected right where it is computed, and all that follows reads the
-  selected one. On an applied step this is the same number. On a skipped step
-  the updates are thrown away. If the selected leaf would differ from the new
-  one in more than its numbers, it is selected after the update.
+  The updates are computed from the new moments. XLA would compute the moments
+  twice, once for the state and once for the updates, and would need the old
+  moments until the end, so it could not overwrite them.
+
+  Instead, each new leaf of the state is selected right after the equation that
+  computes it, and later equations read the selected leaf. In an applied step
+  the selected leaf is the new one. In a skipped step the updates are discarded.
+  A leaf whose type would change by the select is selected after the update.
 
   Args:
     update: the update function of an optimizer.
@@ -43,14 +44,16 @@ def update_with_selects(
     **extra_args: further arguments of ``update``, which may be functions.
 
   Returns:
-    The updates as ``update`` gave them, and the selected state in the
-    structure and dtypes of ``state``.
+    The updates that ``update`` returned, and the selected state in the
+    structure and dtypes of ``state``. In a skipped step the updates are
+    arbitrary.
 
   Raises:
     ValueError: if ``update`` returns a state of another structure.
   """
-  # Outside jit nothing is fused, and leaves of the state may be any object.
-  ctx = _get_current_eqn_ctx() if isinstance(finite, jax.core.Tracer) else None
+  # Outside jit there is nothing to gain, since XLA fuses nothing, and leaves of
+  # the state may be any Python object.
+  ctx = _get_eqn_ctx_or_none() if isinstance(finite, jax.core.Tracer) else None
   if ctx is None:
     updates, new_state = update(grads, state, params, **extra_args)
     return updates, select_state(finite, new_state, state)
@@ -64,7 +67,7 @@ def update_with_selects(
 
 
 def select_state(finite: jax.Array, new_state: Any, state: Any) -> Any:
-  """The new state if ``finite``, else the old one, selected after the update.
+  """Return the new state if ``finite``, else the old state.
 
   Raises:
     ValueError: if the two differ in structure.
@@ -73,12 +76,11 @@ def select_state(finite: jax.Array, new_state: Any, state: Any) -> Any:
   return _arrays.select(finite, new_state, state)
 
 
-def _get_current_eqn_ctx() -> Any:
-  """The settings that hold here, to compare those of equations with.
+def _get_eqn_ctx_or_none() -> Any:
+  """Return the context of equations traced here; None if JAX has none.
 
-  None if equations cannot be taken apart: a new version of JAX may describe
-  what a function computes in another way. To select within an update saves
-  time, and to select after it is always right.
+  None means that this version of JAX can't evaluate equations one by one. The
+  select after the update is then the fallback: it is slower but always correct.
   """
   try:
     return _interpret.get_current_eqn_ctx()
@@ -89,14 +91,27 @@ def _get_current_eqn_ctx() -> Any:
 def _run_with_selects(
   run: Callable[[], tuple[Any, Any]], finite: jax.Array, state: Any, ctx: Any
 ) -> tuple[Any, Any]:
-  # `run` takes no arguments but closes over everything. So traced values become
-  # constants of the jaxpr, and keep their shardings and manual axes, and
-  # functions among the arguments need no care.
+  """Trace ``run`` and evaluate its equations, selecting new state leaves.
+
+  Args:
+    run: a function without arguments that returns the updates and the new
+      state, in the structure and dtypes of ``state``.
+    finite: whether to take the new state.
+    state: the old state.
+    ctx: the context of equations that may be followed by a select.
+
+  Returns:
+    The updates and the selected state.
+  """
+  # `run` takes no arguments but closes over everything, so traced values become
+  # constants of the jaxpr. They keep their shardings and manual axes, and the
+  # extra arguments may be functions.
   closed_jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)()
   old_leaves = jax.tree.leaves(state)
   num_update_outs = len(closed_jaxpr.jaxpr.outvars) - len(old_leaves)
   new_vars = closed_jaxpr.jaxpr.outvars[num_update_outs:]
-  # If a value becomes two leaves of the state, it is selected for the first.
+  # If the same variable is two leaves of the state, it is selected for the
+  # first; `select_remaining` selects the second after the update.
   old_by_var: dict[Any, Any] = {}
   for var, leaf in zip(new_vars, old_leaves, strict=True):
     if not isinstance(var, core.Literal):
@@ -118,7 +133,7 @@ def _run_with_selects(
   outs = _interpret.interpret_jaxpr(closed_jaxpr, [], eval_eqn)
 
   def select_remaining(var: Any, out: Any, leaf: Any) -> Any:
-    if out is leaf:  # The update left it as it was.
+    if out is leaf:  # The update returned the old leaf.
       return out
     is_selected = (
       _eqns.is_var_in(var, selected_by_var) and selected_by_var[var] is leaf
@@ -137,14 +152,23 @@ def _run_with_selects(
 def _can_select(
   eqn: core.JaxprEqn, value: Any, old: Any, finite: jax.Array, ctx: Any
 ) -> bool:
-  """Whether all that reads the value may read the selected one instead.
+  """Return whether later equations may read the selected value instead.
 
-  It may not if the selected one is of another type, since what follows was
-  traced with the type of this one, or if the equation says that it may not. And
-  it may not if one of these cannot be known.
+  Args:
+    eqn: the equation that computes the value.
+    value: the new value.
+    old: the old leaf of the state.
+    finite: the condition of the select.
+    ctx: the context in which the select would be traced.
+
+  Returns:
+    False if the selected value would have another type or placement than the
+    value with which later equations were traced, or if this is unknown.
   """
   try:
     return (
+      # The result of the select also varies over the mesh axes of `finite`, so
+      # the value must already vary over them.
       _avals.get_varying_axes(finite) <= _avals.get_varying_axes(value)
       and jax.typeof(value) == jax.typeof(old)
       and _interpret.can_substitute_result(eqn, ctx)

@@ -1,4 +1,4 @@
-"""The loss-scale state: its fields, its counts, and its place in any pytree."""
+"""The loss-scale state: its fields, and functions to find and change it."""
 
 from collections.abc import Mapping
 import functools
@@ -18,16 +18,16 @@ class LossScaleState(NamedTuple):
   """The state of a loss scale: one class for all policies.
 
   Attributes:
-    loss_scale: what the next loss is multiplied by; float32, shape ``()``.
-    finite_count: finite steps since the scale last moved or a step was
-      skipped; int32, shape ``()``. This and the other counters stay at the
-      largest int32 and do not overflow.
-    notfinite_count: skips in a row; int32, shape ``()``.
+    loss_scale: the factor that multiplies the next loss; float32, shape ``()``.
+    finite_count: the number of finite steps since the scale last changed or a
+      step was skipped; int32, shape ``()``. All counters stay at the largest
+      int32 instead of overflowing.
+    notfinite_count: the number of skips in a row; int32, shape ``()``.
     last_finite: whether the last step was applied; bool, shape ``()``. True
       before the first step.
-    total_notfinite: skips since ``init``; int32, shape ``()``.
-    policy_state: what the policy keeps besides, such as the remaining
-      hysteresis: a named tuple of arrays, or ``()`` if nothing.
+    total_notfinite: the number of skips since ``init``; int32, shape ``()``.
+    policy_state: policy-specific state, such as the remaining hysteresis: a
+      named tuple of arrays, or ``()`` if the policy has none.
   """
 
   loss_scale: jax.Array
@@ -44,7 +44,7 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
   Args:
     tree: a :class:`LossScaleState`, or any pytree that holds exactly one: an
       optimizer state, Flax's ``TrainState``, an ``nnx.Optimizer``, or the
-      nested dict that a checkpoint was read into.
+      nested dict of a checkpoint.
 
   Returns:
     The :class:`LossScaleState`, with plain arrays as its leaves.
@@ -68,15 +68,15 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
 def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
   """Returns the tree with another loss scale in it.
 
-  ``finite_count``, which counts from the last move of the scale, starts again.
-  All other counts stay. At the next step, the policy holds the scale within its
-  own bounds.
+  ``finite_count``, which counts from the last change of the scale, restarts at
+  0. All other counts are kept. At the next step, the policy clips the scale to
+  its bounds.
 
   Args:
     tree: a pytree that holds exactly one :class:`LossScaleState`, such as the
       state of an optimizer, or a Flax ``TrainState``.
-    value: the new scale, a number in [2**-126, 2**126]. It may be traced; it is
-      then held within this range, and a NaN leaves the scale as it is.
+    value: the new scale, a number in [2**-126, 2**126]. A traced value is
+      clipped to this range, and a traced NaN leaves the scale unchanged.
 
   Returns:
     A tree of the same structure, shapes, dtypes and shardings.
@@ -107,7 +107,7 @@ def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
         _checks.MAX_LOSS_SCALE,
       )
       new = jnp.broadcast_to(new, jnp.shape(leaf))
-      # A function of the old scale, so that its sharding is kept.
+      # The result depends on the old scale, so XLA keeps its sharding.
       return jnp.where(jnp.isnan(new), leaf, new)
     if field == "finite_count":
       return jnp.zeros_like(leaf)
@@ -128,16 +128,16 @@ def select_if_finite(state: Any, new: Any, old: _Tree) -> _Tree:
       that holds exactly one.
     new: the pytree to return if the last step was applied.
     old: the pytree to return if it was skipped; its leaves have the same paths
-      and shapes. The containers may be others, such as a ``FrozenDict`` beside
-      a ``dict``.
+      and shapes. The containers may differ, such as a ``FrozenDict`` and a
+      ``dict``.
 
   Returns:
     One of the two, in the containers and dtypes of ``old``.
 
   Raises:
-    ValueError: if a leaf is in one of the two alone, or is not an array and
+    ValueError: if a leaf is in only one of the two, or is not an array and
       differs between them, or ``state`` does not hold exactly one loss-scale
-      state, or it is mapped.
+      state, or the state is mapped.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -163,7 +163,9 @@ def select_if_finite(state: Any, new: Any, old: _Tree) -> _Tree:
 
 
 def make_initial_state(scale: float, policy_state: Any = ()) -> LossScaleState:
-  """The state before the first step. Each field has a buffer of its own."""
+  """Return the state before the first step."""
+  # Each field has its own buffer, because a jitted step that donates its state
+  # can't donate a shared buffer twice.
   return LossScaleState(
     loss_scale=_arrays.copy_as(scale, jnp.float32),
     finite_count=jnp.zeros((), jnp.int32),
@@ -177,7 +179,7 @@ def make_initial_state(scale: float, policy_state: Any = ()) -> LossScaleState:
 def record_step(
   state: LossScaleState, grads_finite: jax.typing.ArrayLike
 ) -> LossScaleState:
-  """The state with its counts after one more step, and the same scale."""
+  """Return the state with its counts after a step, and the same scale."""
   finite = jnp.asarray(grads_finite, jnp.bool_)
   zero = jnp.int32(0)
   total_skips = optax.safe_increment(state.total_notfinite)
@@ -192,15 +194,15 @@ def record_step(
 
 
 def support_old_pickles(cls: _Class) -> _Class:
-  """Makes pickles of this class readable that were written with other fields.
+  """Let pickles of a named tuple load that have another number of fields.
 
-  A pickle calls the class with all fields in order. If these are more or fewer,
-  it gets a plain tuple, and is lost no more: `policy_state_of` then says what
-  to do.
+  Unpickling calls the class with all fields in order. If their number differs
+  from today's, the result is a plain tuple instead of an error that would make
+  the whole pickle unreadable. `get_policy_state` then raises with the remedy.
   """
   original_new: Any = cls.__new__
 
-  @functools.wraps(original_new)  # so that the fields are in its signature
+  @functools.wraps(original_new)  # The signature keeps the fields.
   def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
     has_other_arity = args and not kwargs and len(args) != len(cls._fields)
     return args if has_other_arity else original_new(cls, *args, **kwargs)
@@ -210,10 +212,16 @@ def support_old_pickles(cls: _Class) -> _Class:
 
 
 def get_policy_state(policy: Any, state: LossScaleState, cls: Any) -> Any:
-  """The state of the policy; raises if it is not of this class.
+  """Return the policy state as an instance of ``cls``.
 
-  It is known by its fields, and may be of another class: that of a checkpoint
-  is a mapping.
+  Args:
+    policy: the policy, for the error message.
+    state: the loss-scale state.
+    cls: the named tuple class of the policy's state. The state is recognized by
+      its fields, since checkpoints restore it as a mapping or another class.
+
+  Raises:
+    ValueError: if the policy state has other fields.
   """
   policy_state, fields = state.policy_state, cls._fields
   if isinstance(policy_state, Mapping) and set(policy_state) == set(fields):
@@ -232,7 +240,7 @@ def get_policy_state(policy: Any, state: LossScaleState, cls: Any) -> Any:
 
 
 def _describe_policy_state(policy_state: Any) -> str:
-  """The fields of a policy state, or how many values it has without names."""
+  """List the fields of a policy state, or count them if they have no names."""
   if not isinstance(policy_state, (Mapping, tuple, list)):
     return f"an object of type {type(policy_state).__name__}"
   is_mapping, count = isinstance(policy_state, Mapping), len(policy_state)
@@ -247,12 +255,12 @@ def _describe_policy_state(policy_state: Any) -> str:
 
 
 def has_loss_scale(tree: Any) -> bool:
-  """Whether there is a loss-scale state anywhere in the tree."""
+  """Return whether the tree holds a loss-scale state."""
   return bool(_find_states(tree))
 
 
 def _find_single_state(tree: Any) -> tuple[Any, Any]:
-  """The path of the one loss-scale state in the tree, and the state.
+  """Return the path of the only loss-scale state in the tree, and the state.
 
   Raises:
     ValueError: if there is none, or more than one.
@@ -276,7 +284,7 @@ def _find_single_state(tree: Any) -> tuple[Any, Any]:
 
 
 def _find_states(tree: Any) -> list[tuple[Any, Any]]:
-  """All (path, loss-scale state) in the tree."""
+  """Return all pairs (path, loss-scale state) in the tree."""
   leaves = jax.tree_util.tree_leaves_with_path(
     tree, is_leaf=_is_loss_scale_state
   )
@@ -284,10 +292,11 @@ def _find_states(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_loss_scale_state(x: Any) -> bool:
+  """Return whether x is a loss-scale state, or a mapping with its fields."""
   if isinstance(x, LossScaleState):
     return True
-  # Checkpoints and nnx.State turn named tuples into mappings, and may leave out
-  # an empty `policy_state`.
+  # Checkpoints and nnx.State turn named tuples into mappings, and may omit an
+  # empty `policy_state`.
   fields = set(LossScaleState._fields)
   return (
     isinstance(x, Mapping) and fields - {"policy_state"} <= set(x) <= fields
@@ -295,7 +304,7 @@ def _is_loss_scale_state(x: Any) -> bool:
 
 
 def _unwrap_variables(state: Any) -> LossScaleState:
-  """The state as the named tuple of plain arrays."""
+  """Convert a state to the named tuple, and its variables to plain arrays."""
   if isinstance(state, Mapping):
     state = LossScaleState(**state)
   return jax.tree.map(
@@ -306,16 +315,16 @@ def _unwrap_variables(state: Any) -> LossScaleState:
 
 
 def _is_variable(x: Any) -> bool:
-  """Whether x is a variable around one array, as Flax NNX keeps them."""
+  """Return whether x wraps one array, as an nnx.Variable does."""
   is_container = isinstance(x, (tuple, list, Mapping))
   if is_container or jax.tree_util.all_leaves([x]):
     return False
-  # Only asked whether it is there: to read it of an nnx.Variable is deprecated.
+  # Not hasattr, which would read the attribute: that is deprecated in Flax NNX.
   return "value" in dir(x)
 
 
 def _check_selectable(path: Any, new: Any, old: Any) -> None:
-  """Raises if two leaves differ, and are no arrays to select between."""
+  """Raise if two leaves differ and are not arrays."""
   if _arrays.is_array_like(old) or hasattr(old, "dtype"):
     return
   if new is not old and (type(new) is not type(old) or new != old):
@@ -329,7 +338,11 @@ def _check_selectable(path: Any, new: Any, old: Any) -> None:
 
 
 def _unflatten_like(old: Any, new: Any) -> Any:
-  """The leaves of ``new``, each where ``old`` has one of this path."""
+  """Return the leaves of ``new`` in the structure of ``old``, by their paths.
+
+  Raises:
+    ValueError: if the leaves are not at the same paths.
+  """
   new_by_path, old_by_path = (
     _index_leaves_by_path(new),
     _index_leaves_by_path(old),
@@ -352,7 +365,7 @@ def _unflatten_like(old: Any, new: Any) -> Any:
 
 
 def _index_leaves_by_path(tree: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
-  """The paths and leaves of a tree, by the names of the keys on the way."""
+  """Index the (path, leaf) pairs of a tree by the names of the path's keys."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {
     tuple(map(_paths.key_name, path)): (path, leaf) for path, leaf in leaves

@@ -1,7 +1,8 @@
-"""Marks what a step is judged by, so that reports find it wherever it is.
+"""Tag the gradients and the loss scale of a step, so reports can find them.
 
-A mark is an identity that has a name: a jaxpr shows it, and XLA drops it. What
-is not traced is not marked.
+A tag is a ``jax.ad_checkpoint.checkpoint_name``: a named identity operation
+that is visible in the jaxpr and that XLA removes. Values outside a trace are
+not tagged.
 """
 
 from collections.abc import Iterable
@@ -15,10 +16,10 @@ from optax_lossscale import _grads, _paths
 
 # "scale": the loss scale, where it multiplies a loss or divides gradients.
 # "unscaled": gradients that were divided by the loss scale.
-# "update_scale": the loss scale of an `update`, ahead of its gradients.
+# "update_scale": the loss scale of an `update`, before its gradients.
 # "fixed_update_scale": the same, if the policy never changes the loss scale.
-# "grads": true gradients that an `update` receives.
-# "scaled_grads": the same, of a loss that is still scaled.
+# "grads": unscaled gradients that an `update` receives.
+# "scaled_grads": the same, with `grads_are_scaled=True`.
 # "updates": the updates of the inner optimizer, with `check_updates`.
 # "applied": whether the step is applied.
 TagKind = Literal[
@@ -36,12 +37,12 @@ _PREFIX = "optax_lossscale|"
 
 
 class Tag(NamedTuple):
-  """What a mark tells.
+  """The contents of a tag's name.
 
   Attributes:
-    kind: what is marked.
-    leaf_index: which leaf of its tree it is; 0 for the first.
-    path: its path in the tree, such as ``blocks/0``.
+    kind: the `TagKind` of the value.
+    leaf_index: the index of the leaf in its tree; 0 for the first.
+    path: the path of the leaf in the tree, such as ``blocks/0``.
   """
 
   kind: str
@@ -50,7 +51,7 @@ class Tag(NamedTuple):
 
 
 def tag_tree(kind: TagKind, tree: Any) -> Any:
-  """The same tree, in which each gradient is marked."""
+  """Tag each gradient in a tree with its index and path."""
   leaf_counter = itertools.count()
   leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
   names = _paths.leaf_names(path for path, _ in leaves)
@@ -64,23 +65,23 @@ def tag_tree(kind: TagKind, tree: Any) -> Any:
 
 
 def tag_list(kind: TagKind, grads: Iterable[Any]) -> list[Any]:
-  """The same gradients, each of them marked."""
+  """Tag each gradient in a list with its index."""
   return [
     _tag_if_traced(Tag(kind, i, ""), grad) for i, grad in enumerate(grads)
   ]
 
 
 def tag_value(kind: TagKind, value: jax.Array) -> jax.Array:
-  """The same value, marked."""
+  """Tag a single value."""
   return _tag_if_traced(Tag(kind, 0, ""), value)
 
 
 def tag_scale(
   kind: TagKind, scale: jax.Array, operands: Iterable[Any]
 ) -> jax.Array:
-  """Tags a loss scale if an operand that it is used with is traced.
+  """Tag a loss scale if one of the operands that it scales is traced.
 
-  The scale itself may be a constant of the program.
+  The scale itself may be a constant of the program, which is not traced.
   """
   if any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
     scale = checkpoint_name(scale, f"{_PREFIX}{kind}|0|")
@@ -88,7 +89,7 @@ def tag_scale(
 
 
 def parse_tag(name: str) -> Tag | None:
-  """The mark that has a name; None if it is a name of somebody else."""
+  """Parse the name of a tag; return None for names that are not tags."""
   if not name.startswith(_PREFIX):
     return None
   kind, leaf_index, path = name.removeprefix(_PREFIX).split("|", 2)

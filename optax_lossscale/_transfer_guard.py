@@ -1,4 +1,4 @@
-"""Lets public calls on the host read from devices, and give to them."""
+"""A decorator that lets reports transfer data under ``jax.transfer_guard``."""
 
 from collections.abc import Callable
 import functools
@@ -11,10 +11,10 @@ _Result = TypeVar("_Result")
 
 
 def allow_transfers(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-  """The same function, whose transfers ``jax.transfer_guard`` lets pass.
+  """Decorate a function to allow transfers between host and devices.
 
-  Trainers set it to find transfers that they did not mean. Those of a report
-  are meant.
+  Training loops set the guard to find unintended transfers. A report has to
+  transfer data.
   """
 
   @functools.wraps(fun)

@@ -1,4 +1,4 @@
-"""``with_loss_scaling``: the loss scaler as an Optax transformation."""
+"""``with_loss_scaling``: loss scaling as an Optax gradient transformation."""
 
 from collections.abc import Callable
 import functools
@@ -40,7 +40,7 @@ class WithLossScalingState(NamedTuple):
 def _reject_policy_kwargs(
   fun: Callable[_Args, _Result],
 ) -> Callable[_Args, _Result]:
-  """The same function, which says where the options of a policy belong."""
+  """Decorate a function to raise a helpful error for options of a policy."""
 
   @functools.wraps(fun)
   def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -60,37 +60,35 @@ def with_loss_scaling(
   grads_are_scaled: bool = False,
   check_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer in loss scaling: skips bad steps, moves the scale.
+  """Wraps an optimizer: skips nonfinite steps and adjusts the loss scale.
 
-  Differentiate with :func:`~optax_lossscale.value_and_grad`, and give
-  ``update`` the gradients that it returns. If they hold an inf or a NaN, the
-  step is skipped, and only the loss-scale state changes: the updates are -0.0,
-  which changes no bit of a parameter, and the inner state is kept. Nothing is
-  read back to the host. On CPU any sum may make a subnormal parameter zero;
-  :func:`~optax_lossscale.select_if_finite` keeps these, too.
+  Differentiate with :func:`~optax_lossscale.value_and_grad`, and pass the
+  gradients to ``update``. If they hold an inf or a NaN, the step is skipped,
+  and only the loss-scale state changes: the updates are -0.0, which changes no
+  bit of a parameter, and the inner state is kept. Nothing is read back to the
+  host. On CPU any sum may make a subnormal parameter zero;
+  :func:`~optax_lossscale.select_if_finite` preserves subnormal parameters, too.
 
   Wrap the whole chain. Clipping outside could hide an overflow, and weight
   decay outside would act on a skipped step.
 
-  ``update`` takes two extra arguments of its own, and passes all others to
-  ``inner``:
+  ``update`` takes two extra arguments, and passes all others to ``inner``:
 
-  * ``grads_finite`` is further evidence of whether the backward pass
-    overflowed: a bool, or a number that is false if it is 0 or NaN. If it is
-    false, the step is skipped and the scale is lowered, as after an overflow.
-    For a condition that has nothing to do with the scale, wrap
-    :func:`optax.transforms.conditionally_mask` instead.
-  * ``grads_amax`` is the largest magnitude in the backward pass, without the
-    loss scale: a number, for a policy such as
-    :class:`~optax_lossscale.HeadroomLossScale`. The policy is given this or the
-    largest gradient, whichever is larger. A NaN is ignored.
+  * ``grads_finite``: pass False to skip the step and decrease the scale, as
+    after an overflow, for example if you detected an overflow yourself. A bool,
+    or a number (0 and NaN count as False). For a condition that has nothing to
+    do with the scale, wrap :func:`optax.transforms.conditionally_mask` instead.
+  * ``grads_amax``: the largest unscaled magnitude in the backward pass, a
+    number, for a policy such as :class:`~optax_lossscale.HeadroomLossScale`.
+    The policy receives ``grads_amax`` or the largest gradient, whichever is
+    larger. A NaN is ignored.
 
   :func:`~optax_lossscale.diagnostics.probe_update_kwargs` returns both, from
-  what probes have counted.
+  the counts of probes.
 
-  ``inner`` is given float32 in place of float16 and float8 gradients and
-  parameters, in ``init`` as in ``update``. The updates are returned in the
-  dtypes of the parameters.
+  ``inner`` receives float16 and float8 gradients and parameters in float32, in
+  ``init`` and in ``update``. The updates are returned in the dtypes of the
+  parameters.
 
   Args:
     inner: the optimizer to wrap.
@@ -98,21 +96,20 @@ def with_loss_scaling(
       :class:`~optax_lossscale.DynamicLossScale` or
       :class:`~optax_lossscale.HeadroomLossScale` with its defaults; or a number
       for a fixed scale.
-    axis_name: the axis of ``pmap`` or ``shard_map``, or a tuple of axes, over
-      which the step is decided together: if one device overflows, all skip. Not
+    axis_name: the axis of ``pmap`` or ``shard_map``, or a tuple of axes, whose
+      devices skip a step together: if one device overflows, all skip. Not
       needed under sharded ``jit``.
-    max_norm: if given, gradients whose global norm is larger are scaled down
-      to it, as :func:`optax.clip_by_global_norm` does, but in the same pass
-      that tests them; float32 scalar, in units of the unscaled gradients. A
-      norm above 1.8e19 (with the scale in it, if ``grads_are_scaled``) cannot
+    max_norm: the largest global norm, a float32 scalar in units of the unscaled
+      gradients. Gradients with a larger norm are scaled down to it, as by
+      :func:`optax.clip_by_global_norm`, but in the same pass that tests them. A
+      norm above 1.8e19 (of the scaled gradients, if ``grads_are_scaled``) can't
       be squared in float32, and counts as an overflow. Together with
-      ``axis_name`` it needs ``shard_map`` with ``check_vma=True``, since only
-      this tells gradients that are shards from gradients that are whole on
-      every device.
-    grads_are_scaled: whether ``update`` is given gradients of the scaled loss,
-      which it then unscales.
-    check_updates: whether an inf or a NaN in the updates that ``inner``
-      computed counts as an overflow, too.
+      ``axis_name`` it requires ``shard_map`` with ``check_vma=True``, which
+      distinguishes sharded from replicated gradients.
+    grads_are_scaled: whether ``update`` receives gradients of the scaled loss
+      and unscales them.
+    check_updates: whether an inf or a NaN in the updates of ``inner`` counts as
+      an overflow, too.
 
   Returns:
     A :class:`optax.GradientTransformationExtraArgs` whose state is a
@@ -121,8 +118,8 @@ def with_loss_scaling(
   Raises:
     TypeError: if an argument is of the wrong type.
     ValueError: if an argument is out of range; in ``init``, if ``inner``
-      scales losses already; in ``update``, if it cannot be known which
-      gradients are shards and ``max_norm`` needs it.
+      scales losses already; in ``update``, if ``max_norm`` can't distinguish
+      sharded from replicated gradients.
 
   Examples:
     >>> import jax, optax
@@ -146,7 +143,7 @@ def with_loss_scaling(
   inner = _with_float32_params(_as_transformation(inner))
   policy = _policies.as_policy(loss_scale)
   if max_norm is not None:
-    # The smallest and the largest power of two that are normal in float32.
+    # The bounds are the smallest and the largest normal power of two.
     _checks.check_number("max_norm", max_norm, 2.0**-126, 2.0**127)
 
   grads_tag_kind: _tags.TagKind = (
@@ -173,7 +170,8 @@ def with_loss_scaling(
   ) -> tuple[Any, WithLossScalingState]:
     _check_state(state)
     scale_state, inner_state = state
-    # Ahead of the gradients, so that the tag says whose gradients follow.
+    # Tag the scale before the gradients: reports match the gradients of an
+    # update with the scale whose tag precedes theirs.
     loss_scale = _tags.tag_scale(
       scale_tag_kind, scale_state.loss_scale, jax.tree.leaves(updates)
     )
@@ -182,15 +180,20 @@ def with_loss_scaling(
     )
     stats = _grad_stats.measure_grads(
       grads,
-      _grad_stats.UpdateHints(grads_finite, grads_amax),
+      grads_finite=grads_finite,
+      grads_amax=grads_amax,
       loss_scale=loss_scale if grads_are_scaled else None,
       max_norm=max_norm,
       axis_name=axis_name,
     )
     stats = stats._replace(finite=_tags.tag_value("applied", stats.finite))
+    # The inner update also runs in a skipped step. It receives zeros, because a
+    # line search may fail on a NaN, and jax_debug_nans raises an error.
     grads = combine([_grad_stats.unscale_or_zero(x, stats) for x in grads])
     finite = stats.finite
     if check_updates:
+      # Whether the step is applied depends on the updates, so the state can be
+      # selected only after the inner update.
       inner_updates, candidate_inner_state = inner.update(
         grads, inner_state, params, **extra_args
       )
@@ -218,14 +221,14 @@ def with_loss_scaling(
 def _with_float32_params(
   inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-  """An optimizer that is given float32 in place of narrow parameters.
+  """Wrap an optimizer to receive float16 and float8 parameters in float32.
 
-  Its updates are in the dtypes of the parameters. Its first state has no weak
-  types, so that the second step does not trace again.
+  The updates are returned in the dtypes of the parameters.
   """
 
   def init_fn(params: Any) -> Any:
     state = inner.init(jax.tree.map(_arrays.upcast_to_float32, params))
+    # Remove weak types, which would make `jit` trace the second step again.
     return jax.tree.map(_arrays.cast_like, state, state)
 
   def update_fn(
@@ -243,8 +246,10 @@ def _with_float32_params(
 def _as_transformation(
   inner: Any,
 ) -> optax.GradientTransformationExtraArgs:
+  """Convert ``inner`` to a transformation; raise if it isn't an optimizer."""
   if isinstance(inner, optax.MultiSteps):
-    # Its gradient_transformation() hides that `update` takes extra arguments.
+    # Not inner.gradient_transformation(), whose `update` takes no extra
+    # arguments.
     inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
   has_methods = callable(getattr(inner, "init", None)) and callable(
     getattr(inner, "update", None)
@@ -261,6 +266,7 @@ def _as_transformation(
 
 
 def _check_inner_state(inner_state: Any) -> None:
+  """Raise if the inner optimizer already scales losses."""
   if _state.has_loss_scale(inner_state):
     raise ValueError(
       "inner must be an optimizer without loss scaling, got an optimizer whose"
@@ -270,6 +276,7 @@ def _check_inner_state(inner_state: Any) -> None:
 
 
 def _check_state(state: Any) -> None:
+  """Raise unless ``state`` is the state of `with_loss_scaling`."""
   if isinstance(state, WithLossScalingState):
     return
   if _state.has_loss_scale(state):
@@ -292,7 +299,7 @@ def _check_state(state: Any) -> None:
 
 
 def _cast_updates_like(updates: Any, params: Any) -> Any:
-  """The updates in the dtypes of the params, where there are params."""
+  """Cast the updates to the dtypes of the parameters, if there are any."""
   if params is None:
     return updates
 
@@ -302,7 +309,7 @@ def _cast_updates_like(updates: Any, params: Any) -> Any:
     update = jnp.asarray(update)
     return _arrays.cast_if_both_real_or_complex(update, jnp.result_type(param))
 
-  # The updates may have None or MaskedNode where the params have a leaf.
+  # The updates may hold None or MaskedNode where the parameters have a leaf.
   is_leaf = lambda x: x is None or isinstance(x, optax.MaskedNode)
   return jax.tree_util.tree_map_with_path(
     cast_leaf, updates, params, is_leaf=is_leaf
@@ -310,12 +317,12 @@ def _cast_updates_like(updates: Any, params: Any) -> Any:
 
 
 def _mask_updates(finite: jax.Array, updates: Any) -> Any:
-  """The updates if ``finite``, else updates that leave the params as they are.
+  """Return the updates if ``finite``, else updates that change no parameter.
 
-  These are 0 for an integer, and else -0.0: 0.0 + (-0.0) and -0.0 + (-0.0) keep
-  their sign, and -0.0 + 0.0 does not. Leaves that are not added to a parameter
-  stay as they are. (Where XLA flushes subnormal numbers, no update could keep
-  subnormal params, since any sum is flushed.)
+  The latter are 0 for integers and -0.0 for floats: adding -0.0 keeps the sign
+  of 0.0 and of -0.0, but -0.0 + 0.0 is 0.0. Leaves that are not added to a
+  parameter are returned unchanged. (If XLA flushes subnormal numbers, no update
+  can preserve a subnormal parameter, since any sum is flushed.)
   """
 
   def mask_leaf(path: Any, update: Any) -> Any:

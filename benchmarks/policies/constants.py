@@ -28,15 +28,20 @@ POLICY = ols.HeadroomLossScale()
 
 
 def limits_down_to(binades):
-  """Another lowest limit: so far below the evidence, or the lowest of all."""
+  """Another lowest limit: so far below the target, or the lowest of all."""
   usual = _headroom.HeadroomLossScale._compute_log2_scales
 
-  def evidence(self, window):
-    has_evidence, best, _ = usual(self, window)
-    low, _ = self._bounds()
-    return has_evidence, best, low if binades is None else best - binades
+  def compute_log2_scales(self, amax_history):
+    has_history, target, _ = usual(self, amax_history)
+    low, _ = self._log2_scale_bounds()
+    lowest = low if binades is None else target - binades
+    return has_history, target, lowest
 
-  return _headroom.HeadroomLossScale, "_evidence", evidence
+  return (
+    _headroom.HeadroomLossScale,
+    "_compute_log2_scales",
+    compute_log2_scales,
+  )
 
 
 # What is changed, by name: the module, the constant, and what it is instead.
@@ -46,29 +51,33 @@ CHANGES = {
   "window of 16": ols.HeadroomLossScale(amax_history_len=16),
   "target -1, for -4": ols.HeadroomLossScale(margin=1),
   "target -8": ols.HeadroomLossScale(margin=8),
-  "a stride without bound, for 8": (_headroom, "_STRIDE", 256),
-  "a stride of 16": (_headroom, "_STRIDE", 16),
+  "a stride without bound, for 8": (_headroom, "_MAX_LOG2_CHANGE", 256),
+  "a stride of 16": (_headroom, "_MAX_LOG2_CHANGE", 16),
   "limits as low as there are": limits_down_to(None),
   "no limit more than 12 below": limits_down_to(12),
   "never tried again, for 4,096 steps": (
     _headroom,
-    "_STEPS_TO_RETRY",
+    "_RETRY_INTERVAL",
     2**30,
   ),
-  "tried again after 8,192": (_headroom, "_STEPS_TO_RETRY", 8_192),
-  "after 2,048": (_headroom, "_STEPS_TO_RETRY", 2_048),
-  "by one binade each time": (_headroom, "_RISES", 1),
-  "by up to 4 binades, for 8": (_headroom, "_RISES", 3),
-  "up to 16": (_headroom, "_RISES", 5),
-  "no search, for one after 8": (_search, "SHORTEST_WAIT", 2**30),
-  "a search after 16": (_search, "SHORTEST_WAIT", 16),
-  "a longest wait of 8, for 512": (_search, "_LONGEST_WAIT", 8),
-  "a longest wait of 1,024": (_search, "_LONGEST_WAIT", 1_024),
-  "a guess in 2 steps, for 4": (_search, "_STEPS_OF_A_GUESS", 2),
-  "a guess in 8 steps": (_search, "_STEPS_OF_A_GUESS", 8),
-  "guesses 32 binades apart, for 16": (_search, "_STRIDE", 32),
-  "guesses in order for ever, for 16": (_search, "_IN_ORDER", 2**30),
-  "guesses in order for 32": (_search, "_IN_ORDER", 32),
+  "tried again after 8,192": (_headroom, "_RETRY_INTERVAL", 8_192),
+  "after 2,048": (_headroom, "_RETRY_INTERVAL", 2_048),
+  "by one binade each time": (_headroom, "_MAX_RETRY_DOUBLINGS", 1),
+  "by up to 4 binades, for 8": (_headroom, "_MAX_RETRY_DOUBLINGS", 3),
+  "up to 16": (_headroom, "_MAX_RETRY_DOUBLINGS", 5),
+  "no search, for one after 8": (_search, "MIN_SEARCH_DELAY", 2**30),
+  "a search after 16": (_search, "MIN_SEARCH_DELAY", 16),
+  "a longest wait of 8, for 512": (_search, "_MAX_SEARCH_DELAY", 8),
+  "a longest wait of 1,024": (_search, "_MAX_SEARCH_DELAY", 1_024),
+  "a guess in 2 steps, for 4": (_search, "_SEARCH_PERIOD", 2),
+  "a guess in 8 steps": (_search, "_SEARCH_PERIOD", 8),
+  "guesses 32 binades apart, for 16": (_search, "_PROPOSAL_STRIDE", 32),
+  "guesses in order for ever, for 16": (
+    _search,
+    "_PROPOSALS_PER_SHUFFLE",
+    2**30,
+  ),
+  "guesses in order for 32": (_search, "_PROPOSALS_PER_SHUFFLE", 32),
 }
 
 

@@ -59,7 +59,7 @@ def ours_plain_select(workload: Workload) -> Built:
     return updates, _select.select_state(finite, new_state, state)
 
   def plain_step(carry, data):
-    with mock.patch.object(_select, "update_or_keep", plain):
+    with mock.patch.object(_select, "update_with_selects", plain):
       return step(carry, data)
 
   return plain_step, carry

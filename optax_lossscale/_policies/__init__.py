@@ -1,16 +1,18 @@
-"""The policies: rules that move the loss scale after each step."""
+"""Loss scale policies: how the loss scale changes after each training step."""
 
-from optax_lossscale._policies._headroom import (
-  HeadroomLossScale,
-  HeadroomPolicyState,
-)
-from optax_lossscale._policies._plain import (
-  DynamicLossScale,
-  DynamicPolicyState,
+from optax_lossscale._policies._base import (
   FixedLossScale,
   get_lowest_scale,
   get_scale_bounds,
   LossScalePolicy,
+)
+from optax_lossscale._policies._dynamic import (
+  DynamicLossScale,
+  DynamicPolicyState,
+)
+from optax_lossscale._policies._headroom import (
+  HeadroomLossScale,
+  HeadroomPolicyState,
 )
 from optax_lossscale._policies._policy_like import (
   as_policy,

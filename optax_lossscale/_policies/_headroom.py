@@ -1,4 +1,8 @@
-"""The policy that follows the size of the gradients."""
+"""``HeadroomLossScale``: delayed scaling from the history of gradient maxima.
+
+Scales are powers of two, and the policy computes with their exponents (int32),
+because XLA's float log2 and exp2 are not exact. A binade is a factor of 2.
+"""
 
 import dataclasses
 import math
@@ -12,39 +16,41 @@ from optax_lossscale import _arrays, _checks, _state
 from optax_lossscale._policies import _powers_of_two, _search
 from optax_lossscale._state import LossScaleState
 
-# In binades. So far the scale rises at most, since gradients that underflowed
-# look smaller than they are, and so far it falls.
+# The binades by which the limit rises at most after a step with gradients, and
+# falls after an overflow. The rise is bounded because gradients that underflow
+# look smaller than they are.
 _MAX_LOG2_CHANGE = 8
-_RETRY_INTERVAL = 4096  # in steps with gradients
-_MAX_RETRY_DOUBLINGS = (
-  4  # The scale that failed rises by 1, 2, 4, 8, 8, and so on.
-)
-_DEFAULT_LOG2_SCALE = 15  # the exponent of the scale where most begin
-_NO_LIMIT = 128  # above the exponent of each scale
+# In steps with gradients and without an overflow.
+_RETRY_INTERVAL = 4096
+# The failed scale rises by 1, 2, 4, 8, 8, ... binades.
+_MAX_RETRY_DOUBLINGS = 4
+# The usual initial scale of loss scalers is 2**15.
+_DEFAULT_LOG2_SCALE = 15
+# Means "no scale has failed"; higher than the exponent of every scale.
+_NO_LIMIT = 128
 
 
 @_state.support_old_pickles
 class HeadroomPolicyState(NamedTuple):
   """The policy state of :class:`HeadroomLossScale`.
 
-  Scales are told by their binary logarithms.
+  Scales are stored as their binary logarithms.
 
   Attributes:
-    max_log2_scale: the scale that what held gradients and what overflowed
-      allow; int32, shape ``()``.
-    failed_log2_scale: the scale that failed last, or 128 if there is none, or
-      if one as high has held gradients since; int32, shape ``()``.
-    steps_since_overflow: steps with gradients since the last overflow, which
-      tell when the scale that failed rises, and by how much; int32, shape
-      ``()``. It is -1 before the first step.
-    steps_without_grads: steps in a row that brought no gradients, since all
-      were zero or some were not finite; int32, shape ``()``.
-    search_delay: how many of these it takes until a search begins; int32, shape
-      ``()``.
-    amax_history: the largest magnitude of each of the last steps that had
-      gradients other than zero, the newest first; float32, shape
-      ``(amax_history_len,)``.
-      Zeros where there was no such step yet.
+    max_log2_scale: the limit, learned from scales that worked and scales that
+      overflowed; int32, shape ``()``.
+    failed_log2_scale: the last scale that failed, or 128 if there is none, or
+      if a scale as high has worked since; int32, shape ``()``.
+    steps_since_overflow: the number of steps with gradients since the last
+      overflow. It determines when the failed scale rises, and by how much;
+      int32, shape ``()``. It is -1 before the first step.
+    steps_without_grads: the number of steps in a row without gradients, because
+      all were zero or some were not finite; int32, shape ``()``.
+    search_delay: the number of steps without gradients after which a search
+      begins; int32, shape ``()``.
+    amax_history: the largest magnitude of each of the last steps with nonzero
+      gradients, the newest first; float32, shape ``(amax_history_len,)``.
+      Missing steps are 0.
   """
 
   max_log2_scale: jax.Array
@@ -57,64 +63,68 @@ class HeadroomPolicyState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale:
-  """Delayed scaling: keeps the largest recent gradient some binades below inf.
+  """Delayed scaling: a statistics-based scale that follows recent gradients.
 
-  As in Transformer Engine, the scale of a step follows from the largest
-  gradients of the steps before, ``margin`` binades below the largest number of
-  ``dtype``. But it is one scale for all gradients, and it learns from
-  overflows.
+  As in Transformer Engine, the scale of a step is computed from the largest
+  gradients of the previous steps, ``margin`` binades below the largest number
+  of ``dtype``. Unlike there, all gradients share one scale, and the policy also
+  learns from overflows.
 
-  The scale is a power of two, the lower of *evidence* and *limit*:
+  The scale is a power of two, the lower of *target* and *limit*:
 
-  1. The evidence brings the largest gradient of the last ``amax_history_len``
-     steps that had any ``margin`` binades below the top of ``dtype``.
-  2. The limit is halfway between the last scale that held gradients and the
-     last that failed, unless one as high has held some since, and at most 8
-     binades above the former; a step of zeros raises it by 8 before any
-     gradients, and lifts it while nothing has failed.
-  3. An overflow lowers it to 8 binades under its scale, but never to where the
-     largest gradient would be subnormal; the first of a row of overflows says
-     which scale failed, or that none did, if it was as low as that or if there
-     were no gradients before.
-  4. After 4,096 steps with gradients and without an overflow, the scale that
-     failed counts as one binade higher, so that it is tried again; after 4,096
-     more as two higher than that, then four, then eight each time; an overflow
-     takes back the last of these.
-  5. After 8 steps in a row without gradients, zeros or overflows, a search
-     begins: one step in 4 tries a scale out of the whole range, and one that of
-     the evidence; gradients that only these could see are the only evidence,
-     and nothing has failed for them; others teach nothing of the limit, as
-     overflows do there, and double the 8, up to 512, until gradients in a row
-     bring it down again.
+  1. The target puts the largest gradient of the last ``amax_history_len`` steps
+     with nonzero gradients ``margin`` binades below the largest number of
+     ``dtype``.
+  2. The limit is halfway, in log2, between the last scale that worked and the
+     last that failed (unless a scale as high has worked since), and at most 8
+     binades above the former. Before the first nonzero gradients, a step of
+     zeros raises the limit by 8 binades. Later, a step of zeros removes the
+     limit while no scale has failed.
+  3. An overflow lowers the limit to 8 binades below the current scale, but not
+     so far that the largest gradient becomes subnormal. The first of several
+     overflows in a row also records the current scale as failed, unless it is
+     that low already or there were no nonzero gradients before.
+  4. After 4,096 steps with gradients and without an overflow, the failed scale
+     counts as one binade higher, so the policy tries it again. The next rises
+     are 2, 4 and then always 8 binades. An overflow reverts the last rise.
+  5. After 8 steps in a row whose gradients are zero or not finite, a search
+     begins. One step in 4 tries a scale from the whole range, and another step
+     tries the target. If only the search could represent the gradients, they
+     replace the history and clear the failed scale. Otherwise they don't change
+     the limit, but double the delay of 8 steps, up to 512; gradients in a row
+     shorten it again. Overflows in these steps change nothing.
 
-  So what overflows is learned, and then lost about once in 4,096 steps. What
-  comes less often than that may be lost each time, and so may rows of large
-  gradients where most of the other steps are NaN.
+  The policy thus learns from recurring overflows, which then cost about one
+  step in 4,096. Large gradients that are rarer than that may be skipped each
+  time, and so may several large gradients in a row if most of the other steps
+  are NaN.
 
-  A gradient is evidence if it may have been in ``dtype``. One that is finite
-  although it is, times the scale, above the top was never there, such as that
-  of a scalar in raw units beside a float16 network. It shows only that this
-  scale held: it is remembered as one that asks for 8 binades more, or for
-  2**15 if that is higher, so that only overflows teach the policy then. (With a
-  ``margin`` below 4, 2 to the difference times above the top, since a sum may
-  be.) At a scale so low that it fits below the top, it cannot be told
-  from others, and is followed.
+  Gradients computed in float32 are recognized: if the largest gradient times
+  the scale is finite but exceeds the largest number of ``dtype``, that gradient
+  was not computed in ``dtype`` (for example, a scalar parameter in raw units
+  next to a float16 network). It only shows that this scale did not overflow, so
+  the policy records a surrogate instead, which asks for a scale 8 binades
+  higher, or for 2**15 if that is higher. Then only overflows lower the scale.
+  (With a ``margin`` below 4, the threshold is ``2**(4 - margin)`` times as
+  large, since a sum over workers may exceed ``dtype``.) If the scale is so low
+  that the scaled gradient fits in ``dtype``, it can't be recognized, and the
+  target follows it.
 
-  Values on the way to the gradients may be larger than these, and only
-  overflows teach the policy of them.
-  :func:`~optax_lossscale.diagnostics.probe` shows them to it, so that these
-  steps are not lost.
+  Intermediate values of the backward pass may be larger than the gradients. The
+  policy learns about them only from overflows, unless
+  :func:`~optax_lossscale.diagnostics.probe` reports them, which saves these
+  steps.
 
   Attributes:
-    init_scale: the scale before the first step; a power of two, as are the
-      other two.
-    dtype: the dtype of the backward pass, whose largest number is the top.
-    margin: how many binades to keep the largest gradient below the top; an
-      integer in [-64, 64]. What counts is the gradients that ``update`` is
-      given. If they are sums over 1,024 workers, and the gradient of each
-      worker is that much smaller, subtract 10. ``1`` keeps more of the smallest
-      gradients, and loses more steps.
-    amax_history_len: how many maxima to remember.
+    init_scale: the scale before the first step. Like the other two scales, it
+      must be a power of two.
+    dtype: the dtype of the backward pass.
+    margin: the number of binades between the largest gradient and the largest
+      number of ``dtype``; an integer in [-64, 64]. It applies to the gradients
+      that ``update`` receives. If these are sums over 1,024 workers, and the
+      gradient of each worker is that much smaller, subtract 10. ``1`` keeps
+      more of the smallest gradients, and skips more steps.
+    amax_history_len: the number of steps in the history.
     min_scale: the lowest scale, at least 2**-126.
     max_scale: the highest scale, at most 2**126.
 
@@ -144,7 +154,7 @@ class HeadroomLossScale:
 
   def __post_init__(self) -> None:
     _checks.check_power_of_two_fields(self)
-    # One of the ways to write a dtype, so that equal policies are equal.
+    # Normalize the dtype: policies with jnp.float16 and "float16" are equal.
     object.__setattr__(self, "dtype", _checks.as_float_dtype(self.dtype))
     _checks.check_number("margin", self.margin, -64, 64, integer=True)
     length = self.amax_history_len
@@ -179,7 +189,7 @@ class HeadroomLossScale:
 
     Raises:
       TypeError: if ``grads_amax`` is not given.
-      ValueError: if the state is one of another policy.
+      ValueError: if the state belongs to another policy.
     """
     if grads_amax is None:
       raise TypeError(
@@ -195,6 +205,9 @@ class HeadroomLossScale:
     finite = counted_state.last_finite
     has_grads = finite & (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
     amax = self._get_recorded_amax(state, amax)
+    # All cases are computed, and the selects choose one, since `finite` and
+    # `amax` are traced. Whether the current scale was a proposal of the search
+    # is a function of the old state, so it is recomputed instead of stored.
     was_proposal, _ = self._propose_log2_scale(state.policy_state)
     state_after_zeros, state_after_overflow = (
       self._update_after_zeros(state),
@@ -216,7 +229,7 @@ class HeadroomLossScale:
     )
     is_proposal, proposal = self._propose_log2_scale(policy_state)
     log2_scale = jnp.where(
-      is_proposal, proposal, self._compute_target_log2_scale(policy_state)
+      is_proposal, proposal, self._compute_tracked_log2_scale(policy_state)
     )
     scale = _powers_of_two.exp2(log2_scale)
     scale_changed = scale != state.loss_scale
@@ -231,10 +244,11 @@ class HeadroomLossScale:
   def _initialize_if_fresh(
     self, policy_state: HeadroomPolicyState
   ) -> HeadroomPolicyState:
-    """The policy state, which before the first step is that of `init`.
+    """Replace a policy state from before the first step by that of `init`.
 
-    What fills the fields that a checkpoint of another version lacks with those
-    of a fresh state, as Flax' checkpoints do, mixes the two.
+    If a checkpoint of another version lacks fields, Flax fills them from a
+    fresh state. The result mixes both states, and `steps_since_overflow` is -1.
+    The history is cleared and keeps its length.
     """
     zeros = jnp.zeros_like(policy_state.amax_history)
     initial = self.init().policy_state._replace(amax_history=zeros)
@@ -248,15 +262,16 @@ class HeadroomLossScale:
   def _get_recorded_amax(
     self, state: LossScaleState, amax: jax.Array
   ) -> jax.Array:
-    """What to remember of a finite step for its largest gradient.
+    """Return the amax to record, or a surrogate if it was a float32 gradient.
 
-    This itself, if it may have been in half precision. If it was not, it says
-    only that this scale held: what asks for one that is higher by a stride, or
-    for a usual one, so that rows of overflows do not lead to where it could be
-    taken for half.
+    A gradient that exceeds the range of `dtype` when scaled was not computed in
+    `dtype`. The surrogate asks for a scale that is 8 binades higher, and at
+    least 2**15. Without that minimum, several overflows could lower the scale
+    so far that the scaled gradient fits in `dtype` and is no longer recognized.
     """
     log2_scale = _powers_of_two.floor_log2(state.loss_scale)
-    # Below 4, the margin allows for the sum of so many numbers in half.
+    # A margin below 4 means that the gradients are sums of half-precision
+    # values, which may exceed the range of `dtype` by the difference.
     margin = _arrays.cast(self.margin, jnp.int32)
     sum_tolerance = _powers_of_two.exp2(jnp.maximum(4 - margin, 0))
     can_be_half = amax * state.loss_scale <= self._dtype_max() * sum_tolerance
@@ -275,11 +290,13 @@ class HeadroomLossScale:
   def _update_after_grads(
     self, state: LossScaleState, amax: jax.Array, was_proposal: jax.Array
   ) -> HeadroomPolicyState:
-    """The policy state after a finite step that had gradients."""
+    """Return the policy state after a finite step with gradients."""
     policy_state = state.policy_state
     log2_scale = _powers_of_two.floor_log2(state.loss_scale)
+    # The gradients would have been lost without the search if they overflow or
+    # underflow at the scale that the policy would have used.
     scaled_amax = amax * _powers_of_two.exp2(
-      self._compute_target_log2_scale(policy_state)
+      self._compute_tracked_log2_scale(policy_state)
     )
     is_search_only = was_proposal & (
       (scaled_amax > self._dtype_max()) | (scaled_amax < self._dtype_min())
@@ -295,6 +312,8 @@ class HeadroomLossScale:
     failed_log2_scale = jnp.minimum(
       policy_state.failed_log2_scale + retry_increment, _NO_LIMIT
     )
+    # If the search was not needed for these gradients, its proposal changes
+    # neither the limit nor the failed scale.
     updates_limit = is_search_only | ~was_proposal
     clears_failure = is_search_only | (
       updates_limit & (policy_state.failed_log2_scale <= log2_scale)
@@ -319,41 +338,41 @@ class HeadroomLossScale:
     )
 
   def _update_after_zeros(self, state: LossScaleState) -> HeadroomPolicyState:
-    """The policy state after a finite step without gradients."""
+    """Return the policy state after a finite step without gradients."""
     policy_state = state.policy_state
     _, high = self._log2_scale_bounds()
-    limit_before_evidence = jnp.minimum(
+    limit_without_history = jnp.minimum(
       policy_state.max_log2_scale + _MAX_LOG2_CHANGE, high
     )
-    limit_after_evidence = jnp.where(
+    limit_with_history = jnp.where(
       policy_state.failed_log2_scale == _NO_LIMIT,
       high,
       policy_state.max_log2_scale,
     )
-    has_evidence = jnp.max(policy_state.amax_history) > 0
+    has_history = jnp.max(policy_state.amax_history) > 0
     return policy_state._replace(
       max_log2_scale=jnp.where(
-        has_evidence, limit_after_evidence, limit_before_evidence
+        has_history, limit_with_history, limit_without_history
       )
     )
 
   def _update_after_overflow(
     self, state: LossScaleState
   ) -> HeadroomPolicyState:
-    """The policy state after a step that was no guess, and not finite."""
+    """Return the policy state after an overflow at a scale not of a search."""
     policy_state = state.policy_state
     log2_scale = _powers_of_two.floor_log2(state.loss_scale)
-    has_evidence, _, min_useful_log2_scale = self._compute_log2_scales(
+    has_history, _, min_useful_log2_scale = self._compute_log2_scales(
       policy_state.amax_history
     )
-    # What the last rise tried is taken back: the scale before it had held.
+    # Revert the last rise of the failed scale: the scale before it had worked.
     failed_log2_scale = jnp.minimum(
       log2_scale,
       policy_state.failed_log2_scale
       - _compute_last_retry_increment(policy_state.steps_since_overflow),
     )
     failed_log2_scale = jnp.where(
-      has_evidence & (log2_scale > min_useful_log2_scale),
+      has_history & (log2_scale > min_useful_log2_scale),
       failed_log2_scale,
       _NO_LIMIT,
     )
@@ -361,6 +380,8 @@ class HeadroomLossScale:
       max_log2_scale=jnp.maximum(
         log2_scale - _MAX_LOG2_CHANGE, min_useful_log2_scale
       ),
+      # Only the first overflow in a row records a failed scale, so several NaN
+      # steps in a row don't mark lower and lower scales as failed.
       failed_log2_scale=jnp.where(
         state.notfinite_count == 0,
         failed_log2_scale,
@@ -372,73 +393,86 @@ class HeadroomLossScale:
   def _propose_log2_scale(
     self, policy_state: HeadroomPolicyState
   ) -> tuple[jax.Array, jax.Array]:
-    """Whether the next step is a guess, and the exponent of its scale."""
-    has_evidence, evidence_log2_scale, _ = self._compute_log2_scales(
+    """Return whether a search chooses the next scale, and log2 of that scale.
+
+    The second result is meaningless if the first is false.
+    """
+    has_history, target_log2_scale, _ = self._compute_log2_scales(
       policy_state.amax_history
     )
     init_log2_scale = _powers_of_two.floor_log2(self.init_scale)
-    target_log2_scale = jnp.where(
-      has_evidence, evidence_log2_scale, init_log2_scale
+    search_target_log2_scale = jnp.where(
+      has_history, target_log2_scale, init_log2_scale
     )
     search_step = policy_state.steps_without_grads - policy_state.search_delay
     return _search.propose_log2_scale(
       search_step,
       policy_state.steps_since_overflow,
-      target_log2_scale,
+      search_target_log2_scale,
       self._log2_scale_bounds(),
     )
 
-  def _compute_target_log2_scale(
+  def _compute_tracked_log2_scale(
     self, policy_state: HeadroomPolicyState
   ) -> jax.Array:
-    """The exponent of the next scale, if it is no guess."""
-    _, evidence_log2_scale, min_useful_log2_scale = self._compute_log2_scales(
+    """Return log2 of the scale outside a search: the lower of target and limit.
+
+    The limit counts as the lowest useful scale if it is lower than that.
+    """
+    _, target_log2_scale, min_useful_log2_scale = self._compute_log2_scales(
       policy_state.amax_history
     )
     return jnp.minimum(
       jnp.maximum(policy_state.max_log2_scale, min_useful_log2_scale),
-      evidence_log2_scale,
+      target_log2_scale,
     )
 
   def _compute_log2_scales(
     self, amax_history: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Whether there are maxima, and the exponents of two scales for them.
+    """Return whether the history has maxima, the target and the lowest scale.
 
-    The first scale is the one that they ask for, the second the lowest: there
-    the largest of them is just a normal number. Both are within bounds.
+    Returns:
+      has_history: whether there was a step with gradients.
+      target_log2_scale: log2 of the scale that puts the largest of the maxima
+        ``margin`` binades below the largest number of ``dtype``.
+      min_useful_log2_scale: log2 of the scale at which the largest of the
+        maxima is the smallest normal number of ``dtype``.
+      Both scales are clipped to the bounds of the policy.
     """
     (low, high), info = self._log2_scale_bounds(), jnp.finfo(self.dtype)
     margin = _arrays.cast(self.margin, jnp.int32)
     top_mantissa, top_exponent = math.frexp(self._dtype_max())
     amax = jnp.max(amax_history)
     mantissa, exponent = jnp.frexp(amax)
-    evidence_log2_scale = top_exponent - margin - exponent
-    evidence_log2_scale -= (mantissa > top_mantissa).astype(jnp.int32)
-    evidence_log2_scale = jnp.clip(
-      jnp.where(amax > 0, evidence_log2_scale, _NO_LIMIT), low, high
+    target_log2_scale = top_exponent - margin - exponent
+    # frexp's mantissas are in [0.5, 1). If that of amax is larger than that of
+    # the largest number, equal exponents would exceed it.
+    target_log2_scale -= (mantissa > top_mantissa).astype(jnp.int32)
+    target_log2_scale = jnp.clip(
+      jnp.where(amax > 0, target_log2_scale, _NO_LIMIT), low, high
     )
     min_useful_log2_scale = jnp.maximum(
-      evidence_log2_scale - (info.maxexp - 1 - info.minexp - margin), low
+      target_log2_scale - (info.maxexp - 1 - info.minexp - margin), low
     )
     return (
       amax > 0,
-      evidence_log2_scale,
+      target_log2_scale,
       jnp.where(amax > 0, min_useful_log2_scale, low),
     )
 
   def _dtype_max(self) -> float:
-    """The largest number of the backward pass, as far as float32 goes."""
+    """Return the largest number of ``dtype``, at most that of float32."""
     return min(float(jnp.finfo(self.dtype).max), _arrays.FLOAT32_MAX)
 
   def _dtype_min(self) -> float:
-    """The smallest number above zero of the backward pass, likewise."""
+    """Return the smallest positive number of ``dtype`` that float32 keeps."""
     smallest = float(jnp.finfo(self.dtype).smallest_subnormal)
     return max(smallest, _arrays.FLOAT32_TINY)
 
   def _log2_scale_bounds(self) -> tuple[jax.Array, jax.Array]:
-    """The exponents of the lowest and of the highest scale."""
-    # Traced bounds need not be powers of two. The scale is one between them.
+    """Return log2 of the lowest and of the highest scale."""
+    # Traced bounds may not be powers of two: round them inward.
     return (
       _powers_of_two.ceil_log2(self.min_scale),
       _powers_of_two.floor_log2(self.max_scale),
@@ -446,7 +480,7 @@ class HeadroomLossScale:
 
 
 def _compute_last_retry_increment(steps_since_overflow: jax.Array) -> jax.Array:
-  """By how many binades the scale that failed rose last; 0 if it did not."""
+  """Return the binades by which the failed scale rose last; 0 if it did not."""
   return (
     1
     << jnp.minimum(

@@ -1,4 +1,4 @@
-"""The policies by what ``with_loss_scaling(loss_scale=...)`` is given."""
+"""Convert a ``loss_scale`` argument (policy, name or number) to a policy."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -7,12 +7,9 @@ from typing import Any, Literal
 import jax
 
 from optax_lossscale import _arrays, _checks
+from optax_lossscale._policies._base import FixedLossScale, LossScalePolicy
+from optax_lossscale._policies._dynamic import DynamicLossScale
 from optax_lossscale._policies._headroom import HeadroomLossScale
-from optax_lossscale._policies._plain import (
-  DynamicLossScale,
-  FixedLossScale,
-  LossScalePolicy,
-)
 
 PolicyLike = (
   LossScalePolicy | jax.typing.ArrayLike | Literal["dynamic", "headroom"]
@@ -25,11 +22,15 @@ _POLICY_BY_NAME: dict[str, Callable[[], LossScalePolicy]] = {
 
 
 def as_policy(loss_scale: Any, name: str = "loss_scale") -> LossScalePolicy:
-  """The policy that ``with_loss_scaling(loss_scale=...)`` stands for.
+  """Convert a policy, a name or a number to a policy.
 
   Args:
-    loss_scale: what was given.
-    name: the name of the argument, for messages.
+    loss_scale: the argument of a public function.
+    name: the name of the argument, for error messages.
+
+  Raises:
+    TypeError: if the argument is something else.
+    ValueError: if it is a number out of range.
   """
   if isinstance(loss_scale, str) and loss_scale in _POLICY_BY_NAME:
     return _POLICY_BY_NAME[loss_scale]()
@@ -48,7 +49,7 @@ def as_policy(loss_scale: Any, name: str = "loss_scale") -> LossScalePolicy:
 
 
 def check_no_policy_kwargs(kwargs: Mapping[str, Any]) -> None:
-  """Raises if some of the arguments are options of a policy."""
+  """Raise if arguments of `with_loss_scaling` are options of a policy."""
   for policy in (DynamicLossScale, HeadroomLossScale):
     names = {field.name for field in dataclasses.fields(policy)}
     policy_kwargs = {k: v for k, v in kwargs.items() if k in names}

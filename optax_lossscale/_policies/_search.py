@@ -1,17 +1,23 @@
-"""The search for gradients, after steps in a row that brought none."""
+"""Search for a scale with gradients, after several steps without any.
+
+Gradients of zero may have underflowed, and nonfinite gradients may have
+overflowed, so the search tries scales from the whole range. It is stateless: a
+proposal is a function of counters in the policy state.
+"""
 
 import jax
 import jax.numpy as jnp
 
-# In steps that brought no gradients.
+# In steps without gradients.
 MIN_SEARCH_DELAY, _MAX_SEARCH_DELAY = 8, 512
-# Of so many steps of a search, one is a guess, and one at the evidence.
+# In a search, one of 4 steps tries a proposed scale, and one tries the target.
 _SEARCH_PERIOD = 4
-# float16 holds a gradient at 40 scales in a row: at two guesses or three.
+# In binades. float16 represents a gradient at 40 consecutive powers of two, so
+# two or three of the proposals fit each gradient.
 _PROPOSAL_STRIDE = 16
-# So many guesses in a row are each a stride above the one before: ten of them
-# are the whole range. Without any hash, gradients in every n-th step could meet
-# the same guesses for ever.
+# So many proposals in a row ascend by one stride each, and ten of them cover
+# the whole range. Then a hash chooses a new offset: without hashing, gradients
+# in every n-th step could meet the same few proposals forever.
 _PROPOSALS_PER_SHUFFLE = 16
 
 
@@ -20,12 +26,18 @@ def update_search_delay(
   steps_without_grads: jax.Array,
   search_was_unneeded: jax.Array,
 ) -> jax.Array:
-  """How long to wait for a search, after gradients that came.
+  """Return the search delay after a step with gradients.
 
   Args:
-    search_delay: how many quiet steps there were to wait for.
-    steps_without_grads: how many came before these gradients.
-    search_was_unneeded: whether they would have been seen without a search.
+    search_delay: the number of steps without gradients that started a search
+      until now.
+    steps_without_grads: the number of steps without gradients before this step.
+    search_was_unneeded: whether these gradients would have been representable
+      without a search.
+
+  Returns:
+    Twice the delay after an unneeded search; 7/8 of it after two steps in a row
+    with gradients; else the same delay.
   """
   longer = jnp.minimum(2 * search_delay, _MAX_SEARCH_DELAY)
   shorter = jnp.maximum(search_delay - search_delay // 8, MIN_SEARCH_DELAY)
@@ -46,18 +58,20 @@ def propose_log2_scale(
   target_log2_scale: jax.Array,
   log2_scale_bounds: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-  """Whether the next step is a guess, and its exponent.
+  """Return whether the search chooses the next scale, and log2 of that scale.
 
   Args:
-    search_step: the number of the step in the search, which is off below zero.
-    steps_since_overflow: any number that is another one in the next search, so
-      that what comes after as many zeros each time does not meet the same guess
-      for ever.
-    target_log2_scale: the exponent that the last gradients ask for.
-    log2_scale_bounds: the exponents of the lowest and of the highest scale.
+    search_step: the index of the step in the search; negative before a search.
+    steps_since_overflow: a number that differs in the next search. Otherwise
+      gradients that follow the same number of zeros each time would meet the
+      same proposal forever.
+    target_log2_scale: log2 of the target scale.
+    log2_scale_bounds: log2 of the lowest and of the highest scale.
   """
   low, high = log2_scale_bounds
   period_index = search_step // _SEARCH_PERIOD
+  # Every other step tries a proposal (phase 0) or the target (phase 2). The
+  # hashes vary which steps of a period these are.
   phase = (
     _hash(period_index) + _hash(steps_since_overflow) + search_step
   ) % _SEARCH_PERIOD
@@ -70,7 +84,7 @@ def propose_log2_scale(
 
 
 def _hash(x: jax.Array) -> jax.Array:
-  """An integer in [0, 2**15) for each int32, without any order."""
+  """Return a pseudorandom integer in [0, 2**15) for each int32."""
   x = x.astype(jnp.uint32) * jnp.uint32(0xA0E51D65)
   x = (x ^ x >> 15) * jnp.uint32(0xB460A327)
   return ((x ^ x >> 16) & 0x7FFF).astype(jnp.int32)

@@ -105,7 +105,7 @@ MAY_USE_NUMPY = (
   "_jaxprs._primitives",
   "diagnostics.",
   "interop.",
-  "_measurement",
+  "_grad_stats",
   "_monitoring",
   "plots",
 )
@@ -151,7 +151,7 @@ def floors():
 CORE = set(ORDER[: ORDER.index("_autocast")]) - {
   "_checks",
   "_flattening",
-  "_host",
+  "_transfer_guard",
   "_jaxprs",
   "_paths",
   "_warnings",

@@ -1,14 +1,7 @@
-"""The protocol of policies; the fixed and the dynamic scale."""
+"""``DynamicLossScale``: grows the loss scale, and backs off on overflow."""
 
 import dataclasses
-from typing import (
-  Any,
-  get_args,
-  Literal,
-  NamedTuple,
-  Protocol,
-  runtime_checkable,
-)
+from typing import Any, get_args, Literal, NamedTuple
 
 import jax
 from jax import lax
@@ -20,112 +13,13 @@ from optax_lossscale._state import LossScaleState
 HysteresisRefill = Literal["growth", "finite", "backoff"]
 
 
-@runtime_checkable
-class LossScalePolicy(Protocol):
-  """The protocol of a policy: two pure functions and no state of its own.
-
-  A policy is an immutable object that holds hyperparameters only; everything
-  that changes is in the :class:`LossScaleState` that it returns. Any object
-  with these two methods can be given to
-  :func:`~optax_lossscale.with_loss_scaling`.
-
-  It may have the attributes ``min_scale`` and ``max_scale``, the lowest and the
-  highest scale that it moves to. With them, :func:`loss_scale_metrics` and
-  :func:`raise_if_stuck` tell when the scale cannot come down any further.
-  """
-
-  def init(self) -> LossScaleState:
-    """Returns the state before the first step."""
-    ...
-
-  def adjust(
-    self,
-    state: LossScaleState,
-    grads_finite: jax.typing.ArrayLike,
-    *,
-    grads_amax: jax.typing.ArrayLike | None = None,
-  ) -> LossScaleState:
-    """Returns the state after a step.
-
-    Args:
-      state: the state that scaled the loss of this step.
-      grads_finite: whether all gradients were finite; bool, shape ``()``.
-      grads_amax: the largest magnitude among the unscaled gradients; float32,
-        shape ``()``. It means nothing if they were not finite. Under ``jit``
-        it is not computed for a policy that does not use it.
-
-    Returns:
-      A state of the same structure, shapes and dtypes.
-    """
-    ...
-
-
-def get_scale_bounds(policy: LossScalePolicy | None) -> tuple[Any, Any]:
-  """The lowest and the highest scale of a policy; None if it names none."""
-  return getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
-
-
-def get_lowest_scale(policy: LossScalePolicy | None) -> Any:
-  """The scale at which no overflow lowers it; None if the policy names none.
-
-  Some rules stop above their `min_scale`, and say where.
-  """
-  return getattr(policy, "lowest_scale", get_scale_bounds(policy)[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class FixedLossScale:
-  """A loss scale that never moves.
-
-  Steps with non-finite gradients are skipped all the same. Use
-  ``FixedLossScale(1.0)`` to skip without scaling, in bfloat16 for example.
-
-  Attributes:
-    scale: what the loss is multiplied by, in [2**-126, 2**126]. A power of two
-      changes no bit of a gradient that neither overflows nor underflows. Any
-      other number rounds each gradient twice, once when the loss is scaled and
-      once when the gradient is unscaled (a relative error of about 1e-7 in
-      float32 gradients, and of 1e-3 in float16 gradients).
-
-  Raises:
-    TypeError: if ``scale`` is not a number.
-    ValueError: if it is out of range.
-
-  Examples:
-    >>> import optax_lossscale as ols
-    >>> print(ols.FixedLossScale(128.0).init().loss_scale)
-    128.0
-  """
-
-  scale: float
-
-  def __post_init__(self) -> None:
-    _checks.check_scale("scale", self.scale)
-    _checks.convert_arrays_to_scalars(self)
-
-  def init(self) -> LossScaleState:
-    """Returns the state before the first step."""
-    return _state.make_initial_state(self.scale)
-
-  def adjust(
-    self,
-    state: LossScaleState,
-    grads_finite: jax.typing.ArrayLike,
-    *,
-    grads_amax: jax.typing.ArrayLike | None = None,
-  ) -> LossScaleState:
-    """Returns the state with its counts after the step."""
-    del grads_amax
-    return _state.record_step(state, grads_finite)
-
-
 @_state.support_old_pickles
 class DynamicPolicyState(NamedTuple):
   """The policy state of :class:`DynamicLossScale`, if it has hysteresis.
 
   Attributes:
-    hysteresis_remaining: how many overflows until one lowers the scale; int32,
-      shape ``()``.
+    hysteresis_remaining: the number of overflows until one lowers the scale;
+      int32, shape ``()``.
   """
 
   hysteresis_remaining: jax.Array
@@ -133,31 +27,31 @@ class DynamicPolicyState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-  """Raises the scale after a while without overflow, lowers it on overflow.
+  """Grows the scale after many finite steps, and lowers it on overflow.
 
   On the ``growth_interval``-th finite step in a row the scale is multiplied by
-  ``growth_factor``; a non-finite step multiplies it by ``backoff_factor`` and
-  restarts the count. The scale stays within [``min_scale``, ``max_scale``];
-  a growth held at ``max_scale`` restarts the count as well.
+  ``growth_factor``; a nonfinite step multiplies it by ``backoff_factor`` and
+  restarts the count. The scale is clipped to [``min_scale``, ``max_scale``]. A
+  growth that is clipped at ``max_scale`` restarts the count as well.
 
   A loss of thousands, such as a sum or an energy, needs a scale below 1. With
-  the default ``min_scale`` each of its steps may be skipped, and no error says
-  so: :func:`loss_scale_metrics` and :func:`raise_if_stuck` do. Use
+  the default ``min_scale``, every step may then be skipped without an error;
+  :func:`loss_scale_metrics` and :func:`raise_if_stuck` detect this. Use
   ``min_scale=2.0**-14``, or :class:`HeadroomLossScale`, which finds the scale.
 
   Attributes:
     init_scale: the scale before the first step.
-    growth_factor: what a growth multiplies the scale by, greater than 1.
-    backoff_factor: what a backoff multiplies the scale by, between 0 and 1.
-      Factors and scales that are not powers of two work; they round each
-      gradient as :class:`FixedLossScale` says.
-    growth_interval: how many finite steps in a row make the scale grow.
+    growth_factor: the factor of a growth, greater than 1.
+    backoff_factor: the factor of a backoff, between 0 and 1. Factors and scales
+      that are not powers of two round each gradient; see
+      :class:`FixedLossScale`.
+    growth_interval: the number of finite steps in a row before the scale grows.
     min_scale: the lowest scale, at least 2**-126.
-    max_scale: the highest scale, at most 2**126: beyond it the reciprocal is
-      no normal float32 number, and gradients would unscale to zero.
-    hysteresis: how many overflows it takes to lower the scale. The ones before
-      only skip the step and restart the count. Every further overflow lowers
-      the scale again, until the hysteresis is refilled.
+    max_scale: the highest scale, at most 2**126. The reciprocal of a larger
+      scale is not a normal float32 number, and gradients would unscale to zero.
+    hysteresis: the number of overflows before the scale decreases. The earlier
+      overflows only skip the step and restart the count. Every further overflow
+      lowers the scale again, until the hysteresis is refilled.
     hysteresis_refill: when the hysteresis is refilled: only on ``"growth"`` (as
       in Megatron and DeepSpeed), on every ``"finite"`` step as well (as in
       apex), or on every finite step and after each ``"backoff"`` (as in
@@ -237,15 +131,16 @@ class DynamicLossScale:
     """Returns the state with the scale of the next step.
 
     Raises:
-      ValueError: if there is hysteresis, and the state is one of another policy
-        or of one without.
+      ValueError: if the policy has hysteresis and the state belongs to another
+        policy, or to one without hysteresis.
     """
     del grads_amax
     counted_state = _state.record_step(state, grads_finite)
-    # `>=`, since the count of a restored state may be above the interval.
+    # Not `==`, since the count of a restored state may exceed the interval.
     grow = counted_state.finite_count >= _to_int32(self.growth_interval)
     backoff = ~counted_state.last_finite
-    # If it is that of another policy, it is kept.
+    # Without hysteresis the policy state is unused. It is kept unchanged, so a
+    # state of another policy keeps its structure.
     policy_state = state.policy_state
     if self._has_hysteresis() and not self._has_no_hysteresis_state(
       policy_state
@@ -270,23 +165,30 @@ class DynamicLossScale:
     )
 
   def _has_hysteresis(self) -> bool:
-    # A traced hysteresis, such as one that Optax injects, may be any number.
+    # A traced hysteresis, as from optax.inject_hyperparams, may be any number.
     return isinstance(self.hysteresis, jax.core.Tracer) or self.hysteresis > 1
 
   def _has_no_hysteresis_state(self, policy_state: Any) -> bool:
-    """Whether the hysteresis was 1 in ``init``, and is traced now."""
+    """Return whether hysteresis was 1 in `init` and is traced only now."""
     return isinstance(self.hysteresis, jax.core.Tracer) and policy_state == ()
 
   def _apply_hysteresis(
     self, remaining: jax.Array, has_overflow: jax.Array, grow: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Whether this overflow is tolerated, and the hysteresis left after it."""
+    """Return whether an overflow is tolerated, and the remaining hysteresis.
+
+    Args:
+      remaining: the remaining hysteresis before the step.
+      has_overflow: whether the gradients of the step are not finite.
+      grow: whether the scale grows after this step.
+    """
     hysteresis = _to_int32(self.hysteresis)
-    # A state of another policy may have more left than this one allows.
+    # A state from a policy with a larger hysteresis may have more remaining.
     remaining = jnp.minimum(remaining, hysteresis)
     remaining = jnp.where(
       has_overflow, jnp.maximum(remaining - 1, 0), remaining
     )
+    # The result is used only after an overflow.
     is_tolerated = remaining > 0
     refill = grow
     if self.hysteresis_refill in ("finite", "backoff"):

@@ -1,0 +1,109 @@
+"""The interface of loss scale policies, and the fixed loss scale."""
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from optax_lossscale import _checks, _state
+from optax_lossscale._state import LossScaleState
+
+
+@runtime_checkable
+class LossScalePolicy(Protocol):
+  """The protocol of a policy: two pure functions without internal state.
+
+  A policy is an immutable object that holds only hyperparameters. Everything
+  that changes is in the :class:`LossScaleState` that it returns. You can pass
+  any object with these two methods to
+  :func:`~optax_lossscale.with_loss_scaling`.
+
+  A policy may have the attributes ``min_scale`` and ``max_scale``, its lowest
+  and highest scale. With them, :func:`loss_scale_metrics` and
+  :func:`raise_if_stuck` report if the scale cannot decrease any further.
+  """
+
+  def init(self) -> LossScaleState:
+    """Returns the state before the first step."""
+    ...
+
+  def adjust(
+    self,
+    state: LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    *,
+    grads_amax: jax.typing.ArrayLike | None = None,
+  ) -> LossScaleState:
+    """Returns the state after a step.
+
+    Args:
+      state: the state that scaled the loss of this step.
+      grads_finite: whether all gradients were finite; bool, shape ``()``.
+      grads_amax: the largest magnitude among the unscaled gradients; float32,
+        shape ``()``. Undefined if they were not finite. Under ``jit`` it is not
+        computed for a policy that does not use it.
+
+    Returns:
+      A state of the same structure, shapes and dtypes.
+    """
+    ...
+
+
+def get_scale_bounds(policy: LossScalePolicy | None) -> tuple[Any, Any]:
+  """Return the lowest and the highest scale of a policy; None if unknown."""
+  return getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
+
+
+def get_lowest_scale(policy: LossScalePolicy | None) -> Any:
+  """Return the scale that no overflow lowers any further; None if unknown.
+
+  `interop` has policies that stop above their `min_scale`. Their attribute
+  `lowest_scale` says where.
+  """
+  return getattr(policy, "lowest_scale", get_scale_bounds(policy)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale:
+  """A loss scale that never changes.
+
+  Steps with nonfinite gradients are still skipped. Use ``FixedLossScale(1.0)``
+  to skip without scaling, for example in bfloat16.
+
+  Attributes:
+    scale: the factor that multiplies the loss, in [2**-126, 2**126]. A power of
+      two changes no bit of a gradient that neither overflows nor underflows.
+      Any other number rounds each gradient twice, once when the loss is scaled
+      and once when the gradient is unscaled (a relative error of about 1e-7 in
+      float32 gradients, and of 1e-3 in float16 gradients).
+
+  Raises:
+    TypeError: if ``scale`` is not a number.
+    ValueError: if ``scale`` is out of range.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> print(ols.FixedLossScale(128.0).init().loss_scale)
+    128.0
+  """
+
+  scale: float
+
+  def __post_init__(self) -> None:
+    _checks.check_scale("scale", self.scale)
+    _checks.convert_arrays_to_scalars(self)
+
+  def init(self) -> LossScaleState:
+    """Returns the state before the first step."""
+    return _state.make_initial_state(self.scale)
+
+  def adjust(
+    self,
+    state: LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    *,
+    grads_amax: jax.typing.ArrayLike | None = None,
+  ) -> LossScaleState:
+    """Returns the state with its counts after the step."""
+    del grads_amax
+    return _state.record_step(state, grads_finite)
