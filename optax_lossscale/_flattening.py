@@ -1,8 +1,8 @@
 """Flattens the arguments of a function: pytrees with Flax NNX modules in them.
 
-``jax.tree.flatten`` returns a variable that two NNX layers share twice, and
-``jax.tree.unflatten`` makes two separate variables of it. So this module
-flattens NNX objects by ``nnx.split``, which respects shared variables.
+``jax.tree.flatten`` returns a variable that two NNX layers share twice, and its
+inverse makes two separate variables of it. So this module flattens NNX objects
+by ``nnx.split``, which respects shared variables.
 """
 
 from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ def get_aval_varying_axes(aval: Any) -> frozenset[Hashable]:
   """Return the mapped axes over which an array of this type varies.
 
   Args:
-    aval: the type, as ``jax.typeof`` returns it.
+    aval: the type.
 
   Returns:
     The names of the axes; empty outside of ``shard_map`` and ``pmap``.

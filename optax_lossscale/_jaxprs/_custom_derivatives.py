@@ -201,7 +201,7 @@ def _transform_custom_lin(
 ) -> dict[str, Any]:
   """Return the new parameters of a ``custom_lin``.
 
-  It is in a jaxpr if a rule or the user calls ``jax.linearize`` or ``jax.jvp``.
+  It is in a jaxpr if a rule or the user calls ``jax.jvp``.
   """
   bwd: Any = eqn.params["bwd"]
   map_call = transform.map_call
