@@ -1,7 +1,8 @@
-"""Flattens the arguments of a function, in which Flax NNX may share variables.
+"""Flattens the arguments of a function: pytrees with Flax NNX modules in them.
 
-``jax.tree.flatten`` returns a variable that two layers share twice, and its
-inverse makes two variables of it. So NNX objects are flattened as Flax does.
+``jax.tree.flatten`` returns a variable that two NNX layers share twice, and its
+inverse makes two separate variables of it. So this module flattens NNX objects
+by ``nnx.split``, which respects shared variables.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +16,12 @@ class FlatTrees(NamedTuple):
   """Flattened pytrees.
 
   Attributes:
-    leaves: the leaves of all trees. That of a shared variable is there once.
-    names: the path to each, from the name of its tree, as a user would write
-      it: ``params['w']`` or ``model.linear.kernel.value``.
-    structure: what else the trees hold, to compare.
-    unflatten: makes trees of as many leaves. NNX objects are new ones, and
-      belong to the trace in which they are made.
+    leaves: the leaves of all trees. A shared variable is one leaf.
+    names: the path of each leaf as Python code, such as ``params['w']`` or
+      ``model.linear.kernel.value``.
+    structure: the static structure of all trees, which supports ``==``.
+    unflatten: builds the trees from other leaves. NNX objects are created, and
+      belong to the trace in which this is called.
   """
 
   leaves: list[Any]
@@ -30,8 +31,16 @@ class FlatTrees(NamedTuple):
 
 
 def flatten_named_trees(trees: Sequence[tuple[str, Any]]) -> FlatTrees:
-  """Flattens pytrees, each of which has a name."""
-  nnx: Any = sys.modules.get("flax.nnx")  # If not, there are no such objects.
+  """Flatten named pytrees.
+
+  Args:
+    trees: the name and the pytree of each argument.
+
+  Returns:
+    The flattened trees. The leaves outside of NNX objects come first.
+  """
+  # If the user hasn't imported NNX, no argument contains an NNX object.
+  nnx: Any = sys.modules.get("flax.nnx")
   nnx_types = () if nnx is None else (nnx.Pytree, nnx.Module, nnx.Variable)
   is_nnx_object = lambda x: isinstance(x, nnx_types)
   leaves_with_path, structure = jax.tree_util.tree_flatten_with_path(
@@ -46,6 +55,8 @@ def flatten_named_trees(trees: Sequence[tuple[str, Any]]) -> FlatTrees:
   if not nnx_indices:
     unflatten_all = lambda leaves: jax.tree.unflatten(structure, leaves)
     return FlatTrees(top_leaves, top_names, structure, unflatten_all)
+  # All NNX objects are split in one call: a variable may be shared between the
+  # arguments, such as a model and its optimizer.
   graphdef, state = nnx.split(tuple(top_leaves[i] for i in nnx_indices))
   state_leaves_with_path, state_structure = (
     jax.tree_util.tree_flatten_with_path(state)
@@ -60,6 +71,7 @@ def flatten_named_trees(trees: Sequence[tuple[str, Any]]) -> FlatTrees:
   ]
 
   def unflatten(leaves: Sequence[Any]) -> list[Any]:
+    """Build the trees from leaves in the order of ``FlatTrees.leaves``."""
     new_leaves = list(top_leaves)
     for i, leaf in zip(plain_indices, leaves, strict=False):
       new_leaves[i] = leaf
@@ -84,7 +96,7 @@ def flatten_named_trees(trees: Sequence[tuple[str, Any]]) -> FlatTrees:
 
 
 def _format_nnx_key(key: Any) -> str:
-  """Returns how a user writes the path to an attribute of an NNX object."""
+  """Format a key of the state of an NNX object as Python code."""
   name = getattr(key, "key", None)
   is_attribute = isinstance(name, str) and name.isidentifier()
   return f".{name}" if is_attribute else jax.tree_util.keystr((key,))

@@ -1,4 +1,4 @@
-"""What types and values tell: where devices differ, and what has numbers."""
+"""Properties of avals and arrays: varying mesh axes, concrete values, Refs."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -8,18 +8,25 @@ from jax import lax
 
 
 def get_varying_axes(x: Any) -> frozenset[Hashable]:
-  """The mapped axes over which the type says that x varies."""
+  """Return the mapped axes over which an array varies, by its type."""
   return get_aval_varying_axes(jax.typeof(x))
 
 
 def get_aval_varying_axes(aval: Any) -> frozenset[Hashable]:
-  """The mapped axes over which what is of this type varies.
+  """Return the mapped axes over which an array of this type varies.
+
+  Args:
+    aval: the type.
+
+  Returns:
+    The names of the axes; empty outside of ``shard_map`` and ``pmap``.
 
   Raises:
-    RuntimeError: if JAX has another name for them, since a guess would make
-      devices part ways, or a norm too large.
+    RuntimeError: if JAX stores the axes under another name. A wrong guess would
+      let devices diverge, or count replicated gradients in a norm several
+      times.
   """
-  # No name of it is public. The second is that before JAX 0.10: remove it once
+  # Neither attribute is public. JAX < 0.10 has `aval.vma`: remove it once
   # jax >= 0.10.
   manual_axis_type = getattr(aval, "manual_axis_type", None)
   vma = getattr(manual_axis_type, "varying", getattr(aval, "vma", None))
@@ -33,17 +40,18 @@ def get_aval_varying_axes(aval: Any) -> frozenset[Hashable]:
 
 
 def as_varying(x: jax.Array, axes: Any) -> jax.Array:
-  """What is one value along these axes, as one that may differ."""
+  """Cast a replicated array to the type of one that varies over these axes."""
   if hasattr(lax, "pcast"):
     return lax.pcast(x, axes, to="varying")
-  # What JAX 0.8.0 has instead: remove it once jax >= 0.9.
+  # JAX 0.8.0 has no `pcast`: remove this line once jax >= 0.9.
   return lax.pvary(x, axes)  # type: ignore[attr-defined]
 
 
 def is_concrete(x: Any) -> bool:
-  """Whether an array has its numbers, if perhaps with a derivative.
+  """Return whether the numbers of an array are known while Python runs.
 
-  A JAX whose tracers do not tell is taken to know none.
+  The tracer of a derivative outside of ``jit`` has its numbers. A tracer
+  without ``to_concrete_value`` counts as abstract.
   """
   if not isinstance(x, jax.core.Tracer):
     return True
@@ -52,5 +60,5 @@ def is_concrete(x: Any) -> bool:
 
 
 def is_ref(aval: Any) -> bool:
-  """Whether this is the type of a Ref, and not of an array."""
+  """Return whether a type is that of a Ref instead of an array."""
   return hasattr(aval, "inner_aval")

@@ -1,13 +1,13 @@
-"""Functions with derivatives of their own, and what they compute.
+"""Rewrites ``custom_jvp`` and ``custom_vjp`` equations, including their rules.
 
-Such an equation holds a rule: Python functions that JAX calls when it
-differentiates. What the rule computes is changed where it is, as JAX's own
-passes do it: the equation stays, and each function that it holds is wrapped. So
-a rule is never asked for more than JAX asks it for. This holds for the objects
-of hijax as well.
+The equation of a function with a custom derivative contains Python functions,
+the rule, which JAX calls when it differentiates. A rewrite keeps the equation
+and wraps each of these functions, as JAX's own passes do it, so JAX runs no
+rule earlier or more often than without the rewrite. The primitives of hijax
+contain the same functions as attributes.
 
-A rule is called when the trace that made it is gone. So what wraps it closes
-over values alone, and never over what knows of that trace.
+JAX calls a rule after the trace that defined it has ended. A wrapper must
+therefore not close over tracers of that trace.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,16 @@ from optax_lossscale._jaxprs import _eqns, _weights
 
 
 class CustomRule(NamedTuple):
-  """A function with a rule.
+  """The custom derivative of an equation.
 
   Attributes:
     primitive_name: ``custom_jvp_call``, ``custom_vjp_call``, or ``custom_lin``,
-      the tangent of the second.
-    num_consts: how many first inputs have no derivative: what the user's
-      function closes over, or the residuals of a tangent; None if it is not
-      known.
-    symbolic_zeros: whether the rule is told which inputs are perturbed.
+      which is the tangent of a ``custom_vjp_call``.
+    num_consts: the number of leading inputs without a derivative: arrays that
+      the user's function closes over, or the residuals of a tangent; None if
+      unknown.
+    symbolic_zeros: whether the rule receives symbolic zeros for the tangents of
+      unperturbed inputs.
   """
 
   primitive_name: str
@@ -40,16 +41,20 @@ class CustomRule(NamedTuple):
 
 
 class RuleTransform(NamedTuple):
-  """How what a function with a rule computes is changed.
+  """The transforms that :func:`transform_custom_rule` applies to an equation.
+
+  JAX calls rules later, so ``map_derivative`` and ``map_call`` may be called
+  after the rewrite has ended.
 
   Attributes:
-    map_body: changes what it computes where nothing is differentiated. The
-      paths are those of the inputs of the jaxpr.
-    map_derivative: changes a jaxpr that a rule computes. It may be called at
-      any time. It also returns the paths of the outputs.
-    map_call: calls a Python function of some arrays, and changes what it
-      computes, at any time. The paths are those of the arrays, and of the
-      leaves of what the function returns; it also returns the latter.
+    map_body: transforms the primal jaxpr, which runs where nothing is
+      differentiated. Takes the weight paths of the inputs of the jaxpr.
+    map_derivative: transforms a jaxpr that a jvp or fwd rule was traced to.
+      Returns the jaxpr and the weight paths of its outputs.
+    map_call: calls a Python rule (bwd; for hijax also jvp and fwd) under the
+      transform. Takes the call, the arrays that the rule receives, and the
+      weight paths of these arrays and of the leaves of the result. Returns the
+      result of the rule and the weight paths of its leaves.
   """
 
   map_body: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any]
@@ -64,18 +69,21 @@ class RuleTransform(NamedTuple):
 
 
 def get_custom_rule(eqn: core.JaxprEqn) -> CustomRule | None:
-  """The rule of an equation; None if it has none."""
+  """Return the custom derivative of an equation; None if it has none."""
   primitive_name = _eqns.get_canonical_name(eqn)
   if primitive_name not in _RULE_TRANSFORMS:
     return None
   hi_prim: Any = _eqns.get_hi_primitive(eqn)
   params = eqn.params if hi_prim is None else hi_prim.params
   if primitive_name == "custom_lin":
-    residuals_tree = eqn.params.get("residuals_tree")  # that of hijax
+    # A tangent of hijax has the tree of its residuals, all others a count.
+    residuals_tree = eqn.params.get("residuals_tree")
     num_consts = (
       residuals_tree.num_leaves if residuals_tree else eqn.params.get("num_res")
     )
-  elif hi_prim is not None:  # These are its first two arguments.
+  elif hi_prim is not None:
+    # The first two arguments of a hijax primitive are arrays that are closed
+    # over: by the function and its rule, and by the rule only.
     num_consts = len(jax.tree.leaves(hi_prim.in_avals[:2]))
   else:
     num_consts = eqn.params.get("num_consts")
@@ -86,15 +94,15 @@ def get_custom_rule(eqn: core.JaxprEqn) -> CustomRule | None:
 def transform_custom_rule(
   eqn: core.JaxprEqn, transform: RuleTransform, paths: _weights.WeightPaths
 ) -> core.JaxprEqn | None:
-  """The same equation, with what it and its rule compute changed.
+  """Transform the body and the rule of an equation with a custom derivative.
 
   Args:
-    eqn: an equation with a rule.
-    transform: how it is changed.
-    paths: the names of those of its inputs that are weights.
+    eqn: an equation for which :func:`get_custom_rule` returns a rule.
+    transform: the transforms.
+    paths: the weight paths of the inputs of the equation.
 
   Returns:
-    The equation; None if it does not hold what it should.
+    The new equation; None if the equation doesn't have the expected parameters.
   """
   rule: Any = get_custom_rule(eqn)
   hi_prim = _eqns.get_hi_primitive(eqn) or eqn.params.get("_prim")
@@ -108,7 +116,7 @@ def transform_custom_rule(
     new_prim = _eqns.replace_hi_params(
       hi_prim, **transform_hijax(hi_prim, rule, transform, paths)
     )
-  except (AttributeError, KeyError):  # Another JAX has another name for it.
+  except (AttributeError, KeyError):  # This JAX has other parameter names.
     return None
   return _eqns.replace_hi_primitive(eqn, hi_prim, new_prim)
 
@@ -119,11 +127,13 @@ def _transform_custom_jvp(
   transform: RuleTransform,
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
+  """Return the new parameters of a ``custom_jvp_call``."""
   jvp_fun: Any = eqn.params["jvp_jaxpr_fun"]
   primal_paths = paths.inputs[rule.num_consts :]
   transform_once = _memoize_by_jaxpr(transform.map_derivative)
 
   def new_jvp_fun(*zero_mask: bool) -> Any:
+    # JAX passes which tangents are zero; the jaxpr has no inputs for these.
     jaxpr, consts, *extras = jvp_fun.call_wrapped(*zero_mask)
     pairs = zip(primal_paths, zero_mask, strict=False)
     tangent_paths = [
@@ -146,13 +156,16 @@ def _transform_custom_vjp(
   transform: RuleTransform,
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
+  """Return the new parameters of a ``custom_vjp_call``."""
   fwd: Any = eqn.params["fwd_jaxpr_thunk"]
   bwd: Any = eqn.params["bwd"]
   out_trees: Any = eqn.params["out_trees"]
   map_call, num_outs = transform.map_call, len(eqn.outvars)
   primal_paths = paths.inputs[rule.num_consts :]
   transform_once = _memoize_by_jaxpr(transform.map_derivative)
-  # Of the residuals that are computed. The others are inputs.
+  # The weight paths of the residuals that fwd computes. JAX calls fwd before
+  # bwd, so `new_fwd` fills the list before `new_bwd` reads it. A residual that
+  # is an input of fwd is no output of its jaxpr.
   computed_paths: list[_weights.WeightPath] = []
 
   def new_fwd(*perturbed_mask: bool) -> Any:
@@ -162,6 +175,7 @@ def _transform_custom_vjp(
     return new_jaxpr, consts
 
   def new_bwd(*args: Any) -> Any:
+    # For each residual the index of the input that it is; None if computed.
     *_, forwarded_inputs = out_trees()
     computed_iter = iter(computed_paths)
     input_paths = dict(enumerate(primal_paths))
@@ -185,7 +199,10 @@ def _transform_custom_lin(
   transform: RuleTransform,
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
-  """A tangent, where a rule or the user takes a ``jax.jvp``."""
+  """Return the new parameters of a ``custom_lin``.
+
+  It is in a jaxpr if a rule or the user calls ``jax.jvp``.
+  """
   bwd: Any = eqn.params["bwd"]
   map_call = transform.map_call
   tangent_paths = iter(paths.inputs[rule.num_consts :])
@@ -205,7 +222,11 @@ def _transform_custom_lin(
 def _memoize_by_jaxpr(
   map_derivative: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any],
 ) -> Any:
-  """Changes each jaxpr once, since JAX shares what is made of it."""
+  """Return a function that transforms each jaxpr of a rule only once.
+
+  JAX caches by the identity of jaxprs: for equal jaxprs it would trace, compile
+  and store the derivative several times.
+  """
   cache: dict[core.Jaxpr, Any] = {}
 
   def transform_once(
@@ -223,7 +244,7 @@ def _memoize_by_jaxpr(
 
 
 def _wrap_init_like(original: Any, fun: Callable[..., Any]) -> Any:
-  """A function as JAX holds it, with what is known of the one it replaces."""
+  """Wrap a function as JAX does, with the debug info of the original one."""
   return linear_util.wrap_init(fun, debug_info=original.debug_info)
 
 
@@ -233,6 +254,7 @@ def _transform_hijax_custom_jvp(
   transform: RuleTransform,
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
+  """Return the new parameters of a hijax primitive of ``custom_jvp``."""
   jvp_rule, map_call = hi_prim.jvp_rule, transform.map_call
 
   @functools.wraps(jvp_rule)
@@ -253,6 +275,8 @@ def _transform_hijax_custom_vjp(
   transform: RuleTransform,
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
+  """Return the new parameters of a hijax primitive of ``custom_vjp``."""
+  # JAX calls fwd before bwd, so `new_fwd` fills the list before bwd reads it.
   residual_paths: list[_weights.WeightPath] = []
   primal_paths = paths.inputs[rule.num_consts :]
   bwd_params = _transform_hijax_bwd(
@@ -269,7 +293,7 @@ def _transform_hijax_custom_vjp(
     residual_paths[:] = out_paths[len(flatten_with_zeros(result[0])) :]
     return result
 
-  # What the rule alone is given has no place in the function.
+  # The second argument is for the rule only, and is no input of the function.
   num_shared, num_rule_only = (
     len(flatten_with_zeros(x)) for x in hi_prim.in_avals[:2]
   )
@@ -289,6 +313,7 @@ def _transform_hijax_custom_lin(
   transform: RuleTransform,
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
+  """Return the new parameters of the tangent of a hijax primitive."""
   return _transform_hijax_bwd(
     hi_prim, transform, paths.inputs[: rule.num_consts], ()
   )
@@ -300,6 +325,14 @@ def _transform_hijax_bwd(
   residual_paths: Sequence[_weights.WeightPath],
   out_paths: Any,
 ) -> dict[str, Any]:
+  """Return the new parameters of a hijax primitive that contains a bwd rule.
+
+  Args:
+    hi_prim: the primitive.
+    transform: the transforms.
+    residual_paths: the weight paths of the residuals, read when JAX calls bwd.
+    out_paths: the weight paths of the inputs whose cotangents bwd returns.
+  """
   bwd, map_call = hi_prim.bwd, transform.map_call
   if "remat_rules" not in hi_prim.params:  # Remove this once jax >= 0.12.
     raise KeyError("Before JAX 0.12 the rules of hijax primitives differ.")
@@ -310,14 +343,15 @@ def _transform_hijax_bwd(
     fun = lambda: bwd(residuals, cotangents)
     return map_call(fun, flatten_with_zeros(residuals), bwd_paths)[0]
 
-  # These are other ways to the same numbers, which JAX takes if there are any.
+  # JAX would prefer these two to bwd if they were set, and they compute the
+  # same cotangents without the transform.
   return {"bwd": new_bwd, "bwd_accums": None, "remat_rules": None}
 
 
 def _retrace(
   traced: Any, transform: RuleTransform, paths: _weights.WeightPaths
 ) -> Any:
-  """What ``jax.jit`` has traced, with its jaxpr changed."""
+  """Return the ``Traced`` of a jitted function, with its jaxpr transformed."""
   new_jaxpr = transform.map_body(traced.jaxpr, paths)
 
   def fun(*args: Any, **kwargs: Any) -> Any:
@@ -331,16 +365,16 @@ def _retrace(
 
 
 def flatten_with_zeros(tree: Any) -> list[Any]:
-  """The leaves of a tree, those among them that JAX knows to be zero."""
+  """Flatten a tree in which symbolic zeros count as leaves."""
   return jax.tree.leaves(tree, is_leaf=is_symbolic_zero)
 
 
 def is_symbolic_zero(x: Any) -> bool:
-  """Whether JAX knows that x is zero, and has no array for it."""
+  """Return whether x is a symbolic zero, for which JAX has no array."""
   return isinstance(x, (ad.Zero, SymbolicZero))
 
 
-# What changes the rule of a plain equation, and of an object of hijax.
+# For each canonical name, the transforms of a plain and of a hijax primitive.
 _RULE_TRANSFORMS = {
   "custom_jvp_call": (_transform_custom_jvp, _transform_hijax_custom_jvp),
   "custom_lin": (_transform_custom_lin, _transform_hijax_custom_lin),

@@ -1,10 +1,10 @@
 """Dependence analysis: which labels does each value of a program depend on?
 
-A label marks where data comes from, such as a loss scale. An output of an
-equation has the labels of all its inputs, whatever the primitive computes.
-Branches are joined, and loops are iterated to the fixpoint. Only floats carry
-labels: a mask or an index that depends on a gradient is not a gradient. Control
-dependence (the predicate of a branch or a loop) is ignored, too.
+A label is a source of data, such as a loss scale. An output of an equation has
+the labels of all its inputs, whatever the primitive computes. Branches are
+joined, and loops are iterated to the fixpoint. Only floats carry labels: a mask
+or an index that depends on a gradient is not a gradient. Control dependence
+(the predicate of a branch or a loop) is ignored, too.
 
 A set of labels is an int with a bit for each label.
 """
@@ -32,24 +32,23 @@ _PER_OPERAND_PRIMITIVES = {
 
 
 class TransferRules(Protocol):
-  """The rules of an analysis: what tags and equations do to labels."""
+  """The transfer functions of an analysis, for tags and for other equations."""
 
   def transfer_tag(
     self, eqn: core.JaxprEqn, tag: str, labels: int, is_final: bool
   ) -> int:
-    """Returns the labels of a tagged value.
+    """Return the labels of a tagged value.
 
     Args:
       eqn: the equation of the tag.
       tag: the name that ``checkpoint_name`` gives to the value.
       labels: the labels of the value.
-      is_final: whether these are all of its labels, and not those of an
-        iteration before the fixpoint. True once for each time that the
-        program contains the tag.
+      is_final: whether the labels are complete; False in an iteration before
+        the fixpoint. True once for each occurrence of the tag in the program.
     """
 
   def transfer_output(self, aval: Any, labels: int, is_backward: bool) -> int:
-    """Returns the labels of an output of an equation.
+    """Return the labels of an output of an equation.
 
     Args:
       aval: the type of the output.
@@ -63,7 +62,7 @@ def propagate_labels(
   input_labels: Sequence[int],
   rules: TransferRules,
 ) -> list[int]:
-  """Propagates labels through a program.
+  """Propagate labels through a program.
 
   Args:
     closed_jaxpr: the jaxpr.
@@ -79,7 +78,7 @@ def propagate_labels(
 
 
 class _DependenceAnalysis:
-  """Propagates labels, and remembers what it knows of each jaxpr."""
+  """An interpreter of jaxprs over sets of labels, which caches its results."""
 
   def __init__(self, rules: TransferRules) -> None:
     self._rules = rules
@@ -95,8 +94,19 @@ class _DependenceAnalysis:
     is_backward: bool,
     is_final: bool,
   ) -> list[int]:
+    """Return the labels of the outputs of a jaxpr.
+
+    Args:
+      closed_jaxpr: the jaxpr.
+      input_labels: the labels of each input.
+      is_backward: whether the jaxpr is called in a backward pass.
+      is_final: whether the labels of the inputs are complete.
+    """
+    # The rules must see each tag once with its final labels, so a jaxpr with
+    # tags must not come from the cache then.
     if is_final and self._tag_search.any_in_jaxpr(closed_jaxpr.jaxpr):
       return self._propagate_eqns(closed_jaxpr, input_labels, is_backward, True)
+    # A jaxpr without tags has the same result whether or not this is final.
     key = closed_jaxpr.jaxpr, tuple(input_labels), is_backward
     if key not in self._out_labels:
       self._out_labels[key] = self._propagate_eqns(
@@ -111,7 +121,8 @@ class _DependenceAnalysis:
     is_backward: bool,
     is_final: bool,
   ) -> list[int]:
-    # Dead code counts, too: the tag of a value that nothing reads.
+    # Dead code counts, too: a tag may have a value that no equation reads.
+    # Constants have no labels, hence the default 0.
     env = dict(zip(closed_jaxpr.jaxpr.invars, input_labels, strict=True))
     read_labels = lambda atoms: [
       0 if isinstance(atom, core.Literal) else env.get(atom, 0)
@@ -168,7 +179,7 @@ def _propagate_hop(
   propagate: _PropagateFn,
   is_final: bool,
 ) -> list[int]:
-  """Returns the labels of what an equation calls, repeats or chooses."""
+  """Return the labels of the outputs of a higher-order equation."""
   match hop:
     case _higher_order.Scan():
       consts, carry, slices = hop.split(input_labels)
@@ -192,8 +203,9 @@ def _propagate_hop(
 
 
 def _iterate_to_fixpoint(body: _PropagateFn, carry: Sequence[int]) -> list[int]:
-  """Returns the labels that the carry of a loop has in any iteration."""
+  """Return the labels that the carry of a loop has in any iteration."""
   carry = list(carry)
+  # The loop ends: each round adds a label, and their number is finite.
   while True:
     joined = _join_labels(carry, body(carry, False))
     if joined == carry:
@@ -204,10 +216,14 @@ def _iterate_to_fixpoint(body: _PropagateFn, carry: Sequence[int]) -> list[int]:
 def _join_labels(
   labels: Iterable[int], other_labels: Iterable[int]
 ) -> list[int]:
-  """Returns the union for each value; of as many as the first holds."""
+  """Return the union of the labels of each value of the first list.
+
+  The second list may be longer: a scan returns stacked outputs after its carry.
+  """
   return [a | b for a, b in zip(labels, other_labels, strict=False)]
 
 
 def _is_inexact(aval: Any) -> bool:
+  """Return whether a type has a float or complex dtype."""
   dtype = getattr(aval, "dtype", None)
   return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

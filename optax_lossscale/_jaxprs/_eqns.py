@@ -1,10 +1,11 @@
-"""Equations and the jaxprs that they hold: find, replace, evaluate.
+"""Operations on equations and their sub-jaxprs: find, replace, evaluate.
 
-JAX is moving to objects, those of hijax, which hide their jaxprs. Since 0.12
-``lax.custom_root``, ``jnp.ldexp`` and others are such, and the flags
-``jax_remat3``, ``jax_custom_vjp3`` and ``jax_custom_jvp3`` make such of
-``checkpoint`` and of functions with rules. Each is taken for the primitive that
-it stands for.
+JAX is moving to hijax, whose primitives are Python objects that hide their
+jaxprs. Since 0.12 ``lax.custom_root``, ``jnp.ldexp`` and others are hijax
+primitives, and so are, under the flags ``jax_remat3``, ``jax_custom_vjp3`` and
+``jax_custom_jvp3``, ``checkpoint`` and functions with custom derivatives. The
+package treats such a primitive as the plain one that it replaces: see
+``get_canonical_name``.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -23,15 +24,15 @@ from optax_lossscale._jaxprs import _avals
 if TYPE_CHECKING:
   from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 else:
-  # Since JAX 0.11 it is another name of Jaxpr. Remove it once jax >= 0.11.
+  # Since JAX 0.11 a Jaxpr has its constants. Remove this once jax >= 0.11.
   ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
 
 AnyJaxpr = core.Jaxpr | ClosedJaxpr
-Atom = core.Var | core.Literal  # what an equation reads
+Atom = core.Var | core.Literal  # an operand of an equation
 
-# Equations that do nothing but call their jaxpr with all of their inputs.
+# Equations that only call their jaxpr with all of their inputs.
 _CALL_PRIMITIVES = {
-  "call",  # The first two end with JAX 0.10: remove once jax >= 0.11.
+  "call",  # JAX 0.10 is the last with these two: remove once jax >= 0.11.
   "closed_call",
   "compute_on",
   "custom_jvp_call",
@@ -41,7 +42,7 @@ _CALL_PRIMITIVES = {
   "remat2",
   "xla_metadata_call",
 }
-# The class of an object of hijax, and which plain primitive it stands for.
+# For each class of hijax primitives the plain primitive that it replaces.
 _CANONICAL_NAMES = {
   "CheckpointName": "name",
   "CustomJVPTraced": "custom_jvp_call",
@@ -52,10 +53,11 @@ _CANONICAL_NAMES = {
 
 
 def eqn_as_fun(eqn: core.JaxprEqn) -> Callable[..., list[Any]]:
-  """What an equation computes, as a function of its inputs."""
+  """Return a function that evaluates an equation for given inputs."""
 
   def eval_eqn(*args: Any) -> list[Any]:
-    # Each input is a variable of its own, even if one value is given twice.
+    # The inputs of a jaxpr must be distinct variables, even if the equation
+    # reads one variable twice.
     invars: list[Any] = [core.Var(jax.typeof(x)) for x in args]
     single_eqn_jaxpr = _make_template_jaxpr().replace(
       invars=invars,
@@ -71,20 +73,24 @@ def eqn_as_fun(eqn: core.JaxprEqn) -> Callable[..., list[Any]]:
 def trace_replacement_eqns(
   fun: Callable[..., list[Any]], eqn: core.JaxprEqn
 ) -> tuple[list[core.JaxprEqn], list[Any]] | None:
-  """The equations of a function, to stand in the place of another equation.
+  """Trace a function to equations that replace another equation.
 
   Args:
-    fun: the function, of the inputs of the equation. It may return more.
-    eqn: the equation.
+    fun: the function. It takes the inputs of the equation, and returns its
+      outputs, which further outputs may follow.
+    eqn: the equation to replace.
 
   Returns:
-    The equations, between the very variables of the one that they replace, and
-    at its line; and the variables of what the function returns beyond its
-    outputs. None if they cannot stand there.
+    The equations, which read and define the same variables as the old one and
+    have its source info; and the variables of the further outputs. None if the
+    function returns an input, a constant or a value twice, or closes over an
+    array.
   """
   with get_eqn_ctx_manager(eqn):
     closed_jaxpr = jax.make_jaxpr(fun)(*[v.aval for v in eqn.invars])
   jaxpr = closed_jaxpr.jaxpr
+  # Each outvar of the old equation must be defined by exactly one of the new
+  # ones, since the substitution below renames variables.
   defined_vars = {v for inner_eqn in jaxpr.eqns for v in inner_eqn.outvars}
   outs = [v for v in jaxpr.outvars if not isinstance(v, core.Literal)]
   has_distinct_outs = len(set(outs)) == len(jaxpr.outvars)
@@ -115,16 +121,16 @@ def trace_replacement_eqns(
 def get_eqn_ctx_manager(
   eqn: core.JaxprEqn,
 ) -> contextlib.AbstractContextManager[Any]:
-  """The settings with which an equation was traced, such as its mesh."""
+  """Return a context manager for the config and mesh of an equation."""
   ctx = getattr(eqn, "ctx", None)
   return getattr(ctx, "manager", None) or contextlib.nullcontext()
 
 
 def get_call_jaxpr(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
-  """The jaxpr that an equation calls with all of its inputs, if it does that.
+  """Return the jaxpr that an equation calls with all of its inputs.
 
-  It is that of a ``jit``, a ``checkpoint``, or a function with a derivative of
-  its own.
+  Calls are ``jit``, ``checkpoint`` and functions with a custom derivative. For
+  all other equations the result is None.
   """
   if get_canonical_name(eqn) not in _CALL_PRIMITIVES:
     return None
@@ -135,9 +141,9 @@ def get_call_jaxpr(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
 
 
 def get_canonical_name(eqn: core.JaxprEqn) -> str:
-  """The name of the plain primitive that an equation is, or stands for.
+  """Return the name of the plain primitive that an equation is or replaces.
 
-  An object of hijax that stands for none has the name of its class.
+  A hijax primitive that replaces none has the name of its class.
   """
   name = eqn.primitive.name
   hi_prim = get_hi_primitive(eqn)
@@ -150,9 +156,10 @@ def get_canonical_name(eqn: core.JaxprEqn) -> str:
 
 
 def has_same_signature(closed_jaxpr: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
-  """Whether a jaxpr has as many inputs and outputs as an equation.
+  """Return whether a jaxpr has as many inputs and outputs as an equation.
 
-  In an object of hijax they have its types, too: it may have others as well.
+  For a hijax primitive the shapes and dtypes must be equal, too: not each jaxpr
+  among its attributes computes its outputs from its inputs.
   """
   jaxpr = closed_jaxpr.jaxpr
   pairs = (jaxpr.invars, eqn.invars), (jaxpr.outvars, eqn.outvars)
@@ -170,25 +177,25 @@ def _has_same_aval(a: Any, b: Any) -> bool:
 
 
 def lower_hijax(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
-  """What an equation of hijax computes, in plain equations.
+  """Trace an equation of hijax to plain equations.
 
-  This is its forward pass: a derivative of its own is lost.
+  The result computes the forward pass only: a custom derivative is lost.
 
   Returns:
-    The jaxpr, of the inputs of the equation; None if the equation is of another
-    kind, or cannot be taken apart.
+    The jaxpr, which takes the inputs of the equation; None if the equation is
+    not one of hijax, or can't be lowered.
   """
   if get_hi_primitive(eqn) is None:
     return None
   avals = [var.aval for var in eqn.invars]
   try:
     traced: Any = jax.jit(eqn_as_fun(eqn)).trace(*avals)
-    # There since JAX 0.10: all that is older has no such equations of its own.
+    # JAX has `lojax` since 0.10. Older versions make no equations of hijax.
     lojax = getattr(traced, "lojax", None)
-  except Exception:  # What a primitive of somebody else does is not known.
+  except Exception:  # The primitive of another library may raise any error.
     return None
   lojax_jaxpr = lojax and close_jaxpr(lojax.jaxpr)
-  # What is left of it would be lowered again and again.
+  # A result with equations of hijax would be lowered in an endless recursion.
   is_lojax = lojax_jaxpr is not None and not any(
     map(get_hi_primitive, lojax_jaxpr.jaxpr.eqns)
   )
@@ -202,41 +209,41 @@ def lower_hijax(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
 
 
 def get_shape(atom: Any) -> tuple[Any, ...]:
-  """The shape of a variable; that of a scalar if it has none."""
+  """Return the shape of a variable or literal; ``()`` if its type has none."""
   return getattr(atom.aval, "shape", ())
 
 
 def close_jaxpr(jaxpr: AnyJaxpr) -> ClosedJaxpr:
-  """The jaxpr with its constants.
+  """Return a jaxpr as a closed one.
 
-  Both are the same class since JAX 0.11, where a jaxpr has its constants with
-  it. Remove this once jax >= 0.11.
+  Both classes are the same since JAX 0.11, where a jaxpr has its constants.
+  Remove this function once jax >= 0.11.
   """
   if isinstance(jaxpr, ClosedJaxpr):
     return jaxpr
-  if jaxpr.constvars:  # Without values for them, they are inputs.
+  if jaxpr.constvars:  # Constants without values become the first inputs.
     invars = [*jaxpr.constvars, *jaxpr.invars]
     jaxpr = jaxpr.replace(constvars=[], invars=invars)
   return ClosedJaxpr(jaxpr, ())
 
 
 def with_consts(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
-  """The jaxpr with these constants."""
-  # Remove the second once jax >= 0.11.
+  """Return the closed jaxpr of a jaxpr and its constants."""
+  # Remove the second return once jax >= 0.11.
   if hasattr(jaxpr, "with_consts"):
     return jaxpr.with_consts(consts)
   return ClosedJaxpr(jaxpr, consts)
 
 
 def subjaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
-  """All jaxprs among the parameters of an equation.
+  """Yield all jaxprs among the parameters of an equation.
 
-  Those that a primitive of hijax has with it are among them.
+  The jaxprs that a hijax primitive has as attributes are included.
   """
   hi_prim = get_hi_primitive(eqn)
   prim_attrs = getattr(hi_prim, "__dict__", {})
   hi_params = getattr(hi_prim, "params", prim_attrs).values()
-  # What was traced by ``jax.jit`` has its jaxpr as an attribute.
+  # A hijax primitive has a `Traced` of `jax.jit`, which contains a jaxpr.
   params = [*eqn.params.values(), *(getattr(x, "jaxpr", x) for x in hi_params)]
   for param in params:
     for value in param if isinstance(param, (tuple, list)) else (param,):
@@ -245,15 +252,21 @@ def subjaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
 
 
 def get_hi_primitive(eqn: core.JaxprEqn) -> Any:
-  """The object that an equation of hijax calls; None for all others."""
+  """Return the hijax primitive that an equation calls; None if there is none.
+
+  The result is an object that contains the rules of the primitive, as opposed
+  to ``eqn.primitive``, which is the same for all equations of hijax.
+  """
   if eqn.primitive.name != "call_hi_primitive":
     return None
+  # The name of the parameter depends on the version of JAX, unless there are
+  # several.
   (first_param, *more_params) = eqn.params.values()
   return eqn.params.get("_prim") if more_params else first_param
 
 
 def get_exported_mlir(eqn: core.JaxprEqn) -> str:
-  """The code of a function that was exported; empty of all other equations."""
+  """Return the MLIR of the call of an exported function; else ``""``."""
   exported: Any = eqn.params.get("exported")
   return exported.mlir_module() if hasattr(exported, "mlir_module") else ""
 
@@ -261,15 +274,15 @@ def get_exported_mlir(eqn: core.JaxprEqn) -> str:
 def map_subjaxprs(
   eqn: core.JaxprEqn, map_fn: Callable[[AnyJaxpr], AnyJaxpr]
 ) -> core.JaxprEqn:
-  """The same equation, with each jaxpr that it holds replaced.
+  """Replace each jaxpr among the parameters of an equation.
 
   Args:
     eqn: the equation.
-    map_fn: a function from a jaxpr, as it is held, to one of the same kind,
-      inputs and outputs, such as one by ``replace_jaxpr_fields``.
+    map_fn: a function from a jaxpr to one of the same class, inputs and
+      outputs, such as one that calls ``replace_jaxpr_fields``.
 
   Returns:
-    The equation. All other parameters stay as they are, whatever they are.
+    The new equation. Its other parameters are the same objects.
   """
   hi_prim = get_hi_primitive(eqn)
   old_params = eqn.params if hi_prim is None else hi_prim.params
@@ -284,13 +297,14 @@ def map_subjaxprs(
 def replace_hi_primitive(
   eqn: core.JaxprEqn, old: Any, new: Any
 ) -> core.JaxprEqn:
-  """The same equation, which calls another object of hijax."""
+  """Replace the hijax primitive that an equation calls."""
   params = {k: new if v is old else v for k, v in eqn.params.items()}
   return eqn.replace(params=params)
 
 
 def replace_hi_params(hi_prim: Any, **new_params: Any) -> Any:
-  """An object of hijax that holds other functions and jaxprs of these types."""
+  """Copy a hijax primitive with other functions or jaxprs of the same types."""
+  # Each parameter is there twice: in `params`, and as an attribute.
   new_prim = copy.copy(hi_prim)
   new_prim.params = {**hi_prim.params, **new_params}
   vars(new_prim).update(new_params)
@@ -308,9 +322,16 @@ def _map_param(param: Any, map_fn: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:
 def make_convert_eqn(
   invar: Any, outvar: Any, template: core.JaxprEqn
 ) -> core.JaxprEqn:
-  """What converts a variable to another one, at the line of an equation."""
+  """Make a ``convert_element_type`` with the source info of an equation.
+
+  Args:
+    invar: the variable to convert.
+    outvar: the variable that the equation defines.
+    template: the equation whose source info and context it has.
+  """
   convert_eqn = _trace_convert_eqn(outvar.aval.dtype)
-  # The product of two Python numbers' arrays is weakly typed, and stays so.
+  # The matmul of two weakly typed arrays has a weakly typed result, and the
+  # variable must keep its type.
   params = {**convert_eqn.params, "weak_type": outvar.aval.weak_type}
   return template.replace(
     invars=[invar],
@@ -323,42 +344,48 @@ def make_convert_eqn(
 
 @functools.cache
 def _trace_convert_eqn(dtype: Any) -> core.JaxprEqn:
+  """Trace a ``convert_element_type`` equation, to copy its parameters."""
   trace_convert = jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))
   (eqn,) = trace_convert(jax.ShapeDtypeStruct((), jnp.int8)).eqns
   return eqn
 
 
 def replace_jaxpr_fields(jaxpr: AnyJaxpr, **fields: Any) -> AnyJaxpr:
-  """A jaxpr with other fields, and the constants that it has."""
-  # The first is a closed one, too, since JAX 0.11, and keeps its constants.
+  """Replace fields of a jaxpr, and keep its constants."""
+  # Since JAX 0.11 a Jaxpr is closed, and `replace` keeps its constants.
   if isinstance(jaxpr, core.Jaxpr):
     return jaxpr.replace(**fields)
   return ClosedJaxpr(jaxpr.jaxpr.replace(**fields), jaxpr.consts)
 
 
 def is_var_in(atom: Any, variables: Container[Any]) -> bool:
-  """Whether an input or output is one of these variables, and no literal."""
+  """Return whether an input or output is one of these variables."""
+  # A literal has no hash.
   return not isinstance(atom, core.Literal) and atom in variables
 
 
 def has_effect(eqn: core.JaxprEqn) -> bool:
-  """Whether something happens beside the result: it must happen only once.
+  """Return whether an equation has a side effect, so it must run only once.
 
-  A callback counts even if it says that it is pure. What is written to a Ref
-  that ends with the equation does not count.
+  A callback counts even if it is declared pure. A write to a Ref that the
+  equation itself creates doesn't count.
   """
-  # The effect of a sum over devices only says that it needs their axis.
+  # A collective has this effect only because it needs the axis of a mesh.
   effects = {type(effect).__name__ for effect in eqn.effects}
   has_jax_effect = bool(effects - {"NamedAxisEffect"})
   return has_jax_effect or _has_ref_operand(eqn) or _has_callback(eqn)
 
 
 def _has_ref_operand(eqn: core.JaxprEqn) -> bool:
-  """Whether it could write to a Ref, even if it does not say so."""
+  """Return whether an equation could write to a Ref.
+
+  Not each equation that writes to one declares an effect.
+  """
   return any(_avals.is_ref(atom.aval) for atom in eqn.invars)
 
 
 def _has_callback(eqn: core.JaxprEqn) -> bool:
+  """Return whether an equation or its sub-jaxprs call back to Python."""
   return "callback" in eqn.primitive.name or any(
     _has_callback(inner_eqn)
     for subjaxpr in subjaxprs(eqn)
@@ -367,22 +394,22 @@ def _has_callback(eqn: core.JaxprEqn) -> bool:
 
 
 def has_effectful_eqn(jaxpr: core.Jaxpr) -> bool:
-  """Whether an equation in a jaxpr has an effect."""
+  """Return whether any equation of a jaxpr has a side effect."""
   return any(map(has_effect, jaxpr.eqns))
 
 
 def live_eqns(
   jaxpr: core.Jaxpr, used_outputs: list[bool] | None = None
 ) -> list[tuple[core.JaxprEqn, list[Any]]]:
-  """The equations that matter, and what is read for the last time by each.
+  """Eliminate dead code, and find the last use of each variable.
 
   Args:
     jaxpr: the jaxpr.
-    used_outputs: which of its outputs are used; all, if not given.
+    used_outputs: a mask of its outputs; by default all of them are used.
 
   Returns:
-    A list, in their order, of the equations that have an effect or whose
-    outputs are read, each with the variables that can be forgotten after it.
+    The equations that have an effect or whose outputs are read, in program
+    order, each with the variables that are dead after it.
   """
   used_outputs = (
     [True] * len(jaxpr.outvars) if used_outputs is None else used_outputs
@@ -390,6 +417,7 @@ def live_eqns(
   outputs = zip(jaxpr.outvars, used_outputs, strict=True)
   live_vars = set(_drop_literals([var for var, is_used in outputs if is_used]))
   eqns_with_dead_vars = []
+  # Backward, a variable is live from its last use to its definition.
   for eqn in reversed(jaxpr.eqns):
     is_effectful = bool(eqn.effects) or _has_ref_operand(eqn)
     if not is_effectful and not any(v in live_vars for v in eqn.outvars):
@@ -409,6 +437,9 @@ def _drop_literals(atoms: list[Any]) -> Iterator[Any]:
 
 @functools.cache
 def _make_template_jaxpr() -> Any:
-  """A jaxpr whose fields can be replaced. What makes one differs."""
+  """Return an empty jaxpr, whose fields can be replaced.
+
+  The constructor of a jaxpr differs between versions of JAX.
+  """
   closed_jaxpr = jax.make_jaxpr(lambda: ())()
   return getattr(closed_jaxpr, "jaxpr", closed_jaxpr)

@@ -1,10 +1,14 @@
-"""Makes outputs of the values in a jaxpr that have a name.
+"""Harvest: rewrite a jaxpr so that it also returns its tagged intermediates.
 
-A name is one of ``jax.ad_checkpoint.checkpoint_name``. What calls, repeats or
-chooses a jaxpr with such values returns them as well: a ``scan`` stacks them, a
-branch without them returns zeros, a ``shard_map`` returns what each device has.
-Of an integer, which zero could be, a branch without it returns -1. All other
-equations stay the same objects, and keep their lines.
+A tag is a name that ``jax.ad_checkpoint.checkpoint_name`` gives to a value.
+Higher-order equations around a tag return the value, too: a ``scan`` stacks
+the values of its iterations, and a ``shard_map`` the values of its devices. A
+branch of a ``cond`` returns placeholders for the tags of the other branches:
+zeros for floats, and -1 for integers, among which 0 could be a real value. All
+other equations remain the same objects, and keep their source info.
+
+Oryx calls this transformation *harvest*; Flax's ``sow`` does the same for
+modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,18 +30,18 @@ from optax_lossscale._jaxprs import (
   _walk,
 )
 
-# What is returned of a value with this name: what a function makes of it; None
-# if nothing is.
+# Takes a tag, and returns a function whose result for the tagged value becomes
+# an output; None if the tag is not harvested.
 SelectCaptureFn = Callable[[str], Callable[[Any], Any] | None]
 
 
 class TaggedValue(NamedTuple):
-  """A value that became an output.
+  """A tagged value that the rewritten jaxpr returns.
 
   Attributes:
-    tag: its name.
-    cond_branches: for each ``cond`` around it, the outermost first, an
-      identifier of the ``cond`` and the number of the branch.
+    tag: the name of the value.
+    cond_branches: for each enclosing ``cond``, the outermost first, an
+      identifier of the ``cond`` and the index of the branch.
   """
 
   tag: str
@@ -45,14 +49,15 @@ class TaggedValue(NamedTuple):
 
 
 class HarvestedJaxpr(NamedTuple):
-  """A jaxpr that returns its named values, too.
+  """A jaxpr that also returns its tagged values.
 
   Attributes:
-    closed_jaxpr: the jaxpr. The values follow its other outputs.
-    tagged_values: what they are, in the order of the program.
-    unreached_labels: where such values stand that cannot be returned, as in a
-      ``while``.
-    cond_labels: where branches stand that hold them, and may not be taken.
+    closed_jaxpr: the jaxpr. The tagged values follow the original outputs.
+    tagged_values: a record of each tagged value, in program order.
+    unreached_labels: the labels of equations whose tagged values can't be
+      returned, such as a ``while``.
+    cond_labels: the labels of ``cond`` equations with tagged values, which are
+      placeholders if the branch isn't taken.
   """
 
   closed_jaxpr: _eqns.ClosedJaxpr
@@ -62,7 +67,10 @@ class HarvestedJaxpr(NamedTuple):
 
 
 class _HarvestedEqn(NamedTuple):
-  """What stands in the place of an equation, and what it returns beside."""
+  """The replacement of one equation, with the variables of its tagged values.
+
+  The other fields are those of :class:`HarvestedJaxpr`.
+  """
 
   eqns: list[core.JaxprEqn]
   captured_vars: Sequence[Any] = ()
@@ -76,15 +84,17 @@ def harvest_tagged_values(
   select_capture: SelectCaptureFn,
   is_optional: Callable[[str], bool] = lambda tag: False,
 ) -> HarvestedJaxpr:
-  """Makes outputs of all values with a name that is looked at.
+  """Rewrite a jaxpr so that it also returns its tagged values.
 
   Args:
     closed_jaxpr: the jaxpr.
-    select_capture: what to return of a value with a name.
-    is_optional: whether a value with a name may be missed in silence.
+    select_capture: takes a tag, and returns the function of the tagged value
+      whose result becomes an output; None if the tag is not harvested.
+    is_optional: whether values with a tag may be left out silently if they
+      can't be returned.
 
   Returns:
-    An :class:`HarvestedJaxpr`.
+    A :class:`HarvestedJaxpr`.
   """
   return _Harvester(select_capture, is_optional).harvest_jaxpr(
     closed_jaxpr, _provenance.EqnLocation()
@@ -92,12 +102,14 @@ def harvest_tagged_values(
 
 
 class _Harvester:
-  """Knows which jaxprs hold values with a name that is looked at."""
+  """A rewriter, with a cache of which jaxprs contain selected tags."""
 
   def __init__(
     self, select_capture: SelectCaptureFn, is_optional: Callable[[str], bool]
   ) -> None:
     self._select_capture = select_capture
+    # Equations with any captured tag are rewritten; if that fails, only those
+    # with a required tag are reported.
     is_captured = lambda eqn: self._get_capture(eqn) is not None
     self._captured_search = _walk.EqnSearch(is_captured, _eqns.subjaxprs)
     is_required = lambda eqn: (
@@ -108,7 +120,7 @@ class _Harvester:
   def harvest_jaxpr(
     self, closed_jaxpr: _eqns.ClosedJaxpr, location: _provenance.EqnLocation
   ) -> HarvestedJaxpr:
-    """The jaxpr, which stands at this place, with its values returned."""
+    """Rewrite a jaxpr that is called from this location."""
     jaxpr = closed_jaxpr.jaxpr
     harvested_eqns = [
       self._harvest_eqn(eqn, jaxpr, location) for eqn in jaxpr.eqns
@@ -120,7 +132,7 @@ class _Harvester:
       closed_jaxpr,
       eqns=[eqn for harvested in harvested_eqns for eqn in harvested.eqns],
       outvars=[*jaxpr.outvars, *captured_vars],
-      # It names each result, and further ones have no names.
+      # It has a path for each output, and the new outputs have none.
       debug_info=jaxpr.debug_info._replace(result_paths=None),
     )
     return HarvestedJaxpr(
@@ -146,6 +158,7 @@ class _Harvester:
     jaxpr: core.Jaxpr,
     location: _provenance.EqnLocation,
   ) -> _HarvestedEqn:
+    """Rewrite one equation, or return it unchanged if it contains no tag."""
     capture = self._get_capture(eqn)
     if capture is not None:
       return _capture_eqn(eqn, capture)
@@ -175,18 +188,22 @@ class _Harvester:
         harvested_eqn = _rebuild_eqn(
           eqn, _make_scan_with_outputs(scan, bodies[0].closed_jaxpr), bodies
         )
-      case _higher_order.ShardMap() as mapped:
+      case _higher_order.ShardMap() as shard_map:
+        # Captures are traced while the body is rewritten, so the mesh axes
+        # must be bound.
         bodies = [
           _higher_order.call_in_eqn_context(
-            eqn, lambda: harvest_body(mapped.body)
+            eqn, lambda: harvest_body(shard_map.body)
           )
         ]
         harvested_eqn = _rebuild_eqn(
           eqn,
-          _make_shard_map_with_outputs(mapped, bodies[0].closed_jaxpr),
+          _make_shard_map_with_outputs(shard_map, bodies[0].closed_jaxpr),
           bodies,
         )
       case _:
+        # The number of iterations of a `while` is unknown, so its values can't
+        # be stacked. Custom rules and hijax primitives fix their outputs.
         harvested_eqn = None
     is_unreached = harvested_eqn is None and self._required_search.any_inside(
       eqn
@@ -196,12 +213,13 @@ class _Harvester:
     )
 
   def _get_capture(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:
+    """Return the capture of a tag equation; None if it isn't harvested."""
     tag = get_tag(eqn)
     return None if tag is None else self._select_capture(tag)
 
 
 def get_tag(eqn: core.JaxprEqn) -> str | None:
-  """The name that ``checkpoint_name`` gives to a value; None of all else."""
+  """Return the name of a ``checkpoint_name`` equation; None for all others."""
   if _source_info.get_op_name(eqn) != "name":
     return None
   params: Any = getattr(_eqns.get_hi_primitive(eqn), "params", eqn.params)
@@ -211,12 +229,14 @@ def get_tag(eqn: core.JaxprEqn) -> str | None:
 def _capture_eqn(
   eqn: core.JaxprEqn, capture: Callable[[Any], Any]
 ) -> _HarvestedEqn:
+  """Append the equations of its capture to a tag equation."""
+
   def fun(x: Any) -> list[Any]:
     (out,) = _eqns.eqn_as_fun(eqn)(x)
     return [out, capture(out)]
 
   replacement = _eqns.trace_replacement_eqns(fun, eqn)
-  # There is none if the look returns what it is given.
+  # A capture that returns its input has no equations, hence no replacement.
   eqns, captured_vars = replacement or ([eqn], eqn.outvars)
   return _HarvestedEqn(eqns, captured_vars, [TaggedValue(str(get_tag(eqn)))])
 
@@ -224,7 +244,7 @@ def _capture_eqn(
 def _add_cond_branch(
   body: HarvestedJaxpr, cond_id: int, branch_index: int
 ) -> HarvestedJaxpr:
-  """Record in which branch of a ``cond`` the tagged values are."""
+  """Record the branch of a ``cond`` that contains the tagged values."""
   tagged_values = [
     value._replace(
       cond_branches=((cond_id, branch_index), *value.cond_branches)
@@ -235,9 +255,10 @@ def _add_cond_branch(
 
 
 def _can_add_outputs(eqn: core.JaxprEqn) -> bool:
-  """Whether a call returns what its jaxpr does, however much that is.
+  """Return whether a call may have more outputs if its jaxpr has more.
 
-  A rule returns as much as its function, and an object of hijax what it says.
+  A custom rule must return as many outputs as its function, and a hijax
+  primitive declares its outputs.
   """
   is_plain_call = _eqns.get_hi_primitive(eqn) is None
   is_plain_call = is_plain_call and _eqns.get_call_jaxpr(eqn) is not None
@@ -247,11 +268,12 @@ def _can_add_outputs(eqn: core.JaxprEqn) -> bool:
 def _add_outputs_to_call(
   eqn: core.JaxprEqn, body: HarvestedJaxpr
 ) -> _HarvestedEqn:
-  """The same call, of a jaxpr with more outputs."""
+  """Let a call run a jaxpr with more outputs."""
   num_outs = len(eqn.outvars)
   captured_vars = [
     core.Var(v.aval) for v in body.closed_jaxpr.jaxpr.outvars[num_outs:]
   ]
+  # Parameters such as `out_shardings` have an entry for each output.
   out_params = {
     k: (*v, *_make_extra_out_params(k, captured_vars))
     for k, v in eqn.params.items()
@@ -276,7 +298,7 @@ def _add_outputs_to_call(
 
 
 def _make_extra_out_params(param_name: str, captured_vars: list[Any]) -> Any:
-  """What a call says of further outputs: where they are, or nothing."""
+  """Return the entries of an ``out_...`` parameter for the new outputs."""
   if param_name == "out_memory_spaces":
     return [v.aval.memory_space for v in captured_vars]
   return _get_default_jit_params()[param_name] * len(captured_vars)
@@ -284,7 +306,7 @@ def _make_extra_out_params(param_name: str, captured_vars: list[Any]) -> Any:
 
 @functools.cache
 def _get_default_jit_params() -> dict[str, Any]:
-  """The parameters of a ``jit`` with one output, of which it says nothing."""
+  """Return the parameters of a ``jit`` whose only output is unconstrained."""
   (eqn,) = jax.make_jaxpr(jax.jit(jnp.sin))(0.0).jaxpr.eqns
   return eqn.params
 
@@ -292,7 +314,11 @@ def _get_default_jit_params() -> dict[str, Any]:
 def _make_cond_with_outputs(
   bodies: list[HarvestedJaxpr],
 ) -> Callable[..., list[Any]]:
-  """A ``cond`` in which each branch also returns the values of all others."""
+  """Make a ``cond`` whose branches return the tagged values of all branches.
+
+  A branch returns placeholders for the tagged values of the others, since all
+  branches must have outputs of the same types.
+  """
 
   def fun(index: Any, *operands: Any) -> list[Any]:
     num_outs = len(bodies[0].closed_jaxpr.jaxpr.outvars) - len(
@@ -308,6 +334,8 @@ def _make_cond_with_outputs(
         [_make_placeholder(v.aval) for v in branch_vars]
         for branch_vars in captured_vars
       ]
+      # The captured outputs are in the order of the branches, then of the
+      # program, as `_rebuild_eqn` lists the tagged values.
       values[i] = outs[num_outs:]
       return [
         *outs[:num_outs],
@@ -321,9 +349,10 @@ def _make_cond_with_outputs(
 
 
 def _make_placeholder(aval: Any) -> jax.Array:
-  """What stands for a value that was not computed."""
+  """Make an array in place of a value that was not computed."""
   fill_value = -1 if jnp.issubdtype(aval.dtype, jnp.integer) else 0
   axes = tuple(_avals.get_aval_varying_axes(aval))
+  # Within a `shard_map` the outputs of branches must vary over the same axes.
   placeholder = jnp.full(aval.shape, fill_value, aval.dtype)
   return _avals.as_varying(placeholder, axes) if axes else placeholder
 
@@ -331,7 +360,7 @@ def _make_placeholder(aval: Any) -> jax.Array:
 def _make_scan_with_outputs(
   scan: _higher_order.Scan, body: _eqns.ClosedJaxpr
 ) -> Callable[..., list[Any]]:
-  """A ``scan`` of another body, which returns more."""
+  """Make a ``scan`` of another body, whose new outputs it stacks."""
 
   def fun(*inputs: Any) -> list[Any]:
     consts, init, slices = scan.split(inputs)
@@ -351,9 +380,13 @@ def _make_scan_with_outputs(
 def _make_shard_map_with_outputs(
   shard_map: _higher_order.ShardMap, body: _eqns.ClosedJaxpr
 ) -> Callable[..., list[Any]]:
-  """A ``shard_map`` that also returns an array with an entry of each device."""
+  """Make a ``shard_map`` of another body, and stack its new outputs.
+
+  The first axis of each new output has an entry for each device.
+  """
   num_outs = len(shard_map.out_specs)
   avals = [v.aval for v in body.jaxpr.outvars[num_outs:]]
+  # The new axis is sharded over all axes along which the value varies.
   captured_specs = [
     jax.sharding.PartitionSpec(shard_map.list_varying_axes(aval))
     for aval in avals
@@ -372,7 +405,17 @@ def _rebuild_eqn(
   fun: Callable[..., list[Any]],
   bodies: list[HarvestedJaxpr],
 ) -> _HarvestedEqn | None:
-  """The equations of a function that returns more than an equation."""
+  """Replace a higher-order equation by the equations of a function.
+
+  Args:
+    eqn: the equation.
+    fun: the function. It takes the inputs of the equation, and returns its
+      outputs, then the tagged values.
+    bodies: the rewritten jaxprs of the equation, in its order.
+
+  Returns:
+    The replacement; None if there is none.
+  """
   replacement = _eqns.trace_replacement_eqns(fun, eqn)
   if replacement is None:
     return None
@@ -380,7 +423,8 @@ def _rebuild_eqn(
   debug_infos = iter(body.closed_jaxpr.jaxpr.debug_info for body in bodies)
 
   def restore_debug_info(subjaxpr: _eqns.AnyJaxpr) -> _eqns.AnyJaxpr:
-    # It says which function it was, up to which a traceback leads.
+    # Source lines are found by it: `_source_info.get_user_lines` reads a
+    # traceback up to the function of the jaxpr.
     return _eqns.replace_jaxpr_fields(subjaxpr, debug_info=next(debug_infos))
 
   return _HarvestedEqn(

@@ -1,12 +1,14 @@
-"""Higher-order primitives: what an equation calls, repeats or chooses.
+"""Parses higher-order primitives: loops, branches, calls and ``shard_map``.
 
-JAX calls the counts of constants, carry and slices differently in each version.
-So they follow from shapes: what a loop is given as a whole has the shape that
-its body reads, and what it slices has one axis more. If the parts do not add
-up, the answer is None, and the caller takes the loop as a whole.
+The parameters that count constants, carry and slices have different names in
+each version of JAX. The parsers derive the counts from shapes instead: an input
+that a scan passes to each iteration unchanged has the shape that the body
+reads, and an input that the scan slices has one more axis. If the counts are
+inconsistent, a parser returns None, and callers treat the equation as opaque.
 """
 
 from collections.abc import Callable, Sequence
+import itertools
 import math
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,16 +23,17 @@ T = TypeVar("T")
 
 
 class Scan(NamedTuple):
-  """A ``scan``. Its inputs are constants, then the carry, then what it slices.
+  """A ``scan``.
 
-  Its outputs are the carry, and then what it stacks.
+  Its inputs are constants, the initial carry and arrays to slice, in this
+  order. Its outputs are the final carry and stacked arrays.
 
   Attributes:
     body: the jaxpr of one iteration.
-    num_consts: how many inputs are constants.
-    num_carry: how many are the carry.
-    length: how many iterations there are.
-    reverse: whether the last slice comes first.
+    num_consts: the number of inputs that are constants.
+    num_carry: the number of inputs and outputs that are the carry.
+    length: the number of iterations.
+    reverse: whether the first iteration reads the last slices.
   """
 
   body: _eqns.ClosedJaxpr
@@ -40,7 +43,7 @@ class Scan(NamedTuple):
   reverse: bool
 
   def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
-    """The inputs as constants, carry and slices."""
+    """Split the inputs into constants, carry and arrays to slice."""
     carry_end = self.num_consts + self.num_carry
     return (
       inputs[: self.num_consts],
@@ -52,14 +55,16 @@ class Scan(NamedTuple):
 class While(NamedTuple):
   """A ``while_loop``.
 
-  Its inputs are the constants of the condition, those of the body, the carry.
+  Its inputs are the constants of the condition, the constants of the body and
+  the initial carry, in this order. Its outputs are the final carry.
 
   Attributes:
-    condition: the jaxpr of the condition, of its constants and the carry. What
-      it returns is no scalar if the loop was mapped by ``vmap``.
-    body: the jaxpr of one iteration, of its constants and the carry.
-    cond_nconsts: how many constants the condition has.
-    body_nconsts: how many the body has.
+    condition: the jaxpr of the condition, which takes its constants and the
+      carry. It returns an array instead of a scalar if ``vmap`` mapped the
+      loop.
+    body: the jaxpr of one iteration, which takes its constants and the carry.
+    cond_nconsts: the number of constants of the condition.
+    body_nconsts: the number of constants of the body.
   """
 
   condition: _eqns.ClosedJaxpr
@@ -68,17 +73,17 @@ class While(NamedTuple):
   body_nconsts: int
 
   def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
-    """The inputs as constants of the condition, of the body, and the carry."""
+    """Split the inputs into both kinds of constants and the carry."""
     cond_end = self.cond_nconsts
     body_end = cond_end + self.body_nconsts
     return inputs[:cond_end], inputs[cond_end:body_end], inputs[body_end:]
 
 
 class Cond(NamedTuple):
-  """A ``cond`` or ``switch``. Its inputs are the index, then the operands.
+  """A ``cond`` or ``switch``. Its inputs are an index and operands.
 
   Attributes:
-    branches: the jaxprs, each of all operands.
+    branches: the jaxprs, each of which takes all operands.
   """
 
   branches: tuple[_eqns.ClosedJaxpr, ...]
@@ -91,9 +96,9 @@ class ShardMap(NamedTuple):
     body: the jaxpr that each device runs.
     mesh: the mesh.
     in_specs: a ``PartitionSpec`` for each input.
-    out_specs: one for each output.
-    manual_axes: the axes of the mesh along which it maps.
-    check_vma: whether types tell what varies.
+    out_specs: a ``PartitionSpec`` for each output.
+    manual_axes: the mesh axes over which it maps.
+    check_vma: whether types include the axes over which a value varies.
   """
 
   body: _eqns.ClosedJaxpr
@@ -105,12 +110,14 @@ class ShardMap(NamedTuple):
 
   @property
   def num_devices(self) -> int:
-    """How many devices run it."""
+    """The number of devices that run the body."""
+    # Along the other axes of the mesh, XLA partitions the arrays, so devices
+    # share one run of the body.
     axis_sizes = dict(self.mesh.shape)
     return math.prod(axis_sizes[axis] for axis in self.manual_axes)
 
   def list_varying_axes(self, aval: Any) -> tuple[Any, ...]:
-    """The axes along which devices may hold different values of a type."""
+    """Return the axes over which a value may vary, in the order of the mesh."""
     axes = (
       _avals.get_aval_varying_axes(aval) if self.check_vma else self.manual_axes
     )
@@ -119,7 +126,7 @@ class ShardMap(NamedTuple):
   def wrap_fun(
     self, fun: Callable[..., Any], in_specs: Any, out_specs: Any
   ) -> Callable[..., Any]:
-    """The same ``shard_map`` of another function."""
+    """Apply ``shard_map`` with the same mesh to another function."""
     return jax.shard_map(
       fun,
       mesh=self.mesh,
@@ -131,10 +138,10 @@ class ShardMap(NamedTuple):
 
 
 class Call(NamedTuple):
-  """A ``jit``, a ``checkpoint`` or a rule: it is given all of the inputs.
+  """A ``jit``, ``checkpoint`` or function with a custom derivative.
 
   Attributes:
-    body: the jaxpr that is called.
+    body: the jaxpr that is called with all inputs.
   """
 
   body: _eqns.ClosedJaxpr
@@ -144,22 +151,26 @@ HigherOrderOp = Scan | While | Cond | ShardMap | Call
 
 
 def parse_higher_order(eqn: core.JaxprEqn) -> HigherOrderOp | None:
-  """What an equation calls, repeats or chooses; None if it is not known.
+  """Parse a higher-order equation.
 
-  What an equation of hijax calls is its forward pass: if it has a derivative of
-  its own, that is lost.
+  For an equation of hijax the body is the forward pass: a custom derivative is
+  not part of it.
+
+  Returns:
+    The parts of the equation; None if it has no sub-jaxprs or is not
+    recognized.
   """
   parse = _PARSERS.get(eqn.primitive.name, _parse_call)
   return parse(eqn)
 
 
 def is_control_flow(eqn: core.JaxprEqn) -> bool:
-  """Whether an equation is a loop, a branch or a ``shard_map``, and no call."""
+  """Return whether an equation is a loop, a branch or a ``shard_map``."""
   return eqn.primitive.name in _PARSERS
 
 
 def has_hijax_scan(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
-  """Whether a scan stands in a jaxpr that the flag ``jax_scan3`` made."""
+  """Return whether a jaxpr contains a scan of hijax (flag ``jax_scan3``)."""
   eqns = closed_jaxpr.jaxpr.eqns
   return any(map(_is_hijax_scan, eqns)) or any(
     has_hijax_scan(subjaxpr)
@@ -169,54 +180,96 @@ def has_hijax_scan(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
 
 
 def _is_hijax_scan(eqn: core.JaxprEqn) -> bool:
+  """Return whether an equation is a scan of hijax."""
   is_hijax = _eqns.get_hi_primitive(eqn) is not None
   return is_hijax and _eqns.get_canonical_name(eqn) == "scan"
 
 
 def is_scan_dropped_by_jit() -> bool:
-  """Whether ``jit`` leaves scans out of a program, under the present flags.
+  """Return whether ``jit`` drops scans from a program, under current flags.
 
-  It does in JAX 0.12 under the flag ``jax_scan3``.
+  JAX 0.12 does so under the flag ``jax_scan3``.
   """
+  # The flag is not tested, since a version with a fix may have it, too.
   add_one = lambda x, _: (x + 1, None)
   carry = jax.jit(lambda x: lax.scan(add_one, x, length=1)[0])(jnp.zeros(()))
   return float(carry) != 1.0
 
 
 def get_bodies(hop: HigherOrderOp) -> list[_eqns.ClosedJaxpr]:
-  """The jaxprs that it runs, or may run."""
-  return [body for body, _ in pair_bodies_with_inputs(hop, ())]
+  """Return the jaxprs that a higher-order equation runs, or may run."""
+  match hop:
+    case While(condition, body):
+      return [condition, body]
+    case Cond(branches):
+      return list(branches)
+    case _:
+      return [hop.body]
 
 
 def pair_bodies_with_inputs(
   hop: HigherOrderOp, inputs: Sequence[T]
 ) -> list[tuple[_eqns.ClosedJaxpr, Sequence[T]]]:
-  """The jaxprs, each with those inputs of the equation that it is given first.
+  """Pair each jaxpr with the inputs of the equation that it receives.
 
-  Of what is sliced or sharded, each is given a part.
+  Args:
+    hop: the parts of the equation.
+    inputs: the inputs of the equation, or a property of each input.
+
+  Returns:
+    The jaxprs, in the order of :func:`get_bodies`, each with an entry for each
+    of its own inputs. These are the whole arrays, where a scan passes a slice
+    and a ``shard_map`` a shard; and the initial carry of a loop, where later
+    iterations receive another one: see :func:`mask_carry`.
   """
+  bodies = get_bodies(hop)
   match hop:
     case While():
       cond_consts, body_consts, carry = hop.split(inputs)
-      body_inputs = [*cond_consts, *carry], [*body_consts, *carry]
-      return list(zip((hop.condition, hop.body), body_inputs, strict=True))
+      body_inputs = [[*cond_consts, *carry], [*body_consts, *carry]]
+      return list(zip(bodies, body_inputs, strict=True))
     case Cond():
-      return [(branch, inputs[1:]) for branch in hop.branches]
+      return [(branch, inputs[1:]) for branch in bodies]
     case _:
-      return [(hop.body, inputs)]
+      return [(body, inputs) for body in bodies]
+
+
+def mask_carry(
+  hop: HigherOrderOp | None, inputs: Sequence[T | None]
+) -> list[T | None]:
+  """Replace the carry among the inputs of an equation by None.
+
+  The other inputs are the same in each iteration of a loop, so a property of
+  them (such as being a weight, or a known constant) also holds in its body.
+  """
+  match hop:
+    case Scan():
+      consts, carry, slices = hop.split(inputs)
+      return [*consts, *[None] * len(carry), *slices]
+    case While():
+      *consts, carry = hop.split(inputs)
+      return [*itertools.chain(*consts), *[None] * len(carry)]
+    case _:
+      return list(inputs)
 
 
 def call_in_eqn_context(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
-  """What a function returns that is called where an equation runs its jaxprs.
+  """Call a function in the context in which an equation runs its jaxprs.
 
-  What it traces within a ``shard_map`` may exchange data between the devices.
+  Within a ``shard_map`` the mesh axes are bound, so the function may trace
+  collectives over them.
+
+  Returns:
+    The result of the function.
   """
-  # Asked of each equation: to look for others, JAX may have to trace.
+  # The name is compared first, since parsing other equations may trace.
   shard_map = (
     parse_shard_map(eqn) if eqn.primitive.name == "shard_map" else None
   )
   if shard_map is None:
     return fun()
+  # JAX binds the axes while it traces the body of a `shard_map`. The traced
+  # jaxpr is dropped: only the result of the function is of interest.
   results: list[Any] = []
 
   def body() -> tuple[()]:
@@ -229,18 +282,22 @@ def call_in_eqn_context(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
 
 
 def _parse_call(eqn: core.JaxprEqn) -> Call | None:
-  # The jaxpr that an object has with it knows its lines.
+  """Parse a call, or lower a hijax primitive; None for all others."""
+  # The jaxpr of a hijax primitive is preferred to a lowered one, since it has
+  # the user's source lines.
   body = _eqns.get_call_jaxpr(eqn) or _eqns.lower_hijax(eqn)
   return None if body is None else Call(body)
 
 
 def parse_scan(eqn: core.JaxprEqn) -> Scan | None:
-  """The parts of a ``scan``; None if it is not understood."""
+  """Parse a ``scan``; None if it is not recognized."""
   bodies = list(_eqns.subjaxprs(eqn))
   length, reverse = eqn.params.get("length"), eqn.params.get("reverse")
   if len(bodies) != 1 or length is None or not isinstance(reverse, bool):
     return None
   body = bodies[0].jaxpr
+  # The outputs are carry and stacked arrays, without constants. So the number of
+  # constants is the difference between the two counts.
   num_unsliced = _count_unsliced(eqn.invars, body.invars, length)
   num_carry = _count_unsliced(eqn.outvars, body.outvars, length)
   if num_unsliced is None or num_carry is None or num_unsliced < num_carry:
@@ -251,13 +308,25 @@ def parse_scan(eqn: core.JaxprEqn) -> Scan | None:
 def _count_unsliced(
   outer_vars: list[Any], body_vars: list[Any], length: int
 ) -> int | None:
-  """How many of these come as a whole, if the others are all sliced."""
+  """Count the leading variables that have the same shape inside and outside.
+
+  Args:
+    outer_vars: the inputs or outputs of a scan.
+    body_vars: the inputs or outputs of its body.
+    length: the number of iterations.
+
+  Returns:
+    The count; None if a further variable doesn't have one more axis outside,
+    whose size is the number of iterations.
+  """
   if len(outer_vars) != len(body_vars):
     return None
   pairs = [
     (_eqns.get_shape(a), _eqns.get_shape(b))
     for a, b in zip(outer_vars, body_vars, strict=True)
   ]
+  # A slice has fewer axes than its array, so the shapes differ in each case,
+  # even if the size of an axis is the number of iterations.
   num_unsliced = next(
     (i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)
   )
@@ -266,7 +335,7 @@ def _count_unsliced(
 
 
 def parse_while(eqn: core.JaxprEqn) -> While | None:
-  """The parts of a ``while_loop``; None if it is not understood."""
+  """Parse a ``while_loop``; None if it is not recognized."""
   condition = eqn.params.get("cond_jaxpr")
   body = eqn.params.get("body_jaxpr")
   if condition is None or body is None:
@@ -275,6 +344,8 @@ def parse_while(eqn: core.JaxprEqn) -> While | None:
     _eqns.close_jaxpr(condition),
     _eqns.close_jaxpr(body),
   )
+  # All outputs of the equation are the carry. Both jaxprs take it as their last
+  # inputs, so the remaining inputs are constants.
   num_carry = len(eqn.outvars)
   cond_nconsts = len(condition.jaxpr.invars) - num_carry
   body_nconsts = len(body.jaxpr.invars) - num_carry
@@ -287,7 +358,7 @@ def parse_while(eqn: core.JaxprEqn) -> While | None:
 
 
 def parse_cond(eqn: core.JaxprEqn) -> Cond | None:
-  """The branches of a ``cond``; None if it is not understood."""
+  """Parse a ``cond``; None if it is not recognized."""
   branches = tuple(_eqns.subjaxprs(eqn))
   has_same_signatures = all(
     len(branch.jaxpr.invars) == len(eqn.invars) - 1
@@ -298,12 +369,12 @@ def parse_cond(eqn: core.JaxprEqn) -> Cond | None:
 
 
 def parse_shard_map(eqn: core.JaxprEqn) -> ShardMap | None:
-  """The parts of a ``shard_map``; None if it is not understood."""
+  """Parse a ``shard_map``; None if it is not recognized."""
   bodies = list(_eqns.subjaxprs(eqn))
   params: Any = eqn.params
   if len(bodies) != 1:
     return None
-  # The second is its name up to JAX 0.9: remove it once jax >= 0.10.
+  # The second name is that of JAX < 0.10: remove it once jax >= 0.10.
   manual_axes = params.get("newly_manual_axes", params.get("manual_axes"))
   fields = (
     params.get("mesh"),
@@ -319,6 +390,7 @@ def parse_shard_map(eqn: core.JaxprEqn) -> ShardMap | None:
   return ShardMap(bodies[0], *fields)
 
 
+# Keyed by the primitive's own name: a scan of hijax is not one of these.
 _PARSERS = {
   "cond": parse_cond,
   "scan": parse_scan,

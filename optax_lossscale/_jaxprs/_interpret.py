@@ -1,6 +1,7 @@
-"""Runs equations: a jaxpr one by one, or one of them once more.
+"""A jaxpr interpreter with a pluggable evaluation of equations.
 
-There is one way to interpret a jaxpr. What differs is what an equation does.
+``interpret_jaxpr`` skips dead code, and frees values after their last use. The
+caller evaluates one equation at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import _avals, _eqns
 
-# What carries out an equation: it is given the values that this one reads, and
-# returns those of its outputs.
+# Takes an equation and the values of its inputs. Returns the values of its
+# outputs.
 EvalEqnFn = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
-# What makes a value of a number or an array that is written in the jaxpr, of
-# its variable or literal, and of the equation that reads it, if one does.
+# Takes a constant of the jaxpr, its variable or literal, and the equation that
+# reads the literal (None for a constant variable or an output of the jaxpr).
+# Returns the value that the interpreter uses for the constant.
 LiftConstFn = Callable[[Any, _eqns.Atom, core.JaxprEqn | None], Any]
 
 
@@ -28,21 +30,22 @@ def interpret_jaxpr(
   lift_const: LiftConstFn = lambda value, atom, eqn: value,
   used_outputs: Sequence[bool] | None = None,
 ) -> list[Any]:
-  """Carries out the equations of a jaxpr one by one.
+  """Interpret a jaxpr, one equation at a time.
 
-  What leads to no output is left out, unless it has an effect. What is read for
-  the last time is forgotten.
+  Dead code is skipped, except equations with an effect. The value of a variable
+  is dropped after its last use.
 
   Args:
     closed_jaxpr: the jaxpr.
-    inputs: a value for each of its inputs: arrays, or whatever ``eval_eqn``
-      takes.
-    eval_eqn: what carries out an equation.
-    lift_const: what makes a value of what is written in the jaxpr.
-    used_outputs: which of its outputs are used; all, if not given.
+    inputs: a value for each input of the jaxpr: an array, or any object that
+      ``eval_eqn`` takes.
+    eval_eqn: evaluates an equation.
+    lift_const: converts a literal or constant of the jaxpr to a value; by
+      default it is the value itself.
+    used_outputs: a mask of the outputs; by default all of them are used.
 
   Returns:
-    A value for each of its outputs; None for those that are not used.
+    A value for each output of the jaxpr; None for unused outputs.
   """
   jaxpr = closed_jaxpr.jaxpr
   env = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -60,6 +63,7 @@ def interpret_jaxpr(
   for eqn, dead_vars in _eqns.live_eqns(jaxpr, used_outputs):
     outs = eval_eqn(eqn, [read(atom, eqn) for atom in eqn.invars])
     env.update(zip(eqn.outvars, outs, strict=True))
+    # Without the second reference, the loop below frees the arrays.
     del outs
     for var in dead_vars:
       env.pop(var, None)
@@ -68,10 +72,11 @@ def interpret_jaxpr(
 
 
 def get_current_eqn_ctx() -> Any:
-  """The settings that hold here, to compare those of equations with.
+  """Return the context (config and mesh) that new equations have here.
 
   Raises:
-    Exception: if equations have none, or cannot be evaluated one by one.
+    Exception: if equations have no context in this version of JAX, or can't be
+      evaluated one by one.
   """
   (eqn,) = jax.make_jaxpr(lambda x: -x)(0.0).eqns
   jax.eval_shape(_eqns.eqn_as_fun(eqn), 0.0)
@@ -79,11 +84,15 @@ def get_current_eqn_ctx() -> Any:
 
 
 def can_substitute_result(eqn: core.JaxprEqn, ctx: Any) -> bool:
-  """Whether another value may stand for the result of an equation.
+  """Return whether another value may replace the result of an equation.
 
-  It may not on another device or mesh than that of this context. And it may not
-  if the equation says how its result is placed, since XLA would choose a place
-  for the other value.
+  It may not if the equation runs in another context, such as on another mesh,
+  or if it has a sharding as a parameter: XLA would choose the sharding of the
+  new value.
+
+  Args:
+    eqn: the equation.
+    ctx: the context of the new value, by :func:`get_current_eqn_ctx`.
   """
   is_sharding = lambda x: isinstance(x, jax.sharding.Sharding)
   constrains_sharding = any(map(is_sharding, jax.tree.leaves(eqn.params)))
@@ -91,9 +100,9 @@ def can_substitute_result(eqn: core.JaxprEqn, ctx: Any) -> bool:
 
 
 def as_array(x: Any, atom: _eqns.Atom) -> Any:
-  """The value of a variable or literal as an array, unless it is a Ref.
+  """Convert the value of a variable or literal to an array, unless it is a Ref.
 
-  Numbers that are written in a program may come in a class of JAX's own.
+  Literals of a jaxpr may have a class that is private to JAX.
   """
   aval: Any = atom.aval
   is_array_or_ref = _avals.is_ref(aval) or isinstance(x, jax.Array)
@@ -101,7 +110,7 @@ def as_array(x: Any, atom: _eqns.Atom) -> Any:
 
 
 def disable_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
-  """The equation, which leaves its inputs to be read once more."""
+  """Return the equation without donation, so its inputs can be read again."""
   donated_invars = eqn.params.get("donated_invars", ())
   if not any(donated_invars):
     return eqn

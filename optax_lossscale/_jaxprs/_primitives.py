@@ -1,4 +1,4 @@
-"""What operations compute: products and their flops, sums, moves."""
+"""Tables of JAX's primitives: matmuls and their FLOPs, sums, data movement."""
 
 import math
 from typing import Any
@@ -9,27 +9,26 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-# Of what only moves numbers three questions are asked, each answered by a set.
-# What may stay in half precision is the narrowest; what keeps a weight a weight
-# takes most.
+# Three sets of data-movement primitives. DATA_MOVEMENT is the narrowest, since
+# `autocast` keeps its results in half precision; WEIGHT_PRESERVING the widest.
 #
-# These move one array, or leave it where it is, and so do their transposes, and
-# what `vmap` makes of both. So none of them ever becomes a sum of cotangents,
-# which half precision must not compute. What takes an index, or several arrays,
-# is not such: under `vmap` a `dynamic_slice` becomes a gather, and a
-# `concatenate` of shared and mapped arrays a broadcast, whose transposes are
-# sums. The transpose of `split` is a `concatenate`.
+# These primitives have one array operand, and the set is closed under transpose
+# and `vmap`. So none of them becomes a sum of cotangents, which must not run in
+# half precision. Primitives with an index or several arrays are excluded: under
+# `vmap` a `dynamic_slice` becomes a gather, and a `concatenate` of mapped and
+# unmapped arrays contains a broadcast; the transposes of both are sums. The
+# transpose of `split` is a `concatenate`.
 DATA_MOVEMENT = {
   "copy", "name", "optimization_barrier", "reshape", "rev",
   "sharding_constraint", "slice", "squeeze", "transpose",
 }  # fmt: skip
-# So do these between the devices of a mesh. Along an axis of `vmap` they would
-# become operations with an index.
+# These move data between the devices of a mesh, with the same properties. (For
+# a `vmap` axis they become primitives with an index.)
 PERMUTING_COLLECTIVES = {"all_to_all", "ppermute"}
-# What these make of one number are copies of it.
+# If the operand contains one number only, the result does, too.
 BROADCASTING = {"broadcast_in_dim", "copy", "pvary", "reshape", "squeeze"}
-# What these make of a weight is still that weight, and each of several outputs
-# is a part of it.
+# If the operand is a weight, the result is the same weight for the purpose of
+# naming layers. Each of several outputs is a part of the weight.
 WEIGHT_PRESERVING = DATA_MOVEMENT | BROADCASTING | {
   "all_gather", "convert_element_type", "device_put", "dynamic_slice",
   "reduce_precision", "reshard", "select_n", "split", "stop_gradient",
@@ -37,23 +36,23 @@ WEIGHT_PRESERVING = DATA_MOVEMENT | BROADCASTING | {
 }  # fmt: skip
 _REDUCTIONS = {"reduce_sum", "reduce_window_sum", "reduce_prod"}
 _CUMULATIVE_REDUCTIONS = {"cumsum", "cumprod", "cumlogsumexp"}
-# These combine updates with the entry of an array that an index names. The
-# gradient of an embedding, or of any other gather, is such a sum.
+# These combine updates with an array at given indices. One of them computes the
+# gradient of a gather, such as an embedding.
 SCATTER_REDUCTIONS = {"scatter-add", "scatter-mul", "scatter-sub"}
 
 
 def is_matmul(eqn: core.JaxprEqn) -> bool:
-  """Whether this is a matrix product or a convolution."""
+  """Return whether an equation is a matmul or a convolution."""
   return eqn.primitive.name in _FLOP_COUNTERS
 
 
 def has_castable_dtypes(eqn: core.JaxprEqn) -> bool:
-  """Whether this is a product that may run in another dtype.
+  """Return whether ``autocast`` may cast the operands of an equation.
 
-  It multiplies matrices, or convolves. A product that contracts one element
-  is none: the angles of rotary embeddings are such, and half precision has too
-  few bits for them. Nor is one of two vectors, which is a sum. And it is left
-  alone if its precision was chosen: the highest one, or an algorithm.
+  It may do so for matmuls and convolutions, with three exceptions: an outer
+  product (a contraction of size one), since half precision has too few bits for
+  the angles of rotary embeddings; an inner product of vectors, which is a sum;
+  and a matmul whose ``precision=`` is the highest one or an algorithm.
   """
   is_contraction = CONTRACTION_PREDICATES.get(
     eqn.primitive.name, lambda eqn: False
@@ -71,64 +70,76 @@ def has_castable_dtypes(eqn: core.JaxprEqn) -> bool:
 def replace_result_dtype(
   eqn: core.JaxprEqn, dtype: Any, **params: Any
 ) -> core.JaxprEqn:
-  """The product, whose result is of this dtype."""
+  """Set the result dtype of a matmul or convolution, and further parameters."""
   params = {**eqn.params, "preferred_element_type": jnp.dtype(dtype), **params}
   return eqn.replace(params=params)
 
 
 def as_highest_float32(eqn: core.JaxprEqn) -> core.JaxprEqn:
-  """The product of float32 operands, as exact as a device has it."""
-  # TPUs and some GPUs take float32 for a wish, unless it is the highest.
+  """Let a matmul of float32 operands run in float32 on all devices."""
+  # With the default precision, TPUs multiply in bfloat16 and some GPUs in
+  # TensorFloat-32.
   highest = lax.Precision.HIGHEST, lax.Precision.HIGHEST
   return replace_result_dtype(eqn, jnp.float32, precision=highest)
 
 
 def get_result_dtype(eqn: core.JaxprEqn) -> Any:
-  """The dtype in which a product is asked to add up: that of its result."""
+  """Return the result dtype of a matmul or convolution."""
   aval: Any = eqn.outvars[0].aval
   preferred_dtype: Any = eqn.params.get("preferred_element_type")
   return jnp.dtype(preferred_dtype or aval.dtype)
 
 
 def count_flops(eqn: core.JaxprEqn) -> int | None:
-  """The flops of a matrix product or a convolution; None of all else.
+  """Count the FLOPs of a matmul or convolution.
 
-  A multiplication and the addition that follows it are two. They are counted as
-  XLA's cost analysis does it: what a convolution would multiply with its
-  padding is left out. What cannot be counted is None, too.
+  A multiplication and an addition are two FLOPs. As in XLA's cost analysis, the
+  terms of a convolution that multiply its padding don't count.
+
+  Returns:
+    The FLOPs; None for other equations, for unknown parameters, and for
+    symbolic shapes.
   """
   flop_counter = _FLOP_COUNTERS.get(eqn.primitive.name)
   try:
     flops = flop_counter and flop_counter(eqn)
   except (AttributeError, KeyError, TypeError, ValueError):
-    return None  # Another JAX describes it by other parameters.
-  # Of symbolic sizes there is no number.
+    return None  # This JAX has other parameters.
+  # If sizes are symbolic, the result is not an int.
   return flops if isinstance(flops, int) else None
 
 
 def _is_matrix_contraction(eqn: Any) -> bool:
+  """Return whether a ``dot_general`` is neither an outer nor an inner product.
+
+  For batched operands the question is about the matmul of one batch entry.
+  """
   lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
   (contracting_dims, _), (batch_dims, _) = eqn.params["dimension_numbers"]
-  # Sizes may be symbolic, so that it is not known which one is larger.
+  # Sizes may be symbolic: these support `!=`, but not always an order.
   contraction_size = math.prod(lhs.shape[i] for i in contracting_dims)
   batch_size = math.prod(lhs.shape[i] for i in batch_dims)
   return contraction_size != 1 and out.size != batch_size
 
 
 def _is_nontrivial_conv(eqn: Any) -> bool:
+  """Return whether a convolution is neither an outer nor an inner product."""
   kernel, out = eqn.invars[1].aval, eqn.outvars[0].aval
   out_features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
   return kernel.size != out_features and out.size != 1
 
 
+# For each primitive whose operands may be cast: does this equation multiply
+# matrices? A `ragged_dot_general` multiplies by the matrix of each expert.
 CONTRACTION_PREDICATES = {
   "conv_general_dilated": _is_nontrivial_conv,
   "dot_general": _is_matrix_contraction,
-  "ragged_dot_general": lambda eqn: True,  # of a matrix for each expert
+  "ragged_dot_general": lambda eqn: True,
 }
 
 
 def _count_dot_flops(eqn: Any) -> int:
+  """Count the FLOPs of a ``dot_general``."""
   (contracting_dims, _), _ = eqn.params["dimension_numbers"]
   lhs = eqn.invars[0].aval.shape
   contraction_size = math.prod(lhs[axis] for axis in contracting_dims)
@@ -136,27 +147,31 @@ def _count_dot_flops(eqn: Any) -> int:
 
 
 def _count_ragged_dot_flops(eqn: Any) -> int:
-  """Each row of the ragged side belongs to one group alone."""
+  """Count the FLOPs of a ``ragged_dot_general``.
+
+  Each row of the ragged operand belongs to one group, so the number of groups
+  is not a factor.
+  """
   dimension_numbers = eqn.params["ragged_dot_dimension_numbers"]
   (contracting_dims, _), _ = dimension_numbers.dot_dimension_numbers
   lhs, _, group_sizes = (v.aval.shape for v in eqn.invars[:3])
   contraction_size = math.prod(lhs[axis] for axis in contracting_dims)
   num_multiplies = contraction_size * math.prod(eqn.outvars[0].aval.shape)
   (ragged_dim,) = dimension_numbers.lhs_ragged_dimensions
-  if (
-    ragged_dim in contracting_dims
-  ):  # Each group contracts its share of the terms.
+  if ragged_dim in contracting_dims:
+    # Each group contracts its own terms only, and has a result for itself.
     num_multiplies //= group_sizes[-1]
   return 2 * num_multiplies
 
 
 def _count_conv_flops(eqn: Any) -> int:
+  """Count the FLOPs of a convolution, except multiplications of padding."""
   params = eqn.params
   lhs, rhs = (v.aval.shape for v in eqn.invars)
   (out,) = (v.aval.shape for v in eqn.outvars)
   dimension_numbers = params["dimension_numbers"]
-  # Of each of these, the first two are not spatial: batch and feature of the
-  # input and of the output, output and input feature of the kernel.
+  # The first two entries of each spec are not spatial: batch and feature of the
+  # input and the output, output and input feature of the kernel.
   _, _, *lhs_axes = dimension_numbers.lhs_spec
   out_feature, in_feature, *rhs_axes = dimension_numbers.rhs_spec
   batch, _, *out_axes = dimension_numbers.out_spec
@@ -185,10 +200,13 @@ def _count_terms_along_axis(
   lhs_dilation: int,
   rhs_dilation: int,
 ) -> int:
-  """How often an entry of the kernel meets one of the input, not padding."""
+  """Count the pairs of kernel and input entries along one spatial axis.
+
+  Pairs with padding or with the zeros of a dilated input don't count.
+  """
   starts = np.arange(out_size)[:, None] * stride - padding[0]
   positions = starts + np.arange(rhs_size) * rhs_dilation
-  # Between the entries of a dilated input are zeros.
+  # A dilated input has an entry at the multiples of the dilation only.
   in_bounds = (positions >= 0) & (positions <= (lhs_size - 1) * lhs_dilation)
   return int(np.sum(in_bounds & (positions % lhs_dilation == 0)))
 
@@ -201,9 +219,10 @@ _FLOP_COUNTERS = {
 
 
 def is_data_movement(eqn: core.JaxprEqn) -> bool:
-  """Whether an equation and all that JAX makes of it only move one array.
+  """Return whether an equation only moves the entries of one array.
 
-  To be called where the equation stands, within its ``shard_map``.
+  Its transpose and its batched version do so, too. Call this function in the
+  context of the equation, so that the axes of its ``shard_map`` are bound.
   """
   if eqn.primitive.name not in PERMUTING_COLLECTIVES:
     return eqn.primitive.name in DATA_MOVEMENT
@@ -215,7 +234,7 @@ def is_data_movement(eqn: core.JaxprEqn) -> bool:
 
 
 def is_noop_reduce_precision(eqn: core.JaxprEqn) -> bool:
-  """Whether an equation rounds an array to the precision that it has."""
+  """Return whether an equation rounds an array to the format it already has."""
   aval: Any = eqn.invars[0].aval if eqn.invars else None
   if eqn.primitive.name != "reduce_precision":
     return False
@@ -225,10 +244,11 @@ def is_noop_reduce_precision(eqn: core.JaxprEqn) -> bool:
 
 
 def count_summands(eqn: core.JaxprEqn) -> int:
-  """How many terms each result of an operation is the sum of; 1 if unknown.
+  """Return the number of terms in each sum that an equation computes.
 
-  Indices are values, so that a shape only bounds a sum by index: all updates
-  may have the same one.
+  For a sum by index it is an upper bound, since the indices are not known: all
+  updates may have the same index. For equations that compute no sum, or have
+  unknown parameters, it is 1.
   """
   name, params = eqn.primitive.name, eqn.params
   if name in SCATTER_REDUCTIONS:
@@ -244,7 +264,7 @@ def count_summands(eqn: core.JaxprEqn) -> int:
 
 
 def _count_colliding_updates(eqn: core.JaxprEqn) -> int:
-  """How many updates may have the same index; 1 if no two of them have."""
+  """Return the number of updates of a scatter that may have the same index."""
   if eqn.params.get("unique_indices"):
     return 1
   indices: Any = eqn.invars[1].aval
@@ -252,8 +272,8 @@ def _count_colliding_updates(eqn: core.JaxprEqn) -> int:
   batching_dims = getattr(
     dimension_numbers, "scatter_indices_batching_dims", ()
   )
-  # The last axis holds the index itself. Each entry along a batched axis is
-  # about a part of the array that no other entry reaches.
+  # The last axis of the indices contains the coordinates of one index. Along a
+  # batching axis, the updates go to different parts of the array.
   axis_sizes = enumerate(indices.shape[:-1])
   return math.prod(
     size for axis, size in axis_sizes if axis not in batching_dims

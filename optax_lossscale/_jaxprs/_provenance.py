@@ -1,4 +1,8 @@
-"""Where an equation stands in a program, by names that a user knows."""
+"""Provenance of equations: name scopes, parameter paths and source lines.
+
+Reports identify a matmul by a label of these names, and ``keep_float32=`` of
+``autocast`` selects it by them.
+"""
 
 from collections.abc import Iterator, Sequence
 import itertools
@@ -9,39 +13,45 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import _source_info
 
-# What JAX puts among the scopes of a user.
+# Scopes that JAX adds to the scopes of the user.
 _JAX_SCOPES = {"", "checkpoint", "rematted_computation"}
 
 _AUTOCAST_PREFIX = "autocast-"
-# Before a line, it selects what is there without a path of weights, such as a
-# product of weights that were updated, beside others on this line.
+# "no weights at model.py:32" selects the matmuls of a line that have no
+# parameter path, if other matmuls of the line have one.
 _NO_WEIGHTS = "no weights"
 
 
 class _DtypeScope(str):
-  """The scope of what `autocast` makes, which tells its dtype.
+  """A name scope with the dtype that ``autocast`` chose for an equation.
 
-  It stays with an equation through whatever transforms it later. It has a class
-  of its own, so that a scope of the user which has its name is none.
+  JAX's transformations keep name scopes, so a derivative of the equation has
+  the scope, too. It is a class, so a user's scope of the same name is not
+  mistaken for one.
   """
 
   __slots__ = ()
 
 
 class _ParamPathScope(str):
-  """The scope that tells a path of weights, or the rest of it within a call."""
+  """A name scope with a parameter path.
+
+  A path may be split: the call of a jaxpr has the part that all its matmuls
+  share, and each matmul within the jaxpr has the remaining part.
+  """
 
   __slots__ = ()
 
 
 class EqnNames(NamedTuple):
-  """The names of a place: scopes, weights and lines are three things.
+  """The names of an equation, as reports print them.
 
   Attributes:
-    name_scope: the scopes around it, such as ``Net/block1``; often empty.
+    name_scope: its name scopes, such as ``Net/block1``; often empty.
     param_path: the path of its weights, such as ``blocks/2/up``; often empty.
-    scoped_path: scopes and weights in one, in the order in which they stand.
-    lines: the user's lines that led here, the nearest first.
+    scoped_path: name scopes and parameter paths, merged in the order of the
+      name stack.
+    lines: the user's source lines of its traceback, the innermost first.
   """
 
   name_scope: str = ""
@@ -50,7 +60,10 @@ class EqnNames(NamedTuple):
   lines: tuple[_source_info.SourceLine, ...] = ()
 
   def prefixes(self) -> dict[str, None]:
-    """The names without lines, of the place and of all that is around it."""
+    """Return all names without lines: of the equation and its outer scopes.
+
+    The result is a dict without values, since the order matters.
+    """
     split_names = [full_name.split("/") for full_name in self[:3] if full_name]
     return {
       "/".join(full_name[:n]): None
@@ -60,7 +73,7 @@ class EqnNames(NamedTuple):
     }
 
   def selectors(self) -> Iterator[str]:
-    """All names that select it: each alone, and with a line."""
+    """Yield all names that select the equation: prefixes, lines and pairs."""
     prefixes, line_selectors = (
       self.prefixes(),
       [x for y in self.lines for x in y.selectors],
@@ -72,13 +85,15 @@ class EqnNames(NamedTuple):
       yield format_location(*pair)
 
   def candidate_labels(self) -> list[str]:
-    """The names without lines that tell most, the shortest first.
+    """Return the names without lines that a label may consist of.
 
-    The path of the weights tells which layer it is, unless the scopes are those
-    of a library that has the whole path. They end in the name of the layer, in
-    which the last key is that of an array, if it is no number. And some have a
-    plain list of weights beside them.
+    The first one is preferred: the name scope if it already contains the layer,
+    as with libraries that open a scope for each module; otherwise the parameter
+    path. The last one is the longest.
     """
+    # The last key of a path names an array of the layer, unless it is a number:
+    # the index of the layer. Parameters in a plain list have no other keys, so
+    # only the scopes name their layers.
     *layer, key = self.param_path.split("/")
     layer_name = key if key.isdigit() else ["", *layer][-1]
     is_list_item = key == self.param_path and key.isdigit()
@@ -92,14 +107,18 @@ class EqnNames(NamedTuple):
 
 
 class EqnLocation(NamedTuple):
-  """Where a walk through jaxprs has come to.
+  """The location of an equation in a program of nested jaxprs.
+
+  The default is the outermost jaxpr. A traversal extends the location by each
+  equation that it enters.
 
   Attributes:
-    name_stack: the scopes around it, as JAX keeps them: beside their names it
-      notes the transformations between them.
-    lines: the user's lines that led here, as far as they are known, the nearest
-      first, up to the function that was given to `autocast`.
-    eqn_path: the names of the steps that led here.
+    name_stack: JAX's entries of the name stacks of the equation and of the
+      enclosing ones: scopes, and the transformations between them.
+    lines: the known source lines of the user's calls that led to the equation,
+      the innermost first, up to the function that ``autocast`` wraps.
+    eqn_path: the names of the enclosing equations, as ``jit(f)``; only
+      ``find_overflow`` records them.
   """
 
   name_stack: tuple[Any, ...] = ()
@@ -108,10 +127,14 @@ class EqnLocation(NamedTuple):
 
   @property
   def names(self) -> EqnNames:
-    """Its names, the same forward and backward, with and without ``vmap``."""
+    """The names of the equation.
+
+    They are equal for a matmul and its derivatives, with and without ``vmap``.
+    """
     path_parts: list[str] = []
     for name in self._filter_scopes(_ParamPathScope):
-      # The backward pass may tell again what is around it: the same object.
+      # The name stack of a backward pass may repeat the enclosing scopes. These
+      # are the same objects, where equal names of nested layers are not.
       repeats = [i for i, x in enumerate(path_parts) if x is name]
       path_parts = [*path_parts[: repeats[0] if repeats else None], name]
     name_scope = _join_scopes(self.name_stack, _DtypeScope, _ParamPathScope)
@@ -120,7 +143,7 @@ class EqnLocation(NamedTuple):
 
   @property
   def name_scope(self) -> str:
-    """The scopes around it, such as ``Net/block1``; often empty."""
+    """The name scopes, such as ``Net/block1``; often empty."""
     return self.names.name_scope
 
   @property
@@ -129,23 +152,19 @@ class EqnLocation(NamedTuple):
     return self.names.param_path
 
   @property
-  def line(self) -> _source_info.SourceLine | None:
-    """The user's line that is nearest, if one is known."""
-    return self.lines[0] if self.lines else None
-
-  @property
   def source_line(self) -> str:
-    """The same as a string; empty if none is known."""
-    return str(self.line or "")
+    """The innermost line of the user as a string; empty if none is known."""
+    return str(self.lines[0]) if self.lines else ""
 
   @property
   def label(self) -> str:
-    """How a report names it that tells its line in any case."""
+    """A label of the equation that always includes its source line."""
     return format_location(self.names.candidate_labels()[0], self.source_line)
 
   @property
   def autocast_dtype(self) -> Any:
-    """The half precision in which `autocast` runs it; None if it does not."""
+    """The operand dtype that ``autocast`` chose; None if it cast nothing."""
+    # The scope of the innermost equation is the last one.
     dtype_scopes = self._filter_scopes(_DtypeScope)
     return (
       jnp.dtype(dtype_scopes[-1].removeprefix(_AUTOCAST_PREFIX))
@@ -155,39 +174,44 @@ class EqnLocation(NamedTuple):
 
   @property
   def is_backward(self) -> bool:
-    """Whether it is part of a backward pass.
+    """Whether the equation is part of the backward pass of the loss.
 
     The backward pass of a derivative inside of the loss, such as a force, is
-    part of the forward pass of the loss: if it overflows, so does the loss, and
-    no loss scale helps.
+    part of the forward pass: if it overflows, so does the loss, whatever the
+    loss scale is.
     """
-    # This is all that JAX leaves of derivatives, the outermost first.
+    # JAX records only these names of derivatives, the outermost one first.
     names = (x.name for x in self.name_stack if _is_transform(x))
     derivatives = (name for name in names if name in ("jvp", "transpose"))
     return next(derivatives, "") == "transpose"
 
   def push_scope(self, eqn: core.JaxprEqn) -> "EqnLocation":
-    """The place of an equation but for its lines, which take longer to find."""
+    """Return the location of an equation, without its lines.
+
+    This is cheaper than :meth:`locate`, which reads a traceback.
+    """
     return self._replace(name_stack=self.name_stack + _get_name_stack(eqn))
 
   def locate(self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> "EqnLocation":
-    """The place of an equation in the jaxpr that the walk has come to."""
+    """Return the location of an equation of a jaxpr at this location."""
     eqn_lines, is_complete = _source_info.get_user_lines(eqn, jaxpr)
+    # A complete traceback includes the lines of the enclosing equations.
     outer_lines = () if eqn_lines and is_complete else self.lines
     return self.push_scope(eqn)._replace(lines=eqn_lines + outer_lines)
 
   def push_eqn_path(self, name: str) -> "EqnLocation":
-    """One step further."""
+    """Return the location within an equation, which has this name."""
     return self._replace(eqn_path=(*self.eqn_path, name))
 
   def _filter_scopes(self, cls: type[str]) -> list[str]:
+    """Return the scopes of a class, the outermost first."""
     return [x.name for x in self.name_stack if isinstance(x.name, cls)]
 
 
 def _join_scopes(stack: Sequence[Any], *excluded_types: type[str]) -> str:
-  """The scopes as one, but for some."""
+  """Join the scopes of a name stack, except scopes of the excluded types."""
   joined_parts: list[str] = []
-  # What follows a transformation may tell again what is around it.
+  # The scopes that follow a transformation may repeat those before it.
   for _, group in itertools.groupby(stack, _TransformGrouper()):
     scopes = [x.name for x in group if not _is_transform(x)]
     group_parts = [
@@ -195,7 +219,7 @@ def _join_scopes(stack: Sequence[Any], *excluded_types: type[str]) -> str:
       for scope in scopes
       if not isinstance(scope, excluded_types)
       for name in scope.split("/")
-      # A key may be empty, or have such a name.
+      # The keys of parameters may be any strings, including these.
       if name not in _JAX_SCOPES or isinstance(scope, _ParamPathScope)
     ]
     joined_parts = (
@@ -207,7 +231,10 @@ def _join_scopes(stack: Sequence[Any], *excluded_types: type[str]) -> str:
 
 
 class _TransformGrouper:
-  """Numbers the groups of scopes, each with the transformations before it."""
+  """A stateful key for ``itertools.groupby`` on the entries of a name stack.
+
+  A group consists of consecutive transformations and the scopes that follow.
+  """
 
   def __init__(self) -> None:
     self._group, self._was_transform = 0, False
@@ -220,27 +247,31 @@ class _TransformGrouper:
 
 
 def has_scope(eqn: core.JaxprEqn, name: str) -> bool:
-  """Whether an equation stands in a scope of this name, within its jaxpr."""
+  """Return whether the name stack of an equation has a user's scope.
+
+  The enclosing equations are not considered.
+  """
   user_scopes = [x.name for x in _get_name_stack(eqn) if type(x.name) is str]
   return any(name in scope.split("/") for scope in user_scopes if name in scope)
 
 
 def tag_param_path(eqn: core.JaxprEqn, path: Sequence[str]) -> core.JaxprEqn:
-  """The equation, with a path of weights within all that it stands in."""
+  """Append a parameter path to the name stack of an equation."""
   return (
     _extend_name_stack(eqn, _ParamPathScope("/".join(path))) if path else eqn
   )
 
 
 def tag_autocast(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
-  """The equation, marked as one that `autocast` made for this dtype."""
+  """Append the dtype of ``autocast`` to the name stack of an equation."""
   return _extend_name_stack(eqn, _DtypeScope(f"{_AUTOCAST_PREFIX}{dtype}"))
 
 
 def _extend_name_stack(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
+  """Append a scope, whose class is kept, to the name stack of an equation."""
   source_info: Any = eqn.source_info
   if not hasattr(source_info.name_stack, "extend"):
-    return eqn  # Another JAX keeps scopes in another way.
+    return eqn  # This JAX stores scopes differently.
   name_stack = source_info.name_stack.extend(name)
   return eqn.replace(
     source_info=type(source_info)(source_info.traceback, name_stack)
@@ -248,38 +279,43 @@ def _extend_name_stack(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
 
 
 def _get_name_stack(eqn: core.JaxprEqn) -> tuple[Any, ...]:
+  """Return the entries of the name stack, the outermost first."""
   return getattr(eqn.source_info.name_stack, "stack", ())
 
 
 def _is_transform(scope: Any) -> bool:
-  """Whether this is what JAX notes of ``jvp``, ``transpose`` or ``vmap``."""
+  """Return whether an entry is a ``jvp``, ``transpose`` or ``vmap``."""
   return type(scope).__name__ == "Transform"
 
 
 def format_location(scope: str, source_line: str) -> str:
-  """How reports name a place: ``Net/block1 at model.py:32 (Block)``."""
+  """Format a location for reports: ``Net/block1 at model.py:32 (Block)``."""
   return " at ".join(filter(None, [scope, source_line]))
 
 
 def make_unique_labels(
   sites: Sequence[tuple[EqnNames, bool]],
 ) -> list[tuple[str, str]]:
-  """For each place, the shortest name that tells it from all others.
+  """Return the shortest unique label of each matmul or convolution.
 
-  It is the path of its weights, or else its scopes, and a line, if they do not
-  tell: the nearest one that leads to no other, or to no other without weights.
-  Where there is none, it is the nearest of all. A name is that of a product,
-  with its derivatives.
+  The candidates, in this order, are the names of
+  :meth:`EqnNames.candidate_labels`, and each of them with a source line. The
+  line is the innermost one that no other matmul with this name has (or, for a
+  matmul without weights, no other matmul without weights). If there is none,
+  the label has the innermost line, and may be ambiguous. A matmul and its
+  derivatives have the same label.
 
   Args:
-    sites: for each place, its names, and whether it is in a backward pass.
+    sites: for each equation its names, and whether it is in a backward pass.
 
   Returns:
-    For each of them its name; and the line that tells it from others which have
-    the same name but for the line, as a string, empty if none is known.
+    For each equation its label, and the source line that distinguishes it from
+    others with the same name, as a string; empty if no line is known.
   """
+  # If a prefix occurs in the forward pass, only the matmuls of the forward pass
+  # decide whether it is unique, since the backward pass has their derivatives.
   names_by_prefix: dict[str, list[EqnNames]] = {}
-  for is_backward in False, True:  # A backward pass is that of a forward pass.
+  for is_backward in False, True:
     pass_names_by_prefix: dict[str, list[EqnNames]] = {}
     for names in dict.fromkeys(
       x for x, backward in sites if backward == is_backward
@@ -295,6 +331,7 @@ def make_unique_labels(
   prefixes_by_names = {names: names.prefixes() for names in distinct_names}
 
   def match_names(prefix: str, line: _source_info.SourceLine) -> list[EqnNames]:
+    """Return the names that a prefix with a line selects."""
     if prefix == _NO_WEIGHTS:
       return [x for x in names_by_line[line] if not x.param_path]
     return [
@@ -304,6 +341,7 @@ def make_unique_labels(
     ]
 
   def make_label(names: EqnNames) -> tuple[str, str]:
+    """Return the label and the line of an equation with these names."""
     candidates = names.candidate_labels()
     unique_candidates = [
       x for x in candidates if _is_single_site(names_by_prefix.get(x, []))
@@ -329,19 +367,23 @@ def make_unique_labels(
 
 
 def _is_single_site(names: list[EqnNames]) -> bool:
-  """Whether these are one product."""
+  """Return whether all names belong to one matmul, and there are some."""
   return bool(names) and all(_is_same_site(names[0], x) for x in names)
 
 
 def _is_same_site(a: EqnNames, b: EqnNames) -> bool:
-  """Whether two names are those of one product, as far as they tell."""
+  """Return whether two names may belong to one matmul and its derivatives."""
   return a[:3] == b[:3] and _is_subsequence(a.lines, b.lines)
 
 
 def _is_subsequence(
   a: tuple[_source_info.SourceLine, ...], b: tuple[_source_info.SourceLine, ...]
 ) -> bool:
-  """Whether two ways are one: JAX forgets lines of some equations."""
+  """Return whether the shorter of two tracebacks is a subsequence.
+
+  JAX drops lines from the tracebacks of some equations.
+  """
+  # `in` advances the iterator, so the lines must occur in this order.
   shorter, longer = sorted([a, b], key=len)
   longer_iter = iter(longer)
   return all(line in longer_iter for line in shorter)

@@ -1,4 +1,4 @@
-"""The names of equations, and the user's lines that they come from."""
+"""Source info of equations: operation names and the user's source lines."""
 
 import functools
 import inspect
@@ -13,23 +13,25 @@ from jax.extend import core
 
 from optax_lossscale._jaxprs import _eqns
 
-# A line of these is not the user's.
+# A line in one of these packages is not a line of the user.
 _LIBRARIES = (
   "beartype", "chex", "equinox", "flax", "haiku", "jax", "jaxlib", "jaxtyping",
   "keras", "optax", "optax_lossscale",
 )  # fmt: skip
+# Primitives that users call by another name.
 _ALIASES = {"remat2": "checkpoint"}
-# Behind its lines in a traceback is what called the function that it was given.
+# In a traceback, the frames outside of these are callers of the function that
+# `autocast` wraps.
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(__file__))
 _AUTOCAST_DIR = os.path.join(_PACKAGE_DIR, "_autocast", "")
-# Whatever differentiates calls one of these functions of JAX.
+# Each library differentiates by a call of one of these functions of JAX.
 _AUTODIFF_FUNCTIONS = {
   "jacfwd", "jacrev", "jvp", "linearize", "value_and_grad", "vjp"
 }  # fmt: skip
 
 
 class SourceLine(NamedTuple):
-  """A line of a program, which prints as ``model.py:32 (Block.__call__)``."""
+  """A line of a user's program: ``model.py:32 (Block.__call__)``."""
 
   file_name: str
   lineno: int
@@ -37,9 +39,9 @@ class SourceLine(NamedTuple):
 
   @property
   def basename(self) -> str:
-    """The name of the file without its folder."""
+    """The name of the file without its directory; ``cell`` in a notebook."""
     folder, name = os.path.split(self.file_name)
-    # The files of a notebook's cells are named after a hash.
+    # IPython names the file of a cell after a hash of its text.
     is_cell = os.path.basename(folder).startswith("ipykernel_")
     return "cell" if is_cell else name
 
@@ -48,30 +50,32 @@ class SourceLine(NamedTuple):
 
   @property
   def selectors(self) -> list[str]:
-    """The names by which a user may select it, or all lines of its function."""
+    """The names that select this line, its function or its file."""
     name = self.basename
     file_selectors = f"{name} ({self.function})", f"{name}:{self.lineno}"
     return [str(self), *file_selectors, name]
 
 
 def get_op_name(eqn: core.JaxprEqn) -> str:
-  """The name of the operation, the same in all versions of JAX.
+  """Return the name of an operation that reports print.
 
-  A primitive of hijax has its own name, and not that of the call.
+  It is the same in all versions of JAX.
+
+  For a hijax primitive it is the name of the primitive instead of the call.
   """
   name = _eqns.get_canonical_name(eqn)
   return _ALIASES.get(name, name)
 
 
 def format_call(eqn: core.JaxprEqn) -> str:
-  """How a path names an equation that calls a jaxpr: ``jit(block)``."""
+  """Format an equation as a part of an equation path: ``jit(block)``."""
   name = eqn.params.get("name")
   op_name = get_op_name(eqn)
   return f"{op_name}({name})" if isinstance(name, str) else op_name
 
 
 def is_library_rule(eqn: core.JaxprEqn) -> bool:
-  """Whether a function with a rule, or the rule, was written in a library."""
+  """Return whether a library defines the custom derivative of an equation."""
   jaxprs = [x.jaxpr for x in _eqns.subjaxprs(eqn)]
   debug_infos = [
     getattr(x, "debug_info", None) for x in (*jaxprs, *eqn.params.values())
@@ -79,7 +83,8 @@ def is_library_rule(eqn: core.JaxprEqn) -> bool:
   files = [
     str(debug_info.func_filename) for debug_info in debug_infos if debug_info
   ]
-  # What ``jax.custom_gradient`` makes of a user's function is all in one file.
+  # `jax.custom_gradient` wraps a function of the user: then all files are this
+  # one, and the rule is the user's.
   jax_file_mask = [file.endswith("custom_derivatives.py") for file in files]
   return not any(map(is_user_file, files)) and not all(jax_file_mask)
 
@@ -87,15 +92,19 @@ def is_library_rule(eqn: core.JaxprEqn) -> bool:
 def get_user_lines(
   eqn: core.JaxprEqn, jaxpr: core.Jaxpr
 ) -> tuple[tuple[SourceLine, ...], bool]:
-  """The user's lines that led to an equation, within the function of its jaxpr.
+  """Return the user's lines of an equation, within the function of its jaxpr.
 
-  JAX traces a function such as ``jnp.where`` once, and hands out the same jaxpr
-  again wherever it is called. What is outside of this function in a traceback
-  is only where it was called first.
+  JAX traces a jitted function such as ``jnp.where`` once, and reuses the jaxpr
+  in later calls. The outer frames of the traceback then belong to the first
+  call, so they are ignored.
+
+  Args:
+    eqn: the equation.
+    jaxpr: the jaxpr that contains it.
 
   Returns:
-    The lines, the nearest first; and whether they lead to the function that was
-    given to `autocast`, so that nothing is missing.
+    The lines, the innermost first; and whether they are complete, since the
+    traceback leads to the function that ``autocast`` wraps.
   """
   traceback: Any = eqn.source_info.traceback
   debug_info = jaxpr.debug_info
@@ -110,14 +119,16 @@ def get_user_lines(
     is_function_frame = frame.function_start_line == first_lineno
     if is_function_frame and frame.file_name == file_name:
       break
-  # Newer versions of JAX end a traceback at the function by themselves.
+  # In newer versions of JAX a traceback ends at the traced function.
   return tuple(lines), False
 
 
 def strip_source_info(eqn: core.JaxprEqn) -> core.JaxprEqn:
-  """The equation, so that what it traces has lines and scopes of its own.
+  """Return the equation without traceback and name stack.
 
-  JAX gives all that an equation traces, such as a rule, the equation's line.
+  If JAX evaluates an equation, it assigns the equation's source info to all
+  that it traces for it, such as a rule. Without it, the equations of the rule
+  keep their own lines and scopes.
   """
   source_info: Any = eqn.source_info
   empty_stack = type(source_info.name_stack)()
@@ -125,20 +136,21 @@ def strip_source_info(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
 
 def _line_from_frame(frame: Any) -> SourceLine:
+  """Convert a frame of a JAX traceback."""
   function = frame.function_name.rsplit("<locals>.", 1)[-1]
   return SourceLine(frame.file_name, frame.line_num, function)
 
 
 @functools.cache
 def is_user_file(file_name: str) -> bool:
-  """Whether a file is the user's, and not one of a library."""
+  """Return whether a file belongs to the user instead of a library."""
   if file_name.startswith(("<frozen", "<@beartype")):
     return False
   stdlib_dir = sysconfig.get_paths()["stdlib"] + os.sep
   is_stdlib = file_name.startswith(stdlib_dir) and not any(
     part in file_name for part in ("site-packages", "dist-packages")
   )
-  # A library that is not loaded has no line in a traceback.
+  # Libraries that are not imported can't be in a traceback.
   library_files = (
     getattr(sys.modules.get(n), "__file__", None) for n in _LIBRARIES
   )
@@ -149,10 +161,10 @@ def is_user_file(file_name: str) -> bool:
 
 
 def is_autodiff_code(code: types.CodeType) -> bool:
-  """Whether a frame of this code is a call of JAX that differentiates."""
+  """Return whether this is the code of a JAX function that differentiates."""
   name = code.co_qualname.partition(".")[0]
   if name not in _AUTODIFF_FUNCTIONS:
     return False
-  # Functions inside of JAX have the same names, but stand in other files.
+  # Private functions of JAX in other files have the same names.
   jax_function: Any = inspect.unwrap(getattr(jax, name))
   return code.co_filename == jax_function.__code__.co_filename

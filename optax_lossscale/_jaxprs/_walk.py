@@ -1,4 +1,4 @@
-"""Walks through a jaxpr and those inside of it."""
+"""Traversals of a jaxpr and its sub-jaxprs: a visitor and a cached search."""
 
 from collections.abc import Callable, Container, Iterable, Iterator
 import dataclasses
@@ -13,9 +13,11 @@ from optax_lossscale._jaxprs import (
   _weights,
 )
 
-# The jaxprs of an equation that are walked into.
+# Returns the jaxprs of an equation that a traversal enters.
 SubjaxprsFn = Callable[[core.JaxprEqn], Iterable[_eqns.ClosedJaxpr]]
-# What these return is what each of their jaxprs returns.
+# The outputs of these are the outputs of their jaxprs, so an unused output of
+# the equation is unused in the jaxpr. The unused carry of a loop may be used by
+# the next iteration.
 _PASSTHROUGH_HOPS = (
   _higher_order.Call,
   _higher_order.Cond,
@@ -25,14 +27,19 @@ _PASSTHROUGH_HOPS = (
 
 @dataclasses.dataclass(eq=False)
 class EqnVisit:
-  """An equation that was met on the way.
+  """The visit of one equation by :func:`walk`.
+
+  A jaxpr that is called twice is visited twice, with different parents.
 
   Attributes:
-    eqn: the equation.
-    closed_jaxpr: the jaxpr that it stands in.
-    parent: the step into this jaxpr; None if the walk began in it.
-    body_index: which of the jaxprs inside of that step it is.
-    root_location: where the walk began.
+    eqn: the equation; a matmul has the path of its weights in its name stack if
+      these are known.
+    closed_jaxpr: the jaxpr that contains it.
+    parent: the visit of the equation that contains this jaxpr; None in the
+      outermost jaxpr.
+    body_index: the index of this jaxpr among the jaxprs of the parent that the
+      walk enters.
+    root_location: the location of the outermost jaxpr.
   """
 
   eqn: core.JaxprEqn
@@ -43,7 +50,7 @@ class EqnVisit:
 
   @functools.cached_property
   def location(self) -> _provenance.EqnLocation:
-    """Where the equation stands. It takes a look at tracebacks."""
+    """The location of the equation. To find it, tracebacks are read."""
     parent_location = (
       self.parent.location if self.parent else self.root_location
     )
@@ -51,33 +58,33 @@ class EqnVisit:
 
   @property
   def ancestors(self) -> "list[EqnVisit]":
-    """This step and those around it, the innermost first."""
+    """This visit and its enclosing visits, the innermost first."""
     return [self, *(self.parent.ancestors if self.parent else [])]
 
   @functools.cached_property
   def hop(self) -> _higher_order.HigherOrderOp | None:
-    """What the equation calls, repeats or chooses. JAX may trace for that."""
+    """The parts of a higher-order equation. Parsing one of hijax traces it."""
     return _higher_order.parse_higher_order(self.eqn)
 
   @functools.cached_property
   def num_executions(self) -> int:
-    """How often the equation runs, but for loops of unknown length.
+    """The number of times that the equation runs, on all devices in total.
 
-    Under ``shard_map`` on all devices together.
+    The iterations of a ``while`` are unknown and count as one.
     """
     if self.parent is None:
       return 1
     match self.parent.hop:
       case _higher_order.Scan(length=length):
         return length * self.parent.num_executions
-      case _higher_order.ShardMap() as mapped:
-        return mapped.num_devices * self.parent.num_executions
+      case _higher_order.ShardMap() as shard_map:
+        return shard_map.num_devices * self.parent.num_executions
       case _:
         return self.parent.num_executions
 
   @property
   def cond_branches(self) -> list[tuple[core.JaxprEqn, int]]:
-    """Of each ``cond`` around it, its equation and the number of the branch."""
+    """The equation and the branch index of each enclosing ``cond``."""
     pairs = [(x.parent, x.body_index) for x in self.ancestors if x.parent]
     is_cond = lambda visit: isinstance(visit.hop, _higher_order.Cond)
     return [(visit.eqn, i) for visit, i in pairs if is_cond(visit)]
@@ -94,17 +101,23 @@ def walk(
   parent: EqnVisit | None = None,
   body_index: int = 0,
 ) -> Iterator[EqnVisit]:
-  """All equations of a jaxpr, and after each those inside of it.
+  """Visit all equations of a jaxpr and its sub-jaxprs, depth-first.
 
   Args:
     closed_jaxpr: the jaxpr.
-    subjaxprs_fn: the jaxprs of an equation that are walked into.
-    only_live: whether to leave out what leads to no output.
-    used_outputs: which of its outputs are used, if so; all, if not given.
-    weights: what gives an equation the names of its weights, if they are known.
-    root_location: where the walk begins.
-    parent: the step into the jaxpr, if it does not begin there.
-    body_index: which of the jaxprs inside of that step it is.
+    subjaxprs_fn: returns the jaxprs of an equation to enter.
+    only_live: whether to skip dead code.
+    used_outputs: a mask of the outputs of the jaxpr, for ``only_live``; by
+      default all of them are used.
+    weights: the weights in the jaxpr, if known. The visited equations are then
+      tagged with their parameter paths.
+    root_location: the location of the outermost jaxpr.
+    parent: the visit of the equation that contains the jaxpr, for the
+      recursion.
+    body_index: the index of the jaxpr among the jaxprs of the parent.
+
+  Yields:
+    The visits.
   """
   eqns: Iterable[tuple[core.JaxprEqn, Container[core.Var]]] = (
     _eqns.live_eqns(closed_jaxpr.jaxpr, used_outputs)
@@ -139,11 +152,11 @@ def walk(
 
 
 class EqnSearch:
-  """Looks for equations of a kind, once in each jaxpr.
+  """A search for equations, which caches its result for each jaxpr.
 
   Args:
-    predicate: whether an equation is such.
-    subjaxprs_fn: the jaxprs of an equation that are looked into.
+    predicate: returns whether an equation matches.
+    subjaxprs_fn: returns the jaxprs of an equation to search.
   """
 
   def __init__(
@@ -154,13 +167,14 @@ class EqnSearch:
     self._match_cache: dict[core.Jaxpr, bool] = {}
 
   def any_inside(self, eqn: core.JaxprEqn) -> bool:
-    """Whether there is one inside of an equation."""
-    # All are asked for first: what is not known here may be traced for that.
+    """Return whether an equation matches in the sub-jaxprs of an equation."""
+    # The list is complete before the recursion, so a generator that lowers an
+    # equation of hijax doesn't trace in the middle of another search.
     subjaxprs = list(self._subjaxprs_fn(eqn))
     return any(self.any_in_jaxpr(subjaxpr.jaxpr) for subjaxpr in subjaxprs)
 
   def any_in_jaxpr(self, jaxpr: core.Jaxpr) -> bool:
-    """Whether there is one in a jaxpr, or inside of its equations."""
+    """Return whether an equation matches in a jaxpr or its sub-jaxprs."""
     if jaxpr not in self._match_cache:
       self._match_cache[jaxpr] = any(
         self._predicate(eqn) or self.any_inside(eqn) for eqn in jaxpr.eqns

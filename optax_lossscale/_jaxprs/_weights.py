@@ -1,8 +1,9 @@
-"""Follows weights through a program, by their paths among the arguments.
+"""Dataflow analysis of weights: which parameter path does each matmul have?
 
-A product has the name of the weight that is one of its operands. In the
-backward pass of a rule, one without such an operand may return the gradient of
-a weight, and has its name.
+A matmul has the path of the weight that is one of its operands. In the backward
+pass of a custom rule, a matmul without a weight as its operand may return the
+gradient of a weight, and has the path of this weight. So paths of weights are
+propagated forward, and paths of gradients backward.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,29 +20,32 @@ from optax_lossscale._jaxprs import (
   _provenance,
 )
 
-# The path of a weight, or what is left of it within a call that tells the
-# beginning; None of what is no weight.
+# The keys of a weight among the arguments. If a call is tagged with the first
+# keys, the jaxpr of the call has the remaining keys. None for a value that is
+# not a weight.
 WeightPath = tuple[str, ...] | None
 
-# The gradient of a weight that was made into others is made from theirs.
+# If the output of one of these is the gradient of a weight, each operand is a
+# contribution to this gradient.
 _LINEAR_SUMS = {"add", "add_any", "pad", "psum", "psum_invariant", "reduce_sum"}
-# Or of those of its parts.
+# If the output of one of these is the gradient of a stack of weights, the
+# operands are the gradients of its parts.
 _CONCATENATIONS = {"concatenate", "stack"}
 
 
 class WeightPaths(NamedTuple):
-  """The paths of weights among the inputs and the outputs of a jaxpr.
+  """The weight paths of the inputs and outputs of a jaxpr or an equation.
 
   Attributes:
-    inputs: of each input its path; none is known, if this is empty.
-    outputs: of each output the path of the weight whose gradient it is.
+    inputs: the path of each input; empty if none is a weight.
+    outputs: for each output the path of the weight whose gradient it is.
   """
 
   inputs: tuple[WeightPath, ...] = ()
   outputs: tuple[WeightPath, ...] = ()
 
   def select_inputs(self, indices: Iterable[int]) -> tuple[WeightPath, ...]:
-    """The paths of some of the inputs."""
+    """Return the paths of the inputs with these indices."""
     return tuple(self.inputs[i] for i in indices if self.inputs)
 
 
@@ -49,10 +53,11 @@ NO_PATHS = WeightPaths()
 
 
 class ProgramWeights:
-  """The paths of all weights in a program, each jaxpr of which is read once.
+  """The weights of a program, cached for each jaxpr and its weight paths.
 
   Attributes:
-    path_by_id: those of the arrays that it closes over, by their identity.
+    path_by_id: the paths of weights that the program closes over, by the id of
+      the array.
   """
 
   def __init__(
@@ -64,7 +69,7 @@ class ProgramWeights:
   def get_jaxpr_weights(
     self, closed_jaxpr: _eqns.ClosedJaxpr, paths: WeightPaths
   ) -> "JaxprWeights":
-    """The weights in a jaxpr."""
+    """Return the weights in a jaxpr, given the paths at its boundary."""
     key = closed_jaxpr.jaxpr, paths
     if key not in self._weights_by_jaxpr:
       self._weights_by_jaxpr[key] = JaxprWeights(self, closed_jaxpr, paths)
@@ -75,9 +80,9 @@ class JaxprWeights:
   """The variables of a jaxpr that are weights.
 
   Args:
-    program: what is known of the whole program.
+    program: the weights of the whole program.
     closed_jaxpr: the jaxpr.
-    paths: those of its inputs and outputs.
+    paths: the weight paths of its inputs and outputs.
   """
 
   def __init__(
@@ -95,25 +100,29 @@ class JaxprWeights:
     )
     self._gradient_paths = _map_vars_to_paths(jaxpr.outvars, paths.outputs)
     self._call_paths: dict[core.JaxprEqn, _CallPaths] = {}
+    # One pass in each direction is enough, since the equations of a jaxpr are
+    # in topological order.
     for eqn in reversed(jaxpr.eqns) if self._gradient_paths else ():
       self._propagate_backward(eqn)
     for eqn in jaxpr.eqns if self._weight_paths else ():
       self._propagate_forward(eqn)
 
   def get_paths(self, atoms: Sequence[Any]) -> list[WeightPath]:
-    """The paths of the inputs of an equation, or of other variables."""
+    """Return the weight path of each variable or literal."""
     return [_get_path(self._weight_paths, x) for x in atoms]
 
   def tag_with_weight(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
-    """A product with the path of its weights, a call with what they share.
+    """Tag an equation with its parameter path, by a scope in its name stack.
 
-    So calls that share a function go on to share it: what tells them apart
-    stands at the call, and what tells their products apart within it.
+    The tag of a call is the common prefix of the paths of its weights, and the
+    matmuls in its jaxpr are tagged with the suffixes. So layers whose calls
+    share one jaxpr still share it: the layers differ in the prefix.
     """
     if not self._weight_paths and not self._gradient_paths:
       return eqn
     if not _primitives.is_matmul(eqn):
       return _provenance.tag_param_path(eqn, self._get_call_paths(eqn)[0])
+    # A weight among the operands has priority over a gradient as the result.
     paths = [
       *self.get_paths(eqn.invars[:2]),
       _get_path(self._gradient_paths, eqn.outvars[0]),
@@ -121,24 +130,25 @@ class JaxprWeights:
     return _provenance.tag_param_path(eqn, next(filter(None, paths), ()))
 
   def get_call_suffixes(self, eqn: core.JaxprEqn) -> WeightPaths:
-    """What a call leaves open of the paths of its inputs and outputs."""
+    """Return the paths of a call's inputs and outputs, without its prefix."""
     return self._get_call_paths(eqn).suffixes
 
   def get_body_suffixes(
     self, eqn: core.JaxprEqn, body: core.Jaxpr
   ) -> WeightPaths:
-    """The same of a jaxpr that the call runs."""
+    """Return the paths of a body's inputs and outputs, without the prefix."""
     return self._get_call_paths(eqn).body_suffixes.get(body, NO_PATHS)
 
   def get_body_weights(
     self, eqn: core.JaxprEqn, body: _eqns.ClosedJaxpr
   ) -> "JaxprWeights":
-    """The weights in a jaxpr that the call runs."""
+    """Return the weights in a jaxpr that a call runs."""
     return self._program.get_jaxpr_weights(
       body, self.get_body_suffixes(eqn, body.jaxpr)
     )
 
   def _get_call_paths(self, eqn: core.JaxprEqn) -> "_CallPaths":
+    """Return the cached paths of an equation."""
     if eqn not in self._call_paths:
       inputs = self.get_paths(eqn.invars)
       outputs = [_get_path(self._gradient_paths, x) for x in eqn.outvars]
@@ -146,24 +156,22 @@ class JaxprWeights:
     return self._call_paths[eqn]
 
   def _propagate_forward(self, eqn: core.JaxprEqn) -> None:
-    """Notes what an equation makes of weights."""
+    """Record the outputs of an equation that are weights."""
     paths = self.get_paths(eqn.invars)
     if not any(path is not None for path in paths):
       return
     outs = eqn.outvars
     call_jaxpr = _eqns.get_call_jaxpr(eqn)
-    if (
-      call_jaxpr is not None
-    ):  # What a call returns of a weight is that weight.
-      prefix, body_weights = (
-        self._get_call_paths(eqn).prefix,
-        self.get_body_weights(eqn, call_jaxpr),
-      )
+    if call_jaxpr is not None:  # A call may return a weight, such as a cast.
+      prefix = self._get_call_paths(eqn).prefix
+      body_weights = self.get_body_weights(eqn, call_jaxpr)
       paths = body_weights.get_paths(call_jaxpr.jaxpr.outvars)
       paths = [path if path is None else (*prefix, *path) for path in paths]
     elif eqn.primitive.name not in _primitives.WEIGHT_PRESERVING:
       return
-    elif len(outs) == 1:  # A mask beside a weight leaves it a weight.
+    elif len(outs) == 1:
+      # The operands may include a mask or an index, which have no path. The
+      # result of operands from two weights is neither of them.
       distinct_paths = {path for path in paths if path is not None}
       paths = [
         (*path, *_get_static_slice_index(eqn))
@@ -171,12 +179,13 @@ class JaxprWeights:
         if len(distinct_paths) == 1
       ]
     elif paths[0] is not None and len(paths) == 1:
+      # A split: its outputs are the parts of one weight.
       paths = [(*paths[0], str(i)) for i in range(len(outs))]
-    # A barrier has an output for each input.
+    # Otherwise it is an `optimization_barrier`, with an output for each input.
     self._weight_paths.update(_map_vars_to_paths(outs, paths))
 
   def _propagate_backward(self, eqn: core.JaxprEqn) -> None:
-    """Notes what a gradient of weights is made of."""
+    """Record the inputs of an equation that its output gradients consist of."""
     paths = [_get_path(self._gradient_paths, x) for x in eqn.outvars]
     name = eqn.primitive.name
     call_jaxpr = _eqns.get_call_jaxpr(eqn)
@@ -187,6 +196,7 @@ class JaxprWeights:
       body_weights = self._program.get_jaxpr_weights(
         call_jaxpr, body_suffixes[call_jaxpr.jaxpr]
       )
+      # These inputs of the body are gradients that it passes on.
       body_paths = [
         _get_path(body_weights._gradient_paths, x)
         for x in call_jaxpr.jaxpr.invars
@@ -198,18 +208,25 @@ class JaxprWeights:
       name not in _primitives.WEIGHT_PRESERVING | _LINEAR_SUMS | _CONCATENATIONS
     ):
       return
-    elif len(paths) == 1:  # A barrier has an output for each input.
+    elif len(paths) == 1:  # Otherwise it is an `optimization_barrier`.
       is_concatenation = name in _CONCATENATIONS and len(eqn.invars) > 1
       indices = [(str(i),) * is_concatenation for i in range(len(eqn.invars))]
       paths = [(*(paths[0] or ()), *index) for index in indices]
-    # One that is the sum of another is made of the same.
+    # A variable that already has a path keeps the path. Such a variable is the
+    # gradient of one weight and contributes to the gradient of another one.
     self._gradient_paths = (
       _map_vars_to_paths(eqn.invars, paths) | self._gradient_paths
     )
 
 
 class _CallPaths(NamedTuple):
-  """What the weights of a call have in common, and what is left of each."""
+  """The weight paths of a higher-order equation, split at their common prefix.
+
+  Attributes:
+    prefix: the keys that all paths of the equation have in common.
+    suffixes: the remaining keys of each input and output.
+    body_suffixes: the same for the inputs and outputs of each jaxpr.
+  """
 
   prefix: tuple[str, ...] = ()
   suffixes: WeightPaths = NO_PATHS
@@ -219,18 +236,21 @@ class _CallPaths(NamedTuple):
 def _split_call_paths(
   eqn: core.JaxprEqn, inputs: list[WeightPath], outputs: list[WeightPath]
 ) -> _CallPaths:
+  """Split the weight paths of an equation at their common prefix.
+
+  Args:
+    eqn: the equation.
+    inputs: the weight path of each input.
+    outputs: for each output the path of the weight whose gradient it is.
+  """
   if not any(path is not None for path in (*inputs, *outputs)):
     return _CallPaths()
   hop = _higher_order.parse_higher_order(eqn)
-  match hop:  # What a loop carries is no weight: it changes.
-    case _higher_order.Scan():
-      consts, carry, slices = hop.split(inputs)
-      inputs = [*consts, *[None] * len(carry), *slices]
-    case _higher_order.While():
-      cond_consts, body_consts, carry = hop.split(inputs)
-      inputs = [*cond_consts, *body_consts, *[None] * len(carry)]
+  # A loop changes its carry, so that is not a weight after the first iteration.
+  inputs = _higher_order.mask_carry(hop, inputs)
   weight_paths = [path for path in (*inputs, *outputs) if path is not None]
   is_shared = lambda names: len(set(names)) == 1
+  # `zip` ends with the shortest path, so a prefix is never longer than a path.
   shared_levels = itertools.takewhile(
     is_shared, zip(*weight_paths, strict=False)
   )
@@ -252,17 +272,24 @@ def _split_call_paths(
 def _map_vars_to_paths(
   atoms: Sequence[Any], paths: Sequence[WeightPath]
 ) -> dict[Any, WeightPath]:
+  """Return the paths by variable, without literals and values without path."""
   pairs = zip(atoms, paths, strict=False)
   is_literal = lambda x: isinstance(x, core.Literal)
   return {x: p for x, p in pairs if p is not None and not is_literal(x)}
 
 
 def _get_path(paths: dict[Any, WeightPath], atom: Any) -> WeightPath:
+  """Return the path of a variable or literal; None if it has none."""
   return None if isinstance(atom, core.Literal) else paths.get(atom)
 
 
 def _get_static_slice_index(eqn: core.JaxprEqn) -> tuple[str, ...]:
-  """Which part of a stack of weights is taken, if it is one that is known."""
+  """Return the index of an equation that takes one layer of a weight stack.
+
+  Returns:
+    The index as a string in a tuple; empty for all other equations, and for an
+    index that depends on data.
+  """
   if eqn.primitive.name == "slice":
     start: Any = eqn.params["start_indices"][0]
   elif eqn.primitive.name == "dynamic_slice":
@@ -272,5 +299,6 @@ def _get_static_slice_index(eqn: core.JaxprEqn) -> tuple[str, ...]:
     return ()
   in_aval: Any = eqn.invars[0].aval
   out_aval: Any = eqn.outvars[0].aval
+  # Only the first axis of a stack counts the layers.
   is_single_slice = out_aval.shape == (1, *in_aval.shape[1:]) != in_aval.shape
   return (str(start),) if is_single_slice and start is not None else ()

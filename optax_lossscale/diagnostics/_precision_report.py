@@ -550,9 +550,10 @@ class _ConstantPropagation:
     operand_by_var = dict(
       zip(jaxpr.invars, _body_operands(visit), strict=False)
     )
-    if visit.parent is None or atom not in operand_by_var:
+    operand = operand_by_var.get(atom)
+    if visit.parent is None or operand is None:
       return None
-    return self.get_constant(visit.parent, operand_by_var[atom])
+    return self.get_constant(visit.parent, operand)
 
   def get_defining_eqn(
     self, visit: _walk.EqnVisit, atom: Any
@@ -567,17 +568,18 @@ class _ConstantPropagation:
 
 
 def _body_operands(visit: _walk.EqnVisit) -> Sequence[Any]:
-  """What the first inputs of the jaxpr around a step are, each time it runs."""
-  eqn: Any = visit.parent and visit.parent.eqn
-  match visit.parent and visit.parent.hop:
-    case _higher_order.Call() | _higher_order.ShardMap():
-      return eqn.invars
-    case _higher_order.Cond():
-      return eqn.invars[1:]
-    case _higher_order.Scan(num_consts=count):
-      return eqn.invars[:count]
-    case _:
-      return ()
+  """Return the parent's operand for each input of the jaxpr of a visit.
+
+  It is None for the carry of a loop, which changes. If the parent is unknown,
+  the result is empty.
+  """
+  parent = visit.parent
+  if parent is None or parent.hop is None:
+    return ()
+  operands = _higher_order.mask_carry(parent.hop, parent.eqn.invars)
+  bodies = _higher_order.pair_bodies_with_inputs(parent.hop, operands)
+  _, body_operands = bodies[visit.body_index]
+  return body_operands
 
 
 def _as_float_scalar(const: Any) -> float | None:

@@ -301,7 +301,7 @@ def test_nothing_but_the_scopes_changes(monkeypatch):
   text = lambda: str(jax.make_jaxpr(lambda *args: cast(*args))(params, X))
   before = text()
   monkeypatch.setattr(_provenance, "tag_param_path", lambda eqn, path: eqn)
-  monkeypatch.setattr(_provenance, "marked", lambda eqn, dtype: eqn)
+  monkeypatch.setattr(_provenance, "tag_autocast", lambda eqn, dtype: eqn)
   assert text() == before
 
 

@@ -271,13 +271,13 @@ def raises(error):
 
 SURPRISES = {
   "an equation cannot be evaluated alone": (
-    _interpret, "context_here", raises(AttributeError),
+    _interpret, "get_current_eqn_ctx", raises(AttributeError),
   ),
   "equations have no context": (
-    _interpret, "may_change_result", raises(KeyError),
+    _interpret, "can_substitute_result", raises(KeyError),
   ),
   "the axes of a type have another name": (
-    _avals, "varying", raises(RuntimeError),
+    _avals, "get_varying_axes", raises(RuntimeError),
   ),
 }  # fmt: skip
 

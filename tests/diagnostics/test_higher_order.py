@@ -54,9 +54,9 @@ def shard_map(x):
 PARTS = {
   scan: (
     _higher_order.Scan,
-    {"consts": 1, "carry": 1, "length": 3, "reverse": True},
+    {"num_consts": 1, "num_carry": 1, "length": 3, "reverse": True},
   ),
-  while_loop: (_higher_order.While, {"condition_consts": 1, "body_consts": 1}),
+  while_loop: (_higher_order.While, {"cond_nconsts": 1, "body_nconsts": 1}),
   cond: (_higher_order.Cond, {}),
   call: (_higher_order.Call, {}),
   shard_map: (
@@ -198,7 +198,7 @@ def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
   if not held:
     pytest.skip("with a flag of hijax, this JAX has no such equation")
   name = held[0].primitive.name
-  monkeypatch.setattr(_higher_order, "higher_order_of", lambda eqn: None)
+  monkeypatch.setattr(_higher_order, "parse_higher_order", lambda eqn: None)
   matrices = lambda x: [y for y in jax.tree.leaves(fun(x)) if y.ndim == 2]
   hit = find_overflow(matrices, X * 300)
   assert hit.eqn_path == name

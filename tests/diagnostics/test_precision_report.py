@@ -334,6 +334,70 @@ def test_what_is_safe_is_not_told(fun):
   assert report.fraction == 1.0 and report.total_flops == 0
 
 
+def scan_by_constant(x, divisor):
+  return lax.scan(lambda c, _: (c / divisor, None), x, length=3)[0]
+
+
+def scan_by_slices(x, divisor):
+  divisors = jnp.broadcast_to(divisor, (3, *x.shape))
+  return lax.scan(lambda c, d: (c / d, None), x, divisors)[0]
+
+
+def scan_by_carry(x, divisor):
+  body = lambda c, _: ((c[0] / c[1], c[1] - 1), None)
+  return lax.scan(body, (x, divisor), length=3)[0]
+
+
+def while_by_constant(x, divisor):
+  offset = x[0]  # The condition and the body have other constants, too.
+  body = lambda c: (c + offset) / divisor
+  return lax.while_loop(lambda c: c[0] > offset, body, x)
+
+
+def while_condition_by_constant(x, divisor):
+  offset = x[0]
+  condition = lambda c: (c / divisor)[0] > offset
+  return lax.while_loop(condition, lambda c: c - offset, x)
+
+
+def while_by_carry(x, divisor):
+  body = lambda c: (c[0] / c[1], c[1] - 1)
+  return lax.while_loop(lambda c: c[0][0] > 1, body, (x, divisor))
+
+
+def branch_in_while_by_constant(x, divisor):
+  divide = lambda c: lax.cond(c[0] > 0, lambda: c / divisor, lambda: c)
+  return lax.while_loop(lambda c: c[0] > 1, divide, x)
+
+
+@pytest.mark.parametrize("divisor", [8, 0.5])
+@pytest.mark.parametrize(
+  "loop",
+  [
+    scan_by_constant,
+    scan_by_slices,
+    scan_by_carry,
+    while_by_constant,
+    while_condition_by_constant,
+    while_by_carry,
+    branch_in_while_by_constant,
+  ],
+  ids=lambda fun: fun.__name__,
+)
+def test_a_division_in_a_loop_is_at_risk_unless_the_divisor_is_a_large_constant(
+  loop, divisor
+):
+  fun = lambda x: loop(x, jnp.full((), divisor, x.dtype))
+  reasons = [
+    risk.reason
+    for risk in precision_report(fun, shape(1000)).at_risk
+    if risk.primitive == "div"
+  ]
+  is_safe = divisor == 8 and "carry" not in loop.__name__
+  expected = "division: the divisor may have underflowed to zero"
+  assert reasons == ([] if is_safe else [expected])
+
+
 @pytest.mark.parametrize("ones", [2000, 5000])
 def test_a_sum_by_index_that_is_at_risk_may_be_wrong(ones):
   def fun(x):

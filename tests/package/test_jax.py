@@ -284,17 +284,18 @@ def test_scopes_are_objects_that_stay_with_an_equation():
   moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
   products = []
 
-  def walk(jaxpr, place):
+  def walk(jaxpr, location):
     for inner in jaxpr.eqns:
       if inner.primitive.name == "dot_general":
-        products.append(place.within(inner))
+        products.append(location.push_scope(inner))
       for held in _eqns.subjaxprs(inner):
-        walk(held.jaxpr, place.within(inner))
+        walk(held.jaxpr, location.push_scope(inner))
 
   walk(moved.jaxpr, _provenance.EqnLocation())
   assert len(products) >= 2
-  for place in products:
-    assert (place.mark, place.weights) == (jnp.dtype("float16"), "blocks/2")
+  for location in products:
+    assert location.autocast_dtype == jnp.dtype("float16")
+    assert location.param_path == "blocks/2"
 
 
 def record():

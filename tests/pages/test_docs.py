@@ -23,6 +23,7 @@ GUIDES = sorted(DOCS.glob("*.md"))
 PAGES = [
   *sorted(ROOT.glob("*.md")),
   *sorted(ROOT.glob("benchmarks/**/*.md")),
+  *sorted(ROOT.glob("optax_lossscale/**/*.md")),
   *sorted(ROOT.glob("tests/*.md")),
   *GUIDES,
   *API_PAGES,
