@@ -6,33 +6,33 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 _AMP_SETTINGS = {
-  "loss_scale": Key("kind", "dynamic"),
-  "init_scale": Key("init_scale", 2.0**16),
-  "scale_window": Key("growth_interval", 2000),
-  "min_loss_scale": Key("min_scale", _checks.MIN_LOSS_SCALE),
-  "max_loss_scale": Key("max_scale", 2.0**24),
-  "loss_id": Key("loss_id", None),
+  "loss_scale": FieldSpec("kind", "dynamic"),
+  "init_scale": FieldSpec("init_scale", 2.0**16),
+  "scale_window": FieldSpec("growth_interval", 2000),
+  "min_loss_scale": FieldSpec("min_scale", _checks.MIN_LOSS_SCALE),
+  "max_loss_scale": FieldSpec("max_scale", 2.0**24),
+  "loss_id": FieldSpec("loss_id", None),
 }
 _AMP_STATE = {
-  "loss_scale": Key("loss_scale"),
-  "unskipped": Key("finite_count"),
+  "loss_scale": FieldSpec("loss_scale"),
+  "unskipped": FieldSpec("finite_count"),
 }
 _KERNEL_SETTINGS = {
-  "growth_factor": Key("growth_factor"),
-  "backoff_factor": Key("backoff_factor"),
-  "growth_interval": Key("growth_interval"),
-  "hysteresis": Key("hysteresis"),
+  "growth_factor": FieldSpec("growth_factor"),
+  "backoff_factor": FieldSpec("backoff_factor"),
+  "growth_interval": FieldSpec("growth_interval"),
+  "hysteresis": FieldSpec("hysteresis"),
 }
 _KERNEL_STATE = {
-  "current_scale": Key("loss_scale"),
-  "growth_tracker": Key("finite_count"),
-  "hysteresis_tracker": Key("hysteresis_remaining"),
+  "current_scale": FieldSpec("loss_scale"),
+  "growth_tracker": FieldSpec("finite_count"),
+  "hysteresis_tracker": FieldSpec("hysteresis_remaining"),
 }
 
-_read = functools.partial(_reading.read, "from_apex")
+_read = functools.partial(_reading.read_fields, "from_apex")
 
 
 @_transfer_guard.allow_transfers
@@ -72,7 +72,7 @@ def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
   if not isinstance(state_dict, Mapping):
     raise TypeError(
       "from_apex: state_dict must be a dict, as amp.state_dict() returns it,"
-      f" got {_reading.show(state_dict)}."
+      f" got {_reading.safe_repr(state_dict)}."
     )
   if any(key in state_dict for key in _KERNEL_STATE):
     values = _read("the tensors", state_dict, _KERNEL_STATE)
@@ -91,7 +91,7 @@ def _amp(values: dict[str, Any]) -> _policies.LossScalePolicy:
   kind = values["kind"]
   if not (isinstance(kind, str) and kind == "dynamic"):
     given = "from_apex", "settings", "loss_scale", kind
-    return _policies.FixedLossScale(_reading.as_word(*given, "scale"))
+    return _policies.FixedLossScale(_reading.coerce_field(*given, "scale"))
   # amp, too, starts at the ceiling if its initial scale is above.
   start = min(values["init_scale"], values["max_scale"])
   return _results.dynamic(values, init_scale=start)
@@ -109,5 +109,5 @@ def _chosen_scaler(
     )
   name = f"loss_scaler{loss_id or 0}"
   others = [key for key in state_dict if key != name]
-  chosen = _read("state_dict", state_dict, {name: Key("scaler")}, others)
+  chosen = _read("state_dict", state_dict, {name: FieldSpec("scaler")}, others)
   return _read(name, chosen["scaler"], _AMP_STATE)

@@ -19,24 +19,24 @@ import jax.numpy as jnp
 from optax_lossscale import _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._loss_scales import DeepSpeedLossScale
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 # The defaults depend on the version: see `_with_defaults`.
 _FP16 = {
-  "enabled": Key("enabled", True),
-  "loss_scale": Key("scale_or_zero", 0.0),
-  "initial_scale_power": Key("exponent", None),
-  "loss_scale_window": Key("growth_interval", None),
-  "hysteresis": Key("hysteresis", None),
-  "consecutive_hysteresis": Key("consecutive_hysteresis", None),
-  "min_loss_scale": Key("min_scale", None),
+  "enabled": FieldSpec("enabled", True),
+  "loss_scale": FieldSpec("scale_or_zero", 0.0),
+  "initial_scale_power": FieldSpec("exponent", None),
+  "loss_scale_window": FieldSpec("growth_interval", None),
+  "hysteresis": FieldSpec("hysteresis", None),
+  "consecutive_hysteresis": FieldSpec("consecutive_hysteresis", None),
+  "min_loss_scale": FieldSpec("min_scale", None),
 }
 _FP16_IGNORED = ("auto_cast", "fp16_master_weights_and_grads")
 _STATE = {
-  "cur_scale": Key("loss_scale"),
-  "cur_iter": Key("step"),
-  "last_overflow_iter": Key("overflow_step"),
-  "cur_hysteresis": Key("hysteresis_remaining"),
+  "cur_scale": FieldSpec("loss_scale"),
+  "cur_iter": FieldSpec("step"),
+  "last_overflow_iter": FieldSpec("overflow_step"),
+  "cur_hysteresis": FieldSpec("hysteresis_remaining"),
 }
 # The settings that the scaler may hold as well.
 _SETTINGS = {
@@ -94,7 +94,7 @@ def from_deepspeed(
     ('DynamicLossScale', 500)
   """
   name, as_numbers = "from_deepspeed", _version(version)
-  block = _reading.read(name, "fp16", fp16, _FP16, _FP16_IGNORED)
+  block = _reading.read_fields(name, "fp16", fp16, _FP16, _FP16_IGNORED)
   values = _with_defaults(block, as_numbers)
   fixed = values["scale_or_zero"] if values["enabled"] else 1.0
   if fixed:
@@ -144,7 +144,7 @@ def _policy(values: dict[str, Any], is_new: bool) -> _policies.LossScalePolicy:
 def _read_fixed(name: str, scale: float, state: Any) -> None:
   """Raises unless the state is that of this fixed scale."""
   same = {"cur_scale": ("scale", scale), "dynamic": ("dynamic", False)}
-  known = {"cur_scale": Key("scale")}
+  known = {"cur_scale": FieldSpec("scale")}
   _read_state(name, "state of a fixed scale", state, known, same)
 
 
@@ -156,7 +156,7 @@ def _read_dynamic(
   same["dynamic"] = "dynamic", True
   known = dict(_STATE)
   if settings["hysteresis"] == 1:  # Scalers without hysteresis have no such.
-    known["cur_hysteresis"] = Key("hysteresis_remaining", 1)
+    known["cur_hysteresis"] = FieldSpec("hysteresis_remaining", 1)
   values = _read_state(name, "state", state, known, same)
   if values["overflow_step"] >= values["step"]:
     raise ValueError(
@@ -170,13 +170,13 @@ def _read_state(
   name: str,
   what: str,
   state: Any,
-  known: dict[str, Key],
+  known: dict[str, FieldSpec],
   same: dict[str, tuple[str, Any]],
 ) -> dict[str, Any]:
   """The values of a scaler, checked to have the settings of the block."""
-  settings = {key: Key(*setting) for key, setting in same.items()}
+  settings = {key: FieldSpec(*setting) for key, setting in same.items()}
   keys = {**settings, **known}
-  values = _reading.read(name, what, state, keys, _STATE_IGNORED)
+  values = _reading.read_fields(name, what, state, keys, _STATE_IGNORED)
   for key, (word, expected) in same.items():
     if values[word] != expected:
       raise ValueError(
@@ -215,6 +215,6 @@ def _version(version: Any) -> tuple[int, ...]:
   if not match:
     raise (ValueError if is_text else TypeError)(
       "from_deepspeed: version must be a DeepSpeed release, such as"
-      f" '0.17.3', got version = {_reading.show(version)}."
+      f" '0.17.3', got version = {_reading.safe_repr(version)}."
     )
   return tuple(int(part or 0) for part in match.groups())

@@ -4,18 +4,18 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results, _writing
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 _STATIC = {
-  "growth_factor": Key("growth_factor", 2.0),
-  "backoff_factor": Key("backoff_factor", 0.5),
-  "growth_interval": Key("last_count", 2000),
+  "growth_factor": FieldSpec("growth_factor", 2.0),
+  "backoff_factor": FieldSpec("backoff_factor", 0.5),
+  "growth_interval": FieldSpec("last_count", 2000),
   # None stands for no floor.
-  "minimum_scale": Key("min_scale", _checks.MIN_LOSS_SCALE),
+  "minimum_scale": FieldSpec("min_scale", _checks.MIN_LOSS_SCALE),
 }
 _FIELDS = {
-  "fin_steps": Key("finite_count"),
-  "scale": Key("loss_scale"),
+  "fin_steps": FieldSpec("finite_count"),
+  "scale": FieldSpec("loss_scale"),
   **_STATIC,
 }
 _WRITTEN = "growth_factor", "backoff_factor", "growth_interval", "min_scale"
@@ -53,8 +53,8 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
   """
   name = "from_flax"
   given = {name: key for name, key in _STATIC.items() if name in static}
-  values = _reading.read(name, "dynamic_scale", dynamic_scale, _FIELDS)
-  values |= _reading.read(name, "the static fields", static, given)
+  values = _reading.read_fields(name, "dynamic_scale", dynamic_scale, _FIELDS)
+  values |= _reading.read_fields(name, "the static fields", static, given)
   interval = values["last_count"] + 1
   policy = _results.dynamic(values, growth_interval=interval)
   return _results.resume(name, policy, values)

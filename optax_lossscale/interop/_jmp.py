@@ -4,26 +4,26 @@ from typing import Any
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.interop import _reading, _results
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 # The attributes of each class, by its name.
 _CLASSES = {
   "DynamicLossScale": {
-    "loss_scale": Key("loss_scale"),
-    "counter": Key("finite_count"),
-    "period": Key("growth_interval"),
-    "factor": Key("growth_factor"),
-    "min_loss_scale": Key("min_scale"),
+    "loss_scale": FieldSpec("loss_scale"),
+    "counter": FieldSpec("finite_count"),
+    "period": FieldSpec("growth_interval"),
+    "factor": FieldSpec("growth_factor"),
+    "min_loss_scale": FieldSpec("min_scale"),
   },
-  "StaticLossScale": {"loss_scale": Key("scale")},
+  "StaticLossScale": {"loss_scale": FieldSpec("scale")},
   "DynamicLossScaler": {
-    "scale_value": Key("loss_scale"),
-    "counter": Key("finite_count"),
-    "scale_window": Key("growth_interval"),
-    "scale_factor": Key("growth_factor"),
-    "min_loss_scale": Key("min_scale", 1.0),  # It has no such attribute.
+    "scale_value": FieldSpec("loss_scale"),
+    "counter": FieldSpec("finite_count"),
+    "scale_window": FieldSpec("growth_interval"),
+    "scale_factor": FieldSpec("growth_factor"),
+    "min_loss_scale": FieldSpec("min_scale", 1.0),  # It has no such attribute.
   },
-  "StaticLossScaler": {"scale_value": Key("scale")},
+  "StaticLossScaler": {"scale_value": FieldSpec("scale")},
 }
 
 
@@ -63,9 +63,9 @@ def from_jmp(loss_scale: Any) -> _results.Result:
   if kind not in _CLASSES:
     raise TypeError(
       f"from_jmp: loss_scale must be one of {', '.join(_CLASSES)} and"
-      f" NoOpLossScale, got {_reading.show(loss_scale)}."
+      f" NoOpLossScale, got {_reading.safe_repr(loss_scale)}."
     )
-  values = _reading.read(name, kind, loss_scale, _CLASSES[kind])
+  values = _reading.read_fields(name, kind, loss_scale, _CLASSES[kind])
   if "scale" in values:
     return _results.fixed(values["scale"])
   backoff = 1 / values["growth_factor"]

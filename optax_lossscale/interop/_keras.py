@@ -6,7 +6,7 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results, _writing
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 # The configs of the optimizers hold these, too. Scaling has no use for them.
 _INNER = ("inner_optimizer", "optimizer", "name")
@@ -28,26 +28,26 @@ _COMPILED = (
 )  # fmt: skip
 _DEEPEST = 8  # A serialized optimizer holds its config, and that a loss scale.
 _OPTIMIZER = {
-  "initial_scale": Key("init_scale", 2.0**15),
-  "dynamic_growth_steps": Key("growth_interval", 2000),
+  "initial_scale": FieldSpec("init_scale", 2.0**15),
+  "dynamic_growth_steps": FieldSpec("growth_interval", 2000),
 }
-_TF_OPTIMIZER = {"dynamic": Key("dynamic", True), **_OPTIMIZER}
-_FIXED = {"loss_scale_value": Key("scale")}
+_TF_OPTIMIZER = {"dynamic": FieldSpec("dynamic", True), **_OPTIMIZER}
+_FIXED = {"loss_scale_value": FieldSpec("scale")}
 _DYNAMIC = {
-  "initial_loss_scale": Key("init_scale"),
-  "increment_period": Key("growth_interval"),
-  "multiplier": Key("growth_factor"),
+  "initial_loss_scale": FieldSpec("init_scale"),
+  "increment_period": FieldSpec("growth_interval"),
+  "multiplier": FieldSpec("growth_factor"),
 }
 _TF_VARIABLES = {
-  "current_loss_scale": Key("loss_scale"),
-  "good_steps": Key("finite_count"),
+  "current_loss_scale": FieldSpec("loss_scale"),
+  "good_steps": FieldSpec("finite_count"),
 }
 _KERAS_3_VARIABLES = {
-  "dynamic_scale": Key("loss_scale"),
-  "step_counter": Key("finite_count"),
+  "dynamic_scale": FieldSpec("loss_scale"),
+  "step_counter": FieldSpec("finite_count"),
 }
 
-_read = functools.partial(_reading.read, "from_keras")
+_read = functools.partial(_reading.read_fields, "from_keras")
 
 
 @_transfer_guard.allow_transfers
@@ -170,7 +170,7 @@ def _policy(
     return _policies.DynamicLossScale()
   if not isinstance(config, Mapping):
     given = "from_keras", "place of a config or 'dynamic'", "a scale", config
-    return _policies.FixedLossScale(_reading.as_word(*given, "scale"))
+    return _policies.FixedLossScale(_reading.coerce_field(*given, "scale"))
   # Some hold another: the serialized ones, that of TF 2.3, and that of a model.
   holders = {
     "config": _SERIALIZED,
@@ -179,13 +179,15 @@ def _policy(
   }
   for key, ignored in holders.items():
     if key in config:
-      inner = _read("config", config, {key: Key("inner")}, ignored)["inner"]
+      inner = _read("config", config, {key: FieldSpec("inner")}, ignored)[
+        "inner"
+      ]
       if key == "optimizer":
         _check_optimizer(inner)
       if deep == _DEEPEST:
         raise ValueError(
           f"from_keras: config must be nested at most {_DEEPEST} levels deep,"
-          f" got a deeper config: {_reading.show(config)}. Pass the config of"
+          f" got a deeper config: {_reading.safe_repr(config)}. Pass the config of"
           " the loss scaler itself."
         )
       return _policy(inner, deep + 1)
@@ -214,7 +216,7 @@ def _check_optimizer(optimizer: Any) -> None:
   if not (isinstance(kind, str) and "LossScale" in kind):
     raise ValueError(
       "from_keras: optimizer in the compile configuration must be a serialized"
-      f" LossScaleOptimizer, got {_reading.show(kind or optimizer)}. Keras 3"
+      f" LossScaleOptimizer, got {_reading.safe_repr(kind or optimizer)}. Keras 3"
       " wraps the optimizer of a mixed_float16 model later: pass"
       " model.optimizer.get_config()."
     )
@@ -228,5 +230,5 @@ def _tf_policy(
   values = _read(name, config, _TF_OPTIMIZER, _INNER)
   if values["dynamic"]:
     return _results.dynamic(values, min_scale=1.0)
-  fixed = {**_TF_OPTIMIZER, "initial_scale": Key("scale")}
+  fixed = {**_TF_OPTIMIZER, "initial_scale": FieldSpec("scale")}
   return _policies.FixedLossScale(_read(name, config, fixed, _INNER)["scale"])

@@ -5,17 +5,20 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results, _writing
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 _KEYS = {
-  "scale": Key("loss_scale"),
-  "growth_factor": Key("growth_factor"),
-  "backoff_factor": Key("backoff_factor"),
-  "growth_interval": Key("growth_interval"),
-  "_growth_tracker": Key("finite_count"),
+  "scale": FieldSpec("loss_scale"),
+  "growth_factor": FieldSpec("growth_factor"),
+  "backoff_factor": FieldSpec("backoff_factor"),
+  "growth_interval": FieldSpec("growth_interval"),
+  "_growth_tracker": FieldSpec("finite_count"),
 }
-_NEMO_STATE = {**_KEYS, "_hysteresis_tracker": Key("hysteresis_remaining")}
-_NEMO_SETTINGS = {"hysteresis": Key("hysteresis")}
+_NEMO_STATE = {
+  **_KEYS,
+  "_hysteresis_tracker": FieldSpec("hysteresis_remaining"),
+}
+_NEMO_SETTINGS = {"hysteresis": FieldSpec("hysteresis")}
 _WRITTEN = "growth_factor", "backoff_factor", "growth_interval"
 
 
@@ -68,11 +71,15 @@ def from_torch(
     isinstance(state_dict, Mapping) and "_hysteresis_tracker" in state_dict
   )
   if not has_tracker and hysteresis is None:
-    values = _reading.read(name, what, state_dict, _KEYS)
+    values = _reading.read_fields(name, what, state_dict, _KEYS)
     return _results.resume(name, _results.dynamic(values), values)
-  values = _reading.read(name, f"{what} of NeMo", state_dict, _NEMO_STATE)
+  values = _reading.read_fields(
+    name, f"{what} of NeMo", state_dict, _NEMO_STATE
+  )
   given = {"hysteresis": hysteresis}
-  values |= _reading.read(name, "the settings of NeMo", given, _NEMO_SETTINGS)
+  values |= _reading.read_fields(
+    name, "the settings of NeMo", given, _NEMO_SETTINGS
+  )
   policy = _results.dynamic(values, hysteresis_refill="finite")
   return _results.resume(name, policy, values)
 

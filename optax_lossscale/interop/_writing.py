@@ -43,7 +43,7 @@ def dynamic(
   if not isinstance(policy, _policies.DynamicLossScale):
     raise TypeError(
       f"{function}: policy must be {kinds}, since the other system has no other"
-      f" rule, got {_reading.show(policy)}."
+      f" rule, got {_reading.safe_repr(policy)}."
     )
   check(function, policy, written, **only)
   return policy
