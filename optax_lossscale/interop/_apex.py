@@ -36,7 +36,7 @@ _read = functools.partial(_reading.read_fields, "from_apex")
 
 
 @_transfer_guard.allow_transfers
-def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
+def from_apex(state_dict: Any, **settings: Any) -> _results.PolicyAndState:
   """The policy and state of apex.amp, or of apex's hysteresis kernel.
 
   amp doubles the scale on the N-th finite step, up to a ceiling, and halves it
@@ -77,14 +77,14 @@ def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
   if any(key in state_dict for key in _KERNEL_STATE):
     values = _read("the tensors", state_dict, _KERNEL_STATE)
     values |= _read("settings", settings, _KERNEL_SETTINGS)
-    policy = _results.dynamic(values, hysteresis_refill="finite")
-    return _results.resume("from_apex", policy, values)
+    policy = _results.make_dynamic_policy(values, hysteresis_refill="finite")
+    return _results.resumed_result("from_apex", policy, values)
   values = _read("settings", settings, _AMP_SETTINGS)
   amp = _amp(values)
   if not state_dict:
-    return _results.start(amp)
+    return _results.initial_result(amp)
   values |= _chosen_scaler(state_dict, values["loss_id"])
-  return _results.resume("from_apex", amp, values)
+  return _results.resumed_result("from_apex", amp, values)
 
 
 def _amp(values: dict[str, Any]) -> _policies.LossScalePolicy:
@@ -94,7 +94,7 @@ def _amp(values: dict[str, Any]) -> _policies.LossScalePolicy:
     return _policies.FixedLossScale(_reading.coerce_field(*given, "scale"))
   # amp, too, starts at the ceiling if its initial scale is above.
   start = min(values["init_scale"], values["max_scale"])
-  return _results.dynamic(values, init_scale=start)
+  return _results.make_dynamic_policy(values, init_scale=start)
 
 
 def _chosen_scaler(

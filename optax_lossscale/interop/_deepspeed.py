@@ -53,7 +53,7 @@ _NEW_RULE = 0, 17, 1  # the version since which it holds
 @_transfer_guard.allow_transfers
 def from_deepspeed(
   fp16: Any, state: Any = None, version: str = "0.17.3"
-) -> _results.Result:
+) -> _results.PolicyAndState:
   """The policy and state of DeepSpeed's `DynamicLossScaler`.
 
   Up to version 0.17.0 it doubles the scale on every W-th finite step. Since
@@ -100,10 +100,10 @@ def from_deepspeed(
   if fixed:
     if state is not None:
       _read_fixed(name, fixed, state)
-    return _results.fixed(fixed)
+    return _results.fixed_result(fixed)
   policy = _policy(values, as_numbers >= _NEW_RULE)
   if state is None:
-    return _results.start(policy)
+    return _results.initial_result(policy)
   return _resumed(name, policy, values | _read_dynamic(name, values, state))
 
 
@@ -131,7 +131,9 @@ def _policy(values: dict[str, Any], is_new: bool) -> _policies.LossScalePolicy:
   start = 2.0 ** values["exponent"]
   if not is_new:
     refill = "finite" if values["consecutive_hysteresis"] else "growth"
-    return _results.dynamic(values, init_scale=start, hysteresis_refill=refill)
+    return _results.make_dynamic_policy(
+      values, init_scale=start, hysteresis_refill=refill
+    )
   return DeepSpeedLossScale(
     start,
     values["growth_interval"],
@@ -188,7 +190,7 @@ def _read_state(
 
 def _resumed(
   name: str, policy: _policies.LossScalePolicy, values: dict[str, Any]
-) -> _results.Result:
+) -> _results.PolicyAndState:
   """The policy, and its state as the scaler stands."""
   # Finite steps since the last overflow; the iteration of the start is -1.
   finite = values["step"] - values["overflow_step"] - 1
@@ -198,7 +200,7 @@ def _resumed(
   has_grown = finite >= window + late
   count = (finite - late) % window if has_grown else finite
   values = {**values, "finite_count": count}
-  policy, state = _results.resume(name, policy, values)
+  policy, state = _results.resumed_result(name, policy, values)
   if late:
     policy_state = state.policy_state._replace(
       has_grown=jnp.asarray(has_grown, jnp.bool_)

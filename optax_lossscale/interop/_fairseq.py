@@ -54,7 +54,7 @@ def from_fairseq(
     **_reading.read_fields(name, "settings", settings, _SETTINGS)
   )
   if loss_scale is None:
-    return _results.start(policy)
+    return _results.initial_result(policy)
   given = {"loss_scale": loss_scale}
   values = _reading.read_fields(name, "the argument", given, _CHECKPOINT)
-  return _results.resume(name, policy, values)
+  return _results.resumed_result(name, policy, values)

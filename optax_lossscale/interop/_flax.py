@@ -22,7 +22,7 @@ _WRITTEN = "growth_factor", "backoff_factor", "growth_interval", "min_scale"
 
 
 @_transfer_guard.allow_transfers
-def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
+def from_flax(dynamic_scale: Any, **static: Any) -> _results.PolicyAndState:
   """The policy and state of Flax's `DynamicScale`.
 
   Flax raises the scale on finite step `growth_interval + 1`. So the interval of
@@ -56,8 +56,8 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
   values = _reading.read_fields(name, "dynamic_scale", dynamic_scale, _FIELDS)
   values |= _reading.read_fields(name, "the static fields", static, given)
   interval = values["last_count"] + 1
-  policy = _results.dynamic(values, growth_interval=interval)
-  return _results.resume(name, policy, values)
+  policy = _results.make_dynamic_policy(values, growth_interval=interval)
+  return _results.resumed_result(name, policy, values)
 
 
 @_transfer_guard.allow_transfers

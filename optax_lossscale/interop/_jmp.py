@@ -28,7 +28,7 @@ _CLASSES = {
 
 
 @_transfer_guard.allow_transfers
-def from_jmp(loss_scale: Any) -> _results.Result:
+def from_jmp(loss_scale: Any) -> _results.PolicyAndState:
   """The policy and state of a jmp or MindSpore loss scale.
 
   Both multiply the scale by a factor on the N-th finite step, and divide it by
@@ -59,7 +59,7 @@ def from_jmp(loss_scale: Any) -> _results.Result:
   """
   name, kind = "from_jmp", type(loss_scale).__name__
   if kind == "NoOpLossScale":
-    return _results.fixed(1.0)
+    return _results.fixed_result(1.0)
   if kind not in _CLASSES:
     raise TypeError(
       f"from_jmp: loss_scale must be one of {', '.join(_CLASSES)} and"
@@ -67,7 +67,7 @@ def from_jmp(loss_scale: Any) -> _results.Result:
     )
   values = _reading.read_fields(name, kind, loss_scale, _CLASSES[kind])
   if "scale" in values:
-    return _results.fixed(values["scale"])
+    return _results.fixed_result(values["scale"])
   backoff = 1 / values["growth_factor"]
-  policy = _results.dynamic(values, backoff_factor=backoff)
-  return _results.resume(name, policy, values)
+  policy = _results.make_dynamic_policy(values, backoff_factor=backoff)
+  return _results.resumed_result(name, policy, values)

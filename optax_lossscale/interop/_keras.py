@@ -51,7 +51,7 @@ _read = functools.partial(_reading.read_fields, "from_keras")
 
 
 @_transfer_guard.allow_transfers
-def from_keras(config: Any, variables: Any = None) -> _results.Result:
+def from_keras(config: Any, variables: Any = None) -> _results.PolicyAndState:
   """The policy and state of a TensorFlow, tf.keras or Keras 3 loss scaler.
 
   All of them grow the scale on the N-th finite step and halve it (or divide it
@@ -96,13 +96,13 @@ def from_keras(config: Any, variables: Any = None) -> _results.Result:
   """
   policy = _policy(config)
   if variables is None:
-    return _results.start(policy)
+    return _results.initial_result(policy)
   if isinstance(policy, _policies.FixedLossScale):
     _read("variables", variables, {})
-    return _results.start(policy)
+    return _results.initial_result(policy)
   keys = _TF_VARIABLES if policy.min_scale == 1 else _KERAS_3_VARIABLES
   values = _read("variables", variables, keys)
-  return _results.resume("from_keras", policy, values)
+  return _results.resumed_result("from_keras", policy, values)
 
 
 @_transfer_guard.allow_transfers
@@ -199,10 +199,12 @@ def _policy(
   if {"inner_optimizer", *_OPTIMIZER} & config.keys():
     past = (*_INNER, *_KERAS_3_BASE)
     values = _read("config of Keras 3", config, _OPTIMIZER, past)
-    return _results.dynamic(values)
+    return _results.make_dynamic_policy(values)
   values = _read("config of DynamicLossScale", config, _DYNAMIC)
   backoff = 1 / values["growth_factor"]
-  return _results.dynamic(values, backoff_factor=backoff, min_scale=1.0)
+  return _results.make_dynamic_policy(
+    values, backoff_factor=backoff, min_scale=1.0
+  )
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -229,6 +231,6 @@ def _tf_policy(
   name = "config of tf.keras"
   values = _read(name, config, _TF_OPTIMIZER, _INNER)
   if values["dynamic"]:
-    return _results.dynamic(values, min_scale=1.0)
+    return _results.make_dynamic_policy(values, min_scale=1.0)
   fixed = {**_TF_OPTIMIZER, "initial_scale": FieldSpec("scale")}
   return _policies.FixedLossScale(_read(name, config, fixed, _INNER)["scale"])

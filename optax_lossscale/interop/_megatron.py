@@ -21,7 +21,9 @@ _STATE = {
 
 
 @_transfer_guard.allow_transfers
-def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
+def from_megatron(
+  settings: Any, state_dict: Any = None
+) -> _results.PolicyAndState:
   """The policy and state of Megatron's `DynamicGradScaler`.
 
   It doubles the scale on the N-th finite step, and halves it on the
@@ -56,9 +58,9 @@ def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
   if values["scale"] is not None:
     saved = {} if state_dict is None else state_dict
     _reading.read_fields(name, f"{state} of a fixed scale", saved, {})
-    return _results.fixed(values["scale"])
-  policy = _results.dynamic(values, hysteresis_refill="growth")
+    return _results.fixed_result(values["scale"])
+  policy = _results.make_dynamic_policy(values, hysteresis_refill="growth")
   if state_dict is None:
-    return _results.start(policy)
+    return _results.initial_result(policy)
   values |= _reading.read_fields(name, state, state_dict, _STATE)
-  return _results.resume(name, policy, values)
+  return _results.resumed_result(name, policy, values)

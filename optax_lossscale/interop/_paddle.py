@@ -20,7 +20,7 @@ _KEYS = {
 
 
 @_transfer_guard.allow_transfers
-def from_paddle(state_dict: Any) -> _results.Result:
+def from_paddle(state_dict: Any) -> _results.PolicyAndState:
   """The policy and state of a `paddle.amp.GradScaler`.
 
   It raises the scale on the N-th finite step, and lowers it on every n-th
@@ -52,11 +52,11 @@ def from_paddle(state_dict: Any) -> _results.Result:
     ('backoff', 1)
   """
   if isinstance(state_dict, Mapping) and not state_dict:
-    return _results.fixed(1.0)
+    return _results.fixed_result(1.0)
   name = "from_paddle"
   values = _reading.read_fields(name, "state_dict", state_dict, _KEYS)
   if not values["dynamic"]:
-    return _results.fixed(values["loss_scale"])
+    return _results.fixed_result(values["loss_scale"])
   values["hysteresis_remaining"] = values["hysteresis"] - values["overflows"]
-  policy = _results.dynamic(values, hysteresis_refill="backoff")
-  return _results.resume(name, policy, values)
+  policy = _results.make_dynamic_policy(values, hysteresis_refill="backoff")
+  return _results.resumed_result(name, policy, values)

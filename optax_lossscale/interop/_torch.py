@@ -25,7 +25,7 @@ _WRITTEN = "growth_factor", "backoff_factor", "growth_interval"
 @_transfer_guard.allow_transfers
 def from_torch(
   state_dict: Any, *, hysteresis: int | None = None
-) -> _results.Result:
+) -> _results.PolicyAndState:
   """The policy and state of a `torch.amp.GradScaler`, or of the one of NeMo.
 
   torch raises the scale on the `growth_interval`-th finite step, and has no
@@ -65,14 +65,16 @@ def from_torch(
     (2000, 17)
   """
   if isinstance(state_dict, Mapping) and not state_dict:
-    return _results.fixed(1.0)
+    return _results.fixed_result(1.0)
   name, what = "from_torch", "state_dict"
   has_tracker = (
     isinstance(state_dict, Mapping) and "_hysteresis_tracker" in state_dict
   )
   if not has_tracker and hysteresis is None:
     values = _reading.read_fields(name, what, state_dict, _KEYS)
-    return _results.resume(name, _results.dynamic(values), values)
+    return _results.resumed_result(
+      name, _results.make_dynamic_policy(values), values
+    )
   values = _reading.read_fields(
     name, f"{what} of NeMo", state_dict, _NEMO_STATE
   )
@@ -80,8 +82,8 @@ def from_torch(
   values |= _reading.read_fields(
     name, "the settings of NeMo", given, _NEMO_SETTINGS
   )
-  policy = _results.dynamic(values, hysteresis_refill="finite")
-  return _results.resume(name, policy, values)
+  policy = _results.make_dynamic_policy(values, hysteresis_refill="finite")
+  return _results.resumed_result(name, policy, values)
 
 
 @_transfer_guard.allow_transfers
