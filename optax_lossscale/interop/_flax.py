@@ -84,13 +84,15 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     1999
   """
   name = "to_flax"
-  dynamic = _writing.dynamic(name, policy, _WRITTEN, "a DynamicLossScale")
-  scale, count = _writing.scale_and_count(name, policy, state)
+  dynamic = _writing.check_dynamic_policy(
+    name, policy, _WRITTEN, "a DynamicLossScale"
+  )
+  scale, count = _writing.get_scale_and_count(name, policy, state)
   return {
     "growth_factor": float(dynamic.growth_factor),
     "backoff_factor": float(dynamic.backoff_factor),
     "growth_interval": int(dynamic.growth_interval) - 1,
-    "fin_steps": _writing.count_below(count, dynamic.growth_interval),
+    "fin_steps": _writing.clamp_count(count, dynamic.growth_interval),
     "scale": scale,
     "minimum_scale": float(dynamic.min_scale),
   }

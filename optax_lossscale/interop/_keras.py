@@ -133,8 +133,8 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """
   name = "to_keras"
   if isinstance(policy, _policies.FixedLossScale):
-    _writing.check(name, policy, ("scale",))
-    scale, _ = _writing.scale_and_count(name, policy, state)
+    _writing.check_hyperparams(name, policy, ("scale",))
+    scale, _ = _writing.get_scale_and_count(name, policy, state)
     fixed = {
       "dynamic": False,
       "initial_scale": scale,
@@ -147,8 +147,10 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     isinstance(policy, _policies.DynamicLossScale) and policy.min_scale == 1
   )
   written = ("growth_interval", *(["min_scale"] if is_tf else []))
-  dynamic = _writing.dynamic(name, policy, written, min_scale=floor)
-  scale, count = _writing.scale_and_count(name, policy, state)
+  dynamic = _writing.check_dynamic_policy(
+    name, policy, written, min_scale=floor
+  )
+  scale, count = _writing.get_scale_and_count(name, policy, state)
   config = {
     "initial_scale": float(dynamic.init_scale),
     "dynamic_growth_steps": int(dynamic.growth_interval),
@@ -157,7 +159,7 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     config, keys = {"dynamic": True, **config}, _TF_VARIABLES
   else:
     keys = _KERAS_3_VARIABLES
-    count = _writing.count_below(count, dynamic.growth_interval)
+    count = _writing.clamp_count(count, dynamic.growth_interval)
   variables = dict(zip(keys, (scale, count), strict=True))
   return {"config": config, "variables": variables}
 

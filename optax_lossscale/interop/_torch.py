@@ -113,15 +113,17 @@ def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   name = "to_torch"
   if isinstance(policy, _policies.FixedLossScale):
     disabled = 1.0, "a disabled GradScaler has the scale 1"
-    _writing.check(name, policy, (), scale=disabled)
+    _writing.check_hyperparams(name, policy, (), scale=disabled)
     return {}
   no_floor = (_checks.MIN_LOSS_SCALE, "it has no minimum scale")
-  dynamic = _writing.dynamic(name, policy, _WRITTEN, min_scale=no_floor)
-  scale, count = _writing.scale_and_count(name, policy, state)
+  dynamic = _writing.check_dynamic_policy(
+    name, policy, _WRITTEN, min_scale=no_floor
+  )
+  scale, count = _writing.get_scale_and_count(name, policy, state)
   return {
     "scale": scale,
     "growth_factor": float(dynamic.growth_factor),
     "backoff_factor": float(dynamic.backoff_factor),
     "growth_interval": int(dynamic.growth_interval),
-    "_growth_tracker": _writing.count_below(count, dynamic.growth_interval),
+    "_growth_tracker": _writing.clamp_count(count, dynamic.growth_interval),
   }
