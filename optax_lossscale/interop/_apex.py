@@ -32,7 +32,7 @@ _KERNEL_STATE = {
   "hysteresis_tracker": FieldSpec("hysteresis_remaining"),
 }
 
-_read = functools.partial(_reading.read_fields, "from_apex")
+_read_fields = functools.partial(_reading.read_fields, "from_apex")
 
 
 @_transfer_guard.allow_transfers
@@ -75,39 +75,43 @@ def from_apex(state_dict: Any, **settings: Any) -> _results.PolicyAndState:
       f" got {_reading.safe_repr(state_dict)}."
     )
   if any(key in state_dict for key in _KERNEL_STATE):
-    values = _read("the tensors", state_dict, _KERNEL_STATE)
-    values |= _read("settings", settings, _KERNEL_SETTINGS)
+    values = _read_fields("the tensors", state_dict, _KERNEL_STATE)
+    values |= _read_fields("settings", settings, _KERNEL_SETTINGS)
     policy = _results.make_dynamic_policy(values, hysteresis_refill="finite")
     return _results.resumed_result("from_apex", policy, values)
-  values = _read("settings", settings, _AMP_SETTINGS)
-  amp = _amp(values)
+  values = _read_fields("settings", settings, _AMP_SETTINGS)
+  amp_policy = _make_amp_policy(values)
   if not state_dict:
-    return _results.initial_result(amp)
-  values |= _chosen_scaler(state_dict, values["loss_id"])
-  return _results.resumed_result("from_apex", amp, values)
+    return _results.initial_result(amp_policy)
+  values |= _select_scaler(state_dict, values["loss_id"])
+  return _results.resumed_result("from_apex", amp_policy, values)
 
 
-def _amp(values: dict[str, Any]) -> _policies.LossScalePolicy:
-  kind = values["kind"]
-  if not (isinstance(kind, str) and kind == "dynamic"):
-    given = "from_apex", "settings", "loss_scale", kind
-    return _policies.FixedLossScale(_reading.coerce_field(*given, "scale"))
+def _make_amp_policy(values: dict[str, Any]) -> _policies.LossScalePolicy:
+  loss_scale = values["kind"]
+  if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
+    coerce_args = "from_apex", "settings", "loss_scale", loss_scale
+    return _policies.FixedLossScale(
+      _reading.coerce_field(*coerce_args, "scale")
+    )
   # amp, too, starts at the ceiling if its initial scale is above.
-  start = min(values["init_scale"], values["max_scale"])
-  return _results.make_dynamic_policy(values, init_scale=start)
+  init_scale = min(values["init_scale"], values["max_scale"])
+  return _results.make_dynamic_policy(values, init_scale=init_scale)
 
 
-def _chosen_scaler(
+def _select_scaler(
   state_dict: Mapping[str, Any], loss_id: int | None
 ) -> dict[str, Any]:
   """The values of the one scaler that is meant."""
-  count = len(state_dict)
-  if loss_id is None and count > 1:
+  num_scalers = len(state_dict)
+  if loss_id is None and num_scalers > 1:
     raise ValueError(
-      f"from_apex: state_dict holds the scales of {count} losses. Choose one"
-      f" with loss_id, an integer in [0, {count - 1}]."
+      f"from_apex: state_dict holds the scales of {num_scalers} losses. Choose one"
+      f" with loss_id, an integer in [0, {num_scalers - 1}]."
     )
-  name = f"loss_scaler{loss_id or 0}"
-  others = [key for key in state_dict if key != name]
-  chosen = _read("state_dict", state_dict, {name: FieldSpec("scaler")}, others)
-  return _read(name, chosen["scaler"], _AMP_STATE)
+  scaler_name = f"loss_scaler{loss_id or 0}"
+  other_keys = [key for key in state_dict if key != scaler_name]
+  scalers = _read_fields(
+    "state_dict", state_dict, {scaler_name: FieldSpec("scaler")}, other_keys
+  )
+  return _read_fields(scaler_name, scalers["scaler"], _AMP_STATE)
