@@ -49,12 +49,12 @@ def from_fairseq(
     >>> policy.tolerance, state.loss_scale.item()
     (0.25, 1024.0)
   """
-  name = "from_fairseq"
+  caller = "from_fairseq"
   policy = FairseqLossScale(
-    **_reading.read_fields(name, "settings", settings, _SETTINGS)
+    **_reading.read_fields(caller, "settings", settings, _SETTINGS)
   )
   if loss_scale is None:
     return _results.initial_result(policy)
-  given = {"loss_scale": loss_scale}
-  values = _reading.read_fields(name, "the argument", given, _CHECKPOINT)
-  return _results.resumed_result(name, policy, values)
+  checkpoint = {"loss_scale": loss_scale}
+  values = _reading.read_fields(caller, "the argument", checkpoint, _CHECKPOINT)
+  return _results.resumed_result(caller, policy, values)
