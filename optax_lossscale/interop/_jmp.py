@@ -7,7 +7,7 @@ from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import FieldSpec
 
 # The attributes of each class, by its name.
-_CLASSES = {
+_CLASS_FIELDS = {
   "DynamicLossScale": {
     "loss_scale": FieldSpec("loss_scale"),
     "counter": FieldSpec("finite_count"),
@@ -57,17 +57,19 @@ def from_jmp(loss_scale: Any) -> _results.PolicyAndState:
     >>> interop.from_jmp(StaticLossScale())[0]
     FixedLossScale(scale=128.0)
   """
-  name, kind = "from_jmp", type(loss_scale).__name__
-  if kind == "NoOpLossScale":
+  caller, class_name = "from_jmp", type(loss_scale).__name__
+  if class_name == "NoOpLossScale":
     return _results.fixed_result(1.0)
-  if kind not in _CLASSES:
+  if class_name not in _CLASS_FIELDS:
     raise TypeError(
-      f"from_jmp: loss_scale must be one of {', '.join(_CLASSES)} and"
+      f"from_jmp: loss_scale must be one of {', '.join(_CLASS_FIELDS)} and"
       f" NoOpLossScale, got {_reading.safe_repr(loss_scale)}."
     )
-  values = _reading.read_fields(name, kind, loss_scale, _CLASSES[kind])
+  values = _reading.read_fields(
+    caller, class_name, loss_scale, _CLASS_FIELDS[class_name]
+  )
   if "scale" in values:
     return _results.fixed_result(values["scale"])
-  backoff = 1 / values["growth_factor"]
-  policy = _results.make_dynamic_policy(values, backoff_factor=backoff)
-  return _results.resumed_result(name, policy, values)
+  backoff_factor = 1 / values["growth_factor"]
+  policy = _results.make_dynamic_policy(values, backoff_factor=backoff_factor)
+  return _results.resumed_result(caller, policy, values)
