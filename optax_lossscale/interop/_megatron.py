@@ -53,14 +53,16 @@ def from_megatron(
     >>> policy.growth_interval, state.policy_state.hysteresis_remaining.item()
     (500, 2)
   """
-  name, state = "from_megatron", "state_dict"
-  values = _reading.read_fields(name, "settings", settings, _SETTINGS)
+  caller, source_name = "from_megatron", "state_dict"
+  values = _reading.read_fields(caller, "settings", settings, _SETTINGS)
   if values["scale"] is not None:
-    saved = {} if state_dict is None else state_dict
-    _reading.read_fields(name, f"{state} of a fixed scale", saved, {})
+    fixed_state = {} if state_dict is None else state_dict
+    _reading.read_fields(
+      caller, f"{source_name} of a fixed scale", fixed_state, {}
+    )
     return _results.fixed_result(values["scale"])
   policy = _results.make_dynamic_policy(values, hysteresis_refill="growth")
   if state_dict is None:
     return _results.initial_result(policy)
-  values |= _reading.read_fields(name, state, state_dict, _STATE)
-  return _results.resumed_result(name, policy, values)
+  values |= _reading.read_fields(caller, source_name, state_dict, _STATE)
+  return _results.resumed_result(caller, policy, values)
