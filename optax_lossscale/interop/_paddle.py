@@ -53,10 +53,10 @@ def from_paddle(state_dict: Any) -> _results.PolicyAndState:
   """
   if isinstance(state_dict, Mapping) and not state_dict:
     return _results.fixed_result(1.0)
-  name = "from_paddle"
-  values = _reading.read_fields(name, "state_dict", state_dict, _KEYS)
+  caller = "from_paddle"
+  values = _reading.read_fields(caller, "state_dict", state_dict, _KEYS)
   if not values["dynamic"]:
     return _results.fixed_result(values["loss_scale"])
   values["hysteresis_remaining"] = values["hysteresis"] - values["overflows"]
   policy = _results.make_dynamic_policy(values, hysteresis_refill="backoff")
-  return _results.resumed_result(name, policy, values)
+  return _results.resumed_result(caller, policy, values)
