@@ -19,7 +19,7 @@ _NEMO_STATE = {
   "_hysteresis_tracker": FieldSpec("hysteresis_remaining"),
 }
 _NEMO_SETTINGS = {"hysteresis": FieldSpec("hysteresis")}
-_WRITTEN = "growth_factor", "backoff_factor", "growth_interval"
+_WRITTEN_FIELDS = "growth_factor", "backoff_factor", "growth_interval"
 
 
 @_transfer_guard.allow_transfers
@@ -66,24 +66,24 @@ def from_torch(
   """
   if isinstance(state_dict, Mapping) and not state_dict:
     return _results.fixed_result(1.0)
-  name, what = "from_torch", "state_dict"
+  caller, source_name = "from_torch", "state_dict"
   has_tracker = (
     isinstance(state_dict, Mapping) and "_hysteresis_tracker" in state_dict
   )
   if not has_tracker and hysteresis is None:
-    values = _reading.read_fields(name, what, state_dict, _KEYS)
+    values = _reading.read_fields(caller, source_name, state_dict, _KEYS)
     return _results.resumed_result(
-      name, _results.make_dynamic_policy(values), values
+      caller, _results.make_dynamic_policy(values), values
     )
   values = _reading.read_fields(
-    name, f"{what} of NeMo", state_dict, _NEMO_STATE
+    caller, f"{source_name} of NeMo", state_dict, _NEMO_STATE
   )
-  given = {"hysteresis": hysteresis}
+  nemo_settings = {"hysteresis": hysteresis}
   values |= _reading.read_fields(
-    name, "the settings of NeMo", given, _NEMO_SETTINGS
+    caller, "the settings of NeMo", nemo_settings, _NEMO_SETTINGS
   )
   policy = _results.make_dynamic_policy(values, hysteresis_refill="finite")
-  return _results.resumed_result(name, policy, values)
+  return _results.resumed_result(caller, policy, values)
 
 
 @_transfer_guard.allow_transfers
@@ -110,20 +110,22 @@ def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_torch(policy, policy.init())["scale"]
     32768.0
   """
-  name = "to_torch"
+  caller = "to_torch"
   if isinstance(policy, _policies.FixedLossScale):
-    disabled = 1.0, "a disabled GradScaler has the scale 1"
-    _writing.check_hyperparams(name, policy, (), scale=disabled)
+    required_scale = 1.0, "a disabled GradScaler has the scale 1"
+    _writing.check_hyperparams(caller, policy, (), scale=required_scale)
     return {}
-  no_floor = (_checks.MIN_LOSS_SCALE, "it has no minimum scale")
-  dynamic = _writing.check_dynamic_policy(
-    name, policy, _WRITTEN, min_scale=no_floor
+  required_floor = (_checks.MIN_LOSS_SCALE, "it has no minimum scale")
+  dynamic_policy = _writing.check_dynamic_policy(
+    caller, policy, _WRITTEN_FIELDS, min_scale=required_floor
   )
-  scale, count = _writing.get_scale_and_count(name, policy, state)
+  scale, count = _writing.get_scale_and_count(caller, policy, state)
   return {
     "scale": scale,
-    "growth_factor": float(dynamic.growth_factor),
-    "backoff_factor": float(dynamic.backoff_factor),
-    "growth_interval": int(dynamic.growth_interval),
-    "_growth_tracker": _writing.clamp_count(count, dynamic.growth_interval),
+    "growth_factor": float(dynamic_policy.growth_factor),
+    "backoff_factor": float(dynamic_policy.backoff_factor),
+    "growth_interval": int(dynamic_policy.growth_interval),
+    "_growth_tracker": _writing.clamp_count(
+      count, dynamic_policy.growth_interval
+    ),
   }
