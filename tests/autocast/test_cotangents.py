@@ -8,7 +8,7 @@ a broadcast, whose transpose is a sum.
 import functools
 import inspect
 
-from helpers import jaxprs, matmul_flops, quick_alone, sharding
+from helpers import jaxprs, mark_slow_params, matmul_flops, sharding
 from helpers.bits import assert_close
 from helpers.jax_limits import jax_can
 import hypothesis
@@ -72,7 +72,7 @@ def assert_sums_are_wide(gradient, *args):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
-  "around", quick_alone([in_members], AROUND), ids=lambda f: f.__name__
+  "around", mark_slow_params([in_members], AROUND), ids=lambda f: f.__name__
 )
 def test_the_gradients_of_many_members_add_up(name, around):
   loss, i = LOSSES[name], jnp.zeros(MANY, int)
@@ -104,7 +104,9 @@ def test_each_primitive_of_the_table_is_tried():
   assert set(PRODUCTS) == set(_primitives.CONTRACTION_PREDICATES)
 
 
-@pytest.mark.parametrize("axes", quick_alone([(0, None), (0, 0)], BATCHINGS))
+@pytest.mark.parametrize(
+  "axes", mark_slow_params([(0, None), (0, 0)], BATCHINGS)
+)
 @pytest.mark.parametrize("name", [*jaxprs.MOVES, *PRODUCTS])
 def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
   def model(a, b):

@@ -2,7 +2,7 @@
 
 import collections
 
-from helpers import custom_rules, hijax, jaxprs, quick_alone, sharding
+from helpers import custom_rules, hijax, jaxprs, mark_slow_params, sharding
 from helpers.bits import assert_close
 from helpers.planted_layers import normal
 import jax
@@ -92,7 +92,7 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("within", quick_alone(["as it is"], WITHIN))
+@pytest.mark.parametrize("within", mark_slow_params(["as it is"], WITHIN))
 @pytest.mark.parametrize("name", LOSSES)
 def test_its_products_run_in_half_wherever_it_stands(name, within):
   loss, argument, count = LOSSES[name]

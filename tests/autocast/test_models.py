@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import float32_models, load_example, matmul_flops, quick_alone
+from helpers import float32_models, load_example, mark_slow_params, matmul_flops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ QUICK = (
   "rotary, plain JAX",
 )
 all_models = pytest.mark.parametrize(
-  "name", quick_alone(QUICK, float32_models.NAMES)
+  "name", mark_slow_params(QUICK, float32_models.NAMES)
 )
 make = functools.cache(float32_models.make)
 make_shapes = functools.cache(float32_models.make_shapes)

@@ -4,7 +4,7 @@ import collections
 import functools
 
 import equinox as eqx
-from helpers import custom_rules, jaxprs, quick_alone
+from helpers import custom_rules, jaxprs, mark_slow_params
 from helpers.bits import assert_same_bits
 from helpers.planted_layers import normal
 import jax
@@ -375,7 +375,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize(
   "name",
-  quick_alone(
+  mark_slow_params(
     ["with_vjp jit", "with_vjp stack", "with_jvp cond", "with_vjp while"],
     PROGRAMS,
   ),

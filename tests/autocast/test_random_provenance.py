@@ -4,7 +4,7 @@ import collections
 import functools
 import random
 
-from helpers import custom_rules, jaxprs, quick_alone
+from helpers import custom_rules, jaxprs, mark_slow_params
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -188,7 +188,7 @@ QUICK = (
   "plain", "jit", "checkpoint", "custom_vjp", "custom_jvp", "cond", "scan",
   "vmap", "shard_map", "scope", "scope of jax", "jitted cast", "unstacked",
 )  # fmt: skip
-NESTS = quick_alone([*zip(QUICK), *PAIRS], [*zip(WRAPPERS), *PAIRS])
+NESTS = mark_slow_params([*zip(QUICK), *PAIRS], [*zip(WRAPPERS), *PAIRS])
 
 
 @pytest.mark.parametrize("names", NESTS, ids=" in ".join)

@@ -7,7 +7,7 @@ call: each time with respect to other arguments.
 import functools
 
 import equinox as eqx
-from helpers import custom_rules, quick_alone
+from helpers import custom_rules, mark_slow_params
 from helpers.bits import assert_close
 import jax
 from jax import lax
@@ -114,12 +114,14 @@ def test_a_function_with_a_rule_is_no_guard_if_it_computes():
   check(rule, jax.jit, LOSSES["partly frozen"], (0, 1))
 
 
-@pytest.mark.parametrize("argnums", quick_alone([(0, 1)], [0, 1, (0, 1)]))
+@pytest.mark.parametrize("argnums", mark_slow_params([(0, 1)], [0, 1, (0, 1)]))
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("share", quick_alone(["jit", "checkpoint"], SHARED_BY))
+@pytest.mark.parametrize(
+  "share", mark_slow_params(["jit", "checkpoint"], SHARED_BY)
+)
 @pytest.mark.parametrize(
   "rule",
-  quick_alone([custom_rules.product_with_vjp], RULES),
+  mark_slow_params([custom_rules.product_with_vjp], RULES),
   ids=lambda f: f.__name__,
 )
 def test_a_shared_rule_has_the_gradient_of_each_call(

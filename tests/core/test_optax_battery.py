@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 
-from helpers import optax_battery, optimizers, quick_alone, ROOT
+from helpers import mark_slow_params, optax_battery, optimizers, ROOT
 from helpers.bits import assert_same_bits
 from helpers.small_model import init_params
 import jax
@@ -86,7 +86,7 @@ def test_the_state_maps_over_params(name):
 
 @each_optimizer
 @pytest.mark.parametrize(
-  "dtype", quick_alone(["float16"], ["float16", "bfloat16", "float64"])
+  "dtype", mark_slow_params(["float16"], ["float16", "bfloat16", "float64"])
 )
 def test_types_stay_in_each_dtype(name, dtype):
   with jax.enable_x64(dtype == "float64"):

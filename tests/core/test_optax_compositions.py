@@ -4,7 +4,7 @@ An overflow strikes in the middle of each run.
 """
 
 import chex
-from helpers import quick_alone
+from helpers import mark_slow_params
 from helpers.bits import assert_same_bits, same_bits
 from helpers.small_model import (
   half_loss_fn,
@@ -75,7 +75,7 @@ EXTRA = {
 
 
 @pytest.mark.parametrize(
-  "name", quick_alone(["line search", "reduce_on_plateau"], INSIDE)
+  "name", mark_slow_params(["line search", "reduce_on_plateau"], INSIDE)
 )
 def test_inside_an_overflow_is_as_if_it_had_not_been(name):
   inner, extra = INSIDE[name], EXTRA.get(name)

@@ -9,7 +9,7 @@ import warnings
 
 import equinox as eqx
 from flax import nnx
-from helpers import quick_alone
+from helpers import mark_slow_params
 from helpers.bits import same_bits
 from helpers.leaves import FLOATS, OTHERS, ZOO
 import jax
@@ -472,7 +472,9 @@ def is_finite(way, leaves, factor):
 
 
 @pytest.mark.parametrize("way, factor", WITHOUT_FACTOR + WITH_FACTOR)
-@pytest.mark.parametrize("dtype", quick_alone(["float16", "float32"], DTYPES))
+@pytest.mark.parametrize(
+  "dtype", mark_slow_params(["float16", "float32"], DTYPES)
+)
 def test_each_way_finds_each_bad_entry_wherever_it_is(dtype, way, factor):
   with jax.enable_x64(dtype == "float64"):
     leaves = [

@@ -4,7 +4,7 @@ The wrapper's -0.0 adds nothing, but XLA takes subnormal numbers for zero when
 it adds on CPU, whatever is added, and with it `optax.apply_updates`.
 """
 
-from helpers import quick_alone
+from helpers import mark_slow_params
 from helpers.bits import same_bits
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def x64():
 
 both = pytest.mark.parametrize("jitted", [True, False])
 optimizers = pytest.mark.parametrize(
-  "optimizer", quick_alone(["sgd"], OPTIMIZERS)
+  "optimizer", mark_slow_params(["sgd"], OPTIMIZERS)
 )
 
 
@@ -81,7 +81,7 @@ def test_outside_jit_the_others_lose_them_to_a_zero_and_nothing_else(
 @both
 @optimizers
 @pytest.mark.parametrize(
-  "dtype", quick_alone(["float16", "float32"], [*KEPT, *LOST_EAGERLY])
+  "dtype", mark_slow_params(["float16", "float32"], [*KEPT, *LOST_EAGERLY])
 )
 def test_select_if_finite_keeps_them_all(dtype, optimizer, jitted):
   params = subnormals(dtype)

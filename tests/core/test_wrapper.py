@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import quick_alone
+from helpers import mark_slow_params
 from helpers.bits import same_bits
 from helpers.leaves import FLOATS, OTHERS, ZOO
 import jax
@@ -408,7 +408,7 @@ DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("param_dtype", DTYPES)
-@pytest.mark.parametrize("optimizer", quick_alone(["adam"], OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", mark_slow_params(["adam"], OPTIMIZERS))
 def test_a_skipped_step_changes_no_bit_and_no_type_in_any_mix_of_dtypes(
   optimizer, param_dtype, grad_dtype
 ):

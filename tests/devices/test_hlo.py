@@ -3,7 +3,7 @@
 from collections import Counter
 import functools
 
-from helpers import quick_alone, sharding
+from helpers import mark_slow_params, sharding
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -36,7 +36,9 @@ LAYOUTS = {
 }
 
 
-AXIS_TYPES = quick_alone([AxisType.Auto], [AxisType.Auto, AxisType.Explicit])
+AXIS_TYPES = mark_slow_params(
+  [AxisType.Auto], [AxisType.Auto, AxisType.Explicit]
+)
 
 
 ADAM = optax.adam(1e-3)

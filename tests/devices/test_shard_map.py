@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import exact_model, quick_alone, sharding
+from helpers import exact_model, mark_slow_params, sharding
 from helpers.bits import assert_same_bits
 from helpers.sharded_runs import SHARD_MAP_LAYOUTS, ShardMapRun
 import jax
@@ -35,7 +35,7 @@ def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
 
 
 @both_check_vma
-@pytest.mark.parametrize("jitted", quick_alone([True], [True, False]))
+@pytest.mark.parametrize("jitted", mark_slow_params([True], [True, False]))
 def test_one_bad_entry_of_one_shard_makes_every_device_skip(jitted, check_vma):
   run = ShardMapRun("two axes, sharded", check_vma)
   update = run.sharded_update()
@@ -116,7 +116,7 @@ def test_the_cure_for_that_error_clips_averaged_gradients(mapped):
   np.testing.assert_allclose(updates, np.tile([0.0, -1.0], (8, 1)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("mapped", quick_alone(["pmap"], ["pmap", "vmap"]))
+@pytest.mark.parametrize("mapped", mark_slow_params(["pmap"], ["pmap", "vmap"]))
 def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
   tx = exact_model.make_optimizer(axis_name="data")
 
@@ -215,7 +215,7 @@ def test_a_policy_is_given_the_largest_gradient_of_all_devices(check_vma):
 
 
 @pytest.mark.parametrize(
-  "policy", quick_alone(["dynamic"], ["dynamic", "headroom"])
+  "policy", mark_slow_params(["dynamic"], ["dynamic", "headroom"])
 )
 @pytest.mark.parametrize(
   "mapped", ["pmap", "vmap", "no check_vma", "check_vma"]

@@ -10,7 +10,7 @@ import math
 import pickle
 import re
 
-from helpers import custom_rules, hijax, quick_alone, sharding
+from helpers import custom_rules, hijax, mark_slow_params, sharding
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -135,7 +135,9 @@ QUICK = [
 
 
 @pytest.mark.parametrize(
-  "case", quick_alone(QUICK, CASES), ids=lambda x: f"{x[0].__name__} {x[1]}"
+  "case",
+  mark_slow_params(QUICK, CASES),
+  ids=lambda x: f"{x[0].__name__} {x[1]}",
 )
 def test_the_error_is_that_of_autocast(case):
   program, way = case
@@ -674,7 +676,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", quick_alone(["grad", "scan"], INSIDE))
+@pytest.mark.parametrize("name", mark_slow_params(["grad", "scan"], INSIDE))
 def test_no_loss_scale_helps_a_derivative_inside_of_the_loss(name):
   def loss_fn(params, x):
     scores = jnp.tanh(x @ params["plain"])
@@ -727,7 +729,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(
-  "name", quick_alone(["debug_nans", "x64 and strict promotion"], SETTINGS)
+  "name", mark_slow_params(["debug_nans", "x64 and strict promotion"], SETTINGS)
 )
 def test_settings_of_jax_change_nothing_that_reports_say(name):
   def fun(w, x):
@@ -747,7 +749,7 @@ def test_settings_of_jax_change_nothing_that_reports_say(name):
   assert hit.eqn_path == "scan[3]/convert_element_type"
 
 
-@pytest.mark.parametrize("mapped", quick_alone([True], [False, True]))
+@pytest.mark.parametrize("mapped", mark_slow_params([True], [False, True]))
 def test_a_product_in_the_condition_of_a_loop_is_noted_as_often_as_it_runs(
   mapped,
 ):

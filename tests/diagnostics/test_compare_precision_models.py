@@ -1,6 +1,11 @@
 """``compare_precision`` on models: it finds what is bad, and nothing else."""
 
-from helpers import custom_rules, float32_models, planted_layers, quick_alone
+from helpers import (
+  custom_rules,
+  float32_models,
+  mark_slow_params,
+  planted_layers,
+)
 from helpers.planted_layers import batch, normal, normalized, WIDTH
 import jax
 import jax.numpy as jnp
@@ -42,7 +47,7 @@ def cosine(reference, other):
 
 
 planted_models = pytest.mark.parametrize(
-  "name", quick_alone(["custom_vjp_forward"], planted_layers.NAMES)
+  "name", mark_slow_params(["custom_vjp_forward"], planted_layers.NAMES)
 )
 
 

@@ -10,7 +10,13 @@ import json
 import time
 import types
 
-from helpers import faulty_models, harmless_models, hijax, line_of, sharding
+from helpers import (
+  faulty_models,
+  find_line_number,
+  harmless_models,
+  hijax,
+  sharding,
+)
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
@@ -51,7 +57,7 @@ def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
   assert hit is not None
   assert (hit.kind, hit.eqn_path, hit.backward) == (kind, path, backward)
   assert hit.primitive == path.split("/")[-1]
-  number = line_of(name, faulty_models.__file__)
+  number = find_line_number(name, faulty_models.__file__)
   where = f"faulty_models.py:{number} ({function})"
   assert hit.source_line == where
   assert hit.primitive in str(hit) and where in str(hit)

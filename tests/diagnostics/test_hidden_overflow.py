@@ -3,7 +3,7 @@
 import functools
 import warnings
 
-from helpers import quick_alone, whole_steps
+from helpers import mark_slow_params, whole_steps
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
 from jax import lax
@@ -102,7 +102,9 @@ NOT_RUN = (
 )
 
 
-@pytest.mark.parametrize("name", quick_alone({"micro-batches", "where"}, HIDE))
+@pytest.mark.parametrize(
+  "name", mark_slow_params({"micro-batches", "where"}, HIDE)
+)
 def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
   step, args = HIDE[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
@@ -115,7 +117,7 @@ def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
   assert compare(step, *args).warnings == ()
 
 
-@pytest.mark.parametrize("name", quick_alone({"cond"}, GUARD))
+@pytest.mark.parametrize("name", mark_slow_params({"cond"}, GUARD))
 def test_an_overflow_that_keeps_update_from_running_is_named_and_told(name):
   step, args = GUARD[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)

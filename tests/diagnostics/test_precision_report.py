@@ -5,7 +5,7 @@ import json
 
 from flax import linen as nn
 from flax import nnx
-from helpers import hijax, line_of, sharding
+from helpers import find_line_number, hijax, sharding
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
@@ -24,7 +24,7 @@ def shape(*sizes, dtype=F16):
 
 
 def place_of(mark):
-  return f"test_precision_report.py:{line_of(mark, __file__)}"
+  return f"test_precision_report.py:{find_line_number(mark, __file__)}"
 
 
 def total(x):

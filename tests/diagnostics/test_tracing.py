@@ -5,7 +5,7 @@ import re
 from unittest import mock
 
 from flax import nnx
-from helpers import hijax, on_host, quick_alone, whole_steps
+from helpers import hijax, mark_slow_params, on_host, whole_steps
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
 from jax import lax
@@ -41,7 +41,9 @@ QUICK = {
   whole_steps.with_nnx_that_returns_nothing,
 }
 every_step = pytest.mark.parametrize(
-  "make", quick_alone(QUICK, whole_steps.ALL), ids=lambda make: make.__name__
+  "make",
+  mark_slow_params(QUICK, whole_steps.ALL),
+  ids=lambda make: make.__name__,
 )
 
 

@@ -4,7 +4,7 @@ import inspect
 import math
 import warnings
 
-from helpers import markdown, quick_alone, ROOT
+from helpers import mark_slow_params, markdown, ROOT
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -27,7 +27,7 @@ PAGES = [
 # Each page takes seconds. The quick tests run what most people read.
 @pytest.mark.parametrize(
   "path",
-  quick_alone([ROOT / "README.md"], PAGES),
+  mark_slow_params([ROOT / "README.md"], PAGES),
   ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_code_on_a_page_runs_from_top_to_bottom(

@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 
-from helpers import quick_alone, ROOT
+from helpers import mark_slow_params, ROOT
 from helpers.benchmark import load_benchmark
 import jax
 import jax.numpy as jnp
@@ -247,7 +247,9 @@ def test_the_largest_batch_fits_and_the_next_does_not(largest):
 @pytest.mark.parametrize(
   "name, n_params", [("ViT-B/16", 86_567_656), ("ResNet-50", 25_557_032)]
 )
-@pytest.mark.parametrize("variant", quick_alone(["float32"], MODELS.VARIANTS))
+@pytest.mark.parametrize(
+  "variant", mark_slow_params(["float32"], MODELS.VARIANTS)
+)
 def test_a_model_has_the_parameters_of_the_one_it_is_named_after(
   name, variant, n_params
 ):

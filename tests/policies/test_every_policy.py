@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import pickle
 
-from helpers import quick_alone
+from helpers import mark_slow_params
 from helpers.bits import same_bits
 import hypothesis
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ REMEMBERING = {
 ALL = FORGETFUL | REMEMBERING
 QUICK = "fixed", "dynamic, hysteresis", "headroom", "deepspeed", "fairseq"
 each_policy = pytest.mark.parametrize(
-  "policy", quick_alone([ALL[x] for x in QUICK], ALL.values()), ids=ALL
+  "policy", mark_slow_params([ALL[x] for x in QUICK], ALL.values()), ids=ALL
 )
 
 

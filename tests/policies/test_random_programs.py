@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import pickle
 
-from helpers import quick_alone
+from helpers import mark_slow_params
 from helpers.policy_models import Model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,7 +130,7 @@ OPERATION = st.one_of(
 )
 
 
-@pytest.mark.parametrize("devices", quick_alone([1], [1, 2, 8]))
+@pytest.mark.parametrize("devices", mark_slow_params([1], [1, 2, 8]))
 @given(policies(), st.lists(OPERATION, min_size=1, max_size=14))
 def test_any_program_does_what_the_model_does(devices, policy, program):
   model = Run(policy)

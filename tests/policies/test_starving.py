@@ -9,7 +9,7 @@ import json
 import pathlib
 import time
 
-from helpers import quick_alone
+from helpers import mark_slow_params
 from helpers.benchmark import load_benchmark
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ LEVELS = np.arange(-36.0, 9.0, 4.0)
 
 
 @pytest.mark.parametrize(
-  "log2_init_scale", quick_alone([-24, 0, 15, 60], range(-24, 61, 3))
+  "log2_init_scale", mark_slow_params([-24, 0, 15, 60], range(-24, 61, 3))
 )
 def test_after_bad_steps_at_first_the_scale_is_soon_near_whatever_the_gradients(
   log2_init_scale,
@@ -410,7 +410,9 @@ def test_no_more_than_128_steps_are_lost_in_a_row_after_a_fall_or_rise():
       assert longest_rows(disturbed).max() <= 128
 
 
-@pytest.mark.parametrize("every", quick_alone([2, 64], [2, 7, 48, 64, 80, 300]))
+@pytest.mark.parametrize(
+  "every", mark_slow_params([2, 64], [2, 7, 48, 64, 80, 300])
+)
 def test_no_more_than_512_gradients_of_every_nth_step_are_lost_in_a_row(every):
   steps = np.arange(400 * every if every < 20 else 60 * every)
   levels = np.where(steps < steps.size // 8, -14, [[-60], [-50], [0], [20]])
@@ -507,7 +509,7 @@ def make_stretch(rng, level, size):
   return np.where(share([0, 0, 0, 0.002, 0.01, 0.1, 0.5]), np.nan, log2_amax)
 
 
-@pytest.mark.parametrize("seed", quick_alone([0, 1], range(8)))
+@pytest.mark.parametrize("seed", mark_slow_params([0, 1], range(8)))
 def test_no_run_starves_and_all_lose_far_less_than_with_the_dynamic_rule(seed):
   runs = make_hostile_runs(np.random.default_rng(seed))
   headroom, dynamic = (adversary.measure(p, runs) for p in (POLICY, DYNAMIC))
