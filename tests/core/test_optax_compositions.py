@@ -5,7 +5,7 @@ An overflow strikes in the middle of each run.
 
 import chex
 from helpers import mark_slow_params
-from helpers.bits import assert_same_bits, same_bits
+from helpers.bits import assert_same_bits, has_same_bits
 from helpers.small_model import (
   half_loss_fn,
   init_params,
@@ -208,7 +208,7 @@ def skips_bitwise(tx):
   params = init_params()
   grads = jax.tree.map(lambda x: x * jnp.nan, params)
   updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-  return same_bits(optax.apply_updates(params, updates), params)
+  return has_same_bits(optax.apply_updates(params, updates), params)
 
 
 def filtered(inner):

@@ -10,7 +10,7 @@ import warnings
 import equinox as eqx
 from flax import nnx
 from helpers import mark_slow_params
-from helpers.bits import same_bits
+from helpers.bits import has_same_bits
 from helpers.leaves import FLOATS, OTHERS, ZOO
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def test_unscale_undoes_scale_bit_for_bit_at_every_power_of_two():
 
   for k in range(-126, 127):
     got = there_and_back(g, state_at(2.0**k))
-    assert same_bits(got, g), k
+    assert has_same_bits(got, g), k
 
 
 def test_a_small_float16_gradient_unscales_to_exactly_its_value():
@@ -170,26 +170,26 @@ def test_a_float8_loss_is_warned_of_too_and_a_bfloat16_loss_is_not():
 
 def test_the_zoo_comes_out_of_unscale_grads_as_documented():
   got = ols.unscale_grads(ZOO, state_at(2.0))
-  assert same_bits(got["others"], OTHERS)
+  assert has_same_bits(got["others"], OTHERS)
   wide = {"f16": "float32", "f8": "float32", "f8_5": "float32"}
   for name, leaf in FLOATS.items():
     out = got["floats"][name]
     expected = np.asarray(leaf).astype(
       wide.get(name, jnp.result_type(leaf))
     ) / np.asarray(2, wide.get(name, jnp.result_type(leaf)))
-    assert same_bits(out, jnp.asarray(expected)), name
+    assert has_same_bits(out, jnp.asarray(expected)), name
 
 
 def test_the_zoo_comes_out_of_scale_loss_with_its_types_kept_or_widened():
   scale = 2.0**17  # beyond float16
   some_others = {k: OTHERS[k] for k in ("int", "none")}
   got = ols.scale_loss(FLOATS | some_others, state_at(scale))
-  assert same_bits(got["int"], OTHERS["int"])
+  assert has_same_bits(got["int"], OTHERS["int"])
   assert got["none"] is None
   assert got["complex"].dtype == jnp.complex64
-  assert same_bits(got["complex"], FLOATS["complex"] * scale)
+  assert has_same_bits(got["complex"], FLOATS["complex"] * scale)
   for name in ("f32", "f16", "bf16", "f8", "f8_5"):
-    assert same_bits(got[name], FLOATS["f32"] * scale), name
+    assert has_same_bits(got[name], FLOATS["f32"] * scale), name
 
 
 @pytest.mark.parametrize("name", sorted(FLOATS.keys() - {"empty"}))
@@ -268,7 +268,7 @@ def test_value_and_grad_returns_what_jax_does(has_aux, argnums):
     expected = jaxs(fun, argnums, has_aux)(*args, c=2.0)
     for scale in (1.0, 2.0**15):
       got = ours(fun, state_at(scale), argnums, has_aux)(*args, c=2.0)
-      assert same_bits(got, expected)
+      assert has_same_bits(got, expected)
 
 
 def test_value_and_grad_forwards_its_keywords():

@@ -5,7 +5,7 @@ it adds on CPU, whatever is added, and with it `optax.apply_updates`.
 """
 
 from helpers import mark_slow_params
-from helpers.bits import same_bits
+from helpers.bits import has_same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +61,7 @@ optimizers = pytest.mark.parametrize(
 @pytest.mark.parametrize("dtype", KEPT)
 def test_float16_and_float8_keep_them(dtype, optimizer, jitted):
   params = subnormals(dtype)
-  assert same_bits(skip(optimizer, params, jitted), params)
+  assert has_same_bits(skip(optimizer, params, jitted), params)
 
 
 @optimizers
@@ -75,7 +75,7 @@ def test_outside_jit_the_others_lose_them_to_a_zero_and_nothing_else(
   are_subnormal = (old != 0) & (np.abs(old) < np.array(jnp.finfo(dtype).tiny))
   assert are_subnormal.any()
   assert (new[are_subnormal] == 0).all()
-  assert same_bits(new[~are_subnormal], old[~are_subnormal])
+  assert has_same_bits(new[~are_subnormal], old[~are_subnormal])
 
 
 @both
@@ -85,20 +85,20 @@ def test_outside_jit_the_others_lose_them_to_a_zero_and_nothing_else(
 )
 def test_select_if_finite_keeps_them_all(dtype, optimizer, jitted):
   params = subnormals(dtype)
-  assert same_bits(skip(optimizer, params, jitted, select=True), params)
+  assert has_same_bits(skip(optimizer, params, jitted, select=True), params)
 
 
 @optimizers
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_under_jit_float32_and_float64_keep_them(dtype, optimizer):
   params = subnormals(dtype)
-  assert same_bits(skip(optimizer, params, jitted=True), params)
+  assert has_same_bits(skip(optimizer, params, jitted=True), params)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
 def test_under_jit_bfloat16_and_complex_numbers_lose_them_with_adam(dtype):
   params = subnormals(dtype)
-  assert not same_bits(skip("adam", params, jitted=True), params)
+  assert not has_same_bits(skip("adam", params, jitted=True), params)
 
 
 @pytest.mark.parametrize("dtype", LOST_EAGERLY)
@@ -107,4 +107,4 @@ def test_no_update_could_keep_them(dtype):
   params = subnormals(dtype)
   zeros = jnp.zeros_like(params)
   for update in (zeros, -zeros, params, -params):
-    assert not same_bits(optax.apply_updates(params, update), params)
+    assert not has_same_bits(optax.apply_updates(params, update), params)

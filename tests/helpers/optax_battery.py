@@ -15,7 +15,7 @@ import sys
 import jax
 import optax
 
-from helpers.bits import same_bits
+from helpers.bits import has_same_bits
 from helpers.optimizers import extra_args, factories, loss_and_grads
 from helpers.small_model import init_params, loss_fn, make_batches, overflowing
 import optax_lossscale as ols
@@ -93,7 +93,7 @@ def examine(name, factory, kwargs):
   for scale in SCALES:
     for idiom in IDIOMS:
       actual = trajectory(*steps[idiom], batches, scale)
-      same = map(same_bits, actual, expected)
+      same = map(has_same_bits, actual, expected)
       found[f"{idiom} at {scale:g}"] = [
         "same" if is_same else "differs" for is_same in same
       ]
@@ -101,7 +101,7 @@ def examine(name, factory, kwargs):
   first, bad = batches[:4], overflowing(batches[0])
   run = lambda batches: trajectory(*steps["two_lines"], batches, SCALES[-1])
   with_bad = [*first[:3], bad, bad, first[3]]
-  found["skips"] = same_bits(run(with_bad)[-1], run(first)[-1])
+  found["skips"] = has_same_bits(run(with_bad)[-1], run(first)[-1])
   # The loss on one batch becomes half of what it was. Some go up at the end.
   losses = [loss for _, _, loss in run([batches[0]] * 200)]
   found["trains"] = bool(min(losses) < losses[0] / 2)

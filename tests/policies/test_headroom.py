@@ -8,7 +8,7 @@ import math
 
 from helpers import sharding
 from helpers.benchmark import load_benchmark
-from helpers.bits import same_bits
+from helpers.bits import has_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
@@ -124,7 +124,7 @@ def test_a_few_steps_of_zeros_are_no_evidence_and_make_none_forgotten(zero):
   before = settled()
   after = run(POLICY, [zero] * 7, before)
   assert (after.loss_scale == before.loss_scale).all()
-  assert same_bits(
+  assert has_same_bits(
     last(after).policy_state.amax_history, before.policy_state.amax_history
   )
 
@@ -263,7 +263,7 @@ def test_a_guess_that_finds_nothing_costs_and_teaches_nothing(outcome):
     before = jax.tree.map(lambda x: x[scales.index(guessed)], states)  # noqa: B023
     after = last(run(POLICY, [outcome], before))
     quiet = before.policy_state.steps_without_grads + 1
-    assert same_bits(
+    assert has_same_bits(
       after.policy_state,
       before.policy_state._replace(steps_without_grads=quiet),
     )
@@ -442,7 +442,7 @@ def test_sharded_jit_moves_the_scale_as_one_device_does(kind):
     with jax.set_mesh(mesh):
       grads = jax.device_put(amax * direction, P("data"))
       _, together = update(grads, together)
-    assert same_bits(together, alone)
+    assert has_same_bits(together, alone)
 
 
 def test_hyperparameters_may_be_traced():
