@@ -58,7 +58,7 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.PolicyAndState:
   """
   caller = "from_flax"
   static_specs = {
-    name: key for name, key in _STATIC_FIELDS.items() if name in static
+    caller: key for caller, key in _STATIC_FIELDS.items() if caller in static
   }
   values = _reading.read_fields(
     caller, "dynamic_scale", dynamic_scale, _ALL_FIELDS
