@@ -80,7 +80,7 @@ BY_SCOPE = [
 
 def products(fun, *args):
   """How many products there are in each dtype, by the scope they stand in."""
-  found = jaxprs.named_products(fun, *args)
+  found = jaxprs.list_named_matmuls(fun, *args)
   return collections.Counter((x.scope, x.dtype) for x in found)
 
 

@@ -186,7 +186,7 @@ def loss(rule):
 
 def products(fun, *args):
   """The path of the weights and the dtype of each product."""
-  return [(x.weights, x.dtype) for x in jaxprs.named_products(fun, *args)]
+  return [(x.weights, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
 
 @pytest.mark.parametrize("rule", [inner, again])

@@ -396,7 +396,7 @@ def test_a_name_keeps_what_a_mark_keeps(name):
     cast = ols.autocast(loss(block), keep_float32=kept)
     for transform in (lambda f: f), jax.grad:
       dtypes, expected = (
-        [x.dtype for x in jaxprs.named_products(transform(fun), params, X)]
+        [x.dtype for x in jaxprs.list_named_matmuls(transform(fun), params, X)]
         for fun in (cast, marked)
       )
       assert dtypes == expected and "float16" in dtypes  # of the head
@@ -447,7 +447,7 @@ def test_the_backward_pass_of_a_rule_has_the_names_of_its_weights(wrap):
   }
   params = {"blocks": [draw(i) for i in range(3)], "head": WEIGHTS}
   cast = jax.grad(ols.autocast(loss))
-  found = jaxprs.named_products(cast, params, X)
+  found = jaxprs.list_named_matmuls(cast, params, X)
   names = {f"blocks/{i}/{name}" for i in range(3) for name in ("up", "down")}
   assert {x.weights for x in found} == {*names, "head"}
   of_each = [[x for x in found if x.weights == name] for name in names]
@@ -472,5 +472,5 @@ def test_a_gradient_that_is_joined_of_parts_has_the_number_of_each():
   two_layers.defvjp(forward, backward)
   net = lambda params, x: two_layers(params["w"], x)
   params = {"w": normal(2, 8, 8, seed=0)}
-  found = jaxprs.named_products(trained(net), params, X)
+  found = jaxprs.list_named_matmuls(trained(net), params, X)
   assert sorted(x.weights for x in found) == ["w/0"] * 3 + ["w/1"] * 3

@@ -135,7 +135,7 @@ def program(nests):
 def dtypes_of(fun, *args):
   """The dtypes of the products of each weight, forward and backward."""
   found = collections.defaultdict(set)
-  for x in jaxprs.named_products(fun, *args, only_needed=True):
+  for x in jaxprs.list_named_matmuls(fun, *args, only_live=True):
     found[x.weights].add((x.backward, x.dtype))
   return found
 

@@ -255,7 +255,7 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
     assert _source_info.get_op_name(eqns[i]) in told
   else:
     assert found and change is not unknown
-    assert jaxprs.products_of(new)["float32"] == 0
+    assert jaxprs.count_eqn_matmuls_by_dtype(new)["float32"] == 0
 
 
 def rewrite(jaxpr):

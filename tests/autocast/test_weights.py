@@ -27,7 +27,7 @@ COUNT = 3
 
 def products(fun, *args):
   """The name and the dtype of each product that runs, in order."""
-  return [(x.name, x.dtype) for x in jaxprs.named_products(fun, *args)]
+  return [(x.name, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
 
 def names(fun, *args):
