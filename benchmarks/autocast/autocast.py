@@ -63,7 +63,7 @@ def measure(model, rounds):
   counts = [len(list(matmul_flops.equations(j))) for j in jaxprs]
   memory = [c.memory_analysis().temp_size_in_bytes for c in (written, cast)]
   return [
-    f"{matmul_flops.share_in_half(jaxprs[1]):.2%}",
+    f"{matmul_flops.half_flops_fraction(jaxprs[1]):.2%}",
     f"{cosine:.1e} ({least_cosine:.1e})",
     f"{loss:.1e} ({least_loss:.1e})",
     f"{counts[1] / counts[0]:.2f}x",

@@ -67,7 +67,7 @@ AROUND = in_members, in_members_of_a_shard_map
 def assert_sums_are_wide(gradient, *args):
   """No equation that adds or spreads data is half, but for products."""
   jaxpr = jax.make_jaxpr(gradient)(*args)
-  assert matmul_flops.sums_in_half(jaxpr) == set()
+  assert matmul_flops.list_half_sums(jaxpr) == set()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -139,7 +139,7 @@ def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
     if not jax_can(jax.eval_shape, as_written, *stacked):
       continue
     half = jax.make_jaxpr(functools.partial(derivative, ols.autocast))(*stacked)
-    sums = matmul_flops.sums_in_half(half)
+    sums = matmul_flops.list_half_sums(half)
     # The narrow operand of a product is read forward and backward. Only where
     # the gradient itself is differentiated, these two cotangents are added.
     allowed = {"add_any"} if derivative is second_derivative else set()

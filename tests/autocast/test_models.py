@@ -53,8 +53,8 @@ def test_a_float32_model_changes_but_for_its_products_by_casts_alone(name):
   for cast in CASTS:
     rewritten, its_results = backward(name, cast)
     # Nothing but products computes in half, and each is computed once.
-    assert matmul_flops.share_in_half(rewritten) > 0.99
-    assert matmul_flops.arithmetic_in_half(rewritten) == set()
+    assert matmul_flops.half_flops_fraction(rewritten) > 0.99
+    assert matmul_flops.list_half_arithmetic(rewritten) == set()
     assert matmul_flops.products(rewritten) == matmul_flops.products(written)
     flops = [matmul_flops.by_dtype(x).total() for x in (rewritten, written)]
     assert flops[0] == flops[1]
@@ -62,7 +62,7 @@ def test_a_float32_model_changes_but_for_its_products_by_casts_alone(name):
     # Results keep their structure, shapes and dtypes.
     assert jax.tree.structure(its_results) == jax.tree.structure(results)
     assert jax.tree.leaves(its_results) == jax.tree.leaves(results)
-  assert matmul_flops.share_in_half(written) == 0
+  assert matmul_flops.half_flops_fraction(written) == 0
 
 
 @pytest.mark.slow

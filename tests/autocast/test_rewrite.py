@@ -361,7 +361,7 @@ def test_cotangents_of_a_value_that_products_share_add_up_in_float32(name):
   for program in (fun, jax.grad(loss)):
     jaxpr = jax.make_jaxpr(program)(A)
     assert set(jaxprs.count_eqn_matmuls_by_dtype(jaxpr.eqns)) == {"float16"}
-    assert matmul_flops.sums_in_half(jaxpr) == set()
+    assert matmul_flops.list_half_sums(jaxpr) == set()
 
 
 @pytest.mark.parametrize(
