@@ -347,11 +347,11 @@ def overflowing(inner):
 
 def with_vjp(inner, params, x):
   """Its gradient never runs the function itself, but what the rule does."""
-  return custom_rules.pulling_back(overflowing(inner))(params, x)
+  return custom_rules.add_custom_vjp(overflowing(inner))(params, x)
 
 
 def with_jvp(inner, params, x):
-  return custom_rules.pushing_forward(overflowing(inner))(params, x)
+  return custom_rules.add_custom_jvp(overflowing(inner))(params, x)
 
 
 def with_a_loop(params, x):

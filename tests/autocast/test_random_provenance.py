@@ -47,9 +47,9 @@ WRAPPERS = {
   "dots_saveable": functools.partial(
     jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
   ),
-  "custom_vjp": custom_rules.pulling_back,
-  "remembering": custom_rules.remembering,
-  "custom_jvp": custom_rules.pushing_forward,
+  "custom_vjp": custom_rules.add_custom_vjp,
+  "remembering": custom_rules.add_recomputing_vjp,
+  "custom_jvp": custom_rules.add_custom_jvp,
   "cond": lambda f: (
     lambda p, x: lax.cond(x[0, 0] > -9e9, f, lambda p, x: x, p, x)
   ),

@@ -235,8 +235,8 @@ HOLDERS = {
   "cond": lambda a, b: lax.cond(b[0, 0] > 0, lambda: a @ b, lambda: a),
   "jit": jax.jit(lambda a, b: a @ b),
   "checkpoint": lambda a, b: jax.checkpoint(lambda a, b: jnp.sin(a @ b))(a, b),
-  "custom_jvp": lambda a, b: custom_rules.product_with_jvp()(a, b),
-  "custom_vjp": lambda a, b: custom_rules.product_with_vjp()(a, b),
+  "custom_jvp": lambda a, b: custom_rules.make_matmul_with_jvp()(a, b),
+  "custom_vjp": lambda a, b: custom_rules.make_matmul_with_vjp()(a, b),
 }
 
 

@@ -346,9 +346,9 @@ SHARED_VALUES = {
   "the constants of a scan": lambda x: lax.scan(
     lambda c, _: (c + two_products(x), None), x, length=2
   )[0],
-  "a custom_vjp": custom_rules.remembering(square),
-  "a custom_vjp of two products": custom_rules.pulling_back(two_products),
-  "a custom_jvp": custom_rules.pushing_forward(square),
+  "a custom_vjp": custom_rules.add_recomputing_vjp(square),
+  "a custom_vjp of two products": custom_rules.add_custom_vjp(two_products),
+  "a custom_jvp": custom_rules.add_custom_jvp(square),
   "a gradient": lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(square(x))))(x),
 }
 

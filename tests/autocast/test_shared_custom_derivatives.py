@@ -49,9 +49,9 @@ def equinox_custom_vjp():
 
 
 RULES = (
-  custom_rules.product_with_vjp,
+  custom_rules.make_matmul_with_vjp,
   custom_vjp_with_symbolic_zeros,
-  custom_rules.product_with_jvp,
+  custom_rules.make_matmul_with_jvp,
   equinox_custom_vjp,
 )
 
@@ -108,7 +108,7 @@ def check(rule, share, make_loss, argnums):
 
 def test_a_function_with_a_rule_is_no_guard_if_it_computes():
   def rule():
-    fun = custom_rules.product_with_vjp()
+    fun = custom_rules.make_matmul_with_vjp()
     return lambda x, w: fun(jax.nn.relu(x), jax.nn.relu(w))
 
   check(rule, jax.jit, LOSSES["partly frozen"], (0, 1))
@@ -121,7 +121,7 @@ def test_a_function_with_a_rule_is_no_guard_if_it_computes():
 )
 @pytest.mark.parametrize(
   "rule",
-  mark_slow_params([custom_rules.product_with_vjp], RULES),
+  mark_slow_params([custom_rules.make_matmul_with_vjp], RULES),
   ids=lambda f: f.__name__,
 )
 def test_a_shared_rule_has_the_gradient_of_each_call(

@@ -72,8 +72,8 @@ def branched(w, x):
 
 
 ruled, with_tangent = (
-  custom_rules.product_with_vjp(),
-  custom_rules.product_with_jvp(),
+  custom_rules.make_matmul_with_vjp(),
+  custom_rules.make_matmul_with_jvp(),
 )
 
 

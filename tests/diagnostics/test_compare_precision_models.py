@@ -146,7 +146,7 @@ SHARED_BY = {
   "function": lambda block: block,
   "jit": jax.jit,
   "checkpoint": jax.checkpoint,
-  "custom_vjp": custom_rules.pulling_back,
+  "custom_vjp": custom_rules.add_custom_vjp,
   "vmap": lambda block: jax.vmap(block, (None, 0)),
 }
 
