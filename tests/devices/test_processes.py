@@ -30,7 +30,7 @@ def test_all_processes_skip_what_overflows_on_one(tmp_path, n_processes):
   config = {"mode": "train", "steps": STEPS}
   with Processes(n_processes, tmp_path, config) as processes:
     processes.wait_for_success()
-  expected = exact_model.one_device(STEPS)
+  expected = exact_model.train_on_one_device(STEPS)
   assert expected[1].loss_scale_state.total_notfinite > 5
   for mode in ("jit", "shard_map"):
     assert_equal(tmp_path, n_processes, {mode: expected})
@@ -52,7 +52,7 @@ def test_a_killed_process_does_not_hang_the_rest_and_a_restart_goes_on(
   with Processes(2, tmp_path, config | {"die_before": None}) as processes:
     processes.wait_for_success()
     assert "step 4" in processes.logs() and "step 3" not in processes.logs()
-  expected = exact_model.one_device(steps)
+  expected = exact_model.train_on_one_device(steps)
   scale_state = expected[1].loss_scale_state
   assert scale_state.total_notfinite > 0
   end = (*expected[:2], scale_state.loss_scale)

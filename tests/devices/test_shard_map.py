@@ -28,7 +28,9 @@ def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
   run = ShardMapRun(layout, check_vma)
   batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
-  assert_same_bits((params, opt_state, scales), exact_model.one_device(STEPS))
+  assert_same_bits(
+    (params, opt_state, scales), exact_model.train_on_one_device(STEPS)
+  )
   sharding.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)
   assert state.total_notfinite == np.sum(~finite) > 5
@@ -134,7 +136,7 @@ def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
   replicas = map_by(mapped, train)(by_device)
   for i in range(8):
     replica = jax.tree.map(lambda x, i=i: x[i], replicas)
-    assert_same_bits(replica, exact_model.one_device(STEPS))
+    assert_same_bits(replica, exact_model.train_on_one_device(STEPS))
 
 
 @mapped_axes
