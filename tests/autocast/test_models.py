@@ -103,7 +103,7 @@ def test_gradients_and_loss_have_the_precision_of_half(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", float32_models.BY_HAND)
+@pytest.mark.parametrize("name", float32_models.MODELS_WITH_DTYPE)
 def test_gradients_are_as_good_as_by_hand(name):
   by_hand = float32_models.make(name, dtype=jnp.float16)
   result = _compute(by_hand, make(name).params, as_written)
