@@ -6,7 +6,7 @@ from helpers import (
   mark_slow_params,
   planted_layers,
 )
-from helpers.planted_layers import batch, normal, normalized, WIDTH
+from helpers.planted_layers import batch, normal, normalize, WIDTH
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,7 +137,7 @@ def test_no_place_of_a_sound_model_stands_out_and_its_error_is_true(name):
 
 
 def block(params, x):
-  x = x + normalized(x @ params["up"]) @ params["down"]
+  x = x + normalize(x @ params["up"]) @ params["down"]
   return jnp.tanh(x)
 
 
