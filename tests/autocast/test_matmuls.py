@@ -211,7 +211,7 @@ def test_gradients_of_several_weights_within_have_the_name_of_each():
   least = collections.Counter(
     products(jax.grad(ols.autocast(plain)), PARAMS, X)
   )
-  if hijax.is_on("jax_custom_vjp3"):
+  if hijax.is_enabled("jax_custom_vjp3"):
     # Such a tangent does not say which gradient is that of which weight.
     assert set(found) - {("", "float16")} == set(least)
   else:

@@ -49,7 +49,7 @@ def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
   make, kind, path, backward, function = FAULTS[name]
   fun, *args = make()
   skip_if_jax_cannot(fun, *args)
-  if name == "remat_backward" and hijax.is_on("jax_remat3"):
+  if name == "remat_backward" and hijax.is_enabled("jax_remat3"):
     path = "dot_general"  # JAX leaves nothing of the checkpoint there.
 
   hit = find_overflow(fun, *args)
@@ -68,7 +68,7 @@ IN_HIJAX = [name for name in FAULTS if "remat" in name or "custom" in name]
 
 @pytest.mark.parametrize("name", IN_HIJAX)
 def test_a_fault_has_the_same_name_and_path_in_hijax(name):
-  with hijax.all_flags():
+  with hijax.enable_all_flags():
     test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name)
 
 

@@ -192,7 +192,7 @@ def test_products_of_hijax_are_counted_as_often_as_they_run():
     return lax.scan(body, w, jnp.arange(5, dtype=w.dtype))
 
   plain = precision_report(fun, shape(8, 8))
-  with hijax.all_flags():
+  with hijax.enable_all_flags():
     report = precision_report(fun, shape(8, 8))
   assert report == plain
   assert report.total_flops == 10 * 2 * 8**3

@@ -30,4 +30,4 @@ def skip_if_jax_cannot(fun, *args):
 
 
 def flags_on():
-  return list(filter(hijax.is_on, hijax.FLAGS))
+  return list(filter(hijax.is_enabled, hijax.FLAGS))
