@@ -10,7 +10,7 @@ import inspect
 
 from helpers import jaxprs, mark_slow_params, matmul_flops, sharding
 from helpers.bits import assert_close
-from helpers.jax_limits import jax_can
+from helpers.jax_limits import can_run_in_jax
 import hypothesis
 from hypothesis import strategies as st
 import jax
@@ -136,7 +136,7 @@ def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
 
   for derivative in (first_derivative, second_derivative):
     as_written = functools.partial(derivative, lambda fun: fun)
-    if not jax_can(jax.eval_shape, as_written, *stacked):
+    if not can_run_in_jax(jax.eval_shape, as_written, *stacked):
       continue
     half = jax.make_jaxpr(functools.partial(derivative, ols.autocast))(*stacked)
     sums = matmul_flops.list_half_sums(half)
