@@ -157,7 +157,7 @@ def test_each_recorded_trajectory_is_ours_as_well(system):
     counts = system.counts(
       interop_replay.counters(case["counter"]), case["settings"]
     )
-    interop_replay.assert_the_same(
+    interop_replay.assert_same_trajectory(
       case, counts, ours, case["name"] in LEAVES_THE_RANGE
     )
 
@@ -181,7 +181,7 @@ def test_ours_goes_on_from_what_they_saved_as_they_do(system):
     counts = system.counts(counts, case["settings"])
     policy, state = system.resume(case["settings"], case["saved"])
     ours = interop_replay.replay(policy, state, steps[half:])
-    interop_replay.assert_the_same(
+    interop_replay.assert_same_trajectory(
       theirs, counts, ours, case["name"] in LEAVES_THE_RANGE
     )
 

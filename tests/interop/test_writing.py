@@ -61,7 +61,9 @@ def test_they_go_on_from_what_we_wrote_as_ours_does(write, case):
     assert [common.exponent(float(x)) for x in ours[0]] == scales
     return
   theirs = interop_replay.counters(case["counter"])
-  interop_replay.assert_the_same(case, theirs, ours, may_leave=False)
+  interop_replay.assert_same_trajectory(
+    case, theirs, ours, may_leave_range=False
+  )
 
 
 @pytest.mark.parametrize("write, case", EXPORTS)
