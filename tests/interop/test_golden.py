@@ -56,8 +56,8 @@ def keras_resume(settings, saved):
   return interop.from_keras(saved["config"], saved["variables"] or None)
 
 
-JMP = samples.look_alike("DynamicLossScale")
-MINDSPORE = samples.look_alike("DynamicLossScaler")
+JMP = samples.make_lookalike("DynamicLossScale")
+MINDSPORE = samples.make_lookalike("DynamicLossScaler")
 
 
 def paddle_start(settings):
