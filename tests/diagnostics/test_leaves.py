@@ -4,7 +4,7 @@ import dataclasses
 
 import equinox as eqx
 from flax import nnx
-from helpers.leaves import AS_ARRAYS, bad_weight, shard
+from helpers.leaves import AS_ARRAYS, make_bad_weight, shard
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -17,7 +17,7 @@ from optax_lossscale import interop, plots
 from optax_lossscale.diagnostics import _gradient_report, _leaves
 
 NAN, INF = float("nan"), float("inf")
-BAD = bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
+BAD = make_bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
 
 as_arrays = pytest.mark.parametrize("kind", AS_ARRAYS)
 
