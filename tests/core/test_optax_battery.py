@@ -61,7 +61,7 @@ def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
     stdout=subprocess.PIPE,
     check=True,
   )
-  expected = optax_battery.expected_of_each()
+  expected = optax_battery.make_expected_results()
   found = json.loads(process.stdout)
   assert list(found) == list(optimizers.factories(module))
   wrong = {
