@@ -13,7 +13,7 @@ import pytest
 
 import optax_lossscale as ols
 
-ALL = optimizers.all_factories()
+ALL = optimizers.get_all_factories()
 BAD = [np.nan, np.inf, -np.inf]
 LEAVES = ["first", "middle", "zlast"]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

@@ -34,7 +34,7 @@ STATIC = {
   "seed",
 }
 
-FACTORIES = optimizers.all_factories()
+FACTORIES = optimizers.get_all_factories()
 # Some are deprecated, or take an argument that is.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 
