@@ -17,7 +17,7 @@ from optax_lossscale import diagnostics
 
 DYNAMIC = ols.DynamicLossScale(2.0**6)
 compare = functools.partial(diagnostics.compare_precision, progress=False)
-gradient_of = whole_steps._gradient_of
+gradient_of = whole_steps._compute_grads
 
 
 def step_of(
@@ -179,7 +179,7 @@ def bare_gradient_of(params, state, batch):
 
 
 def scaled_gradient_of(params, state, batch):
-  return whole_steps._scaled_gradient_of(params, state, batch)
+  return whole_steps._compute_scaled_grads(params, state, batch)
 
 
 def twice(params, state, batch):
