@@ -67,7 +67,7 @@ def measure(model, rounds):
     f"{cosine:.1e} ({least_cosine:.1e})",
     f"{loss:.1e} ({least_loss:.1e})",
     f"{counts[1] / counts[0]:.2f}x",
-    f"{trace_ratio(model, rounds):.2f}x",
+    f"{measure_trace_ratio(model, rounds):.2f}x",
     f"{memory[1] / memory[0]:.2f}x",
   ]
 
@@ -76,7 +76,7 @@ def as_written(fun):
   return fun
 
 
-def trace_ratio(model, rounds):
+def measure_trace_ratio(model, rounds):
   """Tracing the loss with `autocast`, relative to without: the median."""
 
   def seconds(cast):
