@@ -119,6 +119,6 @@ def _grads(value_and_grad, params, state, batch):
 
 
 def _mesh(topology: str, axes: tuple[str, ...]) -> jax.sharding.Mesh:
-  devices = np.array(compiled_bytes.topology_devices(topology))
+  devices = np.array(compiled_bytes.get_topology_devices(topology))
   shape = (-1,) if len(axes) == 1 else (devices.size // 8, 8)
   return jax.sharding.Mesh(devices.reshape(shape), axes)
