@@ -50,12 +50,12 @@ def gained(layout: str, chips: int, n_leaves: int, **options: Any) -> Counter:
   inner = optax.adam(1e-3)
   clip = optax.clip_by_global_norm(options.get("max_norm", 1.0))
   bare = optax.chain(clip, inner) if "max_norm" in options else inner
-  found = Counter(_collectives(layout, chips, n_leaves, bare, None))
+  results = Counter(_collectives(layout, chips, n_leaves, bare, None))
   wrapped = ols.with_loss_scaling(inner, **options)
   gain = Counter(
     _collectives(layout, chips, n_leaves, wrapped, ols.value_and_grad)
   )
-  gain.subtract(found)
+  gain.subtract(results)
   return Counter({key: n for key, n in gain.items() if n})
 
 
