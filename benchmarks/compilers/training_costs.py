@@ -28,12 +28,12 @@ def training(device: str, model: str, variant: str) -> dict[str, Any]:
   """
 
   def figures(batch: int) -> compiled_bytes.Figures:
-    step, carry, data = trained_models.training_step(model, variant, batch)
+    step, carry, data = trained_models.make_training_step(model, variant, batch)
     return compiled_bytes.figures(
       step, carry, data, device=device, donate_argnums=0
     )
 
-  step = trained_models.training_step(model, variant, BATCH)
+  step = trained_models.make_training_step(model, variant, BATCH)
   flops = flops_by_dtype(*step)
   known = {BATCH: figures(BATCH)}
 

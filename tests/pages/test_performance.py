@@ -253,7 +253,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(largest):
 def test_a_model_has_the_parameters_of_the_one_it_is_named_after(
   name, variant, n_params
 ):
-  _, ((params, _), _), (images, _) = MODELS.training_step(name, variant, 2)
+  _, ((params, _), _), (images, _) = MODELS.make_training_step(name, variant, 2)
   leaves = jax.tree.leaves(params)
   assert sum(leaf.size for leaf in leaves) == n_params
   assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}
