@@ -119,12 +119,12 @@ def test_a_row_that_failed_shows_its_error_in_a_whole_table():
 
 
 def test_the_expected_bytes_are_those_of_the_compiler():
-  found = expected.bytes_per_parameter("adam", "ours")
+  found = expected.get_bytes_per_parameter("adam", "ours")
   assert found == pytest.approx(32, abs=0.01)
-  assert expected.bytes_per_parameter("adam", "of nobody") is None
+  assert expected.get_bytes_per_parameter("adam", "of nobody") is None
   for case in (jax_optimizers.LARGE | jax_optimizers.SMALL).values():
     for variant in jax_optimizers.COMPARED:
-      assert expected.bytes_per_parameter(case.same_as, variant) >= 24
+      assert expected.get_bytes_per_parameter(case.same_as, variant) >= 24
 
 
 def test_what_is_told_is_in_the_files_at_once(tmp_path, capsys):
