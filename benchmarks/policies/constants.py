@@ -27,7 +27,7 @@ STEPS = 40_000  # of the patterns and the processes
 POLICY = ols.HeadroomLossScale()
 
 
-def limits_down_to(binades):
+def make_limit_evidence(binades):
   """Another lowest limit: so far below the evidence, or the lowest of all."""
   usual = _headroom.HeadroomLossScale._compute_log2_scales
 
@@ -48,8 +48,8 @@ CHANGES = {
   "target -8": ols.HeadroomLossScale(margin=8),
   "a stride without bound, for 8": (_headroom, "_STRIDE", 256),
   "a stride of 16": (_headroom, "_STRIDE", 16),
-  "limits as low as there are": limits_down_to(None),
-  "no limit more than 12 below": limits_down_to(12),
+  "limits as low as there are": make_limit_evidence(None),
+  "no limit more than 12 below": make_limit_evidence(12),
   "never tried again, for 4,096 steps": (
     _headroom,
     "_STEPS_TO_RETRY",
@@ -74,14 +74,14 @@ CHANGES = {
 
 def main():
   data = make_data()
-  found = {}
+  figures_by_change = {}
   for name, change in CHANGES.items():
-    found[name] = judge_changed(change, data)
-    print(name, found[name], flush=True)
+    figures_by_change[name] = judge_with_change(change, data)
+    print(name, figures_by_change[name], flush=True)
   results = json.loads(FILE.read_text())
-  results["constants"] = found
+  results["constants"] = figures_by_change
   FILE.write_text(json.dumps(results, indent=1) + "\n")
-  print_table(found)
+  print_table(figures_by_change)
 
 
 def make_data():
@@ -102,7 +102,7 @@ def make_data():
   return drawn, fairness.make_patterns(STEPS), changes
 
 
-def judge_changed(change, data):
+def judge_with_change(change, data):
   """The figures with one change."""
   policies.forget_compiled()
   if not isinstance(change, tuple):
@@ -142,11 +142,11 @@ def judge(policy, data):
   }
 
 
-def print_table(found):
-  columns = list(found["as it is"])
+def print_table(results):
+  columns = list(results["as it is"])
   print(" | ".join(["| change", *(x.replace("_", " ") for x in columns)]), "|")
   print("|---|" + "--:|" * len(columns))
-  for name, row in found.items():
+  for name, row in results.items():
     cells = [
       "never"
       if row[x] is None
