@@ -84,7 +84,7 @@ def products(fun, *args):
   return collections.Counter((x.scope, x.dtype) for x in found)
 
 
-def of_a_and_b(fun, *args):
+def get_a_and_b_dtypes(fun, *args):
   """The dtypes of the products in the scopes ``net/a`` and ``net/b``."""
   found = products(fun, *args)
   return tuple(
@@ -107,7 +107,7 @@ def test_a_name_keeps_a_product_and_its_derivatives(program, name):
     jax.jit(ols.autocast(jax.jit(jax.grad(fun)), keep_float32=[name])),
   ):
     assert products(cast, W, X).total() == count
-    assert of_a_and_b(cast, W, X) == ({"float32"}, {"float16"})
+    assert get_a_and_b_dtypes(cast, W, X) == ({"float32"}, {"float16"})
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_line_keeps_what_stands_there(program, name):
     (many(ols.autocast(jax.grad(fun), keep_float32=name)), X[None]),
     (ols.autocast(many(jax.grad(fun)), keep_float32=name), X[None]),
   ):
-    assert of_a_and_b(cast, W, x) == ({"float32"}, {"float16"})
+    assert get_a_and_b_dtypes(cast, W, x) == ({"float32"}, {"float16"})
 
 
 def nest(draw, jit):
