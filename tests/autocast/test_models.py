@@ -97,7 +97,7 @@ def test_gradients_and_loss_have_the_precision_of_half(
   name, cast, dtype, at_least
 ):
   # Products round both operands and the result, forward and backward.
-  rounded = _errors_of_rounding(name, dtype)
+  rounded = _compute_rounding_errors(name, dtype)
   triples = zip(_errors(name, cast), rounded, at_least, strict=True)
   assert all(error < max(least, 8 * x) for error, x, least in triples)
 
@@ -127,7 +127,7 @@ def _errors(name, cast):
   return _distance(name, _compute(make(name), make(name).params, cast))
 
 
-def _errors_of_rounding(name, dtype):
+def _compute_rounding_errors(name, dtype):
   """The same, if the params are rounded, and all is computed in float32."""
   model = make(name)
   rounded = jax.tree.map(
