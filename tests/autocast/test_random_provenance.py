@@ -132,7 +132,7 @@ def program(nests):
   return loss, params, beside
 
 
-def dtypes_of(fun, *args):
+def get_matmul_dtypes(fun, *args):
   """The dtypes of the products of each weight, forward and backward."""
   found = collections.defaultdict(set)
   for x in jaxprs.list_named_matmuls(fun, *args, only_live=True):
@@ -156,10 +156,10 @@ def assert_names_select(nests):
   # Each weight has one name, which is that of no other.
   assert sorted(path for path, _ in names) == sorted(beside), names
   assert len({name for _, name in names}) == len(beside)
-  before = dtypes_of(grad(), params, X)
+  before = get_matmul_dtypes(grad(), params, X)
   for path, name in names:
     assert {back for back, _ in before[path]} == {False, True}
-    found = dtypes_of(grad(keep_float32=name), params, X)
+    found = get_matmul_dtypes(grad(keep_float32=name), params, X)
     if beside[path] == {path}:
       assert {dtype for _, dtype in found[path]} == {"float32"}
     for other in beside:
