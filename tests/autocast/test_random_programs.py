@@ -66,7 +66,7 @@ AROUND = {
 }
 
 
-def in_sequence(steps):
+def compose(steps):
   def fun(x):
     for step in steps:
       x = small(step(x))
@@ -78,7 +78,7 @@ def in_sequence(steps):
 programs = st.recursive(
   st.sampled_from(sorted(STEPS)).map(STEPS.get),
   lambda inner: st.one_of(
-    st.lists(inner, min_size=2, max_size=4).map(in_sequence),
+    st.lists(inner, min_size=2, max_size=4).map(compose),
     st.builds(
       lambda name, f: AROUND[name](f), st.sampled_from(sorted(AROUND)), inner
     ),
