@@ -269,11 +269,11 @@ def rewrite(jaxpr):
   rewriter = _rewrite.Rewriter(
     half, _float32_filter.Float32Filter(), known, in_rule
   )
-  new, _, found = rewriter.rewrite(jaxpr, _provenance.EqnLocation())
-  told = _messages.describe_unentered(
-    _eqns.close_jaxpr(jaxpr), found.unentered_eqns, "float16"
+  new, _, log = rewriter.rewrite(jaxpr, _provenance.EqnLocation())
+  messages = _messages.describe_unentered(
+    _eqns.close_jaxpr(jaxpr), log.unentered_eqns, "float16"
   )
-  return found.has_matmuls, told, _eqns.close_jaxpr(new).jaxpr.eqns
+  return log.has_matmuls, messages, _eqns.close_jaxpr(new).jaxpr.eqns
 
 
 def test_a_shard_map_of_another_jax_is_rewritten():
