@@ -235,7 +235,7 @@ def test_a_rule_that_refuses_may_be_shared_by_calls_that_move_other_inputs():
   assert_close(jax.grad(kept)(W), jax.grad(loss)(W))
 
 
-def of_a_constant(wrap):
+def make_constant_rule(wrap):
   """A rule over a constant, in the body of something."""
   table = jnp.float32(np.arange(16).reshape(4, 4) % 3)
   fun = jax.custom_vjp(lambda x: x @ table)
@@ -255,7 +255,7 @@ WITHIN = {
 @pytest.mark.parametrize("within", WITHIN)
 def test_a_rule_in_a_loop_in_a_checkpoint_keeps_its_constants(within):
   skip_if_all_is_said_to_move()
-  loss = of_a_constant(WITHIN[within])
+  loss = make_constant_rule(WITHIN[within])
   expected = jax.grad(loss)(X)
   for transform in (lambda f: f, jax.jit):
     assert_close(transform(ols.autocast(jax.grad(loss)))(X), expected)
