@@ -49,19 +49,19 @@ LOSSES = {
 }
 
 
-def in_members(fun):
+def vmap_over_members(fun):
   return lambda w, i: jax.vmap(fun, (None, 0))(w, i).sum()
 
 
-def in_members_of_a_shard_map(fun):
+def shard_map_over_members(fun):
   mesh = sharding.make_mesh((4,), ("data",))
-  local = lambda w, i: lax.psum(in_members(fun)(w, i), "data")
+  local = lambda w, i: lax.psum(vmap_over_members(fun)(w, i), "data")
   return jax.shard_map(
     local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
   )
 
 
-AROUND = in_members, in_members_of_a_shard_map
+AROUND = vmap_over_members, shard_map_over_members
 
 
 def assert_sums_are_wide(gradient, *args):
@@ -72,7 +72,9 @@ def assert_sums_are_wide(gradient, *args):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
-  "around", mark_slow_params([in_members], AROUND), ids=lambda f: f.__name__
+  "around",
+  mark_slow_params([vmap_over_members], AROUND),
+  ids=lambda f: f.__name__,
 )
 def test_the_gradients_of_many_members_add_up(name, around):
   loss, i = LOSSES[name], jnp.zeros(MANY, int)
