@@ -97,7 +97,7 @@ def test_types_stay_in_each_dtype(name, dtype):
 @each_optimizer
 def test_types_stay_with_hyperparams_injected_inside(name):
   factory, kwargs = FACTORIES[name]
-  inner = optax.inject_hyperparams(factory, static_args_of(factory))(**kwargs)
+  inner = optax.inject_hyperparams(factory, list_static_args(factory))(**kwargs)
   check_types(name, ols.with_loss_scaling(inner))
 
 
@@ -109,7 +109,7 @@ def test_types_stay_with_hyperparams_injected_around(name):
   def wrapped_factory(*args, **kwargs):
     return ols.with_loss_scaling(factory(*args, **kwargs))
 
-  static = static_args_of(factory)
+  static = list_static_args(factory)
   check_types(name, optax.inject_hyperparams(wrapped_factory, static)(**kwargs))
 
 
@@ -129,7 +129,7 @@ def wrapped(name):
   return ols.with_loss_scaling(make(name))
 
 
-def static_args_of(factory):
+def list_static_args(factory):
   return STATIC & set(inspect.signature(factory).parameters)
 
 
