@@ -138,8 +138,8 @@ def test_weight_decay_behind_the_scaler_acts_on_a_skipped_step():
   decay = optax.add_decayed_weights(-0.1)
   behind = optax.chain(ols.with_loss_scaling(optax.sgd(0.1)), decay)
   inside = ols.with_loss_scaling(optax.chain(optax.sgd(0.1), decay))
-  assert not skips_bitwise(behind)
-  assert skips_bitwise(inside)
+  assert not has_bitwise_skip(behind)
+  assert has_bitwise_skip(inside)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_optax_gets_and_sets_the_scale_and_the_learning_rate():
   assert optax.tree.get(opt_state, "loss_scale") == 8
 
 
-def skips_bitwise(tx):
+def has_bitwise_skip(tx):
   params = init_params()
   grads = jax.tree.map(lambda x: x * jnp.nan, params)
   updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
