@@ -18,15 +18,15 @@ NAN, INF = float("nan"), float("inf")
 SGD = ols.with_loss_scaling(optax.sgd(1.0))
 
 
-def params_of(dtype=jnp.float32):
+def make_params(dtype=jnp.float32):
   return {
     "w": jnp.array([[1.0, -2.0, 0.5], [-0.0, 0.0, 4.0]], dtype),
     "b": jnp.array([-0.0, 3.0], dtype),
   }
 
 
-def grads_of(dtype=jnp.float32):
-  return jax.tree.map(lambda x: (x * 0.25 + 0.5).astype(dtype), params_of())
+def make_grads(dtype=jnp.float32):
+  return jax.tree.map(lambda x: (x * 0.25 + 0.5).astype(dtype), make_params())
 
 
 def spoil(tree, bad, leaf="w"):
@@ -220,7 +220,7 @@ def test_a_nan_born_in_the_optimizer_is_seen_if_asked():
   assert state.loss_scale_state.last_finite
 
 
-def make_update_of(value, dtype=jnp.float32):
+def make_constant_optimizer(value, dtype=jnp.float32):
   """An optimizer whose every update is this number, in this dtype."""
   return optax.stateless(
     lambda updates, params: jax.tree.map(
@@ -245,7 +245,7 @@ def test_check_updates_looks_at_the_updates_in_the_dtype_of_the_params(
   dtype, value, applied, jitted
 ):
   with jax.enable_x64(value == 1e300):
-    update_of = make_update_of(value, jnp.result_type(value))
+    update_of = make_constant_optimizer(value, jnp.result_type(value))
     inner = optax.chain(optax.trace(0.5), update_of)
     tx = ols.with_loss_scaling(inner, check_updates=True)
     w = jnp.ones(3, dtype)
@@ -415,8 +415,8 @@ def test_a_skipped_step_changes_no_bit_and_no_type_in_any_mix_of_dtypes(
   optimizer, param_dtype, grad_dtype
 ):
   tx = ols.with_loss_scaling(OPTIMIZERS[optimizer])
-  params = params_of(DTYPES[param_dtype])
-  grads = grads_of(DTYPES[grad_dtype])
+  params = make_params(DTYPES[param_dtype])
+  grads = make_grads(DTYPES[grad_dtype])
   traces = []
 
   @jax.jit
@@ -502,7 +502,7 @@ def test_no_inner_optimizer_ever_sees_a_nan():
     optax.adam(0.1),
   )
   tx = ols.with_loss_scaling(inner)
-  params, grads = params_of(), grads_of()
+  params, grads = make_params(), make_grads()
   step_of(tx)(spoil(grads, NAN), tx.init(params), params)
   jax.effects_barrier()
   assert len(seen) == 1
@@ -570,7 +570,7 @@ def test_a_scale_inside_multi_steps_is_warned_of():
 @pytest.mark.parametrize("grads_are_scaled", [False, True])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_max_norm_clips_as_optax_does(grads_are_scaled, max_norm):
-  params, grads = params_of(), grads_of()
+  params, grads = make_params(), make_grads()
   tx = ols.with_loss_scaling(
     optax.sgd(1.0),
     2.0**10,
