@@ -81,7 +81,7 @@ class Processes:
     config = {
       "processes": n_processes,
       "folder": str(folder),
-      "port": free_port(),
+      "port": find_free_port(),
       "heartbeat_timeout": 100,
       **config,
     }
@@ -133,7 +133,7 @@ def environment():
   return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def free_port():
+def find_free_port():
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     return s.getsockname()[1]
