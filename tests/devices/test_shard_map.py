@@ -102,7 +102,9 @@ def test_max_norm_is_an_error_where_no_type_tells_what_is_a_shard(mapped):
   tx = ols.with_loss_scaling(optax.sgd(1.0), axis_name="data", max_norm=1.0)
   message = r"check_vma=True.*axis 'data'.*optax\.clip_by_global_norm"
   with pytest.raises(ValueError, match=message):
-    map_by(mapped, lambda g: tx.update(g, tx.init(g))[0])(jnp.ones((8, 2)))
+    map_over_axis(mapped, lambda g: tx.update(g, tx.init(g))[0])(
+      jnp.ones((8, 2))
+    )
 
 
 @mapped_axes
@@ -114,7 +116,7 @@ def test_the_cure_for_that_error_clips_averaged_gradients(mapped):
     return tx.update(lax.pmean(grad, "data"), tx.init(grad))[0]
 
   grads = jnp.arange(8.0)[:, None] * jnp.array([0.0, 3.0])
-  updates = map_by(mapped, update)(grads)
+  updates = map_over_axis(mapped, update)(grads)
   np.testing.assert_allclose(updates, np.tile([0.0, -1.0], (8, 1)), rtol=1e-6)
 
 
@@ -133,7 +135,7 @@ def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
   )
   batches, _ = exact_model.make_batches(STEPS)
   by_device = {name: np.moveaxis(x, 1, 0) for name, x in batches.items()}
-  replicas = map_by(mapped, train)(by_device)
+  replicas = map_over_axis(mapped, train)(by_device)
   for i in range(8):
     replica = jax.tree.map(lambda x, i=i: x[i], replicas)
     assert_same_bits(replica, exact_model.train_on_one_device(STEPS))
@@ -143,7 +145,7 @@ def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
 def test_without_a_name_each_replica_decides_alone(mapped):
   tx = exact_model.make_optimizer()
   grads = jnp.ones((8, 2)).at[3, 1].set(jnp.inf)
-  _, state = map_by(mapped, lambda g: tx.update(g, tx.init(g)))(grads)
+  _, state = map_over_axis(mapped, lambda g: tx.update(g, tx.init(g)))(grads)
   assert np.sum(state.loss_scale_state.last_finite) == 7
 
 
@@ -245,11 +247,13 @@ def test_a_step_that_is_decided_together_can_be_differentiated_through(
     return total
 
   w = jnp.linspace(0.5, 2.0, 8)
-  slopes = map_by(mapped, jax.grad(functools.partial(after, axis_name="data")))
+  slopes = map_over_axis(
+    mapped, jax.grad(functools.partial(after, axis_name="data"))
+  )
   np.testing.assert_allclose(slopes(w), jax.vmap(jax.grad(bare))(w), rtol=1e-6)
 
 
-def map_by(mapped, fun):
+def map_over_axis(mapped, fun):
   """Maps a function of an array of eight over axis "data", one for each."""
   if mapped == "pmap":
     return jax.pmap(fun, axis_name="data")
