@@ -22,7 +22,7 @@ gradient_of = whole_steps._compute_grads
 
 def step_of(
   policy,
-  between=lambda grads: grads,
+  transform_grads=lambda grads: grads,
   differentiate=gradient_of,
   around=lambda tx: tx,
   **kwargs,
@@ -31,7 +31,7 @@ def step_of(
   tx = around(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
 
   def changed(params, state, batch):
-    return between(differentiate(params, state, batch))
+    return transform_grads(differentiate(params, state, batch))
 
   step = functools.partial(whole_steps.step_with, tx, differentiate=changed)
   return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
