@@ -81,7 +81,7 @@ def test_a_harmless_program_names_nothing(name):
 X = jnp.linspace(-2, 2, 8, dtype=jnp.float16).reshape(2, 4)
 
 
-def names_of(hit):
+def get_names(hit):
   return [hit.primitive, *(other.primitive for other in hit.other_origins)]
 
 
@@ -285,7 +285,7 @@ def test_of_two_faults_those_are_named_that_reach_the_result(fun, told):
     return fun(a, b)
 
   x = jnp.tile(X[:1] * 0 + jnp.array([-2, -1, 0, 1], X.dtype), (2, 1))
-  assert names_of(find_overflow(both, x)) == told
+  assert get_names(find_overflow(both, x)) == told
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def test_a_mask_of_infs_is_not_blamed_for_another_fault():
     return jax.nn.softmax(logits * jnp.array([[1], [3e4]], x.dtype))
 
   hit = find_overflow(fun, jnp.abs(X) + 1)
-  assert names_of(hit)[:1] == ["mul"]
+  assert get_names(hit)[:1] == ["mul"]
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def test_a_new_fault_is_found_among_the_wreckage_of_another():
     return x + 0.5
 
   hit = find_overflow(fun, X)
-  assert names_of(hit) == ["exp", "mul"]
+  assert get_names(hit) == ["exp", "mul"]
 
 
 @pytest.mark.slow
@@ -318,7 +318,7 @@ def test_more_faults_than_there_are_bits_are_told_from_those_that_matter():
       x = jax.nn.softmax(x + jnp.log(jnp.array([1, 0, 1, 1], x.dtype)))
     return jnp.exp(x * 70)
 
-  assert names_of(find_overflow(fun, X)) == ["exp"]
+  assert get_names(find_overflow(fun, X)) == ["exp"]
 
 
 def test_of_more_faults_than_there_are_bits_the_first_is_named():
@@ -351,7 +351,7 @@ def test_forty_masks_that_are_kept_leave_a_bit_for_the_fault(loop):
     return x, jnp.stack(kept)[..., 2:].sum()
 
   hit = find_overflow(fun, X)
-  assert names_of(hit) == ["square"]
+  assert get_names(hit) == ["square"]
   assert hit.eqn_path == ("scan[38]/square" if loop == "scan" else "square")
 
 
@@ -400,8 +400,8 @@ def test_an_inf_that_is_written_is_named_only_if_there_is_nothing_else():
   def fun(x):
     return jnp.where(x > 0, x, -jnp.inf), jnp.exp(x * 20)
 
-  assert names_of(find_overflow(fun, X)) == ["exp"]
-  assert names_of(find_overflow(fun, X / 4)) == ["constant"]
+  assert get_names(find_overflow(fun, X)) == ["exp"]
+  assert get_names(find_overflow(fun, X / 4)) == ["constant"]
 
 
 @pytest.mark.slow
@@ -561,7 +561,7 @@ def test_infs_are_followed_into_the_slices_of_a_scan():
     return lax.scan(lambda c, y: (c, y + 1), 0.0, ys)[1][:1]
 
   x = jnp.array([[0, 1], [0, 0]], X.dtype)
-  assert names_of(find_overflow(fun, x)) == ["exp"]
+  assert get_names(find_overflow(fun, x)) == ["exp"]
   assert find_overflow(fun, x[::-1]) is None
 
 
@@ -710,7 +710,7 @@ def test_what_reads_an_inf_out_of_a_ref_is_named(wrap):
     return ref[index] + 1
 
   hit = find_overflow(wrap(fun), jnp.abs(X) + 1, 0)
-  assert names_of(hit) == ["get"]
+  assert get_names(hit) == ["get"]
   assert hit.source_line.endswith(" (fun)")
   assert find_overflow(wrap(fun), jnp.abs(X) + 1, 1) is None
 
@@ -769,7 +769,7 @@ def test_a_mapped_while_loop_whose_rows_part_ways_is_entered(shape):
   assert (hit.eqn_path, hit.other_origins) == ("while[2]/mul", ())
   assert find_overflow(fun, counts, x / 4000) is None
   x = (x / 4000).at[..., 0, :].set(jnp.inf)
-  assert names_of(find_overflow(fun, counts, x)) == ["argument"]
+  assert get_names(find_overflow(fun, counts, x)) == ["argument"]
 
 
 def test_an_inf_that_a_function_without_operations_returns_is_named():
@@ -799,8 +799,8 @@ def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
   fun = lambda x: jnp.empty(4).at[:2].set(x)
   x = jnp.ones(2)
   assert find_overflow(lambda x: fun(x)[:2], x) is None
-  assert names_of(find_overflow(fun, x)) == ["empty"]
-  assert names_of(find_overflow(lambda x: fun(x)[:2] / 0, x)) == ["div"]
+  assert get_names(find_overflow(fun, x)) == ["empty"]
+  assert get_names(find_overflow(lambda x: fun(x)[:2] / 0, x)) == ["div"]
 
 
 def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
@@ -842,7 +842,7 @@ def test_a_row_that_has_ended_in_an_inf_is_followed_through_its_loop():
 
   counts, x = jnp.array([0, 3]), jnp.array([60000, 2], X.dtype)
   fun = lambda x: jax.vmap(loop)(counts, x * 2)
-  assert names_of(find_overflow(fun, x)) == ["mul"]
+  assert get_names(find_overflow(fun, x)) == ["mul"]
 
 
 def test_an_iteration_of_a_while_loop_is_named_by_its_number():
@@ -855,7 +855,7 @@ def test_an_iteration_of_a_while_loop_is_named_by_its_number():
   # What is made finite in the loop is nobody's fault.
   undo = lambda i, x: jnp.where(i == 3, x * 60000, jnp.minimum(x, 4))
   fun = lambda x: lax.fori_loop(0, 9, undo, x * 2) / (x - x)
-  assert names_of(find_overflow(fun, jnp.ones(3, X.dtype))) == ["div"]
+  assert get_names(find_overflow(fun, jnp.ones(3, X.dtype))) == ["div"]
 
 
 def test_a_loop_over_arrays_whose_types_are_sharded_is_followed():
