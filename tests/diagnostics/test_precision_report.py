@@ -165,7 +165,7 @@ def test_what_runs_many_times_is_counted_as_often():
   scan = lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=5)
   nested = lambda w: lax.map(lambda _: scan(w), jnp.arange(3))
   branches = lambda w: lax.switch(
-    w[0, 0].astype(int), [lambda w: w, scan_of(2), product], w
+    w[0, 0].astype(int), [lambda w: w, make_scan(2), product], w
   )
   assert flops(product, w) == (1, ())
   assert flops(jax.jit(jax.checkpoint(product)), w) == (1, ())
@@ -198,7 +198,7 @@ def test_products_of_hijax_are_counted_as_often_as_they_run():
   assert report.total_flops == 10 * 2 * 8**3
 
 
-def scan_of(length):
+def make_scan(length):
   return lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=length)[0]
 
 
