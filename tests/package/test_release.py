@@ -118,7 +118,7 @@ def test_the_readmes_first_example_runs_with_the_wheel_in_an_empty_environment(
 INSTALLED = {"optax": "0.2.6", "matplotlib": "3.10.0", "scikit-learn": "1.6.1"}
 
 
-def would_install(folder, dist, jax, *others, extra=""):
+def plan_install(folder, dist, jax, *others, extra=""):
   """What pip would install beside a JAX that is there, without an index."""
   venv.create(folder, with_pip=False)
   (packages,) = folder.glob("lib/python*/site-packages")
@@ -147,9 +147,9 @@ def would_install(folder, dist, jax, *others, extra=""):
 def test_nothing_is_upgraded_beside_a_jax_that_is_supported(
   dist, tmp_path, jax
 ):
-  alone = would_install(tmp_path / "alone", dist, jax)
+  alone = plan_install(tmp_path / "alone", dist, jax)
   # As the first cells of the notebooks that open beside a T4 do.
-  quick_start = would_install(
+  quick_start = plan_install(
     tmp_path / "notebook", dist, jax, "scikit-learn", extra="[plots]"
   )
   assert alone == quick_start == ["optax-lossscale"]
@@ -159,7 +159,7 @@ def test_an_older_jax_would_be_upgraded(dist, tmp_path):
   with pytest.raises(
     AssertionError, match=r"No matching distribution.* jax>=0"
   ):
-    would_install(tmp_path / "venv", dist, "0.7.2")
+    plan_install(tmp_path / "venv", dist, "0.7.2")
 
 
 def make_environment(folder, dist):
