@@ -87,7 +87,7 @@ CASTS = {
 }
 
 
-def cells_of_a_step(found):
+def format_step_cells(found):
   """Moved, needed, least time and largest batch, as the guide has them."""
   least = max(found["seconds"].values())
   sizes = [f"{found[name] / 1e9:.1f}" for name in ("bytes", "needed")]
@@ -103,7 +103,7 @@ def test_the_steps_of_the_guide_are_those_compiled_for_t4_and_v100():
   for model, cast, cells in rows:
     expected = []
     for device in CARDS.values():
-      expected += cells_of_a_step(TRAINING[device][model][CASTS[cast]])
+      expected += format_step_cells(TRAINING[device][model][CASTS[cast]])
     assert [cell.strip() for cell in cells.split("|")] == expected
 
 
@@ -124,7 +124,7 @@ def test_which_precision_has_the_same_figures():
   ]
   for card, model, cells in rows:
     casts = TRAINING[CARDS[card]][model]
-    both = [cells_of_a_step(casts[cast]) for cast in ("float32", "autocast")]
+    both = [format_step_cells(casts[cast]) for cast in ("float32", "autocast")]
     moved, _, *others = zip(*both, strict=True)
     expected = [*moved, *itertools.chain(*others)]
     assert [cell.strip() for cell in cells.split("|")] == expected
