@@ -36,7 +36,7 @@ POLICIES = [
 ]
 
 
-def scan_plainly(policy, finites, amaxes, state=None):
+def run_steps(policy, finites, amaxes, state=None):
   """The states after each step."""
 
   def step(state, finite_and_amax):
@@ -48,7 +48,7 @@ def scan_plainly(policy, finites, amaxes, state=None):
   return jax.lax.scan(step, state, (finites, amaxes))[1]
 
 
-scan = jax.jit(scan_plainly, static_argnums=0)
+scan = jax.jit(run_steps, static_argnums=0)
 
 
 def run(policy, amaxes, state=None):
@@ -452,7 +452,7 @@ def test_hyperparameters_may_be_traced():
       init_scale=4.0, min_scale=min_scale, max_scale=max_scale
     )
     amaxes = jnp.full(3, amax)
-    return scan_plainly(policy, amaxes > 0, amaxes).loss_scale[-1]
+    return run_steps(policy, amaxes > 0, amaxes).loss_scale[-1]
 
   # 64 and 0.5 are the outermost powers of two within.
   assert scale(0.3, 100.0, 2.0**-30) == 64
