@@ -42,7 +42,7 @@ class Run(Model):
 
 
 @functools.cache
-def compiled_step(kind, devices, grads_are_scaled):
+def compile_step(kind, devices, grads_are_scaled):
   """A jitted step for all hyperparameters of a kind of policy."""
 
   def step(numbers, state, w, grads):
@@ -147,7 +147,7 @@ def test_any_program_does_what_the_model_does(devices, policy, program):
       else:
         grads[where] = bad
       kind, numbers = split_policy(model.policy)
-      step = compiled_step(kind, devices, grads_are_scaled)
+      step = compile_step(kind, devices, grads_are_scaled)
       state, w = step(numbers, state, w, grads)
       got = state.loss_scale_state
       assert got.last_finite == (bad is None)
