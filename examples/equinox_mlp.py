@@ -30,10 +30,10 @@ def make_train_step(tx):
   @eqx.filter_jit
   def train_step(model, opt_state, images, labels):
     # differentiated = eqx.filter_value_and_grad(loss_fn)
-    differentiated = ols.value_and_grad(  # line 2
+    value_and_grad_fn = ols.value_and_grad(  # line 2
       ols.autocast(loss_fn), opt_state, using=eqx.filter_value_and_grad
     )
-    loss, grads = differentiated(model, images, labels)
+    loss, grads = value_and_grad_fn(model, images, labels)
     params = eqx.filter(model, eqx.is_inexact_array)
     updates, opt_state = tx.update(grads, opt_state, params)
     return eqx.apply_updates(model, updates), opt_state, loss

@@ -84,10 +84,10 @@ def make_train_step(dtype):
     # The forward pass writes statistics into the model.
     old_stats = jax.tree.map(jnp.asarray, nnx.state(model, nnx.BatchStat))
     # differentiated = nnx.value_and_grad(loss_fn)
-    differentiated = ols.value_and_grad(  # line 2
+    value_and_grad_fn = ols.value_and_grad(  # line 2
       cast_loss_fn, optimizer, using=nnx.value_and_grad
     )
-    loss, grads = differentiated(model, images, labels)
+    loss, grads = value_and_grad_fn(model, images, labels)
     optimizer.update(model, grads)
     # What stands outside of the optimizer keeps still on a skipped step.
     stats = nnx.state(model, nnx.BatchStat)

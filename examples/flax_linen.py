@@ -55,10 +55,10 @@ def loss_fn(params, state, images, labels):
 @jax.jit
 def train_step(state, images, labels):
   # differentiated = jax.value_and_grad(loss_fn, has_aux=True)
-  differentiated = ols.value_and_grad(  # line 2
+  value_and_grad_fn = ols.value_and_grad(  # line 2
     ols.autocast(loss_fn), state, has_aux=True
   )
-  (loss, stats), grads = differentiated(state.params, state, images, labels)
+  (loss, stats), grads = value_and_grad_fn(state.params, state, images, labels)
   new_state = state.apply_gradients(grads=grads)
   # The old statistics on a skipped step, and no number instead of a wrong one.
   stats, logged = ols.select_if_finite(

@@ -108,8 +108,8 @@ def loss_fn(params, images, labels):
 
 @jax.jit
 def train_step(params, opt_state, images, labels):
-  differentiated = ols.value_and_grad(ols.autocast(loss_fn), opt_state)
-  loss, grads = differentiated(params, images, labels)
+  value_and_grad_fn = ols.value_and_grad(ols.autocast(loss_fn), opt_state)
+  loss, grads = value_and_grad_fn(params, images, labels)
   updates, opt_state = TX.update(grads, opt_state, params)
   # Numbers of a skipped step may be inf or NaN, and each mean with them.
   applied = {"loss": loss, "grad_norm": optax.tree.norm(grads)}

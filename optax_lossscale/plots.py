@@ -27,8 +27,8 @@ def __dir__() -> list[str]:
 
 
 # The smallest and the largest floor(log2) of a float64, subnormals included.
-_LOWEST, _HIGHEST = -1074, 1023
-_BINADES = _HIGHEST - _LOWEST + 1
+_MIN_EXPONENT, _MAX_EXPONENT = -1074, 1023
+_NUM_BINADES = _MAX_EXPONENT - _MIN_EXPONENT + 1
 
 
 class ExponentHistogram(NamedTuple):
@@ -71,16 +71,22 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     >>> print(found.exponents, found.counts, found.zero_count)
     [-1  0  1] [2 0 1] 1
   """
-  measured = _leaves.measure_grads(tree, "exponent_histogram", _count_exponents)
-  counts, zeros, nonfinite = np.zeros(_BINADES, np.int64), 0, 0
-  for _, _, of_leaf in measured:
-    counts += np.asarray(of_leaf[0], np.int64)
-    zeros += int(of_leaf[1])
-    nonfinite += int(of_leaf[2])
-  (used,) = np.nonzero(counts)
-  span = slice(used[0], used[-1] + 1) if used.size else slice(0)
-  exponents = np.arange(_LOWEST, _HIGHEST + 1)[span]
-  return ExponentHistogram(exponents, counts[span], zeros, nonfinite)
+  leaf_counts = _leaves.measure_grads(
+    tree, "exponent_histogram", _count_exponents
+  )
+  counts, zero_count, nonfinite_count = np.zeros(_NUM_BINADES, np.int64), 0, 0
+  for _, _, leaf_count in leaf_counts:
+    counts += np.asarray(leaf_count[0], np.int64)
+    zero_count += int(leaf_count[1])
+    nonfinite_count += int(leaf_count[2])
+  (nonempty,) = np.nonzero(counts)
+  bin_range = (
+    slice(nonempty[0], nonempty[-1] + 1) if nonempty.size else slice(0)
+  )
+  exponents = np.arange(_MIN_EXPONENT, _MAX_EXPONENT + 1)[bin_range]
+  return ExponentHistogram(
+    exponents, counts[bin_range], zero_count, nonfinite_count
+  )
 
 
 @_transfer_guard.allow_transfers
@@ -120,28 +126,32 @@ def plot_exponents(
   dtype = _numbers.check_float_dtype(dtype)
   scale = _numbers.to_float_scale(loss_scale)
   limits = _numbers.get_dtype_limits(dtype)
-  found = exponent_histogram(grads)
-  ax = _axes_or_new(ax, "plot_exponents")
+  histogram = exponent_histogram(grads)
+  ax = _get_axes(ax, "plot_exponents")
 
-  size = found.counts.sum() + found.zero_count + found.nonfinite_count
-  shares = 100 * found.counts / max(size, 1)
+  num_entries = (
+    histogram.counts.sum() + histogram.zero_count + histogram.nonfinite_count
+  )
+  percentages = 100 * histogram.counts / max(num_entries, 1)
   shift = np.log2(scale)
-  _draw_bands(ax, dtype, limits)
+  _shade_dtype_ranges(ax, dtype, limits)
   style = {"width": 1.0, "align": "edge"}
-  ax.bar(found.exponents, shares, color="gray", label="unscaled", **style)
+  ax.bar(
+    histogram.exponents, percentages, color="gray", label="unscaled", **style
+  )
   if scale != 1:
     label = f"multiplied by the loss scale, $2^{{{shift:.4g}}}$"
     outline = {"fill": False, "edgecolor": "tab:blue", **style}
-    ax.bar(found.exponents + shift, shares, label=label, **outline)
-  lowest = min([np.log2(limits.underflow_threshold) - 10, *found.exponents])
+    ax.bar(histogram.exponents + shift, percentages, label=label, **outline)
+  lowest = min([np.log2(limits.underflow_threshold) - 10, *histogram.exponents])
   highest = max(
-    [np.log2(limits.overflow_threshold) + 4, *found.exponents + shift + 1]
+    [np.log2(limits.overflow_threshold) + 4, *histogram.exponents + shift + 1]
   )
   ax.set_xlim(lowest, highest)
   ax.set_xlabel("log₂ of the magnitude")
   ax.set_ylabel("% of the entries")
-  share = found.zero_count / max(size, 1)
-  ax.set_title(f"{share:.1%} of the unscaled entries are zero")
+  zero_fraction = histogram.zero_count / max(num_entries, 1)
+  ax.set_title(f"{zero_fraction:.1%} of the unscaled entries are zero")
   ax.legend(fontsize="small")
   return ax
 
@@ -149,32 +159,42 @@ def plot_exponents(
 @_leaves.reduce_on_device
 def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
   """Counts by exponent from _LOWEST to _HIGHEST, of zeros, of inf and NaN."""
-  size = _leaves.magnitude(xp, leaf)
+  magnitude = _leaves.magnitude(xp, leaf)
   finite = xp.isfinite(leaf)
-  counted = finite & (size > 0)
-  _, exponents = xp.frexp(xp.where(counted, size, 1))
-  index = xp.where(counted, exponents - 1 - _LOWEST, -1)
-  zeros = _leaves.count_true(xp, size == 0)
+  finite_nonzero = finite & (magnitude > 0)
+  _, exponents = xp.frexp(xp.where(finite_nonzero, magnitude, 1))
+  index = xp.where(finite_nonzero, exponents - 1 - _MIN_EXPONENT, -1)
+  zeros = _leaves.count_true(xp, magnitude == 0)
   nonfinite = _leaves.count_true(xp, ~finite)
   if xp is np:
-    return np.bincount(index[counted], minlength=_BINADES), zeros, nonfinite
+    return (
+      np.bincount(index[finite_nonzero], minlength=_NUM_BINADES),
+      zeros,
+      nonfinite,
+    )
 
   # One sum for each exponent that occurs, since a scatter would gather a
   # sharded array.
-  def count_one(i: jax.Array, counts: jax.Array) -> jax.Array:
+  def count_binade(i: jax.Array, counts: jax.Array) -> jax.Array:
     return counts.at[i].set(_leaves.count_true(xp, index == i))
 
-  first = xp.min(xp.where(counted, index, _BINADES), initial=_BINADES)
+  first = xp.min(
+    xp.where(finite_nonzero, index, _NUM_BINADES), initial=_NUM_BINADES
+  )
   last = xp.max(index, initial=-1)
-  none = jnp.zeros(_BINADES, jnp.uint32)
-  counts = lax.fori_loop(first, last + 1, count_one, none)
+  zero_counts = jnp.zeros(_NUM_BINADES, jnp.uint32)
+  counts = lax.fori_loop(first, last + 1, count_binade, zero_counts)
   return counts, zeros, nonfinite
 
 
-def _draw_bands(ax: Any, dtype: np.dtype, limits: _numbers.DtypeLimits) -> None:
+def _shade_dtype_ranges(
+  ax: Any, dtype: np.dtype, limits: _numbers.DtypeLimits
+) -> None:
   """Colours the ranges where a dtype is zero, subnormal, normal or inf."""
-  far = 2 * _HIGHEST  # The outer bands go on beyond the part that is shown.
-  edges = itertools.pairwise([-far, *np.log2(limits), far])
+  off_axis = (
+    2 * _MAX_EXPONENT
+  )  # The outer bands go on beyond the part that is shown.
+  edges = itertools.pairwise([-off_axis, *np.log2(limits), off_axis])
   zero, subnormal = f"zero in {dtype}", "subnormal: loses bits"
   labels = zero, subnormal, "normal", "overflow"
   colors = "tab:red", "gold", "tab:green", "tab:purple"
@@ -202,13 +222,15 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
     ImportError: if matplotlib is not installed.
     ValueError: if ``history`` holds no scales, or a state is no single one.
   """
-  scales, skipped = _read_history(history)
-  ax = _axes_or_new(ax, "plot_loss_scale")
+  scales, skip_mask = _read_history(history)
+  ax = _get_axes(ax, "plot_loss_scale")
   steps = np.arange(scales.size)
   ax.step(steps, scales, where="post", color="tab:blue", label="loss scale")
-  if skipped.any():
-    label = f"skipped steps: {skipped.sum()} of {skipped.size}"
-    ax.plot(steps[skipped], scales[skipped], "x", color="tab:red", label=label)
+  if skip_mask.any():
+    label = f"skipped steps: {skip_mask.sum()} of {skip_mask.size}"
+    ax.plot(
+      steps[skip_mask], scales[skip_mask], "x", color="tab:red", label=label
+    )
   ax.set_yscale("log", base=2)
   ax.set_xlabel("step")
   ax.set_ylabel("loss scale after the step")
@@ -222,7 +244,7 @@ def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
   is_list = isinstance(history, Sequence) and not hasattr(history, "_fields")
   # The state of a chain of optimizers is a tuple, too.
   is_list = is_list and len({*map(_state.has_loss_scale, history)}) < 2
-  history = [*map(_metrics, history)] if is_list else _metrics(history)
+  history = [*map(_as_metrics, history)] if is_list else _as_metrics(history)
   if is_list and all(isinstance(metrics, Mapping) for metrics in history):
     # Nothing is left of an empty sequence, which is an error below.
     keys = {"loss_scale", "last_finite"}.intersection(*history)
@@ -241,19 +263,19 @@ def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
       "history must hold one scale for each step, got scales of shape"
       f" {scales.shape}."
     )
-  finite = history.get("last_finite", np.ones_like(scales))
-  return scales, ~np.asarray(finite, bool)
+  finite_mask = history.get("last_finite", np.ones_like(scales))
+  return scales, ~np.asarray(finite_mask, bool)
 
 
-def _metrics(x: Any) -> Any:
+def _as_metrics(x: Any) -> Any:
   """The fields of the state in a tree; what holds none, as it is."""
   if not _state.has_loss_scale(x):
     return x
   return _state.get_loss_scale_state(x)._asdict()
 
 
-_TALLEST = 40.0  # in binades: what is infinite must be somewhere
-_PLAIN, _WORST = "tab:gray", "tab:red"
+_MAX_HEIGHT = 40.0  # in binades: what is infinite must be somewhere
+_NORMAL_COLOR, _OUTLIER_COLOR = "tab:gray", "tab:red"
 
 _Rows = list[diagnostics.MatmulPrecision]
 
@@ -286,22 +308,30 @@ def plot_precision(
       "report must be a PrecisionComparison, as compare_precision returns it,"
       f" got report = {report!r}."
     )
-  axes = _axes_or_new(axes, "plot_precision", rows=2)
+  axes = _get_axes(axes, "plot_precision", rows=2)
   top, bottom = axes
   rows = sorted(report.matmuls, key=lambda row: row.program_index)
-  bad = {*report.top_outliers(len(rows)), *report.overflowing}
-  colors = [_WORST if row.name in bad else _PLAIN for row in rows]
-  _draw_effects(top, rows, colors, report.dtype)
+  highlighted_names = {*report.top_outliers(len(rows)), *report.overflowing}
+  colors = [
+    _OUTLIER_COLOR if row.name in highlighted_names else _NORMAL_COLOR
+    for row in rows
+  ]
+  _draw_isolated_errors(top, rows, colors, report.dtype)
   _draw_headroom(bottom, rows, colors, report.dtype)
-  _name_bad(top, rows, bad)
+  _annotate_outliers(top, rows, highlighted_names)
   return axes
 
 
-def _draw_effects(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
-  known = [
+def _draw_isolated_errors(
+  ax: Any, rows: _Rows, colors: list[str], dtype: str
+) -> None:
+  finite_errors = [
     row.isolated_error for row in rows if 0 < row.isolated_error < math.inf
   ]
-  low, high = min(known, default=1e-4) / 3, 10 * max([*known, 1.0])
+  low, high = (
+    min(finite_errors, default=1e-4) / 3,
+    10 * max([*finite_errors, 1.0]),
+  )
   heights = [min(max(row.isolated_error, low), high) for row in rows]
   hatches = ["//" if row.isolated_error == math.inf else "" for row in rows]
   ax.bar(range(len(rows)), heights, color=colors, hatch=hatches)
@@ -313,33 +343,49 @@ def _draw_effects(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
 
 
 def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
-  heights = np.clip([row.log2_headroom for row in rows], -_TALLEST, _TALLEST)
+  heights = np.clip(
+    [row.log2_headroom for row in rows], -_MAX_HEIGHT, _MAX_HEIGHT
+  )
   ax.bar(range(len(rows)), heights, color=colors)
   ax.axhline(0, color="black", linewidth=0.8)
-  first = next((i for i, row in enumerate(rows) if row.backward), None)
-  if first is not None:
+  first_backward = next((i for i, row in enumerate(rows) if row.backward), None)
+  if first_backward is not None:
     style = {"color": "tab:blue", "alpha": 0.1, "linewidth": 0}
-    ax.axvspan(first - 0.5, len(rows) - 0.5, label="backward", **style)
+    ax.axvspan(first_backward - 0.5, len(rows) - 0.5, label="backward", **style)
     ax.legend(fontsize="small", loc="upper right")
   ax.set_xlabel("matmuls and convolutions, in program order")
   ax.set_ylabel(f"log2 headroom\nin {dtype}")
 
 
-def _name_bad(ax: Any, rows: _Rows, bad: set[str]) -> None:
+def _annotate_outliers(
+  ax: Any, rows: _Rows, highlighted_names: set[str]
+) -> None:
   """Names each place once, beside its highest bar."""
-  shown = dict.fromkeys(row.name for row in rows if row.name in bad)
+  labels = dict.fromkeys(
+    row.name for row in rows if row.name in highlighted_names
+  )
   box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-  style = {"va": "top", "color": _WORST, "fontsize": "small", "bbox": box}
-  where = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-  for level, name in enumerate(shown):
+  style = {
+    "va": "top",
+    "color": _OUTLIER_COLOR,
+    "fontsize": "small",
+    "bbox": box,
+  }
+  coords = {
+    "xycoords": ("data", "axes fraction"),
+    "textcoords": "offset points",
+  }
+  for level, name in enumerate(labels):
     bars = [i for i, row in enumerate(rows) if row.name == name]
     i = max(bars, key=lambda i: rows[i].isolated_error)
-    at = i, 0.93 - 0.1 * (level % 8)
-    side, shift = ("right", -8) if 2 * i > len(rows) else ("left", 8)
-    ax.annotate(name, at, xytext=(shift, 0), ha=side, **where, **style)
+    position = i, 0.93 - 0.1 * (level % 8)
+    alignment, shift = ("right", -8) if 2 * i > len(rows) else ("left", 8)
+    ax.annotate(
+      name, position, xytext=(shift, 0), ha=alignment, **coords, **style
+    )
 
 
-def _axes_or_new(axes: Any, caller: str, rows: int = 1) -> Any:
+def _get_axes(axes: Any, caller: str, rows: int = 1) -> Any:
   """The axes that were given, or those of a new figure, below each other.
 
   Args:

@@ -63,7 +63,7 @@ def browser():
   return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
-def too_wide(folder, width):
+def find_wide_elements(folder, width):
   """What does not fit a screen of some width, as a list of three values each.
 
   These are the page, what it is ("the page", or "table 3" for the third one on
@@ -104,7 +104,7 @@ def main():
   found = [
     (width, *what)
     for width in (*_WIDTHS, _PHONE)
-    for what in too_wide(folder, width)
+    for what in find_wide_elements(folder, width)
     if width != _PHONE or what[1] == "the page"
   ]
   for width, page, what, by in found:

@@ -55,12 +55,12 @@ ANCHORS = {"flax.nnx.Optimizer": "flax.nnx.optimizer.Optimizer"}
 
 def main():
   """Writes a file for each package."""
-  for package, lines in inventories().items():
+  for package, lines in build_inventories().items():
     text = "\n".join(["# Written by tools/inventories.py.", *lines])
     (INVENTORIES / f"{package}.txt").write_text(f"{text}\n")
 
 
-def inventories():
+def build_inventories():
   """The lines of each file: a name, what it is, and where it is explained."""
   found = {"flax": [], "jax": [], "optax": []}
   for name in sorted(mentioned() | IN_SIGNATURES):

@@ -266,20 +266,22 @@ def main():
   parser.add_argument("--minutes", type=float, help="begin none after so many")
   parser.add_argument("--quick", action="store_true", help="no slow tests")
   arguments = parser.parse_args()
-  modules = modules_of(arguments.name)
+  modules = find_modules(arguments.name)
   if not modules:
     parser.error(f"no tests are known for {arguments.name}: see TESTS")
   folder = copy_project(arguments.name)
   set_environment()
   for library in LIBRARIES:
     importlib.import_module(library)
-  items = [item for item in all_items(folder, modules) if tells(folder, item)]
-  counts = collections.Counter(module_of(folder, item) for item in items)
+  items = [item for item in list_items(folder, modules) if tells(folder, item)]
+  counts = collections.Counter(
+    get_mutated_module(folder, item) for item in items
+  )
   # In random order, so that those of any minutes are a sample.
   random.Random(arguments.seed).shuffle(items)
   items = items[: arguments.sample]
-  items.sort(key=lambda item: module_of(folder, item).startswith(LAST))
-  tried = sorted({module_of(folder, item) for item in items})
+  items.sort(key=lambda item: get_mutated_module(folder, item).startswith(LAST))
+  tried = sorted({get_mutated_module(folder, item) for item in items})
   for slow in (False,) if arguments.quick else (False, True):
     if fails(folder, tried, slow=slow, is_mutant=False):
       sys.exit("The tests fail without a mutant.")
@@ -288,21 +290,21 @@ def main():
   for item in items:
     if time.monotonic() > end:
       break
-    module = module_of(folder, item)
+    module = get_mutated_module(folder, item)
     outcomes[module].append(is_caught(folder, item, arguments.quick))
   sys.exit(report(arguments.name, counts, outcomes))
 
 
-def modules_of(name: str) -> list[str]:
+def find_modules(name: str) -> list[str]:
   """The modules of a name, which is that of one, or of a folder."""
   path = ROOT / "optax_lossscale" / name.replace(".", "/")
   files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
   files = [f.with_suffix("") for f in files if f.name != "__init__.py"]
   parts = [f.relative_to(ROOT / "optax_lossscale").parts for f in files]
-  return [m for m in map(".".join, parts) if key_of(m) is not None]
+  return [m for m in map(".".join, parts) if get_test_key(m) is not None]
 
 
-def key_of(module: str) -> str | None:
+def get_test_key(module: str) -> str | None:
   """Under which name the tests of a module are: its own, or its folder's."""
   names = module, module.rpartition(".")[0]
   return next((name for name in names if name in TESTS), None)
@@ -335,10 +337,10 @@ def set_environment() -> None:
   warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
 
 
-def all_items(folder: pathlib.Path, modules: list[str]) -> list[WorkItem]:
+def list_items(folder: pathlib.Path, modules: list[str]) -> list[WorkItem]:
   """All mutants of the modules."""
   with use_db(folder / "session", WorkDB.Mode.create) as db:
-    init([path_of(folder, module) for module in modules], db, {})
+    init([get_copy_path(folder, module) for module in modules], db, {})
     return sorted(db.work_items, key=place_of)
 
 
@@ -349,24 +351,24 @@ def place_of(item: WorkItem) -> tuple[str, str, int]:
   return path, operator, mutation.occurrence
 
 
-def path_of(folder: pathlib.Path, module: str) -> pathlib.Path:
+def get_copy_path(folder: pathlib.Path, module: str) -> pathlib.Path:
   """Where a module is in the copy."""
   return folder / "optax_lossscale" / f"{module.replace('.', '/')}.py"
 
 
-def module_of(folder: pathlib.Path, item: WorkItem) -> str:
+def get_mutated_module(folder: pathlib.Path, item: WorkItem) -> str:
   """The module that is mutated."""
   path = item.mutations[0].module_path.relative_to(folder / "optax_lossscale")
   return ".".join(path.with_suffix("").parts)
 
 
-def paths_of(modules: Iterable[str]) -> list[str]:
+def find_test_paths(modules: Iterable[str]) -> list[str]:
   """The files with the tests of modules: their doctests come last."""
   # As a dict, in their order and each once.
-  names = dict.fromkeys(n for m in modules for n in TESTS[key_of(m)])
+  names = dict.fromkeys(n for m in modules for n in TESTS[get_test_key(m)])
   pairs = [name.split("/") for name in names]
   paths = [f"tests/{folder}/test_{name}.py" for folder, name in pairs]
-  return paths + [str(path_of(pathlib.Path(), m)) for m in modules]
+  return paths + [str(get_copy_path(pathlib.Path(), m)) for m in modules]
 
 
 def fails(
@@ -387,7 +389,7 @@ def fails(
   options += ["-m", f"{'' if slow else 'not '}slow and not nightly"]
   # What is imported before pytest cannot be rewritten, nor need it be.
   options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-  arguments = folder, [*options, *paths_of(modules)], is_mutant
+  arguments = folder, [*options, *find_test_paths(modules)], is_mutant
   context = multiprocessing.get_context("fork")
   process = context.Process(target=run, args=arguments)
   process.start()
@@ -429,7 +431,7 @@ def is_caught(folder: pathlib.Path, item: WorkItem, quick: bool) -> bool:
   operator = operator(**mutation.operator_args)
   path = mutation.module_path
   with use_mutation(path, operator, mutation.occurrence) as (old, new):
-    modules = [module_of(folder, item)]
+    modules = [get_mutated_module(folder, item)]
     caught = fails(folder, modules)
     caught = caught or (not quick and fails(folder, modules, slow=True))
   if not caught:
@@ -453,12 +455,12 @@ def tells(folder: pathlib.Path, item: WorkItem) -> bool:
   line = mutation.start_pos[0]
   return not (
     EASY.match(operator)
-    or ("Binary" in operator and line in lines_of_types(source))
+    or ("Binary" in operator and line in find_annotation_lines(source))
     or ("True" in operator and "strict=True" in source.split("\n")[line - 1])
   )
 
 
-def lines_of_types(source: str) -> set[int]:
+def find_annotation_lines(source: str) -> set[int]:
   """The numbers of the lines from `def` to the colon, and of annotations."""
   lines: set[int] = set()
   for node in ast.walk(ast.parse(source)):

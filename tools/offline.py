@@ -27,9 +27,13 @@ _IN_SCRIPTS = re.compile(
 )
 
 
-def loaded_from_elsewhere(folder):
+def find_external_loads(folder):
   """The (file, address) of all that pages load from other servers."""
-  readers = {".html": _in_page, ".css": _in_styles, ".js": _in_script}
+  readers = {
+    ".html": _find_in_page,
+    ".css": _find_in_styles,
+    ".js": _find_in_script,
+  }
   return [
     (path.relative_to(folder), address)
     for path in sorted(folder.rglob("*"))
@@ -38,7 +42,7 @@ def loaded_from_elsewhere(folder):
   ]
 
 
-def _in_page(text):
+def _find_in_page(text):
   page = _Page()
   page.feed(text)
   return page.addresses
@@ -60,23 +64,23 @@ class _Page(html.parser.HTMLParser):
       )
       if is_loaded and _ELSEWHERE.match(value.strip()):
         self.addresses.append(value)
-    self.addresses += _in_styles(attrs.get("style", ""))
+    self.addresses += _find_in_styles(attrs.get("style", ""))
 
   def handle_endtag(self, tag):
     self._inside = None
 
   def handle_data(self, data):
     if self._inside == "style":
-      self.addresses += _in_styles(data)
+      self.addresses += _find_in_styles(data)
     if self._inside == "script":
-      self.addresses += _in_script(data)
+      self.addresses += _find_in_script(data)
 
 
-def _in_styles(text):
+def _find_in_styles(text):
   return _IN_STYLES.findall(text)
 
 
-def _in_script(text):
+def _find_in_script(text):
   return _IN_SCRIPTS.findall(text)
 
 
@@ -85,7 +89,7 @@ def main():
   folder = pathlib.Path(sys.argv[1])
   if not (folder / "index.html").exists():
     sys.exit(f"{folder} must hold built pages, and has no index.html.")
-  found = loaded_from_elsewhere(folder)
+  found = find_external_loads(folder)
   for path, address in found:
     print(f"{path} loads {address}")
   if found:

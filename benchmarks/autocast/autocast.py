@@ -63,11 +63,11 @@ def measure(model, rounds):
   counts = [len(list(matmul_flops.equations(j))) for j in jaxprs]
   memory = [c.memory_analysis().temp_size_in_bytes for c in (written, cast)]
   return [
-    f"{matmul_flops.share_in_half(jaxprs[1]):.2%}",
+    f"{matmul_flops.half_flops_fraction(jaxprs[1]):.2%}",
     f"{cosine:.1e} ({least_cosine:.1e})",
     f"{loss:.1e} ({least_loss:.1e})",
     f"{counts[1] / counts[0]:.2f}x",
-    f"{trace_ratio(model, rounds):.2f}x",
+    f"{measure_trace_ratio(model, rounds):.2f}x",
     f"{memory[1] / memory[0]:.2f}x",
   ]
 
@@ -76,7 +76,7 @@ def as_written(fun):
   return fun
 
 
-def trace_ratio(model, rounds):
+def measure_trace_ratio(model, rounds):
   """Tracing the loss with `autocast`, relative to without: the median."""
 
   def seconds(cast):

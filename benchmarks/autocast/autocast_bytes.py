@@ -68,8 +68,8 @@ def main():
   for name, loss_fn in variants(HALF[device]).items():
     f = compiled_bytes.figures(jax.grad(loss_fn), params, x, device=device)
     sizes = [f"{n / 1e6:,.0f}" for n in (f.bytes, f.peak, f.temporary)]
-    told = on_gpu * [calls(f.products)]
-    print_row([name, *sizes, f"{f.kernels:,}", *told])
+    messages = on_gpu * [calls(f.products)]
+    print_row([name, *sizes, f"{f.kernels:,}", *messages])
 
 
 def print_row(cells):

@@ -10,24 +10,24 @@ BATCH, LENGTH, HEADS, HEAD_WIDTH = 4, 1024, 8, 64
 WIDTH = HEADS * HEAD_WIDTH
 
 
-def with_xla(q, k, v):
+def attend_with_xla(q, k, v):
   return jax.nn.dot_product_attention(q, k, v, implementation="xla")
 
 
-def with_cudnn(q, k, v):
+def attend_with_cudnn(q, k, v):
   return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
 
-def with_cudnn_in_half(q, k, v):
+def attend_with_cudnn_in_half(q, k, v):
   """The recipe of the pages."""
   q_half, k_half, v_half = (x.astype(jnp.float16) for x in (q, k, v))
-  return with_cudnn(q_half, k_half, v_half).astype(q.dtype)
+  return attend_with_cudnn(q_half, k_half, v_half).astype(q.dtype)
 
 
 ATTENTIONS = {
-  "XLA": with_xla,
-  "cuDNN": with_cudnn,
-  "cuDNN, in half": with_cudnn_in_half,
+  "XLA": attend_with_xla,
+  "cuDNN": attend_with_cudnn,
+  "cuDNN, in half": attend_with_cudnn_in_half,
 }
 
 
@@ -41,7 +41,7 @@ def attention(device: str) -> dict[str, dict]:
   Returns:
     The bytes and the products, as in ``compiled_bytes.Figures``, or the error.
   """
-  found = {}
+  results = {}
   shape = jax.ShapeDtypeStruct
   params = {n: shape((WIDTH, WIDTH), jnp.float32) for n in "qkvo"}
   x = shape((BATCH, LENGTH, WIDTH), jnp.float32)
@@ -50,10 +50,10 @@ def attention(device: str) -> dict[str, dict]:
     try:
       figures = compiled_bytes.figures(grad_fn, params, x, device=device)
     except NotImplementedError as error:
-      found[name] = {"error": str(error)}
+      results[name] = {"error": str(error)}
     else:
-      found[name] = {"bytes": figures.bytes, "products": figures.products}
-  return found
+      results[name] = {"bytes": figures.bytes, "products": figures.products}
+  return results
 
 
 def _loss_fn(attend):

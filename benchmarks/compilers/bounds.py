@@ -13,7 +13,7 @@ FIRST = 64
 
 
 def least_seconds(
-  gpu: Gpu, moved: int, flops: dict[str, int]
+  gpu: Gpu, bytes_moved: int, flops: dict[str, int]
 ) -> dict[str, float]:
   """What a step takes at least by the data sheet: a bound, no measurement.
 
@@ -24,19 +24,19 @@ def least_seconds(
 
   Args:
     gpu: the data sheet.
-    moved: the bytes that the kernels read and write.
+    bytes_moved: the bytes that the kernels read and write.
     flops: of the products, by dtype.
 
   Returns:
     Both bounds in seconds, ``"memory"`` and ``"products"``. The larger counts.
   """
   products = sum(n / gpu.flops[dtype] for dtype, n in flops.items())
-  bounds = {"memory": moved / gpu.bandwidth, "products": products}
+  bounds = {"memory": bytes_moved / gpu.bandwidth, "products": products}
   return {name: round(seconds, 5) for name, seconds in bounds.items()}
 
 
 def largest_batch(
-  needed: Callable[[int], int], available: int = AVAILABLE
+  memory_needed: Callable[[int], int], available: int = AVAILABLE
 ) -> int:
   """The largest multiple of ``MULTIPLE`` whose step fits.
 
@@ -45,33 +45,33 @@ def largest_batch(
   that more fits than they promise.
 
   Args:
-    needed: the bytes that a batch needs, which is compiled to know.
+    memory_needed: the bytes that a batch needs, which is compiled to know.
     available: bytes.
 
   Returns:
     A batch that fits, while the next multiple does not; 0 if none fits.
   """
   half = FIRST // 2
-  per_image = (needed(FIRST) - needed(half)) / half
-  more = (available - needed(FIRST)) / per_image
+  per_image = (memory_needed(FIRST) - memory_needed(half)) / half
+  more = (available - memory_needed(FIRST)) / per_image
   guess = max(0, int(FIRST + more)) // MULTIPLE * MULTIPLE
-  fits, too_large = _around(guess, needed, available)
+  fits, too_large = _around(guess, memory_needed, available)
   while too_large - fits > MULTIPLE:
     batch = (fits + too_large) // 2 // MULTIPLE * MULTIPLE
-    if needed(batch) <= available:
+    if memory_needed(batch) <= available:
       fits = batch
     else:
       too_large = batch
   return fits
 
 
-def _around(guess, needed, available):
+def _around(guess, memory_needed, available):
   """A batch that fits, and one that does not, in steps that grow."""
   step = MULTIPLE
-  if not guess or needed(guess) <= available:
-    while needed(guess + step) <= available:
+  if not guess or memory_needed(guess) <= available:
+    while memory_needed(guess + step) <= available:
       guess, step = guess + step, 2 * step
     return guess, guess + step
-  while guess > step and needed(guess - step) > available:
+  while guess > step and memory_needed(guess - step) > available:
     guess, step = guess - step, 2 * step
   return max(0, guess - step), guess

@@ -68,21 +68,21 @@ OPTIMIZERS = {
 def main() -> None:
   """Takes the figures that the command line asks for, prints and writes."""
   args = _parse_args()
-  found = {part: {} for part in PARTS}
+  results = {part: {} for part in PARTS}
   for device in args.devices:
-    found["steps"][device] = _steps(device, args.workloads)
-    found["optimizers"][device] = _optimizers(device)
-    _write(args.output, found, f"steps, {device}")
+    results["steps"][device] = _steps(device, args.workloads)
+    results["optimizers"][device] = _measure_optimizers(device)
+    _write(args.output, results, f"steps, {device}")
   for device in args.training:
-    found["training"][device] = _training(device)
-    _write(args.output, found, f"training, {device}")
+    results["training"][device] = _training(device)
+    _write(args.output, results, f"training, {device}")
   for device in args.attention:
-    found["attention"][device] = attention_costs.attention(device)
-    _write(args.output, found, f"attention, {device}")
+    results["attention"][device] = attention_costs.attention(device)
+    _write(args.output, results, f"attention, {device}")
   for chips in args.chips:
-    found["collectives"].update(_collectives(chips))
-    _write(args.output, found, f"collectives, {chips} chips")
-  _print(found)
+    results["collectives"].update(_collectives(chips))
+    _write(args.output, results, f"collectives, {chips} chips")
+  _print(results)
 
 
 def _parse_args():
@@ -126,36 +126,36 @@ def _parse_args():
   return parser.parse_args()
 
 
-def _write(output: pathlib.Path, found: dict[str, Any], taken: str) -> None:
+def _write(output: pathlib.Path, results: dict[str, Any], taken: str) -> None:
   """What was found so far, beside what earlier runs found of other devices."""
   installed = {d.name: d.version for d in importlib.metadata.distributions()}
   versions = {name: installed[name] for name in PACKAGES if name in installed}
-  found["environments"][taken] = versions
+  results["environments"][taken] = versions
   output.mkdir(parents=True, exist_ok=True)
   path = output / "compile_costs.json"
   earlier = json.loads(path.read_text()) if path.exists() else {}
-  merged = {part: earlier.get(part, {}) | found[part] for part in PARTS}
+  merged = {part: earlier.get(part, {}) | results[part] for part in PARTS}
   path.write_text(json.dumps(merged, indent=1) + "\n")
 
 
-def _workloads() -> dict[str, Workload]:
+def _make_workloads() -> dict[str, Workload]:
   """Those of WORKLOADS."""
-  made = {name: make() for name, make in make_workloads(1).items()}
-  adam = made["adam"]
+  workloads = {name: make() for name, make in make_workloads(1).items()}
+  adam = workloads["adam"]
   names = ("adam, float16 gradients", "adamw, clipped", "adam, 100 leaves")
   return {
     "adam": adam,
-    **{name: made[name] for name in names},
+    **{name: workloads[name] for name in names},
     "adam, bfloat16 moments": dataclasses.replace(adam, mu_dtype=jnp.bfloat16),
-    "mlp": made["mlp"],
-    "transformer": made["transformer"],
+    "mlp": workloads["mlp"],
+    "transformer": workloads["transformer"],
   }
 
 
 def _steps(device: str, names: list[str]) -> dict[str, dict[str, Any]]:
   """Figures by workload and variant."""
-  found: dict[str, dict[str, Any]] = {}
-  workloads = _workloads()
+  results: dict[str, dict[str, Any]] = {}
+  workloads = _make_workloads()
   pairs = [(w, v) for w in names for v in COMPARED]
   for name, variant in tqdm.tqdm(pairs, desc=device):
     workload = workloads[name]
@@ -163,17 +163,17 @@ def _steps(device: str, names: list[str]) -> dict[str, dict[str, Any]]:
     figures = compiled_bytes.figures(
       step, carry, workload.data, device=device, donate_argnums=0
     )
-    found.setdefault(name, {})[variant] = _per_parameter(
+    results.setdefault(name, {})[variant] = _divide_by_parameters(
       figures, workload.params
     )
-  return found
+  return results
 
 
-def _optimizers(device: str) -> dict[str, dict[str, Any]]:
+def _measure_optimizers(device: str) -> dict[str, dict[str, Any]]:
   """Figures of other optimizers, bare and ours, by optimizer."""
   shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
   params = {f"w{i}": shape for i in range(4)}
-  found: dict[str, dict[str, Any]] = {}
+  results: dict[str, dict[str, Any]] = {}
   for name, make in OPTIMIZERS.items():
     wrapped = ols.with_loss_scaling(make())
     for variant, tx in {"bare": make(), "ours": wrapped}.items():
@@ -187,11 +187,13 @@ def _optimizers(device: str) -> dict[str, dict[str, Any]]:
       figures = compiled_bytes.figures(
         step, carry, params, device=device, donate_argnums=0
       )
-      found.setdefault(name, {})[variant] = _per_parameter(figures, params)
-  return found
+      results.setdefault(name, {})[variant] = _divide_by_parameters(
+        figures, params
+      )
+  return results
 
 
-def _per_parameter(figures: compiled_bytes.Figures, params: Any) -> dict:
+def _divide_by_parameters(figures: compiled_bytes.Figures, params: Any) -> dict:
   n_params = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
   names = "bytes", "temporary", "peak", "aliased"
   per_parameter = {
@@ -202,41 +204,41 @@ def _per_parameter(figures: compiled_bytes.Figures, params: Any) -> dict:
 
 def _training(device: str) -> dict[str, dict[str, Any]]:
   """Figures of whole steps by model and variant."""
-  found: dict[str, dict[str, Any]] = {}
+  results: dict[str, dict[str, Any]] = {}
   models, variants = trained_models.MODELS, trained_models.VARIANTS
   pairs = [(m, v) for m in models for v in variants]
   for model, variant in tqdm.tqdm(pairs, desc=f"training, {device}"):
     figures = training_costs.training(device, model, variant)
-    found.setdefault(model, {})[variant] = figures
-  return found
+    results.setdefault(model, {})[variant] = figures
+  return results
 
 
 def _collectives(chips: int) -> dict[str, list[str]]:
   """What is gained, by a sentence that says where."""
-  found = {}
+  results = {}
   cases = [(layout, n) for layout in sharded_costs.LAYOUTS for n in (8, 300)]
   for layout, n in tqdm.tqdm(cases, desc=f"{chips} chips"):
     gain = sharded_costs.gained(layout, chips, n)
-    found[f"{layout}, {chips} chips, {n} leaves"] = _in_words(gain)
+    results[f"{layout}, {chips} chips, {n} leaves"] = _describe_gain(gain)
   for layout in sharded_costs.LAYOUTS:
     gain = sharded_costs.gained(layout, chips, 8, max_norm=1.0)
     key = f"{layout}, {chips} chips, 8 leaves, max_norm"
-    found[key] = _in_words(gain)
-  return found
+    results[key] = _describe_gain(gain)
+  return results
 
 
-def _in_words(gain: Counter) -> list[str]:
+def _describe_gain(gain: Counter) -> list[str]:
   return [
     f"{abs(n)} {'fewer ' if n < 0 else ''}{name} of {types}"
     for (name, types), n in gain.items()
   ]
 
 
-def _print(found: dict[str, Any]) -> None:
-  for taken, versions in found["environments"].items():
+def _print(results: dict[str, Any]) -> None:
+  for taken, versions in results["environments"].items():
     pairs = (f"{name} {version}" for name, version in versions.items())
     print(f"{taken}: {', '.join(pairs)}")
-  for device, steps in found["steps"].items():
+  for device, steps in results["steps"].items():
     for title, cell in (
       ("bytes per parameter", lambda f: f"{f['bytes']:.2f}"),
       ("kernels", lambda f: str(f["kernels"])),
@@ -244,12 +246,12 @@ def _print(found: dict[str, Any]) -> None:
       print(f"\n### {device}, {title}\n\n{_table(steps, COMPARED, cell)}")
     print(f"\n### {device}, other optimizers, bytes per parameter\n")
     cell = lambda f: f"{f['bytes']:.2f}"
-    print(_table(found["optimizers"][device], ["bare", "ours"], cell))
-  for device, models in found["training"].items():
+    print(_table(results["optimizers"][device], ["bare", "ours"], cell))
+  for device, models in results["training"].items():
     for model, by_variant in models.items():
       print(f"\n### {device}, {model}\n")
       print(table(by_variant))
-  for device, by_name in found["attention"].items():
+  for device, by_name in results["attention"].items():
     print(f"\n### {device}, attention, MB\n")
     rows = [
       [name, f"{f['bytes'] / 1e6:,.0f}", calls(f["products"])]
@@ -257,19 +259,19 @@ def _print(found: dict[str, Any]) -> None:
       if "error" not in f
     ]
     print(markdown([["", "moved", "products"], *rows]))
-  if found["collectives"]:
+  if results["collectives"]:
     print("\n### Collectives that bare Optax has not\n")
     rows = [
       [name, "; ".join(gain) or "none"]
-      for name, gain in found["collectives"].items()
+      for name, gain in results["collectives"].items()
     ]
     print(markdown([["step", "gained"], *rows]))
 
 
-def _table(found, variants, cell) -> str:
+def _table(results, variants, cell) -> str:
   rows = [
     [name, *(cell(by_variant[v]) for v in variants)]
-    for name, by_variant in found.items()
+    for name, by_variant in results.items()
   ]
   return markdown([["step", *variants], *rows])
 

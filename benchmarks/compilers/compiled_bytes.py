@@ -91,18 +91,20 @@ def figures(
   Returns:
     The figures.
   """
-  mesh = jax.sharding.Mesh(np.array(topology_devices(device)[:1]), "x")
-  placed = [place(arg, NamedSharding(mesh, P())) for arg in args]
-  compiled = compile_for(device, fun, *placed, donate_argnums=donate_argnums)
+  mesh = jax.sharding.Mesh(np.array(get_topology_devices(device)[:1]), "x")
+  placed_args = [place(arg, NamedSharding(mesh, P())) for arg in args]
+  compiled = compile_for(
+    device, fun, *placed_args, donate_argnums=donate_argnums
+  )
   memory = compiled.memory_analysis()
   text = compiled.as_text()
-  moved = scheduled_hlo.parse(text)
+  traffic = scheduled_hlo.parse(text)
   inputs, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
   aliased, temporary = memory.alias_size_in_bytes, memory.temp_size_in_bytes
   is_gpu = _platform(device) == "cuda"
   return Figures(
-    bytes=moved.bytes,
-    kernels=moved.kernels,
+    bytes=traffic.bytes,
+    kernels=traffic.kernels,
     temporary=temporary,
     peak=memory.peak_memory_in_bytes,
     aliased=aliased,
@@ -129,16 +131,16 @@ def compile_for(
   return lowered.compile(compiler_options=COMPILER_OPTIONS[_platform(device)])
 
 
-def topology_devices(device: str) -> list[Any]:
+def get_topology_devices(device: str) -> list[Any]:
   """The devices of a topology: a name in ``DEVICES``, or ``"v5e:4x4"``."""
   platform, topology = DEVICES.get(device, ("tpu", device))
   if platform == "tpu":
-    found = topologies.get_topology_desc(topology, platform)
+    devices = topologies.get_topology_desc(topology, platform)
   else:
-    found = topologies.get_topology_desc(
+    devices = topologies.get_topology_desc(
       "", platform, topology=topology, target_config=_gpu(device)
     )
-  return found.devices
+  return devices.devices
 
 
 def place(tree: Any, sharding: jax.sharding.Sharding) -> Any:

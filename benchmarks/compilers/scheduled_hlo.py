@@ -61,21 +61,21 @@ def parse(text: str) -> Moved:
   Returns:
     Bytes and kernels.
   """
-  computations, entry = _computations(text)
+  computations, entry = _parse_computations(text)
   return _moved(computations, entry)
 
 
 def collectives(text: str) -> list[tuple[str, str]]:
   """The collectives of a program: operation, and types of the operands."""
-  found = []
-  for instructions in _computations(text)[0].values():
+  results = []
+  for instructions in _parse_computations(text)[0].values():
     types = {i.name: i.type for i in instructions}
     for i in instructions:
       opcode = i.opcode.removesuffix("-start")
       if opcode in COLLECTIVES:
-        operands = [_without_layout(types[name]) for name in i.operands]
-        found.append((opcode, ", ".join(operands)))
-  return sorted(found)
+        operands = [_drop_layout(types[name]) for name in i.operands]
+        results.append((opcode, ", ".join(operands)))
+  return sorted(results)
 
 
 def products(text: str) -> dict[str, dict[str, int]]:
@@ -90,19 +90,19 @@ def products(text: str) -> dict[str, dict[str, int]]:
     is a call of NVIDIA's libraries, or XLA itself (``"dot"``,
     ``"convolution"``). What stands in the body of a loop counts once.
   """
-  found: dict[str, Counter] = {}
-  for instructions in _computations(text)[0].values():
+  results: dict[str, Counter] = {}
+  for instructions in _parse_computations(text)[0].values():
     types = {i.name: i.type for i in instructions}
     for i in instructions:
       call = re.search(r'custom_call_target="(__cu[^"]+)"', i.rest)
       name = call[1] if call else i.opcode
       if call or name in ("dot", "convolution"):
         dtype = _ARRAY.search(types[i.operands[0]])[1]
-        found.setdefault(name, Counter())[dtype] += 1
-  return {name: dict(found[name]) for name in sorted(found)}
+        results.setdefault(name, Counter())[dtype] += 1
+  return {name: dict(results[name]) for name in sorted(results)}
 
 
-def _computations(text):
+def _parse_computations(text):
   computations: dict[str, list[Instruction]] = {}
   entry = ""
   current: list[Instruction] = []
@@ -111,19 +111,21 @@ def _computations(text):
       current = computations.setdefault(head[2], [])
       entry = head[2] if head[1] else entry
     elif match := _INSTRUCTION.match(line):
-      current.append(_instruction(*match.groups()))
+      current.append(_parse_instruction(*match.groups()))
   return computations, entry
 
 
-def _instruction(name: str, text: str) -> Instruction:
+def _parse_instruction(name: str, text: str) -> Instruction:
   if text.startswith("("):  # A tuple; layouts may hold parentheses.
     end = _closing(text, 0) + 1
   else:
     end = text.index(" ")
-  opcode, rest = text[end + 1 :].split("(", 1)
-  end_of_operands = _closing("(" + rest, 0) - 1
-  operands = re.findall(r"%([\w.\-]+)", rest[:end_of_operands])
-  return Instruction(name, text[:end], opcode, operands, rest[end_of_operands:])
+  opcode, attributes = text[end + 1 :].split("(", 1)
+  end_of_operands = _closing("(" + attributes, 0) - 1
+  operands = re.findall(r"%([\w.\-]+)", attributes[:end_of_operands])
+  return Instruction(
+    name, text[:end], opcode, operands, attributes[end_of_operands:]
+  )
 
 
 def _closing(text: str, start: int) -> int:
@@ -138,11 +140,11 @@ def _closing(text: str, start: int) -> int:
 def _moved(computations, name) -> Moved:
   instructions = computations[name]
   types = {i.name: i.type for i in instructions}
-  moved = [_moved_by(i, types, computations) for i in instructions]
-  return Moved(sum(m.bytes for m in moved), sum(m.kernels for m in moved))
+  traffic = [_instruction_traffic(i, types, computations) for i in instructions]
+  return Moved(sum(m.bytes for m in traffic), sum(m.kernels for m in traffic))
 
 
-def _moved_by(i: Instruction, types, computations) -> Moved:
+def _instruction_traffic(i: Instruction, types, computations) -> Moved:
   if i.opcode in FREE:
     return Moved(0, 0)
   called = list(_called(i))
@@ -158,7 +160,7 @@ def _moved_by(i: Instruction, types, computations) -> Moved:
     return Moved(read, 1)
   if i.opcode.endswith("-done"):
     return Moved(_bytes(i.type), 0)
-  return Moved(read + _bytes(_without_workspace(i)), 1)
+  return Moved(read + _bytes(_drop_workspace(i)), 1)
 
 
 def _called(i: Instruction) -> Iterator[str]:
@@ -169,14 +171,14 @@ def _called(i: Instruction) -> Iterator[str]:
     yield from re.findall(r"%([\w.\-]+)", branches)
 
 
-def _without_workspace(i: Instruction) -> str:
+def _drop_workspace(i: Instruction) -> str:
   """The type of what is returned, without memory that a library works in."""
   if i.opcode == "custom-call" and "__cu" in i.rest:
     return re.sub(r"\b([su]8)\[\d+\]", r"\1[0]", i.type)
   return i.type
 
 
-def _without_layout(type_: str) -> str:
+def _drop_layout(type_: str) -> str:
   return re.sub(r"\{[^}]*\}", "", type_)
 
 

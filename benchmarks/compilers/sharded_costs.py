@@ -50,12 +50,12 @@ def gained(layout: str, chips: int, n_leaves: int, **options: Any) -> Counter:
   inner = optax.adam(1e-3)
   clip = optax.clip_by_global_norm(options.get("max_norm", 1.0))
   bare = optax.chain(clip, inner) if "max_norm" in options else inner
-  found = Counter(_collectives(layout, chips, n_leaves, bare, None))
+  results = Counter(_collectives(layout, chips, n_leaves, bare, None))
   wrapped = ols.with_loss_scaling(inner, **options)
   gain = Counter(
     _collectives(layout, chips, n_leaves, wrapped, ols.value_and_grad)
   )
-  gain.subtract(found)
+  gain.subtract(results)
   return Counter({key: n for key, n in gain.items() if n})
 
 
@@ -119,6 +119,6 @@ def _grads(value_and_grad, params, state, batch):
 
 
 def _mesh(topology: str, axes: tuple[str, ...]) -> jax.sharding.Mesh:
-  devices = np.array(compiled_bytes.topology_devices(topology))
+  devices = np.array(compiled_bytes.get_topology_devices(topology))
   shape = (-1,) if len(axes) == 1 else (devices.size // 8, 8)
   return jax.sharding.Mesh(devices.reshape(shape), axes)

@@ -79,7 +79,7 @@ class ResNet50(nn.Module):
 MODELS = {"ViT-B/16": ViT, "ResNet-50": ResNet50}
 
 
-def training_step(
+def make_training_step(
   name: str, variant: str, batch: int
 ) -> tuple[Callable[..., Any], Any, Any]:
   """A whole step of AdamW, with a loss scale where it computes in float16.
@@ -99,13 +99,13 @@ def training_step(
     tx = ols.with_loss_scaling(tx)
 
   def loss_fn(params, stats, images, labels):
-    logits, changed = model.apply(
+    logits, new_stats = model.apply(
       {"params": params, **stats}, images, mutable=["batch_stats"]
     )
     losses = optax.softmax_cross_entropy_with_integer_labels(
       logits.astype(jnp.float32), labels
     )
-    return jnp.mean(losses), changed
+    return jnp.mean(losses), new_stats
 
   def step(carry, batch):
     (params, stats), opt_state = carry

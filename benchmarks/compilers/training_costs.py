@@ -28,42 +28,44 @@ def training(device: str, model: str, variant: str) -> dict[str, Any]:
   """
 
   def figures(batch: int) -> compiled_bytes.Figures:
-    step, carry, data = trained_models.training_step(model, variant, batch)
+    step, carry, data = trained_models.make_training_step(model, variant, batch)
     return compiled_bytes.figures(
       step, carry, data, device=device, donate_argnums=0
     )
 
-  step = trained_models.training_step(model, variant, BATCH)
-  flops = flops_by_dtype(*step)
+  step = trained_models.make_training_step(model, variant, BATCH)
+  flops = count_flops_by_dtype(*step)
   known = {BATCH: figures(BATCH)}
 
-  def needed(batch: int) -> int:
+  def memory_needed(batch: int) -> int:
     if batch not in known:
       known[batch] = figures(batch)
     return known[batch].needed
 
   # By hand is there to compare with: its largest batch would take minutes.
   searched = variant != "by hand"
-  largest = bounds.largest_batch(needed) if searched else None
+  largest = bounds.largest_batch(memory_needed) if searched else None
   return known[BATCH]._asdict() | {
     "flops": flops,
     "seconds": bounds.least_seconds(
       gpus.GPUS[device], known[BATCH].bytes, flops
     ),
     "batches": {
-      batch: {"bytes": found.bytes, "needed": found.needed}
-      for batch, found in sorted(known.items())
+      batch: {"bytes": results.bytes, "needed": results.needed}
+      for batch, results in sorted(known.items())
     },
     "largest_batch": largest,
   }
 
 
-def flops_by_dtype(step: Callable[..., Any], *args: Any) -> dict[str, int]:
+def count_flops_by_dtype(
+  step: Callable[..., Any], *args: Any
+) -> dict[str, int]:
   """The flops of products, as the step asks for them, by their operands."""
   names = {"float32": "f32", "float16": "f16"}
   report = diagnostics.precision_report(step, *args)
-  found: dict[str, int] = {}
+  result: dict[str, int] = {}
   for row in report.flops:
     name = names[row.operand_dtype]
-    found[name] = found.get(name, 0) + row.flops
-  return found
+    result[name] = result.get(name, 0) + row.flops
+  return result

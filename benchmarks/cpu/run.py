@@ -32,11 +32,11 @@ def main() -> None:
   with tqdm.tqdm(total=total) as bar:
     for name in selected:
       bar.set_description(name)
-      variants = _without_slow_compiles(args.variants, name)
+      variants = _drop_slow_compiles(args.variants, name)
       results[name] = measure(workloads[name](), variants, args.rounds, bar)
   tiny = make_workloads(1 / 1024)["adam"]()
   traces = {name: count_traces(name, tiny) for name in args.variants}
-  _write(args.output, _environment(), results, traces)
+  _write(args.output, _describe_environment(), results, traces)
 
 
 def _parse_args():
@@ -57,7 +57,7 @@ def _parse_args():
   return args
 
 
-def _without_slow_compiles(variants, workload):
+def _drop_slow_compiles(variants, workload):
   """All but those whose compile time is quadratic in the number of leaves.
 
   With 600 leaves they would take a quarter of an hour.
@@ -67,7 +67,7 @@ def _without_slow_compiles(variants, workload):
   return [name for name in variants if name not in ("Flax DynamicScale", "jmp")]
 
 
-def _environment():
+def _describe_environment():
   device = jax.devices()[0]
   return {
     "command": shlex.join(["python", *sys.argv]),

@@ -34,7 +34,7 @@ def measure(
   rounds: int,
   steps: int,
   until: float,
-  after_a_round: Callable[[int], None] = lambda done: None,
+  after_round: Callable[[int], None] = lambda done: None,
 ) -> None:
   """Adds to each row the time of a step, and of a skipped one.
 
@@ -46,7 +46,7 @@ def measure(
     rounds: how many are counted, at most.
     steps: how many are taken in a row.
     until: the time at which the last round should have ended.
-    after_a_round: is called with the number of rounds that were counted.
+    after_round: is called with the number of rounds that were counted.
   """
   runs = [(p, skip) for p in programs for skip in (False, True)[: 1 + p.skips]]
   seconds: dict[tuple[int, bool], list[float]] = {}
@@ -59,8 +59,8 @@ def measure(
         elapsed = _time(program, skip, steps)
         if done:
           seconds.setdefault((id(program), skip), []).append(elapsed)
-    _write_down(runs, seconds)
-    after_a_round(done)
+    _record_seconds(runs, seconds)
+    after_round(done)
     now = time.time()
     if now + (now - started) > until:
       break
@@ -112,7 +112,7 @@ def _time(program, skip, steps):
   return (time.perf_counter() - start) / steps
 
 
-def _write_down(runs, seconds):
+def _record_seconds(runs, seconds):
   for program, skip in runs:
     if found := seconds.get((id(program), skip)):
       key = "skipped_milliseconds" if skip else "milliseconds"

@@ -30,7 +30,7 @@ def main(description: str | None) -> None:
   os.environ |= processes.environment(scratch)  # For Matplotlib.
   found = findings.Findings(out, _facts(args))
   try:
-    missing = _tell_missing(args.without, found)
+    missing = _report_missing(args.without, found)
     _run_parts(args, missing, until - RESERVE, scratch, found)
     found.print_tables()
     if "matplotlib" not in missing:
@@ -83,7 +83,7 @@ def _facts(args):
   }
 
 
-def _tell_missing(without, found):
+def _report_missing(without, found):
   """The libraries that are left out, with a line for each."""
   missing = list(without)
   for library in OPTIONAL:

@@ -18,7 +18,7 @@ TORCH = {
 }
 
 
-def bytes_per_parameter(step: str, variant: str) -> float | None:
+def get_bytes_per_parameter(step: str, variant: str) -> float | None:
   """What a step moves by the tables of the compiler, or None if not there."""
   return _steps().get(step, {}).get(variant, {}).get("bytes")
 

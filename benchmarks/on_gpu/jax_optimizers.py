@@ -87,7 +87,9 @@ def _run_case(name, case, size, until, without, copy):
     if NEEDS.get(variant) in without:
       continue
     row = {"variant": variant, "parameters": n_params, "copy": copy}
-    row["expected_bytes"] = expected.bytes_per_parameter(case.same_as, variant)
+    row["expected_bytes"] = expected.get_bytes_per_parameter(
+      case.same_as, variant
+    )
     rows.append(row)
     if time.time() > compiled_until:
       row["error"] = "left out, since no time is left"

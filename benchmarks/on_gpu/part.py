@@ -9,12 +9,12 @@ from on_gpu import clock, events, plan, sizes
 
 def main() -> None:
   """Runs the part that the command line describes in JSON."""
-  asked = json.loads(sys.argv[1])
+  request = json.loads(sys.argv[1])
   row: dict[str, str] = {}
   with clock.catch(row):
-    _run(**asked)
+    _run(**request)
   if row:
-    events.line(f"{asked['part']} ended: {row['error']}")
+    events.line(f"{request['part']} ended: {row['error']}")
   events.tell("end")
 
 

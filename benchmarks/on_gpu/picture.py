@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-from on_gpu.tables import bytes_milliseconds, name
+from on_gpu.tables import compute_bytes_milliseconds, name
 
 
 def draw(tables: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
@@ -38,7 +38,7 @@ def _panel(axis, title, rows):
   ]
   axis.barh(range(len(rows)), middle, xerr=spread)
   for i, row in enumerate(rows):
-    if least := bytes_milliseconds(row):
+    if least := compute_bytes_milliseconds(row):
       axis.plot([least] * 2, [i - 0.4, i + 0.4], color="black")
   axis.set_yticks(range(len(rows)), [name(row) for row in rows])
   axis.invert_yaxis()

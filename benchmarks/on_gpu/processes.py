@@ -42,12 +42,12 @@ def environment(scratch: pathlib.Path) -> dict[str, str]:
 
 
 def run(
-  asked: dict[str, Any], scratch: pathlib.Path, log: pathlib.Path
+  request: dict[str, Any], scratch: pathlib.Path, log: pathlib.Path
 ) -> Generator[dict[str, Any], None, None]:
   """Runs a part.
 
   Args:
-    asked: the part, the size, until when, and what to do without.
+    request: the part, the size, until when, and what to do without.
     scratch: a folder for all that the libraries write.
     log: a file, to which what they print is added.
 
@@ -55,13 +55,13 @@ def run(
     Events. The last one says so if the part was ended, or broke off.
   """
   overtime, ended = threading.Event(), False
-  process, pipe = _start(asked, scratch, log)
+  process, pipe = _start(request, scratch, log)
 
   def end():
     overtime.set()
     _kill(process)
 
-  timer = threading.Timer(asked["until"] + GRACE - time.time(), end)
+  timer = threading.Timer(request["until"] + GRACE - time.time(), end)
   timer.start()
   try:
     for line in pipe:
@@ -77,17 +77,17 @@ def run(
     _kill(process)
     pipe.close()
   if overtime.is_set():
-    yield _line(f"{asked['part']} was ended, since its time was over.")
+    yield _line(f"{request['part']} was ended, since its time was over.")
   elif not ended:
-    yield _line(f"{asked['part']} broke off: log.txt may say why.")
+    yield _line(f"{request['part']} broke off: log.txt may say why.")
 
 
-def _start(asked, scratch, log):
+def _start(request, scratch, log):
   """The process, and what reads its events."""
   reads, writes = os.pipe()
   with log.open("a") as printed:
     process = subprocess.Popen(
-      [sys.executable, "-m", "on_gpu.part", json.dumps(asked)],
+      [sys.write_executable, "-m", "on_gpu.part", json.dumps(request)],
       env=environment(scratch) | {events.PIPE: str(writes)},
       cwd=scratch,
       pass_fds=[writes],

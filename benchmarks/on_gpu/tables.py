@@ -27,7 +27,7 @@ def name(row: Row) -> str:
   return ", ".join([row["variant"], *added])
 
 
-def bytes_milliseconds(row: Row) -> float | None:
+def compute_bytes_milliseconds(row: Row) -> float | None:
   """How long a copy of the bytes of a step takes on this device."""
   bytes_, copy = _bytes(row), row.get("copy")
   if not bytes_ or not isinstance(copy, int | float) or math.isnan(copy):
@@ -39,7 +39,7 @@ def verdict(row: Row) -> str:
   """Whether the time of a step is that of its bytes."""
   if "error" in row:
     return row["error"].replace("|", "\\|")
-  least = bytes_milliseconds(row)
+  least = compute_bytes_milliseconds(row)
   if least is None or "milliseconds" not in row:
     return ""
   times = row["milliseconds"][1] / least
@@ -97,8 +97,8 @@ def _moved(row, first):
   return f"{row['moved_bytes'] / row['parameters']:.1f}"
 
 
-def _bytes_time(row, first):
-  least = bytes_milliseconds(row)
+def _format_bytes_time(row, first):
+  least = compute_bytes_milliseconds(row)
   return "" if least is None else f"{least:.3f}"
 
 
@@ -116,7 +116,7 @@ OPTIMIZER = [
   ("bytes, compiled here", _moved),
   ("kernels", _number("kernels", "d")),
   ("GB/s", _rate),
-  ("copy of these bytes, ms", _bytes_time),
+  ("copy of these bytes, ms", _format_bytes_time),
   ("verdict", lambda row, first: verdict(row)),
   ("host reads", _number("host_reads", "d")),
   ("compile, s", _number("compile_seconds", ".1f")),

@@ -38,7 +38,7 @@ class Training:
     self._cast = contextlib.nullcontext
     if dtype is not None:
       self._cast = lambda: torch.autocast(DEVICE, dtype)
-    self._params, leaves = _trainable(params)
+    self._params, leaves = _make_trainable(params)
     self._optimizer = torch.optim.AdamW(
       leaves,
       weights.LEARNING_RATE,
@@ -147,7 +147,7 @@ def _memory(reset=False):
   return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
 
 
-def _trainable(params):
+def _make_trainable(params):
   """The weights as parameters of torch, and a list of these."""
   leaves = []
 

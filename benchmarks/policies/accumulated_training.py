@@ -67,8 +67,8 @@ def train(text, dtype, policy):
       grads = ols.grad(loss_fn, opt_state)(params, micro_batch)
       return optax.tree.add(total, grads), None
 
-    parts = batch.reshape(MICRO_BATCHES, -1, batch.shape[-1])
-    grads, _ = jax.lax.scan(add, optax.tree.zeros_like(params), parts)
+    micro_batches = batch.reshape(MICRO_BATCHES, -1, batch.shape[-1])
+    grads, _ = jax.lax.scan(add, optax.tree.zeros_like(params), micro_batches)
     grads = optax.tree.scale(1 / letters, grads)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state

@@ -63,15 +63,17 @@ def write(part, found):
 def draw_runs():
   """What each policy loses of random runs."""
   rng = np.random.default_rng(0)
-  found = {name: [] for name in POLICIES}
+  losses_by_policy = {name: [] for name in POLICIES}
   for _ in range(RUNS // AT_ONCE):
     runs = make_runs(rng, AT_ONCE, STEPS)
     for name, policy in POLICIES.items():
-      found[name].append(measure(policy, runs))
-  found = {name: np.concatenate(x, axis=1) for name, x in found.items()}
-  results = {name: summarize(*x) for name, x in found.items()}
+      losses_by_policy[name].append(measure(policy, runs))
+  losses_by_policy = {
+    name: np.concatenate(x, axis=1) for name, x in losses_by_policy.items()
+  }
+  results = {name: summarize(*x) for name, x in losses_by_policy.items()}
   results["headroom"]["runs_worse_than_dynamic"] = int(
-    (found["headroom"][0] > found["dynamic"][0]).sum()
+    (losses_by_policy["headroom"][0] > losses_by_policy["dynamic"][0]).sum()
   )
   return results
 
@@ -86,31 +88,31 @@ class Find(NamedTuple):
   genome: genomes.Genome
 
 
-def by_row(find):
+def row_badness(find):
   return find.longest_row, find.lost_share
 
 
-def by_large(find):
+def large_badness(find):
   return find.lost_of_large, find.lost_share
 
 
-BADNESS = {"search": by_row, "fairness": by_large}
+BADNESS = {"search": row_badness, "fairness": large_badness}
 
 
-def find_worst_of_all(seconds, names, badness=by_row):
+def find_worst_of_all(seconds, names, badness=row_badness):
   """For each category and policy the worst find, and what others make of it."""
-  found = {}
+  results = {}
   for category in genomes.CATEGORIES:
-    found[category] = {}
+    results[category] = {}
     for name in names:
       policy = policies.POLICIES[name]
-      worst, tried = find_worst(policy, category, seconds, badness=badness)
+      worst, num_tried = find_worst(policy, category, seconds, badness=badness)
       others = {
         other: measure_genomes(policies.POLICIES[other], category, worst[:1])[0]
         for other in POLICIES
       }
-      found[category][name] = {
-        "tried": tried,
+      results[category][name] = {
+        "tried": num_tried,
         "longest_row": worst[0].longest_row,
         "lost_share": round(worst[0].lost_share, 3),
         "lost_of_large": round(worst[0].lost_of_large, 3),
@@ -120,17 +122,17 @@ def find_worst_of_all(seconds, names, badness=by_row):
         },
         "genome": worst[0].genome,
       }
-      print(category, name, found[category][name], file=sys.stderr)
-  return found
+      print(category, name, results[category][name], file=sys.stderr)
+  return results
 
 
-def find_worst(policy, category, seconds, seed=0, badness=by_row):
+def find_worst(policy, category, seconds, seed=0, badness=row_badness):
   """The worst finds, and how many genomes were tried.
 
   The genomes do not depend on how fast the machine is, but how many there are.
   """
   rng, kind = np.random.default_rng(seed), genomes.CATEGORIES[category]
-  end, worst, tried = time.monotonic() + seconds, [], 0
+  end, worst, num_tried = time.monotonic() + seconds, [], 0
   while not worst or time.monotonic() < end:
     new = [genomes.draw(rng, kind) for _ in range(POPULATION // 4)]
     while len(new) < POPULATION:
@@ -140,11 +142,11 @@ def find_worst(policy, category, seconds, seed=0, badness=by_row):
       new.append(genomes.mutate(rng, parent, kind))
     new = measure_genomes(policy, category, new)
     worst = keep_worst(worst + new, badness)
-    tried += len(new)
-  return worst, tried
+    num_tried += len(new)
+  return worst, num_tried
 
 
-def keep_worst(finds, badness=by_row):
+def keep_worst(finds, badness=row_badness):
   finds = sorted(finds, key=badness, reverse=True)
   kept, alike = [], {}
   for find in finds:
@@ -165,12 +167,12 @@ def measure_genomes(policy, category, found):
   rows = longest_rows(lost, informative)
   counts = lost.sum(axis=1)
   shares = counts / np.maximum(informative.sum(axis=1), 1)
-  of_large = shares_of_large(runs, lost, informative)
+  of_large = compute_large_shares(runs, lost, informative)
   columns = [x.tolist() for x in (counts, rows, shares, of_large)]
   return [Find(*x) for x in zip(*columns, found, strict=True)]
 
 
-def shares_of_large(runs, lost, informative):
+def compute_large_shares(runs, lost, informative):
   """What is lost of those in the upper half of the binades, for each run."""
   known = np.where(informative, runs, np.nan)
   known[~informative.any(axis=1)] = 0  # of which there is no largest

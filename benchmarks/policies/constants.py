@@ -27,7 +27,7 @@ STEPS = 40_000  # of the patterns and the processes
 POLICY = ols.HeadroomLossScale()
 
 
-def limits_down_to(binades):
+def make_limited_log2_scales(binades):
   """Another lowest limit: so far below the target, or the lowest of all."""
   usual = _headroom.HeadroomLossScale._compute_log2_scales
 
@@ -53,8 +53,8 @@ CHANGES = {
   "target -8": ols.HeadroomLossScale(margin=8),
   "a stride without bound, for 8": (_headroom, "_MAX_LOG2_CHANGE", 256),
   "a stride of 16": (_headroom, "_MAX_LOG2_CHANGE", 16),
-  "limits as low as there are": limits_down_to(None),
-  "no limit more than 12 below": limits_down_to(12),
+  "limits as low as there are": make_limited_log2_scales(None),
+  "no limit more than 12 below": make_limited_log2_scales(12),
   "never tried again, for 4,096 steps": (
     _headroom,
     "_RETRY_INTERVAL",

@@ -28,11 +28,11 @@ class Pattern(NamedTuple):
 
 
 def main():
-  found = measure_all(make_patterns(STEPS))
+  losses_by_pattern = measure_all(make_patterns(STEPS))
   results = json.loads(FILE.read_text())
-  results["patterns"] = found
+  results["patterns"] = losses_by_pattern
   FILE.write_text(json.dumps(results, indent=1) + "\n")
-  print_table(found)
+  print_table(losses_by_pattern)
 
 
 def make_patterns(steps):
@@ -69,7 +69,7 @@ def make_patterns(steps):
     "Cauchy": np.log2(abs(rng.standard_cauchy(calm.shape))),
     "Student, 2 degrees": np.log2(abs(rng.standard_t(2, calm.shape))),
   }
-  return rows | others | {k: from_tail(x) for k, x in tails.items()}
+  return rows | others | {k: is_in_tail(x) for k, x in tails.items()}
 
 
 def make_bursts(rng, shape, period=200, length=3):
@@ -81,7 +81,7 @@ def make_bursts(rng, shape, period=200, length=3):
   return is_large
 
 
-def from_tail(log2_amax):
+def is_in_tail(log2_amax):
   """One step in a hundred counts as large."""
   limit = np.quantile(log2_amax, 0.99)
   return Pattern(policies.LEVEL + log2_amax, log2_amax > limit)
@@ -89,11 +89,11 @@ def from_tail(log2_amax):
 
 def measure_all(patterns):
   """For each pattern and policy what is lost of the large, and in all."""
-  found = {name: {} for name in patterns}
+  results = {name: {} for name in patterns}
   for policy in COMPARED:
     for name, share, lost in measure(policies.POLICIES[policy], patterns):
-      found[name][policy] = {"share_of_large": share, "lost": lost}
-  return found
+      results[name][policy] = {"share_of_large": share, "lost": lost}
+  return results
 
 
 def measure(policy, patterns):
@@ -106,10 +106,10 @@ def measure(policy, patterns):
     yield name, round(float(of_large), 4), int(is_lost.sum()) // len(is_lost)
 
 
-def print_table(found):
+def print_table(results):
   print("| gradients | " + " | ".join(COMPARED) + " |")
   print("|---|" + "--:|" * len(COMPARED))
-  for name, row in found.items():
+  for name, row in results.items():
     cells = [f"{x['share_of_large']:.1%} ({x['lost']:,})" for x in row.values()]
     print(" | ".join([f"| {name}".replace("2**", "2^"), *cells]) + " |")
 

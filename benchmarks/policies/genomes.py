@@ -108,8 +108,8 @@ def mutate(rng, genome, category):
 def change(rng, genome, category):
   """A genome with one change: of a segment, most often."""
   other = draw(rng, category)
-  at = int(rng.integers(len(genome.segments)))
-  before, after = genome.segments[:at], genome.segments[at + 1 :]
+  position = int(rng.integers(len(genome.segments)))
+  before, after = genome.segments[:position], genome.segments[position + 1 :]
   what = rng.random()
   if what < 0.1:
     name = str(rng.choice(["lowest", "seed"]))
@@ -121,7 +121,7 @@ def change(rng, genome, category):
   if what < 0.3 and len(genome.segments) > 1:
     return genome._replace(segments=before + after)
   changed = change_segment(
-    rng, genome.segments[at], other.segments[0], category
+    rng, genome.segments[position], other.segments[0], category
   )
   return genome._replace(segments=[*before, changed, *after])
 
@@ -161,18 +161,18 @@ def render_segment(rng, segment, fill):
   """Shares of the width; -inf where all gradients are zero."""
   at = np.arange(segment.steps)
 
-  def comes(period):
+  def occurs(period):
     if segment.by_chance:
       return rng.random(at.size) < 1 / period
     return at % period == period - 1
 
   phase = at % segment.wave_period / segment.wave_period
   x = segment.level + segment.wave * (2 * abs(phase - 0.5) - 0.5)
-  x = np.where(comes(segment.spike_period), x + segment.spike, x)
+  x = np.where(occurs(segment.spike_period), x + segment.spike, x)
   if fill is not None:
-    x = np.where(comes(segment.grads_period), np.clip(x, 0, 1), fill)
+    x = np.where(occurs(segment.grads_period), np.clip(x, 0, 1), fill)
   if segment.zero_period:
-    x = np.where(comes(segment.zero_period), -np.inf, x)
+    x = np.where(occurs(segment.zero_period), -np.inf, x)
   if segment.nan_period:
-    x = np.where(comes(segment.nan_period), np.nan, x)
+    x = np.where(occurs(segment.nan_period), np.nan, x)
   return x

@@ -116,10 +116,10 @@ def make_processes(steps):
   def every(n):
     return at % n == n - 1
 
-  def only(mask, x=calm):
+  def keep_where(mask, x=calm):
     return Process(np.where(mask, x, -np.inf), level=x)
 
-  def changing(by):
+  def make_changing(by):
     x = calm + by
     return Process(x, change=half if np.ptp(by) == abs(by).max() else None)
 
@@ -133,13 +133,15 @@ def make_processes(steps):
     "spiky": Process(calm + spikes, level=calm),
     "falls slowly by 14": Process(calm - 14 * slow),
     "rises slowly by 14": Process(calm + 14 * slow),
-    **{f"jumps by {k}": changing(k * past_half) for k in (10, 14, -10, -14)},
+    **{
+      f"jumps by {k}": make_changing(k * past_half) for k in (10, 14, -10, -14)
+    },
     "40 NaNs": with_nan(burst, change=half + 40),
-    **{f"sparse: every {n}": only(every(n)) for n in (2, 8, 40)},
-    "sparse: random 5%": only(some),
-    **{f"100, then every {n}": only(every(n) | warm) for n in (2, 8, 40)},
-    "100, then random 5%": only(some | warm),
-    "20 zeros first": only(at >= 20),
+    **{f"sparse: every {n}": keep_where(every(n)) for n in (2, 8, 40)},
+    "sparse: random 5%": keep_where(some),
+    **{f"100, then every {n}": keep_where(every(n) | warm) for n in (2, 8, 40)},
+    "100, then random 5%": keep_where(some | warm),
+    "20 zeros first": keep_where(at >= 20),
     "2**7 more every 40": Process(calm + 7 * every(40), level=calm),
     "2**7 more every 400": Process(calm + 7 * every(400), level=calm),
     "2**6 more on the way": Process(calm, level=calm + 6, on_the_way=6),
@@ -150,17 +152,17 @@ def make_processes(steps):
     "starts at 2**0": Process(calm, log2_init_scale=0),
     "starts at 2**60": Process(calm, log2_init_scale=60),
     "every 40, from 2**60": dataclasses.replace(
-      only(every(40)), log2_init_scale=60
+      keep_where(every(40)), log2_init_scale=60
     ),
     "10 NaNs first": with_nan(at < 10),
     "NaNs and zeros first": Process(
       np.where(at < 400, np.where(every(3), np.nan, -np.inf), calm - 6),
       level=calm - 6,
     ),
-    "every 40, jumps by 10": only(every(40), calm + 10 * past_half),
-    "every 40, jumps by -10": only(every(40), calm - 10 * past_half),
-    "10,000 zeros, by turns": only(at // 10_000 % 2 == 0),
-    "jumps by -30": changing(-30 * past_half),
+    "every 40, jumps by 10": keep_where(every(40), calm + 10 * past_half),
+    "every 40, jumps by -10": keep_where(every(40), calm - 10 * past_half),
+    "10,000 zeros, by turns": keep_where(at // 10_000 % 2 == 0),
+    "jumps by -30": make_changing(-30 * past_half),
   }
 
 
@@ -186,7 +188,7 @@ def simulate(policy, processes):
   for start in {process.log2_init_scale for process in processes.values()}:
     names = [n for n, p in processes.items() if p.log2_init_scale == start]
     found = simulate_all(
-      _starting_at(policy, 2.0**start),
+      _with_init_scale(policy, 2.0**start),
       np.concatenate([processes[name].log2_amax for name in names]),
       np.repeat([processes[name].on_the_way for name in names], SEEDS),
     )
@@ -201,9 +203,9 @@ def simulate_one(policy, process):
   return simulate_all(policy, process.log2_amax, on_the_way)
 
 
-def _starting_at(policy, scale):
+def _with_init_scale(policy, scale):
   if hasattr(policy, "usual"):
-    return RecoveringLossScale(_starting_at(policy.usual, scale))
+    return RecoveringLossScale(_with_init_scale(policy.usual, scale))
   has_start = hasattr(policy, "init_scale")
   return dataclasses.replace(policy, init_scale=scale) if has_start else policy
 

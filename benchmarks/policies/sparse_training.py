@@ -144,12 +144,12 @@ def masked():
   train_text, test_text = map(jnp.asarray, transformer.load_text())
   mark = transformer.LETTERS.index("\\")
 
-  def stretches(text, starts):
+  def cut_stretches(text, starts):
     return text[starts[:, None] + jnp.arange(CONTEXT + 1)]
 
   def sample(key):
     starts = jax.random.randint(key, (4,), 0, train_text.size - CONTEXT)
-    return stretches(train_text, starts)
+    return cut_stretches(train_text, starts)
 
   def loss_fn(params, letters, dtype):
     letters, following = letters[:, :-1], letters[:, 1:]
@@ -166,7 +166,7 @@ def masked():
     init=init_network,
     sample=sample,
     loss_fn=loss_fn,
-    held_out=stretches(test_text, ends - CONTEXT + 1),
+    held_out=cut_stretches(test_text, ends - CONTEXT + 1),
     learning_rate=0.3,
     steps=4000,
   )

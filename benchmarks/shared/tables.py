@@ -18,7 +18,7 @@ def markdown(rows: list[list[str]], right_from: int | None = None) -> str:
     + " |"
     for row in rows
   ]
-  is_right = lambda i: right_from is not None and i >= right_from
-  rule = ["-" * (w + 1) + "-:"[is_right(i)] for i, w in enumerate(widths)]
+  is_in_range = lambda i: right_from is not None and i >= right_from
+  rule = ["-" * (w + 1) + "-:"[is_in_range(i)] for i, w in enumerate(widths)]
   lines.insert(1, "|" + "|".join(rule) + "|")
   return "\n".join(lines)

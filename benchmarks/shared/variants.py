@@ -32,7 +32,7 @@ Built = tuple[Callable[..., Any], Any]
 
 def bare(workload: Workload) -> Built:
   """Optax without any loss scaling: the measure of the others."""
-  return _optax_step(workload, workload.clipping_optimizer())
+  return _make_optax_step(workload, workload.clipping_optimizer())
 
 
 def ours(workload: Workload) -> Built:
@@ -54,12 +54,12 @@ def ours_plain_select(workload: Workload) -> Built:
   """Ours, with the selection after the inner update instead of inside it."""
   step, carry = ours(workload)
 
-  def plain(update, finite, grads, state, params, **extra_args):
+  def select_after_update(update, finite, grads, state, params, **extra_args):
     updates, new_state = update(grads, state, params, **extra_args)
     return updates, _select.select_state(finite, new_state, state)
 
   def plain_step(carry, data):
-    with mock.patch.object(_select, "update_with_selects", plain):
+    with mock.patch.object(_select, "update_with_selects", select_after_update):
       return step(carry, data)
 
   return plain_step, carry
@@ -72,7 +72,7 @@ def ours_scaled_grads(workload: Workload) -> Built:
   def step(carry, data):
     params, state = carry
     scale = functools.partial(ols.scale_loss, state=state)
-    loss, grads = _scaled_grads(workload, scale, params, data)
+    loss, grads = _compute_scaled_grads(workload, scale, params, data)
     updates, state = tx.update(grads, state, params)
     return (optax.apply_updates(params, updates), state), loss
 
@@ -120,7 +120,9 @@ def jmp_(workload: Workload) -> Built:
     params, state, (value, counter) = carry
     # Put together here: it does not survive ahead-of-time compilation.
     loss_scale = jmp.DynamicLossScale(value, counter)
-    loss, grads = _scaled_grads(workload, loss_scale.scale, params, data)
+    loss, grads = _compute_scaled_grads(
+      workload, loss_scale.scale, params, data
+    )
     grads = loss_scale.unscale(grads)
     updates, new_state = tx.update(grads, state, params)
     new_params = optax.apply_updates(params, updates)
@@ -145,7 +147,7 @@ def apply_if_finite(workload: Workload) -> Built:
   def step(carry, data):
     params, state = carry
     scale = lambda loss: loss * INIT_SCALE
-    loss, grads = _scaled_grads(workload, scale, params, data)
+    loss, grads = _compute_scaled_grads(workload, scale, params, data)
     # In float32: it raises if float16 gradients meet float32 parameters.
     unscale = lambda g: g.astype(jnp.float32) / INIT_SCALE
     grads = jax.tree.map(unscale, grads)
@@ -157,14 +159,14 @@ def apply_if_finite(workload: Workload) -> Built:
 
 def keras_bare(workload: Workload) -> Built:
   """Keras's own optimizer: the measure of the next."""
-  return _keras_step(workload, _keras_optimizer(workload))
+  return _make_keras_step(workload, _make_keras_optimizer(workload))
 
 
 def keras_loss_scale_optimizer(workload: Workload) -> Built:
-  return _keras_step(
+  return _make_keras_step(
     workload,
     _keras().optimizers.LossScaleOptimizer(
-      _keras_optimizer(workload), initial_scale=INIT_SCALE
+      _make_keras_optimizer(workload), initial_scale=INIT_SCALE
     ),
   )
 
@@ -196,17 +198,19 @@ def _wrapped(workload, **options):
   return ols.with_loss_scaling(workload.optimizer(), **options)
 
 
-def _optax_step(workload, tx):
+def _make_optax_step(workload, tx):
   def step(carry, data):
     params, state = carry
-    loss, grads = _scaled_grads(workload, lambda loss: loss, params, data)
+    loss, grads = _compute_scaled_grads(
+      workload, lambda loss: loss, params, data
+    )
     updates, state = tx.update(grads, state, params)
     return (optax.apply_updates(params, updates), state), loss
 
   return step, (workload.params, tx.init(workload.params))
 
 
-def _scaled_grads(workload, scale, params, data):
+def _compute_scaled_grads(workload, scale, params, data):
   """The true loss, and the gradients of what ``scale`` makes of it."""
   if workload.loss_fn is None:
     return None, data
@@ -226,17 +230,17 @@ def _given_gradients(params, grads):
   return jnp.float32(0)
 
 
-def _given_gradients_fwd(params, grads):
+def _loss_with_gradients_fwd(params, grads):
   cast = lambda g, p: g.astype(p.dtype)
   return jnp.float32(0), jax.tree.map(cast, grads, params)
 
 
-def _given_gradients_bwd(grads, cotangent):
+def _loss_with_gradients_bwd(grads, cotangent):
   del cotangent
   return grads, None
 
 
-_given_gradients.defvjp(_given_gradients_fwd, _given_gradients_bwd)
+_given_gradients.defvjp(_loss_with_gradients_fwd, _loss_with_gradients_bwd)
 
 
 def _keras():
@@ -246,7 +250,7 @@ def _keras():
   return keras
 
 
-def _keras_optimizer(workload):
+def _make_keras_optimizer(workload):
   optimizers = _keras().optimizers
   make = optimizers.AdamW if workload.weight_decay else optimizers.Adam
   return make(
@@ -254,7 +258,7 @@ def _keras_optimizer(workload):
   )
 
 
-def _keras_step(workload, optimizer):
+def _make_keras_step(workload, optimizer):
   keras = _keras()
   leaves, treedef = jax.tree.flatten(workload.params)
   variables = [keras.Variable(leaf) for leaf in leaves]
@@ -268,7 +272,7 @@ def _keras_step(workload, optimizer):
 
   def step(carry, data):
     leaves, values = carry
-    loss, grads = _scaled_grads(
+    loss, grads = _compute_scaled_grads(
       workload,
       functools.partial(scale, values=values),
       jax.tree.unflatten(treedef, leaves),

@@ -79,7 +79,7 @@ def make_workloads(scale: float) -> dict[str, Callable[[], Workload]]:
       few, weight_decay=True, clip=True
     ),
     "mlp": lambda: _mlp(width=round(1024 * scale**0.5)),
-    "transformer": lambda: _transformer(
+    "transformer": lambda: _make_transformer(
       width=64 * max(1, round(4 * scale**0.5))
     ),
   }
@@ -117,7 +117,9 @@ def _mlp(width, batch_size=256, depth=3, n_inputs=784, n_classes=10):
   return Workload(params, batch, _loss_fn(logits_fn))
 
 
-def _transformer(width, depth=4, heads=4, batch_size=8, length=64, vocab=1024):
+def _make_transformer(
+  width, depth=4, heads=4, batch_size=8, length=64, vocab=1024
+):
   rng = np.random.default_rng(0)
   layer = lambda: {
     "qkv": _kernel(rng, width, 3 * width),

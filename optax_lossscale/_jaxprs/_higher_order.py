@@ -296,8 +296,8 @@ def parse_scan(eqn: core.JaxprEqn) -> Scan | None:
   if len(bodies) != 1 or length is None or not isinstance(reverse, bool):
     return None
   body = bodies[0].jaxpr
-  # The outputs are carry and stacked arrays, without constants. So the number of
-  # constants is the difference between the two counts.
+  # The outputs are carry and stacked arrays, without constants. So the
+  # difference between the two counts is the number of constants.
   num_unsliced = _count_unsliced(eqn.invars, body.invars, length)
   num_carry = _count_unsliced(eqn.outvars, body.outvars, length)
   if num_unsliced is None or num_carry is None or num_unsliced < num_carry:

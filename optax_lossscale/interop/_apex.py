@@ -6,37 +6,37 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 _AMP_SETTINGS = {
-  "loss_scale": Key("kind", "dynamic"),
-  "init_scale": Key("init_scale", 2.0**16),
-  "scale_window": Key("growth_interval", 2000),
-  "min_loss_scale": Key("min_scale", _checks.MIN_LOSS_SCALE),
-  "max_loss_scale": Key("max_scale", 2.0**24),
-  "loss_id": Key("loss_id", None),
+  "loss_scale": FieldSpec("kind", "dynamic"),
+  "init_scale": FieldSpec("init_scale", 2.0**16),
+  "scale_window": FieldSpec("growth_interval", 2000),
+  "min_loss_scale": FieldSpec("min_scale", _checks.MIN_LOSS_SCALE),
+  "max_loss_scale": FieldSpec("max_scale", 2.0**24),
+  "loss_id": FieldSpec("loss_id", None),
 }
 _AMP_STATE = {
-  "loss_scale": Key("loss_scale"),
-  "unskipped": Key("finite_count"),
+  "loss_scale": FieldSpec("loss_scale"),
+  "unskipped": FieldSpec("finite_count"),
 }
 _KERNEL_SETTINGS = {
-  "growth_factor": Key("growth_factor"),
-  "backoff_factor": Key("backoff_factor"),
-  "growth_interval": Key("growth_interval"),
-  "hysteresis": Key("hysteresis"),
+  "growth_factor": FieldSpec("growth_factor"),
+  "backoff_factor": FieldSpec("backoff_factor"),
+  "growth_interval": FieldSpec("growth_interval"),
+  "hysteresis": FieldSpec("hysteresis"),
 }
 _KERNEL_STATE = {
-  "current_scale": Key("loss_scale"),
-  "growth_tracker": Key("finite_count"),
-  "hysteresis_tracker": Key("hysteresis_remaining"),
+  "current_scale": FieldSpec("loss_scale"),
+  "growth_tracker": FieldSpec("finite_count"),
+  "hysteresis_tracker": FieldSpec("hysteresis_remaining"),
 }
 
-_read = functools.partial(_reading.read, "from_apex")
+_read_fields = functools.partial(_reading.read_fields, "from_apex")
 
 
 @_transfer_guard.allow_transfers
-def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
+def from_apex(state_dict: Any, **settings: Any) -> _results.PolicyAndState:
   """The policy and state of apex.amp, or of apex's hysteresis kernel.
 
   amp doubles the scale on the N-th finite step, up to a ceiling, and halves it
@@ -72,42 +72,46 @@ def from_apex(state_dict: Any, **settings: Any) -> _results.Result:
   if not isinstance(state_dict, Mapping):
     raise TypeError(
       "from_apex: state_dict must be a dict, as amp.state_dict() returns it,"
-      f" got {_reading.show(state_dict)}."
+      f" got {_reading.safe_repr(state_dict)}."
     )
   if any(key in state_dict for key in _KERNEL_STATE):
-    values = _read("the tensors", state_dict, _KERNEL_STATE)
-    values |= _read("settings", settings, _KERNEL_SETTINGS)
-    policy = _results.dynamic(values, hysteresis_refill="finite")
-    return _results.resume("from_apex", policy, values)
-  values = _read("settings", settings, _AMP_SETTINGS)
-  amp = _amp(values)
+    values = _read_fields("the tensors", state_dict, _KERNEL_STATE)
+    values |= _read_fields("settings", settings, _KERNEL_SETTINGS)
+    policy = _results.make_dynamic_policy(values, hysteresis_refill="finite")
+    return _results.resumed_result("from_apex", policy, values)
+  values = _read_fields("settings", settings, _AMP_SETTINGS)
+  amp_policy = _make_amp_policy(values)
   if not state_dict:
-    return _results.start(amp)
-  values |= _chosen_scaler(state_dict, values["loss_id"])
-  return _results.resume("from_apex", amp, values)
+    return _results.initial_result(amp_policy)
+  values |= _select_scaler(state_dict, values["loss_id"])
+  return _results.resumed_result("from_apex", amp_policy, values)
 
 
-def _amp(values: dict[str, Any]) -> _policies.LossScalePolicy:
-  kind = values["kind"]
-  if not (isinstance(kind, str) and kind == "dynamic"):
-    given = "from_apex", "settings", "loss_scale", kind
-    return _policies.FixedLossScale(_reading.as_word(*given, "scale"))
+def _make_amp_policy(values: dict[str, Any]) -> _policies.LossScalePolicy:
+  loss_scale = values["kind"]
+  if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
+    coerce_args = "from_apex", "settings", "loss_scale", loss_scale
+    return _policies.FixedLossScale(
+      _reading.coerce_field(*coerce_args, "scale")
+    )
   # amp, too, starts at the ceiling if its initial scale is above.
-  start = min(values["init_scale"], values["max_scale"])
-  return _results.dynamic(values, init_scale=start)
+  init_scale = min(values["init_scale"], values["max_scale"])
+  return _results.make_dynamic_policy(values, init_scale=init_scale)
 
 
-def _chosen_scaler(
+def _select_scaler(
   state_dict: Mapping[str, Any], loss_id: int | None
 ) -> dict[str, Any]:
   """The values of the one scaler that is meant."""
-  count = len(state_dict)
-  if loss_id is None and count > 1:
+  num_scalers = len(state_dict)
+  if loss_id is None and num_scalers > 1:
     raise ValueError(
-      f"from_apex: state_dict holds the scales of {count} losses. Choose one"
-      f" with loss_id, an integer in [0, {count - 1}]."
+      f"from_apex: state_dict holds the scales of {num_scalers} losses. Choose one"
+      f" with loss_id, an integer in [0, {num_scalers - 1}]."
     )
-  name = f"loss_scaler{loss_id or 0}"
-  others = [key for key in state_dict if key != name]
-  chosen = _read("state_dict", state_dict, {name: Key("scaler")}, others)
-  return _read(name, chosen["scaler"], _AMP_STATE)
+  scaler_name = f"loss_scaler{loss_id or 0}"
+  other_keys = [key for key in state_dict if key != scaler_name]
+  scalers = _read_fields(
+    "state_dict", state_dict, {scaler_name: FieldSpec("scaler")}, other_keys
+  )
+  return _read_fields(scaler_name, scalers["scaler"], _AMP_STATE)

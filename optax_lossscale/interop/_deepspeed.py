@@ -19,27 +19,27 @@ import jax.numpy as jnp
 from optax_lossscale import _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._loss_scales import DeepSpeedLossScale
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 # The defaults depend on the version: see `_with_defaults`.
 _FP16 = {
-  "enabled": Key("enabled", True),
-  "loss_scale": Key("scale_or_zero", 0.0),
-  "initial_scale_power": Key("exponent", None),
-  "loss_scale_window": Key("growth_interval", None),
-  "hysteresis": Key("hysteresis", None),
-  "consecutive_hysteresis": Key("consecutive_hysteresis", None),
-  "min_loss_scale": Key("min_scale", None),
+  "enabled": FieldSpec("enabled", True),
+  "loss_scale": FieldSpec("scale_or_zero", 0.0),
+  "initial_scale_power": FieldSpec("exponent", None),
+  "loss_scale_window": FieldSpec("growth_interval", None),
+  "hysteresis": FieldSpec("hysteresis", None),
+  "consecutive_hysteresis": FieldSpec("consecutive_hysteresis", None),
+  "min_loss_scale": FieldSpec("min_scale", None),
 }
 _FP16_IGNORED = ("auto_cast", "fp16_master_weights_and_grads")
 _STATE = {
-  "cur_scale": Key("loss_scale"),
-  "cur_iter": Key("step"),
-  "last_overflow_iter": Key("overflow_step"),
-  "cur_hysteresis": Key("hysteresis_remaining"),
+  "cur_scale": FieldSpec("loss_scale"),
+  "cur_iter": FieldSpec("step"),
+  "last_overflow_iter": FieldSpec("overflow_step"),
+  "cur_hysteresis": FieldSpec("hysteresis_remaining"),
 }
 # The settings that the scaler may hold as well.
-_SETTINGS = {
+_SETTING_FIELDS = {
   "scale_factor": "growth_factor",
   "scale_window": "growth_interval",
   "min_scale": "min_scale",
@@ -47,13 +47,13 @@ _SETTINGS = {
   "consecutive_hysteresis": "consecutive_hysteresis",
 }
 _STATE_IGNORED = ("raise_error_at_min_scale", "dtype")
-_NEW_RULE = 0, 17, 1  # the version since which it holds
+_NEW_RULE_VERSION = 0, 17, 1  # the version since which it holds
 
 
 @_transfer_guard.allow_transfers
 def from_deepspeed(
   fp16: Any, state: Any = None, version: str = "0.17.3"
-) -> _results.Result:
+) -> _results.PolicyAndState:
   """The policy and state of DeepSpeed's `DynamicLossScaler`.
 
   Up to version 0.17.0 it doubles the scale on every W-th finite step. Since
@@ -93,47 +93,58 @@ def from_deepspeed(
     >>> type(policy).__name__, policy.growth_interval
     ('DynamicLossScale', 500)
   """
-  name, as_numbers = "from_deepspeed", _version(version)
-  block = _reading.read(name, "fp16", fp16, _FP16, _FP16_IGNORED)
-  values = _with_defaults(block, as_numbers)
-  fixed = values["scale_or_zero"] if values["enabled"] else 1.0
-  if fixed:
+  caller, version_numbers = "from_deepspeed", _parse_version(version)
+  fp16_fields = _reading.read_fields(caller, "fp16", fp16, _FP16, _FP16_IGNORED)
+  values = _fill_defaults(fp16_fields, version_numbers)
+  fixed_scale = values["scale_or_zero"] if values["enabled"] else 1.0
+  if fixed_scale:
     if state is not None:
-      _read_fixed(name, fixed, state)
-    return _results.fixed(fixed)
-  policy = _policy(values, as_numbers >= _NEW_RULE)
+      _check_fixed_state(caller, fixed_scale, state)
+    return _results.fixed_result(fixed_scale)
+  policy = _make_policy(values, version_numbers >= _NEW_RULE_VERSION)
   if state is None:
-    return _results.start(policy)
-  return _resumed(name, policy, values | _read_dynamic(name, values, state))
+    return _results.initial_result(policy)
+  return _make_resumed_result(
+    caller, policy, values | _read_dynamic_state(caller, values, state)
+  )
 
 
-def _with_defaults(
-  block: dict[str, Any], version: tuple[int, ...]
+def _fill_defaults(
+  fp16_fields: dict[str, Any], version: tuple[int, ...]
 ) -> dict[str, Any]:
   """The settings of the block, and the defaults of this version."""
   if version < (0, 9, 3):
-    block = {**block, "consecutive_hysteresis": None}
-  given = {word: value for word, value in block.items() if value is not None}
-  is_old = version < _NEW_RULE
-  are_of_the_class = is_old and given.keys() <= {"enabled", "scale_or_zero"}
+    fp16_fields = {**fp16_fields, "consecutive_hysteresis": None}
+  explicit_fields = {
+    field: value for field, value in fp16_fields.items() if value is not None
+  }
+  is_old_rule = version < _NEW_RULE_VERSION
+  has_class_defaults = is_old_rule and explicit_fields.keys() <= {
+    "enabled",
+    "scale_or_zero",
+  }
   return {
-    "exponent": 32 if are_of_the_class or version < (0, 8) else 16,
+    "exponent": 32 if has_class_defaults or version < (0, 8) else 16,
     "growth_factor": 2.0,
     "growth_interval": 1000,
-    "hysteresis": 1 if are_of_the_class else 2,
+    "hysteresis": 1 if has_class_defaults else 2,
     "consecutive_hysteresis": False,
     "min_scale": 1.0,
-    **given,
+    **explicit_fields,
   }
 
 
-def _policy(values: dict[str, Any], is_new: bool) -> _policies.LossScalePolicy:
-  start = 2.0 ** values["exponent"]
-  if not is_new:
+def _make_policy(
+  values: dict[str, Any], is_new_rule: bool
+) -> _policies.LossScalePolicy:
+  init_scale = 2.0 ** values["exponent"]
+  if not is_new_rule:
     refill = "finite" if values["consecutive_hysteresis"] else "growth"
-    return _results.dynamic(values, init_scale=start, hysteresis_refill=refill)
+    return _results.make_dynamic_policy(
+      values, init_scale=init_scale, hysteresis_refill=refill
+    )
   return DeepSpeedLossScale(
-    start,
+    init_scale,
     values["growth_interval"],
     values["min_scale"],
     values["hysteresis"],
@@ -141,23 +152,30 @@ def _policy(values: dict[str, Any], is_new: bool) -> _policies.LossScalePolicy:
   )
 
 
-def _read_fixed(name: str, scale: float, state: Any) -> None:
+def _check_fixed_state(caller: str, scale: float, state: Any) -> None:
   """Raises unless the state is that of this fixed scale."""
-  same = {"cur_scale": ("scale", scale), "dynamic": ("dynamic", False)}
-  known = {"cur_scale": Key("scale")}
-  _read_state(name, "state of a fixed scale", state, known, same)
+  expected_settings = {
+    "cur_scale": ("scale", scale),
+    "dynamic": ("dynamic", False),
+  }
+  state_specs = {"cur_scale": FieldSpec("scale")}
+  _read_state(
+    caller, "state of a fixed scale", state, state_specs, expected_settings
+  )
 
 
-def _read_dynamic(
-  name: str, settings: dict[str, Any], state: Any
+def _read_dynamic_state(
+  caller: str, settings: dict[str, Any], state: Any
 ) -> dict[str, Any]:
   """The values of the scaler of a scale that moves."""
-  same = {key: (word, settings[word]) for key, word in _SETTINGS.items()}
-  same["dynamic"] = "dynamic", True
-  known = dict(_STATE)
+  expected_settings = {
+    key: (field, settings[field]) for key, field in _SETTING_FIELDS.items()
+  }
+  expected_settings["dynamic"] = "dynamic", True
+  state_specs = dict(_STATE)
   if settings["hysteresis"] == 1:  # Scalers without hysteresis have no such.
-    known["cur_hysteresis"] = Key("hysteresis_remaining", 1)
-  values = _read_state(name, "state", state, known, same)
+    state_specs["cur_hysteresis"] = FieldSpec("hysteresis_remaining", 1)
+  values = _read_state(caller, "state", state, state_specs, expected_settings)
   if values["overflow_step"] >= values["step"]:
     raise ValueError(
       "from_deepspeed: last_overflow_iter in state must be less than cur_iter,"
@@ -167,39 +185,47 @@ def _read_dynamic(
 
 
 def _read_state(
-  name: str,
-  what: str,
+  caller: str,
+  source_name: str,
   state: Any,
-  known: dict[str, Key],
-  same: dict[str, tuple[str, Any]],
+  state_specs: dict[str, FieldSpec],
+  expected_settings: dict[str, tuple[str, Any]],
 ) -> dict[str, Any]:
   """The values of a scaler, checked to have the settings of the block."""
-  settings = {key: Key(*setting) for key, setting in same.items()}
-  keys = {**settings, **known}
-  values = _reading.read(name, what, state, keys, _STATE_IGNORED)
-  for key, (word, expected) in same.items():
-    if values[word] != expected:
+  setting_specs = {
+    key: FieldSpec(*setting) for key, setting in expected_settings.items()
+  }
+  specs = {**setting_specs, **state_specs}
+  values = _reading.read_fields(
+    caller, source_name, state, specs, _STATE_IGNORED
+  )
+  for key, (field, expected) in expected_settings.items():
+    if values[field] != expected:
       raise ValueError(
-        f"from_deepspeed: {key} in {what} must be {expected}, as in the fp16"
-        f" block, got {values[word]}."
+        f"from_deepspeed: {key} in {source_name} must be {expected}, as in the fp16"
+        f" block, got {values[field]}."
       )
   return values
 
 
-def _resumed(
-  name: str, policy: _policies.LossScalePolicy, values: dict[str, Any]
-) -> _results.Result:
+def _make_resumed_result(
+  caller: str, policy: _policies.LossScalePolicy, values: dict[str, Any]
+) -> _results.PolicyAndState:
   """The policy, and its state as the scaler stands."""
   # Finite steps since the last overflow; the iteration of the start is -1.
-  finite = values["step"] - values["overflow_step"] - 1
-  window = values["growth_interval"]
+  finite_steps = values["step"] - values["overflow_step"] - 1
+  growth_interval = values["growth_interval"]
   # The new rule grows a step late at first; the count restarts at each growth.
-  late = 1 if isinstance(policy, DeepSpeedLossScale) else 0
-  has_grown = finite >= window + late
-  count = (finite - late) % window if has_grown else finite
-  values = {**values, "finite_count": count}
-  policy, state = _results.resume(name, policy, values)
-  if late:
+  extra_steps = 1 if isinstance(policy, DeepSpeedLossScale) else 0
+  has_grown = finite_steps >= growth_interval + extra_steps
+  finite_count = (
+    (finite_steps - extra_steps) % growth_interval
+    if has_grown
+    else finite_steps
+  )
+  values = {**values, "finite_count": finite_count}
+  policy, state = _results.resumed_result(caller, policy, values)
+  if extra_steps:
     policy_state = state.policy_state._replace(
       has_grown=jnp.asarray(has_grown, jnp.bool_)
     )
@@ -207,14 +233,14 @@ def _resumed(
   return policy, state
 
 
-def _version(version: Any) -> tuple[int, ...]:
+def _parse_version(version: Any) -> tuple[int, ...]:
   """The numbers of a version: (0, 17, 3) of 0.17.3+cpu."""
-  numbers = r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(?!\d)"
-  is_text = isinstance(version, str)
-  match = re.match(numbers, version) if is_text else None
+  pattern = r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(?!\d)"
+  is_str = isinstance(version, str)
+  match = re.match(pattern, version) if is_str else None
   if not match:
-    raise (ValueError if is_text else TypeError)(
+    raise (ValueError if is_str else TypeError)(
       "from_deepspeed: version must be a DeepSpeed release, such as"
-      f" '0.17.3', got version = {_reading.show(version)}."
+      f" '0.17.3', got version = {_reading.safe_repr(version)}."
     )
   return tuple(int(part or 0) for part in match.groups())

@@ -5,16 +5,16 @@ from typing import Any
 from optax_lossscale import _state, _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._loss_scales import FairseqLossScale
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 _SETTINGS = {
-  "fp16_init_scale": Key("init_scale", 2.0**7),
-  "fp16_scale_window": Key("growth_interval"),
-  "fp16_scale_tolerance": Key("tolerance", 0.0),
-  "threshold_loss_scale": Key("threshold", None),
-  "min_loss_scale": Key("min_scale", 1e-4),
+  "fp16_init_scale": FieldSpec("init_scale", 2.0**7),
+  "fp16_scale_window": FieldSpec("growth_interval"),
+  "fp16_scale_tolerance": FieldSpec("tolerance", 0.0),
+  "threshold_loss_scale": FieldSpec("threshold", None),
+  "min_loss_scale": FieldSpec("min_scale", 1e-4),
 }
-_CHECKPOINT = {"loss_scale": Key("loss_scale")}
+_CHECKPOINT = {"loss_scale": FieldSpec("loss_scale")}
 
 
 @_transfer_guard.allow_transfers
@@ -49,12 +49,12 @@ def from_fairseq(
     >>> policy.tolerance, state.loss_scale.item()
     (0.25, 1024.0)
   """
-  name = "from_fairseq"
+  caller = "from_fairseq"
   policy = FairseqLossScale(
-    **_reading.read(name, "settings", settings, _SETTINGS)
+    **_reading.read_fields(caller, "settings", settings, _SETTINGS)
   )
   if loss_scale is None:
-    return _results.start(policy)
-  given = {"loss_scale": loss_scale}
-  values = _reading.read(name, "the argument", given, _CHECKPOINT)
-  return _results.resume(name, policy, values)
+    return _results.initial_result(policy)
+  checkpoint = {"loss_scale": loss_scale}
+  values = _reading.read_fields(caller, "the argument", checkpoint, _CHECKPOINT)
+  return _results.resumed_result(caller, policy, values)

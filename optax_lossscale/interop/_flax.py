@@ -4,25 +4,30 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results, _writing
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
-_STATIC = {
-  "growth_factor": Key("growth_factor", 2.0),
-  "backoff_factor": Key("backoff_factor", 0.5),
-  "growth_interval": Key("last_count", 2000),
+_STATIC_FIELDS = {
+  "growth_factor": FieldSpec("growth_factor", 2.0),
+  "backoff_factor": FieldSpec("backoff_factor", 0.5),
+  "growth_interval": FieldSpec("last_count", 2000),
   # None stands for no floor.
-  "minimum_scale": Key("min_scale", _checks.MIN_LOSS_SCALE),
+  "minimum_scale": FieldSpec("min_scale", _checks.MIN_LOSS_SCALE),
 }
-_FIELDS = {
-  "fin_steps": Key("finite_count"),
-  "scale": Key("loss_scale"),
-  **_STATIC,
+_ALL_FIELDS = {
+  "fin_steps": FieldSpec("finite_count"),
+  "scale": FieldSpec("loss_scale"),
+  **_STATIC_FIELDS,
 }
-_WRITTEN = "growth_factor", "backoff_factor", "growth_interval", "min_scale"
+_WRITTEN_FIELDS = (
+  "growth_factor",
+  "backoff_factor",
+  "growth_interval",
+  "min_scale",
+)
 
 
 @_transfer_guard.allow_transfers
-def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
+def from_flax(dynamic_scale: Any, **static: Any) -> _results.PolicyAndState:
   """The policy and state of Flax's `DynamicScale`.
 
   Flax raises the scale on finite step `growth_interval + 1`. So the interval of
@@ -51,13 +56,19 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.Result:
     >>> policy.growth_interval, state.loss_scale.item()
     (2000, 65536.0)
   """
-  name = "from_flax"
-  given = {name: key for name, key in _STATIC.items() if name in static}
-  values = _reading.read(name, "dynamic_scale", dynamic_scale, _FIELDS)
-  values |= _reading.read(name, "the static fields", static, given)
+  caller = "from_flax"
+  static_specs = {
+    caller: key for caller, key in _STATIC_FIELDS.items() if caller in static
+  }
+  values = _reading.read_fields(
+    caller, "dynamic_scale", dynamic_scale, _ALL_FIELDS
+  )
+  values |= _reading.read_fields(
+    caller, "the static fields", static, static_specs
+  )
   interval = values["last_count"] + 1
-  policy = _results.dynamic(values, growth_interval=interval)
-  return _results.resume(name, policy, values)
+  policy = _results.make_dynamic_policy(values, growth_interval=interval)
+  return _results.resumed_result(caller, policy, values)
 
 
 @_transfer_guard.allow_transfers
@@ -83,14 +94,16 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_flax(policy, policy.init())["growth_interval"]
     1999
   """
-  name = "to_flax"
-  dynamic = _writing.dynamic(name, policy, _WRITTEN, "a DynamicLossScale")
-  scale, count = _writing.scale_and_count(name, policy, state)
+  caller = "to_flax"
+  dynamic_policy = _writing.check_dynamic_policy(
+    caller, policy, _WRITTEN_FIELDS, "a DynamicLossScale"
+  )
+  scale, count = _writing.get_scale_and_count(caller, policy, state)
   return {
-    "growth_factor": float(dynamic.growth_factor),
-    "backoff_factor": float(dynamic.backoff_factor),
-    "growth_interval": int(dynamic.growth_interval) - 1,
-    "fin_steps": _writing.count_below(count, dynamic.growth_interval),
+    "growth_factor": float(dynamic_policy.growth_factor),
+    "backoff_factor": float(dynamic_policy.backoff_factor),
+    "growth_interval": int(dynamic_policy.growth_interval) - 1,
+    "fin_steps": _writing.clamp_count(count, dynamic_policy.growth_interval),
     "scale": scale,
-    "minimum_scale": float(dynamic.min_scale),
+    "minimum_scale": float(dynamic_policy.min_scale),
   }

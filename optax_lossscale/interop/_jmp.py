@@ -4,31 +4,31 @@ from typing import Any
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.interop import _reading, _results
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 # The attributes of each class, by its name.
-_CLASSES = {
+_CLASS_FIELDS = {
   "DynamicLossScale": {
-    "loss_scale": Key("loss_scale"),
-    "counter": Key("finite_count"),
-    "period": Key("growth_interval"),
-    "factor": Key("growth_factor"),
-    "min_loss_scale": Key("min_scale"),
+    "loss_scale": FieldSpec("loss_scale"),
+    "counter": FieldSpec("finite_count"),
+    "period": FieldSpec("growth_interval"),
+    "factor": FieldSpec("growth_factor"),
+    "min_loss_scale": FieldSpec("min_scale"),
   },
-  "StaticLossScale": {"loss_scale": Key("scale")},
+  "StaticLossScale": {"loss_scale": FieldSpec("scale")},
   "DynamicLossScaler": {
-    "scale_value": Key("loss_scale"),
-    "counter": Key("finite_count"),
-    "scale_window": Key("growth_interval"),
-    "scale_factor": Key("growth_factor"),
-    "min_loss_scale": Key("min_scale", 1.0),  # It has no such attribute.
+    "scale_value": FieldSpec("loss_scale"),
+    "counter": FieldSpec("finite_count"),
+    "scale_window": FieldSpec("growth_interval"),
+    "scale_factor": FieldSpec("growth_factor"),
+    "min_loss_scale": FieldSpec("min_scale", 1.0),  # It has no such attribute.
   },
-  "StaticLossScaler": {"scale_value": Key("scale")},
+  "StaticLossScaler": {"scale_value": FieldSpec("scale")},
 }
 
 
 @_transfer_guard.allow_transfers
-def from_jmp(loss_scale: Any) -> _results.Result:
+def from_jmp(loss_scale: Any) -> _results.PolicyAndState:
   """The policy and state of a jmp or MindSpore loss scale.
 
   Both multiply the scale by a factor on the N-th finite step, and divide it by
@@ -57,17 +57,19 @@ def from_jmp(loss_scale: Any) -> _results.Result:
     >>> interop.from_jmp(StaticLossScale())[0]
     FixedLossScale(scale=128.0)
   """
-  name, kind = "from_jmp", type(loss_scale).__name__
-  if kind == "NoOpLossScale":
-    return _results.fixed(1.0)
-  if kind not in _CLASSES:
+  caller, class_name = "from_jmp", type(loss_scale).__name__
+  if class_name == "NoOpLossScale":
+    return _results.fixed_result(1.0)
+  if class_name not in _CLASS_FIELDS:
     raise TypeError(
-      f"from_jmp: loss_scale must be one of {', '.join(_CLASSES)} and"
-      f" NoOpLossScale, got {_reading.show(loss_scale)}."
+      f"from_jmp: loss_scale must be one of {', '.join(_CLASS_FIELDS)} and"
+      f" NoOpLossScale, got {_reading.safe_repr(loss_scale)}."
     )
-  values = _reading.read(name, kind, loss_scale, _CLASSES[kind])
+  values = _reading.read_fields(
+    caller, class_name, loss_scale, _CLASS_FIELDS[class_name]
+  )
   if "scale" in values:
-    return _results.fixed(values["scale"])
-  backoff = 1 / values["growth_factor"]
-  policy = _results.dynamic(values, backoff_factor=backoff)
-  return _results.resume(name, policy, values)
+    return _results.fixed_result(values["scale"])
+  backoff_factor = 1 / values["growth_factor"]
+  policy = _results.make_dynamic_policy(values, backoff_factor=backoff_factor)
+  return _results.resumed_result(caller, policy, values)

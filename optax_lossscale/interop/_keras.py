@@ -6,52 +6,57 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results, _writing
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 # The configs of the optimizers hold these, too. Scaling has no use for them.
-_INNER = ("inner_optimizer", "optimizer", "name")
+_INNER_KEYS = ("inner_optimizer", "optimizer", "name")
 # Early Keras 3 wrote these settings of its base class, which do nothing there.
-_KERAS_3_BASE = (
+_KERAS_3_BASE_KEYS = (
   "weight_decay", "clipnorm", "global_clipnorm", "clipvalue", "use_ema",
   "ema_momentum", "ema_overwrite_frequency", "loss_scale_factor",
   "gradient_accumulation_steps",
 )  # fmt: skip
-_SERIALIZED = (
+_SERIALIZED_KEYS = (
   "class_name", "module", "registered_name", "build_config", "compile_config",
   "shared_object_id",
 )  # fmt: skip
 # What a model's `get_compile_config()` holds beside its optimizer.
-_COMPILED = (
+_COMPILE_KEYS = (
   "loss", "loss_weights", "metrics", "weighted_metrics", "run_eagerly",
   "steps_per_execution", "jit_compile", "auto_scale_loss",
   "pss_evaluation_shards", "from_serialized",
 )  # fmt: skip
-_DEEPEST = 8  # A serialized optimizer holds its config, and that a loss scale.
-_OPTIMIZER = {
-  "initial_scale": Key("init_scale", 2.0**15),
-  "dynamic_growth_steps": Key("growth_interval", 2000),
+_MAX_NESTING = (
+  8  # A serialized optimizer holds its config, and that a loss scale.
+)
+_OPTIMIZER_FIELDS = {
+  "initial_scale": FieldSpec("init_scale", 2.0**15),
+  "dynamic_growth_steps": FieldSpec("growth_interval", 2000),
 }
-_TF_OPTIMIZER = {"dynamic": Key("dynamic", True), **_OPTIMIZER}
-_FIXED = {"loss_scale_value": Key("scale")}
-_DYNAMIC = {
-  "initial_loss_scale": Key("init_scale"),
-  "increment_period": Key("growth_interval"),
-  "multiplier": Key("growth_factor"),
+_TF_OPTIMIZER_FIELDS = {
+  "dynamic": FieldSpec("dynamic", True),
+  **_OPTIMIZER_FIELDS,
+}
+_FIXED_FIELDS = {"loss_scale_value": FieldSpec("scale")}
+_DYNAMIC_FIELDS = {
+  "initial_loss_scale": FieldSpec("init_scale"),
+  "increment_period": FieldSpec("growth_interval"),
+  "multiplier": FieldSpec("growth_factor"),
 }
 _TF_VARIABLES = {
-  "current_loss_scale": Key("loss_scale"),
-  "good_steps": Key("finite_count"),
+  "current_loss_scale": FieldSpec("loss_scale"),
+  "good_steps": FieldSpec("finite_count"),
 }
 _KERAS_3_VARIABLES = {
-  "dynamic_scale": Key("loss_scale"),
-  "step_counter": Key("finite_count"),
+  "dynamic_scale": FieldSpec("loss_scale"),
+  "step_counter": FieldSpec("finite_count"),
 }
 
-_read = functools.partial(_reading.read, "from_keras")
+_read_fields = functools.partial(_reading.read_fields, "from_keras")
 
 
 @_transfer_guard.allow_transfers
-def from_keras(config: Any, variables: Any = None) -> _results.Result:
+def from_keras(config: Any, variables: Any = None) -> _results.PolicyAndState:
   """The policy and state of a TensorFlow, tf.keras or Keras 3 loss scaler.
 
   All of them grow the scale on the N-th finite step and halve it (or divide it
@@ -94,15 +99,15 @@ def from_keras(config: Any, variables: Any = None) -> _results.Result:
     >>> policy.growth_interval, policy.min_scale, state.loss_scale.item()
     (500, 1.0, 4096.0)
   """
-  policy = _policy(config)
+  policy = _policy_from_config(config)
   if variables is None:
-    return _results.start(policy)
+    return _results.initial_result(policy)
   if isinstance(policy, _policies.FixedLossScale):
-    _read("variables", variables, {})
-    return _results.start(policy)
-  keys = _TF_VARIABLES if policy.min_scale == 1 else _KERAS_3_VARIABLES
-  values = _read("variables", variables, keys)
-  return _results.resume("from_keras", policy, values)
+    _read_fields("variables", variables, {})
+    return _results.initial_result(policy)
+  specs = _TF_VARIABLES if policy.min_scale == 1 else _KERAS_3_VARIABLES
+  values = _read_fields("variables", variables, specs)
+  return _results.resumed_result("from_keras", policy, values)
 
 
 @_transfer_guard.allow_transfers
@@ -131,76 +136,91 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_keras(policy, policy.init())["variables"]
     {'current_loss_scale': 32768.0, 'good_steps': 0}
   """
-  name = "to_keras"
+  caller = "to_keras"
   if isinstance(policy, _policies.FixedLossScale):
-    _writing.check(name, policy, ("scale",))
-    scale, _ = _writing.scale_and_count(name, policy, state)
-    fixed = {
+    _writing.check_hyperparams(caller, policy, ("scale",))
+    scale, _ = _writing.get_scale_and_count(caller, policy, state)
+    fixed_config = {
       "dynamic": False,
       "initial_scale": scale,
       "dynamic_growth_steps": None,
     }
-    return {"config": fixed, "variables": {}}
-  floors = "the minimum scale is 1 in tf.keras and 2**-126 in Keras 3"
-  floor = _checks.MIN_LOSS_SCALE, floors
+    return {"config": fixed_config, "variables": {}}
+  floor_reason = "the minimum scale is 1 in tf.keras and 2**-126 in Keras 3"
+  required_floor = _checks.MIN_LOSS_SCALE, floor_reason
   is_tf = (
     isinstance(policy, _policies.DynamicLossScale) and policy.min_scale == 1
   )
-  written = ("growth_interval", *(["min_scale"] if is_tf else []))
-  dynamic = _writing.dynamic(name, policy, written, min_scale=floor)
-  scale, count = _writing.scale_and_count(name, policy, state)
+  written_fields = ("growth_interval", *(["min_scale"] if is_tf else []))
+  dynamic_policy = _writing.check_dynamic_policy(
+    caller, policy, written_fields, min_scale=required_floor
+  )
+  scale, count = _writing.get_scale_and_count(caller, policy, state)
   config = {
-    "initial_scale": float(dynamic.init_scale),
-    "dynamic_growth_steps": int(dynamic.growth_interval),
+    "initial_scale": float(dynamic_policy.init_scale),
+    "dynamic_growth_steps": int(dynamic_policy.growth_interval),
   }
   if is_tf:
     config, keys = {"dynamic": True, **config}, _TF_VARIABLES
   else:
     keys = _KERAS_3_VARIABLES
-    count = _writing.count_below(count, dynamic.growth_interval)
+    count = _writing.clamp_count(count, dynamic_policy.growth_interval)
   variables = dict(zip(keys, (scale, count), strict=True))
   return {"config": config, "variables": variables}
 
 
-def _policy(
-  config: Any, deep: int = 0
+def _policy_from_config(
+  config: Any, depth: int = 0
 ) -> _policies.DynamicLossScale | _policies.FixedLossScale:
   """The policy of a config, or of an argument that stands for one."""
   if isinstance(config, str) and config == "dynamic":
     return _policies.DynamicLossScale()
   if not isinstance(config, Mapping):
-    given = "from_keras", "place of a config or 'dynamic'", "a scale", config
-    return _policies.FixedLossScale(_reading.as_word(*given, "scale"))
+    coerce_args = (
+      "from_keras",
+      "place of a config or 'dynamic'",
+      "a scale",
+      config,
+    )
+    return _policies.FixedLossScale(
+      _reading.coerce_field(*coerce_args, "scale")
+    )
   # Some hold another: the serialized ones, that of TF 2.3, and that of a model.
-  holders = {
-    "config": _SERIALIZED,
-    "loss_scale": _INNER,
-    "optimizer": _COMPILED,
+  wrapper_keys = {
+    "config": _SERIALIZED_KEYS,
+    "loss_scale": _INNER_KEYS,
+    "optimizer": _COMPILE_KEYS,
   }
-  for key, ignored in holders.items():
+  for key, ignored in wrapper_keys.items():
     if key in config:
-      inner = _read("config", config, {key: Key("inner")}, ignored)["inner"]
+      inner = _read_fields(
+        "config", config, {key: FieldSpec("inner")}, ignored
+      )["inner"]
       if key == "optimizer":
         _check_optimizer(inner)
-      if deep == _DEEPEST:
+      if depth == _MAX_NESTING:
         raise ValueError(
-          f"from_keras: config must be nested at most {_DEEPEST} levels deep,"
-          f" got a deeper config: {_reading.show(config)}. Pass the config of"
+          f"from_keras: config must be nested at most {_MAX_NESTING} levels deep,"
+          f" got a deeper config: {_reading.safe_repr(config)}. Pass the config of"
           " the loss scaler itself."
         )
-      return _policy(inner, deep + 1)
+      return _policy_from_config(inner, depth + 1)
   if "loss_scale_value" in config:
-    values = _read("config of FixedLossScale", config, _FIXED)
+    values = _read_fields("config of FixedLossScale", config, _FIXED_FIELDS)
     return _policies.FixedLossScale(values["scale"])
   if "dynamic" in config:
-    return _tf_policy(config)
-  if {"inner_optimizer", *_OPTIMIZER} & config.keys():
-    past = (*_INNER, *_KERAS_3_BASE)
-    values = _read("config of Keras 3", config, _OPTIMIZER, past)
-    return _results.dynamic(values)
-  values = _read("config of DynamicLossScale", config, _DYNAMIC)
-  backoff = 1 / values["growth_factor"]
-  return _results.dynamic(values, backoff_factor=backoff, min_scale=1.0)
+    return _policy_from_tf_config(config)
+  if {"inner_optimizer", *_OPTIMIZER_FIELDS} & config.keys():
+    ignored_keys = (*_INNER_KEYS, *_KERAS_3_BASE_KEYS)
+    values = _read_fields(
+      "config of Keras 3", config, _OPTIMIZER_FIELDS, ignored_keys
+    )
+    return _results.make_dynamic_policy(values)
+  values = _read_fields("config of DynamicLossScale", config, _DYNAMIC_FIELDS)
+  backoff_factor = 1 / values["growth_factor"]
+  return _results.make_dynamic_policy(
+    values, backoff_factor=backoff_factor, min_scale=1.0
+  )
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -210,23 +230,25 @@ def _check_optimizer(optimizer: Any) -> None:
   mixed_float16 model afterwards.
   """
   is_config = isinstance(optimizer, Mapping)
-  kind = optimizer.get("class_name") if is_config else None
-  if not (isinstance(kind, str) and "LossScale" in kind):
+  class_name = optimizer.get("class_name") if is_config else None
+  if not (isinstance(class_name, str) and "LossScale" in class_name):
     raise ValueError(
       "from_keras: optimizer in the compile configuration must be a serialized"
-      f" LossScaleOptimizer, got {_reading.show(kind or optimizer)}. Keras 3"
+      f" LossScaleOptimizer, got {_reading.safe_repr(class_name or optimizer)}. Keras 3"
       " wraps the optimizer of a mixed_float16 model later: pass"
       " model.optimizer.get_config()."
     )
 
 
-def _tf_policy(
+def _policy_from_tf_config(
   config: Mapping[str, Any],
 ) -> _policies.DynamicLossScale | _policies.FixedLossScale:
   """The policy of tf.keras, where a fixed scale has no default."""
-  name = "config of tf.keras"
-  values = _read(name, config, _TF_OPTIMIZER, _INNER)
+  source_name = "config of tf.keras"
+  values = _read_fields(source_name, config, _TF_OPTIMIZER_FIELDS, _INNER_KEYS)
   if values["dynamic"]:
-    return _results.dynamic(values, min_scale=1.0)
-  fixed = {**_TF_OPTIMIZER, "initial_scale": Key("scale")}
-  return _policies.FixedLossScale(_read(name, config, fixed, _INNER)["scale"])
+    return _results.make_dynamic_policy(values, min_scale=1.0)
+  fixed_specs = {**_TF_OPTIMIZER_FIELDS, "initial_scale": FieldSpec("scale")}
+  return _policies.FixedLossScale(
+    _read_fields(source_name, config, fixed_specs, _INNER_KEYS)["scale"]
+  )

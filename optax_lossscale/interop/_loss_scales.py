@@ -11,7 +11,7 @@ import optax
 from optax_lossscale import _arrays, _checks, _state
 
 # What a tolerance is at most, and the integers of its fraction: see _reaches.
-_LARGEST_PART = 2**15
+_MAX_FRACTION_TERM = 2**15
 
 
 @_state.support_old_pickles
@@ -81,8 +81,8 @@ class DeepSpeedLossScale:
 
   def init(self) -> _state.LossScaleState:
     """Returns the state before the first step."""
-    left = _arrays.copy_as(self.hysteresis, jnp.int32)
-    policy_state = DeepSpeedPolicyState(left, jnp.zeros((), jnp.bool_))
+    remaining = _arrays.copy_as(self.hysteresis, jnp.int32)
+    policy_state = DeepSpeedPolicyState(remaining, jnp.zeros((), jnp.bool_))
     return _state.make_initial_state(self.init_scale, policy_state)
 
   def adjust(
@@ -94,24 +94,28 @@ class DeepSpeedLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
-    left, has_grown = _state.get_policy_state(self, state, DeepSpeedPolicyState)
-    after = _state.record_step(state, grads_finite)
-    finite = after.last_finite
+    remaining, has_grown = _state.get_policy_state(
+      self, state, DeepSpeedPolicyState
+    )
+    new_state = _state.record_step(state, grads_finite)
+    finite = new_state.last_finite
     interval = jnp.asarray(self.growth_interval, jnp.int32)
     # Written so that nothing is added to the interval, which may be the
     # largest int32.
-    grow = after.finite_count > interval - has_grown.astype(jnp.int32)
-    backoff = ~finite & (left <= 1)
-    left = jnp.where(finite | backoff, left, left - 1)
+    grow = new_state.finite_count > interval - has_grown.astype(jnp.int32)
+    backoff = ~finite & (remaining <= 1)
+    remaining = jnp.where(finite | backoff, remaining, remaining - 1)
     refill = finite if self.consecutive_hysteresis else grow
-    left = jnp.where(refill, jnp.asarray(self.hysteresis, jnp.int32), left)
+    remaining = jnp.where(
+      refill, jnp.asarray(self.hysteresis, jnp.int32), remaining
+    )
     factor = jnp.where(grow, jnp.float32(2), jnp.float32(1))
     factor = jnp.where(backoff, jnp.float32(0.5), factor)
     low, high = jnp.float32(self.min_scale), jnp.float32(self.max_scale)
-    return after._replace(
+    return new_state._replace(
       loss_scale=jnp.clip(state.loss_scale * factor, low, high),
-      finite_count=jnp.where(grow, jnp.int32(0), after.finite_count),
-      policy_state=DeepSpeedPolicyState(left, finite & (has_grown | grow)),
+      finite_count=jnp.where(grow, jnp.int32(0), new_state.finite_count),
+      policy_state=DeepSpeedPolicyState(remaining, finite & (has_grown | grow)),
     )
 
 
@@ -175,7 +179,7 @@ class FairseqLossScale:
   def __post_init__(self) -> None:
     _checks.check_count("growth_interval", self.growth_interval)
     _checks.check_scale_fields(self)
-    _checks.check_number("tolerance", self.tolerance, 0, _LARGEST_PART)
+    _checks.check_number("tolerance", self.tolerance, 0, _MAX_FRACTION_TERM)
     if self.threshold is not None:
       _checks.check_scale("threshold", self.threshold)
     _checks.convert_arrays_to_scalars(self)
@@ -196,20 +200,26 @@ class FairseqLossScale:
   ) -> _state.LossScaleState:
     """Returns the state with the scale of the next step."""
     del grads_amax
-    steps, overflows = _state.get_policy_state(self, state, FairseqPolicyState)
-    after = _state.record_step(state, grads_finite)
-    overflow = ~after.last_finite
-    steps = optax.safe_increment(steps)
+    steps_since_change, overflows = _state.get_policy_state(
+      self, state, FairseqPolicyState
+    )
+    new_state = _state.record_step(state, grads_finite)
+    overflow = ~new_state.last_finite
+    steps_since_change = optax.safe_increment(steps_since_change)
     overflows = jnp.where(overflow, optax.safe_increment(overflows), overflows)
-    backoff = overflow & _reaches(overflows, steps, self._share())
-    grow = after.finite_count >= jnp.asarray(self.growth_interval, jnp.int32)
+    backoff = overflow & _is_ratio_at_least(
+      overflows, steps_since_change, self._tolerance_fraction()
+    )
+    grow = new_state.finite_count >= jnp.asarray(
+      self.growth_interval, jnp.int32
+    )
     zero = jnp.int32(0)
-    steps = jnp.where(grow | backoff, zero, steps)
+    steps_since_change = jnp.where(grow | backoff, zero, steps_since_change)
     overflows = jnp.where(backoff, zero, overflows)
-    return after._replace(
-      loss_scale=self._moved(state.loss_scale, grow, backoff),
-      finite_count=jnp.where(grow, zero, after.finite_count),
-      policy_state=FairseqPolicyState(steps, overflows),
+    return new_state._replace(
+      loss_scale=self._next_scale(state.loss_scale, grow, backoff),
+      finite_count=jnp.where(grow, zero, new_state.finite_count),
+      policy_state=FairseqPolicyState(steps_since_change, overflows),
     )
 
   @property
@@ -223,7 +233,7 @@ class FairseqLossScale:
     has_effect = threshold > self.min_scale
     return threshold if has_effect else 2 * self.min_scale
 
-  def _moved(
+  def _next_scale(
     self, scale: jax.Array, grow: jax.Array, backoff: jax.Array
   ) -> jax.Array:
     """The next scale."""
@@ -234,21 +244,21 @@ class FairseqLossScale:
     lower = jnp.where(lower > jnp.float32(self.min_scale), lower, scale)
     return jnp.where(grow, higher, jnp.where(backoff, lower, scale))
 
-  def _share(self) -> fractions.Fraction:
+  def _tolerance_fraction(self) -> fractions.Fraction:
     """The tolerance as the fraction that was meant: 0.1 as 1/10."""
     tolerance = float(self.tolerance)
     # So that neither of the two integers is larger.
-    largest = int(_LARGEST_PART / max(tolerance, 1))
-    return fractions.Fraction(tolerance).limit_denominator(largest)
+    max_term = int(_MAX_FRACTION_TERM / max(tolerance, 1))
+    return fractions.Fraction(tolerance).limit_denominator(max_term)
 
 
-def _reaches(
-  part: jax.Array, whole: jax.Array, share: fractions.Fraction
+def _is_ratio_at_least(
+  numerator: jax.Array, denominator: jax.Array, fraction: fractions.Fraction
 ) -> jax.Array:
   """Whether part / whole >= share, exactly, and in the range of an int32."""
-  if not share:
-    return jnp.ones_like(part, jnp.bool_)
+  if not fraction:
+    return jnp.ones_like(numerator, jnp.bool_)
   # part * q >= whole * p, with whole = turns * q + rest and a small rest * p.
-  turns, rest = jnp.divmod(whole, jnp.int32(share.denominator))
-  due = -(-rest * share.numerator // share.denominator)
-  return (part - due) // share.numerator >= turns
+  quotient, remainder = jnp.divmod(denominator, jnp.int32(fraction.denominator))
+  remainder_bound = -(-remainder * fraction.numerator // fraction.denominator)
+  return (numerator - remainder_bound) // fraction.numerator >= quotient

@@ -4,24 +4,26 @@ from typing import Any
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.interop import _reading, _results
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 _SETTINGS = {
-  "loss_scale": Key("scale", None),
-  "initial_loss_scale": Key("init_scale", 2.0**32),
-  "min_loss_scale": Key("min_scale", 1.0),
-  "loss_scale_window": Key("growth_interval", 1000),
-  "hysteresis": Key("hysteresis", 2),
+  "loss_scale": FieldSpec("scale", None),
+  "initial_loss_scale": FieldSpec("init_scale", 2.0**32),
+  "min_loss_scale": FieldSpec("min_scale", 1.0),
+  "loss_scale_window": FieldSpec("growth_interval", 1000),
+  "hysteresis": FieldSpec("hysteresis", 2),
 }
 _STATE = {
-  "scale": Key("loss_scale"),
-  "growth_tracker": Key("finite_count"),
-  "hysteresis_tracker": Key("hysteresis_remaining"),
+  "scale": FieldSpec("loss_scale"),
+  "growth_tracker": FieldSpec("finite_count"),
+  "hysteresis_tracker": FieldSpec("hysteresis_remaining"),
 }
 
 
 @_transfer_guard.allow_transfers
-def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
+def from_megatron(
+  settings: Any, state_dict: Any = None
+) -> _results.PolicyAndState:
   """The policy and state of Megatron's `DynamicGradScaler`.
 
   It doubles the scale on the N-th finite step, and halves it on the
@@ -51,14 +53,16 @@ def from_megatron(settings: Any, state_dict: Any = None) -> _results.Result:
     >>> policy.growth_interval, state.policy_state.hysteresis_remaining.item()
     (500, 2)
   """
-  name, state = "from_megatron", "state_dict"
-  values = _reading.read(name, "settings", settings, _SETTINGS)
+  caller, source_name = "from_megatron", "state_dict"
+  values = _reading.read_fields(caller, "settings", settings, _SETTINGS)
   if values["scale"] is not None:
-    saved = {} if state_dict is None else state_dict
-    _reading.read(name, f"{state} of a fixed scale", saved, {})
-    return _results.fixed(values["scale"])
-  policy = _results.dynamic(values, hysteresis_refill="growth")
+    fixed_state = {} if state_dict is None else state_dict
+    _reading.read_fields(
+      caller, f"{source_name} of a fixed scale", fixed_state, {}
+    )
+    return _results.fixed_result(values["scale"])
+  policy = _results.make_dynamic_policy(values, hysteresis_refill="growth")
   if state_dict is None:
-    return _results.start(policy)
-  values |= _reading.read(name, state, state_dict, _STATE)
-  return _results.resume(name, policy, values)
+    return _results.initial_result(policy)
+  values |= _reading.read_fields(caller, source_name, state_dict, _STATE)
+  return _results.resumed_result(caller, policy, values)

@@ -5,22 +5,22 @@ from typing import Any
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.interop import _reading, _results
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 _KEYS = {
-  "scale": Key("loss_scale"),
-  "incr_ratio": Key("growth_factor"),
-  "decr_ratio": Key("backoff_factor"),
-  "incr_every_n_steps": Key("growth_interval"),
-  "decr_every_n_nan_or_inf": Key("hysteresis"),
-  "incr_count": Key("finite_count"),
-  "decr_count": Key("overflows"),
-  "use_dynamic_loss_scaling": Key("dynamic"),
+  "scale": FieldSpec("loss_scale"),
+  "incr_ratio": FieldSpec("growth_factor"),
+  "decr_ratio": FieldSpec("backoff_factor"),
+  "incr_every_n_steps": FieldSpec("growth_interval"),
+  "decr_every_n_nan_or_inf": FieldSpec("hysteresis"),
+  "incr_count": FieldSpec("finite_count"),
+  "decr_count": FieldSpec("overflows"),
+  "use_dynamic_loss_scaling": FieldSpec("dynamic"),
 }
 
 
 @_transfer_guard.allow_transfers
-def from_paddle(state_dict: Any) -> _results.Result:
+def from_paddle(state_dict: Any) -> _results.PolicyAndState:
   """The policy and state of a `paddle.amp.GradScaler`.
 
   It raises the scale on the N-th finite step, and lowers it on every n-th
@@ -52,11 +52,11 @@ def from_paddle(state_dict: Any) -> _results.Result:
     ('backoff', 1)
   """
   if isinstance(state_dict, Mapping) and not state_dict:
-    return _results.fixed(1.0)
-  name = "from_paddle"
-  values = _reading.read(name, "state_dict", state_dict, _KEYS)
+    return _results.fixed_result(1.0)
+  caller = "from_paddle"
+  values = _reading.read_fields(caller, "state_dict", state_dict, _KEYS)
   if not values["dynamic"]:
-    return _results.fixed(values["loss_scale"])
+    return _results.fixed_result(values["loss_scale"])
   values["hysteresis_remaining"] = values["hysteresis"] - values["overflows"]
-  policy = _results.dynamic(values, hysteresis_refill="backoff")
-  return _results.resume(name, policy, values)
+  policy = _results.make_dynamic_policy(values, hysteresis_refill="backoff")
+  return _results.resumed_result(caller, policy, values)

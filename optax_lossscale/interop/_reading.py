@@ -2,7 +2,7 @@
 
 Input comes out of files and is not trusted: it is only looked at, by the names
 that are known, never imported, called or evaluated. Messages quote it through
-:func:`show`, since the `repr` of some objects raises, recurses or is endless.
+:func:`safe_repr`, since the `repr` of some objects raises, recurses or is endless.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,37 +16,37 @@ from optax_lossscale import _checks
 _REQUIRED: Any = object()
 
 
-class Key(NamedTuple):
+class FieldSpec(NamedTuple):
   """What a key of another system stands for.
 
   Attributes:
-    word: our word for it.
+    field: our word for it.
     default: what it is if it is left out or None; if there is no default, it
       must be given.
   """
 
-  word: str
+  field: str
   default: Any = _REQUIRED
 
 
-_SCALE = _checks.MIN_LOSS_SCALE, _checks.MAX_LOSS_SCALE, False
-_COUNT = 1, _checks.MAX_COUNT, True
-_TALLY = 0, _checks.MAX_COUNT, True
+_SCALE_RANGE = _checks.MIN_LOSS_SCALE, _checks.MAX_LOSS_SCALE, False
+_POSITIVE_RANGE = 1, _checks.MAX_COUNT, True
+_COUNTER_RANGE = 0, _checks.MAX_COUNT, True
 # What a number is between, and whether it is an integer, by our word for it.
-_NUMBERS = {
-  "init_scale": _SCALE,
-  "loss_scale": _SCALE,
-  "max_scale": _SCALE,
-  "min_scale": _SCALE,
-  "scale": _SCALE,
-  "threshold": _SCALE,
+_NUMBER_RANGES = {
+  "init_scale": _SCALE_RANGE,
+  "loss_scale": _SCALE_RANGE,
+  "max_scale": _SCALE_RANGE,
+  "min_scale": _SCALE_RANGE,
+  "scale": _SCALE_RANGE,
+  "threshold": _SCALE_RANGE,
   "growth_factor": (_checks.MIN_GROWTH_FACTOR, _checks.MAX_LOSS_SCALE, False),
   "backoff_factor": (_checks.MIN_LOSS_SCALE, _checks.MAX_BACKOFF_FACTOR, False),
   "tolerance": (0, 2**15, False),
-  "growth_interval": _COUNT,
-  "hysteresis": _COUNT,
-  "finite_count": _TALLY,
-  "overflows": _TALLY,
+  "growth_interval": _POSITIVE_RANGE,
+  "hysteresis": _POSITIVE_RANGE,
+  "finite_count": _COUNTER_RANGE,
+  "overflows": _COUNTER_RANGE,
   # Trackers go on counting below zero.
   "hysteresis_remaining": (-_checks.MAX_COUNT, _checks.MAX_COUNT, True),
   # Flax has one less than the growth interval.
@@ -55,120 +55,128 @@ _NUMBERS = {
   # numbers of steps from -1 on.
   "scale_or_zero": (0, _checks.MAX_LOSS_SCALE, False),
   "exponent": (0, 126, True),
-  "step": _TALLY,
+  "step": _COUNTER_RANGE,
   "overflow_step": (-1, _checks.MAX_COUNT, True),
-  "loss_id": _TALLY,
+  "loss_id": _COUNTER_RANGE,
 }
-_BOOLEANS = "dynamic", "enabled", "consecutive_hysteresis"
+_BOOL_FIELDS = "dynamic", "enabled", "consecutive_hysteresis"
 
 
-def read(
-  function: str,
-  what: str,
+def read_fields(
+  caller: str,
+  source_name: str,
   source: Any,
-  keys: Mapping[str, Key],
-  ignored: Collection[str] = (),
+  specs: Mapping[str, FieldSpec],
+  ignored_keys: Collection[str] = (),
 ) -> dict[str, Any]:
   """The values of a mapping, or of an object's attributes, by our words.
 
   Args:
-    function: the public function that reads, for the messages.
-    what: what is read, for the messages.
+    caller: the public function that reads, for the messages.
+    source_name: what is read, for the messages.
     source: a mapping, in which every key must be known; or an object, which may
       have other attributes.
-    keys: what each key or attribute stands for.
-    ignored: keys that may be there, and are read past.
+    specs: what each key or attribute stands for.
+    ignored_keys: keys that may be there, and are read past.
 
   Returns:
     The values, or their defaults: Python numbers within the bounds of their
     word. What is neither a number nor a bool by its word is as it was.
   """
-  found = _found(function, what, source, keys, ignored)
-  given = {key: x for key, x in found.items() if x is not None}
-  required = [key for key, x in keys.items() if x.default is _REQUIRED]
-  missing = [key for key in required if key not in given]
-  if missing:
+  raw_values = _get_raw_values(caller, source_name, source, specs, ignored_keys)
+  present_values = {key: x for key, x in raw_values.items() if x is not None}
+  required_keys = [key for key, x in specs.items() if x.default is _REQUIRED]
+  missing_keys = [key for key in required_keys if key not in present_values]
+  if missing_keys:
     raise ValueError(
-      f"{function}: {what} must hold {', '.join(required)}, but"
-      f" {', '.join(missing)} is missing."
+      f"{caller}: {source_name} must hold {', '.join(required_keys)}, but"
+      f" {', '.join(missing_keys)} is missing."
     )
   return {
-    word: as_word(function, what, key, given[key], word)
-    if key in given
+    field: coerce_field(caller, source_name, key, present_values[key], field)
+    if key in present_values
     else default
-    for key, (word, default) in keys.items()
+    for key, (field, default) in specs.items()
   }
 
 
-def as_word(function: str, what: str, key: str, value: Any, word: str) -> Any:
+def coerce_field(
+  caller: str, source_name: str, key: str, value: Any, field: str
+) -> Any:
   """A value as the number or the bool that our word for it asks for."""
-  value = _plain(value)
-  if word in _BOOLEANS:
-    rule, is_kind, is_right = "True or False", isinstance(value, bool), True
-  elif word in _NUMBERS:
-    low, high, integer = _NUMBERS[word]
-    rule = _checks.format_range(low, high, integer=integer)
-    is_kind = isinstance(value, int | float) and not isinstance(value, bool)
+  value = _unwrap_scalar(value)
+  if field in _BOOL_FIELDS:
+    requirement, has_type, is_in_range = (
+      "True or False",
+      isinstance(value, bool),
+      True,
+    )
+  elif field in _NUMBER_RANGES:
+    low, high, is_integer = _NUMBER_RANGES[field]
+    requirement = _checks.format_range(low, high, integer=is_integer)
+    has_type = isinstance(value, int | float) and not isinstance(value, bool)
     # NaN is in no range.
-    is_right = is_kind and low <= value <= high
-    is_right = is_right and (not integer or value == int(value))
+    is_in_range = has_type and low <= value <= high
+    is_in_range = is_in_range and (not is_integer or value == int(value))
   else:
     return value
-  if not (is_kind and is_right):
-    error = ValueError if is_kind else TypeError
-    raise error(
-      f"{function}: {key} in {what} must be {rule}, got {key} = {show(value)}."
+  if not (has_type and is_in_range):
+    error_type = ValueError if has_type else TypeError
+    raise error_type(
+      f"{caller}: {key} in {source_name} must be {requirement}, got {key} = {safe_repr(value)}."
     )
   if isinstance(value, bool):
     return value
-  return int(value) if _NUMBERS[word][2] else float(value)
+  return int(value) if _NUMBER_RANGES[field][2] else float(value)
 
 
-def show(value: Any) -> str:
+def safe_repr(value: Any) -> str:
   """A short text for a message, whatever the value is."""
   try:
-    return _SHORT.repr(value)
+    return _REPR.repr(value)
   except ValueError:  # Python does not print integers of thousands of digits.
     return f"a value of type {type(value).__name__} that is too long to print"
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 2, 60, 60
 
 
-def _found(
-  function: str,
-  what: str,
+def _get_raw_values(
+  caller: str,
+  source_name: str,
   source: Any,
-  keys: Mapping[str, Key],
-  ignored: Collection[str],
+  specs: Mapping[str, FieldSpec],
+  ignored_keys: Collection[str],
 ) -> dict[str, Any]:
   """The values under known keys, as they are."""
-  known = ", ".join(keys) or "none"
+  known_keys = ", ".join(specs) or "none"
   if isinstance(source, Mapping):
     for key in source:
-      if not (isinstance(key, str) and (key in keys or key in ignored)):
-        past = f" Ignored keys: {', '.join(ignored)}." if ignored else ""
-        raise ValueError(
-          f"{function}: unknown key {show(key)} in {what}. Known keys:"
-          f" {known}.{past}"
+      if not (isinstance(key, str) and (key in specs or key in ignored_keys)):
+        ignored_note = (
+          f" Ignored keys: {', '.join(ignored_keys)}." if ignored_keys else ""
         )
-    return {key: source[key] for key in keys if key in source}
-  found = {}
-  for key in keys:
+        raise ValueError(
+          f"{caller}: unknown key {safe_repr(key)} in {source_name}. Known keys:"
+          f" {known_keys}.{ignored_note}"
+        )
+    return {key: source[key] for key in specs if key in source}
+  raw_values = {}
+  for key in specs:
     try:
-      found[key] = getattr(source, key)
+      raw_values[key] = getattr(source, key)
     except (AttributeError, KeyError):  # Of some, the attributes are keys.
       continue
-  if not found:
+  if not raw_values:
     raise TypeError(
-      f"{function}: {what} must be a dict, or an object with some of these"
-      f" attributes: {known}; got {show(source)}."
+      f"{caller}: {source_name} must be a dict, or an object with some of these"
+      f" attributes: {known_keys}; got {safe_repr(source)}."
     )
-  return found
+  return raw_values
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_scalar(value: Any) -> Any:
   """The Python number in an array of one element, and all else as it is."""
   try:
     array = np.asarray(value) if hasattr(value, "__array__") else None

@@ -9,47 +9,52 @@ import numpy as np
 from optax_lossscale import _checks, _policies, _state
 
 _Policy = TypeVar("_Policy", bound=_policies.LossScalePolicy)
-Result = tuple[_policies.LossScalePolicy, _state.LossScaleState]
+PolicyAndState = tuple[_policies.LossScalePolicy, _state.LossScaleState]
 
-_FIELDS = [
+_POLICY_FIELDS = [
   field.name for field in dataclasses.fields(_policies.DynamicLossScale)
 ]
 
 
-def fixed(scale: float) -> Result:
+def fixed_result(scale: float) -> PolicyAndState:
   """A fixed scale; that of 1 stands for a scaler that is switched off."""
-  return start(_policies.FixedLossScale(scale))
+  return initial_result(_policies.FixedLossScale(scale))
 
 
-def start(policy: _Policy) -> tuple[_Policy, _state.LossScaleState]:
+def initial_result(policy: _Policy) -> tuple[_Policy, _state.LossScaleState]:
   """A policy, and its state before the first step."""
   return policy, policy.init()
 
 
-def dynamic(
-  values: dict[str, Any], **others: Any
+def make_dynamic_policy(
+  values: dict[str, Any], **overrides: Any
 ) -> _policies.DynamicLossScale:
   """The dynamic scale with what was read, and what the system always does.
 
   Where only the current scale was read, it is the first one, too; a system
   without a floor has that of float32.
   """
-  known = {"min_scale": _checks.MIN_LOSS_SCALE, **values, **others}
-  first, low = values.get("loss_scale"), known["min_scale"]
-  if first is not None:
+  fields = {"min_scale": _checks.MIN_LOSS_SCALE, **values, **overrides}
+  current_scale, min_scale = values.get("loss_scale"), fields["min_scale"]
+  if current_scale is not None:
     # In float32, a scale at a floor of 0.7 is less than that.
-    known.setdefault("init_scale", low if np.float32(low) == first else first)
-  chosen = {name: known[name] for name in _FIELDS if name in known}
-  return _policies.DynamicLossScale(**chosen)
+    fields.setdefault(
+      "init_scale",
+      min_scale if np.float32(min_scale) == current_scale else current_scale,
+    )
+  hyperparams = {
+    name: fields[name] for name in _POLICY_FIELDS if name in fields
+  }
+  return _policies.DynamicLossScale(**hyperparams)
 
 
-def resume(
-  function: str, policy: _Policy, values: dict[str, Any]
+def resumed_result(
+  caller: str, policy: _Policy, values: dict[str, Any]
 ) -> tuple[_Policy, _state.LossScaleState]:
   """A policy, and its state at another system's scale and counts.
 
   Args:
-    function: the public function, for the messages.
+    caller: the public function, for the messages.
     policy: the policy, whose `init` gives all that is not known.
     values: what was read: the `loss_scale`; and, if there are such, the
       `finite_count`, the `hysteresis` and the `hysteresis_remaining`.
@@ -62,20 +67,20 @@ def resume(
   if low is not None and not np.float32(low) <= scale <= np.float32(high):
     floor, ceiling = _checks.format_bound(low), _checks.format_bound(high)
     raise ValueError(
-      f"{function}: the scale in the state must be between the minimum {floor}"
+      f"{caller}: the scale in the state must be between the minimum {floor}"
       f" and the maximum {ceiling} of its settings, got scale = {scale}."
     )
-  policy_state, full = state.policy_state, values.get("hysteresis", 1)
-  left = values.get("hysteresis_remaining", full)
-  if left > full:
+  policy_state, hysteresis = state.policy_state, values.get("hysteresis", 1)
+  remaining = values.get("hysteresis_remaining", hysteresis)
+  if remaining > hysteresis:
     raise ValueError(
-      f"{function}: the remaining hysteresis in the state must be at most the"
-      f" hysteresis in its settings, {full}, got {left}."
+      f"{caller}: the remaining hysteresis in the state must be at most the"
+      f" hysteresis in its settings, {hysteresis}, got {remaining}."
     )
   if policy_state and "hysteresis_remaining" in values:
     # Some count on below zero, which has the same effect.
-    left = jnp.asarray(max(left, 0), jnp.int32)
-    policy_state = policy_state._replace(hysteresis_remaining=left)
+    remaining = jnp.asarray(max(remaining, 0), jnp.int32)
+    policy_state = policy_state._replace(hysteresis_remaining=remaining)
   return policy, state._replace(
     loss_scale=jnp.asarray(scale, jnp.float32),
     finite_count=jnp.asarray(values.get("finite_count", 0), jnp.int32),

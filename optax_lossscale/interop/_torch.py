@@ -5,24 +5,27 @@ from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results, _writing
-from optax_lossscale.interop._reading import Key
+from optax_lossscale.interop._reading import FieldSpec
 
 _KEYS = {
-  "scale": Key("loss_scale"),
-  "growth_factor": Key("growth_factor"),
-  "backoff_factor": Key("backoff_factor"),
-  "growth_interval": Key("growth_interval"),
-  "_growth_tracker": Key("finite_count"),
+  "scale": FieldSpec("loss_scale"),
+  "growth_factor": FieldSpec("growth_factor"),
+  "backoff_factor": FieldSpec("backoff_factor"),
+  "growth_interval": FieldSpec("growth_interval"),
+  "_growth_tracker": FieldSpec("finite_count"),
 }
-_NEMO_STATE = {**_KEYS, "_hysteresis_tracker": Key("hysteresis_remaining")}
-_NEMO_SETTINGS = {"hysteresis": Key("hysteresis")}
-_WRITTEN = "growth_factor", "backoff_factor", "growth_interval"
+_NEMO_STATE = {
+  **_KEYS,
+  "_hysteresis_tracker": FieldSpec("hysteresis_remaining"),
+}
+_NEMO_SETTINGS = {"hysteresis": FieldSpec("hysteresis")}
+_WRITTEN_FIELDS = "growth_factor", "backoff_factor", "growth_interval"
 
 
 @_transfer_guard.allow_transfers
 def from_torch(
   state_dict: Any, *, hysteresis: int | None = None
-) -> _results.Result:
+) -> _results.PolicyAndState:
   """The policy and state of a `torch.amp.GradScaler`, or of the one of NeMo.
 
   torch raises the scale on the `growth_interval`-th finite step, and has no
@@ -62,19 +65,25 @@ def from_torch(
     (2000, 17)
   """
   if isinstance(state_dict, Mapping) and not state_dict:
-    return _results.fixed(1.0)
-  name, what = "from_torch", "state_dict"
+    return _results.fixed_result(1.0)
+  caller, source_name = "from_torch", "state_dict"
   has_tracker = (
     isinstance(state_dict, Mapping) and "_hysteresis_tracker" in state_dict
   )
   if not has_tracker and hysteresis is None:
-    values = _reading.read(name, what, state_dict, _KEYS)
-    return _results.resume(name, _results.dynamic(values), values)
-  values = _reading.read(name, f"{what} of NeMo", state_dict, _NEMO_STATE)
-  given = {"hysteresis": hysteresis}
-  values |= _reading.read(name, "the settings of NeMo", given, _NEMO_SETTINGS)
-  policy = _results.dynamic(values, hysteresis_refill="finite")
-  return _results.resume(name, policy, values)
+    values = _reading.read_fields(caller, source_name, state_dict, _KEYS)
+    return _results.resumed_result(
+      caller, _results.make_dynamic_policy(values), values
+    )
+  values = _reading.read_fields(
+    caller, f"{source_name} of NeMo", state_dict, _NEMO_STATE
+  )
+  nemo_settings = {"hysteresis": hysteresis}
+  values |= _reading.read_fields(
+    caller, "the settings of NeMo", nemo_settings, _NEMO_SETTINGS
+  )
+  policy = _results.make_dynamic_policy(values, hysteresis_refill="finite")
+  return _results.resumed_result(caller, policy, values)
 
 
 @_transfer_guard.allow_transfers
@@ -101,18 +110,22 @@ def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     >>> ols.interop.to_torch(policy, policy.init())["scale"]
     32768.0
   """
-  name = "to_torch"
+  caller = "to_torch"
   if isinstance(policy, _policies.FixedLossScale):
-    disabled = 1.0, "a disabled GradScaler has the scale 1"
-    _writing.check(name, policy, (), scale=disabled)
+    required_scale = 1.0, "a disabled GradScaler has the scale 1"
+    _writing.check_hyperparams(caller, policy, (), scale=required_scale)
     return {}
-  no_floor = (_checks.MIN_LOSS_SCALE, "it has no minimum scale")
-  dynamic = _writing.dynamic(name, policy, _WRITTEN, min_scale=no_floor)
-  scale, count = _writing.scale_and_count(name, policy, state)
+  required_floor = (_checks.MIN_LOSS_SCALE, "it has no minimum scale")
+  dynamic_policy = _writing.check_dynamic_policy(
+    caller, policy, _WRITTEN_FIELDS, min_scale=required_floor
+  )
+  scale, count = _writing.get_scale_and_count(caller, policy, state)
   return {
     "scale": scale,
-    "growth_factor": float(dynamic.growth_factor),
-    "backoff_factor": float(dynamic.backoff_factor),
-    "growth_interval": int(dynamic.growth_interval),
-    "_growth_tracker": _writing.count_below(count, dynamic.growth_interval),
+    "growth_factor": float(dynamic_policy.growth_factor),
+    "backoff_factor": float(dynamic_policy.backoff_factor),
+    "growth_interval": int(dynamic_policy.growth_interval),
+    "_growth_tracker": _writing.clamp_count(
+      count, dynamic_policy.growth_interval
+    ),
   }

@@ -1,6 +1,6 @@
 """`autocast`: which equations run in half precision, and which as written."""
 
-from helpers import jaxprs, quick_alone
+from helpers import jaxprs, mark_slow_params
 from helpers.bits import assert_close, assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -192,7 +192,7 @@ def mean_square(fun):
   return loss
 
 
-@pytest.mark.parametrize("name", quick_alone(QUICK, PROGRAMS))
+@pytest.mark.parametrize("name", mark_slow_params(QUICK, PROGRAMS))
 def test_all_products_run_in_half_and_the_result_is_the_same(name):
   fun = PROGRAMS[name]
   skip_if_jax_cannot(jax.eval_shape, fun, X, W)
@@ -205,7 +205,7 @@ def test_all_products_run_in_half_and_the_result_is_the_same(name):
     assert_same_bits(transform(half)(X, W), transform(fun)(X, W))
 
 
-@pytest.mark.parametrize("name", quick_alone(QUICK_GRADIENTS, PROGRAMS))
+@pytest.mark.parametrize("name", mark_slow_params(QUICK_GRADIENTS, PROGRAMS))
 def test_the_gradient_is_the_same_and_its_products_run_in_half(name):
   fun = PROGRAMS[name]
   if name == "while_loop":  # It has a derivative in forward mode alone.
@@ -261,7 +261,7 @@ HOLDERS = [
 
 
 # JAX looks for leaks with the garbage collector, which is slow.
-@pytest.mark.parametrize("name", quick_alone(["jit"], HOLDERS))
+@pytest.mark.parametrize("name", mark_slow_params(["jit"], HOLDERS))
 def test_no_tracer_outlives_its_trace(name):
   loss = ols.autocast(mean_square(PROGRAMS[name]))
   with jax.checking_leaks():

@@ -8,9 +8,9 @@ a broadcast, whose transpose is a sum.
 import functools
 import inspect
 
-from helpers import jaxprs, matmul_flops, quick_alone, sharding
+from helpers import jaxprs, mark_slow_params, matmul_flops, sharding
 from helpers.bits import assert_close
-from helpers.jax_limits import jax_can
+from helpers.jax_limits import can_run_in_jax
 import hypothesis
 from hypothesis import strategies as st
 import jax
@@ -49,30 +49,32 @@ LOSSES = {
 }
 
 
-def in_members(fun):
+def vmap_over_members(fun):
   return lambda w, i: jax.vmap(fun, (None, 0))(w, i).sum()
 
 
-def in_members_of_a_shard_map(fun):
+def shard_map_over_members(fun):
   mesh = sharding.make_mesh((4,), ("data",))
-  local = lambda w, i: lax.psum(in_members(fun)(w, i), "data")
+  local = lambda w, i: lax.psum(vmap_over_members(fun)(w, i), "data")
   return jax.shard_map(
     local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
   )
 
 
-AROUND = in_members, in_members_of_a_shard_map
+AROUND = vmap_over_members, shard_map_over_members
 
 
 def assert_sums_are_wide(gradient, *args):
   """No equation that adds or spreads data is half, but for products."""
   jaxpr = jax.make_jaxpr(gradient)(*args)
-  assert matmul_flops.sums_in_half(jaxpr) == set()
+  assert matmul_flops.list_half_sums(jaxpr) == set()
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
-  "around", quick_alone([in_members], AROUND), ids=lambda f: f.__name__
+  "around",
+  mark_slow_params([vmap_over_members], AROUND),
+  ids=lambda f: f.__name__,
 )
 def test_the_gradients_of_many_members_add_up(name, around):
   loss, i = LOSSES[name], jnp.zeros(MANY, int)
@@ -104,7 +106,9 @@ def test_each_primitive_of_the_table_is_tried():
   assert set(PRODUCTS) == set(_primitives.CONTRACTION_PREDICATES)
 
 
-@pytest.mark.parametrize("axes", quick_alone([(0, None), (0, 0)], BATCHINGS))
+@pytest.mark.parametrize(
+  "axes", mark_slow_params([(0, None), (0, 0)], BATCHINGS)
+)
 @pytest.mark.parametrize("name", [*jaxprs.MOVES, *PRODUCTS])
 def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
   def model(a, b):
@@ -134,10 +138,10 @@ def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
 
   for derivative in (first_derivative, second_derivative):
     as_written = functools.partial(derivative, lambda fun: fun)
-    if not jax_can(jax.eval_shape, as_written, *stacked):
+    if not can_run_in_jax(jax.eval_shape, as_written, *stacked):
       continue
     half = jax.make_jaxpr(functools.partial(derivative, ols.autocast))(*stacked)
-    sums = matmul_flops.sums_in_half(half)
+    sums = matmul_flops.list_half_sums(half)
     # The narrow operand of a product is read forward and backward. Only where
     # the gradient itself is differentiated, these two cotangents are added.
     allowed = {"add_any"} if derivative is second_derivative else set()

@@ -5,7 +5,7 @@ import random
 import re
 from typing import NamedTuple
 
-from helpers import jaxprs, line_of
+from helpers import find_line_number, jaxprs
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -80,11 +80,11 @@ BY_SCOPE = [
 
 def products(fun, *args):
   """How many products there are in each dtype, by the scope they stand in."""
-  found = jaxprs.named_products(fun, *args)
+  found = jaxprs.list_named_matmuls(fun, *args)
   return collections.Counter((x.scope, x.dtype) for x in found)
 
 
-def of_a_and_b(fun, *args):
+def get_a_and_b_dtypes(fun, *args):
   """The dtypes of the products in the scopes ``net/a`` and ``net/b``."""
   found = products(fun, *args)
   return tuple(
@@ -107,7 +107,7 @@ def test_a_name_keeps_a_product_and_its_derivatives(program, name):
     jax.jit(ols.autocast(jax.jit(jax.grad(fun)), keep_float32=[name])),
   ):
     assert products(cast, W, X).total() == count
-    assert of_a_and_b(cast, W, X) == ({"float32"}, {"float16"})
+    assert get_a_and_b_dtypes(cast, W, X) == ({"float32"}, {"float16"})
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_name_keeps_a_product_and_its_derivatives(program, name):
 )
 @pytest.mark.parametrize("program", ["scanned", "checkpointed"])
 def test_a_line_keeps_what_stands_there(program, name):
-  name = name.format(file=HERE, number=line_of("kept", __file__))
+  name = name.format(file=HERE, number=find_line_number("kept", __file__))
   fun = loss(PROGRAMS[program])
   many = lambda f: jax.vmap(f, (None, 0))
   for cast, x in (
@@ -131,7 +131,7 @@ def test_a_line_keeps_what_stands_there(program, name):
     (many(ols.autocast(jax.grad(fun), keep_float32=name)), X[None]),
     (ols.autocast(many(jax.grad(fun)), keep_float32=name), X[None]),
   ):
-    assert of_a_and_b(cast, W, x) == ({"float32"}, {"float16"})
+    assert get_a_and_b_dtypes(cast, W, x) == ({"float32"}, {"float16"})
 
 
 def nest(draw, jit):
@@ -171,7 +171,7 @@ def test_a_shared_function_keeps_in_each_place_what_is_named_there(seeds):
 @pytest.mark.parametrize("line", ["forward", "called"])
 def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
   # JAX gives the backward pass of a rule the line that calls it.
-  name = f"{HERE}:{line_of(line, __file__)}"
+  name = f"{HERE}:{find_line_number(line, __file__)}"
   fun = loss(with_a_rule)
   cast = jax.grad(ols.autocast(fun, keep_float32=name))
   found = products(cast, W, X)
@@ -255,7 +255,7 @@ def with_a_helper(wrap):
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("name", ["{file} (mlp)", "{file}:{mlp}"])
 def test_any_line_that_leads_to_a_product_is_its_name(name, wrap):
-  name = name.format(file=HERE, mlp=line_of("mlp", __file__))
+  name = name.format(file=HERE, mlp=find_line_number("mlp", __file__))
   fun = loss(with_a_helper(wrap))
   for cast in (
     jax.grad(ols.autocast(fun, keep_float32=name)),
@@ -273,20 +273,22 @@ def test_a_line_outside_of_the_function_is_no_name():
   assert step(W, X, "net") is not None
   with pytest.raises(ValueError, match="selects no matmul"):
     jax.jit(step, static_argnums=2)(
-      W, X, f"{HERE}:{line_of('outside', __file__)}"
+      W, X, f"{HERE}:{find_line_number('outside', __file__)}"
     )
 
 
 def test_the_error_names_lines_of_all_callers():
   with pytest.raises(ValueError, match=r"\(net\)"):
-    name = f"{HERE}:{line_of('net', __file__)} (ne)"
+    name = f"{HERE}:{find_line_number('net', __file__)} (ne)"
     ols.autocast(with_a_helper(jax.jit), keep_float32=name)(W, X)
 
 
 def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
   cast = jax.grad(ols.autocast(loss(with_a_helper(jax.jit))))
   rows = compare_precision(cast, W, X, progress=False).matmuls
-  lines = {f"{HERE}:{line_of(x, __file__)} ({x})" for x in ("mlp", "head")}
+  lines = {
+    f"{HERE}:{find_line_number(x, __file__)} ({x})" for x in ("mlp", "head")
+  }
   assert {row.name for row in rows} == lines
 
 

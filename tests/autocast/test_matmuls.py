@@ -2,7 +2,7 @@
 
 import collections
 
-from helpers import custom_rules, hijax, jaxprs, quick_alone, sharding
+from helpers import custom_rules, hijax, jaxprs, mark_slow_params, sharding
 from helpers.bits import assert_close
 from helpers.planted_layers import normal
 import jax
@@ -92,7 +92,7 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("within", quick_alone(["as it is"], WITHIN))
+@pytest.mark.parametrize("within", mark_slow_params(["as it is"], WITHIN))
 @pytest.mark.parametrize("name", LOSSES)
 def test_its_products_run_in_half_wherever_it_stands(name, within):
   loss, argument, count = LOSSES[name]
@@ -169,10 +169,10 @@ X = normal(4, 8, seed=1)
 PARAMS = {"first": normal(8, 8, seed=2), "second": normal(8, 8, seed=3)}
 
 
-inner = custom_rules.pulling_back(lambda w, x: jnp.tanh(x @ w))
+inner = custom_rules.add_custom_vjp(lambda w, x: jnp.tanh(x @ w))
 
 
-again = custom_rules.remembering(lambda w, x: jnp.tanh(x @ w))
+again = custom_rules.add_recomputing_vjp(lambda w, x: jnp.tanh(x @ w))
 
 
 def both(rule):
@@ -180,13 +180,13 @@ def both(rule):
 
 
 def loss(rule):
-  around = custom_rules.pushing_forward(both(rule))
+  around = custom_rules.add_custom_jvp(both(rule))
   return lambda params, x: jnp.mean(around(params, x) ** 2)
 
 
 def products(fun, *args):
   """The path of the weights and the dtype of each product."""
-  return [(x.weights, x.dtype) for x in jaxprs.named_products(fun, *args)]
+  return [(x.weights, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
 
 @pytest.mark.parametrize("rule", [inner, again])
@@ -205,13 +205,13 @@ def test_all_of_its_products_run_in_half_and_have_names(rule, argnums):
 def test_gradients_of_several_weights_within_have_the_name_of_each():
   of_two = lambda params, x: jnp.tanh(x @ params["first"]) @ params["second"]
   fun = lambda params, x: jnp.mean(net(params, x) ** 2)
-  net = custom_rules.pushing_forward(custom_rules.pulling_back(of_two))
+  net = custom_rules.add_custom_jvp(custom_rules.add_custom_vjp(of_two))
   found = collections.Counter(products(jax.grad(ols.autocast(fun)), PARAMS, X))
   plain = lambda params, x: jnp.mean(of_two(params, x) ** 2)
   least = collections.Counter(
     products(jax.grad(ols.autocast(plain)), PARAMS, X)
   )
-  if hijax.is_on("jax_custom_vjp3"):
+  if hijax.is_enabled("jax_custom_vjp3"):
     # Such a tangent does not say which gradient is that of which weight.
     assert set(found) - {("", "float16")} == set(least)
   else:
@@ -236,7 +236,7 @@ def on_devices(fun):
 
 @pytest.mark.parametrize("transform", [on_devices, jax.checkpoint, jax.jit])
 def test_it_may_stand_in_other_functions(transform):
-  net = transform(custom_rules.pushing_forward(both(inner)))
+  net = transform(custom_rules.add_custom_jvp(both(inner)))
   fun = lambda params, x: jnp.mean(net(params, x) ** 2)
   half, exact = jax.grad(ols.autocast(fun)), jax.grad(fun)
   found = products(half, PARAMS, X)
@@ -254,9 +254,7 @@ def test_it_may_be_mapped_from_outside():
 def test_a_tangent_without_products_stays_as_it_is():
   clip = jax.custom_vjp(lambda x: x)
   clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
-  net = custom_rules.pushing_forward(
-    lambda params, x: clip(x @ params["first"])
-  )
+  net = custom_rules.add_custom_jvp(lambda params, x: clip(x @ params["first"]))
   fun = lambda params, x: jnp.sum(net(params, x))
   found = products(jax.grad(ols.autocast(fun)), PARAMS, X)
   assert {dtype for _, dtype in found} == {"float16"}

@@ -80,7 +80,7 @@ def test_the_third_call_outside_of_jit_is_told_and_no_other(name):
   CALLS[name]()
 
 
-def loop_within(transform):
+def make_loop(transform):
   """Five steps of a loop whose calls something transforms."""
   for _ in range(5):
     transform(ols.grad(ols.autocast(loss_fn), STATE))(W, X)
@@ -108,12 +108,12 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_what_is_compiled_or_only_traced_is_not_told(name):
-  loop_within(COMPILED[name])
+  make_loop(COMPILED[name])
 
 
 def test_who_turned_jit_off_is_not_told():
   with jax.disable_jit():
-    loop_within(jax.jit)
+    make_loop(jax.jit)
 
 
 def test_calls_with_other_shapes_or_dtypes_are_not_told():

@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import float32_models, load_example, matmul_flops, quick_alone
+from helpers import float32_models, load_example, mark_slow_params, matmul_flops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ QUICK = (
   "rotary, plain JAX",
 )
 all_models = pytest.mark.parametrize(
-  "name", quick_alone(QUICK, float32_models.NAMES)
+  "name", mark_slow_params(QUICK, float32_models.NAMES)
 )
 make = functools.cache(float32_models.make)
 make_shapes = functools.cache(float32_models.make_shapes)
@@ -53,8 +53,8 @@ def test_a_float32_model_changes_but_for_its_products_by_casts_alone(name):
   for cast in CASTS:
     rewritten, its_results = backward(name, cast)
     # Nothing but products computes in half, and each is computed once.
-    assert matmul_flops.share_in_half(rewritten) > 0.99
-    assert matmul_flops.arithmetic_in_half(rewritten) == set()
+    assert matmul_flops.half_flops_fraction(rewritten) > 0.99
+    assert matmul_flops.list_half_arithmetic(rewritten) == set()
     assert matmul_flops.products(rewritten) == matmul_flops.products(written)
     flops = [matmul_flops.by_dtype(x).total() for x in (rewritten, written)]
     assert flops[0] == flops[1]
@@ -62,7 +62,7 @@ def test_a_float32_model_changes_but_for_its_products_by_casts_alone(name):
     # Results keep their structure, shapes and dtypes.
     assert jax.tree.structure(its_results) == jax.tree.structure(results)
     assert jax.tree.leaves(its_results) == jax.tree.leaves(results)
-  assert matmul_flops.share_in_half(written) == 0
+  assert matmul_flops.half_flops_fraction(written) == 0
 
 
 @pytest.mark.slow
@@ -97,13 +97,13 @@ def test_gradients_and_loss_have_the_precision_of_half(
   name, cast, dtype, at_least
 ):
   # Products round both operands and the result, forward and backward.
-  rounded = _errors_of_rounding(name, dtype)
+  rounded = _compute_rounding_errors(name, dtype)
   triples = zip(_errors(name, cast), rounded, at_least, strict=True)
   assert all(error < max(least, 8 * x) for error, x, least in triples)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", float32_models.BY_HAND)
+@pytest.mark.parametrize("name", float32_models.MODELS_WITH_DTYPE)
 def test_gradients_are_as_good_as_by_hand(name):
   by_hand = float32_models.make(name, dtype=jnp.float16)
   result = _compute(by_hand, make(name).params, as_written)
@@ -127,7 +127,7 @@ def _errors(name, cast):
   return _distance(name, _compute(make(name), make(name).params, cast))
 
 
-def _errors_of_rounding(name, dtype):
+def _compute_rounding_errors(name, dtype):
   """The same, if the params are rounded, and all is computed in float32."""
   model = make(name)
   rounded = jax.tree.map(

@@ -4,7 +4,7 @@ import collections
 import functools
 
 import equinox as eqx
-from helpers import custom_rules, jaxprs, quick_alone
+from helpers import custom_rules, jaxprs, mark_slow_params
 from helpers.bits import assert_same_bits
 from helpers.planted_layers import normal
 import jax
@@ -35,13 +35,13 @@ def trained(net, **kwargs):
   return jax.grad(ols.autocast(loss, **kwargs))
 
 
-def report_of(net, params):
+def make_report(net, params):
   """Of all products: what is float16 is wider than float8."""
   fun = trained(net)
   return precision_report(fun, params, X, dtype=jnp.float8_e4m3fn)
 
 
-def kept_by(names, net, params):
+def list_kept(names, net, params):
   """What is in float32: the paths of products, and whether each is backward."""
   rows = precision_report(
     trained(net, keep_float32=names), params, X
@@ -49,17 +49,17 @@ def kept_by(names, net, params):
   return {(row.param_path, row.backward) for row in rows}
 
 
-def both_of(*paths):
+def expect_both_passes(*paths):
   return {(path, backward) for path in paths for backward in (False, True)}
 
 
 def assert_names(net, params, expected):
   """These are the names, and each keeps what it names and nothing else."""
-  rows = report_of(net, params).unconverted
+  rows = make_report(net, params).unconverted
   assert {row.name for row in rows} == set(expected)
   for name in expected:
     paths = {row.param_path for row in rows if row.name == name}
-    assert kept_by(name, net, params) == both_of(*paths)
+    assert list_kept(name, net, params) == expect_both_passes(*paths)
 
 
 def with_einsum(params, x):
@@ -83,7 +83,7 @@ def test_a_path_is_a_name_by_itself_within_any_scope(net):
   params = {"blocks": layers("q")}
   assert_names(net, params, Q)
   for name, paths in ("blocks/1", Q[1:2]), ("blocks", Q), ("*/1/*", Q[1:2]):
-    assert kept_by(name, net, params) == both_of(*paths)
+    assert list_kept(name, net, params) == expect_both_passes(*paths)
 
 
 def test_a_path_is_a_name_in_equinox():
@@ -105,7 +105,7 @@ def test_what_was_printed_before_is_taken_and_so_is_each_pair():
     f"block at {line}": Q,
     line: Q,
   }.items():
-    kept = kept_by(name, in_a_scope, {"blocks": layers("q")})
+    kept = list_kept(name, in_a_scope, {"blocks": layers("q")})
     assert {path for path, _ in kept} == set(paths)
 
 
@@ -141,17 +141,19 @@ def test_a_key_may_be_written_in_any_way():
       trained(net, keep_float32=names), params, X
     ).unconverted
     assert {row.name for row in rows} == set(names)
-    assert {(row.param_path, row.backward) for row in rows} == both_of(*names)
+    assert {
+      (row.param_path, row.backward) for row in rows
+    } == expect_both_passes(*names)
 
 
 def test_a_pattern_is_one_only_if_no_name_is_equal_to_it():
   params = {"w*": normal(8, 8), "w1": normal(8, 8), "v1": normal(8, 8)}
   net = lambda p, x: x @ p["w*"] @ p["w1"] @ p["v1"]
-  kept = lambda *names: kept_by(names, net, params)
-  assert kept("w*") == both_of("w*")
-  assert kept("w?") == both_of("w*", "w1")
-  assert kept("w*", "*1") == both_of("w*", "w1", "v1")
-  assert kept("w*", "w1") == both_of("w*", "w1")
+  kept = lambda *names: list_kept(names, net, params)
+  assert kept("w*") == expect_both_passes("w*")
+  assert kept("w?") == expect_both_passes("w*", "w1")
+  assert kept("w*", "*1") == expect_both_passes("w*", "w1", "v1")
+  assert kept("w*", "w1") == expect_both_passes("w*", "w1")
 
 
 def test_weights_that_are_used_twice_are_told_apart():
@@ -166,7 +168,7 @@ def test_weights_that_are_used_twice_are_told_apart():
     return x @ params["tied"]  # second
 
   params = {"embed": normal(8, 8), "tied": normal(8, 8)}
-  names = {row.name for row in report_of(net, params).unconverted}
+  names = {row.name for row in make_report(net, params).unconverted}
   scopes = {"encoder/embed", "decoder/embed"}
   lines = {
     name for name in names if name.startswith("tied at test_provenance.py:")
@@ -182,7 +184,7 @@ def test_weights_that_are_used_twice_are_told_apart():
 
 def test_rows_are_short():
   net = jax.named_scope("attention")(jax.named_scope("einsum")(with_einsum))
-  report = report_of(net, {"blocks": layers("q")})
+  report = make_report(net, {"blocks": layers("q")})
   assert "bi,ij->bj" not in str(report)
   scopes = {row.name_scope for row in report.unconverted}
   assert scopes == {"attention/einsum/bi,ij->bj"}
@@ -223,7 +225,7 @@ def hessian_vector_product(params):
   return optax.tree.norm(tangents, squared=True)
 
 
-def of_empty_keys(*path):
+def make_empty_key_loss(*path):
   """A loss, and weights of which one has this path, beside one more."""
   tree = normal(8, 8, seed=1)
   for key in reversed(path):
@@ -240,10 +242,10 @@ PLAIN = {"up": normal(8, 8, seed=1), "down": normal(8, 8, seed=2)}
 HARD_TO_NAME = {
   "updated weights": (updated, PLAIN),
   "a Hessian-vector product": (hessian_vector_product, PLAIN),
-  "an empty key": of_empty_keys(""),
-  "an empty key around": of_empty_keys("", "down"),
-  "an empty key inside": of_empty_keys("up", ""),
-  "a key of JAX": of_empty_keys("checkpoint", "down"),
+  "an empty key": make_empty_key_loss(""),
+  "an empty key around": make_empty_key_loss("", "down"),
+  "an empty key inside": make_empty_key_loss("up", ""),
+  "a key of JAX": make_empty_key_loss("checkpoint", "down"),
 }
 
 
@@ -302,7 +304,7 @@ def test_a_product_of_a_backward_pass_alone_needs_no_line():
     jax.grad(ols.autocast(net)), params, X, progress=False
   ).matmuls
   found = {(row.name, row.backward) for row in rows}
-  assert found == {*both_of("w"), ("head", True)}
+  assert found == {*expect_both_passes("w"), ("head", True)}
 
 
 # What a rule computes has the names of its weights, and is kept by them.
@@ -347,11 +349,11 @@ def overflowing(inner):
 
 def with_vjp(inner, params, x):
   """Its gradient never runs the function itself, but what the rule does."""
-  return custom_rules.pulling_back(overflowing(inner))(params, x)
+  return custom_rules.add_custom_vjp(overflowing(inner))(params, x)
 
 
 def with_jvp(inner, params, x):
-  return custom_rules.pushing_forward(overflowing(inner))(params, x)
+  return custom_rules.add_custom_jvp(overflowing(inner))(params, x)
 
 
 def with_a_loop(params, x):
@@ -375,7 +377,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize(
   "name",
-  quick_alone(
+  mark_slow_params(
     ["with_vjp jit", "with_vjp stack", "with_jvp cond", "with_vjp while"],
     PROGRAMS,
   ),
@@ -396,7 +398,7 @@ def test_a_name_keeps_what_a_mark_keeps(name):
     cast = ols.autocast(loss(block), keep_float32=kept)
     for transform in (lambda f: f), jax.grad:
       dtypes, expected = (
-        [x.dtype for x in jaxprs.named_products(transform(fun), params, X)]
+        [x.dtype for x in jaxprs.list_named_matmuls(transform(fun), params, X)]
         for fun in (cast, marked)
       )
       assert dtypes == expected and "float16" in dtypes  # of the head
@@ -447,7 +449,7 @@ def test_the_backward_pass_of_a_rule_has_the_names_of_its_weights(wrap):
   }
   params = {"blocks": [draw(i) for i in range(3)], "head": WEIGHTS}
   cast = jax.grad(ols.autocast(loss))
-  found = jaxprs.named_products(cast, params, X)
+  found = jaxprs.list_named_matmuls(cast, params, X)
   names = {f"blocks/{i}/{name}" for i in range(3) for name in ("up", "down")}
   assert {x.weights for x in found} == {*names, "head"}
   of_each = [[x for x in found if x.weights == name] for name in names]
@@ -472,5 +474,5 @@ def test_a_gradient_that_is_joined_of_parts_has_the_number_of_each():
   two_layers.defvjp(forward, backward)
   net = lambda params, x: two_layers(params["w"], x)
   params = {"w": normal(2, 8, 8, seed=0)}
-  found = jaxprs.named_products(trained(net), params, X)
+  found = jaxprs.list_named_matmuls(trained(net), params, X)
   assert sorted(x.weights for x in found) == ["w/0"] * 3 + ["w/1"] * 3

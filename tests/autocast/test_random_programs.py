@@ -59,14 +59,14 @@ AROUND = {
   "cond": lambda f: lambda x: lax.cond(x[0, 0] > 0, f, lambda x: x @ W, x),
   "vmap": lambda f: lambda x: jnp.sum(jax.vmap(f)(jnp.stack([x, x + 1])), 0),
   "map": lambda f: lambda x: lax.map(f, x[None])[0],
-  "custom_jvp": custom_rules.pushing_forward,
-  "custom_vjp": custom_rules.remembering,
+  "custom_jvp": custom_rules.add_custom_jvp,
+  "custom_vjp": custom_rules.add_recomputing_vjp,
   "gradient": lambda f: jax.grad(lambda x: jnp.sum(f(x) * W)),
   "scope": lambda f: jax.named_scope("a")(f),
 }
 
 
-def in_sequence(steps):
+def compose(steps):
   def fun(x):
     for step in steps:
       x = small(step(x))
@@ -78,7 +78,7 @@ def in_sequence(steps):
 programs = st.recursive(
   st.sampled_from(sorted(STEPS)).map(STEPS.get),
   lambda inner: st.one_of(
-    st.lists(inner, min_size=2, max_size=4).map(in_sequence),
+    st.lists(inner, min_size=2, max_size=4).map(compose),
     st.builds(
       lambda name, f: AROUND[name](f), st.sampled_from(sorted(AROUND)), inner
     ),

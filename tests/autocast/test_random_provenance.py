@@ -4,7 +4,7 @@ import collections
 import functools
 import random
 
-from helpers import custom_rules, jaxprs, quick_alone
+from helpers import custom_rules, jaxprs, mark_slow_params
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -47,9 +47,9 @@ WRAPPERS = {
   "dots_saveable": functools.partial(
     jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
   ),
-  "custom_vjp": custom_rules.pulling_back,
-  "remembering": custom_rules.remembering,
-  "custom_jvp": custom_rules.pushing_forward,
+  "custom_vjp": custom_rules.add_custom_vjp,
+  "remembering": custom_rules.add_recomputing_vjp,
+  "custom_jvp": custom_rules.add_custom_jvp,
   "cond": lambda f: (
     lambda p, x: lax.cond(x[0, 0] > -9e9, f, lambda p, x: x, p, x)
   ),
@@ -132,10 +132,10 @@ def program(nests):
   return loss, params, beside
 
 
-def dtypes_of(fun, *args):
+def get_matmul_dtypes(fun, *args):
   """The dtypes of the products of each weight, forward and backward."""
   found = collections.defaultdict(set)
-  for x in jaxprs.named_products(fun, *args, only_needed=True):
+  for x in jaxprs.list_named_matmuls(fun, *args, only_live=True):
     found[x.weights].add((x.backward, x.dtype))
   return found
 
@@ -156,10 +156,10 @@ def assert_names_select(nests):
   # Each weight has one name, which is that of no other.
   assert sorted(path for path, _ in names) == sorted(beside), names
   assert len({name for _, name in names}) == len(beside)
-  before = dtypes_of(grad(), params, X)
+  before = get_matmul_dtypes(grad(), params, X)
   for path, name in names:
     assert {back for back, _ in before[path]} == {False, True}
-    found = dtypes_of(grad(keep_float32=name), params, X)
+    found = get_matmul_dtypes(grad(keep_float32=name), params, X)
     if beside[path] == {path}:
       assert {dtype for _, dtype in found[path]} == {"float32"}
     for other in beside:
@@ -188,7 +188,7 @@ QUICK = (
   "plain", "jit", "checkpoint", "custom_vjp", "custom_jvp", "cond", "scan",
   "vmap", "shard_map", "scope", "scope of jax", "jitted cast", "unstacked",
 )  # fmt: skip
-NESTS = quick_alone([*zip(QUICK), *PAIRS], [*zip(WRAPPERS), *PAIRS])
+NESTS = mark_slow_params([*zip(QUICK), *PAIRS], [*zip(WRAPPERS), *PAIRS])
 
 
 @pytest.mark.parametrize("names", NESTS, ids=" in ".join)

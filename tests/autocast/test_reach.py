@@ -235,8 +235,8 @@ HOLDERS = {
   "cond": lambda a, b: lax.cond(b[0, 0] > 0, lambda: a @ b, lambda: a),
   "jit": jax.jit(lambda a, b: a @ b),
   "checkpoint": lambda a, b: jax.checkpoint(lambda a, b: jnp.sin(a @ b))(a, b),
-  "custom_jvp": lambda a, b: custom_rules.product_with_jvp()(a, b),
-  "custom_vjp": lambda a, b: custom_rules.product_with_vjp()(a, b),
+  "custom_jvp": lambda a, b: custom_rules.make_matmul_with_jvp()(a, b),
+  "custom_vjp": lambda a, b: custom_rules.make_matmul_with_vjp()(a, b),
 }
 
 
@@ -255,7 +255,7 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
     assert _source_info.get_op_name(eqns[i]) in told
   else:
     assert found and change is not unknown
-    assert jaxprs.products_of(new)["float32"] == 0
+    assert jaxprs.count_eqn_matmuls_by_dtype(new)["float32"] == 0
 
 
 def rewrite(jaxpr):
@@ -269,11 +269,11 @@ def rewrite(jaxpr):
   rewriter = _rewrite.Rewriter(
     half, _float32_filter.Float32Filter(), known, in_rule
   )
-  new, _, found = rewriter.rewrite(jaxpr, _provenance.EqnLocation())
-  told = _messages.describe_unentered(
-    _eqns.close_jaxpr(jaxpr), found.unentered_eqns, "float16"
+  new, _, log = rewriter.rewrite(jaxpr, _provenance.EqnLocation())
+  messages = _messages.describe_unentered(
+    _eqns.close_jaxpr(jaxpr), log.unentered_eqns, "float16"
   )
-  return found.has_matmuls, told, _eqns.close_jaxpr(new).jaxpr.eqns
+  return log.has_matmuls, messages, _eqns.close_jaxpr(new).jaxpr.eqns
 
 
 def test_a_shard_map_of_another_jax_is_rewritten():

@@ -346,9 +346,9 @@ SHARED_VALUES = {
   "the constants of a scan": lambda x: lax.scan(
     lambda c, _: (c + two_products(x), None), x, length=2
   )[0],
-  "a custom_vjp": custom_rules.remembering(square),
-  "a custom_vjp of two products": custom_rules.pulling_back(two_products),
-  "a custom_jvp": custom_rules.pushing_forward(square),
+  "a custom_vjp": custom_rules.add_recomputing_vjp(square),
+  "a custom_vjp of two products": custom_rules.add_custom_vjp(two_products),
+  "a custom_jvp": custom_rules.add_custom_jvp(square),
   "a gradient": lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(square(x))))(x),
 }
 
@@ -360,8 +360,8 @@ def test_cotangents_of_a_value_that_products_share_add_up_in_float32(name):
   skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), A)
   for program in (fun, jax.grad(loss)):
     jaxpr = jax.make_jaxpr(program)(A)
-    assert set(jaxprs.products_of(jaxpr.eqns)) == {"float16"}
-    assert matmul_flops.sums_in_half(jaxpr) == set()
+    assert set(jaxprs.count_eqn_matmuls_by_dtype(jaxpr.eqns)) == {"float16"}
+    assert matmul_flops.list_half_sums(jaxpr) == set()
 
 
 @pytest.mark.parametrize(

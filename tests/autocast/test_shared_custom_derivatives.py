@@ -7,7 +7,7 @@ call: each time with respect to other arguments.
 import functools
 
 import equinox as eqx
-from helpers import custom_rules, quick_alone
+from helpers import custom_rules, mark_slow_params
 from helpers.bits import assert_close
 import jax
 from jax import lax
@@ -49,9 +49,9 @@ def equinox_custom_vjp():
 
 
 RULES = (
-  custom_rules.product_with_vjp,
+  custom_rules.make_matmul_with_vjp,
   custom_vjp_with_symbolic_zeros,
-  custom_rules.product_with_jvp,
+  custom_rules.make_matmul_with_jvp,
   equinox_custom_vjp,
 )
 
@@ -108,18 +108,20 @@ def check(rule, share, make_loss, argnums):
 
 def test_a_function_with_a_rule_is_no_guard_if_it_computes():
   def rule():
-    fun = custom_rules.product_with_vjp()
+    fun = custom_rules.make_matmul_with_vjp()
     return lambda x, w: fun(jax.nn.relu(x), jax.nn.relu(w))
 
   check(rule, jax.jit, LOSSES["partly frozen"], (0, 1))
 
 
-@pytest.mark.parametrize("argnums", quick_alone([(0, 1)], [0, 1, (0, 1)]))
+@pytest.mark.parametrize("argnums", mark_slow_params([(0, 1)], [0, 1, (0, 1)]))
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("share", quick_alone(["jit", "checkpoint"], SHARED_BY))
+@pytest.mark.parametrize(
+  "share", mark_slow_params(["jit", "checkpoint"], SHARED_BY)
+)
 @pytest.mark.parametrize(
   "rule",
-  quick_alone([custom_rules.product_with_vjp], RULES),
+  mark_slow_params([custom_rules.make_matmul_with_vjp], RULES),
   ids=lambda f: f.__name__,
 )
 def test_a_shared_rule_has_the_gradient_of_each_call(
@@ -233,7 +235,7 @@ def test_a_rule_that_refuses_may_be_shared_by_calls_that_move_other_inputs():
   assert_close(jax.grad(kept)(W), jax.grad(loss)(W))
 
 
-def of_a_constant(wrap):
+def make_constant_rule(wrap):
   """A rule over a constant, in the body of something."""
   table = jnp.float32(np.arange(16).reshape(4, 4) % 3)
   fun = jax.custom_vjp(lambda x: x @ table)
@@ -253,7 +255,7 @@ WITHIN = {
 @pytest.mark.parametrize("within", WITHIN)
 def test_a_rule_in_a_loop_in_a_checkpoint_keeps_its_constants(within):
   skip_if_all_is_said_to_move()
-  loss = of_a_constant(WITHIN[within])
+  loss = make_constant_rule(WITHIN[within])
   expected = jax.grad(loss)(X)
   for transform in (lambda f: f, jax.jit):
     assert_close(transform(ols.autocast(jax.grad(loss)))(X), expected)

@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import jaxprs, line_of, sharding
+from helpers import find_line_number, jaxprs, sharding
 from helpers.bits import assert_close, assert_same_bits
 import jax
 from jax import lax
@@ -151,7 +151,7 @@ def test_an_overflow_of_the_backward_pass_is_found_at_its_line():
   hit = ols.diagnostics.find_overflow(grad_fn, W)
   assert (
     hit.source_line
-    == f"test_transformations.py:{line_of('layer', __file__)} (layer)"
+    == f"test_transformations.py:{find_line_number('layer', __file__)} (layer)"
   )
   assert (hit.eqn_path, hit.backward) == ("scan[2]/convert_element_type", True)
   assert hit.dtype == "float16"

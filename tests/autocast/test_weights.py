@@ -27,7 +27,7 @@ COUNT = 3
 
 def products(fun, *args):
   """The name and the dtype of each product that runs, in order."""
-  return [(x.name, x.dtype) for x in jaxprs.named_products(fun, *args)]
+  return [(x.name, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
 
 def names(fun, *args):
@@ -86,7 +86,7 @@ def test_scanned_layers_have_the_name_of_their_stack():
   assert names(carried, shared, X) == [""]
 
 
-def in_turn(weights, x):
+def apply_in_order(weights, x):
   for w in weights:
     x = jnp.tanh(x @ w)
   return x
@@ -116,7 +116,7 @@ PARTS = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_of_a_stack_has_its_number_wherever_it_is_taken(name):
-  net = lambda params, x: in_turn(PARTS[name](params["w"]), x)
+  net = lambda params, x: apply_in_order(PARTS[name](params["w"]), x)
   kept = ols.autocast(net, keep_float32="w/1")
   assert products(kept, {"w": STACK}, X) == [
     ("w/0", "float16"), ("w/1", "float32"), ("w/2", "float16"),

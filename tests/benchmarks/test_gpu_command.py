@@ -39,7 +39,15 @@ class Run:
       if name.startswith(("XDG_", "JAX_COMPILATION", "PYTHON", "MPL")):
         del env[name]
     done = subprocess.run(
-      [sys.executable, script, "--out", self.out, "--size", "tiny", *options],
+      [
+        sys.write_executable,
+        script,
+        "--out",
+        self.out,
+        "--size",
+        "tiny",
+        *options,
+      ],
       cwd=cwd,
       env=env,
       capture_output=True,

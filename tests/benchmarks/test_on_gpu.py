@@ -94,24 +94,24 @@ def test_json_holds_no_number_that_only_python_reads():
 ROW = {"variant": "ours", "parameters": 10**6, "copy": 1e9}
 
 
-def row_of(milliseconds, **known):
+def make_row(milliseconds, **fields):
   times = {} if milliseconds is None else {"milliseconds": [milliseconds] * 3}
-  return {**ROW, "expected_bytes": 28.0, **times, **known}
+  return {**ROW, "expected_bytes": 28.0, **times, **fields}
 
 
 def test_a_step_that_takes_longer_than_its_bytes_is_told():
-  assert tables.verdict(row_of(28 * 1.2)) == "1.20x"
-  slow = tables.verdict(row_of(28 * 1.4))
+  assert tables.verdict(make_row(28 * 1.2)) == "1.20x"
+  slow = tables.verdict(make_row(28 * 1.4))
   assert slow == "1.40x: takes longer than its bytes"
-  assert tables.verdict(row_of(30, copy=math.nan)) == ""
-  assert tables.verdict(row_of(30, copy="nan")) == ""
+  assert tables.verdict(make_row(30, copy=math.nan)) == ""
+  assert tables.verdict(make_row(30, copy="nan")) == ""
   # Without expected bytes, those of the compiled program.
-  row = row_of(28 * 1.2, expected_bytes=None, moved_bytes=28 * 10**6)
+  row = make_row(28 * 1.2, expected_bytes=None, moved_bytes=28 * 10**6)
   assert tables.verdict(row) == "1.20x"
 
 
 def test_a_row_that_failed_shows_its_error_in_a_whole_table():
-  rows = [row_of(30), row_of(None, error="XlaRuntimeError: a | b")]
+  rows = [make_row(30), make_row(None, error="XlaRuntimeError: a | b")]
   for kind in ("optimizer", "training"):
     lines = tables.render(kind, rows).splitlines()
     assert len({len(line) for line in lines}) == 1
@@ -119,19 +119,19 @@ def test_a_row_that_failed_shows_its_error_in_a_whole_table():
 
 
 def test_the_expected_bytes_are_those_of_the_compiler():
-  found = expected.bytes_per_parameter("adam", "ours")
+  found = expected.get_bytes_per_parameter("adam", "ours")
   assert found == pytest.approx(32, abs=0.01)
-  assert expected.bytes_per_parameter("adam", "of nobody") is None
+  assert expected.get_bytes_per_parameter("adam", "of nobody") is None
   for case in (jax_optimizers.LARGE | jax_optimizers.SMALL).values():
     for variant in jax_optimizers.COMPARED:
-      assert expected.bytes_per_parameter(case.same_as, variant) >= 24
+      assert expected.get_bytes_per_parameter(case.same_as, variant) >= 24
 
 
 def test_what_is_told_is_in_the_files_at_once(tmp_path, capsys):
   found = findings.Findings(tmp_path, {"size": "tiny"})
   found.add({"kind": "facts", "facts": {"device": "a GPU"}})
   found.add({"kind": "line", "text": "Left out: something"})
-  rows = [row_of(30, loss=math.nan)]
+  rows = [make_row(30, loss=math.nan)]
   found.add(
     {"kind": "table", "table": "optimizer", "title": "Adam", "rows": rows}
   )
@@ -158,7 +158,7 @@ def test_a_part_that_breaks_off_is_told_of(tmp_path, monkeypatch):
   crash = tmp_path / "crash"
   crash.write_text("#!/bin/sh\necho a bug in a library >&2\nkill -SEGV $$\n")
   crash.chmod(0o755)
-  monkeypatch.setattr(processes.sys, "executable", str(crash))
+  monkeypatch.setattr(processes.sys, "write_executable", str(crash))
   asked = {"part": "optimizers", "until": time.time() + 60}
   (last,) = processes.run(asked, tmp_path, tmp_path / "log.txt")
   assert last["text"] == "optimizers broke off: log.txt may say why."

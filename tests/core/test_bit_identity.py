@@ -4,7 +4,7 @@ XLA reduces large arrays by other paths than small ones, and in other orders.
 """
 
 from helpers import optimizers
-from helpers.bits import same_bits
+from helpers.bits import has_same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 
 import optax_lossscale as ols
 
-ALL = optimizers.all_factories()
+ALL = optimizers.get_all_factories()
 BAD = [np.nan, np.inf, -np.inf]
 LEAVES = ["first", "middle", "zlast"]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -68,14 +68,14 @@ def check_skips(name, shapes, dtype):
   start, state = params, tx.init(params)
   for _ in range(2):  # The first step of some only fills their state.
     params, state = step(params, state, grads, -1, 0, 0.0)
-  assert not same_bits(params, start)
+  assert not has_same_bits(params, start)
   assert state.loss_scale_state.last_finite
   for value in BAD:
     for leaf, leaf_name in enumerate(LEAVES):
       size = params[leaf_name].size
       for where in (0, size // 2, size - 1):
         new, after = step(params, state, grads, leaf, where, value)
-        assert same_bits(
+        assert has_same_bits(
           (new, after.inner_state), (params, state.inner_state)
         ), (value, leaf_name, where)
         assert after.loss_scale_state.total_notfinite == 1

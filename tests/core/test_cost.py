@@ -135,7 +135,7 @@ def float16_loss(params, x):
   return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def full_step(tx, value_and_grad):
+def compile_full_step(tx, value_and_grad):
   def step(params, state, x):
     _, grads = value_and_grad(state)(params, x)
     updates, state = tx.update(grads, state, params)
@@ -154,8 +154,10 @@ def count(text, operation):
 
 def test_gradients_of_a_model_are_finished_once_not_in_every_kernel():
   tx = wrapped()
-  ours = full_step(tx, lambda s: ols.value_and_grad(float16_loss, s))
-  bare = full_step(optax.adam(1e-3), lambda s: jax.value_and_grad(float16_loss))
+  ours = compile_full_step(tx, lambda s: ols.value_and_grad(float16_loss, s))
+  bare = compile_full_step(
+    optax.adam(1e-3), lambda s: jax.value_and_grad(float16_loss)
+  )
   assert count(ours, "transpose") == 3 < count(bare, "transpose")
   assert count(ours, "convert") < count(bare, "convert")
 

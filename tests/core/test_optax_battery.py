@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 
-from helpers import optax_battery, optimizers, quick_alone, ROOT
+from helpers import mark_slow_params, optax_battery, optimizers, ROOT
 from helpers.bits import assert_same_bits
 from helpers.small_model import init_params
 import jax
@@ -34,7 +34,7 @@ STATIC = {
   "seed",
 }
 
-FACTORIES = optimizers.all_factories()
+FACTORIES = optimizers.get_all_factories()
 # Some are deprecated, or take an argument that is.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 
@@ -56,12 +56,12 @@ def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
   # is as if it had not been; one trace; the loss falls.
   path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
   process = subprocess.run(
-    [sys.executable, "-W", "ignore", optax_battery.__file__, module],
+    [sys.write_executable, "-W", "ignore", optax_battery.__file__, module],
     env=os.environ | optax_battery.ENVIRONMENT | {"PYTHONPATH": path},
     stdout=subprocess.PIPE,
     check=True,
   )
-  expected = optax_battery.expected_of_each()
+  expected = optax_battery.make_expected_results()
   found = json.loads(process.stdout)
   assert list(found) == list(optimizers.factories(module))
   wrong = {
@@ -86,7 +86,7 @@ def test_the_state_maps_over_params(name):
 
 @each_optimizer
 @pytest.mark.parametrize(
-  "dtype", quick_alone(["float16"], ["float16", "bfloat16", "float64"])
+  "dtype", mark_slow_params(["float16"], ["float16", "bfloat16", "float64"])
 )
 def test_types_stay_in_each_dtype(name, dtype):
   with jax.enable_x64(dtype == "float64"):
@@ -97,7 +97,7 @@ def test_types_stay_in_each_dtype(name, dtype):
 @each_optimizer
 def test_types_stay_with_hyperparams_injected_inside(name):
   factory, kwargs = FACTORIES[name]
-  inner = optax.inject_hyperparams(factory, static_args_of(factory))(**kwargs)
+  inner = optax.inject_hyperparams(factory, list_static_args(factory))(**kwargs)
   check_types(name, ols.with_loss_scaling(inner))
 
 
@@ -109,7 +109,7 @@ def test_types_stay_with_hyperparams_injected_around(name):
   def wrapped_factory(*args, **kwargs):
     return ols.with_loss_scaling(factory(*args, **kwargs))
 
-  static = static_args_of(factory)
+  static = list_static_args(factory)
   check_types(name, optax.inject_hyperparams(wrapped_factory, static)(**kwargs))
 
 
@@ -129,7 +129,7 @@ def wrapped(name):
   return ols.with_loss_scaling(make(name))
 
 
-def static_args_of(factory):
+def list_static_args(factory):
   return STATIC & set(inspect.signature(factory).parameters)
 
 

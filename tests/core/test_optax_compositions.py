@@ -4,8 +4,8 @@ An overflow strikes in the middle of each run.
 """
 
 import chex
-from helpers import quick_alone
-from helpers.bits import assert_same_bits, same_bits
+from helpers import mark_slow_params
+from helpers.bits import assert_same_bits, has_same_bits
 from helpers.small_model import (
   half_loss_fn,
   init_params,
@@ -75,7 +75,7 @@ EXTRA = {
 
 
 @pytest.mark.parametrize(
-  "name", quick_alone(["line search", "reduce_on_plateau"], INSIDE)
+  "name", mark_slow_params(["line search", "reduce_on_plateau"], INSIDE)
 )
 def test_inside_an_overflow_is_as_if_it_had_not_been(name):
   inner, extra = INSIDE[name], EXTRA.get(name)
@@ -138,8 +138,8 @@ def test_weight_decay_behind_the_scaler_acts_on_a_skipped_step():
   decay = optax.add_decayed_weights(-0.1)
   behind = optax.chain(ols.with_loss_scaling(optax.sgd(0.1)), decay)
   inside = ols.with_loss_scaling(optax.chain(optax.sgd(0.1), decay))
-  assert not skips_bitwise(behind)
-  assert skips_bitwise(inside)
+  assert not has_bitwise_skip(behind)
+  assert has_bitwise_skip(inside)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +204,11 @@ def test_optax_gets_and_sets_the_scale_and_the_learning_rate():
   assert optax.tree.get(opt_state, "loss_scale") == 8
 
 
-def skips_bitwise(tx):
+def has_bitwise_skip(tx):
   params = init_params()
   grads = jax.tree.map(lambda x: x * jnp.nan, params)
   updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-  return same_bits(optax.apply_updates(params, updates), params)
+  return has_same_bits(optax.apply_updates(params, updates), params)
 
 
 def filtered(inner):

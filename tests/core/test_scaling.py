@@ -9,8 +9,8 @@ import warnings
 
 import equinox as eqx
 from flax import nnx
-from helpers import quick_alone
-from helpers.bits import same_bits
+from helpers import mark_slow_params
+from helpers.bits import has_same_bits
 from helpers.leaves import FLOATS, OTHERS, ZOO
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import optax_lossscale as ols
 from optax_lossscale import _grads
 
 
-def state_at(scale):
+def make_state(scale):
   return ols.FixedLossScale(scale).init()
 
 
@@ -34,13 +34,13 @@ def test_unscale_undoes_scale_bit_for_bit_at_every_power_of_two():
     return ols.unscale_grads(ols.scale_loss(g, state), state)
 
   for k in range(-126, 127):
-    got = there_and_back(g, state_at(2.0**k))
-    assert same_bits(got, g), k
+    got = there_and_back(g, make_state(2.0**k))
+    assert has_same_bits(got, g), k
 
 
 def test_a_small_float16_gradient_unscales_to_exactly_its_value():
   grads = jnp.full(3, 2.0**-10, jnp.float16)
-  got = ols.unscale_grads(grads, state_at(2.0**15))
+  got = ols.unscale_grads(grads, make_state(2.0**15))
   assert got.dtype == jnp.float32
   assert got.tolist() == [2.0**-25] * 3
 
@@ -55,7 +55,7 @@ def test_the_loss_is_exact_and_in_its_own_dtype_whatever_the_scale(
     warnings.simplefilter("ignore")
     loss, _ = jax.jit(
       lambda w: ols.value_and_grad(
-        lambda w: (w * 3).astype(dtype), state_at(scale)
+        lambda w: (w * 3).astype(dtype), make_state(scale)
       )(w)
     )(jnp.float32(1.0))
   assert (loss, loss.dtype) == (3.0, dtype)
@@ -64,10 +64,10 @@ def test_the_loss_is_exact_and_in_its_own_dtype_whatever_the_scale(
 def test_a_float64_loss_keeps_its_precision():
   with jax.enable_x64(True):
     loss = jnp.float64(1 + 2.0**-50)
-    scaled = ols.scale_loss(loss, state_at(2.0**15))
+    scaled = ols.scale_loss(loss, make_state(2.0**15))
     assert scaled.dtype == jnp.float64
     assert scaled == 2.0**15 + 2.0**-35
-    assert ols.unscale_grads(scaled, state_at(2.0**15)) == loss
+    assert ols.unscale_grads(scaled, make_state(2.0**15)) == loss
 
 
 def test_a_float16_loss_is_warned_of_while_tracing_and_trains():
@@ -95,20 +95,20 @@ def float16_loss(w):
 
 
 def call_jax():
-  differentiated = ols.value_and_grad(float16_loss, state_at(2.0))
+  differentiated = ols.value_and_grad(float16_loss, make_state(2.0))
   return differentiated(jnp.float16(1))  # the line
 
 
 def call_jax_in_a_scan_under_jit():
   def body(w, _):
-    grad = ols.grad(float16_loss, state_at(2.0))(w)  # the line
+    grad = ols.grad(float16_loss, make_state(2.0))(w)  # the line
     return grad.astype(w.dtype), None
 
   return jax.jit(lambda w: jax.lax.scan(body, w, length=2))(jnp.float16(1))
 
 
 def call_what_jit_made():
-  differentiated = ols.value_and_grad(float16_loss, state_at(2.0))
+  differentiated = ols.value_and_grad(float16_loss, make_state(2.0))
   named = jax.named_scope("backward")(jax.vmap(differentiated))
   step = jax.jit(jax.checkpoint(named))
   return step(jnp.ones(3, jnp.float16))  # the line
@@ -121,13 +121,13 @@ class Model(nnx.Module):
 
 def call_what_nnx_jit_made():
   loss_fn = lambda model: float16_loss(model.w[...])
-  fun = ols.value_and_grad(loss_fn, state_at(2.0), using=nnx.value_and_grad)
+  fun = ols.value_and_grad(loss_fn, make_state(2.0), using=nnx.value_and_grad)
   return nnx.jit(fun)(Model())  # the line
 
 
 def call_equinox():
   differentiated = ols.grad(
-    float16_loss, state_at(2.0), using=eqx.filter_value_and_grad
+    float16_loss, make_state(2.0), using=eqx.filter_value_and_grad
   )
   return eqx.filter_jit(differentiated)(jnp.float16(1))  # the line
 
@@ -137,7 +137,7 @@ def call_using_a_function_of_ones_own():
     differentiated = jax.value_and_grad(fun, **kwargs)
     return lambda *args: differentiated(*args)
 
-  fun = ols.value_and_grad(float16_loss, state_at(2.0), using=using)
+  fun = ols.value_and_grad(float16_loss, make_state(2.0), using=using)
   return fun(jnp.float16(1))  # the line
 
 
@@ -169,27 +169,27 @@ def test_a_float8_loss_is_warned_of_too_and_a_bfloat16_loss_is_not():
 
 
 def test_the_zoo_comes_out_of_unscale_grads_as_documented():
-  got = ols.unscale_grads(ZOO, state_at(2.0))
-  assert same_bits(got["others"], OTHERS)
+  got = ols.unscale_grads(ZOO, make_state(2.0))
+  assert has_same_bits(got["others"], OTHERS)
   wide = {"f16": "float32", "f8": "float32", "f8_5": "float32"}
   for name, leaf in FLOATS.items():
     out = got["floats"][name]
     expected = np.asarray(leaf).astype(
       wide.get(name, jnp.result_type(leaf))
     ) / np.asarray(2, wide.get(name, jnp.result_type(leaf)))
-    assert same_bits(out, jnp.asarray(expected)), name
+    assert has_same_bits(out, jnp.asarray(expected)), name
 
 
 def test_the_zoo_comes_out_of_scale_loss_with_its_types_kept_or_widened():
   scale = 2.0**17  # beyond float16
   some_others = {k: OTHERS[k] for k in ("int", "none")}
-  got = ols.scale_loss(FLOATS | some_others, state_at(scale))
-  assert same_bits(got["int"], OTHERS["int"])
+  got = ols.scale_loss(FLOATS | some_others, make_state(scale))
+  assert has_same_bits(got["int"], OTHERS["int"])
   assert got["none"] is None
   assert got["complex"].dtype == jnp.complex64
-  assert same_bits(got["complex"], FLOATS["complex"] * scale)
+  assert has_same_bits(got["complex"], FLOATS["complex"] * scale)
   for name in ("f32", "f16", "bf16", "f8", "f8_5"):
-    assert same_bits(got[name], FLOATS["f32"] * scale), name
+    assert has_same_bits(got[name], FLOATS["f32"] * scale), name
 
 
 @pytest.mark.parametrize("name", sorted(FLOATS.keys() - {"empty"}))
@@ -267,12 +267,12 @@ def test_value_and_grad_returns_what_jax_does(has_aux, argnums):
   ):
     expected = jaxs(fun, argnums, has_aux)(*args, c=2.0)
     for scale in (1.0, 2.0**15):
-      got = ours(fun, state_at(scale), argnums, has_aux)(*args, c=2.0)
-      assert same_bits(got, expected)
+      got = ours(fun, make_state(scale), argnums, has_aux)(*args, c=2.0)
+      assert has_same_bits(got, expected)
 
 
 def test_value_and_grad_forwards_its_keywords():
-  got = ols.grad(lambda x: x["f"] ** 2, state_at(2.0), allow_int=True)(
+  got = ols.grad(lambda x: x["f"] ** 2, make_state(2.0), allow_int=True)(
     {"f": jnp.float32(3.0), "i": jnp.int32(1)}
   )
   assert got["f"] == 6
@@ -286,14 +286,14 @@ def test_scaling_saves_what_float16_would_flush_to_zero():
     ) * 2.0**-30
 
   assert jax.grad(fun)(jnp.float32(1)) == 0
-  assert ols.grad(fun, state_at(2.0**15))(jnp.float32(1)) == 2.0**-30
+  assert ols.grad(fun, make_state(2.0**15))(jnp.float32(1)) == 2.0**-30
 
 
 @pytest.mark.parametrize("scale", [3.0, 1000.0, 0.7])
 def test_a_scale_that_is_no_power_of_two_costs_rounding_alone(scale):
   w = jnp.linspace(0.1, 5, 1000)
   expected = jax.grad(lambda w: jnp.sum(w**3))(w)
-  got = ols.grad(lambda w: jnp.sum(w**3), state_at(scale))(w)
+  got = ols.grad(lambda w: jnp.sum(w**3), make_state(scale))(w)
   np.testing.assert_allclose(got, expected, rtol=5e-7)
 
 
@@ -308,12 +308,12 @@ def test_a_gradient_of_a_gradient_sees_the_scale_once():
     return (inner - 1) ** 2
 
   for scale, w in itertools.product([1.0, 2.0**15], [0.5, 2.0]):
-    got = ols.grad(penalty, state_at(scale))(jnp.float32(w))
+    got = ols.grad(penalty, make_state(scale))(jnp.float32(w))
     assert got == 2 * (6 * w - 1) * 6
 
 
 def scaled(x):
-  return ols.scale_loss(jnp.sum(x**2), state_at(8.0))
+  return ols.scale_loss(jnp.sum(x**2), make_state(8.0))
 
 
 def with_a_jvp_rule():
@@ -340,7 +340,7 @@ SCALED_TWICE = {
   "autocast": ols.autocast(lambda w: scaled(w[None] @ jnp.ones((3, 2)))),
   "behind another gradient": lambda w: scaled(w - 0.1 * jax.grad(scaled)(w)),
   "in an inner one of ours": lambda w: jnp.sum(
-    jax.vjp(ols.grad(scaled, state_at(2.0)), w)[0]
+    jax.vjp(ols.grad(scaled, make_state(2.0)), w)[0]
   ),
 }
 
@@ -358,7 +358,7 @@ SCALED_TWICE = {
 def test_scale_loss_in_a_loss_that_is_scaled_anyway_says_which_one_to_drop(
   fun, using
 ):
-  differentiated = ols.grad(fun, state_at(2.0), using=using)
+  differentiated = ols.grad(fun, make_state(2.0), using=using)
   for call in (differentiated, jax.jit(differentiated)):
     with pytest.raises(RuntimeError, match="Remove scale_loss from "):
       call(jnp.ones(3))
@@ -390,10 +390,10 @@ def test_a_loss_may_hold_a_gradient_that_is_scaled_by_hand(inner):
   """A gradient penalty, or a step of an inner loop, with a scale of its own."""
 
   def penalty(w):
-    return jnp.sum(ols.unscale_grads(inner(w), state_at(8.0)) ** 2)
+    return jnp.sum(ols.unscale_grads(inner(w), make_state(8.0)) ** 2)
 
   w = jnp.array([1.0, 2.0])
-  for call in (ols.grad(penalty, state_at(2.0)), jax.grad(penalty)):
+  for call in (ols.grad(penalty, make_state(2.0)), jax.grad(penalty)):
     np.testing.assert_allclose(jax.jit(call)(w), 8 * w, rtol=1e-6)
 
 
@@ -409,11 +409,11 @@ def test_scaling_by_hand_is_free_in_rules_and_in_other_threads():
     thread.join()
     return w**2
 
-  there = lambda g: ols.scale_loss(g, state_at(8.0))
-  back = lambda g: ols.unscale_grads(g, state_at(8.0))
+  there = lambda g: ols.scale_loss(g, make_state(8.0))
+  back = lambda g: ols.unscale_grads(g, make_state(8.0))
   layer.defvjp(lambda w: (layer(w), w), lambda w, g: (back(there(g)) * 2 * w,))
-  assert ols.grad(layer, state_at(2.0))(jnp.float32(3.0)) == 6
-  assert ols.grad(jax.jit(layer), state_at(2.0))(jnp.float32(3.0)) == 6
+  assert ols.grad(layer, make_state(2.0))(jnp.float32(3.0)) == 6
+  assert ols.grad(jax.jit(layer), make_state(2.0))(jnp.float32(3.0)) == 6
   assert set(map(float, found)) == {16.0}
 
 
@@ -472,7 +472,9 @@ def is_finite(way, leaves, factor):
 
 
 @pytest.mark.parametrize("way, factor", WITHOUT_FACTOR + WITH_FACTOR)
-@pytest.mark.parametrize("dtype", quick_alone(["float16", "float32"], DTYPES))
+@pytest.mark.parametrize(
+  "dtype", mark_slow_params(["float16", "float32"], DTYPES)
+)
 def test_each_way_finds_each_bad_entry_wherever_it_is(dtype, way, factor):
   with jax.enable_x64(dtype == "float64"):
     leaves = [

@@ -235,7 +235,7 @@ def test_what_an_update_leaves_as_it_was_is_not_selected():
   assert names == ["add", "select_n"]
 
 
-def readers_of_selected(update):
+def list_selected_readers(update):
   """Names of the primitives that read a selected value, in order."""
   closed, _ = jaxpr_of(_select.update_with_selects, update, GRADS, OLD)
   found, selected = [], set()
@@ -254,12 +254,12 @@ def readers_of_selected(update):
 )
 def test_updates_read_the_selected_state(update):
   # a / (sqrt(b) + 1): the square root reads b, the division a.
-  assert readers_of_selected(update) == ["sqrt", "div"]
+  assert list_selected_readers(update) == ["sqrt", "div"]
 
 
 @pytest.mark.parametrize("update", [scan, jit_of_everything])
 def test_what_makes_the_updates_too_in_a_jaxpr_is_selected_behind(update):
-  assert readers_of_selected(update) == []
+  assert list_selected_readers(update) == []
 
 
 def raises(error):

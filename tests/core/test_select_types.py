@@ -7,7 +7,7 @@ with the value itself. It must not be able to tell the two apart.
 import functools
 import re
 
-from helpers import on_host, sharding
+from helpers import run_on_host, sharding
 import jax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -126,7 +126,7 @@ def test_adam_on_sharded_arrays_keeps_shardings_as_the_bare_one_does(
   np.testing.assert_allclose(updates, bare_updates, rtol=1e-6)
 
 
-def sharding_of_updates(update):
+def compare_update_shardings(update):
   """How a jitted step of wrapped and bare leave the updates on devices."""
   mesh = sharding.make_mesh((8,), ("x",))
   sharded = NamedSharding(mesh, P("x"))
@@ -147,7 +147,7 @@ def test_a_jit_inside_an_optimizer_keeps_its_out_shardings():
   mesh = sharding.make_mesh((8,), ("x",))
   replicated = NamedSharding(mesh, P())
   update = jax.jit(ordinary, out_shardings=(replicated, None))
-  assert sharding_of_updates(update) == [P(), P()]
+  assert compare_update_shardings(update) == [P(), P()]
 
 
 def test_a_constraint_on_a_new_moment_reaches_the_updates():
@@ -158,12 +158,12 @@ def test_a_constraint_on_a_new_moment_reaches_the_updates():
     new = {"a": gather(0.9 * state["a"] + grads), "b": gather(state["b"])}
     return new["a"] / (new["b"] + 1), new
 
-  assert sharding_of_updates(update) == [P(), P()]
+  assert compare_update_shardings(update) == [P(), P()]
   names = [eqn.primitive.name for eqn in jaxpr_of(update).eqns]
   assert names[-1] == "select_n"  # All selects are behind.
 
 
-def jit_eqns(jaxpr):
+def list_jit_eqns(jaxpr):
   return [e for e in jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
 
 
@@ -175,8 +175,8 @@ def test_a_jit_stays_a_jit_with_all_that_is_said_of_it():
     out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
   )
   jaxpr = jaxpr_of(lambda grads, state, _: update(grads, state))
-  (found,) = jit_eqns(jaxpr)
-  (bare,) = jit_eqns(jax.make_jaxpr(update)(GRADS, OLD).jaxpr)
+  (found,) = list_jit_eqns(jaxpr)
+  (bare,) = list_jit_eqns(jax.make_jaxpr(update)(GRADS, OLD).jaxpr)
   said = lambda eqn: {k: v for k, v in eqn.params.items() if k != "jaxpr"}
   assert said(found) == said(bare)
 
@@ -190,10 +190,10 @@ def test_without_jit_the_plain_and_the_nested_update_are_the_same():
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
   jaxpr = jaxpr_of(
-    lambda g, s, params=None: on_host.on_host(jit(ordinary))(g, s)
+    lambda g, s, params=None: run_on_host.run_on_host(jit(ordinary))(g, s)
   )
-  if on_host.IS_CONTEXT:
-    assert len(jit_eqns(jaxpr)) == (jit is jax.jit)
+  if run_on_host.IS_CONTEXT:
+    assert len(list_jit_eqns(jaxpr)) == (jit is jax.jit)
     is_on_host = [e.ctx.compute_type == "device_host" for e in jaxpr.eqns]
   else:
     is_on_host = [e.primitive.name == "compute_on" for e in jaxpr.eqns]
@@ -204,11 +204,11 @@ def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
 
 
 @pytest.mark.skipif(
-  not on_host.IS_CONTEXT,
+  not run_on_host.IS_CONTEXT,
   reason="Since JAX 0.11 no context says that a whole trace is on the host.",
 )
 def test_where_all_is_on_the_host_the_selects_are_there_too():
-  with on_host.compute_on("device_host"):
+  with run_on_host.compute_on("device_host"):
     jaxpr = jaxpr_of(ordinary)
   assert {eqn.ctx.compute_type for eqn in jaxpr.eqns} == {"device_host"}
   assert jaxpr.eqns[-1].primitive.name != "select_n"
@@ -225,7 +225,7 @@ def test_an_equation_in_another_context_is_selected_after():
   assert [e.primitive.name for e in jaxpr.eqns[-2:]] == 2 * ["select_n"]
 
 
-def op_names(update):
+def list_op_names(update):
   """The names of the operations that profiles show, below the outermost."""
   text = jax.jit(update).lower(GRADS, OLD).compile().as_text()
   return set(re.findall(r'op_name="jit\(\w+\)/([^"]+)"', text))
@@ -255,9 +255,9 @@ def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into(
     with jax.named_scope("optimizer"):
       return named(grads, state)
 
-  expected = {name for name in op_names(bare) if "/deep/" in name}
+  expected = {name for name in list_op_names(bare) if "/deep/" in name}
   assert any("outer" in name and "inner" in name for name in expected)
-  assert expected <= op_names(wrapped)
+  assert expected <= list_op_names(wrapped)
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])

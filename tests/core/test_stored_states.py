@@ -42,7 +42,7 @@ def stored(version, kind):
   return base64.b64decode(as_text[kind])
 
 
-def stored_fields():
+def load_stored_fields():
   """The fields of each class of a state, as this version stored their names.
 
   A pickle knows them by their order, and all others by their names.
@@ -58,7 +58,9 @@ def stored_fields():
   return fields
 
 
-FIELDS = {k: fields for k, fields in stored_fields().items() if k is not tuple}
+FIELDS = {
+  k: fields for k, fields in load_stored_fields().items() if k is not tuple
+}
 PUBLIC = [x for x in (vars(ols) | vars(interop)).values() if inspect.isclass(x)]
 POLICY_CLASSES = [
   x for x in PUBLIC if dataclasses.is_dataclass(x) and hasattr(x, "adjust")
@@ -85,7 +87,7 @@ def other_values(kind, name, value):
   return typing.get_args(typing.get_type_hints(kind)[name])
 
 
-def remembered(policy):
+def get_policy_state_types(policy):
   return jax.tree.structure(policy.init().policy_state)
 
 
@@ -94,7 +96,7 @@ def test_a_state_of_each_policy_is_stored_whatever_makes_it_remember(kind):
   """With each hyperparameter at another value, and at that of a stored one."""
   policies = [x for x in record.POLICIES.values() if type(x) is kind]
   assert policies, "store one of these"
-  is_stored = {remembered(policy) for policy in policies}
+  is_stored = {get_policy_state_types(policy) for policy in policies}
   for policy in policies:
     for field in dataclasses.fields(kind):
       value = getattr(policy, field.name)
@@ -103,7 +105,9 @@ def test_a_state_of_each_policy_is_stored_whatever_makes_it_remember(kind):
           changed = dataclasses.replace(policy, **{field.name: other})
         except (TypeError, ValueError):
           continue
-        assert remembered(changed) in is_stored, f"store one with {changed}"
+        assert get_policy_state_types(changed) in is_stored, (
+          f"store one with {changed}"
+        )
 
 
 def test_this_version_is_stored():

@@ -4,8 +4,8 @@ The wrapper's -0.0 adds nothing, but XLA takes subnormal numbers for zero when
 it adds on CPU, whatever is added, and with it `optax.apply_updates`.
 """
 
-from helpers import quick_alone
-from helpers.bits import same_bits
+from helpers import mark_slow_params
+from helpers.bits import has_same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ LOST_EAGERLY = ["float32", "bfloat16", "float64", "complex64"]
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}
 
 
-def subnormals(dtype):
+def make_subnormals(dtype):
   """The smallest and the largest of both signs, among other numbers."""
   info = jnp.finfo(dtype)
   smallest = np.array(info.smallest_subnormal, dtype)
@@ -51,7 +51,7 @@ def x64():
 
 both = pytest.mark.parametrize("jitted", [True, False])
 optimizers = pytest.mark.parametrize(
-  "optimizer", quick_alone(["sgd"], OPTIMIZERS)
+  "optimizer", mark_slow_params(["sgd"], OPTIMIZERS)
 )
 
 
@@ -60,8 +60,8 @@ optimizers = pytest.mark.parametrize(
 @optimizers
 @pytest.mark.parametrize("dtype", KEPT)
 def test_float16_and_float8_keep_them(dtype, optimizer, jitted):
-  params = subnormals(dtype)
-  assert same_bits(skip(optimizer, params, jitted), params)
+  params = make_subnormals(dtype)
+  assert has_same_bits(skip(optimizer, params, jitted), params)
 
 
 @optimizers
@@ -69,42 +69,42 @@ def test_float16_and_float8_keep_them(dtype, optimizer, jitted):
 def test_outside_jit_the_others_lose_them_to_a_zero_and_nothing_else(
   dtype, optimizer
 ):
-  old = np.asarray(subnormals(dtype))
+  old = np.asarray(make_subnormals(dtype))
   new = np.asarray(skip(optimizer, jnp.asarray(old), jitted=False))
   # In NumPy, which takes them for what they are.
   are_subnormal = (old != 0) & (np.abs(old) < np.array(jnp.finfo(dtype).tiny))
   assert are_subnormal.any()
   assert (new[are_subnormal] == 0).all()
-  assert same_bits(new[~are_subnormal], old[~are_subnormal])
+  assert has_same_bits(new[~are_subnormal], old[~are_subnormal])
 
 
 @both
 @optimizers
 @pytest.mark.parametrize(
-  "dtype", quick_alone(["float16", "float32"], [*KEPT, *LOST_EAGERLY])
+  "dtype", mark_slow_params(["float16", "float32"], [*KEPT, *LOST_EAGERLY])
 )
 def test_select_if_finite_keeps_them_all(dtype, optimizer, jitted):
-  params = subnormals(dtype)
-  assert same_bits(skip(optimizer, params, jitted, select=True), params)
+  params = make_subnormals(dtype)
+  assert has_same_bits(skip(optimizer, params, jitted, select=True), params)
 
 
 @optimizers
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_under_jit_float32_and_float64_keep_them(dtype, optimizer):
-  params = subnormals(dtype)
-  assert same_bits(skip(optimizer, params, jitted=True), params)
+  params = make_subnormals(dtype)
+  assert has_same_bits(skip(optimizer, params, jitted=True), params)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
 def test_under_jit_bfloat16_and_complex_numbers_lose_them_with_adam(dtype):
-  params = subnormals(dtype)
-  assert not same_bits(skip("adam", params, jitted=True), params)
+  params = make_subnormals(dtype)
+  assert not has_same_bits(skip("adam", params, jitted=True), params)
 
 
 @pytest.mark.parametrize("dtype", LOST_EAGERLY)
 def test_no_update_could_keep_them(dtype):
   """So it is not for the wrapper to mend."""
-  params = subnormals(dtype)
+  params = make_subnormals(dtype)
   zeros = jnp.zeros_like(params)
   for update in (zeros, -zeros, params, -params):
-    assert not same_bits(optax.apply_updates(params, update), params)
+    assert not has_same_bits(optax.apply_updates(params, update), params)

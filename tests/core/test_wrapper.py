@@ -2,8 +2,8 @@
 
 import functools
 
-from helpers import quick_alone
-from helpers.bits import same_bits
+from helpers import mark_slow_params
+from helpers.bits import has_same_bits
 from helpers.leaves import FLOATS, OTHERS, ZOO
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,15 @@ NAN, INF = float("nan"), float("inf")
 SGD = ols.with_loss_scaling(optax.sgd(1.0))
 
 
-def params_of(dtype=jnp.float32):
+def make_params(dtype=jnp.float32):
   return {
     "w": jnp.array([[1.0, -2.0, 0.5], [-0.0, 0.0, 4.0]], dtype),
     "b": jnp.array([-0.0, 3.0], dtype),
   }
 
 
-def grads_of(dtype=jnp.float32):
-  return jax.tree.map(lambda x: (x * 0.25 + 0.5).astype(dtype), params_of())
+def make_grads(dtype=jnp.float32):
+  return jax.tree.map(lambda x: (x * 0.25 + 0.5).astype(dtype), make_params())
 
 
 def spoil(tree, bad, leaf="w"):
@@ -112,7 +112,7 @@ def test_unscaling_rounds_a_gradient_once(dtype):
   expected = np.asarray(grads, np.float32) * reciprocal
   if dtype == jnp.bfloat16:
     expected = expected.astype(dtype)
-  assert same_bits(updates, jnp.asarray(expected))
+  assert has_same_bits(updates, jnp.asarray(expected))
   # Some versions of XLA multiply by the reciprocal where they are to divide.
   unscaled = ols.unscale_grads(grads, tx.init(grads))
   assert unscaled.dtype == expected.dtype
@@ -196,7 +196,7 @@ def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
   state = tx.init(w)
   for bad in ([largest, -largest], [0.0, largest]):
     new, _, state = step_of(tx)(jnp.array(bad, dtype), state, w)
-    assert same_bits(new, w)
+    assert has_same_bits(new, w)
     assert not state.loss_scale_state.last_finite
   new, _, state = step_of(tx)(jnp.array([large, 0.0], dtype), state, w)
   assert state.loss_scale_state.last_finite
@@ -213,14 +213,14 @@ def test_a_nan_born_in_the_optimizer_is_seen_if_asked():
   assert jnp.isnan(new[1])
   checked = ols.with_loss_scaling(inner, check_updates=True)
   new, _, state = step_of(checked)(bad, checked.init(w), w)
-  assert same_bits(new, w)
-  assert same_bits(state.inner_state, checked.init(w).inner_state)
+  assert has_same_bits(new, w)
+  assert has_same_bits(state.inner_state, checked.init(w).inner_state)
   assert state.loss_scale_state.total_notfinite == 1
   new, _, state = step_of(checked)(w, state, w)
   assert state.loss_scale_state.last_finite
 
 
-def make_update_of(value, dtype=jnp.float32):
+def make_constant_optimizer(value, dtype=jnp.float32):
   """An optimizer whose every update is this number, in this dtype."""
   return optax.stateless(
     lambda updates, params: jax.tree.map(
@@ -245,7 +245,7 @@ def test_check_updates_looks_at_the_updates_in_the_dtype_of_the_params(
   dtype, value, applied, jitted
 ):
   with jax.enable_x64(value == 1e300):
-    update_of = make_update_of(value, jnp.result_type(value))
+    update_of = make_constant_optimizer(value, jnp.result_type(value))
     inner = optax.chain(optax.trace(0.5), update_of)
     tx = ols.with_loss_scaling(inner, check_updates=True)
     w = jnp.ones(3, dtype)
@@ -253,8 +253,10 @@ def test_check_updates_looks_at_the_updates_in_the_dtype_of_the_params(
     update = jax.jit(tx.update) if jitted else tx.update
     updates, new = update(w, state, w)
     assert new.loss_scale_state.last_finite == applied
-    assert same_bits(new.inner_state, state.inner_state) == (not applied)
-    assert same_bits(updates, jnp.full(3, value if applied else -0.0, dtype))
+    assert has_same_bits(new.inner_state, state.inner_state) == (not applied)
+    assert has_same_bits(
+      updates, jnp.full(3, value if applied else -0.0, dtype)
+    )
 
 
 @pytest.mark.parametrize("jitted", [True, False])
@@ -408,13 +410,13 @@ DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("param_dtype", DTYPES)
-@pytest.mark.parametrize("optimizer", quick_alone(["adam"], OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", mark_slow_params(["adam"], OPTIMIZERS))
 def test_a_skipped_step_changes_no_bit_and_no_type_in_any_mix_of_dtypes(
   optimizer, param_dtype, grad_dtype
 ):
   tx = ols.with_loss_scaling(OPTIMIZERS[optimizer])
-  params = params_of(DTYPES[param_dtype])
-  grads = grads_of(DTYPES[grad_dtype])
+  params = make_params(DTYPES[param_dtype])
+  grads = make_grads(DTYPES[grad_dtype])
   traces = []
 
   @jax.jit
@@ -426,14 +428,14 @@ def test_a_skipped_step_changes_no_bit_and_no_type_in_any_mix_of_dtypes(
   params, _, state = step(grads, state, params)
   for bad, leaf in ((NAN, "w"), (INF, "b"), (-INF, "w")):
     new, updates, skipped = step(spoil(grads, bad, leaf), state, params)
-    assert same_bits(new, params)
-    assert same_bits(skipped.inner_state, state.inner_state)
+    assert has_same_bits(new, params)
+    assert has_same_bits(skipped.inner_state, state.inner_state)
     assert all(
       (x == 0).all() and jnp.signbit(x).all() for x in jax.tree.leaves(updates)
     )
     state = state._replace(loss_scale_state=skipped.loss_scale_state)
   new, updates, state = step(grads, state, params)
-  assert not same_bits(new, params)
+  assert not has_same_bits(new, params)
   assert jax.tree.map(jnp.result_type, updates) == (
     jax.tree.map(jnp.result_type, params)
   )
@@ -445,7 +447,7 @@ def test_complex_parameters_survive_a_skip_and_train():
   w = jnp.array([complex(-0.0, -0.0), complex(0.0, -0.0), complex(1, 2)])
   grads = jnp.array([1.0, 1.0, complex(0.0, INF)])
   new, _, _ = step_of(tx)(grads, tx.init(w), w)
-  assert same_bits(new, w)
+  assert has_same_bits(new, w)
   new, _, _ = step_of(tx)(w, tx.init(w), w)
   assert new[2] == complex(0.5, 1)
 
@@ -481,10 +483,10 @@ def test_leaves_of_the_inner_state_that_are_no_arrays_keep_their_value():
     step = jax.jit(tx.update) if jitted else tx.update
     state = tx.init(w)
     _, skipped = step(w * NAN, state, w)
-    assert same_bits(skipped.inner_state, state.inner_state)
+    assert has_same_bits(skipped.inner_state, state.inner_state)
     _, applied = step(w, state, w)
     assert (applied.inner_state["n"], applied.inner_state["flag"]) == (1, True)
-    assert not same_bits(applied.inner_state["k"], state.inner_state["k"])
+    assert not has_same_bits(applied.inner_state["k"], state.inner_state["k"])
     assert applied.inner_state.get("name") == first.get("name")
 
 
@@ -500,7 +502,7 @@ def test_no_inner_optimizer_ever_sees_a_nan():
     optax.adam(0.1),
   )
   tx = ols.with_loss_scaling(inner)
-  params, grads = params_of(), grads_of()
+  params, grads = make_params(), make_grads()
   step_of(tx)(spoil(grads, NAN), tx.init(params), params)
   jax.effects_barrier()
   assert len(seen) == 1
@@ -517,7 +519,7 @@ def test_nothing_raises_or_applies_a_nan_however_long_it_lasts():
     return (w, state), None
 
   (new, state), _ = jax.lax.scan(step, (w, SGD.init(w)), length=1000)
-  assert same_bits(new, w)
+  assert has_same_bits(new, w)
   state = state.loss_scale_state
   assert (state.loss_scale, state.notfinite_count) == (1.0, 1000)
 
@@ -568,7 +570,7 @@ def test_a_scale_inside_multi_steps_is_warned_of():
 @pytest.mark.parametrize("grads_are_scaled", [False, True])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_max_norm_clips_as_optax_does(grads_are_scaled, max_norm):
-  params, grads = params_of(), grads_of()
+  params, grads = make_params(), make_grads()
   tx = ols.with_loss_scaling(
     optax.sgd(1.0),
     2.0**10,
@@ -600,7 +602,7 @@ def test_max_norm_skips_a_non_finite_gradient_and_leaves_zeros_alone():
   w = jnp.ones(3)
   for bad in (NAN, INF):
     new, _, state = step_of(tx)(w.at[1].set(bad), tx.init(w), w)
-    assert same_bits(new, w)
+    assert has_same_bits(new, w)
     assert not state.loss_scale_state.last_finite
   new, _, state = step_of(tx)(w * 0, tx.init(w), w)
   assert state.loss_scale_state.last_finite
@@ -630,7 +632,7 @@ def test_there_may_be_no_gradient_where_params_have_a_leaf(nothing):
   grads = {"w": jnp.ones(2), "static": nothing}
   updates, _ = SGD.update(grads, SGD.init(grads), params)
   assert updates["static"] == nothing
-  assert same_bits(updates["w"], -jnp.ones(2, jnp.float16))
+  assert has_same_bits(updates["w"], -jnp.ones(2, jnp.float16))
 
 
 def test_any_object_with_init_and_update_is_an_optimizer():
@@ -678,7 +680,7 @@ def test_the_zoo_passes_through_a_step(options, jitted):
   expected = jax.tree.map(
     lambda x: jnp.asarray(x) if isinstance(x, (int, float)) else x, ZOO
   )
-  assert same_bits(updates, expected)
+  assert has_same_bits(updates, expected)
 
   bad = ZOO | {"floats": FLOATS | {"f16": FLOATS["f16"] * jnp.inf}}
   updates, state = update(bad, tx.init(ZOO), ZOO)
@@ -688,4 +690,4 @@ def test_the_zoo_passes_through_a_step(options, jitted):
     assert (np.asarray(leaf) == 0).all()
   assert not updates["others"]["int"].any()
   for name in ("bool", "float0", "key", "_overwrite_with_gradient"):
-    assert same_bits(updates["others"][name], OTHERS[name])
+    assert has_same_bits(updates["others"][name], OTHERS[name])

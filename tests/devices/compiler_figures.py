@@ -34,14 +34,14 @@ def figures(device, tx, *, leaves=4, side=SIDE, dtype=jnp.float32):
     return optax.apply_updates(params, updates), state
 
   carry = params, jax.eval_shape(tx.init, params)
-  found = compiled_bytes.figures(
+  result = compiled_bytes.figures(
     step, carry, grads, device=device, donate_argnums=0
   )
   count = leaves * side**2
   return {
-    "bytes": found.bytes / count,
-    "aliased": found.aliased / count,
-    "kernels": found.kernels,
+    "bytes": result.bytes / count,
+    "aliased": result.aliased / count,
+    "kernels": result.kernels,
   }
 
 
@@ -93,7 +93,7 @@ def gradients(device):
     "transformer": trained_models.ViT(depth=2, width=256, heads=4),
     "convolutions": trained_models.ResNet50(blocks=(1, 1)),
   }
-  found = {}
+  results = {}
   for name, model in models.items():
     params = jax.eval_shape(model.init, jax.random.key(0), images)
 
@@ -102,13 +102,13 @@ def gradients(device):
       return jnp.mean(nn.log_softmax(y)[:, 0])
 
     casts = {"float32": loss_fn, "autocast": ols.autocast(loss_fn)}
-    found[name] = {
+    results[name] = {
       cast: compiled_bytes.figures(
         jax.grad(fun), params, images, device=device
       )._asdict()
       for cast, fun in casts.items()
     }
-  return found
+  return results
 
 
 if __name__ == "__main__":

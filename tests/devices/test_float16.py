@@ -33,7 +33,7 @@ def test_a_float16_sum_over_devices_overflows_with_more_devices(
 
   That is where it first meets the batch: behind the cast, in float16.
   """
-  grad, dtypes = sum_over_devices(sum_in_half, n_devices)
+  grad, dtypes = compute_device_sum(sum_in_half, n_devices)
   assert dtypes == {"float16"}
   assert np.isinf(grad) == overflows
   if not overflows:
@@ -45,11 +45,11 @@ def test_a_varying_parameter_or_a_mean_per_device_fits_any_number_of_devices(
   n_devices,
 ):
   cast_after = lambda w, x: sum_in_half(to_varying(w), x)
-  grad, dtypes = sum_over_devices(cast_after, n_devices)
+  grad, dtypes = compute_device_sum(cast_after, n_devices)
   assert dtypes == {"float32"}
   assert grad == n_devices * PER_DEVICE / SCALE
   mean = lambda w, x: sum_in_half(w, x) / lax.axis_size("data")
-  grad, dtypes = sum_over_devices(mean, n_devices)
+  grad, dtypes = compute_device_sum(mean, n_devices)
   assert dtypes == {"float16"}
   assert grad == PER_DEVICE / SCALE
 
@@ -120,7 +120,7 @@ def sum_true(dtype):
   return fun
 
 
-def on_8_devices(fun, params, state, batch):
+def run_on_8_devices(fun, params, state, batch):
   fun = jax.shard_map(
     fun,
     mesh=sharding.make_mesh((8,), ("data",)),
@@ -129,7 +129,7 @@ def on_8_devices(fun, params, state, batch):
     check_vma=False,
   )
   args = params, state, batch
-  return jax.jit(fun)(*args), dtypes_of_sums(fun, *args)
+  return jax.jit(fun)(*args), list_sum_dtypes(fun, *args)
 
 
 def make_params_and_batch():
@@ -155,7 +155,7 @@ def compared():
 
   def compare(fun, scale, unscale=1.0):
     state = ols.FixedLossScale(scale).init()
-    grads, dtypes = on_8_devices(fun, params, state, batch)
+    grads, dtypes = run_on_8_devices(fun, params, state, batch)
     grads = flatten(grads) / unscale
     error = np.linalg.norm(grads - exact) / np.linalg.norm(exact)
     return dtypes, error, np.mean(grads[exact != 0] == 0)
@@ -202,18 +202,18 @@ def test_a_sum_that_keeps_the_scale_trains_and_skips_on_all_devices():
     return optax.apply_updates(params, updates), opt_state
 
   opt_state = tx.init(params)
-  after, _ = on_8_devices(step, params, opt_state, bad)
+  after, _ = run_on_8_devices(step, params, opt_state, bad)
   assert_same_bits(after[0], params)
   assert ols.get_loss_scale_state(after).total_notfinite == 1
 
-  (after, _), _ = on_8_devices(step, params, opt_state, batch)
+  (after, _), _ = run_on_8_devices(step, params, opt_state, batch)
   grads = jax.grad(small_loss)(params, batch)
   exact = [w - g / PART for w, g in zip(params, grads, strict=True)]
   for mine, theirs in zip(after, exact, strict=True):
     np.testing.assert_allclose(mine, theirs, atol=1e-3)
 
 
-def sum_over_devices(loss, n_devices):
+def compute_device_sum(loss, n_devices):
   """The gradient under shard_map, and the dtypes of the sums in it."""
   mesh = jax.make_mesh(
     (n_devices,),
@@ -228,7 +228,7 @@ def sum_over_devices(loss, n_devices):
     out_specs=P(),
   )
   args = jnp.float32(1), make_examples(n_devices)
-  return jax.jit(fun)(*args), dtypes_of_sums(fun, *args)
+  return jax.jit(fun)(*args), list_sum_dtypes(fun, *args)
 
 
 def to_varying(x):
@@ -241,7 +241,7 @@ def make_examples(n_devices):
   return np.full(n_devices, PER_DEVICE / SCALE, np.float16)
 
 
-def dtypes_of_sums(fun, *args):
+def list_sum_dtypes(fun, *args):
   """Of the equations that sum over devices, at any depth."""
   return {
     str(eqn.invars[0].aval.dtype)

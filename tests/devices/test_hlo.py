@@ -3,7 +3,7 @@
 from collections import Counter
 import functools
 
-from helpers import quick_alone, sharding
+from helpers import mark_slow_params, sharding
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -36,7 +36,9 @@ LAYOUTS = {
 }
 
 
-AXIS_TYPES = quick_alone([AxisType.Auto], [AxisType.Auto, AxisType.Explicit])
+AXIS_TYPES = mark_slow_params(
+  [AxisType.Auto], [AxisType.Auto, AxisType.Explicit]
+)
 
 
 ADAM = optax.adam(1e-3)
@@ -152,7 +154,7 @@ def compile_jit(layout, axis_type, tx, depth=2):
   def loss_fn(params, x):
     for i, weight in enumerate(params):
       if axis_type == AxisType.Explicit:
-        weight, out = explicitly(weight, i, mesh, batch_spec)
+        weight, out = gather_explicitly(weight, i, mesh, batch_spec)
         x = jnp.einsum("bi,io->bo", x, weight, out_sharding=out)
       else:
         x = x @ weight.astype(jnp.float16)
@@ -164,7 +166,7 @@ def compile_jit(layout, axis_type, tx, depth=2):
     return step.lower(*args).compile()
 
 
-def explicitly(weight, i, mesh, batch_spec):
+def gather_explicitly(weight, i, mesh, batch_spec):
   """A weight whole along the batch's axis, and the spec of what it makes."""
   model = "model" if "model" in mesh.axis_names else None
   spec = P(model, None) if i % 2 else P(None, model)

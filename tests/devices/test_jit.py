@@ -24,7 +24,7 @@ def test_fifty_steps_on_eight_devices_are_those_on_one(layout, axis_type):
   run = ShardedRun(layout, axis_type)
   batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
-  expected = exact_model.one_device(STEPS)
+  expected = exact_model.train_on_one_device(STEPS)
   assert_same_bits((params, opt_state, scales), expected)
   sharding.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)

@@ -30,7 +30,7 @@ def test_all_processes_skip_what_overflows_on_one(tmp_path, n_processes):
   config = {"mode": "train", "steps": STEPS}
   with Processes(n_processes, tmp_path, config) as processes:
     processes.wait_for_success()
-  expected = exact_model.one_device(STEPS)
+  expected = exact_model.train_on_one_device(STEPS)
   assert expected[1].loss_scale_state.total_notfinite > 5
   for mode in ("jit", "shard_map"):
     assert_equal(tmp_path, n_processes, {mode: expected})
@@ -52,7 +52,7 @@ def test_a_killed_process_does_not_hang_the_rest_and_a_restart_goes_on(
   with Processes(2, tmp_path, config | {"die_before": None}) as processes:
     processes.wait_for_success()
     assert "step 4" in processes.logs() and "step 3" not in processes.logs()
-  expected = exact_model.one_device(steps)
+  expected = exact_model.train_on_one_device(steps)
   scale_state = expected[1].loss_scale_state
   assert scale_state.total_notfinite > 0
   end = (*expected[:2], scale_state.loss_scale)
@@ -61,7 +61,7 @@ def test_a_killed_process_does_not_hang_the_rest_and_a_restart_goes_on(
 
 def test_the_multihost_example_trains_on_two_processes():
   done = subprocess.run(
-    [sys.executable, EXAMPLE, "--processes", "2", "--steps", "3"],
+    [sys.write_executable, EXAMPLE, "--processes", "2", "--steps", "3"],
     capture_output=True,
     check=False,
     env=environment(),
@@ -81,7 +81,7 @@ class Processes:
     config = {
       "processes": n_processes,
       "folder": str(folder),
-      "port": free_port(),
+      "port": find_free_port(),
       "heartbeat_timeout": 100,
       **config,
     }
@@ -93,7 +93,7 @@ class Processes:
     # A file, since a full pipe would stop the process.
     with open(self.log_file(config["process_id"]), "w") as log:
       return subprocess.Popen(
-        [sys.executable, str(WORKER), json.dumps(config)],
+        [sys.write_executable, str(WORKER), json.dumps(config)],
         stdout=log,
         stderr=subprocess.STDOUT,
         env=environment(),
@@ -133,7 +133,7 @@ def environment():
   return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def free_port():
+def find_free_port():
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     return s.getsockname()[1]

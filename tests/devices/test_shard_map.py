@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import exact_model, quick_alone, sharding
+from helpers import exact_model, mark_slow_params, sharding
 from helpers.bits import assert_same_bits
 from helpers.sharded_runs import SHARD_MAP_LAYOUTS, ShardMapRun
 import jax
@@ -28,14 +28,16 @@ def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
   run = ShardMapRun(layout, check_vma)
   batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
-  assert_same_bits((params, opt_state, scales), exact_model.one_device(STEPS))
+  assert_same_bits(
+    (params, opt_state, scales), exact_model.train_on_one_device(STEPS)
+  )
   sharding.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)
   assert state.total_notfinite == np.sum(~finite) > 5
 
 
 @both_check_vma
-@pytest.mark.parametrize("jitted", quick_alone([True], [True, False]))
+@pytest.mark.parametrize("jitted", mark_slow_params([True], [True, False]))
 def test_one_bad_entry_of_one_shard_makes_every_device_skip(jitted, check_vma):
   run = ShardMapRun("two axes, sharded", check_vma)
   update = run.sharded_update()
@@ -100,7 +102,9 @@ def test_max_norm_is_an_error_where_no_type_tells_what_is_a_shard(mapped):
   tx = ols.with_loss_scaling(optax.sgd(1.0), axis_name="data", max_norm=1.0)
   message = r"check_vma=True.*axis 'data'.*optax\.clip_by_global_norm"
   with pytest.raises(ValueError, match=message):
-    map_by(mapped, lambda g: tx.update(g, tx.init(g))[0])(jnp.ones((8, 2)))
+    map_over_axis(mapped, lambda g: tx.update(g, tx.init(g))[0])(
+      jnp.ones((8, 2))
+    )
 
 
 @mapped_axes
@@ -112,11 +116,11 @@ def test_the_cure_for_that_error_clips_averaged_gradients(mapped):
     return tx.update(lax.pmean(grad, "data"), tx.init(grad))[0]
 
   grads = jnp.arange(8.0)[:, None] * jnp.array([0.0, 3.0])
-  updates = map_by(mapped, update)(grads)
+  updates = map_over_axis(mapped, update)(grads)
   np.testing.assert_allclose(updates, np.tile([0.0, -1.0], (8, 1)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("mapped", quick_alone(["pmap"], ["pmap", "vmap"]))
+@pytest.mark.parametrize("mapped", mark_slow_params(["pmap"], ["pmap", "vmap"]))
 def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
   tx = exact_model.make_optimizer(axis_name="data")
 
@@ -131,17 +135,17 @@ def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
   )
   batches, _ = exact_model.make_batches(STEPS)
   by_device = {name: np.moveaxis(x, 1, 0) for name, x in batches.items()}
-  replicas = map_by(mapped, train)(by_device)
+  replicas = map_over_axis(mapped, train)(by_device)
   for i in range(8):
     replica = jax.tree.map(lambda x, i=i: x[i], replicas)
-    assert_same_bits(replica, exact_model.one_device(STEPS))
+    assert_same_bits(replica, exact_model.train_on_one_device(STEPS))
 
 
 @mapped_axes
 def test_without_a_name_each_replica_decides_alone(mapped):
   tx = exact_model.make_optimizer()
   grads = jnp.ones((8, 2)).at[3, 1].set(jnp.inf)
-  _, state = map_by(mapped, lambda g: tx.update(g, tx.init(g)))(grads)
+  _, state = map_over_axis(mapped, lambda g: tx.update(g, tx.init(g)))(grads)
   assert np.sum(state.loss_scale_state.last_finite) == 7
 
 
@@ -215,7 +219,7 @@ def test_a_policy_is_given_the_largest_gradient_of_all_devices(check_vma):
 
 
 @pytest.mark.parametrize(
-  "policy", quick_alone(["dynamic"], ["dynamic", "headroom"])
+  "policy", mark_slow_params(["dynamic"], ["dynamic", "headroom"])
 )
 @pytest.mark.parametrize(
   "mapped", ["pmap", "vmap", "no check_vma", "check_vma"]
@@ -243,11 +247,13 @@ def test_a_step_that_is_decided_together_can_be_differentiated_through(
     return total
 
   w = jnp.linspace(0.5, 2.0, 8)
-  slopes = map_by(mapped, jax.grad(functools.partial(after, axis_name="data")))
+  slopes = map_over_axis(
+    mapped, jax.grad(functools.partial(after, axis_name="data"))
+  )
   np.testing.assert_allclose(slopes(w), jax.vmap(jax.grad(bare))(w), rtol=1e-6)
 
 
-def map_by(mapped, fun):
+def map_over_axis(mapped, fun):
   """Maps a function of an array of eight over axis "data", one for each."""
   if mapped == "pmap":
     return jax.pmap(fun, axis_name="data")

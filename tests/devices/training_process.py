@@ -47,7 +47,7 @@ def main(config):
 
 def train(config):
   """All steps in one program, under sharded jit and under shard_map."""
-  assert_members_elsewhere_are_to_be_gathered()
+  assert_remote_members_raise()
   batches, _ = exact_model.make_batches(config["steps"])
   return {
     "jit": ShardedRun("fsdp", AxisType.Auto).train(batches),
@@ -55,7 +55,7 @@ def train(config):
   }
 
 
-def assert_members_elsewhere_are_to_be_gathered():
+def assert_remote_members_raise():
   """Of a state that vmap has mapped, each device has one member."""
   state = jax.vmap(lambda _: ols.DynamicLossScale().init())(np.ones(N_DEVICES))
   state = jax.tree.map(np.asarray, state)

@@ -3,7 +3,7 @@
 import functools
 import json
 
-from helpers import planted_layers, quick_alone, whole_steps
+from helpers import mark_slow_params, planted_layers, whole_steps
 from helpers.usual_losses import BATCH, PARAMS
 import jax
 import jax.numpy as jnp
@@ -240,7 +240,7 @@ def test_a_function_without_an_update_is_refused():
     check_step(lambda x: x**2, jnp.ones(3))
 
 
-PLANTED = quick_alone({"difference", "scores"}, planted_layers.NAMES)
+PLANTED = mark_slow_params({"difference", "scores"}, planted_layers.NAMES)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -277,7 +277,7 @@ def test_the_fixes_lead_to_a_step_without_problems(name):
 
 @pytest.mark.parametrize(
   "make",
-  quick_alone({whole_steps.with_nnx_in_place}, whole_steps.ALL),
+  mark_slow_params({whole_steps.with_nnx_in_place}, whole_steps.ALL),
   ids=lambda make: make.__name__,
 )
 @pytest.mark.filterwarnings("ignore:The loss scale is inside optax.Multi")

@@ -10,7 +10,7 @@ import math
 import pickle
 import re
 
-from helpers import custom_rules, hijax, quick_alone, sharding
+from helpers import custom_rules, hijax, mark_slow_params, sharding
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -34,10 +34,10 @@ HERE = "test_compare_precision.py"
 
 def compare(fun, *args, dtype=jnp.float16, keep_float32=(), **kwargs):
   cast = ols.autocast(fun, dtype, keep_float32=keep_float32)
-  return compare_trained(cast, *args, **kwargs)
+  return compare_grads(cast, *args, **kwargs)
 
 
-def compare_trained(fun, *args, **kwargs):
+def compare_grads(fun, *args, **kwargs):
   return diagnostics.compare_precision(fun, *args, progress=False, **kwargs)
 
 
@@ -72,8 +72,8 @@ def branched(w, x):
 
 
 ruled, with_tangent = (
-  custom_rules.product_with_vjp(),
-  custom_rules.product_with_jvp(),
+  custom_rules.make_matmul_with_vjp(),
+  custom_rules.make_matmul_with_jvp(),
 )
 
 
@@ -135,7 +135,9 @@ QUICK = [
 
 
 @pytest.mark.parametrize(
-  "case", quick_alone(QUICK, CASES), ids=lambda x: f"{x[0].__name__} {x[1]}"
+  "case",
+  mark_slow_params(QUICK, CASES),
+  ids=lambda x: f"{x[0].__name__} {x[1]}",
 )
 def test_the_error_is_that_of_autocast(case):
   program, way = case
@@ -144,7 +146,7 @@ def test_the_error_is_that_of_autocast(case):
   )
   skip_if_jax_cannot(jax.jit(fun), W, X)
   before = jax.jit(trained)(W, X)
-  report = compare_trained(trained, W, X)
+  report = compare_grads(trained, W, X)
   with jax.default_matmul_precision("highest"):
     exact = jax.jit(fun)(W, X)
   real = relative_error(exact, before)
@@ -188,7 +190,7 @@ def test_the_error_is_that_of_autocast_where_derivatives_differ(name):
   loss = lambda w, x: size * jnp.sum(jnp.sin(fun(w, x)))
   trained = jax.grad(ols.autocast(loss, keep_float32=names))
   real = relative_error(jax.grad(loss)(W, X), jax.jit(trained)(W, X))
-  report = compare_trained(trained, W, X)
+  report = compare_grads(trained, W, X)
   assert report.error == pytest.approx(real, rel=0.02, abs=1e-7)
 
 
@@ -206,7 +208,7 @@ def test_what_is_half_without_autocast_stays_so():
       exact = jnp.sin(y @ w)  # is not rounded, since autocast did not make it
     return exact
 
-  report = compare_trained(fun, W, X)
+  report = compare_grads(fun, W, X)
   real = lambda w, x: jnp.sin((by_hand(w, x) + x @ w) @ w)
   expected = relative_error(jax.jit(real)(W, X), jax.jit(fun)(W, X))
   assert report.error == pytest.approx(expected, rel=0.02)
@@ -216,7 +218,7 @@ def test_two_precisions_may_stand_in_one_function():
   fun = lambda w, x: ols.autocast(plain, jnp.bfloat16)(
     w, ols.autocast(jitted)(w, x)
   )
-  report = compare_trained(fun, W, X)
+  report = compare_grads(fun, W, X)
   assert report.dtype == "bfloat16 and float16"
   with jax.default_matmul_precision("highest"):
     exact = plain(W, jitted(W, X))
@@ -448,14 +450,14 @@ in_half = lambda w, x: w.astype(jnp.float16) @ w.astype(jnp.float16)
 def test_a_function_without_autocast_is_refused(fun, found):
   fix = r"such as ols\.grad\(ols\.autocast\(loss_fn\), opt_state\), "
   with pytest.raises(ValueError, match=f"{re.escape(found)}.*{fix}"):
-    compare_trained(fun, W, X)
+    compare_grads(fun, W, X)
 
 
 def test_results_without_floats_are_refused():
   for kind in jnp.argmax, jnp.isnan:
     fun = lambda w, x, kind=kind: {"found": kind(x @ w)}
     with pytest.raises(ValueError, match="<lambda> returns no floats and"):
-      compare_trained(ols.autocast(fun), W, X)
+      compare_grads(ols.autocast(fun), W, X)
 
 
 def test_what_cannot_be_entered_is_told(monkeypatch):
@@ -467,7 +469,7 @@ def test_what_cannot_be_entered_is_told(monkeypatch):
     lambda eqn: None if is_scan(eqn) else higher_order_of(eqn),
   )
   trained = lambda w, x: ols.autocast(scanned)(w, x) + ols.autocast(plain)(w, x)
-  report = compare_trained(trained, W, X)
+  report = compare_grads(trained, W, X)
   (note,) = report.limitations
   assert note.startswith(f"Not analyzed: scan at {HERE}:")
   first, second, third, *_ = str(report).splitlines()
@@ -523,7 +525,7 @@ def test_a_loss_scale_that_is_too_large_is_told():
 
   def compared(log2, fun=loss):
     state = ols.FixedLossScale(2.0**log2).init()
-    return compare_trained(ols.grad(ols.autocast(fun), state), W)
+    return compare_grads(ols.grad(ols.autocast(fun), state), W)
 
   report = compared(20)
   largest = jnp.max(jnp.abs(X.T @ (2.0**20 * (X @ W) / 16)))
@@ -573,7 +575,7 @@ def test_a_layer_that_only_overflows_backward_is_not_called_an_outlier():
     return jnp.mean((X @ ws["sound"]) ** 2) + jnp.mean(large)
 
   ws = {"large": W, "sound": W}
-  report = compare_trained(
+  report = compare_grads(
     ols.grad(ols.autocast(loss), ols.FixedLossScale(2.0**30).init()), ws
   )
   assert report.overflowing == ("large",) and "sound" in report.outliers
@@ -674,7 +676,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", quick_alone(["grad", "scan"], INSIDE))
+@pytest.mark.parametrize("name", mark_slow_params(["grad", "scan"], INSIDE))
 def test_no_loss_scale_helps_a_derivative_inside_of_the_loss(name):
   def loss_fn(params, x):
     scores = jnp.tanh(x @ params["plain"])
@@ -684,7 +686,7 @@ def test_no_loss_scale_helps_a_derivative_inside_of_the_loss(name):
   trained = ols.autocast(loss_fn)
   assert not jnp.isfinite(trained(params, X))
   grad_fn = ols.grad(trained, ols.FixedLossScale(2.0**-20).init())
-  report = compare_trained(grad_fn, params, X)
+  report = compare_grads(grad_fn, params, X)
   assert report.suggested_log2_scale_change == 0 and report.overflowing == (
     "force",
   )
@@ -695,10 +697,10 @@ def test_no_loss_scale_helps_a_derivative_inside_of_the_loss(name):
   kept = ols.autocast(loss_fn, keep_float32=report.overflowing)
   grad_fn = ols.grad(kept, ols.FixedLossScale(1.0).init())
   assert jnp.isfinite(kept(params, X))
-  assert compare_trained(grad_fn, params, X).overflowing == ()
+  assert compare_grads(grad_fn, params, X).overflowing == ()
   # The backward pass of the loss is another thing.
   grad_fn = ols.grad(kept, ols.FixedLossScale(2.0**40).init())
-  assert compare_trained(grad_fn, params, X).suggested_log2_scale_change < 0
+  assert compare_grads(grad_fn, params, X).suggested_log2_scale_change < 0
   hit = diagnostics.find_overflow(grad_fn, params, X)
   assert (hit.param_path, hit.backward) == ("plain", True)
 
@@ -727,7 +729,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(
-  "name", quick_alone(["debug_nans", "x64 and strict promotion"], SETTINGS)
+  "name", mark_slow_params(["debug_nans", "x64 and strict promotion"], SETTINGS)
 )
 def test_settings_of_jax_change_nothing_that_reports_say(name):
   def fun(w, x):
@@ -736,10 +738,10 @@ def test_settings_of_jax_change_nothing_that_reports_say(name):
     return lax.fori_loop(0, 4, step, x), lax.complex(x @ w, x)
 
   trained = ols.autocast(fun)
-  expected = compare_trained(trained, W, X)
+  expected = compare_grads(trained, W, X)
   assert expected.overflowing == ("step",)
   with SETTINGS[name]():
-    report = compare_trained(trained, W, X)
+    report = compare_grads(trained, W, X)
     hit = diagnostics.find_overflow(trained, W, X)
   assert report.overflowing == expected.overflowing
   found, wanted = report.array_errors["1"], expected.array_errors["1"]
@@ -747,7 +749,7 @@ def test_settings_of_jax_change_nothing_that_reports_say(name):
   assert hit.eqn_path == "scan[3]/convert_element_type"
 
 
-@pytest.mark.parametrize("mapped", quick_alone([True], [False, True]))
+@pytest.mark.parametrize("mapped", mark_slow_params([True], [False, True]))
 def test_a_product_in_the_condition_of_a_loop_is_noted_as_often_as_it_runs(
   mapped,
 ):
@@ -785,7 +787,7 @@ def test_the_error_of_a_sum_over_devices_is_told_too_small(count, share):
   specs = P(None, "i"), P("i", None)
   x, w = sharding.put((x, w), sharding.named(mesh, specs))
   cast = ols.autocast(lambda w, x: x @ w)
-  told = compare_trained(cast, w, x).error
+  told = compare_grads(cast, w, x).error
   exact = np.float64(x) @ np.float64(w)
   real = relative_error(exact, np.float64(jax.jit(cast)(w, x)))
   assert told / real == pytest.approx(share, abs=0.03)

@@ -1,7 +1,12 @@
 """``compare_precision`` on models: it finds what is bad, and nothing else."""
 
-from helpers import custom_rules, float32_models, planted_layers, quick_alone
-from helpers.planted_layers import batch, normal, normalized, WIDTH
+from helpers import (
+  custom_rules,
+  float32_models,
+  mark_slow_params,
+  planted_layers,
+)
+from helpers.planted_layers import batch, normal, normalize, WIDTH
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +47,7 @@ def cosine(reference, other):
 
 
 planted_models = pytest.mark.parametrize(
-  "name", quick_alone(["custom_vjp_forward"], planted_layers.NAMES)
+  "name", mark_slow_params(["custom_vjp_forward"], planted_layers.NAMES)
 )
 
 
@@ -132,7 +137,7 @@ def test_no_place_of_a_sound_model_stands_out_and_its_error_is_true(name):
 
 
 def block(params, x):
-  x = x + normalized(x @ params["up"]) @ params["down"]
+  x = x + normalize(x @ params["up"]) @ params["down"]
   return jnp.tanh(x)
 
 
@@ -141,7 +146,7 @@ SHARED_BY = {
   "function": lambda block: block,
   "jit": jax.jit,
   "checkpoint": jax.checkpoint,
-  "custom_vjp": custom_rules.pulling_back,
+  "custom_vjp": custom_rules.add_custom_vjp,
   "vmap": lambda block: jax.vmap(block, (None, 0)),
 }
 

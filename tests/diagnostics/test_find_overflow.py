@@ -10,7 +10,13 @@ import json
 import time
 import types
 
-from helpers import faulty_models, harmless_models, hijax, line_of, sharding
+from helpers import (
+  faulty_models,
+  find_line_number,
+  harmless_models,
+  hijax,
+  sharding,
+)
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
@@ -43,7 +49,7 @@ def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
   make, kind, path, backward, function = FAULTS[name]
   fun, *args = make()
   skip_if_jax_cannot(fun, *args)
-  if name == "remat_backward" and hijax.is_on("jax_remat3"):
+  if name == "remat_backward" and hijax.is_enabled("jax_remat3"):
     path = "dot_general"  # JAX leaves nothing of the checkpoint there.
 
   hit = find_overflow(fun, *args)
@@ -51,7 +57,7 @@ def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
   assert hit is not None
   assert (hit.kind, hit.eqn_path, hit.backward) == (kind, path, backward)
   assert hit.primitive == path.split("/")[-1]
-  number = line_of(name, faulty_models.__file__)
+  number = find_line_number(name, faulty_models.__file__)
   where = f"faulty_models.py:{number} ({function})"
   assert hit.source_line == where
   assert hit.primitive in str(hit) and where in str(hit)
@@ -62,7 +68,7 @@ IN_HIJAX = [name for name in FAULTS if "remat" in name or "custom" in name]
 
 @pytest.mark.parametrize("name", IN_HIJAX)
 def test_a_fault_has_the_same_name_and_path_in_hijax(name):
-  with hijax.all_flags():
+  with hijax.enable_all_flags():
     test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name)
 
 
@@ -75,7 +81,7 @@ def test_a_harmless_program_names_nothing(name):
 X = jnp.linspace(-2, 2, 8, dtype=jnp.float16).reshape(2, 4)
 
 
-def names_of(hit):
+def get_names(hit):
   return [hit.primitive, *(other.primitive for other in hit.other_origins)]
 
 
@@ -279,7 +285,7 @@ def test_of_two_faults_those_are_named_that_reach_the_result(fun, told):
     return fun(a, b)
 
   x = jnp.tile(X[:1] * 0 + jnp.array([-2, -1, 0, 1], X.dtype), (2, 1))
-  assert names_of(find_overflow(both, x)) == told
+  assert get_names(find_overflow(both, x)) == told
 
 
 @pytest.mark.slow
@@ -289,7 +295,7 @@ def test_a_mask_of_infs_is_not_blamed_for_another_fault():
     return jax.nn.softmax(logits * jnp.array([[1], [3e4]], x.dtype))
 
   hit = find_overflow(fun, jnp.abs(X) + 1)
-  assert names_of(hit)[:1] == ["mul"]
+  assert get_names(hit)[:1] == ["mul"]
 
 
 @pytest.mark.slow
@@ -300,7 +306,7 @@ def test_a_new_fault_is_found_among_the_wreckage_of_another():
     return x + 0.5
 
   hit = find_overflow(fun, X)
-  assert names_of(hit) == ["exp", "mul"]
+  assert get_names(hit) == ["exp", "mul"]
 
 
 @pytest.mark.slow
@@ -312,7 +318,7 @@ def test_more_faults_than_there_are_bits_are_told_from_those_that_matter():
       x = jax.nn.softmax(x + jnp.log(jnp.array([1, 0, 1, 1], x.dtype)))
     return jnp.exp(x * 70)
 
-  assert names_of(find_overflow(fun, X)) == ["exp"]
+  assert get_names(find_overflow(fun, X)) == ["exp"]
 
 
 def test_of_more_faults_than_there_are_bits_the_first_is_named():
@@ -345,7 +351,7 @@ def test_forty_masks_that_are_kept_leave_a_bit_for_the_fault(loop):
     return x, jnp.stack(kept)[..., 2:].sum()
 
   hit = find_overflow(fun, X)
-  assert names_of(hit) == ["square"]
+  assert get_names(hit) == ["square"]
   assert hit.eqn_path == ("scan[38]/square" if loop == "scan" else "square")
 
 
@@ -394,8 +400,8 @@ def test_an_inf_that_is_written_is_named_only_if_there_is_nothing_else():
   def fun(x):
     return jnp.where(x > 0, x, -jnp.inf), jnp.exp(x * 20)
 
-  assert names_of(find_overflow(fun, X)) == ["exp"]
-  assert names_of(find_overflow(fun, X / 4)) == ["constant"]
+  assert get_names(find_overflow(fun, X)) == ["exp"]
+  assert get_names(find_overflow(fun, X / 4)) == ["constant"]
 
 
 @pytest.mark.slow
@@ -555,7 +561,7 @@ def test_infs_are_followed_into_the_slices_of_a_scan():
     return lax.scan(lambda c, y: (c, y + 1), 0.0, ys)[1][:1]
 
   x = jnp.array([[0, 1], [0, 0]], X.dtype)
-  assert names_of(find_overflow(fun, x)) == ["exp"]
+  assert get_names(find_overflow(fun, x)) == ["exp"]
   assert find_overflow(fun, x[::-1]) is None
 
 
@@ -704,7 +710,7 @@ def test_what_reads_an_inf_out_of_a_ref_is_named(wrap):
     return ref[index] + 1
 
   hit = find_overflow(wrap(fun), jnp.abs(X) + 1, 0)
-  assert names_of(hit) == ["get"]
+  assert get_names(hit) == ["get"]
   assert hit.source_line.endswith(" (fun)")
   assert find_overflow(wrap(fun), jnp.abs(X) + 1, 1) is None
 
@@ -763,7 +769,7 @@ def test_a_mapped_while_loop_whose_rows_part_ways_is_entered(shape):
   assert (hit.eqn_path, hit.other_origins) == ("while[2]/mul", ())
   assert find_overflow(fun, counts, x / 4000) is None
   x = (x / 4000).at[..., 0, :].set(jnp.inf)
-  assert names_of(find_overflow(fun, counts, x)) == ["argument"]
+  assert get_names(find_overflow(fun, counts, x)) == ["argument"]
 
 
 def test_an_inf_that_a_function_without_operations_returns_is_named():
@@ -793,8 +799,8 @@ def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
   fun = lambda x: jnp.empty(4).at[:2].set(x)
   x = jnp.ones(2)
   assert find_overflow(lambda x: fun(x)[:2], x) is None
-  assert names_of(find_overflow(fun, x)) == ["empty"]
-  assert names_of(find_overflow(lambda x: fun(x)[:2] / 0, x)) == ["div"]
+  assert get_names(find_overflow(fun, x)) == ["empty"]
+  assert get_names(find_overflow(lambda x: fun(x)[:2] / 0, x)) == ["div"]
 
 
 def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
@@ -836,7 +842,7 @@ def test_a_row_that_has_ended_in_an_inf_is_followed_through_its_loop():
 
   counts, x = jnp.array([0, 3]), jnp.array([60000, 2], X.dtype)
   fun = lambda x: jax.vmap(loop)(counts, x * 2)
-  assert names_of(find_overflow(fun, x)) == ["mul"]
+  assert get_names(find_overflow(fun, x)) == ["mul"]
 
 
 def test_an_iteration_of_a_while_loop_is_named_by_its_number():
@@ -849,7 +855,7 @@ def test_an_iteration_of_a_while_loop_is_named_by_its_number():
   # What is made finite in the loop is nobody's fault.
   undo = lambda i, x: jnp.where(i == 3, x * 60000, jnp.minimum(x, 4))
   fun = lambda x: lax.fori_loop(0, 9, undo, x * 2) / (x - x)
-  assert names_of(find_overflow(fun, jnp.ones(3, X.dtype))) == ["div"]
+  assert get_names(find_overflow(fun, jnp.ones(3, X.dtype))) == ["div"]
 
 
 def test_a_loop_over_arrays_whose_types_are_sharded_is_followed():

@@ -67,7 +67,7 @@ def test_loops_in_loops_take_at_most_ten_times_as_long(name):
   assert finding < 10 * compiling
 
 
-def in_loops(outer, inner):
+def make_nested_loops(outer, inner):
   """A scan in a scan under ``vmap``, of which iteration [3][2] overflows."""
 
   def step(x, i):
@@ -106,7 +106,7 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
   for outer, inner in (4, 3), (8, 30):
     traced.clear()
     steps.clear()
-    fun, x = in_loops(outer, inner)
+    fun, x = make_nested_loops(outer, inner)
     hit = find_overflow(fun, x)
     assert hit.eqn_path == "jit(<lambda>)/scan[3]/scan[2]/mul"
     assert len(traced) == 2
@@ -116,14 +116,14 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
 
 
 def test_what_is_around_a_loop_is_not_compiled_once_more(caplog):
-  fun, x = in_loops(4, 3)
+  fun, x = make_nested_loops(4, 3)
   operations = len(jaxprs.of(fun, x))
-  count = compilations(caplog, lambda: find_overflow(fun, x))
+  count = count_compilations(caplog, lambda: find_overflow(fun, x))
   # The whole, both loops, and operations of iterations that overflow.
   assert count <= 3 + operations
 
 
-def compilations(caplog, fun):
+def count_compilations(caplog, fun):
   """How many programs a function compiles."""
   jax.clear_caches()
   caplog.clear()
@@ -139,7 +139,7 @@ def compilations(caplog, fun):
 def test_what_is_finite_is_compiled_once(caplog):
   fun, *args = overflowing_steps.layers_of_all_shapes(2)  # The third overflows.
   # The other is of the number 0, with which it begins.
-  assert compilations(caplog, lambda: find_overflow(fun, *args)) <= 2
+  assert count_compilations(caplog, lambda: find_overflow(fun, *args)) <= 2
   assert find_overflow(fun, *args) is None
 
 
@@ -149,6 +149,8 @@ def test_no_more_is_compiled_than_there_are_operations(caplog):
   fun, *args = overflowing_steps.layers_of_all_shapes(4)
   operations = len(jaxprs.of(fun, *args))
   hits = []
-  count = compilations(caplog, lambda: hits.append(find_overflow(fun, *args)))
+  count = count_compilations(
+    caplog, lambda: hits.append(find_overflow(fun, *args))
+  )
   assert hits[0].primitive == "square"
   assert 10 < count <= operations

@@ -3,7 +3,7 @@
 import functools
 import warnings
 
-from helpers import quick_alone, whole_steps
+from helpers import mark_slow_params, whole_steps
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
 from jax import lax
@@ -17,12 +17,12 @@ from optax_lossscale import diagnostics
 
 DYNAMIC = ols.DynamicLossScale(2.0**6)
 compare = functools.partial(diagnostics.compare_precision, progress=False)
-gradient_of = whole_steps._gradient_of
+gradient_of = whole_steps._compute_grads
 
 
 def step_of(
   policy,
-  between=lambda grads: grads,
+  transform_grads=lambda grads: grads,
   differentiate=gradient_of,
   around=lambda tx: tx,
   **kwargs,
@@ -31,7 +31,7 @@ def step_of(
   tx = around(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
 
   def changed(params, state, batch):
-    return between(differentiate(params, state, batch))
+    return transform_grads(differentiate(params, state, batch))
 
   step = functools.partial(whole_steps.step_with, tx, differentiate=changed)
   return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
@@ -102,7 +102,9 @@ NOT_RUN = (
 )
 
 
-@pytest.mark.parametrize("name", quick_alone({"micro-batches", "where"}, HIDE))
+@pytest.mark.parametrize(
+  "name", mark_slow_params({"micro-batches", "where"}, HIDE)
+)
 def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
   step, args = HIDE[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
@@ -115,7 +117,7 @@ def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
   assert compare(step, *args).warnings == ()
 
 
-@pytest.mark.parametrize("name", quick_alone({"cond"}, GUARD))
+@pytest.mark.parametrize("name", mark_slow_params({"cond"}, GUARD))
 def test_an_overflow_that_keeps_update_from_running_is_named_and_told(name):
   step, args = GUARD[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
@@ -177,7 +179,7 @@ def bare_gradient_of(params, state, batch):
 
 
 def scaled_gradient_of(params, state, batch):
-  return whole_steps._scaled_gradient_of(params, state, batch)
+  return whole_steps._compute_scaled_grads(params, state, batch)
 
 
 def twice(params, state, batch):

@@ -68,7 +68,7 @@ PARTS = {
 TOLD = ("body_jaxpr", "branches", "cond_jaxpr", "jaxpr", "length", "reverse")
 
 
-def equation_of(fun):
+def get_eqn(fun):
   eqns = jax.make_jaxpr(fun)(X).jaxpr.eqns
   for eqn in eqns:
     if list(_eqns.subjaxprs(eqn)):
@@ -88,7 +88,7 @@ def with_params(eqn, **params):
 @pytest.mark.parametrize("fun", PARTS, ids=lambda fun: fun.__name__)
 def test_an_equation_is_taken_apart(fun):
   kind, known = PARTS[fun]
-  eqn = equation_of(fun)
+  eqn = get_eqn(fun)
   part = _higher_order.parse_higher_order(eqn)
   assert type(part) is kind
   assert {name: getattr(part, name) for name in known} == known
@@ -99,27 +99,27 @@ def test_an_equation_is_taken_apart(fun):
     assert _higher_order.parse_higher_order(renamed(eqn)) == part
 
 
-def fewer_inputs(eqn):
+def drop_input(eqn):
   return eqn.replace(invars=eqn.invars[:-1])
 
 
-def two_jaxprs(eqn):
+def add_jaxpr(eqn):
   return with_params(eqn, other=jax.make_jaxpr(jnp.sin)(X))
 
 
-def another_condition(eqn):
+def replace_condition(eqn):
   condition = eqn.params["cond_jaxpr"]
   jaxpr = condition.jaxpr.replace(outvars=2 * condition.jaxpr.outvars)
   return with_params(eqn, cond_jaxpr=core.ClosedJaxpr(jaxpr, condition.consts))
 
 
-def another_body(eqn):
+def replace_body(eqn):
   body = eqn.params["body_jaxpr"]
   jaxpr = body.jaxpr.replace(invars=body.jaxpr.invars[:2])
   return with_params(eqn, body_jaxpr=core.ClosedJaxpr(jaxpr, body.consts))
 
 
-def fewer_constants_than_none(eqn):
+def set_negative_consts(eqn):
   condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
   first, second, *rest = condition.jaxpr.invars
   invars = [first, second, *body.jaxpr.invars]
@@ -141,28 +141,28 @@ def returns_a_row(eqn):
 
 
 ODD = [
-  (scan, fewer_inputs),
-  (scan, two_jaxprs),
+  (scan, drop_input),
+  (scan, add_jaxpr),
   (scan, lambda eqn: renamed(eqn, kept=())),
   (scan, lambda eqn: with_params(eqn, length=4)),
   (scan, lambda eqn: with_params(eqn, reverse="no")),
   (scan, lambda eqn: eqn.replace(outvars=eqn.outvars[1:])),
   (scan, lambda eqn: eqn.replace(outvars=[eqn.outvars[0]] * 2)),
   (stacks, returns_a_row),
-  (while_loop, fewer_inputs),
-  (while_loop, fewer_constants_than_none),
-  (while_loop, another_condition),
-  (while_loop, another_body),
+  (while_loop, drop_input),
+  (while_loop, set_negative_consts),
+  (while_loop, replace_condition),
+  (while_loop, replace_body),
   (while_loop, lambda eqn: renamed(eqn, kept=("body_jaxpr",))),
   (while_loop, lambda eqn: renamed(eqn, kept=("cond_jaxpr",))),
-  (cond, fewer_inputs),
+  (cond, drop_input),
   (cond, lambda eqn: eqn.replace(outvars=2 * eqn.outvars)),
   (cond, lambda eqn: with_params(eqn, branches=())),
-  (call, fewer_inputs),
-  (call, two_jaxprs),
+  (call, drop_input),
+  (call, add_jaxpr),
   (call, lambda eqn: eqn.replace(params={})),
-  (shard_map, fewer_inputs),
-  (shard_map, two_jaxprs),
+  (shard_map, drop_input),
+  (shard_map, add_jaxpr),
   (shard_map, renamed),
   (call, lambda eqn: eqn.replace(primitive=core.Primitive("mystery"))),
 ]
@@ -170,7 +170,7 @@ ODD = [
 
 @pytest.mark.parametrize(("fun", "change"), ODD)
 def test_an_equation_that_does_not_add_up_has_no_part(fun, change):
-  assert _higher_order.parse_higher_order(change(equation_of(fun))) is None
+  assert _higher_order.parse_higher_order(change(get_eqn(fun))) is None
 
 
 def hidden(name, jaxpr=None):
@@ -207,7 +207,7 @@ def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
   assert f"{name} at test_higher_order.py:" in " ".join(report.limitations)
 
 
-def unknown_primitive(name, fun, **params):
+def make_unknown_primitive(name, fun, **params):
   """A primitive that only we know, which computes a function."""
   primitive = core.Primitive(name)
   primitive.def_impl(lambda *xs, **_: fun(*xs))
@@ -229,7 +229,7 @@ def test_a_jaxpr_whose_constants_are_not_known_is_walked_through():
     closed = jax.make_jaxpr(lambda y: y @ y * factor)(x)
     found.append(closed)
     params = {"closed": closed, "open": closed.jaxpr}
-    return unknown_primitive("solve", square, **params)(x)
+    return make_unknown_primitive("solve", square, **params)(x)
 
   report = precision_report(fun, X)
   (closed,) = found[:1]
@@ -261,7 +261,9 @@ def test_an_object_of_hijax_that_does_not_add_up_is_told(
   kind, jaxpr, name, note
 ):
   thing = hidden(kind, jaxpr)
-  fun = unknown_primitive("call_hi_primitive", lambda x: x @ x, _prim=thing)
+  fun = make_unknown_primitive(
+    "call_hi_primitive", lambda x: x @ x, _prim=thing
+  )
   assert find_overflow(fun, X * 300).eqn_path == name
   assert find_overflow(fun, X) is None
   report = precision_report(fun, X)
@@ -270,12 +272,14 @@ def test_an_object_of_hijax_that_does_not_add_up_is_told(
   assert report.limitations[0].endswith(f": {note}")
 
 
-def hijax_is_there():
+def is_hijax_available():
   fun = lambda x: jnp.ldexp(x, 3)
   return "Ldexp" in str(jax.make_jaxpr(fun)(jnp.ones(2)))
 
 
-@pytest.mark.skipif(not hijax_is_there(), reason="this JAX has no hijax yet")
+@pytest.mark.skipif(
+  not is_hijax_available(), reason="this JAX has no hijax yet"
+)
 def test_a_primitive_of_hijax_is_entered_and_has_its_own_name():
   x = jnp.full(2, 1e38)
   hit = find_overflow(lambda x: jnp.ldexp(x, 10), x)

@@ -4,7 +4,7 @@ import dataclasses
 
 import equinox as eqx
 from flax import nnx
-from helpers.leaves import AS_ARRAYS, bad_weight, shard
+from helpers.leaves import AS_ARRAYS, make_bad_weight, shard
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -17,7 +17,7 @@ from optax_lossscale import interop, plots
 from optax_lossscale.diagnostics import _gradient_report, _leaves
 
 NAN, INF = float("nan"), float("inf")
-BAD = bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
+BAD = make_bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
 
 as_arrays = pytest.mark.parametrize("kind", AS_ARRAYS)
 
@@ -290,7 +290,7 @@ def test_the_floor_of_fairseq_is_where_its_rule_stops(options):
     ols.raise_if_stuck(state, 5, policy=policy)
 
 
-def sparse_run(steps):
+def make_sparse_state(steps):
   """A state after steps of which every tenth is lost, and none in a row."""
   policy = ols.DynamicLossScale()
   step = lambda state, i: (policy.adjust(state, i % 10 != 0), None)
@@ -298,7 +298,7 @@ def sparse_run(steps):
 
 
 def test_skips_that_are_not_in_a_row_are_found_by_their_share():
-  state = sparse_run(100)
+  state = make_sparse_state(100)
   ols.raise_if_stuck(state, 2)
   ols.raise_if_stuck(state, 2, max_skip_rate=0.1, steps=100)
   ols.raise_if_stuck(state, 2, max_skip_rate=0.05, steps=200)
@@ -318,7 +318,7 @@ def test_skips_that_are_not_in_a_row_are_found_by_their_share():
 
 def test_of_many_members_the_worst_is_told():
   stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-  states = stack(ols.DynamicLossScale().init(), sparse_run(20))
+  states = stack(ols.DynamicLossScale().init(), make_sparse_state(20))
   with pytest.raises(ols.LossScaleError, match="2 of 20 steps"):
     ols.raise_if_stuck(states, max_skip_rate=0.05, steps=20)
   states = stack(ols.FixedLossScale(4.0).init(), FIXED)
@@ -326,7 +326,7 @@ def test_of_many_members_the_worst_is_told():
     ols.raise_if_stuck(states, max_consecutive_skips=5)
 
 
-class OfManyProcesses:
+class MultiProcessArray:
   """An array as one process sees it that holds a part or a copy of it."""
 
   is_fully_addressable = False
@@ -343,7 +343,7 @@ class OfManyProcesses:
 def test_members_that_other_processes_hold_are_to_be_gathered():
   """devices/test_processes.py has the real arrays."""
   seen = lambda whole: jax.tree.map(
-    lambda x: OfManyProcesses(x, is_fully_replicated=whole), AT_FLOOR
+    lambda x: MultiProcessArray(x, is_fully_replicated=whole), AT_FLOOR
   )
   with pytest.raises(ValueError, match=r"sharded over processes.*allgather"):
     ols.raise_if_stuck(seen(False))
@@ -400,7 +400,7 @@ def test_raise_if_stuck_refuses_wrong_arguments_even_if_not_stuck(
 
 
 # What a dtype does to gradients at a loss scale, against plain rounding.
-def count_kinds(x, dtype, scale):
+def count_fractions(x, dtype, scale):
   """The shares, by rounding each entry to the dtype."""
   x = np.asarray(x, np.float32).ravel()
   rounded = (x * np.float32(scale)).astype(dtype).astype(np.float32)
@@ -428,7 +428,7 @@ def test_the_shares_are_those_of_rounding_every_entry(dtype, scale):
   x = np.concatenate([x, edges]).astype(np.float32)
   for leaf in x, jnp.asarray(x), shard(x, spec=(("x", "y"),)):
     total = ols.diagnostics.gradient_report([leaf], dtype, scale).total
-    for kind, share in count_kinds(x, dtype, scale).items():
+    for kind, share in count_fractions(x, dtype, scale).items():
       assert getattr(total, kind) == pytest.approx(share, abs=1e-12), kind
 
 
@@ -486,7 +486,7 @@ def test_the_best_scales_are_all_that_lose_least_and_no_more(values):
 
   def loses(log2_scale):
     with np.errstate(over="ignore"):
-      shares = count_kinds(x, np.float16, np.exp2(np.float64(log2_scale)))
+      shares = count_fractions(x, np.float16, np.exp2(np.float64(log2_scale)))
     return shares["overflow_fraction"], shares["underflow_fraction"]
 
   low, high = ols.diagnostics.gradient_report([x]).total.log2_scale_range

@@ -3,7 +3,7 @@
 import builtins
 import sys
 
-from helpers.leaves import AS_ARRAYS, bad_weight
+from helpers.leaves import AS_ARRAYS, make_bad_weight
 from jax import lax
 import jax.numpy as jnp
 import matplotlib
@@ -26,7 +26,7 @@ as_arrays = pytest.mark.parametrize("kind", AS_ARRAYS)
 
 @as_arrays
 def test_the_histogram_counts_entries_by_their_power_of_two(kind):
-  x = bad_weight(
+  x = make_bad_weight(
     [(0, 0), (0, 1), (0, 2), (3, 7), (2, 2)], [0.0, 0.25, -0.4, INF, 2.0]
   )
   found = plots.exponent_histogram([AS_ARRAYS[kind](x)])

@@ -5,7 +5,7 @@ import json
 
 from flax import linen as nn
 from flax import nnx
-from helpers import hijax, line_of, sharding
+from helpers import find_line_number, hijax, sharding
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
@@ -24,7 +24,7 @@ def shape(*sizes, dtype=F16):
 
 
 def place_of(mark):
-  return f"test_precision_report.py:{line_of(mark, __file__)}"
+  return f"test_precision_report.py:{find_line_number(mark, __file__)}"
 
 
 def total(x):
@@ -165,7 +165,7 @@ def test_what_runs_many_times_is_counted_as_often():
   scan = lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=5)
   nested = lambda w: lax.map(lambda _: scan(w), jnp.arange(3))
   branches = lambda w: lax.switch(
-    w[0, 0].astype(int), [lambda w: w, scan_of(2), product], w
+    w[0, 0].astype(int), [lambda w: w, make_scan(2), product], w
   )
   assert flops(product, w) == (1, ())
   assert flops(jax.jit(jax.checkpoint(product)), w) == (1, ())
@@ -192,13 +192,13 @@ def test_products_of_hijax_are_counted_as_often_as_they_run():
     return lax.scan(body, w, jnp.arange(5, dtype=w.dtype))
 
   plain = precision_report(fun, shape(8, 8))
-  with hijax.all_flags():
+  with hijax.enable_all_flags():
     report = precision_report(fun, shape(8, 8))
   assert report == plain
   assert report.total_flops == 10 * 2 * 8**3
 
 
-def scan_of(length):
+def make_scan(length):
   return lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=length)[0]
 
 

@@ -31,7 +31,7 @@ def loss_fn(x, counter):
   )
 
 
-def counts_of(x, counter=COUNTER):
+def get_counts(x, counter=COUNTER):
   """The counts of a cotangent that is x itself."""
   return jax.vjp(lambda counter: ols.diagnostics.probe(x, counter), counter)[1](
     x
@@ -53,7 +53,7 @@ def oracle(x):
 
 def test_every_float16_is_counted_in_its_binade():
   every = np.arange(2**16, dtype=np.uint16).view(np.float16)
-  np.testing.assert_array_equal(counts_of(jnp.asarray(every)), oracle(every))
+  np.testing.assert_array_equal(get_counts(jnp.asarray(every)), oracle(every))
 
 
 @pytest.mark.slow
@@ -67,14 +67,14 @@ def test_other_dtypes_are_counted_as_float16_would_see_them(dtype):
   with jax.enable_x64(dtype == jnp.float64):
     x = jnp.exp2(jnp.linspace(-30, 15.9, 301)).astype(dtype)
     x = jnp.concatenate([-x, jnp.array(special, dtype)])
-    counts = counts_of(x, ols.diagnostics.probe_counters())
+    counts = get_counts(x, ols.diagnostics.probe_counters())
     assert counts.dtype == jnp.float32
     np.testing.assert_array_equal(counts, oracle(x))
 
 
 def test_both_parts_of_complex_numbers_are_counted():
   x = jnp.array([1 + 2j, 3 + 0j], jnp.complex64)
-  np.testing.assert_array_equal(counts_of(x), oracle([1, 2, 3, 0]))
+  np.testing.assert_array_equal(get_counts(x), oracle([1, 2, 3, 0]))
 
 
 def test_values_and_cotangents_pass_through_bit_for_bit():
@@ -84,7 +84,7 @@ def test_values_and_cotangents_pass_through_bit_for_bit():
   assert np.asarray(vjp(every)[0]).tobytes() == np.asarray(every).tobytes()
 
 
-def counters_grad(fun):
+def make_counters_grad(fun):
   return jax.grad(fun, argnums=1)
 
 
@@ -109,16 +109,19 @@ def in_three_parts(x, counter):
 
 SIXTEEN = ols.diagnostics.probe_counters(16)
 WAYS = {
-  "jit": (jax.jit(counters_grad(loss_fn)), COUNTER),
-  "remat": (jax.jit(counters_grad(jax.checkpoint(loss_fn))), COUNTER),
-  "reuse": (jax.jit(counters_grad(in_three_parts)), COUNTER),
-  "scan, one counter": (counters_grad(shared_scan), COUNTER),
-  "scan, a counter each": (counters_grad(own_scan), SIXTEEN),
-  "scan and remat": (counters_grad(jax.checkpoint(shared_scan)), COUNTER),
-  "vmap, one counter": (counters_grad(shared_vmap), COUNTER),
-  "vmap, a counter each": (jax.vmap(counters_grad(loss_fn)), SIXTEEN),
-  "vmap of gradients": (jax.vmap(counters_grad(loss_fn), (0, None)), COUNTER),
-  "pmap": (jax.pmap(counters_grad(loss_fn), in_axes=(0, None)), COUNTER),
+  "jit": (jax.jit(make_counters_grad(loss_fn)), COUNTER),
+  "remat": (jax.jit(make_counters_grad(jax.checkpoint(loss_fn))), COUNTER),
+  "reuse": (jax.jit(make_counters_grad(in_three_parts)), COUNTER),
+  "scan, one counter": (make_counters_grad(shared_scan), COUNTER),
+  "scan, a counter each": (make_counters_grad(own_scan), SIXTEEN),
+  "scan and remat": (make_counters_grad(jax.checkpoint(shared_scan)), COUNTER),
+  "vmap, one counter": (make_counters_grad(shared_vmap), COUNTER),
+  "vmap, a counter each": (jax.vmap(make_counters_grad(loss_fn)), SIXTEEN),
+  "vmap of gradients": (
+    jax.vmap(make_counters_grad(loss_fn), (0, None)),
+    COUNTER,
+  ),
+  "pmap": (jax.pmap(make_counters_grad(loss_fn), in_axes=(0, None)), COUNTER),
 }
 
 
@@ -140,7 +143,7 @@ def test_counts_add_up_under_sharded_jit_by_one_small_all_reduce(kind):
   mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
   with jax.set_mesh(mesh):
     x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
-    fun = jax.jit(counters_grad(loss_fn)).lower(x, COUNTER).compile()
+    fun = jax.jit(make_counters_grad(loss_fn)).lower(x, COUNTER).compile()
     counts = fun(x, jax.device_put(COUNTER, NamedSharding(mesh, P())))
   np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
   assert "all-gather" not in fun.as_text()
@@ -154,7 +157,7 @@ def test_counts_add_up_under_shard_map(inside, check_vma):
   def on_each(x, counter):
     if not inside:
       return jax.lax.psum(loss_fn(x, counter), "data")
-    counts = counters_grad(loss_fn)(x, counter)
+    counts = make_counters_grad(loss_fn)(x, counter)
     # With check_vma a counter that all share has got the sum already.
     return counts if check_vma else jax.lax.psum(counts, "data")
 
@@ -165,7 +168,7 @@ def test_counts_add_up_under_shard_map(inside, check_vma):
     out_specs=P(),
     check_vma=check_vma,
   )
-  counts = jax.jit(fun if inside else counters_grad(fun))(X, COUNTER)
+  counts = jax.jit(fun if inside else make_counters_grad(fun))(X, COUNTER)
   np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
 
 
@@ -173,7 +176,7 @@ def test_under_shard_map_each_device_may_have_a_slot_of_its_own():
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
   def on_each(x, counters):
-    return counters_grad(loss_fn)(x, counters[0])[None]
+    return make_counters_grad(loss_fn)(x, counters[0])[None]
 
   for spec, factor in ((P("data"), 1), (P(), 8)):
     fun = jax.shard_map(
@@ -184,13 +187,13 @@ def test_under_shard_map_each_device_may_have_a_slot_of_its_own():
 
 
 def test_counts_are_exact_beyond_what_float32_can_count_one_by_one():
-  counts = counts_of(jnp.ones(2**24 + 4, jnp.float16))
+  counts = get_counts(jnp.ones(2**24 + 4, jnp.float16))
   assert counts.sum() == 2**24 + 4
 
 
 def test_more_numbers_than_an_int32_counts_are_counted_in_parts(monkeypatch):
   monkeypatch.setattr(_checks, "MAX_COUNT", 20)
-  np.testing.assert_array_equal(counts_of(X[:, 0]), oracle(X[:, 0]))
+  np.testing.assert_array_equal(get_counts(X[:, 0]), oracle(X[:, 0]))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ def test_more_numbers_than_an_int32_counts_are_counted_in_parts(monkeypatch):
 )
 def test_a_probe_is_exported_with_a_symbolic_batch_size(symbolic, shape):
   x = jax.ShapeDtypeStruct(export.symbolic_shape(symbolic), jnp.float16)
-  exported = export.export(jax.jit(counters_grad(loss_fn)))(x, COUNTER)
+  exported = export.export(jax.jit(make_counters_grad(loss_fn)))(x, COUNTER)
   for batch in (1, 6):
     x = X.reshape(-1)[: math.prod(shape(batch))].reshape(shape(batch))
     np.testing.assert_array_equal(
@@ -224,7 +227,7 @@ def test_a_slot_that_is_not_differentiated_costs_nothing():
 def test_what_reads_the_counts():
   x = jnp.array([0, 0, 0.75, 40000, -20000, jnp.inf, jnp.nan, 1], jnp.float16)
   metrics = ols.diagnostics.probe_metrics(
-    {"a": counts_of(x), "b": ols.diagnostics.probe_counters(2)}
+    {"a": get_counts(x), "b": ols.diagnostics.probe_counters(2)}
   )
   assert {k: v.item() for k, v in metrics["a"].items()} == {
     "amax": 65504.0,
@@ -248,7 +251,7 @@ def test_what_reads_the_counts():
   ],
 )
 def test_the_largest_is_the_largest_float16_of_its_binade(x, largest):
-  metrics = ols.diagnostics.probe_metrics(counts_of(jnp.float32([x, 0.0])))
+  metrics = ols.diagnostics.probe_metrics(get_counts(jnp.float32([x, 0.0])))
   assert metrics["amax"] == largest
 
 
@@ -311,7 +314,7 @@ def test_headroom_respects_the_hottest_probe(with_probes):
 def test_evidence_is_finiteness_and_the_largest_without_the_scale(
   x, scale, finite, amax
 ):
-  counts = {"a": counts_of(jnp.asarray(x)), "none": None}
+  counts = {"a": get_counts(jnp.asarray(x)), "none": None}
   state = ols.FixedLossScale(scale).init()
   evidence = ols.diagnostics.probe_update_kwargs(counts, state)
   assert set(evidence) == {"grads_finite", "grads_amax"}
@@ -324,7 +327,7 @@ def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
   w = jnp.ones(3)
   opt_state = tx.init(w)
   for x, applied in (([1.0, jnp.inf], False), ([1.0, 0.0], True)):
-    counts = counts_of(jnp.array(x, jnp.float16))
+    counts = get_counts(jnp.array(x, jnp.float16))
     evidence = ols.diagnostics.probe_update_kwargs([counts], opt_state)
     updates, after = tx.update(w, opt_state, w, **evidence)
     assert after.loss_scale_state.last_finite == applied
@@ -340,7 +343,7 @@ def test_one_devices_hot_probe_lowers_the_scale_of_all(check_vma):
   x = jnp.full(8, 2.0**-10, jnp.float16).at[5].set(2.0**15)
 
   def on_each(x):
-    counts = counters_grad(
+    counts = make_counters_grad(
       lambda x, s: jnp.vdot(ols.diagnostics.probe(x, s), x)
     )(x, COUNTER)
     w = jnp.full(3, 2.0**-12)
@@ -378,20 +381,20 @@ def test_a_wrong_call_says_what_to_do(x, counter, error, message):
 
 
 def test_cotangents_that_are_no_counts_are_refused():
-  for reader in (ols.diagnostics.probe_metrics, kwargs_of):
+  for reader in (ols.diagnostics.probe_metrics, get_update_kwargs):
     with pytest.raises(ValueError, match=r"counts must be of shape"):
       reader({"a": jnp.zeros(3)})
 
 
-def kwargs_of(counts):
+def get_update_kwargs(counts):
   return ols.diagnostics.probe_update_kwargs(counts, STATE)
 
 
 def test_probes_work_under_strict_promotion():
   with jax.numpy_dtype_promotion("strict"):
-    counts = jax.jit(counts_of)(X)
+    counts = jax.jit(get_counts)(X)
     ols.diagnostics.probe_metrics(counts)
-    kwargs_of(counts)
+    get_update_kwargs(counts)
 
 
 @pytest.mark.slow

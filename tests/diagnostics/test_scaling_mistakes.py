@@ -4,7 +4,7 @@ import functools
 from typing import NamedTuple
 import warnings
 
-from helpers import quick_alone, sharding, usual_losses
+from helpers import mark_slow_params, sharding, usual_losses
 from helpers.usual_losses import BATCH, PARAMS
 import jax
 from jax import lax
@@ -90,7 +90,7 @@ def plain_loss(params, batch):
 
 QUICK = {"token mask", "zero times an fft", "uint8 factor"}
 SLOW = {"ctc", "attention", "solve", "dropout", "zero weight", "segments"}
-NAMES = quick_alone(QUICK, usual_losses.LOSSES, SLOW)
+NAMES = mark_slow_params(QUICK, usual_losses.LOSSES, SLOW)
 
 
 def test_there_are_fifty_usual_losses():

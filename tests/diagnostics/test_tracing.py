@@ -5,7 +5,7 @@ import re
 from unittest import mock
 
 from flax import nnx
-from helpers import hijax, on_host, quick_alone, whole_steps
+from helpers import hijax, mark_slow_params, run_on_host, whole_steps
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
 from jax import lax
@@ -41,23 +41,25 @@ QUICK = {
   whole_steps.with_nnx_that_returns_nothing,
 }
 every_step = pytest.mark.parametrize(
-  "make", quick_alone(QUICK, whole_steps.ALL), ids=lambda make: make.__name__
+  "make",
+  mark_slow_params(QUICK, whole_steps.ALL),
+  ids=lambda make: make.__name__,
 )
 
 
 @functools.cache
-def of_the_gradient():
+def compare_gradient():
   fun, args = whole_steps.gradient(SMALL)
   return compare(fun, *args), precision_report(fun, *args)
 
 
 @functools.cache
-def overflow_of_the_gradient():
+def find_gradient_overflow():
   fun, args = whole_steps.gradient(LARGE)
   return find_overflow(fun, *args)
 
 
-def layer_of(name):
+def strip_name(name):
   """The path of the weights, without what stands around it."""
   return name.split(" at ")[0].split("/")[-1]
 
@@ -65,12 +67,12 @@ def layer_of(name):
 @every_step
 def test_a_step_is_compared_as_its_gradient_is(make):
   step, args = make(SMALL)
-  found, (expected, _) = compare(step, *args), of_the_gradient()
+  found, (expected, _) = compare(step, *args), compare_gradient()
   assert expected.target == "results" and found.target == "gradients"
   assert found.error == pytest.approx(expected.error, rel=0.05)
   assert found.cosine == pytest.approx(expected.cosine, abs=0.01)
-  assert list(map(layer_of, found.outliers)) == ["centers"]
-  assert list(map(layer_of, expected.outliers)) == ["centers"]
+  assert list(map(strip_name, found.outliers)) == ["centers"]
+  assert list(map(strip_name, expected.outliers)) == ["centers"]
   assert len(found.array_errors) == len(PARAMS)
   for name, error in zip(
     sorted(PARAMS), found.array_errors.values(), strict=True
@@ -83,7 +85,7 @@ def test_a_step_is_compared_as_its_gradient_is(make):
 @every_step
 def test_a_step_that_is_skipped_is_not_finite(make):
   step, args = make(LARGE)
-  hit, expected = find_overflow(step, *args), overflow_of_the_gradient()
+  hit, expected = find_overflow(step, *args), find_gradient_overflow()
   assert (hit.primitive, hit.kind) == (expected.primitive, expected.kind)
   assert (hit.source_line, hit.backward) == (
     expected.source_line,
@@ -95,7 +97,7 @@ def test_a_step_that_is_skipped_is_not_finite(make):
 
 @every_step
 def test_the_products_of_a_step_are_those_of_its_gradient(make):
-  _, expected = of_the_gradient()
+  _, expected = compare_gradient()
   step, args = make(SMALL)
   report = precision_report(step, *args)
   half = sum(
@@ -162,9 +164,9 @@ def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
 def test_an_update_on_the_host_is_looked_at_as_one_on_the_device():
   # Of what is not looked at, a warning tells, which would be an error.
   step, args = whole_steps.plain(SMALL)
-  assert find_overflow(on_host.on_host(jax.jit(step)), *args) is None
+  assert find_overflow(run_on_host.run_on_host(jax.jit(step)), *args) is None
   step, args = whole_steps.plain(LARGE)
-  hit = find_overflow(on_host.on_host(jax.jit(step)), *args)
+  hit = find_overflow(run_on_host.run_on_host(jax.jit(step)), *args)
   assert hit.primitive == find_overflow(step, *args).primitive
 
 
@@ -242,7 +244,7 @@ def test_several_optimizers_are_told_apart_and_the_worst_counts():
 
   pair = PARAMS, tx.init(PARAMS)
   report = compare(step, pair, pair, BATCH)
-  expected, _ = of_the_gradient()
+  expected, _ = compare_gradient()
   assert report.error == pytest.approx(expected.error, rel=0.05)
   assert [*report.array_errors] == [
     f"[{i}]/{name}" for i in range(2) for name in sorted(PARAMS)
@@ -277,7 +279,7 @@ def test_what_is_changed_in_place_counts_as_a_result():
     cast = ols.autocast(lambda model: model(batch))
     optimizer.update(model, nnx.grad(cast)(model))
 
-  _, expected = of_the_gradient()
+  _, expected = compare_gradient()
   report = precision_report(bare_step, model, bare, batch)
   assert report.total_flops == expected.total_flops
   assert find_overflow(bare_step, model, bare, 1e6 * batch).source_line
@@ -405,7 +407,7 @@ def test_marks_are_found_where_a_name_is_a_primitive_of_hijax():
   with hijax.flags_on("jax_remat3"):
     step, args = whole_steps.in_a_scan_of_one(LARGE)
     hit = find_overflow(step, *args)
-  assert hit.primitive == overflow_of_the_gradient().primitive
+  assert hit.primitive == find_gradient_overflow().primitive
 
 
 def test_nothing_eager_is_marked():

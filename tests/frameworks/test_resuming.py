@@ -82,7 +82,7 @@ def adopt(restored):
   return restored.replace(tx=TX, opt_state=opt_state)
 
 
-def assert_goes_on(state, saved):
+def assert_training_continues(state, saved):
   """The state trains on as the saved one would have, without the wrapper."""
   assert (state.step, count(state)) == (STEPS, STEPS)
   mine, theirs = train(state, 3), train(saved, 3)
@@ -123,7 +123,7 @@ def test_restored_into_the_bare_state_and_adopted_the_run_goes_on(
 ):
   saved = train(make_state(BARE))
   restored = save_and_restore(saved, make_state(BARE))
-  assert_goes_on(adopt(restored), saved)
+  assert_training_continues(adopt(restored), saved)
 
 
 def test_without_flaxs_restore_a_wrapped_target_is_refused(tmp_path):
@@ -132,14 +132,14 @@ def test_without_flaxs_restore_a_wrapped_target_is_refused(tmp_path):
   with pytest.raises(ValueError, match="inner_state"):
     serialization.from_bytes(make_state(TX), data)
   restored = serialization.from_bytes(make_state(BARE), data)
-  assert_goes_on(adopt(restored), saved)
+  assert_training_continues(adopt(restored), saved)
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", saved)
     checkpointer.wait_until_finished()
     with pytest.raises(ValueError):
       checkpointer.restore(tmp_path / "state", make_state(TX))
     restored = checkpointer.restore(tmp_path / "state", make_state(BARE))
-  assert_goes_on(adopt(restored), saved)
+  assert_training_continues(adopt(restored), saved)
 
 
 def make_scaled_state():
@@ -166,7 +166,7 @@ def test_a_run_with_dynamic_scale_brings_its_scale(save_and_restore):
   assert policy.growth_interval == 13  # Flax grows a step later
   found = ols.get_loss_scale_state(state)
   assert (found.loss_scale, found.finite_count) == (2.0**17, 8)
-  assert_goes_on(state, saved)
+  assert_training_continues(state, saved)
 
 
 def test_restored_without_its_field_a_dynamic_scale_is_lost_silently(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]  # of the repository
 
 
-def quick_alone(
+def mark_slow_params(
   quick: Collection[Any],
   values: Collection[Any],
   slow: Collection[Any] | None = None,
@@ -22,21 +22,22 @@ def quick_alone(
   """
   assert set(quick) | set(slow or ()) <= set(values)
   return [
-    pytest.param(value, marks=_marks(value, quick, slow)) for value in values
+    pytest.param(value, marks=_get_marks(value, quick, slow))
+    for value in values
   ]
 
 
-def _marks(value, quick, slow):
+def _get_marks(value, quick, slow):
   if value in quick:
     return ()
   is_slow = slow is None or value in slow
   return pytest.mark.slow if is_slow else pytest.mark.nightly
 
 
-def line_of(mark: str, file: str) -> int:
+def find_line_number(comment: str, file: str) -> int:
   """The number of the only line of a file that ends with a comment."""
   lines = pathlib.Path(file).read_text().splitlines()
-  (number,) = [i for i, x in enumerate(lines, 1) if x.endswith(f"# {mark}")]
+  (number,) = [i for i, x in enumerate(lines, 1) if x.endswith(f"# {comment}")]
   return number
 
 

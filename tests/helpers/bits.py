@@ -7,14 +7,14 @@ import jax
 import numpy as np
 
 
-def same_bits(actual, expected):
+def has_same_bits(actual, expected):
   """Whether two trees are equal in structure, dtypes, shapes and bits."""
-  return not _differences(actual, expected)
+  return not _list_differences(actual, expected)
 
 
 def assert_same_bits(actual, expected):
   """Fails with a line for each leaf that differs."""
-  differences = _differences(actual, expected)
+  differences = _list_differences(actual, expected)
   assert not differences, "\n".join(differences)
 
 
@@ -31,7 +31,7 @@ def assert_close(actual, expected, tolerance=5e-3):
   jax.tree.map(check, actual, expected)
 
 
-def _differences(actual, expected):
+def _list_differences(actual, expected):
   structure, expected_structure = map(jax.tree.structure, (actual, expected))
   if structure != expected_structure:
     return [f"The structure is {structure}, and not {expected_structure}."]
@@ -43,17 +43,17 @@ def _differences(actual, expected):
   return [
     f"{jax.tree_util.keystr(path)}: {a!r} is not {b!r}"
     for (path, a), b in pairs
-    if not _same_leaf(a, b)
+    if not _is_same_leaf(a, b)
   ]
 
 
-def _same_leaf(a, b):
+def _is_same_leaf(a, b):
   a, b = map(_as_numpy, (a, b))
   if (a.dtype, a.shape) != (b.dtype, b.shape):
     return False
   # A view and not a copy, since leaves may be large. There is none of float0,
   # whose entries have no bytes.
-  return not a.nbytes or np.array_equal(_bytes(a), _bytes(b))
+  return not a.nbytes or np.array_equal(_to_bytes(a), _to_bytes(b))
 
 
 def _as_numpy(x):
@@ -63,5 +63,5 @@ def _as_numpy(x):
   return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
-def _bytes(x):
+def _to_bytes(x):
   return np.ascontiguousarray(x).reshape(-1).view(np.uint8)

@@ -82,7 +82,7 @@ def train(step, params, opt_state, batches):
 
 
 @functools.cache
-def one_device(steps):
+def train_on_one_device(steps):
   """What one device computes, with which all others are compared."""
   tx, params = make_optimizer(), init_params()
   step = lambda *args: train_step(tx, *args)

@@ -26,12 +26,12 @@ FAULTS = {}
 def fault(kind, path, *args, inside=None, backward=False):
   """Adds a function of these arguments; or what returns both, without any."""
 
-  def add(fun):
+  def register(fun):
     make = (lambda: (fun, *args)) if args else fun
     FAULTS[fun.__name__] = make, kind, path, backward, inside or fun.__name__
     return fun
 
-  return add
+  return register
 
 
 def as_loss(x):

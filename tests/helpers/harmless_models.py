@@ -20,11 +20,11 @@ PROGRAMS = {}  # each makes a function and its arguments
 def program(*args):
   """Adds a function of these arguments; or what returns both, without any."""
 
-  def add(fun):
+  def register(fun):
     PROGRAMS[fun.__name__] = (lambda: (fun, *args)) if args else fun
     return fun
 
-  return add
+  return register
 
 
 def total(x):

@@ -11,7 +11,7 @@ FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
 HAS_RULES = jax.__version_info__ >= (0, 12)
 
 
-def is_on(flag):
+def is_enabled(flag):
   """Whether a flag is there and on."""
   return bool(getattr(jax.config, flag, False))
 
@@ -22,16 +22,16 @@ def flags_on(*flags):
   missing = [flag for flag in flags if not hasattr(jax.config, flag)]
   if missing:
     pytest.skip(f"JAX {jax.__version__} has no {', '.join(missing)}.")
-  before = {flag: is_on(flag) for flag in flags}
+  old_values = {flag: is_enabled(flag) for flag in flags}
   try:
     for flag in flags:
       jax.config.update(flag, True)
     yield
   finally:
-    for flag, value in before.items():
+    for flag, value in old_values.items():
       jax.config.update(flag, value)
 
 
-def all_flags():
+def enable_all_flags():
   """Turns all of them on; skips the test if this JAX has not all."""
   return flags_on(*FLAGS)

@@ -32,26 +32,28 @@ def replay(policy, state, steps):
   padded = np.concatenate([finite, np.zeros(length - len(finite), bool)])
   # The first scale does not act on the steps; equal rules share a compilation.
   if hasattr(policy, "init_scale"):
-    start = min(
+    init_scale = min(
       max(2.0**15, policy.min_scale), getattr(policy, "max_scale", HIGH)
     )
-    policy = dataclasses.replace(policy, init_scale=start)
+    policy = dataclasses.replace(policy, init_scale=init_scale)
   return [np.asarray(x)[: len(steps)] for x in scan(policy, state, padded)]
 
 
-def assert_the_same(theirs, counts, ours, may_leave):
-  scales = np.array([common.number(x) for x in common.unruns(theirs["scale"])])
-  taken = common.unpack(theirs["taken"])
-  our_scales, our_counts, our_applied = ours
-  inside = in_range(scales)
-  end = len(scales) if inside.all() else int(np.argmin(inside))
-  assert end == len(scales) or may_leave
+def assert_same_trajectory(expected, expected_counts, actual, may_leave_range):
+  scales = np.array(
+    [common.number(x) for x in common.unruns(expected["scale"])]
+  )
+  outcomes = common.unpack(expected["taken"])
+  our_scales, our_counts, our_applied = actual
+  in_range_mask = in_range(scales)
+  end = len(scales) if in_range_mask.all() else int(np.argmin(in_range_mask))
+  assert end == len(scales) or may_leave_range
   np.testing.assert_array_equal(our_scales[:end], scales[:end])
-  np.testing.assert_array_equal(our_counts[:end], counts[:end])
-  applied = np.array([x == "A" for x in taken])[:end]
+  np.testing.assert_array_equal(our_counts[:end], expected_counts[:end])
+  applied = np.array([x == "A" for x in outcomes])[:end]
   np.testing.assert_array_equal(our_applied[:end], applied)
   assert in_range(our_scales).all()
-  if taken.endswith("R"):  # It raised at its floor; ours skips, and stays.
+  if outcomes.endswith("R"):  # It raised at its floor; ours skips, and stays.
     assert our_scales[len(scales)] == scales[-1]
     assert not our_applied[len(scales)]
 

@@ -79,7 +79,7 @@ TF_VARIABLES = {"current_loss_scale": 64.0, "good_steps": 3}
 KERAS_3_VARIABLES = {"dynamic_scale": 64.0, "step_counter": 3}
 
 
-def look_alike(class_name):
+def make_lookalike(class_name):
   return lambda values: interop.from_jmp(type(class_name, (), values)())
 
 
@@ -118,8 +118,8 @@ CALLS = {
     lambda v: interop.from_flax({"fin_steps": 3, "scale": 1024.0}, **v),
     FLAX_FIELDS,
   ),
-  "jmp": (look_alike("DynamicLossScale"), JMP),
-  "MindSpore": (look_alike("DynamicLossScaler"), MINDSPORE),
+  "jmp": (make_lookalike("DynamicLossScale"), JMP),
+  "MindSpore": (make_lookalike("DynamicLossScaler"), MINDSPORE),
   "apex": (lambda v: interop.from_apex({"loss_scaler0": v}), AMP),
   "apex, settings": (lambda v: interop.from_apex({}, **v), AMP_SETTINGS),
   "apex, kernel": (lambda v: interop.from_apex(v, **KERNEL_SETTINGS), KERNEL),

@@ -6,7 +6,7 @@ import pytest
 from helpers import hijax
 
 
-def jax_can(fun, *args):
+def can_run_in_jax(fun, *args):
   """Whether JAX can run a function, of which we have no part.
 
   It has no ``vmap`` of a ``ragged_dot`` along some axes, for example.
@@ -24,10 +24,10 @@ def jax_can(fun, *args):
 
 def skip_if_jax_cannot(fun, *args):
   """Skips a test of what JAX cannot do without us."""
-  if not jax_can(fun, *args):
+  if not can_run_in_jax(fun, *args):
     with_flags = f" with {', '.join(flags_on())}" if flags_on() else ""
     pytest.skip(f"JAX {jax.__version__}{with_flags} cannot do it without us.")
 
 
 def flags_on():
-  return list(filter(hijax.is_on, hijax.FLAGS))
+  return list(filter(hijax.is_enabled, hijax.FLAGS))

@@ -46,30 +46,30 @@ def of(fun, *args):
 
 def products(fun, *args):
   """How many products there are, by the name of the dtype of the result."""
-  return products_of(jax.make_jaxpr(fun)(*args).jaxpr.eqns)
+  return count_eqn_matmuls_by_dtype(jax.make_jaxpr(fun)(*args).jaxpr.eqns)
 
 
-def named_products(fun, *args, only_needed=False):
+def list_named_matmuls(fun, *args, only_live=False):
   """Each product of a function, in order, as a :class:`MatmulStats`.
 
   Only those whose results are read, if that is asked for: JAX leaves others
   beside them, which XLA drops.
   """
-  steps = _walk.walk(
+  visits = _walk.walk(
     jax.make_jaxpr(fun)(*args),
     _eqns.subjaxprs,
-    only_live=only_needed,
+    only_live=only_live,
   )
-  found = []
-  for step in steps:
-    if _primitives.is_matmul(step.eqn):
-      names, dtype = step.location.names, step.eqn.outvars[0].aval.dtype
-      own = names.candidate_labels()[0], names.param_path, names.name_scope
-      found.append(Product(*own, step.location.is_backward, str(dtype)))
-  return found
+  matmuls = []
+  for visit in visits:
+    if _primitives.is_matmul(visit.eqn):
+      names, dtype = visit.location.names, visit.eqn.outvars[0].aval.dtype
+      labels = names.candidate_labels()[0], names.param_path, names.name_scope
+      matmuls.append(Product(*labels, visit.location.is_backward, str(dtype)))
+  return matmuls
 
 
-def products_of(eqns):
+def count_eqn_matmuls_by_dtype(eqns):
   """The same of some equations, and of all that they call."""
   return Counter(
     str(eqn.outvars[0].aval.dtype)

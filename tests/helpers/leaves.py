@@ -41,9 +41,9 @@ OTHERS = {
 ZOO = {"floats": FLOATS, "others": OTHERS, "nothing": {}}
 
 
-def bad_weight(where, values, shape=(4, 8)):
+def make_bad_weight(indices, values, shape=(4, 8)):
   weight = np.ones(shape, np.float32)
-  for index, value in zip(where, values, strict=True):
+  for index, value in zip(indices, values, strict=True):
     weight[index] = value
   return weight
 

@@ -93,10 +93,10 @@ def recurrent_ppo(
     log = jnp.take_along_axis(logs, action[:, None], -1)[:, 0]
     noise = jax.random.normal(for_noise, state.shape)
     new = 0.9 * state + 0.1 * noise + 0.01 * action[:, None]
-    ended = jnp.abs(new).max(-1) > 2
-    new, reward = jnp.where(ended[:, None], 0, new), -jnp.abs(new).sum(-1)
-    seen = state, done, action, log, value[0], reward
-    return (new, hidden, ended, key), seen
+    new_done = jnp.abs(new).max(-1) > 2
+    new, reward = jnp.where(new_done[:, None], 0, new), -jnp.abs(new).sum(-1)
+    transition = state, done, action, log, value[0], reward
+    return (new, hidden, new_done, key), transition
 
   def advantage(carry, inputs):
     total, next_value, next_done = carry
@@ -110,30 +110,32 @@ def recurrent_ppo(
     key, shuffle = jax.random.split(key)
     order = jax.random.permutation(shuffle, envs)
 
-    def part(x):
+    def split_minibatches(x):
       x = x[:, order].reshape(x.shape[0], minibatches, -1, *x.shape[2:])
       return jnp.swapaxes(x, 0, 1)
 
     minibatch = lambda carry, batch: _step(tx, loss_fn, *carry, batch)
-    trained, losses = lax.scan(minibatch, trained, jax.tree.map(part, batch))
+    trained, losses = lax.scan(
+      minibatch, trained, jax.tree.map(split_minibatches, batch)
+    )
     return (trained, key), losses
 
   def update(carry, _):
     (params, opt_state), state, hidden, done, key = carry
     seen = state, hidden, done, key
     start = hidden
-    now = functools.partial(act, params)
-    (state, hidden, done, key), seen = lax.scan(now, seen, None, steps)
+    act_fn = functools.partial(act, params)
+    (state, hidden, done, key), seen = lax.scan(act_fn, seen, None, steps)
     observed, dones, action, log, value, reward = seen
     _, _, last = network(params, hidden, state[None], done[None])
     ends = jnp.zeros(envs), last[0], done.astype(jnp.float32)
     rows = dones, value, reward
-    _, gained = lax.scan(advantage, ends, rows, reverse=True)
-    targets = value, gained, gained + value
+    _, advantages = lax.scan(advantage, ends, rows, reverse=True)
+    targets = value, advantages, advantages + value
     batch = start[None], observed, dones, action, log, *targets
     start = (params, opt_state), key
-    over = functools.partial(epoch, batch)
-    (trained, key), losses = lax.scan(over, start, None, epochs)
+    run_epoch = functools.partial(epoch, batch)
+    (trained, key), losses = lax.scan(run_epoch, start, None, epochs)
     return (trained, state, hidden, done, key), losses
 
   def train(params, opt_state, key):
@@ -169,7 +171,7 @@ def xlstm(blocks=4, width=16, heads=2, length=12, batch=2, loss_scale=LARGE):
     new = jnp.maximum(log_forget + largest, log_in)
     return jnp.exp(log_in - new), jnp.exp(log_forget + largest - new), new
 
-  def of_matrix(params, x):
+  def run_matrix_memory(params, x):
     parts = jnp.split(x @ params["input"], 4, -1)[:3]
     query, key, value = (x.reshape(length, heads, size) for x in parts)
 
@@ -191,7 +193,7 @@ def xlstm(blocks=4, width=16, heads=2, length=12, batch=2, loss_scale=LARGE):
     rows = query, key, value, *jnp.split(x @ params["gates"], 2, -1)
     return lax.scan(step, start, rows)[1]
 
-  def of_scalars(params, x):
+  def run_scalar_memory(params, x):
     def step(carry, x):
       memory, total, hidden, largest = carry
       x += jnp.einsum("hi,hij->hj", hidden, params["hidden"])
@@ -207,7 +209,7 @@ def xlstm(blocks=4, width=16, heads=2, length=12, batch=2, loss_scale=LARGE):
 
   def network(params, x):
     for i, block in enumerate(params["blocks"]):
-      memory = of_scalars if i % 2 else of_matrix
+      memory = run_scalar_memory if i % 2 else run_matrix_memory
       y = _norm(memory(block, _norm(x))).reshape(length, width)
       x += y * jax.nn.sigmoid(x @ block["out"])
       gate, y = jnp.split(_norm(x) @ block["up"], 2, -1)

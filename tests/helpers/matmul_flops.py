@@ -36,17 +36,19 @@ ALLOWED_IN_HALF = {
 }
 
 
-def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, Any]]:
+def equations(jaxpr: Any, num_executions: int = 1) -> Iterator[tuple[int, Any]]:
   """Each equation, and how often it runs. Branches count once each."""
-  yield from within(getattr(jaxpr, "jaxpr", jaxpr).eqns, times)
+  yield from within(getattr(jaxpr, "jaxpr", jaxpr).eqns, num_executions)
 
 
-def within(eqns: list[Any], times: int = 1) -> Iterator[tuple[int, Any]]:
+def within(
+  eqns: list[Any], num_executions: int = 1
+) -> Iterator[tuple[int, Any]]:
   """The same of some equations, and of all that they call."""
   for eqn in eqns:
-    yield times, eqn
+    yield num_executions, eqn
     for inner in _eqns.subjaxprs(eqn):
-      yield from equations(inner, times * eqn.params.get("length", 1))
+      yield from equations(inner, num_executions * eqn.params.get("length", 1))
 
 
 def by_dtype(jaxpr: Any) -> Counter:
@@ -56,15 +58,15 @@ def by_dtype(jaxpr: Any) -> Counter:
   is done, counts under the widest.
   """
   flops: Counter = Counter()
-  for times, eqn in equations(jaxpr):
+  for num_executions, eqn in equations(jaxpr):
     if eqn.primitive.name in PRODUCTS:
       dtypes = [v.aval.dtype for v in (*eqn.invars[:2], *eqn.outvars)]
       widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-      flops[str(widest)] += times * _flops(eqn)
+      flops[str(widest)] += num_executions * _flops(eqn)
   return flops
 
 
-def share_in_half(jaxpr: Any) -> float:
+def half_flops_fraction(jaxpr: Any) -> float:
   """The share of the flops of products whose operands and result are half."""
   flops = by_dtype(jaxpr)
   return sum(flops[str(dtype)] for dtype in HALF) / sum(flops.values())
@@ -77,7 +79,7 @@ def products(jaxpr: Any) -> int:
   )
 
 
-def arithmetic_in_half(jaxpr: Any) -> set[str]:
+def list_half_arithmetic(jaxpr: Any) -> set[str]:
   """The primitives that take or make half, and neither multiply nor move."""
   return {
     eqn.primitive.name
@@ -87,25 +89,25 @@ def arithmetic_in_half(jaxpr: Any) -> set[str]:
   }
 
 
-def sums_in_half(jaxpr: Any) -> set[str]:
+def list_half_sums(jaxpr: Any) -> set[str]:
   """The primitives that add up entries in half, or whose transposes do."""
-  found, constants = set(), set()
+  names, constants = set(), set()
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     for inner in _eqns.subjaxprs(eqn):
-      found |= sums_in_half(inner)
+      names |= list_half_sums(inner)
     # Zeros that JAX spreads, where a cotangent is missing, have no derivative.
     if all(isinstance(v, core.Literal) or v in constants for v in eqn.invars):
       constants.update(eqn.outvars)
-    elif _adds_or_spreads(eqn) and any(map(_is_half, eqn.outvars)):
-      found.add(eqn.primitive.name)
-  return found
+    elif _is_sum_or_broadcast(eqn) and any(map(_is_half, eqn.outvars)):
+      names.add(eqn.primitive.name)
+  return names
 
 
 def _is_half(var):
   return getattr(var.aval, "dtype", None) in HALF
 
 
-def _adds_or_spreads(eqn):
+def _is_sum_or_broadcast(eqn):
   sizes = [getattr(v.aval, "size", 0) for v in (*eqn.invars, *eqn.outvars)]
   if eqn.primitive.name in ("broadcast_in_dim", "reduce_sum"):
     return sizes[0] != sizes[-1]  # A broadcast of nothing adds up nothing.
@@ -136,11 +138,11 @@ _ADDING = {
 
 def _flops(eqn):
   out = eqn.outvars[0].aval
-  numbers = eqn.params["dimension_numbers"]
+  dimension_numbers = eqn.params["dimension_numbers"]
   if eqn.primitive.name == "dot_general":
-    (contracted, _), _ = numbers
-    terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+    (contracting_dims, _), _ = dimension_numbers
+    num_terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracting_dims)
   else:
     kernel = eqn.invars[1].aval
-    terms = kernel.size // kernel.shape[numbers.rhs_spec[0]]
-  return 2 * out.size * terms
+    num_terms = kernel.size // kernel.shape[dimension_numbers.rhs_spec[0]]
+  return 2 * out.size * num_terms

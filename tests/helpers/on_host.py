@@ -10,7 +10,7 @@ from jax.experimental.compute_on import compute_on
 IS_CONTEXT = "out_memory_spaces" not in inspect.signature(compute_on).parameters
 
 
-def on_host(fun):
+def run_on_host(fun):
   if not IS_CONTEXT:
     return compute_on(
       fun,

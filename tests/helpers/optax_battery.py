@@ -15,7 +15,7 @@ import sys
 import jax
 import optax
 
-from helpers.bits import same_bits
+from helpers.bits import has_same_bits
 from helpers.optimizers import extra_args, factories, loss_and_grads
 from helpers.small_model import init_params, loss_fn, make_batches, overflowing
 import optax_lossscale as ols
@@ -50,7 +50,7 @@ def make_steps(name, bare):
 
     return tx, step
 
-  def differentiate_scaled(state):
+  def grad_of_scaled_loss(state):
     scaled = lambda *args: ols.scale_loss(loss_fn(*args), state)
     return lambda *args: (loss_fn(*args), jax.grad(scaled)(*args))
 
@@ -62,25 +62,25 @@ def make_steps(name, bare):
     ),
     "scaled": jit(
       ols.with_loss_scaling(bare, 1.0, grads_are_scaled=True),
-      differentiate_scaled,
+      grad_of_scaled_loss,
       ols.unscale_grads,
     ),
   }
   return steps, traces
 
 
-def trajectory(tx, step, batches, scale=None):
+def run_trajectory(tx, step, batches, scale=None):
   """(params, inner state, loss) after each step; no scale for bare ones."""
   params = init_params()
   state = tx.init(params)
   if scale is not None:
     state = ols.set_loss_scale(state, scale)
-  found = []
+  history = []
   for batch in batches:
     params, state, value = step(params, state, batch)
     inner_state = state if scale is None else state.inner_state
-    found.append((params, inner_state, value))
-  return found
+    history.append((params, inner_state, value))
+  return history
 
 
 def examine(name, factory, kwargs):
@@ -88,28 +88,28 @@ def examine(name, factory, kwargs):
   bare = optax.with_extra_args_support(factory(**kwargs))
   steps, traces = make_steps(name, bare)
   batches = make_batches(STEPS)
-  expected = trajectory(*steps["bare"], batches)
-  found = {}
+  expected = run_trajectory(*steps["bare"], batches)
+  results = {}
   for scale in SCALES:
     for idiom in IDIOMS:
-      actual = trajectory(*steps[idiom], batches, scale)
-      same = map(same_bits, actual, expected)
-      found[f"{idiom} at {scale:g}"] = [
-        "same" if is_same else "differs" for is_same in same
+      actual = run_trajectory(*steps[idiom], batches, scale)
+      is_same_list = map(has_same_bits, actual, expected)
+      results[f"{idiom} at {scale:g}"] = [
+        "same" if is_same else "differs" for is_same in is_same_list
       ]
   # Overflowing steps are as if they had not been.
-  first, bad = batches[:4], overflowing(batches[0])
-  run = lambda batches: trajectory(*steps["two_lines"], batches, SCALES[-1])
-  with_bad = [*first[:3], bad, bad, first[3]]
-  found["skips"] = same_bits(run(with_bad)[-1], run(first)[-1])
+  good_batches, bad_batch = batches[:4], overflowing(batches[0])
+  run = lambda batches: run_trajectory(*steps["two_lines"], batches, SCALES[-1])
+  all_batches = [*good_batches[:3], bad_batch, bad_batch, good_batches[3]]
+  results["skips"] = has_same_bits(run(all_batches)[-1], run(good_batches)[-1])
   # The loss on one batch becomes half of what it was. Some go up at the end.
   losses = [loss for _, _, loss in run([batches[0]] * 200)]
-  found["trains"] = bool(min(losses) < losses[0] / 2)
-  found["traces"] = len([tx for tx in traces if tx is not bare])
-  return found
+  results["trains"] = bool(min(losses) < losses[0] / 2)
+  results["traces"] = len([tx for tx in traces if tx is not bare])
+  return results
 
 
-def expected_of_each():
+def make_expected_results():
   """What `examine` should find of every optimizer."""
   expected = {
     f"{idiom} at {scale:g}": ["same"] * STEPS
@@ -121,11 +121,11 @@ def expected_of_each():
 
 def main():
   jax.config.update("jax_platforms", "cpu")
-  found = {
+  results = {
     name: examine(name, factory, kwargs)
     for name, (factory, kwargs) in factories(sys.argv[1]).items()
   }
-  print(json.dumps(found))
+  print(json.dumps(results))
 
 
 if __name__ == "__main__":

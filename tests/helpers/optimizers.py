@@ -43,7 +43,7 @@ _WRAPPERS = {"lookahead", "sam", "selective_transform"}
 _MARKS = {"learning_rate", "max_learning_rate", "optimizer", "base_optimizer"}
 
 
-def _with_arguments(module, kwargs):
+def _find_optimizers(module, kwargs):
   """Each optimizer of a module, with its arguments."""
   exported = {
     name
@@ -57,19 +57,19 @@ def _with_arguments(module, kwargs):
 
 
 MODULES = {
-  "optax": (optax, _with_arguments(optax, OPTAX)),
-  "optax.contrib": (contrib, _with_arguments(contrib, CONTRIB)),
+  "optax": (optax, _find_optimizers(optax, OPTAX)),
+  "optax.contrib": (contrib, _find_optimizers(contrib, CONTRIB)),
 }
 
 # These take the loss as a function, each by its own name, and nothing that
 # the function does not take.
-NAMES_OF_FUNCTION = {"lbfgs": "value_fn", "sophia": "obj_fn"}
+LOSS_FN_KEYWORDS = {"lbfgs": "value_fn", "sophia": "obj_fn"}
 
 
 def factories(module):
   """Name to (factory, arguments), of those that this version exports."""
   namespace, table = MODULES[module]
-  found = {}
+  result = {}
   for name, kwargs in table.items():
     factory = getattr(namespace, name, None)
     if factory is None:
@@ -78,11 +78,11 @@ def factories(module):
     learning_rate = parameters.get("learning_rate")
     if learning_rate and learning_rate.default is inspect.Parameter.empty:
       kwargs = {"learning_rate": 0.01} | kwargs
-    found[name] = factory, kwargs
-  return found
+    result[name] = factory, kwargs
+  return result
 
 
-def all_factories():
+def get_all_factories():
   """The same for both modules, by names such as `optax.adam`."""
   return {
     f"{module}.{name}": factory
@@ -108,15 +108,15 @@ def update(name, tx, value, grads, state, params):
 def extra_args(name, value, grads, fun):
   """What some of the optimizers need beside the gradients."""
   extra = {"value": value, "grad": grads}
-  if name in NAMES_OF_FUNCTION:
-    return extra | {NAMES_OF_FUNCTION[name]: fun}
+  if name in LOSS_FN_KEYWORDS:
+    return extra | {LOSS_FN_KEYWORDS[name]: fun}
   return extra | {"not_expected": value}
 
 
-def loss_and_grads(name, differentiated, params, batch):
+def loss_and_grads(name, value_and_grad_fn, params, batch):
   if name != "dpsgd":
-    return differentiated(params, batch)
+    return value_and_grad_fn(params, batch)
   # It wants the gradients of each example.
   examples = jax.tree.map(lambda x: x[:, None], batch)
-  values, grads = jax.vmap(differentiated, (None, 0))(params, examples)
+  values, grads = jax.vmap(value_and_grad_fn, (None, 0))(params, examples)
   return jnp.mean(values), grads

@@ -20,29 +20,31 @@ class Model:
 
   def step(self, finite, amax=0.0):
     """Moves on by a step."""
-    before = self.in_a_row
+    old_in_a_row = self.in_a_row
     self.count = self.count + 1 if finite else 0
-    self.in_a_row = 0 if finite else before + 1
+    self.in_a_row = 0 if finite else old_in_a_row + 1
     self.total += not finite
     if isinstance(self.policy, ols.FixedLossScale):
       return
     if isinstance(self.policy, ols.DynamicLossScale):
-      right, self.policy_state, restarts = dynamic(
+      new_scale, self.policy_state, restarts = dynamic(
         self.policy, self.scale, self.policy_state, self.count, finite
       )
     else:
-      right, self.policy_state = headroom(
-        self.policy, self.scale, self.policy_state, before, finite, amax
+      new_scale, self.policy_state = headroom(
+        self.policy, self.scale, self.policy_state, old_in_a_row, finite, amax
       )
-      restarts = right != self.scale
-    self.scale = right
+      restarts = new_scale != self.scale
+    self.scale = new_scale
     self.count = 0 if restarts else self.count
 
   def switch(self, policy):
     """Goes on by another policy, and with its policy state if that fits."""
-    own = fresh(policy)
-    if own is not None and type(own) is not type(self.policy_state):
-      self.policy_state = own
+    new_policy_state = fresh(policy)
+    if new_policy_state is not None and type(new_policy_state) is not type(
+      self.policy_state
+    ):
+      self.policy_state = new_policy_state
     self.policy = policy
 
   def set_scale(self, value):
@@ -58,30 +60,33 @@ def fresh(policy):
   return None
 
 
-def dynamic(policy, scale, left, count, finite):
+def dynamic(policy, scale, remaining, count, finite):
   """The scale, the hysteresis left, and whether DynamicLossScale grows.
 
   The count is that of the finite steps in a row, with this one.
   """
   p, factor = policy, 1.0
   grows = finite and count >= p.growth_interval
-  policy_state, left = left, min(left, p.hysteresis) if p.hysteresis > 1 else 1
+  policy_state, remaining = (
+    remaining,
+    min(remaining, p.hysteresis) if p.hysteresis > 1 else 1,
+  )
   if finite:
     if grows:
       factor = p.growth_factor
     if grows or p.hysteresis_refill != "growth":
-      left = p.hysteresis
+      remaining = p.hysteresis
   else:
-    left = max(left - 1, 0)
-    if left == 0:
+    remaining = max(remaining - 1, 0)
+    if remaining == 0:
       factor = p.backoff_factor
       if p.hysteresis_refill == "backoff":
-        left = p.hysteresis
+        remaining = p.hysteresis
   with np.errstate(over="ignore", under="ignore"):
     scale = np.float32(scale) * np.float32(factor)
   scale = np.clip(scale, np.float32(p.min_scale), np.float32(p.max_scale))
   # Without hysteresis, what another policy remembers stays for it.
-  return float(scale), left if p.hysteresis > 1 else policy_state, grows
+  return float(scale), remaining if p.hysteresis > 1 else policy_state, grows
 
 
 def headroom(policy, scale, policy_state, in_a_row, finite, amax):
@@ -95,5 +100,5 @@ def headroom(policy, scale, policy_state, in_a_row, finite, amax):
     notfinite_count=np.int32(in_a_row),
     last_finite=not in_a_row,
   )
-  after = policy.adjust(state, finite, grads_amax=np.float32(amax))
-  return float(after.loss_scale), after.policy_state
+  new_state = policy.adjust(state, finite, grads_amax=np.float32(amax))
+  return float(new_state.loss_scale), new_state.policy_state

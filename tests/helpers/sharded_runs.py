@@ -158,7 +158,7 @@ class ShardMapRun:
   def loss(self, params, batch):
     """This device's part; differentiated, gathering becomes scattering."""
     return exact_model.loss_fn(
-      {name: self.gather(name, p) for name, p in params.items()}, batch
+      {name: self.gather(name, param) for name, param in params.items()}, batch
     )
 
   def gather(self, name, param):

@@ -53,9 +53,9 @@ def is_spec(x):
 
 def assert_shardings_equal(actual, expected):
   def check(path, a, b):
-    where = jax.tree_util.keystr(path)
+    path_str = jax.tree_util.keystr(path)
     assert a.sharding.is_equivalent_to(b.sharding, b.ndim), (
-      f"{where}: {b.sharding} became {a.sharding}"
+      f"{path_str}: {b.sharding} became {a.sharding}"
     )
 
   jax.tree_util.tree_map_with_path(check, actual, expected)
@@ -64,10 +64,10 @@ def assert_shardings_equal(actual, expected):
 def assert_replicas_equal(tree):
   """Devices that hold the same part of an array hold the same bits."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    seen = {}
+    bits_by_index = {}
     for shard in leaf.addressable_shards:
       bits = np.asarray(shard.data).tobytes()
-      expected = seen.setdefault(str(shard.index), bits)
+      expected = bits_by_index.setdefault(str(shard.index), bits)
       assert bits == expected, jax.tree_util.keystr(path)
 
 
@@ -82,7 +82,7 @@ def count_wire_ops(compiled):
 
   Several all-reduces that XLA merged are one.
   """
-  return Counter(name for name, _ in _wire_ops(compiled))
+  return Counter(name for name, _ in _find_wire_ops(compiled))
 
 
 def count_scalar_all_reduces(compiled):
@@ -90,11 +90,11 @@ def count_scalar_all_reduces(compiled):
   is_scalars = lambda shapes: not re.search(r"\[\d", shapes)
   return sum(
     name == "all-reduce" and is_scalars(shapes)
-    for name, shapes in _wire_ops(compiled)
+    for name, shapes in _find_wire_ops(compiled)
   )
 
 
-def _wire_ops(compiled):
+def _find_wire_ops(compiled):
   hlo = compiled.as_text()
   assert "callback" not in hlo
   pattern = rf" = (\(.*?\)|\S+) ({_WIRE_OPS})(?:-start)?\("

@@ -45,11 +45,11 @@ def gradient(policy):
   return ols.grad(CAST, policy.init()), (PARAMS, BATCH)
 
 
-def _gradient_of(params, state, batch):
+def _compute_grads(params, state, batch):
   return ols.grad(CAST, state)(params, batch)
 
 
-def step_with(tx, params, state, batch, differentiate=_gradient_of, **kwargs):
+def step_with(tx, params, state, batch, differentiate=_compute_grads, **kwargs):
   grads = differentiate(params, state, batch)
   updates, state = tx.update(grads, state, params, **kwargs)
   return optax.apply_updates(params, updates), state
@@ -61,7 +61,7 @@ def _optax(
   *,
   inner=None,
   around=lambda tx: tx,
-  differentiate=_gradient_of,
+  differentiate=_compute_grads,
   **kwargs,
 ):
   """A step with two changed lines, and its arguments."""
@@ -73,9 +73,9 @@ def _optax(
 
 def _named(name, make=_optax, **kwargs):
   """A function of the policy alone, by the name that its tests have."""
-  made = functools.partial(make, **kwargs)
-  made.__name__ = name
-  return made
+  step_maker = functools.partial(make, **kwargs)
+  step_maker.__name__ = name
+  return step_maker
 
 
 def a_closure(policy):
@@ -111,14 +111,14 @@ def _sgd(policy, differentiate, **kwargs):
   return _optax(policy, jax.jit, **kwargs)
 
 
-def _scaled_gradient_of(params, state, batch):
+def _compute_scaled_grads(params, state, batch):
   loss_fn = lambda params: ols.scale_loss(CAST(params, batch), state)
   return jax.grad(loss_fn)(params)
 
 
 def by_hand(policy):
   def differentiate(params, state, batch):
-    return ols.unscale_grads(_scaled_gradient_of(params, state, batch), state)
+    return ols.unscale_grads(_compute_scaled_grads(params, state, batch), state)
 
   return _sgd(policy, differentiate)
 
@@ -126,7 +126,7 @@ def by_hand(policy):
 with_scaled_grads = _named(
   "with_scaled_grads",
   _sgd,
-  differentiate=_scaled_gradient_of,
+  differentiate=_compute_scaled_grads,
   grads_are_scaled=True,
 )
 
@@ -156,7 +156,7 @@ def under_cond(policy):
   return jax.jit(maybe), args
 
 
-def _epoch_of(step):
+def _make_epoch(step):
   def epoch(params, state, batches):
     carry = params, state
     return lax.scan(lambda c, x: (step(*c, x), None), carry, batches)[0]
@@ -165,7 +165,9 @@ def _epoch_of(step):
 
 
 def in_a_scan_of_one(policy):
-  epoch, (*args, batch) = _optax(policy, lambda step: jax.jit(_epoch_of(step)))
+  epoch, (*args, batch) = _optax(
+    policy, lambda step: jax.jit(_make_epoch(step))
+  )
   return epoch, (*args, batch[None])
 
 
@@ -174,7 +176,7 @@ def accumulated(policy):
 
   def differentiate(params, state, batch):
     def add(total, micro_batch):
-      grads = _gradient_of(params, state, micro_batch)
+      grads = _compute_grads(params, state, micro_batch)
       return jax.tree.map(jnp.add, total, grads), None
 
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -186,8 +188,8 @@ def accumulated(policy):
 
 def an_ensemble(policy, jit=lambda fun: fun):
   step, (*args, batch) = _optax(policy)
-  both = jax.tree.map(lambda x: jnp.stack([x, x]), args)
-  return jit(jax.vmap(jit(step), in_axes=(0, 0, None))), (*both, batch)
+  stacked_args = jax.tree.map(lambda x: jnp.stack([x, x]), args)
+  return jit(jax.vmap(jit(step), in_axes=(0, 0, None))), (*stacked_args, batch)
 
 
 an_ensemble_of_jits = _named("an_ensemble_of_jits", an_ensemble, jit=jax.jit)
@@ -245,29 +247,27 @@ with_nnx_diff_state = _named(
 def with_sharded_jit(policy):
   step, (params, state, batch) = _optax(policy)
   mesh = sharding.make_mesh((4,), ("data",))
-  placed = jax.device_put(batch, jax.NamedSharding(mesh, P("data")))
-  return jax.jit(step), (params, state, placed)
+  sharded_batch = jax.device_put(batch, jax.NamedSharding(mesh, P("data")))
+  return jax.jit(step), (params, state, sharded_batch)
 
 
-def _of_one_device(policy, check_vma, *args, **kwargs):
+def _make_per_device_step(policy, check_vma, *args, **kwargs):
   """The step of one device, which shares its gradients with the others."""
 
   def differentiate(params, state, batch):
     if check_vma:
       # Before the cast, so that the sum over devices is not in float16.
       params = jax.tree.map(lambda p: _avals.as_varying(p, "data"), params)
-    return lax.pmean(_gradient_of(params, state, batch), "data")
+    return lax.pmean(_compute_grads(params, state, batch), "data")
 
   kwargs |= {"axis_name": "data", "differentiate": differentiate}
   return _optax(policy, *args, **kwargs)
 
 
-def with_shard_map(
-  policy, check_vma=True, around_step=lambda fun: fun, **kwargs
-):
+def with_shard_map(policy, check_vma=True, wrap_step=lambda fun: fun, **kwargs):
   def wrap(step):
     mapped = jax.shard_map(
-      around_step(step),
+      wrap_step(step),
       mesh=sharding.make_mesh((4,), ("data",)),
       in_specs=(P(), P(), P("data")),
       out_specs=P(),
@@ -275,14 +275,16 @@ def with_shard_map(
     )
     return jax.jit(mapped)
 
-  return _of_one_device(policy, check_vma, wrap, **kwargs)
+  return _make_per_device_step(policy, check_vma, wrap, **kwargs)
 
 
 def an_epoch_in_shard_map(policy, check_vma=True):
   """With accumulation around each update, so with a branch in a loop."""
-  around = lambda tx: optax.MultiSteps(tx, 1)
-  epoch = lambda step: lambda *args: _epoch_of(step)(*args[:2], args[2][None])
-  return with_shard_map(policy, check_vma, epoch, around=around)
+  wrap_tx = lambda tx: optax.MultiSteps(tx, 1)
+  make_epoch = lambda step: (
+    lambda *args: _make_epoch(step)(*args[:2], args[2][None])
+  )
+  return with_shard_map(policy, check_vma, make_epoch, around=wrap_tx)
 
 
 an_epoch_in_unchecked_shard_map = _named(
@@ -296,7 +298,7 @@ with_unchecked_shard_map = _named(
 def with_pmap(policy):
   mapped = {"axis_name": "data", "in_axes": (None, None, 0), "out_axes": None}
   wrap = lambda step: jax.pmap(step, **mapped)
-  step, (*args, batch) = _of_one_device(policy, False, wrap)
+  step, (*args, batch) = _make_per_device_step(policy, False, wrap)
   return step, (*args, batch.reshape(4, 2, -1))
 
 

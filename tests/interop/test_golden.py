@@ -56,8 +56,8 @@ def keras_resume(settings, saved):
   return interop.from_keras(saved["config"], saved["variables"] or None)
 
 
-JMP = samples.look_alike("DynamicLossScale")
-MINDSPORE = samples.look_alike("DynamicLossScaler")
+JMP = samples.make_lookalike("DynamicLossScale")
+MINDSPORE = samples.make_lookalike("DynamicLossScaler")
 
 
 def paddle_start(settings):
@@ -142,7 +142,7 @@ SYSTEMS = {
 }
 
 
-def cases_of(system):
+def load_cases(system):
   for case in interop_replay.load(system.file)[system.key]:
     if case["settings"].get("dynamic", True):
       yield case
@@ -151,20 +151,20 @@ def cases_of(system):
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 def test_each_recorded_trajectory_is_ours_as_well(system):
-  for case in cases_of(system):
+  for case in load_cases(system):
     policy, state = system.start(case["settings"])
     ours = interop_replay.replay(policy, state, common.unpack(case["steps"]))
     counts = system.counts(
       interop_replay.counters(case["counter"]), case["settings"]
     )
-    interop_replay.assert_the_same(
+    interop_replay.assert_same_trajectory(
       case, counts, ours, case["name"] in LEAVES_THE_RANGE
     )
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 def test_ours_goes_on_from_what_they_saved_as_they_do(system):
-  for case in cases_of(system):
+  for case in load_cases(system):
     half, steps = case["half"], common.unpack(case["steps"])
     scales = common.unruns(case["scale"])
     before = common.number(scales[half - 1]) if half else 1.0
@@ -181,14 +181,14 @@ def test_ours_goes_on_from_what_they_saved_as_they_do(system):
     counts = system.counts(counts, case["settings"])
     policy, state = system.resume(case["settings"], case["saved"])
     ours = interop_replay.replay(policy, state, steps[half:])
-    interop_replay.assert_the_same(
+    interop_replay.assert_same_trajectory(
       theirs, counts, ours, case["name"] in LEAVES_THE_RANGE
     )
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 def test_strings_of_each_kind_are_recorded(system):
-  names = {case["name"].rpartition(": ")[2] for case in cases_of(system)}
+  names = {case["name"].rpartition(": ")[2] for case in load_cases(system)}
   expected = {*common.strings(2), "top"}
   if system.key != "cases":
     expected = {name for name in expected if " at " not in name} - {"top"}
@@ -247,7 +247,7 @@ def run(policy, state, steps):
   return list(zip(scales, counts, strict=True))
 
 
-def all_strings(window, hysteresis=1):
+def draw_strings(window, hysteresis=1):
   named = common.strings(window, hysteresis)
   picked = [v for k, v in named.items() if "at" not in k or k.endswith(" 3")]
   yield from picked
@@ -269,7 +269,7 @@ def test_amp_goes_on_from_its_state_dict_as_its_own_rule_does(rule):
     "min_loss_scale": rule["low"],
     "max_loss_scale": rule["high"],
   }
-  for steps in all_strings(rule["window"]):
+  for steps in draw_strings(rule["window"]):
     policy, state = interop.from_apex({}, **settings)
     trace = list(amp(steps, scale=2.0**16, **rule))
     assert run(policy, state, steps) == trace
@@ -284,7 +284,7 @@ def test_amp_goes_on_from_its_state_dict_as_its_own_rule_does(rule):
 def test_the_hysteresis_kernel_goes_on_as_its_own_rule_does(window, hysteresis):
   rule = {"growth_interval": window, "hysteresis": hysteresis}
   settings = {**samples.KERNEL_SETTINGS, **rule}
-  for steps in all_strings(window, hysteresis):
+  for steps in draw_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
     trace = list(kernel(steps, window=window, hysteresis=hysteresis, **start))
     states = [(2.0**16, 0, hysteresis), *trace]
@@ -305,7 +305,7 @@ def test_the_hysteresis_kernel_goes_on_as_its_own_rule_does(window, hysteresis):
 @pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
 def test_the_scaler_of_nemo_goes_on_as_the_kernel_does(window, hysteresis):
   settings = {**samples.TORCH, "growth_interval": window}
-  for steps in all_strings(window, hysteresis):
+  for steps in draw_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
     trace = list(kernel(steps, window=window, hysteresis=hysteresis, **start))
     half = len(steps) // 2

@@ -63,28 +63,28 @@ def test_a_count_beyond_the_interval_grows_on_the_next_finite_step():
     assert after.loss_scale == 2 * state.loss_scale
 
 
-def serialized(name, config):
+def serialize(name, config):
   return {"module": "keras", "class_name": name, "config": config}
 
 
-def old_optimizer(loss_scale):
+def make_old_optimizer(loss_scale):
   return {"optimizer": {"class_name": "Adam"}, "loss_scale": loss_scale}
 
 
 KERAS, FLAX = interop.from_keras, interop.from_flax
 QUARTERS = {**samples.TF_1, "multiplier": 4.0}
 BY_QUARTERS = ols.DynamicLossScale(64.0, 4.0, 0.25, growth_interval=20)
-OLD_QUARTERS = old_optimizer(serialized("DynamicLossScale", QUARTERS))
-FIXED_8 = serialized("FixedLossScale", {"loss_scale_value": 8.0})
+OLD_QUARTERS = make_old_optimizer(serialize("DynamicLossScale", QUARTERS))
+FIXED_8 = serialize("FixedLossScale", {"loss_scale_value": 8.0})
 AMP_8 = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 900}}
 PADDLE_8 = {**samples.PADDLE, "scale": 8.0, "use_dynamic_loss_scaling": False}
 TF_8 = {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": None}
 KERAS_3 = {**samples.KERAS_3, "inner_optimizer": {}, "name": "x"}
-OLD_SERIALIZED = serialized("MixedPrecisionLossScaleOptimizer", OLD_QUARTERS)
+OLD_SERIALIZED = serialize("MixedPrecisionLossScaleOptimizer", OLD_QUARTERS)
 # As Keras 3 writes it into the `compile_config` of a model.
 COMPILED = {
   "optimizer": {
-    **serialized("LossScaleOptimizer", KERAS_3),
+    **serialize("LossScaleOptimizer", KERAS_3),
     "registered_name": None,
   },
   "loss": "mse",
@@ -107,29 +107,29 @@ POLICIES = [
   (interop.from_torch, {}, OFF),
   (interop.from_paddle, {}, OFF),
   (interop.from_deepspeed, {"enabled": False}, OFF),
-  (samples.look_alike("NoOpLossScale"), {"loss_scale": 1}, OFF),
+  (samples.make_lookalike("NoOpLossScale"), {"loss_scale": 1}, OFF),
   (interop.from_paddle, PADDLE_8, FIXED),
   (interop.from_deepspeed, {**samples.FP16, "loss_scale": 8}, FIXED),
   (interop.from_megatron, {"loss_scale": 8}, FIXED),
   (lambda x: interop.from_megatron(x, {}), {"loss_scale": 8}, FIXED),
   (lambda x: interop.from_apex({}, loss_scale=x), 8, FIXED),
   (lambda x: interop.from_apex(AMP_8, loss_scale=x), 8, FIXED),
-  (samples.look_alike("StaticLossScale"), {"loss_scale": 8}, FIXED),
-  (samples.look_alike("StaticLossScaler"), {"scale_value": 8}, FIXED),
+  (samples.make_lookalike("StaticLossScale"), {"loss_scale": 8}, FIXED),
+  (samples.make_lookalike("StaticLossScaler"), {"scale_value": 8}, FIXED),
   (KERAS, 8, FIXED),
   (lambda x: KERAS(x, {}), 8.0, FIXED),
   (KERAS, {"loss_scale_value": 8.0}, FIXED),
   (KERAS, FIXED_8, FIXED),
-  (KERAS, old_optimizer(8.0), FIXED),
-  (KERAS, old_optimizer(FIXED_8), FIXED),
+  (KERAS, make_old_optimizer(8.0), FIXED),
+  (KERAS, make_old_optimizer(FIXED_8), FIXED),
   (KERAS, TF_8, FIXED),
   (KERAS, "dynamic", DYNAMIC),
-  (KERAS, old_optimizer("dynamic"), DYNAMIC),
+  (KERAS, make_old_optimizer("dynamic"), DYNAMIC),
   (KERAS, {"dynamic": True}, DYNAMIC),
   (KERAS, samples.TF_1, ols.DynamicLossScale(64.0, growth_interval=20)),
   (KERAS, QUARTERS, BY_QUARTERS),
   (KERAS, OLD_SERIALIZED, BY_QUARTERS),
-  (KERAS, serialized("LossScaleOptimizer", KERAS_3), BY_20),
+  (KERAS, serialize("LossScaleOptimizer", KERAS_3), BY_20),
   (KERAS, COMPILED, BY_20),
   (KERAS, {"optimizer": OLD_SERIALIZED, "loss": {}}, BY_QUARTERS),
   (FLAX, {**samples.FLAX, "minimum_scale": None}, BY_21),

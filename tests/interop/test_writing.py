@@ -27,7 +27,7 @@ EXPORTS = [
 ]
 
 
-def exported_state(floor, case):
+def make_exported_state(floor, case):
   """The policy and state that each case of exported.json was written from."""
   policy, start = ols.DynamicLossScale(growth_interval=1), {}
   if case["name"] == "fixed":
@@ -43,7 +43,7 @@ def exported_state(floor, case):
   return policy, policy.init()._replace(**start)
 
 
-def floor_of(case):
+def get_floor(case):
   exported = case["exported"]
   if "minimum_scale" in exported:
     return exported["minimum_scale"]
@@ -52,7 +52,7 @@ def floor_of(case):
 
 @pytest.mark.parametrize("write, case", EXPORTS)
 def test_they_go_on_from_what_we_wrote_as_ours_does(write, case):
-  policy, state = exported_state(floor_of(case), case)
+  policy, state = make_exported_state(get_floor(case), case)
   written = write(policy, state)
   assert written == case["exported"]
   ours = interop_replay.replay(policy, state, common.unpack(case["steps"]))
@@ -61,12 +61,14 @@ def test_they_go_on_from_what_we_wrote_as_ours_does(write, case):
     assert [common.exponent(float(x)) for x in ours[0]] == scales
     return
   theirs = interop_replay.counters(case["counter"])
-  interop_replay.assert_the_same(case, theirs, ours, may_leave=False)
+  interop_replay.assert_same_trajectory(
+    case, theirs, ours, may_leave_range=False
+  )
 
 
 @pytest.mark.parametrize("write, case", EXPORTS)
 def test_what_we_wrote_is_read_back_as_it_was(write, case):
-  policy, state = exported_state(floor_of(case), case)
+  policy, state = make_exported_state(get_floor(case), case)
   written = write(policy, state)
   if write is interop.to_keras:
     again, state_again = interop.from_keras(**written)

@@ -22,7 +22,7 @@ WORKFLOWS = {
 }
 
 
-def declared_versions():
+def read_declared_versions():
   """The versions of Python in pyproject.toml, newest first."""
   classifiers = "\n".join(PROJECT["classifiers"])
   versions = re.findall(r"Python :: (3\.\d+)$", classifiers, re.MULTILINE)
@@ -61,7 +61,7 @@ class Machine:
     path.parent.mkdir(parents=True, exist_ok=True)
     sh = find_tool("sh")
     text = FAKE_PYTHON.format(sh=sh, version=version, path=path)
-    return executable(path, text)
+    return write_executable(path, text)
 
   def add_pyenv(self, patch, root=".pyenv"):
     """One that pyenv installed, with its full version."""
@@ -72,7 +72,7 @@ class Machine:
     """What pyenv puts first on the PATH for a version that is not chosen."""
     text = "echo 'pyenv: command not found' >&2; exit 127"
     path = self.shims / f"python{version}"
-    return executable(path, f"#!{find_tool('sh')}\n{text}\n")
+    return write_executable(path, f"#!{find_tool('sh')}\n{text}\n")
 
   def run(self, script, *arguments, **environment):
     """Exit status, output and errors of a script of this repository."""
@@ -89,7 +89,7 @@ class Machine:
     return self.run("tools/newest_python.sh", *bounds, **environment)
 
 
-def executable(path, text):
+def write_executable(path, text):
   path.write_text(text)
   path.chmod(0o755)
   return str(path)
@@ -161,9 +161,9 @@ def test_python_is_found_by_its_name_behind_a_shim_that_fails(machine):
 
 def test_the_versions_that_are_looked_for_are_those_that_are_declared():
   versions = re.search(r'^VERSIONS="(.*?)"', SCRIPT, re.MULTILINE)[1]
-  assert versions.split() == declared_versions()
+  assert versions.split() == read_declared_versions()
   lowest = PROJECT["requires-python"].removeprefix(">=")
-  assert declared_versions()[-1] == lowest
+  assert read_declared_versions()[-1] == lowest
   assert f"lowest=${{1:-{lowest}}}" in SCRIPT
   assert f"PYTHON_BOUNDS ?= {lowest}\n" in MAKEFILE
 
@@ -247,7 +247,7 @@ def test_what_make_left_half_made_is_made_anew(venv, mark):
   assert not venv.installed.exists()
 
 
-def what_make_would_do(*arguments):
+def list_make_commands(*arguments):
   """The commands of a target, none of which is run."""
   done = subprocess.run(
     ["make", "--dry-run", *arguments],
@@ -262,7 +262,7 @@ def what_make_would_do(*arguments):
 
 def test_ci_run_stops_at_once_without_a_new_python(machine):
   machine.add("3.11")
-  executable(machine.bin / "make", "#!/bin/sh\necho it ran\n")
+  write_executable(machine.bin / "make", "#!/bin/sh\necho it ran\n")
   status, printed, errors = machine.run(".ci/run")
   assert status == 1 and printed == ""
   assert "Python 3.12 or later is needed" in errors
@@ -285,7 +285,7 @@ def test_ci_run_stops_with_the_first_step_that_fails_of_all_on_all_versions():
   "target", ["test-3.11", "test-oldest", "test-oldest-all"]
 )
 def test_what_is_left_out_on_older_versions_exists_and_is_not_jax(target):
-  commands = what_make_would_do(target)
+  commands = list_make_commands(target)
   left_out = re.findall(r"--(?:ignore|deselect)=(tests/[\w/.]+)", commands)
   assert "tests/pages" in left_out and len(set(left_out)) > 8
   assert not any("test_jax.py" in path for path in left_out)
@@ -294,7 +294,7 @@ def test_what_is_left_out_on_older_versions_exists_and_is_not_jax(target):
 
 
 def test_what_runs_on_the_oldest_versions_exists_and_has_what_reads_jax():
-  commands = what_make_would_do("test-oldest").splitlines()
+  commands = list_make_commands("test-oldest").splitlines()
   (line,) = [x for x in commands if x.endswith("test_shard_map.py")]
   paths = [word for word in line.split() if word.startswith("tests/")]
   assert "tests/package/test_jax.py" in paths and len(paths) > 5
@@ -303,15 +303,15 @@ def test_what_runs_on_the_oldest_versions_exists_and_has_what_reads_jax():
 
 
 def test_the_upgrade_flags_are_set_for_the_parts_that_read_jaxprs():
-  commands = what_make_would_do("test-jax-flags").splitlines()
+  commands = list_make_commands("test-jax-flags").splitlines()
   flags = "JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 "
   assert any(line.startswith(flags) for line in commands)
   assert "tests/autocast tests/diagnostics tests/core" in commands[-1]
-  alone = what_make_would_do("test-jax-flags", "JAX_FLAGS=JAX_REMAT3=1")
+  alone = list_make_commands("test-jax-flags", "JAX_FLAGS=JAX_REMAT3=1")
   assert "\nJAX_REMAT3=1 " in alone and "JVP3" not in alone
 
 
-def python_versions(job):
+def list_python_versions(job):
   """The versions of Python that a job of a workflow asks for."""
   (setup,) = [
     step["with"]["python-version"]
@@ -330,11 +330,11 @@ def commands(job):
 def test_the_workflow_of_tests_begins_with_the_newest_python_and_jax():
   jobs = WORKFLOWS["tests"]["jobs"]
   assert next(iter(jobs)) == "newest"
-  new = [v for v in declared_versions() if v != "3.11"]
-  assert python_versions(jobs["newest"]) == new
-  assert python_versions(jobs["python-3-11"]) == ["3.11"]
+  new = [v for v in read_declared_versions() if v != "3.11"]
+  assert list_python_versions(jobs["newest"]) == new
+  assert list_python_versions(jobs["python-3-11"]) == ["3.11"]
   assert commands(jobs["python-3-11"])[0].startswith("make test-3.11 ")
-  assert python_versions(jobs["oldest"]) == ["3.11"]
+  assert list_python_versions(jobs["oldest"]) == ["3.11"]
 
 
 @pytest.mark.parametrize("name", sorted(WORKFLOWS))
@@ -343,7 +343,7 @@ def test_a_workflow_takes_the_python_that_it_set_up(name):
   assert workflow["env"]["PYTHON"] == "python"
   for job in workflow["jobs"].values():
     if any(line.startswith("make ") for line in commands(job)):
-      has_3_11 = "3.11" in python_versions(job)
+      has_3_11 = "3.11" in list_python_versions(job)
       assert not has_3_11 or workflow["env"]["PYTHON_3_11"] == "python"
 
 
@@ -367,7 +367,7 @@ def test_a_night_that_fails_opens_an_issue():
 def test_each_night_tries_the_next_jax_and_all_that_the_oldest_can_do():
   jobs = WORKFLOWS["nightly"]["jobs"]
   assert commands(jobs["jax-nightly"])[0].startswith("make test-jax-nightly ")
-  assert python_versions(jobs["oldest"]) == ["3.11"]
+  assert list_python_versions(jobs["oldest"]) == ["3.11"]
   assert commands(jobs["oldest"])[0].startswith("make test-oldest-all ")
 
 
@@ -378,7 +378,7 @@ def test_each_push_tries_what_jax_will_do_one_day():
 
 @pytest.mark.parametrize("name", ["docs", "publish"])
 def test_what_is_published_is_built_with_what_we_develop_on(name):
-  assert python_versions(WORKFLOWS[name]["jobs"]["build"]) == ["3.13"]
+  assert list_python_versions(WORKFLOWS[name]["jobs"]["build"]) == ["3.13"]
   read_the_docs = yaml.safe_load((ROOT / ".readthedocs.yaml").read_text())
   assert read_the_docs["build"]["tools"]["python"] == "3.13"
 
@@ -400,9 +400,9 @@ def test_the_page_on_versions_says_what_is_declared_and_tested():
     row = rf"^\| {name} \| {re.escape(bound)} and later \| {re.escape(bound)}"
     assert re.search(row, page, re.MULTILINE | re.IGNORECASE), requirement
   row = re.search(r"^\| Python .*$", page, re.MULTILINE)[0].split("|")[3]
-  assert set(re.findall(r"3\.\d+", row)) == set(declared_versions())
+  assert set(re.findall(r"3\.\d+", row)) == set(read_declared_versions())
   table = page.split("### Which Python gets which JAX")[1].split("###")[0]
   gets = re.findall(r"^\| (3\.\d+) \| \d", table, re.MULTILINE)
-  assert sorted(gets) == sorted(declared_versions())
+  assert sorted(gets) == sorted(read_declared_versions())
   last = re.search(r"^LAST_JAX_FOR_3_11=(\S+)$", SCRIPT, re.MULTILINE)[1]
   assert re.search(rf"^\| 3\.11 \| {re.escape(last)} ", table, re.MULTILINE)

@@ -38,7 +38,7 @@ RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
 X = jnp.ones((2, 2))
 
 
-def rule_of(make):
+def make_rule(make):
   fun = make(lambda x: x @ X)
   if make is jax.custom_jvp:
     fun.defjvp(lambda x, t: (x[0] @ X, t[0] @ X))
@@ -61,9 +61,9 @@ PROGRAMS = {
   ),
   "convert_element_type": jnp.int32,
   "cumsum": lambda x: lax.cumsum(x),
-  "custom_jvp_call": rule_of(jax.custom_jvp),
-  "custom_lin": lambda x: jax.jvp(rule_of(jax.custom_vjp), (x,), (x,))[1],
-  "custom_vjp_call": rule_of(jax.custom_vjp),
+  "custom_jvp_call": make_rule(jax.custom_jvp),
+  "custom_lin": lambda x: jax.jvp(make_rule(jax.custom_vjp), (x,), (x,))[1],
+  "custom_vjp_call": make_rule(jax.custom_vjp),
   "dot_general": lambda x: x @ x,
   "jit": jax.jit(jnp.sin),
   "ppermute": mapped(lambda x: lax.ppermute(x, "i", [(0, 0)])),
@@ -83,8 +83,8 @@ PROGRAMS = {
 # are attributes of the object. Made anew for each, since what was traced before
 # has the old form.
 FLAGS = {
-  "jax_custom_jvp3": ("CustomJVPTraced", lambda: rule_of(jax.custom_jvp)),
-  "jax_custom_vjp3": ("CustomVJPTraced", lambda: rule_of(jax.custom_vjp)),
+  "jax_custom_jvp3": ("CustomJVPTraced", lambda: make_rule(jax.custom_jvp)),
+  "jax_custom_vjp3": ("CustomVJPTraced", lambda: make_rule(jax.custom_vjp)),
   "jax_remat3": ("RematTraced", lambda: jax.checkpoint(lambda x: jnp.sin(x))),
   "jax_scan3": (
     "Scan3",
@@ -128,13 +128,13 @@ def insides():
 def recorded():
   """The last release that was recorded, up to this one, and what it had."""
   releases = json.loads(RECORD.read_text())
-  this = as_numbers(jax.__version__)
-  known = [r for r in releases if as_numbers(r) <= this]
-  last = max(known, key=as_numbers)
+  this = parse_version(jax.__version__)
+  known = [r for r in releases if parse_version(r) <= this]
+  last = max(known, key=parse_version)
   return last, releases[last]
 
 
-def as_numbers(version):
+def parse_version(version):
   return [int(n) for n in re.findall(r"\d+", version)[:3]]
 
 
@@ -188,7 +188,9 @@ def test_rules_are_held_by_objects_that_can_be_wrapped():
   traced = jax.jit(lambda x: x).trace(X)
   # In JAX 0.8.0, which has no such objects, one of these has another name.
   names = "jaxpr fun_name in_tree"
-  check(traced, names + " out_tree" * (as_numbers(jax.__version__) > [0, 8, 0]))
+  check(
+    traced, names + " out_tree" * (parse_version(jax.__version__) > [0, 8, 0])
+  )
 
 
 def check(thing, names):
@@ -259,7 +261,7 @@ def test_every_primitive_in_a_table_exists():
   import jax.experimental.xla_metadata
 
   existing = {x.name for x in gc.get_objects() if isinstance(x, core.Primitive)}
-  this = tuple(as_numbers(jax.__version__)[:2])
+  this = tuple(parse_version(jax.__version__)[:2])
   for name in names_in_tables():
     first, last = NOT_EVERYWHERE.get(name, ((0, 8), None))
     is_there = first <= this and (last is None or this <= last)
@@ -300,8 +302,8 @@ def test_scopes_are_objects_that_stay_with_an_equation():
 
 def record():
   releases = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-  releases[".".join(map(str, as_numbers(jax.__version__)))] = insides()
-  releases = dict(sorted(releases.items(), key=lambda r: as_numbers(r[0])))
+  releases[".".join(map(str, parse_version(jax.__version__)))] = insides()
+  releases = dict(sorted(releases.items(), key=lambda r: parse_version(r[0])))
   RECORD.write_text(json.dumps(releases, indent=1) + "\n")
 
 

@@ -111,7 +111,7 @@ PATTERNS = {
 EXCEPTIONS: dict[str, str] = {}
 
 
-def messages_of(source: str) -> Iterator[tuple[int, str]]:
+def find_messages(source: str) -> Iterator[tuple[int, str]]:
   """Yields the line and text of each message in a module.
 
   A value that is inserted into a text reads as ``{}``.
@@ -125,7 +125,7 @@ def messages_of(source: str) -> Iterator[tuple[int, str]]:
     node = todo.pop()
     if node in docstrings and isinstance(node, ast.Constant):
       continue
-    text = text_of(node)
+    text = get_text(node)
     if text is None:
       todo += ast.iter_child_nodes(node)
       continue
@@ -135,20 +135,20 @@ def messages_of(source: str) -> Iterator[tuple[int, str]]:
     todo += [x for x in ast.walk(node) if isinstance(x, ast.FormattedValue)]
 
 
-def text_of(node: ast.AST) -> str | None:
+def get_text(node: ast.AST) -> str | None:
   """Returns the text of a string, an f-string or a sum; None of all else."""
   match node:
     case ast.Constant(value=str(text)):
       return text
     case ast.JoinedStr(values=values):
-      return "".join(text_of(value) or "{}" for value in values)
+      return "".join(get_text(value) or "{}" for value in values)
     case ast.BinOp(left=left, op=ast.Add(), right=right):
-      texts = text_of(left), text_of(right)
+      texts = get_text(left), get_text(right)
       return None if None in texts else "".join(map(str, texts))
   return None
 
 
-def faults_of(text: str) -> list[str]:
+def find_faults(text: str) -> list[str]:
   """Returns what to write instead of each pattern in a text."""
   if text.startswith(tuple(EXCEPTIONS)):
     return []
@@ -163,15 +163,15 @@ def test_no_message_has_a_pattern_that_users_stumble_over():
   faults = []
   for path in sorted(PACKAGE.rglob("*.py")):
     name = path.relative_to(PACKAGE).as_posix()
-    for line, text in messages_of(path.read_text(encoding="utf-8")):
-      faults += [f"{name}:{line}: {x} in {text!r}" for x in faults_of(text)]
+    for line, text in find_messages(path.read_text(encoding="utf-8")):
+      faults += [f"{name}:{line}: {x} in {text!r}" for x in find_faults(text)]
   assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_each_pattern_is_found_in_a_planted_message(pattern):
   text, instead = PATTERNS[pattern]
-  assert any(x.endswith(instead) for x in faults_of(text))
+  assert any(x.endswith(instead) for x in find_faults(text))
 
 
 def test_all_messages_are_read_and_no_docstrings():
@@ -183,14 +183,14 @@ def f(x):
     f" got x = {x!r} {'or a nested text' if x else ''}." + " Pass a number."
   )
 '''
-  assert sorted(messages_of(source)) == [
+  assert sorted(find_messages(source)) == [
     (5, "x must be a number, got x = {} {}. Pass a number."),
     (6, "or a nested text"),
   ]
   count = sum(
     1
     for path in PACKAGE.rglob("*.py")
-    for _ in messages_of(path.read_text(encoding="utf-8"))
+    for _ in find_messages(path.read_text(encoding="utf-8"))
   )
   assert count > 150
 
@@ -199,7 +199,7 @@ def test_each_exception_is_used():
   texts = [
     text
     for path in PACKAGE.rglob("*.py")
-    for _, text in messages_of(path.read_text(encoding="utf-8"))
+    for _, text in find_messages(path.read_text(encoding="utf-8"))
   ]
   for start in EXCEPTIONS:
     assert any(text.startswith(start) for text in texts), start

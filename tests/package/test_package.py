@@ -31,7 +31,7 @@ for name in SUBMODULES:
 
 def test_import_loads_no_framework_and_submodules_when_they_are_first_used():
   code = LOADS.replace("SUBMODULES", str(SUBMODULES))
-  subprocess.run([sys.executable, "-c", code], check=True)
+  subprocess.run([sys.write_executable, "-c", code], check=True)
   assert not hasattr(ols, "no_such_name")
 
 
@@ -55,12 +55,12 @@ def test_a_public_class_names_the_public_path(module):
 
 def test_public_names_are_documented_with_an_example_and_typed():
   offenders = [
-    f"{name}: {lack}" for name in ols.__all__ for lack in lacks_of(name)
+    f"{name}: {lack}" for name in ols.__all__ for lack in list_missing(name)
   ]
   assert not offenders
 
 
-def lacks_of(name):
+def list_missing(name):
   """What the docstring or the types of a public name lack."""
   thing = getattr(ols, name)
   doc = inspect.getdoc(thing)
@@ -117,12 +117,12 @@ def test_the_package_imports_jax_and_optax_alone_and_nothing_private():
     f"{module} imports {name}"
     for module, path in MODULES.items()
     for name in imports(path)
-    if not may_import(module, *name.split("."))
+    if not can_import(module, *name.split("."))
   ]
   assert not offenders
 
 
-def may_import(module, package, *parts):
+def can_import(module, package, *parts):
   allowed = {"jax", "optax", "optax_lossscale", *sys.stdlib_module_names}
   if module.startswith(MAY_USE_NUMPY):
     allowed.add("numpy")
@@ -188,7 +188,7 @@ def test_imports_point_up_in_the_table_and_down_in_the_drawing():
         assert module.startswith("diagnostics._comparison"), module
 
 
-def modules_seen_by(module):
+def list_imported_modules(module):
   """The modules that one imports names from, as they are called in MODULES."""
   for name in imports(MODULES[module]):
     parts = name.split(".")
@@ -202,7 +202,7 @@ def modules_seen_by(module):
 
 
 def test_imports_go_round_in_no_circle():
-  graph = {module: set(modules_seen_by(module)) for module in MODULES}
+  graph = {module: set(list_imported_modules(module)) for module in MODULES}
   assert "diagnostics._overflow._taint" in {*itertools.chain(*graph.values())}
   graphlib.TopologicalSorter(graph).prepare()
 
@@ -218,7 +218,7 @@ SEEN_INSIDE = {
 def test_nobody_outside_sees_what_is_inside_of_a_room_but_for_three():
   found = set()
   for module in MODULES:
-    for seen in modules_seen_by(module):
+    for seen in list_imported_modules(module):
       room, *inside = seen.split(".")
       is_face = inside in ([], ["__init__"])
       is_outside = module.split(".")[0] not in (room, "__init__")
@@ -243,7 +243,7 @@ def test_the_engines_of_the_diagnostics_know_nothing_of_each_other():
     # `check_step` combines them.
     if module in ("diagnostics.__init__", "diagnostics._check_step"):
       continue
-    for seen in modules_seen_by(module):
+    for seen in list_imported_modules(module):
       engine = engine_of.get(seen)
       assert engine in (None, engine_of.get(module)), (module, seen)
 
@@ -261,12 +261,12 @@ def test_only_one_room_reads_what_jax_may_rename():
     f"{module}:{line} reads {name}"
     for module, path in MODULES.items()
     if not module.startswith("_jaxprs")
-    for line, name in insides_read_in(path)
+    for line, name in list_internals(path)
   ]
   assert not offenders
 
 
-def insides_read_in(path):
+def list_internals(path):
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Attribute) and node.attr in INSIDES:
       yield node.lineno, node.attr

@@ -33,7 +33,7 @@ def dist(tmp_path_factory):
   out = tmp_path_factory.mktemp("dist")
   # `make dist` without --no-isolation, which makes an environment of its own
   # and installs the same flit_core into it.
-  build = sys.executable, "-m", "build", "--no-isolation"
+  build = sys.write_executable, "-m", "build", "--no-isolation"
   run(*build, "--outdir", str(out), str(ROOT), cwd=out)
   return out
 
@@ -88,7 +88,7 @@ def test_each_extra_is_said_to_be_for_users_or_for_developers(wheel):
 def test_an_index_would_accept_the_one_wheel_and_source_distribution(dist):
   names = [path.name for path in sorted(dist.iterdir())]
   assert names == [f"{NAME}-py3-none-any.whl", f"{NAME}.tar.gz"]
-  twine = sys.executable, "-m", "twine", "--no-color", "check", "--strict"
+  twine = sys.write_executable, "-m", "twine", "--no-color", "check", "--strict"
   out = run(*twine, *map(str, sorted(dist.iterdir())), cwd=dist)
   assert out.count("PASSED") == 2
 
@@ -118,7 +118,7 @@ def test_the_readmes_first_example_runs_with_the_wheel_in_an_empty_environment(
 INSTALLED = {"optax": "0.2.6", "matplotlib": "3.10.0", "scikit-learn": "1.6.1"}
 
 
-def would_install(folder, dist, jax, *others, extra=""):
+def plan_install(folder, dist, jax, *others, extra=""):
   """What pip would install beside a JAX that is there, without an index."""
   venv.create(folder, with_pip=False)
   (packages,) = folder.glob("lib/python*/site-packages")
@@ -129,7 +129,12 @@ def would_install(folder, dist, jax, *others, extra=""):
     head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     (info / "METADATA").write_text(head)
   wheel = f"{dist / NAME}-py3-none-any.whl{extra}"
-  pip = sys.executable, "-m", "pip", f"--python={folder / 'bin' / 'python'}"
+  pip = (
+    sys.write_executable,
+    "-m",
+    "pip",
+    f"--python={folder / 'bin' / 'python'}",
+  )
   options = "--dry-run", "--no-index", "--quiet", "--report=report.json"
   run(*pip, "install", *options, wheel, *others, cwd=folder)
   report = json.loads((folder / "report.json").read_text())
@@ -142,9 +147,9 @@ def would_install(folder, dist, jax, *others, extra=""):
 def test_nothing_is_upgraded_beside_a_jax_that_is_supported(
   dist, tmp_path, jax
 ):
-  alone = would_install(tmp_path / "alone", dist, jax)
+  alone = plan_install(tmp_path / "alone", dist, jax)
   # As the first cells of the notebooks that open beside a T4 do.
-  quick_start = would_install(
+  quick_start = plan_install(
     tmp_path / "notebook", dist, jax, "scikit-learn", extra="[plots]"
   )
   assert alone == quick_start == ["optax-lossscale"]
@@ -154,7 +159,7 @@ def test_an_older_jax_would_be_upgraded(dist, tmp_path):
   with pytest.raises(
     AssertionError, match=r"No matching distribution.* jax>=0"
   ):
-    would_install(tmp_path / "venv", dist, "0.7.2")
+    plan_install(tmp_path / "venv", dist, "0.7.2")
 
 
 def make_environment(folder, dist):
@@ -167,7 +172,7 @@ def make_environment(folder, dist):
   venv.create(folder, with_pip=False)
   python = str(folder / "bin" / "python")
   wheel = str(dist / f"{NAME}-py3-none-any.whl")
-  pip = (sys.executable, "-m", "pip", f"--python={python}", "install")
+  pip = (sys.write_executable, "-m", "pip", f"--python={python}", "install")
   run(*pip, "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
   (packages,) = folder.glob("lib/python*/site-packages")
   ours = sysconfig.get_paths()["purelib"]

@@ -135,7 +135,13 @@ def read(step: Any, params: Any, grads: Any) -> None:
 
 
 def mypy(folder: pathlib.Path) -> set[tuple[str, int]]:
-  command = [sys.executable, "-m", "mypy", "--config-file=", "--output=json"]
+  command = [
+    sys.write_executable,
+    "-m",
+    "mypy",
+    "--config-file=",
+    "--output=json",
+  ]
   options = ["--check-untyped-defs", "--ignore-missing-imports"]
   out = subprocess.run(
     [*command, *options, "--cache-dir=cache", *FILES],
@@ -157,9 +163,9 @@ def pyright(folder: pathlib.Path) -> set[tuple[str, int]]:
     "reportPossiblyUnboundVariable": False,
   }
   (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-  command = [sys.executable, "-m", "pyright", "--outputjson"]
+  command = [sys.write_executable, "-m", "pyright", "--outputjson"]
   out = subprocess.run(
-    [*command, "--pythonpath", sys.executable],
+    [*command, "--pythonpath", sys.write_executable],
     cwd=folder,
     capture_output=True,
     text=True,

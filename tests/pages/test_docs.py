@@ -103,7 +103,7 @@ MADE_BY_GITHUB = {"", "issues", "releases", "security/advisories/new"}
 NO_TEXTS = {".json", ".msgpack", ".pickle", ".png"}
 
 
-def tracked_texts():
+def read_tracked_texts():
   """The (file, text) of all that names an address: no pictures, no outputs."""
   out = subprocess.run(
     ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -118,7 +118,7 @@ def tracked_texts():
       yield path, path.read_text()
 
 
-def in_repository(url):
+def to_repository_path(url):
   """The path that an address of this repository stands for, or None."""
   rest = url.removeprefix(REPOSITORY).split("#")[0].strip("/")
   if rest in MADE_BY_GITHUB or rest.startswith(("releases/", "archive/")):
@@ -135,13 +135,13 @@ def test_each_address_of_this_repository_leads_to_a_file():
   hosts = r"(?:github\.com|colab\.research\.google\.com/github)"
   pattern = rf"https://{hosts}/[\w-]+/{name}\b[^\s)>\"'`,;]*"
   found = 0
-  for path, text in tracked_texts():
+  for path, text in read_tracked_texts():
     for url in re.findall(pattern, text):
       where = f"{relative_name(path)} links to {url}"
       url = url.replace("colab.research.google.com/github", "github.com")
       assert url.startswith(REPOSITORY), where
       # Behind it is the end of a sentence, or in a notebook of a string.
-      target = in_repository(url.rstrip(".\\"))
+      target = to_repository_path(url.rstrip(".\\"))
       assert target is None or target.exists(), where
       found += 1
   assert found > 20
@@ -163,7 +163,7 @@ def test_each_link_leads_to_a_file_a_label_or_a_heading():
   files = headings = 0
   for path, link, where in links():
     target, _, slug = link.partition("#")
-    page = in_repository(target) if target.startswith(REPOSITORY) else path
+    page = to_repository_path(target) if target.startswith(REPOSITORY) else path
     if target and not re.match(r"\w+:", target) and target not in labels:
       files += 1
       page = (path.parent / target).resolve()
@@ -177,7 +177,7 @@ def test_each_link_leads_to_a_file_a_label_or_a_heading():
 
 
 def test_no_file_names_a_package_index():
-  for path, text in tracked_texts():
+  for path, text in read_tracked_texts():
     if path.suffix in {".toml", ".txt", ".cfg", ".lock", ".yml"}:
       assert not re.search(r"index-url|https?://\S*/simple", text), path
 
@@ -195,12 +195,12 @@ def test_the_readme_has_only_absolute_links_which_work_anywhere():
 def test_the_picture_of_the_readme_is_there_and_small():
   text = (ROOT / "README.md").read_text()
   (url,) = re.findall(r"!\[.+\]\((\S+\.png)\)", text)
-  picture = in_repository(url)
+  picture = to_repository_path(url)
   assert picture.read_bytes()[1:4] == b"PNG"
   assert picture.stat().st_size < 50_000
 
 
-def front_page():
+def read_front_page():
   """The text of the front page: the beginning of the README, and its own."""
   own = (DOCS / "index.md").read_text()
   _, _, after_badges = (ROOT / "README.md").read_text().partition("-->\n")
@@ -208,7 +208,7 @@ def front_page():
 
 
 def test_the_front_page_has_the_install_command_a_picture_and_the_versions():
-  page = front_page()
+  page = read_front_page()
   command = f"pip install {PROJECT['name']}\n"
   assert page.index(command) < page.index("import jax")
   assert "## Install\n" in page and "](_static/digits.png)" in page
@@ -259,7 +259,7 @@ def test_each_page_is_in_a_table_of_contents():
   assert listed == pages | notebooks
 
 
-def made_by(path):
+def find_make_targets(path):
   """The make targets that a script, a workflow or a page calls or names."""
   calls = r"(?:^|run: |`)make (?:-j2 )?([a-z0-9.-]+)"
   return set(re.findall(calls, path.read_text(), re.MULTILINE))
@@ -270,8 +270,8 @@ def test_the_make_targets_that_are_called_or_named_exist():
   targets = set(re.findall(r"^([a-z0-9.-]+):", makefile, re.MULTILINE))
   pages = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "reliability.md"
   for path in [CI_RUN, *WORKFLOWS, *pages]:
-    assert made_by(path), path.name
-    assert made_by(path) <= targets, path.name
+    assert find_make_targets(path), path.name
+    assert find_make_targets(path) <= targets, path.name
 
 
 def test_the_table_of_commands_holds_each_make_target():
@@ -284,7 +284,9 @@ def test_the_table_of_commands_holds_each_make_target():
 
 def test_github_makes_all_that_ci_run_makes():
   on_a_push = [path for path in WORKFLOWS if "push:" in path.read_text()]
-  assert made_by(CI_RUN) <= set().union(*map(made_by, on_a_push))
+  assert find_make_targets(CI_RUN) <= set().union(
+    *map(find_make_targets, on_a_push)
+  )
 
 
 def order():

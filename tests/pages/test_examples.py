@@ -17,7 +17,12 @@ import optax_lossscale as ols
 
 def run(name, *options, folder):
   """What is printed and how far the progress bar comes, as its users run it."""
-  command = [sys.executable, "-W", "error", ROOT / "examples" / f"{name}.py"]
+  command = [
+    sys.write_executable,
+    "-W",
+    "error",
+    ROOT / "examples" / f"{name}.py",
+  ]
   done = subprocess.run(
     [*command, *options],
     cwd=folder,

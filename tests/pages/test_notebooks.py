@@ -46,7 +46,7 @@ def test_a_notebook_asserts_its_claim_and_is_kept_as_it_ran(path):
   cells = [cell for cell in cells if cell.cell_type == "code"]
   counts = [cell.execution_count for cell in cells]
   assert counts == [*range(1, len(cells) + 1)]
-  outputs = outputs_of(cells)
+  outputs = list_outputs(cells)
   assert any("image/png" in output.get("data", {}) for output in outputs)
   assert "error" not in [output.output_type for output in outputs]
   claims = [re.search(r"^assert ", c.source, re.MULTILINE) for c in cells]
@@ -78,11 +78,11 @@ def test_a_notebook_is_small_and_tells_nothing_of_the_machine(path):
     "language_info": {"name": "python"},
   }
   assert all(not cell.metadata for cell in notebook.cells)
-  for output in outputs_of(notebook.cells):
+  for output in list_outputs(notebook.cells):
     text = output.get("text", "") + output.get("data", {}).get("text/plain", "")
     # A path that starts at the root, or an address in memory.
     assert not re.search(r"(?<![\w.])/\w+/\w+|\b0x[0-9a-f]{6}", text), text
 
 
-def outputs_of(cells):
+def list_outputs(cells):
   return [output for cell in cells for output in cell.get("outputs", [])]

@@ -4,7 +4,7 @@ import inspect
 import math
 import warnings
 
-from helpers import markdown, quick_alone, ROOT
+from helpers import mark_slow_params, markdown, ROOT
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -27,7 +27,7 @@ PAGES = [
 # Each page takes seconds. The quick tests run what most people read.
 @pytest.mark.parametrize(
   "path",
-  quick_alone([ROOT / "README.md"], PAGES),
+  mark_slow_params([ROOT / "README.md"], PAGES),
   ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_code_on_a_page_runs_from_top_to_bottom(
@@ -110,7 +110,7 @@ WITH_STEPS = {
 }
 
 
-def steps_of(page):
+def find_steps(page):
   """Each step that a page defines, with a copy of its arguments."""
   names = {"__name__": "__main__"}
   found = []
@@ -124,7 +124,7 @@ def steps_of(page):
   return found
 
 
-def grads_given(step, args, monkeypatch):
+def capture_grads(step, args, monkeypatch):
   """What update is given, by running all operations one by one."""
   found = []
   with monkeypatch.context() as patch, jax.disable_jit():
@@ -145,7 +145,7 @@ def relative_error(exact, half):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_STEPS)
 def test_the_error_of_a_step_is_that_of_its_gradient(page, monkeypatch):
-  steps = steps_of(page)
+  steps = find_steps(page)
   assert len(steps) == {"README": 1, "frameworks": 7}[page]
   compared = 0
   for step, args in steps:
@@ -155,10 +155,10 @@ def test_the_error_of_a_step_is_that_of_its_gradient(page, monkeypatch):
       told = "find_overflow found no inf or NaN. update received gradients"
       warnings.filterwarnings("ignore", message=told)
       assert diagnostics.find_overflow(step, *args) is None
-    half = grads_given(step, args, monkeypatch)
+    half = capture_grads(step, args, monkeypatch)
     with monkeypatch.context() as patch:
       patch.setattr(ols, "autocast", lambda fun, *_, **__: fun)
-      exact = grads_given(step, args, monkeypatch)
+      exact = capture_grads(step, args, monkeypatch)
     if relative_error(exact, half) > 0:  # with autocast, then
       report = diagnostics.compare_precision(step, *args, progress=False)
       assert report.target == "gradients"

@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 
-from helpers import quick_alone, ROOT
+from helpers import mark_slow_params, ROOT
 from helpers.benchmark import load_benchmark
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ CASTS = {
 }
 
 
-def cells_of_a_step(found):
+def format_step_cells(found):
   """Moved, needed, least time and largest batch, as the guide has them."""
   least = max(found["seconds"].values())
   sizes = [f"{found[name] / 1e9:.1f}" for name in ("bytes", "needed")]
@@ -103,7 +103,7 @@ def test_the_steps_of_the_guide_are_those_compiled_for_t4_and_v100():
   for model, cast, cells in rows:
     expected = []
     for device in CARDS.values():
-      expected += cells_of_a_step(TRAINING[device][model][CASTS[cast]])
+      expected += format_step_cells(TRAINING[device][model][CASTS[cast]])
     assert [cell.strip() for cell in cells.split("|")] == expected
 
 
@@ -124,7 +124,7 @@ def test_which_precision_has_the_same_figures():
   ]
   for card, model, cells in rows:
     casts = TRAINING[CARDS[card]][model]
-    both = [cells_of_a_step(casts[cast]) for cast in ("float32", "autocast")]
+    both = [format_step_cells(casts[cast]) for cast in ("float32", "autocast")]
     moved, _, *others = zip(*both, strict=True)
     expected = [*moved, *itertools.chain(*others)]
     assert [cell.strip() for cell in cells.split("|")] == expected
@@ -247,11 +247,13 @@ def test_the_largest_batch_fits_and_the_next_does_not(largest):
 @pytest.mark.parametrize(
   "name, n_params", [("ViT-B/16", 86_567_656), ("ResNet-50", 25_557_032)]
 )
-@pytest.mark.parametrize("variant", quick_alone(["float32"], MODELS.VARIANTS))
+@pytest.mark.parametrize(
+  "variant", mark_slow_params(["float32"], MODELS.VARIANTS)
+)
 def test_a_model_has_the_parameters_of_the_one_it_is_named_after(
   name, variant, n_params
 ):
-  _, ((params, _), _), (images, _) = MODELS.training_step(name, variant, 2)
+  _, ((params, _), _), (images, _) = MODELS.make_training_step(name, variant, 2)
   leaves = jax.tree.leaves(params)
   assert sum(leaf.size for leaf in leaves) == n_params
   assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}

@@ -17,7 +17,7 @@ REFILLS = ["growth", "finite", "backoff"]
 POWERS = [2.0**k for k in range(-126, 127)]
 
 
-def after_each(policy, finites, state=None):
+def run_steps(policy, finites, state=None):
   """The states after each step."""
 
   def step(state, finite):
@@ -28,7 +28,7 @@ def after_each(policy, finites, state=None):
   return jax.lax.scan(step, state, finites)[1]
 
 
-run = jax.jit(after_each, static_argnums=0)
+run = jax.jit(run_steps, static_argnums=0)
 
 
 def are_finite(string):
@@ -60,7 +60,7 @@ def policies(draw):
 @functools.partial(jax.jit, static_argnums=0)
 def run_any(words, numbers, finites):
   """Compiled for all policies that differ in numbers alone."""
-  return after_each(ols.DynamicLossScale(**dict(words), **numbers), finites)
+  return run_steps(ols.DynamicLossScale(**dict(words), **numbers), finites)
 
 
 @given(policies(), st.lists(st.booleans(), min_size=30, max_size=30))

@@ -5,8 +5,8 @@ import dataclasses
 import functools
 import pickle
 
-from helpers import quick_alone
-from helpers.bits import same_bits
+from helpers import mark_slow_params
+from helpers.bits import has_same_bits
 import hypothesis
 from hypothesis import strategies as st
 import jax
@@ -40,7 +40,7 @@ REMEMBERING = {
 ALL = FORGETFUL | REMEMBERING
 QUICK = "fixed", "dynamic, hysteresis", "headroom", "deepspeed", "fairseq"
 each_policy = pytest.mark.parametrize(
-  "policy", quick_alone([ALL[x] for x in QUICK], ALL.values()), ids=ALL
+  "policy", mark_slow_params([ALL[x] for x in QUICK], ALL.values()), ids=ALL
 )
 
 
@@ -83,11 +83,11 @@ def test_eagerly_jitted_and_on_numpy_arrays_the_states_are_the_same(policy):
   eager = functools.partial(adjust, policy)
   compiled = jax.jit(eager)
   expected = history(eager, policy.init())
-  assert same_bits(history(compiled, policy.init()), expected)
+  assert has_same_bits(history(compiled, policy.init()), expected)
   assert compiled._cache_size() == 1
   in_numpy = lambda *step: jax.tree.map(np.asarray, eager(*step))
   start = jax.tree.map(np.asarray, policy.init())
-  assert same_bits(history(in_numpy, start), expected)
+  assert has_same_bits(history(in_numpy, start), expected)
 
 
 @each_policy
@@ -103,9 +103,9 @@ def test_scanned_under_vmap_each_member_has_a_state_of_its_own(policy):
   together = jax.vmap(scanned)(*both)
   step = jax.jit(functools.partial(adjust, policy))
   expected = history(step, policy.init())
-  assert same_bits(jax.tree.map(lambda x: x[0], together), expected)
+  assert has_same_bits(jax.tree.map(lambda x: x[0], together), expected)
   other = scanned(*(x[1] for x in both))
-  assert same_bits(jax.tree.map(lambda x: x[1], together), other)
+  assert has_same_bits(jax.tree.map(lambda x: x[1], together), other)
 
 
 @each_policy
@@ -211,7 +211,7 @@ def test_a_memory_is_known_by_its_fields_whatever_its_class(policy):
   for policy_state in (other, fields):
     got = adjust(policy, state._replace(policy_state=policy_state), False)
     assert type(got.policy_state) is type(state.policy_state)
-    assert same_bits(got, expected)
+    assert has_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("policy", REMEMBERING.values(), ids=REMEMBERING)
@@ -284,7 +284,7 @@ def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(kind, as_array):
   step = jax.jit(functools.partial(adjust, policy), donate_argnums=0)
   for _ in range(2):
     got = step(policy.init(), jnp.array(False))
-  assert same_bits(got, step(kind(**numbers).init(), jnp.array(False)))
+  assert has_same_bits(got, step(kind(**numbers).init(), jnp.array(False)))
 
 
 def test_a_number_that_is_an_array_survives_a_step_that_donates_its_state():

@@ -8,7 +8,7 @@ import math
 
 from helpers import sharding
 from helpers.benchmark import load_benchmark
-from helpers.bits import same_bits
+from helpers.bits import has_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
@@ -36,7 +36,7 @@ POLICIES = [
 ]
 
 
-def scan_plainly(policy, finites, amaxes, state=None):
+def run_steps(policy, finites, amaxes, state=None):
   """The states after each step."""
 
   def step(state, finite_and_amax):
@@ -48,7 +48,7 @@ def scan_plainly(policy, finites, amaxes, state=None):
   return jax.lax.scan(step, state, (finites, amaxes))[1]
 
 
-scan = jax.jit(scan_plainly, static_argnums=0)
+scan = jax.jit(run_steps, static_argnums=0)
 
 
 def run(policy, amaxes, state=None):
@@ -124,7 +124,7 @@ def test_a_few_steps_of_zeros_are_no_evidence_and_make_none_forgotten(zero):
   before = settled()
   after = run(POLICY, [zero] * 7, before)
   assert (after.loss_scale == before.loss_scale).all()
-  assert same_bits(
+  assert has_same_bits(
     last(after).policy_state.amax_history, before.policy_state.amax_history
   )
 
@@ -263,7 +263,7 @@ def test_a_guess_that_finds_nothing_costs_and_teaches_nothing(outcome):
     before = jax.tree.map(lambda x: x[scales.index(guessed)], states)  # noqa: B023
     after = last(run(POLICY, [outcome], before))
     quiet = before.policy_state.steps_without_grads + 1
-    assert same_bits(
+    assert has_same_bits(
       after.policy_state,
       before.policy_state._replace(steps_without_grads=quiet),
     )
@@ -442,7 +442,7 @@ def test_sharded_jit_moves_the_scale_as_one_device_does(kind):
     with jax.set_mesh(mesh):
       grads = jax.device_put(amax * direction, P("data"))
       _, together = update(grads, together)
-    assert same_bits(together, alone)
+    assert has_same_bits(together, alone)
 
 
 def test_hyperparameters_may_be_traced():
@@ -452,7 +452,7 @@ def test_hyperparameters_may_be_traced():
       init_scale=4.0, min_scale=min_scale, max_scale=max_scale
     )
     amaxes = jnp.full(3, amax)
-    return scan_plainly(policy, amaxes > 0, amaxes).loss_scale[-1]
+    return run_steps(policy, amaxes > 0, amaxes).loss_scale[-1]
 
   # 64 and 0.5 are the outermost powers of two within.
   assert scale(0.3, 100.0, 2.0**-30) == 64

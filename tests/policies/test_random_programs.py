@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import pickle
 
-from helpers import quick_alone
+from helpers import mark_slow_params
 from helpers.policy_models import Model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +42,7 @@ class Run(Model):
 
 
 @functools.cache
-def compiled_step(kind, devices, grads_are_scaled):
+def compile_step(kind, devices, grads_are_scaled):
   """A jitted step for all hyperparameters of a kind of policy."""
 
   def step(numbers, state, w, grads):
@@ -130,7 +130,7 @@ OPERATION = st.one_of(
 )
 
 
-@pytest.mark.parametrize("devices", quick_alone([1], [1, 2, 8]))
+@pytest.mark.parametrize("devices", mark_slow_params([1], [1, 2, 8]))
 @given(policies(), st.lists(OPERATION, min_size=1, max_size=14))
 def test_any_program_does_what_the_model_does(devices, policy, program):
   model = Run(policy)
@@ -147,7 +147,7 @@ def test_any_program_does_what_the_model_does(devices, policy, program):
       else:
         grads[where] = bad
       kind, numbers = split_policy(model.policy)
-      step = compiled_step(kind, devices, grads_are_scaled)
+      step = compile_step(kind, devices, grads_are_scaled)
       state, w = step(numbers, state, w, grads)
       got = state.loss_scale_state
       assert got.last_finite == (bad is None)

@@ -9,7 +9,7 @@ import json
 import pathlib
 import time
 
-from helpers import quick_alone
+from helpers import mark_slow_params
 from helpers.benchmark import load_benchmark
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def spikes(binades, every):
   return -14 + binades * (AT % every == every - 1)
 
 
-def after_a_nan(log2_amax):
+def add_nan(log2_amax):
   return np.where(AT == 0, np.nan, log2_amax)
 
 
@@ -52,7 +52,7 @@ def test_a_nan_at_first_hides_no_gradients_however_small(
   log2_amax, log2_init_scale
 ):
   policy = ols.HeadroomLossScale(init_scale=2.0**log2_init_scale)
-  assert count_lost(after_a_nan(log2_amax), policy)[0] <= 10
+  assert count_lost(add_nan(log2_amax), policy)[0] <= 10
 
 
 def test_a_nan_at_first_hides_no_gradients_of_every_244th_step():
@@ -65,7 +65,7 @@ LEVELS = np.arange(-36.0, 9.0, 4.0)
 
 
 @pytest.mark.parametrize(
-  "log2_init_scale", quick_alone([-24, 0, 15, 60], range(-24, 61, 3))
+  "log2_init_scale", mark_slow_params([-24, 0, 15, 60], range(-24, 61, 3))
 )
 def test_after_bad_steps_at_first_the_scale_is_soon_near_whatever_the_gradients(
   log2_init_scale,
@@ -150,7 +150,7 @@ def test_a_training_that_begins_with_masked_batches_learns_as_one_without():
 # never in half precision. It shows that this scale held, and no more.
 
 
-def net_beside_a_scalar(loss_scale, masked_batches=0, dtype=jnp.float16):
+def train_net_with_scalar(loss_scale, masked_batches=0, dtype=jnp.float16):
   """The loss of a network beside a scalar that is fitted in raw units."""
   tx = ols.with_loss_scaling(optax.adam(1e-2), loss_scale)
   points = jax.random.normal(jax.random.key(0), (600, 64, 8))
@@ -190,13 +190,13 @@ def net_beside_a_scalar(loss_scale, masked_batches=0, dtype=jnp.float16):
 def test_a_network_learns_beside_a_scalar_that_is_fitted_in_raw_units(
   masked_batches,
 ):
-  assert net_beside_a_scalar("headroom", masked_batches) < 0.02
-  assert net_beside_a_scalar("dynamic", masked_batches) < 0.02
+  assert train_net_with_scalar("headroom", masked_batches) < 0.02
+  assert train_net_with_scalar("dynamic", masked_batches) < 0.02
   # What it is without a scale that is high enough.
-  assert net_beside_a_scalar(2.0**-24, masked_batches) > 0.5
+  assert train_net_with_scalar(2.0**-24, masked_batches) > 0.5
 
 
-def run_beside_scalars(log2_net, log2_scalar, policy=POLICY):
+def run_with_scalars(log2_net, log2_scalar, policy=POLICY):
   """The log2 scale of each step, and whether the network lost it."""
 
   def step(state, log2_amaxes):
@@ -225,7 +225,7 @@ def test_gradients_that_were_never_in_half_cost_few_steps_when_they_come_and_go(
     at % 10 == 0,
   ):
     scalar = np.where(comes, log2_scalar, -20.0)
-    log2_scale, lost = run_beside_scalars(np.full(at.shape, -14.0), scalar)
+    log2_scale, lost = run_with_scalars(np.full(at.shape, -14.0), scalar)
     assert lost.sum() <= 10
     assert log2_scale[100:].min() >= 20
 
@@ -234,7 +234,7 @@ def test_gradients_that_were_never_in_half_cost_few_steps_when_they_come_and_go(
 def test_beside_them_overflows_alone_teach_what_the_network_needs(jump):
   at = np.arange(6_000)
   net = np.where(at < 3_000, -14.0, -14.0 + jump)
-  log2_scale, lost = run_beside_scalars(net, 41.0)
+  log2_scale, lost = run_with_scalars(net, 41.0)
   assert lost.sum() <= 20
   assert 16 - net[-1] - 8 <= log2_scale[-1] < 16 - net[-1]
 
@@ -247,7 +247,7 @@ def test_beside_them_each_start_finds_the_scale_of_the_network(
   policy = ols.HeadroomLossScale(init_scale=2.0**log2_init_scale)
   at = np.arange(600)
   net, scalar = (np.where(at < bad, np.nan, x) for x in (-14.0, 41.0))
-  log2_scale, lost = run_beside_scalars(net, scalar, policy)
+  log2_scale, lost = run_with_scalars(net, scalar, policy)
   assert lost[bad:].sum() <= 20
   assert log2_scale[bad + 100 :].min() >= 20
 
@@ -257,7 +257,7 @@ def test_beside_them_nans_do_not_walk_the_scale_down_for_good(every):
   at = np.arange(40_000)
   is_nan = (at % every == 0) & (at < 20_000)
   net, scalar = (np.where(is_nan, np.nan, x) for x in (-14.0, 41.0))
-  log2_scale, lost = run_beside_scalars(net, scalar)
+  log2_scale, lost = run_with_scalars(net, scalar)
   assert log2_scale.min() >= -10
   assert (lost & ~is_nan).sum() <= 20
   assert log2_scale[-1] >= -10 + 15
@@ -410,7 +410,9 @@ def test_no_more_than_128_steps_are_lost_in_a_row_after_a_fall_or_rise():
       assert longest_rows(disturbed).max() <= 128
 
 
-@pytest.mark.parametrize("every", quick_alone([2, 64], [2, 7, 48, 64, 80, 300]))
+@pytest.mark.parametrize(
+  "every", mark_slow_params([2, 64], [2, 7, 48, 64, 80, 300])
+)
 def test_no_more_than_512_gradients_of_every_nth_step_are_lost_in_a_row(every):
   steps = np.arange(400 * every if every < 20 else 60 * every)
   levels = np.where(steps < steps.size // 8, -14, [[-60], [-50], [0], [20]])
@@ -507,7 +509,7 @@ def make_stretch(rng, level, size):
   return np.where(share([0, 0, 0, 0.002, 0.01, 0.1, 0.5]), np.nan, log2_amax)
 
 
-@pytest.mark.parametrize("seed", quick_alone([0, 1], range(8)))
+@pytest.mark.parametrize("seed", mark_slow_params([0, 1], range(8)))
 def test_no_run_starves_and_all_lose_far_less_than_with_the_dynamic_rule(seed):
   runs = make_hostile_runs(np.random.default_rng(seed))
   headroom, dynamic = (adversary.measure(p, runs) for p in (POLICY, DYNAMIC))

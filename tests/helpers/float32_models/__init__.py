@@ -67,11 +67,11 @@ _FUNCTIONS = {
   "rotary, plain JAX": ("plain_jax", "rotary_transformer"),
 }
 NAMES = tuple(_FUNCTIONS)
-BY_HAND = tuple(name for name in NAMES if "Flax" in name)
+MODELS_WITH_DTYPE = tuple(name for name in NAMES if "Flax" in name)
 
 
 def make(name: str, **options: Any) -> Model:
-  """Makes a model by its name, with a ``dtype`` those of ``BY_HAND``."""
+  """Makes a model by its name, with a ``dtype`` those of ``MODELS_WITH_DTYPE``."""
   module, function = _FUNCTIONS[name]
   # Imported for values even within a trace: what a module makes while it is
   # loaded would be traced, and escape.
@@ -82,14 +82,14 @@ def make(name: str, **options: Any) -> Model:
 
 def make_shapes(name: str, **options: Any) -> Model:
   """The same with shapes in place of arrays, as tracing needs no more."""
-  made = []
+  models = []
 
   def arrays():
-    made.append(make(name, **options))
-    return made[0].arrays
+    models.append(make(name, **options))
+    return models[0].arrays
 
   params, batch, state = jax.eval_shape(arrays)
-  return made[0]._replace(params=params, batch=batch, state=state)
+  return models[0]._replace(params=params, batch=batch, state=state)
 
 
 def noisy_images(count: int, size: int) -> jax.Array:

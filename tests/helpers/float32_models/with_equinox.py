@@ -85,13 +85,13 @@ def conv_net():
   return _model(loss_fn, model, (state,))
 
 
-def _model(loss_fn, model, others):
+def _model(loss_fn, model, other_args):
   params, static = eqx.partition(model, eqx.is_inexact_array)
   images = jnp.moveaxis(noisy_images(16, 16), -1, 1)
   return Model(
     loss_fn,
     params,
-    (images, jnp.arange(16) % 10, *others),
+    (images, jnp.arange(16) % 10, *other_args),
     unpack=lambda params, _: eqx.combine(params, static),
     using=eqx.filter_value_and_grad,
   )

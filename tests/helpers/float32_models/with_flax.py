@@ -156,14 +156,14 @@ def transformer(dtype=None):
 
 
 def scanned_stack(dtype=None, layers=3):
-  return _regression(_ScannedStack(layers, dtype), (2, 16, 32))
+  return _make_regression(_ScannedStack(layers, dtype), (2, 16, 32))
 
 
 def gru(dtype=None):
-  return _regression(_Gru(dtype), (4, 12, 16))
+  return _make_regression(_Gru(dtype), (4, 12, 16))
 
 
-def _regression(model, shape):
+def _make_regression(model, shape):
   x = jax.random.normal(KEY, shape)
   y = jax.random.normal(KEY, (*shape[:-1], 8))
 
@@ -258,7 +258,7 @@ def vit(dtype=None):
 
 
 def _classifier(model, images, labels):
-  structure, params, others = nnx.split(model, nnx.Param, ...)
+  structure, params, other_state = nnx.split(model, nnx.Param, ...)
 
   def loss_fn(model, images, labels):
     loss = cross_entropy(model(images), labels)
@@ -268,7 +268,7 @@ def _classifier(model, images, labels):
     loss_fn,
     params,
     (images, labels),
-    state=others,
+    state=other_state,
     # Of copies: the loss function changes the variables in place.
     unpack=lambda params, others: nnx.merge(
       structure, params, jax.tree.map(lambda x: x, others)

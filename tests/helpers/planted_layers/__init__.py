@@ -68,12 +68,12 @@ def batch():
   return x, normal(BATCH, WIDTH, seed=101)
 
 
-def normalized(x):
+def normalize(x):
   centered = x - jnp.mean(x, -1, keepdims=True)
   return centered / jnp.sqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-6)
 
 
-def _models_of(module):
+def _find_models(module):
   """Its functions of a fault alone."""
   functions = vars(importlib.import_module(f"{__name__}.{module}")).items()
   parameters = lambda function: list(inspect.signature(function).parameters)
@@ -88,7 +88,7 @@ def _models_of(module):
 
 # The models of each module. Those of libraries are imported when they are made.
 _PLAIN = "plain_jax", "control_flow", "devices"
-_MODULES = {name: _models_of(name) for name in _PLAIN} | {
+_MODULES = {name: _find_models(name) for name in _PLAIN} | {
   "libraries": (
     "linen_attention",
     "linen_scan",

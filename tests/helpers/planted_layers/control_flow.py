@@ -25,10 +25,10 @@ def scanned(wrap, fault):
     return jnp.tanh(subtract(ws["w"], x, fault))
 
   def loss_fn(params, x, y):
-    layers, ends = params
-    x = jnp.tanh(x @ ends["first"])
+    layers, outer_weights = params
+    x = jnp.tanh(x @ outer_weights["first"])
     x, _ = lax.scan(lambda x, ws: (block(ws, x), None), x, layers)
-    return jnp.mean((x @ ends["last"] - y) ** 2)
+    return jnp.mean((x @ outer_weights["last"] - y) ** 2)
 
   draw = lambda seed: normal(3, WIDTH, WIDTH, seed=seed)
   params = {"a": draw(20), "w": draw(21)}, weights("first", "last")
@@ -87,7 +87,7 @@ def in_vmap(fault):
   return Model(*network(layer, "w"))
 
 
-def _with_rule(forward, backward):
+def _make_custom_vjp_network(forward, backward):
   """A product, which is computed otherwise where it is differentiated.
 
   The products of a backward rule stand where the function is called.
@@ -99,16 +99,16 @@ def _with_rule(forward, backward):
 
   layer.defvjp(
     lambda w, x: (forward(w, x), (w, x)),
-    lambda kept, ct: (kept[1].T @ ct, backward(kept[0], ct)),
+    lambda residuals, ct: (residuals[1].T @ ct, backward(residuals[0], ct)),
   )
-  called = lambda params, x: layer(params["w"], x)  # planted
-  return network(called, "w")
+  call_layer = lambda params, x: layer(params["w"], x)  # planted
+  return network(call_layer, "w")
 
 
 def custom_vjp_forward(fault):
   """It computes what is not computed where nothing is differentiated."""
   forward = lambda w, x: subtract(w, x, fault)
-  return Model(*_with_rule(forward, lambda w, ct: ct @ w.T))
+  return Model(*_make_custom_vjp_network(forward, lambda w, ct: ct @ w.T))
 
 
 def custom_vjp_forward_in_jit(fault):
@@ -120,4 +120,4 @@ def custom_vjp_forward_in_jit(fault):
 def custom_vjp_backward(fault):
   shift = 300 * SHIFT if fault else 0.1 * SHIFT
   backward = lambda w, ct: ct @ (w + shift).T - ct @ shift.T
-  return Model(*_with_rule(lambda w, x: x @ w, backward))
+  return Model(*_make_custom_vjp_network(lambda w, x: x @ w, backward))

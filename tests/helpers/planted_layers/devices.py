@@ -21,11 +21,11 @@ def put(args, mesh):
   return jax.device_put(args, sharding.named(mesh, specs))
 
 
-def shard_mapped(axis_type, check_vma, fault):
+def make_shard_map_model(axis_type, check_vma, fault):
   mesh = sharding.make_mesh((4,), ("data",), axis_type)
-  of_part, args = _parts(fault)
+  shard_loss_fn, args = _parts(fault)
   loss_fn = jax.shard_map(
-    lambda *args: lax.pmean(of_part(*args), "data"),
+    lambda *args: lax.pmean(shard_loss_fn(*args), "data"),
     mesh=mesh,
     in_specs=(P(), P("data"), P("data")),
     out_specs=P(),
@@ -42,8 +42,10 @@ def sharded(axis_type, fault):
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-in_shard_map = functools.partial(shard_mapped, AUTO, True)
-in_shard_map_unchecked = functools.partial(shard_mapped, AUTO, False)
-in_shard_map_of_explicit_axes = functools.partial(shard_mapped, EXPLICIT, True)
+in_shard_map = functools.partial(make_shard_map_model, AUTO, True)
+in_shard_map_unchecked = functools.partial(make_shard_map_model, AUTO, False)
+in_shard_map_of_explicit_axes = functools.partial(
+  make_shard_map_model, EXPLICIT, True
+)
 on_auto_axes = functools.partial(sharded, AUTO)
 on_explicit_axes = functools.partial(sharded, EXPLICIT)

@@ -16,10 +16,12 @@ import keras
 from helpers.planted_layers import batch, Model, WIDTH
 
 
-def model_of(module, x, y, change=lambda params: params, scope=None):
+def make_module_model(
+  module, x, y, change_params=lambda params: params, scope=None
+):
   params = jax.jit(module.init)(jax.random.key(0), x)
   loss_fn = lambda params, x, y: jnp.mean((module.apply(params, x) - y) ** 2)
-  return Model(loss_fn, (change(params), x, y), scope=scope)
+  return Model(loss_fn, (change_params(params), x, y), scope=scope)
 
 
 def linen_attention(fault):
@@ -33,14 +35,16 @@ def linen_attention(fault):
       x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(WIDTH)(nn.LayerNorm()(x))))
       return nn.Dense(WIDTH)(x)
 
-  def change(params):
-    inside = params["params"]["attention"]
+  def change_params(params):
+    attention_params = params["params"]["attention"]
     for name in ("query", "key") if fault else ():
-      inside[name]["kernel"] *= 400
+      attention_params[name]["kernel"] *= 400
     return params
 
   x, y = (a.reshape(4, 8, WIDTH) for a in batch())
-  return model_of(Net(), x, y, change, "Net/attention/...qhd,...khd->...hqk")
+  return make_module_model(
+    Net(), x, y, change_params, "Net/attention/...qhd,...khd->...hqk"
+  )
 
 
 class LinenBlock(nn.Module):
@@ -50,8 +54,8 @@ class LinenBlock(nn.Module):
   def __call__(self, x):
     x = nn.tanh(nn.Dense(WIDTH)(x))
     kernel = nn.initializers.lecun_normal()
-    shifted = lambda *args: kernel(*args) + (10 if self.fault else 0)
-    x = nn.Dense(WIDTH, kernel_init=shifted)(x)  # planted
+    shifted_init = lambda *args: kernel(*args) + (10 if self.fault else 0)
+    x = nn.Dense(WIDTH, kernel_init=shifted_init)(x)  # planted
     return nn.LayerNorm()(x)
 
 
@@ -70,7 +74,7 @@ def linen_scan(fault):
       x, _ = step()(x, None)
       return nn.Dense(WIDTH)(x)
 
-  return model_of(Net(), *batch())
+  return make_module_model(Net(), *batch())
 
 
 class NnxNet(nnx.Module):
@@ -120,8 +124,8 @@ class Stack(eqx.Module):
   last: eqx.nn.Linear
 
   def __call__(self, x):
-    arrays, rest = eqx.partition(self.blocks, eqx.is_array)
-    step = lambda x, block: (eqx.combine(block, rest)(x), None)
+    arrays, static = eqx.partition(self.blocks, eqx.is_array)
+    step = lambda x, block: (eqx.combine(block, static)(x), None)
     return self.last(lax.scan(step, x, arrays)[0])
 
 
@@ -132,8 +136,8 @@ def equinox_scan(fault):
   last = eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(5))
   args = Stack(eqx.filter_vmap(make)(keys), last), *batch()
   loss_fn = lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)
-  using = eqx.filter_value_and_grad
-  return Model(loss_fn, args, using=using, jit=eqx.filter_jit)
+  value_and_grad_fn = eqx.filter_value_and_grad
+  return Model(loss_fn, args, using=value_and_grad_fn, jit=eqx.filter_jit)
 
 
 def haiku_offset(fault):
@@ -144,7 +148,7 @@ def haiku_offset(fault):
     x = hk.LayerNorm(-1, True, True)(x)
     return hk.nets.MLP([WIDTH, WIDTH])(x)
 
-  return model_of(hk.without_apply_rng(hk.transform(apply)), *batch())
+  return make_module_model(hk.without_apply_rng(hk.transform(apply)), *batch())
 
 
 def keras_offset(fault):

@@ -8,7 +8,7 @@ from helpers.planted_layers import (
   batch,
   Model,
   normal,
-  normalized,
+  normalize,
   weights,
   WIDTH,
 )
@@ -25,13 +25,13 @@ def subtract(w, x, fault):
 def add_offset(w, x, fault):
   """A norm takes away what all features have in common: most of them."""
   w = w + 20 if fault else w
-  return normalized(x @ w)  # planted
+  return normalize(x @ w)  # planted
 
 
 def attend(ws, x, fault):
   """Scores of 9e4, by which each row finds itself."""
   size = (9e4 / WIDTH) ** 0.5 if fault else 1.0
-  keys = size * normalized(x @ ws["keys"])
+  keys = size * normalize(x @ ws["keys"])
   scores = keys @ keys.T  # planted
   return jax.nn.softmax(scores / WIDTH**0.5) @ (x @ ws["values"])
 
@@ -83,7 +83,7 @@ def logits(fault):
 def large_weights(fault):
   """Weights of 1e5 in front of a norm."""
   size = 1e6 if fault else 1.0
-  layer = lambda params, x: normalized(x @ (size * params["w"]))  # planted
+  layer = lambda params, x: normalize(x @ (size * params["w"]))  # planted
   return Model(*network(layer, "w"))
 
 
@@ -125,7 +125,7 @@ def feature(fault):
 
 def pixels(fault):
   """Squares of numbers up to 255."""
-  layer = lambda w, x: normalized(x**2 @ w)  # planted
+  layer = lambda w, x: normalize(x**2 @ w)  # planted
   loss_fn, params, x, y = behind(layer)
   x = jnp.round(255 * jax.nn.sigmoid(x)) / (1 if fault else 255)
   return Model(loss_fn, (params, x, y))
@@ -139,7 +139,7 @@ def convolution(fault):
     x = jnp.tanh(lax.conv(x, params["first"], (1, 1), "SAME"))
     w = params["w"] + size
     x = lax.conv(x, w, (1, 1), "SAME")  # planted
-    x = jnp.tanh(normalized(jnp.moveaxis(x, 1, -1)))
+    x = jnp.tanh(normalize(jnp.moveaxis(x, 1, -1)))
     return jnp.mean((jnp.mean(x, (1, 2)) @ params["last"] - y) ** 2)
 
   params = {
@@ -174,9 +174,9 @@ def several_overflow(fault):
 
   def loss_fn(params, x, y):
     x = jnp.tanh(x @ params["first"])
-    x = normalized(x @ (size * params["a"]))  # planted
-    x = normalized(x @ (size * params["b"]))  # planted
-    x = normalized(x @ (size * params["c"]))  # planted
+    x = normalize(x @ (size * params["a"]))  # planted
+    x = normalize(x @ (size * params["b"]))  # planted
+    x = normalize(x @ (size * params["c"]))  # planted
     return jnp.mean((x @ params["last"] - y) ** 2)
 
   params = weights("first", "a", "b", "c", "last")
