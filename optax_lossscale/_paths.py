@@ -26,6 +26,8 @@ def leaf_names(paths: Iterable[Any]) -> list[str]:
   names = list(map(leaf_name, paths))
   if len(set(names)) == len(names):
     return names
+  # All names of the tree change, so a name doesn't depend on which other leaf
+  # it would collide with.
   return ["/".join(map(_quote_key, _strip_value_key(path))) for path in paths]
 
 

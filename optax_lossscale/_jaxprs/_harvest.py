@@ -108,6 +108,8 @@ class _Harvester:
     self, select_capture: SelectCaptureFn, is_optional: Callable[[str], bool]
   ) -> None:
     self._select_capture = select_capture
+    # Equations with any captured tag are rewritten; if that fails, only those
+    # with a required tag are reported.
     is_captured = lambda eqn: self._get_capture(eqn) is not None
     self._captured_search = _walk.EqnSearch(is_captured, _eqns.subjaxprs)
     is_required = lambda eqn: (
@@ -332,6 +334,8 @@ def _make_cond_with_outputs(
         [_make_placeholder(v.aval) for v in branch_vars]
         for branch_vars in captured_vars
       ]
+      # The captured outputs are in the order of the branches, then of the
+      # program, as `_rebuild_eqn` lists the tagged values.
       values[i] = outs[num_outs:]
       return [
         *outs[:num_outs],
@@ -382,6 +386,7 @@ def _make_shard_map_with_outputs(
   """
   num_outs = len(shard_map.out_specs)
   avals = [v.aval for v in body.jaxpr.outvars[num_outs:]]
+  # The new axis is sharded over all axes along which the value varies.
   captured_specs = [
     jax.sharding.PartitionSpec(shard_map.list_varying_axes(aval))
     for aval in avals

@@ -111,6 +111,8 @@ class ShardMap(NamedTuple):
   @property
   def num_devices(self) -> int:
     """The number of devices that run the body."""
+    # Along the other axes of the mesh, XLA partitions the arrays, so devices
+    # share one run of the body.
     axis_sizes = dict(self.mesh.shape)
     return math.prod(axis_sizes[axis] for axis in self.manual_axes)
 
@@ -188,6 +190,7 @@ def is_scan_dropped_by_jit() -> bool:
 
   JAX 0.12 does so under the flag ``jax_scan3``.
   """
+  # The flag is not tested, since a version with a fix may have it, too.
   add_one = lambda x, _: (x + 1, None)
   carry = jax.jit(lambda x: lax.scan(add_one, x, length=1)[0])(jnp.zeros(()))
   return float(carry) != 1.0
@@ -215,7 +218,7 @@ def pair_bodies_with_inputs(
 
   Returns:
     The jaxprs, in the order of :func:`get_bodies`, each with an entry for each
-    of its own inputs. These are the whole arrays, where a scan passes a slice
+    input of the jaxpr. These are the whole arrays, where a scan passes a slice
     and a ``shard_map`` a shard; and the initial carry of a loop, where later
     iterations receive another one: see :func:`mask_carry`.
   """
@@ -265,6 +268,8 @@ def call_in_eqn_context(eqn: core.JaxprEqn, fun: Callable[[], Any]) -> Any:
   )
   if shard_map is None:
     return fun()
+  # JAX binds the axes while it traces the body of a `shard_map`. The traced
+  # jaxpr is dropped: only the result of the function is of interest.
   results: list[Any] = []
 
   def body() -> tuple[()]:
@@ -291,6 +296,8 @@ def parse_scan(eqn: core.JaxprEqn) -> Scan | None:
   if len(bodies) != 1 or length is None or not isinstance(reverse, bool):
     return None
   body = bodies[0].jaxpr
+  # The outputs are carry and stacked arrays, without constants. So the
+  # difference between the two counts is the number of constants.
   num_unsliced = _count_unsliced(eqn.invars, body.invars, length)
   num_carry = _count_unsliced(eqn.outvars, body.outvars, length)
   if num_unsliced is None or num_carry is None or num_unsliced < num_carry:
@@ -318,6 +325,8 @@ def _count_unsliced(
     (_eqns.get_shape(a), _eqns.get_shape(b))
     for a, b in zip(outer_vars, body_vars, strict=True)
   ]
+  # A slice has fewer axes than its array, so the shapes differ in each case,
+  # even if the size of an axis is the number of iterations.
   num_unsliced = next(
     (i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)
   )
@@ -335,6 +344,8 @@ def parse_while(eqn: core.JaxprEqn) -> While | None:
     _eqns.close_jaxpr(condition),
     _eqns.close_jaxpr(body),
   )
+  # All outputs of the equation are the carry. Both jaxprs take it as their last
+  # inputs, so the remaining inputs are constants.
   num_carry = len(eqn.outvars)
   cond_nconsts = len(condition.jaxpr.invars) - num_carry
   body_nconsts = len(body.jaxpr.invars) - num_carry
