@@ -218,7 +218,7 @@ def pair_bodies_with_inputs(
 
   Returns:
     The jaxprs, in the order of :func:`get_bodies`, each with an entry for each
-    of its own inputs. These are the whole arrays, where a scan passes a slice
+    input of the jaxpr. These are the whole arrays, where a scan passes a slice
     and a ``shard_map`` a shard; and the initial carry of a loop, where later
     iterations receive another one: see :func:`mask_carry`.
   """
