@@ -44,4 +44,4 @@ def forget_the_calls_outside_of_jit():
   """They are counted by the code, which tests may share: `_messages.py`."""
   messages = sys.modules.get("optax_lossscale._autocast._messages")
   if messages is not None:
-    messages._counts.clear()
+    messages._call_counts.clear()

@@ -39,21 +39,21 @@ class CustomRule(NamedTuple):
   symbolic_zeros: bool
 
 
-class RuleTransform(NamedTuple):
-  """How what a function with a rule computes is changed.
+class RoleTransform(NamedTuple):
+  """The transforms of a function that has one role in a custom derivative.
+
+  JAX calls rules later, so both may be called after the rewrite has ended.
 
   Attributes:
-    map_body: changes what it computes where nothing is differentiated. The
-      paths are those of the inputs of the jaxpr.
-    map_derivative: changes a jaxpr that a rule computes. It may be called at
-      any time. It also returns the paths of the outputs.
-    map_call: calls a Python function of some arrays, and changes what it
-      computes, at any time. The paths are those of the arrays, and of the
-      leaves of what the function returns; it also returns the latter.
+    map_jaxpr: transforms the jaxpr that the function was traced to. Returns the
+      jaxpr and the weight paths of its outputs.
+    map_call: calls the Python function under the transform. Takes the call, the
+      arrays that the function receives, and their weight paths, with those of
+      the leaves of the result. Returns the result of the function and the
+      weight paths of its leaves.
   """
 
-  map_body: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any]
-  map_derivative: Callable[
+  map_jaxpr: Callable[
     [_eqns.ClosedJaxpr, _weights.WeightPaths],
     tuple[Any, Sequence[_weights.WeightPath]],
   ]
@@ -61,6 +61,23 @@ class RuleTransform(NamedTuple):
     [Callable[[], Any], Sequence[Any], _weights.WeightPaths],
     tuple[Any, Sequence[_weights.WeightPath]],
   ]
+
+
+class RuleTransform(NamedTuple):
+  """The transforms that :func:`transform_custom_rule` applies to an equation.
+
+  Attributes:
+    map_body: transforms the primal jaxpr, which runs where nothing is
+      differentiated. Takes the weight paths of the inputs of the jaxpr.
+    forward: transforms the fwd rule of a ``custom_vjp``.
+    tangents: transforms the jvp rule of a ``custom_jvp``.
+    backward: transforms the bwd rule of a ``custom_vjp``.
+  """
+
+  map_body: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any]
+  forward: RoleTransform
+  tangents: RoleTransform
+  backward: RoleTransform
 
 
 def get_custom_rule(eqn: core.JaxprEqn) -> CustomRule | None:
@@ -98,8 +115,8 @@ def transform_custom_rule(
   """
   rule: Any = get_custom_rule(eqn)
   hi_prim = _eqns.get_hi_primitive(eqn) or eqn.params.get("_prim")
-  transform_plain, transform_hijax = _RULE_TRANSFORMS[rule.kind]
-  if rule.consts is None or len(list(_eqns.subjaxprs(eqn))) > 1:
+  transform_plain, transform_hijax = _RULE_TRANSFORMS[rule.primitive_name]
+  if rule.num_consts is None or len(list(_eqns.subjaxprs(eqn))) > 1:
     return None
   try:
     if hi_prim is None:
@@ -121,7 +138,7 @@ def _transform_custom_jvp(
 ) -> dict[str, Any]:
   jvp_fun: Any = eqn.params["jvp_jaxpr_fun"]
   primal_paths = paths.inputs[rule.num_consts :]
-  transform_once = _memoize_by_jaxpr(transform.map_derivative)
+  transform_once = _memoize_by_jaxpr(transform.tangents.map_jaxpr)
 
   def new_jvp_fun(*zero_mask: bool) -> Any:
     jaxpr, consts, *extras = jvp_fun.call_wrapped(*zero_mask)
@@ -149,9 +166,9 @@ def _transform_custom_vjp(
   fwd: Any = eqn.params["fwd_jaxpr_thunk"]
   bwd: Any = eqn.params["bwd"]
   out_trees: Any = eqn.params["out_trees"]
-  map_call, num_outs = transform.map_call, len(eqn.outvars)
+  map_call, num_outs = transform.backward.map_call, len(eqn.outvars)
   primal_paths = paths.inputs[rule.num_consts :]
-  transform_once = _memoize_by_jaxpr(transform.map_derivative)
+  transform_once = _memoize_by_jaxpr(transform.forward.map_jaxpr)
   # Of the residuals that are computed. The others are inputs.
   computed_paths: list[_weights.WeightPath] = []
 
@@ -187,7 +204,7 @@ def _transform_custom_lin(
 ) -> dict[str, Any]:
   """A tangent, where a rule or the user takes a ``jax.jvp``."""
   bwd: Any = eqn.params["bwd"]
-  map_call = transform.map_call
+  map_call = transform.backward.map_call
   tangent_paths = iter(paths.inputs[rule.num_consts :])
   zero_mask: Any = eqn.params["in_zeros"]
   out_paths = tuple(
@@ -203,7 +220,7 @@ def _transform_custom_lin(
 
 
 def _memoize_by_jaxpr(
-  map_derivative: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any],
+  map_jaxpr: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any],
 ) -> Any:
   """Changes each jaxpr once, since JAX shares what is made of it."""
   cache: dict[core.Jaxpr, Any] = {}
@@ -213,7 +230,7 @@ def _memoize_by_jaxpr(
   ) -> Any:
     if jaxpr not in cache:
       closed_jaxpr = _eqns.with_consts(jaxpr, consts)
-      new_jaxpr, out_paths = map_derivative(
+      new_jaxpr, out_paths = map_jaxpr(
         closed_jaxpr, _weights.WeightPaths(input_paths)
       )
       cache[jaxpr] = new_jaxpr.jaxpr, out_paths
@@ -233,7 +250,7 @@ def _transform_hijax_custom_jvp(
   transform: RuleTransform,
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
-  jvp_rule, map_call = hi_prim.jvp_rule, transform.map_call
+  jvp_rule, map_call = hi_prim.jvp_rule, transform.tangents.map_call
 
   @functools.wraps(jvp_rule)
   def new_jvp_rule(primals: Any, tangents: Any) -> Any:
@@ -258,7 +275,7 @@ def _transform_hijax_custom_vjp(
   bwd_params = _transform_hijax_bwd(
     hi_prim, transform, residual_paths, primal_paths
   )
-  fwd, map_call = hi_prim.fwd, transform.map_call
+  fwd, map_call = hi_prim.fwd, transform.forward.map_call
 
   @functools.wraps(fwd)
   def new_fwd(perturbed_mask: Any, *args: Any) -> Any:
@@ -300,7 +317,7 @@ def _transform_hijax_bwd(
   residual_paths: Sequence[_weights.WeightPath],
   out_paths: Any,
 ) -> dict[str, Any]:
-  bwd, map_call = hi_prim.bwd, transform.map_call
+  bwd, map_call = hi_prim.bwd, transform.backward.map_call
   if "remat_rules" not in hi_prim.params:  # Remove this once jax >= 0.12.
     raise KeyError("Before JAX 0.12 the rules of hijax primitives differ.")
 

@@ -79,7 +79,7 @@ class EqnVisit:
   def cond_branches(self) -> list[tuple[core.JaxprEqn, int]]:
     """Of each ``cond`` around it, its equation and the number of the branch."""
     pairs = [(x.parent, x.body_index) for x in self.ancestors if x.parent]
-    is_cond = lambda visit: isinstance(visit.call, _higher_order.Cond)
+    is_cond = lambda visit: isinstance(visit.hop, _higher_order.Cond)
     return [(visit.eqn, i) for visit, i in pairs if is_cond(visit)]
 
 

@@ -290,9 +290,9 @@ def _as_matmul_precision(
 ) -> _report.MatmulPrecision:
   site = table.sites[site_index]
   stats = runs.site_stats[site_index]
-  num_entries = np.maximum(stats.entries, 1)
-  amax = float(stats.largest)
-  dtype_max = float(jnp.finfo(site.dtype).max)
+  num_entries = np.maximum(stats.num_entries, 1)
+  amax = float(stats.amax)
+  dtype_max = float(jnp.finfo(site.dtypes.result).max)
   return _report.MatmulPrecision(
     site.primitive,
     table.names[site_index],
@@ -303,9 +303,9 @@ def _as_matmul_precision(
     isolated_error=effect,
     amax=amax,
     log2_headroom=math.log2(dtype_max) - math.log2(amax) if amax else math.inf,
-    underflow_fraction=float(np.max(stats.lost / num_entries)),
-    subnormal_fraction=float(np.max(stats.subnormal / num_entries)),
-    run_count=round(float(stats.times)),
+    underflow_fraction=float(np.max(stats.num_underflows / num_entries)),
+    subnormal_fraction=float(np.max(stats.num_subnormals / num_entries)),
+    run_count=round(float(stats.num_executions)),
     program_index=site_index,
   )
 
