@@ -4,9 +4,9 @@ Many libraries don't enter a name scope for each layer. But one operand of the
 layer's matmul is a weight, and the weight has a path in the function's
 argument, such as ``blocks/2/up``, which names the layer instead.
 
-Flax NNX modules among the arguments may be mutated by the function. JAX allows
-mutations only in the trace that created a module, so `close_over_args` copies
-the modules into the trace and applies the mutations afterwards.
+The function may also mutate Flax NNX modules among its arguments. Flax allows
+this only in the trace that created a module, so `close_over_args` copies the
+modules into the trace and applies the mutations afterwards.
 """
 
 from collections.abc import Callable
@@ -46,6 +46,7 @@ def find_weight_paths_by_id(
     except (TypeError, ValueError):  # JAX can't sort the keys of a dict.
       continue
     weights = [(path, x) for path, x in paths_and_leaves if _is_weight(x)]
+    # The ids stay valid because the caller's arguments outlive the trace.
     if weights:
       return {id(x): path for path, x in weights if path}
   return {}
@@ -57,7 +58,7 @@ def _bind_arguments(
   """Return the arguments in the order in which the function declares them."""
   try:
     bound = inspect.signature(fun).bind(*args, **kwargs)
-  except (TypeError, ValueError):
+  except (TypeError, ValueError):  # A built-in may have no signature.
     return [*args, *kwargs.values()]
   return [*bound.args, *bound.kwargs.values()]
 
@@ -122,6 +123,7 @@ def close_over_args(
     # `unflatten` creates the copies here, inside the trace.
     (copies,) = flat.unflatten(flat.leaves)
     fun_copy, args_copy, kwargs_copy = copies
+    # The tree contains the object of a bound method, which must be the copy.
     if inspect.ismethod(fun):
       fun_copy = fun.__func__.__get__(fun_copy)
     out = fun_copy(*args_copy, **kwargs_copy)

@@ -114,6 +114,7 @@ def call_with_autocast(
   rewrite_result, out_paths, message = rewrite_program(
     closed_jaxpr, paths, config
   )
+  # The outputs of the rewritten jaxpr replace the tracers, in the same order.
   out_iter, path_iter = (
     iter(core.jaxpr_as_fun(rewrite_result.jaxpr)()),
     iter(out_paths),
@@ -167,13 +168,8 @@ def rewrite_program(
   out_paths = program_weights.get_jaxpr_weights(closed_jaxpr, paths).get_paths(
     closed_jaxpr.jaxpr.outvars
   )
-  unentered_eqns = set(result.log.unentered_eqns)
-  message = (
-    _messages.describe_unentered(
-      closed_jaxpr, unentered_eqns, config.dtypes.operand
-    )
-    if unentered_eqns
-    else ""
+  message = _messages.describe_unentered(
+    closed_jaxpr, set(result.log.unentered_eqns), config.dtypes.operand
   )
   return result, out_paths, message
 
@@ -202,6 +198,7 @@ def _make_rule_transform(
 def _make_role_transform(
   config: AutocastConfig,
 ) -> _custom_derivatives.RoleTransform:
+  # JAX may call both after the trace has ended, so they close over no tracers.
   return _custom_derivatives.RoleTransform(
     map_jaxpr=functools.partial(_rewrite_rule_jaxpr, config=config),
     map_call=functools.partial(_autocast_rule_call, config=config),

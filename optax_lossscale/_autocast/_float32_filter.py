@@ -52,9 +52,9 @@ class Float32Filter(NamedTuple):
   def with_literal_names(self, matches: Iterable[Match]) -> "Float32Filter":
     """Return a filter that compares the names of matmuls literally.
 
-    A parameter path may contain ``*``, ``?`` or ``[``, such as
-    ``blocks[0]``. As a pattern of ``fnmatch``, it would not match itself, or
-    would match other names as well.
+    The key of a parameter may contain ``*``, ``?`` or ``[``, such as
+    ``"w[0]"``. As a pattern of ``fnmatch``, such a name would not match itself,
+    or would match other names as well.
     """
     names = _collect_names(x for match in matches for x in match.names)
     literal_names = {
@@ -90,10 +90,14 @@ class Float32Filter(NamedTuple):
     unmatched_patterns = [p for p in self.patterns if p not in matched_patterns]
     if not unmatched_patterns:
       return ""
+    # An error about the first pattern is enough, and easier to read. With a
+    # cutoff of 0.0 there are suggestions even if no name is similar.
     names = _collect_names(x for match in matches for x in match.names)
     nearest = difflib.get_close_matches(
       unmatched_patterns[0], names, _NUM_SUGGESTIONS, 0.0
     )
+    # Matmuls of an inner autocast are half precision before this one runs, so
+    # they have no match, but the user sees their names in the reports.
     name = repr(unmatched_patterns[0])
     if self._matches(unmatched_patterns[0], _collect_names(get_cast_names())):
       message = (
@@ -113,6 +117,7 @@ class Float32Filter(NamedTuple):
         f"keep_float32 = {name} selects no matmul or convolution, because the"
         " function contains none. Remove keep_float32."
       )
+    # The name may belong to a matmul in a rule, so this is not an error.
     if has_opaque_rules:
       return (
         f"{message} The name may be inside a custom derivative rule, which"
@@ -122,6 +127,7 @@ class Float32Filter(NamedTuple):
 
   def _matches(self, pattern: str, names: Iterable[str]) -> bool:
     """Return whether a pattern matches one of the names."""
+    # An exact match needs no `fnmatch`, in which brackets match differently.
     if pattern in names or pattern in self.literal_names:
       return pattern in names
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
@@ -130,6 +136,7 @@ class Float32Filter(NamedTuple):
 def as_patterns(patterns: Any) -> tuple[str, ...]:
   """Return the argument ``keep_float32`` as a tuple of strings, or raise."""
   pattern_tuple: Any = (patterns,) if isinstance(patterns, str) else patterns
+  # A value that is neither a string nor iterable fails the check below.
   pattern_tuple = (
     tuple(pattern_tuple)
     if isinstance(pattern_tuple, Iterable)

@@ -45,7 +45,7 @@ def is_castable_matmul(eqn: core.JaxprEqn) -> bool:
 def has_exported_matmul(eqn: core.JaxprEqn) -> bool:
   """Return whether this calls a ``jax.export`` function with float32 matmuls.
 
-  An exported function is compiled StableHLO, which autocast can't rewrite.
+  An exported function is serialized StableHLO, which autocast can't rewrite.
   """
   text = _eqns.get_exported_mlir(eqn)
   return bool(_FLOAT32_MATMUL_RE.search(text)) and not has_keep_float32_scope(
@@ -116,6 +116,7 @@ def can_have_rule_matmuls(eqn: core.JaxprEqn) -> bool:
   rule = _custom_derivatives.get_custom_rule(eqn)
   if rule is None or rule.num_consts is None or has_keep_float32_scope(eqn):
     return False
+  # A bwd rule of a library may contain any matmul, such as those of attention.
   return (
     rule.primitive_name != "custom_jvp_call"
     or not _source_info.is_library_rule(eqn)
@@ -137,6 +138,8 @@ def trace_rule_grad(
   ]
   avals = [atom.aval for atom in eqn.invars]
 
+  # `jax.grad` with respect to the list of float inputs needs no rule for
+  # integers, and the sum of all outputs makes each cotangent nonzero.
   def loss(float_args: list[Any], args: tuple[Any, ...]) -> Any:
     # Without the source line of the call, each equation has that of the rule.
     eqn_fun = _eqns.eqn_as_fun(_source_info.strip_source_info(eqn))
@@ -207,6 +210,7 @@ def find_rule_matmuls(
     jaxprs_and_paths.append(
       (grad_jaxpr, _weights.WeightPaths(input_paths, float_paths))
     )
+  # The location itself lets a name select the function as a whole.
   locations = [location]
   for closed_jaxpr, inner_paths in jaxprs_and_paths:
     weights = _weights.ProgramWeights().get_jaxpr_weights(

@@ -1,7 +1,7 @@
 """Writes the warnings of `autocast`, and counts its calls outside ``jit``."""
 
 import collections
-from collections.abc import Callable, Container
+from collections.abc import Callable, Set
 import functools
 import inspect
 from typing import Any
@@ -37,7 +37,7 @@ _REWRITTEN_LABEL = ""
 
 def describe_unentered(
   closed_jaxpr: _eqns.ClosedJaxpr,
-  unentered_eqns: Container[core.JaxprEqn],
+  unentered_eqns: Set[core.JaxprEqn],
   dtype: Any,
 ) -> str:
   """Return the warning about matmuls that autocast could not rewrite.
@@ -48,8 +48,10 @@ def describe_unentered(
     dtype: the half precision.
 
   Returns:
-    The warning; empty if the equations contain no matmul.
+    The warning; empty if there are no such equations.
   """
+  if not unentered_eqns:
+    return ""
   flops_fractions, exported_locations = _flops_by_location(
     closed_jaxpr, unentered_eqns
   )
@@ -97,6 +99,8 @@ def describe_nothing_cast(
     subjaxprs: list[Any] = [*_eqns.subjaxprs(eqn)] or [_eqns.lower_hijax(eqn)]
     return [closed_jaxpr for closed_jaxpr in subjaxprs if closed_jaxpr]
 
+  # The caller has only the rewritten jaxpr, so the function is traced again.
+  # This is slow, but happens only for a warning.
   def flat_fun() -> list[Any]:
     leaves = jax.tree.leaves(thunk())
     return [x for x in leaves if isinstance(x, jax.core.Tracer)]
@@ -150,12 +154,7 @@ def describe_unjitted_calls(
     return ""
   if not all(map(_avals.is_concrete, arrays)):
     return ""
-  counts_by_shapes = _call_counts.setdefault(
-    _get_code(fun), collections.Counter()
-  )
-  shapes_hash = _hash_shapes((inputs, out))
-  counts_by_shapes[shapes_hash] += 1
-  if counts_by_shapes[shapes_hash] != _WARN_AT_CALL:
+  if _count_call(fun, (inputs, out)) != _WARN_AT_CALL:
     return ""
   name = getattr(fun, "__name__", type(fun).__name__)
   return (
@@ -167,7 +166,7 @@ def describe_unjitted_calls(
 
 
 def _flops_by_location(
-  closed_jaxpr: _eqns.ClosedJaxpr, unentered_eqns: Container[core.JaxprEqn]
+  closed_jaxpr: _eqns.ClosedJaxpr, unentered_eqns: Set[core.JaxprEqn]
 ) -> tuple[dict[str, float], list[str]]:
   """Count the FLOPs of matmuls that autocast could not rewrite.
 
@@ -215,6 +214,16 @@ def _join_truncated(locations: list[str]) -> str:
   joined = ", ".join(locations[:_MAX_LISTED])
   num_more = len(locations) - _MAX_LISTED
   return f"{joined} and {num_more} more" if num_more > 0 else joined
+
+
+def _count_call(fun: Callable[..., Any], inputs_and_out: Any) -> int:
+  """Count a call, and return the number of calls with the same shapes."""
+  counts_by_shapes = _call_counts.setdefault(
+    _get_code(fun), collections.Counter()
+  )
+  shapes_hash = _hash_shapes(inputs_and_out)
+  counts_by_shapes[shapes_hash] += 1
+  return counts_by_shapes[shapes_hash]
 
 
 def _get_code(fun: Any) -> Any:

@@ -1,11 +1,11 @@
 """Rewrites a jaxpr so that its matmuls run in half precision.
 
 The rewrite evaluates nothing, and every variable keeps its type. It replaces a
-matmul with casts of the operands to half precision, the matmul in half
-precision, and a cast of the result back to the float32 variable of the original
-matmul. All other equations stay the same objects, except that the jaxprs inside
-loops, branches and calls are rewritten, too. Where one matmul reads the result
-of another, XLA removes the pair of casts between them.
+matmul with casts of its operands, the same matmul in half precision, and a cast
+of the result back to the float32 variable of the original matmul. All other
+equations stay the same objects, except that the jaxprs inside loops, branches
+and calls are rewritten, too. Where one matmul reads the result of another, XLA
+removes the pair of casts between them.
 
 The backward pass is not rewritten. JAX differentiates the rewritten forward
 pass: the derivative of a half-precision matmul is two half-precision matmuls,
@@ -202,7 +202,7 @@ class Rewriter:
       matmul = _primitives.replace_result_dtype(tagged_eqn, self._dtypes.result)
       return _EqnRewrite(cast_eqn(matmul, self._dtypes), eqn.outvars, log)
     # A matmul result stays in half precision while it is only moved. XLA then
-    # cancels the casts between the two, and moves half as many bytes.
+    # cancels the casts between the two equations, and moves half as many bytes.
     if _primitives.is_data_movement(eqn) and has_only_half_operands(
       eqn, ctx.half_vars
     ):
@@ -293,7 +293,9 @@ class Rewriter:
         return _EqnRewrite([tagged_eqn], log=log)
     logs = [log]
 
-    def body(
+    # `map_body` runs during this rewrite, so the log includes the matmuls of
+    # the function. JAX calls the transforms of the rule later.
+    def map_body(
       closed_jaxpr: _eqns.ClosedJaxpr, inner_paths: _weights.WeightPaths
     ) -> Any:
       result = self.rewrite(closed_jaxpr, location, (), inner_paths)
@@ -301,7 +303,7 @@ class Rewriter:
       return result.jaxpr
 
     new_eqn = _custom_derivatives.transform_custom_rule(
-      tagged_eqn, self._rule_transform._replace(map_body=body), paths
+      tagged_eqn, self._rule_transform._replace(map_body=map_body), paths
     )
     if new_eqn is None:
       log = log._replace(unentered_eqns=(eqn,))
