@@ -1,4 +1,9 @@
-"""``check_step``: is a float16 training step sound, and if not, what to do?"""
+"""``check_step``: all checks of a float16 training step in one report.
+
+The step is traced once. ``precision_report``, ``find_overflow`` and
+``compare_precision`` then run on the same jaxpr, and their results become a
+list of problems, each with a fix, the most important first.
+"""
 
 from collections.abc import Callable, Iterator
 import dataclasses
@@ -19,7 +24,7 @@ from optax_lossscale.diagnostics._comparison import _compare_precision, _report
 from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 
-# A report has at most 20 lines.
+# The printed report has at most 20 lines: longer lists are cut.
 _MAX_PROBLEMS = 4
 _MAX_NOT_CHECKED = 3
 
@@ -28,8 +33,8 @@ class Problem(NamedTuple):
   """A problem of a training step.
 
   Attributes:
-    cause: the fault, with a figure.
-    fix: the remedy; a line of code where there is one.
+    cause: the fault, with a number.
+    fix: the fix; a line of code if possible.
     keep_float32: the layers to pass to ``keep_float32=`` of
       :func:`optax_lossscale.autocast`, if that is the fix; else empty.
     loss_scale: the loss scale to set, if that is the fix; else None.
@@ -47,8 +52,8 @@ class StepCheck(_numbers.PrintedReport):
 
   Attributes:
     problems: a :class:`Problem` for each, the most important first.
-    passed: what is sound, in sentences.
-    not_checked: what was not checked, in sentences.
+    passed: the checks that passed, in sentences.
+    not_checked: the checks that were not possible, in sentences.
     precision: the :class:`PrecisionReport` of the step.
     overflow: the :class:`Overflow`; None if all gradients are finite.
     comparison: the :class:`PrecisionComparison`; None if ``autocast`` casts no
@@ -64,7 +69,7 @@ class StepCheck(_numbers.PrintedReport):
 
   @property
   def is_sound(self) -> bool:
-    """Whether there is no problem in what was checked."""
+    """Whether the checks found no problem."""
     return not self.problems
 
   def as_dict(self) -> dict[str, Any]:
@@ -101,7 +106,7 @@ class StepCheck(_numbers.PrintedReport):
 def check_step(
   fun: Callable[..., Any], *args: Any, progress: bool = True, **kwargs: Any
 ) -> StepCheck:
-  """Checks whether a float16 training step is sound, and says what to fix.
+  """Checks whether a float16 training step is sound, and suggests fixes.
 
   Combines :func:`precision_report`, :func:`find_overflow` and
   :func:`compare_precision` with ``search="bisect"``. Fix the first problem, and
@@ -179,7 +184,8 @@ def _build_step_check(
     *search_result.mistakes,
     *(comparison.mistakes if comparison else ()),
   ]
-  # A branch may wait on purpose, unless it waits for finite gradients.
+  # A step may skip update on purpose, for example to accumulate gradients. It
+  # is a problem only together with an overflow: the branch may test for it.
   is_problem = lambda x: (
     x is not _scaling_mistakes.UPDATE_NOT_RUN or search_result.origin
   )
@@ -211,7 +217,7 @@ def _build_step_check(
 
 
 def _get_loss_scale(traced: _tracing.TracedFunction) -> float | None:
-  """Returns the loss scale of the step; None if there are several."""
+  """Return the loss scale of the step; None if there are several."""
   scales = [traced.inputs[i] for i in traced.scale_indices]
   values = {x for scale in scales for x in np.ravel(scale).tolist()}
   return values.pop() if len(values) == 1 else None
@@ -222,11 +228,12 @@ def _find_numeric_problems(
   report: _report.PrecisionComparison | None,
   scale: float | None,
 ) -> list[Problem]:
-  """Returns overflows; if there are none, errors."""
+  """Return the problems with overflow, or else with lost precision."""
   problems: list[Problem] = []
   if report is not None and report.reference_is_finite:
     problems += _find_precision_problems(report, scale)
-  # An overflow that no matmul explains.
+  # The comparison only knows matmuls. If it explains nothing, report the
+  # overflow of another operation.
   return problems or [_as_problem(x) for x in (origin,) if x is not None]
 
 
@@ -243,7 +250,7 @@ def _find_precision_problems(
     forward_rows = {row.name: row for row in report.matmuls if not row.backward}
     for name in report.overflowing:
       amax = forward_rows[name].amax
-      # Of the dtype of this layer, since there may be two.
+      # Not from the dtype of the report, which may be two dtypes.
       dtype_max = amax * 2.0 ** forward_rows[name].log2_headroom
       yield _suggest_float32(
         name,
@@ -259,7 +266,7 @@ def _find_precision_problems(
     yield _suggest_rescale(
       f"{worst_array.name} underflows in the backward pass: relative error"
       f" {worst_array.error:.2g}",
-      max(log2_change - 1, 1),  # A factor of two stays free.
+      max(log2_change - 1, 1),  # Leave a factor of two of headroom.
       scale,
     )
   else:

@@ -10,7 +10,8 @@ import numpy as np
 
 from optax_lossscale import _checks, _state
 
-# The largest operand of each exponential, from the largest number of a dtype.
+# For each exponential, computes the largest operand with a finite result from
+# the largest number of a dtype.
 OVERFLOW_THRESHOLDS: dict[str, Callable[[float], float]] = {
   "exp": math.log,
   "exp2": math.log2,
@@ -21,15 +22,21 @@ OVERFLOW_THRESHOLDS: dict[str, Callable[[float], float]] = {
 
 
 class DtypeLimits(NamedTuple):
-  """Where a number becomes zero, normal or infinite in a dtype."""
+  """The magnitudes at which a cast to a dtype underflows or overflows.
 
-  underflow_threshold: float  # up to here a number becomes zero
-  smallest_normal: float  # from here on it is normal
-  overflow_threshold: float  # from here on it is infinite
+  Attributes:
+    underflow_threshold: the largest magnitude that becomes zero.
+    smallest_normal: the smallest magnitude that is normal.
+    overflow_threshold: the smallest magnitude that becomes infinite.
+  """
+
+  underflow_threshold: float
+  smallest_normal: float
+  overflow_threshold: float
 
 
 def get_dtype_limits(dtype: np.dtype) -> DtypeLimits:
-  """Where a number becomes zero, normal or infinite in a dtype."""
+  """Return the magnitudes at which a cast to a dtype under- or overflows."""
   info = jnp.finfo(dtype)
   dtype_max = float(info.max)
   # From half a unit in the last place above the largest number, numbers are
@@ -43,7 +50,7 @@ def get_dtype_limits(dtype: np.dtype) -> DtypeLimits:
 
 
 def check_float_dtype(dtype: Any) -> np.dtype:
-  """The dtype, checked."""
+  """Return a dtype, or raise if it is no float dtype of at most 32 bits."""
   dtype = np.dtype(dtype)
   if not jnp.issubdtype(dtype, jnp.floating) or dtype == np.float64:
     raise TypeError(
@@ -54,7 +61,7 @@ def check_float_dtype(dtype: Any) -> np.dtype:
 
 
 def to_float_scale(loss_scale: Any) -> float:
-  """The scale, checked, that a number or a state stands for."""
+  """Return the loss scale of a number or a state, checked."""
   if _state.has_loss_scale(loss_scale):
     loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
   _checks.check_scale("loss_scale", loss_scale)
@@ -69,7 +76,7 @@ def format_overflow_threshold(primitive: str, dtype: np.dtype) -> str:
 
 
 class PrintedReport:
-  """A report whose text is shown in a notebook as ``print`` shows it."""
+  """A report that a notebook shows like ``print`` does."""
 
   def _repr_html_(self) -> str:
     return f"<pre>{html.escape(str(self))}</pre>"
@@ -91,8 +98,8 @@ def format_table(
 
   Args:
     rows: at least one row, from the names of the columns to the cells.
-    num_left_aligned: the number of columns that are aligned to the left, the
-      first ones.
+    num_left_aligned: the number of columns, from the first one, that are
+      aligned to the left.
 
   Returns:
     The lines of the table, as one string.
