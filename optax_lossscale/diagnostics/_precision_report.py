@@ -465,7 +465,7 @@ def _as_matmul_stats(visit: _walk.EqnVisit, flops: int) -> MatmulStats:
 def _find_risks(
   visit: _walk.EqnVisit, dtype: np.dtype, constants: "_ConstantPropagation"
 ) -> Iterator[str]:
-  """Yield the reasons why an operation with results in this dtype is at risk."""
+  """Yield the risks of an operation, if it has a result in this dtype."""
   out_dtypes = [getattr(v.aval, "dtype", None) for v in visit.eqn.outvars]
   if dtype in out_dtypes:
     yield from _find_function_risks(visit, dtype, constants)
@@ -571,7 +571,7 @@ class _ConstantPropagation:
   def get_defining_eqn(
     self, visit: _walk.EqnVisit, atom: Any
   ) -> core.JaxprEqn | None:
-    """Return the eqn whose first output an operand is; None if there is none."""
+    """Return the eqn whose first output is this operand, or None."""
     jaxpr = visit.closed_jaxpr.jaxpr
     if jaxpr not in self._defining_eqns:
       defining_eqns = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars[:1]}

@@ -3,7 +3,7 @@
 1. Trace the function, and build a mixed-precision program that takes the mode
 of
    each matmul as an array (``_program``). It is compiled once, for all runs.
-2. Run it with all matmuls in float32 (the reference), with all in half
+2. Run it with all matmuls in float32 (the reference), with all of them in half
    precision, and with perturbed float32 operands. An array that the
    perturbation changes much is rounding noise, and is not judged.
 3. Run it with the matmuls of one layer in half precision, for each layer; or
