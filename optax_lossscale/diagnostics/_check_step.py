@@ -20,7 +20,10 @@ from optax_lossscale.diagnostics import (
   _scaling_mistakes,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import _compare_precision, _report
+from optax_lossscale.diagnostics._comparison import _compare_precision
+from optax_lossscale.diagnostics._comparison import (
+  _report as _comparison_report,
+)
 from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 
@@ -65,7 +68,7 @@ class StepCheck(_numbers.PrintedReport):
   not_checked: tuple[str, ...]
   precision: _precision_report.PrecisionReport
   overflow: _overflow_report.Overflow | None
-  comparison: _report.PrecisionComparison | None
+  comparison: _comparison_report.PrecisionComparison | None
 
   @property
   def is_sound(self) -> bool:
@@ -225,7 +228,7 @@ def _get_loss_scale(traced: _tracing.TracedFunction) -> float | None:
 
 def _find_numeric_problems(
   origin: _overflow_report.Overflow | None,
-  report: _report.PrecisionComparison | None,
+  report: _comparison_report.PrecisionComparison | None,
   scale: float | None,
 ) -> list[Problem]:
   """Return the problems with overflow, or else with lost precision."""
@@ -238,7 +241,7 @@ def _find_numeric_problems(
 
 
 def _find_precision_problems(
-  report: _report.PrecisionComparison, scale: float | None
+  report: _comparison_report.PrecisionComparison, scale: float | None
 ) -> Iterator[Problem]:
   log2_change = report.suggested_log2_scale_change
   if report.reference_is_zero:

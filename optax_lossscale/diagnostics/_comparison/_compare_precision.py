@@ -3,15 +3,15 @@
 1. Trace the function, and build a mixed-precision program that takes the mode
 of
    each matmul as an array (``_program``). It is compiled once, for all runs.
-2. Run it with all matmuls in float32 (the reference), with all of them in half
-   precision, and with perturbed float32 operands. An array that the
+2. Run it with all matmuls in float32 (the reference), in half precision, and in
+   float32 with perturbed operands. An array that the
    perturbation changes much is rounding noise, and is not judged.
 3. Run it with the matmuls of one layer in half precision, for each layer; or
    with halves of the layers, to find the worst ones by bisection (``_report``).
 4. Report the error that each layer causes alone, and the outliers among them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 import math
@@ -170,16 +170,44 @@ def compare_traced(
   ]
   runs = PrecisionRuns(traced, table, progress)
   eps = max(float(jnp.finfo(dtype).eps) for dtype in table.dtypes)
+  effects_by_site = _measure_sites(search, table, runs, eps)
+  report = _build_report(traced, table, runs, effects_by_site, limitations)
+  # If the backward pass overflows, the errors of all layers are infinite, so
+  # only the loss scale is reported.
+  log2_excess = _report.compute_log2_scale_excess(report)
+  if log2_excess:
+    report = dataclasses.replace(
+      report, suggested_log2_scale_change=-log2_excess
+    )
+  elif report.reference_is_finite:
+    report = _add_outliers(report, runs, effects_by_site, eps)
+  mistakes = [*traced.mistakes, *runs.mistakes]
+  return ComparisonResult(report, mistakes, runs.underflow_fraction)
+
+
+def _measure_sites(
+  search: str, table: _program.MatmulTable, runs: "PrecisionRuns", eps: float
+) -> dict[int, np.ndarray]:
+  """Return the effects of each matmul site, measured alone or by bisection."""
   site_groups = table.group_by_name()
   if search == "exhaustive":
-    effects_by_site = {
+    return {
       i: runs.measure_effects([i]) for group in site_groups for i in group
     }
-  else:
-    total_effect = runs.compute_effects(runs.half_errors)
-    effects_by_site = _report.bisect_effects(
-      runs.measure_effects, site_groups, total_effect, eps
-    )
+  total_effect = runs.compute_effects(runs.half_errors)
+  return _report.bisect_effects(
+    runs.measure_effects, site_groups, total_effect, eps
+  )
+
+
+def _build_report(
+  traced: _tracing.TracedFunction,
+  table: _program.MatmulTable,
+  runs: "PrecisionRuns",
+  effects_by_site: dict[int, np.ndarray],
+  limitations: list[str],
+) -> _report.PrecisionComparison:
+  """Return a report of all measurements, without outliers."""
   matmuls = [
     _as_matmul_precision(i, site_effects[0], table, runs)
     for i, site_effects in effects_by_site.items()
@@ -190,7 +218,7 @@ def compare_traced(
     key=lambda row: (row.isolated_error, -row.log2_headroom), reverse=True
   )
   names = runs.names
-  report = _report.PrecisionComparison(
+  return _report.PrecisionComparison(
     dtype=" and ".join(sorted(map(str, table.dtypes))),
     target="gradients" if traced.grad_outputs else "results",
     reference_is_zero=runs.is_reference_zero,
@@ -206,40 +234,36 @@ def compare_traced(
     warnings=tuple(map(str, [*traced.mistakes, *runs.mistakes])),
     noise_only_arrays=tuple(itertools.compress(names, runs.noise_mask)),
   )
-  # If the backward pass overflows, the errors of all layers are infinite, so
-  # only the loss scale is reported.
-  log2_excess = _report.compute_log2_scale_excess(report)
-  comparison = ComparisonResult(
-    dataclasses.replace(report, suggested_log2_scale_change=-log2_excess),
-    [*traced.mistakes, *runs.mistakes],
-    runs.underflow_fraction,
-  )
-  if not report.reference_is_finite or log2_excess:
-    return comparison
-  inaccurate_arrays = _find_inaccurate_arrays(names, runs, eps)
-  worst_index = (
-    names.index(inaccurate_arrays[0].name) if inaccurate_arrays else None
-  )
+
+
+def _add_outliers(
+  report: _report.PrecisionComparison,
+  runs: "PrecisionRuns",
+  effects_by_site: dict[int, np.ndarray],
+  eps: float,
+) -> _report.PrecisionComparison:
+  """Add the outliers, the inaccurate arrays and a better scale to a report."""
+  matmuls = report.matmuls
   effects = np.array([effects_by_site[row.program_index] for row in matmuls])
-  report = dataclasses.replace(
+  inaccurate_arrays = _find_inaccurate_arrays(runs, eps)
+  log2_increase = 0
+  if inaccurate_arrays:
+    worst_index = runs.names.index(inaccurate_arrays[0].name)
+    log2_increase = _compute_log2_increase(matmuls, effects[:, 1 + worst_index])
+  return dataclasses.replace(
     report,
     outliers=_report.find_outliers([r.name for r in matmuls], effects, eps),
     inaccurate_arrays=tuple(inaccurate_arrays),
-    suggested_log2_scale_change=(
-      0
-      if worst_index is None
-      else _compute_log2_increase(matmuls, effects[:, 1 + worst_index])
-    ),
+    suggested_log2_scale_change=log2_increase,
   )
-  return comparison._replace(report=report)
 
 
 def _find_inaccurate_arrays(
-  names: list[str], runs: "PrecisionRuns", eps: float
+  runs: "PrecisionRuns", eps: float
 ) -> list[_report.ArrayError]:
   """Return the arrays with a large error, the worst first."""
   columns = (
-    names,
+    runs.names,
     runs.half_errors.array_errors.tolist(),
     runs.half_errors.norm_fractions.tolist(),
   )
@@ -254,7 +278,7 @@ def _find_inaccurate_arrays(
 
 
 def _compute_log2_increase(
-  matmuls: list[_report.MatmulPrecision], effects: np.ndarray
+  matmuls: Sequence[_report.MatmulPrecision], effects: np.ndarray
 ) -> int:
   """Return log2 of the factor by which to raise the scale, for one array.
 
