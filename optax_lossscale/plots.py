@@ -11,7 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _state, _transfer_guard, diagnostics
-from optax_lossscale.diagnostics import _leaves, _numbers
+from optax_lossscale.diagnostics import (
+  _dtype_limits,
+  _gradient_report,
+  _leaves,
+)
 
 __all__ = [
   "ExponentHistogram",
@@ -117,9 +121,9 @@ def plot_exponents(
     Micikevicius et al, `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018
   """
-  dtype = _numbers.check_float_dtype(dtype)
-  scale = _numbers.to_float_scale(loss_scale)
-  limits = _numbers.get_dtype_limits(dtype)
+  dtype = _dtype_limits.check_float_dtype(dtype)
+  scale = _gradient_report.to_float_scale(loss_scale)
+  limits = _dtype_limits.get_dtype_limits(dtype)
   found = exponent_histogram(grads)
   ax = _axes_or_new(ax, "plot_exponents")
 
@@ -171,7 +175,9 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
   return counts, zeros, nonfinite
 
 
-def _draw_bands(ax: Any, dtype: np.dtype, limits: _numbers.DtypeLimits) -> None:
+def _draw_bands(
+  ax: Any, dtype: np.dtype, limits: _dtype_limits.DtypeLimits
+) -> None:
   """Colours the ranges where a dtype is zero, subnormal, normal or inf."""
   far = 2 * _HIGHEST  # The outer bands go on beyond the part that is shown.
   edges = itertools.pairwise([-far, *np.log2(limits), far])

@@ -14,9 +14,9 @@ import numpy as np
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
-  _numbers,
   _precision_report,
   _progress,
+  _report_format,
   _scaling_mistakes,
   _tracing,
 )
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepCheck(_numbers.PrintedReport):
+class StepCheck(_report_format.PrintedReport):
   """Result of :func:`check_step`. Prints as a list of at most 20 lines.
 
   Attributes:

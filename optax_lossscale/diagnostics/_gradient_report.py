@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks, _transfer_guard
-from optax_lossscale.diagnostics import _leaves, _numbers
+from optax_lossscale import _checks, _state, _transfer_guard
+from optax_lossscale.diagnostics import _dtype_limits, _leaves, _report_format
 
 
 class GradientStats(NamedTuple):
@@ -51,7 +51,7 @@ class GradientStats(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientReport(_numbers.PrintedReport):
+class GradientReport(_report_format.PrintedReport):
   """The report of :func:`gradient_report`: how gradients survive a cast.
 
   Attributes:
@@ -99,7 +99,7 @@ class GradientReport(_numbers.PrintedReport):
 
   def __str__(self) -> str:
     rows = [_as_cells(row) for row in (*self.leaves, self.total)]
-    table = _numbers.format_table(rows, num_left_aligned=3)
+    table = _report_format.format_table(rows, num_left_aligned=3)
     heading = (
       f"Gradients multiplied by loss scale {self.loss_scale:g} and cast to"
       f" {self.dtype}:"
@@ -174,9 +174,9 @@ def gradient_report(
     w: best 2^2 to 2^25
     b: best 2^-24 to 2^15
   """
-  dtype = _numbers.check_float_dtype(dtype)
-  scale = _numbers.to_float_scale(loss_scale)
-  limits = _numbers.get_dtype_limits(dtype)
+  dtype = _dtype_limits.check_float_dtype(dtype)
+  scale = to_float_scale(loss_scale)
+  limits = _dtype_limits.get_dtype_limits(dtype)
   leaf_stats = _leaves.measure_grads(
     grads,
     "gradient_report",
@@ -192,13 +192,21 @@ def gradient_report(
   return GradientReport(str(dtype), scale, tuple(rows), total)
 
 
+def to_float_scale(loss_scale: Any) -> float:
+  """Return the loss scale of a number or a state, checked."""
+  if _state.has_loss_scale(loss_scale):
+    loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
+  _checks.check_scale("loss_scale", loss_scale)
+  return float(loss_scale)
+
+
 # The largest magnitude, the smallest nonzero magnitude (inf if there is none),
 # and the counts for the fractions of a row, in the order of its fields.
 _LeafStats = tuple[Any, ...]
 
 
 def _cast_thresholds(
-  leaf: Any, scale: float, limits: _numbers.DtypeLimits
+  leaf: Any, scale: float, limits: _dtype_limits.DtypeLimits
 ) -> np.ndarray:
   """Return the scale and the limits in the dtype that a leaf is measured in."""
   is_double = jnp.finfo(leaf.dtype).bits > 32
@@ -247,7 +255,7 @@ def _merge_stats(leaf_stats: list[_LeafStats]) -> _LeafStats:
 def _as_row(
   header: tuple[str, tuple[int, ...], str, int],
   stats: _LeafStats,
-  limits: _numbers.DtypeLimits,
+  limits: _dtype_limits.DtypeLimits,
 ) -> GradientStats:
   """Return a row, given its name, shape, dtype and size, and its statistics."""
   amax, amin, *counts = stats
@@ -259,7 +267,7 @@ def _as_row(
 
 
 def _compute_log2_scale_range(
-  amax: float, amin: float, limits: _numbers.DtypeLimits
+  amax: float, amin: float, limits: _dtype_limits.DtypeLimits
 ) -> tuple[int, int] | None:
   if amax == 0:
     return None

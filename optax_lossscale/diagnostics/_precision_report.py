@@ -27,7 +27,11 @@ from optax_lossscale._jaxprs import (
   _source_info,
   _walk,
 )
-from optax_lossscale.diagnostics import _numbers, _tracing
+from optax_lossscale.diagnostics import (
+  _dtype_limits,
+  _report_format,
+  _tracing,
+)
 
 # A sum of more terms than this is long: 256 terms of 256 already overflow
 # float16.
@@ -133,7 +137,7 @@ class Risk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionReport(_numbers.PrintedReport):
+class PrecisionReport(_report_format.PrintedReport):
   """The report of :func:`precision_report`: how much runs in which dtype.
 
   Attributes:
@@ -182,7 +186,7 @@ class PrecisionReport(_numbers.PrintedReport):
       for row in self.flops
     ]
     unconverted = [
-      _numbers.location_cells(row)
+      _report_format.format_location_cells(row)
       | {
         "operand dtype": row.operand_dtype,
         "count": str(row.run_count),
@@ -191,7 +195,7 @@ class PrecisionReport(_numbers.PrintedReport):
       for row in self.unconverted
     ]
     at_risk = [
-      _numbers.location_cells(row)
+      _report_format.format_location_cells(row)
       | {"count": str(row.run_count), "reason": row.reason}
       for row in self.at_risk
     ]
@@ -206,7 +210,9 @@ class PrecisionReport(_numbers.PrintedReport):
       (f"At risk in {self.dtype}:", at_risk, 4),
     ):
       parts += (
-        [title, _numbers.format_table(rows, num_left_aligned)] if rows else []
+        [title, _report_format.format_table(rows, num_left_aligned)]
+        if rows
+        else []
       )
     return "\n".join(parts)
 
@@ -293,7 +299,7 @@ def precision_report(
     >>> [risk.primitive for risk in report.at_risk]
     ['exp']
   """
-  target_dtype = _numbers.check_float_dtype(dtype)
+  target_dtype = _dtype_limits.check_float_dtype(dtype)
   traced = _tracing.trace(
     "precision_report", fun, args, kwargs, allow_abstract=True
   )
@@ -304,6 +310,7 @@ def report_traced(
   traced: _tracing.TracedFunction, dtype: np.dtype
 ) -> PrecisionReport:
   """Return the report of a traced function."""
+  # Only live eqns, since XLA removes the others.
   visits = list(
     _walk.walk(traced.closed_jaxpr, _executed_subjaxprs, only_live=True)
   )
@@ -422,6 +429,7 @@ def _group_rows(rows: Iterable[Any]) -> Iterator[Any]:
   """Merge rows that differ only in integers, and add up the integers."""
   counts_by_key: dict[Any, collections.Counter[str]] = {}
   for row in rows:
+    # Not isinstance: a bool, such as `backward`, is part of the key.
     counts = {x: v for x, v in row._asdict().items() if type(v) is int}
     key = row._replace(**dict.fromkeys(counts, 0))
     counts_by_key.setdefault(key, collections.Counter()).update(counts)
@@ -477,8 +485,8 @@ def _find_function_risks(
   visit: _walk.EqnVisit, dtype: np.dtype, constants: "_ConstantPropagation"
 ) -> Iterator[str]:
   name = visit.eqn.primitive.name
-  if name in _numbers.OVERFLOW_THRESHOLDS:
-    threshold = _numbers.format_overflow_threshold(name, dtype)
+  if name in _dtype_limits.OVERFLOW_THRESHOLDS:
+    threshold = _dtype_limits.format_overflow_threshold(name, dtype)
     yield f"{name} overflows above {threshold}"
   elif name in _LOGARITHMS:
     yield f"{name} of an underflowed value is -inf"
@@ -486,6 +494,7 @@ def _find_function_risks(
     yield "power: may overflow or underflow (squaring doubles the exponent)"
   elif name == "div":
     divisor = constants.get_constant(visit, visit.eqn.invars[1])
+    # A constant divisor of at least 1 cannot underflow in the cast.
     if divisor is None or not 1 <= abs(divisor) < math.inf:
       yield "division: the divisor may have underflowed to zero"
 

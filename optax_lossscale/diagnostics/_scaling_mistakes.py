@@ -176,6 +176,8 @@ def check_dependence(
   output_labels = _dependence.propagate_labels(
     closed_jaxpr, input_labels, transfer
   )
+  # Unscaled gradients matter only if an `update` receives a value that depends
+  # on them. Without an `update`, they all matter.
   received_labels = 0
   for grad in transfer.grads:
     received_labels |= grad.labels
@@ -205,6 +207,8 @@ def check_dependence(
 def _can_be_scale(name: str, var: Any) -> bool:
   """Return whether an input is a loss scale if a tag receives it."""
   is_scalar = not getattr(var.aval, "shape", ())
+  # A state under vmap or pmap has an array of scales, which its name
+  # identifies.
   is_float32 = getattr(var.aval, "dtype", None) == jnp.float32
   return is_float32 and (is_scalar or "loss_scale" in name)
 
@@ -434,6 +438,8 @@ def check_applied_flags(
       applied_flags, replaced_masks, strict=True
     )
   ]
+  # Flags are negative if `update` did not run, 0 if it skipped the step, 1 if
+  # it applied it. An `update` is not missing if another branch replaced it.
   flag_values = np.concatenate(relevant_flags)
   if (flag_values < 0).all():
     return [UPDATE_NOT_RUN]
@@ -570,6 +576,7 @@ def _measure_changes(grads: list[Any], changed_grads: list[Any]) -> list[Any]:
   """
   rows = []
   for x, y in zip(grads, changed_grads, strict=True):
+    # Normalize, so that squares stay in range. A zero gradient gives NaN.
     amax = jnp.max(jnp.abs(x), initial=0)
     x, y = x / amax, y / amax
     norm = jnp.sum(jnp.abs(x) ** 2)

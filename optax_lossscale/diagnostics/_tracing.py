@@ -189,6 +189,8 @@ def trace(
       output_pairs += _collect_changed_arguments(
         flat_args.names, call_leaves, flat_after_call.leaves
       )
+    # The descriptions are Python objects, which a traced function cannot
+    # return. The list is overwritten if the function is traced a second time.
     outputs[:] = [output for output, _ in output_pairs]
     return [leaf for _, leaf in output_pairs]
 
@@ -199,6 +201,7 @@ def trace(
   harvest = _harvest.harvest_tagged_values(
     closed_jaxpr, _get_capture_fn, _is_unscaled_tag
   )
+  # A Ref in the arguments is copied, but one in a closure would be mutated.
   _check_no_ref_consts(harvest.closed_jaxpr)
   outputs += _as_outputs(harvest.tagged_values)
   dependence = _scaling_mistakes.check_dependence(
@@ -214,6 +217,7 @@ def trace(
     dependence.scale_indices,
     dependence.mistakes,
   )
+  # Drop unscaled gradients that reach no update, such as those of a metric.
   return traced.restrict_outputs(dependence.relevant_mask)
 
 
@@ -371,6 +375,7 @@ def _collect_float_results(
 
   The items of a tuple are separate results, such as a loss and gradients.
   """
+  # Only plain tuples are split: a named tuple, a dict or a list is one result.
   is_result = lambda x: type(x) is not tuple
   results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
   leaves = [

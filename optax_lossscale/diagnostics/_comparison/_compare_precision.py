@@ -4,8 +4,8 @@
 of
    each matmul as an array (``_program``). It is compiled once, for all runs.
 2. Run it with all matmuls in float32 (the reference), in half precision, and in
-   float32 with perturbed operands. An array that the
-   perturbation changes much is rounding noise, and is not judged.
+   float32 with perturbed operands. An array that the perturbation changes
+   much is rounding noise, and is not judged.
 3. Run it with the matmuls of one layer in half precision, for each layer; or
    with halves of the layers, to find the worst ones by bisection (``_report``).
 4. Report the error that each layer causes alone, and the outliers among them.
@@ -157,6 +157,7 @@ def compare_traced(
     f"Not analyzed: {x}."
     for x in _tracing.describe_unreached(traced.unreached_locations)
   ]
+  # Only "grads" are compared. The other kinds are needed to detect mistakes.
   step_kinds = {"grads", "applied", "unscaled"}
   traced = traced.restrict_to_kinds(
     step_kinds if traced.grad_outputs else {"result"}
@@ -169,6 +170,7 @@ def compare_traced(
     for name in table.unanalyzed_names
   ]
   runs = PrecisionRuns(traced, table, progress)
+  # With two dtypes, thresholds are those of the one with fewer bits.
   eps = max(float(jnp.finfo(dtype).eps) for dtype in table.dtypes)
   effects_by_site = _measure_sites(search, table, runs, eps)
   report = _build_report(traced, table, runs, effects_by_site, limitations)
@@ -268,6 +270,7 @@ def _find_inaccurate_arrays(
     runs.half_errors.norm_fractions.tolist(),
   )
   arrays = map(_report.ArrayError._make, zip(*columns, strict=True))
+  # Noise that is not finite in half precision is still an overflow.
   comparable_mask = ~(runs.noise_mask & runs.half_errors.finite_mask)
   inaccurate_arrays = [
     array
@@ -291,6 +294,7 @@ def _compute_log2_increase(
       float64[matmuls].
   """
   worst_matmul = matmuls[int(np.argmax(effects))]
+  # The loss scale multiplies only the cotangents of the backward pass.
   is_underflow = (
     worst_matmul.backward
     and worst_matmul.underflow_fraction + worst_matmul.subnormal_fraction
@@ -507,6 +511,7 @@ class PrecisionRuns:
     self._progress.set_description(
       f"run {self._num_runs} of {self._num_sites + 3}"
     )
+    # Wait, so that the progress line shows the run that is being executed.
     return jax.block_until_ready(self._run_program(self._traced.inputs, modes))
 
   def _compute_errors(self, outs: list[Any]) -> RunErrors:
@@ -514,6 +519,7 @@ class PrecisionRuns:
     # float64, since squares of float32 numbers may be out of its range.
     sums = np.array(_compute_sums(self._reference_outs, outs), np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+      # Undo the division by the unit.
       squared_norms = sums[:, :4] * sums[:, 4:5] ** 2
       result_norms = self._sum_by_result(squared_norms)
       squared_fractions = squared_norms[:, 1] / np.repeat(

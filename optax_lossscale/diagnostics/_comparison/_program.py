@@ -31,7 +31,7 @@ from optax_lossscale._jaxprs import (
   _source_info,
   _walk,
 )
-from optax_lossscale.diagnostics import _numbers
+from optax_lossscale.diagnostics import _dtype_limits
 
 
 class MatmulSite(NamedTuple):
@@ -157,12 +157,15 @@ class MixedPrecisionProgram(NamedTuple):
           *inputs
         ), stats
       return self._eval_matmul(eqn, site_index, inputs, stats)
+    # Enter only calls and loops that may contain half precision. All others run
+    # as one eqn, which is traced faster.
     has_half = any(self._is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
     call = None
     if has_half or self.table.has_tagged_eqn(eqn):
       call = self.table.get_higher_order(eqn)
     if call is not None:
       inner_program = self._replace(location=self.location.locate(eqn, jaxpr))
+      # Trace with the settings that the eqn was traced with, such as its mesh.
       with _eqns.get_eqn_ctx_manager(eqn):
         return inner_program._eval_subjaxprs(call, inputs, stats)
     if not eqn.outvars and _CALLBACK_RE.search(eqn.primitive.name):
@@ -183,7 +186,7 @@ class MixedPrecisionProgram(NamedTuple):
     apply_mode = functools.partial(_apply_mode, self.modes[site_index], dtype)
     matmul = _eqns.eqn_as_fun(_primitives.as_highest_float32(eqn))
     (out,) = apply_mode(matmul(*apply_mode(inputs[:2]), *inputs[2:]))
-    arrays, limits = [*inputs[:2], out], _numbers.get_dtype_limits(dtype)
+    arrays, limits = [*inputs[:2], out], _dtype_limits.get_dtype_limits(dtype)
     new_stats = _add_run_stats(stats[site_index], arrays, limits)
     return [out], [*stats[:site_index], new_stats, *stats[site_index + 1 :]]
 
@@ -200,6 +203,7 @@ class MixedPrecisionProgram(NamedTuple):
     if is_autocast_eqn(eqn, self.location):
       is_cast = eqn.primitive.name == "convert_element_type"
       return inputs if is_cast else _eqns.eqn_as_fun(eqn)(*inputs)
+    # Operands that were half precision are float32 here, so cast them back.
     pairs: Any = zip(inputs, [v.aval for v in eqn.invars], strict=True)
     args = [x.astype(a.dtype) if self._is_half(a) else x for x, a in pairs]
     return list(map(self._upcast, _eqns.eqn_as_fun(eqn)(*args)))
@@ -321,7 +325,7 @@ def _apply_mode(mode: Any, dtype: np.dtype, arrays: Sequence[Any]) -> list[Any]:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _add_run_stats(
-  stats: SiteStats, arrays: Sequence[Any], limits: _numbers.DtypeLimits
+  stats: SiteStats, arrays: Sequence[Any], limits: _dtype_limits.DtypeLimits
 ) -> SiteStats:
   """Add the statistics of one more execution."""
   return merge_stats(stats, measure_run(arrays, limits))
@@ -390,6 +394,8 @@ class MatmulTable:
     self.get_higher_order = functools.cache(_higher_order.parse_higher_order)
     self.unanalyzed_names: list[str] = []
     self._index_by_site: dict[MatmulSite, int] = {}
+    # Only live eqns: a dead matmul would have an effect of zero, and cost a
+    # run.
     for visit in _walk.walk(closed_jaxpr, self._get_subjaxprs, only_live=True):
       parent_location = (
         visit.parent.location if visit.parent else _provenance.EqnLocation()
@@ -462,7 +468,7 @@ def make_empty_stats() -> SiteStats:
 
 
 def measure_run(
-  arrays: Sequence[Any], limits: _numbers.DtypeLimits
+  arrays: Sequence[Any], limits: _dtype_limits.DtypeLimits
 ) -> SiteStats:
   """Return the statistics of one execution of a matmul.
 
@@ -482,7 +488,7 @@ def measure_run(
   )
 
 
-def _measure_array(x: Any, limits: _numbers.DtypeLimits) -> Any:
+def _measure_array(x: Any, limits: _dtype_limits.DtypeLimits) -> Any:
   """Return the largest magnitude, and the underflow and subnormal counts."""
   x = jnp.abs(x)
   nan_as_zero = jnp.where(jnp.isnan(x), 0, x)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_lossscale.diagnostics import _numbers
+from optax_lossscale.diagnostics import _report_format
 
 _MAX_ROWS = 20
 _MAX_ARRAYS = 3
@@ -101,7 +101,7 @@ class ArrayError(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionComparison(_numbers.PrintedReport):
+class PrecisionComparison(_report_format.PrintedReport):
   """The report of :func:`compare_precision`: which layers lose precision.
 
   Attributes:
@@ -309,7 +309,7 @@ class PrecisionComparison(_numbers.PrintedReport):
 
   def _format_table(self) -> str:
     rows = [_as_cells(row) for row in self.matmuls[:_MAX_ROWS]]
-    table = _numbers.format_table(rows, num_left_aligned=2)
+    table = _report_format.format_table(rows, num_left_aligned=2)
     num_hidden = len(self.matmuls) - _MAX_ROWS
     return (
       f"{table}\n(+{num_hidden} more rows: report.matmuls)"
@@ -325,7 +325,7 @@ def _format_keep_float32(names: Sequence[str]) -> str:
 
 
 def _as_cells(row: MatmulPrecision) -> dict[str, str]:
-  return _numbers.location_cells(row) | {
+  return _report_format.format_location_cells(row) | {
     "error alone": f"{row.isolated_error:.1e}",
     "amax": f"{row.amax:.3g}",
     "log2 headroom": f"{row.log2_headroom:.1f}",

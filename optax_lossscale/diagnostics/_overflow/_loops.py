@@ -119,6 +119,8 @@ class CompiledScan:
     row_avals: list[Any] = [
       v.aval for v in scan.body.jaxpr.outvars[scan.num_carry :]
     ]
+    # Allocate the stacked outputs, as ``scan`` does. Rows of iterations that
+    # have not run are zero.
     ys = [
       lax.full((scan.length, *aval.shape), 0, aval.dtype) for aval in row_avals
     ]
@@ -129,6 +131,8 @@ class CompiledScan:
     (num_iterations, *carries, ys), _ = lax.while_loop(
       cond_fun, body_fun, init_state
     )
+    # The interpreter needs the body outputs of the last iteration, not all
+    # rows.
     rows = [
       take_slice(x, get_iteration_index(scan, num_iterations - 1)) for x in ys
     ]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._jaxprs import _provenance
-from optax_lossscale.diagnostics import _numbers
+from optax_lossscale.diagnostics import _dtype_limits, _report_format
 from optax_lossscale.diagnostics._overflow import _taint_arrays
 
 _MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
-_EXPONENTIALS = set(_numbers.OVERFLOW_THRESHOLDS)
+_EXPONENTIALS = set(_dtype_limits.OVERFLOW_THRESHOLDS)
 _LOGARITHMS = {"log", "log1p", "log2"}
 _ROOTS = {"rsqrt", "sqrt"}
 _POWERS = {"integer_pow", "pow"}
@@ -50,7 +50,7 @@ class Operand(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Overflow(_numbers.PrintedReport):
+class Overflow(_report_format.PrintedReport):
   """The operation that first returned an inf or a NaN, and how to fix it.
 
   Attributes:
@@ -225,7 +225,9 @@ def suggest_fix(origin: Overflow) -> str:
     # The path of a parameter selects the layer. A scope may hold others.
     layer=layer if origin.param_path else origin.name,
     top=_format_number(float(jnp.finfo(origin.dtype).max)),
-    exponent=_numbers.format_overflow_threshold(origin.primitive, origin.dtype),
+    exponent=_dtype_limits.format_overflow_threshold(
+      origin.primitive, origin.dtype
+    ),
     limit=_SMALL_CONSTANT_HINT if _has_narrow_range(origin) else "",
   )
 

@@ -35,6 +35,8 @@ class Runner:
 
   def make_eqn_fun(self, eqn: core.JaxprEqn) -> RunFn:
     """Return a function that evaluates an eqn."""
+    # The interpreter may run the eqn again on the same operands, so a jit in it
+    # must not donate their buffers.
     fun = _eqns.eqn_as_fun(_interpret.disable_donation(eqn))
     as_array = _interpret.as_array
     return lambda *arrays: list(map(as_array, fun(*arrays), eqn.outvars))
@@ -105,6 +107,7 @@ class ShardRunner(Runner):
     varying_axes = self._shard_map.list_varying_axes(atom.aval)
     num_shards = math.prod(axis_sizes[name] for name in varying_axes)
     sharding = jax.sharding.NamedSharding(mesh, self._get_spec(atom))
+    # A literal that varies over mesh axes has an equal entry for each device.
     shards = np.broadcast_to(jax.device_get(array), (num_shards, *array.shape))
     return jax.device_put(shards, sharding)
 
@@ -171,6 +174,7 @@ def stack_in_chunks(arrays: list[jax.Array], axis: int) -> jax.Array:
   XLA compiles a concatenation of thousands of operands slowly.
   """
   rows = [jnp.expand_dims(array, axis) for array in arrays]
+  # Concatenate chunks until one is left: a tree with a fan-in of 100.
   while len(rows) > 1:
     chunks = [rows[i : i + 100] for i in range(0, len(rows), 100)]
     rows = [jnp.concatenate(chunk, axis) for chunk in chunks]

@@ -117,12 +117,14 @@ class OriginTable:
 
     Args:
       origin: the origin.
-      is_constant: whether it is an inf that is written in the program, such as
-        a mask. It is reported only if there is no other origin.
+      is_constant: whether it is an inf that no eqn computed, such as a mask. It
+        is reported only if there is no other origin.
 
     Returns:
       The bit.
     """
+    # Out of bits, an origin joins a similar one, or else the shared last bit.
+    # It is then reported as the first origin of this bit.
     bit = (
       self._get_free_bit() or self._find_similar_origin_bit(origin) or _BITS[-1]
     )
@@ -156,6 +158,8 @@ class OriginTable:
   ) -> list[_report.Overflow]:
     """Return the origins of these values, in the order of their discovery."""
     taint_bits = join_taint_bits(values)
+    # An inf in a literal, a constant or an argument is usually a mask. It is
+    # reported only if there is nothing else.
     entries = [f for b, f in self._entry_by_bit.items() if b & taint_bits]
     reported_entries = [f for f in entries if not f.is_constant] or entries
     return [f.origin for f in reported_entries]
@@ -198,6 +202,7 @@ class OriginTable:
         self._get_fallback_bits(input_bits),
         self._get_constant_bits(),
       )
+      # All outputs of an eqn share one origin.
       if is_own.any():
         is_constant = is_literal_inf and not _taint_arrays.has_nan(out)
         own_bit = own_bit or self.add_origin(

@@ -104,6 +104,8 @@ class TaintInterpreter:
     self.origins = origins
     self.runner = runner
     self.progress = progress
+    # By function and eqn or jaxpr. The body of a loop is evaluated many times,
+    # and its eqns must be compiled and parsed only once.
     self._cache: dict[Any, Any] = {}
     self._loop_search = _walk.EqnSearch(_is_loop, _eqns.subjaxprs)
 
@@ -158,6 +160,7 @@ class TaintInterpreter:
       lift_const=lift_const,
       used_outputs=used_outputs,
     )
+    # Outputs that are not needed were not computed.
     return [out or _taint.TaintedArray(None) for out in outs]
 
   def make_constant(
@@ -295,6 +298,7 @@ class TaintInterpreter:
     index = _get_uniform_value(index_value.array)
     if index is None:
       return None
+    # lax.switch clamps an index that is out of range, too.
     index = min(max(int(index), 0), len(branches) - 1)
     location = eqn_call.get_inner_location(f"cond(branch {index})")
     return self.eval_jaxpr(
@@ -327,6 +331,7 @@ class TaintInterpreter:
       new_carry = self._eval_iteration(
         loop.body, inputs, outs, location, budget
       )
+      # The taint of rows that have ended is the old one, as is their carry.
       pairs = zip(new_carry, carry, strict=True)
       carry = [self._select_carry(pred, *pair) for pair in pairs]
 
@@ -385,6 +390,8 @@ class TaintInterpreter:
         scan.body, body_inputs, outs, location, budget
       )
       carry, row = body_outs[: scan.num_carry], body_outs[scan.num_carry :]
+      # Drop the arrays of finite rows: the outputs of the compiled scan replace
+      # them, and the rows of all iterations may not fit in memory twice.
       rows[i] = row if eqn_call.has_effect else list(map(_drop_array, row))
     ys = []
     for n in range(len(scan.body.jaxpr.outvars) - scan.num_carry):
@@ -474,8 +481,11 @@ class TaintInterpreter:
     finite_mask = list(map(_taint_arrays.all_finite, outs))
     if all(finite_mask):
       return list(map(_taint.TaintedArray, outs))
+    # All inputs without taint are finite, so the pattern needs no look at
+    # arrays.
     pattern = (*finite_mask, *(value.taint is None for value in inputs))
     if budget.is_exhausted(pattern):
+      # Prefer the origins that reach this iteration through its inputs.
       taint_bits = _taint.join_taint_bits(inputs) or budget.taint_bits
       values = [_taint.TaintedArray(None)] * len(outs)
     else:
