@@ -11,11 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _state, _transfer_guard, diagnostics
-from optax_lossscale.diagnostics import (
-  _dtype_limits,
-  _gradient_report,
-  _leaves,
-)
+from optax_lossscale.diagnostics import _dtype_limits, _leaves
 
 __all__ = [
   "ExponentHistogram",
@@ -122,7 +118,7 @@ def plot_exponents(
     <https://arxiv.org/abs/1710.03740>`_, 2018
   """
   dtype = _dtype_limits.check_float_dtype(dtype)
-  scale = _gradient_report.to_float_scale(loss_scale)
+  scale = _leaves.to_float_scale(loss_scale)
   limits = _dtype_limits.get_dtype_limits(dtype)
   found = exponent_histogram(grads)
   ax = _axes_or_new(ax, "plot_exponents")

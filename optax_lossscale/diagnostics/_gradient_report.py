@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks, _state, _transfer_guard
+from optax_lossscale import _checks, _transfer_guard
 from optax_lossscale.diagnostics import _dtype_limits, _leaves, _report_format
 
 
@@ -175,7 +175,7 @@ def gradient_report(
     b: best 2^-24 to 2^15
   """
   dtype = _dtype_limits.check_float_dtype(dtype)
-  scale = to_float_scale(loss_scale)
+  scale = _leaves.to_float_scale(loss_scale)
   limits = _dtype_limits.get_dtype_limits(dtype)
   leaf_stats = _leaves.measure_grads(
     grads,
@@ -190,14 +190,6 @@ def gradient_report(
   total_stats = _merge_stats([stats for _, _, stats in leaf_stats])
   total = _as_row(("total", (), "", total_size), total_stats, limits)
   return GradientReport(str(dtype), scale, tuple(rows), total)
-
-
-def to_float_scale(loss_scale: Any) -> float:
-  """Return the loss scale of a number or a state, checked."""
-  if _state.has_loss_scale(loss_scale):
-    loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
-  _checks.check_scale("loss_scale", loss_scale)
-  return float(loss_scale)
 
 
 # The largest magnitude, the smallest nonzero magnitude (inf if there is none),

@@ -1,4 +1,4 @@
-"""``nonfinite_leaves``, ``finite_per_leaf``, and reductions over gradients."""
+"""``nonfinite_leaves``, ``finite_per_leaf``, and helpers of reports on leaves."""
 
 from collections.abc import Callable
 import functools
@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _grads, _paths, _transfer_guard
+from optax_lossscale import (
+  _arrays,
+  _checks,
+  _grads,
+  _paths,
+  _state,
+  _transfer_guard,
+)
 
 
 def finite_per_leaf(grads: Any) -> Any:
@@ -198,3 +205,11 @@ def magnitude(xp: Any, leaf: Any) -> Any:
 def count_true(xp: Any, mask: Any) -> Any:
   """Count true entries, in unsigned integers: an int32 would end at 2**31."""
   return xp.sum(mask, dtype=xp.uint32 if xp is jnp else xp.uint64)
+
+
+def to_float_scale(loss_scale: Any) -> float:
+  """Return the loss scale of a number or a state, checked."""
+  if _state.has_loss_scale(loss_scale):
+    loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
+  _checks.check_scale("loss_scale", loss_scale)
+  return float(loss_scale)

@@ -194,10 +194,10 @@ def trace(
     outputs[:] = [output for output, _ in output_pairs]
     return [leaf for _, leaf in output_pairs]
 
-  make_jaxpr = lambda fun: jax.make_jaxpr(functools.partial(call_flat, fun))
-  closed_jaxpr = _trace_or_unwrap(
-    caller, fun, lambda fun: make_jaxpr(fun)(*inputs)
+  trace_fun = lambda fun: jax.make_jaxpr(functools.partial(call_flat, fun))(
+    *inputs
   )
+  closed_jaxpr = _trace_or_unwrap(caller, fun, trace_fun)
   harvest = _harvest.harvest_tagged_values(
     closed_jaxpr, _get_capture_fn, _is_unscaled_tag
   )
@@ -283,7 +283,7 @@ def _trace_or_unwrap(
 
 @contextlib.contextmanager
 def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
-  """Restores the attributes of an object whose method writes tracers to it."""
+  """Raise if a method writes tracers to its object, and restore the object."""
   owner = fun.__self__ if inspect.ismethod(fun) else None
   attributes = getattr(owner, "__dict__", {})
   saved_attributes = dict(attributes)
