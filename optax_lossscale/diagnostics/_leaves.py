@@ -1,4 +1,4 @@
-"""``nonfinite_leaves``, ``finite_per_leaf``, and helpers of reports on leaves."""
+"""``nonfinite_leaves``, ``finite_per_leaf``, and helpers of leaf reports."""
 
 from collections.abc import Callable
 import functools
