@@ -370,7 +370,7 @@ def test_what_comes_after_the_gradients_is_not_run_by_operations(monkeypatch):
   run = _runners.Runner.make_eqn_fun
   monkeypatch.setattr(
     _runners.Runner,
-    "equation",
+    "make_eqn_fun",
     lambda self, eqn: ran.append(eqn.primitive.name) or run(self, eqn),
   )
   slow = optax.stateless(lambda g, _: jax.tree.map(jax.lax.erf_inv, g))

@@ -210,8 +210,8 @@ def test_imports_go_round_in_no_circle():
 # What is seen inside of a room with a folder, all of which have a face.
 SEEN_INSIDE = {
   ("diagnostics._comparison._compare_precision", "_autocast._matmuls"),
+  ("plots", "diagnostics._dtype_limits"),
   ("plots", "diagnostics._leaves"),
-  ("plots", "diagnostics._numbers"),
 }
 
 
@@ -231,13 +231,15 @@ def test_the_engines_of_the_diagnostics_know_nothing_of_each_other():
   engine_of = {
     module: module.split(".")[1]
     for module in MODULES
-    if re.match(r"diagnostics\.(.+\.|_gradients|_precision)", module)
+    if re.match(
+      r"diagnostics\.(.+\.|_gradient_report|_precision_report)", module
+    )
   }
   assert set(engine_of.values()) == {
     "_comparison",
-    "_gradients",
+    "_gradient_report",
     "_overflow",
-    "_precision",
+    "_precision_report",
   }
   for module in MODULES:
     # `check_step` combines them.
