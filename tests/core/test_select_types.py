@@ -7,7 +7,7 @@ with the value itself. It must not be able to tell the two apart.
 import functools
 import re
 
-from helpers import run_on_host, sharding
+from helpers import on_host, sharding
 import jax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -190,9 +190,9 @@ def test_without_jit_the_plain_and_the_nested_update_are_the_same():
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
   jaxpr = jaxpr_of(
-    lambda g, s, params=None: run_on_host.run_on_host(jit(ordinary))(g, s)
+    lambda g, s, params=None: on_host.run_on_host(jit(ordinary))(g, s)
   )
-  if run_on_host.IS_CONTEXT:
+  if on_host.IS_CONTEXT:
     assert len(list_jit_eqns(jaxpr)) == (jit is jax.jit)
     is_on_host = [e.ctx.compute_type == "device_host" for e in jaxpr.eqns]
   else:
@@ -204,11 +204,11 @@ def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
 
 
 @pytest.mark.skipif(
-  not run_on_host.IS_CONTEXT,
+  not on_host.IS_CONTEXT,
   reason="Since JAX 0.11 no context says that a whole trace is on the host.",
 )
 def test_where_all_is_on_the_host_the_selects_are_there_too():
-  with run_on_host.compute_on("device_host"):
+  with on_host.compute_on("device_host"):
     jaxpr = jaxpr_of(ordinary)
   assert {eqn.ctx.compute_type for eqn in jaxpr.eqns} == {"device_host"}
   assert jaxpr.eqns[-1].primitive.name != "select_n"

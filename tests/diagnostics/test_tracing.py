@@ -5,7 +5,7 @@ import re
 from unittest import mock
 
 from flax import nnx
-from helpers import hijax, mark_slow_params, run_on_host, whole_steps
+from helpers import hijax, mark_slow_params, on_host, whole_steps
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
 from jax import lax
@@ -164,9 +164,9 @@ def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
 def test_an_update_on_the_host_is_looked_at_as_one_on_the_device():
   # Of what is not looked at, a warning tells, which would be an error.
   step, args = whole_steps.plain(SMALL)
-  assert find_overflow(run_on_host.run_on_host(jax.jit(step)), *args) is None
+  assert find_overflow(on_host.run_on_host(jax.jit(step)), *args) is None
   step, args = whole_steps.plain(LARGE)
-  hit = find_overflow(run_on_host.run_on_host(jax.jit(step)), *args)
+  hit = find_overflow(on_host.run_on_host(jax.jit(step)), *args)
   assert hit.primitive == find_overflow(step, *args).primitive
 
 
