@@ -43,6 +43,12 @@ class HeadroomPolicyState(NamedTuple):
       gradients other than zero, the newest first; float32, shape
       ``(amax_history_len,)``.
       Zeros where there was no such step yet.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> state = ols.HeadroomLossScale(init_scale=64.0).init()
+    >>> print(state.policy_state.max_log2_scale)
+    6
   """
 
   max_log2_scale: jax.Array

@@ -32,6 +32,22 @@ class LossScalePolicy(Protocol):
   It may have the attributes ``min_scale`` and ``max_scale``, the lowest and the
   highest scale that it moves to. With them, :func:`loss_scale_metrics` and
   :func:`raise_if_stuck` tell when the scale cannot come down any further.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> class QuarterOnOverflow:
+    ...   def init(self):
+    ...     return ols.FixedLossScale(1024.0).init()
+    ...   def adjust(self, state, grads_finite, *, grads_amax=None):
+    ...     after = ols.FixedLossScale(1024.0).adjust(state, grads_finite)
+    ...     factor = jnp.where(grads_finite, 1.0, 0.25)
+    ...     return after._replace(loss_scale=state.loss_scale * factor)
+    >>> policy = QuarterOnOverflow()
+    >>> isinstance(policy, ols.LossScalePolicy)
+    True
+    >>> print(policy.adjust(policy.init(), jnp.array(False)).loss_scale)
+    256.0
   """
 
   def init(self) -> LossScaleState:
@@ -126,6 +142,12 @@ class DynamicPolicyState(NamedTuple):
   Attributes:
     hysteresis_remaining: how many overflows until one lowers the scale; int32,
       shape ``()``.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> state = ols.DynamicLossScale(hysteresis=2).init()
+    >>> print(state.policy_state.hysteresis_remaining)
+    2
   """
 
   hysteresis_remaining: jax.Array

@@ -39,13 +39,18 @@ def relative_name(path):
 def entries():
   """The (module, name) of each entry on an API page."""
   for page in API_PAGES:
-    text = page.read_text()
-    for module in (diagnostics, interop, plots):
-      if re.search(rf"^\.\. automodule:: {module.__name__}$", text, re.M):
-        yield from ((module.__name__, name) for name in module.__all__)
-    owner = re.search(r"^\.\. currentmodule:: (\S+)$", text, re.M)
-    for name in re.findall(r"^\.\. auto(?!module)\w+:: (\w+)", text, re.M):
-      yield owner[1], name
+    yield from entries_of(page)
+
+
+def entries_of(page):
+  """The (module, name) of each entry on one API page."""
+  text = page.read_text()
+  for module in (diagnostics, interop, plots):
+    if re.search(rf"^\.\. automodule:: {module.__name__}$", text, re.M):
+      yield from ((module.__name__, name) for name in module.__all__)
+  owner = re.search(r"^\.\. currentmodule:: (\S+)$", text, re.M)
+  for name in re.findall(r"^\.\. auto(?!module)\w+:: (\w+)", text, re.M):
+    yield owner[1], name
 
 
 def test_each_public_name_has_one_entry_on_an_api_page():
@@ -54,6 +59,14 @@ def test_each_public_name_has_one_entry_on_an_api_page():
     (module.__name__, name) for module in modules for name in module.__all__
   ]
   assert sorted(entries()) == sorted(ours)
+
+
+def test_the_tables_of_an_api_page_have_each_entry_of_the_page():
+  for page in API_PAGES:
+    rows = re.findall(r"^\|([^|]*)\|", page.read_text(), re.MULTILINE)
+    named = re.findall(r"`(?:\w+)\.(\w+)`", " ".join(rows))
+    if page.stem != "index":
+      assert sorted(named) == sorted(name for _, name in entries_of(page)), page
 
 
 def texts():
