@@ -2,8 +2,8 @@
 
   python benchmarks/autocast/reports.py  # in the environment of the tests
 
-It prints the two tables of `README.md` in CPU seconds: one of models, and one of
-training steps that take reports long: loops in loops under `vmap`, and many
+It prints the two tables of `README.md` in CPU seconds: one of models, and one
+of training steps that take reports long: loops in loops under `vmap`, and many
 small layers. Nothing is taken from a cache.
 Arguments are the names of rows.
 """
