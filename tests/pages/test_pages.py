@@ -4,7 +4,7 @@ import inspect
 import math
 import warnings
 
-from helpers import markdown, quick_alone, ROOT
+from helpers import markdown, pages_below, quick_alone, ROOT
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -18,8 +18,11 @@ from optax_lossscale import _named_values, diagnostics
 
 PAGES = [
   path
-  for pattern in ("*.md", "benchmarks/**/*.md", "docs/*.md", "docs/api/*.md")
-  for path in sorted(ROOT.glob(pattern))
+  for path in [
+    *sorted(ROOT.glob("*.md")),
+    *pages_below(ROOT / "benchmarks"),
+    *pages_below(ROOT / "docs"),
+  ]
   if markdown.blocks(path)
 ]
 
@@ -100,7 +103,14 @@ AFTERWARDS = {
 
 def test_each_page_with_code_is_among_those_that_run():
   names = {path.name for path in PAGES}
-  expected = {"README.md", "frameworks.md", "migrating.md", "policies.md"}
+  expected = {
+    "README.md",
+    "index.md",
+    "tutorial.md",
+    "frameworks.md",
+    "migrating.md",
+    "policies.md",
+  }
   assert names >= {*expected, *AFTERWARDS}
 
 
