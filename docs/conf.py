@@ -45,6 +45,7 @@ extensions = [
   "sphinx.ext.linkcode",
   "sphinx.ext.napoleon",
   "sphinx_copybutton",
+  "sphinx_design",  # tabs, cards and sections that fold
 ]
 exclude_patterns = ["_build"]
 

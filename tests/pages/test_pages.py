@@ -5,7 +5,7 @@ import math
 import warnings
 
 from flax import nnx
-from helpers import markdown, quick_alone, ROOT
+from helpers import markdown, pages_below, quick_alone, ROOT
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -17,19 +17,13 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import _named_values, diagnostics
 
-PATTERNS = (
-  "*.md",
-  "benchmarks/**/*.md",
-  "docs/*.md",
-  "docs/api/*.md",
-  "docs/explanation/*.md",
-  "docs/how_to/*.md",
-  "docs/reference/*.md",
-)
 PAGES = [
   path
-  for pattern in PATTERNS
-  for path in sorted(ROOT.glob(pattern))
+  for path in [
+    *sorted(ROOT.glob("*.md")),
+    *pages_below(ROOT / "benchmarks"),
+    *pages_below(ROOT / "docs"),
+  ]
   if markdown.blocks(path)
 ]
 
@@ -126,7 +120,8 @@ AFTERWARDS = {
 def test_each_page_with_code_is_among_those_that_run():
   names = {relative_name(path) for path in PAGES}
   how_to = {relative_name(path) for path in ROOT.glob("docs/how_to/*.md")}
-  assert names >= {"README.md", *how_to, *AFTERWARDS}
+  others = {"README.md", "docs/index.md", "docs/tutorial.md"}
+  assert names >= {*others, *how_to, *AFTERWARDS}
 
 
 WITH_STEPS = {
