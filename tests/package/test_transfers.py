@@ -140,11 +140,11 @@ def qualified_name(fun):
   raise AssertionError(fun)
 
 
-def test_the_page_of_calls_has_each_function_in_the_right_table():
-  page = (ROOT / "docs" / "reference" / "calls.md").read_text()
+def test_the_api_has_each_function_in_the_table_of_where_it_is_called():
+  page = (ROOT / "docs" / "api" / "index.md").read_text()
   tables = [
     re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\|([^|]*)\|", part, re.M)))
-    for part in page.split("\n## ")[1:4]
+    for part in page.split("\n### ")[1:4]
   ]
   in_a_step = {*IN_A_STEP, *ON_BOTH}
   traced = {diagnostics.precision_report}
