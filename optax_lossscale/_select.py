@@ -1,7 +1,7 @@
 """Runs an inner update, so that a skipped step keeps the old state.
 
 The old state is not selected after the update but within it: where each new
-leaf of the state is computed. docs/design.md says why.
+leaf of the state is computed. ARCHITECTURE.md says why.
 """
 
 from collections.abc import Callable
