@@ -342,3 +342,30 @@ def test_the_menu_has_a_part_for_each_kind_of_page():
     "Explanation",
     "Project",
   ]
+
+
+def questions():
+  """The (question, page, heading) of each row of the readers' questions."""
+  text = (ROOT / "tests" / "pages" / "reader_questions.md").read_text()
+  return re.findall(r"^\| (.*) \| (\S+\.md) \| (.*) \|$", text, re.MULTILINE)
+
+
+def test_at_least_thirty_questions_of_readers_have_an_answer():
+  assert len(questions()) >= 30
+  assert len({question for question, *_ in questions()}) == len(questions())
+
+
+@pytest.mark.parametrize(("question", "page", "heading"), questions())
+def test_the_answer_of_a_question_is_under_the_named_heading(
+  question, page, heading
+):
+  headings = re.findall(r"^#+ (.*)$", prose((DOCS / page).read_text()), re.M)
+  assert heading in headings
+
+
+def test_a_question_is_answered_on_a_page_of_the_menu():
+  """So that it takes one click from the front page, and one to the heading."""
+  page = (DOCS / "index.md").read_text()
+  menu = re.findall(r"^([\w/]+)$", page, re.MULTILINE)
+  for _, page, _ in questions():
+    assert page.removesuffix(".md") in {*menu, "index"}
