@@ -16,6 +16,7 @@ import optax_lossscale as ols
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
+import fields  # noqa: E402
 import links  # noqa: E402
 
 PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
@@ -44,6 +45,7 @@ extensions = [
   "sphinx.ext.linkcode",
   "sphinx.ext.napoleon",
   "sphinx_copybutton",
+  "sphinx_design",  # tabs, cards and sections that fold
 ]
 exclude_patterns = ["_build"]
 
@@ -120,6 +122,7 @@ html_css_files = ["pages.css"]
 
 def setup(app):
   app.connect("source-read", link_to_the_notebooks_pages)
+  app.connect("autodoc-process-docstring", fields.add_types, priority=400)
   app.connect("autodoc-process-signature", shorten_types)
   app.connect("autodoc-skip-member", skip_fields)
   app.connect("missing-reference", find_by_last_name)

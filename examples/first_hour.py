@@ -4,9 +4,9 @@
     python examples/first_hour.py --dtype float32 --seed 1
     python examples/first_hour.py --folder run
 
-The program of the page "Your first hour": the two lines that change, and all
-that stands beside them in a training of one's own: batch statistics, dropout,
-an average of the weights, clipping, accumulation, checkpoints, a log.
+A whole program: the two lines that change, with batch statistics, dropout, an
+average of the weights, clipping, accumulation, checkpoints and a log. The page
+"Tutorial" moves a smaller model step by step.
 """
 
 import argparse

@@ -107,7 +107,19 @@ def _as_float32(x: jax.typing.ArrayLike) -> jax.Array:
 
 
 class LossScaleError(RuntimeError):
-  """Raised by :func:`raise_if_stuck`, with a message that says what to do."""
+  """Raised by :func:`raise_if_stuck`, with a message that says what to do.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> policy = ols.FixedLossScale(8.0)
+    >>> state = policy.adjust(policy.init(), jnp.array(False))
+    >>> try:
+    ...   ols.raise_if_stuck(state, max_consecutive_skips=1)
+    ... except ols.LossScaleError as error:
+    ...   print(str(error).splitlines()[0])
+    The last 1 steps were all skipped. The loss scale is 8.
+  """
 
 
 @_transfer_guard.allow_transfers

@@ -28,6 +28,12 @@ class LossScaleState(NamedTuple):
     total_notfinite: the number of skips since ``init``; int32, shape ``()``.
     policy_state: policy-specific state, such as the remaining hysteresis: a
       named tuple of arrays, or ``()`` if the policy has none.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> state = ols.DynamicLossScale(init_scale=8.0).init()
+    >>> print(state.loss_scale, state.total_notfinite, state.last_finite)
+    8.0 0 True
   """
 
   loss_scale: jax.Array

@@ -31,6 +31,14 @@ class WithLossScalingState(NamedTuple):
   Attributes:
     loss_scale_state: the :class:`LossScaleState`.
     inner_state: the state of the wrapped optimizer.
+
+  Examples:
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> tx = ols.with_loss_scaling(optax.sgd(0.1))
+    >>> opt_state = tx.init({"w": 1.0})
+    >>> print(opt_state.loss_scale_state.loss_scale)
+    32768.0
   """
 
   loss_scale_state: _state.LossScaleState

@@ -39,6 +39,12 @@ class ExponentHistogram(NamedTuple):
     counts: int array of the same length: how many entries have this exponent.
     zero_count: how many entries are zero.
     nonfinite_count: how many entries are inf or NaN.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import plots
+    >>> plots.exponent_histogram(jnp.array([jnp.nan, 0.0])).nonfinite_count
+    1
   """
 
   exponents: np.ndarray
@@ -118,6 +124,15 @@ def plot_exponents(
     ImportError: if matplotlib is not installed.
     TypeError: if an argument is of the wrong type, or under ``jit``.
     ValueError: if ``loss_scale`` is out of range.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from matplotlib.figure import Figure
+    >>> from optax_lossscale import plots
+    >>> ax = plots.plot_exponents(
+    ...   jnp.array([1e-8, 0.0]), loss_scale=128.0, ax=Figure().subplots())
+    >>> ax.get_title()
+    '50.0% of the unscaled entries are zero'
 
   References:
     Micikevicius et al, `Mixed Precision Training
@@ -221,6 +236,19 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
   Raises:
     ImportError: if matplotlib is not installed.
     ValueError: if ``history`` holds no scales, or a state is no single one.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from matplotlib.figure import Figure
+    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import plots
+    >>> policy = ols.DynamicLossScale()
+    >>> states = [policy.init()]
+    >>> for finite in [True, False, True]:
+    ...   states.append(policy.adjust(states[-1], jnp.array(finite)))
+    >>> ax = plots.plot_loss_scale(states, ax=Figure().subplots())
+    >>> ax.get_ylabel()
+    'loss scale after the step'
   """
   scales, skip_mask = _read_history(history)
   ax = _get_axes(ax, "plot_loss_scale")
@@ -302,6 +330,15 @@ def plot_precision(
   Raises:
     ImportError: if matplotlib is not installed.
     TypeError: if ``report`` is something else.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from matplotlib.figure import Figure
+    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics, plots
+    >>> report = diagnostics.compare_precision(
+    ...   ols.autocast(jnp.dot), jnp.eye(4), jnp.ones((4, 2)), progress=False)
+    >>> top, bottom = plots.plot_precision(report, axes=Figure().subplots(2))
   """
   if not isinstance(report, diagnostics.PrecisionComparison):
     raise TypeError(

@@ -2,9 +2,9 @@
 
   python benchmarks/autocast/reports.py  # in the environment of the tests
 
-It prints two tables in CPU seconds: one of models, for the page *Performance*,
-and one of training steps that take reports long, for `README.md`: loops in
-loops under `vmap`, and many small layers. Nothing is taken from a cache.
+It prints the two tables of `README.md` in CPU seconds: one of models, and one
+of training steps that take reports long: loops in loops under `vmap`, and many
+small layers. Nothing is taken from a cache.
 Arguments are the names of rows.
 """
 

@@ -75,7 +75,7 @@ class Model:
   def loss_fn(self, precision: Precision, checkpoint: bool):
     """With a checkpoint around each layer of a scan, or else around the loss.
 
-    So docs/autocast.md advises.
+    So docs/how_to/profiling.md advises.
     """
     scanned = self.name == "transformer, scan"
     if self.name == "residual network":

@@ -1,4 +1,4 @@
-"""Draws what the headroom rule does, for docs/policies.md.
+"""Draws what the headroom rule does, for docs/explanation/how_policies_work.md.
 
 python benchmarks/policies/headroom_picture.py  # a few seconds
 """
@@ -32,7 +32,7 @@ def make_gradients():
 
 
 def record(log2_amax):
-  """Each step's scale, evidence and limit in binades, and if it was lost."""
+  """Each step's scale, target and limit in binades, and if it was lost."""
   policy = ols.HeadroomLossScale()
 
   def step(state, amax):
@@ -40,7 +40,7 @@ def record(log2_amax):
     finite = held < 65520  # From there on float16 rounds to inf.
     after = policy.adjust(state, finite, grads_amax=amax)
     window = after.policy_state.amax_history
-    evidence = jnp.floor(jnp.log2(65504 / jnp.max(window))) - policy.margin
+    target = jnp.floor(jnp.log2(65504 / jnp.max(window))) - policy.margin
     # 128 if nothing has failed.
     limit = jnp.where(
       after.policy_state.failed_log2_scale < 128,
@@ -48,13 +48,13 @@ def record(log2_amax):
       128,
     )
     log2_scale = jnp.log2(state.loss_scale)
-    return after, (log2_scale, evidence, limit, ~finite)
+    return after, (log2_scale, target, limit, ~finite)
 
   amax = jnp.exp2(jnp.asarray(log2_amax, jnp.float32))
   return map(np.asarray, jax.lax.scan(step, policy.init(), amax)[1])
 
 
-def draw(log2_amax, log2_scale, evidence, limit, lost):
+def draw(log2_amax, log2_scale, target, limit, lost):
   steps = np.arange(STEPS)
   figure = Figure(figsize=(8, 4.8), layout="constrained")
   axes = figure.subplots()
@@ -62,11 +62,11 @@ def draw(log2_amax, log2_scale, evidence, limit, lost):
   axes.plot(
     steps, best, ".", color="black", label="largest scale without overflow"
   )
-  # Before the first gradient there is no evidence, and 128 is no limit.
-  evidence = np.where(np.isinf(evidence), np.nan, evidence)
+  # Before the first gradient there is no target, and 128 is no limit.
+  target = np.where(np.isinf(target), np.nan, target)
   limit = np.where(limit == 128, np.nan, limit)
   for line, style, label in (
-    (evidence, "C1-", "evidence"),
+    (target, "C1-", "target"),
     (log2_scale, "C0-", "loss scale"),
     (limit, "C2--", "limit"),
   ):

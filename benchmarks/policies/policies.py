@@ -27,18 +27,18 @@ NEAR = 6  # binades: so far under the best scale still counts as near it
 
 @dataclasses.dataclass(frozen=True)
 class RecoveringLossScale:
-  """The example of docs/policies.md: below 8, it doubles every 100 steps."""
+  """The example of docs/explanation/how_policies_work.md."""
 
-  usual: ols.DynamicLossScale = ols.DynamicLossScale()  # noqa: RUF009
+  dynamic: ols.DynamicLossScale = ols.DynamicLossScale()  # noqa: RUF009
 
   def init(self):
-    return self.usual.init()
+    return self.dynamic.init()
 
   def adjust(self, state, grads_finite, *, grads_amax=None):
-    state = self.usual.adjust(state, grads_finite)
-    hurry = (state.loss_scale < 8) & (state.finite_count >= 100)
-    scale = jnp.where(hurry, 2 * state.loss_scale, state.loss_scale)
-    count = jnp.where(hurry, 0, state.finite_count)
+    state = self.dynamic.adjust(state, grads_finite)
+    grow = (state.loss_scale < 8) & (state.finite_count >= 100)
+    scale = jnp.where(grow, 2 * state.loss_scale, state.loss_scale)
+    count = jnp.where(grow, 0, state.finite_count)
     return state._replace(loss_scale=scale, finite_count=count)
 
 
@@ -204,8 +204,8 @@ def simulate_one(policy, process):
 
 
 def _with_init_scale(policy, scale):
-  if hasattr(policy, "usual"):
-    return RecoveringLossScale(_with_init_scale(policy.usual, scale))
+  if hasattr(policy, "dynamic"):
+    return RecoveringLossScale(_with_init_scale(policy.dynamic, scale))
   has_start = hasattr(policy, "init_scale")
   return dataclasses.replace(policy, init_scale=scale) if has_start else policy
 

@@ -21,6 +21,22 @@ class LossScalePolicy(Protocol):
   A policy may have the attributes ``min_scale`` and ``max_scale``, its lowest
   and highest scale. With them, :func:`loss_scale_metrics` and
   :func:`raise_if_stuck` report if the scale cannot decrease any further.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> class QuarterOnOverflow:
+    ...   def init(self):
+    ...     return ols.FixedLossScale(1024.0).init()
+    ...   def adjust(self, state, grads_finite, *, grads_amax=None):
+    ...     after = ols.FixedLossScale(1024.0).adjust(state, grads_finite)
+    ...     factor = jnp.where(grads_finite, 1.0, 0.25)
+    ...     return after._replace(loss_scale=state.loss_scale * factor)
+    >>> policy = QuarterOnOverflow()
+    >>> isinstance(policy, ols.LossScalePolicy)
+    True
+    >>> print(policy.adjust(policy.init(), jnp.array(False)).loss_scale)
+    256.0
   """
 
   def init(self) -> LossScaleState:

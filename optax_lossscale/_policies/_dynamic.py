@@ -20,6 +20,12 @@ class DynamicPolicyState(NamedTuple):
   Attributes:
     hysteresis_remaining: the number of overflows until one lowers the scale;
       int32, shape ``()``.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> state = ols.DynamicLossScale(hysteresis=2).init()
+    >>> print(state.policy_state.hysteresis_remaining)
+    2
   """
 
   hysteresis_remaining: jax.Array

@@ -51,6 +51,12 @@ class HeadroomPolicyState(NamedTuple):
     amax_history: the largest magnitude of each of the last steps with nonzero
       gradients, the newest first; float32, shape ``(amax_history_len,)``.
       Missing steps are 0.
+
+  Examples:
+    >>> import optax_lossscale as ols
+    >>> state = ols.HeadroomLossScale(init_scale=64.0).init()
+    >>> print(state.policy_state.max_log2_scale)
+    6
   """
 
   max_log2_scale: jax.Array

@@ -41,6 +41,15 @@ class Problem(NamedTuple):
     keep_float32: the layers to pass to ``keep_float32=`` of
       :func:`optax_lossscale.autocast`, if that is the fix; else empty.
     loss_scale: the loss scale to set, if that is the fix; else None.
+
+  Examples:
+    >>> from optax_lossscale import diagnostics
+    >>> problem = diagnostics.Problem(
+    ...   "up overflows in the forward pass.",
+    ...   "ols.autocast(loss_fn, keep_float32='up')",
+    ...   keep_float32=("up",))
+    >>> print(problem.loss_scale)
+    None
   """
 
   cause: str
@@ -61,6 +70,21 @@ class StepCheck(_report_format.PrintedReport):
     overflow: the :class:`Overflow`; None if all gradients are finite.
     comparison: the :class:`PrecisionComparison`; None if ``autocast`` casts no
       matmul of the step.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
+    >>> tx = ols.with_loss_scaling(optax.sgd(0.1))
+    >>> def train_step(w, opt_state, x):
+    ...   loss_fn = ols.autocast(lambda w: jnp.mean((x @ w) ** 2))
+    ...   return tx.update(ols.grad(loss_fn, opt_state)(w), opt_state, w)
+    >>> w, x = jnp.eye(4), jnp.ones((2, 4))
+    >>> check = diagnostics.check_step(
+    ...   train_step, w, tx.init(w), x, progress=False)
+    >>> check.is_sound, check.passed[0]
+    (True, 'the loss is scaled once, by the state that update holds')
   """
 
   problems: tuple[Problem, ...]

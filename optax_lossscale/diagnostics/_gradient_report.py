@@ -34,6 +34,13 @@ class GradientStats(NamedTuple):
     log2_scale_range: two integers, log2 of the smallest and of the largest loss
       scale with which no entry overflows and as few as possible underflow. None
       if all entries are zero, so that any scale will do.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> report = diagnostics.gradient_report({"w": jnp.array([1.0, 1e-9])})
+    >>> report.total.underflow_fraction, report.total.log2_scale_range
+    (0.5, (5, 15))
   """
 
   name: str
@@ -59,6 +66,13 @@ class GradientReport(_report_format.PrintedReport):
     loss_scale: the loss scale by which they are multiplied before.
     leaves: a :class:`GradientStats` for each leaf.
     total: a :class:`GradientStats` for all leaves together.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> report = diagnostics.gradient_report({"w": jnp.array([1.0, 1e-9])})
+    >>> print(str(report).splitlines()[0])
+    50.0% of the gradient entries underflow: raise the loss scale to 2**5.
   """
 
   dtype: str

@@ -58,6 +58,13 @@ class NonfiniteLeaf(NamedTuple):
     inf_count: how many entries are infinite, of either sign.
     nan_count: how many are NaN.
     first_index: the index of the first of them, in row-major order.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> leaf, = diagnostics.nonfinite_leaves({"w": jnp.array([1.0, jnp.inf])})
+    >>> leaf.name, leaf.inf_count, leaf.first_index
+    ('w', 1, (1,))
   """
 
   name: str

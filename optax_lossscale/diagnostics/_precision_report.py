@@ -66,6 +66,13 @@ class Flops(NamedTuple):
       float32, and rounds the result once.
     flops: the number of floating-point operations.
     fraction: the fraction of all FLOPs.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> report = diagnostics.precision_report(jnp.dot, *[jnp.eye(8)] * 2)
+    >>> report.flops[0].operand_dtype, report.flops[0].flops
+    ('float32', 1024)
   """
 
   operand_dtype: str
@@ -93,6 +100,13 @@ class UnconvertedMatmul(NamedTuple):
     source_line: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to the backward pass. A derivative inside of
       the loss is part of the forward pass.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> report = diagnostics.precision_report(jnp.dot, jnp.eye(8), jnp.eye(8))
+    >>> report.unconverted[0].primitive, report.unconverted[0].operand_dtype
+    ('dot_general', 'float32')
   """
 
   primitive: str
@@ -124,6 +138,13 @@ class Risk(NamedTuple):
     source_line: the user's line, such as ``"model.py:32 (Block.__call__)"``.
     backward: whether they belong to the backward pass. A derivative inside of
       the loss is part of the forward pass.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> report = diagnostics.precision_report(jnp.exp, jnp.ones(8, jnp.float16))
+    >>> report.at_risk[0].reason
+    'exp overflows above 11.1'
   """
 
   primitive: str
@@ -153,6 +174,15 @@ class PrecisionReport(_report_format.PrintedReport):
     limitations: the parts of the program that were not analyzed.
     warnings: mistakes in the training step as a whole, in sentences: ``update``
       receives gradients that are not scaled as it expects.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
+    >>> report = diagnostics.precision_report(
+    ...   ols.autocast(jnp.dot), jnp.eye(8), jnp.eye(8))
+    >>> report.fraction, report.unconverted
+    (1.0, ())
   """
 
   dtype: str

@@ -22,6 +22,11 @@ class DeepSpeedPolicyState(NamedTuple):
     hysteresis_remaining: how many overflows until one lowers the scale; int32.
     has_grown: whether the scale has grown since the start or the last overflow;
       bool.
+
+  Examples:
+    >>> from optax_lossscale import interop
+    >>> print(interop.DeepSpeedLossScale().init().policy_state.has_grown)
+    False
   """
 
   hysteresis_remaining: jax.typing.ArrayLike
@@ -126,6 +131,11 @@ class FairseqPolicyState(NamedTuple):
   Attributes:
     steps_since_change: steps since the scale last moved; int32.
     overflows: overflows since the last backoff; int32.
+
+  Examples:
+    >>> from optax_lossscale import interop
+    >>> print(interop.FairseqLossScale(256).init().policy_state.overflows)
+    0
   """
 
   steps_since_change: jax.typing.ArrayLike

@@ -130,7 +130,7 @@ def test_what_a_version_stored_is_read_and_goes_on(version, name):
   assert after.loss_scale_state.total_notfinite == 1
 
 
-# A state of another layout. What to do is on docs/composing.md.
+# A state of another layout. What to do is on docs/how_to/checkpoints.md.
 
 
 TX = ols.with_loss_scaling(optax.adam(1e-2), "headroom")
@@ -143,7 +143,7 @@ OtherState = collections.namedtuple(
 
 
 def reset_policy_state(state):
-  """The fix of docs/composing.md."""
+  """The fix of docs/how_to/checkpoints.md."""
   fresh = TX.init(PARAMS)
   scale_state = state.loss_scale_state._replace(
     policy_state=fresh.loss_scale_state.policy_state

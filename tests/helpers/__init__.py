@@ -34,6 +34,12 @@ def _get_marks(value, quick, slow):
   return pytest.mark.slow if is_slow else pytest.mark.nightly
 
 
+def pages_below(folder: pathlib.Path) -> list[pathlib.Path]:
+  """The Markdown files in a folder, without the copies that a build makes."""
+  paths = sorted(folder.rglob("*.md"))
+  return [path for path in paths if "_build" not in path.parts]
+
+
 def find_line_number(comment: str, file: str) -> int:
   """The number of the only line of a file that ends with a comment."""
   lines = pathlib.Path(file).read_text().splitlines()

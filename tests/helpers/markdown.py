@@ -1,7 +1,9 @@
 """Runs the code on a page of Markdown, from top to bottom."""
 
+import contextlib
 import doctest
 import re
+import sys
 
 # A ```python block runs, after the ones above it on its page, and so does a
 # {code-cell}, which is a part of a page that is a notebook. A ```py block is
@@ -23,16 +25,26 @@ def blocks(path):
 def run(path):
   """The names that the page defines; what it prints is printed.
 
-  Each block may use what those above it define. A block with prompts prints
-  what the page says that it prints.
+  Each block may use what those above it define, and import a file next to the
+  page. A block with prompts prints what the page says that it prints.
   """
   names = {"__name__": "__main__"}
-  for block in blocks(path):
-    if block.startswith(">>> "):
-      _run_prompts(block, names, path)
-    else:
-      exec(compile(block, str(path), "exec"), names)
+  with _importing_from(path.parent):
+    for block in blocks(path):
+      if block.startswith(">>> "):
+        _run_prompts(block, names, path)
+      else:
+        exec(compile(block, str(path), "exec"), names)
   return names
+
+
+@contextlib.contextmanager
+def _importing_from(folder):
+  sys.path.insert(0, str(folder))
+  try:
+    yield
+  finally:
+    sys.path.remove(str(folder))
 
 
 def _run_prompts(block, names, path):

@@ -205,7 +205,7 @@ def test_a_golden_file_is_small_and_the_page_says_how_it_was_made(path):
   assert (common.HERE / recorder).exists()
   version = re.escape(golden["version"].split(",")[0].split("+")[0])
   package = golden["package"].split(",")[0]
-  page = (ROOT / "docs" / "migrating.md").read_text()
+  page = (ROOT / "docs" / "reference" / "migrating.md").read_text()
   table = page[page.index("| package | version") :]
   assert re.search(rf"\| {package}\b.*{version}", table)
 
@@ -436,7 +436,7 @@ def test_params_and_scale_are_theirs_at_every_step(package, name):
 
 
 def test_the_counters_that_move_on_a_skipped_step_are_those_of_the_docs():
-  """What docs/migrating.md says."""
+  """As docs/reference/migrating.md lists them."""
   assert (APPLIED, ALL) == (22, 30)
   counts = {
     (package, counter): count

@@ -394,7 +394,7 @@ def test_the_pages_that_are_built_are_those_that_are_published():
 
 
 def test_the_page_on_versions_says_what_is_declared_and_tested():
-  page = (ROOT / "docs" / "versions.md").read_text()
+  page = (ROOT / "docs" / "reference" / "versions.md").read_text()
   for requirement in PROJECT["dependencies"]:
     name, bound = re.match(r"([\w-]+)>=([\w.]+)", requirement).groups()
     row = rf"^\| {name} \| {re.escape(bound)} and later \| {re.escape(bound)}"

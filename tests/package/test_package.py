@@ -140,8 +140,9 @@ ORDER = re.findall(
 
 def floors():
   """The rooms on each floor of the drawing, from the top down."""
-  page = (ROOT / "docs" / "design.md").read_text()
-  (drawing,) = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
+  page = (ROOT / "ARCHITECTURE.md").read_text()
+  layers = page.split("\n## Layers\n")[1].split("\n## ")[0]
+  (drawing,) = re.findall(r"^```text\n(.*?)^```", layers, re.M | re.S)
   # A floor may take two lines, of which the first has its number.
   rows = re.split(r"^ +\d \|", drawing, flags=re.MULTILINE)[1:]
   return [re.findall(r"[a-z_]+", row) for row in rows]

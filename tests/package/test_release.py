@@ -76,7 +76,7 @@ def test_the_metadata_show_what_is_required_and_where_everything_is(wheel):
 
 def test_each_extra_is_said_to_be_for_users_or_for_developers(wheel):
   _, fields = wheel
-  versions = (ROOT / "docs" / "versions.md").read_text()
+  versions = (ROOT / "docs" / "reference" / "versions.md").read_text()
   users = set(re.findall(r"optax-lossscale\[([\w-]+)\]", versions))
   page = (ROOT / "CONTRIBUTING.md").read_text()
   (paragraph,) = re.findall(r"^Of the extras.*?\n\n", page, re.M | re.S)

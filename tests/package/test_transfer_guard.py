@@ -4,9 +4,12 @@ Trainers set ``jax.transfer_guard`` to find transfers that they did not mean,
 and those of a report are meant.
 """
 
+import fnmatch
 import inspect
+import re
 
 from helpers import interop_samples as samples
+from helpers import ROOT
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -123,6 +126,34 @@ def test_each_public_function_runs_on_the_host_or_in_a_step():
   }
   functions = {x for x in public if not inspect.isclass(x)}
   assert functions == {*ON_HOST, *IN_A_STEP}
+
+
+# These run on the host, and are also parts of a step.
+ON_BOTH = {ols.loss_scale_metrics, ols.set_loss_scale}
+
+
+def qualified_name(fun):
+  modules = {"ols": ols, "diagnostics": diagnostics, "interop": interop}
+  for name, module in {**modules, "plots": plots}.items():
+    if getattr(module, fun.__name__, None) is fun:
+      return f"{name}.{fun.__name__}"
+  raise AssertionError(fun)
+
+
+def test_the_api_has_each_function_in_the_table_of_where_it_is_called():
+  page = (ROOT / "docs" / "api" / "index.md").read_text()
+  tables = [
+    re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\|([^|]*)\|", part, re.M)))
+    for part in page.split("\n### ")[1:4]
+  ]
+  in_a_step = {*IN_A_STEP, *ON_BOTH}
+  traced = {diagnostics.precision_report}
+  for patterns, functions in zip(
+    tables, (in_a_step, traced, {*ON_HOST} - ON_BOTH - traced), strict=True
+  ):
+    names = set(map(qualified_name, functions))
+    matched = [fnmatch.filter(names, pattern) for pattern in patterns]
+    assert all(matched) and set().union(*matched) == names
 
 
 @pytest.mark.parametrize("fun", ON_HOST, ids=lambda fun: fun.__name__)

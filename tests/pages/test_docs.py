@@ -4,14 +4,13 @@
 without either is here.
 """
 
-import itertools
 import json
 import re
 import runpy
 import subprocess
 import tomllib
 
-from helpers import ROOT
+from helpers import pages_below, ROOT
 import pytest
 
 import optax_lossscale as ols
@@ -19,7 +18,7 @@ from optax_lossscale import diagnostics, interop, plots
 
 DOCS = ROOT / "docs"
 API_PAGES = sorted((DOCS / "api").glob("*.md"))
-GUIDES = sorted(DOCS.glob("*.md"))
+GUIDES = [path for path in pages_below(DOCS) if path not in API_PAGES]
 PAGES = [
   *sorted(ROOT.glob("*.md")),
   *sorted(ROOT.glob("benchmarks/**/*.md")),
@@ -40,13 +39,18 @@ def relative_name(path):
 def entries():
   """The (module, name) of each entry on an API page."""
   for page in API_PAGES:
-    text = page.read_text()
-    for module in (diagnostics, interop, plots):
-      if re.search(rf"^\.\. automodule:: {module.__name__}$", text, re.M):
-        yield from ((module.__name__, name) for name in module.__all__)
-    owner = re.search(r"^\.\. currentmodule:: (\S+)$", text, re.M)
-    for name in re.findall(r"^\.\. auto(?!module)\w+:: (\w+)", text, re.M):
-      yield owner[1], name
+    yield from entries_of(page)
+
+
+def entries_of(page):
+  """The (module, name) of each entry on one API page."""
+  text = page.read_text()
+  for module in (diagnostics, interop, plots):
+    if re.search(rf"^\.\. automodule:: {module.__name__}$", text, re.M):
+      yield from ((module.__name__, name) for name in module.__all__)
+  owner = re.search(r"^\.\. currentmodule:: (\S+)$", text, re.M)
+  for name in re.findall(r"^\.\. auto(?!module)\w+:: (\w+)", text, re.M):
+    yield owner[1], name
 
 
 def test_each_public_name_has_one_entry_on_an_api_page():
@@ -55,6 +59,14 @@ def test_each_public_name_has_one_entry_on_an_api_page():
     (module.__name__, name) for module in modules for name in module.__all__
   ]
   assert sorted(entries()) == sorted(ours)
+
+
+def test_the_tables_of_an_api_page_have_each_entry_of_the_page():
+  for page in API_PAGES:
+    rows = re.findall(r"^\|([^|]*)\|", page.read_text(), re.MULTILINE)
+    named = re.findall(r"`(?:\w+)\.(\w+)`", " ".join(rows))
+    if page.stem != "index":
+      assert sorted(named) == sorted(name for _, name in entries_of(page)), page
 
 
 def texts():
@@ -200,35 +212,63 @@ def test_the_picture_of_the_readme_is_there_and_small():
   assert picture.stat().st_size < 50_000
 
 
-def read_front_page():
-  """The text of the front page: the beginning of the README, and its own."""
-  own = (DOCS / "index.md").read_text()
-  _, _, after_badges = (ROOT / "README.md").read_text().partition("-->\n")
-  return after_badges.partition("\n## ")[0] + own
+FRONT_PAGES = ROOT / "README.md", DOCS / "index.md"
 
 
-def test_the_front_page_has_the_install_command_a_picture_and_the_versions():
-  page = read_front_page()
-  command = f"pip install {PROJECT['name']}\n"
-  assert page.index(command) < page.index("import jax")
-  assert "## Install\n" in page and "](_static/digits.png)" in page
+@pytest.mark.parametrize("path", FRONT_PAGES, ids=relative_name)
+def test_a_front_page_says_how_to_install_from_a_clone_and_from_the_index(path):
+  page = path.read_text()
+  (commands,) = re.findall(r"## Install\n.*?```sh\n(.*?)```", page, re.DOTALL)
+  assert f"git clone {REPOSITORY}\n" in commands
+  # From the folder of the clone, or from the one around it.
+  folder = "." if "cd optax_lossscale\n" in commands else "./optax_lossscale"
+  assert commands.endswith(f"pip install {folder}\n")
+  assert f"`pip install {PROJECT['name']}`" in page
+
+
+@pytest.mark.parametrize("path", FRONT_PAGES, ids=relative_name)
+def test_a_front_page_has_the_lowest_version_of_each_requirement(path):
+  page = path.read_text()
   for requirement in PROJECT["dependencies"]:
     name, lowest = requirement.split(">=")
-    told = re.search(rf"{name} ([\d.]+)", page, re.IGNORECASE)[1]
-    assert lowest.removesuffix(".0") == told, requirement
+    stated = re.search(rf"{name} ([\d.]+\d)", page, re.IGNORECASE)[1]
+    assert lowest.removesuffix(".0") == stated, requirement
+  lowest = PROJECT["requires-python"].removeprefix(">=")
+  assert re.search(rf"Python\s{re.escape(lowest)}\b", page)
+
+
+def test_the_front_page_has_the_range_of_python_and_each_notebook():
+  page = (DOCS / "index.md").read_text()
   minors = re.findall(r"Python :: 3\.(\d+)", " ".join(PROJECT["classifiers"]))
   lowest, highest = min(map(int, minors)), max(map(int, minors))
   assert re.search(rf"Python 3\.{lowest} to\s3\.{highest}\b", page)
+  for path in NOTEBOOKS:
+    assert f":link: notebooks/{path.stem}\n" in page
+    picture = DOCS / "_static" / "gallery" / f"{path.stem}.png"
+    assert f":img-top: _static/gallery/{path.stem}.png\n" in page
+    assert picture.stat().st_size < 20_000
+
+
+def test_the_readme_names_the_two_commands_next_to_each_other():
+  text = (ROOT / "README.md").read_text()
+  assert re.search(
+    r"^\| `make demo` \|.*\n\| `make test` \|", text, re.MULTILINE
+  )
 
 
 # The line for the cards that CUDA 13 and newer cuDNN do not know.
 OLD_CARDS = 'pip install "jax[cuda12]" "nvidia-cudnn-cu12<9.11"'
 
 
-@pytest.mark.parametrize("page", ["index", "versions", "which_precision"])
-def test_what_to_install_for_a_v100_or_a_t4_is_the_same_on_each_page(page):
-  text = (DOCS / f"{page}.md").read_text()
-  assert re.findall(r"`(pip install [^`]*cuda12.*?)`", text) == [OLD_CARDS]
+def test_what_to_install_for_a_v100_or_a_t4_is_the_same_on_each_page():
+  found = {
+    str(path.relative_to(DOCS)): re.findall(
+      r"`(pip install [^`]*cuda12.*?)`", path.read_text()
+    )
+    for path in GUIDES
+  }
+  assert found["reference/versions.md"]
+  assert all(lines in ([], [OLD_CARDS]) for lines in found.values()), found
 
 
 def test_no_power_of_two_turns_prose_bold_and_no_formula_needs_a_script():
@@ -251,7 +291,7 @@ def test_each_page_is_in_a_table_of_contents():
     for tree in re.findall(
       r"^```\{toctree\}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL
     ):
-      pages = [line for line in tree.splitlines() if re.match(r"\w", line)]
+      pages = re.findall(r"^[\w/]+$", tree, re.MULTILINE)
       folder = path.parent.relative_to(DOCS)
       listed |= {str(folder / page) for page in pages}
   pages = {str(p.relative_to(DOCS).with_suffix("")) for p in GUIDES + API_PAGES}
@@ -268,7 +308,8 @@ def find_make_targets(path):
 def test_the_make_targets_that_are_called_or_named_exist():
   makefile = (ROOT / "Makefile").read_text()
   targets = set(re.findall(r"^([a-z0-9.-]+):", makefile, re.MULTILINE))
-  pages = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "reliability.md"
+  reliability = ROOT / "tests" / "RELIABILITY.md"
+  pages = ROOT / "README.md", ROOT / "CONTRIBUTING.md", reliability
   for path in [CI_RUN, *WORKFLOWS, *pages]:
     assert find_make_targets(path), path.name
     assert find_make_targets(path) <= targets, path.name
@@ -289,19 +330,45 @@ def test_github_makes_all_that_ci_run_makes():
   )
 
 
-def order():
-  """The guides in the order of the index, with the page behind the last."""
-  trees = re.findall(
-    r"^```\{toctree\}\n:caption: Guide\n(.*?)^```",
-    (DOCS / "index.md").read_text(),
-    re.MULTILINE | re.DOTALL,
-  )
-  return [*re.findall(r"^\w+$", trees[0], re.MULTILINE), "api/index"]
+def captions():
+  """The names of the parts of the menu."""
+  page = (DOCS / "index.md").read_text()
+  return re.findall(r"^:caption: (.*)$", page, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-  ("name", "following"), list(itertools.pairwise(order()))
-)
-def test_a_guide_ends_with_a_link_to_the_one_that_follows(name, following):
-  *_, last = (DOCS / f"{name}.md").read_text().rstrip().split("\n\n")
-  assert last.startswith("Next: ") and f"]({following}.md)" in last
+def test_the_menu_has_a_part_for_each_kind_of_page():
+  assert captions() == [
+    "Tutorial",
+    "How-to",
+    "Troubleshooting",
+    "Reference",
+    "Explanation",
+    "Project",
+  ]
+
+
+def questions():
+  """The (question, page, heading) of each row of the readers' questions."""
+  text = (ROOT / "tests" / "pages" / "reader_questions.md").read_text()
+  return re.findall(r"^\| (.*) \| (\S+\.md) \| (.*) \|$", text, re.MULTILINE)
+
+
+def test_at_least_thirty_questions_of_readers_have_an_answer():
+  assert len(questions()) >= 30
+  assert len({question for question, *_ in questions()}) == len(questions())
+
+
+@pytest.mark.parametrize(("question", "page", "heading"), questions())
+def test_the_answer_of_a_question_is_under_the_named_heading(
+  question, page, heading
+):
+  headings = re.findall(r"^#+ (.*)$", prose((DOCS / page).read_text()), re.M)
+  assert heading in headings
+
+
+def test_a_question_is_answered_on_a_page_of_the_menu():
+  """So that it takes one click from the front page, and one to the heading."""
+  page = (DOCS / "index.md").read_text()
+  menu = re.findall(r"^([\w/]+)$", page, re.MULTILINE)
+  for _, page, _ in questions():
+    assert page.removesuffix(".md") in {*menu, "index"}

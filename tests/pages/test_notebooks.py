@@ -1,18 +1,21 @@
 """The notebooks run, and are kept as a reader wants to find them."""
 
+import importlib
 import re
 
 from helpers import ROOT
+from IPython.core.interactiveshell import InteractiveShell
 import nbclient
 import nbformat
 import pytest
+from traitlets.config import Config
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 # Where most people meet a T4, nothing may be upgraded: what is there, does.
 NEEDED = {
-  "quick_start": '"optax-lossscale[plots]" scikit-learn',
-  "float16_on_a_t4": '"optax-lossscale[plots]"',
+  "quick_start": "{package}[plots] scikit-learn",
+  "float16_on_a_t4": "{package}[plots]",
 }
 
 each_notebook = pytest.mark.parametrize(
@@ -58,11 +61,40 @@ def test_a_notebook_opens_in_colab_and_installs_what_it_needs(path):
   link, install, *_ = nbformat.read(path, as_version=4).cells
   assert f"/blob/main/notebooks/{path.name})" in link.source
   assert "https://colab.research.google.com/" in link.source
-  # Only where the package is missing: not over the one that is developed.
-  condition, command = install.source.splitlines()[-2:]
-  assert condition == 'if importlib.util.find_spec("optax_lossscale") is None:'
-  needed = NEEDED.get(path.stem, '"optax-lossscale[examples]"')
-  assert command == f"  %pip install --quiet {needed}"
+  needed = NEEDED.get(path.stem, "{package}[examples]")
+  assert install.source.endswith(f"  %pip install --quiet {quoted(needed)}")
+
+
+def quoted(needed):
+  package, *others = needed.split()
+  return " ".join([f'"{package}"', *others])
+
+
+# The package is installed only if it is missing, so that a notebook never
+# replaces the one that is developed.
+@pytest.mark.parametrize("found", [True, False], ids=["found", "missing"])
+@pytest.mark.parametrize("is_clone", [True, False], ids=["clone", "no clone"])
+@each_notebook
+def test_a_notebook_installs_from_its_clone_or_else_from_the_index(
+  path, is_clone, found, tmp_path, monkeypatch
+):
+  folder = tmp_path / "a clone" / "notebooks"
+  folder.mkdir(parents=True)
+  if is_clone:
+    (folder.parent / "optax_lossscale").mkdir()
+  monkeypatch.chdir(folder)
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: found or None)
+  commands = []
+  monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+  without_history = Config({"HistoryManager": {"enabled": False}})
+  shell = InteractiveShell(config=without_history)
+  shell.register_magic_function(commands.append, magic_name="pip")
+  source = nbformat.read(path, as_version=4).cells[1].source
+  shell.run_cell(source).raise_error()
+  package = str(folder.parent) if is_clone else "optax-lossscale"
+  needed = NEEDED.get(path.stem, "{package}[examples]")
+  command = f"install --quiet {quoted(needed).format(package=package)}"
+  assert commands == ([] if found else [command])
 
 
 @each_notebook

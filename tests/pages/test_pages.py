@@ -4,7 +4,8 @@ import inspect
 import math
 import warnings
 
-from helpers import mark_slow_params, markdown, ROOT
+from flax import nnx
+from helpers import mark_slow_params, markdown, pages_below, ROOT
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -18,17 +19,24 @@ from optax_lossscale import _tags, diagnostics
 
 PAGES = [
   path
-  for pattern in ("*.md", "benchmarks/**/*.md", "docs/*.md", "docs/api/*.md")
-  for path in sorted(ROOT.glob(pattern))
+  for path in [
+    *sorted(ROOT.glob("*.md")),
+    *pages_below(ROOT / "benchmarks"),
+    *pages_below(ROOT / "docs"),
+  ]
   if markdown.blocks(path)
 ]
+
+
+def relative_name(path):
+  return str(path.relative_to(ROOT))
 
 
 # Each page takes seconds. The quick tests run what most people read.
 @pytest.mark.parametrize(
   "path",
   mark_slow_params([ROOT / "README.md"], PAGES),
-  ids=lambda path: str(path.relative_to(ROOT)),
+  ids=relative_name,
 )
 def test_the_code_on_a_page_runs_from_top_to_bottom(
   path, tmp_path, monkeypatch, capsys
@@ -37,8 +45,8 @@ def test_the_code_on_a_page_runs_from_top_to_bottom(
   matplotlib.use("Agg")
   names = markdown.run(path)
   plt.close("all")
-  if path.name in AFTERWARDS:
-    AFTERWARDS[path.name](names, capsys.readouterr().out)
+  if relative_name(path) in AFTERWARDS:
+    AFTERWARDS[relative_name(path)](names, capsys.readouterr().out)
 
 
 def the_scale_is_shown(names, out):
@@ -69,8 +77,8 @@ def spikes_stand_out_and_a_new_level_is_accepted(names, out):
   assert set(found) - set(planted) <= set(range(300, 325))
 
 
-def a_skipped_step_of_linen_and_haiku_keeps_what_stands_outside(names, out):
-  batch = names["images"][:64], names["labels"][:64]
+def a_skipped_step_of_each_framework_keeps_the_other_state(names, out):
+  batch = names["x"], names["y"]
   state = ols.set_loss_scale(names["state"], 2.0**40)
   after, logged = names["linen_step"](state, *batch)
   assert np.isnan(logged) and after.step == state.step + 1
@@ -78,9 +86,16 @@ def a_skipped_step_of_linen_and_haiku_keeps_what_stands_outside(names, out):
     assert_same(getattr(after, name), getattr(state, name))
 
   carry = ols.set_loss_scale(names["carry"], 2.0**40)
-  *after, logged = names["haiku_step"](*carry, names["key"], *batch)
+  *after, logged = names["haiku_step"](*carry, *batch)
   assert np.isnan(logged)
   assert_same(after[:3], carry[:3])  # parameters, model state, average
+
+  model, optimizer = names["model"], names["optimizer"]
+  nnx.update(optimizer, ols.set_loss_scale(nnx.state(optimizer), 2.0**40))
+  old = jax.tree.map(jnp.copy, nnx.state(model))
+  names["nnx_step"](model, optimizer, *batch)
+  assert not ols.get_loss_scale_state(optimizer).last_finite
+  assert_same(nnx.state(model), old)
 
 
 def assert_same(tree, other):
@@ -90,23 +105,28 @@ def assert_same(tree, other):
 # What the code on a page leaves behind, or has printed.
 AFTERWARDS = {
   "README.md": the_scale_is_shown,
-  "composing.md": spikes_stand_out_and_a_new_level_is_accepted,
-  "many_devices.md": the_loss_that_is_only_defined_can_be_differentiated,
-  "your_first_hour.md": (
-    a_skipped_step_of_linen_and_haiku_keeps_what_stands_outside
+  "docs/how_to/batch_statistics.md": (
+    a_skipped_step_of_each_framework_keeps_the_other_state
+  ),
+  "docs/how_to/clipping_and_accumulation.md": (
+    spikes_stand_out_and_a_new_level_is_accepted
+  ),
+  "docs/how_to/many_devices.md": (
+    the_loss_that_is_only_defined_can_be_differentiated
   ),
 }
 
 
 def test_each_page_with_code_is_among_those_that_run():
-  names = {path.name for path in PAGES}
-  expected = {"README.md", "frameworks.md", "migrating.md", "policies.md"}
-  assert names >= {*expected, *AFTERWARDS}
+  names = {relative_name(path) for path in PAGES}
+  how_to = {relative_name(path) for path in ROOT.glob("docs/how_to/*.md")}
+  others = {"README.md", "docs/index.md", "docs/tutorial.md"}
+  assert names >= {*others, *how_to, *AFTERWARDS}
 
 
 WITH_STEPS = {
   "README": ROOT / "README.md",
-  "frameworks": ROOT / "docs" / "frameworks.md",
+  "frameworks": ROOT / "docs" / "how_to" / "frameworks.md",
 }
 
 

@@ -484,7 +484,7 @@ def test_an_adversary_finds_no_run_that_starves(runs, seed):
 
 # Nobody wrote these down: each is a row of stretches whose level, noise, share
 # of zeros, spikes and NaNs are drawn at random. No gradients fall by more than
-# 28 binades at once; docs/policies.md says that these are not found again.
+# 28 binades at once: benchmarks/policies/README.md has those that are lost.
 
 
 def make_hostile_runs(rng):

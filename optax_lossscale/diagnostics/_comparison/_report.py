@@ -69,6 +69,17 @@ class MatmulPrecision(NamedTuple):
     run_count: the number of times that they run.
     program_index: the index among all rows in the order of the program; 0 for
       the first.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
+    >>> loss_fn = ols.autocast(lambda params, x: jnp.sum(x @ params["w"]))
+    >>> report = diagnostics.compare_precision(
+    ...   loss_fn, {"w": jnp.eye(4)}, jnp.ones((2, 4)), progress=False)
+    >>> row = report.matmuls[0]
+    >>> row.name, row.backward, row.run_count
+    ('w', False, 1)
   """
 
   primitive: str
@@ -93,6 +104,18 @@ class ArrayError(NamedTuple):
     name: its path, such as ``"blocks/0/up"``.
     error: its relative error; inf if it is not finite, or is zero in float32.
     norm_fraction: its norm as a fraction of the norm of all arrays.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
+    >>> def difference(params, x):
+    ...   return x @ params["w"] - 2048.0
+    >>> report = diagnostics.compare_precision(
+    ...   ols.autocast(difference), {"w": jnp.array([[2049.0]] * 2)},
+    ...   jnp.array([[1.0, 0.0], [1.0, 0.0]]), progress=False)
+    >>> report.inaccurate_arrays[0].error
+    1.0
   """
 
   name: str
@@ -141,6 +164,16 @@ class PrecisionComparison(_report_format.PrintedReport):
       pass overflows: lower the scale by this factor. Above zero, the array with
       the largest error underflows in the backward pass: raise the scale, at
       most by this factor.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
+    >>> loss_fn = ols.autocast(lambda params, x: jnp.sum(x @ params["w"]))
+    >>> report = diagnostics.compare_precision(
+    ...   loss_fn, {"w": jnp.eye(4)}, jnp.full((2, 4), 7e4), progress=False)
+    >>> report.overflowing, report.outliers
+    (('w',), ('w',))
   """
 
   dtype: str

@@ -32,6 +32,13 @@ class Operand(NamedTuple):
     amax: the largest finite magnitude; 0.0 if no entry is finite, None if the
       entries are not numbers.
     all_finite: whether all entries are finite.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> hit = diagnostics.find_overflow(jnp.exp, jnp.float16(12))
+    >>> hit.inputs[0].amax, hit.inputs[0].all_finite
+    (12.0, True)
   """
 
   shape: tuple[int, ...]
@@ -81,6 +88,13 @@ class Overflow(_report_format.PrintedReport):
       scaled as it expects. Often empty.
     in_autocast: whether ``autocast`` runs this operation in half precision, so
       that ``keep_float32=`` applies to it.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> hit = diagnostics.find_overflow(jnp.exp, jnp.float16(12))
+    >>> hit.primitive, hit.kind, hit.backward
+    ('exp', 'inf', False)
   """
 
   primitive: str
