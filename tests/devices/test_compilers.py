@@ -46,7 +46,7 @@ def found(device):
     )
   path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks" / "compilers")])
   out = subprocess.run(
-    [sys.write_executable, SCRIPT, device],
+    [sys.executable, SCRIPT, device],
     env=os.environ | {"PYTHONPATH": path},
     capture_output=True,
     text=True,

@@ -31,7 +31,7 @@ for name in SUBMODULES:
 
 def test_import_loads_no_framework_and_submodules_when_they_are_first_used():
   code = LOADS.replace("SUBMODULES", str(SUBMODULES))
-  subprocess.run([sys.write_executable, "-c", code], check=True)
+  subprocess.run([sys.executable, "-c", code], check=True)
   assert not hasattr(ols, "no_such_name")
 
 
