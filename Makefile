@@ -62,8 +62,8 @@ TAKE_LONGEST = $(addprefix --ignore=tests/, autocast/test_models.py \
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow coverage test-3.11 test-oldest \
-  test-oldest-all test-jax-nightly test-jax-flags nightly mutants check \
-  compile-costs bench bench-autocast docs dist clean FORCE
+  test-oldest-all test-jax-nightly test-jax-flags nightly mutants mutants-check \
+  check compile-costs bench bench-autocast docs dist clean FORCE
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -113,6 +113,9 @@ nightly: $(VENV)/installed-test ## Run what takes half an hour more: 50 kills, 1
 mutants: $(addprefix mutants-,$(CORE) $(SAMPLED)) ## Break the package in one place at a time; tests must fail. Hours: -j2
 
 $(addprefix mutants-,$(SAMPLED)): SAMPLE = --sample 200 --seed 0
+
+mutants-check: $(VENV)/installed-mutants ## Break one place in each module; the tests of the module in tests/README.md must fail
+	$(BIN)/python tools/mutants.py --check
 
 mutants-%: $(VENV)/installed-mutants
 	$(BIN)/python tools/mutants.py $* $(SAMPLE)

@@ -1,4 +1,4 @@
-"""Pictures of gradients, loss scales and precision, drawn with matplotlib."""
+"""Plots of gradient exponents, loss scales and matmul precision."""
 
 from collections.abc import Mapping, Sequence
 import itertools
@@ -32,13 +32,14 @@ _NUM_BINADES = _MAX_EXPONENT - _MIN_EXPONENT + 1
 
 
 class ExponentHistogram(NamedTuple):
-  """How many entries there are in each binade.
+  """The number of entries in each binade, as `exponent_histogram` returns it.
 
   Attributes:
     exponents: int array of floor(log2(magnitude)), ascending and without gaps.
-    counts: int array of the same length: how many entries have this exponent.
-    zero_count: how many entries are zero.
-    nonfinite_count: how many entries are inf or NaN.
+    counts: int array of the same length: the number of entries with each
+      exponent.
+    zero_count: the number of entries that are zero.
+    nonfinite_count: the number of entries that are inf or NaN.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -57,15 +58,15 @@ class ExponentHistogram(NamedTuple):
 def exponent_histogram(tree: Any) -> ExponentHistogram:
   """Counts the entries of a tree by binade.
 
-  Call it outside ``jit``. Each leaf is counted where it is, sharded or not, and
-  only the counts are read back. It does not need matplotlib.
+  Call it outside ``jit``. Each leaf is counted on its device or devices, and
+  only the counts are transferred to the host. It does not need matplotlib.
 
   Args:
     tree: a pytree of gradients, or of any other float or complex arrays.
 
   Returns:
     An :class:`ExponentHistogram` of all leaves together. A subnormal float32
-    number counts as zero if the device takes it for zero.
+    number counts as zero if the device flushes it to zero.
 
   Raises:
     TypeError: if called under ``jit``.
@@ -73,8 +74,8 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
   Examples:
     >>> import jax.numpy as jnp
     >>> from optax_lossscale import plots
-    >>> found = plots.exponent_histogram([jnp.array([0.5, 0.6, 2.0, 0.0])])
-    >>> print(found.exponents, found.counts, found.zero_count)
+    >>> histogram = plots.exponent_histogram([jnp.array([0.5, 0.6, 2.0, 0.0])])
+    >>> print(histogram.exponents, histogram.counts, histogram.zero_count)
     [-1  0  1] [2 0 1] 1
   """
   leaf_counts = _leaves.measure_grads(
@@ -103,19 +104,19 @@ def plot_exponents(
   *,
   ax: Any = None,
 ) -> Any:
-  """Draws how large gradients are, and which of them a dtype can hold.
+  """Plots a histogram of gradient magnitudes over the range of a dtype.
 
-  The picture is like the one with which Micikevicius et al. showed why losses
-  are scaled. It shows the share of entries in each binade, as they are and
-  times the loss scale, and the ranges in which numbers of the dtype are normal,
-  subnormal, zero or infinite.
+  It is modeled on the figure of Micikevicius et al. that motivates loss
+  scaling. It shows the percentage of entries in each binade, unscaled and
+  multiplied by the loss scale, and the ranges in which numbers of the dtype are
+  normal, subnormal, zero or infinite.
 
   Args:
     grads: a pytree of true gradients. Compute them in float32 if you can.
     dtype: a float dtype of at most 32 bits.
     loss_scale: a number, or a pytree that holds exactly one
       :class:`LossScaleState`.
-    ax: the matplotlib axes to draw on, by default those of a new figure.
+    ax: the matplotlib axes to draw on, by default the axes of a new figure.
 
   Returns:
     The matplotlib axes.
@@ -173,7 +174,7 @@ def plot_exponents(
 
 @_leaves.reduce_on_device
 def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
-  """Counts by exponent from _LOWEST to _HIGHEST, of zeros, of inf and NaN."""
+  """Return the counts from _MIN_EXPONENT on, of zeros, and of infs and NaNs."""
   magnitude = _leaves.magnitude(xp, leaf)
   finite = xp.isfinite(leaf)
   finite_nonzero = finite & (magnitude > 0)
@@ -188,8 +189,8 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
       nonfinite,
     )
 
-  # One sum for each exponent that occurs, since a scatter would gather a
-  # sharded array.
+  # Compute one sum for each exponent between the lowest and the highest one
+  # that occur. A scatter or a bincount would gather a sharded array.
   def count_binade(i: jax.Array, counts: jax.Array) -> jax.Array:
     return counts.at[i].set(_leaves.count_true(xp, index == i))
 
@@ -205,10 +206,9 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
 def _shade_dtype_ranges(
   ax: Any, dtype: np.dtype, limits: _dtype_limits.DtypeLimits
 ) -> None:
-  """Colours the ranges where a dtype is zero, subnormal, normal or inf."""
-  off_axis = (
-    2 * _MAX_EXPONENT
-  )  # The outer bands go on beyond the part that is shown.
+  """Shade the ranges where a dtype is zero, subnormal, normal or inf."""
+  # The outer ranges extend beyond the limits of the axis.
+  off_axis = 2 * _MAX_EXPONENT
   edges = itertools.pairwise([-off_axis, *np.log2(limits), off_axis])
   zero, subnormal = f"zero in {dtype}", "subnormal: loses bits"
   labels = zero, subnormal, "normal", "overflow"
@@ -219,23 +219,30 @@ def _shade_dtype_ranges(
 
 @_transfer_guard.allow_transfers
 def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
-  """Draws the loss scale over the steps, and the steps that were skipped.
+  """Plots the loss scale over the steps, and marks skipped steps.
 
   Args:
-    history: the states after each step, each a :class:`LossScaleState` or a
-      pytree that holds exactly one; or what
-      :func:`~optax_lossscale.loss_scale_metrics` returned for them. They are a
-      sequence, or one of them holds arrays, such as ``lax.scan`` returns. A
-      dict must hold ``"loss_scale"``, and skipped steps are drawn if it holds
-      ``"last_finite"``. Or an array of scales.
-    ax: the matplotlib axes to draw on, by default those of a new figure.
+    history: one of these:
+
+      * a sequence of the states after each step, each a
+        :class:`LossScaleState` or a pytree that holds exactly one;
+      * a sequence of dicts with ``"loss_scale"``, as
+        :func:`~optax_lossscale.loss_scale_metrics` returns them;
+      * one state or dict whose leaves are arrays over steps, as ``lax.scan``
+        returns it;
+      * an array of scales.
+
+      Skipped steps are marked for states, and for dicts with
+      ``"last_finite"``.
+    ax: the matplotlib axes to draw on, by default the axes of a new figure.
 
   Returns:
     The matplotlib axes.
 
   Raises:
     ImportError: if matplotlib is not installed.
-    ValueError: if ``history`` holds no scales, or a state is no single one.
+    ValueError: if ``history`` holds no scales, or an element of it does not
+      hold exactly one state.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -268,23 +275,17 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
 
 
 def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
-  """The scales, and whether each step is known to be skipped; numpy arrays."""
-  is_list = isinstance(history, Sequence) and not hasattr(history, "_fields")
-  # The state of a chain of optimizers is a tuple, too.
-  is_list = is_list and len({*map(_state.has_loss_scale, history)}) < 2
-  history = [*map(_as_metrics, history)] if is_list else _as_metrics(history)
-  if is_list and all(isinstance(metrics, Mapping) for metrics in history):
-    # Nothing is left of an empty sequence, which is an error below.
-    keys = {"loss_scale", "last_finite"}.intersection(*history)
-    history = {key: [metrics[key] for metrics in history] for key in keys}
-  elif not isinstance(history, Mapping):
-    history = {"loss_scale": history}
-  if "loss_scale" not in history:
+  """Return the scales and the mask of steps that were skipped, as numpy arrays.
+
+  Steps of unknown outcome count as not skipped.
+  """
+  metrics = _as_stacked_metrics(history)
+  if "loss_scale" not in metrics:
     raise ValueError(
       'history must hold "loss_scale", as the metrics of loss_scale_metrics do,'
-      f" got {', '.join(map(repr, history)) or 'nothing'}."
+      f" got {', '.join(map(repr, metrics)) or 'nothing'}."
     )
-  history = jax.device_get(dict(history))
+  history = jax.device_get(dict(metrics))
   scales = np.asarray(history["loss_scale"], np.float32)
   if scales.ndim != 1 or not scales.size:
     raise ValueError(
@@ -295,14 +296,29 @@ def _read_history(history: Any) -> tuple[np.ndarray, np.ndarray]:
   return scales, ~np.asarray(finite_mask, bool)
 
 
+def _as_stacked_metrics(history: Any) -> Mapping[str, Any]:
+  """Return a history as a dict of sequences or arrays over steps."""
+  is_list = isinstance(history, Sequence) and not hasattr(history, "_fields")
+  # The state of a chain of optimizers is a tuple, too, but only one of its
+  # elements holds a loss scale.
+  is_list = is_list and len({*map(_state.has_loss_scale, history)}) < 2
+  history = [*map(_as_metrics, history)] if is_list else _as_metrics(history)
+  if is_list and all(isinstance(metrics, Mapping) for metrics in history):
+    # For an empty sequence this is a dict of empty lists, which the caller
+    # rejects.
+    keys = {"loss_scale", "last_finite"}.intersection(*history)
+    return {key: [metrics[key] for metrics in history] for key in keys}
+  return history if isinstance(history, Mapping) else {"loss_scale": history}
+
+
 def _as_metrics(x: Any) -> Any:
-  """The fields of the state in a tree; what holds none, as it is."""
+  """Return the fields of the state in a tree, or the tree if it has none."""
   if not _state.has_loss_scale(x):
     return x
   return _state.get_loss_scale_state(x)._asdict()
 
 
-_MAX_HEIGHT = 40.0  # in binades: what is infinite must be somewhere
+_MAX_HEIGHT = 40.0  # in binades; infinite headroom is clipped to it
 _NORMAL_COLOR, _OUTLIER_COLOR = "tab:gray", "tab:red"
 
 _Rows = list[diagnostics.MatmulPrecision]
@@ -312,24 +328,25 @@ _Rows = list[diagnostics.MatmulPrecision]
 def plot_precision(
   report: diagnostics.PrecisionComparison, *, axes: Any = None
 ) -> Any:
-  """Draws what half precision does at each place of a program.
+  """Plots the error and the headroom of each matmul in half precision.
 
-  Above is the effect of each place: the error of the results if its products
-  alone run in half precision. Below is how many binades are left above its
-  largest number. Places are in the order of the program. Those that stand out
-  or overflow are red, and named.
+  The upper plot shows the error of the results if only this layer's matmuls and
+  convolutions run in half precision. The lower plot shows the headroom: the
+  number of binades between the largest magnitude and the largest number of the
+  dtype. Layers are in program order. Outliers and layers that overflow are red
+  and labeled.
 
   Args:
-    report: what :func:`~optax_lossscale.diagnostics.compare_precision`
-      returned.
-    axes: two matplotlib axes to draw on, by default those of a new figure.
+    report: the result of
+      :func:`~optax_lossscale.diagnostics.compare_precision`.
+    axes: two matplotlib axes to draw on, by default the axes of a new figure.
 
   Returns:
     The two matplotlib axes.
 
   Raises:
     ImportError: if matplotlib is not installed.
-    TypeError: if ``report`` is something else.
+    TypeError: if ``report`` is not a ``PrecisionComparison``.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -362,6 +379,8 @@ def plot_precision(
 def _draw_isolated_errors(
   ax: Any, rows: _Rows, colors: list[str], dtype: str
 ) -> None:
+  """Draw a bar for the isolated error of each row, on a log axis."""
+  # Zero and infinite errors get the height of the limits of the axis.
   finite_errors = [
     row.isolated_error for row in rows if 0 < row.isolated_error < math.inf
   ]
@@ -380,6 +399,7 @@ def _draw_isolated_errors(
 
 
 def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
+  """Draw a bar for the headroom of each row, and shade the backward pass."""
   heights = np.clip(
     [row.log2_headroom for row in rows], -_MAX_HEIGHT, _MAX_HEIGHT
   )
@@ -397,7 +417,7 @@ def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
 def _annotate_outliers(
   ax: Any, rows: _Rows, highlighted_names: set[str]
 ) -> None:
-  """Names each place once, beside its highest bar."""
+  """Label each highlighted layer once, next to its highest bar."""
   labels = dict.fromkeys(
     row.name for row in rows if row.name in highlighted_names
   )
@@ -415,6 +435,7 @@ def _annotate_outliers(
   for level, name in enumerate(labels):
     bars = [i for i, row in enumerate(rows) if row.name == name]
     i = max(bars, key=lambda i: rows[i].isolated_error)
+    # Labels are at eight levels, so that neighbors don't overlap.
     position = i, 0.93 - 0.1 * (level % 8)
     alignment, shift = ("right", -8) if 2 * i > len(rows) else ("left", 8)
     ax.annotate(
@@ -423,15 +444,15 @@ def _annotate_outliers(
 
 
 def _get_axes(axes: Any, caller: str, rows: int = 1) -> Any:
-  """The axes that were given, or those of a new figure, below each other.
+  """Return the axes of the user, or the axes of a new figure.
 
   Args:
-    axes: what the user gave, or None.
+    axes: the user's argument, or None.
     caller: the public function, for messages.
-    rows: how many are needed.
+    rows: the number of axes in the new figure, from top to bottom.
 
   Returns:
-    One object of matplotlib's axes; an array of them if there are several.
+    The user's argument; or matplotlib axes, an array of them for several rows.
 
   Raises:
     ImportError: if matplotlib is not installed.

@@ -1,12 +1,19 @@
-"""Mutation testing: breaks the package in one place after another.
+"""Mutation testing: changes the package in one location at a time.
 
     python tools/mutants.py _policies._dynamic
     python tools/mutants.py _autocast --sample 200 --seed 0
+    python tools/mutants.py --check
 
-cosmic-ray exchanges operators, numbers, conditions and decorators of a module,
-or of all modules of a folder, in a copy of the project, and the tests run for
-each such mutant. It prints how many mutants failed a test, and the survivors,
-for which no test would fail. Exits with 1 if more than a tenth survive.
+cosmic-ray replaces operators, numbers, conditions and decorators of a module,
+or of all modules of a folder, in a copy of the project, and runs the tests of
+the module for each such mutant. The tool prints how many mutants failed a test,
+and the survivors, which failed none. It exits with 1 if more than a tenth
+survive.
+
+`tests/README.md` lists the tests of each module. With `--check`, the tool
+checks this list: it draws one mutant of each module and runs only the quick
+tests of the list, without doctests. It exits with 1 if a mutant survives:
+another test file may belong on the list.
 """
 
 import argparse
@@ -32,207 +39,24 @@ from cosmic_ray.work_db import use_db, WorkDB
 from cosmic_ray.work_item import WorkItem
 
 ROOT = pathlib.Path(__file__).parents[1]
-# A mutant is done with its first failure: its own tests first, quick ones next.
-# `core/state` is tests/core/test_state.py, and `_jaxprs._custom_derivatives` is
-# optax_lossscale/_jaxprs/_custom_derivatives.py.
-TESTS = {
-  "_arrays": [
-    "core/state",
-    "core/select",
-    "core/scaling",
-    "core/select_types",
-    "core/wrapper",
-    "policies/headroom",
-  ],
-  "_checks": [
-    "core/checks",
-    "diagnostics/leaves",
-    "interop/errors",
-    "interop/writing",
-  ],
-  "_policies._powers_of_two": ["core/state", "policies/headroom"],
-  "_jaxprs": [  # what is not named here
-    "package/jax",
-    "autocast/provenance",
-    "autocast/weights",
-    "autocast/reach",
-    "autocast/float32_filter",
-    "autocast/shared_custom_derivatives",
-    "autocast/cotangents",
-    "core/select",
-    "core/select_types",
-    "diagnostics/higher_order",
-    "diagnostics/precision_report",
-    "diagnostics/find_overflow",
-    "diagnostics/compare_precision",
-  ],
-  "_jaxprs._provenance": ["autocast/provenance", "autocast/float32_filter"],
-  "_jaxprs._weights": [
-    "autocast/weights",
-    "autocast/provenance",
-    "autocast/float32_filter",
-  ],
-  "_jaxprs._harvest": ["diagnostics/tracing"],
-  "_jaxprs._primitives": [
-    "autocast/weights",
-    "autocast/cotangents",
-    "autocast/rewrite",
-    "diagnostics/precision_report",
-    "autocast/reach",
-  ],
-  "_tags": ["diagnostics/tracing"],
-  "_grads": [
-    "core/scaling",
-    "core/checks",
-    "core/cost",
-    "diagnostics/leaves",
-    "core/wrapper",
-    "policies/headroom",
-  ],
-  "_state": ["core/state", "core/checkpoints", "frameworks/flax_nnx"],
-  "_axes": ["devices/shard_map", "core/checks", "core/select"],
-  "_grad_stats": [
-    "core/checks",
-    "core/wrapper",
-    "core/cost",
-    "devices/shard_map",
-    "policies/headroom",
-  ],
-  "_scaling": [
-    "core/scaling",
-    "core/checks",
-    "core/cost",
-    "frameworks/equinox",
-    "frameworks/flax_nnx",
-    "core/wrapper",
-  ],
-  "_policies._base": [
-    "core/checks",
-    "core/wrapper",
-    "policies/dynamic",
-    "core/state",
-  ],
-  "_policies._dynamic": [
-    "core/checks",
-    "policies/dynamic",
-    "policies/random_programs",
-    "core/state",
-    "policies/headroom",
-  ],
-  "_policies._policy_like": [
-    "core/checks",
-    "policies/dynamic",
-    "policies/headroom",
-  ],
-  "_policies._search": ["policies/headroom", "policies/starving"],
-  "_policies._headroom": [
-    "policies/headroom",
-    "policies/starving",
-    "core/checks",
-  ],
-  "_select": [
-    "core/select",
-    "core/select_types",
-    "core/cost",
-    "policies/random_programs",
-    "core/optax_compositions",
-  ],
-  "_wrapper": [
-    "core/checks",
-    "core/wrapper",
-    "core/optax_battery",
-    "core/cost",
-    "core/select",
-    "diagnostics/probes",
-    "policies/random_programs",
-  ],
-  "_autocast": [  # what is not named here
-    "autocast/weights",
-    "autocast/float32_filter",
-    "autocast/shared_custom_derivatives",
-    "autocast/matmuls",
-    "autocast/reach",
-    "autocast/rewrite",
-  ],
-  "_autocast._float32_filter": ["autocast/float32_filter", "autocast/reach"],
-  "_autocast._messages": [
-    "autocast/reach",
-    "autocast/rewrite",
-    "autocast/messages",
-  ],
-  "_autocast._call_args": [
-    "autocast/weights",
-    "autocast/frameworks",
-    "autocast/call_args",
-  ],
-  "_autocast._autocast": [
-    "autocast/float32_filter",
-    "autocast/rewrite",
-    "autocast/keep_float32",
-    "autocast/reach",
-  ],
-  "_autocast._matmuls": [
-    "autocast/reach",
-    "autocast/float32_filter",
-    "autocast/rewrite",
-    "autocast/keep_float32",
-    "autocast/matmuls",
-    "autocast/cotangents",
-  ],
-  "_autocast._rewrite": [
-    "autocast/float32_filter",
-    "autocast/reach",
-    "autocast/rewrite",
-    "autocast/transformations",
-    "autocast/shared_custom_derivatives",
-    "autocast/autocast",
-  ],
-  "_jaxprs._custom_derivatives": [
-    "autocast/weights",
-    "autocast/provenance",
-    "autocast/float32_filter",
-    "autocast/shared_custom_derivatives",
-    "autocast/reach",
-    "autocast/autocast",
-    "autocast/transformations",
-    "autocast/matmuls",
-  ],
-  "diagnostics._leaves": ["diagnostics/leaves"],
-  "diagnostics._numbers": [
-    "diagnostics/leaves",
-    "diagnostics/higher_order",
-    "diagnostics/precision_report",
-    "diagnostics/find_overflow",
-  ],
-  "diagnostics._probes": ["diagnostics/probes"],
-  "diagnostics._tracing": [
-    "diagnostics/tracing",
-    "diagnostics/precision_report",
-    "diagnostics/leaves",
-    "diagnostics/higher_order",
-    "diagnostics/find_overflow",
-    "diagnostics/compare_precision",
-  ],
-  "diagnostics._gradient_report": ["diagnostics/leaves", "diagnostics/plots"],
-  "diagnostics._precision_report": [
-    "diagnostics/precision_report",
-    "diagnostics/higher_order",
-    "diagnostics/plots",
-  ],
-  "diagnostics._overflow": [
-    "diagnostics/find_overflow",
-    "diagnostics/higher_order",
-  ],
-  "diagnostics._comparison": [
-    "diagnostics/compare_precision",
-    "diagnostics/compare_precision_models",
-    "diagnostics/tracing",
-  ],
-}
-# Its tests take longest.
-LAST = "diagnostics._comparison"
-# What most tests import. It is imported once, before a process is forked for
-# each mutant. Not the package itself, which each process imports anew.
+PACKAGE = "optax_lossscale"
+
+
+def read_tests(page: str) -> dict[str, list[str]]:
+  """Return the test files of each module or folder, from tests/README.md."""
+  rows = re.findall(r"^\| `([\w/]+)` \| (`.*`) \|$", page, re.MULTILINE)
+  return {
+    module.replace("/", "."): re.findall(r"`([^`]+)`", tests)
+    for module, tests in rows
+  }
+
+
+# The first failure ends a mutant, so the order of the files matters.
+TESTS = read_tests((ROOT / "tests" / "README.md").read_text())
+# The tests of this folder take longest, so its mutants are tried last.
+SLOWEST = "diagnostics._comparison"
+# Libraries that most tests import. They are imported once, before a process is
+# forked for each mutant. Each process imports the package itself again.
 LIBRARIES = (
   "chex",
   "equinox",
@@ -244,78 +68,103 @@ LIBRARIES = (
   "optax.contrib",
   "pytest",
 )
-# What these make of an array of floats, or of a bool, fails wherever it runs.
-EASY = re.compile(
+# These replacements fail on any array of floats and on any bool, so every test
+# that runs the line catches them.
+ALWAYS_CAUGHT = re.compile(
   r"core/ReplaceBinaryOperator_"
   r"((Add|Sub|Mul|Div|Pow)_(FloorDiv|Mod|RShift|LShift|Bit.*)"
   r"|Bit.*_(Add|Sub|Mul|Div|Pow|FloorDiv|Mod|RShift|LShift))"
 )
-SECONDS = 600  # for the tests of one mutant
-PASSED = 0, 5  # with the status 5 there were none
-FOREIGN = 100  # the status if the tests import another copy
+TIMEOUT = 600  # seconds for the tests of one mutant
+PASSED = 0, 5  # pytest exits with 5 if no test was selected
+FOREIGN = 100  # the exit status if the tests imported another copy
 
 
 def main():
-  """Tries the mutants of a module or folder and prints what became of them."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument(
-    "name", help="such as _select, _jaxprs._custom_derivatives, _jaxprs"
-  )
-  parser.add_argument("--sample", type=int, help="try so many, drawn at random")
-  parser.add_argument("--seed", type=int, default=0, help="of the sample")
-  parser.add_argument("--minutes", type=float, help="begin none after so many")
-  parser.add_argument("--quick", action="store_true", help="no slow tests")
-  arguments = parser.parse_args()
-  modules = find_modules(arguments.name)
-  if not modules:
-    parser.error(f"no tests are known for {arguments.name}: see TESTS")
-  folder = copy_project(arguments.name)
+  """Try mutants, print the survivors, and exit with 1 if there are too many."""
+  args = parse_args()
+  folder = copy_project(args.name or "check")
   set_environment()
   for library in LIBRARIES:
     importlib.import_module(library)
-  items = [item for item in list_items(folder, modules) if tells(folder, item)]
+  items = [
+    item
+    for item in list_items(folder, find_modules(args.name))
+    if is_informative(item)
+  ]
   counts = collections.Counter(
     get_mutated_module(folder, item) for item in items
   )
-  # In random order, so that those of any minutes are a sample.
-  random.Random(arguments.seed).shuffle(items)
-  items = items[: arguments.sample]
-  items.sort(key=lambda item: get_mutated_module(folder, item).startswith(LAST))
-  tried = sorted({get_mutated_module(folder, item) for item in items})
-  for slow in (False,) if arguments.quick else (False, True):
-    if fails(folder, tried, slow=slow, is_mutant=False):
-      sys.exit("The tests fail without a mutant.")
-  end = time.monotonic() + 60 * (arguments.minutes or float("inf"))
+  # The order is random, so that the mutants before `--minutes` are a sample.
+  random.Random(args.seed).shuffle(items)
+  items = draw_one_of_each(folder, items) if args.check else items
+  items = items[: args.sample]
+  items.sort(
+    key=lambda item: get_mutated_module(folder, item).startswith(SLOWEST)
+  )
+  check_tests_pass(folder, items, args)
+  end = time.monotonic() + 60 * (args.minutes or float("inf"))
   outcomes = collections.defaultdict(list)
   for item in items:
     if time.monotonic() > end:
       break
     module = get_mutated_module(folder, item)
-    outcomes[module].append(is_caught(folder, item, arguments.quick))
-  sys.exit(report(arguments.name, counts, outcomes))
+    outcomes[module].append(is_caught(folder, item, args))
+  sys.exit(report(args.name, counts, outcomes, 1.0 if args.check else 0.9))
 
 
-def find_modules(name: str) -> list[str]:
-  """The modules of a name, which is that of one, or of a folder."""
-  path = ROOT / "optax_lossscale" / name.replace(".", "/")
+def parse_args() -> argparse.Namespace:
+  """Return the command line; `name` is None or has tests."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument(
+    "name",
+    nargs="?",
+    help="a module or folder: _select, _jaxprs._custom_derivatives, _jaxprs",
+  )
+  parser.add_argument(
+    "--check",
+    action="store_true",
+    help="try one mutant of each module with the tests in tests/README.md",
+  )
+  parser.add_argument(
+    "--sample", type=int, help="the number of mutants, drawn at random"
+  )
+  parser.add_argument("--seed", type=int, default=0, help="of the sample")
+  parser.add_argument(
+    "--minutes", type=float, help="start no mutant after this"
+  )
+  parser.add_argument("--quick", action="store_true", help="no slow tests")
+  args = parser.parse_args()
+  if not (args.name or args.check):
+    parser.error("name a module or folder, or use --check for all modules")
+  if not find_modules(args.name):
+    parser.error(f"tests/README.md lists no tests for {args.name}")
+  args.quick |= args.check
+  return args
+
+
+def find_modules(name: str | None) -> list[str]:
+  """Return the modules of a module, of a folder, or (None) of the package."""
+  package = ROOT / PACKAGE
+  path = package / name.replace(".", "/") if name else package
   files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
   files = [f.with_suffix("") for f in files if f.name != "__init__.py"]
-  parts = [f.relative_to(ROOT / "optax_lossscale").parts for f in files]
-  return [m for m in map(".".join, parts) if get_test_key(m) is not None]
+  modules = [".".join(f.relative_to(package).parts) for f in files]
+  return [module for module in modules if get_test_key(module) is not None]
 
 
 def get_test_key(module: str) -> str | None:
-  """Under which name the tests of a module are: its own, or its folder's."""
+  """Return the key of a module in TESTS: the module itself, or its folder."""
   names = module, module.rpartition(".")[0]
   return next((name for name in names if name in TESTS), None)
 
 
 def copy_project(name: str) -> pathlib.Path:
-  """A copy to break; its folder."""
+  """Copy the project, and return the folder of the copy."""
   folder = ROOT / "build" / "mutants" / name
   shutil.rmtree(folder, ignore_errors=True)
   folder.mkdir(parents=True)
-  for part in ("benchmarks", "docs", "examples", "optax_lossscale", "tests"):
+  for part in ("benchmarks", "docs", "examples", PACKAGE, "tests"):
     ignore = shutil.ignore_patterns("__pycache__", "_build")
     shutil.copytree(ROOT / part, folder / part, ignore=ignore)
   shutil.copy(ROOT / "pyproject.toml", folder)
@@ -323,9 +172,9 @@ def copy_project(name: str) -> pathlib.Path:
 
 
 def set_environment() -> None:
-  """What JAX and the processes of tests are told. Before JAX is imported."""
-  # Two mutants within a second would share their bytecode; most share the
-  # programs that XLA compiled.
+  """Set the variables of JAX and of the test processes, before JAX's import."""
+  # Without PYTHONDONTWRITEBYTECODE, a mutant could run the bytecode of another
+  # mutant of the same second. Most mutants share the programs of XLA's cache.
   os.environ |= {
     "PYTHONDONTWRITEBYTECODE": "1",
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / "build" / "mutants" / "xla"),
@@ -333,52 +182,75 @@ def set_environment() -> None:
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "JAX_PLATFORMS": "cpu",
   }
-  # It has not started a backend, nor threads, when the processes are forked.
+  # JAX warns about forks, which are safe before it has a backend and threads.
   warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
 
 
 def list_items(folder: pathlib.Path, modules: list[str]) -> list[WorkItem]:
-  """All mutants of the modules."""
+  """Return all mutants of the modules."""
   with use_db(folder / "session", WorkDB.Mode.create) as db:
     init([get_copy_path(folder, module) for module in modules], db, {})
-    return sorted(db.work_items, key=place_of)
+    return sorted(db.work_items, key=get_sort_key)
 
 
-def place_of(item: WorkItem) -> tuple[str, str, int]:
-  """What orders mutants alike in each run."""
+def get_sort_key(item: WorkItem) -> tuple[str, str, int]:
+  """Return a key that orders mutants the same way in each run."""
   (mutation,) = item.mutations
   path, operator = str(mutation.module_path), mutation.operator_name
   return path, operator, mutation.occurrence
 
 
+def draw_one_of_each(
+  folder: pathlib.Path, items: Iterable[WorkItem]
+) -> list[WorkItem]:
+  """Return the first mutant of each module."""
+  first: dict[str, WorkItem] = {}
+  for item in items:
+    first.setdefault(get_mutated_module(folder, item), item)
+  return list(first.values())
+
+
 def get_copy_path(folder: pathlib.Path, module: str) -> pathlib.Path:
-  """Where a module is in the copy."""
-  return folder / "optax_lossscale" / f"{module.replace('.', '/')}.py"
+  """Return the path of a module in the copy."""
+  return folder / PACKAGE / f"{module.replace('.', '/')}.py"
 
 
 def get_mutated_module(folder: pathlib.Path, item: WorkItem) -> str:
-  """The module that is mutated."""
-  path = item.mutations[0].module_path.relative_to(folder / "optax_lossscale")
+  """Return the module that a mutant changes."""
+  path = item.mutations[0].module_path.relative_to(folder / PACKAGE)
   return ".".join(path.with_suffix("").parts)
 
 
-def find_test_paths(modules: Iterable[str]) -> list[str]:
-  """The files with the tests of modules: their doctests come last."""
-  # As a dict, in their order and each once.
-  names = dict.fromkeys(n for m in modules for n in TESTS[get_test_key(m)])
-  pairs = [name.split("/") for name in names]
-  paths = [f"tests/{folder}/test_{name}.py" for folder, name in pairs]
-  return paths + [str(get_copy_path(pathlib.Path(), m)) for m in modules]
+def find_test_paths(modules: Iterable[str], *, doctests: bool) -> list[str]:
+  """Return the test files of modules, with the modules' doctests at the end."""
+  modules = list(modules)
+  # A dict keeps the order and drops repetitions.
+  files = dict.fromkeys(f for m in modules for f in TESTS[get_test_key(m)])
+  paths = [f"tests/{file}" for file in files]
+  if doctests:
+    paths += [str(get_copy_path(pathlib.Path(), m)) for m in modules]
+  return paths
+
+
+def check_tests_pass(
+  folder: pathlib.Path, items: list[WorkItem], args: argparse.Namespace
+) -> None:
+  """Exit if a test fails without a mutant, as then it says nothing of one."""
+  modules = sorted({get_mutated_module(folder, item) for item in items})
+  paths = find_test_paths(modules, doctests=not args.check)
+  for slow in (False,) if args.quick else (False, True):
+    if fails(folder, paths, slow=slow, is_mutant=False):
+      sys.exit("The tests fail without a mutant.")
 
 
 def fails(
   folder: pathlib.Path,
-  modules: Iterable[str],
+  paths: list[str],
   *,
   slow: bool = False,
   is_mutant: bool = True,
 ) -> bool:
-  """Whether one of the quick or slow tests fails, or they take too long."""
+  """Return whether a quick or a slow test fails, or the tests time out."""
   options = [
     "-x",
     "-q",
@@ -387,13 +259,16 @@ def fails(
     "--hypothesis-profile=mutants",
   ]
   options += ["-m", f"{'' if slow else 'not '}slow and not nightly"]
-  # What is imported before pytest cannot be rewritten, nor need it be.
+  # pytest can't rewrite the asserts of a module that is imported before it, and
+  # need not.
   options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-  arguments = folder, [*options, *find_test_paths(modules)], is_mutant
+  arguments = folder, [*options, *paths], is_mutant
   context = multiprocessing.get_context("fork")
   process = context.Process(target=run, args=arguments)
   process.start()
-  process.join(SECONDS)
+  # The timeout is for a mutant that never ends. Without a mutant, the tests of
+  # many modules may run.
+  process.join(TIMEOUT if is_mutant else None)
   if process.is_alive():
     process.kill()
     process.join()
@@ -405,63 +280,65 @@ def fails(
 
 
 def run(folder: pathlib.Path, arguments: list[str], is_mutant: bool) -> None:
-  """Runs tests in the copy, in a process of their own, which ends."""
+  """Run tests in the copy, and end this process with pytest's status."""
   import pytest
 
   os.chdir(folder)
   sys.path.insert(0, str(folder))
-  # The bytecode of all that is no mutant is made once.
+  # The run without a mutant writes the bytecode that all mutants read.
   sys.dont_write_bytecode = is_mutant
   if is_mutant:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
   status = int(pytest.main(arguments))
   sys.stdout.flush()
-  package = sys.modules.get("optax_lossscale")
+  package = sys.modules.get(PACKAGE)
   if package and not str(package.__file__).startswith(str(folder)):
     status = FOREIGN
   os._exit(status)
 
 
-def is_caught(folder: pathlib.Path, item: WorkItem, quick: bool) -> bool:
-  """Whether a mutant fails a test. One that does not is printed."""
+def is_caught(
+  folder: pathlib.Path, item: WorkItem, args: argparse.Namespace
+) -> bool:
+  """Return whether a mutant fails a test, and print the mutant if not."""
   (mutation,) = item.mutations
   operator = plugins.get_operator(mutation.operator_name)
   operator = operator(**mutation.operator_args)
   path = mutation.module_path
+  module = get_mutated_module(folder, item)
+  paths = find_test_paths([module], doctests=not args.check)
   with use_mutation(path, operator, mutation.occurrence) as (old, new):
-    modules = [get_mutated_module(folder, item)]
-    caught = fails(folder, modules)
-    caught = caught or (not quick and fails(folder, modules, slow=True))
+    caught = fails(folder, paths)
+    caught = caught or (not args.quick and fails(folder, paths, slow=True))
   if not caught:
     lines = difflib.unified_diff(old.split("\n"), new.split("\n"), n=0)
     changed = [x for x in lines if re.match(r"@@|[-+](?![-+])", x)]
-    name = mutation.operator_name
-    print(*modules, name, *changed, "", sep="\n", flush=True)
+    print(module, mutation.operator_name, *changed, "", sep="\n", flush=True)
   return caught
 
 
-def tells(folder: pathlib.Path, item: WorkItem) -> bool:
-  """Whether a mutant says something about the tests.
+def is_informative(item: WorkItem) -> bool:
+  """Return whether the outcome of a mutant shows something about the tests.
 
-  Others are those that fail in any case; operators in signatures and other
-  annotations, where they are part of types, or the star before keyword
-  arguments; and `strict=True`, which asserts what is so.
+  It does not for mutants that any test catches; for operators in annotations
+  and signatures, where they belong to types or are the star before keyword-only
+  parameters; and for `strict=True`, which asserts what always holds.
   """
   (mutation,) = item.mutations
   operator = mutation.operator_name
   source = mutation.module_path.read_text()
   line = mutation.start_pos[0]
   return not (
-    EASY.match(operator)
+    ALWAYS_CAUGHT.match(operator)
     or ("Binary" in operator and line in find_annotation_lines(source))
     or ("True" in operator and "strict=True" in source.split("\n")[line - 1])
   )
 
 
 def find_annotation_lines(source: str) -> set[int]:
-  """The numbers of the lines from `def` to the colon, and of annotations."""
+  """Return the line numbers of signatures and of annotated fields."""
   lines: set[int] = set()
   for node in ast.walk(ast.parse(source)):
     if isinstance(node, ast.FunctionDef):
@@ -472,19 +349,32 @@ def find_annotation_lines(source: str) -> set[int]:
 
 
 def report(
-  name: str, counts: dict[str, int], outcomes: dict[str, list[bool]]
+  name: str | None,
+  counts: dict[str, int],
+  outcomes: dict[str, list[bool]],
+  least_caught: float,
 ) -> int:
-  """Prints the figures of each module and of all; returns the exit status."""
+  """Print the figures of each module and of all, and return the exit status.
+
+  Args:
+    name: the module or folder, or None for all modules.
+    counts: the number of mutants of each module.
+    outcomes: for each module, whether each mutant that was tried was caught.
+    least_caught: the fraction of mutants that must be caught.
+
+  Returns:
+    0 if enough mutants were caught, or else 1.
+  """
   for module in sorted(outcomes):
     print_figures(module, counts[module], outcomes[module])
   every = [caught for caughts in outcomes.values() for caught in caughts]
   if len(counts) > 1:
-    print_figures(name, sum(counts.values()), every)
-  return int(sum(every) < 0.9 * len(every))
+    print_figures(name or "all modules", sum(counts.values()), every)
+  return int(sum(every) < least_caught * len(every))
 
 
 def print_figures(name: str, count: int, caught: list[bool]) -> None:
-  """How many of the mutants that were tried failed a test."""
+  """Print how many of the mutants that were tried failed a test."""
   tried = len(caught)
   print(f"{name}: {sum(caught)} of {tried} mutants failed a test, of {count}")
 

@@ -1,4 +1,8 @@
-"""Other systems' settings and checkpoints, without importing those systems."""
+"""Import and export loss-scaler settings and checkpoints of other systems.
+
+The other systems are never imported: importers read dicts and attributes, and
+exporters return dicts.
+"""
 
 from optax_lossscale.interop._apex import from_apex
 from optax_lossscale.interop._deepspeed import from_deepspeed
@@ -35,7 +39,7 @@ __all__ = [
   "to_torch",
 ]
 
-# Pickles and reprs name the path that stays when modules move.
+# Pickles and reprs name the public module, so private modules can move.
 for _name in __all__:
   if isinstance(globals()[_name], type):
     globals()[_name].__module__ = __name__

@@ -1,4 +1,4 @@
-"""apex.amp, and apex's fused update of a scale with hysteresis."""
+"""Imports the loss scaler of apex.amp, and apex's hysteresis kernel."""
 
 from collections.abc import Mapping
 import functools
@@ -9,7 +9,7 @@ from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import FieldSpec
 
 _AMP_SETTINGS = {
-  "loss_scale": FieldSpec("kind", "dynamic"),
+  "loss_scale": FieldSpec("scale_or_dynamic", "dynamic"),
   "init_scale": FieldSpec("init_scale", 2.0**16),
   "scale_window": FieldSpec("growth_interval", 2000),
   "min_loss_scale": FieldSpec("min_scale", _checks.MIN_LOSS_SCALE),
@@ -39,19 +39,19 @@ _read_fields = functools.partial(_reading.read_fields, "from_apex")
 def from_apex(state_dict: Any, **settings: Any) -> _results.PolicyAndState:
   """The policy and state of apex.amp, or of apex's hysteresis kernel.
 
-  amp doubles the scale on the N-th finite step, up to a ceiling, and halves it
-  on every overflow. The kernel `update_scale_hysteresis` halves it on the
-  `hysteresis`-th overflow without a finite step in between, and on each further
-  one until the next finite step.
+  amp doubles the scale on the N-th finite step, up to `max_loss_scale`, and
+  halves it on every overflow. The kernel `update_scale_hysteresis` halves it on
+  the `hysteresis`-th overflow without a finite step in between, and on each
+  further overflow until the next finite step.
 
   Args:
     state_dict: `amp.state_dict()`; empty for the state before the first step.
       Or the three tensors of the kernel, by name: `current_scale`,
       `growth_tracker` and `hysteresis_tracker`.
-    **settings: of amp: `loss_scale` (`"dynamic"` or a number), `init_scale`
-      (2**16), `scale_window` (2000), `min_loss_scale` (None: no floor) and
+    **settings: for amp: `loss_scale` (`"dynamic"` or a number), `init_scale`
+      (2**16), `scale_window` (2000), `min_loss_scale` (None: no minimum) and
       `max_loss_scale` (2**24), which are not in the state dict; and, with
-      several losses, `loss_id`. Of the kernel, which has no defaults:
+      several losses, `loss_id`. For the kernel, which has no defaults:
       `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis`.
 
   Returns:
@@ -88,13 +88,14 @@ def from_apex(state_dict: Any, **settings: Any) -> _results.PolicyAndState:
 
 
 def _make_amp_policy(values: dict[str, Any]) -> _policies.LossScalePolicy:
-  loss_scale = values["kind"]
+  """Return the policy of the settings of apex.amp."""
+  loss_scale = values["scale_or_dynamic"]
   if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
     coerce_args = "from_apex", "settings", "loss_scale", loss_scale
     return _policies.FixedLossScale(
       _reading.coerce_field(*coerce_args, "scale")
     )
-  # amp, too, starts at the ceiling if its initial scale is above.
+  # amp clamps an initial scale above the maximum, too.
   init_scale = min(values["init_scale"], values["max_scale"])
   return _results.make_dynamic_policy(values, init_scale=init_scale)
 
@@ -102,12 +103,12 @@ def _make_amp_policy(values: dict[str, Any]) -> _policies.LossScalePolicy:
 def _select_scaler(
   state_dict: Mapping[str, Any], loss_id: int | None
 ) -> dict[str, Any]:
-  """The values of the one scaler that is meant."""
+  """Return the fields of the scaler of the chosen loss."""
   num_scalers = len(state_dict)
   if loss_id is None and num_scalers > 1:
     raise ValueError(
-      f"from_apex: state_dict holds the scales of {num_scalers} losses. Choose one"
-      f" with loss_id, an integer in [0, {num_scalers - 1}]."
+      f"from_apex: state_dict holds the scales of {num_scalers} losses. Choose"
+      f" one with loss_id, an integer in [0, {num_scalers - 1}]."
     )
   scaler_name = f"loss_scaler{loss_id or 0}"
   other_keys = [key for key in state_dict if key != scaler_name]

@@ -1,14 +1,14 @@
-"""DeepSpeed's loss scaler, by its rule before and since version 0.17.1.
+"""Imports DeepSpeed's loss scaler, with its rule before or since 0.17.1.
 
-Read at the tags v0.3.0, v0.7.7, v0.8.0, v0.9.2, v0.9.3, v0.16.9, v0.17.0 and
-v0.17.1 of deepspeedai/DeepSpeed, in `deepspeed/runtime`: `config.py` and
-`constants.py` (since 0.17.1 `precision_config.py`), `fp16/loss_scaler.py`,
-`zero/stage_1_and_2.py` and `zero/stage3.py`. Up to 0.17.0, ZeRO gives its
-`DynamicLossScaler` the settings of the block only if one of those that are
-about a dynamic scale is in it. Otherwise the scaler has the defaults of its
-class, with a first scale of 2**32 and no hysteresis. `initial_scale_power` was
-32 by default before 0.8.0, and `consecutive_hysteresis` was not read before
-0.9.3.
+The sources are the tags v0.3.0, v0.7.7, v0.8.0, v0.9.2, v0.9.3, v0.16.9,
+v0.17.0 and v0.17.1 of deepspeedai/DeepSpeed, in `deepspeed/runtime`:
+`config.py` and `constants.py` (since 0.17.1 `precision_config.py`),
+`fp16/loss_scaler.py`, `zero/stage_1_and_2.py` and `zero/stage3.py`. Up to
+0.17.0, ZeRO passes the `fp16` block to its `DynamicLossScaler` only if the
+block has a setting of a dynamic scale. Otherwise the scaler has the defaults of
+its class, with an initial scale of 2**32 and no hysteresis.
+`initial_scale_power` was 32 by default before 0.8.0, and
+`consecutive_hysteresis` was not read before 0.9.3.
 """
 
 import re
@@ -21,7 +21,7 @@ from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._loss_scales import DeepSpeedLossScale
 from optax_lossscale.interop._reading import FieldSpec
 
-# The defaults depend on the version: see `_with_defaults`.
+# The defaults depend on the version: see `_fill_defaults`.
 _FP16 = {
   "enabled": FieldSpec("enabled", True),
   "loss_scale": FieldSpec("scale_or_zero", 0.0),
@@ -38,7 +38,7 @@ _STATE = {
   "last_overflow_iter": FieldSpec("overflow_step"),
   "cur_hysteresis": FieldSpec("hysteresis_remaining"),
 }
-# The settings that the scaler may hold as well.
+# Settings that a saved scaler may hold, too. They must agree with the block.
 _SETTING_FIELDS = {
   "scale_factor": "growth_factor",
   "scale_window": "growth_interval",
@@ -47,7 +47,7 @@ _SETTING_FIELDS = {
   "consecutive_hysteresis": "consecutive_hysteresis",
 }
 _STATE_IGNORED = ("raise_error_at_min_scale", "dtype")
-_NEW_RULE_VERSION = 0, 17, 1  # the version since which it holds
+_NEW_RULE_VERSION = 0, 17, 1  # the first version with the new rule
 
 
 @_transfer_guard.allow_transfers
@@ -59,9 +59,9 @@ def from_deepspeed(
   Up to version 0.17.0 it doubles the scale on every W-th finite step. Since
   0.17.1 it first doubles it on the (W+1)-th finite step after a start or an
   overflow, and then on every W-th. It halves the scale on the `hysteresis`-th
-  overflow and on each that follows, until a growth (or, with
+  overflow and on each overflow after it, until a growth (or, with
   `consecutive_hysteresis`, a finite step) refills the hysteresis. DeepSpeed
-  raises an error at its floor. Ours stays there, and
+  raises an error at its minimum scale. Our scale stays at the minimum, and
   :func:`~optax_lossscale.raise_if_stuck` raises an error if you call it.
 
   Args:
@@ -74,9 +74,10 @@ def from_deepspeed(
       `enabled: false` gives `FixedLossScale(1.0)`; left out, it counts as true.
     state: the scaler, as a ZeRO checkpoint holds it under `loss_scaler`, or a
       dict of its attributes: `cur_scale`, `cur_iter`, `last_overflow_iter` and
-      (unless the hysteresis is 1) `cur_hysteresis`; `cur_scale` alone of a
-      fixed scale. Settings in it must agree with the block.
-    version: the version of DeepSpeed whose rule is meant, such as "0.16.9".
+      (unless the hysteresis is 1) `cur_hysteresis`; for a fixed scale, only
+      `cur_scale`. Settings in it must agree with the block.
+    version: the version of DeepSpeed, which determines the rule, such as
+      "0.16.9".
 
   Returns:
     `(policy, state)`: a :class:`~optax_lossscale.DynamicLossScale` for the old
@@ -100,7 +101,7 @@ def from_deepspeed(
   if fixed_scale:
     if state is not None:
       _check_fixed_state(caller, fixed_scale, state)
-    return _results.fixed_result(fixed_scale)
+    return _results.initial_result(_policies.FixedLossScale(fixed_scale))
   policy = _make_policy(values, version_numbers >= _NEW_RULE_VERSION)
   if state is None:
     return _results.initial_result(policy)
@@ -112,7 +113,7 @@ def from_deepspeed(
 def _fill_defaults(
   fp16_fields: dict[str, Any], version: tuple[int, ...]
 ) -> dict[str, Any]:
-  """The settings of the block, and the defaults of this version."""
+  """Return the settings of the block, with the defaults of this version."""
   if version < (0, 9, 3):
     fp16_fields = {**fp16_fields, "consecutive_hysteresis": None}
   explicit_fields = {
@@ -137,6 +138,7 @@ def _fill_defaults(
 def _make_policy(
   values: dict[str, Any], is_new_rule: bool
 ) -> _policies.LossScalePolicy:
+  """Return the policy with the rule before or since 0.17.1."""
   init_scale = 2.0 ** values["exponent"]
   if not is_new_rule:
     refill = "finite" if values["consecutive_hysteresis"] else "growth"
@@ -153,7 +155,7 @@ def _make_policy(
 
 
 def _check_fixed_state(caller: str, scale: float, state: Any) -> None:
-  """Raises unless the state is that of this fixed scale."""
+  """Raise unless the state belongs to this fixed scale."""
   expected_settings = {
     "cur_scale": ("scale", scale),
     "dynamic": ("dynamic", False),
@@ -167,13 +169,14 @@ def _check_fixed_state(caller: str, scale: float, state: Any) -> None:
 def _read_dynamic_state(
   caller: str, settings: dict[str, Any], state: Any
 ) -> dict[str, Any]:
-  """The values of the scaler of a scale that moves."""
+  """Return the fields of a dynamic scaler, with its counts checked."""
   expected_settings = {
     key: (field, settings[field]) for key, field in _SETTING_FIELDS.items()
   }
   expected_settings["dynamic"] = "dynamic", True
   state_specs = dict(_STATE)
-  if settings["hysteresis"] == 1:  # Scalers without hysteresis have no such.
+  if settings["hysteresis"] == 1:
+    # Scalers without hysteresis have no `cur_hysteresis`.
     state_specs["cur_hysteresis"] = FieldSpec("hysteresis_remaining", 1)
   values = _read_state(caller, "state", state, state_specs, expected_settings)
   if values["overflow_step"] >= values["step"]:
@@ -191,7 +194,7 @@ def _read_state(
   state_specs: dict[str, FieldSpec],
   expected_settings: dict[str, tuple[str, Any]],
 ) -> dict[str, Any]:
-  """The values of a scaler, checked to have the settings of the block."""
+  """Return the fields of a scaler, and check that it agrees with the block."""
   setting_specs = {
     key: FieldSpec(*setting) for key, setting in expected_settings.items()
   }
@@ -202,8 +205,8 @@ def _read_state(
   for key, (field, expected) in expected_settings.items():
     if values[field] != expected:
       raise ValueError(
-        f"from_deepspeed: {key} in {source_name} must be {expected}, as in the fp16"
-        f" block, got {values[field]}."
+        f"from_deepspeed: {key} in {source_name} must be {expected}, as in the"
+        f" fp16 block, got {values[field]}."
       )
   return values
 
@@ -211,21 +214,12 @@ def _read_state(
 def _make_resumed_result(
   caller: str, policy: _policies.LossScalePolicy, values: dict[str, Any]
 ) -> _results.PolicyAndState:
-  """The policy, and its state as the scaler stands."""
-  # Finite steps since the last overflow; the iteration of the start is -1.
-  finite_steps = values["step"] - values["overflow_step"] - 1
-  growth_interval = values["growth_interval"]
-  # The new rule grows a step late at first; the count restarts at each growth.
-  extra_steps = 1 if isinstance(policy, DeepSpeedLossScale) else 0
-  has_grown = finite_steps >= growth_interval + extra_steps
-  finite_count = (
-    (finite_steps - extra_steps) % growth_interval
-    if has_grown
-    else finite_steps
-  )
+  """Return the policy and its state at the scale and counts of the scaler."""
+  is_new_rule = isinstance(policy, DeepSpeedLossScale)
+  finite_count, has_grown = _count_finite_steps(values, is_new_rule)
   values = {**values, "finite_count": finite_count}
   policy, state = _results.resumed_result(caller, policy, values)
-  if extra_steps:
+  if is_new_rule:
     policy_state = state.policy_state._replace(
       has_grown=jnp.asarray(has_grown, jnp.bool_)
     )
@@ -233,8 +227,27 @@ def _make_resumed_result(
   return policy, state
 
 
+def _count_finite_steps(
+  values: dict[str, Any], is_new_rule: bool
+) -> tuple[int, bool]:
+  """Return the finite steps since the last change, and if that was a growth.
+
+  DeepSpeed stores the step of the last overflow, but our policies count from
+  the last growth or overflow.
+  """
+  # Before the first overflow, `overflow_step` is -1.
+  finite_steps = values["step"] - values["overflow_step"] - 1
+  interval = values["growth_interval"]
+  # With the new rule, the first growth takes one step more.
+  extra_steps = 1 if is_new_rule else 0
+  has_grown = finite_steps >= interval + extra_steps
+  # The count restarts at each growth.
+  count = (finite_steps - extra_steps) % interval if has_grown else finite_steps
+  return count, has_grown
+
+
 def _parse_version(version: Any) -> tuple[int, ...]:
-  """The numbers of a version: (0, 17, 3) of 0.17.3+cpu."""
+  """Return the numbers of a version: (0, 17, 3) for "0.17.3+cpu"."""
   pattern = r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(?!\d)"
   is_str = isinstance(version, str)
   match = re.match(pattern, version) if is_str else None

@@ -1,4 +1,4 @@
-"""fairseq's loss scaler."""
+"""Imports fairseq's loss scaler."""
 
 from typing import Any
 
@@ -23,17 +23,17 @@ def from_fairseq(
 ) -> tuple[FairseqLossScale, _state.LossScaleState]:
   """The policy and state of fairseq's `DynamicLossScaler`.
 
-  fairseq raises an error at its floor. Ours stays there, and
-  :func:`~optax_lossscale.raise_if_stuck` raises an error if you call it.
+  fairseq raises an error at its minimum scale. Our scale stays at the minimum,
+  and :func:`~optax_lossscale.raise_if_stuck` raises an error if you call it.
 
   Args:
     settings: a dict of fairseq's arguments, or the object that holds them (its
       `args`; its other attributes are ignored): `fp16_init_scale` (128),
       `fp16_scale_window`, `fp16_scale_tolerance` (0), `threshold_loss_scale`
-      (None) and `min_loss_scale` (1e-4). The window must be given: fairseq's
-      default depends on the number of workers.
-    loss_scale: the `loss_scale` of a checkpoint. fairseq saves nothing else.
-      Its counts start again, and so do ours.
+      (None) and `min_loss_scale` (1e-4). `fp16_scale_window` is required, since
+      fairseq's default depends on the number of workers.
+    loss_scale: the `loss_scale` of a checkpoint. fairseq saves no counts, so
+      they restart at 0, as in fairseq.
 
   Returns:
     `(policy, state)`, with a :class:`FairseqLossScale`.

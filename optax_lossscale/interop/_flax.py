@@ -1,4 +1,4 @@
-"""flax.training.dynamic_scale.DynamicScale."""
+"""Imports and exports flax.training.dynamic_scale.DynamicScale."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from optax_lossscale.interop._reading import FieldSpec
 _STATIC_FIELDS = {
   "growth_factor": FieldSpec("growth_factor", 2.0),
   "backoff_factor": FieldSpec("backoff_factor", 0.5),
-  "growth_interval": FieldSpec("last_count", 2000),
-  # None stands for no floor.
+  "growth_interval": FieldSpec("growth_interval_minus_one", 2000),
+  # None is no minimum.
   "minimum_scale": FieldSpec("min_scale", _checks.MIN_LOSS_SCALE),
 }
 _ALL_FIELDS = {
@@ -31,19 +31,20 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.PolicyAndState:
   """The policy and state of Flax's `DynamicScale`.
 
   Flax raises the scale on finite step `growth_interval + 1`. So the interval of
-  the policy is one more than that of Flax, and the counter is the same.
+  the policy is Flax's interval plus one, and the counter is the same.
 
   Args:
     dynamic_scale: a `DynamicScale`; or its state dict, which holds `fin_steps`
       and `scale`, and may hold the static fields.
     **static: the static fields that the state dict does not hold:
       `growth_factor`, `backoff_factor`, `growth_interval` and `minimum_scale`.
-      Those left out have Flax's defaults, as in `DynamicScale(**static)`: 2,
-      1/2, 2000, and 2**-126. What is given here counts, wherever else it is.
+      Missing fields have Flax's defaults, as in `DynamicScale(**static)`: 2,
+      1/2, 2000, and 2**-126. These arguments override the fields of
+      `dynamic_scale`.
 
   Returns:
-    `(policy, state)`. The scale of a `DynamicScale` is the current one, not the
-    first, so that `policy.init_scale` is the current one, too.
+    `(policy, state)`. A `DynamicScale` holds the current scale and not the
+    initial one, so `policy.init_scale` is the current scale, too.
 
   Raises:
     TypeError: if a value is of the wrong type.
@@ -58,7 +59,7 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.PolicyAndState:
   """
   caller = "from_flax"
   static_specs = {
-    caller: key for caller, key in _STATIC_FIELDS.items() if caller in static
+    key: spec for key, spec in _STATIC_FIELDS.items() if key in static
   }
   values = _reading.read_fields(
     caller, "dynamic_scale", dynamic_scale, _ALL_FIELDS
@@ -66,27 +67,27 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.PolicyAndState:
   values |= _reading.read_fields(
     caller, "the static fields", static, static_specs
   )
-  interval = values["last_count"] + 1
+  interval = values["growth_interval_minus_one"] + 1
   policy = _results.make_dynamic_policy(values, growth_interval=interval)
   return _results.resumed_result(caller, policy, values)
 
 
 @_transfer_guard.allow_transfers
 def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
-  """The fields of the `DynamicScale` that goes on as our policy would.
+  """The fields of a `DynamicScale` that continues as our policy would.
 
   Args:
-    policy: a :class:`~optax_lossscale.DynamicLossScale` without hysteresis, and
-      with the `max_scale` 2**126, which is no bound, since Flax has neither.
+    policy: a :class:`~optax_lossscale.DynamicLossScale` without hysteresis and
+      with the `max_scale` 2**126, which is unbounded, since Flax has neither.
     state: its state, or a pytree that holds it.
 
   Returns:
-    What `DynamicScale(**fields)` takes. Flax raises the scale one step later
-    than its interval says, so that the interval is one less than the policy's.
+    The keyword arguments of `DynamicScale(**fields)`. Flax raises the scale one
+    step after its interval, so its interval is the policy's minus one.
 
   Raises:
     TypeError: if the policy is of another class.
-    ValueError: if Flax has no such rule, or the tree no such state.
+    ValueError: if Flax can't express the policy, or the tree has no state.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -95,7 +96,7 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     1999
   """
   caller = "to_flax"
-  dynamic_policy = _writing.check_dynamic_policy(
+  dynamic_policy = _writing.as_dynamic_policy(
     caller, policy, _WRITTEN_FIELDS, "a DynamicLossScale"
   )
   scale, count = _writing.get_scale_and_count(caller, policy, state)

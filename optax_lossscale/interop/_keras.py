@@ -1,4 +1,4 @@
-"""The scalers of TensorFlow 1 and 2, tf.keras and Keras 3."""
+"""Imports and exports scalers of TensorFlow 1 and 2, tf.keras and Keras 3."""
 
 from collections.abc import Mapping
 import functools
@@ -8,9 +8,10 @@ from optax_lossscale import _checks, _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results, _writing
 from optax_lossscale.interop._reading import FieldSpec
 
-# The configs of the optimizers hold these, too. Scaling has no use for them.
+# Keys of the optimizer configs that don't affect the loss scale.
 _INNER_KEYS = ("inner_optimizer", "optimizer", "name")
-# Early Keras 3 wrote these settings of its base class, which do nothing there.
+# Early Keras 3 wrote these settings of the base class of its optimizers, which
+# have no effect in a LossScaleOptimizer.
 _KERAS_3_BASE_KEYS = (
   "weight_decay", "clipnorm", "global_clipnorm", "clipvalue", "use_ema",
   "ema_momentum", "ema_overwrite_frequency", "loss_scale_factor",
@@ -20,15 +21,15 @@ _SERIALIZED_KEYS = (
   "class_name", "module", "registered_name", "build_config", "compile_config",
   "shared_object_id",
 )  # fmt: skip
-# What a model's `get_compile_config()` holds beside its optimizer.
+# Keys of a model's `get_compile_config()` other than its optimizer.
 _COMPILE_KEYS = (
   "loss", "loss_weights", "metrics", "weighted_metrics", "run_eagerly",
   "steps_per_execution", "jit_compile", "auto_scale_loss",
   "pss_evaluation_shards", "from_serialized",
 )  # fmt: skip
-_MAX_NESTING = (
-  8  # A serialized optimizer holds its config, and that a loss scale.
-)
+# A serialized optimizer contains a config, which contains a loss scale. Deeper
+# configs are rejected, so that a hostile file can't exhaust the stack.
+_MAX_NESTING = 8
 _OPTIMIZER_FIELDS = {
   "initial_scale": FieldSpec("init_scale", 2.0**15),
   "dynamic_growth_steps": FieldSpec("growth_interval", 2000),
@@ -60,30 +61,30 @@ def from_keras(config: Any, variables: Any = None) -> _results.PolicyAndState:
   """The policy and state of a TensorFlow, tf.keras or Keras 3 loss scaler.
 
   All of them grow the scale on the N-th finite step and halve it (or divide it
-  by `multiplier`) on an overflow. TensorFlow and tf.keras have a floor of 1.
-  Keras 3 has neither floor nor ceiling: its scale becomes 0 below 2**-126 and
-  inf above 2**127, and stays so. Ours stays within [2**-126, 2**126].
+  by `multiplier`) on an overflow. The minimum scale of TensorFlow and tf.keras
+  is 1. The scale of Keras 3 is unbounded: it becomes 0 below 2**-126 and inf
+  above 2**127, and never recovers. Our scale stays within [2**-126, 2**126].
 
   With a fixed scale, they apply steps with non-finite gradients. To do the same
   here, use the bare optimizer, and `value_and_grad` with this state.
 
   Args:
-    config: what `get_config()` of a `FixedLossScale`, `DynamicLossScale` or
-      `LossScaleOptimizer` returns (that of tf.keras is told by its key
-      `dynamic`, that of TF 2.3 and before by `loss_scale`); the serialized
-      `{"class_name": ..., "config": ...}` around it, also for
-      `MixedPrecisionLossScaleOptimizer`; what `get_compile_config()` of a model
-      returns, if it was compiled with such an optimizer; or what those
-      optimizers take for a loss scale, `"dynamic"` or a number. Settings of a
-      `LossScaleOptimizer` that are left out have its defaults. The nested
-      config of the inner optimizer is read past.
-    variables: `{"current_loss_scale": ..., "good_steps": ...}` of TensorFlow
-      and tf.keras (where an optimizer has them as `loss_scale` and
-      `dynamic_counter`), `{"dynamic_scale": ..., "step_counter": ...}` of
-      Keras 3; none of a fixed scale.
+    config: one of these: the `get_config()` of a `FixedLossScale`,
+      `DynamicLossScale` or `LossScaleOptimizer` (the key `dynamic` identifies
+      tf.keras, and the key `loss_scale` TF 2.3 and older); the serialized
+      `{"class_name": ..., "config": ...}` of this config, also for
+      `MixedPrecisionLossScaleOptimizer`; the `get_compile_config()` of a model
+      that was compiled with a `LossScaleOptimizer`; or the loss scale that
+      these optimizers accept, `"dynamic"` or a number. Missing settings of a
+      `LossScaleOptimizer` have its defaults. The nested config of the inner
+      optimizer is ignored.
+    variables: `{"current_loss_scale": ..., "good_steps": ...}` for TensorFlow
+      and tf.keras (whose optimizers call them `loss_scale` and
+      `dynamic_counter`), `{"dynamic_scale": ..., "step_counter": ...}` for
+      Keras 3; None or empty for a fixed scale.
 
   Returns:
-    `(policy, state)`; the initial state if there are no variables.
+    `(policy, state)`; the initial state if `variables` is None.
 
   Raises:
     TypeError: if a value is of the wrong type.
@@ -112,23 +113,23 @@ def from_keras(config: Any, variables: Any = None) -> _results.PolicyAndState:
 
 @_transfer_guard.allow_transfers
 def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
-  """The config and variables with which Keras goes on as our policy would.
+  """The config and variables with which Keras continues as our policy would.
 
   Args:
     policy: a :class:`~optax_lossscale.DynamicLossScale` with the factors 2 and
-      1/2 and no hysteresis. With `min_scale` 1 it is written for tf.keras, with
-      2**-126, which is no bound, for Keras 3. A
-      :class:`~optax_lossscale.FixedLossScale` is written for tf.keras.
+      1/2 and no hysteresis. With `min_scale` 1 it is exported for tf.keras,
+      with 2**-126, which is unbounded, for Keras 3. A
+      :class:`~optax_lossscale.FixedLossScale` is exported for tf.keras.
     state: its state, or a pytree that holds it.
 
   Returns:
-    `{"config": ..., "variables": ...}`, which is also what :func:`from_keras`
-    takes. Call `LossScaleOptimizer(inner_optimizer, **config)`, and assign the
+    `{"config": ..., "variables": ...}`, the arguments of :func:`from_keras`.
+    Call `LossScaleOptimizer(inner_optimizer, **config)`, and assign the
     variables by name.
 
   Raises:
     TypeError: if the policy is of another class.
-    ValueError: if Keras has no such rule, or the tree no such state.
+    ValueError: if Keras can't express the policy, or the tree has no state.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -152,7 +153,7 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     isinstance(policy, _policies.DynamicLossScale) and policy.min_scale == 1
   )
   written_fields = ("growth_interval", *(["min_scale"] if is_tf else []))
-  dynamic_policy = _writing.check_dynamic_policy(
+  dynamic_policy = _writing.as_dynamic_policy(
     caller, policy, written_fields, min_scale=required_floor
   )
   scale, count = _writing.get_scale_and_count(caller, policy, state)
@@ -172,7 +173,7 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
 def _policy_from_config(
   config: Any, depth: int = 0
 ) -> _policies.DynamicLossScale | _policies.FixedLossScale:
-  """The policy of a config, or of an argument that stands for one."""
+  """Return the policy of a config, of "dynamic" or of a number."""
   if isinstance(config, str) and config == "dynamic":
     return _policies.DynamicLossScale()
   if not isinstance(config, Mapping):
@@ -185,7 +186,8 @@ def _policy_from_config(
     return _policies.FixedLossScale(
       _reading.coerce_field(*coerce_args, "scale")
     )
-  # Some hold another: the serialized ones, that of TF 2.3, and that of a model.
+  # Three kinds of configs contain another config: serialized objects, the
+  # optimizer of TF 2.3, and compiled models.
   wrapper_keys = {
     "config": _SERIALIZED_KEYS,
     "loss_scale": _INNER_KEYS,
@@ -200,9 +202,9 @@ def _policy_from_config(
         _check_optimizer(inner)
       if depth == _MAX_NESTING:
         raise ValueError(
-          f"from_keras: config must be nested at most {_MAX_NESTING} levels deep,"
-          f" got a deeper config: {_reading.safe_repr(config)}. Pass the config of"
-          " the loss scaler itself."
+          f"from_keras: config must be nested at most {_MAX_NESTING} levels"
+          f" deep, got a deeper config: {_reading.safe_repr(config)}. Pass the"
+          " config of the loss scaler itself."
         )
       return _policy_from_config(inner, depth + 1)
   if "loss_scale_value" in config:
@@ -224,18 +226,18 @@ def _policy_from_config(
 
 
 def _check_optimizer(optimizer: Any) -> None:
-  """Raises unless the optimizer of a model is one that scales the loss.
+  """Raise unless the optimizer of a compile config scales the loss.
 
-  Keras 3 keeps what `compile` was given. It wraps the optimizer of a
-  mixed_float16 model afterwards.
+  Keras 3 wraps the optimizer of a mixed_float16 model after `compile`, but its
+  compile config has the arguments of `compile`, with the bare optimizer.
   """
   is_config = isinstance(optimizer, Mapping)
   class_name = optimizer.get("class_name") if is_config else None
   if not (isinstance(class_name, str) and "LossScale" in class_name):
     raise ValueError(
       "from_keras: optimizer in the compile configuration must be a serialized"
-      f" LossScaleOptimizer, got {_reading.safe_repr(class_name or optimizer)}. Keras 3"
-      " wraps the optimizer of a mixed_float16 model later: pass"
+      f" LossScaleOptimizer, got {_reading.safe_repr(class_name or optimizer)}."
+      " Keras 3 wraps the optimizer of a mixed_float16 model later: pass"
       " model.optimizer.get_config()."
     )
 
@@ -243,11 +245,12 @@ def _check_optimizer(optimizer: Any) -> None:
 def _policy_from_tf_config(
   config: Mapping[str, Any],
 ) -> _policies.DynamicLossScale | _policies.FixedLossScale:
-  """The policy of tf.keras, where a fixed scale has no default."""
+  """Return the policy of a tf.keras optimizer config."""
   source_name = "config of tf.keras"
   values = _read_fields(source_name, config, _TF_OPTIMIZER_FIELDS, _INNER_KEYS)
   if values["dynamic"]:
     return _results.make_dynamic_policy(values, min_scale=1.0)
+  # `initial_scale` is required for a fixed scale, so it has no default here.
   fixed_specs = {**_TF_OPTIMIZER_FIELDS, "initial_scale": FieldSpec("scale")}
   return _policies.FixedLossScale(
     _read_fields(source_name, config, fixed_specs, _INNER_KEYS)["scale"]

@@ -1,4 +1,7 @@
-"""Rules that :class:`~optax_lossscale.DynamicLossScale` cannot express."""
+"""Policies with the rules of DeepSpeed and fairseq.
+
+:class:`~optax_lossscale.DynamicLossScale` cannot express these rules.
+"""
 
 import dataclasses
 import fractions
@@ -10,7 +13,8 @@ import optax
 
 from optax_lossscale import _arrays, _checks, _state
 
-# What a tolerance is at most, and the integers of its fraction: see _reaches.
+# The largest tolerance, and the largest integer in its fraction: with larger
+# ones, the integers in _is_ratio_at_least would overflow an int32.
 _MAX_FRACTION_TERM = 2**15
 
 
@@ -39,13 +43,13 @@ class DeepSpeedLossScale:
 
   Attributes:
     init_scale: the scale before the first step.
-    growth_interval: what W is above. The first growth after the start, or after
-      an overflow, takes one finite step more.
-    min_scale: the lowest scale, where DeepSpeed raises.
-    hysteresis: how many overflows it takes to halve the scale. Each further one
-      halves it again, until the hysteresis is refilled.
-    consecutive_hysteresis: whether each finite step refills the hysteresis, and
-      not only a growth.
+    growth_interval: W, the number of finite steps between growths. The first
+      growth after the start or after an overflow takes one finite step more.
+    min_scale: the lowest scale, at which DeepSpeed raises an error.
+    hysteresis: the number of overflows after which the scale halves. Each
+      further overflow halves it again, until the hysteresis is refilled.
+    consecutive_hysteresis: whether each finite step refills the hysteresis. If
+      False, only a growth does.
 
   Raises:
     TypeError: if a hyperparameter is not a number.
@@ -105,7 +109,7 @@ class DeepSpeedLossScale:
     new_state = _state.record_step(state, grads_finite)
     finite = new_state.last_finite
     interval = jnp.asarray(self.growth_interval, jnp.int32)
-    # Written so that nothing is added to the interval, which may be the
+    # Subtract from the interval instead of adding to it, since it may be the
     # largest int32.
     grow = new_state.finite_count > interval - has_grown.astype(jnp.int32)
     backoff = ~finite & (remaining <= 1)
@@ -144,22 +148,23 @@ class FairseqPolicyState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FairseqLossScale:
-  """fairseq's rule: a backoff only if enough of the steps overflowed.
+  """fairseq's rule: a backoff only if a large enough share of steps overflowed.
 
   The scale doubles on the `growth_interval`-th finite step in a row. An
   overflow halves it if the number of overflows since the last backoff, divided
   by the number of steps since the scale last changed, reaches `tolerance`.
 
   Attributes:
-    growth_interval: how many finite steps in a row make the scale grow.
+    growth_interval: the number of finite steps in a row after which the scale
+      grows.
     init_scale: the scale before the first step.
     tolerance: the share of overflows that is tolerated, in [0, 32768]. It is
-      taken for the nearest fraction with a denominator up to 32768, as all
-      decimals of up to four digits are, so that the comparison is exact on
+      rounded to the nearest fraction with a denominator up to 32768, which is
+      exact for decimals of up to four digits. So the comparison is exact on
       every device.
-    threshold: the lowest scale that a backoff leads to; None if there is none.
-    min_scale: a backoff to this scale or below does not happen. fairseq raises
-      an error instead. So the scale stays above it: see `lowest_scale`.
+    threshold: the lowest scale after a backoff; None if there is none.
+    min_scale: the scale stays above this bound: a backoff to it or below is
+      left out. fairseq raises an error instead. See `lowest_scale`.
 
   Raises:
     TypeError: if a hyperparameter is not a number.
@@ -236,8 +241,9 @@ class FairseqLossScale:
   def lowest_scale(self) -> float:
     """The scale at which, and below which, no backoff lowers the scale.
 
-    It is the threshold if this is above `min_scale`. Otherwise the last backoff
-    ends above `min_scale`, and at most at twice of it.
+    It is the threshold if the threshold is above `min_scale`. Otherwise the
+    lowest scale is between `min_scale` and twice `min_scale`, and this is the
+    upper bound.
     """
     threshold = self.threshold or 0.0
     has_effect = threshold > self.min_scale
@@ -246,7 +252,7 @@ class FairseqLossScale:
   def _next_scale(
     self, scale: jax.Array, grow: jax.Array, backoff: jax.Array
   ) -> jax.Array:
-    """The next scale."""
+    """Return the next scale, with the threshold and the bounds applied."""
     higher = jnp.minimum(scale * 2, jnp.float32(self.max_scale))
     lower = scale * jnp.float32(0.5)
     if self.threshold is not None:
@@ -255,9 +261,10 @@ class FairseqLossScale:
     return jnp.where(grow, higher, jnp.where(backoff, lower, scale))
 
   def _tolerance_fraction(self) -> fractions.Fraction:
-    """The tolerance as the fraction that was meant: 0.1 as 1/10."""
+    """Return the tolerance as a fraction of small integers: 1/10 for 0.1."""
     tolerance = float(self.tolerance)
-    # So that neither of the two integers is larger.
+    # The numerator, which is the denominator times the tolerance, must be at
+    # most _MAX_FRACTION_TERM, too.
     max_term = int(_MAX_FRACTION_TERM / max(tolerance, 1))
     return fractions.Fraction(tolerance).limit_denominator(max_term)
 
@@ -265,10 +272,15 @@ class FairseqLossScale:
 def _is_ratio_at_least(
   numerator: jax.Array, denominator: jax.Array, fraction: fractions.Fraction
 ) -> jax.Array:
-  """Whether part / whole >= share, exactly, and in the range of an int32."""
+  """Return whether numerator / denominator >= fraction, exactly, in int32."""
   if not fraction:
     return jnp.ones_like(numerator, jnp.bool_)
-  # part * q >= whole * p, with whole = turns * q + rest and a small rest * p.
+  # With fraction = p / q, the condition is numerator * q >= denominator * p,
+  # whose terms may overflow. Divide by q: with denominator = quotient * q +
+  # remainder, it is numerator >= quotient * p + remainder * p / q. The bound
+  # ceil(remainder * p / q) is exact, since numerator is an integer, and
+  # remainder * p fits, since both are at most _MAX_FRACTION_TERM. The last line
+  # divides by p, since quotient * p may overflow.
   quotient, remainder = jnp.divmod(denominator, jnp.int32(fraction.denominator))
   remainder_bound = -(-remainder * fraction.numerator // fraction.denominator)
   return (numerator - remainder_bound) // fraction.numerator >= quotient

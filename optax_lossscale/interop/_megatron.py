@@ -1,8 +1,8 @@
-"""Megatron's grad scalers."""
+"""Imports Megatron's gradient scalers."""
 
 from typing import Any
 
-from optax_lossscale import _transfer_guard
+from optax_lossscale import _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import FieldSpec
 
@@ -27,18 +27,17 @@ def from_megatron(
   """The policy and state of Megatron's `DynamicGradScaler`.
 
   It doubles the scale on the N-th finite step, and halves it on the
-  `hysteresis`-th overflow since the last growth and on each that follows. It
-  has no ceiling, and may become inf. Ours has the ceiling 2**126.
+  `hysteresis`-th overflow since the last growth and on each overflow after it.
+  Its scale is unbounded and may become inf. Our maximum scale is 2**126.
 
   Args:
     settings: a dict of Megatron's arguments, or the object that holds them
-      (its `args`, or an `OptimizerConfig`; its other attributes are left
-      alone): `loss_scale` (None; a number is a fixed scale),
+      (its `args`, or an `OptimizerConfig`; its other attributes are
+      ignored): `loss_scale` (None; a number is a fixed scale),
       `initial_loss_scale` (2**32), `min_loss_scale` (1), `loss_scale_window`
       (1000) and `hysteresis` (2).
     state_dict: `{"scale", "growth_tracker", "hysteresis_tracker"}`, with the
-      scale as a number or an array of one element; that of a fixed scale is
-      empty.
+      scale as a number or an array of one element; empty for a fixed scale.
 
   Returns:
     `(policy, state)`; the initial state without a state dict.
@@ -60,7 +59,7 @@ def from_megatron(
     _reading.read_fields(
       caller, f"{source_name} of a fixed scale", fixed_state, {}
     )
-    return _results.fixed_result(values["scale"])
+    return _results.initial_result(_policies.FixedLossScale(values["scale"]))
   policy = _results.make_dynamic_policy(values, hysteresis_refill="growth")
   if state_dict is None:
     return _results.initial_result(policy)

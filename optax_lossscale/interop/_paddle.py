@@ -1,9 +1,9 @@
-"""paddle.amp.GradScaler."""
+"""Imports paddle.amp.GradScaler."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from optax_lossscale import _transfer_guard
+from optax_lossscale import _policies, _transfer_guard
 from optax_lossscale.interop import _reading, _results
 from optax_lossscale.interop._reading import FieldSpec
 
@@ -24,17 +24,17 @@ def from_paddle(state_dict: Any) -> _results.PolicyAndState:
   """The policy and state of a `paddle.amp.GradScaler`.
 
   It raises the scale on the N-th finite step, and lowers it on every n-th
-  overflow in a row. It has neither floor nor ceiling, and may become 0 or inf.
-  Ours stays within [2**-126, 2**126].
+  overflow in a row. Its scale is unbounded and may become 0 or inf. Our scale
+  stays within [2**-126, 2**126].
 
   Args:
-    state_dict: `scaler.state_dict()`. That of a disabled scaler is empty, and
-      gives `FixedLossScale(1.0)`.
+    state_dict: `scaler.state_dict()`. The state dict of a disabled scaler is
+      empty, and gives `FixedLossScale(1.0)`.
 
   Returns:
-    `(policy, state)`. The state dict holds the current scale, not the first
-    one, so that `policy.init_scale` is the current one, too. Without dynamic
-    scaling, the policy is a fixed one.
+    `(policy, state)`. The state dict holds the current scale and not the
+    initial one, so `policy.init_scale` is the current scale, too. Without
+    dynamic scaling, the policy is a `FixedLossScale`.
 
   Raises:
     TypeError: if a value is of the wrong type.
@@ -52,11 +52,13 @@ def from_paddle(state_dict: Any) -> _results.PolicyAndState:
     ('backoff', 1)
   """
   if isinstance(state_dict, Mapping) and not state_dict:
-    return _results.fixed_result(1.0)
+    return _results.initial_result(_policies.FixedLossScale(1.0))
   caller = "from_paddle"
   values = _reading.read_fields(caller, "state_dict", state_dict, _KEYS)
   if not values["dynamic"]:
-    return _results.fixed_result(values["loss_scale"])
+    fixed_policy = _policies.FixedLossScale(values["loss_scale"])
+    return _results.initial_result(fixed_policy)
+  # Paddle counts overflows up, and our hysteresis counts down.
   values["hysteresis_remaining"] = values["hysteresis"] - values["overflows"]
   policy = _results.make_dynamic_policy(values, hysteresis_refill="backoff")
   return _results.resumed_result(caller, policy, values)

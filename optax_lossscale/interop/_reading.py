@@ -1,8 +1,10 @@
-"""Reading what another system wrote, by a table of its keys in our words.
+"""Read another system's settings or state, validated against a table of fields.
 
-Input comes out of files and is not trusted: it is only looked at, by the names
-that are known, never imported, called or evaluated. Messages quote it through
-:func:`safe_repr`, since the `repr` of some objects raises, recurses or is endless.
+Each importer has tables that map the other system's keys to our field names,
+as :class:`FieldSpec`. The input comes from files and is not trusted: it is only
+read, by known keys or attributes, and never imported, called or evaluated.
+Messages quote it through :func:`safe_repr`, since the `repr` of an object may
+raise, recurse or never end.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,12 +19,12 @@ _REQUIRED: Any = object()
 
 
 class FieldSpec(NamedTuple):
-  """What a key of another system stands for.
+  """The field that a key of another system maps to.
 
   Attributes:
-    field: our word for it.
-    default: what it is if it is left out or None; if there is no default, it
-      must be given.
+    field: our name for the value, which also selects its range.
+    default: the value if the key is missing or None; a key without a default is
+      required.
   """
 
   field: str
@@ -32,7 +34,7 @@ class FieldSpec(NamedTuple):
 _SCALE_RANGE = _checks.MIN_LOSS_SCALE, _checks.MAX_LOSS_SCALE, False
 _POSITIVE_RANGE = 1, _checks.MAX_COUNT, True
 _COUNTER_RANGE = 0, _checks.MAX_COUNT, True
-# What a number is between, and whether it is an integer, by our word for it.
+# By field name: the lowest and highest number, and whether it is an integer.
 _NUMBER_RANGES = {
   "init_scale": _SCALE_RANGE,
   "loss_scale": _SCALE_RANGE,
@@ -47,12 +49,12 @@ _NUMBER_RANGES = {
   "hysteresis": _POSITIVE_RANGE,
   "finite_count": _COUNTER_RANGE,
   "overflows": _COUNTER_RANGE,
-  # Trackers go on counting below zero.
+  # The trackers of apex and NeMo keep counting below zero.
   "hysteresis_remaining": (-_checks.MAX_COUNT, _checks.MAX_COUNT, True),
-  # Flax has one less than the growth interval.
-  "last_count": (0, _checks.MAX_COUNT - 1, True),
-  # DeepSpeed has 0 for a scale that moves, a power for the first one, and the
-  # numbers of steps from -1 on.
+  # Flax's growth_interval is one less than ours.
+  "growth_interval_minus_one": (0, _checks.MAX_COUNT - 1, True),
+  # DeepSpeed writes 0 for a dynamic scale, the exponent of the initial scale,
+  # and -1 for the step of the last overflow if none has occurred.
   "scale_or_zero": (0, _checks.MAX_LOSS_SCALE, False),
   "exponent": (0, 126, True),
   "step": _COUNTER_RANGE,
@@ -69,19 +71,20 @@ def read_fields(
   specs: Mapping[str, FieldSpec],
   ignored_keys: Collection[str] = (),
 ) -> dict[str, Any]:
-  """The values of a mapping, or of an object's attributes, by our words.
+  """Return the values of a mapping or object by our field names.
 
   Args:
-    caller: the public function that reads, for the messages.
-    source_name: what is read, for the messages.
-    source: a mapping, in which every key must be known; or an object, which may
+    caller: the public function, for messages.
+    source_name: the name of the source, for messages.
+    source: a mapping, whose keys must all be known; or an object, which may
       have other attributes.
-    specs: what each key or attribute stands for.
-    ignored_keys: keys that may be there, and are read past.
+    specs: the field of each key or attribute.
+    ignored_keys: keys of a mapping that are accepted and ignored.
 
   Returns:
-    The values, or their defaults: Python numbers within the bounds of their
-    word. What is neither a number nor a bool by its word is as it was.
+    The values or their defaults, by field name. The values of numeric fields
+    are Python numbers in the range of the field, and those of bool fields
+    bools; the values of other fields are unchanged.
   """
   raw_values = _get_raw_values(caller, source_name, source, specs, ignored_keys)
   present_values = {key: x for key, x in raw_values.items() if x is not None}
@@ -103,14 +106,11 @@ def read_fields(
 def coerce_field(
   caller: str, source_name: str, key: str, value: Any, field: str
 ) -> Any:
-  """A value as the number or the bool that our word for it asks for."""
+  """Return a value as the number or bool that its field requires, or raise."""
   value = _unwrap_scalar(value)
   if field in _BOOL_FIELDS:
-    requirement, has_type, is_in_range = (
-      "True or False",
-      isinstance(value, bool),
-      True,
-    )
+    requirement = "True or False"
+    has_type, is_in_range = isinstance(value, bool), True
   elif field in _NUMBER_RANGES:
     low, high, is_integer = _NUMBER_RANGES[field]
     requirement = _checks.format_range(low, high, integer=is_integer)
@@ -123,7 +123,8 @@ def coerce_field(
   if not (has_type and is_in_range):
     error_type = ValueError if has_type else TypeError
     raise error_type(
-      f"{caller}: {key} in {source_name} must be {requirement}, got {key} = {safe_repr(value)}."
+      f"{caller}: {key} in {source_name} must be {requirement}, got"
+      f" {key} = {safe_repr(value)}."
     )
   if isinstance(value, bool):
     return value
@@ -131,7 +132,7 @@ def coerce_field(
 
 
 def safe_repr(value: Any) -> str:
-  """A short text for a message, whatever the value is."""
+  """Return a short text for a message, for any value."""
   try:
     return _REPR.repr(value)
   except ValueError:  # Python does not print integers of thousands of digits.
@@ -149,7 +150,7 @@ def _get_raw_values(
   specs: Mapping[str, FieldSpec],
   ignored_keys: Collection[str],
 ) -> dict[str, Any]:
-  """The values under known keys, as they are."""
+  """Return the unvalidated values of known keys; missing keys are left out."""
   known_keys = ", ".join(specs) or "none"
   if isinstance(source, Mapping):
     for key in source:
@@ -158,15 +159,16 @@ def _get_raw_values(
           f" Ignored keys: {', '.join(ignored_keys)}." if ignored_keys else ""
         )
         raise ValueError(
-          f"{caller}: unknown key {safe_repr(key)} in {source_name}. Known keys:"
-          f" {known_keys}.{ignored_note}"
+          f"{caller}: unknown key {safe_repr(key)} in {source_name}. Known"
+          f" keys: {known_keys}.{ignored_note}"
         )
     return {key: source[key] for key in specs if key in source}
   raw_values = {}
   for key in specs:
     try:
       raw_values[key] = getattr(source, key)
-    except (AttributeError, KeyError):  # Of some, the attributes are keys.
+    # Objects whose attributes are keys of a dict may raise a KeyError.
+    except (AttributeError, KeyError):
       continue
   if not raw_values:
     raise TypeError(
@@ -177,9 +179,11 @@ def _get_raw_values(
 
 
 def _unwrap_scalar(value: Any) -> Any:
-  """The Python number in an array of one element, and all else as it is."""
+  """Return the Python number in an array of one element; else the value."""
   try:
     array = np.asarray(value) if hasattr(value, "__array__") else None
     return value if array is None or array.size != 1 else array.item()
-  except Exception:  # On another device, traced, or hostile: what it is.
+  # The array may be traced, on another device, or not even an array. The caller
+  # then rejects the value by its type, with a message that names the key.
+  except Exception:
     return value

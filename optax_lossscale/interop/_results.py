@@ -1,4 +1,4 @@
-"""What is made of what was read: a policy, and the state it goes on from."""
+"""Builds the policy and the state that an importer returns."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -16,28 +16,31 @@ _POLICY_FIELDS = [
 ]
 
 
-def fixed_result(scale: float) -> PolicyAndState:
-  """A fixed scale; that of 1 stands for a scaler that is switched off."""
-  return initial_result(_policies.FixedLossScale(scale))
-
-
 def initial_result(policy: _Policy) -> tuple[_Policy, _state.LossScaleState]:
-  """A policy, and its state before the first step."""
+  """Return a policy and its state before the first step."""
   return policy, policy.init()
 
 
 def make_dynamic_policy(
   values: dict[str, Any], **overrides: Any
 ) -> _policies.DynamicLossScale:
-  """The dynamic scale with what was read, and what the system always does.
+  """Return the DynamicLossScale with the hyperparameters of another system.
 
-  Where only the current scale was read, it is the first one, too; a system
-  without a floor has that of float32.
+  Args:
+    values: the values that were read, by field name. The keys that are not
+      hyperparameters are ignored. If there is a `loss_scale` but no
+      `init_scale`, the current scale becomes the initial one. Without a
+      `min_scale`, the minimum is the smallest normal float32 number.
+    **overrides: hyperparameters that are constants in the other system.
+
+  Returns:
+    The policy.
   """
   fields = {"min_scale": _checks.MIN_LOSS_SCALE, **values, **overrides}
   current_scale, min_scale = values.get("loss_scale"), fields["min_scale"]
   if current_scale is not None:
-    # In float32, a scale at a floor of 0.7 is less than that.
+    # A scale at a minimum of 0.7 is float32(0.7), which is less than 0.7 and
+    # would be rejected as an initial scale.
     fields.setdefault(
       "init_scale",
       min_scale if np.float32(min_scale) == current_scale else current_scale,
@@ -51,13 +54,13 @@ def make_dynamic_policy(
 def resumed_result(
   caller: str, policy: _Policy, values: dict[str, Any]
 ) -> tuple[_Policy, _state.LossScaleState]:
-  """A policy, and its state at another system's scale and counts.
+  """Return a policy and its state at another system's scale and counts.
 
   Args:
-    caller: the public function, for the messages.
-    policy: the policy, whose `init` gives all that is not known.
-    values: what was read: the `loss_scale`; and, if there are such, the
-      `finite_count`, the `hysteresis` and the `hysteresis_remaining`.
+    caller: the public function, for messages.
+    policy: the policy; all other fields of the state come from its `init`.
+    values: the values that were read: the `loss_scale` and, if the other system
+      has them, `finite_count`, `hysteresis` and `hysteresis_remaining`.
 
   Returns:
     The policy and the state.
@@ -78,7 +81,7 @@ def resumed_result(
       f" hysteresis in its settings, {hysteresis}, got {remaining}."
     )
   if policy_state and "hysteresis_remaining" in values:
-    # Some count on below zero, which has the same effect.
+    # Some trackers keep counting below zero, which has the same effect as 0.
     remaining = jnp.asarray(max(remaining, 0), jnp.int32)
     policy_state = policy_state._replace(hysteresis_remaining=remaining)
   return policy, state._replace(

@@ -1,4 +1,7 @@
-"""torch.amp.GradScaler, which Lightning and Accelerate use, too."""
+"""Imports and exports torch.amp.GradScaler, and imports NeMo's GradScaler.
+
+Lightning and Accelerate use torch's scaler.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,31 +29,31 @@ _WRITTEN_FIELDS = "growth_factor", "backoff_factor", "growth_interval"
 def from_torch(
   state_dict: Any, *, hysteresis: int | None = None
 ) -> _results.PolicyAndState:
-  """The policy and state of a `torch.amp.GradScaler`, or of the one of NeMo.
+  """The policy and state of a `torch.amp.GradScaler` or of NeMo's `GradScaler`.
 
   torch raises the scale on the `growth_interval`-th finite step, and has no
-  floor. Our floor is 2**-126, the smallest normal float32 number. The ceiling
-  of torch is 2**127. Ours is 2**126, since the reciprocal of 2**127 is flushed
-  to zero. torch multiplies by its factors in float64: if they are no powers of
-  two, the scale may differ in the last bit.
+  minimum scale. Our minimum is 2**-126, the smallest normal float32 number. The
+  maximum of torch is 2**127. Our maximum is 2**126, since the reciprocal of
+  2**127 is flushed to zero. torch multiplies by its factors in float64, so the
+  scale may differ in the last bit if a factor is not a power of two.
 
   NeMo's `GradScaler` (read at its tags v1.23.0 and v2.0.0, in
   `nemo/collections/nlp/parts/nlp_overrides.py` and
   `nemo/lightning/_strategy_lib.py`) has the rule of apex's kernel
   `update_scale_hysteresis`, see :func:`from_apex`. Its state dict holds a
-  `_hysteresis_tracker`, and not the `hysteresis` of its settings. (When NeMo
-  loads a state, it looks for the tracker under another spelling, and goes on
-  with 1. Ours goes on with what was saved.)
+  `_hysteresis_tracker` but not the `hysteresis` of its settings. (When NeMo
+  loads a state, it looks for the tracker under another spelling, and continues
+  with 1. Our policy continues with the saved tracker.)
 
   Args:
-    state_dict: `scaler.state_dict()`. That of a disabled scaler is empty, and
-      gives `FixedLossScale(1.0)`. This skips non-finite steps. A disabled
-      scaler applies them, and so does an optimizer that is not wrapped.
-    hysteresis: that of NeMo's scaler; None for torch, which has none.
+    state_dict: `scaler.state_dict()`. The state dict of a disabled scaler is
+      empty, and gives `FixedLossScale(1.0)`. This policy skips non-finite
+      steps. A disabled scaler applies them, and so does a bare optimizer.
+    hysteresis: the hysteresis of NeMo's scaler; None for torch, which has none.
 
   Returns:
-    `(policy, state)`. The state dict holds the current scale and not the first
-    one, so that `policy.init_scale` is the current one, too.
+    `(policy, state)`. The state dict holds the current scale and not the
+    initial one, so `policy.init_scale` is the current scale, too.
 
   Raises:
     TypeError: if a value is of the wrong type.
@@ -65,7 +68,7 @@ def from_torch(
     (2000, 17)
   """
   if isinstance(state_dict, Mapping) and not state_dict:
-    return _results.fixed_result(1.0)
+    return _results.initial_result(_policies.FixedLossScale(1.0))
   caller, source_name = "from_torch", "state_dict"
   has_tracker = (
     isinstance(state_dict, Mapping) and "_hysteresis_tracker" in state_dict
@@ -88,21 +91,21 @@ def from_torch(
 
 @_transfer_guard.allow_transfers
 def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
-  """The state dict with which a `GradScaler` goes on as our policy would.
+  """The state dict with which a `GradScaler` continues as our policy would.
 
   Args:
-    policy: a :class:`~optax_lossscale.DynamicLossScale` with the rule that
-      torch has: no hysteresis, `min_scale` 2**-126 and `max_scale` 2**126,
-      which are no bounds; or `FixedLossScale(1.0)`, a disabled scaler.
+    policy: a :class:`~optax_lossscale.DynamicLossScale` that torch can express:
+      without hysteresis, and with `min_scale` 2**-126 and `max_scale` 2**126,
+      which are unbounded; or `FixedLossScale(1.0)`, a disabled scaler.
     state: its state, or a pytree that holds it.
 
   Returns:
-    What `scaler.load_state_dict` takes; `{}` for a disabled scaler, which has
-    nothing to load.
+    The argument of `scaler.load_state_dict`; `{}` for a disabled scaler, which
+    has nothing to load.
 
   Raises:
     TypeError: if the policy is of another class.
-    ValueError: if torch has no such rule, or the tree no such state.
+    ValueError: if torch can't express the policy, or the tree has no state.
 
   Examples:
     >>> import optax_lossscale as ols
@@ -116,7 +119,7 @@ def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     _writing.check_hyperparams(caller, policy, (), scale=required_scale)
     return {}
   required_floor = (_checks.MIN_LOSS_SCALE, "it has no minimum scale")
-  dynamic_policy = _writing.check_dynamic_policy(
+  dynamic_policy = _writing.as_dynamic_policy(
     caller, policy, _WRITTEN_FIELDS, min_scale=required_floor
   )
   scale, count = _writing.get_scale_and_count(caller, policy, state)

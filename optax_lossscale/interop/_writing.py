@@ -1,4 +1,4 @@
-"""What the functions that write another system's state share."""
+"""Checks that another system can express a policy, and reads its state."""
 
 from collections.abc import Collection
 import dataclasses
@@ -10,9 +10,10 @@ import numpy as np
 from optax_lossscale import _checks, _policies, _state
 from optax_lossscale.interop import _reading
 
-# The first scale acts no more, and the refill only where there is hysteresis.
+# The initial scale has no effect after the first step, and the refill has none
+# without hysteresis.
 _IRRELEVANT_FIELDS = "init_scale", "hysteresis_refill"
-# Why a hyperparameter must have its default where the other system lacks it.
+# Why a hyperparameter must have its default if the other system lacks it.
 _DEFAULT_REASONS = {
   "growth_factor": "it doubles",
   "backoff_factor": "it halves",
@@ -21,29 +22,31 @@ _DEFAULT_REASONS = {
 }
 
 
-def check_dynamic_policy(
+def as_dynamic_policy(
   caller: str,
   policy: Any,
   written_fields: Collection[str],
   allowed_policies: str = "a DynamicLossScale or a FixedLossScale",
   **required: tuple[float, str],
 ) -> _policies.DynamicLossScale:
-  """The policy, if the other system has its rule.
+  """Return the policy as a DynamicLossScale, or raise.
 
   Args:
-    caller: the public function, for the messages.
-    policy: the policy that is to be written as the other system's.
-    written_fields: the hyperparameters that are written, see :func:`check_hyperparams`.
-    allowed_policies: the policies that are, for the message.
-    **only: what else the system has, see :func:`check_hyperparams`.
+    caller: the public function, for messages.
+    policy: the policy to export.
+    written_fields: the hyperparameters that are exported, see
+      :func:`check_hyperparams`.
+    allowed_policies: the classes that can be exported, for the message.
+    **required: values that hyperparameters must have, see
+      :func:`check_hyperparams`.
 
   Returns:
-    The policy.
+    The same policy; its class and hyperparameters are checked.
   """
   if not isinstance(policy, _policies.DynamicLossScale):
     raise TypeError(
-      f"{caller}: policy must be {allowed_policies}, since the other system has no other"
-      f" rule, got {_reading.safe_repr(policy)}."
+      f"{caller}: policy must be {allowed_policies}, since the other system has"
+      f" no other rule, got {_reading.safe_repr(policy)}."
     )
   check_hyperparams(caller, policy, written_fields, **required)
   return policy
@@ -55,16 +58,17 @@ def check_hyperparams(
   written_fields: Collection[str],
   **required: tuple[float, str],
 ) -> None:
-  """Raises unless the other system has all hyperparameters of a policy.
+  """Raise unless the other system can express all hyperparameters of a policy.
 
-  Each one must be written, or have the one value that the system has.
+  Each hyperparameter must be exported, or have the only value that the other
+  system implements.
 
   Args:
-    caller: the public function, for the messages.
+    caller: the public function, for messages.
     policy: the policy.
-    written_fields: the names of the hyperparameters that are written.
-    **only: by the name of a hyperparameter, its one value there, and why; its
-      default, if it is not named.
+    written_fields: the names of the hyperparameters that are exported.
+    **required: by hyperparameter, the only value in the other system and the
+      reason. A hyperparameter that is missing here must have its default.
   """
   for field in dataclasses.fields(policy):
     name, actual = field.name, getattr(policy, field.name)
@@ -83,7 +87,7 @@ def check_hyperparams(
 def get_scale_and_count(
   caller: str, policy: Any, tree: Any
 ) -> tuple[float, int]:
-  """The loss scale that a tree holds, and the finite steps since it moved."""
+  """Return the loss scale in a tree, and the finite steps since it changed."""
   state = _state.get_loss_scale_state(tree)
   shape = jnp.shape(state.loss_scale)
   if shape:
@@ -94,26 +98,31 @@ def get_scale_and_count(
     )
   scale = float(state.loss_scale)
   low, high = _policies.get_scale_bounds(policy)
-  # The scale is the bound in float32.
+  # The scale is a float32 number, so a scale at its bound is the bound rounded
+  # to float32.
   if low is not None and not np.float32(low) <= scale <= np.float32(high):
     raise ValueError(
       f"{caller}: the scale in the state must be between the minimum"
-      f" {_format_value(low)} and the maximum {_format_value(high)} of the policy, got {scale}."
-      " optax_lossscale would return to this range in the next step, but the"
-      " other system would not. Set the scale with set_loss_scale(state, ...)."
+      f" {_format_value(low)} and the maximum {_format_value(high)} of the"
+      f" policy, got {scale}. optax_lossscale would return to this range in the"
+      " next step, but the other system would not. Set the scale with"
+      " set_loss_scale(state, ...)."
     )
   return scale, int(state.finite_count)
 
 
 def clamp_count(count: int, interval: int) -> int:
-  """The count for a system that tests for equality, not for `>=`.
+  """Return the count for a system that grows at `count == interval`.
 
-  Beyond its interval it would never grow again; ours grows on the next finite
-  step, as that system does from one step before the interval.
+  With a count beyond the interval, the other system would never grow again. Our
+  policy tests `count >= interval` and grows on the next finite step, so the
+  count is clamped to one step before the interval, from where the other system
+  grows on the next finite step, too.
   """
   return min(count, int(interval) - 1)
 
 
 def _format_value(value: Any) -> str:
+  """Return a hyperparameter as code for a message."""
   is_number = isinstance(value, (int, float))
   return _checks.format_bound(value) if is_number else repr(value)

@@ -71,7 +71,7 @@ MODELS_WITH_DTYPE = tuple(name for name in NAMES if "Flax" in name)
 
 
 def make(name: str, **options: Any) -> Model:
-  """Makes a model by its name, with a ``dtype`` those of ``MODELS_WITH_DTYPE``."""
+  """Makes a model by name; only ``MODELS_WITH_DTYPE`` take a ``dtype``."""
   module, function = _FUNCTIONS[name]
   # Imported for values even within a trace: what a module makes while it is
   # loaded would be traced, and escape.
