@@ -1,4 +1,4 @@
-"""`autocast`, and what keeps a part of a model out of it."""
+"""The public functions `autocast` and `keep_float32`."""
 
 from collections.abc import Callable, Iterable
 import functools
@@ -16,6 +16,7 @@ from optax_lossscale._autocast import (
   _matmuls,
   _messages,
 )
+from optax_lossscale._jaxprs import _provenance
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -27,7 +28,7 @@ _USAGE_HINT = (
 
 
 class _AutocastDecorator:
-  """What :func:`autocast` returns without a function: it takes the function."""
+  """The decorator that :func:`autocast` returns if it is called without fun."""
 
   def __init__(self, dtype: Any, patterns: tuple[str, ...]) -> None:
     self._dtype, self._patterns = dtype, patterns
@@ -38,7 +39,8 @@ class _AutocastDecorator:
   def __enter__(self) -> None:
     raise TypeError(f"autocast is not a context manager.{_USAGE_HINT}")
 
-  # Python looks for it before it calls the other, and checkers refuse it.
+  # Python looks up `__exit__` before it calls `__enter__`, which raises the
+  # error. Type checkers reject a `with` statement if `__exit__` is None.
   __exit__ = None
 
 
@@ -66,60 +68,67 @@ def autocast(
   *,
   keep_float32: str | Iterable[str] = (),
 ) -> Callable[..., Any]:
-  """Runs the matrix products of a float32 function in half precision.
+  """Run the matmuls and convolutions of a float32 function in half precision.
 
-  Put it around the loss, ``autocast(loss_fn)``, or above its definition,
-  ``@autocast`` or ``@autocast(keep_float32="out")``. The function, its model
-  and its parameters stay as they are:
+  Wrap the loss function, ``autocast(loss_fn)``, or decorate it with
+  ``@autocast`` or ``@autocast(keep_float32="out")``. You don't edit the model,
+  and its parameters stay float32:
 
-  * Matrix products and convolutions run in ``dtype``, and accumulate in
-    float32, if they are float32 in ``fun``.
-  * What only moves the result of one product stays in ``dtype``: ``reshape``,
-    ``transpose``, ``slice`` and the like.
-  * All else runs in float32, as it is written. So no sum, mask, epsilon,
+  * Matmuls and convolutions that are float32 in ``fun`` run in ``dtype`` and
+    accumulate in float32, in the forward and the backward pass.
+  * Operations that only move a matmul result, such as ``reshape``,
+    ``transpose`` and ``slice``, stay in ``dtype``.
+  * All other operations run in float32, as in ``fun``. No sum, mask, epsilon,
     variance or loss is ever computed in ``dtype``.
 
-  These are left alone: products of other dtypes, products of two vectors, outer
-  products, products whose precision is ``HIGHEST`` (by an argument or by
-  :func:`jax.default_matmul_precision`), and linear algebra. Products inside of
-  what it does not know, such as a Pallas kernel, run as written, too, and a
-  warning says so. ``optax_lossscale.diagnostics.precision_report`` tells how
-  much runs in which dtype.
+  Unchanged are matmuls in other dtypes, products of two vectors, outer
+  products, matmuls whose precision is ``HIGHEST`` (by an argument or by
+  :func:`jax.default_matmul_precision`), and linear algebra. Matmuls inside
+  operations that autocast can't rewrite, such as a Pallas kernel, run
+  unchanged, and autocast warns. The report
+  ``optax_lossscale.diagnostics.precision_report`` shows the percentage of FLOPs
+  in each dtype.
 
   Args:
-    fun: any function that JAX can trace. Its arguments and results may be any
-      objects. It may change Flax NNX modules among its arguments. If it is not
-      given, what is returned takes it: a decorator.
-    dtype: float16, bfloat16 or float32. With float32 this is ``fun`` itself.
-    keep_float32: names of products that stay in float32, forward and backward:
-      one or several, as the reports of ``optax_lossscale.diagnostics`` print
-      them. A name is the path of weights among the arguments
-      (``"blocks/2/up"``), or a scope (``"Net/block1"``), with all that is
-      inside of either, or a line, with or without its number
-      (``"model.py:32 (Block.__call__)"``, ``"model.py (Block.__call__)"``), or
-      one of the former and a line (``"Net/block1 at model.py:32 (Block)"``), or
-      what has no path of weights on a line (``"no weights at model.py:32"``).
-      It may be a pattern of ``fnmatch``, such as ``"*/router"``.
+    fun: a function that JAX can trace. Its arguments and results may be any
+      objects. It may update Flax NNX modules among its arguments. Without
+      ``fun``, ``autocast`` returns a decorator.
+    dtype: float16, bfloat16 or float32. With float32 ``autocast`` returns
+      ``fun``.
+    keep_float32: one or several names of matmuls that stay in float32, in the
+      forward and the backward pass, as the reports of
+      ``optax_lossscale.diagnostics`` print them. A name is one of these:
+
+      * a parameter path among the arguments (``"blocks/2/up"``) or a name scope
+        (``"Net/block1"``), with everything below it,
+      * a source line, with or without its number
+        (``"model.py:32 (Block.__call__)"``, ``"model.py (Block.__call__)"``),
+      * a path or a scope with a line (``"Net/block1 at model.py:32 (Block)"``),
+      * the matmuls without a parameter on a line
+        (``"no weights at model.py:32"``).
+
+      A name may be a pattern of ``fnmatch``, such as ``"*/router"``.
 
   Returns:
-    A function of the same arguments, with the name and docstring of ``fun``.
-    Its results have the same structure, shapes and dtypes. It can be
-    transformed and compiled as ``fun`` can. Call it in a compiled function:
-    each call traces ``fun`` again.
+    A function with the arguments, the name and the docstring of ``fun``. Its
+    results have the same structure, shapes and dtypes. You can transform and
+    compile it like ``fun``. Call it under ``jit``, because each call traces
+    ``fun`` again.
 
   Raises:
-    TypeError: if ``fun`` is not a function, ``dtype`` is not one of these, or
-      ``keep_float32`` is not made of strings.
-    ValueError: by the returned function, if a name in ``keep_float32`` selects
-      no product, or only products of another ``autocast`` inside of ``fun``,
-      and no rule hides any; or if ``fun`` changes a Flax NNX object
-      that may not be changed where it is called.
+    TypeError: if ``fun`` is not a function, ``dtype`` is not one of the three,
+      or ``keep_float32`` contains anything but strings.
+    ValueError: when the returned function is called, if a name in
+      ``keep_float32`` selects no matmul, or only matmuls of another
+      ``autocast`` inside ``fun``; or if ``fun`` updates a Flax NNX object that
+      must not be updated there.
 
   Warns:
-    UserWarning: if there is nothing to run in ``dtype``, if a name selects no
-      product that can be looked at, or if products stand in something that it
-      cannot enter: with their share of the flops, and their lines. And at the
-      third call with the same shapes outside of ``jit``.
+    UserWarning: if ``fun`` contains nothing to run in ``dtype``; if a name
+      selects no matmul, but may select one in a custom derivative rule that
+      can't be inspected; if matmuls are inside an operation that autocast can't
+      rewrite, with their percentage of the FLOPs and their lines; or at the
+      third call with the same shapes outside ``jit``.
 
   Examples:
     >>> import jax
@@ -152,14 +161,17 @@ def autocast(
       seen_messages.add(message)
       _warnings.warn(message)
 
+  dtypes = _provenance.MatmulDtypes.uniform(dtype)
+
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
     paths_by_id = _call_args.find_weight_paths_by_id(fun, args, kwargs)
-    config = _calls.AutocastConfig(dtype, float32_filter, paths_by_id)
+    config = _calls.AutocastConfig(dtypes, float32_filter, paths_by_id)
     thunk, apply_mutations = _call_args.close_over_args(fun, args, kwargs)
     result = _calls.call_with_autocast(thunk, config)
     out = apply_mutations(result.out)
     log = result.log
+    # This walks the whole program, so it is called only for an error message.
     get_cast_names = functools.partial(
       _matmuls.collect_cast_names, result.jaxpr
     )
@@ -169,6 +181,7 @@ def autocast(
       )
     )
     warn_once(result.message)
+    # If a message is about matmuls that stayed in float32, `fun` has matmuls.
     if not result.message and not log.has_matmuls:
       warn_once(_messages.describe_nothing_cast(fun, thunk, dtype))
     warn_once(_messages.describe_unjitted_calls(fun, (args, kwargs), out))
@@ -178,16 +191,16 @@ def autocast(
 
 
 def keep_float32(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-  """Keeps a part of a model in float32 within :func:`autocast`.
+  """Keep a part of a model in float32 inside :func:`autocast`.
 
-  It changes nothing outside of :func:`autocast`. Inside, all products of the
-  part run as written, and so do those of its derivatives.
+  Inside :func:`autocast`, all matmuls of the part and of its derivatives run
+  unchanged. Outside :func:`autocast`, this has no effect.
 
   Args:
-    fun: the part: a function, a method or a layer.
+    fun: a function, a method or a layer.
 
   Returns:
-    A function of the same arguments, with the name and docstring of ``fun``.
+    A function with the arguments, the name and the docstring of ``fun``.
 
   Raises:
     TypeError: if ``fun`` is not a function.
@@ -208,7 +221,8 @@ def keep_float32(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
   """
   _checks.check_callable("fun", fun)
 
-  # What Flax noted of a method stays with it. What is in a layer is its own.
+  # Flax stores attributes on methods, which the wrapper of a method needs. The
+  # attributes of a layer are its state, which must not be copied.
   updated = ("__dict__",) if inspect.isfunction(fun) else ()
 
   @functools.wraps(fun, updated=updated)
@@ -220,6 +234,7 @@ def keep_float32(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 def _check_dtype(dtype: Any) -> Any:
+  """Return the dtype as a NumPy dtype; raise a TypeError if not supported."""
   allowed_dtypes = jnp.float16, jnp.bfloat16, jnp.float32
   as_dtype = _checks.as_float_dtype(dtype)
   if as_dtype not in allowed_dtypes:

@@ -1,9 +1,12 @@
-"""The arguments of a function: the paths of its weights, and what it changes.
+"""Finds the weight paths among a function's arguments, and returns mutations.
 
-Many libraries give their layers no scopes. But a product of a layer has an
-operand that is one of its weights, and these have a path in the argument that
-they came in, such as ``blocks/2/up``. And a Flax NNX object among the arguments
-may be changed in place.
+Many libraries don't enter a name scope for each layer. But one operand of the
+layer's matmul is a weight, and the weight has a path in the function's
+argument, such as ``blocks/2/up``, which names the layer instead.
+
+The function may also mutate Flax NNX modules among its arguments. Flax allows
+this only in the trace that created a module, so `close_over_args` copies the
+modules into the trace and applies the mutations afterwards.
 """
 
 from collections.abc import Callable
@@ -23,18 +26,27 @@ from optax_lossscale._jaxprs import _weights
 def find_weight_paths_by_id(
   fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, _weights.WeightPath]:
-  """The paths of a function's weights, by the identity of the arrays.
+  """Return the paths of a function's weights, by the ``id`` of the array.
 
-  These are the floats of its first argument with such, a tree or an array:
-  parameters come before batches, and what names a layer must be no data.
+  The weights are the float arrays of the first argument that contains any.
+  Later arguments may be batches, whose paths must not name a layer.
+
+  Args:
+    fun: the function. A model that is called counts as the first argument.
+    args: the positional arguments.
+    kwargs: the keyword arguments.
+
+  Returns:
+    The path of each weight. A weight that is an argument itself has no path.
   """
-  owner = fun.__self__ if inspect.ismethod(fun) else fun  # may be a model
+  owner = fun.__self__ if inspect.ismethod(fun) else fun
   for argument in [owner, *_bind_arguments(fun, args, kwargs)]:
     try:
       paths_and_leaves = _flatten_with_paths(argument)
-    except (TypeError, ValueError):  # Its keys have no order.
+    except (TypeError, ValueError):  # JAX can't sort the keys of a dict.
       continue
     weights = [(path, x) for path, x in paths_and_leaves if _is_weight(x)]
+    # The ids stay valid because the caller's arguments outlive the trace.
     if weights:
       return {id(x): path for path, x in weights if path}
   return {}
@@ -43,23 +55,24 @@ def find_weight_paths_by_id(
 def _bind_arguments(
   fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
-  """The arguments as the function declares them."""
+  """Return the arguments in the order in which the function declares them."""
   try:
     bound = inspect.signature(fun).bind(*args, **kwargs)
-  except (TypeError, ValueError):
+  except (TypeError, ValueError):  # A built-in may have no signature.
     return [*args, *kwargs.values()]
   return [*bound.args, *bound.kwargs.values()]
 
 
 def _flatten_with_paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-  """The leaves of an argument, with the names of the keys on the way to each.
+  """Return the leaves of an argument, each with the names of its keys.
 
   Raises:
-    TypeError or ValueError: if its keys have no order.
+    TypeError or ValueError: if JAX can't sort the keys of a dict.
   """
   nnx: Any = sys.modules.get("flax.nnx")
   if nnx is not None and has_instance(tree, (nnx.Module,)):
-    flat = nnx.to_flat_state(nnx.state(tree, nnx.Variable))  # It has cycles.
+    # An NNX module is a graph that may have cycles, so it is no pytree.
+    flat = nnx.to_flat_state(nnx.state(tree, nnx.Variable))
     variables = [(tuple(map(str, path)), x) for path, x in flat]
     return [(path, x) for path, y in variables for x in jax.tree.leaves(y)]
   leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -71,7 +84,7 @@ def _flatten_with_paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def _is_weight(x: Any) -> bool:
-  # The second is what NumPy's arrays have.
+  """Return whether this is a float array, of JAX or of NumPy."""
   is_array = isinstance(x, jax.Array) or hasattr(x, "__array_interface__")
   return is_array and jnp.issubdtype(x.dtype, jnp.floating)
 
@@ -79,24 +92,26 @@ def _is_weight(x: Any) -> bool:
 def close_over_args(
   fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-  """A function of no arguments, to be called within a trace.
+  """Return the call of a function as a thunk that can be traced.
 
-  A Flax NNX object refuses to be changed within a trace that it was not made
-  in. So the function is given copies that were made there, and what it changed
-  leaves the trace with the result. What it did not change stays untouched: it
-  may be of a trace in which nothing may be changed at all.
+  A Flax NNX object raises an error if it is mutated in another trace than the
+  one that created it. So the thunk calls the function with copies that it
+  creates in the trace, and returns the mutated variables as additional output.
+  Variables that the function did not mutate are not updated afterwards, because
+  they may belong to a trace where updates are not allowed.
 
   Args:
     fun: the function.
-    args: its positional arguments.
-    kwargs: its keyword arguments.
+    args: the positional arguments.
+    kwargs: the keyword arguments.
 
   Returns:
-    The function of no arguments; and what takes its result outside of the
-    trace, changes the arguments in place as ``fun`` did, and returns what
-    ``fun`` returned. It raises a ValueError if they may not be changed there.
+    The thunk, and a function to call outside the trace. The latter takes the
+    output of the thunk, mutates the arguments as ``fun`` did, and returns the
+    output of ``fun``. It raises a ValueError if a mutation is not allowed.
   """
-  nnx: Any = sys.modules.get("flax.nnx")  # If not, there are no such objects.
+  # If Flax is not imported, no argument is a Flax object.
+  nnx: Any = sys.modules.get("flax.nnx")
   owner = fun.__self__ if inspect.ismethod(fun) else fun
   call_tree = owner, args, kwargs
   if nnx is None or not has_instance(call_tree, (nnx.Module, nnx.Variable)):
@@ -105,9 +120,10 @@ def close_over_args(
   old_variables = dict(nnx.to_flat_state(nnx.state(call_tree, nnx.Variable)))
 
   def call_with_copies() -> tuple[Any, Any]:
-    # Copied here, so that they belong to the trace.
+    # `unflatten` creates the copies here, inside the trace.
     (copies,) = flat.unflatten(flat.leaves)
     fun_copy, args_copy, kwargs_copy = copies
+    # The tree contains the object of a bound method, which must be the copy.
     if inspect.ismethod(fun):
       fun_copy = fun.__func__.__get__(fun_copy)
     out = fun_copy(*args_copy, **kwargs_copy)
@@ -131,14 +147,17 @@ def close_over_args(
 def _rename_like(
   fun: Callable[..., Any], thunk: Callable[[], Any]
 ) -> Callable[[], Any]:
-  """The call, which JAX's messages name after the user's function."""
+  """Return the thunk with a name by which JAX's errors show the function."""
   wrapper = functools.wraps(fun, updated=())(thunk)
   wrapper.__name__ = f"autocast({getattr(fun, '__name__', fun)})"
   return wrapper
 
 
 def _has_same_arrays(old_value: Any, new_value: Any) -> bool:
-  """Whether a variable holds the very arrays that it held before."""
+  """Return whether two values of a variable consist of identical objects.
+
+  Each operation of a trace returns a new tracer, so identity is enough.
+  """
   old_leaves, new_leaves = (
     jax.tree.leaves(old_value),
     jax.tree.leaves(new_value),
@@ -149,7 +168,18 @@ def _has_same_arrays(old_value: Any, new_value: Any) -> bool:
 
 
 def _update_nnx(call_tree: Any, mutations: Any, fun: Any, nnx: Any) -> None:
-  # Not imported, so that Flax need not be there.
+  """Apply mutations to Flax NNX objects.
+
+  Args:
+    call_tree: the function and its arguments.
+    mutations: the state of the mutated variables.
+    fun: the function, for the error message.
+    nnx: the module ``flax.nnx``.
+
+  Raises:
+    ValueError: if an object must not be mutated in the current trace.
+  """
+  # This does not import Flax, which is an optional dependency.
   flax_error = sys.modules["flax.errors"].FlaxError
   try:
     nnx.update(call_tree, mutations)
@@ -167,8 +197,9 @@ def _update_nnx(call_tree: Any, mutations: Any, fun: Any, nnx: Any) -> None:
 
 
 def has_instance(tree: Any, classes: tuple[Any, ...]) -> bool:
-  """Whether there is an object of one of these kinds in a tree."""
-  # JAX sorts the keys of a dict, which those of two types refuse.
+  """Return whether a tree contains an instance of one of the classes."""
+  # JAX raises an error for a dict whose keys can't be sorted, so dicts are
+  # leaves here, and the recursion enters their values.
   is_leaf = lambda x: isinstance(x, (dict, *classes))
   return any(
     has_instance([*x.values()], classes)

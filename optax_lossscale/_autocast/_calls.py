@@ -1,4 +1,4 @@
-"""Calls a function with its products in half precision."""
+"""Traces a function, rewrites its jaxpr to half precision and evaluates it."""
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
@@ -20,33 +20,52 @@ from optax_lossscale._jaxprs import (
 
 
 class AutocastConfig(NamedTuple):
-  """What is asked of one function.
+  """The options of one autocast call, and the names of its arrays.
+
+  Rules of custom derivatives receive the same config, with ``_replace`` for the
+  fields that hold names, so that they keep every option.
 
   Attributes:
-    dtype: the dtype of the products.
-    float32_filter: the products that stay in float32.
-    paths_by_id: the names of arrays that are weights, by their identity.
-    output_paths: of each array that the function returns, the name of the
-      weight whose gradient it is; none is known, if this is empty.
+    dtypes: the dtypes of the matmuls.
+    float32_filter: the matmuls that stay in float32.
+    paths_by_id: the weight paths of arrays, by the ``id`` of the array.
+    output_paths: for each leaf of the output, the path of the weight whose
+      gradient it is; empty if no output is a gradient.
   """
 
-  dtype: Any
+  dtypes: _provenance.MatmulDtypes
   float32_filter: _float32_filter.Float32Filter = (
     _float32_filter.Float32Filter()
   )
   paths_by_id: Mapping[int, _weights.WeightPath] = types.MappingProxyType({})
   output_paths: Sequence[_weights.WeightPath] = ()
 
+  def without_names(self) -> "AutocastConfig":
+    """Return the config for the rules of a custom derivative.
+
+    The caller matched the filter against the whole equation already. The arrays
+    of a rule are other objects than those of the function.
+    """
+    defaults = self._field_defaults
+    return self._replace(
+      float32_filter=defaults["float32_filter"],
+      paths_by_id=defaults["paths_by_id"],
+      output_paths=defaults["output_paths"],
+    )
+
 
 class AutocastResult(NamedTuple):
-  """What a function returned, with its products in half.
+  """The result of an autocast call.
 
   Attributes:
-    out: what it returned. What it did not compute are the same objects.
-    out_paths: the name of each array in it that is a weight.
-    log: what was found in it.
-    message: what there is to tell of products that were not reached.
-    jaxpr: the program, with its products in half.
+    out: the output of the function. Leaves that were not traced are the same
+      objects that the function returned.
+    out_paths: for each leaf of the output, the path of the weight that it is;
+      None if it is not a weight.
+    log: what the rewrite found in the jaxpr.
+    message: a warning about matmuls that stayed in float32; empty if there are
+      none.
+    jaxpr: the rewritten jaxpr.
   """
 
   out: Any
@@ -59,26 +78,29 @@ class AutocastResult(NamedTuple):
 def call_with_autocast(
   fun: Callable[[], Any], config: AutocastConfig
 ) -> AutocastResult:
-  """Calls a function without arguments, with its products in half.
+  """Call a function without arguments, with its matmuls in half precision.
 
-  The function closes over its arguments. So it is given the very same ones:
-  traced values keep their types, and other objects need no care.
+  The function closes over its arguments, so that it receives the caller's
+  objects: tracers keep their types, and arguments need not be arrays.
 
   Args:
     fun: the function.
-    config: the dtype of the products, which ones stay, and their names.
+    config: the options, and the names of the arrays that it closes over.
 
   Returns:
     A :class:`AutocastResult`.
   """
   trace_outputs: list[Any] = []
 
-  # JAX names the user's function, and not this one, if a tracer leaks from it.
+  # With the name of `fun`, JAX's error about a leaked tracer points to the
+  # user's function instead of this wrapper.
   @functools.wraps(fun, updated=())
   def flat_fun() -> list[Any]:
     leaves, structure = jax.tree.flatten(
       fun(), is_leaf=_custom_derivatives.is_symbolic_zero
     )
+    # `make_jaxpr` accepts only arrays as outputs. All other leaves, such as
+    # strings and symbolic zeros, leave the trace through `trace_outputs`.
     tracer_mask = [isinstance(x, jax.core.Tracer) for x in leaves]
     pairs = list(zip(leaves, tracer_mask, strict=True))
     untraced_leaves = [None if is_tracer else x for x, is_tracer in pairs]
@@ -89,9 +111,10 @@ def call_with_autocast(
   ((structure, tracer_mask, untraced_leaves),) = trace_outputs
   output_paths = tuple(itertools.compress(config.output_paths, tracer_mask))
   paths = _weights.WeightPaths((), output_paths)
-  rewrite_result, out_paths, message = _rewrite_program(
+  rewrite_result, out_paths, message = rewrite_program(
     closed_jaxpr, paths, config
   )
+  # The outputs of the rewritten jaxpr replace the tracers, in the same order.
   out_iter, path_iter = (
     iter(core.jaxpr_as_fun(rewrite_result.jaxpr)()),
     iter(out_paths),
@@ -109,56 +132,90 @@ def call_with_autocast(
   )
 
 
-def _rewrite_program(
+def rewrite_program(
   closed_jaxpr: _eqns.ClosedJaxpr,
   paths: _weights.WeightPaths,
   config: AutocastConfig,
 ) -> tuple[_rewrite.RewriteResult, list[_weights.WeightPath], str]:
-  """A jaxpr in half, the paths of its outputs, and what there is to tell."""
-  dtype, program_weights = (
-    config.dtype,
-    _weights.ProgramWeights(config.paths_by_id),
-  )
-  rule_transform = _custom_derivatives.RuleTransform(
-    map_body=lambda closed, _: closed,
-    map_derivative=functools.partial(_rewrite_rule_jaxpr, dtype=dtype),
-    map_call=functools.partial(_autocast_rule_call, dtype=dtype),
-  )
+  """Rewrite the jaxpr of a whole function or rule.
+
+  Args:
+    closed_jaxpr: the jaxpr.
+    paths: the weight paths of its inputs and outputs.
+    config: the options.
+
+  Returns:
+    The rewritten jaxpr, the weight paths of its outputs, and a warning about
+    matmuls that stayed in float32.
+  """
+  program_weights = _weights.ProgramWeights(config.paths_by_id)
+  rule_transform = _make_rule_transform(config.without_names())
 
   def rewrite_with(
     float32_filter: _float32_filter.Float32Filter,
   ) -> _rewrite.RewriteResult:
     rewriter = _rewrite.Rewriter(
-      dtype, float32_filter, program_weights, rule_transform
+      config.dtypes, float32_filter, program_weights, rule_transform
     )
     return rewriter.rewrite(closed_jaxpr, _provenance.EqnLocation(), (), paths)
 
   result = rewrite_with(config.float32_filter)
+  # A pattern may be the literal name of a matmul, such as `blocks[0]`. That is
+  # known only after a rewrite. It is rare, so the usual case rewrites once.
   float32_filter = config.float32_filter.with_literal_names(result.log.matches)
   if float32_filter != config.float32_filter:
     result = rewrite_with(float32_filter)
   out_paths = program_weights.get_jaxpr_weights(closed_jaxpr, paths).get_paths(
     closed_jaxpr.jaxpr.outvars
   )
-  unentered_eqns = set(result.log.unentered_eqns)
-  message = (
-    _messages.describe_unentered(closed_jaxpr, unentered_eqns, dtype)
-    if unentered_eqns
-    else ""
+  message = _messages.describe_unentered(
+    closed_jaxpr, set(result.log.unentered_eqns), config.dtypes.operand
   )
   return result, out_paths, message
+
+
+def _make_rule_transform(
+  config: AutocastConfig,
+) -> _custom_derivatives.RuleTransform:
+  """Return the transform of custom derivatives, with a placeholder for bodies.
+
+  The rewriter replaces ``map_body``, because only it knows the location of an
+  equation.
+  """
+  # A jvp rule computes primals and tangents in one jaxpr, so it receives the
+  # same dtypes as the forward pass. A bwd rule computes only cotangents.
+  forward = _make_role_transform(config)
+  backward_dtypes = config.dtypes.for_backward()
+  backward = _make_role_transform(config._replace(dtypes=backward_dtypes))
+  return _custom_derivatives.RuleTransform(
+    map_body=lambda closed, _: closed,
+    forward=forward,
+    tangents=forward,
+    backward=backward,
+  )
+
+
+def _make_role_transform(
+  config: AutocastConfig,
+) -> _custom_derivatives.RoleTransform:
+  # JAX may call both after the trace has ended, so they close over no tracers.
+  return _custom_derivatives.RoleTransform(
+    map_jaxpr=functools.partial(_rewrite_rule_jaxpr, config=config),
+    map_call=functools.partial(_autocast_rule_call, config=config),
+  )
 
 
 def _rewrite_rule_jaxpr(
   closed_jaxpr: _eqns.ClosedJaxpr,
   paths: _weights.WeightPaths,
   *,
-  dtype: Any,
+  config: AutocastConfig,
 ) -> tuple[Any, list[_weights.WeightPath]]:
-  """A jaxpr of a rule, where there is nobody else to tell what was missed."""
-  result, out_paths, message = _rewrite_program(
-    closed_jaxpr, paths, AutocastConfig(dtype)
-  )
+  """Rewrite the jaxpr of a rule, and return the weight paths of its outputs.
+
+  JAX calls rules after `autocast` has returned, so a warning is issued here.
+  """
+  result, out_paths, message = rewrite_program(closed_jaxpr, paths, config)
   if message:
     _warnings.warn(message)
   return result.jaxpr, out_paths
@@ -169,16 +226,26 @@ def _autocast_rule_call(
   inputs: Sequence[Any],
   paths: _weights.WeightPaths,
   *,
-  dtype: Any,
+  config: AutocastConfig,
 ) -> tuple[Any, list[_weights.WeightPath]]:
-  """Calls a part of a rule."""
+  """Call the Python function of a rule with its matmuls in half precision.
+
+  Args:
+    fun: the call of the function, without arguments.
+    inputs: the arrays that the function closes over.
+    paths: the weight paths of the inputs, and of the leaves of the output.
+    config: the options.
+
+  Returns:
+    The output, and the weight paths of its leaves.
+  """
+  # The cotangents follow the residuals in `inputs`, and have no paths.
   paths_by_id = {
     id(x): path for x, path in zip(inputs, paths.inputs, strict=False)
   }
-  config = AutocastConfig(
-    dtype, paths_by_id=paths_by_id, output_paths=paths.outputs
+  result = call_with_autocast(
+    fun, config._replace(paths_by_id=paths_by_id, output_paths=paths.outputs)
   )
-  result = call_with_autocast(fun, config)
   if result.message:
     _warnings.warn(result.message)
   return result.out, result.out_paths

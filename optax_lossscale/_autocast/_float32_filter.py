@@ -1,4 +1,4 @@
-"""Which products stay in float32 because the user named them."""
+"""Matches the patterns of ``keep_float32`` against the names of matmuls."""
 
 from collections.abc import Callable, Iterable
 import difflib
@@ -11,11 +11,14 @@ _NUM_SUGGESTIONS = 5
 
 
 class Match(NamedTuple):
-  """What was decided of a product, or of several that stay or go together.
+  """The match of a filter with one matmul, or with several as a unit.
+
+  The matmuls of a custom derivative are a unit: all of them stay in float32, or
+  none.
 
   Attributes:
-    names: the names of each.
-    patterns: those of the user's patterns that select one of them.
+    names: the names of each matmul.
+    patterns: the patterns that select at least one of the matmuls.
   """
 
   names: tuple[_provenance.EqnNames, ...]
@@ -23,32 +26,35 @@ class Match(NamedTuple):
 
   @property
   def is_kept(self) -> bool:
-    """Whether they stay in float32."""
+    """Whether the matmuls stay in float32."""
     return bool(self.patterns)
 
 
 class Float32Filter(NamedTuple):
-  """The products that patterns select, by the names that reports print.
+  """Selects matmuls by the names that the reports print.
 
   Attributes:
-    patterns: the patterns, as in ``fnmatch``.
-    literal_names: those that are names, and so are no patterns.
+    patterns: the patterns of the user, in the syntax of ``fnmatch``.
+    literal_names: the patterns that are compared literally, because a matmul
+      has exactly this name.
   """
 
   patterns: tuple[str, ...] = ()
   literal_names: frozenset[str] = frozenset()
 
   def match(self, *locations: _provenance.EqnLocation) -> Match:
-    """What is decided of what stands at these places."""
+    """Match the patterns against all names of some locations, as a unit."""
     names = tuple(location.names for location in locations)
     all_names = _collect_names(names)
     patterns = {p for p in self.patterns if self._matches(p, all_names)}
     return Match(names, frozenset(patterns))
 
   def with_literal_names(self, matches: Iterable[Match]) -> "Float32Filter":
-    """The same, which takes no pattern for one that is a name.
+    """Return a filter that compares the names of matmuls literally.
 
-    A key may have what is special in a pattern.
+    The key of a parameter may contain ``*``, ``?`` or ``[``, such as
+    ``"w[0]"``. As a pattern of ``fnmatch``, such a name would not match itself,
+    or would match other names as well.
     """
     names = _collect_names(x for match in matches for x in match.names)
     literal_names = {
@@ -62,26 +68,36 @@ class Float32Filter(NamedTuple):
     has_opaque_rules: bool,
     get_cast_names: Callable[[], list[_provenance.EqnNames]],
   ) -> str:
-    """What to tell if a pattern selects nothing; empty if all select.
+    """Check that each pattern selects a matmul.
 
     Args:
-      matches: all that were made.
-      has_opaque_rules: whether there are products whose names cannot be known.
-      get_cast_names: the names of all products that run in half, whichever
-        `autocast` made them so. They are asked for only if they are needed.
+      matches: all matches in the function.
+      has_opaque_rules: whether there may be matmuls with unknown names in
+        custom derivative rules.
+      get_cast_names: returns the names of all matmuls in half precision,
+        including those of an inner `autocast`. It is called only if a pattern
+        selects nothing.
+
+    Returns:
+      The warning for a pattern that selects nothing, but may select a matmul in
+      a rule; empty if there is no such pattern.
 
     Raises:
-      ValueError: with the same, if it is certain.
+      ValueError: if a pattern certainly selects nothing.
     """
     matches = list(matches)
     matched_patterns = frozenset[str]().union(*(x.patterns for x in matches))
     unmatched_patterns = [p for p in self.patterns if p not in matched_patterns]
     if not unmatched_patterns:
       return ""
+    # An error about the first pattern is enough, and easier to read. With a
+    # cutoff of 0.0 there are suggestions even if no name is similar.
     names = _collect_names(x for match in matches for x in match.names)
     nearest = difflib.get_close_matches(
       unmatched_patterns[0], names, _NUM_SUGGESTIONS, 0.0
     )
+    # Matmuls of an inner autocast are half precision before this one runs, so
+    # they have no match, but the user sees their names in the reports.
     name = repr(unmatched_patterns[0])
     if self._matches(unmatched_patterns[0], _collect_names(get_cast_names())):
       message = (
@@ -101,6 +117,7 @@ class Float32Filter(NamedTuple):
         f"keep_float32 = {name} selects no matmul or convolution, because the"
         " function contains none. Remove keep_float32."
       )
+    # The name may belong to a matmul in a rule, so this is not an error.
     if has_opaque_rules:
       return (
         f"{message} The name may be inside a custom derivative rule, which"
@@ -109,14 +126,17 @@ class Float32Filter(NamedTuple):
     raise ValueError(message)
 
   def _matches(self, pattern: str, names: Iterable[str]) -> bool:
+    """Return whether a pattern matches one of the names."""
+    # An exact match needs no `fnmatch`, in which brackets match differently.
     if pattern in names or pattern in self.literal_names:
       return pattern in names
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def as_patterns(patterns: Any) -> tuple[str, ...]:
-  """The patterns, checked."""
+  """Return the argument ``keep_float32`` as a tuple of strings, or raise."""
   pattern_tuple: Any = (patterns,) if isinstance(patterns, str) else patterns
+  # A value that is neither a string nor iterable fails the check below.
   pattern_tuple = (
     tuple(pattern_tuple)
     if isinstance(pattern_tuple, Iterable)
@@ -133,5 +153,5 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
 def _collect_names(
   eqn_names: Iterable[_provenance.EqnNames],
 ) -> dict[str, None]:
-  """All names that select one of these, in the order of the program."""
+  """Return all names that select one of the matmuls, in program order."""
   return {name: None for names in eqn_names for name in names.selectors()}

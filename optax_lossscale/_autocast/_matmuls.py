@@ -1,4 +1,4 @@
-"""Which equations run in half precision, and where they may be hidden."""
+"""Finds the matmuls that autocast casts, also in rules and exported code."""
 
 import re
 from typing import Any, NamedTuple
@@ -18,19 +18,21 @@ from optax_lossscale._jaxprs import (
   _weights,
 )
 
-# Functions marked with this scope keep their products in float32. The scope
-# stays in the name stack of an equation, whatever transforms the function.
+# `keep_float32` runs a function in this name scope. The scope stays in the name
+# stack of the equations when the function is transformed, so it also keeps the
+# matmuls of the derivatives in float32.
 KEEP_FLOAT32_SCOPE = "keep_float32"
-# A line with a product in float32, whose precision was not chosen.
+# A line of StableHLO with a float32 matmul, except of precision HIGHEST.
 _FLOAT32_MATMUL_RE = re.compile(
   r"stablehlo\.(?:dot_general|convolution)\b(?!.*HIGHEST).*-> tensor<[^>]*f32>"
 )
 
 
 def is_castable_matmul(eqn: core.JaxprEqn) -> bool:
-  """Whether this is a float32 product that may run in half precision."""
+  """Return whether this is a float32 matmul that autocast may cast."""
   if not _primitives.is_matmul(eqn):
     return False
+  # A third operand, if any, is the integer group sizes of a `ragged_dot`.
   avals: list[Any] = [v.aval for v in (*eqn.invars[:2], *eqn.outvars)]
   all_float32 = all(aval.dtype == jnp.float32 for aval in avals)
   return (
@@ -41,9 +43,9 @@ def is_castable_matmul(eqn: core.JaxprEqn) -> bool:
 
 
 def has_exported_matmul(eqn: core.JaxprEqn) -> bool:
-  """Whether this calls what ``jax.export`` made of a function with products.
+  """Return whether this calls a ``jax.export`` function with float32 matmuls.
 
-  It is code for XLA, which runs as it is.
+  An exported function is serialized StableHLO, which autocast can't rewrite.
   """
   text = _eqns.get_exported_mlir(eqn)
   return bool(_FLOAT32_MATMUL_RE.search(text)) and not has_keep_float32_scope(
@@ -52,12 +54,15 @@ def has_exported_matmul(eqn: core.JaxprEqn) -> bool:
 
 
 def has_keep_float32_scope(eqn: core.JaxprEqn) -> bool:
-  """Whether the equation stands in a function marked to stay in float32."""
+  """Return whether the equation is part of a `keep_float32` function."""
   return _provenance.has_scope(eqn, KEEP_FLOAT32_SCOPE)
 
 
 def subjaxprs_to_search(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
-  """The jaxprs that an equation holds or hides, unless it is marked."""
+  """Return the jaxprs inside an equation, except in `keep_float32` functions.
+
+  A hijax primitive contains no jaxpr, and is lowered to one.
+  """
   subjaxprs = list(_eqns.subjaxprs(eqn))
   lo_jaxpr = None if subjaxprs else _eqns.lower_hijax(eqn)
   subjaxprs += [] if lo_jaxpr is None else [lo_jaxpr]
@@ -65,11 +70,11 @@ def subjaxprs_to_search(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
 
 
 class MatmulSearch(_walk.EqnSearch):
-  """Looks for products, once in each jaxpr.
+  """Searches for matmuls that autocast may cast, once in each jaxpr.
 
   Args:
-    include_rule_matmuls: whether a rule that may have products of its own
-      counts, too.
+    include_rule_matmuls: whether an equation counts if its custom derivative
+      may contain matmuls that the function does not.
   """
 
   def __init__(self, *, include_rule_matmuls: bool = False) -> None:
@@ -83,34 +88,35 @@ class MatmulSearch(_walk.EqnSearch):
     )
 
   def any_inside(self, eqn: core.JaxprEqn) -> bool:
-    """Whether there are products in what an equation holds."""
+    """Return whether there are matmuls in the jaxprs inside an equation."""
     search = super().any_inside
-    # A rule may need the axes of the mesh.
+    # Lowering a hijax primitive may trace a rule, which may use mesh axes.
     return bool(_higher_order.call_in_eqn_context(eqn, lambda: search(eqn)))
 
 
 def collect_cast_names(
   closed_jaxpr: _eqns.ClosedJaxpr,
 ) -> list[_provenance.EqnNames]:
-  """The names of products that `autocast` runs in half, an inner one, too."""
+  """Return the names of all matmuls that any `autocast` inside has cast."""
   visits = _walk.walk(closed_jaxpr, _eqns.subjaxprs)
   locations = [x.location for x in visits if _primitives.is_matmul(x.eqn)]
   return [
     location.names
     for location in locations
-    if location.autocast_dtype is not None
+    if location.matmul_dtypes is not None
   ]
 
 
 def can_have_rule_matmuls(eqn: core.JaxprEqn) -> bool:
-  """Whether a rule may have products that its function has not.
+  """Return whether a rule may contain matmuls that its function does not.
 
-  A ``custom_jvp`` that a library brings has none: it is ``relu`` or its like,
-  or linear algebra.
+  A ``custom_jvp`` of JAX or another library is assumed to have none, because
+  these are activation functions such as ``relu``, or linear algebra.
   """
   rule = _custom_derivatives.get_custom_rule(eqn)
   if rule is None or rule.num_consts is None or has_keep_float32_scope(eqn):
     return False
+  # A bwd rule of a library may contain any matmul, such as those of attention.
   return (
     rule.primitive_name != "custom_jvp_call"
     or not _source_info.is_library_rule(eqn)
@@ -120,20 +126,22 @@ def can_have_rule_matmuls(eqn: core.JaxprEqn) -> bool:
 def trace_rule_grad(
   eqn: core.JaxprEqn,
 ) -> tuple[list[int], _eqns.ClosedJaxpr | None]:
-  """The jaxpr of an equation and its derivatives, if it has them.
-
-  It is what a rule computes, each equation with the line of the rule.
+  """Trace an equation and its gradient, which runs its custom derivative.
 
   Returns:
-    Which inputs of the equation are floats; and the jaxpr, of these and then of
-    all inputs.
+    The indices of the float inputs of the equation, and the jaxpr of the
+    gradient with respect to these. The inputs of the jaxpr are the float
+    inputs, followed by all inputs. It is None if the rule can't be traced.
   """
   float_indices = [
     i for i, atom in enumerate(eqn.invars) if _is_differentiable(atom.aval)
   ]
   avals = [atom.aval for atom in eqn.invars]
 
+  # `jax.grad` with respect to the list of float inputs needs no rule for
+  # integers, and the sum of all outputs makes each cotangent nonzero.
   def loss(float_args: list[Any], args: tuple[Any, ...]) -> Any:
+    # Without the source line of the call, each equation has that of the rule.
     eqn_fun = _eqns.eqn_as_fun(_source_info.strip_source_info(eqn))
     all_args = list(args)
     for i, x in zip(float_indices, float_args, strict=True):
@@ -146,13 +154,13 @@ def trace_rule_grad(
     grad_jaxpr = jax.make_jaxpr(jax.grad(loss))(
       [avals[i] for i in float_indices], avals
     )
-  except Exception:  # A rule may refuse, or need the axes of a mesh.
+  except Exception:  # A rule may raise any error, or need mesh axes.
     return float_indices, None
   return float_indices, grad_jaxpr
 
 
 def has_rule_matmuls(eqn: core.JaxprEqn) -> bool:
-  """Whether there are products in what a rule computes, if it can be known."""
+  """Return whether a rule contains matmuls, or can't be inspected."""
   if not can_have_rule_matmuls(eqn):
     return False
   _, grad_jaxpr = trace_rule_grad(eqn)
@@ -160,11 +168,12 @@ def has_rule_matmuls(eqn: core.JaxprEqn) -> bool:
 
 
 class RuleMatmuls(NamedTuple):
-  """The products that a function with a rule computes, and its derivative.
+  """The matmuls of a function with a custom derivative.
 
   Attributes:
-    locations: the place of the function, and of each product.
-    is_complete: whether its derivative could be looked at.
+    locations: the location of the function itself, followed by the locations of
+      the matmuls in the function and in its derivative.
+    is_complete: whether the derivative could be traced.
   """
 
   locations: list[_provenance.EqnLocation]
@@ -177,16 +186,16 @@ def find_rule_matmuls(
   paths: _weights.WeightPaths,
   can_trace_rule: bool,
 ) -> RuleMatmuls:
-  """Finds the products that a function with a rule computes.
+  """Find the matmuls of a function with a custom derivative.
 
   Args:
     eqn: the equation that calls the function.
-    location: where it stands.
-    paths: the names of those of its inputs that are weights.
-    can_trace_rule: whether the rule may be asked for its derivative.
+    location: the location of the equation.
+    paths: the weight paths of its inputs.
+    can_trace_rule: whether to trace the derivative.
 
   Returns:
-    An :class:`RuleMatmuls`.
+    A :class:`RuleMatmuls`.
   """
   float_indices, grad_jaxpr = (
     trace_rule_grad(eqn) if can_trace_rule else ([], None)
@@ -195,10 +204,13 @@ def find_rule_matmuls(
   jaxprs_and_paths = [(x, paths) for x in get_subjaxprs(eqn)]
   if grad_jaxpr is not None:
     float_paths = paths.select_inputs(float_indices)
+    # The outputs are the gradients of the float inputs, so they have the same
+    # paths.
     input_paths = (*float_paths, *paths.inputs)
     jaxprs_and_paths.append(
       (grad_jaxpr, _weights.WeightPaths(input_paths, float_paths))
     )
+  # The location itself lets a name select the function as a whole.
   locations = [location]
   for closed_jaxpr, inner_paths in jaxprs_and_paths:
     weights = _weights.ProgramWeights().get_jaxpr_weights(
@@ -212,6 +224,9 @@ def find_rule_matmuls(
 
 
 def _is_differentiable(array: Any) -> bool:
-  """Whether an array, or its type, is one that has derivatives."""
+  """Return whether an array or an aval has a float or complex dtype.
+
+  Abstract tokens and the like have no dtype.
+  """
   dtype = getattr(array, "dtype", jnp.int32)
   return jnp.issubdtype(dtype, jnp.inexact)

@@ -1,7 +1,7 @@
-"""What `autocast` has to tell of what it found, and of how it is called."""
+"""Writes the warnings of `autocast`, and counts its calls outside ``jit``."""
 
 import collections
-from collections.abc import Callable, Container
+from collections.abc import Callable, Set
 import functools
 import inspect
 from typing import Any
@@ -20,30 +20,38 @@ from optax_lossscale._jaxprs import (
   _walk,
 )
 
-# Two calls are what one makes by hand, before and after a training, say.
+# One or two calls outside `jit` are normal in interactive use.
 _WARN_AT_CALL = 3
 
-# How often with which shapes, by the code: a loop may make its loss anew in
-# each step. The code is held weakly, and what a function holds not at all.
+# The number of calls for each code object and the shapes of its arguments. The
+# code object is the key instead of the function, because a training loop may
+# create its loss function in each step. The reference is weak, so that neither
+# functions nor the arrays in their closures are kept alive.
 _call_counts: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = (
   weakref.WeakKeyDictionary()
 )
 _MAX_LISTED = 3
+# The label under which the FLOPs of matmuls in half precision are counted.
 _REWRITTEN_LABEL = ""
 
 
 def describe_unentered(
   closed_jaxpr: _eqns.ClosedJaxpr,
-  unentered_eqns: Container[core.JaxprEqn],
+  unentered_eqns: Set[core.JaxprEqn],
   dtype: Any,
 ) -> str:
-  """What to tell of products that were not reached; empty if all were.
+  """Return the warning about matmuls that autocast could not rewrite.
 
   Args:
-    closed_jaxpr: the jaxpr that was rewritten.
-    unentered_eqns: the equations that hold products and could not be entered.
-    dtype: what their products would have run in.
+    closed_jaxpr: the jaxpr before the rewrite.
+    unentered_eqns: the equations that contain matmuls but can't be rewritten.
+    dtype: the half precision.
+
+  Returns:
+    The warning; empty if there are no such equations.
   """
+  if not unentered_eqns:
+    return ""
   flops_fractions, exported_locations = _flops_by_location(
     closed_jaxpr, unentered_eqns
   )
@@ -74,18 +82,25 @@ def describe_unentered(
 def describe_nothing_cast(
   fun: Callable[..., Any], thunk: Callable[[], Any], dtype: Any
 ) -> str:
-  """What to tell of a function in which nothing runs in half precision.
+  """Return the warning about a function without any matmul to cast.
 
   Args:
     fun: the function.
-    thunk: the same without arguments, to be called within a trace.
-    dtype: what its products would have run in.
+    thunk: the call of the function, without arguments.
+    dtype: the half precision.
+
+  Returns:
+    The warning, with the dtypes of the matmuls that the function contains;
+    empty if one of its custom derivatives contains a matmul to cast.
   """
 
+  # Unlike `subjaxprs_to_search`, this includes `keep_float32` functions.
   def get_subjaxprs(eqn: Any) -> list[_eqns.ClosedJaxpr]:
     subjaxprs: list[Any] = [*_eqns.subjaxprs(eqn)] or [_eqns.lower_hijax(eqn)]
     return [closed_jaxpr for closed_jaxpr in subjaxprs if closed_jaxpr]
 
+  # The caller has only the rewritten jaxpr, so the function is traced again.
+  # This is slow, but happens only for a warning.
   def flat_fun() -> list[Any]:
     leaves = jax.tree.leaves(thunk())
     return [x for x in leaves if isinstance(x, jax.core.Tracer)]
@@ -122,29 +137,24 @@ def describe_nothing_cast(
 def describe_unjitted_calls(
   fun: Callable[..., Any], inputs: Any, out: Any
 ) -> str:
-  """What to tell of a function that is called again and again, or nothing.
+  """Count a call outside ``jit``, and return the warning at the third one.
 
   Args:
     fun: the function.
-    inputs: its arguments.
-    out: what it returned: this tells whether anything compiles the call.
+    inputs: the arguments of the call.
+    out: the output of the call. Concrete arrays show that no ``jit`` or other
+      transformation traces the call.
 
   Returns:
-    The message at the third call with the same shapes outside of ``jit``, and
-    nothing at all others.
+    The warning at the third call with the same shapes; empty at all others.
   """
   arrays = [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
-  # Who turned `jit` off wants it so.
+  # With `jax.disable_jit()`, the user runs without `jit` on purpose.
   if jax.config.jax_disable_jit or not arrays:
     return ""
   if not all(map(_avals.is_concrete, arrays)):
     return ""
-  counts_by_shapes = _call_counts.setdefault(
-    _get_code(fun), collections.Counter()
-  )
-  shapes_hash = _hash_shapes((inputs, out))
-  counts_by_shapes[shapes_hash] += 1
-  if counts_by_shapes[shapes_hash] != _WARN_AT_CALL:
+  if _count_call(fun, (inputs, out)) != _WARN_AT_CALL:
     return ""
   name = getattr(fun, "__name__", type(fun).__name__)
   return (
@@ -156,11 +166,17 @@ def describe_unjitted_calls(
 
 
 def _flops_by_location(
-  closed_jaxpr: _eqns.ClosedJaxpr, unentered_eqns: Container[core.JaxprEqn]
+  closed_jaxpr: _eqns.ClosedJaxpr, unentered_eqns: Set[core.JaxprEqn]
 ) -> tuple[dict[str, float], list[str]]:
-  """Of the places that were missed, their shares of the flops of all products.
+  """Count the FLOPs of matmuls that autocast could not rewrite.
 
-  And those that were exported, which do not tell their flops.
+  Args:
+    closed_jaxpr: the jaxpr before the rewrite.
+    unentered_eqns: the equations that contain matmuls but can't be rewritten.
+
+  Returns:
+    For each location of such an equation, its fraction of the FLOPs of all
+    matmuls; and the locations of exported functions, whose FLOPs are unknown.
   """
   flops: dict[str, int] = {}
   exported_locations: dict[str, None] = {}
@@ -176,11 +192,12 @@ def _flops_by_location(
         if unentered_visit
         else _REWRITTEN_LABEL
       )
+      # With symbolic sizes the FLOPs are unknown, and each matmul counts as 1.
       num_flops = visit.num_executions * (
         _primitives.count_flops(visit.eqn) or 1
-      )  # as one product
+      )
       flops[location] = flops.get(location, 0) + num_flops
-  total = sum(flops.values()) or 1  # A loop may run for no step at all.
+  total = sum(flops.values()) or 1  # The only loop may run for zero steps.
   flops.pop(_REWRITTEN_LABEL, None)
   return {location: n / total for location, n in flops.items()}, list(
     exported_locations
@@ -199,20 +216,30 @@ def _join_truncated(locations: list[str]) -> str:
   return f"{joined} and {num_more} more" if num_more > 0 else joined
 
 
+def _count_call(fun: Callable[..., Any], inputs_and_out: Any) -> int:
+  """Count a call, and return the number of calls with the same shapes."""
+  counts_by_shapes = _call_counts.setdefault(
+    _get_code(fun), collections.Counter()
+  )
+  shapes_hash = _hash_shapes(inputs_and_out)
+  counts_by_shapes[shapes_hash] += 1
+  return counts_by_shapes[shapes_hash]
+
+
 def _get_code(fun: Any) -> Any:
-  """What is the same if a function, a method or a partial is made anew."""
+  """Return an object that stays the same if a function is created again."""
   while isinstance(fun, functools.partial):
     fun = fun.func
   fun = inspect.unwrap(fun)
-  # Of a method or a layer: the code or the class.
+  # A method has the code of its function, and a callable layer has none.
   return getattr(fun, "__code__", type(fun))
 
 
 def _hash_shapes(tree: Any) -> int:
-  """The shapes and dtypes as one number, so that nothing is held."""
+  """Hash the shapes and dtypes of a tree, so that no array is kept alive."""
   try:
     leaves = jax.tree.leaves(tree)
-  except (TypeError, ValueError):  # Its keys have no order.
+  except (TypeError, ValueError):  # JAX can't sort the keys of a dict.
     return 0
   descriptions = [
     f"{getattr(x, 'dtype', type(x))}{getattr(x, 'shape', '')}" for x in leaves

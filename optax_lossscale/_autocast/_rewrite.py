@@ -1,12 +1,18 @@
-"""Rewrites a jaxpr so that its products run in half precision.
+"""Rewrites a jaxpr so that its matmuls run in half precision.
 
-Nothing is evaluated, and every variable keeps its type. A product becomes three
-kinds of equations: its operands are narrowed, the product runs in half, and its
-result is widened to the very variable that it had. So all other equations stay
-the same objects, and an equation that holds jaxprs (a loop, a branch, a call)
-stays the same but for these jaxprs: nothing else need be known of it. XLA drops
-a result that is widened and narrowed again, and the cotangents of several uses
-of one value are added in float32.
+The rewrite evaluates nothing, and every variable keeps its type. It replaces a
+matmul with casts of its operands, the same matmul in half precision, and a cast
+of the result back to the float32 variable of the original matmul. All other
+equations stay the same objects, except that the jaxprs inside loops, branches
+and calls are rewritten, too. Where one matmul reads the result of another, XLA
+removes the pair of casts between them.
+
+The backward pass is not rewritten. JAX differentiates the rewritten forward
+pass: the derivative of a half-precision matmul is two half-precision matmuls,
+and the derivative of a cast is the reverse cast, so the cotangents of several
+uses of one value are added in float32. Only the rules of custom derivatives,
+which JAX can't derive from the forward pass, are rewritten as well: the
+equation stays, and JAX calls the rewritten fwd, bwd or jvp function.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -29,14 +35,16 @@ from optax_lossscale._jaxprs import (
 
 
 class RewriteLog(NamedTuple):
-  """What was found on the way, in the order of the program.
+  """The findings of a rewrite, in the order of the program.
 
   Attributes:
-    has_matmuls: whether there are products that run in half, or are kept. Of
-      those that a rule alone has it is not known.
-    matches: which of them are kept; none, if the user named none.
-    unentered_eqns: the equations that hold products and could not be entered.
-    has_opaque_rules: whether there are products whose names cannot be known.
+    has_matmuls: whether there are matmuls that were cast or that the filter
+      keeps in float32, not counting matmuls that are only in a rule.
+    matches: the results of matching the filter against the matmuls; empty if
+      the filter has no patterns.
+    unentered_eqns: the equations that contain matmuls but can't be rewritten.
+    has_opaque_rules: whether there may be matmuls in rules that can't be
+      inspected, so that their names are unknown.
   """
 
   has_matmuls: bool = False
@@ -49,10 +57,10 @@ class RewriteResult(NamedTuple):
   """A rewritten jaxpr.
 
   Attributes:
-    jaxpr: the jaxpr, of the same inputs and outputs.
-    out_half_mask: which of its outputs came out of products, and were only
-      moved.
-    log: what was found in it.
+    jaxpr: the jaxpr, with inputs and outputs of the same types as before.
+    out_half_mask: for each output, whether it is a matmul result that was only
+      moved since, for example reshaped or transposed.
+    log: the findings in the jaxpr.
   """
 
   jaxpr: Any
@@ -61,7 +69,14 @@ class RewriteResult(NamedTuple):
 
 
 class _EqnRewrite(NamedTuple):
-  """What stands in the place of an equation, and which outputs are half."""
+  """The rewrite of one equation.
+
+  Attributes:
+    eqns: the equations that replace it.
+    half_vars: those of its output variables that are matmul results, possibly
+      moved since.
+    log: the findings in the equation.
+  """
 
   eqns: list[core.JaxprEqn]
   half_vars: Iterable[Any] = ()
@@ -69,14 +84,14 @@ class _EqnRewrite(NamedTuple):
 
 
 class _EqnContext(NamedTuple):
-  """Where an equation stands.
+  """The context for rewriting the equations of one jaxpr.
 
   Attributes:
-    jaxpr: the jaxpr that is being rewritten.
-    location: where that is called.
-    weights: its variables that are weights.
-    half_vars: its variables that came out of products, and were only moved
-      since.
+    jaxpr: the jaxpr.
+    location: the call site of the jaxpr.
+    weights: the variables of the jaxpr that are weights.
+    half_vars: the variables that hold a matmul result, possibly moved since.
+      The set grows from equation to equation.
   """
 
   jaxpr: core.Jaxpr
@@ -86,28 +101,31 @@ class _EqnContext(NamedTuple):
 
 
 class Rewriter:
-  """What rewrites the jaxprs of one call of a function.
+  """Rewrites the jaxprs of one function call, each of them only once.
 
   Args:
-    dtype: the dtype of the products.
-    float32_filter: the products that stay in float32.
+    dtypes: the dtypes of the matmuls.
+    float32_filter: the matmuls that stay in float32.
     program_weights: the weights of the function.
-    rule_transform: what changes what rules compute, but for its ``body``.
+    rule_transform: the transform of custom derivatives. The rewriter replaces
+      its ``map_body``.
   """
 
   def __init__(
     self,
-    dtype: Any,
+    dtypes: _provenance.MatmulDtypes,
     float32_filter: _float32_filter.Float32Filter,
     program_weights: _weights.ProgramWeights,
     rule_transform: _custom_derivatives.RuleTransform,
   ) -> None:
-    self._dtype = dtype
+    self._dtypes = dtypes
     self._float32_filter = float32_filter
     self._program_weights = program_weights
     self._rule_transform = rule_transform
-    # A jaxpr that is called twice is searched and rewritten once.
     self._matmul_search = _matmuls.MatmulSearch(include_rule_matmuls=True)
+    # Rewriting a jaxpr twice would make two jaxprs, which JAX would trace,
+    # lower and compile separately. The first cache finds a repeated call, the
+    # second one an equal result for another call site.
     self._result_cache: dict[Any, RewriteResult] = {}
     self._dedup_cache: dict[Any, RewriteResult] = {}
 
@@ -118,25 +136,27 @@ class Rewriter:
     in_half_mask: Sequence[bool] = (),
     paths: _weights.WeightPaths = _weights.NO_PATHS,
   ) -> RewriteResult:
-    """Rewrites a jaxpr.
+    """Rewrite a jaxpr.
 
     Args:
       jaxpr: the jaxpr.
-      location: where it is called.
-      in_half_mask: of its inputs, whether they came out of products, and were
-        only moved since; none did, if this is empty.
-      paths: the names of those inputs and outputs that are weights.
+      location: the call site of the jaxpr.
+      in_half_mask: for each input, whether it is a matmul result that was only
+        moved since; empty if no input is.
+      paths: the weight paths of the inputs and outputs.
 
     Returns:
       A :class:`RewriteResult`.
     """
     input_key = jaxpr, tuple(in_half_mask), paths
-    # Names may tell its callers apart.
+    # A name may select one call site of the jaxpr and not another. Without
+    # patterns the location has no effect on the result.
     key = input_key, location if self._float32_filter.patterns else None
     if key not in self._result_cache:
       result = self._rewrite_uncached(jaxpr, location, in_half_mask, paths)
       kept_mask = tuple(x.is_kept for x in result.log.matches)
-      # Callers that no name tells apart share one, which is compiled once.
+      # Call sites where the filter keeps the same matmuls share one jaxpr.
+      # Their logs differ, because these contain the names of the locations.
       shared_result = self._dedup_cache.setdefault(
         (input_key, kept_mask), result
       )
@@ -155,6 +175,8 @@ class Rewriter:
     weights = self._program_weights.get_jaxpr_weights(closed_jaxpr, paths)
     ctx = _EqnContext(closed_jaxpr.jaxpr, location, weights, half_vars)
     eqn_rewrites = []
+    # A jaxpr is in the order of its data flow, so `half_vars` is complete for
+    # the operands of an equation when the loop reaches it.
     for eqn in closed_jaxpr.jaxpr.eqns:
       eqn_rewrites.append(self._rewrite_eqn(eqn, ctx))
       half_vars.update(eqn_rewrites[-1].half_vars)
@@ -168,7 +190,7 @@ class Rewriter:
     )
 
   def _rewrite_eqn(self, eqn: core.JaxprEqn, ctx: _EqnContext) -> _EqnRewrite:
-    """What stands in the place of an equation."""
+    """Rewrite an equation, which may contain jaxprs."""
     if _matmuls.is_castable_matmul(eqn):
       tagged_eqn = ctx.weights.tag_with_weight(eqn)
       matches = self._match_filter(
@@ -177,19 +199,22 @@ class Rewriter:
       log = RewriteLog(has_matmuls=True, matches=matches)
       if any(x.is_kept for x in matches):
         return _EqnRewrite([tagged_eqn], log=log)
-      matmul = _primitives.replace_result_dtype(tagged_eqn, self._dtype)
-      return _EqnRewrite(cast_eqn(matmul, self._dtype), eqn.outvars, log)
+      matmul = _primitives.replace_result_dtype(tagged_eqn, self._dtypes.result)
+      return _EqnRewrite(cast_eqn(matmul, self._dtypes), eqn.outvars, log)
+    # A matmul result stays in half precision while it is only moved. XLA then
+    # cancels the casts between the two equations, and moves half as many bytes.
     if _primitives.is_data_movement(eqn) and has_only_half_operands(
       eqn, ctx.half_vars
     ):
-      return _EqnRewrite(cast_eqn(eqn, self._dtype), eqn.outvars)
+      dtypes = self._dtypes.for_data_movement()
+      return _EqnRewrite(cast_eqn(eqn, dtypes), eqn.outvars)
     if _matmuls.has_exported_matmul(eqn):
       return _EqnRewrite([eqn], log=RewriteLog(unentered_eqns=(eqn,)))
     if not self._matmul_search.any_inside(
       eqn
     ) and not _matmuls.can_have_rule_matmuls(eqn):
       return _EqnRewrite([eqn])
-    # Rules are traced where the axes of the mesh are known.
+    # A rule inside `shard_map` may use mesh axes, so it must be traced there.
     rewrite_subjaxprs = functools.partial(self._rewrite_subjaxprs, eqn, ctx)
     eqn_rewrite: _EqnRewrite = _higher_order.call_in_eqn_context(
       eqn, rewrite_subjaxprs
@@ -199,15 +224,18 @@ class Rewriter:
   def _rewrite_subjaxprs(
     self, eqn: core.JaxprEqn, ctx: _EqnContext
   ) -> _EqnRewrite:
-    """An equation with what it holds rewritten."""
+    """Rewrite the jaxprs and rules inside an equation, or report it."""
     tagged_eqn = ctx.weights.tag_with_weight(eqn)
-    # What nobody asks for need not be found: it takes a look at a traceback.
+    # Only patterns need the location: it reads the traceback, which is slow.
     location = ctx.location
     if self._float32_filter.patterns:
       location = location.locate(tagged_eqn, ctx.jaxpr)
     rule = _custom_derivatives.get_custom_rule(eqn)
     if rule is not None:
       return self._rewrite_custom_rule(eqn, tagged_eqn, rule, location, ctx)
+    # A call passes its inputs on to its jaxpr and returns the outputs of the
+    # jaxpr, so moved matmul results can be followed through it. A loop or a
+    # branch may mix them with float32 values.
     if _eqns.get_call_jaxpr(eqn) is not None:
       in_half_mask = [
         _eqns.is_var_in(atom, ctx.half_vars) for atom in eqn.invars
@@ -231,28 +259,43 @@ class Rewriter:
     location: _provenance.EqnLocation,
     ctx: _EqnContext,
   ) -> _EqnRewrite:
-    """An equation whose rule computes in half, if it is understood."""
+    """Rewrite the function and the rule of a custom derivative.
+
+    Args:
+      eqn: the equation.
+      tagged_eqn: the equation with the weight path in its name stack.
+      rule: the rule of the equation.
+      location: the location of the equation.
+      ctx: the context of the equation.
+
+    Returns:
+      The rewrite; without changes if the filter selects a matmul of the rule,
+      or if the parameters of the equation are unknown.
+    """
     paths = ctx.weights.get_call_suffixes(eqn)
     log = RewriteLog()
     if self._float32_filter.patterns:
       has_matmuls = self._matmul_search.any_inside(eqn)
-      # One that sees which inputs are perturbed may refuse, and an older JAX
-      # then forgets what it has traced of it.
+      # A rule with symbolic zeros may raise an error for some combinations of
+      # perturbed inputs, and older versions of JAX then lose the traced rule.
       can_trace_rule = has_matmuls or not rule.symbolic_zeros
       locations, is_complete = _matmuls.find_rule_matmuls(
         tagged_eqn, location, paths, can_trace_rule
       )
       if not has_matmuls and len(locations) == 1:
-        return _EqnRewrite([eqn])  # Nothing in it has a name to select.
+        return _EqnRewrite([eqn])  # It contains no matmul, so nothing to name.
       matches = self._match_filter(lambda: locations)
       log = RewriteLog(matches=matches, has_opaque_rules=not is_complete)
-      # It stays as a whole: nothing tells which of its products is the
-      # derivative of which.
+      # If a pattern selects one matmul, the function and its rule stay in
+      # float32 as a whole: which matmul of the rule is the derivative of which
+      # matmul of the function is unknown.
       if any(x.is_kept for x in matches):
         return _EqnRewrite([tagged_eqn], log=log)
     logs = [log]
 
-    def body(
+    # `map_body` runs during this rewrite, so the log includes the matmuls of
+    # the function. JAX calls the transforms of the rule later.
+    def map_body(
       closed_jaxpr: _eqns.ClosedJaxpr, inner_paths: _weights.WeightPaths
     ) -> Any:
       result = self.rewrite(closed_jaxpr, location, (), inner_paths)
@@ -260,7 +303,7 @@ class Rewriter:
       return result.jaxpr
 
     new_eqn = _custom_derivatives.transform_custom_rule(
-      tagged_eqn, self._rule_transform._replace(map_body=body), paths
+      tagged_eqn, self._rule_transform._replace(map_body=map_body), paths
     )
     if new_eqn is None:
       log = log._replace(unentered_eqns=(eqn,))
@@ -275,7 +318,19 @@ class Rewriter:
     ctx: _EqnContext,
     in_half_mask: Sequence[bool] = (),
   ) -> _EqnRewrite:
-    """The same equation, with each jaxpr that it holds rewritten."""
+    """Rewrite each jaxpr inside an equation, and keep the equation.
+
+    Args:
+      eqn: the equation.
+      tagged_eqn: the equation with the weight path in its name stack.
+      location: the location of the equation.
+      ctx: the context of the equation.
+      in_half_mask: for a call, which inputs are matmul results that were only
+        moved since; empty if the equation is not a call.
+
+    Returns:
+      The rewrite.
+    """
     results: list[RewriteResult] = []
 
     def replace(jaxpr: _eqns.AnyJaxpr) -> Any:
@@ -285,7 +340,8 @@ class Rewriter:
       return results[-1].jaxpr
 
     new_eqn = _eqns.map_subjaxprs(tagged_eqn, replace)
-    # A call returns what its function returns.
+    # Only a call has a mask, and returns the outputs of its jaxpr. The outputs
+    # of other equations count as float32.
     out_half_mask = results[0].out_half_mask if in_half_mask else ()
     half_vars = list(itertools.compress(eqn.outvars, out_half_mask))
     return _EqnRewrite([new_eqn], half_vars, merge_logs(x.log for x in results))
@@ -293,7 +349,7 @@ class Rewriter:
   def _match_filter(
     self, get_locations: Callable[[], list[_provenance.EqnLocation]]
   ) -> tuple[_float32_filter.Match, ...]:
-    """What is decided of what stands at some places, which may be to find."""
+    """Match the filter against locations, which are computed only if needed."""
     return (
       (self._float32_filter.match(*get_locations()),)
       if self._float32_filter.patterns
@@ -302,7 +358,7 @@ class Rewriter:
 
 
 def merge_logs(logs: Iterable[RewriteLog]) -> RewriteLog:
-  """What was found at several places."""
+  """Return the findings of several equations as one log."""
   all_logs = list(logs)
   flatten = itertools.chain.from_iterable
   return RewriteLog(
@@ -313,20 +369,24 @@ def merge_logs(logs: Iterable[RewriteLog]) -> RewriteLog:
   )
 
 
-def cast_eqn(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
-  """An equation between conversions, which leaves its variables as they are.
+def cast_eqn(
+  eqn: core.JaxprEqn, dtypes: _provenance.MatmulDtypes
+) -> list[core.JaxprEqn]:
+  """Return an equation in half precision, between casts from and to float32.
 
-  Values are narrowed for each use, even where one equation uses a value twice:
-  the cotangents of a shared copy would be added in half.
+  Args:
+    eqn: the equation.
+    dtypes: the dtypes of its float32 operands and results.
+
+  Returns:
+    The casts of the operands, the equation, and the casts of its results to the
+    output variables of the original equation.
   """
-  eqn = _provenance.tag_autocast(eqn, dtype)
-  to_half = lambda atom: (
-    _make_half_var(atom, dtype) if _is_float32(atom) else atom
-  )
-  invars, outvars = (
-    list(map(to_half, eqn.invars)),
-    list(map(to_half, eqn.outvars)),
-  )
+  eqn = _provenance.tag_autocast(eqn, dtypes)
+  # Each use of a value has a separate cast, even two uses in one equation. The
+  # cotangents of a shared cast would be added in half precision.
+  invars = [_replace_float32_var(atom, dtypes.operand) for atom in eqn.invars]
+  outvars = [_replace_float32_var(var, dtypes.result) for var in eqn.outvars]
   input_casts = [
     _eqns.make_convert_eqn(*pair, eqn)
     for pair in _zip_replaced(eqn.invars, invars)
@@ -343,7 +403,7 @@ def cast_eqn(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
 
 
 def has_only_half_operands(eqn: core.JaxprEqn, half_vars: Set[Any]) -> bool:
-  """Whether there are float32 inputs, all of which are in the set."""
+  """Return whether there are float32 inputs, and all are in the set."""
   float32_atoms = [atom for atom in eqn.invars if _is_float32(atom)]
   return bool(float32_atoms) and all(
     _eqns.is_var_in(atom, half_vars) for atom in float32_atoms
@@ -351,6 +411,7 @@ def has_only_half_operands(eqn: core.JaxprEqn, half_vars: Set[Any]) -> bool:
 
 
 def _zip_replaced(old: list[Any], new: list[Any]) -> list[tuple[Any, Any]]:
+  """Return the pairs of different variables: input and output of a cast."""
   return [(a, b) for a, b in zip(old, new, strict=True) if a is not b]
 
 
@@ -358,5 +419,8 @@ def _is_float32(atom: Any) -> bool:
   return getattr(atom.aval, "dtype", None) == jnp.float32
 
 
-def _make_half_var(atom: Any, dtype: Any) -> Any:
+def _replace_float32_var(atom: Any, dtype: Any) -> Any:
+  """Return a new variable of a dtype; the same atom if it is not float32."""
+  if not _is_float32(atom):
+    return atom
   return core.Var(atom.aval.update(dtype=dtype, weak_type=False))

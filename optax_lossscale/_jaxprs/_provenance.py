@@ -6,7 +6,7 @@ Reports identify a matmul by a label of these names, and ``keep_float32=`` of
 
 from collections.abc import Iterator, Sequence
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jax.extend import core
 import jax.numpy as jnp
@@ -22,15 +22,60 @@ _AUTOCAST_PREFIX = "autocast-"
 _NO_WEIGHTS = "no weights"
 
 
-class _DtypeScope(str):
-  """A name scope with the dtype that ``autocast`` chose for an equation.
+_Scope = TypeVar("_Scope", bound=str)
 
-  JAX's transformations keep name scopes, so a derivative of the equation has
-  the scope, too. It is a class, so a user's scope of the same name is not
-  mistaken for one.
+
+class MatmulDtypes(NamedTuple):
+  """The dtypes in which `autocast` runs a matmul and its derivatives.
+
+  Attributes:
+    operand: dtype of both operands.
+    result: dtype of the result, which later data movement keeps.
+    tangent: dtype of the matmuls of a custom backward pass. The other
+      derivatives follow from ``operand`` and ``result``, since JAX derives them
+      from the forward pass.
+  """
+
+  operand: Any
+  result: Any
+  tangent: Any
+
+  @classmethod
+  def uniform(cls, dtype: Any) -> "MatmulDtypes":
+    """Return the dtypes of a matmul that runs in one dtype only."""
+    return cls(dtype, dtype, dtype)
+
+  def for_data_movement(self) -> "MatmulDtypes":
+    """Return the dtypes of an equation that moves the result of a matmul."""
+    return self._replace(operand=self.result)
+
+  def for_backward(self) -> "MatmulDtypes":
+    """Return the dtypes of the matmuls of a custom backward pass."""
+    return self.uniform(self.tangent)
+
+
+class _DtypeScope(str):
+  """The scope of an equation that `autocast` made, with its dtypes.
+
+  The scope stays with an equation through all later transformations. It has a
+  separate class, so that a user's scope of the same name is not mistaken for
+  it. All dtypes are in the text, because JAX compares scopes as strings.
   """
 
   __slots__ = ()
+
+  @classmethod
+  def from_dtypes(cls, dtypes: MatmulDtypes) -> "_DtypeScope":
+    """Return the scope, such as ``autocast-float16`` if all dtypes agree."""
+    names = [jnp.dtype(dtype).name for dtype in dtypes]
+    names = names if len(set(names)) > 1 else names[:1]
+    return cls(_AUTOCAST_PREFIX + "-".join(names))
+
+  def as_dtypes(self) -> MatmulDtypes:
+    """Return the dtypes from which the scope was made."""
+    names = self.removeprefix(_AUTOCAST_PREFIX).split("-")
+    names = names if len(names) > 1 else names * len(MatmulDtypes._fields)
+    return MatmulDtypes(*map(jnp.dtype, names))
 
 
 class _ParamPathScope(str):
@@ -162,15 +207,16 @@ class EqnLocation(NamedTuple):
     return format_location(self.names.candidate_labels()[0], self.source_line)
 
   @property
-  def autocast_dtype(self) -> Any:
-    """The operand dtype that ``autocast`` chose; None if it cast nothing."""
-    # The scope of the innermost equation is the last one.
+  def matmul_dtypes(self) -> MatmulDtypes | None:
+    """The dtypes that `autocast` chose; None outside of `autocast`."""
     dtype_scopes = self._filter_scopes(_DtypeScope)
-    return (
-      jnp.dtype(dtype_scopes[-1].removeprefix(_AUTOCAST_PREFIX))
-      if dtype_scopes
-      else None
-    )
+    return dtype_scopes[-1].as_dtypes() if dtype_scopes else None
+
+  @property
+  def autocast_dtype(self) -> Any:
+    """The dtype of the operands in `autocast`; None outside of `autocast`."""
+    dtypes = self.matmul_dtypes
+    return dtypes.operand if dtypes else None
 
   @property
   def is_backward(self) -> bool:
@@ -203,7 +249,7 @@ class EqnLocation(NamedTuple):
     """Return the location within an equation, which has this name."""
     return self._replace(eqn_path=(*self.eqn_path, name))
 
-  def _filter_scopes(self, cls: type[str]) -> list[str]:
+  def _filter_scopes(self, cls: type[_Scope]) -> list[_Scope]:
     """Return the scopes of a class, the outermost first."""
     return [x.name for x in self.name_stack if isinstance(x.name, cls)]
 
@@ -262,9 +308,9 @@ def tag_param_path(eqn: core.JaxprEqn, path: Sequence[str]) -> core.JaxprEqn:
   )
 
 
-def tag_autocast(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
-  """Append the dtype of ``autocast`` to the name stack of an equation."""
-  return _extend_name_stack(eqn, _DtypeScope(f"{_AUTOCAST_PREFIX}{dtype}"))
+def tag_autocast(eqn: core.JaxprEqn, dtypes: MatmulDtypes) -> core.JaxprEqn:
+  """Return the equation, tagged as made by `autocast` for these dtypes."""
+  return _extend_name_stack(eqn, _DtypeScope.from_dtypes(dtypes))
 
 
 def _extend_name_stack(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:

@@ -150,7 +150,7 @@ def test_a_rule_is_differentiated_once_more_only_for_its_names(
 ):
   seen = []
   monkeypatch.setattr(
-    _matmuls, "derivative_of", lambda eqn: (seen.append(eqn), None)
+    _matmuls, "trace_rule_grad", lambda eqn: (seen.append(eqn), None)
   )
   of_jax = lambda w: (
     jnp.linalg.det(jax.nn.relu(w @ w)) + jax.scipy.special.i1(1.0)

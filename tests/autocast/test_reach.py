@@ -14,14 +14,8 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._autocast import (
-  _float32_filter,
-  _matmuls,
-  _messages,
-  _rewrite,
-)
+from optax_lossscale._autocast import _calls, _matmuls
 from optax_lossscale._jaxprs import (
-  _custom_derivatives,
   _eqns,
   _provenance,
   _source_info,
@@ -258,22 +252,15 @@ def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
     assert jaxprs.count_eqn_matmuls_by_dtype(new)["float32"] == 0
 
 
-def rewrite(jaxpr):
-  """Whether products were found, what is told, and the new equations."""
-  half, known = jnp.dtype("float16"), _weights.ProgramWeights()
-  in_rule = _custom_derivatives.RuleTransform(
-    map_body=lambda closed, _: closed,
-    map_derivative=lambda closed, _: (closed, ()),
-    map_call=lambda fun, *_: (fun(), ()),
+def rewrite(closed_jaxpr):
+  """Return whether there are matmuls, the warning, and the new equations."""
+  config = _calls.AutocastConfig(
+    _provenance.MatmulDtypes.uniform(jnp.dtype("float16"))
   )
-  rewriter = _rewrite.Rewriter(
-    half, _float32_filter.Float32Filter(), known, in_rule
+  result, _, warning = _calls.rewrite_program(
+    closed_jaxpr, _weights.NO_PATHS, config
   )
-  new, _, log = rewriter.rewrite(jaxpr, _provenance.EqnLocation())
-  messages = _messages.describe_unentered(
-    _eqns.close_jaxpr(jaxpr), log.unentered_eqns, "float16"
-  )
-  return log.has_matmuls, messages, _eqns.close_jaxpr(new).jaxpr.eqns
+  return result.log.has_matmuls, warning, result.jaxpr.eqns
 
 
 def test_a_shard_map_of_another_jax_is_rewritten():

@@ -22,7 +22,8 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale._jaxprs import _higher_order
+from optax_lossscale._autocast import _calls
+from optax_lossscale._jaxprs import _higher_order, _provenance
 from optax_lossscale.diagnostics import _progress
 from optax_lossscale.diagnostics._comparison import _program, _report
 
@@ -804,3 +805,20 @@ def test_what_is_noted_in_a_shard_map_is_that_of_all_devices():
   assert (row.run_count, alone.run_count) == (2, 1)
   assert row.amax == alone.amax
   assert row.isolated_error == pytest.approx(alone.isolated_error, rel=1e-3)
+
+
+def test_operands_and_results_are_rounded_to_the_dtypes_that_autocast_chose():
+  half, single = jnp.dtype("float16"), jnp.dtype("float32")
+  x, w = jnp.full((2, 3), 683.0), jnp.ones((3, 2))  # 2049 is not in float16.
+
+  def compare_with(result):
+    dtypes = _provenance.MatmulDtypes(half, result, half)
+    config = _calls.AutocastConfig(dtypes)
+    cast = lambda x, w: _calls.call_with_autocast(lambda: x @ w, config).out
+    return compare_grads(cast, x, w)
+
+  assert compare_with(half).error == pytest.approx(1 / 2049)
+  report = compare_with(single)
+  assert (report.error, report.dtype) == (0, "float16")
+  (row,) = report.matmuls
+  assert row.log2_headroom > 100

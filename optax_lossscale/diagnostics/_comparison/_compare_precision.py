@@ -292,7 +292,7 @@ def _as_matmul_precision(
   stats = runs.site_stats[site_index]
   num_entries = np.maximum(stats.num_entries, 1)
   amax = float(stats.amax)
-  dtype_max = float(jnp.finfo(site.dtype).max)
+  dtype_max = float(jnp.finfo(site.dtypes.result).max)
   return _report.MatmulPrecision(
     site.primitive,
     table.names[site_index],

@@ -41,13 +41,13 @@ class MatmulSite(NamedTuple):
     primitive: JAX's name of the operation.
     names: the names of its place.
     backward: whether it belongs to a backward pass.
-    dtype: the half precision.
+    dtypes: the dtypes that `autocast` chose.
   """
 
   primitive: str
   names: _provenance.EqnNames
   backward: bool
-  dtype: np.dtype
+  dtypes: _provenance.MatmulDtypes
 
 
 class SiteStats(NamedTuple):
@@ -173,12 +173,14 @@ class MixedPrecisionProgram(NamedTuple):
     inputs: list[Any],
     stats: StatsBySite,
   ) -> OutsAndStats:
-    dtype = self.table.sites[site_index].dtype
+    dtypes = self.table.sites[site_index].dtypes
 
-    apply_mode = functools.partial(_apply_mode, self.modes[site_index], dtype)
+    apply_mode = functools.partial(_apply_mode, self.modes[site_index])
     matmul = _eqns.eqn_as_fun(_primitives.as_highest_float32(eqn))
-    (out,) = apply_mode(matmul(*apply_mode(inputs[:2]), *inputs[2:]))
-    arrays, limits = [*inputs[:2], out], _numbers.get_dtype_limits(dtype)
+    operands = apply_mode(dtypes.operand, inputs[:2])
+    (out,) = apply_mode(dtypes.result, matmul(*operands, *inputs[2:]))
+    arrays = [*inputs[:2], out]
+    limits = _numbers.get_dtype_limits(dtypes.operand)
     new_stats = _add_run_stats(stats[site_index], arrays, limits)
     return [out], [*stats[:site_index], new_stats, *stats[site_index + 1 :]]
 
@@ -391,7 +393,8 @@ class MatmulTable:
     )
     self.names = [name for name, _ in names_and_lines]
     self.source_lines = [source_line for _, source_line in names_and_lines]
-    self.dtypes = {row.dtype for row in self.sites}
+    self.dtypes = {dtype for site in self.sites for dtype in site.dtypes}
+    self.dtypes -= {np.dtype(np.float32)}
 
   def get_site_index(
     self, eqn: core.JaxprEqn, location: _provenance.EqnLocation
@@ -422,16 +425,15 @@ def is_autocast_eqn(
   eqn: core.JaxprEqn, parent_location: _provenance.EqnLocation
 ) -> bool:
   """Whether `autocast` made this equation, or what is around it."""
-  return parent_location.push_scope(eqn).autocast_dtype is not None
+  return parent_location.push_scope(eqn).matmul_dtypes is not None
 
 
 def _as_site(
   eqn: core.JaxprEqn, location: _provenance.EqnLocation
 ) -> MatmulSite:
-  name = _source_info.get_op_name(eqn)
-  return MatmulSite(
-    name, location.names, location.is_backward, location.autocast_dtype
-  )
+  name, dtypes = _source_info.get_op_name(eqn), location.matmul_dtypes
+  assert dtypes is not None  # Only matmuls with a tag have a site.
+  return MatmulSite(name, location.names, location.is_backward, dtypes)
 
 
 def make_empty_stats() -> SiteStats:

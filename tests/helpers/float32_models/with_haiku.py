@@ -33,7 +33,7 @@ def resnet():
 def lstm():
   def apply(x):
     core = hk.DeepRNN([hk.LSTM(32), hk.LSTM(32)])
-    states = core.make_initial_state(x.shape[0])
+    states = core.initial_state(x.shape[0])
     x, _ = hk.dynamic_unroll(core, x, states, time_major=False)
     return hk.BatchApply(hk.Linear(8))(x)
 
