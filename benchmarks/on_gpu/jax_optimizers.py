@@ -11,7 +11,7 @@ import numpy as np
 from shared.variants import NEEDS, VARIANTS
 from shared.workloads import Workload
 
-from on_gpu import bandwidth, clock, events, expected, jax_device
+from on_gpu import bandwidth, clock, events, expected_bytes, jax_device
 from on_gpu.jax_program import JaxProgram
 
 COMPARED = (
@@ -87,7 +87,7 @@ def _run_case(name, case, size, until, without, copy):
     if NEEDS.get(variant) in without:
       continue
     row = {"variant": variant, "parameters": n_params, "copy": copy}
-    row["expected_bytes"] = expected.get_bytes_per_parameter(
+    row["expected_bytes"] = expected_bytes.get_bytes_per_parameter(
       case.same_as, variant
     )
     rows.append(row)

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from on_gpu import bandwidth, clock, events, expected, torch_device
+from on_gpu import bandwidth, clock, events, expected_bytes, torch_device
 from on_gpu.torch_device import DEVICE
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-3, 1e-4, 1.0
@@ -94,7 +94,7 @@ def _run_case(name, many, clipped, size, until, copy):
       "variant": variant,
       "parameters": sum(p.numel() for p in params),
       "copy": copy,
-      "expected_bytes": expected.TORCH.get(key),
+      "expected_bytes": expected_bytes.TORCH.get(key),
     }
     rows.append(row)
     with clock.catch(row):

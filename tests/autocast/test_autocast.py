@@ -193,7 +193,7 @@ def mean_square(fun):
 
 
 @pytest.mark.parametrize("name", mark_slow_params(QUICK, PROGRAMS))
-def test_all_products_run_in_half_and_the_result_is_the_same(name):
+def test_all_matmuls_run_in_half_precision_and_the_result_is_equal(name):
   fun = PROGRAMS[name]
   skip_if_jax_cannot(jax.eval_shape, fun, X, W)
   half = ols.autocast(fun)
@@ -206,7 +206,7 @@ def test_all_products_run_in_half_and_the_result_is_the_same(name):
 
 
 @pytest.mark.parametrize("name", mark_slow_params(QUICK_GRADIENTS, PROGRAMS))
-def test_the_gradient_is_the_same_and_its_products_run_in_half(name):
+def test_the_gradient_is_equal_and_its_matmuls_run_in_half_precision(name):
   fun = PROGRAMS[name]
   if name == "while_loop":  # It has a derivative in forward mode alone.
     gradient = lambda f: jax.jacfwd(mean_square(f))
@@ -219,12 +219,12 @@ def test_the_gradient_is_the_same_and_its_products_run_in_half(name):
 
 
 @all_programs
-def test_what_is_rewritten_passes_the_checks_of_jax(name):
+def test_rewritten_jaxprs_pass_the_checks_of_jax(name):
   with jax.enable_checks(True):
     jax.make_jaxpr(ols.autocast(PROGRAMS[name]))(X, W)
 
 
-def test_a_weakly_typed_product_stays_so():
+def test_a_weakly_typed_matmul_stays_weakly_typed():
   def loop(n):
     weak = jnp.full((2, 2), 1.0) * 1.0  # As an array of Python numbers is.
     product = lambda x: lax.dot(x, x)
@@ -236,7 +236,7 @@ def test_a_weakly_typed_product_stays_so():
 
 @pytest.mark.slow
 @all_programs
-def test_a_transformed_function_is_the_same(name):
+def test_a_transformed_function_gives_the_same_result(name):
   fun = PROGRAMS[name]
   half, loss = ols.autocast(fun), mean_square(fun)
   if name != "while_loop":

@@ -56,7 +56,7 @@ def test_keys_of_an_argument_may_be_of_several_types(kind):
   assert counts == {"float16": 2}
 
 
-def test_a_module_is_found_beside_keys_of_several_types():
+def test_a_module_is_found_next_to_keys_of_several_types():
   def fun(tables, x):
     tables["layer"].count[...] += 1
     return tables["layer"](x)
@@ -131,7 +131,7 @@ def test_a_reference_is_read_and_written():
   assert_same_bits(jax.jit(ols.autocast(fun))(X), X @ W + 1)
 
 
-def test_a_leaked_tracer_is_told_with_the_users_function():
+def test_a_leaked_tracer_is_reported_with_the_users_function():
   seen = []
 
   def loss_that_writes_outside(w):

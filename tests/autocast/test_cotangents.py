@@ -99,7 +99,7 @@ PRODUCTS = {
 BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
 
 
-def test_each_primitive_of_the_table_is_tried():
+def test_each_contraction_primitive_is_tested():
   between = _primitives.PERMUTING_COLLECTIVES
   assert set(jaxprs.MOVES) == _primitives.DATA_MOVEMENT
   assert between == {"all_to_all", "ppermute"}  # tried below
@@ -110,7 +110,7 @@ def test_each_primitive_of_the_table_is_tried():
   "axes", mark_slow_params([(0, None), (0, 0)], BATCHINGS)
 )
 @pytest.mark.parametrize("name", [*jaxprs.MOVES, *PRODUCTS])
-def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
+def test_batching_moved_values_makes_no_sum_in_half_precision(name, axes):
   def model(a, b):
     moved = jaxprs.MOVES.get(name, lambda h: h)
     h = moved(PRODUCTS.get(name, jnp.matmul)(a, b))
@@ -206,7 +206,7 @@ STEPS = {
   st.integers(0, 2**16),
 )
 @hypothesis.settings(max_examples=40)
-def test_a_random_program_among_vmaps_rounds_no_more_than_its_products(
+def test_a_random_program_under_vmaps_rounds_no_more_than_its_matmuls(
   names, where, seed
 ):
   keys = jax.random.split(jax.random.key(seed))
@@ -279,14 +279,14 @@ WHERE = {
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_an_output_that_nobody_maps_or_reads_may_stand_beside(where):
+def test_another_output_may_be_neither_mapped_nor_read(where):
   fun = rule()
   half = jax.jit(jax.grad(WHERE[where](fun, uses=False)))(A, X)
   assert_close(half, jax.grad(inside(fun, uses=False))(A, X))
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_what_jax_refuses_is_refused_in_the_words_of_jax(where):
+def test_programs_that_jax_rejects_raise_the_error_of_jax(where):
   fun = rule()
 
   def outcome(loss):
@@ -304,7 +304,7 @@ def test_what_jax_refuses_is_refused_in_the_words_of_jax(where):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_rule_that_asks_for_generic_batching_has_it(where):
+def test_a_rule_may_request_generic_batching(where):
   options = inspect.signature(jax.custom_vjp.defvjp).parameters
   if "generic_batching" not in options:
     pytest.skip(f"JAX {jax.__version__} has no generic batching.")

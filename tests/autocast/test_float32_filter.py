@@ -98,7 +98,7 @@ def loss(program):
 
 
 @pytest.mark.parametrize(("program", "name"), BY_SCOPE)
-def test_a_name_keeps_a_product_and_its_derivatives(program, name):
+def test_a_name_keeps_a_matmul_and_its_derivatives_in_float32(program, name):
   fun = loss(PROGRAMS[program])
   count = products(jax.grad(ols.autocast(fun)), W, X).total()
   for cast in (
@@ -121,7 +121,7 @@ def test_a_name_keeps_a_product_and_its_derivatives(program, name):
   ],
 )
 @pytest.mark.parametrize("program", ["scanned", "checkpointed"])
-def test_a_line_keeps_what_stands_there(program, name):
+def test_a_source_line_keeps_its_matmuls_in_float32(program, name):
   name = name.format(file=HERE, number=find_line_number("kept", __file__))
   fun = loss(PROGRAMS[program])
   many = lambda f: jax.vmap(f, (None, 0))
@@ -154,7 +154,7 @@ def nest(draw, jit):
 @pytest.mark.parametrize(
   "seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)]
 )
-def test_a_shared_function_keeps_in_each_place_what_is_named_there(seeds):
+def test_each_call_of_a_shared_function_keeps_the_matmuls_named_there(seeds):
   names = ["a", "b", "a/b", "c/*", "c/a", "*/a", f"{HERE} (other)"]
   for seed in seeds:
     name = random.Random(seed).choice(names)
@@ -180,7 +180,7 @@ def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
     ols.autocast(fun, keep_float32=f"{HERE} (backwards)")(W, X)
 
 
-def test_what_a_rule_that_cannot_be_differentiated_holds_may_be_meant():
+def test_a_name_may_select_matmuls_of_a_nondifferentiable_rule():
   """So a name that selects nothing is no error there, but is told."""
 
   @jax.custom_vjp
@@ -216,11 +216,11 @@ def test_a_name_is_a_string(names):
     ols.autocast(loss(plain), keep_float32=names)
 
 
-def test_no_warning_says_that_there_is_nothing_where_all_is_kept():
+def test_keeping_all_matmuls_in_float32_causes_no_warning():
   ols.autocast(loss(plain), keep_float32="*")(W, X)
 
 
-def test_what_cannot_be_entered_and_is_kept_earns_no_warning():
+def test_an_opaque_primitive_that_is_kept_causes_no_warning():
   def solve(w, x):
     matvec = lambda y: y + y @ w
     y = lax.custom_linear_solve(matvec, x, lambda _, b: b @ w)
@@ -254,7 +254,7 @@ def with_a_helper(wrap):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("name", ["{file} (mlp)", "{file}:{mlp}"])
-def test_any_line_that_leads_to_a_product_is_its_name(name, wrap):
+def test_any_line_of_the_call_stack_of_a_matmul_selects_it(name, wrap):
   name = name.format(file=HERE, mlp=find_line_number("mlp", __file__))
   fun = loss(with_a_helper(wrap))
   for cast in (
@@ -266,7 +266,7 @@ def test_any_line_that_leads_to_a_product_is_its_name(name, wrap):
     assert counts == {("", "float32"): 2 + again, ("", "float16"): 3 + again}
 
 
-def test_a_line_outside_of_the_function_is_no_name():
+def test_a_line_outside_of_the_function_selects_nothing():
   def step(w, x, name):
     return ols.autocast(plain, keep_float32=name)(w, x)  # outside
 
@@ -283,7 +283,7 @@ def test_the_error_names_lines_of_all_callers():
     ols.autocast(with_a_helper(jax.jit), keep_float32=name)(W, X)
 
 
-def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
+def test_a_location_has_the_nearest_line_that_others_do_not_share():
   cast = jax.grad(ols.autocast(loss(with_a_helper(jax.jit))))
   rows = compare_precision(cast, W, X, progress=False).matmuls
   lines = {
@@ -292,7 +292,7 @@ def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
   assert {row.name for row in rows} == lines
 
 
-def test_ways_to_a_place_are_one_if_one_only_has_fewer_lines():
+def test_call_stacks_that_differ_only_in_missing_lines_are_one_location():
   """JAX forgets lines of some equations."""
   h, a, main = (_source_info.SourceLine("m.py", i, "f") for i in range(3))
   ways = (h,), (h, a, main), (h, main)
@@ -332,7 +332,7 @@ def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):
 
 
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
-def test_a_name_of_an_inner_autocast_is_for_that_one(wrap):
+def test_a_name_of_an_inner_autocast_applies_to_it_alone(wrap):
   """Its products are in half before the outer one looks at them."""
 
   def loss_fn(params, x, kept=()):

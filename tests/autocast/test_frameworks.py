@@ -58,7 +58,7 @@ def in_nnx(loss_fn, jit):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:autocast ran:UserWarning")  # one has no jit
 @pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun])
-def test_an_nnx_model_changes_in_place_as_without(jit):
+def test_an_nnx_model_changes_in_place_as_without_autocast(jit):
   returned, state = in_nnx(ols.autocast(nnx_loss), jit)
   assert state.calls[...] == 3
   assert_near((returned, state), in_nnx(nnx_loss, nnx.jit))
@@ -126,7 +126,7 @@ def test_a_bound_method_of_an_nnx_model_may_change_it():
 @pytest.mark.skipif(
   flax.__version__ == "0.12.0", reason="Flax 0.12.0 lets it change."
 )
-def test_an_nnx_model_that_may_not_change_is_an_error_that_says_so():
+def test_an_nnx_model_that_may_not_change_raises_an_explanatory_error():
   model = Counter()
   loss = lambda x: jnp.sum(ols.autocast(model.count)(x))
   with pytest.raises(

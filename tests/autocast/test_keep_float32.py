@@ -42,7 +42,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_part_that_is_kept_runs_in_float32_and_so_do_its_derivatives(name):
+def test_a_kept_function_and_its_derivatives_run_in_float32(name):
   part = KEPT[name]
   model = lambda x, w: part(x, w) @ w
   loss = lambda x, w: jnp.sum(model(x, w))
@@ -57,7 +57,7 @@ def test_a_part_that_is_kept_runs_in_float32_and_so_do_its_derivatives(name):
   assert_same_bits(part(X, W), jnp.sin(X @ W))
 
 
-def test_only_the_mark_itself_keeps_a_part():
+def test_only_keep_float32_keeps_a_function_in_float32():
   @jax.named_scope("keep_float32_not")
   def part(x, w):
     with jax.named_scope("do_keep_float32"):
@@ -71,7 +71,7 @@ def test_only_the_mark_itself_keeps_a_part():
   assert counts["float16"] == 1 and counts["float32"] >= 2
 
 
-def test_a_kept_function_has_its_name_its_notes_and_its_arguments():
+def test_a_kept_function_retains_its_name_attributes_and_arguments():
   def part(x, *, n):
     """A docstring."""
     return x + n

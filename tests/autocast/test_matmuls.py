@@ -94,7 +94,7 @@ WITHIN = {
 
 @pytest.mark.parametrize("within", mark_slow_params(["as it is"], WITHIN))
 @pytest.mark.parametrize("name", LOSSES)
-def test_its_products_run_in_half_wherever_it_stands(name, within):
+def test_matmuls_of_a_rule_run_in_half_precision_in_any_function(name, within):
   loss, argument, count = LOSSES[name]
   loss = WITHIN[within](loss)
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
@@ -102,23 +102,23 @@ def test_its_products_run_in_half_wherever_it_stands(name, within):
   assert_close(jax.jit(half)(argument), jax.jit(full)(argument))
 
 
-def test_its_products_run_in_half_where_the_devices_are_mapped():
+def test_matmuls_of_a_rule_run_in_half_precision_in_shard_map():
   half = jax.grad(ols.autocast(shared_between_devices))
   assert set(jaxprs.products(half, TABLE)) == {"float16"}
 
 
-def test_its_products_have_names_and_stay_if_they_are_named():
+def test_matmuls_of_a_rule_stay_in_float32_if_they_are_named():
   kept = jax.grad(ols.autocast(log_determinant, keep_float32="inverse"))
   assert "float16" not in jaxprs.products(kept, W)
 
 
-def test_it_stays_if_it_is_marked():
+def test_a_rule_stays_in_float32_if_it_is_marked():
   loss = ols.keep_float32(embedding)
   half = ols.autocast(lambda table: loss(table) + jnp.sum(table.T @ table))
   assert jaxprs.products(jax.grad(half), TABLE)["float32"] == 1
 
 
-def test_a_rule_that_may_refuse_is_not_asked_and_runs_in_half_all_the_same():
+def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
   @jax.custom_vjp
   def fun(x, frozen):
     return inner(x) * frozen
@@ -145,7 +145,7 @@ def test_a_rule_that_may_refuse_is_not_asked_and_runs_in_half_all_the_same():
 @pytest.mark.parametrize(
   "keep, asked", [((), 0), ("embed*", 1)], ids=["no names", "a name"]
 )
-def test_a_rule_is_differentiated_once_more_only_for_its_names(
+def test_a_rule_is_differentiated_again_only_for_its_names(
   monkeypatch, keep, asked
 ):
   seen = []
@@ -191,7 +191,9 @@ def products(fun, *args):
 
 @pytest.mark.parametrize("rule", [inner, again])
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
-def test_all_of_its_products_run_in_half_and_have_names(rule, argnums):
+def test_all_matmuls_of_a_nested_rule_run_in_half_precision_and_have_names(
+  rule, argnums
+):
   fun = loss(rule)
   half = jax.grad(ols.autocast(fun), argnums)
   found = products(half, PARAMS, X)
@@ -202,7 +204,7 @@ def test_all_of_its_products_run_in_half_and_have_names(rule, argnums):
   assert_close(half(PARAMS, X), exact)
 
 
-def test_gradients_of_several_weights_within_have_the_name_of_each():
+def test_gradients_of_several_weights_in_a_rule_have_the_name_of_each():
   of_two = lambda params, x: jnp.tanh(x @ params["first"]) @ params["second"]
   fun = lambda params, x: jnp.mean(net(params, x) ** 2)
   net = custom_rules.add_custom_jvp(custom_rules.add_custom_vjp(of_two))
@@ -218,7 +220,7 @@ def test_gradients_of_several_weights_within_have_the_name_of_each():
     assert set(found) == set(least) and found >= least
 
 
-def test_it_is_kept_by_a_name_and_by_a_mark():
+def test_a_nested_rule_is_kept_by_a_name_and_by_keep_float32():
   fun = loss(inner)
   by_name = jax.grad(ols.autocast(fun, keep_float32="first"))
   assert {dtype for _, dtype in products(by_name, PARAMS, X)} == {"float32"}
@@ -235,7 +237,7 @@ def on_devices(fun):
 
 
 @pytest.mark.parametrize("transform", [on_devices, jax.checkpoint, jax.jit])
-def test_it_may_stand_in_other_functions(transform):
+def test_a_nested_rule_may_be_in_other_functions(transform):
   net = transform(custom_rules.add_custom_jvp(both(inner)))
   fun = lambda params, x: jnp.mean(net(params, x) ** 2)
   half, exact = jax.grad(ols.autocast(fun)), jax.grad(fun)
@@ -244,14 +246,14 @@ def test_it_may_stand_in_other_functions(transform):
   assert_close(jax.jit(half)(PARAMS, X), exact(PARAMS, X))
 
 
-def test_it_may_be_mapped_from_outside():
+def test_a_nested_rule_may_be_mapped_from_outside():
   gradients = jax.grad(ols.autocast(loss(inner))), jax.grad(loss(inner))
   half, exact = (jax.vmap(fun, (None, 0)) for fun in gradients)
   x = jnp.stack([X, 2 * X])
   assert_close(jax.jit(half)(PARAMS, x), exact(PARAMS, x))
 
 
-def test_a_tangent_without_products_stays_as_it_is():
+def test_a_tangent_without_matmuls_is_unchanged():
   clip = jax.custom_vjp(lambda x: x)
   clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
   net = custom_rules.add_custom_jvp(lambda params, x: clip(x @ params["first"]))
@@ -262,14 +264,14 @@ def test_a_tangent_without_products_stays_as_it_is():
   assert_close(jax.grad(ols.autocast(fun))(PARAMS, x), jax.grad(fun)(PARAMS, x))
 
 
-def test_a_tangent_of_the_users_own_is_refused_as_without():
+def test_a_jvp_of_a_custom_vjp_is_refused_as_without_autocast():
   tangent = lambda x: jax.jvp(lambda x: inner(PARAMS["first"], x), (x,), (x,))
   for fun in tangent, ols.autocast(tangent):
     with pytest.raises(TypeError, match="forward-mode"):
       jax.jit(fun)(X)
 
 
-def test_the_name_of_a_rule_without_products_selects_none():
+def test_the_name_of_a_rule_without_matmuls_selects_none():
   clip = jax.custom_vjp(lambda x: x)
   clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
   bounded = jax.named_scope("bounded")(clip)
@@ -279,7 +281,7 @@ def test_the_name_of_a_rule_without_products_selects_none():
 
 
 @pytest.mark.parametrize("keep", [(), "*inverse*"])
-def test_products_of_a_rule_alone_are_not_told_to_be_missing(keep):
+def test_matmuls_only_in_a_rule_cause_no_warning(keep):
   # A warning would be an error.
   out = jax.grad(ols.autocast(log_determinant, keep_float32=keep))(W)
   assert_close(out, jax.grad(log_determinant)(W))

@@ -46,7 +46,7 @@ def backward(name, cast):
 
 
 @all_models
-def test_a_float32_model_changes_but_for_its_products_by_casts_alone(name):
+def test_autocast_changes_only_matmuls_and_casts_of_a_float32_model(name):
   """One test for all, since it takes long to trace a model."""
   written, results = backward(name, as_written)
   count = lambda jaxpr: len(list(matmul_flops.equations(jaxpr)))
@@ -93,7 +93,7 @@ def test_a_scanned_stack_is_rewritten_once_however_deep_it_is():
   ],
 )
 @all_models
-def test_gradients_and_loss_have_the_precision_of_half(
+def test_gradients_and_loss_have_half_precision_accuracy(
   name, cast, dtype, at_least
 ):
   # Products round both operands and the result, forward and backward.
@@ -104,7 +104,7 @@ def test_gradients_and_loss_have_the_precision_of_half(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", float32_models.MODELS_WITH_DTYPE)
-def test_gradients_are_as_good_as_by_hand(name):
+def test_gradients_are_as_accurate_as_with_hand_written_casts(name):
   by_hand = float32_models.make(name, dtype=jnp.float16)
   result = _compute(by_hand, make(name).params, as_written)
   assert _errors(name, in_float16)[0] < 2 * _distance(name, result)[0]

@@ -79,7 +79,7 @@ Q = [f"blocks/{i}/q" for i in range(COUNT)]
 
 
 @pytest.mark.parametrize("net", [with_einsum, in_a_scope])
-def test_a_path_is_a_name_by_itself_within_any_scope(net):
+def test_a_path_alone_is_a_name_within_any_scope(net):
   params = {"blocks": layers("q")}
   assert_names(net, params, Q)
   for name, paths in ("blocks/1", Q[1:2]), ("blocks", Q), ("*/1/*", Q[1:2]):
@@ -93,7 +93,7 @@ def test_a_path_is_a_name_in_equinox():
   assert_names(net, params, [f"layers/{i}/weight" for i in range(COUNT)])
 
 
-def test_what_was_printed_before_is_taken_and_so_is_each_pair():
+def test_names_printed_before_and_their_parts_are_accepted():
   line = "test_provenance.py (product)"
   for name, paths in {
     "block/blocks/1/q": Q[1:2],
@@ -109,7 +109,7 @@ def test_what_was_printed_before_is_taken_and_so_is_each_pair():
     assert {path for path, _ in kept} == set(paths)
 
 
-def test_a_plain_list_of_weights_is_told_apart_in_a_scope():
+def test_weights_of_a_plain_list_are_distinguished_in_a_scope():
   def net(weights, x):
     with jax.named_scope("net"):
       return functools.reduce(lambda x, w: jnp.tanh(product(x, w)), weights, x)
@@ -146,7 +146,7 @@ def test_a_key_may_be_written_in_any_way():
     } == expect_both_passes(*names)
 
 
-def test_a_pattern_is_one_only_if_no_name_is_equal_to_it():
+def test_a_string_is_a_pattern_only_if_no_name_equals_it():
   params = {"w*": normal(8, 8), "w1": normal(8, 8), "v1": normal(8, 8)}
   net = lambda p, x: x @ p["w*"] @ p["w1"] @ p["v1"]
   kept = lambda *names: list_kept(names, net, params)
@@ -156,7 +156,7 @@ def test_a_pattern_is_one_only_if_no_name_is_equal_to_it():
   assert kept("w*", "w1") == expect_both_passes("w*", "w1")
 
 
-def test_weights_that_are_used_twice_are_told_apart():
+def test_two_uses_of_a_weight_are_distinguished():
   """By what encloses them, or by the lines."""
 
   def net(params, x):
@@ -190,7 +190,7 @@ def test_rows_are_short():
   assert scopes == {"attention/einsum/bi,ij->bj"}
 
 
-def test_scopes_alone_and_lines_alone_name_what_has_no_weights():
+def test_matmuls_without_weights_are_named_by_scope_or_line():
   def net(params, x):
     with jax.named_scope("scores"):
       scores = product(x, x.T)
@@ -250,7 +250,7 @@ HARD_TO_NAME = {
 
 
 @pytest.mark.parametrize("name", HARD_TO_NAME)
-def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
+def test_a_name_keeps_only_the_matmuls_of_its_rows(name):
   loss, params = HARD_TO_NAME[name]
 
   def rows(**kwargs):
@@ -276,7 +276,7 @@ def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
     assert named(left) == named(of_others)
 
 
-def test_what_has_no_weights_has_one_name_in_all_reports():
+def test_a_matmul_without_weights_has_one_name_in_all_reports():
   fun, params = jax.grad(ols.autocast(updated)), PLAIN
   rows = compare_precision(fun, params, progress=False).matmuls
   names = {row.name for row in rows if not row.param_path}
@@ -287,7 +287,7 @@ def test_what_has_no_weights_has_one_name_in_all_reports():
   )
 
 
-def test_scopes_of_another_jax_are_none():
+def test_unknown_name_stacks_of_another_jax_have_no_scope():
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(jnp.eye(2)).eqns
   info = eqn.source_info
   other = eqn.replace(source_info=type(info)(info.traceback, "scope"))
@@ -296,7 +296,7 @@ def test_scopes_of_another_jax_are_none():
   assert _provenance.tag_param_path(eqn, ()) is eqn
 
 
-def test_a_product_of_a_backward_pass_alone_needs_no_line():
+def test_a_matmul_only_in_the_backward_pass_needs_no_line():
   """The loss is linear in it, so that nothing of it runs forward."""
   net = lambda params, x: jnp.sum(jnp.tanh(x @ params["w"]) @ params["head"])
   params = {"w": normal(8, 8), "head": normal(8, 8)}
@@ -382,7 +382,7 @@ PROGRAMS = {
     PROGRAMS,
   ),
 )
-def test_a_name_keeps_what_a_mark_keeps(name):
+def test_a_name_keeps_the_same_matmuls_as_keep_float32(name):
   block, is_stack = PROGRAMS[name]
   up = jnp.stack([WEIGHTS] * 2) if is_stack else WEIGHTS
   params = {"up": up, "down": WEIGHTS, "head": WEIGHTS}
@@ -457,7 +457,7 @@ def test_the_backward_pass_of_a_rule_has_the_names_of_its_weights(wrap):
   assert {x.dtype for x in found} == {"float16"}
 
 
-def test_a_gradient_that_is_joined_of_parts_has_the_number_of_each():
+def test_parts_of_a_concatenated_gradient_have_their_numbers():
   @jax.custom_vjp
   def two_layers(w, x):
     return jnp.tanh(x @ w[0]) @ w[1]

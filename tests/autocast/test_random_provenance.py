@@ -205,7 +205,7 @@ def test_layers_that_share_a_function_have_the_names_of_their_weights(names):
     pytest.param(range(30, 300), marks=pytest.mark.nightly),
   ],
 )
-def test_each_printed_name_selects_its_product_and_no_other(seeds):
+def test_each_printed_name_selects_only_its_matmul(seeds):
   nests = [random_nests(seed) for seed in seeds if seed not in COARSE]
   assert sum(map(assert_names_select, nests)) > 0.9 * len(nests)
 
@@ -263,7 +263,7 @@ PARAMS = {key: normal(8, 8, seed=i) for i, key in enumerate("abcd")}
     pytest.param(range(60, 300), marks=pytest.mark.nightly),
   ],
 )
-def test_a_name_takes_away_the_rows_that_have_it_and_no_other(seeds):
+def test_keeping_a_name_removes_only_its_rows(seeds):
   for seed in set(seeds) - FORGOTTEN:
     loss = random_helpers(seed)
 

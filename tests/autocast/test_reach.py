@@ -60,7 +60,7 @@ NOT_ENTERED = {
 
 
 @pytest.mark.parametrize("name", NOT_ENTERED)
-def test_what_cannot_be_entered_is_told_with_its_share_and_line(name):
+def test_an_opaque_primitive_is_reported_with_its_flops_share_and_line(name):
   part = NOT_ENTERED[name]
   half = ols.autocast(lambda a, b: part(a, b) + a @ b)
   with pytest.warns(UserWarning, match=f"left {name}") as caught:
@@ -71,7 +71,7 @@ def test_what_cannot_be_entered_is_told_with_its_share_and_line(name):
   np.testing.assert_allclose(out, part(A, B) + A @ B, rtol=0.01, atol=0.01)
 
 
-def test_the_share_is_that_of_the_flops_as_often_as_they_run():
+def test_the_flops_share_counts_each_execution():
   def fun(a, b):
     step = lambda c, _: (linear(a, c), None)
     once = linear(a, b)
@@ -84,7 +84,7 @@ def test_the_share_is_that_of_the_flops_as_often_as_they_run():
   assert counts == {"float32": 2, "float16": 2}
 
 
-def test_it_is_told_of_symbolic_sizes_by_the_number_of_products():
+def test_for_symbolic_sizes_the_warning_counts_matmuls():
   (n,) = export.symbolic_shape("n")
   shape = jax.ShapeDtypeStruct((n, n), jnp.float32)
   half = jax.jit(ols.autocast(lambda x: with_a_batching_rule(x, x) + x @ x))
@@ -94,7 +94,7 @@ def test_it_is_told_of_symbolic_sizes_by_the_number_of_products():
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_of_many_places_the_three_largest_are_told(count):
+def test_the_warning_lists_the_three_largest_locations(count):
   call = jax.custom_derivatives.linear_call
   times = functools.partial(call, lambda a, b: a @ b, lambda a, g: a.T @ g)
   places = [
@@ -118,7 +118,7 @@ def test_of_many_places_the_three_largest_are_told(count):
   assert f"left linear_call at test_reach.py:{largest}" in message
 
 
-def test_what_cannot_stand_in_place_of_an_equation_is_none():
+def test_a_function_with_other_results_cannot_replace_an_equation():
   (eqn,) = jax.make_jaxpr(lambda a: jnp.sin(a))(A).eqns
   ((new,), _) = _eqns.trace_replacement_eqns(lambda a: [jnp.cos(a)], eqn)
   assert new.outvars == eqn.outvars and new.invars == eqn.invars
@@ -126,7 +126,7 @@ def test_what_cannot_stand_in_place_of_an_equation_is_none():
     assert _eqns.trace_replacement_eqns(fun, eqn) is None
 
 
-def test_it_is_told_once_and_not_at_each_call():
+def test_the_warning_is_given_once_and_not_at_each_call():
   half = ols.autocast(lambda a, b: linear(a, b) + a @ b)
   with pytest.warns(UserWarning) as caught:
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_it_is_told_once_and_not_at_each_call():
   assert len(caught) == 1
 
 
-def test_it_is_told_of_what_a_rule_runs_too():
+def test_primitives_that_a_rule_runs_are_reported_too():
   fun = jax.custom_vjp(lambda a, b: a @ b)
   fun.defvjp(
     lambda a, b: (a @ b, (a, b)),
@@ -151,7 +151,7 @@ def test_it_is_told_of_what_a_rule_runs_too():
   assert counts == {"float32": 1, "float16": 2}
 
 
-def test_what_is_marked_is_not_told():
+def test_functions_marked_with_keep_float32_are_not_reported():
   half = ols.autocast(lambda a, b: ols.keep_float32(linear)(a, b) + a @ b)
   assert jaxprs.products(half, A, B) == {"float32": 1, "float16": 1}
 
@@ -160,7 +160,7 @@ def exported(fun):
   return export.export(jax.jit(fun))(jax.ShapeDtypeStruct((4, 4), jnp.float32))
 
 
-def test_products_that_were_exported_are_told_at_the_line_of_the_call():
+def test_exported_matmuls_are_reported_at_the_line_of_the_call():
   call = exported(lambda a: a @ a).call
   fun = lambda a, b: jax.checkpoint(call)(a) @ b
   with pytest.warns(UserWarning, match=r"exported at test_reach.py:\d+ \("):
@@ -179,14 +179,14 @@ NOT_TOLD = {
 
 
 @pytest.mark.parametrize("name", NOT_TOLD)
-def test_what_was_exported_without_such_products_is_not_told(name):
+def test_exported_functions_without_float32_matmuls_are_not_reported(name):
   call = exported(NOT_TOLD[name]).call
   call = ols.keep_float32(call) if name == "marked" else call
   half = ols.autocast(lambda a, b: call(a) @ b)
   assert jaxprs.products(half, A, B) == {"float16": 1}
 
 
-def test_a_root_of_products_runs_in_half_or_is_told():
+def test_matmuls_in_custom_root_run_in_half_precision_or_are_reported():
   def root(a, b):
     f = lambda x: x @ a - b
     improve = lambda f, x: lax.fori_loop(0, 3, lambda i, x: x - f(x), x)
@@ -236,7 +236,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("change", [renamed, unknown, doubled])
 @pytest.mark.parametrize("name", HOLDERS)
-def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
+def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
   closed = jax.make_jaxpr(HOLDERS[name])(A, B)
   eqns = list(closed.jaxpr.eqns)
   (i,) = [i for i, eqn in enumerate(eqns) if _matmuls.subjaxprs_to_search(eqn)]
@@ -280,7 +280,7 @@ def test_a_shard_map_of_another_jax_is_rewritten():
 @pytest.mark.parametrize(
   "name", ["scan", "checkpoint", "custom_jvp", "custom_vjp"]
 )
-def test_the_products_in_objects_of_hijax_and_their_gradients_run_in_half(
+def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(
   name, flag
 ):
   if flag == f"jax_{name}3" and not hijax.HAS_RULES:
@@ -300,7 +300,7 @@ def test_the_products_in_objects_of_hijax_and_their_gradients_run_in_half(
     assert_close(half(A, B), jax.grad(loss, (0, 1))(A, B), 0.02)
 
 
-def test_a_tangent_in_an_object_of_hijax_runs_in_half():
+def test_a_tangent_in_a_hijax_primitive_runs_in_half_precision():
   if not hijax.HAS_RULES:
     pytest.skip(f"The objects of JAX {jax.__version__} are told of: see below.")
   fun = HOLDERS["custom_vjp"]
@@ -324,7 +324,7 @@ def test_a_tangent_in_an_object_of_hijax_runs_in_half():
     ("custom_vjp", "remat_rules"),
   ],
 )
-def test_an_object_of_hijax_of_another_jax_is_told(monkeypatch, name, gone):
+def test_a_hijax_primitive_of_another_jax_is_reported(monkeypatch, name, gone):
   with hijax.flags_on(f"jax_{name}3"):
     closed = jax.make_jaxpr(HOLDERS[name])(A, B)
     hidden = [_eqns.get_hi_primitive(eqn) for eqn in closed.jaxpr.eqns]

@@ -69,7 +69,7 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_it_runs_as_written(name):
+def test_excluded_matmuls_run_unchanged(name):
   fun = LEFT_ALONE[name]
 
   def with_a_product(a, b):
@@ -83,7 +83,7 @@ def test_it_runs_as_written(name):
 
 
 @pytest.mark.parametrize("setting", ["highest", "float32"])
-def test_a_global_highest_precision_is_a_request_for_each_product(setting):
+def test_a_global_highest_precision_applies_to_each_matmul(setting):
   fun = lambda a, b: a @ b
   with (
     jax.default_matmul_precision(setting),
@@ -94,7 +94,7 @@ def test_a_global_highest_precision_is_a_request_for_each_product(setting):
     assert jaxprs.products(ols.autocast(fun), A, B) == {"float16": 1}
 
 
-def test_float64_is_left_alone():
+def test_float64_matmuls_are_unchanged():
   with jax.enable_x64(True):
     wide = lambda a, b: a.astype("float64") @ b.astype("float64") + a @ b
     counts = jaxprs.products(ols.autocast(wide), A, B)
@@ -102,7 +102,7 @@ def test_float64_is_left_alone():
     assert jax.eval_shape(ols.autocast(wide), A, B).dtype == np.float64
 
 
-def test_a_product_of_experts_runs_in_half():
+def test_a_ragged_dot_runs_in_half_precision():
   x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 4])
   loss = lambda x, w: jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
   half = ols.autocast(loss)
@@ -111,7 +111,7 @@ def test_a_product_of_experts_runs_in_half():
   assert_same_bits(gradient(half), gradient(loss))
 
 
-def test_the_branch_of_a_platform_runs_in_half():
+def test_the_branch_of_a_platform_runs_in_half_precision():
   def fun(a, b):
     return lax.platform_dependent(
       a, cpu=lambda a: a @ b, tpu=only_on_tpu, default=lambda a: (a @ b) @ b
@@ -126,7 +126,7 @@ def test_the_branch_of_a_platform_runs_in_half():
   assert_same_bits(jax.jit(half)(A, B), EXACT)
 
 
-def test_products_accumulate_in_float32():
+def test_matmuls_accumulate_in_float32():
   # In float16, 2048 + 1 is 2048.
   ones = jnp.ones((2, 8192))
   assert jax.jit(ols.autocast(lambda x: x @ x.T))(ones)[0, 1] == 8192
@@ -152,7 +152,7 @@ STAYS = {
 
 
 @pytest.mark.parametrize("name", jaxprs.MOVES)
-def test_what_moves_a_product_moves_it_in_half(name):
+def test_data_movement_after_a_matmul_stays_in_half_precision(name):
   as_written = jaxprs.of(jaxprs.MOVES[name], A)
   if name not in {eqn.primitive.name for eqn in as_written}:
     pytest.skip("With its upgrade flags JAX has another primitive for it.")
@@ -162,7 +162,7 @@ def test_what_moves_a_product_moves_it_in_half(name):
   assert_same_bits(jax.jit(half)(A, B), jax.jit(jaxprs.MOVES[name])(EXACT))
 
 
-def test_what_moves_two_products_at_once_keeps_them_apart():
+def test_data_movement_of_two_matmuls_keeps_them_separate():
   fun = lambda a, b: lax.optimization_barrier((a @ b, b @ a))
   half = ols.autocast(fun)
   assert "optimization_barrier" in jaxprs.in_half(half, A, B)
@@ -172,14 +172,14 @@ def test_what_moves_two_products_at_once_keeps_them_apart():
 
 
 @pytest.mark.parametrize("name", STAYS)
-def test_what_computes_or_has_a_sum_for_a_transpose_stays_in_float32(name):
+def test_computations_and_transposes_of_sums_stay_in_float32(name):
   half = ols.autocast(lambda a, b: STAYS[name](a @ b))
   allowed = {"convert_element_type", "dot_general", "slice"}
   assert jaxprs.in_half(half, A, B) <= allowed
   assert_same_bits(jax.jit(half)(A, B), jax.jit(STAYS[name])(EXACT))
 
 
-def test_a_weight_of_a_scan_collects_its_cotangents_in_float32():
+def test_cotangents_of_a_weight_in_a_scan_are_summed_in_float32():
   def loss(w, xs):
     return lax.scan(lambda c, x: (c + jnp.sum(x @ w), None), 0.0, xs)[0]
 
@@ -191,7 +191,7 @@ def test_a_weight_of_a_scan_collects_its_cotangents_in_float32():
   assert all(v.aval.dtype == jnp.float32 for v in scans[0].invars)
 
 
-def test_a_value_that_leaves_a_call_in_half_is_moved_in_half():
+def test_a_half_precision_output_of_a_call_is_moved_in_half_precision():
   product = jax.jit(lambda a, b: a @ b)
   half = ols.autocast(lambda a, b: product(a, b).T)
   assert "transpose" in jaxprs.in_half(half, A, B)
@@ -203,13 +203,13 @@ def test_a_dtype_may_be_chosen(dtype):
   assert jaxprs.products(half, A, B) == {jnp.dtype(dtype).name: 1}
 
 
-def test_the_dtype_float32_gives_the_function_itself():
+def test_the_dtype_float32_returns_the_function_itself():
   fun = lambda a, b: a @ b
   assert ols.autocast(fun, jnp.float32) is fun
   assert ols.autocast(fun, jnp.float32, keep_float32="net") is fun
 
 
-def test_an_autocast_in_another_one_is_left_alone():
+def test_an_autocast_inside_another_one_is_unchanged():
   inner = ols.autocast(lambda a, b: a @ b, jnp.bfloat16)
   half = ols.autocast(lambda a, b: inner(a, b) @ b)
   assert jaxprs.products(half, A, B) == {"bfloat16": 1, "float16": 1}
@@ -222,12 +222,12 @@ def test_another_dtype_is_an_error(dtype):
 
 
 @pytest.mark.parametrize("function", [ols.autocast, ols.keep_float32])
-def test_what_is_no_function_is_an_error(function):
+def test_an_argument_other_than_a_function_raises_an_error(function):
   with pytest.raises(TypeError, match="fun must be a function, got fun = 3"):
     function(3)
 
 
-def test_a_function_without_products_is_told_so_at_the_users_line():
+def test_a_function_without_matmuls_warns_at_the_users_line():
   with pytest.warns(UserWarning, match="had no effect on sin") as caught:
     jax.jit(ols.autocast(jnp.sin))(A)
   assert caught[0].filename == __file__
@@ -255,7 +255,7 @@ IN_HALF = "A model that already computes in half precision needs no autocast."
     (lambda x: x.astype(int) @ x.astype(int), "only some in int32."),
   ],
 )
-def test_the_dtypes_of_what_it_leaves_alone_are_told(fun, told):
+def test_the_warning_names_the_dtypes_of_unchanged_matmuls(fun, told):
   with pytest.warns(UserWarning, match="had no effect") as caught:
     ols.autocast(fun)(jnp.eye(3))
   assert told in str(caught[0].message)
@@ -265,7 +265,7 @@ def bfloat16(x):
   return x.astype(jnp.bfloat16)
 
 
-def test_a_flax_nnx_model_in_bfloat16_is_told_of_and_changed_once():
+def test_a_bfloat16_flax_nnx_model_warns_and_changes_once():
   rngs = nnx.Rngs(0)
   model = nnx.Sequential(
     nnx.Linear(3, 3, dtype=jnp.bfloat16, rngs=rngs),
@@ -300,7 +300,7 @@ def test_it_is_a_decorator_with_and_without_arguments():
   assert identity(loss_fn) is loss_fn
 
 
-def test_a_decorator_refuses_at_once_what_is_wrong():
+def test_a_decorator_refuses_wrong_arguments_immediately():
   for wrong in {"dtype": jnp.int32}, {"keep_float32": 3}:
     with pytest.raises(TypeError, match=f"{next(iter(wrong))} must be"):
       ols.autocast(**wrong)
@@ -320,7 +320,7 @@ def test_a_decorator_refuses_at_once_what_is_wrong():
     lambda: ols.autocast(jnp.dtype("float16")),
   ],
 )
-def test_a_block_or_a_dtype_in_place_of_the_loss_is_shown_where_it_stands(make):
+def test_a_with_block_or_a_dtype_as_first_argument_raises_a_helpful_error(make):
   """As PyTorch has it: with autocast(device_type="cuda")."""
   line = r"the loss function: ols\.value_and_grad\(ols\.autocast\(loss_fn\)"
   with pytest.raises(TypeError, match=line), make():
@@ -356,7 +356,7 @@ SHARED_VALUES = {
 
 
 @pytest.mark.parametrize("name", SHARED_VALUES)
-def test_cotangents_of_a_value_that_products_share_add_up_in_float32(name):
+def test_cotangents_of_a_value_that_matmuls_share_add_up_in_float32(name):
   fun = ols.autocast(SHARED_VALUES[name])
   loss = lambda x: jnp.sum(jnp.sin(fun(x)))
   skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), A)

@@ -19,14 +19,14 @@ X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
 W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
 
 
-def test_a_hessian_is_that_of_float32():
+def test_a_hessian_equals_the_float32_hessian():
   loss = lambda w: jnp.sum(jnp.tanh(X @ w / 4) ** 2)
   hessian, half = map(jax.hessian, (loss, ols.autocast(loss)))
   assert set(jaxprs.products(half, W)) == {"float16"}
   assert_close(jax.jit(half)(W), jax.jit(hessian)(W))
 
 
-def test_a_checkpoint_around_it_saves_its_products():
+def test_a_checkpoint_around_autocast_saves_its_matmuls():
   loss = ols.autocast(lambda w: jnp.sum(jnp.tanh(jnp.tanh(X @ w) @ w)))
   policy = jax.checkpoint_policies.dots_saveable
   kept = jax.grad(jax.checkpoint(loss, policy=policy))
@@ -98,7 +98,7 @@ def test_shard_map_inside_and_outside_is_entered(axis_type, check_vma):
     sharding.assert_shardings_equal(actual, expected)
 
 
-def test_an_exchange_of_products_between_devices_is_in_half():
+def test_collectives_of_matmul_outputs_are_in_half_precision():
   mesh = sharding.make_mesh((8,), ("data",))
   to_next = [(i, (i + 1) % 8) for i in range(8)]
 
@@ -115,7 +115,7 @@ def test_an_exchange_of_products_between_devices_is_in_half():
   assert_same_bits(jax.jit(half)(X, W), jax.jit(mapped)(X, W))
 
 
-def test_pmap_and_vmap_with_a_name_run_it():
+def test_autocast_works_in_pmap_and_in_vmap_with_an_axis_name():
   def local(x):
     return lax.pmean(x @ W, "i") + lax.axis_index("i")
 
@@ -125,7 +125,7 @@ def test_pmap_and_vmap_with_a_name_run_it():
     assert_same_bits(half(x), transform(local, axis_name="i")(x))
 
 
-def test_gradients_of_a_scaled_loss_are_those_of_a_hand_cast_model():
+def test_gradients_of_a_scaled_loss_equal_those_of_a_hand_cast_model():
   def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 

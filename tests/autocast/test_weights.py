@@ -55,7 +55,7 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
-def test_blocks_that_no_name_tells_apart_go_on_to_share_a_function(wrap):
+def test_blocks_that_no_name_distinguishes_still_share_a_function(wrap):
   net, params = network(wrap(mlp))
 
   def shared(*names):
@@ -115,7 +115,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_of_a_stack_has_its_number_wherever_it_is_taken(name):
+def test_a_slice_of_stacked_weights_has_its_number_in_any_function(name):
   net = lambda params, x: apply_in_order(PARTS[name](params["w"]), x)
   kept = ols.autocast(net, keep_float32="w/1")
   assert products(kept, {"w": STACK}, X) == [
@@ -123,7 +123,7 @@ def test_a_part_of_a_stack_has_its_number_wherever_it_is_taken(name):
   ]  # fmt: skip
 
 
-def test_which_part_is_taken_may_not_be_known():
+def test_a_slice_with_an_unknown_index_has_no_number():
   part = lambda w: lax.dynamic_index_in_dim(w, 1, keepdims=False)
   whole = jax.jit(lambda w, x: (x, cast(w)[0]))
   net = lambda params, x: x @ part(params["w"]) + x @ whole(params["w"], x)[1]
@@ -136,14 +136,14 @@ def test_which_part_is_taken_may_not_be_known():
   assert names(slices, {"w": jnp.ones((2, 10, 8))}, X) == ["w/0", "w"]
 
 
-def test_a_weight_is_followed_through_devices():
+def test_a_weight_is_followed_through_shard_map():
   mesh = jax.make_mesh((1,), ("i",))
   gather = lambda w, x: x @ lax.all_gather(w, "i", tiled=True)
   net = jax.shard_map(gather, mesh=mesh, in_specs=P(), out_specs=P("i"))
   assert names(lambda p, x: net(p["w"], x), {"w": WEIGHTS}, X) == ["w"]
 
 
-def test_data_names_no_layer():
+def test_data_has_no_param_path():
   def net(params, batch):
     return batch["x"] @ params["w"] + batch["mask"] @ (batch["x"] * 2)
 
@@ -219,7 +219,7 @@ SCORES = ["BTNH,BSNH->BNTS", "BNTS,BSNH->BTNH"]
   ],
   ids=["path", "mark", "scope"],
 )
-def test_attention_scores_have_no_weights_and_the_mark_keeps_them(
+def test_attention_scores_have_no_weights_and_keep_float32_keeps_them(
   mark, kept, of_scores
 ):
   model = Attention(mark)
@@ -232,7 +232,7 @@ def test_attention_scores_have_no_weights_and_the_mark_keeps_them(
     assert of_weights == ["float16"] * 4 + ["float32"] * 4
 
 
-def test_a_model_may_hold_itself():
+def test_a_model_may_contain_itself():
   model = Net()
   model.layers[0].model = model
   traced = nnx.jit(lambda model, x: ols.autocast(lambda m, x: m(x))(model, x))
@@ -270,7 +270,7 @@ class Linen(nn.Module):
     return nn.Dense(8, name="last")(x)
 
 
-def test_where_a_library_gives_full_paths_nothing_is_added():
+def test_full_paths_of_a_library_are_not_extended():
   model = Linen()
   params = model.init(jax.random.key(0), X)
   found = names(lambda params, x: model.apply(params, x), params, X)
@@ -287,14 +287,14 @@ def test_where_a_library_gives_full_paths_nothing_is_added():
   assert names(lambda weights, x: x @ weights[0], [WEIGHTS], X) == ["0"]
 
 
-def test_around_a_gradient_only_products_with_weights_have_their_names():
+def test_in_a_cast_gradient_only_matmuls_with_weights_have_their_names():
   net, params = network(mlp)
   grad = jax.grad(lambda params, x: jnp.sum(net(params, x)))
   found = names(grad, params, X)
   assert set(found) == {*EXPECTED, ""}
 
 
-def test_nothing_but_the_scopes_changes(monkeypatch):
+def test_only_the_scopes_change(monkeypatch):
   """Also if another JAX keeps them in a way that is not known."""
   net, params = network(mlp)
   cast = ols.autocast(lambda params, x: net(params, x))
@@ -305,13 +305,13 @@ def test_nothing_but_the_scopes_changes(monkeypatch):
   assert text() == before
 
 
-def test_a_function_whose_arguments_are_not_known_has_names():
+def test_a_function_with_an_unknown_signature_has_names():
   call = functools.partial(max, key=len)  # has no signature
   with pytest.raises(TypeError):
     ols.autocast(call)({"w": WEIGHTS}, 1)
 
 
-def test_an_overflow_is_told_by_its_weights():
+def test_an_overflow_is_named_by_its_weights():
   net, params = network(mlp)
   params["blocks"][2]["down"] *= 1e6
   loss = lambda params, x: jnp.sum(net(params, x))

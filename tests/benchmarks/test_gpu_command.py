@@ -82,7 +82,7 @@ def assert_all_was_measured(found):
 
 
 @pytest.mark.slow
-def test_without_torch_it_measures_jax_and_says_what_is_left_out(run):
+def test_without_torch_only_jax_is_measured_and_the_report_says_so(run):
   found = run("--without", "torch")
   assert "Left out, as asked for: torch" in found["lines"]
   assert_all_was_measured(found)
@@ -102,7 +102,7 @@ def test_without_torch_it_measures_jax_and_says_what_is_left_out(run):
 
 @needs_torch
 @pytest.mark.slow
-def test_torch_has_the_losses_of_jax(run):
+def test_torch_and_jax_have_equal_losses(run):
   found = run("--parts", "transformer", "resnet", *TORCH_PARTS)
   assert_all_was_measured(found)
   tables = found["tables"]
@@ -117,7 +117,7 @@ def test_torch_has_the_losses_of_jax(run):
       assert loss(torch_title, i) == expected
 
 
-def test_without_any_time_it_says_so_of_each_part(run):
+def test_without_any_time_each_part_is_reported_as_skipped(run):
   found = run("--without", "torch", "matplotlib", "--minutes", "0.01")
   assert found["tables"] == {}
   assert len([line for line in found["lines"] if "are over" in line]) == 5

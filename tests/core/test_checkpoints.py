@@ -131,7 +131,7 @@ def test_the_wrapper_explains_what_to_do_with_a_state_read_into_dicts(run):
   jax.jit(run.tx.update)(params, restored, params)
 
 
-def test_the_same_is_said_of_a_state_read_by_orbax_without_a_target(
+def test_a_state_read_by_orbax_without_a_target_raises_the_same_error(
   run, tmp_path
 ):
   opt_state = run.start[1]
@@ -145,7 +145,7 @@ def test_the_same_is_said_of_a_state_read_by_orbax_without_a_target(
   assert_same_bits(restored, opt_state)
 
 
-def test_a_larger_state_is_told_from_one_without_a_loss_scale(run):
+def test_a_larger_state_is_distinguished_from_one_without_a_loss_scale(run):
   params, opt_state = run.start
   with pytest.raises(
     TypeError, match="WithLossScalingState is part of a larger"

@@ -51,7 +51,7 @@ def test_dynamic_names_the_hyperparameter_and_quotes_its_value(name, values):
     ("hysteresis", [1, 2**31 - 1]),
   ],
 )
-def test_the_bounds_of_a_hyperparameter_are_allowed_themselves(name, values):
+def test_the_bounds_of_a_hyperparameter_are_allowed_values(name, values):
   for value in values:
     policy = ols.DynamicLossScale(**{name: value})
     state = policy.adjust(policy.init(), True)
@@ -61,7 +61,7 @@ def test_the_bounds_of_a_hyperparameter_are_allowed_themselves(name, values):
       assert moved != 2.0**15
 
 
-def test_bounds_are_written_as_people_write_them():
+def test_bounds_are_printed_in_readable_form():
   for call, bounds in {
     lambda: ols.DynamicLossScale(growth_interval=0): "[1, 2147483647]",
     lambda: ols.DynamicLossScale(growth_factor=0): "[1.0000001, 2**126]",
@@ -71,7 +71,7 @@ def test_bounds_are_written_as_people_write_them():
     assert bounds in message(ValueError, call)
 
 
-def test_an_integer_may_be_of_a_float_type():
+def test_an_integer_hyperparameter_may_have_a_float_type():
   for value in (2, 2.0, np.float32(2), jnp.int32(2)):
     assert ols.DynamicLossScale(growth_interval=value).growth_interval == 2
 
@@ -111,7 +111,7 @@ def test_an_unknown_refill_is_refused_and_the_known_ones_are_named(refill):
     (TypeError, NOT_NUMBERS, ""),
   ],
 )
-def test_what_is_no_scale_is_refused_wherever_it_is_given(error, values, rule):
+def test_an_invalid_scale_is_refused_by_every_function(error, values, rule):
   state = ols.FixedLossScale(1.0).init()
   for name, call in {
     "scale": ols.FixedLossScale,
@@ -125,7 +125,7 @@ def test_what_is_no_scale_is_refused_wherever_it_is_given(error, values, rule):
 
 
 @pytest.mark.parametrize("value", [ols.DynamicLossScale, "static", {}])
-def test_a_class_or_another_word_is_no_policy(value):
+def test_a_class_or_an_unknown_string_is_not_a_policy(value):
   text = message(
     TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), value)
   )
@@ -145,7 +145,7 @@ def test_a_class_or_another_word_is_no_policy(value):
     (1e-3, ""),
   ],
 )
-def test_what_is_no_optimizer_is_refused(inner, hint):
+def test_an_argument_other_than_an_optimizer_is_refused(inner, hint):
   text = message(TypeError, lambda: ols.with_loss_scaling(inner))
   assert "inner must be an optimizer such as optax.adam(1e-3)" in text
   assert f"got inner = {inner!r}" in text
@@ -243,7 +243,9 @@ def loss_of(w):
   ],
 )
 @pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-def test_what_returns_no_loss_may_be_differentiated_already(differentiate, fun):
+def test_a_function_without_a_loss_may_be_differentiated_already(
+  differentiate, fun
+):
   fun = differentiate(fun, ols.FixedLossScale(8.0).init())
   text = message((TypeError, ValueError), lambda: fun(jnp.ones(2)))
   assert "fun must return a scalar loss, got" in text
@@ -251,7 +253,7 @@ def test_what_returns_no_loss_may_be_differentiated_already(differentiate, fun):
   assert "pass the loss function itself" in text
 
 
-def test_has_aux_is_not_asked_for_where_it_is_given():
+def test_the_error_does_not_suggest_has_aux_if_it_is_set():
   fun = lambda w: ((loss_of(w), w), w)
   fun = ols.value_and_grad(fun, ols.FixedLossScale(8.0).init(), has_aux=True)
   text = message(TypeError, lambda: fun(jnp.ones(2)))
@@ -259,7 +261,7 @@ def test_has_aux_is_not_asked_for_where_it_is_given():
   assert "pass has_aux" not in text
 
 
-def test_an_energy_with_its_forces_is_differentiated_again():
+def test_an_energy_with_forces_is_differentiated_again():
   def energy(params, positions):
     return jnp.sum(params * positions**2)
 
@@ -276,7 +278,7 @@ def test_an_energy_with_its_forces_is_differentiated_again():
 
 
 @pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-def test_arguments_that_are_none_or_swapped_are_answered_with_what_was_expected(
+def test_missing_and_swapped_arguments_raise_an_error_with_the_expected_ones(
   differentiate,
 ):
   """The commonest slip: state and function, or params in place of the state."""
@@ -301,7 +303,7 @@ def test_arguments_that_are_none_or_swapped_are_answered_with_what_was_expected(
 LARGE = {"w": jnp.ones((100, 100))}, [0.1] * 100
 
 
-def test_what_would_take_more_than_a_line_is_told_by_its_type():
+def test_values_longer_than_a_line_are_shown_by_their_type():
   tx, state = optax.sgd(1.0), ols.FixedLossScale(1.0).init()
   for name, call in {
     "fun": lambda x: ols.value_and_grad(x, loss_of),
@@ -329,7 +331,7 @@ def test_what_would_take_more_than_a_line_is_told_by_its_type():
   ],
   ids=lambda x: type(x).__name__,
 )
-def test_arguments_of_the_loss_in_place_of_argnums_are_shown_where_they_belong(
+def test_passing_loss_arguments_as_argnums_raises_an_error_with_the_fix(
   differentiate, argnums
 ):
   state = ols.FixedLossScale(1.0).init()
@@ -339,7 +341,7 @@ def test_arguments_of_the_loss_in_place_of_argnums_are_shown_where_they_belong(
   assert "Write value_and_grad(loss_fn, opt_state)(params, batch)." in text
 
 
-def test_argnums_may_be_any_integers_and_what_flax_nnx_has_in_their_place():
+def test_argnums_may_be_any_integers_or_diff_states_of_flax_nnx():
   state = ols.FixedLossScale(1.0).init()
   for argnums in (np.int64(1), jnp.int32(1), [1], (1,)):
     grads = ols.grad(lambda x, w: x * loss_of(w), state, argnums)(1.0, 3.0)
@@ -363,14 +365,16 @@ def test_argnums_may_be_any_integers_and_what_flax_nnx_has_in_their_place():
     ({"amax_history_len": 16}, "HeadroomLossScale(amax_history_len=16)"),
   ],
 )
-def test_the_options_of_a_policy_are_shown_where_they_belong(options, call):
+def test_policy_options_passed_to_the_wrapper_raise_an_error_with_the_fix(
+  options, call
+):
   text = message(
     TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), **options)
   )
   assert f"Write with_loss_scaling(optimizer, {call})." in text
 
 
-def test_an_option_of_nobody_is_refused_as_python_does_it():
+def test_an_unknown_option_is_refused_as_python_does():
   text = message(
     TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), interval=100)
   )

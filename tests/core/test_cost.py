@@ -55,7 +55,7 @@ OPTAX_CLIP = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
   ],
   ids=["plain", "clipped, which costs Optax a third more"],
 )
-def test_a_step_reads_the_gradients_once_more_and_copies_no_state(
+def test_a_step_reads_the_gradients_one_more_time_and_copies_no_state(
   bare, bare_bytes, ours
 ):
   accessed, temporary, aliased = cost(ours)
@@ -68,7 +68,7 @@ def test_a_step_reads_the_gradients_once_more_and_copies_no_state(
 @pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_unscaling_in_update_moves_not_a_byte_more(dtype, max_norm):
+def test_unscaling_in_update_moves_no_additional_bytes(dtype, max_norm):
   true, scaled = (
     cost(wrapped(grads_are_scaled=s, max_norm=max_norm), grad_dtype=dtype)
     for s in (False, True)
@@ -106,7 +106,7 @@ def test_checking_updates_in_the_dtype_of_the_params_makes_no_copy_of_them():
 
 
 @pytest.mark.parametrize("grads_are_scaled", [False, True])
-def test_only_a_policy_that_asks_for_the_largest_gradient_pays_for_it(
+def test_the_largest_gradient_is_computed_only_if_the_policy_needs_it(
   grads_are_scaled,
 ):
   options = {"grads_are_scaled": grads_are_scaled}
@@ -152,7 +152,7 @@ def count(text, operation):
   return len(re.findall(rf"\[256,256\]\S* {operation}\(", text))
 
 
-def test_gradients_of_a_model_are_finished_once_not_in_every_kernel():
+def test_gradients_of_a_model_are_computed_once_and_not_in_every_kernel():
   tx = wrapped()
   ours = compile_full_step(tx, lambda s: ols.value_and_grad(float16_loss, s))
   bare = compile_full_step(
@@ -162,7 +162,7 @@ def test_gradients_of_a_model_are_finished_once_not_in_every_kernel():
   assert count(ours, "convert") < count(bare, "convert")
 
 
-def test_nothing_depends_on_a_branch_so_a_skipped_step_costs_no_more():
+def test_no_operation_is_in_a_branch_so_a_skipped_step_costs_no_more():
   params = leaves(2, side=8)
   # Before it, there is one on the platform.
   text = trace(wrapped(), params, params).lower().compile().as_text()

@@ -77,7 +77,7 @@ EXTRA = {
 @pytest.mark.parametrize(
   "name", mark_slow_params(["line search", "reduce_on_plateau"], INSIDE)
 )
-def test_inside_an_overflow_is_as_if_it_had_not_been(name):
+def test_an_inner_transform_is_unchanged_by_an_overflow(name):
   inner, extra = INSIDE[name], EXTRA.get(name)
   tx = ols.with_loss_scaling(inner)
   step = make_step(tx, extra=extra)
@@ -112,7 +112,7 @@ def make_bare_step(tx, extra):
   return step
 
 
-def test_lookahead_keeps_both_its_params_through_an_overflow():
+def test_lookahead_keeps_fast_and_slow_params_through_an_overflow():
   tx = ols.with_loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5))
   params = optax.LookaheadParams.init_synced(init_params())
 
@@ -134,7 +134,7 @@ def test_lookahead_keeps_both_its_params_through_an_overflow():
 # What is around the scaler, and why it belongs inside.
 
 
-def test_weight_decay_behind_the_scaler_acts_on_a_skipped_step():
+def test_weight_decay_after_the_scaler_acts_on_a_skipped_step():
   decay = optax.add_decayed_weights(-0.1)
   behind = optax.chain(ols.with_loss_scaling(optax.sgd(0.1)), decay)
   inside = ols.with_loss_scaling(optax.chain(optax.sgd(0.1), decay))
@@ -147,7 +147,7 @@ def test_weight_decay_behind_the_scaler_acts_on_a_skipped_step():
   [(optax.zero_nans(), jnp.nan), (optax.clip(1.0), jnp.inf)],
   ids=["zero_nans", "clip"],
 )
-def test_what_cleans_gradients_before_the_scaler_hides_overflows(hiding, value):
+def test_cleaning_gradients_before_the_scaler_hides_overflows(hiding, value):
   grads = {"w": jnp.array([value, 1.0])}
   params = {"w": jnp.array([1.0, 1.0])}
   before = optax.chain(hiding, ols.with_loss_scaling(optax.sgd(0.1)))
@@ -165,7 +165,7 @@ def test_apply_if_finite_around_keeps_overflows_from_the_scaler():
   assert ols.get_loss_scale_state(opt_state).loss_scale == 2.0**15
 
 
-def test_an_injected_schedule_stands_still_inside_and_moves_around():
+def test_an_injected_schedule_pauses_inside_and_advances_outside():
   def make_scaled(learning_rate):
     return ols.with_loss_scaling(optax.sgd(learning_rate))
 
@@ -230,7 +230,7 @@ def run_filtered(tx, name):
   return jax.lax.scan(step, start, REJECTED)[0]
 
 
-def test_a_filter_inside_that_rejects_each_tenth_step_leaves_the_scale_alone():
+def test_an_inner_filter_that_rejects_each_tenth_step_keeps_the_scale():
   tx = ols.with_loss_scaling(filtered(optax.adam(0.01)))
   params, state = run_filtered(tx, "is_wanted")
   scale_state = ols.get_loss_scale_state(state)
@@ -302,7 +302,7 @@ def test_a_scan_equals_a_loop_through_growth_and_overflow():
 
 
 @pytest.mark.parametrize("overflowing_loss", [0, 1])
-def test_two_scales_and_one_optimizer_take_one_decision(overflowing_loss):
+def test_two_scales_with_one_optimizer_make_one_decision(overflowing_loss):
   tx = ols.with_loss_scaling(optax.sgd(0.5), 1.0)  # it skips, and scales not
   policy = ols.DynamicLossScale()
 

@@ -170,7 +170,7 @@ UPDATES = [
 
 
 @pytest.mark.parametrize("update", UPDATES, ids=lambda f: f.__name__)
-def test_an_update_gives_what_the_plain_select_gives(update):
+def test_an_update_equals_a_select_after_the_update(update):
   check_against_plain(update, GRADS, OLD)
 
 
@@ -226,7 +226,7 @@ def test_functions_among_the_extra_arguments_are_closed_over():
   assert_same_bits(new["a"], 0.9 * OLD["a"] + GRADS)
 
 
-def test_what_an_update_leaves_as_it_was_is_not_selected():
+def test_unchanged_leaves_of_a_state_are_not_selected():
   def update(grads, state, params):
     return grads, {**state, "b": state["b"] + grads}
 
@@ -258,7 +258,7 @@ def test_updates_read_the_selected_state(update):
 
 
 @pytest.mark.parametrize("update", [scan, jit_of_everything])
-def test_what_makes_the_updates_too_in_a_jaxpr_is_selected_behind(update):
+def test_state_and_updates_from_one_inner_jaxpr_are_selected_after_it(update):
   assert list_selected_readers(update) == []
 
 
@@ -283,7 +283,7 @@ SURPRISES = {
 
 
 @pytest.mark.parametrize("name", SURPRISES)
-def test_what_is_not_understood_is_selected_after_the_update(name, monkeypatch):
+def test_unsupported_updates_are_selected_after_the_update(name, monkeypatch):
   monkeypatch.setattr(*SURPRISES[name])
 
   def update(grads, state, params=None):
@@ -323,7 +323,7 @@ def test_a_skipped_step_keeps_every_bfloat16_moment():
 
 
 @pytest.mark.parametrize("condition", [True, False])
-def test_selected_in_float32_each_number_stays_and_each_nan_is_one(condition):
+def test_selecting_in_float32_preserves_numbers_and_nans(condition):
   """This way is for TPU; CPU takes subnormal numbers for zero in either."""
   other = np.ones(2**16, jnp.bfloat16)
   numbers = PATTERNS.view(jnp.bfloat16)

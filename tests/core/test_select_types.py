@@ -7,7 +7,7 @@ with the value itself. It must not be able to tell the two apart.
 import functools
 import re
 
-from helpers import run_on_host, sharding
+from helpers import on_host, sharding
 import jax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -46,7 +46,7 @@ def as_optimizer(update):
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_each_device_may_train_adam_alone_where_types_tell_what_varies(jit):
+def test_each_device_may_train_adam_separately_with_vma_types(jit):
   """There is no axis_name, so that the devices' flags differ."""
   adam = optax.adam(0.1)
   inner = optax.GradientTransformation(adam.init, jit(adam.update))
@@ -80,7 +80,7 @@ def test_each_device_may_train_adam_alone_where_types_tell_what_varies(jit):
     np.testing.assert_array_equal(together[0][part], expected)
 
 
-def test_a_new_leaf_that_all_share_is_not_made_one_that_varies():
+def test_a_new_replicated_leaf_does_not_become_varying():
   """Its select would, since each device has an old leaf of its own."""
 
   def update(grads, state, params=None):
@@ -108,7 +108,7 @@ def test_a_new_leaf_that_all_share_is_not_made_one_that_varies():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_adam_on_sharded_arrays_keeps_shardings_as_the_bare_one_does(
+def test_adam_on_sharded_arrays_keeps_shardings_as_bare_adam_does(
   axis_type, jit
 ):
   mesh = sharding.make_mesh((8,), ("x",), axis_type)
@@ -167,7 +167,7 @@ def list_jit_eqns(jaxpr):
   return [e for e in jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
 
 
-def test_a_jit_stays_a_jit_with_all_that_is_said_of_it():
+def test_a_jit_stays_a_jit_with_all_its_params():
   update = jax.jit(
     lambda grads, state: ordinary(grads, state),
     donate_argnums=1,
@@ -181,18 +181,18 @@ def test_a_jit_stays_a_jit_with_all_that_is_said_of_it():
   assert said(found) == said(bare)
 
 
-def test_without_jit_the_plain_and_the_nested_update_are_the_same():
+def test_without_jit_the_plain_and_the_nested_update_are_equal():
   with jax.disable_jit():
     jaxpr = jaxpr_of(jax.jit(ordinary))
   assert [e.primitive.name for e in jaxpr.eqns].count("select_n") == 2
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
+def test_no_device_select_is_placed_between_host_operations(jit):
   jaxpr = jaxpr_of(
-    lambda g, s, params=None: run_on_host.run_on_host(jit(ordinary))(g, s)
+    lambda g, s, params=None: on_host.run_on_host(jit(ordinary))(g, s)
   )
-  if run_on_host.IS_CONTEXT:
+  if on_host.IS_CONTEXT:
     assert len(list_jit_eqns(jaxpr)) == (jit is jax.jit)
     is_on_host = [e.ctx.compute_type == "device_host" for e in jaxpr.eqns]
   else:
@@ -204,11 +204,11 @@ def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
 
 
 @pytest.mark.skipif(
-  not run_on_host.IS_CONTEXT,
+  not on_host.IS_CONTEXT,
   reason="Since JAX 0.11 no context says that a whole trace is on the host.",
 )
-def test_where_all_is_on_the_host_the_selects_are_there_too():
-  with run_on_host.compute_on("device_host"):
+def test_selects_of_a_host_update_are_on_the_host():
+  with on_host.compute_on("device_host"):
     jaxpr = jaxpr_of(ordinary)
   assert {eqn.ctx.compute_type for eqn in jaxpr.eqns} == {"device_host"}
   assert jaxpr.eqns[-1].primitive.name != "select_n"
@@ -232,7 +232,7 @@ def list_op_names(update):
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.vmap])
-def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into(
+def test_profiles_show_the_name_and_the_scopes_of_an_inlined_jit(
   transform,
 ):
   def named(grads, state, params=None):
@@ -261,7 +261,7 @@ def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into(
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])
-def test_members_of_a_vmap_are_selected_each_by_its_flag(in_axes):
+def test_each_member_of_a_vmap_is_selected_by_its_flag(in_axes):
   batch = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x + 1]), tree)
   grads = batch(GRADS) if in_axes[0] == 0 else GRADS
   state = batch(OLD) if in_axes[1] == 0 else OLD

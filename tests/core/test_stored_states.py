@@ -92,7 +92,7 @@ def get_policy_state_types(policy):
 
 
 @pytest.mark.parametrize("kind", POLICY_CLASSES, ids=lambda x: x.__name__)
-def test_a_state_of_each_policy_is_stored_whatever_makes_it_remember(kind):
+def test_a_state_of_each_policy_is_stored_for_every_kind_of_memory(kind):
   """With each hyperparameter at another value, and at that of a stored one."""
   policies = [x for x in record.POLICIES.values() if type(x) is kind]
   assert policies, "store one of these"
@@ -116,7 +116,9 @@ def test_this_version_is_stored():
 
 @pytest.mark.parametrize("name", record.POLICIES)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_a_version_stored_is_read_and_goes_on(version, name):
+def test_a_state_stored_by_a_version_is_read_and_training_continues(
+  version, name
+):
   tx, (params, state) = record.make(record.POLICIES[name])
   pickled = pickle.loads(stored(version, "pickle"))[name]
   fresh = {name: (params, tx.init(params))}

@@ -59,14 +59,14 @@ optimizers = pytest.mark.parametrize(
 @both
 @optimizers
 @pytest.mark.parametrize("dtype", KEPT)
-def test_float16_and_float8_keep_them(dtype, optimizer, jitted):
+def test_float16_and_float8_keep_subnormal_moments(dtype, optimizer, jitted):
   params = make_subnormals(dtype)
   assert has_same_bits(skip(optimizer, params, jitted), params)
 
 
 @optimizers
 @pytest.mark.parametrize("dtype", LOST_EAGERLY)
-def test_outside_jit_the_others_lose_them_to_a_zero_and_nothing_else(
+def test_outside_jit_other_dtypes_flush_subnormals_to_zero_only(
   dtype, optimizer
 ):
   old = np.asarray(make_subnormals(dtype))
@@ -83,26 +83,26 @@ def test_outside_jit_the_others_lose_them_to_a_zero_and_nothing_else(
 @pytest.mark.parametrize(
   "dtype", mark_slow_params(["float16", "float32"], [*KEPT, *LOST_EAGERLY])
 )
-def test_select_if_finite_keeps_them_all(dtype, optimizer, jitted):
+def test_select_if_finite_keeps_all_subnormal_moments(dtype, optimizer, jitted):
   params = make_subnormals(dtype)
   assert has_same_bits(skip(optimizer, params, jitted, select=True), params)
 
 
 @optimizers
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_under_jit_float32_and_float64_keep_them(dtype, optimizer):
+def test_under_jit_float32_and_float64_keep_subnormal_moments(dtype, optimizer):
   params = make_subnormals(dtype)
   assert has_same_bits(skip(optimizer, params, jitted=True), params)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
-def test_under_jit_bfloat16_and_complex_numbers_lose_them_with_adam(dtype):
+def test_under_jit_bfloat16_and_complex_adam_moments_lose_subnormals(dtype):
   params = make_subnormals(dtype)
   assert not has_same_bits(skip("adam", params, jitted=True), params)
 
 
 @pytest.mark.parametrize("dtype", LOST_EAGERLY)
-def test_no_update_could_keep_them(dtype):
+def test_no_update_could_keep_subnormal_moments(dtype):
   """So it is not for the wrapper to mend."""
   params = make_subnormals(dtype)
   zeros = jnp.zeros_like(params)

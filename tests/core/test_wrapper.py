@@ -48,7 +48,7 @@ def _apply(params, updates, state):
 # Sizes: SGD shows a wrong factor, Adam is blind to one.
 
 
-def test_the_update_on_a_growth_step_equals_the_one_before_it():
+def test_the_update_on_a_growth_step_equals_the_previous_update():
   """Unscaling with the adjusted scale halves the gradient of a growth step."""
   for grads_are_scaled in (False, True):
     tx = ols.with_loss_scaling(
@@ -164,7 +164,7 @@ def test_update_unscales_float64_as_exactly_as_unscale_grads(
     (jnp.float8_e4m3fn, [448]),
   ],
 )
-def test_finite_gradients_are_never_taken_for_an_overflow(dtype, fills):
+def test_finite_gradients_are_never_treated_as_an_overflow(dtype, fills):
   for fill in fills:
     grads = np.full(1_000_000, fill, dtype)
     _, state = jax.jit(SGD.update)(grads, SGD.init(grads))
@@ -203,7 +203,7 @@ def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
   assert ols.all_finite(new)
 
 
-def test_a_nan_born_in_the_optimizer_is_seen_if_asked():
+def test_a_nan_from_the_optimizer_is_found_with_check_updates():
   born = optax.stateless(lambda u, p: jax.tree.map(lambda x: jnp.log(x), u))
   inner = optax.chain(optax.trace(0.9), born)
   w = jnp.array([1.0, 1.0])
@@ -241,7 +241,7 @@ def make_constant_optimizer(value, dtype=jnp.float32):
     ("float64", 1e300, True),
   ],
 )
-def test_check_updates_looks_at_the_updates_in_the_dtype_of_the_params(
+def test_check_updates_checks_the_updates_in_the_dtype_of_the_params(
   dtype, value, applied, jitted
 ):
   with jax.enable_x64(value == 1e300):
@@ -268,7 +268,7 @@ def test_check_updates_looks_at_the_updates_in_the_dtype_of_the_params(
   ],
   ids=["applied", "skipped"],
 )
-def test_a_number_given_as_grads_finite_counts_by_its_truth(
+def test_a_number_passed_as_grads_finite_counts_by_its_truth_value(
   applied, flags, jitted
 ):
   """A NaN is no answer, and counts as a no. No flag hides an overflow."""
@@ -311,9 +311,7 @@ def test_a_number_that_int32_or_float32_cannot_hold_is_a_true_flag(flag):
   ],
   ids=repr,
 )
-def test_what_the_caller_knows_of_the_gradients_must_be_one_number(
-  argument, value, error
-):
+def test_grads_finite_and_grads_amax_must_be_scalars(argument, value, error):
   w = jnp.ones(2)
   argument, _, hint = argument.partition(".*")
   jitted = [] if isinstance(value, str) else [jax.jit(SGD.update)]
@@ -371,7 +369,7 @@ def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
 @pytest.mark.parametrize(
   "amax", [2**2000, 1e300, np.float64(1e300)], ids=lambda x: f"{x!s:.9}"
 )
-def test_a_grads_amax_above_float32_is_its_largest_number(amax):
+def test_a_grads_amax_above_float32_is_clipped_to_the_largest_float32(amax):
   """As a gradient in float64 is, which is finite."""
   state = SEEING.init(1.0)
   _, after = SEEING.update(1.0, state, 1.0, grads_amax=amax)
@@ -465,7 +463,7 @@ def test_an_update_is_never_made_complex_or_real_by_the_wrapper(w, turn):
   assert updates.dtype == bare.dtype != w.dtype
 
 
-def test_leaves_of_the_inner_state_that_are_no_arrays_keep_their_value():
+def test_leaves_of_the_inner_state_that_are_not_arrays_keep_their_value():
   key = jax.random.key(3)
   leaves = {"n": 0, "flag": False, "k": key, "x": None, "m": optax.MaskedNode()}
 
@@ -527,7 +525,7 @@ def test_nothing_raises_or_applies_a_nan_however_long_it_lasts():
 # The order of things.
 
 
-def test_one_bad_micro_batch_costs_one_micro_batch_if_we_wrap_multi_steps():
+def test_one_bad_micro_batch_costs_one_micro_batch_around_multi_steps():
   w = jnp.zeros(2)
   good, bad = jnp.ones(2), jnp.array([NAN, 1.0])
   for inner in (
@@ -542,7 +540,7 @@ def test_one_bad_micro_batch_costs_one_micro_batch_if_we_wrap_multi_steps():
     assert state.inner_state.gradient_step == 1
 
 
-def test_inside_multi_steps_one_nan_poisons_the_accumulator_for_ever():
+def test_inside_multi_steps_one_nan_corrupts_the_accumulator_permanently():
   """Optax's MultiSteps multiplies the accumulator by zero: wrap it instead."""
   tx = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(1.0)), 2)
   params = jnp.zeros(2)
@@ -555,7 +553,7 @@ def test_inside_multi_steps_one_nan_poisons_the_accumulator_for_ever():
   assert not ols.all_finite(state.acc_grads)
 
 
-def test_a_scale_inside_multi_steps_is_warned_of():
+def test_a_scale_inside_multi_steps_warns():
   tx = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(1.0)), 2)
   state = tx.init(jnp.zeros(2))
   with pytest.warns(UserWarning, match=r"with_loss_scaling\(optax.MultiSteps"):
@@ -597,7 +595,7 @@ def test_max_norm_clips_float16_and_complex_gradients_by_their_true_norm():
   np.testing.assert_allclose(norm, 1.0, rtol=1e-4)
 
 
-def test_max_norm_skips_a_non_finite_gradient_and_leaves_zeros_alone():
+def test_max_norm_skips_a_nonfinite_gradient_and_keeps_zeros():
   tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
   w = jnp.ones(3)
   for bad in (NAN, INF):
@@ -609,7 +607,7 @@ def test_max_norm_skips_a_non_finite_gradient_and_leaves_zeros_alone():
   assert ols.all_finite(new)
 
 
-def test_loss_scale_takes_a_policy_a_word_or_a_number():
+def test_loss_scale_takes_a_policy_a_string_or_a_number():
   def first(loss_scale):
     tx = ols.with_loss_scaling(optax.sgd(1.0), loss_scale)
     _, state = tx.update(jnp.inf, tx.init(0.0))
@@ -626,7 +624,7 @@ def test_loss_scale_takes_a_policy_a_word_or_a_number():
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()], ids=repr)
-def test_there_may_be_no_gradient_where_params_have_a_leaf(nothing):
+def test_a_leaf_of_the_params_may_have_no_gradient(nothing):
   # As in optim.update(grads, opt_state, model) of an Equinox model.
   params = {"w": jnp.ones(2, jnp.float16), "static": jnp.ones(3)}
   grads = {"w": jnp.ones(2), "static": nothing}
@@ -672,7 +670,7 @@ def test_with_loss_scaling_itself_can_be_injected():
   ids=str,
 )
 @pytest.mark.parametrize("jitted", [True, False])
-def test_the_zoo_passes_through_a_step(options, jitted):
+def test_every_leaf_type_passes_through_a_step(options, jitted):
   tx = ols.with_loss_scaling(optax.identity(), 1.0, **options)
   update = jax.jit(tx.update) if jitted else tx.update
   updates, state = update(ZOO, tx.init(ZOO), ZOO)

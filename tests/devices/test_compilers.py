@@ -57,7 +57,7 @@ def found(device):
 
 @pytest.mark.parametrize("step", BYTES)
 @pytest.mark.parametrize("device", COMPILERS)
-def test_a_step_reads_the_gradients_once_more_at_most(device, step):
+def test_a_step_reads_the_gradients_at_most_one_more_time(device, step):
   bare, ours = found(device)["steps"][step]
   # On a GPU a leaf is summed in two kernels, with a few numbers between them.
   expected = pytest.approx(BYTES[step], abs=0.01)
@@ -66,7 +66,7 @@ def test_a_step_reads_the_gradients_once_more_at_most(device, step):
 
 
 @pytest.mark.parametrize("device", COMPILERS)
-def test_many_leaves_take_few_kernels(device):
+def test_many_leaves_need_few_kernels(device):
   _, ours = found(device)["steps"]["100 leaves"]
   assert ours["kernels"] <= KERNELS_OF_100_LEAVES[device]
 
@@ -94,7 +94,7 @@ MOVED = {"transformer": 0.85, "convolutions": 0.97}
 
 @pytest.mark.parametrize("model", MOVED)
 @pytest.mark.parametrize("device", ["t4", "v100"])
-def test_each_product_of_autocast_runs_in_float16_in_a_library_of_nvidia(
+def test_each_matmul_of_autocast_runs_in_float16_in_an_nvidia_library(
   device, model
 ):
   casts = found(device)["gradients"][model]
@@ -106,7 +106,7 @@ def test_each_product_of_autocast_runs_in_float16_in_a_library_of_nvidia(
   assert moved["autocast"] < MOVED[model] * moved["float32"]
 
 
-def test_attention_by_cudnn_refuses_float32_and_runs_with_casts_around_it():
+def test_cudnn_attention_refuses_float32_and_runs_between_casts():
   by_name = found("h100")["attention"]
   assert "got float32" in by_name["cuDNN"]["error"]
   cast = by_name["cuDNN, in half"]

@@ -55,7 +55,7 @@ def test_a_varying_parameter_or_a_mean_per_device_fits_any_number_of_devices(
 
 
 @pytest.mark.parametrize("is_mean", [False, True])
-def test_under_jit_the_mean_over_the_whole_batch_is_the_cure(is_mean):
+def test_under_jit_the_mean_over_the_whole_batch_is_the_fix(is_mean):
   """jit has no varying parameters; the sum stays in float16, and small."""
   mesh = sharding.make_mesh((8,), ("data",), AxisType.Auto)
 
@@ -69,7 +69,7 @@ def test_under_jit_the_mean_over_the_whole_batch_is_the_cure(is_mean):
   assert grad == PER_DEVICE / SCALE if is_mean else np.isinf(grad)
 
 
-def test_gradients_widened_before_a_psum_by_hand_are_summed_in_float32():
+def test_gradients_cast_to_float32_before_a_psum_are_summed_in_float32():
   """check_vma=False and pmap: what ols.grad returns is float32 already."""
   fun = jax.shard_map(
     lambda w, x: lax.psum(ols.grad(sum_in_half, STATE)(w, x), "data"),
@@ -164,7 +164,7 @@ def compared():
 
 
 @pytest.mark.slow
-def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_in_float32(
+def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_float32(
   compared,
 ):
   scale = 2.0**26

@@ -57,7 +57,7 @@ SCALED = scaled_adam()
   "layout, depth",
   [("fsdp", 7), pytest.param("tensor parallel", 2, marks=pytest.mark.slow)],
 )
-def test_sharded_jit_gains_one_all_reduce_however_many_leaves(
+def test_sharded_jit_adds_one_all_reduce_for_any_number_of_leaves(
   layout, depth, axis_type
 ):
   bare = compile_jit(layout, axis_type, ADAM, depth)
@@ -75,7 +75,7 @@ def test_sharded_jit_gains_one_all_reduce_however_many_leaves(
   ],
   ids=["replicated", "clipped", "scaled gradients"],
 )
-def test_sharded_jit_gains_nothing_where_one_all_reduce_is_there_or_not_needed(
+def test_sharded_jit_adds_nothing_if_an_all_reduce_exists_or_is_unnecessary(
   layouts, tx, costs_as_much
 ):
   for layout in layouts:
@@ -84,7 +84,7 @@ def test_sharded_jit_gains_nothing_where_one_all_reduce_is_there_or_not_needed(
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-def test_over_two_axes_sharded_jit_gains_what_any_global_scalar_costs(
+def test_over_two_axes_sharded_jit_adds_the_cost_of_a_global_scalar(
   axis_type,
 ):
   """XLA's CPU compiler reduces over one mesh axis after the other.
@@ -119,7 +119,7 @@ def test_over_two_axes_sharded_jit_gains_what_any_global_scalar_costs(
   ],
   ids=str,
 )
-def test_shard_map_gains_one_all_reduce_at_most_whatever_it_carries(
+def test_shard_map_adds_at_most_one_all_reduce_for_any_arguments(
   spec, check_vma, options, reductions
 ):
   bare = compile_shard_map(spec, check_vma)

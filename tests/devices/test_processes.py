@@ -25,7 +25,7 @@ HEARTBEAT_TIMEOUT = 15
 
 
 @pytest.mark.parametrize("n_processes", [2, 4])
-def test_all_processes_skip_what_overflows_on_one(tmp_path, n_processes):
+def test_all_processes_skip_a_step_that_overflows_on_one(tmp_path, n_processes):
   """Each overflow is in one example, which one process alone has."""
   config = {"mode": "train", "steps": STEPS}
   with Processes(n_processes, tmp_path, config) as processes:
@@ -36,7 +36,7 @@ def test_all_processes_skip_what_overflows_on_one(tmp_path, n_processes):
     assert_equal(tmp_path, n_processes, {mode: expected})
 
 
-def test_a_killed_process_does_not_hang_the_rest_and_a_restart_goes_on(
+def test_a_killed_process_does_not_block_the_rest_and_a_restart_continues(
   tmp_path,
 ):
   steps = 8

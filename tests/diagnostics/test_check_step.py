@@ -130,7 +130,7 @@ def test_gradients_in_a_while_loop_are_not_checked():
   assert "pass a single step instead" in str(check)
 
 
-def test_of_several_loss_scales_the_change_is_named():
+def test_with_several_loss_scales_the_one_to_change_is_named():
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   cast = ols.autocast(loss_fn)
 
@@ -196,7 +196,7 @@ def test_gradients_that_are_zero_are_a_problem():
   assert problem.cause.startswith("All gradients are zero")
 
 
-def test_gradients_as_arguments_are_not_checked_for_their_scale():
+def test_the_scale_of_gradients_passed_as_arguments_is_not_checked():
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   step = lambda grads, state: tx.update(grads, state)
   check = check_step(step, PARAMS, tx.init(PARAMS))

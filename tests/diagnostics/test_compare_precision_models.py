@@ -67,7 +67,7 @@ SLOW_PLANTED = {
 @pytest.mark.parametrize(
   "name", mark_slow_params(QUICK, planted_layers.NAMES, SLOW_PLANTED)
 )
-def test_a_bad_product_is_named_and_its_name_repairs_the_gradients(name):
+def test_a_bad_matmul_is_named_and_its_name_repairs_the_gradients(name):
   model = planted_layers.make(name)
   report = compare_planted(model)
   assert any(map(model.is_planted, report.matmuls[:2]))
@@ -95,7 +95,7 @@ def test_a_bad_product_is_named_and_its_name_repairs_the_gradients(name):
 
 
 @pytest.mark.parametrize("name", mark_slow_params(QUICK, planted_layers.NAMES))
-def test_no_line_of_the_same_model_without_the_fault_stands_out(name):
+def test_the_same_model_without_the_fault_has_no_outlier(name):
   model = planted_layers.make(name, fault=False)
   for search in "exhaustive", "bisect":
     report = compare_planted(model, search=search)
@@ -103,7 +103,7 @@ def test_no_line_of_the_same_model_without_the_fault_stands_out(name):
     assert report.cosine >= COSINE
 
 
-def test_bfloat16_has_other_bounds():
+def test_bfloat16_has_different_thresholds():
   """What is bad in float16 is worse there, and the rest is worse as well."""
   for fault in False, True:
     model = planted_layers.make("one_product", fault)
@@ -128,7 +128,7 @@ sound_models = pytest.mark.parametrize(
 
 
 @sound_models
-def test_no_place_of_a_sound_model_stands_out_and_its_error_is_true(name):
+def test_a_sound_model_has_no_outlier_and_its_error_is_exact(name):
   model = float32_models.make(name)
   gradients = lambda cast: lambda arrays: model.value_and_grad(arrays, cast)[2]
   trained = gradients(ols.autocast)
@@ -168,7 +168,7 @@ SHARED_BY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED_BY)
-def test_of_layers_that_share_a_function_the_bad_one_alone_is_kept(name):
+def test_only_the_bad_one_of_layers_that_share_a_function_is_kept(name):
   draw = lambda seed: normal(WIDTH, WIDTH, seed=seed)
   layers = [{"up": draw(i), "down": draw(9 + i)} for i in range(4)]
   layers[1]["up"] *= 1e6  # in front of a norm

@@ -115,7 +115,7 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
   assert counts[4] == counts[8] < len(jaxprs.of(fun, x))
 
 
-def test_what_is_around_a_loop_is_not_compiled_once_more(caplog):
+def test_the_code_around_a_loop_is_not_compiled_again(caplog):
   fun, x = make_nested_loops(4, 3)
   operations = len(jaxprs.of(fun, x))
   count = count_compilations(caplog, lambda: find_overflow(fun, x))
@@ -136,7 +136,7 @@ def count_compilations(caplog, fun):
 
 
 @pytest.mark.slow
-def test_what_is_finite_is_compiled_once(caplog):
+def test_a_finite_program_is_compiled_once(caplog):
   fun, *args = overflowing_steps.layers_of_all_shapes(2)  # The third overflows.
   # The other is of the number 0, with which it begins.
   assert count_compilations(caplog, lambda: find_overflow(fun, *args)) <= 2
@@ -144,7 +144,7 @@ def test_what_is_finite_is_compiled_once(caplog):
 
 
 @pytest.mark.slow
-def test_no_more_is_compiled_than_there_are_operations(caplog):
+def test_each_equation_is_compiled_at_most_once(caplog):
   """Nothing is compiled to mark what is not finite, whatever its shape."""
   fun, *args = overflowing_steps.layers_of_all_shapes(4)
   operations = len(jaxprs.of(fun, *args))

@@ -105,7 +105,7 @@ NOT_RUN = (
 @pytest.mark.parametrize(
   "name", mark_slow_params({"micro-batches", "where"}, HIDE)
 )
-def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
+def test_an_overflow_that_is_hidden_from_update_is_named_and_reported(name):
   step, args = HIDE[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
   assert hit.source_line and hit.warnings[0].startswith(HIDDEN)
@@ -118,7 +118,7 @@ def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
 
 
 @pytest.mark.parametrize("name", mark_slow_params({"cond"}, GUARD))
-def test_an_overflow_that_keeps_update_from_running_is_named_and_told(name):
+def test_an_overflow_that_prevents_update_is_named_and_reported(name):
   step, args = GUARD[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
   assert hit.backward and hit.warnings == (NOT_RUN,)
@@ -133,7 +133,7 @@ def test_an_overflow_that_keeps_update_from_running_is_named_and_told(name):
   assert note.startswith("whether update runs, in cond at ")
 
 
-def test_an_update_that_does_not_run_is_told():
+def test_an_update_that_does_not_run_is_reported():
   step, args = every_other_step(SMALL)
   with pytest.warns(UserWarning, match=f"no inf or NaN. {NOT_RUN[:-1]}"):
     assert diagnostics.find_overflow(step, *args) is None
@@ -158,7 +158,7 @@ def test_an_update_that_waits_in_some_iterations_is_sound():
   )
 
 
-def test_of_two_optimizers_each_sees_its_own_overflow():
+def test_each_of_two_optimizers_receives_its_own_overflow():
   """A skipped step beside one that was applied hides nothing."""
   tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
   large = ols.with_loss_scaling(optax.sgd(0.1), LARGE)
@@ -247,7 +247,7 @@ def test_each_report_warns_of_gradients_of_an_unscaled_loss(
 
 
 @pytest.mark.parametrize("differentiate", RIGHT)
-def test_a_step_that_is_scaled_once_is_not_accused(differentiate):
+def test_a_step_that_is_scaled_once_causes_no_warning(differentiate):
   step, args = step_of(DYNAMIC, differentiate=differentiate)
   assert diagnostics.precision_report(step, *args).warnings == ()
   assert compare(step, *args).warnings == ()
@@ -255,19 +255,19 @@ def test_a_step_that_is_scaled_once_is_not_accused(differentiate):
 
 @pytest.mark.parametrize("make", whole_steps.ALL, ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore:The loss scale is inside optax.Multi")
-def test_of_steps_of_every_shape_nothing_is_told_of_their_scale(make):
+def test_sound_steps_of_every_shape_cause_no_warning_about_their_scale(make):
   step, args = make(DYNAMIC)  # A fixed scale is not judged.
   assert diagnostics.precision_report(step, *args).warnings == ()
 
 
-def test_of_gradients_that_are_arguments_nothing_is_known():
+def test_gradients_passed_as_arguments_are_not_judged():
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   step = lambda grads, state: tx.update(grads, state)
   args = PARAMS, tx.init(PARAMS)
   assert diagnostics.precision_report(step, *args).warnings == ()
 
 
-def test_a_ref_among_the_arguments_is_left_as_it_is():
+def test_a_ref_among_the_arguments_is_unchanged():
   if not hasattr(jax, "new_ref"):
     return  # There are none before.
   refs = jax.tree.map(jax.new_ref, PARAMS)
@@ -297,7 +297,7 @@ def test_a_ref_among_the_arguments_is_left_as_it_is():
       report(lambda state, batch: step(refs, state, batch), *args[1:])
 
 
-def test_a_step_with_options_of_the_compiler_is_taken():
+def test_a_step_with_compiler_options_is_accepted():
   plain, args = step_of(SMALL)
   options = {"xla_cpu_enable_fast_math": False}
   step = jax.jit(plain.__wrapped__, compiler_options=options)
@@ -306,7 +306,7 @@ def test_a_step_with_options_of_the_compiler_is_taken():
   assert diagnostics.precision_report(step, *args).fraction == 1
 
 
-def test_a_compiled_step_is_refused_with_what_to_hand_over():
+def test_a_compiled_step_raises_an_error_that_says_what_to_pass():
   step, args = step_of(SMALL)
   compiled = step.lower(*args).compile()
   for report in (
@@ -318,7 +318,7 @@ def test_a_compiled_step_is_refused_with_what_to_hand_over():
       report(compiled, *args)
 
 
-def test_a_mistake_of_the_step_is_shown_as_it_is():
+def test_an_error_of_the_step_is_raised_unchanged():
   def step(x):
     raise ValueError("a mistake")
 
@@ -327,7 +327,7 @@ def test_a_mistake_of_the_step_is_shown_as_it_is():
       report(jax.jit(step), 1.0)
 
 
-def test_nothing_is_told_where_nothing_is_wrong():
+def test_sound_steps_cause_no_warning():
   step, args = step_of(SMALL)
   with warnings.catch_warnings():
     warnings.simplefilter("error")

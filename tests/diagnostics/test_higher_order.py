@@ -86,7 +86,7 @@ def with_params(eqn, **params):
 
 
 @pytest.mark.parametrize("fun", PARTS, ids=lambda fun: fun.__name__)
-def test_an_equation_is_taken_apart(fun):
+def test_a_higher_order_equation_is_parsed(fun):
   kind, known = PARTS[fun]
   eqn = get_eqn(fun)
   part = _higher_order.parse_higher_order(eqn)
@@ -169,7 +169,7 @@ ODD = [
 
 
 @pytest.mark.parametrize(("fun", "change"), ODD)
-def test_an_equation_that_does_not_add_up_has_no_part(fun, change):
+def test_an_inconsistent_equation_is_not_parsed(fun, change):
   assert _higher_order.parse_higher_order(change(get_eqn(fun))) is None
 
 
@@ -181,7 +181,7 @@ def hidden(name, jaxpr=None):
   return thing
 
 
-def test_an_object_of_hijax_that_cannot_be_traced_has_no_part():
+def test_a_hijax_primitive_that_cannot_be_traced_is_not_parsed():
   def fails(x):
     raise ValueError("not traced")
 
@@ -193,7 +193,7 @@ def test_an_object_of_hijax_that_cannot_be_traced_has_no_part():
 
 
 @pytest.mark.parametrize("fun", [scan, while_loop, cond, call])
-def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
+def test_an_unknown_equation_is_treated_as_a_whole(fun, monkeypatch):
   held = [e for e in jax.make_jaxpr(fun)(X).eqns if [*_eqns.subjaxprs(e)]]
   if not held:
     pytest.skip("with a flag of hijax, this JAX has no such equation")
@@ -219,7 +219,7 @@ def make_unknown_primitive(name, fun, **params):
   return lambda *xs: primitive.bind(*xs, **params)
 
 
-def test_a_jaxpr_whose_constants_are_not_known_is_walked_through():
+def test_a_jaxpr_with_unknown_constants_is_walked_through():
   """A solver closes over what was traced around it."""
   square = lambda x: x @ x
   found = []
@@ -257,9 +257,7 @@ COUNTED = "its body is counted once"
     ),
   ],
 )
-def test_an_object_of_hijax_that_does_not_add_up_is_told(
-  kind, jaxpr, name, note
-):
+def test_an_inconsistent_hijax_primitive_is_reported(kind, jaxpr, name, note):
   thing = hidden(kind, jaxpr)
   fun = make_unknown_primitive(
     "call_hi_primitive", lambda x: x @ x, _prim=thing
@@ -297,7 +295,7 @@ def test_a_primitive_of_hijax_is_entered_and_has_its_own_name():
   assert "CustomRoot/" in find_overflow(root, a).eqn_path
 
 
-def test_a_product_that_nobody_can_count_is_noted(monkeypatch):
+def test_a_matmul_whose_flops_are_unknown_is_reported(monkeypatch):
   fun = lambda x: x @ x
   (eqn,) = jax.make_jaxpr(fun)(X).eqns
   assert _primitives.count_flops(eqn.replace(params={"numbers": None})) is None

@@ -65,7 +65,7 @@ def test_the_plot_of_exponents_shows_the_gradients_and_the_scaled_ones():
   matplotlib.pyplot.close("all")
 
 
-def test_the_plots_draw_on_the_axes_that_they_are_given():
+def test_the_plots_draw_on_the_axes_that_are_passed():
   axes = matplotlib.figure.Figure().subplots(2)
   grads = [jnp.zeros(2), jnp.array([1e30])]
   assert plots.plot_exponents(grads, jnp.bfloat16, ax=axes[0]) is axes[0]
@@ -146,7 +146,7 @@ def comparison(matmuls, outliers=()):
   )
 
 
-def test_the_plot_of_products_shows_the_bad_ones_in_red_with_their_names():
+def test_the_plot_of_matmuls_shows_the_bad_ones_in_red_with_their_names():
   rows = [
     matmul("c", INF, -2.0, 2),
     matmul("b", 0.5, 3.0, 4, backward=True),
@@ -172,7 +172,7 @@ def test_the_plot_of_products_shows_the_bad_ones_in_red_with_their_names():
   assert bottom.get_legend_handles_labels()[1] == ["backward"]
 
 
-def test_the_plot_of_products_draws_what_there_is():
+def test_the_plot_of_matmuls_omits_missing_values():
   axes = matplotlib.pyplot.subplots(2)[1]
   assert plots.plot_precision(comparison([]), axes=axes) is axes
   row = matmul("a", 0.0, -INF, 0)

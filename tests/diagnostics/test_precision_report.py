@@ -88,7 +88,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_flops_are_those_of_xla(name):
+def test_the_flops_equal_those_of_xla(name):
   fun, *args = MODELS[name]()
   if name == "recurrent":
     skip_if_jax_cannot(jax.eval_shape, fun, *args)
@@ -100,7 +100,7 @@ def test_the_flops_are_those_of_xla(name):
   assert sum(row.flops for row in report.flops) == report.total_flops
 
 
-def test_the_silent_upcast_of_a_dense_layer_is_told_with_its_line():
+def test_the_silent_upcast_of_a_dense_layer_is_reported_with_its_line():
   class Model(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -152,7 +152,7 @@ def test_nothing_is_computed_and_nothing_called():
   assert calls == []
 
 
-def test_what_runs_many_times_is_counted_as_often():
+def test_repeated_matmuls_are_counted_each_time():
   w = shape(8, 8)
   once = 2 * 8 * 8 * 8
   mesh = sharding.make_mesh((2, 2), ("a", "b"))
@@ -183,7 +183,7 @@ def test_what_runs_many_times_is_counted_as_often():
   assert flops(jax.jit(on_four("a")), w) == (2, ())
 
 
-def test_products_of_hijax_are_counted_as_often_as_they_run():
+def test_matmuls_of_hijax_are_counted_each_time_they_run():
   product = jax.custom_vjp(jax.checkpoint(lambda w: w @ w))
   product.defvjp(lambda w: (w, ()), lambda _, g: (g,))
 
@@ -202,7 +202,7 @@ def make_scan(length):
   return lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=length)[0]
 
 
-def test_what_shapes_do_not_tell_is_noted():
+def test_counts_that_shapes_do_not_determine_are_reported():
   def forever(w):
     return lax.while_loop(lambda w: w[0, 0] < 1, lambda w: w @ w, w)  # while
 
@@ -277,7 +277,7 @@ TINY = jnp.float32(1e-9)
      "convert_element_type", "constant -1e+09 becomes -inf in float16"),
   ],
 )  # fmt: skip
-def test_what_may_go_wrong_is_told_with_its_line(fun, primitive, reason):
+def test_risky_operations_are_reported_with_their_line(fun, primitive, reason):
   def wrapped(x):
     return fun(x)
 
@@ -291,7 +291,7 @@ def test_what_may_go_wrong_is_told_with_its_line(fun, primitive, reason):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_a_constant_that_is_infinite_in_float16_is_told():
+def test_a_constant_that_is_infinite_in_float16_is_reported():
   def fun(x):
     return x - 1e9  # too_large
 
@@ -327,7 +327,7 @@ def test_a_constant_that_is_infinite_in_float16_is_told():
     ),
   ],
 )
-def test_what_is_safe_is_not_told(fun):
+def test_safe_operations_are_not_reported(fun):
   report = precision_report(fun, shape(1000))
   assert report.at_risk == ()
   assert str(report) == "The function has no matmuls and no convolutions."
@@ -399,7 +399,7 @@ def test_a_division_in_a_loop_is_at_risk_unless_the_divisor_is_a_large_constant(
 
 
 @pytest.mark.parametrize("ones", [2000, 5000])
-def test_a_sum_by_index_that_is_at_risk_may_be_wrong(ones):
+def test_a_scatter_add_at_risk_may_be_inaccurate(ones):
   def fun(x):
     return jax.ops.segment_sum(x, jnp.zeros(ones, int), 1)
 
@@ -409,7 +409,7 @@ def test_a_sum_by_index_that_is_at_risk_may_be_wrong(ones):
   assert fun(jnp.ones(ones, F16))[0] == min(ones, 2048)
 
 
-def test_a_softmax_and_a_mean_in_float32_leave_only_what_is_in_float16():
+def test_a_float32_softmax_and_mean_leave_only_float16_operations_at_risk():
   def fun(x):
     x = jax.nn.softmax(x)  # softmax
     return jnp.mean(x.astype(F32))
@@ -422,7 +422,7 @@ def test_a_softmax_and_a_mean_in_float32_leave_only_what_is_in_float16():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_sum_over_devices_in_float16_is_told(check_vma):
+def test_a_sum_over_devices_in_float16_is_reported(check_vma):
   mesh = sharding.make_mesh((4,), ("data",))
 
   def part(x):
@@ -473,7 +473,7 @@ def test_the_wider_of_two_operands_and_the_accumulation_count():
   assert len(report.unconverted) == 1
 
 
-def test_it_is_a_dict_for_machines():
+def test_the_report_converts_to_a_json_dict():
   report = precision_report(lambda x: jnp.exp(x @ x), shape(4, 4, dtype=F32))
   as_dict = json.loads(json.dumps(report.as_dict()))
   assert as_dict["dtype"] == "float16"
@@ -504,12 +504,12 @@ def test_the_fix_names_the_dtype_and_is_printed_only_if_there_is_one():
 
 
 @pytest.mark.parametrize("dtype", [int, jnp.float64])
-def test_a_dtype_that_is_no_small_float_is_refused(dtype):
+def test_a_dtype_that_is_not_a_small_float_is_refused(dtype):
   with pytest.raises(TypeError, match="dtype must be a float dtype"):
     precision_report(jnp.exp, 1.0, dtype=dtype)
 
 
-def test_without_a_line_there_is_a_row_all_the_same(monkeypatch):
+def test_an_equation_without_a_line_still_has_a_row(monkeypatch):
   monkeypatch.setattr(_source_info, "is_user_file", lambda name: False)
   report = precision_report(lambda x: jnp.exp(x) + 1e-8, shape(3))
   assert [risk.source_line for risk in report.at_risk] == ["", ""]

@@ -172,7 +172,7 @@ def test_counts_add_up_under_shard_map(inside, check_vma):
   np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
 
 
-def test_under_shard_map_each_device_may_have_a_slot_of_its_own():
+def test_under_shard_map_each_device_may_have_its_own_slot():
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
   def on_each(x, counters):
@@ -224,7 +224,7 @@ def test_a_slot_that_is_not_differentiated_costs_nothing():
   assert flops(loss_fn) == flops(plain)
 
 
-def test_what_reads_the_counts():
+def test_functions_that_read_counts_are_exact():
   x = jnp.array([0, 0, 0.75, 40000, -20000, jnp.inf, jnp.nan, 1], jnp.float16)
   metrics = ols.diagnostics.probe_metrics(
     {"a": get_counts(x), "b": ols.diagnostics.probe_counters(2)}
@@ -250,7 +250,7 @@ def test_what_reads_the_counts():
     (2.0**30, 65536.0),
   ],
 )
-def test_the_largest_is_the_largest_float16_of_its_binade(x, largest):
+def test_the_maximum_is_the_largest_float16_of_its_binade(x, largest):
   metrics = ols.diagnostics.probe_metrics(get_counts(jnp.float32([x, 0.0])))
   assert metrics["amax"] == largest
 
@@ -311,7 +311,7 @@ def test_headroom_respects_the_hottest_probe(with_probes):
     ([2.0**-24], 2.0**126, True, 0.0),
   ],
 )
-def test_evidence_is_finiteness_and_the_largest_without_the_scale(
+def test_evidence_is_finiteness_and_the_unscaled_maximum(
   x, scale, finite, amax
 ):
   counts = {"a": get_counts(jnp.asarray(x)), "none": None}
@@ -335,7 +335,7 @@ def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_one_devices_hot_probe_lowers_the_scale_of_all(check_vma):
+def test_a_large_probe_value_on_one_device_lowers_the_scale_of_all(check_vma):
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
   tx = ols.with_loss_scaling(
     optax.sgd(1.0), ols.HeadroomLossScale(), axis_name="data"
@@ -380,7 +380,7 @@ def test_a_wrong_call_says_what_to_do(x, counter, error, message):
     ols.diagnostics.probe(x, counter)
 
 
-def test_cotangents_that_are_no_counts_are_refused():
+def test_cotangents_that_are_not_counts_are_refused():
   for reader in (ols.diagnostics.probe_metrics, get_update_kwargs):
     with pytest.raises(ValueError, match=r"counts must be of shape"):
       reader({"a": jnp.zeros(3)})

@@ -235,7 +235,7 @@ def test_a_state_in_a_dict_is_halved_like_any_other():
     assert TWICE in warning
 
 
-def test_an_object_that_keeps_its_state_in_itself_is_left_as_it_was():
+def test_an_object_that_stores_its_state_is_unchanged():
   class Trainer:
     def __init__(self):
       self.step, (self.params, self.state, _) = step_of(plain_loss, sound)
@@ -533,7 +533,7 @@ SOUND = {
 
 @pytest.mark.parametrize("report", ALL)
 @pytest.mark.parametrize("name", SOUND)
-def test_a_sound_step_of_an_unusual_kind_is_not_accused(name, report):
+def test_a_sound_step_of_an_unusual_kind_causes_no_warning(name, report):
   no_cast_matmul = {"gradients as arguments", "float32"}
   if name in no_cast_matmul and report is from_compare_precision:
     return
@@ -558,7 +558,7 @@ def test_gradients_in_a_while_loop_are_judged(report):
     assert NOT_SCALED in warning
 
 
-def test_names_of_tags_of_others_are_left_alone():
+def test_unrelated_checkpoint_names_are_ignored():
   def differentiate(loss, params, state):
     grads = sound(loss, params, state)
     name = jax.ad_checkpoint.checkpoint_name

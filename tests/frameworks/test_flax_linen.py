@@ -103,7 +103,7 @@ def test_batch_statistics_stay_finite_through_an_overflowing_forward_pass(
   assert all(map(np.all, map(np.isfinite, jax.tree.leaves(after.batch_stats))))
 
 
-def test_without_the_recipe_batch_statistics_are_lost_for_ever(started):
+def test_without_the_recipe_batch_statistics_are_lost_permanently(started):
   state, _ = careless_step(started, make_data(overflow=True))
   assert_same_bits(state.params, started.params)  # the step was skipped ...
   for _ in range(5):
@@ -116,7 +116,7 @@ def test_without_the_recipe_batch_statistics_are_lost_for_ever(started):
   assert not np.isfinite(out).any()  # ... until the model is used
 
 
-def test_a_skip_moves_the_step_of_the_train_state_and_no_type(started):
+def test_a_skip_advances_the_step_of_the_train_state_and_keeps_types(started):
   after, _ = step(started, make_data(overflow=True))
   assert after.step == started.step + 1
   assert_same_bits(after.opt_state.inner_state, started.opt_state.inner_state)

@@ -118,7 +118,7 @@ def test_the_same_happens_to_a_wrapped_run_that_is_restored_into_a_bare_one(
   assert_same_bits(restored.opt_state.inner_state, saved.opt_state.inner_state)
 
 
-def test_restored_into_the_bare_state_and_adopted_the_run_goes_on(
+def test_a_run_restored_into_the_bare_state_and_adopted_continues(
   save_and_restore,
 ):
   saved = train(make_state(BARE))
@@ -150,7 +150,7 @@ def make_scaled_state():
   return make_state(BARE, ScaledTrainState, dynamic_scale=dynamic_scale)
 
 
-def test_a_run_with_dynamic_scale_brings_its_scale(save_and_restore):
+def test_a_run_with_dynamic_scale_keeps_its_scale(save_and_restore):
   saved = train(make_scaled_state())
   target = make_state(
     BARE, ScaledTrainState, dynamic_scale=DynamicScale(growth_interval=12)

@@ -150,7 +150,7 @@ def load_cases(system):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_each_recorded_trajectory_is_ours_as_well(system):
+def test_policies_reproduce_each_recorded_trajectory(system):
   for case in load_cases(system):
     policy, state = system.start(case["settings"])
     ours = interop_replay.replay(policy, state, common.unpack(case["steps"]))
@@ -163,7 +163,7 @@ def test_each_recorded_trajectory_is_ours_as_well(system):
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_ours_goes_on_from_what_they_saved_as_they_do(system):
+def test_policies_continue_from_a_saved_state_like_the_other_system(system):
   for case in load_cases(system):
     half, steps = case["half"], common.unpack(case["steps"])
     scales = common.unruns(case["scale"])
@@ -187,7 +187,7 @@ def test_ours_goes_on_from_what_they_saved_as_they_do(system):
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_strings_of_each_kind_are_recorded(system):
+def test_step_sequences_of_each_kind_are_recorded(system):
   names = {case["name"].rpartition(": ")[2] for case in load_cases(system)}
   expected = {*common.strings(2), "top"}
   if system.key != "cases":
@@ -263,7 +263,7 @@ AMP_RULES = [
 
 
 @pytest.mark.parametrize("rule", AMP_RULES)
-def test_amp_goes_on_from_its_state_dict_as_its_own_rule_does(rule):
+def test_amp_continues_from_its_state_dict_like_the_simulated_rule(rule):
   settings = {
     "scale_window": rule["window"],
     "min_loss_scale": rule["low"],
@@ -281,7 +281,9 @@ def test_amp_goes_on_from_its_state_dict_as_its_own_rule_does(rule):
 
 
 @pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
-def test_the_hysteresis_kernel_goes_on_as_its_own_rule_does(window, hysteresis):
+def test_the_hysteresis_kernel_continues_like_the_simulated_rule(
+  window, hysteresis
+):
   rule = {"growth_interval": window, "hysteresis": hysteresis}
   settings = {**samples.KERNEL_SETTINGS, **rule}
   for steps in draw_strings(window, hysteresis):
@@ -303,7 +305,7 @@ def test_the_hysteresis_kernel_goes_on_as_its_own_rule_does(window, hysteresis):
 
 
 @pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
-def test_the_scaler_of_nemo_goes_on_as_the_kernel_does(window, hysteresis):
+def test_the_nemo_scaler_continues_like_the_kernel(window, hysteresis):
   settings = {**samples.TORCH, "growth_interval": window}
   for steps in draw_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
@@ -320,7 +322,7 @@ def test_the_scaler_of_nemo_goes_on_as_the_kernel_does(window, hysteresis):
     assert run(policy, state, steps[half:]) == expected
 
 
-def test_factors_that_are_no_powers_of_two_may_differ_in_the_last_bit():
+def test_factors_other_than_powers_of_two_may_differ_in_the_last_bit():
   """torch multiplies a float32 scale by a float64 factor; ours is float32."""
   rule = {**samples.TORCH, "growth_factor": 1.1, "growth_interval": 1}
   differ = 0
@@ -333,12 +335,12 @@ def test_factors_that_are_no_powers_of_two_may_differ_in_the_last_bit():
   assert 0 < differ < 100
 
 
-def test_amp_starts_below_its_ceiling():
+def test_amp_starts_below_its_max_loss_scale():
   policy, _ = interop.from_apex({}, max_loss_scale=2.0**10)
   assert policy.init_scale == 2.0**10
 
 
-def test_one_of_several_losses_is_chosen_by_its_id():
+def test_one_of_several_losses_is_selected_by_its_id():
   saved = {
     f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)
   }
@@ -418,7 +420,7 @@ def train(policy, inner, *, counts_move_on_skips=False):
 
 
 @pytest.mark.parametrize("package, name", RUNS)
-def test_params_and_scale_are_theirs_at_every_step(package, name):
+def test_params_and_scale_equal_the_other_system_at_every_step(package, name):
   theirs = recorded(package, name)
   inner = RUNS[package, name]
   # tf.keras counts skipped steps as well, in its schedules and in Adam.
@@ -435,7 +437,7 @@ def test_params_and_scale_are_theirs_at_every_step(package, name):
   assert np.ptp(expected, axis=0).min() > 0.03
 
 
-def test_the_counters_that_move_on_a_skipped_step_are_those_of_the_docs():
+def test_the_counters_that_advance_on_a_skipped_step_match_the_docs():
   """What docs/migrating.md says."""
   assert (APPLIED, ALL) == (22, 30)
   counts = {

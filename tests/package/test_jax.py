@@ -157,7 +157,7 @@ def test_the_parameters_of_primitives_are_those_that_were_recorded():
   )
 
 
-def test_a_difference_is_told_in_words():
+def test_a_difference_is_described_in_words():
   told = difference("scan", ["a", "num_consts"], ["a", "ft_in"])
   assert told == "scan: gone ['num_consts'], new ['ft_in']"
   assert difference("scan", ["a"], ["a"]) == ""
@@ -180,7 +180,7 @@ def test_equations_jaxprs_and_types_have_the_attributes_that_are_read():
   check(jax.core.Tracer, "to_concrete_value")
 
 
-def test_rules_are_held_by_objects_that_can_be_wrapped():
+def test_rules_are_stored_in_objects_that_can_be_wrapped():
   for kind in ("custom_jvp_call", "custom_vjp_call", "custom_lin"):
     (eqn,) = [e for e in equations(PROGRAMS[kind]) if e.primitive.name == kind]
     for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"} & {*eqn.params}:
@@ -198,7 +198,7 @@ def check(thing, names):
   assert not missing
 
 
-def test_types_tell_what_varies():
+def test_types_contain_the_varying_axes():
   seen = []
 
   def local(x):
@@ -213,7 +213,7 @@ def test_types_tell_what_varies():
   assert seen == [(frozenset({"i"}), frozenset())]
 
 
-def test_a_type_of_another_jax_is_an_error_that_asks_for_a_report():
+def test_a_type_of_another_jax_raises_an_error_that_requests_a_report():
   for kind in (types.SimpleNamespace(), types.SimpleNamespace(vma=None)):
     with pytest.raises(RuntimeError, match=re.escape(jax.__version__)):
       _avals.get_aval_varying_axes(kind)

@@ -159,7 +159,7 @@ def find_faults(text: str) -> list[str]:
   ]
 
 
-def test_no_message_has_a_pattern_that_users_stumble_over():
+def test_no_message_has_a_discouraged_pattern():
   faults = []
   for path in sorted(PACKAGE.rglob("*.py")):
     name = path.relative_to(PACKAGE).as_posix()

@@ -36,7 +36,7 @@ def test_import_loads_no_framework_and_submodules_when_they_are_first_used():
 
 
 @pytest.mark.parametrize("module", ["", *SUBMODULES])
-def test_dir_shows_what_is_public_and_nothing_else(module):
+def test_dir_lists_only_public_names(module):
   public = getattr(ols, module) if module else ols
   own = set() if module else {*SUBMODULES, "__version__"}
   assert set(dir(public)) == {*public.__all__} | own
@@ -81,7 +81,7 @@ def list_missing(name):
       yield "no type of what is returned"
 
 
-def test_there_are_few_names_and_they_are_sorted():
+def test_there_are_few_public_names_and_they_are_sorted():
   assert len(ols.__all__) <= 25
   assert ols.__all__ == sorted(ols.__all__)
 
@@ -112,7 +112,7 @@ MAY_USE_NUMPY = (
 MAY_USE_MATPLOTLIB = {"plots"}
 
 
-def test_the_package_imports_jax_and_optax_alone_and_nothing_private():
+def test_the_package_imports_only_jax_and_optax_and_nothing_private():
   offenders = [
     f"{module} imports {name}"
     for module, path in MODULES.items()
@@ -165,13 +165,13 @@ NEVER = {
 }
 
 
-def test_the_table_of_modules_and_the_drawing_have_each_room_once():
+def test_the_table_of_modules_and_the_diagram_list_each_module_once():
   rooms = sorted({module.split(".")[0] for module in MODULES} - {"__init__"})
   assert sorted(ORDER) == rooms
   assert sorted(room for floor in floors() for room in floor) == rooms
 
 
-def test_imports_point_up_in_the_table_and_down_in_the_drawing():
+def test_imports_go_up_in_the_table_and_down_in_the_diagram():
   depth = {room: i for i, floor in enumerate(floors()) for room in floor}
   for module, path in MODULES.items():
     top = module.split(".")[0]
@@ -201,7 +201,7 @@ def list_imported_modules(module):
       parts = parts[:-1]
 
 
-def test_imports_go_round_in_no_circle():
+def test_imports_have_no_cycle():
   graph = {module: set(list_imported_modules(module)) for module in MODULES}
   assert "diagnostics._overflow._taint" in {*itertools.chain(*graph.values())}
   graphlib.TopologicalSorter(graph).prepare()
@@ -215,7 +215,7 @@ SEEN_INSIDE = {
 }
 
 
-def test_nobody_outside_sees_what_is_inside_of_a_room_but_for_three():
+def test_private_submodules_are_imported_from_outside_in_three_cases_only():
   found = set()
   for module in MODULES:
     for seen in list_imported_modules(module):
@@ -227,7 +227,7 @@ def test_nobody_outside_sees_what_is_inside_of_a_room_but_for_three():
   assert found == SEEN_INSIDE
 
 
-def test_the_engines_of_the_diagnostics_know_nothing_of_each_other():
+def test_the_engines_of_the_diagnostics_do_not_import_each_other():
   engine_of = {
     module: module.split(".")[1]
     for module in MODULES
@@ -256,7 +256,7 @@ INSIDES = {"ctx", "debug_info", "donated_invars", "effects", "inner_aval",
 KEYS = INSIDES - {"effects", "params"}
 
 
-def test_only_one_room_reads_what_jax_may_rename():
+def test_only_the_jaxprs_package_reads_attributes_that_jax_may_rename():
   offenders = [
     f"{module}:{line} reads {name}"
     for module, path in MODULES.items()
@@ -277,14 +277,14 @@ def list_internals(path):
 README = (TESTS / "README.md").read_text()
 
 
-def test_the_map_names_the_tests_of_each_module():
+def test_the_readme_names_the_tests_of_each_module():
   rows = re.findall(r"^\| (.*?`.*?) \| (.*) \|$", README, re.MULTILINE)
   assert all("`" in tests for names, tests in rows)
   rooms = re.findall(r"`(\w+)", " ".join(names for names, _ in rows))
   assert not set(ORDER) - set(rooms)
 
 
-def test_each_path_on_the_map_leads_to_tests():
+def test_each_path_in_the_readme_of_the_tests_exists():
   named = re.findall(r"`([\w/]+\.py)`", README)
   assert len(named) > 30
   for path in named:
@@ -294,12 +294,12 @@ def test_each_path_on_the_map_leads_to_tests():
     assert f"`{folder}" in README, folder
 
 
-def test_each_file_of_settings_can_be_read():
+def test_each_yaml_file_can_be_parsed():
   for path in [*(ROOT / ".github").rglob("*.yml"), ROOT / ".readthedocs.yaml"]:
     assert len(yaml.safe_load(path.read_text())) > 2, path
 
 
-def test_the_version_is_the_same_wherever_it_stands():
+def test_the_version_is_equal_in_all_files():
   citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
   recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
   assert citation["version"] == recipe["context"]["version"] == ols.__version__

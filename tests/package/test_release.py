@@ -46,7 +46,7 @@ def wheel(dist):
     return wheel.namelist(), email.message_from_string(metadata)
 
 
-def test_the_wheel_holds_the_package_its_types_and_the_license_alone(wheel):
+def test_the_wheel_contains_only_the_package_its_types_and_the_license(wheel):
   names, _ = wheel
   assert "optax_lossscale/py.typed" in names
   assert f"{NAME}.dist-info/licenses/LICENSE" in names
@@ -60,7 +60,7 @@ def test_the_wheel_holds_the_package_its_types_and_the_license_alone(wheel):
   assert {n for n in names if n.startswith("optax_lossscale/")} == ours
 
 
-def test_the_metadata_show_what_is_required_and_where_everything_is(wheel):
+def test_the_metadata_contain_the_requirements_and_the_links(wheel):
   _, fields = wheel
   required = fields.get_all("Requires-Dist")
   always = [re.match(r"\w+", r)[0] for r in required if "extra ==" not in r]
@@ -74,7 +74,7 @@ def test_the_metadata_show_what_is_required_and_where_everything_is(wheel):
   assert names == {"Documentation", "Source", "Changelog", "Issues"}
 
 
-def test_each_extra_is_said_to_be_for_users_or_for_developers(wheel):
+def test_each_extra_is_documented_for_users_or_for_developers(wheel):
   _, fields = wheel
   versions = (ROOT / "docs" / "versions.md").read_text()
   users = set(re.findall(r"optax-lossscale\[([\w-]+)\]", versions))
@@ -93,7 +93,7 @@ def test_an_index_would_accept_the_one_wheel_and_source_distribution(dist):
   assert out.count("PASSED") == 2
 
 
-def test_the_source_distribution_can_be_built_from_and_is_small(dist):
+def test_the_source_distribution_can_be_built_and_is_small(dist):
   with tarfile.open(dist / f"{NAME}.tar.gz") as sdist:
     names = {name.removeprefix(f"{NAME}/") for name in sdist.getnames()}
   assert {"pyproject.toml", "README.md", "LICENSE"} <= names
@@ -144,9 +144,7 @@ def plan_install(folder, dist, jax, *others, extra=""):
 @pytest.mark.parametrize(
   "jax", ["0.8.0", "0.9.2", "0.10.2", "0.11.2", "0.12.0"]
 )
-def test_nothing_is_upgraded_beside_a_jax_that_is_supported(
-  dist, tmp_path, jax
-):
+def test_nothing_is_upgraded_next_to_a_supported_jax(dist, tmp_path, jax):
   alone = plan_install(tmp_path / "alone", dist, jax)
   # As the first cells of the notebooks that open beside a T4 do.
   quick_start = plan_install(

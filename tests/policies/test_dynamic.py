@@ -166,7 +166,7 @@ def test_every_hyperparameter_acts_after_jit_scan_and_a_checkpoint(name):
   assert got != scales(default, string)
 
 
-def test_a_policy_of_ones_own_may_name_its_lowest_scale():
+def test_a_custom_policy_may_define_min_scale():
   class Own:
     init, adjust = ols.FixedLossScale(8.0).init, ols.FixedLossScale(8.0).adjust
     min_scale = 8.0
@@ -179,7 +179,7 @@ def test_a_policy_of_ones_own_may_name_its_lowest_scale():
     ols.raise_if_stuck(state, 1, policy=policy)
 
 
-def test_a_traced_hysteresis_counts_only_where_the_state_does():
+def test_a_traced_hysteresis_counts_only_if_the_state_does():
   adjust = jax.jit(
     lambda hysteresis, state: ols.DynamicLossScale(
       hysteresis=hysteresis

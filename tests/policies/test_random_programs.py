@@ -132,7 +132,7 @@ OPERATION = st.one_of(
 
 @pytest.mark.parametrize("devices", mark_slow_params([1], [1, 2, 8]))
 @given(policies(), st.lists(OPERATION, min_size=1, max_size=14))
-def test_any_program_does_what_the_model_does(devices, policy, program):
+def test_any_program_behaves_like_the_model(devices, policy, program):
   model = Run(policy)
   tx = ols.with_loss_scaling(INNER, policy)
   w = jnp.asarray(model.w)
