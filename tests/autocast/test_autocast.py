@@ -197,9 +197,12 @@ def test_all_matmuls_run_in_half_precision_and_the_result_is_equal(name):
   fun = PROGRAMS[name]
   skip_if_jax_cannot(jax.eval_shape, fun, X, W)
   half = ols.autocast(fun)
-  assert set(jaxprs.products(half, X, W)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(half, X, W)) == {"float16"}
   # Each of them once.
-  before, after = jaxprs.products(fun, X, W), jaxprs.products(half, X, W)
+  before, after = (
+    jaxprs.count_matmuls_by_dtype(fun, X, W),
+    jaxprs.count_matmuls_by_dtype(half, X, W),
+  )
   assert sum(before.values()) == sum(after.values())
   for transform in (jax.jit, lambda f: f):
     assert_same_bits(transform(half)(X, W), transform(fun)(X, W))
@@ -214,7 +217,7 @@ def test_the_gradient_is_equal_and_its_matmuls_run_in_half_precision(name):
     gradient = lambda f: jax.grad(mean_square(f), argnums=(0, 1))
   half, full = gradient(ols.autocast(fun)), gradient(fun)
   skip_if_jax_cannot(jax.eval_shape, full, X, W)
-  assert set(jaxprs.products(half, X, W)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(half, X, W)) == {"float16"}
   assert_close(jax.jit(half)(X, W), jax.jit(full)(X, W))
 
 

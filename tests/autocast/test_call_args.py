@@ -52,7 +52,7 @@ def test_keys_of_an_argument_may_be_of_several_types(kind):
   assert "flax.nnx" in sys.modules
   half = ols.autocast(lambda tables, x: tables["w"] @ tables[1] @ x)
   tables = kind({"w": jnp.eye(4), 1: jnp.eye(4)})
-  counts = jaxprs.products(lambda x: half(tables, x), jnp.eye(4))
+  counts = jaxprs.count_matmuls_by_dtype(lambda x: half(tables, x), jnp.eye(4))
   assert counts == {"float16": 2}
 
 

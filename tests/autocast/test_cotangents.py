@@ -101,7 +101,7 @@ BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
 
 def test_each_contraction_primitive_is_tested():
   between = _primitives.PERMUTING_COLLECTIVES
-  assert set(jaxprs.MOVES) == _primitives.DATA_MOVEMENT
+  assert set(jaxprs.DATA_MOVEMENT) == _primitives.DATA_MOVEMENT
   assert between == {"all_to_all", "ppermute"}  # tried below
   assert set(PRODUCTS) == set(_primitives.CONTRACTION_PREDICATES)
 
@@ -109,10 +109,10 @@ def test_each_contraction_primitive_is_tested():
 @pytest.mark.parametrize(
   "axes", mark_slow_params([(0, None), (0, 0)], BATCHINGS)
 )
-@pytest.mark.parametrize("name", [*jaxprs.MOVES, *PRODUCTS])
+@pytest.mark.parametrize("name", [*jaxprs.DATA_MOVEMENT, *PRODUCTS])
 def test_batching_moved_values_makes_no_sum_in_half_precision(name, axes):
   def model(a, b):
-    moved = jaxprs.MOVES.get(name, lambda h: h)
+    moved = jaxprs.DATA_MOVEMENT.get(name, lambda h: h)
     h = moved(PRODUCTS.get(name, jnp.matmul)(a, b))
     return jnp.sum(jnp.sin(h) * jnp.cos(jnp.sum(a * b)))
 
@@ -261,7 +261,7 @@ def rule(**options):
   return fun
 
 
-def inside(fun, uses):
+def add_inner_vmap(fun, uses):
   """A loss with a `vmap` within `autocast`, or within the bare function."""
 
   def loss(w, x):
@@ -273,8 +273,8 @@ def inside(fun, uses):
 
 # From a function to a loss, and the same with its products in half.
 WHERE = {
-  "inside": lambda fun, uses: ols.autocast(inside(fun, uses)),
-  "outside": lambda fun, uses: inside(ols.autocast(fun), uses),
+  "inside": lambda fun, uses: ols.autocast(add_inner_vmap(fun, uses)),
+  "outside": lambda fun, uses: add_inner_vmap(ols.autocast(fun), uses),
 }
 
 
@@ -282,7 +282,7 @@ WHERE = {
 def test_another_output_may_be_neither_mapped_nor_read(where):
   fun = rule()
   half = jax.jit(jax.grad(WHERE[where](fun, uses=False)))(A, X)
-  assert_close(half, jax.grad(inside(fun, uses=False))(A, X))
+  assert_close(half, jax.grad(add_inner_vmap(fun, uses=False))(A, X))
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -295,7 +295,10 @@ def test_programs_that_jax_rejects_raise_the_error_of_jax(where):
     except ValueError as error:
       return str(error)
 
-  half, full = outcome(WHERE[where](fun, True)), outcome(inside(fun, True))
+  half, full = (
+    outcome(WHERE[where](fun, True)),
+    outcome(add_inner_vmap(fun, True)),
+  )
   if isinstance(full, str):
     assert "custom_vjp function its_name" in half
     assert half == full
@@ -310,4 +313,4 @@ def test_a_rule_may_request_generic_batching(where):
     pytest.skip(f"JAX {jax.__version__} has no generic batching.")
   fun = rule(generic_batching=True)
   half = jax.grad(WHERE[where](fun, uses=True))(A, X)
-  assert_close(half, jax.grad(inside(fun, uses=True))(A, X))
+  assert_close(half, jax.grad(add_inner_vmap(fun, uses=True))(A, X))

@@ -19,7 +19,7 @@ W, X = jnp.eye(4), jnp.ones((3, 4))
 HERE = "test_float32_filter.py"
 
 
-def named(name, fun):
+def with_scope(name, fun):
   return lambda *args: jax.named_scope(name)(fun)(*args)
 
 
@@ -52,24 +52,26 @@ ruled.defvjp(forward, backward)
 
 def net(first, second=other):
   """Two products, in the scopes ``net/a`` and ``net/b``."""
-  both = lambda w, x: named("b", second)(first(x, w), w)
-  return named("net", both)
+  both = lambda w, x: with_scope("b", second)(first(x, w), w)
+  return with_scope("net", both)
 
 
 BLOCK = jax.jit(kept)  # One jaxpr, called from two scopes.
 PROGRAMS = {
-  "plain": net(named("a", kept)),
-  "called": net(named("a", BLOCK), BLOCK),
+  "plain": net(with_scope("a", kept)),
+  "called": net(with_scope("a", BLOCK), BLOCK),
   "scanned": net(
     lambda x, w: lax.scan(
-      lambda x, _: (named("a", kept)(x, w), None), x, None, length=1
+      lambda x, _: (with_scope("a", kept)(x, w), None), x, None, length=1
     )[0]
   ),
-  "checkpointed": net(jax.checkpoint(named("a", kept))),
+  "checkpointed": net(jax.checkpoint(with_scope("a", kept))),
   "branched": net(
-    lambda x, w: lax.cond(x[0, 0] > 0, named("a", kept), named("a", kept), x, w)
+    lambda x, w: lax.cond(
+      x[0, 0] > 0, with_scope("a", kept), with_scope("a", kept), x, w
+    )
   ),
-  "with a rule": net(named("a", lambda x, w: ruled(x, w))),  # called
+  "with a rule": net(with_scope("a", lambda x, w: ruled(x, w))),  # called
 }
 plain, with_a_rule = PROGRAMS["plain"], PROGRAMS["with a rule"]
 BY_SCOPE = [
@@ -78,7 +80,7 @@ BY_SCOPE = [
 ]
 
 
-def products(fun, *args):
+def count_matmuls_by_scope(fun, *args):
   """How many products there are in each dtype, by the scope they stand in."""
   found = jaxprs.list_named_matmuls(fun, *args)
   return collections.Counter((x.scope, x.dtype) for x in found)
@@ -86,7 +88,7 @@ def products(fun, *args):
 
 def get_a_and_b_dtypes(fun, *args):
   """The dtypes of the products in the scopes ``net/a`` and ``net/b``."""
-  found = products(fun, *args)
+  found = count_matmuls_by_scope(fun, *args)
   return tuple(
     {dtype for scope, dtype in found if scope.startswith(name)}
     for name in ("net/a", "net/b")
@@ -100,13 +102,13 @@ def loss(program):
 @pytest.mark.parametrize(("program", "name"), BY_SCOPE)
 def test_a_name_keeps_a_matmul_and_its_derivatives_in_float32(program, name):
   fun = loss(PROGRAMS[program])
-  count = products(jax.grad(ols.autocast(fun)), W, X).total()
+  count = count_matmuls_by_scope(jax.grad(ols.autocast(fun)), W, X).total()
   for cast in (
     jax.grad(ols.autocast(fun, keep_float32=name)),
     ols.autocast(jax.grad(fun), keep_float32=name),
     jax.jit(ols.autocast(jax.jit(jax.grad(fun)), keep_float32=[name])),
   ):
-    assert products(cast, W, X).total() == count
+    assert count_matmuls_by_scope(cast, W, X).total() == count
     assert get_a_and_b_dtypes(cast, W, X) == ({"float32"}, {"float16"})
 
 
@@ -134,7 +136,7 @@ def test_a_source_line_keeps_its_matmuls_in_float32(program, name):
     assert get_a_and_b_dtypes(cast, W, x) == ({"float32"}, {"float16"})
 
 
-def nest(draw, jit):
+def draw_nested_fun(draw, jit):
   """A function of random calls, which share functions, in random scopes."""
   layers = [jit(lambda x, w: kept(x, w)), jit(lambda x, w: other(x, w))]
   for _ in range(draw.randint(1, 4)):
@@ -143,12 +145,12 @@ def nest(draw, jit):
 
     def layer(x, w, calls=calls, scopes=scopes):
       for i, scope in zip(calls, scopes, strict=True):
-        call = named(scope, layers[i]) if scope else layers[i]
+        call = with_scope(scope, layers[i]) if scope else layers[i]
         x = call(jnp.sin(x), w)
       return x
 
     layers.append(jit(layer) if draw.random() < 0.8 else layer)
-  return lambda w, x: named("c", layers[-1])(layers[-1](x, w), w)
+  return lambda w, x: with_scope("c", layers[-1])(layers[-1](x, w), w)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +162,11 @@ def test_each_call_of_a_shared_function_keeps_the_matmuls_named_there(seeds):
     name = random.Random(seed).choice(names)
     found = []
     for jit in jax.jit, lambda fun: fun:
-      cast = ols.autocast(nest(random.Random(seed), jit), keep_float32=name)
+      cast = ols.autocast(
+        draw_nested_fun(random.Random(seed), jit), keep_float32=name
+      )
       try:
-        found.append(products(cast, W, X))
+        found.append(count_matmuls_by_scope(cast, W, X))
       except ValueError as error:
         found.append(str(error).partition("selects")[0])
     assert found[0] == found[1], (seed, name)
@@ -174,7 +178,7 @@ def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
   name = f"{HERE}:{find_line_number(line, __file__)}"
   fun = loss(with_a_rule)
   cast = jax.grad(ols.autocast(fun, keep_float32=name))
-  found = products(cast, W, X)
+  found = count_matmuls_by_scope(cast, W, X)
   assert found == {("net/a", "float32"): 4, ("net/b", "float16"): 3}
   with pytest.raises(ValueError, match="selects no matmul"):
     ols.autocast(fun, keep_float32=f"{HERE} (backwards)")(W, X)
@@ -224,7 +228,7 @@ def test_an_opaque_primitive_that_is_kept_causes_no_warning():
   def solve(w, x):
     matvec = lambda y: y + y @ w
     y = lax.custom_linear_solve(matvec, x, lambda _, b: b @ w)
-    return y + named("b", other)(x, w)
+    return y + with_scope("b", other)(x, w)
 
   with pytest.warns(UserWarning, match="unchanged"):
     ols.autocast(solve)(W, X)
@@ -261,7 +265,7 @@ def test_any_line_of_the_call_stack_of_a_matmul_selects_it(name, wrap):
     jax.grad(ols.autocast(fun, keep_float32=name)),
     ols.autocast(jax.grad(fun), keep_float32=name),
   ):
-    counts = products(cast, W, X)
+    counts = count_matmuls_by_scope(cast, W, X)
     again = wrap is jax.checkpoint
     assert counts == {("", "float32"): 2 + again, ("", "float16"): 3 + again}
 
@@ -354,5 +358,7 @@ def test_a_name_of_an_inner_autocast_applies_to_it_alone(wrap):
       ols.autocast(loss_fn, keep_float32=["down", name])(*args)
   with pytest.raises(ValueError, match="'other' selects no matmul"):
     ols.autocast(loss_fn, keep_float32=["down", "other"])(*args)
-  dtypes = jaxprs.products(lambda *args: loss_fn(*args, kept="up"), *args)
+  dtypes = jaxprs.count_matmuls_by_dtype(
+    lambda *args: loss_fn(*args, kept="up"), *args
+  )
   assert dtypes == {"float32": 2}

@@ -45,7 +45,7 @@ def nnx_loss(model, x, mode="train"):
   return jnp.mean(model(x) ** 2)
 
 
-def in_nnx(loss_fn, jit):
+def run_in_nnx(loss_fn, jit):
   """What a gradient returns, time after time, and what the model holds then."""
   model = NnxModel(nnx.Rngs(0))
   gradient = jit(
@@ -59,9 +59,9 @@ def in_nnx(loss_fn, jit):
 @pytest.mark.filterwarnings("ignore:autocast ran:UserWarning")  # one has no jit
 @pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun])
 def test_an_nnx_model_changes_in_place_as_without_autocast(jit):
-  returned, state = in_nnx(ols.autocast(nnx_loss), jit)
+  returned, state = run_in_nnx(ols.autocast(nnx_loss), jit)
   assert state.calls[...] == 3
-  assert_near((returned, state), in_nnx(nnx_loss, nnx.jit))
+  assert_near((returned, state), run_in_nnx(nnx_loss, nnx.jit))
 
 
 @pytest.mark.slow
@@ -163,7 +163,9 @@ def test_a_region_of_a_haiku_transform_may_be_cast():
 
   model = hk.without_apply_rng(hk.transform(net))
   params = model.init(jax.random.key(0), X)
-  assert set(jaxprs.products(model.apply, params, X)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(model.apply, params, X)) == {
+    "float16"
+  }
 
 
 class LinenModel(nn.Module):
@@ -202,7 +204,7 @@ def test_a_linen_model_has_its_gradients_and_its_statistics():
 
   half = ols.autocast(loss_fn)
   params = variables["params"]
-  counts = jaxprs.products(half, params)
+  counts = jaxprs.count_matmuls_by_dtype(half, params)
   assert counts == {"float16": 1, "float32": 2}
   actual, expected = (
     jax.jit(jax.value_and_grad(fun, has_aux=True))(params)

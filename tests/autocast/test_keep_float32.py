@@ -47,11 +47,18 @@ def test_a_kept_function_and_its_derivatives_run_in_float32(name):
   model = lambda x, w: part(x, w) @ w
   loss = lambda x, w: jnp.sum(model(x, w))
   half = ols.autocast(model)
-  assert jaxprs.products(half, X, W) == {"float32": 1, "float16": 1}
-  both = jaxprs.products(jax.grad(ols.autocast(loss), (0, 1)), X, W)
+  assert jaxprs.count_matmuls_by_dtype(half, X, W) == {
+    "float32": 1,
+    "float16": 1,
+  }
+  both = jaxprs.count_matmuls_by_dtype(
+    jax.grad(ols.autocast(loss), (0, 1)), X, W
+  )
   assert both["float32"] >= 3 and both["float16"] == 3
   # Also where the gradient is taken inside.
-  inside = jaxprs.products(ols.autocast(jax.grad(loss, (0, 1))), X, W)
+  inside = jaxprs.count_matmuls_by_dtype(
+    ols.autocast(jax.grad(loss, (0, 1))), X, W
+  )
   assert inside == both
   # Outside of autocast nothing changes.
   assert_same_bits(part(X, W), jnp.sin(X @ W))
@@ -63,11 +70,15 @@ def test_only_keep_float32_keeps_a_function_in_float32():
     with jax.named_scope("do_keep_float32"):
       return jnp.sin(x @ w)
 
-  assert jaxprs.products(ols.autocast(part), X, W) == {"float16": 1}
+  assert jaxprs.count_matmuls_by_dtype(ols.autocast(part), X, W) == {
+    "float16": 1
+  }
   inside = lambda f: jax.vmap(jax.checkpoint(f), (None, 0))
   kept = jax.grad(lambda x, w: jnp.sum(inside(ols.keep_float32(part))(x, w)))
   loss = lambda x, w: jnp.sum(kept(x, w) @ w[0])
-  counts = jaxprs.products(ols.autocast(loss), X[:4], jnp.stack([W, W]))
+  counts = jaxprs.count_matmuls_by_dtype(
+    ols.autocast(loss), X[:4], jnp.stack([W, W])
+  )
   assert counts["float16"] == 1 and counts["float32"] >= 2
 
 

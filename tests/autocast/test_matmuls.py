@@ -98,24 +98,24 @@ def test_matmuls_of_a_rule_run_in_half_precision_in_any_function(name, within):
   loss, argument, count = LOSSES[name]
   loss = WITHIN[within](loss)
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
-  assert jaxprs.products(half, argument)["float16"] == count
+  assert jaxprs.count_matmuls_by_dtype(half, argument)["float16"] == count
   assert_close(jax.jit(half)(argument), jax.jit(full)(argument))
 
 
 def test_matmuls_of_a_rule_run_in_half_precision_in_shard_map():
   half = jax.grad(ols.autocast(shared_between_devices))
-  assert set(jaxprs.products(half, TABLE)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(half, TABLE)) == {"float16"}
 
 
 def test_matmuls_of_a_rule_stay_in_float32_if_they_are_named():
   kept = jax.grad(ols.autocast(log_determinant, keep_float32="inverse"))
-  assert "float16" not in jaxprs.products(kept, W)
+  assert "float16" not in jaxprs.count_matmuls_by_dtype(kept, W)
 
 
 def test_a_rule_stays_in_float32_if_it_is_marked():
   loss = ols.keep_float32(embedding)
   half = ols.autocast(lambda table: loss(table) + jnp.sum(table.T @ table))
-  assert jaxprs.products(jax.grad(half), TABLE)["float32"] == 1
+  assert jaxprs.count_matmuls_by_dtype(jax.grad(half), TABLE)["float32"] == 1
 
 
 def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
@@ -136,10 +136,10 @@ def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
   loss = lambda x: jnp.sum(shared(shared(x))) + jnp.sum(x.T @ x)
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
   assert_close(jax.jit(half)(TABLE), full(TABLE))
-  assert set(jaxprs.products(half, TABLE)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(half, TABLE)) == {"float16"}
   # Nothing tells whether a name selects it.
   named = jax.grad(ols.autocast(loss, keep_float32="*"))
-  assert set(jaxprs.products(named, TABLE)) == {"float32"}
+  assert set(jaxprs.count_matmuls_by_dtype(named, TABLE)) == {"float32"}
 
 
 @pytest.mark.parametrize(
@@ -175,16 +175,16 @@ inner = custom_rules.add_custom_vjp(lambda w, x: jnp.tanh(x @ w))
 again = custom_rules.add_recomputing_vjp(lambda w, x: jnp.tanh(x @ w))
 
 
-def both(rule):
+def add_two_calls(rule):
   return lambda params, x: rule(params["first"], x) @ params["second"]
 
 
 def loss(rule):
-  around = custom_rules.add_custom_jvp(both(rule))
+  around = custom_rules.add_custom_jvp(add_two_calls(rule))
   return lambda params, x: jnp.mean(around(params, x) ** 2)
 
 
-def products(fun, *args):
+def list_matmuls(fun, *args):
   """The path of the weights and the dtype of each product."""
   return [(x.weights, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
@@ -196,7 +196,7 @@ def test_all_matmuls_of_a_nested_rule_run_in_half_precision_and_have_names(
 ):
   fun = loss(rule)
   half = jax.grad(ols.autocast(fun), argnums)
-  found = products(half, PARAMS, X)
+  found = list_matmuls(half, PARAMS, X)
   assert {dtype for _, dtype in found} == {"float16"}
   # JAX may multiply by the zeros that are the tangent of what does not move.
   assert {path for path, _ in found} - {""} == {"first", "second"}
@@ -208,10 +208,12 @@ def test_gradients_of_several_weights_in_a_rule_have_the_name_of_each():
   of_two = lambda params, x: jnp.tanh(x @ params["first"]) @ params["second"]
   fun = lambda params, x: jnp.mean(net(params, x) ** 2)
   net = custom_rules.add_custom_jvp(custom_rules.add_custom_vjp(of_two))
-  found = collections.Counter(products(jax.grad(ols.autocast(fun)), PARAMS, X))
+  found = collections.Counter(
+    list_matmuls(jax.grad(ols.autocast(fun)), PARAMS, X)
+  )
   plain = lambda params, x: jnp.mean(of_two(params, x) ** 2)
   least = collections.Counter(
-    products(jax.grad(ols.autocast(plain)), PARAMS, X)
+    list_matmuls(jax.grad(ols.autocast(plain)), PARAMS, X)
   )
   if hijax.is_enabled("jax_custom_vjp3"):
     # Such a tangent does not say which gradient is that of which weight.
@@ -223,25 +225,29 @@ def test_gradients_of_several_weights_in_a_rule_have_the_name_of_each():
 def test_a_nested_rule_is_kept_by_a_name_and_by_keep_float32():
   fun = loss(inner)
   by_name = jax.grad(ols.autocast(fun, keep_float32="first"))
-  assert {dtype for _, dtype in products(by_name, PARAMS, X)} == {"float32"}
+  assert {dtype for _, dtype in list_matmuls(by_name, PARAMS, X)} == {"float32"}
   marked = ols.keep_float32(inner)
   by_mark = jax.grad(ols.autocast(loss(marked)))
-  found = {(path == "second", x) for path, x in products(by_mark, PARAMS, X)}
+  found = {
+    (path == "second", x) for path, x in list_matmuls(by_mark, PARAMS, X)
+  }
   assert found == {(False, "float32"), (True, "float16")}
 
 
-def on_devices(fun):
+def map_over_devices(fun):
   mesh = sharding.make_mesh((2,), ("i",))
   specs = P(), P("i")
   return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P("i"))
 
 
-@pytest.mark.parametrize("transform", [on_devices, jax.checkpoint, jax.jit])
+@pytest.mark.parametrize(
+  "transform", [map_over_devices, jax.checkpoint, jax.jit]
+)
 def test_a_nested_rule_may_be_in_other_functions(transform):
-  net = transform(custom_rules.add_custom_jvp(both(inner)))
+  net = transform(custom_rules.add_custom_jvp(add_two_calls(inner)))
   fun = lambda params, x: jnp.mean(net(params, x) ** 2)
   half, exact = jax.grad(ols.autocast(fun)), jax.grad(fun)
-  found = products(half, PARAMS, X)
+  found = list_matmuls(half, PARAMS, X)
   assert {dtype for _, dtype in found} == {"float16"}
   assert_close(jax.jit(half)(PARAMS, X), exact(PARAMS, X))
 
@@ -258,7 +264,7 @@ def test_a_tangent_without_matmuls_is_unchanged():
   clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
   net = custom_rules.add_custom_jvp(lambda params, x: clip(x @ params["first"]))
   fun = lambda params, x: jnp.sum(net(params, x))
-  found = products(jax.grad(ols.autocast(fun)), PARAMS, X)
+  found = list_matmuls(jax.grad(ols.autocast(fun)), PARAMS, X)
   assert {dtype for _, dtype in found} == {"float16"}
   x = 100 * X
   assert_close(jax.grad(ols.autocast(fun))(PARAMS, x), jax.grad(fun)(PARAMS, x))

@@ -44,7 +44,7 @@ class Layer(eqx.Module):
     return loss_fn(self.w, x)
 
 
-def in_nnx(w, x):
+def call_in_nnx(w, x):
   model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
   return nnx.grad(ols.autocast(lambda model: loss_fn(w, model(x))))(model)
 
@@ -63,7 +63,7 @@ CALLS = {
     functools.partial(lambda tree, x: loss_fn(tree["w"], x), UNHASHABLE)
   )(X),
   "jitted inside": lambda: ols.autocast(jax.jit(loss_fn))(W, X),
-  "nnx": lambda: in_nnx(W, X),
+  "nnx": lambda: call_in_nnx(W, X),
   "keys without an order": lambda: ols.autocast(
     lambda tree: loss_fn(tree[1], tree["x"])
   )({1: W, "x": X}),

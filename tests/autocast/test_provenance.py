@@ -30,21 +30,21 @@ def layers(*names):
   return [{n: draw(i, n) for n in names} for i in range(COUNT)]
 
 
-def trained(net, **kwargs):
+def make_grad_fn(net, **kwargs):
   loss = lambda params, x: jnp.mean(net(params, x) ** 2)
   return jax.grad(ols.autocast(loss, **kwargs))
 
 
 def make_report(net, params):
   """Of all products: what is float16 is wider than float8."""
-  fun = trained(net)
+  fun = make_grad_fn(net)
   return precision_report(fun, params, X, dtype=jnp.float8_e4m3fn)
 
 
 def list_kept(names, net, params):
   """What is in float32: the paths of products, and whether each is backward."""
   rows = precision_report(
-    trained(net, keep_float32=names), params, X
+    make_grad_fn(net, keep_float32=names), params, X
   ).unconverted
   return {(row.param_path, row.backward) for row in rows}
 
@@ -138,7 +138,7 @@ def test_a_key_may_be_written_in_any_way():
   for i in 0, 1:
     names = list(filter(None, KEYS[i::2]))
     rows = precision_report(
-      trained(net, keep_float32=names), params, X
+      make_grad_fn(net, keep_float32=names), params, X
     ).unconverted
     assert {row.name for row in rows} == set(names)
     assert {
@@ -176,7 +176,7 @@ def test_two_uses_of_a_weight_are_distinguished():
   assert names == scopes | lines and len(lines) == 2
   for name in names:
     kept = precision_report(
-      trained(net, keep_float32=name), params, X
+      make_grad_fn(net, keep_float32=name), params, X
     ).unconverted
     assert {row.backward for row in kept} == {False, True}
     assert sum(row.run_count for row in kept) <= 3
@@ -196,7 +196,7 @@ def test_matmuls_without_weights_are_named_by_scope_or_line():
       scores = product(x, x.T)
     return scores @ product(x, params["v"])
 
-  fun, params = trained(net), {"v": normal(8, 8)}
+  fun, params = make_grad_fn(net), {"v": normal(8, 8)}
   rows = compare_precision(fun, params, X, progress=False).matmuls
   names = {row.name for row in rows if not row.param_path}
   assert "scores" in names and len(names) == 2
@@ -213,7 +213,7 @@ def inner_loss(params):
   return jnp.mean((two_layers(params, X) - 1) ** 2)
 
 
-def updated(params):
+def update_params(params):
   grads = jax.grad(inner_loss)(params)
   params = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
   return jnp.mean(two_layers(params, X) ** 2)
@@ -240,7 +240,7 @@ def make_empty_key_loss(*path):
 
 PLAIN = {"up": normal(8, 8, seed=1), "down": normal(8, 8, seed=2)}
 HARD_TO_NAME = {
-  "updated weights": (updated, PLAIN),
+  "updated weights": (update_params, PLAIN),
   "a Hessian-vector product": (hessian_vector_product, PLAIN),
   "an empty key": make_empty_key_loss(""),
   "an empty key around": make_empty_key_loss("", "down"),
@@ -277,7 +277,7 @@ def test_a_name_keeps_only_the_matmuls_of_its_rows(name):
 
 
 def test_a_matmul_without_weights_has_one_name_in_all_reports():
-  fun, params = jax.grad(ols.autocast(updated)), PLAIN
+  fun, params = jax.grad(ols.autocast(update_params)), PLAIN
   rows = compare_precision(fun, params, progress=False).matmuls
   names = {row.name for row in rows if not row.param_path}
   report = precision_report(fun, params, dtype=jnp.float8_e4m3fn)
@@ -315,7 +315,7 @@ def dense(w, x):
   return x @ w
 
 
-def looped(w, x):
+def loop_dense(w, x):
   return lax.while_loop(
     lambda state: state[0] < 2,
     lambda state: (state[0] + 1, dense(w, state[1])),
@@ -357,11 +357,11 @@ def with_jvp(inner, params, x):
 
 
 def with_a_loop(params, x):
-  block = jax.custom_vjp(overflowing(looped))
+  block = jax.custom_vjp(overflowing(loop_dense))
 
   def backward(residuals, ct):
     params, x = residuals
-    before = looped(params["up"].T, ct @ params["down"].T)
+    before = loop_dense(params["up"].T, ct @ params["down"].T)
     return {"up": x.T @ before, "down": x.T @ ct}, before
 
   block.defvjp(lambda params, x: (block.fun(params, x), (params, x)), backward)
@@ -474,5 +474,5 @@ def test_parts_of_a_concatenated_gradient_have_their_numbers():
   two_layers.defvjp(forward, backward)
   net = lambda params, x: two_layers(params["w"], x)
   params = {"w": normal(2, 8, 8, seed=0)}
-  found = jaxprs.list_named_matmuls(trained(net), params, X)
+  found = jaxprs.list_named_matmuls(make_grad_fn(net), params, X)
   assert sorted(x.weights for x in found) == ["w/0"] * 3 + ["w/1"] * 3

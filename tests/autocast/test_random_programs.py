@@ -94,7 +94,7 @@ def test_a_random_program_gives_the_same_bits(program):
   fun = lambda x: small(program(x)) @ W
   half = ols.autocast(fun)
   assert_same_bits(jax.jit(half)(W), jax.jit(fun)(W))
-  assert jaxprs.products(half, W)["float16"]
+  assert jaxprs.count_matmuls_by_dtype(half, W)["float16"]
   loss = lambda f: lambda x: jnp.sum(small(f(x)) * W)
   actual, expected = (jax.jit(jax.grad(loss(f)))(W) for f in (half, fun))
   # Cotangents grow: float16 has to round them, and in the end cannot hold them.

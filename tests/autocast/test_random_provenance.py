@@ -27,12 +27,12 @@ def pair(params, x):
   return jnp.tanh(x @ params["up"]) @ params["down"]
 
 
-def on_devices(fun):
+def map_over_devices(fun):
   mesh = jax.make_mesh((1,), ("i",), (AxisType.Auto,))
   return jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P())
 
 
-def prepared(change):
+def prepare_args(change):
   return lambda fun: lambda p, x: fun(jax.tree.map(change, p), x)
 
 
@@ -67,22 +67,22 @@ WRAPPERS = {
   "vmap of rows": lambda f: (
     lambda p, x: jax.vmap(lambda row: f(p, row[None])[0])(x)
   ),
-  "shard_map": on_devices,
+  "shard_map": map_over_devices,
   "scope": jax.named_scope("layer"),
   "scope of a key": jax.named_scope("blocks"),
   "two scopes": lambda f: jax.named_scope("a")(jax.named_scope("w")(f)),
   "scope of jax": jax.named_scope("transpose(jvp(w))"),
-  "masked": prepared(lambda w: jnp.where(w > -9e9, w, 0)),
+  "masked": prepare_args(lambda w: jnp.where(w > -9e9, w, 0)),
   "residual": lambda f: lambda p, x: x + f(p, x),
-  "cast": prepared(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32)),
-  "jitted cast": prepared(
+  "cast": prepare_args(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32)),
+  "jitted cast": prepare_args(
     jax.jit(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32))
   ),
   "barrier": lambda f: lambda p, x: f(lax.optimization_barrier(p), x),
-  "transposed": prepared(lambda w: w.T),
-  "unstacked": prepared(lambda w: jnp.unstack(w[None])[0]),
-  "reshaped": prepared(lambda w: w.reshape(4, 16).reshape(8, 8)),
-  "flipped": prepared(lambda w: w[::-1]),
+  "transposed": prepare_args(lambda w: w.T),
+  "unstacked": prepare_args(lambda w: jnp.unstack(w[None])[0]),
+  "reshaped": prepare_args(lambda w: w.reshape(4, 16).reshape(8, 8)),
+  "flipped": prepare_args(lambda w: w[::-1]),
   "vjp": lambda f: lambda p, x: jax.vjp(f, p, x)[0],
 }
 

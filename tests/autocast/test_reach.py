@@ -80,7 +80,7 @@ def test_the_flops_share_counts_each_execution():
 
   # Six of eight products: the scan is entered, and what is in it is not.
   with pytest.warns(UserWarning, match=r"linear_call.*75\.0% of the matmul"):
-    counts = jaxprs.products(ols.autocast(fun), A, B)
+    counts = jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B)
   assert counts == {"float32": 2, "float16": 2}
 
 
@@ -143,17 +143,20 @@ def test_primitives_that_a_rule_runs_are_reported_too():
   )
   half = ols.autocast(lambda a: jnp.sum(fun(a, B)))
   if getattr(jax.config, "jax_custom_vjp3", False):
-    assert set(jaxprs.products(jax.grad(half), A)) == {"float16"}
+    assert set(jaxprs.count_matmuls_by_dtype(jax.grad(half), A)) == {"float16"}
     return
   with pytest.warns(UserWarning, match="left remat_opt"):
-    counts = jaxprs.products(jax.grad(half), A)
+    counts = jaxprs.count_matmuls_by_dtype(jax.grad(half), A)
   # The forward pass of the gradient is hidden, and its backward pass is not.
   assert counts == {"float32": 1, "float16": 2}
 
 
 def test_functions_marked_with_keep_float32_are_not_reported():
   half = ols.autocast(lambda a, b: ols.keep_float32(linear)(a, b) + a @ b)
-  assert jaxprs.products(half, A, B) == {"float32": 1, "float16": 1}
+  assert jaxprs.count_matmuls_by_dtype(half, A, B) == {
+    "float32": 1,
+    "float16": 1,
+  }
 
 
 def exported(fun):
@@ -164,7 +167,7 @@ def test_exported_matmuls_are_reported_at_the_line_of_the_call():
   call = exported(lambda a: a @ a).call
   fun = lambda a, b: jax.checkpoint(call)(a) @ b
   with pytest.warns(UserWarning, match=r"exported at test_reach.py:\d+ \("):
-    counts = jaxprs.products(ols.autocast(fun), A, B)
+    counts = jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B)
   assert counts == {"float16": 1}
   with pytest.warns(UserWarning, match="call_exported unchanged: the matmuls"):
     jax.jit(jax.grad(lambda a: jnp.sum(ols.autocast(call)(a))))(A)
@@ -183,7 +186,7 @@ def test_exported_functions_without_float32_matmuls_are_not_reported(name):
   call = exported(NOT_TOLD[name]).call
   call = ols.keep_float32(call) if name == "marked" else call
   half = ols.autocast(lambda a, b: call(a) @ b)
-  assert jaxprs.products(half, A, B) == {"float16": 1}
+  assert jaxprs.count_matmuls_by_dtype(half, A, B) == {"float16": 1}
 
 
 def test_matmuls_in_custom_root_run_in_half_precision_or_are_reported():
@@ -200,22 +203,22 @@ def test_matmuls_in_custom_root_run_in_half_precision_or_are_reported():
   if is_hidden:  # A primitive of hijax since JAX 0.12.
     told = pytest.warns(UserWarning, match="left CustomRoot")
   with told:
-    counts = jaxprs.products(half, A, B)
+    counts = jaxprs.count_matmuls_by_dtype(half, A, B)
   assert set(counts) == ({"float32"} if is_hidden else {"float16"})
 
 
-def renamed(eqn):
+def rename_params(eqn):
   """An equation whose parameters all have names of another JAX."""
   return eqn.replace(params={f"new_{k}": v for k, v in eqn.params.items()})
 
 
-def unknown(eqn):
+def make_unknown_eqn(eqn):
   """An equation of a primitive that nobody has heard of."""
   primitive = type(eqn.primitive)("no_such_primitive")
   return eqn.replace(primitive=primitive)
 
 
-def doubled(eqn):
+def duplicate_jaxpr(eqn):
   """An equation that holds one jaxpr more than it does today."""
   more = jax.make_jaxpr(lambda a: a @ a)(A)
   return eqn.replace(params={**eqn.params, "another": more})
@@ -234,13 +237,15 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("change", [renamed, unknown, doubled])
+@pytest.mark.parametrize(
+  "change", [rename_params, make_unknown_eqn, duplicate_jaxpr]
+)
 @pytest.mark.parametrize("name", HOLDERS)
 def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
   closed = jax.make_jaxpr(HOLDERS[name])(A, B)
   eqns = list(closed.jaxpr.eqns)
   (i,) = [i for i, eqn in enumerate(eqns) if _matmuls.subjaxprs_to_search(eqn)]
-  if change is unknown and _eqns.get_hi_primitive(eqns[i]) is not None:
+  if change is make_unknown_eqn and _eqns.get_hi_primitive(eqns[i]) is not None:
     pytest.skip("What an unknown primitive hides in an object is not seen.")
   eqns[i] = change(eqns[i])
   found, told, new = rewrite(_eqns.replace_jaxpr_fields(closed, eqns=eqns))
@@ -248,7 +253,7 @@ def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
     assert not found
     assert _source_info.get_op_name(eqns[i]) in told
   else:
-    assert found and change is not unknown
+    assert found and change is not make_unknown_eqn
     assert jaxprs.count_eqn_matmuls_by_dtype(new)["float32"] == 0
 
 
@@ -270,7 +275,7 @@ def test_a_shard_map_of_another_jax_is_rewritten():
     HOLDERS["custom_vjp"], mesh=mesh, in_specs=spec, out_specs=spec
   )
   closed = jax.make_jaxpr(fun)(A, B)
-  eqns = [renamed(eqn) for eqn in closed.jaxpr.eqns]
+  eqns = [rename_params(eqn) for eqn in closed.jaxpr.eqns]
   found, told, _ = rewrite(_eqns.replace_jaxpr_fields(closed, eqns=eqns))
   # Its rule needs no axis. So it is entered, though it is not understood.
   assert found and not told
@@ -290,13 +295,13 @@ def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(
   def loss(a, b, cast=lambda fun: fun):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(cast(fun)(a, b)))
 
-  with hijax.flags_on(flag):
+  with hijax.enable_flags(flag):
     half = ols.autocast(fun)
-    assert set(jaxprs.products(half, A, B)) == {"float16"}
+    assert set(jaxprs.count_matmuls_by_dtype(half, A, B)) == {"float16"}
     assert_close(jax.jit(half)(A, B), jax.jit(fun)(A, B), 0.01)
     skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), A, B)
     half = jax.grad(lambda a, b: loss(a, b, ols.autocast), (0, 1))
-    assert set(jaxprs.products(half, A, B)) == {"float16"}
+    assert set(jaxprs.count_matmuls_by_dtype(half, A, B)) == {"float16"}
     assert_close(half(A, B), jax.grad(loss, (0, 1))(A, B), 0.02)
 
 
@@ -309,10 +314,10 @@ def test_a_tangent_in_a_hijax_primitive_runs_in_half_precision():
     derivative = lambda t: jax.jvp(lambda a: fun(a, B), (A,), (t,))[1]
     return jax.linear_transpose(cast(derivative), A)(cotangent)
 
-  with hijax.flags_on("jax_custom_vjp3"):
+  with hijax.enable_flags("jax_custom_vjp3"):
     skip_if_jax_cannot(transposed, A)
     half = lambda cotangent: transposed(cotangent, ols.autocast)
-    assert set(jaxprs.products(half, A)) == {"float16"}
+    assert set(jaxprs.count_matmuls_by_dtype(half, A)) == {"float16"}
     assert_close(half(A), transposed(A), 0.01)
 
 
@@ -325,7 +330,7 @@ def test_a_tangent_in_a_hijax_primitive_runs_in_half_precision():
   ],
 )
 def test_a_hijax_primitive_of_another_jax_is_reported(monkeypatch, name, gone):
-  with hijax.flags_on(f"jax_{name}3"):
+  with hijax.enable_flags(f"jax_{name}3"):
     closed = jax.make_jaxpr(HOLDERS[name])(A, B)
     hidden = [_eqns.get_hi_primitive(eqn) for eqn in closed.jaxpr.eqns]
     (changed,) = [x for x in hidden if x is not None]

@@ -89,15 +89,19 @@ def test_a_global_highest_precision_applies_to_each_matmul(setting):
     jax.default_matmul_precision(setting),
     pytest.warns(UserWarning, match="jax.default_matmul_precision"),
   ):
-    assert jaxprs.products(ols.autocast(fun), A, B) == {"float32": 1}
+    assert jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B) == {
+      "float32": 1
+    }
   with jax.default_matmul_precision("bfloat16"):
-    assert jaxprs.products(ols.autocast(fun), A, B) == {"float16": 1}
+    assert jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B) == {
+      "float16": 1
+    }
 
 
 def test_float64_matmuls_are_unchanged():
   with jax.enable_x64(True):
     wide = lambda a, b: a.astype("float64") @ b.astype("float64") + a @ b
-    counts = jaxprs.products(ols.autocast(wide), A, B)
+    counts = jaxprs.count_matmuls_by_dtype(ols.autocast(wide), A, B)
     assert counts == {"float64": 1, "float16": 1}
     assert jax.eval_shape(ols.autocast(wide), A, B).dtype == np.float64
 
@@ -106,7 +110,7 @@ def test_a_ragged_dot_runs_in_half_precision():
   x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 4])
   loss = lambda x, w: jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
   half = ols.autocast(loss)
-  assert "ragged_dot_general" in jaxprs.in_half(half, x, w)
+  assert "ragged_dot_general" in jaxprs.list_half_primitives(half, x, w)
   gradient = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(x, w)
   assert_same_bits(gradient(half), gradient(loss))
 
@@ -122,7 +126,7 @@ def test_the_branch_of_a_platform_runs_in_half_precision():
     return raise_on_cpu(a) @ a
 
   half = ols.autocast(fun)
-  assert set(jaxprs.products(half, A, B)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(half, A, B)) == {"float16"}
   assert_same_bits(jax.jit(half)(A, B), EXACT)
 
 
@@ -151,21 +155,23 @@ STAYS = {
 }
 
 
-@pytest.mark.parametrize("name", jaxprs.MOVES)
+@pytest.mark.parametrize("name", jaxprs.DATA_MOVEMENT)
 def test_data_movement_after_a_matmul_stays_in_half_precision(name):
-  as_written = jaxprs.of(jaxprs.MOVES[name], A)
+  as_written = jaxprs.list_eqns(jaxprs.DATA_MOVEMENT[name], A)
   if name not in {eqn.primitive.name for eqn in as_written}:
     pytest.skip("With its upgrade flags JAX has another primitive for it.")
-  half = ols.autocast(lambda a, b: jaxprs.MOVES[name](a @ b))
-  assert name in jaxprs.in_half(half, A, B)
+  half = ols.autocast(lambda a, b: jaxprs.DATA_MOVEMENT[name](a @ b))
+  assert name in jaxprs.list_half_primitives(half, A, B)
   # Wherever it is, it is what the product was.
-  assert_same_bits(jax.jit(half)(A, B), jax.jit(jaxprs.MOVES[name])(EXACT))
+  assert_same_bits(
+    jax.jit(half)(A, B), jax.jit(jaxprs.DATA_MOVEMENT[name])(EXACT)
+  )
 
 
 def test_data_movement_of_two_matmuls_keeps_them_separate():
   fun = lambda a, b: lax.optimization_barrier((a @ b, b @ a))
   half = ols.autocast(fun)
-  assert "optimization_barrier" in jaxprs.in_half(half, A, B)
+  assert "optimization_barrier" in jaxprs.list_half_primitives(half, A, B)
   exact = jnp.float16(A) @ jnp.float16(B), jnp.float16(B) @ jnp.float16(A)
   for actual, expected in zip(jax.jit(half)(A, B), exact, strict=True):
     assert_same_bits(actual, jnp.float32(expected))
@@ -175,7 +181,7 @@ def test_data_movement_of_two_matmuls_keeps_them_separate():
 def test_computations_and_transposes_of_sums_stay_in_float32(name):
   half = ols.autocast(lambda a, b: STAYS[name](a @ b))
   allowed = {"convert_element_type", "dot_general", "slice"}
-  assert jaxprs.in_half(half, A, B) <= allowed
+  assert jaxprs.list_half_primitives(half, A, B) <= allowed
   assert_same_bits(jax.jit(half)(A, B), jax.jit(STAYS[name])(EXACT))
 
 
@@ -187,20 +193,22 @@ def test_cotangents_of_a_weight_in_a_scan_are_summed_in_float32():
   xs = jnp.ones((4096, 2, 4))
   # Each step adds 2, and 4,096 of them are beyond what float16 counts by one.
   np.testing.assert_array_equal(jax.jit(jax.grad(half))(jnp.eye(4), xs), 8192)
-  scans = [e for e in jaxprs.of(half, A, xs) if e.primitive.name == "scan"]
+  scans = [
+    e for e in jaxprs.list_eqns(half, A, xs) if e.primitive.name == "scan"
+  ]
   assert all(v.aval.dtype == jnp.float32 for v in scans[0].invars)
 
 
 def test_a_half_precision_output_of_a_call_is_moved_in_half_precision():
   product = jax.jit(lambda a, b: a @ b)
   half = ols.autocast(lambda a, b: product(a, b).T)
-  assert "transpose" in jaxprs.in_half(half, A, B)
+  assert "transpose" in jaxprs.list_half_primitives(half, A, B)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, "bfloat16"])
 def test_a_dtype_may_be_chosen(dtype):
   half = ols.autocast(lambda a, b: a @ b, dtype)
-  assert jaxprs.products(half, A, B) == {jnp.dtype(dtype).name: 1}
+  assert jaxprs.count_matmuls_by_dtype(half, A, B) == {jnp.dtype(dtype).name: 1}
 
 
 def test_the_dtype_float32_returns_the_function_itself():
@@ -212,7 +220,10 @@ def test_the_dtype_float32_returns_the_function_itself():
 def test_an_autocast_inside_another_one_is_unchanged():
   inner = ols.autocast(lambda a, b: a @ b, jnp.bfloat16)
   half = ols.autocast(lambda a, b: inner(a, b) @ b)
-  assert jaxprs.products(half, A, B) == {"bfloat16": 1, "float16": 1}
+  assert jaxprs.count_matmuls_by_dtype(half, A, B) == {
+    "bfloat16": 1,
+    "float16": 1,
+  }
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32", "float8_e4m3fn", None])

@@ -171,7 +171,7 @@ def test_a_rule_may_raise_for_values_that_equinox_guards():
     assert_close(jax.grad(f)(W), jax.grad(loss)(W))
 
 
-def refusing():
+def make_refusing_rule():
   """A product times a mask, whose rule refuses the derivative of the mask."""
 
   def forward(x, w, mask):
@@ -189,7 +189,7 @@ def refusing():
 
 
 def test_a_rule_may_raise_a_custom_error():
-  shared = jax.jit(refusing())
+  shared = jax.jit(make_refusing_rule())
   layer = lambda x, mask: shared(x, W, mask)
   loss = lambda x, mask: jnp.sum(layer(jnp.tanh(layer(x, mask)), mask) ** 2)
   half = ols.autocast(loss)
@@ -200,7 +200,7 @@ def test_a_rule_may_raise_a_custom_error():
 
 
 def test_a_rule_that_raises_is_run_in_each_trace():
-  shared = jax.jit(refusing())
+  shared = jax.jit(make_refusing_rule())
   within = lambda x: jax.jit(lambda x: shared(x, W, X))(x)
   loss = lambda x: jnp.sum(within(x) ** 2) + jnp.sum(shared(x, W, X))
   for _ in range(2):
@@ -208,14 +208,14 @@ def test_a_rule_that_raises_is_run_in_each_trace():
 
 
 def test_a_rule_that_raises_may_have_been_traced_without_autocast():
-  shared = jax.jit(refusing())
+  shared = jax.jit(make_refusing_rule())
   loss = lambda x: jnp.sum(shared(x, W, X) ** 2)
   full, half = jax.grad(loss)(X), jax.grad(ols.autocast(loss))
   assert_close(half(X), full)
 
 
 def test_a_rule_that_raised_for_one_derivative_still_gives_another():
-  fun = refusing()
+  fun = make_refusing_rule()
   loss = lambda x, w, mask: jnp.sum(fun(x, w, mask) ** 2)
   half = jax.jit(ols.autocast(loss))  # So that JAX keeps the rule.
   with pytest.raises(NotImplementedError, match="The mask has no derivative"):
@@ -224,7 +224,7 @@ def test_a_rule_that_raised_for_one_derivative_still_gives_another():
 
 
 def test_a_rule_that_raises_may_be_shared_by_calls_with_other_tangents():
-  shared = jax.jit(refusing())
+  shared = jax.jit(make_refusing_rule())
 
   def loss(w, keep=lambda fun: fun):
     layer = keep(lambda x, w: shared(x, w, X))

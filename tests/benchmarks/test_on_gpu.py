@@ -53,7 +53,7 @@ def measure(programs, rounds=3, until=math.inf):
   return {program.row["variant"]: program.row for program in programs}
 
 
-def told(out):
+def read_events(out):
   """The events in what was printed."""
   return [json.loads(line) for line in out.splitlines()]
 
@@ -175,7 +175,7 @@ def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
     jax_optimizers.LARGE["Adam"], compared=("bare", "ours")
   )
   jax_optimizers.run({"Adam": case}, TINY, time.time() + 60, [])
-  bare, ours = told(capsys.readouterr().out)[-1]["rows"]
+  bare, ours = read_events(capsys.readouterr().out)[-1]["rows"]
   assert ours["error"] == FAILED
   assert bare["milliseconds"] and bare["host_reads"] == 0
   assert bare["parameters"] == 4 * 64 * 64
@@ -183,7 +183,7 @@ def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
 
 def test_the_copy_is_measured(capsys):
   assert bandwidth.measure(jax_device.Copy(TINY.copied), "JAX") > 1e6
-  assert any(e["kind"] == "facts" for e in told(capsys.readouterr().out))
+  assert any(e["kind"] == "facts" for e in read_events(capsys.readouterr().out))
   failed = bandwidth.measure(Sleeper("copy", fails=True), "JAX")
   assert math.isnan(failed)
 
@@ -211,5 +211,5 @@ def test_all_precisions_have_nearly_the_float32_loss(name):
 
 def test_rows_of_a_training_without_time_say_so(capsys):
   jax_training.run("transformer, scan", TINY, time.time() - 1)
-  (row,) = told(capsys.readouterr().out)[-1]["rows"]
+  (row,) = read_events(capsys.readouterr().out)[-1]["rows"]
   assert row["error"] == "left out, since no time is left"

@@ -7,7 +7,7 @@ from helpers.small_model import (
   loss_fn,
   make_batches,
   make_step,
-  overflowing,
+  make_overflowing_batch,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +47,7 @@ class Run:
     self.params = init_params()
     self.start = self.params, self.tx.init(self.params)
     self.good = make_batches(STEPS)
-    self.bad = [overflowing(batch) for batch in self.good]
+    self.bad = [make_overflowing_batch(batch) for batch in self.good]
 
   def count_traces(self, params, batch):
     self.traces += 1

@@ -63,7 +63,7 @@ def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
   )
   expected = optax_battery.make_expected_results()
   found = json.loads(process.stdout)
-  assert list(found) == list(optimizers.factories(module))
+  assert list(found) == list(optimizers.get_factories(module))
   wrong = {
     f"{name}, {what}": found[name][what]
     for name in found
@@ -79,7 +79,7 @@ def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
   [name for name in FACTORIES if name != "optax.lbfgs"],
 )
 def test_the_state_maps_over_params(name):
-  tx = wrapped(name)
+  tx = make_wrapped(name)
   state = tx.init(init_params())
   assert_same_bits(optax.tree.map_params(tx, lambda x: x, state), state)
 
@@ -90,7 +90,7 @@ def test_the_state_maps_over_params(name):
 )
 def test_types_are_stable_in_each_dtype(name, dtype):
   with jax.enable_x64(dtype == "float64"):
-    check_types(name, wrapped(name), jnp.dtype(dtype))
+    check_types(name, make_wrapped(name), jnp.dtype(dtype))
 
 
 @pytest.mark.slow  # Injected around, they are traced on their way as well.
@@ -125,7 +125,7 @@ def make(name):
   return factory(**kwargs)
 
 
-def wrapped(name):
+def make_wrapped(name):
   return ols.with_loss_scaling(make(name))
 
 

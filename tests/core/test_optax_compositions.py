@@ -12,7 +12,7 @@ from helpers.small_model import (
   loss_fn,
   make_batches,
   make_step,
-  overflowing,
+  make_overflowing_batch,
   train,
 )
 import jax
@@ -84,7 +84,7 @@ def test_an_inner_transform_is_unchanged_by_an_overflow(name):
   params = init_params()
   opt_state = tx.init(params)
   good = make_batches(5)
-  bad = [*good[:3], overflowing(good[0]), *good[3:]]
+  bad = [*good[:3], make_overflowing_batch(good[0]), *good[3:]]
 
   good_params, good_state = train(step, params, opt_state, good)
   bad_params, bad_state = train(step, params, opt_state, bad)
@@ -123,7 +123,7 @@ def test_lookahead_keeps_fast_and_slow_params_through_an_overflow():
     return optax.apply_updates(params, updates), opt_state, value
 
   good = make_batches(4)
-  bad = [*good[:1], overflowing(good[0]), *good[1:]]
+  bad = [*good[:1], make_overflowing_batch(good[0]), *good[1:]]
   good_params, good_state = train(step, params, tx.init(params), good)
   bad_params, bad_state = train(step, params, tx.init(params), bad)
   assert_same_bits(bad_params, good_params)
@@ -211,7 +211,7 @@ def has_bitwise_skip(tx):
   return has_same_bits(optax.apply_updates(params, updates), params)
 
 
-def filtered(inner):
+def add_filter(inner):
   return optax.transforms.conditionally_mask(
     inner, lambda step, *, is_wanted, **_: is_wanted, forward_extra_args=True
   )
@@ -231,7 +231,7 @@ def run_filtered(tx, name):
 
 
 def test_an_inner_filter_that_rejects_each_tenth_step_keeps_the_scale():
-  tx = ols.with_loss_scaling(filtered(optax.adam(0.01)))
+  tx = ols.with_loss_scaling(add_filter(optax.adam(0.01)))
   params, state = run_filtered(tx, "is_wanted")
   scale_state = ols.get_loss_scale_state(state)
   assert scale_state.loss_scale == 2.0**15
@@ -261,7 +261,7 @@ def test_the_same_filter_given_as_grads_finite_takes_the_scale_to_its_floor():
 
 
 def test_a_filter_inside_does_not_hide_an_overflow():
-  tx = ols.with_loss_scaling(filtered(optax.adam(0.01)))
+  tx = ols.with_loss_scaling(add_filter(optax.adam(0.01)))
   params = init_params()
   bad = jax.tree.map(lambda p: p * jnp.nan, params)
   for is_wanted in (True, False):
@@ -280,7 +280,7 @@ def test_a_scan_equals_a_loop_through_growth_and_overflow():
   tx = ols.with_loss_scaling(optax.adam(0.01), policy)
   step = make_step(tx, half_loss_fn)
   batches = make_batches(8)
-  batches[4] = overflowing(batches[4])
+  batches[4] = make_overflowing_batch(batches[4])
 
   def body(carry, batch):
     *carry, loss = step(*carry, batch)

@@ -11,7 +11,7 @@ import equinox as eqx
 from flax import nnx
 from helpers import mark_slow_params
 from helpers.bits import has_same_bits
-from helpers.leaves import FLOATS, OTHERS, ZOO
+from helpers.leaves import FLOATS, NON_FLOATS, LEAF_GROUPS
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,8 +169,8 @@ def test_a_float8_loss_warns_too_and_a_bfloat16_loss_does_not():
 
 
 def test_unscale_grads_treats_every_leaf_type_as_documented():
-  got = ols.unscale_grads(ZOO, make_state(2.0))
-  assert has_same_bits(got["others"], OTHERS)
+  got = ols.unscale_grads(LEAF_GROUPS, make_state(2.0))
+  assert has_same_bits(got["others"], NON_FLOATS)
   wide = {"f16": "float32", "f8": "float32", "f8_5": "float32"}
   for name, leaf in FLOATS.items():
     out = got["floats"][name]
@@ -182,9 +182,9 @@ def test_unscale_grads_treats_every_leaf_type_as_documented():
 
 def test_scale_loss_keeps_or_widens_the_type_of_every_leaf():
   scale = 2.0**17  # beyond float16
-  some_others = {k: OTHERS[k] for k in ("int", "none")}
+  some_others = {k: NON_FLOATS[k] for k in ("int", "none")}
   got = ols.scale_loss(FLOATS | some_others, make_state(scale))
-  assert has_same_bits(got["int"], OTHERS["int"])
+  assert has_same_bits(got["int"], NON_FLOATS["int"])
   assert got["none"] is None
   assert got["complex"].dtype == jnp.complex64
   assert has_same_bits(got["complex"], FLOATS["complex"] * scale)
@@ -203,8 +203,8 @@ def test_all_finite_finds_one_bad_entry_in_a_leaf_of_any_type(name):
 
 
 def test_all_finite_checks_floats_only():
-  assert ols.all_finite(ZOO)
-  for empty in ({}, None, [], OTHERS):
+  assert ols.all_finite(LEAF_GROUPS)
+  for empty in ({}, None, [], NON_FLOATS):
     assert ols.all_finite(empty)
 
 
@@ -419,7 +419,7 @@ def test_scaling_by_hand_is_free_in_rules_and_in_other_threads():
   assert set(map(float, found)) == {16.0}
 
 
-class First:
+class UnreadableSignature:
   """A function of which Python does not know the signature."""
 
   @property
@@ -432,7 +432,7 @@ class First:
 
 def test_a_function_without_a_signature_is_differentiated():
   state = ols.FixedLossScale(8.0).init()
-  first = First()
+  first = UnreadableSignature()
   np.testing.assert_array_equal(ols.grad(first, state)(jnp.ones(2)), [1, 0])
 
 

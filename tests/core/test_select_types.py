@@ -31,7 +31,7 @@ def ordinary(grads, state, params=None):
   return new["a"] / (jnp.sqrt(new["b"]) + 1), new
 
 
-def jaxpr_of(update, grads=GRADS, state=OLD):
+def make_select_jaxpr(update, grads=GRADS, state=OLD):
   def run(finite, grads, state):
     return _select.update_with_selects(update, finite, grads, state, None)
 
@@ -159,7 +159,7 @@ def test_a_constraint_on_a_new_moment_reaches_the_updates():
     return new["a"] / (new["b"] + 1), new
 
   assert compare_update_shardings(update) == [P(), P()]
-  names = [eqn.primitive.name for eqn in jaxpr_of(update).eqns]
+  names = [eqn.primitive.name for eqn in make_select_jaxpr(update).eqns]
   assert names[-1] == "select_n"  # All selects are behind.
 
 
@@ -174,7 +174,7 @@ def test_a_jit_stays_a_jit_with_all_its_params():
     keep_unused=True,
     out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
   )
-  jaxpr = jaxpr_of(lambda grads, state, _: update(grads, state))
+  jaxpr = make_select_jaxpr(lambda grads, state, _: update(grads, state))
   (found,) = list_jit_eqns(jaxpr)
   (bare,) = list_jit_eqns(jax.make_jaxpr(update)(GRADS, OLD).jaxpr)
   said = lambda eqn: {k: v for k, v in eqn.params.items() if k != "jaxpr"}
@@ -183,13 +183,13 @@ def test_a_jit_stays_a_jit_with_all_its_params():
 
 def test_without_jit_the_plain_and_the_nested_update_are_equal():
   with jax.disable_jit():
-    jaxpr = jaxpr_of(jax.jit(ordinary))
+    jaxpr = make_select_jaxpr(jax.jit(ordinary))
   assert [e.primitive.name for e in jaxpr.eqns].count("select_n") == 2
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_no_device_select_is_placed_between_host_operations(jit):
-  jaxpr = jaxpr_of(
+  jaxpr = make_select_jaxpr(
     lambda g, s, params=None: on_host.run_on_host(jit(ordinary))(g, s)
   )
   if on_host.IS_CONTEXT:
@@ -209,7 +209,7 @@ def test_no_device_select_is_placed_between_host_operations(jit):
 )
 def test_selects_of_a_host_update_are_on_the_host():
   with on_host.compute_on("device_host"):
-    jaxpr = jaxpr_of(ordinary)
+    jaxpr = make_select_jaxpr(ordinary)
   assert {eqn.ctx.compute_type for eqn in jaxpr.eqns} == {"device_host"}
   assert jaxpr.eqns[-1].primitive.name != "select_n"
 
@@ -221,7 +221,7 @@ def test_an_equation_in_another_context_is_selected_after():
     with set_xla_metadata(**metadata):
       return ordinary(grads, state)
 
-  jaxpr = jaxpr_of(marked)
+  jaxpr = make_select_jaxpr(marked)
   assert [e.primitive.name for e in jaxpr.eqns[-2:]] == 2 * ["select_n"]
 
 

@@ -20,7 +20,7 @@ PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
 POLICY = ols.DynamicLossScale(hysteresis=2)
 
 
-def types(tree):
+def get_types(tree):
   """What must not change from step to step."""
   return jax.tree.map(jax.typeof, tree)
 
@@ -28,13 +28,13 @@ def types(tree):
 def test_many_steps_are_one_trace_and_types_never_change():
   tx = ols.with_loss_scaling(optax.adamw(0.1), POLICY)
   state = tx.init(PARAMS)
-  before = types(state)
+  before = get_types(state)
   assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
   step = jax.jit(tx.update)
   for factor in (1.0, jnp.inf, 1.0, jnp.nan):
     grads = jax.tree.map(lambda x, f=factor: x * f, PARAMS)
     _, state = step(grads, state, PARAMS)
-    assert types(state) == before
+    assert get_types(state) == before
   assert step._cache_size() == 1
 
 
@@ -85,11 +85,11 @@ def test_the_scale_is_float32_in_every_mode(x64):
     params = {"w": jnp.ones(3, jnp.float64 if x64 else jnp.float32)}
     tx = ols.with_loss_scaling(optax.identity(), POLICY, max_norm=2.0)
     state = tx.init(params)
-    before = types(state)
+    before = get_types(state)
     grads = ols.grad(lambda p: jnp.sum(p["w"] * p["w"]), state)(params)
     assert grads["w"].dtype == params["w"].dtype
     updates, state = jax.jit(tx.update)(grads, state, params)
-    assert types(state) == before
+    assert get_types(state) == before
     assert updates["w"].dtype == params["w"].dtype
     scale_state = state.loss_scale_state
     assert scale_state.loss_scale.dtype == jnp.float32
@@ -137,7 +137,7 @@ def test_the_scale_is_found_and_set_wherever_it_is(hide):
   assert (found.loss_scale, found.finite_count) == (64, 1)
   changed = ols.set_loss_scale(tree, 8)
   assert jax.tree.structure(changed) == jax.tree.structure(tree)
-  assert types(changed) == types(jax.tree.map(jnp.asarray, tree))
+  assert get_types(changed) == get_types(jax.tree.map(jnp.asarray, tree))
   found = ols.get_loss_scale_state(changed)
   assert (found.loss_scale, found.finite_count) == (8, 0)
   assert ols.get_loss_scale_state(tree).loss_scale == 64

@@ -36,7 +36,7 @@ STORED = pathlib.Path(record.__file__).parent
 VERSIONS = [x.stem for x in STORED.glob("[0-9]*.json")]
 
 
-def stored(version, kind):
+def load_stored(version, kind):
   """The bytes that a version wrote."""
   as_text = json.loads((STORED / f"{version}.json").read_text())
   return base64.b64decode(as_text[kind])
@@ -47,7 +47,7 @@ def load_stored_fields():
 
   A pickle knows them by their order, and all others by their names.
   """
-  data = serialization.msgpack_restore(stored(ols.__version__, "msgpack"))
+  data = serialization.msgpack_restore(load_stored(ols.__version__, "msgpack"))
   fields = {}
   for name, policy in record.POLICIES.items():
     _, state = data[name].values()
@@ -120,9 +120,9 @@ def test_a_state_stored_by_a_version_is_read_and_training_continues(
   version, name
 ):
   tx, (params, state) = record.make(record.POLICIES[name])
-  pickled = pickle.loads(stored(version, "pickle"))[name]
+  pickled = pickle.loads(load_stored(version, "pickle"))[name]
   fresh = {name: (params, tx.init(params))}
-  data = serialization.msgpack_restore(stored(version, "msgpack"))
+  data = serialization.msgpack_restore(load_stored(version, "msgpack"))
   unpacked = serialization.from_state_dict(fresh, {name: data[name]})[name]
   assert_same_bits(pickled, unpacked)
   assert jax.tree.structure(pickled) == jax.tree.structure((params, state))

@@ -28,7 +28,7 @@ def make_subnormals(dtype):
   return jnp.asarray(np.tile(np.array(few, dtype), 9))
 
 
-def skip(optimizer, params, jitted, select=False):
+def run_skipped_step(optimizer, params, jitted, select=False):
   """The params after a step that is skipped."""
   tx = ols.with_loss_scaling(OPTIMIZERS[optimizer])
 
@@ -61,7 +61,7 @@ optimizers = pytest.mark.parametrize(
 @pytest.mark.parametrize("dtype", KEPT)
 def test_float16_and_float8_keep_subnormal_moments(dtype, optimizer, jitted):
   params = make_subnormals(dtype)
-  assert has_same_bits(skip(optimizer, params, jitted), params)
+  assert has_same_bits(run_skipped_step(optimizer, params, jitted), params)
 
 
 @optimizers
@@ -70,7 +70,7 @@ def test_outside_jit_other_dtypes_flush_subnormals_to_zero_only(
   dtype, optimizer
 ):
   old = np.asarray(make_subnormals(dtype))
-  new = np.asarray(skip(optimizer, jnp.asarray(old), jitted=False))
+  new = np.asarray(run_skipped_step(optimizer, jnp.asarray(old), jitted=False))
   # In NumPy, which takes them for what they are.
   are_subnormal = (old != 0) & (np.abs(old) < np.array(jnp.finfo(dtype).tiny))
   assert are_subnormal.any()
@@ -85,20 +85,24 @@ def test_outside_jit_other_dtypes_flush_subnormals_to_zero_only(
 )
 def test_select_if_finite_keeps_all_subnormal_moments(dtype, optimizer, jitted):
   params = make_subnormals(dtype)
-  assert has_same_bits(skip(optimizer, params, jitted, select=True), params)
+  assert has_same_bits(
+    run_skipped_step(optimizer, params, jitted, select=True), params
+  )
 
 
 @optimizers
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_under_jit_float32_and_float64_keep_subnormal_moments(dtype, optimizer):
   params = make_subnormals(dtype)
-  assert has_same_bits(skip(optimizer, params, jitted=True), params)
+  assert has_same_bits(run_skipped_step(optimizer, params, jitted=True), params)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
 def test_under_jit_bfloat16_and_complex_adam_moments_lose_subnormals(dtype):
   params = make_subnormals(dtype)
-  assert not has_same_bits(skip("adam", params, jitted=True), params)
+  assert not has_same_bits(
+    run_skipped_step("adam", params, jitted=True), params
+  )
 
 
 @pytest.mark.parametrize("dtype", LOST_EAGERLY)

@@ -4,7 +4,7 @@ import functools
 
 from helpers import mark_slow_params
 from helpers.bits import has_same_bits
-from helpers.leaves import FLOATS, OTHERS, ZOO
+from helpers.leaves import FLOATS, NON_FLOATS, LEAF_GROUPS
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,13 +29,13 @@ def make_grads(dtype=jnp.float32):
   return jax.tree.map(lambda x: (x * 0.25 + 0.5).astype(dtype), make_params())
 
 
-def spoil(tree, bad, leaf="w"):
+def insert_bad(tree, bad, leaf="w"):
   flat = tree[leaf].reshape(-1).at[-1].set(bad)
   return tree | {leaf: flat.reshape(tree[leaf].shape)}
 
 
 @functools.cache
-def step_of(tx):
+def make_step(tx):
   return jax.jit(
     lambda g, s, p, **extra: _apply(p, *tx.update(g, s, p, **extra))
   )
@@ -91,7 +91,7 @@ def test_float16_gradients_do_not_destroy_adam():
   tx = ols.with_loss_scaling(optax.adam(1e-2))
   state = tx.init(params)
   assert state.inner_state[0].nu["w"].dtype == jnp.float32
-  updates, state = step_of(tx)(grads, state, params)[1:]
+  updates, state = make_step(tx)(grads, state, params)[1:]
   reference = optax.adam(1e-2)
   wide = {"w": grads["w"].astype(jnp.float32)}
   expected, _ = reference.update(wide, reference.init(wide), wide)
@@ -195,10 +195,10 @@ def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
   w = jnp.ones(2, jnp.complex64 if dtype == jnp.complex64 else jnp.float32)
   state = tx.init(w)
   for bad in ([largest, -largest], [0.0, largest]):
-    new, _, state = step_of(tx)(jnp.array(bad, dtype), state, w)
+    new, _, state = make_step(tx)(jnp.array(bad, dtype), state, w)
     assert has_same_bits(new, w)
     assert not state.loss_scale_state.last_finite
-  new, _, state = step_of(tx)(jnp.array([large, 0.0], dtype), state, w)
+  new, _, state = make_step(tx)(jnp.array([large, 0.0], dtype), state, w)
   assert state.loss_scale_state.last_finite
   assert ols.all_finite(new)
 
@@ -209,14 +209,14 @@ def test_a_nan_from_the_optimizer_is_found_with_check_updates():
   w = jnp.array([1.0, 1.0])
   bad = jnp.array([1.0, -1.0])
   plain = ols.with_loss_scaling(inner)
-  new, _, state = step_of(plain)(bad, plain.init(w), w)
+  new, _, state = make_step(plain)(bad, plain.init(w), w)
   assert jnp.isnan(new[1])
   checked = ols.with_loss_scaling(inner, check_updates=True)
-  new, _, state = step_of(checked)(bad, checked.init(w), w)
+  new, _, state = make_step(checked)(bad, checked.init(w), w)
   assert has_same_bits(new, w)
   assert has_same_bits(state.inner_state, checked.init(w).inner_state)
   assert state.loss_scale_state.total_notfinite == 1
-  new, _, state = step_of(checked)(w, state, w)
+  new, _, state = make_step(checked)(w, state, w)
   assert state.loss_scale_state.last_finite
 
 
@@ -359,8 +359,8 @@ def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(
 def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
   amax, seen
 ):
-  state = SEEING.init(1.0)
-  update = functools.partial(SEEING.update, grads_amax=amax)
+  state = AMAX_RECORDER.init(1.0)
+  update = functools.partial(AMAX_RECORDER.update, grads_amax=amax)
   for step in (update, jax.jit(update)):
     _, after = step(jnp.float32(2), state, jnp.float32(1))
     assert after.loss_scale_state.policy_state == seen
@@ -371,13 +371,13 @@ def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
 )
 def test_a_grads_amax_above_float32_is_clipped_to_the_largest_float32(amax):
   """As a gradient in float64 is, which is finite."""
-  state = SEEING.init(1.0)
-  _, after = SEEING.update(1.0, state, 1.0, grads_amax=amax)
+  state = AMAX_RECORDER.init(1.0)
+  _, after = AMAX_RECORDER.update(1.0, state, 1.0, grads_amax=amax)
   largest = float(jnp.finfo(jnp.float32).max)
   assert after.loss_scale_state.policy_state == largest
 
 
-class Seeing:
+class AmaxRecorder:
   """A policy that remembers the largest gradient that it was told of."""
 
   def init(self):
@@ -389,7 +389,7 @@ class Seeing:
     return state._replace(policy_state=grads_amax)
 
 
-SEEING = ols.with_loss_scaling(optax.sgd(1.0), Seeing())
+AMAX_RECORDER = ols.with_loss_scaling(optax.sgd(1.0), AmaxRecorder())
 
 
 # Skipping.
@@ -425,7 +425,7 @@ def test_a_skipped_step_changes_no_bit_and_no_type_in_any_mix_of_dtypes(
   state = tx.init(params)
   params, _, state = step(grads, state, params)
   for bad, leaf in ((NAN, "w"), (INF, "b"), (-INF, "w")):
-    new, updates, skipped = step(spoil(grads, bad, leaf), state, params)
+    new, updates, skipped = step(insert_bad(grads, bad, leaf), state, params)
     assert has_same_bits(new, params)
     assert has_same_bits(skipped.inner_state, state.inner_state)
     assert all(
@@ -444,9 +444,9 @@ def test_complex_parameters_survive_a_skip_and_train():
   tx = ols.with_loss_scaling(optax.sgd(0.5, momentum=0.9))
   w = jnp.array([complex(-0.0, -0.0), complex(0.0, -0.0), complex(1, 2)])
   grads = jnp.array([1.0, 1.0, complex(0.0, INF)])
-  new, _, _ = step_of(tx)(grads, tx.init(w), w)
+  new, _, _ = make_step(tx)(grads, tx.init(w), w)
   assert has_same_bits(new, w)
-  new, _, _ = step_of(tx)(w, tx.init(w), w)
+  new, _, _ = make_step(tx)(w, tx.init(w), w)
   assert new[2] == complex(0.5, 1)
 
 
@@ -501,7 +501,7 @@ def test_no_inner_optimizer_ever_sees_a_nan():
   )
   tx = ols.with_loss_scaling(inner)
   params, grads = make_params(), make_grads()
-  step_of(tx)(spoil(grads, NAN), tx.init(params), params)
+  make_step(tx)(insert_bad(grads, NAN), tx.init(params), params)
   jax.effects_barrier()
   assert len(seen) == 1
   assert (seen[0] == 0).all()
@@ -535,7 +535,7 @@ def test_one_bad_micro_batch_costs_one_micro_batch_around_multi_steps():
     tx = ols.with_loss_scaling(inner)
     params, state = w, tx.init(w)
     for grads in (good, bad, 3 * good):
-      params, _, state = step_of(tx)(grads, state, params)
+      params, _, state = make_step(tx)(grads, state, params)
     assert params.tolist() == [-2.0, -2.0]
     assert state.inner_state.gradient_step == 1
 
@@ -579,7 +579,7 @@ def test_max_norm_clips_as_optax_does(grads_are_scaled, max_norm):
   expected, _ = bare.update(grads, bare.init(params), params)
   if grads_are_scaled:
     grads = jax.tree.map(lambda x: x * 2.0**10, grads)
-  got = step_of(tx)(grads, tx.init(params), params)[1]
+  got = make_step(tx)(grads, tx.init(params), params)[1]
   for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -599,10 +599,10 @@ def test_max_norm_skips_a_nonfinite_gradient_and_keeps_zeros():
   tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
   w = jnp.ones(3)
   for bad in (NAN, INF):
-    new, _, state = step_of(tx)(w.at[1].set(bad), tx.init(w), w)
+    new, _, state = make_step(tx)(w.at[1].set(bad), tx.init(w), w)
     assert has_same_bits(new, w)
     assert not state.loss_scale_state.last_finite
-  new, _, state = step_of(tx)(w * 0, tx.init(w), w)
+  new, _, state = make_step(tx)(w * 0, tx.init(w), w)
   assert state.loss_scale_state.last_finite
   assert ols.all_finite(new)
 
@@ -673,19 +673,19 @@ def test_with_loss_scaling_itself_can_be_injected():
 def test_every_leaf_type_passes_through_a_step(options, jitted):
   tx = ols.with_loss_scaling(optax.identity(), 1.0, **options)
   update = jax.jit(tx.update) if jitted else tx.update
-  updates, state = update(ZOO, tx.init(ZOO), ZOO)
+  updates, state = update(LEAF_GROUPS, tx.init(LEAF_GROUPS), LEAF_GROUPS)
   assert state.loss_scale_state.last_finite
   expected = jax.tree.map(
-    lambda x: jnp.asarray(x) if isinstance(x, (int, float)) else x, ZOO
+    lambda x: jnp.asarray(x) if isinstance(x, (int, float)) else x, LEAF_GROUPS
   )
   assert has_same_bits(updates, expected)
 
-  bad = ZOO | {"floats": FLOATS | {"f16": FLOATS["f16"] * jnp.inf}}
-  updates, state = update(bad, tx.init(ZOO), ZOO)
+  bad = LEAF_GROUPS | {"floats": FLOATS | {"f16": FLOATS["f16"] * jnp.inf}}
+  updates, state = update(bad, tx.init(LEAF_GROUPS), LEAF_GROUPS)
   assert not state.loss_scale_state.last_finite
   # What is added to a parameter adds nothing; the rest is not added.
   for leaf in jax.tree.leaves(updates["floats"]):
     assert (np.asarray(leaf) == 0).all()
   assert not updates["others"]["int"].any()
   for name in ("bool", "float0", "key", "_overwrite_with_gradient"):
-    assert has_same_bits(updates["others"][name], OTHERS[name])
+    assert has_same_bits(updates["others"][name], NON_FLOATS[name])

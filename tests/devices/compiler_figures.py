@@ -20,7 +20,7 @@ import optax_lossscale as ols
 SIDE = 1024
 
 
-def figures(device, tx, *, leaves=4, side=SIDE, dtype=jnp.float32):
+def measure_step(device, tx, *, leaves=4, side=SIDE, dtype=jnp.float32):
   """Those of one step, bytes for one parameter."""
   params = {
     f"w{i:03}": jax.ShapeDtypeStruct((side, side), jnp.float32)
@@ -45,7 +45,7 @@ def figures(device, tx, *, leaves=4, side=SIDE, dtype=jnp.float32):
   }
 
 
-def steps(device):
+def measure_steps(device):
   """By name, the figures of bare Optax and of ours."""
   pairs = {}
   for name, options in {
@@ -65,12 +65,12 @@ def steps(device):
     {},
   )
   return {
-    name: [figures(device, tx, **options) for tx in (bare, ours)]
+    name: [measure_step(device, tx, **options) for tx in (bare, ours)]
     for name, (bare, ours, options) in pairs.items()
   }
 
 
-def collectives():
+def measure_collectives():
   """What a sharded step sends more than that of bare Optax, by name."""
   cases = {
     "data parallel": ("data parallel", 2, {}),
@@ -86,7 +86,7 @@ def collectives():
   }
 
 
-def gradients(device):
+def measure_gradients(device):
   """What the gradients of two models cost, in float32 and with autocast."""
   images = jax.ShapeDtypeStruct((16, 64, 64, 3), jnp.float32)
   models = {
@@ -113,11 +113,11 @@ def gradients(device):
 
 if __name__ == "__main__":
   (device,) = sys.argv[1:]
-  found = {"steps": steps(device)}
+  found = {"steps": measure_steps(device)}
   if device == "v5e":
-    found["collectives"] = collectives()
+    found["collectives"] = measure_collectives()
   if device in ("t4", "v100"):
-    found["gradients"] = gradients(device)
+    found["gradients"] = measure_gradients(device)
   if device == "h100":
     found["attention"] = attention_costs.attention(device)
   print(json.dumps(found))

@@ -38,7 +38,7 @@ ONE_NUMBER = [["all-reduce", "f32[]"]]
 
 
 @functools.cache
-def found(device):
+def load_figures(device):
   if importlib.util.find_spec(COMPILERS[device]) is None:
     pytest.skip(
       f"needs {COMPILERS[device]}, which holds the compiler for {device}:"
@@ -58,7 +58,7 @@ def found(device):
 @pytest.mark.parametrize("step", BYTES)
 @pytest.mark.parametrize("device", COMPILERS)
 def test_a_step_reads_the_gradients_at_most_one_more_time(device, step):
-  bare, ours = found(device)["steps"][step]
+  bare, ours = load_figures(device)["steps"][step]
   # On a GPU a leaf is summed in two kernels, with a few numbers between them.
   expected = pytest.approx(BYTES[step], abs=0.01)
   assert (bare["bytes"], ours["bytes"]) == expected
@@ -67,7 +67,7 @@ def test_a_step_reads_the_gradients_at_most_one_more_time(device, step):
 
 @pytest.mark.parametrize("device", COMPILERS)
 def test_many_leaves_need_few_kernels(device):
-  _, ours = found(device)["steps"]["100 leaves"]
+  _, ours = load_figures(device)["steps"]["100 leaves"]
   assert ours["kernels"] <= KERNELS_OF_100_LEAVES[device]
 
 
@@ -83,7 +83,7 @@ def test_many_leaves_need_few_kernels(device):
   ],
 )
 def test_devices_send_each_other_one_number_for_all_leaves(step, gained):
-  assert found("v5e")["collectives"][step] == gained
+  assert load_figures("v5e")["collectives"][step] == gained
 
 
 LIBRARIES = "__cublas$", "__cudnn$"
@@ -97,7 +97,7 @@ MOVED = {"transformer": 0.85, "convolutions": 0.97}
 def test_each_matmul_of_autocast_runs_in_float16_in_an_nvidia_library(
   device, model
 ):
-  casts = found(device)["gradients"][model]
+  casts = load_figures(device)["gradients"][model]
   for cast, dtype in (("float32", "f32"), ("autocast", "f16")):
     products = casts[cast]["products"]
     assert all(name.startswith(LIBRARIES) for name in products)
@@ -107,7 +107,7 @@ def test_each_matmul_of_autocast_runs_in_float16_in_an_nvidia_library(
 
 
 def test_cudnn_attention_refuses_float32_and_runs_between_casts():
-  by_name = found("h100")["attention"]
+  by_name = load_figures("h100")["attention"]
   assert "got float32" in by_name["cuDNN"]["error"]
   cast = by_name["cuDNN, in half"]
   assert cast["products"] == {

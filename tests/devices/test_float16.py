@@ -63,8 +63,10 @@ def test_under_jit_the_mean_over_the_whole_batch_is_the_fix(is_mean):
     losses = (w.astype(jnp.float16) * x).astype(jnp.float32)
     return jnp.mean(losses) if is_mean else jnp.sum(losses)
 
-  x = jax.device_put(make_examples(8), sharding.named(mesh, P("data")))
-  w = jax.device_put(jnp.float32(1), sharding.named(mesh, P()))
+  x = jax.device_put(
+    make_examples(8), sharding.to_named_shardings(mesh, P("data"))
+  )
+  w = jax.device_put(jnp.float32(1), sharding.to_named_shardings(mesh, P()))
   grad = jax.jit(lambda w, x: ols.grad(loss, STATE)(w, x))(w, x)
   assert grad == PER_DEVICE / SCALE if is_mean else np.isinf(grad)
 
@@ -245,6 +247,6 @@ def list_sum_dtypes(fun, *args):
   """Of the equations that sum over devices, at any depth."""
   return {
     str(eqn.invars[0].aval.dtype)
-    for eqn in jaxprs.of(fun, *args)
+    for eqn in jaxprs.list_eqns(fun, *args)
     if eqn.primitive.name.startswith("psum")
   }

@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("training_process.py")
 EXAMPLE = ROOT / "examples" / "multihost.py"
 STEPS = 50
 # Far more than is needed, for machines with more to do than processors.
-PATIENCE = 300
+TIMEOUT = 300
 # JAX's own is 100 seconds; a process waits this long for one that died.
 HEARTBEAT_TIMEOUT = 15
 
@@ -64,9 +64,9 @@ def test_the_multihost_example_trains_on_two_processes():
     [sys.write_executable, EXAMPLE, "--processes", "2", "--steps", "3"],
     capture_output=True,
     check=False,
-    env=environment(),
+    env=make_environment(),
     text=True,
-    timeout=PATIENCE,
+    timeout=TIMEOUT,
   )
   assert done.returncode == 0, done.stderr
   assert "3/3" in done.stderr  # the progress bar, of one process
@@ -96,7 +96,7 @@ class Processes:
         [sys.write_executable, str(WORKER), json.dumps(config)],
         stdout=log,
         stderr=subprocess.STDOUT,
-        env=environment(),
+        env=make_environment(),
       )
 
   def __enter__(self):
@@ -109,7 +109,7 @@ class Processes:
 
   def wait(self, process_id):
     try:
-      return self.processes[process_id].wait(timeout=PATIENCE)
+      return self.processes[process_id].wait(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
       pytest.fail(f"Process {process_id} hangs.\n{self.logs()}")
 
@@ -127,7 +127,7 @@ class Processes:
     )
 
 
-def environment():
+def make_environment():
   old = filter(None, [os.environ.get("PYTHONPATH")])
   path = [str(ROOT), str(ROOT / "tests"), *old]
   return os.environ | {"PYTHONPATH": os.pathsep.join(path)}

@@ -353,17 +353,19 @@ def run_both_steps(tx, step, mode, data):
   """The params and loss-scale states after each step, params sharded."""
   mesh = sharding.make_mesh((8,), ("data",))
   params = jnp.ones(8)
-  specs = P("data"), sharding.state_specs(tx, params, P("data"))
+  specs = P("data"), sharding.infer_state_specs(tx, params, P("data"))
   if mode == "shard_map":
     step = jax.shard_map(
       step, mesh=mesh, in_specs=(*specs, P(None, "data")), out_specs=specs
     )
-  carry = jax.device_put((params, tx.init(params)), sharding.named(mesh, specs))
+  carry = jax.device_put(
+    (params, tx.init(params)), sharding.to_named_shardings(mesh, specs)
+  )
   step = jax.jit(step)
   history = []
   for micro_batches in data:
     old = carry
-    batches = sharding.named(mesh, P(None, "data"))
+    batches = sharding.to_named_shardings(mesh, P(None, "data"))
     carry = step(*old, jax.device_put(micro_batches, batches))
     sharding.assert_shardings_equal(carry, old)
     sharding.assert_replicas_equal(carry)

@@ -62,7 +62,7 @@ def assert_remote_members_raise():
   state = state._replace(notfinite_count=np.arange(N_DEVICES, dtype=np.int32))
   mesh = sharding.make_mesh((N_DEVICES,), ("members",))
   shardings = jax.tree.map(lambda _: NamedSharding(mesh, P("members")), state)
-  state = {"opt": sharding.put(state, shardings)}
+  state = {"opt": sharding.put_on_devices(state, shardings)}
   try:
     ols.raise_if_stuck(state, N_DEVICES - 1)
   except ValueError as error:

@@ -483,7 +483,7 @@ def test_an_opaque_primitive_is_reported(monkeypatch):
 def test_primitives_of_hijax_are_entered_where_autocast_enters_them():
   programs = checkpointed, with_a_rule, with_a_tangent_rule
   plain_errors = [compare(fun, W, X).error for fun in programs]
-  with hijax.flags_on("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"):
+  with hijax.enable_flags("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"):
     for fun, error in zip(programs, plain_errors, strict=True):
       report = compare(fun, W, X)
       assert report.error == pytest.approx(error, rel=1e-3)
@@ -786,7 +786,9 @@ def test_the_error_of_a_sum_over_devices_is_underestimated(count, share):
   x = jax.random.normal(KEYS[0], (64, 512))
   w = jax.random.normal(KEYS[1], (512, 64)) / 22
   specs = P(None, "i"), P("i", None)
-  x, w = sharding.put((x, w), sharding.named(mesh, specs))
+  x, w = sharding.put_on_devices(
+    (x, w), sharding.to_named_shardings(mesh, specs)
+  )
   cast = ols.autocast(lambda w, x: x @ w)
   told = compare_grads(cast, w, x).error
   exact = np.float64(x) @ np.float64(w)

@@ -6,7 +6,7 @@ from helpers import (
   mark_slow_params,
   planted_layers,
 )
-from helpers.planted_layers import batch, normal, normalize, WIDTH
+from helpers.planted_layers import make_batch, normal, normalize, WIDTH
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,12 +29,12 @@ def compare_planted(model, dtype=jnp.float16, **kwargs):
   return compare(trained, *model.args, **kwargs)
 
 
-def flat(tree):
+def flatten(tree):
   return np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
 
 
 def relative_error(exact, other):
-  a, b = flat(exact), flat(other)
+  a, b = flatten(exact), flatten(other)
   return np.linalg.norm(b - a) / np.linalg.norm(a)
 
 
@@ -42,7 +42,7 @@ def cosine(reference, other):
   """The smallest one, of results that are returned one beside the other."""
   if type(reference) is tuple:
     return min(map(cosine, reference, other))
-  a, b = flat(reference), flat(other)
+  a, b = flatten(reference), flatten(other)
   return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
 
 
@@ -68,7 +68,7 @@ SLOW_PLANTED = {
   "name", mark_slow_params(QUICK, planted_layers.NAMES, SLOW_PLANTED)
 )
 def test_a_bad_matmul_is_named_and_its_name_repairs_the_gradients(name):
-  model = planted_layers.make(name)
+  model = planted_layers.make_model(name)
   report = compare_planted(model)
   assert any(map(model.is_planted, report.matmuls[:2]))
   (worst,) = report.top_outliers(1)
@@ -96,7 +96,7 @@ def test_a_bad_matmul_is_named_and_its_name_repairs_the_gradients(name):
 
 @pytest.mark.parametrize("name", mark_slow_params(QUICK, planted_layers.NAMES))
 def test_the_same_model_without_the_fault_has_no_outlier(name):
-  model = planted_layers.make(name, fault=False)
+  model = planted_layers.make_model(name, fault=False)
   for search in "exhaustive", "bisect":
     report = compare_planted(model, search=search)
     assert report.top_outliers(3) == report.overflowing == ()
@@ -106,7 +106,7 @@ def test_the_same_model_without_the_fault_has_no_outlier(name):
 def test_bfloat16_has_different_thresholds():
   """What is bad in float16 is worse there, and the rest is worse as well."""
   for fault in False, True:
-    model = planted_layers.make("one_product", fault)
+    model = planted_layers.make_model("one_product", fault)
     report = compare_planted(model, dtype=jnp.bfloat16)
     assert len(report.top_outliers(3)) == fault
 
@@ -129,7 +129,7 @@ sound_models = pytest.mark.parametrize(
 
 @sound_models
 def test_a_sound_model_has_no_outlier_and_its_error_is_exact(name):
-  model = float32_models.make(name)
+  model = float32_models.make_model(name)
   gradients = lambda cast: lambda arrays: model.value_and_grad(arrays, cast)[2]
   trained = gradients(ols.autocast)
   with jax.default_matmul_precision("highest"):
@@ -173,7 +173,7 @@ def test_only_the_bad_one_of_layers_that_share_a_function_is_kept(name):
   layers = [{"up": draw(i), "down": draw(9 + i)} for i in range(4)]
   layers[1]["up"] *= 1e6  # in front of a norm
   params = {"layers": layers, "head": draw(0)}
-  layer, (x, y) = SHARED_BY[name](block), batch()
+  layer, (x, y) = SHARED_BY[name](block), make_batch()
 
   def loss_fn(params):
     hidden = x

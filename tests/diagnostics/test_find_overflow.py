@@ -505,7 +505,9 @@ def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
     part, mesh=mesh, in_specs=(P(), spec), out_specs=P(), check_vma=check_vma
   )
   w, x = jnp.eye(4, dtype=X.dtype) * 3, jnp.ones((8, 4), X.dtype)
-  args = sharding.put((w, x), sharding.named(mesh, (P(), spec)))
+  args = sharding.put_on_devices(
+    (w, x), sharding.to_named_shardings(mesh, (P(), spec))
+  )
   fun = jax.value_and_grad(loss_fn)
   skip_if_jax_cannot(jax.jit(fun), *args)
 
@@ -594,7 +596,7 @@ def scan_that_overflows(x):
 @pytest.mark.parametrize("report", [find_overflow, compare_precision])
 def test_a_flag_under_which_jax_drops_scans_is_refused(wrap, report):
   fun = wrap(scan_that_overflows)
-  with hijax.flags_on("jax_scan3"):
+  with hijax.enable_flags("jax_scan3"):
     if jnp.isinf(jax.jit(fun)(X)).any():
       pytest.skip("This JAX compiles such scans.")
     with pytest.raises(RuntimeError, match=f"jax_scan3.*{report.__name__} wou"):
@@ -861,7 +863,9 @@ def test_an_iteration_of_a_while_loop_is_named_by_its_number():
 def test_a_loop_over_arrays_whose_types_are_sharded_is_followed():
   mesh = sharding.make_mesh((4,), ("data",), AxisType.Explicit)
   ones = jnp.ones((4, 3), X.dtype)
-  (x,) = sharding.put((ones,), sharding.named(mesh, (P("data"),)))
+  (x,) = sharding.put_on_devices(
+    (ones,), sharding.to_named_shardings(mesh, (P("data"),))
+  )
 
   def scan(x):
     step = lambda x, i: (x * jnp.where(i == 2, 60000, 2).astype(x.dtype), x)

@@ -25,7 +25,7 @@ def without_caches():
   jax.config.update("jax_enable_compilation_cache", enabled)
 
 
-def seconds(fun):
+def time_call(fun):
   jax.clear_caches()
   started = time.perf_counter()
   out = fun()
@@ -43,8 +43,8 @@ PROGRAMS = {
 def test_it_takes_at_most_thirty_times_as_long_as_compiling_the_step(name):
   make, primitive = PROGRAMS[name]
   fun, *args = make()
-  compiling, _ = seconds(lambda: jax.jit(fun).lower(*args).compile())
-  finding, hit = seconds(lambda: find_overflow(fun, *args))
+  compiling, _ = time_call(lambda: jax.jit(fun).lower(*args).compile())
+  finding, hit = time_call(lambda: find_overflow(fun, *args))
   assert hit.primitive == primitive
   # Measured: 2 to 4 times.
   assert finding < 30 * compiling
@@ -60,8 +60,8 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_in_loops_take_at_most_ten_times_as_long(name):
   fun, *args = LOOPS[name]()
-  compiling, _ = seconds(lambda: jax.jit(fun).lower(*args).compile())
-  finding, hit = seconds(lambda: find_overflow(fun, *args))
+  compiling, _ = time_call(lambda: jax.jit(fun).lower(*args).compile())
+  finding, hit = time_call(lambda: find_overflow(fun, *args))
   assert hit.backward
   # Measured: 2.5 to 4 times, in seconds of CPU.
   assert finding < 10 * compiling
@@ -112,12 +112,12 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
     assert len(traced) == 2
     counts[outer] = len(steps)
   # An iteration of each loop, and what is around them.
-  assert counts[4] == counts[8] < len(jaxprs.of(fun, x))
+  assert counts[4] == counts[8] < len(jaxprs.list_eqns(fun, x))
 
 
 def test_the_code_around_a_loop_is_not_compiled_again(caplog):
   fun, x = make_nested_loops(4, 3)
-  operations = len(jaxprs.of(fun, x))
+  operations = len(jaxprs.list_eqns(fun, x))
   count = count_compilations(caplog, lambda: find_overflow(fun, x))
   # The whole, both loops, and operations of iterations that overflow.
   assert count <= 3 + operations
@@ -147,7 +147,7 @@ def test_a_finite_program_is_compiled_once(caplog):
 def test_each_equation_is_compiled_at_most_once(caplog):
   """Nothing is compiled to mark what is not finite, whatever its shape."""
   fun, *args = overflowing_steps.layers_of_all_shapes(4)
-  operations = len(jaxprs.of(fun, *args))
+  operations = len(jaxprs.list_eqns(fun, *args))
   hits = []
   count = count_compilations(
     caplog, lambda: hits.append(find_overflow(fun, *args))

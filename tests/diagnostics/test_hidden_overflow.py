@@ -20,7 +20,7 @@ compare = functools.partial(diagnostics.compare_precision, progress=False)
 gradient_of = whole_steps._compute_grads
 
 
-def step_of(
+def make_step(
   policy,
   transform_grads=lambda grads: grads,
   differentiate=gradient_of,
@@ -33,15 +33,15 @@ def step_of(
   def changed(params, state, batch):
     return transform_grads(differentiate(params, state, batch))
 
-  step = functools.partial(whole_steps.step_with, tx, differentiate=changed)
+  step = functools.partial(whole_steps.train_step, tx, differentiate=changed)
   return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
 
 
-def on_each(change):
+def map_grads(change):
   return lambda grads: jax.tree.map(change, grads)
 
 
-def guarded(policy, taken):
+def make_guarded_step(policy, taken):
   """A step with a branch of its own around the update."""
   tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
 
@@ -65,33 +65,35 @@ def of_micro_batches(policy):
   def differentiate(params, state, _):
     def add(total, batch):
       grads = gradient_of(params, state, batch)
-      return jax.tree.map(jnp.add, total, on_each(jnp.nan_to_num)(grads)), None
+      return jax.tree.map(
+        jnp.add, total, map_grads(jnp.nan_to_num)(grads)
+      ), None
 
     return lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
 
-  return step_of(weak, differentiate=differentiate)
+  return make_step(weak, differentiate=differentiate)
 
 
 def every_other_step(policy):
-  return guarded(policy, lambda grads: BATCH[0, 0] > jnp.inf)
+  return make_guarded_step(policy, lambda grads: BATCH[0, 0] > jnp.inf)
 
 
 HIDE = {
-  "nan_to_num": lambda p: step_of(p, on_each(jnp.nan_to_num)),
-  "where": lambda p: step_of(
-    p, on_each(lambda g: jnp.where(jnp.isfinite(g), g, 0))
+  "nan_to_num": lambda p: make_step(p, map_grads(jnp.nan_to_num)),
+  "where": lambda p: make_step(
+    p, map_grads(lambda g: jnp.where(jnp.isfinite(g), g, 0))
   ),
-  "zero_nans, clip": lambda p: step_of(
+  "zero_nans, clip": lambda p: make_step(
     p,
     around=lambda tx: optax.chain(optax.zero_nans(), optax.clip(1.0), tx),
   ),
   "micro-batches": of_micro_batches,
 }
 GUARD = {
-  "apply_if_finite": lambda p: step_of(
+  "apply_if_finite": lambda p: make_step(
     p, around=lambda tx: optax.apply_if_finite(tx, 5)
   ),
-  "cond": lambda p: guarded(p, ols.all_finite),
+  "cond": lambda p: make_guarded_step(p, ols.all_finite),
 }
 HIDDEN = "An overflow is hidden from update: value_and_grad returned gradients"
 NOT_RUN = (
@@ -234,7 +236,7 @@ UNSCALED = [
 def test_each_report_warns_of_gradients_of_an_unscaled_loss(
   differentiate, are_scaled
 ):
-  step, args = step_of(
+  step, args = make_step(
     DYNAMIC, differentiate=differentiate, grads_are_scaled=are_scaled
   )
   warning = "update received gradients of an unscaled loss, so small"
@@ -248,7 +250,7 @@ def test_each_report_warns_of_gradients_of_an_unscaled_loss(
 
 @pytest.mark.parametrize("differentiate", RIGHT)
 def test_a_step_that_is_scaled_once_causes_no_warning(differentiate):
-  step, args = step_of(DYNAMIC, differentiate=differentiate)
+  step, args = make_step(DYNAMIC, differentiate=differentiate)
   assert diagnostics.precision_report(step, *args).warnings == ()
   assert compare(step, *args).warnings == ()
 
@@ -286,7 +288,7 @@ def test_a_ref_among_the_arguments_is_unchanged():
 
   args = refs, tx.init(PARAMS), BATCH
   assert diagnostics.find_overflow(step, *args) is None
-  expected = compare(*whole_steps.gradient(SMALL)[:1], PARAMS, BATCH)
+  expected = compare(*whole_steps.make_grad_fn(SMALL)[:1], PARAMS, BATCH)
   report = compare(step, *args)
   assert report.error == pytest.approx(expected.error, rel=0.05)
   assert diagnostics.precision_report(step, *args).fraction == 1
@@ -298,7 +300,7 @@ def test_a_ref_among_the_arguments_is_unchanged():
 
 
 def test_a_step_with_compiler_options_is_accepted():
-  plain, args = step_of(SMALL)
+  plain, args = make_step(SMALL)
   options = {"xla_cpu_enable_fast_math": False}
   step = jax.jit(plain.__wrapped__, compiler_options=options)
   assert diagnostics.find_overflow(step, *args) is None
@@ -307,7 +309,7 @@ def test_a_step_with_compiler_options_is_accepted():
 
 
 def test_a_compiled_step_raises_an_error_that_says_what_to_pass():
-  step, args = step_of(SMALL)
+  step, args = make_step(SMALL)
   compiled = step.lower(*args).compile()
   for report in (
     diagnostics.find_overflow,
@@ -328,7 +330,7 @@ def test_an_error_of_the_step_is_raised_unchanged():
 
 
 def test_sound_steps_cause_no_warning():
-  step, args = step_of(SMALL)
+  step, args = make_step(SMALL)
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     assert diagnostics.find_overflow(step, *args) is None

@@ -76,7 +76,7 @@ def get_eqn(fun):
   pytest.skip("with a flag of hijax, this JAX has no such equation")
 
 
-def renamed(eqn, kept=TOLD):
+def rename_params(eqn, kept=TOLD):
   params = {k if k in kept else f"odd_{k}": v for k, v in eqn.params.items()}
   return eqn.replace(params=params)
 
@@ -96,7 +96,7 @@ def test_a_higher_order_equation_is_parsed(fun):
   bodies = [closed.jaxpr for closed in _higher_order.get_bodies(part)]
   assert sorted(map(id, bodies)) == sorted(map(id, held))
   if fun is not shard_map:
-    assert _higher_order.parse_higher_order(renamed(eqn)) == part
+    assert _higher_order.parse_higher_order(rename_params(eqn)) == part
 
 
 def drop_input(eqn):
@@ -143,7 +143,7 @@ def returns_a_row(eqn):
 ODD = [
   (scan, drop_input),
   (scan, add_jaxpr),
-  (scan, lambda eqn: renamed(eqn, kept=())),
+  (scan, lambda eqn: rename_params(eqn, kept=())),
   (scan, lambda eqn: with_params(eqn, length=4)),
   (scan, lambda eqn: with_params(eqn, reverse="no")),
   (scan, lambda eqn: eqn.replace(outvars=eqn.outvars[1:])),
@@ -153,8 +153,8 @@ ODD = [
   (while_loop, set_negative_consts),
   (while_loop, replace_condition),
   (while_loop, replace_body),
-  (while_loop, lambda eqn: renamed(eqn, kept=("body_jaxpr",))),
-  (while_loop, lambda eqn: renamed(eqn, kept=("cond_jaxpr",))),
+  (while_loop, lambda eqn: rename_params(eqn, kept=("body_jaxpr",))),
+  (while_loop, lambda eqn: rename_params(eqn, kept=("cond_jaxpr",))),
   (cond, drop_input),
   (cond, lambda eqn: eqn.replace(outvars=2 * eqn.outvars)),
   (cond, lambda eqn: with_params(eqn, branches=())),
@@ -163,7 +163,7 @@ ODD = [
   (call, lambda eqn: eqn.replace(params={})),
   (shard_map, drop_input),
   (shard_map, add_jaxpr),
-  (shard_map, renamed),
+  (shard_map, rename_params),
   (call, lambda eqn: eqn.replace(primitive=core.Primitive("mystery"))),
 ]
 
@@ -173,7 +173,7 @@ def test_an_inconsistent_equation_is_not_parsed(fun, change):
   assert _higher_order.parse_higher_order(change(get_eqn(fun))) is None
 
 
-def hidden(name, jaxpr=None):
+def make_hidden_call(name, jaxpr=None):
   """An object that an equation of hijax calls, which may hold a jaxpr."""
   thing = type(name, (), {})()
   if jaxpr is not None:
@@ -188,7 +188,9 @@ def test_a_hijax_primitive_that_cannot_be_traced_is_not_parsed():
   primitive = core.Primitive("call_hi_primitive")
   primitive.def_abstract_eval(fails)
   (eqn,) = jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns
-  odd = eqn.replace(primitive=primitive, params={"_prim": hidden("Odd")})
+  odd = eqn.replace(
+    primitive=primitive, params={"_prim": make_hidden_call("Odd")}
+  )
   assert _higher_order.parse_higher_order(odd) is None
 
 
@@ -258,7 +260,7 @@ COUNTED = "its body is counted once"
   ],
 )
 def test_an_inconsistent_hijax_primitive_is_reported(kind, jaxpr, name, note):
-  thing = hidden(kind, jaxpr)
+  thing = make_hidden_call(kind, jaxpr)
   fun = make_unknown_primitive(
     "call_hi_primitive", lambda x: x @ x, _prim=thing
   )

@@ -4,7 +4,7 @@ import dataclasses
 
 import equinox as eqx
 from flax import nnx
-from helpers.leaves import AS_ARRAYS, make_bad_weight, shard
+from helpers.leaves import AS_ARRAYS, make_bad_weight, shard_array
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -116,7 +116,11 @@ def test_nnx_and_equinox_leaves_are_named_as_their_users_name_them():
 
 
 def test_flags_per_leaf_leave_a_jitted_step():
-  tree = {"a": jnp.ones(2), "b": [jnp.array([1.0, NAN]), shard(BAD)], "n": 3}
+  tree = {
+    "a": jnp.ones(2),
+    "b": [jnp.array([1.0, NAN]), shard_array(BAD)],
+    "n": 3,
+  }
   flags = jax.jit(ols.diagnostics.finite_per_leaf)(tree)
   expected = {"a": True, "b": [False, False], "n": True}
   assert jax.tree.map(bool, flags) == expected
@@ -151,14 +155,14 @@ REDUCE = {
 @pytest.mark.parametrize("name", REDUCE)
 def test_a_sharded_leaf_is_never_gathered(name, axis_type):
   reduce, args = REDUCE[name]
-  leaf = shard(jnp.ones((64, 64)), axis_type)
+  leaf = shard_array(jnp.ones((64, 64)), axis_type)
   text = jax.jit(reduce).lower(leaf, *args).compile().as_text()
   assert "all-reduce" in text
   for gathers in ("all-gather", "all-to-all", "collective-permute", "64,64"):
     assert gathers not in text
 
 
-def stuck(policy, skips):
+def make_stuck_state(policy, skips):
   state = policy.init()
   for _ in range(skips):
     state = policy.adjust(state, jnp.array(False))
@@ -166,8 +170,8 @@ def stuck(policy, skips):
 
 
 DYNAMIC = ols.DynamicLossScale(init_scale=2.0)
-AT_FLOOR = stuck(DYNAMIC, 5)
-FIXED = stuck(ols.FixedLossScale(1024.0), 5)
+AT_FLOOR = make_stuck_state(DYNAMIC, 5)
+FIXED = make_stuck_state(ols.FixedLossScale(1024.0), 5)
 INFS = {"v": jnp.array(NAN), "w": jnp.array([1.0, INF])}
 NANS = {"w": jnp.array([1.0, NAN])}
 
@@ -243,7 +247,7 @@ def test_the_error_for_a_policy_without_min_scale_does_not_mention_it():
       return state._replace(loss_scale=state.loss_scale / 2)
 
   with pytest.raises(ols.LossScaleError) as error:
-    ols.raise_if_stuck(stuck(Halving(), 5), 5, policy=Halving())
+    ols.raise_if_stuck(make_stuck_state(Halving(), 5), 5, policy=Halving())
   text = str(error.value)
   assert "The loss scale is 0.25." in text
   assert "If the loss scale is still decreasing" in text
@@ -256,7 +260,7 @@ def test_a_min_scale_that_float32_rounds_is_reached():
   with pytest.raises(
     ols.LossScaleError, match=r"lowest allowed .min_scale = 0.1"
   ):
-    ols.raise_if_stuck(stuck(policy, 5), 5, policy=policy)
+    ols.raise_if_stuck(make_stuck_state(policy, 5), 5, policy=policy)
 
 
 FAIRSEQ = [
@@ -426,7 +430,7 @@ def test_the_fractions_equal_those_of_rounding_every_entry(dtype, scale):
   # Just where rounding goes one way or the other.
   edges = [2.0**-25, 2.0**-24, 2.0**-14, 65504, 65519.9, 65520, 61440, 61439]
   x = np.concatenate([x, edges]).astype(np.float32)
-  for leaf in x, jnp.asarray(x), shard(x, spec=(("x", "y"),)):
+  for leaf in x, jnp.asarray(x), shard_array(x, spec=(("x", "y"),)):
     total = ols.diagnostics.gradient_report([leaf], dtype, scale).total
     for kind, share in count_fractions(x, dtype, scale).items():
       assert getattr(total, kind) == pytest.approx(share, abs=1e-12), kind

@@ -49,13 +49,13 @@ every_step = pytest.mark.parametrize(
 
 @functools.cache
 def compare_gradient():
-  fun, args = whole_steps.gradient(SMALL)
+  fun, args = whole_steps.make_grad_fn(SMALL)
   return compare(fun, *args), precision_report(fun, *args)
 
 
 @functools.cache
 def find_gradient_overflow():
-  fun, args = whole_steps.gradient(LARGE)
+  fun, args = whole_steps.make_grad_fn(LARGE)
   return find_overflow(fun, *args)
 
 
@@ -338,7 +338,7 @@ def test_a_metric_that_an_earlier_step_made_nan_is_not_named():
 @pytest.mark.parametrize("where", ["params", "batch", "inner_state"])
 def test_a_nonfinite_argument_that_update_receives_is_named(where):
   tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), SMALL)
-  step = functools.partial(whole_steps.step_with, tx)
+  step = functools.partial(whole_steps.train_step, tx)
   args = {"params": PARAMS, "state": tx.init(PARAMS), "batch": BATCH}
   if where == "inner_state":
     inner = jax.tree.map(lambda x: jnp.nan * x, args["state"].inner_state)
@@ -375,7 +375,7 @@ def test_equations_after_the_gradients_are_not_run_one_by_one(monkeypatch):
   )
   slow = optax.stateless(lambda g, _: jax.tree.map(jax.lax.erf_inv, g))
   tx = ols.with_loss_scaling(slow, LARGE)
-  plain = functools.partial(whole_steps.step_with, tx)
+  plain = functools.partial(whole_steps.train_step, tx)
   for step in plain, jax.jit(plain):
     assert find_overflow(step, PARAMS, tx.init(PARAMS), BATCH).backward
     assert "dot_general" in ran and "erf_inv" not in ran
@@ -404,7 +404,7 @@ def test_a_key_may_contain_the_separator_of_tags():
 
 
 def test_tags_are_found_if_name_is_a_hijax_primitive():
-  with hijax.flags_on("jax_remat3"):
+  with hijax.enable_flags("jax_remat3"):
     step, args = whole_steps.in_a_scan_of_one(LARGE)
     hit = find_overflow(step, *args)
   assert hit.primitive == find_gradient_overflow().primitive

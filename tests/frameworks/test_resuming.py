@@ -54,11 +54,11 @@ def make_state(tx, cls=TrainState, **fields):
   return cls.create(apply_fn=None, params=init_params(), tx=tx, **fields)
 
 
-def momentum(state):
+def get_momentum(state):
   return optax.tree.norm(optax.tree.get(state.opt_state, "trace")).item()
 
 
-def count(state):
+def get_count(state):
   return optax.tree.get(state.opt_state, "count").item()
 
 
@@ -84,7 +84,7 @@ def adopt(restored):
 
 def assert_training_continues(state, saved):
   """The state trains on as the saved one would have, without the wrapper."""
-  assert (state.step, count(state)) == (STEPS, STEPS)
+  assert (state.step, get_count(state)) == (STEPS, STEPS)
   mine, theirs = train(state, 3), train(saved, 3)
   assert_same_bits(mine.params, theirs.params)
   assert_same_bits(mine.opt_state.inner_state, theirs.opt_state)
@@ -95,14 +95,14 @@ def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum_silently(
 ):
   """The trap, as it is. If this fails, Flax has closed it: say so."""
   saved = train(make_state(BARE))
-  assert momentum(saved) > 0.5
+  assert get_momentum(saved) > 0.5
   checkpoints.save_checkpoint(tmp_path, saved, STEPS)
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
   assert_same_bits(restored.params, saved.params)
-  assert (momentum(restored), count(restored)) == (0, 0)
+  assert (get_momentum(restored), get_count(restored)) == (0, 0)
   # The count of the schedule shows it.
   skips = ols.get_loss_scale_state(restored).total_notfinite
-  assert restored.step - skips - count(restored) == STEPS
+  assert restored.step - skips - get_count(restored) == STEPS
 
 
 def test_the_same_happens_to_a_wrapped_run_that_is_restored_into_a_bare_one(
@@ -112,7 +112,7 @@ def test_the_same_happens_to_a_wrapped_run_that_is_restored_into_a_bare_one(
   checkpoints.save_checkpoint(tmp_path, saved, STEPS)
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(BARE))
   assert restored.step == STEPS
-  assert (momentum(restored), count(restored)) == (0, 0)
+  assert (get_momentum(restored), get_count(restored)) == (0, 0)
   # The right way: as it was saved, and then leave.
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
   assert_same_bits(restored.opt_state.inner_state, saved.opt_state.inner_state)
@@ -175,4 +175,4 @@ def test_restored_without_its_field_a_dynamic_scale_is_lost_silently(tmp_path):
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
   assert restored.step == STEPS
   assert ols.get_loss_scale_state(restored).loss_scale == 2.0**15
-  assert (momentum(restored), count(restored)) == (0, 0)
+  assert (get_momentum(restored), get_count(restored)) == (0, 0)

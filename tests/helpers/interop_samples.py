@@ -183,7 +183,7 @@ class Hostile:
     raise RuntimeError(name)
 
 
-def nested(depth):
+def make_nested_list(depth):
   value = []
   for _ in range(depth):
     value = [value]
@@ -196,7 +196,7 @@ WRONG_TYPE = {
   "a long string": "9" * 100_000,
   "a complex number": 1j,
   "a list": [1.0],
-  "a deep list": nested(100_000),
+  "a deep list": make_nested_list(100_000),
   "a dict": {"scale": 1.0},
   "a class": float,
   "a function": abs,

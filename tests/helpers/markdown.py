@@ -11,7 +11,7 @@ _RUNNABLE = re.compile(
 )
 
 
-def blocks(path):
+def find_code_blocks(path):
   """The code of each block that runs."""
   # Lines such as `:tags: [hide-input]` are options of a cell.
   return [
@@ -20,14 +20,14 @@ def blocks(path):
   ]
 
 
-def run(path):
+def run_page(path):
   """The names that the page defines; what it prints is printed.
 
   Each block may use what those above it define. A block with prompts prints
   what the page says that it prints.
   """
   names = {"__name__": "__main__"}
-  for block in blocks(path):
+  for block in find_code_blocks(path):
     if block.startswith(">>> "):
       _run_prompts(block, names, path)
     else:

@@ -16,8 +16,13 @@ import jax
 import optax
 
 from helpers.bits import has_same_bits
-from helpers.optimizers import extra_args, factories, loss_and_grads
-from helpers.small_model import init_params, loss_fn, make_batches, overflowing
+from helpers.optimizers import extra_args, get_factories, compute_loss_and_grads
+from helpers.small_model import (
+  init_params,
+  loss_fn,
+  make_batches,
+  make_overflowing_batch,
+)
 import optax_lossscale as ols
 
 # AVX came before the multiply-add. Less optimization is as exact, and saves a
@@ -42,7 +47,9 @@ def make_steps(name, bare):
     @jax.jit
     def step(params, state, batch):
       traces.append(tx)
-      value, grads = loss_and_grads(name, differentiate(state), params, batch)
+      value, grads = compute_loss_and_grads(
+        name, differentiate(state), params, batch
+      )
       fun = lambda params: loss_fn(params, batch)
       extra = extra_args(name, value, unscale(grads, state), fun)
       updates, state = tx.update(grads, state, params, **extra)
@@ -83,7 +90,7 @@ def run_trajectory(tx, step, batches, scale=None):
   return history
 
 
-def examine(name, factory, kwargs):
+def check_optimizer(name, factory, kwargs):
   """What is found of one optimizer; `expected_of_each` says what should be."""
   bare = optax.with_extra_args_support(factory(**kwargs))
   steps, traces = make_steps(name, bare)
@@ -98,7 +105,7 @@ def examine(name, factory, kwargs):
         "same" if is_same else "differs" for is_same in is_same_list
       ]
   # Overflowing steps are as if they had not been.
-  good_batches, bad_batch = batches[:4], overflowing(batches[0])
+  good_batches, bad_batch = batches[:4], make_overflowing_batch(batches[0])
   run = lambda batches: run_trajectory(*steps["two_lines"], batches, SCALES[-1])
   all_batches = [*good_batches[:3], bad_batch, bad_batch, good_batches[3]]
   results["skips"] = has_same_bits(run(all_batches)[-1], run(good_batches)[-1])
@@ -122,8 +129,8 @@ def make_expected_results():
 def main():
   jax.config.update("jax_platforms", "cpu")
   results = {
-    name: examine(name, factory, kwargs)
-    for name, (factory, kwargs) in factories(sys.argv[1]).items()
+    name: check_optimizer(name, factory, kwargs)
+    for name, (factory, kwargs) in get_factories(sys.argv[1]).items()
   }
   print(json.dumps(results))
 

@@ -153,7 +153,7 @@ REFUSED = [
   ),
   (
     "tf.keras",
-    {"inner_optimizer": samples.nested(9**5), "momentum": 0.9},
+    {"inner_optimizer": samples.make_nested_list(9**5), "momentum": 0.9},
     "'momentum'.*Known keys: dynamic.*Ignored keys: inner_optimizer",
   ),
   (

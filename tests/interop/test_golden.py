@@ -155,7 +155,7 @@ def test_policies_reproduce_each_recorded_trajectory(system):
     policy, state = system.start(case["settings"])
     ours = interop_replay.replay(policy, state, common.unpack(case["steps"]))
     counts = system.counts(
-      interop_replay.counters(case["counter"]), case["settings"]
+      interop_replay.decode_counters(case["counter"]), case["settings"]
     )
     interop_replay.assert_same_trajectory(
       case, counts, ours, case["name"] in LEAVES_THE_RANGE
@@ -166,16 +166,16 @@ def test_policies_reproduce_each_recorded_trajectory(system):
 def test_policies_continue_from_a_saved_state_like_the_other_system(system):
   for case in load_cases(system):
     half, steps = case["half"], common.unpack(case["steps"])
-    scales = common.unruns(case["scale"])
-    before = common.number(scales[half - 1]) if half else 1.0
-    if not interop_replay.in_range(before):
+    scales = common.decode_runs(case["scale"])
+    before = common.decode_scale(scales[half - 1]) if half else 1.0
+    if not interop_replay.is_in_range(before):
       continue  # Refused, see test_interop_errors.
     theirs = case.get("restored") or {
       "scale": scales[half:],
       "taken": common.unpack(case["taken"])[half:],
     }
-    counts = interop_replay.counters(
-      theirs.get("counter") or common.unruns(case["counter"])
+    counts = interop_replay.decode_counters(
+      theirs.get("counter") or common.decode_runs(case["counter"])
     )
     counts = counts if "restored" in case else counts[half:]
     counts = system.counts(counts, case["settings"])
@@ -189,7 +189,7 @@ def test_policies_continue_from_a_saved_state_like_the_other_system(system):
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 def test_step_sequences_of_each_kind_are_recorded(system):
   names = {case["name"].rpartition(": ")[2] for case in load_cases(system)}
-  expected = {*common.strings(2), "top"}
+  expected = {*common.make_strings(2), "top"}
   if system.key != "cases":
     expected = {name for name in expected if " at " not in name} - {"top"}
   assert names >= expected
@@ -210,7 +210,7 @@ def test_a_golden_file_is_small_and_the_page_says_how_it_was_made(path):
   assert re.search(rf"\| {package}\b.*{version}", table)
 
 
-def amp(steps, *, scale, window, low, high, unskipped=0):
+def simulate_amp(steps, *, scale, window, low, high, unskipped=0):
   """After each step: scale, steps since the last move or overflow."""
   for step in steps:
     if step == "T":
@@ -224,7 +224,7 @@ def amp(steps, *, scale, window, low, high, unskipped=0):
     yield scale, unskipped
 
 
-def kernel(steps, *, scale, window, hysteresis, tracker, growth=0):
+def simulate_kernel(steps, *, scale, window, hysteresis, tracker, growth=0):
   """After each step: scale, growth tracker and hysteresis tracker."""
   for step in steps:
     if step == "T":
@@ -241,14 +241,14 @@ def kernel(steps, *, scale, window, hysteresis, tracker, growth=0):
     yield scale, growth, tracker
 
 
-def run(policy, state, steps):
+def run_policy(policy, state, steps):
   """After each step: scale and count, as the oracles give them."""
   scales, counts, _ = interop_replay.replay(policy, state, steps)
   return list(zip(scales, counts, strict=True))
 
 
 def draw_strings(window, hysteresis=1):
-  named = common.strings(window, hysteresis)
+  named = common.make_strings(window, hysteresis)
   picked = [v for k, v in named.items() if "at" not in k or k.endswith(" 3")]
   yield from picked
   rng = random.Random(window)
@@ -271,13 +271,13 @@ def test_amp_continues_from_its_state_dict_like_the_simulated_rule(rule):
   }
   for steps in draw_strings(rule["window"]):
     policy, state = interop.from_apex({}, **settings)
-    trace = list(amp(steps, scale=2.0**16, **rule))
-    assert run(policy, state, steps) == trace
+    trace = list(simulate_amp(steps, scale=2.0**16, **rule))
+    assert run_policy(policy, state, steps) == trace
     half = len(steps) // 2
     scale, unskipped = trace[half - 1]
     saved = {"loss_scaler0": {"loss_scale": scale, "unskipped": unskipped}}
     policy, state = interop.from_apex(saved, **settings)
-    assert run(policy, state, steps[half:]) == trace[half:]
+    assert run_policy(policy, state, steps[half:]) == trace[half:]
 
 
 @pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
@@ -288,7 +288,9 @@ def test_the_hysteresis_kernel_continues_like_the_simulated_rule(
   settings = {**samples.KERNEL_SETTINGS, **rule}
   for steps in draw_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
-    trace = list(kernel(steps, window=window, hysteresis=hysteresis, **start))
+    trace = list(
+      simulate_kernel(steps, window=window, hysteresis=hysteresis, **start)
+    )
     states = [(2.0**16, 0, hysteresis), *trace]
     for half in (0, len(steps) // 2, len(steps) - 2):
       scale, growth, tracker = states[half]
@@ -301,7 +303,7 @@ def test_the_hysteresis_kernel_continues_like_the_simulated_rule(
         **settings,
       )
       expected = [(scale, growth) for scale, growth, _ in trace[half:]]
-      assert run(policy, state, steps[half:]) == expected
+      assert run_policy(policy, state, steps[half:]) == expected
 
 
 @pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
@@ -309,7 +311,9 @@ def test_the_nemo_scaler_continues_like_the_kernel(window, hysteresis):
   settings = {**samples.TORCH, "growth_interval": window}
   for steps in draw_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
-    trace = list(kernel(steps, window=window, hysteresis=hysteresis, **start))
+    trace = list(
+      simulate_kernel(steps, window=window, hysteresis=hysteresis, **start)
+    )
     half = len(steps) // 2
     scale, growth, tracker = trace[half - 1]
     saved = {"scale": scale, "_growth_tracker": growth}
@@ -319,7 +323,7 @@ def test_the_nemo_scaler_continues_like_the_kernel(window, hysteresis):
       hysteresis=hysteresis,
     )
     expected = [(scale, growth) for scale, growth, _ in trace[half:]]
-    assert run(policy, state, steps[half:]) == expected
+    assert run_policy(policy, state, steps[half:]) == expected
 
 
 def test_factors_other_than_powers_of_two_may_differ_in_the_last_bit():
@@ -386,7 +390,7 @@ RUNS = {
 }
 
 
-def recorded(package, name):
+def load_run(package, name):
   runs = interop_replay.load(package)["training"]
   return next(run for run in runs if run["name"] == name)
 
@@ -408,7 +412,7 @@ def train(policy, inner, *, counts_move_on_skips=False):
   params = jnp.array(common.FIRST_WEIGHTS), jnp.array(common.FIRST_BIAS)
   opt_state, history = tx.init(params), []
   for at in range(ALL):
-    x, y = map(jnp.asarray, common.batch(at))
+    x, y = map(jnp.asarray, common.make_batch(at))
     params, opt_state = step(params, opt_state, x, y)
     if counts_move_on_skips:
       opt_state = optax.tree.set(opt_state, count=jnp.int32(at + 1))
@@ -421,14 +425,16 @@ def train(policy, inner, *, counts_move_on_skips=False):
 
 @pytest.mark.parametrize("package, name", RUNS)
 def test_params_and_scale_equal_the_other_system_at_every_step(package, name):
-  theirs = recorded(package, name)
+  theirs = load_run(package, name)
   inner = RUNS[package, name]
   # tf.keras counts skipped steps as well, in its schedules and in Adam.
   moves = package == "tf_keras" and name != "sgd"
   params, scales, _ = train(
     POLICIES[package], inner, counts_move_on_skips=moves
   )
-  assert [common.exponent(s) for s in scales] == common.unruns(theirs["scale"])
+  assert [common.encode_scale(s) for s in scales] == common.decode_runs(
+    theirs["scale"]
+  )
   expected = np.array(theirs["params"], np.float32)
   # The params are about 0.5, where float32 has steps of 6e-8. torch and Keras
   # round Adam's bias correction differently, by 6e-5 of an update at first.
@@ -443,7 +449,7 @@ def test_the_counters_that_advance_on_a_skipped_step_match_the_docs():
   counts = {
     (package, counter): count
     for package, name in RUNS
-    for counter, count in recorded(package, name)["counts"].items()
+    for counter, count in load_run(package, name)["counts"].items()
   }
   assert counts == {
     ("tf_keras", "iterations"): ALL,

@@ -59,10 +59,10 @@ def test_the_other_system_continues_from_a_written_state_like_the_policy(
   assert written == case["exported"]
   ours = interop_replay.replay(policy, state, common.unpack(case["steps"]))
   if case["name"] == "fixed":
-    scales = common.unruns(case["scale"])
-    assert [common.exponent(float(x)) for x in ours[0]] == scales
+    scales = common.decode_runs(case["scale"])
+    assert [common.encode_scale(float(x)) for x in ours[0]] == scales
     return
-  theirs = interop_replay.counters(case["counter"])
+  theirs = interop_replay.decode_counters(case["counter"])
   interop_replay.assert_same_trajectory(
     case, theirs, ours, may_leave_range=False
   )
@@ -96,7 +96,7 @@ def test_an_overflow_of_a_fixed_scale_is_applied_like_in_keras():
   _, state = interop.from_keras(
     case["saved"]["config"], case["saved"]["variables"]
   )
-  assert state.loss_scale == common.number(case["scale"][0][0])
+  assert state.loss_scale == common.decode_scale(case["scale"][0][0])
   tx = optax.sgd(1.0)
   params = {"w": jnp.zeros(())}
   opt_state = tx.init(params)

@@ -171,14 +171,14 @@ def test_the_search_covers_exactly_the_declared_versions():
 lower_bounds = runpy.run_path(str(TOOLS / "lower_bounds.py"))["lower_bounds"]
 
 
-def project(jax):
+def make_project(jax):
   """What lower_bounds reads, with this requirement of jax."""
   others = [r for r in PROJECT["dependencies"] if not re.match(r"jax\b", r)]
   return PROJECT | {"dependencies": [jax, *others]}
 
 
 def test_the_lowest_jax_is_found_despite_excluded_releases():
-  bounds = lower_bounds(project("jax>=0.8.0, !=0.11.0,!=0.12.0.1"))
+  bounds = lower_bounds(make_project("jax>=0.8.0, !=0.11.0,!=0.12.0.1"))
   assert bounds["jax"] == bounds["jaxlib"] == "0.8.0"
   (ours,) = [r for r in PROJECT["dependencies"] if re.match(r"jax\b", r)]
   assert ours.startswith(f"jax>={lower_bounds(PROJECT)['jax']}")
@@ -187,7 +187,7 @@ def test_the_lowest_jax_is_found_despite_excluded_releases():
 @pytest.mark.parametrize("jax", ["jax", "jax>=0.8,<0.13", "jax!=0.11.0"])
 def test_jax_has_a_minimum_version_and_no_maximum(jax):
   with pytest.raises(ValueError, match="one bound for jax, such as"):
-    lower_bounds(project(jax))
+    lower_bounds(make_project(jax))
 
 
 class Venv:
@@ -323,7 +323,7 @@ def list_python_versions(job):
   return [setup]
 
 
-def commands(job):
+def list_commands(job):
   return [step["run"] for step in job["steps"] if "run" in step]
 
 
@@ -333,7 +333,7 @@ def test_the_workflow_of_tests_begins_with_the_newest_python_and_jax():
   new = [v for v in read_declared_versions() if v != "3.11"]
   assert list_python_versions(jobs["newest"]) == new
   assert list_python_versions(jobs["python-3-11"]) == ["3.11"]
-  assert commands(jobs["python-3-11"])[0].startswith("make test-3.11 ")
+  assert list_commands(jobs["python-3-11"])[0].startswith("make test-3.11 ")
   assert list_python_versions(jobs["oldest"]) == ["3.11"]
 
 
@@ -342,7 +342,7 @@ def test_a_workflow_uses_the_python_that_it_set_up(name):
   workflow = WORKFLOWS[name]
   assert workflow["env"]["PYTHON"] == "python"
   for job in workflow["jobs"].values():
-    if any(line.startswith("make ") for line in commands(job)):
+    if any(line.startswith("make ") for line in list_commands(job)):
       has_3_11 = "3.11" in list_python_versions(job)
       assert not has_3_11 or workflow["env"]["PYTHON_3_11"] == "python"
 
@@ -366,14 +366,16 @@ def test_a_failed_nightly_run_opens_an_issue():
 
 def test_each_nightly_run_tests_the_next_jax_and_the_oldest_versions():
   jobs = WORKFLOWS["nightly"]["jobs"]
-  assert commands(jobs["jax-nightly"])[0].startswith("make test-jax-nightly ")
+  assert list_commands(jobs["jax-nightly"])[0].startswith(
+    "make test-jax-nightly "
+  )
   assert list_python_versions(jobs["oldest"]) == ["3.11"]
-  assert commands(jobs["oldest"])[0].startswith("make test-oldest-all ")
+  assert list_commands(jobs["oldest"])[0].startswith("make test-oldest-all ")
 
 
 def test_each_push_tests_the_upgrade_flags_of_jax():
   jobs = WORKFLOWS["tests"]["jobs"]
-  assert commands(jobs["jax-flags"])[0].startswith("make test-jax-flags ")
+  assert list_commands(jobs["jax-flags"])[0].startswith("make test-jax-flags ")
 
 
 @pytest.mark.parametrize("name", ["docs", "publish"])

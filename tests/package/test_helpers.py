@@ -52,5 +52,5 @@ def test_a_page_that_prints_something_else_fails(tmp_path, capsys):
   path = tmp_path / "page.md"
   path.write_text(PAGE)
   with pytest.raises(AssertionError, match=r"page\.md"):
-    markdown.run(path)
+    markdown.run_page(path)
   assert "Expected:" in capsys.readouterr().out

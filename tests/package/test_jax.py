@@ -47,14 +47,14 @@ def make_rule(make):
   return fun
 
 
-def mapped(fun):
+def shard_map_fun(fun):
   mesh = jax.make_mesh((1,), ("i",))
   return jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P("i"))
 
 
 # A program for each primitive of which a parameter is read, or replaced.
 PROGRAMS = {
-  "all_to_all": mapped(lambda x: lax.all_to_all(x[:1], "i", 0, 0)),
+  "all_to_all": shard_map_fun(lambda x: lax.all_to_all(x[:1], "i", 0, 0)),
   "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
   "conv_general_dilated": lambda x: lax.conv(
     x[None, None], x[None, None], (1, 1), "SAME"
@@ -66,7 +66,7 @@ PROGRAMS = {
   "custom_vjp_call": make_rule(jax.custom_vjp),
   "dot_general": lambda x: x @ x,
   "jit": jax.jit(jnp.sin),
-  "ppermute": mapped(lambda x: lax.ppermute(x, "i", [(0, 0)])),
+  "ppermute": shard_map_fun(lambda x: lax.ppermute(x, "i", [(0, 0)])),
   "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([2])),
   "reduce_sum": lambda x: jnp.sum(x),
   "reduce_window_sum": lambda x: lax.reduce_window(
@@ -74,7 +74,7 @@ PROGRAMS = {
   ),
   "remat2": jax.checkpoint(lambda x: jnp.sin(x)),
   "scan": lambda x: lax.scan(lambda c, s: (c @ x, s), x, x),
-  "shard_map": mapped(jnp.sin),
+  "shard_map": shard_map_fun(jnp.sin),
   "slice": lambda x: x[:1],
   "while": lambda x: lax.while_loop(lambda c: c[0, 0] < 0, lambda c: c @ x, x),
 }
@@ -93,7 +93,7 @@ FLAGS = {
 }
 
 
-def equations(fun):
+def list_eqns(fun):
   def within(jaxpr):
     for eqn in jaxpr.eqns:
       yield eqn
@@ -105,27 +105,27 @@ def equations(fun):
   return list(within(jax.make_jaxpr(fun)(X).jaxpr))
 
 
-def insides():
+def read_internals():
   """The parameters of primitives, and the attributes of objects of hijax."""
   found = {}
   for name, fun in PROGRAMS.items():
     (params,) = {
       tuple(sorted(e.params))
-      for e in equations(fun)
+      for e in list_eqns(fun)
       if e.primitive.name == name
     }
     found[name] = list(params)
   for flag, (kind, make) in FLAGS.items():
     if hasattr(jax.config, flag):
-      with hijax.flags_on(flag):
-        objects = [e.params.get("_prim") for e in equations(make())]
+      with hijax.enable_flags(flag):
+        objects = [e.params.get("_prim") for e in list_eqns(make())]
       (hi_object,) = [x for x in objects if type(x).__name__ == kind]
       found[kind] = sorted(hi_object.params)
   return found
 
 
 @functools.cache
-def recorded():
+def load_recorded():
   """The last release that was recorded, up to this one, and what it had."""
   releases = json.loads(RECORD.read_text())
   this = parse_version(jax.__version__)
@@ -138,17 +138,17 @@ def parse_version(version):
   return [int(n) for n in re.findall(r"\d+", version)[:3]]
 
 
-def difference(name, before, after):
+def describe_difference(name, before, after):
   """What changed, such as `scan: gone ['num_consts'], new ['ft_in']`."""
   gone, new = set(before) - set(after), set(after) - set(before)
   return f"{name}: gone {sorted(gone)}, new {sorted(new)}" if gone | new else ""
 
 
 def test_the_parameters_of_primitives_are_those_that_were_recorded():
-  release, before = recorded()
-  after = insides()
+  release, before = load_recorded()
+  after = read_internals()
   changes = [
-    difference(name, before.get(name, ()), after.get(name, ()))
+    describe_difference(name, before.get(name, ()), after.get(name, ()))
     for name in sorted({*before, *after})
   ]
   assert not any(changes), (
@@ -158,9 +158,9 @@ def test_the_parameters_of_primitives_are_those_that_were_recorded():
 
 
 def test_a_difference_is_described_in_words():
-  told = difference("scan", ["a", "num_consts"], ["a", "ft_in"])
+  told = describe_difference("scan", ["a", "num_consts"], ["a", "ft_in"])
   assert told == "scan: gone ['num_consts'], new ['ft_in']"
-  assert difference("scan", ["a"], ["a"]) == ""
+  assert describe_difference("scan", ["a"], ["a"]) == ""
 
 
 def test_equations_jaxprs_and_types_have_the_attributes_that_are_read():
@@ -182,7 +182,7 @@ def test_equations_jaxprs_and_types_have_the_attributes_that_are_read():
 
 def test_rules_are_stored_in_objects_that_can_be_wrapped():
   for kind in ("custom_jvp_call", "custom_vjp_call", "custom_lin"):
-    (eqn,) = [e for e in equations(PROGRAMS[kind]) if e.primitive.name == kind]
+    (eqn,) = [e for e in list_eqns(PROGRAMS[kind]) if e.primitive.name == kind]
     for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"} & {*eqn.params}:
       check(eqn.params[name], "call_wrapped debug_info")
   traced = jax.jit(lambda x: x).trace(X)
@@ -303,7 +303,9 @@ def test_scopes_are_objects_that_stay_with_an_equation():
 
 def record():
   releases = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-  releases[".".join(map(str, parse_version(jax.__version__)))] = insides()
+  releases[".".join(map(str, parse_version(jax.__version__)))] = (
+    read_internals()
+  )
   releases = dict(sorted(releases.items(), key=lambda r: parse_version(r[0])))
   RECORD.write_text(json.dumps(releases, indent=1) + "\n")
 

@@ -86,7 +86,7 @@ def test_there_are_few_public_names_and_they_are_sorted():
   assert ols.__all__ == sorted(ols.__all__)
 
 
-def imports(path):
+def list_imports(path):
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
@@ -116,7 +116,7 @@ def test_the_package_imports_only_jax_and_optax_and_nothing_private():
   offenders = [
     f"{module} imports {name}"
     for module, path in MODULES.items()
-    for name in imports(path)
+    for name in list_imports(path)
     if not can_import(module, *name.split("."))
   ]
   assert not offenders
@@ -138,7 +138,7 @@ ORDER = re.findall(
 )
 
 
-def floors():
+def read_layers():
   """The rooms on each floor of the drawing, from the top down."""
   page = (ROOT / "docs" / "design.md").read_text()
   (drawing,) = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
@@ -168,14 +168,14 @@ NEVER = {
 def test_the_table_of_modules_and_the_diagram_list_each_module_once():
   rooms = sorted({module.split(".")[0] for module in MODULES} - {"__init__"})
   assert sorted(ORDER) == rooms
-  assert sorted(room for floor in floors() for room in floor) == rooms
+  assert sorted(room for floor in read_layers() for room in floor) == rooms
 
 
 def test_imports_go_up_in_the_table_and_down_in_the_diagram():
-  depth = {room: i for i, floor in enumerate(floors()) for room in floor}
+  depth = {room: i for i, floor in enumerate(read_layers()) for room in floor}
   for module, path in MODULES.items():
     top = module.split(".")[0]
-    for name in imports(path):
+    for name in list_imports(path):
       parts = name.split(".")
       seen = parts[1] if parts[0] == "optax_lossscale" else None
       if seen not in ORDER or seen == top or top == "__init__":
@@ -190,7 +190,7 @@ def test_imports_go_up_in_the_table_and_down_in_the_diagram():
 
 def list_imported_modules(module):
   """The modules that one imports names from, as they are called in MODULES."""
-  for name in imports(MODULES[module]):
+  for name in list_imports(MODULES[module]):
     parts = name.split(".")
     while parts and parts[0] == "optax_lossscale":
       path = ".".join(parts[1:])

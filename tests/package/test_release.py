@@ -105,7 +105,7 @@ def test_the_readmes_first_example_runs_with_the_wheel_in_an_empty_environment(
   dist, tmp_path
 ):
   python = make_environment(tmp_path / "venv", dist)
-  example, *_ = markdown.blocks(ROOT / "README.md")
+  example, *_ = markdown.find_code_blocks(ROOT / "README.md")
   example += "print(ols.__file__, ols.diagnostics, ols.interop, ols.plots)\n"
   out = run(python, "-c", example, cwd=tmp_path)
   assert "32768.0" in out

@@ -183,7 +183,7 @@ FILES = "mistakes.py", "readme.py", "fields.py"
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
 def test_mistakes_are_found_and_programs_of_users_have_none(checker, tmp_path):
-  readme = "\n".join(markdown.blocks(ROOT / "README.md"))
+  readme = "\n".join(markdown.find_code_blocks(ROOT / "README.md"))
   for file, text in zip(FILES, (MISTAKES, readme, FIELDS), strict=True):
     (tmp_path / file).write_text(text)
   lines = enumerate(MISTAKES.splitlines(), 1)

@@ -20,7 +20,7 @@ PAGES = [
   path
   for pattern in ("*.md", "benchmarks/**/*.md", "docs/*.md", "docs/api/*.md")
   for path in sorted(ROOT.glob(pattern))
-  if markdown.blocks(path)
+  if markdown.find_code_blocks(path)
 ]
 
 
@@ -35,7 +35,7 @@ def test_the_code_on_a_page_runs_from_top_to_bottom(
 ):
   monkeypatch.chdir(tmp_path)
   matplotlib.use("Agg")
-  names = markdown.run(path)
+  names = markdown.run_page(path)
   plt.close("all")
   if path.name in AFTERWARDS:
     AFTERWARDS[path.name](names, capsys.readouterr().out)
@@ -114,7 +114,7 @@ def find_steps(page):
   """Each step that a page defines, with a copy of its arguments."""
   names = {"__name__": "__main__"}
   found = []
-  for block in markdown.blocks(WITH_STEPS[page]):
+  for block in markdown.find_code_blocks(WITH_STEPS[page]):
     exec(compile(block, str(WITH_STEPS[page]), "exec"), names)
     if "def train_step(" in block:
       step = names["train_step"]

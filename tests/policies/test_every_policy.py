@@ -70,7 +70,7 @@ FINITE = np.array([True, False, True, True, True, False, False] * 3)
 AMAXES = np.float32([2.0**-10, 8.0, 0.0] * 7)
 
 
-def history(step, state):
+def run_history(step, state):
   states = []
   for finite, amax in zip(FINITE, AMAXES, strict=True):
     state = step(state, finite, amax)
@@ -82,12 +82,12 @@ def history(step, state):
 def test_eager_jitted_and_numpy_states_are_equal(policy):
   eager = functools.partial(adjust, policy)
   compiled = jax.jit(eager)
-  expected = history(eager, policy.init())
-  assert has_same_bits(history(compiled, policy.init()), expected)
+  expected = run_history(eager, policy.init())
+  assert has_same_bits(run_history(compiled, policy.init()), expected)
   assert compiled._cache_size() == 1
   in_numpy = lambda *step: jax.tree.map(np.asarray, eager(*step))
   start = jax.tree.map(np.asarray, policy.init())
-  assert has_same_bits(history(in_numpy, start), expected)
+  assert has_same_bits(run_history(in_numpy, start), expected)
 
 
 @each_policy
@@ -102,7 +102,7 @@ def test_scanned_under_vmap_each_member_has_its_own_state(policy):
   both = np.stack([FINITE, FINITE[::-1]]), np.stack([AMAXES, AMAXES * 2])
   together = jax.vmap(scanned)(*both)
   step = jax.jit(functools.partial(adjust, policy))
-  expected = history(step, policy.init())
+  expected = run_history(step, policy.init())
   assert has_same_bits(jax.tree.map(lambda x: x[0], together), expected)
   other = scanned(*(x[1] for x in both))
   assert has_same_bits(jax.tree.map(lambda x: x[1], together), other)
@@ -131,7 +131,7 @@ def test_a_fresh_state_can_be_donated_twice(policy):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def scales(policy, start, finite):
+def run_scales(policy, start, finite):
   def body(state, finite):
     state = adjust(policy, state, finite)
     return state, state.loss_scale
@@ -148,7 +148,7 @@ def scales(policy, start, finite):
 def test_the_scale_stays_between_min_scale_and_max_scale(
   policy, steps, exponent
 ):
-  trace = scales(policy, jnp.float32(2.0**exponent), np.array(steps))
+  trace = run_scales(policy, jnp.float32(2.0**exponent), np.array(steps))
   low = getattr(policy, "min_scale", 2.0**-126)
   assert np.all((low <= trace) & (trace <= 2.0**126))
 

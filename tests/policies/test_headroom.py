@@ -62,13 +62,13 @@ def log2_scales(policy, amaxes, state=None):
   return np.log2(run(policy, amaxes, state).loss_scale).tolist()
 
 
-def last(states):
+def get_last(states):
   return jax.tree.map(lambda x: x[-1], states)
 
 
-def settled(policy=POLICY, log2_amax=-14):
+def make_settled_state(policy=POLICY, log2_amax=-14):
   """The state of a run with gradients of one size."""
-  return last(run(policy, [2.0**log2_amax] * policy.amax_history_len * 2))
+  return get_last(run(policy, [2.0**log2_amax] * policy.amax_history_len * 2))
 
 
 # Where the scale is.
@@ -121,11 +121,11 @@ def test_the_scale_falls_at_once_and_rises_when_the_window_has_forgotten():
 
 @pytest.mark.parametrize("zero", [0.0, 2.0**-149, 2.0**-127])
 def test_a_few_steps_of_zeros_are_not_evidence_and_preserve_the_window(zero):
-  before = settled()
+  before = make_settled_state()
   after = run(POLICY, [zero] * 7, before)
   assert (after.loss_scale == before.loss_scale).all()
   assert has_same_bits(
-    last(after).policy_state.amax_history, before.policy_state.amax_history
+    get_last(after).policy_state.amax_history, before.policy_state.amax_history
   )
 
 
@@ -145,7 +145,7 @@ def overflows_above(highest, steps, start, amax=2.0**-14):
 
 @pytest.mark.parametrize("highest", [2, 8, 15, 23, 24])
 def test_a_limit_is_found_by_bisection(highest):
-  scales, _ = overflows_above(highest, 40, settled())
+  scales, _ = overflows_above(highest, 40, make_settled_state())
   lost = np.array(scales) > highest
   assert lost.sum() <= 9
   assert scales[-1] == highest
@@ -162,7 +162,7 @@ def test_a_limit_from_larger_intermediate_values_costs_few_steps():
 
 
 def test_a_scale_that_overflowed_once_is_retried_until_the_evidence():
-  _, state = overflows_above(20, 40, settled())
+  _, state = overflows_above(20, 40, make_settled_state())
   scales, _ = overflows_above(100, 30_000, state)
   assert scales[0] == 20
   # One, two and then four binades higher, each after 4,096 steps.
@@ -171,7 +171,7 @@ def test_a_scale_that_overflowed_once_is_retried_until_the_evidence():
 
 
 def test_a_failed_increase_of_any_size_is_reverted():
-  _, state = overflows_above(15, 40, settled())
+  _, state = overflows_above(15, 40, make_settled_state())
   # Nothing overflows above 15 for a while, and then it does again.
   for rises, held in ((1, 15 + 1), (2, 15 + 3), (3, 15 + 7)):
     _, raised = overflows_above(100, 4096 * rises + 40, state)
@@ -182,7 +182,7 @@ def test_a_failed_increase_of_any_size_is_reverted():
 
 
 def test_successful_increases_double_up_to_8_binades():
-  _, state = overflows_above(2, 40, settled())
+  _, state = overflows_above(2, 40, make_settled_state())
   scales, _ = overflows_above(100, 30_000, state)
   assert scales[4000:26_000:4096] == [2, 3, 5, 9, 17, 25]
 
@@ -198,7 +198,7 @@ def test_intermediate_values_do_not_keep_the_scale_low_as_gradients_shrink():
 
 
 def test_a_burst_of_nans_leaves_the_scale_within_a_binade():
-  start = settled()
+  start = make_settled_state()
   for length in range(1, 61):
     # All of one length, for which it is compiled once.
     amaxes = [2.0**-14] * (60 - length) + [None] * length + [2.0**-14] * 10
@@ -224,7 +224,7 @@ def test_repeated_nans_keep_the_scale_as_low_as_the_docs_say(every, mean):
 @pytest.mark.parametrize("every", [2, 100, 500])
 def test_repeated_nans_do_not_lower_the_scale_permanently(every):
   amaxes = ([2.0**-14] * (every - 1) + [None]) * 80
-  log2_scale = np.array(log2_scales(POLICY, amaxes, settled()))
+  log2_scale = np.array(log2_scales(POLICY, amaxes, make_settled_state()))
   assert log2_scale.min() >= 25 - 25
   assert log2_scale[-26 * every :].max() >= (8 if every == 2 else 25)
 
@@ -237,7 +237,7 @@ def test_a_limit_is_never_where_the_largest_gradient_would_be_subnormal():
 
 
 def test_shrinking_gradients_discard_their_limit():
-  _, state = overflows_above(5, 40, settled())
+  _, state = overflows_above(5, 40, make_settled_state())
   scales = log2_scales(POLICY, [2.0**-40] * 12, state)
   # 25 below what they ask for, the largest is just a normal number.
   assert scales[-1] >= 51 - 25
@@ -246,10 +246,10 @@ def test_shrinking_gradients_discard_their_limit():
 # Where gradients are seldom.
 
 
-def searching():
+def run_search():
   """The exponents of the scales of a search, and the states before them."""
-  _, state = overflows_above(10, 20, settled())
-  states = last(run(POLICY, [0.0] * 7, state))
+  _, state = overflows_above(10, 20, make_settled_state())
+  states = get_last(run(POLICY, [0.0] * 7, state))
   states = run(POLICY, [0.0] * 128, states)
   return np.log2(states.loss_scale).tolist(), states
 
@@ -258,10 +258,10 @@ def searching():
 def test_a_proposal_without_gradients_costs_nothing_and_changes_no_memory(
   outcome,
 ):
-  scales, states = searching()
+  scales, states = run_search()
   for guessed in (-24, 120):
     before = jax.tree.map(lambda x: x[scales.index(guessed)], states)  # noqa: B023
-    after = last(run(POLICY, [outcome], before))
+    after = get_last(run(POLICY, [outcome], before))
     quiet = before.policy_state.steps_without_grads + 1
     assert has_same_bits(
       after.policy_state,
@@ -270,14 +270,14 @@ def test_a_proposal_without_gradients_costs_nothing_and_changes_no_memory(
 
 
 def test_gradients_seen_only_at_a_proposed_scale_are_the_only_evidence():
-  scales, states = searching()
+  scales, states = run_search()
   before = jax.tree.map(lambda x: x[scales.index(72)], states)
-  found = last(run(POLICY, [2.0**-60], before))
+  found = get_last(run(POLICY, [2.0**-60], before))
   assert found.policy_state.amax_history.tolist() == [2.0**-60] + [0.0] * 7
-  assert found.loss_scale == settled(log2_amax=-60).loss_scale
+  assert found.loss_scale == make_settled_state(log2_amax=-60).loss_scale
   # The usual scale would have seen these.
   before = jax.tree.map(lambda x: x[scales.index(8)], states)
-  known = last(run(POLICY, [2.0**-14], before))
+  known = get_last(run(POLICY, [2.0**-14], before))
   assert known.policy_state.amax_history[1] == 2.0**-14
 
 
@@ -288,11 +288,11 @@ def test_failed_searches_become_rare_until_consecutive_gradients_arrive():
     scales = np.array(log2_scales(POLICY, sparse * 5, state))
     return (scales != 25).sum()
 
-  state = settled()
+  state = make_settled_state()
   assert guesses(state) > 10
-  state = last(run(POLICY, sparse * 10, state))
+  state = get_last(run(POLICY, sparse * 10, state))
   assert guesses(state) == 0
-  state = last(run(POLICY, [2.0**-14] * 60, state))
+  state = get_last(run(POLICY, [2.0**-14] * 60, state))
   assert guesses(state) > 10
 
 

@@ -161,11 +161,11 @@ def test_any_program_behaves_like_the_model(devices, policy, program):
       state = ols.set_loss_scale(state, args[0])
     else:
       model.switch(args[0])
-      state = switched(state, args[0])
+      state = switch_policy(state, args[0])
     check(state, w, model)
 
 
-def switched(state, policy):
+def switch_policy(state, policy):
   """The state as another policy takes it over."""
   fresh = policy.init().policy_state
   scale_state = state.loss_scale_state

@@ -37,7 +37,7 @@ def longest_rows(runs):
   )
 
 
-def spikes(binades, every):
+def make_spikes(binades, every):
   return -14 + binades * (AT % every == every - 1)
 
 
@@ -303,13 +303,13 @@ def test_a_run_that_starts_with_nans_and_zeros_finds_its_gradients(start):
 
 
 def test_spikes_of_20_binades_cost_one_step_for_each_binade_to_learn():
-  runs = np.array([spikes(20, every) for every in range(9, 61)])
+  runs = np.array([make_spikes(20, every) for every in range(9, 61)])
   # Sixteen, and one in 4,096 steps.
   assert max(count_lost(runs)) <= 16 + 5
 
 
 def test_if_no_scale_fits_spikes_and_the_rest_only_the_spikes_are_lost():
-  run = spikes(28, 250)
+  run = make_spikes(28, 250)
   assert count_lost(run)[0] <= STEPS / 250
   assert longest_rows(run).max() == 1
 
@@ -425,7 +425,7 @@ def test_at_most_512_consecutive_gradients_of_every_nth_step_are_lost(every):
 
 
 @jax.jit
-def guesses(steps):
+def find_guesses(steps):
   """Whether each of these steps of a search is a guess, and at which scale."""
   is_guess, exponents = _search.propose_log2_scale(
     steps, jnp.int32(1), jnp.int32(999), (-24, 126)
@@ -446,12 +446,14 @@ def test_each_scale_is_tried_before_512_gradients_of_every_nth_step_are_lost(
   for every in periods:
     for wait in (8, min(2 * every, 512)):
       quiet = np.arange(1, 513, dtype=np.int32) * every - 1
-      is_guess, tried = map(np.asarray, guesses(quiet - wait))
+      is_guess, tried = map(np.asarray, find_guesses(quiet - wait))
       assert set(tried[is_guess].tolist()) == ALL, every
 
 
 def test_each_scale_is_tried_in_the_first_40_steps_of_a_search_and_in_any_80():
-  is_guess, tried = map(np.asarray, guesses(np.arange(1104, dtype=np.int32)))
+  is_guess, tried = map(
+    np.asarray, find_guesses(np.arange(1104, dtype=np.int32))
+  )
   assert set(tried[:40][is_guess[:40]].tolist()) == ALL
   for start in range(1024):
     of_80 = slice(start, start + 80)

@@ -30,18 +30,20 @@ class Model(NamedTuple):
   scope: str | None = None  # of the product, if the line alone does not tell
   loss_scale: float | None = None  # that fits; if not given, the dynamic one
   argnums: int | tuple[int, ...] | None = None
-  using: Callable[..., Any] | None = jax.value_and_grad  # None: not at all
+  value_and_grad_fn: Callable[..., Any] | None = (
+    jax.value_and_grad
+  )  # None: not at all
   jit: Callable[..., Any] = jax.jit  # the library's own
 
   def grad(self, cast=lambda fun: fun):
     """The function whose results count, of a loss function that is cast."""
-    if self.using is None:
+    if self.value_and_grad_fn is None:
       return cast(self.loss_fn)
     scaler = ols.DynamicLossScale()
     if self.loss_scale is not None:
       scaler = ols.FixedLossScale(self.loss_scale)
     kwargs = {} if self.argnums is None else {"argnums": self.argnums}
-    kwargs["using"] = self.using
+    kwargs["using"] = self.value_and_grad_fn
     return ols.grad(cast(self.loss_fn), scaler.init(), **kwargs)
 
   def is_planted(self, row):
@@ -59,11 +61,11 @@ def normal(*shape, seed=0):
   return jnp.asarray(numbers, jnp.float32)
 
 
-def weights(*names):
+def make_weights(*names):
   return {n: normal(WIDTH, WIDTH, seed=i) for i, n in enumerate(names)}
 
 
-def batch():
+def make_batch():
   x = normal(BATCH, WIDTH, seed=100) * BATCH**0.5
   return x, normal(BATCH, WIDTH, seed=101)
 
@@ -87,8 +89,8 @@ def _find_models(module):
 
 
 # The models of each module. Those of libraries are imported when they are made.
-_PLAIN = "plain_jax", "control_flow", "devices"
-_MODULES = {name: _find_models(name) for name in _PLAIN} | {
+_MODULES_WITHOUT_LIBRARIES = "plain_jax", "control_flow", "devices"
+_MODULES = {name: _find_models(name) for name in _MODULES_WITHOUT_LIBRARIES} | {
   "libraries": (
     "linen_attention",
     "linen_scan",
@@ -101,7 +103,7 @@ _MODULES = {name: _find_models(name) for name in _PLAIN} | {
 NAMES = tuple(name for names in _MODULES.values() for name in names)
 
 
-def make(name: str, fault: bool = True) -> Model:
+def make_model(name: str, fault: bool = True) -> Model:
   """Makes a model by its name, with its fault or without."""
   (module,) = (m for m, names in _MODULES.items() if name in names)
   module = importlib.import_module(f"{__name__}.{module}")
