@@ -230,8 +230,8 @@ def test_rewritten_jaxprs_pass_the_checks_of_jax(name):
 def test_a_weakly_typed_matmul_stays_weakly_typed():
   def loop(n):
     weak = jnp.full((2, 2), 1.0) * 1.0  # As an array of Python numbers is.
-    product = lambda x: lax.dot(x, x)
-    return lax.fori_loop(0, n, lambda i, x: product(x), weak)
+    matmul = lambda x: lax.dot(x, x)
+    return lax.fori_loop(0, n, lambda i, x: matmul(x), weak)
 
   assert jax.eval_shape(ols.autocast(loop), 2) == jax.eval_shape(loop, 2)
   assert_same_bits(jax.jit(ols.autocast(loop))(2), jax.jit(loop)(2))

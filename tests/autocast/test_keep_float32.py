@@ -43,8 +43,8 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_kept_function_and_its_derivatives_run_in_float32(name):
-  part = KEPT[name]
-  model = lambda x, w: part(x, w) @ w
+  block = KEPT[name]
+  model = lambda x, w: block(x, w) @ w
   loss = lambda x, w: jnp.sum(model(x, w))
   half = ols.autocast(model)
   assert jaxprs.count_matmuls_by_dtype(half, X, W) == {
@@ -61,20 +61,20 @@ def test_a_kept_function_and_its_derivatives_run_in_float32(name):
   )
   assert inside == both
   # Outside of autocast nothing changes.
-  assert_same_bits(part(X, W), jnp.sin(X @ W))
+  assert_same_bits(block(X, W), jnp.sin(X @ W))
 
 
 def test_only_keep_float32_keeps_a_function_in_float32():
   @jax.named_scope("keep_float32_not")
-  def part(x, w):
+  def block(x, w):
     with jax.named_scope("do_keep_float32"):
       return jnp.sin(x @ w)
 
-  assert jaxprs.count_matmuls_by_dtype(ols.autocast(part), X, W) == {
+  assert jaxprs.count_matmuls_by_dtype(ols.autocast(block), X, W) == {
     "float16": 1
   }
   inside = lambda f: jax.vmap(jax.checkpoint(f), (None, 0))
-  kept = jax.grad(lambda x, w: jnp.sum(inside(ols.keep_float32(part))(x, w)))
+  kept = jax.grad(lambda x, w: jnp.sum(inside(ols.keep_float32(block))(x, w)))
   loss = lambda x, w: jnp.sum(kept(x, w) @ w[0])
   counts = jaxprs.count_matmuls_by_dtype(
     ols.autocast(loss), X[:4], jnp.stack([W, W])
@@ -83,14 +83,14 @@ def test_only_keep_float32_keeps_a_function_in_float32():
 
 
 def test_a_kept_function_retains_its_name_attributes_and_arguments():
-  def part(x, *, n):
+  def block(x, *, n):
     """A docstring."""
     return x + n
 
-  part.noted = True
-  kept = ols.keep_float32(part)
-  assert (kept.__name__, kept.__doc__) == ("part", "A docstring.")
-  assert kept.noted and kept(1, n=2) == 3
-  # What a layer holds stays in it.
+  block.version = 3
+  kept = ols.keep_float32(block)
+  assert (kept.__name__, kept.__doc__) == ("block", "A docstring.")
+  assert kept.version == 3 and kept(1, n=2) == 3
+  # The attributes of a layer are not copied.
   layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
   assert not hasattr(ols.keep_float32(layer), "kernel")

@@ -143,10 +143,10 @@ def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
 
 
 @pytest.mark.parametrize(
-  "keep, asked", [((), 0), ("embed*", 1)], ids=["no names", "a name"]
+  "keep, num_traces", [((), 0), ("embed*", 1)], ids=["no names", "a name"]
 )
 def test_a_rule_is_differentiated_again_only_for_its_names(
-  monkeypatch, keep, asked
+  monkeypatch, keep, num_traces
 ):
   seen = []
   monkeypatch.setattr(
@@ -161,7 +161,7 @@ def test_a_rule_is_differentiated_again_only_for_its_names(
   embed = jax.named_scope("embed")(lambda x: jnp.sum(x.T @ x))
   own = lambda x: embedding(x) + embed(x)
   jax.make_jaxpr(ols.autocast(own, keep_float32=keep))(TABLE)
-  assert len(seen) == asked
+  assert len(seen) == num_traces
 
 
 # A `custom_vjp` within a `custom_jvp`: its backward pass waits in a tangent.

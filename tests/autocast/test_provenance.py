@@ -21,8 +21,8 @@ X = normal(4, 8, seed=1)
 COUNT = 3
 
 
-def product(x, w):
-  return x @ w  # product
+def multiply(x, w):
+  return x @ w  # multiply
 
 
 def layers(*names):
@@ -71,7 +71,7 @@ def with_einsum(params, x):
 def in_a_scope(params, x):
   for layer in params["blocks"]:
     with jax.named_scope("block"):
-      x = jnp.tanh(product(x, layer["q"]))
+      x = jnp.tanh(multiply(x, layer["q"]))
   return x
 
 
@@ -94,7 +94,7 @@ def test_a_path_is_a_name_in_equinox():
 
 
 def test_names_printed_before_and_their_parts_are_accepted():
-  line = "test_provenance.py (product)"
+  line = "test_provenance.py (multiply)"
   for name, paths in {
     "block/blocks/1/q": Q[1:2],
     "block/blocks/1": Q[1:2],
@@ -112,7 +112,7 @@ def test_names_printed_before_and_their_parts_are_accepted():
 def test_weights_of_a_plain_list_are_distinguished_in_a_scope():
   def net(weights, x):
     with jax.named_scope("net"):
-      return functools.reduce(lambda x, w: jnp.tanh(product(x, w)), weights, x)
+      return functools.reduce(lambda x, w: jnp.tanh(multiply(x, w)), weights, x)
 
   weights = [x["q"] for x in layers("q")]
   assert_names(net, weights, ["0", "1", "2"])
@@ -129,9 +129,9 @@ def test_a_key_may_be_written_in_any_way():
   params = {key: normal(8, 8, seed=i) for i, key in enumerate(KEYS)}
 
   def net(params, x):
-    block = jax.checkpoint(lambda w, x: jnp.tanh(product(x, w)))
+    block = jax.checkpoint(lambda w, x: jnp.tanh(multiply(x, w)))
     for i, key in enumerate(KEYS):
-      x = jnp.tanh(product(x, params[key])) if i % 2 else block(params[key], x)
+      x = jnp.tanh(multiply(x, params[key])) if i % 2 else block(params[key], x)
     return x
 
   # No pattern among half of them selects another one.
@@ -161,9 +161,9 @@ def test_two_uses_of_a_weight_are_distinguished():
 
   def net(params, x):
     with jax.named_scope("encoder"):
-      x = jnp.tanh(product(x, params["embed"]))
+      x = jnp.tanh(multiply(x, params["embed"]))
     with jax.named_scope("decoder"):
-      x = jnp.tanh(product(x, params["embed"]))
+      x = jnp.tanh(multiply(x, params["embed"]))
     x = x @ params["tied"]  # first
     return x @ params["tied"]  # second
 
@@ -193,8 +193,8 @@ def test_rows_are_short():
 def test_matmuls_without_weights_are_named_by_scope_or_line():
   def net(params, x):
     with jax.named_scope("scores"):
-      scores = product(x, x.T)
-    return scores @ product(x, params["v"])
+      scores = multiply(x, x.T)
+    return scores @ multiply(x, params["v"])
 
   fun, params = make_grad_fn(net), {"v": normal(8, 8)}
   rows = compare_precision(fun, params, X, progress=False).matmuls
@@ -256,15 +256,15 @@ def test_a_name_keeps_only_the_matmuls_of_its_rows(name):
   def rows(**kwargs):
     fun = jax.grad(ols.autocast(loss, **kwargs))
     steps = _walk.walk(jax.make_jaxpr(fun)(params), _eqns.subjaxprs)
-    places = [
+    locations = [
       step.location
       for step in steps
       if _primitives.is_matmul(step.eqn)
       and step.location.autocast_dtype is not None
     ]
-    named = [(place.names, place.is_backward) for place in places]
-    told = [name for name, _ in _provenance.make_unique_labels(named)]
-    return collections.Counter(zip(told, named, strict=True))
+    named = [(place.names, place.is_backward) for place in locations]
+    labels = [name for name, _ in _provenance.make_unique_labels(named)]
+    return collections.Counter(zip(labels, named, strict=True))
 
   before = rows()
   for printed in {name for name, _ in before}:

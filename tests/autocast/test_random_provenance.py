@@ -123,13 +123,13 @@ def program(nests):
   params = {"blocks": blocks, "head": normal(8, 8, seed=99)}
   # What is kept beside a product: all of the rule that it is in.
   paths = {f"blocks/{i}/{k}": i for i, b in enumerate(blocks) for k in b}
-  beside = {"head": {"head"}} | {
+  kept_together = {"head": {"head"}} | {
     path: {p for p, j in paths.items() if j == i}
     if is_rule(nests[i][2])
     else {path}
     for path, i in paths.items()
   }
-  return loss, params, beside
+  return loss, params, kept_together
 
 
 def get_matmul_dtypes(fun, *args):
@@ -141,7 +141,7 @@ def get_matmul_dtypes(fun, *args):
 
 
 def assert_names_select(nests):
-  loss, params, beside = program(nests)
+  loss, params, kept_together = program(nests)
   try:
     jax.make_jaxpr(jax.grad(loss))(params, X)
   except (NotImplementedError, TypeError, ValueError):
@@ -154,17 +154,17 @@ def assert_names_select(nests):
     if row.names.param_path
   }
   # Each weight has one name, which is that of no other.
-  assert sorted(path for path, _ in names) == sorted(beside), names
-  assert len({name for _, name in names}) == len(beside)
+  assert sorted(path for path, _ in names) == sorted(kept_together), names
+  assert len({name for _, name in names}) == len(kept_together)
   before = get_matmul_dtypes(grad(), params, X)
   for path, name in names:
     assert {back for back, _ in before[path]} == {False, True}
     found = get_matmul_dtypes(grad(keep_float32=name), params, X)
-    if beside[path] == {path}:
+    if kept_together[path] == {path}:
       assert {dtype for _, dtype in found[path]} == {"float32"}
-    for other in beside:
+    for other in kept_together:
       # A rule that is kept stays as it is, without names inside.
-      is_kept = other in beside[path]
+      is_kept = other in kept_together[path]
       assert is_kept or found[other] == before[other], (name, other)
       half = "float16" in {dtype for _, dtype in found[other]}
       assert half != is_kept, (name, other)

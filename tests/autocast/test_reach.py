@@ -97,7 +97,7 @@ def test_for_symbolic_sizes_the_warning_counts_matmuls():
 def test_the_warning_lists_the_three_largest_locations(count):
   call = jax.custom_derivatives.linear_call
   times = functools.partial(call, lambda a, b: a @ b, lambda a, g: a.T @ g)
-  places = [
+  call_sites = [
     lambda a: times(a, B),
     lambda a: times(a, B),
     lambda a: times(a, B),
@@ -105,7 +105,9 @@ def test_the_warning_lists_the_three_largest_locations(count):
     lambda a: times(a, B),
   ]
   with pytest.warns(UserWarning, match=r"100\.0%") as caught:
-    jax.make_jaxpr(ols.autocast(lambda a: [x(a) for x in places[:count]]))(A)
+    jax.make_jaxpr(ols.autocast(lambda a: [x(a) for x in call_sites[:count]]))(
+      A
+    )
   (warning,) = caught
   message = str(warning.message)
   assert message.count("linear_call at") == min(count, 3)
@@ -114,7 +116,7 @@ def test_the_warning_lists_the_three_largest_locations(count):
     == (count == 5)
     == (" more" in message)
   )
-  largest = places[3 if count == 5 else 0].__code__.co_firstlineno
+  largest = call_sites[3 if count == 5 else 0].__code__.co_firstlineno
   assert f"left linear_call at test_reach.py:{largest}" in message
 
 
@@ -199,10 +201,10 @@ def test_matmuls_in_custom_root_run_in_half_precision_or_are_reported():
   half = ols.autocast(root)
   (eqn,) = jax.make_jaxpr(root)(A, B).eqns
   is_hidden = _eqns.get_hi_primitive(eqn) is not None
-  told = contextlib.nullcontext()
+  expectation = contextlib.nullcontext()
   if is_hidden:  # A primitive of hijax since JAX 0.12.
-    told = pytest.warns(UserWarning, match="left CustomRoot")
-  with told:
+    expectation = pytest.warns(UserWarning, match="left CustomRoot")
+  with expectation:
     counts = jaxprs.count_matmuls_by_dtype(half, A, B)
   assert set(counts) == ({"float32"} if is_hidden else {"float16"})
 
@@ -248,10 +250,12 @@ def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
   if change is make_unknown_eqn and _eqns.get_hi_primitive(eqns[i]) is not None:
     pytest.skip("What an unknown primitive hides in an object is not seen.")
   eqns[i] = change(eqns[i])
-  found, told, new = rewrite(_eqns.replace_jaxpr_fields(closed, eqns=eqns))
+  found, warning_text, new = rewrite(
+    _eqns.replace_jaxpr_fields(closed, eqns=eqns)
+  )
   if any(eqn is eqns[i] for eqn in new):  # As written, and told.
     assert not found
-    assert _source_info.get_op_name(eqns[i]) in told
+    assert _source_info.get_op_name(eqns[i]) in warning_text
   else:
     assert found and change is not make_unknown_eqn
     assert jaxprs.count_eqn_matmuls_by_dtype(new)["float32"] == 0
@@ -276,9 +280,11 @@ def test_a_shard_map_of_another_jax_is_rewritten():
   )
   closed = jax.make_jaxpr(fun)(A, B)
   eqns = [rename_params(eqn) for eqn in closed.jaxpr.eqns]
-  found, told, _ = rewrite(_eqns.replace_jaxpr_fields(closed, eqns=eqns))
+  found, warning_text, _ = rewrite(
+    _eqns.replace_jaxpr_fields(closed, eqns=eqns)
+  )
   # Its rule needs no axis. So it is entered, though it is not understood.
-  assert found and not told
+  assert found and not warning_text
 
 
 @pytest.mark.parametrize("flag", hijax.FLAGS)
@@ -337,6 +343,6 @@ def test_a_hijax_primitive_of_another_jax_is_reported(monkeypatch, name, gone):
     if hijax.HAS_RULES:
       monkeypatch.delattr(changed, gone)
       monkeypatch.delitem(changed.params, gone)
-    found, told, _ = rewrite(closed)
+    found, warning_text, _ = rewrite(closed)
   assert not found
-  assert f"left {name}_call at test_reach.py" in told
+  assert f"left {name}_call at test_reach.py" in warning_text

@@ -72,13 +72,13 @@ LEFT_ALONE = {
 def test_excluded_matmuls_run_unchanged(name):
   fun = LEFT_ALONE[name]
 
-  def with_a_product(a, b):
+  def with_a_matmul(a, b):
     return fun(a, b), b @ b  # So that there is something to run in half.
 
   def as_written(a, b):
     return fun(a, b), jnp.float32(jnp.float16(b) @ jnp.float16(b))
 
-  half = jax.jit(ols.autocast(with_a_product))
+  half = jax.jit(ols.autocast(with_a_matmul))
   assert_same_bits(half(A, B), jax.jit(as_written)(A, B))
 
 
@@ -200,8 +200,8 @@ def test_cotangents_of_a_weight_in_a_scan_are_summed_in_float32():
 
 
 def test_a_half_precision_output_of_a_call_is_moved_in_half_precision():
-  product = jax.jit(lambda a, b: a @ b)
-  half = ols.autocast(lambda a, b: product(a, b).T)
+  multiply = jax.jit(lambda a, b: a @ b)
+  half = ols.autocast(lambda a, b: multiply(a, b).T)
   assert "transpose" in jaxprs.list_half_primitives(half, A, B)
 
 
@@ -248,7 +248,7 @@ IN_HALF = "A model that already computes in half precision needs no autocast."
 
 
 @pytest.mark.parametrize(
-  "fun, told",
+  "fun, text",
   [
     (jnp.sin, "had no effect on sin: it contains no matmul or convolution."),
     (
@@ -266,10 +266,10 @@ IN_HALF = "A model that already computes in half precision needs no autocast."
     (lambda x: x.astype(int) @ x.astype(int), "only some in int32."),
   ],
 )
-def test_the_warning_names_the_dtypes_of_unchanged_matmuls(fun, told):
+def test_the_warning_names_the_dtypes_of_unchanged_matmuls(fun, text):
   with pytest.warns(UserWarning, match="had no effect") as caught:
     ols.autocast(fun)(jnp.eye(3))
-  assert told in str(caught[0].message)
+  assert text in str(caught[0].message)
 
 
 def bfloat16(x):
@@ -305,8 +305,8 @@ def test_it_is_a_decorator_with_and_without_arguments():
 
     assert loss_fn.__doc__ == "How wrong the model is."
     eqns = jax.make_jaxpr(loss_fn)({"a": A, "b": A}, A).eqns
-    products = [e for e in eqns if e.primitive.name == "dot_general"]
-    assert [str(e.outvars[0].aval.dtype) for e in products] == dtypes
+    dot_eqns = [e for e in eqns if e.primitive.name == "dot_general"]
+    assert [str(e.outvars[0].aval.dtype) for e in dot_eqns] == dtypes
   identity = ols.autocast(dtype=jnp.float32)
   assert identity(loss_fn) is loss_fn
 
@@ -342,25 +342,25 @@ def square(x):
   return x @ x
 
 
-def two_products(x):
+def two_matmuls(x):
   return x @ A + x @ B
 
 
 # Values that several products read, and where these products are.
 SHARED_VALUES = {
   "one product": square,
-  "two products": two_products,
+  "two products": two_matmuls,
   "jit": jax.jit(square),
-  "checkpoint": jax.checkpoint(two_products),
-  "cond": lambda x: lax.cond(x[0, 0] > 0, square, two_products, x),
+  "checkpoint": jax.checkpoint(two_matmuls),
+  "cond": lambda x: lax.cond(x[0, 0] > 0, square, two_matmuls, x),
   "the carry of a scan": lambda x: lax.scan(
     lambda c, _: (square(c), None), x, length=2
   )[0],
   "the constants of a scan": lambda x: lax.scan(
-    lambda c, _: (c + two_products(x), None), x, length=2
+    lambda c, _: (c + two_matmuls(x), None), x, length=2
   )[0],
   "a custom_vjp": custom_rules.add_recomputing_vjp(square),
-  "a custom_vjp of two products": custom_rules.add_custom_vjp(two_products),
+  "a custom_vjp of two products": custom_rules.add_custom_vjp(two_matmuls),
   "a custom_jvp": custom_rules.add_custom_jvp(square),
   "a gradient": lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(square(x))))(x),
 }

@@ -6,8 +6,8 @@ from helpers.small_model import (
   init_params,
   loss_fn,
   make_batches,
-  make_step,
   make_overflowing_batch,
+  make_step,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st

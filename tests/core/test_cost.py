@@ -117,11 +117,11 @@ def test_the_largest_gradient_is_computed_only_if_the_policy_needs_it(
   without, _, _ = measure_cost(
     wrap_optimizer(loss_scale=ols.FixedLossScale(8.0), **options)
   )
-  asked, temporary, _ = measure_cost(
+  needed, temporary, _ = measure_cost(
     wrap_optimizer(loss_scale="headroom", **options)
   )
   assert without == pytest.approx(44, abs=0.01)
-  assert asked == pytest.approx(48, abs=0.01)
+  assert needed == pytest.approx(48, abs=0.01)
   assert temporary < 0.01
 
 

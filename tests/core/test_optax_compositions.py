@@ -11,8 +11,8 @@ from helpers.small_model import (
   init_params,
   loss_fn,
   make_batches,
-  make_step,
   make_overflowing_batch,
+  make_step,
   train,
 )
 import jax

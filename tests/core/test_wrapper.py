@@ -4,7 +4,7 @@ import functools
 
 from helpers import mark_slow_params
 from helpers.bits import has_same_bits
-from helpers.leaves import FLOATS, NON_FLOATS, LEAF_GROUPS
+from helpers.leaves import FLOATS, LEAF_GROUPS, NON_FLOATS
 import jax
 import jax.numpy as jnp
 import numpy as np

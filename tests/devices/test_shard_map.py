@@ -214,8 +214,8 @@ def test_a_policy_receives_the_largest_gradient_of_all_devices(check_vma):
   policy = ols.HeadroomLossScale(init_scale=1.0)
   tx = ols.with_loss_scaling(optax.sgd(1.0), policy, axis_name="data")
   grads = jnp.array([1.0, 2, 3, -9, 5, 6, 7, 8])
-  told = jnp.arange(8.0).at[5].set(12)
-  for extra, seen in ({}, 9), ({"grads_amax": told}, 12):
+  grads_amax = jnp.arange(8.0).at[5].set(12)
+  for extra, seen in ({}, 9), ({"grads_amax": grads_amax}, 12):
     _, state = update_on_8_devices(tx, grads, check_vma, **extra)
     assert state.policy_state.amax_history[0] == seen
 
@@ -287,7 +287,7 @@ def test_one_update_of_the_sum_drops_the_step(mode):
 
   def step(params, opt_state, micro_batches):
     def accumulate(total, batch):
-      grad = ols.grad(product, opt_state)(params, batch)
+      grad = ols.grad(multiply, opt_state)(params, batch)
       return total + grad / MICRO_BATCHES, None
 
     total, _ = jax.lax.scan(accumulate, jnp.zeros_like(params), micro_batches)
@@ -314,7 +314,7 @@ def test_an_update_for_each_micro_batch_drops_the_micro_batch(mode):
   def step(params, opt_state, micro_batches):
     def one(carry, batch):
       params, opt_state = carry
-      grad = ols.grad(product, opt_state)(params, batch)
+      grad = ols.grad(multiply, opt_state)(params, batch)
       updates, opt_state = tx.update(grad, opt_state, params)
       return (optax.apply_updates(params, updates), opt_state), None
 
@@ -331,7 +331,7 @@ def test_an_update_for_each_micro_batch_drops_the_micro_batch(mode):
   assert states[-1].finite_count == MICRO_BATCHES + 1
 
 
-def product(params, batch):
+def multiply(params, batch):
   return jnp.sum((params.astype(jnp.float16) * batch).astype(jnp.float32))
 
 

@@ -532,9 +532,9 @@ def test_a_loss_scale_that_is_too_large_is_reported():
   largest = jnp.max(jnp.abs(X.T @ (2.0**20 * (X @ W) / 16)))
   excess = -report.suggested_log2_scale_change
   assert excess == math.ceil(np.log2(largest / 65504))
-  told = "Only the backward pass overflows: lower the loss scale by 2**{},"
+  summary = "Only the backward pass overflows: lower the loss scale by 2**{},"
   first, second, *_ = str(report).splitlines()
-  assert first.startswith(told.format(excess))
+  assert first.startswith(summary.format(excess))
   assert second.startswith("Relative error in float16: inf")
   assert report.top_outliers() == report.overflowing == ()
   lowered = compared(20 - excess)
@@ -608,10 +608,10 @@ def test_a_report_consists_of_plain_data_and_lists_all_outliers():
 
 
 def test_reports_silence_debug_prints_and_run_other_callbacks(capfd):
-  asked = []
+  answers = []
 
   def ask(x):
-    asked.append(1)
+    answers.append(1)
     return x
 
   def fun(w, x):
@@ -622,7 +622,7 @@ def test_reports_silence_debug_prints_and_run_other_callbacks(capfd):
     return jax.pure_callback(ask, shape, y) @ w
 
   assert compare(fun, W, X).error > 0
-  assert len(asked) >= 4
+  assert len(answers) >= 4
   assert capfd.readouterr().out == ""
 
 
@@ -790,10 +790,10 @@ def test_the_error_of_a_sum_over_devices_is_underestimated(count, share):
     (x, w), sharding.to_named_shardings(mesh, specs)
   )
   cast = ols.autocast(lambda w, x: x @ w)
-  told = compare_grads(cast, w, x).error
+  reported = compare_grads(cast, w, x).error
   exact = np.float64(x) @ np.float64(w)
   real = relative_error(exact, np.float64(jax.jit(cast)(w, x)))
-  assert told / real == pytest.approx(share, abs=0.03)
+  assert reported / real == pytest.approx(share, abs=0.03)
 
 
 def test_statistics_in_a_shard_map_cover_all_devices():

@@ -106,7 +106,7 @@ def test_the_same_model_without_the_fault_has_no_outlier(name):
 def test_bfloat16_has_different_thresholds():
   """What is bad in float16 is worse there, and the rest is worse as well."""
   for fault in False, True:
-    model = planted_layers.make_model("one_product", fault)
+    model = planted_layers.make_model("one_matmul", fault)
     report = compare_planted(model, dtype=jnp.bfloat16)
     assert len(report.top_outliers(3)) == fault
 
@@ -136,19 +136,19 @@ def test_a_sound_model_has_no_outlier_and_its_error_is_exact(name):
     exact = jax.jit(gradients(lambda fun: fun))(model.arrays)
   half = jax.jit(trained)(model.arrays)
   error = relative_error(exact, half)
-  of_arrays = map(relative_error, *map(jax.tree.leaves, (exact, half)))
+  errors = map(relative_error, *map(jax.tree.leaves, (exact, half)))
   for search in "exhaustive", "bisect":
     report = compare(trained, model.arrays, search=search)
     assert report.top_outliers(3) == report.overflowing == ()
     assert report.error == pytest.approx(error, rel=0.01)
-  of_arrays = dict(zip(report.array_errors, of_arrays, strict=True))
-  for array, told in report.array_errors.items():
+  real_errors = dict(zip(report.array_errors, errors, strict=True))
+  for array, reported in report.array_errors.items():
     if array not in report.noise_only_arrays:
-      real = of_arrays[array]
-      assert told == pytest.approx(real, rel=0.05, abs=1e-6), array
+      real = real_errors[array]
+      assert reported == pytest.approx(real, rel=0.05, abs=1e-6), array
   inaccurate_arrays = [array.name for array in report.inaccurate_arrays]
   assert bool(inaccurate_arrays) == (name in HAVE_SMALL_SUMS)
-  assert all(of_arrays[array] > 0.06 for array in inaccurate_arrays)
+  assert all(real_errors[array] > 0.06 for array in inaccurate_arrays)
 
 
 def block(params, x):

@@ -263,7 +263,7 @@ def test_the_fix_in_the_forward_pass_of_autocast_removes_the_overflow():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "fun, told",
+  "fun, expected",
   [
     (lambda a, b: jnp.concatenate([a, b])[:2], ["exp"]),
     (lambda a, b: jnp.concatenate([a, b])[2:], ["log"]),
@@ -278,14 +278,14 @@ def test_the_fix_in_the_forward_pass_of_autocast_removes_the_overflow():
     (lambda a, b: jnp.unstack(jnp.stack([a, b]))[0], ["exp"]),
   ],
 )
-def test_only_faults_that_reach_the_result_are_named(fun, told):
+def test_only_faults_that_reach_the_result_are_named(fun, expected):
   def both(x):
     a = jnp.exp(x * 20)  # inf in the last column
     b = jnp.log(jnp.abs(x[::-1] + 2))  # -inf in the first
     return fun(a, b)
 
   x = jnp.tile(X[:1] * 0 + jnp.array([-2, -1, 0, 1], X.dtype), (2, 1))
-  assert get_names(find_overflow(both, x)) == told
+  assert get_names(find_overflow(both, x)) == expected
 
 
 @pytest.mark.slow
@@ -817,10 +817,10 @@ def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
   find_overflow(fun, X)
   out, err = capsys.readouterr()
   lines = [line.strip() for line in err.split("\r")]
-  told = {line.rpartition(", ")[0] for line in lines}
+  printed = {line.rpartition(", ")[0] for line in lines}
   assert out == ""
-  assert "find_overflow: running the compiled function" in told
-  assert "find_overflow: jit(<lambda>)/scan[0]/mul, operation 1 of 1" in told
+  assert "find_overflow: running the compiled function" in printed
+  assert "find_overflow: jit(<lambda>)/scan[0]/mul, operation 1 of 1" in printed
   # It is erased at the end.
   assert lines[-2:] == ["", ""] and len(err.split("\r")[-2]) > 40
 

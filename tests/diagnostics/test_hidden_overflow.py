@@ -24,11 +24,11 @@ def make_step(
   policy,
   transform_grads=lambda grads: grads,
   differentiate=gradient_of,
-  around=lambda tx: tx,
+  wrap_tx=lambda tx: tx,
   **kwargs,
 ):
   """A step in which something stands between its gradients and `update`."""
-  tx = around(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
+  tx = wrap_tx(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
 
   def changed(params, state, batch):
     return transform_grads(differentiate(params, state, batch))
@@ -85,13 +85,13 @@ HIDE = {
   ),
   "zero_nans, clip": lambda p: make_step(
     p,
-    around=lambda tx: optax.chain(optax.zero_nans(), optax.clip(1.0), tx),
+    wrap_tx=lambda tx: optax.chain(optax.zero_nans(), optax.clip(1.0), tx),
   ),
   "micro-batches": of_micro_batches,
 }
 GUARD = {
   "apply_if_finite": lambda p: make_step(
-    p, around=lambda tx: optax.apply_if_finite(tx, 5)
+    p, wrap_tx=lambda tx: optax.apply_if_finite(tx, 5)
   ),
   "cond": lambda p: make_guarded_step(p, ols.all_finite),
 }

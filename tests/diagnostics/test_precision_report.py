@@ -161,14 +161,14 @@ def test_repeated_matmuls_are_counted_each_time():
     report = precision_report(fun, *args)
     return report.total_flops / once, report.limitations
 
-  product = lambda w: w @ w
+  matmul = lambda w: w @ w
   scan = lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=5)
   nested = lambda w: lax.map(lambda _: scan(w), jnp.arange(3))
   branches = lambda w: lax.switch(
-    w[0, 0].astype(int), [lambda w: w, make_scan(2), product], w
+    w[0, 0].astype(int), [lambda w: w, make_scan(2), matmul], w
   )
-  assert flops(product, w) == (1, ())
-  assert flops(jax.jit(jax.checkpoint(product)), w) == (1, ())
+  assert flops(matmul, w) == (1, ())
+  assert flops(jax.jit(jax.checkpoint(matmul)), w) == (1, ())
   # What is not needed is left out, as by XLA.
   assert flops(jax.grad(jax.jit(lambda w: total(w @ w))), w) == (2, ())
   two = jax.jit(lambda w: (w @ w, w + 1))
@@ -177,18 +177,18 @@ def test_repeated_matmuls_are_counted_each_time():
   assert flops(nested, w) == (15, ())
   assert flops(branches, w) == (2, ())
   on_four = lambda axes: jax.shard_map(
-    product, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=set(axes)
+    matmul, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=set(axes)
   )
   assert flops(on_four("ab"), w) == (4, ())
   assert flops(jax.jit(on_four("a")), w) == (2, ())
 
 
 def test_matmuls_of_hijax_are_counted_each_time_they_run():
-  product = jax.custom_vjp(jax.checkpoint(lambda w: w @ w))
-  product.defvjp(lambda w: (w, ()), lambda _, g: (g,))
+  matmul = jax.custom_vjp(jax.checkpoint(lambda w: w @ w))
+  matmul.defvjp(lambda w: (w, ()), lambda _, g: (g,))
 
   def fun(w):
-    body = lambda c, x: (product(c) @ w, c * x)
+    body = lambda c, x: (matmul(c) @ w, c * x)
     return lax.scan(body, w, jnp.arange(5, dtype=w.dtype))
 
   plain = precision_report(fun, make_shape(8, 8))

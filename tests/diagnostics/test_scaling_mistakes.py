@@ -70,10 +70,10 @@ def rounded(loss, params, state):
 
 
 def make_step(
-  loss_fn, differentiate, policy=DYNAMIC, around=lambda tx: tx, **kwargs
+  loss_fn, differentiate, policy=DYNAMIC, wrap_tx=lambda tx: tx, **kwargs
 ):
   """Returns a training step and its arguments."""
-  tx = around(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
+  tx = wrap_tx(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
   cast = ols.autocast(loss_fn)
 
   def step(params, state, batch):
@@ -151,7 +151,7 @@ def test_gradients_clipped_while_they_are_scaled_are_reported(report):
   step, args = make_step(
     plain_loss,
     never_unscaled,
-    around=lambda tx: optax.chain(clip, tx),
+    wrap_tx=lambda tx: optax.chain(clip, tx),
     grads_are_scaled=True,
   )
   (warning,) = report(step, *args)

@@ -104,8 +104,10 @@ def test_the_matmuls_of_a_step_are_those_of_its_gradient(make):
     row.flops for row in report.flops if row.operand_dtype == "float16"
   )
   assert half == expected.total_flops * (2 if make in TWICE else 1)
-  beside = make is whole_steps.with_a_foreign_optimizer_beside
-  assert (report.fraction == 1) != beside
+  has_additional_matmuls = (
+    make is whole_steps.with_an_additional_optax_optimizer
+  )
+  assert (report.fraction == 1) != has_additional_matmuls
 
 
 def test_an_overflow_of_the_forward_pass_alone_is_found():
@@ -148,15 +150,15 @@ def steps_in_a_while(params, state, batch, count):
 def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
   _, args = whole_steps.plain(SMALL)
   args = *args, jnp.int32(2)
-  told = "radients inside while at test_tracing.py:"
+  note = "radients inside while at test_tracing.py:"
   with pytest.warns(
-    UserWarning, match=f"found no inf or NaN. Not analyzed: g{told}"
+    UserWarning, match=f"found no inf or NaN. Not analyzed: g{note}"
   ):
     assert find_overflow(steps_in_a_while, *args) is None
   report = compare(steps_in_a_while, *args)
   assert report.target == "results"
   for one in report, precision_report(steps_in_a_while, *args):
-    (line,) = [x for x in str(one).splitlines() if f"g{told}" in x]
+    (line,) = [x for x in str(one).splitlines() if f"g{note}" in x]
     assert line in str(one).splitlines()[1:3]
     assert "pass a single step" in line
 

@@ -23,7 +23,7 @@ BIG = jnp.full((4, 4), 30000, F16)
 FAULTS = {}
 
 
-def register_fault(kind, path, *args, function_name=None, backward=False):
+def register_fault(nonfinite, path, *args, function_name=None, backward=False):
   """Adds a function of these arguments; or what returns both, without any."""
 
   def register(fun):

@@ -16,7 +16,7 @@ import jax
 import optax
 
 from helpers.bits import has_same_bits
-from helpers.optimizers import extra_args, get_factories, compute_loss_and_grads
+from helpers.optimizers import compute_loss_and_grads, extra_args, get_factories
 from helpers.small_model import (
   init_params,
   loss_fn,

@@ -62,13 +62,13 @@ def _make_optax_step(
   wrap=lambda step: step,
   *,
   inner=None,
-  around=lambda tx: tx,
+  wrap_tx=lambda tx: tx,
   differentiate=_compute_grads,
   **kwargs,
 ):
   """A step with two changed lines, and its arguments."""
   inner = inner or optax.sgd(0.1)
-  tx = around(ols.with_loss_scaling(inner, policy, **kwargs))
+  tx = wrap_tx(ols.with_loss_scaling(inner, policy, **kwargs))
   step = functools.partial(train_step, tx, differentiate=differentiate)
   return wrap(step), (PARAMS, tx.init(PARAMS), BATCH)
 
@@ -99,8 +99,8 @@ that_returns_nothing = _make_named(
 )
 clipped = _make_named("clipped", max_norm=1e-3)
 with_checked_updates = _make_named("with_checked_updates", check_updates=True)
-with_multi_steps_around = _make_named(
-  "with_multi_steps_around", around=lambda tx: optax.MultiSteps(tx, 1)
+with_multi_steps_outside = _make_named(
+  "with_multi_steps_outside", wrap_tx=lambda tx: optax.MultiSteps(tx, 1)
 )
 with_multi_steps_inside = _make_named(
   "with_multi_steps_inside", inner=optax.MultiSteps(optax.adam(1e-3), 2)
@@ -135,7 +135,7 @@ with_scaled_grads = _make_named(
 )
 
 
-def with_a_foreign_optimizer_beside(policy):
+def with_an_additional_optax_optimizer(policy):
   """Which is given the gradient of one more array, and is not looked at."""
   step, (params, state, batch) = _make_optax_step(policy)
   other = optax.adam(1e-3)
@@ -286,11 +286,11 @@ def with_shard_map(policy, check_vma=True, wrap_step=lambda fun: fun, **kwargs):
 
 def an_epoch_in_shard_map(policy, check_vma=True):
   """With accumulation around each update, so with a branch in a loop."""
-  wrap_tx = lambda tx: optax.MultiSteps(tx, 1)
+  accumulate = lambda tx: optax.MultiSteps(tx, 1)
   make_epoch = lambda step: (
     lambda *args: _make_epoch(step)(*args[:2], args[2][None])
   )
-  return with_shard_map(policy, check_vma, make_epoch, around=wrap_tx)
+  return with_shard_map(policy, check_vma, make_epoch, wrap_tx=accumulate)
 
 
 an_epoch_in_unchecked_shard_map = _make_named(
@@ -310,9 +310,9 @@ def with_pmap(policy):
 
 ALL = (
   plain, jitted, donated, that_returns_a_count, that_returns_nothing, a_closure,
-  clipped, with_checked_updates, with_multi_steps_around,
+  clipped, with_checked_updates, with_multi_steps_outside,
   with_multi_steps_inside, by_hand, with_scaled_grads,
-  with_a_foreign_optimizer_beside, under_cond, with_checkpoint,
+  with_an_additional_optax_optimizer, under_cond, with_checkpoint,
   in_a_scan_of_one, accumulated, an_ensemble, an_ensemble_of_jits,
   with_train_state, with_nnx_in_place, with_nnx_that_returns_nothing,
   with_nnx_diff_state, with_equinox, with_sharded_jit, with_shard_map,

@@ -285,18 +285,18 @@ def test_scopes_are_objects_that_stay_with_an_equation():
   alone = jax.make_jaxpr(_eqns.eqn_as_fun(marked))(X, X)
   fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
   moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
-  products = []
+  matmul_locations = []
 
   def walk(jaxpr, location):
     for inner in jaxpr.eqns:
       if inner.primitive.name == "dot_general":
-        products.append(location.push_scope(inner))
+        matmul_locations.append(location.push_scope(inner))
       for held in _eqns.subjaxprs(inner):
         walk(held.jaxpr, location.push_scope(inner))
 
   walk(moved.jaxpr, _provenance.EqnLocation())
-  assert len(products) >= 2
-  for location in products:
+  assert len(matmul_locations) >= 2
+  for location in matmul_locations:
     assert location.autocast_dtype == jnp.dtype("float16")
     assert location.param_path == "blocks/2"
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from helpers.planted_layers import (
   make_batch,
+  make_weights,
   Model,
   normal,
-  make_weights,
   WIDTH,
 )
 from helpers.planted_layers.plain_jax import (

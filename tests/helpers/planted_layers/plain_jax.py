@@ -6,10 +6,10 @@ import jax.numpy as jnp
 
 from helpers.planted_layers import (
   make_batch,
+  make_weights,
   Model,
   normal,
   normalize,
-  make_weights,
   WIDTH,
 )
 
@@ -158,7 +158,7 @@ def convolution(fault):
   return Model(loss_fn, (params, x, y))
 
 
-def one_product(fault):
+def one_matmul(fault):
   """There is nothing to compare it with."""
 
   def loss_fn(w, x, y):
@@ -167,7 +167,7 @@ def one_product(fault):
   return Model(loss_fn, (normal(WIDTH, WIDTH), *make_batch()))
 
 
-def two_products(fault):
+def two_matmuls(fault):
   def loss_fn(params, x, y):
     x = jnp.tanh(x @ params["first"])
     return jnp.mean((subtract(params["w"], x, fault) - y) ** 2)
