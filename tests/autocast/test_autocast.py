@@ -14,7 +14,7 @@ import optax_lossscale as ols
 
 X = jnp.float32(np.arange(12).reshape(3, 4) % 5 - 2)
 W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
-# Small integers: float16 holds them and their products exactly, so that a
+# Small integers: float16 represents them and their matmuls exactly, so that a
 # function must return the same bits, whatever runs in float16.
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a function within `autocast`, and what it does besides."""
+"""The arguments and the side effects of a function within `autocast`."""
 
 from collections import defaultdict, OrderedDict
 import functools

@@ -65,7 +65,7 @@ AROUND = vmap_over_members, shard_map_over_members
 
 
 def assert_sums_are_wide(gradient, *args):
-  """No equation that adds or spreads data is half, but for products."""
+  """Assert that only matmuls, of all that add or spread data, are float16."""
   jaxpr = jax.make_jaxpr(gradient)(*args)
   assert matmul_flops.list_half_sums(jaxpr) == set()
 
@@ -86,7 +86,7 @@ def test_the_gradients_of_many_members_add_up(name, around):
   np.testing.assert_allclose(jax.jit(half)(W), full(W), rtol=2e-3, atol=2e-3)
 
 
-# Every product, of two operands.
+# Every contraction primitive, as a function of two operands.
 PRODUCTS = {
   "dot_general": lambda a, b: a @ b,
   "conv_general_dilated": lambda a, b: lax.conv(
@@ -122,7 +122,7 @@ def test_batching_moved_values_makes_no_sum_in_half_precision(name, axes):
   ]
 
   def members(fun, a, b):
-    if axes == (None, None):  # What all members share comes from outside.
+    if axes == (None, None):  # Values that all members share are closed over.
       return jax.vmap(lambda s: s * fun(a, b))(jnp.arange(3.0)).sum()
     return jax.vmap(fun, axes)(a, b).sum()
 
@@ -142,7 +142,7 @@ def test_batching_moved_values_makes_no_sum_in_half_precision(name, axes):
       continue
     half = jax.make_jaxpr(functools.partial(derivative, ols.autocast))(*stacked)
     sums = matmul_flops.list_half_sums(half)
-    # The narrow operand of a product is read forward and backward. Only where
+    # The narrow operand of a matmul is read forward and backward. Only where
     # the gradient itself is differentiated, these two cotangents are added.
     allowed = {"add_any"} if derivative is second_derivative else set()
     assert sums <= allowed
@@ -179,8 +179,8 @@ def test_mapped_loops_may_run_for_different_lengths():
 # Random programs: each step takes a member's array and what all share. Each
 # member chooses, and yet its choice does not hang on the last bits of a number.
 STEPS = {
-  "product": lambda x, w: x @ w / 2,
-  "product of the shared": lambda x, w: jnp.sin(x) * jnp.mean(w @ w),
+  "matmul": lambda x, w: x @ w / 2,
+  "matmul of shared weights": lambda x, w: jnp.sin(x) * jnp.mean(w @ w),
   "index": lambda x, w: x[(x[0, 0] > -99).astype(int)][None] + x,
   "rows": lambda x, w: (x @ w)[jnp.array([0, 0, 1, 3])],
   "concatenate": lambda x, w: jnp.concatenate([x[:2], (w @ w)[2:]]),
@@ -241,7 +241,7 @@ def test_a_random_program_under_vmaps_rounds_no_more_than_its_matmuls(
 
 
 # Rules with an output that `vmap` does not map, such as a parameter that a
-# function returns beside its result. The cotangent of such an output would be
+# function returns next to its result. The cotangent of such an output would be
 # counted once for each row. So JAX refuses it since 0.12, unless it is known to
 # be zero.
 X = jax.random.normal(jax.random.key(0), (3, 4))
@@ -271,7 +271,7 @@ def add_inner_vmap(fun, uses):
   return loss
 
 
-# From a function to a loss, and the same with its products in half.
+# From a function to a loss, and the same loss with float16 matmuls.
 WHERE = {
   "inside": lambda fun, uses: ols.autocast(add_inner_vmap(fun, uses)),
   "outside": lambda fun, uses: add_inner_vmap(ols.autocast(fun), uses),

@@ -1,4 +1,4 @@
-"""Products that stay in float32 because their scope or line is named."""
+"""Matmuls that stay in float32 because their scope or line is named."""
 
 import collections
 import random
@@ -51,7 +51,7 @@ ruled.defvjp(forward, backward)
 
 
 def net(first, second=other):
-  """Two products, in the scopes ``net/a`` and ``net/b``."""
+  """Compute two matmuls, in the scopes ``net/a`` and ``net/b``."""
   both = lambda w, x: with_scope("b", second)(first(x, w), w)
   return with_scope("net", both)
 
@@ -81,13 +81,13 @@ BY_SCOPE = [
 
 
 def count_matmuls_by_scope(fun, *args):
-  """How many products there are in each dtype, by the scope they stand in."""
+  """Count the matmuls of each dtype by their scope."""
   found = jaxprs.list_named_matmuls(fun, *args)
   return collections.Counter((x.scope, x.dtype) for x in found)
 
 
 def get_a_and_b_dtypes(fun, *args):
-  """The dtypes of the products in the scopes ``net/a`` and ``net/b``."""
+  """Return the dtypes of the matmuls in the scopes ``net/a`` and ``net/b``."""
   found = count_matmuls_by_scope(fun, *args)
   return tuple(
     {dtype for scope, dtype in found if scope.startswith(name)}
@@ -185,7 +185,7 @@ def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
 
 
 def test_a_name_may_select_matmuls_of_a_nondifferentiable_rule():
-  """So a name that selects nothing is no error there, but is told."""
+  """So a name that selects nothing causes a warning there, not an error."""
 
   @jax.custom_vjp
   def refuses(x, w):
@@ -337,7 +337,7 @@ def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):
 
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
 def test_a_name_of_an_inner_autocast_applies_to_it_alone(wrap):
-  """Its products are in half before the outer one looks at them."""
+  """Its matmuls are float16 before the outer one analyzes them."""
 
   def loss_fn(params, x, kept=()):
     part = lambda params, x: jnp.tanh(x @ params["up"])

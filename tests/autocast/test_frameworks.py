@@ -46,7 +46,7 @@ def nnx_loss(model, x, mode="train"):
 
 
 def run_in_nnx(loss_fn, jit):
-  """What a gradient returns, time after time, and what the model holds then."""
+  """Return the results of three gradient calls, and the final model."""
   model = NnxModel(nnx.Rngs(0))
   gradient = jit(
     lambda model: nnx.value_and_grad(loss_fn)(model, X, mode="train")

@@ -1,4 +1,4 @@
-"""Rules whose products are in their derivative, or wait in a tangent."""
+"""Rules whose matmuls are in their derivative, or in a tangent."""
 
 import collections
 
@@ -74,7 +74,7 @@ def shared_between_devices(table):
   return jnp.sum(mapped(table))
 
 
-# A loss, its argument, and how many products are in half then.
+# A loss, its argument, and the number of its matmuls in half precision.
 LOSSES = {
   "an embedding": (embedding, TABLE, 1),
   "a determinant": (log_determinant, W, 1),
@@ -137,7 +137,7 @@ def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
   assert_close(jax.jit(half)(TABLE), full(TABLE))
   assert set(jaxprs.count_matmuls_by_dtype(half, TABLE)) == {"float16"}
-  # Nothing tells whether a name selects it.
+  # No trace shows whether a name selects the rule.
   named = jax.grad(ols.autocast(loss, keep_float32="*"))
   assert set(jaxprs.count_matmuls_by_dtype(named, TABLE)) == {"float32"}
 
@@ -185,7 +185,7 @@ def loss(rule):
 
 
 def list_matmuls(fun, *args):
-  """The path of the weights and the dtype of each product."""
+  """Return the path of the weights and the dtype of each matmul."""
   return [(x.weights, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
 

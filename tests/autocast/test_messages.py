@@ -1,4 +1,4 @@
-"""What `autocast` tells of calls outside of `jit`."""
+"""The warnings of `autocast` about calls outside of `jit`."""
 
 import functools
 import gc
@@ -28,7 +28,7 @@ def loss_fn(w, x):
 
 
 def make_loss():
-  """The same function made anew, as within a step that is not jitted."""
+  """Return a new function at each call, as a step without `jit` does."""
   return lambda w, x: jnp.mean((x @ w) ** 2)
 
 
@@ -56,7 +56,7 @@ CALLS = {
   "two gradients": lambda: jax.grad(
     lambda w: jnp.sum(jax.grad(ols.autocast(loss_fn))(w, X))
   )(W),
-  "made anew": lambda: ols.autocast(make_loss())(W, X),
+  "a new function": lambda: ols.autocast(make_loss())(W, X),
   "method": lambda: ols.autocast(Method().loss)(W, X),
   "layer": lambda: ols.autocast(Layer(W))(X),
   "partial": lambda: ols.autocast(

@@ -1,4 +1,4 @@
-"""Float32 models of other libraries, unchanged, with their products in half."""
+"""Unchanged float32 models of other libraries run with matmuls in float16."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 
 import optax_lossscale as ols
 
-# Of most libraries one; to import and trace the others takes longer.
+# One model of most libraries, because importing and tracing the others is slow.
 QUICK = (
   "transformer, Flax linen",
   "MLP-mixer, Equinox",
@@ -52,7 +52,7 @@ def test_autocast_changes_only_matmuls_and_casts_of_a_float32_model(name):
   count = lambda jaxpr: len(list(matmul_flops.iter_eqns(jaxpr)))
   for cast in CASTS:
     rewritten, its_results = trace_backward(name, cast)
-    # Nothing but products computes in half, and each is computed once.
+    # Only matmuls compute in half precision, and each is computed once.
     assert matmul_flops.half_flops_fraction(rewritten) > 0.99
     assert matmul_flops.list_half_arithmetic(rewritten) == set()
     assert matmul_flops.count_matmuls(rewritten) == matmul_flops.count_matmuls(
@@ -100,7 +100,7 @@ def test_a_scanned_stack_is_rewritten_once_however_deep_it_is():
 def test_gradients_and_loss_have_half_precision_accuracy(
   name, cast, dtype, at_least
 ):
-  # Products round both operands and the result, forward and backward.
+  # Matmuls round both operands and the result, forward and backward.
   rounded = _compute_rounding_errors(name, dtype)
   triples = zip(_compute_errors(name, cast), rounded, at_least, strict=True)
   assert all(error < max(least, 8 * x) for error, x, least in triples)

@@ -36,13 +36,13 @@ def make_grad_fn(net, **kwargs):
 
 
 def make_report(net, params):
-  """Of all products: what is float16 is wider than float8."""
+  """Return a report with all matmuls: float16 is wider than float8."""
   fun = make_grad_fn(net)
   return precision_report(fun, params, X, dtype=jnp.float8_e4m3fn)
 
 
 def list_kept(names, net, params):
-  """What is in float32: the paths of products, and whether each is backward."""
+  """Return the paths of float32 matmuls, and whether each is backward."""
   rows = precision_report(
     make_grad_fn(net, keep_float32=names), params, X
   ).unconverted
@@ -201,7 +201,7 @@ def test_matmuls_without_weights_are_named_by_scope_or_line():
   names = {row.name for row in rows if not row.param_path}
   assert "scores" in names and len(names) == 2
   (line,) = names - {"scores"}
-  # The line of the call leads to the product with v, too.
+  # The line of the call leads to the matmul with v, too.
   assert line.startswith("no weights at test_provenance.py:")
 
 
@@ -226,7 +226,7 @@ def hessian_vector_product(params):
 
 
 def make_empty_key_loss(*path):
-  """A loss, and weights of which one has this path, beside one more."""
+  """Return a loss and two weights, one of which has this path."""
   tree = normal(8, 8, seed=1)
   for key in reversed(path):
     tree = {key: tree}
@@ -307,7 +307,7 @@ def test_a_matmul_only_in_the_backward_pass_needs_no_line():
   assert found == {*expect_both_passes("w"), ("head", True)}
 
 
-# What a rule computes has the names of its weights, and is kept by them.
+# The matmuls of a rule have the names of its weights, which keep them.
 WEIGHTS = normal(8, 8)
 
 
@@ -323,7 +323,7 @@ def loop_dense(w, x):
   )[1]
 
 
-# What multiplies by weights within a rule.
+# Functions that multiply by weights within a rule.
 INNER = {
   "jit": jax.jit(dense),
   "scan": lambda w, x: lax.scan(
@@ -405,7 +405,7 @@ def test_a_name_keeps_the_same_matmuls_as_keep_float32(name):
   results = [jax.jit(jax.grad(fun))(params, X) for fun in (cast, marked)]
   assert_same_bits(*results)
   assert are_finite(results)
-  # What is not named overflows as before.
+  # Matmuls without the name overflow as before.
   cast = ols.autocast(loss(block), keep_float32="head")
   assert not are_finite(jax.grad(cast)(params, X))
 

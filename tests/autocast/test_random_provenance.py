@@ -1,4 +1,4 @@
-"""In random programs each printed name selects its product, and no other."""
+"""In random programs each printed name selects only its matmul."""
 
 import collections
 import functools
@@ -108,7 +108,7 @@ def random_nests(seed):
 
 
 def program(nests):
-  """A loss, its parameters, and what is kept beside each of them."""
+  """Return a loss, its parameters, and the paths that are kept with each."""
 
   def loss(params, x):
     for (fun, _, _), block in zip(nests, params["blocks"], strict=True):
@@ -121,7 +121,7 @@ def program(nests):
 
   blocks = [weights(i, inner) for i, (_, inner, _) in enumerate(nests)]
   params = {"blocks": blocks, "head": normal(8, 8, seed=99)}
-  # What is kept beside a product: all of the rule that it is in.
+  # A name that selects a matmul in a rule keeps the whole rule.
   paths = {f"blocks/{i}/{k}": i for i, b in enumerate(blocks) for k in b}
   kept_together = {"head": {"head"}} | {
     path: {p for p, j in paths.items() if j == i}
@@ -133,7 +133,7 @@ def program(nests):
 
 
 def get_matmul_dtypes(fun, *args):
-  """The dtypes of the products of each weight, forward and backward."""
+  """Return the dtypes of the matmuls of each weight, forward and backward."""
   found = collections.defaultdict(set)
   for x in jaxprs.list_named_matmuls(fun, *args, only_live=True):
     found[x.weights].add((x.backward, x.dtype))
@@ -171,8 +171,8 @@ def assert_names_select(nests):
   return True
 
 
-# Of a branch within a rule, JAX up to 0.10 does not tell which weight a product
-# of the backward pass belongs to: it has the name of the block.
+# For a branch within a rule, JAX up to 0.10 doesn't show to which weight a matmul
+# of the backward pass belongs, so the matmul has the name of the block.
 COARSE = {74, 92, 187, 251, 287} if jax.__version_info__ < (0, 11) else set()
 
 

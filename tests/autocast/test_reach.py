@@ -1,4 +1,4 @@
-"""What `autocast` enters, and what it says of what it does not."""
+"""The primitives that `autocast` enters, and its warnings about the others."""
 
 import contextlib
 import functools
@@ -78,7 +78,7 @@ def test_the_flops_share_counts_each_execution():
     many, _ = lax.scan(step, b, length=5)
     return once + many + (a @ b) @ a
 
-  # Six of eight products: the scan is entered, and what is in it is not.
+  # Six of eight matmuls: the scan is entered, and `linear_call` in it is not.
   with pytest.warns(UserWarning, match=r"linear_call.*75\.0% of the matmul"):
     counts = jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B)
   assert counts == {"float32": 2, "float16": 2}
@@ -176,8 +176,8 @@ def test_exported_matmuls_are_reported_at_the_line_of_the_call():
 
 
 NOT_TOLD = {
-  "no product": jnp.sin,
-  "in half": lambda a: jnp.float32(jnp.float16(a) @ jnp.float16(a)),
+  "no matmul": jnp.sin,
+  "in float16": lambda a: jnp.float32(jnp.float16(a) @ jnp.float16(a)),
   "highest precision": lambda a: jnp.matmul(a, a, precision="highest"),
   "marked": lambda a: a @ a,
 }
@@ -253,7 +253,7 @@ def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
   found, warning_text, new = rewrite(
     _eqns.replace_jaxpr_fields(closed, eqns=eqns)
   )
-  if any(eqn is eqns[i] for eqn in new):  # As written, and told.
+  if any(eqn is eqns[i] for eqn in new):  # Unchanged and reported.
     assert not found
     assert _source_info.get_op_name(eqns[i]) in warning_text
   else:
@@ -295,7 +295,9 @@ def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(
   name, flag
 ):
   if flag == f"jax_{name}3" and not hijax.HAS_RULES:
-    pytest.skip(f"The objects of JAX {jax.__version__} are told of: see below.")
+    pytest.skip(
+      f"The objects of JAX {jax.__version__} are reported: see below."
+    )
   fun = HOLDERS[name]
 
   def loss(a, b, cast=lambda fun: fun):
@@ -313,7 +315,9 @@ def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(
 
 def test_a_tangent_in_a_hijax_primitive_runs_in_half_precision():
   if not hijax.HAS_RULES:
-    pytest.skip(f"The objects of JAX {jax.__version__} are told of: see below.")
+    pytest.skip(
+      f"The objects of JAX {jax.__version__} are reported: see below."
+    )
   fun = HOLDERS["custom_vjp"]
 
   def transposed(cotangent, cast=lambda fun: fun):

@@ -1,4 +1,4 @@
-"""Which products run in half precision, and what follows them."""
+"""The matmuls that run in half precision, and the equations after them."""
 
 from flax import nnx
 from helpers import custom_rules, jaxprs, matmul_flops
@@ -73,7 +73,7 @@ def test_excluded_matmuls_run_unchanged(name):
   fun = LEFT_ALONE[name]
 
   def with_a_matmul(a, b):
-    return fun(a, b), b @ b  # So that there is something to run in half.
+    return fun(a, b), b @ b  # This matmul is cast.
 
   def as_written(a, b):
     return fun(a, b), jnp.float32(jnp.float16(b) @ jnp.float16(b))
@@ -136,8 +136,8 @@ def test_matmuls_accumulate_in_float32():
   assert jax.jit(ols.autocast(lambda x: x @ x.T))(ones)[0, 1] == 8192
 
 
-# What does not only move the product `h`. The transposes of the first are sums,
-# or become sums if `vmap` stands outside, and the others compute.
+# Functions of the matmul `h` that do more than move data. The transposes of the
+# first are sums, or become sums under an outer `vmap`, and the others compute.
 STAYS = {
   "dynamic slice": lambda h: lax.dynamic_slice_in_dim(h, jnp.int32(1), 2),
   "dynamic update": lambda h: lax.dynamic_update_slice(h, h + 1, (1, 0)),
@@ -151,7 +151,7 @@ STAYS = {
   "relu": jax.nn.relu,
   "sum": lambda h: jnp.sum(h, axis=0),
   "addition": lambda h: h + h,
-  "other numbers beside it": lambda h: lax.optimization_barrier((h, 1e-9 * h)),
+  "with other numbers": lambda h: lax.optimization_barrier((h, 1e-9 * h)),
 }
 
 
@@ -162,7 +162,7 @@ def test_data_movement_after_a_matmul_stays_in_half_precision(name):
     pytest.skip("With its upgrade flags JAX has another primitive for it.")
   half = ols.autocast(lambda a, b: jaxprs.DATA_MOVEMENT[name](a @ b))
   assert name in jaxprs.list_half_primitives(half, A, B)
-  # Wherever it is, it is what the product was.
+  # Each entry equals the entry of the matmul that was moved.
   assert_same_bits(
     jax.jit(half)(A, B), jax.jit(jaxprs.DATA_MOVEMENT[name])(EXACT)
   )
@@ -346,10 +346,10 @@ def two_matmuls(x):
   return x @ A + x @ B
 
 
-# Values that several products read, and where these products are.
+# Functions in which several matmuls read the same value.
 SHARED_VALUES = {
-  "one product": square,
-  "two products": two_matmuls,
+  "one matmul": square,
+  "two matmuls": two_matmuls,
   "jit": jax.jit(square),
   "checkpoint": jax.checkpoint(two_matmuls),
   "cond": lambda x: lax.cond(x[0, 0] > 0, square, two_matmuls, x),
@@ -360,7 +360,7 @@ SHARED_VALUES = {
     lambda c, _: (c + two_matmuls(x), None), x, length=2
   )[0],
   "a custom_vjp": custom_rules.add_recomputing_vjp(square),
-  "a custom_vjp of two products": custom_rules.add_custom_vjp(two_matmuls),
+  "a custom_vjp of two matmuls": custom_rules.add_custom_vjp(two_matmuls),
   "a custom_jvp": custom_rules.add_custom_jvp(square),
   "a gradient": lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(square(x))))(x),
 }

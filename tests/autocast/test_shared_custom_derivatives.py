@@ -1,4 +1,4 @@
-"""Functions with rules of their own that several calls share.
+"""Functions with custom rules that several calls share.
 
 JAX traces such a function once, and differentiates what it traced once for each
 call: each time with respect to other arguments.
@@ -172,7 +172,7 @@ def test_a_rule_may_raise_for_values_that_equinox_guards():
 
 
 def make_refusing_rule():
-  """A product times a mask, whose rule refuses the derivative of the mask."""
+  """Multiply a matmul by a mask, whose derivative the rule refuses."""
 
   def forward(x, w, mask):
     if mask.perturbed:

@@ -116,7 +116,7 @@ def test_collectives_of_matmul_outputs_are_in_half_precision():
   )
   half = ols.autocast(mapped)
   names = jaxprs.list_half_primitives(half, X, W)
-  # A sum over devices is arithmetic, which is never done in half.
+  # A sum over devices is arithmetic, which is never done in half precision.
   assert "ppermute" in names and not names & {"psum", "psum2"}
   assert_same_bits(jax.jit(half)(X, W), jax.jit(mapped)(X, W))
 

@@ -1,4 +1,4 @@
-"""A product has the name of its weights, where a library gives it none."""
+"""A matmul has the name of its weights if a library gives it none."""
 
 import functools
 
@@ -26,7 +26,7 @@ COUNT = 3
 
 
 def list_matmuls(fun, *args):
-  """The name and the dtype of each product that runs, in order."""
+  """Return the name and the dtype of each matmul that runs, in order."""
   return [(x.name, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
 

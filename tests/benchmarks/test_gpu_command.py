@@ -18,7 +18,7 @@ needs_torch = pytest.mark.skipif(
 
 
 class Run:
-  """Runs the command in a copy of the checkout, and in folders of its own."""
+  """Run the command in a copy of the checkout, and in separate folders."""
 
   def __init__(self, folder):
     self.out = folder / "results"
@@ -35,7 +35,7 @@ class Run:
     before = self._files()
     script = self._checkout / "benchmarks" / "gpu.py"
     env = os.environ | {"HOME": home, "TMPDIR": tmp, "JAX_PLATFORMS": "cpu"}
-    for name in list(env):  # What would show where to write.
+    for name in list(env):  # These variables would set the output path.
       if name.startswith(("XDG_", "JAX_COMPILATION", "PYTHON", "MPL")):
         del env[name]
     done = subprocess.run(
@@ -87,7 +87,7 @@ def test_without_torch_only_jax_is_measured_and_the_report_says_so(run):
   assert "Left out, as asked for: torch" in found["lines"]
   assert_all_was_measured(found)
   titles = list(found["tables"])
-  assert titles[0] == "Adam, JAX"  # What matters most comes first.
+  assert titles[0] == "Adam, JAX"  # The most important table is first.
   assert len([t for t in titles if "Adam" in t]) == 6
   assert {"transformer, scan, JAX", "residual network, JAX"} < set(titles)
   assert found["facts"]["device"] == "cpu" and found["facts"]["jax"]

@@ -19,7 +19,7 @@ LEAVES = ["first", "middle", "zlast"]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 # GaLore's own lax.cond refuses these, wrapped or bare.
 REFUSED = {("optax.contrib.galore", "bfloat16")}
-# Of the three leaves; some optimizers factorize matrices.
+# The shapes of the three leaves; some optimizers factorize matrices.
 SHAPES = {
   "small": [(6, 4)] * 3,
   "large": [(1001, 1000)] * 3,

@@ -1,4 +1,4 @@
-"""What loss scaling costs: the figures that do not depend on a clock."""
+"""The cost of loss scaling in figures that do not depend on a clock."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Optax's wrappers inside, around and beside the loss scaler, and loops.
+"""Optax's wrappers inside, outside and next to the loss scaler, and loops.
 
 An overflow strikes in the middle of each run.
 """
@@ -131,7 +131,7 @@ def test_lookahead_keeps_fast_and_slow_params_through_an_overflow():
   assert not np.array_equal(good_params.slow["w"], params.slow["w"])
 
 
-# What is around the scaler, and why it belongs inside.
+# Transforms outside of the scaler, and why they belong inside.
 
 
 def test_weight_decay_after_the_scaler_acts_on_a_skipped_step():
@@ -236,7 +236,7 @@ def test_an_inner_filter_that_rejects_each_tenth_step_keeps_the_scale():
   scale_state = ols.get_loss_scale_state(state)
   assert scale_state.loss_scale == 2.0**15
   assert (scale_state.finite_count, scale_state.total_notfinite) == (200, 0)
-  # What is left is a run of the optimizer over the other steps alone.
+  # The result equals a run of the optimizer over the other steps alone.
   bare = optax.adam(0.01)
 
   def step(carry, _):

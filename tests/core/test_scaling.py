@@ -222,7 +222,7 @@ def test_the_returned_function_has_the_metadata_of_fun(
   assert fun.__doc__ == "How wrong the model is."
   assert inspect.signature(fun) == inspect.signature(a_loss)
   assert not hasattr(fun, "about")
-  # What has neither name nor doc is differentiated all the same.
+  # A callable with neither name nor docstring can be differentiated, too.
   part = functools.partial(a_loss, temperature=2.0)
   differentiate(part, ols.FixedLossScale(2.0).init())(jnp.ones(2), jnp.ones(2))
 
@@ -389,7 +389,7 @@ SCALED_BY_HAND = {
 @pytest.mark.parametrize("inner", SCALED_BY_HAND.values(), ids=SCALED_BY_HAND)
 @pytest.mark.filterwarnings("ignore:autocast had no effect")
 def test_a_loss_may_hold_a_gradient_that_is_scaled_by_hand(inner):
-  """A gradient penalty, or a step of an inner loop, with a scale of its own."""
+  """A gradient penalty, or a step of an inner loop, with its own scale."""
 
   def penalty(w):
     return jnp.sum(ols.unscale_grads(inner(w), make_state(8.0)) ** 2)
@@ -453,7 +453,7 @@ WITH_FACTOR = [("sums", 2.0**-15), ("counts", 2.0**-15), ("counts", 3.0)]
 
 
 def test_cpu_and_other_platforms_use_different_finiteness_checks(monkeypatch):
-  """Of those below; the compilers of TPU and GPU are asked in test_hlo.py."""
+  """The checks are those below; test_hlo.py compiles them for TPU and GPU."""
   taken = []
 
   def platform_dependent(*args, cpu, default):

@@ -19,7 +19,7 @@ GRADS = jnp.array([1.0, -2.0, 0.0, 0.5])
 
 
 def select_after_update(update, finite, grads, state, params):
-  """What the splice has to be equal to."""
+  """Apply the update and select afterwards: the reference for the splice."""
   updates, new_state = update(grads, state, params)
   return updates, _select.select_state(finite, new_state, state)
 
@@ -299,8 +299,8 @@ PATTERNS = np.arange(2**16, dtype=np.uint16)
 MAGNITUDES = PATTERNS & 0x7FFF
 IS_NAN = MAGNITUDES > 0x7F80
 IS_SUBNORMAL = (MAGNITUDES > 0) & (MAGNITUDES < 0x80)
-# XLA's compiler for CPU converts all bfloat16 to float32 and back by itself. It
-# makes one NaN of all, and keeps the sign.
+# XLA's compiler for CPU converts all bfloat16 to float32 and back. It replaces
+# all NaNs by one, and keeps the sign.
 PAYLOAD = np.where(IS_NAN, 0x7F, 0).astype(np.uint16)
 
 

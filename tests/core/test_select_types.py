@@ -81,7 +81,7 @@ def test_each_device_may_train_adam_separately_with_vma_types(jit):
 
 
 def test_a_new_replicated_leaf_does_not_become_varying():
-  """Its select would, since each device has an old leaf of its own."""
+  """Its select would vary, since each device has its own old leaf."""
 
   def update(grads, state, params=None):
     total = lax.psum(grads, "data")

@@ -21,7 +21,7 @@ POLICY = ols.DynamicLossScale(hysteresis=2)
 
 
 def get_types(tree):
-  """What must not change from step to step."""
+  """Return the types, which must not change from step to step."""
   return jax.tree.map(jax.typeof, tree)
 
 

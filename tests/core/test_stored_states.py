@@ -1,7 +1,7 @@
-"""What each version stored is read, and another layout gets an error.
+"""States of each version can be read, and another layout raises an error.
 
 `stored` holds what each release wrote, of all policies. If a field of a policy
-state changes, it is recorded anew, and the last tests show what happens to a
+state changes, it is recorded again, and the last tests show what happens to a
 run that is resumed from a state of another layout. What must be stored is
 generated: the classes from the public names, the policies from their
 hyperparameters.
@@ -128,11 +128,11 @@ def test_a_state_stored_by_a_version_is_read_and_training_continues(
   assert jax.tree.structure(pickled) == jax.tree.structure((params, state))
   _, after = jax.jit(tx.update)(params, pickled[1], params)
   if version == ols.__version__:
-    assert_same_bits(pickled[1], state)  # or it was not recorded anew
+    assert_same_bits(pickled[1], state)  # or it was not recorded again
   assert after.loss_scale_state.total_notfinite == 1
 
 
-# A state of another layout. What to do is on docs/composing.md.
+# A state of another layout; docs/composing.md has the fix.
 
 
 TX = ols.with_loss_scaling(optax.adam(1e-2), "headroom")

@@ -683,7 +683,7 @@ def test_every_leaf_type_passes_through_a_step(options, jitted):
   bad = LEAF_GROUPS | {"floats": FLOATS | {"f16": FLOATS["f16"] * jnp.inf}}
   updates, state = update(bad, tx.init(LEAF_GROUPS), LEAF_GROUPS)
   assert not state.loss_scale_state.last_finite
-  # What is added to a parameter adds nothing; the rest is not added.
+  # Updates that are added to params are zero; other leaves keep their value.
   for leaf in jax.tree.leaves(updates["floats"]):
     assert (np.asarray(leaf) == 0).all()
   assert not updates["others"]["int"].any()

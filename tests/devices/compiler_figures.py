@@ -71,7 +71,7 @@ def measure_steps(device):
 
 
 def measure_collectives():
-  """What a sharded step sends more than that of bare Optax, by name."""
+  """Return the additional collectives of a sharded step, by name."""
   cases = {
     "data parallel": ("data parallel", 2, {}),
     "FSDP, 2 leaves": ("FSDP", 2, {}),
@@ -87,7 +87,7 @@ def measure_collectives():
 
 
 def measure_gradients(device):
-  """What the gradients of two models cost, in float32 and with autocast."""
+  """Return the cost of the gradients of two models, in both precisions."""
   images = jax.ShapeDtypeStruct((16, 64, 64, 3), jnp.float32)
   models = {
     "transformer": trained_models.ViT(depth=2, width=256, heads=4),

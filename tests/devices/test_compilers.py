@@ -1,4 +1,4 @@
-"""What a step costs on TPU and GPU, by their compilers; neither is needed."""
+"""The cost of a step on TPU and GPU by their compilers; neither is needed."""
 
 import functools
 import importlib.util
@@ -21,9 +21,8 @@ COMPILERS = {
   "v100": "jax_cuda12_plugin",
   "h100": "jax_cuda12_plugin",
 }
-# Bytes for one parameter, of bare Optax and of ours. Whoever must know that all
-# gradients are finite before anything changes reads them once more, but a clip
-# does so, too.
+# Bytes for one parameter, of bare Optax and of ours. A check that all gradients
+# are finite before anything changes reads them a second time, as a clip does.
 BYTES = {
   "float32 gradients": (28, 32),
   "float16 gradients": (26, 28),
@@ -87,8 +86,8 @@ def test_devices_send_each_other_one_number_for_all_leaves(step, gained):
 
 
 LIBRARIES = "__cublas$", "__cudnn$"
-# What autocast moves at most, relative to float32. These models are small: on
-# a V100 the second has 0.95, and all of ResNet-50 0.61.
+# The most bytes that autocast moves, relative to float32. The models are small:
+# on a V100 the second has 0.95, and all of ResNet-50 0.61.
 MOVED = {"transformer": 0.85, "convolutions": 0.97}
 
 

@@ -176,7 +176,7 @@ def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_float32(
   dtypes, error_in_float32, flushed = compared(sum_true(jnp.float32), scale)
   assert dtypes == {"float32"}
   assert error < 1.5 * error_in_float32
-  # Of true gradients, it loses all.
+  # With unscaled gradients, the sum loses all of them.
   dtypes, _, flushed = compared(sum_true(jnp.float16), scale)
   assert dtypes == {"float16"} and flushed == 1
 
@@ -244,7 +244,7 @@ def make_examples(n_devices):
 
 
 def list_sum_dtypes(fun, *args):
-  """Of the equations that sum over devices, at any depth."""
+  """Return the dtypes of equations that sum over devices, at any depth."""
   return {
     str(eqn.invars[0].aval.dtype)
     for eqn in jaxprs.list_eqns(fun, *args)

@@ -1,4 +1,4 @@
-"""What a step costs on the wires: counted in the optimized programs."""
+"""The communication of a step, counted in the optimized programs."""
 
 from collections import Counter
 import functools
@@ -132,7 +132,7 @@ def test_shard_map_adds_at_most_one_all_reduce_for_any_arguments(
 
 
 def compute_gain(compiled, bare):
-  """What one program sends more than another, which sends nothing more."""
+  """Return the additional collectives of a program, relative to another."""
   counts = sharding.count_wire_ops(compiled)
   counts.subtract(sharding.count_wire_ops(bare))
   return Counter({name: n for name, n in counts.items() if n})

@@ -45,7 +45,7 @@ def test_a_killed_process_does_not_block_the_rest_and_a_restart_continues(
   with Processes(2, tmp_path, config | death) as processes:
     assert processes.wait(1) < 0, processes.logs()
     died = time.monotonic()
-    # What ends the other is JAX's: the broken connection or the heartbeat.
+    # JAX ends the other process: by the broken connection or the heartbeat.
     assert processes.wait(0) != 0, processes.logs()
     assert time.monotonic() - died < HEARTBEAT_TIMEOUT + 60
     assert "step 5" in processes.logs() and "step 6" not in processes.logs()
@@ -74,7 +74,7 @@ def test_the_multihost_example_trains_on_two_processes():
 
 
 class Processes:
-  """Workers with a JAX cluster of their own, on loopback."""
+  """Start workers with a separate JAX cluster on loopback."""
 
   def __init__(self, n_processes, folder, config):
     self.folder = folder

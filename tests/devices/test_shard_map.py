@@ -210,7 +210,7 @@ def test_a_nan_that_one_devices_optimizer_made_counts_for_all(check_vma):
 
 @both_check_vma
 def test_a_policy_receives_the_largest_gradient_of_all_devices(check_vma):
-  """That of the gradients, or the one that one device was told of."""
+  """The maximum of the gradients, or the one that one device receives."""
   policy = ols.HeadroomLossScale(init_scale=1.0)
   tx = ols.with_loss_scaling(optax.sgd(1.0), policy, axis_name="data")
   grads = jnp.array([1.0, 2, 3, -9, 5, 6, 7, 8])

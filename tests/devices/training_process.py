@@ -56,7 +56,7 @@ def train(config):
 
 
 def assert_remote_members_raise():
-  """Of a state that vmap has mapped, each device has one member."""
+  """Check a mapped state of which each device has one member."""
   state = jax.vmap(lambda _: ols.DynamicLossScale().init())(np.ones(N_DEVICES))
   state = jax.tree.map(np.asarray, state)
   state = state._replace(notfinite_count=np.arange(N_DEVICES, dtype=np.int32))

@@ -1,4 +1,4 @@
-"""`compare_precision` tells what autocast does, and which product does it."""
+"""`compare_precision` reports the error of autocast and of each matmul."""
 
 import contextlib
 import dataclasses
@@ -174,7 +174,7 @@ def partly_backward(residuals, g):
 partly_kept.defvjp(lambda w, x: (partly_kept(w, x), (w, x)), partly_backward)
 
 
-# What is decided for the transposed products is not what was decided forward.
+# Transposed matmuls may have other dtypes than the forward matmuls.
 DIFFER = {
   "one example whose gradients are lost": (
     lambda w, x: (1e-4 * x[:1]) @ w,

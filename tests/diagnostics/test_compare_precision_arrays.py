@@ -1,4 +1,4 @@
-"""`compare_precision` judges each array by itself, and no rounding."""
+"""`compare_precision` judges each array separately, and ignores rounding."""
 
 import dataclasses
 import functools
@@ -118,7 +118,7 @@ def test_a_gradient_that_is_zero_except_for_rounding_is_ignored(loss, search):
 
 
 def difference(w):
-  """A product less itself, added up in another order."""
+  """Subtract a matmul from itself, summed in another order."""
   return X @ w - jnp.sum(X[:, ::-1, None] * w[::-1], 1)
 
 
@@ -197,7 +197,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_error_with_a_checkpoint_policy_is_the_error_of_the_gradient(name):
-  """What JAX rounds of its own is no rounding of the user's."""
+  """Values that JAX rounds are not roundings of the user."""
   w = 20 * normal(2, 16, 16)
   loss = of_policy(POLICIES[name])
   half = jax.jit(jax.grad(ols.autocast(loss)))(w)

@@ -1,4 +1,4 @@
-"""``compare_precision`` on models: it finds what is bad, and nothing else."""
+"""``compare_precision`` on models: it finds the bad layers and no others."""
 
 from helpers import (
   custom_rules,
@@ -39,7 +39,7 @@ def relative_error(exact, other):
 
 
 def cosine(reference, other):
-  """The smallest one, of results that are returned one beside the other."""
+  """Return the cosine; for a tuple of results, the smallest one."""
   if type(reference) is tuple:
     return min(map(cosine, reference, other))
   a, b = flatten(reference), flatten(other)
@@ -76,7 +76,7 @@ def test_a_bad_matmul_is_named_and_its_name_repairs_the_gradients(name):
 
   names = report.overflowing + report.outliers
   repair = lambda fun: ols.autocast(fun, keep_float32=names)
-  # Products of activations and cotangents have no weights, so lines name them.
+  # Matmuls of activations and cotangents have no weights, so lines name them.
   lines = [row.source_line for row in report.matmuls if row.name in names]
   repair_outside = lambda fun: ols.autocast(fun, keep_float32=lines)
 
@@ -104,7 +104,7 @@ def test_the_same_model_without_the_fault_has_no_outlier(name):
 
 
 def test_bfloat16_has_different_thresholds():
-  """What is bad in float16 is worse there, and the rest is worse as well."""
+  """In bfloat16 all errors are larger, those of bad layers and the rest."""
   for fault in False, True:
     model = planted_layers.make_model("one_matmul", fault)
     report = compare_planted(model, dtype=jnp.bfloat16)

@@ -462,7 +462,7 @@ def test_a_scan_of_ten_thousand_steps_takes_seconds(when):
 
 @pytest.mark.slow
 def test_a_late_fault_is_found_in_a_loop_that_always_makes_infs():
-  """The infs are told apart by where they come out of the body."""
+  """The infs are distinguished by the outputs of the body."""
 
   def body(x, i):
     return jnp.where(i == 200, jnp.square(x * 200), x), x + jnp.log(x * 0)
@@ -807,7 +807,7 @@ def test_an_uninitialized_value_is_named_only_if_it_reaches_the_result(
 
 def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
   fun = jax.jit(lambda x: lax.scan(lambda x, _: (x * 60000, x), x, None, 2))
-  find_overflow(fun, X, progress=False)  # What it compiles is kept.
+  find_overflow(fun, X, progress=False)  # The compiled programs are cached.
   monkeypatch.setattr(_progress, "_DELAY_SECONDS", 60)
   find_overflow(fun, X)
   monkeypatch.setattr(_progress, "_DELAY_SECONDS", -1)
@@ -854,7 +854,7 @@ def test_an_iteration_of_a_while_loop_is_named_by_its_number():
 
   hit = find_overflow(fun, jnp.ones(3, X.dtype))
   assert (hit.eqn_path, hit.other_origins) == ("while[15]/mul", ())
-  # What is made finite in the loop is nobody's fault.
+  # A value that the loop makes finite is not a fault.
   undo = lambda i, x: jnp.where(i == 3, x * 60000, jnp.minimum(x, 4))
   fun = lambda x: lax.fori_loop(0, 9, undo, x * 2) / (x - x)
   assert get_names(find_overflow(fun, jnp.ones(3, X.dtype))) == ["div"]

@@ -18,7 +18,7 @@ from optax_lossscale.diagnostics._overflow import _loops, _taint_interpreter
 
 @pytest.fixture(autouse=True)
 def without_caches():
-  """What was compiled before must not make one of the two faster."""
+  """Clear the caches, so that no earlier compilation makes a test faster."""
   enabled = jax.config.jax_enable_compilation_cache
   jax.config.update("jax_enable_compilation_cache", False)
   yield

@@ -1,4 +1,4 @@
-"""What stands between a gradient and `update` is told, and how it is scaled."""
+"""Code between a gradient and `update` that hides an overflow is reported."""
 
 import functools
 import warnings
@@ -42,7 +42,7 @@ def map_grads(change):
 
 
 def make_guarded_step(policy, taken):
-  """A step with a branch of its own around the update."""
+  """Return a step with a custom branch around the update."""
   tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
 
   def step(params, state, batch):
@@ -161,7 +161,7 @@ def test_an_update_that_waits_in_some_iterations_is_sound():
 
 
 def test_each_of_two_optimizers_receives_its_own_overflow():
-  """A skipped step beside one that was applied hides nothing."""
+  """A skipped step next to one that was applied hides nothing."""
   tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
   large = ols.with_loss_scaling(optax.sgd(0.1), LARGE)
 

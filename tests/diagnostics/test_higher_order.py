@@ -1,4 +1,4 @@
-"""What an equation calls, repeats or chooses, and what nobody understands.
+"""Equations that call, repeat or choose jaxprs, and unknown equations.
 
 JAX renames the parameters of its primitives, and has new ones. The equations
 here are made by hand, as another JAX might make them. One that is not
@@ -50,7 +50,7 @@ def shard_map(x):
   return jax.shard_map(jnp.square, mesh=mesh, in_specs=P(), out_specs=P())(x)
 
 
-# What an equation is, and what is known beside the jaxprs that it runs.
+# The kind of an equation, and its other properties than the jaxprs it runs.
 PARTS = {
   scan: (
     _higher_order.Scan,
@@ -64,7 +64,7 @@ PARTS = {
     {"in_specs": (P(),), "out_specs": (P(),)},
   ),
 }
-# What tells a loop from another. All else may have any name.
+# The params that distinguish loops. All others may have any name.
 TOLD = ("body_jaxpr", "branches", "cond_jaxpr", "jaxpr", "length", "reverse")
 
 

@@ -143,7 +143,7 @@ def test_under_jit_the_error_says_to_call_it_outside(reads_values):
     jax.jit(reads_values)(jnp.ones(3))
 
 
-# What looks at a leaf, and its further arguments.
+# Functions that check a leaf, and their further arguments.
 REDUCE = {
   "find": (_leaves._measure_nonfinite, ()),
   "measure": (_gradient_report._measure_leaf, (1.0, 1e-8, 1e-5, 65520.0)),
@@ -403,7 +403,7 @@ def test_raise_if_stuck_refuses_wrong_arguments_even_if_not_stuck(
     ols.raise_if_stuck(ols.FixedLossScale(1.0).init(), **kwargs)
 
 
-# What a dtype does to gradients at a loss scale, against plain rounding.
+# The effect of a dtype on scaled gradients, compared with plain rounding.
 def count_fractions(x, dtype, scale):
   """The shares, by rounding each entry to the dtype."""
   x = np.asarray(x, np.float32).ravel()

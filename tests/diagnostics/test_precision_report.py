@@ -169,7 +169,7 @@ def test_repeated_matmuls_are_counted_each_time():
   )
   assert flops(matmul, w) == (1, ())
   assert flops(jax.jit(jax.checkpoint(matmul)), w) == (1, ())
-  # What is not needed is left out, as by XLA.
+  # Unused results are omitted, as by XLA.
   assert flops(jax.grad(jax.jit(lambda w: total(w @ w))), w) == (2, ())
   two = jax.jit(lambda w: (w @ w, w + 1))
   assert flops(lambda w: two(w)[1], w) == (0, ())

@@ -271,7 +271,7 @@ def test_it_does_not_matter_that_counts_are_unscaled(scale, x):
     np.testing.assert_allclose(of_unscaled[name], share, rtol=1e-6)
 
 
-# What the wrapper makes of them.
+# The behavior of the wrapper with probes.
 
 
 @pytest.mark.parametrize("with_probes", [False, True])

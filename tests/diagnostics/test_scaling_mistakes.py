@@ -370,7 +370,7 @@ def of_a_delayed_update():
 
 
 def of_compressed_gradients():
-  """Gradients are exchanged as int8, by a scale of their own."""
+  """Gradients are exchanged as int8 with a separate scale."""
 
   def differentiate(loss, params, state):
     def compress(g):

@@ -24,13 +24,13 @@ from optax_lossscale.diagnostics import (
 )
 from optax_lossscale.diagnostics._overflow import _runners
 
-# Of steps that are as wrong as those of users may be.
+# Some steps contain the same mistake as those of users.
 pytestmark = pytest.mark.filterwarnings(
   "ignore:The loss scale is inside optax.MultiSteps"
 )
 
 compare = functools.partial(compare_precision, progress=False)
-# How many times the products of the gradient a step has.
+# Steps that run the matmuls of the gradient twice.
 TWICE = {
   whole_steps.accumulated,
   whole_steps.an_ensemble,
@@ -164,7 +164,7 @@ def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
 
 
 def test_an_update_on_the_host_is_analyzed_like_one_on_the_device():
-  # Of what is not looked at, a warning tells, which would be an error.
+  # A warning about code that is not analyzed would be an error here.
   step, args = whole_steps.plain(SMALL)
   assert find_overflow(on_host.run_on_host(jax.jit(step)), *args) is None
   step, args = whole_steps.plain(LARGE)

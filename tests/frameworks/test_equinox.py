@@ -147,7 +147,7 @@ def test_a_frozen_layer_is_filtered_out():
   assert loss_fn(after, batch) < loss_fn(model, batch)
 
 
-# What the page on frameworks says of a model that is cast by hand.
+# The page on frameworks describes a model that is cast by hand.
 
 
 def to_half(tree):
@@ -194,7 +194,7 @@ def test_a_manual_cast_that_misses_one_input_raises_or_runs_in_float32(
   call, message
 ):
   assert call(jnp.float16).dtype == jnp.float16
-  if message is None:  # without a word
+  if message is None:  # silently
     assert call(jnp.float32).dtype == jnp.float32
   else:
     with pytest.raises(TypeError, match=message):

@@ -138,7 +138,7 @@ def test_flax_serialization_round_trips(started):
   )
 
 
-# An fp8 layer keeps statistics beside its params, and their "gradients" are
+# An fp8 layer keeps statistics next to its params, and their "gradients" are
 # the new statistics.
 
 
@@ -182,7 +182,7 @@ def test_an_fp8_model_trains_as_without_scaling(fp8_runs):
   (stats,) = scaled.params[OVERWRITTEN].values()
   (bare_stats,) = bare.params[OVERWRITTEN].values()
   for name, value in stats.items():
-    # What comes in on the backward pass is larger by the scale.
+    # Cotangents in the backward pass are larger by the scale.
     factor = 2.0**15 if name.startswith("output_grad") else 1
     if name.endswith("history") or factor == 1:
       np.testing.assert_allclose(value, bare_stats[name] * factor, rtol=1e-5)

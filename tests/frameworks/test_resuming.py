@@ -22,7 +22,7 @@ import optax_lossscale as ols
 from optax_lossscale import interop
 
 pytestmark = pytest.mark.filterwarnings(
-  # Of Flax's older format, which is here on purpose.
+  # A warning about Flax's older format, which these tests use on purpose.
   "ignore:Flax Checkpointing will soon be deprecated:DeprecationWarning"
 )
 
@@ -35,7 +35,7 @@ STEPS = 20
 
 
 class ScaledTrainState(TrainState):
-  """As in Flax's ImageNet example: the scale is beside the optimizer."""
+  """A train state with a separate scale, as in Flax's ImageNet example."""
 
   dynamic_scale: Any
 
@@ -77,7 +77,7 @@ def save_and_restore(request, tmp_path):
 
 
 def adopt(restored):
-  """What the pages say."""
+  """Resume as the pages say."""
   opt_state = TX.init(restored.params)._replace(inner_state=restored.opt_state)
   return restored.replace(tx=TX, opt_state=opt_state)
 

@@ -18,13 +18,13 @@ W = jnp.eye(4, dtype=F16)
 BIG = jnp.full((4, 4), 30000, F16)
 
 
-# How each is made, what is told of it (inf or NaN, the path, whether it is in
-# the backward pass), and the function that the line stands in.
+# For each fault: its maker, the expected report (inf or NaN, the path, whether
+# it is in the backward pass), and the function that contains the line.
 FAULTS = {}
 
 
 def register_fault(nonfinite, path, *args, function_name=None, backward=False):
-  """Adds a function of these arguments; or what returns both, without any."""
+  """Add a function of these arguments; or, without any, a maker of both."""
 
   def register(fun):
     make = (lambda: (fun, *args)) if args else fun

@@ -218,10 +218,10 @@ WRONG_VALUE = {
   "a negative huge int": -(10**5000),
   "a subnormal": 1e-45,
 }
-# What of these is right for some keys.
-RIGHT = {
+# Samples that are valid for some keys.
+VALID_FOR_KEYS = {
   "_hysteresis_tracker": ["a negative"],
-  "hysteresis_tracker": ["a negative"],  # They go on counting below zero.
+  "hysteresis_tracker": ["a negative"],  # They count below zero.
   "cur_hysteresis": ["a negative"],
   "fp16_scale_tolerance": ["a subnormal"],
   "loss_scale": ["a subnormal"],  # FixedLossScale refuses it.

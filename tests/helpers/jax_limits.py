@@ -1,4 +1,4 @@
-"""What JAX itself cannot do, in this version or with the flags that are on."""
+"""Limits of JAX itself, in this version or with the flags that are on."""
 
 import jax
 import pytest

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from helpers import matmul_flops, sharding
 from optax_lossscale._jaxprs import _eqns, _primitives, _walk
 
-# What moves a product `h` of shape (4, 4), and nothing else, by the name of its
-# primitive: all that follows a product in half precision.
+# Functions that only move a matmul `h` of shape (4, 4), by the name of their
+# primitive: all that may follow a matmul in half precision.
 DATA_MOVEMENT = {
   "copy": jnp.copy,
   "name": lambda h: checkpoint_name(h, "h"),
@@ -30,7 +30,7 @@ DATA_MOVEMENT = {
 
 
 class Matmul(NamedTuple):
-  """A product, by the names that reports print."""
+  """A matmul with the names that reports print."""
 
   name: str  # of its weights or its scope, whichever tells more
   weights: str
@@ -45,15 +45,15 @@ def list_eqns(fun, *args):
 
 
 def count_matmuls_by_dtype(fun, *args):
-  """How many products there are, by the name of the dtype of the result."""
+  """Count the matmuls by the name of the dtype of their result."""
   return count_eqn_matmuls_by_dtype(jax.make_jaxpr(fun)(*args).jaxpr.eqns)
 
 
 def list_named_matmuls(fun, *args, only_live=False):
-  """Each product of a function, in order, as a :class:`MatmulStats`.
+  """Return each matmul of a function, in order, as a :class:`Matmul`.
 
   Only those whose results are read, if that is asked for: JAX leaves others
-  beside them, which XLA drops.
+  next to them, which XLA removes.
   """
   visits = _walk.walk(
     jax.make_jaxpr(fun)(*args),

@@ -16,8 +16,8 @@ MATMULS = "dot_general", "conv_general_dilated"
 ALLOWED_IN_HALF = {
   *MATMULS,
   "convert_element_type",
-  # What moves data. The last two are there for its derivatives: slices are put
-  # back among zeros.
+  # Primitives that move data. The last two are in its derivatives, which put
+  # slices back among zeros.
   "copy",
   "name",
   "optimization_barrier",
@@ -28,7 +28,7 @@ ALLOWED_IN_HALF = {
   "transpose",
   "broadcast_in_dim",
   "pad",
-  # What calls functions.
+  # Primitives that call functions.
   "call_hi_primitive",
   "jit",
   "remat2",
@@ -54,9 +54,9 @@ def iter_nested_eqns(
 
 
 def count_flops_by_dtype(jaxpr: Any) -> Counter:
-  """Flops of matrix products and convolutions, by the dtype of the result.
+  """Return the FLOPs of matmuls and convolutions by the dtype of the result.
 
-  A product whose operands differ in dtype, or which is narrowed only when it
+  A matmul whose operands differ in dtype, or which is narrowed only when it
   is done, counts under the widest.
   """
   flops: Counter = Counter()
@@ -69,13 +69,13 @@ def count_flops_by_dtype(jaxpr: Any) -> Counter:
 
 
 def half_flops_fraction(jaxpr: Any) -> float:
-  """The share of the flops of products whose operands and result are half."""
+  """Return the fraction of FLOPs whose operands and result are float16."""
   flops = count_flops_by_dtype(jaxpr)
   return sum(flops[str(dtype)] for dtype in HALF) / sum(flops.values())
 
 
 def count_matmuls(jaxpr: Any) -> int:
-  """How many products run."""
+  """Count the matmuls that run."""
   return sum(
     times for times, eqn in iter_eqns(jaxpr) if eqn.primitive.name in MATMULS
   )
@@ -92,7 +92,7 @@ def list_half_arithmetic(jaxpr: Any) -> set[str]:
 
 
 def list_half_sums(jaxpr: Any) -> set[str]:
-  """The primitives that add up entries in half, or whose transposes do."""
+  """Return primitives that sum in half precision, or whose transposes do."""
   names, constants = set(), set()
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     for inner in _eqns.subjaxprs(eqn):
@@ -116,7 +116,7 @@ def _is_sum_or_broadcast(eqn):
   return eqn.primitive.name in _SUMMING
 
 
-# The last three put data where an index says, or beside other data: what is
+# The last three put data where an index says, or next to other data: what is
 # left of them under a `vmap` is a gather or a broadcast.
 _SUMMING = {
   "add",

@@ -1,6 +1,6 @@
 """Trains with each optimizer that Optax exports, bare and wrapped.
 
-Run as a script, in a process of its own, with `tests` in PYTHONPATH: it prints,
+Run as a script, in a separate process, with `tests` in PYTHONPATH: it prints,
 as JSON, what it found for each optimizer. XLA's CPU compiler turns `a * b + c`
 into one instruction that rounds once, where both happen to be in one of its
 fusions. A wrapped optimizer is fused differently, so that a last bit differs
@@ -91,7 +91,7 @@ def run_trajectory(tx, step, batches, scale=None):
 
 
 def check_optimizer(name, factory, kwargs):
-  """What is found of one optimizer; `expected_of_each` says what should be."""
+  """Return the findings of an optimizer; see `expected_of_each`."""
   bare = optax.with_extra_args_support(factory(**kwargs))
   steps, traces = make_steps(name, bare)
   batches = make_batches(STEPS)
@@ -117,7 +117,7 @@ def check_optimizer(name, factory, kwargs):
 
 
 def make_expected_results():
-  """What `examine` should find of every optimizer."""
+  """Return the findings that every optimizer should have."""
   expected = {
     f"{idiom} at {scale:g}": ["same"] * STEPS
     for scale in SCALES

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-# What some optimizers are made with. Optax exports others beside these, and the
+# The arguments of some optimizers. Optax exports others in addition, and the
 # two without arguments are partial functions, which do not look like one.
 OPTAX = {
   "adadelta": {"learning_rate": 1.0},
@@ -111,7 +111,7 @@ def update(name, tx, value, grads, state, params):
 
 
 def extra_args(name, value, grads, fun):
-  """What some of the optimizers need beside the gradients."""
+  """Return the extra arguments that some of the optimizers need."""
   extra = {"value": value, "grad": grads}
   if name in LOSS_FN_KEYWORDS:
     return extra | {LOSS_FN_KEYWORDS[name]: fun}

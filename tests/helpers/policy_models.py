@@ -52,7 +52,7 @@ class Model:
 
 
 def make_initial_policy_state(policy):
-  """What a policy remembers before the first step."""
+  """Return the policy state before the first step."""
   if isinstance(policy, ols.HeadroomLossScale):
     return policy.init().policy_state
   if isinstance(policy, ols.DynamicLossScale) and policy.hysteresis > 1:

@@ -83,7 +83,7 @@ class ShardedRun:
 
   def loss(self, params, batch):
     if self.is_explicit:
-      # The compiler does so by itself along axes of type Auto.
+      # The compiler does so automatically along axes of type Auto.
       params = jax.sharding.reshard(params, self.gathered)
     return exact_model.loss_fn(params, batch)
 
@@ -175,6 +175,6 @@ class ShardMapRun:
     return param
 
   def psum_missing(self, name, grad):
-    """What check_vma does by itself: sums over axes that hold replicas."""
+    """Sum over axes that hold replicas, as check_vma does automatically."""
     axes = tuple(axis for axis in self.names if axis not in self.specs[name])
     return lax.psum(grad, axes) if axes else grad

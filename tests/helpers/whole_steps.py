@@ -41,7 +41,7 @@ CAST = ols.autocast(loss_fn)
 
 
 def make_grad_fn(policy):
-  """What a report of the gradient alone is given."""
+  """Return a gradient function and its arguments, for reports."""
   return ols.grad(CAST, policy.init()), (PARAMS, BATCH)
 
 
@@ -110,7 +110,7 @@ with_equinox = _make_named("with_equinox", wrap=eqx.filter_jit)
 
 
 def _make_sgd_step(policy, differentiate, **kwargs):
-  """A jitted step that takes the gradients in a way of its own."""
+  """Return a jitted step that takes the gradients in a custom way."""
   kwargs |= {"inner": optax.sgd(0.1), "differentiate": differentiate}
   return _make_optax_step(policy, jax.jit, **kwargs)
 

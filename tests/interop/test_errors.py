@@ -25,7 +25,7 @@ def test_a_wrong_value_raises_an_error_with_function_and_key(name, key):
   for what, value in (samples.WRONG_TYPE | samples.WRONG_VALUE).items():
     if is_bool and "bool" in what:
       continue
-    if what in samples.RIGHT.get(key, ()):
+    if what in samples.VALID_FOR_KEYS.get(key, ()):
       continue
     wrong_type = is_bool or what in samples.WRONG_TYPE
     with pytest.raises(TypeError if wrong_type else ValueError) as info:

@@ -444,7 +444,7 @@ def test_params_and_scale_equal_the_other_system_at_every_step(package, name):
 
 
 def test_the_counters_that_advance_on_a_skipped_step_match_the_docs():
-  """What docs/migrating.md says."""
+  """Check the counters that docs/migrating.md lists."""
   assert (APPLIED, ALL) == (22, 30)
   counts = {
     (package, counter): count

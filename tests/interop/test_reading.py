@@ -1,4 +1,4 @@
-"""What the functions of interop accept, and what they make of it."""
+"""The input that the functions of interop accept, and their results."""
 
 import dataclasses
 import types

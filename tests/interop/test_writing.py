@@ -203,7 +203,7 @@ class OneMoreFixed(ols.FixedLossScale):
 
 @pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
 def test_a_new_hyperparameter_is_not_dropped(write):
-  """What is refused is generated from the fields of the policy."""
+  """The refused fields are generated from the fields of the policy."""
   policy = OneMore(**dataclasses.asdict(TO[write]))
   assert write(policy, policy.init()) == write(TO[write], policy.init())
   for change in {"warmup": 1000}, {"kind": "other"}:

@@ -69,7 +69,7 @@ class Machine:
     return self.add(version, self.home / root / "versions" / patch / "bin")
 
   def add_shim(self, version):
-    """What pyenv puts first on the PATH for a version that is not chosen."""
+    """The shim that pyenv puts first on the PATH for an unselected version."""
     text = "echo 'pyenv: command not found' >&2; exit 127"
     path = self.shims / f"python{version}"
     return write_executable(path, f"#!{find_tool('sh')}\n{text}\n")
@@ -172,7 +172,7 @@ lower_bounds = runpy.run_path(str(TOOLS / "lower_bounds.py"))["lower_bounds"]
 
 
 def make_project(jax):
-  """What lower_bounds reads, with this requirement of jax."""
+  """Return the input of lower_bounds with this requirement of jax."""
   others = [r for r in PROJECT["dependencies"] if not re.match(r"jax\b", r)]
   return PROJECT | {"dependencies": [jax, *others]}
 

@@ -1,4 +1,4 @@
-"""What the tests themselves rely on."""
+"""The helpers that other tests rely on."""
 
 from helpers import markdown
 from helpers.bits import assert_same_bits, has_same_bits

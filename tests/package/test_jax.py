@@ -1,8 +1,8 @@
-"""What is relied on of JAX's insides, release by release.
+"""The internals of JAX that the package relies on, release by release.
 
 This fails first, and in a second, if a new JAX describes a program in another
 way. `python tests/package/test_jax.py` records what the JAX of its environment
-does, in `jax_insides.json` beside it. Look at the difference, mend
+does, in `jax_insides.json` in this folder. Look at the difference, mend
 `optax_lossscale/_jaxprs`, and commit both.
 """
 
@@ -80,7 +80,7 @@ PROGRAMS = {
 }
 
 # What flags make objects of hijax of, where there are such flags: what is read
-# are attributes of the object. Made anew for each, since what was traced before
+# are attributes of the object. Created for each, since what was traced before
 # has the old form.
 FLAGS = {
   "jax_custom_jvp3": ("CustomJVPTraced", lambda: make_rule(jax.custom_jvp)),
@@ -139,7 +139,7 @@ def parse_version(version):
 
 
 def describe_difference(name, before, after):
-  """What changed, such as `scan: gone ['num_consts'], new ['ft_in']`."""
+  """Describe a change, such as `scan: gone ['num_consts'], new ['ft_in']`."""
   gone, new = set(before) - set(after), set(after) - set(before)
   return f"{name}: gone {sorted(gone)}, new {sorted(new)}" if gone | new else ""
 
@@ -277,7 +277,7 @@ def test_the_classes_of_hijax_are_known():
 
 
 def test_scopes_are_objects_that_stay_with_an_equation():
-  """Of another kind, products would have no marks and no names of weights."""
+  """Otherwise matmuls would have no tags and no names of weights."""
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
   dtypes = _provenance.MatmulDtypes.uniform(jnp.dtype("float16"))
   marked = _provenance.tag_autocast(eqn, dtypes)

@@ -131,7 +131,7 @@ def find_messages(source: str) -> Iterator[tuple[int, str]]:
       continue
     if len(text.split()) >= 3:
       yield getattr(node, "lineno", 0), text
-    # What is inserted may be a text, too.
+    # An inserted value may be a text, too.
     todo += [x for x in ast.walk(node) if isinstance(x, ast.FormattedValue)]
 
 

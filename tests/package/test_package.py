@@ -1,4 +1,4 @@
-"""What the package imports, names and requires, and what its maps say of it."""
+"""The imports, names and requirements of the package, and its module lists."""
 
 import ast
 import graphlib
@@ -61,7 +61,7 @@ def test_public_names_are_documented_with_an_example_and_typed():
 
 
 def list_missing(name):
-  """What the docstring or the types of a public name lack."""
+  """Return what the docstring or the types of a public name lack."""
   thing = getattr(ols, name)
   doc = inspect.getdoc(thing)
   if not doc:
@@ -98,9 +98,9 @@ MODULES = {
   str(path.relative_to(PACKAGE).with_suffix("")).replace("/", "."): path
   for path in sorted(PACKAGE.rglob("*.py"))
 }
-# Beside jax, which brings numpy: what reads values on the host uses it (among
-# them the evidence that update is given), and what counts with whole numbers.
-# Plots are drawn with matplotlib, which is imported when one is asked for.
+# Jax depends on numpy. Modules that read values on the host may use it (such as
+# the evidence that update receives), and modules that count with integers. Plots
+# need matplotlib, which is imported by the first plot.
 MAY_USE_NUMPY = (
   "_jaxprs._primitives",
   "diagnostics.",

@@ -1,4 +1,4 @@
-"""What is published: both distributions are built, looked into, and used."""
+"""Both published distributions are built, inspected and used."""
 
 import email
 import json
@@ -21,7 +21,7 @@ NAME = f"optax_lossscale-{ols.__version__}"
 
 
 def run(*command, cwd):
-  """What a command prints; its errors are in the message if it fails."""
+  """Return the output of a command; an error contains its messages."""
   done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
@@ -31,7 +31,7 @@ def run(*command, cwd):
 def dist(tmp_path_factory):
   """The folder with both, the wheel built from the source distribution."""
   out = tmp_path_factory.mktemp("dist")
-  # `make dist` without --no-isolation, which makes an environment of its own
+  # `make dist` without --no-isolation, which makes a separate environment
   # and installs the same flit_core into it.
   build = sys.write_executable, "-m", "build", "--no-isolation"
   run(*build, "--outdir", str(out), str(ROOT), cwd=out)
@@ -119,11 +119,11 @@ INSTALLED = {"optax": "0.2.6", "matplotlib": "3.10.0", "scikit-learn": "1.6.1"}
 
 
 def plan_install(folder, dist, jax, *others, extra=""):
-  """What pip would install beside a JAX that is there, without an index."""
+  """Return what pip would install next to an existing JAX, without an index."""
   venv.create(folder, with_pip=False)
   (packages,) = folder.glob("lib/python*/site-packages")
   for name, version in {"jax": jax, "jaxlib": jax, **INSTALLED}.items():
-    # What pip reads of a package; it asks for nothing else.
+    # Pip reads only this of a package.
     info = packages / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -146,7 +146,7 @@ def plan_install(folder, dist, jax, *others, extra=""):
 )
 def test_nothing_is_upgraded_next_to_a_supported_jax(dist, tmp_path, jax):
   alone = plan_install(tmp_path / "alone", dist, jax)
-  # As the first cells of the notebooks that open beside a T4 do.
+  # The first cells of the notebooks on a T4 do the same.
   quick_start = plan_install(
     tmp_path / "notebook", dist, jax, "scikit-learn", extra="[plots]"
   )

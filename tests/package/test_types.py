@@ -1,4 +1,4 @@
-"""What type checkers and editors know of what a user writes."""
+"""The types that checkers and editors infer for code of users."""
 
 import json
 import os
@@ -159,7 +159,7 @@ def mypy(folder: pathlib.Path) -> set[tuple[str, int]]:
 def pyright(folder: pathlib.Path) -> set[tuple[str, int]]:
   settings = {
     "extraPaths": [str(ROOT)],
-    # What a loop defines, which might run no step.
+    # Users define variables in loops, which might run no step.
     "reportPossiblyUnboundVariable": False,
   }
   (folder / "pyrightconfig.json").write_text(json.dumps(settings))

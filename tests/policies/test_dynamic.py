@@ -73,7 +73,7 @@ def test_dynamic_follows_its_model(policy, finites):
     counts = model.count, model.in_a_row, finite, model.total
     expected.append((model.scale, *counts, *left))
   numbers = dataclasses.asdict(policy)
-  # What the state's structure, or a branch in Python, depends on.
+  # The structure of the state, or a branch in Python, depends on these.
   names = "hysteresis", "hysteresis_refill"
   words = tuple((name, numbers.pop(name)) for name in names)
   states = run_any(words, numbers, np.array(finites))

@@ -1,4 +1,4 @@
-"""What holds for every policy: typed, traced once, in bounds, told apart."""
+"""Properties of every policy: types, one trace, bounds, distinct states."""
 
 import collections
 import dataclasses
@@ -227,11 +227,11 @@ def test_a_policy_state_with_other_fields_is_refused_in_any_class(
     ", more of another": collections.namedtuple(name, fields)(**fields),
     ", more of another ": fields,
     "values without names": tuple(fields.values()),
-    # What a pickle of protocol 1 makes of it.
+    # A pickle of protocol 1 restores the state like this.
     f"{len(fields)} values without": tuple.__new__(
       type(state.policy_state), fields.values()
     ),
-    # What a checkpoint makes of a tuple, or of nothing.
+    # A checkpoint restores a tuple as a list, and an empty state as None.
     f"got {len(fields)} values without": [*fields.values()],
     "got 1 value without": [jnp.int32(0)],
     "got an object of type NoneType of another": None,

@@ -1,6 +1,6 @@
 """HeadroomLossScale: what it promises of the scale, and its use.
 
-What it loses of long runs is in test_starving.py.
+The steps that it loses in long runs are in test_starving.py.
 """
 
 import functools
@@ -296,7 +296,7 @@ def test_failed_searches_become_rare_until_consecutive_gradients_arrive():
   assert guesses(state) > 10
 
 
-# Beside dynamic.
+# The headroom rule compared with the dynamic rule.
 
 
 @pytest.mark.parametrize("divided_by", range(4, 13))

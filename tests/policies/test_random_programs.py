@@ -29,7 +29,7 @@ REFILLS = ["growth", "finite", "backoff"]
 
 
 class Run(Model):
-  """What steps do to the state, the parameters and the optimizer."""
+  """A model of the effect of steps on state, parameters and optimizer."""
 
   def __init__(self, policy):
     super().__init__(policy)

@@ -151,7 +151,7 @@ def test_a_training_that_begins_with_masked_batches_still_learns():
 
 
 def train_net_with_scalar(loss_scale, masked_batches=0, dtype=jnp.float16):
-  """The loss of a network beside a scalar that is fitted in raw units."""
+  """Return the loss of a network trained with a scalar in raw units."""
   tx = ols.with_loss_scaling(optax.adam(1e-2), loss_scale)
   points = jax.random.normal(jax.random.key(0), (600, 64, 8))
   first = jnp.arange(600) < masked_batches
@@ -192,7 +192,7 @@ def test_a_network_learns_together_with_a_scalar_fitted_in_raw_units(
 ):
   assert train_net_with_scalar("headroom", masked_batches) < 0.02
   assert train_net_with_scalar("dynamic", masked_batches) < 0.02
-  # What it is without a scale that is high enough.
+  # With a scale that is too low, the network does not learn.
   assert train_net_with_scalar(2.0**-24, masked_batches) > 0.5
 
 
@@ -266,7 +266,7 @@ def test_with_gradients_above_float16_nans_do_not_lower_the_scale_for_long(
 
 
 def test_a_sum_over_workers_above_the_float16_maximum_is_evidence():
-  # Of 1,024 workers, whose gradients are 2**-10 of the largest each.
+  # There are 1,024 workers, each with gradients of 2**-10 of the largest.
   policy = ols.HeadroomLossScale(margin=4 - 10)
   state = policy.adjust(policy.init(), True, grads_amax=2.0**10)
   assert state.policy_state.amax_history[0] == 2.0**10
@@ -329,7 +329,7 @@ def test_spikes_after_nans_and_a_drop_do_not_cost_the_steps_in_between(first):
   at = np.arange(8_000)
   run = np.where(at % 57 == 56, 0.0, -20.0)
   run[:190] = np.where(at[:190] % 10 == first, np.nan, 0.0)
-  # An earlier form of the rule lost 97% of all steps for ever.
+  # An earlier form of the rule lost 97% of all steps permanently.
   assert count_lost(run)[0] <= 50
   until_6000 = np.where((at >= 6_000) & (run == 0), -20.0, run)
   assert longest_rows(until_6000).max() <= 32
@@ -516,13 +516,13 @@ def test_no_run_starves_and_all_lose_far_less_than_with_the_dynamic_rule(seed):
   runs = make_hostile_runs(np.random.default_rng(seed))
   headroom, dynamic = (adversary.measure(p, runs) for p in (POLICY, DYNAMIC))
   assert headroom[0].sum() < dynamic[0].sum() / 5
-  # Of some thousand in a run.
+  # Each run has some thousand steps.
   assert headroom[1].max() < 300
   assert dynamic[1].max() > 1500
 
 
-# What is skipped depends on the data. A policy that loses one step in fifty may
-# lose the same batches each time.
+# The skipped steps depend on the data. A policy that loses one step in fifty
+# may lose the same batches each time.
 
 
 @pytest.fixture(scope="module")
@@ -543,7 +543,7 @@ def shares():
 def test_runs_of_large_gradients_are_learned_at_any_frequency(shares, kind):
   of_kind = {k: v for k, v in shares[POLICY].items() if k.startswith(kind)}
   assert len(of_kind) == 9
-  # Of one in 252, where some thirty overflows teach 24 binades.
+  # The worst case is one in 252, where some thirty overflows cover 24 binades.
   assert max(share for share, _ in of_kind.values()) < 0.13
 
 

@@ -23,7 +23,7 @@ class Model(NamedTuple):
   loss_fn: Callable[..., Any]
   params: Any  # a tree of arrays
   batch: tuple[Any, ...]  # the further arguments of the loss function
-  state: Any = None  # what `unpack` needs besides the params
+  state: Any = None  # the second argument of `unpack`
   # From params and state, the first argument of the loss function.
   unpack: Callable[..., Any] = lambda params, state: params
   value_and_grad_fn: Callable[..., Any] = (
@@ -32,7 +32,7 @@ class Model(NamedTuple):
 
   @property
   def arrays(self) -> tuple[Any, ...]:
-    """What the methods take, so that they can be traced without values."""
+    """The argument of the methods, which can be traced without values."""
     return self.params, self.batch, self.state
 
   def loss(self, arrays, cast):

@@ -269,7 +269,7 @@ def _make_classifier(model, images, labels):
     params,
     (images, labels),
     state=other_state,
-    # Of copies: the loss function changes the variables in place.
+    # Merge copies, because the loss function changes the variables in place.
     unpack=lambda params, others: nnx.merge(
       structure, params, jax.tree.map(lambda x: x, others)
     ),

@@ -1,6 +1,6 @@
-"""Small float32 models, in each of which one product is bad in float16.
+"""Small float32 models, in each of which one matmul is bad in float16.
 
-A comment, ``# planted``, marks the line of the bad product. Without the fault
+A comment, ``# planted``, marks the line of the bad matmul. Without the fault
 the same model is sound.
 """
 
@@ -25,9 +25,9 @@ BATCH = 32
 class Model(NamedTuple):
   """A loss function, and how it is differentiated."""
 
-  loss_fn: Callable[..., Any]  # or what is not to be differentiated
+  loss_fn: Callable[..., Any]  # or a function that is not differentiated
   args: tuple[Any, ...]
-  scope: str | None = None  # of the product, if the line alone does not tell
+  scope: str | None = None  # of the matmul, if its line is ambiguous
   loss_scale: float | None = None  # that fits; if not given, the dynamic one
   argnums: int | tuple[int, ...] | None = None
   value_and_grad_fn: Callable[..., Any] | None = (
@@ -36,7 +36,7 @@ class Model(NamedTuple):
   jit: Callable[..., Any] = jax.jit  # the library's own
 
   def grad(self, cast=lambda fun: fun):
-    """The function whose results count, of a loss function that is cast."""
+    """Return the gradient of the cast loss function, or that function."""
     if self.value_and_grad_fn is None:
       return cast(self.loss_fn)
     scaler = ols.DynamicLossScale()
@@ -47,7 +47,7 @@ class Model(NamedTuple):
     return ols.grad(cast(self.loss_fn), scaler.init(), **kwargs)
 
   def is_planted(self, row):
-    """Whether a row of a report is about the planted product."""
+    """Return whether a row of a report is about the planted matmul."""
     file_name, line = row.source_line.split(" ")[0].split(":")
     path = f"{__path__[0]}/{file_name}"
     on_line = linecache.getline(path, int(line)).endswith("# planted\n")
@@ -55,7 +55,7 @@ class Model(NamedTuple):
 
 
 def normal(*shape, seed=0):
-  """Random numbers whose products are about as large as what they multiply."""
+  """Return random numbers whose matmuls are as large as the other operand."""
   scale = shape[-2] ** -0.5 if len(shape) > 1 else 1.0
   numbers = np.random.default_rng(seed).normal(size=shape) * scale
   return jnp.asarray(numbers, jnp.float32)
@@ -76,7 +76,7 @@ def normalize(x):
 
 
 def _find_models(module):
-  """Its functions of a fault alone."""
+  """Return the names of its functions whose only argument is `fault`."""
   functions = vars(importlib.import_module(f"{__name__}.{module}")).items()
   parameters = lambda function: list(inspect.signature(function).parameters)
   return tuple(
@@ -104,7 +104,7 @@ NAMES = tuple(name for names in _MODULES.values() for name in names)
 
 
 def make_model(name: str, fault: bool = True) -> Model:
-  """Makes a model by its name, with its fault or without."""
+  """Make a model by its name, with its fault or without."""
   (module,) = (m for m, names in _MODULES.items() if name in names)
   module = importlib.import_module(f"{__name__}.{module}")
   return getattr(module, name)(fault)

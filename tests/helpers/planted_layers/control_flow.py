@@ -23,7 +23,7 @@ from helpers.planted_layers.plain_jax import (
 
 
 def make_scanned_model(wrap, fault):
-  """Three layers by a scan, each with a sound product and a bad one."""
+  """Three layers by a scan, each with a sound matmul and a bad one."""
 
   @wrap
   def block(ws, x):
@@ -94,9 +94,9 @@ def in_vmap(fault):
 
 
 def _make_custom_vjp_network(forward, backward):
-  """A product, which is computed otherwise where it is differentiated.
+  """A matmul that is computed differently if it is differentiated.
 
-  The products of a backward rule stand where the function is called.
+  The matmuls of a backward rule are located where the function is called.
   """
 
   @jax.custom_vjp

@@ -17,7 +17,7 @@ SHIFT = normal(WIDTH, WIDTH, seed=50)
 
 
 def subtract(w, x, fault):
-  """A small difference of two large products."""
+  """A small difference of two large matmuls."""
   shift = 100 * SHIFT if fault else 0.1 * SHIFT
   return x @ (w + shift) - x @ shift  # planted
 
@@ -176,7 +176,7 @@ def two_matmuls(fault):
 
 
 def several_overflow(fault):
-  """Three of five places overflow, each by itself."""
+  """Three of five layers overflow, each individually."""
   size = 1e6 if fault else 1.0
 
   def loss_fn(params, x, y):

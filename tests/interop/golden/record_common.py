@@ -1,4 +1,4 @@
-"""What all recorders share: the strings, the encoding, the file.
+"""The step sequences, the encoding and the file that all recorders share.
 
 A recorder runs in the virtual environment of the package that it records, so
 this module imports the standard library alone. The tests import it, too, to
@@ -118,7 +118,7 @@ def run_scaler(scaler: Scaler, steps: str) -> dict[str, list]:
 
 
 def pack_result(result: dict[str, list]) -> dict[str, Any]:
-  """What `run` returned, in the encoding of the files."""
+  """Return the result of `run_scaler` in the encoding of the files."""
   return {
     "scale": encode_runs(map(encode_scale, result["scale"])),
     "counter": encode_runs(encode_differences(result["counter"])),
