@@ -138,7 +138,7 @@ def start_processes(n):
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     coordinator = f"127.0.0.1:{s.getsockname()[1]}"
-  command = [sys.write_executable, *sys.argv, "--coordinator", coordinator]
+  command = [sys.executable, *sys.argv, "--coordinator", coordinator]
   processes = [
     subprocess.Popen([*command, "--process-id", str(i)]) for i in range(n)
   ]

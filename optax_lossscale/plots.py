@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _state, _transfer_guard, diagnostics
-from optax_lossscale.diagnostics import _leaves, _numbers
+from optax_lossscale.diagnostics import _dtype_limits, _leaves
 
 __all__ = [
   "ExponentHistogram",
@@ -123,9 +123,9 @@ def plot_exponents(
     Micikevicius et al, `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018
   """
-  dtype = _numbers.check_float_dtype(dtype)
-  scale = _numbers.to_float_scale(loss_scale)
-  limits = _numbers.get_dtype_limits(dtype)
+  dtype = _dtype_limits.check_float_dtype(dtype)
+  scale = _leaves.to_float_scale(loss_scale)
+  limits = _dtype_limits.get_dtype_limits(dtype)
   histogram = exponent_histogram(grads)
   ax = _get_axes(ax, "plot_exponents")
 
@@ -188,7 +188,7 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
 
 
 def _shade_dtype_ranges(
-  ax: Any, dtype: np.dtype, limits: _numbers.DtypeLimits
+  ax: Any, dtype: np.dtype, limits: _dtype_limits.DtypeLimits
 ) -> None:
   """Colours the ranges where a dtype is zero, subnormal, normal or inf."""
   off_axis = (

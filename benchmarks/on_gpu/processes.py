@@ -87,7 +87,7 @@ def _start(request, scratch, log):
   reads, writes = os.pipe()
   with log.open("a") as printed:
     process = subprocess.Popen(
-      [sys.write_executable, "-m", "on_gpu.part", json.dumps(request)],
+      [sys.executable, "-m", "on_gpu.part", json.dumps(request)],
       env=environment(scratch) | {events.PIPE: str(writes)},
       cwd=scratch,
       pass_fds=[writes],

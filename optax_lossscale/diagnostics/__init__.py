@@ -1,8 +1,9 @@
-"""Find out what is not finite, where it comes from, and what float16 does.
+"""Find overflow, underflow and lost precision in a training step.
 
-``nonfinite_leaves``, ``gradient_report`` and ``find_overflow`` read values, and
-are called outside of ``jit``. ``precision_report`` reads only shapes.
-``finite_per_leaf`` and the probes are for use inside.
+Call ``check_step``, ``find_overflow``, ``compare_precision``,
+``gradient_report`` and ``nonfinite_leaves`` outside ``jit``, since they read
+values. ``precision_report`` reads only shapes. Use ``finite_per_leaf`` and the
+probes inside ``jit``.
 """
 
 from optax_lossscale.diagnostics._check_step import (
@@ -72,7 +73,7 @@ __all__ = [
   "probe_update_kwargs",
 ]
 
-# Pickles and reprs name the path that stays when modules move.
+# Pickles and reprs contain the public path, which remains when modules move.
 for _name in __all__:
   if isinstance(globals()[_name], type):
     globals()[_name].__module__ = __name__

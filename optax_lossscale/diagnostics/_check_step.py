@@ -1,4 +1,9 @@
-"""``check_step``: is a float16 training step sound, and if not, what to do?"""
+"""``check_step``: all checks of a float16 training step in one report.
+
+The step is traced once. ``precision_report``, ``find_overflow`` and
+``compare_precision`` then run on the same jaxpr, and their results become a
+list of problems, each with a fix, the most important first.
+"""
 
 from collections.abc import Callable, Iterator
 import dataclasses
@@ -9,17 +14,20 @@ import numpy as np
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
-  _numbers,
   _precision_report,
   _progress,
+  _report_format,
   _scaling_mistakes,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import _compare_precision, _report
+from optax_lossscale.diagnostics._comparison import _compare_precision
+from optax_lossscale.diagnostics._comparison import (
+  _report as _comparison_report,
+)
 from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 
-# A report has at most 20 lines.
+# The printed report has at most 20 lines: longer lists are cut.
 _MAX_PROBLEMS = 4
 _MAX_NOT_CHECKED = 3
 
@@ -28,8 +36,8 @@ class Problem(NamedTuple):
   """A problem of a training step.
 
   Attributes:
-    cause: the fault, with a figure.
-    fix: the remedy; a line of code where there is one.
+    cause: the fault, with a number.
+    fix: the fix; a line of code if possible.
     keep_float32: the layers to pass to ``keep_float32=`` of
       :func:`optax_lossscale.autocast`, if that is the fix; else empty.
     loss_scale: the loss scale to set, if that is the fix; else None.
@@ -42,13 +50,13 @@ class Problem(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepCheck(_numbers.PrintedReport):
+class StepCheck(_report_format.PrintedReport):
   """Result of :func:`check_step`. Prints as a list of at most 20 lines.
 
   Attributes:
     problems: a :class:`Problem` for each, the most important first.
-    passed: what is sound, in sentences.
-    not_checked: what was not checked, in sentences.
+    passed: the checks that passed, in sentences.
+    not_checked: the checks that were not possible, in sentences.
     precision: the :class:`PrecisionReport` of the step.
     overflow: the :class:`Overflow`; None if all gradients are finite.
     comparison: the :class:`PrecisionComparison`; None if ``autocast`` casts no
@@ -60,11 +68,11 @@ class StepCheck(_numbers.PrintedReport):
   not_checked: tuple[str, ...]
   precision: _precision_report.PrecisionReport
   overflow: _overflow_report.Overflow | None
-  comparison: _report.PrecisionComparison | None
+  comparison: _comparison_report.PrecisionComparison | None
 
   @property
   def is_sound(self) -> bool:
-    """Whether there is no problem in what was checked."""
+    """Whether the checks found no problem."""
     return not self.problems
 
   def as_dict(self) -> dict[str, Any]:
@@ -101,7 +109,7 @@ class StepCheck(_numbers.PrintedReport):
 def check_step(
   fun: Callable[..., Any], *args: Any, progress: bool = True, **kwargs: Any
 ) -> StepCheck:
-  """Checks whether a float16 training step is sound, and says what to fix.
+  """Checks whether a float16 training step is sound, and suggests fixes.
 
   Combines :func:`precision_report`, :func:`find_overflow` and
   :func:`compare_precision` with ``search="bisect"``. Fix the first problem, and
@@ -179,7 +187,8 @@ def _build_step_check(
     *search_result.mistakes,
     *(comparison.mistakes if comparison else ()),
   ]
-  # A branch may wait on purpose, unless it waits for finite gradients.
+  # A step may skip update on purpose, for example to accumulate gradients. It
+  # is a problem only together with an overflow: the branch may test for it.
   is_problem = lambda x: (
     x is not _scaling_mistakes.UPDATE_NOT_RUN or search_result.origin
   )
@@ -211,7 +220,7 @@ def _build_step_check(
 
 
 def _get_loss_scale(traced: _tracing.TracedFunction) -> float | None:
-  """Returns the loss scale of the step; None if there are several."""
+  """Return the loss scale of the step; None if there are several."""
   scales = [traced.inputs[i] for i in traced.scale_indices]
   values = {x for scale in scales for x in np.ravel(scale).tolist()}
   return values.pop() if len(values) == 1 else None
@@ -219,19 +228,20 @@ def _get_loss_scale(traced: _tracing.TracedFunction) -> float | None:
 
 def _find_numeric_problems(
   origin: _overflow_report.Overflow | None,
-  report: _report.PrecisionComparison | None,
+  report: _comparison_report.PrecisionComparison | None,
   scale: float | None,
 ) -> list[Problem]:
-  """Returns overflows; if there are none, errors."""
+  """Return the problems with overflow, or else with lost precision."""
   problems: list[Problem] = []
   if report is not None and report.reference_is_finite:
     problems += _find_precision_problems(report, scale)
-  # An overflow that no matmul explains.
+  # The comparison only knows matmuls. If it explains nothing, report the
+  # overflow of another operation.
   return problems or [_as_problem(x) for x in (origin,) if x is not None]
 
 
 def _find_precision_problems(
-  report: _report.PrecisionComparison, scale: float | None
+  report: _comparison_report.PrecisionComparison, scale: float | None
 ) -> Iterator[Problem]:
   log2_change = report.suggested_log2_scale_change
   if report.reference_is_zero:
@@ -243,7 +253,7 @@ def _find_precision_problems(
     forward_rows = {row.name: row for row in report.matmuls if not row.backward}
     for name in report.overflowing:
       amax = forward_rows[name].amax
-      # Of the dtype of this layer, since there may be two.
+      # Not from the dtype of the report, which may be two dtypes.
       dtype_max = amax * 2.0 ** forward_rows[name].log2_headroom
       yield _suggest_float32(
         name,
@@ -259,7 +269,7 @@ def _find_precision_problems(
     yield _suggest_rescale(
       f"{worst_array.name} underflows in the backward pass: relative error"
       f" {worst_array.error:.2g}",
-      max(log2_change - 1, 1),  # A factor of two stays free.
+      max(log2_change - 1, 1),  # Leave a factor of two of headroom.
       scale,
     )
   else:

@@ -1,4 +1,8 @@
-"""``gradient_report``: what a dtype does to gradients with a loss scale."""
+"""``gradient_report``: how many gradients underflow and overflow in a cast.
+
+Each leaf is reduced on its devices to a few numbers: the smallest and the
+largest magnitude, and counts of entries between the thresholds of the dtype.
+"""
 
 import dataclasses
 import math
@@ -8,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _checks, _transfer_guard
-from optax_lossscale.diagnostics import _leaves, _numbers
+from optax_lossscale.diagnostics import _dtype_limits, _leaves, _report_format
 
 
 class GradientStats(NamedTuple):
@@ -47,7 +51,7 @@ class GradientStats(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientReport(_numbers.PrintedReport):
+class GradientReport(_report_format.PrintedReport):
   """The report of :func:`gradient_report`: how gradients survive a cast.
 
   Attributes:
@@ -80,7 +84,7 @@ class GradientReport(_numbers.PrintedReport):
         f"column must be one of {', '.join(GradientStats._fields)}, got column"
         f" = {column!r}."
       )
-    # None, which stands for any scale, comes before all others.
+    # None, which means any scale, sorts before all other values.
     value = lambda row: getattr(row, column)
     key = lambda row: (value(row) is not None, value(row) or 0)
     leaves = sorted(self.leaves, key=key, reverse=reverse)
@@ -95,7 +99,7 @@ class GradientReport(_numbers.PrintedReport):
 
   def __str__(self) -> str:
     rows = [_as_cells(row) for row in (*self.leaves, self.total)]
-    table = _numbers.format_table(rows, num_left_aligned=3)
+    table = _report_format.format_table(rows, num_left_aligned=3)
     heading = (
       f"Gradients multiplied by loss scale {self.loss_scale:g} and cast to"
       f" {self.dtype}:"
@@ -103,7 +107,7 @@ class GradientReport(_numbers.PrintedReport):
     return "\n".join([self._format_conclusion(), heading, table])
 
   def _format_conclusion(self) -> str:
-    """Say what the cast loses, and which loss scale would lose less."""
+    """Return the fraction that the cast loses, and a better loss scale."""
     total = self.total
     low, high = total.log2_scale_range or (None, None)
     if total.nonfinite_fraction:
@@ -170,9 +174,9 @@ def gradient_report(
     w: best 2^2 to 2^25
     b: best 2^-24 to 2^15
   """
-  dtype = _numbers.check_float_dtype(dtype)
-  scale = _numbers.to_float_scale(loss_scale)
-  limits = _numbers.get_dtype_limits(dtype)
+  dtype = _dtype_limits.check_float_dtype(dtype)
+  scale = _leaves.to_float_scale(loss_scale)
+  limits = _dtype_limits.get_dtype_limits(dtype)
   leaf_stats = _leaves.measure_grads(
     grads,
     "gradient_report",
@@ -188,15 +192,15 @@ def gradient_report(
   return GradientReport(str(dtype), scale, tuple(rows), total)
 
 
-# The fields of a row from `amax` to `nonfinite_fraction`: two magnitudes, of
-# which the smallest is inf if there is none, and then counts.
+# The largest magnitude, the smallest nonzero magnitude (inf if there is none),
+# and the counts for the fractions of a row, in the order of its fields.
 _LeafStats = tuple[Any, ...]
 
 
 def _cast_thresholds(
-  leaf: Any, scale: float, limits: _numbers.DtypeLimits
+  leaf: Any, scale: float, limits: _dtype_limits.DtypeLimits
 ) -> np.ndarray:
-  """The scale and the limits as the scalars that a leaf is compared with."""
+  """Return the scale and the limits in the dtype that a leaf is measured in."""
   is_double = jnp.finfo(leaf.dtype).bits > 32
   with np.errstate(over="ignore"):  # A limit above float32's range is inf.
     return np.array((scale, *limits), np.float64 if is_double else np.float32)
@@ -233,7 +237,7 @@ def _measure_leaf(
 
 
 def _merge_stats(leaf_stats: list[_LeafStats]) -> _LeafStats:
-  """All leaves together, in Python numbers, which do not overflow."""
+  """Merge the statistics of all leaves, in Python integers of any size."""
   identity = 0.0, math.inf, 0, 0, 0, 0, 0
   amaxes, amins, *counts = zip(identity, *leaf_stats, strict=True)
   total_counts = (sum(map(int, count)) for count in counts)
@@ -243,9 +247,9 @@ def _merge_stats(leaf_stats: list[_LeafStats]) -> _LeafStats:
 def _as_row(
   header: tuple[str, tuple[int, ...], str, int],
   stats: _LeafStats,
-  limits: _numbers.DtypeLimits,
+  limits: _dtype_limits.DtypeLimits,
 ) -> GradientStats:
-  """The row of what has this name, shape, dtype and size."""
+  """Return a row, given its name, shape, dtype and size, and its statistics."""
   amax, amin, *counts = stats
   fractions = [int(count) / max(header[-1], 1) for count in counts]
   log2_scale_range = _compute_log2_scale_range(amax, amin, limits)
@@ -255,7 +259,7 @@ def _as_row(
 
 
 def _compute_log2_scale_range(
-  amax: float, amin: float, limits: _numbers.DtypeLimits
+  amax: float, amin: float, limits: _dtype_limits.DtypeLimits
 ) -> tuple[int, int] | None:
   if amax == 0:
     return None
@@ -269,7 +273,7 @@ def _compute_log2_scale_range(
 
 
 def _format_percent(fraction: float) -> str:
-  """Format a fraction that is not zero, so that it does not look like zero."""
+  """Format a nonzero fraction so that it does not look like zero."""
   return f"{fraction:.1%}" if fraction >= 0.0005 else "Fewer than 0.1%"
 
 

@@ -1,4 +1,4 @@
-"""Which gradients are not finite."""
+"""``nonfinite_leaves``, ``finite_per_leaf``, and helpers of leaf reports."""
 
 from collections.abc import Callable
 import functools
@@ -8,14 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _grads, _paths, _transfer_guard
+from optax_lossscale import (
+  _arrays,
+  _checks,
+  _grads,
+  _paths,
+  _state,
+  _transfer_guard,
+)
 
 
 def finite_per_leaf(grads: Any) -> Any:
-  """Says of each leaf whether it is finite; works under ``jit``.
+  """Returns whether each leaf is finite; works under ``jit``.
 
   Use it inside a step that should return only the flags and not the gradients.
-  Outside of ``jit``, :func:`nonfinite_leaves` says more.
+  Outside ``jit``, :func:`nonfinite_leaves` reports more.
 
   Args:
     grads: any pytree.
@@ -109,16 +116,15 @@ def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
 
 
 def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Makes ``fun(xp, leaf, ...)`` run where the leaf is.
+  """Make ``fun(xp, leaf, ...)`` run on the devices of the leaf, or in NumPy.
 
   Args:
-    fun: a function of an array module and of arrays of this module. Floats that
-      it is given have at least 32 bits, since few devices compute with the
-      smallest ones.
+    fun: a function of an array module and of arrays of this module. It receives
+      floats of at least 32 bits, since few devices compute with float8.
 
   Returns:
-    A function without the first argument: jitted for JAX arrays, plain numpy
-    for numpy arrays, whose float64 JAX would cut to float32.
+    A function without the first argument: jitted for JAX arrays, and in NumPy
+    for NumPy arrays, whose float64 JAX would cast to float32.
   """
 
   @functools.wraps(fun)
@@ -138,11 +144,11 @@ def reduce_on_device(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 @reduce_on_device
 def _measure_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
-  """The counts of infs and NaNs, and the index of the first of them."""
+  """Count infs and NaNs, and return the index of the first of them."""
   is_nan, is_inf = xp.isnan(leaf), xp.isinf(leaf)
   mask = is_nan | is_inf
   index = []
-  # One axis after another, since a reshape would gather a sharded array.
+  # Find the index axis by axis, since a reshape would gather a sharded array.
   axis_indices = xp.indices(leaf.shape, xp.int32, sparse=True)
   for axis_index, length in zip(axis_indices, leaf.shape, strict=True):
     first_on_axis = xp.min(xp.where(mask, axis_index, length), initial=length)
@@ -154,11 +160,11 @@ def _measure_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
 def measure_grads(
   tree: Any, caller: str, measure_leaf: Callable[[Any], Any]
 ) -> list[tuple[str, Any, Any]]:
-  """Measures the leaves of a tree that are gradients, and reads the results.
+  """Measure the gradients in a tree, and transfer the results to the host.
 
   Args:
     tree: any pytree.
-    caller: the public function, for the message.
+    caller: the name of the public function, for the message.
     measure_leaf: a function of a numpy or JAX array that returns a pytree of
       arrays, such as :func:`reduce_on_device` returns.
 
@@ -183,18 +189,27 @@ def measure_grads(
         f" tracer at {name!r}. Return the gradients from the jitted function,"
         " or call diagnostics.finite_per_leaf inside it."
       )
-  # All leaves are measured before the first result is read.
+  # Measure all leaves before reading the first result, so that devices need not
+  # wait for the host.
   stats = jax.device_get([measure_leaf(leaf) for _, leaf in leaves])
   return [(*leaf, x) for leaf, x in zip(leaves, stats, strict=True)]
 
 
 def magnitude(xp: Any, leaf: Any) -> Any:
-  """The magnitudes; of a complex number, that of the larger part."""
+  """Return magnitudes; for complex numbers, of the larger component."""
   if xp.iscomplexobj(leaf):
     return xp.maximum(xp.abs(leaf.real), xp.abs(leaf.imag))
   return xp.abs(leaf)
 
 
 def count_true(xp: Any, mask: Any) -> Any:
-  """How many are true. An int32 could only count to 2**31."""
+  """Count true entries, in unsigned integers: an int32 would end at 2**31."""
   return xp.sum(mask, dtype=xp.uint32 if xp is jnp else xp.uint64)
+
+
+def to_float_scale(loss_scale: Any) -> float:
+  """Return the loss scale of a number or a state, checked."""
+  if _state.has_loss_scale(loss_scale):
+    loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
+  _checks.check_scale("loss_scale", loss_scale)
+  return float(loss_scale)

@@ -1,4 +1,11 @@
-"""``precision_report``: in which dtype a function computes, line by line."""
+"""``precision_report``: the dtypes in which a function computes, by location.
+
+The function is traced, and its jaxpr is walked without running it. Each matmul
+and convolution contributes FLOPs to a pair of dtypes, times the number of its
+executions. Each other eqn with a result in the target dtype is checked for
+risks: functions that overflow or underflow, long sums, and constants that do
+not fit.
+"""
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,19 +27,25 @@ from optax_lossscale._jaxprs import (
   _source_info,
   _walk,
 )
-from optax_lossscale.diagnostics import _numbers, _tracing
+from optax_lossscale.diagnostics import (
+  _dtype_limits,
+  _report_format,
+  _tracing,
+)
 
-# A sum of more terms than this is long. Even 256 terms of 256 are too much for
+# A sum of more terms than this is long: 256 terms of 256 already overflow
 # float16.
 _LONG_SUM_TERMS = 256
 _LOGARITHMS = {"log", "log2"}
 _POWERS = {"integer_pow", "pow", "rsqrt", "square"}
 _REDUCING_COLLECTIVES = {"psum", "psum_invariant", "reduce_scatter"}
-# Nobody adds or divides by zero or inf on purpose.
+# A literal of zero or inf in these is suspicious: it was probably another
+# number before a cast.
 _SUSPICIOUS_LITERAL_PRIMITIVES = {"add", "sub", "div"}
 
 
-# What these hold only says how two numbers become one.
+# The jaxpr inside of these primitives only combines two numbers. It is not
+# counted as a body that runs.
 _REDUCER_PREFIXES = (
   "arg",
   "cum",
@@ -71,8 +84,9 @@ class UnconvertedMatmul(NamedTuple):
     flops: the number of floating-point operations.
     fraction: the fraction of all FLOPs.
     run_count: the number of times that they run.
-    name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
-      path of the weights or the scopes, with the line if they do not tell.
+    name: the name for ``keep_float32=`` of :func:`optax_lossscale.autocast`:
+      the path of the weights or the scopes, with the line if they are
+      ambiguous.
     name_scope: the scopes around it, such as ``"Net/block1"``; often empty.
     param_path: the path of the parameter, such as ``"blocks/2/up"``; often
       empty.
@@ -101,8 +115,9 @@ class Risk(NamedTuple):
     primitive: JAX's name of the operation.
     reason: how they may overflow or underflow.
     run_count: the number of times that they run.
-    name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
-      path of the weights or the scopes, with the line if they do not tell.
+    name: the name for ``keep_float32=`` of :func:`optax_lossscale.autocast`:
+      the path of the weights or the scopes, with the line if they are
+      ambiguous.
     name_scope: the scopes around it, such as ``"Net/block1"``; often empty.
     param_path: the path of the parameter, such as ``"blocks/2/up"``; often
       empty.
@@ -122,7 +137,7 @@ class Risk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionReport(_numbers.PrintedReport):
+class PrecisionReport(_report_format.PrintedReport):
   """The report of :func:`precision_report`: how much runs in which dtype.
 
   Attributes:
@@ -171,7 +186,7 @@ class PrecisionReport(_numbers.PrintedReport):
       for row in self.flops
     ]
     unconverted = [
-      _numbers.location_cells(row)
+      _report_format.format_location_cells(row)
       | {
         "operand dtype": row.operand_dtype,
         "count": str(row.run_count),
@@ -180,7 +195,7 @@ class PrecisionReport(_numbers.PrintedReport):
       for row in self.unconverted
     ]
     at_risk = [
-      _numbers.location_cells(row)
+      _report_format.format_location_cells(row)
       | {"count": str(row.run_count), "reason": row.reason}
       for row in self.at_risk
     ]
@@ -195,12 +210,14 @@ class PrecisionReport(_numbers.PrintedReport):
       (f"At risk in {self.dtype}:", at_risk, 4),
     ):
       parts += (
-        [title, _numbers.format_table(rows, num_left_aligned)] if rows else []
+        [title, _report_format.format_table(rows, num_left_aligned)]
+        if rows
+        else []
       )
     return "\n".join(parts)
 
   def _format_conclusion(self) -> list[str]:
-    """Say how much runs in the dtype, and how more of it does."""
+    """Return the fraction that runs in the dtype, and how to raise it."""
     if not self.flops:
       return ["The function has no matmuls and no convolutions."]
     autocast = "ols.autocast(loss_fn)"
@@ -219,14 +236,14 @@ class PrecisionReport(_numbers.PrintedReport):
 
 
 class MatmulStats(NamedTuple):
-  """Some equal matrix products or convolutions.
+  """The matmuls or convolutions of one eqn.
 
   Attributes:
     primitive: JAX's name of the operation.
     operand_dtype: the dtype of the operands; the wider one of two.
     result_dtype: the dtype of the result.
     flops: the flops of all of them.
-    visit: where and how often it runs.
+    visit: the eqn, with its location and the number of its executions.
   """
 
   primitive: str
@@ -282,7 +299,7 @@ def precision_report(
     >>> [risk.primitive for risk in report.at_risk]
     ['exp']
   """
-  target_dtype = _numbers.check_float_dtype(dtype)
+  target_dtype = _dtype_limits.check_float_dtype(dtype)
   traced = _tracing.trace(
     "precision_report", fun, args, kwargs, allow_abstract=True
   )
@@ -292,7 +309,8 @@ def precision_report(
 def report_traced(
   traced: _tracing.TracedFunction, dtype: np.dtype
 ) -> PrecisionReport:
-  """Returns the report of a traced function."""
+  """Return the report of a traced function."""
+  # Only live eqns, since XLA removes the others.
   visits = list(
     _walk.walk(traced.closed_jaxpr, _executed_subjaxprs, only_live=True)
   )
@@ -317,8 +335,11 @@ def _build_report(
   return PrecisionReport(
     dtype=str(dtype),
     total_flops=total_flops,
-    fraction=_flops_fraction(flops_in_dtype, total_flops),
-    flops=_with_fractions(map(_as_flops_row, matmuls), total_flops),
+    fraction=flops_in_dtype / total_flops if total_flops else 1.0,
+    flops=_with_fractions(
+      (Flops(p.operand_dtype, p.result_dtype, p.flops, 0.0) for p in matmuls),
+      total_flops,
+    ),
     unconverted=_with_fractions(
       _build_unconverted_rows(matmuls, dtype), total_flops
     ),
@@ -331,13 +352,9 @@ def _is_wider(operand_dtype: str, dtype: np.dtype) -> bool:
   np_dtype = jnp.dtype(operand_dtype)
   if jnp.issubdtype(np_dtype, jnp.inexact):
     bits = jnp.finfo(np_dtype).bits
-  else:  # Booleans have a byte.
+  else:  # finfo does not know integers and booleans.
     bits = 8 * np_dtype.itemsize
   return bits > jnp.finfo(dtype).bits
-
-
-def _as_flops_row(matmul: MatmulStats) -> Flops:
-  return Flops(matmul.operand_dtype, matmul.result_dtype, matmul.flops, 0.0)
 
 
 def _build_unconverted_rows(
@@ -351,7 +368,8 @@ def _build_unconverted_rows(
     matmuls, locations, names_and_lines, strict=True
   ):
     if _is_wider(p.operand_dtype, dtype):
-      # Without weights, it is for the line that it is told.
+      # Without a parameter path, several layers may share a scope, so the name
+      # includes the line.
       name_with_line = _provenance.format_location(
         location.names.candidate_labels()[0], source_line
       )
@@ -373,7 +391,7 @@ def _build_risk_rows(
     {visit.parent for visit in visits},
   )
   for visit in visits:
-    if visit in parents:  # It only runs what it holds.
+    if visit in parents:  # The eqns inside of it are visited, too.
       continue
     for reason in _find_risks(visit, dtype, constants):
       name = _source_info.get_op_name(visit.eqn)
@@ -397,24 +415,21 @@ def _get_location_fields(
 
 
 def _with_fractions(rows: Iterable[Any], total_flops: int) -> tuple[Any, ...]:
-  """The rows with their fractions of the flops, the largest first."""
+  """Merge equal rows, and set their fractions of the FLOPs, largest first."""
   grouped_rows = sorted(
     _group_rows(rows), key=lambda row: row.flops, reverse=True
   )
   return tuple(
-    x._replace(fraction=_flops_fraction(x.flops, total_flops))
+    x._replace(fraction=x.flops / total_flops if total_flops else 1.0)
     for x in grouped_rows
   )
 
 
-def _flops_fraction(flops: int, total_flops: int) -> float:
-  return flops / total_flops if total_flops else 1.0
-
-
 def _group_rows(rows: Iterable[Any]) -> Iterator[Any]:
-  """The rows, of which those that differ in numbers alone are added up."""
+  """Merge rows that differ only in integers, and add up the integers."""
   counts_by_key: dict[Any, collections.Counter[str]] = {}
   for row in rows:
+    # Not isinstance: a bool, such as `backward`, is part of the key.
     counts = {x: v for x, v in row._asdict().items() if type(v) is int}
     key = row._replace(**dict.fromkeys(counts, 0))
     counts_by_key.setdefault(key, collections.Counter()).update(counts)
@@ -422,7 +437,7 @@ def _group_rows(rows: Iterable[Any]) -> Iterator[Any]:
 
 
 def _collect_matmuls(visits: list[_walk.EqnVisit]) -> list[MatmulStats]:
-  """The products, of each ``cond`` those of its largest branch."""
+  """Return all matmuls, from each ``cond`` only those of its largest branch."""
   matmuls = [
     _as_matmul_stats(visit, flops * visit.num_executions)
     for visit in visits
@@ -432,7 +447,8 @@ def _collect_matmuls(visits: list[_walk.EqnVisit]) -> list[MatmulStats]:
   for matmul in matmuls:
     for branch in matmul.visit.cond_branches:
       flops_by_branch[branch] += matmul.flops
-  # The largest comes last, and takes the place of the others.
+  # Maps each cond to its branch with the most FLOPs: in ascending order, the
+  # last branch of a cond overwrites the others.
   largest_branches = dict(
     sorted(flops_by_branch, key=lambda branch: flops_by_branch[branch])
   )
@@ -446,7 +462,7 @@ def _collect_matmuls(visits: list[_walk.EqnVisit]) -> list[MatmulStats]:
 
 
 def _as_matmul_stats(visit: _walk.EqnVisit, flops: int) -> MatmulStats:
-  # What follows are the sizes of groups.
+  # A ragged_dot has a third input, the sizes of the groups.
   operand_avals: list[Any] = [v.aval for v in visit.eqn.invars[:2]]
   widest_dtype = max(operand_avals, key=lambda aval: aval.dtype.itemsize).dtype
   result_dtype = _primitives.get_result_dtype(visit.eqn)
@@ -457,7 +473,7 @@ def _as_matmul_stats(visit: _walk.EqnVisit, flops: int) -> MatmulStats:
 def _find_risks(
   visit: _walk.EqnVisit, dtype: np.dtype, constants: "_ConstantPropagation"
 ) -> Iterator[str]:
-  """Why an operation is at risk in this dtype, and in no other one."""
+  """Yield the risks of an operation, if it has a result in this dtype."""
   out_dtypes = [getattr(v.aval, "dtype", None) for v in visit.eqn.outvars]
   if dtype in out_dtypes:
     yield from _find_function_risks(visit, dtype, constants)
@@ -469,8 +485,8 @@ def _find_function_risks(
   visit: _walk.EqnVisit, dtype: np.dtype, constants: "_ConstantPropagation"
 ) -> Iterator[str]:
   name = visit.eqn.primitive.name
-  if name in _numbers.OVERFLOW_THRESHOLDS:
-    threshold = _numbers.format_overflow_threshold(name, dtype)
+  if name in _dtype_limits.OVERFLOW_THRESHOLDS:
+    threshold = _dtype_limits.format_overflow_threshold(name, dtype)
     yield f"{name} overflows above {threshold}"
   elif name in _LOGARITHMS:
     yield f"{name} of an underflowed value is -inf"
@@ -478,6 +494,7 @@ def _find_function_risks(
     yield "power: may overflow or underflow (squaring doubles the exponent)"
   elif name == "div":
     divisor = constants.get_constant(visit, visit.eqn.invars[1])
+    # A constant divisor of at least 1 cannot underflow in the cast.
     if divisor is None or not 1 <= abs(divisor) < math.inf:
       yield "division: the divisor may have underflowed to zero"
 
@@ -485,6 +502,8 @@ def _find_function_risks(
 def _find_sum_risks(
   visit: _walk.EqnVisit, dtype: np.dtype, constants: "_ConstantPropagation"
 ) -> Iterator[str]:
+  # jnp.sum of float16 adds up in float32, and then casts. The cast has the
+  # risk: its operand is the sum.
   sum_eqn = visit.eqn
   if visit.eqn.primitive.name == "convert_element_type":
     sum_eqn = constants.get_defining_eqn(visit, visit.eqn.invars[0]) or sum_eqn
@@ -515,7 +534,7 @@ def _find_constant_risks(
       name == "convert_element_type" and cast_value != value and is_zero_or_inf
     ):
       yield f"constant {value:g} becomes {cast_value:g} in {dtype}"
-    # JAX has converted the constant, so its first value is unknown.
+    # JAX has cast the literal before tracing, so its original value is unknown.
     is_literal = isinstance(atom, core.Literal)
     if name in _SUSPICIOUS_LITERAL_PRIMITIVES and is_literal and is_zero_or_inf:
       verb = "underflowed" if cast_value == 0 else "overflowed"
@@ -523,13 +542,17 @@ def _find_constant_risks(
 
 
 class _ConstantPropagation:
-  """What is known of values before anything is computed."""
+  """Finds the values in a jaxpr that are constant scalars, without running it.
+
+  A value is constant if it is a literal, a constant of the jaxpr, a broadcast
+  of a constant, or an input to which the caller passes a constant each time.
+  """
 
   def __init__(self) -> None:
     self._defining_eqns: dict[core.Jaxpr, dict[Any, core.JaxprEqn]] = {}
 
   def get_constant(self, visit: _walk.EqnVisit, atom: Any) -> float | None:
-    """The number that all entries of what a step reads are, if it is one."""
+    """Return the number that all entries of an operand are; None if unknown."""
     if isinstance(atom, core.Literal):
       return _as_float_scalar(atom.val)
     defining_eqn, jaxpr = (
@@ -558,7 +581,7 @@ class _ConstantPropagation:
   def get_defining_eqn(
     self, visit: _walk.EqnVisit, atom: Any
   ) -> core.JaxprEqn | None:
-    """The equation of which what a step reads is the first output."""
+    """Return the eqn whose first output is this operand, or None."""
     jaxpr = visit.closed_jaxpr.jaxpr
     if jaxpr not in self._defining_eqns:
       defining_eqns = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars[:1]}
@@ -583,15 +606,15 @@ def _body_operands(visit: _walk.EqnVisit) -> Sequence[Any]:
 
 
 def _as_float_scalar(const: Any) -> float | None:
-  """A real scalar as a number."""
+  """Return a real scalar as a Python float; None for other constants."""
   if isinstance(const, jax.core.Tracer):
-    return None  # A solver closes over what was traced around it.
+    return None  # A solver closes over tracers of the surrounding function.
   is_float = jnp.issubdtype(jnp.result_type(const), jnp.floating)
   return float(const) if is_float and jnp.shape(const) == () else None
 
 
 def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
-  """The jaxprs that an equation runs."""
+  """Return the jaxprs that an equation runs."""
   call = _higher_order.parse_higher_order(eqn)
   return (
     _non_reducer_subjaxprs(eqn)
@@ -601,13 +624,13 @@ def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
 
 
 def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
-  """The jaxprs that an equation holds, but for those that combine numbers."""
+  """Return the jaxprs in an equation, except those that combine two numbers."""
   is_reducer = _source_info.get_op_name(eqn).startswith(_REDUCER_PREFIXES)
   return [] if is_reducer else list(_eqns.subjaxprs(eqn))
 
 
 def _describe_limitation(visit: _walk.EqnVisit) -> str:
-  """Return what cannot be known of an equation from its shapes, or ``""``."""
+  """Return the limitation of counting an equation by shapes, or ``""``."""
   reason = ""
   if isinstance(visit.hop, _higher_order.While):
     reason = "only one iteration is counted"

@@ -1,4 +1,11 @@
-"""Probes: which numbers occur in the backward pass."""
+"""Probes: histograms of cotangents in the backward pass.
+
+A probe is an identity with a ``custom_vjp``: its backward pass returns the
+cotangent unchanged, and counts its entries in 43 bins by exponent. The counts
+are returned as the gradient of an additional argument, the counter. So they
+pass through ``scan``, ``vmap`` and ``shard_map`` like any gradient, and are
+added up.
+"""
 
 import functools
 from typing import Any
@@ -11,9 +18,9 @@ import numpy as np
 from optax_lossscale import _arrays, _checks, _state
 from optax_lossscale._jaxprs import _avals
 
-# There is a bin for what float16 takes for zero, one for each of its binades in
-# ascending order (the first ten are those of its subnormal numbers), one for
-# finite numbers that are too large for it, and one for inf and NaN.
+# The bins: one for numbers that float16 rounds to zero; one for each float16
+# binade in ascending order, of which the first ten are subnormal; one for
+# finite numbers above the range of float16; and one for inf and NaN.
 _MIN_EXPONENT, _MAX_EXPONENT = -24, 15
 OVERFLOW_BIN = 1 + _MAX_EXPONENT - _MIN_EXPONENT + 1
 NONFINITE_BIN = OVERFLOW_BIN + 1
@@ -26,8 +33,8 @@ def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
   Overflow and underflow begin within the backward pass, where the cotangents of
   float16 activations are computed. The gradients of the parameters do not show
   either, since they are sums over batch and sequence, often in float32. A probe
-  returns ``x`` as it is. In the backward pass it counts how many numbers of the
-  cotangent, with the loss scale in it, lie in each binade. The counts are
+  returns ``x`` unchanged. In the backward pass it counts how many numbers of
+  the cotangent, with the loss scale in it, lie in each binade. The counts are
   returned as the gradient of ``counter``, so differentiate with respect to the
   counters as well. Give the counts to :func:`probe_update_kwargs`, for
   ``update``, and to :func:`probe_metrics`, for the log.
@@ -43,18 +50,18 @@ def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
   differentiation does not work.
 
   Args:
-    x: a float or complex array, usually float16. In other dtypes, what float16
-      would take for zero is counted as zero, and what it would take for
-      inf is counted as too large.
-    counter: what the counts are the gradient of; from :func:`probe_counters`.
-      Its value means nothing.
+    x: a float or complex array, usually float16. In other dtypes, numbers that
+      float16 rounds to zero are counted as zero, and numbers above its range
+      are counted as too large.
+    counter: the array from :func:`probe_counters` whose gradient the counts
+      are. Its value has no meaning.
 
   Returns:
     ``x``.
 
   Raises:
-    TypeError: if ``x`` is of no float or complex dtype, or ``counter`` is not
-      float32.
+    TypeError: if the dtype of ``x`` is not float or complex, or ``counter`` is
+      not float32.
     ValueError: if ``counter`` is of the wrong shape.
 
   Examples:
@@ -89,7 +96,8 @@ def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
     )
   x, counter = jnp.asarray(x), jnp.asarray(counter)
   # Under shard_map all devices may share a counter. The transpose of this cast
-  # is a sum over the devices, so that the counter counts for all of them.
+  # is a sum over the devices, so the counter contains the counts of all of
+  # them.
   x_axes, counter_axes = (
     _avals.get_varying_axes(x),
     _avals.get_varying_axes(counter),
@@ -118,7 +126,7 @@ def probe_counters(*shape: int) -> jax.Array:
 
 
 def probe_metrics(counts: Any) -> Any:
-  """Returns what to log of the counts of probes.
+  """Returns metrics of the counts of probes, for the log.
 
   :func:`~optax_lossscale.value_and_grad` divides all gradients by the loss
   scale, and so the counts as well. This does not matter here, since only their
@@ -130,7 +138,7 @@ def probe_metrics(counts: Any) -> Any:
 
   Returns:
     For each array a dict of float32 arrays, of shape ``()`` for a single
-    counter, or else of the shape that was given to :func:`probe_counters`:
+    counter, or else of the shape that was passed to :func:`probe_counters`:
 
     * ``amax``: the top of the binade that holds the largest finite
       magnitude, with the loss scale in it. It is at most 65504, or 65536 for
@@ -173,7 +181,7 @@ def probe_metrics(counts: Any) -> Any:
 
 
 def probe_update_kwargs(counts: Any, state: Any) -> dict[str, jax.Array]:
-  """Returns the arguments of ``update`` that say what probes have counted.
+  """Returns arguments of ``update`` computed from the counts of probes.
 
   If a probe counted an inf or a NaN, the backward pass overflowed, and the step
   is skipped, even if all gradients are finite. The largest number that a probe
@@ -258,22 +266,22 @@ def _check_counters(name: str, tree: Any) -> None:
 
 
 def count_per_bin(x: jax.Array) -> jax.Array:
-  """How many numbers are in each bin; float32, shape ``(BINS,)``.
+  """Count the numbers in each bin; float32, shape ``(NUM_BINS,)``.
 
-  It counts in integers. A float32 to which 1 is added again and again stops at
-  2**24.
+  The counts are integers until the end: a float32 counter that is incremented
+  by 1 stops at 2**24.
   """
   if isinstance(x.size, int):
     is_chunked = x.size > _checks.MAX_COUNT
-  else:  # A symbolic size, as `jax.export` has, may turn out to be any.
+  else:  # A symbolic size of `jax.export` may be arbitrarily large.
     is_chunked = x.ndim > 1
   if is_chunked:
     return jnp.sum(jax.vmap(count_per_bin)(x), axis=0)
   if _arrays.is_complex(x.dtype):
     return count_per_bin(x.real) + count_per_bin(x.imag)
   bins = _compute_bins(x)
-  # To scatter into the counters is fastest on CPU. On other devices all threads
-  # would wait for the same few counters. Explicit shardings cannot scatter.
+  # A scatter is fastest on CPU. On other devices, all threads would wait for
+  # the same few bins. With an explicit sharding, JAX cannot scatter here.
   if any(jax.typeof(x).sharding.spec):
     counts = _count_by_comparison(bins)
   else:
@@ -284,7 +292,7 @@ def count_per_bin(x: jax.Array) -> jax.Array:
 
 
 def estimate_amax(counts: jax.Array) -> jax.Array:
-  """The largest float16 number in the highest bin that is not empty."""
+  """Return the largest float16 number in the highest nonempty bin."""
   # float16 numbers in a binade are 2**(e - 10) apart, subnormal ones 2**-24.
   exponents = np.arange(_MIN_EXPONENT, _MAX_EXPONENT + 1.0)
   bin_maxima = 2 ** (exponents + 1) - 2 ** np.maximum(
@@ -296,7 +304,7 @@ def estimate_amax(counts: jax.Array) -> jax.Array:
 
 
 def _compute_bins(x: jax.Array) -> jax.Array:
-  """The bin of each number, from its bits, so that no number is flushed."""
+  """Return the bin of each number, from its bits, which no device flushes."""
   if x.dtype == jnp.float64:
     float32_max = _arrays.FLOAT32_MAX
     x = jnp.where(jnp.isfinite(x), jnp.clip(x, -float32_max, float32_max), x)

@@ -1,4 +1,4 @@
-"""A line on the standard error stream, for what takes longer than a second."""
+"""A progress line on the standard error stream, for slow functions."""
 
 from collections.abc import Iterator
 import contextlib
@@ -7,17 +7,18 @@ import threading
 import time
 
 _DELAY_SECONDS = 1.0
-# A line that is written more often is not read more often.
+# Terminals are slow, and a reader sees no faster changes.
 _MIN_INTERVAL_SECONDS = 0.1
 
 
 class ProgressLine:
-  """A line that is written again and again, and erased at the end.
+  """A line that is rewritten in place, and erased at the end.
 
-  A thread writes it, too: while XLA compiles, nothing else could.
+  It appears after a second. A thread rewrites it, too, since the main thread
+  waits while XLA compiles.
 
   Args:
-    caller: the public function, which the line begins with.
+    caller: the name of the public function, with which the line begins.
     is_enabled: whether to write anything.
   """
 
@@ -32,7 +33,7 @@ class ProgressLine:
     self._stop_event = threading.Event()
 
   def set_description(self, description: str) -> None:
-    """Tell what is done now."""
+    """Set the text, and write the line unless it was just written."""
     self._description = description
     if self._is_enabled and time.monotonic() >= self._next_write_time:
       self._write_line()
@@ -54,7 +55,7 @@ class ProgressLine:
 
   @contextlib.contextmanager
   def refresh_in_background(self) -> Iterator["ProgressLine"]:
-    """Writes the line each second while the caller runs."""
+    """Write the line each second while the context is active."""
     if not self._is_enabled:
       yield self
       return

@@ -1,8 +1,14 @@
-"""Checks of a training step: are its gradients scaled, seen and applied?
+"""Detect mistakes in how a training step scales, passes and applies gradients.
 
-Two simple ideas decide. Dependence: a gradient of a scaled loss depends on the
-loss scale of its own `update`. Measurement: a true gradient stays the same if
-the loss scale halves.
+There are three checks:
+
+* ``check_dependence`` is a dataflow analysis (``_dependence``): a gradient of a
+  scaled loss must depend on the loss scale of the ``update`` that receives it,
+  and must not be cast to half precision after it was unscaled.
+* ``check_scale_invariance`` runs the step with smaller loss scales: a gradient
+  that is unscaled exactly once stays the same if the loss scale halves.
+* ``check_applied_flags`` reads flags of a step that was run: ``update`` ran,
+  and received each nonfinite gradient that ``value_and_grad`` returned.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -21,8 +27,8 @@ class Mistake(NamedTuple):
   """A mistake in a training step.
 
   Attributes:
-    cause: what is wrong, and what follows from it.
-    fix: what to do.
+    cause: the mistake and its consequence.
+    fix: the change to make.
   """
 
   cause: str
@@ -86,16 +92,17 @@ _HIDDEN_OVERFLOW = Mistake(
   " the loss scale never decreases.",
   "Pass the gradients to update unchanged.",
 )
-# Labels: the value was computed in a backward pass; in half precision there; it
-# was unscaled; it was cast to half precision after that; it depends on a loss
-# scale that is no input.
+# Labels of the dataflow analysis: the value was computed in a backward pass; it
+# was computed in half precision in a backward pass; it was unscaled; it was
+# cast to half precision after it was unscaled; it depends on a loss scale that
+# is not an input.
 _BACKWARD, _HALF, _UNSCALED, _ROUNDED, _UNKNOWN_SCALE = (
   1 << i for i in range(5)
 )
 _NUM_LABELS = 5
 
-# A ratio of gradients is taken as a power of two within this distance; and a
-# gradient without half precision as unchanged within the smaller one.
+# The largest relative distance of a measured ratio of gradients from a power of
+# two, and of a gradient that is computed without half precision from itself.
 _RATIO_TOLERANCE = 0.05
 _EXACT_TOLERANCE = 1e-3
 
@@ -104,14 +111,15 @@ class Output(NamedTuple):
   """An output of a traced function.
 
   Attributes:
-    kind: a ``"result"``; an ``"argument"`` that was changed in place; or a tag:
-      the ``"grads"`` that `update` receives, the ``"updates"``, and whether a
-      step is ``"applied"``, as 1, 0, or -1 if `update` did not run; and for
-      ``"unscaled"`` gradients a number that is finite if they are.
+    kind: ``"result"``; ``"argument"``, if it was changed in place; or the kind
+      of a tag: ``"grads"``, the gradients that `update` receives;
+      ``"updates"``; ``"applied"``, which is 1 or 0, or -1 if `update` did not
+      run; ``"unscaled"``, a number that is finite if and only if a gradient
+      that `value_and_grad` returns is.
     name: its path, such as ``1/kernel``.
-    group: the number of the result that it is part of, or of the ``update``.
+    group: the index of the result, or of the ``update``, that it is part of.
     branches: for each ``cond`` around the tag, the outermost first, an
-      identifier of the ``cond`` and the number of the branch.
+      identifier of the ``cond`` and the index of the branch.
     expected_ratio: the factor by which a sound gradient changes if the loss
       scale halves; None if it cannot be measured.
   """
@@ -130,7 +138,7 @@ class ScaleDependence(NamedTuple):
     outputs: the outputs, with their ``expected_ratio``.
     relevant_mask: whether each output matters for the step. Unscaled gradients
       that no `update` receives do not.
-    scale_indices: which inputs are loss scales, by their positions.
+    scale_indices: the indices of the inputs that are loss scales.
     mistakes: mistakes in how gradients are scaled.
   """
 
@@ -145,7 +153,7 @@ def check_dependence(
   input_names: Sequence[str],
   outputs: list[Output],
 ) -> ScaleDependence:
-  """Checks by dependence analysis how the gradients of a step are scaled.
+  """Check by dataflow analysis how the gradients of a step are scaled.
 
   Args:
     closed_jaxpr: the jaxpr of the step.
@@ -159,6 +167,8 @@ def check_dependence(
   candidate_indices = [
     i for i, pair in enumerate(pairs) if _can_be_scale(*pair)
   ]
+  # Each input that may be a loss scale has a label. The tags show later which
+  # of them are.
   input_labels = [0] * len(input_names)
   for label, i in enumerate(candidate_indices, _NUM_LABELS):
     input_labels[i] = 1 << label
@@ -166,6 +176,8 @@ def check_dependence(
   output_labels = _dependence.propagate_labels(
     closed_jaxpr, input_labels, transfer
   )
+  # Unscaled gradients matter only if an `update` receives a value that depends
+  # on them. Without an `update`, they all matter.
   received_labels = 0
   for grad in transfer.grads:
     received_labels |= grad.labels
@@ -193,8 +205,10 @@ def check_dependence(
 
 
 def _can_be_scale(name: str, var: Any) -> bool:
-  """Returns whether an input is a loss scale if a tag receives it."""
+  """Return whether an input is a loss scale if a tag receives it."""
   is_scalar = not getattr(var.aval, "shape", ())
+  # A state under vmap or pmap has an array of scales, which its name
+  # identifies.
   is_float32 = getattr(var.aval, "dtype", None) == jnp.float32
   return is_float32 and (is_scalar or "loss_scale" in name)
 
@@ -203,7 +217,7 @@ class _ReceivedGrad(NamedTuple):
   """A gradient that an `update` receives.
 
   Attributes:
-    update_index: the number of the `update`.
+    update_index: the index of the `update`.
     name: the label of the gradient.
     tag_label: the label of its tag.
     labels: the labels of the gradient.
@@ -223,7 +237,10 @@ class _ReceivedGrad(NamedTuple):
 
 
 class _StepTransferFunctions:
-  """The rules of the dependence analysis of a step.
+  """The transfer functions of the dataflow analysis of a step.
+
+  They compute the labels after each tag and each eqn, and record the gradients
+  and scales that have tags. See ``_dependence.propagate_labels``.
 
   Attributes:
     grads: the gradients that each `update` receives.
@@ -258,7 +275,9 @@ class _StepTransferFunctions:
           self._update_index += 1
           self._update_scale_labels = self._record_scale(labels)
           self._has_fixed_scale = tag.kind.startswith("fixed")
-        return 0  # The `update` unscales with it, and its updates are true.
+        # The `update` divides by this scale, so its updates must not depend on
+        # it.
+        return 0
       case "unscaled":
         label = self._get_tag_label(eqn)
         self.unscaled_tag_labels |= label
@@ -279,13 +298,16 @@ class _StepTransferFunctions:
               self._has_fixed_scale,
             )
           )
-        return label  # The next step begins here.
+        # Drop the labels of this training step: the function may run another
+        # one, with the updated parameters.
+        return label
     return labels
 
   def transfer_output(self, aval: Any, labels: int, is_backward: bool) -> int:
     is_half = _arrays.has_narrow_range(aval.dtype)
     if is_backward:
-      # What it computes is another gradient, which was not unscaled yet.
+      # The output of a backward eqn is a new gradient, which is not unscaled
+      # yet.
       labels &= ~(_UNSCALED | _ROUNDED)
       labels |= _BACKWARD | (_HALF if is_half else 0)
     if is_half and labels & _UNSCALED:
@@ -293,7 +315,12 @@ class _StepTransferFunctions:
     return labels
 
   def expected_ratio(self, labels: int) -> float | None:
-    """Returns how a sound gradient with this tag changes; None if unknown."""
+    """Return the ratio of a correct gradient if the scale halves, or None.
+
+    It is 0.5 for a gradient that must be scaled, 1.0 for one that must be
+    unscaled, and None if the gradient depends on no loss scale, or comes from
+    several tags with different ratios.
+    """
     ratios = {
       (0.5 if grad.is_scaled else 1.0)
       if grad.labels & self.scale_labels
@@ -304,7 +331,7 @@ class _StepTransferFunctions:
     return ratios.pop() if len(ratios) == 1 else None
 
   def find_mistakes(self) -> list[Mistake]:
-    """Returns the mistakes of all updates."""
+    """Return the mistakes of all updates."""
     mistakes: dict[Mistake, None] = {}
     for _, grads in itertools.groupby(
       self.grads, lambda grad: grad.update_index
@@ -323,13 +350,15 @@ class _StepTransferFunctions:
       yield _fill_in_names(
         _CAST_TO_HALF, [x.name for x in rounded_grads], names
       )
-    # Gradients that are arguments of the step are not judged. With a fixed
-    # scale, the loss may be multiplied by a constant.
+    # The user may multiply the loss by a fixed scale as a constant, which has
+    # no tag, so a missing dependence is not a mistake then.
     if grads[0].has_fixed_scale or not grads[0].update_scale_labels:
       return
+    # Gradients that are arguments of the step have no such label. They are not
+    # judged, since the step does not show how they were scaled.
     backward_grads = [x for x in grads if x.labels & _BACKWARD]
     scaled_grads = [x for x in backward_grads if x.labels & self.scale_labels]
-    # A gradient that is computed in float32 needs no scale.
+    # A gradient that is computed only in float32 does not need a scale.
     unscaled_grads = [
       x
       for x in backward_grads
@@ -358,7 +387,7 @@ class _StepTransferFunctions:
       )
 
   def _record_scale(self, labels: int) -> int:
-    """Returns the labels of a loss scale, from those of its tag."""
+    """Return the labels of a loss scale, given the labels at its tag."""
     scale_labels = labels & self._candidate_labels or _UNKNOWN_SCALE
     self.scale_labels |= scale_labels
     return scale_labels
@@ -373,7 +402,7 @@ class _StepTransferFunctions:
 def _fill_in_names(
   mistake: Mistake, names: list[str], all_names: list[str], **kwargs: Any
 ) -> Mistake:
-  """Fills in the names, if these are not all gradients."""
+  """Insert names into a message; none if all gradients are affected."""
   name_list = f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
   names_text = "" if len(names) == len(all_names) else name_list
   return mistake._replace(
@@ -384,14 +413,14 @@ def _fill_in_names(
 def check_applied_flags(
   outputs: list[Output], outs: Sequence[Any]
 ) -> list[Mistake]:
-  """Checks a step that was run: did `update` run, and see each overflow?
+  """Check that `update` ran in a step, and that no overflow is hidden from it.
 
   Args:
     outputs: the outputs of the step.
     outs: their values.
 
   Returns:
-    Warnings; none if the step is sound.
+    Mistakes; empty if the step is correct.
   """
   pairs = list(zip(outputs, outs, strict=True))
   applied_flags = [
@@ -409,6 +438,8 @@ def check_applied_flags(
       applied_flags, replaced_masks, strict=True
     )
   ]
+  # Flags are negative if `update` did not run, 0 if it skipped the step, 1 if
+  # it applied it. An `update` is not missing if another branch replaced it.
   flag_values = np.concatenate(relevant_flags)
   if (flag_values < 0).all():
     return [UPDATE_NOT_RUN]
@@ -416,9 +447,9 @@ def check_applied_flags(
   has_overflow = not all(
     np.isfinite(np.asarray(x)).all() for x in nonfinite_indicators
   )
-  # An `update` that skips its step has seen an overflow: maybe all there are.
-  # One that waits, such as that of an actor or behind an accumulation, may see
-  # it in a later step.
+  # If any `update` skipped its step, it may have received the overflow. If one
+  # did not run, such as behind an accumulation, it may receive the overflow in
+  # a later step. So the overflow is only hidden if all updates were applied.
   return [_HIDDEN_OVERFLOW] if has_overflow and (flag_values == 1).all() else []
 
 
@@ -427,7 +458,7 @@ def _compute_replaced_mask(
   flag: np.ndarray,
   applied_flags: list[tuple[Output, np.ndarray]],
 ) -> np.ndarray:
-  """Returns whether the `update` of another branch ran in place of each."""
+  """Return whether an `update` in another branch ran instead of this one."""
   mask = np.zeros(flag.shape, bool)
   for other_output, other_flag in applied_flags:
     branches = dict(other_output.branches)
@@ -446,60 +477,76 @@ def check_scale_invariance(
   *,
   is_exact: bool,
 ) -> list[Mistake]:
-  """Checks by measurement that no gradient depends on the loss scale.
+  """Check by measurement that no gradient depends on the loss scale.
 
-  The step is run with a half and with a quarter of each loss scale. Both are
-  needed to tell a mistake from gradients that underflow. One more run changes
-  nothing: gradients that differ then are rounding noise, or of another batch.
+  The step runs with a half and with a quarter of each loss scale. Both are
+  needed to distinguish a mistake from gradients that underflow. A further run
+  with the same inputs finds gradients that differ without a reason, such as
+  rounding noise, or gradients of another batch: they are not judged.
 
   Args:
     inputs: the inputs of the step.
-    scale_indices: which of them are loss scales.
+    scale_indices: the indices of the inputs that are loss scales.
     outputs: the outputs of the step.
-    run_step: the step, of its inputs.
-    outs: what it returns for the inputs.
+    run_step: a function from the inputs of the step to its outputs.
+    outs: the outputs for ``inputs``.
     is_exact: whether gradients cannot underflow, as in a step without half
-      precision. Only then ratios that are no powers of two are reported.
+      precision. Only then are ratios reported that are not powers of two.
 
   Returns:
-    Mistakes; none if the step is sound.
+    Mistakes; empty if the step is correct.
   """
   measured_indices = [
     i for i, out in enumerate(outputs) if out.expected_ratio is not None
   ]
   if not measured_indices or not scale_indices:
     return []
-  ratios_and_errors = []
-  for factor in 1.0, 0.5, 0.25:
+  grad_outputs = [outputs[i] for i in measured_indices]
+  grads = [outs[i] for i in measured_indices]
+
+  def measure_at(factor: float) -> np.ndarray:
     scaled_inputs = [
-      # It stays where it is, on one device or many.
+      # A NumPy factor keeps the array on its devices.
       x * np.asarray(factor, x.dtype) if i in scale_indices else x
       for i, x in enumerate(inputs)
     ]
     changed_outs = run_step(scaled_inputs)
-    ratios_and_errors.append(
-      np.asarray(
-        _measure_changes(
-          [outs[i] for i in measured_indices],
-          [changed_outs[i] for i in measured_indices],
-        ),
-        np.float64,
-      )
-    )
-  expected_ratios = np.array(
-    [outputs[i].expected_ratio for i in measured_indices]
-  )
-  is_stable = ratios_and_errors[0][:, 1] < _EXACT_TOLERANCE
+    changed_grads = [changed_outs[i] for i in measured_indices]
+    return np.asarray(_measure_changes(grads, changed_grads), np.float64)
+
+  expected_ratios = np.array([out.expected_ratio for out in grad_outputs])
+  is_stable = measure_at(1.0)[:, 1] < _EXACT_TOLERANCE
   ratio_at_half = np.where(
-    is_stable, ratios_and_errors[1][:, 0] / expected_ratios, np.nan
+    is_stable, measure_at(0.5)[:, 0] / expected_ratios, np.nan
   )
-  ratio_at_quarter = ratios_and_errors[2][:, 0] / expected_ratios**2
-  grad_outputs = [outputs[i] for i in measured_indices]
+  ratio_at_quarter = measure_at(0.25)[:, 0] / expected_ratios**2
+  return _judge_ratios(
+    grad_outputs, ratio_at_half, ratio_at_quarter, is_exact=is_exact
+  )
+
+
+def _judge_ratios(
+  grad_outputs: list[Output],
+  ratio_at_half: np.ndarray,
+  ratio_at_quarter: np.ndarray,
+  *,
+  is_exact: bool,
+) -> list[Mistake]:
+  """Return the mistakes that explain how gradients change with the loss scale.
+
+  Args:
+    grad_outputs: the gradients.
+    ratio_at_half: the factor by which each gradient changes with half of the
+      scale, over the expected one; NaN if it is unknown; float64[gradients].
+    ratio_at_quarter: the same with a quarter of the scale.
+    is_exact: see :func:`check_scale_invariance`.
+  """
   mistakes: dict[Mistake, None] = {}
   for mistake, factor in (_NEVER_UNSCALED, 0.5), (_UNSCALED_TWICE, 2.0):
     is_affected = _is_close(ratio_at_half, factor) & _is_close(
       ratio_at_quarter, factor**2
     )
+    # Do not report these gradients a second time below.
     ratio_at_half = np.where(is_affected, 1.0, ratio_at_half)
     mistakes.update(
       dict.fromkeys(_repeat_by_update(mistake, grad_outputs, is_affected))
@@ -522,12 +569,14 @@ def check_scale_invariance(
 
 @jax.jit
 def _measure_changes(grads: list[Any], changed_grads: list[Any]) -> list[Any]:
-  """Returns the factor by which each gradient changed, and the relative error.
+  """Return the factor by which each gradient changed, and the relative error.
 
-  Both are NaN if it is zero or not finite.
+  The factor is the projection onto the old gradient. Both are NaN for a
+  gradient that is zero or not finite.
   """
   rows = []
   for x, y in zip(grads, changed_grads, strict=True):
+    # Normalize, so that squares stay in range. A zero gradient gives NaN.
     amax = jnp.max(jnp.abs(x), initial=0)
     x, y = x / amax, y / amax
     norm = jnp.sum(jnp.abs(x) ** 2)
@@ -543,7 +592,7 @@ def _is_close(ratio: np.ndarray, factor: float) -> np.ndarray:
 def _repeat_by_update(
   mistake: Mistake, grads: list[Output], is_affected: np.ndarray, **kwargs: Any
 ) -> Iterable[Mistake]:
-  """Returns the mistake for each `update` with gradients that are such."""
+  """Return the mistake for each `update` that receives affected gradients."""
   for group in dict.fromkeys(out.group for out in grads):
     pairs = zip(grads, is_affected, strict=True)
     group_grads = [
@@ -559,11 +608,11 @@ def _repeat_by_update(
 def has_half_precision_eqn(
   closed_jaxpr: _eqns.ClosedJaxpr, *, ignore_autocast: bool
 ) -> bool:
-  """Returns whether a program computes in float16 or float8.
+  """Return whether a program computes in float16 or float8.
 
   Args:
     closed_jaxpr: the jaxpr.
-    ignore_autocast: whether to leave out what `autocast` casts.
+    ignore_autocast: whether to ignore eqns that `autocast` casts.
   """
 
   def is_half_visit(visit: _walk.EqnVisit) -> bool:

@@ -1,8 +1,11 @@
-"""The jaxpr of a function, whatever its arguments are.
+"""Trace a function with any arguments to a jaxpr with all outputs to check.
 
-Beside what a function returns, a training step holds what it trains on: the
-gradients that `update` is given. They are marked, and become outputs here, so
-that every report sees them.
+Arrays in the arguments become inputs of the jaxpr, and the float results become
+its outputs. Three kinds of values that a training step need not return become
+outputs, too, so that every report sees them: the gradients that ``update``
+receives and those that ``value_and_grad`` returns, which have a tag (a
+``checkpoint_name``, see ``_tags``); and arrays that the function changes in its
+arguments, such as a model of Flax NNX.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,14 +41,15 @@ class TracedFunction(NamedTuple):
   Attributes:
     closed_jaxpr: its jaxpr.
     inputs: the arrays, or their shapes, that the jaxpr takes.
-    input_names: how to name each of them, such as ``batch['image']``.
-    outputs: what each output of the jaxpr is. All but ``"applied"`` are floats.
-    unreached_locations: where gradients are that could not be made outputs, as
-      in a ``while``.
-    cond_branch_locations: where branches are that may not be taken, and hold
-      gradients.
-    scale_indices: which inputs are loss scales, by their positions.
-    mistakes: in how the gradients are scaled.
+    input_names: the name of each input, such as ``batch['image']``.
+    outputs: the description of each output of the jaxpr. All outputs except
+      ``"applied"`` are floats.
+    unreached_locations: the locations of gradients that could not become
+      outputs, such as those in a ``while_loop``.
+    cond_branch_locations: the locations of ``cond`` branches with gradients,
+      which may not be taken.
+    scale_indices: the indices of the inputs that are loss scales.
+    mistakes: mistakes in how the gradients are scaled.
   """
 
   closed_jaxpr: _eqns.ClosedJaxpr
@@ -59,20 +63,20 @@ class TracedFunction(NamedTuple):
 
   @property
   def grad_outputs(self) -> list[_scaling_mistakes.Output]:
-    """The gradients that an optimizer is given."""
+    """The gradients that an optimizer receives."""
     return [output for output in self.outputs if output.kind == "grads"]
 
   def select_kind(self, outs: Sequence[Any], kind: str) -> list[Any]:
-    """Those of its outputs that are of this kind."""
+    """Return the values of the outputs of one kind."""
     pairs = zip(outs, self.outputs, strict=True)
     return [x for x, output in pairs if output.kind == kind]
 
   def restrict_to_kinds(self, kinds: Collection[str]) -> "TracedFunction":
-    """The same function without outputs of other kinds."""
+    """Return the function without the outputs of other kinds."""
     return self.restrict_outputs([out.kind in kinds for out in self.outputs])
 
   def restrict_outputs(self, output_mask: Sequence[bool]) -> "TracedFunction":
-    """The same function without all other outputs."""
+    """Return the function with only the outputs in the mask."""
     indices = list(itertools.compress(range(len(self.outputs)), output_mask))
     outvars = [self.closed_jaxpr.jaxpr.outvars[i] for i in indices]
     closed_jaxpr: Any = _eqns.replace_jaxpr_fields(
@@ -86,20 +90,22 @@ class TracedFunction(NamedTuple):
 def trace_on_host(
   caller: str, fun: Callable[..., Any], args: Any, kwargs: Any
 ) -> Iterator[TracedFunction]:
-  """Traces a function, and lets it run: be it finite or not, and as compiled.
+  """Trace a function, and set the context in which to run its jaxpr.
+
+  In the context, JAX does not raise on NaN or inf, and ``jit`` is enabled.
 
   Args:
-    caller: the public function, for messages.
+    caller: the name of the public function, for messages.
     fun: the function.
     args: its arguments.
     kwargs: its keyword arguments.
 
   Yields:
-    What :func:`trace` returns.
+    The :class:`TracedFunction`.
 
   Raises:
-    RuntimeError: if JAX compiles another program than the one that is written.
-    TypeError: as :func:`trace` does.
+    RuntimeError: if JAX compiles another program than it traces.
+    TypeError: see :func:`trace`.
   """
   with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
     traced = trace(caller, fun, args, kwargs, allow_abstract=False)
@@ -111,7 +117,11 @@ def trace_on_host(
 def _set_explicit_mesh(
   arrays: list[Any],
 ) -> contextlib.AbstractContextManager[Any]:
-  """The mesh that an operation without inputs would have in a ``jit``."""
+  """Return a context that sets the explicit mesh of the arrays, if any.
+
+  Under ``jit``, an eqn without inputs, such as ``iota``, has the mesh of the
+  arguments. An interpreter must set the mesh for it.
+  """
   for array in arrays:
     mesh = getattr(getattr(array, "sharding", None), "mesh", None)
     axis_types = getattr(mesh, "axis_types", ())
@@ -128,30 +138,26 @@ def trace(
   *,
   allow_abstract: bool,
 ) -> TracedFunction:
-  """Traces a function once. Its arrays become inputs of the jaxpr.
+  """Trace a function once, with its arrays as inputs of the jaxpr.
 
-  Numbers, functions and the static parts of a model stay as they are.
+  Numbers, functions and the static parts of a model are not traced.
 
   Args:
-    caller: the public function, for messages.
+    caller: the name of the public function, for messages.
     fun: the function.
     args: its arguments.
     kwargs: its keyword arguments.
-    allow_abstract: whether shapes are enough.
+    allow_abstract: whether arguments may be ``jax.ShapeDtypeStruct``.
 
   Returns:
     A :class:`TracedFunction`.
 
   Raises:
-    TypeError: if ``fun`` is not callable; if an argument is traced; or, where
-      arrays are needed, if one is a shape, or under ``jit``.
+    TypeError: if ``fun`` is not callable; if an argument is traced; or, unless
+      ``allow_abstract``, if an argument is a shape, or under ``jit``.
   """
   _check_callable(caller, fun)
-  # Trainers bind their model, which Flax NNX changes in place: what is bound is
-  # an argument, too.
-  while isinstance(fun, functools.partial):
-    args, kwargs = (*fun.args, *args), {**fun.keywords, **kwargs}
-    fun = fun.func
+  fun, args, kwargs = _unwrap_partials(fun, args, kwargs)
   kwarg_names = sorted(kwargs)  # in the order in which JAX flattens them
   arg_trees = [*args, *(kwargs[name] for name in kwarg_names)]
   arg_names = [*_get_positional_names(fun, len(args)), *kwarg_names]
@@ -167,7 +173,7 @@ def trace(
   _check_inputs(caller, input_names, inputs, allow_abstract)
   outputs: list[_scaling_mistakes.Output] = []
 
-  def flat_fun(*tracers: Any) -> list[Any]:
+  def call_flat(fun: Callable[..., Any], *tracers: Any) -> list[Any]:
     arrays = iter(tracers)
     call_leaves = [
       _as_call_leaf(leaf, next(arrays)) if _is_input(leaf) else leaf
@@ -178,39 +184,24 @@ def trace(
     output_pairs = _collect_float_results(
       fun(*call_trees[: len(args)], **call_kwargs)
     )
-    # Flax NNX changes models and optimizers in place.
     flat_after_call = flatten(call_trees)
     if flat_after_call.structure == flat_args.structure:
-      output_pairs += [
-        (_scaling_mistakes.Output("argument", name, 0), new)
-        for name, old, new in zip(
-          flat_args.names, call_leaves, flat_after_call.leaves, strict=True
-        )
-        if new is not old and _is_float_array(new)
-      ]
-      output_pairs += [
-        (_scaling_mistakes.Output("argument", name, 0), ref[...])
-        for name, ref in zip(flat_args.names, call_leaves, strict=True)
-        if _is_ref(ref) and _is_float_array(ref)
-      ]
+      output_pairs += _collect_changed_arguments(
+        flat_args.names, call_leaves, flat_after_call.leaves
+      )
+    # The descriptions are Python objects, which a traced function cannot
+    # return. The list is overwritten if the function is traced a second time.
     outputs[:] = [output for output, _ in output_pairs]
     return [leaf for _, leaf in output_pairs]
 
-  try:
-    with _restore_attributes(caller, fun):
-      closed_jaxpr = jax.make_jaxpr(flat_fun)(*inputs)
-  except Exception as error:
-    if type(error).__name__ == "TraceContextError":  # of Flax, if it is there
-      raise TypeError(_closed_over_message(caller, fun)) from error
-    # Of a jit with such options JAX makes no part of another program.
-    unwrapped_fun = getattr(fun, "__wrapped__", None)
-    if unwrapped_fun is None or "compiler_options" not in str(error):
-      raise
-    fun = unwrapped_fun
-    closed_jaxpr = jax.make_jaxpr(flat_fun)(*inputs)
+  trace_fun = lambda fun: jax.make_jaxpr(functools.partial(call_flat, fun))(
+    *inputs
+  )
+  closed_jaxpr = _trace_or_unwrap(caller, fun, trace_fun)
   harvest = _harvest.harvest_tagged_values(
     closed_jaxpr, _get_capture_fn, _is_unscaled_tag
   )
+  # A Ref in the arguments is copied, but one in a closure would be mutated.
   _check_no_ref_consts(harvest.closed_jaxpr)
   outputs += _as_outputs(harvest.tagged_values)
   dependence = _scaling_mistakes.check_dependence(
@@ -226,12 +217,73 @@ def trace(
     dependence.scale_indices,
     dependence.mistakes,
   )
+  # Drop unscaled gradients that reach no update, such as those of a metric.
   return traced.restrict_outputs(dependence.relevant_mask)
+
+
+def _unwrap_partials(
+  fun: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Callable[..., Any], Any, Any]:
+  """Return the function inside of partials, and all of its arguments.
+
+  Trainers bind their model with a partial, and Flax NNX changes the model in
+  place, so bound arguments are checked like other arguments.
+  """
+  while isinstance(fun, functools.partial):
+    args, kwargs = (*fun.args, *args), {**fun.keywords, **kwargs}
+    fun = fun.func
+  return fun, args, kwargs
+
+
+def _collect_changed_arguments(
+  names: list[str], leaves: list[Any], leaves_after_call: list[Any]
+) -> list[tuple[_scaling_mistakes.Output, Any]]:
+  """Return the float arrays that a function changed in its arguments.
+
+  Flax NNX changes models and optimizers in place: their arrays are other
+  objects after the call. A Ref is the same object, and always included.
+  """
+  new_arrays = [
+    (name, new)
+    for name, old, new in zip(names, leaves, leaves_after_call, strict=True)
+    if new is not old and _is_float_array(new)
+  ]
+  ref_arrays = [
+    (name, ref[...])
+    for name, ref in zip(names, leaves, strict=True)
+    if _is_ref(ref) and _is_float_array(ref)
+  ]
+  return [
+    (_scaling_mistakes.Output("argument", name, 0), array)
+    for name, array in new_arrays + ref_arrays
+  ]
+
+
+def _trace_or_unwrap(
+  caller: str,
+  fun: Callable[..., Any],
+  trace_fun: Callable[[Callable[..., Any]], _eqns.ClosedJaxpr],
+) -> _eqns.ClosedJaxpr:
+  """Trace a function, or the function inside of a jit with compiler options.
+
+  JAX refuses to trace a jit with compiler options as a part of another program.
+  """
+  try:
+    with _restore_attributes(caller, fun):
+      return trace_fun(fun)
+  except Exception as error:
+    # An error of Flax, matched by name since Flax may not be installed.
+    if type(error).__name__ == "TraceContextError":
+      raise TypeError(_closed_over_message(caller, fun)) from error
+    unwrapped_fun = getattr(fun, "__wrapped__", None)
+    if unwrapped_fun is None or "compiler_options" not in str(error):
+      raise
+    return trace_fun(unwrapped_fun)
 
 
 @contextlib.contextmanager
 def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
-  """Restores the attributes of an object whose method writes tracers to it."""
+  """Raise if a method writes tracers to its object, and restore the object."""
   owner = fun.__self__ if inspect.ismethod(fun) else None
   attributes = getattr(owner, "__dict__", {})
   saved_attributes = dict(attributes)
@@ -254,7 +306,7 @@ def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
 
 
 def _get_capture_fn(name: str) -> Callable[[Any], Any] | None:
-  """What is looked at of a value with a mark."""
+  """Return how to capture a value with this tag; None if it is not needed."""
   tag = _tags.parse_tag(name)
   if tag is None or tag.kind.endswith("scale"):
     return None
@@ -266,13 +318,16 @@ def _get_capture_fn(name: str) -> Callable[[Any], Any] | None:
 
 
 def _is_unscaled_tag(name: str) -> bool:
-  """Whether a tag is that of gradients, which `update` receives later."""
+  """Return whether a tag is on gradients that ``value_and_grad`` returned."""
   tag = _tags.parse_tag(name)
   return tag is not None and tag.kind == "unscaled"
 
 
 def _nonfinite_indicator(x: jax.Array) -> jax.Array:
-  """A number that is finite if an array is, however many are looked at."""
+  """Return a scalar that is finite if and only if an array is.
+
+  It is zero for a finite array, so it stays finite if many of them are added.
+  """
   nonfinite_part = jnp.where(jnp.isfinite(x), 0, jnp.abs(x))
   return jnp.sum(nonfinite_part).astype(jnp.float32)
 
@@ -280,17 +335,20 @@ def _nonfinite_indicator(x: jax.Array) -> jax.Array:
 def _as_outputs(
   tagged_values: list[_harvest.TaggedValue],
 ) -> list[_scaling_mistakes.Output]:
-  """What is marked, by the way to it; several updates have a number each."""
+  """Return outputs for tagged values, with the number of their ``update``.
+
+  If there are several updates, names begin with this number: ``[0]/``.
+  """
   current_groups: dict[str, int] = {}
   last_index: dict[str, int] = {}
   outputs = []
   for name, branches in tagged_values:
     tag = _tags.parse_tag(name)
-    assert tag is not None  # Others are not looked at.
+    assert tag is not None  # Values with other tags are not captured.
     kind = tag.kind.removeprefix("scaled_")
-    if tag.leaf_index <= last_index.get(
-      kind, tag.leaf_index
-    ):  # Another update begins.
+    # The leaves of an update are in ascending order, so a lower index begins
+    # another update.
+    if tag.leaf_index <= last_index.get(kind, tag.leaf_index):
       current_groups[kind] = current_groups.get(kind, -1) + 1
     last_index[kind] = tag.leaf_index
     outputs.append(
@@ -305,7 +363,7 @@ def _as_outputs(
 
 
 def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
-  """How to name each positional argument."""
+  """Return a name for each positional argument."""
   names = _get_parameter_names(fun)[:num_args]
   return names + [f"args[{i}]" for i in range(len(names), num_args)]
 
@@ -313,7 +371,11 @@ def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
 def _collect_float_results(
   out: Any,
 ) -> list[tuple[_scaling_mistakes.Output, Any]]:
-  """The floats in what a function returns, such as the loss, or gradients."""
+  """Return the float arrays in the result of a function, with their names.
+
+  The items of a tuple are separate results, such as a loss and gradients.
+  """
+  # Only plain tuples are split: a named tuple, a dict or a list is one result.
   is_result = lambda x: type(x) is not tuple
   results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
   leaves = [
@@ -334,7 +396,7 @@ def _is_float_array(leaf: Any) -> bool:
 
 
 def describe_unreached(locations: list[str]) -> list[str]:
-  """What is told of gradients that could not be made outputs."""
+  """Return sentences on gradients that could not become outputs."""
   return [
     f"gradients inside {location}: pass a single step instead"
     for location in dict.fromkeys(locations)
@@ -344,7 +406,7 @@ def describe_unreached(locations: list[str]) -> list[str]:
 def _is_input(leaf: Any) -> bool:
   if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or _is_ref(leaf):
     return True
-  # Integers of numpy may be sizes and indices that must be known.
+  # NumPy integers may be sizes and indices, which must stay concrete.
   is_numpy = isinstance(leaf, (np.ndarray, np.generic))
   return is_numpy and _arrays.is_inexact(leaf)
 
@@ -354,12 +416,15 @@ def _is_ref(x: Any) -> bool:
 
 
 def _as_input(leaf: Any) -> Any:
-  """The array of an argument; of a Ref, what it holds now."""
+  """Return the array of an argument, or the current contents of a Ref."""
   return leaf[...] if _is_ref(leaf) else leaf
 
 
 def _as_call_leaf(leaf: Any, array: Any) -> Any:
-  """What the function is given: of a Ref a copy, since it may be changed."""
+  """Return an argument for the call: a new Ref instead of a Ref.
+
+  The function may write to the Ref, and must not change the caller's.
+  """
   return jax.new_ref(array) if _is_ref(leaf) else array
 
 
@@ -422,10 +487,11 @@ def _check_inputs(
 
 
 def _get_parameter_names(fun: Callable[..., Any]) -> list[str]:
-  """The names of the positional parameters, as far as they are known."""
+  """Return the names of the positional parameters; none if unknown."""
   try:
     parameters = inspect.signature(fun).parameters.values()
   except (TypeError, ValueError):
     return []
-  # The two kinds of these come first in the order of all kinds.
+  # The enum lists POSITIONAL_ONLY and POSITIONAL_OR_KEYWORD before
+  # VAR_POSITIONAL.
   return [p.name for p in parameters if p.kind < p.VAR_POSITIONAL]

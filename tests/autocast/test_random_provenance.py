@@ -171,8 +171,8 @@ def assert_names_select(nests):
   return True
 
 
-# For a branch within a rule, JAX up to 0.10 doesn't show to which weight a matmul
-# of the backward pass belongs, so the matmul has the name of the block.
+# For a branch within a rule, JAX up to 0.10 does not show to which weight a
+# matmul of the backward pass belongs, so the matmul has the name of the block.
 COARSE = {74, 92, 187, 251, 287} if jax.__version_info__ < (0, 11) else set()
 
 

@@ -416,7 +416,7 @@ THREE_DTYPES = _provenance.MatmulDtypes(
 
 
 def test_operands_results_and_backward_rules_have_separate_dtypes():
-  cast = autocast_with(THREE_DTYPES, custom_rules.product_with_vjp())
+  cast = autocast_with(THREE_DTYPES, custom_rules.make_matmul_with_vjp())
   fun = jax.value_and_grad(lambda a: jnp.sum(cast(a, B)))
   forward, *backward = map(dtypes_of, tagged(fun, A))
   assert forward == ("bfloat16", "float32", THREE_DTYPES)
@@ -426,7 +426,7 @@ def test_operands_results_and_backward_rules_have_separate_dtypes():
 
 
 def test_the_rule_of_a_tangent_has_the_dtypes_of_the_forward_pass():
-  cast = autocast_with(THREE_DTYPES, custom_rules.product_with_jvp())
+  cast = autocast_with(THREE_DTYPES, custom_rules.make_matmul_with_jvp())
   fun = lambda a, t: jax.jvp(lambda a: cast(a, B), (a,), (t,))
   found = {dtypes_of(step) for step in tagged(fun, A, A)}
   assert found == {("bfloat16", "float32", THREE_DTYPES)}

@@ -40,7 +40,7 @@ class Run:
         del env[name]
     done = subprocess.run(
       [
-        sys.write_executable,
+        sys.executable,
         script,
         "--out",
         self.out,

@@ -158,7 +158,7 @@ def test_a_part_that_crashes_is_reported(tmp_path, monkeypatch):
   crash = tmp_path / "crash"
   crash.write_text("#!/bin/sh\necho a bug in a library >&2\nkill -SEGV $$\n")
   crash.chmod(0o755)
-  monkeypatch.setattr(processes.sys, "write_executable", str(crash))
+  monkeypatch.setattr(processes.sys, "executable", str(crash))
   asked = {"part": "optimizers", "until": time.time() + 60}
   (last,) = processes.run(asked, tmp_path, tmp_path / "log.txt")
   assert last["text"] == "optimizers broke off: log.txt may say why."

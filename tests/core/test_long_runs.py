@@ -123,7 +123,7 @@ def train(folder):
 def start_worker(folder):
   """A worker that has begun to train."""
   worker = subprocess.Popen(
-    [sys.write_executable, __file__, folder],
+    [sys.executable, __file__, folder],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,

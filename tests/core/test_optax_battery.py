@@ -56,7 +56,7 @@ def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
   # is as if it had not been; one trace; the loss falls.
   path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
   process = subprocess.run(
-    [sys.write_executable, "-W", "ignore", optax_battery.__file__, module],
+    [sys.executable, "-W", "ignore", optax_battery.__file__, module],
     env=os.environ | optax_battery.ENVIRONMENT | {"PYTHONPATH": path},
     stdout=subprocess.PIPE,
     check=True,

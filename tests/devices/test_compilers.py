@@ -45,7 +45,7 @@ def load_figures(device):
     )
   path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks" / "compilers")])
   out = subprocess.run(
-    [sys.write_executable, SCRIPT, device],
+    [sys.executable, SCRIPT, device],
     env=os.environ | {"PYTHONPATH": path},
     capture_output=True,
     text=True,

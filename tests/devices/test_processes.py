@@ -61,7 +61,7 @@ def test_a_killed_process_does_not_block_the_rest_and_a_restart_continues(
 
 def test_the_multihost_example_trains_on_two_processes():
   done = subprocess.run(
-    [sys.write_executable, EXAMPLE, "--processes", "2", "--steps", "3"],
+    [sys.executable, EXAMPLE, "--processes", "2", "--steps", "3"],
     capture_output=True,
     check=False,
     env=make_environment(),
@@ -93,7 +93,7 @@ class Processes:
     # A file, since a full pipe would stop the process.
     with open(self.log_file(config["process_id"]), "w") as log:
       return subprocess.Popen(
-        [sys.write_executable, str(WORKER), json.dumps(config)],
+        [sys.executable, str(WORKER), json.dumps(config)],
         stdout=log,
         stderr=subprocess.STDOUT,
         env=make_environment(),

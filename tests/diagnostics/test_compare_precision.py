@@ -466,7 +466,7 @@ def test_an_opaque_primitive_is_reported(monkeypatch):
   is_scan = lambda eqn: eqn.primitive.name == "scan"
   monkeypatch.setattr(
     _higher_order,
-    "higher_order_of",
+    "parse_higher_order",
     lambda eqn: None if is_scan(eqn) else higher_order_of(eqn),
   )
   trained = lambda w, x: ols.autocast(scanned)(w, x) + ols.autocast(plain)(w, x)

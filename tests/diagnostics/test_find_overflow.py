@@ -653,7 +653,9 @@ def test_values_are_released_after_their_last_use(monkeypatch):
       x = jnp.sin(x) + 1
     return x / 0
 
-  monkeypatch.setattr(_taint_interpreter.TaintInterpreter, "_step", counting)
+  monkeypatch.setattr(
+    _taint_interpreter.TaintInterpreter, "_eval_eqn", counting
+  )
   assert find_overflow(fun, jnp.ones(54321)).primitive == "div"
   # The argument, what an operation reads and returns, and its marks.
   assert most <= 4
@@ -664,7 +666,9 @@ def test_a_fault_that_only_the_fused_call_shows_is_named_as_a_whole(
 ):
   """XLA may round otherwise if it sees several operations at once."""
   enter = lambda *_: [_taint.TaintedArray(jnp.zeros_like(X))]
-  monkeypatch.setattr(_taint_interpreter.TaintInterpreter, "_enter", enter)
+  monkeypatch.setattr(
+    _taint_interpreter.TaintInterpreter, "_eval_subjaxprs", enter
+  )
   assert find_overflow(lambda x: jnp.exp(x * 20), X).eqn_path == "exp"
 
 
@@ -795,9 +799,9 @@ def test_an_uninitialized_value_is_named_only_if_it_reaches_the_result(
       return lambda *_: [jnp.full(4, jnp.nan)]
     return run(self, eqn)
 
-  monkeypatch.setattr(_runners.Runner, "equation", with_garbage)
+  monkeypatch.setattr(_runners.Runner, "make_eqn_fun", with_garbage)
   # The whole program would find zeros there.
-  monkeypatch.setattr(_find_overflow, "_compiled", lambda traced: None)
+  monkeypatch.setattr(_find_overflow, "_compile_if_pure", lambda traced: None)
   fun = lambda x: jnp.empty(4).at[:2].set(x)
   x = jnp.ones(2)
   assert find_overflow(lambda x: fun(x)[:2], x) is None
@@ -829,7 +833,7 @@ def test_progress_is_shown_while_nothing_else_can_write(capsys, monkeypatch):
   """XLA compiles for minutes, and a thread says how long it has been."""
   monkeypatch.setattr(_progress, "_DELAY_SECONDS", 0.01)
   with _progress.ProgressLine(
-    "find_overflow", shown=True
+    "find_overflow", is_enabled=True
   ).refresh_in_background():
     time.sleep(0.2)
   assert "\rfind_overflow: tracing the function, 0 s" in capsys.readouterr().err

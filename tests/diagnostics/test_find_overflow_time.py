@@ -100,8 +100,10 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
     steps.append(args)
     return step(*args)
 
-  monkeypatch.setattr(_loops.CompiledScan, "_program", tracing)
-  monkeypatch.setattr(_taint_interpreter.TaintInterpreter, "_step", stepping)
+  monkeypatch.setattr(_loops.CompiledScan, "_run_loop", tracing)
+  monkeypatch.setattr(
+    _taint_interpreter.TaintInterpreter, "_eval_eqn", stepping
+  )
   counts = {}
   for outer, inner in (4, 3), (8, 30):
     traced.clear()

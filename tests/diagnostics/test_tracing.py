@@ -372,7 +372,7 @@ def test_equations_after_the_gradients_are_not_run_one_by_one(monkeypatch):
   run = _runners.Runner.make_eqn_fun
   monkeypatch.setattr(
     _runners.Runner,
-    "equation",
+    "make_eqn_fun",
     lambda self, eqn: ran.append(eqn.primitive.name) or run(self, eqn),
   )
   slow = optax.stateless(lambda g, _: jax.tree.map(jax.lax.erf_inv, g))

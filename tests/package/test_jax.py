@@ -31,7 +31,7 @@ from optax_lossscale._jaxprs import (
   _provenance,
   _weights,
 )
-from optax_lossscale.diagnostics import _numbers, _precision_report
+from optax_lossscale.diagnostics import _dtype_limits, _precision_report
 from optax_lossscale.diagnostics._overflow import _taint_interpreter
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
@@ -248,7 +248,7 @@ def names_in_tables():
     *_eqns._CANONICAL_NAMES.values(),
     *_primitives._FLOP_COUNTERS,
     *_taint_interpreter._NEUTRAL_VALUES,
-    *_numbers.OVERFLOW_THRESHOLDS,
+    *_dtype_limits.OVERFLOW_THRESHOLDS,
     *_precision_report._POWERS,
     *_primitives._REDUCTIONS,
     *_primitives._CUMULATIVE_REDUCTIONS,

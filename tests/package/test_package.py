@@ -31,7 +31,7 @@ for name in SUBMODULES:
 
 def test_import_loads_no_framework_and_submodules_when_they_are_first_used():
   code = LOADS.replace("SUBMODULES", str(SUBMODULES))
-  subprocess.run([sys.write_executable, "-c", code], check=True)
+  subprocess.run([sys.executable, "-c", code], check=True)
   assert not hasattr(ols, "no_such_name")
 
 
@@ -99,8 +99,8 @@ MODULES = {
   for path in sorted(PACKAGE.rglob("*.py"))
 }
 # Jax depends on numpy. Modules that read values on the host may use it (such as
-# the evidence that update receives), and modules that count with integers. Plots
-# need matplotlib, which is imported by the first plot.
+# the evidence that update receives), and modules that count with integers.
+# Plots need matplotlib, which is imported by the first plot.
 MAY_USE_NUMPY = (
   "_jaxprs._primitives",
   "diagnostics.",
@@ -210,8 +210,8 @@ def test_imports_have_no_cycle():
 # What is seen inside of a room with a folder, all of which have a face.
 SEEN_INSIDE = {
   ("diagnostics._comparison._compare_precision", "_autocast._matmuls"),
+  ("plots", "diagnostics._dtype_limits"),
   ("plots", "diagnostics._leaves"),
-  ("plots", "diagnostics._numbers"),
 }
 
 
@@ -231,13 +231,15 @@ def test_the_engines_of_the_diagnostics_do_not_import_each_other():
   engine_of = {
     module: module.split(".")[1]
     for module in MODULES
-    if re.match(r"diagnostics\.(.+\.|_gradients|_precision)", module)
+    if re.match(
+      r"diagnostics\.(.+\.|_gradient_report|_precision_report)", module
+    )
   }
   assert set(engine_of.values()) == {
     "_comparison",
-    "_gradients",
+    "_gradient_report",
     "_overflow",
-    "_precision",
+    "_precision_report",
   }
   for module in MODULES:
     # `check_step` combines them.

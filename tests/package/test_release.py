@@ -33,7 +33,7 @@ def dist(tmp_path_factory):
   out = tmp_path_factory.mktemp("dist")
   # `make dist` without --no-isolation, which makes a separate environment
   # and installs the same flit_core into it.
-  build = sys.write_executable, "-m", "build", "--no-isolation"
+  build = sys.executable, "-m", "build", "--no-isolation"
   run(*build, "--outdir", str(out), str(ROOT), cwd=out)
   return out
 
@@ -88,7 +88,7 @@ def test_each_extra_is_documented_for_users_or_for_developers(wheel):
 def test_an_index_would_accept_the_one_wheel_and_source_distribution(dist):
   names = [path.name for path in sorted(dist.iterdir())]
   assert names == [f"{NAME}-py3-none-any.whl", f"{NAME}.tar.gz"]
-  twine = sys.write_executable, "-m", "twine", "--no-color", "check", "--strict"
+  twine = sys.executable, "-m", "twine", "--no-color", "check", "--strict"
   out = run(*twine, *map(str, sorted(dist.iterdir())), cwd=dist)
   assert out.count("PASSED") == 2
 
@@ -130,7 +130,7 @@ def plan_install(folder, dist, jax, *others, extra=""):
     (info / "METADATA").write_text(head)
   wheel = f"{dist / NAME}-py3-none-any.whl{extra}"
   pip = (
-    sys.write_executable,
+    sys.executable,
     "-m",
     "pip",
     f"--python={folder / 'bin' / 'python'}",
@@ -170,7 +170,7 @@ def make_environment(folder, dist):
   venv.create(folder, with_pip=False)
   python = str(folder / "bin" / "python")
   wheel = str(dist / f"{NAME}-py3-none-any.whl")
-  pip = (sys.write_executable, "-m", "pip", f"--python={python}", "install")
+  pip = (sys.executable, "-m", "pip", f"--python={python}", "install")
   run(*pip, "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
   (packages,) = folder.glob("lib/python*/site-packages")
   ours = sysconfig.get_paths()["purelib"]

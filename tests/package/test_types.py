@@ -136,7 +136,7 @@ def read(step: Any, params: Any, grads: Any) -> None:
 
 def mypy(folder: pathlib.Path) -> set[tuple[str, int]]:
   command = [
-    sys.write_executable,
+    sys.executable,
     "-m",
     "mypy",
     "--config-file=",
@@ -163,9 +163,9 @@ def pyright(folder: pathlib.Path) -> set[tuple[str, int]]:
     "reportPossiblyUnboundVariable": False,
   }
   (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-  command = [sys.write_executable, "-m", "pyright", "--outputjson"]
+  command = [sys.executable, "-m", "pyright", "--outputjson"]
   out = subprocess.run(
-    [*command, "--pythonpath", sys.write_executable],
+    [*command, "--pythonpath", sys.executable],
     cwd=folder,
     capture_output=True,
     text=True,

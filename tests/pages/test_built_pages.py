@@ -83,7 +83,7 @@ def test_a_page_that_scrolls_sideways_is_found_with_its_width(found):
 
 
 def run(folder, script="browser.py", **options):
-  command = sys.write_executable, TOOLS / script, folder
+  command = sys.executable, TOOLS / script, folder
   return subprocess.run(command, capture_output=True, text=True, **options)
 
 

@@ -18,7 +18,7 @@ import optax_lossscale as ols
 def run(name, *options, folder):
   """What is printed and how far the progress bar comes, as its users run it."""
   command = [
-    sys.write_executable,
+    sys.executable,
     "-W",
     "error",
     ROOT / "examples" / f"{name}.py",

@@ -1,6 +1,17 @@
-"""``compare_precision``: which product loses the precision of the gradients."""
+"""``compare_precision``: which matmul loses the precision of the gradients.
 
-from collections.abc import Callable
+1. Trace the function, and build a mixed-precision program that takes the mode
+of
+   each matmul as an array (``_program``). It is compiled once, for all runs.
+2. Run it with all matmuls in float32 (the reference), in half precision, and in
+   float32 with perturbed operands. An array that the perturbation changes
+   much is rounding noise, and is not judged.
+3. Run it with the matmuls of one layer in half precision, for each layer; or
+   with halves of the layers, to find the worst ones by bisection (``_report``).
+4. Report the error that each layer causes alone, and the outliers among them.
+"""
+
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 import math
@@ -15,15 +26,16 @@ from optax_lossscale._autocast import _matmuls
 from optax_lossscale.diagnostics import _progress, _scaling_mistakes, _tracing
 from optax_lossscale.diagnostics._comparison import _program, _report
 
-# An array is lost below what half precision holds if more than this share of
-# what its worst product reads or returns is.
+# If more than this fraction of a matmul's operands or result underflows or is
+# subnormal, underflow causes the error, and a larger loss scale is suggested.
 _UNDERFLOW_MAJORITY = 0.5
-# That of a product of zeros has no bound.
+# The largest suggested change of the scale. If all operands are zero, the
+# headroom is infinite.
 _MAX_BINADES = 126
 
 
-# What changes by more than this, if the operands of products are off by 2**-20
-# of themselves, is rounding in float32, too.
+# An array whose relative error is above this if the operands of matmuls change
+# by a relative 2**-20 is rounding noise in float32, too.
 _NOISE_THRESHOLD = 0.05
 
 
@@ -35,34 +47,35 @@ def compare_precision(
   progress: bool = True,
   **kwargs: Any,
 ) -> _report.PrecisionComparison:
-  """Says by running a function which of its products lose the precision.
+  """Measures which matmuls of a function lose precision in half precision.
 
-  The function is the one that is trained, with :func:`optax_lossscale.autocast`
-  inside. It is run with all that ``autocast`` casts in float32, as it is, and
-  once for each place that has such products, with these alone in half
-  precision. All runs share one compiled program.
+  The function contains an :func:`optax_lossscale.autocast`, as in training. It
+  runs with all matmuls and convolutions that ``autocast`` casts in float32,
+  with all of them in half precision, and once for each layer, with only the
+  matmuls of this layer in half precision. All runs share one compiled program.
 
-  Each array is judged by itself, as optimizers such as Adam do, which take a
-  gradient relative to its own size. What is zero but for rounding is left out:
-  one more run in float32, in which each number that a product reads is off by
-  2**-20 of itself, tells it, since it changes by far more.
+  Each array is judged individually, since optimizers such as Adam scale each
+  gradient relative to its size. Arrays that are only rounding noise are left
+  out. They are detected by one more run in float32, in which the operands of
+  all matmuls change by a relative 2**-20: rounding noise changes by far more.
 
-  Of a training step, the gradients that are given to the ``update`` of
-  :func:`~optax_lossscale.with_loss_scaling` are compared, and nothing else:
-  parameters move by the learning rate alone, whatever the gradients are. Of a
-  function without such an ``update``, its results are compared.
+  For a training step, only the gradients that the ``update`` of
+  :func:`~optax_lossscale.with_loss_scaling` receives are compared. (Updated
+  parameters are useless for this: with Adam they move by about the learning
+  rate, whatever the gradients are.) For a function without such an ``update``,
+  its results are compared.
 
   Args:
     fun: a function that ``jax.jit`` could take, with an ``autocast`` inside: a
       training step, whatever it returns, or gradients,
       ``ols.grad(ols.autocast(loss_fn), opt_state)``. Callbacks that return
       nothing, such as ``jax.debug.print``, do not run; others run each time.
-    *args: its arguments. Among them may be whatever ``fun`` takes.
-    search: ``"exhaustive"``, or ``"bisect"`` for a large model: the layers that
-      do most harm are then found by bisection, in few runs.
-    progress: whether to tell on the standard error stream how far it has come,
-      if it takes over a second. (If ``fun`` has an argument of one of these two
-      names, bind it with ``functools.partial``.)
+    *args: its arguments: anything that ``fun`` takes.
+    search: ``"exhaustive"`` measures each layer. ``"bisect"`` finds the layers
+      with the largest errors by bisection, in few runs, for a large model.
+    progress: whether to show on the standard error stream how far it is, after
+      a second. (If ``fun`` has an argument of one of these two names, bind it
+      with ``functools.partial``.)
     **kwargs: its keyword arguments.
 
   Returns:
@@ -73,7 +86,7 @@ def compare_precision(
       under the flag ``jax_scan3``.
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
       traced.
-    ValueError: if there is no ``autocast`` inside, or it found no products; if
+    ValueError: if there is no ``autocast`` inside, or it found no matmuls; if
       there is no ``update`` inside, and the results hold no floats; or if
       ``search`` is neither of the two.
 
@@ -116,9 +129,9 @@ class ComparisonResult(NamedTuple):
 
   Attributes:
     report: the report.
-    mistakes: in how a step uses its gradients.
+    mistakes: mistakes in how a step uses its gradients.
     underflow_fraction: the fraction of all compared entries that are zero in
-      half precision alone.
+      half precision, but not in float32.
   """
 
   report: _report.PrecisionComparison
@@ -129,7 +142,7 @@ class ComparisonResult(NamedTuple):
 def compare_traced(
   traced: _tracing.TracedFunction, search: str, progress: _progress.ProgressLine
 ) -> ComparisonResult | None:
-  """Compares a traced function in half precision with float32.
+  """Compare a traced function in half precision with float32.
 
   Args:
     traced: the function.
@@ -144,6 +157,7 @@ def compare_traced(
     f"Not analyzed: {x}."
     for x in _tracing.describe_unreached(traced.unreached_locations)
   ]
+  # Only "grads" are compared. The other kinds are needed to detect mistakes.
   step_kinds = {"grads", "applied", "unscaled"}
   traced = traced.restrict_to_kinds(
     step_kinds if traced.grad_outputs else {"result"}
@@ -156,27 +170,57 @@ def compare_traced(
     for name in table.unanalyzed_names
   ]
   runs = PrecisionRuns(traced, table, progress)
+  # With two dtypes, thresholds are those of the one with fewer bits.
   eps = max(float(jnp.finfo(dtype).eps) for dtype in table.dtypes)
+  effects_by_site = _measure_sites(search, table, runs, eps)
+  report = _build_report(traced, table, runs, effects_by_site, limitations)
+  # If the backward pass overflows, the errors of all layers are infinite, so
+  # only the loss scale is reported.
+  log2_excess = _report.compute_log2_scale_excess(report)
+  if log2_excess:
+    report = dataclasses.replace(
+      report, suggested_log2_scale_change=-log2_excess
+    )
+  elif report.reference_is_finite:
+    report = _add_outliers(report, runs, effects_by_site, eps)
+  mistakes = [*traced.mistakes, *runs.mistakes]
+  return ComparisonResult(report, mistakes, runs.underflow_fraction)
+
+
+def _measure_sites(
+  search: str, table: _program.MatmulTable, runs: "PrecisionRuns", eps: float
+) -> dict[int, np.ndarray]:
+  """Return the effects of each matmul site, measured alone or by bisection."""
   site_groups = table.group_by_name()
   if search == "exhaustive":
-    effects_by_site = {
+    return {
       i: runs.measure_effects([i]) for group in site_groups for i in group
     }
-  else:
-    total_effect = runs.compute_effects(runs.half_errors)
-    effects_by_site = _report.bisect_effects(
-      runs.measure_effects, site_groups, total_effect, eps
-    )
+  total_effect = runs.compute_effects(runs.half_errors)
+  return _report.bisect_effects(
+    runs.measure_effects, site_groups, total_effect, eps
+  )
+
+
+def _build_report(
+  traced: _tracing.TracedFunction,
+  table: _program.MatmulTable,
+  runs: "PrecisionRuns",
+  effects_by_site: dict[int, np.ndarray],
+  limitations: list[str],
+) -> _report.PrecisionComparison:
+  """Return a report of all measurements, without outliers."""
   matmuls = [
     _as_matmul_precision(i, site_effects[0], table, runs)
     for i, site_effects in effects_by_site.items()
   ]
-  # Of equal effects, what overflows furthest comes first.
+  # If errors are equal, such as inf, the matmul with the largest numbers is
+  # first.
   matmuls.sort(
     key=lambda row: (row.isolated_error, -row.log2_headroom), reverse=True
   )
   names = runs.names
-  report = _report.PrecisionComparison(
+  return _report.PrecisionComparison(
     dtype=" and ".join(sorted(map(str, table.dtypes))),
     target="gradients" if traced.grad_outputs else "results",
     reference_is_zero=runs.is_reference_zero,
@@ -192,43 +236,41 @@ def compare_traced(
     warnings=tuple(map(str, [*traced.mistakes, *runs.mistakes])),
     noise_only_arrays=tuple(itertools.compress(names, runs.noise_mask)),
   )
-  # Among infinities every place would be guilty.
-  log2_excess = _report.compute_log2_scale_excess(report)
-  comparison = ComparisonResult(
-    dataclasses.replace(report, suggested_log2_scale_change=-log2_excess),
-    [*traced.mistakes, *runs.mistakes],
-    runs.underflow_fraction,
-  )
-  if not report.reference_is_finite or log2_excess:
-    return comparison
-  inaccurate_arrays = _find_inaccurate_arrays(names, runs, eps)
-  worst_index = (
-    names.index(inaccurate_arrays[0].name) if inaccurate_arrays else None
-  )
+
+
+def _add_outliers(
+  report: _report.PrecisionComparison,
+  runs: "PrecisionRuns",
+  effects_by_site: dict[int, np.ndarray],
+  eps: float,
+) -> _report.PrecisionComparison:
+  """Add the outliers, the inaccurate arrays and a better scale to a report."""
+  matmuls = report.matmuls
   effects = np.array([effects_by_site[row.program_index] for row in matmuls])
-  report = dataclasses.replace(
+  inaccurate_arrays = _find_inaccurate_arrays(runs, eps)
+  log2_increase = 0
+  if inaccurate_arrays:
+    worst_index = runs.names.index(inaccurate_arrays[0].name)
+    log2_increase = _compute_log2_increase(matmuls, effects[:, 1 + worst_index])
+  return dataclasses.replace(
     report,
     outliers=_report.find_outliers([r.name for r in matmuls], effects, eps),
     inaccurate_arrays=tuple(inaccurate_arrays),
-    suggested_log2_scale_change=(
-      0
-      if worst_index is None
-      else _compute_log2_increase(matmuls, effects[:, 1 + worst_index])
-    ),
+    suggested_log2_scale_change=log2_increase,
   )
-  return comparison._replace(report=report)
 
 
 def _find_inaccurate_arrays(
-  names: list[str], runs: "PrecisionRuns", eps: float
+  runs: "PrecisionRuns", eps: float
 ) -> list[_report.ArrayError]:
-  """The arrays that are far off, the worst first."""
+  """Return the arrays with a large error, the worst first."""
   columns = (
-    names,
+    runs.names,
     runs.half_errors.array_errors.tolist(),
     runs.half_errors.norm_fractions.tolist(),
   )
   arrays = map(_report.ArrayError._make, zip(*columns, strict=True))
+  # Noise that is not finite in half precision is still an overflow.
   comparable_mask = ~(runs.noise_mask & runs.half_errors.finite_mask)
   inaccurate_arrays = [
     array
@@ -239,15 +281,20 @@ def _find_inaccurate_arrays(
 
 
 def _compute_log2_increase(
-  matmuls: list[_report.MatmulPrecision], effects: np.ndarray
+  matmuls: Sequence[_report.MatmulPrecision], effects: np.ndarray
 ) -> int:
-  """How many binades a larger scale may have, if that is what an array lacks.
+  """Return log2 of the factor by which to raise the scale, for one array.
+
+  The result is 0 unless the matmul that causes the largest error is in the
+  backward pass and underflows.
 
   Args:
-    matmuls: all products.
-    effects: the effect of each on the array; float64[products].
+    matmuls: all matmuls.
+    effects: the error of the array if each runs alone in half precision;
+      float64[matmuls].
   """
   worst_matmul = matmuls[int(np.argmax(effects))]
+  # The loss scale multiplies only the cotangents of the backward pass.
   is_underflow = (
     worst_matmul.backward
     and worst_matmul.underflow_fraction + worst_matmul.subnormal_fraction
@@ -311,21 +358,23 @@ def _as_matmul_precision(
 
 
 class RunErrors(NamedTuple):
-  """How far the outputs of a run are from those in float32.
+  """The errors of the outputs of one run, compared with the run in float32.
+
+  A *result* is an output of the function, or the gradients of one ``update``.
+  It has one or more arrays.
 
   Attributes:
-    error: the relative error, as a norm, of the result, or of the gradients of
-      one ``update``, that are furthest off.
-    cosine: the smallest cosine between those of both.
-    is_finite: whether there are outputs in float32 to compare with: no NaN, and
-      no array that holds nothing but infs.
+    error: the relative error of the result with the largest one, as a norm.
+    cosine: the smallest cosine between a result and its reference.
+    is_finite: whether the outputs in float32 can be compared: no array has a
+      NaN, or nothing but infs.
     array_errors: the relative error of each array; float64[arrays].
-    finite_mask: whether each differs by a finite number; bool[arrays].
-    norm_fractions: the share of each in the norm in float32 of the result, or
-      of the gradients, that it is part of; float64[arrays].
-    squared_norms: of each array the squared norms of the difference, of the
-      array in float32 and of this one, and the product of both; float64[arrays,
-      4].
+    finite_mask: whether each array has a finite difference; bool[arrays].
+    norm_fractions: the norm of each array as a fraction of the norm of its
+      result, both in float32; float64[arrays].
+    squared_norms: for each array, the squared norms of the difference, of the
+      reference and of the array, and the dot product of the latter two;
+      float64[arrays, 4].
   """
 
   error: float
@@ -338,18 +387,18 @@ class RunErrors(NamedTuple):
 
 
 class PrecisionRuns:
-  """The runs of a program, and what comes out of each.
+  """Runs the program with any modes, and measures the errors of the outputs.
 
   Attributes:
-    site_stats: what was noted of each row in float32.
-    half_errors: the errors if all rows run in half precision.
+    site_stats: the statistics of each matmul site in float32.
+    half_errors: the errors if all sites run in half precision.
     is_reference_zero: whether all outputs are zero in float32.
-    noise_mask: which arrays are zero but for rounding in float32, too;
+    noise_mask: whether each array is only rounding noise in float32, too;
       bool[arrays].
     names: the names of the arrays that are compared.
-    mistakes: in how the step uses its gradients.
+    mistakes: mistakes in how the step uses its gradients.
     underflow_fraction: the fraction of all compared entries that are zero if
-      all rows run in half precision, and not zero in float32.
+      all sites run in half precision, but not in float32.
   """
 
   def __init__(
@@ -377,11 +426,13 @@ class PrecisionRuns:
       i for i, out in enumerate(outputs) if out.kind in ("grads", "result")
     ]
     self.names = [outputs[i].name for i in self._compared_indices]
-    # The arrays of a result follow each other.
+    # The arrays of a result are contiguous, so reduceat can sum over them.
     groups = [outputs[i].group for i in self._compared_indices]
     _, self._group_starts, self._group_sizes = np.unique(
       groups, return_index=True, return_counts=True
     )
+    # The statistics are those of the reference: in half precision, an overflow
+    # of one matmul would spread to all later ones.
     reference_outs, self.site_stats = self._run_with_mode([])
     half_outs = self._run_with_mode(all_sites)[0]
     self.mistakes = self._find_mistakes(reference_outs, half_outs)
@@ -398,18 +449,18 @@ class PrecisionRuns:
     self.noise_mask = perturbed_errors.array_errors > _NOISE_THRESHOLD
 
   def measure_effects(self, half_sites: list[int]) -> np.ndarray:
-    """What :meth:`blamed` says if these rows alone run in half precision."""
+    """Run only these sites in half precision, and return their effects."""
     return self.compute_effects(
       self._compute_errors(self._run_with_mode(half_sites)[0])
     )
 
   def compute_effects(self, errors: RunErrors) -> np.ndarray:
-    """The errors for which a product is to blame.
+    """Return the errors that can be attributed to matmuls.
 
-    An array that is zero but for rounding in float32, too, has no error that
-    says anything, as long as it stays finite. It counts neither among all
-    arrays nor alone. Nor does the error of one that is zero in float32 say
-    anything, but among all arrays.
+    The error of an array that is only rounding noise is meaningless if it is
+    finite: it is left out of the total, and set to zero for the array. The
+    relative error of an array that is zero in float32 is meaningless, too, but
+    its norm counts in the total.
 
     Returns:
       The error of all arrays together, and then of each; float64[1 + arrays].
@@ -431,7 +482,7 @@ class PrecisionRuns:
   def _find_mistakes(
     self, reference_outs: list[Any], half_outs: list[Any]
   ) -> list[_scaling_mistakes.Mistake]:
-    """Checks how the step uses its gradients."""
+    """Return mistakes in how the step uses its gradients."""
     mistakes: list[_scaling_mistakes.Mistake] = []
     for outs in reference_outs, half_outs:
       mistakes += _scaling_mistakes.check_applied_flags(
@@ -460,13 +511,15 @@ class PrecisionRuns:
     self._progress.set_description(
       f"run {self._num_runs} of {self._num_sites + 3}"
     )
+    # Wait, so that the progress line shows the run that is being executed.
     return jax.block_until_ready(self._run_program(self._traced.inputs, modes))
 
   def _compute_errors(self, outs: list[Any]) -> RunErrors:
     outs = [outs[i] for i in self._compared_indices]
-    # Float64, since squares of float32 may be out of range.
+    # float64, since squares of float32 numbers may be out of its range.
     sums = np.array(_compute_sums(self._reference_outs, outs), np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+      # Undo the division by the unit.
       squared_norms = sums[:, :4] * sums[:, 4:5] ** 2
       result_norms = self._sum_by_result(squared_norms)
       squared_fractions = squared_norms[:, 1] / np.repeat(
@@ -485,14 +538,14 @@ class PrecisionRuns:
     )
 
   def _sum_by_result(self, squared_norms: np.ndarray) -> np.ndarray:
-    """The sums over the arrays of each result; float64[results, 4]."""
+    """Sum over the arrays of each result; float64[results, 4]."""
     with np.errstate(invalid="ignore", over="ignore"):
       return np.add.reduceat(squared_norms, self._group_starts)
 
 
 @jax.jit
 def _compute_underflow_fraction(reference: list[Any], outs: list[Any]) -> Any:
-  """Returns the fraction of entries that are zero in the second alone."""
+  """Return the fraction of entries that are zero only in ``outs``."""
   pairs = list(zip(reference, outs, strict=True))
   zeros = [jnp.sum((a != 0) & (b == 0), dtype=jnp.float32) for a, b in pairs]
   return sum(zeros) / max(sum(a.size for a in reference), 1)
@@ -500,9 +553,16 @@ def _compute_underflow_fraction(reference: list[Any], outs: list[Any]) -> Any:
 
 @jax.jit
 def _compute_sums(reference: list[Any], outs: list[Any]) -> list[Any]:
-  """Of each array, four sums, the unit of both, and whether it can be compared.
+  """Compute sums of squares of each array, its reference and the difference.
 
-  An inf that both have, such as that of a masked score, is no difference.
+  Both arrays are divided by their largest magnitude, the unit, so that squares
+  stay in range. If both have the same inf, such as a masked score, it counts as
+  equal.
+
+  Returns:
+    For each array: the sums of squares of the difference, the reference and the
+    array, and their dot product; the unit; and whether the reference is finite
+    enough to be compared with.
   """
   rows = []
   for a, b in zip(reference, outs, strict=True):
@@ -527,6 +587,7 @@ def _dot(x: Any, y: Any) -> Any:
 
 
 def _compute_relative_error(sums: Any) -> float:
+  """Return the norm of the difference over the norm of the reference."""
   difference, reference, _, _ = sums
   if not math.isfinite(difference):
     return math.inf
@@ -536,6 +597,7 @@ def _compute_relative_error(sums: Any) -> float:
 
 
 def _compute_cosine(sums: Any) -> float:
+  """Return the cosine between an array and its reference."""
   _, reference, other, dot = map(float, sums)
   if reference == other == 0:
     return 1.0

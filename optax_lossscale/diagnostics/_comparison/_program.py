@@ -1,12 +1,12 @@
-"""Runs a program with each of its products in float32 or in half precision.
+"""Run a program with each of its matmuls in float32 or in half precision.
 
-The program is what `autocast` made of a function, whatever transformed it
-later. It is traced once more, operation by operation, and all that is in half
-precision there is kept in float32: operands, results, and what stands between
-them. A product then rounds its operands and its result, or does not, as is said
-when the program runs. So one compiled program serves all runs. A loop, a branch
-and a ``shard_map`` are made anew, and carry along what is noted of the products
-inside.
+The input is the jaxpr of an autocast function, after any transformations. It is
+evaluated eqn by eqn under ``jit``, with all arrays that `autocast` cast to half
+precision in float32. Each matmul of `autocast` then looks up its mode in an
+array that is an argument of the program: in half precision, it rounds its
+operands and its result. So one compiled program serves all runs. Loops,
+branches and ``shard_map`` are traced again, with the statistics of the matmuls
+inside in their carries and outputs.
 """
 
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ from optax_lossscale._jaxprs import (
   _source_info,
   _walk,
 )
-from optax_lossscale.diagnostics import _numbers
+from optax_lossscale.diagnostics import _dtype_limits
 
 
 class MatmulSite(NamedTuple):
-  """Products of one kind in one place, which are told of together.
+  """Matmuls of one primitive at one location, reported as one row.
 
   Attributes:
     primitive: JAX's name of the operation.
-    names: the names of its place.
+    names: the names of the location.
     backward: whether it belongs to a backward pass.
     dtypes: the dtypes that `autocast` chose.
   """
@@ -51,14 +51,17 @@ class MatmulSite(NamedTuple):
 
 
 class SiteStats(NamedTuple):
-  """What is noted of all runs of one product.
+  """Statistics of all executions of one matmul site.
+
+  Vectors of three have an entry for each operand and one for the result.
 
   Attributes:
-    num_executions: how often it ran; float32[].
-    amax: the largest magnitude of its operands and its result; float32[].
-    num_entries: how many entries the operands and the result had; float32[3].
-    num_underflows: how many of them become zero in half precision; float32[3].
-    num_subnormals: how many become subnormal; float32[3].
+    num_executions: the number of executions; float32[].
+    amax: the largest magnitude in the operands and the result; float32[].
+    num_entries: the numbers of entries; float32[3].
+    num_underflows: the numbers of entries that become zero in half precision;
+      float32[3].
+    num_subnormals: the numbers of entries that become subnormal; float32[3].
   """
 
   num_executions: Any
@@ -68,30 +71,31 @@ class SiteStats(NamedTuple):
   num_subnormals: Any
 
 
-# Of these, what returns nothing is not run: it would print each time.
+# Primitives that are not run if they return nothing: they would print in each
+# of the runs.
 _CALLBACK_RE = re.compile("callback|print")
 _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 
-# How a product may run: as in float32, in half precision, or as in float32 with
-# numbers that are a little off.
+# Run modes of a matmul: in float32, in half precision, or in float32 with
+# operands and result perturbed by a relative 2**-20 at most: the fourth last
+# bit of the mantissa is flipped.
 EXACT, HALF, PERTURBED = range(3)
-# What is a little off has another fourth last bit, and so another size, by
-# 2**-20 of itself at most.
 _FOURTH_LAST_BIT = 8
 
-# For each row what was noted of it.
+# The statistics of each site, by its index in the table.
 StatsBySite = list[SiteStats]
-# What equations return, and what was noted after them.
+# The outputs of an equation, and the statistics after it.
 OutsAndStats = tuple[Sequence[Any], StatsBySite]
 
 
 class MixedPrecisionProgram(NamedTuple):
-  """A program with a choice for each product, to be called while it is traced.
+  """A program with a mode for each matmul, to be called under ``jit``.
 
   Attributes:
-    table: the products.
-    modes: how each row runs: ``EXACT``, ``HALF`` or ``OFF``; int32[rows].
-    location: where the walk through it has come to.
+    table: the matmul sites of the program.
+    modes: the mode of each site: ``EXACT``, ``HALF`` or ``PERTURBED``;
+      int32[sites].
+    location: the location of the jaxpr that is evaluated.
   """
 
   table: "MatmulTable"
@@ -104,16 +108,16 @@ class MixedPrecisionProgram(NamedTuple):
     inputs: Sequence[Any],
     stats: StatsBySite,
   ) -> OutsAndStats:
-    """Runs a jaxpr.
+    """Evaluate a jaxpr.
 
     Args:
       closed_jaxpr: the jaxpr.
-      inputs: its inputs. What is in half precision there may be float32 here.
-      stats: what was noted before.
+      inputs: its inputs. Inputs that are in half precision may be float32.
+      stats: the statistics so far.
 
     Returns:
-      Its outputs, none of which is in half precision, and what was noted after
-      it.
+      The outputs, in float32 instead of half precision, and the statistics that
+      include the matmuls of this jaxpr.
     """
 
     def eval_eqn(eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
@@ -129,7 +133,7 @@ class MixedPrecisionProgram(NamedTuple):
     return outs, stats
 
   def _upcast(self, x: Any) -> Any:
-    """An array, in float32 if it is in half precision."""
+    """Cast an array to float32 if it is in half precision."""
     return jnp.asarray(x, jnp.float32) if self._is_half(x) else x
 
   def _is_half(self, x: Any) -> bool:
@@ -147,17 +151,21 @@ class MixedPrecisionProgram(NamedTuple):
       site_index = self.table.get_site_index(
         eqn, self.location.locate(eqn, jaxpr)
       )
+      # No output depends on this matmul, so it has no row.
       if site_index is None:
         return _eqns.eqn_as_fun(_primitives.as_highest_float32(eqn))(
           *inputs
         ), stats
       return self._eval_matmul(eqn, site_index, inputs, stats)
+    # Enter only calls and loops that may contain half precision. All others run
+    # as one eqn, which is traced faster.
     has_half = any(self._is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
     call = None
     if has_half or self.table.has_tagged_eqn(eqn):
       call = self.table.get_higher_order(eqn)
     if call is not None:
       inner_program = self._replace(location=self.location.locate(eqn, jaxpr))
+      # Trace with the settings that the eqn was traced with, such as its mesh.
       with _eqns.get_eqn_ctx_manager(eqn):
         return inner_program._eval_subjaxprs(call, inputs, stats)
     if not eqn.outvars and _CALLBACK_RE.search(eqn.primitive.name):
@@ -180,23 +188,24 @@ class MixedPrecisionProgram(NamedTuple):
     operands = apply_mode(dtypes.operand, inputs[:2])
     (out,) = apply_mode(dtypes.result, matmul(*operands, *inputs[2:]))
     arrays = [*inputs[:2], out]
-    limits = _numbers.get_dtype_limits(dtypes.operand)
+    limits = _dtype_limits.get_dtype_limits(dtypes.operand)
     new_stats = _add_run_stats(stats[site_index], arrays, limits)
     return [out], [*stats[:site_index], new_stats, *stats[site_index + 1 :]]
 
   def _eval_non_matmul(
     self, eqn: core.JaxprEqn, inputs: list[Any]
   ) -> Sequence[Any]:
-    """What is in half precision, and no product of `autocast`.
+    """Evaluate an eqn in half precision that is not a matmul of `autocast`.
 
-    What `autocast` made is so for the sake of a product, which rounds. All else
-    was in half precision before, and computes as it is written.
+    The casts that `autocast` inserted are dropped: each matmul rounds its own
+    operands. Eqns that the user wrote in half precision compute in it.
     """
     if _primitives.is_noop_reduce_precision(eqn):
-      return inputs  # JAX writes it in front of what a checkpoint saves.
+      return inputs  # JAX inserts it before values that a checkpoint saves.
     if is_autocast_eqn(eqn, self.location):
       is_cast = eqn.primitive.name == "convert_element_type"
       return inputs if is_cast else _eqns.eqn_as_fun(eqn)(*inputs)
+    # Operands that were half precision are float32 here, so cast them back.
     pairs: Any = zip(inputs, [v.aval for v in eqn.invars], strict=True)
     args = [x.astype(a.dtype) if self._is_half(a) else x for x, a in pairs]
     return list(map(self._upcast, _eqns.eqn_as_fun(eqn)(*args)))
@@ -240,7 +249,8 @@ class MixedPrecisionProgram(NamedTuple):
   ) -> OutsAndStats:
     cond_consts, body_consts, init_carry = loop.split(inputs)
 
-    # A condition returns no notes. So each iteration asks for the next one.
+    # The cond_fun of a while_loop cannot return statistics. So the body
+    # evaluates the condition of the next iteration, and carries the predicate.
     def eval_cond(
       carry_values: Any, stats: StatsBySite
     ) -> tuple[Any, Any, StatsBySite]:
@@ -253,7 +263,8 @@ class MixedPrecisionProgram(NamedTuple):
       outs, stats = self.eval_jaxpr(
         loop.body, [*body_consts, *carry_values], stats
       )
-      if jnp.ndim(pred):  # ``vmap`` made many loops of one.
+      # Under ``vmap``, rows that have ended keep their carry.
+      if jnp.ndim(pred):
         pairs = zip(outs, carry_values, strict=True)
         outs = [_arrays.select_rows(pred, *pair) for pair in pairs]
       return eval_cond(outs, stats)
@@ -277,11 +288,13 @@ class MixedPrecisionProgram(NamedTuple):
     inputs: list[Any],
     stats: StatsBySite,
   ) -> OutsAndStats:
-    # A set has another order in each process, and all must run one program.
+    # The order of a set differs among processes, which must run the same
+    # program.
     axes = tuple(sorted(shard_map.manual_axes, key=str))
 
     def body_fun(modes: Any, *args: Any) -> Any:
-      # What is noted differs among the devices, and so its type must say.
+      # The statistics differ among devices, so their type must vary over all
+      # axes.
       make_varying = lambda x: x + 0 * lax.axis_index(axes).astype(jnp.float32)
       empty_stats = jax.tree.map(
         make_varying, [make_empty_stats() for _ in stats]
@@ -300,12 +313,13 @@ class MixedPrecisionProgram(NamedTuple):
     return outs, list(map(merge_stats, stats, new_stats))
 
 
-# A program has as many of the next two as products, most of them of few shapes.
-# They are compiled functions, so that JAX traces each shape once.
+# Each matmul calls the next two functions. They are jitted, so that JAX traces
+# them once for each shape instead of once for each matmul.
 @functools.partial(jax.jit, static_argnums=1)
 def _apply_mode(mode: Any, dtype: np.dtype, arrays: Sequence[Any]) -> list[Any]:
-  """The operands or results of a product that runs in this way."""
-  # A branch keeps XLA from fusing it, again and again, into all that reads.
+  """Round or perturb the operands or the result of a matmul, by its mode."""
+  # A select would be cheaper than a branch, but XLA would fuse, and so repeat,
+  # it in each consumer.
   round_all = lambda xs: [_round_to_dtype(x, dtype) for x in xs]
   perturb_all = lambda xs: list(map(_perturb, xs))
   return lax.switch(mode, [list, round_all, perturb_all], arrays)
@@ -313,14 +327,18 @@ def _apply_mode(mode: Any, dtype: np.dtype, arrays: Sequence[Any]) -> list[Any]:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _add_run_stats(
-  stats: SiteStats, arrays: Sequence[Any], limits: _numbers.DtypeLimits
+  stats: SiteStats, arrays: Sequence[Any], limits: _dtype_limits.DtypeLimits
 ) -> SiteStats:
-  """What was noted before, and of one more run."""
+  """Add the statistics of one more execution."""
   return merge_stats(stats, measure_run(arrays, limits))
 
 
 def _round_to_dtype(x: Any, dtype: np.dtype) -> Any:
-  """The array rounded to a dtype. XLA may drop a pair of conversions."""
+  """Round a float32 array to a dtype.
+
+  XLA may drop a conversion to the dtype and back, but never
+  ``reduce_precision``.
+  """
   info: Any = jnp.finfo(dtype)
   normal_result = lax.reduce_precision(x, info.nexp, info.nmant)
   smallest_normal, smallest_subnormal = (
@@ -329,7 +347,8 @@ def _round_to_dtype(x: Any, dtype: np.dtype) -> Any:
   )
   if smallest_normal == jnp.finfo(jnp.float32).smallest_normal:
     return normal_result
-  # What is subnormal is flushed to zero there.
+  # reduce_precision flushes subnormal numbers to zero, so round them
+  # separately.
   subnormal_result = (
     lax.round(x * (1 / smallest_subnormal), _TO_EVEN) * smallest_subnormal
   )
@@ -339,28 +358,34 @@ def _round_to_dtype(x: Any, dtype: np.dtype) -> Any:
 
 
 def _perturb(x: Any) -> Any:
-  """The array with other last bits: the same ones wherever it is read."""
+  """Flip one of the last bits of each entry; 0, inf and NaN stay.
+
+  The perturbation is deterministic, so all readers of an array read equal
+  values.
+  """
   bits = lax.bitcast_convert_type(x, jnp.uint32) ^ _FOURTH_LAST_BIT
   perturbed = lax.bitcast_convert_type(bits, jnp.float32)
   return jnp.where((x == 0) | ~jnp.isfinite(x), x, perturbed)
 
 
 class MatmulTable:
-  """The products of a program, by where they stand.
+  """The matmuls that `autocast` casts in a program, by location.
 
-  They are known by the mark of `autocast`, which goes wherever an equation
-  goes. So nothing is decided here that was decided there.
+  They have the tag of `autocast` in their name stack, which every
+  transformation of JAX keeps. So `autocast` alone decides which matmuls are
+  cast.
 
   Attributes:
-    sites: all of them, in the order of the program.
-    names: for each, the shortest name that tells its place from all others.
-    source_lines: for each, the line that tells it from others of a like name.
-    dtypes: their half precisions: mostly one.
-    unanalyzed_names: the names of what holds products and cannot be entered.
-    get_higher_order: what an equation calls, repeats or chooses; None if it is
-      not known.
-    has_tagged_eqn: whether there are marks in the jaxprs that an equation
-      holds.
+    sites: all sites, in the order of the program.
+    names: the shortest unique label of each site.
+    source_lines: a source line for each site, which distinguishes sites with
+      similar names.
+    dtypes: the half-precision dtypes of all sites: usually one.
+    unanalyzed_names: the names of eqns with tagged matmuls inside that cannot
+      be entered.
+    get_higher_order: parses an eqn that calls, repeats or selects jaxprs;
+      returns None for others and unknown ones.
+    has_tagged_eqn: returns whether the jaxprs inside an eqn have tagged eqns.
   """
 
   def __init__(self, closed_jaxpr: _eqns.ClosedJaxpr) -> None:
@@ -371,6 +396,8 @@ class MatmulTable:
     self.get_higher_order = functools.cache(_higher_order.parse_higher_order)
     self.unanalyzed_names: list[str] = []
     self._index_by_site: dict[MatmulSite, int] = {}
+    # Only live eqns: a dead matmul would have an effect of zero, and cost a
+    # run.
     for visit in _walk.walk(closed_jaxpr, self._get_subjaxprs, only_live=True):
       parent_location = (
         visit.parent.location if visit.parent else _provenance.EqnLocation()
@@ -399,11 +426,11 @@ class MatmulTable:
   def get_site_index(
     self, eqn: core.JaxprEqn, location: _provenance.EqnLocation
   ) -> int | None:
-    """The row of a product at this place; None if nothing reads its result."""
+    """Return the index of a matmul's site; None if no output depends on it."""
     return self._index_by_site.get(_as_site(eqn, location))
 
   def group_by_name(self) -> list[list[int]]:
-    """The numbers of the rows of each place."""
+    """Return the indices of the sites of each layer, which share a name."""
     indices_by_name: dict[str, list[int]] = {}
     for i, name in enumerate(self.names):
       indices_by_name.setdefault(name, []).append(i)
@@ -417,14 +444,14 @@ class MatmulTable:
 def is_autocast_matmul(
   eqn: core.JaxprEqn, parent_location: _provenance.EqnLocation
 ) -> bool:
-  """Whether this is a product that `autocast` runs in half precision."""
+  """Return whether this is a matmul that `autocast` casts."""
   return _primitives.is_matmul(eqn) and is_autocast_eqn(eqn, parent_location)
 
 
 def is_autocast_eqn(
   eqn: core.JaxprEqn, parent_location: _provenance.EqnLocation
 ) -> bool:
-  """Whether `autocast` made this equation, or what is around it."""
+  """Return whether the eqn, or a call around it, has the tag of `autocast`."""
   return parent_location.push_scope(eqn).matmul_dtypes is not None
 
 
@@ -437,19 +464,19 @@ def _as_site(
 
 
 def make_empty_stats() -> SiteStats:
-  """What is known of a product that has not run."""
+  """Return the statistics of a matmul that has not run."""
   scalar, vector = jnp.zeros((), jnp.float32), jnp.zeros(3, jnp.float32)
   return SiteStats(scalar, scalar, vector, vector, vector)
 
 
 def measure_run(
-  arrays: Sequence[Any], limits: _numbers.DtypeLimits
+  arrays: Sequence[Any], limits: _dtype_limits.DtypeLimits
 ) -> SiteStats:
-  """What is noted of one run of a product.
+  """Return the statistics of one execution of a matmul.
 
   Args:
     arrays: the two operands and the result.
-    limits: what half precision can hold.
+    limits: the limits of half precision.
 
   Returns:
     A :class:`SiteStats`.
@@ -463,8 +490,8 @@ def measure_run(
   )
 
 
-def _measure_array(x: Any, limits: _numbers.DtypeLimits) -> Any:
-  """The largest magnitude, and how many entries are lost and subnormal."""
+def _measure_array(x: Any, limits: _dtype_limits.DtypeLimits) -> Any:
+  """Return the largest magnitude, and the underflow and subnormal counts."""
   x = jnp.abs(x)
   nan_as_zero = jnp.where(jnp.isnan(x), 0, x)
   is_underflow = ((x > 0) & (x <= limits.underflow_threshold)).astype(jnp.int32)
@@ -472,7 +499,8 @@ def _measure_array(x: Any, limits: _numbers.DtypeLimits) -> Any:
     (x > limits.underflow_threshold) & (x < limits.smallest_normal)
   ).astype(jnp.int32)
 
-  # One pass for all three: XLA compiles a loop for each reduction.
+  # Compute all three in one variadic reduction, since XLA would compile a loop
+  # for each of three.
   def combine(lhs: Any, rhs: Any) -> Any:
     (a, b, c), (d, e, f) = lhs, rhs
     return lax.max(a, d), b + e, c + f
@@ -486,7 +514,7 @@ def _measure_array(x: Any, limits: _numbers.DtypeLimits) -> Any:
 
 
 def merge_stats(stats: SiteStats, other_stats: SiteStats) -> SiteStats:
-  """What was noted of some runs and of others."""
+  """Merge the statistics of two sets of executions."""
   return SiteStats(
     num_executions=stats.num_executions + other_stats.num_executions,
     amax=jnp.maximum(stats.amax, other_stats.amax),
@@ -497,6 +525,6 @@ def merge_stats(stats: SiteStats, other_stats: SiteStats) -> SiteStats:
 
 
 def psum_stats(stats: SiteStats, axes: tuple[Any, ...]) -> SiteStats:
-  """What was noted on all devices along the axes of a mesh."""
+  """Merge the statistics of all devices along mesh axes."""
   sums = jax.tree.map(lambda x: lax.psum(x, axes), stats)
   return sums._replace(amax=lax.pmax(stats.amax, axes))

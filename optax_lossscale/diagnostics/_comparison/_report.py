@@ -1,4 +1,12 @@
-"""The report of `compare_precision`, and which layers are outliers in it."""
+"""The report of ``compare_precision``, and the search for its outliers.
+
+The effect of a matmul is the error of each array if this matmul alone runs in
+half precision. ``bisect_effects`` measures the large effects without a run for
+each layer: independent errors add up in squares, so a half of the layers with a
+small part of the total squared error needs no further runs. ``find_outliers``
+compares the effect of each layer with all smaller ones together: a layer is an
+outlier if its effect is some times as large.
+"""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -7,27 +15,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_lossscale.diagnostics import _numbers
+from optax_lossscale.diagnostics import _report_format
 
 _MAX_ROWS = 20
 _MAX_ARRAYS = 3
 
 
-# Of the squares of all errors, what is below this share is not looked into.
+# Bisection skips a half whose share of the total squared error is below this.
 _MIN_ERROR_SHARE = 0.3
-# A place stands out if its effect is as many times the spacing of numbers at 1,
-# and as many times that of all lesser places together. In float16 the first is
-# an error of 0.016, at which the cosine is 0.9999. Layers in front of batch
-# normalization may be far above it, but are about as bad as their neighbours.
+# A layer is an outlier if its effect is above _OUTLIER_EPS times the spacing of
+# numbers at 1, and above _OUTLIER_RATIO times the effect of all lesser layers
+# together. In float16 the first is an error of 0.016, with a cosine of 0.9999.
+# Layers in front of batch normalization may be far above it, but not above
+# their neighbours.
 _OUTLIER_EPS = 16.0
-# Of a single array, it is as many times the spacing. Those of models that learn
-# well are off by up to two thirds of that.
+# For a single array the limit is higher: in models that learn well, the errors
+# of single arrays reach two thirds of it.
 INACCURATE_EPS = 64.0
 _OUTLIER_RATIO = 4.0
-# What many places share is no fault of one. There may always be one.
+# At most this fraction of the layers (but at least one) may be outliers: an
+# error that most layers share is not the fault of a single one.
 _MAX_OUTLIER_FRACTION = 1 / 2
-# The errors if these rows run in half precision: of all together, and then of
-# each array.
+# Returns the errors if only these sites run in half precision: the error of all
+# arrays together, and then of each array.
 MeasureFn = Callable[[list[int]], np.ndarray]
 
 
@@ -36,14 +46,15 @@ class MatmulPrecision(NamedTuple):
 
   Attributes:
     primitive: JAX's name of the operation.
-    name: what ``keep_float32=`` of :func:`optax_lossscale.autocast` takes: the
-      path of the weights or the scopes, with the line if they do not tell.
+    name: the name for ``keep_float32=`` of :func:`optax_lossscale.autocast`:
+      the path of the weights or the scopes, with the line if they are
+      ambiguous.
     name_scope: the scopes around it, such as ``"Net/block1"``; often empty.
     param_path: the path of the parameter, such as ``"blocks/2/up"``; often
       empty.
     source_line: the user's line, such as ``"model.py:32 (Block.__call__)"``.
-    backward: whether they belong to the backward pass. A derivative inside of
-      the loss is part of the forward pass.
+    backward: whether they are in the backward pass. A derivative inside the
+      loss is part of the forward pass.
     isolated_error: the relative error of the compared arrays, without
       ``noise_only_arrays``, if only these matmuls run in half precision; inf if
       an array is not finite then. With ``search="bisect"``, layers that were
@@ -90,7 +101,7 @@ class ArrayError(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionComparison(_numbers.PrintedReport):
+class PrecisionComparison(_report_format.PrintedReport):
   """The report of :func:`compare_precision`: which layers lose precision.
 
   Attributes:
@@ -192,14 +203,14 @@ class PrecisionComparison(_numbers.PrintedReport):
   def __str__(self) -> str:
     lines = [*self.warnings, *self._format_conclusion(), self._format_errors()]
     lines += self.limitations
-    # After an overflow, most errors are infinite, and say nothing.
+    # After an overflow, most errors are infinite and do not identify a layer.
     has_overflow = self.overflowing or self.suggested_log2_scale_change < 0
     if self.reference_is_finite and not has_overflow:
       lines += self._format_arrays()
     return "\n".join([*lines, self._format_table()])
 
   def _format_conclusion(self) -> list[str]:
-    """Say what loses the precision, and what to do, in a sentence or a few."""
+    """Return the cause of the errors and the fix, in a few sentences."""
     if self.reference_is_zero:
       return [
         f"All {self.target} are zero in float32, so there is nothing to"
@@ -226,7 +237,8 @@ class PrecisionComparison(_numbers.PrintedReport):
         f"{name} underflows in the backward pass: raise the loss scale by up to"
         f" 2**{log2_change}."
       )
-    # If the forward pass overflows, an infinite error is no layer's own fault.
+    # If the forward pass overflows, an infinite error is not the fault of a
+    # single layer.
     infinite_error_names = {
       row.name for row in self.matmuls if math.isinf(row.isolated_error)
     }
@@ -254,7 +266,7 @@ class PrecisionComparison(_numbers.PrintedReport):
     )
 
   def _format_errors(self) -> str:
-    """Return the errors of all arrays together."""
+    """Return the line with the error of all arrays together."""
     num_arrays = len(self.array_errors)
     arrays = self.target if num_arrays != 1 else self.target.removesuffix("s")
     if self.target == "gradients":
@@ -265,7 +277,7 @@ class PrecisionComparison(_numbers.PrintedReport):
     )
 
   def _format_arrays(self) -> list[str]:
-    """Return the largest errors, and the arrays that were not judged."""
+    """Return the lines on the largest errors, and on arrays of noise."""
     rows = [
       f"  {name or 'the result'}: {error:.2g} ({fraction:.2g} of the norm)"
       for name, error, fraction in self.inaccurate_arrays[:_MAX_ARRAYS]
@@ -297,7 +309,7 @@ class PrecisionComparison(_numbers.PrintedReport):
 
   def _format_table(self) -> str:
     rows = [_as_cells(row) for row in self.matmuls[:_MAX_ROWS]]
-    table = _numbers.format_table(rows, num_left_aligned=2)
+    table = _report_format.format_table(rows, num_left_aligned=2)
     num_hidden = len(self.matmuls) - _MAX_ROWS
     return (
       f"{table}\n(+{num_hidden} more rows: report.matmuls)"
@@ -313,7 +325,7 @@ def _format_keep_float32(names: Sequence[str]) -> str:
 
 
 def _as_cells(row: MatmulPrecision) -> dict[str, str]:
-  return _numbers.location_cells(row) | {
+  return _report_format.format_location_cells(row) | {
     "error alone": f"{row.isolated_error:.1e}",
     "amax": f"{row.amax:.3g}",
     "log2 headroom": f"{row.log2_headroom:.1f}",
@@ -347,21 +359,22 @@ def bisect_effects(
   total_effect: np.ndarray,
   eps: float,
 ) -> dict[int, np.ndarray]:
-  """The largest errors, by bisection: in far fewer runs than there are rows.
+  """Measure large effects by bisection, in far fewer runs than there are sites.
 
-  Errors that have nothing to do with each other add up in squares. So a half of
-  the places that makes less than a share of the whole is not looked into.
+  Independent errors add up in squares. So a half of the layers with less than
+  ``_MIN_ERROR_SHARE`` of the total squared error is not split further.
 
   Args:
-    measure: the errors if these rows run in half precision.
-    site_groups: the rows of each place.
-    total_effect: the errors if all of them do.
+    measure: returns the errors if only these sites run in half precision.
+    site_groups: the sites of each layer.
+    total_effect: the errors if all sites run in half precision.
     eps: the spacing of numbers at 1 in half precision.
 
   Returns:
-    For each row, its effects; of what was not looked into its equal share.
+    The effects of each site. Sites that were measured together have equal parts
+    of their squared error.
   """
-  # No place can stand out for another array.
+  # A layer can only be an outlier for the total, or for an inaccurate array.
   can_be_outlier = total_effect > INACCURATE_EPS * eps
   can_be_outlier[0] = True
   effects: dict[int, np.ndarray] = {}
@@ -387,21 +400,21 @@ def bisect_effects(
 def find_outliers(
   names: Sequence[str], effects: np.ndarray, eps: float
 ) -> tuple[str, ...]:
-  """The few places that do far more harm to an array than all others together.
+  """Return the few layers whose effect is far above all lesser ones together.
 
-  Each array is judged by itself: an optimizer such as Adam takes each relative
-  to itself, so that a small gradient moves its parameters as far as any other.
+  Each array is judged individually: an optimizer such as Adam scales a gradient
+  relative to its size, so a small gradient moves its parameters as far as
+  others.
 
   Args:
-    names: the name of the place of each product, of which there is one at
-      least.
-    effects: the effect of each on all arrays together, and on each by itself;
-      float64[products, 1 + arrays].
+    names: the layer of each matmul; at least one.
+    effects: the effect of each matmul on all arrays together, and on each
+      array; float64[matmuls, 1 + arrays].
     eps: the spacing of numbers at 1 in half precision.
 
   Returns:
-    Their names, the worst first; of equal ones, the one that came first. What
-    makes an array that is not finite is always among them.
+    The names of the outliers, the worst first, and equal ones in the order of
+    ``names``. A layer that makes an array nonfinite is always an outlier.
   """
   unique_names = list(dict.fromkeys(names))
   norms = np.zeros((len(unique_names), effects.shape[1]))
@@ -421,7 +434,10 @@ def find_outliers(
 
 
 def _find_outlier_indices(norms: np.ndarray, threshold: float) -> np.ndarray:
-  """Which few are larger than the least, and far larger than all others."""
+  """Return the indices of outliers: above the threshold, and above the others.
+
+  Nonfinite norms are always outliers, and come first in the order.
+  """
   order = np.argsort(-norms, kind="stable")
   num_outliers = int(np.sum(~np.isfinite(norms)))
   for i in range(

@@ -1,4 +1,13 @@
-"""``find_overflow``: which operation an inf or a NaN comes from."""
+"""``find_overflow``: which operation an inf or a NaN comes from.
+
+1. Trace the function; tagged gradients become outputs of the jaxpr.
+2. Run the compiled program. If all outputs are finite, there is no overflow.
+3. Otherwise, evaluate the jaxpr eqn by eqn. Each nonfinite entry carries taint
+   bits, one bit for each origin: an eqn with finite inputs and a nonfinite
+   output (``_taint``, ``_taint_interpreter``).
+4. Report the origins whose bits reach a nonfinite output, those that reach an
+   ``update`` first.
+"""
 
 from collections.abc import Callable
 import dataclasses
@@ -21,10 +30,10 @@ from optax_lossscale.diagnostics._overflow import (
   _taint_interpreter,
 )
 
-# What an ``update`` is given, and what it is made of.
+# The outputs that show what an ``update`` receives and computes.
 _UPDATE_KINDS = {"grads", "unscaled", "updates"}
-# How the state of a wrapped optimizer among the arguments is written. It is
-# given to its ``update``, too.
+# Matches the name of an argument in the state of a wrapped optimizer.
+# ``update`` receives this state, too.
 _INNER_STATE_RE = re.compile(r"\.inner_state\b")
 
 
@@ -35,51 +44,52 @@ def find_overflow(
   progress: bool = True,
   **kwargs: Any,
 ) -> _report.Overflow | None:
-  """Finds the operation that the infs and NaNs in a result come from.
+  """Finds the operation that first produced an inf or a NaN.
 
-  Of a training step the gradients that are given to the ``update`` of
-  :func:`~optax_lossscale.with_loss_scaling` count as results, too, whatever the
-  step returns: a step that is skipped is not finite. So do those that
-  :func:`~optax_lossscale.value_and_grad` returns, so that an overflow which the
-  step hides from ``update`` is named, and what the function changes in its
-  arguments, as Flax NNX does. What reaches an ``update`` is named first. An
-  argument that was not finite to begin with and reaches none, such as the mean
-  of a metric that an earlier step made NaN, is not named. What is given is left
-  as it is: a ``Ref`` of JAX is copied.
+  The checked values are the outputs of ``fun``; the gradients that the
+  ``update`` of :func:`~optax_lossscale.with_loss_scaling` receives, even if
+  ``fun`` does not return them; the gradients that
+  :func:`~optax_lossscale.value_and_grad` returns, since the step may hide an
+  overflow from ``update``; and the arrays that ``fun`` changes in its
+  arguments, as Flax NNX does. Origins that reach an ``update`` come first. An
+  argument of a training step that is not finite is reported only if it reaches
+  an ``update``; the mean of a metric that an earlier step made NaN is not. The
+  arguments are not modified: a ``Ref`` of JAX is copied.
 
-  Runs the function once as a whole, compiled as it would be in training, but
-  for numbers that XLA would keep in more bits than their dtype has. If the
-  result is finite, that is all: what counts is the program, and not what its
-  operations would return one by one. If it is not, it is run once more,
-  operation by operation, on the host. From there each inf and NaN is followed:
-  what never reaches a result is not named, such as a masked logit of -inf, or
-  the branch of a ``where`` that is not taken. A function that is called, a loop
-  or a branch is run at once, and entered only if its result is not finite; a
-  function or a branch with a loop inside is entered in any case, since XLA
-  would compile the loop twice. A loop is compiled once, and runs up to the
-  next iteration that is not finite: only such are run by operations.
-  A function with effects, such as a callback, is run once, by operations. What
-  is written into a ``Ref`` of JAX is not followed: what reads it is named.
+  The function first runs as one compiled program, as in training, except that
+  XLA may not keep numbers in more bits than their dtype has. If all checked
+  values are finite, the search ends. Otherwise the program runs again,
+  operation by operation, and each inf and NaN is followed from its origin to
+  the result. An inf that reaches no result is not reported, such as a masked
+  logit of -inf, or the branch of a ``where`` that is not taken.
+
+  Calls, loops and branches are entered only if their result is not finite, or
+  if a call or a branch contains a loop, which XLA would otherwise compile
+  twice. A loop is compiled once, and runs up to the next iteration with a
+  nonfinite result; only these iterations run operation by operation. A function
+  with effects, such as a callback, runs only once, operation by operation.
+  Writes into a ``Ref`` of JAX are not followed: the operation that reads the
+  ``Ref`` is reported.
 
   Args:
     fun: any function that ``jax.jit`` could take, also one that is jitted or
       differentiated: a training step, or ``ols.grad(loss_fn, opt_state)``.
-    *args: its arguments. Among them may be whatever ``fun`` takes: models of
-      Flax NNX or Equinox, functions, strings.
-    progress: whether to write on the standard error stream which operation is
-      run, if it takes over a second. The line is erased at the end. (If ``fun``
-      has an argument of this name, bind it with ``functools.partial``.)
+    *args: its arguments: anything that ``fun`` takes, such as models of Flax
+      NNX or Equinox, functions, strings.
+    progress: whether to show on the standard error stream which operation is
+      run, after a second. The line is erased at the end. (If ``fun`` has an
+      argument of this name, bind it with ``functools.partial``.)
     **kwargs: its keyword arguments.
 
   Returns:
-    None if all floats in the result are finite, of the whole program or of its
-    operations; with a warning, if a step is skipped all the same, ``update``
-    did not run, the gradients that it is given are not scaled as it expects, or
-    gradients could not be looked at. Otherwise an :class:`Overflow`: the first
-    operation, in the order of the program, that had finite inputs and a result
-    that was not, and that reached the result. There may be more in its field
-    ``other_origins``. An inf that is written in the program is named only if
-    there is no other.
+    None if all checked values are finite. ``find_overflow`` then warns if the
+    step is skipped nevertheless, ``update`` did not run, ``update`` received
+    gradients that are not scaled as it expects, or some gradients were not
+    analyzed. Otherwise an :class:`Overflow`: the first operation, in the order
+    of the program, that returned an inf or a NaN from finite inputs, and whose
+    inf or NaN reached a checked value. Further origins are in its field
+    ``other_origins``. An inf that is written in the program is reported only if
+    there is no other origin.
 
   Raises:
     RuntimeError: if JAX compiles another program than it traces, as with a scan
@@ -120,12 +130,13 @@ def find_overflow(
 
 
 class SearchResult(NamedTuple):
-  """What was found in a program that was run.
+  """Result of the search in a traced program.
 
   Attributes:
     origin: the first origin; None if all results are finite.
-    mistakes: in how a step uses its gradients.
-    limitations: why a program without an origin may still be wrong.
+    mistakes: mistakes in how the step uses its gradients.
+    limitations: why a program without an origin may still be wrong, in
+      sentences.
   """
 
   origin: _report.Overflow | None
@@ -136,7 +147,7 @@ class SearchResult(NamedTuple):
 def search_traced(
   traced: _tracing.TracedFunction, progress: _progress.ProgressLine
 ) -> SearchResult:
-  """Finds the origin of an inf or a NaN in a traced program."""
+  """Find the origin of an inf or a NaN in a traced program."""
   compiled_fun = _compile_if_pure(traced)
   origins, outs = _find_origins(traced, compiled_fun, progress)
   mistakes = traced.mistakes + _scaling_mistakes.check_applied_flags(
@@ -171,7 +182,7 @@ def _find_origins(
   compiled_fun: Callable[..., list[Any]] | None,
   progress: _progress.ProgressLine,
 ) -> tuple[list[_report.Overflow], list[Any]]:
-  """All origins of what is not finite, and what the program returns."""
+  """Run a program, and return all origins and the outputs of the program."""
   progress.set_description("running the compiled function")
   outs = None if compiled_fun is None else compiled_fun(*traced.inputs)
   if outs is not None and all(map(_taint_arrays.all_finite, outs)):
@@ -186,6 +197,9 @@ def _find_origins(
     )
     for x, name in zip(traced.inputs, traced.input_names, strict=True)
   ]
+  # Only nonfinite outputs have an origin, so the eqns that lead to no such
+  # output need not be evaluated. Without a compiled run, all outputs are
+  # evaluated.
   used_outputs = outs and [not _taint_arrays.all_finite(out) for out in outs]
   values = interpreter.eval_jaxpr(
     traced.closed_jaxpr, inputs, _provenance.EqnLocation(), used_outputs
@@ -199,10 +213,11 @@ def _select_relevant_origins(
   values: list[_taint.TaintedArray],
   traced: _tracing.TracedFunction,
 ) -> list[_report.Overflow]:
-  """The origins that count, those that reach an ``update`` first.
+  """Select the origins to report; those that reach an ``update`` come first.
 
-  An argument of a step that reaches no ``update``, such as the mean of a metric
-  that an earlier step made NaN, is no fault of this step.
+  A nonfinite argument of a training step that reaches no ``update``, such as
+  the mean of a metric that an earlier step made NaN, is not a fault of this
+  step.
   """
   origins = origin_table.select_origins(values)
   if not traced.grad_outputs or traced.unreached_locations:
@@ -225,10 +240,11 @@ def _select_relevant_origins(
 def _compile_if_pure(
   traced: _tracing.TracedFunction,
 ) -> Callable[..., list[Any]] | None:
-  """The whole program, compiled; None if it has effects."""
+  """Return the jitted program; None if the program has effects."""
   if _eqns.has_effectful_eqn(traced.closed_jaxpr.jaxpr):
-    return None  # What happens in it is to happen once.
-  # Where it drops a conversion to float16 and back, an overflow goes with it.
+    return None  # Effects must happen only once, in the interpreter.
+  # By default, XLA may drop a conversion to float16 and back, and with it the
+  # overflow of the conversion.
   options = {"xla_allow_excess_precision": False}
   return jax.jit(
     core.jaxpr_as_fun(traced.closed_jaxpr), compiler_options=options
@@ -238,7 +254,7 @@ def _compile_if_pure(
 def _describe_limitations(
   traced: _tracing.TracedFunction, applied_flags: list[Any]
 ) -> list[str]:
-  """Says why a program without an overflow may still be no good."""
+  """Return why a program without an overflow may still be wrong."""
   limitations = [
     f"Not analyzed: {message}."
     for message in _tracing.describe_unreached(traced.unreached_locations)

@@ -1,8 +1,10 @@
-"""Run a loop up to its first iteration that returns an inf or a NaN.
+"""Run a loop up to its next iteration that returns an inf or a NaN.
 
-Nearly all of the time of a diagnosis is compilation. So a loop is compiled
-once: one program runs all of its iterations, or those up to the next iteration
-whose result is not finite, from wherever the caller has come to.
+Most of the time of ``find_overflow`` is compilation, so each ``scan`` and
+``while_loop`` is compiled once, as a ``while_loop`` with the iteration count in
+its carry. With the flag ``stop_at_nonfinite``, this program starts at any
+iteration and stops after the first one with a nonfinite output. The interpreter
+(``_taint_interpreter``) then evaluates only this iteration eqn by eqn.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +22,12 @@ from optax_lossscale._jaxprs import _higher_order
 
 AnyLoop = _higher_order.Scan | _higher_order.While
 RunFn = Callable[..., list[Any]]
-# What takes a slice out of an array, by its number.
+# Takes the slice with a given index out of an array.
 TakeFn = Callable[[Any, Any], Any]
 
-# A loop runs a few times, and so compiles in half of the time. If XLA dropped a
-# conversion to float16 and back, an overflow would go with it.
+# A loop runs only a few times, so it pays to optimize less: compilation takes
+# half of the time. By default, XLA may drop a conversion to float16 and back,
+# and with it the overflow of the conversion.
 _COMPILER_OPTIONS = {
   "xla_backend_optimization_level": 0,
   "xla_allow_excess_precision": False,
@@ -35,9 +38,9 @@ class StopPoint(NamedTuple):
   """The iteration after which a loop has stopped.
 
   Attributes:
-    num_iterations: the number of iterations that have run, since the loop
-      began.
-    carry: the carry that the last iteration was given.
+    num_iterations: the number of iterations that have run, from the start of
+      the loop.
+    carry: the carry before the last iteration.
     outs: the outputs of the body in the last iteration.
   """
 
@@ -55,12 +58,15 @@ class StoppableLoop(Protocol):
   def advance(self, num_iterations: int, inputs: Sequence[Any]) -> StopPoint:
     """Run one or more iterations.
 
-    The loop runs on while the outputs of the body are finite. It has at least
-    one iteration left.
+    The loop continues while the outputs of the body are finite. The caller must
+    not call this method after the last iteration.
 
     Args:
       num_iterations: the number of iterations that have run.
-      inputs: the inputs of the loop, with the carry as it is after these.
+      inputs: the inputs of the loop, with the carry after these iterations.
+
+    Returns:
+      The iteration after which the loop has stopped.
     """
 
 
@@ -85,6 +91,8 @@ class CompiledScan:
     self, stop_at_nonfinite: Any, num_iterations: Any, inputs: Any
   ) -> Any:
     scan = self._scan
+    # A while_loop, since a scan cannot stop early. Its state holds the carry
+    # before the last iteration, too, so that the interpreter can repeat it.
     consts, init_carry, slices = scan.split(inputs)
     take_slice = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
     eval_body = core.jaxpr_as_fun(scan.body)
@@ -111,6 +119,8 @@ class CompiledScan:
     row_avals: list[Any] = [
       v.aval for v in scan.body.jaxpr.outvars[scan.num_carry :]
     ]
+    # Allocate the stacked outputs, as ``scan`` does. Rows of iterations that
+    # have not run are zero.
     ys = [
       lax.full((scan.length, *aval.shape), 0, aval.dtype) for aval in row_avals
     ]
@@ -121,6 +131,8 @@ class CompiledScan:
     (num_iterations, *carries, ys), _ = lax.while_loop(
       cond_fun, body_fun, init_state
     )
+    # The interpreter needs the body outputs of the last iteration, not all
+    # rows.
     rows = [
       take_slice(x, get_iteration_index(scan, num_iterations - 1)) for x in ys
     ]
@@ -159,10 +171,13 @@ class CompiledWhile:
       (num_iterations, _, prev_carry, _), _ = state
       (pred,) = eval_cond(*cond_consts, *prev_carry)
       outs = carry = eval_body(*body_consts, *prev_carry)
-      if pred.ndim:  # ``vmap`` made many loops of one.
+      # Under ``vmap``, the predicate has a value for each row, and the carry of
+      # a row that has ended stays unchanged.
+      if pred.ndim:
         pairs = zip(outs, prev_carry, strict=True)
         carry = [_arrays.select_rows(pred, *pair) for pair in pairs]
-      # A row that has ended may hold an inf that the body makes finite.
+      # Check the carry in addition to the outputs: the carry of a row that has
+      # ended may hold an inf where the output of the body is finite.
       return (num_iterations + 1, prev_carry, carry, outs), all_finite(
         [*outs, *carry]
       )
@@ -177,6 +192,10 @@ class CompiledWhile:
 
 class SingleIterationLoop:
   """A loop that stops after each iteration.
+
+  It serves loops inside ``shard_map`` and on an explicit mesh, where
+  :class:`CompiledScan` and :class:`CompiledWhile` would not have the types that
+  the loop was traced with.
 
   Attributes:
     run_all: a function that runs all iterations, and returns the outputs of the
@@ -202,7 +221,7 @@ class SingleIterationLoop:
 def split_loop_inputs(
   loop: AnyLoop, inputs: Sequence[Any]
 ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-  """The inputs of a loop: constants of the body, the carry, and slices."""
+  """Split the inputs of a loop into body constants, carry and slices."""
   if isinstance(loop, _higher_order.Scan):
     consts, carry, slices = loop.split(inputs)
     return consts, carry, slices
@@ -213,17 +232,17 @@ def split_loop_inputs(
 def get_body_inputs(
   loop: AnyLoop, num_iterations: int, inputs: Sequence[Any], take_slice: TakeFn
 ) -> list[Any]:
-  """The inputs of the body in the iteration after so many."""
+  """Return the inputs of the body after a number of iterations."""
   consts, carry, slices = split_loop_inputs(loop, inputs)
   i = get_iteration_index(loop, num_iterations)
   return [*consts, *carry, *(take_slice(x, i) for x in slices)]
 
 
 def get_iteration_index(loop: AnyLoop, num_iterations: Any) -> Any:
-  """The number of the iteration after so many.
+  """Return the index of the iteration that follows a number of iterations.
 
-  A reverse scan begins with the last slice. So the backward pass over an
-  iteration has the number of this iteration.
+  A reverse scan begins with the last slice, so the backward pass of an
+  iteration has the same index as the iteration itself.
   """
   if isinstance(loop, _higher_order.Scan) and loop.reverse:
     return loop.length - 1 - num_iterations
@@ -231,7 +250,7 @@ def get_iteration_index(loop: AnyLoop, num_iterations: Any) -> Any:
 
 
 def all_finite(arrays: Sequence[Any]) -> Any:
-  """Whether all floats among these arrays are finite, while it is traced."""
+  """Return whether all floats in these arrays are finite, under tracing."""
   floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
   flags = [jnp.isfinite(_arrays.upcast_for_reduction(x)).all() for x in floats]
   return functools.reduce(operator.and_, flags, jnp.array(True))

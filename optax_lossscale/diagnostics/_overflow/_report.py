@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._jaxprs import _provenance
-from optax_lossscale.diagnostics import _numbers
+from optax_lossscale.diagnostics import _dtype_limits, _report_format
 from optax_lossscale.diagnostics._overflow import _taint_arrays
 
 _MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
-_EXPONENTIALS = set(_numbers.OVERFLOW_THRESHOLDS)
+_EXPONENTIALS = set(_dtype_limits.OVERFLOW_THRESHOLDS)
 _LOGARITHMS = {"log", "log1p", "log2"}
 _ROOTS = {"rsqrt", "sqrt"}
 _POWERS = {"integer_pow", "pow"}
@@ -50,7 +50,7 @@ class Operand(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Overflow(_numbers.PrintedReport):
+class Overflow(_report_format.PrintedReport):
   """The operation that first returned an inf or a NaN, and how to fix it.
 
   Attributes:
@@ -74,8 +74,8 @@ class Overflow(_numbers.PrintedReport):
     backward: whether the operation is in the backward pass, where a lower loss
       scale helps. A derivative inside the loss is part of the forward pass.
     inputs: an :class:`Operand` for each operand.
-    other_origins: further origins, in the order in which they were found; those
-      that reach an ``update`` come first. Their ``other_origins`` are empty.
+    other_origins: further origins, in the order of their discovery; origins
+      that reach an ``update`` are first. Their ``other_origins`` are empty.
     warnings: mistakes in the training step as a whole, in sentences: ``update``
       did not run, does not see the overflow, or receives gradients that are not
       scaled as it expects. Often empty.
@@ -99,7 +99,7 @@ class Overflow(_numbers.PrintedReport):
 
   @property
   def fix(self) -> str:
-    """What to change, in a sentence or two, with a line of code if possible."""
+    """The fix, in a sentence or two, with a line of code if possible."""
     return suggest_fix(self)
 
   def as_dict(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _as_operand(array: Any, axis: int) -> Operand:
 
 
 def suggest_fix(origin: Overflow) -> str:
-  """Return what to change so that an operation stays finite.
+  """Return the fix that keeps an operation finite.
 
   Args:
     origin: the operation.
@@ -225,7 +225,9 @@ def suggest_fix(origin: Overflow) -> str:
     # The path of a parameter selects the layer. A scope may hold others.
     layer=layer if origin.param_path else origin.name,
     top=_format_number(float(jnp.finfo(origin.dtype).max)),
-    exponent=_numbers.format_overflow_threshold(origin.primitive, origin.dtype),
+    exponent=_dtype_limits.format_overflow_threshold(
+      origin.primitive, origin.dtype
+    ),
     limit=_SMALL_CONSTANT_HINT if _has_narrow_range(origin) else "",
   )
 
@@ -258,6 +260,7 @@ def _has_literal_inf(origin: Overflow) -> bool:
 
 
 def _is_masked_softmax(origin: Overflow) -> bool:
+  """Return whether a softmax subtracts the maximum -inf of a masked row."""
   return (
     origin.kind == "nan"
     and origin.primitive == "sub"
@@ -272,7 +275,8 @@ def _is_nan_from_infs(origin: Overflow) -> bool:
 def _is_division_by_zero(origin: Overflow) -> bool:
   if origin.primitive != "div":
     return False
-  # A large cotangent, divided by a small number, may overflow, too.
+  # In the backward pass, a large cotangent over a small number may overflow,
+  # too.
   return not origin.backward or origin.kind == "nan" or not _get_amax(origin, 1)
 
 
@@ -286,12 +290,16 @@ def _get_amax(origin: Overflow, index: int) -> float:
 
 
 def _is_undefined(origin: Overflow) -> bool:
-  """Return whether an operation has no value, and did not overflow inside."""
+  """Return whether an operation is undefined for its operands.
+
+  A matmul or a sum may also return NaN if it overflows inside: inf - inf.
+  """
   may_overflow = _MATMULS | _SUMS
   return origin.kind == "nan" and origin.primitive not in may_overflow
 
 
 def _is_where_constant(origin: Overflow) -> bool:
+  """Return whether ``jnp.where`` casts a scalar, such as -1e9 in a mask."""
   return (
     origin.primitive == "convert_element_type"
     and "jit(_where)" in origin.eqn_path
@@ -304,7 +312,9 @@ _MASK_HINT = (
   "if it is a mask, write jnp.where(keep, scores, jnp.finfo(scores.dtype).min)."
 )
 
-# The fix of each case. The first case that applies counts.
+# The fix of each case. The first predicate that is true selects the fix, so
+# special cases come before general ones, and the backward pass before advice on
+# dtypes, since a lower loss scale is the fix there.
 _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
   (
     _is_primitive_in({"argument"}),

@@ -1,4 +1,10 @@
-"""How equations are run: as they are, or on the devices of a shard_map."""
+"""Run single eqns and jaxprs, outside or inside a ``shard_map``.
+
+The interpreter calls the same methods in both cases. Outside, :class:`Runner`
+evaluates eqns on plain arrays. Inside, :class:`ShardRunner` stores the values
+of all devices in one array with an additional first axis, and wraps each eqn in
+a ``shard_map``.
+"""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -19,7 +25,7 @@ RunFn = Callable[..., list[Any]]
 
 
 class Runner:
-  """Runs equations and jaxprs on arrays as they are.
+  """Runs eqns and jaxprs on plain arrays.
 
   Attributes:
     axis: the axis of an array that is the first axis within the jaxpr.
@@ -28,19 +34,21 @@ class Runner:
   axis = 0
 
   def make_eqn_fun(self, eqn: core.JaxprEqn) -> RunFn:
-    """What carries out an equation."""
+    """Return a function that evaluates an eqn."""
+    # The interpreter may run the eqn again on the same operands, so a jit in it
+    # must not donate their buffers.
     fun = _eqns.eqn_as_fun(_interpret.disable_donation(eqn))
     as_array = _interpret.as_array
     return lambda *arrays: list(map(as_array, fun(*arrays), eqn.outvars))
 
   def compile_jaxpr(self, closed_jaxpr: _eqns.ClosedJaxpr) -> RunFn:
-    """What runs a whole jaxpr at once."""
+    """Return a jitted function that evaluates a jaxpr."""
     return jax.jit(core.jaxpr_as_fun(closed_jaxpr))
 
   def make_loop(
     self, eqn: core.JaxprEqn, loop: _loops.AnyLoop
   ) -> _loops.StoppableLoop:
-    """What runs a loop, as a whole or in parts."""
+    """Return a loop that can stop, compiled once where possible."""
     if any(map(_has_mesh, [*eqn.invars, *eqn.outvars])):
       return self.make_single_iteration_loop(eqn, loop)
     if isinstance(loop, _higher_order.Scan):
@@ -50,25 +58,27 @@ class Runner:
   def make_single_iteration_loop(
     self, eqn: core.JaxprEqn, loop: _loops.AnyLoop
   ) -> _loops.SingleIterationLoop:
-    """What runs one iteration of a loop after the other."""
+    """Return a loop that stops after each iteration."""
     run_all, run_body = self.make_eqn_fun(eqn), self.compile_jaxpr(loop.body)
     return _loops.SingleIterationLoop(loop, run_all, run_body, self.take_slice)
 
   def take_slice(self, array: jax.Array, i: int) -> jax.Array:
-    """A slice of what a loop slices."""
+    """Return the slice that an iteration of a loop reads."""
     return take_slice(array, i, self.axis)
 
   def lift_const(self, array: Any, atom: Any) -> Any:
-    """A number or an array that is written in the jaxpr, as it is kept here."""
+    """Convert a literal or a constant of a jaxpr to an array of this runner."""
     return _interpret.as_array(array, atom)
 
 
 class ShardRunner(Runner):
-  """Runs equations and jaxprs from within a ``shard_map``.
+  """Runs eqns and jaxprs from the body of a ``shard_map``.
 
-  What differs between devices is kept as one array, in which a further axis
-  comes first: an entry for each device. So each can run in a ``shard_map`` of
-  its own, with the types that it was traced with.
+  An array has an additional first axis, which is sharded over the mesh axes
+  that the value varies over: an entry for each device along them, or a single
+  entry if the value is the same on all devices. Each eqn runs in a separate
+  ``shard_map`` that removes this axis, so the eqn has the types that it was
+  traced with.
   """
 
   axis = 1
@@ -97,11 +107,12 @@ class ShardRunner(Runner):
     varying_axes = self._shard_map.list_varying_axes(atom.aval)
     num_shards = math.prod(axis_sizes[name] for name in varying_axes)
     sharding = jax.sharding.NamedSharding(mesh, self._get_spec(atom))
+    # A literal that varies over mesh axes has an equal entry for each device.
     shards = np.broadcast_to(jax.device_get(array), (num_shards, *array.shape))
     return jax.device_put(shards, sharding)
 
   def shard_input(self, i: int, array: jax.Array) -> jax.Array:
-    """An argument of the ``shard_map``, as it is kept here."""
+    """Convert an argument of the ``shard_map`` to an array of this runner."""
     shard_map = self._shard_map
     spec = self._get_spec(shard_map.body.jaxpr.invars[i])
     return self._jit_shard_map(
@@ -109,7 +120,7 @@ class ShardRunner(Runner):
     )(array)
 
   def gather_output(self, i: int, array: jax.Array) -> jax.Array:
-    """What the ``shard_map`` returns of what is kept here."""
+    """Convert an array of this runner to an output of the ``shard_map``."""
     shard_map = self._shard_map
     spec = self._get_spec(shard_map.body.jaxpr.outvars[i])
     return self._jit_shard_map(lambda x: x[0], (spec,), shard_map.out_specs[i])(
@@ -137,29 +148,33 @@ class ShardRunner(Runner):
     return jax.jit(self._shard_map.wrap_fun(fun, in_specs, out_specs))
 
   def _get_spec(self, var: _eqns.Atom) -> PartitionSpec:
-    """How the first axis is spread: an entry on each device, or on all."""
+    """Return the spec that shards the first axis over the varying mesh axes."""
     return PartitionSpec(self._shard_map.list_varying_axes(var.aval))
 
 
 def _has_mesh(atom: Any) -> bool:
-  """Whether its type says how an array is sharded."""
+  """Return whether the type of an array includes an explicit sharding."""
   sharding = getattr(atom.aval, "sharding", None)
   return sharding is not None and not sharding.mesh.empty
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def take_slice(array: jax.Array, i: int, axis: int) -> jax.Array:
-  """One entry along an axis."""
+  """Return one entry along an axis."""
   return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=False)
 
 
-# Compiled, since these arrays are no longer traced.
+# Jitted, since the interpreter calls it on concrete arrays.
 select_rows = jax.jit(_arrays.select_rows)
 
 
 def stack_in_chunks(arrays: list[jax.Array], axis: int) -> jax.Array:
-  """Many arrays along a new axis, a few at a time."""
+  """Stack arrays along a new axis, a hundred at a time.
+
+  XLA compiles a concatenation of thousands of operands slowly.
+  """
   rows = [jnp.expand_dims(array, axis) for array in arrays]
+  # Concatenate chunks until one is left: a tree with a fan-in of 100.
   while len(rows) > 1:
     chunks = [rows[i : i + 100] for i in range(0, len(rows), 100)]
     rows = [jnp.concatenate(chunk, axis) for chunk in chunks]

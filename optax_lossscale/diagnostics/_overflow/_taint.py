@@ -1,8 +1,14 @@
-"""Marks on entries that are not finite: which operations they come from.
+"""Attribute nonfinite entries of arrays to the eqns that they come from.
 
-Each such entry of an array carries a set of bits, one for each origin. Marks
-follow the entries and not the arrays, so that an inf in one place is never
-blamed on what happened in another.
+Each nonfinite entry carries a set of taint bits, one bit for each origin. Bits
+follow entries instead of whole arrays, so an inf in one row of a batch is never
+attributed to an overflow in another row. The taint of an eqn's outputs is
+measured, so no primitive needs a rule:
+
+* Evaluate the eqn with all tainted entries of its operands replaced by neutral
+  numbers. Output entries that are still nonfinite originate in this eqn.
+* For each origin, evaluate the eqn with only the entries of this origin left.
+  Output entries that are nonfinite then come from this origin.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,17 +20,18 @@ import numpy as np
 
 from optax_lossscale.diagnostics._overflow import _report, _taint_arrays
 
-# The last bit is for all that finds no bit of its own.
+# If all other bits are in use, further origins share the last one.
 _BITS = [1 << i for i in range(32)]
+# An eqn is evaluated once for each of this many origins, and once for the rest.
 _MAX_SEPARATE_BITS = 4
 
 
 class TaintedArray:
-  """An array on the way through a jaxpr.
+  """A value in a jaxpr, with the origins of its nonfinite entries.
 
   Attributes:
-    array: the array.
-    taint: None if it is finite, else uint32 of the same shape, on the host.
+    array: the array; None if nothing reads it.
+    taint: uint32 of the same shape, on the host; None if the array is finite.
   """
 
   def __init__(self, array: Any, taint: np.ndarray | None = None):
@@ -33,7 +40,7 @@ class TaintedArray:
 
   @functools.cached_property
   def taint_bits(self) -> int:
-    """All bits that are set in the marks."""
+    """The bits of all origins in this array."""
     if self.taint is None:
       return 0
     return int(np.bitwise_or.reduce(self.taint, axis=None))
@@ -45,16 +52,16 @@ class _OriginEntry(NamedTuple):
 
 
 class ExecutedEqn(NamedTuple):
-  """An operation that was carried out.
+  """An eqn that was evaluated.
 
   Attributes:
-    run: carries it out, on arrays in place of those of the inputs; None if it
-      must not be done again.
-    inputs: the values that it read. A number that is written there is part of
-      it, and has no marks.
-    neutral_value: what to put in place of an entry that is not finite, to see
-      whether the others are enough to make an inf; None if that cannot be told.
-    describe_origin: what to remember of it, for an output and its new entries.
+    run: evaluates the eqn for other operands; None if it has effects, and must
+      not run again.
+    inputs: the operands. A literal is part of the eqn, so it has no taint.
+    neutral_value: the number that replaces tainted entries, to test whether the
+      eqn overflows without them; None if no number is neutral.
+    describe_origin: returns the report on this eqn, from an output and the mask
+      of the entries that this eqn made nonfinite.
   """
 
   run: Callable[..., list[Any]] | None
@@ -64,15 +71,16 @@ class ExecutedEqn(NamedTuple):
 
 
 class OriginTable:
-  """The origins that were found, and the marks that stand for them."""
+  """The origins that were found, and their taint bits."""
 
   def __init__(self) -> None:
-    # In the order in which they were found.
+    # A dict is ordered: the first origin that was found is the first one
+    # reported.
     self._entry_by_bit: dict[int, _OriginEntry] = {}
     self._tainted_arrays: weakref.WeakSet[TaintedArray] = weakref.WeakSet()
 
   def register_array(self, array: Any, taint: np.ndarray) -> TaintedArray:
-    """A value whose marks are known to be in use."""
+    """Return an array with its taint, whose bits stay in use while it lives."""
     value = TaintedArray(array, taint)
     self._tainted_arrays.add(value)
     return value
@@ -83,15 +91,15 @@ class OriginTable:
     values: Sequence[TaintedArray],
     derive_taint: Callable[..., np.ndarray],
   ) -> TaintedArray:
-    """What was made of the arrays of values, with marks made likewise.
+    """Return an array with the taint that is derived from other values.
 
     Args:
-      array: what was made.
-      values: what it was made of, all of one shape.
-      derive_taint: what makes the marks, of those of each value.
+      array: the result of moving entries of the values, such as a slice.
+      values: the values, all of one shape.
+      derive_taint: moves the entries of the taint arrays in the same way.
 
     Returns:
-      The value, without marks if none of the values has any.
+      The array, without taint if no value has any.
     """
     nonempty_taints = [
       value.taint for value in values if value.taint is not None
@@ -105,16 +113,18 @@ class OriginTable:
   def add_origin(
     self, origin: _report.Overflow, is_constant: bool = False
   ) -> int:
-    """The bit of a new origin.
+    """Add an origin, and return its bit.
 
     Args:
-      origin: what to remember.
-      is_constant: whether it is an infinity that was written there, such as
-        that of a mask. It is named only if there is nothing else.
+      origin: the origin.
+      is_constant: whether it is an inf that no eqn computed, such as a mask. It
+        is reported only if there is no other origin.
 
     Returns:
       The bit.
     """
+    # Out of bits, an origin joins a similar one, or else the shared last bit.
+    # It is then reported as the first origin of this bit.
     bit = (
       self._get_free_bit() or self._find_similar_origin_bit(origin) or _BITS[-1]
     )
@@ -122,7 +132,9 @@ class OriginTable:
     return bit
 
   def _get_free_bit(self) -> int:
-    """A bit without an origin, or that no value carries; 0 if there is none."""
+    """Return a bit that no origin has; 0 if there is none."""
+    # If no bit is free, drop the origins whose bits no live array carries.
+    # Their infs were masked out, so they can no longer reach a result.
     if self._entry_by_bit.keys() >= set(_BITS[:-1]):
       used_bits = join_taint_bits(list(self._tainted_arrays))
       self._entry_by_bit = {
@@ -131,7 +143,10 @@ class OriginTable:
     return next((bit for bit in _BITS[:-1] if bit not in self._entry_by_bit), 0)
 
   def _find_similar_origin_bit(self, origin: _report.Overflow) -> int:
-    """The bit of an origin on the same line, as in another iteration."""
+    """Return the bit of an origin of the same primitive and source line.
+
+    This is usually the same eqn in another iteration of a loop.
+    """
     key = origin.primitive, origin.source_line
     for bit, entry in self._entry_by_bit.items():
       if (entry.origin.primitive, entry.origin.source_line) == key:
@@ -141,8 +156,10 @@ class OriginTable:
   def select_origins(
     self, values: list[TaintedArray]
   ) -> list[_report.Overflow]:
-    """The origins of these values, in the order in which they were found."""
+    """Return the origins of these values, in the order of their discovery."""
     taint_bits = join_taint_bits(values)
+    # An inf in a literal, a constant or an argument is usually a mask. It is
+    # reported only if there is nothing else.
     entries = [f for b, f in self._entry_by_bit.items() if b & taint_bits]
     reported_entries = [f for f in entries if not f.is_constant] or entries
     return [f.origin for f in reported_entries]
@@ -150,23 +167,24 @@ class OriginTable:
   def taint_outputs(
     self, op: ExecutedEqn, outs: list[Any], finite_mask: list[bool]
   ) -> list[TaintedArray]:
-    """Marks what an operation has returned.
+    """Add taint to the outputs of an eqn.
 
-    An entry is marked as this operation's own if it is not finite although the
-    inputs are, or with neutral numbers in place of what is not. It carries the
-    mark of an origin if it is not finite with the entries of this origin alone.
+    A nonfinite entry originates in this eqn if it is also nonfinite with
+    neutral numbers in place of all tainted entries. It comes from an earlier
+    origin if it is nonfinite with only the entries of this origin left.
 
     Args:
-      op: the operation.
-      outs: what it returned.
-      finite_mask: whether each of these is finite.
+      op: the eqn.
+      outs: its outputs.
+      finite_mask: whether each output is finite.
 
     Returns:
-      The values, with marks on those that are not finite.
+      The outputs, with taint on those that are not finite.
     """
     input_bits = join_taint_bits(op.inputs)
     outs_all_masked, outs_by_origin = _rerun_masked(op, input_bits, outs)
-    # Without marks, it is an inf that is written there.
+    # All nonfinite arrays are tainted, except literals: if no operand is
+    # tainted, a nonfinite operand is an inf that is written in the program.
     input_finite_mask = [
       _taint_arrays.all_finite(value.array) for value in op.inputs
     ]
@@ -184,6 +202,7 @@ class OriginTable:
         self._get_fallback_bits(input_bits),
         self._get_constant_bits(),
       )
+      # All outputs of an eqn share one origin.
       if is_own.any():
         is_constant = is_literal_inf and not _taint_arrays.has_nan(out)
         own_bit = own_bit or self.add_origin(
@@ -200,10 +219,20 @@ class OriginTable:
     values: list[TaintedArray],
     taint_bits: int,
   ) -> list[TaintedArray]:
-    """What was returned at once, with the marks that were found step by step.
+    """Combine compiled outputs with the taint of the interpreted ones.
 
-    XLA may round otherwise when it does several operations at once. So an entry
-    may lack a mark, and is then marked with all bits that are known.
+    XLA may round differently when it fuses eqns, so a nonfinite entry of the
+    compiled program may be finite in the interpreter, and have no taint. It
+    gets the bits of the whole array, or else the fallback bits.
+
+    Args:
+      outs: the outputs of the compiled call, loop or branch.
+      finite_mask: whether each of them is finite.
+      values: the same outputs, evaluated eqn by eqn.
+      taint_bits: the bits for an output without any taint.
+
+    Returns:
+      The compiled outputs with taint.
     """
     reconciled_values = []
     for out, is_finite, value in zip(outs, finite_mask, values, strict=True):
@@ -219,31 +248,36 @@ class OriginTable:
     return reconciled_values
 
   def _get_constant_bits(self) -> int:
-    """The bits of the infinities that were written where they are."""
+    """Return the bits of all infs that are written in the program."""
     return sum(
       b for b, entry in self._entry_by_bit.items() if entry.is_constant
     )
 
   def _get_fallback_bits(self, taint_bits: int) -> int:
-    """What an entry is marked with that no origin makes alone."""
+    """Return the bits for an entry that no single origin explains.
+
+    Constants are left out if there are other origins, since they are intended.
+    """
     return taint_bits & ~self._get_constant_bits() or taint_bits
 
 
 def _rerun_masked(
   op: ExecutedEqn, taint_bits: int, outs: list[Any]
 ) -> tuple[list[Any] | None, dict[int, list[Any]]]:
-  """What the operation returns without what is not finite, or with parts of it.
+  """Evaluate an eqn again, without the tainted entries of its operands.
 
   Returns:
-    What it returns with neutral numbers in place of all marked entries, if that
-    tells anything, and what it returns with the marked entries of some bits
-    alone, if there are several.
+    The outputs with neutral numbers in place of all tainted entries, or None if
+    no number is neutral; and by group of bits, the outputs with only the
+    entries of this group left, if there are several groups.
   """
-  if not taint_bits:
+  if not taint_bits:  # There is nothing to replace.
     return outs, {}
   run = op.run
   if run is None:
     return None, {}
+  # Without a neutral number, an eqn is still evaluated for each origin. The
+  # replacement may then make an entry nonfinite, which only adds a bit.
   neutral_value = 1.0 if op.neutral_value is None else op.neutral_value
 
   def rerun_keeping(bit: int) -> list[Any]:
@@ -260,9 +294,9 @@ def _rerun_masked(
 
 
 def _group_bits(taint_bits: int) -> list[int]:
-  """The bits that are known, of which all but a few share a group.
+  """Split bits into groups: a few single bits, and one group of the others.
 
-  The operation is carried out once for each group.
+  The eqn is evaluated once for each group.
   """
   bits = [bit for bit in _BITS if bit & taint_bits]
   remaining_bits = sum(bits[_MAX_SEPARATE_BITS:])
@@ -273,5 +307,5 @@ def _group_bits(taint_bits: int) -> list[int]:
 
 
 def join_taint_bits(values: list[TaintedArray]) -> int:
-  """All bits that are set in any of the values."""
+  """Return the bits of all origins in the values."""
   return functools.reduce(int.__or__, (value.taint_bits for value in values), 0)

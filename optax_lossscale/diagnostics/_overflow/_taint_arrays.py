@@ -1,7 +1,9 @@
-"""Arrays of marks: made, put and read on the host.
+"""Operations on taint arrays: the origins of each nonfinite entry, as bits.
 
-On a device, each of these functions would be compiled once for each shape, and
-the compiler, not the arithmetic, is what a diagnosis waits for.
+The taint of an array is a uint32 array of the same shape. The bits of an entry
+are the origins that the entry comes from; a finite entry has no bits. Taint
+arrays live on the host: on a device, each function here would be compiled for
+each shape, and compilation already takes most of the time of ``find_overflow``.
 """
 
 from typing import Any
@@ -12,13 +14,14 @@ import numpy as np
 
 from optax_lossscale import _arrays
 
-# To look at a larger array costs less than to bring it to the host.
+# A larger array is reduced on its device, since the transfer to the host would
+# cost more than the compilation.
 _HOST_CHECK_MAX_SIZE = 2**20
 
 
 def all_finite(x: Any) -> bool:
-  """Whether an array is finite; all that are no floats are."""
-  # What a Ref holds is looked at when it is read.
+  """Return whether an array is finite; True if its dtype is not inexact."""
+  # A Ref is not checked here, but its contents are when an eqn reads them.
   if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.inexact):
     return True
   if x.size > _HOST_CHECK_MAX_SIZE:
@@ -32,29 +35,39 @@ def _all_finite_on_device(x: Any) -> Any:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-  """An array on the host, in a dtype that numpy knows of."""
+  """Return an array on the host, in a dtype that NumPy supports."""
   x = np.asarray(x)
   is_float = jnp.issubdtype(x.dtype, jnp.floating)
   if is_float and not np.issubdtype(x.dtype, np.floating):
-    with np.errstate(all="ignore"):  # To widen a NaN is no mistake.
+    with np.errstate(all="ignore"):  # NumPy warns of casts of NaN.
       return x.astype(np.float32)
   return x
 
 
 def nonfinite_mask(x: Any) -> np.ndarray:
-  """Which entries of an array are not finite."""
+  """Return the mask of the entries that are not finite."""
   return ~np.isfinite(to_numpy(x))
 
 
 def empty_taint(like: Any) -> np.ndarray:
-  """Marks of this shape that mark nothing."""
+  """Return a taint array of this shape without bits."""
   return np.zeros(like.shape, np.uint32)
 
 
 def mask_other_origins(
   array: jax.Array, taint: np.ndarray | None, bit: int, neutral_value: float
 ) -> Any:
-  """The array, with a neutral number in each entry with marks but this one."""
+  """Replace the entries that are tainted only by other origins.
+
+  Args:
+    array: the array.
+    taint: its taint.
+    bit: the bit, or bits, of the origin whose entries stay; 0 for none.
+    neutral_value: the number that replaces the other tainted entries.
+
+  Returns:
+    The array with the replaced entries.
+  """
   if taint is None:
     return array
   other_mask = (taint != 0) & (taint & np.uint32(bit) == 0)
@@ -67,9 +80,9 @@ def mask_other_origins(
 
 
 def device_put_like(x: np.ndarray, like: jax.Array) -> Any:
-  """An array of the host on the mesh of another; as it is if there is none.
+  """Move a host array to the mesh of another array; unchanged if it has none.
 
-  What runs an operation brings it to the device in less time.
+  Without a mesh, the jitted eqn transfers the array faster than ``device_put``.
   """
   is_on_mesh = isinstance(like.sharding, jax.sharding.NamedSharding)
   return jax.device_put(x, like.sharding) if is_on_mesh else x
@@ -82,7 +95,22 @@ def attribute_taint(
   fallback_bits: int,
   constant_bits: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The marks of an output, and which entries are the operation's own."""
+  """Attribute the nonfinite entries of an output to origins.
+
+  Args:
+    out: the output of an eqn.
+    out_all_masked: the output if all tainted entries of the operands are
+      replaced by neutral numbers: entries that are still nonfinite are new.
+      None if no number is neutral: then no entry counts as new.
+    outs_by_origin: by bit, the output if only the entries of this origin
+      remain: entries that are nonfinite then come from this origin.
+    fallback_bits: the bits for entries that no origin explains on its own.
+    constant_bits: the bits of constants that are inf.
+
+  Returns:
+    The taint of the output, and the mask of the entries that the eqn itself
+    made nonfinite.
+  """
   nonfinite = nonfinite_mask(out)
   is_own = np.zeros_like(nonfinite)
   if out_all_masked is not None:
@@ -92,7 +120,8 @@ def attribute_taint(
     is_reached = nonfinite & nonfinite_mask(origin_out) & ~is_own
     taint[is_reached] |= np.uint32(bit)
   taint[nonfinite & ~is_own & (taint == 0)] = np.uint32(fallback_bits)
-  # An inf that was written there is no fault. The NaN that is made of it is.
+  # A constant inf is intended, such as a mask of -inf. A NaN that an eqn
+  # computes from it is not, and becomes a new origin.
   is_constant = (taint != 0) & (taint & ~np.uint32(constant_bits) == 0)
   return taint, is_own | (np.isnan(to_numpy(out)) & is_constant)
 
@@ -100,7 +129,7 @@ def attribute_taint(
 def fill_untainted(
   taint: np.ndarray | None, out: jax.Array, bits: int
 ) -> np.ndarray:
-  """The marks, with these bits on what is not finite and has none."""
+  """Return the taint, with these bits on nonfinite entries without bits."""
   current_taint = np.uint32(0) if taint is None else taint
   return np.where(
     nonfinite_mask(out) & (current_taint == 0), np.uint32(bits), current_taint
@@ -108,5 +137,5 @@ def fill_untainted(
 
 
 def has_nan(x: jax.Array) -> bool:
-  """Whether an array holds a NaN."""
+  """Return whether an array holds a NaN."""
   return bool(np.isnan(to_numpy(x)).any())

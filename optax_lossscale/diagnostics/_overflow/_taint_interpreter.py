@@ -1,4 +1,13 @@
-"""Runs a jaxpr one operation at a time, and marks what is not finite."""
+"""Evaluate a jaxpr eqn by eqn, and track the origins of nonfinite entries.
+
+For each eqn: run it on concrete arrays. If all outputs are finite, continue. If
+it is a call, a branch or a loop, evaluate its jaxpr in the same way, so that
+the origin is as deep as possible. If it is a plain eqn, ``_taint`` attributes
+the nonfinite entries of its outputs to this eqn or to earlier origins.
+
+Loops run compiled up to the next iteration with a nonfinite output
+(``_loops``), and only this iteration is evaluated eqn by eqn.
+"""
 
 import collections
 from collections.abc import Callable, Sequence
@@ -27,8 +36,10 @@ from optax_lossscale.diagnostics._overflow import (
   _taint_arrays,
 )
 
-# Operations whose result stays finite if an input that is not is replaced by
-# this number, as long as nothing else is wrong.
+# For each primitive, a number that may replace tainted entries of any operand:
+# then the result is nonfinite only if the other entries make it so. Outputs of
+# all other primitives are attributed to the origins of their operands, if the
+# operands are tainted.
 _NEUTRAL_VALUES = {
   **dict.fromkeys(("div", "log", "log2", "pow", "integer_pow", "rsqrt"), 1.0),
   **dict.fromkeys(
@@ -42,24 +53,26 @@ _NEUTRAL_VALUES = {
     0.0,
   ),
 }  # fmt: skip
-# A loop may go wrong in each of a million iterations. After as many as this
-# that went wrong in the same way, meaning in the same inputs and outputs, what
-# is not finite is blamed on what was found before.
+# A loop may have nonfinite values in each of a million iterations. After this
+# many iterations with the same pattern of nonfinite inputs and outputs, further
+# ones are not evaluated eqn by eqn, and their nonfinite entries are attributed
+# to the origins that were already found in the loop.
 _MAX_INTERPRETED_ITERATIONS = 30
 
-_Made = TypeVar("_Made")
+_T = TypeVar("_T")
 
 
 class _EqnCall(NamedTuple):
-  """An equation that may be entered.
+  """An eqn whose jaxprs may be evaluated.
 
   Attributes:
-    eqn: the equation.
-    inputs: the values that it reads.
-    get_location: tells where it stands: it takes a look at a traceback.
-    has_effect: whether it must be carried out only once. If it may be done
-      again, the marks of what it returns are asked for, and not the arrays.
-    used_outputs: which of its outputs are asked for; all, if not given.
+    eqn: the eqn.
+    inputs: its operands.
+    get_location: returns the location of the eqn. It reads the traceback, which
+      is slow.
+    has_effect: whether the eqn must run only once. If not, it has already run
+      compiled, and only the taint of its outputs is needed, not the arrays.
+    used_outputs: whether each output is needed; None if all are.
   """
 
   eqn: core.JaxprEqn
@@ -69,17 +82,17 @@ class _EqnCall(NamedTuple):
   used_outputs: list[bool] | None = None
 
   def get_inner_location(self, call_label: str) -> _provenance.EqnLocation:
-    """The place of what it runs in this step."""
+    """Return the location of the jaxpr that the eqn runs."""
     return self.get_location().push_eqn_path(call_label)
 
 
 class TaintInterpreter:
-  """Runs jaxprs one operation at a time.
+  """Evaluates jaxprs eqn by eqn on :class:`TaintedArray` values.
 
   Attributes:
-    origins: where to note what is found.
-    runner: how to run one operation.
-    progress: where to tell which operation is run.
+    origins: the table to which origins are added.
+    runner: runs single eqns.
+    progress: shows which eqn is run.
   """
 
   def __init__(
@@ -91,6 +104,8 @@ class TaintInterpreter:
     self.origins = origins
     self.runner = runner
     self.progress = progress
+    # By function and eqn or jaxpr. The body of a loop is evaluated many times,
+    # and its eqns must be compiled and parsed only once.
     self._cache: dict[Any, Any] = {}
     self._loop_search = _walk.EqnSearch(_is_loop, _eqns.subjaxprs)
 
@@ -101,14 +116,15 @@ class TaintInterpreter:
     location: _provenance.EqnLocation,
     used_outputs: list[bool] | None = None,
   ) -> list[_taint.TaintedArray]:
-    """Runs a jaxpr.
+    """Evaluate a jaxpr.
 
     Args:
       closed_jaxpr: the jaxpr.
       inputs: a value for each of its inputs.
-      location: where it stands.
-      used_outputs: which of its outputs are asked for; all, if not given. What
-        leads to no other is not run, such as the optimizer in a skipped step.
+      location: the location from which it is called.
+      used_outputs: whether each output is needed; None if all are. Eqns that
+        lead to no needed output are not run, such as the optimizer in a skipped
+        step.
 
     Returns:
       A value for each of its outputs.
@@ -144,12 +160,16 @@ class TaintInterpreter:
       lift_const=lift_const,
       used_outputs=used_outputs,
     )
+    # Outputs that are not needed were not computed.
     return [out or _taint.TaintedArray(None) for out in outs]
 
   def make_constant(
     self, array: Any, primitive: str, location: _provenance.EqnLocation
   ) -> _taint.TaintedArray:
-    """A value that no operation has made."""
+    """Return the value of an argument, a constant or a literal.
+
+    A nonfinite one becomes an origin; an inf counts as intended.
+    """
     if _taint_arrays.all_finite(array):
       return _taint.TaintedArray(array)
     is_own = _taint_arrays.nonfinite_mask(array)
@@ -169,10 +189,11 @@ class TaintInterpreter:
     inputs: list[_taint.TaintedArray],
     get_location: Callable[[], _provenance.EqnLocation],
   ) -> list[_taint.TaintedArray]:
-    """Carries out one equation; enters it if its results are not finite."""
+    """Evaluate one eqn, and its jaxprs if its outputs are not finite."""
     has_effect = self._cached(_eqns.has_effect, eqn)
     eqn_call = _EqnCall(eqn, inputs, get_location, has_effect)
-    # To compile what is around a loop, and the loop, takes twice as long.
+    # An eqn with effects must not run twice. And if a call with a loop inside
+    # ran compiled first, XLA would compile the loop twice.
     is_entered = has_effect or self._has_inner_loop(eqn)
     inner_values = self._eval_subjaxprs(eqn_call) if is_entered else None
     if inner_values is not None:
@@ -189,6 +210,8 @@ class TaintInterpreter:
         self._eval_subjaxprs(eqn_call._replace(used_outputs=used_outputs)) or []
       )
       taint_bits = _taint.join_taint_bits(inner_values)
+      # Without taint, the nonfinite value exists only in the compiled eqn, and
+      # is attributed to the eqn as a whole below.
       if taint_bits:
         return self.origins.reconcile(
           outs, finite_mask, inner_values, taint_bits
@@ -208,20 +231,20 @@ class TaintInterpreter:
     )
     return self.origins.taint_outputs(op, outs, finite_mask)
 
-  def _cached(self, make: Callable[[Any], _Made], arg: Any) -> _Made:
-    """What a function makes of an equation or a jaxpr, made once."""
+  def _cached(self, make: Callable[[Any], _T], arg: Any) -> _T:
+    """Call a function of an eqn or a jaxpr, and cache the result."""
     key = make, arg
     if key not in self._cache:
       self._cache[key] = make(arg)
     return self._cache[key]
 
   def _get_run_fn(self, eqn: core.JaxprEqn) -> _runners.RunFn:
-    """What runs an equation as a whole."""
+    """Return a function that evaluates an eqn, or all of a loop."""
     loop = self._get_loop(eqn)
-    return self.runner.make_eqn_fun(eqn) if loop is None else loop.whole
+    return self.runner.make_eqn_fun(eqn) if loop is None else loop.run_all
 
-  def _get_loop(self, eqn: core.JaxprEqn) -> Any:
-    """What runs a loop, as a whole or in parts; None if it is none."""
+  def _get_loop(self, eqn: core.JaxprEqn) -> _loops.StoppableLoop | None:
+    """Return a loop that can stop; None if the eqn is not a loop."""
     return self._cached(self._make_loop, eqn)
 
   def _make_loop(self, eqn: core.JaxprEqn) -> _loops.StoppableLoop | None:
@@ -236,16 +259,17 @@ class TaintInterpreter:
         return None
 
   def _has_inner_loop(self, eqn: core.JaxprEqn) -> bool:
-    """Whether this is a call or a branch with a loop inside."""
+    """Return whether this eqn is a call or a branch with a loop inside."""
     return not _is_loop(eqn) and self._loop_search.any_inside(eqn)
 
   def _eval_subjaxprs(
     self, eqn_call: _EqnCall
   ) -> list[_taint.TaintedArray] | None:
-    """Runs the jaxprs of a call, a loop or a branch.
+    """Evaluate the jaxprs of a call, a loop or a branch.
 
     Returns:
-      The values of its outputs; None if it cannot be entered.
+      The outputs of the eqn; None if it has no jaxprs, or if they cannot be
+      evaluated.
     """
     match self._cached(_higher_order.parse_higher_order, eqn_call.eqn):
       case _higher_order.Call(body):
@@ -270,9 +294,11 @@ class TaintInterpreter:
     self, branches: tuple[_eqns.ClosedJaxpr, ...], eqn_call: _EqnCall
   ) -> list[_taint.TaintedArray] | None:
     index_value, *operands = eqn_call.inputs
+    # Inside shard_map, devices may take different branches: then do not enter.
     index = _get_uniform_value(index_value.array)
     if index is None:
       return None
+    # lax.switch clamps an index that is out of range, too.
     index = min(max(int(index), 0), len(branches) - 1)
     location = eqn_call.get_inner_location(f"cond(branch {index})")
     return self.eval_jaxpr(
@@ -296,6 +322,8 @@ class TaintInterpreter:
       num_iterations, carry, outs = self._advance(
         loop, num_iterations, inputs, eqn_call
       )
+      # ``_advance`` may have run several iterations. The predicate of each row
+      # must be the one before the last of them.
       if outs is not None and pred.ndim > self.runner.axis:
         pred = self._eval_while_cond(loop, [*cond_consts, *carry], eqn_call)
       location = eqn_call.get_inner_location(f"while[{num_iterations - 1}]")
@@ -303,6 +331,7 @@ class TaintInterpreter:
       new_carry = self._eval_iteration(
         loop.body, inputs, outs, location, budget
       )
+      # The taint of rows that have ended is the old one, as is their carry.
       pairs = zip(new_carry, carry, strict=True)
       carry = [self._select_carry(pred, *pair) for pair in pairs]
 
@@ -312,7 +341,7 @@ class TaintInterpreter:
     inputs: list[_taint.TaintedArray],
     eqn_call: _EqnCall,
   ) -> jax.Array:
-    """The condition of a loop: one flag, or one for each row of ``vmap``."""
+    """Return the predicate of a loop: a scalar, or under ``vmap`` a vector."""
     if self._cached(_has_effects, loop.condition):
       location = eqn_call.get_inner_location("while")
       return self.eval_jaxpr(loop.condition, inputs, location)[0].array
@@ -320,16 +349,17 @@ class TaintInterpreter:
     return run_cond(*(value.array for value in inputs))[0]
 
   def _reduce_pred(self, pred: jax.Array) -> np.ndarray:
-    """Whether a row needs another iteration, on each device."""
+    """Return whether any row needs another iteration, on each device."""
     axes = tuple(range(self.runner.axis, pred.ndim))
     return np.any(np.asarray(pred), axis=axes)
 
   def _select_carry(
     self, pred: jax.Array, new: _taint.TaintedArray, old: _taint.TaintedArray
   ) -> _taint.TaintedArray:
-    """What comes after an iteration that only some rows still need.
+    """Return the carry after an iteration that only some rows still need.
 
-    Such is a loop that was mapped by ``vmap``: each row has a flag.
+    The predicate of a loop under ``vmap`` has a value for each row. Rows that
+    have ended keep the old carry.
     """
     if pred.ndim == self.runner.axis:
       return new
@@ -360,6 +390,8 @@ class TaintInterpreter:
         scan.body, body_inputs, outs, location, budget
       )
       carry, row = body_outs[: scan.num_carry], body_outs[scan.num_carry :]
+      # Drop the arrays of finite rows: the outputs of the compiled scan replace
+      # them, and the rows of all iterations may not fit in memory twice.
       rows[i] = row if eqn_call.has_effect else list(map(_drop_array, row))
     ys = []
     for n in range(len(scan.body.jaxpr.outvars) - scan.num_carry):
@@ -377,9 +409,16 @@ class TaintInterpreter:
   def _stack_rows(
     self, rows: dict[int, _taint.TaintedArray], length: int, has_arrays: bool
   ) -> _taint.TaintedArray:
-    """What a scan stacks, of the rows by their numbers.
+    """Stack the rows that a scan returns from its iterations.
 
-    If the arrays are not needed, those that are missing have no marks.
+    Args:
+      rows: the row of each iteration, by index. Finite iterations may be
+        missing if the arrays are not needed.
+      length: the number of iterations.
+      has_arrays: whether to stack the arrays, in addition to the taint.
+
+    Returns:
+      The stacked rows.
     """
     axis = self.runner.axis
     array = None
@@ -401,21 +440,22 @@ class TaintInterpreter:
     inputs: list[_taint.TaintedArray],
     eqn_call: _EqnCall,
   ) -> tuple[int, Sequence[_taint.TaintedArray], list[Any] | None]:
-    """Runs a loop up to the next iteration that is to be looked at.
+    """Run a loop up to its next iteration with a nonfinite output.
 
     Returns:
-      The number of iterations that have run then; the carry that the last one
-      was given; and what its body returned, or None if it has not run, since it
-      has effects.
+      The number of iterations that have run then; the carry before the last
+      one; and the outputs of the body in the last one. Nothing runs if the loop
+      has effects: the outputs are None, and the caller evaluates the iteration.
     """
     _, carry, _ = _loops.split_loop_inputs(loop, inputs)
     if eqn_call.has_effect:
       return num_iterations + 1, carry, None
     arrays = [value.array for value in inputs]
-    stop_point = self._get_loop(eqn_call.eqn).advance(num_iterations, arrays)
-    if (
-      stop_point.num_iterations > num_iterations + 1
-    ):  # All that came before was finite.
+    loop_fun = self._get_loop(eqn_call.eqn)
+    assert loop_fun is not None  # It is a loop without effects.
+    stop_point = loop_fun.advance(num_iterations, arrays)
+    # All iterations before the last one were finite, so its carry has no taint.
+    if stop_point.num_iterations > num_iterations + 1:
       carry = list(map(_taint.TaintedArray, stop_point.carry))
     return stop_point.num_iterations, carry, stop_point.outs
 
@@ -427,14 +467,25 @@ class TaintInterpreter:
     location: _provenance.EqnLocation,
     budget: "_IterationBudget",
   ) -> list[_taint.TaintedArray]:
-    """Follows an iteration of a loop that returned this, step by step."""
+    """Return the outputs of an iteration with their taint.
+
+    Args:
+      closed_jaxpr: the body of the loop.
+      inputs: the inputs of the body.
+      outs: the outputs of the compiled body; None if it has effects.
+      location: the location of the iteration.
+      budget: the number of iterations that may still be evaluated eqn by eqn.
+    """
     if outs is None:
       return self.eval_jaxpr(closed_jaxpr, inputs, location)
     finite_mask = list(map(_taint_arrays.all_finite, outs))
     if all(finite_mask):
       return list(map(_taint.TaintedArray, outs))
+    # All inputs without taint are finite, so the pattern needs no look at
+    # arrays.
     pattern = (*finite_mask, *(value.taint is None for value in inputs))
     if budget.is_exhausted(pattern):
+      # Prefer the origins that reach this iteration through its inputs.
       taint_bits = _taint.join_taint_bits(inputs) or budget.taint_bits
       values = [_taint.TaintedArray(None)] * len(outs)
     else:
@@ -448,7 +499,8 @@ class TaintInterpreter:
     self, shard_map: _higher_order.ShardMap, eqn_call: _EqnCall
   ) -> list[_taint.TaintedArray] | None:
     is_nested = isinstance(self.runner, _runners.ShardRunner)
-    # An abstract mesh has no devices to run on.
+    # An abstract mesh has no devices to run on. A nested shard_map would need
+    # an additional axis for each level.
     if is_nested or not isinstance(shard_map.mesh, Mesh):
       return None
     runner = _runners.ShardRunner(shard_map)
@@ -463,11 +515,13 @@ class TaintInterpreter:
     reshard_array: Callable[[int, jax.Array], jax.Array],
     values: list[_taint.TaintedArray],
   ) -> list[_taint.TaintedArray]:
-    """All values, moved into a ``shard_map`` or out of it."""
+    """Move all values into a ``shard_map``, or out of it."""
 
     def reshard_value(
       i: int, value: _taint.TaintedArray
     ) -> _taint.TaintedArray:
+      # The taint takes the same route as the array, so its entries stay
+      # aligned.
       put_taint = lambda taint: _taint_arrays.device_put_like(
         taint, value.array
       )
@@ -482,9 +536,11 @@ class TaintInterpreter:
 
 
 class _IterationBudget:
-  """How many more iterations of a loop to run step by step.
+  """Limits how many iterations of a loop are evaluated eqn by eqn.
 
-  An iteration goes wrong in a way: which inputs and outputs are finite.
+  Iterations are counted by pattern: which of their inputs and outputs are
+  finite. A new pattern may have a new origin, so each pattern has its own
+  limit.
   """
 
   def __init__(self, origins: _taint.OriginTable) -> None:
@@ -492,23 +548,24 @@ class _IterationBudget:
     self._count_by_pattern: collections.Counter[tuple[bool, ...]] = (
       collections.Counter()
     )
-    # A value of its own, so that none of its bits is given to another origin.
+    # Registered as a value, so that the table reuses none of its bits for
+    # another origin while the loop runs.
     self._origin_value = _taint.TaintedArray(None)
 
   @property
   def taint_bits(self) -> int:
-    """The bits of the origins that were found in this loop."""
+    """The bits of all origins that were found in this loop."""
     return self._origin_value.taint_bits
 
   def is_exhausted(self, pattern: tuple[bool, ...]) -> bool:
-    """Whether it is over for iterations that go wrong in this way."""
+    """Return whether enough iterations of this pattern were evaluated."""
     return (
       self.taint_bits > 0
       and self._count_by_pattern[pattern] >= _MAX_INTERPRETED_ITERATIONS
     )
 
   def record_iteration(self, pattern: tuple[bool, ...], bits: int) -> None:
-    """Notes the bits that were found in an iteration."""
+    """Count an iteration, and add the bits that were found in it."""
     self._count_by_pattern[pattern] += 1
     self._origin_value = self._origins.register_array(
       None, np.array([self.taint_bits | bits])
@@ -516,7 +573,7 @@ class _IterationBudget:
 
 
 def _get_uniform_value(array: Any) -> Any:
-  """The number in an array, or None if the devices do not agree on it."""
+  """Return the scalar that all devices agree on; None if they differ."""
   unique_values = np.unique(np.asarray(array))
   return unique_values.item() if unique_values.size == 1 else None
 
@@ -526,7 +583,7 @@ def _has_effects(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
 
 
 def _drop_array(value: _taint.TaintedArray) -> _taint.TaintedArray:
-  """The value without its array, which need not be kept."""
+  """Drop the array, unless the value has taint, to free its memory."""
   return value if value.taint is not None else _taint.TaintedArray(None)
 
 
