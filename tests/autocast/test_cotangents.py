@@ -1,4 +1,4 @@
-"""No sum of cotangents is half, whatever stands around `autocast`.
+"""Cotangents are never summed in half precision, in any transformation.
 
 A `vmap` that comes later turns what moves data into something else: an index
 into a gather, whose transpose adds up, and an array that all members share into

@@ -196,11 +196,13 @@ def test_a_name_may_select_matmuls_of_a_nondifferentiable_rule():
 
   refuses.defvjp(rule, rule)
   fun = lambda w, x: refuses(x, w) + x @ w
-  told = "'unknown' selects no matmul .* The nearest .* autocast can't inspect"
+  message = (
+    "'unknown' selects no matmul .* The nearest .* autocast can't inspect"
+  )
   cast = ols.autocast(fun, keep_float32="unknown")
-  with pytest.warns(UserWarning, match=told):
+  with pytest.warns(UserWarning, match=message):
     cast(W, X)
-  cast(W, X)  # told once
+  cast(W, X)  # The warning is given once.
 
 
 def test_a_name_that_selects_nothing_is_an_error_that_names_the_nearest():

@@ -17,7 +17,7 @@ X = jax.random.normal(jax.random.key(0), (16, 8))
 
 
 def assert_near(actual, expected):
-  """By one bound: a bias before a norm has no gradient but for rounding."""
+  """By one bound: a bias before a norm has no gradient except for rounding."""
 
   def check(a, b):
     assert a.dtype == b.dtype
@@ -27,7 +27,7 @@ def assert_near(actual, expected):
 
 
 class NnxModel(nnx.Module):
-  """Changes its statistics, its random numbers and its notes in place."""
+  """Changes its statistics, random numbers and other variables in place."""
 
   def __init__(self, rngs):
     self.linear = nnx.Linear(8, 8, rngs=rngs)

@@ -82,7 +82,7 @@ LOSSES = {
   "a function of JAX": (a_function_of_jax(), TABLE, 2),
 }
 WITHIN = {
-  "as it is": lambda f: f,
+  "unchanged": lambda f: f,
   "a jit": jax.jit,
   "a checkpoint": jax.checkpoint,
   "a scan": lambda f: (
@@ -92,7 +92,7 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("within", mark_slow_params(["as it is"], WITHIN))
+@pytest.mark.parametrize("within", mark_slow_params(["unchanged"], WITHIN))
 @pytest.mark.parametrize("name", LOSSES)
 def test_matmuls_of_a_rule_run_in_half_precision_in_any_function(name, within):
   loss, argument, count = LOSSES[name]
@@ -216,7 +216,7 @@ def test_gradients_of_several_weights_in_a_rule_have_the_name_of_each():
     list_matmuls(jax.grad(ols.autocast(plain)), PARAMS, X)
   )
   if hijax.is_enabled("jax_custom_vjp3"):
-    # Such a tangent does not say which gradient is that of which weight.
+    # The tangent does not show which gradient belongs to which weight.
     assert set(found) - {("", "float16")} == set(least)
   else:
     assert set(found) == set(least) and found >= least

@@ -262,7 +262,7 @@ def test_a_name_keeps_only_the_matmuls_of_its_rows(name):
       if _primitives.is_matmul(step.eqn)
       and step.location.autocast_dtype is not None
     ]
-    named = [(place.names, place.is_backward) for place in locations]
+    named = [(x.names, x.is_backward) for x in locations]
     labels = [name for name, _ in _provenance.make_unique_labels(named)]
     return collections.Counter(zip(labels, named, strict=True))
 

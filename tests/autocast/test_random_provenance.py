@@ -153,7 +153,7 @@ def assert_names_select(nests):
     for row, name in zip(rows.sites, rows.names, strict=True)
     if row.names.param_path
   }
-  # Each weight has one name, which is that of no other.
+  # Each weight has one name, which no other weight has.
   assert sorted(path for path, _ in names) == sorted(kept_together), names
   assert len({name for _, name in names}) == len(kept_together)
   before = get_matmul_dtypes(grad(), params, X)
@@ -163,7 +163,7 @@ def assert_names_select(nests):
     if kept_together[path] == {path}:
       assert {dtype for _, dtype in found[path]} == {"float32"}
     for other in kept_together:
-      # A rule that is kept stays as it is, without names inside.
+      # A rule that is kept is unchanged, without names inside.
       is_kept = other in kept_together[path]
       assert is_kept or found[other] == before[other], (name, other)
       half = "float16" in {dtype for _, dtype in found[other]}

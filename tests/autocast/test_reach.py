@@ -215,7 +215,7 @@ def rename_params(eqn):
 
 
 def make_unknown_eqn(eqn):
-  """An equation of a primitive that nobody has heard of."""
+  """Return an equation of an unknown primitive."""
   primitive = type(eqn.primitive)("no_such_primitive")
   return eqn.replace(primitive=primitive)
 

@@ -43,7 +43,7 @@ def make_leaf(shape, dtype):
 
 
 def check_skips(name, shapes, dtype):
-  """Each kind of bad entry, at nine places in turn, changes nothing."""
+  """Each kind of bad entry, at nine indices in turn, changes nothing."""
   factory, kwargs = ALL[name]
   tx = ols.with_loss_scaling(factory(**kwargs))
   params = make_params(shapes, "float64" if dtype == "float64" else "float32")

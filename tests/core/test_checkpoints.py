@@ -163,7 +163,7 @@ def test_float16_moments_of_a_bare_state_are_widened_when_adopted():
   )
   assert jax.eval_shape(lambda: opt_state) == jax.eval_shape(lambda: fresh)
   # A trace of 2**-20 would be lost in float16, whose steps there are 2**-24
-  # wide, but for its last bits.
+  # wide, except for its last bits.
   grads = {"w": jnp.full(3, 2.0**-20 + 2.0**-30)}
   _, opt_state = tx.update(grads, opt_state, params)
   np.testing.assert_array_equal(

@@ -58,7 +58,7 @@ def test_the_bounds_of_a_hyperparameter_are_allowed_values(name, values):
     policy = ols.DynamicLossScale(**{name: value})
     state = policy.adjust(policy.init(), True)
     assert 2.0**-126 <= state.loss_scale <= 2.0**126
-    if name.endswith("factor"):  # They are told from 1 in float32.
+    if name.endswith("factor"):  # They must differ from 1 in float32.
       moved = jnp.float32(value) * jnp.float32(2.0**15)
       assert moved != 2.0**15
 
@@ -283,7 +283,7 @@ def test_an_energy_with_forces_is_differentiated_again():
 def test_missing_and_swapped_arguments_raise_an_error_with_the_expected_ones(
   differentiate,
 ):
-  """The commonest slip: state and function, or params in place of the state."""
+  """The most common mistakes: swapped arguments, or params as the state."""
   loss_fn, state = lambda w: w, ols.FixedLossScale(1.0).init()
   params = {"w": jnp.ones(2)}
   for error, expected, call in [

@@ -1,7 +1,7 @@
 """A million steps, and runs that are killed at any moment and restarted.
 
 This file is a script, too, which trains with a checkpoint every few steps, and
-goes on from the latest, if there is any: ``python test_long_runs.py FOLDER``.
+continues from the latest, if there is any: ``python test_long_runs.py FOLDER``.
 It writes the last state to FOLDER/final.npy.
 """
 
@@ -49,7 +49,7 @@ def test_a_long_run_keeps_bounds_counts_types_and_memory(policy):
     return jax.lax.scan(step, state, grads)
 
   state = tx.init({"w": jnp.zeros(3)})
-  # It will saturate, but for the fixed scale.
+  # It will saturate, except for the fixed scale.
   start = 0 if isinstance(policy, ols.FixedLossScale) else TOP - 10
   scale_state = state.loss_scale_state
   scale_state = scale_state._replace(total_notfinite=jnp.int32(start))

@@ -436,7 +436,7 @@ def test_a_function_without_a_signature_is_differentiated():
   np.testing.assert_array_equal(ols.grad(first, state)(jnp.ones(2)), [1, 0])
 
 
-# Both ways to test gradients, that of CPU and that of all other devices.
+# Both finiteness checks, for CPU and for all other devices.
 
 DTYPES = [
   *("float16", "bfloat16", "float32", "float64", "complex64"),

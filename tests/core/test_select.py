@@ -324,7 +324,7 @@ def test_a_skipped_step_keeps_every_bfloat16_moment():
 
 @pytest.mark.parametrize("condition", [True, False])
 def test_selecting_in_float32_preserves_numbers_and_nans(condition):
-  """This way is for TPU; CPU takes subnormal numbers for zero in either."""
+  """This way is for TPU; CPU treats subnormal numbers as zero in either."""
   other = np.ones(2**16, jnp.bfloat16)
   numbers = PATTERNS.view(jnp.bfloat16)
   args = (numbers, other) if condition else (other, numbers)

@@ -1,7 +1,7 @@
-"""Selecting inside the inner update: types, places and names stay.
+"""Selecting inside the inner update keeps types, devices and names.
 
 An equation that reads a selected value, or a call that holds one, was traced
-with the value itself. It must not be able to tell the two apart.
+with the value itself. It must not distinguish the two.
 """
 
 import functools

@@ -232,7 +232,7 @@ def test_select_if_finite_keeps_the_dtypes_and_the_float0_of_skipped():
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_select_if_finite_takes_other_containers_of_the_same_leaves(finite):
-  """The result is of those of the second."""
+  """The result has the containers of the second argument."""
   state = ols.DynamicLossScale().init()._replace(last_finite=jnp.array(finite))
   leaves = lambda x: {"value": jnp.float32(x), "other": jnp.float32(x + 1)}
   frozen = flax.core.FrozenDict

@@ -154,7 +154,7 @@ def reset_policy_state(state):
 
 
 def check_fixed(state, other):
-  """That all but the policy state is as it was, and the run goes on."""
+  """Assert that only the policy state changed, and that the run continues."""
   assert_same_bits(state.inner_state, other.inner_state)
   assert_same_bits(state.loss_scale_state[:5], other.loss_scale_state[:5])
   types = jax.tree.map(jax.typeof, TX.init(PARAMS))

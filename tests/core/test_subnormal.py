@@ -1,6 +1,6 @@
 """Subnormal parameters on a skipped step: the sentences that the pages say.
 
-The wrapper's -0.0 adds nothing, but XLA takes subnormal numbers for zero when
+The wrapper's -0.0 adds nothing, but XLA treats subnormal numbers as zero when
 it adds on CPU, whatever is added, and with it `optax.apply_updates`.
 """
 
@@ -71,7 +71,7 @@ def test_outside_jit_other_dtypes_flush_subnormals_to_zero_only(
 ):
   old = np.asarray(make_subnormals(dtype))
   new = np.asarray(run_skipped_step(optimizer, jnp.asarray(old), jitted=False))
-  # In NumPy, which takes them for what they are.
+  # In NumPy, which preserves subnormal numbers.
   are_subnormal = (old != 0) & (np.abs(old) < np.array(jnp.finfo(dtype).tiny))
   assert are_subnormal.any()
   assert (new[are_subnormal] == 0).all()

@@ -67,7 +67,7 @@ def test_the_update_on_a_growth_step_equals_the_previous_update():
 
 
 def test_both_idioms_give_the_true_gradient_to_the_optimizer():
-  """DeepSpeed divides gradients that nobody has multiplied."""
+  """DeepSpeed divides gradients that were never multiplied."""
 
   def loss_fn(w):
     return jnp.sum(w.astype(jnp.float16) ** 2).astype(jnp.float32)
@@ -378,7 +378,7 @@ def test_a_grads_amax_above_float32_is_clipped_to_the_largest_float32(amax):
 
 
 class AmaxRecorder:
-  """A policy that remembers the largest gradient that it was told of."""
+  """A policy that remembers the largest gradient that it received."""
 
   def init(self):
     state = ols.FixedLossScale(1.0).init()

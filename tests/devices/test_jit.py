@@ -1,4 +1,4 @@
-"""Sharded jit: nobody names an axis, and nothing but a flag is exchanged."""
+"""Sharded jit without axis names, in which devices exchange only a flag."""
 
 import functools
 

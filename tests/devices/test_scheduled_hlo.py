@@ -31,7 +31,7 @@ CASES = {
     "ROOT %k = f32[4,8]{1,0:T(8,128)} fusion(%a, %b), calls=%fused",
     (128 + 4 + 128, 1),
   ),
-  "an operand that is given twice is read once": (
+  "an operand that is passed twice is read once": (
     "ROOT %k = f32[4,8]{1,0} add(%a, %a)",
     (256, 1),
   ),

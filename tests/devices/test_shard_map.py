@@ -273,7 +273,7 @@ def map_over_axis(mapped, fun):
 
 # An overflow in one micro-batch: drop it, or drop the step. Both are sound.
 # Gradients are accumulated with lax.scan inside the sharded step. What is
-# dropped depends on where the wrapper stands: around the accumulation, or
+# dropped depends on the position of the wrapper: around the accumulation, or
 # inside.
 
 MICRO_BATCHES = 4

@@ -338,7 +338,7 @@ def measure_nothing(rows):
 
 
 def by_bisection(total, bad):
-  """The effects of many places, of which one may be bad; and how many runs."""
+  """Return the effects of many layers, maybe one bad, and the run count."""
   calls = []
 
   def measure(rows):

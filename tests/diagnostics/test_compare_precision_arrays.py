@@ -280,7 +280,7 @@ def test_two_keys_with_a_slash_are_distinguished_by_quotes():
     kept = ols.grad(ols.autocast(loss, keep_float32=name), ONE)
     rows = diagnostics.precision_report(kept, params).unconverted
     assert {row.param_path for row in rows} == {name}
-  # If nothing is spelled alike, a key is spelled as it is.
+  # If nothing is spelled alike, a key is printed unchanged.
   alone = {"a/b": params["a/b"], "a": {"c": params["a"]["b"]}}
   assert list(diagnostics.gradient_report(alone).as_dict()["leaves"]) == [
     "a/c",

@@ -114,7 +114,7 @@ def test_bfloat16_has_different_thresholds():
 # The others take a minute and more, each.
 SLOW = {"GRU, Flax linen", "LSTM, Haiku", "BatchNorm, Equinox"}
 # The gradients of their first layers are what is left of large sums, in all
-# places alike.
+# layers alike.
 HAVE_SMALL_SUMS = {"ResNet, Flax linen", "ResNet, Haiku", "MobileNet, Keras"}
 sound_models = pytest.mark.parametrize(
   "name",

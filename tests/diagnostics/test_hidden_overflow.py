@@ -27,7 +27,7 @@ def make_step(
   wrap_tx=lambda tx: tx,
   **kwargs,
 ):
-  """A step in which something stands between its gradients and `update`."""
+  """Return a step with code between its gradients and `update`."""
   tx = wrap_tx(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
 
   def changed(params, state, batch):

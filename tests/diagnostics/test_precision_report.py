@@ -67,7 +67,7 @@ def recurrent():
     body = lambda h, x: (jax.nn.relu(h @ w + x @ u), None)
     return total(lax.scan(body, xs[0], xs, unroll=8)[0])
 
-  # XLA leaves out the derivative of the first carry, if nobody reads it.
+  # XLA leaves out the derivative of the first carry if it is unused.
   fun = jax.grad(loss_fn, argnums=(0, 2))
   return fun, make_shape(768, 768), make_shape(768, 768), make_shape(8, 64, 768)
 

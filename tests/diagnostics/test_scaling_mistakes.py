@@ -323,7 +323,7 @@ def of_one_task_of_three():
 
 
 def with_a_frozen_part():
-  """The gradient of the frozen part overflows, and nobody uses it."""
+  """The gradient of the frozen part overflows, and is not used."""
 
   def loss_fn(params, batch):
     return jnp.mean((batch["x"] @ params["w"] + 1e30 * params["frozen"]) ** 2)
@@ -405,7 +405,7 @@ def with_a_sharpness_aware_gradient():
 
 
 def with_a_state_of_ones_own():
-  """The loss scale is an argument that no name tells."""
+  """The loss scale is an argument that no name identifies."""
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   cast = ols.autocast(plain_loss)
 

@@ -1,4 +1,4 @@
-"""The reports of a whole step say what those of its gradient say."""
+"""The reports of a whole step agree with the reports of its gradient."""
 
 import functools
 import re
@@ -60,7 +60,7 @@ def find_gradient_overflow():
 
 
 def strip_name(name):
-  """The path of the weights, without what stands around it."""
+  """Return the path of the weights alone."""
   return name.split(" at ")[0].split("/")[-1]
 
 

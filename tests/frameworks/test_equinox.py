@@ -299,8 +299,8 @@ def test_an_equinox_model_trains_as_in_float32(loss_fn):
       losses.append(float(loss))
     return losses, opt_state
 
-  # In half first: with JAX 0.8, one of the rules refuses to be asked for other
-  # derivatives than before.
+  # Half precision is first: with JAX 0.8, one of the rules refuses to compute
+  # other derivatives than before.
   half, opt_state = trained(ols.autocast(loss_fn))
   full, _ = trained(loss_fn)
   assert full[-1] < full[0]

@@ -23,7 +23,7 @@ class StatsState(TrainState):
 
 
 class Model(nn.Module):
-  """Half precision but for the loss."""
+  """Half precision except for the loss."""
 
   @nn.compact
   def __call__(self, x, train=True):

@@ -14,7 +14,7 @@ POLICY = ols.DynamicLossScale(growth_interval=3)
 
 
 class Model(nnx.Module):
-  """Half precision but for the loss."""
+  """Half precision except for the loss."""
 
   def __init__(self, rngs):
     half = {"dtype": jnp.float16, "rngs": rngs}

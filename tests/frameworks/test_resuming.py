@@ -93,7 +93,7 @@ def assert_training_continues(state, saved):
 def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum_silently(
   tmp_path,
 ):
-  """The trap, as it is. If this fails, Flax has closed it: say so."""
+  """The known trap. If this fails, Flax has fixed it: update the page."""
   saved = train(make_state(BARE))
   assert get_momentum(saved) > 0.5
   checkpoints.save_checkpoint(tmp_path, saved, STEPS)

@@ -97,7 +97,7 @@ MINDSPORE = {
   "scale_factor": 2,
 }
 
-# Every dict that can be given: a name, the call, and a valid dict.
+# Every dict that can be passed: a name, the call, and a valid dict.
 CALLS = {
   "tf.keras": (interop.from_keras, TF),
   "Keras 3": (interop.from_keras, KERAS_3),
@@ -165,7 +165,7 @@ OBJECTS = [
 
 
 class Hostile:
-  """Raises whatever is asked of it."""
+  """Raises an error in every method."""
 
   def __repr__(self):
     raise RecursionError

@@ -32,7 +32,7 @@ DATA_MOVEMENT = {
 class Matmul(NamedTuple):
   """A matmul with the names that reports print."""
 
-  name: str  # of its weights or its scope, whichever tells more
+  name: str  # of its weights or its scope, whichever is more specific
   weights: str
   scope: str
   backward: bool
@@ -52,7 +52,7 @@ def count_matmuls_by_dtype(fun, *args):
 def list_named_matmuls(fun, *args, only_live=False):
   """Return each matmul of a function, in order, as a :class:`Matmul`.
 
-  Only those whose results are read, if that is asked for: JAX leaves others
+  Only those whose results are read, if that is requested: JAX leaves others
   next to them, which XLA removes.
   """
   visits = _walk.walk(

@@ -136,7 +136,7 @@ with_scaled_grads = _make_named(
 
 
 def with_an_additional_optax_optimizer(policy):
-  """Which is given the gradient of one more array, and is not looked at."""
+  """Return a step with a bare optimizer for one more array."""
   step, (params, state, batch) = _make_optax_step(policy)
   other = optax.adam(1e-3)
 

@@ -177,7 +177,7 @@ def megatron_state(settings):
   return interop.from_megatron(settings, samples.MEGATRON_STATE)
 
 
-# A call, what it is given, and what the error says.
+# A call, its argument, and the error.
 REFUSED_WHOLE = [
   (
     megatron_state,

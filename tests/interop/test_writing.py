@@ -1,4 +1,4 @@
-"""to_torch, to_keras and to_flax write only what goes on as ours does."""
+"""to_torch, to_keras and to_flax write only states that continue like ours."""
 
 import dataclasses
 
@@ -229,7 +229,7 @@ def test_a_refill_without_hysteresis_has_no_effect_and_is_not_refused(write):
 
 @pytest.mark.parametrize("write", [interop.to_keras, interop.to_flax])
 def test_a_scale_below_min_scale_is_not_written(write):
-  """Ours would go back to the floor in the next step, and theirs would not."""
+  """Ours would return to min_scale in the next step, and theirs would not."""
   policy = ols.DynamicLossScale()
   state = ols.set_loss_scale(policy.init(), 0.5)
   message = r"must be between the minimum 1 and .*, got 0.5. .* Set the"

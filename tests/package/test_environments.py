@@ -136,9 +136,9 @@ def test_an_unsupported_python_is_never_used(machine):
 
 def test_python_3_11_is_warned_of_the_last_jax_that_supports_it(machine):
   path = machine.add("3.11")
-  told = "Python 3.11: JAX ends at 0.10.2"
-  assert machine.newest() == (0, path, told)
-  assert machine.newest(PYTHON=path) == (0, path, told)
+  warning = "Python 3.11: JAX ends at 0.10.2"
+  assert machine.newest() == (0, path, warning)
+  assert machine.newest(PYTHON=path) == (0, path, warning)
 
 
 def test_the_python_option_replaces_the_search(machine):

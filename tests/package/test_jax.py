@@ -158,8 +158,8 @@ def test_the_parameters_of_primitives_are_those_that_were_recorded():
 
 
 def test_a_difference_is_described_in_words():
-  told = describe_difference("scan", ["a", "num_consts"], ["a", "ft_in"])
-  assert told == "scan: gone ['num_consts'], new ['ft_in']"
+  text = describe_difference("scan", ["a", "num_consts"], ["a", "ft_in"])
+  assert text == "scan: gone ['num_consts'], new ['ft_in']"
   assert describe_difference("scan", ["a"], ["a"]) == ""
 
 

@@ -132,22 +132,22 @@ def can_import(module, package, *parts):
   return package in allowed and not (package in ("jax", "optax") and private)
 
 
-# In the order in which they may see each other: each only those before it.
+# The order of imports: each module imports only those before it.
 ORDER = re.findall(
   r"^\| `(\w+)(?:\.py|/)`", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
 )
 
 
 def read_layers():
-  """The rooms on each floor of the drawing, from the top down."""
+  """Return the modules of each layer of the diagram, from the top down."""
   page = (ROOT / "docs" / "design.md").read_text()
-  (drawing,) = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
-  # A floor may take two lines, of which the first has its number.
-  rows = re.split(r"^ +\d \|", drawing, flags=re.MULTILINE)[1:]
+  (diagram,) = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
+  # A layer may take two lines, of which the first has its number.
+  rows = re.split(r"^ +\d \|", diagram, flags=re.MULTILINE)[1:]
   return [re.findall(r"[a-z_]+", row) for row in rows]
 
 
-# Beyond the order: what keeps the core a core.
+# Imports that the order allows, but that the core must not have.
 CORE = set(ORDER[: ORDER.index("_autocast")]) - {
   "_checks",
   "_flattening",
@@ -166,13 +166,13 @@ NEVER = {
 
 
 def test_the_table_of_modules_and_the_diagram_list_each_module_once():
-  rooms = sorted({module.split(".")[0] for module in MODULES} - {"__init__"})
-  assert sorted(ORDER) == rooms
-  assert sorted(room for floor in read_layers() for room in floor) == rooms
+  names = sorted({module.split(".")[0] for module in MODULES} - {"__init__"})
+  assert sorted(ORDER) == names
+  assert sorted(name for layer in read_layers() for name in layer) == names
 
 
 def test_imports_go_up_in_the_table_and_down_in_the_diagram():
-  depth = {room: i for i, floor in enumerate(read_layers()) for room in floor}
+  depth = {top: i for i, layer in enumerate(read_layers()) for top in layer}
   for module, path in MODULES.items():
     top = module.split(".")[0]
     for name in list_imports(path):
@@ -184,12 +184,12 @@ def test_imports_go_up_in_the_table_and_down_in_the_diagram():
       assert depth[seen] > depth[top], (module, seen)
       assert seen not in NEVER.get(top, ()), (module, seen)
       if top == "diagnostics" and seen == "_autocast":
-        # Only what compares with autocast knows of it.
+        # Only the comparison with autocast imports it.
         assert module.startswith("diagnostics._comparison"), module
 
 
 def list_imported_modules(module):
-  """The modules that one imports names from, as they are called in MODULES."""
+  """Yield the modules that one imports names from, as named in MODULES."""
   for name in list_imports(MODULES[module]):
     parts = name.split(".")
     while parts and parts[0] == "optax_lossscale":
@@ -207,7 +207,7 @@ def test_imports_have_no_cycle():
   graphlib.TopologicalSorter(graph).prepare()
 
 
-# What is seen inside of a room with a folder, all of which have a face.
+# Submodules of packages that other packages import past the package itself.
 SEEN_INSIDE = {
   ("diagnostics._comparison._compare_precision", "_autocast._matmuls"),
   ("plots", "diagnostics._dtype_limits"),
@@ -219,10 +219,10 @@ def test_private_submodules_are_imported_from_outside_in_three_cases_only():
   found = set()
   for module in MODULES:
     for seen in list_imported_modules(module):
-      room, *inside = seen.split(".")
-      is_face = inside in ([], ["__init__"])
-      is_outside = module.split(".")[0] not in (room, "__init__")
-      if is_outside and not is_face and room != "_jaxprs":
+      package, *inside = seen.split(".")
+      is_package_itself = inside in ([], ["__init__"])
+      is_outside = module.split(".")[0] not in (package, "__init__")
+      if is_outside and not is_package_itself and package != "_jaxprs":
         found.add((module, seen))
   assert found == SEEN_INSIDE
 
@@ -250,11 +250,11 @@ def test_the_engines_of_the_diagnostics_do_not_import_each_other():
       assert engine in (None, engine_of.get(module)), (module, seen)
 
 
-# What JAX may rename: parameters of equations, and attributes of these and of
+# Names that JAX may change: params of equations, and attributes of these and of
 # types.
 INSIDES = {"ctx", "debug_info", "donated_invars", "effects", "inner_aval",
            "params", "source_info"}  # fmt: skip
-# As those of ``getattr``, or the keys of parameters.
+# As arguments of ``getattr``, or as keys of params.
 KEYS = INSIDES - {"effects", "params"}
 
 
@@ -282,8 +282,8 @@ README = (TESTS / "README.md").read_text()
 def test_the_readme_names_the_tests_of_each_module():
   rows = re.findall(r"^\| (.*?`.*?) \| (.*) \|$", README, re.MULTILINE)
   assert all("`" in tests for names, tests in rows)
-  rooms = re.findall(r"`(\w+)", " ".join(names for names, _ in rows))
-  assert not set(ORDER) - set(rooms)
+  modules = re.findall(r"`(\w+)", " ".join(names for names, _ in rows))
+  assert not set(ORDER) - set(modules)
 
 
 def test_each_path_in_the_readme_of_the_tests_exists():

@@ -33,7 +33,7 @@ tx = optax.sgd(0.1)
 params, x = {"w": jnp.ones((2, 2))}, jnp.ones((2, 2))
 state = ols.DynamicLossScale().init()
 
-# What is right.
+# Correct code.
 ols.with_loss_scaling(tx)
 ols.with_loss_scaling(optax.MultiSteps(tx, 2), "headroom", max_norm=1.0)
 ols.with_loss_scaling(tx, ols.interop.DeepSpeedLossScale())
@@ -48,7 +48,7 @@ kept: dict[str, jax.Array] = params
 state = ols.set_loss_scale(state, 8.0)
 value = ols.autocast()(ols.keep_float32(loss_fn))(params, x)
 
-# What is not.
+# Mistakes.
 ols.with_loss_scaling(tx, "dynmic")  # mistake
 ols.with_loss_scaling(tx, growth_interval=3)  # mistake
 ols.loss_scale_metrics(state, policy="dynmic")  # mistake

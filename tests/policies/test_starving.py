@@ -484,8 +484,8 @@ def test_an_adversary_finds_no_run_that_starves(runs, seed):
   assert dynamic[1].max() > 2000
 
 
-# Nobody wrote these down: each is a row of stretches whose level, noise, share
-# of zeros, spikes and NaNs are drawn at random. No gradients fall by more than
+# Random runs: each is a sequence of stretches whose level, noise, share of
+# zeros, spikes and NaNs are drawn at random. No gradients fall by more than
 # 28 binades at once; docs/policies.md says that these are not found again.
 
 

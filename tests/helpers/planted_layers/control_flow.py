@@ -118,7 +118,7 @@ def custom_vjp_forward(fault):
 
 
 def custom_vjp_forward_in_jit(fault):
-  """JAX says of what a rule computes in it that it stands at the call."""
+  """JAX gives the equations of its rule the location of the call."""
   loss_fn, args, *_ = custom_vjp_forward(fault)
   return Model(jax.jit(loss_fn), args)
 

@@ -67,7 +67,7 @@ def scores(fault):
 
 
 def logits(fault):
-  """Classes that are nearly the same, told apart by a low temperature."""
+  """Nearly equal classes that a low temperature distinguishes."""
   size = 1e-3 if fault else 1.0
 
   def loss_fn(params, x, labels):

@@ -27,7 +27,7 @@ class Scaler:
   A recorder defines `start`, which makes it by its settings; `step`, which
   tells whether a finite step or another was applied, or None if the scaler gave
   up; `scale` and `counter`; `save`, what a checkpoint would hold, as JSON; and
-  `restore`, which goes on from there.
+  `restore`, which continues from there.
   """
 
   def __init__(self, settings: Any):
@@ -35,14 +35,14 @@ class Scaler:
     self.start()
 
   def load(self, saved: Any) -> "Scaler":
-    """A new scaler, with the settings of this one, that goes on from there."""
+    """Return a scaler with these settings that continues from there."""
     other = type(self)(self.settings)
     other.restore(saved)
     return other
 
 
 def make_strings(window: int, hysteresis: int = 1) -> dict[str, str]:
-  """Strings that tell one rule from another, for one growth window."""
+  """Return step sequences that distinguish rules, for one growth window."""
   n, long = window, 2 * window + 2
   named = {
     "finite": "F" * (3 * n + 3),
@@ -126,16 +126,16 @@ def pack_result(result: dict[str, list]) -> dict[str, Any]:
   }
 
 
-# What `to_torch`, `to_keras` and `to_flax` return for these policies and
+# The results of `to_torch`, `to_keras` and `to_flax` for these policies and
 # states. The tests check that they do; the recorders load it into the real
-# packages, and record how these go on.
+# packages, and record how these continue.
 EXPORT_STEPS = "F*3 T FFTF*5 TTF*12 TFT"
 
 
 def record_exports(
   package: str, load: Callable[[Any], Scaler]
 ) -> list[dict[str, Any]]:
-  """What was exported to this package, and how what loads it goes on."""
+  """Return the exported state, and how the package that loads it continues."""
   exported = json.loads((HERE / "exported.json").read_text())[package]
   return [
     {
