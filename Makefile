@@ -45,7 +45,7 @@ ONLY_NEWEST = $(addprefix --ignore=tests/, \
 # of which there are others, and Flax 0.12.0 earns a warning.
 ONLY_LATER = $(addprefix --ignore=tests/core/, \
   test_bit_identity.py test_cost.py test_subnormal.py) \
-  --deselect='tests/core/test_select.py::test_what_makes_the_updates_too_in_a_jaxpr_is_selected_behind[scan]' \
+  --deselect='tests/core/test_select.py::test_state_and_updates_from_one_inner_jaxpr_are_selected_after_it[scan]' \
   -W 'ignore:jax.:DeprecationWarning'
 # What can fail on the oldest for a reason of its own: the core, the parts that
 # read jaxprs, and whole steps with a library of each kind and on a mesh.

@@ -41,7 +41,7 @@ def main():
   print_row(COLUMNS)
   print_row(["---"] + (len(COLUMNS) - 1) * ["--:"])
   for name in float32_models.NAMES:
-    print_row([name, *measure(float32_models.make(name), args.rounds)])
+    print_row([name, *measure(float32_models.make_model(name), args.rounds)])
 
 
 def print_row(cells):
@@ -60,7 +60,7 @@ def measure(model, rounds):
   )
   cosine, loss = errors(cast(params), written(params))
   least_cosine, least_loss = errors(written(rounded), written(params))
-  counts = [len(list(matmul_flops.equations(j))) for j in jaxprs]
+  counts = [len(list(matmul_flops.iter_eqns(j))) for j in jaxprs]
   memory = [c.memory_analysis().temp_size_in_bytes for c in (written, cast)]
   return [
     f"{matmul_flops.half_flops_fraction(jaxprs[1]):.2%}",

@@ -49,7 +49,7 @@ def main():
   print("| gradient | compile | precision | overflow | compare | places |")
   print("|---|--:|--:|--:|--:|--:|")
   for name in filter(MODELS.__contains__, names):
-    row = measure(float32_models.make(name))
+    row = measure(float32_models.make_model(name))
     print(f"| {name} | {' | '.join(row)} |", flush=True)
   print("\n| step | compile | precision | overflow | compare, worst |")
   print("|---|--:|--:|--:|--:|")

@@ -14,7 +14,7 @@ import optax_lossscale as ols
 
 X = jnp.float32(np.arange(12).reshape(3, 4) % 5 - 2)
 W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
-# Small integers: float16 holds them and their products exactly, so that a
+# Small integers: float16 represents them and their matmuls exactly, so that a
 # function must return the same bits, whatever runs in float16.
 
 
@@ -193,20 +193,23 @@ def mean_square(fun):
 
 
 @pytest.mark.parametrize("name", mark_slow_params(QUICK, PROGRAMS))
-def test_all_products_run_in_half_and_the_result_is_the_same(name):
+def test_all_matmuls_run_in_half_precision_and_the_result_is_equal(name):
   fun = PROGRAMS[name]
   skip_if_jax_cannot(jax.eval_shape, fun, X, W)
   half = ols.autocast(fun)
-  assert set(jaxprs.products(half, X, W)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(half, X, W)) == {"float16"}
   # Each of them once.
-  before, after = jaxprs.products(fun, X, W), jaxprs.products(half, X, W)
+  before, after = (
+    jaxprs.count_matmuls_by_dtype(fun, X, W),
+    jaxprs.count_matmuls_by_dtype(half, X, W),
+  )
   assert sum(before.values()) == sum(after.values())
   for transform in (jax.jit, lambda f: f):
     assert_same_bits(transform(half)(X, W), transform(fun)(X, W))
 
 
 @pytest.mark.parametrize("name", mark_slow_params(QUICK_GRADIENTS, PROGRAMS))
-def test_the_gradient_is_the_same_and_its_products_run_in_half(name):
+def test_the_gradient_is_equal_and_its_matmuls_run_in_half_precision(name):
   fun = PROGRAMS[name]
   if name == "while_loop":  # It has a derivative in forward mode alone.
     gradient = lambda f: jax.jacfwd(mean_square(f))
@@ -214,21 +217,21 @@ def test_the_gradient_is_the_same_and_its_products_run_in_half(name):
     gradient = lambda f: jax.grad(mean_square(f), argnums=(0, 1))
   half, full = gradient(ols.autocast(fun)), gradient(fun)
   skip_if_jax_cannot(jax.eval_shape, full, X, W)
-  assert set(jaxprs.products(half, X, W)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(half, X, W)) == {"float16"}
   assert_close(jax.jit(half)(X, W), jax.jit(full)(X, W))
 
 
 @all_programs
-def test_what_is_rewritten_passes_the_checks_of_jax(name):
+def test_rewritten_jaxprs_pass_the_checks_of_jax(name):
   with jax.enable_checks(True):
     jax.make_jaxpr(ols.autocast(PROGRAMS[name]))(X, W)
 
 
-def test_a_weakly_typed_product_stays_so():
+def test_a_weakly_typed_matmul_stays_weakly_typed():
   def loop(n):
     weak = jnp.full((2, 2), 1.0) * 1.0  # As an array of Python numbers is.
-    product = lambda x: lax.dot(x, x)
-    return lax.fori_loop(0, n, lambda i, x: product(x), weak)
+    matmul = lambda x: lax.dot(x, x)
+    return lax.fori_loop(0, n, lambda i, x: matmul(x), weak)
 
   assert jax.eval_shape(ols.autocast(loop), 2) == jax.eval_shape(loop, 2)
   assert_same_bits(jax.jit(ols.autocast(loop))(2), jax.jit(loop)(2))
@@ -236,7 +239,7 @@ def test_a_weakly_typed_product_stays_so():
 
 @pytest.mark.slow
 @all_programs
-def test_a_transformed_function_is_the_same(name):
+def test_a_transformed_function_gives_the_same_result(name):
   fun = PROGRAMS[name]
   half, loss = ols.autocast(fun), mean_square(fun)
   if name != "while_loop":

@@ -1,4 +1,4 @@
-"""The arguments of a function within `autocast`, and what it does besides."""
+"""The arguments and the side effects of a function within `autocast`."""
 
 from collections import defaultdict, OrderedDict
 import functools
@@ -52,11 +52,11 @@ def test_keys_of_an_argument_may_be_of_several_types(kind):
   assert "flax.nnx" in sys.modules
   half = ols.autocast(lambda tables, x: tables["w"] @ tables[1] @ x)
   tables = kind({"w": jnp.eye(4), 1: jnp.eye(4)})
-  counts = jaxprs.products(lambda x: half(tables, x), jnp.eye(4))
+  counts = jaxprs.count_matmuls_by_dtype(lambda x: half(tables, x), jnp.eye(4))
   assert counts == {"float16": 2}
 
 
-def test_a_module_is_found_beside_keys_of_several_types():
+def test_a_module_is_found_next_to_keys_of_several_types():
   def fun(tables, x):
     tables["layer"].count[...] += 1
     return tables["layer"](x)
@@ -131,7 +131,7 @@ def test_a_reference_is_read_and_written():
   assert_same_bits(jax.jit(ols.autocast(fun))(X), X @ W + 1)
 
 
-def test_a_leaked_tracer_is_told_with_the_users_function():
+def test_a_leaked_tracer_is_reported_with_the_users_function():
   seen = []
 
   def loss_that_writes_outside(w):

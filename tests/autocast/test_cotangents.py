@@ -1,4 +1,4 @@
-"""No sum of cotangents is half, whatever stands around `autocast`.
+"""Cotangents are never summed in half precision, in any transformation.
 
 A `vmap` that comes later turns what moves data into something else: an index
 into a gather, whose transpose adds up, and an array that all members share into
@@ -65,7 +65,7 @@ AROUND = vmap_over_members, shard_map_over_members
 
 
 def assert_sums_are_wide(gradient, *args):
-  """No equation that adds or spreads data is half, but for products."""
+  """Assert that only matmuls, of all that add or spread data, are float16."""
   jaxpr = jax.make_jaxpr(gradient)(*args)
   assert matmul_flops.list_half_sums(jaxpr) == set()
 
@@ -86,7 +86,7 @@ def test_the_gradients_of_many_members_add_up(name, around):
   np.testing.assert_allclose(jax.jit(half)(W), full(W), rtol=2e-3, atol=2e-3)
 
 
-# Every product, of two operands.
+# Every contraction primitive, as a function of two operands.
 PRODUCTS = {
   "dot_general": lambda a, b: a @ b,
   "conv_general_dilated": lambda a, b: lax.conv(
@@ -99,9 +99,9 @@ PRODUCTS = {
 BATCHINGS = [(0, None), (None, 0), (0, 0), (None, None)]
 
 
-def test_each_primitive_of_the_table_is_tried():
+def test_each_contraction_primitive_is_tested():
   between = _primitives.PERMUTING_COLLECTIVES
-  assert set(jaxprs.MOVES) == _primitives.DATA_MOVEMENT
+  assert set(jaxprs.DATA_MOVEMENT) == _primitives.DATA_MOVEMENT
   assert between == {"all_to_all", "ppermute"}  # tried below
   assert set(PRODUCTS) == set(_primitives.CONTRACTION_PREDICATES)
 
@@ -109,10 +109,10 @@ def test_each_primitive_of_the_table_is_tried():
 @pytest.mark.parametrize(
   "axes", mark_slow_params([(0, None), (0, 0)], BATCHINGS)
 )
-@pytest.mark.parametrize("name", [*jaxprs.MOVES, *PRODUCTS])
-def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
+@pytest.mark.parametrize("name", [*jaxprs.DATA_MOVEMENT, *PRODUCTS])
+def test_batching_moved_values_makes_no_sum_in_half_precision(name, axes):
   def model(a, b):
-    moved = jaxprs.MOVES.get(name, lambda h: h)
+    moved = jaxprs.DATA_MOVEMENT.get(name, lambda h: h)
     h = moved(PRODUCTS.get(name, jnp.matmul)(a, b))
     return jnp.sum(jnp.sin(h) * jnp.cos(jnp.sum(a * b)))
 
@@ -122,7 +122,7 @@ def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
   ]
 
   def members(fun, a, b):
-    if axes == (None, None):  # What all members share comes from outside.
+    if axes == (None, None):  # Values that all members share are closed over.
       return jax.vmap(lambda s: s * fun(a, b))(jnp.arange(3.0)).sum()
     return jax.vmap(fun, axes)(a, b).sum()
 
@@ -142,7 +142,7 @@ def test_no_batching_of_what_stays_in_half_makes_a_sum_in_half(name, axes):
       continue
     half = jax.make_jaxpr(functools.partial(derivative, ols.autocast))(*stacked)
     sums = matmul_flops.list_half_sums(half)
-    # The narrow operand of a product is read forward and backward. Only where
+    # The narrow operand of a matmul is read forward and backward. Only where
     # the gradient itself is differentiated, these two cotangents are added.
     allowed = {"add_any"} if derivative is second_derivative else set()
     assert sums <= allowed
@@ -179,8 +179,8 @@ def test_mapped_loops_may_run_for_different_lengths():
 # Random programs: each step takes a member's array and what all share. Each
 # member chooses, and yet its choice does not hang on the last bits of a number.
 STEPS = {
-  "product": lambda x, w: x @ w / 2,
-  "product of the shared": lambda x, w: jnp.sin(x) * jnp.mean(w @ w),
+  "matmul": lambda x, w: x @ w / 2,
+  "matmul of shared weights": lambda x, w: jnp.sin(x) * jnp.mean(w @ w),
   "index": lambda x, w: x[(x[0, 0] > -99).astype(int)][None] + x,
   "rows": lambda x, w: (x @ w)[jnp.array([0, 0, 1, 3])],
   "concatenate": lambda x, w: jnp.concatenate([x[:2], (w @ w)[2:]]),
@@ -206,7 +206,7 @@ STEPS = {
   st.integers(0, 2**16),
 )
 @hypothesis.settings(max_examples=40)
-def test_a_random_program_among_vmaps_rounds_no_more_than_its_products(
+def test_a_random_program_under_vmaps_rounds_no_more_than_its_matmuls(
   names, where, seed
 ):
   keys = jax.random.split(jax.random.key(seed))
@@ -241,7 +241,7 @@ def test_a_random_program_among_vmaps_rounds_no_more_than_its_products(
 
 
 # Rules with an output that `vmap` does not map, such as a parameter that a
-# function returns beside its result. The cotangent of such an output would be
+# function returns next to its result. The cotangent of such an output would be
 # counted once for each row. So JAX refuses it since 0.12, unless it is known to
 # be zero.
 X = jax.random.normal(jax.random.key(0), (3, 4))
@@ -261,7 +261,7 @@ def rule(**options):
   return fun
 
 
-def inside(fun, uses):
+def add_inner_vmap(fun, uses):
   """A loss with a `vmap` within `autocast`, or within the bare function."""
 
   def loss(w, x):
@@ -271,22 +271,22 @@ def inside(fun, uses):
   return loss
 
 
-# From a function to a loss, and the same with its products in half.
+# From a function to a loss, and the same loss with float16 matmuls.
 WHERE = {
-  "inside": lambda fun, uses: ols.autocast(inside(fun, uses)),
-  "outside": lambda fun, uses: inside(ols.autocast(fun), uses),
+  "inside": lambda fun, uses: ols.autocast(add_inner_vmap(fun, uses)),
+  "outside": lambda fun, uses: add_inner_vmap(ols.autocast(fun), uses),
 }
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_an_output_that_nobody_maps_or_reads_may_stand_beside(where):
+def test_another_output_may_be_neither_mapped_nor_read(where):
   fun = rule()
   half = jax.jit(jax.grad(WHERE[where](fun, uses=False)))(A, X)
-  assert_close(half, jax.grad(inside(fun, uses=False))(A, X))
+  assert_close(half, jax.grad(add_inner_vmap(fun, uses=False))(A, X))
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_what_jax_refuses_is_refused_in_the_words_of_jax(where):
+def test_programs_that_jax_rejects_raise_the_error_of_jax(where):
   fun = rule()
 
   def outcome(loss):
@@ -295,7 +295,10 @@ def test_what_jax_refuses_is_refused_in_the_words_of_jax(where):
     except ValueError as error:
       return str(error)
 
-  half, full = outcome(WHERE[where](fun, True)), outcome(inside(fun, True))
+  half, full = (
+    outcome(WHERE[where](fun, True)),
+    outcome(add_inner_vmap(fun, True)),
+  )
   if isinstance(full, str):
     assert "custom_vjp function its_name" in half
     assert half == full
@@ -304,10 +307,10 @@ def test_what_jax_refuses_is_refused_in_the_words_of_jax(where):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_rule_that_asks_for_generic_batching_has_it(where):
+def test_a_rule_may_request_generic_batching(where):
   options = inspect.signature(jax.custom_vjp.defvjp).parameters
   if "generic_batching" not in options:
     pytest.skip(f"JAX {jax.__version__} has no generic batching.")
   fun = rule(generic_batching=True)
   half = jax.grad(WHERE[where](fun, uses=True))(A, X)
-  assert_close(half, jax.grad(inside(fun, uses=True))(A, X))
+  assert_close(half, jax.grad(add_inner_vmap(fun, uses=True))(A, X))

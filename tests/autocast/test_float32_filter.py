@@ -1,4 +1,4 @@
-"""Products that stay in float32 because their scope or line is named."""
+"""Matmuls that stay in float32 because their scope or line is named."""
 
 import collections
 import random
@@ -19,7 +19,7 @@ W, X = jnp.eye(4), jnp.ones((3, 4))
 HERE = "test_float32_filter.py"
 
 
-def named(name, fun):
+def with_scope(name, fun):
   return lambda *args: jax.named_scope(name)(fun)(*args)
 
 
@@ -51,25 +51,27 @@ ruled.defvjp(forward, backward)
 
 
 def net(first, second=other):
-  """Two products, in the scopes ``net/a`` and ``net/b``."""
-  both = lambda w, x: named("b", second)(first(x, w), w)
-  return named("net", both)
+  """Compute two matmuls, in the scopes ``net/a`` and ``net/b``."""
+  both = lambda w, x: with_scope("b", second)(first(x, w), w)
+  return with_scope("net", both)
 
 
 BLOCK = jax.jit(kept)  # One jaxpr, called from two scopes.
 PROGRAMS = {
-  "plain": net(named("a", kept)),
-  "called": net(named("a", BLOCK), BLOCK),
+  "plain": net(with_scope("a", kept)),
+  "called": net(with_scope("a", BLOCK), BLOCK),
   "scanned": net(
     lambda x, w: lax.scan(
-      lambda x, _: (named("a", kept)(x, w), None), x, None, length=1
+      lambda x, _: (with_scope("a", kept)(x, w), None), x, None, length=1
     )[0]
   ),
-  "checkpointed": net(jax.checkpoint(named("a", kept))),
+  "checkpointed": net(jax.checkpoint(with_scope("a", kept))),
   "branched": net(
-    lambda x, w: lax.cond(x[0, 0] > 0, named("a", kept), named("a", kept), x, w)
+    lambda x, w: lax.cond(
+      x[0, 0] > 0, with_scope("a", kept), with_scope("a", kept), x, w
+    )
   ),
-  "with a rule": net(named("a", lambda x, w: ruled(x, w))),  # called
+  "with a rule": net(with_scope("a", lambda x, w: ruled(x, w))),  # called
 }
 plain, with_a_rule = PROGRAMS["plain"], PROGRAMS["with a rule"]
 BY_SCOPE = [
@@ -78,15 +80,15 @@ BY_SCOPE = [
 ]
 
 
-def products(fun, *args):
-  """How many products there are in each dtype, by the scope they stand in."""
+def count_matmuls_by_scope(fun, *args):
+  """Count the matmuls of each dtype by their scope."""
   found = jaxprs.list_named_matmuls(fun, *args)
   return collections.Counter((x.scope, x.dtype) for x in found)
 
 
 def get_a_and_b_dtypes(fun, *args):
-  """The dtypes of the products in the scopes ``net/a`` and ``net/b``."""
-  found = products(fun, *args)
+  """Return the dtypes of the matmuls in the scopes ``net/a`` and ``net/b``."""
+  found = count_matmuls_by_scope(fun, *args)
   return tuple(
     {dtype for scope, dtype in found if scope.startswith(name)}
     for name in ("net/a", "net/b")
@@ -98,15 +100,15 @@ def loss(program):
 
 
 @pytest.mark.parametrize(("program", "name"), BY_SCOPE)
-def test_a_name_keeps_a_product_and_its_derivatives(program, name):
+def test_a_name_keeps_a_matmul_and_its_derivatives_in_float32(program, name):
   fun = loss(PROGRAMS[program])
-  count = products(jax.grad(ols.autocast(fun)), W, X).total()
+  count = count_matmuls_by_scope(jax.grad(ols.autocast(fun)), W, X).total()
   for cast in (
     jax.grad(ols.autocast(fun, keep_float32=name)),
     ols.autocast(jax.grad(fun), keep_float32=name),
     jax.jit(ols.autocast(jax.jit(jax.grad(fun)), keep_float32=[name])),
   ):
-    assert products(cast, W, X).total() == count
+    assert count_matmuls_by_scope(cast, W, X).total() == count
     assert get_a_and_b_dtypes(cast, W, X) == ({"float32"}, {"float16"})
 
 
@@ -121,7 +123,7 @@ def test_a_name_keeps_a_product_and_its_derivatives(program, name):
   ],
 )
 @pytest.mark.parametrize("program", ["scanned", "checkpointed"])
-def test_a_line_keeps_what_stands_there(program, name):
+def test_a_source_line_keeps_its_matmuls_in_float32(program, name):
   name = name.format(file=HERE, number=find_line_number("kept", __file__))
   fun = loss(PROGRAMS[program])
   many = lambda f: jax.vmap(f, (None, 0))
@@ -134,7 +136,7 @@ def test_a_line_keeps_what_stands_there(program, name):
     assert get_a_and_b_dtypes(cast, W, x) == ({"float32"}, {"float16"})
 
 
-def nest(draw, jit):
+def draw_nested_fun(draw, jit):
   """A function of random calls, which share functions, in random scopes."""
   layers = [jit(lambda x, w: kept(x, w)), jit(lambda x, w: other(x, w))]
   for _ in range(draw.randint(1, 4)):
@@ -143,26 +145,28 @@ def nest(draw, jit):
 
     def layer(x, w, calls=calls, scopes=scopes):
       for i, scope in zip(calls, scopes, strict=True):
-        call = named(scope, layers[i]) if scope else layers[i]
+        call = with_scope(scope, layers[i]) if scope else layers[i]
         x = call(jnp.sin(x), w)
       return x
 
     layers.append(jit(layer) if draw.random() < 0.8 else layer)
-  return lambda w, x: named("c", layers[-1])(layers[-1](x, w), w)
+  return lambda w, x: with_scope("c", layers[-1])(layers[-1](x, w), w)
 
 
 @pytest.mark.parametrize(
   "seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)]
 )
-def test_a_shared_function_keeps_in_each_place_what_is_named_there(seeds):
+def test_each_call_of_a_shared_function_keeps_the_matmuls_named_there(seeds):
   names = ["a", "b", "a/b", "c/*", "c/a", "*/a", f"{HERE} (other)"]
   for seed in seeds:
     name = random.Random(seed).choice(names)
     found = []
     for jit in jax.jit, lambda fun: fun:
-      cast = ols.autocast(nest(random.Random(seed), jit), keep_float32=name)
+      cast = ols.autocast(
+        draw_nested_fun(random.Random(seed), jit), keep_float32=name
+      )
       try:
-        found.append(products(cast, W, X))
+        found.append(count_matmuls_by_scope(cast, W, X))
       except ValueError as error:
         found.append(str(error).partition("selects")[0])
     assert found[0] == found[1], (seed, name)
@@ -174,14 +178,14 @@ def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
   name = f"{HERE}:{find_line_number(line, __file__)}"
   fun = loss(with_a_rule)
   cast = jax.grad(ols.autocast(fun, keep_float32=name))
-  found = products(cast, W, X)
+  found = count_matmuls_by_scope(cast, W, X)
   assert found == {("net/a", "float32"): 4, ("net/b", "float16"): 3}
   with pytest.raises(ValueError, match="selects no matmul"):
     ols.autocast(fun, keep_float32=f"{HERE} (backwards)")(W, X)
 
 
-def test_what_a_rule_that_cannot_be_differentiated_holds_may_be_meant():
-  """So a name that selects nothing is no error there, but is told."""
+def test_a_name_may_select_matmuls_of_a_nondifferentiable_rule():
+  """So a name that selects nothing causes a warning there, not an error."""
 
   @jax.custom_vjp
   def refuses(x, w):
@@ -192,11 +196,13 @@ def test_what_a_rule_that_cannot_be_differentiated_holds_may_be_meant():
 
   refuses.defvjp(rule, rule)
   fun = lambda w, x: refuses(x, w) + x @ w
-  told = "'unknown' selects no matmul .* The nearest .* autocast can't inspect"
+  message = (
+    "'unknown' selects no matmul .* The nearest .* autocast can't inspect"
+  )
   cast = ols.autocast(fun, keep_float32="unknown")
-  with pytest.warns(UserWarning, match=told):
+  with pytest.warns(UserWarning, match=message):
     cast(W, X)
-  cast(W, X)  # told once
+  cast(W, X)  # The warning is given once.
 
 
 def test_a_name_that_selects_nothing_is_an_error_that_names_the_nearest():
@@ -216,15 +222,15 @@ def test_a_name_is_a_string(names):
     ols.autocast(loss(plain), keep_float32=names)
 
 
-def test_no_warning_says_that_there_is_nothing_where_all_is_kept():
+def test_keeping_all_matmuls_in_float32_causes_no_warning():
   ols.autocast(loss(plain), keep_float32="*")(W, X)
 
 
-def test_what_cannot_be_entered_and_is_kept_earns_no_warning():
+def test_an_opaque_primitive_that_is_kept_causes_no_warning():
   def solve(w, x):
     matvec = lambda y: y + y @ w
     y = lax.custom_linear_solve(matvec, x, lambda _, b: b @ w)
-    return y + named("b", other)(x, w)
+    return y + with_scope("b", other)(x, w)
 
   with pytest.warns(UserWarning, match="unchanged"):
     ols.autocast(solve)(W, X)
@@ -254,19 +260,19 @@ def with_a_helper(wrap):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("name", ["{file} (mlp)", "{file}:{mlp}"])
-def test_any_line_that_leads_to_a_product_is_its_name(name, wrap):
+def test_any_line_of_the_call_stack_of_a_matmul_selects_it(name, wrap):
   name = name.format(file=HERE, mlp=find_line_number("mlp", __file__))
   fun = loss(with_a_helper(wrap))
   for cast in (
     jax.grad(ols.autocast(fun, keep_float32=name)),
     ols.autocast(jax.grad(fun), keep_float32=name),
   ):
-    counts = products(cast, W, X)
+    counts = count_matmuls_by_scope(cast, W, X)
     again = wrap is jax.checkpoint
     assert counts == {("", "float32"): 2 + again, ("", "float16"): 3 + again}
 
 
-def test_a_line_outside_of_the_function_is_no_name():
+def test_a_line_outside_of_the_function_selects_nothing():
   def step(w, x, name):
     return ols.autocast(plain, keep_float32=name)(w, x)  # outside
 
@@ -283,7 +289,7 @@ def test_the_error_names_lines_of_all_callers():
     ols.autocast(with_a_helper(jax.jit), keep_float32=name)(W, X)
 
 
-def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
+def test_a_location_has_the_nearest_line_that_others_do_not_share():
   cast = jax.grad(ols.autocast(loss(with_a_helper(jax.jit))))
   rows = compare_precision(cast, W, X, progress=False).matmuls
   lines = {
@@ -292,7 +298,7 @@ def test_a_place_is_told_by_the_nearest_line_that_others_do_not_share():
   assert {row.name for row in rows} == lines
 
 
-def test_ways_to_a_place_are_one_if_one_only_has_fewer_lines():
+def test_call_stacks_that_differ_only_in_missing_lines_are_one_location():
   """JAX forgets lines of some equations."""
   h, a, main = (_source_info.SourceLine("m.py", i, "f") for i in range(3))
   ways = (h,), (h, a, main), (h, main)
@@ -332,8 +338,8 @@ def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):
 
 
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
-def test_a_name_of_an_inner_autocast_is_for_that_one(wrap):
-  """Its products are in half before the outer one looks at them."""
+def test_a_name_of_an_inner_autocast_applies_to_it_alone(wrap):
+  """Its matmuls are float16 before the outer one analyzes them."""
 
   def loss_fn(params, x, kept=()):
     part = lambda params, x: jnp.tanh(x @ params["up"])
@@ -354,5 +360,7 @@ def test_a_name_of_an_inner_autocast_is_for_that_one(wrap):
       ols.autocast(loss_fn, keep_float32=["down", name])(*args)
   with pytest.raises(ValueError, match="'other' selects no matmul"):
     ols.autocast(loss_fn, keep_float32=["down", "other"])(*args)
-  dtypes = jaxprs.products(lambda *args: loss_fn(*args, kept="up"), *args)
+  dtypes = jaxprs.count_matmuls_by_dtype(
+    lambda *args: loss_fn(*args, kept="up"), *args
+  )
   assert dtypes == {"float32": 2}

@@ -17,7 +17,7 @@ X = jax.random.normal(jax.random.key(0), (16, 8))
 
 
 def assert_near(actual, expected):
-  """By one bound: a bias before a norm has no gradient but for rounding."""
+  """By one bound: a bias before a norm has no gradient except for rounding."""
 
   def check(a, b):
     assert a.dtype == b.dtype
@@ -27,7 +27,7 @@ def assert_near(actual, expected):
 
 
 class NnxModel(nnx.Module):
-  """Changes its statistics, its random numbers and its notes in place."""
+  """Changes its statistics, random numbers and other variables in place."""
 
   def __init__(self, rngs):
     self.linear = nnx.Linear(8, 8, rngs=rngs)
@@ -45,8 +45,8 @@ def nnx_loss(model, x, mode="train"):
   return jnp.mean(model(x) ** 2)
 
 
-def in_nnx(loss_fn, jit):
-  """What a gradient returns, time after time, and what the model holds then."""
+def run_in_nnx(loss_fn, jit):
+  """Return the results of three gradient calls, and the final model."""
   model = NnxModel(nnx.Rngs(0))
   gradient = jit(
     lambda model: nnx.value_and_grad(loss_fn)(model, X, mode="train")
@@ -58,10 +58,10 @@ def in_nnx(loss_fn, jit):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:autocast ran:UserWarning")  # one has no jit
 @pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun])
-def test_an_nnx_model_changes_in_place_as_without(jit):
-  returned, state = in_nnx(ols.autocast(nnx_loss), jit)
+def test_an_nnx_model_changes_in_place_as_without_autocast(jit):
+  returned, state = run_in_nnx(ols.autocast(nnx_loss), jit)
   assert state.calls[...] == 3
-  assert_near((returned, state), in_nnx(nnx_loss, nnx.jit))
+  assert_near((returned, state), run_in_nnx(nnx_loss, nnx.jit))
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_a_bound_method_of_an_nnx_model_may_change_it():
 @pytest.mark.skipif(
   flax.__version__ == "0.12.0", reason="Flax 0.12.0 lets it change."
 )
-def test_an_nnx_model_that_may_not_change_is_an_error_that_says_so():
+def test_an_nnx_model_that_may_not_change_raises_an_explanatory_error():
   model = Counter()
   loss = lambda x: jnp.sum(ols.autocast(model.count)(x))
   with pytest.raises(
@@ -163,7 +163,9 @@ def test_a_region_of_a_haiku_transform_may_be_cast():
 
   model = hk.without_apply_rng(hk.transform(net))
   params = model.init(jax.random.key(0), X)
-  assert set(jaxprs.products(model.apply, params, X)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(model.apply, params, X)) == {
+    "float16"
+  }
 
 
 class LinenModel(nn.Module):
@@ -202,7 +204,7 @@ def test_a_linen_model_has_its_gradients_and_its_statistics():
 
   half = ols.autocast(loss_fn)
   params = variables["params"]
-  counts = jaxprs.products(half, params)
+  counts = jaxprs.count_matmuls_by_dtype(half, params)
   assert counts == {"float16": 1, "float32": 2}
   actual, expected = (
     jax.jit(jax.value_and_grad(fun, has_aux=True))(params)

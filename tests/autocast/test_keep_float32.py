@@ -42,44 +42,55 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_part_that_is_kept_runs_in_float32_and_so_do_its_derivatives(name):
-  part = KEPT[name]
-  model = lambda x, w: part(x, w) @ w
+def test_a_kept_function_and_its_derivatives_run_in_float32(name):
+  block = KEPT[name]
+  model = lambda x, w: block(x, w) @ w
   loss = lambda x, w: jnp.sum(model(x, w))
   half = ols.autocast(model)
-  assert jaxprs.products(half, X, W) == {"float32": 1, "float16": 1}
-  both = jaxprs.products(jax.grad(ols.autocast(loss), (0, 1)), X, W)
+  assert jaxprs.count_matmuls_by_dtype(half, X, W) == {
+    "float32": 1,
+    "float16": 1,
+  }
+  both = jaxprs.count_matmuls_by_dtype(
+    jax.grad(ols.autocast(loss), (0, 1)), X, W
+  )
   assert both["float32"] >= 3 and both["float16"] == 3
   # Also where the gradient is taken inside.
-  inside = jaxprs.products(ols.autocast(jax.grad(loss, (0, 1))), X, W)
+  inside = jaxprs.count_matmuls_by_dtype(
+    ols.autocast(jax.grad(loss, (0, 1))), X, W
+  )
   assert inside == both
   # Outside of autocast nothing changes.
-  assert_same_bits(part(X, W), jnp.sin(X @ W))
+  assert_same_bits(block(X, W), jnp.sin(X @ W))
 
 
-def test_only_the_mark_itself_keeps_a_part():
+def test_only_keep_float32_keeps_a_function_in_float32():
   @jax.named_scope("keep_float32_not")
-  def part(x, w):
+  def block(x, w):
     with jax.named_scope("do_keep_float32"):
       return jnp.sin(x @ w)
 
-  assert jaxprs.products(ols.autocast(part), X, W) == {"float16": 1}
+  assert jaxprs.count_matmuls_by_dtype(ols.autocast(block), X, W) == {
+    "float16": 1
+  }
   inside = lambda f: jax.vmap(jax.checkpoint(f), (None, 0))
-  kept = jax.grad(lambda x, w: jnp.sum(inside(ols.keep_float32(part))(x, w)))
+  kept = jax.grad(lambda x, w: jnp.sum(inside(ols.keep_float32(block))(x, w)))
   loss = lambda x, w: jnp.sum(kept(x, w) @ w[0])
-  counts = jaxprs.products(ols.autocast(loss), X[:4], jnp.stack([W, W]))
+  counts = jaxprs.count_matmuls_by_dtype(
+    ols.autocast(loss), X[:4], jnp.stack([W, W])
+  )
   assert counts["float16"] == 1 and counts["float32"] >= 2
 
 
-def test_a_kept_function_has_its_name_its_notes_and_its_arguments():
-  def part(x, *, n):
+def test_a_kept_function_retains_its_name_attributes_and_arguments():
+  def block(x, *, n):
     """A docstring."""
     return x + n
 
-  part.noted = True
-  kept = ols.keep_float32(part)
-  assert (kept.__name__, kept.__doc__) == ("part", "A docstring.")
-  assert kept.noted and kept(1, n=2) == 3
-  # What a layer holds stays in it.
+  block.version = 3
+  kept = ols.keep_float32(block)
+  assert (kept.__name__, kept.__doc__) == ("block", "A docstring.")
+  assert kept.version == 3 and kept(1, n=2) == 3
+  # The attributes of a layer are not copied.
   layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
   assert not hasattr(ols.keep_float32(layer), "kernel")

@@ -71,12 +71,12 @@ def loss_with(layer):
 
 
 @pytest.mark.parametrize("change", [lambda f: f, ols.autocast])
-def test_such_a_kernel_refuses_float32_also_inside_of_autocast(change):
+def test_a_float16_kernel_refuses_float32_also_inside_of_autocast(change):
   with pytest.raises(TypeError, match="takes float16, got float32"):
     change(loss_with(half_layer))(PARAMS, INPUT)
 
 
-def test_with_casts_around_it_the_gradient_is_that_of_float32():
+def test_a_kernel_between_casts_has_the_float32_gradient():
   grad_fn = ols.value_and_grad(ols.autocast(loss_with(recipe)), STATE)
   actual = jax.jit(grad_fn)(PARAMS, INPUT)
   assert_close(actual, jax.value_and_grad(loss_with(in_float32))(PARAMS, INPUT))
@@ -91,7 +91,7 @@ def test_the_loss_scale_reaches_the_backward_pass_of_the_kernel():
   assert not jnp.any(unscaled["w"])
 
 
-def test_around_it_all_products_are_half_and_nothing_is_told():
+def test_all_matmuls_around_the_kernel_are_float16_without_a_warning():
   grad_fn = ols.grad(ols.autocast(loss_with(recipe)), STATE)
   # A warning would be an error.
   assert (

@@ -1,4 +1,4 @@
-"""Rules whose products are in their derivative, or wait in a tangent."""
+"""Rules whose matmuls are in their derivative, or in a tangent."""
 
 import collections
 
@@ -74,7 +74,7 @@ def shared_between_devices(table):
   return jnp.sum(mapped(table))
 
 
-# A loss, its argument, and how many products are in half then.
+# A loss, its argument, and the number of its matmuls in half precision.
 LOSSES = {
   "an embedding": (embedding, TABLE, 1),
   "a determinant": (log_determinant, W, 1),
@@ -82,7 +82,7 @@ LOSSES = {
   "a function of JAX": (a_function_of_jax(), TABLE, 2),
 }
 WITHIN = {
-  "as it is": lambda f: f,
+  "unchanged": lambda f: f,
   "a jit": jax.jit,
   "a checkpoint": jax.checkpoint,
   "a scan": lambda f: (
@@ -92,33 +92,33 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("within", mark_slow_params(["as it is"], WITHIN))
+@pytest.mark.parametrize("within", mark_slow_params(["unchanged"], WITHIN))
 @pytest.mark.parametrize("name", LOSSES)
-def test_its_products_run_in_half_wherever_it_stands(name, within):
+def test_matmuls_of_a_rule_run_in_half_precision_in_any_function(name, within):
   loss, argument, count = LOSSES[name]
   loss = WITHIN[within](loss)
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
-  assert jaxprs.products(half, argument)["float16"] == count
+  assert jaxprs.count_matmuls_by_dtype(half, argument)["float16"] == count
   assert_close(jax.jit(half)(argument), jax.jit(full)(argument))
 
 
-def test_its_products_run_in_half_where_the_devices_are_mapped():
+def test_matmuls_of_a_rule_run_in_half_precision_in_shard_map():
   half = jax.grad(ols.autocast(shared_between_devices))
-  assert set(jaxprs.products(half, TABLE)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(half, TABLE)) == {"float16"}
 
 
-def test_its_products_have_names_and_stay_if_they_are_named():
+def test_matmuls_of_a_rule_stay_in_float32_if_they_are_named():
   kept = jax.grad(ols.autocast(log_determinant, keep_float32="inverse"))
-  assert "float16" not in jaxprs.products(kept, W)
+  assert "float16" not in jaxprs.count_matmuls_by_dtype(kept, W)
 
 
-def test_it_stays_if_it_is_marked():
+def test_a_rule_stays_in_float32_if_it_is_marked():
   loss = ols.keep_float32(embedding)
   half = ols.autocast(lambda table: loss(table) + jnp.sum(table.T @ table))
-  assert jaxprs.products(jax.grad(half), TABLE)["float32"] == 1
+  assert jaxprs.count_matmuls_by_dtype(jax.grad(half), TABLE)["float32"] == 1
 
 
-def test_a_rule_that_may_refuse_is_not_asked_and_runs_in_half_all_the_same():
+def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
   @jax.custom_vjp
   def fun(x, frozen):
     return inner(x) * frozen
@@ -136,17 +136,17 @@ def test_a_rule_that_may_refuse_is_not_asked_and_runs_in_half_all_the_same():
   loss = lambda x: jnp.sum(shared(shared(x))) + jnp.sum(x.T @ x)
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
   assert_close(jax.jit(half)(TABLE), full(TABLE))
-  assert set(jaxprs.products(half, TABLE)) == {"float16"}
-  # Nothing tells whether a name selects it.
+  assert set(jaxprs.count_matmuls_by_dtype(half, TABLE)) == {"float16"}
+  # No trace shows whether a name selects the rule.
   named = jax.grad(ols.autocast(loss, keep_float32="*"))
-  assert set(jaxprs.products(named, TABLE)) == {"float32"}
+  assert set(jaxprs.count_matmuls_by_dtype(named, TABLE)) == {"float32"}
 
 
 @pytest.mark.parametrize(
-  "keep, asked", [((), 0), ("embed*", 1)], ids=["no names", "a name"]
+  "keep, num_traces", [((), 0), ("embed*", 1)], ids=["no names", "a name"]
 )
-def test_a_rule_is_differentiated_once_more_only_for_its_names(
-  monkeypatch, keep, asked
+def test_a_rule_is_differentiated_again_only_for_its_names(
+  monkeypatch, keep, num_traces
 ):
   seen = []
   monkeypatch.setattr(
@@ -161,7 +161,7 @@ def test_a_rule_is_differentiated_once_more_only_for_its_names(
   embed = jax.named_scope("embed")(lambda x: jnp.sum(x.T @ x))
   own = lambda x: embedding(x) + embed(x)
   jax.make_jaxpr(ols.autocast(own, keep_float32=keep))(TABLE)
-  assert len(seen) == asked
+  assert len(seen) == num_traces
 
 
 # A `custom_vjp` within a `custom_jvp`: its backward pass waits in a tangent.
@@ -175,26 +175,28 @@ inner = custom_rules.add_custom_vjp(lambda w, x: jnp.tanh(x @ w))
 again = custom_rules.add_recomputing_vjp(lambda w, x: jnp.tanh(x @ w))
 
 
-def both(rule):
+def add_two_calls(rule):
   return lambda params, x: rule(params["first"], x) @ params["second"]
 
 
 def loss(rule):
-  around = custom_rules.add_custom_jvp(both(rule))
+  around = custom_rules.add_custom_jvp(add_two_calls(rule))
   return lambda params, x: jnp.mean(around(params, x) ** 2)
 
 
-def products(fun, *args):
-  """The path of the weights and the dtype of each product."""
+def list_matmuls(fun, *args):
+  """Return the path of the weights and the dtype of each matmul."""
   return [(x.weights, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
 
 @pytest.mark.parametrize("rule", [inner, again])
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
-def test_all_of_its_products_run_in_half_and_have_names(rule, argnums):
+def test_all_matmuls_of_a_nested_rule_run_in_half_precision_and_have_names(
+  rule, argnums
+):
   fun = loss(rule)
   half = jax.grad(ols.autocast(fun), argnums)
-  found = products(half, PARAMS, X)
+  found = list_matmuls(half, PARAMS, X)
   assert {dtype for _, dtype in found} == {"float16"}
   # JAX may multiply by the zeros that are the tangent of what does not move.
   assert {path for path, _ in found} - {""} == {"first", "second"}
@@ -202,74 +204,80 @@ def test_all_of_its_products_run_in_half_and_have_names(rule, argnums):
   assert_close(half(PARAMS, X), exact)
 
 
-def test_gradients_of_several_weights_within_have_the_name_of_each():
+def test_gradients_of_several_weights_in_a_rule_have_the_name_of_each():
   of_two = lambda params, x: jnp.tanh(x @ params["first"]) @ params["second"]
   fun = lambda params, x: jnp.mean(net(params, x) ** 2)
   net = custom_rules.add_custom_jvp(custom_rules.add_custom_vjp(of_two))
-  found = collections.Counter(products(jax.grad(ols.autocast(fun)), PARAMS, X))
+  found = collections.Counter(
+    list_matmuls(jax.grad(ols.autocast(fun)), PARAMS, X)
+  )
   plain = lambda params, x: jnp.mean(of_two(params, x) ** 2)
   least = collections.Counter(
-    products(jax.grad(ols.autocast(plain)), PARAMS, X)
+    list_matmuls(jax.grad(ols.autocast(plain)), PARAMS, X)
   )
   if hijax.is_enabled("jax_custom_vjp3"):
-    # Such a tangent does not say which gradient is that of which weight.
+    # The tangent does not show which gradient belongs to which weight.
     assert set(found) - {("", "float16")} == set(least)
   else:
     assert set(found) == set(least) and found >= least
 
 
-def test_it_is_kept_by_a_name_and_by_a_mark():
+def test_a_nested_rule_is_kept_by_a_name_and_by_keep_float32():
   fun = loss(inner)
   by_name = jax.grad(ols.autocast(fun, keep_float32="first"))
-  assert {dtype for _, dtype in products(by_name, PARAMS, X)} == {"float32"}
+  assert {dtype for _, dtype in list_matmuls(by_name, PARAMS, X)} == {"float32"}
   marked = ols.keep_float32(inner)
   by_mark = jax.grad(ols.autocast(loss(marked)))
-  found = {(path == "second", x) for path, x in products(by_mark, PARAMS, X)}
+  found = {
+    (path == "second", x) for path, x in list_matmuls(by_mark, PARAMS, X)
+  }
   assert found == {(False, "float32"), (True, "float16")}
 
 
-def on_devices(fun):
+def map_over_devices(fun):
   mesh = sharding.make_mesh((2,), ("i",))
   specs = P(), P("i")
   return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P("i"))
 
 
-@pytest.mark.parametrize("transform", [on_devices, jax.checkpoint, jax.jit])
-def test_it_may_stand_in_other_functions(transform):
-  net = transform(custom_rules.add_custom_jvp(both(inner)))
+@pytest.mark.parametrize(
+  "transform", [map_over_devices, jax.checkpoint, jax.jit]
+)
+def test_a_nested_rule_may_be_in_other_functions(transform):
+  net = transform(custom_rules.add_custom_jvp(add_two_calls(inner)))
   fun = lambda params, x: jnp.mean(net(params, x) ** 2)
   half, exact = jax.grad(ols.autocast(fun)), jax.grad(fun)
-  found = products(half, PARAMS, X)
+  found = list_matmuls(half, PARAMS, X)
   assert {dtype for _, dtype in found} == {"float16"}
   assert_close(jax.jit(half)(PARAMS, X), exact(PARAMS, X))
 
 
-def test_it_may_be_mapped_from_outside():
+def test_a_nested_rule_may_be_mapped_from_outside():
   gradients = jax.grad(ols.autocast(loss(inner))), jax.grad(loss(inner))
   half, exact = (jax.vmap(fun, (None, 0)) for fun in gradients)
   x = jnp.stack([X, 2 * X])
   assert_close(jax.jit(half)(PARAMS, x), exact(PARAMS, x))
 
 
-def test_a_tangent_without_products_stays_as_it_is():
+def test_a_tangent_without_matmuls_is_unchanged():
   clip = jax.custom_vjp(lambda x: x)
   clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
   net = custom_rules.add_custom_jvp(lambda params, x: clip(x @ params["first"]))
   fun = lambda params, x: jnp.sum(net(params, x))
-  found = products(jax.grad(ols.autocast(fun)), PARAMS, X)
+  found = list_matmuls(jax.grad(ols.autocast(fun)), PARAMS, X)
   assert {dtype for _, dtype in found} == {"float16"}
   x = 100 * X
   assert_close(jax.grad(ols.autocast(fun))(PARAMS, x), jax.grad(fun)(PARAMS, x))
 
 
-def test_a_tangent_of_the_users_own_is_refused_as_without():
+def test_a_jvp_of_a_custom_vjp_is_refused_as_without_autocast():
   tangent = lambda x: jax.jvp(lambda x: inner(PARAMS["first"], x), (x,), (x,))
   for fun in tangent, ols.autocast(tangent):
     with pytest.raises(TypeError, match="forward-mode"):
       jax.jit(fun)(X)
 
 
-def test_the_name_of_a_rule_without_products_selects_none():
+def test_the_name_of_a_rule_without_matmuls_selects_none():
   clip = jax.custom_vjp(lambda x: x)
   clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
   bounded = jax.named_scope("bounded")(clip)
@@ -279,7 +287,7 @@ def test_the_name_of_a_rule_without_products_selects_none():
 
 
 @pytest.mark.parametrize("keep", [(), "*inverse*"])
-def test_products_of_a_rule_alone_are_not_told_to_be_missing(keep):
+def test_matmuls_only_in_a_rule_cause_no_warning(keep):
   # A warning would be an error.
   out = jax.grad(ols.autocast(log_determinant, keep_float32=keep))(W)
   assert_close(out, jax.grad(log_determinant)(W))

@@ -1,4 +1,4 @@
-"""What `autocast` tells of calls outside of `jit`."""
+"""The warnings of `autocast` about calls outside of `jit`."""
 
 import functools
 import gc
@@ -28,7 +28,7 @@ def loss_fn(w, x):
 
 
 def make_loss():
-  """The same function made anew, as within a step that is not jitted."""
+  """Return a new function at each call, as a step without `jit` does."""
   return lambda w, x: jnp.mean((x @ w) ** 2)
 
 
@@ -44,7 +44,7 @@ class Layer(eqx.Module):
     return loss_fn(self.w, x)
 
 
-def in_nnx(w, x):
+def call_in_nnx(w, x):
   model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
   return nnx.grad(ols.autocast(lambda model: loss_fn(w, model(x))))(model)
 
@@ -56,14 +56,14 @@ CALLS = {
   "two gradients": lambda: jax.grad(
     lambda w: jnp.sum(jax.grad(ols.autocast(loss_fn))(w, X))
   )(W),
-  "made anew": lambda: ols.autocast(make_loss())(W, X),
+  "a new function": lambda: ols.autocast(make_loss())(W, X),
   "method": lambda: ols.autocast(Method().loss)(W, X),
   "layer": lambda: ols.autocast(Layer(W))(X),
   "partial": lambda: ols.autocast(
     functools.partial(lambda tree, x: loss_fn(tree["w"], x), UNHASHABLE)
   )(X),
   "jitted inside": lambda: ols.autocast(jax.jit(loss_fn))(W, X),
-  "nnx": lambda: in_nnx(W, X),
+  "nnx": lambda: call_in_nnx(W, X),
   "keys without an order": lambda: ols.autocast(
     lambda tree: loss_fn(tree[1], tree["x"])
   )({1: W, "x": X}),
@@ -71,7 +71,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_third_call_outside_of_jit_is_told_and_no_other(name):
+def test_only_the_third_call_outside_of_jit_warns(name):
   CALLS[name]()
   CALLS[name]()
   with WARNS() as told:
@@ -107,23 +107,23 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_what_is_compiled_or_only_traced_is_not_told(name):
+def test_compiled_and_traced_calls_do_not_warn(name):
   make_loop(COMPILED[name])
 
 
-def test_who_turned_jit_off_is_not_told():
+def test_calls_with_disabled_jit_do_not_warn():
   with jax.disable_jit():
     make_loop(jax.jit)
 
 
-def test_calls_with_other_shapes_or_dtypes_are_not_told():
+def test_calls_with_other_shapes_or_dtypes_do_not_warn():
   cast = ols.autocast(lambda w, x: loss_fn(w.astype(jnp.float32), x))
   for i in range(1, 5):
     cast(W, jnp.ones((i, 4)))
   cast(W.astype(jnp.bfloat16), X)
 
 
-def test_a_result_without_arrays_tells_nothing():
+def test_a_result_without_arrays_does_not_warn():
   def without(w, x):
     w @ x.T
 
@@ -131,7 +131,7 @@ def test_a_result_without_arrays_tells_nothing():
     ols.autocast(without)(W, X)
 
 
-def test_nothing_that_a_function_holds_is_kept():
+def test_objects_that_a_function_holds_are_released():
   model = Layer(W)
   for _ in range(2):
     ols.autocast(lambda x, model=model: model(x))(X)
@@ -142,7 +142,7 @@ def test_nothing_that_a_function_holds_is_kept():
   assert kept() is None
 
 
-def test_code_that_is_gone_is_forgotten():
+def test_the_counts_of_deleted_code_are_deleted():
   names = {"jnp": jnp}
   exec("fun = lambda w, x: jnp.mean((x @ w) ** 2)", names)
   ols.autocast(names["fun"])(W, X)
@@ -153,7 +153,7 @@ def test_code_that_is_gone_is_forgotten():
   assert not _messages._call_counts
 
 
-def test_a_tracer_that_does_not_tell_is_taken_for_one_of_a_program(monkeypatch):
+def test_an_unknown_tracer_is_treated_as_not_concrete(monkeypatch):
   class Silent(jax.core.Tracer):  # as those of another JAX may be
     aval = jax.typeof(W)
 

@@ -1,4 +1,4 @@
-"""Float32 models of other libraries, unchanged, with their products in half."""
+"""Unchanged float32 models of other libraries run with matmuls in float16."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 
 import optax_lossscale as ols
 
-# Of most libraries one; to import and trace the others takes longer.
+# One model of most libraries, because importing and tracing the others is slow.
 QUICK = (
   "transformer, Flax linen",
   "MLP-mixer, Equinox",
@@ -19,8 +19,8 @@ QUICK = (
 all_models = pytest.mark.parametrize(
   "name", mark_slow_params(QUICK, float32_models.NAMES)
 )
-make = functools.cache(float32_models.make)
-make_shapes = functools.cache(float32_models.make_shapes)
+make = functools.cache(float32_models.make_model)
+make_shapes = functools.cache(float32_models.make_model_shapes)
 
 
 def in_float16(fun):
@@ -38,7 +38,7 @@ def as_written(fun):
 CASTS = in_float16, in_bfloat16
 
 
-def backward(name, cast):
+def trace_backward(name, cast):
   """The jaxpr of loss and gradients, and the shapes of what it returns."""
   model = make_shapes(name)
   fun = lambda arrays: model.value_and_grad(arrays, cast)
@@ -46,17 +46,21 @@ def backward(name, cast):
 
 
 @all_models
-def test_a_float32_model_changes_but_for_its_products_by_casts_alone(name):
+def test_autocast_changes_only_matmuls_and_casts_of_a_float32_model(name):
   """One test for all, since it takes long to trace a model."""
-  written, results = backward(name, as_written)
-  count = lambda jaxpr: len(list(matmul_flops.equations(jaxpr)))
+  written, results = trace_backward(name, as_written)
+  count = lambda jaxpr: len(list(matmul_flops.iter_eqns(jaxpr)))
   for cast in CASTS:
-    rewritten, its_results = backward(name, cast)
-    # Nothing but products computes in half, and each is computed once.
+    rewritten, its_results = trace_backward(name, cast)
+    # Only matmuls compute in half precision, and each is computed once.
     assert matmul_flops.half_flops_fraction(rewritten) > 0.99
     assert matmul_flops.list_half_arithmetic(rewritten) == set()
-    assert matmul_flops.products(rewritten) == matmul_flops.products(written)
-    flops = [matmul_flops.by_dtype(x).total() for x in (rewritten, written)]
+    assert matmul_flops.count_matmuls(rewritten) == matmul_flops.count_matmuls(
+      written
+    )
+    flops = [
+      matmul_flops.count_flops_by_dtype(x).total() for x in (rewritten, written)
+    ]
     assert flops[0] == flops[1]
     assert count(rewritten) < 1.5 * count(written)
     # Results keep their structure, shapes and dtypes.
@@ -75,12 +79,12 @@ def test_tracing_is_linear_in_the_size_of_a_model():
 def test_a_scanned_stack_is_rewritten_once_however_deep_it_is():
   counts = []
   for layers in (2, 16):
-    model = float32_models.make_shapes(
+    model = float32_models.make_model_shapes(
       "scanned stack, Flax linen", layers=layers
     )
     fun = lambda arrays, model=model: model.value_and_grad(arrays, in_float16)
     jaxpr = jax.make_jaxpr(fun)(model.arrays)
-    counts.append(len(list(matmul_flops.equations(jaxpr))))
+    counts.append(len(list(matmul_flops.iter_eqns(jaxpr))))
   assert counts[0] == counts[1]
 
 
@@ -93,38 +97,43 @@ def test_a_scanned_stack_is_rewritten_once_however_deep_it_is():
   ],
 )
 @all_models
-def test_gradients_and_loss_have_the_precision_of_half(
+def test_gradients_and_loss_have_half_precision_accuracy(
   name, cast, dtype, at_least
 ):
-  # Products round both operands and the result, forward and backward.
+  # Matmuls round both operands and the result, forward and backward.
   rounded = _compute_rounding_errors(name, dtype)
-  triples = zip(_errors(name, cast), rounded, at_least, strict=True)
+  triples = zip(_compute_errors(name, cast), rounded, at_least, strict=True)
   assert all(error < max(least, 8 * x) for error, x, least in triples)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", float32_models.MODELS_WITH_DTYPE)
-def test_gradients_are_as_good_as_by_hand(name):
-  by_hand = float32_models.make(name, dtype=jnp.float16)
-  result = _compute(by_hand, make(name).params, as_written)
-  assert _errors(name, in_float16)[0] < 2 * _distance(name, result)[0]
+def test_gradients_are_as_accurate_as_with_hand_written_casts(name):
+  by_hand = float32_models.make_model(name, dtype=jnp.float16)
+  result = _run_model(by_hand, make(name).params, as_written)
+  assert (
+    _compute_errors(name, in_float16)[0]
+    < 2 * _compare_with_float32(name, result)[0]
+  )
 
 
-def _compute(model, params, cast):
+def _run_model(model, params, cast):
   _, *others = model.arrays
   fun = lambda params: model.value_and_grad((params, *others), cast)
   return jax.jit(fun)(params)
 
 
 @functools.cache
-def _written(name):
-  return _compute(make(name), make(name).params, as_written)
+def _compute_float32_result(name):
+  return _run_model(make(name), make(name).params, as_written)
 
 
 @functools.cache
-def _errors(name, cast):
+def _compute_errors(name, cast):
   """How far the gradients turn, and how far the loss moves."""
-  return _distance(name, _compute(make(name), make(name).params, cast))
+  return _compare_with_float32(
+    name, _run_model(make(name), make(name).params, cast)
+  )
 
 
 def _compute_rounding_errors(name, dtype):
@@ -133,11 +142,14 @@ def _compute_rounding_errors(name, dtype):
   rounded = jax.tree.map(
     lambda x: x.astype(dtype).astype(x.dtype), model.params
   )
-  return _distance(name, _compute(model, rounded, as_written))
+  return _compare_with_float32(name, _run_model(model, rounded, as_written))
 
 
-def _distance(name, result):
-  (loss, _, grads), (written_loss, _, written) = result, _written(name)
+def _compare_with_float32(name, result):
+  (loss, _, grads), (written_loss, _, written) = (
+    result,
+    _compute_float32_result(name),
+  )
   a, b = (
     np.concatenate([np.asarray(x, np.float64).ravel() for x in tree])
     for tree in (grads, written)
@@ -153,7 +165,7 @@ def _count_equations(layers):
     return jnp.sum(x)
 
   jaxpr = jax.make_jaxpr(jax.grad(ols.autocast(fun)))(jnp.eye(3), jnp.eye(3))
-  return len(list(matmul_flops.equations(jaxpr)))
+  return len(list(matmul_flops.iter_eqns(jaxpr)))
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ X = normal(4, 8, seed=1)
 COUNT = 3
 
 
-def product(x, w):
-  return x @ w  # product
+def multiply(x, w):
+  return x @ w  # multiply
 
 
 def layers(*names):
@@ -30,21 +30,21 @@ def layers(*names):
   return [{n: draw(i, n) for n in names} for i in range(COUNT)]
 
 
-def trained(net, **kwargs):
+def make_grad_fn(net, **kwargs):
   loss = lambda params, x: jnp.mean(net(params, x) ** 2)
   return jax.grad(ols.autocast(loss, **kwargs))
 
 
 def make_report(net, params):
-  """Of all products: what is float16 is wider than float8."""
-  fun = trained(net)
+  """Return a report with all matmuls: float16 is wider than float8."""
+  fun = make_grad_fn(net)
   return precision_report(fun, params, X, dtype=jnp.float8_e4m3fn)
 
 
 def list_kept(names, net, params):
-  """What is in float32: the paths of products, and whether each is backward."""
+  """Return the paths of float32 matmuls, and whether each is backward."""
   rows = precision_report(
-    trained(net, keep_float32=names), params, X
+    make_grad_fn(net, keep_float32=names), params, X
   ).unconverted
   return {(row.param_path, row.backward) for row in rows}
 
@@ -71,7 +71,7 @@ def with_einsum(params, x):
 def in_a_scope(params, x):
   for layer in params["blocks"]:
     with jax.named_scope("block"):
-      x = jnp.tanh(product(x, layer["q"]))
+      x = jnp.tanh(multiply(x, layer["q"]))
   return x
 
 
@@ -79,7 +79,7 @@ Q = [f"blocks/{i}/q" for i in range(COUNT)]
 
 
 @pytest.mark.parametrize("net", [with_einsum, in_a_scope])
-def test_a_path_is_a_name_by_itself_within_any_scope(net):
+def test_a_path_alone_is_a_name_within_any_scope(net):
   params = {"blocks": layers("q")}
   assert_names(net, params, Q)
   for name, paths in ("blocks/1", Q[1:2]), ("blocks", Q), ("*/1/*", Q[1:2]):
@@ -93,8 +93,8 @@ def test_a_path_is_a_name_in_equinox():
   assert_names(net, params, [f"layers/{i}/weight" for i in range(COUNT)])
 
 
-def test_what_was_printed_before_is_taken_and_so_is_each_pair():
-  line = "test_provenance.py (product)"
+def test_names_printed_before_and_their_parts_are_accepted():
+  line = "test_provenance.py (multiply)"
   for name, paths in {
     "block/blocks/1/q": Q[1:2],
     "block/blocks/1": Q[1:2],
@@ -109,10 +109,10 @@ def test_what_was_printed_before_is_taken_and_so_is_each_pair():
     assert {path for path, _ in kept} == set(paths)
 
 
-def test_a_plain_list_of_weights_is_told_apart_in_a_scope():
+def test_weights_of_a_plain_list_are_distinguished_in_a_scope():
   def net(weights, x):
     with jax.named_scope("net"):
-      return functools.reduce(lambda x, w: jnp.tanh(product(x, w)), weights, x)
+      return functools.reduce(lambda x, w: jnp.tanh(multiply(x, w)), weights, x)
 
   weights = [x["q"] for x in layers("q")]
   assert_names(net, weights, ["0", "1", "2"])
@@ -129,16 +129,16 @@ def test_a_key_may_be_written_in_any_way():
   params = {key: normal(8, 8, seed=i) for i, key in enumerate(KEYS)}
 
   def net(params, x):
-    block = jax.checkpoint(lambda w, x: jnp.tanh(product(x, w)))
+    block = jax.checkpoint(lambda w, x: jnp.tanh(multiply(x, w)))
     for i, key in enumerate(KEYS):
-      x = jnp.tanh(product(x, params[key])) if i % 2 else block(params[key], x)
+      x = jnp.tanh(multiply(x, params[key])) if i % 2 else block(params[key], x)
     return x
 
   # No pattern among half of them selects another one.
   for i in 0, 1:
     names = list(filter(None, KEYS[i::2]))
     rows = precision_report(
-      trained(net, keep_float32=names), params, X
+      make_grad_fn(net, keep_float32=names), params, X
     ).unconverted
     assert {row.name for row in rows} == set(names)
     assert {
@@ -146,7 +146,7 @@ def test_a_key_may_be_written_in_any_way():
     } == expect_both_passes(*names)
 
 
-def test_a_pattern_is_one_only_if_no_name_is_equal_to_it():
+def test_a_string_is_a_pattern_only_if_no_name_equals_it():
   params = {"w*": normal(8, 8), "w1": normal(8, 8), "v1": normal(8, 8)}
   net = lambda p, x: x @ p["w*"] @ p["w1"] @ p["v1"]
   kept = lambda *names: list_kept(names, net, params)
@@ -156,14 +156,14 @@ def test_a_pattern_is_one_only_if_no_name_is_equal_to_it():
   assert kept("w*", "w1") == expect_both_passes("w*", "w1")
 
 
-def test_weights_that_are_used_twice_are_told_apart():
+def test_two_uses_of_a_weight_are_distinguished():
   """By what encloses them, or by the lines."""
 
   def net(params, x):
     with jax.named_scope("encoder"):
-      x = jnp.tanh(product(x, params["embed"]))
+      x = jnp.tanh(multiply(x, params["embed"]))
     with jax.named_scope("decoder"):
-      x = jnp.tanh(product(x, params["embed"]))
+      x = jnp.tanh(multiply(x, params["embed"]))
     x = x @ params["tied"]  # first
     return x @ params["tied"]  # second
 
@@ -176,7 +176,7 @@ def test_weights_that_are_used_twice_are_told_apart():
   assert names == scopes | lines and len(lines) == 2
   for name in names:
     kept = precision_report(
-      trained(net, keep_float32=name), params, X
+      make_grad_fn(net, keep_float32=name), params, X
     ).unconverted
     assert {row.backward for row in kept} == {False, True}
     assert sum(row.run_count for row in kept) <= 3
@@ -190,18 +190,18 @@ def test_rows_are_short():
   assert scopes == {"attention/einsum/bi,ij->bj"}
 
 
-def test_scopes_alone_and_lines_alone_name_what_has_no_weights():
+def test_matmuls_without_weights_are_named_by_scope_or_line():
   def net(params, x):
     with jax.named_scope("scores"):
-      scores = product(x, x.T)
-    return scores @ product(x, params["v"])
+      scores = multiply(x, x.T)
+    return scores @ multiply(x, params["v"])
 
-  fun, params = trained(net), {"v": normal(8, 8)}
+  fun, params = make_grad_fn(net), {"v": normal(8, 8)}
   rows = compare_precision(fun, params, X, progress=False).matmuls
   names = {row.name for row in rows if not row.param_path}
   assert "scores" in names and len(names) == 2
   (line,) = names - {"scores"}
-  # The line of the call leads to the product with v, too.
+  # The line of the call leads to the matmul with v, too.
   assert line.startswith("no weights at test_provenance.py:")
 
 
@@ -213,7 +213,7 @@ def inner_loss(params):
   return jnp.mean((two_layers(params, X) - 1) ** 2)
 
 
-def updated(params):
+def update_params(params):
   grads = jax.grad(inner_loss)(params)
   params = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
   return jnp.mean(two_layers(params, X) ** 2)
@@ -226,7 +226,7 @@ def hessian_vector_product(params):
 
 
 def make_empty_key_loss(*path):
-  """A loss, and weights of which one has this path, beside one more."""
+  """Return a loss and two weights, one of which has this path."""
   tree = normal(8, 8, seed=1)
   for key in reversed(path):
     tree = {key: tree}
@@ -240,7 +240,7 @@ def make_empty_key_loss(*path):
 
 PLAIN = {"up": normal(8, 8, seed=1), "down": normal(8, 8, seed=2)}
 HARD_TO_NAME = {
-  "updated weights": (updated, PLAIN),
+  "updated weights": (update_params, PLAIN),
   "a Hessian-vector product": (hessian_vector_product, PLAIN),
   "an empty key": make_empty_key_loss(""),
   "an empty key around": make_empty_key_loss("", "down"),
@@ -250,21 +250,21 @@ HARD_TO_NAME = {
 
 
 @pytest.mark.parametrize("name", HARD_TO_NAME)
-def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
+def test_a_name_keeps_only_the_matmuls_of_its_rows(name):
   loss, params = HARD_TO_NAME[name]
 
   def rows(**kwargs):
     fun = jax.grad(ols.autocast(loss, **kwargs))
     steps = _walk.walk(jax.make_jaxpr(fun)(params), _eqns.subjaxprs)
-    places = [
+    locations = [
       step.location
       for step in steps
       if _primitives.is_matmul(step.eqn)
       and step.location.autocast_dtype is not None
     ]
-    named = [(place.names, place.is_backward) for place in places]
-    told = [name for name, _ in _provenance.make_unique_labels(named)]
-    return collections.Counter(zip(told, named, strict=True))
+    named = [(x.names, x.is_backward) for x in locations]
+    labels = [name for name, _ in _provenance.make_unique_labels(named)]
+    return collections.Counter(zip(labels, named, strict=True))
 
   before = rows()
   for printed in {name for name, _ in before}:
@@ -276,8 +276,8 @@ def test_a_name_keeps_the_products_of_its_rows_and_no_others(name):
     assert named(left) == named(of_others)
 
 
-def test_what_has_no_weights_has_one_name_in_all_reports():
-  fun, params = jax.grad(ols.autocast(updated)), PLAIN
+def test_a_matmul_without_weights_has_one_name_in_all_reports():
+  fun, params = jax.grad(ols.autocast(update_params)), PLAIN
   rows = compare_precision(fun, params, progress=False).matmuls
   names = {row.name for row in rows if not row.param_path}
   report = precision_report(fun, params, dtype=jnp.float8_e4m3fn)
@@ -287,7 +287,7 @@ def test_what_has_no_weights_has_one_name_in_all_reports():
   )
 
 
-def test_scopes_of_another_jax_are_none():
+def test_unknown_name_stacks_of_another_jax_have_no_scope():
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(jnp.eye(2)).eqns
   info = eqn.source_info
   other = eqn.replace(source_info=type(info)(info.traceback, "scope"))
@@ -296,7 +296,7 @@ def test_scopes_of_another_jax_are_none():
   assert _provenance.tag_param_path(eqn, ()) is eqn
 
 
-def test_a_product_of_a_backward_pass_alone_needs_no_line():
+def test_a_matmul_only_in_the_backward_pass_needs_no_line():
   """The loss is linear in it, so that nothing of it runs forward."""
   net = lambda params, x: jnp.sum(jnp.tanh(x @ params["w"]) @ params["head"])
   params = {"w": normal(8, 8), "head": normal(8, 8)}
@@ -307,7 +307,7 @@ def test_a_product_of_a_backward_pass_alone_needs_no_line():
   assert found == {*expect_both_passes("w"), ("head", True)}
 
 
-# What a rule computes has the names of its weights, and is kept by them.
+# The matmuls of a rule have the names of its weights, which keep them.
 WEIGHTS = normal(8, 8)
 
 
@@ -315,7 +315,7 @@ def dense(w, x):
   return x @ w
 
 
-def looped(w, x):
+def loop_dense(w, x):
   return lax.while_loop(
     lambda state: state[0] < 2,
     lambda state: (state[0] + 1, dense(w, state[1])),
@@ -323,7 +323,7 @@ def looped(w, x):
   )[1]
 
 
-# What multiplies by weights within a rule.
+# Functions that multiply by weights within a rule.
 INNER = {
   "jit": jax.jit(dense),
   "scan": lambda w, x: lax.scan(
@@ -357,11 +357,11 @@ def with_jvp(inner, params, x):
 
 
 def with_a_loop(params, x):
-  block = jax.custom_vjp(overflowing(looped))
+  block = jax.custom_vjp(overflowing(loop_dense))
 
   def backward(residuals, ct):
     params, x = residuals
-    before = looped(params["up"].T, ct @ params["down"].T)
+    before = loop_dense(params["up"].T, ct @ params["down"].T)
     return {"up": x.T @ before, "down": x.T @ ct}, before
 
   block.defvjp(lambda params, x: (block.fun(params, x), (params, x)), backward)
@@ -382,7 +382,7 @@ PROGRAMS = {
     PROGRAMS,
   ),
 )
-def test_a_name_keeps_what_a_mark_keeps(name):
+def test_a_name_keeps_the_same_matmuls_as_keep_float32(name):
   block, is_stack = PROGRAMS[name]
   up = jnp.stack([WEIGHTS] * 2) if is_stack else WEIGHTS
   params = {"up": up, "down": WEIGHTS, "head": WEIGHTS}
@@ -405,7 +405,7 @@ def test_a_name_keeps_what_a_mark_keeps(name):
   results = [jax.jit(jax.grad(fun))(params, X) for fun in (cast, marked)]
   assert_same_bits(*results)
   assert are_finite(results)
-  # What is not named overflows as before.
+  # Matmuls without the name overflow as before.
   cast = ols.autocast(loss(block), keep_float32="head")
   assert not are_finite(jax.grad(cast)(params, X))
 
@@ -457,7 +457,7 @@ def test_the_backward_pass_of_a_rule_has_the_names_of_its_weights(wrap):
   assert {x.dtype for x in found} == {"float16"}
 
 
-def test_a_gradient_that_is_joined_of_parts_has_the_number_of_each():
+def test_parts_of_a_concatenated_gradient_have_their_numbers():
   @jax.custom_vjp
   def two_layers(w, x):
     return jnp.tanh(x @ w[0]) @ w[1]
@@ -474,5 +474,5 @@ def test_a_gradient_that_is_joined_of_parts_has_the_number_of_each():
   two_layers.defvjp(forward, backward)
   net = lambda params, x: two_layers(params["w"], x)
   params = {"w": normal(2, 8, 8, seed=0)}
-  found = jaxprs.list_named_matmuls(trained(net), params, X)
+  found = jaxprs.list_named_matmuls(make_grad_fn(net), params, X)
   assert sorted(x.weights for x in found) == ["w/0"] * 3 + ["w/1"] * 3

@@ -1,4 +1,4 @@
-"""Random programs of products, moves, arithmetic and control flow."""
+"""Random programs of matmuls, data movement, arithmetic and control flow."""
 
 from helpers import custom_rules, jaxprs
 from helpers.bits import assert_same_bits
@@ -18,13 +18,13 @@ W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
 
 
 def small(x):
-  """Integers from -2 to 2, so that float16 holds each product exactly."""
+  """Integers from -2 to 2, so that float16 represents each product exactly."""
   return x - 5 * jnp.round(x / 5)
 
 
 # From an array of shape (4, 4) to another one.
 STEPS = {
-  "product": lambda x: small(x) @ W,
+  "matmul": lambda x: small(x) @ W,
   "square": lambda x: small(x) @ small(x),
   "same twice": lambda x: jnp.einsum("ij,kj->ik", small(x), small(x)),
   "batched": lambda x: jnp.sum(jnp.stack([small(x), W]) @ W, 0),
@@ -90,11 +90,11 @@ programs = st.recursive(
 @hypothesis.given(programs)
 @hypothesis.settings(max_examples=60)
 def test_a_random_program_gives_the_same_bits(program):
-  # At the end a product, so that there is always one to run in half.
+  # The last matmul guarantees that at least one runs in half precision.
   fun = lambda x: small(program(x)) @ W
   half = ols.autocast(fun)
   assert_same_bits(jax.jit(half)(W), jax.jit(fun)(W))
-  assert jaxprs.products(half, W)["float16"]
+  assert jaxprs.count_matmuls_by_dtype(half, W)["float16"]
   loss = lambda f: lambda x: jnp.sum(small(f(x)) * W)
   actual, expected = (jax.jit(jax.grad(loss(f)))(W) for f in (half, fun))
   # Cotangents grow: float16 has to round them, and in the end cannot hold them.

@@ -1,4 +1,4 @@
-"""In random programs each printed name selects its product, and no other."""
+"""In random programs each printed name selects only its matmul."""
 
 import collections
 import functools
@@ -27,12 +27,12 @@ def pair(params, x):
   return jnp.tanh(x @ params["up"]) @ params["down"]
 
 
-def on_devices(fun):
+def map_over_devices(fun):
   mesh = jax.make_mesh((1,), ("i",), (AxisType.Auto,))
   return jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P())
 
 
-def prepared(change):
+def prepare_args(change):
   return lambda fun: lambda p, x: fun(jax.tree.map(change, p), x)
 
 
@@ -67,22 +67,22 @@ WRAPPERS = {
   "vmap of rows": lambda f: (
     lambda p, x: jax.vmap(lambda row: f(p, row[None])[0])(x)
   ),
-  "shard_map": on_devices,
+  "shard_map": map_over_devices,
   "scope": jax.named_scope("layer"),
   "scope of a key": jax.named_scope("blocks"),
   "two scopes": lambda f: jax.named_scope("a")(jax.named_scope("w")(f)),
   "scope of jax": jax.named_scope("transpose(jvp(w))"),
-  "masked": prepared(lambda w: jnp.where(w > -9e9, w, 0)),
+  "masked": prepare_args(lambda w: jnp.where(w > -9e9, w, 0)),
   "residual": lambda f: lambda p, x: x + f(p, x),
-  "cast": prepared(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32)),
-  "jitted cast": prepared(
+  "cast": prepare_args(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32)),
+  "jitted cast": prepare_args(
     jax.jit(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32))
   ),
   "barrier": lambda f: lambda p, x: f(lax.optimization_barrier(p), x),
-  "transposed": prepared(lambda w: w.T),
-  "unstacked": prepared(lambda w: jnp.unstack(w[None])[0]),
-  "reshaped": prepared(lambda w: w.reshape(4, 16).reshape(8, 8)),
-  "flipped": prepared(lambda w: w[::-1]),
+  "transposed": prepare_args(lambda w: w.T),
+  "unstacked": prepare_args(lambda w: jnp.unstack(w[None])[0]),
+  "reshaped": prepare_args(lambda w: w.reshape(4, 16).reshape(8, 8)),
+  "flipped": prepare_args(lambda w: w[::-1]),
   "vjp": lambda f: lambda p, x: jax.vjp(f, p, x)[0],
 }
 
@@ -108,7 +108,7 @@ def random_nests(seed):
 
 
 def program(nests):
-  """A loss, its parameters, and what is kept beside each of them."""
+  """Return a loss, its parameters, and the paths that are kept with each."""
 
   def loss(params, x):
     for (fun, _, _), block in zip(nests, params["blocks"], strict=True):
@@ -121,19 +121,19 @@ def program(nests):
 
   blocks = [weights(i, inner) for i, (_, inner, _) in enumerate(nests)]
   params = {"blocks": blocks, "head": normal(8, 8, seed=99)}
-  # What is kept beside a product: all of the rule that it is in.
+  # A name that selects a matmul in a rule keeps the whole rule.
   paths = {f"blocks/{i}/{k}": i for i, b in enumerate(blocks) for k in b}
-  beside = {"head": {"head"}} | {
+  kept_together = {"head": {"head"}} | {
     path: {p for p, j in paths.items() if j == i}
     if is_rule(nests[i][2])
     else {path}
     for path, i in paths.items()
   }
-  return loss, params, beside
+  return loss, params, kept_together
 
 
 def get_matmul_dtypes(fun, *args):
-  """The dtypes of the products of each weight, forward and backward."""
+  """Return the dtypes of the matmuls of each weight, forward and backward."""
   found = collections.defaultdict(set)
   for x in jaxprs.list_named_matmuls(fun, *args, only_live=True):
     found[x.weights].add((x.backward, x.dtype))
@@ -141,7 +141,7 @@ def get_matmul_dtypes(fun, *args):
 
 
 def assert_names_select(nests):
-  loss, params, beside = program(nests)
+  loss, params, kept_together = program(nests)
   try:
     jax.make_jaxpr(jax.grad(loss))(params, X)
   except (NotImplementedError, TypeError, ValueError):
@@ -153,26 +153,26 @@ def assert_names_select(nests):
     for row, name in zip(rows.sites, rows.names, strict=True)
     if row.names.param_path
   }
-  # Each weight has one name, which is that of no other.
-  assert sorted(path for path, _ in names) == sorted(beside), names
-  assert len({name for _, name in names}) == len(beside)
+  # Each weight has one name, which no other weight has.
+  assert sorted(path for path, _ in names) == sorted(kept_together), names
+  assert len({name for _, name in names}) == len(kept_together)
   before = get_matmul_dtypes(grad(), params, X)
   for path, name in names:
     assert {back for back, _ in before[path]} == {False, True}
     found = get_matmul_dtypes(grad(keep_float32=name), params, X)
-    if beside[path] == {path}:
+    if kept_together[path] == {path}:
       assert {dtype for _, dtype in found[path]} == {"float32"}
-    for other in beside:
-      # A rule that is kept stays as it is, without names inside.
-      is_kept = other in beside[path]
+    for other in kept_together:
+      # A rule that is kept is unchanged, without names inside.
+      is_kept = other in kept_together[path]
       assert is_kept or found[other] == before[other], (name, other)
       half = "float16" in {dtype for _, dtype in found[other]}
       assert half != is_kept, (name, other)
   return True
 
 
-# Of a branch within a rule, JAX up to 0.10 does not tell which weight a product
-# of the backward pass belongs to: it has the name of the block.
+# For a branch within a rule, JAX up to 0.10 does not show to which weight a
+# matmul of the backward pass belongs, so the matmul has the name of the block.
 COARSE = {74, 92, 187, 251, 287} if jax.__version_info__ < (0, 11) else set()
 
 
@@ -205,7 +205,7 @@ def test_layers_that_share_a_function_have_the_names_of_their_weights(names):
     pytest.param(range(30, 300), marks=pytest.mark.nightly),
   ],
 )
-def test_each_printed_name_selects_its_product_and_no_other(seeds):
+def test_each_printed_name_selects_only_its_matmul(seeds):
   nests = [random_nests(seed) for seed in seeds if seed not in COARSE]
   assert sum(map(assert_names_select, nests)) > 0.9 * len(nests)
 
@@ -263,7 +263,7 @@ PARAMS = {key: normal(8, 8, seed=i) for i, key in enumerate("abcd")}
     pytest.param(range(60, 300), marks=pytest.mark.nightly),
   ],
 )
-def test_a_name_takes_away_the_rows_that_have_it_and_no_other(seeds):
+def test_keeping_a_name_removes_only_its_rows(seeds):
   for seed in set(seeds) - FORGOTTEN:
     loss = random_helpers(seed)
 

@@ -1,4 +1,4 @@
-"""What `autocast` enters, and what it says of what it does not."""
+"""The primitives that `autocast` enters, and its warnings about the others."""
 
 import contextlib
 import functools
@@ -60,7 +60,7 @@ NOT_ENTERED = {
 
 
 @pytest.mark.parametrize("name", NOT_ENTERED)
-def test_what_cannot_be_entered_is_told_with_its_share_and_line(name):
+def test_an_opaque_primitive_is_reported_with_its_flops_share_and_line(name):
   part = NOT_ENTERED[name]
   half = ols.autocast(lambda a, b: part(a, b) + a @ b)
   with pytest.warns(UserWarning, match=f"left {name}") as caught:
@@ -71,20 +71,20 @@ def test_what_cannot_be_entered_is_told_with_its_share_and_line(name):
   np.testing.assert_allclose(out, part(A, B) + A @ B, rtol=0.01, atol=0.01)
 
 
-def test_the_share_is_that_of_the_flops_as_often_as_they_run():
+def test_the_flops_share_counts_each_execution():
   def fun(a, b):
     step = lambda c, _: (linear(a, c), None)
     once = linear(a, b)
     many, _ = lax.scan(step, b, length=5)
     return once + many + (a @ b) @ a
 
-  # Six of eight products: the scan is entered, and what is in it is not.
+  # Six of eight matmuls: the scan is entered, and `linear_call` in it is not.
   with pytest.warns(UserWarning, match=r"linear_call.*75\.0% of the matmul"):
-    counts = jaxprs.products(ols.autocast(fun), A, B)
+    counts = jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B)
   assert counts == {"float32": 2, "float16": 2}
 
 
-def test_it_is_told_of_symbolic_sizes_by_the_number_of_products():
+def test_for_symbolic_sizes_the_warning_counts_matmuls():
   (n,) = export.symbolic_shape("n")
   shape = jax.ShapeDtypeStruct((n, n), jnp.float32)
   half = jax.jit(ols.autocast(lambda x: with_a_batching_rule(x, x) + x @ x))
@@ -94,10 +94,10 @@ def test_it_is_told_of_symbolic_sizes_by_the_number_of_products():
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_of_many_places_the_three_largest_are_told(count):
+def test_the_warning_lists_the_three_largest_locations(count):
   call = jax.custom_derivatives.linear_call
   times = functools.partial(call, lambda a, b: a @ b, lambda a, g: a.T @ g)
-  places = [
+  call_sites = [
     lambda a: times(a, B),
     lambda a: times(a, B),
     lambda a: times(a, B),
@@ -105,7 +105,9 @@ def test_of_many_places_the_three_largest_are_told(count):
     lambda a: times(a, B),
   ]
   with pytest.warns(UserWarning, match=r"100\.0%") as caught:
-    jax.make_jaxpr(ols.autocast(lambda a: [x(a) for x in places[:count]]))(A)
+    jax.make_jaxpr(ols.autocast(lambda a: [x(a) for x in call_sites[:count]]))(
+      A
+    )
   (warning,) = caught
   message = str(warning.message)
   assert message.count("linear_call at") == min(count, 3)
@@ -114,11 +116,11 @@ def test_of_many_places_the_three_largest_are_told(count):
     == (count == 5)
     == (" more" in message)
   )
-  largest = places[3 if count == 5 else 0].__code__.co_firstlineno
+  largest = call_sites[3 if count == 5 else 0].__code__.co_firstlineno
   assert f"left linear_call at test_reach.py:{largest}" in message
 
 
-def test_what_cannot_stand_in_place_of_an_equation_is_none():
+def test_a_function_with_other_results_cannot_replace_an_equation():
   (eqn,) = jax.make_jaxpr(lambda a: jnp.sin(a))(A).eqns
   ((new,), _) = _eqns.trace_replacement_eqns(lambda a: [jnp.cos(a)], eqn)
   assert new.outvars == eqn.outvars and new.invars == eqn.invars
@@ -126,7 +128,7 @@ def test_what_cannot_stand_in_place_of_an_equation_is_none():
     assert _eqns.trace_replacement_eqns(fun, eqn) is None
 
 
-def test_it_is_told_once_and_not_at_each_call():
+def test_the_warning_is_given_once_and_not_at_each_call():
   half = ols.autocast(lambda a, b: linear(a, b) + a @ b)
   with pytest.warns(UserWarning) as caught:
     for _ in range(2):
@@ -134,7 +136,7 @@ def test_it_is_told_once_and_not_at_each_call():
   assert len(caught) == 1
 
 
-def test_it_is_told_of_what_a_rule_runs_too():
+def test_primitives_that_a_rule_runs_are_reported_too():
   fun = jax.custom_vjp(lambda a, b: a @ b)
   fun.defvjp(
     lambda a, b: (a @ b, (a, b)),
@@ -143,50 +145,53 @@ def test_it_is_told_of_what_a_rule_runs_too():
   )
   half = ols.autocast(lambda a: jnp.sum(fun(a, B)))
   if getattr(jax.config, "jax_custom_vjp3", False):
-    assert set(jaxprs.products(jax.grad(half), A)) == {"float16"}
+    assert set(jaxprs.count_matmuls_by_dtype(jax.grad(half), A)) == {"float16"}
     return
   with pytest.warns(UserWarning, match="left remat_opt"):
-    counts = jaxprs.products(jax.grad(half), A)
+    counts = jaxprs.count_matmuls_by_dtype(jax.grad(half), A)
   # The forward pass of the gradient is hidden, and its backward pass is not.
   assert counts == {"float32": 1, "float16": 2}
 
 
-def test_what_is_marked_is_not_told():
+def test_functions_marked_with_keep_float32_are_not_reported():
   half = ols.autocast(lambda a, b: ols.keep_float32(linear)(a, b) + a @ b)
-  assert jaxprs.products(half, A, B) == {"float32": 1, "float16": 1}
+  assert jaxprs.count_matmuls_by_dtype(half, A, B) == {
+    "float32": 1,
+    "float16": 1,
+  }
 
 
 def exported(fun):
   return export.export(jax.jit(fun))(jax.ShapeDtypeStruct((4, 4), jnp.float32))
 
 
-def test_products_that_were_exported_are_told_at_the_line_of_the_call():
+def test_exported_matmuls_are_reported_at_the_line_of_the_call():
   call = exported(lambda a: a @ a).call
   fun = lambda a, b: jax.checkpoint(call)(a) @ b
   with pytest.warns(UserWarning, match=r"exported at test_reach.py:\d+ \("):
-    counts = jaxprs.products(ols.autocast(fun), A, B)
+    counts = jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B)
   assert counts == {"float16": 1}
   with pytest.warns(UserWarning, match="call_exported unchanged: the matmuls"):
     jax.jit(jax.grad(lambda a: jnp.sum(ols.autocast(call)(a))))(A)
 
 
 NOT_TOLD = {
-  "no product": jnp.sin,
-  "in half": lambda a: jnp.float32(jnp.float16(a) @ jnp.float16(a)),
+  "no matmul": jnp.sin,
+  "in float16": lambda a: jnp.float32(jnp.float16(a) @ jnp.float16(a)),
   "highest precision": lambda a: jnp.matmul(a, a, precision="highest"),
   "marked": lambda a: a @ a,
 }
 
 
 @pytest.mark.parametrize("name", NOT_TOLD)
-def test_what_was_exported_without_such_products_is_not_told(name):
+def test_exported_functions_without_float32_matmuls_are_not_reported(name):
   call = exported(NOT_TOLD[name]).call
   call = ols.keep_float32(call) if name == "marked" else call
   half = ols.autocast(lambda a, b: call(a) @ b)
-  assert jaxprs.products(half, A, B) == {"float16": 1}
+  assert jaxprs.count_matmuls_by_dtype(half, A, B) == {"float16": 1}
 
 
-def test_a_root_of_products_runs_in_half_or_is_told():
+def test_matmuls_in_custom_root_run_in_half_precision_or_are_reported():
   def root(a, b):
     f = lambda x: x @ a - b
     improve = lambda f, x: lax.fori_loop(0, 3, lambda i, x: x - f(x), x)
@@ -196,26 +201,26 @@ def test_a_root_of_products_runs_in_half_or_is_told():
   half = ols.autocast(root)
   (eqn,) = jax.make_jaxpr(root)(A, B).eqns
   is_hidden = _eqns.get_hi_primitive(eqn) is not None
-  told = contextlib.nullcontext()
+  expectation = contextlib.nullcontext()
   if is_hidden:  # A primitive of hijax since JAX 0.12.
-    told = pytest.warns(UserWarning, match="left CustomRoot")
-  with told:
-    counts = jaxprs.products(half, A, B)
+    expectation = pytest.warns(UserWarning, match="left CustomRoot")
+  with expectation:
+    counts = jaxprs.count_matmuls_by_dtype(half, A, B)
   assert set(counts) == ({"float32"} if is_hidden else {"float16"})
 
 
-def renamed(eqn):
+def rename_params(eqn):
   """An equation whose parameters all have names of another JAX."""
   return eqn.replace(params={f"new_{k}": v for k, v in eqn.params.items()})
 
 
-def unknown(eqn):
-  """An equation of a primitive that nobody has heard of."""
+def make_unknown_eqn(eqn):
+  """Return an equation of an unknown primitive."""
   primitive = type(eqn.primitive)("no_such_primitive")
   return eqn.replace(primitive=primitive)
 
 
-def doubled(eqn):
+def duplicate_jaxpr(eqn):
   """An equation that holds one jaxpr more than it does today."""
   more = jax.make_jaxpr(lambda a: a @ a)(A)
   return eqn.replace(params={**eqn.params, "another": more})
@@ -234,21 +239,25 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("change", [renamed, unknown, doubled])
+@pytest.mark.parametrize(
+  "change", [rename_params, make_unknown_eqn, duplicate_jaxpr]
+)
 @pytest.mark.parametrize("name", HOLDERS)
-def test_an_equation_of_another_jax_is_rewritten_whole_or_told(name, change):
+def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
   closed = jax.make_jaxpr(HOLDERS[name])(A, B)
   eqns = list(closed.jaxpr.eqns)
   (i,) = [i for i, eqn in enumerate(eqns) if _matmuls.subjaxprs_to_search(eqn)]
-  if change is unknown and _eqns.get_hi_primitive(eqns[i]) is not None:
+  if change is make_unknown_eqn and _eqns.get_hi_primitive(eqns[i]) is not None:
     pytest.skip("What an unknown primitive hides in an object is not seen.")
   eqns[i] = change(eqns[i])
-  found, told, new = rewrite(_eqns.replace_jaxpr_fields(closed, eqns=eqns))
-  if any(eqn is eqns[i] for eqn in new):  # As written, and told.
+  found, warning_text, new = rewrite(
+    _eqns.replace_jaxpr_fields(closed, eqns=eqns)
+  )
+  if any(eqn is eqns[i] for eqn in new):  # Unchanged and reported.
     assert not found
-    assert _source_info.get_op_name(eqns[i]) in told
+    assert _source_info.get_op_name(eqns[i]) in warning_text
   else:
-    assert found and change is not unknown
+    assert found and change is not make_unknown_eqn
     assert jaxprs.count_eqn_matmuls_by_dtype(new)["float32"] == 0
 
 
@@ -270,49 +279,55 @@ def test_a_shard_map_of_another_jax_is_rewritten():
     HOLDERS["custom_vjp"], mesh=mesh, in_specs=spec, out_specs=spec
   )
   closed = jax.make_jaxpr(fun)(A, B)
-  eqns = [renamed(eqn) for eqn in closed.jaxpr.eqns]
-  found, told, _ = rewrite(_eqns.replace_jaxpr_fields(closed, eqns=eqns))
+  eqns = [rename_params(eqn) for eqn in closed.jaxpr.eqns]
+  found, warning_text, _ = rewrite(
+    _eqns.replace_jaxpr_fields(closed, eqns=eqns)
+  )
   # Its rule needs no axis. So it is entered, though it is not understood.
-  assert found and not told
+  assert found and not warning_text
 
 
 @pytest.mark.parametrize("flag", hijax.FLAGS)
 @pytest.mark.parametrize(
   "name", ["scan", "checkpoint", "custom_jvp", "custom_vjp"]
 )
-def test_the_products_in_objects_of_hijax_and_their_gradients_run_in_half(
+def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(
   name, flag
 ):
   if flag == f"jax_{name}3" and not hijax.HAS_RULES:
-    pytest.skip(f"The objects of JAX {jax.__version__} are told of: see below.")
+    pytest.skip(
+      f"The objects of JAX {jax.__version__} are reported: see below."
+    )
   fun = HOLDERS[name]
 
   def loss(a, b, cast=lambda fun: fun):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(cast(fun)(a, b)))
 
-  with hijax.flags_on(flag):
+  with hijax.enable_flags(flag):
     half = ols.autocast(fun)
-    assert set(jaxprs.products(half, A, B)) == {"float16"}
+    assert set(jaxprs.count_matmuls_by_dtype(half, A, B)) == {"float16"}
     assert_close(jax.jit(half)(A, B), jax.jit(fun)(A, B), 0.01)
     skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), A, B)
     half = jax.grad(lambda a, b: loss(a, b, ols.autocast), (0, 1))
-    assert set(jaxprs.products(half, A, B)) == {"float16"}
+    assert set(jaxprs.count_matmuls_by_dtype(half, A, B)) == {"float16"}
     assert_close(half(A, B), jax.grad(loss, (0, 1))(A, B), 0.02)
 
 
-def test_a_tangent_in_an_object_of_hijax_runs_in_half():
+def test_a_tangent_in_a_hijax_primitive_runs_in_half_precision():
   if not hijax.HAS_RULES:
-    pytest.skip(f"The objects of JAX {jax.__version__} are told of: see below.")
+    pytest.skip(
+      f"The objects of JAX {jax.__version__} are reported: see below."
+    )
   fun = HOLDERS["custom_vjp"]
 
   def transposed(cotangent, cast=lambda fun: fun):
     derivative = lambda t: jax.jvp(lambda a: fun(a, B), (A,), (t,))[1]
     return jax.linear_transpose(cast(derivative), A)(cotangent)
 
-  with hijax.flags_on("jax_custom_vjp3"):
+  with hijax.enable_flags("jax_custom_vjp3"):
     skip_if_jax_cannot(transposed, A)
     half = lambda cotangent: transposed(cotangent, ols.autocast)
-    assert set(jaxprs.products(half, A)) == {"float16"}
+    assert set(jaxprs.count_matmuls_by_dtype(half, A)) == {"float16"}
     assert_close(half(A), transposed(A), 0.01)
 
 
@@ -324,14 +339,14 @@ def test_a_tangent_in_an_object_of_hijax_runs_in_half():
     ("custom_vjp", "remat_rules"),
   ],
 )
-def test_an_object_of_hijax_of_another_jax_is_told(monkeypatch, name, gone):
-  with hijax.flags_on(f"jax_{name}3"):
+def test_a_hijax_primitive_of_another_jax_is_reported(monkeypatch, name, gone):
+  with hijax.enable_flags(f"jax_{name}3"):
     closed = jax.make_jaxpr(HOLDERS[name])(A, B)
     hidden = [_eqns.get_hi_primitive(eqn) for eqn in closed.jaxpr.eqns]
     (changed,) = [x for x in hidden if x is not None]
     if hijax.HAS_RULES:
       monkeypatch.delattr(changed, gone)
       monkeypatch.delitem(changed.params, gone)
-    found, told, _ = rewrite(closed)
+    found, warning_text, _ = rewrite(closed)
   assert not found
-  assert f"left {name}_call at test_reach.py" in told
+  assert f"left {name}_call at test_reach.py" in warning_text

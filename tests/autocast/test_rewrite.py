@@ -1,4 +1,4 @@
-"""Which products run in half precision, and what follows them."""
+"""The matmuls that run in half precision, and the equations after them."""
 
 from flax import nnx
 from helpers import custom_rules, jaxprs, matmul_flops
@@ -69,49 +69,53 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_it_runs_as_written(name):
+def test_excluded_matmuls_run_unchanged(name):
   fun = LEFT_ALONE[name]
 
-  def with_a_product(a, b):
-    return fun(a, b), b @ b  # So that there is something to run in half.
+  def with_a_matmul(a, b):
+    return fun(a, b), b @ b  # This matmul is cast.
 
   def as_written(a, b):
     return fun(a, b), jnp.float32(jnp.float16(b) @ jnp.float16(b))
 
-  half = jax.jit(ols.autocast(with_a_product))
+  half = jax.jit(ols.autocast(with_a_matmul))
   assert_same_bits(half(A, B), jax.jit(as_written)(A, B))
 
 
 @pytest.mark.parametrize("setting", ["highest", "float32"])
-def test_a_global_highest_precision_is_a_request_for_each_product(setting):
+def test_a_global_highest_precision_applies_to_each_matmul(setting):
   fun = lambda a, b: a @ b
   with (
     jax.default_matmul_precision(setting),
     pytest.warns(UserWarning, match="jax.default_matmul_precision"),
   ):
-    assert jaxprs.products(ols.autocast(fun), A, B) == {"float32": 1}
+    assert jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B) == {
+      "float32": 1
+    }
   with jax.default_matmul_precision("bfloat16"):
-    assert jaxprs.products(ols.autocast(fun), A, B) == {"float16": 1}
+    assert jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B) == {
+      "float16": 1
+    }
 
 
-def test_float64_is_left_alone():
+def test_float64_matmuls_are_unchanged():
   with jax.enable_x64(True):
     wide = lambda a, b: a.astype("float64") @ b.astype("float64") + a @ b
-    counts = jaxprs.products(ols.autocast(wide), A, B)
+    counts = jaxprs.count_matmuls_by_dtype(ols.autocast(wide), A, B)
     assert counts == {"float64": 1, "float16": 1}
     assert jax.eval_shape(ols.autocast(wide), A, B).dtype == np.float64
 
 
-def test_a_product_of_experts_runs_in_half():
+def test_a_ragged_dot_runs_in_half_precision():
   x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 4])
   loss = lambda x, w: jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
   half = ols.autocast(loss)
-  assert "ragged_dot_general" in jaxprs.in_half(half, x, w)
+  assert "ragged_dot_general" in jaxprs.list_half_primitives(half, x, w)
   gradient = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(x, w)
   assert_same_bits(gradient(half), gradient(loss))
 
 
-def test_the_branch_of_a_platform_runs_in_half():
+def test_the_branch_of_a_platform_runs_in_half_precision():
   def fun(a, b):
     return lax.platform_dependent(
       a, cpu=lambda a: a @ b, tpu=only_on_tpu, default=lambda a: (a @ b) @ b
@@ -122,18 +126,18 @@ def test_the_branch_of_a_platform_runs_in_half():
     return raise_on_cpu(a) @ a
 
   half = ols.autocast(fun)
-  assert set(jaxprs.products(half, A, B)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(half, A, B)) == {"float16"}
   assert_same_bits(jax.jit(half)(A, B), EXACT)
 
 
-def test_products_accumulate_in_float32():
+def test_matmuls_accumulate_in_float32():
   # In float16, 2048 + 1 is 2048.
   ones = jnp.ones((2, 8192))
   assert jax.jit(ols.autocast(lambda x: x @ x.T))(ones)[0, 1] == 8192
 
 
-# What does not only move the product `h`. The transposes of the first are sums,
-# or become sums if `vmap` stands outside, and the others compute.
+# Functions of the matmul `h` that do more than move data. The transposes of the
+# first are sums, or become sums under an outer `vmap`, and the others compute.
 STAYS = {
   "dynamic slice": lambda h: lax.dynamic_slice_in_dim(h, jnp.int32(1), 2),
   "dynamic update": lambda h: lax.dynamic_update_slice(h, h + 1, (1, 0)),
@@ -147,39 +151,41 @@ STAYS = {
   "relu": jax.nn.relu,
   "sum": lambda h: jnp.sum(h, axis=0),
   "addition": lambda h: h + h,
-  "other numbers beside it": lambda h: lax.optimization_barrier((h, 1e-9 * h)),
+  "with other numbers": lambda h: lax.optimization_barrier((h, 1e-9 * h)),
 }
 
 
-@pytest.mark.parametrize("name", jaxprs.MOVES)
-def test_what_moves_a_product_moves_it_in_half(name):
-  as_written = jaxprs.of(jaxprs.MOVES[name], A)
+@pytest.mark.parametrize("name", jaxprs.DATA_MOVEMENT)
+def test_data_movement_after_a_matmul_stays_in_half_precision(name):
+  as_written = jaxprs.list_eqns(jaxprs.DATA_MOVEMENT[name], A)
   if name not in {eqn.primitive.name for eqn in as_written}:
     pytest.skip("With its upgrade flags JAX has another primitive for it.")
-  half = ols.autocast(lambda a, b: jaxprs.MOVES[name](a @ b))
-  assert name in jaxprs.in_half(half, A, B)
-  # Wherever it is, it is what the product was.
-  assert_same_bits(jax.jit(half)(A, B), jax.jit(jaxprs.MOVES[name])(EXACT))
+  half = ols.autocast(lambda a, b: jaxprs.DATA_MOVEMENT[name](a @ b))
+  assert name in jaxprs.list_half_primitives(half, A, B)
+  # Each entry equals the entry of the matmul that was moved.
+  assert_same_bits(
+    jax.jit(half)(A, B), jax.jit(jaxprs.DATA_MOVEMENT[name])(EXACT)
+  )
 
 
-def test_what_moves_two_products_at_once_keeps_them_apart():
+def test_data_movement_of_two_matmuls_keeps_them_separate():
   fun = lambda a, b: lax.optimization_barrier((a @ b, b @ a))
   half = ols.autocast(fun)
-  assert "optimization_barrier" in jaxprs.in_half(half, A, B)
+  assert "optimization_barrier" in jaxprs.list_half_primitives(half, A, B)
   exact = jnp.float16(A) @ jnp.float16(B), jnp.float16(B) @ jnp.float16(A)
   for actual, expected in zip(jax.jit(half)(A, B), exact, strict=True):
     assert_same_bits(actual, jnp.float32(expected))
 
 
 @pytest.mark.parametrize("name", STAYS)
-def test_what_computes_or_has_a_sum_for_a_transpose_stays_in_float32(name):
+def test_computations_and_transposes_of_sums_stay_in_float32(name):
   half = ols.autocast(lambda a, b: STAYS[name](a @ b))
   allowed = {"convert_element_type", "dot_general", "slice"}
-  assert jaxprs.in_half(half, A, B) <= allowed
+  assert jaxprs.list_half_primitives(half, A, B) <= allowed
   assert_same_bits(jax.jit(half)(A, B), jax.jit(STAYS[name])(EXACT))
 
 
-def test_a_weight_of_a_scan_collects_its_cotangents_in_float32():
+def test_cotangents_of_a_weight_in_a_scan_are_summed_in_float32():
   def loss(w, xs):
     return lax.scan(lambda c, x: (c + jnp.sum(x @ w), None), 0.0, xs)[0]
 
@@ -187,32 +193,37 @@ def test_a_weight_of_a_scan_collects_its_cotangents_in_float32():
   xs = jnp.ones((4096, 2, 4))
   # Each step adds 2, and 4,096 of them are beyond what float16 counts by one.
   np.testing.assert_array_equal(jax.jit(jax.grad(half))(jnp.eye(4), xs), 8192)
-  scans = [e for e in jaxprs.of(half, A, xs) if e.primitive.name == "scan"]
+  scans = [
+    e for e in jaxprs.list_eqns(half, A, xs) if e.primitive.name == "scan"
+  ]
   assert all(v.aval.dtype == jnp.float32 for v in scans[0].invars)
 
 
-def test_a_value_that_leaves_a_call_in_half_is_moved_in_half():
-  product = jax.jit(lambda a, b: a @ b)
-  half = ols.autocast(lambda a, b: product(a, b).T)
-  assert "transpose" in jaxprs.in_half(half, A, B)
+def test_a_half_precision_output_of_a_call_is_moved_in_half_precision():
+  multiply = jax.jit(lambda a, b: a @ b)
+  half = ols.autocast(lambda a, b: multiply(a, b).T)
+  assert "transpose" in jaxprs.list_half_primitives(half, A, B)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, "bfloat16"])
 def test_a_dtype_may_be_chosen(dtype):
   half = ols.autocast(lambda a, b: a @ b, dtype)
-  assert jaxprs.products(half, A, B) == {jnp.dtype(dtype).name: 1}
+  assert jaxprs.count_matmuls_by_dtype(half, A, B) == {jnp.dtype(dtype).name: 1}
 
 
-def test_the_dtype_float32_gives_the_function_itself():
+def test_the_dtype_float32_returns_the_function_itself():
   fun = lambda a, b: a @ b
   assert ols.autocast(fun, jnp.float32) is fun
   assert ols.autocast(fun, jnp.float32, keep_float32="net") is fun
 
 
-def test_an_autocast_in_another_one_is_left_alone():
+def test_an_autocast_inside_another_one_is_unchanged():
   inner = ols.autocast(lambda a, b: a @ b, jnp.bfloat16)
   half = ols.autocast(lambda a, b: inner(a, b) @ b)
-  assert jaxprs.products(half, A, B) == {"bfloat16": 1, "float16": 1}
+  assert jaxprs.count_matmuls_by_dtype(half, A, B) == {
+    "bfloat16": 1,
+    "float16": 1,
+  }
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32", "float8_e4m3fn", None])
@@ -222,12 +233,12 @@ def test_another_dtype_is_an_error(dtype):
 
 
 @pytest.mark.parametrize("function", [ols.autocast, ols.keep_float32])
-def test_what_is_no_function_is_an_error(function):
+def test_an_argument_other_than_a_function_raises_an_error(function):
   with pytest.raises(TypeError, match="fun must be a function, got fun = 3"):
     function(3)
 
 
-def test_a_function_without_products_is_told_so_at_the_users_line():
+def test_a_function_without_matmuls_warns_at_the_users_line():
   with pytest.warns(UserWarning, match="had no effect on sin") as caught:
     jax.jit(ols.autocast(jnp.sin))(A)
   assert caught[0].filename == __file__
@@ -237,7 +248,7 @@ IN_HALF = "A model that already computes in half precision needs no autocast."
 
 
 @pytest.mark.parametrize(
-  "fun, told",
+  "fun, text",
   [
     (jnp.sin, "had no effect on sin: it contains no matmul or convolution."),
     (
@@ -255,17 +266,17 @@ IN_HALF = "A model that already computes in half precision needs no autocast."
     (lambda x: x.astype(int) @ x.astype(int), "only some in int32."),
   ],
 )
-def test_the_dtypes_of_what_it_leaves_alone_are_told(fun, told):
+def test_the_warning_names_the_dtypes_of_unchanged_matmuls(fun, text):
   with pytest.warns(UserWarning, match="had no effect") as caught:
     ols.autocast(fun)(jnp.eye(3))
-  assert told in str(caught[0].message)
+  assert text in str(caught[0].message)
 
 
 def bfloat16(x):
   return x.astype(jnp.bfloat16)
 
 
-def test_a_flax_nnx_model_in_bfloat16_is_told_of_and_changed_once():
+def test_a_bfloat16_flax_nnx_model_warns_and_changes_once():
   rngs = nnx.Rngs(0)
   model = nnx.Sequential(
     nnx.Linear(3, 3, dtype=jnp.bfloat16, rngs=rngs),
@@ -294,13 +305,13 @@ def test_it_is_a_decorator_with_and_without_arguments():
 
     assert loss_fn.__doc__ == "How wrong the model is."
     eqns = jax.make_jaxpr(loss_fn)({"a": A, "b": A}, A).eqns
-    products = [e for e in eqns if e.primitive.name == "dot_general"]
-    assert [str(e.outvars[0].aval.dtype) for e in products] == dtypes
+    dot_eqns = [e for e in eqns if e.primitive.name == "dot_general"]
+    assert [str(e.outvars[0].aval.dtype) for e in dot_eqns] == dtypes
   identity = ols.autocast(dtype=jnp.float32)
   assert identity(loss_fn) is loss_fn
 
 
-def test_a_decorator_refuses_at_once_what_is_wrong():
+def test_a_decorator_refuses_wrong_arguments_immediately():
   for wrong in {"dtype": jnp.int32}, {"keep_float32": 3}:
     with pytest.raises(TypeError, match=f"{next(iter(wrong))} must be"):
       ols.autocast(**wrong)
@@ -320,7 +331,7 @@ def test_a_decorator_refuses_at_once_what_is_wrong():
     lambda: ols.autocast(jnp.dtype("float16")),
   ],
 )
-def test_a_block_or_a_dtype_in_place_of_the_loss_is_shown_where_it_stands(make):
+def test_a_with_block_or_a_dtype_as_first_argument_raises_a_helpful_error(make):
   """As PyTorch has it: with autocast(device_type="cuda")."""
   line = r"the loss function: ols\.value_and_grad\(ols\.autocast\(loss_fn\)"
   with pytest.raises(TypeError, match=line), make():
@@ -331,32 +342,32 @@ def square(x):
   return x @ x
 
 
-def two_products(x):
+def two_matmuls(x):
   return x @ A + x @ B
 
 
-# Values that several products read, and where these products are.
+# Functions in which several matmuls read the same value.
 SHARED_VALUES = {
-  "one product": square,
-  "two products": two_products,
+  "one matmul": square,
+  "two matmuls": two_matmuls,
   "jit": jax.jit(square),
-  "checkpoint": jax.checkpoint(two_products),
-  "cond": lambda x: lax.cond(x[0, 0] > 0, square, two_products, x),
+  "checkpoint": jax.checkpoint(two_matmuls),
+  "cond": lambda x: lax.cond(x[0, 0] > 0, square, two_matmuls, x),
   "the carry of a scan": lambda x: lax.scan(
     lambda c, _: (square(c), None), x, length=2
   )[0],
   "the constants of a scan": lambda x: lax.scan(
-    lambda c, _: (c + two_products(x), None), x, length=2
+    lambda c, _: (c + two_matmuls(x), None), x, length=2
   )[0],
   "a custom_vjp": custom_rules.add_recomputing_vjp(square),
-  "a custom_vjp of two products": custom_rules.add_custom_vjp(two_products),
+  "a custom_vjp of two matmuls": custom_rules.add_custom_vjp(two_matmuls),
   "a custom_jvp": custom_rules.add_custom_jvp(square),
   "a gradient": lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(square(x))))(x),
 }
 
 
 @pytest.mark.parametrize("name", SHARED_VALUES)
-def test_cotangents_of_a_value_that_products_share_add_up_in_float32(name):
+def test_cotangents_of_a_value_that_matmuls_share_add_up_in_float32(name):
   fun = ols.autocast(SHARED_VALUES[name])
   loss = lambda x: jnp.sum(jnp.sin(fun(x)))
   skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), A)

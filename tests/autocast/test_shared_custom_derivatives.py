@@ -1,4 +1,4 @@
-"""Functions with rules of their own that several calls share.
+"""Functions with custom rules that several calls share.
 
 JAX traces such a function once, and differentiates what it traced once for each
 call: each time with respect to other arguments.
@@ -106,7 +106,7 @@ def check(rule, share, make_loss, argnums):
   assert_close(ols.autocast(full)(W, X), full(W, X))
 
 
-def test_a_function_with_a_rule_is_no_guard_if_it_computes():
+def test_a_function_with_a_rule_that_computes_is_not_a_guard():
   def rule():
     fun = custom_rules.make_matmul_with_vjp()
     return lambda x, w: fun(jax.nn.relu(x), jax.nn.relu(w))
@@ -141,7 +141,7 @@ def skip_if_all_is_said_to_move():
 
 
 @pytest.mark.parametrize("share", [jax.jit, jax.checkpoint])
-def test_what_a_rule_closes_over_cannot_be_differentiated(share):
+def test_values_that_a_rule_closes_over_cannot_be_differentiated(share):
   if share is jax.checkpoint:
     skip_if_all_is_said_to_move()
 
@@ -157,7 +157,7 @@ def test_what_a_rule_closes_over_cannot_be_differentiated(share):
   assert_close(jax.grad(half, 1)(W, X), jax.grad(loss, 1)(W, X))
 
 
-def test_a_rule_may_refuse_what_equinox_guards():
+def test_a_rule_may_raise_for_values_that_equinox_guards():
   @eqx.filter_custom_vjp
   def fun(w, x):
     return x @ w
@@ -171,8 +171,8 @@ def test_a_rule_may_refuse_what_equinox_guards():
     assert_close(jax.grad(f)(W), jax.grad(loss)(W))
 
 
-def refusing():
-  """A product times a mask, whose rule refuses the derivative of the mask."""
+def make_refusing_rule():
+  """Multiply a matmul by a mask, whose derivative the rule refuses."""
 
   def forward(x, w, mask):
     if mask.perturbed:
@@ -188,8 +188,8 @@ def refusing():
   return fun
 
 
-def test_a_rule_may_refuse_in_words_of_its_own():
-  shared = jax.jit(refusing())
+def test_a_rule_may_raise_a_custom_error():
+  shared = jax.jit(make_refusing_rule())
   layer = lambda x, mask: shared(x, W, mask)
   loss = lambda x, mask: jnp.sum(layer(jnp.tanh(layer(x, mask)), mask) ** 2)
   half = ols.autocast(loss)
@@ -199,23 +199,23 @@ def test_a_rule_may_refuse_in_words_of_its_own():
       jax.grad(half, argnums)(X, W)
 
 
-def test_a_rule_that_refuses_is_run_again_and_again():
-  shared = jax.jit(refusing())
+def test_a_rule_that_raises_is_run_in_each_trace():
+  shared = jax.jit(make_refusing_rule())
   within = lambda x: jax.jit(lambda x: shared(x, W, X))(x)
   loss = lambda x: jnp.sum(within(x) ** 2) + jnp.sum(shared(x, W, X))
   for _ in range(2):
     assert_close(jax.grad(ols.autocast(loss))(X), jax.grad(loss)(X))
 
 
-def test_a_rule_that_refuses_may_have_been_traced_without_autocast():
-  shared = jax.jit(refusing())
+def test_a_rule_that_raises_may_have_been_traced_without_autocast():
+  shared = jax.jit(make_refusing_rule())
   loss = lambda x: jnp.sum(shared(x, W, X) ** 2)
   full, half = jax.grad(loss)(X), jax.grad(ols.autocast(loss))
   assert_close(half(X), full)
 
 
-def test_a_rule_that_refused_one_derivative_still_gives_another():
-  fun = refusing()
+def test_a_rule_that_raised_for_one_derivative_still_gives_another():
+  fun = make_refusing_rule()
   loss = lambda x, w, mask: jnp.sum(fun(x, w, mask) ** 2)
   half = jax.jit(ols.autocast(loss))  # So that JAX keeps the rule.
   with pytest.raises(NotImplementedError, match="The mask has no derivative"):
@@ -223,8 +223,8 @@ def test_a_rule_that_refused_one_derivative_still_gives_another():
   assert_close(jax.grad(half)(X, W, X), jax.grad(loss)(X, W, X))
 
 
-def test_a_rule_that_refuses_may_be_shared_by_calls_that_move_other_inputs():
-  shared = jax.jit(refusing())
+def test_a_rule_that_raises_may_be_shared_by_calls_with_other_tangents():
+  shared = jax.jit(make_refusing_rule())
 
   def loss(w, keep=lambda fun: fun):
     layer = keep(lambda x, w: shared(x, w, X))

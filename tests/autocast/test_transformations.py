@@ -19,18 +19,20 @@ X = jnp.float32(np.arange(32).reshape(8, 4) % 5 - 2)
 W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
 
 
-def test_a_hessian_is_that_of_float32():
+def test_a_hessian_equals_the_float32_hessian():
   loss = lambda w: jnp.sum(jnp.tanh(X @ w / 4) ** 2)
   hessian, half = map(jax.hessian, (loss, ols.autocast(loss)))
-  assert set(jaxprs.products(half, W)) == {"float16"}
+  assert set(jaxprs.count_matmuls_by_dtype(half, W)) == {"float16"}
   assert_close(jax.jit(half)(W), jax.jit(hessian)(W))
 
 
-def test_a_checkpoint_around_it_saves_its_products():
+def test_a_checkpoint_around_autocast_saves_its_matmuls():
   loss = ols.autocast(lambda w: jnp.sum(jnp.tanh(jnp.tanh(X @ w) @ w)))
   policy = jax.checkpoint_policies.dots_saveable
   kept = jax.grad(jax.checkpoint(loss, policy=policy))
-  assert jaxprs.products(kept, W) == jaxprs.products(jax.grad(loss), W)
+  assert jaxprs.count_matmuls_by_dtype(
+    kept, W
+  ) == jaxprs.count_matmuls_by_dtype(jax.grad(loss), W)
   np.testing.assert_array_equal(jax.jit(kept)(W), jax.jit(jax.grad(loss))(W))
 
 
@@ -48,7 +50,9 @@ def test_a_checkpoint_inside_keeps_its_options():
 def test_shardings_are_kept(axis_type):
   mesh = sharding.make_mesh((4, 2), ("data", "model"), axis_type)
   specs = {"x": P("data", None), "w": P(None, "model")}
-  trees = sharding.put({"x": X, "w": W}, sharding.named(mesh, specs))
+  trees = sharding.put_on_devices(
+    {"x": X, "w": W}, sharding.to_named_shardings(mesh, specs)
+  )
   inner = jax.jit(
     lambda x, w: jnp.tanh(x @ w),
     out_shardings=jax.NamedSharding(mesh, P("data", "model")),
@@ -68,14 +72,16 @@ def test_shardings_are_kept(axis_type):
       actual, expected = jax.jit(half)(trees), jax.jit(full)(trees)
       sharding.assert_shardings_equal(actual, expected)
       assert_close(actual, expected)
-      assert set(jaxprs.products(half, trees)) == {"float16"}
+      assert set(jaxprs.count_matmuls_by_dtype(half, trees)) == {"float16"}
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_shard_map_inside_and_outside_is_entered(axis_type, check_vma):
   mesh = sharding.make_mesh((8,), ("data",), axis_type)
-  x, w = sharding.put((X, W), sharding.named(mesh, (P("data"), P())))
+  x, w = sharding.put_on_devices(
+    (X, W), sharding.to_named_shardings(mesh, (P("data"), P()))
+  )
 
   def local_loss(x, w):
     y, _ = lax.scan(lambda c, _: (c @ w, None), x, length=2)
@@ -92,13 +98,13 @@ def test_shard_map_inside_and_outside_is_entered(axis_type, check_vma):
   inside = jax.grad(mapped(ols.autocast(local_loss)), (0, 1))
   outside = jax.grad(ols.autocast(mapped(local_loss)), (0, 1))
   for half in (inside, outside):
-    assert set(jaxprs.products(half, x, w)) == {"float16"}
+    assert set(jaxprs.count_matmuls_by_dtype(half, x, w)) == {"float16"}
     actual = jax.jit(half)(x, w)
     assert_same_bits(actual, expected)
     sharding.assert_shardings_equal(actual, expected)
 
 
-def test_an_exchange_of_products_between_devices_is_in_half():
+def test_collectives_of_matmul_outputs_are_in_half_precision():
   mesh = sharding.make_mesh((8,), ("data",))
   to_next = [(i, (i + 1) % 8) for i in range(8)]
 
@@ -109,13 +115,13 @@ def test_an_exchange_of_products_between_devices_is_in_half():
     local, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P())
   )
   half = ols.autocast(mapped)
-  names = jaxprs.in_half(half, X, W)
-  # A sum over devices is arithmetic, which is never done in half.
+  names = jaxprs.list_half_primitives(half, X, W)
+  # A sum over devices is arithmetic, which is never done in half precision.
   assert "ppermute" in names and not names & {"psum", "psum2"}
   assert_same_bits(jax.jit(half)(X, W), jax.jit(mapped)(X, W))
 
 
-def test_pmap_and_vmap_with_a_name_run_it():
+def test_autocast_works_in_pmap_and_in_vmap_with_an_axis_name():
   def local(x):
     return lax.pmean(x @ W, "i") + lax.axis_index("i")
 
@@ -125,7 +131,7 @@ def test_pmap_and_vmap_with_a_name_run_it():
     assert_same_bits(half(x), transform(local, axis_name="i")(x))
 
 
-def test_gradients_of_a_scaled_loss_are_those_of_a_hand_cast_model():
+def test_gradients_of_a_scaled_loss_equal_those_of_a_hand_cast_model():
   def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 

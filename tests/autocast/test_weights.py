@@ -1,4 +1,4 @@
-"""A product has the name of its weights, where a library gives it none."""
+"""A matmul has the name of its weights if a library gives it none."""
 
 import functools
 
@@ -25,13 +25,13 @@ STACK = normal(3, 8, 8)
 COUNT = 3
 
 
-def products(fun, *args):
-  """The name and the dtype of each product that runs, in order."""
+def list_matmuls(fun, *args):
+  """Return the name and the dtype of each matmul that runs, in order."""
   return [(x.name, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
 
-def names(fun, *args):
-  return [name for name, _ in products(ols.autocast(fun), *args)]
+def list_matmul_names(fun, *args):
+  return [name for name, _ in list_matmuls(ols.autocast(fun), *args)]
 
 
 def mlp(params, x):
@@ -55,7 +55,7 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
-def test_blocks_that_no_name_tells_apart_go_on_to_share_a_function(wrap):
+def test_blocks_that_no_name_distinguishes_still_share_a_function(wrap):
   net, params = network(wrap(mlp))
 
   def shared(*names):
@@ -78,12 +78,12 @@ def test_scanned_layers_have_the_name_of_their_stack():
     loop = lambda i, x: x @ params["first"]
     return lax.fori_loop(0, params["stop"].astype(int), loop, x)
 
-  found = names(net, shared, X)
+  found = list_matmul_names(net, shared, X)
   assert found == ["first", "layers/up", "layers/down", "", "first"]
   carried = lambda params, x: lax.scan(
     lambda w, _: (w @ w, None), params["first"], length=3
   )[0]
-  assert names(carried, shared, X) == [""]
+  assert list_matmul_names(carried, shared, X) == [""]
 
 
 def apply_in_order(weights, x):
@@ -115,56 +115,61 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_of_a_stack_has_its_number_wherever_it_is_taken(name):
+def test_a_slice_of_stacked_weights_has_its_number_in_any_function(name):
   net = lambda params, x: apply_in_order(PARTS[name](params["w"]), x)
   kept = ols.autocast(net, keep_float32="w/1")
-  assert products(kept, {"w": STACK}, X) == [
+  assert list_matmuls(kept, {"w": STACK}, X) == [
     ("w/0", "float16"), ("w/1", "float32"), ("w/2", "float16"),
   ]  # fmt: skip
 
 
-def test_which_part_is_taken_may_not_be_known():
+def test_a_slice_with_an_unknown_index_has_no_number():
   part = lambda w: lax.dynamic_index_in_dim(w, 1, keepdims=False)
   whole = jax.jit(lambda w, x: (x, cast(w)[0]))
   net = lambda params, x: x @ part(params["w"]) + x @ whole(params["w"], x)[1]
-  first, second = names(net, {"w": STACK}, X)
+  first, second = list_matmul_names(net, {"w": STACK}, X)
   assert first in ("w", "w/1") and second == "w/0"
   by_data = lambda params, x: x @ params["w"][jnp.argmax(x[0]) % 3]
-  assert names(by_data, {"w": STACK}, X) == ["w"]
+  assert list_matmul_names(by_data, {"w": STACK}, X) == ["w"]
   # A part of a part has the number of the part, and several have none.
   slices = lambda params, x: x @ params["w"][0][2:] + x @ params["w"][1, 1:9]
-  assert names(slices, {"w": jnp.ones((2, 10, 8))}, X) == ["w/0", "w"]
+  assert list_matmul_names(slices, {"w": jnp.ones((2, 10, 8))}, X) == [
+    "w/0",
+    "w",
+  ]
 
 
-def test_a_weight_is_followed_through_devices():
+def test_a_weight_is_followed_through_shard_map():
   mesh = jax.make_mesh((1,), ("i",))
   gather = lambda w, x: x @ lax.all_gather(w, "i", tiled=True)
   net = jax.shard_map(gather, mesh=mesh, in_specs=P(), out_specs=P("i"))
-  assert names(lambda p, x: net(p["w"], x), {"w": WEIGHTS}, X) == ["w"]
+  assert list_matmul_names(lambda p, x: net(p["w"], x), {"w": WEIGHTS}, X) == [
+    "w"
+  ]
 
 
-def test_data_names_no_layer():
+def test_data_has_no_param_path():
   def net(params, batch):
     return batch["x"] @ params["w"] + batch["mask"] @ (batch["x"] * 2)
 
   batch = {"x": X, "mask": jnp.ones((4, 4))}
-  assert names(net, {"w": WEIGHTS}, batch) == ["w", ""]
+  assert list_matmul_names(net, {"w": WEIGHTS}, batch) == ["w", ""]
   by_keyword = lambda **kwargs: net(kwargs["weights"], kwargs["batch"])
   declared = lambda weights, *, batch: net(weights, batch)
   first = lambda w: ols.autocast(by_keyword)(weights={"w": w}, batch=batch)
   last = lambda w: ols.autocast(declared)(batch=batch, weights={"w": w})
   for fun in first, last:
-    assert {name for name, _ in products(fun, WEIGHTS)} == {"w", ""}
+    assert {name for name, _ in list_matmuls(fun, WEIGHTS)} == {"w", ""}
 
 
 def test_a_single_array_has_no_path():
-  assert names(lambda w, x: x @ w, WEIGHTS, X) == [""]
+  assert list_matmul_names(lambda w, x: x @ w, WEIGHTS, X) == [""]
   # It is the weights, and what comes after it is data, and names no layer.
   fun = lambda x, data: x @ jax.tree.leaves(data)[0]
   for data in {"image": WEIGHTS}, (WEIGHTS,):
-    assert names(fun, X, data) == [""]
+    assert list_matmul_names(fun, X, data) == [""]
     in_numpy = lambda data: ols.autocast(fun)(np.asarray(X), data)
-    assert [name for name, _ in products(in_numpy, data)] == [""]
+    assert [name for name, _ in list_matmuls(in_numpy, data)] == [""]
 
 
 class Net(nnx.Module):
@@ -183,12 +188,12 @@ def test_layers_of_flax_nnx_have_names():
   layers = [f"layers/{i}/kernel" for i in range(3)]
   state = nnx.state(model)
   pure = lambda state, x: nnx.merge(nnx.graphdef(model), state)(x)
-  assert names(pure, state, X) == layers
+  assert list_matmul_names(pure, state, X) == layers
   loss = lambda model, x: jnp.sum(model(x))
   for fun in loss, Net.__call__:
     traced = nnx.jit(lambda model, x, fun=fun: ols.autocast(fun)(model, x))
-    assert [scope for scope, _ in products(traced, model, X)] == layers
-  bound = [scope for scope, _ in products(ols.autocast(model.__call__), X)]
+    assert [scope for scope, _ in list_matmuls(traced, model, X)] == layers
+  bound = [scope for scope, _ in list_matmuls(ols.autocast(model.__call__), X)]
   assert bound == layers
 
 
@@ -219,20 +224,20 @@ SCORES = ["BTNH,BSNH->BNTS", "BNTS,BSNH->BTNH"]
   ],
   ids=["path", "mark", "scope"],
 )
-def test_attention_scores_have_no_weights_and_the_mark_keeps_them(
+def test_attention_scores_have_no_weights_and_keep_float32_keeps_them(
   mark, kept, of_scores
 ):
   model = Attention(mark)
   loss = lambda model, x: jnp.sum(model(x))
   traced = nnx.jit(ols.autocast(loss, keep_float32=kept))
-  found = products(traced, model, X[None])
+  found = list_matmuls(traced, model, X[None])
   of_weights = [dtype for name, dtype in found if "kernel" in name]
   assert [dtype for name, dtype in found if "->" in name] == of_scores
   if kept == "blocks/1":
     assert of_weights == ["float16"] * 4 + ["float32"] * 4
 
 
-def test_a_model_may_hold_itself():
+def test_a_model_may_contain_itself():
   model = Net()
   model.layers[0].model = model
   traced = nnx.jit(lambda model, x: ols.autocast(lambda m, x: m(x))(model, x))
@@ -254,12 +259,14 @@ def test_a_model_may_be_the_function():
   model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
   trained = lambda model, x: jax.vmap(ols.autocast(model))(x)
   params, static = eqx.partition(model, eqx.is_array)
-  found = products(lambda p, x: trained(eqx.combine(p, static), x), params, X)
+  found = list_matmuls(
+    lambda p, x: trained(eqx.combine(p, static), x), params, X
+  )
   assert [name for name, _ in found] == ["layers/0/weight", "layers/1/weight"]
   bound = jax.tree_util.Partial(
     lambda params, x: x @ params["w"], {"w": WEIGHTS}
   )
-  assert names(bound, X) == ["0/0/w"]
+  assert list_matmul_names(bound, X) == ["0/0/w"]
 
 
 class Linen(nn.Module):
@@ -270,31 +277,36 @@ class Linen(nn.Module):
     return nn.Dense(8, name="last")(x)
 
 
-def test_where_a_library_gives_full_paths_nothing_is_added():
+def test_full_paths_of_a_library_are_not_extended():
   model = Linen()
   params = model.init(jax.random.key(0), X)
-  found = names(lambda params, x: model.apply(params, x), params, X)
+  found = list_matmul_names(lambda params, x: model.apply(params, x), params, X)
   assert found == ["Linen/again", "Linen/compiled", "Linen/last"]
   net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 8])(x)))
   params = net.init(jax.random.key(0), X)
-  assert names(net.apply, params, X) == ["mlp/linear_0", "mlp/linear_1"]
+  assert list_matmul_names(net.apply, params, X) == [
+    "mlp/linear_0",
+    "mlp/linear_1",
+  ]
 
   def in_a_list(weights, x):
     with jax.named_scope("dense"):
       return x @ weights[0]
 
-  assert names(in_a_list, [WEIGHTS], X) == ["dense"]
-  assert names(lambda weights, x: x @ weights[0], [WEIGHTS], X) == ["0"]
+  assert list_matmul_names(in_a_list, [WEIGHTS], X) == ["dense"]
+  assert list_matmul_names(lambda weights, x: x @ weights[0], [WEIGHTS], X) == [
+    "0"
+  ]
 
 
-def test_around_a_gradient_only_products_with_weights_have_their_names():
+def test_in_a_cast_gradient_only_matmuls_with_weights_have_their_names():
   net, params = network(mlp)
   grad = jax.grad(lambda params, x: jnp.sum(net(params, x)))
-  found = names(grad, params, X)
+  found = list_matmul_names(grad, params, X)
   assert set(found) == {*EXPECTED, ""}
 
 
-def test_nothing_but_the_scopes_changes(monkeypatch):
+def test_only_the_scopes_change(monkeypatch):
   """Also if another JAX keeps them in a way that is not known."""
   net, params = network(mlp)
   cast = ols.autocast(lambda params, x: net(params, x))
@@ -305,13 +317,13 @@ def test_nothing_but_the_scopes_changes(monkeypatch):
   assert text() == before
 
 
-def test_a_function_whose_arguments_are_not_known_has_names():
+def test_a_function_with_an_unknown_signature_has_names():
   call = functools.partial(max, key=len)  # has no signature
   with pytest.raises(TypeError):
     ols.autocast(call)({"w": WEIGHTS}, 1)
 
 
-def test_an_overflow_is_told_by_its_weights():
+def test_an_overflow_is_named_by_its_weights():
   net, params = network(mlp)
   params["blocks"][2]["down"] *= 1e6
   loss = lambda params, x: jnp.sum(net(params, x))

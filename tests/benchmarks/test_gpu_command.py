@@ -18,7 +18,7 @@ needs_torch = pytest.mark.skipif(
 
 
 class Run:
-  """Runs the command in a copy of the checkout, and in folders of its own."""
+  """Run the command in a copy of the checkout, and in separate folders."""
 
   def __init__(self, folder):
     self.out = folder / "results"
@@ -35,7 +35,7 @@ class Run:
     before = self._files()
     script = self._checkout / "benchmarks" / "gpu.py"
     env = os.environ | {"HOME": home, "TMPDIR": tmp, "JAX_PLATFORMS": "cpu"}
-    for name in list(env):  # What would show where to write.
+    for name in list(env):  # These variables would set the output path.
       if name.startswith(("XDG_", "JAX_COMPILATION", "PYTHON", "MPL")):
         del env[name]
     done = subprocess.run(
@@ -82,12 +82,12 @@ def assert_all_was_measured(found):
 
 
 @pytest.mark.slow
-def test_without_torch_it_measures_jax_and_says_what_is_left_out(run):
+def test_without_torch_only_jax_is_measured_and_the_report_says_so(run):
   found = run("--without", "torch")
   assert "Left out, as asked for: torch" in found["lines"]
   assert_all_was_measured(found)
   titles = list(found["tables"])
-  assert titles[0] == "Adam, JAX"  # What matters most comes first.
+  assert titles[0] == "Adam, JAX"  # The most important table is first.
   assert len([t for t in titles if "Adam" in t]) == 6
   assert {"transformer, scan, JAX", "residual network, JAX"} < set(titles)
   assert found["facts"]["device"] == "cpu" and found["facts"]["jax"]
@@ -102,7 +102,7 @@ def test_without_torch_it_measures_jax_and_says_what_is_left_out(run):
 
 @needs_torch
 @pytest.mark.slow
-def test_torch_has_the_losses_of_jax(run):
+def test_torch_and_jax_have_equal_losses(run):
   found = run("--parts", "transformer", "resnet", *TORCH_PARTS)
   assert_all_was_measured(found)
   tables = found["tables"]
@@ -117,7 +117,7 @@ def test_torch_has_the_losses_of_jax(run):
       assert loss(torch_title, i) == expected
 
 
-def test_without_any_time_it_says_so_of_each_part(run):
+def test_without_any_time_each_part_is_reported_as_skipped(run):
   found = run("--without", "torch", "matplotlib", "--minutes", "0.01")
   assert found["tables"] == {}
   assert len([line for line in found["lines"] if "are over" in line]) == 5

@@ -53,12 +53,12 @@ def measure(programs, rounds=3, until=math.inf):
   return {program.row["variant"]: program.row for program in programs}
 
 
-def told(out):
+def read_events(out):
   """The events in what was printed."""
   return [json.loads(line) for line in out.splitlines()]
 
 
-def test_the_time_is_that_of_one_step_without_the_first_round():
+def test_the_time_is_per_step_without_the_first_round():
   rows = measure([Sleeper("a", 0.01, skips=True), Sleeper("b")])
   assert 10 <= rows["a"]["milliseconds"][1] < 30
   assert "skipped_milliseconds" in rows["a"]
@@ -66,7 +66,7 @@ def test_the_time_is_that_of_one_step_without_the_first_round():
   assert rows["b"]["rounds"] == 3
 
 
-def test_a_program_that_fails_is_left_out_and_the_others_go_on():
+def test_a_program_that_fails_is_omitted_and_the_others_continue():
   rows = measure([Sleeper("bad", fails=True), Sleeper("good")])
   assert rows["bad"]["error"] == FAILED
   assert "milliseconds" not in rows["bad"]
@@ -80,12 +80,12 @@ def test_no_round_begins_that_would_end_too_late():
   assert 1 <= rows["a"]["rounds"] < 10
 
 
-def test_keyboard_interrupts_are_no_errors_of_a_row():
+def test_keyboard_interrupts_are_not_errors_of_a_row():
   with pytest.raises(KeyboardInterrupt), clock.catch({}):
     raise KeyboardInterrupt
 
 
-def test_json_holds_no_number_that_only_python_reads():
+def test_json_contains_no_number_that_only_python_reads():
   text = events.dumps({"loss": math.nan, "all": [math.inf, (1.5,)]})
   assert json.loads(text) == {"loss": "nan", "all": ["inf", [1.5]]}
 
@@ -99,7 +99,7 @@ def make_row(milliseconds, **fields):
   return {**ROW, "expected_bytes": 28.0, **times, **fields}
 
 
-def test_a_step_that_takes_longer_than_its_bytes_is_told():
+def test_a_step_that_takes_longer_than_its_bytes_is_reported():
   assert tables.verdict(make_row(28 * 1.2)) == "1.20x"
   slow = tables.verdict(make_row(28 * 1.4))
   assert slow == "1.40x: takes longer than its bytes"
@@ -118,7 +118,7 @@ def test_a_row_that_failed_shows_its_error_in_a_whole_table():
     assert "XlaRuntimeError: a \\| b" in lines[-1]
 
 
-def test_the_expected_bytes_are_those_of_the_compiler():
+def test_the_expected_bytes_equal_those_of_the_compiler():
   found = expected.get_bytes_per_parameter("adam", "ours")
   assert found == pytest.approx(32, abs=0.01)
   assert expected.get_bytes_per_parameter("adam", "of nobody") is None
@@ -127,7 +127,7 @@ def test_the_expected_bytes_are_those_of_the_compiler():
       assert expected.get_bytes_per_parameter(case.same_as, variant) >= 24
 
 
-def test_what_is_told_is_in_the_files_at_once(tmp_path, capsys):
+def test_events_are_written_to_the_files_immediately(tmp_path, capsys):
   found = findings.Findings(tmp_path, {"size": "tiny"})
   found.add({"kind": "facts", "facts": {"device": "a GPU"}})
   found.add({"kind": "line", "text": "Left out: something"})
@@ -142,7 +142,7 @@ def test_what_is_told_is_in_the_files_at_once(tmp_path, capsys):
   assert "### Adam" in capsys.readouterr().out
 
 
-def test_a_part_that_overruns_its_time_is_ended_and_that_is_told(
+def test_a_part_that_exceeds_its_time_is_ended_and_reported(
   tmp_path, monkeypatch
 ):
   monkeypatch.setattr(processes, "GRACE", 0.0)
@@ -154,7 +154,7 @@ def test_a_part_that_overruns_its_time_is_ended_and_that_is_told(
   assert time.time() - start < 5
 
 
-def test_a_part_that_breaks_off_is_told_of(tmp_path, monkeypatch):
+def test_a_part_that_crashes_is_reported(tmp_path, monkeypatch):
   crash = tmp_path / "crash"
   crash.write_text("#!/bin/sh\necho a bug in a library >&2\nkill -SEGV $$\n")
   crash.chmod(0o755)
@@ -175,7 +175,7 @@ def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
     jax_optimizers.LARGE["Adam"], compared=("bare", "ours")
   )
   jax_optimizers.run({"Adam": case}, TINY, time.time() + 60, [])
-  bare, ours = told(capsys.readouterr().out)[-1]["rows"]
+  bare, ours = read_events(capsys.readouterr().out)[-1]["rows"]
   assert ours["error"] == FAILED
   assert bare["milliseconds"] and bare["host_reads"] == 0
   assert bare["parameters"] == 4 * 64 * 64
@@ -183,7 +183,7 @@ def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
 
 def test_the_copy_is_measured(capsys):
   assert bandwidth.measure(jax_device.Copy(TINY.copied), "JAX") > 1e6
-  assert any(e["kind"] == "facts" for e in told(capsys.readouterr().out))
+  assert any(e["kind"] == "facts" for e in read_events(capsys.readouterr().out))
   failed = bandwidth.measure(Sleeper("copy", fails=True), "JAX")
   assert math.isnan(failed)
 
@@ -192,7 +192,7 @@ def test_the_copy_is_measured(capsys):
 @pytest.mark.parametrize(
   "name", ["transformer, scan", "transformer, unrolled", "residual network"]
 )
-def test_all_precisions_have_nearly_the_loss_of_float32(name):
+def test_all_precisions_have_nearly_the_float32_loss(name):
   model = jax_training.Model(name, TINY)
   exact = jax_training.PRECISIONS["float32, highest"]
   loss = lambda precision, checkpoint: float(
@@ -209,7 +209,7 @@ def test_all_precisions_have_nearly_the_loss_of_float32(name):
     assert not is_float32 or np.isclose(found, reference, rtol=1e-5)
 
 
-def test_a_training_without_time_has_rows_that_say_so(capsys):
+def test_rows_of_a_training_without_time_say_so(capsys):
   jax_training.run("transformer, scan", TINY, time.time() - 1)
-  (row,) = told(capsys.readouterr().out)[-1]["rows"]
+  (row,) = read_events(capsys.readouterr().out)[-1]["rows"]
   assert row["error"] == "left out, since no time is left"

@@ -19,7 +19,7 @@ LEAVES = ["first", "middle", "zlast"]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 # GaLore's own lax.cond refuses these, wrapped or bare.
 REFUSED = {("optax.contrib.galore", "bfloat16")}
-# Of the three leaves; some optimizers factorize matrices.
+# The shapes of the three leaves; some optimizers factorize matrices.
 SHAPES = {
   "small": [(6, 4)] * 3,
   "large": [(1001, 1000)] * 3,
@@ -43,7 +43,7 @@ def make_leaf(shape, dtype):
 
 
 def check_skips(name, shapes, dtype):
-  """Each kind of bad entry, at nine places in turn, changes nothing."""
+  """Each kind of bad entry, at nine indices in turn, changes nothing."""
   factory, kwargs = ALL[name]
   tx = ols.with_loss_scaling(factory(**kwargs))
   params = make_params(shapes, "float64" if dtype == "float64" else "float32")

@@ -6,8 +6,8 @@ from helpers.small_model import (
   init_params,
   loss_fn,
   make_batches,
+  make_overflowing_batch,
   make_step,
-  overflowing,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +47,7 @@ class Run:
     self.params = init_params()
     self.start = self.params, self.tx.init(self.params)
     self.good = make_batches(STEPS)
-    self.bad = [overflowing(batch) for batch in self.good]
+    self.bad = [make_overflowing_batch(batch) for batch in self.good]
 
   def count_traces(self, params, batch):
     self.traces += 1
@@ -131,7 +131,7 @@ def test_the_wrapper_explains_what_to_do_with_a_state_read_into_dicts(run):
   jax.jit(run.tx.update)(params, restored, params)
 
 
-def test_the_same_is_said_of_a_state_read_by_orbax_without_a_target(
+def test_a_state_read_by_orbax_without_a_target_raises_the_same_error(
   run, tmp_path
 ):
   opt_state = run.start[1]
@@ -145,7 +145,7 @@ def test_the_same_is_said_of_a_state_read_by_orbax_without_a_target(
   assert_same_bits(restored, opt_state)
 
 
-def test_a_larger_state_is_told_from_one_without_a_loss_scale(run):
+def test_a_larger_state_is_distinguished_from_one_without_a_loss_scale(run):
   params, opt_state = run.start
   with pytest.raises(
     TypeError, match="WithLossScalingState is part of a larger"
@@ -163,7 +163,7 @@ def test_float16_moments_of_a_bare_state_are_widened_when_adopted():
   )
   assert jax.eval_shape(lambda: opt_state) == jax.eval_shape(lambda: fresh)
   # A trace of 2**-20 would be lost in float16, whose steps there are 2**-24
-  # wide, but for its last bits.
+  # wide, except for its last bits.
   grads = {"w": jnp.full(3, 2.0**-20 + 2.0**-30)}
   _, opt_state = tx.update(grads, opt_state, params)
   np.testing.assert_array_equal(

@@ -14,7 +14,7 @@ NAN, INF = float("nan"), float("inf")
 NOT_NUMBERS = [None, "8", True, [8.0], np.ones(2), 1j, jnp.bool_(True), object]
 
 
-def message(error, call):
+def get_message(error, call):
   with pytest.raises(error) as info:
     call()
   return str(info.value)
@@ -35,7 +35,9 @@ def message(error, call):
 def test_dynamic_names_the_hyperparameter_and_quotes_its_value(name, values):
   for error, wrong in {ValueError: values, TypeError: NOT_NUMBERS}.items():
     for value in wrong:
-      text = message(error, lambda v=value: ols.DynamicLossScale(**{name: v}))
+      text = get_message(
+        error, lambda v=value: ols.DynamicLossScale(**{name: v})
+      )
       assert f"{name} must be" in text
       assert f"got {name} = {value!r}" in text
 
@@ -51,27 +53,27 @@ def test_dynamic_names_the_hyperparameter_and_quotes_its_value(name, values):
     ("hysteresis", [1, 2**31 - 1]),
   ],
 )
-def test_the_bounds_of_a_hyperparameter_are_allowed_themselves(name, values):
+def test_the_bounds_of_a_hyperparameter_are_allowed_values(name, values):
   for value in values:
     policy = ols.DynamicLossScale(**{name: value})
     state = policy.adjust(policy.init(), True)
     assert 2.0**-126 <= state.loss_scale <= 2.0**126
-    if name.endswith("factor"):  # They are told from 1 in float32.
+    if name.endswith("factor"):  # They must differ from 1 in float32.
       moved = jnp.float32(value) * jnp.float32(2.0**15)
       assert moved != 2.0**15
 
 
-def test_bounds_are_written_as_people_write_them():
+def test_bounds_are_printed_in_readable_form():
   for call, bounds in {
     lambda: ols.DynamicLossScale(growth_interval=0): "[1, 2147483647]",
     lambda: ols.DynamicLossScale(growth_factor=0): "[1.0000001, 2**126]",
     lambda: ols.DynamicLossScale(min_scale=0): "[2**-126, 2**126]",
     lambda: ols.HeadroomLossScale(amax_history_len=0): "[1, 1048576]",
   }.items():
-    assert bounds in message(ValueError, call)
+    assert bounds in get_message(ValueError, call)
 
 
-def test_an_integer_may_be_of_a_float_type():
+def test_an_integer_hyperparameter_may_have_a_float_type():
   for value in (2, 2.0, np.float32(2), jnp.int32(2)):
     assert ols.DynamicLossScale(growth_interval=value).growth_interval == 2
 
@@ -85,7 +87,7 @@ def test_an_integer_may_be_of_a_float_type():
   ],
 )
 def test_scales_out_of_order_are_refused(bounds):
-  text = message(ValueError, lambda: ols.DynamicLossScale(**bounds))
+  text = get_message(ValueError, lambda: ols.DynamicLossScale(**bounds))
   assert "min_scale <= init_scale <= max_scale" in text
   for name, value in bounds.items():
     assert f"{name} = {value}" in text
@@ -93,7 +95,7 @@ def test_scales_out_of_order_are_refused(bounds):
 
 @pytest.mark.parametrize("refill", ["never", None, 1, "GROWTH"])
 def test_an_unknown_refill_is_refused_and_the_known_ones_are_named(refill):
-  text = message(
+  text = get_message(
     ValueError, lambda: ols.DynamicLossScale(hysteresis_refill=refill)
   )
   assert "'growth', 'finite', 'backoff'" in text
@@ -111,7 +113,7 @@ def test_an_unknown_refill_is_refused_and_the_known_ones_are_named(refill):
     (TypeError, NOT_NUMBERS, ""),
   ],
 )
-def test_what_is_no_scale_is_refused_wherever_it_is_given(error, values, rule):
+def test_an_invalid_scale_is_refused_by_every_function(error, values, rule):
   state = ols.FixedLossScale(1.0).init()
   for name, call in {
     "scale": ols.FixedLossScale,
@@ -119,14 +121,14 @@ def test_what_is_no_scale_is_refused_wherever_it_is_given(error, values, rule):
     "value": lambda value: ols.set_loss_scale(state, value),
   }.items():
     for value in values:
-      text = message(error, lambda v=value, c=call: c(v))
+      text = get_message(error, lambda v=value, c=call: c(v))
       assert f"{name} must be{rule}" in text
       assert f"got {name} = {value!r}" in text
 
 
 @pytest.mark.parametrize("value", [ols.DynamicLossScale, "static", {}])
-def test_a_class_or_another_word_is_no_policy(value):
-  text = message(
+def test_a_class_or_an_unknown_string_is_not_a_policy(value):
+  text = get_message(
     TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), value)
   )
   assert "loss_scale must be a policy" in text
@@ -145,8 +147,8 @@ def test_a_class_or_another_word_is_no_policy(value):
     (1e-3, ""),
   ],
 )
-def test_what_is_no_optimizer_is_refused(inner, hint):
-  text = message(TypeError, lambda: ols.with_loss_scaling(inner))
+def test_an_argument_other_than_an_optimizer_is_refused(inner, hint):
+  text = get_message(TypeError, lambda: ols.with_loss_scaling(inner))
   assert "inner must be an optimizer such as optax.adam(1e-3)" in text
   assert f"got inner = {inner!r}" in text
   assert hint in text
@@ -158,7 +160,7 @@ def test_max_norm_must_be_a_normal_positive_number():
     TypeError: [True, "1"],
   }.items():
     for value in values:
-      text = message(
+      text = get_message(
         error,
         lambda v=value: ols.with_loss_scaling(optax.sgd(1.0), max_norm=v),
       )
@@ -170,7 +172,7 @@ def test_a_scaled_optimizer_is_not_wrapped_again():
   scaled = ols.with_loss_scaling(optax.sgd(1.0))
   for inner in (scaled, optax.chain(optax.clip(1.0), scaled)):
     twice = ols.with_loss_scaling(inner)
-    text = message(ValueError, lambda t=twice: t.init(jnp.ones(2)))
+    text = get_message(ValueError, lambda t=twice: t.init(jnp.ones(2)))
     assert "inner must be an optimizer without loss scaling" in text
     assert "only once, as the outermost wrapper." in text
 
@@ -180,7 +182,7 @@ def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
   tx = ols.with_loss_scaling(inner)
   w = jnp.ones(2)
   old = inner.init(w)
-  text = message(TypeError, lambda: tx.update(w, old, w))
+  text = get_message(TypeError, lambda: tx.update(w, old, w))
   assert "tx.init(params)._replace(inner_state=state)" in text
   tx.update(w, tx.init(w)._replace(inner_state=old), w)
 
@@ -211,7 +213,7 @@ def test_a_loss_that_cannot_be_scaled_is_refused(
   differentiate, loss, error, text
 ):
   state = ols.FixedLossScale(1.0).init()
-  got = message(error, lambda: differentiate(lambda w: loss, state)(1.0))
+  got = get_message(error, lambda: differentiate(lambda w: loss, state)(1.0))
   assert "fun must return a" in got
   assert text in got
 
@@ -223,7 +225,7 @@ def test_a_loss_that_cannot_be_scaled_is_refused(
 def test_has_aux_without_a_pair_is_refused(differentiate, out):
   state = ols.FixedLossScale(1.0).init()
   fun = differentiate(out, state, has_aux=True)
-  text = message(TypeError, lambda: fun(jnp.float32(1)))
+  text = get_message(TypeError, lambda: fun(jnp.float32(1)))
   assert "fun must return a pair (loss, aux) when has_aux=True" in text
 
 
@@ -243,23 +245,25 @@ def loss_of(w):
   ],
 )
 @pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-def test_what_returns_no_loss_may_be_differentiated_already(differentiate, fun):
+def test_a_function_without_a_loss_may_be_differentiated_already(
+  differentiate, fun
+):
   fun = differentiate(fun, ols.FixedLossScale(8.0).init())
-  text = message((TypeError, ValueError), lambda: fun(jnp.ones(2)))
+  text = get_message((TypeError, ValueError), lambda: fun(jnp.ones(2)))
   assert "fun must return a scalar loss, got" in text
   assert "If fun is already differentiated" in text
   assert "pass the loss function itself" in text
 
 
-def test_has_aux_is_not_asked_for_where_it_is_given():
+def test_the_error_does_not_suggest_has_aux_if_it_is_set():
   fun = lambda w: ((loss_of(w), w), w)
   fun = ols.value_and_grad(fun, ols.FixedLossScale(8.0).init(), has_aux=True)
-  text = message(TypeError, lambda: fun(jnp.ones(2)))
+  text = get_message(TypeError, lambda: fun(jnp.ones(2)))
   assert "fun must return a scalar loss, got tuple" in text
   assert "pass has_aux" not in text
 
 
-def test_an_energy_with_its_forces_is_differentiated_again():
+def test_an_energy_with_forces_is_differentiated_again():
   def energy(params, positions):
     return jnp.sum(params * positions**2)
 
@@ -276,10 +280,10 @@ def test_an_energy_with_its_forces_is_differentiated_again():
 
 
 @pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-def test_arguments_that_are_none_or_swapped_are_answered_with_what_was_expected(
+def test_missing_and_swapped_arguments_raise_an_error_with_the_expected_ones(
   differentiate,
 ):
-  """The commonest slip: state and function, or params in place of the state."""
+  """The most common mistakes: swapped arguments, or params as the state."""
   loss_fn, state = lambda w: w, ols.FixedLossScale(1.0).init()
   params = {"w": jnp.ones(2)}
   for error, expected, call in [
@@ -291,17 +295,21 @@ def test_arguments_that_are_none_or_swapped_are_answered_with_what_was_expected(
       (loss_fn, params),
     ),
   ]:
-    assert expected in message(error, lambda c=call: differentiate(*c))
-  text = message(TypeError, lambda: differentiate(loss_fn, state, using="jax"))
+    assert expected in get_message(error, lambda c=call: differentiate(*c))
+  text = get_message(
+    TypeError, lambda: differentiate(loss_fn, state, using="jax")
+  )
   assert "using must be a function like jax.value_and_grad" in text
-  text = message(ValueError, lambda: ols.scale_loss(state, jnp.float32(1.0)))
+  text = get_message(
+    ValueError, lambda: ols.scale_loss(state, jnp.float32(1.0))
+  )
   assert "state must hold a loss-scale state" in text
 
 
 LARGE = {"w": jnp.ones((100, 100))}, [0.1] * 100
 
 
-def test_what_would_take_more_than_a_line_is_told_by_its_type():
+def test_values_longer_than_a_line_are_shown_by_their_type():
   tx, state = optax.sgd(1.0), ols.FixedLossScale(1.0).init()
   for name, call in {
     "fun": lambda x: ols.value_and_grad(x, loss_of),
@@ -310,11 +318,11 @@ def test_what_would_take_more_than_a_line_is_told_by_its_type():
     "policy": lambda x: ols.loss_scale_metrics(state, policy=x),
     "value": lambda x: ols.set_loss_scale(state, x),
   }.items():
-    text = message(TypeError, lambda c=call: c(LARGE))
+    text = get_message(TypeError, lambda c=call: c(LARGE))
     assert f"got {name} of type tuple." in text
   for report in "find_overflow", "precision_report", "compare_precision":
     call = lambda name=report: getattr(ols.diagnostics, name)(LARGE[0])
-    text = message(TypeError, call)
+    text = get_message(TypeError, call)
     assert "got fun of type dict." in text
     assert f"Write {report}(fun, *args)" in text
 
@@ -329,17 +337,17 @@ def test_what_would_take_more_than_a_line_is_told_by_its_type():
   ],
   ids=lambda x: type(x).__name__,
 )
-def test_arguments_of_the_loss_in_place_of_argnums_are_shown_where_they_belong(
+def test_passing_loss_arguments_as_argnums_raises_an_error_with_the_fix(
   differentiate, argnums
 ):
   state = ols.FixedLossScale(1.0).init()
   call = lambda: differentiate(loss_of, state, argnums, LARGE)
-  text = message(TypeError, call)
+  text = get_message(TypeError, call)
   assert "argnums must be an integer or a sequence of integers, got" in text
   assert "Write value_and_grad(loss_fn, opt_state)(params, batch)." in text
 
 
-def test_argnums_may_be_any_integers_and_what_flax_nnx_has_in_their_place():
+def test_argnums_may_be_any_integers_or_diff_states_of_flax_nnx():
   state = ols.FixedLossScale(1.0).init()
   for argnums in (np.int64(1), jnp.int32(1), [1], (1,)):
     grads = ols.grad(lambda x, w: x * loss_of(w), state, argnums)(1.0, 3.0)
@@ -363,15 +371,17 @@ def test_argnums_may_be_any_integers_and_what_flax_nnx_has_in_their_place():
     ({"amax_history_len": 16}, "HeadroomLossScale(amax_history_len=16)"),
   ],
 )
-def test_the_options_of_a_policy_are_shown_where_they_belong(options, call):
-  text = message(
+def test_policy_options_passed_to_the_wrapper_raise_an_error_with_the_fix(
+  options, call
+):
+  text = get_message(
     TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), **options)
   )
   assert f"Write with_loss_scaling(optimizer, {call})." in text
 
 
-def test_an_option_of_nobody_is_refused_as_python_does_it():
-  text = message(
+def test_an_unknown_option_is_refused_as_python_does():
+  text = get_message(
     TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), interval=100)
   )
   assert "unexpected keyword argument 'interval'" in text
@@ -383,5 +393,7 @@ def test_a_state_that_changes_its_structure_is_refused():
   )
   tx = ols.with_loss_scaling(inner)
   for update in (tx.update, jax.jit(tx.update)):
-    text = message(ValueError, lambda u=update: u(jnp.ones(2), tx.init(1.0)))
+    text = get_message(
+      ValueError, lambda u=update: u(jnp.ones(2), tx.init(1.0))
+    )
     assert "The state of inner must keep its structure" in text

@@ -1,4 +1,4 @@
-"""What loss scaling costs: the figures that do not depend on a clock."""
+"""The cost of loss scaling in figures that do not depend on a clock."""
 
 import re
 
@@ -13,11 +13,11 @@ SIDE = 1024
 BYTES_OF_STATE = 12  # A parameter and the two moments of Adam, in float32.
 
 
-def leaves(count=4, side=SIDE, dtype=jnp.float32):
+def make_leaves(count=4, side=SIDE, dtype=jnp.float32):
   return {f"w{i:03}": jnp.zeros((side, side), dtype) for i in range(count)}
 
 
-def trace(tx, params, grads):
+def trace_step(tx, params, grads):
   def step(params, state, grads):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
@@ -26,10 +26,10 @@ def trace(tx, params, grads):
   return jax.jit(step, donate_argnums=(0, 1)).trace(params, state, grads)
 
 
-def cost(tx, count=4, grad_dtype=jnp.float32):
+def measure_cost(tx, count=4, grad_dtype=jnp.float32):
   """Bytes accessed, temporary and aliased, each for one parameter."""
-  params, grads = leaves(count), leaves(count, dtype=grad_dtype)
-  compiled = trace(tx, params, grads).lower().compile()
+  params, grads = make_leaves(count), make_leaves(count, dtype=grad_dtype)
+  compiled = trace_step(tx, params, grads).lower().compile()
   memory = compiled.memory_analysis()
   figures = (
     compiled.cost_analysis()["bytes accessed"],
@@ -39,7 +39,7 @@ def cost(tx, count=4, grad_dtype=jnp.float32):
   return [figure / (count * SIDE**2) for figure in figures]
 
 
-def wrapped(inner=None, loss_scale="dynamic", **options):
+def wrap_optimizer(inner=None, loss_scale="dynamic", **options):
   inner = optax.adam(1e-3) if inner is None else inner
   return ols.with_loss_scaling(inner, loss_scale, **options)
 
@@ -50,16 +50,16 @@ OPTAX_CLIP = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 @pytest.mark.parametrize(
   "bare, bare_bytes, ours",
   [
-    (optax.adam(1e-3), 40, wrapped()),
-    (OPTAX_CLIP, 60, wrapped(optax.adamw(1e-3), max_norm=1.0)),
+    (optax.adam(1e-3), 40, wrap_optimizer()),
+    (OPTAX_CLIP, 60, wrap_optimizer(optax.adamw(1e-3), max_norm=1.0)),
   ],
   ids=["plain", "clipped, which costs Optax a third more"],
 )
-def test_a_step_reads_the_gradients_once_more_and_copies_no_state(
+def test_a_step_reads_the_gradients_one_more_time_and_copies_no_state(
   bare, bare_bytes, ours
 ):
-  accessed, temporary, aliased = cost(ours)
-  assert cost(bare)[0] == pytest.approx(bare_bytes, abs=0.01)
+  accessed, temporary, aliased = measure_cost(ours)
+  assert measure_cost(bare)[0] == pytest.approx(bare_bytes, abs=0.01)
   assert accessed == pytest.approx(44, abs=0.01)
   assert temporary < 0.01
   assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
@@ -68,9 +68,11 @@ def test_a_step_reads_the_gradients_once_more_and_copies_no_state(
 @pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_unscaling_in_update_moves_not_a_byte_more(dtype, max_norm):
+def test_unscaling_in_update_moves_no_additional_bytes(dtype, max_norm):
   true, scaled = (
-    cost(wrapped(grads_are_scaled=s, max_norm=max_norm), grad_dtype=dtype)
+    measure_cost(
+      wrap_optimizer(grads_are_scaled=s, max_norm=max_norm), grad_dtype=dtype
+    )
     for s in (False, True)
   )
   # XLA of JAX 0.12 writes the widened bfloat16 gradients out and reads them.
@@ -81,8 +83,10 @@ def test_unscaling_in_update_moves_not_a_byte_more(dtype, max_norm):
 
 
 def test_float16_gradients_are_widened_without_a_copy():
-  bare, _, _ = cost(optax.adam(1e-3), grad_dtype=jnp.float16)
-  accessed, temporary, aliased = cost(wrapped(), grad_dtype=jnp.float16)
+  bare, _, _ = measure_cost(optax.adam(1e-3), grad_dtype=jnp.float16)
+  accessed, temporary, aliased = measure_cost(
+    wrap_optimizer(), grad_dtype=jnp.float16
+  )
   assert accessed / bare < 1.115
   assert temporary < 1.01  # One leaf's predicate after the other would be less.
   assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
@@ -92,9 +96,9 @@ def test_checking_updates_in_the_dtype_of_the_params_makes_no_copy_of_them():
   """XLA tests a cast update in the pass that makes it."""
 
   def figures(**options):
-    tx = wrapped(optax.sgd(0.1), **options)
-    params = leaves(dtype=jnp.float16)
-    compiled = trace(tx, params, params).lower().compile()
+    tx = wrap_optimizer(optax.sgd(0.1), **options)
+    params = make_leaves(dtype=jnp.float16)
+    compiled = trace_step(tx, params, params).lower().compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     accessed = compiled.cost_analysis()["bytes accessed"]
     return accessed / (4 * SIDE**2), temporary / (4 * SIDE**2)
@@ -106,26 +110,30 @@ def test_checking_updates_in_the_dtype_of_the_params_makes_no_copy_of_them():
 
 
 @pytest.mark.parametrize("grads_are_scaled", [False, True])
-def test_only_a_policy_that_asks_for_the_largest_gradient_pays_for_it(
+def test_the_largest_gradient_is_computed_only_if_the_policy_needs_it(
   grads_are_scaled,
 ):
   options = {"grads_are_scaled": grads_are_scaled}
-  without, _, _ = cost(wrapped(loss_scale=ols.FixedLossScale(8.0), **options))
-  asked, temporary, _ = cost(wrapped(loss_scale="headroom", **options))
+  without, _, _ = measure_cost(
+    wrap_optimizer(loss_scale=ols.FixedLossScale(8.0), **options)
+  )
+  needed, temporary, _ = measure_cost(
+    wrap_optimizer(loss_scale="headroom", **options)
+  )
   assert without == pytest.approx(44, abs=0.01)
-  assert asked == pytest.approx(48, abs=0.01)
+  assert needed == pytest.approx(48, abs=0.01)
   assert temporary < 0.01
 
 
-def instructions(tx, count):
-  params = leaves(count, side=64)
-  return trace(tx, params, params).lower().compile().as_text().count(" = ")
+def compile_step(tx, count):
+  params = make_leaves(count, side=64)
+  return trace_step(tx, params, params).lower().compile().as_text().count(" = ")
 
 
 def test_code_grows_linearly_with_the_leaves():
-  few, more, most = (instructions(wrapped(), n) for n in (5, 10, 20))
+  few, more, most = (compile_step(wrap_optimizer(), n) for n in (5, 10, 20))
   assert most - more == pytest.approx(2 * (more - few), rel=0.05)
-  bare = instructions(optax.adam(1e-3), 20)
+  bare = compile_step(optax.adam(1e-3), 20)
   assert most < 2 * bare
 
 
@@ -141,29 +149,33 @@ def compile_full_step(tx, value_and_grad):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  params = leaves(3, side=256)
+  params = make_leaves(3, side=256)
   args = params, tx.init(params), jnp.ones((8, 256), jnp.float16)
   lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
   return lowered.compile().as_text()
 
 
-def count(text, operation):
+def count_kernels(text, operation):
   """How many kernels do it to a matrix of the size of a parameter."""
   return len(re.findall(rf"\[256,256\]\S* {operation}\(", text))
 
 
-def test_gradients_of_a_model_are_finished_once_not_in_every_kernel():
-  tx = wrapped()
+def test_gradients_of_a_model_are_computed_once_and_not_in_every_kernel():
+  tx = wrap_optimizer()
   ours = compile_full_step(tx, lambda s: ols.value_and_grad(float16_loss, s))
   bare = compile_full_step(
     optax.adam(1e-3), lambda s: jax.value_and_grad(float16_loss)
   )
-  assert count(ours, "transpose") == 3 < count(bare, "transpose")
-  assert count(ours, "convert") < count(bare, "convert")
+  assert (
+    count_kernels(ours, "transpose") == 3 < count_kernels(bare, "transpose")
+  )
+  assert count_kernels(ours, "convert") < count_kernels(bare, "convert")
 
 
-def test_nothing_depends_on_a_branch_so_a_skipped_step_costs_no_more():
-  params = leaves(2, side=8)
+def test_no_operation_is_in_a_branch_so_a_skipped_step_costs_no_more():
+  params = make_leaves(2, side=8)
   # Before it, there is one on the platform.
-  text = trace(wrapped(), params, params).lower().compile().as_text()
+  text = (
+    trace_step(wrap_optimizer(), params, params).lower().compile().as_text()
+  )
   assert "fusion(" in text and "conditional(" not in text

@@ -1,7 +1,7 @@
 """A million steps, and runs that are killed at any moment and restarted.
 
 This file is a script, too, which trains with a checkpoint every few steps, and
-goes on from the latest, if there is any: ``python test_long_runs.py FOLDER``.
+continues from the latest, if there is any: ``python test_long_runs.py FOLDER``.
 It writes the last state to FOLDER/final.npy.
 """
 
@@ -49,7 +49,7 @@ def test_a_long_run_keeps_bounds_counts_types_and_memory(policy):
     return jax.lax.scan(step, state, grads)
 
   state = tx.init({"w": jnp.zeros(3)})
-  # It will saturate, but for the fixed scale.
+  # It will saturate, except for the fixed scale.
   start = 0 if isinstance(policy, ols.FixedLossScale) else TOP - 10
   scale_state = state.loss_scale_state
   scale_state = scale_state._replace(total_notfinite=jnp.int32(start))
@@ -120,7 +120,7 @@ def train(folder):
   assert state.total_notfinite == len(OVERFLOWS), state
 
 
-def start(folder):
+def start_worker(folder):
   """A worker that has begun to train."""
   worker = subprocess.Popen(
     [sys.executable, __file__, folder],
@@ -132,8 +132,8 @@ def start(folder):
   return worker
 
 
-def finish(folder):
-  worker = start(folder)
+def finish_worker(folder):
+  worker = start_worker(folder)
   _, errors = worker.communicate(timeout=120)
   assert worker.returncode == 0, errors
   return np.load(folder / "final.npy")
@@ -145,11 +145,11 @@ def finish(folder):
 def test_a_run_killed_at_random_moments_ends_in_the_same_bits(kills, tmp_path):
   (tmp_path / "whole").mkdir()
   (tmp_path / "killed").mkdir()
-  expected = finish(tmp_path / "whole")
+  expected = finish_worker(tmp_path / "whole")
   rng = random.Random(kills)
   killed = 0
   while killed < kills:
-    worker = start(tmp_path / "killed")
+    worker = start_worker(tmp_path / "killed")
     time.sleep(rng.uniform(0.05, 0.6))
     worker.send_signal(signal.SIGKILL)
     worker.communicate()
@@ -161,7 +161,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bits(kills, tmp_path):
       (tmp_path / "killed").mkdir()
       continue
     killed += 1
-  assert finish(tmp_path / "killed").tobytes() == expected.tobytes()
+  assert finish_worker(tmp_path / "killed").tobytes() == expected.tobytes()
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
   )
   expected = optax_battery.make_expected_results()
   found = json.loads(process.stdout)
-  assert list(found) == list(optimizers.factories(module))
+  assert list(found) == list(optimizers.get_factories(module))
   wrong = {
     f"{name}, {what}": found[name][what]
     for name in found
@@ -79,7 +79,7 @@ def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
   [name for name in FACTORIES if name != "optax.lbfgs"],
 )
 def test_the_state_maps_over_params(name):
-  tx = wrapped(name)
+  tx = make_wrapped(name)
   state = tx.init(init_params())
   assert_same_bits(optax.tree.map_params(tx, lambda x: x, state), state)
 
@@ -88,21 +88,21 @@ def test_the_state_maps_over_params(name):
 @pytest.mark.parametrize(
   "dtype", mark_slow_params(["float16"], ["float16", "bfloat16", "float64"])
 )
-def test_types_stay_in_each_dtype(name, dtype):
+def test_types_are_stable_in_each_dtype(name, dtype):
   with jax.enable_x64(dtype == "float64"):
-    check_types(name, wrapped(name), jnp.dtype(dtype))
+    check_types(name, make_wrapped(name), jnp.dtype(dtype))
 
 
 @pytest.mark.slow  # Injected around, they are traced on their way as well.
 @each_optimizer
-def test_types_stay_with_hyperparams_injected_inside(name):
+def test_types_are_stable_with_hyperparams_injected_inside(name):
   factory, kwargs = FACTORIES[name]
   inner = optax.inject_hyperparams(factory, list_static_args(factory))(**kwargs)
   check_types(name, ols.with_loss_scaling(inner))
 
 
 @each_optimizer
-def test_types_stay_with_hyperparams_injected_around(name):
+def test_types_are_stable_with_hyperparams_injected_outside(name):
   factory, kwargs = FACTORIES[name]
 
   @functools.wraps(factory)
@@ -115,7 +115,7 @@ def test_types_stay_with_hyperparams_injected_around(name):
 
 @pytest.mark.slow  # Quick ones of MultiSteps are in test_wrapper.py.
 @each_that_accumulates
-def test_types_stay_around_multi_steps(name):
+def test_types_are_stable_with_multi_steps_inside(name):
   multi_steps = optax.MultiSteps(make(name), every_k_schedule=2)
   check_types(name, ols.with_loss_scaling(multi_steps))
 
@@ -125,7 +125,7 @@ def make(name):
   return factory(**kwargs)
 
 
-def wrapped(name):
+def make_wrapped(name):
   return ols.with_loss_scaling(make(name))
 
 

@@ -1,4 +1,4 @@
-"""Optax's wrappers inside, around and beside the loss scaler, and loops.
+"""Optax's wrappers inside, outside and next to the loss scaler, and loops.
 
 An overflow strikes in the middle of each run.
 """
@@ -11,8 +11,8 @@ from helpers.small_model import (
   init_params,
   loss_fn,
   make_batches,
+  make_overflowing_batch,
   make_step,
-  overflowing,
   train,
 )
 import jax
@@ -77,14 +77,14 @@ EXTRA = {
 @pytest.mark.parametrize(
   "name", mark_slow_params(["line search", "reduce_on_plateau"], INSIDE)
 )
-def test_inside_an_overflow_is_as_if_it_had_not_been(name):
+def test_an_inner_transform_is_unchanged_by_an_overflow(name):
   inner, extra = INSIDE[name], EXTRA.get(name)
   tx = ols.with_loss_scaling(inner)
   step = make_step(tx, extra=extra)
   params = init_params()
   opt_state = tx.init(params)
   good = make_batches(5)
-  bad = [*good[:3], overflowing(good[0]), *good[3:]]
+  bad = [*good[:3], make_overflowing_batch(good[0]), *good[3:]]
 
   good_params, good_state = train(step, params, opt_state, good)
   bad_params, bad_state = train(step, params, opt_state, bad)
@@ -112,7 +112,7 @@ def make_bare_step(tx, extra):
   return step
 
 
-def test_lookahead_keeps_both_its_params_through_an_overflow():
+def test_lookahead_keeps_fast_and_slow_params_through_an_overflow():
   tx = ols.with_loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5))
   params = optax.LookaheadParams.init_synced(init_params())
 
@@ -123,7 +123,7 @@ def test_lookahead_keeps_both_its_params_through_an_overflow():
     return optax.apply_updates(params, updates), opt_state, value
 
   good = make_batches(4)
-  bad = [*good[:1], overflowing(good[0]), *good[1:]]
+  bad = [*good[:1], make_overflowing_batch(good[0]), *good[1:]]
   good_params, good_state = train(step, params, tx.init(params), good)
   bad_params, bad_state = train(step, params, tx.init(params), bad)
   assert_same_bits(bad_params, good_params)
@@ -131,10 +131,10 @@ def test_lookahead_keeps_both_its_params_through_an_overflow():
   assert not np.array_equal(good_params.slow["w"], params.slow["w"])
 
 
-# What is around the scaler, and why it belongs inside.
+# Transforms outside of the scaler, and why they belong inside.
 
 
-def test_weight_decay_behind_the_scaler_acts_on_a_skipped_step():
+def test_weight_decay_after_the_scaler_acts_on_a_skipped_step():
   decay = optax.add_decayed_weights(-0.1)
   behind = optax.chain(ols.with_loss_scaling(optax.sgd(0.1)), decay)
   inside = ols.with_loss_scaling(optax.chain(optax.sgd(0.1), decay))
@@ -147,7 +147,7 @@ def test_weight_decay_behind_the_scaler_acts_on_a_skipped_step():
   [(optax.zero_nans(), jnp.nan), (optax.clip(1.0), jnp.inf)],
   ids=["zero_nans", "clip"],
 )
-def test_what_cleans_gradients_before_the_scaler_hides_overflows(hiding, value):
+def test_cleaning_gradients_before_the_scaler_hides_overflows(hiding, value):
   grads = {"w": jnp.array([value, 1.0])}
   params = {"w": jnp.array([1.0, 1.0])}
   before = optax.chain(hiding, ols.with_loss_scaling(optax.sgd(0.1)))
@@ -165,7 +165,7 @@ def test_apply_if_finite_around_keeps_overflows_from_the_scaler():
   assert ols.get_loss_scale_state(opt_state).loss_scale == 2.0**15
 
 
-def test_an_injected_schedule_stands_still_inside_and_moves_around():
+def test_an_injected_schedule_pauses_inside_and_advances_outside():
   def make_scaled(learning_rate):
     return ols.with_loss_scaling(optax.sgd(learning_rate))
 
@@ -211,7 +211,7 @@ def has_bitwise_skip(tx):
   return has_same_bits(optax.apply_updates(params, updates), params)
 
 
-def filtered(inner):
+def add_filter(inner):
   return optax.transforms.conditionally_mask(
     inner, lambda step, *, is_wanted, **_: is_wanted, forward_extra_args=True
   )
@@ -230,13 +230,13 @@ def run_filtered(tx, name):
   return jax.lax.scan(step, start, REJECTED)[0]
 
 
-def test_a_filter_inside_that_rejects_each_tenth_step_leaves_the_scale_alone():
-  tx = ols.with_loss_scaling(filtered(optax.adam(0.01)))
+def test_an_inner_filter_that_rejects_each_tenth_step_keeps_the_scale():
+  tx = ols.with_loss_scaling(add_filter(optax.adam(0.01)))
   params, state = run_filtered(tx, "is_wanted")
   scale_state = ols.get_loss_scale_state(state)
   assert scale_state.loss_scale == 2.0**15
   assert (scale_state.finite_count, scale_state.total_notfinite) == (200, 0)
-  # What is left is a run of the optimizer over the other steps alone.
+  # The result equals a run of the optimizer over the other steps alone.
   bare = optax.adam(0.01)
 
   def step(carry, _):
@@ -261,7 +261,7 @@ def test_the_same_filter_given_as_grads_finite_takes_the_scale_to_its_floor():
 
 
 def test_a_filter_inside_does_not_hide_an_overflow():
-  tx = ols.with_loss_scaling(filtered(optax.adam(0.01)))
+  tx = ols.with_loss_scaling(add_filter(optax.adam(0.01)))
   params = init_params()
   bad = jax.tree.map(lambda p: p * jnp.nan, params)
   for is_wanted in (True, False):
@@ -280,7 +280,7 @@ def test_a_scan_equals_a_loop_through_growth_and_overflow():
   tx = ols.with_loss_scaling(optax.adam(0.01), policy)
   step = make_step(tx, half_loss_fn)
   batches = make_batches(8)
-  batches[4] = overflowing(batches[4])
+  batches[4] = make_overflowing_batch(batches[4])
 
   def body(carry, batch):
     *carry, loss = step(*carry, batch)
@@ -302,7 +302,7 @@ def test_a_scan_equals_a_loop_through_growth_and_overflow():
 
 
 @pytest.mark.parametrize("overflowing_loss", [0, 1])
-def test_two_scales_and_one_optimizer_take_one_decision(overflowing_loss):
+def test_two_scales_with_one_optimizer_make_one_decision(overflowing_loss):
   tx = ols.with_loss_scaling(optax.sgd(0.5), 1.0)  # it skips, and scales not
   policy = ols.DynamicLossScale()
 

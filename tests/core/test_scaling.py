@@ -11,7 +11,7 @@ import equinox as eqx
 from flax import nnx
 from helpers import mark_slow_params
 from helpers.bits import has_same_bits
-from helpers.leaves import FLOATS, OTHERS, ZOO
+from helpers.leaves import FLOATS, LEAF_GROUPS, NON_FLOATS
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +70,7 @@ def test_a_float64_loss_keeps_its_precision():
     assert ols.unscale_grads(scaled, make_state(2.0**15)) == loss
 
 
-def test_a_float16_loss_is_warned_of_while_tracing_and_trains():
+def test_a_float16_loss_warns_while_tracing_and_trains():
   state = ols.DynamicLossScale(2.0**17).init()
   policy = ols.DynamicLossScale(2.0**17)
   step = jax.jit(
@@ -160,7 +160,7 @@ def test_the_warning_of_a_float16_loss_points_to_the_users_line(call):
   assert "# the line" in linecache.getline(__file__, warning.lineno)
 
 
-def test_a_float8_loss_is_warned_of_too_and_a_bfloat16_loss_is_not():
+def test_a_float8_loss_warns_too_and_a_bfloat16_loss_does_not():
   state = ols.FixedLossScale(2.0).init()
   fun = lambda dtype: ols.value_and_grad(lambda w: w.astype(dtype), state)
   with pytest.warns(UserWarning, match=r"float8_e4m3fn loss.*exceed 448\."):
@@ -168,9 +168,9 @@ def test_a_float8_loss_is_warned_of_too_and_a_bfloat16_loss_is_not():
   fun(jnp.bfloat16)(jnp.float32(1.0))  # No warning, which would be an error.
 
 
-def test_the_zoo_comes_out_of_unscale_grads_as_documented():
-  got = ols.unscale_grads(ZOO, make_state(2.0))
-  assert has_same_bits(got["others"], OTHERS)
+def test_unscale_grads_treats_every_leaf_type_as_documented():
+  got = ols.unscale_grads(LEAF_GROUPS, make_state(2.0))
+  assert has_same_bits(got["others"], NON_FLOATS)
   wide = {"f16": "float32", "f8": "float32", "f8_5": "float32"}
   for name, leaf in FLOATS.items():
     out = got["floats"][name]
@@ -180,11 +180,11 @@ def test_the_zoo_comes_out_of_unscale_grads_as_documented():
     assert has_same_bits(out, jnp.asarray(expected)), name
 
 
-def test_the_zoo_comes_out_of_scale_loss_with_its_types_kept_or_widened():
+def test_scale_loss_keeps_or_widens_the_type_of_every_leaf():
   scale = 2.0**17  # beyond float16
-  some_others = {k: OTHERS[k] for k in ("int", "none")}
+  some_others = {k: NON_FLOATS[k] for k in ("int", "none")}
   got = ols.scale_loss(FLOATS | some_others, make_state(scale))
-  assert has_same_bits(got["int"], OTHERS["int"])
+  assert has_same_bits(got["int"], NON_FLOATS["int"])
   assert got["none"] is None
   assert got["complex"].dtype == jnp.complex64
   assert has_same_bits(got["complex"], FLOATS["complex"] * scale)
@@ -202,14 +202,14 @@ def test_all_finite_finds_one_bad_entry_in_a_leaf_of_any_type(name):
     assert not jax.jit(ols.all_finite)(FLOATS | {name: leaf})
 
 
-def test_all_finite_looks_at_floats_only():
-  assert ols.all_finite(ZOO)
-  for empty in ({}, None, [], OTHERS):
+def test_all_finite_checks_floats_only():
+  assert ols.all_finite(LEAF_GROUPS)
+  for empty in ({}, None, [], NON_FLOATS):
     assert ols.all_finite(empty)
 
 
 @pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-def test_what_is_returned_has_the_name_the_signature_and_the_doc_of_fun(
+def test_the_returned_function_has_the_metadata_of_fun(
   differentiate,
 ):
   def a_loss(params, batch, *, temperature=1.0):
@@ -222,7 +222,7 @@ def test_what_is_returned_has_the_name_the_signature_and_the_doc_of_fun(
   assert fun.__doc__ == "How wrong the model is."
   assert inspect.signature(fun) == inspect.signature(a_loss)
   assert not hasattr(fun, "about")
-  # What has neither name nor doc is differentiated all the same.
+  # A callable with neither name nor docstring can be differentiated, too.
   part = functools.partial(a_loss, temperature=2.0)
   differentiate(part, ols.FixedLossScale(2.0).init())(jnp.ones(2), jnp.ones(2))
 
@@ -244,7 +244,9 @@ def test_argnums_is_passed_on_only_if_it_is_given():
 @pytest.mark.parametrize(
   "using", [jax.grad, nnx.grad, eqx.filter_grad], ids=["jax", "nnx", "equinox"]
 )
-def test_a_using_that_returns_no_value_is_told_apart(differentiate, using):
+def test_a_using_function_that_returns_no_value_is_detected(
+  differentiate, using
+):
   total = lambda w: sum(map(jnp.sum, jax.tree.leaves(w)))
   fun = differentiate(total, ols.FixedLossScale(2.0).init(), using=using)
   message = r"using must return the value and the gradients.*got using = "
@@ -387,7 +389,7 @@ SCALED_BY_HAND = {
 @pytest.mark.parametrize("inner", SCALED_BY_HAND.values(), ids=SCALED_BY_HAND)
 @pytest.mark.filterwarnings("ignore:autocast had no effect")
 def test_a_loss_may_hold_a_gradient_that_is_scaled_by_hand(inner):
-  """A gradient penalty, or a step of an inner loop, with a scale of its own."""
+  """A gradient penalty, or a step of an inner loop, with its own scale."""
 
   def penalty(w):
     return jnp.sum(ols.unscale_grads(inner(w), make_state(8.0)) ** 2)
@@ -417,7 +419,7 @@ def test_scaling_by_hand_is_free_in_rules_and_in_other_threads():
   assert set(map(float, found)) == {16.0}
 
 
-class First:
+class UnreadableSignature:
   """A function of which Python does not know the signature."""
 
   @property
@@ -430,11 +432,11 @@ class First:
 
 def test_a_function_without_a_signature_is_differentiated():
   state = ols.FixedLossScale(8.0).init()
-  first = First()
+  first = UnreadableSignature()
   np.testing.assert_array_equal(ols.grad(first, state)(jnp.ones(2)), [1, 0])
 
 
-# Both ways to test gradients, that of CPU and that of all other devices.
+# Both finiteness checks, for CPU and for all other devices.
 
 DTYPES = [
   *("float16", "bfloat16", "float32", "float64", "complex64"),
@@ -450,8 +452,8 @@ WITHOUT_FACTOR = [(way, None) for way in FAULTS]
 WITH_FACTOR = [("sums", 2.0**-15), ("counts", 2.0**-15), ("counts", 3.0)]
 
 
-def test_on_cpu_and_elsewhere_another_way_is_taken(monkeypatch):
-  """Of those below; the compilers of TPU and GPU are asked in test_hlo.py."""
+def test_cpu_and_other_platforms_use_different_finiteness_checks(monkeypatch):
+  """The checks are those below; test_hlo.py compiles them for TPU and GPU."""
   taken = []
 
   def platform_dependent(*args, cpu, default):
@@ -475,7 +477,9 @@ def is_finite(way, leaves, factor):
 @pytest.mark.parametrize(
   "dtype", mark_slow_params(["float16", "float32"], DTYPES)
 )
-def test_each_way_finds_each_bad_entry_wherever_it_is(dtype, way, factor):
+def test_each_finiteness_check_finds_a_nonfinite_entry_at_any_index(
+  dtype, way, factor
+):
   with jax.enable_x64(dtype == "float64"):
     leaves = [
       jnp.linspace(-1, 1, n).astype(dtype) for n in (7, 4099, 100_003, 1)
@@ -500,7 +504,9 @@ def test_each_way_finds_each_bad_entry_wherever_it_is(dtype, way, factor):
 
 @pytest.mark.parametrize("way, factor", WITHOUT_FACTOR + WITH_FACTOR[:2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_way_takes_the_ends_of_the_range_for_an_overflow(dtype, way, factor):
+def test_no_finiteness_check_mistakes_the_largest_values_for_an_overflow(
+  dtype, way, factor
+):
   with jax.enable_x64(dtype == "float64"):
     info = jnp.finfo(dtype)
     factor = factor and jnp.float32(factor)
@@ -510,14 +516,14 @@ def test_no_way_takes_the_ends_of_the_range_for_an_overflow(dtype, way, factor):
     assert is_finite(way, [*leaves, jnp.zeros((0, 3), dtype)], factor)
 
 
-def test_a_count_has_no_limit_where_a_sum_overflows():
+def test_the_check_by_count_has_no_limit_where_a_sum_overflows():
   large = [jnp.full(1_000_000, 1e33)]
   assert is_finite("counts", large, None)
   assert not is_finite("sums", large, None)
   assert is_finite("counts", large, jnp.float32(2.0**-15))
 
 
-def test_a_count_loses_none_among_many_leaves():
+def test_the_check_by_count_is_exact_for_many_leaves():
   leaves = [jnp.zeros(2)] * 30 + [jnp.full(20_000_000, jnp.inf)]
   assert not is_finite("counts", leaves[::-1], None)
   leaves[-1] = jnp.array([0.0, jnp.nan])
@@ -526,7 +532,7 @@ def test_a_count_loses_none_among_many_leaves():
 
 @pytest.mark.parametrize("way", ["sums", "counts"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_product_that_overflows_is_found(dtype, way):
+def test_a_multiplication_that_overflows_is_found(dtype, way):
   """With a scale below 1, of an entry that is finite."""
   largest = jnp.array([jnp.finfo(dtype).max], dtype)
   factor = jnp.float32(2.0**127) if dtype == "float16" else jnp.float32(2)

@@ -18,13 +18,13 @@ OLD = {"a": jnp.arange(4.0), "b": jnp.arange(4.0) + 10}
 GRADS = jnp.array([1.0, -2.0, 0.0, 0.5])
 
 
-def plain(update, finite, grads, state, params):
-  """What the splice has to be equal to."""
+def select_after_update(update, finite, grads, state, params):
+  """Apply the update and select afterwards: the reference for the splice."""
   updates, new_state = update(grads, state, params)
   return updates, _select.select_state(finite, new_state, state)
 
 
-def jaxpr_of(select, update, grads, state):
+def make_select_jaxpr(select, update, grads, state):
   def run(finite, grads, state):
     return select(update, finite, grads, state, None)
 
@@ -37,7 +37,7 @@ def evaluate(select, finite, update, grads, state):
   Compiled as a whole, XLA would make one multiply-add of two operations here
   and not there, which rounds differently.
   """
-  closed, shape = jaxpr_of(select, update, grads, state)
+  closed, shape = make_select_jaxpr(select, update, grads, state)
   args = jax.tree.leaves((jnp.bool_(finite), grads, state))
   with jax.disable_jit():
     outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
@@ -47,7 +47,7 @@ def evaluate(select, finite, update, grads, state):
 def check_against_plain(update, grads, state):
   """Compares both ways, and returns updates and state of an applied step."""
   args = update, grads, state
-  expected = evaluate(plain, True, *args)
+  expected = evaluate(select_after_update, True, *args)
   assert_same_bits(evaluate(_select.update_with_selects, True, *args), expected)
   _, kept = evaluate(_select.update_with_selects, False, *args)
   assert_same_bits(kept, jax.tree.map(jnp.asarray, state))
@@ -170,7 +170,7 @@ UPDATES = [
 
 
 @pytest.mark.parametrize("update", UPDATES, ids=lambda f: f.__name__)
-def test_an_update_gives_what_the_plain_select_gives(update):
+def test_an_update_equals_a_select_after_the_update(update):
   check_against_plain(update, GRADS, OLD)
 
 
@@ -226,18 +226,18 @@ def test_functions_among_the_extra_arguments_are_closed_over():
   assert_same_bits(new["a"], 0.9 * OLD["a"] + GRADS)
 
 
-def test_what_an_update_leaves_as_it_was_is_not_selected():
+def test_unchanged_leaves_of_a_state_are_not_selected():
   def update(grads, state, params):
     return grads, {**state, "b": state["b"] + grads}
 
-  closed, _ = jaxpr_of(_select.update_with_selects, update, GRADS, OLD)
+  closed, _ = make_select_jaxpr(_select.update_with_selects, update, GRADS, OLD)
   names = [eqn.primitive.name for eqn in closed.jaxpr.eqns]
   assert names == ["add", "select_n"]
 
 
 def list_selected_readers(update):
   """Names of the primitives that read a selected value, in order."""
-  closed, _ = jaxpr_of(_select.update_with_selects, update, GRADS, OLD)
+  closed, _ = make_select_jaxpr(_select.update_with_selects, update, GRADS, OLD)
   found, selected = [], set()
   for eqn in closed.jaxpr.eqns:
     if any(str(var) in selected for var in eqn.invars):
@@ -258,11 +258,11 @@ def test_updates_read_the_selected_state(update):
 
 
 @pytest.mark.parametrize("update", [scan, jit_of_everything])
-def test_what_makes_the_updates_too_in_a_jaxpr_is_selected_behind(update):
+def test_state_and_updates_from_one_inner_jaxpr_are_selected_after_it(update):
   assert list_selected_readers(update) == []
 
 
-def raises(error):
+def make_raising(error):
   def fail(*args, **kwargs):
     raise error("another JAX")
 
@@ -271,19 +271,19 @@ def raises(error):
 
 SURPRISES = {
   "an equation cannot be evaluated alone": (
-    _interpret, "get_current_eqn_ctx", raises(AttributeError),
+    _interpret, "get_current_eqn_ctx", make_raising(AttributeError),
   ),
   "equations have no context": (
-    _interpret, "can_substitute_result", raises(KeyError),
+    _interpret, "can_substitute_result", make_raising(KeyError),
   ),
   "the axes of a type have another name": (
-    _avals, "get_varying_axes", raises(RuntimeError),
+    _avals, "get_varying_axes", make_raising(RuntimeError),
   ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SURPRISES)
-def test_what_is_not_understood_is_selected_after_the_update(name, monkeypatch):
+def test_unsupported_updates_are_selected_after_the_update(name, monkeypatch):
   monkeypatch.setattr(*SURPRISES[name])
 
   def update(grads, state, params=None):
@@ -299,12 +299,12 @@ PATTERNS = np.arange(2**16, dtype=np.uint16)
 MAGNITUDES = PATTERNS & 0x7FFF
 IS_NAN = MAGNITUDES > 0x7F80
 IS_SUBNORMAL = (MAGNITUDES > 0) & (MAGNITUDES < 0x80)
-# XLA's compiler for CPU converts all bfloat16 to float32 and back by itself. It
-# makes one NaN of all, and keeps the sign.
+# XLA's compiler for CPU converts all bfloat16 to float32 and back. It replaces
+# all NaNs by one, and keeps the sign.
 PAYLOAD = np.where(IS_NAN, 0x7F, 0).astype(np.uint16)
 
 
-def bits(x):
+def to_bits(x):
   return np.asarray(x).view(np.uint16)
 
 
@@ -317,18 +317,18 @@ def test_a_skipped_step_keeps_every_bfloat16_moment():
   state = state._replace(inner_state=(adam._replace(mu=mu), *others))
   grads = params.at[0].set(jnp.nan)
   _, after = jax.jit(tx.update)(grads, state, params)
-  kept = bits(after.inner_state[0].mu)
+  kept = to_bits(after.inner_state[0].mu)
   np.testing.assert_array_equal(kept | PAYLOAD, PATTERNS | PAYLOAD)
   assert not after.loss_scale_state.last_finite
 
 
 @pytest.mark.parametrize("condition", [True, False])
-def test_selected_in_float32_each_number_stays_and_each_nan_is_one(condition):
-  """This way is for TPU; CPU takes subnormal numbers for zero in either."""
+def test_selecting_in_float32_preserves_numbers_and_nans(condition):
+  """This way is for TPU; CPU treats subnormal numbers as zero in either."""
   other = np.ones(2**16, jnp.bfloat16)
   numbers = PATTERNS.view(jnp.bfloat16)
   args = (numbers, other) if condition else (other, numbers)
-  out = bits(jax.jit(_arrays._select_in_float32)(condition, *args))
+  out = to_bits(jax.jit(_arrays._select_in_float32)(condition, *args))
   certain = ~IS_NAN & ~IS_SUBNORMAL
   np.testing.assert_array_equal(out[certain], PATTERNS[certain])
   assert (out[IS_NAN] & 0x7FFF > 0x7F80).all()

@@ -1,7 +1,7 @@
-"""Selecting inside the inner update: types, places and names stay.
+"""Selecting inside the inner update keeps types, devices and names.
 
 An equation that reads a selected value, or a call that holds one, was traced
-with the value itself. It must not be able to tell the two apart.
+with the value itself. It must not distinguish the two.
 """
 
 import functools
@@ -31,7 +31,7 @@ def ordinary(grads, state, params=None):
   return new["a"] / (jnp.sqrt(new["b"]) + 1), new
 
 
-def jaxpr_of(update, grads=GRADS, state=OLD):
+def make_select_jaxpr(update, grads=GRADS, state=OLD):
   def run(finite, grads, state):
     return _select.update_with_selects(update, finite, grads, state, None)
 
@@ -46,7 +46,7 @@ def as_optimizer(update):
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_each_device_may_train_adam_alone_where_types_tell_what_varies(jit):
+def test_each_device_may_train_adam_separately_with_vma_types(jit):
   """There is no axis_name, so that the devices' flags differ."""
   adam = optax.adam(0.1)
   inner = optax.GradientTransformation(adam.init, jit(adam.update))
@@ -80,8 +80,8 @@ def test_each_device_may_train_adam_alone_where_types_tell_what_varies(jit):
     np.testing.assert_array_equal(together[0][part], expected)
 
 
-def test_a_new_leaf_that_all_share_is_not_made_one_that_varies():
-  """Its select would, since each device has an old leaf of its own."""
+def test_a_new_replicated_leaf_does_not_become_varying():
+  """Its select would vary, since each device has its own old leaf."""
 
   def update(grads, state, params=None):
     total = lax.psum(grads, "data")
@@ -108,7 +108,7 @@ def test_a_new_leaf_that_all_share_is_not_made_one_that_varies():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_adam_on_sharded_arrays_keeps_shardings_as_the_bare_one_does(
+def test_adam_on_sharded_arrays_keeps_shardings_as_bare_adam_does(
   axis_type, jit
 ):
   mesh = sharding.make_mesh((8,), ("x",), axis_type)
@@ -159,7 +159,7 @@ def test_a_constraint_on_a_new_moment_reaches_the_updates():
     return new["a"] / (new["b"] + 1), new
 
   assert compare_update_shardings(update) == [P(), P()]
-  names = [eqn.primitive.name for eqn in jaxpr_of(update).eqns]
+  names = [eqn.primitive.name for eqn in make_select_jaxpr(update).eqns]
   assert names[-1] == "select_n"  # All selects are behind.
 
 
@@ -167,29 +167,29 @@ def list_jit_eqns(jaxpr):
   return [e for e in jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
 
 
-def test_a_jit_stays_a_jit_with_all_that_is_said_of_it():
+def test_a_jit_stays_a_jit_with_all_its_params():
   update = jax.jit(
     lambda grads, state: ordinary(grads, state),
     donate_argnums=1,
     keep_unused=True,
     out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
   )
-  jaxpr = jaxpr_of(lambda grads, state, _: update(grads, state))
+  jaxpr = make_select_jaxpr(lambda grads, state, _: update(grads, state))
   (found,) = list_jit_eqns(jaxpr)
   (bare,) = list_jit_eqns(jax.make_jaxpr(update)(GRADS, OLD).jaxpr)
   said = lambda eqn: {k: v for k, v in eqn.params.items() if k != "jaxpr"}
   assert said(found) == said(bare)
 
 
-def test_without_jit_the_plain_and_the_nested_update_are_the_same():
+def test_without_jit_the_plain_and_the_nested_update_are_equal():
   with jax.disable_jit():
-    jaxpr = jaxpr_of(jax.jit(ordinary))
+    jaxpr = make_select_jaxpr(jax.jit(ordinary))
   assert [e.primitive.name for e in jaxpr.eqns].count("select_n") == 2
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
-  jaxpr = jaxpr_of(
+def test_no_device_select_is_placed_between_host_operations(jit):
+  jaxpr = make_select_jaxpr(
     lambda g, s, params=None: on_host.run_on_host(jit(ordinary))(g, s)
   )
   if on_host.IS_CONTEXT:
@@ -207,9 +207,9 @@ def test_no_select_on_the_device_lands_between_operations_of_the_host(jit):
   not on_host.IS_CONTEXT,
   reason="Since JAX 0.11 no context says that a whole trace is on the host.",
 )
-def test_where_all_is_on_the_host_the_selects_are_there_too():
+def test_selects_of_a_host_update_are_on_the_host():
   with on_host.compute_on("device_host"):
-    jaxpr = jaxpr_of(ordinary)
+    jaxpr = make_select_jaxpr(ordinary)
   assert {eqn.ctx.compute_type for eqn in jaxpr.eqns} == {"device_host"}
   assert jaxpr.eqns[-1].primitive.name != "select_n"
 
@@ -221,7 +221,7 @@ def test_an_equation_in_another_context_is_selected_after():
     with set_xla_metadata(**metadata):
       return ordinary(grads, state)
 
-  jaxpr = jaxpr_of(marked)
+  jaxpr = make_select_jaxpr(marked)
   assert [e.primitive.name for e in jaxpr.eqns[-2:]] == 2 * ["select_n"]
 
 
@@ -232,7 +232,7 @@ def list_op_names(update):
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.vmap])
-def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into(
+def test_profiles_show_the_name_and_the_scopes_of_an_inlined_jit(
   transform,
 ):
   def named(grads, state, params=None):
@@ -261,7 +261,7 @@ def test_profiles_show_the_names_around_and_of_a_jit_that_is_looked_into(
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])
-def test_members_of_a_vmap_are_selected_each_by_its_flag(in_axes):
+def test_each_member_of_a_vmap_is_selected_by_its_flag(in_axes):
   batch = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x + 1]), tree)
   grads = batch(GRADS) if in_axes[0] == 0 else GRADS
   state = batch(OLD) if in_axes[1] == 0 else OLD

@@ -20,21 +20,21 @@ PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
 POLICY = ols.DynamicLossScale(hysteresis=2)
 
 
-def types(tree):
-  """What must not change from step to step."""
+def get_types(tree):
+  """Return the types, which must not change from step to step."""
   return jax.tree.map(jax.typeof, tree)
 
 
 def test_many_steps_are_one_trace_and_types_never_change():
   tx = ols.with_loss_scaling(optax.adamw(0.1), POLICY)
   state = tx.init(PARAMS)
-  before = types(state)
+  before = get_types(state)
   assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
   step = jax.jit(tx.update)
   for factor in (1.0, jnp.inf, 1.0, jnp.nan):
     grads = jax.tree.map(lambda x, f=factor: x * f, PARAMS)
     _, state = step(grads, state, PARAMS)
-    assert types(state) == before
+    assert get_types(state) == before
   assert step._cache_size() == 1
 
 
@@ -85,11 +85,11 @@ def test_the_scale_is_float32_in_every_mode(x64):
     params = {"w": jnp.ones(3, jnp.float64 if x64 else jnp.float32)}
     tx = ols.with_loss_scaling(optax.identity(), POLICY, max_norm=2.0)
     state = tx.init(params)
-    before = types(state)
+    before = get_types(state)
     grads = ols.grad(lambda p: jnp.sum(p["w"] * p["w"]), state)(params)
     assert grads["w"].dtype == params["w"].dtype
     updates, state = jax.jit(tx.update)(grads, state, params)
-    assert types(state) == before
+    assert get_types(state) == before
     assert updates["w"].dtype == params["w"].dtype
     scale_state = state.loss_scale_state
     assert scale_state.loss_scale.dtype == jnp.float32
@@ -137,7 +137,7 @@ def test_the_scale_is_found_and_set_wherever_it_is(hide):
   assert (found.loss_scale, found.finite_count) == (64, 1)
   changed = ols.set_loss_scale(tree, 8)
   assert jax.tree.structure(changed) == jax.tree.structure(tree)
-  assert types(changed) == types(jax.tree.map(jnp.asarray, tree))
+  assert get_types(changed) == get_types(jax.tree.map(jnp.asarray, tree))
   found = ols.get_loss_scale_state(changed)
   assert (found.loss_scale, found.finite_count) == (8, 0)
   assert ols.get_loss_scale_state(tree).loss_scale == 64
@@ -146,7 +146,7 @@ def test_the_scale_is_found_and_set_wherever_it_is(hide):
   assert all((a == b).all() for a, b in zip(rest, old, strict=True))
 
 
-def test_a_dict_with_more_in_it_than_a_state_is_none():
+def test_a_dict_with_more_keys_than_a_state_is_not_a_state():
   state = ols.FixedLossScale(4.0).init()._asdict()
   assert ols.get_loss_scale_state(state).loss_scale == 4
   for tree in ({**state, "step": 1}, {"loss_scale": state["loss_scale"]}):
@@ -159,13 +159,13 @@ class Valued(NamedTuple):
   other: jax.Array
 
 
-def test_a_policy_state_with_a_field_called_value_is_no_variable_around_it():
+def test_a_policy_state_with_a_field_named_value_is_not_a_variable():
   policy_state = Valued(jnp.int32(1), jnp.int32(2))
   state = ols.FixedLossScale(4.0).init()._replace(policy_state=policy_state)
   assert ols.get_loss_scale_state({"loss": state}).policy_state == policy_state
 
 
-def test_a_traced_scale_is_held_in_range():
+def test_a_traced_scale_is_clipped_to_its_range():
   state = ols.FixedLossScale(4.0).init()
   set_scale = jax.jit(ols.set_loss_scale)
   for value, expected in [
@@ -232,7 +232,7 @@ def test_select_if_finite_keeps_the_dtypes_and_the_float0_of_skipped():
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_select_if_finite_takes_other_containers_of_the_same_leaves(finite):
-  """The result is of those of the second."""
+  """The result has the containers of the second argument."""
   state = ols.DynamicLossScale().init()._replace(last_finite=jnp.array(finite))
   leaves = lambda x: {"value": jnp.float32(x), "other": jnp.float32(x + 1)}
   frozen = flax.core.FrozenDict
@@ -255,7 +255,7 @@ def test_select_if_finite_takes_other_containers_of_the_same_leaves(finite):
     (1, (), "the root of the tree only in new"),
   ],
 )
-def test_select_if_finite_names_the_first_leaf_that_is_in_one_alone(
+def test_select_if_finite_names_the_first_leaf_that_only_one_side_has(
   new, old, message
 ):
   state = ols.DynamicLossScale().init()
@@ -267,7 +267,7 @@ def test_select_if_finite_names_the_first_leaf_that_is_in_one_alone(
 @pytest.mark.parametrize(
   "new, old", [("eval", "train"), (abs, max), (1.0, "train")], ids=repr
 )
-def test_select_if_finite_refuses_leaves_that_differ_and_are_no_arrays(
+def test_select_if_finite_refuses_different_leaves_that_are_not_arrays(
   new, old, finite
 ):
   """It returned the old one of an applied step."""
@@ -277,14 +277,14 @@ def test_select_if_finite_refuses_leaves_that_differ_and_are_no_arrays(
     ols.select_if_finite(state, {"mode": new}, {"mode": old})
 
 
-def test_select_if_finite_keeps_equal_leaves_that_are_no_arrays():
+def test_select_if_finite_keeps_equal_leaves_that_are_not_arrays():
   state = ols.DynamicLossScale().init()
   word = "".join(["tr", "ain"])  # equal, and another object
   applied, skipped = {"f": abs, "mode": word}, {"f": abs, "mode": "train"}
   assert ols.select_if_finite(state, applied, skipped) == skipped
 
 
-def test_metrics_are_scalars_of_the_names_of_the_state():
+def test_metrics_are_scalars_with_the_names_of_the_state():
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   state = tx.update(jnp.inf, tx.init(0.0))[1]
   metrics = jax.jit(ols.loss_scale_metrics)(state)
@@ -299,7 +299,7 @@ def test_metrics_are_scalars_of_the_names_of_the_state():
   }
 
 
-def test_metrics_show_at_a_glance_that_a_run_stands_still():
+def test_metrics_show_that_every_step_of_a_run_is_skipped():
   policy = ols.DynamicLossScale(init_scale=4.0)
 
   def step(state, finite_and_steps):
@@ -361,7 +361,7 @@ def test_a_loss_of_thousands_needs_a_scale_below_one_and_the_metrics_show_it(
   ],
   ids=str,
 )
-def test_metrics_know_the_floor_of_each_policy(policy, floor):
+def test_metrics_use_the_min_scale_of_each_policy(policy, floor):
   state = ols.DynamicLossScale().adjust(ols.DynamicLossScale().init(), False)
   at_floor = ols.set_loss_scale(state, floor)
   above = ols.set_loss_scale(state, 2 * floor)

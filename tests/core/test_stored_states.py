@@ -1,7 +1,7 @@
-"""What each version stored is read, and another layout gets an error.
+"""States of each version can be read, and another layout raises an error.
 
 `stored` holds what each release wrote, of all policies. If a field of a policy
-state changes, it is recorded anew, and the last tests show what happens to a
+state changes, it is recorded again, and the last tests show what happens to a
 run that is resumed from a state of another layout. What must be stored is
 generated: the classes from the public names, the policies from their
 hyperparameters.
@@ -36,7 +36,7 @@ STORED = pathlib.Path(record.__file__).parent
 VERSIONS = [x.stem for x in STORED.glob("[0-9]*.json")]
 
 
-def stored(version, kind):
+def load_stored(version, kind):
   """The bytes that a version wrote."""
   as_text = json.loads((STORED / f"{version}.json").read_text())
   return base64.b64decode(as_text[kind])
@@ -47,7 +47,7 @@ def load_stored_fields():
 
   A pickle knows them by their order, and all others by their names.
   """
-  data = serialization.msgpack_restore(stored(ols.__version__, "msgpack"))
+  data = serialization.msgpack_restore(load_stored(ols.__version__, "msgpack"))
   fields = {}
   for name, policy in record.POLICIES.items():
     _, state = data[name].values()
@@ -92,7 +92,7 @@ def get_policy_state_types(policy):
 
 
 @pytest.mark.parametrize("kind", POLICY_CLASSES, ids=lambda x: x.__name__)
-def test_a_state_of_each_policy_is_stored_whatever_makes_it_remember(kind):
+def test_a_state_of_each_policy_is_stored_for_every_kind_of_memory(kind):
   """With each hyperparameter at another value, and at that of a stored one."""
   policies = [x for x in record.POLICIES.values() if type(x) is kind]
   assert policies, "store one of these"
@@ -116,21 +116,23 @@ def test_this_version_is_stored():
 
 @pytest.mark.parametrize("name", record.POLICIES)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_a_version_stored_is_read_and_goes_on(version, name):
+def test_a_state_stored_by_a_version_is_read_and_training_continues(
+  version, name
+):
   tx, (params, state) = record.make(record.POLICIES[name])
-  pickled = pickle.loads(stored(version, "pickle"))[name]
+  pickled = pickle.loads(load_stored(version, "pickle"))[name]
   fresh = {name: (params, tx.init(params))}
-  data = serialization.msgpack_restore(stored(version, "msgpack"))
+  data = serialization.msgpack_restore(load_stored(version, "msgpack"))
   unpacked = serialization.from_state_dict(fresh, {name: data[name]})[name]
   assert_same_bits(pickled, unpacked)
   assert jax.tree.structure(pickled) == jax.tree.structure((params, state))
   _, after = jax.jit(tx.update)(params, pickled[1], params)
   if version == ols.__version__:
-    assert_same_bits(pickled[1], state)  # or it was not recorded anew
+    assert_same_bits(pickled[1], state)  # or it was not recorded again
   assert after.loss_scale_state.total_notfinite == 1
 
 
-# A state of another layout. What to do is on docs/how_to/checkpoints.md.
+# A state of another layout; docs/how_to/checkpoints.md has the fix.
 
 
 TX = ols.with_loss_scaling(optax.adam(1e-2), "headroom")
@@ -152,7 +154,7 @@ def reset_policy_state(state):
 
 
 def check_fixed(state, other):
-  """That all but the policy state is as it was, and the run goes on."""
+  """Assert that only the policy state changed, and that the run continues."""
   assert_same_bits(state.inner_state, other.inner_state)
   assert_same_bits(state.loss_scale_state[:5], other.loss_scale_state[:5])
   types = jax.tree.map(jax.typeof, TX.init(PARAMS))

@@ -1,6 +1,6 @@
 """Subnormal parameters on a skipped step: the sentences that the pages say.
 
-The wrapper's -0.0 adds nothing, but XLA takes subnormal numbers for zero when
+The wrapper's -0.0 adds nothing, but XLA treats subnormal numbers as zero when
 it adds on CPU, whatever is added, and with it `optax.apply_updates`.
 """
 
@@ -28,7 +28,7 @@ def make_subnormals(dtype):
   return jnp.asarray(np.tile(np.array(few, dtype), 9))
 
 
-def skip(optimizer, params, jitted, select=False):
+def run_skipped_step(optimizer, params, jitted, select=False):
   """The params after a step that is skipped."""
   tx = ols.with_loss_scaling(OPTIMIZERS[optimizer])
 
@@ -59,19 +59,19 @@ optimizers = pytest.mark.parametrize(
 @both
 @optimizers
 @pytest.mark.parametrize("dtype", KEPT)
-def test_float16_and_float8_keep_them(dtype, optimizer, jitted):
+def test_float16_and_float8_keep_subnormal_moments(dtype, optimizer, jitted):
   params = make_subnormals(dtype)
-  assert has_same_bits(skip(optimizer, params, jitted), params)
+  assert has_same_bits(run_skipped_step(optimizer, params, jitted), params)
 
 
 @optimizers
 @pytest.mark.parametrize("dtype", LOST_EAGERLY)
-def test_outside_jit_the_others_lose_them_to_a_zero_and_nothing_else(
+def test_outside_jit_other_dtypes_flush_subnormals_to_zero_only(
   dtype, optimizer
 ):
   old = np.asarray(make_subnormals(dtype))
-  new = np.asarray(skip(optimizer, jnp.asarray(old), jitted=False))
-  # In NumPy, which takes them for what they are.
+  new = np.asarray(run_skipped_step(optimizer, jnp.asarray(old), jitted=False))
+  # In NumPy, which preserves subnormal numbers.
   are_subnormal = (old != 0) & (np.abs(old) < np.array(jnp.finfo(dtype).tiny))
   assert are_subnormal.any()
   assert (new[are_subnormal] == 0).all()
@@ -83,26 +83,30 @@ def test_outside_jit_the_others_lose_them_to_a_zero_and_nothing_else(
 @pytest.mark.parametrize(
   "dtype", mark_slow_params(["float16", "float32"], [*KEPT, *LOST_EAGERLY])
 )
-def test_select_if_finite_keeps_them_all(dtype, optimizer, jitted):
+def test_select_if_finite_keeps_all_subnormal_moments(dtype, optimizer, jitted):
   params = make_subnormals(dtype)
-  assert has_same_bits(skip(optimizer, params, jitted, select=True), params)
+  assert has_same_bits(
+    run_skipped_step(optimizer, params, jitted, select=True), params
+  )
 
 
 @optimizers
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_under_jit_float32_and_float64_keep_them(dtype, optimizer):
+def test_under_jit_float32_and_float64_keep_subnormal_moments(dtype, optimizer):
   params = make_subnormals(dtype)
-  assert has_same_bits(skip(optimizer, params, jitted=True), params)
+  assert has_same_bits(run_skipped_step(optimizer, params, jitted=True), params)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
-def test_under_jit_bfloat16_and_complex_numbers_lose_them_with_adam(dtype):
+def test_under_jit_bfloat16_and_complex_adam_moments_lose_subnormals(dtype):
   params = make_subnormals(dtype)
-  assert not has_same_bits(skip("adam", params, jitted=True), params)
+  assert not has_same_bits(
+    run_skipped_step("adam", params, jitted=True), params
+  )
 
 
 @pytest.mark.parametrize("dtype", LOST_EAGERLY)
-def test_no_update_could_keep_them(dtype):
+def test_no_update_could_keep_subnormal_moments(dtype):
   """So it is not for the wrapper to mend."""
   params = make_subnormals(dtype)
   zeros = jnp.zeros_like(params)

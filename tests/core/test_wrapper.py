@@ -4,7 +4,7 @@ import functools
 
 from helpers import mark_slow_params
 from helpers.bits import has_same_bits
-from helpers.leaves import FLOATS, OTHERS, ZOO
+from helpers.leaves import FLOATS, LEAF_GROUPS, NON_FLOATS
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,13 +29,13 @@ def make_grads(dtype=jnp.float32):
   return jax.tree.map(lambda x: (x * 0.25 + 0.5).astype(dtype), make_params())
 
 
-def spoil(tree, bad, leaf="w"):
+def insert_bad(tree, bad, leaf="w"):
   flat = tree[leaf].reshape(-1).at[-1].set(bad)
   return tree | {leaf: flat.reshape(tree[leaf].shape)}
 
 
 @functools.cache
-def step_of(tx):
+def make_step(tx):
   return jax.jit(
     lambda g, s, p, **extra: _apply(p, *tx.update(g, s, p, **extra))
   )
@@ -48,7 +48,7 @@ def _apply(params, updates, state):
 # Sizes: SGD shows a wrong factor, Adam is blind to one.
 
 
-def test_the_update_on_a_growth_step_equals_the_one_before_it():
+def test_the_update_on_a_growth_step_equals_the_previous_update():
   """Unscaling with the adjusted scale halves the gradient of a growth step."""
   for grads_are_scaled in (False, True):
     tx = ols.with_loss_scaling(
@@ -67,7 +67,7 @@ def test_the_update_on_a_growth_step_equals_the_one_before_it():
 
 
 def test_both_idioms_give_the_true_gradient_to_the_optimizer():
-  """DeepSpeed divides gradients that nobody has multiplied."""
+  """DeepSpeed divides gradients that were never multiplied."""
 
   def loss_fn(w):
     return jnp.sum(w.astype(jnp.float16) ** 2).astype(jnp.float32)
@@ -91,7 +91,7 @@ def test_float16_gradients_do_not_destroy_adam():
   tx = ols.with_loss_scaling(optax.adam(1e-2))
   state = tx.init(params)
   assert state.inner_state[0].nu["w"].dtype == jnp.float32
-  updates, state = step_of(tx)(grads, state, params)[1:]
+  updates, state = make_step(tx)(grads, state, params)[1:]
   reference = optax.adam(1e-2)
   wide = {"w": grads["w"].astype(jnp.float32)}
   expected, _ = reference.update(wide, reference.init(wide), wide)
@@ -164,7 +164,7 @@ def test_update_unscales_float64_as_exactly_as_unscale_grads(
     (jnp.float8_e4m3fn, [448]),
   ],
 )
-def test_finite_gradients_are_never_taken_for_an_overflow(dtype, fills):
+def test_finite_gradients_are_never_treated_as_an_overflow(dtype, fills):
   for fill in fills:
     grads = np.full(1_000_000, fill, dtype)
     _, state = jax.jit(SGD.update)(grads, SGD.init(grads))
@@ -195,28 +195,28 @@ def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
   w = jnp.ones(2, jnp.complex64 if dtype == jnp.complex64 else jnp.float32)
   state = tx.init(w)
   for bad in ([largest, -largest], [0.0, largest]):
-    new, _, state = step_of(tx)(jnp.array(bad, dtype), state, w)
+    new, _, state = make_step(tx)(jnp.array(bad, dtype), state, w)
     assert has_same_bits(new, w)
     assert not state.loss_scale_state.last_finite
-  new, _, state = step_of(tx)(jnp.array([large, 0.0], dtype), state, w)
+  new, _, state = make_step(tx)(jnp.array([large, 0.0], dtype), state, w)
   assert state.loss_scale_state.last_finite
   assert ols.all_finite(new)
 
 
-def test_a_nan_born_in_the_optimizer_is_seen_if_asked():
+def test_a_nan_from_the_optimizer_is_found_with_check_updates():
   born = optax.stateless(lambda u, p: jax.tree.map(lambda x: jnp.log(x), u))
   inner = optax.chain(optax.trace(0.9), born)
   w = jnp.array([1.0, 1.0])
   bad = jnp.array([1.0, -1.0])
   plain = ols.with_loss_scaling(inner)
-  new, _, state = step_of(plain)(bad, plain.init(w), w)
+  new, _, state = make_step(plain)(bad, plain.init(w), w)
   assert jnp.isnan(new[1])
   checked = ols.with_loss_scaling(inner, check_updates=True)
-  new, _, state = step_of(checked)(bad, checked.init(w), w)
+  new, _, state = make_step(checked)(bad, checked.init(w), w)
   assert has_same_bits(new, w)
   assert has_same_bits(state.inner_state, checked.init(w).inner_state)
   assert state.loss_scale_state.total_notfinite == 1
-  new, _, state = step_of(checked)(w, state, w)
+  new, _, state = make_step(checked)(w, state, w)
   assert state.loss_scale_state.last_finite
 
 
@@ -241,7 +241,7 @@ def make_constant_optimizer(value, dtype=jnp.float32):
     ("float64", 1e300, True),
   ],
 )
-def test_check_updates_looks_at_the_updates_in_the_dtype_of_the_params(
+def test_check_updates_checks_the_updates_in_the_dtype_of_the_params(
   dtype, value, applied, jitted
 ):
   with jax.enable_x64(value == 1e300):
@@ -268,7 +268,7 @@ def test_check_updates_looks_at_the_updates_in_the_dtype_of_the_params(
   ],
   ids=["applied", "skipped"],
 )
-def test_a_number_given_as_grads_finite_counts_by_its_truth(
+def test_a_number_passed_as_grads_finite_counts_by_its_truth_value(
   applied, flags, jitted
 ):
   """A NaN is no answer, and counts as a no. No flag hides an overflow."""
@@ -311,9 +311,7 @@ def test_a_number_that_int32_or_float32_cannot_hold_is_a_true_flag(flag):
   ],
   ids=repr,
 )
-def test_what_the_caller_knows_of_the_gradients_must_be_one_number(
-  argument, value, error
-):
+def test_grads_finite_and_grads_amax_must_be_scalars(argument, value, error):
   w = jnp.ones(2)
   argument, _, hint = argument.partition(".*")
   jitted = [] if isinstance(value, str) else [jax.jit(SGD.update)]
@@ -361,8 +359,8 @@ def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(
 def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
   amax, seen
 ):
-  state = SEEING.init(1.0)
-  update = functools.partial(SEEING.update, grads_amax=amax)
+  state = AMAX_RECORDER.init(1.0)
+  update = functools.partial(AMAX_RECORDER.update, grads_amax=amax)
   for step in (update, jax.jit(update)):
     _, after = step(jnp.float32(2), state, jnp.float32(1))
     assert after.loss_scale_state.policy_state == seen
@@ -371,16 +369,16 @@ def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
 @pytest.mark.parametrize(
   "amax", [2**2000, 1e300, np.float64(1e300)], ids=lambda x: f"{x!s:.9}"
 )
-def test_a_grads_amax_above_float32_is_its_largest_number(amax):
+def test_a_grads_amax_above_float32_is_clipped_to_the_largest_float32(amax):
   """As a gradient in float64 is, which is finite."""
-  state = SEEING.init(1.0)
-  _, after = SEEING.update(1.0, state, 1.0, grads_amax=amax)
+  state = AMAX_RECORDER.init(1.0)
+  _, after = AMAX_RECORDER.update(1.0, state, 1.0, grads_amax=amax)
   largest = float(jnp.finfo(jnp.float32).max)
   assert after.loss_scale_state.policy_state == largest
 
 
-class Seeing:
-  """A policy that remembers the largest gradient that it was told of."""
+class AmaxRecorder:
+  """A policy that remembers the largest gradient that it received."""
 
   def init(self):
     state = ols.FixedLossScale(1.0).init()
@@ -391,7 +389,7 @@ class Seeing:
     return state._replace(policy_state=grads_amax)
 
 
-SEEING = ols.with_loss_scaling(optax.sgd(1.0), Seeing())
+AMAX_RECORDER = ols.with_loss_scaling(optax.sgd(1.0), AmaxRecorder())
 
 
 # Skipping.
@@ -427,7 +425,7 @@ def test_a_skipped_step_changes_no_bit_and_no_type_in_any_mix_of_dtypes(
   state = tx.init(params)
   params, _, state = step(grads, state, params)
   for bad, leaf in ((NAN, "w"), (INF, "b"), (-INF, "w")):
-    new, updates, skipped = step(spoil(grads, bad, leaf), state, params)
+    new, updates, skipped = step(insert_bad(grads, bad, leaf), state, params)
     assert has_same_bits(new, params)
     assert has_same_bits(skipped.inner_state, state.inner_state)
     assert all(
@@ -446,9 +444,9 @@ def test_complex_parameters_survive_a_skip_and_train():
   tx = ols.with_loss_scaling(optax.sgd(0.5, momentum=0.9))
   w = jnp.array([complex(-0.0, -0.0), complex(0.0, -0.0), complex(1, 2)])
   grads = jnp.array([1.0, 1.0, complex(0.0, INF)])
-  new, _, _ = step_of(tx)(grads, tx.init(w), w)
+  new, _, _ = make_step(tx)(grads, tx.init(w), w)
   assert has_same_bits(new, w)
-  new, _, _ = step_of(tx)(w, tx.init(w), w)
+  new, _, _ = make_step(tx)(w, tx.init(w), w)
   assert new[2] == complex(0.5, 1)
 
 
@@ -465,7 +463,7 @@ def test_an_update_is_never_made_complex_or_real_by_the_wrapper(w, turn):
   assert updates.dtype == bare.dtype != w.dtype
 
 
-def test_leaves_of_the_inner_state_that_are_no_arrays_keep_their_value():
+def test_leaves_of_the_inner_state_that_are_not_arrays_keep_their_value():
   key = jax.random.key(3)
   leaves = {"n": 0, "flag": False, "k": key, "x": None, "m": optax.MaskedNode()}
 
@@ -503,7 +501,7 @@ def test_no_inner_optimizer_ever_sees_a_nan():
   )
   tx = ols.with_loss_scaling(inner)
   params, grads = make_params(), make_grads()
-  step_of(tx)(spoil(grads, NAN), tx.init(params), params)
+  make_step(tx)(insert_bad(grads, NAN), tx.init(params), params)
   jax.effects_barrier()
   assert len(seen) == 1
   assert (seen[0] == 0).all()
@@ -527,7 +525,7 @@ def test_nothing_raises_or_applies_a_nan_however_long_it_lasts():
 # The order of things.
 
 
-def test_one_bad_micro_batch_costs_one_micro_batch_if_we_wrap_multi_steps():
+def test_one_bad_micro_batch_costs_one_micro_batch_around_multi_steps():
   w = jnp.zeros(2)
   good, bad = jnp.ones(2), jnp.array([NAN, 1.0])
   for inner in (
@@ -537,12 +535,12 @@ def test_one_bad_micro_batch_costs_one_micro_batch_if_we_wrap_multi_steps():
     tx = ols.with_loss_scaling(inner)
     params, state = w, tx.init(w)
     for grads in (good, bad, 3 * good):
-      params, _, state = step_of(tx)(grads, state, params)
+      params, _, state = make_step(tx)(grads, state, params)
     assert params.tolist() == [-2.0, -2.0]
     assert state.inner_state.gradient_step == 1
 
 
-def test_inside_multi_steps_one_nan_poisons_the_accumulator_for_ever():
+def test_inside_multi_steps_one_nan_corrupts_the_accumulator_permanently():
   """Optax's MultiSteps multiplies the accumulator by zero: wrap it instead."""
   tx = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(1.0)), 2)
   params = jnp.zeros(2)
@@ -555,7 +553,7 @@ def test_inside_multi_steps_one_nan_poisons_the_accumulator_for_ever():
   assert not ols.all_finite(state.acc_grads)
 
 
-def test_a_scale_inside_multi_steps_is_warned_of():
+def test_a_scale_inside_multi_steps_warns():
   tx = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(1.0)), 2)
   state = tx.init(jnp.zeros(2))
   with pytest.warns(UserWarning, match=r"with_loss_scaling\(optax.MultiSteps"):
@@ -581,7 +579,7 @@ def test_max_norm_clips_as_optax_does(grads_are_scaled, max_norm):
   expected, _ = bare.update(grads, bare.init(params), params)
   if grads_are_scaled:
     grads = jax.tree.map(lambda x: x * 2.0**10, grads)
-  got = step_of(tx)(grads, tx.init(params), params)[1]
+  got = make_step(tx)(grads, tx.init(params), params)[1]
   for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -597,19 +595,19 @@ def test_max_norm_clips_float16_and_complex_gradients_by_their_true_norm():
   np.testing.assert_allclose(norm, 1.0, rtol=1e-4)
 
 
-def test_max_norm_skips_a_non_finite_gradient_and_leaves_zeros_alone():
+def test_max_norm_skips_a_nonfinite_gradient_and_keeps_zeros():
   tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
   w = jnp.ones(3)
   for bad in (NAN, INF):
-    new, _, state = step_of(tx)(w.at[1].set(bad), tx.init(w), w)
+    new, _, state = make_step(tx)(w.at[1].set(bad), tx.init(w), w)
     assert has_same_bits(new, w)
     assert not state.loss_scale_state.last_finite
-  new, _, state = step_of(tx)(w * 0, tx.init(w), w)
+  new, _, state = make_step(tx)(w * 0, tx.init(w), w)
   assert state.loss_scale_state.last_finite
   assert ols.all_finite(new)
 
 
-def test_loss_scale_takes_a_policy_a_word_or_a_number():
+def test_loss_scale_takes_a_policy_a_string_or_a_number():
   def first(loss_scale):
     tx = ols.with_loss_scaling(optax.sgd(1.0), loss_scale)
     _, state = tx.update(jnp.inf, tx.init(0.0))
@@ -626,7 +624,7 @@ def test_loss_scale_takes_a_policy_a_word_or_a_number():
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()], ids=repr)
-def test_there_may_be_no_gradient_where_params_have_a_leaf(nothing):
+def test_a_leaf_of_the_params_may_have_no_gradient(nothing):
   # As in optim.update(grads, opt_state, model) of an Equinox model.
   params = {"w": jnp.ones(2, jnp.float16), "static": jnp.ones(3)}
   grads = {"w": jnp.ones(2), "static": nothing}
@@ -672,22 +670,22 @@ def test_with_loss_scaling_itself_can_be_injected():
   ids=str,
 )
 @pytest.mark.parametrize("jitted", [True, False])
-def test_the_zoo_passes_through_a_step(options, jitted):
+def test_every_leaf_type_passes_through_a_step(options, jitted):
   tx = ols.with_loss_scaling(optax.identity(), 1.0, **options)
   update = jax.jit(tx.update) if jitted else tx.update
-  updates, state = update(ZOO, tx.init(ZOO), ZOO)
+  updates, state = update(LEAF_GROUPS, tx.init(LEAF_GROUPS), LEAF_GROUPS)
   assert state.loss_scale_state.last_finite
   expected = jax.tree.map(
-    lambda x: jnp.asarray(x) if isinstance(x, (int, float)) else x, ZOO
+    lambda x: jnp.asarray(x) if isinstance(x, (int, float)) else x, LEAF_GROUPS
   )
   assert has_same_bits(updates, expected)
 
-  bad = ZOO | {"floats": FLOATS | {"f16": FLOATS["f16"] * jnp.inf}}
-  updates, state = update(bad, tx.init(ZOO), ZOO)
+  bad = LEAF_GROUPS | {"floats": FLOATS | {"f16": FLOATS["f16"] * jnp.inf}}
+  updates, state = update(bad, tx.init(LEAF_GROUPS), LEAF_GROUPS)
   assert not state.loss_scale_state.last_finite
-  # What is added to a parameter adds nothing; the rest is not added.
+  # Updates that are added to params are zero; other leaves keep their value.
   for leaf in jax.tree.leaves(updates["floats"]):
     assert (np.asarray(leaf) == 0).all()
   assert not updates["others"]["int"].any()
   for name in ("bool", "float0", "key", "_overwrite_with_gradient"):
-    assert has_same_bits(updates["others"][name], OTHERS[name])
+    assert has_same_bits(updates["others"][name], NON_FLOATS[name])

@@ -20,7 +20,7 @@ import optax_lossscale as ols
 SIDE = 1024
 
 
-def figures(device, tx, *, leaves=4, side=SIDE, dtype=jnp.float32):
+def measure_step(device, tx, *, leaves=4, side=SIDE, dtype=jnp.float32):
   """Those of one step, bytes for one parameter."""
   params = {
     f"w{i:03}": jax.ShapeDtypeStruct((side, side), jnp.float32)
@@ -45,7 +45,7 @@ def figures(device, tx, *, leaves=4, side=SIDE, dtype=jnp.float32):
   }
 
 
-def steps(device):
+def measure_steps(device):
   """By name, the figures of bare Optax and of ours."""
   pairs = {}
   for name, options in {
@@ -65,13 +65,13 @@ def steps(device):
     {},
   )
   return {
-    name: [figures(device, tx, **options) for tx in (bare, ours)]
+    name: [measure_step(device, tx, **options) for tx in (bare, ours)]
     for name, (bare, ours, options) in pairs.items()
   }
 
 
-def collectives():
-  """What a sharded step sends more than that of bare Optax, by name."""
+def measure_collectives():
+  """Return the additional collectives of a sharded step, by name."""
   cases = {
     "data parallel": ("data parallel", 2, {}),
     "FSDP, 2 leaves": ("FSDP", 2, {}),
@@ -86,8 +86,8 @@ def collectives():
   }
 
 
-def gradients(device):
-  """What the gradients of two models cost, in float32 and with autocast."""
+def measure_gradients(device):
+  """Return the cost of the gradients of two models, in both precisions."""
   images = jax.ShapeDtypeStruct((16, 64, 64, 3), jnp.float32)
   models = {
     "transformer": trained_models.ViT(depth=2, width=256, heads=4),
@@ -113,11 +113,11 @@ def gradients(device):
 
 if __name__ == "__main__":
   (device,) = sys.argv[1:]
-  found = {"steps": steps(device)}
+  found = {"steps": measure_steps(device)}
   if device == "v5e":
-    found["collectives"] = collectives()
+    found["collectives"] = measure_collectives()
   if device in ("t4", "v100"):
-    found["gradients"] = gradients(device)
+    found["gradients"] = measure_gradients(device)
   if device == "h100":
     found["attention"] = attention_costs.attention(device)
   print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""What a step costs on TPU and GPU, by their compilers; neither is needed."""
+"""The cost of a step on TPU and GPU by their compilers; neither is needed."""
 
 import functools
 import importlib.util
@@ -21,9 +21,8 @@ COMPILERS = {
   "v100": "jax_cuda12_plugin",
   "h100": "jax_cuda12_plugin",
 }
-# Bytes for one parameter, of bare Optax and of ours. Whoever must know that all
-# gradients are finite before anything changes reads them once more, but a clip
-# does so, too.
+# Bytes for one parameter, of bare Optax and of ours. A check that all gradients
+# are finite before anything changes reads them a second time, as a clip does.
 BYTES = {
   "float32 gradients": (28, 32),
   "float16 gradients": (26, 28),
@@ -38,7 +37,7 @@ ONE_NUMBER = [["all-reduce", "f32[]"]]
 
 
 @functools.cache
-def found(device):
+def load_figures(device):
   if importlib.util.find_spec(COMPILERS[device]) is None:
     pytest.skip(
       f"needs {COMPILERS[device]}, which holds the compiler for {device}:"
@@ -57,8 +56,8 @@ def found(device):
 
 @pytest.mark.parametrize("step", BYTES)
 @pytest.mark.parametrize("device", COMPILERS)
-def test_a_step_reads_the_gradients_once_more_at_most(device, step):
-  bare, ours = found(device)["steps"][step]
+def test_a_step_reads_the_gradients_at_most_one_more_time(device, step):
+  bare, ours = load_figures(device)["steps"][step]
   # On a GPU a leaf is summed in two kernels, with a few numbers between them.
   expected = pytest.approx(BYTES[step], abs=0.01)
   assert (bare["bytes"], ours["bytes"]) == expected
@@ -66,8 +65,8 @@ def test_a_step_reads_the_gradients_once_more_at_most(device, step):
 
 
 @pytest.mark.parametrize("device", COMPILERS)
-def test_many_leaves_take_few_kernels(device):
-  _, ours = found(device)["steps"]["100 leaves"]
+def test_many_leaves_need_few_kernels(device):
+  _, ours = load_figures(device)["steps"]["100 leaves"]
   assert ours["kernels"] <= KERNELS_OF_100_LEAVES[device]
 
 
@@ -83,21 +82,21 @@ def test_many_leaves_take_few_kernels(device):
   ],
 )
 def test_devices_send_each_other_one_number_for_all_leaves(step, gained):
-  assert found("v5e")["collectives"][step] == gained
+  assert load_figures("v5e")["collectives"][step] == gained
 
 
 LIBRARIES = "__cublas$", "__cudnn$"
-# What autocast moves at most, relative to float32. These models are small: on
-# a V100 the second has 0.95, and all of ResNet-50 0.61.
+# The most bytes that autocast moves, relative to float32. The models are small:
+# on a V100 the second has 0.95, and all of ResNet-50 0.61.
 MOVED = {"transformer": 0.85, "convolutions": 0.97}
 
 
 @pytest.mark.parametrize("model", MOVED)
 @pytest.mark.parametrize("device", ["t4", "v100"])
-def test_each_product_of_autocast_runs_in_float16_in_a_library_of_nvidia(
+def test_each_matmul_of_autocast_runs_in_float16_in_an_nvidia_library(
   device, model
 ):
-  casts = found(device)["gradients"][model]
+  casts = load_figures(device)["gradients"][model]
   for cast, dtype in (("float32", "f32"), ("autocast", "f16")):
     products = casts[cast]["products"]
     assert all(name.startswith(LIBRARIES) for name in products)
@@ -106,8 +105,8 @@ def test_each_product_of_autocast_runs_in_float16_in_a_library_of_nvidia(
   assert moved["autocast"] < MOVED[model] * moved["float32"]
 
 
-def test_attention_by_cudnn_refuses_float32_and_runs_with_casts_around_it():
-  by_name = found("h100")["attention"]
+def test_cudnn_attention_refuses_float32_and_runs_between_casts():
+  by_name = load_figures("h100")["attention"]
   assert "got float32" in by_name["cuDNN"]["error"]
   cast = by_name["cuDNN, in half"]
   assert cast["products"] == {

@@ -55,7 +55,7 @@ def test_a_varying_parameter_or_a_mean_per_device_fits_any_number_of_devices(
 
 
 @pytest.mark.parametrize("is_mean", [False, True])
-def test_under_jit_the_mean_over_the_whole_batch_is_the_cure(is_mean):
+def test_under_jit_the_mean_over_the_whole_batch_is_the_fix(is_mean):
   """jit has no varying parameters; the sum stays in float16, and small."""
   mesh = sharding.make_mesh((8,), ("data",), AxisType.Auto)
 
@@ -63,13 +63,15 @@ def test_under_jit_the_mean_over_the_whole_batch_is_the_cure(is_mean):
     losses = (w.astype(jnp.float16) * x).astype(jnp.float32)
     return jnp.mean(losses) if is_mean else jnp.sum(losses)
 
-  x = jax.device_put(make_examples(8), sharding.named(mesh, P("data")))
-  w = jax.device_put(jnp.float32(1), sharding.named(mesh, P()))
+  x = jax.device_put(
+    make_examples(8), sharding.to_named_shardings(mesh, P("data"))
+  )
+  w = jax.device_put(jnp.float32(1), sharding.to_named_shardings(mesh, P()))
   grad = jax.jit(lambda w, x: ols.grad(loss, STATE)(w, x))(w, x)
   assert grad == PER_DEVICE / SCALE if is_mean else np.isinf(grad)
 
 
-def test_gradients_widened_before_a_psum_by_hand_are_summed_in_float32():
+def test_gradients_cast_to_float32_before_a_psum_are_summed_in_float32():
   """check_vma=False and pmap: what ols.grad returns is float32 already."""
   fun = jax.shard_map(
     lambda w, x: lax.psum(ols.grad(sum_in_half, STATE)(w, x), "data"),
@@ -164,7 +166,7 @@ def compared():
 
 
 @pytest.mark.slow
-def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_in_float32(
+def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_float32(
   compared,
 ):
   scale = 2.0**26
@@ -174,7 +176,7 @@ def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_in_float32(
   dtypes, error_in_float32, flushed = compared(sum_true(jnp.float32), scale)
   assert dtypes == {"float32"}
   assert error < 1.5 * error_in_float32
-  # Of true gradients, it loses all.
+  # With unscaled gradients, the sum loses all of them.
   dtypes, _, flushed = compared(sum_true(jnp.float16), scale)
   assert dtypes == {"float16"} and flushed == 1
 
@@ -242,9 +244,9 @@ def make_examples(n_devices):
 
 
 def list_sum_dtypes(fun, *args):
-  """Of the equations that sum over devices, at any depth."""
+  """Return the dtypes of equations that sum over devices, at any depth."""
   return {
     str(eqn.invars[0].aval.dtype)
-    for eqn in jaxprs.of(fun, *args)
+    for eqn in jaxprs.list_eqns(fun, *args)
     if eqn.primitive.name.startswith("psum")
   }

@@ -1,4 +1,4 @@
-"""What a step costs on the wires: counted in the optimized programs."""
+"""The communication of a step, counted in the optimized programs."""
 
 from collections import Counter
 import functools
@@ -57,11 +57,11 @@ SCALED = scaled_adam()
   "layout, depth",
   [("fsdp", 7), pytest.param("tensor parallel", 2, marks=pytest.mark.slow)],
 )
-def test_sharded_jit_gains_one_all_reduce_however_many_leaves(
+def test_sharded_jit_adds_one_all_reduce_for_any_number_of_leaves(
   layout, depth, axis_type
 ):
   bare = compile_jit(layout, axis_type, ADAM, depth)
-  assert gain(compile_jit(layout, axis_type, SCALED, depth), bare) == (
+  assert compute_gain(compile_jit(layout, axis_type, SCALED, depth), bare) == (
     ONE_ALL_REDUCE
   )
 
@@ -75,16 +75,18 @@ def test_sharded_jit_gains_one_all_reduce_however_many_leaves(
   ],
   ids=["replicated", "clipped", "scaled gradients"],
 )
-def test_sharded_jit_gains_nothing_where_one_all_reduce_is_there_or_not_needed(
+def test_sharded_jit_adds_nothing_if_an_all_reduce_exists_or_is_unnecessary(
   layouts, tx, costs_as_much
 ):
   for layout in layouts:
     reference = compile_jit(layout, AxisType.Auto, costs_as_much)
-    assert not gain(compile_jit(layout, AxisType.Auto, tx), reference), layout
+    assert not compute_gain(
+      compile_jit(layout, AxisType.Auto, tx), reference
+    ), layout
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-def test_over_two_axes_sharded_jit_gains_what_any_global_scalar_costs(
+def test_over_two_axes_sharded_jit_adds_the_cost_of_a_global_scalar(
   axis_type,
 ):
   """XLA's CPU compiler reduces over one mesh axis after the other.
@@ -95,10 +97,12 @@ def test_over_two_axes_sharded_jit_gains_what_any_global_scalar_costs(
   bare, scaled, clipped = (
     compile_jit("2x4", axis_type, tx) for tx in (ADAM, SCALED, CLIPPED)
   )
-  assert gain(scaled, bare) == gain(clipped, bare)
-  assert set(gain(scaled, bare)) == {"all-reduce"}
+  assert compute_gain(scaled, bare) == compute_gain(clipped, bare)
+  assert set(compute_gain(scaled, bare)) == {"all-reduce"}
   scalars = map(sharding.count_scalar_all_reduces, (scaled, bare))
-  assert gain(scaled, bare)["all-reduce"] == next(scalars) - next(scalars)
+  assert compute_gain(scaled, bare)["all-reduce"] == next(scalars) - next(
+    scalars
+  )
 
 
 @pytest.mark.parametrize(
@@ -119,16 +123,16 @@ def test_over_two_axes_sharded_jit_gains_what_any_global_scalar_costs(
   ],
   ids=str,
 )
-def test_shard_map_gains_one_all_reduce_at_most_whatever_it_carries(
+def test_shard_map_adds_at_most_one_all_reduce_for_any_arguments(
   spec, check_vma, options, reductions
 ):
   bare = compile_shard_map(spec, check_vma)
   scaled = compile_shard_map(spec, check_vma, axis_name="data", **options)
-  assert gain(scaled, bare) == Counter({"all-reduce": reductions})
+  assert compute_gain(scaled, bare) == Counter({"all-reduce": reductions})
 
 
-def gain(compiled, bare):
-  """What one program sends more than another, which sends nothing more."""
+def compute_gain(compiled, bare):
+  """Return the additional collectives of a program, relative to another."""
   counts = sharding.count_wire_ops(compiled)
   counts.subtract(sharding.count_wire_ops(bare))
   return Counter({name: n for name, n in counts.items() if n})
@@ -141,8 +145,8 @@ def compile_jit(layout, axis_type, tx, depth=2):
   mesh = sharding.make_mesh(*mesh, axis_type)
   specs = [(even, odd)[i % 2] for i in range(depth)]
   shapes = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * depth
-  shardings = sharding.named(
-    mesh, (specs, sharding.state_specs(tx, shapes, specs), batch_spec)
+  shardings = sharding.to_named_shardings(
+    mesh, (specs, sharding.infer_state_specs(tx, shapes, specs), batch_spec)
   )
   batch = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float16)
   args = jax.tree.map(
@@ -191,7 +195,7 @@ def compile_shard_map(spec, check_vma, *, depth=2, **options):
     return jnp.sum(x.astype(jnp.float32) ** 2) / WIDTH**2
 
   reduces_by_hand = spec == P() and not check_vma
-  carry_specs = specs, sharding.state_specs(tx, params, specs)
+  carry_specs = specs, sharding.infer_state_specs(tx, params, specs)
   step = jax.shard_map(
     make_step(tx, loss_fn, "data" if reduces_by_hand else None),
     mesh=mesh,

@@ -1,4 +1,4 @@
-"""Sharded jit: nobody names an axis, and nothing but a flag is exchanged."""
+"""Sharded jit without axis names, in which devices exchange only a flag."""
 
 import functools
 
@@ -20,7 +20,7 @@ AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize("layout", JIT_LAYOUTS)
-def test_fifty_steps_on_eight_devices_are_those_on_one(layout, axis_type):
+def test_fifty_steps_on_eight_devices_equal_those_on_one(layout, axis_type):
   run = ShardedRun(layout, axis_type)
   batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
@@ -65,7 +65,7 @@ def test_an_overflow_in_one_shard_of_one_param_skips_the_step_everywhere(
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-def test_init_under_jit_puts_each_leaf_where_it_is_told(axis_type):
+def test_init_under_jit_gives_each_leaf_the_requested_sharding(axis_type):
   run = ShardedRun("2x4", axis_type)
   with jax.set_mesh(run.mesh):
     _, opt_state = run.start()
@@ -95,7 +95,7 @@ def test_a_step_compiles_for_a_state_that_only_eval_shape_has_seen(axis_type):
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-def test_many_sharded_steps_compile_once_and_touch_no_host(axis_type):
+def test_many_sharded_steps_compile_once_and_do_not_use_the_host(axis_type):
   run = ShardedRun("2x4", axis_type)
   two = make_two_batches()
   traces = []

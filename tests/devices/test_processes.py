@@ -19,13 +19,13 @@ WORKER = Path(__file__).with_name("training_process.py")
 EXAMPLE = ROOT / "examples" / "multihost.py"
 STEPS = 50
 # Far more than is needed, for machines with more to do than processors.
-PATIENCE = 300
+TIMEOUT = 300
 # JAX's own is 100 seconds; a process waits this long for one that died.
 HEARTBEAT_TIMEOUT = 15
 
 
 @pytest.mark.parametrize("n_processes", [2, 4])
-def test_all_processes_skip_what_overflows_on_one(tmp_path, n_processes):
+def test_all_processes_skip_a_step_that_overflows_on_one(tmp_path, n_processes):
   """Each overflow is in one example, which one process alone has."""
   config = {"mode": "train", "steps": STEPS}
   with Processes(n_processes, tmp_path, config) as processes:
@@ -36,7 +36,7 @@ def test_all_processes_skip_what_overflows_on_one(tmp_path, n_processes):
     assert_equal(tmp_path, n_processes, {mode: expected})
 
 
-def test_a_killed_process_does_not_hang_the_rest_and_a_restart_goes_on(
+def test_a_killed_process_does_not_block_the_rest_and_a_restart_continues(
   tmp_path,
 ):
   steps = 8
@@ -45,7 +45,7 @@ def test_a_killed_process_does_not_hang_the_rest_and_a_restart_goes_on(
   with Processes(2, tmp_path, config | death) as processes:
     assert processes.wait(1) < 0, processes.logs()
     died = time.monotonic()
-    # What ends the other is JAX's: the broken connection or the heartbeat.
+    # JAX ends the other process: by the broken connection or the heartbeat.
     assert processes.wait(0) != 0, processes.logs()
     assert time.monotonic() - died < HEARTBEAT_TIMEOUT + 60
     assert "step 5" in processes.logs() and "step 6" not in processes.logs()
@@ -64,9 +64,9 @@ def test_the_multihost_example_trains_on_two_processes():
     [sys.executable, EXAMPLE, "--processes", "2", "--steps", "3"],
     capture_output=True,
     check=False,
-    env=environment(),
+    env=make_environment(),
     text=True,
-    timeout=PATIENCE,
+    timeout=TIMEOUT,
   )
   assert done.returncode == 0, done.stderr
   assert "3/3" in done.stderr  # the progress bar, of one process
@@ -74,7 +74,7 @@ def test_the_multihost_example_trains_on_two_processes():
 
 
 class Processes:
-  """Workers with a JAX cluster of their own, on loopback."""
+  """Start workers with a separate JAX cluster on loopback."""
 
   def __init__(self, n_processes, folder, config):
     self.folder = folder
@@ -96,7 +96,7 @@ class Processes:
         [sys.executable, str(WORKER), json.dumps(config)],
         stdout=log,
         stderr=subprocess.STDOUT,
-        env=environment(),
+        env=make_environment(),
       )
 
   def __enter__(self):
@@ -109,7 +109,7 @@ class Processes:
 
   def wait(self, process_id):
     try:
-      return self.processes[process_id].wait(timeout=PATIENCE)
+      return self.processes[process_id].wait(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
       pytest.fail(f"Process {process_id} hangs.\n{self.logs()}")
 
@@ -127,7 +127,7 @@ class Processes:
     )
 
 
-def environment():
+def make_environment():
   old = filter(None, [os.environ.get("PYTHONPATH")])
   path = [str(ROOT), str(ROOT / "tests"), *old]
   return os.environ | {"PYTHONPATH": os.pathsep.join(path)}

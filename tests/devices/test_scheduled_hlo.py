@@ -31,7 +31,7 @@ CASES = {
     "ROOT %k = f32[4,8]{1,0:T(8,128)} fusion(%a, %b), calls=%fused",
     (128 + 4 + 128, 1),
   ),
-  "an operand that is given twice is read once": (
+  "an operand that is passed twice is read once": (
     "ROOT %k = f32[4,8]{1,0} add(%a, %a)",
     (256, 1),
   ),
@@ -77,12 +77,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_moved(case):
+def test_bytes_of_instructions_are_counted(case):
   lines, expected = CASES[case]
   assert scheduled_hlo.parse(PROGRAM.replace("BODY", lines)) == expected
 
 
-def test_collectives_are_listed_with_what_they_send():
+def test_collectives_are_listed_with_the_values_that_they_send():
   lines = (
     "%r = f32[4,8]{1,0} all-reduce(%a), to_apply=%fused\n"
     "  %s = (f32[]{:T(128)}, f32[4,8]{1,0}) all-reduce-start(%b, %a),"
@@ -95,7 +95,7 @@ def test_collectives_are_listed_with_what_they_send():
   ]
 
 
-def test_products_are_counted_by_library_and_dtype():
+def test_matmuls_are_counted_by_library_and_dtype():
   call = "(f16[4,8]{1,0}, s8[64]{0}) custom-call(%h, %a), custom_call_target="
   lines = (
     "%h = f16[4,8]{1,0} convert(%a)\n"

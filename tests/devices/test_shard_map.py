@@ -24,7 +24,9 @@ mapped_axes = pytest.mark.parametrize("mapped", ["pmap", "vmap"])
 @pytest.mark.slow
 @both_check_vma
 @pytest.mark.parametrize("layout", SHARD_MAP_LAYOUTS)
-def test_fifty_steps_under_shard_map_are_those_on_one_device(layout, check_vma):
+def test_fifty_steps_under_shard_map_equal_those_on_one_device(
+  layout, check_vma
+):
   run = ShardMapRun(layout, check_vma)
   batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
@@ -53,7 +55,7 @@ def test_one_bad_entry_of_one_shard_makes_every_device_skip(jitted, check_vma):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_max_norm_under_shard_map_is_the_norm_of_the_whole(scaled):
+def test_max_norm_under_shard_map_is_the_norm_of_all_shards(scaled):
   options = {"max_norm": 2.5, "grads_are_scaled": scaled}
   run = ShardMapRun("two axes, sharded", True, sgd=True, **options)
   update = run.sharded_update()
@@ -98,7 +100,7 @@ def test_max_norm_counts_a_leaf_once_along_axes_that_are_not_named():
 
 
 @pytest.mark.parametrize("mapped", ["pmap", "vmap", "no check_vma"])
-def test_max_norm_is_an_error_where_no_type_tells_what_is_a_shard(mapped):
+def test_max_norm_raises_if_no_type_identifies_shards(mapped):
   tx = ols.with_loss_scaling(optax.sgd(1.0), axis_name="data", max_norm=1.0)
   message = r"check_vma=True.*axis 'data'.*optax\.clip_by_global_norm"
   with pytest.raises(ValueError, match=message):
@@ -108,7 +110,7 @@ def test_max_norm_is_an_error_where_no_type_tells_what_is_a_shard(mapped):
 
 
 @mapped_axes
-def test_the_cure_for_that_error_clips_averaged_gradients(mapped):
+def test_the_fix_of_the_max_norm_error_clips_averaged_gradients(mapped):
   inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
   tx = ols.with_loss_scaling(inner, axis_name="data")
 
@@ -121,7 +123,7 @@ def test_the_cure_for_that_error_clips_averaged_gradients(mapped):
 
 
 @pytest.mark.parametrize("mapped", mark_slow_params(["pmap"], ["pmap", "vmap"]))
-def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
+def test_fifty_steps_under_pmap_and_vmap_equal_those_on_one_device(mapped):
   tx = exact_model.make_optimizer(axis_name="data")
 
   def step(params, opt_state, batch):
@@ -142,7 +144,7 @@ def test_fifty_steps_under_pmap_and_vmap_are_those_on_one_device(mapped):
 
 
 @mapped_axes
-def test_without_a_name_each_replica_decides_alone(mapped):
+def test_without_an_axis_name_each_replica_decides_separately(mapped):
   tx = exact_model.make_optimizer()
   grads = jnp.ones((8, 2)).at[3, 1].set(jnp.inf)
   _, state = map_over_axis(mapped, lambda g: tx.update(g, tx.init(g)))(grads)
@@ -207,13 +209,13 @@ def test_a_nan_that_one_devices_optimizer_made_counts_for_all(check_vma):
 
 
 @both_check_vma
-def test_a_policy_is_given_the_largest_gradient_of_all_devices(check_vma):
-  """That of the gradients, or the one that one device was told of."""
+def test_a_policy_receives_the_largest_gradient_of_all_devices(check_vma):
+  """The maximum of the gradients, or the one that one device receives."""
   policy = ols.HeadroomLossScale(init_scale=1.0)
   tx = ols.with_loss_scaling(optax.sgd(1.0), policy, axis_name="data")
   grads = jnp.array([1.0, 2, 3, -9, 5, 6, 7, 8])
-  told = jnp.arange(8.0).at[5].set(12)
-  for extra, seen in ({}, 9), ({"grads_amax": told}, 12):
+  grads_amax = jnp.arange(8.0).at[5].set(12)
+  for extra, seen in ({}, 9), ({"grads_amax": grads_amax}, 12):
     _, state = update_on_8_devices(tx, grads, check_vma, **extra)
     assert state.policy_state.amax_history[0] == seen
 
@@ -224,7 +226,7 @@ def test_a_policy_is_given_the_largest_gradient_of_all_devices(check_vma):
 @pytest.mark.parametrize(
   "mapped", ["pmap", "vmap", "no check_vma", "check_vma"]
 )
-def test_a_step_that_is_decided_together_can_be_differentiated_through(
+def test_a_step_with_a_shared_decision_can_be_differentiated_through(
   mapped, policy
 ):
   inner = optax.sgd(0.1, momentum=0.5)
@@ -271,7 +273,7 @@ def map_over_axis(mapped, fun):
 
 # An overflow in one micro-batch: drop it, or drop the step. Both are sound.
 # Gradients are accumulated with lax.scan inside the sharded step. What is
-# dropped depends on where the wrapper stands: around the accumulation, or
+# dropped depends on the position of the wrapper: around the accumulation, or
 # inside.
 
 MICRO_BATCHES = 4
@@ -285,7 +287,7 @@ def test_one_update_of_the_sum_drops_the_step(mode):
 
   def step(params, opt_state, micro_batches):
     def accumulate(total, batch):
-      grad = ols.grad(product, opt_state)(params, batch)
+      grad = ols.grad(multiply, opt_state)(params, batch)
       return total + grad / MICRO_BATCHES, None
 
     total, _ = jax.lax.scan(accumulate, jnp.zeros_like(params), micro_batches)
@@ -312,7 +314,7 @@ def test_an_update_for_each_micro_batch_drops_the_micro_batch(mode):
   def step(params, opt_state, micro_batches):
     def one(carry, batch):
       params, opt_state = carry
-      grad = ols.grad(product, opt_state)(params, batch)
+      grad = ols.grad(multiply, opt_state)(params, batch)
       updates, opt_state = tx.update(grad, opt_state, params)
       return (optax.apply_updates(params, updates), opt_state), None
 
@@ -329,7 +331,7 @@ def test_an_update_for_each_micro_batch_drops_the_micro_batch(mode):
   assert states[-1].finite_count == MICRO_BATCHES + 1
 
 
-def product(params, batch):
+def multiply(params, batch):
   return jnp.sum((params.astype(jnp.float16) * batch).astype(jnp.float32))
 
 
@@ -351,17 +353,19 @@ def run_both_steps(tx, step, mode, data):
   """The params and loss-scale states after each step, params sharded."""
   mesh = sharding.make_mesh((8,), ("data",))
   params = jnp.ones(8)
-  specs = P("data"), sharding.state_specs(tx, params, P("data"))
+  specs = P("data"), sharding.infer_state_specs(tx, params, P("data"))
   if mode == "shard_map":
     step = jax.shard_map(
       step, mesh=mesh, in_specs=(*specs, P(None, "data")), out_specs=specs
     )
-  carry = jax.device_put((params, tx.init(params)), sharding.named(mesh, specs))
+  carry = jax.device_put(
+    (params, tx.init(params)), sharding.to_named_shardings(mesh, specs)
+  )
   step = jax.jit(step)
   history = []
   for micro_batches in data:
     old = carry
-    batches = sharding.named(mesh, P(None, "data"))
+    batches = sharding.to_named_shardings(mesh, P(None, "data"))
     carry = step(*old, jax.device_put(micro_batches, batches))
     sharding.assert_shardings_equal(carry, old)
     sharding.assert_replicas_equal(carry)

@@ -56,13 +56,13 @@ def train(config):
 
 
 def assert_remote_members_raise():
-  """Of a state that vmap has mapped, each device has one member."""
+  """Check a mapped state of which each device has one member."""
   state = jax.vmap(lambda _: ols.DynamicLossScale().init())(np.ones(N_DEVICES))
   state = jax.tree.map(np.asarray, state)
   state = state._replace(notfinite_count=np.arange(N_DEVICES, dtype=np.int32))
   mesh = sharding.make_mesh((N_DEVICES,), ("members",))
   shardings = jax.tree.map(lambda _: NamedSharding(mesh, P("members")), state)
-  state = {"opt": sharding.put(state, shardings)}
+  state = {"opt": sharding.put_on_devices(state, shardings)}
   try:
     ols.raise_if_stuck(state, N_DEVICES - 1)
   except ValueError as error:

@@ -1,4 +1,4 @@
-"""`compare_precision` tells what autocast does, and which product does it."""
+"""`compare_precision` reports the error of autocast and of each matmul."""
 
 import contextlib
 import dataclasses
@@ -140,7 +140,7 @@ QUICK = [
   mark_slow_params(QUICK, CASES),
   ids=lambda x: f"{x[0].__name__} {x[1]}",
 )
-def test_the_error_is_that_of_autocast(case):
+def test_the_error_equals_the_error_of_autocast(case):
   program, way = case
   fun, trained = (
     WAYS[way](program, cast) for cast in (lambda fun: fun, ols.autocast)
@@ -174,7 +174,7 @@ def partly_backward(residuals, g):
 partly_kept.defvjp(lambda w, x: (partly_kept(w, x), (w, x)), partly_backward)
 
 
-# What is decided for the transposed products is not what was decided forward.
+# Transposed matmuls may have other dtypes than the forward matmuls.
 DIFFER = {
   "one example whose gradients are lost": (
     lambda w, x: (1e-4 * x[:1]) @ w,
@@ -186,7 +186,7 @@ DIFFER = {
 
 
 @pytest.mark.parametrize("name", DIFFER)
-def test_the_error_is_that_of_autocast_where_derivatives_differ(name):
+def test_the_error_equals_the_error_of_autocast_if_derivatives_differ(name):
   fun, names, size = DIFFER[name]
   loss = lambda w, x: size * jnp.sum(jnp.sin(fun(w, x)))
   trained = jax.grad(ols.autocast(loss, keep_float32=names))
@@ -195,7 +195,7 @@ def test_the_error_is_that_of_autocast_where_derivatives_differ(name):
   assert report.error == pytest.approx(real, rel=0.02, abs=1e-7)
 
 
-def test_what_is_half_without_autocast_stays_so():
+def test_half_precision_matmuls_without_autocast_are_unchanged():
   """A part that is cast by hand, and a scope that has the name of a mark."""
 
   def by_hand(w, x):
@@ -215,7 +215,7 @@ def test_what_is_half_without_autocast_stays_so():
   assert report.error == pytest.approx(expected, rel=0.02)
 
 
-def test_two_precisions_may_stand_in_one_function():
+def test_one_function_may_contain_two_precisions():
   fun = lambda w, x: ols.autocast(plain, jnp.bfloat16)(
     w, ols.autocast(jitted)(w, x)
   )
@@ -233,7 +233,7 @@ def three(w, x):
   return layer("c", layer("b", layer("a", x, w), 2 * w), w)
 
 
-def test_the_effect_of_a_place_is_the_error_if_all_others_are_kept():
+def test_the_isolated_error_is_the_error_if_all_other_layers_are_kept():
   report = compare(three, W, X)
   assert [row.name_scope for row in report.matmuls] != ["a", "b", "c"]
   assert sorted(row.name_scope for row in report.matmuls) == ["a", "b", "c"]
@@ -248,7 +248,7 @@ def test_the_effect_of_a_place_is_the_error_if_all_others_are_kept():
   assert effects == sorted(effects, reverse=True)
 
 
-def test_a_row_tells_where_a_product_stands_and_how_often_it_runs():
+def test_a_row_contains_the_location_of_a_matmul_and_its_count():
   skip_if_jax_cannot(jax.jit(gradient(scanned)), W, X)
   report = compare(gradient(scanned), W, X)
   rows = sorted(report.matmuls, key=lambda row: row.program_index)
@@ -263,7 +263,7 @@ def test_a_row_tells_where_a_product_stands_and_how_often_it_runs():
   assert {row.primitive for row in rows} == {"dot_general"}
 
 
-def test_magnitudes_and_losses_are_counted_of_the_worst_array():
+def test_magnitude_and_underflow_are_those_of_the_worst_array():
   def fun(w, x):
     return x @ w
 
@@ -287,7 +287,7 @@ def test_magnitudes_and_losses_are_counted_of_the_worst_array():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_number_is_rounded_as_a_conversion_does(dtype):
+def test_numbers_are_rounded_as_by_a_conversion(dtype):
   bits = np.random.default_rng(0).integers(0, 2**32, 10**5, np.uint32)
   exponents = np.random.default_rng(1).uniform(-30, 20, 10**5)
   edges = [65504, 65519.99, 65520, 2.0**-24, 2.0**-25, 2.0**-14, 0, -0.0]
@@ -304,7 +304,7 @@ def test_a_number_is_rounded_as_a_conversion_does(dtype):
   np.testing.assert_array_equal(found, expected)
 
 
-def test_a_place_that_stands_out_is_named():
+def test_an_outlier_is_named():
   def fun(w, x):
     x = layer("a", layer("b", layer("c", x, w), w), w)
     with jax.named_scope("bad"):
@@ -338,7 +338,7 @@ def measure_nothing(rows):
 
 
 def by_bisection(total, bad):
-  """The effects of many places, of which one may be bad; and how many runs."""
+  """Return the effects of many layers, maybe one bad, and the run count."""
   calls = []
 
   def measure(rows):
@@ -361,7 +361,7 @@ def test_the_worst_errors_of_many_are_found_by_bisection():
   assert _report.bisect_effects(measure_nothing, [], np.zeros(1), 1e-3) == {}
 
 
-def test_results_are_named_and_the_one_that_is_furthest_off_counts():
+def test_results_are_named_and_the_largest_error_counts():
   def fun(params, x):
     good, bad = params["w"], x @ params["w"]
     return (jnp.float32(1e6), {"n": 3}), ({"good": good}, [bad])
@@ -375,7 +375,7 @@ def test_results_are_named_and_the_one_that_is_furthest_off_counts():
   assert together.array_errors["a/1"] > 1e-5 > together.error > 0
 
 
-def test_an_error_relative_to_nothing_is_not_finite():
+def test_an_error_relative_to_zero_is_not_finite():
   zero = compare(lambda w, x: 0 * (x @ w), W, X)
   assert (zero.error, zero.cosine) == (0, 1)
   tiny = lambda w, x: (x @ w) - x @ (w + 0)
@@ -388,7 +388,7 @@ def test_an_error_relative_to_nothing_is_not_finite():
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_what_is_not_finite_in_float32_is_told(bad):
+def test_nonfinite_float32_results_are_reported(bad):
   fun = lambda w, x: plain(w, 1e9 * x)  # which overflows in float16
   report = compare(gradient(fun), W.at[0, 0].set(bad), X)
   assert not report.reference_is_finite
@@ -397,14 +397,14 @@ def test_what_is_not_finite_in_float32_is_told(bad):
   assert report.top_outliers() == report.overflowing == ()
 
 
-def test_what_is_larger_than_float32_has_no_headroom():
+def test_values_larger_than_float32_have_no_headroom():
   size = lambda x: 1e25 * jnp.abs(x)
   report = compare(lambda w, x: jnp.tanh(size(x) @ size(w)), W, X)
   assert report.matmuls[0].log2_headroom == -math.inf
   assert report.reference_is_finite
 
 
-def test_an_inf_that_both_have_is_no_difference():
+def test_an_inf_in_both_precisions_is_not_a_difference():
   mask = jnp.tril(jnp.ones((4, 8), bool))
   scores = lambda w, x: jnp.where(mask, x @ w, -jnp.inf)
   report = compare(scores, W, X)
@@ -461,7 +461,7 @@ def test_results_without_floats_are_refused():
       compare_grads(ols.autocast(fun), W, X)
 
 
-def test_what_cannot_be_entered_is_told(monkeypatch):
+def test_an_opaque_primitive_is_reported(monkeypatch):
   higher_order_of = _higher_order.parse_higher_order
   is_scan = lambda eqn: eqn.primitive.name == "scan"
   monkeypatch.setattr(
@@ -483,14 +483,14 @@ def test_what_cannot_be_entered_is_told(monkeypatch):
 def test_primitives_of_hijax_are_entered_where_autocast_enters_them():
   programs = checkpointed, with_a_rule, with_a_tangent_rule
   plain_errors = [compare(fun, W, X).error for fun in programs]
-  with hijax.flags_on("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"):
+  with hijax.enable_flags("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"):
     for fun, error in zip(programs, plain_errors, strict=True):
       report = compare(fun, W, X)
       assert report.error == pytest.approx(error, rel=1e-3)
       assert report.limitations == ()
 
 
-def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
+def test_the_printed_table_has_a_row_for_each_of_the_worst_layers():
   def fun(w, x):
     for i in range(22):
       x = jax.named_scope(f"layer{i}")(jnp.matmul)(x, w)
@@ -507,7 +507,7 @@ def test_what_is_printed_has_a_row_for_each_of_the_worst_places():
   assert str(of_all).splitlines() == lines[:-1]
 
 
-def test_all_places_that_do_far_more_harm_than_the_others_stand_out():
+def test_all_layers_with_far_larger_errors_than_the_others_are_outliers():
   def fun(w, x):
     far = x + 1e3  # half precision has no room for what is to the right
     named = lambda name, x, w: jax.named_scope(name)(jnp.matmul)(x, w)
@@ -521,7 +521,7 @@ def test_all_places_that_do_far_more_harm_than_the_others_stand_out():
   assert sorted(names) == ["first", "second"]
 
 
-def test_a_loss_scale_that_is_too_large_is_told():
+def test_a_loss_scale_that_is_too_large_is_reported():
   loss = lambda w: jnp.mean((X @ w) ** 2)
 
   def compared(log2, fun=loss):
@@ -532,9 +532,9 @@ def test_a_loss_scale_that_is_too_large_is_told():
   largest = jnp.max(jnp.abs(X.T @ (2.0**20 * (X @ W) / 16)))
   excess = -report.suggested_log2_scale_change
   assert excess == math.ceil(np.log2(largest / 65504))
-  told = "Only the backward pass overflows: lower the loss scale by 2**{},"
+  summary = "Only the backward pass overflows: lower the loss scale by 2**{},"
   first, second, *_ = str(report).splitlines()
-  assert first.startswith(told.format(excess))
+  assert first.startswith(summary.format(excess))
   assert second.startswith("Relative error in float16: inf")
   assert report.top_outliers() == report.overflowing == ()
   lowered = compared(20 - excess)
@@ -595,7 +595,7 @@ def test_a_notebook_shows_the_printed_comparison():
   assert report._repr_html_() == f"<pre>{html.escape(str(report))}</pre>"
 
 
-def test_a_report_is_made_of_plain_data_and_tells_all_that_stands_out():
+def test_a_report_consists_of_plain_data_and_lists_all_outliers():
   report = compare(three, W, X)
   data = json.loads(json.dumps(report.as_dict()))
   assert data["matmuls"][0]["name_scope"] == report.matmuls[0].name_scope
@@ -607,11 +607,11 @@ def test_a_report_is_made_of_plain_data_and_tells_all_that_stands_out():
   assert report.top_outliers(2) == ("a at m.py", "b")
 
 
-def test_what_prints_does_not_print_and_what_is_asked_for_is_asked(capfd):
-  asked = []
+def test_reports_silence_debug_prints_and_run_other_callbacks(capfd):
+  answers = []
 
   def ask(x):
-    asked.append(1)
+    answers.append(1)
     return x
 
   def fun(w, x):
@@ -622,7 +622,7 @@ def test_what_prints_does_not_print_and_what_is_asked_for_is_asked(capfd):
     return jax.pure_callback(ask, shape, y) @ w
 
   assert compare(fun, W, X).error > 0
-  assert len(asked) >= 4
+  assert len(answers) >= 4
   assert capfd.readouterr().out == ""
 
 
@@ -732,7 +732,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
   "name", mark_slow_params(["debug_nans", "x64 and strict promotion"], SETTINGS)
 )
-def test_settings_of_jax_change_nothing_that_reports_say(name):
+def test_settings_of_jax_do_not_change_reports(name):
   def fun(w, x):
     size = lambda i: jnp.where(i == 2, 1e5, 1.0)
     step = lambda i, x: size(i) * layer("step", x, w)
@@ -751,7 +751,7 @@ def test_settings_of_jax_change_nothing_that_reports_say(name):
 
 
 @pytest.mark.parametrize("mapped", mark_slow_params([True], [False, True]))
-def test_a_product_in_the_condition_of_a_loop_is_noted_as_often_as_it_runs(
+def test_a_matmul_in_the_condition_of_a_loop_is_counted_each_time_it_runs(
   mapped,
 ):
   def loop(params, x):
@@ -780,21 +780,23 @@ def test_a_product_in_the_condition_of_a_loop_is_noted_as_often_as_it_runs(
   ("count", "share"),
   [(2, 0.84), pytest.param(4, 0.74, marks=pytest.mark.slow)],
 )
-def test_the_error_of_a_sum_over_devices_is_told_too_small(count, share):
+def test_the_error_of_a_sum_over_devices_is_underestimated(count, share):
   """XLA adds up what each device has in float16, as the page says."""
   mesh = sharding.make_mesh((count,), ("i",))
   x = jax.random.normal(KEYS[0], (64, 512))
   w = jax.random.normal(KEYS[1], (512, 64)) / 22
   specs = P(None, "i"), P("i", None)
-  x, w = sharding.put((x, w), sharding.named(mesh, specs))
+  x, w = sharding.put_on_devices(
+    (x, w), sharding.to_named_shardings(mesh, specs)
+  )
   cast = ols.autocast(lambda w, x: x @ w)
-  told = compare_grads(cast, w, x).error
+  reported = compare_grads(cast, w, x).error
   exact = np.float64(x) @ np.float64(w)
   real = relative_error(exact, np.float64(jax.jit(cast)(w, x)))
-  assert told / real == pytest.approx(share, abs=0.03)
+  assert reported / real == pytest.approx(share, abs=0.03)
 
 
-def test_what_is_noted_in_a_shard_map_is_that_of_all_devices():
+def test_statistics_in_a_shard_map_cover_all_devices():
   mesh = sharding.make_mesh((2,), ("i",))
   block = functools.partial(layer, "block")
   on_devices = jax.shard_map(
@@ -807,7 +809,7 @@ def test_what_is_noted_in_a_shard_map_is_that_of_all_devices():
   assert row.isolated_error == pytest.approx(alone.isolated_error, rel=1e-3)
 
 
-def test_operands_and_results_are_rounded_to_the_dtypes_that_autocast_chose():
+def test_operands_and_results_are_rounded_to_the_dtypes_of_autocast():
   half, single = jnp.dtype("float16"), jnp.dtype("float32")
   x, w = jnp.full((2, 3), 683.0), jnp.ones((3, 2))  # 2049 is not in float16.
 

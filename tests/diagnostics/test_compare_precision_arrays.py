@@ -1,4 +1,4 @@
-"""`compare_precision` judges each array by itself, and no rounding."""
+"""`compare_precision` judges each array separately, and ignores rounding."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def cancelled(p):
 
 
 @pytest.mark.parametrize("search", ["exhaustive", "bisect"])
-def test_a_small_gradient_that_is_lost_stands_out(search):
+def test_a_small_gradient_that_underflows_is_an_outlier(search):
   report = compare(flushed, PARAMS, search=search)
   assert report.error < 1e-3 and report.outliers == ("small",)
   (far,) = report.inaccurate_arrays
@@ -71,7 +71,7 @@ def test_a_small_gradient_that_is_lost_stands_out(search):
 
 
 @pytest.mark.parametrize("search", ["exhaustive", "bisect"])
-def test_a_small_gradient_that_cancels_stands_out(search):
+def test_a_small_gradient_that_cancels_is_an_outlier(search):
   params = PARAMS | {"lost": normal(5, 32, 32)}
   scale = ols.FixedLossScale(2.0**15).init()
   report = compare(cancelled, params, scale, search=search)
@@ -101,7 +101,7 @@ def normed(p):
 
 @pytest.mark.parametrize("search", ["exhaustive", "bisect"])
 @pytest.mark.parametrize("loss", [attention, normed])
-def test_what_is_zero_but_for_rounding_is_left_in_peace(loss, search):
+def test_a_gradient_that_is_zero_except_for_rounding_is_ignored(loss, search):
   params = {name: normal(i, 16, 16) for i, name in enumerate("qkvw")}
   params |= {"bias": normal(5, 16), "out": normal(6, 16, 4)}
   used = {"attention": "qkv", "normed": "w"}[loss.__name__]
@@ -118,12 +118,12 @@ def test_what_is_zero_but_for_rounding_is_left_in_peace(loss, search):
 
 
 def difference(w):
-  """A product less itself, added up in another order."""
+  """Subtract a matmul from itself, summed in another order."""
   return X @ w - jnp.sum(X[:, ::-1, None] * w[::-1], 1)
 
 
 @pytest.mark.parametrize("search", ["exhaustive", "bisect"])
-def test_no_place_is_blamed_for_what_float32_does_not_know_either(search):
+def test_no_layer_is_blamed_for_errors_that_float32_has_too(search):
   compare_fun = functools.partial(
     diagnostics.compare_precision, progress=False, search=search
   )
@@ -144,7 +144,7 @@ def test_no_place_is_blamed_for_what_float32_does_not_know_either(search):
   assert "is to blame: 0, 1, 2 and 2 more.\n" in str(report)
 
 
-def test_an_array_that_is_far_off_without_a_place_is_told():
+def test_an_inaccurate_array_without_an_outlier_is_reported():
   """Each of many layers adds a little."""
 
   def deep(p):
@@ -162,7 +162,7 @@ def test_an_array_that_is_far_off_without_a_place_is_told():
   assert text.startswith("No single layer dominates the error.\n")
 
 
-def test_a_gradient_that_is_zero_in_float32_names_nobody():
+def test_a_gradient_that_is_zero_in_float32_names_no_layer():
   """It is rounded to something else in half precision."""
   nearly_one = (1 + 2.0**-12) * jnp.eye(4)
 
@@ -196,8 +196,8 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_error_with_a_checkpoint_policy_is_that_of_the_gradient(name):
-  """What JAX rounds of its own is no rounding of the user's."""
+def test_the_error_with_a_checkpoint_policy_is_the_error_of_the_gradient(name):
+  """Values that JAX rounds are not roundings of the user."""
   w = 20 * normal(2, 16, 16)
   loss = of_policy(POLICIES[name])
   half = jax.jit(jax.grad(ols.autocast(loss)))(w)
@@ -210,7 +210,7 @@ def test_the_error_with_a_checkpoint_policy_is_that_of_the_gradient(name):
   assert report.error == pytest.approx(real, rel=0.05)
 
 
-def test_what_the_user_rounds_stays_rounded():
+def test_values_that_the_user_rounds_stay_rounded():
   coarse = functools.partial(
     lax.reduce_precision, exponent_bits=5, mantissa_bits=2
   )
@@ -225,7 +225,7 @@ def test_what_the_user_rounds_stays_rounded():
   assert report.error < 0.05
 
 
-def test_a_product_that_nothing_reads_has_no_row():
+def test_an_unused_matmul_has_no_row():
   @jax.jit
   def both(x, w):
     unread = jnp.sin(x) @ w
@@ -247,7 +247,7 @@ def test_integers_count_by_their_bits():
     assert report.fraction == share
 
 
-def test_an_array_is_spelled_as_keep_float32_takes_it():
+def test_array_names_are_accepted_by_keep_float32():
   params = {"blocks": [{"up": normal(2, 16, 32)}], "head": normal(4, 32, 4)}
 
   def loss(p):
@@ -264,7 +264,7 @@ def test_an_array_is_spelled_as_keep_float32_takes_it():
     assert row == name
 
 
-def test_two_keys_with_a_slash_are_told_apart_by_quotes():
+def test_two_keys_with_a_slash_are_distinguished_by_quotes():
   params = {"a/b": normal(2, 16, 16), "a": {"b": normal(3, 16, 16)}}
 
   def loss(p):
@@ -280,7 +280,7 @@ def test_two_keys_with_a_slash_are_told_apart_by_quotes():
     kept = ols.grad(ols.autocast(loss, keep_float32=name), ONE)
     rows = diagnostics.precision_report(kept, params).unconverted
     assert {row.param_path for row in rows} == {name}
-  # If nothing is spelled alike, a key is spelled as it is.
+  # If nothing is spelled alike, a key is printed unchanged.
   alone = {"a/b": params["a/b"], "a": {"c": params["a"]["b"]}}
   assert list(diagnostics.gradient_report(alone).as_dict()["leaves"]) == [
     "a/c",

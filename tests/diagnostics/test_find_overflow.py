@@ -45,7 +45,7 @@ FAULTS = faulty_models.FAULTS
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name):
+def test_a_planted_fault_is_named_with_its_line_primitive_and_iteration(name):
   make, kind, path, backward, function = FAULTS[name]
   fun, *args = make()
   skip_if_jax_cannot(fun, *args)
@@ -67,9 +67,9 @@ IN_HIJAX = [name for name in FAULTS if "remat" in name or "custom" in name]
 
 
 @pytest.mark.parametrize("name", IN_HIJAX)
-def test_a_fault_has_the_same_name_and_path_in_hijax(name):
+def test_a_fault_has_the_same_name_and_path_with_hijax(name):
   with hijax.enable_all_flags():
-    test_a_planted_fault_is_named_with_its_line_operation_and_iteration(name)
+    test_a_planted_fault_is_named_with_its_line_primitive_and_iteration(name)
 
 
 @pytest.mark.parametrize("name", harmless_models.PROGRAMS)
@@ -136,7 +136,7 @@ def test_a_notebook_shows_the_printed_report_with_escaped_brackets():
   assert "(&lt;lambda&gt;)" in hit._repr_html_()
 
 
-def test_the_report_is_a_dict_for_machines():
+def test_the_overflow_report_converts_to_a_json_dict():
   hit = find_overflow(lambda x: (jnp.exp(x * 20), jnp.log(x - 3)), X)
   data = json.loads(json.dumps(hit.as_dict()))
   fields = {field.name for field in dataclasses.fields(hit)}
@@ -263,7 +263,7 @@ def test_the_fix_in_the_forward_pass_of_autocast_removes_the_overflow():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "fun, told",
+  "fun, expected",
   [
     (lambda a, b: jnp.concatenate([a, b])[:2], ["exp"]),
     (lambda a, b: jnp.concatenate([a, b])[2:], ["log"]),
@@ -278,14 +278,14 @@ def test_the_fix_in_the_forward_pass_of_autocast_removes_the_overflow():
     (lambda a, b: jnp.unstack(jnp.stack([a, b]))[0], ["exp"]),
   ],
 )
-def test_of_two_faults_those_are_named_that_reach_the_result(fun, told):
+def test_only_faults_that_reach_the_result_are_named(fun, expected):
   def both(x):
     a = jnp.exp(x * 20)  # inf in the last column
     b = jnp.log(jnp.abs(x[::-1] + 2))  # -inf in the first
     return fun(a, b)
 
   x = jnp.tile(X[:1] * 0 + jnp.array([-2, -1, 0, 1], X.dtype), (2, 1))
-  assert get_names(find_overflow(both, x)) == told
+  assert get_names(find_overflow(both, x)) == expected
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ def test_a_mask_of_infs_is_not_blamed_for_another_fault():
 
 
 @pytest.mark.slow
-def test_a_new_fault_is_found_among_the_wreckage_of_another():
+def test_a_new_fault_is_found_among_nonfinite_values_of_another():
   def fun(x):
     x = x.at[0, 0].set(jnp.exp(x[1, 3] * 20))
     x = x * jnp.array([1, 1, 1, 6e4], x.dtype)
@@ -310,7 +310,7 @@ def test_a_new_fault_is_found_among_the_wreckage_of_another():
 
 
 @pytest.mark.slow
-def test_more_faults_than_there_are_bits_are_told_from_those_that_matter():
+def test_faults_that_matter_are_distinguished_even_if_bits_run_out():
   """Forty masks leave no trace, and the one fault after them is named."""
 
   def fun(x):
@@ -321,7 +321,7 @@ def test_more_faults_than_there_are_bits_are_told_from_those_that_matter():
   assert get_names(find_overflow(fun, X)) == ["exp"]
 
 
-def test_of_more_faults_than_there_are_bits_the_first_is_named():
+def test_the_first_fault_is_named_if_bits_run_out():
   def fun(x):
     return [jnp.exp(x * 20 + i) for i in range(40)]
 
@@ -375,9 +375,7 @@ def test_forty_masks_that_are_kept_leave_a_bit_for_the_fault(loop):
      "sub"),
   ],
 )  # fmt: skip
-def test_what_was_not_finite_to_begin_with_is_named(
-  fun, arg, kind, primitive, path
-):
+def test_a_nonfinite_argument_is_named(fun, arg, kind, primitive, path):
   args = (X, arg) if path == "args[1]" else (arg,)
   if path == "y[0]":
     hit = find_overflow(fun, y=arg)
@@ -396,7 +394,7 @@ def test_what_was_not_finite_to_begin_with_is_named(
     assert [operand.all_finite for operand in hit.inputs] == [False, False]
 
 
-def test_an_inf_that_is_written_is_named_only_if_there_is_nothing_else():
+def test_an_inf_literal_is_named_only_if_there_is_no_other_cause():
   def fun(x):
     return jnp.where(x > 0, x, -jnp.inf), jnp.exp(x * 20)
 
@@ -426,7 +424,7 @@ def test_callbacks_are_called_once_and_in_order(wrap):
   assert calls == [4, "pure", 3, "pure", 2, "pure", 1, "pure", 0, "pure"]
 
 
-def test_loops_with_effects_return_what_they_would():
+def test_loops_with_effects_return_the_usual_results():
   def step(i, x):
     jax.debug.callback(lambda: None)
     return x * 200, i * 2
@@ -464,7 +462,7 @@ def test_a_scan_of_ten_thousand_steps_takes_seconds(when):
 
 @pytest.mark.slow
 def test_a_late_fault_is_found_in_a_loop_that_always_makes_infs():
-  """The infs are told apart by where they come out of the body."""
+  """The infs are distinguished by the outputs of the body."""
 
   def body(x, i):
     return jnp.where(i == 200, jnp.square(x * 200), x), x + jnp.log(x * 0)
@@ -507,7 +505,9 @@ def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
     part, mesh=mesh, in_specs=(P(), spec), out_specs=P(), check_vma=check_vma
   )
   w, x = jnp.eye(4, dtype=X.dtype) * 3, jnp.ones((8, 4), X.dtype)
-  args = sharding.put((w, x), sharding.named(mesh, (P(), spec)))
+  args = sharding.put_on_devices(
+    (w, x), sharding.to_named_shardings(mesh, (P(), spec))
+  )
   fun = jax.value_and_grad(loss_fn)
   skip_if_jax_cannot(jax.jit(fun), *args)
 
@@ -519,7 +519,7 @@ def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["cond", "while"])
 @pytest.mark.parametrize("with_callback", [False, True])
-def test_what_cannot_be_entered_is_named_as_a_whole(loop, with_callback):
+def test_an_opaque_primitive_is_named_as_a_whole(loop, with_callback):
   """The devices take different branches, or do not stop together."""
   mesh = sharding.make_mesh((4,), ("data",))
 
@@ -544,7 +544,7 @@ def test_what_cannot_be_entered_is_named_as_a_whole(loop, with_callback):
   assert ("bool[3]" in str(hit)) == (loop == "while")
 
 
-def test_a_large_array_is_looked_at_where_it_is():
+def test_a_large_array_is_checked_on_its_device():
   """One of a million entries is, and of a dtype that not all functions know."""
   fun = lambda x: (x * 2).astype(jnp.float8_e5m2)
   x = jnp.ones(2**20 + 1, X.dtype).at[7].set(40000)
@@ -566,7 +566,7 @@ def test_infs_are_followed_into_the_slices_of_a_scan():
 
 
 @pytest.mark.parametrize("with_callback", [False, True])
-def test_a_loop_that_never_runs_is_passed_through(with_callback):
+def test_a_loop_without_iterations_is_passed_through(with_callback):
   def body(c, x):
     if with_callback:
       jax.debug.callback(lambda: None)
@@ -578,7 +578,7 @@ def test_a_loop_that_never_runs_is_passed_through(with_callback):
 
 
 @pytest.mark.slow
-def test_an_operation_that_holds_a_function_is_named_as_a_whole():
+def test_a_primitive_that_contains_a_function_is_named_as_a_whole():
   hit = find_overflow(jnp.linalg.inv, jnp.zeros((3, 3)))
   assert hit.primitive == "custom_linear_solve"
   hit = find_overflow(jnp.linalg.cholesky, -jnp.eye(3))
@@ -596,7 +596,7 @@ def scan_that_overflows(x):
 @pytest.mark.parametrize("report", [find_overflow, compare_precision])
 def test_a_flag_under_which_jax_drops_scans_is_refused(wrap, report):
   fun = wrap(scan_that_overflows)
-  with hijax.flags_on("jax_scan3"):
+  with hijax.enable_flags("jax_scan3"):
     if jnp.isinf(jax.jit(fun)(X)).any():
       pytest.skip("This JAX compiles such scans.")
     with pytest.raises(RuntimeError, match=f"jax_scan3.*{report.__name__} wou"):
@@ -618,14 +618,14 @@ def test_a_mesh_without_devices_is_not_entered():
 @pytest.mark.parametrize(
   "dtype", [jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_e5m2]
 )
-def test_any_float_dtype_is_looked_at(dtype):
+def test_any_float_dtype_is_checked(dtype):
   with jax.enable_x64():
     hit = find_overflow(lambda x: x.astype(dtype), jnp.full(2, 1e39))
   assert (hit.kind, hit.dtype) == ("inf", np.dtype(dtype))
   assert hit.inputs == (((2,), np.float64, 1e39, True),)
 
 
-def test_other_arguments_reach_the_function_as_they_are():
+def test_other_arguments_reach_the_function_unchanged():
   def fun(x, n, mode, *, scale, act):
     assert isinstance(n, int) and isinstance(scale, np.ndarray)
     return act(x) / scale if mode == "divide" else x
@@ -637,7 +637,7 @@ def test_other_arguments_reach_the_function_as_they_are():
 
 
 @pytest.mark.slow
-def test_no_more_is_kept_than_is_still_read(monkeypatch):
+def test_values_are_released_after_their_last_use(monkeypatch):
   most = 0
   step = _taint_interpreter.TaintInterpreter._eval_eqn
 
@@ -661,7 +661,9 @@ def test_no_more_is_kept_than_is_still_read(monkeypatch):
   assert most <= 4
 
 
-def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
+def test_a_fault_that_only_the_fused_call_shows_is_named_as_a_whole(
+  monkeypatch,
+):
   """XLA may round otherwise if it sees several operations at once."""
   enter = lambda *_: [_taint.TaintedArray(jnp.zeros_like(X))]
   monkeypatch.setattr(
@@ -670,7 +672,7 @@ def test_a_fault_that_only_the_whole_shows_is_named_as_a_whole(monkeypatch):
   assert find_overflow(lambda x: jnp.exp(x * 20), X).eqn_path == "exp"
 
 
-def test_an_entry_that_only_the_whole_makes_inf_has_the_marks_of_the_others():
+def test_an_entry_that_only_the_fused_call_makes_inf_has_the_taint_of_others():
   origins = _taint.OriginTable()
   inf, one = jnp.array([np.inf, 1.0]), jnp.array([1.0, 1.0])
   origin = types.SimpleNamespace(primitive="exp", source_line="")
@@ -706,7 +708,7 @@ def test_a_line_of_a_notebook_names_the_cell():
 
 
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
-def test_what_reads_an_inf_out_of_a_ref_is_named(wrap):
+def test_an_equation_that_reads_an_inf_from_a_ref_is_named(wrap):
   def fun(x, index):
     ref = jax.new_ref(x)
     ref[0] = x[1] * 60000
@@ -731,7 +733,7 @@ def test_a_ref_may_be_an_argument():
 
 @pytest.mark.parametrize("factor", [1, 60000])
 @pytest.mark.parametrize("is_pure", [False, True])
-def test_a_callback_is_called_once_in_what_is_finite_and_in_what_is_not(
+def test_a_callback_is_called_once_in_finite_and_nonfinite_programs(
   is_pure, factor
 ):
   seen = []
@@ -754,7 +756,7 @@ def test_a_callback_is_called_once_in_what_is_finite_and_in_what_is_not(
 
 
 @pytest.mark.parametrize("shape", [(), (2, 2)])
-def test_a_mapped_while_loop_whose_rows_part_ways_is_entered(shape):
+def test_a_mapped_while_loop_with_different_lengths_is_entered(shape):
   """Rows that have ended keep what they have, and are not blamed."""
 
   def loop(count, x):
@@ -776,7 +778,7 @@ def test_a_mapped_while_loop_whose_rows_part_ways_is_entered(shape):
   assert get_names(find_overflow(fun, counts, x)) == ["argument"]
 
 
-def test_an_inf_that_a_function_without_operations_returns_is_named():
+def test_an_inf_that_a_function_without_equations_returns_is_named():
   @jax.custom_jvp
   def fun(x):
     return jnp.float32(jnp.inf)
@@ -785,7 +787,7 @@ def test_an_inf_that_a_function_without_operations_returns_is_named():
   assert find_overflow(jax.jit(fun), jnp.float32(1)).primitive == "constant"
 
 
-def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
+def test_an_uninitialized_value_is_named_only_if_it_reaches_the_result(
   monkeypatch,
 ):
   if "empty" not in str(jax.make_jaxpr(lambda: jnp.empty(4))()):
@@ -809,7 +811,7 @@ def test_what_is_uninitialized_is_named_only_if_it_reaches_the_result(
 
 def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
   fun = jax.jit(lambda x: lax.scan(lambda x, _: (x * 60000, x), x, None, 2))
-  find_overflow(fun, X, progress=False)  # What it compiles is kept.
+  find_overflow(fun, X, progress=False)  # The compiled programs are cached.
   monkeypatch.setattr(_progress, "_DELAY_SECONDS", 60)
   find_overflow(fun, X)
   monkeypatch.setattr(_progress, "_DELAY_SECONDS", -1)
@@ -819,10 +821,10 @@ def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
   find_overflow(fun, X)
   out, err = capsys.readouterr()
   lines = [line.strip() for line in err.split("\r")]
-  told = {line.rpartition(", ")[0] for line in lines}
+  printed = {line.rpartition(", ")[0] for line in lines}
   assert out == ""
-  assert "find_overflow: running the compiled function" in told
-  assert "find_overflow: jit(<lambda>)/scan[0]/mul, operation 1 of 1" in told
+  assert "find_overflow: running the compiled function" in printed
+  assert "find_overflow: jit(<lambda>)/scan[0]/mul, operation 1 of 1" in printed
   # It is erased at the end.
   assert lines[-2:] == ["", ""] and len(err.split("\r")[-2]) > 40
 
@@ -856,7 +858,7 @@ def test_an_iteration_of_a_while_loop_is_named_by_its_number():
 
   hit = find_overflow(fun, jnp.ones(3, X.dtype))
   assert (hit.eqn_path, hit.other_origins) == ("while[15]/mul", ())
-  # What is made finite in the loop is nobody's fault.
+  # A value that the loop makes finite is not a fault.
   undo = lambda i, x: jnp.where(i == 3, x * 60000, jnp.minimum(x, 4))
   fun = lambda x: lax.fori_loop(0, 9, undo, x * 2) / (x - x)
   assert get_names(find_overflow(fun, jnp.ones(3, X.dtype))) == ["div"]
@@ -865,7 +867,9 @@ def test_an_iteration_of_a_while_loop_is_named_by_its_number():
 def test_a_loop_over_arrays_whose_types_are_sharded_is_followed():
   mesh = sharding.make_mesh((4,), ("data",), AxisType.Explicit)
   ones = jnp.ones((4, 3), X.dtype)
-  (x,) = sharding.put((ones,), sharding.named(mesh, (P("data"),)))
+  (x,) = sharding.put_on_devices(
+    (ones,), sharding.to_named_shardings(mesh, (P("data"),))
+  )
 
   def scan(x):
     step = lambda x, i: (x * jnp.where(i == 2, 60000, 2).astype(x.dtype), x)

@@ -18,14 +18,14 @@ from optax_lossscale.diagnostics._overflow import _loops, _taint_interpreter
 
 @pytest.fixture(autouse=True)
 def without_caches():
-  """What was compiled before must not make one of the two faster."""
+  """Clear the caches, so that no earlier compilation makes a test faster."""
   enabled = jax.config.jax_enable_compilation_cache
   jax.config.update("jax_enable_compilation_cache", False)
   yield
   jax.config.update("jax_enable_compilation_cache", enabled)
 
 
-def seconds(fun):
+def time_call(fun):
   jax.clear_caches()
   started = time.perf_counter()
   out = fun()
@@ -43,8 +43,8 @@ PROGRAMS = {
 def test_it_takes_at_most_thirty_times_as_long_as_compiling_the_step(name):
   make, primitive = PROGRAMS[name]
   fun, *args = make()
-  compiling, _ = seconds(lambda: jax.jit(fun).lower(*args).compile())
-  finding, hit = seconds(lambda: find_overflow(fun, *args))
+  compiling, _ = time_call(lambda: jax.jit(fun).lower(*args).compile())
+  finding, hit = time_call(lambda: find_overflow(fun, *args))
   assert hit.primitive == primitive
   # Measured: 2 to 4 times.
   assert finding < 30 * compiling
@@ -60,8 +60,8 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_in_loops_take_at_most_ten_times_as_long(name):
   fun, *args = LOOPS[name]()
-  compiling, _ = seconds(lambda: jax.jit(fun).lower(*args).compile())
-  finding, hit = seconds(lambda: find_overflow(fun, *args))
+  compiling, _ = time_call(lambda: jax.jit(fun).lower(*args).compile())
+  finding, hit = time_call(lambda: find_overflow(fun, *args))
   assert hit.backward
   # Measured: 2.5 to 4 times, in seconds of CPU.
   assert finding < 10 * compiling
@@ -114,12 +114,12 @@ def test_a_loop_under_vmap_is_compiled_once_and_followed_where_it_overflows(
     assert len(traced) == 2
     counts[outer] = len(steps)
   # An iteration of each loop, and what is around them.
-  assert counts[4] == counts[8] < len(jaxprs.of(fun, x))
+  assert counts[4] == counts[8] < len(jaxprs.list_eqns(fun, x))
 
 
-def test_what_is_around_a_loop_is_not_compiled_once_more(caplog):
+def test_the_code_around_a_loop_is_not_compiled_again(caplog):
   fun, x = make_nested_loops(4, 3)
-  operations = len(jaxprs.of(fun, x))
+  operations = len(jaxprs.list_eqns(fun, x))
   count = count_compilations(caplog, lambda: find_overflow(fun, x))
   # The whole, both loops, and operations of iterations that overflow.
   assert count <= 3 + operations
@@ -138,7 +138,7 @@ def count_compilations(caplog, fun):
 
 
 @pytest.mark.slow
-def test_what_is_finite_is_compiled_once(caplog):
+def test_a_finite_program_is_compiled_once(caplog):
   fun, *args = overflowing_steps.layers_of_all_shapes(2)  # The third overflows.
   # The other is of the number 0, with which it begins.
   assert count_compilations(caplog, lambda: find_overflow(fun, *args)) <= 2
@@ -146,10 +146,10 @@ def test_what_is_finite_is_compiled_once(caplog):
 
 
 @pytest.mark.slow
-def test_no_more_is_compiled_than_there_are_operations(caplog):
+def test_each_equation_is_compiled_at_most_once(caplog):
   """Nothing is compiled to mark what is not finite, whatever its shape."""
   fun, *args = overflowing_steps.layers_of_all_shapes(4)
-  operations = len(jaxprs.of(fun, *args))
+  operations = len(jaxprs.list_eqns(fun, *args))
   hits = []
   count = count_compilations(
     caplog, lambda: hits.append(find_overflow(fun, *args))

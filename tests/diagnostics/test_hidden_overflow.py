@@ -1,4 +1,4 @@
-"""What stands between a gradient and `update` is told, and how it is scaled."""
+"""Code between a gradient and `update` that hides an overflow is reported."""
 
 import functools
 import warnings
@@ -20,29 +20,29 @@ compare = functools.partial(diagnostics.compare_precision, progress=False)
 gradient_of = whole_steps._compute_grads
 
 
-def step_of(
+def make_step(
   policy,
   transform_grads=lambda grads: grads,
   differentiate=gradient_of,
-  around=lambda tx: tx,
+  wrap_tx=lambda tx: tx,
   **kwargs,
 ):
-  """A step in which something stands between its gradients and `update`."""
-  tx = around(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
+  """Return a step with code between its gradients and `update`."""
+  tx = wrap_tx(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
 
   def changed(params, state, batch):
     return transform_grads(differentiate(params, state, batch))
 
-  step = functools.partial(whole_steps.step_with, tx, differentiate=changed)
+  step = functools.partial(whole_steps.train_step, tx, differentiate=changed)
   return jax.jit(step), (PARAMS, tx.init(PARAMS), BATCH)
 
 
-def on_each(change):
+def map_grads(change):
   return lambda grads: jax.tree.map(change, grads)
 
 
-def guarded(policy, taken):
-  """A step with a branch of its own around the update."""
+def make_guarded_step(policy, taken):
+  """Return a step with a custom branch around the update."""
   tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
 
   def step(params, state, batch):
@@ -65,33 +65,35 @@ def of_micro_batches(policy):
   def differentiate(params, state, _):
     def add(total, batch):
       grads = gradient_of(params, state, batch)
-      return jax.tree.map(jnp.add, total, on_each(jnp.nan_to_num)(grads)), None
+      return jax.tree.map(
+        jnp.add, total, map_grads(jnp.nan_to_num)(grads)
+      ), None
 
     return lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
 
-  return step_of(weak, differentiate=differentiate)
+  return make_step(weak, differentiate=differentiate)
 
 
 def every_other_step(policy):
-  return guarded(policy, lambda grads: BATCH[0, 0] > jnp.inf)
+  return make_guarded_step(policy, lambda grads: BATCH[0, 0] > jnp.inf)
 
 
 HIDE = {
-  "nan_to_num": lambda p: step_of(p, on_each(jnp.nan_to_num)),
-  "where": lambda p: step_of(
-    p, on_each(lambda g: jnp.where(jnp.isfinite(g), g, 0))
+  "nan_to_num": lambda p: make_step(p, map_grads(jnp.nan_to_num)),
+  "where": lambda p: make_step(
+    p, map_grads(lambda g: jnp.where(jnp.isfinite(g), g, 0))
   ),
-  "zero_nans, clip": lambda p: step_of(
+  "zero_nans, clip": lambda p: make_step(
     p,
-    around=lambda tx: optax.chain(optax.zero_nans(), optax.clip(1.0), tx),
+    wrap_tx=lambda tx: optax.chain(optax.zero_nans(), optax.clip(1.0), tx),
   ),
   "micro-batches": of_micro_batches,
 }
 GUARD = {
-  "apply_if_finite": lambda p: step_of(
-    p, around=lambda tx: optax.apply_if_finite(tx, 5)
+  "apply_if_finite": lambda p: make_step(
+    p, wrap_tx=lambda tx: optax.apply_if_finite(tx, 5)
   ),
-  "cond": lambda p: guarded(p, ols.all_finite),
+  "cond": lambda p: make_guarded_step(p, ols.all_finite),
 }
 HIDDEN = "An overflow is hidden from update: value_and_grad returned gradients"
 NOT_RUN = (
@@ -105,7 +107,7 @@ NOT_RUN = (
 @pytest.mark.parametrize(
   "name", mark_slow_params({"micro-batches", "where"}, HIDE)
 )
-def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
+def test_an_overflow_that_is_hidden_from_update_is_named_and_reported(name):
   step, args = HIDE[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
   assert hit.source_line and hit.warnings[0].startswith(HIDDEN)
@@ -118,7 +120,7 @@ def test_an_overflow_that_is_hidden_from_update_is_named_and_told(name):
 
 
 @pytest.mark.parametrize("name", mark_slow_params({"cond"}, GUARD))
-def test_an_overflow_that_keeps_update_from_running_is_named_and_told(name):
+def test_an_overflow_that_prevents_update_is_named_and_reported(name):
   step, args = GUARD[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
   assert hit.backward and hit.warnings == (NOT_RUN,)
@@ -133,7 +135,7 @@ def test_an_overflow_that_keeps_update_from_running_is_named_and_told(name):
   assert note.startswith("whether update runs, in cond at ")
 
 
-def test_an_update_that_does_not_run_is_told():
+def test_an_update_that_does_not_run_is_reported():
   step, args = every_other_step(SMALL)
   with pytest.warns(UserWarning, match=f"no inf or NaN. {NOT_RUN[:-1]}"):
     assert diagnostics.find_overflow(step, *args) is None
@@ -158,8 +160,8 @@ def test_an_update_that_waits_in_some_iterations_is_sound():
   )
 
 
-def test_of_two_optimizers_each_sees_its_own_overflow():
-  """A skipped step beside one that was applied hides nothing."""
+def test_each_of_two_optimizers_receives_its_own_overflow():
+  """A skipped step next to one that was applied hides nothing."""
   tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
   large = ols.with_loss_scaling(optax.sgd(0.1), LARGE)
 
@@ -234,7 +236,7 @@ UNSCALED = [
 def test_each_report_warns_of_gradients_of_an_unscaled_loss(
   differentiate, are_scaled
 ):
-  step, args = step_of(
+  step, args = make_step(
     DYNAMIC, differentiate=differentiate, grads_are_scaled=are_scaled
   )
   warning = "update received gradients of an unscaled loss, so small"
@@ -247,27 +249,27 @@ def test_each_report_warns_of_gradients_of_an_unscaled_loss(
 
 
 @pytest.mark.parametrize("differentiate", RIGHT)
-def test_a_step_that_is_scaled_once_is_not_accused(differentiate):
-  step, args = step_of(DYNAMIC, differentiate=differentiate)
+def test_a_step_that_is_scaled_once_causes_no_warning(differentiate):
+  step, args = make_step(DYNAMIC, differentiate=differentiate)
   assert diagnostics.precision_report(step, *args).warnings == ()
   assert compare(step, *args).warnings == ()
 
 
 @pytest.mark.parametrize("make", whole_steps.ALL, ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore:The loss scale is inside optax.Multi")
-def test_of_steps_of_every_shape_nothing_is_told_of_their_scale(make):
+def test_sound_steps_of_every_shape_cause_no_warning_about_their_scale(make):
   step, args = make(DYNAMIC)  # A fixed scale is not judged.
   assert diagnostics.precision_report(step, *args).warnings == ()
 
 
-def test_of_gradients_that_are_arguments_nothing_is_known():
+def test_gradients_passed_as_arguments_are_not_judged():
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   step = lambda grads, state: tx.update(grads, state)
   args = PARAMS, tx.init(PARAMS)
   assert diagnostics.precision_report(step, *args).warnings == ()
 
 
-def test_a_ref_among_the_arguments_is_left_as_it_is():
+def test_a_ref_among_the_arguments_is_unchanged():
   if not hasattr(jax, "new_ref"):
     return  # There are none before.
   refs = jax.tree.map(jax.new_ref, PARAMS)
@@ -286,7 +288,7 @@ def test_a_ref_among_the_arguments_is_left_as_it_is():
 
   args = refs, tx.init(PARAMS), BATCH
   assert diagnostics.find_overflow(step, *args) is None
-  expected = compare(*whole_steps.gradient(SMALL)[:1], PARAMS, BATCH)
+  expected = compare(*whole_steps.make_grad_fn(SMALL)[:1], PARAMS, BATCH)
   report = compare(step, *args)
   assert report.error == pytest.approx(expected.error, rel=0.05)
   assert diagnostics.precision_report(step, *args).fraction == 1
@@ -297,8 +299,8 @@ def test_a_ref_among_the_arguments_is_left_as_it_is():
       report(lambda state, batch: step(refs, state, batch), *args[1:])
 
 
-def test_a_step_with_options_of_the_compiler_is_taken():
-  plain, args = step_of(SMALL)
+def test_a_step_with_compiler_options_is_accepted():
+  plain, args = make_step(SMALL)
   options = {"xla_cpu_enable_fast_math": False}
   step = jax.jit(plain.__wrapped__, compiler_options=options)
   assert diagnostics.find_overflow(step, *args) is None
@@ -306,8 +308,8 @@ def test_a_step_with_options_of_the_compiler_is_taken():
   assert diagnostics.precision_report(step, *args).fraction == 1
 
 
-def test_a_compiled_step_is_refused_with_what_to_hand_over():
-  step, args = step_of(SMALL)
+def test_a_compiled_step_raises_an_error_that_says_what_to_pass():
+  step, args = make_step(SMALL)
   compiled = step.lower(*args).compile()
   for report in (
     diagnostics.find_overflow,
@@ -318,7 +320,7 @@ def test_a_compiled_step_is_refused_with_what_to_hand_over():
       report(compiled, *args)
 
 
-def test_a_mistake_of_the_step_is_shown_as_it_is():
+def test_an_error_of_the_step_is_raised_unchanged():
   def step(x):
     raise ValueError("a mistake")
 
@@ -327,8 +329,8 @@ def test_a_mistake_of_the_step_is_shown_as_it_is():
       report(jax.jit(step), 1.0)
 
 
-def test_nothing_is_told_where_nothing_is_wrong():
-  step, args = step_of(SMALL)
+def test_sound_steps_cause_no_warning():
+  step, args = make_step(SMALL)
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     assert diagnostics.find_overflow(step, *args) is None

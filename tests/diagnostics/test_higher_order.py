@@ -1,4 +1,4 @@
-"""What an equation calls, repeats or chooses, and what nobody understands.
+"""Equations that call, repeat or choose jaxprs, and unknown equations.
 
 JAX renames the parameters of its primitives, and has new ones. The equations
 here are made by hand, as another JAX might make them. One that is not
@@ -50,7 +50,7 @@ def shard_map(x):
   return jax.shard_map(jnp.square, mesh=mesh, in_specs=P(), out_specs=P())(x)
 
 
-# What an equation is, and what is known beside the jaxprs that it runs.
+# The kind of an equation, and its other properties than the jaxprs it runs.
 PARTS = {
   scan: (
     _higher_order.Scan,
@@ -64,7 +64,7 @@ PARTS = {
     {"in_specs": (P(),), "out_specs": (P(),)},
   ),
 }
-# What tells a loop from another. All else may have any name.
+# The params that distinguish loops. All others may have any name.
 TOLD = ("body_jaxpr", "branches", "cond_jaxpr", "jaxpr", "length", "reverse")
 
 
@@ -76,7 +76,7 @@ def get_eqn(fun):
   pytest.skip("with a flag of hijax, this JAX has no such equation")
 
 
-def renamed(eqn, kept=TOLD):
+def rename_params(eqn, kept=TOLD):
   params = {k if k in kept else f"odd_{k}": v for k, v in eqn.params.items()}
   return eqn.replace(params=params)
 
@@ -86,7 +86,7 @@ def with_params(eqn, **params):
 
 
 @pytest.mark.parametrize("fun", PARTS, ids=lambda fun: fun.__name__)
-def test_an_equation_is_taken_apart(fun):
+def test_a_higher_order_equation_is_parsed(fun):
   kind, known = PARTS[fun]
   eqn = get_eqn(fun)
   part = _higher_order.parse_higher_order(eqn)
@@ -96,7 +96,7 @@ def test_an_equation_is_taken_apart(fun):
   bodies = [closed.jaxpr for closed in _higher_order.get_bodies(part)]
   assert sorted(map(id, bodies)) == sorted(map(id, held))
   if fun is not shard_map:
-    assert _higher_order.parse_higher_order(renamed(eqn)) == part
+    assert _higher_order.parse_higher_order(rename_params(eqn)) == part
 
 
 def drop_input(eqn):
@@ -143,7 +143,7 @@ def returns_a_row(eqn):
 ODD = [
   (scan, drop_input),
   (scan, add_jaxpr),
-  (scan, lambda eqn: renamed(eqn, kept=())),
+  (scan, lambda eqn: rename_params(eqn, kept=())),
   (scan, lambda eqn: with_params(eqn, length=4)),
   (scan, lambda eqn: with_params(eqn, reverse="no")),
   (scan, lambda eqn: eqn.replace(outvars=eqn.outvars[1:])),
@@ -153,8 +153,8 @@ ODD = [
   (while_loop, set_negative_consts),
   (while_loop, replace_condition),
   (while_loop, replace_body),
-  (while_loop, lambda eqn: renamed(eqn, kept=("body_jaxpr",))),
-  (while_loop, lambda eqn: renamed(eqn, kept=("cond_jaxpr",))),
+  (while_loop, lambda eqn: rename_params(eqn, kept=("body_jaxpr",))),
+  (while_loop, lambda eqn: rename_params(eqn, kept=("cond_jaxpr",))),
   (cond, drop_input),
   (cond, lambda eqn: eqn.replace(outvars=2 * eqn.outvars)),
   (cond, lambda eqn: with_params(eqn, branches=())),
@@ -163,17 +163,17 @@ ODD = [
   (call, lambda eqn: eqn.replace(params={})),
   (shard_map, drop_input),
   (shard_map, add_jaxpr),
-  (shard_map, renamed),
+  (shard_map, rename_params),
   (call, lambda eqn: eqn.replace(primitive=core.Primitive("mystery"))),
 ]
 
 
 @pytest.mark.parametrize(("fun", "change"), ODD)
-def test_an_equation_that_does_not_add_up_has_no_part(fun, change):
+def test_an_inconsistent_equation_is_not_parsed(fun, change):
   assert _higher_order.parse_higher_order(change(get_eqn(fun))) is None
 
 
-def hidden(name, jaxpr=None):
+def make_hidden_call(name, jaxpr=None):
   """An object that an equation of hijax calls, which may hold a jaxpr."""
   thing = type(name, (), {})()
   if jaxpr is not None:
@@ -181,19 +181,21 @@ def hidden(name, jaxpr=None):
   return thing
 
 
-def test_an_object_of_hijax_that_cannot_be_traced_has_no_part():
+def test_a_hijax_primitive_that_cannot_be_traced_is_not_parsed():
   def fails(x):
     raise ValueError("not traced")
 
   primitive = core.Primitive("call_hi_primitive")
   primitive.def_abstract_eval(fails)
   (eqn,) = jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns
-  odd = eqn.replace(primitive=primitive, params={"_prim": hidden("Odd")})
+  odd = eqn.replace(
+    primitive=primitive, params={"_prim": make_hidden_call("Odd")}
+  )
   assert _higher_order.parse_higher_order(odd) is None
 
 
 @pytest.mark.parametrize("fun", [scan, while_loop, cond, call])
-def test_what_is_not_understood_is_taken_as_a_whole(fun, monkeypatch):
+def test_an_unknown_equation_is_treated_as_a_whole(fun, monkeypatch):
   held = [e for e in jax.make_jaxpr(fun)(X).eqns if [*_eqns.subjaxprs(e)]]
   if not held:
     pytest.skip("with a flag of hijax, this JAX has no such equation")
@@ -219,7 +221,7 @@ def make_unknown_primitive(name, fun, **params):
   return lambda *xs: primitive.bind(*xs, **params)
 
 
-def test_a_jaxpr_whose_constants_are_not_known_is_walked_through():
+def test_a_jaxpr_with_unknown_constants_is_walked_through():
   """A solver closes over what was traced around it."""
   square = lambda x: x @ x
   found = []
@@ -257,10 +259,8 @@ COUNTED = "its body is counted once"
     ),
   ],
 )
-def test_an_object_of_hijax_that_does_not_add_up_is_told(
-  kind, jaxpr, name, note
-):
-  thing = hidden(kind, jaxpr)
+def test_an_inconsistent_hijax_primitive_is_reported(kind, jaxpr, name, note):
+  thing = make_hidden_call(kind, jaxpr)
   fun = make_unknown_primitive(
     "call_hi_primitive", lambda x: x @ x, _prim=thing
   )
@@ -297,7 +297,7 @@ def test_a_primitive_of_hijax_is_entered_and_has_its_own_name():
   assert "CustomRoot/" in find_overflow(root, a).eqn_path
 
 
-def test_a_product_that_nobody_can_count_is_noted(monkeypatch):
+def test_a_matmul_whose_flops_are_unknown_is_reported(monkeypatch):
   fun = lambda x: x @ x
   (eqn,) = jax.make_jaxpr(fun)(X).eqns
   assert _primitives.count_flops(eqn.replace(params={"numbers": None})) is None

@@ -4,7 +4,7 @@ import dataclasses
 
 import equinox as eqx
 from flax import nnx
-from helpers.leaves import AS_ARRAYS, make_bad_weight, shard
+from helpers.leaves import AS_ARRAYS, make_bad_weight, shard_array
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -23,7 +23,7 @@ as_arrays = pytest.mark.parametrize("kind", AS_ARRAYS)
 
 
 @as_arrays
-def test_the_counts_and_the_first_index_of_a_bad_leaf_are_told(kind):
+def test_the_counts_and_the_first_index_of_a_bad_leaf_are_reported(kind):
   tree = {"good": jnp.ones(3), "bad": AS_ARRAYS[kind](BAD)}
   (leaf,) = ols.diagnostics.nonfinite_leaves(tree)
   assert leaf._asdict() == {
@@ -47,7 +47,7 @@ def test_the_first_index_is_the_first_in_row_major_order(index):
     assert ols.diagnostics.nonfinite_leaves(leaf)[0].first_index == index
 
 
-def test_a_scalar_an_empty_leaf_and_a_python_number_are_looked_at():
+def test_a_scalar_an_empty_leaf_and_a_python_number_are_checked():
   tree = [jnp.array(INF), np.zeros((0, 3), np.float32), NAN, 2.0, 3, None]
   found = ols.diagnostics.nonfinite_leaves(tree)
   assert [(leaf.name, leaf.first_index) for leaf in found] == [
@@ -63,7 +63,7 @@ def test_a_finite_float64_of_numpy_is_not_cut_to_an_infinite_float32():
   assert ols.diagnostics.gradient_report(grads).total.amax == 1e300
 
 
-def test_leaves_that_are_no_gradients_are_left_out():
+def test_leaves_that_are_not_gradients_are_omitted():
   tree = {
     "int": jnp.arange(3),
     "bool": jnp.array(True),
@@ -116,7 +116,11 @@ def test_nnx_and_equinox_leaves_are_named_as_their_users_name_them():
 
 
 def test_flags_per_leaf_leave_a_jitted_step():
-  tree = {"a": jnp.ones(2), "b": [jnp.array([1.0, NAN]), shard(BAD)], "n": 3}
+  tree = {
+    "a": jnp.ones(2),
+    "b": [jnp.array([1.0, NAN]), shard_array(BAD)],
+    "n": 3,
+  }
   flags = jax.jit(ols.diagnostics.finite_per_leaf)(tree)
   expected = {"a": True, "b": [False, False], "n": True}
   assert jax.tree.map(bool, flags) == expected
@@ -139,7 +143,7 @@ def test_under_jit_the_error_says_to_call_it_outside(reads_values):
     jax.jit(reads_values)(jnp.ones(3))
 
 
-# What looks at a leaf, and its further arguments.
+# Functions that check a leaf, and their further arguments.
 REDUCE = {
   "find": (_leaves._measure_nonfinite, ()),
   "measure": (_gradient_report._measure_leaf, (1.0, 1e-8, 1e-5, 65520.0)),
@@ -151,14 +155,14 @@ REDUCE = {
 @pytest.mark.parametrize("name", REDUCE)
 def test_a_sharded_leaf_is_never_gathered(name, axis_type):
   reduce, args = REDUCE[name]
-  leaf = shard(jnp.ones((64, 64)), axis_type)
+  leaf = shard_array(jnp.ones((64, 64)), axis_type)
   text = jax.jit(reduce).lower(leaf, *args).compile().as_text()
   assert "all-reduce" in text
   for gathers in ("all-gather", "all-to-all", "collective-permute", "64,64"):
     assert gathers not in text
 
 
-def stuck(policy, skips):
+def make_stuck_state(policy, skips):
   state = policy.init()
   for _ in range(skips):
     state = policy.adjust(state, jnp.array(False))
@@ -166,8 +170,8 @@ def stuck(policy, skips):
 
 
 DYNAMIC = ols.DynamicLossScale(init_scale=2.0)
-AT_FLOOR = stuck(DYNAMIC, 5)
-FIXED = stuck(ols.FixedLossScale(1024.0), 5)
+AT_FLOOR = make_stuck_state(DYNAMIC, 5)
+FIXED = make_stuck_state(ols.FixedLossScale(1024.0), 5)
 INFS = {"v": jnp.array(NAN), "w": jnp.array([1.0, INF])}
 NANS = {"w": jnp.array([1.0, NAN])}
 
@@ -197,7 +201,7 @@ W_INF = "\n  w float32[2]: 1 inf, 0 NaN of 2, first at [1]"
     (AT_FLOOR, None, WELL, ["are finite", "check_updates"]),
   ],
 )
-def test_the_error_tells_what_the_scale_can_still_do_from_nans(
+def test_the_error_distinguishes_a_scale_that_can_decrease_from_nans(
   state, policy, grads, messages
 ):
   with pytest.raises(ols.LossScaleError) as error:
@@ -213,7 +217,7 @@ def test_the_error_tells_what_the_scale_can_still_do_from_nans(
   "options",
   [{"max_consecutive_skips": 5}, {"max_skip_rate": 0.5, "steps": 5}],
 )
-def test_the_error_leads_to_find_overflow_unless_all_is_finite(
+def test_the_error_mentions_find_overflow_unless_all_is_finite(
   options, grads, leads
 ):
   with pytest.raises(ols.LossScaleError) as error:
@@ -222,7 +226,7 @@ def test_the_error_leads_to_find_overflow_unless_all_is_finite(
   assert (call in str(error.value)) == leads
 
 
-def test_nothing_is_said_of_a_floor_that_was_not_told():
+def test_an_unknown_min_scale_is_not_mentioned():
   """At 0.125 a HeadroomLossScale is far from its own, which is 2**-24."""
   state = ols.set_loss_scale(AT_FLOOR, 0.125)
   with pytest.raises(ols.LossScaleError) as error:
@@ -233,7 +237,7 @@ def test_nothing_is_said_of_a_floor_that_was_not_told():
     ols.raise_if_stuck(state, 5, policy=ols.HeadroomLossScale())
 
 
-def test_a_policy_without_a_floor_is_not_given_one():
+def test_the_error_for_a_policy_without_min_scale_does_not_mention_it():
   class Halving:
     def init(self):
       return ols.FixedLossScale(8.0).init()
@@ -243,7 +247,7 @@ def test_a_policy_without_a_floor_is_not_given_one():
       return state._replace(loss_scale=state.loss_scale / 2)
 
   with pytest.raises(ols.LossScaleError) as error:
-    ols.raise_if_stuck(stuck(Halving(), 5), 5, policy=Halving())
+    ols.raise_if_stuck(make_stuck_state(Halving(), 5), 5, policy=Halving())
   text = str(error.value)
   assert "The loss scale is 0.25." in text
   assert "If the loss scale is still decreasing" in text
@@ -251,12 +255,12 @@ def test_a_policy_without_a_floor_is_not_given_one():
   assert "min_scale" not in text
 
 
-def test_a_floor_that_float32_rounds_is_reached():
+def test_a_min_scale_that_float32_rounds_is_reached():
   policy = ols.DynamicLossScale(init_scale=0.4, min_scale=0.1)
   with pytest.raises(
     ols.LossScaleError, match=r"lowest allowed .min_scale = 0.1"
   ):
-    ols.raise_if_stuck(stuck(policy, 5), 5, policy=policy)
+    ols.raise_if_stuck(make_stuck_state(policy, 5), 5, policy=policy)
 
 
 FAIRSEQ = [
@@ -271,7 +275,7 @@ FAIRSEQ = [
 
 
 @pytest.mark.parametrize("options", FAIRSEQ, ids=str)
-def test_the_floor_of_fairseq_is_where_its_rule_stops(options):
+def test_the_lowest_scale_of_fairseq_is_where_its_rule_stops(options):
   """Above its min_scale, where it raises an error."""
   policy = interop.FairseqLossScale(10, init_scale=8.0, **options)
   state, floors = policy.init(), []
@@ -297,7 +301,7 @@ def make_sparse_state(steps):
   return jax.lax.scan(step, policy.init(), jnp.arange(steps))[0]
 
 
-def test_skips_that_are_not_in_a_row_are_found_by_their_share():
+def test_skips_that_are_not_consecutive_are_found_by_their_fraction():
   state = make_sparse_state(100)
   ols.raise_if_stuck(state, 2)
   ols.raise_if_stuck(state, 2, max_skip_rate=0.1, steps=100)
@@ -316,7 +320,7 @@ def test_skips_that_are_not_in_a_row_are_found_by_their_share():
   assert "Gradients that are not finite" not in str(error.value)
 
 
-def test_of_many_members_the_worst_is_told():
+def test_the_worst_of_many_members_is_reported():
   stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
   states = stack(ols.DynamicLossScale().init(), make_sparse_state(20))
   with pytest.raises(ols.LossScaleError, match="2 of 20 steps"):
@@ -340,7 +344,7 @@ class MultiProcessArray:
     return self.value
 
 
-def test_members_that_other_processes_hold_are_to_be_gathered():
+def test_members_of_other_processes_must_be_gathered():
   """devices/test_processes.py has the real arrays."""
   seen = lambda whole: jax.tree.map(
     lambda x: MultiProcessArray(x, is_fully_replicated=whole), AT_FLOOR
@@ -362,12 +366,12 @@ TOGETHER = "max_skip_rate and steps must be given together"
     ({"max_skip_rate": 0.5, "steps": 3}, "steps must .* steps = 3 and 5"),
   ],
 )
-def test_a_share_goes_with_at_least_as_many_steps_as_skips(kwargs, message):
+def test_a_skip_rate_requires_at_least_as_many_steps_as_skips(kwargs, message):
   with pytest.raises(ValueError, match=message):
     ols.raise_if_stuck(AT_FLOOR, **kwargs)
 
 
-def test_below_the_limit_or_after_a_finite_step_nothing_is_raised():
+def test_no_error_is_raised_below_the_limit_or_after_a_finite_step():
   ols.raise_if_stuck(AT_FLOOR, max_consecutive_skips=6)
   ols.raise_if_stuck(AT_FLOOR)
   recovered = ols.DynamicLossScale().adjust(AT_FLOOR, jnp.array(True))
@@ -399,7 +403,7 @@ def test_raise_if_stuck_refuses_wrong_arguments_even_if_not_stuck(
     ols.raise_if_stuck(ols.FixedLossScale(1.0).init(), **kwargs)
 
 
-# What a dtype does to gradients at a loss scale, against plain rounding.
+# The effect of a dtype on scaled gradients, compared with plain rounding.
 def count_fractions(x, dtype, scale):
   """The shares, by rounding each entry to the dtype."""
   x = np.asarray(x, np.float32).ravel()
@@ -419,14 +423,14 @@ def count_fractions(x, dtype, scale):
 @pytest.mark.filterwarnings(
   "ignore:overflow encountered in cast"  # numpy's, of the oracle
 )
-def test_the_shares_are_those_of_rounding_every_entry(dtype, scale):
+def test_the_fractions_equal_those_of_rounding_every_entry(dtype, scale):
   dtype = jnp.dtype(dtype)
   rng = np.random.default_rng(0)
   x = rng.choice([-1, 1, 1, 0], 4000) * np.exp2(rng.uniform(-40, 30, 4000))
   # Just where rounding goes one way or the other.
   edges = [2.0**-25, 2.0**-24, 2.0**-14, 65504, 65519.9, 65520, 61440, 61439]
   x = np.concatenate([x, edges]).astype(np.float32)
-  for leaf in x, jnp.asarray(x), shard(x, spec=(("x", "y"),)):
+  for leaf in x, jnp.asarray(x), shard_array(x, spec=(("x", "y"),)):
     total = ols.diagnostics.gradient_report([leaf], dtype, scale).total
     for kind, share in count_fractions(x, dtype, scale).items():
       assert getattr(total, kind) == pytest.approx(share, abs=1e-12), kind
@@ -459,7 +463,7 @@ def test_all_dtypes_are_read_under_strict_promotion(dtype):
     assert ols.diagnostics.nonfinite_leaves(grads) == []
 
 
-def test_the_total_of_a_report_weighs_leaves_by_their_size():
+def test_the_total_of_a_report_weights_leaves_by_their_size():
   grads = {"a": jnp.array([1e-9, 0.0, INF]), "b": jnp.array([4.0])}
   report = ols.diagnostics.gradient_report(grads)
   total = report.total
@@ -481,7 +485,7 @@ def test_the_total_of_a_report_weighs_leaves_by_their_size():
   [[1.0], [1e-3, 1e-8], [65519.0, 3e-7], [2.0**-3, 2.0**-10], [1e4, 1e-30]],
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_the_best_scales_are_all_that_lose_least_and_no_more(values):
+def test_the_best_scales_are_exactly_those_that_lose_least(values):
   x = np.array(values, np.float32)
 
   def loses(log2_scale):

@@ -65,7 +65,7 @@ def test_the_plot_of_exponents_shows_the_gradients_and_the_scaled_ones():
   matplotlib.pyplot.close("all")
 
 
-def test_the_plots_draw_on_the_axes_that_they_are_given():
+def test_the_plots_draw_on_the_axes_that_are_passed():
   axes = matplotlib.figure.Figure().subplots(2)
   grads = [jnp.zeros(2), jnp.array([1e30])]
   assert plots.plot_exponents(grads, jnp.bfloat16, ax=axes[0]) is axes[0]
@@ -113,7 +113,7 @@ def test_a_history_without_scales_is_refused(history):
     plots.plot_loss_scale(history)
 
 
-def matmul(scope, error, headroom, index, backward=False):
+def make_matmul(scope, error, headroom, index, backward=False):
   return diagnostics.MatmulPrecision(
     primitive="dot_general",
     name=f"{scope} at model.py:3 (f)",
@@ -131,7 +131,7 @@ def matmul(scope, error, headroom, index, backward=False):
   )
 
 
-def comparison(matmuls, outliers=()):
+def make_comparison(matmuls, outliers=()):
   return diagnostics.PrecisionComparison(
     dtype="float16",
     target="results",
@@ -146,15 +146,15 @@ def comparison(matmuls, outliers=()):
   )
 
 
-def test_the_plot_of_products_shows_the_bad_ones_in_red_with_their_names():
+def test_the_plot_of_matmuls_shows_the_bad_ones_in_red_with_their_names():
   rows = [
-    matmul("c", INF, -2.0, 2),
-    matmul("b", 0.5, 3.0, 4, backward=True),
-    matmul("b", 0.1, 5.0, 1),
-    matmul("d", 2e-3, INF, 3, backward=True),
-    matmul("a", 1e-3, 9.0, 0),
+    make_matmul("c", INF, -2.0, 2),
+    make_matmul("b", 0.5, 3.0, 4, backward=True),
+    make_matmul("b", 0.1, 5.0, 1),
+    make_matmul("d", 2e-3, INF, 3, backward=True),
+    make_matmul("a", 1e-3, 9.0, 0),
   ]
-  report = comparison(rows, outliers=("b at model.py:3 (f)",))
+  report = make_comparison(rows, outliers=("b at model.py:3 (f)",))
   top, bottom = plots.plot_precision(report)
   red, gray = map(matplotlib.colors.to_rgba, ("tab:red", "tab:gray"))
   for ax in top, bottom:
@@ -172,11 +172,11 @@ def test_the_plot_of_products_shows_the_bad_ones_in_red_with_their_names():
   assert bottom.get_legend_handles_labels()[1] == ["backward"]
 
 
-def test_the_plot_of_products_draws_what_there_is():
+def test_the_plot_of_matmuls_omits_missing_values():
   axes = matplotlib.pyplot.subplots(2)[1]
-  assert plots.plot_precision(comparison([]), axes=axes) is axes
-  row = matmul("a", 0.0, -INF, 0)
-  top, bottom = plots.plot_precision(comparison([row]))
+  assert plots.plot_precision(make_comparison([]), axes=axes) is axes
+  row = make_matmul("a", 0.0, -INF, 0)
+  top, bottom = plots.plot_precision(make_comparison([row]))
   assert top.get_title() == ""
   assert bottom.patches[0].get_height() == -40
   with pytest.raises(TypeError, match="report must be a PrecisionComparison"):
@@ -197,7 +197,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
   for plot, argument in (
     (plots.plot_exponents, [jnp.ones(2)]),
     (plots.plot_loss_scale, [1.0]),
-    (plots.plot_precision, comparison([])),
+    (plots.plot_precision, make_comparison([])),
   ):
     with pytest.raises(ImportError, match=f"{plot.__name__} needs matplotlib"):
       plot(argument)

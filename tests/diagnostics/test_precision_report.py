@@ -19,11 +19,11 @@ from optax_lossscale.diagnostics import find_overflow, precision_report
 F16, F32 = jnp.float16, jnp.float32
 
 
-def shape(*sizes, dtype=F16):
+def make_shape(*sizes, dtype=F16):
   return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def place_of(mark):
+def find_location(mark):
   return f"test_precision_report.py:{find_line_number(mark, __file__)}"
 
 
@@ -42,7 +42,7 @@ class ConvNet(nn.Module):
     return nn.Dense(512, dtype=F16)(x.reshape(x.shape[0], -1))
 
 
-def linen(model, x):
+def make_linen_loss(model, x):
   def make():
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     loss_fn = lambda params, x: total(model.apply(params, x))
@@ -67,28 +67,28 @@ def recurrent():
     body = lambda h, x: (jax.nn.relu(h @ w + x @ u), None)
     return total(lax.scan(body, xs[0], xs, unroll=8)[0])
 
-  # XLA leaves out the derivative of the first carry, if nobody reads it.
+  # XLA leaves out the derivative of the first carry if it is unused.
   fun = jax.grad(loss_fn, argnums=(0, 2))
-  return fun, shape(768, 768), shape(768, 768), shape(8, 64, 768)
+  return fun, make_shape(768, 768), make_shape(768, 768), make_shape(8, 64, 768)
 
 
 def nnx_convolution_1d():
   make = lambda: nnx.Conv(256, 256, 9, dtype=F16, rngs=nnx.Rngs(0))
   structure, state = nnx.split(nnx.eval_shape(make))
   loss_fn = lambda state, x: total(nnx.merge(structure, state)(x))
-  return jax.grad(loss_fn), state, shape(8, 512, 256)
+  return jax.grad(loss_fn), state, make_shape(8, 512, 256)
 
 
 MODELS = {
-  "convolutions": linen(ConvNet(), shape(8, 32, 32, 64)),
-  "transformer": linen(Block(), shape(4, 128, 512)),
+  "convolutions": make_linen_loss(ConvNet(), make_shape(8, 32, 32, 64)),
+  "transformer": make_linen_loss(Block(), make_shape(4, 128, 512)),
   "recurrent": recurrent,
   "nnx_convolution_1d": nnx_convolution_1d,
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_flops_are_those_of_xla(name):
+def test_the_flops_equal_those_of_xla(name):
   fun, *args = MODELS[name]()
   if name == "recurrent":
     skip_if_jax_cannot(jax.eval_shape, fun, *args)
@@ -100,7 +100,7 @@ def test_the_flops_are_those_of_xla(name):
   assert sum(row.flops for row in report.flops) == report.total_flops
 
 
-def test_the_silent_upcast_of_a_dense_layer_is_told_with_its_line():
+def test_the_silent_upcast_of_a_dense_layer_is_reported_with_its_line():
   class Model(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -108,10 +108,10 @@ def test_the_silent_upcast_of_a_dense_layer_is_told_with_its_line():
       x = nn.Dense(32)(x)  # upcast
       return nn.Dense(64, dtype=F16)(x)
 
-  fun, *args = linen(Model(), shape(16, 64))()
+  fun, *args = make_linen_loss(Model(), make_shape(16, 64))()
   report = precision_report(fun, *args)
 
-  where = f"{place_of('upcast')} (Model.__call__)"
+  where = f"{find_location('upcast')} (Model.__call__)"
   assert [(row.source_line, row.backward) for row in report.unconverted] == [
     (where, True),
     (where, False),
@@ -145,15 +145,15 @@ def test_nothing_is_computed_and_nothing_called():
     jax.debug.callback(calls.append, x)
     return jnp.square(x)
 
-  huge = shape(2**20, 2**20)
+  huge = make_shape(2**20, 2**20)
   (risk,) = precision_report(fun, huge).at_risk
   assert risk.primitive == "square"
   assert precision_report(fun, jnp.ones(3, F16)).at_risk[0].run_count == 1
   assert calls == []
 
 
-def test_what_runs_many_times_is_counted_as_often():
-  w = shape(8, 8)
+def test_repeated_matmuls_are_counted_each_time():
+  w = make_shape(8, 8)
   once = 2 * 8 * 8 * 8
   mesh = sharding.make_mesh((2, 2), ("a", "b"))
 
@@ -161,15 +161,15 @@ def test_what_runs_many_times_is_counted_as_often():
     report = precision_report(fun, *args)
     return report.total_flops / once, report.limitations
 
-  product = lambda w: w @ w
+  matmul = lambda w: w @ w
   scan = lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=5)
   nested = lambda w: lax.map(lambda _: scan(w), jnp.arange(3))
   branches = lambda w: lax.switch(
-    w[0, 0].astype(int), [lambda w: w, make_scan(2), product], w
+    w[0, 0].astype(int), [lambda w: w, make_scan(2), matmul], w
   )
-  assert flops(product, w) == (1, ())
-  assert flops(jax.jit(jax.checkpoint(product)), w) == (1, ())
-  # What is not needed is left out, as by XLA.
+  assert flops(matmul, w) == (1, ())
+  assert flops(jax.jit(jax.checkpoint(matmul)), w) == (1, ())
+  # Unused results are omitted, as by XLA.
   assert flops(jax.grad(jax.jit(lambda w: total(w @ w))), w) == (2, ())
   two = jax.jit(lambda w: (w @ w, w + 1))
   assert flops(lambda w: two(w)[1], w) == (0, ())
@@ -177,23 +177,23 @@ def test_what_runs_many_times_is_counted_as_often():
   assert flops(nested, w) == (15, ())
   assert flops(branches, w) == (2, ())
   on_four = lambda axes: jax.shard_map(
-    product, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=set(axes)
+    matmul, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=set(axes)
   )
   assert flops(on_four("ab"), w) == (4, ())
   assert flops(jax.jit(on_four("a")), w) == (2, ())
 
 
-def test_products_of_hijax_are_counted_as_often_as_they_run():
-  product = jax.custom_vjp(jax.checkpoint(lambda w: w @ w))
-  product.defvjp(lambda w: (w, ()), lambda _, g: (g,))
+def test_matmuls_of_hijax_are_counted_each_time_they_run():
+  matmul = jax.custom_vjp(jax.checkpoint(lambda w: w @ w))
+  matmul.defvjp(lambda w: (w, ()), lambda _, g: (g,))
 
   def fun(w):
-    body = lambda c, x: (product(c) @ w, c * x)
+    body = lambda c, x: (matmul(c) @ w, c * x)
     return lax.scan(body, w, jnp.arange(5, dtype=w.dtype))
 
-  plain = precision_report(fun, shape(8, 8))
+  plain = precision_report(fun, make_shape(8, 8))
   with hijax.enable_all_flags():
-    report = precision_report(fun, shape(8, 8))
+    report = precision_report(fun, make_shape(8, 8))
   assert report == plain
   assert report.total_flops == 10 * 2 * 8**3
 
@@ -202,35 +202,39 @@ def make_scan(length):
   return lambda w: lax.scan(lambda c, _: (c @ w, None), w, length=length)[0]
 
 
-def test_what_shapes_do_not_tell_is_noted():
+def test_counts_that_shapes_do_not_determine_are_reported():
   def forever(w):
     return lax.while_loop(lambda w: w[0, 0] < 1, lambda w: w @ w, w)  # while
 
-  report = precision_report(forever, shape(4, 4))
+  report = precision_report(forever, make_shape(4, 4))
   assert report.total_flops == 128
   (note,) = report.limitations
-  where = place_of("while")
+  where = find_location("while")
   assert note == (f"while at {where} (forever): only one iteration is counted")
   assert str(report).splitlines()[1] == f"Not analyzed: {note}"
 
-  report = precision_report(jnp.linalg.solve, *[shape(4, 4, dtype=F32)] * 2)
+  report = precision_report(
+    jnp.linalg.solve, *[make_shape(4, 4, dtype=F32)] * 2
+  )
   note = report.limitations[0]
   assert note == "custom_linear_solve: its body is counted once"
 
   ragged = lambda x, w, sizes: lax.ragged_dot(x, w, sizes)
-  sizes = shape(2, dtype=jnp.int32)
-  report = precision_report(ragged, shape(4, 4), shape(2, 4, 4), sizes)
+  sizes = make_shape(2, dtype=jnp.int32)
+  report = precision_report(
+    ragged, make_shape(4, 4), make_shape(2, 4, 4), sizes
+  )
   assert (report.total_flops, report.limitations) == (128, ())
   assert report.flops[0].operand_dtype == "float16"
   # In the gradient, each group has its share of the rows.
   both = jax.grad(lambda w, x, sizes: total(ragged(x, w, sizes) ** 2))
-  report = precision_report(both, shape(2, 4, 4), shape(4, 4), sizes)
+  report = precision_report(both, make_shape(2, 4, 4), make_shape(4, 4), sizes)
   assert (report.total_flops, report.limitations) == (2 * 128, ())
 
 
 def test_a_function_may_close_over_arrays():
   table = jnp.ones((4, 4), F16)
-  report = precision_report(lambda x: x @ table + table, shape(4, 4))
+  report = precision_report(lambda x: x @ table + table, make_shape(4, 4))
   assert (report.total_flops, report.at_risk) == (128, ())
 
 
@@ -277,29 +281,29 @@ TINY = jnp.float32(1e-9)
      "convert_element_type", "constant -1e+09 becomes -inf in float16"),
   ],
 )  # fmt: skip
-def test_what_may_go_wrong_is_told_with_its_line(fun, primitive, reason):
+def test_risky_operations_are_reported_with_their_line(fun, primitive, reason):
   def wrapped(x):
     return fun(x)
 
-  risks = precision_report(wrapped, shape(1000)).at_risk
+  risks = precision_report(wrapped, make_shape(1000)).at_risk
   (risk,) = [risk for risk in risks if reason in risk.reason]
   assert risk.primitive == primitive
   assert risk.run_count == 1
   assert risk.source_line.startswith("test_precision_report.py:")
   # In float32 none of it is at risk.
-  assert precision_report(wrapped, shape(1000, dtype=F32)).at_risk == ()
+  assert precision_report(wrapped, make_shape(1000, dtype=F32)).at_risk == ()
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_a_constant_that_is_infinite_in_float16_is_told():
+def test_a_constant_that_is_infinite_in_float16_is_reported():
   def fun(x):
     return x - 1e9  # too_large
 
-  (risk,) = precision_report(fun, shape(3)).at_risk
+  (risk,) = precision_report(fun, make_shape(3)).at_risk
   assert risk.reason == (
     "constant is inf; it may have overflowed when cast to float16"
   )
-  assert risk.source_line == f"{place_of('too_large')} (fun)"
+  assert risk.source_line == f"{find_location('too_large')} (fun)"
 
 
 @pytest.mark.parametrize(
@@ -327,8 +331,8 @@ def test_a_constant_that_is_infinite_in_float16_is_told():
     ),
   ],
 )
-def test_what_is_safe_is_not_told(fun):
-  report = precision_report(fun, shape(1000))
+def test_safe_operations_are_not_reported(fun):
+  report = precision_report(fun, make_shape(1000))
   assert report.at_risk == ()
   assert str(report) == "The function has no matmuls and no convolutions."
   assert report.fraction == 1.0 and report.total_flops == 0
@@ -390,7 +394,7 @@ def test_a_division_in_a_loop_is_at_risk_unless_the_divisor_is_a_large_constant(
   fun = lambda x: loop(x, jnp.full((), divisor, x.dtype))
   reasons = [
     risk.reason
-    for risk in precision_report(fun, shape(1000)).at_risk
+    for risk in precision_report(fun, make_shape(1000)).at_risk
     if risk.primitive == "div"
   ]
   is_safe = divisor == 8 and "carry" not in loop.__name__
@@ -399,30 +403,30 @@ def test_a_division_in_a_loop_is_at_risk_unless_the_divisor_is_a_large_constant(
 
 
 @pytest.mark.parametrize("ones", [2000, 5000])
-def test_a_sum_by_index_that_is_at_risk_may_be_wrong(ones):
+def test_a_scatter_add_at_risk_may_be_inaccurate(ones):
   def fun(x):
     return jax.ops.segment_sum(x, jnp.zeros(ones, int), 1)
 
-  (risk,) = precision_report(fun, shape(ones)).at_risk
+  (risk,) = precision_report(fun, make_shape(ones)).at_risk
   assert f"up to {ones} terms" in risk.reason
   # From 2048 on, the next one is less than half of the spacing.
   assert fun(jnp.ones(ones, F16))[0] == min(ones, 2048)
 
 
-def test_a_softmax_and_a_mean_in_float32_leave_only_what_is_in_float16():
+def test_a_float32_softmax_and_mean_leave_only_float16_operations_at_risk():
   def fun(x):
     x = jax.nn.softmax(x)  # softmax
     return jnp.mean(x.astype(F32))
 
-  risks = precision_report(fun, shape(8, 1000)).at_risk
+  risks = precision_report(fun, make_shape(8, 1000)).at_risk
   assert {risk.source_line for risk in risks} == {
-    f"{place_of('softmax')} (fun)"
+    f"{find_location('softmax')} (fun)"
   }
   assert {risk.primitive for risk in risks} >= {"exp", "div"}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_sum_over_devices_in_float16_is_told(check_vma):
+def test_a_sum_over_devices_in_float16_is_reported(check_vma):
   mesh = sharding.make_mesh((4,), ("data",))
 
   def part(x):
@@ -431,9 +435,9 @@ def test_a_sum_over_devices_in_float16_is_told(check_vma):
   fun = jax.shard_map(
     part, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma
   )
-  (risk,) = precision_report(fun, shape(8)).at_risk
+  (risk,) = precision_report(fun, make_shape(8)).at_risk
   assert risk.reason == "sum over devices in float16"
-  assert risk.source_line == f"{place_of('collective')} (part)"
+  assert risk.source_line == f"{find_location('collective')} (part)"
   assert risk.run_count == 4
 
 
@@ -442,23 +446,23 @@ def test_lines_that_run_often_are_one_row():
     return jnp.exp(x), None  # often
 
   fun = lambda x: lax.scan(body, x, length=7)[0]
-  (risk,) = precision_report(fun, shape(3)).at_risk
+  (risk,) = precision_report(fun, make_shape(3)).at_risk
   assert (risk.run_count, risk.source_line) == (
     7,
-    f"{place_of('often')} (body)",
+    f"{find_location('often')} (body)",
   )
 
 
 def test_the_dtype_can_be_another():
   fun = lambda x: jnp.exp(x @ x)
   report = precision_report(
-    fun, shape(4, 4, dtype=jnp.bfloat16), dtype=jnp.bfloat16
+    fun, make_shape(4, 4, dtype=jnp.bfloat16), dtype=jnp.bfloat16
   )
   assert (report.dtype, report.fraction) == ("bfloat16", 1.0)
   assert report.at_risk[0].reason.endswith("exp overflows above 88.7")
-  report = precision_report(fun, shape(4, 4, dtype=jnp.bfloat16))
+  report = precision_report(fun, make_shape(4, 4, dtype=jnp.bfloat16))
   assert (report.fraction, report.at_risk) == (1.0, ())
-  integers = precision_report(fun, shape(4, 4, dtype=jnp.int8))
+  integers = precision_report(fun, make_shape(4, 4, dtype=jnp.int8))
   assert (integers.flops[0].operand_dtype, integers.unconverted) == ("int8", ())
 
 
@@ -466,35 +470,37 @@ def test_the_wider_of_two_operands_and_the_accumulation_count():
   def fun(x, y):
     return lax.dot(x, y, preferred_element_type=F32)
 
-  report = precision_report(fun, shape(4, 4), shape(4, 4))
+  report = precision_report(fun, make_shape(4, 4), make_shape(4, 4))
   assert report.flops == (("float16", "float32", 128, 1.0),)
-  report = precision_report(fun, shape(4, 4), shape(4, 4, dtype=F32))
+  report = precision_report(fun, make_shape(4, 4), make_shape(4, 4, dtype=F32))
   assert report.flops[0].operand_dtype == "float32"
   assert len(report.unconverted) == 1
 
 
-def test_it_is_a_dict_for_machines():
-  report = precision_report(lambda x: jnp.exp(x @ x), shape(4, 4, dtype=F32))
+def test_the_report_converts_to_a_json_dict():
+  report = precision_report(
+    lambda x: jnp.exp(x @ x), make_shape(4, 4, dtype=F32)
+  )
   as_dict = json.loads(json.dumps(report.as_dict()))
   assert as_dict["dtype"] == "float16"
   assert as_dict["total_flops"] == 128
   assert as_dict["flops"][0]["fraction"] == 1.0
   assert as_dict["unconverted"][0]["primitive"] == "dot_general"
   assert as_dict["at_risk"] == as_dict["limitations"] == []
-  assert precision_report(jnp.exp, shape(3)).as_dict()["at_risk"][0][
+  assert precision_report(jnp.exp, make_shape(3)).as_dict()["at_risk"][0][
     "run_count"
   ]
 
 
 def test_the_fix_names_the_dtype_and_is_printed_only_if_there_is_one():
   fun = lambda x: x @ x
-  text = str(precision_report(fun, shape(4, 4, dtype=F32)))
+  text = str(precision_report(fun, make_shape(4, 4, dtype=F32)))
   assert text.startswith("0.0% of the matmul and convolution FLOPs run in flo")
   assert "\nFix: ols.autocast(loss_fn), or cast " in text
-  x = shape(4, 4, dtype=F32)
+  x = make_shape(4, 4, dtype=F32)
   text = str(precision_report(fun, x, dtype=jnp.bfloat16))
   assert "\nFix: ols.autocast(loss_fn, jnp.bfloat16), or cast " in text
-  report = precision_report(fun, shape(4, 4))
+  report = precision_report(fun, make_shape(4, 4))
   assert "Fix:" not in str(report)
   assert str(report).splitlines()[:2] == [
     "100.0% of the matmul and convolution FLOPs run in float16.",
@@ -504,14 +510,14 @@ def test_the_fix_names_the_dtype_and_is_printed_only_if_there_is_one():
 
 
 @pytest.mark.parametrize("dtype", [int, jnp.float64])
-def test_a_dtype_that_is_no_small_float_is_refused(dtype):
+def test_a_dtype_that_is_not_a_small_float_is_refused(dtype):
   with pytest.raises(TypeError, match="dtype must be a float dtype"):
     precision_report(jnp.exp, 1.0, dtype=dtype)
 
 
-def test_without_a_line_there_is_a_row_all_the_same(monkeypatch):
+def test_an_equation_without_a_line_still_has_a_row(monkeypatch):
   monkeypatch.setattr(_source_info, "is_user_file", lambda name: False)
-  report = precision_report(lambda x: jnp.exp(x) + 1e-8, shape(3))
+  report = precision_report(lambda x: jnp.exp(x) + 1e-8, make_shape(3))
   assert [risk.source_line for risk in report.at_risk] == ["", ""]
   assert "exp  unknown" in str(report)
   assert find_overflow(lambda x: x / 0, jnp.ones(2, F16)).source_line == ""

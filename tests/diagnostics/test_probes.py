@@ -38,7 +38,7 @@ def get_counts(x, counter=COUNTER):
   )[0]
 
 
-def oracle(x):
+def count_with_numpy(x):
   """The counts, by numpy's frexp."""
   counts = np.zeros(BINS)
   for value in np.asarray(x, np.float64).ravel():
@@ -53,7 +53,9 @@ def oracle(x):
 
 def test_every_float16_is_counted_in_its_binade():
   every = np.arange(2**16, dtype=np.uint16).view(np.float16)
-  np.testing.assert_array_equal(get_counts(jnp.asarray(every)), oracle(every))
+  np.testing.assert_array_equal(
+    get_counts(jnp.asarray(every)), count_with_numpy(every)
+  )
 
 
 @pytest.mark.slow
@@ -69,12 +71,12 @@ def test_other_dtypes_are_counted_as_float16_would_see_them(dtype):
     x = jnp.concatenate([-x, jnp.array(special, dtype)])
     counts = get_counts(x, ols.diagnostics.probe_counters())
     assert counts.dtype == jnp.float32
-    np.testing.assert_array_equal(counts, oracle(x))
+    np.testing.assert_array_equal(counts, count_with_numpy(x))
 
 
 def test_both_parts_of_complex_numbers_are_counted():
   x = jnp.array([1 + 2j, 3 + 0j], jnp.complex64)
-  np.testing.assert_array_equal(get_counts(x), oracle([1, 2, 3, 0]))
+  np.testing.assert_array_equal(get_counts(x), count_with_numpy([1, 2, 3, 0]))
 
 
 def test_values_and_cotangents_pass_through_bit_for_bit():
@@ -135,7 +137,7 @@ def test_counts_add_up_to_the_same(way):
     skip_if_jax_cannot(jax.grad(scan), 1.0)
   x = X.reshape(8, 2, 4, 8) if way == "pmap" else X
   counts = fun(x, counters).reshape(-1, BINS).sum(axis=0)
-  np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
+  np.testing.assert_array_equal(counts, count_with_numpy(np.float32(X) / 64))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -145,7 +147,7 @@ def test_counts_add_up_under_sharded_jit_by_one_small_all_reduce(kind):
     x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
     fun = jax.jit(make_counters_grad(loss_fn)).lower(x, COUNTER).compile()
     counts = fun(x, jax.device_put(COUNTER, NamedSharding(mesh, P())))
-  np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
+  np.testing.assert_array_equal(counts, count_with_numpy(np.float32(X) / 64))
   assert "all-gather" not in fun.as_text()
 
 
@@ -169,10 +171,10 @@ def test_counts_add_up_under_shard_map(inside, check_vma):
     check_vma=check_vma,
   )
   counts = jax.jit(fun if inside else make_counters_grad(fun))(X, COUNTER)
-  np.testing.assert_array_equal(counts, oracle(np.float32(X) / 64))
+  np.testing.assert_array_equal(counts, count_with_numpy(np.float32(X) / 64))
 
 
-def test_under_shard_map_each_device_may_have_a_slot_of_its_own():
+def test_under_shard_map_each_device_may_have_its_own_slot():
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
   def on_each(x, counters):
@@ -183,7 +185,9 @@ def test_under_shard_map_each_device_may_have_a_slot_of_its_own():
       on_each, mesh=mesh, in_specs=(spec, P("data")), out_specs=P("data")
     )
     counts = jax.jit(fun)(X, ols.diagnostics.probe_counters(8)).sum(axis=0)
-    np.testing.assert_array_equal(counts, factor * oracle(np.float32(X) / 64))
+    np.testing.assert_array_equal(
+      counts, factor * count_with_numpy(np.float32(X) / 64)
+    )
 
 
 def test_counts_are_exact_beyond_what_float32_can_count_one_by_one():
@@ -193,7 +197,7 @@ def test_counts_are_exact_beyond_what_float32_can_count_one_by_one():
 
 def test_more_numbers_than_an_int32_counts_are_counted_in_parts(monkeypatch):
   monkeypatch.setattr(_checks, "MAX_COUNT", 20)
-  np.testing.assert_array_equal(get_counts(X[:, 0]), oracle(X[:, 0]))
+  np.testing.assert_array_equal(get_counts(X[:, 0]), count_with_numpy(X[:, 0]))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +215,7 @@ def test_a_probe_is_exported_with_a_symbolic_batch_size(symbolic, shape):
   for batch in (1, 6):
     x = X.reshape(-1)[: math.prod(shape(batch))].reshape(shape(batch))
     np.testing.assert_array_equal(
-      exported.call(x, COUNTER), oracle(np.float32(x) / 64)
+      exported.call(x, COUNTER), count_with_numpy(np.float32(x) / 64)
     )
 
 
@@ -224,7 +228,7 @@ def test_a_slot_that_is_not_differentiated_costs_nothing():
   assert flops(loss_fn) == flops(plain)
 
 
-def test_what_reads_the_counts():
+def test_functions_that_read_counts_are_exact():
   x = jnp.array([0, 0, 0.75, 40000, -20000, jnp.inf, jnp.nan, 1], jnp.float16)
   metrics = ols.diagnostics.probe_metrics(
     {"a": get_counts(x), "b": ols.diagnostics.probe_counters(2)}
@@ -250,7 +254,7 @@ def test_what_reads_the_counts():
     (2.0**30, 65536.0),
   ],
 )
-def test_the_largest_is_the_largest_float16_of_its_binade(x, largest):
+def test_the_maximum_is_the_largest_float16_of_its_binade(x, largest):
   metrics = ols.diagnostics.probe_metrics(get_counts(jnp.float32([x, 0.0])))
   assert metrics["amax"] == largest
 
@@ -259,7 +263,7 @@ def test_the_largest_is_the_largest_float16_of_its_binade(x, largest):
 @pytest.mark.parametrize("scale", [1.0, 1000.0, 2.0**-100, 2.0**126])
 def test_it_does_not_matter_that_counts_are_unscaled(scale, x):
   state = ols.FixedLossScale(scale).init()
-  counts = oracle(x).astype(np.float32)
+  counts = count_with_numpy(x).astype(np.float32)
   metrics = ols.diagnostics.probe_metrics(counts)
   assert metrics["zero_fraction"] == 1 / len(x)
   of_unscaled = ols.diagnostics.probe_metrics(ols.unscale_grads(counts, state))
@@ -267,7 +271,7 @@ def test_it_does_not_matter_that_counts_are_unscaled(scale, x):
     np.testing.assert_allclose(of_unscaled[name], share, rtol=1e-6)
 
 
-# What the wrapper makes of them.
+# The behavior of the wrapper with probes.
 
 
 @pytest.mark.parametrize("with_probes", [False, True])
@@ -311,7 +315,7 @@ def test_headroom_respects_the_hottest_probe(with_probes):
     ([2.0**-24], 2.0**126, True, 0.0),
   ],
 )
-def test_evidence_is_finiteness_and_the_largest_without_the_scale(
+def test_evidence_is_finiteness_and_the_unscaled_maximum(
   x, scale, finite, amax
 ):
   counts = {"a": get_counts(jnp.asarray(x)), "none": None}
@@ -335,7 +339,7 @@ def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_one_devices_hot_probe_lowers_the_scale_of_all(check_vma):
+def test_a_large_probe_value_on_one_device_lowers_the_scale_of_all(check_vma):
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
   tx = ols.with_loss_scaling(
     optax.sgd(1.0), ols.HeadroomLossScale(), axis_name="data"
@@ -380,7 +384,7 @@ def test_a_wrong_call_says_what_to_do(x, counter, error, message):
     ols.diagnostics.probe(x, counter)
 
 
-def test_cotangents_that_are_no_counts_are_refused():
+def test_cotangents_that_are_not_counts_are_refused():
   for reader in (ols.diagnostics.probe_metrics, get_update_kwargs):
     with pytest.raises(ValueError, match=r"counts must be of shape"):
       reader({"a": jnp.zeros(3)})

@@ -69,11 +69,11 @@ def rounded(loss, params, state):
   return jax.tree.map(lambda g: g.astype(jnp.float16), grads)
 
 
-def step_of(
-  loss_fn, differentiate, policy=DYNAMIC, around=lambda tx: tx, **kwargs
+def make_step(
+  loss_fn, differentiate, policy=DYNAMIC, wrap_tx=lambda tx: tx, **kwargs
 ):
   """Returns a training step and its arguments."""
-  tx = around(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
+  tx = wrap_tx(ols.with_loss_scaling(optax.sgd(0.1), policy, **kwargs))
   cast = ols.autocast(loss_fn)
 
   def step(params, state, batch):
@@ -100,9 +100,9 @@ def test_there_are_fifty_usual_losses():
 @pytest.mark.parametrize("name", usual_losses.LOSSES)
 def test_precision_report_warns_of_a_usual_loss_only_if_it_is_not_scaled(name):
   loss_fn = functools.partial(usual_losses.loss_fn, name)
-  step, args = step_of(loss_fn, sound)
+  step, args = make_step(loss_fn, sound)
   assert from_precision_report(step, *args) == ()
-  step, args = step_of(loss_fn, forgotten)
+  step, args = make_step(loss_fn, forgotten)
   (warning,) = from_precision_report(step, *args)
   assert NOT_SCALED in warning
 
@@ -116,7 +116,7 @@ def test_reports_that_run_a_step_name_each_mistake_in_its_scaling(name, report):
     (never_unscaled, NEVER),
     (unscaled_twice, TWICE),
   ):
-    step, args = step_of(loss_fn, differentiate)
+    step, args = make_step(loss_fn, differentiate)
     (warning,) = report(step, *args)
     assert expected in warning
 
@@ -125,13 +125,13 @@ def test_reports_that_run_a_step_name_each_mistake_in_its_scaling(name, report):
 @pytest.mark.parametrize("name", NAMES)
 def test_reports_that_run_a_step_are_silent_on_sound_steps(name, report):
   loss_fn = functools.partial(usual_losses.loss_fn, name)
-  step, args = step_of(loss_fn, sound)
+  step, args = make_step(loss_fn, sound)
   assert report(step, *args) == ()
 
 
 @pytest.mark.parametrize("report", ALL)
 def test_a_cast_to_float16_after_unscaling_is_reported(report):
-  step, args = step_of(plain_loss, rounded)
+  step, args = make_step(plain_loss, rounded)
   (warning,) = report(step, *args)
   assert ROUNDED in warning
 
@@ -141,17 +141,17 @@ def test_a_cast_to_float16_of_scaled_gradients_is_sound():
     grads = never_unscaled(loss, params, state)
     return jax.tree.map(lambda g: g.astype(jnp.float16), grads)
 
-  step, args = step_of(plain_loss, differentiate, grads_are_scaled=True)
+  step, args = make_step(plain_loss, differentiate, grads_are_scaled=True)
   assert from_precision_report(step, *args) == ()
 
 
 @pytest.mark.parametrize("report", RUNS)
 def test_gradients_clipped_while_they_are_scaled_are_reported(report):
   clip = optax.clip_by_global_norm(1e-3)
-  step, args = step_of(
+  step, args = make_step(
     plain_loss,
     never_unscaled,
-    around=lambda tx: optax.chain(clip, tx),
+    wrap_tx=lambda tx: optax.chain(clip, tx),
     grads_are_scaled=True,
   )
   (warning,) = report(step, *args)
@@ -165,7 +165,7 @@ def test_a_term_added_to_a_scaled_loss_is_reported_with_its_factor():
     )
     return ols.unscale_grads(jax.grad(scaled)(params), state)
 
-  step, args = step_of(plain_loss, differentiate)
+  step, args = make_step(plain_loss, differentiate)
   (warning,) = from_compare_precision(step, *args)
   assert DEPENDS in warning and "by a factor of 1." in warning
   # float16 gradients could underflow, and so depend on the scale.
@@ -235,10 +235,10 @@ def test_a_state_in_a_dict_is_halved_like_any_other():
     assert TWICE in warning
 
 
-def test_an_object_that_keeps_its_state_in_itself_is_left_as_it_was():
+def test_an_object_that_stores_its_state_is_unchanged():
   class Trainer:
     def __init__(self):
-      self.step, (self.params, self.state, _) = step_of(plain_loss, sound)
+      self.step, (self.params, self.state, _) = make_step(plain_loss, sound)
 
     def fit(self, batch):
       self.params, self.state = self.step(self.params, self.state, batch)
@@ -292,12 +292,12 @@ def by_hand(scale):
   def differentiate(loss, params, state):
     return jax.grad(lambda params: scale * loss(params))(params)
 
-  return step_of(plain_loss, differentiate, scale, grads_are_scaled=True)
+  return make_step(plain_loss, differentiate, scale, grads_are_scaled=True)
 
 
 def of_a_population():
   """One member of two overflows, and is skipped."""
-  step, (params, state, batch) = step_of(plain_loss, sound)
+  step, (params, state, batch) = make_step(plain_loss, sound)
   both = jax.tree.map(lambda x: jnp.stack([x, x]), (params, state))
   batches = jax.tree.map(lambda x: jnp.stack([x, x]), batch | {"key": 0})
   batches["x"] = batches["x"].at[1].multiply(1e6)
@@ -323,7 +323,7 @@ def of_one_task_of_three():
 
 
 def with_a_frozen_part():
-  """The gradient of the frozen part overflows, and nobody uses it."""
+  """The gradient of the frozen part overflows, and is not used."""
 
   def loss_fn(params, batch):
     return jnp.mean((batch["x"] @ params["w"] + 1e30 * params["frozen"]) ** 2)
@@ -370,7 +370,7 @@ def of_a_delayed_update():
 
 
 def of_compressed_gradients():
-  """Gradients are exchanged as int8, by a scale of their own."""
+  """Gradients are exchanged as int8 with a separate scale."""
 
   def differentiate(loss, params, state):
     def compress(g):
@@ -379,7 +379,7 @@ def of_compressed_gradients():
 
     return jax.tree.map(compress, sound(loss, params, state))
 
-  return step_of(plain_loss, differentiate)
+  return make_step(plain_loss, differentiate)
 
 
 def of_gradients_summed_in_a_while_loop():
@@ -391,7 +391,7 @@ def of_gradients_summed_in_a_while_loop():
     count = jnp.where(params["w"][0, 0] > -9e9, 3, 2)
     return lax.fori_loop(0, count, add, zeros)
 
-  return step_of(plain_loss, differentiate)
+  return make_step(plain_loss, differentiate)
 
 
 def with_a_sharpness_aware_gradient():
@@ -401,11 +401,11 @@ def with_a_sharpness_aware_gradient():
     moved = jax.tree.map(lambda p, g: p + 0.05 * g / norm, params, grads)
     return sound(loss, moved, state)
 
-  return step_of(plain_loss, differentiate)
+  return make_step(plain_loss, differentiate)
 
 
 def with_a_state_of_ones_own():
-  """The loss scale is an argument that no name tells."""
+  """The loss scale is an argument that no name identifies."""
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   cast = ols.autocast(plain_loss)
 
@@ -463,7 +463,7 @@ def with_a_second_gradient_by_hand():
     grads = jax.grad(lambda params: scale * loss(params))(moved)
     return jax.tree.map(lambda g: g / scale, grads)
 
-  return step_of(plain_loss, differentiate)
+  return make_step(plain_loss, differentiate)
 
 
 def in_float32():
@@ -533,7 +533,7 @@ SOUND = {
 
 @pytest.mark.parametrize("report", ALL)
 @pytest.mark.parametrize("name", SOUND)
-def test_a_sound_step_of_an_unusual_kind_is_not_accused(name, report):
+def test_a_sound_step_of_an_unusual_kind_causes_no_warning(name, report):
   no_cast_matmul = {"gradients as arguments", "float32"}
   if name in no_cast_matmul and report is from_compare_precision:
     return
@@ -552,17 +552,17 @@ def test_gradients_in_a_while_loop_are_judged(report):
     double = lambda i, grads: jax.tree.map(lambda g: 2 * g, grads)
     return lax.fori_loop(0, jnp.int32(params["w"][0, 0] > -9e9), double, grads)
 
-  step, args = step_of(plain_loss, differentiate)
+  step, args = make_step(plain_loss, differentiate)
   if report is not from_compare_precision:  # It cannot enter the loop.
     (warning,) = report(step, *args)
     assert NOT_SCALED in warning
 
 
-def test_names_of_tags_of_others_are_left_alone():
+def test_unrelated_checkpoint_names_are_ignored():
   def differentiate(loss, params, state):
     grads = sound(loss, params, state)
     name = jax.ad_checkpoint.checkpoint_name
     return jax.tree.map(lambda g: name(g, "mine"), grads)
 
-  step, args = step_of(plain_loss, differentiate)
+  step, args = make_step(plain_loss, differentiate)
   assert from_precision_report(step, *args) == ()

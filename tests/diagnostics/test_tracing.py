@@ -1,4 +1,4 @@
-"""The reports of a whole step say what those of its gradient say."""
+"""The reports of a whole step agree with the reports of its gradient."""
 
 import functools
 import re
@@ -24,13 +24,13 @@ from optax_lossscale.diagnostics import (
 )
 from optax_lossscale.diagnostics._overflow import _runners
 
-# Of steps that are as wrong as those of users may be.
+# Some steps contain the same mistake as those of users.
 pytestmark = pytest.mark.filterwarnings(
   "ignore:The loss scale is inside optax.MultiSteps"
 )
 
 compare = functools.partial(compare_precision, progress=False)
-# How many times the products of the gradient a step has.
+# Steps that run the matmuls of the gradient twice.
 TWICE = {
   whole_steps.accumulated,
   whole_steps.an_ensemble,
@@ -49,23 +49,23 @@ every_step = pytest.mark.parametrize(
 
 @functools.cache
 def compare_gradient():
-  fun, args = whole_steps.gradient(SMALL)
+  fun, args = whole_steps.make_grad_fn(SMALL)
   return compare(fun, *args), precision_report(fun, *args)
 
 
 @functools.cache
 def find_gradient_overflow():
-  fun, args = whole_steps.gradient(LARGE)
+  fun, args = whole_steps.make_grad_fn(LARGE)
   return find_overflow(fun, *args)
 
 
 def strip_name(name):
-  """The path of the weights, without what stands around it."""
+  """Return the path of the weights alone."""
   return name.split(" at ")[0].split("/")[-1]
 
 
 @every_step
-def test_a_step_is_compared_as_its_gradient_is(make):
+def test_a_step_is_compared_like_its_gradient(make):
   step, args = make(SMALL)
   found, (expected, _) = compare(step, *args), compare_gradient()
   assert expected.target == "results" and found.target == "gradients"
@@ -96,7 +96,7 @@ def test_a_step_that_is_skipped_is_not_finite(make):
 
 
 @every_step
-def test_the_products_of_a_step_are_those_of_its_gradient(make):
+def test_the_matmuls_of_a_step_are_those_of_its_gradient(make):
   _, expected = compare_gradient()
   step, args = make(SMALL)
   report = precision_report(step, *args)
@@ -104,8 +104,10 @@ def test_the_products_of_a_step_are_those_of_its_gradient(make):
     row.flops for row in report.flops if row.operand_dtype == "float16"
   )
   assert half == expected.total_flops * (2 if make in TWICE else 1)
-  beside = make is whole_steps.with_a_foreign_optimizer_beside
-  assert (report.fraction == 1) != beside
+  has_additional_matmuls = (
+    make is whole_steps.with_an_additional_optax_optimizer
+  )
+  assert (report.fraction == 1) != has_additional_matmuls
 
 
 def test_an_overflow_of_the_forward_pass_alone_is_found():
@@ -121,7 +123,7 @@ def test_an_overflow_in_an_epoch_names_the_iteration():
   assert "scan[1]" in find_overflow(epoch, params, state, batches).eqn_path
 
 
-def test_the_gradients_of_an_iteration_count_as_they_come():
+def test_the_gradients_of_all_iterations_are_combined():
   """The error is that of all iterations, by one norm."""
   tx = ols.with_loss_scaling(optax.sgd(0.0), SMALL)
   w = jnp.eye(4)
@@ -148,21 +150,21 @@ def steps_in_a_while(params, state, batch, count):
 def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
   _, args = whole_steps.plain(SMALL)
   args = *args, jnp.int32(2)
-  told = "radients inside while at test_tracing.py:"
+  note = "radients inside while at test_tracing.py:"
   with pytest.warns(
-    UserWarning, match=f"found no inf or NaN. Not analyzed: g{told}"
+    UserWarning, match=f"found no inf or NaN. Not analyzed: g{note}"
   ):
     assert find_overflow(steps_in_a_while, *args) is None
   report = compare(steps_in_a_while, *args)
   assert report.target == "results"
   for one in report, precision_report(steps_in_a_while, *args):
-    (line,) = [x for x in str(one).splitlines() if f"g{told}" in x]
+    (line,) = [x for x in str(one).splitlines() if f"g{note}" in x]
     assert line in str(one).splitlines()[1:3]
     assert "pass a single step" in line
 
 
-def test_an_update_on_the_host_is_looked_at_as_one_on_the_device():
-  # Of what is not looked at, a warning tells, which would be an error.
+def test_an_update_on_the_host_is_analyzed_like_one_on_the_device():
+  # A warning about code that is not analyzed would be an error here.
   step, args = whole_steps.plain(SMALL)
   assert find_overflow(on_host.run_on_host(jax.jit(step)), *args) is None
   step, args = whole_steps.plain(LARGE)
@@ -170,14 +172,14 @@ def test_an_update_on_the_host_is_looked_at_as_one_on_the_device():
   assert hit.primitive == find_overflow(step, *args).primitive
 
 
-def test_what_cannot_be_made_anew_is_told(monkeypatch):
+def test_gradients_that_cannot_be_recomputed_are_reported(monkeypatch):
   step, args = whole_steps.in_a_scan_of_one(SMALL)
   monkeypatch.setattr(_eqns, "trace_replacement_eqns", lambda fun, eqn: None)
   with pytest.warns(UserWarning, match="gradients inside scan at whole_st"):
     assert find_overflow(step, *args) is None
 
 
-def test_gradients_within_a_rule_are_told():
+def test_gradients_within_a_rule_are_reported():
   step, args = whole_steps.plain(SMALL)
   ruled = jax.custom_jvp(lambda *args: step(*args))
   ruled.defjvp(lambda primals, tangents: (ruled(*primals), tangents[:2]))
@@ -185,7 +187,7 @@ def test_gradients_within_a_rule_are_told():
     assert find_overflow(ruled, *args) is None
 
 
-def test_a_step_that_was_not_taken_has_nothing_to_compare():
+def test_a_step_that_did_not_run_has_nothing_to_compare():
   step, (params, state, batch) = whole_steps.plain(SMALL)
 
   def maybe(params, state, batch):
@@ -204,7 +206,7 @@ def test_a_step_that_was_not_taken_has_nothing_to_compare():
 
 
 @pytest.mark.parametrize("has_effect", [False, True])
-def test_a_step_that_is_skipped_without_an_overflow_is_told(has_effect):
+def test_a_step_that_is_skipped_without_an_overflow_is_reported(has_effect):
   step, args = whole_steps.plain(SMALL)
 
   def given(finite):
@@ -227,7 +229,7 @@ def test_a_nan_of_the_optimizer_is_found_if_updates_are_checked():
   assert find_overflow(step, grads, tx.init(params)).primitive == "div"
 
 
-def test_several_optimizers_are_told_apart_and_the_worst_counts():
+def test_several_optimizers_are_distinguished_and_the_worst_counts():
   tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
 
   @jax.jit
@@ -254,7 +256,7 @@ def test_several_optimizers_are_told_apart_and_the_worst_counts():
   )
 
 
-def test_a_shared_jit_of_the_update_is_looked_at_each_time():
+def test_a_shared_jit_of_the_update_is_analyzed_at_each_call():
   tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
   update = jax.jit(tx.update)
 
@@ -269,7 +271,7 @@ def test_a_shared_jit_of_the_update_is_looked_at_each_time():
   assert len(compare(step, PARAMS, state, 1e-6 * BATCH).array_errors) == 6
 
 
-def test_what_is_changed_in_place_counts_as_a_result():
+def test_objects_changed_in_place_count_as_results():
   """With an optimizer that is not ours, too."""
   _, (model, _, batch) = whole_steps.with_nnx_in_place(SMALL)
   bare = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -286,7 +288,7 @@ def test_what_is_changed_in_place_counts_as_a_result():
   assert find_overflow(bare_step, model, bare, batch) is None
 
 
-def test_arguments_may_come_to_hold_other_things():
+def test_arguments_may_change_their_structure():
   def step(params, batch):
     params["seen"] = batch.pop("x")
     return jnp.sum(params["seen"] @ params["first"])
@@ -295,7 +297,7 @@ def test_arguments_may_come_to_hold_other_things():
   assert found.total_flops == 2 * 8 * 6 * 4
 
 
-def test_a_model_that_is_bound_to_a_step_is_changed_as_an_argument_is():
+def test_a_model_bound_to_a_step_is_changed_like_an_argument():
   """Trainers bind it once; outside of the trace it would be ruined."""
   step, (model, optimizer, batch) = whole_steps.with_nnx_in_place(SMALL)
   bound = functools.partial(functools.partial(step, model), optimizer=optimizer)
@@ -336,9 +338,9 @@ def test_a_metric_that_an_earlier_step_made_nan_is_not_named():
 
 
 @pytest.mark.parametrize("where", ["params", "batch", "inner_state"])
-def test_an_argument_that_update_is_given_is_named(where):
+def test_a_nonfinite_argument_that_update_receives_is_named(where):
   tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), SMALL)
-  step = functools.partial(whole_steps.step_with, tx)
+  step = functools.partial(whole_steps.train_step, tx)
   args = {"params": PARAMS, "state": tx.init(PARAMS), "batch": BATCH}
   if where == "inner_state":
     inner = jax.tree.map(lambda x: jnp.nan * x, args["state"].inner_state)
@@ -349,7 +351,7 @@ def test_an_argument_that_update_is_given_is_named(where):
   assert hit.primitive == "argument" and where in hit.eqn_path
 
 
-def test_what_reaches_update_is_named_before_what_does_not():
+def test_faults_that_reach_update_are_named_before_others():
   def fun(policy, result):
     step, (params, state, batch) = whole_steps.by_hand(policy)
 
@@ -364,7 +366,7 @@ def test_what_reaches_update_is_named_before_what_does_not():
   assert fun(SMALL, log_of_zero).primitive == "log"
 
 
-def test_what_comes_after_the_gradients_is_not_run_by_operations(monkeypatch):
+def test_equations_after_the_gradients_are_not_run_one_by_one(monkeypatch):
   """A skipped step makes nothing of what the optimizer computes."""
   ran = []
   run = _runners.Runner.make_eqn_fun
@@ -375,14 +377,14 @@ def test_what_comes_after_the_gradients_is_not_run_by_operations(monkeypatch):
   )
   slow = optax.stateless(lambda g, _: jax.tree.map(jax.lax.erf_inv, g))
   tx = ols.with_loss_scaling(slow, LARGE)
-  plain = functools.partial(whole_steps.step_with, tx)
+  plain = functools.partial(whole_steps.train_step, tx)
   for step in plain, jax.jit(plain):
     assert find_overflow(step, PARAMS, tx.init(PARAMS), BATCH).backward
     assert "dot_general" in ran and "erf_inv" not in ran
     ran.clear()
 
 
-def test_other_names_of_checkpoints_are_left_alone():
+def test_other_checkpoint_names_are_ignored():
   def step(w, x):
     hidden = checkpoint_name(x @ w, "optax_lossscale")
     return jnp.sum(hidden)
@@ -391,7 +393,7 @@ def test_other_names_of_checkpoints_are_left_alone():
   assert report.target == "results"
 
 
-def test_a_key_may_hold_what_parts_a_mark():
+def test_a_key_may_contain_the_separator_of_tags():
   loss = ols.autocast(lambda params, x: jnp.mean((x @ params["a|b"]) ** 2))
   tx = ols.with_loss_scaling(optax.sgd(0.1))
 
@@ -403,14 +405,14 @@ def test_a_key_may_hold_what_parts_a_mark():
   assert list(report.array_errors) == ["a|b"]
 
 
-def test_marks_are_found_where_a_name_is_a_primitive_of_hijax():
-  with hijax.flags_on("jax_remat3"):
+def test_tags_are_found_if_name_is_a_hijax_primitive():
+  with hijax.enable_flags("jax_remat3"):
     step, args = whole_steps.in_a_scan_of_one(LARGE)
     hit = find_overflow(step, *args)
   assert hit.primitive == find_gradient_overflow().primitive
 
 
-def test_nothing_eager_is_marked():
+def test_eager_computations_are_not_tagged():
   """Marks are for jaxprs; a computation that runs at once has none."""
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   with mock.patch.object(_tags, "checkpoint_name") as named:
@@ -418,7 +420,7 @@ def test_nothing_eager_is_marked():
   named.assert_not_called()
 
 
-def test_the_program_that_is_compiled_has_no_marks(monkeypatch):
+def test_the_compiled_program_has_no_tags(monkeypatch):
   tx = ols.with_loss_scaling(optax.adam(0.1), max_norm=1.0, check_updates=True)
   args = PARAMS, tx.init(PARAMS), BATCH
 
@@ -456,7 +458,7 @@ REPORTS = pytest.mark.parametrize(
 
 
 @REPORTS
-def test_what_is_no_function_is_refused(report):
+def test_an_argument_other_than_a_function_is_refused(report):
   with pytest.raises(
     TypeError, match=r"fun must be a function, got fun = 3\.0"
   ):
@@ -464,7 +466,7 @@ def test_what_is_no_function_is_refused(report):
 
 
 @REPORTS
-def test_shapes_are_refused_by_what_needs_arrays(report):
+def test_reports_that_need_arrays_refuse_shapes(report):
   x = jax.ShapeDtypeStruct((2,), jnp.float32)
   programs = {
     "x": lambda x: jnp.exp(x),
@@ -479,7 +481,7 @@ def test_shapes_are_refused_by_what_needs_arrays(report):
 
 
 @REPORTS
-def test_under_jit_it_says_to_call_it_outside(report):
+def test_under_jit_the_error_says_to_call_the_report_outside(report):
   def called(*args):
     report(lambda *args: jnp.zeros(()), *args)
 

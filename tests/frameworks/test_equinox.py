@@ -6,7 +6,7 @@ import chex
 import diffrax
 import equinox as eqx
 from helpers.bits import assert_same_bits
-from helpers.small_model import make_batches, overflowing
+from helpers.small_model import make_batches, make_overflowing_batch
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +38,7 @@ class Model(eqx.Module):
     return mlp(half(x)).astype(jnp.float32)
 
 
-def test_a_model_that_jax_cannot_differentiate_names_the_cure():
+def test_a_model_that_jax_cannot_differentiate_raises_an_error_with_the_fix():
   key, state = jax.random.key(0), ols.DynamicLossScale().init()
   linear = eqx.nn.Linear(4, 2, key=key)
   fun = lambda model: jnp.sum(model(jnp.ones(4)))
@@ -100,7 +100,9 @@ def test_an_overflow_leaves_model_and_inner_state_bitwise_unchanged():
   step, traces = make_step(tx)
   (batch,) = make_batches(1)
   model, opt_state, _ = step(model, opt_state, batch)
-  after, after_state, loss = step(model, opt_state, overflowing(batch))
+  after, after_state, loss = step(
+    model, opt_state, make_overflowing_batch(batch)
+  )
   assert not np.isfinite(loss)
   old, new = eqx.filter(model, eqx.is_array), eqx.filter(after, eqx.is_array)
   assert_same_bits(new, old)
@@ -111,7 +113,7 @@ def test_an_overflow_leaves_model_and_inner_state_bitwise_unchanged():
   assert len(traces) == 1
 
 
-def test_filtered_gradients_are_equinox_s_own():
+def test_filtered_gradients_equal_those_of_equinox():
   model, _, opt_state = make(optax.sgd(0.1))
   (batch,) = make_batches(1)
   differentiated = ols.value_and_grad(
@@ -145,7 +147,7 @@ def test_a_frozen_layer_is_filtered_out():
   assert loss_fn(after, batch) < loss_fn(model, batch)
 
 
-# What the page on frameworks says of a model that is cast by hand.
+# The page on frameworks describes a model that is cast by hand.
 
 
 def to_half(tree):
@@ -188,11 +190,11 @@ def multiply(dtype):
     (multiply, None),
   ],
 )
-def test_a_cast_by_hand_that_forgets_one_input_is_an_error_or_in_float32(
+def test_a_manual_cast_that_misses_one_input_raises_or_runs_in_float32(
   call, message
 ):
   assert call(jnp.float16).dtype == jnp.float16
-  if message is None:  # without a word
+  if message is None:  # silently
     assert call(jnp.float32).dtype == jnp.float32
   else:
     with pytest.raises(TypeError, match=message):
@@ -202,7 +204,7 @@ def test_a_cast_by_hand_that_forgets_one_input_is_an_error_or_in_float32(
 @pytest.mark.parametrize(
   "using", [jax.value_and_grad, eqx.filter_value_and_grad]
 )
-def test_below_a_decorator_is_the_loss(using):
+def test_autocast_may_decorate_the_loss(using):
   loss_fn = lambda w: (w.astype(jnp.float16) ** 2).astype(jnp.float32)
   state = ols.FixedLossScale(2.0**10).init()
   decorated = using(loss_fn)
@@ -278,7 +280,7 @@ def continuous_normalizing_flow(model, series):
 @pytest.mark.parametrize(
   "loss_fn", [neural_ode, latent_ode, continuous_normalizing_flow]
 )
-def test_it_trains_as_in_float32(loss_fn):
+def test_an_equinox_model_trains_as_in_float32(loss_fn):
   tx = ols.with_loss_scaling(optax.adam(1e-2), POLICY)
 
   def trained(fun):
@@ -297,8 +299,8 @@ def test_it_trains_as_in_float32(loss_fn):
       losses.append(float(loss))
     return losses, opt_state
 
-  # In half first: with JAX 0.8, one of the rules refuses to be asked for other
-  # derivatives than before.
+  # Half precision is first: with JAX 0.8, one of the rules refuses to compute
+  # other derivatives than before.
   half, opt_state = trained(ols.autocast(loss_fn))
   full, _ = trained(loss_fn)
   assert full[-1] < full[0]
@@ -307,7 +309,7 @@ def test_it_trains_as_in_float32(loss_fn):
 
 
 @pytest.mark.slow
-def test_the_products_of_a_mapped_solver_run_in_half():
+def test_matmuls_of_a_mapped_solver_run_in_half_precision():
   report = ols.diagnostics.precision_report(
     eqx.filter_grad(ols.autocast(neural_ode)), Field(), SERIES
   )

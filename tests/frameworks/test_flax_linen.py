@@ -23,7 +23,7 @@ class StatsState(TrainState):
 
 
 class Model(nn.Module):
-  """Half precision but for the loss."""
+  """Half precision except for the loss."""
 
   @nn.compact
   def __call__(self, x, train=True):
@@ -103,7 +103,7 @@ def test_batch_statistics_stay_finite_through_an_overflowing_forward_pass(
   assert all(map(np.all, map(np.isfinite, jax.tree.leaves(after.batch_stats))))
 
 
-def test_without_the_recipe_batch_statistics_are_lost_for_ever(started):
+def test_without_the_recipe_batch_statistics_are_lost_permanently(started):
   state, _ = careless_step(started, make_data(overflow=True))
   assert_same_bits(state.params, started.params)  # the step was skipped ...
   for _ in range(5):
@@ -116,7 +116,7 @@ def test_without_the_recipe_batch_statistics_are_lost_for_ever(started):
   assert not np.isfinite(out).any()  # ... until the model is used
 
 
-def test_a_skip_moves_the_step_of_the_train_state_and_no_type(started):
+def test_a_skip_advances_the_step_of_the_train_state_and_keeps_types(started):
   after, _ = step(started, make_data(overflow=True))
   assert after.step == started.step + 1
   assert_same_bits(after.opt_state.inner_state, started.opt_state.inner_state)
@@ -138,7 +138,7 @@ def test_flax_serialization_round_trips(started):
   )
 
 
-# An fp8 layer keeps statistics beside its params, and their "gradients" are
+# An fp8 layer keeps statistics next to its params, and their "gradients" are
 # the new statistics.
 
 
@@ -182,7 +182,7 @@ def test_an_fp8_model_trains_as_without_scaling(fp8_runs):
   (stats,) = scaled.params[OVERWRITTEN].values()
   (bare_stats,) = bare.params[OVERWRITTEN].values()
   for name, value in stats.items():
-    # What comes in on the backward pass is larger by the scale.
+    # Cotangents in the backward pass are larger by the scale.
     factor = 2.0**15 if name.startswith("output_grad") else 1
     if name.endswith("history") or factor == 1:
       np.testing.assert_allclose(value, bare_stats[name] * factor, rtol=1e-5)

@@ -14,7 +14,7 @@ POLICY = ols.DynamicLossScale(growth_interval=3)
 
 
 class Model(nnx.Module):
-  """Half precision but for the loss."""
+  """Half precision except for the loss."""
 
   def __init__(self, rngs):
     half = {"dtype": jnp.float16, "rngs": rngs}
@@ -88,7 +88,7 @@ def test_an_nnx_optimizer_trains_with_only_two_lines_changed():
   assert optimizer.opt_state.inner_state[0].count[...] == 60 - skips
 
 
-def test_a_skip_moves_the_step_of_the_optimizer_alone():
+def test_a_skip_advances_only_the_step_of_the_optimizer():
   model, optimizer = make()
   recipe(model, optimizer, *make_data())
   params, stats = arrays(model, nnx.Param), arrays(model, nnx.BatchStat)
@@ -101,7 +101,7 @@ def test_a_skip_moves_the_step_of_the_optimizer_alone():
   assert ols.get_loss_scale_state(optimizer).loss_scale == 2.0**14
 
 
-def test_the_scale_is_found_and_set_wherever_it_lies():
+def test_the_scale_is_found_and_set_in_any_nnx_object():
   model, optimizer = make()
   step(model, optimizer, *make_data())
   for tree in (optimizer, optimizer.opt_state, nnx.state(optimizer)):
@@ -146,7 +146,7 @@ def test_extra_arguments_reach_the_inner_optimizer():
   assert loss_fn(model, *make_data()) < loss
 
 
-def test_the_scale_is_that_of_the_moment_in_which_it_is_called():
+def test_the_gradient_uses_the_scale_at_the_time_of_the_call():
   model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
   tx = ols.with_loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(2.0**4))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -168,7 +168,7 @@ def test_the_scale_is_that_of_the_moment_in_which_it_is_called():
   assert seen == [2.0**4, 2.0**3]
 
 
-def test_an_nnx_model_that_jax_cannot_differentiate_names_the_cure():
+def test_an_nnx_model_that_jax_cannot_differentiate_raises_with_the_fix():
   """Dropout counts its random numbers, in integers."""
   model = nnx.Sequential(
     nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))

@@ -22,7 +22,7 @@ import optax_lossscale as ols
 from optax_lossscale import interop
 
 pytestmark = pytest.mark.filterwarnings(
-  # Of Flax's older format, which is here on purpose.
+  # A warning about Flax's older format, which these tests use on purpose.
   "ignore:Flax Checkpointing will soon be deprecated:DeprecationWarning"
 )
 
@@ -35,7 +35,7 @@ STEPS = 20
 
 
 class ScaledTrainState(TrainState):
-  """As in Flax's ImageNet example: the scale is beside the optimizer."""
+  """A train state with a separate scale, as in Flax's ImageNet example."""
 
   dynamic_scale: Any
 
@@ -54,11 +54,11 @@ def make_state(tx, cls=TrainState, **fields):
   return cls.create(apply_fn=None, params=init_params(), tx=tx, **fields)
 
 
-def momentum(state):
+def get_momentum(state):
   return optax.tree.norm(optax.tree.get(state.opt_state, "trace")).item()
 
 
-def count(state):
+def get_count(state):
   return optax.tree.get(state.opt_state, "count").item()
 
 
@@ -77,14 +77,14 @@ def save_and_restore(request, tmp_path):
 
 
 def adopt(restored):
-  """What the pages say."""
+  """Resume as the pages say."""
   opt_state = TX.init(restored.params)._replace(inner_state=restored.opt_state)
   return restored.replace(tx=TX, opt_state=opt_state)
 
 
 def assert_training_continues(state, saved):
   """The state trains on as the saved one would have, without the wrapper."""
-  assert (state.step, count(state)) == (STEPS, STEPS)
+  assert (state.step, get_count(state)) == (STEPS, STEPS)
   mine, theirs = train(state, 3), train(saved, 3)
   assert_same_bits(mine.params, theirs.params)
   assert_same_bits(mine.opt_state.inner_state, theirs.opt_state)
@@ -93,16 +93,16 @@ def assert_training_continues(state, saved):
 def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum_silently(
   tmp_path,
 ):
-  """The trap, as it is. If this fails, Flax has closed it: say so."""
+  """The known trap. If this fails, Flax has fixed it: update the page."""
   saved = train(make_state(BARE))
-  assert momentum(saved) > 0.5
+  assert get_momentum(saved) > 0.5
   checkpoints.save_checkpoint(tmp_path, saved, STEPS)
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
   assert_same_bits(restored.params, saved.params)
-  assert (momentum(restored), count(restored)) == (0, 0)
+  assert (get_momentum(restored), get_count(restored)) == (0, 0)
   # The count of the schedule shows it.
   skips = ols.get_loss_scale_state(restored).total_notfinite
-  assert restored.step - skips - count(restored) == STEPS
+  assert restored.step - skips - get_count(restored) == STEPS
 
 
 def test_the_same_happens_to_a_wrapped_run_that_is_restored_into_a_bare_one(
@@ -112,13 +112,13 @@ def test_the_same_happens_to_a_wrapped_run_that_is_restored_into_a_bare_one(
   checkpoints.save_checkpoint(tmp_path, saved, STEPS)
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(BARE))
   assert restored.step == STEPS
-  assert (momentum(restored), count(restored)) == (0, 0)
+  assert (get_momentum(restored), get_count(restored)) == (0, 0)
   # The right way: as it was saved, and then leave.
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
   assert_same_bits(restored.opt_state.inner_state, saved.opt_state.inner_state)
 
 
-def test_restored_into_the_bare_state_and_adopted_the_run_goes_on(
+def test_a_run_restored_into_the_bare_state_and_adopted_continues(
   save_and_restore,
 ):
   saved = train(make_state(BARE))
@@ -150,7 +150,7 @@ def make_scaled_state():
   return make_state(BARE, ScaledTrainState, dynamic_scale=dynamic_scale)
 
 
-def test_a_run_with_dynamic_scale_brings_its_scale(save_and_restore):
+def test_a_run_with_dynamic_scale_keeps_its_scale(save_and_restore):
   saved = train(make_scaled_state())
   target = make_state(
     BARE, ScaledTrainState, dynamic_scale=DynamicScale(growth_interval=12)
@@ -175,4 +175,4 @@ def test_restored_without_its_field_a_dynamic_scale_is_lost_silently(tmp_path):
   restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
   assert restored.step == STEPS
   assert ols.get_loss_scale_state(restored).loss_scale == 2.0**15
-  assert (momentum(restored), count(restored)) == (0, 0)
+  assert (get_momentum(restored), get_count(restored)) == (0, 0)

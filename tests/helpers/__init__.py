@@ -1,4 +1,4 @@
-"""What tests share."""
+"""Helpers that tests share."""
 
 from collections.abc import Collection
 import importlib.util
@@ -15,10 +15,10 @@ def mark_slow_params(
   values: Collection[Any],
   slow: Collection[Any] | None = None,
 ) -> list[Any]:
-  """Values of a parameter, of which all but the quick ones are for slow tests.
+  """Return the values of a parameter, of which only the quick ones always run.
 
-  Where many values prove one sentence, those that differ most are quick. If
-  some are named as slow, the others are left to the nights.
+  If many values prove one sentence, those that differ most are quick. If
+  some are named as slow, the others run in the nightly tests.
   """
   assert set(quick) | set(slow or ()) <= set(values)
   return [
@@ -41,14 +41,14 @@ def pages_below(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def find_line_number(comment: str, file: str) -> int:
-  """The number of the only line of a file that ends with a comment."""
+  """Return the number of the only line of a file that ends with a comment."""
   lines = pathlib.Path(file).read_text().splitlines()
   (number,) = [i for i, x in enumerate(lines, 1) if x.endswith(f"# {comment}")]
   return number
 
 
 def load_example(name: str) -> Any:
-  """An example as a module."""
+  """Return an example as a module."""
   path = ROOT / "examples" / f"{name}.py"
   spec: Any = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""The benchmarks, which are scripts beside the package."""
+"""Loads the benchmarks, which are scripts outside of the package."""
 
 import importlib
 import sys

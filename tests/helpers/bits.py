@@ -21,7 +21,7 @@ def assert_same_bits(actual, expected):
 def assert_close(actual, expected, tolerance=5e-3):
   """Fails unless all leaves differ by little, measured by their largest entry.
 
-  The default is what products in float16 may lose.
+  The default is the error that matmuls in float16 may have.
   """
 
   def check(a, b):

@@ -1,4 +1,4 @@
-"""Gives functions derivatives of their own, as libraries and users do."""
+"""Gives functions custom derivatives, as libraries and users do."""
 
 import jax
 

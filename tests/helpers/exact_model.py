@@ -2,7 +2,7 @@
 
 The loss is linear and its gradients are small integers, so that every sum is
 exact in whatever order devices add; the optimizer multiplies by powers of two.
-What a run on eight devices computes must equal one device's bit for bit.
+The results of eight devices must equal those of one device bit for bit.
 """
 
 import functools
@@ -83,7 +83,7 @@ def train(step, params, opt_state, batches):
 
 @functools.cache
 def train_on_one_device(steps):
-  """What one device computes, with which all others are compared."""
+  """Return the results of one device, the reference for all others."""
   tx, params = make_optimizer(), init_params()
   step = lambda *args: train_step(tx, *args)
   run = jax.jit(lambda *args: train(step, *args))

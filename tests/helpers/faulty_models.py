@@ -18,17 +18,23 @@ W = jnp.eye(4, dtype=F16)
 BIG = jnp.full((4, 4), 30000, F16)
 
 
-# How each is made, what is told of it (inf or NaN, the path, whether it is in
-# the backward pass), and the function that the line stands in.
+# For each fault: its maker, the expected report (inf or NaN, the path, whether
+# it is in the backward pass), and the function that contains the line.
 FAULTS = {}
 
 
-def fault(kind, path, *args, inside=None, backward=False):
-  """Adds a function of these arguments; or what returns both, without any."""
+def register_fault(nonfinite, path, *args, function_name=None, backward=False):
+  """Add a function of these arguments; or, without any, a maker of both."""
 
   def register(fun):
     make = (lambda: (fun, *args)) if args else fun
-    FAULTS[fun.__name__] = make, kind, path, backward, inside or fun.__name__
+    FAULTS[fun.__name__] = (
+      make,
+      nonfinite,
+      path,
+      backward,
+      function_name or fun.__name__,
+    )
     return fun
 
   return register
@@ -38,17 +44,17 @@ def as_loss(x):
   return jnp.sum(x.astype(jnp.float32))
 
 
-@fault("inf", "dot_general", X)
+@register_fault("inf", "dot_general", X)
 def matmul(x):
   return x @ BIG  # matmul
 
 
-@fault("nan", "log", X)
+@register_fault("nan", "log", X)
 def logarithm(x):
   return jnp.log(x - 3)  # logarithm
 
 
-@fault("inf", "jit(block)/exp", X, inside="block")
+@register_fault("inf", "jit(block)/exp", X, function_name="block")
 def in_jit(x):
   @jax.jit
   def block(x):
@@ -58,7 +64,7 @@ def in_jit(x):
   return block(x) + 1
 
 
-@fault("inf", "scan[3]/mul", X, inside="body")
+@register_fault("inf", "scan[3]/mul", X, function_name="body")
 def in_scan(x):
   def body(x, i):
     y = jnp.where(i == 3, 300.0, 1.0).astype(F16)
@@ -68,7 +74,7 @@ def in_scan(x):
   return lax.scan(body, x, jnp.arange(6))[0]
 
 
-@fault("inf", "scan[2]/scan[1]/div", X, inside="inner")
+@register_fault("inf", "scan[2]/scan[1]/div", X, function_name="inner")
 def in_nested_scan(x):
   def inner(x, ij):
     i, j = ij
@@ -83,7 +89,7 @@ def in_nested_scan(x):
   return lax.scan(outer, x, jnp.arange(4))[0]
 
 
-@fault("inf", "while[2]/mul", X, inside="body")
+@register_fault("inf", "while[2]/mul", X, function_name="body")
 def in_while(x):
   def body(state):
     i, x = state
@@ -92,7 +98,7 @@ def in_while(x):
   return lax.while_loop(lambda state: state[0] < 5, body, (0, x))[1]
 
 
-@fault("nan", "cond(branch 1)/sqrt", X, inside="<lambda>")
+@register_fault("nan", "cond(branch 1)/sqrt", X, function_name="<lambda>")
 def in_cond(x):
   return lax.cond(
     x.sum() > 0,
@@ -102,7 +108,7 @@ def in_cond(x):
   )
 
 
-@fault("inf", "dot_general", X, BIG, inside="one")
+@register_fault("inf", "dot_general", X, BIG, function_name="one")
 def in_vmap(xs, w):
   def one(x):
     return jnp.dot(x, w)  # in_vmap
@@ -110,7 +116,7 @@ def in_vmap(xs, w):
   return jax.vmap(one)(xs)
 
 
-@fault("inf", "checkpoint/square", inside="block")
+@register_fault("inf", "checkpoint/square", function_name="block")
 def in_remat():
   @jax.checkpoint
   def block(x):
@@ -119,21 +125,23 @@ def in_remat():
   return (lambda x: as_loss(block(x))), X
 
 
-@fault("inf", "div", X)
+@register_fault("inf", "div", X)
 @jax.grad
 def division_backward(x):
   y = jnp.where(x > 2, jnp.sqrt(x - 2), 0)  # division_backward
   return as_loss(y)
 
 
-@fault("inf", "dot_general", W, backward=True)
+@register_fault("inf", "dot_general", W, backward=True)
 @jax.value_and_grad
 def matmul_backward(w):
   y = X @ w  # matmul_backward
   return as_loss(y * F16(20000))
 
 
-@fault("inf", "scan[2]/dot_general", X * 0, inside="body", backward=True)
+@register_fault(
+  "inf", "scan[2]/dot_general", X * 0, function_name="body", backward=True
+)
 @jax.grad
 def scan_backward(x):
   def body(x, w):
@@ -144,7 +152,9 @@ def scan_backward(x):
   return as_loss(lax.scan(body, x, ws)[0]) * 20
 
 
-@fault("inf", "checkpoint/dot_general", inside="block", backward=True)
+@register_fault(
+  "inf", "checkpoint/dot_general", function_name="block", backward=True
+)
 def remat_backward():
   @jax.checkpoint
   def block(x, w):
@@ -161,7 +171,7 @@ def clipped(x):
 clipped.defvjp(lambda x: (clipped(x), x), lambda x, ct: (ct / (x - 2),))
 
 
-@fault("inf", "div", X, backward=True)
+@register_fault("inf", "div", X, backward=True)
 @jax.grad
 def custom_vjp_backward(x):
   return as_loss(clipped(x))  # custom_vjp_backward
@@ -175,7 +185,7 @@ def powers(x):
 powers.defvjp(lambda x: (powers(x), x), lambda x, ct: (ct,))
 
 
-@fault("inf", "custom_vjp_call/exp", X, inside="powers")
+@register_fault("inf", "custom_vjp_call/exp", X, function_name="powers")
 def custom_vjp_forward(x):
   return powers(x) + 1
 
@@ -188,12 +198,12 @@ def cubed(x):
 cubed.defjvp(lambda x, t: (cubed(*x), 3 * x[0] * x[0] * t[0]))
 
 
-@fault("inf", "custom_jvp_call/mul", X, inside="cubed")
+@register_fault("inf", "custom_jvp_call/mul", X, function_name="cubed")
 def custom_jvp_forward(x):
   return cubed(x * 50)
 
 
-@fault("inf", "jit(_where)/convert_element_type", inside="fun")
+@register_fault("inf", "jit(_where)/convert_element_type", function_name="fun")
 def where_of_a_library():
   jnp.where(X > 1, X, -70000.0)  # traced here first
 
@@ -203,7 +213,7 @@ def where_of_a_library():
   return fun, X
 
 
-@fault("inf", "shard_map/square", inside="part")
+@register_fault("inf", "shard_map/square", function_name="part")
 def in_shard_map():
   mesh = jax.make_mesh(
     (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
@@ -218,7 +228,9 @@ def in_shard_map():
   return fun, jnp.ones((8, 4), F16)
 
 
-@fault("inf", "jit(<lambda>)/dot_general", inside="Block.__call__")
+@register_fault(
+  "inf", "jit(<lambda>)/dot_general", function_name="Block.__call__"
+)
 def in_linen():
   class Block(nn.Module):
     @nn.compact
@@ -235,7 +247,7 @@ def in_linen():
   return jax.jit(jax.value_and_grad(loss_fn)), params, X
 
 
-@fault("nan", "div", inside="Model.__call__")
+@register_fault("nan", "div", function_name="Model.__call__")
 def in_nnx():
   class Model(nnx.Module):
     def __init__(self, rngs):
@@ -251,7 +263,7 @@ def in_nnx():
   return nnx.value_and_grad(loss_fn), Model(nnx.Rngs(0)), X
 
 
-@fault("inf", "dot_general", inside="Model.__call__")
+@register_fault("inf", "dot_general", function_name="Model.__call__")
 def in_equinox():
   class Model(eqx.Module):
     layers: list
@@ -271,7 +283,7 @@ def in_equinox():
   return eqx.filter_value_and_grad(loss_fn), model, X
 
 
-@fault("inf", "mul", inside="loss_fn", backward=True)
+@register_fault("inf", "mul", function_name="loss_fn", backward=True)
 def with_a_scale():
   opt_state = ols.with_loss_scaling(optax.sgd(0.1), 2.0**15).init(W)
 

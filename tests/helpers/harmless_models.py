@@ -17,7 +17,7 @@ CAUSAL = jnp.tril(jnp.ones((4, 4), bool))
 PROGRAMS = {}  # each makes a function and its arguments
 
 
-def program(*args):
+def register_program(*args):
   """Adds a function of these arguments; or what returns both, without any."""
 
   def register(fun):
@@ -31,53 +31,53 @@ def total(x):
   return jnp.sum(x.astype(jnp.float32))
 
 
-@program(W)
+@register_program(W)
 @jax.value_and_grad
 def plain(w):
   return total(jnp.tanh(X @ w))
 
 
-@program(X)
+@register_program(X)
 @jax.value_and_grad
 def masked_softmax(x):
   logits = jnp.where(CAUSAL, x.T @ x, -jnp.inf)
   return total(jax.nn.softmax(logits) ** 2)
 
 
-@program(X)
+@register_program(X)
 def a_mask_too_large_for_float16(x):
   logits = x.T @ x + (1 - CAUSAL.astype(F16)) * -6e4 * 4
   return jax.nn.softmax(jnp.where(CAUSAL, logits, -jnp.inf))
 
 
-@program(X)
+@register_program(X)
 def a_mask_of_logarithms(x):
   return jax.nn.softmax(x.T @ x + jnp.log(CAUSAL.astype(F16)))
 
 
-@program(X, jnp.where(CAUSAL, 0, -jnp.inf).astype(F16))
+@register_program(X, jnp.where(CAUSAL, 0, -jnp.inf).astype(F16))
 def a_mask_among_the_arguments(x, mask):
   return jax.nn.softmax(x.T @ x + mask)
 
 
-@program(X)
+@register_program(X)
 def where_that_is_not_taken(x):
   return jnp.where(x > 0, jnp.log(x), 0) + jnp.where(x > 9, 1 / (x - x), 1)
 
 
-@program(X)
+@register_program(X)
 @jax.grad
 def where_guarded_twice(x):
   safe = jnp.where(x > 0, x, 1)
   return total(jnp.where(x > 0, jnp.log(safe), 0))
 
 
-@program(X)
+@register_program(X)
 def part_that_is_cut_off(x):
   return jnp.concatenate([jnp.exp(x * 20), x])[3:]
 
 
-@program(jnp.ones(3, F16))
+@register_program(jnp.ones(3, F16))
 def scan_that_recovers(x):
   def body(x, i):
     x = jnp.where(i == 2, jnp.inf, x).astype(F16)
@@ -86,25 +86,25 @@ def scan_that_recovers(x):
   return lax.scan(body, x, jnp.arange(5))
 
 
-@program(X)
+@register_program(X)
 @jax.jit
 @jax.value_and_grad
 def largest_of_a_window(x):
   return total(nn.max_pool(x[..., None], (2,)))
 
 
-@program(X)
+@register_program(X)
 def only_an_integer_is_made_of_it(x):
   return jnp.argmax(jnp.exp(x * 20), axis=-1) * 1.5
 
 
-@program()
+@register_program()
 def a_scale_that_fits():
   opt_state = ols.with_loss_scaling(optax.sgd(0.1), 64.0).init(W)
   loss_fn = lambda w, x: total(nn.softmax(x @ w) ** 2)
   return jax.jit(ols.value_and_grad(loss_fn, opt_state)), W, X
 
 
-@program(jnp.arange(3))
+@register_program(jnp.arange(3))
 def nothing_but_integers(x):
   return x + 1

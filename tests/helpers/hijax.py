@@ -17,7 +17,7 @@ def is_enabled(flag):
 
 
 @contextlib.contextmanager
-def flags_on(*flags):
+def enable_flags(*flags):
   """Turns some of them on; skips the test if this JAX has not all of these."""
   missing = [flag for flag in flags if not hasattr(jax.config, flag)]
   if missing:
@@ -34,4 +34,4 @@ def flags_on(*flags):
 
 def enable_all_flags():
   """Turns all of them on; skips the test if this JAX has not all."""
-  return flags_on(*FLAGS)
+  return enable_flags(*FLAGS)

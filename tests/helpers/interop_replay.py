@@ -17,7 +17,7 @@ def load(name):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def scan(policy, state, finite):
+def scan_policy(policy, state, finite):
   def body(state, step):
     state = policy.adjust(state, step)
     return state, (state.loss_scale, state.finite_count, state.last_finite)
@@ -36,32 +36,34 @@ def replay(policy, state, steps):
       max(2.0**15, policy.min_scale), getattr(policy, "max_scale", HIGH)
     )
     policy = dataclasses.replace(policy, init_scale=init_scale)
-  return [np.asarray(x)[: len(steps)] for x in scan(policy, state, padded)]
+  return [
+    np.asarray(x)[: len(steps)] for x in scan_policy(policy, state, padded)
+  ]
 
 
 def assert_same_trajectory(expected, expected_counts, actual, may_leave_range):
   scales = np.array(
-    [common.number(x) for x in common.unruns(expected["scale"])]
+    [common.decode_scale(x) for x in common.decode_runs(expected["scale"])]
   )
   outcomes = common.unpack(expected["taken"])
   our_scales, our_counts, our_applied = actual
-  in_range_mask = in_range(scales)
+  in_range_mask = is_in_range(scales)
   end = len(scales) if in_range_mask.all() else int(np.argmin(in_range_mask))
   assert end == len(scales) or may_leave_range
   np.testing.assert_array_equal(our_scales[:end], scales[:end])
   np.testing.assert_array_equal(our_counts[:end], expected_counts[:end])
   applied = np.array([x == "A" for x in outcomes])[:end]
   np.testing.assert_array_equal(our_applied[:end], applied)
-  assert in_range(our_scales).all()
+  assert is_in_range(our_scales).all()
   if outcomes.endswith("R"):  # It raised at its floor; ours skips, and stays.
     assert our_scales[len(scales)] == scales[-1]
     assert not our_applied[len(scales)]
 
 
-def in_range(scale):
+def is_in_range(scale):
   """Whether float32 holds the scale and its reciprocal as normal numbers."""
   return (scale >= LOW) & (scale <= HIGH)
 
 
-def counters(encoded):
-  return list(itertools.accumulate(common.unruns(encoded)))
+def decode_counters(encoded):
+  return list(itertools.accumulate(common.decode_runs(encoded)))

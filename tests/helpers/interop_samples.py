@@ -97,7 +97,7 @@ MINDSPORE = {
   "scale_factor": 2,
 }
 
-# Every dict that can be given: a name, the call, and a valid dict.
+# Every dict that can be passed: a name, the call, and a valid dict.
 CALLS = {
   "tf.keras": (interop.from_keras, TF),
   "Keras 3": (interop.from_keras, KERAS_3),
@@ -165,7 +165,7 @@ OBJECTS = [
 
 
 class Hostile:
-  """Raises whatever is asked of it."""
+  """Raises an error in every method."""
 
   def __repr__(self):
     raise RecursionError
@@ -183,7 +183,7 @@ class Hostile:
     raise RuntimeError(name)
 
 
-def nested(depth):
+def make_nested_list(depth):
   value = []
   for _ in range(depth):
     value = [value]
@@ -196,7 +196,7 @@ WRONG_TYPE = {
   "a long string": "9" * 100_000,
   "a complex number": 1j,
   "a list": [1.0],
-  "a deep list": nested(100_000),
+  "a deep list": make_nested_list(100_000),
   "a dict": {"scale": 1.0},
   "a class": float,
   "a function": abs,
@@ -218,10 +218,10 @@ WRONG_VALUE = {
   "a negative huge int": -(10**5000),
   "a subnormal": 1e-45,
 }
-# What of these is right for some keys.
-RIGHT = {
+# Samples that are valid for some keys.
+VALID_FOR_KEYS = {
   "_hysteresis_tracker": ["a negative"],
-  "hysteresis_tracker": ["a negative"],  # They go on counting below zero.
+  "hysteresis_tracker": ["a negative"],  # They count below zero.
   "cur_hysteresis": ["a negative"],
   "fp16_scale_tolerance": ["a subnormal"],
   "loss_scale": ["a subnormal"],  # FixedLossScale refuses it.

@@ -1,4 +1,4 @@
-"""What JAX itself cannot do, in this version or with the flags that are on."""
+"""Limits of JAX itself, in this version or with the flags that are on."""
 
 import jax
 import pytest
@@ -16,7 +16,7 @@ def can_run_in_jax(fun, *args):
   except NotImplementedError:
     return False
   except (TypeError, IndexError, ValueError):  # So fails what flags change.
-    if not flags_on():
+    if not list_enabled_flags():
       raise
     return False
   return True
@@ -25,9 +25,11 @@ def can_run_in_jax(fun, *args):
 def skip_if_jax_cannot(fun, *args):
   """Skips a test of what JAX cannot do without us."""
   if not can_run_in_jax(fun, *args):
-    with_flags = f" with {', '.join(flags_on())}" if flags_on() else ""
+    with_flags = (
+      f" with {', '.join(list_enabled_flags())}" if list_enabled_flags() else ""
+    )
     pytest.skip(f"JAX {jax.__version__}{with_flags} cannot do it without us.")
 
 
-def flags_on():
+def list_enabled_flags():
   return list(filter(hijax.is_enabled, hijax.FLAGS))

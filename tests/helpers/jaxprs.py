@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from helpers import matmul_flops, sharding
 from optax_lossscale._jaxprs import _eqns, _primitives, _walk
 
-# What moves a product `h` of shape (4, 4), and nothing else, by the name of its
-# primitive: all that follows a product in half precision.
-MOVES = {
+# Functions that only move a matmul `h` of shape (4, 4), by the name of their
+# primitive: all that may follow a matmul in half precision.
+DATA_MOVEMENT = {
   "copy": jnp.copy,
   "name": lambda h: checkpoint_name(h, "h"),
   "optimization_barrier": lax.optimization_barrier,
@@ -29,31 +29,31 @@ MOVES = {
 }
 
 
-class Product(NamedTuple):
-  """A product, by the names that reports print."""
+class Matmul(NamedTuple):
+  """A matmul with the names that reports print."""
 
-  name: str  # of its weights or its scope, whichever tells more
+  name: str  # of its weights or its scope, whichever is more specific
   weights: str
   scope: str
   backward: bool
   dtype: str  # of the result
 
 
-def of(fun, *args):
+def list_eqns(fun, *args):
   """All equations of a function, outermost first."""
-  return [eqn for _, eqn in matmul_flops.equations(jax.make_jaxpr(fun)(*args))]
+  return [eqn for _, eqn in matmul_flops.iter_eqns(jax.make_jaxpr(fun)(*args))]
 
 
-def products(fun, *args):
-  """How many products there are, by the name of the dtype of the result."""
+def count_matmuls_by_dtype(fun, *args):
+  """Count the matmuls by the name of the dtype of their result."""
   return count_eqn_matmuls_by_dtype(jax.make_jaxpr(fun)(*args).jaxpr.eqns)
 
 
 def list_named_matmuls(fun, *args, only_live=False):
-  """Each product of a function, in order, as a :class:`MatmulStats`.
+  """Return each matmul of a function, in order, as a :class:`Matmul`.
 
-  Only those whose results are read, if that is asked for: JAX leaves others
-  beside them, which XLA drops.
+  Only those whose results are read, if that is requested: JAX leaves others
+  next to them, which XLA removes.
   """
   visits = _walk.walk(
     jax.make_jaxpr(fun)(*args),
@@ -65,7 +65,7 @@ def list_named_matmuls(fun, *args, only_live=False):
     if _primitives.is_matmul(visit.eqn):
       names, dtype = visit.location.names, visit.eqn.outvars[0].aval.dtype
       labels = names.candidate_labels()[0], names.param_path, names.name_scope
-      matmuls.append(Product(*labels, visit.location.is_backward, str(dtype)))
+      matmuls.append(Matmul(*labels, visit.location.is_backward, str(dtype)))
   return matmuls
 
 
@@ -73,15 +73,15 @@ def count_eqn_matmuls_by_dtype(eqns):
   """The same of some equations, and of all that they call."""
   return Counter(
     str(eqn.outvars[0].aval.dtype)
-    for _, eqn in matmul_flops.within(eqns)
-    if eqn.primitive.name in matmul_flops.PRODUCTS
+    for _, eqn in matmul_flops.iter_nested_eqns(eqns)
+    if eqn.primitive.name in matmul_flops.MATMULS
   )
 
 
-def in_half(fun, *args, dtype=jnp.float16):
+def list_half_primitives(fun, *args, dtype=jnp.float16):
   """The names of the primitives that return something in half precision."""
   return {
     eqn.primitive.name
-    for eqn in of(fun, *args)
+    for eqn in list_eqns(fun, *args)
     if any(getattr(v.aval, "dtype", None) == dtype for v in eqn.outvars)
   }

@@ -22,7 +22,7 @@ FLOATS = {
   "empty": jnp.zeros((0, 3)),
 }
 
-OTHERS = {
+NON_FLOATS = {
   "int": jnp.array([1, 2]),
   "bool": jnp.array([True, False]),
   "float0": np.zeros(2, jax.dtypes.float0),
@@ -38,7 +38,7 @@ OTHERS = {
   },
 }
 
-ZOO = {"floats": FLOATS, "others": OTHERS, "nothing": {}}
+LEAF_GROUPS = {"floats": FLOATS, "others": NON_FLOATS, "nothing": {}}
 
 
 def make_bad_weight(indices, values, shape=(4, 8)):
@@ -48,7 +48,7 @@ def make_bad_weight(indices, values, shape=(4, 8)):
   return weight
 
 
-def shard(x, axis_type=AxisType.Auto, spec=("x", "y")):
+def shard_array(x, axis_type=AxisType.Auto, spec=("x", "y")):
   mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
   return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
@@ -57,9 +57,9 @@ def shard(x, axis_type=AxisType.Auto, spec=("x", "y")):
 AS_ARRAYS = {
   "numpy": lambda x: x,
   "jax": jnp.asarray,
-  "sharded": shard,
-  "explicitly sharded": lambda x: shard(x, AxisType.Explicit),
-  "partly sharded": lambda x: shard(x, spec=(None, ("x", "y"))),
+  "sharded": shard_array,
+  "explicitly sharded": lambda x: shard_array(x, AxisType.Explicit),
+  "partly sharded": lambda x: shard_array(x, spec=(None, ("x", "y"))),
   "float16": lambda x: jnp.asarray(x, jnp.float16),
   "bfloat16 numpy": lambda x: x.astype(ml_dtypes.bfloat16),
 }

@@ -12,8 +12,8 @@ import optax
 
 import optax_lossscale as ols
 
-_OBSERVED, _ACTIONS, _WORDS = 4, 3, 32
-LARGE = 2.0**40
+_OBS_SIZE, _NUM_ACTIONS, _VOCAB_SIZE = 4, 3, 32
+LARGE_SCALE = 2.0**40
 
 
 def _dense(key, *shape):
@@ -25,7 +25,7 @@ def _norm(x):
   return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
 
 
-def _step(tx, loss_fn, params, opt_state, batch):
+def _train_step(tx, loss_fn, params, opt_state, batch):
   loss, grads = ols.value_and_grad(loss_fn, opt_state)(params, batch)
   updates, opt_state = tx.update(grads, opt_state, params)
   return (optax.apply_updates(params, updates), opt_state), loss
@@ -39,7 +39,7 @@ def recurrent_ppo(
   epochs=2,
   minibatches=2,
   updates=2,
-  loss_scale=LARGE,
+  loss_scale=LARGE_SCALE,
 ):
   """A recurrent PPO under ``vmap``: scans in scans in scans."""
   inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-3))
@@ -48,7 +48,7 @@ def recurrent_ppo(
   def init(key):
     keys = jax.random.split(key, 7)
     return {
-      "embed": _dense(keys[0], _OBSERVED, width),
+      "embed": _dense(keys[0], _OBS_SIZE, width),
       "input": _dense(keys[1], width, 3 * width),
       "hidden": _dense(keys[2], width, 3 * width),
       "bias": jnp.zeros(3 * width),
@@ -114,7 +114,7 @@ def recurrent_ppo(
       x = x[:, order].reshape(x.shape[0], minibatches, -1, *x.shape[2:])
       return jnp.swapaxes(x, 0, 1)
 
-    minibatch = lambda carry, batch: _step(tx, loss_fn, *carry, batch)
+    minibatch = lambda carry, batch: _train_step(tx, loss_fn, *carry, batch)
     trained, losses = lax.scan(
       minibatch, trained, jax.tree.map(split_minibatches, batch)
     )
@@ -139,7 +139,7 @@ def recurrent_ppo(
     return (trained, state, hidden, done, key), losses
 
   def train(params, opt_state, key):
-    state = jnp.full((envs, _OBSERVED), 0.3)
+    state = jnp.full((envs, _OBS_SIZE), 0.3)
     hidden, done = jnp.zeros((envs, width)), jnp.zeros(envs, bool)
     carry = (params, opt_state), state, hidden, done, key
     carry, losses = lax.scan(update, carry, None, updates)
@@ -150,7 +150,9 @@ def recurrent_ppo(
   return jax.jit(jax.vmap(train)), params, jax.vmap(tx.init)(params), keys
 
 
-def xlstm(blocks=4, width=16, heads=2, length=12, batch=2, loss_scale=LARGE):
+def xlstm(
+  blocks=4, width=16, heads=2, length=12, batch=2, loss_scale=LARGE_SCALE
+):
   """An xLSTM: blocks of matrix and of scalar memory, in turns."""
   tx = ols.with_loss_scaling(optax.adamw(1e-3), loss_scale)
   size = width // heads
@@ -225,12 +227,12 @@ def xlstm(blocks=4, width=16, heads=2, length=12, batch=2, loss_scale=LARGE):
 
   keys = jax.random.split(jax.random.key(0), blocks + 2)
   params = {
-    "embed": jax.random.normal(keys[0], (_WORDS, width)),
-    "head": _dense(keys[1], width, _WORDS),
+    "embed": jax.random.normal(keys[0], (_VOCAB_SIZE, width)),
+    "head": _dense(keys[1], width, _VOCAB_SIZE),
     "blocks": list(map(init, keys[2:])),
   }
-  tokens = jax.random.randint(keys[0], (batch, length + 1), 0, _WORDS)
-  step = functools.partial(_step, tx, loss_fn)
+  tokens = jax.random.randint(keys[0], (batch, length + 1), 0, _VOCAB_SIZE)
+  step = functools.partial(_train_step, tx, loss_fn)
   return jax.jit(step), params, tx.init(params), tokens
 
 
@@ -252,5 +254,5 @@ def small_layers(count=100, width=16, is_scan=False, loss_scale=2.0**120):
   params = [_dense(key, width, width) for key in keys]
   params = jnp.stack(params) if is_scan else params
   x = jax.random.normal(jax.random.key(1), (8, width))
-  step = functools.partial(_step, tx, loss_fn)
+  step = functools.partial(_train_step, tx, loss_fn)
   return jax.jit(step), params, tx.init(params), x

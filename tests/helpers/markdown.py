@@ -13,7 +13,7 @@ _RUNNABLE = re.compile(
 )
 
 
-def blocks(path):
+def find_code_blocks(path):
   """The code of each block that runs."""
   # Lines such as `:tags: [hide-input]` are options of a cell.
   return [
@@ -22,7 +22,7 @@ def blocks(path):
   ]
 
 
-def run(path):
+def run_page(path):
   """The names that the page defines; what it prints is printed.
 
   Each block may use what those above it define, and import a file next to the
@@ -30,7 +30,7 @@ def run(path):
   """
   names = {"__name__": "__main__"}
   with _importing_from(path.parent):
-    for block in blocks(path):
+    for block in find_code_blocks(path):
       if block.startswith(">>> "):
         _run_prompts(block, names, path)
       else:

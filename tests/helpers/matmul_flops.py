@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs import _eqns
 
 HALF = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)
-PRODUCTS = "dot_general", "conv_general_dilated"
+MATMULS = "dot_general", "conv_general_dilated"
 # All that may compute in half precision, move it, or call what does.
 ALLOWED_IN_HALF = {
-  *PRODUCTS,
+  *MATMULS,
   "convert_element_type",
-  # What moves data. The last two are there for its derivatives: slices are put
-  # back among zeros.
+  # Primitives that move data. The last two are in its derivatives, which put
+  # slices back among zeros.
   "copy",
   "name",
   "optimization_barrier",
@@ -28,7 +28,7 @@ ALLOWED_IN_HALF = {
   "transpose",
   "broadcast_in_dim",
   "pad",
-  # What calls functions.
+  # Primitives that call functions.
   "call_hi_primitive",
   "jit",
   "remat2",
@@ -36,46 +36,48 @@ ALLOWED_IN_HALF = {
 }
 
 
-def equations(jaxpr: Any, num_executions: int = 1) -> Iterator[tuple[int, Any]]:
+def iter_eqns(jaxpr: Any, num_executions: int = 1) -> Iterator[tuple[int, Any]]:
   """Each equation, and how often it runs. Branches count once each."""
-  yield from within(getattr(jaxpr, "jaxpr", jaxpr).eqns, num_executions)
+  yield from iter_nested_eqns(
+    getattr(jaxpr, "jaxpr", jaxpr).eqns, num_executions
+  )
 
 
-def within(
+def iter_nested_eqns(
   eqns: list[Any], num_executions: int = 1
 ) -> Iterator[tuple[int, Any]]:
   """The same of some equations, and of all that they call."""
   for eqn in eqns:
     yield num_executions, eqn
     for inner in _eqns.subjaxprs(eqn):
-      yield from equations(inner, num_executions * eqn.params.get("length", 1))
+      yield from iter_eqns(inner, num_executions * eqn.params.get("length", 1))
 
 
-def by_dtype(jaxpr: Any) -> Counter:
-  """Flops of matrix products and convolutions, by the dtype of the result.
+def count_flops_by_dtype(jaxpr: Any) -> Counter:
+  """Return the FLOPs of matmuls and convolutions by the dtype of the result.
 
-  A product whose operands differ in dtype, or which is narrowed only when it
+  A matmul whose operands differ in dtype, or which is narrowed only when it
   is done, counts under the widest.
   """
   flops: Counter = Counter()
-  for num_executions, eqn in equations(jaxpr):
-    if eqn.primitive.name in PRODUCTS:
+  for num_executions, eqn in iter_eqns(jaxpr):
+    if eqn.primitive.name in MATMULS:
       dtypes = [v.aval.dtype for v in (*eqn.invars[:2], *eqn.outvars)]
       widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-      flops[str(widest)] += num_executions * _flops(eqn)
+      flops[str(widest)] += num_executions * _count_matmul_flops(eqn)
   return flops
 
 
 def half_flops_fraction(jaxpr: Any) -> float:
-  """The share of the flops of products whose operands and result are half."""
-  flops = by_dtype(jaxpr)
+  """Return the fraction of FLOPs whose operands and result are float16."""
+  flops = count_flops_by_dtype(jaxpr)
   return sum(flops[str(dtype)] for dtype in HALF) / sum(flops.values())
 
 
-def products(jaxpr: Any) -> int:
-  """How many products run."""
+def count_matmuls(jaxpr: Any) -> int:
+  """Count the matmuls that run."""
   return sum(
-    times for times, eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS
+    times for times, eqn in iter_eqns(jaxpr) if eqn.primitive.name in MATMULS
   )
 
 
@@ -83,14 +85,14 @@ def list_half_arithmetic(jaxpr: Any) -> set[str]:
   """The primitives that take or make half, and neither multiply nor move."""
   return {
     eqn.primitive.name
-    for _, eqn in equations(jaxpr)
+    for _, eqn in iter_eqns(jaxpr)
     if eqn.primitive.name not in ALLOWED_IN_HALF
     and any(map(_is_half, eqn.invars + eqn.outvars))
   }
 
 
 def list_half_sums(jaxpr: Any) -> set[str]:
-  """The primitives that add up entries in half, or whose transposes do."""
+  """Return primitives that sum in half precision, or whose transposes do."""
   names, constants = set(), set()
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     for inner in _eqns.subjaxprs(eqn):
@@ -111,12 +113,12 @@ def _is_sum_or_broadcast(eqn):
   sizes = [getattr(v.aval, "size", 0) for v in (*eqn.invars, *eqn.outvars)]
   if eqn.primitive.name in ("broadcast_in_dim", "reduce_sum"):
     return sizes[0] != sizes[-1]  # A broadcast of nothing adds up nothing.
-  return eqn.primitive.name in _ADDING
+  return eqn.primitive.name in _SUMMING
 
 
-# The last three put data where an index says, or beside other data: what is
+# The last three put data where an index says, or next to other data: what is
 # left of them under a `vmap` is a gather or a broadcast.
-_ADDING = {
+_SUMMING = {
   "add",
   "add_any",
   "all_gather",
@@ -136,7 +138,7 @@ _ADDING = {
 }
 
 
-def _flops(eqn):
+def _count_matmul_flops(eqn):
   out = eqn.outvars[0].aval
   dimension_numbers = eqn.params["dimension_numbers"]
   if eqn.primitive.name == "dot_general":

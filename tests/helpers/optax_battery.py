@@ -1,6 +1,6 @@
 """Trains with each optimizer that Optax exports, bare and wrapped.
 
-Run as a script, in a process of its own, with `tests` in PYTHONPATH: it prints,
+Run as a script, in a separate process, with `tests` in PYTHONPATH: it prints,
 as JSON, what it found for each optimizer. XLA's CPU compiler turns `a * b + c`
 into one instruction that rounds once, where both happen to be in one of its
 fusions. A wrapped optimizer is fused differently, so that a last bit differs
@@ -16,8 +16,13 @@ import jax
 import optax
 
 from helpers.bits import has_same_bits
-from helpers.optimizers import extra_args, factories, loss_and_grads
-from helpers.small_model import init_params, loss_fn, make_batches, overflowing
+from helpers.optimizers import compute_loss_and_grads, extra_args, get_factories
+from helpers.small_model import (
+  init_params,
+  loss_fn,
+  make_batches,
+  make_overflowing_batch,
+)
 import optax_lossscale as ols
 
 # AVX came before the multiply-add. Less optimization is as exact, and saves a
@@ -42,7 +47,9 @@ def make_steps(name, bare):
     @jax.jit
     def step(params, state, batch):
       traces.append(tx)
-      value, grads = loss_and_grads(name, differentiate(state), params, batch)
+      value, grads = compute_loss_and_grads(
+        name, differentiate(state), params, batch
+      )
       fun = lambda params: loss_fn(params, batch)
       extra = extra_args(name, value, unscale(grads, state), fun)
       updates, state = tx.update(grads, state, params, **extra)
@@ -83,8 +90,8 @@ def run_trajectory(tx, step, batches, scale=None):
   return history
 
 
-def examine(name, factory, kwargs):
-  """What is found of one optimizer; `expected_of_each` says what should be."""
+def check_optimizer(name, factory, kwargs):
+  """Return the findings of an optimizer; see `expected_of_each`."""
   bare = optax.with_extra_args_support(factory(**kwargs))
   steps, traces = make_steps(name, bare)
   batches = make_batches(STEPS)
@@ -98,7 +105,7 @@ def examine(name, factory, kwargs):
         "same" if is_same else "differs" for is_same in is_same_list
       ]
   # Overflowing steps are as if they had not been.
-  good_batches, bad_batch = batches[:4], overflowing(batches[0])
+  good_batches, bad_batch = batches[:4], make_overflowing_batch(batches[0])
   run = lambda batches: run_trajectory(*steps["two_lines"], batches, SCALES[-1])
   all_batches = [*good_batches[:3], bad_batch, bad_batch, good_batches[3]]
   results["skips"] = has_same_bits(run(all_batches)[-1], run(good_batches)[-1])
@@ -110,7 +117,7 @@ def examine(name, factory, kwargs):
 
 
 def make_expected_results():
-  """What `examine` should find of every optimizer."""
+  """Return the findings that every optimizer should have."""
   expected = {
     f"{idiom} at {scale:g}": ["same"] * STEPS
     for scale in SCALES
@@ -122,8 +129,8 @@ def make_expected_results():
 def main():
   jax.config.update("jax_platforms", "cpu")
   results = {
-    name: examine(name, factory, kwargs)
-    for name, (factory, kwargs) in factories(sys.argv[1]).items()
+    name: check_optimizer(name, factory, kwargs)
+    for name, (factory, kwargs) in get_factories(sys.argv[1]).items()
   }
   print(json.dumps(results))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-# What some optimizers are made with. Optax exports others beside these, and the
+# The arguments of some optimizers. Optax exports others in addition, and the
 # two without arguments are partial functions, which do not look like one.
 OPTAX = {
   "adadelta": {"learning_rate": 1.0},
@@ -40,7 +40,12 @@ CONTRIB = {
 # These wrap an optimizer and take none of the others' arguments; they are
 # tested in test_optax_compositions.py.
 _WRAPPERS = {"lookahead", "sam", "selective_transform"}
-_MARKS = {"learning_rate", "max_learning_rate", "optimizer", "base_optimizer"}
+_OPTIMIZER_PARAMS = {
+  "learning_rate",
+  "max_learning_rate",
+  "optimizer",
+  "base_optimizer",
+}
 
 
 def _find_optimizers(module, kwargs):
@@ -50,7 +55,7 @@ def _find_optimizers(module, kwargs):
     for name, factory in vars(module).items()
     if inspect.isfunction(factory)
     and not name.startswith(("_", "scale_by_"))
-    and _MARKS & set(inspect.signature(factory).parameters)
+    and _OPTIMIZER_PARAMS & set(inspect.signature(factory).parameters)
   }
   names = sorted((exported | set(kwargs)) - _WRAPPERS)
   return {name: kwargs.get(name, {}) for name in names}
@@ -66,7 +71,7 @@ MODULES = {
 LOSS_FN_KEYWORDS = {"lbfgs": "value_fn", "sophia": "obj_fn"}
 
 
-def factories(module):
+def get_factories(module):
   """Name to (factory, arguments), of those that this version exports."""
   namespace, table = MODULES[module]
   result = {}
@@ -87,7 +92,7 @@ def get_all_factories():
   return {
     f"{module}.{name}": factory
     for module in MODULES
-    for name, factory in factories(module).items()
+    for name, factory in get_factories(module).items()
   }
 
 
@@ -106,14 +111,14 @@ def update(name, tx, value, grads, state, params):
 
 
 def extra_args(name, value, grads, fun):
-  """What some of the optimizers need beside the gradients."""
+  """Return the extra arguments that some of the optimizers need."""
   extra = {"value": value, "grad": grads}
   if name in LOSS_FN_KEYWORDS:
     return extra | {LOSS_FN_KEYWORDS[name]: fun}
   return extra | {"not_expected": value}
 
 
-def loss_and_grads(name, value_and_grad_fn, params, batch):
+def compute_loss_and_grads(name, value_and_grad_fn, params, batch):
   if name != "dpsgd":
     return value_and_grad_fn(params, batch)
   # It wants the gradients of each example.

@@ -14,7 +14,7 @@ class Model:
   """The counts and the scale of a state, and what the policy remembers."""
 
   def __init__(self, policy):
-    self.policy, self.policy_state = policy, fresh(policy)
+    self.policy, self.policy_state = policy, make_initial_policy_state(policy)
     self.scale = float(policy.init().loss_scale)
     self.count = self.in_a_row = self.total = 0
 
@@ -27,11 +27,11 @@ class Model:
     if isinstance(self.policy, ols.FixedLossScale):
       return
     if isinstance(self.policy, ols.DynamicLossScale):
-      new_scale, self.policy_state, restarts = dynamic(
+      new_scale, self.policy_state, restarts = adjust_dynamic(
         self.policy, self.scale, self.policy_state, self.count, finite
       )
     else:
-      new_scale, self.policy_state = headroom(
+      new_scale, self.policy_state = adjust_headroom(
         self.policy, self.scale, self.policy_state, old_in_a_row, finite, amax
       )
       restarts = new_scale != self.scale
@@ -40,7 +40,7 @@ class Model:
 
   def switch(self, policy):
     """Goes on by another policy, and with its policy state if that fits."""
-    new_policy_state = fresh(policy)
+    new_policy_state = make_initial_policy_state(policy)
     if new_policy_state is not None and type(new_policy_state) is not type(
       self.policy_state
     ):
@@ -51,8 +51,8 @@ class Model:
     self.scale, self.count = value, 0
 
 
-def fresh(policy):
-  """What a policy remembers before the first step."""
+def make_initial_policy_state(policy):
+  """Return the policy state before the first step."""
   if isinstance(policy, ols.HeadroomLossScale):
     return policy.init().policy_state
   if isinstance(policy, ols.DynamicLossScale) and policy.hysteresis > 1:
@@ -60,7 +60,7 @@ def fresh(policy):
   return None
 
 
-def dynamic(policy, scale, remaining, count, finite):
+def adjust_dynamic(policy, scale, remaining, count, finite):
   """The scale, the hysteresis left, and whether DynamicLossScale grows.
 
   The count is that of the finite steps in a row, with this one.
@@ -89,7 +89,7 @@ def dynamic(policy, scale, remaining, count, finite):
   return float(scale), remaining if p.hysteresis > 1 else policy_state, grows
 
 
-def headroom(policy, scale, policy_state, in_a_row, finite, amax):
+def adjust_headroom(policy, scale, policy_state, in_a_row, finite, amax):
   """HeadroomLossScale; in_a_row is the overflows in a row before this step.
 
   Returns the scale, and what is remembered.

@@ -59,7 +59,7 @@ class ShardedRun:
     mesh, specs, batch_specs = JIT_LAYOUTS[layout]
     self.tx = exact_model.make_optimizer()
     self.mesh = sharding.make_mesh(*mesh, axis_type)
-    self.shardings = sharding.named(self.mesh, specs)
+    self.shardings = sharding.to_named_shardings(self.mesh, specs)
     self.batch_specs = batch_specs
     # How the model computes: params are whole along the axis of the batch.
     self.gathered = jax.tree.map(
@@ -68,12 +68,13 @@ class ShardedRun:
       is_leaf=sharding.is_spec,
     )
     self.is_explicit = axis_type == AxisType.Explicit
-    self.state_shardings = sharding.named(
-      self.mesh, sharding.state_specs(self.tx, exact_model.init_params(), specs)
+    self.state_shardings = sharding.to_named_shardings(
+      self.mesh,
+      sharding.infer_state_specs(self.tx, exact_model.init_params(), specs),
     )
 
   def start(self):
-    params = sharding.put(exact_model.init_params(), self.shardings)
+    params = sharding.put_on_devices(exact_model.init_params(), self.shardings)
     init = jax.jit(self.tx.init, out_shardings=self.state_shardings)
     return params, init(params)
 
@@ -82,17 +83,21 @@ class ShardedRun:
 
   def loss(self, params, batch):
     if self.is_explicit:
-      # The compiler does so by itself along axes of type Auto.
+      # The compiler does so automatically along axes of type Auto.
       params = jax.sharding.reshard(params, self.gathered)
     return exact_model.loss_fn(params, batch)
 
   def put(self, batch):
-    return sharding.put(batch, sharding.named(self.mesh, self.batch_specs))
+    return sharding.put_on_devices(
+      batch, sharding.to_named_shardings(self.mesh, self.batch_specs)
+    )
 
   def train(self, batches):
     stacked = {name: P(None, *s) for name, s in self.batch_specs.items()}
     with jax.set_mesh(self.mesh):
-      batches = sharding.put(batches, sharding.named(self.mesh, stacked))
+      batches = sharding.put_on_devices(
+        batches, sharding.to_named_shardings(self.mesh, stacked)
+      )
       run = jax.jit(lambda *args: exact_model.train(self.step, *args))
       return run(*self.start(), batches)
 
@@ -111,7 +116,9 @@ class ShardMapRun:
     # Only P() for the loss-scale state: JAX checks that it is replicated.
     self.carry_specs = (
       self.specs,
-      sharding.state_specs(self.tx, exact_model.init_params(), self.specs),
+      sharding.infer_state_specs(
+        self.tx, exact_model.init_params(), self.specs
+      ),
     )
 
   def start(self):
@@ -126,8 +133,8 @@ class ShardMapRun:
       in_specs=in_specs,
       out_specs=(*self.carry_specs, P()),
     )
-    args = sharding.put(
-      (*self.start(), batches), sharding.named(self.mesh, in_specs)
+    args = sharding.put_on_devices(
+      (*self.start(), batches), sharding.to_named_shardings(self.mesh, in_specs)
     )
     return jax.jit(train)(*args)
 
@@ -168,6 +175,6 @@ class ShardMapRun:
     return param
 
   def psum_missing(self, name, grad):
-    """What check_vma does by itself: sums over axes that hold replicas."""
+    """Sum over axes that hold replicas, as check_vma does automatically."""
     axes = tuple(axis for axis in self.names if axis not in self.specs[name])
     return lax.psum(grad, axes) if axes else grad

@@ -14,14 +14,14 @@ def make_mesh(shape, names, axis_type=AxisType.Auto):
   return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
 
 
-def named(mesh, specs):
+def to_named_shardings(mesh, specs):
   """PartitionSpecs to NamedShardings."""
   return jax.tree.map(
     lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec
   )
 
 
-def put(tree, shardings):
+def put_on_devices(tree, shardings):
   """Host data to devices, some of which may be other processes'."""
   return jax.tree.map(
     lambda x, sharding: jax.make_array_from_callback(
@@ -32,7 +32,7 @@ def put(tree, shardings):
   )
 
 
-def state_specs(tx, params, specs):
+def infer_state_specs(tx, params, specs):
   """The specs of an optimizer's state: its params' where it has such leaves.
 
   Nothing is said about loss scaling: scalars are replicated, as they are in

@@ -26,7 +26,7 @@ def make_batches(steps):
   ]
 
 
-def overflowing(batch):
+def make_overflowing_batch(batch):
   """The same, but with inputs that make the loss NaN and all gradients."""
   x, y = batch
   return jnp.full_like(x, jnp.inf), y

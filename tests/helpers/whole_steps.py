@@ -40,8 +40,8 @@ def loss_fn(params, batch):
 CAST = ols.autocast(loss_fn)
 
 
-def gradient(policy):
-  """What a report of the gradient alone is given."""
+def make_grad_fn(policy):
+  """Return a gradient function and its arguments, for reports."""
   return ols.grad(CAST, policy.init()), (PARAMS, BATCH)
 
 
@@ -49,29 +49,31 @@ def _compute_grads(params, state, batch):
   return ols.grad(CAST, state)(params, batch)
 
 
-def step_with(tx, params, state, batch, differentiate=_compute_grads, **kwargs):
+def train_step(
+  tx, params, state, batch, differentiate=_compute_grads, **kwargs
+):
   grads = differentiate(params, state, batch)
   updates, state = tx.update(grads, state, params, **kwargs)
   return optax.apply_updates(params, updates), state
 
 
-def _optax(
+def _make_optax_step(
   policy,
   wrap=lambda step: step,
   *,
   inner=None,
-  around=lambda tx: tx,
+  wrap_tx=lambda tx: tx,
   differentiate=_compute_grads,
   **kwargs,
 ):
   """A step with two changed lines, and its arguments."""
   inner = inner or optax.sgd(0.1)
-  tx = around(ols.with_loss_scaling(inner, policy, **kwargs))
-  step = functools.partial(step_with, tx, differentiate=differentiate)
+  tx = wrap_tx(ols.with_loss_scaling(inner, policy, **kwargs))
+  step = functools.partial(train_step, tx, differentiate=differentiate)
   return wrap(step), (PARAMS, tx.init(PARAMS), BATCH)
 
 
-def _named(name, make=_optax, **kwargs):
+def _make_named(name, make=_make_optax_step, **kwargs):
   """A function of the policy alone, by the name that its tests have."""
   step_maker = functools.partial(make, **kwargs)
   step_maker.__name__ = name
@@ -79,36 +81,38 @@ def _named(name, make=_optax, **kwargs):
 
 
 def a_closure(policy):
-  step, (*args, batch) = _optax(policy)
+  step, (*args, batch) = _make_optax_step(policy)
   return jax.jit(lambda params, state: step(params, state, batch)), args
 
 
-plain = _named("plain")
-jitted = _named("jitted", wrap=lambda step: jax.jit(jax.jit(step)))
-donated = _named("donated", wrap=lambda f: jax.jit(f, donate_argnums=(0, 1)))
-that_returns_a_count = _named(
+plain = _make_named("plain")
+jitted = _make_named("jitted", wrap=lambda step: jax.jit(jax.jit(step)))
+donated = _make_named(
+  "donated", wrap=lambda f: jax.jit(f, donate_argnums=(0, 1))
+)
+that_returns_a_count = _make_named(
   "that_returns_a_count", wrap=lambda step: lambda *args: len(step(*args))
 )
-that_returns_nothing = _named(
+that_returns_nothing = _make_named(
   "that_returns_nothing",
   wrap=lambda step: lambda *args: jax.jit(step)(*args) and None,
 )
-clipped = _named("clipped", max_norm=1e-3)
-with_checked_updates = _named("with_checked_updates", check_updates=True)
-with_multi_steps_around = _named(
-  "with_multi_steps_around", around=lambda tx: optax.MultiSteps(tx, 1)
+clipped = _make_named("clipped", max_norm=1e-3)
+with_checked_updates = _make_named("with_checked_updates", check_updates=True)
+with_multi_steps_outside = _make_named(
+  "with_multi_steps_outside", wrap_tx=lambda tx: optax.MultiSteps(tx, 1)
 )
-with_multi_steps_inside = _named(
+with_multi_steps_inside = _make_named(
   "with_multi_steps_inside", inner=optax.MultiSteps(optax.adam(1e-3), 2)
 )
-with_checkpoint = _named("with_checkpoint", wrap=jax.checkpoint)
-with_equinox = _named("with_equinox", wrap=eqx.filter_jit)
+with_checkpoint = _make_named("with_checkpoint", wrap=jax.checkpoint)
+with_equinox = _make_named("with_equinox", wrap=eqx.filter_jit)
 
 
-def _sgd(policy, differentiate, **kwargs):
-  """A jitted step that takes the gradients in a way of its own."""
+def _make_sgd_step(policy, differentiate, **kwargs):
+  """Return a jitted step that takes the gradients in a custom way."""
   kwargs |= {"inner": optax.sgd(0.1), "differentiate": differentiate}
-  return _optax(policy, jax.jit, **kwargs)
+  return _make_optax_step(policy, jax.jit, **kwargs)
 
 
 def _compute_scaled_grads(params, state, batch):
@@ -120,20 +124,20 @@ def by_hand(policy):
   def differentiate(params, state, batch):
     return ols.unscale_grads(_compute_scaled_grads(params, state, batch), state)
 
-  return _sgd(policy, differentiate)
+  return _make_sgd_step(policy, differentiate)
 
 
-with_scaled_grads = _named(
+with_scaled_grads = _make_named(
   "with_scaled_grads",
-  _sgd,
+  _make_sgd_step,
   differentiate=_compute_scaled_grads,
   grads_are_scaled=True,
 )
 
 
-def with_a_foreign_optimizer_beside(policy):
-  """Which is given the gradient of one more array, and is not looked at."""
-  step, (params, state, batch) = _optax(policy)
+def with_an_additional_optax_optimizer(policy):
+  """Return a step with a bare optimizer for one more array."""
+  step, (params, state, batch) = _make_optax_step(policy)
   other = optax.adam(1e-3)
 
   def both(params, state, bias, other_state, batch):
@@ -147,7 +151,7 @@ def with_a_foreign_optimizer_beside(policy):
 
 
 def under_cond(policy):
-  step, args = _optax(policy)
+  step, args = _make_optax_step(policy)
 
   def maybe(params, state, batch):
     take = lambda: step(params, state, batch)
@@ -165,7 +169,7 @@ def _make_epoch(step):
 
 
 def in_a_scan_of_one(policy):
-  epoch, (*args, batch) = _optax(
+  epoch, (*args, batch) = _make_optax_step(
     policy, lambda step: jax.jit(_make_epoch(step))
   )
   return epoch, (*args, batch[None])
@@ -183,16 +187,18 @@ def accumulated(policy):
     total, _ = lax.scan(add, zeros, jnp.stack([batch] * 2))
     return jax.tree.map(lambda g: g / 2, total)
 
-  return _sgd(policy, differentiate)
+  return _make_sgd_step(policy, differentiate)
 
 
 def an_ensemble(policy, jit=lambda fun: fun):
-  step, (*args, batch) = _optax(policy)
+  step, (*args, batch) = _make_optax_step(policy)
   stacked_args = jax.tree.map(lambda x: jnp.stack([x, x]), args)
   return jit(jax.vmap(jit(step), in_axes=(0, 0, None))), (*stacked_args, batch)
 
 
-an_ensemble_of_jits = _named("an_ensemble_of_jits", an_ensemble, jit=jax.jit)
+an_ensemble_of_jits = _make_named(
+  "an_ensemble_of_jits", an_ensemble, jit=jax.jit
+)
 
 
 def with_train_state(policy):
@@ -216,7 +222,7 @@ class _Model(nnx.Module):
     return loss_fn({name: getattr(self, name)[...] for name in PARAMS}, batch)
 
 
-def _nnx(policy, wrap=lambda step: step, **kwargs):
+def _make_nnx_step(policy, wrap=lambda step: step, **kwargs):
   model = _Model()
   tx = ols.with_loss_scaling(optax.adam(1e-3), policy)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -233,19 +239,19 @@ def _nnx(policy, wrap=lambda step: step, **kwargs):
   return nnx.jit(wrap(step)), (model, optimizer, BATCH)
 
 
-with_nnx_in_place = _named("with_nnx_in_place", _nnx)
-with_nnx_that_returns_nothing = _named(
+with_nnx_in_place = _make_named("with_nnx_in_place", _make_nnx_step)
+with_nnx_that_returns_nothing = _make_named(
   "with_nnx_that_returns_nothing",
-  _nnx,
+  _make_nnx_step,
   wrap=lambda step: lambda *args: step(*args) is None,
 )
-with_nnx_diff_state = _named(
-  "with_nnx_diff_state", _nnx, argnums=nnx.DiffState(0, nnx.Param)
+with_nnx_diff_state = _make_named(
+  "with_nnx_diff_state", _make_nnx_step, argnums=nnx.DiffState(0, nnx.Param)
 )
 
 
 def with_sharded_jit(policy):
-  step, (params, state, batch) = _optax(policy)
+  step, (params, state, batch) = _make_optax_step(policy)
   mesh = sharding.make_mesh((4,), ("data",))
   sharded_batch = jax.device_put(batch, jax.NamedSharding(mesh, P("data")))
   return jax.jit(step), (params, state, sharded_batch)
@@ -261,7 +267,7 @@ def _make_per_device_step(policy, check_vma, *args, **kwargs):
     return lax.pmean(_compute_grads(params, state, batch), "data")
 
   kwargs |= {"axis_name": "data", "differentiate": differentiate}
-  return _optax(policy, *args, **kwargs)
+  return _make_optax_step(policy, *args, **kwargs)
 
 
 def with_shard_map(policy, check_vma=True, wrap_step=lambda fun: fun, **kwargs):
@@ -280,17 +286,17 @@ def with_shard_map(policy, check_vma=True, wrap_step=lambda fun: fun, **kwargs):
 
 def an_epoch_in_shard_map(policy, check_vma=True):
   """With accumulation around each update, so with a branch in a loop."""
-  wrap_tx = lambda tx: optax.MultiSteps(tx, 1)
+  accumulate = lambda tx: optax.MultiSteps(tx, 1)
   make_epoch = lambda step: (
     lambda *args: _make_epoch(step)(*args[:2], args[2][None])
   )
-  return with_shard_map(policy, check_vma, make_epoch, around=wrap_tx)
+  return with_shard_map(policy, check_vma, make_epoch, wrap_tx=accumulate)
 
 
-an_epoch_in_unchecked_shard_map = _named(
+an_epoch_in_unchecked_shard_map = _make_named(
   "an_epoch_in_unchecked_shard_map", an_epoch_in_shard_map, check_vma=False
 )
-with_unchecked_shard_map = _named(
+with_unchecked_shard_map = _make_named(
   "with_unchecked_shard_map", with_shard_map, check_vma=False
 )
 
@@ -304,9 +310,9 @@ def with_pmap(policy):
 
 ALL = (
   plain, jitted, donated, that_returns_a_count, that_returns_nothing, a_closure,
-  clipped, with_checked_updates, with_multi_steps_around,
+  clipped, with_checked_updates, with_multi_steps_outside,
   with_multi_steps_inside, by_hand, with_scaled_grads,
-  with_a_foreign_optimizer_beside, under_cond, with_checkpoint,
+  with_an_additional_optax_optimizer, under_cond, with_checkpoint,
   in_a_scan_of_one, accumulated, an_ensemble, an_ensemble_of_jits,
   with_train_state, with_nnx_in_place, with_nnx_that_returns_nothing,
   with_nnx_diff_state, with_equinox, with_sharded_jit, with_shard_map,

@@ -19,13 +19,13 @@ each_key = pytest.mark.parametrize("name, key", KEYS.values(), ids=KEYS)
 
 
 @each_key
-def test_a_wrong_value_is_an_error_that_names_function_and_key(name, key):
+def test_a_wrong_value_raises_an_error_with_function_and_key(name, key):
   call, valid = samples.CALLS[name]
   is_bool = isinstance(valid[key], bool)
   for what, value in (samples.WRONG_TYPE | samples.WRONG_VALUE).items():
     if is_bool and "bool" in what:
       continue
-    if what in samples.RIGHT.get(key, ()):
+    if what in samples.VALID_FOR_KEYS.get(key, ()):
       continue
     wrong_type = is_bool or what in samples.WRONG_TYPE
     with pytest.raises(TypeError if wrong_type else ValueError) as info:
@@ -36,7 +36,7 @@ def test_a_wrong_value_is_an_error_that_names_function_and_key(name, key):
 
 
 @each_key
-def test_none_is_left_out_and_named_where_there_is_no_default(name, key):
+def test_none_is_treated_as_missing_and_named_if_there_is_no_default(name, key):
   call, valid = samples.CALLS[name]
   left_out = {k: v for k, v in valid.items() if k != key}
   for values in (left_out, {**valid, key: None}):
@@ -48,7 +48,7 @@ def test_none_is_left_out_and_named_where_there_is_no_default(name, key):
 
 
 @pytest.mark.parametrize("name", samples.CALLS)
-def test_an_unknown_key_is_an_error_that_lists_the_known_ones(name):
+def test_an_unknown_key_raises_an_error_with_the_known_ones(name):
   call, valid = samples.CALLS[name]
   if call in samples.OBJECTS:
     return  # These may have other attributes.
@@ -61,7 +61,7 @@ def test_an_unknown_key_is_an_error_that_lists_the_known_ones(name):
     assert len(message) < 700
 
 
-def test_a_key_that_is_no_string_is_an_unknown_key():
+def test_a_key_that_is_not_a_string_is_an_unknown_key():
   for key in (1, None, ("scale",), samples.Hostile()):
     with pytest.raises(ValueError, match="from_torch: unknown key"):
       interop.from_torch({**samples.TORCH, key: 1.0})
@@ -84,20 +84,20 @@ READERS = {
 
 
 @pytest.mark.parametrize("call", READERS.values(), ids=READERS)
-def test_what_holds_no_values_is_a_type_error(call):
+def test_an_object_without_values_raises_a_type_error(call):
   for source in (None, "state", b"x", 3, 1.5, [("scale", 1.0)], float):
     with pytest.raises(TypeError, match=r"from_\w+: .* must be"):
       call(source)
 
 
 @pytest.mark.parametrize("call", READERS.values(), ids=READERS)
-def test_a_prng_key_is_refused_in_our_words(call):
+def test_a_prng_key_raises_an_error_of_this_package(call):
   with pytest.raises(TypeError, match=r"^from_\w+: "):
     call(jax.random.key(0))
 
 
 @pytest.mark.parametrize("key", ["config", "loss_scale"])
-def test_settings_that_are_nested_without_end_are_refused_by_name(key):
+def test_endlessly_nested_settings_are_refused_by_name(key):
   deep = endless = {}
   endless[key] = endless
   for _ in range(3_000):
@@ -153,7 +153,7 @@ REFUSED = [
   ),
   (
     "tf.keras",
-    {"inner_optimizer": samples.nested(9**5), "momentum": 0.9},
+    {"inner_optimizer": samples.make_nested_list(9**5), "momentum": 0.9},
     "'momentum'.*Known keys: dynamic.*Ignored keys: inner_optimizer",
   ),
   (
@@ -165,7 +165,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, changes, message", REFUSED)
-def test_values_that_they_would_not_write_are_refused(name, changes, message):
+def test_values_that_the_other_system_would_not_write_are_refused(
+  name, changes, message
+):
   call, valid = samples.CALLS[name]
   with pytest.raises(ValueError, match=message):
     call({**valid, **changes})
@@ -175,7 +177,7 @@ def megatron_state(settings):
   return interop.from_megatron(settings, samples.MEGATRON_STATE)
 
 
-# A call, what it is given, and what the error says.
+# A call, its argument, and the error.
 REFUSED_WHOLE = [
   (
     megatron_state,
@@ -219,7 +221,9 @@ REFUSED_WHOLE = [
 
 
 @pytest.mark.parametrize("call, given, message", REFUSED_WHOLE)
-def test_what_they_would_not_write_is_refused(call, given, message):
+def test_objects_that_the_other_system_would_not_write_are_refused(
+  call, given, message
+):
   with pytest.raises((ValueError, TypeError), match=message):
     call(given)
 
@@ -270,9 +274,7 @@ def test_a_compiled_optimizer_that_does_not_scale_is_named(optimizer):
     ({"_hysteresis_tracker": 1}, {"hysteresis": 0}, "hysteresis in .* integer"),
   ],
 )
-def test_a_scaler_of_nemo_needs_its_tracker_and_its_setting(
-  state, more, message
-):
+def test_a_nemo_scaler_needs_its_tracker_and_its_setting(state, more, message):
   with pytest.raises(ValueError, match=f"from_torch: .*{message}"):
     interop.from_torch({**samples.TORCH, **state}, **more)
 
@@ -295,7 +297,7 @@ def test_a_state_that_is_not_of_a_fixed_deepspeed_scale_is_refused(
     interop.from_deepspeed(block, state)
 
 
-def test_the_state_of_a_scale_that_moves_is_none_of_a_fixed_one():
+def test_the_state_of_a_dynamic_scale_is_not_that_of_a_fixed_one():
   kinds = [({"loss_scale": 1024}, True), ({}, False)]
   for block, dynamic in kinds:
     state = {**samples.DEEPSPEED, "dynamic": dynamic}
@@ -309,7 +311,7 @@ def test_the_state_of_a_scale_that_moves_is_none_of_a_fixed_one():
       interop.from_deepspeed({"loss_scale": 8}, state)
 
 
-def test_a_version_that_is_none_is_an_error():
+def test_an_invalid_version_raises_an_error():
   for version in ("", "new", "17", "0.x", "0." + "9" * 10**6, "-1.0"):
     with pytest.raises(ValueError, match="from_deepspeed: version"):
       interop.from_deepspeed(samples.FP16, version=version)

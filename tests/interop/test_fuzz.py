@@ -93,7 +93,7 @@ def check_valid(policy, state):
 @example(part=2**31 - 1, whole=2**31 - 1, top=1, bottom=1)
 @example(part=107374182, whole=2147483640, top=1, bottom=20)
 @example(part=107374181, whole=2147483640, top=1, bottom=20)
-def test_a_share_is_compared_exactly(part, whole, top, bottom):
+def test_the_overflow_fraction_is_compared_exactly(part, whole, top, bottom):
   share = fractions.Fraction(top, bottom)
   policy = interop.FairseqLossScale(10, tolerance=top / bottom)
   counts = jnp.int32(whole - 1), jnp.int32(part - 1)
@@ -106,7 +106,7 @@ def test_a_share_is_compared_exactly(part, whole, top, bottom):
 
 
 @pytest.mark.parametrize("digits", [1, 4])
-def test_every_tolerance_of_four_digits_is_meant_as_it_is_written(digits):
+def test_every_tolerance_of_four_digits_is_exact(digits):
   bottom = 10**digits
   for top in range(1, bottom, 1 if digits == 1 else 997):
     policy = interop.FairseqLossScale(10, tolerance=top / bottom)

@@ -150,12 +150,12 @@ def load_cases(system):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_each_recorded_trajectory_is_ours_as_well(system):
+def test_policies_reproduce_each_recorded_trajectory(system):
   for case in load_cases(system):
     policy, state = system.start(case["settings"])
     ours = interop_replay.replay(policy, state, common.unpack(case["steps"]))
     counts = system.counts(
-      interop_replay.counters(case["counter"]), case["settings"]
+      interop_replay.decode_counters(case["counter"]), case["settings"]
     )
     interop_replay.assert_same_trajectory(
       case, counts, ours, case["name"] in LEAVES_THE_RANGE
@@ -163,19 +163,19 @@ def test_each_recorded_trajectory_is_ours_as_well(system):
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_ours_goes_on_from_what_they_saved_as_they_do(system):
+def test_policies_continue_from_a_saved_state_like_the_other_system(system):
   for case in load_cases(system):
     half, steps = case["half"], common.unpack(case["steps"])
-    scales = common.unruns(case["scale"])
-    before = common.number(scales[half - 1]) if half else 1.0
-    if not interop_replay.in_range(before):
+    scales = common.decode_runs(case["scale"])
+    before = common.decode_scale(scales[half - 1]) if half else 1.0
+    if not interop_replay.is_in_range(before):
       continue  # Refused, see test_interop_errors.
     theirs = case.get("restored") or {
       "scale": scales[half:],
       "taken": common.unpack(case["taken"])[half:],
     }
-    counts = interop_replay.counters(
-      theirs.get("counter") or common.unruns(case["counter"])
+    counts = interop_replay.decode_counters(
+      theirs.get("counter") or common.decode_runs(case["counter"])
     )
     counts = counts if "restored" in case else counts[half:]
     counts = system.counts(counts, case["settings"])
@@ -187,9 +187,9 @@ def test_ours_goes_on_from_what_they_saved_as_they_do(system):
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_strings_of_each_kind_are_recorded(system):
+def test_step_sequences_of_each_kind_are_recorded(system):
   names = {case["name"].rpartition(": ")[2] for case in load_cases(system)}
-  expected = {*common.strings(2), "top"}
+  expected = {*common.make_strings(2), "top"}
   if system.key != "cases":
     expected = {name for name in expected if " at " not in name} - {"top"}
   assert names >= expected
@@ -210,7 +210,7 @@ def test_a_golden_file_is_small_and_the_page_says_how_it_was_made(path):
   assert re.search(rf"\| {package}\b.*{version}", table)
 
 
-def amp(steps, *, scale, window, low, high, unskipped=0):
+def simulate_amp(steps, *, scale, window, low, high, unskipped=0):
   """After each step: scale, steps since the last move or overflow."""
   for step in steps:
     if step == "T":
@@ -224,7 +224,7 @@ def amp(steps, *, scale, window, low, high, unskipped=0):
     yield scale, unskipped
 
 
-def kernel(steps, *, scale, window, hysteresis, tracker, growth=0):
+def simulate_kernel(steps, *, scale, window, hysteresis, tracker, growth=0):
   """After each step: scale, growth tracker and hysteresis tracker."""
   for step in steps:
     if step == "T":
@@ -241,14 +241,14 @@ def kernel(steps, *, scale, window, hysteresis, tracker, growth=0):
     yield scale, growth, tracker
 
 
-def run(policy, state, steps):
+def run_policy(policy, state, steps):
   """After each step: scale and count, as the oracles give them."""
   scales, counts, _ = interop_replay.replay(policy, state, steps)
   return list(zip(scales, counts, strict=True))
 
 
 def draw_strings(window, hysteresis=1):
-  named = common.strings(window, hysteresis)
+  named = common.make_strings(window, hysteresis)
   picked = [v for k, v in named.items() if "at" not in k or k.endswith(" 3")]
   yield from picked
   rng = random.Random(window)
@@ -263,7 +263,7 @@ AMP_RULES = [
 
 
 @pytest.mark.parametrize("rule", AMP_RULES)
-def test_amp_goes_on_from_its_state_dict_as_its_own_rule_does(rule):
+def test_amp_continues_from_its_state_dict_like_the_simulated_rule(rule):
   settings = {
     "scale_window": rule["window"],
     "min_loss_scale": rule["low"],
@@ -271,22 +271,26 @@ def test_amp_goes_on_from_its_state_dict_as_its_own_rule_does(rule):
   }
   for steps in draw_strings(rule["window"]):
     policy, state = interop.from_apex({}, **settings)
-    trace = list(amp(steps, scale=2.0**16, **rule))
-    assert run(policy, state, steps) == trace
+    trace = list(simulate_amp(steps, scale=2.0**16, **rule))
+    assert run_policy(policy, state, steps) == trace
     half = len(steps) // 2
     scale, unskipped = trace[half - 1]
     saved = {"loss_scaler0": {"loss_scale": scale, "unskipped": unskipped}}
     policy, state = interop.from_apex(saved, **settings)
-    assert run(policy, state, steps[half:]) == trace[half:]
+    assert run_policy(policy, state, steps[half:]) == trace[half:]
 
 
 @pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
-def test_the_hysteresis_kernel_goes_on_as_its_own_rule_does(window, hysteresis):
+def test_the_hysteresis_kernel_continues_like_the_simulated_rule(
+  window, hysteresis
+):
   rule = {"growth_interval": window, "hysteresis": hysteresis}
   settings = {**samples.KERNEL_SETTINGS, **rule}
   for steps in draw_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
-    trace = list(kernel(steps, window=window, hysteresis=hysteresis, **start))
+    trace = list(
+      simulate_kernel(steps, window=window, hysteresis=hysteresis, **start)
+    )
     states = [(2.0**16, 0, hysteresis), *trace]
     for half in (0, len(steps) // 2, len(steps) - 2):
       scale, growth, tracker = states[half]
@@ -299,15 +303,17 @@ def test_the_hysteresis_kernel_goes_on_as_its_own_rule_does(window, hysteresis):
         **settings,
       )
       expected = [(scale, growth) for scale, growth, _ in trace[half:]]
-      assert run(policy, state, steps[half:]) == expected
+      assert run_policy(policy, state, steps[half:]) == expected
 
 
 @pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
-def test_the_scaler_of_nemo_goes_on_as_the_kernel_does(window, hysteresis):
+def test_the_nemo_scaler_continues_like_the_kernel(window, hysteresis):
   settings = {**samples.TORCH, "growth_interval": window}
   for steps in draw_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
-    trace = list(kernel(steps, window=window, hysteresis=hysteresis, **start))
+    trace = list(
+      simulate_kernel(steps, window=window, hysteresis=hysteresis, **start)
+    )
     half = len(steps) // 2
     scale, growth, tracker = trace[half - 1]
     saved = {"scale": scale, "_growth_tracker": growth}
@@ -317,10 +323,10 @@ def test_the_scaler_of_nemo_goes_on_as_the_kernel_does(window, hysteresis):
       hysteresis=hysteresis,
     )
     expected = [(scale, growth) for scale, growth, _ in trace[half:]]
-    assert run(policy, state, steps[half:]) == expected
+    assert run_policy(policy, state, steps[half:]) == expected
 
 
-def test_factors_that_are_no_powers_of_two_may_differ_in_the_last_bit():
+def test_factors_other_than_powers_of_two_may_differ_in_the_last_bit():
   """torch multiplies a float32 scale by a float64 factor; ours is float32."""
   rule = {**samples.TORCH, "growth_factor": 1.1, "growth_interval": 1}
   differ = 0
@@ -333,12 +339,12 @@ def test_factors_that_are_no_powers_of_two_may_differ_in_the_last_bit():
   assert 0 < differ < 100
 
 
-def test_amp_starts_below_its_ceiling():
+def test_amp_starts_below_its_max_loss_scale():
   policy, _ = interop.from_apex({}, max_loss_scale=2.0**10)
   assert policy.init_scale == 2.0**10
 
 
-def test_one_of_several_losses_is_chosen_by_its_id():
+def test_one_of_several_losses_is_selected_by_its_id():
   saved = {
     f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)
   }
@@ -384,7 +390,7 @@ RUNS = {
 }
 
 
-def recorded(package, name):
+def load_run(package, name):
   runs = interop_replay.load(package)["training"]
   return next(run for run in runs if run["name"] == name)
 
@@ -406,7 +412,7 @@ def train(policy, inner, *, counts_move_on_skips=False):
   params = jnp.array(common.FIRST_WEIGHTS), jnp.array(common.FIRST_BIAS)
   opt_state, history = tx.init(params), []
   for at in range(ALL):
-    x, y = map(jnp.asarray, common.batch(at))
+    x, y = map(jnp.asarray, common.make_batch(at))
     params, opt_state = step(params, opt_state, x, y)
     if counts_move_on_skips:
       opt_state = optax.tree.set(opt_state, count=jnp.int32(at + 1))
@@ -418,15 +424,17 @@ def train(policy, inner, *, counts_move_on_skips=False):
 
 
 @pytest.mark.parametrize("package, name", RUNS)
-def test_params_and_scale_are_theirs_at_every_step(package, name):
-  theirs = recorded(package, name)
+def test_params_and_scale_equal_the_other_system_at_every_step(package, name):
+  theirs = load_run(package, name)
   inner = RUNS[package, name]
   # tf.keras counts skipped steps as well, in its schedules and in Adam.
   moves = package == "tf_keras" and name != "sgd"
   params, scales, _ = train(
     POLICIES[package], inner, counts_move_on_skips=moves
   )
-  assert [common.exponent(s) for s in scales] == common.unruns(theirs["scale"])
+  assert [common.encode_scale(s) for s in scales] == common.decode_runs(
+    theirs["scale"]
+  )
   expected = np.array(theirs["params"], np.float32)
   # The params are about 0.5, where float32 has steps of 6e-8. torch and Keras
   # round Adam's bias correction differently, by 6e-5 of an update at first.
@@ -435,13 +443,13 @@ def test_params_and_scale_are_theirs_at_every_step(package, name):
   assert np.ptp(expected, axis=0).min() > 0.03
 
 
-def test_the_counters_that_move_on_a_skipped_step_are_those_of_the_docs():
-  """As docs/reference/migrating.md lists them."""
+def test_the_counters_that_advance_on_a_skipped_step_match_the_docs():
+  """Check the counters that docs/reference/migrating.md lists."""
   assert (APPLIED, ALL) == (22, 30)
   counts = {
     (package, counter): count
     for package, name in RUNS
-    for counter, count in recorded(package, name)["counts"].items()
+    for counter, count in load_run(package, name)["counts"].items()
   }
   assert counts == {
     ("tf_keras", "iterations"): ALL,

@@ -1,4 +1,4 @@
-"""What the functions of interop accept, and what they make of it."""
+"""The input that the functions of interop accept, and their results."""
 
 import dataclasses
 import types
@@ -17,7 +17,7 @@ from optax_lossscale import interop
 @pytest.mark.parametrize(
   "call, valid", samples.CALLS.values(), ids=samples.CALLS
 )
-def test_a_state_has_the_types_of_ours(call, valid):
+def test_a_state_read_from_another_system_has_our_types(call, valid):
   policy, state = call(valid)
   assert isinstance(policy, ols.LossScalePolicy)
   assert isinstance(state, ols.LossScaleState)
@@ -41,7 +41,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda x: type(x).__name__)
-def test_numbers_may_be_of_python_numpy_or_jax(number):
+def test_numbers_may_come_from_python_numpy_or_jax(number):
   settings = {"initial_loss_scale": number, "increment_period": number}
   policy, state = interop.from_keras({**samples.TF_1, **settings})
   assert (policy.init_scale, policy.growth_interval) == (64.0, 64)
@@ -146,7 +146,7 @@ def test_each_way_to_write_a_loss_scale_is_read(read, given, policy):
   assert read(given)[0] == policy
 
 
-def test_what_is_given_beside_a_flax_field_counts():
+def test_arguments_override_the_fields_of_flax():
   policy, _ = interop.from_flax(samples.FLAX, growth_interval=3)
   assert policy.growth_interval == 4
 
@@ -171,7 +171,7 @@ def test_settings_may_be_the_attributes_of_an_object(kind):
     assert call(kind(**values, lr=0.1, dtype=object())) == call(values)
 
 
-def test_a_deepspeed_scaler_without_hysteresis_need_not_hold_any():
+def test_a_deepspeed_scaler_without_hysteresis_need_not_store_it():
   state = {k: v for k, v in samples.DEEPSPEED.items() if k != "cur_hysteresis"}
   settings = {**samples.FP16, "hysteresis": 1}
   assert interop.from_deepspeed(settings, state)[1].loss_scale == 1024

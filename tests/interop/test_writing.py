@@ -1,4 +1,4 @@
-"""to_torch, to_keras and to_flax write only what goes on as ours does."""
+"""to_torch, to_keras and to_flax write only states that continue like ours."""
 
 import dataclasses
 
@@ -51,23 +51,25 @@ def get_floor(case):
 
 
 @pytest.mark.parametrize("write, case", EXPORTS)
-def test_they_go_on_from_what_we_wrote_as_ours_does(write, case):
+def test_the_other_system_continues_from_a_written_state_like_the_policy(
+  write, case
+):
   policy, state = make_exported_state(get_floor(case), case)
   written = write(policy, state)
   assert written == case["exported"]
   ours = interop_replay.replay(policy, state, common.unpack(case["steps"]))
   if case["name"] == "fixed":
-    scales = common.unruns(case["scale"])
-    assert [common.exponent(float(x)) for x in ours[0]] == scales
+    scales = common.decode_runs(case["scale"])
+    assert [common.encode_scale(float(x)) for x in ours[0]] == scales
     return
-  theirs = interop_replay.counters(case["counter"])
+  theirs = interop_replay.decode_counters(case["counter"])
   interop_replay.assert_same_trajectory(
     case, theirs, ours, may_leave_range=False
   )
 
 
 @pytest.mark.parametrize("write, case", EXPORTS)
-def test_what_we_wrote_is_read_back_as_it_was(write, case):
+def test_a_written_state_is_read_back_unchanged(write, case):
   policy, state = make_exported_state(get_floor(case), case)
   written = write(policy, state)
   if write is interop.to_keras:
@@ -87,14 +89,14 @@ def test_what_we_wrote_is_read_back_as_it_was(write, case):
   assert state_again.finite_count == count
 
 
-def test_an_overflow_of_a_fixed_scale_is_applied_as_keras_does():
+def test_an_overflow_of_a_fixed_scale_is_applied_like_in_keras():
   (case,) = (
     c for c in interop_replay.load("tf_keras")["cases"] if c["name"] == "fixed"
   )
   _, state = interop.from_keras(
     case["saved"]["config"], case["saved"]["variables"]
   )
-  assert state.loss_scale == common.number(case["scale"][0][0])
+  assert state.loss_scale == common.decode_scale(case["scale"][0][0])
   tx = optax.sgd(1.0)
   params = {"w": jnp.zeros(())}
   opt_state = tx.init(params)
@@ -135,7 +137,7 @@ def test_a_rule_that_the_other_side_lacks_is_not_written(write, change):
 
 
 @pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
-def test_only_the_policies_that_others_know_are_written(write):
+def test_only_policies_of_the_other_system_are_written(write):
   state = ols.DynamicLossScale().init()
   for policy in (
     interop.DeepSpeedLossScale(),
@@ -150,7 +152,7 @@ def test_only_the_policies_that_others_know_are_written(write):
 
 
 @pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
-def test_only_a_state_that_is_known_is_written(write):
+def test_only_a_known_state_is_written(write):
   policy = TO[write]
   state = policy.init()
   with pytest.raises(ValueError, match="loss-scale state"):
@@ -167,7 +169,7 @@ def test_only_a_state_that_is_known_is_written(write):
   assert write(policy, first) == write(policy, state)
 
 
-def test_a_fixed_scale_is_written_where_there_is_one():
+def test_a_fixed_scale_is_written_if_the_other_system_has_one():
   one, two = ols.FixedLossScale(1.0), ols.FixedLossScale(2.0)
   assert interop.to_torch(one, one.init()) == {}
   with pytest.raises(ValueError, match=r"to_torch.*scale"):
@@ -201,7 +203,7 @@ class OneMoreFixed(ols.FixedLossScale):
 
 @pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
 def test_a_new_hyperparameter_is_not_dropped(write):
-  """What is refused is generated from the fields of the policy."""
+  """The refused fields are generated from the fields of the policy."""
   policy = OneMore(**dataclasses.asdict(TO[write]))
   assert write(policy, policy.init()) == write(TO[write], policy.init())
   for change in {"warmup": 1000}, {"kind": "other"}:
@@ -226,8 +228,8 @@ def test_a_refill_without_hysteresis_has_no_effect_and_is_not_refused(write):
 
 
 @pytest.mark.parametrize("write", [interop.to_keras, interop.to_flax])
-def test_a_scale_below_the_floor_is_not_written(write):
-  """Ours would go back to the floor in the next step, and theirs would not."""
+def test_a_scale_below_min_scale_is_not_written(write):
+  """Ours would return to min_scale in the next step, and theirs would not."""
   policy = ols.DynamicLossScale()
   state = ols.set_loss_scale(policy.init(), 0.5)
   message = r"must be between the minimum 1 and .*, got 0.5. .* Set the"
@@ -237,7 +239,7 @@ def test_a_scale_below_the_floor_is_not_written(write):
 
 
 @pytest.mark.parametrize("floor", [0.7, 0.1, 0.3, 1e-4])
-def test_a_scale_at_a_floor_that_float32_rounds_is_read_back(floor):
+def test_a_scale_at_a_min_scale_that_float32_rounds_is_read_back(floor):
   policy = ols.DynamicLossScale(1.0, min_scale=floor)
   state = policy.init()
   for _ in range(20):

@@ -69,7 +69,7 @@ class Machine:
     return self.add(version, self.home / root / "versions" / patch / "bin")
 
   def add_shim(self, version):
-    """What pyenv puts first on the PATH for a version that is not chosen."""
+    """The shim that pyenv puts first on the PATH for an unselected version."""
     text = "echo 'pyenv: command not found' >&2; exit 127"
     path = self.shims / f"python{version}"
     return write_executable(path, f"#!{find_tool('sh')}\n{text}\n")
@@ -105,7 +105,7 @@ def machine(tmp_path):
 
 
 @pytest.mark.parametrize("root", [".pyenv", "elsewhere"])
-def test_the_newest_python_that_works_is_taken(machine, root):
+def test_the_newest_working_python_is_used(machine, root):
   """A shim that says "command not found" does not, and hides what does."""
   where = {} if root == ".pyenv" else {"PYENV_ROOT": str(machine.home / root)}
   machine.add("3.11")
@@ -119,7 +119,7 @@ def test_the_newest_python_that_works_is_taken(machine, root):
   assert machine.newest(**where) == (0, latest, "")
 
 
-def test_what_is_out_of_bounds_is_never_taken(machine):
+def test_an_unsupported_python_is_never_used(machine):
   machine.add("3.10")
   status, path, message = machine.newest()
   assert (status, path) == (1, "")
@@ -134,14 +134,14 @@ def test_what_is_out_of_bounds_is_never_taken(machine):
   assert f"Python 3.12 or later is needed, and PYTHON={old} is" in message
 
 
-def test_python_3_11_is_told_where_jax_ends_for_it(machine):
+def test_python_3_11_is_warned_of_the_last_jax_that_supports_it(machine):
   path = machine.add("3.11")
-  told = "Python 3.11: JAX ends at 0.10.2"
-  assert machine.newest() == (0, path, told)
-  assert machine.newest(PYTHON=path) == (0, path, told)
+  warning = "Python 3.11: JAX ends at 0.10.2"
+  assert machine.newest() == (0, path, warning)
+  assert machine.newest(PYTHON=path) == (0, path, warning)
 
 
-def test_python_takes_the_place_of_the_search(machine):
+def test_the_python_option_replaces_the_search(machine):
   found = machine.add("3.13")
   wanted = machine.add("3.12")
   newer = machine.add("3.20")  # than what is looked for
@@ -150,7 +150,7 @@ def test_python_takes_the_place_of_the_search(machine):
     assert machine.newest(PYTHON=python) == (0, path, "")
 
 
-def test_python_is_found_by_its_name_behind_a_shim_that_fails(machine):
+def test_python_is_found_by_its_name_after_a_shim_that_fails(machine):
   shim = machine.add_shim("3.12")
   machine.add("3.13")
   wanted = machine.add_pyenv("3.12.1")
@@ -159,7 +159,7 @@ def test_python_is_found_by_its_name_behind_a_shim_that_fails(machine):
   assert (status, path) == (1, "") and "does not run" in message
 
 
-def test_the_versions_that_are_looked_for_are_those_that_are_declared():
+def test_the_search_covers_exactly_the_declared_versions():
   versions = re.search(r'^VERSIONS="(.*?)"', SCRIPT, re.MULTILINE)[1]
   assert versions.split() == read_declared_versions()
   lowest = PROJECT["requires-python"].removeprefix(">=")
@@ -171,23 +171,23 @@ def test_the_versions_that_are_looked_for_are_those_that_are_declared():
 lower_bounds = runpy.run_path(str(TOOLS / "lower_bounds.py"))["lower_bounds"]
 
 
-def project(jax):
-  """What lower_bounds reads, with this requirement of jax."""
+def make_project(jax):
+  """Return the input of lower_bounds with this requirement of jax."""
   others = [r for r in PROJECT["dependencies"] if not re.match(r"jax\b", r)]
   return PROJECT | {"dependencies": [jax, *others]}
 
 
-def test_the_lowest_jax_is_found_beside_single_releases_that_are_excluded():
-  bounds = lower_bounds(project("jax>=0.8.0, !=0.11.0,!=0.12.0.1"))
+def test_the_lowest_jax_is_found_despite_excluded_releases():
+  bounds = lower_bounds(make_project("jax>=0.8.0, !=0.11.0,!=0.12.0.1"))
   assert bounds["jax"] == bounds["jaxlib"] == "0.8.0"
   (ours,) = [r for r in PROJECT["dependencies"] if re.match(r"jax\b", r)]
   assert ours.startswith(f"jax>={lower_bounds(PROJECT)['jax']}")
 
 
 @pytest.mark.parametrize("jax", ["jax", "jax>=0.8,<0.13", "jax!=0.11.0"])
-def test_jax_has_a_lowest_version_and_no_highest(jax):
+def test_jax_has_a_minimum_version_and_no_maximum(jax):
   with pytest.raises(ValueError, match="one bound for jax, such as"):
-    lower_bounds(project(jax))
+    lower_bounds(make_project(jax))
 
 
 class Venv:
@@ -214,7 +214,7 @@ def venv(machine, tmp_path):
   return Venv(machine, tmp_path / ".venv")
 
 
-def test_an_environment_is_made_once_and_made_anew_for_another_python(venv):
+def test_an_environment_is_created_once_and_recreated_for_another_python(venv):
   assert venv.make("3.12")[0] == 0
   made = venv.mark.stat().st_mtime_ns
   venv.installed.touch()
@@ -228,7 +228,7 @@ def test_an_environment_is_made_once_and_made_anew_for_another_python(venv):
   assert not venv.installed.exists()
 
 
-def test_an_environment_of_somebody_is_used_or_refused_but_never_removed(venv):
+def test_an_environment_of_a_user_is_used_or_refused_but_never_removed(venv):
   venv.make("3.12")
   venv.mark.unlink()
   status, message = venv.make("3.13")
@@ -238,7 +238,7 @@ def test_an_environment_of_somebody_is_used_or_refused_but_never_removed(venv):
 
 
 @pytest.mark.parametrize("mark", ["made", "installed-test"])
-def test_what_make_left_half_made_is_made_anew(venv, mark):
+def test_an_incomplete_environment_is_recreated(venv, mark):
   """The second was the only mark, once."""
   venv.folder.mkdir()
   (venv.folder / mark).touch()
@@ -284,7 +284,7 @@ def test_ci_run_stops_with_the_first_step_that_fails_of_all_on_all_versions():
 @pytest.mark.parametrize(
   "target", ["test-3.11", "test-oldest", "test-oldest-all"]
 )
-def test_what_is_left_out_on_older_versions_exists_and_is_not_jax(target):
+def test_packages_omitted_on_older_versions_exist_and_exclude_jax(target):
   commands = list_make_commands(target)
   left_out = re.findall(r"--(?:ignore|deselect)=(tests/[\w/.]+)", commands)
   assert "tests/pages" in left_out and len(set(left_out)) > 8
@@ -293,7 +293,7 @@ def test_what_is_left_out_on_older_versions_exists_and_is_not_jax(target):
     assert (ROOT / path).exists(), path
 
 
-def test_what_runs_on_the_oldest_versions_exists_and_has_what_reads_jax():
+def test_tests_on_the_oldest_versions_exist_and_cover_the_jaxpr_modules():
   commands = list_make_commands("test-oldest").splitlines()
   (line,) = [x for x in commands if x.endswith("test_shard_map.py")]
   paths = [word for word in line.split() if word.startswith("tests/")]
@@ -323,7 +323,7 @@ def list_python_versions(job):
   return [setup]
 
 
-def commands(job):
+def list_commands(job):
   return [step["run"] for step in job["steps"] if "run" in step]
 
 
@@ -333,21 +333,21 @@ def test_the_workflow_of_tests_begins_with_the_newest_python_and_jax():
   new = [v for v in read_declared_versions() if v != "3.11"]
   assert list_python_versions(jobs["newest"]) == new
   assert list_python_versions(jobs["python-3-11"]) == ["3.11"]
-  assert commands(jobs["python-3-11"])[0].startswith("make test-3.11 ")
+  assert list_commands(jobs["python-3-11"])[0].startswith("make test-3.11 ")
   assert list_python_versions(jobs["oldest"]) == ["3.11"]
 
 
 @pytest.mark.parametrize("name", sorted(WORKFLOWS))
-def test_a_workflow_takes_the_python_that_it_set_up(name):
+def test_a_workflow_uses_the_python_that_it_set_up(name):
   workflow = WORKFLOWS[name]
   assert workflow["env"]["PYTHON"] == "python"
   for job in workflow["jobs"].values():
-    if any(line.startswith("make ") for line in commands(job)):
+    if any(line.startswith("make ") for line in list_commands(job)):
       has_3_11 = "3.11" in list_python_versions(job)
       assert not has_3_11 or workflow["env"]["PYTHON_3_11"] == "python"
 
 
-def test_a_night_that_fails_opens_an_issue():
+def test_a_failed_nightly_run_opens_an_issue():
   jobs = WORKFLOWS["nightly"]["jobs"]
   report = jobs.pop("report")
   assert report["if"] == "failure()"
@@ -364,20 +364,22 @@ def test_a_night_that_fails_opens_an_issue():
     assert f"needs.{name}.result" in fills_in["env"]["RESULTS"]
 
 
-def test_each_night_tries_the_next_jax_and_all_that_the_oldest_can_do():
+def test_each_nightly_run_tests_the_next_jax_and_the_oldest_versions():
   jobs = WORKFLOWS["nightly"]["jobs"]
-  assert commands(jobs["jax-nightly"])[0].startswith("make test-jax-nightly ")
+  assert list_commands(jobs["jax-nightly"])[0].startswith(
+    "make test-jax-nightly "
+  )
   assert list_python_versions(jobs["oldest"]) == ["3.11"]
-  assert commands(jobs["oldest"])[0].startswith("make test-oldest-all ")
+  assert list_commands(jobs["oldest"])[0].startswith("make test-oldest-all ")
 
 
-def test_each_push_tries_what_jax_will_do_one_day():
+def test_each_push_tests_the_upgrade_flags_of_jax():
   jobs = WORKFLOWS["tests"]["jobs"]
-  assert commands(jobs["jax-flags"])[0].startswith("make test-jax-flags ")
+  assert list_commands(jobs["jax-flags"])[0].startswith("make test-jax-flags ")
 
 
 @pytest.mark.parametrize("name", ["docs", "publish"])
-def test_what_is_published_is_built_with_what_we_develop_on(name):
+def test_releases_are_built_with_the_development_python(name):
   assert list_python_versions(WORKFLOWS[name]["jobs"]["build"]) == ["3.13"]
   read_the_docs = yaml.safe_load((ROOT / ".readthedocs.yaml").read_text())
   assert read_the_docs["build"]["tools"]["python"] == "3.13"
@@ -393,7 +395,7 @@ def test_the_pages_that_are_built_are_those_that_are_published():
   assert jobs["deploy"]["permissions"] == permissions
 
 
-def test_the_page_on_versions_says_what_is_declared_and_tested():
+def test_the_page_on_versions_lists_the_declared_and_tested_versions():
   page = (ROOT / "docs" / "reference" / "versions.md").read_text()
   for requirement in PROJECT["dependencies"]:
     name, bound = re.match(r"([\w-]+)>=([\w.]+)", requirement).groups()

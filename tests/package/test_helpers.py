@@ -1,4 +1,4 @@
-"""What the tests themselves rely on."""
+"""The helpers that other tests rely on."""
 
 from helpers import markdown
 from helpers.bits import assert_same_bits, has_same_bits
@@ -20,12 +20,12 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("a, b", DIFFERENT.values(), ids=DIFFERENT)
-def test_trees_that_differ_in_anything_are_not_the_same_bits(a, b):
+def test_trees_that_differ_in_any_way_do_not_have_the_same_bits(a, b):
   assert has_same_bits({"x": a}, {"x": a})
   assert not has_same_bits({"x": a}, {"x": b})
 
 
-def test_leaves_of_nans_or_without_entries_or_bytes_are_the_same():
+def test_equal_leaves_with_nans_or_without_bytes_have_the_same_bits():
   float0 = np.zeros(2, jax.dtypes.float0)
   assert has_same_bits((float0, jnp.zeros((0, 3))), (float0, jnp.zeros((0, 3))))
   assert not has_same_bits(float0, float0[:1])
@@ -52,5 +52,5 @@ def test_a_page_that_prints_something_else_fails(tmp_path, capsys):
   path = tmp_path / "page.md"
   path.write_text(PAGE)
   with pytest.raises(AssertionError, match=r"page\.md"):
-    markdown.run(path)
+    markdown.run_page(path)
   assert "Expected:" in capsys.readouterr().out

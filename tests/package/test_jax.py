@@ -1,8 +1,8 @@
-"""What is relied on of JAX's insides, release by release.
+"""The internals of JAX that the package relies on, release by release.
 
 This fails first, and in a second, if a new JAX describes a program in another
 way. `python tests/package/test_jax.py` records what the JAX of its environment
-does, in `jax_insides.json` beside it. Look at the difference, mend
+does, in `jax_insides.json` in this folder. Look at the difference, mend
 `optax_lossscale/_jaxprs`, and commit both.
 """
 
@@ -47,14 +47,14 @@ def make_rule(make):
   return fun
 
 
-def mapped(fun):
+def shard_map_fun(fun):
   mesh = jax.make_mesh((1,), ("i",))
   return jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P("i"))
 
 
 # A program for each primitive of which a parameter is read, or replaced.
 PROGRAMS = {
-  "all_to_all": mapped(lambda x: lax.all_to_all(x[:1], "i", 0, 0)),
+  "all_to_all": shard_map_fun(lambda x: lax.all_to_all(x[:1], "i", 0, 0)),
   "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
   "conv_general_dilated": lambda x: lax.conv(
     x[None, None], x[None, None], (1, 1), "SAME"
@@ -66,7 +66,7 @@ PROGRAMS = {
   "custom_vjp_call": make_rule(jax.custom_vjp),
   "dot_general": lambda x: x @ x,
   "jit": jax.jit(jnp.sin),
-  "ppermute": mapped(lambda x: lax.ppermute(x, "i", [(0, 0)])),
+  "ppermute": shard_map_fun(lambda x: lax.ppermute(x, "i", [(0, 0)])),
   "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([2])),
   "reduce_sum": lambda x: jnp.sum(x),
   "reduce_window_sum": lambda x: lax.reduce_window(
@@ -74,13 +74,13 @@ PROGRAMS = {
   ),
   "remat2": jax.checkpoint(lambda x: jnp.sin(x)),
   "scan": lambda x: lax.scan(lambda c, s: (c @ x, s), x, x),
-  "shard_map": mapped(jnp.sin),
+  "shard_map": shard_map_fun(jnp.sin),
   "slice": lambda x: x[:1],
   "while": lambda x: lax.while_loop(lambda c: c[0, 0] < 0, lambda c: c @ x, x),
 }
 
 # What flags make objects of hijax of, where there are such flags: what is read
-# are attributes of the object. Made anew for each, since what was traced before
+# are attributes of the object. Created for each, since what was traced before
 # has the old form.
 FLAGS = {
   "jax_custom_jvp3": ("CustomJVPTraced", lambda: make_rule(jax.custom_jvp)),
@@ -93,7 +93,7 @@ FLAGS = {
 }
 
 
-def equations(fun):
+def list_eqns(fun):
   def within(jaxpr):
     for eqn in jaxpr.eqns:
       yield eqn
@@ -105,27 +105,27 @@ def equations(fun):
   return list(within(jax.make_jaxpr(fun)(X).jaxpr))
 
 
-def insides():
+def read_internals():
   """The parameters of primitives, and the attributes of objects of hijax."""
   found = {}
   for name, fun in PROGRAMS.items():
     (params,) = {
       tuple(sorted(e.params))
-      for e in equations(fun)
+      for e in list_eqns(fun)
       if e.primitive.name == name
     }
     found[name] = list(params)
   for flag, (kind, make) in FLAGS.items():
     if hasattr(jax.config, flag):
-      with hijax.flags_on(flag):
-        objects = [e.params.get("_prim") for e in equations(make())]
+      with hijax.enable_flags(flag):
+        objects = [e.params.get("_prim") for e in list_eqns(make())]
       (hi_object,) = [x for x in objects if type(x).__name__ == kind]
       found[kind] = sorted(hi_object.params)
   return found
 
 
 @functools.cache
-def recorded():
+def load_recorded():
   """The last release that was recorded, up to this one, and what it had."""
   releases = json.loads(RECORD.read_text())
   this = parse_version(jax.__version__)
@@ -138,17 +138,17 @@ def parse_version(version):
   return [int(n) for n in re.findall(r"\d+", version)[:3]]
 
 
-def difference(name, before, after):
-  """What changed, such as `scan: gone ['num_consts'], new ['ft_in']`."""
+def describe_difference(name, before, after):
+  """Describe a change, such as `scan: gone ['num_consts'], new ['ft_in']`."""
   gone, new = set(before) - set(after), set(after) - set(before)
   return f"{name}: gone {sorted(gone)}, new {sorted(new)}" if gone | new else ""
 
 
 def test_the_parameters_of_primitives_are_those_that_were_recorded():
-  release, before = recorded()
-  after = insides()
+  release, before = load_recorded()
+  after = read_internals()
   changes = [
-    difference(name, before.get(name, ()), after.get(name, ()))
+    describe_difference(name, before.get(name, ()), after.get(name, ()))
     for name in sorted({*before, *after})
   ]
   assert not any(changes), (
@@ -157,10 +157,10 @@ def test_the_parameters_of_primitives_are_those_that_were_recorded():
   )
 
 
-def test_a_difference_is_told_in_words():
-  told = difference("scan", ["a", "num_consts"], ["a", "ft_in"])
-  assert told == "scan: gone ['num_consts'], new ['ft_in']"
-  assert difference("scan", ["a"], ["a"]) == ""
+def test_a_difference_is_described_in_words():
+  text = describe_difference("scan", ["a", "num_consts"], ["a", "ft_in"])
+  assert text == "scan: gone ['num_consts'], new ['ft_in']"
+  assert describe_difference("scan", ["a"], ["a"]) == ""
 
 
 def test_equations_jaxprs_and_types_have_the_attributes_that_are_read():
@@ -180,9 +180,9 @@ def test_equations_jaxprs_and_types_have_the_attributes_that_are_read():
   check(jax.core.Tracer, "to_concrete_value")
 
 
-def test_rules_are_held_by_objects_that_can_be_wrapped():
+def test_rules_are_stored_in_objects_that_can_be_wrapped():
   for kind in ("custom_jvp_call", "custom_vjp_call", "custom_lin"):
-    (eqn,) = [e for e in equations(PROGRAMS[kind]) if e.primitive.name == kind]
+    (eqn,) = [e for e in list_eqns(PROGRAMS[kind]) if e.primitive.name == kind]
     for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"} & {*eqn.params}:
       check(eqn.params[name], "call_wrapped debug_info")
   traced = jax.jit(lambda x: x).trace(X)
@@ -198,7 +198,7 @@ def check(thing, names):
   assert not missing
 
 
-def test_types_tell_what_varies():
+def test_types_contain_the_varying_axes():
   seen = []
 
   def local(x):
@@ -213,7 +213,7 @@ def test_types_tell_what_varies():
   assert seen == [(frozenset({"i"}), frozenset())]
 
 
-def test_a_type_of_another_jax_is_an_error_that_asks_for_a_report():
+def test_a_type_of_another_jax_raises_an_error_that_requests_a_report():
   for kind in (types.SimpleNamespace(), types.SimpleNamespace(vma=None)):
     with pytest.raises(RuntimeError, match=re.escape(jax.__version__)):
       _avals.get_aval_varying_axes(kind)
@@ -277,7 +277,7 @@ def test_the_classes_of_hijax_are_known():
 
 
 def test_scopes_are_objects_that_stay_with_an_equation():
-  """Of another kind, products would have no marks and no names of weights."""
+  """Otherwise matmuls would have no tags and no names of weights."""
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
   dtypes = _provenance.MatmulDtypes.uniform(jnp.dtype("float16"))
   marked = _provenance.tag_autocast(eqn, dtypes)
@@ -285,25 +285,27 @@ def test_scopes_are_objects_that_stay_with_an_equation():
   alone = jax.make_jaxpr(_eqns.eqn_as_fun(marked))(X, X)
   fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
   moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
-  products = []
+  matmul_locations = []
 
   def walk(jaxpr, location):
     for inner in jaxpr.eqns:
       if inner.primitive.name == "dot_general":
-        products.append(location.push_scope(inner))
+        matmul_locations.append(location.push_scope(inner))
       for held in _eqns.subjaxprs(inner):
         walk(held.jaxpr, location.push_scope(inner))
 
   walk(moved.jaxpr, _provenance.EqnLocation())
-  assert len(products) >= 2
-  for location in products:
+  assert len(matmul_locations) >= 2
+  for location in matmul_locations:
     assert location.autocast_dtype == jnp.dtype("float16")
     assert location.param_path == "blocks/2"
 
 
 def record():
   releases = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-  releases[".".join(map(str, parse_version(jax.__version__)))] = insides()
+  releases[".".join(map(str, parse_version(jax.__version__)))] = (
+    read_internals()
+  )
   releases = dict(sorted(releases.items(), key=lambda r: parse_version(r[0])))
   RECORD.write_text(json.dumps(releases, indent=1) + "\n")
 

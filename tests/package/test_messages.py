@@ -131,7 +131,7 @@ def find_messages(source: str) -> Iterator[tuple[int, str]]:
       continue
     if len(text.split()) >= 3:
       yield getattr(node, "lineno", 0), text
-    # What is inserted may be a text, too.
+    # An inserted value may be a text, too.
     todo += [x for x in ast.walk(node) if isinstance(x, ast.FormattedValue)]
 
 
@@ -159,7 +159,7 @@ def find_faults(text: str) -> list[str]:
   ]
 
 
-def test_no_message_has_a_pattern_that_users_stumble_over():
+def test_no_message_has_a_discouraged_pattern():
   faults = []
   for path in sorted(PACKAGE.rglob("*.py")):
     name = path.relative_to(PACKAGE).as_posix()

@@ -1,4 +1,4 @@
-"""What the package imports, names and requires, and what its maps say of it."""
+"""The imports, names and requirements of the package, and its module lists."""
 
 import ast
 import graphlib
@@ -36,7 +36,7 @@ def test_import_loads_no_framework_and_submodules_when_they_are_first_used():
 
 
 @pytest.mark.parametrize("module", ["", *SUBMODULES])
-def test_dir_shows_what_is_public_and_nothing_else(module):
+def test_dir_lists_only_public_names(module):
   public = getattr(ols, module) if module else ols
   own = set() if module else {*SUBMODULES, "__version__"}
   assert set(dir(public)) == {*public.__all__} | own
@@ -61,7 +61,7 @@ def test_public_names_are_documented_with_an_example_and_typed():
 
 
 def list_missing(name):
-  """What the docstring or the types of a public name lack."""
+  """Return what the docstring or the types of a public name lack."""
   thing = getattr(ols, name)
   doc = inspect.getdoc(thing)
   if not doc:
@@ -81,12 +81,12 @@ def list_missing(name):
       yield "no type of what is returned"
 
 
-def test_there_are_few_names_and_they_are_sorted():
+def test_there_are_few_public_names_and_they_are_sorted():
   assert len(ols.__all__) <= 25
   assert ols.__all__ == sorted(ols.__all__)
 
 
-def imports(path):
+def list_imports(path):
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
@@ -98,9 +98,9 @@ MODULES = {
   str(path.relative_to(PACKAGE).with_suffix("")).replace("/", "."): path
   for path in sorted(PACKAGE.rglob("*.py"))
 }
-# Beside jax, which brings numpy: what reads values on the host uses it (among
-# them the evidence that update is given), and what counts with whole numbers.
-# Plots are drawn with matplotlib, which is imported when one is asked for.
+# Jax depends on numpy. Modules that read values on the host may use it (such as
+# the evidence that update receives), and modules that count with integers.
+# Plots need matplotlib, which is imported by the first plot.
 MAY_USE_NUMPY = (
   "_jaxprs._primitives",
   "diagnostics.",
@@ -112,11 +112,11 @@ MAY_USE_NUMPY = (
 MAY_USE_MATPLOTLIB = {"plots"}
 
 
-def test_the_package_imports_jax_and_optax_alone_and_nothing_private():
+def test_the_package_imports_only_jax_and_optax_and_nothing_private():
   offenders = [
     f"{module} imports {name}"
     for module, path in MODULES.items()
-    for name in imports(path)
+    for name in list_imports(path)
     if not can_import(module, *name.split("."))
   ]
   assert not offenders
@@ -132,23 +132,23 @@ def can_import(module, package, *parts):
   return package in allowed and not (package in ("jax", "optax") and private)
 
 
-# In the order in which they may see each other: each only those before it.
+# The order of imports: each module imports only those before it.
 ORDER = re.findall(
   r"^\| `(\w+)(?:\.py|/)`", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
 )
 
 
-def floors():
-  """The rooms on each floor of the drawing, from the top down."""
+def read_layers():
+  """Return the modules of each layer of the diagram, from the top down."""
   page = (ROOT / "ARCHITECTURE.md").read_text()
   layers = page.split("\n## Layers\n")[1].split("\n## ")[0]
-  (drawing,) = re.findall(r"^```text\n(.*?)^```", layers, re.M | re.S)
-  # A floor may take two lines, of which the first has its number.
-  rows = re.split(r"^ +\d \|", drawing, flags=re.MULTILINE)[1:]
+  (diagram,) = re.findall(r"^```text\n(.*?)^```", layers, re.M | re.S)
+  # A layer may take two lines, of which the first has its number.
+  rows = re.split(r"^ +\d \|", diagram, flags=re.MULTILINE)[1:]
   return [re.findall(r"[a-z_]+", row) for row in rows]
 
 
-# Beyond the order: what keeps the core a core.
+# Imports that the order allows, but that the core must not have.
 CORE = set(ORDER[: ORDER.index("_autocast")]) - {
   "_checks",
   "_flattening",
@@ -166,17 +166,17 @@ NEVER = {
 }
 
 
-def test_the_table_of_modules_and_the_drawing_have_each_room_once():
-  rooms = sorted({module.split(".")[0] for module in MODULES} - {"__init__"})
-  assert sorted(ORDER) == rooms
-  assert sorted(room for floor in floors() for room in floor) == rooms
+def test_the_table_of_modules_and_the_diagram_list_each_module_once():
+  names = sorted({module.split(".")[0] for module in MODULES} - {"__init__"})
+  assert sorted(ORDER) == names
+  assert sorted(name for layer in read_layers() for name in layer) == names
 
 
-def test_imports_point_up_in_the_table_and_down_in_the_drawing():
-  depth = {room: i for i, floor in enumerate(floors()) for room in floor}
+def test_imports_go_up_in_the_table_and_down_in_the_diagram():
+  depth = {top: i for i, layer in enumerate(read_layers()) for top in layer}
   for module, path in MODULES.items():
     top = module.split(".")[0]
-    for name in imports(path):
+    for name in list_imports(path):
       parts = name.split(".")
       seen = parts[1] if parts[0] == "optax_lossscale" else None
       if seen not in ORDER or seen == top or top == "__init__":
@@ -185,13 +185,13 @@ def test_imports_point_up_in_the_table_and_down_in_the_drawing():
       assert depth[seen] > depth[top], (module, seen)
       assert seen not in NEVER.get(top, ()), (module, seen)
       if top == "diagnostics" and seen == "_autocast":
-        # Only what compares with autocast knows of it.
+        # Only the comparison with autocast imports it.
         assert module.startswith("diagnostics._comparison"), module
 
 
 def list_imported_modules(module):
-  """The modules that one imports names from, as they are called in MODULES."""
-  for name in imports(MODULES[module]):
+  """Yield the modules that one imports names from, as named in MODULES."""
+  for name in list_imports(MODULES[module]):
     parts = name.split(".")
     while parts and parts[0] == "optax_lossscale":
       path = ".".join(parts[1:])
@@ -202,13 +202,13 @@ def list_imported_modules(module):
       parts = parts[:-1]
 
 
-def test_imports_go_round_in_no_circle():
+def test_imports_have_no_cycle():
   graph = {module: set(list_imported_modules(module)) for module in MODULES}
   assert "diagnostics._overflow._taint" in {*itertools.chain(*graph.values())}
   graphlib.TopologicalSorter(graph).prepare()
 
 
-# What is seen inside of a room with a folder, all of which have a face.
+# Submodules of packages that other packages import past the package itself.
 SEEN_INSIDE = {
   ("diagnostics._comparison._compare_precision", "_autocast._matmuls"),
   ("plots", "diagnostics._dtype_limits"),
@@ -216,19 +216,19 @@ SEEN_INSIDE = {
 }
 
 
-def test_nobody_outside_sees_what_is_inside_of_a_room_but_for_three():
+def test_private_submodules_are_imported_from_outside_in_three_cases_only():
   found = set()
   for module in MODULES:
     for seen in list_imported_modules(module):
-      room, *inside = seen.split(".")
-      is_face = inside in ([], ["__init__"])
-      is_outside = module.split(".")[0] not in (room, "__init__")
-      if is_outside and not is_face and room != "_jaxprs":
+      package, *inside = seen.split(".")
+      is_package_itself = inside in ([], ["__init__"])
+      is_outside = module.split(".")[0] not in (package, "__init__")
+      if is_outside and not is_package_itself and package != "_jaxprs":
         found.add((module, seen))
   assert found == SEEN_INSIDE
 
 
-def test_the_engines_of_the_diagnostics_know_nothing_of_each_other():
+def test_the_engines_of_the_diagnostics_do_not_import_each_other():
   engine_of = {
     module: module.split(".")[1]
     for module in MODULES
@@ -251,15 +251,15 @@ def test_the_engines_of_the_diagnostics_know_nothing_of_each_other():
       assert engine in (None, engine_of.get(module)), (module, seen)
 
 
-# What JAX may rename: parameters of equations, and attributes of these and of
+# Names that JAX may change: params of equations, and attributes of these and of
 # types.
 INSIDES = {"ctx", "debug_info", "donated_invars", "effects", "inner_aval",
            "params", "source_info"}  # fmt: skip
-# As those of ``getattr``, or the keys of parameters.
+# As arguments of ``getattr``, or as keys of params.
 KEYS = INSIDES - {"effects", "params"}
 
 
-def test_only_one_room_reads_what_jax_may_rename():
+def test_only_the_jaxprs_package_reads_attributes_that_jax_may_rename():
   offenders = [
     f"{module}:{line} reads {name}"
     for module, path in MODULES.items()
@@ -280,14 +280,14 @@ def list_internals(path):
 README = (TESTS / "README.md").read_text()
 
 
-def test_the_map_names_the_tests_of_each_module():
+def test_the_readme_names_the_tests_of_each_module():
   rows = re.findall(r"^\| (.*?`.*?) \| (.*) \|$", README, re.MULTILINE)
   assert all("`" in tests for names, tests in rows)
-  rooms = re.findall(r"`(\w+)", " ".join(names for names, _ in rows))
-  assert not set(ORDER) - set(rooms)
+  modules = re.findall(r"`(\w+)", " ".join(names for names, _ in rows))
+  assert not set(ORDER) - set(modules)
 
 
-def test_each_path_on_the_map_leads_to_tests():
+def test_each_path_in_the_readme_of_the_tests_exists():
   named = re.findall(r"`([\w/]+\.py)`", README)
   assert len(named) > 30
   for path in named:
@@ -297,12 +297,12 @@ def test_each_path_on_the_map_leads_to_tests():
     assert f"`{folder}" in README, folder
 
 
-def test_each_file_of_settings_can_be_read():
+def test_each_yaml_file_can_be_parsed():
   for path in [*(ROOT / ".github").rglob("*.yml"), ROOT / ".readthedocs.yaml"]:
     assert len(yaml.safe_load(path.read_text())) > 2, path
 
 
-def test_the_version_is_the_same_wherever_it_stands():
+def test_the_version_is_equal_in_all_files():
   citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
   recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
   assert citation["version"] == recipe["context"]["version"] == ols.__version__

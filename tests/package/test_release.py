@@ -1,4 +1,4 @@
-"""What is published: both distributions are built, looked into, and used."""
+"""Both published distributions are built, inspected and used."""
 
 import email
 import json
@@ -21,7 +21,7 @@ NAME = f"optax_lossscale-{ols.__version__}"
 
 
 def run(*command, cwd):
-  """What a command prints; its errors are in the message if it fails."""
+  """Return the output of a command; an error contains its messages."""
   done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
@@ -31,7 +31,7 @@ def run(*command, cwd):
 def dist(tmp_path_factory):
   """The folder with both, the wheel built from the source distribution."""
   out = tmp_path_factory.mktemp("dist")
-  # `make dist` without --no-isolation, which makes an environment of its own
+  # `make dist` without --no-isolation, which makes a separate environment
   # and installs the same flit_core into it.
   build = sys.executable, "-m", "build", "--no-isolation"
   run(*build, "--outdir", str(out), str(ROOT), cwd=out)
@@ -46,7 +46,7 @@ def wheel(dist):
     return wheel.namelist(), email.message_from_string(metadata)
 
 
-def test_the_wheel_holds_the_package_its_types_and_the_license_alone(wheel):
+def test_the_wheel_contains_only_the_package_its_types_and_the_license(wheel):
   names, _ = wheel
   assert "optax_lossscale/py.typed" in names
   assert f"{NAME}.dist-info/licenses/LICENSE" in names
@@ -60,7 +60,7 @@ def test_the_wheel_holds_the_package_its_types_and_the_license_alone(wheel):
   assert {n for n in names if n.startswith("optax_lossscale/")} == ours
 
 
-def test_the_metadata_show_what_is_required_and_where_everything_is(wheel):
+def test_the_metadata_contain_the_requirements_and_the_links(wheel):
   _, fields = wheel
   required = fields.get_all("Requires-Dist")
   always = [re.match(r"\w+", r)[0] for r in required if "extra ==" not in r]
@@ -74,7 +74,7 @@ def test_the_metadata_show_what_is_required_and_where_everything_is(wheel):
   assert names == {"Documentation", "Source", "Changelog", "Issues"}
 
 
-def test_each_extra_is_said_to_be_for_users_or_for_developers(wheel):
+def test_each_extra_is_documented_for_users_or_for_developers(wheel):
   _, fields = wheel
   versions = (ROOT / "docs" / "reference" / "versions.md").read_text()
   users = set(re.findall(r"optax-lossscale\[([\w-]+)\]", versions))
@@ -93,7 +93,7 @@ def test_an_index_would_accept_the_one_wheel_and_source_distribution(dist):
   assert out.count("PASSED") == 2
 
 
-def test_the_source_distribution_can_be_built_from_and_is_small(dist):
+def test_the_source_distribution_can_be_built_and_is_small(dist):
   with tarfile.open(dist / f"{NAME}.tar.gz") as sdist:
     names = {name.removeprefix(f"{NAME}/") for name in sdist.getnames()}
   assert {"pyproject.toml", "README.md", "LICENSE"} <= names
@@ -105,7 +105,7 @@ def test_the_readmes_first_example_runs_with_the_wheel_in_an_empty_environment(
   dist, tmp_path
 ):
   python = make_environment(tmp_path / "venv", dist)
-  example, *_ = markdown.blocks(ROOT / "README.md")
+  example, *_ = markdown.find_code_blocks(ROOT / "README.md")
   example += "print(ols.__file__, ols.diagnostics, ols.interop, ols.plots)\n"
   out = run(python, "-c", example, cwd=tmp_path)
   assert "32768.0" in out
@@ -119,11 +119,11 @@ INSTALLED = {"optax": "0.2.6", "matplotlib": "3.10.0", "scikit-learn": "1.6.1"}
 
 
 def plan_install(folder, dist, jax, *others, extra=""):
-  """What pip would install beside a JAX that is there, without an index."""
+  """Return what pip would install next to an existing JAX, without an index."""
   venv.create(folder, with_pip=False)
   (packages,) = folder.glob("lib/python*/site-packages")
   for name, version in {"jax": jax, "jaxlib": jax, **INSTALLED}.items():
-    # What pip reads of a package; it asks for nothing else.
+    # Pip reads only this of a package.
     info = packages / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -144,11 +144,9 @@ def plan_install(folder, dist, jax, *others, extra=""):
 @pytest.mark.parametrize(
   "jax", ["0.8.0", "0.9.2", "0.10.2", "0.11.2", "0.12.0"]
 )
-def test_nothing_is_upgraded_beside_a_jax_that_is_supported(
-  dist, tmp_path, jax
-):
+def test_nothing_is_upgraded_next_to_a_supported_jax(dist, tmp_path, jax):
   alone = plan_install(tmp_path / "alone", dist, jax)
-  # As the first cells of the notebooks that open beside a T4 do.
+  # The first cells of the notebooks on a T4 do the same.
   quick_start = plan_install(
     tmp_path / "notebook", dist, jax, "scikit-learn", extra="[plots]"
   )

@@ -176,7 +176,7 @@ def test_a_function_on_the_host_transfers_under_a_guard(fun):
   ],
   ids=lambda fun: fun.__name__,
 )
-def test_without_its_guard_a_function_would_be_stopped(fun):
+def test_without_its_guard_a_function_would_raise_an_error(fun):
   """So that the test above is not one of inputs that need no transfer."""
   unguarded = fun.__wrapped__
   arguments = {

@@ -1,4 +1,4 @@
-"""What type checkers and editors know of what a user writes."""
+"""The types that checkers and editors infer for code of users."""
 
 import json
 import os
@@ -33,7 +33,7 @@ tx = optax.sgd(0.1)
 params, x = {"w": jnp.ones((2, 2))}, jnp.ones((2, 2))
 state = ols.DynamicLossScale().init()
 
-# What is right.
+# Correct code.
 ols.with_loss_scaling(tx)
 ols.with_loss_scaling(optax.MultiSteps(tx, 2), "headroom", max_norm=1.0)
 ols.with_loss_scaling(tx, ols.interop.DeepSpeedLossScale())
@@ -48,7 +48,7 @@ kept: dict[str, jax.Array] = params
 state = ols.set_loss_scale(state, 8.0)
 value = ols.autocast()(ols.keep_float32(loss_fn))(params, x)
 
-# What is not.
+# Mistakes.
 ols.with_loss_scaling(tx, "dynmic")  # mistake
 ols.with_loss_scaling(tx, growth_interval=3)  # mistake
 ols.loss_scale_metrics(state, policy="dynmic")  # mistake
@@ -159,7 +159,7 @@ def mypy(folder: pathlib.Path) -> set[tuple[str, int]]:
 def pyright(folder: pathlib.Path) -> set[tuple[str, int]]:
   settings = {
     "extraPaths": [str(ROOT)],
-    # What a loop defines, which might run no step.
+    # Users define variables in loops, which might run no step.
     "reportPossiblyUnboundVariable": False,
   }
   (folder / "pyrightconfig.json").write_text(json.dumps(settings))
@@ -183,7 +183,7 @@ FILES = "mistakes.py", "readme.py", "fields.py"
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
 def test_mistakes_are_found_and_programs_of_users_have_none(checker, tmp_path):
-  readme = "\n".join(markdown.blocks(ROOT / "README.md"))
+  readme = "\n".join(markdown.find_code_blocks(ROOT / "README.md"))
   for file, text in zip(FILES, (MISTAKES, readme, FIELDS), strict=True):
     (tmp_path / file).write_text(text)
   lines = enumerate(MISTAKES.splitlines(), 1)

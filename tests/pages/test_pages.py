@@ -24,7 +24,7 @@ PAGES = [
     *pages_below(ROOT / "benchmarks"),
     *pages_below(ROOT / "docs"),
   ]
-  if markdown.blocks(path)
+  if markdown.find_code_blocks(path)
 ]
 
 
@@ -43,7 +43,7 @@ def test_the_code_on_a_page_runs_from_top_to_bottom(
 ):
   monkeypatch.chdir(tmp_path)
   matplotlib.use("Agg")
-  names = markdown.run(path)
+  names = markdown.run_page(path)
   plt.close("all")
   if relative_name(path) in AFTERWARDS:
     AFTERWARDS[relative_name(path)](names, capsys.readouterr().out)
@@ -134,7 +134,7 @@ def find_steps(page):
   """Each step that a page defines, with a copy of its arguments."""
   names = {"__name__": "__main__"}
   found = []
-  for block in markdown.blocks(WITH_STEPS[page]):
+  for block in markdown.find_code_blocks(WITH_STEPS[page]):
     exec(compile(block, str(WITH_STEPS[page]), "exec"), names)
     if "def train_step(" in block:
       step = names["train_step"]

@@ -31,13 +31,13 @@ def run_steps(policy, finites, state=None):
 run = jax.jit(run_steps, static_argnums=0)
 
 
-def are_finite(string):
+def parse_finite(string):
   """The steps of a string of F (finite) and T (overflow)."""
   return np.array([c == "F" for c in string])
 
 
-def scales(policy, string, state=None):
-  return run(policy, are_finite(string), state).loss_scale.tolist()
+def run_scales(policy, string, state=None):
+  return run(policy, parse_finite(string), state).loss_scale.tolist()
 
 
 @st.composite
@@ -73,7 +73,7 @@ def test_dynamic_follows_its_model(policy, finites):
     counts = model.count, model.in_a_row, finite, model.total
     expected.append((model.scale, *counts, *left))
   numbers = dataclasses.asdict(policy)
-  # What the state's structure, or a branch in Python, depends on.
+  # The structure of the state, or a branch in Python, depends on these.
   names = "hysteresis", "hysteresis_refill"
   words = tuple((name, numbers.pop(name)) for name in names)
   states = run_any(words, numbers, np.array(finites))
@@ -93,14 +93,14 @@ def test_hysteresis_of_two_tolerates_one_overflow_until_refilled(
   refill, mixed, overflows
 ):
   policy = ols.DynamicLossScale(64.0, hysteresis=2, hysteresis_refill=refill)
-  assert scales(policy, "TFTTFT") == mixed
-  assert scales(policy, "TTTT") == overflows
+  assert run_scales(policy, "TFTTFT") == mixed
+  assert run_scales(policy, "TTTT") == overflows
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_the_scale_grows_on_the_nth_finite_step(interval):
   policy = ols.DynamicLossScale(1.0, growth_interval=interval)
-  got = scales(policy, "F" * 12)
+  got = run_scales(policy, "F" * 12)
   assert got == [2.0 ** ((i + 1) // interval) for i in range(12)]
 
 
@@ -108,7 +108,7 @@ def test_the_scale_grows_on_the_nth_finite_step(interval):
 def test_a_restored_count_at_or_above_the_interval_grows_at_once(count):
   policy = ols.DynamicLossScale(1.0, growth_interval=3)
   state = policy.init()._replace(finite_count=jnp.int32(count))
-  assert scales(policy, "FFFF", state) == [2, 2, 2, 4]
+  assert run_scales(policy, "FFFF", state) == [2, 2, 2, 4]
 
 
 @pytest.mark.slow
@@ -122,12 +122,12 @@ def test_no_string_of_steps_reaches_zero_inf_or_nan(factor, backoff):
     min_scale=2.0**-126,
   )
   for string in ("F" * 300, "T" * 300, "F" * 300 + "T" * 300):
-    got = scales(policy, string)
+    got = run_scales(policy, string)
     assert min(got) >= 2.0**-126
     assert max(got) <= 2.0**126
   # And back from either end: no value absorbs.
-  assert scales(policy, "F" * 300 + "T")[-1] < 2.0**126
-  assert scales(policy, "T" * 300 + "F")[-1] > 2.0**-126
+  assert run_scales(policy, "F" * 300 + "T")[-1] < 2.0**126
+  assert run_scales(policy, "T" * 300 + "F")[-1] > 2.0**-126
 
 
 NON_DEFAULTS = {
@@ -159,14 +159,14 @@ def test_every_hyperparameter_acts_after_jit_scan_and_a_checkpoint(name):
     model.step(c == "F")
     expected.append(model.scale)
 
-  head = run(changed, are_finite(string[:cut]))
+  head = run(changed, parse_finite(string[:cut]))
   last = jax.tree.map(lambda x: np.asarray(x[-1]), head)
-  got = head.loss_scale.tolist() + scales(changed, string[cut:], last)
+  got = head.loss_scale.tolist() + run_scales(changed, string[cut:], last)
   assert got == expected
-  assert got != scales(default, string)
+  assert got != run_scales(default, string)
 
 
-def test_a_policy_of_ones_own_may_name_its_lowest_scale():
+def test_a_custom_policy_may_define_min_scale():
   class Own:
     init, adjust = ols.FixedLossScale(8.0).init, ols.FixedLossScale(8.0).adjust
     min_scale = 8.0
@@ -179,7 +179,7 @@ def test_a_policy_of_ones_own_may_name_its_lowest_scale():
     ols.raise_if_stuck(state, 1, policy=policy)
 
 
-def test_a_traced_hysteresis_counts_only_where_the_state_does():
+def test_a_traced_hysteresis_counts_only_if_the_state_does():
   adjust = jax.jit(
     lambda hysteresis, state: ols.DynamicLossScale(
       hysteresis=hysteresis

@@ -1,4 +1,4 @@
-"""What holds for every policy: typed, traced once, in bounds, told apart."""
+"""Properties of every policy: types, one trace, bounds, distinct states."""
 
 import collections
 import dataclasses
@@ -44,7 +44,7 @@ each_policy = pytest.mark.parametrize(
 )
 
 
-def test_the_defaults_are_those_of_the_documentation():
+def test_the_defaults_match_the_documentation():
   dynamic = 2.0**15, 2.0, 0.5, 2000, 1.0, 2.0**126, 1, "growth"
   headroom = 2.0**15, jnp.float16, 4, 8, 2.0**-24, 2.0**126
   assert dataclasses.astuple(ols.DynamicLossScale()) == dynamic
@@ -70,7 +70,7 @@ FINITE = np.array([True, False, True, True, True, False, False] * 3)
 AMAXES = np.float32([2.0**-10, 8.0, 0.0] * 7)
 
 
-def history(step, state):
+def run_history(step, state):
   states = []
   for finite, amax in zip(FINITE, AMAXES, strict=True):
     state = step(state, finite, amax)
@@ -79,19 +79,19 @@ def history(step, state):
 
 
 @each_policy
-def test_eagerly_jitted_and_on_numpy_arrays_the_states_are_the_same(policy):
+def test_eager_jitted_and_numpy_states_are_equal(policy):
   eager = functools.partial(adjust, policy)
   compiled = jax.jit(eager)
-  expected = history(eager, policy.init())
-  assert has_same_bits(history(compiled, policy.init()), expected)
+  expected = run_history(eager, policy.init())
+  assert has_same_bits(run_history(compiled, policy.init()), expected)
   assert compiled._cache_size() == 1
   in_numpy = lambda *step: jax.tree.map(np.asarray, eager(*step))
   start = jax.tree.map(np.asarray, policy.init())
-  assert has_same_bits(history(in_numpy, start), expected)
+  assert has_same_bits(run_history(in_numpy, start), expected)
 
 
 @each_policy
-def test_scanned_under_vmap_each_member_has_a_state_of_its_own(policy):
+def test_scanned_under_vmap_each_member_has_its_own_state(policy):
   def scanned(finite, amaxes):
     def body(state, step):
       state = adjust(policy, state, *step)
@@ -102,7 +102,7 @@ def test_scanned_under_vmap_each_member_has_a_state_of_its_own(policy):
   both = np.stack([FINITE, FINITE[::-1]]), np.stack([AMAXES, AMAXES * 2])
   together = jax.vmap(scanned)(*both)
   step = jax.jit(functools.partial(adjust, policy))
-  expected = history(step, policy.init())
+  expected = run_history(step, policy.init())
   assert has_same_bits(jax.tree.map(lambda x: x[0], together), expected)
   other = scanned(*(x[1] for x in both))
   assert has_same_bits(jax.tree.map(lambda x: x[1], together), other)
@@ -131,7 +131,7 @@ def test_a_fresh_state_can_be_donated_twice(policy):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def scales(policy, start, finite):
+def run_scales(policy, start, finite):
   def body(state, finite):
     state = adjust(policy, state, finite)
     return state, state.loss_scale
@@ -145,8 +145,10 @@ def scales(policy, start, finite):
   steps=st.lists(st.booleans(), min_size=40, max_size=40),
   exponent=st.integers(4, 126),
 )
-def test_the_scale_stays_between_floor_and_ceiling(policy, steps, exponent):
-  trace = scales(policy, jnp.float32(2.0**exponent), np.array(steps))
+def test_the_scale_stays_between_min_scale_and_max_scale(
+  policy, steps, exponent
+):
+  trace = run_scales(policy, jnp.float32(2.0**exponent), np.array(steps))
   low = getattr(policy, "min_scale", 2.0**-126)
   assert np.all((low <= trace) & (trace <= 2.0**126))
 
@@ -180,7 +182,7 @@ def test_the_wrapper_takes_it_as_its_policy(policy):
 
 @pytest.mark.parametrize("other", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("policy", REMEMBERING.values(), ids=REMEMBERING)
-def test_every_policy_that_remembers_refuses_a_foreign_state_in_the_same_words(
+def test_every_policy_with_memory_refuses_a_foreign_state_with_the_same_error(
   policy, other
 ):
   kind = type(policy.init().policy_state)
@@ -202,7 +204,7 @@ def test_every_policy_that_remembers_refuses_a_foreign_state_in_the_same_words(
 
 
 @pytest.mark.parametrize("policy", REMEMBERING.values(), ids=REMEMBERING)
-def test_a_memory_is_known_by_its_fields_whatever_its_class(policy):
+def test_a_policy_state_is_recognized_by_its_fields_in_any_class(policy):
   state = adjust(policy, policy.init(), True)
   expected = adjust(policy, state, False)
   fields = state.policy_state._asdict()
@@ -215,7 +217,7 @@ def test_a_memory_is_known_by_its_fields_whatever_its_class(policy):
 
 
 @pytest.mark.parametrize("policy", REMEMBERING.values(), ids=REMEMBERING)
-def test_a_policy_state_with_other_fields_is_refused_whatever_its_class(
+def test_a_policy_state_with_other_fields_is_refused_in_any_class(
   policy,
 ):
   state = policy.init()
@@ -225,11 +227,11 @@ def test_a_policy_state_with_other_fields_is_refused_whatever_its_class(
     ", more of another": collections.namedtuple(name, fields)(**fields),
     ", more of another ": fields,
     "values without names": tuple(fields.values()),
-    # What a pickle of protocol 1 makes of it.
+    # A pickle of protocol 1 restores the state like this.
     f"{len(fields)} values without": tuple.__new__(
       type(state.policy_state), fields.values()
     ),
-    # What a checkpoint makes of a tuple, or of nothing.
+    # A checkpoint restores a tuple as a list, and an empty state as None.
     f"got {len(fields)} values without": [*fields.values()],
     "got 1 value without": [jnp.int32(0)],
     "got an object of type NoneType of another": None,
@@ -246,7 +248,7 @@ def test_a_policy_state_with_other_fields_is_refused_whatever_its_class(
 
 @pytest.mark.parametrize("other", REMEMBERING.values(), ids=REMEMBERING)
 @pytest.mark.parametrize("policy", FORGETFUL.values(), ids=FORGETFUL)
-def test_what_another_policy_remembers_stays_where_nothing_is_remembered(
+def test_a_policy_without_memory_keeps_the_state_of_another_policy(
   policy, other
 ):
   state = ols.set_loss_scale(other.init(), 2.0**6)
@@ -297,7 +299,7 @@ def test_a_number_that_is_an_array_survives_a_step_that_donates_its_state():
 
 
 @pytest.mark.parametrize("kind", ["DynamicLossScale", "DeepSpeedLossScale"])
-def test_what_is_traced_into_a_policy_has_no_buffer_of_the_state(kind):
+def test_hyperparameters_traced_into_a_policy_do_not_share_state_buffers(kind):
   kind = {**vars(ols), **vars(interop)}[kind]
   scale, hysteresis = jnp.float32(8), jnp.int32(2)
 

@@ -1,6 +1,6 @@
 """HeadroomLossScale: what it promises of the scale, and its use.
 
-What it loses of long runs is in test_starving.py.
+The steps that it loses in long runs are in test_starving.py.
 """
 
 import functools
@@ -62,13 +62,13 @@ def log2_scales(policy, amaxes, state=None):
   return np.log2(run(policy, amaxes, state).loss_scale).tolist()
 
 
-def last(states):
+def get_last(states):
   return jax.tree.map(lambda x: x[-1], states)
 
 
-def settled(policy=POLICY, log2_amax=-14):
+def make_settled_state(policy=POLICY, log2_amax=-14):
   """The state of a run with gradients of one size."""
-  return last(run(policy, [2.0**log2_amax] * policy.amax_history_len * 2))
+  return get_last(run(policy, [2.0**log2_amax] * policy.amax_history_len * 2))
 
 
 # Where the scale is.
@@ -120,12 +120,12 @@ def test_the_scale_falls_at_once_and_rises_when_the_window_has_forgotten():
 
 
 @pytest.mark.parametrize("zero", [0.0, 2.0**-149, 2.0**-127])
-def test_a_few_steps_of_zeros_are_no_evidence_and_make_none_forgotten(zero):
-  before = settled()
+def test_a_few_steps_of_zeros_are_not_evidence_and_preserve_the_window(zero):
+  before = make_settled_state()
   after = run(POLICY, [zero] * 7, before)
   assert (after.loss_scale == before.loss_scale).all()
   assert has_same_bits(
-    last(after).policy_state.amax_history, before.policy_state.amax_history
+    get_last(after).policy_state.amax_history, before.policy_state.amax_history
   )
 
 
@@ -144,14 +144,14 @@ def overflows_above(highest, steps, start, amax=2.0**-14):
 
 
 @pytest.mark.parametrize("highest", [2, 8, 15, 23, 24])
-def test_a_limit_is_found_by_halving_what_is_between(highest):
-  scales, _ = overflows_above(highest, 40, settled())
+def test_a_limit_is_found_by_bisection(highest):
+  scales, _ = overflows_above(highest, 40, make_settled_state())
   lost = np.array(scales) > highest
   assert lost.sum() <= 9
   assert scales[-1] == highest
 
 
-def test_a_limit_that_larger_values_on_the_way_ask_for_costs_few_steps():
+def test_a_limit_from_larger_intermediate_values_costs_few_steps():
   # Something in the backward pass overflows above 2**10; the gradients alone
   # would have 2**19.
   scales, _ = overflows_above(10, 50_000, POLICY.init(), amax=2.0**-8)
@@ -161,8 +161,8 @@ def test_a_limit_that_larger_values_on_the_way_ask_for_costs_few_steps():
   assert lost[1000:].sum() <= 50_000 / 4_000
 
 
-def test_what_overflowed_once_is_tried_again_until_the_evidence_is_reached():
-  _, state = overflows_above(20, 40, settled())
+def test_a_scale_that_overflowed_once_is_retried_until_the_evidence():
+  _, state = overflows_above(20, 40, make_settled_state())
   scales, _ = overflows_above(100, 30_000, state)
   assert scales[0] == 20
   # One, two and then four binades higher, each after 4,096 steps.
@@ -170,8 +170,8 @@ def test_what_overflowed_once_is_tried_again_until_the_evidence_is_reached():
   assert scales[-1] == 25
 
 
-def test_a_rise_that_fails_is_taken_back_whatever_its_size():
-  _, state = overflows_above(15, 40, settled())
+def test_a_failed_increase_of_any_size_is_reverted():
+  _, state = overflows_above(15, 40, make_settled_state())
   # Nothing overflows above 15 for a while, and then it does again.
   for rises, held in ((1, 15 + 1), (2, 15 + 3), (3, 15 + 7)):
     _, raised = overflows_above(100, 4096 * rises + 40, state)
@@ -181,13 +181,13 @@ def test_a_rise_that_fails_is_taken_back_whatever_its_size():
     assert scales[-1] == 15 + [0, 1, 3][rises - 1]
 
 
-def test_rises_that_succeed_double_up_to_8_binades():
-  _, state = overflows_above(2, 40, settled())
+def test_successful_increases_double_up_to_8_binades():
+  _, state = overflows_above(2, 40, make_settled_state())
   scales, _ = overflows_above(100, 30_000, state)
   assert scales[4000:26_000:4096] == [2, 3, 5, 9, 17, 25]
 
 
-def test_values_on_the_way_do_not_keep_the_scale_down_when_gradients_fall():
+def test_intermediate_values_do_not_keep_the_scale_low_as_gradients_shrink():
   # The gradients fall by 10 binades, and what overflowed with them.
   for on_the_way in (6, 12, 18):
     log2_amax = np.where(np.arange(30_000) < 16_000, -14.0, -24.0)
@@ -198,7 +198,7 @@ def test_values_on_the_way_do_not_keep_the_scale_down_when_gradients_fall():
 
 
 def test_a_burst_of_nans_leaves_the_scale_within_a_binade():
-  start = settled()
+  start = make_settled_state()
   for length in range(1, 61):
     # All of one length, for which it is compiled once.
     amaxes = [2.0**-14] * (60 - length) + [None] * length + [2.0**-14] * 10
@@ -212,9 +212,7 @@ def test_a_burst_of_nans_leaves_the_scale_within_a_binade():
   "every, mean",
   [(2, 29), (3, 26), (5, 20), (100, 20), (500, 20), (2000, 20), (4000, 20)],
 )
-def test_nans_that_keep_coming_hold_the_scale_as_far_down_as_the_docs_say(
-  every, mean
-):
+def test_repeated_nans_keep_the_scale_as_low_as_the_docs_say(every, mean):
   run = np.where(np.arange(40_000) % every == every - 1, np.nan, -14.0)
   process = benchmark.Process(run[None])
   (log2_scale,), _, _ = benchmark.simulate_one(POLICY, process)
@@ -224,9 +222,9 @@ def test_nans_that_keep_coming_hold_the_scale_as_far_down_as_the_docs_say(
 
 
 @pytest.mark.parametrize("every", [2, 100, 500])
-def test_nans_that_keep_coming_do_not_walk_the_scale_down_for_good(every):
+def test_repeated_nans_do_not_lower_the_scale_permanently(every):
   amaxes = ([2.0**-14] * (every - 1) + [None]) * 80
-  log2_scale = np.array(log2_scales(POLICY, amaxes, settled()))
+  log2_scale = np.array(log2_scales(POLICY, amaxes, make_settled_state()))
   assert log2_scale.min() >= 25 - 25
   assert log2_scale[-26 * every :].max() >= (8 if every == 2 else 25)
 
@@ -238,8 +236,8 @@ def test_a_limit_is_never_where_the_largest_gradient_would_be_subnormal():
   assert states.loss_scale[-2] * 2.0**-14 >= 2.0**-6
 
 
-def test_gradients_that_fall_leave_their_limit_behind():
-  _, state = overflows_above(5, 40, settled())
+def test_shrinking_gradients_discard_their_limit():
+  _, state = overflows_above(5, 40, make_settled_state())
   scales = log2_scales(POLICY, [2.0**-40] * 12, state)
   # 25 below what they ask for, the largest is just a normal number.
   assert scales[-1] >= 51 - 25
@@ -248,20 +246,22 @@ def test_gradients_that_fall_leave_their_limit_behind():
 # Where gradients are seldom.
 
 
-def searching():
+def run_search():
   """The exponents of the scales of a search, and the states before them."""
-  _, state = overflows_above(10, 20, settled())
-  states = last(run(POLICY, [0.0] * 7, state))
+  _, state = overflows_above(10, 20, make_settled_state())
+  states = get_last(run(POLICY, [0.0] * 7, state))
   states = run(POLICY, [0.0] * 128, states)
   return np.log2(states.loss_scale).tolist(), states
 
 
 @pytest.mark.parametrize("outcome", [0.0, None])
-def test_a_guess_that_finds_nothing_costs_and_teaches_nothing(outcome):
-  scales, states = searching()
+def test_a_proposal_without_gradients_costs_nothing_and_changes_no_memory(
+  outcome,
+):
+  scales, states = run_search()
   for guessed in (-24, 120):
     before = jax.tree.map(lambda x: x[scales.index(guessed)], states)  # noqa: B023
-    after = last(run(POLICY, [outcome], before))
+    after = get_last(run(POLICY, [outcome], before))
     quiet = before.policy_state.steps_without_grads + 1
     assert has_same_bits(
       after.policy_state,
@@ -269,34 +269,34 @@ def test_a_guess_that_finds_nothing_costs_and_teaches_nothing(outcome):
     )
 
 
-def test_what_only_a_guess_could_see_is_the_only_evidence():
-  scales, states = searching()
+def test_gradients_seen_only_at_a_proposed_scale_are_the_only_evidence():
+  scales, states = run_search()
   before = jax.tree.map(lambda x: x[scales.index(72)], states)
-  found = last(run(POLICY, [2.0**-60], before))
+  found = get_last(run(POLICY, [2.0**-60], before))
   assert found.policy_state.amax_history.tolist() == [2.0**-60] + [0.0] * 7
-  assert found.loss_scale == settled(log2_amax=-60).loss_scale
+  assert found.loss_scale == make_settled_state(log2_amax=-60).loss_scale
   # The usual scale would have seen these.
   before = jax.tree.map(lambda x: x[scales.index(8)], states)
-  known = last(run(POLICY, [2.0**-14], before))
+  known = get_last(run(POLICY, [2.0**-14], before))
   assert known.policy_state.amax_history[1] == 2.0**-14
 
 
-def test_searches_in_vain_become_rare_until_gradients_come_in_a_row():
+def test_failed_searches_become_rare_until_consecutive_gradients_arrive():
   sparse = [0.0] * 39 + [2.0**-14]
 
   def guesses(state):
     scales = np.array(log2_scales(POLICY, sparse * 5, state))
     return (scales != 25).sum()
 
-  state = settled()
+  state = make_settled_state()
   assert guesses(state) > 10
-  state = last(run(POLICY, sparse * 10, state))
+  state = get_last(run(POLICY, sparse * 10, state))
   assert guesses(state) == 0
-  state = last(run(POLICY, [2.0**-14] * 60, state))
+  state = get_last(run(POLICY, [2.0**-14] * 60, state))
   assert guesses(state) > 10
 
 
-# Beside dynamic.
+# The headroom rule compared with the dynamic rule.
 
 
 @pytest.mark.parametrize("divided_by", range(4, 13))
@@ -310,7 +310,7 @@ def test_gradients_that_were_divided_later_cost_few_steps(divided_by):
 
 
 @pytest.mark.slow
-def test_it_loses_hardly_more_informative_steps_than_the_dynamic_rule():
+def test_headroom_loses_hardly_more_informative_steps_than_dynamic():
   processes = benchmark.make_processes(12_000)
   lost = {}
   for policy in (POLICY, ols.DynamicLossScale()):
@@ -352,12 +352,12 @@ def test_scale_and_policy_state_stay_finite_in_bounds_and_powers_of_two(
   assert (states.finite_count[moved] == 0).all()
 
 
-def test_the_count_of_finite_steps_begins_again_when_the_scale_moves():
+def test_the_count_of_finite_steps_restarts_when_the_scale_changes():
   states = run(POLICY, [2.0**-10, 2.0**-10, 2.0**-10, 2.0**-6])
   assert states.finite_count.tolist() == [0, 1, 2, 0]
 
 
-def test_a_scale_that_was_set_to_anything_becomes_a_power_of_two():
+def test_a_scale_set_to_any_value_becomes_a_power_of_two():
   for value in (1000.0, 3e-38, 2.0**126):
     state = ols.set_loss_scale(POLICY.init(), value)
     scale = POLICY.adjust(state, True, grads_amax=2.0**-3).loss_scale
@@ -391,7 +391,7 @@ def test_a_bad_hyperparameter_is_named_and_quoted(options, error, message):
     ols.HeadroomLossScale(**options)
 
 
-def test_a_length_that_is_traced_is_refused_with_the_reason():
+def test_a_traced_history_length_is_refused_with_the_reason():
   with pytest.raises(
     TypeError, match=r"amax_history_len must be a Python integer.*shape"
   ):
@@ -399,7 +399,7 @@ def test_a_length_that_is_traced_is_refused_with_the_reason():
 
 
 @pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16")])
-def test_policies_are_equal_however_their_dtype_is_written(dtype):
+def test_policies_are_equal_for_every_spelling_of_their_dtype(dtype):
   assert ols.HeadroomLossScale(dtype=dtype) == POLICY
 
 
@@ -420,7 +420,7 @@ def test_policies_are_equal_however_their_dtype_is_written(dtype):
   ],
   ids=["negative", "positive", "complex", "f16", "f8", "tree", "zeros"],
 )
-def test_the_largest_magnitude_is_that_of_either_sign_and_part(
+def test_the_largest_magnitude_covers_both_signs_and_complex_parts(
   grads, amax, grads_are_scaled
 ):
   policy = ols.HeadroomLossScale(init_scale=4.0)
@@ -432,7 +432,7 @@ def test_the_largest_magnitude_is_that_of_either_sign_and_part(
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_jit_moves_the_scale_as_one_device_does(kind):
+def test_sharded_jit_changes_the_scale_as_one_device_does(kind):
   tx = ols.with_loss_scaling(optax.sgd(1.0), POLICY)
   update, direction = jax.jit(tx.update), jnp.linspace(-1, 0.5, 16)
   mesh = sharding.make_mesh((8,), ("data",), kind)

@@ -29,7 +29,7 @@ REFILLS = ["growth", "finite", "backoff"]
 
 
 class Run(Model):
-  """What steps do to the state, the parameters and the optimizer."""
+  """A model of the effect of steps on state, parameters and optimizer."""
 
   def __init__(self, policy):
     super().__init__(policy)
@@ -132,7 +132,7 @@ OPERATION = st.one_of(
 
 @pytest.mark.parametrize("devices", mark_slow_params([1], [1, 2, 8]))
 @given(policies(), st.lists(OPERATION, min_size=1, max_size=14))
-def test_any_program_does_what_the_model_does(devices, policy, program):
+def test_any_program_behaves_like_the_model(devices, policy, program):
   model = Run(policy)
   tx = ols.with_loss_scaling(INNER, policy)
   w = jnp.asarray(model.w)
@@ -161,11 +161,11 @@ def test_any_program_does_what_the_model_does(devices, policy, program):
       state = ols.set_loss_scale(state, args[0])
     else:
       model.switch(args[0])
-      state = switched(state, args[0])
+      state = switch_policy(state, args[0])
     check(state, w, model)
 
 
-def switched(state, policy):
+def switch_policy(state, policy):
   """The state as another policy takes it over."""
   fresh = policy.init().policy_state
   scale_state = state.loss_scale_state

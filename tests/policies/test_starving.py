@@ -37,7 +37,7 @@ def longest_rows(runs):
   )
 
 
-def spikes(binades, every):
+def make_spikes(binades, every):
   return -14 + binades * (AT % every == every - 1)
 
 
@@ -48,14 +48,14 @@ def add_nan(log2_amax):
 @pytest.mark.parametrize(
   "log2_amax, log2_init_scale", [(-24, 0), (-40, 15), (-100, 15)]
 )
-def test_a_nan_at_first_hides_no_gradients_however_small(
+def test_an_initial_nan_hides_no_gradients_of_any_size(
   log2_amax, log2_init_scale
 ):
   policy = ols.HeadroomLossScale(init_scale=2.0**log2_init_scale)
   assert count_lost(add_nan(log2_amax), policy)[0] <= 10
 
 
-def test_a_nan_at_first_hides_no_gradients_of_every_244th_step():
+def test_an_initial_nan_hides_no_gradients_of_every_244th_step():
   every_244th = np.where(np.arange(245 * 244) % 244 == 243, -20.0, -np.inf)
   every_244th[0] = np.nan
   assert count_lost(every_244th)[0] <= 10
@@ -67,7 +67,7 @@ LEVELS = np.arange(-36.0, 9.0, 4.0)
 @pytest.mark.parametrize(
   "log2_init_scale", mark_slow_params([-24, 0, 15, 60], range(-24, 61, 3))
 )
-def test_after_bad_steps_at_first_the_scale_is_soon_near_whatever_the_gradients(
+def test_after_initial_bad_steps_the_scale_soon_fits_any_gradients(
   log2_init_scale,
 ):
   policy = ols.HeadroomLossScale(init_scale=2.0**log2_init_scale)
@@ -83,7 +83,7 @@ def test_after_bad_steps_at_first_the_scale_is_soon_near_whatever_the_gradients(
   assert finite[is_later].all()
 
 
-def test_with_nans_only_guesses_are_more_than_32_binades_under_the_best_scale():
+def test_with_nans_only_proposals_are_over_32_binades_below_the_best_scale():
   processes, no_more = load_benchmark("policies/policies"), np.zeros(4)
   calm = -14 + 0.5 * np.random.default_rng(0).normal(size=(4, 20_000))
   policy = ols.HeadroomLossScale()
@@ -138,7 +138,7 @@ def train_two_losses(loss_scale, masked_batches, dtype=jnp.float16):
   return float(right.mean())
 
 
-def test_a_training_that_begins_with_masked_batches_learns_as_one_without():
+def test_a_training_that_begins_with_masked_batches_still_learns():
   without = train_two_losses("headroom", 0)
   assert train_two_losses(1.0, 0, jnp.float32) > 0.97
   assert without > 0.97
@@ -151,7 +151,7 @@ def test_a_training_that_begins_with_masked_batches_learns_as_one_without():
 
 
 def train_net_with_scalar(loss_scale, masked_batches=0, dtype=jnp.float16):
-  """The loss of a network beside a scalar that is fitted in raw units."""
+  """Return the loss of a network trained with a scalar in raw units."""
   tx = ols.with_loss_scaling(optax.adam(1e-2), loss_scale)
   points = jax.random.normal(jax.random.key(0), (600, 64, 8))
   first = jnp.arange(600) < masked_batches
@@ -187,12 +187,12 @@ def train_net_with_scalar(loss_scale, masked_batches=0, dtype=jnp.float16):
 
 
 @pytest.mark.parametrize("masked_batches", [0, 1, 10])
-def test_a_network_learns_beside_a_scalar_that_is_fitted_in_raw_units(
+def test_a_network_learns_together_with_a_scalar_fitted_in_raw_units(
   masked_batches,
 ):
   assert train_net_with_scalar("headroom", masked_batches) < 0.02
   assert train_net_with_scalar("dynamic", masked_batches) < 0.02
-  # What it is without a scale that is high enough.
+  # With a scale that is too low, the network does not learn.
   assert train_net_with_scalar(2.0**-24, masked_batches) > 0.5
 
 
@@ -213,7 +213,7 @@ def run_with_scalars(log2_net, log2_scalar, policy=POLICY):
 
 
 @pytest.mark.parametrize("log2_scalar", [20.0, 30.0, 41.0, 60.0])
-def test_gradients_that_were_never_in_half_cost_few_steps_when_they_come_and_go(
+def test_intermittent_gradients_above_float16_cost_few_steps(
   log2_scalar,
 ):
   at = np.arange(6_000)
@@ -231,7 +231,7 @@ def test_gradients_that_were_never_in_half_cost_few_steps_when_they_come_and_go(
 
 
 @pytest.mark.parametrize("jump", [0, 10, 20, 34])
-def test_beside_them_overflows_alone_teach_what_the_network_needs(jump):
+def test_with_gradients_above_float16_overflows_determine_the_scale(jump):
   at = np.arange(6_000)
   net = np.where(at < 3_000, -14.0, -14.0 + jump)
   log2_scale, lost = run_with_scalars(net, 41.0)
@@ -241,7 +241,7 @@ def test_beside_them_overflows_alone_teach_what_the_network_needs(jump):
 
 @pytest.mark.parametrize("log2_init_scale", [-24, 0, 15, 60])
 @pytest.mark.parametrize("bad", [0, 1, 3, 40])
-def test_beside_them_each_start_finds_the_scale_of_the_network(
+def test_with_gradients_above_float16_each_start_finds_the_network_scale(
   log2_init_scale, bad
 ):
   policy = ols.HeadroomLossScale(init_scale=2.0**log2_init_scale)
@@ -253,7 +253,9 @@ def test_beside_them_each_start_finds_the_scale_of_the_network(
 
 
 @pytest.mark.parametrize("every", [2, 100])
-def test_beside_them_nans_do_not_walk_the_scale_down_for_good(every):
+def test_with_gradients_above_float16_nans_do_not_lower_the_scale_for_long(
+  every,
+):
   at = np.arange(40_000)
   is_nan = (at % every == 0) & (at < 20_000)
   net, scalar = (np.where(is_nan, np.nan, x) for x in (-14.0, 41.0))
@@ -263,8 +265,8 @@ def test_beside_them_nans_do_not_walk_the_scale_down_for_good(every):
   assert log2_scale[-1] >= -10 + 15
 
 
-def test_of_a_sum_over_workers_more_than_the_top_is_evidence():
-  # Of 1,024 workers, whose gradients are 2**-10 of the largest each.
+def test_a_sum_over_workers_above_the_float16_maximum_is_evidence():
+  # There are 1,024 workers, each with gradients of 2**-10 of the largest.
   policy = ols.HeadroomLossScale(margin=4 - 10)
   state = policy.adjust(policy.init(), True, grads_amax=2.0**10)
   assert state.policy_state.amax_history[0] == 2.0**10
@@ -283,9 +285,7 @@ def test_of_a_sum_over_workers_more_than_the_top_is_evidence():
     *itertools.product([60, 126], [1, 10, 40, 64, 128, 256]),
   ],
 )
-def test_gradients_that_come_seldom_after_a_nan_are_found(
-  log2_init_scale, every
-):
+def test_rare_gradients_after_a_nan_are_found(log2_init_scale, every):
   at = np.arange(20 * every + 1)
   run = np.where(at % every == every - 1, -14.0, -np.inf)
   run[0] = np.nan
@@ -303,18 +303,18 @@ def test_a_run_that_starts_with_nans_and_zeros_finds_its_gradients(start):
 
 
 def test_spikes_of_20_binades_cost_one_step_for_each_binade_to_learn():
-  runs = np.array([spikes(20, every) for every in range(9, 61)])
+  runs = np.array([make_spikes(20, every) for every in range(9, 61)])
   # Sixteen, and one in 4,096 steps.
   assert max(count_lost(runs)) <= 16 + 5
 
 
-def test_if_no_scale_holds_spikes_and_the_rest_only_the_spikes_are_lost():
-  run = spikes(28, 250)
+def test_if_no_scale_fits_spikes_and_the_rest_only_the_spikes_are_lost():
+  run = make_spikes(28, 250)
   assert count_lost(run)[0] <= STEPS / 250
   assert longest_rows(run).max() == 1
 
 
-def test_nans_and_a_fall_at_once_cost_no_long_row():
+def test_nans_with_a_simultaneous_drop_cost_no_long_run_of_steps():
   falls = [np.where(AT < 5_000, -10.0, -10 - by) for by in range(14, 23)]
   runs = [
     np.where(AT % every == every - 1, np.nan, fall)
@@ -325,11 +325,11 @@ def test_nans_and_a_fall_at_once_cost_no_long_row():
 
 
 @pytest.mark.parametrize("first", range(0, 10, 3))
-def test_spikes_after_nans_and_a_fall_do_not_cost_all_that_lies_between(first):
+def test_spikes_after_nans_and_a_drop_do_not_cost_the_steps_in_between(first):
   at = np.arange(8_000)
   run = np.where(at % 57 == 56, 0.0, -20.0)
   run[:190] = np.where(at[:190] % 10 == first, np.nan, 0.0)
-  # An earlier form of the rule lost 97% of all steps for ever.
+  # An earlier form of the rule lost 97% of all steps permanently.
   assert count_lost(run)[0] <= 50
   until_6000 = np.where((at >= 6_000) & (run == 0), -20.0, run)
   assert longest_rows(until_6000).max() <= 32
@@ -345,7 +345,7 @@ def test_spikes_of_any_period_after_nans_cost_few_steps(nans):
   assert longest_rows(runs).max() <= 20
 
 
-def test_a_fall_of_25_binades_among_nans_costs_no_long_row():
+def test_a_drop_of_25_binades_among_nans_costs_no_long_run_of_steps():
   run = np.where(AT < 5_000, -10.0, -35.0)
   runs = [np.where(phase == AT % 50, np.nan, run) for phase in range(0, 50, 7)]
   assert longest_rows(np.array(runs)).max() <= 16
@@ -365,7 +365,7 @@ LONGEST_ROW = {
 
 
 @pytest.mark.parametrize("category", LONGEST_ROW)
-def test_the_worst_finds_of_a_search_cost_no_long_row(category):
+def test_the_worst_results_of_a_search_cost_no_long_run_of_steps(category):
   file = pathlib.Path(__file__).parent / "worst_finds.json"
   found = [
     adversary.genomes.from_json(x["genome"])
@@ -383,13 +383,13 @@ def test_the_worst_finds_of_a_search_cost_no_long_row(category):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("category", LONGEST_ROW)
-def test_a_search_of_a_minute_finds_no_longer_row(category):
+def test_a_search_of_a_minute_finds_no_longer_run_of_lost_steps(category):
   seed = int(time.time())
   worst, _ = adversary.find_worst(POLICY, category, 60, seed)
   assert worst[0].longest_row <= LONGEST_ROW[category], (seed, worst[0])
 
 
-def test_the_search_finds_the_rows_that_the_dynamic_rule_loses():
+def test_the_search_finds_the_runs_of_steps_that_the_dynamic_rule_loses():
   worst, tried = adversary.find_worst(DYNAMIC, "dense", 0)
   assert tried == adversary.POPULATION
   assert worst[0].longest_row > 3_000
@@ -399,7 +399,7 @@ def test_the_search_finds_the_rows_that_the_dynamic_rule_loses():
 # The promise.
 
 
-def test_no_more_than_128_steps_are_lost_in_a_row_after_a_fall_or_rise():
+def test_at_most_128_consecutive_steps_are_lost_after_a_drop_or_rise():
   levels = np.arange(-100, 38)[:, None]
   for before in (-60, -14, 10):
     runs = np.where(AT[:800] < 300, before, levels)
@@ -413,7 +413,7 @@ def test_no_more_than_128_steps_are_lost_in_a_row_after_a_fall_or_rise():
 @pytest.mark.parametrize(
   "every", mark_slow_params([2, 64], [2, 7, 48, 64, 80, 300])
 )
-def test_no_more_than_512_gradients_of_every_nth_step_are_lost_in_a_row(every):
+def test_at_most_512_consecutive_gradients_of_every_nth_step_are_lost(every):
   steps = np.arange(400 * every if every < 20 else 60 * every)
   levels = np.where(steps < steps.size // 8, -14, [[-60], [-50], [0], [20]])
   runs = np.where(steps % every == 0, levels, -np.inf)
@@ -425,7 +425,7 @@ def test_no_more_than_512_gradients_of_every_nth_step_are_lost_in_a_row(every):
 
 
 @jax.jit
-def guesses(steps):
+def find_guesses(steps):
   """Whether each of these steps of a search is a guess, and at which scale."""
   is_guess, exponents = _search.propose_log2_scale(
     steps, jnp.int32(1), jnp.int32(999), (-24, 126)
@@ -440,18 +440,20 @@ ALL = set(range(-24, 127, 16))
   "periods",
   [range(1, 40), pytest.param(range(40, 1001), marks=pytest.mark.slow)],
 )
-def test_each_guess_is_tried_before_512_gradients_of_every_nth_step_are_lost(
+def test_each_scale_is_tried_before_512_gradients_of_every_nth_step_are_lost(
   periods,
 ):
   for every in periods:
     for wait in (8, min(2 * every, 512)):
       quiet = np.arange(1, 513, dtype=np.int32) * every - 1
-      is_guess, tried = map(np.asarray, guesses(quiet - wait))
+      is_guess, tried = map(np.asarray, find_guesses(quiet - wait))
       assert set(tried[is_guess].tolist()) == ALL, every
 
 
-def test_each_guess_is_tried_in_the_first_40_steps_of_a_search_and_in_any_80():
-  is_guess, tried = map(np.asarray, guesses(np.arange(1104, dtype=np.int32)))
+def test_each_scale_is_tried_in_the_first_40_steps_of_a_search_and_in_any_80():
+  is_guess, tried = map(
+    np.asarray, find_guesses(np.arange(1104, dtype=np.int32))
+  )
   assert set(tried[:40][is_guess[:40]].tolist()) == ALL
   for start in range(1024):
     of_80 = slice(start, start + 80)
@@ -461,7 +463,7 @@ def test_each_guess_is_tried_in_the_first_40_steps_of_a_search_and_in_any_80():
 PERIODS = [2, 3, 8, 10, 40, 61, 64, 80, 97, 100, 128, 150, 200, 244, 300, 400]
 
 
-def test_sparse_gradients_of_any_period_lose_hardly_any():
+def test_hardly_any_sparse_gradients_of_any_period_are_lost():
   every = np.array(PERIODS)[:, None]
   runs = np.where(AT % every == every - 1, -14.0, -np.inf)
   assert max(count_lost(runs)) <= 10
@@ -482,8 +484,8 @@ def test_an_adversary_finds_no_run_that_starves(runs, seed):
   assert dynamic[1].max() > 2000
 
 
-# Nobody wrote these down: each is a row of stretches whose level, noise, share
-# of zeros, spikes and NaNs are drawn at random. No gradients fall by more than
+# Random runs: each is a sequence of stretches whose level, noise, share of
+# zeros, spikes and NaNs are drawn at random. No gradients fall by more than
 # 28 binades at once: benchmarks/policies/README.md has those that are lost.
 
 
@@ -514,13 +516,13 @@ def test_no_run_starves_and_all_lose_far_less_than_with_the_dynamic_rule(seed):
   runs = make_hostile_runs(np.random.default_rng(seed))
   headroom, dynamic = (adversary.measure(p, runs) for p in (POLICY, DYNAMIC))
   assert headroom[0].sum() < dynamic[0].sum() / 5
-  # Of some thousand in a run.
+  # Each run has some thousand steps.
   assert headroom[1].max() < 300
   assert dynamic[1].max() > 1500
 
 
-# What is skipped depends on the data. A policy that loses one step in fifty may
-# lose the same batches each time.
+# The skipped steps depend on the data. A policy that loses one step in fifty
+# may lose the same batches each time.
 
 
 @pytest.fixture(scope="module")
@@ -538,24 +540,22 @@ def shares():
 
 
 @pytest.mark.parametrize("kind", ["pairs", "triples", "fives"])
-def test_rows_of_large_gradients_are_learned_however_seldom_they_come(
-  shares, kind
-):
+def test_runs_of_large_gradients_are_learned_at_any_frequency(shares, kind):
   of_kind = {k: v for k, v in shares[POLICY].items() if k.startswith(kind)}
   assert len(of_kind) == 9
-  # Of one in 252, where some thirty overflows teach 24 binades.
+  # The worst case is one in 252, where some thirty overflows cover 24 binades.
   assert max(share for share, _ in of_kind.values()) < 0.13
 
 
 @pytest.mark.parametrize("kind", ["turns", "bursts", "1 of 300"])
-def test_large_gradients_that_come_now_and_then_are_learned(shares, kind):
+def test_occasional_large_gradients_are_learned(shares, kind):
   of_kind = {k: v for k, v in shares[POLICY].items() if k.startswith(kind)}
   assert of_kind
   assert max(share for share, _ in of_kind.values()) < 0.15
 
 
 @pytest.mark.parametrize("kind", ["white noise", "Cauchy", "Student"])
-def test_of_heavy_tails_hardly_more_is_lost_than_with_the_dynamic_rule(
+def test_heavy_tails_lose_hardly_more_steps_than_with_the_dynamic_rule(
   shares, kind
 ):
   (name,) = [x for x in shares[POLICY] if x.startswith(kind)]
@@ -563,7 +563,7 @@ def test_of_heavy_tails_hardly_more_is_lost_than_with_the_dynamic_rule(
 
 
 @pytest.mark.parametrize("zeros", [10, 50])
-def test_what_follows_as_many_zeros_each_time_does_not_meet_one_guess_for_ever(
+def test_gradients_after_equal_runs_of_zeros_meet_different_proposals(
   zeros,
 ):
   at = np.arange(20_000)
@@ -574,7 +574,7 @@ def test_what_follows_as_many_zeros_each_time_does_not_meet_one_guess_for_ever(
 
 
 @pytest.mark.slow
-def test_a_rare_domain_is_learned_as_it_is_with_the_dynamic_rule():
+def test_a_rare_domain_is_learned_as_with_the_dynamic_rule():
   training = load_benchmark("policies/rare_training")
   for mixture in training.MIXTURES:
     found = training.train_all(mixture)

@@ -20,7 +20,7 @@ import optax_lossscale as ols
 from optax_lossscale import interop
 
 # Each class, and each structure of what it remembers: test_stored_states.py
-# tells if one is missing.
+# reports if one is missing.
 POLICIES = {
   "fixed": ols.FixedLossScale(2.0**10),
   "dynamic": ols.DynamicLossScale(),

@@ -23,14 +23,16 @@ class Model(NamedTuple):
   loss_fn: Callable[..., Any]
   params: Any  # a tree of arrays
   batch: tuple[Any, ...]  # the further arguments of the loss function
-  state: Any = None  # what `unpack` needs besides the params
+  state: Any = None  # the second argument of `unpack`
   # From params and state, the first argument of the loss function.
   unpack: Callable[..., Any] = lambda params, state: params
-  using: Callable[..., Any] = jax.value_and_grad  # the library's own
+  value_and_grad_fn: Callable[..., Any] = (
+    jax.value_and_grad
+  )  # the library's own
 
   @property
   def arrays(self) -> tuple[Any, ...]:
-    """What the methods take, so that they can be traced without values."""
+    """The argument of the methods, which can be traced without values."""
     return self.params, self.batch, self.state
 
   def loss(self, arrays, cast):
@@ -43,7 +45,7 @@ class Model(NamedTuple):
     params, batch, state = arrays
     scale = ols.FixedLossScale(loss_scale).init()
     fun = ols.value_and_grad(
-      cast(self.loss_fn), scale, using=self.using, has_aux=True
+      cast(self.loss_fn), scale, using=self.value_and_grad_fn, has_aux=True
     )
     (loss, aux), grads = fun(self.unpack(params, state), *batch)
     return loss, jax.tree.leaves(aux), jax.tree.leaves(grads)
@@ -70,8 +72,8 @@ NAMES = tuple(_FUNCTIONS)
 MODELS_WITH_DTYPE = tuple(name for name in NAMES if "Flax" in name)
 
 
-def make(name: str, **options: Any) -> Model:
-  """Makes a model by name; only ``MODELS_WITH_DTYPE`` take a ``dtype``."""
+def make_model(name: str, **options: Any) -> Model:
+  """Make a model by its name; ``MODELS_WITH_DTYPE`` take a ``dtype``."""
   module, function = _FUNCTIONS[name]
   # Imported for values even within a trace: what a module makes while it is
   # loaded would be traced, and escape.
@@ -80,12 +82,12 @@ def make(name: str, **options: Any) -> Model:
   return getattr(module, function)(**options)
 
 
-def make_shapes(name: str, **options: Any) -> Model:
+def make_model_shapes(name: str, **options: Any) -> Model:
   """The same with shapes in place of arrays, as tracing needs no more."""
   models = []
 
   def arrays():
-    models.append(make(name, **options))
+    models.append(make_model(name, **options))
     return models[0].arrays
 
   params, batch, state = jax.eval_shape(arrays)

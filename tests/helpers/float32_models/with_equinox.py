@@ -69,7 +69,7 @@ def mixer():
     logits = jax.vmap(model)(images)
     return cross_entropy(logits, labels), logits
 
-  return _model(loss_fn, _Mixer(jax.random.key(0)), ())
+  return _make_model(loss_fn, _Mixer(jax.random.key(0)), ())
 
 
 def conv_net():
@@ -82,10 +82,10 @@ def conv_net():
     logits, state = batched(images, state)
     return cross_entropy(logits, labels), state
 
-  return _model(loss_fn, model, (state,))
+  return _make_model(loss_fn, model, (state,))
 
 
-def _model(loss_fn, model, other_args):
+def _make_model(loss_fn, model, other_args):
   params, static = eqx.partition(model, eqx.is_inexact_array)
   images = jnp.moveaxis(noisy_images(16, 16), -1, 1)
   return Model(
@@ -93,5 +93,5 @@ def _model(loss_fn, model, other_args):
     params,
     (images, jnp.arange(16) % 10, *other_args),
     unpack=lambda params, _: eqx.combine(params, static),
-    using=eqx.filter_value_and_grad,
+    value_and_grad_fn=eqx.filter_value_and_grad,
   )

@@ -248,16 +248,16 @@ class _Block(nnx.Module):
 def unet(dtype=None):
   model = nnx.jit(lambda: _UNet(dtype, nnx.Rngs(0)))()
   images = noisy_images(4, 16)
-  return _classifier(model, images, (images[..., 0] > 0).astype(jnp.int32))
+  return _make_classifier(model, images, (images[..., 0] > 0).astype(jnp.int32))
 
 
 def vit(dtype=None):
   images = noisy_images(8, 16)
   model = nnx.jit(lambda: _ViT(dtype, nnx.Rngs(0)))()
-  return _classifier(model, images, jnp.arange(8))
+  return _make_classifier(model, images, jnp.arange(8))
 
 
-def _classifier(model, images, labels):
+def _make_classifier(model, images, labels):
   structure, params, other_state = nnx.split(model, nnx.Param, ...)
 
   def loss_fn(model, images, labels):
@@ -269,9 +269,9 @@ def _classifier(model, images, labels):
     params,
     (images, labels),
     state=other_state,
-    # Of copies: the loss function changes the variables in place.
+    # Merge copies, because the loss function changes the variables in place.
     unpack=lambda params, others: nnx.merge(
       structure, params, jax.tree.map(lambda x: x, others)
     ),
-    using=nnx.value_and_grad,
+    value_and_grad_fn=nnx.value_and_grad,
   )

@@ -16,7 +16,7 @@ def mobile_net():
   model = keras.applications.MobileNet(
     (64, 64, 3), alpha=0.25, dropout=0.1, weights=None, classes=10
   )
-  return _classifier(model, noisy_images(16, 64))
+  return _make_classifier(model, noisy_images(16, 64))
 
 
 def text_classifier():
@@ -32,10 +32,10 @@ def text_classifier():
   x = layers.Bidirectional(layers.LSTM(16))(x)
   x = layers.Dense(10, activation="softmax")(layers.Dropout(0.1)(x))
   words = jax.random.randint(jax.random.key(0), (16, 16), 0, 96)
-  return _classifier(keras.Model(tokens, x), words)
+  return _make_classifier(keras.Model(tokens, x), words)
 
 
-def _classifier(model, inputs):
+def _make_classifier(model, inputs):
   loss = keras.losses.SparseCategoricalCrossentropy()
 
   def loss_fn(params, others, inputs, labels):

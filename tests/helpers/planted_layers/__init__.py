@@ -1,6 +1,6 @@
-"""Small float32 models, in each of which one product is bad in float16.
+"""Small float32 models, in each of which one matmul is bad in float16.
 
-A comment, ``# planted``, marks the line of the bad product. Without the fault
+A comment, ``# planted``, marks the line of the bad matmul. Without the fault
 the same model is sound.
 """
 
@@ -25,27 +25,29 @@ BATCH = 32
 class Model(NamedTuple):
   """A loss function, and how it is differentiated."""
 
-  loss_fn: Callable[..., Any]  # or what is not to be differentiated
+  loss_fn: Callable[..., Any]  # or a function that is not differentiated
   args: tuple[Any, ...]
-  scope: str | None = None  # of the product, if the line alone does not tell
+  scope: str | None = None  # of the matmul, if its line is ambiguous
   loss_scale: float | None = None  # that fits; if not given, the dynamic one
   argnums: int | tuple[int, ...] | None = None
-  using: Callable[..., Any] | None = jax.value_and_grad  # None: not at all
+  value_and_grad_fn: Callable[..., Any] | None = (
+    jax.value_and_grad
+  )  # None: not at all
   jit: Callable[..., Any] = jax.jit  # the library's own
 
   def grad(self, cast=lambda fun: fun):
-    """The function whose results count, of a loss function that is cast."""
-    if self.using is None:
+    """Return the gradient of the cast loss function, or that function."""
+    if self.value_and_grad_fn is None:
       return cast(self.loss_fn)
     scaler = ols.DynamicLossScale()
     if self.loss_scale is not None:
       scaler = ols.FixedLossScale(self.loss_scale)
     kwargs = {} if self.argnums is None else {"argnums": self.argnums}
-    kwargs["using"] = self.using
+    kwargs["using"] = self.value_and_grad_fn
     return ols.grad(cast(self.loss_fn), scaler.init(), **kwargs)
 
   def is_planted(self, row):
-    """Whether a row of a report is about the planted product."""
+    """Return whether a row of a report is about the planted matmul."""
     file_name, line = row.source_line.split(" ")[0].split(":")
     path = f"{__path__[0]}/{file_name}"
     on_line = linecache.getline(path, int(line)).endswith("# planted\n")
@@ -53,17 +55,17 @@ class Model(NamedTuple):
 
 
 def normal(*shape, seed=0):
-  """Random numbers whose products are about as large as what they multiply."""
+  """Return random numbers whose matmuls are as large as the other operand."""
   scale = shape[-2] ** -0.5 if len(shape) > 1 else 1.0
   numbers = np.random.default_rng(seed).normal(size=shape) * scale
   return jnp.asarray(numbers, jnp.float32)
 
 
-def weights(*names):
+def make_weights(*names):
   return {n: normal(WIDTH, WIDTH, seed=i) for i, n in enumerate(names)}
 
 
-def batch():
+def make_batch():
   x = normal(BATCH, WIDTH, seed=100) * BATCH**0.5
   return x, normal(BATCH, WIDTH, seed=101)
 
@@ -74,7 +76,7 @@ def normalize(x):
 
 
 def _find_models(module):
-  """Its functions of a fault alone."""
+  """Return the names of its functions whose only argument is `fault`."""
   functions = vars(importlib.import_module(f"{__name__}.{module}")).items()
   parameters = lambda function: list(inspect.signature(function).parameters)
   return tuple(
@@ -87,8 +89,8 @@ def _find_models(module):
 
 
 # The models of each module. Those of libraries are imported when they are made.
-_PLAIN = "plain_jax", "control_flow", "devices"
-_MODULES = {name: _find_models(name) for name in _PLAIN} | {
+_MODULES_WITHOUT_LIBRARIES = "plain_jax", "control_flow", "devices"
+_MODULES = {name: _find_models(name) for name in _MODULES_WITHOUT_LIBRARIES} | {
   "libraries": (
     "linen_attention",
     "linen_scan",
@@ -101,8 +103,8 @@ _MODULES = {name: _find_models(name) for name in _PLAIN} | {
 NAMES = tuple(name for names in _MODULES.values() for name in names)
 
 
-def make(name: str, fault: bool = True) -> Model:
-  """Makes a model by its name, with its fault or without."""
+def make_model(name: str, fault: bool = True) -> Model:
+  """Make a model by its name, with its fault or without."""
   (module,) = (m for m, names in _MODULES.items() if name in names)
   module = importlib.import_module(f"{__name__}.{module}")
   return getattr(module, name)(fault)

@@ -6,18 +6,24 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from helpers.planted_layers import batch, Model, normal, weights, WIDTH
+from helpers.planted_layers import (
+  make_batch,
+  make_weights,
+  Model,
+  normal,
+  WIDTH,
+)
 from helpers.planted_layers.plain_jax import (
   add_offset,
   attend,
-  network,
+  make_network,
   SHIFT,
   subtract,
 )
 
 
-def scanned(wrap, fault):
-  """Three layers by a scan, each with a sound product and a bad one."""
+def make_scanned_model(wrap, fault):
+  """Three layers by a scan, each with a sound matmul and a bad one."""
 
   @wrap
   def block(ws, x):
@@ -31,12 +37,12 @@ def scanned(wrap, fault):
     return jnp.mean((x @ outer_weights["last"] - y) ** 2)
 
   draw = lambda seed: normal(3, WIDTH, WIDTH, seed=seed)
-  params = {"a": draw(20), "w": draw(21)}, weights("first", "last")
-  return Model(loss_fn, (params, *batch()))
+  params = {"a": draw(20), "w": draw(21)}, make_weights("first", "last")
+  return Model(loss_fn, (params, *make_batch()))
 
 
-in_scan = functools.partial(scanned, lambda block: block)
-in_scan_of_checkpoints = functools.partial(scanned, jax.checkpoint)
+in_scan = functools.partial(make_scanned_model, lambda block: block)
+in_scan_of_checkpoints = functools.partial(make_scanned_model, jax.checkpoint)
 
 
 def in_checkpoint(fault):
@@ -44,7 +50,7 @@ def in_checkpoint(fault):
   def layer(params, x):
     return add_offset(params["w"], jnp.tanh(x @ params["a"]), fault)
 
-  return Model(*network(layer, "w", "a"))
+  return Model(*make_network(layer, "w", "a"))
 
 
 def in_jit(fault):
@@ -52,7 +58,7 @@ def in_jit(fault):
   def layer(params, x):
     return x + attend(params, x, fault)
 
-  return Model(*network(layer, "keys", "values"))
+  return Model(*make_network(layer, "keys", "values"))
 
 
 def in_cond(fault):
@@ -61,7 +67,7 @@ def in_cond(fault):
     good = lambda x: x @ params["w"]
     return lax.cond(jnp.sum(x) < 1e9, bad, good, x)
 
-  return Model(*network(layer, "w"))
+  return Model(*make_network(layer, "w"))
 
 
 def in_while(fault):
@@ -76,21 +82,21 @@ def in_while(fault):
     _, x = lax.while_loop(lambda state: state[0] < 3, step, (0, x))
     return x @ params["last"]
 
-  args = weights("first", "w", "last"), batch()[0]
-  return Model(fun, args, using=None)
+  args = make_weights("first", "w", "last"), make_batch()[0]
+  return Model(fun, args, value_and_grad_fn=None)
 
 
 def in_vmap(fault):
   def layer(params, x):
     return jax.vmap(lambda row: subtract(params["w"], row, fault))(x)
 
-  return Model(*network(layer, "w"))
+  return Model(*make_network(layer, "w"))
 
 
 def _make_custom_vjp_network(forward, backward):
-  """A product, which is computed otherwise where it is differentiated.
+  """A matmul that is computed differently if it is differentiated.
 
-  The products of a backward rule stand where the function is called.
+  The matmuls of a backward rule are located where the function is called.
   """
 
   @jax.custom_vjp
@@ -102,7 +108,7 @@ def _make_custom_vjp_network(forward, backward):
     lambda residuals, ct: (residuals[1].T @ ct, backward(residuals[0], ct)),
   )
   call_layer = lambda params, x: layer(params["w"], x)  # planted
-  return network(call_layer, "w")
+  return make_network(call_layer, "w")
 
 
 def custom_vjp_forward(fault):
@@ -112,7 +118,7 @@ def custom_vjp_forward(fault):
 
 
 def custom_vjp_forward_in_jit(fault):
-  """JAX says of what a rule computes in it that it stands at the call."""
+  """JAX gives the equations of its rule the location of the call."""
   loss_fn, args, *_ = custom_vjp_forward(fault)
   return Model(jax.jit(loss_fn), args)
 

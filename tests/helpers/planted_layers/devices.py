@@ -9,21 +9,21 @@ from jax.sharding import PartitionSpec as P
 
 from helpers import sharding
 from helpers.planted_layers import Model
-from helpers.planted_layers.plain_jax import network, subtract
+from helpers.planted_layers.plain_jax import make_network, subtract
 
 
-def _parts(fault):
-  return network(lambda params, x: subtract(params["w"], x, fault), "w")
+def _make_loss_and_args(fault):
+  return make_network(lambda params, x: subtract(params["w"], x, fault), "w")
 
 
-def put(args, mesh):
+def shard_args(args, mesh):
   specs = {name: P() for name in args[0]}, P("data"), P("data")
-  return jax.device_put(args, sharding.named(mesh, specs))
+  return jax.device_put(args, sharding.to_named_shardings(mesh, specs))
 
 
 def make_shard_map_model(axis_type, check_vma, fault):
   mesh = sharding.make_mesh((4,), ("data",), axis_type)
-  shard_loss_fn, args = _parts(fault)
+  shard_loss_fn, args = _make_loss_and_args(fault)
   loss_fn = jax.shard_map(
     lambda *args: lax.pmean(shard_loss_fn(*args), "data"),
     mesh=mesh,
@@ -31,13 +31,13 @@ def make_shard_map_model(axis_type, check_vma, fault):
     out_specs=P(),
     check_vma=check_vma,
   )
-  return Model(loss_fn, put(args, mesh))
+  return Model(loss_fn, shard_args(args, mesh))
 
 
-def sharded(axis_type, fault):
-  loss_fn, args = _parts(fault)
+def make_sharded_model(axis_type, fault):
+  loss_fn, args = _make_loss_and_args(fault)
   return Model(
-    loss_fn, put(args, sharding.make_mesh((4,), ("data",), axis_type))
+    loss_fn, shard_args(args, sharding.make_mesh((4,), ("data",), axis_type))
   )
 
 
@@ -47,5 +47,5 @@ in_shard_map_unchecked = functools.partial(make_shard_map_model, AUTO, False)
 in_shard_map_of_explicit_axes = functools.partial(
   make_shard_map_model, EXPLICIT, True
 )
-on_auto_axes = functools.partial(sharded, AUTO)
-on_explicit_axes = functools.partial(sharded, EXPLICIT)
+on_auto_axes = functools.partial(make_sharded_model, AUTO)
+on_explicit_axes = functools.partial(make_sharded_model, EXPLICIT)

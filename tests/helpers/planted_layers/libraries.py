@@ -13,7 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 import keras
 
-from helpers.planted_layers import batch, Model, WIDTH
+from helpers.planted_layers import make_batch, Model, WIDTH
 
 
 def make_module_model(
@@ -41,7 +41,7 @@ def linen_attention(fault):
       attention_params[name]["kernel"] *= 400
     return params
 
-  x, y = (a.reshape(4, 8, WIDTH) for a in batch())
+  x, y = (a.reshape(4, 8, WIDTH) for a in make_batch())
   return make_module_model(
     Net(), x, y, change_params, "Net/attention/...qhd,...khd->...hqk"
   )
@@ -74,7 +74,7 @@ def linen_scan(fault):
       x, _ = step()(x, None)
       return nn.Dense(WIDTH)(x)
 
-  return make_module_model(Net(), *batch())
+  return make_module_model(Net(), *make_batch())
 
 
 class NnxNet(nnx.Module):
@@ -93,9 +93,9 @@ class NnxNet(nnx.Module):
 def nnx_offset(fault):
   model = NnxNet(nnx.Rngs(0))
   model.second.kernel[...] += 10 if fault else 0
-  args = model, *batch()
+  args = model, *make_batch()
   loss_fn = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
-  return Model(loss_fn, args, using=nnx.value_and_grad, jit=nnx.jit)
+  return Model(loss_fn, args, value_and_grad_fn=nnx.value_and_grad, jit=nnx.jit)
 
 
 class EquinoxBlock(eqx.Module):
@@ -134,10 +134,12 @@ def equinox_scan(fault):
   keys = jax.random.split(jax.random.key(0), 3)
   make = lambda key: EquinoxBlock(key, 10.0 if fault else 0.0)
   last = eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(5))
-  args = Stack(eqx.filter_vmap(make)(keys), last), *batch()
+  args = Stack(eqx.filter_vmap(make)(keys), last), *make_batch()
   loss_fn = lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)
   value_and_grad_fn = eqx.filter_value_and_grad
-  return Model(loss_fn, args, using=value_and_grad_fn, jit=eqx.filter_jit)
+  return Model(
+    loss_fn, args, value_and_grad_fn=value_and_grad_fn, jit=eqx.filter_jit
+  )
 
 
 def haiku_offset(fault):
@@ -148,7 +150,9 @@ def haiku_offset(fault):
     x = hk.LayerNorm(-1, True, True)(x)
     return hk.nets.MLP([WIDTH, WIDTH])(x)
 
-  return make_module_model(hk.without_apply_rng(hk.transform(apply)), *batch())
+  return make_module_model(
+    hk.without_apply_rng(hk.transform(apply)), *make_batch()
+  )
 
 
 def keras_offset(fault):
@@ -173,4 +177,4 @@ def keras_offset(fault):
 
   params = [v.value for v in model.trainable_variables]
   others = [v.value for v in model.non_trainable_variables]
-  return Model(loss_fn, (params, others, *batch()), scope="bad")
+  return Model(loss_fn, (params, others, *make_batch()), scope="bad")

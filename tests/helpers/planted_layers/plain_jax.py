@@ -5,11 +5,11 @@ from jax import lax
 import jax.numpy as jnp
 
 from helpers.planted_layers import (
-  batch,
+  make_batch,
+  make_weights,
   Model,
   normal,
   normalize,
-  weights,
   WIDTH,
 )
 
@@ -17,7 +17,7 @@ SHIFT = normal(WIDTH, WIDTH, seed=50)
 
 
 def subtract(w, x, fault):
-  """A small difference of two large products."""
+  """A small difference of two large matmuls."""
   shift = 100 * SHIFT if fault else 0.1 * SHIFT
   return x @ (w + shift) - x @ shift  # planted
 
@@ -36,7 +36,7 @@ def attend(ws, x, fault):
   return jax.nn.softmax(scores / WIDTH**0.5) @ (x @ ws["values"])
 
 
-def network(layer, *names):
+def make_network(layer, *names):
   """A loss function with a layer in its middle, and its arguments."""
 
   def loss_fn(params, x, y):
@@ -45,26 +45,29 @@ def network(layer, *names):
     x = jnp.tanh(x @ params["second"])
     return jnp.mean((x @ params["last"] - y) ** 2)
 
-  return loss_fn, (weights("first", "second", "last", *names), *batch())
+  return loss_fn, (
+    make_weights("first", "second", "last", *names),
+    *make_batch(),
+  )
 
 
 def difference(fault):
   layer = lambda params, x: subtract(params["w"], x, fault)
-  return Model(*network(layer, "w"))
+  return Model(*make_network(layer, "w"))
 
 
 def offset(fault):
   layer = lambda params, x: add_offset(params["w"], x, fault)
-  return Model(*network(layer, "w"))
+  return Model(*make_network(layer, "w"))
 
 
 def scores(fault):
   layer = lambda params, x: x + attend(params, x, fault)
-  return Model(*network(layer, "keys", "values"))
+  return Model(*make_network(layer, "keys", "values"))
 
 
 def logits(fault):
-  """Classes that are nearly the same, told apart by a low temperature."""
+  """Nearly equal classes that a low temperature distinguishes."""
   size = 1e-3 if fault else 1.0
 
   def loss_fn(params, x, labels):
@@ -75,8 +78,8 @@ def logits(fault):
     chosen = jax.nn.log_softmax(predicted)[jnp.arange(len(labels)), labels]
     return -jnp.mean(chosen)
 
-  x, _ = batch()
-  params = weights("first", "second", "last")
+  x, _ = make_batch()
+  params = make_weights("first", "second", "last")
   return Model(loss_fn, (params, x, jnp.arange(len(x)) % WIDTH), loss_scale=1.0)
 
 
@@ -84,7 +87,7 @@ def large_weights(fault):
   """Weights of 1e5 in front of a norm."""
   size = 1e6 if fault else 1.0
   layer = lambda params, x: normalize(x @ (size * params["w"]))  # planted
-  return Model(*network(layer, "w"))
+  return Model(*make_network(layer, "w"))
 
 
 def layer_scale(fault):
@@ -97,12 +100,12 @@ def layer_scale(fault):
     x = jnp.tanh(x @ params["second"])
     return jnp.mean((x @ params["last"] - y) ** 2)
 
-  params = weights("first", "second", "last")
-  args = normal(WIDTH, WIDTH, seed=9), params, *batch()
+  params = make_weights("first", "second", "last")
+  args = normal(WIDTH, WIDTH, seed=9), params, *make_batch()
   return Model(loss_fn, args, argnums=(0, 1))
 
 
-def behind(layer):
+def prepend_layer(layer):
   """A loss function with a layer of weights in front."""
 
   def loss_fn(params, x, y):
@@ -111,14 +114,18 @@ def behind(layer):
     x = jnp.tanh(x @ params["third"])
     return jnp.mean((x @ params["last"] - y) ** 2)
 
-  return loss_fn, weights("first", "second", "third", "last"), *batch()
+  return (
+    loss_fn,
+    make_weights("first", "second", "third", "last"),
+    *make_batch(),
+  )
 
 
 def feature(fault):
   """One feature is a million times larger than the others."""
   size = 1e6 if fault else 1.0
   layer = lambda w, x: jnp.tanh(x @ w)  # planted
-  loss_fn, params, x, y = behind(layer)
+  loss_fn, params, x, y = prepend_layer(layer)
   params["first"] = params["first"].at[0].divide(size)
   return Model(loss_fn, (params, x.at[:, 0].multiply(size), y))
 
@@ -126,7 +133,7 @@ def feature(fault):
 def pixels(fault):
   """Squares of numbers up to 255."""
   layer = lambda w, x: normalize(x**2 @ w)  # planted
-  loss_fn, params, x, y = behind(layer)
+  loss_fn, params, x, y = prepend_layer(layer)
   x = jnp.round(255 * jax.nn.sigmoid(x)) / (1 if fault else 255)
   return Model(loss_fn, (params, x, y))
 
@@ -151,25 +158,25 @@ def convolution(fault):
   return Model(loss_fn, (params, x, y))
 
 
-def one_product(fault):
+def one_matmul(fault):
   """There is nothing to compare it with."""
 
   def loss_fn(w, x, y):
     return jnp.mean((subtract(w, x, fault) - y) ** 2)
 
-  return Model(loss_fn, (normal(WIDTH, WIDTH), *batch()))
+  return Model(loss_fn, (normal(WIDTH, WIDTH), *make_batch()))
 
 
-def two_products(fault):
+def two_matmuls(fault):
   def loss_fn(params, x, y):
     x = jnp.tanh(x @ params["first"])
     return jnp.mean((subtract(params["w"], x, fault) - y) ** 2)
 
-  return Model(loss_fn, (weights("first", "w"), *batch()))
+  return Model(loss_fn, (make_weights("first", "w"), *make_batch()))
 
 
 def several_overflow(fault):
-  """Three of five places overflow, each by itself."""
+  """Three of five layers overflow, each individually."""
   size = 1e6 if fault else 1.0
 
   def loss_fn(params, x, y):
@@ -179,5 +186,5 @@ def several_overflow(fault):
     x = normalize(x @ (size * params["c"]))  # planted
     return jnp.mean((x @ params["last"] - y) ** 2)
 
-  params = weights("first", "a", "b", "c", "last")
-  return Model(loss_fn, (params, *batch()))
+  params = make_weights("first", "a", "b", "c", "last")
+  return Model(loss_fn, (params, *make_batch()))

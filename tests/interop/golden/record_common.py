@@ -1,4 +1,4 @@
-"""What all recorders share: the strings, the encoding, the file.
+"""The step sequences, the encoding and the file that all recorders share.
 
 A recorder runs in the virtual environment of the package that it records, so
 this module imports the standard library alone. The tests import it, too, to
@@ -27,7 +27,7 @@ class Scaler:
   A recorder defines `start`, which makes it by its settings; `step`, which
   tells whether a finite step or another was applied, or None if the scaler gave
   up; `scale` and `counter`; `save`, what a checkpoint would hold, as JSON; and
-  `restore`, which goes on from there.
+  `restore`, which continues from there.
   """
 
   def __init__(self, settings: Any):
@@ -35,14 +35,14 @@ class Scaler:
     self.start()
 
   def load(self, saved: Any) -> "Scaler":
-    """A new scaler, with the settings of this one, that goes on from there."""
+    """Return a scaler with these settings that continues from there."""
     other = type(self)(self.settings)
     other.restore(saved)
     return other
 
 
-def strings(window: int, hysteresis: int = 1) -> dict[str, str]:
-  """Strings that tell one rule from another, for one growth window."""
+def make_strings(window: int, hysteresis: int = 1) -> dict[str, str]:
+  """Return step sequences that distinguish rules, for one growth window."""
   n, long = window, 2 * window + 2
   named = {
     "finite": "F" * (3 * n + 3),
@@ -78,28 +78,28 @@ def record_case(
   make: Callable[[Any], Scaler], name: str, settings: Any, steps: str
 ) -> dict[str, Any]:
   """Runs one string, once straight on and once saved and restored midway."""
-  straight = run(make(settings), steps)
+  straight = run_scaler(make(settings), steps)
   half = len(straight["taken"]) // 2
   first = make(settings)
-  run(first, steps[:half])
+  run_scaler(first, steps[:half])
   case = {
     "name": name,
     "settings": settings,
     "steps": pack(steps),
-    **packed(straight),
+    **pack_result(straight),
     "half": half,
   }
   if not math.isfinite(first.scale()):
     return {**case, "saved": None}
   case["saved"] = first.save()
-  again = run(first.load(case["saved"]), steps[half:])
+  again = run_scaler(first.load(case["saved"]), steps[half:])
   if any(again[key] != straight[key][half:] for key in again):
     # Not everything that decides the steps to come was saved.
-    case["restored"] = packed(again)
+    case["restored"] = pack_result(again)
   return case
 
 
-def run(scaler: Scaler, steps: str) -> dict[str, list]:
+def run_scaler(scaler: Scaler, steps: str) -> dict[str, list]:
   """Scale and counter after each step, and what was done in it.
 
   A step is A (applied) or S (skipped). A scaler that raises ends the string;
@@ -117,32 +117,32 @@ def run(scaler: Scaler, steps: str) -> dict[str, list]:
   return {"scale": scales, "counter": counters, "taken": taken}
 
 
-def packed(result: dict[str, list]) -> dict[str, Any]:
-  """What `run` returned, in the encoding of the files."""
+def pack_result(result: dict[str, list]) -> dict[str, Any]:
+  """Return the result of `run_scaler` in the encoding of the files."""
   return {
-    "scale": runs(map(exponent, result["scale"])),
-    "counter": runs(differences(result["counter"])),
+    "scale": encode_runs(map(encode_scale, result["scale"])),
+    "counter": encode_runs(encode_differences(result["counter"])),
     "taken": pack("".join(result["taken"])),
   }
 
 
-# What `to_torch`, `to_keras` and `to_flax` return for these policies and
+# The results of `to_torch`, `to_keras` and `to_flax` for these policies and
 # states. The tests check that they do; the recorders load it into the real
-# packages, and record how these go on.
+# packages, and record how these continue.
 EXPORT_STEPS = "F*3 T FFTF*5 TTF*12 TFT"
 
 
 def record_exports(
   package: str, load: Callable[[Any], Scaler]
 ) -> list[dict[str, Any]]:
-  """What was exported to this package, and how what loads it goes on."""
+  """Return the exported state, and how the package that loads it continues."""
   exported = json.loads((HERE / "exported.json").read_text())[package]
   return [
     {
       "name": name,
       "exported": value,
       "steps": EXPORT_STEPS,
-      **packed(run(load(value), unpack(EXPORT_STEPS))),
+      **pack_result(run_scaler(load(value), unpack(EXPORT_STEPS))),
     }
     for name, value in exported.items()
   ]
@@ -182,31 +182,31 @@ def unpack(packed: str) -> str:
   return "".join(head * int(count or 1) for head, _, count in words)
 
 
-def runs(values: Iterable[Any]) -> list:
+def encode_runs(values: Iterable[Any]) -> list:
   """[5, 5, 6] as [[5, 2], 6]."""
   groups = [(key, len(list(g))) for key, g in itertools.groupby(values)]
   return [key if count == 1 else [key, count] for key, count in groups]
 
 
-def unruns(packed: list) -> list:
+def decode_runs(packed: list) -> list:
   """The inverse of `runs`."""
   pairs = (item if isinstance(item, list) else [item, 1] for item in packed)
   return [value for value, count in pairs for _ in range(count)]
 
 
-def differences(counters: list[int]) -> list[int]:
+def encode_differences(counters: list[int]) -> list[int]:
   """A counter as its first value and the moves from there."""
   return [b - a for a, b in zip([0, *counters], counters, strict=False)]
 
 
-def exponent(scale: float) -> int | str:
+def encode_scale(scale: float) -> int | str:
   """2.0**15 as 15; what is not a power of two as a string."""
   if math.isfinite(scale) and scale > 0 and math.frexp(scale)[0] == 0.5:
     return math.frexp(scale)[1] - 1
   return repr(scale)
 
 
-def number(exponent_or_text: int | str) -> float:
+def decode_scale(exponent_or_text: int | str) -> float:
   """The inverse of `exponent`."""
   if isinstance(exponent_or_text, str):
     return float(exponent_or_text)
@@ -223,7 +223,7 @@ FIRST_WEIGHTS = [[-0.25, 0.25], [0.0, -0.25], [0.25, 0.0]]
 FIRST_BIAS = [0.0, 0.0]
 
 
-def batch(step: int) -> tuple[list[list[float]], list[list[float]]]:
+def make_batch(step: int) -> tuple[list[list[float]], list[list[float]]]:
   """Inputs and targets of one step."""
   rows = [(3 * step + i) % 11 for i in range(4)]
   x = [[((7 * i + 3 * j) % 11 - 5) / 8 for j in range(3)] for i in rows]
@@ -241,18 +241,18 @@ def record_training(
   """Runs a step, which takes a batch and returns params and scale, on all."""
   params, scales = [], []
   for at in range(len(TRAINING_STEPS)):
-    arrays, scale = step(*batch(at))
-    params.append(flat(*arrays))
+    arrays, scale = step(*make_batch(at))
+    params.append(flatten(*arrays))
     scales.append(float(scale))
   return {
     "name": name,
-    "scale": runs(map(exponent, scales)),
+    "scale": encode_runs(map(encode_scale, scales)),
     "params": params,
     "counts": counts(),
   }
 
 
-def flat(*arrays: Any) -> list[float]:
+def flatten(*arrays: Any) -> list[float]:
   """The params as one list, short enough to read, exact as float32."""
   values = itertools.chain.from_iterable(
     _ravel(array.tolist()) for array in arrays

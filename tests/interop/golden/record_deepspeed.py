@@ -1,7 +1,7 @@
 """Records deepspeed's DynamicLossScaler. Needs: torch, deepspeed.
 
 Run it once with deepspeed 0.17.0, the last version with the old rule, and once
-with 0.17.3 (the new rule came with 0.17.1): each writes a file of its own.
+with 0.17.3 (the new rule came with 0.17.1): each writes a separate file.
 DS_BUILD_OPS=0 installs deepspeed without compiling anything.
 
 The scaler is made as the engine makes it, from the `fp16` block of a config.

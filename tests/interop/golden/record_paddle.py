@@ -43,7 +43,7 @@ class GradScaler(common.Scaler):
     with contextlib.redirect_stdout(io.StringIO()):
       self.scaler.step(self.sgd)
       self.scaler.update()
-    # What it decided by; the update itself may underflow at a large scale.
+    # This value decided; the update itself may underflow at a large scale.
     return not bool(self.scaler._cache_found_inf)
 
   def scale(self):
