@@ -191,7 +191,7 @@ def _sum_indicator(leaf: Any, factor: jax.Array | None) -> jax.Array:
   else:
     total = jnp.sum(leaf)
   if _arrays.is_complex(total.dtype):
-    return _nan_unless_all(_isfinite(total))
+    return _nan_unless_all(_finite_mask(total))
   # 0 * inf and 0 * NaN are NaN.
   return (0 * total).astype(jnp.float32)
 
@@ -199,7 +199,7 @@ def _sum_indicator(leaf: Any, factor: jax.Array | None) -> jax.Array:
 def _is_finite_scaled(leaf: Any, factor: jax.Array | None) -> jax.Array:
   """Return whether each entry is finite after upcasting and scaling."""
   if factor is None:
-    return _isfinite(leaf)
+    return _finite_mask(leaf)
   magnitude = jnp.abs(jnp.asarray(leaf))
   if _is_at_most_16_bit(leaf):
     return magnitude.astype(jnp.float32) * factor <= MAX_GRAD
@@ -224,5 +224,5 @@ def _is_at_most_16_bit(leaf: Any) -> bool:
   return jnp.finfo(jnp.result_type(leaf)).bits <= 16
 
 
-def _isfinite(leaf: Any) -> jax.Array:
+def _finite_mask(leaf: Any) -> jax.Array:
   return jnp.isfinite(_arrays.upcast_for_reduction(leaf))

@@ -60,7 +60,7 @@ def update_with_selects(
 
   def run() -> tuple[Any, Any]:
     updates, new_state = update(grads, state, params, **extra_args)
-    _check_structure(new_state, state)
+    _check_tree_structure(new_state, state)
     return updates, jax.tree.map(_arrays.cast_like, new_state, state)
 
   return _run_with_selects(run, finite, state, ctx)
@@ -72,7 +72,7 @@ def select_state(finite: jax.Array, new_state: Any, state: Any) -> Any:
   Raises:
     ValueError: if the two differ in structure.
   """
-  _check_structure(new_state, state)
+  _check_tree_structure(new_state, state)
   return _arrays.select(finite, new_state, state)
 
 
@@ -123,7 +123,7 @@ def _run_with_selects(
     return list(map(functools.partial(maybe_select, eqn), eqn.outvars, outs))
 
   def maybe_select(eqn: core.JaxprEqn, var: Any, out: Any) -> Any:
-    if var not in old_by_var or not _can_select(
+    if var not in old_by_var or not _can_replace_by_select(
       eqn, out, old_by_var[var], finite, ctx
     ):
       return out
@@ -149,7 +149,7 @@ def _run_with_selects(
   return updates, jax.tree.unflatten(jax.tree.structure(state), new_leaves)
 
 
-def _can_select(
+def _can_replace_by_select(
   eqn: core.JaxprEqn, value: Any, old: Any, finite: jax.Array, ctx: Any
 ) -> bool:
   """Return whether later equations may read the selected value instead.
@@ -177,7 +177,7 @@ def _can_select(
     return False
 
 
-def _check_structure(new_state: Any, state: Any) -> None:
+def _check_tree_structure(new_state: Any, state: Any) -> None:
   new: Any = jax.tree.structure(new_state)
   old: Any = jax.tree.structure(state)
   if new != old:

@@ -141,7 +141,7 @@ def plot_exponents(
   """
   dtype = _dtype_limits.check_float_dtype(dtype)
   scale = _leaves.to_float_scale(loss_scale)
-  limits = _dtype_limits.get_dtype_limits(dtype)
+  limits = _dtype_limits.get_cast_thresholds(dtype)
   histogram = exponent_histogram(grads)
   ax = _get_axes(ax, "plot_exponents")
 
@@ -204,7 +204,7 @@ def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
 
 
 def _shade_dtype_ranges(
-  ax: Any, dtype: np.dtype, limits: _dtype_limits.DtypeLimits
+  ax: Any, dtype: np.dtype, limits: _dtype_limits.CastThresholds
 ) -> None:
   """Shade the ranges where a dtype is zero, subnormal, normal or inf."""
   # The outer ranges extend beyond the limits of the axis.

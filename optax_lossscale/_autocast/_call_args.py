@@ -45,7 +45,7 @@ def find_weight_paths_by_id(
       paths_and_leaves = _flatten_with_paths(argument)
     except (TypeError, ValueError):  # JAX can't sort the keys of a dict.
       continue
-    weights = [(path, x) for path, x in paths_and_leaves if _is_weight(x)]
+    weights = [(path, x) for path, x in paths_and_leaves if _is_float_array(x)]
     # The ids stay valid because the caller's arguments outlive the trace.
     if weights:
       return {id(x): path for path, x in weights if path}
@@ -83,7 +83,7 @@ def _flatten_with_paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
   ]
 
 
-def _is_weight(x: Any) -> bool:
+def _is_float_array(x: Any) -> bool:
   """Return whether this is a float array, of JAX or of NumPy."""
   is_array = isinstance(x, jax.Array) or hasattr(x, "__array_interface__")
   return is_array and jnp.issubdtype(x.dtype, jnp.floating)

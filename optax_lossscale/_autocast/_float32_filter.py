@@ -45,7 +45,7 @@ class Float32Filter(NamedTuple):
   def match(self, *locations: _provenance.EqnLocation) -> Match:
     """Match the patterns against all names of some locations, as a unit."""
     names = tuple(location.names for location in locations)
-    all_names = _collect_names(names)
+    all_names = _collect_selectors(names)
     patterns = {p for p in self.patterns if self._matches(p, all_names)}
     return Match(names, frozenset(patterns))
 
@@ -56,7 +56,7 @@ class Float32Filter(NamedTuple):
     ``"w[0]"``. As a pattern of ``fnmatch``, such a name would not match itself,
     or would match other names as well.
     """
-    names = _collect_names(x for match in matches for x in match.names)
+    names = _collect_selectors(x for match in matches for x in match.names)
     literal_names = {
       p for p in self.patterns if p in names and set(p) & set("*?[")
     }
@@ -92,14 +92,16 @@ class Float32Filter(NamedTuple):
       return ""
     # An error about the first pattern is enough, and easier to read. With a
     # cutoff of 0.0 there are suggestions even if no name is similar.
-    names = _collect_names(x for match in matches for x in match.names)
+    names = _collect_selectors(x for match in matches for x in match.names)
     nearest = difflib.get_close_matches(
       unmatched_patterns[0], names, _NUM_SUGGESTIONS, 0.0
     )
     # Matmuls of an inner autocast are half precision before this one runs, so
     # they have no match, but the user sees their names in the reports.
     name = repr(unmatched_patterns[0])
-    if self._matches(unmatched_patterns[0], _collect_names(get_cast_names())):
+    if self._matches(
+      unmatched_patterns[0], _collect_selectors(get_cast_names())
+    ):
       message = (
         f"keep_float32 = {name} selects matmuls of an inner autocast, which has"
         " already chosen their dtype. Pass the name to the inner autocast:"
@@ -150,7 +152,7 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
   return pattern_tuple
 
 
-def _collect_names(
+def _collect_selectors(
   eqn_names: Iterable[_provenance.EqnNames],
 ) -> dict[str, None]:
   """Return all names that select one of the matmuls, in program order."""

@@ -185,7 +185,7 @@ def _flops_by_location(
       exported_locations[_format_location(visit)] = None
     if _matmuls.is_castable_matmul(visit.eqn):
       unentered_visit = next(
-        (x for x in visit.ancestors if x.eqn in unentered_eqns), None
+        (x for x in visit.self_and_ancestors if x.eqn in unentered_eqns), None
       )
       location = (
         _format_location(unentered_visit)
@@ -206,7 +206,7 @@ def _flops_by_location(
 
 def _format_location(visit: _walk.EqnVisit) -> str:
   return _provenance.format_location(
-    _source_info.get_op_name(visit.eqn), visit.location.source_line
+    _source_info.get_primitive_name(visit.eqn), visit.location.source_line
   )
 
 

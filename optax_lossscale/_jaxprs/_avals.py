@@ -39,7 +39,7 @@ def get_aval_varying_axes(aval: Any) -> frozenset[Hashable]:
   return frozenset(vma)
 
 
-def as_varying(x: jax.Array, axes: Any) -> jax.Array:
+def cast_to_varying(x: jax.Array, axes: Any) -> jax.Array:
   """Cast a replicated array to the type of one that varies over these axes."""
   if hasattr(lax, "pcast"):
     return lax.pcast(x, axes, to="varying")

@@ -166,7 +166,7 @@ class _Harvester:
       return _HarvestedEqn([eqn])
     eqn_location = location.locate(eqn, jaxpr)
     label = _provenance.format_location(
-      _source_info.get_op_name(eqn), eqn_location.label
+      _source_info.get_primitive_name(eqn), eqn_location.label
     )
     harvest_body = functools.partial(self.harvest_jaxpr, location=eqn_location)
     match _higher_order.parse_higher_order(eqn):
@@ -220,7 +220,7 @@ class _Harvester:
 
 def get_tag(eqn: core.JaxprEqn) -> str | None:
   """Return the name of a ``checkpoint_name`` equation; None for all others."""
-  if _source_info.get_op_name(eqn) != "name":
+  if _source_info.get_primitive_name(eqn) != "name":
     return None
   params: Any = getattr(_eqns.get_hi_primitive(eqn), "params", eqn.params)
   return params["name"]
@@ -354,7 +354,7 @@ def _make_placeholder(aval: Any) -> jax.Array:
   axes = tuple(_avals.get_aval_varying_axes(aval))
   # Within a `shard_map` the outputs of branches must vary over the same axes.
   placeholder = jnp.full(aval.shape, fill_value, aval.dtype)
-  return _avals.as_varying(placeholder, axes) if axes else placeholder
+  return _avals.cast_to_varying(placeholder, axes) if axes else placeholder
 
 
 def _make_scan_with_outputs(

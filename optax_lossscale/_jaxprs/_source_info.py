@@ -56,7 +56,7 @@ class SourceLine(NamedTuple):
     return [str(self), *file_selectors, name]
 
 
-def get_op_name(eqn: core.JaxprEqn) -> str:
+def get_primitive_name(eqn: core.JaxprEqn) -> str:
   """Return the name of an operation that reports print.
 
   It is the same in all versions of JAX.
@@ -70,7 +70,7 @@ def get_op_name(eqn: core.JaxprEqn) -> str:
 def format_call(eqn: core.JaxprEqn) -> str:
   """Format an equation as a part of an equation path: ``jit(block)``."""
   name = eqn.params.get("name")
-  op_name = get_op_name(eqn)
+  op_name = get_primitive_name(eqn)
   return f"{op_name}({name})" if isinstance(name, str) else op_name
 
 

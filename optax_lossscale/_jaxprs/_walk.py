@@ -57,9 +57,9 @@ class EqnVisit:
     return parent_location.locate(self.eqn, self.closed_jaxpr.jaxpr)
 
   @property
-  def ancestors(self) -> "list[EqnVisit]":
+  def self_and_ancestors(self) -> "list[EqnVisit]":
     """This visit and its enclosing visits, the innermost first."""
-    return [self, *(self.parent.ancestors if self.parent else [])]
+    return [self, *(self.parent.self_and_ancestors if self.parent else [])]
 
   @functools.cached_property
   def hop(self) -> _higher_order.HigherOrderOp | None:
@@ -85,7 +85,9 @@ class EqnVisit:
   @property
   def cond_branches(self) -> list[tuple[core.JaxprEqn, int]]:
     """The equation and the branch index of each enclosing ``cond``."""
-    pairs = [(x.parent, x.body_index) for x in self.ancestors if x.parent]
+    pairs = [
+      (x.parent, x.body_index) for x in self.self_and_ancestors if x.parent
+    ]
     is_cond = lambda visit: isinstance(visit.hop, _higher_order.Cond)
     return [(visit.eqn, i) for visit, i in pairs if is_cond(visit)]
 

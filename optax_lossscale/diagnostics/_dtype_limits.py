@@ -18,7 +18,7 @@ OVERFLOW_THRESHOLDS: dict[str, Callable[[float], float]] = {
 }
 
 
-class DtypeLimits(NamedTuple):
+class CastThresholds(NamedTuple):
   """The magnitudes at which a cast to a dtype underflows or overflows.
 
   Attributes:
@@ -32,14 +32,14 @@ class DtypeLimits(NamedTuple):
   overflow_threshold: float
 
 
-def get_dtype_limits(dtype: np.dtype) -> DtypeLimits:
+def get_cast_thresholds(dtype: np.dtype) -> CastThresholds:
   """Return the magnitudes at which a cast to a dtype under- or overflows."""
   info = jnp.finfo(dtype)
   dtype_max = float(info.max)
   # From half a unit in the last place above the largest number, numbers are
   # rounded to inf.
   ulp = 2.0 ** math.floor(math.log2(dtype_max)) * float(info.eps)
-  return DtypeLimits(
+  return CastThresholds(
     underflow_threshold=float(info.smallest_subnormal) / 2,
     smallest_normal=float(info.smallest_normal),
     overflow_threshold=dtype_max + ulp / 2,

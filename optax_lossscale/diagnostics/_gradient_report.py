@@ -190,7 +190,7 @@ def gradient_report(
   """
   dtype = _dtype_limits.check_float_dtype(dtype)
   scale = _leaves.to_float_scale(loss_scale)
-  limits = _dtype_limits.get_dtype_limits(dtype)
+  limits = _dtype_limits.get_cast_thresholds(dtype)
   leaf_stats = _leaves.measure_grads(
     grads,
     "gradient_report",
@@ -212,7 +212,7 @@ _LeafStats = tuple[Any, ...]
 
 
 def _cast_thresholds(
-  leaf: Any, scale: float, limits: _dtype_limits.DtypeLimits
+  leaf: Any, scale: float, limits: _dtype_limits.CastThresholds
 ) -> np.ndarray:
   """Return the scale and the limits in the dtype that a leaf is measured in."""
   is_double = jnp.finfo(leaf.dtype).bits > 32
@@ -261,7 +261,7 @@ def _merge_stats(leaf_stats: list[_LeafStats]) -> _LeafStats:
 def _as_row(
   header: tuple[str, tuple[int, ...], str, int],
   stats: _LeafStats,
-  limits: _dtype_limits.DtypeLimits,
+  limits: _dtype_limits.CastThresholds,
 ) -> GradientStats:
   """Return a row, given its name, shape, dtype and size, and its statistics."""
   amax, amin, *counts = stats
@@ -273,7 +273,7 @@ def _as_row(
 
 
 def _compute_log2_scale_range(
-  amax: float, amin: float, limits: _dtype_limits.DtypeLimits
+  amax: float, amin: float, limits: _dtype_limits.CastThresholds
 ) -> tuple[int, int] | None:
   if amax == 0:
     return None

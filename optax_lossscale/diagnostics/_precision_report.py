@@ -366,11 +366,11 @@ def _build_report(
     dtype=str(dtype),
     total_flops=total_flops,
     fraction=flops_in_dtype / total_flops if total_flops else 1.0,
-    flops=_with_fractions(
+    flops=_merge_with_fractions(
       (Flops(p.operand_dtype, p.result_dtype, p.flops, 0.0) for p in matmuls),
       total_flops,
     ),
-    unconverted=_with_fractions(
+    unconverted=_merge_with_fractions(
       _build_unconverted_rows(matmuls, dtype), total_flops
     ),
     at_risk=tuple(_group_rows(_build_risk_rows(visits, dtype))),
@@ -424,7 +424,7 @@ def _build_risk_rows(
     if visit in parents:  # The eqns inside of it are visited, too.
       continue
     for reason in _find_risks(visit, dtype, constants):
-      name = _source_info.get_op_name(visit.eqn)
+      name = _source_info.get_primitive_name(visit.eqn)
       location_fields = _get_location_fields(
         visit.location, visit.location.label
       )
@@ -444,7 +444,9 @@ def _get_location_fields(
   )
 
 
-def _with_fractions(rows: Iterable[Any], total_flops: int) -> tuple[Any, ...]:
+def _merge_with_fractions(
+  rows: Iterable[Any], total_flops: int
+) -> tuple[Any, ...]:
   """Merge equal rows, and set their fractions of the FLOPs, largest first."""
   grouped_rows = sorted(
     _group_rows(rows), key=lambda row: row.flops, reverse=True
@@ -496,7 +498,7 @@ def _as_matmul_stats(visit: _walk.EqnVisit, flops: int) -> MatmulStats:
   operand_avals: list[Any] = [v.aval for v in visit.eqn.invars[:2]]
   widest_dtype = max(operand_avals, key=lambda aval: aval.dtype.itemsize).dtype
   result_dtype = _primitives.get_result_dtype(visit.eqn)
-  name = _source_info.get_op_name(visit.eqn)
+  name = _source_info.get_primitive_name(visit.eqn)
   return MatmulStats(name, str(widest_dtype), str(result_dtype), flops, visit)
 
 
@@ -508,7 +510,7 @@ def _find_risks(
   if dtype in out_dtypes:
     yield from _find_function_risks(visit, dtype, constants)
     yield from _find_sum_risks(visit, dtype, constants)
-    yield from _find_constant_risks(visit, dtype, constants)
+    yield from _find_constant_cast_risks(visit, dtype, constants)
 
 
 def _find_function_risks(
@@ -549,7 +551,7 @@ def _find_sum_risks(
     yield f"sum of {num_terms} terms"
 
 
-def _find_constant_risks(
+def _find_constant_cast_risks(
   visit: _walk.EqnVisit, dtype: np.dtype, constants: "_ConstantPropagation"
 ) -> Iterator[str]:
   name = visit.eqn.primitive.name
@@ -655,7 +657,9 @@ def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
 
 def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
   """Return the jaxprs in an equation, except those that combine two numbers."""
-  is_reducer = _source_info.get_op_name(eqn).startswith(_REDUCER_PREFIXES)
+  is_reducer = _source_info.get_primitive_name(eqn).startswith(
+    _REDUCER_PREFIXES
+  )
   return [] if is_reducer else list(_eqns.subjaxprs(eqn))
 
 
@@ -679,7 +683,7 @@ def _describe_limitation(visit: _walk.EqnVisit) -> str:
     f" at {visit.location.source_line}" if visit.location.source_line else ""
   )
   return (
-    f"{_source_info.get_op_name(visit.eqn)}{location_text}: {reason}"
+    f"{_source_info.get_primitive_name(visit.eqn)}{location_text}: {reason}"
     if reason
     else ""
   )

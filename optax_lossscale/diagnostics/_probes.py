@@ -102,7 +102,7 @@ def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
     _avals.get_varying_axes(x),
     _avals.get_varying_axes(counter),
   )
-  counter = _avals.as_varying(counter, tuple(x_axes - counter_axes))
+  counter = _avals.cast_to_varying(counter, tuple(x_axes - counter_axes))
   return _probe(tuple(counter_axes - x_axes), x, counter)
 
 
@@ -171,7 +171,7 @@ def probe_metrics(counts: Any) -> Any:
     total = jnp.maximum(jnp.sum(bin_counts, axis=-1), jnp.float32(2**-126))
     high_bins = bin_counts[..., OVERFLOW_BIN - 3 : NONFINITE_BIN]
     return {
-      "amax": estimate_amax(bin_counts),
+      "amax": estimate_finite_amax(bin_counts),
       "zero_fraction": bin_counts[..., 0] / total,
       "near_overflow_fraction": jnp.sum(high_bins, axis=-1) / total,
       "nonfinite_fraction": bin_counts[..., NONFINITE_BIN] / total,
@@ -225,7 +225,7 @@ def probe_update_kwargs(counts: Any, state: Any) -> dict[str, jax.Array]:
   grads_finite, grads_amax = jnp.bool_(True), jnp.float32(0)
   for leaf in jax.tree.leaves(counts):
     grads_finite &= ~jnp.any(leaf[..., NONFINITE_BIN] > 0)
-    scaled_amax = jnp.max(estimate_amax(leaf), initial=0)
+    scaled_amax = jnp.max(estimate_finite_amax(leaf), initial=0)
     # With a scale below 1, the quotient may be too large for float32.
     unscaled_amax = jnp.minimum(scaled_amax / loss_scale, _arrays.FLOAT32_MAX)
     grads_amax = jnp.maximum(grads_amax, unscaled_amax)
@@ -242,8 +242,8 @@ def _probe(
 def _probe_bwd(
   extra_counter_axes: Any, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  return cotangent, _avals.as_varying(
-    count_per_bin(cotangent), extra_counter_axes
+  return cotangent, _avals.cast_to_varying(
+    count_per_float16_bin(cotangent), extra_counter_axes
   )
 
 
@@ -265,7 +265,7 @@ def _check_counters(name: str, tree: Any) -> None:
       )
 
 
-def count_per_bin(x: jax.Array) -> jax.Array:
+def count_per_float16_bin(x: jax.Array) -> jax.Array:
   """Count the numbers in each bin; float32, shape ``(NUM_BINS,)``.
 
   The counts are integers until the end: a float32 counter that is incremented
@@ -276,9 +276,9 @@ def count_per_bin(x: jax.Array) -> jax.Array:
   else:  # A symbolic size of `jax.export` may be arbitrarily large.
     is_chunked = x.ndim > 1
   if is_chunked:
-    return jnp.sum(jax.vmap(count_per_bin)(x), axis=0)
+    return jnp.sum(jax.vmap(count_per_float16_bin)(x), axis=0)
   if _arrays.is_complex(x.dtype):
-    return count_per_bin(x.real) + count_per_bin(x.imag)
+    return count_per_float16_bin(x.real) + count_per_float16_bin(x.imag)
   bins = _compute_bins(x)
   # A scatter is fastest on CPU. On other devices, all threads would wait for
   # the same few bins. With an explicit sharding, JAX cannot scatter here.
@@ -291,7 +291,7 @@ def count_per_bin(x: jax.Array) -> jax.Array:
   return counts.astype(jnp.float32)
 
 
-def estimate_amax(counts: jax.Array) -> jax.Array:
+def estimate_finite_amax(counts: jax.Array) -> jax.Array:
   """Return the largest float16 number in the highest nonempty bin."""
   # float16 numbers in a binade are 2**(e - 10) apart, subnormal ones 2**-24.
   exponents = np.arange(_MIN_EXPONENT, _MAX_EXPONENT + 1.0)

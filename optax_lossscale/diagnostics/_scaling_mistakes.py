@@ -605,7 +605,7 @@ def _repeat_by_update(
       )
 
 
-def has_half_precision_eqn(
+def has_narrow_range_eqn(
   closed_jaxpr: _eqns.ClosedJaxpr, *, ignore_autocast: bool
 ) -> bool:
   """Return whether a program computes in float16 or float8.
@@ -619,7 +619,7 @@ def has_half_precision_eqn(
     if not any(map(_is_half_var, visit.eqn.outvars)):
       return False
     location = _provenance.EqnLocation()
-    for ancestor in reversed(visit.ancestors):
+    for ancestor in reversed(visit.self_and_ancestors):
       location = location.push_scope(ancestor.eqn)
     return not ignore_autocast or location.autocast_dtype is None
 

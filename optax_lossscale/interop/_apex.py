@@ -93,7 +93,7 @@ def _make_amp_policy(values: dict[str, Any]) -> _policies.LossScalePolicy:
   if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
     coerce_args = "from_apex", "settings", "loss_scale", loss_scale
     return _policies.FixedLossScale(
-      _reading.coerce_field(*coerce_args, "scale")
+      _reading.check_and_convert_field(*coerce_args, "scale")
     )
   # amp clamps an initial scale above the maximum, too.
   init_scale = min(values["init_scale"], values["max_scale"])

@@ -184,7 +184,7 @@ def _policy_from_config(
       config,
     )
     return _policies.FixedLossScale(
-      _reading.coerce_field(*coerce_args, "scale")
+      _reading.check_and_convert_field(*coerce_args, "scale")
     )
   # Three kinds of configs contain another config: serialized objects, the
   # optimizer of TF 2.3, and compiled models.

@@ -96,14 +96,16 @@ def read_fields(
       f" {', '.join(missing_keys)} is missing."
     )
   return {
-    field: coerce_field(caller, source_name, key, present_values[key], field)
+    field: check_and_convert_field(
+      caller, source_name, key, present_values[key], field
+    )
     if key in present_values
     else default
     for key, (field, default) in specs.items()
   }
 
 
-def coerce_field(
+def check_and_convert_field(
   caller: str, source_name: str, key: str, value: Any, field: str
 ) -> Any:
   """Return a value as the number or bool that its field requires, or raise."""

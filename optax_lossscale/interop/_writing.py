@@ -80,7 +80,8 @@ def check_hyperparams(
       raise ValueError(
         f"{caller}: the other system cannot express {name} = {actual}: {cause}."
         " If the scale may change differently there, pass"
-        f" dataclasses.replace(policy, {name}={_format_value(expected)})."
+        " dataclasses.replace(policy,"
+        f" {name}={_format_bound_or_repr(expected)})."
       )
 
 
@@ -103,8 +104,8 @@ def get_scale_and_count(
   if low is not None and not np.float32(low) <= scale <= np.float32(high):
     raise ValueError(
       f"{caller}: the scale in the state must be between the minimum"
-      f" {_format_value(low)} and the maximum {_format_value(high)} of the"
-      f" policy, got {scale}. optax_lossscale would return to this range in the"
+      f" {_format_bound_or_repr(low)} and the maximum"
+      f" {_format_bound_or_repr(high)} of the policy, got {scale}. optax_lossscale would return to this range in the"
       " next step, but the other system would not. Set the scale with"
       " set_loss_scale(state, ...)."
     )
@@ -122,7 +123,7 @@ def clamp_count(count: int, interval: int) -> int:
   return min(count, int(interval) - 1)
 
 
-def _format_value(value: Any) -> str:
+def _format_bound_or_repr(value: Any) -> str:
   """Return a hyperparameter as code for a message."""
   is_number = isinstance(value, (int, float))
   return _checks.format_bound(value) if is_number else repr(value)

@@ -255,7 +255,7 @@ def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
   )
   if any(eqn is eqns[i] for eqn in new):  # Unchanged and reported.
     assert not found
-    assert _source_info.get_op_name(eqns[i]) in warning_text
+    assert _source_info.get_primitive_name(eqns[i]) in warning_text
   else:
     assert found and change is not make_unknown_eqn
     assert jaxprs.count_eqn_matmuls_by_dtype(new)["float32"] == 0

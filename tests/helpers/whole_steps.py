@@ -263,7 +263,7 @@ def _make_per_device_step(policy, check_vma, *args, **kwargs):
   def differentiate(params, state, batch):
     if check_vma:
       # Before the cast, so that the sum over devices is not in float16.
-      params = jax.tree.map(lambda p: _avals.as_varying(p, "data"), params)
+      params = jax.tree.map(lambda p: _avals.cast_to_varying(p, "data"), params)
     return lax.pmean(_compute_grads(params, state, batch), "data")
 
   kwargs |= {"axis_name": "data", "differentiate": differentiate}

@@ -320,7 +320,7 @@ def columns(line):
 
 @pytest.mark.slow
 def test_each_report_prints_as_the_page_shows_it_with_columns_it_explains():
-  names = markdown.run(REFERENCE / "reports.md")
+  names = markdown.run_page(REFERENCE / "reports.md")
   (nonfinite,) = names["nonfinite"]
   printed = {
     "check_step": names["check"],

@@ -496,7 +496,7 @@ class PrecisionRuns:
         inputs, np.zeros(self._num_sites, np.int32)
       )[0],
       reference_outs,
-      is_exact=not _scaling_mistakes.has_half_precision_eqn(
+      is_exact=not _scaling_mistakes.has_narrow_range_eqn(
         self._traced.closed_jaxpr, ignore_autocast=True
       ),
     )

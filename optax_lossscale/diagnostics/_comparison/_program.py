@@ -171,7 +171,7 @@ class MixedPrecisionProgram(NamedTuple):
     if not eqn.outvars and _CALLBACK_RE.search(eqn.primitive.name):
       return [], stats
     if has_half:
-      return self._eval_non_matmul(eqn, inputs), stats
+      return self._eval_half_precision_eqn(eqn, inputs), stats
     return _eqns.eqn_as_fun(eqn)(*inputs), stats
 
   def _eval_matmul(
@@ -188,11 +188,11 @@ class MixedPrecisionProgram(NamedTuple):
     operands = apply_mode(dtypes.operand, inputs[:2])
     (out,) = apply_mode(dtypes.result, matmul(*operands, *inputs[2:]))
     arrays = [*inputs[:2], out]
-    limits = _dtype_limits.get_dtype_limits(dtypes.operand)
+    limits = _dtype_limits.get_cast_thresholds(dtypes.operand)
     new_stats = _add_run_stats(stats[site_index], arrays, limits)
     return [out], [*stats[:site_index], new_stats, *stats[site_index + 1 :]]
 
-  def _eval_non_matmul(
+  def _eval_half_precision_eqn(
     self, eqn: core.JaxprEqn, inputs: list[Any]
   ) -> Sequence[Any]:
     """Evaluate an eqn in half precision that is not a matmul of `autocast`.
@@ -327,7 +327,7 @@ def _apply_mode(mode: Any, dtype: np.dtype, arrays: Sequence[Any]) -> list[Any]:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _add_run_stats(
-  stats: SiteStats, arrays: Sequence[Any], limits: _dtype_limits.DtypeLimits
+  stats: SiteStats, arrays: Sequence[Any], limits: _dtype_limits.CastThresholds
 ) -> SiteStats:
   """Add the statistics of one more execution."""
   return merge_stats(stats, measure_run(arrays, limits))
@@ -410,7 +410,7 @@ class MatmulTable:
         self.has_tagged_eqn(visit.eqn)
         and self.get_higher_order(visit.eqn) is None
       ):
-        name = _source_info.get_op_name(visit.eqn)
+        name = _source_info.get_primitive_name(visit.eqn)
         self.unanalyzed_names.append(
           _provenance.format_location(name, visit.location.label)
         )
@@ -458,7 +458,7 @@ def is_autocast_eqn(
 def _as_site(
   eqn: core.JaxprEqn, location: _provenance.EqnLocation
 ) -> MatmulSite:
-  name, dtypes = _source_info.get_op_name(eqn), location.matmul_dtypes
+  name, dtypes = _source_info.get_primitive_name(eqn), location.matmul_dtypes
   assert dtypes is not None  # Only matmuls with a tag have a site.
   return MatmulSite(name, location.names, location.is_backward, dtypes)
 
@@ -470,7 +470,7 @@ def make_empty_stats() -> SiteStats:
 
 
 def measure_run(
-  arrays: Sequence[Any], limits: _dtype_limits.DtypeLimits
+  arrays: Sequence[Any], limits: _dtype_limits.CastThresholds
 ) -> SiteStats:
   """Return the statistics of one execution of a matmul.
 
@@ -482,7 +482,8 @@ def measure_run(
     A :class:`SiteStats`.
   """
   amaxes, num_underflows, num_subnormals = map(
-    jnp.stack, zip(*(_measure_array(x, limits) for x in arrays), strict=True)
+    jnp.stack,
+    zip(*(_measure_amax_and_underflow(x, limits) for x in arrays), strict=True),
   )
   num_entries = jnp.array([x.size for x in arrays], jnp.float32)
   return SiteStats(
@@ -490,7 +491,9 @@ def measure_run(
   )
 
 
-def _measure_array(x: Any, limits: _dtype_limits.DtypeLimits) -> Any:
+def _measure_amax_and_underflow(
+  x: Any, limits: _dtype_limits.CastThresholds
+) -> Any:
   """Return the largest magnitude, and the underflow and subnormal counts."""
   x = jnp.abs(x)
   nan_as_zero = jnp.where(jnp.isnan(x), 0, x)

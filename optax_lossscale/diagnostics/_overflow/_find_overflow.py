@@ -161,7 +161,7 @@ def search_traced(
         traced.outputs,
         lambda inputs: compiled_fun(*inputs),
         outs,
-        is_exact=not _scaling_mistakes.has_half_precision_eqn(
+        is_exact=not _scaling_mistakes.has_narrow_range_eqn(
           traced.closed_jaxpr, ignore_autocast=False
         ),
       )
@@ -219,14 +219,14 @@ def _select_relevant_origins(
   the mean of a metric that an earlier step made NaN, is not a fault of this
   step.
   """
-  origins = origin_table.select_origins(values)
+  origins = origin_table.select_reported_origins(values)
   if not traced.grad_outputs or traced.unreached_locations:
     return origins
   pairs = zip(values, traced.outputs, strict=True)
   update_values = [
     value for value, output in pairs if output.kind in _UPDATE_KINDS
   ]
-  update_origins = origin_table.select_origins(update_values)
+  update_origins = origin_table.select_reported_origins(update_values)
   other_origins = [
     x for x in origins if not any(x is other for other in update_origins)
   ]

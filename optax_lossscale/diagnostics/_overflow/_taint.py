@@ -153,7 +153,7 @@ class OriginTable:
         return bit
     return 0
 
-  def select_origins(
+  def select_reported_origins(
     self, values: list[TaintedArray]
   ) -> list[_report.Overflow]:
     """Return the origins of these values, in the order of their discovery."""
@@ -182,7 +182,9 @@ class OriginTable:
       The outputs, with taint on those that are not finite.
     """
     input_bits = join_taint_bits(op.inputs)
-    outs_all_masked, outs_by_origin = _rerun_masked(op, input_bits, outs)
+    outs_all_masked, outs_by_origin = _rerun_with_taint_masked(
+      op, input_bits, outs
+    )
     # All nonfinite arrays are tainted, except literals: if no operand is
     # tainted, a nonfinite operand is an inf that is written in the program.
     input_finite_mask = [
@@ -261,7 +263,7 @@ class OriginTable:
     return taint_bits & ~self._get_constant_bits() or taint_bits
 
 
-def _rerun_masked(
+def _rerun_with_taint_masked(
   op: ExecutedEqn, taint_bits: int, outs: list[Any]
 ) -> tuple[list[Any] | None, dict[int, list[Any]]]:
   """Evaluate an eqn again, without the tainted entries of its operands.

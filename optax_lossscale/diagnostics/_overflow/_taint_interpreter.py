@@ -147,7 +147,9 @@ class TaintInterpreter:
     def eval_eqn(
       eqn: core.JaxprEqn, inputs: list[_taint.TaintedArray]
     ) -> list[_taint.TaintedArray]:
-      eqn_path = "/".join([*location.eqn_path, _source_info.get_op_name(eqn)])
+      eqn_path = "/".join(
+        [*location.eqn_path, _source_info.get_primitive_name(eqn)]
+      )
       self.progress.set_description(
         f"{eqn_path}, operation {eqn_numbers[eqn]} of {len(eqn_numbers)}"
       )
@@ -216,7 +218,7 @@ class TaintInterpreter:
         return self.origins.reconcile(
           outs, finite_mask, inner_values, taint_bits
         )
-    name, axis = _source_info.get_op_name(eqn), self.runner.axis
+    name, axis = _source_info.get_primitive_name(eqn), self.runner.axis
     describe_origin = functools.partial(
       _report.describe_origin, name, arrays, get_location(), axis
     )
@@ -313,7 +315,9 @@ class TaintInterpreter:
     num_iterations = 0
     while True:
       pred = self._eval_while_cond(loop, [*cond_consts, *carry], eqn_call)
-      has_next_iteration = _get_uniform_value(self._reduce_pred(pred))
+      has_next_iteration = _get_uniform_value(
+        self._reduce_pred_per_device(pred)
+      )
       if has_next_iteration is None:
         return None
       if not has_next_iteration:
@@ -348,7 +352,7 @@ class TaintInterpreter:
     run_cond = self._cached(self.runner.compile_jaxpr, loop.condition)
     return run_cond(*(value.array for value in inputs))[0]
 
-  def _reduce_pred(self, pred: jax.Array) -> np.ndarray:
+  def _reduce_pred_per_device(self, pred: jax.Array) -> np.ndarray:
     """Return whether any row needs another iteration, on each device."""
     axes = tuple(range(self.runner.axis, pred.ndim))
     return np.any(np.asarray(pred), axis=axes)
