@@ -3,7 +3,7 @@
     python examples/flax_linen.py --steps 300
 
 Shows the two lines that change with `TrainState`, for a model that is float32
-and stays so, with batch normalization and dropout; and what stands beside them:
+and stays so, with batch normalization and dropout; and the state next to them:
 a forward pass that overflows must leave its NaN neither in the running
 statistics nor in the log.
 """
