@@ -35,9 +35,9 @@ _OPTIONS = (
   "--no-first-run",
   "--allow-file-access-from-files",  # one page measures the others
 )
-# Run in a page that holds the others as frames. What is folded is opened. A
-# table is as wide as it is cut off by: by its own scroll bar, or by what
-# holds it. A border may take one pixel.
+# This runs in a page with all pages as frames. It opens folded sections. The
+# width of a table is the part that is cut off, by its own scroll bar or by its
+# parent. A border may take one pixel.
 _MEASURE = """
 const found = []
 for (const frame of document.querySelectorAll("iframe")) {
