@@ -39,7 +39,7 @@ class ExponentHistogram(NamedTuple):
     counts: int array of the same length: the number of entries with each
       exponent.
     zero_count: the number of entries that are zero.
-    nonfinite_count: the number of entries that are inf or NaN.
+    nonfinite_count: how many entries are inf or NaN.
   """
 
   exponents: np.ndarray
@@ -226,8 +226,7 @@ def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
 
   Raises:
     ImportError: if matplotlib is not installed.
-    ValueError: if ``history`` holds no scales, or an element of it does not
-      hold exactly one state.
+    ValueError: if ``history`` holds no scales, or a state is no single one.
   """
   scales, skip_mask = _read_history(history)
   ax = _get_axes(ax, "plot_loss_scale")
@@ -318,7 +317,7 @@ def plot_precision(
 
   Raises:
     ImportError: if matplotlib is not installed.
-    TypeError: if ``report`` is not a ``PrecisionComparison``.
+    TypeError: if ``report`` is something else.
   """
   if not isinstance(report, diagnostics.PrecisionComparison):
     raise TypeError(
