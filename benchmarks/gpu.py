@@ -1,10 +1,10 @@
-"""Measures loss scaling on a GPU, from a checkout, with what is installed.
+"""Measures loss scaling on a GPU, from a checkout, without an installation.
 
   python3 benchmarks/gpu.py --out results/
 
-Nothing has to be installed beside JAX for the device, and Optax. torch, Flax,
-jmp and Matplotlib are used if they are there. It writes into --out alone, and
-takes eight minutes at most. benchmarks/on_gpu/README.md says what is measured.
+It needs JAX for the device, and Optax. torch, Flax, jmp and Matplotlib are used
+if they are installed. It writes only to --out, and takes eight minutes at most.
+benchmarks/on_gpu/README.md describes the measurements.
 
   python3 benchmarks/gpu.py --out results/ --size tiny   # tries it out, on CPU
 """

@@ -59,15 +59,15 @@ RUNS = {
   "float16, headroom": (by_hand, ols.HeadroomLossScale(margin=4 - 10)),
 }
 
-# Those of the small picture, whose losses tell all.
+# The runs of the small picture, which shows only their losses.
 FEW = "float32", "float16, no scaling", "float16, dynamic scale"
 
-# Their names stand below their lines, where another one is just above.
+# The names of these runs are below their lines, since another line is above.
 BELOW = "float16, no scaling", "float16 by autocast", "float16, headroom"
 
 
 class Run(NamedTuple):
-  """What is left of a training run."""
+  """The results of a training run."""
 
   params: list  # of (weight, bias), float32
   loss_scale_state: ols.LossScaleState
@@ -207,7 +207,7 @@ def compare_gradients(name, run, params, data):
     name: the name of the run.
     run: the run, whose last loss scale is used.
     params: where to differentiate: at the same place for all runs.
-    data: what load_data returned.
+    data: the result of load_data.
 
   Returns:
     The share of entries flushed to zero, and the cosine of the angle between

@@ -2,10 +2,10 @@
 
     python examples/flax_linen.py --steps 300
 
-Shows the two lines that change with `TrainState`, for a model that is float32
-and stays so, with batch normalization and dropout; and what stands beside them:
-a forward pass that overflows must leave its NaN neither in the running
-statistics nor in the log.
+Shows the two lines that change with `TrainState`, for a float32 model with
+batch normalization and dropout. It also restores the running statistics on
+skipped steps, so that the NaN of a forward pass that overflows gets neither
+into them nor into the log.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python examples/gan.py --steps 2000
 
 Two losses, two optimizers, a loss scale for each: one may overflow and be
-skipped while the other goes on. The penalty has a gradient inside the loss;
-nothing is to be done about it, since the scale multiplies the whole loss.
+skipped while the other continues. The penalty has a gradient inside the loss,
+which needs no extra code, since the scale multiplies the whole loss.
 """
 
 import argparse

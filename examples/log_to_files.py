@@ -2,7 +2,7 @@
 
     python examples/log_to_files.py --tensorboard run --out run.png
 
-What is logged is computed in the step and stays on the device. `Log` reads it
+The metrics are computed in the step and stay on the device. `Log` reads them
 once in some steps, and then only that of steps which have ended: the loop never
 waits for the step that it has just started. Copy `Log` into your own loop.
 """
@@ -27,12 +27,12 @@ TX = ols.with_loss_scaling(optax.adam(3e-3), POLICY)
 
 
 class Log:
-  """Writes what a step returned, some steps later: a row for each step.
+  """Writes the metrics of each step to a row, some steps later.
 
   Use it in a `with`, at whose end it writes the rest.
 
   Attributes:
-    path: of the CSV file, which is begun anew.
+    path: the path of the CSV file, which is overwritten.
     folder: of TensorBoard's files, or None.
     every: after how many steps something is read from the device.
   """
@@ -78,7 +78,7 @@ class Log:
         for name, x in row.items():
           if not np.isnan(x):
             self._tensorboard.add_scalar(name, x, step)
-    self._file.flush()  # to be looked at while the run goes on
+    self._file.flush()  # so that it can be read while the run continues
 
 
 def read(path):

@@ -38,7 +38,7 @@ LOG_EVERY = 25  # steps; each time process 0 waits for the devices
 def main():
   args = parse_args()
   if args.processes is None:
-    # On Slurm, Open MPI, Kubernetes and TPU pods it finds the others by itself.
+    # On Slurm, Open MPI, Kubernetes and TPU pods it finds the other processes.
     jax.distributed.initialize()
     train(args.steps, args.seed)
   elif args.process_id is None:
@@ -95,7 +95,7 @@ def train(steps, seed):
   report(carry, test_set)
 
 
-# A float32 model, whose products run in float16.
+# A float32 model, whose matmuls run in float16.
 loss_fn = ols.autocast(digits.reconstruction_loss)
 
 
@@ -105,7 +105,7 @@ def choose_sharding(mesh, leaf):
 
 
 def load_batch(rng, images, sharding):
-  """Noisy and clean images: this process draws those of its own devices."""
+  """Noisy and clean images; each process draws the images of its devices."""
   n = BATCH_SIZE // jax.device_count() * jax.local_device_count()
   clean = rng.choice(images, n)
   return jax.tree.map(

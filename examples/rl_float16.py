@@ -2,7 +2,7 @@
 
 The model is given a direction and a digit, and writes 8 digits more. It is
 rewarded for each digit that goes on from the one before: up, 7, 8, 9, 0, 1 and
-so on. Nobody shows it a right answer.
+so on. There are no labels.
 
 Two programs compute the probability of a digit. The sampler writes digit by
 digit, with a cache of keys and values. The trainer sees a whole text at once.
@@ -50,7 +50,7 @@ PRECISIONS = {
 
 
 class Run(NamedTuple):
-  """What is left of a training run; an entry for each step."""
+  """The results of a training run, with an entry for each step."""
 
   rewards: np.ndarray  # share of digits that are right
   rms: np.ndarray  # of the difference of the log-probabilities
@@ -236,7 +236,7 @@ def feed_forward(weights, x):
 
 
 def log_probabilities(params, x):
-  """Of all digits, float32."""
+  """The logits of all digits, float32."""
   logits = normalize(x) @ params["head"]
   return jax.nn.log_softmax(logits.astype(jnp.float32))
 
@@ -257,7 +257,7 @@ def score(params, text):
 
 
 def attend(query, key, value):
-  """The trainer's causal attention: each product is rounded to its dtype."""
+  """The trainer's causal attention: each matmul is rounded to its dtype."""
   length = query.shape[1]
   scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
   scores = scores / np.sqrt(WIDTH / HEADS)
@@ -314,11 +314,11 @@ def attend_to_cache(query, keys, values, mask):
 
   Scores stay in float32, and the division by their sum comes last.
   """
-  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-  scores = product("bhd,bkhd->bhk", query, keys) / np.sqrt(WIDTH / HEADS)
+  matmul = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  scores = matmul("bhd,bkhd->bhk", query, keys) / np.sqrt(WIDTH / HEADS)
   scores = jnp.where(mask, scores, -jnp.inf)
   weighted = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-  mixed = product("bhk,bkhd->bhd", weighted.astype(values.dtype), values)
+  mixed = matmul("bhk,bkhd->bhd", weighted.astype(values.dtype), values)
   mixed = mixed / jnp.sum(weighted, axis=-1)[..., None]
   return mixed.reshape(-1, WIDTH).astype(query.dtype)
 

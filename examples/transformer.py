@@ -1,8 +1,8 @@
 """Trains a small transformer in float16 to write Python, letter by letter.
 
 The text is the source of Python's own standard library. The model is written in
-float32, and ``autocast`` runs its products in float16. A probe in each layer
-counts what its backward pass holds, and the policy hears of the largest.
+float32, and ``autocast`` runs its matmuls in float16. A probe in each layer
+records its cotangents, and the policy receives the largest.
 
   python examples/transformer.py --policy headroom --steps 500
 """
@@ -40,7 +40,7 @@ POLICIES = {
 
 
 class Run(NamedTuple):
-  """What is left of a training run."""
+  """The results of a training run."""
 
   params: dict
   loss_scale_state: ols.LossScaleState
@@ -77,7 +77,7 @@ def train(
   on_step=lambda loss: None,
   dtype=jnp.float16,
 ):
-  """Trains a float32 model whose products run in dtype."""
+  """Train a float32 model whose matmuls run in dtype."""
   train_text, test_text = text
   params = init_params(jax.random.key(seed))
   schedule = optax.warmup_cosine_decay_schedule(
@@ -225,7 +225,7 @@ def sample(params, start, length, seed):
 
 
 def make_table(run):
-  """What there is to say of the run, and of the last step's cotangents."""
+  """Return a summary of the run, and of the last step's cotangents."""
   metrics = jax.device_get(
     ols.diagnostics.probe_metrics(jnp.asarray(run.counts))
   )
@@ -271,13 +271,13 @@ def parse_args():
     "--policy",
     choices=POLICIES,
     default="headroom",
-    help="what moves the loss scale (%(default)s)",
+    help="the policy of the loss scale (%(default)s)",
   )
   parser.add_argument(
     "--dtype",
     choices=("float16", "bfloat16", "float32"),
     default="float16",
-    help="what matrix products are computed in (%(default)s)",
+    help="the dtype of matmuls (%(default)s)",
   )
   parser.add_argument(
     "--seed", type=int, default=0, help="for all random numbers (%(default)s)"

@@ -2,10 +2,10 @@
 
     python examples/wgan_gp.py --steps 1000
 
-The critic's loss holds a gradient of the critic (Gulrajani et al, 2017). What
-is scaled is the whole loss, once, by the scale of its own optimizer. What is
-not scaled is the gradient within: the penalty is of its true norm, and that of
-a scaled one would be another function.
+The critic's loss contains a gradient of the critic (Gulrajani et al, 2017). The
+whole loss is scaled, once, by the scale of its optimizer. The inner gradient is
+not scaled: the penalty depends on its true norm, and the norm of a scaled
+gradient would be a different penalty.
 """
 
 import argparse
@@ -55,10 +55,10 @@ def d_loss_fn(d, g, real, key):
   fake = apply_mlp(g, sample_z(keys[0]))
   share = jax.random.uniform(keys[1], (len(real), 1))
   between = share * real + (1 - share) * fake
-  # The gradient of each point by itself: that of a mean over the batch is
-  # smaller by its size. It is not scaled, and so the penalty is the true one.
-  # If a critic has slopes below 2**-14, where float16 loses bits, write
-  # `ols.grad(critic, d_state, argnums=1)`, which scales and unscales within.
+  # Compute one gradient for each point: the gradient of a batch mean is smaller
+  # by the batch size. It is not scaled, so the penalty sees the true norm. If a
+  # critic has slopes below 2**-14, where float16 loses bits, use
+  # `ols.grad(critic, d_state, argnums=1)`, which scales and unscales them.
   slopes = jax.vmap(jax.grad(critic, argnums=1), (None, 0))(d, between)
   # A root has no derivative at 0.
   norms = jnp.sqrt(jnp.sum(slopes**2, -1) + 1e-12)

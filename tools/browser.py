@@ -35,9 +35,9 @@ _OPTIONS = (
   "--no-first-run",
   "--allow-file-access-from-files",  # one page measures the others
 )
-# Run in a page that holds the others as frames. What is folded is opened. A
-# table is as wide as it is cut off by: by itself, if it scrolls, or by what
-# holds it. A border may take one pixel.
+# This runs in a page with all pages as frames. It opens folded sections. The
+# width of a table is the part that is cut off, by its own scroll bar or by its
+# parent. A border may take one pixel.
 _MEASURE = """
 const found = []
 for (const frame of document.querySelectorAll("iframe")) {
@@ -64,10 +64,10 @@ def browser():
 
 
 def find_wide_elements(folder, width):
-  """What does not fit a screen of some width, as a list of three values each.
+  """Return the elements that are wider than a screen, as lists of three values.
 
-  These are the page, what it is ("the page", or "table 3" for the third one on
-  it), and by how many pixels it is too wide.
+  The values are the page, the element ("the page", or "table 3" for the third
+  table on it), and the number of pixels by which it is too wide.
   """
   folder = pathlib.Path(folder).resolve()
   frames = "".join(
@@ -94,7 +94,7 @@ def find_wide_elements(folder, width):
 
 
 def main():
-  """Prints what does not fit."""
+  """Print the elements that are too wide."""
   folder = pathlib.Path(sys.argv[1])
   if not (folder / "index.html").exists():
     sys.exit(f"{folder} must hold built pages, and has no index.html.")

@@ -1,4 +1,4 @@
-"""Writes what the pages link to in the documentation of JAX, Optax and Flax.
+"""Writes the links of the pages into the documentation of JAX, Optax and Flax.
 
     python tools/inventories.py
 
@@ -71,7 +71,7 @@ def build_inventories():
 
 
 def mentioned():
-  """The full names of others that stand as code on a page or in a docstring."""
+  """Return the full names of other packages in code of pages and docstrings."""
   pages = (ROOT / "docs").glob("**/*.md")
   modules = (ROOT / "optax_lossscale").rglob("*.py")
   names = set()
@@ -98,7 +98,7 @@ def address(name):
 
 
 def kind(name):
-  """What a public name of an installed package is, or None if it is neither."""
+  """Return the Sphinx role of a public name of a package, or None."""
   try:
     thing = pkgutil.resolve_name(name)  # imports the modules on the way
   except (AttributeError, ImportError):

@@ -29,7 +29,7 @@ def lower_bounds(project):
     project: the `project` table of a pyproject.toml.
 
   Returns:
-    A dict; jaxlib, which jax asks for by itself, goes with jax.
+    A dict; jaxlib, which is a requirement of jax, goes with jax.
 
   Raises:
     ValueError: if one is without a bound, or has two.

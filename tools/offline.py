@@ -11,9 +11,9 @@ import pathlib
 import re
 import sys
 
-# Attributes that a browser loads by itself, of any tag.
+# Attributes that a browser loads automatically, in any tag.
 _LOADED = {"src", "srcset", "poster", "data", "background"}
-# Of a <link>, these kinds are only followed when a reader asks for it.
+# Values of `rel` of a <link> that a browser only follows on a click.
 _FOLLOWED = {"author", "canonical", "help", "license", "next", "prev", "search"}
 _ELSEWHERE = re.compile(r"(?:https?:)?//", re.IGNORECASE)
 # In style sheets: url(https://...) and @import "https://...".
@@ -85,7 +85,7 @@ def _find_in_script(text):
 
 
 def main():
-  """Prints what is loaded from elsewhere."""
+  """Print the files that a page loads from other sites."""
   folder = pathlib.Path(sys.argv[1])
   if not (folder / "index.html").exists():
     sys.exit(f"{folder} must hold built pages, and has no index.html.")

@@ -1,9 +1,9 @@
-"""What `autocast` makes of the models of the tests, in products and gradients.
+"""Measures `autocast` on the models of the tests: matmuls, errors and costs.
 
   python benchmarks/autocast/autocast.py  # in the environment of the tests
 
-It prints a table. In parentheses: what rounding the params to float16 does to
-the float32 model.
+It prints a table. In parentheses are the errors of the float32 model with its
+parameters rounded to float16.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def print_row(cells):
 
 
 def measure(model, rounds):
-  """The cells of a model, behind its name."""
+  """Return the cells of a model after its name."""
   params, *others = model.arrays
   fun = lambda cast: lambda p: model.value_and_grad((p, *others), cast)
   funs = fun(as_written), fun(ols.autocast)
@@ -77,22 +77,22 @@ def as_written(fun):
 
 
 def measure_trace_ratio(model, rounds):
-  """Tracing the loss with `autocast`, relative to without: the median."""
+  """Return the median time to trace with `autocast`, relative to without."""
 
   def seconds(cast):
-    # A new function each time: JAX keeps what it has traced.
+    # JAX caches the trace of a function, so each call traces a new function.
     fun = lambda arrays: model.loss(arrays, cast)
     start = time.process_time()
     jax.make_jaxpr(fun)(model.arrays)
     return time.process_time() - start
 
-  # In turns; the first ones fill caches.
+  # Alternate, so that both meet the same load. The first pair fills caches.
   pairs = [(seconds(as_written), seconds(ols.autocast)) for _ in range(rounds)]
   return statistics.median(after / before for before, after in pairs[1:])
 
 
 def errors(result, expected):
-  """How far the gradients turn, and how far the loss moves."""
+  """Return 1 - cosine of the gradients, and the relative error of the loss."""
   a, b = (
     np.concatenate([np.asarray(x, np.float64).ravel() for x in grads])
     for _, _, grads in (result, expected)

@@ -1,4 +1,4 @@
-"""What `autocast` costs a stack of Flax blocks, by compilers of TPU and GPU.
+"""Costs of `autocast` in a stack of Flax blocks, by compilers of TPU and GPU.
 
   python benchmarks/autocast/autocast_bytes.py v5e   # bfloat16; jax[tpu]
   python benchmarks/autocast/autocast_bytes.py h100  # float16; jax[cuda12]
@@ -6,8 +6,8 @@
 
 `make bench-autocast` makes the environment. It prints a table: the gradient of
 the stack in float32, in half precision written by hand, and with `autocast`;
-the last two also with `jax.checkpoint`. For a GPU it counts the products, by
-the library of NVIDIA that computes them and by dtype.
+the last two also with `jax.checkpoint`. For a GPU it counts the matmuls, by
+NVIDIA library and by dtype.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def print_row(cells):
 
 
 def variants(half):
-  """The loss functions by name."""
+  """Return the loss functions by name."""
   loss = lambda dtype: lambda p, x: jnp.mean(Stack(dtype).apply(p, x) ** 2)
   by_hand, cast = loss(half), ols.autocast(loss(None), half)
   remat = functools.partial(

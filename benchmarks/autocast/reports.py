@@ -1,4 +1,4 @@
-"""What the reports cost, beside compiling the gradient that they are given.
+"""Measures the time of the reports, next to the time to compile the gradient.
 
   python benchmarks/autocast/reports.py  # in the environment of the tests
 
@@ -62,15 +62,15 @@ def measure(model):
   fun = lambda arrays: model.value_and_grad(arrays, ols.autocast)
   large = lambda arrays: model.value_and_grad(arrays, ols.autocast, 2.0**60)
   arrays = model.arrays
-  places = []
+  num_matmuls = []
 
   def compare():
     report = diagnostics.compare_precision(fun, arrays, progress=False)
-    places.append(len(report.matmuls))
+    num_matmuls.append(len(report.matmuls))
 
   return [
     *costs((fun, arrays), (large, arrays), compare),
-    str(places[0]),
+    str(num_matmuls[0]),
   ]
 
 
@@ -83,22 +83,22 @@ def measure_step(make):
 
 
 def costs(small, large, compare):
-  """What each report takes, of a function and its arguments.
+  """Return the seconds of each report as cells.
 
   Args:
-    small: one that is finite.
-    large: one that overflows.
-    compare: compares the precision of the first.
+    small: a function and its arguments, with a finite result.
+    large: a function and its arguments, with a result that overflows.
+    compare: compares the precision of `small`.
   """
   fun, *args = small
-  finite, found = (
+  finite, overflowing = (
     seconds(functools.partial(diagnostics.find_overflow, *both))
     for both in (small, large)
   )
   return [
     f"{seconds(lambda: jax.jit(fun).lower(*args).compile()):.1f}",
     f"{seconds(lambda: diagnostics.precision_report(fun, *args)):.1f}",
-    f"{finite:.1f}, {found:.1f}",
+    f"{finite:.1f}, {overflowing:.1f}",
     f"{seconds(compare):.1f}",
   ]
 

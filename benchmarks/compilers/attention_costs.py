@@ -1,4 +1,4 @@
-"""Attention by cuDNN, which takes half precision alone, in a float32 model."""
+"""Costs of attention by cuDNN, in half precision, in a float32 model."""
 
 import compiled_bytes  # Before others import jax.
 import jax
@@ -19,7 +19,7 @@ def attend_with_cudnn(q, k, v):
 
 
 def attend_with_cudnn_in_half(q, k, v):
-  """The recipe of the pages."""
+  """Cast the operands by hand, as the pages recommend."""
   q_half, k_half, v_half = (x.astype(jnp.float16) for x in (q, k, v))
   return attend_with_cudnn(q_half, k_half, v_half).astype(q.dtype)
 
@@ -32,14 +32,14 @@ ATTENTIONS = {
 
 
 def attention(device: str) -> dict[str, dict]:
-  """What the gradient of a layer costs within ``autocast``, by attention.
+  """Return the costs of a layer's gradient with ``autocast``, by attention.
 
   Args:
-    device: a name in ``gpus.GPUS`` of a GPU that has such kernels: cuDNN's need
-      an Ampere or later, which a compiler does not ask for.
+    device: a name in ``gpus.GPUS``. cuDNN's kernels need an Ampere or later,
+      which the compiler does not check.
 
   Returns:
-    The bytes and the products, as in ``compiled_bytes.Figures``, or the error.
+    The bytes and the matmuls, as in ``compiled_bytes.Figures``, or the error.
   """
   results = {}
   shape = jax.ShapeDtypeStruct

@@ -1,13 +1,13 @@
-"""What a GPU cannot do better than: the least time, and the largest batch."""
+"""Bounds of a GPU: the least time of a step, and the largest batch."""
 
 from collections.abc import Callable
 
 from gpus import Gpu
 
-# Of the memory of a card with 16 GB CUDA has 15.8 GB on a T4 (16.9 GB on a
-# V100), and its context and the libraries take some hundred MB of it.
+# On a T4 with 16 GB, CUDA reports 15.8 GB (16.9 GB on a V100), of which its
+# context and the libraries take some hundred MB.
 AVAILABLE = 15 * 10**9
-# The batches that are tried: of sizes that tensor cores like, about FIRST.
+# The batches that are tried are multiples of 8, for tensor cores, around FIRST.
 MULTIPLE = 8
 FIRST = 64
 
@@ -15,37 +15,37 @@ FIRST = 64
 def least_seconds(
   gpu: Gpu, bytes_moved: int, flops: dict[str, int]
 ) -> dict[str, float]:
-  """What a step takes at least by the data sheet: a bound, no measurement.
+  """Return lower bounds on the time of a step, from the data sheet.
 
-  A step can be no faster than its memory is read and written at the full
-  bandwidth, nor than its products are computed at their peak. What runs takes
-  longer: kernels wait, none of them reaches either limit, and what is not
-  bound by the one may be bound by the other.
+  A step is at least as long as moving its bytes at the full bandwidth, and as
+  computing its matmuls at peak FLOPs. The measured time is longer: kernels
+  wait, none reaches a limit, and some are bound by memory, others by FLOPs.
 
   Args:
     gpu: the data sheet.
     bytes_moved: the bytes that the kernels read and write.
-    flops: of the products, by dtype.
+    flops: the FLOPs of the matmuls, by dtype.
 
   Returns:
-    Both bounds in seconds, ``"memory"`` and ``"products"``. The larger counts.
+    Both bounds in seconds, ``"memory"`` and ``"products"``, the matmuls. The
+    larger one is the bound of the step.
   """
-  products = sum(n / gpu.flops[dtype] for dtype, n in flops.items())
-  bounds = {"memory": bytes_moved / gpu.bandwidth, "products": products}
+  matmul_seconds = sum(n / gpu.flops[dtype] for dtype, n in flops.items())
+  bounds = {"memory": bytes_moved / gpu.bandwidth, "products": matmul_seconds}
   return {name: round(seconds, 5) for name, seconds in bounds.items()}
 
 
 def largest_batch(
   memory_needed: Callable[[int], int], available: int = AVAILABLE
 ) -> int:
-  """The largest multiple of ``MULTIPLE`` whose step fits.
+  """Return the largest multiple of ``MULTIPLE`` whose step fits.
 
-  Two small batches say where to look first. What is returned is never
-  extrapolated: from some size on XLA computes things again to save memory, so
-  that more fits than they promise.
+  The first guess is extrapolated from two small batches, but the result never
+  is: from some size on, XLA rematerializes values to save memory, so larger
+  batches fit than the small ones suggest.
 
   Args:
-    memory_needed: the bytes that a batch needs, which is compiled to know.
+    memory_needed: compiles a batch, and returns the bytes that it needs.
     available: bytes.
 
   Returns:
@@ -66,7 +66,7 @@ def largest_batch(
 
 
 def _around(guess, memory_needed, available):
-  """A batch that fits, and one that does not, in steps that grow."""
+  """Return a batch that fits and one that does not, from a growing search."""
   step = MULTIPLE
   if not guess or memory_needed(guess) <= available:
     while memory_needed(guess + step) <= available:

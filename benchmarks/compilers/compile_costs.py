@@ -29,7 +29,7 @@ from shared.workloads import make_workloads, Workload
 from training_tables import calls, table
 
 HERE = pathlib.Path(__file__).parent
-# Of the figures; "environments" has the versions by which each was taken.
+# The version of the figures; "environments" has the versions of each device.
 PARTS = (
   "environments",
   "steps",
@@ -127,7 +127,7 @@ def _parse_args():
 
 
 def _write(output: pathlib.Path, results: dict[str, Any], taken: str) -> None:
-  """What was found so far, beside what earlier runs found of other devices."""
+  """Write the figures so far, and keep the figures of other devices on file."""
   installed = {d.name: d.version for d in importlib.metadata.distributions()}
   versions = {name: installed[name] for name in PACKAGES if name in installed}
   results["environments"][taken] = versions
@@ -214,7 +214,7 @@ def _training(device: str) -> dict[str, dict[str, Any]]:
 
 
 def _collectives(chips: int) -> dict[str, list[str]]:
-  """What is gained, by a sentence that says where."""
+  """Return the added collectives, by a sentence that describes the step."""
   results = {}
   cases = [(layout, n) for layout in sharded_costs.LAYOUTS for n in (8, 300)]
   for layout, n in tqdm.tqdm(cases, desc=f"{chips} chips"):

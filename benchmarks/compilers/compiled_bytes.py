@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 import os
 from typing import Any, NamedTuple
 
-# Read when the devices are looked for, and when libtpu is loaded. It asks
-# nobody about the machine, and does not refuse to be loaded twice.
+# JAX reads these when it searches for devices and loads libtpu. With them,
+# libtpu doesn't query the metadata of a TPU machine, and can be loaded twice.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["TPU_WORKER_ID"] = "0"
@@ -51,18 +51,18 @@ COMPILER_OPTIONS = {"tpu": {"xla_msa_enable": "false"}, "cuda": {}}
 
 
 class Figures(NamedTuple):
-  """What a compiled program costs on one device.
+  """The costs of a compiled program on one device.
 
   Attributes:
-    bytes: what its kernels read from and write to the device's memory.
+    bytes: bytes that its kernels read from and write to the device's memory.
     kernels: how many kernels it runs.
     temporary: bytes of memory that are neither arguments nor results.
     peak: the most bytes of memory in use at once.
     aliased: bytes of results that are written over donated arguments.
     needed: bytes of memory that must be free for it: arguments, results that
       are not aliased, and the temporary ones, which are one piece.
-    products: how many there are, by library and dtype, in a program for GPU:
-      see ``scheduled_hlo.products``.
+    products: the number of matmuls and convolutions, by library and dtype, in a
+      program for GPU: see ``scheduled_hlo.count_matmuls``.
   """
 
   bytes: int
@@ -109,7 +109,7 @@ def figures(
     peak=memory.peak_memory_in_bytes,
     aliased=aliased,
     needed=inputs + outputs - aliased + temporary,
-    products=scheduled_hlo.products(text) if is_gpu else {},
+    products=scheduled_hlo.count_matmuls(text) if is_gpu else {},
   )
 
 

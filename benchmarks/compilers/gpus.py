@@ -44,9 +44,9 @@ class Gpu:
     bandwidth: of the memory, bytes in a second.
     l2_cache: bytes.
     shared_memory: of a core, bytes.
-    shared_memory_of_block: of these, what one block may ask for.
+    shared_memory_of_block: the most that one block may request, bytes.
     threads: of a core.
-    flops: in a second, the peak of products by their dtype.
+    flops: the peak FLOPs per second of matmuls, by dtype.
   """
 
   name: str
@@ -63,7 +63,7 @@ class Gpu:
   flops: dict[str, float]
 
   def target_config(self) -> str:
-    """What XLA compiles for, in the text form of its GpuTargetConfigProto."""
+    """Return the compilation target, as the text of a GpuTargetConfigProto."""
     major, minor = self.compute_capability
     return f"""
       platform_name: "CUDA"

@@ -1,11 +1,11 @@
-"""Reads the text of a compiled program: its kernels, and what they move."""
+"""Reads the kernels of a compiled program and their bytes from its HLO text."""
 
 from collections import Counter
 from collections.abc import Iterator
 import re
 from typing import NamedTuple
 
-# These move nothing: names for parts of memory, or the waits for others.
+# Instructions that move no bytes: they name memory, or wait for others.
 FREE = {
   "after-all",
   "async-update",
@@ -32,7 +32,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 
 
 class Moved(NamedTuple):
-  """What a part of a program moves, and in how many kernels."""
+  """The bytes that a part of a program moves, and the number of its kernels."""
 
   bytes: int
   kernels: int
@@ -49,14 +49,14 @@ class Instruction(NamedTuple):
 
 
 def parse(text: str) -> Moved:
-  """Adds up what the kernels of a scheduled program move.
+  """Sum the bytes that the kernels of a scheduled program move.
 
-  A kernel reads its operands and writes its results. What lies in the fast
-  memory of a TPU does not count. The body of a loop counts as often as it runs,
-  as far as the compiler knows that.
+  A kernel reads its operands and writes its results. Arrays in the fast memory
+  of a TPU do not count. The body of a loop counts once per iteration if the
+  compiler knows the trip count.
 
   Args:
-    text: what ``as_text`` of a compiled function returns.
+    text: the result of ``as_text`` of a compiled function.
 
   Returns:
     Bytes and kernels.
@@ -78,17 +78,17 @@ def collectives(text: str) -> list[tuple[str, str]]:
   return sorted(results)
 
 
-def products(text: str) -> dict[str, dict[str, int]]:
-  """The products and convolutions of a program for NVIDIA's GPUs.
+def count_matmuls(text: str) -> dict[str, dict[str, int]]:
+  """Count the matmuls and convolutions of a program for NVIDIA's GPUs.
 
   Args:
-    text: what ``as_text`` of a compiled function returns.
+    text: the result of ``as_text`` of a compiled function.
 
   Returns:
-    How many the program holds, by what computes them and by the dtype of the
-    first operand: ``{"__cublas$lt$matmul": {"f16": 40}}``. What computes them
-    is a call of NVIDIA's libraries, or XLA itself (``"dot"``,
-    ``"convolution"``). What stands in the body of a loop counts once.
+    The number of matmuls, by implementation and by the dtype of the first
+    operand: ``{"__cublas$lt$matmul": {"f16": 40}}``. The implementation is a
+    call of an NVIDIA library, or XLA itself (``"dot"``, ``"convolution"``).
+    The body of a loop counts once.
   """
   results: dict[str, Counter] = {}
   for instructions in _parse_computations(text)[0].values():
@@ -172,7 +172,7 @@ def _called(i: Instruction) -> Iterator[str]:
 
 
 def _drop_workspace(i: Instruction) -> str:
-  """The type of what is returned, without memory that a library works in."""
+  """Return the type of the result, without the workspace of a library."""
   if i.opcode == "custom-call" and "__cu" in i.rest:
     return re.sub(r"\b([su]8)\[\d+\]", r"\1[0]", i.type)
   return i.type

@@ -1,4 +1,4 @@
-"""What devices send each other in a step, beyond what bare Optax sends."""
+"""Counts the collectives of a step that bare Optax does not have."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,12 +28,12 @@ LAYOUTS = {
 
 
 def gained(layout: str, chips: int, n_leaves: int, **options: Any) -> Counter:
-  """The collectives of a step of Adam that it would not have without ours.
+  """Count the collectives that loss scaling adds to a step of Adam.
 
-  The loss has a product of the batch with each leaf in it, in float16, so that
-  the gradients of replicated parameters are summed over the devices. If there
-  are many leaves, it multiplies them by one number of the batch, since products
-  take long to compile.
+  The loss has a float16 matmul of the batch with each leaf, so that the
+  gradients of replicated parameters are summed over the devices. With many
+  leaves, it multiplies them by a scalar of the batch instead, since matmuls
+  compile slowly.
 
   Args:
     layout: a name in ``LAYOUTS``.
@@ -42,8 +42,8 @@ def gained(layout: str, chips: int, n_leaves: int, **options: Any) -> Counter:
     **options: for ``with_loss_scaling``.
 
   Returns:
-    How many there are of each pair of operation and types of its operands.
-    Those that bare Optax has, and ours has not, count as less than none.
+    The number of added collectives, by operation and types of the operands. It
+    is negative for collectives that only bare Optax has.
   """
   if layout == "shard_map":
     options["axis_name"] = LAYOUTS[layout][0]
@@ -107,10 +107,10 @@ def _grads(value_and_grad, params, state, batch):
     loss = 0.0
     for w in params.values():
       if len(params) > FEW:
-        product = half(w) * half(jax.numpy.mean(batch))
+        y = half(w) * half(jax.numpy.mean(batch))
       else:
-        product = half(batch)[:, : w.shape[0]] @ half(w)
-      loss += jax.numpy.mean(product.astype(jax.numpy.float32) ** 2)
+        y = half(batch)[:, : w.shape[0]] @ half(w)
+      loss += jax.numpy.mean(y.astype(jax.numpy.float32) ** 2)
     return loss
 
   if value_and_grad is None:

@@ -1,8 +1,8 @@
 """Models that people train on GPUs with 16 GB, in Flax linen: whole steps.
 
-Each is written once. With `dtype=` it computes in half precision "by hand", as
-Flax has it: each layer casts, and activations are in half between them.
-Without, it is the float32 model that `autocast` is given.
+Each model is written once. With `dtype=`, it computes in half precision "by
+hand", as in Flax: each layer casts, and the activations are in half precision.
+Without `dtype=`, it is the float32 model for `autocast`.
 """
 
 from collections.abc import Callable
@@ -90,8 +90,8 @@ def make_training_step(
     batch: how many images.
 
   Returns:
-    The step, what it carries on and a batch, both as shapes. The step returns
-    what it carries on, and the loss.
+    The step; and the shapes of its carry and of a batch. The step returns the
+    new carry and the loss.
   """
   model = MODELS[name](jnp.float16 if variant == "by hand" else None)
   tx = optax.adamw(1e-3)

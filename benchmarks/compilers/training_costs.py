@@ -22,9 +22,9 @@ def training(device: str, model: str, variant: str) -> dict[str, Any]:
     variant: a name in ``trained_models.VARIANTS``.
 
   Returns:
-    As in ``compiled_bytes.Figures``, and ``flops`` of the products by dtype,
-    ``seconds`` of ``bounds.least_seconds``, ``largest_batch`` (None by hand),
-    and ``batches``: what was compiled to find it.
+    The fields of ``compiled_bytes.Figures``, with ``flops`` of the matmuls by
+    dtype, ``seconds`` of ``bounds.least_seconds``, ``largest_batch`` (None by
+    hand), and ``batches``, the batches that were compiled to find it.
   """
 
   def figures(batch: int) -> compiled_bytes.Figures:
@@ -42,7 +42,7 @@ def training(device: str, model: str, variant: str) -> dict[str, Any]:
       known[batch] = figures(batch)
     return known[batch].needed
 
-  # By hand is there to compare with: its largest batch would take minutes.
+  # The model by hand is only for comparison, and its search would take minutes.
   searched = variant != "by hand"
   largest = bounds.largest_batch(memory_needed) if searched else None
   return known[BATCH]._asdict() | {
@@ -61,7 +61,7 @@ def training(device: str, model: str, variant: str) -> dict[str, Any]:
 def count_flops_by_dtype(
   step: Callable[..., Any], *args: Any
 ) -> dict[str, int]:
-  """The flops of products, as the step asks for them, by their operands."""
+  """Return the FLOPs of matmuls by operand dtype, before compilation."""
   names = {"float32": "f32", "float16": "f16"}
   report = diagnostics.precision_report(step, *args)
   result: dict[str, int] = {}

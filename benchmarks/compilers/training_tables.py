@@ -9,7 +9,7 @@ def table(by_variant: dict[str, dict[str, Any]]) -> str:
   """The figures of one model on one device, as Markdown.
 
   Args:
-    by_variant: what :func:`training` returned, by variant.
+    by_variant: the results of :func:`training`, by variant.
 
   Returns:
     The table.
@@ -34,16 +34,16 @@ def table(by_variant: dict[str, dict[str, Any]]) -> str:
   return markdown(rows)
 
 
-def calls(products: dict[str, dict[str, int]]) -> str:
-  """What computes the products, as in "cuBLASLt: 40 f16; cuDNN: 14 f16"."""
-  found: dict[str, dict[str, int]] = {}
-  for target, by_dtype in products.items():
-    counts = found.setdefault(_library(target), {})
+def calls(matmuls: dict[str, dict[str, int]]) -> str:
+  """Return the libraries of matmuls: "cuBLASLt: 40 f16; cuDNN: 14 f16"."""
+  by_library: dict[str, dict[str, int]] = {}
+  for target, by_dtype in matmuls.items():
+    counts = by_library.setdefault(_library(target), {})
     for dtype, n in by_dtype.items():
       counts[dtype] = counts.get(dtype, 0) + n
   return "; ".join(
     f"{library}: " + ", ".join(f"{n} {dtype}" for dtype, n in counts.items())
-    for library, counts in sorted(found.items())
+    for library, counts in sorted(by_library.items())
   )
 
 

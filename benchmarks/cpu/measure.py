@@ -12,10 +12,10 @@ import tqdm
 
 
 class Program:
-  """One variant of one workload, compiled, with state of its own.
+  """One variant of one workload, compiled, with its own state.
 
   Attributes:
-    figures: what does not depend on the clock's noise, by name.
+    figures: the figures that don't depend on the clock, by name.
   """
 
   def __init__(self, name, workload):
@@ -60,7 +60,7 @@ def measure(
     programs[name] = Program(name, workload)
     bar.update()
   runs = [(name, skip) for name in names for skip in (False, True)]
-  # Baselines have no way to skip: they would go on with NaN.
+  # Baselines can't skip a step: they would continue with NaN.
   runs = [r for r in runs if not r[1] or programs[r[0]].baseline != r[0]]
   seconds = {run: [] for run in runs}
   for i in range(rounds + 1):

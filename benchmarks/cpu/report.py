@@ -33,7 +33,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
   return markdown(rows)
 
 
-# What the page begins with: workload, and what to call it there.
+# The first table of the page: workload, and its name there.
 SUMMARY = {
   "adam": "Adam alone",
   "mlp": "a step of the MLP",
@@ -56,7 +56,7 @@ FIGURES = {
 
 
 def summary(results: dict[str, dict[str, Any]]) -> str:
-  """What matters most of three workloads, in a table that fits a page."""
+  """Return the main figures of three workloads, in a table that fits a page."""
   rows = [["", "relative to none", *COMPARED.values()]]
   for workload, name in SUMMARY.items():
     for i, (figure, value) in enumerate(FIGURES.items()):

@@ -1,4 +1,4 @@
-"""Measures the cost of loss scaling: ours, and what one would use instead."""
+"""Measures the cost of loss scaling, ours and the alternatives, on a CPU."""
 
 import argparse
 import importlib.metadata
@@ -23,7 +23,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "keras")
 
 
 def main() -> None:
-  """Measures what the command line asks for, prints and writes it."""
+  """Run the measurements of the command line, and print and write them."""
   args = _parse_args()
   workloads = make_workloads(args.size)
   selected = args.workloads or list(workloads)

@@ -1,6 +1,6 @@
-"""What benchmarks/gpu.py measures, and how.
+"""The parts of benchmarks/gpu.py.
 
 ``command`` starts one process for each part of the plan, since JAX and torch
-would otherwise hold the memory of the device from each other, and writes down
-what these processes tell it.
+would otherwise keep the memory of the device from each other, and records the
+events of these processes.
 """

@@ -8,7 +8,7 @@ SECONDS = 5.0  # at most
 
 
 def measure(copy: clock.Program, by: str) -> float:
-  """Bytes per second, read and written; tells a line of it.
+  """Return the bytes per second, read and written, and report them in a line.
 
   Args:
     copy: adds one to each of many numbers. Its row has the "bytes" that a step

@@ -11,7 +11,7 @@ class Program(Protocol):
   """Something that can take a step.
 
   Attributes:
-    row: what is known of it, by name. Times or an error are added.
+    row: the facts about the program, by name. Times or an error are added.
     skips: whether it also has steps that it must skip.
   """
 
@@ -42,7 +42,7 @@ def measure(
   clock is read when the last has ended. The first round is not counted.
 
   Args:
-    programs: what to time; one that fails is left out from then on.
+    programs: the programs to time; a program is left out after it fails.
     rounds: how many are counted, at most.
     steps: how many are taken in a row.
     until: the time at which the last round should have ended.
@@ -79,7 +79,7 @@ def first_steps(program: Program, steps: int) -> None:
 
 
 class catch:  # noqa: N801
-  """Writes an exception into a row, and goes on."""
+  """Context manager that writes an exception into a row, and suppresses it."""
 
   def __init__(self, row: dict[str, Any]):
     self._row = row

@@ -20,7 +20,7 @@ LEAST = 3.0  # seconds without which no part begins
 
 
 def main(description: str | None) -> None:
-  """Measures what the command line asks for."""
+  """Run the measurements of the command line."""
   args = _parse_args(description)
   until = time.time() + 60 * args.minutes
   signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended from outside."))
@@ -112,14 +112,14 @@ def _run_parts(args, missing, until, scratch, found):
       continue
     share = (until - now) * weights[i] / sum(weights[i:])
     print(f"\n-- {name}, {share:.0f} s at most", flush=True)
-    asked = {
+    request = {
       "part": name,
       "size": args.size,
       "until": now + share,
       "without": missing,
     }
     # Closed also when it is ended from outside, so that the part ends, too.
-    with contextlib.closing(processes.run(asked, scratch, log)) as told:
-      for event in told:
+    with contextlib.closing(processes.run(request, scratch, log)) as events:
+      for event in events:
         found.add(event)
     found.print_tables()

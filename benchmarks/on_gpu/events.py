@@ -1,7 +1,7 @@
-"""What a part tells the command that started it: one line of JSON each.
+"""Events that a part sends to the command that started it, as lines of JSON.
 
-They have a pipe of their own, since libraries write to standard output, and may
-do so in the middle of a line.
+Events have their own pipe, since libraries write to standard output, even in
+the middle of a line.
 """
 
 import json
@@ -13,12 +13,12 @@ PIPE = "ON_GPU_EVENTS"  # the variable with the number of the pipe
 
 
 def tell(kind: str, **fields: Any) -> None:
-  """Tells the command one thing.
+  """Send an event to the command.
 
   Args:
     kind: "facts" about the device and the versions, a "table", a "line" for the
       reader, or the "end" of the part.
-    **fields: what there is to tell, as JSON.
+    **fields: the content of the event, as JSON.
   """
   text = dumps({"kind": kind} | fields)
   if PIPE not in os.environ:  # A part that was started by hand.
@@ -29,7 +29,7 @@ def tell(kind: str, **fields: Any) -> None:
 
 
 def line(text: str) -> None:
-  """Tells a line, which the command prints and keeps."""
+  """Send a line, which the command prints and keeps."""
   tell("line", text=text)
 
 

@@ -5,7 +5,7 @@ import json
 import pathlib
 
 FILE = pathlib.Path(__file__).parents[1] / "compilers" / "compile_costs.json"
-# What a step of torch reads and writes, counted by hand for each parameter:
+# The bytes that a step of torch moves, counted by hand for each parameter:
 # parameter, gradient and two moments are read, three of them are written.
 # `unscale_` and the multiplication of a clip read and write the gradients, a
 # norm reads them. The scaler's `step` alone makes it test them by the same
@@ -19,7 +19,7 @@ TORCH = {
 
 
 def get_bytes_per_parameter(step: str, variant: str) -> float | None:
-  """What a step moves by the tables of the compiler, or None if not there."""
+  """Return the bytes of a step in the tables of the compiler, or None."""
   return _steps().get(step, {}).get(variant, {}).get("bytes")
 
 

@@ -1,4 +1,4 @@
-"""What was found so far, on the screen and in --out."""
+"""The results so far, on the screen and in --out."""
 
 import pathlib
 import sys
@@ -45,7 +45,7 @@ class Findings:
     self._unprinted.clear()
 
   def write(self) -> None:
-    """Writes all files anew."""
+    """Rewrite all files."""
     json_text = events.dumps(
       {"facts": self._facts, "lines": self._lines, "tables": self.tables},
       indent=1,

@@ -1,4 +1,4 @@
-"""What JAX says of the device, and a copy in its memory."""
+"""The device by JAX, and a copy in its memory."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "numpy")
 
 
 def ready(size_name: str) -> bool:
-  """Tells versions and device; whether it can measure at this size."""
+  """Report versions and device; return whether it can measure at this size."""
   device = jax.devices()[0]
   stats = device.memory_stats() or {}
   versions = {name: version(name) for name in PACKAGES}

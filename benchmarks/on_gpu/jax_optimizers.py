@@ -1,4 +1,4 @@
-"""The optimizer alone, in JAX: gradients are given, and a step is taken."""
+"""Measures optimizer steps in JAX, without the computation of gradients."""
 
 import dataclasses
 import gc
@@ -62,7 +62,7 @@ SMALL = {
 
 
 def run(cases: dict[str, Case], size, until: float, without) -> None:
-  """Measures the cases one after the other, and tells a table of each."""
+  """Measure the cases one after the other, and report a table of each."""
   copy = bandwidth.measure(jax_device.Copy(size.copied), "JAX")
   for i, (name, case) in enumerate(cases.items()):
     now = time.time()
@@ -71,7 +71,7 @@ def run(cases: dict[str, Case], size, until: float, without) -> None:
       events.line(f"Left out, since no time is left: {name} in JAX")
       continue
     _run_case(name, case, size, now + share, without, copy)
-    # The state of a case makes room for that of the next.
+    # Free the state of this case for the state of the next.
     jax.clear_caches()
     gc.collect()
 

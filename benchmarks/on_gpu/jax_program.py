@@ -1,4 +1,4 @@
-"""A step of JAX that was compiled, with state of its own."""
+"""A compiled JAX step with its own state."""
 
 from collections.abc import Callable, Sequence
 import time
@@ -15,7 +15,7 @@ class JaxProgram:
   Its carry is donated.
 
   Attributes:
-    row: what is known of it, by name.
+    row: the facts about the program, by name.
     skips: whether it has data of which each step must be skipped.
     carry: the carry after the last step.
   """
@@ -60,8 +60,8 @@ class JaxProgram:
   def count_host_reads(self) -> None:
     """Takes a step in which JAX refuses to move anything to or from the host.
 
-    A program that was compiled cannot read to the host by itself, so this shows
-    that nothing does between two steps. On a CPU it shows nothing.
+    A compiled program cannot transfer to the host, so this shows that the
+    Python code between two steps does not, either. On a CPU it shows nothing.
     """
     self.step(False)
     self.wait()
@@ -92,7 +92,7 @@ def _figures(compiled):
   }
   try:
     moved = scheduled_hlo.parse(compiled.as_text())
-  except Exception:  # Another compiler may write what is not known here.
+  except Exception:  # Another compiler may write HLO that `parse` can't read.
     return figures
   return figures | {"moved_bytes": moved.bytes, "kernels": moved.kernels}
 

@@ -19,15 +19,15 @@ class Precision:
   """How a row computes.
 
   Attributes:
-    dtype: that of the model.
+    dtype: the dtype of the model.
     autocast: the dtype of ``ols.autocast`` around it, if any.
-    products: what ``jax.default_matmul_precision`` is given.
+    matmul_precision: the argument of ``jax.default_matmul_precision``.
     scaled: whether the loss is scaled, by ours.
   """
 
   dtype: Any = jnp.float32
   autocast: Any = None
-  products: str = "tensorfloat32"
+  matmul_precision: str = "tensorfloat32"
   scaled: bool = False
 
 
@@ -37,9 +37,10 @@ PRECISIONS = {
   "float16, by hand, ours": Precision(jnp.float16, scaled=True),
   "bfloat16, autocast": Precision(autocast=jnp.bfloat16),
   "bfloat16, by hand": Precision(jnp.bfloat16),
-  "float32, highest": Precision(products="highest"),
+  "float32, highest": Precision(matmul_precision="highest"),
 }
-# And whether with a checkpoint; in the order of what one wants to know first.
+# Precision, and whether with a checkpoint. The most important rows come first,
+# since the time may run out.
 ROWS = [
   ("TF32", False),
   ("float16, autocast, ours", False),
@@ -145,7 +146,7 @@ def make_step(loss_fn, precision: Precision, params):
 
   def step(carry, batch):
     params, state = carry
-    with jax.default_matmul_precision(precision.products):
+    with jax.default_matmul_precision(precision.matmul_precision):
       if precision.scaled:
         loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
       else:

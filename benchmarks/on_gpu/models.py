@@ -1,7 +1,7 @@
 """A transformer and a residual network in plain JAX, in one dtype throughout.
 
-With float32 these are the models that `autocast` is given; with float16 or
-bfloat16 they are what one writes by hand: activations in this dtype, norms,
+With float32, these are the models for `autocast`. With float16 or bfloat16,
+they are half-precision models by hand: activations in this dtype, and norms,
 softmax and loss in float32.
 """
 
@@ -14,7 +14,7 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-# Keeps the results of products, and computes all else again.
+# Saves the results of matmuls, and recomputes everything else.
 RECOMPUTE = functools.partial(
   jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
 )

@@ -1,4 +1,4 @@
-"""One part of the plan, in a process of its own; `processes` starts it."""
+"""Runs one part of the plan in its own process; `processes` starts it."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def main() -> None:
 
 def _run(part, size, until, without):
   chosen = plan.PARTS[part]
-  if size == "tiny":  # What is compiled is not worth its time.
+  if size == "tiny":  # Optimizing tiny programs takes longer than it saves.
     flags = os.environ.get("XLA_FLAGS", "")
     level = "--xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = f"{flags} {level}"

@@ -1,7 +1,7 @@
 """The parts of a run, the most important ones first.
 
-Each is a process of its own. It has a share of the time that is left when it
-begins, so that what one part saves goes to those after it.
+Each part runs in its own process. It gets a share of the time that is left when
+it begins, so parts that end early leave their time to the parts after them.
 """
 
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 
 class Part(NamedTuple):
-  """What one process measures.
+  """The measurements of one process.
 
   Attributes:
     library: "jax" or "torch".
-    weight: its share of the time, relative to those of the parts behind it.
-    run: from the size, the time at which to end, and what to do without.
+    weight: its share of the time, relative to the parts after it.
+    run: measures, from the size, the end time, and the libraries to leave out.
   """
 
   library: str

@@ -1,4 +1,4 @@
-"""Starts the parts, passes on what they tell, and ends them in time."""
+"""Starts the parts, forwards their events, and ends them in time."""
 
 from collections.abc import Generator
 import contextlib
@@ -15,11 +15,11 @@ from typing import Any
 from on_gpu import events
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[1]
-GRACE = 5.0  # seconds for a part to notice by itself that its time is over
+GRACE = 5.0  # seconds for a part to end on its own after its time is over
 
 
 def environment(scratch: pathlib.Path) -> dict[str, str]:
-  """Variables by which nothing is written elsewhere than in a folder."""
+  """Return environment variables that keep all files in the scratch folder."""
   folder = lambda name: str(scratch / name)
   return os.environ | {
     "PYTHONPATH": os.pathsep.join([str(BENCHMARKS.parent), str(BENCHMARKS)]),
@@ -47,12 +47,12 @@ def run(
   """Runs a part.
 
   Args:
-    request: the part, the size, until when, and what to do without.
-    scratch: a folder for all that the libraries write.
-    log: a file, to which what they print is added.
+    request: the part, the size, the end time, and the libraries to leave out.
+    scratch: a folder for all files of the libraries.
+    log: a file to which the output of the part is appended.
 
   Yields:
-    Events. The last one says so if the part was ended, or broke off.
+    Events. The last event reports if the part was ended or crashed.
   """
   overtime, ended = threading.Event(), False
   process, pipe = _start(request, scratch, log)
@@ -69,7 +69,7 @@ def run(
         break
       event = json.loads(line)
       ended = event["kind"] == "end"
-      if ended:  # What it started may go on, as workers that compile do.
+      if ended:  # Its own processes may continue, such as compiler workers.
         break
       yield event
   finally:
@@ -83,7 +83,7 @@ def run(
 
 
 def _start(request, scratch, log):
-  """The process, and what reads its events."""
+  """Start a part, and return its process and the file of its events."""
   reads, writes = os.pipe()
   with log.open("a") as printed:
     process = subprocess.Popen(

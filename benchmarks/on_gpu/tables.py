@@ -22,7 +22,7 @@ def render(kind: str, rows: list[Row]) -> str:
 
 
 def name(row: Row) -> str:
-  """What a row is called."""
+  """Return the label of a row."""
   added = [word for word in ("checkpoint", "compiled") if row.get(word)]
   return ", ".join([row["variant"], *added])
 
@@ -49,14 +49,14 @@ def verdict(row: Row) -> str:
 
 
 def _bytes(row):
-  """Of a step: as expected, or else as compiled here, or None."""
+  """Return the bytes of a step: as expected, or as compiled here, or None."""
   if row.get("expected_bytes"):
     return row["expected_bytes"] * row["parameters"]
   return row.get("moved_bytes")
 
 
 def _shown(column, row):
-  """Whether a cell can be filled; what an error leaves is the last one."""
+  """Return whether a cell has a value; after an error only the last one has."""
   return "error" not in row or column in ("variant", "verdict", "error")
 
 

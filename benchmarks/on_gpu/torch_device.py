@@ -1,4 +1,4 @@
-"""What torch says of the device, and what all of its parts need."""
+"""The device by torch, and helpers that all parts in torch share."""
 
 from collections.abc import Callable
 import warnings
@@ -10,11 +10,11 @@ from on_gpu.versions import version
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-  torch.set_num_threads(1)  # What is tiny takes longer on several.
+  torch.set_num_threads(1)  # Tiny operations take longer on several threads.
 
 
 def ready(size_name: str) -> bool:
-  """Tells versions and device; whether it can measure at this size."""
+  """Report versions and device; return whether it can measure at this size."""
   name = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
   facts = {
     "torch": version("torch"),

@@ -1,4 +1,4 @@
-"""The optimizer alone, in torch, with and without its gradient scaler."""
+"""Measures optimizer steps in torch, with and without its gradient scaler."""
 
 import time
 
@@ -19,7 +19,7 @@ VARIANTS = ("fused", "fused, GradScaler", "foreach", "foreach, GradScaler")
 
 
 class Optimizer:
-  """An optimizer with parameters of its own, and gradients that are given."""
+  """An optimizer with its own parameters, and fixed gradients."""
 
   def __init__(self, row, params, grads, *, clipped):
     implementation = row["variant"].split(",")[0]
@@ -27,7 +27,7 @@ class Optimizer:
     self.skips = "GradScaler" in row["variant"]
     self._params = [p.clone() for p in params]
     self._grads, self._clipped = grads, clipped
-    # Of its own, since `unscale_` and the clip change gradients in place.
+    # A copy for each variant, since `unscale_` and the clip work in place.
     self._own = [torch.empty_like(g) for g in grads]
     make = torch.optim.AdamW if clipped else torch.optim.Adam
     options = {"weight_decay": WEIGHT_DECAY} if clipped else {}
@@ -67,7 +67,7 @@ class Optimizer:
 
 
 def run(size, until: float) -> None:
-  """Measures each case, and tells a table of it."""
+  """Measure each case, and report a table of it."""
   copy = bandwidth.measure(torch_device.Copy(size.copied), "torch")
   for i, (name, (many, clipped)) in enumerate(CASES.items()):
     now = time.time()

@@ -8,14 +8,15 @@ import torch
 from on_gpu import clock, events, torch_device, torch_models, weights
 from on_gpu.torch_device import DEVICE
 
-# Precision: (the dtype of autocast, products of float32 in TF32, scaled).
+# Precision: (the dtype of autocast, whether float32 matmuls use TF32, scaled).
 PRECISIONS = {
   "TF32": (None, True, False),
   "float16, autocast, GradScaler": (torch.float16, True, True),
   "bfloat16, autocast": (torch.bfloat16, True, False),
   "float32, highest": (None, False, False),
 }
-# And whether compiled, which may take a minute: so what is not comes first.
+# Precision, and whether compiled. Compilation may take a minute, so the rows
+# without it are first.
 ROWS = [
   *((name, False) for name in PRECISIONS),
   ("float16, autocast, GradScaler", True),
@@ -73,7 +74,7 @@ class Training:
     torch_device.wait()
 
   def begin(self, steps: int) -> None:
-    """Takes the first steps, and notes what they show."""
+    """Take the first steps, and record time, loss, skipped steps and memory."""
     start = time.perf_counter()
     self.prepare(False)
     self.step(False)

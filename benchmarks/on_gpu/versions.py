@@ -1,4 +1,4 @@
-"""What is installed."""
+"""Versions of installed packages."""
 
 import importlib.metadata
 import importlib.util

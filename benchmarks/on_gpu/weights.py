@@ -1,4 +1,4 @@
-"""What all trainings share: initial weights and batches, in numpy."""
+"""Initial weights and batches of all trainings, in numpy."""
 
 from typing import Any
 

@@ -2,8 +2,9 @@
 
 Trains examples/transformer.py as MaxText does when it accumulates: the loss is
 summed over the letters of each of four micro-batches, the gradients are added,
-and divided by the number of all letters. So what overflows in the backward pass
-is 1,024 times as large as what `update` sees. Writes its part of policies.json.
+and divided by the number of all letters. So the cotangents in the backward pass
+are 1,024 times as large as the gradients that `update` receives. Writes its
+part of policies.json.
 
   python benchmarks/policies/accumulated_training.py
 """

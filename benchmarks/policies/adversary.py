@@ -1,7 +1,7 @@
 """Gradients on which a policy starves: random ones, and a search for the worst.
 
 Draws runs at random: half of them are periodic mixtures, whose spikes, NaNs and
-gradients come in every so many steps; in the other half they come by chance.
+gradients come at regular steps; in the other half they come at random steps.
 The search mutates those of genomes.py, keeps the worst, and begins again, for
 so many seconds in each category. Both write their part of policies.json, and
 print it for README.md.
@@ -11,7 +11,7 @@ print it for README.md.
   python benchmarks/policies/adversary.py search 60 "headroom, target -1"
   python benchmarks/policies/adversary.py fairness  # the same for large steps
 
-What makes a sequence worse is the longest row of steps that are lost, or, for
+The fitness of a sequence is the longest row of steps that are lost, or, for
 fairness, the largest share of the large ones: those in the upper half of the
 binades of the sequence, if there are a hundred of them.
 """
@@ -29,7 +29,7 @@ import policies
 import optax_lossscale as ols
 
 RUNS, STEPS, AT_ONCE = 10_000, 4_000, 500
-FEWEST_LARGE = 100  # What is lost until a policy has learned is no share.
+FEWEST_LARGE = 100  # With fewer, the steps until a policy adapts dominate.
 # The search: how many genomes at once, of which so many are kept, three at most
 # that lose as many steps in a row.
 POPULATION, KEPT, ALIKE = 256, 48, 3
@@ -61,7 +61,7 @@ def write(part, found):
 
 
 def draw_runs():
-  """What each policy loses of random runs."""
+  """Measure the steps that each policy loses in random runs."""
   rng = np.random.default_rng(0)
   losses_by_policy = {name: [] for name in POLICIES}
   for _ in range(RUNS // AT_ONCE):
@@ -79,7 +79,7 @@ def draw_runs():
 
 
 class Find(NamedTuple):
-  """A genome, and what a policy lost of it."""
+  """A genome, and the steps that a policy lost in it."""
 
   lost: int
   longest_row: int
@@ -100,7 +100,7 @@ BADNESS = {"search": row_badness, "fairness": large_badness}
 
 
 def find_worst_of_all(seconds, names, badness=row_badness):
-  """For each category and policy the worst find, and what others make of it."""
+  """Search the worst genome of each policy, and measure all policies on it."""
   results = {}
   for category in genomes.CATEGORIES:
     results[category] = {}
@@ -158,7 +158,7 @@ def keep_worst(finds, badness=row_badness):
 
 
 def measure_genomes(policy, category, found):
-  """What a policy loses of genomes, or of the genomes of finds."""
+  """Return a Find for each genome or each other policy's find."""
   found = [x.genome if isinstance(x, Find) else x for x in found]
   kind = genomes.CATEGORIES[category]
   runs = np.stack([genomes.render(genome, kind) for genome in found])
@@ -173,9 +173,9 @@ def measure_genomes(policy, category, found):
 
 
 def compute_large_shares(runs, lost, informative):
-  """What is lost of those in the upper half of the binades, for each run."""
+  """Return the lost share of steps in the upper half of the binades, by run."""
   known = np.where(informative, runs, np.nan)
-  known[~informative.any(axis=1)] = 0  # of which there is no largest
+  known[~informative.any(axis=1)] = 0  # these runs have no largest gradient
   low, high = np.nanmin(known, axis=1), np.nanmax(known, axis=1)
   is_large = informative & (runs > ((low + high) / 2)[:, None])
   count = is_large.sum(axis=1)

@@ -1,6 +1,6 @@
-"""What each constant of the headroom rule earns: one at a time, off or doubled.
+"""Ablates the constants of the headroom rule: one at a time, off or doubled.
 
-Judges the rule by what it loses: of random genomes of all categories, of the
+Judges the rule by the steps it loses: in random genomes of all categories, the
 large gradients of fairness.py, where values on the way are larger; and by how
 far under the best scale NaNs push it. Writes its part of policies.json, and
 prints the table of README.md.
@@ -44,7 +44,7 @@ def make_limited_log2_scales(binades):
   )
 
 
-# What is changed, by name: the module, the constant, and what it is instead.
+# The changes by name: the module, the constant, and its other value.
 CHANGES = {
   "as it is": None,
   "window of 1, for 8": ols.HeadroomLossScale(amax_history_len=1),
@@ -122,7 +122,7 @@ def judge_changed(change, data):
 
 
 def judge(policy, data):
-  """The figures of a policy; but for shares, lower is better."""
+  """Return the figures of a policy. Lower is better, except for shares."""
   drawn, patterns, processes = data
   of_each = [
     adversary.measure_genomes(policy, category, found)

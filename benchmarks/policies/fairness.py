@@ -1,9 +1,9 @@
 """Whether a policy loses one kind of batch for good: the share of the large.
 
-What is skipped depends on the data, so a policy that loses few steps may lose
-the same batches for ever. Each pattern mixes usual gradients with large ones,
-which a lower scale would hold. Writes its part of policies.json, and prints the
-table of README.md.
+The data decide which steps are skipped, so a policy that loses few steps may
+lose the same batches every time. Each pattern mixes usual gradients with large
+ones, which would be finite at a lower scale. Writes its part of policies.json,
+and prints the table of README.md.
 
   python benchmarks/policies/fairness.py  # a minute
 """
@@ -88,7 +88,7 @@ def is_in_tail(log2_amax):
 
 
 def measure_all(patterns):
-  """For each pattern and policy what is lost of the large, and in all."""
+  """Return the share of large gradients lost, and all lost steps, by policy."""
   results = {name: {} for name in patterns}
   for policy in COMPARED:
     for name, share, lost in measure(policies.POLICIES[policy], patterns):

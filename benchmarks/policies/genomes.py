@@ -41,7 +41,7 @@ class Genome(NamedTuple):
 
 
 class Category(NamedTuple):
-  """What the genomes of a category may have."""
+  """The ranges of the genomes of a category."""
 
   has_singles: bool = False  # zeros and NaNs alone
   fill: float | None = None  # what lies between gradients
@@ -59,7 +59,7 @@ CATEGORIES = {
 
 
 def from_json(numbers):
-  """A genome as it comes back from a file."""
+  """Return a genome from its lists of numbers in JSON."""
   *others, segments = numbers
   return Genome(*others, [Segment(*x) for x in segments])
 
@@ -127,7 +127,7 @@ def change(rng, genome, category):
 
 
 def change_segment(rng, segment, other, category):
-  """One number is drawn anew, or a count is a little more or less."""
+  """Redraw one number, or change a count a little."""
   name = str(rng.choice(Segment._fields))
   old = getattr(segment, name)
   is_count = name not in ("level", "wave", "spike", "by_chance") and old > 1

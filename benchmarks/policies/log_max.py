@@ -30,7 +30,7 @@ class Averages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogMax:
-  """What both forms share; the scale is 2**(top - (mean + 3.09 deviations))."""
+  """Base of both forms; the scale is 2**(top - (mean + 3.09 deviations))."""
 
   init_scale: float = 2.0**15
 
@@ -73,12 +73,12 @@ class Published(LogMax):
 
 @dataclasses.dataclass(frozen=True)
 class Mended(LogMax):
-  """With its faults mended.
+  """The log-max rule with its faults fixed.
 
-  An overflow enters as what it says, that the logarithm is at least
-  top - log2(scale), and halves the scale at least; a zero enters nowhere, and
-  doubles the scale. The averages are corrected for their start at nothing, and
-  the scale is rounded down to a power of two.
+  An overflow is recorded as its lower bound: the logarithm is at least
+  top - log2(scale). It at least halves the scale. A zero is not recorded, and
+  doubles the scale. The averages are corrected for their bias to zero at the
+  start, and the scale is rounded down to a power of two.
   """
 
   def adjust(self, state, grads_finite, *, grads_amax=None):

@@ -1,4 +1,4 @@
-"""The policies on real training, and what probes cost: half an hour on CPU.
+"""The policies on real training, and the cost of probes: half an hour on CPU.
 
 Trains examples/digits.py and examples/transformer.py under each policy and from
 three scales, the two tasks of sparse_training.py, and that of rare_training.py.

@@ -26,7 +26,7 @@ POLICIES = {
 
 
 class Mixture(NamedTuple):
-  """How many batches of the rare domain come in a row, and how often."""
+  """The number of consecutive batches of the rare domain, and how often."""
 
   length: int
   period: int
@@ -44,7 +44,7 @@ def train_all(mixture):
 
 
 def train(mixture, dtype, policy):
-  """Trains with all seeds at once, each with a loss scale of its own."""
+  """Train with all seeds at once, each with its own loss scale."""
   tx = ols.with_loss_scaling(optax.sgd(0.3), policy, max_norm=1.0)
   is_rare = np.arange(STEPS) % mixture.period >= mixture.period - mixture.length
 
@@ -88,7 +88,7 @@ def train(mixture, dtype, policy):
 
 
 def sample(key, is_rare, size=BATCH):
-  """Points with the flag of their domain, and what is to be said of them."""
+  """Return points with the flag of their domain, and their labels."""
   points = jax.random.normal(key, (size, FEATURES))
   flag = jnp.full((size, 1), jnp.where(is_rare, 2.0, -2.0))
   return jnp.hstack([points, flag]), (points.sum(axis=1) > 0) ^ is_rare

@@ -37,7 +37,7 @@ CONTEXT = 16  # letters
 
 
 class Task(NamedTuple):
-  """What there is to train, and with which data."""
+  """A model to train, and its data."""
 
   init: Callable  # from a key: float32 parameters
   sample: Callable  # from a key: a batch
@@ -48,7 +48,7 @@ class Task(NamedTuple):
 
 
 class Run(NamedTuple):
-  """What is left of a training run, seed by seed."""
+  """The results of a training run, by seed."""
 
   informative: np.ndarray  # of each step: is the float32 gradient not zero?
   finite: np.ndarray  # of each step
@@ -65,7 +65,7 @@ def train_all(task):
 
 
 def train(task, dtype, policy):
-  """Trains with all seeds at once, each with a loss scale of its own."""
+  """Train with all seeds at once, each with its own loss scale."""
   schedule = optax.cosine_decay_schedule(task.learning_rate, task.steps)
   tx = ols.with_loss_scaling(optax.sgd(schedule), policy)
 
@@ -140,7 +140,7 @@ def hinge():
 
 
 def masked():
-  """What follows a backslash; four stretches of 16 letters a step."""
+  """The letter after a backslash; four stretches of 16 letters a step."""
   train_text, test_text = map(jnp.asarray, transformer.load_text())
   mark = transformer.LETTERS.index("\\")
 

@@ -1,1 +1,1 @@
-"""What several of the benchmarks use: steps to take, and tables."""
+"""Code that several benchmarks share: workloads, variants and tables."""

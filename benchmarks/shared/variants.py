@@ -66,7 +66,7 @@ def ours_plain_select(workload: Workload) -> Built:
 
 
 def ours_scaled_grads(workload: Workload) -> Built:
-  """Ours, for gradients that nobody unscaled yet."""
+  """Ours, for gradients that are still scaled."""
   tx = _wrapped(workload, grads_are_scaled=True)
 
   def step(carry, data):
@@ -171,7 +171,7 @@ def keras_loss_scale_optimizer(workload: Workload) -> Built:
   )
 
 
-# What a variant needs beside JAX and Optax, if anything.
+# The library that a variant needs in addition to JAX and Optax.
 NEEDS = {
   "Flax DynamicScale": "flax",
   "jmp": "jmp",
@@ -211,7 +211,7 @@ def _make_optax_step(workload, tx):
 
 
 def _compute_scaled_grads(workload, scale, params, data):
-  """The true loss, and the gradients of what ``scale`` makes of it."""
+  """Return the unscaled loss, and the gradients of the scaled loss."""
   if workload.loss_fn is None:
     return None, data
 

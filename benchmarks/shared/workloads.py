@@ -1,4 +1,4 @@
-"""What is timed: trees of gradients, and two models trained in float16."""
+"""Workloads to time: trees of gradients, and two models in float16."""
 
 from collections.abc import Callable
 import dataclasses
@@ -20,7 +20,7 @@ class Workload:
 
   Attributes:
     params: float32 parameters, or their shapes.
-    data: what a step is given: the gradients themselves if there is no
+    data: the argument of a step: the gradients themselves if there is no
       loss_fn, else a batch.
     loss_fn: ``loss_fn(params, batch)``, float32; None if the optimizer is timed
       alone.
@@ -63,8 +63,7 @@ def make_workloads(scale: float) -> dict[str, Callable[[], Workload]]:
   """All workloads by name; each is built when it is called.
 
   Args:
-    scale: what the sizes are multiplied by: 1 suits two CPU cores, and a GPU
-      wants some 16.
+    scale: factor of all sizes: 1 suits two CPU cores, and about 16 a GPU.
   """
   side = round(2048 * scale**0.5)
   few = {f"w{i}": (side, side) for i in range(4)}

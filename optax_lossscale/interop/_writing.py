@@ -105,9 +105,9 @@ def get_scale_and_count(
     raise ValueError(
       f"{caller}: the scale in the state must be between the minimum"
       f" {_format_bound_or_repr(low)} and the maximum"
-      f" {_format_bound_or_repr(high)} of the policy, got {scale}. optax_lossscale would return to this range in the"
-      " next step, but the other system would not. Set the scale with"
-      " set_loss_scale(state, ...)."
+      f" {_format_bound_or_repr(high)} of the policy, got {scale}."
+      " optax_lossscale would return to this range in the next step, but the"
+      " other system would not. Set the scale with set_loss_scale(state, ...)."
     )
   return scale, int(state.finite_count)
 

@@ -106,7 +106,7 @@ def test_matmuls_are_counted_by_library_and_dtype():
     '  %t = f16[4]{0} custom-call(%h), custom_call_target="Sharding"\n'
     "  ROOT %d = f32[4,4]{1,0} dot(%a, %a), lhs_contracting_dims={1}"
   )
-  assert scheduled_hlo.products(PROGRAM.replace("BODY", lines)) == {
+  assert scheduled_hlo.count_matmuls(PROGRAM.replace("BODY", lines)) == {
     "__cublas$gemm": {"f32": 1},
     "__cublas$lt$matmul": {"f16": 2},
     "__cudnn$convForward": {"f16": 1},

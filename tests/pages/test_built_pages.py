@@ -49,7 +49,7 @@ def found(tmp_path_factory):
   return {
     width: {
       (page.removesuffix(".html"), what): by
-      for page, what, by in FUNCTIONS["too_wide"](folder, width)
+      for page, what, by in FUNCTIONS["find_wide_elements"](folder, width)
     }
     for width in (390, 800)
   }
@@ -143,7 +143,7 @@ def test_what_a_browser_would_load_from_elsewhere_is_found_and_nothing_else(
     page = tmp_path / f"{i:02}" / name
     page.parent.mkdir()
     page.write_text(text)
-  found = sorted(OFFLINE["loaded_from_elsewhere"](tmp_path))
+  found = sorted(OFFLINE["find_external_loads"](tmp_path))
   expected = [f"{i:02}/{name}" for i, (name, _) in enumerate(LOADED)]
   assert [str(path) for path, _ in found] == expected
   assert all("//a.example/" in address for _, address in found)
