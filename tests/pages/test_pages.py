@@ -150,7 +150,7 @@ def capture_grads(step, args, monkeypatch):
   with monkeypatch.context() as patch, jax.disable_jit():
     patch.setattr(
       _tags,
-      "marked_tree",
+      "tag_tree",
       lambda kind, tree: found.append(tree) or tree,
     )
     step(*jax.tree.map(lambda x: x, args))
