@@ -805,7 +805,8 @@ def test_statistics_in_a_shard_map_cover_all_devices():
   (alone,) = compare(lambda w, x: block(x, w), W, X).matmuls
   (row,) = compare(lambda w, x: on_devices(x, w), W, X).matmuls
   assert (row.run_count, alone.run_count) == (2, 1)
-  assert row.amax == alone.amax
+  # The sums of half a batch may round differently, by a last bit.
+  assert row.amax == pytest.approx(alone.amax, rel=1e-6)
   assert row.isolated_error == pytest.approx(alone.isolated_error, rel=1e-3)
 
 
