@@ -15,7 +15,6 @@ import numpy as np
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
   _precision_report,
-  _progress,
   _report_format,
   _scaling_mistakes,
   _tracing,
@@ -178,13 +177,9 @@ def check_step(
     >>> sorted(problem.keep_float32[0] for problem in check.problems)
     ['first', 'second']
   """
-  caller = "check_step"
-  with (
-    _progress.ProgressLine(
-      caller, progress
-    ).refresh_in_background() as progress_line,
-    _tracing.trace_on_host(caller, fun, args, kwargs) as traced,
-  ):
+  with _tracing.trace_on_host(
+    "check_step", fun, args, kwargs, progress=progress
+  ) as (traced, progress_line):
     if not traced.grad_outputs and not traced.unreached_locations:
       raise ValueError(
         "check_step needs a training step that calls update of"

@@ -32,7 +32,7 @@ from optax_lossscale._jaxprs import (
   _harvest,
   _higher_order,
 )
-from optax_lossscale.diagnostics import _scaling_mistakes
+from optax_lossscale.diagnostics import _progress, _scaling_mistakes
 
 
 class TracedFunction(NamedTuple):
@@ -88,30 +88,44 @@ class TracedFunction(NamedTuple):
 
 @contextlib.contextmanager
 def trace_on_host(
-  caller: str, fun: Callable[..., Any], args: Any, kwargs: Any
-) -> Iterator[TracedFunction]:
+  caller: str,
+  fun: Callable[..., Any],
+  args: Any,
+  kwargs: Any,
+  *,
+  progress: bool,
+) -> Iterator[tuple[TracedFunction, _progress.ProgressLine]]:
   """Trace a function, and set the context in which to run its jaxpr.
 
-  In the context, JAX does not raise on NaN or inf, and ``jit`` is enabled.
+  In the context, JAX does not raise on NaN or inf, and ``jit`` is enabled. The
+  progress line also covers the tracing.
 
   Args:
     caller: the name of the public function, for messages.
     fun: the function.
     args: its arguments.
     kwargs: its keyword arguments.
+    progress: whether to write a progress line.
 
   Yields:
-    The :class:`TracedFunction`.
+    The :class:`TracedFunction`, and the progress line.
 
   Raises:
     RuntimeError: if JAX compiles another program than it traces.
     TypeError: see :func:`trace`.
   """
-  with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+  with (
+    _progress.ProgressLine(
+      caller, progress
+    ).refresh_in_background() as progress_line,
+    jax.debug_nans(False),
+    jax.debug_infs(False),
+    jax.disable_jit(False),
+  ):
     traced = trace(caller, fun, args, kwargs, allow_abstract=False)
     _check_no_dropped_scans(caller, traced.closed_jaxpr)
     with _set_explicit_mesh(traced.inputs):
-      yield traced
+      yield traced, progress_line
 
 
 def _set_explicit_mesh(

@@ -109,13 +109,9 @@ def compare_precision(
     raise ValueError(
       f"search must be 'exhaustive' or 'bisect', got search = {search!r}."
     )
-  caller = "compare_precision"
-  with (
-    _progress.ProgressLine(
-      caller, progress
-    ).refresh_in_background() as progress_line,
-    _tracing.trace_on_host(caller, fun, args, kwargs) as traced,
-  ):
+  with _tracing.trace_on_host(
+    "compare_precision", fun, args, kwargs, progress=progress
+  ) as (traced, progress_line):
     if not traced.outputs:
       raise ValueError(_no_floats_message(fun))
     comparison = compare_traced(traced, search, progress_line)

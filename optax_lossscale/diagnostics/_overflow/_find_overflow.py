@@ -112,13 +112,9 @@ def find_overflow(
     >>> diagnostics.find_overflow(loss_fn, w, x / 2) is None
     True
   """
-  caller = "find_overflow"
-  with (
-    _progress.ProgressLine(
-      caller, progress
-    ).refresh_in_background() as progress_line,
-    _tracing.trace_on_host(caller, fun, args, kwargs) as traced,
-  ):
+  with _tracing.trace_on_host(
+    "find_overflow", fun, args, kwargs, progress=progress
+  ) as (traced, progress_line):
     search_result = search_traced(traced, progress_line)
   if search_result.origin is None:
     for message in [
