@@ -34,6 +34,11 @@ def _get_marks(value, quick, slow):
   return pytest.mark.slow if is_slow else pytest.mark.nightly
 
 
+def relative_name(path: pathlib.Path) -> str:
+  """The path of a file from the root of the repository."""
+  return str(path.relative_to(ROOT))
+
+
 def pages_below(folder: pathlib.Path) -> list[pathlib.Path]:
   """The Markdown files in a folder, without the copies that a build makes."""
   paths = sorted(folder.rglob("*.md"))

@@ -10,7 +10,7 @@ import runpy
 import subprocess
 import tomllib
 
-from helpers import pages_below, ROOT
+from helpers import pages_below, relative_name, ROOT
 import pytest
 
 import optax_lossscale as ols
@@ -30,10 +30,6 @@ PAGES = [
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CI_RUN = ROOT / ".ci" / "run"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-
-
-def relative_name(path):
-  return str(path.relative_to(ROOT))
 
 
 def entries():

@@ -5,7 +5,7 @@ import math
 import warnings
 
 from flax import nnx
-from helpers import mark_slow_params, markdown, pages_below, ROOT
+from helpers import mark_slow_params, markdown, pages_below, relative_name, ROOT
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -26,10 +26,6 @@ PAGES = [
   ]
   if markdown.find_code_blocks(path)
 ]
-
-
-def relative_name(path):
-  return str(path.relative_to(ROOT))
 
 
 # Each page takes seconds. The quick tests run what most people read.
