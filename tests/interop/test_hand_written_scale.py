@@ -33,7 +33,7 @@ def loss_fn(params, x):
 
 @jax.jit
 def bare_step(state, batch):
-  """The loop as it was: it moves its scale and skips by apply_if_finite."""
+  """The original loop: it adjusts the scale, and apply_if_finite skips."""
   scale = state["scale"]
 
   def scaled_loss_fn(params):
