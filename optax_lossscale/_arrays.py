@@ -1,5 +1,7 @@
-"""Dtype helpers: predicates, casts, and arithmetic that preserves dtypes."""
+"""Helpers for arrays: predicates, casts, selects and folds of scalars."""
 
+from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +11,8 @@ import jax.numpy as jnp
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 # On CPU and TPU, XLA flushes smaller numbers to zero.
 FLOAT32_TINY = float(jnp.finfo(jnp.float32).smallest_normal)
+# The number of scalars that `fold_in_chunks` combines in a kernel.
+_CHUNK_SIZE = 8
 
 
 def is_array_like(x: Any) -> bool:
@@ -18,6 +22,11 @@ def is_array_like(x: Any) -> bool:
     return isinstance(x, (bool, int, float, complex))
   # float0 is the dtype of the gradient of an integer, and holds no data.
   return dtype != jax.dtypes.float0 and not isinstance(x, jax.ShapeDtypeStruct)
+
+
+def is_addressable(x: Any) -> bool:
+  """Return whether this process can read the whole array."""
+  return getattr(x, "is_fully_addressable", True) or x.is_fully_replicated
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -72,6 +81,65 @@ def copy_as(x: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
   state would donate the buffer twice.
   """
   return jnp.copy(lax.convert_element_type(x, dtype))
+
+
+def fold_by_platform(
+  op: Callable[[Any, Any], jax.Array],
+  scalars: Sequence[jax.Array],
+  initial: jax.Array,
+) -> jax.Array:
+  """Call :func:`fold_in_chunks` on CPU, and :func:`fold` on accelerators.
+
+  Args:
+    op: a binary operation on scalars.
+    scalars: the scalars.
+    initial: the first operand.
+  """
+  if len(scalars) <= _CHUNK_SIZE or not _has_tracer(scalars):
+    return fold(op, scalars, initial)
+  return lax.platform_dependent(
+    scalars,
+    initial,
+    cpu=functools.partial(fold_in_chunks, op),
+    default=functools.partial(fold, op),
+  )
+
+
+def fold(
+  op: Callable[[Any, Any], jax.Array],
+  scalars: Sequence[jax.Array],
+  initial: jax.Array,
+) -> jax.Array:
+  """Combine scalars by a binary operation, from the first to the last.
+
+  XLA reduces a sum of sharded arrays over the devices at once, whatever their
+  number.
+  """
+  return functools.reduce(op, scalars, initial)
+
+
+def fold_in_chunks(
+  op: Callable[[Any, Any], jax.Array],
+  scalars: Sequence[jax.Array],
+  initial: jax.Array,
+) -> jax.Array:
+  """Combine scalars like :func:`fold`, in kernels of a limited size.
+
+  XLA's CPU compiler fuses a chain of scalar operations into one kernel, whose
+  compile time grows faster than its number of operands. A barrier after each
+  chunk keeps the compile time linear, except before JAX 0.12, whose compiler
+  ignores the barrier. The result is the same, bit for bit.
+  """
+  result = initial
+  for i, scalar in enumerate(scalars):
+    if i and i % _CHUNK_SIZE == 0 and _has_tracer([result]):
+      result = lax.optimization_barrier(result)
+    result = op(result, scalar)
+  return result
+
+
+def _has_tracer(leaves: Sequence[Any]) -> bool:
+  return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
 def cast_if_both_real_or_complex(x: jax.Array, dtype: Any) -> jax.Array:
@@ -132,12 +200,6 @@ def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
     return _select_array(jnp.asarray(condition), new, jnp.asarray(old))
 
   return jax.tree.map(select_leaf, new, old)
-
-
-def select_rows(flags: jax.Array, new: Any, old: Any) -> jax.Array:
-  """Select between the rows of two arrays, by one flag for each row."""
-  axes = tuple(range(flags.ndim, jnp.ndim(new)))
-  return jnp.where(jnp.expand_dims(flags, axes), new, old)
 
 
 def _select_array(

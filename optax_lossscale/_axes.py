@@ -7,6 +7,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import _avals
 
 AxisName = Hashable | Sequence[Hashable]
@@ -56,14 +57,15 @@ def sum_over_axes(
   axes = tuple(
     n for n in names if any(n in _avals.get_varying_axes(x) for x in values)
   )
-  result = jnp.float32(0)
+  terms = []
   for value in values:
     # Zero the replicas on all devices except the first, so a single psum serves
     # both sharded and replicated values.
     for name in axes:
       if name not in _avals.get_varying_axes(value):
         value = _zero_except_first(value, name)
-    result += value
+    terms.append(value)
+  result = _arrays.fold_by_platform(lax.add, terms, jnp.float32(0))
   return lax.psum(result, axes) if axes else result
 
 

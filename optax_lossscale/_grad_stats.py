@@ -17,7 +17,7 @@ class GradStats(NamedTuple):
     finite: whether the unscaled gradients are finite on every device and the
       caller reports no overflow; bool[].
     amax: the largest magnitude of an unscaled gradient, or the ``grads_amax``
-      of the caller if that is larger; float32[].
+      of the caller if that is larger; float32[], or None if it isn't needed.
     loss_scale: the loss scale of the incoming gradients; float32[], or None if
       they are already unscaled.
     clip_factor: the factor that clips the unscaled gradients to ``max_norm``;
@@ -27,7 +27,7 @@ class GradStats(NamedTuple):
   """
 
   finite: jax.Array
-  amax: jax.Array
+  amax: jax.Array | None
   loss_scale: jax.Array | None
   clip_factor: jax.Array | None
   multiplier: jax.Array | None
@@ -38,6 +38,7 @@ def measure_grads(
   *,
   grads_finite: Any,
   grads_amax: Any,
+  needs_amax: bool,
   loss_scale: jax.Array | None,
   max_norm: jax.typing.ArrayLike | None,
   axis_name: _axes.AxisName | None,
@@ -50,6 +51,7 @@ def measure_grads(
       overflow.
     grads_amax: the largest unscaled magnitude that the caller saw in the
       backward pass; a number, or None.
+    needs_amax: whether to compute the largest magnitude.
     loss_scale: the loss scale of the gradients; None if they are unscaled.
     max_norm: the largest global norm allowed, or None.
     axis_name: the axes whose devices skip a step together, or None.
@@ -66,7 +68,6 @@ def measure_grads(
   # as `unscale_grads` does: XLA on CPU would write the quotients to memory,
   # which is a tenth of all bytes that a step writes.
   inv_scale = None if loss_scale is None else 1 / loss_scale
-  amax = _mul_or_identity(_grads.largest_magnitude(grads), inv_scale)
   if max_norm is None:
     finite, clip_factor = _grads.all_finite_by_sum(grads, inv_scale), None
     multiplier = inv_scale
@@ -81,12 +82,18 @@ def measure_grads(
     clip_factor = _compute_clip_factor(norm, max_norm)
     multiplier = _mul_or_identity(clip_factor, inv_scale)
   finite &= _as_flag("grads_finite", grads_finite)
-  if grads_amax is not None:
-    # Unlike maximum, fmax ignores a NaN.
-    amax = jnp.fmax(amax, _as_magnitude("grads_amax", grads_amax))
+  caller_amax = (
+    None if grads_amax is None else _as_magnitude("grads_amax", grads_amax)
+  )
+  amax = None
+  if needs_amax:
+    amax = _mul_or_identity(_grads.largest_magnitude(grads), inv_scale)
+    if caller_amax is not None:
+      # Unlike maximum, fmax ignores a NaN.
+      amax = jnp.fmax(amax, caller_amax)
   return GradStats(
     _axes.all_reduce_and(finite, axis_name),
-    _axes.max_over_axes(amax, axis_name),
+    None if amax is None else _axes.max_over_axes(amax, axis_name),
     loss_scale,
     clip_factor,
     multiplier,
@@ -108,7 +115,7 @@ def unscale_or_zero(grad: Any, stats: GradStats) -> jax.Array:
     )
   if multiplier is not None:
     grad = _arrays.scale_by(grad, multiplier)
-  return lax.select(stats.finite, grad, jnp.zeros_like(grad))
+  return lax.select(stats.finite, grad, lax.full_like(grad, 0))
 
 
 def _compute_clip_factor(

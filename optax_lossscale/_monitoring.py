@@ -293,7 +293,7 @@ def _read_skip_counts(state: _state.LossScaleState) -> list[_SkipCounts]:
       " a tracer. Return the optimizer state from the jitted function."
     )
   counts = state.notfinite_count, state.total_notfinite, state.loss_scale
-  if not all(map(_is_addressable, counts)):
+  if not all(map(_arrays.is_addressable, counts)):
     raise ValueError(
       "raise_if_stuck must be given a state that this process can read, got one"
       " that is sharded over processes. Gather it in all of them:"
@@ -303,11 +303,6 @@ def _read_skip_counts(state: _state.LossScaleState) -> list[_SkipCounts]:
   host_values = jax.device_get(counts)
   columns = [np.ravel(column).tolist() for column in host_values]
   return [_SkipCounts(*member) for member in zip(*columns, strict=True)]
-
-
-def _is_addressable(x: Any) -> bool:
-  """Return whether this process can read the whole array."""
-  return getattr(x, "is_fully_addressable", True) or x.is_fully_replicated
 
 
 def _find_nonfinite_leaves(grads: Any) -> list[Any] | None:

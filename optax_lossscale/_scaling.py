@@ -188,8 +188,11 @@ def value_and_grad(
         )
       raise
     out, grads = _split_result(result, using)
-    _warn_if_narrow_range(out[0] if has_aux else out)
-    return out, _unscale_tree(grads, get_scale())
+    loss, *aux = out if has_aux else (out,)
+    _warn_if_narrow_range(loss)
+    tagged_loss = _tags.tag_value("loss", loss)
+    tagged_out: Any = (tagged_loss, *aux) if has_aux else tagged_loss
+    return tagged_out, _unscale_tree(grads, get_scale())
 
   return value_and_grad_fun
 

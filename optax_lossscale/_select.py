@@ -1,7 +1,7 @@
 """Run an inner update and keep its old state if the step is skipped.
 
-The select between the new and the old state is inside the update: right after
-the equation that computes each new leaf. ARCHITECTURE.md has the reasons.
+The select between the new and the old state is inside the update: before the
+first equation that reads each new leaf. ARCHITECTURE.md has the reasons.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ def update_with_selects(
   twice, once for the state and once for the updates, and would need the old
   moments until the end, so it could not overwrite them.
 
-  Instead, each new leaf of the state is selected right after the equation that
-  computes it, and later equations read the selected leaf. In an applied step
+  Instead, each new leaf of the state is selected before the first equation that
+  reads it, and later equations read the selected leaf. In an applied step
   the selected leaf is the new one. In a skipped step the updates are discarded.
   A leaf whose type would change by the select is selected after the update.
 
@@ -91,7 +91,7 @@ def _get_eqn_ctx_or_none() -> Any:
 def _run_with_selects(
   run: Callable[[], tuple[Any, Any]], finite: jax.Array, state: Any, ctx: Any
 ) -> tuple[Any, Any]:
-  """Trace ``run`` and evaluate its equations, selecting new state leaves.
+  """Trace ``run`` and evaluate its jaxpr, selecting new leaves of the state.
 
   Args:
     run: a function without arguments that returns the updates and the new
@@ -116,21 +116,20 @@ def _run_with_selects(
   for var, leaf in zip(new_vars, old_leaves, strict=True):
     if not isinstance(var, core.Literal):
       old_by_var.setdefault(var, leaf)
-  selected_by_var: dict[Any, Any] = {}
-
-  def eval_eqn(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    outs = _eqns.eqn_as_fun(eqn)(*inputs)
-    return list(map(functools.partial(maybe_select, eqn), eqn.outvars, outs))
-
-  def maybe_select(eqn: core.JaxprEqn, var: Any, out: Any) -> Any:
-    if var not in old_by_var or not _can_replace_by_select(
-      eqn, out, old_by_var[var], finite, ctx
-    ):
-      return out
-    selected_by_var[var] = old_by_var[var]
-    return _arrays.select(finite, out, old_by_var[var])
-
-  outs = _interpret.interpret_jaxpr(closed_jaxpr, [], eval_eqn)
+  selected_by_var = {
+    var: old_by_var[var]
+    for eqn in closed_jaxpr.jaxpr.eqns
+    for var in eqn.outvars
+    if var in old_by_var
+    and _can_replace_by_select(eqn, var, old_by_var[var], finite, ctx)
+  }
+  outs = _interpret.eval_with_substitutes(
+    closed_jaxpr,
+    {
+      var: functools.partial(_arrays.select, finite, old=old)
+      for var, old in selected_by_var.items()
+    },
+  )
 
   def select_remaining(var: Any, out: Any, leaf: Any) -> Any:
     if out is leaf:  # The update returned the old leaf.
@@ -150,13 +149,13 @@ def _run_with_selects(
 
 
 def _can_replace_by_select(
-  eqn: core.JaxprEqn, value: Any, old: Any, finite: jax.Array, ctx: Any
+  eqn: core.JaxprEqn, var: Any, old: Any, finite: jax.Array, ctx: Any
 ) -> bool:
   """Return whether later equations may read the selected value instead.
 
   Args:
-    eqn: the equation that computes the value.
-    value: the new value.
+    eqn: the equation that computes the new value.
+    var: the variable of the new value.
     old: the old leaf of the state.
     finite: the condition of the select.
     ctx: the context in which the select would be traced.
@@ -169,8 +168,8 @@ def _can_replace_by_select(
     return (
       # The result of the select also varies over the mesh axes of `finite`, so
       # the value must already vary over them.
-      _avals.get_varying_axes(finite) <= _avals.get_varying_axes(value)
-      and jax.typeof(value) == jax.typeof(old)
+      _avals.get_varying_axes(finite) <= _avals.get_aval_varying_axes(var.aval)
+      and var.aval == jax.typeof(old)
       and _interpret.can_substitute_result(eqn, ctx)
     )
   except Exception:

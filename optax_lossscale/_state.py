@@ -265,6 +265,11 @@ def has_loss_scale(tree: Any) -> bool:
   return bool(_find_states(tree))
 
 
+def find_loss_scale_states(tree: Any) -> list[LossScaleState]:
+  """Return all loss-scale states in the tree."""
+  return [_unwrap_variables(state) for _, state in _find_states(tree)]
+
+
 def _find_single_state(tree: Any) -> tuple[Any, Any]:
   """Return the path of the only loss-scale state in the tree, and the state.
 

@@ -22,6 +22,13 @@ from optax_lossscale import _grads, _paths
 # "scaled_grads": the same, with `grads_are_scaled=True`.
 # "updates": the updates of the inner optimizer, with `check_updates`.
 # "applied": whether the step is applied.
+# "loss": the loss that was differentiated, unscaled.
+# "new_updates": the updates of the inner optimizer, before they are cast to the
+# dtypes of the parameters.
+# "new_scale": the loss scale that an `update` returns.
+# "new_skip_count": the `total_notfinite` that an `update` returns.
+# "absorbed": an operand whose inf an operation turns into a finite number. The
+# reports insert this tag.
 TagKind = Literal[
   "scale",
   "unscaled",
@@ -31,6 +38,11 @@ TagKind = Literal[
   "scaled_grads",
   "updates",
   "applied",
+  "loss",
+  "new_updates",
+  "new_scale",
+  "new_skip_count",
+  "absorbed",
 ]
 
 _PREFIX = "optax_lossscale|"
@@ -42,7 +54,8 @@ class Tag(NamedTuple):
   Attributes:
     kind: the `TagKind` of the value.
     leaf_index: the index of the leaf in its tree; 0 for the first.
-    path: the path of the leaf in the tree, such as ``blocks/0``.
+    path: the path of the leaf in the tree, such as ``blocks/0``. For the scale
+      of an `update`, the lowest scale of its policy; empty if unknown.
   """
 
   kind: str
@@ -77,15 +90,20 @@ def tag_value(kind: TagKind, value: jax.Array) -> jax.Array:
 
 
 def tag_scale(
-  kind: TagKind, scale: jax.Array, operands: Iterable[Any]
+  kind: TagKind, scale: jax.Array, operands: Iterable[Any], path: str = ""
 ) -> jax.Array:
   """Tag a loss scale if one of the operands that it scales is traced.
 
   The scale itself may be a constant of the program, which is not traced.
   """
   if any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
-    scale = checkpoint_name(scale, f"{_PREFIX}{kind}|0|")
+    scale = checkpoint_name(scale, format_tag(Tag(kind, 0, path)))
   return scale
+
+
+def format_tag(tag: Tag) -> str:
+  """Return the name of a value with this tag."""
+  return f"{_PREFIX}{tag.kind}|{tag.leaf_index}|{tag.path}"
 
 
 def parse_tag(name: str) -> Tag | None:
@@ -99,6 +117,4 @@ def parse_tag(name: str) -> Tag | None:
 def _tag_if_traced(tag: Tag, leaf: Any) -> Any:
   if not isinstance(leaf, jax.core.Tracer):
     return leaf
-  return checkpoint_name(
-    leaf, f"{_PREFIX}{tag.kind}|{tag.leaf_index}|{tag.path}"
-  )
+  return checkpoint_name(leaf, format_tag(tag))

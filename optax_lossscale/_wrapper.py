@@ -20,6 +20,7 @@ from optax_lossscale import (
   _state,
   _tags,
 )
+from optax_lossscale._jaxprs import _provenance
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -162,6 +163,8 @@ def with_loss_scaling(
     "fixed_update_scale" if is_fixed else "update_scale"
   )
 
+  lowest_scale = _policies.get_lowest_scale(policy)
+
   def init_fn(params: Any) -> WithLossScalingState:
     inner_state = inner.init(params)
     _check_inner_state(inner_state)
@@ -181,7 +184,10 @@ def with_loss_scaling(
     # Tag the scale before the gradients: reports match the gradients of an
     # update with the scale whose tag precedes theirs.
     loss_scale = _tags.tag_scale(
-      scale_tag_kind, scale_state.loss_scale, jax.tree.leaves(updates)
+      scale_tag_kind,
+      scale_state.loss_scale,
+      jax.tree.leaves(updates),
+      path="" if lowest_scale is None else str(lowest_scale),
     )
     grads, combine = _grads.partition_grads(
       _tags.tag_tree(grads_tag_kind, updates)
@@ -190,6 +196,7 @@ def with_loss_scaling(
       grads,
       grads_finite=grads_finite,
       grads_amax=grads_amax,
+      needs_amax=_policies.uses_grads_amax(policy),
       loss_scale=loss_scale if grads_are_scaled else None,
       max_norm=max_norm,
       axis_name=axis_name,
@@ -202,9 +209,10 @@ def with_loss_scaling(
     if check_updates:
       # Whether the step is applied depends on the updates, so the state can be
       # selected only after the inner update.
-      inner_updates, candidate_inner_state = inner.update(
-        grads, inner_state, params, **extra_args
-      )
+      with jax.named_scope(_provenance.OPTIMIZER_SCOPE):
+        inner_updates, candidate_inner_state = inner.update(
+          grads, inner_state, params, **extra_args
+        )
       inner_updates = _tags.tag_tree("updates", inner_updates)
       update_grads, _ = _grads.partition_grads(inner_updates)
       finite &= _axes.all_reduce_and(
@@ -214,16 +222,27 @@ def with_loss_scaling(
         finite, candidate_inner_state, inner_state
       )
     else:
-      inner_updates, new_inner_state = _select.update_with_selects(
-        inner.update, finite, grads, inner_state, params, **extra_args
-      )
+      with jax.named_scope(_provenance.OPTIMIZER_SCOPE):
+        inner_updates, new_inner_state = _select.update_with_selects(
+          inner.update, finite, grads, inner_state, params, **extra_args
+        )
     new_scale_state = policy.adjust(scale_state, finite, grads_amax=stats.amax)
     masked_updates = _mask_updates(finite, inner_updates)
     return masked_updates, WithLossScalingState(
-      new_scale_state, new_inner_state
+      _tag_new_state(new_scale_state, finite), new_inner_state
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _tag_new_state(
+  state: _state.LossScaleState, finite: jax.Array
+) -> _state.LossScaleState:
+  """Tag the fields by which reports recognize the state after an update."""
+  return state._replace(
+    loss_scale=_tags.tag_scale("new_scale", state.loss_scale, [finite]),
+    total_notfinite=_tags.tag_value("new_skip_count", state.total_notfinite),
+  )
 
 
 def _with_float32_params(
@@ -246,6 +265,8 @@ def _with_float32_params(
     inner_updates, new_state = inner.update(
       updates, state, float32_params, **extra_args
     )
+    # Before the cast, in which small updates of float16 parameters become zero.
+    inner_updates = _tags.tag_tree("new_updates", inner_updates)
     return _cast_updates_like(inner_updates, params), new_state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -353,4 +374,4 @@ def _negative_zeros_like(x: jax.Array) -> jax.Array:
     return lax.complex(
       _negative_zeros_like(x.real), _negative_zeros_like(x.imag)
     )
-  return jnp.full_like(x, -0.0)
+  return lax.full_like(x, -0.0)

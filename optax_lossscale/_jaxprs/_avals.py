@@ -62,3 +62,13 @@ def is_concrete(x: Any) -> bool:
 def is_ref(aval: Any) -> bool:
   """Return whether a type is that of a Ref instead of an array."""
   return hasattr(aval, "inner_aval")
+
+
+def is_ref_object(x: Any) -> bool:
+  """Return whether an object is a Ref of JAX."""
+  return hasattr(x, "dtype") and is_ref(getattr(x, "aval", None))
+
+
+def read_ref(x: Any) -> Any:
+  """Return the contents of a Ref; any other object itself."""
+  return x[...] if is_ref_object(x) else x

@@ -11,7 +11,6 @@ A set of labels is an int with a bit for each label.
 
 from collections.abc import Callable, Iterable, Sequence
 import functools
-import operator
 from typing import Any, Protocol
 
 from jax.extend import core
@@ -47,12 +46,19 @@ class TransferRules(Protocol):
         the fixpoint. True once for each occurrence of the tag in the program.
     """
 
-  def transfer_output(self, aval: Any, labels: int, is_backward: bool) -> int:
+  def transfer_output(
+    self,
+    eqn: core.JaxprEqn,
+    aval: Any,
+    operand_labels: Sequence[int],
+    is_backward: bool,
+  ) -> int:
     """Return the labels of an output of an equation.
 
     Args:
+      eqn: the equation.
       aval: the type of the output.
-      labels: the labels of the inputs.
+      operand_labels: the labels of each input on which the output depends.
       is_backward: whether the equation is part of a backward pass.
     """
 
@@ -157,15 +163,14 @@ class _DependenceAnalysis:
   def _transfer_eqn(
     self, eqn: core.JaxprEqn, input_labels: list[int], is_backward: bool
   ) -> list[int]:
-    joined_labels = functools.reduce(operator.or_, input_labels, 0)
-    labels = [joined_labels] * len(eqn.outvars)
+    operand_labels = [input_labels] * len(eqn.outvars)
     if eqn.primitive.name in _PER_OPERAND_PRIMITIVES:
-      labels = input_labels
+      operand_labels = [[x] for x in input_labels]
     return [
-      self._rules.transfer_output(var.aval, x, is_backward)
+      self._rules.transfer_output(eqn, var.aval, x, is_backward)
       if _is_inexact(var.aval)
       else 0
-      for var, x in zip(eqn.outvars, labels, strict=True)
+      for var, x in zip(eqn.outvars, operand_labels, strict=True)
     ]
 
 

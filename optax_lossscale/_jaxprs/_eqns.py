@@ -59,15 +59,43 @@ def eqn_as_fun(eqn: core.JaxprEqn) -> Callable[..., list[Any]]:
     # The inputs of a jaxpr must be distinct variables, even if the equation
     # reads one variable twice.
     invars: list[Any] = [core.Var(jax.typeof(x)) for x in args]
-    single_eqn_jaxpr = _make_template_jaxpr().replace(
-      invars=invars,
-      outvars=eqn.outvars,
-      eqns=[eqn.replace(invars=invars)],
-      effects=eqn.effects,
-    )
-    return core.jaxpr_as_fun(close_jaxpr(single_eqn_jaxpr))(*args)
+    eqns = [eqn.replace(invars=invars)]
+    return eqns_as_fun(eqns, invars, eqn.outvars)(*args)
 
   return eval_eqn
+
+
+def eqns_as_fun(
+  eqns: Sequence[core.JaxprEqn], invars: Sequence[Any], outvars: Sequence[Any]
+) -> Callable[..., list[Any]]:
+  """Return a function that evaluates equations in their order.
+
+  Args:
+    eqns: the equations. If there are several, they have no effects.
+    invars: the variables that they read; distinct.
+    outvars: the variables of the results.
+
+  Returns:
+    A function from the values of ``invars`` to those of ``outvars``.
+  """
+  jaxpr = _make_template_jaxpr().replace(
+    invars=list(invars),
+    outvars=list(outvars),
+    eqns=list(eqns),
+    effects=eqns[0].effects,
+  )
+  return core.jaxpr_as_fun(close_jaxpr(jaxpr))
+
+
+def replace_dropped_outvars(eqn: core.JaxprEqn) -> core.JaxprEqn:
+  """Return the equation with new variables for results that nobody reads.
+
+  JAX has a subclass for such variables, which a jaxpr cannot return.
+  """
+  outvars = [
+    v if type(v) is core.Var else core.Var(v.aval) for v in eqn.outvars
+  ]
+  return eqn.replace(outvars=outvars)
 
 
 def trace_replacement_eqns(

@@ -180,8 +180,9 @@ class _Harvester:
         harvested_eqn = _rebuild_eqn(
           eqn, _make_cond_with_outputs(bodies), bodies
         )
+        labels = [label] * self._required_search.any_inside(eqn)
         harvested_eqn = harvested_eqn and harvested_eqn._replace(
-          cond_labels=[label, *harvested_eqn.cond_labels]
+          cond_labels=[*labels, *harvested_eqn.cond_labels]
         )
       case _higher_order.Scan() as scan:
         bodies = [harvest_body(scan.body)]
@@ -230,6 +231,7 @@ def _capture_eqn(
   eqn: core.JaxprEqn, capture: Callable[[Any], Any]
 ) -> _HarvestedEqn:
   """Append the equations of its capture to a tag equation."""
+  eqn = _eqns.replace_dropped_outvars(eqn)
 
   def fun(x: Any) -> list[Any]:
     (out,) = _eqns.eqn_as_fun(eqn)(x)

@@ -4,7 +4,7 @@
 caller evaluates one equation at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,6 +71,93 @@ def interpret_jaxpr(
   return [read(atom) if is_used else None for atom, is_used in outputs]
 
 
+def eval_with_substitutes(
+  closed_jaxpr: _eqns.ClosedJaxpr,
+  substitute_fns: Mapping[Any, Callable[[Any], Any]],
+) -> list[Any]:
+  """Evaluate a jaxpr without inputs, and substitute some of its values.
+
+  A value is substituted before an equation reads it. The equations between two
+  substitutions are evaluated together, because tracing them one at a time takes
+  twice as long. Dead code is skipped, as by ``interpret_jaxpr``.
+
+  Args:
+    closed_jaxpr: the jaxpr.
+    substitute_fns: for variables that an equation defines, a function from the
+      value of the variable to the value that later equations read.
+
+  Returns:
+    A value for each output of the jaxpr.
+  """
+  jaxpr = closed_jaxpr.jaxpr
+  eqns = [eqn for eqn, _ in _eqns.live_eqns(jaxpr)]
+  segments = list(_split_before_reads(eqns, substitute_fns))
+  env = dict(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
+  outvars = [v for v in jaxpr.outvars if not isinstance(v, core.Literal)]
+  for segment, invars, outs in _find_signatures(segments, outvars):
+    values = _eqns.eqns_as_fun(segment, invars, outs)(*map(env.get, invars))
+    for var, value in zip(outs, values, strict=True):
+      substitute_fn = substitute_fns.get(var)
+      env[var] = value if substitute_fn is None else substitute_fn(value)
+  return [
+    atom.val if isinstance(atom, core.Literal) else env[atom]
+    for atom in jaxpr.outvars
+  ]
+
+
+def _split_before_reads(
+  eqns: Sequence[core.JaxprEqn], variables: Mapping[Any, Any]
+) -> Iterator[list[core.JaxprEqn]]:
+  """Split equations into segments that don't read variables they define.
+
+  Args:
+    eqns: the equations.
+    variables: the variables that may be read only in later segments.
+
+  Yields:
+    The segments. An equation with effects is a segment by itself, because its
+    effects may refer to the positions of its inputs.
+  """
+  segment: list[core.JaxprEqn] = []
+  defined_vars: set[Any] = set()
+  for eqn in eqns:
+    reads_defined_var = any(
+      _eqns.is_var_in(atom, defined_vars) for atom in eqn.invars
+    )
+    has_effects = any(e.effects for e in (*segment[-1:], eqn))
+    if segment and (reads_defined_var or has_effects):
+      yield segment
+      segment, defined_vars = [], set()
+    segment.append(eqn)
+    defined_vars.update(v for v in eqn.outvars if v in variables)
+  if segment:
+    yield segment
+
+
+def _find_signatures(
+  segments: Sequence[list[core.JaxprEqn]], outvars: Sequence[Any]
+) -> list[tuple[list[core.JaxprEqn], list[Any], list[Any]]]:
+  """Return each segment with the variables that it reads and that it defines.
+
+  The latter are only those that a later segment reads, or that are outputs.
+  """
+  live_vars = dict.fromkeys(outvars)
+  signatures = []
+  for segment in reversed(segments):
+    defined_vars = [v for eqn in segment for v in eqn.outvars]
+    outs = [v for v in defined_vars if v in live_vars]
+    operands = (v for eqn in segment for v in eqn.invars)
+    invars = dict.fromkeys(
+      v for v in operands if not isinstance(v, core.Literal)
+    )
+    for var in defined_vars:
+      live_vars.pop(var, None)
+      invars.pop(var, None)
+    live_vars |= invars
+    signatures.append((segment, list(invars), outs))
+  return signatures[::-1]
+
+
 def get_current_eqn_ctx() -> Any:
   """Return the context (config and mesh) that new equations have here.
 
@@ -109,10 +196,13 @@ def as_array(x: Any, atom: _eqns.Atom) -> Any:
   return x if is_array_or_ref else jnp.asarray(x, aval.dtype)
 
 
-def disable_donation(eqn: core.JaxprEqn) -> core.JaxprEqn:
-  """Return the equation without donation, so its inputs can be read again."""
-  donated_invars = eqn.params.get("donated_invars", ())
-  if not any(donated_invars):
-    return eqn
-  no_donation = (False,) * len(donated_invars)
-  return eqn.replace(params={**eqn.params, "donated_invars": no_donation})
+def replace_outvars(
+  closed_jaxpr: _eqns.ClosedJaxpr, outvars: Sequence[Any]
+) -> _eqns.ClosedJaxpr:
+  """Replace the outputs of a jaxpr by any of its variables."""
+  # The debug info has a path for each old output.
+  debug_info = closed_jaxpr.jaxpr.debug_info._replace(result_paths=None)
+  new_jaxpr: Any = _eqns.replace_jaxpr_fields(
+    closed_jaxpr, outvars=list(outvars), debug_info=debug_info
+  )
+  return new_jaxpr

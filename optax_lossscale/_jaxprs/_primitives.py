@@ -226,11 +226,20 @@ def is_data_movement(eqn: core.JaxprEqn) -> bool:
   """
   if eqn.primitive.name not in PERMUTING_COLLECTIVES:
     return eqn.primitive.name in DATA_MOVEMENT
+  mesh_axes = jax.sharding.get_abstract_mesh().manual_axes
+  return set(get_collective_axes(eqn)) <= set(mesh_axes)
+
+
+def get_collective_axes(eqn: core.JaxprEqn) -> tuple[Any, ...]:
+  """Return the axes along which a device reads arrays of other devices."""
+  if eqn.primitive.name not in PERMUTING_COLLECTIVES:
+    # All other collectives have an effect for each axis.
+    effects: Any = eqn.effects
+    is_named = lambda effect: type(effect).__name__ == "NamedAxisEffect"
+    return tuple(effect.name for effect in filter(is_named, effects))
   axis_names: Any = eqn.params.get("axis_name")
-  axis_names = (
-    axis_names if isinstance(axis_names, (tuple, list)) else (axis_names,)
-  )
-  return set(axis_names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+  is_single = not isinstance(axis_names, (tuple, list))
+  return (axis_names,) if is_single else tuple(axis_names)
 
 
 def is_noop_reduce_precision(eqn: core.JaxprEqn) -> bool:
@@ -241,6 +250,15 @@ def is_noop_reduce_precision(eqn: core.JaxprEqn) -> bool:
   finfo: Any = jnp.finfo(aval.dtype)
   bits = eqn.params.get("exponent_bits"), eqn.params.get("mantissa_bits")
   return bits == (finfo.nexp, finfo.nmant)
+
+
+def get_exponent(eqn: core.JaxprEqn) -> float | None:
+  """Return the exponent of a power that the program contains; else None."""
+  if eqn.primitive.name == "integer_pow":
+    return eqn.params["y"]
+  is_power = eqn.primitive.name == "pow"
+  exponent = eqn.invars[1] if is_power else None
+  return exponent.val if isinstance(exponent, core.Literal) else None
 
 
 def count_summands(eqn: core.JaxprEqn) -> int:

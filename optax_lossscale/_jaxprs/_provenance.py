@@ -13,13 +13,16 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import _source_info
 
-# Scopes that JAX adds to the scopes of the user.
-_JAX_SCOPES = {"", "checkpoint", "rematted_computation"}
+# The scope of the equations of the optimizer that `with_loss_scaling` wraps.
+OPTIMIZER_SCOPE = "with_loss_scaling"
+
+# Scopes that JAX and this package add to the scopes of the user.
+_HIDDEN_SCOPES = {"", "checkpoint", "rematted_computation", OPTIMIZER_SCOPE}
 
 _AUTOCAST_PREFIX = "autocast-"
 # "no weights at model.py:32" selects the matmuls of a line that have no
 # parameter path, if other matmuls of the line have one.
-_NO_WEIGHTS = "no weights"
+NO_WEIGHTS = "no weights"
 
 
 _Scope = TypeVar("_Scope", bound=str)
@@ -125,7 +128,7 @@ class EqnNames(NamedTuple):
     )
     yield from prefixes
     yield from line_selectors
-    line_prefixes = [*prefixes] if self.param_path else [*prefixes, _NO_WEIGHTS]
+    line_prefixes = [*prefixes] if self.param_path else [*prefixes, NO_WEIGHTS]
     for pair in itertools.product(line_prefixes, line_selectors):
       yield format_location(*pair)
 
@@ -266,7 +269,7 @@ def _join_scopes(stack: Sequence[Any], *excluded_types: type[str]) -> str:
       if not isinstance(scope, excluded_types)
       for name in scope.split("/")
       # The keys of parameters may be any strings, including these.
-      if name not in _JAX_SCOPES or isinstance(scope, _ParamPathScope)
+      if name not in _HIDDEN_SCOPES or isinstance(scope, _ParamPathScope)
     ]
     joined_parts = (
       group_parts
@@ -378,7 +381,7 @@ def make_unique_labels(
 
   def match_names(prefix: str, line: _source_info.SourceLine) -> list[EqnNames]:
     """Return the names that a prefix with a line selects."""
-    if prefix == _NO_WEIGHTS:
+    if prefix == NO_WEIGHTS:
       return [x for x in names_by_line[line] if not x.param_path]
     return [
       x
@@ -392,7 +395,7 @@ def make_unique_labels(
     unique_candidates = [
       x for x in candidates if _is_single_site(names_by_prefix.get(x, []))
     ]
-    fallbacks = [] if names.param_path else [_NO_WEIGHTS]
+    fallbacks = [] if names.param_path else [NO_WEIGHTS]
     prefixes = [*unique_candidates, *candidates, *fallbacks]
     pairs = list(itertools.product(prefixes, names.lines))
     unique_pairs = (

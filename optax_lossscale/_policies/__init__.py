@@ -18,5 +18,6 @@ from optax_lossscale._policies._policy_like import (
   as_policy,
   check_no_policy_kwargs,
   PolicyLike,
+  uses_grads_amax,
 )
 from optax_lossscale._policies._powers_of_two import log2

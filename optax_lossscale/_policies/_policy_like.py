@@ -48,6 +48,16 @@ def as_policy(loss_scale: Any, name: str = "loss_scale") -> LossScalePolicy:
   return FixedLossScale(loss_scale)
 
 
+def uses_grads_amax(policy: LossScalePolicy) -> bool:
+  """Return whether a policy may read the ``grads_amax`` of ``adjust``.
+
+  False only for the methods that are known to ignore it, not for those of a
+  subclass.
+  """
+  method = getattr(policy.adjust, "__func__", None)
+  return method not in (DynamicLossScale.adjust, FixedLossScale.adjust)
+
+
 def check_no_policy_kwargs(kwargs: Mapping[str, Any]) -> None:
   """Raise if arguments of `with_loss_scaling` are options of a policy."""
   for policy in (DynamicLossScale, HeadroomLossScale):

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale._jaxprs import _eqns
 
 SIDE = 1024
 BYTES_OF_STATE = 12  # A parameter and the two moments of Adam, in float32.
@@ -125,16 +126,59 @@ def test_the_largest_gradient_is_computed_only_if_the_policy_needs_it(
   assert temporary < 0.01
 
 
-def compile_step(tx, count):
-  params = make_leaves(count, side=64)
-  return trace_step(tx, params, params).lower().compile().as_text().count(" = ")
+def compile_step(tx, count, side=64):
+  params = make_leaves(count, side)
+  return trace_step(tx, params, params).lower().compile().as_text()
 
 
 def test_code_grows_linearly_with_the_leaves():
-  few, more, most = (compile_step(wrap_optimizer(), n) for n in (5, 10, 20))
+  few, more, most, bare = (
+    compile_step(tx, n).count(" = ")
+    for tx, n in [
+      *((wrap_optimizer(), n) for n in (5, 10, 20)),
+      (optax.adam(1e-3), 20),
+    ]
+  )
   assert most - more == pytest.approx(2 * (more - few), rel=0.05)
-  bare = compile_step(optax.adam(1e-3), 20)
   assert most < 2 * bare
+
+
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 12),
+  reason="XLA fuses operations before and after an optimization_barrier",
+)
+@pytest.mark.parametrize(
+  "options",
+  [
+    {},
+    {"loss_scale": "headroom", "grads_are_scaled": True},
+    {"max_norm": 1.0},
+    {"check_updates": True},
+  ],
+  ids=str,
+)
+def test_no_kernel_combines_the_scalars_of_all_leaves(options):
+  """On CPU, such a kernel's compile time is quadratic in the leaves."""
+  tx = wrap_optimizer(optax.sgd(0.1), **options)
+  kernels = compile_step(tx, count=64, side=4).split("\n\n")
+  scalar_op = re.compile(r"= f32\[\]\S* (?:add|maximum)\(")
+  assert max(len(scalar_op.findall(kernel)) for kernel in kernels) <= 12
+
+
+def test_the_equations_of_many_leaves_are_traced_together_again(monkeypatch):
+  """One at a time takes twice as long."""
+  counts = []
+  original = _eqns.eqns_as_fun
+  monkeypatch.setattr(
+    _eqns,
+    "eqns_as_fun",
+    lambda eqns, *args: counts.append(len(eqns)) or original(eqns, *args),
+  )
+  params = make_leaves(50, side=4)
+  trace_step(wrap_optimizer(), params, params)
+  # One piece ends before the first read of a new moment, one of the new count.
+  assert len(counts) < 10
+  assert sum(counts) > 50 * 10
 
 
 def float16_loss(params, x):

@@ -1,5 +1,6 @@
 """Selecting inside the inner update: the values of the plain select."""
 
+import functools
 from typing import Any, NamedTuple
 
 from helpers.bits import assert_same_bits
@@ -224,6 +225,26 @@ def test_functions_among_the_extra_arguments_are_closed_over():
   updates, new = run(True, 3.0)
   assert_same_bits(updates, 3 * OLD["a"])
   assert_same_bits(new["a"], 0.9 * OLD["a"] + GRADS)
+
+
+def test_effects_of_an_update_happen_once_and_in_their_order():
+  seen = []
+
+  def update(grads, state, params):
+    tell = functools.partial(jax.debug.callback, ordered=True)
+    tell(lambda: seen.append("first"))
+    new = moments(grads, state)
+    tell(lambda x: seen.append(float(x)), new["a"][0])
+    tell(lambda x: seen.append(float(x)), of_state(new)[0])
+    return of_state(new), new
+
+  @jax.jit
+  def run(finite, grads, state):
+    return _select.update_with_selects(update, finite, grads, state, None)
+
+  updates, new = jax.block_until_ready(run(True, GRADS, OLD))
+  jax.effects_barrier()
+  assert seen == ["first", float(new["a"][0]), float(updates[0])]
 
 
 def test_unchanged_leaves_of_a_state_are_not_selected():

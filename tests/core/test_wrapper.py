@@ -13,6 +13,7 @@ import optax.contrib
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale import _arrays
 
 NAN, INF = float("nan"), float("inf")
 SGD = ols.with_loss_scaling(optax.sgd(1.0))
@@ -377,6 +378,16 @@ def test_a_grads_amax_above_float32_is_clipped_to_the_largest_float32(amax):
   assert after.loss_scale_state.policy_state == largest
 
 
+@pytest.mark.parametrize("value", [1e300, -1e300, 1j * 1e300])
+def test_a_float64_gradient_above_float32_counts_as_the_largest_float32(value):
+  with jax.enable_x64():
+    w = jnp.asarray(value) * jnp.ones(3)
+    _, after = AMAX_RECORDER.update(w, AMAX_RECORDER.init(w), w)
+    assert after.loss_scale_state.last_finite
+    largest = float(jnp.finfo(jnp.float32).max)
+    assert after.loss_scale_state.policy_state == largest
+
+
 class AmaxRecorder:
   """A policy that remembers the largest gradient that it received."""
 
@@ -390,6 +401,78 @@ class AmaxRecorder:
 
 
 AMAX_RECORDER = ols.with_loss_scaling(optax.sgd(1.0), AmaxRecorder())
+
+
+def test_a_subclass_of_a_policy_receives_the_largest_gradient():
+  """The policies themselves ignore it, so it isn't computed for them."""
+
+  class Recorder(ols.DynamicLossScale):
+    def adjust(self, state, grads_finite, *, grads_amax=None):
+      state = super().adjust(state, grads_finite)
+      return state._replace(loss_scale=grads_amax)
+
+  tx = ols.with_loss_scaling(optax.sgd(1.0), Recorder())
+  _, state = tx.update(jnp.array([-4.0, 2.0]), tx.init(jnp.zeros(2)))
+  assert state.loss_scale_state.loss_scale == 4
+
+
+# More arrays than XLA combines in one kernel on CPU.
+
+MANY = [0.1 * (-1) ** i * (i + 1) * jnp.ones(3) for i in range(50)]
+
+
+@pytest.mark.parametrize("number", [0, 7, 8, 9, 15, 16, 49])
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1e6}])
+def test_a_nonfinite_entry_in_any_of_many_arrays_skips_the_step(
+  options, number
+):
+  tx = ols.with_loss_scaling(optax.sgd(1.0), **options)
+  update = jax.jit(tx.update)
+  state = tx.init(MANY)
+  assert update(MANY, state)[1].loss_scale_state.last_finite
+  for value in (np.nan, np.inf, -np.inf):
+    grads = list(MANY)
+    grads[number] = grads[number].at[1].set(value)
+    for step in (tx.update, update):
+      updates, after = step(grads, state)
+      assert not after.loss_scale_state.last_finite
+      assert all(bool((u == 0).all()) for u in updates)
+
+
+@pytest.mark.parametrize("number", [0, 7, 8, 16, 49])
+def test_the_largest_gradient_may_be_in_any_of_many_arrays(number):
+  grads = [g.at[2].set(-100.0) if i == number else g
+           for i, g in enumerate(MANY)]  # fmt: skip
+  for step in (AMAX_RECORDER.update, jax.jit(AMAX_RECORDER.update)):
+    _, after = step(grads, AMAX_RECORDER.init(MANY))
+    assert after.loss_scale_state.policy_state == 100
+
+
+def test_scalars_are_combined_in_their_order_however_many_there_are():
+  """A barrier between some of them changes no bit of a sum."""
+  values = list(jax.random.normal(jax.random.key(0), (50,)) * 1e3)
+  zero = jnp.float32(0)
+  in_order = np.float32(0)
+  for value in values:
+    in_order += np.float32(value)
+  add = jax.lax.add
+  assert _arrays.fold_by_platform(add, values, zero) == in_order
+  assert _arrays.fold_in_chunks(add, values, zero) == in_order
+  jitted = jax.jit(lambda x: _arrays.fold_by_platform(add, x, zero))
+  assert jitted(values) == in_order
+
+
+def test_each_member_of_a_population_clips_many_arrays_by_its_own_norm():
+  tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
+  batch = [jnp.stack([g, 3 * g, g.at[0].set(jnp.inf)]) for g in MANY]
+  state = tx.init(MANY)
+  updates, after = jax.jit(jax.vmap(lambda g: tx.update(g, state)))(batch)
+  assert after.loss_scale_state.last_finite.tolist() == [True, True, False]
+  alone, _ = jax.jit(tx.update)(MANY, state)
+  for many, one in zip(updates, alone, strict=True):
+    np.testing.assert_allclose(many[0], one, rtol=1e-6)
+    np.testing.assert_allclose(many[1], one, rtol=1e-6)
+    np.testing.assert_array_equal(many[2], 0)
 
 
 # Skipping.

@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 import optax
 
+from helpers import sharding
+
 FLOATS = {
   "f32": jnp.array([1.0, -2.0]),
   "f16": jnp.array([1.0, -2.0], jnp.float16),
@@ -49,7 +51,7 @@ def make_bad_weight(indices, values, shape=(4, 8)):
 
 
 def shard_array(x, axis_type=AxisType.Auto, spec=("x", "y")):
-  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+  mesh = sharding.make_mesh((4, 2), ("x", "y"), axis_type)
   return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 

@@ -8,13 +8,12 @@ import dataclasses
 import functools
 import pickle
 
-from helpers import mark_slow_params
+from helpers import mark_slow_params, sharding
 from helpers.policy_models import Model
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -64,7 +63,7 @@ def compile_step(kind, devices, grads_are_scaled):
   return jax.jit(
     jax.shard_map(
       step,
-      mesh=jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,)),
+      mesh=sharding.make_mesh((devices,), ("d",)),
       in_specs=(P(), states, P("d"), P("d")),
       out_specs=(states, P("d")),
     )

@@ -1,0 +1,141 @@
+"""Measures tracing and compilation by the number of arrays, on a CPU.
+
+Unrolled models have thousands of arrays. An update is a program of some 20
+operations for each of them, which is traced and compiled once.
+
+  python benchmarks/cpu/many_arrays.py --arrays 1000 2000 --rounds 3
+"""
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import pathlib
+import platform
+import random
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import tqdm
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from shared.tables import markdown
+
+import optax_lossscale as ols
+
+OUTPUT = pathlib.Path(__file__).with_suffix(".json")
+SIDE = 16
+ADAM = optax.adam(1e-3)
+OPTIMIZERS = {
+  "bare": ADAM,
+  "ours": ols.with_loss_scaling(ADAM),
+  '"headroom"': ols.with_loss_scaling(ADAM, "headroom"),
+  "`max_norm`": ols.with_loss_scaling(ADAM, max_norm=1.0),
+  "`apply_if_finite`": optax.apply_if_finite(ADAM, 5),
+}
+PACKAGES = ("jax", "jaxlib", "optax")
+
+
+def measure(name: str, n_arrays: int) -> dict[str, float]:
+  """CPU seconds of tracing and compiling an update with one optimizer."""
+  tx = OPTIMIZERS[name]
+  leaf = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+  params = {f"w{i:04}": leaf for i in range(n_arrays)}
+  state = jax.eval_shape(tx.init, params)
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  gc.collect()
+  # CPU time, since it does not grow when others use the machine.
+  start = time.process_time()
+  traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, params)
+  traced_at = time.process_time()
+  lowered = traced.lower()
+  lowered_at = time.process_time()
+  lowered.compile()
+  compiled_at = time.process_time()
+  return {"trace": traced_at - start, "compile": compiled_at - lowered_at}
+
+
+def run(
+  names: list[str], n_arrays: int, rounds: int, bar: tqdm.tqdm
+) -> dict[str, dict[str, Any]]:
+  """The figures by optimizer; a ratio is taken within a round."""
+  seconds = {name: [] for name in names}
+  for _ in range(rounds):
+    for name in random.sample(names, len(names)):
+      bar.set_postfix_str(f"{n_arrays} arrays, {name}")
+      seconds[name].append(measure(name, n_arrays))
+      bar.update()
+  return {name: _summarize(seconds[name], seconds["bare"]) for name in names}
+
+
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+  """A row for each number of arrays and each optimizer, in Markdown."""
+  rows = [["arrays", "Adam", "trace, s", "ratio", "compile, s", "ratio"]]
+  for n_arrays, by_name in results.items():
+    for name, found in by_name.items():
+      cells = [f"{int(n_arrays):,}", name]
+      for figure in ("trace", "compile"):
+        cells.append(f"{found[figure]:.1f}")
+        low, median, high = found[f"{figure}_ratio"]
+        cells.append(f"{median:.2f} [{low:.2f}, {high:.2f}]")
+      rows.append(cells)
+  return markdown(rows, right_from=2)
+
+
+def _summarize(own, bare):
+  figures = {"rounds": len(own)}
+  for key in ("trace", "compile"):
+    figures[key] = statistics.median(seconds[key] for seconds in own)
+    ratios = [a[key] / b[key] for a, b in zip(own, bare, strict=True)]
+    figures[f"{key}_ratio"] = statistics.quantiles(
+      ratios, n=4, method="inclusive"
+    )
+  return figures
+
+
+def main() -> None:
+  """Run the measurements of the command line, and print and write them."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--arrays", nargs="+", type=int, default=[1000, 2000])
+  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
+  parser.add_argument(
+    "--optimizers",
+    nargs="+",
+    choices=list(OPTIMIZERS),
+    default=list(OPTIMIZERS),
+    help="`bare`, with which the others are compared, and any others",
+  )
+  args = parser.parse_args()
+  names = args.optimizers
+  for name in names:  # Leave out what a process computes once.
+    measure(name, 3)
+  # Those of other numbers of arrays are kept.
+  results = (
+    json.loads(args.output.read_text())["results"]
+    if args.output.exists()
+    else {}
+  )
+  with tqdm.tqdm(total=len(args.arrays) * len(names) * args.rounds) as bar:
+    for n_arrays in args.arrays:
+      results[str(n_arrays)] = run(names, n_arrays, args.rounds, bar)
+      found = {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "results": results,
+      }
+      args.output.write_text(json.dumps(found, indent=1) + "\n")
+  print(table(results))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,318 @@
+"""Evaluate a jaxpr under a trace, and thread scalar state through it.
+
+Reports add state to a program, such as a flag or a statistic for each matmul.
+An equation in the body of a loop, a branch or a ``shard_map`` can change the
+state only if the body takes it and returns it. So this module traces such
+equations again with JAX's public functions: a loop carries the state of its
+body, a branch returns the state of all branches, and the states of the devices
+of a ``shard_map`` are merged. Calls are inlined. All other equations are
+evaluated unchanged, and each keeps its context and its source info.
+"""
+
+import abc
+from collections.abc import Sequence
+import copy
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from optax_lossscale._jaxprs import (
+  _avals,
+  _eqns,
+  _higher_order,
+  _interpret,
+  _provenance,
+)
+
+# Pytrees of arrays, by key. The keys of one program can be sorted, since the
+# state is a pytree itself.
+State = dict[Any, Any]
+# The position of an equation or a jaxpr in a program: the index of the
+# outermost equation, the index of one of its bodies, the index of an equation
+# in this body, and so on. Positions are in program order.
+Path = tuple[int, ...]
+
+
+class Frame(NamedTuple):
+  """A jaxpr that is evaluated, and where it is called from.
+
+  Attributes:
+    closed_jaxpr: the jaxpr.
+    path: its position: that of the calling equation, and the index among the
+      bodies of the equation. Empty for the outermost jaxpr.
+    location: the location of the calling equation.
+    iterations: for each enclosing loop, the outermost loop first, the number
+      of iterations before the current one; int32[] each.
+  """
+
+  closed_jaxpr: _eqns.ClosedJaxpr
+  path: Path = ()
+  location: _provenance.EqnLocation = _provenance.EqnLocation()
+  iterations: tuple[Any, ...] = ()
+
+  def enter_iteration(self, index: Any) -> "Frame":
+    """Return the frame of an iteration of a loop."""
+    return self._replace(iterations=(*self.iterations, index))
+
+
+class StateThreader(abc.ABC):
+  """Evaluates jaxprs under a trace, and threads state through them.
+
+  The methods change the dict ``state`` in place.
+
+  Attributes:
+    shared: a pytree of arrays that the methods of a subclass read, such as the
+      inputs of the instrumentation. Within a ``shard_map`` it is replicated.
+      The methods must not close over other traced arrays.
+    parse_higher_order: parses a higher-order equation, and caches the result.
+  """
+
+  def __init__(self, shared: Any = ()) -> None:
+    self.shared = shared
+    self.parse_higher_order = functools.cache(_higher_order.parse_higher_order)
+
+  @abc.abstractmethod
+  def select_keys(self, eqn: core.JaxprEqn, path: Path) -> list[Any] | None:
+    """Return the keys of the state that the bodies of an equation change.
+
+    Args:
+      eqn: an equation.
+      path: its position.
+
+    Returns:
+      The keys; None if the equation is to be evaluated as a whole.
+    """
+
+  @abc.abstractmethod
+  def merge_devices(self, state: State, device_states: State) -> State:
+    """Return the state after a ``shard_map``.
+
+    Args:
+      state: the state before, with which each device began.
+      device_states: the states of the devices after it, stacked along a new
+        first axis.
+    """
+
+  def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
+    """Return the value that replaces a literal or a constant of a jaxpr."""
+    del atom
+    return value
+
+  def end_iteration(self, frame: Frame, outs: list[Any], state: State) -> None:
+    """Change the state after an iteration of a loop.
+
+    Args:
+      frame: the body of the loop.
+      outs: the outputs of the body: the new carry, then rows to stack. Under
+        ``vmap``, members that have left a ``while_loop`` keep their old carry.
+      state: the state.
+    """
+    del frame, outs, state  # By default, nothing changes.
+
+  def eval_jaxpr(
+    self, frame: Frame, inputs: Sequence[Any], state: State
+  ) -> list[Any]:
+    """Evaluate a jaxpr, and return its outputs."""
+    eqns = frame.closed_jaxpr.jaxpr.eqns
+    index_by_eqn = {id(eqn): i for i, eqn in enumerate(eqns)}
+
+    def eval_eqn(eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+      index = index_by_eqn[id(eqn)]
+      return self.eval_eqn(eqn, index, frame, inputs, state)
+
+    return _interpret.interpret_jaxpr(
+      frame.closed_jaxpr,
+      inputs,
+      eval_eqn,
+      lift_const=lambda value, atom, eqn: self.lift_const(value, atom),
+    )
+
+  def eval_eqn(
+    self,
+    eqn: core.JaxprEqn,
+    index: int,
+    frame: Frame,
+    inputs: list[Any],
+    state: State,
+  ) -> Sequence[Any]:
+    """Evaluate an equation. Subclasses extend this method.
+
+    Args:
+      eqn: the equation.
+      index: its index in the jaxpr.
+      frame: the jaxpr that contains it.
+      inputs: its inputs.
+      state: the state.
+
+    Returns:
+      Its outputs.
+    """
+    path = (*frame.path, index)
+    keys = self.select_keys(eqn, path)
+    hop = None if keys is None else self.parse_higher_order(eqn)
+    if hop is None or keys is None:
+      return _eqns.eqn_as_fun(eqn)(*inputs)
+    inputs = _separate_recomputation(eqn, inputs)
+    location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
+    frames = [
+      Frame(body, (*path, i), location, frame.iterations)
+      for i, body in enumerate(_higher_order.get_bodies(hop))
+    ]
+    inner_state = {key: state[key] for key in keys}
+    # Trace with the mesh and other settings of the equation.
+    with _eqns.get_eqn_ctx_manager(eqn):
+      outs, inner_state = self._eval_bodies(hop, frames, inputs, inner_state)
+    state.update(inner_state)
+    return outs
+
+  def _eval_bodies(
+    self,
+    hop: _higher_order.HigherOrderOp,
+    frames: list[Frame],
+    inputs: list[Any],
+    state: State,
+  ) -> tuple[list[Any], State]:
+    match hop:
+      case _higher_order.Scan():
+        return self._eval_scan(hop, frames[0], inputs, state)
+      case _higher_order.While():
+        return self._eval_while(hop, frames, inputs, state)
+      case _higher_order.Cond():
+        return self._eval_cond(frames, inputs, state)
+      case _higher_order.ShardMap():
+        return self._eval_shard_map(hop, frames[0], inputs, state)
+      case _:
+        return self.eval_jaxpr(frames[0], inputs, state), state
+
+  def _eval_scan(
+    self,
+    scan: _higher_order.Scan,
+    frame: Frame,
+    inputs: list[Any],
+    state: State,
+  ) -> tuple[list[Any], State]:
+    consts, init_carry, slices = scan.split(inputs)
+
+    def body_fun(loop_carry: Any, loop_slices: Any) -> tuple[Any, Any]:
+      carry, state = loop_carry
+      index, *body_slices = loop_slices
+      body_frame = frame.enter_iteration(index)
+      outs = self.eval_jaxpr(body_frame, [*consts, *carry, *body_slices], state)
+      self.end_iteration(body_frame, outs, state)
+      return (outs[: scan.num_carry], state), outs[scan.num_carry :]
+
+    indices = jnp.arange(scan.length, dtype=jnp.int32)
+    indices = indices[::-1] if scan.reverse else indices
+    (carry, state), ys = lax.scan(
+      body_fun,
+      (list(init_carry), state),
+      [indices, *slices],
+      scan.length,
+      scan.reverse,
+    )
+    return [*carry, *ys], state
+
+  def _eval_while(
+    self,
+    loop: _higher_order.While,
+    frames: list[Frame],
+    inputs: list[Any],
+    state: State,
+  ) -> tuple[list[Any], State]:
+    cond_frame, body_frame = frames
+    cond_consts, body_consts, init_carry = loop.split(inputs)
+
+    # The cond_fun of a while_loop cannot return state. So the body evaluates
+    # the condition of the next iteration, and carries the predicate.
+    def eval_cond(index: Any, carry: list[Any], state: State) -> Any:
+      frame = cond_frame.enter_iteration(index)
+      (pred,) = self.eval_jaxpr(frame, [*cond_consts, *carry], state)
+      return index, pred, carry, state
+
+    def body_fun(loop_carry: Any) -> Any:
+      index, pred, carry, state = loop_carry
+      frame = body_frame.enter_iteration(index)
+      outs = self.eval_jaxpr(frame, [*body_consts, *carry], state)
+      # Under ``vmap``, members that have left the loop keep their carry.
+      if jnp.ndim(pred):
+        pairs = zip(outs, carry, strict=True)
+        outs = [_select_rows(pred, *pair) for pair in pairs]
+      self.end_iteration(frame, outs, state)
+      return eval_cond(index + 1, outs, state)
+
+    init = eval_cond(jnp.int32(0), list(init_carry), state)
+    is_running = lambda loop_carry: jnp.any(loop_carry[1])
+    _, _, outs, state = lax.while_loop(is_running, body_fun, init)
+    return outs, state
+
+  def _eval_cond(
+    self, frames: list[Frame], inputs: list[Any], state: State
+  ) -> tuple[list[Any], State]:
+    index, *operands = inputs
+
+    def eval_branch(frame: Frame, state: State) -> tuple[list[Any], State]:
+      return self.eval_jaxpr(frame, operands, state), state
+
+    branches = [functools.partial(eval_branch, frame) for frame in frames]
+    # A copy, since a single branch is called with the dict itself.
+    return lax.switch(index, branches, dict(state))
+
+  def _eval_shard_map(
+    self,
+    shard_map: _higher_order.ShardMap,
+    frame: Frame,
+    inputs: list[Any],
+    state: State,
+  ) -> tuple[list[Any], State]:
+    axes = tuple(
+      name
+      for name in shard_map.mesh.axis_names
+      if name in shard_map.manual_axes
+    )
+
+    def body_fun(
+      shared: Any, iterations: Any, state: State, *args: Any
+    ) -> tuple[list[Any], State]:
+      # The states of the devices differ, so their types must vary.
+      if shard_map.check_vma:
+        state = jax.tree.map(lambda x: _avals.cast_to_varying(x, axes), state)
+      inner_threader = copy.copy(self)
+      inner_threader.shared = shared
+      outs = inner_threader.eval_jaxpr(
+        frame._replace(iterations=iterations), args, state
+      )
+      return outs, jax.tree.map(lambda x: x[None], state)
+
+    replicated, stacked = PartitionSpec(), PartitionSpec(axes)
+    mapped_fun = shard_map.wrap_fun(
+      body_fun,
+      (replicated, replicated, replicated, *shard_map.in_specs),
+      (list(shard_map.out_specs), stacked),
+    )
+    outs, device_states = mapped_fun(
+      self.shared, frame.iterations, dict(state), *inputs
+    )
+    return outs, self.merge_devices(state, device_states)
+
+
+def _separate_recomputation(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+  """Return the inputs of a ``checkpoint`` behind a barrier.
+
+  Otherwise XLA would replace the recomputed values by those of the forward
+  pass, and keep all of them in memory. JAX prevents it in the same way.
+  """
+  has_ref = any(_avals.is_ref(atom.aval) for atom in eqn.invars)
+  if _eqns.get_canonical_name(eqn) != "remat2" or has_ref:
+    return inputs
+  return lax.optimization_barrier(inputs)
+
+
+def _select_rows(flags: Any, new: Any, old: Any) -> Any:
+  """Select between the rows of two arrays, by one flag for each row."""
+  axes = tuple(range(flags.ndim, jnp.ndim(new)))
+  return jnp.where(jnp.expand_dims(flags, axes), new, old)
