@@ -75,7 +75,8 @@ def autocast(
   and its parameters stay float32:
 
   * Matmuls and convolutions that are float32 in ``fun`` run in ``dtype`` and
-    accumulate in float32, in the forward and the backward pass.
+    accumulate in float32, in the forward and the backward pass. One of the
+    operands may be stored in ``dtype``.
   * Operations that only move a matmul result, such as ``reshape``,
     ``transpose`` and ``slice``, stay in ``dtype``.
   * All other operations run in float32, as in ``fun``. No sum, mask, epsilon,

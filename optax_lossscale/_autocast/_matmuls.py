@@ -28,18 +28,42 @@ _FLOAT32_MATMUL_RE = re.compile(
 )
 
 
-def is_castable_matmul(eqn: core.JaxprEqn) -> bool:
-  """Return whether this is a float32 matmul that autocast may cast."""
+def is_castable_matmul(eqn: core.JaxprEqn, dtype: Any) -> bool:
+  """Return whether autocast may cast this matmul.
+
+  Its result is float32. Its operands are float32 as well, except that one of
+  them may have the dtype of the cast already, such as weights stored in
+  float16.
+
+  Args:
+    eqn: the equation.
+    dtype: the dtype to which autocast casts operands. With float32, only
+      matmuls of two float32 operands count.
+  """
   if not _primitives.is_matmul(eqn):
     return False
-  # A third operand, if any, is the integer group sizes of a `ragged_dot`.
-  avals: list[Any] = [v.aval for v in (*eqn.invars[:2], *eqn.outvars)]
-  all_float32 = all(aval.dtype == jnp.float32 for aval in avals)
+  operand_dtypes = get_operand_dtypes(eqn)
   return (
-    all_float32
+    jnp.float32 in operand_dtypes
+    # In another half precision, an operand would lose its range or its bits.
+    and all(x in (jnp.float32, dtype) for x in operand_dtypes)
+    and has_float32_result(eqn)
     and _primitives.has_castable_dtypes(eqn)
     and not has_keep_float32_scope(eqn)
   )
+
+
+def has_float32_result(eqn: core.JaxprEqn) -> bool:
+  """Return whether the result of a matmul is float32."""
+  aval: Any = eqn.outvars[0].aval
+  return bool(aval.dtype == jnp.float32)
+
+
+def get_operand_dtypes(eqn: core.JaxprEqn) -> list[Any]:
+  """Return the dtypes of the two operands of a matmul."""
+  # A third operand, if any, is the integer group sizes of a `ragged_dot`.
+  avals: list[Any] = [v.aval for v in eqn.invars[:2]]
+  return [aval.dtype for aval in avals]
 
 
 def has_exported_matmul(eqn: core.JaxprEqn) -> bool:
@@ -73,14 +97,15 @@ class MatmulSearch(_walk.EqnSearch):
   """Searches for matmuls that autocast may cast, once in each jaxpr.
 
   Args:
+    dtype: the dtype to which autocast casts operands.
     include_rule_matmuls: whether an equation counts if its custom derivative
       may contain matmuls that the function does not.
   """
 
-  def __init__(self, *, include_rule_matmuls: bool = False) -> None:
+  def __init__(self, dtype: Any, *, include_rule_matmuls: bool = False) -> None:
     super().__init__(
       lambda eqn: (
-        is_castable_matmul(eqn)
+        is_castable_matmul(eqn, dtype)
         or has_exported_matmul(eqn)
         or (include_rule_matmuls and can_have_rule_matmuls(eqn))
       ),
@@ -159,12 +184,14 @@ def trace_rule_grad(
   return float_indices, grad_jaxpr
 
 
-def has_rule_matmuls(eqn: core.JaxprEqn) -> bool:
-  """Return whether a rule contains matmuls, or can't be inspected."""
+def has_rule_matmuls(eqn: core.JaxprEqn, dtype: Any) -> bool:
+  """Return whether a rule has matmuls to cast, or can't be inspected."""
   if not can_have_rule_matmuls(eqn):
     return False
   _, grad_jaxpr = trace_rule_grad(eqn)
-  return grad_jaxpr is None or MatmulSearch().any_in_jaxpr(grad_jaxpr.jaxpr)
+  return grad_jaxpr is None or MatmulSearch(dtype).any_in_jaxpr(
+    grad_jaxpr.jaxpr
+  )
 
 
 class RuleMatmuls(NamedTuple):
@@ -184,6 +211,7 @@ def find_rule_matmuls(
   eqn: core.JaxprEqn,
   location: _provenance.EqnLocation,
   paths: _weights.WeightPaths,
+  dtype: Any,
   can_trace_rule: bool,
 ) -> RuleMatmuls:
   """Find the matmuls of a function with a custom derivative.
@@ -192,6 +220,7 @@ def find_rule_matmuls(
     eqn: the equation that calls the function.
     location: the location of the equation.
     paths: the weight paths of its inputs.
+    dtype: the dtype to which autocast casts operands.
     can_trace_rule: whether to trace the derivative.
 
   Returns:
@@ -219,7 +248,9 @@ def find_rule_matmuls(
     visits = _walk.walk(
       closed_jaxpr, get_subjaxprs, weights=weights, root_location=location
     )
-    locations += [x.location for x in visits if is_castable_matmul(x.eqn)]
+    locations += [
+      x.location for x in visits if is_castable_matmul(x.eqn, dtype)
+    ]
   return RuleMatmuls(locations, grad_jaxpr is not None)
 
 

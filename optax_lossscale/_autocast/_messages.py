@@ -53,7 +53,7 @@ def describe_unentered(
   if not unentered_eqns:
     return ""
   flops_fractions, exported_locations = _flops_by_location(
-    closed_jaxpr, unentered_eqns
+    closed_jaxpr, unentered_eqns, dtype
   )
   sentences = []
   if flops_fractions:
@@ -107,31 +107,22 @@ def describe_nothing_cast(
 
   closed_jaxpr = jax.make_jaxpr(flat_fun)()
   eqns: Any = [visit.eqn for visit in _walk.walk(closed_jaxpr, get_subjaxprs)]
-  if any(map(_matmuls.has_rule_matmuls, eqns)):
+  if any(_matmuls.has_rule_matmuls(eqn, dtype) for eqn in eqns):
     return ""
-  matmuls = filter(_primitives.is_matmul, eqns)
-  dtypes = {str(eqn.invars[0].aval.dtype) for eqn in matmuls}
+  matmuls = list(filter(_primitives.is_matmul, eqns))
   name = getattr(fun, "__name__", type(fun).__name__)
-  if not dtypes:
+  if not matmuls:
     return (
       f"autocast had no effect on {name}: it contains no matmul or convolution."
       f" Pass the function whose matmuls should run in {dtype}."
     )
+  labels = sorted({_format_operand_dtypes(eqn) for eqn in matmuls})
   message = (
     f"autocast had no effect on {name}: it contains no float32 matmul or"
     f" convolution that autocast may cast to {dtype}, only some in"
-    f" {' and '.join(sorted(dtypes))}."
+    f" {' and '.join(labels)}."
   )
-  if "float32" in dtypes:
-    message += (
-      " Matmuls of precision HIGHEST, also by jax.default_matmul_precision, and"
-      " matmuls marked with keep_float32 stay in float32."
-    )
-  if dtypes & {"bfloat16", "float16"}:
-    message += (
-      " A model that already computes in half precision needs no autocast."
-    )
-  return message
+  return message + _explain_dtypes(matmuls, str(dtype))
 
 
 def describe_unjitted_calls(
@@ -165,14 +156,59 @@ def describe_unjitted_calls(
   )
 
 
+def _format_operand_dtypes(eqn: core.JaxprEqn) -> str:
+  """Return ``float32``, or ``float32 @ bfloat16`` if the operands differ."""
+  return " @ ".join(dict.fromkeys(map(str, _matmuls.get_operand_dtypes(eqn))))
+
+
+def _explain_dtypes(matmuls: list[core.JaxprEqn], dtype: str) -> str:
+  """Explain why autocast casts none of some matmuls.
+
+  Args:
+    matmuls: the matmuls.
+    dtype: the half precision.
+
+  Returns:
+    A sentence for each reason, after a space; empty if no reason is known.
+  """
+  operand_dtypes = [
+    set(map(str, _matmuls.get_operand_dtypes(eqn))) for eqn in matmuls
+  ]
+  explanation = ""
+  if any("float32" in x and x <= {"float32", dtype} for x in operand_dtypes):
+    explanation += (
+      " Matmuls of precision HIGHEST, also by jax.default_matmul_precision, and"
+      " matmuls marked with keep_float32 stay in float32."
+    )
+  if any(x <= {"bfloat16", "float16"} for x in operand_dtypes):
+    explanation += (
+      " A model that already computes in half precision needs no autocast."
+    )
+  # The result of a complex or float64 operand is not float32.
+  if any(
+    "float32" in x
+    and not x <= {"float32", dtype}
+    and _matmuls.has_float32_result(eqn)
+    for eqn, x in zip(matmuls, operand_dtypes, strict=True)
+  ):
+    explanation += (
+      " If one operand is float32 and the other one neither float32 nor"
+      f" {dtype}, the matmul is unchanged. Cast the other operand to float32."
+    )
+  return explanation
+
+
 def _flops_by_location(
-  closed_jaxpr: _eqns.ClosedJaxpr, unentered_eqns: Set[core.JaxprEqn]
+  closed_jaxpr: _eqns.ClosedJaxpr,
+  unentered_eqns: Set[core.JaxprEqn],
+  dtype: Any,
 ) -> tuple[dict[str, float], list[str]]:
   """Count the FLOPs of matmuls that autocast could not rewrite.
 
   Args:
     closed_jaxpr: the jaxpr before the rewrite.
     unentered_eqns: the equations that contain matmuls but can't be rewritten.
+    dtype: the half precision.
 
   Returns:
     For each location of such an equation, its fraction of the FLOPs of all
@@ -183,7 +219,7 @@ def _flops_by_location(
   for visit in _walk.walk(closed_jaxpr, _matmuls.subjaxprs_to_search):
     if _matmuls.has_exported_matmul(visit.eqn):
       exported_locations[_format_location(visit)] = None
-    if _matmuls.is_castable_matmul(visit.eqn):
+    if _matmuls.is_castable_matmul(visit.eqn, dtype):
       unentered_visit = next(
         (x for x in visit.self_and_ancestors if x.eqn in unentered_eqns), None
       )

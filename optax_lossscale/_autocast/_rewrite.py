@@ -2,10 +2,11 @@
 
 The rewrite evaluates nothing, and every variable keeps its type. It replaces a
 matmul with casts of its operands, the same matmul in half precision, and a cast
-of the result back to the float32 variable of the original matmul. All other
-equations stay the same objects, except that the jaxprs inside loops, branches
-and calls are rewritten, too. Where one matmul reads the result of another, XLA
-removes the pair of casts between them.
+of the result back to the float32 variable of the original matmul. An operand
+that is in half precision already needs no cast. All other equations stay the
+same objects, except that the jaxprs inside loops, branches and calls are
+rewritten, too. Where one matmul reads the result of another, XLA removes the
+pair of casts between them.
 
 The backward pass is not rewritten. JAX differentiates the rewritten forward
 pass: the derivative of a half-precision matmul is two half-precision matmuls,
@@ -122,7 +123,9 @@ class Rewriter:
     self._float32_filter = float32_filter
     self._program_weights = program_weights
     self._rule_transform = rule_transform
-    self._matmul_search = _matmuls.MatmulSearch(include_rule_matmuls=True)
+    self._matmul_search = _matmuls.MatmulSearch(
+      dtypes.operand, include_rule_matmuls=True
+    )
     # Rewriting a jaxpr twice would make two jaxprs, which JAX would trace,
     # lower and compile separately. The first cache finds a repeated call, the
     # second one an equal result for another call site.
@@ -191,7 +194,7 @@ class Rewriter:
 
   def _rewrite_eqn(self, eqn: core.JaxprEqn, ctx: _EqnContext) -> _EqnRewrite:
     """Rewrite an equation, which may contain jaxprs."""
-    if _matmuls.is_castable_matmul(eqn):
+    if _matmuls.is_castable_matmul(eqn, self._dtypes.operand):
       tagged_eqn = ctx.weights.tag_with_weight(eqn)
       matches = self._match_filter(
         lambda: [ctx.location.locate(tagged_eqn, ctx.jaxpr)]
@@ -280,7 +283,7 @@ class Rewriter:
       # perturbed inputs, and older versions of JAX then lose the traced rule.
       can_trace_rule = has_matmuls or not rule.symbolic_zeros
       locations, is_complete = _matmuls.find_rule_matmuls(
-        tagged_eqn, location, paths, can_trace_rule
+        tagged_eqn, location, paths, self._dtypes.operand, can_trace_rule
       )
       if not has_matmuls and len(locations) == 1:
         return _EqnRewrite([eqn])  # It contains no matmul, so nothing to name.

@@ -118,6 +118,37 @@ def test_a_rule_stays_in_float32_if_it_is_marked():
   assert jaxprs.count_matmuls_by_dtype(jax.grad(half), TABLE)["float32"] == 1
 
 
+@jax.custom_vjp
+def lookup_in_half(table, ids):
+  return table[ids]
+
+
+def lookup_in_half_backward(kept, g):
+  size, ids = kept
+  return jax.nn.one_hot(ids, size, dtype=jnp.float16).T @ g, None
+
+
+lookup_in_half.defvjp(
+  lambda t, i: (t[i], (t.shape[0], i)), lookup_in_half_backward
+)
+
+
+def test_a_matmul_of_a_rule_with_an_operand_in_half_precision_is_cast():
+  loss = lambda table: jnp.sum(lookup_in_half(table, IDS) ** 2)
+  half = jax.grad(ols.autocast(loss))
+  assert set(jaxprs.count_matmuls_by_dtype(half, TABLE)) == {"float16"}
+  assert_close(half(TABLE), jax.grad(loss)(TABLE))
+
+
+def test_a_matmul_of_a_rule_with_an_operand_in_half_precision_may_be_named():
+  def loss(table):
+    with jax.named_scope("embed"):
+      return jnp.sum(lookup_in_half(table, IDS) ** 2)
+
+  kept = jax.grad(ols.autocast(loss, keep_float32="embed"))
+  assert set(jaxprs.count_matmuls_by_dtype(kept, TABLE)) == {"float32"}
+
+
 def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
   @jax.custom_vjp
   def fun(x, frozen):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.diagnostics._comparison import _program
+from optax_lossscale.diagnostics._comparison import _matmul_table
 
 X = normal(4, 8, seed=1)
 
@@ -147,7 +147,7 @@ def assert_names_select(nests):
   except (NotImplementedError, TypeError, ValueError):
     return False  # JAX cannot do it without us.
   grad = lambda **kwargs: jax.grad(ols.autocast(loss, **kwargs))
-  rows = _program.MatmulTable(jax.make_jaxpr(grad())(params, X))
+  rows = _matmul_table.MatmulTable(jax.make_jaxpr(grad())(params, X))
   names = {
     (row.names.param_path, name)
     for row, name in zip(rows.sites, rows.names, strict=True)
@@ -269,7 +269,7 @@ def test_keeping_a_name_removes_only_its_rows(seeds):
 
     def rows_of(loss=loss, **kwargs):
       grad = jax.grad(ols.autocast(loss, **kwargs))
-      rows = _program.MatmulTable(
+      rows = _matmul_table.MatmulTable(
         jax.make_jaxpr(grad)(PARAMS, normal(8, 8, seed=9))
       )
       return dict(zip(rows.sites, rows.names, strict=True))

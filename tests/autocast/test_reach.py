@@ -71,6 +71,12 @@ def test_an_opaque_primitive_is_reported_with_its_flops_share_and_line(name):
   np.testing.assert_allclose(out, part(A, B) + A @ B, rtol=0.01, atol=0.01)
 
 
+def test_an_opaque_matmul_with_an_operand_in_half_precision_is_reported():
+  half = ols.autocast(lambda a, b: with_a_batching_rule(a, b) + a @ b)
+  with pytest.warns(UserWarning, match=r"custom_vmap_call .*\(50\.0% of the"):
+    jax.jit(half)(A, B.astype("float16"))
+
+
 def test_the_flops_share_counts_each_execution():
   def fun(a, b):
     step = lambda c, _: (linear(a, c), None)

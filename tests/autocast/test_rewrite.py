@@ -115,6 +115,102 @@ def test_a_ragged_dot_runs_in_half_precision():
   assert_same_bits(gradient(half), gradient(loss))
 
 
+HALVES = ["float16", "bfloat16"]
+MIXED_OPERANDS = {
+  "the second": (A, B.astype("float16")),
+  "the first": (A.astype("float16"), B),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_OPERANDS)
+def test_a_matmul_with_an_operand_in_half_precision_is_cast(name):
+  operands = MIXED_OPERANDS[name]
+  assert_same_bits(jax.jit(ols.autocast(jnp.matmul))(*operands), EXACT)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_of_an_operand_in_half_precision_equal_a_hand_cast_model(
+  dtype,
+):
+  def loss(x, w, v):
+    return jnp.sum(jnp.tanh(x @ w) @ v + v @ (x @ w))
+
+  def by_hand(x, w, v):
+    dot = lambda a, b: jnp.float32(a.astype(dtype) @ b.astype(dtype))
+    return jnp.sum(dot(jnp.tanh(dot(x, w)), v) + dot(v, dot(x, w)))
+
+  args = A, B.astype(dtype), A.T.astype(dtype)
+  half, expected = (
+    jax.value_and_grad(f, (0, 1, 2))
+    for f in (ols.autocast(loss, dtype), by_hand)
+  )
+  assert set(jaxprs.count_matmuls_by_dtype(half, *args)) == {dtype}
+  _, grads = jax.eval_shape(half, *args)
+  assert [str(g.dtype) for g in grads] == ["float32", dtype, dtype]
+  assert_same_bits(jax.jit(half)(*args), jax.jit(expected)(*args))
+
+
+def test_cotangents_of_matmuls_with_float16_weights_are_summed_in_float32():
+  frozen = jnp.full((4, 4), 10_000.0, jnp.float16)
+  loss = ols.autocast(lambda x: jnp.sum(x @ frozen) + jnp.sum(x @ frozen))
+  assert_same_bits(
+    jax.grad(loss)(jnp.eye(4)), jnp.full((4, 4), 80_000.0, jnp.float32)
+  )
+
+
+@pytest.mark.parametrize("dtype, other", [HALVES, HALVES[::-1]])
+def test_a_matmul_with_an_operand_in_the_other_half_precision_is_unchanged(
+  dtype, other
+):
+  fun = lambda a, b: (a @ b.astype(other), a @ b)
+  jaxpr = jax.make_jaxpr(ols.autocast(fun, dtype))(A, B)
+  first, second = (e for e in jaxpr.eqns if e.primitive.name == "dot_general")
+  operand_dtypes = [
+    [str(v.aval.dtype) for v in e.invars] for e in (first, second)
+  ]
+  assert operand_dtypes == [["float32", other], [dtype, dtype]]
+
+
+def test_a_result_that_is_not_float32_keeps_the_operands_of_its_matmul():
+  def fun(a, b):
+    return jnp.matmul(
+      a, jnp.float16(b), preferred_element_type="float16"
+    ), a @ a
+
+  jaxpr = jax.make_jaxpr(ols.autocast(fun))(A, B)
+  dtypes = [
+    str(eqn.invars[0].aval.dtype)
+    for eqn in jaxpr.eqns
+    if eqn.primitive.name == "dot_general"
+  ]
+  assert dtypes == ["float32", "float16"]
+
+
+def test_a_ragged_dot_with_weights_in_half_precision_is_cast():
+  x, w = jnp.ones((6, 4)), jnp.ones((2, 4, 3), jnp.float16)
+  fun = lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 4]))
+  half = ols.autocast(fun)
+  assert "ragged_dot_general" in jaxprs.list_half_primitives(half, x, w)
+  assert_same_bits(half(x, w), fun(x, w))
+
+
+@pytest.mark.parametrize("keep", ["the function", "the name"])
+def test_a_kept_matmul_with_an_operand_in_half_precision_is_unchanged(keep):
+  def project(x, w):
+    with jax.named_scope("project"):
+      return x @ w
+
+  fun = ols.keep_float32(project) if keep == "the function" else project
+  names = ["project"] if keep == "the name" else []
+  loss = lambda f: lambda x, w: jnp.sum(f(x, w)) + jnp.sum(x @ x)
+  kept = ols.autocast(loss(fun), keep_float32=names)
+  args = A, B.astype("float16")
+  grads = jax.grad(kept, (0, 1))
+  counts = jaxprs.count_matmuls_by_dtype(grads, *args)
+  assert counts == {"float32": 3, "float16": 3}
+  assert_same_bits(grads(*args)[1], jax.grad(loss(project), 1)(*args))
+
+
 def test_the_branch_of_a_platform_runs_in_half_precision():
   def fun(a, b):
     return lax.platform_dependent(
@@ -245,6 +341,10 @@ def test_a_function_without_matmuls_warns_at_the_users_line():
 
 
 IN_HALF = "A model that already computes in half precision needs no autocast."
+MIXED = (
+  "If one operand is float32 and the other one neither float32 nor float16, the"
+  " matmul is unchanged. Cast the other operand to float32."
+)
 
 
 @pytest.mark.parametrize(
@@ -264,12 +364,29 @@ IN_HALF = "A model that already computes in half precision needs no autocast."
       "only some in bfloat16 and float32. Matmuls of precision HIGHEST",
     ),
     (lambda x: x.astype(int) @ x.astype(int), "only some in int32."),
+    (lambda x: x @ bfloat16(x), f"only some in float32 @ bfloat16. {MIXED}"),
+    (lambda x: bfloat16(x) @ x, f"only some in bfloat16 @ float32. {MIXED}"),
+    (
+      lambda x: x.astype(int) @ x + bfloat16(x) @ bfloat16(x),
+      f"only some in bfloat16 and int32 @ float32. {IN_HALF} {MIXED}",
+    ),
+    (
+      ols.keep_float32(lambda x: x @ x.astype("float16")),
+      "only some in float32 @ float16. Matmuls of precision HIGHEST, also by"
+      " jax.default_matmul_precision, and matmuls marked with keep_float32 stay"
+      " in float32.\n",
+    ),
+    (
+      lambda x: x.astype("float16") @ bfloat16(x),
+      f"only some in float16 @ bfloat16. {IN_HALF}\n",
+    ),
+    (lambda x: x @ (1j * x), "only some in float32 @ complex64.\n"),
   ],
 )
 def test_the_warning_names_the_dtypes_of_unchanged_matmuls(fun, text):
   with pytest.warns(UserWarning, match="had no effect") as caught:
     ols.autocast(fun)(jnp.eye(3))
-  assert text in str(caught[0].message)
+  assert text in f"{caught[0].message}\n"
 
 
 def bfloat16(x):
@@ -423,6 +540,12 @@ def test_operands_results_and_backward_rules_have_separate_dtypes():
   half = THREE_DTYPES.uniform(jnp.dtype("float16"))
   matmuls = [x for x in backward if x[2] != THREE_DTYPES]
   assert matmuls and set(matmuls) == {("float16", "float16", half)}
+
+
+def test_an_operand_in_the_dtype_of_the_operands_is_cast_with_its_matmul():
+  cast = autocast_with(THREE_DTYPES, lambda a, b: a @ b)
+  assert dtypes_of(*tagged(cast, A, bfloat16(B)))[0] == "bfloat16"
+  assert not tagged(cast, A, B.astype("float16"))
 
 
 def test_the_rule_of_a_tangent_has_the_dtypes_of_the_forward_pass():
