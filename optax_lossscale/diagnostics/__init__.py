@@ -6,11 +6,7 @@ values. ``precision_report`` reads only shapes. Use ``finite_per_leaf`` and the
 probes inside ``jit``.
 """
 
-from optax_lossscale.diagnostics._check_step import (
-  check_step,
-  Problem,
-  StepCheck,
-)
+from optax_lossscale.diagnostics._check_step import check_step, StepCheck
 from optax_lossscale.diagnostics._comparison._compare_precision import (
   compare_precision,
 )
@@ -30,10 +26,13 @@ from optax_lossscale.diagnostics._leaves import (
   NonfiniteLeaf,
 )
 from optax_lossscale.diagnostics._overflow._find_overflow import find_overflow
-from optax_lossscale.diagnostics._overflow._report import Operand, Overflow
-from optax_lossscale.diagnostics._precision_report import (
-  Flops,
+from optax_lossscale.diagnostics._overflow._operand import Operand
+from optax_lossscale.diagnostics._overflow._report import Overflow
+from optax_lossscale.diagnostics._precision._precision_report import (
   precision_report,
+)
+from optax_lossscale.diagnostics._precision._report import (
+  Flops,
   PrecisionReport,
   Risk,
   UnconvertedMatmul,
@@ -44,6 +43,7 @@ from optax_lossscale.diagnostics._probes import (
   probe_metrics,
   probe_update_kwargs,
 )
+from optax_lossscale.diagnostics._problems import Problem
 
 __all__ = [
   "ArrayError",

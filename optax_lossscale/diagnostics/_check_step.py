@@ -14,8 +14,10 @@ import numpy as np
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
-  _precision_report,
+  _problems,
+  _progress,
   _report_format,
+  _returned_values,
   _scaling_mistakes,
   _tracing,
 )
@@ -25,36 +27,14 @@ from optax_lossscale.diagnostics._comparison import (
 )
 from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
+from optax_lossscale.diagnostics._precision import _precision_report
+from optax_lossscale.diagnostics._precision import (
+  _report as _precision_data,
+)
 
 # The printed report has at most 20 lines: longer lists are cut.
 _MAX_PROBLEMS = 4
 _MAX_NOT_CHECKED = 3
-
-
-class Problem(NamedTuple):
-  """A problem of a training step.
-
-  Attributes:
-    cause: the fault, with a number.
-    fix: the fix; a line of code if possible.
-    keep_float32: the layers to pass to ``keep_float32=`` of
-      :func:`optax_lossscale.autocast`, if that is the fix; else empty.
-    loss_scale: the loss scale to set, if that is the fix; else None.
-
-  Examples:
-    >>> from optax_lossscale import diagnostics
-    >>> problem = diagnostics.Problem(
-    ...   "up overflows in the forward pass.",
-    ...   "ols.autocast(loss_fn, keep_float32='up')",
-    ...   keep_float32=("up",))
-    >>> print(problem.loss_scale)
-    None
-  """
-
-  cause: str
-  fix: str
-  keep_float32: tuple[str, ...] = ()
-  loss_scale: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +66,10 @@ class StepCheck(_report_format.PrintedReport):
     (True, 'the loss is scaled once, by the state that update holds')
   """
 
-  problems: tuple[Problem, ...]
+  problems: tuple[_problems.Problem, ...]
   passed: tuple[str, ...]
   not_checked: tuple[str, ...]
-  precision: _precision_report.PrecisionReport
+  precision: _precision_data.PrecisionReport
   overflow: _overflow_report.Overflow | None
   comparison: _comparison_report.PrecisionComparison | None
 
@@ -136,7 +116,8 @@ def check_step(
 
   Combines :func:`precision_report`, :func:`find_overflow` and
   :func:`compare_precision` with ``search="bisect"``. Fix the first problem, and
-  check the step again: an overflow hides all that follows it.
+  check the step again: an overflow hides all that follows it. If several
+  processes train together, call it in each of them: all get the same report.
 
   Args:
     fun: the training step: a function that ``jax.jit`` could take and that
@@ -178,181 +159,142 @@ def check_step(
     ['first', 'second']
   """
   with _tracing.trace_on_host(
-    "check_step", fun, args, kwargs, progress=progress
-  ) as (traced, progress_line):
-    if not traced.grad_outputs and not traced.unreached_locations:
+    "check_step", fun, args, kwargs, progress=progress, check_results=True
+  ) as (full_traced, progress_line):
+    if not full_traced.grad_outputs and not full_traced.unreached_locations:
       raise ValueError(
         "check_step needs a training step that calls update of"
         f" with_loss_scaling, got {getattr(fun, '__name__', fun)}, which does"
-        " not. For a gradient alone, use find_overflow and compare_precision."
+        " not, or passes no gradients to it: a filter may select no parameter."
+        " For a gradient alone, use find_overflow and compare_precision."
       )
-    precision = _precision_report.report_traced(traced, np.dtype(jnp.float16))
-    search_result = _find_overflow.search_traced(traced, progress_line)
-    comparison = None
-    if traced.grad_outputs:
-      comparison = _compare_precision.compare_traced(
-        traced, "bisect", progress_line
-      )
-  return _build_step_check(traced, precision, search_result, comparison)
+    # The updates are needed only if no parameter changes.
+    traced = full_traced.drop_kinds({"new_updates"})
+    updates = full_traced.restrict_to_kinds({"new_updates"})
+    results = _run_reports(traced, updates, progress_line)
+    problems, passed = _judge_results(traced, results, progress_line)
+  limitations = [*results.returned.limitations]
+  limitations += _describe_unchecked(traced, results)
+  return StepCheck(
+    problems=tuple(problems),
+    passed=tuple(passed),
+    not_checked=tuple(dict.fromkeys(limitations)),
+    precision=results.precision,
+    overflow=results.search.origin,
+    comparison=results.comparison and results.comparison.report,
+  )
 
 
-def _build_step_check(
+class _Results(NamedTuple):
+  """The results of all reports on a step."""
+
+  precision: _precision_data.PrecisionReport
+  search: _find_overflow.SearchResult
+  comparison: _compare_precision.ComparisonResult | None
+  returned: _returned_values.ReturnedValues
+
+
+def _run_reports(
   traced: _tracing.TracedFunction,
-  precision: _precision_report.PrecisionReport,
-  search_result: _find_overflow.SearchResult,
-  comparison: _compare_precision.ComparisonResult | None,
-) -> StepCheck:
+  updates: _tracing.TracedFunction,
+  progress: _progress.ProgressLine,
+) -> _Results:
+  """Run all reports on a step, and on the function that returns its updates."""
+  # The step is run, so it need not be said that a branch may not be taken.
+  precision = _precision_report.report_traced(
+    traced._replace(cond_branch_locations=[]), np.dtype(jnp.float16)
+  )
+  search = _find_overflow.search_traced(traced, progress)
+  comparison = None
+  if traced.grad_outputs:
+    comparison = _compare_precision.compare_traced(
+      traced, "bisect", progress, search.outs
+    )
+  if comparison is None:  # Otherwise it has measured the scaling in float32.
+    search.mistakes.extend(_find_overflow.measure_scaling(traced, search))
+  returned = _returned_values.check_returned_values(
+    traced, updates, search.run_step, search.outs
+  )
+  return _Results(precision, search, comparison, returned)
+
+
+def _judge_results(
+  traced: _tracing.TracedFunction,
+  results: _Results,
+  progress: _progress.ProgressLine,
+) -> tuple[list[_problems.Problem], list[str]]:
+  """Return the problems of a step, and the checks that passed."""
+  precision, search, comparison, returned = results
   mistakes = [
-    *search_result.mistakes,
+    *returned.mistakes,
+    *search.mistakes,
     *(comparison.mistakes if comparison else ()),
   ]
   # A step may skip update on purpose, for example to accumulate gradients. It
   # is a problem only together with an overflow: the branch may test for it.
+  has_run = _scaling_mistakes.UPDATE_NOT_RUN not in search.mistakes
   is_problem = lambda x: (
-    x is not _scaling_mistakes.UPDATE_NOT_RUN or search_result.origin
+    x is not _scaling_mistakes.UPDATE_NOT_RUN or search.origin
   )
   unique_mistakes = filter(is_problem, dict.fromkeys(mistakes))
-  problems = [Problem(*mistake) for mistake in unique_mistakes]
-  report = comparison and comparison.report
-  numeric_problems = _find_numeric_problems(
-    search_result.origin, report, _get_loss_scale(traced)
-  )
-  passed = list(_describe_sound_scaling(traced, bool(problems), search_result))
+  problems = [_problems.Problem(*mistake) for mistake in unique_mistakes]
+  numeric_problems = _find_numeric_problems(traced, results, has_run, progress)
+  passed: list[str] = []
+  if not problems and not numeric_problems:
+    passed += _describe_sound_scaling(traced, has_run)
+  passed += returned.passed
   if precision.fraction and precision.total_flops:
     passed.append(
       f"{precision.fraction:.1%} of the matmul and convolution FLOPs run in"
       f" {precision.dtype}"
     )
-  if comparison and not numeric_problems:
+  if comparison and has_run and not numeric_problems:
     passed += _describe_errors(comparison)
-  limitations = list(
-    _describe_unchecked(traced, precision, search_result, comparison)
-  )
-  return StepCheck(
-    problems=(*problems, *numeric_problems),
-    passed=tuple(passed),
-    not_checked=tuple(dict.fromkeys(limitations)),
-    precision=precision,
-    overflow=search_result.origin,
-    comparison=report,
-  )
-
-
-def _get_loss_scale(traced: _tracing.TracedFunction) -> float | None:
-  """Return the loss scale of the step; None if there are several."""
-  scales = [traced.inputs[i] for i in traced.scale_indices]
-  values = {x for scale in scales for x in np.ravel(scale).tolist()}
-  return values.pop() if len(values) == 1 else None
+  return [*problems, *numeric_problems], passed
 
 
 def _find_numeric_problems(
-  origin: _overflow_report.Overflow | None,
-  report: _comparison_report.PrecisionComparison | None,
-  scale: float | None,
-) -> list[Problem]:
-  """Return the problems with overflow, or else with lost precision."""
-  problems: list[Problem] = []
-  if report is not None and report.reference_is_finite:
-    problems += _find_precision_problems(report, scale)
-  # The comparison only knows matmuls. If it explains nothing, report the
-  # overflow of another operation.
-  return problems or [_as_problem(x) for x in (origin,) if x is not None]
+  traced: _tracing.TracedFunction,
+  results: _Results,
+  has_run: bool,
+  progress: _progress.ProgressLine,
+) -> list[_problems.Problem]:
+  """Return the problems with overflow, lost precision and zero gradients.
 
-
-def _find_precision_problems(
-  report: _comparison_report.PrecisionComparison, scale: float | None
-) -> Iterator[Problem]:
-  log2_change = report.suggested_log2_scale_change
-  if report.reference_is_zero:
-    yield Problem(
-      "All gradients are zero, in float32 too, so they cannot be compared.",
-      "Check a batch that has gradients.",
-    )
-  elif report.overflowing:
-    forward_rows = {row.name: row for row in report.matmuls if not row.backward}
-    for name in report.overflowing:
-      amax = forward_rows[name].amax
-      # Not from the dtype of the report, which may be two dtypes.
-      dtype_max = amax * 2.0 ** forward_rows[name].log2_headroom
-      yield _suggest_float32(
-        name,
-        f"{name} overflows in the forward pass: max abs {amax:.2g},"
-        f" {report.dtype} ends at {dtype_max:.5g}.",
-      )
-  elif log2_change < 0:
-    yield _suggest_rescale(
-      "The backward pass overflows, so this step is skipped", log2_change, scale
-    )
-  elif log2_change > 0:
-    worst_array = report.inaccurate_arrays[0]
-    yield _suggest_rescale(
-      f"{worst_array.name} underflows in the backward pass: relative error"
-      f" {worst_array.error:.2g}",
-      max(log2_change - 1, 1),  # Leave a factor of two of headroom.
-      scale,
-    )
-  else:
-    for name in report.outliers:
-      error = max(
-        row.isolated_error for row in report.matmuls if row.name == name
-      )
-      yield _suggest_float32(
-        name,
-        f"{name} loses precision in {report.dtype}: relative error {error:.2g}"
-        " from this layer alone.",
-      )
-
-
-def _suggest_float32(name: str, cause: str) -> Problem:
-  fix = f"ols.autocast(loss_fn, keep_float32={name!r})"
-  return Problem(cause, fix, keep_float32=(name,))
-
-
-def _suggest_rescale(
-  cause: str, log2_change: int, scale: float | None
-) -> Problem:
-  if scale is None:
-    verb = "Raise" if log2_change > 0 else "Lower"
-    fix = f"{verb} the loss scale by 2**{abs(log2_change)}."
-    return Problem(f"{cause}.", fix)
-  new_scale = scale * 2.0**log2_change
-  fix = f"opt_state = ols.set_loss_scale(opt_state, {new_scale:g})"
-  if log2_change < 0:
-    fix += "; a dynamic loss scale also decreases on its own"
-  cause = f"{cause} (loss scale {scale:g})."
-  return Problem(cause, fix, loss_scale=new_scale)
-
-
-def _as_problem(origin: _overflow_report.Overflow) -> Problem:
-  if origin.primitive == "argument":
-    return Problem(
-      f"The argument {origin.eqn_path} holds {origin.kind}.", origin.fix
-    )
-  direction = "backward" if origin.backward else "forward"
-  location = origin.name or origin.source_line or origin.eqn_path
-  operands_text = f" of {', '.join(map(str, origin.inputs[:2]))}" * bool(
-    origin.inputs
+  Args:
+    traced: the step.
+    results: the results of all reports.
+    has_run: whether any `update` ran.
+    progress: the progress line.
+  """
+  _, search, comparison, returned = results
+  report = comparison.report if comparison and has_run else None
+  loss_scale = _problems.LossScale.from_step(
+    traced, can_decrease=not (returned.mistakes or search.mistakes)
   )
-  cause = (
-    f"{origin.primitive} in {location} returns {origin.kind} in the {direction}"
-    f" pass{operands_text}."
+  problems = _problems.find_numeric_problems(search.origin, report, loss_scale)
+  if search.origin is not None:
+    return problems
+  absorbed_infs = _find_overflow.find_absorbed_infs(traced, search, progress)
+  problems += [
+    _problems.as_absorbed_inf_problem(*pair) for pair in absorbed_infs
+  ]
+  return problems or list(
+    _problems.find_zero_grad_problems(
+      traced, search.outs, search.run_step, report, loss_scale
+    )
   )
-  return Problem(cause, origin.fix)
 
 
 def _describe_sound_scaling(
-  traced: _tracing.TracedFunction,
-  has_mistakes: bool,
-  search_result: _find_overflow.SearchResult,
+  traced: _tracing.TracedFunction, has_run: bool
 ) -> Iterator[str]:
-  if has_mistakes:
-    return
   measured_mask = [
     grad.expected_ratio is not None for grad in traced.grad_outputs
   ]
-  if measured_mask and all(measured_mask) and search_result.origin is None:
+  if measured_mask and all(measured_mask):
     yield "the loss is scaled once, by the state that update holds"
-  if search_result.origin is None:
+  if has_run:
     yield "the gradients are finite"
 
 
@@ -374,14 +316,12 @@ def _describe_errors(
 
 
 def _describe_unchecked(
-  traced: _tracing.TracedFunction,
-  precision: _precision_report.PrecisionReport,
-  search_result: _find_overflow.SearchResult,
-  comparison: _compare_precision.ComparisonResult | None,
+  traced: _tracing.TracedFunction, results: _Results
 ) -> Iterator[str]:
+  precision, search, comparison, _ = results
   if (
-    _scaling_mistakes.UPDATE_NOT_RUN in search_result.mistakes
-    and search_result.origin is None
+    _scaling_mistakes.UPDATE_NOT_RUN in search.mistakes
+    and search.origin is None
   ):
     yield "the gradients: update is in a branch that was not taken"
   if any(grad.expected_ratio is None for grad in traced.grad_outputs):
@@ -389,7 +329,7 @@ def _describe_unchecked(
       "how the loss is scaled: some gradients do not depend on a loss scale"
       " (they are arguments of the step, or scaled by a constant)"
     )
-  elif search_result.origin is not None:
+  elif search.origin is not None:
     yield "whether gradients are unscaled once, since they are not finite"
   if precision.total_flops and not precision.fraction:
     yield (
@@ -397,7 +337,10 @@ def _describe_unchecked(
       " ols.autocast(loss_fn) casts them"
     )
   elif comparison is None:
-    yield "the precision of each layer: autocast casts no matmul of this step"
+    yield (
+      "the precision of each layer: autocast casts no matmul on which the"
+      " gradients depend"
+    )
   yield from comparison.report.limitations if comparison else ()
   yield from precision.limitations
-  yield from search_result.limitations
+  yield from search.limitations

@@ -1,11 +1,10 @@
 """Trace a function with any arguments to a jaxpr with all outputs to check.
 
 Arrays in the arguments become inputs of the jaxpr, and the float results become
-its outputs. Three kinds of values that a training step need not return become
-outputs, too, so that every report sees them: the gradients that ``update``
-receives and those that ``value_and_grad`` returns, which have a tag (a
-``checkpoint_name``, see ``_tags``); and arrays that the function changes in its
-arguments, such as a model of Flax NNX.
+its outputs. Values that a training step need not return become outputs, too
+(see ``_outputs``), so that every report sees them: the gradients that
+``update`` receives and those that ``value_and_grad`` returns, and arrays that
+the function changes in its arguments, such as a model of Flax NNX.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,20 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import (
-  _arrays,
-  _checks,
-  _flattening,
-  _paths,
-  _tags,
+from optax_lossscale import _arrays, _checks, _flattening
+from optax_lossscale._jaxprs import _avals, _eqns, _harvest, _higher_order
+from optax_lossscale.diagnostics import (
+  _absorbed_infs,
+  _mistakes,
+  _outputs,
+  _progress,
+  _scale_dependence,
 )
-from optax_lossscale._jaxprs import (
-  _avals,
-  _eqns,
-  _harvest,
-  _higher_order,
-)
-from optax_lossscale.diagnostics import _progress, _scaling_mistakes
 
 
 class TracedFunction(NamedTuple):
@@ -49,20 +43,23 @@ class TracedFunction(NamedTuple):
     cond_branch_locations: the locations of ``cond`` branches with gradients,
       which may not be taken.
     scale_indices: the indices of the inputs that are loss scales.
+    lowest_scale: the lowest loss scale that all policies allow; None if it is
+      unknown.
     mistakes: mistakes in how the gradients are scaled.
   """
 
   closed_jaxpr: _eqns.ClosedJaxpr
   inputs: list[Any]
   input_names: list[str]
-  outputs: list[_scaling_mistakes.Output]
+  outputs: list[_scale_dependence.Output]
   unreached_locations: list[str]
   cond_branch_locations: list[str]
   scale_indices: frozenset[int]
-  mistakes: list[_scaling_mistakes.Mistake]
+  lowest_scale: float | None
+  mistakes: list[_mistakes.Mistake]
 
   @property
-  def grad_outputs(self) -> list[_scaling_mistakes.Output]:
+  def grad_outputs(self) -> list[_scale_dependence.Output]:
     """The gradients that an optimizer receives."""
     return [output for output in self.outputs if output.kind == "grads"]
 
@@ -74,6 +71,12 @@ class TracedFunction(NamedTuple):
   def restrict_to_kinds(self, kinds: Collection[str]) -> "TracedFunction":
     """Return the function without the outputs of other kinds."""
     return self.restrict_outputs([out.kind in kinds for out in self.outputs])
+
+  def drop_kinds(self, kinds: Collection[str]) -> "TracedFunction":
+    """Return the function without the outputs of these kinds."""
+    return self.restrict_outputs(
+      [out.kind not in kinds for out in self.outputs]
+    )
 
   def restrict_outputs(self, output_mask: Sequence[bool]) -> "TracedFunction":
     """Return the function with only the outputs in the mask."""
@@ -94,11 +97,12 @@ def trace_on_host(
   kwargs: Any,
   *,
   progress: bool,
+  check_results: bool = False,
 ) -> Iterator[tuple[TracedFunction, _progress.ProgressLine]]:
   """Trace a function, and set the context in which to run its jaxpr.
 
-  In the context, JAX does not raise on NaN or inf, and ``jit`` is enabled. The
-  progress line also covers the tracing.
+  In the context, JAX raises neither on NaN or inf nor if a random key is used
+  twice, and ``jit`` is enabled. The progress line also covers the tracing.
 
   Args:
     caller: the name of the public function, for messages.
@@ -106,6 +110,7 @@ def trace_on_host(
     args: its arguments.
     kwargs: its keyword arguments.
     progress: whether to write a progress line.
+    check_results: see :func:`trace`.
 
   Yields:
     The :class:`TracedFunction`, and the progress line.
@@ -120,9 +125,17 @@ def trace_on_host(
     ).refresh_in_background() as progress_line,
     jax.debug_nans(False),
     jax.debug_infs(False),
+    jax.debug_key_reuse(False),
     jax.disable_jit(False),
   ):
-    traced = trace(caller, fun, args, kwargs, allow_abstract=False)
+    traced = trace(
+      caller,
+      fun,
+      args,
+      kwargs,
+      allow_abstract=False,
+      check_results=check_results,
+    )
     _check_no_dropped_scans(caller, traced.closed_jaxpr)
     with _set_explicit_mesh(traced.inputs):
       yield traced, progress_line
@@ -151,6 +164,7 @@ def trace(
   kwargs: Any,
   *,
   allow_abstract: bool,
+  check_results: bool = False,
 ) -> TracedFunction:
   """Trace a function once, with its arrays as inputs of the jaxpr.
 
@@ -162,6 +176,8 @@ def trace(
     args: its arguments.
     kwargs: its keyword arguments.
     allow_abstract: whether arguments may be ``jax.ShapeDtypeStruct``.
+    check_results: whether to add the outputs that show what becomes of the
+      results of ``update``, and which infs of the forward pass disappear.
 
   Returns:
     A :class:`TracedFunction`.
@@ -182,10 +198,10 @@ def trace(
   input_mask = list(map(_is_input, flat_args.leaves))
   input_names = list(itertools.compress(flat_args.names, input_mask))
   inputs = list(
-    map(_as_input, itertools.compress(flat_args.leaves, input_mask))
+    map(_avals.read_ref, itertools.compress(flat_args.leaves, input_mask))
   )
   _check_inputs(caller, input_names, inputs, allow_abstract)
-  outputs: list[_scaling_mistakes.Output] = []
+  outputs: list[_scale_dependence.Output] = []
 
   def call_flat(fun: Callable[..., Any], *tracers: Any) -> list[Any]:
     arrays = iter(tracers)
@@ -195,13 +211,16 @@ def trace(
     ]
     call_trees = flat_args.unflatten(call_leaves)
     call_kwargs = dict(zip(kwarg_names, call_trees[len(args) :], strict=True))
-    output_pairs = _collect_float_results(
-      fun(*call_trees[: len(args)], **call_kwargs)
-    )
+    result = fun(*call_trees[: len(args)], **call_kwargs)
+    output_pairs = _outputs.collect_float_results(result)
     flat_after_call = flatten(call_trees)
     if flat_after_call.structure == flat_args.structure:
-      output_pairs += _collect_changed_arguments(
+      output_pairs += _outputs.collect_changed_arguments(
         flat_args.names, call_leaves, flat_after_call.leaves
+      )
+    if check_results:
+      output_pairs += _outputs.collect_scale_states(
+        result, call_trees, call_leaves
       )
     # The descriptions are Python objects, which a traced function cannot
     # return. The list is overwritten if the function is traced a second time.
@@ -212,13 +231,17 @@ def trace(
     *inputs
   )
   closed_jaxpr = _trace_or_unwrap(caller, fun, trace_fun)
+  if check_results:
+    closed_jaxpr = _absorbed_infs.tag_absorbed_operands(closed_jaxpr)
   harvest = _harvest.harvest_tagged_values(
-    closed_jaxpr, _get_capture_fn, _is_unscaled_tag
+    closed_jaxpr,
+    functools.partial(_outputs.get_capture_fn, check_results),
+    _outputs.is_optional_tag,
   )
   # A Ref in the arguments is copied, but one in a closure would be mutated.
   _check_no_ref_consts(harvest.closed_jaxpr)
-  outputs += _as_outputs(harvest.tagged_values)
-  dependence = _scaling_mistakes.check_dependence(
+  outputs += _outputs.as_outputs(harvest.tagged_values)
+  dependence = _scale_dependence.check_dependence(
     harvest.closed_jaxpr, input_names, outputs
   )
   traced = TracedFunction(
@@ -229,8 +252,15 @@ def trace(
     harvest.unreached_labels,
     harvest.cond_labels,
     dependence.scale_indices,
+    dependence.lowest_scale,
     dependence.mistakes,
   )
+  if check_results:
+    traced = traced._replace(
+      outputs=_outputs.distinguish_metrics(
+        traced.closed_jaxpr.jaxpr, traced.outputs
+      )
+    )
   # Drop unscaled gradients that reach no update, such as those of a metric.
   return traced.restrict_outputs(dependence.relevant_mask)
 
@@ -247,30 +277,6 @@ def _unwrap_partials(
     args, kwargs = (*fun.args, *args), {**fun.keywords, **kwargs}
     fun = fun.func
   return fun, args, kwargs
-
-
-def _collect_changed_arguments(
-  names: list[str], leaves: list[Any], leaves_after_call: list[Any]
-) -> list[tuple[_scaling_mistakes.Output, Any]]:
-  """Return the float arrays that a function changed in its arguments.
-
-  Flax NNX changes models and optimizers in place: their arrays are other
-  objects after the call. A Ref is the same object, and always included.
-  """
-  new_arrays = [
-    (name, new)
-    for name, old, new in zip(names, leaves, leaves_after_call, strict=True)
-    if new is not old and _is_float_array(new)
-  ]
-  ref_arrays = [
-    (name, ref[...])
-    for name, ref in zip(names, leaves, strict=True)
-    if _is_ref(ref) and _is_float_array(ref)
-  ]
-  return [
-    (_scaling_mistakes.Output("argument", name, 0), array)
-    for name, array in new_arrays + ref_arrays
-  ]
 
 
 def _trace_or_unwrap(
@@ -319,94 +325,10 @@ def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
     )
 
 
-def _get_capture_fn(name: str) -> Callable[[Any], Any] | None:
-  """Return how to capture a value with this tag; None if it is not needed."""
-  tag = _tags.parse_tag(name)
-  if tag is None or tag.kind.endswith("scale"):
-    return None
-  capture_fns = {
-    "applied": lambda x: x.astype(jnp.int8),
-    "unscaled": _nonfinite_indicator,
-  }
-  return capture_fns.get(tag.kind, lambda x: x)
-
-
-def _is_unscaled_tag(name: str) -> bool:
-  """Return whether a tag is on gradients that ``value_and_grad`` returned."""
-  tag = _tags.parse_tag(name)
-  return tag is not None and tag.kind == "unscaled"
-
-
-def _nonfinite_indicator(x: jax.Array) -> jax.Array:
-  """Return a scalar that is finite if and only if an array is.
-
-  It is zero for a finite array, so it stays finite if many of them are added.
-  """
-  nonfinite_part = jnp.where(jnp.isfinite(x), 0, jnp.abs(x))
-  return jnp.sum(nonfinite_part).astype(jnp.float32)
-
-
-def _as_outputs(
-  tagged_values: list[_harvest.TaggedValue],
-) -> list[_scaling_mistakes.Output]:
-  """Return outputs for tagged values, with the number of their ``update``.
-
-  If there are several updates, names begin with this number: ``[0]/``.
-  """
-  current_groups: dict[str, int] = {}
-  last_index: dict[str, int] = {}
-  outputs = []
-  for name, branches in tagged_values:
-    tag = _tags.parse_tag(name)
-    assert tag is not None  # Values with other tags are not captured.
-    kind = tag.kind.removeprefix("scaled_")
-    # The leaves of an update are in ascending order, so a lower index begins
-    # another update.
-    if tag.leaf_index <= last_index.get(kind, tag.leaf_index):
-      current_groups[kind] = current_groups.get(kind, -1) + 1
-    last_index[kind] = tag.leaf_index
-    outputs.append(
-      _scaling_mistakes.Output(kind, tag.path, current_groups[kind], branches)
-    )
-  return [
-    out._replace(name=f"[{out.group}]/{out.name}")
-    if current_groups[out.kind]
-    else out
-    for out in outputs
-  ]
-
-
 def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
   """Return a name for each positional argument."""
   names = _get_parameter_names(fun)[:num_args]
   return names + [f"args[{i}]" for i in range(len(names), num_args)]
-
-
-def _collect_float_results(
-  out: Any,
-) -> list[tuple[_scaling_mistakes.Output, Any]]:
-  """Return the float arrays in the result of a function, with their names.
-
-  The items of a tuple are separate results, such as a loss and gradients.
-  """
-  # Only plain tuples are split: a named tuple, a dict or a list is one result.
-  is_result = lambda x: type(x) is not tuple
-  results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
-  leaves = [
-    (i, (*outer_path, *inner_path), leaf)
-    for i, (outer_path, result) in enumerate(results)
-    for inner_path, leaf in jax.tree_util.tree_leaves_with_path(result)
-  ]
-  names = _paths.leaf_names(path for _, path, _ in leaves)
-  return [
-    (_scaling_mistakes.Output("result", name, i), leaf)
-    for name, (i, _, leaf) in zip(names, leaves, strict=True)
-    if _is_float_array(leaf)
-  ]
-
-
-def _is_float_array(leaf: Any) -> bool:
-  return _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
 
 
 def describe_unreached(locations: list[str]) -> list[str]:
@@ -418,20 +340,13 @@ def describe_unreached(locations: list[str]) -> list[str]:
 
 
 def _is_input(leaf: Any) -> bool:
-  if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or _is_ref(leaf):
+  if isinstance(
+    leaf, (jax.Array, jax.ShapeDtypeStruct)
+  ) or _avals.is_ref_object(leaf):
     return True
   # NumPy integers may be sizes and indices, which must stay concrete.
   is_numpy = isinstance(leaf, (np.ndarray, np.generic))
   return is_numpy and _arrays.is_inexact(leaf)
-
-
-def _is_ref(x: Any) -> bool:
-  return hasattr(x, "dtype") and _avals.is_ref(getattr(x, "aval", None))
-
-
-def _as_input(leaf: Any) -> Any:
-  """Return the array of an argument, or the current contents of a Ref."""
-  return leaf[...] if _is_ref(leaf) else leaf
 
 
 def _as_call_leaf(leaf: Any, array: Any) -> Any:
@@ -439,11 +354,11 @@ def _as_call_leaf(leaf: Any, array: Any) -> Any:
 
   The function may write to the Ref, and must not change the caller's.
   """
-  return jax.new_ref(array) if _is_ref(leaf) else array
+  return jax.new_ref(array) if _avals.is_ref_object(leaf) else array
 
 
 def _check_no_ref_consts(closed_jaxpr: _eqns.ClosedJaxpr) -> None:
-  if any(map(_is_ref, closed_jaxpr.consts)):
+  if any(map(_avals.is_ref_object, closed_jaxpr.consts)):
     raise TypeError(
       "fun closes over a jax.Ref, so running fun would change it. Pass the Ref"
       " as an argument, since arguments are copied."

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from helpers import exact_model, ROOT
+from helpers import exact_model, ROOT, sharded_reports
 import jax
 import numpy as np
 import pytest
@@ -34,6 +34,22 @@ def test_all_processes_skip_a_step_that_overflows_on_one(tmp_path, n_processes):
   assert expected[1].loss_scale_state.total_notfinite > 5
   for mode in ("jit", "shard_map"):
     assert_equal(tmp_path, n_processes, {mode: expected})
+
+
+def test_reports_are_the_same_on_all_processes(tmp_path):
+  """The last process alone has the row that overflows."""
+  with Processes(2, tmp_path, {"mode": "report"}) as processes:
+    processes.wait_for_success()
+  reports, others = (
+    json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)
+  )
+  assert reports == others
+  for name, case in sharded_reports.CASES.items():
+    assert case.text in reports[name]
+  # JAX traces pmap for the devices of one process.
+  for name, text in reports.items():
+    says_so = "the devices of other processes" in text
+    assert says_so == (name == "sound in pmap")
 
 
 def test_a_killed_process_does_not_block_the_rest_and_a_restart_continues(

@@ -12,7 +12,7 @@ from pathlib import Path
 import signal
 import sys
 
-from helpers import exact_model, sharding
+from helpers import exact_model, sharded_reports, sharding
 from helpers.sharded_runs import ShardedRun, ShardMapRun
 import jax
 from jax.experimental import multihost_utils
@@ -39,8 +39,12 @@ def main(config):
   )
   assert jax.device_count() == N_DEVICES
   assert jax.local_device_count() == n_local
-  mode = {"train": train, "train_and_save": train_and_save}[config["mode"]]
-  trees = mode(config)
+  modes = {
+    "train": train,
+    "train_and_save": train_and_save,
+    "report": write_reports,
+  }
+  trees = modes[config["mode"]](config)
   path = Path(config["folder"]) / f"{config['process_id']}.npz"
   np.savez(path, **flatten(trees))
 
@@ -103,6 +107,15 @@ def train_and_save(config):
         saver.save(checkpoint, carry)
         saver.wait_until_finished()
   return {"end": (*carry, ols.get_loss_scale_state(carry).loss_scale)}
+
+
+def write_reports(config):
+  """Write the texts of all reports to ``<folder>/<process_id>.json``."""
+  prepare = sharded_reports.prepare_report
+  reports = {name: prepare(name)() for name in sharded_reports.CASES}
+  path = Path(config["folder"]) / f"{config['process_id']}.json"
+  path.write_text(json.dumps(reports))
+  return {}
 
 
 def flatten(tree):

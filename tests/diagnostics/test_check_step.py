@@ -242,6 +242,17 @@ def test_a_function_without_an_update_is_refused():
     check_step(lambda x: x**2, jnp.ones(3))
 
 
+def test_an_update_without_gradients_is_refused():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(params, state):
+    updates, state = tx.update({}, state)
+    return optax.apply_updates(params, updates), state
+
+  with pytest.raises(ValueError, match="a filter may select no parameter"):
+    check_step(step, {}, tx.init({}))
+
+
 # The model of ``in_while`` cannot be differentiated, so it has no step.
 PLANTED = mark_slow_params(
   {"difference", "scores"},
@@ -263,10 +274,9 @@ def test_the_fixes_lead_to_a_step_without_problems(name):
   tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
   kwargs = {} if model.argnums is None else {"argnums": model.argnums}
 
-  def step_with(kept, scale):
+  def step_with(kept):
     def step(state, *args):
       cast = ols.autocast(model.loss_fn, keep_float32=kept)
-      state = state if scale is None else ols.set_loss_scale(state, scale)
       grads = ols.grad(cast, state, using=model.value_and_grad_fn, **kwargs)(
         *args
       )
@@ -275,15 +285,16 @@ def test_the_fixes_lead_to_a_step_without_problems(name):
     return step
 
   state = tx.init(jax.tree.map(jnp.asarray, ()))
-  kept, scale = [], None
+  kept = []
   for _ in range(5):
-    check = check_step(step_with(kept, scale), state, *model.args)
+    check = check_step(step_with(kept), state, *model.args)
     if check.is_sound:
       break
     problem = check.problems[0]
     assert problem.keep_float32 or problem.loss_scale, problem
     kept += problem.keep_float32
-    scale = problem.loss_scale or scale
+    if problem.loss_scale is not None:
+      state = ols.set_loss_scale(state, problem.loss_scale)
   assert check.is_sound, str(check)
 
 

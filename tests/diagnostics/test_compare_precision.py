@@ -24,8 +24,12 @@ import optax_lossscale as ols
 from optax_lossscale import diagnostics
 from optax_lossscale._autocast import _calls
 from optax_lossscale._jaxprs import _higher_order, _provenance
-from optax_lossscale.diagnostics import _progress
-from optax_lossscale.diagnostics._comparison import _program, _report
+from optax_lossscale.diagnostics import _progress, _tracing
+from optax_lossscale.diagnostics._comparison import (
+  _compare_precision,
+  _outliers,
+  _program,
+)
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 W = jax.random.normal(KEYS[0], (8, 8)) / 3
@@ -347,7 +351,7 @@ def by_bisection(total, bad):
     return np.array([effect, effect])
 
   every = [[i] for i in range(1024)]
-  found = _report.bisect_effects(measure, every, np.full(2, total), 1e-3)
+  found = _outliers.bisect_effects(measure, every, np.full(2, total), 1e-3)
   return {i: effects[1] for i, effects in found.items()}, len(calls)
 
 
@@ -358,7 +362,7 @@ def test_the_worst_errors_of_many_are_found_by_bisection():
     found, runs = by_bisection(total=bad, bad=bad)
     assert [i for i, effect in found.items() if effect == bad] == [700]
     assert runs == 20
-  assert _report.bisect_effects(measure_nothing, [], np.zeros(1), 1e-3) == {}
+  assert _outliers.bisect_effects(measure_nothing, [], np.zeros(1), 1e-3) == {}
 
 
 def test_results_are_named_and_the_largest_error_counts():
@@ -626,6 +630,27 @@ def test_reports_silence_debug_prints_and_run_other_callbacks(capfd):
   assert capfd.readouterr().out == ""
 
 
+def test_reports_silence_debug_prints_in_loops_and_on_devices(capfd):
+  show = lambda x: jax.debug.print("never {}", jnp.sum(x))
+
+  def body(x, w):
+    show(x)
+    return jnp.tanh(x @ w), None
+
+  def block(x, w):
+    x = lax.scan(body, x, jnp.stack([w, w]))[0]
+    return lax.cond(x[0, 0] < 9, lambda x: body(x, w)[0], jnp.cos, x)
+
+  mesh = sharding.make_mesh((2,), ("i",))
+  on_devices = jax.shard_map(
+    block, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")
+  )
+  report = compare(lambda w, x: on_devices(x, w), W, X)
+  assert {row.run_count for row in report.matmuls} == {4, 2}
+  assert 1e-5 < report.error < 1e-2 and report.limitations == ()
+  assert capfd.readouterr().out == ""
+
+
 def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
   trained = ols.autocast(lambda w, x: plain(w, x) @ w)
   diagnostics.compare_precision(trained, W, X)
@@ -638,8 +663,8 @@ def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
   out, err = capsys.readouterr()
   assert out == quick.out == ""
   lines = err.split("\r")
-  assert any(line.startswith("compare_precision: run 1 of 6") for line in lines)
-  assert any(line.startswith("compare_precision: run 6 of 6") for line in lines)
+  assert any(line.startswith("compare_precision: run 1 of 5") for line in lines)
+  assert any(line.startswith("compare_precision: run 5 of 5") for line in lines)
   # It is erased at the end.
   assert lines[-1] == lines[-2].strip() == "" and len(lines[-2]) > 30
 
@@ -704,6 +729,91 @@ def test_no_loss_scale_helps_a_derivative_inside_of_the_loss(name):
   assert compare_grads(grad_fn, params, X).suggested_log2_scale_change < 0
   hit = diagnostics.find_overflow(grad_fn, params, X)
   assert (hit.param_path, hit.backward) == ("plain", True)
+
+
+def record_programs(monkeypatch):
+  """Return a list that receives what each compiled program can do."""
+  programs = []
+  make_exact, make_trained = _program.ExactProgram, _program.compile_as_trained
+
+  def record_exact(*args, **kwargs):
+    programs.append([name for name, has_it in kwargs.items() if has_it])
+    return make_exact(*args, **kwargs)
+
+  def record_trained(*args):
+    programs.append("as trained")
+    return make_trained(*args)
+
+  monkeypatch.setattr(_program, "ExactProgram", record_exact)
+  monkeypatch.setattr(_program, "compile_as_trained", record_trained)
+  return programs
+
+
+def test_bisection_compiles_flags_and_statistics_only_if_an_error_is_large(
+  monkeypatch,
+):
+  programs = record_programs(monkeypatch)
+  report = compare(three, W, X, search="bisect")
+  assert programs == ["as trained", []]
+  assert report.matmuls == report.outliers == () and 0 < report.error < 0.01
+  assert str(report).splitlines()[-1].startswith("No layer was measured alone")
+  programs.clear()
+
+  far = lambda w, x: (x + 1e4) @ w - 1e4 * jnp.sum(w, 0)
+  report = compare(far, W, X, search="bisect")
+  assert programs == ["as trained", [], ["has_stats", "has_flags"]]
+  assert len(report.outliers) == len(report.matmuls) == 1
+  programs.clear()
+
+  assert len(compare(three, W, X).matmuls) == 3
+  assert programs == ["as trained", ["has_stats", "has_flags"]]
+
+
+def test_bisection_names_layers_that_overflow_by_their_magnitudes(monkeypatch):
+  programs = record_programs(monkeypatch)
+  large = lambda w, x: jnp.sin(layer("b", layer("a", x, w), w) @ (1e6 * w))
+  report = compare(large, W, X, search="bisect")
+  assert programs == ["as trained", ["has_stats"]]
+  (row,) = report.matmuls
+  assert report.overflowing == report.outliers == (row.name,)
+  assert row.isolated_error == math.inf
+  assert row.amax == pytest.approx(jnp.max(jnp.abs(W @ (1e6 * W))), rel=1)
+  exhaustive = compare(large, W, X)
+  assert exhaustive.overflowing == report.overflowing
+  assert exhaustive.matmuls[0] == row
+  # In half precision, another layer is divided by zero.
+  programs.clear()
+
+  def ratio(w, x):
+    x = x @ w
+    return x / (jnp.full((4, 8), 2049.0) @ jnp.eye(8) - 2048)
+
+  report = compare(ratio, W, X, search="bisect")
+  assert programs == ["as trained", ["has_stats"], ["has_stats", "has_flags"]]
+  assert report.overflowing == () and report.error == math.inf
+  assert len(report.outliers) == 1 and len(report.matmuls) == 2
+
+
+def test_nothing_is_measured_by_bisection_without_a_reference():
+  report = compare(three, W.at[0, 0].set(jnp.nan), X, search="bisect")
+  assert report.matmuls == () and not report.reference_is_finite
+  assert "alone" not in str(report)
+
+
+@pytest.mark.parametrize("search", ["exhaustive", "bisect"])
+def test_outputs_that_are_known_need_not_be_computed(search, monkeypatch):
+  trained = ols.autocast(lambda w, x: (three(w, x), jnp.sum(x)))
+  expected = compare_grads(trained, W, X, search=search)
+  with _tracing.trace_on_host("test", trained, (W, X), {}, progress=False) as (
+    traced,
+    progress,
+  ):
+    outs = jax.jit(trained)(W, X)
+    programs = record_programs(monkeypatch)
+    result = _compare_precision.compare_traced(traced, search, progress, outs)
+  assert "as trained" not in programs
+  assert result.report.error == pytest.approx(expected.error, rel=1e-2)
+  assert result.report.matmuls == expected.matmuls
 
 
 def test_another_search_is_refused():
@@ -780,8 +890,8 @@ def test_a_matmul_in_the_condition_of_a_loop_is_counted_each_time_it_runs(
   ("count", "share"),
   [(2, 0.84), pytest.param(4, 0.74, marks=pytest.mark.slow)],
 )
-def test_the_error_of_a_sum_over_devices_is_underestimated(count, share):
-  """XLA adds up what each device has in float16, as the page says."""
+def test_the_error_includes_sums_over_devices_in_half_precision(count, share):
+  """XLA adds up in float16 what each device has."""
   mesh = sharding.make_mesh((count,), ("i",))
   x = jax.random.normal(KEYS[0], (64, 512))
   w = jax.random.normal(KEYS[1], (512, 64)) / 22
@@ -790,10 +900,13 @@ def test_the_error_of_a_sum_over_devices_is_underestimated(count, share):
     (x, w), sharding.to_named_shardings(mesh, specs)
   )
   cast = ols.autocast(lambda w, x: x @ w)
-  reported = compare_grads(cast, w, x).error
+  report = compare_grads(cast, w, x)
   exact = np.float64(x) @ np.float64(w)
   real = relative_error(exact, np.float64(jax.jit(cast)(w, x)))
-  assert reported / real == pytest.approx(share, abs=0.03)
+  assert report.error == pytest.approx(real, rel=0.01)
+  # The error of the layer alone is that of its operands and its result.
+  (row,) = report.matmuls
+  assert row.isolated_error / real == pytest.approx(share, abs=0.03)
 
 
 def test_statistics_in_a_shard_map_cover_all_devices():
@@ -808,6 +921,19 @@ def test_statistics_in_a_shard_map_cover_all_devices():
   # The sums of half a batch may round differently, by a last bit.
   assert row.amax == pytest.approx(alone.amax, rel=1e-6)
   assert row.isolated_error == pytest.approx(alone.isolated_error, rel=1e-3)
+
+
+def test_a_matmul_with_weights_stored_in_float16_is_compared_with_float32():
+  # 2049 is not in float16.
+  x, w = jnp.float32(2049) + jnp.zeros((2, 3)), jnp.ones((3, 2), jnp.float16)
+  report = compare(lambda x, w: x @ w / 3, x, w)
+  assert report.error == pytest.approx(1 / 2049)
+  (row,) = report.matmuls
+  assert (row.isolated_error, row.amax) == (report.error, 3 * 2049)
+  loss = lambda w, x: jnp.sum((x @ w) ** 2) * 1e-4
+  report = compare_grads(jax.grad(ols.autocast(loss), (0, 1)), w, x / 3)
+  assert sum(row.run_count for row in report.matmuls) == 3
+  assert 0 < report.error < 1 / 1000
 
 
 def test_operands_and_results_are_rounded_to_the_dtypes_of_autocast():

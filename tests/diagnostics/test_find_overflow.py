@@ -8,7 +8,6 @@ import dataclasses
 import html
 import json
 import time
-import types
 
 from helpers import (
   faulty_models,
@@ -28,17 +27,15 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale._jaxprs import _source_info
+from optax_lossscale._jaxprs import _eqns, _source_info
 from optax_lossscale.diagnostics import (
   _progress,
   compare_precision,
   find_overflow,
 )
 from optax_lossscale.diagnostics._overflow import (
-  _find_overflow,
-  _runners,
-  _taint,
-  _taint_interpreter,
+  _search,
+  _trial,
 )
 
 FAULTS = faulty_models.FAULTS
@@ -421,7 +418,8 @@ def test_callbacks_are_called_once_and_in_order(wrap):
 
   hit = find_overflow(wrap(fun), X)
   assert hit.eqn_path.endswith("scan[3]/mul")
-  assert calls == [4, "pure", 3, "pure", 2, "pure", 1, "pure", 0, "pure"]
+  assert calls.count("pure") == 5
+  assert [i for i in calls if i != "pure"] == [4, 3, 2, 1, 0]
 
 
 def test_loops_with_effects_return_the_usual_results():
@@ -475,14 +473,13 @@ def test_a_late_fault_is_found_in_a_loop_that_always_makes_infs():
   assert (hit.eqn_path, hit.other_origins) == ("scan[200]/square", ())
 
 
-@pytest.mark.slow
-def test_after_many_iterations_the_first_ones_are_blamed():
+def test_an_equation_that_fails_in_all_iterations_is_named_once():
   def body(x, i):
     return x, jnp.log(-jnp.abs(x) - 1)
 
   fun = lambda x: lax.scan(body, x, jnp.arange(200))[1]
   hit = find_overflow(fun, X)
-  assert (hit.eqn_path, len(hit.other_origins) // 10) == ("scan[0]/log", 2)
+  assert (hit.eqn_path, hit.other_origins) == ("scan[0]/log", ())
 
 
 @pytest.mark.slow
@@ -519,7 +516,9 @@ def test_a_scan_inside_shard_map_is_entered(wrap, axis_type, check_vma):
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["cond", "while"])
 @pytest.mark.parametrize("with_callback", [False, True])
-def test_an_opaque_primitive_is_named_as_a_whole(loop, with_callback):
+def test_a_branch_and_a_loop_that_differ_among_devices_are_entered(
+  loop, with_callback
+):
   """The devices take different branches, or do not stop together."""
   mesh = sharding.make_mesh((4,), ("data",))
 
@@ -540,8 +539,9 @@ def test_an_opaque_primitive_is_named_as_a_whole(loop, with_callback):
 
   fun = jax.shard_map(part, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
   hit = find_overflow(fun, jnp.full((8, 4), 2, X.dtype))
-  assert (hit.eqn_path, hit.other_origins) == (f"shard_map/{loop}", ())
-  assert ("bool[3]" in str(hit)) == (loop == "while")
+  path = "cond(branch 1)/mul" if loop == "cond" else "while[1]/mul"
+  assert hit.eqn_path == f"shard_map/{path}"
+  assert get_names(hit)[1:] == (["div"] if loop == "cond" else [])
 
 
 def test_a_large_array_is_checked_on_its_device():
@@ -636,52 +636,17 @@ def test_other_arguments_reach_the_function_unchanged():
   assert find_overflow(fun, X, 3, "no", scale=zeros, act=jnp.tanh) is None
 
 
-@pytest.mark.slow
-def test_values_are_released_after_their_last_use(monkeypatch):
-  most = 0
-  step = _taint_interpreter.TaintInterpreter._eval_eqn
-
-  def counting(*args):
-    nonlocal most
-    outs = step(*args)
-    large = [x for x in jax.live_arrays() if x.shape == (54321,)]
-    most = max(most, len(large))
-    return outs
-
-  def fun(x):
-    for _ in range(30):
-      x = jnp.sin(x) + 1
-    return x / 0
-
-  monkeypatch.setattr(
-    _taint_interpreter.TaintInterpreter, "_eval_eqn", counting
-  )
-  assert find_overflow(fun, jnp.ones(54321)).primitive == "div"
-  # The argument, what an operation reads and returns, and its marks.
-  assert most <= 4
-
-
-def test_a_fault_that_only_the_fused_call_shows_is_named_as_a_whole(
+def test_a_fault_that_only_the_whole_program_shows_is_named_as_a_whole(
   monkeypatch,
 ):
-  """XLA may round otherwise if it sees several operations at once."""
-  enter = lambda *_: [_taint.TaintedArray(jnp.zeros_like(X))]
-  monkeypatch.setattr(
-    _taint_interpreter.TaintInterpreter, "_eval_subjaxprs", enter
-  )
-  assert find_overflow(lambda x: jnp.exp(x * 20), X).eqn_path == "exp"
-
-
-def test_an_entry_that_only_the_fused_call_makes_inf_has_the_taint_of_others():
-  origins = _taint.OriginTable()
-  inf, one = jnp.array([np.inf, 1.0]), jnp.array([1.0, 1.0])
-  origin = types.SimpleNamespace(primitive="exp", source_line="")
-  bit = origins.add_origin(origin)
-  first = origins.register_array(inf, jnp.array([bit, 0], jnp.uint32))
-  values = [first, _taint.TaintedArray(one)]
-  agreed = origins.reconcile([inf[::-1], inf], [False] * 2, values, bit)
-  assert [value.taint.tolist() for value in agreed] == [[bit, bit], [bit, 0]]
-  assert origins.select_reported_origins(agreed[1:]) == [origin]
+  """XLA may round otherwise if it compiles a part of the program."""
+  finite = _trial.TrialResult(frozenset(), {}, {})
+  monkeypatch.setattr(_trial.Trial, "measure", lambda *_: finite)
+  hit = find_overflow(lambda x: jnp.exp(x * 20), X)
+  assert (hit.eqn_path, hit.kind) == ("exp", "inf")
+  assert hit.inputs == (((2, 4), np.float16, None, True),)
+  hit = find_overflow(lambda x: lax.scan(lambda c, y: (c, y / 0), x, x)[1], X)
+  assert hit.eqn_path == "scan[0]/div"
 
 
 def test_a_function_without_a_signature_can_be_run():
@@ -792,16 +757,14 @@ def test_an_uninitialized_value_is_named_only_if_it_reaches_the_result(
 ):
   if "empty" not in str(jax.make_jaxpr(lambda: jnp.empty(4))()):
     pytest.skip("this JAX fills `jnp.empty` with zeros")
-  run = _runners.Runner.make_eqn_fun
+  eqn_as_fun = _eqns.eqn_as_fun
 
-  def with_garbage(self, eqn):
+  def with_garbage(eqn):
     if eqn.primitive.name == "empty":
       return lambda *_: [jnp.full(4, jnp.nan)]
-    return run(self, eqn)
+    return eqn_as_fun(eqn)
 
-  monkeypatch.setattr(_runners.Runner, "make_eqn_fun", with_garbage)
-  # The whole program would find zeros there.
-  monkeypatch.setattr(_find_overflow, "_compile_if_pure", lambda traced: None)
+  monkeypatch.setattr(_eqns, "eqn_as_fun", with_garbage)
   fun = lambda x: jnp.empty(4).at[:2].set(x)
   x = jnp.ones(2)
   assert find_overflow(lambda x: fun(x)[:2], x) is None
@@ -824,7 +787,7 @@ def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
   printed = {line.rpartition(", ")[0] for line in lines}
   assert out == ""
   assert "find_overflow: running the compiled function" in printed
-  assert "find_overflow: jit(<lambda>)/scan[0]/mul, operation 1 of 1" in printed
+  assert "find_overflow: measuring 1 operation" in printed
   # It is erased at the end.
   assert lines[-2:] == ["", ""] and len(err.split("\r")[-2]) > 40
 
@@ -915,3 +878,155 @@ def test_a_loop_may_carry_and_stack_keys():
 
   key = jax.random.key(0)
   assert find_overflow(fun, X, key).eqn_path == "scan[2]/mul"
+
+
+def attend(boost):
+  """Attention with a running maximum, which is -inf after the first block."""
+
+  def body(carry, block):
+    largest, total, out, i = carry
+    key, value = block
+    scores = jnp.where(i < 1, -jnp.inf, (QUERY @ key.T).astype(jnp.float32))
+    new = jnp.maximum(largest, scores.max(-1))
+    shift = jnp.where(jnp.isinf(new), 0, new)
+    weights = jnp.exp(scores - shift[:, None])
+    keep = jnp.exp(largest - shift)
+    value = value * jnp.where(i == 2, boost, 1).astype(value.dtype)
+    out = out * keep[:, None] + weights.astype(value.dtype) @ value
+    return (new, total * keep + weights.sum(-1), out, i + 1), None
+
+  def fun(keys):
+    zeros = jnp.zeros(3)
+    init = zeros - jnp.inf, zeros, jnp.zeros((3, 4)), 0
+    (_, total, out, _), _ = lax.scan(body, init, (keys, keys + 1))
+    return out / total[:, None]
+
+  return fun
+
+
+QUERY = jnp.linspace(-1, 1, 12, dtype=X.dtype).reshape(3, 4)
+
+
+def test_a_carry_that_begins_as_inf_hides_no_fault():
+  keys = jnp.stack([QUERY] * 4)
+  assert find_overflow(attend(1), keys) is None
+  assert find_overflow(attend(60000), keys).eqn_path == "scan[2]/mul"
+
+
+def test_a_whole_program_measures_a_limited_number_of_later_operations(
+  monkeypatch,
+):
+  """It would take long to compile otherwise."""
+  monkeypatch.setattr(_trial, "_MAX_MEASURED", 20)
+  counts = []
+  make_program = _trial._make_program
+
+  def record_count(values, checked, measured):
+    counts.append(len(measured))
+    return make_program(values, checked, measured)
+
+  monkeypatch.setattr(_trial, "_make_program", record_count)
+  hit = find_overflow(attend(60000), jnp.stack([QUERY] * 4))
+  assert hit.eqn_path == "scan[2]/mul"
+  assert len(counts) > 1
+  assert max(counts) <= 20
+
+
+@pytest.mark.parametrize("max_whole", [0, 1000])
+def test_both_matmuls_of_a_sum_are_named_and_a_mask_only_in_a_large_program(
+  max_whole, monkeypatch
+):
+  monkeypatch.setattr(_search, "_MAX_WHOLE", max_whole)
+
+  def fun(x):
+    ones = jnp.ones((2, 2), x.dtype)
+    mask = jnp.log(jnp.array([1, 0], x.dtype)) @ ones
+    masked = jax.nn.relu(mask) + (x @ x.T) * 600 @ ones
+    return masked + (LARGE @ x.T) @ ones
+
+  names = get_names(find_overflow(fun, LARGE))
+  assert names == ["log"] * (max_whole == 0) + ["dot_general"] * 2
+
+
+def test_a_nan_argument_is_distinguished_from_another_fault():
+  x, y = jnp.array([1, jnp.nan], X.dtype), jnp.ones(2, X.dtype)
+  add = lambda x, y: x + jnp.exp(y * 20)
+  assert get_names(find_overflow(add, x, y)) == ["argument", "exp"]
+  without_nan = lambda x, y: add(jnp.where(jnp.isnan(x), 0, x), y)
+  assert get_names(find_overflow(without_nan, x, y)) == ["exp"]
+  assert get_names(find_overflow(add, x, y / 4)) == ["argument"]
+
+
+@pytest.mark.parametrize("max_rounds", [1, 8])
+def test_an_inf_of_the_program_is_followed_through_matmuls(
+  max_rounds, monkeypatch
+):
+  monkeypatch.setattr(_search, "_MAX_ROUNDS", max_rounds)
+  infs = jnp.array([jnp.inf] * 4, X.dtype)
+  fun = lambda x: ((jnp.abs(x) + infs) @ (jnp.ones((4, 4), X.dtype))) @ x.T
+  hit = find_overflow(fun, LARGE)
+  assert get_names(hit) == ["constant"]
+
+
+def test_origins_beyond_many_operations_are_left_out(monkeypatch):
+  monkeypatch.setattr(_trial, "_MAX_MEASURED", 20)
+  hit = find_overflow(lambda x: [jnp.exp(x * 20 + i) for i in range(40)], X)
+  assert get_names(hit) == ["exp"] * 6
+
+
+@pytest.mark.parametrize(
+  "fun, arg, names",
+  [
+    (lambda x: x * 2, X * np.nan, ["argument"]),
+    (lambda x: x * 2, X / 0, ["argument"]),
+    (lambda x: jnp.where(x > 0, x, -jnp.inf), X, ["constant"]),
+    (lambda x: lax.add(x[0, 0], np.float16(np.inf)), X, ["add"]),
+    (lambda x: jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)), X, ["sub"]),
+    (lambda x: (jnp.where(x > 0, x, -jnp.inf), jnp.exp(x * 20)), X, ["exp"]),
+  ],
+)
+def test_the_only_run_of_a_program_with_effects_tells_the_origin(
+  fun, arg, names
+):
+  def with_effect(x):
+    jax.debug.callback(lambda: None)
+    return fun(x)
+
+  assert get_names(find_overflow(with_effect, arg)) == names
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_collective_is_blamed_only_for_an_inf_of_its_own(check_vma):
+  mesh = sharding.make_mesh((4,), ("data",))
+
+  def part(x):
+    is_third = lax.axis_index("data") == 2
+    y = jnp.square(x * jnp.where(is_third, 300, 1).astype(x.dtype))
+    y = lax.ppermute(y, "data", [(i, (i + 1) % 4) for i in range(4)])
+    return lax.psum(lax.all_gather(y, "data", tiled=True), "data")
+
+  def fun(x):
+    specs = {"in_specs": P("data"), "out_specs": P()}
+    return jax.shard_map(part, mesh=mesh, check_vma=check_vma, **specs)(x)
+
+  x = jnp.ones((8, 4), X.dtype)
+  assert get_names(find_overflow(fun, x)) == ["square"]
+  (name,) = get_names(find_overflow(fun, x * 0.6 * 256 / 300))[:1]
+  assert name.startswith("psum")
+
+
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 12),
+  reason="JAX takes each result of an optimization_barrier for varying",
+)
+def test_a_result_that_is_the_same_on_all_devices_remains_so():
+  mesh = sharding.make_mesh((4,), ("data",))
+
+  def part(w, x):
+    w, x = lax.optimization_barrier((w, x))
+    return w + lax.psum(jnp.square(x * 300), "data")
+
+  specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+  fun = jax.shard_map(part, mesh=mesh, **specs)
+  x = jnp.ones((8, 4), X.dtype)
+  assert get_names(find_overflow(fun, x[:2], x)) == ["square"]

@@ -10,11 +10,18 @@ from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+import optax
 import pytest
 
+import optax_lossscale as ols
 from optax_lossscale._jaxprs import _source_info
-from optax_lossscale.diagnostics import find_overflow, precision_report
+from optax_lossscale.diagnostics import (
+  _collectives,
+  find_overflow,
+  precision_report,
+)
 
 F16, F32 = jnp.float16, jnp.float32
 
@@ -441,6 +448,97 @@ def test_a_sum_over_devices_in_float16_is_reported(check_vma):
   assert risk.run_count == 4
 
 
+# XLA's CPU compiler sums bfloat16 in float32, which is no risk.
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+  "dtype,num_sums", [(jnp.float16, 1), (jnp.bfloat16, 0)]
+)
+def test_a_sum_over_devices_that_xla_inserts_is_reported(
+  dtype, num_sums, axis_type
+):
+  mesh = sharding.make_mesh((4,), ("data",), axis_type)
+  specs = sharding.to_named_shardings(mesh, [P(), P("data")])
+  loss = lambda params, x: jnp.mean((x @ params["up"]) ** 2)
+  params, x = sharding.put_on_devices(
+    [{"up": jnp.ones((4, 4))}, jnp.ones((8, 4))], [{"up": specs[0]}, specs[1]]
+  )
+  with jax.set_mesh(mesh):
+    grad = jax.grad(ols.autocast(loss, dtype))
+    report = precision_report(grad, params, x, dtype=dtype)
+    rows = [x for x in report.at_risk if x.primitive == "all-reduce"]
+    assert [(x.name, x.backward) for x in rows] == [("up", True)] * num_sums
+    assert all("sum over devices in float16" in x.reason for x in rows)
+    # The sum of a float32 gradient is no risk, nor is one on a single device.
+    assert (
+      precision_report(jax.grad(loss), params, x, dtype=dtype).at_risk == ()
+    )
+  params, x = jax.device_get((params, x))
+  report = precision_report(grad, params, x, dtype=dtype)
+  assert "all-reduce" not in [x.primitive for x in report.at_risk]
+
+
+def test_the_names_of_combined_sums_over_devices_are_separated():
+  line = (
+    "%all-reduce.2 = (f16[2,8]{1,0}, f16[8,4]{1,0}) all-reduce(%a, %b),"
+    ' metadata={op_name="jit(step)/jit(main)/(transpose(jvp(Net))/head/'
+    'autocast-float16/dot_general:jvp(up)/dot_general)"}'
+  )
+  sums = [*_collectives.find_device_sums(line, jnp.dtype(jnp.float16))]
+  assert [(x.name_scope, x.backward) for x in sums] == [
+    ("Net/head", True),
+    ("up", False),
+  ]
+  assert not [*_collectives.find_device_sums(line, jnp.dtype(jnp.bfloat16))]
+  (unnamed,) = _collectives.find_device_sums(
+    "%x = f16[2]{0} reduce-scatter(%y)", jnp.dtype(jnp.float16)
+  )
+  assert unnamed == ("reduce-scatter", "", False)
+
+
+def whiten(updates):
+  """Returns updates times a matrix, as preconditioners do."""
+  return jax.tree.map(lambda g: g @ (g.T @ g), updates)
+
+
+@pytest.mark.parametrize(
+  "inner",
+  [
+    optax.contrib.muon(1e-2),
+    optax.stateless(lambda updates, params: whiten(updates)),
+    optax.chain(
+      optax.scale_by_adam(), optax.stateless(jax.jit(lambda u, p: whiten(u)))
+    ),
+  ],
+)
+@pytest.mark.parametrize("check_updates", [False, True])
+def test_matmuls_of_the_optimizer_are_counted_apart(inner, check_updates):
+  tx = ols.with_loss_scaling(inner, check_updates=check_updates)
+  loss = ols.autocast(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+
+  @jax.jit
+  def step(params, state, x):
+    grads = ols.grad(loss, state)(params, x)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = {"w": jnp.eye(4)}
+  report = precision_report(step, params, tx.init(params), jnp.ones((2, 4)))
+  assert report.fraction == 1.0 and report.unconverted == ()
+  assert report.total_flops == 2 * 2 * 2 * 4 * 4
+  assert report.optimizer_flops >= 2 * 2 * 4**3
+  assert report.as_dict()["optimizer_flops"] == report.optimizer_flops
+  line = f"FLOPs of the matmuls of the optimizer: {report.optimizer_flops:.3g}"
+  assert line in str(report) and "Fix" not in str(report)
+
+
+def test_a_step_whose_only_matmuls_are_the_optimizers_has_none():
+  tx = ols.with_loss_scaling(optax.stateless(lambda u, p: whiten(u)))
+  params = {"w": jnp.eye(4)}
+  report = precision_report(tx.update, params, tx.init(params), params)
+  assert report.flops == () and report.optimizer_flops
+  assert "no convolutions outside of the optimizer." in str(report)
+
+
 def test_lines_that_run_often_are_one_row():
   def body(x, _):
     return jnp.exp(x), None  # often
@@ -475,6 +573,19 @@ def test_the_wider_of_two_operands_and_the_accumulation_count():
   report = precision_report(fun, make_shape(4, 4), make_shape(4, 4, dtype=F32))
   assert report.flops[0].operand_dtype == "float32"
   assert len(report.unconverted) == 1
+
+
+def test_autocast_of_a_frozen_float16_matrix_leaves_no_float32_matmul():
+  def loss(lora, base, x):
+    return jnp.mean((x @ base + (x @ lora["a"]) @ lora["b"]) ** 2)
+
+  lora = {"a": jnp.ones((64, 4)), "b": jnp.ones((4, 64))}
+  args = lora, jnp.ones((64, 64), jnp.float16), jnp.ones((8, 64))
+  report = precision_report(jax.grad(ols.autocast(loss)), *args)
+  assert report.fraction == 1 and not report.unconverted
+  assert [(x.operand_dtype, x.result_dtype) for x in report.flops] == [
+    ("float16", "float16")
+  ]
 
 
 def test_the_report_converts_to_a_json_dict():

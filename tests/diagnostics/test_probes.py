@@ -2,7 +2,8 @@
 
 import math
 
-from helpers import load_example
+from helpers import load_example, sharding
+from helpers.devices import require_devices
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import export
@@ -135,14 +136,17 @@ def test_counts_add_up_to_the_same(way):
     double = lambda x, _: (x * 2, None)
     scan = lambda x: jax.lax.scan(double, x, length=2)[0]
     skip_if_jax_cannot(jax.grad(scan), 1.0)
-  x = X.reshape(8, 2, 4, 8) if way == "pmap" else X
+  x = X
+  if way == "pmap":
+    require_devices(8)
+    x = X.reshape(8, 2, 4, 8)
   counts = fun(x, counters).reshape(-1, BINS).sum(axis=0)
   np.testing.assert_array_equal(counts, count_with_numpy(np.float32(X) / 64))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_counts_add_up_under_sharded_jit_by_one_small_all_reduce(kind):
-  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+  mesh = sharding.make_mesh((4, 2), ("data", "model"), kind)
   with jax.set_mesh(mesh):
     x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
     fun = jax.jit(make_counters_grad(loss_fn)).lower(x, COUNTER).compile()
@@ -154,7 +158,7 @@ def test_counts_add_up_under_sharded_jit_by_one_small_all_reduce(kind):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 def test_counts_add_up_under_shard_map(inside, check_vma):
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  mesh = sharding.make_mesh((8,), ("data",))
 
   def on_each(x, counter):
     if not inside:
@@ -175,7 +179,7 @@ def test_counts_add_up_under_shard_map(inside, check_vma):
 
 
 def test_under_shard_map_each_device_may_have_its_own_slot():
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  mesh = sharding.make_mesh((8,), ("data",))
 
   def on_each(x, counters):
     return make_counters_grad(loss_fn)(x, counters[0])[None]
@@ -340,7 +344,7 @@ def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_large_probe_value_on_one_device_lowers_the_scale_of_all(check_vma):
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  mesh = sharding.make_mesh((8,), ("data",))
   tx = ols.with_loss_scaling(
     optax.sgd(1.0), ols.HeadroomLossScale(), axis_name="data"
   )

@@ -172,6 +172,91 @@ def test_a_term_added_to_a_scaled_loss_is_reported_with_its_factor():
   assert from_find_overflow(step, *args) == ()
 
 
+def penalty(params):
+  return 1e-2 * jnp.sum(params["w"] ** 2)
+
+
+def unscaled_sum(loss, params, state):
+  """The gradients of a penalty are added before the sum is unscaled."""
+  scaled = jax.grad(lambda params: ols.scale_loss(loss(params), state))(params)
+  total = jax.tree.map(jnp.add, scaled, jax.grad(penalty)(params))
+  return ols.unscale_grads(total, state)
+
+
+def penalty_after_scaling(loss, params, state):
+  scaled = lambda params: ols.scale_loss(loss(params), state) + penalty(params)
+  return ols.unscale_grads(jax.grad(scaled)(params), state)
+
+
+def noise_before_unscaling(loss, params, state):
+  scaled = jax.grad(lambda params: ols.scale_loss(loss(params), state))(params)
+  noise = jax.tree.map(
+    lambda x: 1e-2 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params
+  )
+  return ols.unscale_grads(jax.tree.map(jnp.add, scaled, noise), state)
+
+
+@pytest.mark.parametrize(
+  "differentiate", [unscaled_sum, penalty_after_scaling, noise_before_unscaling]
+)
+def test_what_is_added_to_scaled_values_is_found_at_the_default_scale(
+  differentiate,
+):
+  """It is 2**15 times too small, so half of the scale changes little."""
+  default = ols.DynamicLossScale()
+  step, args = make_step(plain_loss, differentiate, default)
+  (warning,) = from_compare_precision(step, *args)
+  assert DEPENDS in warning
+  step, args = make_step(plain_loss, sound, default)
+  assert from_compare_precision(step, *args) == ()
+
+
+def forgotten_second_loss(loss, params, state):
+  second = jax.grad(lambda params: 0.5 * loss(params))(params)
+  return jax.tree.map(jnp.add, sound(loss, params, state), second)
+
+
+def weighted_forgotten_loss(loss, params, state):
+  second = jax.grad(loss)(params)
+  first = sound(loss, params, state)
+  return jax.tree.map(lambda a, b: a - 0.1 * b, first, second)
+
+
+def accumulated_forgotten_loss(loss, params, state):
+  total = jax.tree.map(jnp.zeros_like, params)
+  for grads in sound(loss, params, state), jax.grad(loss)(params):
+    total = jax.tree.map(jnp.add, total, grads)
+  return total
+
+
+@pytest.mark.parametrize("report", ALL)
+@pytest.mark.parametrize(
+  "differentiate",
+  [forgotten_second_loss, weighted_forgotten_loss, accumulated_forgotten_loss],
+)
+def test_gradients_of_an_unscaled_loss_that_are_added_are_reported(
+  differentiate, report
+):
+  step, args = make_step(plain_loss, differentiate)
+  (warning,) = report(step, *args)
+  assert "to which gradients of an unscaled loss were added" in warning
+
+
+@pytest.mark.parametrize("report", ALL)
+def test_two_scaled_losses_whose_gradients_are_added_are_sound(report):
+  def differentiate(loss, params, state):
+    first, second = (
+      ols.grad(lambda params, k=k: k * loss(params), state)(params)
+      for k in (1.0, 0.5)
+    )
+    # The gradient of a penalty is computed in float32.
+    third = jax.grad(penalty)(params)
+    return jax.tree.map(lambda *xs: sum(xs), first, second, third)
+
+  step, args = make_step(plain_loss, differentiate)
+  assert report(step, *args) == ()
+
+
 def two_optimizers(swapped):
   """A GAN with two losses, each differentiated with one of two states."""
   tx = ols.with_loss_scaling(optax.sgd(0.1))

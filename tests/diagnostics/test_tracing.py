@@ -22,7 +22,7 @@ from optax_lossscale.diagnostics import (
   find_overflow,
   precision_report,
 )
-from optax_lossscale.diagnostics._overflow import _runners
+from optax_lossscale.diagnostics._overflow import _measurement
 
 # Some steps contain the same mistake as those of users.
 pytestmark = pytest.mark.filterwarnings(
@@ -214,9 +214,7 @@ def test_a_step_that_is_skipped_without_an_overflow_is_reported(has_effect):
       jax.debug.callback(lambda: None)
     return step(*args, grads_finite=finite)
 
-  with pytest.warns(
-    UserWarning, match="A step is skipped, but update received"
-  ):
+  with pytest.warns(UserWarning, match="update skips this step although its"):
     assert find_overflow(given, False) is None
   assert find_overflow(given, True) is None  # without a warning
 
@@ -366,22 +364,23 @@ def test_faults_that_reach_update_are_named_before_others():
   assert fun(SMALL, log_of_zero).primitive == "log"
 
 
-def test_equations_after_the_gradients_are_not_run_one_by_one(monkeypatch):
+def test_equations_after_the_gradients_are_not_measured(monkeypatch):
   """A skipped step makes nothing of what the optimizer computes."""
-  ran = []
-  run = _runners.Runner.make_eqn_fun
-  monkeypatch.setattr(
-    _runners.Runner,
-    "make_eqn_fun",
-    lambda self, eqn: ran.append(eqn.primitive.name) or run(self, eqn),
-  )
+  measured = []
+  measure_eqn = _measurement.measure_eqn
+
+  def record_eqn(eqn, *args):
+    measured.append(eqn.primitive.name)
+    return measure_eqn(eqn, *args)
+
+  monkeypatch.setattr(_measurement, "measure_eqn", record_eqn)
   slow = optax.stateless(lambda g, _: jax.tree.map(jax.lax.erf_inv, g))
   tx = ols.with_loss_scaling(slow, LARGE)
   plain = functools.partial(whole_steps.train_step, tx)
   for step in plain, jax.jit(plain):
     assert find_overflow(step, PARAMS, tx.init(PARAMS), BATCH).backward
-    assert "dot_general" in ran and "erf_inv" not in ran
-    ran.clear()
+    assert measured and "erf_inv" not in measured
+    measured.clear()
 
 
 def test_other_checkpoint_names_are_ignored():
@@ -436,7 +435,7 @@ def test_the_compiled_program_has_no_tags(monkeypatch):
   )
   with_marks = lowered()
   names = str(jax.make_jaxpr(step)(*args)).count("optax_lossscale|")
-  assert names == 3 * len(PARAMS) + 4
+  assert names == 4 * len(PARAMS) + 7
   monkeypatch.setattr(_tags, "checkpoint_name", lambda x, name: x)
   assert with_marks == lowered()
 
@@ -450,6 +449,19 @@ def test_reports_transfer_what_they_need_and_donate_nothing():
     str(compare(step, *args))
     precision_report(step, *args)
   assert not any(x.is_deleted() for x in jax.tree.leaves((args, large)))
+
+
+def test_reports_use_up_no_random_key():
+  def fun(x, key):
+    return jnp.sum(jax.random.bernoulli(key, 0.9, x.shape) * x)
+
+  x, key = jnp.ones((4, 4)), jax.random.key(0)
+  with jax.debug_key_reuse(True):
+    assert find_overflow(fun, x, key) is None
+    assert find_overflow(fun, x / 0, key) is not None
+    jax.jit(fun)(x, key)
+    with pytest.raises(jax.errors.KeyReuseError):
+      jax.jit(fun)(x, key)
 
 
 REPORTS = pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import optax
 
+from helpers import sharding
 import optax_lossscale as ols
 
 F16 = jnp.float16
@@ -215,9 +215,7 @@ def where_of_a_library():
 
 @register_fault("inf", "shard_map/square", function_name="part")
 def in_shard_map():
-  mesh = jax.make_mesh(
-    (4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4]
-  )
+  mesh = sharding.make_mesh((4,), ("data",))
 
   def part(x):
     i = lax.axis_index("data")

@@ -1,6 +1,7 @@
 """Puts trees on several devices, and looks at what became of them there."""
 
 from collections import Counter
+import math
 import re
 
 import jax
@@ -9,9 +10,17 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+from helpers.devices import require_devices
+
 
 def make_mesh(shape, names, axis_type=AxisType.Auto):
-  return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
+  """Return a mesh, or skip the test if there are too few devices."""
+  return jax.make_mesh(
+    shape,
+    names,
+    axis_types=(axis_type,) * len(names),
+    devices=require_devices(math.prod(shape)),
+  )
 
 
 def to_named_shardings(mesh, specs):

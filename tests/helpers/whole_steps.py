@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 from helpers import sharding
+from helpers.devices import require_devices
 import optax_lossscale as ols
 from optax_lossscale._jaxprs import _avals
 
@@ -302,6 +303,7 @@ with_unchecked_shard_map = _make_named(
 
 
 def with_pmap(policy):
+  require_devices(4)
   mapped = {"axis_name": "data", "in_axes": (None, None, 0), "out_axes": None}
   wrap = lambda step: jax.pmap(step, **mapped)
   step, (*args, batch) = _make_per_device_step(policy, False, wrap)

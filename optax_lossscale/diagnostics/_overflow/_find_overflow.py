@@ -1,37 +1,51 @@
 """``find_overflow``: which operation an inf or a NaN comes from.
 
 1. Trace the function; tagged gradients become outputs of the jaxpr.
-2. Run the compiled program. If all outputs are finite, there is no overflow.
-3. Otherwise, evaluate the jaxpr eqn by eqn. Each nonfinite entry carries taint
-   bits, one bit for each origin: an eqn with finite inputs and a nonfinite
-   output (``_taint``, ``_taint_interpreter``).
-4. Report the origins whose bits reach a nonfinite output, those that reach an
-   ``update`` first.
+2. Run it as one compiled program, with flags for values inside of it
+   (``_instrumentation``). If all outputs are finite, there is no overflow.
+3. Otherwise, find the origins of the nonfinite outputs (``_search``), and
+   describe them (``_description``).
+4. Report origins that reach an ``update`` first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import re
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
-import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale import _transfer_guard, _warnings
-from optax_lossscale._jaxprs import _eqns, _provenance
-from optax_lossscale.diagnostics import _progress, _scaling_mistakes, _tracing
+from optax_lossscale._jaxprs import (
+  _eqns,
+  _higher_order,
+  _primitives,
+  _provenance,
+  _walk,
+)
+from optax_lossscale.diagnostics import (
+  _absorbed_infs,
+  _array_tests,
+  _compiler_options,
+  _mistakes,
+  _progress,
+  _scaling_mistakes,
+  _tracing,
+)
 from optax_lossscale.diagnostics._overflow import (
+  _dataflow,
+  _description,
+  _instrumentation,
+  _loss_scale_search,
   _report,
-  _runners,
-  _taint,
-  _taint_arrays,
-  _taint_interpreter,
+  _search,
 )
 
 # The outputs that show what an ``update`` receives and computes.
 _UPDATE_KINDS = {"grads", "unscaled", "updates"}
+# The outputs that may be nonfinite in a sound program.
+_UNCHECKED_KINDS = {"absorbed", "metric"}
 # Matches the name of an argument in the state of a wrapped optimizer.
 # ``update`` receives this state, too.
 _INNER_STATE_RE = re.compile(r"\.inner_state\b")
@@ -56,20 +70,20 @@ def find_overflow(
   an ``update``; the mean of a metric that an earlier step made NaN is not. The
   arguments are not modified: a ``Ref`` of JAX is copied.
 
-  The function first runs as one compiled program, as in training, except that
-  XLA may not keep numbers in more bits than their dtype has. If all checked
-  values are finite, the search ends. Otherwise the program runs again,
-  operation by operation, and each inf and NaN is followed from its origin to
-  the result. An inf that reaches no result is not reported, such as a masked
-  logit of -inf, or the branch of a ``where`` that is not taken.
+  The function runs as one compiled program, as in training, except that XLA
+  optimizes it less, and may not keep numbers in more bits than their dtype has.
+  The program also returns flags for values inside of it. If all checked values
+  are finite, the search ends. Otherwise a second program measures the
+  operations where an inf or a NaN originated, and replaces their infs and NaNs,
+  to see whether they reach the result. An inf that reaches no result is not
+  reported, such as a masked logit of -inf, or the branch of a ``where`` that is
+  not taken. If one overflow follows another, further programs may be necessary.
 
-  Calls, loops and branches are entered only if their result is not finite, or
-  if a call or a branch contains a loop, which XLA would otherwise compile
-  twice. A loop is compiled once, and runs up to the next iteration with a
-  nonfinite result; only these iterations run operation by operation. A function
-  with effects, such as a callback, runs only once, operation by operation.
-  Writes into a ``Ref`` of JAX are not followed: the operation that reads the
-  ``Ref`` is reported.
+  A function with effects, such as a callback, runs only once, and is compiled
+  with measurements of all its operations. An inf that reaches no result cannot
+  be distinguished then if other infs hide it. Writes into a ``Ref`` of JAX are
+  not followed: the operation that reads the ``Ref`` is reported. A primitive
+  that is unknown to this package is reported as a whole.
 
   Args:
     fun: any function that ``jax.jit`` could take, also one that is jitted or
@@ -116,9 +130,10 @@ def find_overflow(
     "find_overflow", fun, args, kwargs, progress=progress
   ) as (traced, progress_line):
     search_result = search_traced(traced, progress_line)
+    scaling_mistakes = measure_scaling(traced, search_result)
   if search_result.origin is None:
     for message in [
-      *map(str, search_result.mistakes),
+      *map(str, [*search_result.mistakes, *scaling_mistakes]),
       *search_result.limitations,
     ]:
       _warnings.warn(f"find_overflow found no inf or NaN. {message}")
@@ -133,132 +148,246 @@ class SearchResult(NamedTuple):
     mistakes: mistakes in how the step uses its gradients.
     limitations: why a program without an origin may still be wrong, in
       sentences.
+    program: the compiled program.
+    record: the record of its run.
   """
 
   origin: _report.Overflow | None
-  mistakes: list[_scaling_mistakes.Mistake]
+  mistakes: list[_mistakes.Mistake]
   limitations: list[str]
+  program: _instrumentation.InstrumentedProgram
+  record: _instrumentation.RunRecord
+
+  @property
+  def outs(self) -> list[Any]:
+    """The outputs of the program."""
+    return self.record.outs
+
+  @property
+  def run_step(self) -> Callable[[Sequence[Any]], list[Any]] | None:
+    """Runs the program with other inputs; None if it has effects."""
+    if self.program.measures_all:
+      return None
+    return lambda inputs: self.program.run(inputs).outs
 
 
 def search_traced(
   traced: _tracing.TracedFunction, progress: _progress.ProgressLine
 ) -> SearchResult:
   """Find the origin of an inf or a NaN in a traced program."""
-  compiled_fun = _compile_if_pure(traced)
-  origins, outs = _find_origins(traced, compiled_fun, progress)
+  program = _instrument(traced)
+  progress.set_description("running the compiled function")
+  record = program.run(traced.inputs)
   mistakes = traced.mistakes + _scaling_mistakes.check_applied_flags(
-    traced.outputs, outs
+    traced.outputs, record.outs
   )
+  bad_outputs = [
+    i
+    for i in _array_tests.list_nonfinite(record.outs)
+    if traced.outputs[i].kind not in _UNCHECKED_KINDS
+  ]
+  origins: list[_report.Overflow] = []
+  if bad_outputs:
+    origins = _find_origins(traced, program, record, bad_outputs, progress)
   if not origins:
-    if compiled_fun is not None:
-      mistakes += _scaling_mistakes.check_scale_invariance(
-        traced.inputs,
-        traced.scale_indices,
-        traced.outputs,
-        lambda inputs: compiled_fun(*inputs),
-        outs,
-        is_exact=not _scaling_mistakes.has_narrow_range_eqn(
-          traced.closed_jaxpr, ignore_autocast=False
-        ),
-      )
-    applied_flags = traced.select_kind(outs, "applied")
-    return SearchResult(
-      None, mistakes, _describe_limitations(traced, applied_flags)
+    mistakes += _scaling_mistakes.check_needless_skip(
+      traced.outputs, record.outs
     )
+    limitations = _describe_limitations(traced)
+    return SearchResult(None, mistakes, limitations, program, record)
+  result = SearchResult(None, mistakes, [], program, record)
+  if result.run_step is not None:
+    origins = _loss_scale_search.assess_loss_scale(
+      traced, result.run_step, record.outs, origins
+    )
+  origins = _disambiguate_names(traced, origins)
   origin = dataclasses.replace(
     origins[0],
     other_origins=tuple(origins[1:]),
     warnings=tuple(map(str, mistakes)),
   )
-  return SearchResult(origin, mistakes, [])
+  return result._replace(origin=origin)
+
+
+def _describe_limitations(traced: _tracing.TracedFunction) -> list[str]:
+  """Return sentences on what was not run."""
+  messages = _tracing.describe_unreached(traced.unreached_locations)
+  is_local = _walk.EqnSearch(_runs_on_local_devices, _eqns.subjaxprs)
+  if jax.process_count() > 1 and is_local.any_in_jaxpr(
+    traced.closed_jaxpr.jaxpr
+  ):
+    messages.append(
+      "the devices of other processes, since JAX traces pmap for the devices of"
+      " one process: use jax.shard_map, or run the report on a single process"
+    )
+  return [f"Not analyzed: {message}." for message in messages]
+
+
+def _runs_on_local_devices(eqn: core.JaxprEqn) -> bool:
+  """Return whether a ``shard_map`` runs on the devices of a single process."""
+  mesh = getattr(_higher_order.parse_higher_order(eqn), "mesh", None)
+  return isinstance(mesh, jax.sharding.Mesh) and not mesh.is_multi_process
+
+
+def measure_scaling(
+  traced: _tracing.TracedFunction, result: SearchResult
+) -> list[_mistakes.Mistake]:
+  """Run a program with other loss scales: are its gradients unscaled once?
+
+  Args:
+    traced: the program.
+    result: the result of the search in it.
+
+  Returns:
+    Mistakes; empty if the program is correct, or was not run.
+  """
+  if result.origin is not None or result.run_step is None:
+    return []
+  return _scaling_mistakes.check_scale_invariance(
+    traced.inputs,
+    traced.scale_indices,
+    traced.outputs,
+    result.run_step,
+    result.outs,
+    is_exact=not _scaling_mistakes.has_narrow_range_eqn(
+      traced.closed_jaxpr, ignore_autocast=False
+    ),
+  )
+
+
+def find_absorbed_infs(
+  traced: _tracing.TracedFunction,
+  result: SearchResult,
+  progress: _progress.ProgressLine,
+) -> list[tuple[str, _report.Overflow]]:
+  """Find the origins of infs that an operation makes finite again.
+
+  Args:
+    traced: the program, with outputs of the kind ``"absorbed"``.
+    result: the result of the search in it.
+    progress: the progress line.
+
+  Returns:
+    The operation that makes an inf finite, and the origin of the inf. Masks are
+    left out.
+  """
+  indices_by_site: dict[str, list[int]] = {}
+  for i in _array_tests.list_nonfinite(result.outs):
+    output = traced.outputs[i]
+    if output.kind == "absorbed":
+      site = output.name.split("/")[-1]
+      indices_by_site.setdefault(site, []).append(i)
+  # An inf may reach several operations: the first one is enough.
+  site_by_origin: dict[_report.Overflow, str] = {}
+  for site, indices in indices_by_site.items():
+    for origin in _find_origins(
+      traced, result.program, result.record, indices, progress
+    ):
+      if _absorbed_infs.is_suspicious_origin(site, origin.primitive):
+        # The equation of a tag reads a number that is written in the program.
+        is_tag = origin.primitive == "name"
+        primitive = "constant" if is_tag else origin.primitive
+        origin = dataclasses.replace(origin, primitive=primitive)
+        site_by_origin.setdefault(origin, site)
+  return [(site, origin) for origin, site in site_by_origin.items()]
+
+
+def _disambiguate_names(
+  traced: _tracing.TracedFunction, origins: list[_report.Overflow]
+) -> list[_report.Overflow]:
+  """Give matmuls without weights the names that other reports give them.
+
+  A line alone would also select the matmuls of this line that have weights.
+  """
+  matmul_visits = [
+    visit
+    for visit in _walk.walk(traced.closed_jaxpr, _eqns.subjaxprs)
+    if _primitives.is_matmul(visit.eqn)
+  ]
+  labels = _provenance.make_unique_labels(
+    [(x.location.names, x.location.is_backward) for x in matmul_visits]
+  )
+  label_by_line = {
+    visit.location.source_line: label
+    for visit, (label, _) in zip(matmul_visits, labels, strict=True)
+    if label.startswith(_provenance.NO_WEIGHTS)
+  }
+  return [
+    dataclasses.replace(x, name=label_by_line.get(x.name, x.name))
+    if x.primitive in _report.MATMULS
+    else x
+    for x in origins
+  ]
 
 
 def _find_origins(
   traced: _tracing.TracedFunction,
-  compiled_fun: Callable[..., list[Any]] | None,
+  program: _instrumentation.InstrumentedProgram,
+  record: _instrumentation.RunRecord,
+  bad_outputs: list[int],
   progress: _progress.ProgressLine,
-) -> tuple[list[_report.Overflow], list[Any]]:
-  """Run a program, and return all origins and the outputs of the program."""
-  progress.set_description("running the compiled function")
-  outs = None if compiled_fun is None else compiled_fun(*traced.inputs)
-  if outs is not None and all(map(_taint_arrays.all_finite, outs)):
-    return [], outs
-  origin_table = _taint.OriginTable()
-  interpreter = _taint_interpreter.TaintInterpreter(
-    origin_table, _runners.Runner(), progress
+) -> list[_report.Overflow]:
+  """Return the origins of nonfinite outputs."""
+  origins = _search.find_origins(
+    program, traced.inputs, record, bad_outputs, progress
   )
-  inputs = [
-    interpreter.make_constant(
-      jnp.asarray(x), "argument", _provenance.EqnLocation(eqn_path=(name,))
-    )
-    for x, name in zip(traced.inputs, traced.input_names, strict=True)
+  return [
+    _description.describe_origin(traced, origin)
+    for origin in _select_relevant_origins(origins, traced)
   ]
-  # Only nonfinite outputs have an origin, so the eqns that lead to no such
-  # output need not be evaluated. Without a compiled run, all outputs are
-  # evaluated.
-  used_outputs = outs and [not _taint_arrays.all_finite(out) for out in outs]
-  values = interpreter.eval_jaxpr(
-    traced.closed_jaxpr, inputs, _provenance.EqnLocation(), used_outputs
-  )
-  origins = _select_relevant_origins(origin_table, values, traced)
-  return origins, outs or [value.array for value in values]
 
 
 def _select_relevant_origins(
-  origin_table: _taint.OriginTable,
-  values: list[_taint.TaintedArray],
-  traced: _tracing.TracedFunction,
-) -> list[_report.Overflow]:
+  origins: list[_search.Origin], traced: _tracing.TracedFunction
+) -> list[_search.Origin]:
   """Select the origins to report; those that reach an ``update`` come first.
 
   A nonfinite argument of a training step that reaches no ``update``, such as
   the mean of a metric that an earlier step made NaN, is not a fault of this
   step.
   """
-  origins = origin_table.select_reported_origins(values)
   if not traced.grad_outputs or traced.unreached_locations:
     return origins
-  pairs = zip(values, traced.outputs, strict=True)
-  update_values = [
-    value for value, output in pairs if output.kind in _UPDATE_KINDS
-  ]
-  update_origins = origin_table.select_reported_origins(update_values)
-  other_origins = [
-    x for x in origins if not any(x is other for other in update_origins)
-  ]
-  return update_origins + [
-    x
-    for x in other_origins
-    if x.primitive != "argument" or _INNER_STATE_RE.search(x.eqn_path)
-  ]
 
+  def reaches_update(origin: _search.Origin) -> bool:
+    kinds = {traced.outputs[i].kind for i in origin.outputs}
+    return not kinds.isdisjoint(_UPDATE_KINDS)
 
-def _compile_if_pure(
-  traced: _tracing.TracedFunction,
-) -> Callable[..., list[Any]] | None:
-  """Return the jitted program; None if the program has effects."""
-  if _eqns.has_effectful_eqn(traced.closed_jaxpr.jaxpr):
-    return None  # Effects must happen only once, in the interpreter.
-  # By default, XLA may drop a conversion to float16 and back, and with it the
-  # overflow of the conversion.
-  options = {"xla_allow_excess_precision": False}
-  return jax.jit(
-    core.jaxpr_as_fun(traced.closed_jaxpr), compiler_options=options
+  def is_relevant(origin: _search.Origin) -> bool:
+    if not _dataflow.is_argument(origin.key):
+      return True
+    return _is_faulty_state(traced, origin.key[1]) or reaches_update(origin)
+
+  return sorted(
+    filter(is_relevant, origins), key=lambda origin: not reaches_update(origin)
   )
 
 
-def _describe_limitations(
-  traced: _tracing.TracedFunction, applied_flags: list[Any]
-) -> list[str]:
-  """Return why a program without an overflow may still be wrong."""
-  limitations = [
-    f"Not analyzed: {message}."
-    for message in _tracing.describe_unreached(traced.unreached_locations)
-  ]
-  if any(np.any(np.asarray(flag) == 0) for flag in applied_flags):
-    limitations.append(
-      "A step is skipped, but update received finite gradients, and no"
-      " operation overflows. If you pass grads_finite= to update, check its"
-      " value. Otherwise the sum of the gradients exceeds the range of float32."
-    )
-  return limitations
+def _is_faulty_state(traced: _tracing.TracedFunction, index: int) -> bool:
+  """Return whether an argument is an array of the inner optimizer's state.
+
+  A scalar of it may be infinite, such as the best loss so far.
+  """
+  array, name = traced.inputs[index], traced.input_names[index]
+  is_state = _INNER_STATE_RE.search(name) is not None
+  return is_state and (array.shape != () or _array_tests.has_nan(array))
+
+
+def _instrument(
+  traced: _tracing.TracedFunction,
+) -> _instrumentation.InstrumentedProgram:
+  """Return the program with flags.
+
+  Effects must happen only once, so the only run of a program with effects
+  measures each equation.
+  """
+  has_effects = _eqns.has_effectful_eqn(traced.closed_jaxpr.jaxpr)
+  dataflow = _dataflow.analyze(
+    traced.closed_jaxpr, _array_tests.is_finite, check_all=has_effects
+  )
+  return _instrumentation.InstrumentedProgram(
+    traced.closed_jaxpr,
+    dataflow,
+    _compiler_options.make_compiler_options(traced.inputs),
+    measures_all=has_effects,
+  )

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._jaxprs import _provenance
 from optax_lossscale.diagnostics import _dtype_limits, _report_format
-from optax_lossscale.diagnostics._overflow import _taint_arrays
+from optax_lossscale.diagnostics._overflow import _operand
 
-_MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
+MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
 _EXPONENTIALS = set(_dtype_limits.OVERFLOW_THRESHOLDS)
 _LOGARITHMS = {"log", "log1p", "log2"}
 _ROOTS = {"rsqrt", "sqrt"}
@@ -21,39 +20,6 @@ _SUMS = {
   "add_any", "cumsum", "psum", "psum_invariant", "reduce_scatter",
   "reduce_sum", "reduce_window_sum", "scatter-add",
 }  # fmt: skip
-
-
-class Operand(NamedTuple):
-  """An operand of an operation.
-
-  Attributes:
-    shape: the shape, under ``shard_map`` the shape on one device.
-    dtype: the dtype.
-    amax: the largest finite magnitude; 0.0 if no entry is finite, None if the
-      entries are not numbers.
-    all_finite: whether all entries are finite.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> from optax_lossscale import diagnostics
-    >>> hit = diagnostics.find_overflow(jnp.exp, jnp.float16(12))
-    >>> hit.inputs[0].amax, hit.inputs[0].all_finite
-    (12.0, True)
-  """
-
-  shape: tuple[int, ...]
-  dtype: Any
-  amax: float | None
-  all_finite: bool
-
-  def __str__(self) -> str:
-    text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-    details = []
-    if self.amax is not None:
-      details.append(f"max abs {_format_number(self.amax)}")
-    if not self.all_finite:
-      details.append("contains inf or NaN")
-    return f"{text} ({', '.join(details)})" if details else text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +54,13 @@ class Overflow(_report_format.PrintedReport):
       scaled as it expects. Often empty.
     in_autocast: whether ``autocast`` runs this operation in half precision, so
       that ``keep_float32=`` applies to it.
+    scale_factor: for an operation in the backward pass of a training step, the
+      factor on the loss scale with which all gradients are finite, a power of
+      two; 0.0 if no loss scale helps; None if this was not measured.
+    is_reproduced: whether the operation was seen to return the inf or NaN. If
+      not, only the compiled program as a whole does, which XLA simplifies.
+    is_below_min_scale: whether the loss scale times ``scale_factor`` is below
+      the ``min_scale`` of the policy.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -106,10 +79,13 @@ class Overflow(_report_format.PrintedReport):
   source_line: str
   eqn_path: str
   backward: bool
-  inputs: tuple[Operand, ...]
+  inputs: tuple[_operand.Operand, ...]
   other_origins: tuple["Overflow", ...] = ()
   warnings: tuple[str, ...] = ()
   in_autocast: bool = False
+  scale_factor: float | None = None
+  is_below_min_scale: bool = False
+  is_reproduced: bool = True
 
   @property
   def fix(self) -> str:
@@ -164,63 +140,6 @@ class Overflow(_report_format.PrintedReport):
     )
 
 
-def describe_origin(
-  primitive: str,
-  inputs: list[Any],
-  location: _provenance.EqnLocation,
-  axis: int,
-  out: jax.Array,
-  is_own: np.ndarray,
-) -> Overflow:
-  """Describe an operation that returned an inf or a NaN.
-
-  Args:
-    primitive: its name.
-    inputs: the arrays that it read.
-    location: its location.
-    axis: the axis of an array that is the first axis within the jaxpr.
-    out: an output that is not finite.
-    is_own: the mask of the entries that this operation made nonfinite.
-
-  Returns:
-    An :class:`Overflow`.
-  """
-  is_argument = primitive == "argument"
-  eqn_path = (
-    location.eqn_path if is_argument else (*location.eqn_path, primitive)
-  )
-  return Overflow(
-    primitive=primitive,
-    dtype=np.dtype(out.dtype),
-    kind="inf"
-    if (np.isinf(_taint_arrays.to_numpy(out)) & is_own).any()
-    else "nan",
-    name_scope=location.name_scope,
-    param_path=location.param_path,
-    name=location.label,
-    source_line=location.source_line,
-    eqn_path="/".join(eqn_path),
-    backward=location.is_backward,
-    inputs=tuple(_as_operand(array, axis) for array in inputs),
-    in_autocast=location.autocast_dtype is not None,
-  )
-
-
-def _as_operand(array: Any, axis: int) -> Operand:
-  shape = tuple(array.shape[axis:])
-  is_number = isinstance(array, jax.Array) and jnp.issubdtype(
-    array.dtype, jnp.number
-  )
-  if not is_number or array.size == 0:
-    return Operand(shape, array.dtype, None, True)
-  np_array = _taint_arrays.to_numpy(array)
-  finite_mask = np.isfinite(np_array)
-  magnitudes = np.abs(np.where(finite_mask, np_array, np.zeros_like(np_array)))
-  return Operand(
-    shape, array.dtype, float(magnitudes.max()), bool(finite_mask.all())
-  )
-
-
 def suggest_fix(origin: Overflow) -> str:
   """Return the fix that keeps an operation finite.
 
@@ -238,19 +157,18 @@ def suggest_fix(origin: Overflow) -> str:
     argument=origin.eqn_path,
     # The path of a parameter selects the layer. A scope may hold others.
     layer=layer if origin.param_path else origin.name,
-    top=_format_number(float(jnp.finfo(origin.dtype).max)),
+    top=_operand.format_number(float(jnp.finfo(origin.dtype).max)),
     exponent=_dtype_limits.format_overflow_threshold(
       origin.primitive, origin.dtype
     ),
     limit=_SMALL_CONSTANT_HINT if _has_narrow_range(origin) else "",
+    scale_change=_format_scale_change(origin.scale_factor),
   )
 
 
-def _format_number(number: float) -> str:
-  """Format a number: 65504, 9.3e+04, 0.0132."""
-  if number == 65504:  # Every reader knows the largest number of float16.
-    return "65504"
-  return f"{float(f'{number:.3g}'):g}"
+def _format_scale_change(factor: float | None) -> str:
+  """Format the change of the loss scale: ``scale / 16``."""
+  return f"scale / {1 / factor:g}" if factor else "scale / 16"
 
 
 def _is_primitive_in(primitives: set[str]) -> Callable[[Overflow], bool]:
@@ -291,7 +209,13 @@ def _is_division_by_zero(origin: Overflow) -> bool:
     return False
   # In the backward pass, a large cotangent over a small number may overflow,
   # too.
-  return not origin.backward or origin.kind == "nan" or not _get_amax(origin, 1)
+  is_from_scale = origin.backward and not _is_unaffected_by_scale(origin)
+  return not is_from_scale or origin.kind == "nan" or not _get_amax(origin, 1)
+
+
+def _is_unaffected_by_scale(origin: Overflow) -> bool:
+  """Return whether an operation of the backward pass overflows at any scale."""
+  return origin.backward and origin.scale_factor == 0
 
 
 def _is_power_of_zero(origin: Overflow) -> bool:
@@ -308,8 +232,25 @@ def _is_undefined(origin: Overflow) -> bool:
 
   A matmul or a sum may also return NaN if it overflows inside: inf - inf.
   """
-  may_overflow = _MATMULS | _SUMS
+  may_overflow = MATMULS | _SUMS
   return origin.kind == "nan" and origin.primitive not in may_overflow
+
+
+def _is_index_out_of_bounds(origin: Overflow) -> bool:
+  is_gather = origin.primitive in {"gather", "dynamic_slice"}
+  return (
+    is_gather and origin.kind == "nan" and not _has_nonfinite_operand(origin)
+  )
+
+
+def _is_overflow_of_equal_terms(origin: Overflow) -> bool:
+  """Return whether the number of terms overflows, and not their sum."""
+  if origin.primitive != "reduce_sum" or _has_nonfinite_operand(origin):
+    return False
+  (operand,) = origin.inputs
+  num_terms = math.prod(operand.shape)
+  dtype_max = float(jnp.finfo(origin.dtype).max)
+  return (operand.amax or 0.0) * num_terms <= dtype_max < num_terms
 
 
 def _is_where_constant(origin: Overflow) -> bool:
@@ -352,6 +293,25 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     f"write a number that {{dtype}} holds instead of inf; {_MASK_HINT}",
   ),
   (
+    lambda x: not x.is_reproduced,
+    "each operation is finite on its own, but XLA simplifies the compiled"
+    " program. For example, it multiplies by the number of equal terms instead"
+    " of adding them, and this number may be inf in {dtype}. Compute in float32"
+    " here. Without jit, the step is not affected.",
+  ),
+  (
+    _is_overflow_of_equal_terms,
+    "the sum is finite, but XLA multiplies by the number of equal terms instead"
+    " of adding them, and this number is inf in {dtype}. Without jit, the step"
+    " is not affected. Add up in float32: jnp.sum(x, dtype=jnp.float32).",
+  ),
+  (
+    _is_index_out_of_bounds,
+    "an index is out of bounds, and {primitive} fills its entry with NaN. Check"
+    " the indices: labels must be below the number of classes, and token ids"
+    " below the size of the vocabulary.",
+  ),
+  (
     _is_primitive_in({"get"}),
     "the Ref contains an inf or a NaN. Look for the operation that writes it:"
     " writes into a Ref are not followed.",
@@ -371,12 +331,20 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
   (
     _is_primitive_in(_LOGARITHMS),
     "keep zero and negative numbers out before the operation:"
-    " jnp.log(jnp.where(x > 0, x, 1)).{limit}",
+    " jnp.log(jnp.where(x > 0, x, 1)).{limit} Or compute the loss from logits:"
+    " jax.nn.log_softmax, optax.losses.sigmoid_binary_cross_entropy.",
   ),
   (
     _is_primitive_in(_ROOTS),
     "keep zero and negative numbers out before the operation:"
     " jnp.sqrt(jnp.where(x > 0, x, 1)).{limit}",
+  ),
+  (
+    lambda x: _is_division_by_zero(x) and _is_unaffected_by_scale(x),
+    "the divisor is zero, and no loss scale helps. Keep zero out before the"
+    " operation that is differentiated, with jnp.where or a larger epsilon, or"
+    " compute the loss from logits: jax.nn.log_softmax,"
+    " optax.losses.sigmoid_binary_cross_entropy.{limit}",
   ),
   (
     _is_division_by_zero,
@@ -394,11 +362,22 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " the operation, with jnp.where.",
   ),
   (
+    _is_unaffected_by_scale,
+    "{primitive} is not finite at any loss scale. Replace the operands that"
+    " cause it before the operation, with jnp.where, or add an epsilon.",
+  ),
+  (
+    lambda x: x.backward and x.is_below_min_scale,
+    "the loss scale is too high, and min_scale of its policy stops it from"
+    " decreasing. Lower min_scale, for example"
+    " ols.DynamicLossScale(min_scale=2.0**-24), or make the loss smaller.",
+  ),
+  (
     lambda x: x.backward,
     "the loss scale is too high. A dynamic loss scale decreases automatically"
     " after each skipped step; lower a fixed one:"
-    " ols.set_loss_scale(opt_state, scale / 16). If the scale is at min_scale,"
-    " lower min_scale.",
+    " ols.set_loss_scale(opt_state, {scale_change}). If the scale is at"
+    " min_scale, lower min_scale.",
   ),
   (
     lambda x: x.in_autocast,
@@ -422,7 +401,7 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " learning rate.",
   ),
   (
-    _is_primitive_in(_MATMULS),
+    _is_primitive_in(MATMULS),
     "compute this layer in float32, or normalize its operands. In a model that"
     " is written in float32, ols.autocast(loss_fn, keep_float32={layer!r}) does"
     " so.",

@@ -1,0 +1,173 @@
+"""Tag the operands of the forward pass whose inf an operation makes finite.
+
+``1 / inf``, ``rsqrt(inf)`` and ``exp(-inf)`` are zero. If a number overflows
+in half precision before such an operation, the loss stays finite, and its
+gradients are wrong or zero. The tags make these operands outputs of the traced
+function.
+"""
+
+from collections.abc import Callable
+import math
+from typing import Any
+
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+import jax.numpy as jnp
+
+from optax_lossscale import _arrays, _tags
+from optax_lossscale._jaxprs import (
+  _eqns,
+  _higher_order,
+  _primitives,
+  _provenance,
+)
+
+# The index of the operand whose inf becomes finite. Squashing functions, such
+# as tanh, are left out: a wider range does not change their result.
+_ABSORBING_OPERANDS = {"div": 1, "exp": 0, "exp2": 0, "rsqrt": 0}
+# A number in half precision is found through at most this many of these
+# equations: a count of tokens is cast, and clamped to one, before it divides.
+_MAX_CHAIN_LENGTH = 4
+_CHAIN_PRIMITIVES = {
+  "add", "convert_element_type", "max", "sqrt", *_primitives.BROADCASTING,
+}  # fmt: skip
+
+
+def tag_absorbed_operands(closed_jaxpr: _eqns.ClosedJaxpr) -> Any:
+  """Return the jaxpr with tags of the kind ``"absorbed"``.
+
+  The path of a tag is the name of the operation. Loops whose values cannot
+  become outputs have no tags.
+  """
+  return _Tagger().tag_jaxpr(closed_jaxpr, _provenance.EqnLocation())
+
+
+def is_suspicious_origin(site_primitive: str, origin_primitive: str) -> bool:
+  """Return whether an inf was meant to be a number.
+
+  An infinite divisor is. The exponential of -inf may be a mask, which is
+  written in the program or added to scores, so only sums, powers and matmuls
+  are suspicious there.
+
+  Args:
+    site_primitive: the operation that makes the inf finite.
+    origin_primitive: the operation that returned the inf.
+  """
+  if not site_primitive.startswith("exp"):
+    return True
+  return origin_primitive in {
+    "conv_general_dilated", "cumsum", "dot_general", "integer_pow",
+    "ragged_dot_general", "reduce_sum", "square",
+  }  # fmt: skip
+
+
+class _Tagger:
+  """Inserts tags, and caches the new jaxpr of each call."""
+
+  def __init__(self) -> None:
+    self._jaxprs: dict[Any, Any] = {}
+
+  def tag_jaxpr(
+    self, jaxpr: _eqns.AnyJaxpr, location: _provenance.EqnLocation
+  ) -> Any:
+    """Insert the tags of a jaxpr that is called from this location."""
+    key = jaxpr, location.name_stack
+    if key not in self._jaxprs:
+      open_jaxpr: Any = _eqns.close_jaxpr(jaxpr).jaxpr
+      defining_eqns = {v: eqn for eqn in open_jaxpr.eqns for v in eqn.outvars}
+      new_eqns = [
+        new_eqn
+        for eqn in open_jaxpr.eqns
+        for new_eqn in self._tag_eqn(eqn, defining_eqns, location)
+      ]
+      is_unchanged = all(map(lambda a, b: a is b, new_eqns, open_jaxpr.eqns))
+      self._jaxprs[key] = (
+        jaxpr
+        if is_unchanged
+        else _eqns.replace_jaxpr_fields(jaxpr, eqns=new_eqns)
+      )
+    return self._jaxprs[key]
+
+  def _tag_eqn(
+    self,
+    eqn: core.JaxprEqn,
+    defining_eqns: dict[Any, core.JaxprEqn],
+    location: _provenance.EqnLocation,
+  ) -> list[core.JaxprEqn]:
+    """Return the equation, and the equation of its tag before it, if any."""
+    inner_location = location.push_scope(eqn)
+    is_optimizer = _provenance.has_scope(eqn, _provenance.OPTIMIZER_SCOPE)
+    if inner_location.is_backward or is_optimizer:
+      return [eqn]
+    if next(_eqns.subjaxprs(eqn), None) is not None:
+      return [self._tag_subjaxprs(eqn, inner_location)]
+    index = _get_absorbing_operand(eqn)
+    if index is None or not _is_from_half(eqn.invars[index], defining_eqns):
+      return [eqn]
+    tag = _tags.format_tag(_tags.Tag("absorbed", 0, eqn.primitive.name))
+    replacement = _eqns.trace_replacement_eqns(
+      _make_tagged_fun(eqn, index, tag), eqn
+    )
+    return [eqn] if replacement is None else replacement[0]
+
+  def _tag_subjaxprs(
+    self, eqn: core.JaxprEqn, location: _provenance.EqnLocation
+  ) -> core.JaxprEqn:
+    is_hijax = _eqns.get_hi_primitive(eqn) is not None
+    if is_hijax or _higher_order.parse_higher_order(eqn) is None:
+      return eqn
+    tag_body = lambda jaxpr: self.tag_jaxpr(jaxpr, location)
+    bodies = list(_eqns.subjaxprs(eqn))
+
+    def tag_bodies() -> core.JaxprEqn:
+      return _eqns.map_subjaxprs(eqn, tag_body)
+
+    tagged_eqn = _higher_order.call_in_eqn_context(eqn, tag_bodies)
+    new_bodies = _eqns.subjaxprs(tagged_eqn)
+    is_unchanged = all(map(lambda a, b: a.jaxpr is b.jaxpr, bodies, new_bodies))
+    return eqn if is_unchanged else tagged_eqn
+
+
+def _make_tagged_fun(
+  eqn: core.JaxprEqn, index: int, tag: str
+) -> Callable[..., list[Any]]:
+  """Return a function that evaluates an equation with a tagged operand."""
+
+  def fun(*operands: Any) -> list[Any]:
+    tagged = list(operands)
+    tagged[index] = checkpoint_name(tagged[index], tag)
+    return _eqns.eqn_as_fun(eqn)(*tagged)
+
+  return fun
+
+
+def _get_absorbing_operand(eqn: core.JaxprEqn) -> int | None:
+  """Return the index of the operand whose inf becomes finite, or None."""
+  exponent = _primitives.get_exponent(eqn)
+  if exponent is not None:
+    return 0 if exponent < 0 else None
+  return _ABSORBING_OPERANDS.get(eqn.primitive.name)
+
+
+def _is_from_half(
+  atom: Any, defining_eqns: dict[Any, core.JaxprEqn], depth: int = 0
+) -> bool:
+  """Return whether an operand may hold an inf of float16 or float8."""
+  dtype: Any = getattr(atom.aval, "dtype", None)
+  is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+  if not is_float:
+    return False
+  if _arrays.has_narrow_range(dtype):
+    is_literal = isinstance(atom, core.Literal)
+    return not is_literal or math.isinf(float(atom.val))
+  is_literal = isinstance(atom, core.Literal)
+  eqn = None if is_literal else defining_eqns.get(atom)
+  if eqn is None or eqn.primitive.name not in _CHAIN_PRIMITIVES:
+    return False
+  # The matmuls of `autocast` are compared with float32.
+  is_autocast = _provenance.EqnLocation().push_scope(eqn).matmul_dtypes
+  return (
+    depth < _MAX_CHAIN_LENGTH
+    and is_autocast is None
+    and any(_is_from_half(x, defining_eqns, depth + 1) for x in eqn.invars)
+  )

@@ -1,0 +1,93 @@
+"""Tests of whole arrays, each compiled once for each shape.
+
+Only a bool is transferred to the host, so an array may be large, or on several
+devices or processes. Arrays of integers, of keys, and Refs count as finite.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale import _arrays
+from optax_lossscale._jaxprs import _avals
+
+
+def is_finite(x: Any) -> bool:
+  """Return whether all entries are finite."""
+  return not list_nonfinite([x])
+
+
+def all_finite(arrays: Iterable[Any]) -> bool:
+  """Return whether all entries of all arrays are finite."""
+  return not list_nonfinite(arrays)
+
+
+def list_nonfinite(arrays: Iterable[Any]) -> list[int]:
+  """Return the indices of the arrays that are not finite."""
+  # Start all tests before the first result is awaited.
+  flags = [_test_floats(_is_nonfinite, x) for x in arrays]
+  return [i for i, flag in enumerate(jax.device_get(flags)) if flag]
+
+
+def has_inf(x: Any) -> bool:
+  """Return whether an array contains inf."""
+  return bool(_test_floats(_has_inf, x))
+
+
+def has_nan(x: Any) -> bool:
+  """Return whether an array contains NaN."""
+  return bool(_test_floats(_has_nan, x))
+
+
+def is_any_nonzero(arrays: Iterable[Any]) -> bool:
+  """Return whether any entry of any array is not zero."""
+  # The first array usually decides, so the others need no program.
+  return any(bool(_is_nonzero(x)) for x in arrays)
+
+
+def is_any_different(pairs: Iterable[tuple[Any, Any]]) -> bool:
+  """Return whether the arrays of any pair have different entries."""
+  return any(bool(_is_different(x, y)) for x, y in pairs)
+
+
+def compute_amax(arrays: Iterable[Any]) -> float:
+  """Return the largest magnitude of all entries; 0.0 without any."""
+  return max(map(float, map(_amax, arrays)), default=0.0)
+
+
+def _test_floats(test: Callable[[Any], Any], x: Any) -> Any:
+  """Return the result of a test; False if the entries are not floats."""
+  is_float = _arrays.is_inexact(x) and not _avals.is_ref(jax.typeof(x))
+  return is_float and test(x)
+
+
+@jax.jit
+def _is_nonfinite(x: Any) -> jax.Array:
+  return ~jnp.isfinite(_arrays.upcast_for_reduction(x)).all()
+
+
+@jax.jit
+def _has_inf(x: Any) -> jax.Array:
+  return jnp.isinf(_arrays.upcast_for_reduction(x)).any()
+
+
+@jax.jit
+def _has_nan(x: Any) -> jax.Array:
+  return jnp.isnan(_arrays.upcast_for_reduction(x)).any()
+
+
+@jax.jit
+def _is_nonzero(x: Any) -> jax.Array:
+  return jnp.any(x != 0)
+
+
+@jax.jit
+def _is_different(x: Any, y: Any) -> jax.Array:
+  return jnp.any(x != y)
+
+
+@jax.jit
+def _amax(x: Any) -> jax.Array:
+  return jnp.max(jnp.abs(_arrays.upcast_for_reduction(x)), initial=0)

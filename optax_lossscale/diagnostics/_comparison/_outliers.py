@@ -1,0 +1,139 @@
+"""The search for the layers that cause an error.
+
+The effect of a matmul is the error of each array if this matmul alone runs in
+half precision. ``bisect_effects`` measures the large effects without a run for
+each layer: independent errors add up in squares, so a half of the layers with a
+small part of the total squared error needs no further runs. ``find_outliers``
+compares the effect of each layer with all smaller ones together: a layer is an
+outlier if its effect is some times as large.
+"""
+
+from collections.abc import Callable, Sequence
+import math
+
+import numpy as np
+
+# Bisection skips a half whose share of the total squared error is below this.
+_MIN_ERROR_SHARE = 0.3
+# A layer is an outlier if its effect is above _OUTLIER_EPS times the spacing of
+# numbers at 1, and above _OUTLIER_RATIO times the effect of all lesser layers
+# together. In float16 the first is an error of 0.016, with a cosine of 0.9999.
+# Layers in front of batch normalization may be far above it, but not above
+# their neighbours.
+_OUTLIER_EPS = 16.0
+# For a single array the limit is higher: in models that learn well, the errors
+# of single arrays reach two thirds of it.
+INACCURATE_EPS = 64.0
+_OUTLIER_RATIO = 4.0
+# At most this fraction of the layers (but at least one) may be outliers: an
+# error that most layers share is not the fault of a single one.
+_MAX_OUTLIER_FRACTION = 1 / 2
+# Returns the errors if only these sites run in half precision: the error of all
+# arrays together, and then of each array.
+MeasureFn = Callable[[list[int]], np.ndarray]
+
+
+def bisect_effects(
+  measure: MeasureFn,
+  site_groups: Sequence[list[int]],
+  total_effect: np.ndarray,
+  eps: float,
+) -> dict[int, np.ndarray]:
+  """Measure large effects by bisection, in far fewer runs than there are sites.
+
+  Independent errors add up in squares. So a half of the layers with less than
+  ``_MIN_ERROR_SHARE`` of the total squared error is not split further.
+
+  Args:
+    measure: returns the errors if only these sites run in half precision.
+    site_groups: the sites of each layer.
+    total_effect: the errors if all sites run in half precision.
+    eps: the spacing of numbers at 1 in half precision.
+
+  Returns:
+    The effects of each site. Sites that were measured together have equal parts
+    of their squared error.
+  """
+  can_be_outlier = exceeds_limits(total_effect, eps)
+  effects: dict[int, np.ndarray] = {}
+  worklist = [(site_groups, total_effect)]
+  while worklist:
+    groups, effect = worklist.pop()
+    rows = [row for rows in groups for row in rows]
+    is_large = (
+      effect > math.sqrt(_MIN_ERROR_SHARE) * total_effect
+    ) | ~np.isfinite(effect)
+    is_relevant = bool((is_large & can_be_outlier).any())
+    if len(rows) == 1 or not is_relevant:
+      effects.update((row, effect / math.sqrt(len(rows))) for row in rows)
+    elif len(groups) <= 1:
+      effects.update((row, measure([row])) for row in rows)
+    else:
+      middle = len(groups) // 2
+      for half in groups[:middle], groups[middle:]:
+        worklist.append((half, measure([row for rows in half for row in rows])))
+  return effects
+
+
+def exceeds_limits(effects: np.ndarray, eps: float) -> np.ndarray:
+  """Return whether each effect is so large that it can have an outlier.
+
+  Args:
+    effects: the error of all arrays together, and then of each; float64[n].
+    eps: the spacing of numbers at 1 in half precision.
+  """
+  thresholds = np.full(effects.shape, INACCURATE_EPS * eps)
+  thresholds[:1] = _OUTLIER_EPS * eps
+  return effects > thresholds
+
+
+def find_outliers(
+  names: Sequence[str], effects: np.ndarray, eps: float
+) -> tuple[str, ...]:
+  """Return the few layers whose effect is far above all lesser ones together.
+
+  Each array is judged individually: an optimizer such as Adam scales a gradient
+  relative to its size, so a small gradient moves its parameters as far as
+  others.
+
+  Args:
+    names: the layer of each matmul; at least one.
+    effects: the effect of each matmul on all arrays together, and on each
+      array; float64[matmuls, 1 + arrays].
+    eps: the spacing of numbers at 1 in half precision.
+
+  Returns:
+    The names of the outliers, the worst first, and equal ones in the order of
+    ``names``. A layer that makes an array nonfinite is always an outlier.
+  """
+  unique_names = list(dict.fromkeys(names))
+  norms = np.zeros((len(unique_names), effects.shape[1]))
+  for name, effect in zip(names, effects, strict=True):
+    i = unique_names.index(name)
+    norms[i] = np.hypot(norms[i], effect)
+  worst_norms: dict[str, float] = {}
+  for column, column_norms in enumerate(norms.T):
+    threshold = (INACCURATE_EPS if column else _OUTLIER_EPS) * eps
+    for i in _find_outlier_indices(column_norms, threshold):
+      worst_norms[unique_names[i]] = max(
+        worst_norms.get(unique_names[i], 0.0), column_norms[i]
+      )
+  outliers = sorted(worst_norms, key=unique_names.index)
+  outliers.sort(key=lambda name: worst_norms[name], reverse=True)
+  return tuple(filter(None, outliers))
+
+
+def _find_outlier_indices(norms: np.ndarray, threshold: float) -> np.ndarray:
+  """Return the indices of outliers: above the threshold, and above the others.
+
+  Nonfinite norms are always outliers, and come first in the order.
+  """
+  order = np.argsort(-norms, kind="stable")
+  num_outliers = int(np.sum(~np.isfinite(norms)))
+  for i in range(
+    num_outliers, max(1, math.floor(_MAX_OUTLIER_FRACTION * len(norms)))
+  ):
+    others_norm = math.hypot(*norms[order[i + 1 :]])
+    if norms[order[i]] > max(threshold, _OUTLIER_RATIO * others_norm):
+      num_outliers = i + 1
+  return order[:num_outliers]

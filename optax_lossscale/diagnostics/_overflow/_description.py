@@ -1,0 +1,176 @@
+"""Describe the origin of an inf or a NaN by its location and its operands."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._jaxprs import (
+  _eqns,
+  _higher_order,
+  _provenance,
+  _source_info,
+  _state_threading,
+)
+from optax_lossscale.diagnostics import _array_tests, _tracing
+from optax_lossscale.diagnostics._overflow import (
+  _dataflow,
+  _measurement,
+  _operand,
+  _report,
+  _search,
+)
+
+
+def describe_origin(
+  traced: _tracing.TracedFunction, origin: _search.Origin
+) -> _report.Overflow:
+  """Return the report on an equation, an argument or a constant."""
+  key = origin.key
+  if _dataflow.is_argument(key):
+    array, name = traced.inputs[key[1]], traced.input_names[key[1]]
+    location = _provenance.EqnLocation(eqn_path=(name,))
+    kind = _get_kind(array)
+    return _make_report("argument", location, array.dtype, kind)
+  frame = _locate_jaxpr(traced.closed_jaxpr, key, origin.iterations)
+  if _dataflow.is_constant(key):
+    value, location = _get_constant(frame, key)
+    kind, dtype = _get_kind(value), jnp.result_type(value)
+    return _make_report("constant", location, dtype, kind)
+  return _describe_eqn(_get_eqn(frame.closed_jaxpr.jaxpr, key), frame, origin)
+
+
+def _describe_eqn(
+  eqn: core.JaxprEqn, frame: _state_threading.Frame, origin: _search.Origin
+) -> _report.Overflow:
+  stats = origin.stats or _measurement.make_empty_stats(eqn)
+  # If all results were finite, only the program as a whole makes one nonfinite.
+  is_float = list(map(_dataflow.is_inexact, eqn.outvars))
+  is_nonfinite = stats.is_nonfinite if stats.is_nonfinite.any() else is_float
+  out_index = int(np.argmax(is_nonfinite))
+  is_nan = stats.has_nan[out_index] and not (
+    stats.is_origin and stats.has_inf[out_index]
+  )
+  out_aval: Any = eqn.outvars[out_index].aval
+  operands = zip(
+    (v.aval for v in eqn.invars),
+    stats.operand_is_nonfinite.tolist(),
+    stats.operand_amax.tolist() if origin.stats else [None] * len(eqn.invars),
+    strict=True,
+  )
+  was_measured = origin.stats is not None
+  return _make_report(
+    _source_info.get_primitive_name(eqn),
+    frame.location.locate(eqn, frame.closed_jaxpr.jaxpr),
+    out_aval.dtype,
+    "nan" if is_nan else "inf",
+    [_operand.make_operand(*operand) for operand in operands],
+    is_reproduced=not was_measured or bool(stats.is_nonfinite.any()),
+  )
+
+
+def _make_report(
+  primitive: str,
+  location: _provenance.EqnLocation,
+  dtype: Any,
+  kind: str,
+  inputs: Sequence[_operand.Operand] = (),
+  *,
+  is_reproduced: bool = True,
+) -> _report.Overflow:
+  """Return the report on an operation that returned an inf or a NaN.
+
+  Args:
+    primitive: its name.
+    location: its location.
+    dtype: the dtype of its result.
+    kind: ``"inf"`` or ``"nan"``.
+    inputs: its operands.
+    is_reproduced: whether it was seen to return the inf or NaN.
+
+  Returns:
+    The report.
+  """
+  is_argument = primitive == "argument"
+  eqn_path = (
+    location.eqn_path if is_argument else (*location.eqn_path, primitive)
+  )
+  return _report.Overflow(
+    primitive=primitive,
+    dtype=np.dtype(dtype),
+    kind=kind,
+    name_scope=location.name_scope,
+    param_path=location.param_path,
+    name=location.label,
+    source_line=location.source_line,
+    eqn_path="/".join(eqn_path),
+    backward=location.is_backward,
+    inputs=tuple(inputs),
+    in_autocast=location.autocast_dtype is not None,
+    is_reproduced=is_reproduced,
+  )
+
+
+def _locate_jaxpr(
+  closed_jaxpr: _eqns.ClosedJaxpr,
+  key: _dataflow.Key,
+  iterations: Iterable[int],
+) -> _state_threading.Frame:
+  """Return the jaxpr that contains a key, with its location."""
+  location = _provenance.EqnLocation()
+  remaining = iter(iterations)
+  for i in range(0, len(key) - 2, 2):
+    eqn_index, body_index = key[i : i + 2]
+    jaxpr = closed_jaxpr.jaxpr
+    eqn = jaxpr.eqns[eqn_index]
+    hop = _higher_order.parse_higher_order(eqn)
+    assert hop is not None  # Otherwise no key is inside.
+    label = _source_info.format_call(eqn)
+    match hop:
+      case _higher_order.Scan():
+        index = next(remaining)
+        # The backward pass of an iteration has the same index.
+        index = hop.length - 1 - index if hop.reverse else index
+        label = f"scan[{index}]"
+      case _higher_order.While():
+        label = f"while[{next(remaining)}]"
+      case _higher_order.Cond():
+        label = f"cond(branch {body_index})"
+      case _higher_order.ShardMap():
+        label = "shard_map"
+    location = location.locate(eqn, jaxpr).push_eqn_path(label)
+    closed_jaxpr = _higher_order.get_bodies(hop)[body_index]
+  return _state_threading.Frame(closed_jaxpr, location=location)
+
+
+def _get_eqn(jaxpr: core.Jaxpr, key: _dataflow.Key) -> core.JaxprEqn:
+  """Return the equation of a jaxpr at a position, or that computes a value."""
+  eqn_index = key[-1] if len(key) % 2 else key[-2]
+  if eqn_index < len(jaxpr.eqns):
+    return jaxpr.eqns[eqn_index]
+  var = jaxpr.outvars[key[-1] - _dataflow.OUTPUT]
+  return next(eqn for eqn in jaxpr.eqns if var in eqn.outvars)
+
+
+def _get_constant(
+  frame: _state_threading.Frame, key: _dataflow.Key
+) -> tuple[Any, _provenance.EqnLocation]:
+  """Return a constant of a jaxpr, or a literal, with its location."""
+  closed_jaxpr, location = frame.closed_jaxpr, frame.location
+  eqn_index, index = key[-2:]
+  if eqn_index == _dataflow.CONSTANT:
+    return closed_jaxpr.consts[index], location
+  jaxpr = closed_jaxpr.jaxpr
+  operand_index = -1 - index
+  if eqn_index == len(jaxpr.eqns):
+    literal: Any = jaxpr.outvars[operand_index]
+    return literal.val, location
+  eqn = jaxpr.eqns[eqn_index]
+  literal = eqn.invars[operand_index]
+  return literal.val, location.locate(eqn, jaxpr)
+
+
+def _get_kind(array: Any) -> str:
+  return "inf" if _array_tests.has_inf(array) else "nan"

@@ -1,0 +1,120 @@
+"""Would a lower loss scale keep the gradients of a step finite?
+
+An inf in the backward pass is usually the fault of the loss scale, but a
+division by zero is not. The loss scale is an input of the compiled step, so the
+step runs with lower scales, without another compilation.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from optax_lossscale.diagnostics import (
+  _array_tests,
+  _host_values,
+  _scaling_mistakes,
+  _tracing,
+)
+from optax_lossscale.diagnostics._overflow import _report
+
+# The largest decrease that is tried, as a power of two. It takes any scale of a
+# policy into the range where float16 gradients underflow.
+_MAX_LOG2_DECREASE = 64
+_GRAD_KINDS = {"grads", "unscaled"}
+
+
+def assess_loss_scale(
+  traced: _tracing.TracedFunction,
+  run_step: Callable[[list[Any]], Sequence[Any]],
+  outs: Sequence[Any],
+  origins: list[_report.Overflow],
+) -> list[_report.Overflow]:
+  """Add the loss scale that helps to origins, and sort them.
+
+  If no loss scale helps, or the loss itself is not finite, the origins in the
+  forward pass are first.
+
+  Args:
+    traced: the step.
+    run_step: a function from the inputs of the step to its outputs.
+    outs: the outputs of the step.
+    origins: the origins of their infs and NaNs.
+
+  Returns:
+    The origins. Those in the backward pass have a ``scale_factor`` if it can be
+    measured.
+  """
+  has_backward = any(origin.backward for origin in origins)
+  is_loss_finite = _array_tests.all_finite(traced.select_kind(outs, "loss"))
+  factor = None
+  if (
+    has_backward
+    and traced.scale_indices
+    and not _has_finite_grads(traced, outs)
+  ):
+    factor = _find_scale_factor(traced, run_step)
+  is_below_min = factor is not None and _is_below_min_scale(traced, factor)
+  origins = [
+    dataclasses.replace(
+      origin, scale_factor=factor, is_below_min_scale=is_below_min
+    )
+    if origin.backward
+    else origin
+    for origin in origins
+  ]
+  if factor == 0 or not is_loss_finite:
+    # An argument is the origin of what it reaches, whatever the direction is.
+    origins.sort(key=lambda origin: origin.backward)
+  return origins
+
+
+def _find_scale_factor(
+  traced: _tracing.TracedFunction,
+  run_step: Callable[[list[Any]], Sequence[Any]],
+) -> float:
+  """Return the largest power of two that keeps the gradients finite.
+
+  Returns:
+    The factor on the loss scale; 0.0 if there is none, or if all gradients are
+    zero with it.
+  """
+
+  def run(log2_decrease: int) -> Sequence[Any]:
+    inputs = _scaling_mistakes.scale_inputs(
+      traced.inputs, traced.scale_indices, 2.0**-log2_decrease
+    )
+    return run_step(inputs)
+
+  # The gradients are not finite with `low`, and finite with `high`.
+  low, high = 0, 1
+  while not _has_finite_grads(traced, run(high)):
+    if high == _MAX_LOG2_DECREASE:
+      return 0.0
+    low, high = high, 2 * high
+  while high - low > 1:
+    middle = (low + high) // 2
+    is_finite = _has_finite_grads(traced, run(middle))
+    low, high = (low, middle) if is_finite else (middle, high)
+  grads = traced.select_kind(run(high), "grads")
+  return 2.0**-high if _array_tests.is_any_nonzero(grads) else 0.0
+
+
+def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:
+  """Return whether the policy does not decrease the loss scale that far."""
+  scales = _host_values.to_host(
+    [traced.inputs[i] for i in traced.scale_indices]
+  )
+  new_scale = factor * min(map(np.min, scales))
+  return traced.lowest_scale is not None and new_scale < traced.lowest_scale
+
+
+def _has_finite_grads(
+  traced: _tracing.TracedFunction, outs: Sequence[Any]
+) -> bool:
+  """Return whether all gradients are finite."""
+  pairs = zip(outs, traced.outputs, strict=True)
+  return _array_tests.all_finite(
+    [x for x, output in pairs if output.kind in _GRAD_KINDS]
+  )

@@ -1,0 +1,306 @@
+"""The problems of a training step, from the results of all reports.
+
+Each function takes results, and returns problems with a cause and a fix, the
+most important first.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale.diagnostics import (
+  _array_tests,
+  _host_values,
+  _scale_dependence,
+  _scaling_mistakes,
+  _tracing,
+)
+from optax_lossscale.diagnostics._comparison import (
+  _report as _comparison_report,
+)
+from optax_lossscale.diagnostics._overflow import _report as _overflow_report
+
+# If all gradients are zero, the loss scale is raised by these powers of two.
+_LOG2_INCREASES = (4, 8, 12, 16, 20, 24)
+
+
+class Problem(NamedTuple):
+  """A problem of a training step.
+
+  Attributes:
+    cause: the fault, with a number.
+    fix: the fix; a line of code if possible.
+    keep_float32: the layers to pass to ``keep_float32=`` of
+      :func:`optax_lossscale.autocast`, if that is the fix; else empty.
+    loss_scale: the loss scale to set, if that is the fix; else None.
+
+  Examples:
+    >>> from optax_lossscale import diagnostics
+    >>> problem = diagnostics.Problem(
+    ...   "up overflows in the forward pass.",
+    ...   "ols.autocast(loss_fn, keep_float32='up')",
+    ...   keep_float32=("up",))
+    >>> print(problem.loss_scale)
+    None
+  """
+
+  cause: str
+  fix: str
+  keep_float32: tuple[str, ...] = ()
+  loss_scale: float | None = None
+
+
+class LossScale(NamedTuple):
+  """The loss scale of a step.
+
+  Attributes:
+    value: its value; None if there are several.
+    lowest: the lowest value that the policy allows; None if unknown.
+    can_decrease: whether the step is skipped after an overflow, and returns the
+      state with a decreased scale.
+  """
+
+  value: float | None
+  lowest: float | None
+  can_decrease: bool
+
+  @classmethod
+  def from_step(
+    cls, traced: _tracing.TracedFunction, can_decrease: bool
+  ) -> "LossScale":
+    """Return the loss scale that a step has as an argument."""
+    scales = _host_values.to_host(
+      [traced.inputs[i] for i in traced.scale_indices]
+    )
+    values = {x for scale in scales for x in np.ravel(scale).tolist()}
+    value = values.pop() if len(values) == 1 else None
+    return cls(value, traced.lowest_scale, can_decrease)
+
+
+def find_numeric_problems(
+  origin: _overflow_report.Overflow | None,
+  report: _comparison_report.PrecisionComparison | None,
+  loss_scale: LossScale,
+) -> list[Problem]:
+  """Return the problems with overflow, or else with lost precision."""
+  problems: list[Problem] = []
+  is_scale_cause = origin is None or origin.scale_factor != 0
+  if report is not None and report.reference_is_finite:
+    problems += _find_precision_problems(report, loss_scale, is_scale_cause)
+  # The comparison only knows matmuls. Report the overflow of another operation
+  # first if it is in the forward pass, and else if nothing explains it.
+  is_forward = origin is not None and not origin.backward
+  if origin is not None and is_forward and not origin.in_autocast:
+    return [_as_problem(origin), *problems]
+  return problems or [_as_problem(x) for x in (origin,) if x is not None]
+
+
+def _find_precision_problems(
+  report: _comparison_report.PrecisionComparison,
+  loss_scale: LossScale,
+  is_scale_cause: bool,
+) -> Iterator[Problem]:
+  log2_change = report.suggested_log2_scale_change
+  if report.reference_is_zero:
+    return
+  if report.overflowing:
+    forward_rows = {row.name: row for row in report.matmuls if not row.backward}
+    for name in report.overflowing:
+      amax = forward_rows[name].amax
+      # Not from the dtype of the report, which may be two dtypes.
+      dtype_max = amax * 2.0 ** forward_rows[name].log2_headroom
+      yield _suggest_float32(
+        name,
+        f"{name} overflows in the forward pass: max abs {amax:.2g},"
+        f" {report.dtype} ends at {dtype_max:.5g}.",
+      )
+  elif log2_change < 0 and is_scale_cause:
+    consequence = ", so this step is skipped" * loss_scale.can_decrease
+    yield _suggest_rescale(
+      f"The backward pass overflows{consequence}",
+      log2_change,
+      loss_scale,
+    )
+  elif log2_change > 0:
+    worst_array = report.inaccurate_arrays[0]
+    yield _suggest_rescale(
+      f"{worst_array.name} underflows in the backward pass: relative error"
+      f" {worst_array.error:.2g}",
+      max(log2_change - 1, 1),  # Leave a factor of two of headroom.
+      loss_scale,
+    )
+  else:
+    for name in report.outliers:
+      error = max(
+        row.isolated_error for row in report.matmuls if row.name == name
+      )
+      yield _suggest_float32(
+        name,
+        f"{name} loses precision in {report.dtype}: relative error {error:.2g}"
+        " from this layer alone.",
+      )
+
+
+def _suggest_float32(name: str, cause: str) -> Problem:
+  fix = f"ols.autocast(loss_fn, keep_float32={name!r})"
+  return Problem(cause, fix, keep_float32=(name,))
+
+
+def _suggest_rescale(
+  cause: str, log2_change: int, loss_scale: LossScale
+) -> Problem:
+  """Return a problem whose fix is another loss scale."""
+  if loss_scale.value is None:
+    verb = "Raise" if log2_change > 0 else "Lower"
+    fix = f"{verb} the loss scale by 2**{abs(log2_change)}."
+    return Problem(f"{cause}.", fix)
+  new_scale = loss_scale.value * 2.0**log2_change
+  cause = f"{cause} (loss scale {loss_scale.value:g})."
+  if loss_scale.lowest is not None and new_scale < loss_scale.lowest:
+    fix = (
+      f"The loss scale must decrease to {new_scale:g}, but min_scale of its"
+      f" policy stops it at {loss_scale.lowest:g}, and every step is skipped."
+      " Lower min_scale, as in"
+      f" ols.DynamicLossScale(min_scale={new_scale:g}), or make the loss"
+      " smaller."
+    )
+    return Problem(cause, fix)
+  fix = f"opt_state = ols.set_loss_scale(opt_state, {new_scale:g})"
+  if log2_change < 0 and loss_scale.can_decrease:
+    fix += "; a dynamic loss scale also decreases on its own"
+  return Problem(cause, fix, loss_scale=new_scale)
+
+
+def _as_problem(origin: _overflow_report.Overflow) -> Problem:
+  if origin.primitive == "argument":
+    return Problem(
+      f"The argument {origin.eqn_path} holds {origin.kind}.", origin.fix
+    )
+  operands_text = f" of {', '.join(map(str, origin.inputs[:2]))}" * bool(
+    origin.inputs
+  )
+  return Problem(f"{_describe_origin(origin)}{operands_text}.", origin.fix)
+
+
+def _describe_origin(origin: _overflow_report.Overflow) -> str:
+  """Return which operation returned an inf or a NaN, and where."""
+  location = origin.name or origin.source_line or origin.eqn_path
+  if origin.primitive == "constant":
+    return f"A constant in {location} is {origin.kind} in {origin.dtype}"
+  direction = "backward" if origin.backward else "forward"
+  return (
+    f"{origin.primitive} in {location} returns {origin.kind} in the {direction}"
+    " pass"
+  )
+
+
+def as_absorbed_inf_problem(
+  site: str, origin: _overflow_report.Overflow
+) -> Problem:
+  """Return the problem of an inf that an operation makes finite.
+
+  Args:
+    site: the operation that makes the inf finite.
+    origin: the origin of the inf.
+  """
+  cause = (
+    f"{_describe_origin(origin)}, and {site} makes zero of it, so the loss is"
+    " finite, but wrong."
+  )
+  fix = origin.fix
+  if origin.primitive == "constant":
+    fix = (
+      f"Compute in float32 here, since {origin.dtype} ends at"
+      f" {float(jnp.finfo(origin.dtype).max):.5g}: x.astype(jnp.float32)."
+    )
+  return Problem(cause, fix)
+
+
+def find_zero_grad_problems(
+  traced: _tracing.TracedFunction,
+  outs: Sequence[Any],
+  run_step: Callable[[list[Any]], Sequence[Any]] | None,
+  report: _comparison_report.PrecisionComparison | None,
+  loss_scale: LossScale,
+) -> Iterator[Problem]:
+  """Yield a problem for each `update` whose gradients are all zero.
+
+  Args:
+    traced: the step.
+    outs: its outputs.
+    run_step: a function from the inputs of the step to its outputs, or None.
+    report: the comparison with float32, or None.
+    loss_scale: the loss scale.
+  """
+  for grads, subject in _list_zero_grads(traced, outs):
+    if all(grad.is_constant for grad in grads):
+      yield Problem(
+        f"{subject} are zero for any batch: the loss does not depend on the"
+        " parameters through operations with a derivative.",
+        "Look for stop_gradient, argmax, rounding, a comparison or a cast to"
+        " integers between the parameters and the loss.",
+      )
+      continue
+    log2_increase = _find_log2_increase(traced, run_step, grads)
+    if log2_increase is not None:
+      yield _suggest_rescale(
+        f"{subject} are zero, because they underflow", log2_increase, loss_scale
+      )
+    else:
+      is_zero_in_float32 = report is not None and report.reference_is_zero
+      in_float32 = ", in float32 too" if is_zero_in_float32 else ""
+      yield Problem(
+        f"{subject} are zero{in_float32}.",
+        "Check a batch that has gradients. If no batch has any, look for a"
+        " masked loss, a dead layer or a factor of zero.",
+      )
+
+
+def _list_zero_grads(
+  traced: _tracing.TracedFunction, outs: Sequence[Any]
+) -> Iterator[tuple[list[_scale_dependence.Output], str]]:
+  """Yield the gradients of each `update` that ran and receives only zeros."""
+  applied_flags = _scaling_mistakes.read_applied_flags(traced.outputs, outs)
+  for i, flag in enumerate(applied_flags):
+    pairs = [
+      (output, out)
+      for output, out in zip(traced.outputs, outs, strict=True)
+      if output.kind == "grads" and output.group == i
+    ]
+    has_run = bool((flag >= 0).any())
+    is_zero = not _array_tests.is_any_nonzero(x for _, x in pairs)
+    if has_run and pairs and is_zero:
+      subject = "All gradients"
+      if len(applied_flags) > 1:
+        subject = f"All gradients of update [{i}]"
+      yield [output for output, _ in pairs], subject
+
+
+def _find_log2_increase(
+  traced: _tracing.TracedFunction,
+  run_step: Callable[[list[Any]], Sequence[Any]] | None,
+  grads: Sequence[_scale_dependence.Output],
+) -> int | None:
+  """Return log2 of a factor on the loss scale that makes gradients nonzero.
+
+  None if there is none, or it cannot be measured.
+  """
+  if run_step is None or not traced.scale_indices:
+    return None
+  for log2_increase in _LOG2_INCREASES:
+    inputs = _scaling_mistakes.scale_inputs(
+      traced.inputs, traced.scale_indices, 2.0**log2_increase
+    )
+    outs = run_step(inputs)
+    values = [
+      x
+      for output, x in zip(traced.outputs, outs, strict=True)
+      if output in grads
+    ]
+    if not _array_tests.all_finite(values):
+      return None
+    if _array_tests.is_any_nonzero(values):
+      return log2_increase
+  return None

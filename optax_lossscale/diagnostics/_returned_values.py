@@ -1,0 +1,353 @@
+"""Check that a step returns what ``update`` computes, also after an overflow.
+
+A step that returns the old parameters or the old optimizer state does not
+train, and one that puts the old state back after an overflow never decreases
+its loss scale. There are two checks:
+
+* A dataflow analysis (``_result_dependence``) finds the results of the step
+  that depend on the updates and on the new loss scale.
+* The step runs with other loss scales: with inf, all gradients overflow; with
+  the first power of two that is too large, only some do; with a smaller one,
+  none do. The loss scale is an input, so nothing is compiled for it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._jaxprs import _avals, _eqns, _walk
+from optax_lossscale.diagnostics import (
+  _array_tests,
+  _host_values,
+  _mistakes,
+  _result_dependence,
+  _scale_dependence,
+  _scaling_mistakes,
+  _tracing,
+)
+
+_STATE_PUT_BACK = _mistakes.Mistake(
+  "After an overflow the step returns the old loss-scale state, so the loss"
+  " scale never decreases: after the first overflow, every step is skipped.",
+  "Return the opt_state that update returns, unchanged, since"
+  " with_loss_scaling already keeps the old optimizer state of a skipped step."
+  " Select only other state, such as batch statistics, with"
+  " ols.select_if_finite.",
+)
+_CONSTANT_SCALE = _mistakes.Mistake(
+  "The step returns a constant loss scale, so it never decreases: if the scale"
+  " is too high, every step is skipped.",
+  "Call ols.set_loss_scale once, before training, and return the opt_state that"
+  " update returns, unchanged.",
+)
+_UNUSED_STATE = _mistakes.Mistake(
+  "The step does not use the loss-scale state among its arguments, so the loss"
+  " scale never changes.",
+  "Call tx.init once, before training, and pass its state to ols.value_and_grad"
+  " and update.",
+)
+_NO_UPDATE_AFTER_OVERFLOW = _mistakes.Mistake(
+  "update does not run if the gradients overflow, since a branch tests whether"
+  " they are finite. So the loss scale never decreases: after the first"
+  " overflow, every step is skipped.",
+  "Call update outside of the branch, since with_loss_scaling skips bad steps.",
+)
+_LOST_UPDATES = _mistakes.Mistake(
+  "No parameter changes, although the updates are not zero: they are smaller"
+  " than the distance to the next number of {dtype}.",
+  "Keep the parameters in float32, and cast them to half precision in the"
+  " model: ols.autocast(loss_fn), or params.astype(jnp.float16) in loss_fn.",
+)
+
+_UNCHANGED_PARAMS = _mistakes.Mistake(
+  "The step returns the old parameters, although the updates are not zero.",
+  "Return the new parameters: params = optax.apply_updates(params, updates).",
+)
+
+# The range of powers of two by which a loss scale is raised until it is too
+# large. Far beyond, all gradients are NaN.
+_LOG2_INCREASES = range(3, 34, 3)
+# The power of two with which gradients that do not overflow still don't.
+_LOG2_DECREASE = -8
+
+
+class ReturnedValues(NamedTuple):
+  """The result of the checks.
+
+  Attributes:
+    mistakes: what the step returns wrongly.
+    limitations: what could not be checked, in sentences.
+    passed: what the step returns correctly, in sentences.
+  """
+
+  mistakes: list[_mistakes.Mistake]
+  limitations: list[str]
+  passed: list[str]
+
+
+def check_returned_values(
+  traced: _tracing.TracedFunction,
+  updates: _tracing.TracedFunction,
+  run_step: Callable[[list[Any]], Sequence[Any]] | None,
+  outs: Sequence[Any],
+) -> ReturnedValues:
+  """Check what a step returns after an applied and after a skipped step.
+
+  Args:
+    traced: the step.
+    updates: the function that returns only the updates of the step. It is
+      compiled only if no parameter changes.
+    run_step: a function from the inputs of the step to its outputs; None if the
+      step has effects, so that it must not run again.
+    outs: the outputs of the step.
+  """
+  subject = "what the step returns"
+  ran_indices = [
+    i
+    for i, flag in enumerate(
+      _scaling_mistakes.read_applied_flags(traced.outputs, outs)
+    )
+    if (flag >= 0).any()
+  ]
+  if traced.unreached_locations or not ran_indices:
+    return ReturnedValues([], [], [])
+  if _uses_refs(traced):
+    return ReturnedValues([], [f"{subject}, since it uses a Ref"], [])
+  mistakes = _result_dependence.check_dependence(traced, updates, ran_indices)
+  if mistakes is None:
+    reason = "neither new parameters nor a new opt_state are among its results"
+    return ReturnedValues([], [f"{subject}: {reason}"], [])
+  if mistakes == [
+    _result_dependence.NO_PARAMS
+  ] and _result_dependence.converts_to_integers(traced):
+    reason = "it converts floats to integers, which are not followed"
+    return ReturnedValues([], [f"{subject}, since {reason}"], [])
+  if mistakes:
+    return ReturnedValues(mistakes, [], [])
+  passed = ["the new parameters and the new loss-scale state are returned"]
+  if not traced.scale_indices and any(
+    name.endswith("loss_scale") for name in traced.input_names
+  ):
+    return ReturnedValues([_UNUSED_STATE], [], [])
+  if run_step is None or not traced.scale_indices:
+    reason = (
+      "it has side effects, such as a callback"
+      if run_step is None
+      else "its loss scale is not among its arguments"
+    )
+    limitation = f"{subject} after an overflow, since {reason}"
+    return ReturnedValues([], [limitation], passed)
+  run_scaled = lambda factor: run_step(
+    _scaling_mistakes.scale_inputs(traced.inputs, traced.scale_indices, factor)
+  )
+  overflow_outs = run_scaled(math.inf)
+  unchanged_mistakes, limitations = _check_changes(
+    traced, updates, outs, overflow_outs
+  )
+  mistakes = [
+    *_find_hidden_overflows(traced, overflow_outs),
+    *_check_state_after_overflow(traced, outs, overflow_outs),
+    *unchanged_mistakes,
+  ]
+  # Further runs, which are not needed if there is a mistake.
+  mistakes = (
+    mistakes
+    or _check_scale_is_variable(
+      traced, overflow_outs, run_scaled(2.0**_LOG2_DECREASE)
+    )
+    or _check_larger_scales(traced, run_scaled)
+  )
+  return ReturnedValues(mistakes, limitations, [] if mistakes else passed)
+
+
+def _uses_refs(traced: _tracing.TracedFunction) -> bool:
+  """Return whether any equation reads or writes a Ref.
+
+  The dataflow analysis does not follow values through a Ref.
+  """
+  has_ref = lambda eqn: any(_avals.is_ref(v.aval) for v in eqn.invars)
+  search = _walk.EqnSearch(has_ref, _eqns.subjaxprs)
+  return search.any_in_jaxpr(traced.closed_jaxpr.jaxpr)
+
+
+def _check_state_after_overflow(
+  traced: _tracing.TracedFunction,
+  outs: Sequence[Any],
+  overflow_outs: Sequence[Any],
+) -> Iterator[_mistakes.Mistake]:
+  """Yield mistakes in the loss-scale states that come back after an overflow.
+
+  Each must have a count of skipped steps that an `update` returned.
+  """
+  flags = _scaling_mistakes.read_applied_flags(traced.outputs, outs)
+  overflow_flags = _scaling_mistakes.read_applied_flags(
+    traced.outputs, overflow_outs
+  )
+  pairs = zip(flags, overflow_flags, strict=True)
+  if any((x >= 0).any() and (y < 0).all() for x, y in pairs):
+    yield _NO_UPDATE_AFTER_OVERFLOW
+  skipped_indices = {
+    i for i, flag in enumerate(overflow_flags) if (flag == 0).any()
+  }
+  new_counts = _host_values.to_host(
+    traced.select_kind(overflow_outs, "new_skip_count")
+  )
+  state_counts = _host_values.to_host(
+    traced.select_kind(overflow_outs, "state_skip_count")
+  )
+  is_new: list[tuple[frozenset[int], bool]] = []
+  for indices, count in zip(_list_states(traced), state_counts, strict=True):
+    if indices and indices <= skipped_indices and new_counts:
+      possible_counts = [np.ravel(new_counts[i]) for i in indices]
+      is_count = np.isin(count, np.concatenate(possible_counts))
+      is_new.append((indices, bool(is_count.all())))
+  if _has_update_without(is_new):
+    yield _STATE_PUT_BACK
+
+
+def _list_states(traced: _tracing.TracedFunction) -> list[frozenset[int]]:
+  """Return the updates that each loss-scale state of the results depends on."""
+  states = [x for x in traced.outputs if x.kind == "state_scale"]
+  return [state.new_scales for state in states]
+
+
+def _has_update_without(flags: Sequence[tuple[frozenset[int], bool]]) -> bool:
+  """Return whether no state of an update has a flag.
+
+  A step may return several states of an update, such as that of the best step.
+
+  Args:
+    flags: for each state, the updates that it depends on, and its flag.
+  """
+  updates = {i for indices, _ in flags for i in indices}
+  return any(
+    not any(flag for indices, flag in flags if i in indices) for i in updates
+  )
+
+
+def _check_scale_is_variable(
+  traced: _tracing.TracedFunction,
+  overflow_outs: Sequence[Any],
+  decreased_outs: Sequence[Any],
+) -> list[_mistakes.Mistake]:
+  """Check that a step with another loss scale returns another loss scale."""
+  overflow_scales, decreased_scales = (
+    _host_values.to_host(traced.select_kind(x, "state_scale"))
+    for x in (overflow_outs, decreased_outs)
+  )
+  triples = zip(
+    _list_states(traced), overflow_scales, decreased_scales, strict=True
+  )
+  is_variable = [
+    (indices, not np.array_equal(x, y)) for indices, x, y in triples
+  ]
+  return [_CONSTANT_SCALE] if _has_update_without(is_variable) else []
+
+
+def _find_hidden_overflows(
+  traced: _tracing.TracedFunction, outs: Sequence[Any]
+) -> list[_mistakes.Mistake]:
+  """Return a mistake if an overflow is hidden from each `update` that ran."""
+  mistakes = _scaling_mistakes.check_applied_flags(traced.outputs, outs)
+  return [x for x in mistakes if x is not _scaling_mistakes.UPDATE_NOT_RUN]
+
+
+def _check_larger_scales(
+  traced: _tracing.TracedFunction,
+  run_scaled: Callable[[float], Sequence[Any]],
+) -> list[_mistakes.Mistake]:
+  """Check that `update` skips a step in which a few gradients overflow.
+
+  These are inf, which clipping makes finite. With a loss scale of inf they are
+  NaN.
+  """
+  unscaled = [
+    (i, x.group) for i, x in enumerate(traced.outputs) if x.kind == "unscaled"
+  ]
+  groups = {group for _, group in unscaled}
+  for log2_increase in _LOG2_INCREASES if groups else ():
+    outs = run_scaled(2.0**log2_increase)
+    flags = _scaling_mistakes.read_applied_flags(traced.outputs, outs)
+    if any((flag == 0).any() for flag in flags):
+      break
+    indices = _array_tests.list_nonfinite([outs[i] for i, _ in unscaled])
+    # A step may try again with a smaller scale, so that only the first
+    # gradients overflow.
+    if {unscaled[i][1] for i in indices} == groups:
+      return _find_hidden_overflows(traced, outs)
+  return []
+
+
+def _check_changes(
+  traced: _tracing.TracedFunction,
+  updates: _tracing.TracedFunction,
+  outs: Sequence[Any],
+  overflow_outs: Sequence[Any],
+) -> tuple[list[_mistakes.Mistake], list[str]]:
+  """Check that a step changes the parameters.
+
+  The skipped step returns the old ones.
+
+  Returns:
+    The mistakes, and what could not be checked.
+  """
+  mistakes: list[_mistakes.Mistake] = []
+  limitations: list[str] = []
+  triples = list(zip(traced.outputs, outs, overflow_outs, strict=True))
+  flag_pairs = list(
+    zip(
+      _scaling_mistakes.read_applied_flags(traced.outputs, outs),
+      _scaling_mistakes.read_applied_flags(traced.outputs, overflow_outs),
+      strict=True,
+    )
+  )
+  is_compared = [
+    (flag == 1).all() and (overflow_flag == 0).all()
+    for flag, overflow_flag in flag_pairs
+  ]
+  for i in itertools.compress(range(len(flag_pairs)), is_compared):
+    pairs = [
+      (x, y)
+      for output, x, y in triples
+      if output.kind in _scale_dependence.RETURNED_KINDS
+      and i in output.new_updates
+    ]
+    # A scalar may be a metric, unless the parameters are scalars.
+    pairs = [(x, y) for x, y in pairs if x.size > 1] or pairs
+    if pairs and not _array_tests.is_any_different(pairs):
+      group = updates.restrict_outputs([x.group == i for x in updates.outputs])
+      run_updates = jax.jit(core.jaxpr_as_fun(group.closed_jaxpr))
+      cause = _explain_unchanged_params(
+        [x for x, _ in pairs], run_updates(*group.inputs)
+      )
+      mistakes += [cause] if isinstance(cause, _mistakes.Mistake) else []
+      limitations += [cause] if isinstance(cause, str) else []
+  return mistakes, limitations
+
+
+def _explain_unchanged_params(
+  params: Sequence[Any], updates: Sequence[Any]
+) -> _mistakes.Mistake | str | None:
+  """Return why a step returns the old parameters: a mistake or a limitation."""
+  update_amax = _array_tests.compute_amax(updates)
+  if update_amax == 0:
+    return None
+  dtypes = sorted({x.dtype for x in params}, key=str)
+  eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+  # No number changes only if each update is smaller than the distance to the
+  # next number.
+  if update_amax > eps * _array_tests.compute_amax(params):
+    return _UNCHANGED_PARAMS
+  text = " and ".join(map(str, dtypes))
+  if eps <= float(jnp.finfo(jnp.float32).eps):
+    return (
+      f"whether the parameters change: the updates of this step are too small"
+      f" for {text}, as at the beginning of a warm-up"
+    )
+  return _mistakes.fill_in_names(_LOST_UPDATES, [], [], dtype=text)

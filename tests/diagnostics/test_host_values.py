@@ -1,0 +1,68 @@
+"""Reports read only small arrays, even if processes share the large ones."""
+
+from helpers import sharded_reports
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+# A flag of each of eight devices, and a few counts.
+MAX_READ_SIZE = 16
+
+
+@pytest.fixture
+def read_sizes(monkeypatch):
+  """Refuse to read arrays on several devices, as with several processes.
+
+  devices/test_processes.py has real processes.
+
+  Returns:
+    The list of the sizes of the arrays that are read.
+  """
+  array_type = type(jnp.zeros(()))
+  read_array = array_type._value.fget
+  sizes = []
+
+  def read_and_record(array):
+    sizes.append(array.size)
+    return read_array(array)
+
+  is_local = lambda array: len(array.sharding.device_set) == 1
+  monkeypatch.setattr(array_type, "is_fully_addressable", property(is_local))
+  monkeypatch.setattr(array_type, "_value", property(read_and_record))
+  return sizes
+
+
+def test_a_sharded_array_cannot_be_read_by_one_of_several_processes(read_sizes):
+  mesh = sharded_reports.make_mesh()
+  x = sharded_reports.shard(mesh, np.zeros(8), P("data"))
+  with pytest.raises(RuntimeError, match="non-addressable"):
+    np.asarray(x)
+  assert read_sizes == [8]
+
+
+@pytest.mark.parametrize("name", sharded_reports.CASES)
+def test_reports_read_only_small_arrays(name, read_sizes):
+  run_report = sharded_reports.prepare_report(name)
+  read_sizes.clear()
+  assert sharded_reports.CASES[name].text in run_report()
+  assert read_sizes
+  assert max(read_sizes) <= MAX_READ_SIZE
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_pmap_is_not_analyzed_on_the_devices_of_other_processes(
+  num_processes, monkeypatch
+):
+  monkeypatch.setattr(jax, "process_count", lambda: num_processes)
+  report = sharded_reports.prepare_report("sound in pmap")()
+  assert ("the devices of other processes" in report) == (num_processes > 1)
+
+
+def test_shard_map_is_analyzed_on_the_devices_of_all_processes(monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  spans_processes = property(lambda mesh: True)
+  monkeypatch.setattr(jax.sharding.Mesh, "is_multi_process", spans_processes)
+  report = sharded_reports.prepare_report("sound in shard_map")()
+  assert "other processes" not in report

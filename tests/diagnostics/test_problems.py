@@ -1,0 +1,478 @@
+"""check_step names the cause of zero gradients and of infs, and bad scales."""
+
+import dataclasses
+import functools
+import warnings
+
+from helpers import mark_slow_params
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+
+check_step = functools.partial(diagnostics.check_step, progress=False)
+F16 = jnp.float16
+X = jax.random.normal(jax.random.key(5), (16, 4))
+PARAMS = {"w": jax.random.normal(jax.random.key(6), (4, 4))}
+
+
+def make_step(loss_fn, policy="dynamic", inner=None):
+  """Returns a step and its arguments."""
+  tx = ols.with_loss_scaling(inner or optax.sgd(0.1), policy)
+
+  @jax.jit
+  def step(params, state, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return step, PARAMS, tx.init(PARAMS), X
+
+
+def find_problem(loss_fn, *args, **kwargs):
+  check = check_step(*make_step(loss_fn, *args, **kwargs))
+  (problem,) = check.problems
+  assert not any("scaled once" in sentence for sentence in check.passed)
+  return problem
+
+
+def in_half(loss_fn):
+  """Returns a loss whose inputs are float16."""
+
+  def half_loss(params, batch):
+    half = jax.tree.map(lambda x: x.astype(F16), (params, batch))
+    return loss_fn(*half).astype(jnp.float32)
+
+  return half_loss
+
+
+def scores(params, batch):
+  return jnp.tanh(batch @ params["w"])
+
+
+def cut(loss_fn):
+  return lambda params, batch: lax.stop_gradient(loss_fn(params, batch))
+
+
+def hidden_cut(params, batch):
+  return jnp.mean((lax.stop_gradient(scores(params, batch)) - 1) ** 2)
+
+
+def accuracy(params, batch):
+  labels = jnp.argmax(scores(params, batch), -1)
+  return jnp.mean((labels == 0).astype(jnp.float32))
+
+
+def rounded(params, batch):
+  return jnp.mean(scores(params, batch).astype(jnp.int32).astype(jnp.float32))
+
+
+CONSTANT_GRADS = {
+  "a loss behind stop_gradient": cut(hidden_cut),
+  "a hidden layer behind stop_gradient": hidden_cut,
+  "an argmax": accuracy,
+  "a cast to integers": rounded,
+}
+
+
+@pytest.mark.parametrize("cast", [ols.autocast, lambda loss_fn: loss_fn])
+@pytest.mark.parametrize(
+  "name", mark_slow_params({"an argmax"}, CONSTANT_GRADS)
+)
+def test_gradients_that_no_operation_computes_are_a_problem(name, cast):
+  problem = find_problem(cast(CONSTANT_GRADS[name]))
+  assert problem.cause.startswith("All gradients are zero for any batch")
+  assert "stop_gradient, argmax, rounding" in problem.fix
+
+
+def test_gradients_that_are_zero_for_this_batch_are_a_problem():
+  def dead_layer(params, batch):
+    return jnp.mean(jax.nn.relu(scores(params, batch) - 2))
+
+  assert find_problem(ols.autocast(dead_layer)).cause == (
+    "All gradients are zero, in float32 too."
+  )
+  # It is not compared with float32.
+  assert find_problem(in_half(dead_layer)).cause == "All gradients are zero."
+
+
+def test_zero_gradients_of_one_of_two_updates_are_named():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  sound = ols.autocast(lambda p, x: jnp.mean((scores(p, x) - 1) ** 2))
+
+  def step(params, state, other_state, batch):
+    grads = ols.grad(sound, state)(params, batch)
+    updates, state = tx.update(grads, state)
+    grads = ols.grad(hidden_cut, other_state)(params, batch)
+    other_updates, other_state = tx.update(grads, other_state)
+    return updates, other_updates, state, other_state
+
+  params = PARAMS
+  state = tx.init(params)
+  (problem,) = check_step(step, params, state, state, X).problems
+  assert problem.cause.startswith("All gradients of update [1] are zero")
+
+
+def tiny_loss(params, batch):
+  half = jax.tree.map(lambda x: x.astype(F16), (params, batch))
+  return 1e-9 * jnp.mean(scores(*half).astype(jnp.float32) ** 2)
+
+
+def test_gradients_that_all_underflow_are_a_problem_with_a_higher_scale():
+  problem = find_problem(tiny_loss, policy=ols.DynamicLossScale(1.0))
+  assert "All gradients are zero, because they underflow" in problem.cause
+  assert problem.loss_scale >= 2**8
+  step, params, state, batch = make_step(tiny_loss, inner=optax.adam(0.1))
+  state = ols.set_loss_scale(state, 2.0 * problem.loss_scale)
+  assert check_step(step, params, state, batch).is_sound
+
+
+def repeat(x, size):
+  return jnp.tile(x.reshape(-1), size)[:size]
+
+
+@in_half
+def mean_of_many(params, batch):
+  values = repeat(scores(params, batch), 90_000)
+  return jnp.sum(values) / values.size
+
+
+@in_half
+def mean_over_tokens(params, batch):
+  values = repeat(scores(params, batch), 70_000)
+  mask = jnp.ones(70_000, F16)
+  total = jnp.sum((values * mask).astype(jnp.float32))
+  return total / jnp.sum(mask).astype(jnp.float32)
+
+
+@in_half
+def mean_over_clamped_tokens(params, batch):
+  values = repeat(scores(params, batch), 70_000)
+  count = jnp.maximum(jnp.sum(jnp.ones(70_000, F16)), 1)
+  return jnp.sum(values.astype(jnp.float32)) / count
+
+
+@in_half
+def norm_by_hand(params, batch):
+  out = 300 * (batch @ params["w"])
+  out = out / jnp.sqrt(jnp.sum(out * out, -1, keepdims=True))
+  return jnp.mean((out.astype(jnp.float32) - 1) ** 2)
+
+
+@in_half
+def rms_norm(params, batch):
+  out = 300 * (batch @ params["w"])
+  square = lax.stop_gradient(jnp.mean(out * out, -1, keepdims=True))
+  return jnp.mean((out * lax.rsqrt(square + 1)).astype(jnp.float32) - 1)
+
+
+@in_half
+def inverse_of_a_square(params, batch):
+  norm = jnp.sum((300 * (batch @ params["w"])) ** 2)
+  return jnp.mean(scores(params, batch)) * norm**-1
+
+
+@in_half
+def kernel_of_a_matmul(params, batch):
+  out = 300 * (batch @ params["w"])
+  distances = jnp.abs(out) @ jnp.abs(out).T
+  return jnp.mean(
+    jnp.exp(-distances * F16(1e-4)).astype(jnp.float32)
+  ) + jnp.sum(out).astype(jnp.float32)
+
+
+@in_half
+def in_a_scan(params, batch):
+  def body(total, x):
+    out = 300 * (x @ params["w"])
+    return total + jnp.mean(out / jnp.sum(out * out)), None
+
+  return lax.scan(body, F16(0), batch[:, None])[0]
+
+
+ABSORBED = {
+  "a constant": (mean_of_many, "A constant in", "div", "float32"),
+  "a count": (mean_over_tokens, "convert_element_type", "div", "float32"),
+  "a clamped count": (
+    mean_over_clamped_tokens,
+    "convert_element_type",
+    "div",
+    "float32",
+  ),
+  "a norm": (norm_by_hand, "mul", "div", "float32"),
+  "an RMS norm": (rms_norm, "mul", "rsqrt", "float32"),
+  "a power": (inverse_of_a_square, "integer_pow", "integer_pow", "float32"),
+  "a kernel": (kernel_of_a_matmul, "dot_general", "exp", "float32"),
+  "a scan": (in_a_scan, "mul", "div", "float32"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize(
+  "name", mark_slow_params({"a constant", "a norm", "a kernel"}, ABSORBED)
+)
+def test_an_inf_of_the_forward_pass_that_disappears_is_a_problem(name):
+  loss_fn, origin, site, fix = ABSORBED[name]
+  check = check_step(*make_step(loss_fn, ols.DynamicLossScale(1.0)))
+  assert check.overflow is None
+  causes = [problem.cause for problem in check.problems]
+  assert any(
+    cause.startswith(origin) and f"and {site} makes zero of it" in cause
+    for cause in causes
+  ), causes
+  assert fix in check.problems[0].fix
+  assert not any("are zero" in cause for cause in causes)
+
+
+def causal(x):
+  return jnp.tril(jnp.ones((len(x), len(x)), bool))
+
+
+@in_half
+def masked_with_inf(params, batch):
+  logits = scores(params, batch) @ batch.T
+  logits = jnp.where(causal(batch), logits, -jnp.inf)
+  return jnp.mean((jax.nn.softmax(logits) @ batch).astype(jnp.float32) ** 2)
+
+
+@in_half
+def masked_by_addition(params, batch):
+  mask = (1 - causal(batch).astype(F16)) * F16(-6e4)
+  logits = scores(params, batch) @ batch.T + mask + mask
+  weights = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
+  weights /= jnp.sum(weights, -1, keepdims=True)
+  return jnp.mean((weights @ batch).astype(jnp.float32) ** 2)
+
+
+@in_half
+def masked_by_logarithms(params, batch):
+  logits = scores(params, batch) @ batch.T + jnp.log(causal(batch).astype(F16))
+  return jnp.mean((jax.nn.softmax(logits) @ batch).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize(
+  "loss_fn", [masked_with_inf, masked_by_addition, masked_by_logarithms]
+)
+def test_a_mask_of_minus_inf_is_sound(loss_fn):
+  check = check_step(*make_step(loss_fn))
+  assert check.is_sound, str(check)
+
+
+@in_half
+def log_of_softmax(params, batch):
+  probs = jax.nn.softmax(20 * (batch @ params["w"]))
+  return -jnp.mean(jnp.log(probs + 1e-8).astype(jnp.float32))
+
+
+def log_of_probability(params, batch):
+  probs = jax.nn.softmax(200 * (batch @ params["w"]))
+  return -jnp.mean(jnp.log(probs[:, 0]))
+
+
+def binary_cross_entropy(params, batch):
+  probs = jax.nn.sigmoid(400 * (batch @ params["w"])[:, 0])
+  labels = batch[:, 0] > 0
+  return -jnp.mean(labels * jnp.log(probs) + (1 - labels) * jnp.log(1 - probs))
+
+
+def log_likelihood(params, batch):
+  variance = jax.nn.relu(batch @ params["w"])
+  return jnp.mean(jnp.log(variance) + batch[:, :1] ** 2)
+
+
+UNDEFINED = {
+  "log of a softmax in float16": log_of_softmax,
+  "log of a probability": log_of_probability,
+  "log of a probability with autocast": ols.autocast(log_of_probability),
+  "binary cross-entropy": binary_cross_entropy,
+  "binary cross-entropy with autocast": ols.autocast(binary_cross_entropy),
+  "log of a variance": ols.autocast(log_likelihood),
+}
+
+
+@pytest.mark.parametrize(
+  "scale", mark_slow_params({2.0**15}, [2.0**15, 1.0, 2.0**-14])
+)
+@pytest.mark.parametrize(
+  "name",
+  mark_slow_params(
+    {"log of a softmax in float16", "binary cross-entropy with autocast"},
+    UNDEFINED,
+  ),
+)
+def test_a_loss_that_is_inf_at_any_scale_is_not_blamed_on_the_scale(
+  name, scale
+):
+  policy = ols.DynamicLossScale(scale, min_scale=2.0**-20)
+  check = check_step(*make_step(UNDEFINED[name], policy))
+  problem = check.problems[0]
+  assert problem.cause.startswith("log in") and "forward pass" in problem.cause
+  assert "jnp.where(x > 0, x, 1)" in problem.fix and "logits" in problem.fix
+  assert "loss scale" not in problem.cause + problem.fix
+  assert not check.overflow.backward
+
+
+def root_of_zero(params, batch):
+  return jnp.mean(jnp.sqrt(jnp.sum((batch @ params["w"] * 0) ** 2, -1)))
+
+
+def norm_of_zero(params, batch):
+  out = batch @ params["w"]
+  return jnp.mean(jnp.linalg.norm(out - out, axis=-1))
+
+
+@pytest.mark.parametrize("loss_fn", [root_of_zero, norm_of_zero])
+def test_a_derivative_that_is_not_defined_is_not_blamed_on_the_scale(loss_fn):
+  check = check_step(*make_step(ols.autocast(loss_fn)))
+  assert "keep zero out of the divisor" in check.problems[0].fix
+  assert "loss scale is too high" not in str(check)
+
+
+def large_labels(params, batch):
+  return jnp.mean((batch @ params["w"] - 1.5e8) ** 2)
+
+
+def large_sum(params, batch):
+  return 1e9 * jnp.sum((batch @ params["w"] - 1) ** 2)
+
+
+@pytest.mark.parametrize("loss_fn", [large_labels, large_sum])
+def test_a_scale_below_the_minimum_of_the_policy_is_named(loss_fn):
+  problem = find_problem(ols.autocast(loss_fn))
+  assert "min_scale of its policy stops it at 1" in problem.fix
+  assert "decreases on its own" not in problem.fix
+  assert problem.loss_scale is None
+  free = ols.DynamicLossScale(min_scale=2.0**-40)
+  problem = find_problem(ols.autocast(loss_fn), free)
+  assert problem.loss_scale < 1
+  assert "decreases on its own" in problem.fix
+
+
+def test_without_autocast_the_scale_that_helps_is_named():
+  squares = in_half(lambda p, x: jnp.mean(8 * (x @ p["w"] - 1) ** 2))
+  check = check_step(*make_step(squares, ols.DynamicLossScale(2.0**24)))
+  assert 0 < check.overflow.scale_factor < 1
+  factor = 1 / check.overflow.scale_factor
+  assert f"ols.set_loss_scale(opt_state, scale / {factor:g})" in str(check)
+  low = ols.DynamicLossScale(2.0**24, min_scale=2.0**24)
+  check = check_step(*make_step(squares, low))
+  assert check.overflow.is_below_min_scale
+  assert "Lower min_scale" in check.problems[0].fix
+
+
+def out_of_classes(params, batch):
+  logits = jax.nn.log_softmax(batch @ params["w"])
+  labels = jnp.full((16, 1), 7)
+  return -jnp.mean(jnp.take_along_axis(logits, labels, 1)) + jnp.sum(
+    params["w"]
+  )
+
+
+def out_of_vocabulary(params, batch):
+  rows = jnp.take(params["w"], jnp.array([1, 300]), axis=0, mode="fill")
+  return jnp.mean(rows**2)
+
+
+@pytest.mark.parametrize("loss_fn", [out_of_classes, out_of_vocabulary])
+def test_an_index_out_of_bounds_is_named(loss_fn):
+  check = check_step(*make_step(loss_fn))
+  problem = check.problems[0]
+  assert problem.cause.startswith("gather in")
+  assert problem.fix.startswith("an index is out of bounds")
+
+
+def test_a_step_that_is_skipped_with_finite_gradients_is_a_problem():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  loss_fn = ols.autocast(lambda p, x: jnp.mean((scores(p, x) - 1) ** 2))
+  params = PARAMS
+  for finite in False, jnp.float32(0):
+
+    def step(params, state, batch, finite=finite):
+      grads = ols.grad(loss_fn, state)(params, batch)
+      updates, state = tx.update(grads, state, params, grads_finite=finite)
+      return optax.apply_updates(params, updates), state
+
+    (problem,) = check_step(step, params, tx.init(params), X).problems
+    assert "skips this step although its gradients are finite" in problem.cause
+    assert "grads_finite=" in problem.fix
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      diagnostics.find_overflow(step, params, tx.init(params), X)
+    assert any("grads_finite=" in str(x.message) for x in caught)
+
+
+def make_step_with_metrics(compute_metrics):
+  """Returns a step with metrics and statistics, and its arguments."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  loss_fn = ols.autocast(lambda p, x: jnp.mean((scores(p, x) - 1) ** 2))
+
+  def step(params, state, mean, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    metrics, new_mean = compute_metrics(mean, batch)
+    return optax.apply_updates(params, updates), state, metrics, new_mean
+
+  return step, PARAMS, tx.init(PARAMS), jnp.zeros(3), X
+
+
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_an_infinite_metric_is_sound(shape):
+  metrics = lambda mean, batch: (jnp.full(shape, jnp.inf), mean)
+  check = check_step(*make_step_with_metrics(metrics))
+  assert check.is_sound, str(check)
+
+
+def test_statistics_that_are_not_finite_are_a_problem():
+  spoil = lambda mean, batch: (1.0, mean + jnp.sum(batch) / mean)
+  check = check_step(*make_step_with_metrics(spoil))
+  (problem,) = check.problems
+  assert problem.cause.startswith("div in")
+
+
+def test_what_only_the_compiled_program_makes_nonfinite_has_its_own_fix():
+  """XLA multiplies by the number of equal terms instead of adding them."""
+  total = diagnostics.find_overflow(jnp.exp, F16(12))
+  operand = diagnostics.Operand((70_000,), F16, 0.0, True)
+  fields = {"primitive": "reduce_sum", "kind": "nan", "inputs": (operand,)}
+  total = dataclasses.replace(total, **fields)
+  assert total.fix.startswith("the sum is finite, but XLA multiplies")
+  short = dataclasses.replace(
+    total, inputs=(operand._replace(shape=(3,)),), kind="inf"
+  )
+  assert "XLA" not in short.fix
+  unseen = dataclasses.replace(short, is_reproduced=False)
+  assert unseen.fix.startswith("each operation is finite on its own")
+
+
+def test_an_infinite_metric_is_no_origin_of_another_problem():
+  spoil = lambda mean, batch: (jnp.inf * batch[0], mean + jnp.sum(batch) / mean)
+  check = check_step(*make_step_with_metrics(spoil))
+  (problem,) = check.problems
+  assert problem.cause.startswith("div in")
+  assert check.overflow.other_origins == ()
+
+
+@in_half
+def loss_that_bounds_the_scale(params, batch):
+  return jnp.mean(1e-3 * (1e-4 * scores(params, batch)) ** 2)
+
+
+def test_gradients_that_no_scale_makes_nonzero_are_a_problem():
+  """With a higher scale the float16 loss overflows."""
+  low = ols.DynamicLossScale(1.0)
+  problem = find_problem(loss_that_bounds_the_scale, low)
+  assert problem.cause == "All gradients are zero."
+
+
+def test_zero_gradients_of_a_step_with_a_callback_are_a_problem():
+  def printing_loss(params, batch):
+    loss = jnp.mean(jax.nn.relu(scores(params, batch) - 2))
+    jax.debug.callback(lambda x: None, loss)
+    return loss
+
+  problem = find_problem(printing_loss)
+  assert problem.cause == "All gradients are zero."

@@ -1,0 +1,614 @@
+"""check_step looks at what a step returns, also after an overflow."""
+
+import functools
+
+import equinox as eqx
+from flax import nnx
+from flax.training import train_state
+from helpers import mark_slow_params
+from helpers.usual_losses import BATCH, PARAMS
+import jax
+from jax import lax
+import jax.flatten_util
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+
+check_step = functools.partial(diagnostics.check_step, progress=False)
+
+OLD_STATE = "returns an old loss-scale state"
+NO_STATE = "does not return the opt_state that update returns"
+NO_PARAMS = "does not return parameters that depend on the updates"
+PUT_BACK = "After an overflow the step returns the old loss-scale state"
+NO_UPDATE = "update does not run if the gradients overflow"
+CONSTANT_SCALE = "returns a constant loss scale"
+UNUSED_STATE = "does not use the loss-scale state among its arguments"
+OLD_INNER_STATE = "returns an old state of the inner optimizer"
+UNCHANGED_PARAMS = "returns the old parameters, although the updates are not"
+HIDDEN = "An overflow is hidden from update"
+LOST = "No parameter changes, although the updates are not zero"
+RETURNED = "the new parameters and the new loss-scale state are returned"
+
+
+@ols.autocast
+def loss_fn(params, batch):
+  return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) - 1) ** 2)
+
+
+def make_step(
+  make_result, inner=None, policy="dynamic", params=None, loss=None
+):
+  """Returns a step and its arguments.
+
+  Args:
+    make_result: computes the result from the old parameters and state, the new
+      ones, and whether the gradients are finite.
+    inner: the optimizer.
+    policy: the policy.
+    params: the parameters.
+    loss: the loss.
+  """
+  tx = ols.with_loss_scaling(inner or optax.adam(1e-2), policy)
+  params = {"w": PARAMS["w"]} if params is None else params
+
+  @jax.jit
+  def step(params, state, batch):
+    grads = ols.grad(loss or loss_fn, state)(params, batch)
+    updates, new_state = tx.update(grads, state, params)
+    new_params = optax.apply_updates(params, updates)
+    finite = ols.all_finite(grads)
+    return make_result((params, state), (new_params, new_state), finite)
+
+  return step, (params, tx.init(params), BATCH)
+
+
+def list_causes(step, args):
+  return [problem.cause for problem in check_step(step, *args).problems]
+
+
+IDENTITY = optax.identity()
+
+
+def as_train_state(params, state):
+  return train_state.TrainState(0, None, params, IDENTITY, state)
+
+
+def where(finite, new, old):
+  return jax.tree.map(functools.partial(jnp.where, finite), new, old)
+
+
+def put_back_scale(new_state, state):
+  return new_state._replace(loss_scale_state=state.loss_scale_state)
+
+
+RETURN_NEW = lambda old, new, finite: new
+SOUND = {
+  "a tuple": RETURN_NEW,
+  "a train state": lambda old, new, finite: as_train_state(*new),
+  "a dict with metrics": lambda old, new, finite: {
+    "params": new[0],
+    "opt": [new[1]],
+    "metrics": ols.loss_scale_metrics(new[1]),
+  },
+  "leaves": lambda old, new, finite: jax.tree.leaves(new),
+  "selected parameters": lambda old, new, finite: (
+    where(finite, new[0], old[0]),
+    new[1],
+  ),
+  "the state of the best step, too": lambda old, new, finite: (
+    new,
+    where(finite & False, new, old),
+  ),
+  "a capped scale": lambda old, new, finite: (
+    new[0],
+    ols.set_loss_scale(
+      new[1], jnp.minimum(new[1].loss_scale_state.loss_scale, 2.0**20)
+    ),
+  ),
+  "flat parameters": lambda old, new, finite: (
+    jax.flatten_util.ravel_pytree(new[0])[0],
+    new[1],
+  ),
+  "parameters of an ensemble": lambda old, new, finite: (new, old[0]),
+}
+MISTAKES = {
+  "the old state": (lambda old, new, finite: (new[0], old[1]), OLD_STATE),
+  "a train state with the old state": (
+    lambda old, new, finite: as_train_state(new[0], old[1]),
+    OLD_STATE,
+  ),
+  "the old state, and metrics of the new one": (
+    lambda old, new, finite: (
+      new[0],
+      old[1],
+      ols.loss_scale_metrics(new[1]),
+    ),
+    OLD_STATE,
+  ),
+  "the old scale in the new state": (
+    lambda old, new, finite: (new[0], put_back_scale(new[1], old[1])),
+    OLD_STATE,
+  ),
+  "no state": (lambda old, new, finite: new[0], NO_STATE),
+  "a list of parameters": (
+    lambda old, new, finite: jax.tree.leaves(new[0]),
+    NO_STATE,
+  ),
+  "the old parameters": (lambda old, new, finite: (old[0], new[1]), NO_PARAMS),
+  "a train state with the old parameters": (
+    lambda old, new, finite: as_train_state(old[0], new[1]),
+    NO_PARAMS,
+  ),
+  "the old parameters, and the norm of the new ones": (
+    lambda old, new, finite: (old[0], new[1], optax.tree.norm(new[0])),
+    NO_PARAMS,
+  ),
+  "the wrong branch of the parameters": (
+    lambda old, new, finite: (where(finite, old[0], new[0]), new[1]),
+    UNCHANGED_PARAMS,
+  ),
+  "the old inner state": (
+    lambda old, new, finite: (
+      new[0],
+      new[1]._replace(inner_state=old[1].inner_state),
+    ),
+    OLD_INNER_STATE,
+  ),
+  "a constant scale": (
+    lambda old, new, finite: (new[0], ols.set_loss_scale(new[1], 2.0**10)),
+    CONSTANT_SCALE,
+  ),
+  "no parameters": (lambda old, new, finite: new[1], NO_PARAMS),
+  "all selected": (lambda old, new, finite: where(finite, new, old), PUT_BACK),
+  "the state selected by cond": (
+    lambda old, new, finite: (
+      new[0],
+      lax.cond(finite, lambda: new[1], lambda: old[1]),
+    ),
+    PUT_BACK,
+  ),
+  "a train state selected by cond": (
+    lambda old, new, finite: lax.cond(
+      finite, lambda: as_train_state(*new), lambda: as_train_state(*old)
+    ),
+    PUT_BACK,
+  ),
+  "select_if_finite of the state": (
+    lambda old, new, finite: (
+      new[0],
+      ols.select_if_finite(new[1], new[1], old[1]),
+    ),
+    PUT_BACK,
+  ),
+  "the scale selected": (
+    lambda old, new, finite: (
+      new[0],
+      where(finite, new[1], put_back_scale(new[1], old[1])),
+    ),
+    PUT_BACK,
+  ),
+}
+
+
+@pytest.mark.parametrize("name", mark_slow_params({"a tuple", "leaves"}, SOUND))
+def test_a_step_that_returns_what_update_computes_has_no_problem(name):
+  check = check_step(*flat(make_step(SOUND[name])))
+  assert check.is_sound, str(check)
+  assert RETURNED in check.passed
+
+
+@pytest.mark.parametrize(
+  "name",
+  mark_slow_params(
+    {"the old state", "no state", "the old parameters", "all selected"},
+    MISTAKES,
+  ),
+)
+def test_a_step_that_returns_something_else_has_a_problem(name):
+  make_result, cause = MISTAKES[name]
+  check = check_step(*flat(make_step(make_result)))
+  (problem,) = check.problems
+  assert cause in problem.cause
+  assert problem.fix
+  assert RETURNED not in check.passed
+
+
+def flat(step_and_args):
+  step, args = step_and_args
+  return step, *args
+
+
+def test_with_every_policy_a_state_that_is_put_back_is_found():
+  select = lambda old, new, finite: where(finite, new, old)
+  hesitant = ols.DynamicLossScale(2.0**6, hysteresis=3)
+  for policy in "headroom", 64.0, hesitant:
+    (cause,) = list_causes(*make_step(select, policy=policy))
+    assert PUT_BACK in cause
+    assert list_causes(*make_step(RETURN_NEW, policy=policy)) == []
+
+
+def test_an_overflowing_step_that_puts_its_state_back_is_not_said_to_recover():
+  step, args = make_step(MISTAKES["all selected"][0])
+  args = args[0], ols.set_loss_scale(args[1], 2.0**60), args[2]
+  check = check_step(step, *args)
+  assert PUT_BACK in check.problems[0].cause
+  assert "decreases on its own" not in str(check)
+
+
+def make_guarded_step(guard):
+  """Returns a step that calls update only if a guard of gradients is true."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(params, state, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+
+    def apply():
+      updates, new_state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), new_state
+
+    return lax.cond(guard(grads), apply, lambda: (params, state))
+
+  params = {"w": PARAMS["w"]}
+  return step, (params, tx.init(params), BATCH)
+
+
+@pytest.mark.parametrize(
+  "guard",
+  [
+    ols.all_finite,
+    lambda grads: jnp.isfinite(optax.tree.norm(grads)),
+    lambda grads: optax.tree.norm(grads) < 1e6,
+  ],
+)
+def test_a_branch_on_finite_gradients_around_update_is_a_problem(guard):
+  check = check_step(*flat(make_guarded_step(guard)))
+  (problem,) = check.problems
+  assert NO_UPDATE in problem.cause
+  assert "whether update runs" not in str(check)
+
+
+@pytest.mark.parametrize(
+  "guard", [lambda grads: ~ols.all_finite(grads), lambda grads: jnp.array(0)]
+)
+def test_nothing_is_said_of_the_gradients_of_an_update_that_did_not_run(guard):
+  check = check_step(*flat(make_guarded_step(guard)))
+  assert check.is_sound
+  assert "update is in a branch that was not taken" in str(check)
+  assert "zero" not in str(check)
+  assert "the gradients are finite" not in check.passed
+
+
+def half_loss(params, batch):
+  hidden = jnp.tanh(batch["x"].astype(params["w"].dtype) @ params["w"])
+  return jnp.mean((hidden.astype(jnp.float32) - 1) ** 2)
+
+
+@pytest.mark.parametrize(
+  "replace",
+  [
+    jnp.nan_to_num,
+    lambda x: jnp.where(jnp.isfinite(x), x, 0),
+    lambda x: jnp.where(jnp.abs(x) < 1e3, x, 0),
+  ],
+)
+def test_an_overflow_that_would_be_hidden_is_found_on_a_finite_batch(replace):
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(params, state, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+    updates, state = tx.update(jax.tree.map(replace, grads), state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = {"w": PARAMS["w"]}
+  (problem,) = check_step(step, params, tx.init(params), BATCH).problems
+  assert problem.cause.startswith("An overflow is hidden from update")
+
+
+def test_a_step_whose_gradients_overflow_with_no_scale_is_sound():
+  in_float32 = lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2)
+  check = check_step(*flat(make_step(RETURN_NEW, loss=in_float32)))
+  assert check.is_sound, str(check)
+  assert RETURNED in check.passed
+
+
+def make_clipped_step(clip):
+  """Returns a step that changes its gradients before `update`."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(params, state, batch):
+    updates, new_state = tx.update(clip(params, state, batch), state, params)
+    return optax.apply_updates(params, updates), new_state
+
+  params = {"w": PARAMS["w"]}
+  return step, (params, tx.init(params), BATCH)
+
+
+def test_clipping_that_makes_an_inf_finite_but_no_nan_is_found():
+  def clip(params, state, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+    return jax.tree.map(lambda x: jnp.clip(x, -1, 1), grads)
+
+  (cause,) = list_causes(*make_clipped_step(clip))
+  assert HIDDEN in cause
+
+
+def test_a_step_that_hides_its_overflow_is_not_said_to_be_skipped():
+  def mask(params, state, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+    return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), grads)
+
+  step, (params, state, batch) = make_clipped_step(mask)
+  state = ols.set_loss_scale(state, 2.0**40)
+  check = check_step(step, params, state, batch)
+  hidden, overflow = check.problems
+  assert HIDDEN in hidden.cause
+  assert overflow.cause.startswith("The backward pass overflows (loss scale")
+  assert "decreases on its own" not in overflow.fix
+
+
+def test_a_second_attempt_with_a_lower_scale_hides_no_overflow():
+  def try_twice(params, state, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+    scale = state.loss_scale_state.loss_scale
+    lower = ols.set_loss_scale(state, scale / 2**8)
+    others = ols.grad(loss_fn, lower)(params, batch)
+    return where(ols.all_finite(grads), grads, others)
+
+  assert list_causes(*make_clipped_step(try_twice)) == []
+
+
+def test_a_state_that_the_step_makes_anew_is_a_problem():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(params, state, batch):
+    state = tx.init(params)
+    grads = ols.grad(loss_fn, state)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = {"w": PARAMS["w"]}
+  check = check_step(step, params, tx.init(params), BATCH)
+  assert any(UNUSED_STATE in problem.cause for problem in check.problems)
+  assert RETURNED not in check.passed
+
+
+def test_updates_that_are_too_small_for_float32_are_no_problem():
+  params = {"w": jnp.full_like(PARAMS["w"], 0.75)}
+  step = make_step(RETURN_NEW, optax.sgd(1e-12), params=params)
+  check = check_step(*flat(step))
+  assert check.is_sound
+  assert "the updates of this step are too small for float32" in str(check)
+
+
+def round_by_bits(params):
+  bits = lax.bitcast_convert_type(params["w"], jnp.uint32)
+  return {"w": lax.bitcast_convert_type(bits & ~jnp.uint32(1), jnp.float32)}
+
+
+def quantize(params):
+  return {"w": jnp.round(params["w"] * 100).astype(jnp.int8)}
+
+
+@pytest.mark.parametrize("convert", [round_by_bits, quantize])
+def test_parameters_that_are_converted_to_integers_are_not_judged(convert):
+  make_result = lambda old, new, finite: (convert(new[0]), new[1])
+  check = check_step(*flat(make_step(make_result)))
+  assert check.is_sound, str(check)
+  assert "it converts floats to integers" in str(check)
+
+
+def test_a_metric_of_the_shape_of_a_parameter_may_be_nan():
+  def make_result(old, new, finite):
+    return new, {"recall": 0 * jnp.log(-jnp.ones_like(old[0]["w"]))}
+
+  assert list_causes(*make_step(make_result)) == []
+
+
+def test_a_state_of_the_shape_of_a_parameter_may_not_be_nan():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(params, state, statistics, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, jnp.log(-statistics)
+
+  params = {"w": PARAMS["w"]}
+  args = params, tx.init(params), jnp.ones_like(params["w"]), BATCH
+  (cause,) = list_causes(step, args)
+  assert "log" in cause
+
+
+@pytest.mark.parametrize(
+  "dtype", mark_slow_params({jnp.float16}, [jnp.float16, jnp.bfloat16])
+)
+@pytest.mark.parametrize("inner", [optax.sgd(1e-9), optax.adam(1e-7)])
+def test_updates_that_are_lost_in_half_precision_are_a_problem(dtype, inner):
+  params = {"w": jnp.full_like(PARAMS["w"], 0.75, dtype)}
+  check = check_step(
+    *flat(make_step(RETURN_NEW, inner, "dynamic", params, half_loss))
+  )
+  (problem,) = check.problems
+  assert LOST in problem.cause and problem.cause.endswith(
+    f"{params['w'].dtype}."
+  )
+  assert "Keep the parameters in float32" in problem.fix
+
+
+def test_updates_of_zero_and_updates_that_change_one_entry_are_sound():
+  half = {"w": PARAMS["w"].astype(jnp.float16)}
+  warmup = optax.sgd(optax.linear_schedule(0.0, 0.1, 100))
+  one_entry = {"w": half["w"].at[0, 0].set(1e-7)}
+  for inner, params in (
+    (warmup, half),
+    (optax.MultiSteps(optax.sgd(0.1), 4), half),
+    (optax.sgd(1e-3), one_entry),
+  ):
+    step, args = make_step(RETURN_NEW, inner, "dynamic", params, half_loss)
+    assert list_causes(step, args) == []
+
+
+def test_a_scalar_parameter_that_does_not_change_is_found():
+  tx = ols.with_loss_scaling(optax.sgd(1e-9))
+
+  def step(scale, state, batch):
+    loss = lambda scale: jnp.mean(scale * batch["x"] ** 2).astype(jnp.float32)
+    updates, state = tx.update(ols.grad(loss, state)(scale), state, scale)
+    return optax.apply_updates(scale, updates), state
+
+  scale = jnp.float16(0.75)
+  (cause,) = list_causes(step, (scale, tx.init(scale), BATCH))
+  assert LOST in cause
+
+
+def test_an_nnx_optimizer_that_is_updated_in_place_is_checked():
+  def make_model(put_back):
+    model = nnx.Linear(6, 2, rngs=nnx.Rngs(0))
+    tx = ols.with_loss_scaling(optax.adam(1e-2))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+      # A copy, since the variables change in place.
+      old = jax.tree.map(lambda x: x, nnx.state(optimizer))
+      cast = ols.autocast(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+      grads = ols.grad(cast, optimizer, using=nnx.value_and_grad)(model, x)
+      optimizer.update(model, grads)
+      if put_back:
+        new = nnx.state(optimizer)
+        finite = ols.all_finite(grads)
+        nnx.update(optimizer, where(finite, new, old))
+
+    return step, (model, optimizer, BATCH["x"])
+
+  check = check_step(*flat(make_model(False)))
+  assert check.is_sound and RETURNED in check.passed
+  (cause,) = list_causes(*make_model(True))
+  assert PUT_BACK in cause
+
+
+def test_a_state_in_an_equinox_module_is_checked():
+  class State(eqx.Module):
+    params: dict
+    opt_state: object
+
+  old = lambda old, new, finite: State(new[0], old[1])
+  new = lambda old, new, finite: State(*new)
+  (cause,) = list_causes(*make_step(old))
+  assert OLD_STATE in cause
+  assert list_causes(*make_step(new)) == []
+
+
+def test_the_state_of_the_second_of_two_optimizers_is_checked():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def make_gan(returns_old):
+    def step(g, d, g_state, d_state, batch):
+      updates, new_g_state = tx.update(
+        ols.grad(loss_fn, g_state)(g, batch), g_state
+      )
+      g = optax.apply_updates(g, updates)
+      updates, new_d_state = tx.update(
+        ols.grad(loss_fn, d_state)(d, batch), d_state
+      )
+      d = optax.apply_updates(d, updates)
+      return g, d, new_g_state, d_state if returns_old else new_d_state
+
+    params = {"w": PARAMS["w"]}
+    return step, (params, params, tx.init(params), tx.init(params), BATCH)
+
+  assert list_causes(*make_gan(False)) == []
+  (cause,) = list_causes(*make_gan(True))
+  assert OLD_STATE in cause
+
+
+def make_epoch(carry_old, returns_params=True):
+  """Returns a scan of training steps, with the norm after each step."""
+  step, (params, state, batch) = make_step(RETURN_NEW)
+
+  def epoch(params, state, batch):
+    def body(carry, _):
+      params, new_state = step(*carry, batch)
+      carry = params, carry[1] if carry_old else new_state
+      return carry, optax.tree.norm(params)
+
+    carry, norms = lax.scan(body, (params, state), length=3)
+    return *(carry if returns_params else (params, carry[1])), norms
+
+  return epoch, (params, state, batch)
+
+
+def test_a_scan_of_steps_and_a_population_are_checked():
+  assert list_causes(*make_epoch(False)) == []
+  (cause,) = list_causes(*make_epoch(True))
+  assert OLD_STATE in cause
+  (cause,) = list_causes(*make_epoch(False, returns_params=False))
+  assert NO_PARAMS in cause
+  for name, expected in ("a tuple", None), ("all selected", PUT_BACK):
+    make_result = SOUND.get(name) or MISTAKES[name][0]
+    step, args = make_step(make_result)
+    params, state = jax.tree.map(lambda x: jnp.stack([x, x]), args[:2])
+    population = jax.vmap(step, (0, 0, None))
+    causes = list_causes(population, (params, state, BATCH))
+    assert len(causes) == bool(expected)
+    assert all(expected in cause for cause in causes)
+
+
+def test_a_part_of_a_step_is_not_judged_by_what_it_returns():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def loss_only(params, state, batch):
+    loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+    tx.update(grads, state)
+    return loss
+
+  params = {"w": PARAMS["w"]}
+  check = check_step(loss_only, params, tx.init(params), BATCH)
+  assert check.is_sound
+  assert "neither new parameters nor a new opt_state" in str(check)
+
+
+def test_a_step_with_a_callback_is_not_run_again_for_an_overflow():
+  seen = []
+
+  def make_result(old, new, finite):
+    jax.debug.callback(lambda x: seen.append(bool(x)), finite)
+    return new
+
+  check = check_step(*flat(make_step(make_result)))
+  assert check.is_sound and RETURNED in check.passed
+  assert "after an overflow, since it has side effects" in str(check)
+  assert seen == [True]
+
+
+def test_a_state_in_a_ref_is_not_judged():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  params = {"w": PARAMS["w"]}
+  refs = jax.tree.map(jax.new_ref, tx.init(params))
+
+  def step(params, refs, batch):
+    state = jax.tree.map(lambda ref: ref[...], refs)
+    updates, state = tx.update(ols.grad(loss_fn, state)(params, batch), state)
+    for ref, x in zip(*map(jax.tree.leaves, (refs, state)), strict=True):
+      ref[...] = x
+    return optax.apply_updates(params, updates)
+
+  check = check_step(step, params, refs, BATCH)
+  assert check.is_sound, str(check)
+  assert "what the step returns, since it uses a Ref" in str(check)
+
+
+def test_a_step_whose_loss_scale_is_a_constant_is_not_run_with_an_overflow():
+  tx = ols.with_loss_scaling(optax.sgd(0.1), 64.0)
+  params = {"w": PARAMS["w"]}
+  state = tx.init(params)
+
+  def step(params, batch):
+    updates, new = tx.update(ols.grad(loss_fn, state)(params, batch), state)
+    return optax.apply_updates(params, updates), new
+
+  check = check_step(step, params, BATCH)
+  assert check.is_sound
+  assert "since its loss scale is not among its arguments" in str(check)

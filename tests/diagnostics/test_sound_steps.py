@@ -1,0 +1,65 @@
+"""``check_step`` finds no problem in sound steps, and advises no change."""
+
+import contextlib
+import re
+
+from helpers import mark_slow_params, sound_steps
+import jax
+import pytest
+
+from optax_lossscale import diagnostics
+
+# The kinds that differ most.
+QUICK = (
+  "with_linen.with_train_state",
+  "accumulation.under_cond_that_updates",
+  "optimizers.ema_of_params",
+  "several_losses.dqn",
+  "losses.token_mask",
+  "devices.unchecked_shard_map",
+)
+
+# A part of these models stays in float32: a layer that is kept, or an inner
+# or outer product of vectors, which autocast does not cast.
+PARTLY_IN_FLOAT32 = (
+  "scaling.float32_layer",
+  "models.mixture_of_experts",
+  "losses.ctc",
+  "losses.gradient_penalty",
+  "losses.physics_informed",
+)
+
+# A sound step may leave these unchecked: facts, without advice.
+FACTS = (
+  r"the precision of each layer: autocast casts no matmul on which the"
+  r" gradients depend",
+  r"the gradients: update is in a branch that was not taken",
+  r"while: only one iteration is counted",
+  r"what the step returns, since it uses a Ref",
+  r"what the step returns after an overflow, since it has side effects, such as"
+  r" a callback",
+)
+
+
+def is_fact(sentence):
+  return any(re.fullmatch(fact, sentence) for fact in FACTS)
+
+
+@pytest.mark.parametrize("name", mark_slow_params(QUICK, sound_steps.NAMES))
+def test_a_sound_step_has_no_problem_and_gets_no_advice(name):
+  """Nor a warning, which would be an error of the test."""
+  if name == "transformations.refs" and not hasattr(jax, "new_ref"):
+    return  # There are none before.
+  is_x64 = name == "dtypes.x64"
+  with jax.enable_x64(True) if is_x64 else contextlib.nullcontext():
+    step, args = sound_steps.make_step(name)
+    check = diagnostics.check_step(step, *args, progress=False)
+  assert check.problems == ()
+  assert [x for x in check.not_checked if not is_fact(x)] == []
+  is_whole = check.precision.fraction == 1
+  assert is_whole is (name not in PARTLY_IN_FLOAT32), str(check.precision)
+
+
+def test_eighty_sound_steps_are_checked():
+  assert len(sound_steps.NAMES) >= 80
+  assert {*QUICK, *PARTLY_IN_FLOAT32} <= {*sound_steps.NAMES}

@@ -1,0 +1,199 @@
+"""Steps with Flax linen and its ``TrainState``."""
+
+from typing import Any
+
+from flax import linen as nn
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import optax
+
+from helpers.sound_steps import (
+  CLASSES,
+  cross_entropy,
+  FEATURES,
+  HIDDEN,
+  integers,
+  make_batch,
+  mse,
+  normal,
+)
+import optax_lossscale as ols
+
+
+class TrainState(train_state.TrainState):
+  batch_stats: Any = None
+  average: Any = None
+
+
+class Mlp(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(CLASSES)(nn.tanh(nn.Dense(HIDDEN)(x)))
+
+
+def _create_state(module, x, tx=None, **kwargs):
+  variables = jax.jit(module.init)(jax.random.key(0), x)
+  return TrainState.create(
+    apply_fn=module.apply,
+    tx=tx or ols.with_loss_scaling(optax.adamw(1e-2)),
+    **variables,
+    **kwargs,
+  )
+
+
+def _make_regression_step(module):
+  x, y = make_batch()
+
+  @jax.jit
+  def train_step(state, batch):
+    def loss_fn(params):
+      return mse(state.apply_fn({"params": params}, batch[0]), batch[1])
+
+    loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+  return train_step, (_create_state(module, x), (x, y))
+
+
+def with_train_state():
+  return _make_regression_step(Mlp())
+
+
+class BatchNormNet(nn.Module):
+  @nn.compact
+  def __call__(self, images):
+    x = nn.Conv(4, (3, 3), use_bias=False)(images)
+    x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+    return nn.Dense(CLASSES)(jnp.mean(x, (1, 2)))
+
+
+def batch_stats_and_average():
+  """Statistics and an average of the parameters outlive a skipped step."""
+  images, labels = normal(8, 6, 6, 1, seed=1), integers(CLASSES, 8)
+
+  @jax.jit
+  def train_step(state, images, labels):
+    def loss_fn(params):
+      variables = {"params": params, "batch_stats": state.batch_stats}
+      logits, new = state.apply_fn(variables, images, mutable="batch_stats")
+      return cross_entropy(logits, labels), new["batch_stats"]
+
+    (loss, batch_stats), grads = ols.value_and_grad(
+      ols.autocast(loss_fn), state, has_aux=True
+    )(state.params)
+    new = state.apply_gradients(grads=grads)
+    average = optax.incremental_update(new.params, state.average, 0.01)
+    batch_stats, average = ols.select_if_finite(
+      new, (batch_stats, average), (state.batch_stats, state.average)
+    )
+    return new.replace(batch_stats=batch_stats, average=average), loss
+
+  state = _create_state(BatchNormNet(), images)
+  state = state.replace(average=state.params)
+  return train_step, (state, images, labels)
+
+
+class DropoutNet(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = nn.relu(nn.Dense(HIDDEN)(x))
+    x = nn.Dropout(0.3, deterministic=not train)(x)
+    return nn.Dense(CLASSES)(x)
+
+
+def dropout():
+  """The random key is folded with the count of steps."""
+  x, y = make_batch()
+
+  @jax.jit
+  def train_step(state, batch, key):
+    rngs = {"dropout": jax.random.fold_in(key, state.step)}
+
+    def loss_fn(params):
+      variables = {"params": params}
+      out = state.apply_fn(variables, batch[0], train=True, rngs=rngs)
+      return mse(out, batch[1])
+
+    loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+  return train_step, (
+    _create_state(DropoutNet(), x),
+    (x, y),
+    jax.random.key(1),
+  )
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _=None):
+    return x + nn.tanh(nn.Dense(FEATURES)(nn.LayerNorm()(x))), None
+
+
+class RematNet(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    for _ in range(2):
+      x, _ = nn.remat(Block)()(x)
+    return nn.Dense(CLASSES)(x)
+
+
+def remat():
+  return _make_regression_step(RematNet())
+
+
+class ScannedNet(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    layers = nn.scan(
+      Block,
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=3,
+    )
+    x, _ = layers()(x, None)
+    return nn.Dense(CLASSES)(nn.LayerNorm()(x))
+
+
+def scan_over_layers():
+  """As large language models do: one block is compiled."""
+  return _make_regression_step(ScannedNet())
+
+
+class Recurrent(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.RNN(nn.GRUCell(HIDDEN))(x)
+    return nn.Dense(CLASSES)(x[:, -1])
+
+
+def recurrent():
+  x, y = normal(4, 6, FEATURES, seed=1), normal(4, CLASSES, seed=2)
+  step, (_, _) = _make_regression_step(Mlp())
+  return step, (_create_state(Recurrent(), x), (x, y))
+
+
+class HalfNet(nn.Module):
+  """Layers that compute in float16, with float32 parameters."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.gelu(nn.Dense(HIDDEN, dtype=jnp.float16)(x))
+    x = nn.LayerNorm(dtype=jnp.float32)(x)
+    return nn.Dense(CLASSES, dtype=jnp.float16)(x).astype(jnp.float32)
+
+
+def layers_with_dtype():
+  """Without autocast: the layers cast."""
+  x, y = make_batch()
+
+  @jax.jit
+  def train_step(state, batch):
+    def loss_fn(params):
+      return mse(state.apply_fn({"params": params}, batch[0]), batch[1])
+
+    loss, grads = ols.value_and_grad(loss_fn, state)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+  return train_step, (_create_state(HalfNet(), x), (x, y))
