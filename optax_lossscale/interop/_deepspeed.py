@@ -11,6 +11,7 @@ its class, with an initial scale of 2**32 and no hysteresis.
 `consecutive_hysteresis` was not read before 0.9.3.
 """
 
+from collections.abc import Mapping
 import re
 from typing import Any
 
@@ -72,6 +73,7 @@ def from_deepspeed(
       `min_loss_scale` 1. If all of these but `loss_scale` are left out, the
       power is 32 and the hysteresis 1 up to 0.17.0, as ZeRO has it.
       `enabled: false` gives `FixedLossScale(1.0)`; left out, it counts as true.
+      Replace "auto", which Hugging Face's Trainer resolves, by its value.
     state: the scaler, as a ZeRO checkpoint holds it under `loss_scaler`, or a
       dict of its attributes: `cur_scale`, `cur_iter`, `last_overflow_iter` and
       (unless the hysteresis is 1) `cur_hysteresis`; for a fixed scale, only
@@ -95,6 +97,8 @@ def from_deepspeed(
     ('DynamicLossScale', 500)
   """
   caller, version_numbers = "from_deepspeed", _parse_version(version)
+  _check_is_fp16_block(caller, fp16)
+  _check_no_auto_values(caller, fp16)
   fp16_fields = _reading.read_fields(caller, "fp16", fp16, _FP16, _FP16_IGNORED)
   values = _fill_defaults(fp16_fields, version_numbers)
   fixed_scale = values["scale_or_zero"] if values["enabled"] else 1.0
@@ -108,6 +112,31 @@ def from_deepspeed(
   return _make_resumed_result(
     caller, policy, values | _read_dynamic_state(caller, values, state)
   )
+
+
+def _check_is_fp16_block(caller: str, fp16: Any) -> None:
+  """Raise if the argument is a whole config."""
+  if isinstance(fp16, Mapping) and "fp16" in fp16:
+    raise ValueError(
+      f"{caller}: fp16 must be the fp16 block of a DeepSpeed config, got a dict"
+      " that contains this block. Pass config['fp16']."
+    )
+
+
+def _check_no_auto_values(caller: str, fp16: Any) -> None:
+  """Raise if a setting is "auto", which another library resolves."""
+  if not isinstance(fp16, Mapping):
+    return
+  for key in _FP16:
+    value = fp16.get(key)
+    if isinstance(value, str) and value == "auto":
+      raise TypeError(
+        f"{caller}: {key} in fp16 must be resolved first, got 'auto'. The"
+        " Trainer of Hugging Face replaces 'auto' by its own arguments. Write"
+        " the value that it takes: enabled is True with"
+        " TrainingArguments(fp16=True). Or leave the key out for DeepSpeed's"
+        " default."
+      )
 
 
 def _fill_defaults(

@@ -53,6 +53,9 @@ _KERAS_3_VARIABLES = {
   "step_counter": FieldSpec("finite_count"),
 }
 
+# Variables of the base class of the optimizers of Keras 3.
+_KERAS_3_BASE_VARIABLES = ("iteration", "learning_rate")
+
 _read_fields = functools.partial(_reading.read_fields, "from_keras")
 
 
@@ -81,7 +84,8 @@ def from_keras(config: Any, variables: Any = None) -> _results.PolicyAndState:
     variables: `{"current_loss_scale": ..., "good_steps": ...}` for TensorFlow
       and tf.keras (whose optimizers call them `loss_scale` and
       `dynamic_counter`), `{"dynamic_scale": ..., "step_counter": ...}` for
-      Keras 3; None or empty for a fixed scale.
+      Keras 3, where `iteration` and `learning_rate` are ignored; None or empty
+      for a fixed scale.
 
   Returns:
     `(policy, state)`; the initial state if `variables` is None.
@@ -106,8 +110,12 @@ def from_keras(config: Any, variables: Any = None) -> _results.PolicyAndState:
   if isinstance(policy, _policies.FixedLossScale):
     _read_fields("variables", variables, {})
     return _results.initial_result(policy)
-  specs = _TF_VARIABLES if policy.min_scale == 1 else _KERAS_3_VARIABLES
-  values = _read_fields("variables", variables, specs)
+  if policy.min_scale == 1:
+    values = _read_fields("variables", variables, _TF_VARIABLES)
+  else:
+    values = _read_fields(
+      "variables", variables, _KERAS_3_VARIABLES, _KERAS_3_BASE_VARIABLES
+    )
   return _results.resumed_result("from_keras", policy, values)
 
 
@@ -176,6 +184,11 @@ def _policy_from_config(
   """Return the policy of a config, of "dynamic" or of a number."""
   if isinstance(config, str) and config == "dynamic":
     return _policies.DynamicLossScale()
+  if hasattr(type(config), "get_config"):
+    raise TypeError(
+      "from_keras: config must be a dict, got an object of type"
+      f" {type(config).__name__}. Pass optimizer.get_config()."
+    )
   if not isinstance(config, Mapping):
     coerce_args = (
       "from_keras",

@@ -69,6 +69,11 @@ def from_torch(
   """
   if isinstance(state_dict, Mapping) and not state_dict:
     return _results.initial_result(_policies.FixedLossScale(1.0))
+  if hasattr(type(state_dict), "state_dict"):
+    raise TypeError(
+      "from_torch: state_dict must be a dict, got an object of type"
+      f" {type(state_dict).__name__}. Pass scaler.state_dict()."
+    )
   caller, source_name = "from_torch", "state_dict"
   has_tracker = (
     isinstance(state_dict, Mapping) and "_hysteresis_tracker" in state_dict

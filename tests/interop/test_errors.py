@@ -347,3 +347,45 @@ def test_a_hyperparameter_out_of_range_or_of_a_wrong_type_is_named(
 ):
   with pytest.raises(error, match=name):
     rule(**{"growth_interval": 10, name: value})
+
+
+@pytest.mark.parametrize("key", ["enabled", "loss_scale", "hysteresis"])
+def test_a_deepspeed_setting_of_auto_must_be_resolved_first(key):
+  message = f"{key} in fp16 must be resolved first, got 'auto'"
+  with pytest.raises(TypeError, match=message):
+    interop.from_deepspeed({**samples.FP16, key: "auto"})
+
+
+def make_object(method):
+  """An object with this method, as another library has it."""
+  return type("Scaler", (), {method: lambda self: {}})()
+
+
+@pytest.mark.parametrize(
+  "read, source, error, fix",
+  [
+    (
+      interop.from_keras,
+      make_object("get_config"),
+      TypeError,
+      r"Pass optimizer\.get_config\(\)",
+    ),
+    (
+      interop.from_torch,
+      make_object("state_dict"),
+      TypeError,
+      r"Pass scaler\.state_dict\(\)",
+    ),
+    (
+      interop.from_deepspeed,
+      {"train_batch_size": 8, "fp16": samples.FP16},
+      ValueError,
+      r"Pass config\['fp16'\]",
+    ),
+  ],
+)
+def test_the_wrong_object_of_a_library_raises_an_error_with_the_call_to_write(
+  read, source, error, fix
+):
+  with pytest.raises(error, match=rf"{read.__name__}: .* must be .*{fix}"):
+    read(source)

@@ -63,6 +63,16 @@ def test_a_count_beyond_the_interval_grows_on_the_next_finite_step():
     assert after.loss_scale == 2 * state.loss_scale
 
 
+def test_the_variables_of_keras_3_may_include_those_of_its_base_class():
+  base_variables = {"iteration": 0, "learning_rate": 0.0}
+  variables = samples.KERAS_3_VARIABLES
+  expected = interop.from_keras(samples.KERAS_3, variables)
+  found = interop.from_keras(samples.KERAS_3, variables | base_variables)
+  assert found == expected
+  with pytest.raises(ValueError, match="unknown key 'iteration'"):
+    interop.from_keras(samples.TF, samples.TF_VARIABLES | base_variables)
+
+
 def serialize(name, config):
   return {"module": "keras", "class_name": name, "config": config}
 
