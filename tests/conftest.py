@@ -9,17 +9,32 @@ import sys
 CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# For them, too: none is to look for a TPU where only its compiler is installed.
-os.environ["JAX_PLATFORMS"] = "cpu"
+# The CPU is the default platform, whose values the tests expect. Platforms that
+# JAX_PLATFORMS names are there for the tests that are marked `accelerator`. By
+# default there is none: JAX would look for a TPU if only its compiler is
+# installed.
+ACCELERATORS = [
+  name
+  for name in os.environ.get("JAX_PLATFORMS", "").split(",")
+  if name not in ("", "cpu")
+]
+os.environ["JAX_PLATFORMS"] = ",".join(["cpu", *ACCELERATORS])
+# Several workers share the memory of a GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# A test that depends on the precision of matmuls sets it.
+os.environ.pop("JAX_DEFAULT_MATMUL_PRECISION", None)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+# A pytest plugin may have imported JAX before.
+jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+jax.config.update("jax_default_matmul_precision", None)
 # Eight virtual devices, whatever the machine has; tests of one device are not
 # touched by the other seven.
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+if "JAX_NUM_CPU_DEVICES" not in os.environ:
+  jax.config.update("jax_num_cpu_devices", 8)
 
 hypothesis.settings.register_profile(
   "quick", deadline=None, derandomize=True, max_examples=100
@@ -37,6 +52,16 @@ hypothesis.settings.register_profile(
   "nightly", deadline=None, max_examples=10_000, print_blob=True
 )
 hypothesis.settings.load_profile("quick")
+
+
+@pytest.fixture(autouse=True)
+def use_accelerator(request):
+  """Run a test with the marker `accelerator` on the first one, if any."""
+  if ACCELERATORS and request.node.get_closest_marker("accelerator"):
+    with jax.default_device(jax.devices(ACCELERATORS[0])[0]):
+      yield
+  else:
+    yield
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,12 @@ def _parse_args(description):
     "--minutes", type=float, default=8, help="what it may take in all"
   )
   parser.add_argument(
+    "--row-seconds",
+    type=float,
+    default=120,
+    help="what a row of a table may take until it is stopped",
+  )
+  parser.add_argument(
     "--size",
     choices=list(sizes.SIZES),
     default="full",
@@ -80,6 +86,7 @@ def _facts(args):
     "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     "size": args.size,
     "minutes": args.minutes,
+    "seconds for a row": args.row_seconds,
   }
 
 
@@ -119,7 +126,8 @@ def _run_parts(args, missing, until, scratch, found):
       "without": missing,
     }
     # Closed also when it is ended from outside, so that the part ends, too.
-    with contextlib.closing(processes.run(request, scratch, log)) as events:
+    events = processes.run(request, scratch, log, args.row_seconds)
+    with contextlib.closing(events):
       for event in events:
         found.add(event)
     found.print_tables()

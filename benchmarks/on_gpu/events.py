@@ -16,8 +16,9 @@ def tell(kind: str, **fields: Any) -> None:
   """Send an event to the command.
 
   Args:
-    kind: "facts" about the device and the versions, a "table", a "line" for the
-      reader, or the "end" of the part.
+    kind: "facts" about the device and the versions, the "begin" of a row, a
+      "table" of the rows so far, a "line" for the reader, or the "end" of the
+      part.
     **fields: the content of the event, as JSON.
   """
   text = dumps({"kind": kind} | fields)

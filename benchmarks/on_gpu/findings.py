@@ -1,7 +1,6 @@
 """The results so far, on the screen and in --out."""
 
 import pathlib
-import sys
 from typing import Any
 
 from on_gpu import events, tables
@@ -19,6 +18,7 @@ class Findings:
     self._facts = facts
     self._lines: list[str] = []
     self._unprinted: set[str] = set()
+    self._printed_rows: set[tuple[str, str]] = set()
     self.tables: dict[str, dict[str, Any]] = {}
     self.write()
 
@@ -28,6 +28,8 @@ class Findings:
       self._facts |= found["facts"]
     elif found["kind"] == "table":
       self._take(found["title"], found["table"], found["rows"])
+      if found.get("complete"):
+        self.print_tables()
     else:
       self.line(found["text"])
     self.write()
@@ -64,15 +66,13 @@ class Findings:
       part.replace(self._out / name)
 
   def _take(self, title, kind, rows):
-    before = self.tables.get(title, {}).get("rows", [])
     self.tables[title] = {"kind": kind, "rows": rows}
     self._unprinted.add(title)
-    for row in rows[len(before) :] if kind == "training" else ():
-      outcome = row.get("error", f"loss {row.get('loss')}")
-      print(f"{title}: {tables.name(row)}: {outcome}", flush=True)
-    if kind == "optimizer" and any("milliseconds" in row for row in rows):
-      self.print_tables()
-    sys.stdout.flush()
+    for row in rows:
+      name, outcome = tables.name(row), tables.summarize(row)
+      if outcome and (title, name) not in self._printed_rows:
+        self._printed_rows.add((title, name))
+        print(f"{title}: {name}: {outcome}", flush=True)
 
   def _section(self, title):
     table = self.tables[title]

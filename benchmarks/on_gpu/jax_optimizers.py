@@ -13,6 +13,7 @@ from shared.workloads import Workload
 
 from on_gpu import bandwidth, clock, events, expected_bytes, jax_device
 from on_gpu.jax_program import JaxProgram
+from on_gpu.rows import Rows
 
 COMPARED = (
   "bare",
@@ -61,7 +62,9 @@ SMALL = {
 }
 
 
-def run(cases: dict[str, Case], size, until: float, without) -> None:
+def run(
+  cases: dict[str, Case], size, until: float, without, finished=None
+) -> None:
   """Measure the cases one after the other, and report a table of each."""
   copy = bandwidth.measure(jax_device.Copy(size.copied), "JAX")
   for i, (name, case) in enumerate(cases.items()):
@@ -70,18 +73,18 @@ def run(cases: dict[str, Case], size, until: float, without) -> None:
     if share < 1:
       events.line(f"Left out, since no time is left: {name} in JAX")
       continue
-    _run_case(name, case, size, now + share, without, copy)
+    table = Rows("optimizer", f"{name}, JAX", finished or {})
+    _run_case(table, case, size, now + share, without, copy)
     # Free the state of this case for the state of the next.
     jax.clear_caches()
     gc.collect()
 
 
-def _run_case(name, case, size, until, without, copy):
+def _run_case(table, case, size, until, without, copy):
   workload = make_workload(case, size)
   bad = overflowing(workload.data)
   n_params = sum(leaf.size for leaf in jax.tree.leaves(workload.params))
-  title = f"{name}, JAX"
-  rows, programs = [], []
+  programs = []
   compiled_until = until - 0.3 * (until - time.time())
   for variant in case.compared:
     if NEEDS.get(variant) in without:
@@ -90,9 +93,11 @@ def _run_case(name, case, size, until, without, copy):
     row["expected_bytes"] = expected_bytes.get_bytes_per_parameter(
       case.same_as, variant
     )
-    rows.append(row)
+    if not table.begin(row):
+      continue
     if time.time() > compiled_until:
       row["error"] = "left out, since no time is left"
+      table.tell()
       continue
     with clock.catch(row):
       step, carry = VARIANTS[variant][0](workload)
@@ -101,15 +106,13 @@ def _run_case(name, case, size, until, without, copy):
       )
       del carry
       program.count_host_reads()
+      clock.first_steps(program, size.steps_in_a_row + 1)
       programs.append(program)
-  tell = lambda done=0: events.tell(
-    "table", table="optimizer", title=title, rows=rows
-  )
-  tell()
+    table.tell()
   clock.measure(
     programs, rounds=size.rounds, steps=size.steps_in_a_row, until=until
   )
-  tell()
+  table.tell(complete=True)
 
 
 def make_workload(case: Case, size) -> Workload:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from on_gpu import clock, events, models, weights
+from on_gpu import clock, models, weights
 from on_gpu.jax_program import JaxProgram
+from on_gpu.rows import Rows
 import optax_lossscale as ols
 
 
@@ -93,30 +94,29 @@ class Model:
     return models.RECOMPUTE(loss_fn) if checkpoint and not scanned else loss_fn
 
 
-def run(name: str, size, until: float) -> None:
+def run(name: str, size, until: float, finished=None) -> None:
   """Measures one model in as many rows as there is time for."""
   model = Model(name, size)
-  rows: list[dict[str, Any]] = []
   programs: list[JaxProgram] = []
-  tell = lambda: events.tell(
-    "table", table="training", title=f"{name}, JAX", rows=rows
-  )
+  table = Rows("training", f"{name}, JAX", finished or {})
   compiled_until = until - 0.3 * (until - time.time())
   took = 0.0
   for precision, checkpoint in ROWS[: size.rows]:
     row = {"variant": precision, "checkpoint": checkpoint}
-    rows.append(row)
+    if not table.begin(row):
+      continue
     start = time.time()
     if start + took > compiled_until:
       row["error"] = "left out, since no time is left"
+      table.tell()
       continue
     with clock.catch(row):
       programs.append(_begin(row, model, size))
     took = time.time() - start
     gc.collect()
-    tell()
+    table.tell()
   clock.measure(programs, rounds=size.rounds, steps=2, until=until)
-  tell()
+  table.tell(complete=True)
 
 
 def _begin(row, model, size):

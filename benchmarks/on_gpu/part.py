@@ -18,7 +18,7 @@ def main() -> None:
   events.tell("end")
 
 
-def _run(part, size, until, without):
+def _run(part, size, until, without, finished):
   chosen = plan.PARTS[part]
   if size == "tiny":  # Optimizing tiny programs takes longer than it saves.
     flags = os.environ.get("XLA_FLAGS", "")
@@ -29,7 +29,7 @@ def _run(part, size, until, without):
   else:
     from on_gpu import jax_device as device
   if device.ready(size):
-    chosen.run(sizes.SIZES[size], until, without)
+    chosen.run(sizes.SIZES[size], until, without, finished)
 
 
 if __name__ == "__main__":

@@ -14,43 +14,51 @@ class Part(NamedTuple):
   Attributes:
     library: "jax" or "torch".
     weight: its share of the time, relative to the parts after it.
-    run: measures, from the size, the end time, and the libraries to leave out.
+    run: measures, from the size, the end time, the libraries to leave out, and
+      the rows that an earlier process of this part finished.
   """
 
   library: str
   weight: float
-  run: Callable[[Any, float, list[str]], None]
+  run: Callable[[Any, float, list[str], dict[str, Any]], None]
 
 
 def _jax_optimizers(cases):
-  def run(size, until, without):
+  def run(size, until, without, finished):
     from on_gpu import jax_optimizers
 
-    jax_optimizers.run(getattr(jax_optimizers, cases), size, until, without)
+    chosen = getattr(jax_optimizers, cases)
+    jax_optimizers.run(chosen, size, until, without, finished)
 
   return run
 
 
 def _jax_training(model):
-  def run(size, until, without):
+  def run(size, until, without, finished):
     from on_gpu import jax_training
 
-    jax_training.run(model, size, until)
+    jax_training.run(model, size, until, finished)
 
   return run
 
 
-def _torch_optimizers(size, until, without):
+def _jax_reports(size, until, without, finished):
+  from on_gpu import jax_reports
+
+  jax_reports.run(size, until, finished)
+
+
+def _torch_optimizers(size, until, without, finished):
   from on_gpu import torch_optimizers
 
-  torch_optimizers.run(size, until)
+  torch_optimizers.run(size, until, finished)
 
 
 def _torch_training(model):
-  def run(size, until, without):
+  def run(size, until, without, finished):
     from on_gpu import torch_training
 
-    torch_training.run(model, size, until)
+    torch_training.run(model, size, until, finished)
 
   return run
 
@@ -62,6 +70,7 @@ PARTS = {
   "torch-transformer": Part("torch", 16, _torch_training("transformer")),
   "transformer-in-scan": Part("jax", 14, _jax_training("transformer, scan")),
   "resnet": Part("jax", 20, _jax_training("residual network")),
+  "reports": Part("jax", 20, _jax_reports),
   "many-leaves": Part("jax", 12, _jax_optimizers("SMALL")),
   "torch-resnet": Part("torch", 8, _torch_training("residual network")),
 }

@@ -11,8 +11,8 @@ Row = dict[str, Any]
 
 
 def render(kind: str, rows: list[Row]) -> str:
-  """A table of rows of one kind, "optimizer" or "training"."""
-  columns = {"optimizer": OPTIMIZER, "training": TRAINING}[kind]
+  """A table of rows of one kind, "optimizer", "training" or "report"."""
+  columns = COLUMNS[kind]
   first = next((row for row in rows if "milliseconds" in row), None)
   cells = [
     [cell(row, first) if _shown(name, row) else "" for name, cell in columns]
@@ -25,6 +25,18 @@ def name(row: Row) -> str:
   """Return the label of a row."""
   added = [word for word in ("checkpoint", "compiled") if row.get(word)]
   return ", ".join([row["variant"], *added])
+
+
+def summarize(row: Row) -> str:
+  """Return the result of a row in a few words, or "" if there is none yet."""
+  if "error" in row:
+    return row["error"]
+  if "seconds" in row:
+    return f"{row['seconds']:.1f} s"
+  if "milliseconds" not in row:
+    return ""
+  loss = _number("loss", ".4f")(row, None)
+  return f"{row['milliseconds'][1]:.3f} ms" + (f", loss {loss}" if loss else "")
 
 
 def compute_bytes_milliseconds(row: Row) -> float | None:
@@ -80,13 +92,13 @@ def _skipped(row, first):
 
 
 def _number(
-  key: str, spec: str, factor: float = 1
+  key: str, spec: str, factor: float = 1, suffix: str = ""
 ) -> Callable[[Row, Row | None], str]:
   def cell(row, first):
     value = row.get(key)
     if value is None or isinstance(value, str):
       return value or ""
-    return format(value * factor, spec)
+    return format(value * factor, spec) + suffix
 
   return cell
 
@@ -133,3 +145,12 @@ TRAINING = [
   ("first step or compile, s", _number("compile_seconds", ".1f")),
   ("error", lambda row, first: verdict(row) if "error" in row else ""),
 ]
+REPORT = [
+  ("variant", lambda row, first: name(row)),
+  ("time, s", _number("seconds", ".1f")),
+  ("to compiling", _number("to_compiling", ".1f", suffix="x")),
+  ("of it tracing, s", _number("trace_seconds", ".1f")),
+  ("problems", _number("problems", "d")),
+  ("error", lambda row, first: verdict(row) if "error" in row else ""),
+]
+COLUMNS = {"optimizer": OPTIMIZER, "training": TRAINING, "report": REPORT}

@@ -5,6 +5,7 @@ import time
 import torch
 
 from on_gpu import bandwidth, clock, events, expected_bytes, torch_device
+from on_gpu.rows import Rows
 from on_gpu.torch_device import DEVICE
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-3, 1e-4, 1.0
@@ -66,7 +67,7 @@ class Optimizer:
     torch_device.wait()
 
 
-def run(size, until: float) -> None:
+def run(size, until: float, finished=None) -> None:
   """Measure each case, and report a table of it."""
   copy = bandwidth.measure(torch_device.Copy(size.copied), "torch")
   for i, (name, (many, clipped)) in enumerate(CASES.items()):
@@ -75,19 +76,20 @@ def run(size, until: float) -> None:
     if share < 1:
       events.line(f"Left out, since no time is left: {name} in torch")
       continue
-    _run_case(name, many, clipped, size, now + share, copy)
+    table = Rows("optimizer", f"{name}, torch", finished or {})
+    _run_case(table, many, clipped, size, now + share, copy)
     if DEVICE == "cuda":
       torch.cuda.empty_cache()
 
 
-def _run_case(name, many, clipped, size, until, copy):
+def _run_case(table, many, clipped, size, until, copy):
   shapes = [size.small] * size.small_leaves if many else [size.large] * 4
   generator = torch.Generator(DEVICE).manual_seed(0)
   draw = lambda shape: (
     1e-2 * torch.randn(shape, device=DEVICE, generator=generator)
   )
   grads, params = ([draw(shape) for shape in shapes] for _ in range(2))
-  rows, programs = [], []
+  programs = []
   for variant in VARIANTS:
     key = f"{variant}, clipped" if clipped else variant
     row = {
@@ -96,11 +98,14 @@ def _run_case(name, many, clipped, size, until, copy):
       "copy": copy,
       "expected_bytes": expected_bytes.TORCH.get(key),
     }
-    rows.append(row)
+    if not table.begin(row):
+      continue
     with clock.catch(row):
-      programs.append(Optimizer(row, params, grads, clipped=clipped))
+      program = Optimizer(row, params, grads, clipped=clipped)
+      clock.first_steps(program, size.steps_in_a_row + 1)
+      programs.append(program)
+    table.tell()
   clock.measure(
     programs, rounds=size.rounds, steps=size.steps_in_a_row, until=until
   )
-  title = f"{name}, torch"
-  events.tell("table", table="optimizer", title=title, rows=rows)
+  table.tell(complete=True)

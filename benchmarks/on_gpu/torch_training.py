@@ -5,7 +5,8 @@ import time
 
 import torch
 
-from on_gpu import clock, events, torch_device, torch_models, weights
+from on_gpu import clock, torch_device, torch_models, weights
+from on_gpu.rows import Rows
 from on_gpu.torch_device import DEVICE
 
 # Precision: (the dtype of autocast, whether float32 matmuls use TF32, scaled).
@@ -98,32 +99,32 @@ class Training:
     )
 
 
-def run(name: str, size, until: float) -> None:
+def run(name: str, size, until: float, finished=None) -> None:
   """Measures one model in as many rows as there is time for."""
   loss_fn, params, batches = _model(name, size)
-  rows, programs = [], []
-  tell = lambda: events.tell(
-    "table", table="training", title=f"{name}, torch", rows=rows
-  )
+  programs = []
+  table = Rows("training", f"{name}, torch", finished or {})
   now = time.time()
   eager_until = now + 0.3 * (until - now)
   begun_until = now + 0.8 * (until - now)
   took = {False: 0.0, True: 0.0}
   for precision, compiled in ROWS[: size.rows and size.rows + 1]:
     row = {"variant": precision, "compiled": compiled}
-    rows.append(row)
+    if not table.begin(row):
+      continue
     start = time.time()
     if start + took[compiled] > (begun_until if compiled else eager_until):
       row["error"] = "left out, since no time is left"
+      table.tell()
       continue
     with clock.catch(row):
       program = Training(row, loss_fn, params, batches)
       program.begin(size.first_steps)
       programs.append(program)
     took[compiled] = time.time() - start
-    tell()
+    table.tell()
   clock.measure(programs, rounds=size.rounds, steps=2, until=until)
-  tell()
+  table.tell(complete=True)
 
 
 def _model(name, size):

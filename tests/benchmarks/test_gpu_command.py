@@ -11,6 +11,7 @@ from helpers import ROOT
 import pytest
 
 TORCH_PARTS = ("torch-optimizers", "torch-transformer", "torch-resnet")
+REPORTS = "check_step of a GPT, JAX"
 needs_torch = pytest.mark.skipif(
   importlib.util.find_spec("torch") is None,
   reason="needs torch, which is not installed with the tests",
@@ -76,6 +77,9 @@ def assert_all_was_measured(found):
   for title, table in found["tables"].items():
     for row in table["rows"]:
       assert "error" not in row, (title, row)
+      if table["kind"] == "report":
+        assert row["seconds"] > 0
+        continue
       assert row["milliseconds"][1] > 0 and row["rounds"] > 0, (title, row)
       if table["kind"] == "training":
         assert 0 < row["loss"] < 10 and row["compile_seconds"] > 0
@@ -94,6 +98,11 @@ def test_without_torch_only_jax_is_measured_and_the_report_says_so(run):
   ours = found["tables"]["Adam, JAX"]["rows"][1]
   assert ours["variant"] == "ours"
   assert ours["expected_bytes"] == pytest.approx(32, abs=0.01)
+  compiled, sound, overflowing = found["tables"][REPORTS]["rows"]
+  assert 0 < compiled["trace_seconds"] < compiled["seconds"]
+  assert sound["problems"] == 0 < overflowing["problems"]
+  for row in sound, overflowing:
+    assert row["to_compiling"] == row["seconds"] / compiled["seconds"]
   page = (run.out / "tables.md").read_text()
   for title in titles:
     assert f"### {title}\n" in page and f"### {title}\n" in run.printed
@@ -117,8 +126,25 @@ def test_torch_and_jax_have_equal_losses(run):
       assert loss(torch_title, i) == expected
 
 
+@pytest.mark.slow
+def test_rows_that_exceed_their_seconds_are_reported_and_the_run_goes_on(run):
+  found = run("--without", "torch", "--parts", "reports", "--row-seconds=0.01")
+  rows = found["tables"][REPORTS]["rows"]
+  assert [row["error"] for row in rows] == [
+    "not measured: more than 0.01 s"
+  ] * 3
+  variants = [row["variant"] for row in rows]
+  assert variants[0] == "trace and compile the step"
+  assert variants[1:] == [
+    "check_step, sound step",
+    "check_step, overflow in the middle block",
+  ]
+  for variant in variants:
+    assert f"{REPORTS}: {variant}: not measured" in run.printed
+
+
 def test_without_any_time_each_part_is_reported_as_skipped(run):
   found = run("--without", "torch", "matplotlib", "--minutes", "0.01")
   assert found["tables"] == {}
-  assert len([line for line in found["lines"] if "are over" in line]) == 5
+  assert len([line for line in found["lines"] if "are over" in line]) == 6
   assert not (run.out / "times.png").exists()

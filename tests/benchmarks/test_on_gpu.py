@@ -1,8 +1,11 @@
 """The parts of the benchmark for GPUs, one by one, on a CPU."""
 
+import collections
 import dataclasses
 import json
 import math
+import os
+import sys
 import time
 
 from helpers.benchmark import load_benchmark
@@ -17,6 +20,7 @@ expected = load_benchmark("on_gpu.expected_bytes")
 findings = load_benchmark("on_gpu.findings")
 jax_device = load_benchmark("on_gpu.jax_device")
 jax_optimizers = load_benchmark("on_gpu.jax_optimizers")
+jax_reports = load_benchmark("on_gpu.jax_reports")
 jax_training = load_benchmark("on_gpu.jax_training")
 processes = load_benchmark("on_gpu.processes")
 sizes = load_benchmark("on_gpu.sizes")
@@ -133,7 +137,13 @@ def test_events_are_written_to_the_files_immediately(tmp_path, capsys):
   found.add({"kind": "line", "text": "Left out: something"})
   rows = [make_row(30, loss=math.nan)]
   found.add(
-    {"kind": "table", "table": "optimizer", "title": "Adam", "rows": rows}
+    {
+      "kind": "table",
+      "table": "optimizer",
+      "title": "Adam",
+      "rows": rows,
+      "complete": True,
+    }
   )
   written = json.loads((tmp_path / "results.json").read_text())
   assert written["facts"] == {"size": "tiny", "device": "a GPU"}
@@ -163,6 +173,120 @@ def test_a_part_that_crashes_is_reported(tmp_path, monkeypatch):
   (last,) = processes.run(asked, tmp_path, tmp_path / "log.txt")
   assert last["text"] == "optimizers broke off: log.txt may say why."
   assert "a bug in a library" in (tmp_path / "log.txt").read_text()
+
+
+# Measures three rows, of which the second one is the name of the part.
+PART = """
+import json, os, signal, sys, time
+from on_gpu import events
+from on_gpu.rows import Rows
+request = json.loads(sys.argv[1])
+table = Rows("training", "model", request["finished"])
+for name in "first", request["part"], "last":
+  row = {"variant": name, "process": os.getpid()}
+  if table.begin(row):
+    if name == "slow":
+      time.sleep(60)
+    if name == "crash":
+      os.kill(os.getpid(), signal.SIGSEGV)
+    table.tell()
+if request["part"] == "rounds":
+  time.sleep(1.5)
+events.tell("end")
+"""
+
+
+@pytest.mark.parametrize(
+  ("second", "error"),
+  [
+    ("slow", "not measured: more than 1 s"),
+    ("crash", "not measured: its process broke off, and log.txt may say why"),
+  ],
+)
+def test_a_row_that_does_not_end_is_reported_and_the_next_one_is_measured(
+  second, error, tmp_path, monkeypatch
+):
+  replace_part(PART, tmp_path, monkeypatch)
+  asked = {"part": second, "until": time.time() + 60}
+  log = tmp_path / "log.txt"
+  found = list(processes.run(asked, tmp_path, log, row_seconds=1))
+  assert [event["kind"] for event in found] == ["table"] * 3
+  assert [len(event["rows"]) for event in found] == [1, 2, 3]
+  first, stopped, last = found[-1]["rows"]
+  assert [row.get("error") for row in found[-1]["rows"]] == [None, error, None]
+  assert stopped["variant"] == second
+  # The first row was measured once, by the process that was ended.
+  assert first["process"] == stopped["process"] != last["process"]
+
+
+def test_rounds_of_rows_that_are_measured_may_take_longer_than_a_row(
+  tmp_path, monkeypatch
+):
+  replace_part(PART, tmp_path, monkeypatch)
+  asked = {"part": "rounds", "until": time.time() + 60}
+  log = tmp_path / "log.txt"
+  found = list(processes.run(asked, tmp_path, log, row_seconds=1))
+  assert [event["kind"] for event in found] == ["table"] * 3
+  assert not any("error" in row for row in found[-1]["rows"])
+
+
+def test_a_row_that_the_end_of_its_part_stops_is_reported(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(processes, "GRACE", 0.0)
+  replace_part(PART, tmp_path, monkeypatch)
+  asked = {"part": "slow", "until": time.time() + 1}
+  log = tmp_path / "log.txt"
+  *_, table, line = processes.run(asked, tmp_path, log, row_seconds=60)
+  error = "not measured: the time of its part was over"
+  assert [row.get("error") for row in table["rows"]] == [None, error]
+  assert line["text"] == "slow was ended, since its time was over."
+
+
+def replace_part(code, folder, monkeypatch):
+  """Run some code instead of `on_gpu/part.py`."""
+  script, shell = folder / "part.py", folder / "python"
+  script.write_text(code)
+  shell.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$3"\n')
+  shell.chmod(0o755)
+  monkeypatch.setattr(processes.sys, "executable", str(shell))
+
+
+def test_each_row_is_printed_once_as_soon_as_it_is_measured(tmp_path, capsys):
+  found = findings.Findings(tmp_path, {})
+  table = {"kind": "table", "table": "training", "title": "Adam"}
+  bare, ours = make_row(30, variant="bare", loss="nan"), make_row(None)
+  found.add(table | {"rows": [bare, ours]})
+  assert capsys.readouterr().out == "Adam: bare: 30.000 ms, loss nan\n"
+  ours["error"] = "not measured: more than 120 s"
+  found.add(table | {"rows": [bare, ours]})
+  assert capsys.readouterr().out == f"Adam: ours: {ours['error']}\n"
+  written = json.loads((tmp_path / "results.json").read_text())
+  assert written["tables"]["Adam"]["rows"] == [bare, ours]
+  found.add(table | {"rows": [bare, ours], "complete": True})
+  assert capsys.readouterr().out.startswith("\n### Adam\n\n| variant")
+
+
+def test_paths_of_the_user_are_absolute_since_parts_run_elsewhere(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("PYTHONPATH", "lib")
+  found = processes.environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
+  assert found[2:] == [str(tmp_path / "lib")]
+
+
+def test_packages_of_the_users_path_are_found_after_this_checkout(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/a", "", "/b"]))
+  found = processes.environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
+  benchmarks = str(processes.BENCHMARKS)
+  checkout = str(processes.BENCHMARKS.parent)
+  assert found == [checkout, benchmarks, "/a", "/b"]
+  monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
+  again = processes.environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
+  assert again == found
 
 
 @pytest.mark.slow
@@ -211,5 +335,52 @@ def test_all_precisions_have_nearly_the_float32_loss(name):
 
 def test_rows_of_a_training_without_time_say_so(capsys):
   jax_training.run("transformer, scan", TINY, time.time() - 1)
-  (row,) = read_events(capsys.readouterr().out)[-1]["rows"]
+  found = read_events(capsys.readouterr().out)
+  (row,) = found[-1]["rows"]
   assert row["error"] == "left out, since no time is left"
+  # The clock of the row is stopped before the rounds of the others.
+  assert [event["kind"] for event in found] == ["begin", "table", "table"]
+  assert [event.get("complete") for event in found] == [None, False, True]
+
+
+def test_rows_of_an_earlier_process_are_not_measured_again(capsys):
+  earlier = {"variant": "TF32", "checkpoint": False, "milliseconds": [1.0] * 3}
+  finished = {"transformer, scan, JAX": [earlier]}
+  jax_training.run("transformer, scan", TINY, time.time() - 1, finished)
+  (event,) = read_events(capsys.readouterr().out)
+  assert event["rows"] == [earlier]
+
+
+@pytest.mark.slow
+def test_reports_are_timed_relative_to_the_compilation(capsys, monkeypatch):
+  def check_step(step, *args, progress):
+    assert not progress
+    *_, loss = step(*args)
+    is_finite.append(bool(np.isfinite(loss)))
+    return Checked([] if is_finite[-1] else ["overflow"])
+
+  is_finite = []
+  Checked = collections.namedtuple("Checked", "problems")
+  monkeypatch.setattr(jax_reports.diagnostics, "check_step", check_step)
+  jax_reports.run(TINY, time.time() + 600)
+  found = read_events(capsys.readouterr().out)
+  # Each row is sent before the next one begins.
+  assert [e["kind"] for e in found] == ["begin", "table"] * 3 + ["table"]
+  compiled, sound, overflowing = found[-1]["rows"]
+  assert is_finite == [True, False]
+  assert (sound["problems"], overflowing["problems"]) == (0, 1)
+  for row in sound, overflowing:
+    assert row["to_compiling"] == row["seconds"] / compiled["seconds"]
+  table = tables.render("report", found[-1]["rows"])
+  assert f"| {sound['to_compiling']:.1f}x " in table
+
+
+def test_the_gpt_of_the_reports_overflows_in_its_middle_block():
+  size = dataclasses.replace(TINY, depth=3)
+  _, sound, *_ = jax_reports.make_step(size, overflows=False)
+  _, overflowing, *_ = jax_reports.make_step(size, overflows=True)
+  changed = [
+    not np.array_equal(a["up"], b["up"])
+    for a, b in zip(sound["blocks"], overflowing["blocks"], strict=True)
+  ]
+  assert changed == [False, True, False]

@@ -24,7 +24,13 @@ def sum_in_half(w, x):
 
 
 @pytest.mark.parametrize(
-  ("n_devices", "overflows"), [(1, False), (2, False), (4, True), (8, True)]
+  ("n_devices", "overflows"),
+  [
+    pytest.param(1, False, marks=pytest.mark.accelerator),
+    (2, False),
+    (4, True),
+    (8, True),
+  ],
 )
 def test_a_float16_sum_over_devices_overflows_with_more_devices(
   n_devices, overflows
@@ -40,7 +46,9 @@ def test_a_float16_sum_over_devices_overflows_with_more_devices(
     assert grad == n_devices * PER_DEVICE / SCALE
 
 
-@pytest.mark.parametrize("n_devices", [1, 8])
+@pytest.mark.parametrize(
+  "n_devices", [pytest.param(1, marks=pytest.mark.accelerator), 8]
+)
 def test_a_varying_parameter_or_a_mean_per_device_fits_any_number_of_devices(
   n_devices,
 ):
@@ -217,12 +225,7 @@ def test_a_sum_that_keeps_the_scale_trains_and_skips_on_all_devices():
 
 def compute_device_sum(loss, n_devices):
   """The gradient under shard_map, and the dtypes of the sums in it."""
-  mesh = jax.make_mesh(
-    (n_devices,),
-    ("data",),
-    axis_types=(AxisType.Auto,),
-    devices=jax.devices()[:n_devices],
-  )
+  mesh = sharding.make_mesh((n_devices,), ("data",))
   fun = jax.shard_map(
     lambda w, x: ols.grad(loss, STATE)(w, x),
     mesh=mesh,

@@ -4,6 +4,7 @@ import functools
 
 from helpers import exact_model, mark_slow_params, sharding
 from helpers.bits import assert_same_bits
+from helpers.devices import require_devices
 from helpers.sharded_runs import SHARD_MAP_LAYOUTS, ShardMapRun
 import jax
 from jax import lax
@@ -97,6 +98,31 @@ def test_max_norm_counts_a_leaf_once_along_axes_that_are_not_named():
       updates = jax.jit(update)({name: jnp.full(8, 3.0) for name in specs})
       for update in updates.values():
         np.testing.assert_allclose(update, np.full(8, -0.25), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "options", [{"max_norm": 1.0}, {"loss_scale": "headroom"}], ids=str
+)
+def test_many_sharded_and_replicated_arrays_are_measured_together(options):
+  """XLA combines a few of them in one kernel on CPU."""
+  alone = ols.with_loss_scaling(optax.sgd(1.0), **options)
+  tx = ols.with_loss_scaling(optax.sgd(1.0), axis_name="data", **options)
+  specs = [P("data"), P()] * 20
+  grads = [jnp.full(8, i + 1.0) for i in range(40)]
+  expected, after = jax.jit(alone.update)(grads, alone.init(grads))
+  update = jax.shard_map(
+    lambda grads: tx.update(grads, tx.init(grads)),
+    mesh=sharding.make_mesh((8,), ("data",)),
+    in_specs=(specs,),
+    out_specs=(specs, P()),
+  )
+  updates, sharded_after = jax.jit(update)(grads)
+  for actual, wanted in zip(updates, expected, strict=True):
+    np.testing.assert_allclose(actual, wanted, rtol=1e-6)
+  assert_same_bits(sharded_after, after)
+  skipped = [g.at[7].set(jnp.nan) if i == 18 else g for i, g in
+             enumerate(grads)]  # fmt: skip
+  assert not jax.jit(update)(skipped)[1].loss_scale_state.last_finite
 
 
 @pytest.mark.parametrize("mapped", ["pmap", "vmap", "no check_vma"])
@@ -258,6 +284,7 @@ def test_a_step_with_a_shared_decision_can_be_differentiated_through(
 def map_over_axis(mapped, fun):
   """Maps a function of an array of eight over axis "data", one for each."""
   if mapped == "pmap":
+    require_devices(8)
     return jax.pmap(fun, axis_name="data")
   if mapped == "vmap":
     return jax.jit(jax.vmap(fun, axis_name="data"))
