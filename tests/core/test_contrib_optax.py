@@ -1,0 +1,114 @@
+"""The module for optax.contrib equals the package, and runs in Optax alone."""
+
+import importlib.util
+import pathlib
+import shutil
+import subprocess
+import sys
+
+from helpers import ROOT
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+CONTRIB = ROOT / "contrib" / "optax"
+MODULE = CONTRIB / "_loss_scaling.py"
+TEST = CONTRIB / "_loss_scaling_test.py"
+
+
+def load_module():
+  spec = importlib.util.spec_from_file_location("contrib_loss_scaling", MODULE)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def loss_fn(params, x):
+  half = params["w"].astype(jnp.float16) @ x.astype(jnp.float16)
+  return jnp.mean(half.astype(jnp.float32) ** 2) + jnp.sum(params["b"] ** 2)
+
+
+def train(tx, value_and_grad, params, batches):
+  """Returns the losses, the parameters and the state after all batches."""
+
+  def step(carry, x):
+    params, state = carry
+    loss, grads = value_and_grad(loss_fn, state)(params, x)
+    updates, state = tx.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), loss
+
+  # Outside of jit, since XLA may round fused operations otherwise.
+  carry, losses = (params, tx.init(params)), []
+  for x in batches:
+    carry, loss = step(carry, x)
+    losses.append(loss)
+  return losses, *carry
+
+
+# A power of two, and a scale that bfloat16 would round.
+@pytest.mark.parametrize("init_scale", [2.0**12, 1001.0])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+  "make_optimizer", [optax.sgd, optax.adam, optax.adamw, optax.lion]
+)
+def test_the_module_equals_the_package_bit_for_bit(
+  make_optimizer, dtype, init_scale
+):
+  contrib = load_module()
+  settings = {
+    "init_scale": init_scale,
+    "growth_interval": 3,
+    "max_scale": 2.0**16,
+  }
+  params = {"w": jnp.eye(3, dtype=dtype), "b": jnp.ones(2, dtype)}
+  batches = jax.random.normal(jax.random.key(0), (12, 3, 2))
+  batches = batches.at[4].set(1e6).at[7, 0, 0].set(jnp.nan)
+  policy = ols.DynamicLossScale(**settings)
+  ours = train(
+    ols.with_loss_scaling(make_optimizer(1e-2), policy),
+    ols.value_and_grad,
+    params,
+    batches,
+  )
+  theirs = train(
+    contrib.with_loss_scaling(make_optimizer(1e-2), **settings),
+    contrib.scaled_value_and_grad,
+    params,
+    batches,
+  )
+  assert int(theirs[2].loss_scale_state.total_notfinite) >= 2
+  ours, theirs = map(jax.tree.leaves, (ours, theirs))
+  assert len(ours) == len(theirs)
+  for a, b in zip(ours, theirs, strict=True):
+    assert a.dtype == b.dtype
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.slow
+def test_the_module_and_its_test_run_in_optax_alone(tmp_path):
+  package = pathlib.Path(optax.__file__).parent
+  ignore = shutil.ignore_patterns("__pycache__")
+  shutil.copytree(package, tmp_path / "optax", ignore=ignore)
+  contrib = tmp_path / "optax" / "contrib"
+  for path in MODULE, TEST:
+    shutil.copy(path, contrib)
+  with (contrib / "__init__.py").open("a") as init:
+    for name in "with_loss_scaling", "scaled_value_and_grad":
+      init.write(f"from optax.contrib._loss_scaling import {name}\n")
+  code = """
+import doctest, runpy, sys
+sys.modules["optax_lossscale"] = None  # It cannot be imported.
+from optax.contrib import _loss_scaling
+result = doctest.testmod(_loss_scaling)
+assert result.attempted and not result.failed
+sys.argv = ["_loss_scaling_test"]
+name = "optax.contrib._loss_scaling_test"
+runpy.run_module(name, run_name="__main__", alter_sys=True)
+"""
+  subprocess.run(
+    [sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, check=True
+  )
