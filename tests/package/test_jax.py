@@ -31,8 +31,8 @@ from optax_lossscale._jaxprs import (
   _provenance,
   _weights,
 )
-from optax_lossscale.diagnostics import _dtype_limits, _precision_report
-from optax_lossscale.diagnostics._overflow import _taint_interpreter
+from optax_lossscale.diagnostics import _absorbed_infs, _dtype_limits
+from optax_lossscale.diagnostics._precision import _risks
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
 X = jnp.ones((2, 2))
@@ -247,12 +247,12 @@ def names_in_tables():
     *_eqns._CALL_PRIMITIVES,
     *_eqns._CANONICAL_NAMES.values(),
     *_primitives._FLOP_COUNTERS,
-    *_taint_interpreter._NEUTRAL_VALUES,
+    *_absorbed_infs._ABSORBING_OPERANDS,
     *_dtype_limits.OVERFLOW_THRESHOLDS,
-    *_precision_report._POWERS,
+    *_risks._POWERS,
     *_primitives._REDUCTIONS,
     *_primitives._CUMULATIVE_REDUCTIONS,
-    *_precision_report._REDUCING_COLLECTIVES,
+    *_risks._REDUCING_COLLECTIVES,
   }
 
 

@@ -5,9 +5,8 @@ import struct
 import subprocess
 import sys
 
-from helpers import load_example, ROOT
+from helpers import load_example, ROOT, sharding
 import jax
-from jax.sharding import AxisType
 import numpy as np
 import optax
 import pytest
@@ -348,8 +347,7 @@ def rl():
 
 @pytest.fixture(scope="module")
 def programs(rl):
-  devices = jax.devices()[:2]
-  mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=devices)
+  mesh = sharding.make_mesh((2,), ("data",))
   return {
     name: rl.make_program(mesh, *precision)
     for name, precision in rl.PRECISIONS.items()
