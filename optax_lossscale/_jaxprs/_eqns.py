@@ -392,38 +392,12 @@ def is_var_in(atom: Any, variables: Container[Any]) -> bool:
   return not isinstance(atom, core.Literal) and atom in variables
 
 
-def has_effect(eqn: core.JaxprEqn) -> bool:
-  """Return whether an equation has a side effect, so it must run only once.
-
-  A callback counts even if it is declared pure. A write to a Ref that the
-  equation itself creates doesn't count.
-  """
-  # A collective has this effect only because it needs the axis of a mesh.
-  effects = {type(effect).__name__ for effect in eqn.effects}
-  has_jax_effect = bool(effects - {"NamedAxisEffect"})
-  return has_jax_effect or _has_ref_operand(eqn) or _has_callback(eqn)
-
-
 def _has_ref_operand(eqn: core.JaxprEqn) -> bool:
   """Return whether an equation could write to a Ref.
 
   Not each equation that writes to one declares an effect.
   """
   return any(_avals.is_ref(atom.aval) for atom in eqn.invars)
-
-
-def _has_callback(eqn: core.JaxprEqn) -> bool:
-  """Return whether an equation or its sub-jaxprs call back to Python."""
-  return "callback" in eqn.primitive.name or any(
-    _has_callback(inner_eqn)
-    for subjaxpr in subjaxprs(eqn)
-    for inner_eqn in subjaxpr.jaxpr.eqns
-  )
-
-
-def has_effectful_eqn(jaxpr: core.Jaxpr) -> bool:
-  """Return whether any equation of a jaxpr has a side effect."""
-  return any(map(has_effect, jaxpr.eqns))
 
 
 def live_eqns(

@@ -6,6 +6,7 @@ from unittest import mock
 
 from flax import nnx
 from helpers import hijax, mark_slow_params, on_host, whole_steps
+from helpers.effects import pass_through_host
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
 from jax import lax
@@ -40,9 +41,14 @@ QUICK = {
   whole_steps.in_a_scan_of_one,
   whole_steps.with_nnx_that_returns_nothing,
 }
+SLOW = {
+  whole_steps.accumulated,
+  whole_steps.an_ensemble_of_jits,
+  whole_steps.with_nnx_in_place,
+}
 every_step = pytest.mark.parametrize(
   "make",
-  mark_slow_params(QUICK, whole_steps.ALL),
+  mark_slow_params(QUICK, whole_steps.ALL, SLOW),
   ids=lambda make: make.__name__,
 )
 
@@ -163,6 +169,7 @@ def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
     assert "pass a single step" in line
 
 
+@pytest.mark.slow
 def test_an_update_on_the_host_is_analyzed_like_one_on_the_device():
   # A warning about code that is not analyzed would be an error here.
   step, args = whole_steps.plain(SMALL)
@@ -207,12 +214,11 @@ def test_a_step_that_did_not_run_has_nothing_to_compare():
 
 @pytest.mark.parametrize("has_effect", [False, True])
 def test_a_step_that_is_skipped_without_an_overflow_is_reported(has_effect):
-  step, args = whole_steps.plain(SMALL)
+  step, (params, state, batch) = whole_steps.plain(SMALL)
 
   def given(finite):
-    if has_effect:
-      jax.debug.callback(lambda: None)
-    return step(*args, grads_finite=finite)
+    new_batch = pass_through_host(batch) if has_effect else batch
+    return step(params, state, new_batch, grads_finite=finite)
 
   with pytest.warns(UserWarning, match="update skips this step although its"):
     assert find_overflow(given, False) is None
@@ -323,6 +329,7 @@ def with_a_metric(policy):
   return step, model, optimizer, average, batch
 
 
+@pytest.mark.slow
 def test_a_metric_that_an_earlier_step_made_nan_is_not_named():
   step, model, optimizer, average, batch = with_a_metric(SMALL)
   average.update(norm=jnp.float32(jnp.nan))

@@ -15,7 +15,6 @@ programs are made from it:
 
 from collections.abc import Callable, Sequence
 import functools
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -29,14 +28,14 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _primitives,
   _state_threading,
-  _walk,
 )
-from optax_lossscale.diagnostics import _compiler_options, _dtype_limits
+from optax_lossscale.diagnostics import (
+  _compiler_options,
+  _dtype_limits,
+  _effects,
+)
 from optax_lossscale.diagnostics._comparison import _matmul_table, _site_stats
 
-# Primitives that are not run if they return nothing: they would print in each
-# of the runs.
-_PRINT_RE = re.compile("callback|print")
 _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 # The fourth last bit of the mantissa: flipping it changes a number by a
 # relative 2**-20 at most.
@@ -135,7 +134,7 @@ class _PrintRemover(_state_threading.StateThreader):
 
   def __init__(self) -> None:
     super().__init__()
-    self._print_search = _walk.EqnSearch(_is_print, _eqns.subjaxprs)
+    self._print_search = _effects.make_print_search()
 
   def select_keys(
     self, eqn: core.JaxprEqn, path: _state_threading.Path
@@ -157,14 +156,9 @@ class _PrintRemover(_state_threading.StateThreader):
     inputs: list[Any],
     state: _state_threading.State,
   ) -> Sequence[Any]:
-    if _is_print(eqn):
+    if _effects.is_print(eqn):
       return []
     return super().eval_eqn(eqn, index, frame, inputs, state)
-
-
-def _is_print(eqn: core.JaxprEqn) -> bool:
-  """Return whether an equation calls back to Python and returns nothing."""
-  return not eqn.outvars and bool(_PRINT_RE.search(eqn.primitive.name))
 
 
 class _RunInputs(NamedTuple):

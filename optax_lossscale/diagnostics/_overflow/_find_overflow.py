@@ -28,6 +28,7 @@ from optax_lossscale.diagnostics import (
   _absorbed_infs,
   _array_tests,
   _compiler_options,
+  _effects,
   _mistakes,
   _progress,
   _scaling_mistakes,
@@ -79,9 +80,10 @@ def find_overflow(
   reported, such as a masked logit of -inf, or the branch of a ``where`` that is
   not taken. If one overflow follows another, further programs may be necessary.
 
-  A function with effects, such as a callback, runs only once, and is compiled
-  with measurements of all its operations. An inf that reaches no result cannot
-  be distinguished then if other infs hide it. Writes into a ``Ref`` of JAX are
+  What the function prints or logs appears once. A function with other effects,
+  such as a callback with a result, runs only once, and is compiled with
+  measurements of all its operations. An inf that reaches no result cannot be
+  distinguished then if other infs hide it. Writes into a ``Ref`` of JAX are
   not followed: the operation that reads the ``Ref`` is reported. A primitive
   that is unknown to this package is reported as a whole.
 
@@ -165,7 +167,7 @@ class SearchResult(NamedTuple):
 
   @property
   def run_step(self) -> Callable[[Sequence[Any]], list[Any]] | None:
-    """Runs the program with other inputs; None if it has effects."""
+    """Runs the program with other inputs; None if it must run only once."""
     if self.program.measures_all:
       return None
     return lambda inputs: self.program.run(inputs).outs
@@ -177,7 +179,7 @@ def search_traced(
   """Find the origin of an inf or a NaN in a traced program."""
   program = _instrument(traced)
   progress.set_description("running the compiled function")
-  record = program.run(traced.inputs)
+  record = program.run(traced.inputs, has_prints=True)
   mistakes = traced.mistakes + _scaling_mistakes.check_applied_flags(
     traced.outputs, record.outs
   )
@@ -378,16 +380,15 @@ def _instrument(
 ) -> _instrumentation.InstrumentedProgram:
   """Return the program with flags.
 
-  Effects must happen only once, so the only run of a program with effects
-  measures each equation.
+  If an effect must happen only once, the only run measures each equation.
   """
-  has_effects = _eqns.has_effectful_eqn(traced.closed_jaxpr.jaxpr)
+  runs_once = _effects.must_run_once(traced.closed_jaxpr.jaxpr)
   dataflow = _dataflow.analyze(
-    traced.closed_jaxpr, _array_tests.is_finite, check_all=has_effects
+    traced.closed_jaxpr, _array_tests.is_finite, check_all=runs_once
   )
   return _instrumentation.InstrumentedProgram(
     traced.closed_jaxpr,
     dataflow,
     _compiler_options.make_compiler_options(traced.inputs),
-    measures_all=has_effects,
+    measures_all=runs_once,
   )

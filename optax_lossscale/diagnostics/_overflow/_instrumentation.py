@@ -11,16 +11,18 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._jaxprs import (
+  _avals,
   _eqns,
   _interpret,
   _state_threading,
 )
-from optax_lossscale.diagnostics import _host_values
+from optax_lossscale.diagnostics import _effects, _host_values
 from optax_lossscale.diagnostics._overflow import _dataflow, _measurement
 
 _NEVER = np.iinfo(np.int32).max
@@ -102,6 +104,8 @@ class InstrumentedProgram:
     healed: Collection[_dataflow.Key] = (),
     heal_value: float = 0.0,
     limits: dict[_dataflow.Key, int] | None = None,
+    *,
+    has_prints: bool = False,
   ) -> RunRecord:
     """Run the program.
 
@@ -111,6 +115,7 @@ class InstrumentedProgram:
       heal_value: the number that replaces an inf or a NaN.
       limits: for some loops, the last iteration to be measured. Each equation
         is measured in its last execution until then.
+      has_prints: whether this run prints and logs what the program does.
 
     Returns:
       A :class:`RunRecord`.
@@ -120,6 +125,7 @@ class InstrumentedProgram:
       np.array([key in healed for key in self._measured], bool),
       np.float32(heal_value),
       np.array([limits.get(loop, _NEVER) for loop in self._loops], np.int32),
+      np.bool_(has_prints),
     )
     with np.errstate(all="ignore"):  # JAX folds casts of literals with NumPy.
       outs, flags, stats = self._run(shared, *inputs)
@@ -158,11 +164,13 @@ class _Inputs(NamedTuple):
     is_healed: whether each measured equation is healed; bool[equations].
     heal_value: the number that replaces an inf or a NaN; float32[].
     limits: the last iteration of each loop to be measured; int32[loops].
+    has_prints: whether equations that print are run; bool[].
   """
 
   is_healed: Any
   heal_value: Any
   limits: Any
+  has_prints: Any
 
 
 class _Instrumenter(_state_threading.StateThreader):
@@ -187,6 +195,7 @@ class _Instrumenter(_state_threading.StateThreader):
     self._index_by_measured = {key: i for i, key in enumerate(measured)}
     self._loop_index = {key: i for i, key in enumerate(sorted(dataflow.loops))}
     self._measures_all = measures_all
+    self._print_search = _effects.make_print_search()
     self._keys_by_eqn: dict[_dataflow.Key, list[_dataflow.Key]] = {}
     for key in [*checked, *measured]:
       # The prefixes of a key are the positions of the equations around it.
@@ -209,8 +218,10 @@ class _Instrumenter(_state_threading.StateThreader):
   def select_keys(
     self, eqn: core.JaxprEqn, path: _state_threading.Path
   ) -> list[_dataflow.Key] | None:
-    del eqn
-    return self._keys_by_eqn.get(path)
+    keys = self._keys_by_eqn.get(path)
+    if keys is None and self._print_search.any_inside(eqn):
+      return []
+    return keys
 
   def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
     return _interpret.as_array(value, atom)
@@ -234,6 +245,9 @@ class _Instrumenter(_state_threading.StateThreader):
     inputs: list[Any],
     state: _state_threading.State,
   ) -> Sequence[Any]:
+    if _effects.is_print(eqn):
+      has_prints = self.shared.has_prints
+      return lax.cond(has_prints, _eqns.eqn_as_fun(eqn), lambda *_: [], *inputs)
     outs = super().eval_eqn(eqn, index, frame, inputs, state)
     key = (*frame.path, index)
     if key in self._index_by_measured:
@@ -274,10 +288,14 @@ class _Instrumenter(_state_threading.StateThreader):
     if key not in self._checked:
       return
     is_nonfinite = ~_measurement.is_finite(value)
-    if not frame.iterations:
-      state[key] = is_nonfinite.astype(jnp.int32).reshape(1)
-      return
     old = state[key]
+    if not frame.iterations:
+      new = is_nonfinite.astype(jnp.int32).reshape(1)
+      # Within a `shard_map` the types of branches must be equal, also if a
+      # value is the same on all devices.
+      axes = _avals.get_varying_axes(old) - _avals.get_varying_axes(new)
+      state[key] = _avals.cast_to_varying(new, tuple(axes)) if axes else new
+      return
     first = jnp.stack([1, *frame.iterations]).astype(jnp.int32)
     state[key] = jnp.where(is_nonfinite & (old[0] == 0), first, old)
 
