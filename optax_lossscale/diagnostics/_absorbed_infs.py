@@ -31,6 +31,13 @@ _MAX_CHAIN_LENGTH = 4
 _CHAIN_PRIMITIVES = {
   "add", "convert_element_type", "max", "sqrt", *_primitives.BROADCASTING,
 }  # fmt: skip
+# Between a square and an exponential, these do not make the square smaller, if
+# factors are at least the number below.
+_SIZE_PRESERVING = {
+  "convert_element_type", "div", "mul", "neg", "reduce_sum",
+  *_primitives.BROADCASTING,
+}  # fmt: skip
+_MIN_FACTOR = 0.002
 
 
 def tag_absorbed_operands(closed_jaxpr: _eqns.ClosedJaxpr) -> Any:
@@ -104,6 +111,10 @@ class _Tagger:
     index = _get_absorbing_operand(eqn)
     if index is None or not _is_from_half(eqn.invars[index], defining_eqns):
       return [eqn]
+    if eqn.primitive.name.startswith("exp") and _is_square(
+      eqn.invars[index], defining_eqns
+    ):
+      return [eqn]
     tag = _tags.format_tag(_tags.Tag("absorbed", 0, eqn.primitive.name))
     replacement = _eqns.trace_replacement_eqns(
       _make_tagged_fun(eqn, index, tag), eqn
@@ -149,6 +160,43 @@ def _get_absorbing_operand(eqn: core.JaxprEqn) -> int | None:
   return _ABSORBING_OPERANDS.get(eqn.primitive.name)
 
 
+def _is_square(atom: Any, defining_eqns: dict[Any, core.JaxprEqn]) -> bool:
+  """Return whether an exponent is a square, or a sum or a multiple of squares.
+
+  The exponential of a negative square that exceeds float16 is zero in float32,
+  too.
+  """
+  eqn = _find_defining_eqn(atom, defining_eqns)
+  while eqn is not None:
+    name = eqn.primitive.name
+    is_divisor = name == "div"
+    operands = [x for x in eqn.invars if not _is_large_factor(x, is_divisor)]
+    if len(operands) > 1:
+      return name == "mul" and operands[0] is operands[1]
+    if name not in _SIZE_PRESERVING:
+      return name in {"integer_pow", "square"}
+    eqn = _find_defining_eqn(operands[0], defining_eqns)
+  return False
+
+
+def _is_large_factor(atom: Any, is_divisor: bool) -> bool:
+  """Return whether an operand is a number by which an inf stays a large number.
+
+  In float32, the exponential of -65504 times such a number is zero.
+  """
+  if not isinstance(atom, core.Literal):
+    return False
+  factor = abs(float(atom.val))
+  return factor <= 1 / _MIN_FACTOR if is_divisor else factor >= _MIN_FACTOR
+
+
+def _find_defining_eqn(
+  atom: Any, defining_eqns: dict[Any, core.JaxprEqn]
+) -> core.JaxprEqn | None:
+  is_literal = isinstance(atom, core.Literal)
+  return None if is_literal else defining_eqns.get(atom)
+
+
 def _is_from_half(
   atom: Any, defining_eqns: dict[Any, core.JaxprEqn], depth: int = 0
 ) -> bool:
@@ -160,8 +208,7 @@ def _is_from_half(
   if _arrays.has_narrow_range(dtype):
     is_literal = isinstance(atom, core.Literal)
     return not is_literal or math.isinf(float(atom.val))
-  is_literal = isinstance(atom, core.Literal)
-  eqn = None if is_literal else defining_eqns.get(atom)
+  eqn = _find_defining_eqn(atom, defining_eqns)
   if eqn is None or eqn.primitive.name not in _CHAIN_PRIMITIVES:
     return False
   # The matmuls of `autocast` are compared with float32.

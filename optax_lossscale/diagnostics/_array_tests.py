@@ -1,7 +1,8 @@
 """Tests of whole arrays, each compiled once for each shape.
 
-Only a bool is transferred to the host, so an array may be large, or on several
-devices or processes. Arrays of integers, of keys, and Refs count as finite.
+Only scalars are transferred to the host, so an array may be large, or on
+several devices or processes. Arrays of integers, of keys, and Refs count as
+finite.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,6 +53,28 @@ def is_any_different(pairs: Iterable[tuple[Any, Any]]) -> bool:
   return any(bool(_is_different(x, y)) for x, y in pairs)
 
 
+def has_different_replicas(x: jax.Array) -> bool:
+  """Return whether the first and the last copy of any part are different.
+
+  Only the devices of this process are compared.
+  """
+  copies: dict[str, list[jax.Array]] = {}
+  for shard in x.addressable_shards:
+    copies.setdefault(str(shard.index), []).append(shard.data)
+  pairs = [(part[0], part[-1]) for part in copies.values() if len(part) > 1]
+  return is_any_different((a, jax.device_put(b, a.device)) for a, b in pairs)
+
+
+def count_different(pairs: Iterable[tuple[Any, Any]]) -> int:
+  """Return the number of entries of all pairs that are different."""
+  return sum(int(_count_different(x, y)) for x, y in pairs)
+
+
+def count_nonzero(arrays: Iterable[Any]) -> int:
+  """Return the number of entries of all arrays that are not zero."""
+  return sum(int(_count_nonzero(x)) for x in arrays)
+
+
 def compute_amax(arrays: Iterable[Any]) -> float:
   """Return the largest magnitude of all entries; 0.0 without any."""
   return max(map(float, map(_amax, arrays)), default=0.0)
@@ -86,6 +109,16 @@ def _is_nonzero(x: Any) -> jax.Array:
 @jax.jit
 def _is_different(x: Any, y: Any) -> jax.Array:
   return jnp.any(x != y)
+
+
+@jax.jit
+def _count_different(x: Any, y: Any) -> jax.Array:
+  return jnp.count_nonzero(x != y)
+
+
+@jax.jit
+def _count_nonzero(x: Any) -> jax.Array:
+  return jnp.count_nonzero(x)
 
 
 @jax.jit

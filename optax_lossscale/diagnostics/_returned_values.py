@@ -64,10 +64,21 @@ _LOST_UPDATES = _mistakes.Mistake(
   "Keep the parameters in float32, and cast them to half precision in the"
   " model: ols.autocast(loss_fn), or params.astype(jnp.float16) in loss_fn.",
 )
+_PARTLY_LOST_UPDATES = _LOST_UPDATES._replace(
+  cause="{fraction:.0%} of the updates don't change their parameters: they are"
+  " smaller than the distance to the next number of {dtype}."
+)
 
 _UNCHANGED_PARAMS = _mistakes.Mistake(
   "The step returns the old parameters, although the updates are not zero.",
   "Return the new parameters: params = optax.apply_updates(params, updates).",
+)
+
+_DIFFERENT_REPLICAS = _mistakes.Mistake(
+  "The copies of the result {name} on different devices are not equal, so"
+  " each device trains a model of its own.",
+  "Average the gradients over the devices before update:"
+  " grads = jax.lax.pmean(grads, axis_name).",
 )
 
 # The range of powers of two by which a loss scale is raised until it is too
@@ -75,6 +86,10 @@ _UNCHANGED_PARAMS = _mistakes.Mistake(
 _LOG2_INCREASES = range(3, 34, 3)
 # The power of two with which gradients that do not overflow still don't.
 _LOG2_DECREASE = -8
+
+# The fraction of updates that may be lost in half precision.
+_MAX_LOST_FRACTION = 0.5
+_FLOAT32_EPS = float(jnp.finfo(jnp.float32).eps)
 
 
 class ReturnedValues(NamedTuple):
@@ -103,8 +118,8 @@ def check_returned_values(
     traced: the step.
     updates: the function that returns only the updates of the step. It is
       compiled only if no parameter changes.
-    run_step: a function from the inputs of the step to its outputs; None if the
-      step has effects, so that it must not run again.
+    run_step: a function from the inputs of the step to its outputs; None if it
+      has an effect that must happen only once.
     outs: the outputs of the step.
   """
   subject = "what the step returns"
@@ -137,7 +152,7 @@ def check_returned_values(
     return ReturnedValues([_UNUSED_STATE], [], [])
   if run_step is None or not traced.scale_indices:
     reason = (
-      "it has side effects, such as a callback"
+      "it has side effects, such as a callback with a result"
       if run_step is None
       else "its loss scale is not among its arguments"
     )
@@ -154,6 +169,7 @@ def check_returned_values(
     *_find_hidden_overflows(traced, overflow_outs),
     *_check_state_after_overflow(traced, outs, overflow_outs),
     *unchanged_mistakes,
+    *_check_replicas(traced, outs),
   ]
   # Further runs, which are not needed if there is a mistake.
   mistakes = (
@@ -320,34 +336,90 @@ def _check_changes(
     ]
     # A scalar may be a metric, unless the parameters are scalars.
     pairs = [(x, y) for x, y in pairs if x.size > 1] or pairs
-    if pairs and not _array_tests.is_any_different(pairs):
-      group = updates.restrict_outputs([x.group == i for x in updates.outputs])
-      run_updates = jax.jit(core.jaxpr_as_fun(group.closed_jaxpr))
-      cause = _explain_unchanged_params(
-        [x for x, _ in pairs], run_updates(*group.inputs)
-      )
-      mistakes += [cause] if isinstance(cause, _mistakes.Mistake) else []
-      limitations += [cause] if isinstance(cause, str) else []
+    has_changed = _array_tests.is_any_different(pairs)
+    if not pairs or (has_changed and not _may_lose_updates(pairs)):
+      continue
+    group = updates.restrict_outputs([x.group == i for x in updates.outputs])
+    run_updates = jax.jit(core.jaxpr_as_fun(group.closed_jaxpr))
+    update_leaves = run_updates(*group.inputs)
+    if has_changed:
+      mistakes += _check_lost_fraction(pairs, update_leaves)
+    else:
+      found = _explain_unchanged_params([x for x, _ in pairs], update_leaves)
+      mistakes += found[0]
+      limitations += found[1]
   return mistakes, limitations
+
+
+def _check_replicas(
+  traced: _tracing.TracedFunction, outs: Sequence[Any]
+) -> list[_mistakes.Mistake]:
+  """Check that devices with copies of a parameter or a loss scale agree."""
+  for output, x in zip(traced.outputs, outs, strict=True):
+    is_returned = output.kind in _scale_dependence.RETURNED_KINDS
+    is_new = output.new_updates or output.new_scales
+    if is_returned and is_new and _array_tests.has_different_replicas(x):
+      return [
+        _mistakes.fill_in_names(_DIFFERENT_REPLICAS, [], [], name=output.name)
+      ]
+  return []
 
 
 def _explain_unchanged_params(
   params: Sequence[Any], updates: Sequence[Any]
-) -> _mistakes.Mistake | str | None:
-  """Return why a step returns the old parameters: a mistake or a limitation."""
+) -> tuple[list[_mistakes.Mistake], list[str]]:
+  """Return why a step returns the old parameters: mistakes and limitations."""
   update_amax = _array_tests.compute_amax(updates)
   if update_amax == 0:
-    return None
+    return [], []
   dtypes = sorted({x.dtype for x in params}, key=str)
-  eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
   # No number changes only if each update is smaller than the distance to the
   # next number.
+  eps = max(map(_get_eps, dtypes))
   if update_amax > eps * _array_tests.compute_amax(params):
-    return _UNCHANGED_PARAMS
+    return [_UNCHANGED_PARAMS], []
   text = " and ".join(map(str, dtypes))
-  if eps <= float(jnp.finfo(jnp.float32).eps):
-    return (
+  if eps <= _FLOAT32_EPS:
+    limitation = (
       f"whether the parameters change: the updates of this step are too small"
       f" for {text}, as at the beginning of a warm-up"
     )
-  return _mistakes.fill_in_names(_LOST_UPDATES, [], [], dtype=text)
+    return [], [limitation]
+  return [_mistakes.fill_in_names(_LOST_UPDATES, [], [], dtype=text)], []
+
+
+def _may_lose_updates(pairs: Sequence[tuple[Any, Any]]) -> bool:
+  """Return whether most entries of half-precision parameters don't change."""
+  half_pairs = [(x, y) for x, y in pairs if _get_eps(x.dtype) > _FLOAT32_EPS]
+  num_entries = sum(x.size for x, _ in half_pairs)
+  num_changed = _array_tests.count_different(half_pairs)
+  return num_entries - num_changed > _MAX_LOST_FRACTION * num_entries
+
+
+def _check_lost_fraction(
+  pairs: Sequence[tuple[Any, Any]], updates: Sequence[Any]
+) -> list[_mistakes.Mistake]:
+  """Check that a step changes most parameters that have an update.
+
+  Args:
+    pairs: the results that depend on the updates, and the same for a skipped
+      step. Besides the parameters they may be averages or master copies.
+    updates: the updates. Those of a loop are stacked, and are not compared.
+  """
+  num_updates = _array_tests.count_nonzero(updates)
+  num_lost = num_updates - _array_tests.count_different(pairs)
+  is_stacked = sum(x.size for x in updates) > sum(x.size for x, _ in pairs)
+  if is_stacked or num_lost <= _MAX_LOST_FRACTION * num_updates:
+    return []
+  half_dtypes = {x.dtype for x, _ in pairs if _get_eps(x.dtype) > _FLOAT32_EPS}
+  text = " and ".join(sorted(map(str, half_dtypes)))
+  fraction = num_lost / num_updates
+  return [
+    _mistakes.fill_in_names(
+      _PARTLY_LOST_UPDATES, [], [], dtype=text, fraction=fraction
+    )
+  ]
+
+
+def _get_eps(dtype: Any) -> float:
+  return float(jnp.finfo(dtype).eps)

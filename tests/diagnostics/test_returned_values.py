@@ -6,11 +6,13 @@ import equinox as eqx
 from flax import nnx
 from flax.training import train_state
 from helpers import mark_slow_params
+from helpers.sharding import make_mesh, P
 from helpers.usual_losses import BATCH, PARAMS
 import jax
 from jax import lax
 import jax.flatten_util
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -437,17 +439,77 @@ def test_updates_that_are_lost_in_half_precision_are_a_problem(dtype, inner):
   assert "Keep the parameters in float32" in problem.fix
 
 
-def test_updates_of_zero_and_updates_that_change_one_entry_are_sound():
+def test_updates_of_zero_in_half_precision_are_sound():
   half = {"w": PARAMS["w"].astype(jnp.float16)}
   warmup = optax.sgd(optax.linear_schedule(0.0, 0.1, 100))
-  one_entry = {"w": half["w"].at[0, 0].set(1e-7)}
-  for inner, params in (
-    (warmup, half),
-    (optax.MultiSteps(optax.sgd(0.1), 4), half),
-    (optax.sgd(1e-3), one_entry),
-  ):
-    step, args = make_step(RETURN_NEW, inner, "dynamic", params, half_loss)
+  for inner in (warmup, optax.MultiSteps(optax.sgd(0.1), 4)):
+    step, args = make_step(RETURN_NEW, inner, "dynamic", half, half_loss)
     assert list_causes(step, args) == []
+
+
+LARGE_WEIGHTS = {"w": jnp.full_like(PARAMS["w"], 0.75, jnp.float16)}
+
+
+@pytest.mark.parametrize("num_lost, is_problem", [(18, True), (6, False)])
+def test_updates_of_which_most_are_lost_are_a_problem(num_lost, is_problem):
+  size = PARAMS["w"].size
+  is_large = jnp.arange(size).reshape(PARAMS["w"].shape) < num_lost
+  params = {"w": jnp.where(is_large, 0.75, 0).astype(jnp.float16)}
+  step, args = make_step(
+    RETURN_NEW, optax.adam(1e-4), "dynamic", params, half_loss
+  )
+  causes = list_causes(step, args)
+  assert len(causes) == is_problem
+  if is_problem:
+    assert f"{num_lost / size:.0%} of the updates don't change" in causes[0]
+    assert "next number of float16" in causes[0]
+
+
+def test_master_copies_that_a_step_keeps_itself_lose_no_updates():
+  tx = ols.with_loss_scaling(optax.adam(1e-5))
+
+  def step(params, state, masters, batch):
+    grads = ols.grad(half_loss, state)(params, batch)
+    updates, state = tx.update(grads, state, masters)
+    masters = optax.apply_updates(masters, updates)
+    return optax.tree.cast(masters, jnp.float16), state, masters
+
+  masters = optax.tree.cast(LARGE_WEIGHTS, jnp.float32)
+  args = LARGE_WEIGHTS, tx.init(masters), masters, BATCH
+  assert list_causes(step, args) == []
+
+
+def test_rows_of_an_embedding_that_a_batch_does_not_use_are_not_lost():
+  def loss(params, batch):
+    rows = params["table"][batch["ids"]]
+    return jnp.mean((rows.astype(jnp.float32) - 1) ** 2)
+
+  tx = ols.with_loss_scaling(optax.sgd(1.0))
+
+  def step(params, state, batch):
+    updates, state = tx.update(ols.grad(loss, state)(params, batch), state)
+    return optax.apply_updates(params, updates), state
+
+  params = {"table": jnp.full((64, 4), 0.75, jnp.float16)}
+  args = params, tx.init(params), {"ids": jnp.array([3, 5])}
+  assert list_causes(step, args) == []
+
+
+def test_the_stacked_updates_of_a_loop_are_not_counted_as_lost():
+  tx = ols.with_loss_scaling(optax.sgd(1e-3))
+
+  def step(params, state, batches):
+    def body(carry, batch):
+      params, state = carry
+      grads = ols.grad(half_loss, state)(params, batch)
+      updates, state = tx.update(grads, state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    return lax.scan(body, (params, state), batches)[0]
+
+  batches = jax.tree.map(lambda x: jnp.stack([x] * 4), BATCH)
+  params = {"w": LARGE_WEIGHTS["w"].at[0].set(0)}
+  assert list_causes(step, (params, tx.init(params), batches)) == []
 
 
 def test_a_scalar_parameter_that_does_not_change_is_found():
@@ -540,6 +602,7 @@ def make_epoch(carry_old, returns_params=True):
   return epoch, (params, state, batch)
 
 
+@pytest.mark.slow
 def test_a_scan_of_steps_and_a_population_are_checked():
   assert list_causes(*make_epoch(False)) == []
   (cause,) = list_causes(*make_epoch(True))
@@ -573,13 +636,35 @@ def test_a_part_of_a_step_is_not_judged_by_what_it_returns():
 def test_a_step_with_a_callback_is_not_run_again_for_an_overflow():
   seen = []
 
+  def note(finite):
+    seen.append(bool(finite))
+    return np.float32(1)
+
   def make_result(old, new, finite):
-    jax.debug.callback(lambda x: seen.append(bool(x)), finite)
-    return new
+    one = jax.pure_callback(note, jax.ShapeDtypeStruct((), "float32"), finite)
+    return new, {"metric": one}
 
   check = check_step(*flat(make_step(make_result)))
   assert check.is_sound and RETURNED in check.passed
   assert "after an overflow, since it has side effects" in str(check)
+  assert seen == [True]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_step_that_prints_is_checked_after_an_overflow_and_prints_once(
+  ordered,
+):
+  seen = []
+
+  def make_result(old, new, finite):
+    log = lambda finite: seen.append(bool(finite))
+    jax.debug.callback(log, finite, ordered=ordered)
+    return new[0], where(finite, new[1], old[1])
+
+  check = check_step(*flat(make_step(make_result)))
+  (problem,) = check.problems
+  assert problem.cause.startswith(PUT_BACK)
+  jax.effects_barrier()
   assert seen == [True]
 
 
@@ -612,3 +697,37 @@ def test_a_step_whose_loss_scale_is_a_constant_is_not_run_with_an_overflow():
   check = check_step(step, params, BATCH)
   assert check.is_sound
   assert "since its loss scale is not among its arguments" in str(check)
+
+
+@pytest.mark.parametrize(
+  "shape, axes", [((4,), ("data",)), ((2, 2), ("data", "model"))]
+)
+@pytest.mark.parametrize("reduce", [True, False])
+def test_gradients_that_are_not_averaged_over_devices_are_a_problem(
+  shape, axes, reduce
+):
+  mesh = make_mesh(shape, axes)
+  tx = ols.with_loss_scaling(optax.sgd(0.1), axis_name="data")
+
+  def step(params, state, batch):
+    loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+    if reduce:
+      grads = lax.pmean(grads, "data")
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  # The loss may differ between devices: it is a metric.
+  on_devices = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(P(), P(), P("data")),
+    out_specs=P(),
+    check_vma=False,
+  )
+  params, batch = {"w": PARAMS["w"]}, {"x": BATCH["x"]}
+  causes = list_causes(on_devices, (params, tx.init(params), batch))
+  if reduce:
+    assert causes == []
+  else:
+    (cause,) = causes
+    assert cause.startswith("The copies of the result 0/w on different devices")
