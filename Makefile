@@ -12,7 +12,7 @@ BIN = $(VENV)/bin
 PYTEST_WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); \
   echo $$((n > 8 ? 8 : n)))
 PIP_OPTIONS ?=
-# The quick and the slow tests, with ten times the random programs of `make test`.
+# The quick and the slow tests, with three times the random programs of `make test`.
 ALL = -m 'not nightly' --hypothesis-profile=ci
 IN_3_11 = $(MAKE) --no-print-directory PYTHON='$(PYTHON_3_11)' \
   PYTHON_BOUNDS='3.11 3.11'
@@ -37,7 +37,7 @@ SAMPLED = _autocast _jaxprs diagnostics
 SAMPLE =
 # Left out on all but the newest Python and JAX, since it tells nothing new there.
 ONLY_NEWEST = $(addprefix --ignore=tests/, \
-  diagnostics/test_plots.py pages benchmarks \
+  diagnostics/test_plots.py pages benchmarks policies/test_starving.py \
   $(addprefix package/, test_environments.py test_helpers.py test_package.py \
     test_release.py) \
   $(addprefix interop/, test_fuzz.py test_golden.py))
@@ -105,7 +105,7 @@ test-jax-flags: $(VENV)/installed-test ## Run the tests of what reads jaxprs wit
 	$(JAX_FLAGS) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
 	  tests/autocast tests/diagnostics tests/core
 
-nightly: $(VENV)/installed-test ## Run what takes half an hour more: 50 kills, 10,000 random programs
+nightly: $(VENV)/installed-test ## Run what takes two hours more: 50 kills, 10,000 random programs
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m pytest -m 'not nightly' --hypothesis-profile=nightly \
 	  tests/policies/test_random_programs.py tests/interop/test_fuzz.py

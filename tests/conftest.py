@@ -40,7 +40,7 @@ hypothesis.settings.register_profile(
   "quick", deadline=None, derandomize=True, max_examples=100
 )
 hypothesis.settings.register_profile(
-  "ci", deadline=None, derandomize=True, max_examples=1_000
+  "ci", deadline=None, derandomize=True, max_examples=300
 )
 # A mutant is done with its first failure: none is made smaller.
 hypothesis.settings.register_profile(

@@ -19,6 +19,15 @@ QUICK = (
 all_models = pytest.mark.parametrize(
   "name", mark_slow_params(QUICK, float32_models.NAMES)
 )
+# Where all gradients are computed in several dtypes; the others at night.
+few_models = pytest.mark.parametrize(
+  "name",
+  mark_slow_params(
+    (),
+    float32_models.NAMES,
+    ["BatchNorm, Equinox", "GRU, Flax linen", "LSTM, Haiku"],
+  ),
+)
 make = functools.cache(float32_models.make_model)
 make_shapes = functools.cache(float32_models.make_model_shapes)
 
@@ -96,7 +105,7 @@ def test_a_scanned_stack_is_rewritten_once_however_deep_it_is():
     (in_bfloat16, jnp.bfloat16, (1e-3, 1e-2)),
   ],
 )
-@all_models
+@few_models
 def test_gradients_and_loss_have_half_precision_accuracy(
   name, cast, dtype, at_least
 ):
@@ -107,7 +116,10 @@ def test_gradients_and_loss_have_half_precision_accuracy(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", float32_models.MODELS_WITH_DTYPE)
+@pytest.mark.parametrize(
+  "name",
+  mark_slow_params((), float32_models.MODELS_WITH_DTYPE, ["GRU, Flax linen"]),
+)
 def test_gradients_are_as_accurate_as_with_hand_written_casts(name):
   by_hand = float32_models.make_model(name, dtype=jnp.float16)
   result = _run_model(by_hand, make(name).params, as_written)
@@ -168,8 +180,9 @@ def _count_equations(layers):
   return len(list(matmul_flops.iter_eqns(jaxpr)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+  "dtype", mark_slow_params((), [jnp.float16, jnp.bfloat16], [jnp.float16])
+)
 def test_the_transformer_ends_within_2_percent_of_float32(dtype):
   transformer = load_example("transformer")
   vars(transformer).update(LAYERS=2, WIDTH=32, CONTEXT=32, BATCH_SIZE=8)

@@ -85,7 +85,7 @@ def assert_all_was_measured(found):
         assert 0 < row["loss"] < 10 and row["compile_seconds"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_torch_only_jax_is_measured_and_the_report_says_so(run):
   found = run("--without", "torch")
   assert "Left out, as asked for: torch" in found["lines"]

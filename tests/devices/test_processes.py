@@ -36,16 +36,26 @@ def test_all_processes_skip_a_step_that_overflows_on_one(tmp_path, n_processes):
     assert_equal(tmp_path, n_processes, {mode: expected})
 
 
-def test_reports_are_the_same_on_all_processes(tmp_path):
+@pytest.mark.parametrize(
+  "cases",
+  [
+    ["sound", "overflow in shard_map", "overflow in NNX", "sound in pmap"],
+    pytest.param([*sharded_reports.CASES], marks=pytest.mark.nightly),
+  ],
+  ids=["a few", "all"],
+)
+def test_reports_are_the_same_on_all_processes(cases, tmp_path):
   """The last process alone has the row that overflows."""
-  with Processes(2, tmp_path, {"mode": "report"}) as processes:
+  config = {"mode": "report", "cases": cases}
+  with Processes(2, tmp_path, config) as processes:
     processes.wait_for_success()
   reports, others = (
     json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)
   )
   assert reports == others
-  for name, case in sharded_reports.CASES.items():
-    assert case.text in reports[name]
+  assert [*reports] == cases
+  for name in cases:
+    assert sharded_reports.CASES[name].text in reports[name]
   # JAX traces pmap for the devices of one process.
   for name, text in reports.items():
     says_so = "the devices of other processes" in text

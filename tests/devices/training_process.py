@@ -112,7 +112,7 @@ def train_and_save(config):
 def write_reports(config):
   """Write the texts of all reports to ``<folder>/<process_id>.json``."""
   prepare = sharded_reports.prepare_report
-  reports = {name: prepare(name)() for name in sharded_reports.CASES}
+  reports = {name: prepare(name)() for name in config["cases"]}
   path = Path(config["folder"]) / f"{config['process_id']}.json"
   path.write_text(json.dumps(reports))
   return {}

@@ -255,13 +255,13 @@ def test_an_update_without_gradients_is_refused():
 
 # The model of ``in_while`` cannot be differentiated, so it has no step.
 PLANTED = mark_slow_params(
-  {"difference", "scores"},
+  {"difference"},
   [name for name in planted_layers.NAMES if name != "in_while"],
   slow={
-    "in_scan",
-    "layer_scale",
     "custom_vjp_backward",
     "in_shard_map_unchecked",
+    "layer_scale",
+    "scores",
   },
 )
 
@@ -300,7 +300,15 @@ def test_the_fixes_lead_to_a_step_without_problems(name):
 
 @pytest.mark.parametrize(
   "make",
-  mark_slow_params({whole_steps.with_nnx_in_place}, whole_steps.ALL),
+  mark_slow_params(
+    {whole_steps.with_nnx_in_place},
+    whole_steps.ALL,
+    {
+      whole_steps.accumulated,
+      whole_steps.an_ensemble,
+      whole_steps.in_a_scan_of_one,
+    },
+  ),
   ids=lambda make: make.__name__,
 )
 @pytest.mark.filterwarnings("ignore:The loss scale is inside optax.Multi")

@@ -39,7 +39,7 @@ def time_call(fun):
   return time.process_time() - started, out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_takes_at_most_thirty_times_as_long_as_compiling_the_step():
   fun, *args = overflowing_steps.layers_of_all_shapes()
   compiling, _ = time_call(lambda: jax.jit(fun).lower(*args).compile())
@@ -54,7 +54,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_in_loops_take_at_most_ten_times_as_long(name):
   fun, *args = LOOPS[name]()
@@ -123,7 +123,7 @@ def test_many_overflows_are_measured_by_few_programs(caplog):
   assert count <= 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_overflows_behind_the_first_need_few_further_programs(caplog):
   fun, *args = overflowing_steps.layers_of_all_shapes(4)
   hits = []

@@ -104,9 +104,7 @@ NOT_RUN = (
 )
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params({"micro-batches", "where"}, HIDE)
-)
+@pytest.mark.parametrize("name", mark_slow_params({"where"}, HIDE))
 def test_an_overflow_that_is_hidden_from_update_is_named_and_reported(name):
   step, args = HIDE[name](LARGE)
   hit = diagnostics.find_overflow(step, *args)
@@ -160,6 +158,7 @@ def test_an_update_that_waits_in_some_iterations_is_sound():
   )
 
 
+@pytest.mark.slow
 def test_each_of_two_optimizers_receives_its_own_overflow():
   """A skipped step next to one that was applied hides nothing."""
   tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)

@@ -1,6 +1,6 @@
 """Reports read only small arrays, even if processes share the large ones."""
 
-from helpers import sharded_reports
+from helpers import mark_slow_params, sharded_reports
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -9,6 +9,15 @@ import pytest
 
 # A flag of each of eight devices, and a few counts.
 MAX_READ_SIZE = 16
+# The other cases run at night.
+SLOW = {
+  "old state",
+  "overflow in shard_map",
+  "overflow in NNX",
+  "overflow of a member",
+  "find_overflow",
+  "compare_precision",
+}
 
 
 @pytest.fixture
@@ -42,7 +51,10 @@ def test_a_sharded_array_cannot_be_read_by_one_of_several_processes(read_sizes):
   assert read_sizes == [8]
 
 
-@pytest.mark.parametrize("name", sharded_reports.CASES)
+@pytest.mark.parametrize(
+  "name",
+  mark_slow_params({"sound", "overflow"}, sharded_reports.CASES, SLOW),
+)
 def test_reports_read_only_small_arrays(name, read_sizes):
   run_report = sharded_reports.prepare_report(name)
   read_sizes.clear()

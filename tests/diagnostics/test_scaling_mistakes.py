@@ -616,8 +616,27 @@ SOUND = {
 }
 
 
+QUICK_SOUND = {
+  "a mesh",
+  "a switch of tasks",
+  "a while loop",
+  "an argument called loss_scale",
+  "gradients as arguments",
+}
+SLOW_SOUND = {
+  "a callback",
+  "a delayed actor",
+  "a population",
+  "a scale without a name",
+  "a second gradient by hand",
+  "float32",
+}
+
+
 @pytest.mark.parametrize("report", ALL)
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize(
+  "name", mark_slow_params(QUICK_SOUND, SOUND, SLOW_SOUND)
+)
 def test_a_sound_step_of_an_unusual_kind_causes_no_warning(name, report):
   no_cast_matmul = {"gradients as arguments", "float32"}
   if name in no_cast_matmul and report is from_compare_precision:

@@ -5,6 +5,7 @@ import inspect
 import chex
 import diffrax
 import equinox as eqx
+from helpers import mark_slow_params
 from helpers.bits import assert_same_bits
 from helpers.small_model import make_batches, make_overflowing_batch
 import jax
@@ -276,9 +277,11 @@ def continuous_normalizing_flow(model, series):
   return -jnp.mean(jax.vmap(log_probability)(series[:, 0], series[:, 1]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-  "loss_fn", [neural_ode, latent_ode, continuous_normalizing_flow]
+  "loss_fn",
+  mark_slow_params(
+    (), [neural_ode, latent_ode, continuous_normalizing_flow], [latent_ode]
+  ),
 )
 def test_an_equinox_model_trains_as_in_float32(loss_fn):
   tx = ols.with_loss_scaling(optax.adam(1e-2), POLICY)

@@ -1,6 +1,6 @@
 """Mutated input gives a clear error or a valid policy; shares are exact.
 
-100 inputs here, 1,000 in CI; `make nightly` tries 10,000.
+100 inputs here, 300 in CI; `make nightly` tries 10,000.
 """
 
 import fractions

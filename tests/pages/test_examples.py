@@ -359,7 +359,7 @@ def rl_runs(rl, programs):
   return {name: rl.train(programs[name], STEPS, seed=0) for name in programs}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_rl_script_shows_its_progress_a_table_and_a_picture(tmp_path):
   options = "--steps=2", "--seeds=1", "--devices=2", "--out=curves.png"
   lines, progress = run("rl_float16", *options, folder=tmp_path)
@@ -374,7 +374,7 @@ def test_the_rl_script_shows_its_progress_a_table_and_a_picture(tmp_path):
   assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_float16_keeps_sampler_and_trainer_closer_than_bfloat16_does(rl_runs):
   rms, kl = (
     {name: getattr(run, field).mean() for name, run in rl_runs.items()}

@@ -3,7 +3,7 @@
 import importlib
 import re
 
-from helpers import ROOT
+from helpers import mark_slow_params, ROOT
 from IPython.core.interactiveshell import InteractiveShell
 import nbclient
 import nbformat
@@ -21,10 +21,19 @@ NEEDED = {
 each_notebook = pytest.mark.parametrize(
   "path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS]
 )
+# The others take a minute or two each, and run at night.
+RUN_QUICKLY = {
+  "choosing_a_policy", "flax_train_state", "quick_start", "sharded_training",
+}  # fmt: skip
 
 
-@pytest.mark.slow
-@each_notebook
+@pytest.mark.parametrize(
+  "path",
+  mark_slow_params(
+    (), NOTEBOOKS, [path for path in NOTEBOOKS if path.stem in RUN_QUICKLY]
+  ),
+  ids=[path.stem for path in NOTEBOOKS],
+)
 def test_a_notebook_runs_without_an_error_or_a_warning(
   path, tmp_path, monkeypatch
 ):

@@ -1,6 +1,6 @@
 """Random programs against a plain Python model, every invariant at each step.
 
-100 programs here, 1,000 in CI, on each number of devices; `make nightly` runs
+100 programs here, 300 in CI, on each number of devices; `make nightly` runs
 10,000.
 """
 
