@@ -7,12 +7,12 @@ function.
 """
 
 from collections.abc import Callable
-import math
 from typing import Any
 
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _arrays, _tags
 from optax_lossscale._jaxprs import (
@@ -186,8 +186,15 @@ def _is_large_factor(atom: Any, is_divisor: bool) -> bool:
   """
   if not isinstance(atom, core.Literal):
     return False
-  factor = abs(float(atom.val))
-  return factor <= 1 / _MIN_FACTOR if is_divisor else factor >= _MIN_FACTOR
+  factors = np.abs(np.asarray(atom.val, np.float32))
+  is_large = (
+    factors <= 1 / _MIN_FACTOR if is_divisor else factors >= _MIN_FACTOR
+  )
+  return bool(np.all(is_large))
+
+
+def _has_inf(value: Any) -> bool:
+  return bool(np.isinf(np.asarray(value, np.float32)).any())
 
 
 def _find_defining_eqn(
@@ -207,7 +214,7 @@ def _is_from_half(
     return False
   if _arrays.has_narrow_range(dtype):
     is_literal = isinstance(atom, core.Literal)
-    return not is_literal or math.isinf(float(atom.val))
+    return not is_literal or _has_inf(atom.val)
   eqn = _find_defining_eqn(atom, defining_eqns)
   if eqn is None or eqn.primitive.name not in _CHAIN_PRIMITIVES:
     return False

@@ -122,7 +122,8 @@ def check_step(
   Args:
     fun: the training step: a function that ``jax.jit`` could take and that
       calls the ``update`` of :func:`~optax_lossscale.with_loss_scaling`. It may
-      return anything. Its arguments are not modified.
+      return anything. Its arguments are not modified. What it prints or logs
+      appears once; callbacks that return something run several times.
     *args: its arguments, with a batch as in training.
     progress: whether to show on the standard error stream how far it is, after
       a second. (If ``fun`` has an argument of this name, bind it with

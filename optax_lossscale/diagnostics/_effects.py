@@ -4,8 +4,9 @@
   so all runs but the first leave it out.
 * A Ref belongs to the program, since the tracer copies the Refs among its
   arguments. So each run may read and write it.
-* All other effects must happen only once, such as a callback whose result the
-  program uses.
+* A pure callback has no effect, and may be called again.
+* All other effects must happen only once, such as an ``io_callback`` whose
+  result the program uses.
 """
 
 import re
@@ -45,21 +46,9 @@ def must_run_once(jaxpr: Any) -> bool:
 
 def _must_run_once(eqn: core.JaxprEqn) -> bool:
   effects = {type(effect).__name__ for effect in eqn.effects}
-  if is_print(eqn) or not (effects - _REPEATABLE or _has_callback(eqn)):
+  if is_print(eqn) or not effects - _REPEATABLE:
     return False
   hop = _higher_order.parse_higher_order(eqn)
   return hop is None or any(
     must_run_once(body.jaxpr) for body in _higher_order.get_bodies(hop)
-  )
-
-
-def _has_callback(eqn: core.JaxprEqn) -> bool:
-  """Return whether an equation or its sub-jaxprs call back to Python.
-
-  A callback that is declared pure has no effect for JAX.
-  """
-  return "callback" in eqn.primitive.name or any(
-    _has_callback(inner_eqn)
-    for subjaxpr in _eqns.subjaxprs(eqn)
-    for inner_eqn in subjaxpr.jaxpr.eqns
   )

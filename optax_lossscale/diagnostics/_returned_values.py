@@ -17,7 +17,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
@@ -31,6 +30,7 @@ from optax_lossscale.diagnostics import (
   _scaling_mistakes,
   _tracing,
 )
+from optax_lossscale.diagnostics._comparison import _program
 
 _STATE_PUT_BACK = _mistakes.Mistake(
   "After an overflow the step returns the old loss-scale state, so the loss"
@@ -152,7 +152,7 @@ def check_returned_values(
     return ReturnedValues([_UNUSED_STATE], [], [])
   if run_step is None or not traced.scale_indices:
     reason = (
-      "it has side effects, such as a callback with a result"
+      "it has side effects, such as an io_callback with a result"
       if run_step is None
       else "its loss scale is not among its arguments"
     )
@@ -161,7 +161,12 @@ def check_returned_values(
   run_scaled = lambda factor: run_step(
     _scaling_mistakes.scale_inputs(traced.inputs, traced.scale_indices, factor)
   )
-  overflow_outs = run_scaled(math.inf)
+  try:
+    # Wait for the results, since an error of a callback is raised with them.
+    overflow_outs = jax.block_until_ready(run_scaled(math.inf))
+  except Exception:  # JAX raises errors of callbacks as several types.
+    limitation = f"{subject} after an overflow, since it raises an error then"
+    return ReturnedValues([], [limitation], passed)
   unchanged_mistakes, limitations = _check_changes(
     traced, updates, outs, overflow_outs
   )
@@ -340,8 +345,8 @@ def _check_changes(
     if not pairs or (has_changed and not _may_lose_updates(pairs)):
       continue
     group = updates.restrict_outputs([x.group == i for x in updates.outputs])
-    run_updates = jax.jit(core.jaxpr_as_fun(group.closed_jaxpr))
-    update_leaves = run_updates(*group.inputs)
+    run_updates = _program.compile_as_trained(group.closed_jaxpr, group.inputs)
+    update_leaves = run_updates(group.inputs)
     if has_changed:
       mistakes += _check_lost_fraction(pairs, update_leaves)
     else:

@@ -21,6 +21,7 @@ from helpers.effects import pass_through_host
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
+from jax.experimental import io_callback
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -411,8 +412,8 @@ def test_callbacks_are_called_once_and_in_order(wrap):
 
   def body(x, i):
     jax.debug.callback(lambda i: calls.append(int(i)), i)
-    y = jax.pure_callback(
-      lambda x: (calls.append("pure"), np.asarray(x))[1],
+    y = io_callback(
+      lambda x: (calls.append("result"), np.asarray(x))[1],
       jax.ShapeDtypeStruct(x.shape, x.dtype),
       x,
     )
@@ -423,8 +424,8 @@ def test_callbacks_are_called_once_and_in_order(wrap):
 
   hit = find_overflow(wrap(fun), X)
   assert hit.eqn_path.endswith("scan[3]/mul")
-  assert calls.count("pure") == 5
-  assert [i for i in calls if i != "pure"] == [4, 3, 2, 1, 0]
+  assert calls.count("result") == 5
+  assert [i for i in calls if i != "result"] == [4, 3, 2, 1, 0]
 
 
 def test_loops_with_effects_return_the_usual_results():
@@ -714,9 +715,9 @@ def test_a_ref_may_be_an_argument():
 
 
 @pytest.mark.parametrize("factor", [1, 60000])
-@pytest.mark.parametrize("is_pure", [False, True])
+@pytest.mark.parametrize("has_result", [False, True])
 def test_a_callback_is_called_once_in_finite_and_nonfinite_programs(
-  is_pure, factor
+  has_result, factor
 ):
   seen = []
 
@@ -726,9 +727,9 @@ def test_a_callback_is_called_once_in_finite_and_nonfinite_programs(
 
   @jax.jit
   def fun(x):
-    if is_pure:
+    if has_result:
       shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-      return factor * jax.pure_callback(note, shape, x)
+      return factor * io_callback(note, shape, x)
     jax.debug.callback(note, x)
     return x * factor
 

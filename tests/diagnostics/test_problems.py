@@ -500,6 +500,7 @@ def test_gradients_that_no_scale_makes_nonzero_are_a_problem():
   assert problem.cause == "All gradients are zero."
 
 
+@pytest.mark.slow
 def test_zero_gradients_of_a_step_with_a_callback_are_a_problem():
   def loss_with_callback(params, batch):
     batch = pass_through_host(batch)

@@ -10,6 +10,7 @@ from helpers.sharding import make_mesh, P
 from helpers.usual_losses import BATCH, PARAMS
 import jax
 from jax import lax
+from jax.experimental import io_callback
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
@@ -633,6 +634,7 @@ def test_a_part_of_a_step_is_not_judged_by_what_it_returns():
   assert "neither new parameters nor a new opt_state" in str(check)
 
 
+@pytest.mark.slow
 def test_a_step_with_a_callback_is_not_run_again_for_an_overflow():
   seen = []
 
@@ -641,12 +643,40 @@ def test_a_step_with_a_callback_is_not_run_again_for_an_overflow():
     return np.float32(1)
 
   def make_result(old, new, finite):
-    one = jax.pure_callback(note, jax.ShapeDtypeStruct((), "float32"), finite)
+    one = io_callback(note, jax.ShapeDtypeStruct((), "float32"), finite)
     return new, {"metric": one}
 
   check = check_step(*flat(make_step(make_result)))
   assert check.is_sound and RETURNED in check.passed
   assert "after an overflow, since it has side effects" in str(check)
+  assert seen and all(seen)  # `compare_precision` runs the step, too.
+
+
+@pytest.mark.parametrize("checks_grads", [False, True])
+def test_a_step_may_raise_an_error_if_an_array_is_not_finite(checks_grads):
+  def make_result(old, new, finite):
+    is_bad = ~finite if checks_grads else jnp.array(False)
+    return eqx.error_if(new, is_bad, "planted")
+
+  check = check_step(*flat(make_step(make_result)))
+  assert check.is_sound and RETURNED in check.passed
+  is_named = "after an overflow, since it raises an error" in str(check)
+  assert is_named == checks_grads
+
+
+def test_a_step_that_prints_and_loses_its_updates_prints_once():
+  seen = []
+
+  def make_result(old, new, finite):
+    jax.debug.callback(lambda x: seen.append(bool(x)), finite)
+    return new
+
+  inner = optax.sgd(1e-9)
+  (cause,) = list_causes(
+    *make_step(make_result, inner, "dynamic", LARGE_WEIGHTS, half_loss)
+  )
+  jax.effects_barrier()
+  assert LOST in cause
   assert seen == [True]
 
 

@@ -74,7 +74,7 @@ FACTS = (
   r"while: only one iteration is counted",
   r"what the step returns, since it uses a Ref",
   r"what the step returns after an overflow, since it has side effects, such as"
-  r" a callback with a result",
+  r" an io_callback with a result",
 )
 
 

@@ -212,7 +212,7 @@ def test_a_step_that_did_not_run_has_nothing_to_compare():
     assert find_overflow(maybe, params, state, 1e6 * batch) is None
 
 
-@pytest.mark.parametrize("has_effect", [False, True])
+@pytest.mark.parametrize("has_effect", mark_slow_params([False], [False, True]))
 def test_a_step_that_is_skipped_without_an_overflow_is_reported(has_effect):
   step, (params, state, batch) = whole_steps.plain(SMALL)
 

@@ -1,6 +1,7 @@
 """Effects that a report must not repeat."""
 
 import jax
+from jax.experimental import io_callback
 import numpy as np
 
 from optax_lossscale._jaxprs import _avals
@@ -16,6 +17,6 @@ def pass_through_host(tree):
     lambda x, old: _avals.cast_to_varying(
       x, tuple(_avals.get_varying_axes(old) - _avals.get_varying_axes(x))
     ),
-    jax.pure_callback(to_numpy, types, tree),
+    io_callback(to_numpy, types, tree),
     tree,
   )

@@ -81,7 +81,7 @@ def find_overflow(
   not taken. If one overflow follows another, further programs may be necessary.
 
   What the function prints or logs appears once. A function with other effects,
-  such as a callback with a result, runs only once, and is compiled with
+  such as an ``io_callback`` with a result, runs only once, and is compiled with
   measurements of all its operations. An inf that reaches no result cannot be
   distinguished then if other infs hide it. Writes into a ``Ref`` of JAX are
   not followed: the operation that reads the ``Ref`` is reported. A primitive
