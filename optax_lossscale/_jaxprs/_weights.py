@@ -104,12 +104,19 @@ class JaxprWeights:
     # in topological order.
     for eqn in reversed(jaxpr.eqns) if self._gradient_paths else ():
       self._propagate_backward(eqn)
-    for eqn in jaxpr.eqns if self._weight_paths else ():
+    for eqn in jaxpr.eqns if self._has_weights() else ():
       self._propagate_forward(eqn)
 
   def get_paths(self, atoms: Sequence[Any]) -> list[WeightPath]:
     """Return the weight path of each variable or literal."""
-    return [_get_path(self._weight_paths, x) for x in atoms]
+    # JAX may write an array that a function closes over into its equations.
+    path_by_id = self._program.path_by_id
+    return [
+      path_by_id.get(id(x.val))
+      if isinstance(x, core.Literal)
+      else self._weight_paths.get(x)
+      for x in atoms
+    ]
 
   def tag_with_weight(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
     """Tag an equation with its parameter path, by a scope in its name stack.
@@ -118,7 +125,7 @@ class JaxprWeights:
     matmuls in its jaxpr are tagged with the suffixes. So layers whose calls
     share one jaxpr still share it: the layers differ in the prefix.
     """
-    if not self._weight_paths and not self._gradient_paths:
+    if not self._has_weights() and not self._gradient_paths:
       return eqn
     if not _primitives.is_matmul(eqn):
       return _provenance.tag_param_path(eqn, self._get_call_paths(eqn)[0])
@@ -154,6 +161,10 @@ class JaxprWeights:
       outputs = [_get_path(self._gradient_paths, x) for x in eqn.outvars]
       self._call_paths[eqn] = _split_call_paths(eqn, inputs, outputs)
     return self._call_paths[eqn]
+
+  def _has_weights(self) -> bool:
+    """Return whether any variable or literal of the jaxpr may be a weight."""
+    return bool(self._weight_paths or self._program.path_by_id)
 
   def _propagate_forward(self, eqn: core.JaxprEqn) -> None:
     """Record the outputs of an equation that are weights."""
