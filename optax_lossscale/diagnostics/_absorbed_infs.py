@@ -33,8 +33,9 @@ _CHAIN_PRIMITIVES = {
 }  # fmt: skip
 # Between a square and an exponential, these do not make the square smaller, if
 # factors are at least the number below.
+_FACTORS = {"div", "mul"}
 _SIZE_PRESERVING = {
-  "convert_element_type", "div", "mul", "neg", "reduce_sum",
+  "convert_element_type", "neg", "reduce_sum", *_FACTORS,
   *_primitives.BROADCASTING,
 }  # fmt: skip
 _MIN_FACTOR = 0.002
@@ -167,16 +168,16 @@ def _is_square(atom: Any, defining_eqns: dict[Any, core.JaxprEqn]) -> bool:
   too.
   """
   eqn = _find_defining_eqn(atom, defining_eqns)
-  while eqn is not None:
-    name = eqn.primitive.name
-    is_divisor = name == "div"
-    operands = [x for x in eqn.invars if not _is_large_factor(x, is_divisor)]
-    if len(operands) > 1:
-      return name == "mul" and operands[0] is operands[1]
-    if name not in _SIZE_PRESERVING:
-      return name in {"integer_pow", "square"}
+  while eqn is not None and eqn.primitive.name in _SIZE_PRESERVING:
+    operands = list(eqn.invars)
+    if eqn.primitive.name in _FACTORS:
+      is_divisor = eqn.primitive.name == "div"
+      operands = [x for x in operands if not _is_large_factor(x, is_divisor)]
+    if len(operands) != 1:
+      is_product = eqn.primitive.name == "mul" and len(operands) == 2
+      return is_product and operands[0] is operands[1]
     eqn = _find_defining_eqn(operands[0], defining_eqns)
-  return False
+  return eqn is not None and eqn.primitive.name in {"integer_pow", "square"}
 
 
 def _is_large_factor(atom: Any, is_divisor: bool) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from optax_lossscale import _arrays
@@ -53,16 +54,13 @@ def is_any_different(pairs: Iterable[tuple[Any, Any]]) -> bool:
   return any(bool(_is_different(x, y)) for x, y in pairs)
 
 
-def has_different_replicas(x: jax.Array) -> bool:
-  """Return whether the first and the last copy of any part are different.
-
-  Only the devices of this process are compared.
-  """
-  copies: dict[str, list[jax.Array]] = {}
-  for shard in x.addressable_shards:
-    copies.setdefault(str(shard.index), []).append(shard.data)
-  pairs = [(part[0], part[-1]) for part in copies.values() if len(part) > 1]
-  return is_any_different((a, jax.device_put(b, a.device)) for a, b in pairs)
+def has_different_copies(x: jax.Array) -> bool:
+  """Return whether devices of this process hold different copies."""
+  if len(x.sharding.device_set) == 1:
+    return False
+  # Each device computes the checksum of the copy that it holds.
+  shards = _checksum(x).addressable_shards
+  return len({int(shard.data) for shard in shards}) > 1
 
 
 def count_different(pairs: Iterable[tuple[Any, Any]]) -> int:
@@ -109,6 +107,17 @@ def _is_nonzero(x: Any) -> jax.Array:
 @jax.jit
 def _is_different(x: Any, y: Any) -> jax.Array:
   return jnp.any(x != y)
+
+
+@jax.jit
+def _checksum(x: Any) -> jax.Array:
+  """Return a number that changes with each entry; uint32[]."""
+  parts = (x.real, x.imag) if _arrays.is_complex(x.dtype) else (x,)
+  bits = [
+    lax.bitcast_convert_type(part.astype(jnp.float32), jnp.uint32)
+    for part in parts
+  ]
+  return sum((jnp.sum(x, dtype=jnp.uint32) for x in bits), jnp.uint32(0))
 
 
 @jax.jit

@@ -9,12 +9,20 @@
   result the program uses.
 """
 
+from collections.abc import Callable, Sequence
 import re
 from typing import Any
 
+import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs import _eqns, _higher_order, _walk
+from optax_lossscale._jaxprs import (
+  _eqns,
+  _higher_order,
+  _state_threading,
+  _walk,
+)
+from optax_lossscale.diagnostics import _compiler_options
 
 _PRINT_RE = re.compile("callback|print")
 # A collective has the last of these effects only because it needs the axis of a
@@ -45,10 +53,59 @@ def must_run_once(jaxpr: Any) -> bool:
 
 
 def _must_run_once(eqn: core.JaxprEqn) -> bool:
-  effects = {type(effect).__name__ for effect in eqn.effects}
-  if is_print(eqn) or not effects - _REPEATABLE:
+  if is_print(eqn) or not _eqns.list_effects(eqn) - _REPEATABLE:
     return False
   hop = _higher_order.parse_higher_order(eqn)
   return hop is None or any(
     must_run_once(body.jaxpr) for body in _higher_order.get_bodies(hop)
   )
+
+
+class PrintRemover(_state_threading.StateThreader):
+  """Evaluates a program without its prints, which would appear in each run."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self._print_search = make_print_search()
+
+  def select_keys(
+    self, eqn: core.JaxprEqn, path: _state_threading.Path
+  ) -> list[Any] | None:
+    del path
+    return [] if self._print_search.any_inside(eqn) else None
+
+  def merge_devices(
+    self, state: _state_threading.State, device_states: _state_threading.State
+  ) -> _state_threading.State:
+    del device_states  # There is no state.
+    return state
+
+  def eval_eqn(
+    self,
+    eqn: core.JaxprEqn,
+    index: int,
+    frame: _state_threading.Frame,
+    inputs: list[Any],
+    state: _state_threading.State,
+  ) -> Sequence[Any]:
+    if is_print(eqn):
+      return []
+    return super().eval_eqn(eqn, index, frame, inputs, state)
+
+
+def compile_without_prints(
+  closed_jaxpr: _eqns.ClosedJaxpr, example_inputs: Sequence[Any]
+) -> Callable[[Sequence[Any]], list[Any]]:
+  """Return a function that runs a jaxpr without its prints.
+
+  Args:
+    closed_jaxpr: the jaxpr.
+    example_inputs: its inputs, whose devices run it.
+  """
+
+  def run(inputs: Sequence[Any]) -> list[Any]:
+    frame = _state_threading.Frame(closed_jaxpr)
+    return PrintRemover().eval_jaxpr(frame, inputs, {})
+
+  options = _compiler_options.make_compiler_options(example_inputs)
+  return jax.jit(run, compiler_options=options)

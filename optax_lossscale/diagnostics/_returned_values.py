@@ -23,6 +23,7 @@ import numpy as np
 from optax_lossscale._jaxprs import _avals, _eqns, _walk
 from optax_lossscale.diagnostics import (
   _array_tests,
+  _effects,
   _host_values,
   _mistakes,
   _result_dependence,
@@ -30,7 +31,6 @@ from optax_lossscale.diagnostics import (
   _scaling_mistakes,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import _program
 
 _STATE_PUT_BACK = _mistakes.Mistake(
   "After an overflow the step returns the old loss-scale state, so the loss"
@@ -74,9 +74,9 @@ _UNCHANGED_PARAMS = _mistakes.Mistake(
   "Return the new parameters: params = optax.apply_updates(params, updates).",
 )
 
-_DIFFERENT_REPLICAS = _mistakes.Mistake(
-  "The copies of the result {name} on different devices are not equal, so"
-  " each device trains a model of its own.",
+_DIFFERENT_COPIES = _mistakes.Mistake(
+  "The copies of the result {name} on different devices are not equal, so the"
+  " devices train different models.",
   "Average the gradients over the devices before update:"
   " grads = jax.lax.pmean(grads, axis_name).",
 )
@@ -174,7 +174,7 @@ def check_returned_values(
     *_find_hidden_overflows(traced, overflow_outs),
     *_check_state_after_overflow(traced, outs, overflow_outs),
     *unchanged_mistakes,
-    *_check_replicas(traced, outs),
+    *_check_copies(traced, outs),
   ]
   # Further runs, which are not needed if there is a mistake.
   mistakes = (
@@ -345,7 +345,9 @@ def _check_changes(
     if not pairs or (has_changed and not _may_lose_updates(pairs)):
       continue
     group = updates.restrict_outputs([x.group == i for x in updates.outputs])
-    run_updates = _program.compile_as_trained(group.closed_jaxpr, group.inputs)
+    run_updates = _effects.compile_without_prints(
+      group.closed_jaxpr, group.inputs
+    )
     update_leaves = run_updates(group.inputs)
     if has_changed:
       mistakes += _check_lost_fraction(pairs, update_leaves)
@@ -356,16 +358,16 @@ def _check_changes(
   return mistakes, limitations
 
 
-def _check_replicas(
+def _check_copies(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[_mistakes.Mistake]:
   """Check that devices with copies of a parameter or a loss scale agree."""
   for output, x in zip(traced.outputs, outs, strict=True):
     is_returned = output.kind in _scale_dependence.RETURNED_KINDS
     is_new = output.new_updates or output.new_scales
-    if is_returned and is_new and _array_tests.has_different_replicas(x):
+    if is_returned and is_new and _array_tests.has_different_copies(x):
       return [
-        _mistakes.fill_in_names(_DIFFERENT_REPLICAS, [], [], name=output.name)
+        _mistakes.fill_in_names(_DIFFERENT_COPIES, [], [], name=output.name)
       ]
   return []
 

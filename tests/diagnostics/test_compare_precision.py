@@ -24,7 +24,7 @@ import optax_lossscale as ols
 from optax_lossscale import diagnostics
 from optax_lossscale._autocast import _calls
 from optax_lossscale._jaxprs import _higher_order, _provenance
-from optax_lossscale.diagnostics import _progress, _tracing
+from optax_lossscale.diagnostics import _effects, _progress, _tracing
 from optax_lossscale.diagnostics._comparison import (
   _compare_precision,
   _outliers,
@@ -736,7 +736,8 @@ def test_no_loss_scale_helps_a_derivative_inside_of_the_loss(name):
 def record_programs(monkeypatch):
   """Return a list that receives what each compiled program can do."""
   programs = []
-  make_exact, make_trained = _program.ExactProgram, _program.compile_as_trained
+  make_exact = _program.ExactProgram
+  make_trained = _effects.compile_without_prints
 
   def record_exact(*args, **kwargs):
     programs.append([name for name, has_it in kwargs.items() if has_it])
@@ -747,7 +748,7 @@ def record_programs(monkeypatch):
     return make_trained(*args)
 
   monkeypatch.setattr(_program, "ExactProgram", record_exact)
-  monkeypatch.setattr(_program, "compile_as_trained", record_trained)
+  monkeypatch.setattr(_effects, "compile_without_prints", record_trained)
   return programs
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
+from optax_lossscale.diagnostics import _absorbed_infs
 
 check_step = functools.partial(diagnostics.check_step, progress=False)
 F16 = jnp.float16
@@ -280,6 +281,7 @@ GAUSSIANS = {
   "a distance": lambda x: -jnp.sum(x**2, -1, keepdims=True) / 8,
   "a wide distance": lambda x: -jnp.sum(x**2, -1, keepdims=True) / 10_000,
   "a wide one": lambda x: -1e-4 * x**2,
+  "a number": lambda x: -jnp.full(x.shape, 9, x.dtype),
 }
 
 
@@ -291,6 +293,15 @@ def test_a_gaussian_is_a_problem_only_if_its_overflow_changes_the_result(name):
   assert check.is_sound != is_problem, str(check)
   if is_problem:
     assert "and exp makes zero of it" in check.problems[0].cause
+
+
+def test_an_equation_whose_bodies_are_not_known_has_no_tags_inside():
+  def solve(x):
+    square = lambda matvec, b: 1 / (b * b)
+    return lax.custom_linear_solve(lambda x: 2 * x, x, square, square)
+
+  jaxpr = jax.make_jaxpr(solve)(jnp.ones(3, F16))
+  assert _absorbed_infs.tag_absorbed_operands(jaxpr) is jaxpr
 
 
 @in_half

@@ -13,7 +13,7 @@ programs are made from it:
   as long to compile it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -53,24 +53,6 @@ class RunResult(NamedTuple):
 
   outs: list[Any]
   stats: dict[int, _site_stats.SiteStats]
-
-
-def compile_as_trained(
-  closed_jaxpr: _eqns.ClosedJaxpr, example_inputs: Sequence[Any]
-) -> Callable[[Sequence[Any]], list[Any]]:
-  """Return a function that runs a jaxpr as trained, without prints.
-
-  Args:
-    closed_jaxpr: the jaxpr.
-    example_inputs: its inputs, whose devices run it.
-  """
-
-  def run(inputs: Sequence[Any]) -> list[Any]:
-    frame = _state_threading.Frame(closed_jaxpr)
-    return _PrintRemover().eval_jaxpr(frame, inputs, {})
-
-  options = _compiler_options.make_compiler_options(example_inputs)
-  return jax.jit(run, compiler_options=options)
 
 
 class ExactProgram:
@@ -129,38 +111,6 @@ class ExactProgram:
     return self._run(inputs, _RunInputs(half_flags, flipped_bits))
 
 
-class _PrintRemover(_state_threading.StateThreader):
-  """Evaluates a program without its prints, which would appear in each run."""
-
-  def __init__(self) -> None:
-    super().__init__()
-    self._print_search = _effects.make_print_search()
-
-  def select_keys(
-    self, eqn: core.JaxprEqn, path: _state_threading.Path
-  ) -> list[Any] | None:
-    del path
-    return [] if self._print_search.any_inside(eqn) else None
-
-  def merge_devices(
-    self, state: _state_threading.State, device_states: _state_threading.State
-  ) -> _state_threading.State:
-    del device_states  # There is no state.
-    return state
-
-  def eval_eqn(
-    self,
-    eqn: core.JaxprEqn,
-    index: int,
-    frame: _state_threading.Frame,
-    inputs: list[Any],
-    state: _state_threading.State,
-  ) -> Sequence[Any]:
-    if _effects.is_print(eqn):
-      return []
-    return super().eval_eqn(eqn, index, frame, inputs, state)
-
-
 class _RunInputs(NamedTuple):
   """The inputs of an exact program that control a run.
 
@@ -175,7 +125,7 @@ class _RunInputs(NamedTuple):
   flipped_bits: Any
 
 
-class _ExactEvaluator(_PrintRemover):
+class _ExactEvaluator(_effects.PrintRemover):
   """Evaluates a program in float32, under a trace.
 
   The state has the statistics of the sites that are measured, and ``shared`` is

@@ -8,6 +8,7 @@ import numpy as np
 
 from optax_lossscale.diagnostics import (
   _array_tests,
+  _effects,
   _host_values,
   _mistakes,
   _progress,
@@ -64,7 +65,7 @@ class PrecisionRuns:
     self._num_all_runs = len(table.sites) + 2 if measures_sites else None
     if half_outs is None:
       self._show_next_run()
-      run_as_trained = _program.compile_as_trained(
+      run_as_trained = _effects.compile_without_prints(
         traced.closed_jaxpr, traced.inputs
       )
       half_outs = jax.block_until_ready(run_as_trained(traced.inputs))
