@@ -205,7 +205,7 @@ STEPS = {
   st.sampled_from(["outside", "inside", "both"]),
   st.integers(0, 2**16),
 )
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 def test_a_random_program_under_vmaps_rounds_no_more_than_its_matmuls(
   names, where, seed
 ):

@@ -385,7 +385,7 @@ def test_float16_keeps_sampler_and_trainer_closer_than_bfloat16_does(rl_runs):
   assert kl["float32"] < kl["float16"] / 25
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_float16_learns_what_float32_learns(rl_runs):
   start = np.mean(rl_runs["float32"].rewards[:3])
   assert start < 0.2
