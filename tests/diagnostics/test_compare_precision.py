@@ -702,9 +702,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params([], INSIDE, ["grad", "scan"])
-)
+@pytest.mark.parametrize("name", mark_slow_params([], INSIDE, ["grad", "scan"]))
 def test_no_loss_scale_helps_a_derivative_inside_of_the_loss(name):
   def loss_fn(params, x):
     scores = jnp.tanh(x @ params["plain"])
