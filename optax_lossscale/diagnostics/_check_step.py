@@ -122,8 +122,8 @@ def check_step(
   Args:
     fun: the training step: a function that ``jax.jit`` could take and that
       calls the ``update`` of :func:`~optax_lossscale.with_loss_scaling`. It may
-      return anything. Its arguments are not modified. What it prints or logs
-      appears once; callbacks that return something run several times.
+      return anything. Its arguments are not modified. Its prints and logs
+      appear once; callbacks that return something run several times.
     *args: its arguments, with a batch as in training.
     progress: whether to show on the standard error stream how far it is, after
       a second. (If ``fun`` has an argument of this name, bind it with
@@ -169,7 +169,7 @@ def check_step(
         " not, or passes no gradients to it: a filter may select no parameter."
         " For a gradient alone, use find_overflow and compare_precision."
       )
-    # The updates are needed only if no parameter changes.
+    # The updates are needed only if few or no parameters change.
     traced = full_traced.drop_kinds({"new_updates"})
     updates = full_traced.restrict_to_kinds({"new_updates"})
     results = _run_reports(traced, updates, progress_line)

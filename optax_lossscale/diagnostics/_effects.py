@@ -38,11 +38,6 @@ def is_print(eqn: core.JaxprEqn) -> bool:
   return not eqn.outvars and bool(_PRINT_RE.search(eqn.primitive.name))
 
 
-def make_print_search() -> _walk.EqnSearch:
-  """Return a search for prints in equations and their sub-jaxprs."""
-  return _walk.EqnSearch(is_print, _eqns.subjaxprs)
-
-
 def must_run_once(jaxpr: Any) -> bool:
   """Return whether a jaxpr has an effect that must happen only once.
 
@@ -64,15 +59,18 @@ def _must_run_once(eqn: core.JaxprEqn) -> bool:
 class PrintRemover(_state_threading.StateThreader):
   """Evaluates a program without its prints, which would appear in each run."""
 
-  def __init__(self) -> None:
-    super().__init__()
-    self._print_search = make_print_search()
+  def __init__(self, shared: Any = ()) -> None:
+    super().__init__(shared)
+    self._print_search = _walk.EqnSearch(is_print, _eqns.subjaxprs)
 
   def select_keys(
     self, eqn: core.JaxprEqn, path: _state_threading.Path
   ) -> list[Any] | None:
     del path
     return [] if self._print_search.any_inside(eqn) else None
+
+  def eval_print(self, eqn: core.JaxprEqn, inputs: list[Any]) -> None:
+    """Evaluate a print; by default it is left out."""
 
   def merge_devices(
     self, state: _state_threading.State, device_states: _state_threading.State
@@ -89,6 +87,7 @@ class PrintRemover(_state_threading.StateThreader):
     state: _state_threading.State,
   ) -> Sequence[Any]:
     if is_print(eqn):
+      self.eval_print(eqn, inputs)
       return []
     return super().eval_eqn(eqn, index, frame, inputs, state)
 

@@ -117,19 +117,14 @@ def check_returned_values(
   Args:
     traced: the step.
     updates: the function that returns only the updates of the step. It is
-      compiled only if no parameter changes.
+      compiled only if few or no parameters change.
     run_step: a function from the inputs of the step to its outputs; None if it
       has an effect that must happen only once.
     outs: the outputs of the step.
   """
   subject = "what the step returns"
-  ran_indices = [
-    i
-    for i, flag in enumerate(
-      _scaling_mistakes.read_applied_flags(traced.outputs, outs)
-    )
-    if (flag >= 0).any()
-  ]
+  flags = _scaling_mistakes.read_applied_flags(traced.outputs, outs)
+  ran_indices = [i for i, flag in enumerate(flags) if (flag >= 0).any()]
   if traced.unreached_locations or not ran_indices:
     return ReturnedValues([], [], [])
   if _uses_refs(traced):
@@ -167,12 +162,16 @@ def check_returned_values(
   except Exception:  # JAX raises errors of callbacks as several types.
     limitation = f"{subject} after an overflow, since it raises an error then"
     return ReturnedValues([], [limitation], passed)
+  overflow_flags = _scaling_mistakes.read_applied_flags(
+    traced.outputs, overflow_outs
+  )
+  flag_pairs = list(zip(flags, overflow_flags, strict=True))
   unchanged_mistakes, limitations = _check_changes(
-    traced, updates, outs, overflow_outs
+    traced, updates, outs, overflow_outs, flag_pairs
   )
   mistakes = [
     *_find_hidden_overflows(traced, overflow_outs),
-    *_check_state_after_overflow(traced, outs, overflow_outs),
+    *_check_state_after_overflow(traced, overflow_outs, flag_pairs),
     *unchanged_mistakes,
     *_check_copies(traced, outs),
   ]
@@ -199,22 +198,22 @@ def _uses_refs(traced: _tracing.TracedFunction) -> bool:
 
 def _check_state_after_overflow(
   traced: _tracing.TracedFunction,
-  outs: Sequence[Any],
   overflow_outs: Sequence[Any],
+  flag_pairs: Sequence[tuple[Any, Any]],
 ) -> Iterator[_mistakes.Mistake]:
   """Yield mistakes in the loss-scale states that come back after an overflow.
 
   Each must have a count of skipped steps that an `update` returned.
+
+  Args:
+    traced: the step.
+    overflow_outs: its outputs after an overflow.
+    flag_pairs: for each `update`, its flags in the step and after an overflow.
   """
-  flags = _scaling_mistakes.read_applied_flags(traced.outputs, outs)
-  overflow_flags = _scaling_mistakes.read_applied_flags(
-    traced.outputs, overflow_outs
-  )
-  pairs = zip(flags, overflow_flags, strict=True)
-  if any((x >= 0).any() and (y < 0).all() for x, y in pairs):
+  if any((x >= 0).any() and (y < 0).all() for x, y in flag_pairs):
     yield _NO_UPDATE_AFTER_OVERFLOW
   skipped_indices = {
-    i for i, flag in enumerate(overflow_flags) if (flag == 0).any()
+    i for i, (_, flag) in enumerate(flag_pairs) if (flag == 0).any()
   }
   new_counts = _host_values.to_host(
     traced.select_kind(overflow_outs, "new_skip_count")
@@ -310,10 +309,16 @@ def _check_changes(
   updates: _tracing.TracedFunction,
   outs: Sequence[Any],
   overflow_outs: Sequence[Any],
+  flag_pairs: Sequence[tuple[Any, Any]],
 ) -> tuple[list[_mistakes.Mistake], list[str]]:
   """Check that a step changes the parameters.
 
-  The skipped step returns the old ones.
+  Args:
+    traced: the step.
+    updates: the function that returns only its updates.
+    outs: the outputs of the step.
+    overflow_outs: its outputs after an overflow, with the old parameters.
+    flag_pairs: for each `update`, its flags in the step and after an overflow.
 
   Returns:
     The mistakes, and what could not be checked.
@@ -321,13 +326,6 @@ def _check_changes(
   mistakes: list[_mistakes.Mistake] = []
   limitations: list[str] = []
   triples = list(zip(traced.outputs, outs, overflow_outs, strict=True))
-  flag_pairs = list(
-    zip(
-      _scaling_mistakes.read_applied_flags(traced.outputs, outs),
-      _scaling_mistakes.read_applied_flags(traced.outputs, overflow_outs),
-      strict=True,
-    )
-  )
   is_compared = [
     (flag == 1).all() and (overflow_flag == 0).all()
     for flag, overflow_flag in flag_pairs
@@ -410,7 +408,7 @@ def _check_lost_fraction(
 
   Args:
     pairs: the results that depend on the updates, and the same for a skipped
-      step. Besides the parameters they may be averages or master copies.
+      step. They may also be averages or master copies of parameters.
     updates: the updates. Those of a loop are stacked, and are not compared.
   """
   num_updates = _array_tests.count_nonzero(updates)

@@ -135,8 +135,7 @@ class _ExactEvaluator(_effects.PrintRemover):
   def __init__(
     self, table: _matmul_table.MatmulTable, run_inputs: _RunInputs
   ) -> None:
-    super().__init__()
-    self.shared = run_inputs
+    super().__init__(run_inputs)
     self.parse_higher_order = table.get_higher_order
     self._table = table
     self._all_keys: list[int] = []

@@ -173,7 +173,7 @@ class _Inputs(NamedTuple):
   has_prints: Any
 
 
-class _Instrumenter(_state_threading.StateThreader):
+class _Instrumenter(_effects.PrintRemover):
   """Evaluates a program, and records whether its values are finite.
 
   The state has, by key: for a checked value, whether it was nonfinite, followed
@@ -195,7 +195,6 @@ class _Instrumenter(_state_threading.StateThreader):
     self._index_by_measured = {key: i for i, key in enumerate(measured)}
     self._loop_index = {key: i for i, key in enumerate(sorted(dataflow.loops))}
     self._measures_all = measures_all
-    self._print_search = _effects.make_print_search()
     self._keys_by_eqn: dict[_dataflow.Key, list[_dataflow.Key]] = {}
     for key in [*checked, *measured]:
       # The prefixes of a key are the positions of the equations around it.
@@ -219,9 +218,11 @@ class _Instrumenter(_state_threading.StateThreader):
     self, eqn: core.JaxprEqn, path: _state_threading.Path
   ) -> list[_dataflow.Key] | None:
     keys = self._keys_by_eqn.get(path)
-    if keys is None and self._print_search.any_inside(eqn):
-      return []
-    return keys
+    return super().select_keys(eqn, path) if keys is None else keys
+
+  def eval_print(self, eqn: core.JaxprEqn, inputs: list[Any]) -> None:
+    print_fun = _eqns.eqn_as_fun(eqn)
+    lax.cond(self.shared.has_prints, print_fun, lambda *_: [], *inputs)
 
   def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
     return _interpret.as_array(value, atom)
@@ -245,9 +246,6 @@ class _Instrumenter(_state_threading.StateThreader):
     inputs: list[Any],
     state: _state_threading.State,
   ) -> Sequence[Any]:
-    if _effects.is_print(eqn):
-      has_prints = self.shared.has_prints
-      return lax.cond(has_prints, _eqns.eqn_as_fun(eqn), lambda *_: [], *inputs)
     outs = super().eval_eqn(eqn, index, frame, inputs, state)
     key = (*frame.path, index)
     if key in self._index_by_measured:

@@ -110,6 +110,21 @@ def sharded_optimizer_state():
   return train_step, (params, opt_state, _put(make_batch(), mesh, "data"))
 
 
+def _map_over_devices(tx, train_step, *, check_vma=True):
+  """Return a step on parts of the batch, and its arguments."""
+  step = jax.jit(
+    jax.shard_map(
+      train_step,
+      mesh=make_mesh((4,), ("data",)),
+      in_specs=(P(), P(), P("data")),
+      out_specs=P(),
+      check_vma=check_vma,
+    )
+  )
+  params = init_mlp()
+  return step, (params, tx.init(params), make_batch())
+
+
 def _make_per_device_step(axis_name, differentiate):
   tx = ols.with_loss_scaling(ADAM, axis_name=axis_name)
 
@@ -155,32 +170,13 @@ def shard_map():
     return loss * lax.axis_size("data"), grads
 
   tx, train_step = _make_per_device_step("data", differentiate)
-  step = jax.jit(
-    jax.shard_map(
-      train_step,
-      mesh=make_mesh((4,), ("data",)),
-      in_specs=(P(), P(), P("data")),
-      out_specs=P(),
-    )
-  )
-  params = init_mlp()
-  return step, (params, tx.init(params), make_batch())
+  return _map_over_devices(tx, train_step)
 
 
 def unchecked_shard_map():
   """The step averages the gradients."""
   tx, train_step = _make_per_device_step("data", _average_grads)
-  step = jax.jit(
-    jax.shard_map(
-      train_step,
-      mesh=make_mesh((4,), ("data",)),
-      in_specs=(P(), P(), P("data")),
-      out_specs=P(),
-      check_vma=False,
-    )
-  )
-  params = init_mlp()
-  return step, (params, tx.init(params), make_batch())
+  return _map_over_devices(tx, train_step, check_vma=False)
 
 
 def fully_sharded():
@@ -247,17 +243,7 @@ def half_precision_all_reduce():
     params = optax.apply_updates(params, updates)
     return params, opt_state, lax.pmean(loss, "data")
 
-  step = jax.jit(
-    jax.shard_map(
-      train_step,
-      mesh=make_mesh((4,), ("data",)),
-      in_specs=(P(), P(), P("data")),
-      out_specs=P(),
-      check_vma=False,
-    )
-  )
-  params = init_mlp()
-  return step, (params, tx.init(params), make_batch())
+  return _map_over_devices(tx, train_step, check_vma=False)
 
 
 def replicated_train_state():
