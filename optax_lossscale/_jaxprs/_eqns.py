@@ -8,10 +8,17 @@ package treats such a primitive as the plain one that it replaces: see
 ``get_canonical_name``.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import (
+  Callable,
+  Container,
+  Iterable,
+  Iterator,
+  Sequence,
+)
 import contextlib
 import copy
 import functools
+import itertools
 from typing import Any, TYPE_CHECKING
 
 import jax
@@ -397,7 +404,7 @@ def list_effects(eqn: core.JaxprEqn) -> set[str]:
   return {type(effect).__name__ for effect in eqn.effects}
 
 
-def _has_ref_operand(eqn: core.JaxprEqn) -> bool:
+def has_ref_operand(eqn: core.JaxprEqn) -> bool:
   """Return whether an equation could write to a Ref.
 
   Not each equation that writes to one declares an effect.
@@ -406,9 +413,9 @@ def _has_ref_operand(eqn: core.JaxprEqn) -> bool:
 
 
 def live_eqns(
-  jaxpr: core.Jaxpr, used_outputs: list[bool] | None = None
-) -> list[tuple[core.JaxprEqn, list[Any]]]:
-  """Eliminate dead code, and find the last use of each variable.
+  jaxpr: core.Jaxpr, used_outputs: Sequence[bool] | None = None
+) -> list[tuple[core.JaxprEqn, list[bool]]]:
+  """Eliminate dead code.
 
   Args:
     jaxpr: the jaxpr.
@@ -416,29 +423,23 @@ def live_eqns(
 
   Returns:
     The equations that have an effect or whose outputs are read, in program
-    order, each with the variables that are dead after it.
+    order, each with the mask of its outputs that are read.
   """
-  used_outputs = (
-    [True] * len(jaxpr.outvars) if used_outputs is None else used_outputs
+  outvars = itertools.compress(
+    jaxpr.outvars, used_outputs or itertools.repeat(1)
   )
-  outputs = zip(jaxpr.outvars, used_outputs, strict=True)
-  live_vars = set(_drop_literals([var for var, is_used in outputs if is_used]))
-  eqns_with_dead_vars = []
-  # Backward, a variable is live from its last use to its definition.
+  live_vars = set(drop_literals(outvars))
+  eqns_with_masks = []
   for eqn in reversed(jaxpr.eqns):
-    is_effectful = bool(eqn.effects) or _has_ref_operand(eqn)
-    if not is_effectful and not any(v in live_vars for v in eqn.outvars):
-      continue
-    operands = set(_drop_literals(eqn.invars))
-    unused_outvars = [v for v in eqn.outvars if v not in live_vars]
-    eqns_with_dead_vars.append(
-      (eqn, [*(operands - live_vars), *unused_outvars])
-    )
-    live_vars |= operands
-  return eqns_with_dead_vars[::-1]
+    mask = [v in live_vars for v in eqn.outvars]
+    if any(mask) or eqn.effects or has_ref_operand(eqn):
+      eqns_with_masks.append((eqn, mask))
+      live_vars.update(drop_literals(eqn.invars))
+  return eqns_with_masks[::-1]
 
 
-def _drop_literals(atoms: list[Any]) -> Iterator[Any]:
+def drop_literals(atoms: Iterable[Any]) -> Iterator[Any]:
+  """Yield only the variables."""
   return (atom for atom in atoms if not isinstance(atom, core.Literal))
 
 

@@ -1,7 +1,7 @@
-"""A jaxpr interpreter with a pluggable evaluation of equations.
+"""Evaluate a jaxpr in segments of equations, under a trace.
 
-``interpret_jaxpr`` skips dead code, and frees values after their last use. The
-caller evaluates one equation at a time.
+Tracing the equations of a segment together takes half as long as tracing them
+one at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,63 +13,6 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import _avals, _eqns
 
-# Takes an equation and the values of its inputs. Returns the values of its
-# outputs.
-EvalEqnFn = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
-# Takes a constant of the jaxpr, its variable or literal, and the equation that
-# reads the literal (None for a constant variable or an output of the jaxpr).
-# Returns the value that the interpreter uses for the constant.
-LiftConstFn = Callable[[Any, _eqns.Atom, core.JaxprEqn | None], Any]
-
-
-def interpret_jaxpr(
-  closed_jaxpr: _eqns.ClosedJaxpr,
-  inputs: Sequence[Any],
-  eval_eqn: EvalEqnFn,
-  *,
-  lift_const: LiftConstFn = lambda value, atom, eqn: value,
-  used_outputs: Sequence[bool] | None = None,
-) -> list[Any]:
-  """Interpret a jaxpr, one equation at a time.
-
-  Dead code is skipped, except equations with an effect. The value of a variable
-  is dropped after its last use.
-
-  Args:
-    closed_jaxpr: the jaxpr.
-    inputs: a value for each input of the jaxpr: an array, or any object that
-      ``eval_eqn`` takes.
-    eval_eqn: evaluates an equation.
-    lift_const: converts a literal or constant of the jaxpr to a value; by
-      default it is the value itself.
-    used_outputs: a mask of the outputs; by default all of them are used.
-
-  Returns:
-    A value for each output of the jaxpr; None for unused outputs.
-  """
-  jaxpr = closed_jaxpr.jaxpr
-  env = dict(zip(jaxpr.invars, inputs, strict=True))
-  for var, const in zip(jaxpr.constvars, closed_jaxpr.consts, strict=True):
-    env[var] = lift_const(const, var, None)
-
-  def read(atom: _eqns.Atom, eqn: core.JaxprEqn | None = None) -> Any:
-    if isinstance(atom, core.Literal):
-      return lift_const(atom.val, atom, eqn)
-    return env[atom]
-
-  used_outputs = (
-    [True] * len(jaxpr.outvars) if used_outputs is None else list(used_outputs)
-  )
-  for eqn, dead_vars in _eqns.live_eqns(jaxpr, used_outputs):
-    outs = eval_eqn(eqn, [read(atom, eqn) for atom in eqn.invars])
-    env.update(zip(eqn.outvars, outs, strict=True))
-    # Without the second reference, the loop below frees the arrays.
-    del outs
-    for var in dead_vars:
-      env.pop(var, None)
-  outputs = zip(jaxpr.outvars, used_outputs, strict=True)
-  return [read(atom) if is_used else None for atom, is_used in outputs]
-
 
 def eval_with_substitutes(
   closed_jaxpr: _eqns.ClosedJaxpr,
@@ -78,8 +21,7 @@ def eval_with_substitutes(
   """Evaluate a jaxpr without inputs, and substitute some of its values.
 
   A value is substituted before an equation reads it. The equations between two
-  substitutions are evaluated together, because tracing them one at a time takes
-  twice as long. Dead code is skipped, as by ``interpret_jaxpr``.
+  substitutions are evaluated together. Dead code is skipped.
 
   Args:
     closed_jaxpr: the jaxpr.
@@ -93,8 +35,8 @@ def eval_with_substitutes(
   eqns = [eqn for eqn, _ in _eqns.live_eqns(jaxpr)]
   segments = list(_split_before_reads(eqns, substitute_fns))
   env = dict(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
-  outvars = [v for v in jaxpr.outvars if not isinstance(v, core.Literal)]
-  for segment, invars, outs in _find_signatures(segments, outvars):
+  outvars = list(_eqns.drop_literals(jaxpr.outvars))
+  for segment, invars, outs in find_signatures(segments, outvars):
     values = _eqns.eqns_as_fun(segment, invars, outs)(*map(env.get, invars))
     for var, value in zip(outs, values, strict=True):
       substitute_fn = substitute_fns.get(var)
@@ -134,7 +76,7 @@ def _split_before_reads(
     yield segment
 
 
-def _find_signatures(
+def find_signatures(
   segments: Sequence[list[core.JaxprEqn]], outvars: Sequence[Any]
 ) -> list[tuple[list[core.JaxprEqn], list[Any], list[Any]]]:
   """Return each segment with the variables that it reads and that it defines.
@@ -147,9 +89,7 @@ def _find_signatures(
     defined_vars = [v for eqn in segment for v in eqn.outvars]
     outs = [v for v in defined_vars if v in live_vars]
     operands = (v for eqn in segment for v in eqn.invars)
-    invars = dict.fromkeys(
-      v for v in operands if not isinstance(v, core.Literal)
-    )
+    invars = dict.fromkeys(_eqns.drop_literals(operands))
     for var in defined_vars:
       live_vars.pop(var, None)
       invars.pop(var, None)

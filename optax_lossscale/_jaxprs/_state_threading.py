@@ -10,9 +10,10 @@ evaluated unchanged, and each keeps its context and its source info.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import copy
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -48,16 +49,35 @@ class Frame(NamedTuple):
     location: the location of the calling equation.
     iterations: for each enclosing loop, the outermost loop first, the number
       of iterations before the current one; int32[] each.
+    used_outputs: the mask of the outputs that are read; None if all of them
+      are.
   """
 
   closed_jaxpr: _eqns.ClosedJaxpr
   path: Path = ()
   location: _provenance.EqnLocation = _provenance.EqnLocation()
   iterations: tuple[Any, ...] = ()
+  used_outputs: Sequence[bool] | None = None
 
   def enter_iteration(self, index: Any) -> "Frame":
     """Return the frame of an iteration of a loop."""
     return self._replace(iterations=(*self.iterations, index))
+
+
+class Visit(NamedTuple):
+  """The evaluation of an equation.
+
+  Attributes:
+    eqn: the equation.
+    frame: the jaxpr that contains it.
+    path: its position.
+    used_outputs: the mask of its outputs that are read.
+  """
+
+  eqn: core.JaxprEqn
+  frame: Frame
+  path: Path
+  used_outputs: Sequence[bool]
 
 
 class StateThreader(abc.ABC):
@@ -77,12 +97,8 @@ class StateThreader(abc.ABC):
     self.parse_higher_order = functools.cache(_higher_order.parse_higher_order)
 
   @abc.abstractmethod
-  def select_keys(self, eqn: core.JaxprEqn, path: Path) -> list[Any] | None:
+  def select_keys(self, visit: Visit) -> list[Any] | None:
     """Return the keys of the state that the bodies of an equation change.
-
-    Args:
-      eqn: an equation.
-      path: its position.
 
     Returns:
       The keys; None if the equation is to be evaluated as a whole.
@@ -97,6 +113,15 @@ class StateThreader(abc.ABC):
       device_states: the states of the devices after it, stacked along a new
         first axis.
     """
+
+  def is_unchanged(self, visit: Visit) -> bool:
+    """Return whether JAX evaluates an equation, instead of :meth:`eval_eqn`.
+
+    Equations next to each other of which this is true are traced together,
+    which is faster.
+    """
+    del visit
+    return False
 
   def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
     """Return the value that replaces a literal or a constant of a jaxpr."""
@@ -117,52 +142,78 @@ class StateThreader(abc.ABC):
   def eval_jaxpr(
     self, frame: Frame, inputs: Sequence[Any], state: State
   ) -> list[Any]:
-    """Evaluate a jaxpr, and return its outputs."""
-    eqns = frame.closed_jaxpr.jaxpr.eqns
-    index_by_eqn = {id(eqn): i for i, eqn in enumerate(eqns)}
+    """Evaluate a jaxpr, and return its outputs; None for those not read."""
+    closed_jaxpr = frame.closed_jaxpr
+    jaxpr = closed_jaxpr.jaxpr
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
+    for var, const in zip(jaxpr.constvars, closed_jaxpr.consts, strict=True):
+      env[var] = self.lift_const(const, var)
 
-    def eval_eqn(eqn: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-      index = index_by_eqn[id(eqn)]
-      return self.eval_eqn(eqn, index, frame, inputs, state)
+    def read(atom: Any) -> Any:
+      if isinstance(atom, core.Literal):
+        return self.lift_const(atom.val, atom)
+      return env.get(atom)
 
-    return _interpret.interpret_jaxpr(
-      frame.closed_jaxpr,
-      inputs,
-      eval_eqn,
-      lift_const=lambda value, atom, eqn: self.lift_const(value, atom),
+    index_by_eqn = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
+    segments = self._split_into_segments(
+      Visit(eqn, frame, (*frame.path, index_by_eqn[id(eqn)]), used_outputs)
+      for eqn, used_outputs in _eqns.live_eqns(jaxpr, frame.used_outputs)
     )
+    signatures = _interpret.find_signatures(
+      [[visit.eqn for visit in segment] for segment in segments],
+      list(_eqns.drop_literals(jaxpr.outvars)),
+    )
+    for (visit, *others), (eqns, invars, outvars) in zip(
+      segments, signatures, strict=True
+    ):
+      outs: Sequence[Any]
+      if others:
+        outs = _eqns.eqns_as_fun(eqns, invars, outvars)(*map(read, invars))
+      else:
+        outvars = visit.eqn.outvars
+        outs = self.eval_eqn(visit, list(map(read, visit.eqn.invars)), state)
+      env.update(zip(outvars, outs, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+  def _split_into_segments(self, visits: Iterable[Visit]) -> list[list[Visit]]:
+    """Split equations into those to evaluate together."""
+
+    def is_joined(visit: Visit) -> bool:
+      is_pure = not visit.eqn.effects and not _eqns.has_ref_operand(visit.eqn)
+      return is_pure and self.is_unchanged(visit)
+
+    segments: list[list[Visit]] = []
+    for joined, group in itertools.groupby(visits, is_joined):
+      segment = list(group)
+      segments += [segment] if joined else [[visit] for visit in segment]
+    return segments
 
   def eval_eqn(
-    self,
-    eqn: core.JaxprEqn,
-    index: int,
-    frame: Frame,
-    inputs: list[Any],
-    state: State,
+    self, visit: Visit, inputs: list[Any], state: State
   ) -> Sequence[Any]:
     """Evaluate an equation. Subclasses extend this method.
 
     Args:
-      eqn: the equation.
-      index: its index in the jaxpr.
-      frame: the jaxpr that contains it.
+      visit: the equation, and where it is.
       inputs: its inputs.
       state: the state.
 
     Returns:
       Its outputs.
     """
-    path = (*frame.path, index)
-    keys = self.select_keys(eqn, path)
+    eqn, frame = visit.eqn, visit.frame
+    keys = self.select_keys(visit)
     hop = None if keys is None else self.parse_higher_order(eqn)
     if hop is None or keys is None:
       return _eqns.eqn_as_fun(eqn)(*inputs)
     inputs = _separate_recomputation(eqn, inputs)
     location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
     frames = [
-      Frame(body, (*path, i), location, frame.iterations)
+      Frame(body, (*visit.path, i), location, frame.iterations)
       for i, body in enumerate(_higher_order.get_bodies(hop))
     ]
+    if isinstance(hop, _higher_order.Call):
+      frames = [frames[0]._replace(used_outputs=visit.used_outputs)]
     inner_state = {key: state[key] for key in keys}
     # Trace with the mesh and other settings of the equation.
     with _eqns.get_eqn_ctx_manager(eqn):

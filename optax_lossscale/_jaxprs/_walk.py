@@ -1,6 +1,6 @@
 """Traversals of a jaxpr and its sub-jaxprs: a visitor and a cached search."""
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 
@@ -121,13 +121,12 @@ def walk(
   Yields:
     The visits.
   """
-  eqns: Iterable[tuple[core.JaxprEqn, Container[core.Var]]] = (
+  eqns: Iterable[tuple[core.JaxprEqn, list[bool] | None]] = (
     _eqns.live_eqns(closed_jaxpr.jaxpr, used_outputs)
     if only_live
-    else ((eqn, ()) for eqn in closed_jaxpr.jaxpr.eqns)
+    else ((eqn, None) for eqn in closed_jaxpr.jaxpr.eqns)
   )
-  for eqn, dead_vars in eqns:
-    eqn_used_outputs = [var not in dead_vars for var in eqn.outvars]
+  for eqn, eqn_used_outputs in eqns:
     tagged_eqn = weights.tag_with_weight(eqn) if weights else eqn
     visit = EqnVisit(
       tagged_eqn,

@@ -63,11 +63,11 @@ class PrintRemover(_state_threading.StateThreader):
     super().__init__(shared)
     self._print_search = _walk.EqnSearch(is_print, _eqns.subjaxprs)
 
-  def select_keys(
-    self, eqn: core.JaxprEqn, path: _state_threading.Path
-  ) -> list[Any] | None:
-    del path
-    return [] if self._print_search.any_inside(eqn) else None
+  def select_keys(self, visit: _state_threading.Visit) -> list[Any] | None:
+    return [] if self._print_search.any_inside(visit.eqn) else None
+
+  def is_unchanged(self, visit: _state_threading.Visit) -> bool:
+    return not is_print(visit.eqn) and self.select_keys(visit) is None
 
   def eval_print(self, eqn: core.JaxprEqn, inputs: list[Any]) -> None:
     """Evaluate a print; by default it is left out."""
@@ -80,16 +80,14 @@ class PrintRemover(_state_threading.StateThreader):
 
   def eval_eqn(
     self,
-    eqn: core.JaxprEqn,
-    index: int,
-    frame: _state_threading.Frame,
+    visit: _state_threading.Visit,
     inputs: list[Any],
     state: _state_threading.State,
   ) -> Sequence[Any]:
-    if is_print(eqn):
-      self.eval_print(eqn, inputs)
+    if is_print(visit.eqn):
+      self.eval_print(visit.eqn, inputs)
       return []
-    return super().eval_eqn(eqn, index, frame, inputs, state)
+    return super().eval_eqn(visit, inputs, state)
 
 
 def compile_without_prints(

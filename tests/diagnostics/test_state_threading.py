@@ -22,17 +22,20 @@ class SineCounter(_state_threading.StateThreader):
     super().__init__(shared)
     self.keys = keys
 
-  def select_keys(self, eqn, path):
-    keys = [key for key in self.keys if key[: len(path)] == path]
-    return keys or None
+  def select_keys(self, visit):
+    path = visit.path
+    return [key for key in self.keys if key[: len(path)] == path] or None
+
+  def is_unchanged(self, visit):
+    return self.select_keys(visit) is None
 
   def merge_devices(self, state, device_states):
     return {k: x + jnp.sum(device_states[k] - x) for k, x in state.items()}
 
-  def eval_eqn(self, eqn, index, frame, inputs, state):
-    outs = super().eval_eqn(eqn, index, frame, inputs, state)
-    key = (*frame.path, index)
-    if key in self.keys:
+  def eval_eqn(self, visit, inputs, state):
+    outs = super().eval_eqn(visit, inputs, state)
+    if visit.path in self.keys:
+      key = visit.path
       state[key] = state[key] + 1
       outs = [out * self.shared for out in outs]
     return outs
@@ -101,7 +104,8 @@ def calls(x):
     (while_loop, [4, 3]),
     (cond, [1, 0, 0]),
     (calls, [1, 1]),
-    (lambda x: jax.grad(lambda x: calls(x).sum())(x), [1, 1]),
+    # The result of the outer call is not needed.
+    (lambda x: jax.grad(lambda x: calls(x).sum())(x), [1, 0]),
     (lambda x: scan(scan(x)[1]), [4, 4]),
   ],
 )
@@ -158,8 +162,8 @@ def test_iterations_are_counted_from_the_start_of_the_loop():
     def end_iteration(self, frame, outs, state):
       state["sum"] = 10 * state["sum"] + frame.iterations[0]
 
-    def select_keys(self, eqn, path):
-      return ["sum"] if eqn.primitive.name == "scan" else None
+    def select_keys(self, visit):
+      return ["sum"] if visit.eqn.primitive.name == "scan" else None
 
   @jax.jit
   def threaded(x):
@@ -169,3 +173,16 @@ def test_iterations_are_counted_from_the_start_of_the_loop():
     return state["sum"]
 
   assert threaded(X) == 123
+
+
+def test_equations_that_nothing_changes_are_traced_together(monkeypatch):
+  sizes = []
+
+  def record(eqns, invars, outvars):
+    sizes.append(len(eqns))
+    return eqns_as_fun(eqns, invars, outvars)
+
+  eqns_as_fun = _eqns.eqns_as_fun
+  monkeypatch.setattr(_eqns, "eqns_as_fun", record)
+  assert count_sines(lambda x: jnp.cos(-jnp.sin(2 * x + 1) * x), X) == [1]
+  assert sizes[:3] == [2, 1, 3]  # 2 * x + 1, the sine, and the rest

@@ -151,14 +151,18 @@ class _ExactEvaluator(_effects.PrintRemover):
     frame = _state_threading.Frame(closed_jaxpr)
     return self.eval_jaxpr(frame, list(map(self._upcast, inputs)), stats)
 
-  def select_keys(
-    self, eqn: core.JaxprEqn, path: _state_threading.Path
-  ) -> list[Any] | None:
+  def select_keys(self, visit: _state_threading.Visit) -> list[Any] | None:
     # Enter only calls and loops that may contain half precision. All others run
     # as one eqn, which is traced faster.
-    if self._table.has_tagged_eqn(eqn):
+    if self._table.has_tagged_eqn(visit.eqn):
       return self._all_keys
-    return [] if self._has_half(eqn) else super().select_keys(eqn, path)
+    return [] if self._has_half(visit.eqn) else super().select_keys(visit)
+
+  def is_unchanged(self, visit: _state_threading.Visit) -> bool:
+    is_tagged = _matmul_table.is_autocast_matmul(
+      visit.eqn, visit.frame.location
+    )
+    return not is_tagged and super().is_unchanged(visit)
 
   def merge_devices(
     self, state: _state_threading.State, device_states: _state_threading.State
@@ -173,21 +177,20 @@ class _ExactEvaluator(_effects.PrintRemover):
 
   def eval_eqn(
     self,
-    eqn: core.JaxprEqn,
-    index: int,
-    frame: _state_threading.Frame,
+    visit: _state_threading.Visit,
     inputs: list[Any],
     state: _state_threading.State,
   ) -> Sequence[Any]:
+    eqn, frame = visit.eqn, visit.frame
     if _matmul_table.is_autocast_matmul(eqn, frame.location):
       location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
       site_index = self._table.get_site_index(eqn, location)
       return self._eval_matmul(eqn, site_index, inputs, state)
-    is_entered = self.select_keys(eqn, frame.path) is not None
+    is_entered = self.select_keys(visit) is not None
     is_entered = is_entered and self.parse_higher_order(eqn) is not None
     if self._has_half(eqn) and not is_entered:
       return self._eval_half_precision_eqn(eqn, frame, inputs)
-    return super().eval_eqn(eqn, index, frame, inputs, state)
+    return super().eval_eqn(visit, inputs, state)
 
   def _eval_matmul(
     self,

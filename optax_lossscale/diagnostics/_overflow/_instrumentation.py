@@ -195,10 +195,12 @@ class _Instrumenter(_effects.PrintRemover):
     self._index_by_measured = {key: i for i, key in enumerate(measured)}
     self._loop_index = {key: i for i, key in enumerate(sorted(dataflow.loops))}
     self._measures_all = measures_all
+    # The equations that are measured, or have a checked result.
+    self._changed = {*measured, *(key[:-1] for key in checked)}
     self._keys_by_eqn: dict[_dataflow.Key, list[_dataflow.Key]] = {}
     for key in [*checked, *measured]:
       # The prefixes of a key are the positions of the equations around it.
-      for i in range(1, len(key) - 2 + (key in self._index_by_measured), 2):
+      for i in range(1, len(key) - 1, 2):
         self._keys_by_eqn.setdefault(key[:i], []).append(key)
 
   def make_state(self) -> _state_threading.State:
@@ -215,10 +217,13 @@ class _Instrumenter(_effects.PrintRemover):
     }
 
   def select_keys(
-    self, eqn: core.JaxprEqn, path: _state_threading.Path
+    self, visit: _state_threading.Visit
   ) -> list[_dataflow.Key] | None:
-    keys = self._keys_by_eqn.get(path)
-    return super().select_keys(eqn, path) if keys is None else keys
+    keys = self._keys_by_eqn.get(visit.path)
+    return super().select_keys(visit) if keys is None else keys
+
+  def is_unchanged(self, visit: _state_threading.Visit) -> bool:
+    return visit.path not in self._changed and super().is_unchanged(visit)
 
   def eval_print(self, eqn: core.JaxprEqn, inputs: list[Any]) -> None:
     print_fun = _eqns.eqn_as_fun(eqn)
@@ -240,14 +245,12 @@ class _Instrumenter(_effects.PrintRemover):
 
   def eval_eqn(
     self,
-    eqn: core.JaxprEqn,
-    index: int,
-    frame: _state_threading.Frame,
+    visit: _state_threading.Visit,
     inputs: list[Any],
     state: _state_threading.State,
   ) -> Sequence[Any]:
-    outs = super().eval_eqn(eqn, index, frame, inputs, state)
-    key = (*frame.path, index)
+    outs = super().eval_eqn(visit, inputs, state)
+    eqn, frame, key = visit.eqn, visit.frame, visit.path
     if key in self._index_by_measured:
       stats = _measurement.measure_eqn(eqn, inputs, outs)
       is_current = self._is_current(frame, state[key])
