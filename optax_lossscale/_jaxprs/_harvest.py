@@ -90,8 +90,8 @@ def harvest_tagged_values(
     closed_jaxpr: the jaxpr.
     select_capture: takes a tag, and returns the function of the tagged value
       whose result becomes an output; None if the tag is not harvested.
-    is_optional: whether values with a tag may be left out silently if they
-      can't be returned.
+    is_optional: whether values with a tag may be left out silently, if they
+      can't be returned, or if another tag returns the same value unchanged.
 
   Returns:
     A :class:`HarvestedJaxpr`.
@@ -108,6 +108,7 @@ class _Harvester:
     self, select_capture: SelectCaptureFn, is_optional: Callable[[str], bool]
   ) -> None:
     self._select_capture = select_capture
+    self._is_optional = is_optional
     # Equations with any captured tag are rewritten; if that fails, only those
     # with a required tag are reported.
     is_captured = lambda eqn: self._get_capture(eqn) is not None
@@ -122,8 +123,13 @@ class _Harvester:
   ) -> HarvestedJaxpr:
     """Rewrite a jaxpr that is called from this location."""
     jaxpr = closed_jaxpr.jaxpr
+    returned_vars = self._list_unchanged_vars(jaxpr)
     harvested_eqns = [
-      self._harvest_eqn(eqn, jaxpr, location) for eqn in jaxpr.eqns
+      _HarvestedEqn([eqn])
+      if returned_vars.intersection(eqn.outvars)
+      and self._is_optional(str(get_tag(eqn)))
+      else self._harvest_eqn(eqn, jaxpr, location)
+      for eqn in jaxpr.eqns
     ]
     captured_vars = [
       value for harvested in harvested_eqns for value in harvested.captured_vars
@@ -213,6 +219,13 @@ class _Harvester:
       [eqn], unreached_labels=[label] if is_unreached else []
     )
 
+  def _list_unchanged_vars(self, jaxpr: core.Jaxpr) -> set[Any]:
+    """Return the variables that tags return unchanged."""
+    tag_eqns = [
+      x for x in jaxpr.eqns if self._get_capture(x) is capture_unchanged
+    ]
+    return {v for x in tag_eqns for v in _eqns.drop_literals(x.invars)}
+
   def _get_capture(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:
     """Return the capture of a tag equation; None if it isn't harvested."""
     tag = get_tag(eqn)
@@ -232,6 +245,9 @@ def _capture_eqn(
 ) -> _HarvestedEqn:
   """Append the equations of its capture to a tag equation."""
   eqn = _eqns.replace_dropped_outvars(eqn)
+  tagged_values = [TaggedValue(str(get_tag(eqn)))]
+  if capture is capture_unchanged:
+    return _HarvestedEqn([eqn], eqn.outvars, tagged_values)
 
   def fun(x: Any) -> list[Any]:
     (out,) = _eqns.eqn_as_fun(eqn)(x)
@@ -240,7 +256,12 @@ def _capture_eqn(
   replacement = _eqns.trace_replacement_eqns(fun, eqn)
   # A capture that returns its input has no equations, hence no replacement.
   eqns, captured_vars = replacement or ([eqn], eqn.outvars)
-  return _HarvestedEqn(eqns, captured_vars, [TaggedValue(str(get_tag(eqn)))])
+  return _HarvestedEqn(eqns, captured_vars, tagged_values)
+
+
+def capture_unchanged(x: Any) -> Any:
+  """Return a tagged value: the capture that need not be traced."""
+  return x
 
 
 def _add_cond_branch(

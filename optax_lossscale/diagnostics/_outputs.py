@@ -119,7 +119,7 @@ def get_capture_fn(
     "loss": _nonfinite_indicator,
     "unscaled": _nonfinite_indicator,
   }
-  return capture_fns.get(tag.kind, lambda x: x)
+  return capture_fns.get(tag.kind, _harvest.capture_unchanged)
 
 
 def is_optional_tag(name: str) -> bool:

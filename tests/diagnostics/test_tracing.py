@@ -1,5 +1,6 @@
 """The reports of a whole step agree with the reports of its gradient."""
 
+import collections
 import functools
 import re
 from unittest import mock
@@ -19,6 +20,7 @@ import optax_lossscale as ols
 from optax_lossscale import _tags
 from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
+  _tracing,
   compare_precision,
   find_overflow,
   precision_report,
@@ -223,6 +225,26 @@ def test_a_step_that_is_skipped_without_an_overflow_is_reported(has_effect):
   with pytest.warns(UserWarning, match="update skips this step although its"):
     assert find_overflow(given, False) is None
   assert find_overflow(given, True) is None  # without a warning
+
+
+@pytest.mark.parametrize(
+  "change, count",
+  [
+    (lambda grads: grads, 0),
+    (lambda grads: {**grads, "last": 2 * grads["last"]}, 1),
+  ],
+)
+def test_gradients_become_outputs_once_unless_they_change(change, count):
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(params, state):
+    grads = change(ols.grad(CAST, state)(params, BATCH))
+    return tx.update(grads, state, params)
+
+  args = PARAMS, tx.init(PARAMS)
+  traced = _tracing.trace("test", step, args, {}, allow_abstract=False)
+  kinds = collections.Counter(output.kind for output in traced.outputs)
+  assert (kinds["grads"], kinds["unscaled"]) == (len(PARAMS), count)
 
 
 def test_a_nan_of_the_optimizer_is_found_if_updates_are_checked():

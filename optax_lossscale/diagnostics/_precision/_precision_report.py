@@ -341,25 +341,24 @@ def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
 
 def _describe_limitation(visit: _walk.EqnVisit) -> str:
   """Return the limitation of counting an equation by shapes, or ``""``."""
-  reason = ""
+  reason = _find_limitation(visit)
+  if not reason:
+    return ""
+  name = _source_info.get_primitive_name(visit.eqn)
+  where = _provenance.format_location(name, visit.location.source_line)
+  return f"{where}: {reason}"
+
+
+def _find_limitation(visit: _walk.EqnVisit) -> str:
   if isinstance(visit.hop, _higher_order.While):
-    reason = "only one iteration is counted"
-  elif visit.hop is not None:
-    pass
-  elif _non_reducer_subjaxprs(visit.eqn):
-    reason = "its body is counted once"
-  elif _eqns.get_hi_primitive(visit.eqn) is not None:
-    reason = "it is unknown, and counted as no FLOPs"
-  elif (
-    _primitives.is_matmul(visit.eqn)
-    and _primitives.count_flops(visit.eqn) is None
-  ):
-    reason = "its FLOPs are not counted"
-  location_text = (
-    f" at {visit.location.source_line}" if visit.location.source_line else ""
-  )
-  return (
-    f"{_source_info.get_primitive_name(visit.eqn)}{location_text}: {reason}"
-    if reason
-    else ""
-  )
+    return "only one iteration is counted"
+  if visit.hop is not None:
+    return ""
+  if _non_reducer_subjaxprs(visit.eqn):
+    return "its body is counted once"
+  if _eqns.get_hi_primitive(visit.eqn) is not None:
+    return "it is unknown, and counted as no FLOPs"
+  is_counted = _primitives.count_flops(visit.eqn) is not None
+  if is_counted or not _primitives.is_matmul(visit.eqn):
+    return ""
+  return "its FLOPs are not counted"
