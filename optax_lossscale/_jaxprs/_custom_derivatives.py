@@ -123,15 +123,14 @@ def transform_custom_rule(
   if rule.num_consts is None or len(list(_eqns.subjaxprs(eqn))) > 1:
     return None
   try:
-    if hi_prim is None:
-      new_params = transform_plain(eqn, rule, transform, paths)
-      return eqn.replace(params={**eqn.params, **new_params})
-    new_prim = _eqns.replace_hi_params(
-      hi_prim, **transform_hijax(hi_prim, rule, transform, paths)
+    new_params = (
+      transform_plain(eqn, rule, transform, paths)
+      if hi_prim is None
+      else transform_hijax(hi_prim, rule, transform, paths)
     )
+    return _eqns.replace_params(eqn, hi_prim, new_params)
   except (AttributeError, KeyError):  # This JAX has other parameter names.
     return None
-  return _eqns.replace_hi_primitive(eqn, hi_prim, new_prim)
 
 
 def _transform_custom_jvp(
@@ -148,9 +147,10 @@ def _transform_custom_jvp(
   def new_jvp_fun(*zero_mask: bool) -> Any:
     # JAX passes which tangents are zero; the jaxpr has no inputs for these.
     jaxpr, consts, *extras = jvp_fun.call_wrapped(*zero_mask)
-    pairs = zip(primal_paths, zero_mask, strict=False)
     tangent_paths = [
-      path for path, has_zero_tangent in pairs if not has_zero_tangent
+      path
+      for path, is_zero in zip(primal_paths, zero_mask, strict=False)
+      if not is_zero
     ]
     new_jaxpr, _ = transform_once(
       jaxpr, consts, (*primal_paths, *tangent_paths)
@@ -246,9 +246,8 @@ def _memoize_by_jaxpr(
     jaxpr: core.Jaxpr, consts: Any, input_paths: tuple[_weights.WeightPath, ...]
   ) -> Any:
     if jaxpr not in cache:
-      closed_jaxpr = _eqns.with_consts(jaxpr, consts)
       new_jaxpr, out_paths = map_jaxpr(
-        closed_jaxpr, _weights.WeightPaths(input_paths)
+        _eqns.with_consts(jaxpr, consts), _weights.WeightPaths(input_paths)
       )
       cache[jaxpr] = new_jaxpr.jaxpr, out_paths
     return cache[jaxpr]
@@ -314,10 +313,8 @@ def _transform_hijax_custom_vjp(
     *paths.inputs[:num_shared],
     *paths.inputs[num_shared + num_rule_only :],
   )
-  new_traced = _retrace(
-    hi_prim.traced, transform, _weights.WeightPaths(body_paths)
-  )
-  return {"traced": new_traced, "fwd": new_fwd, **bwd_params}
+  traced = _retrace(hi_prim.traced, transform, _weights.WeightPaths(body_paths))
+  return {"traced": traced, "fwd": new_fwd, **bwd_params}
 
 
 def _transform_hijax_custom_lin(

@@ -188,16 +188,9 @@ def _propagate_hop(
   match hop:
     case _higher_order.Scan():
       consts, carry, slices = hop.split(input_labels)
-      body = lambda carry, is_final: propagate(
-        hop.body, [*consts, *carry, *slices], is_final=is_final
-      )
-      return body(_iterate_to_fixpoint(body, carry), is_final)
     case _higher_order.While():
       _, consts, carry = hop.split(input_labels)
-      body = lambda carry, is_final: propagate(
-        hop.body, [*consts, *carry], is_final=is_final
-      )
-      return body(_iterate_to_fixpoint(body, carry), is_final)
+      slices = []
     case _higher_order.Cond(branches):
       outs = [
         propagate(x, input_labels[1:], is_final=is_final) for x in branches
@@ -205,17 +198,19 @@ def _propagate_hop(
       return functools.reduce(_join_labels, outs)
     case _:
       return propagate(hop.body, input_labels, is_final=is_final)
+  body = lambda carry, is_final: propagate(
+    hop.body, [*consts, *carry, *slices], is_final=is_final
+  )
+  return body(_iterate_to_fixpoint(body, carry), is_final)
 
 
 def _iterate_to_fixpoint(body: _PropagateFn, carry: Sequence[int]) -> list[int]:
   """Return the labels that the carry of a loop has in any iteration."""
   carry = list(carry)
   # The loop ends: each round adds a label, and their number is finite.
-  while True:
-    joined = _join_labels(carry, body(carry, False))
-    if joined == carry:
-      return carry
+  while (joined := _join_labels(carry, body(carry, False))) != carry:
     carry = joined
+  return carry
 
 
 def _join_labels(

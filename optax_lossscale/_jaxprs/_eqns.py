@@ -13,6 +13,7 @@ from collections.abc import (
   Container,
   Iterable,
   Iterator,
+  Mapping,
   Sequence,
 )
 import contextlib
@@ -66,8 +67,8 @@ def eqn_as_fun(eqn: core.JaxprEqn) -> Callable[..., list[Any]]:
     # The inputs of a jaxpr must be distinct variables, even if the equation
     # reads one variable twice.
     invars: list[Any] = [core.Var(jax.typeof(x)) for x in args]
-    eqns = [eqn.replace(invars=invars)]
-    return eqns_as_fun(eqns, invars, eqn.outvars)(*args)
+    new_eqn = eqn.replace(invars=invars)
+    return eqns_as_fun([new_eqn], invars, eqn.outvars)(*args)
 
   return eval_eqn
 
@@ -127,20 +128,16 @@ def trace_replacement_eqns(
   # Each outvar of the old equation must be defined by exactly one of the new
   # ones, since the substitution below renames variables.
   defined_vars = {v for inner_eqn in jaxpr.eqns for v in inner_eqn.outvars}
-  outs = [v for v in jaxpr.outvars if not isinstance(v, core.Literal)]
-  has_distinct_outs = len(set(outs)) == len(jaxpr.outvars)
-  has_distinct_outs = has_distinct_outs and defined_vars.issuperset(outs)
-  if not has_distinct_outs or closed_jaxpr.consts:
+  defined_outs = defined_vars.intersection(drop_literals(jaxpr.outvars))
+  if len(defined_outs) < len(jaxpr.outvars) or closed_jaxpr.consts:
     return None
-  substitution: dict[Any, Any] = dict(
-    zip(jaxpr.invars, eqn.invars, strict=True)
-  )
   num_outs = len(eqn.outvars)
-  substitution.update(zip(outs[:num_outs], eqn.outvars, strict=True))
+  old_vars = [*jaxpr.invars, *jaxpr.outvars[:num_outs]]
+  new_vars = [*eqn.invars, *eqn.outvars]
+  substitution: dict[Any, Any] = dict(zip(old_vars, new_vars, strict=True))
 
   def substitute(atoms: Sequence[Any]) -> list[Any]:
-    is_literal = lambda x: isinstance(x, core.Literal)
-    return [x if is_literal(x) else substitution.get(x, x) for x in atoms]
+    return [substitution[x] if is_var_in(x, substitution) else x for x in atoms]
 
   eqns = [
     inner_eqn.replace(
@@ -150,7 +147,7 @@ def trace_replacement_eqns(
     )
     for inner_eqn in jaxpr.eqns
   ]
-  return eqns, outs[num_outs:]
+  return eqns, jaxpr.outvars[num_outs:]
 
 
 def get_eqn_ctx_manager(
@@ -167,12 +164,10 @@ def get_call_jaxpr(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
   Calls are ``jit``, ``checkpoint`` and functions with a custom derivative. For
   all other equations the result is None.
   """
-  if get_canonical_name(eqn) not in _CALL_PRIMITIVES:
-    return None
-  bodies = list(subjaxprs(eqn))
-  if len(bodies) != 1 or not has_same_signature(bodies[0], eqn):
-    return None
-  return bodies[0]
+  is_call = get_canonical_name(eqn) in _CALL_PRIMITIVES
+  bodies = list(subjaxprs(eqn)) if is_call else []
+  has_one_body = len(bodies) == 1 and has_same_signature(bodies[0], eqn)
+  return bodies[0] if has_one_body else None
 
 
 def get_canonical_name(eqn: core.JaxprEqn) -> str:
@@ -198,17 +193,15 @@ def has_same_signature(closed_jaxpr: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
   """
   jaxpr = closed_jaxpr.jaxpr
   pairs = (jaxpr.invars, eqn.invars), (jaxpr.outvars, eqn.outvars)
-  has_same_arity = all(
-    len(inner_vars) == len(outer_vars) for inner_vars, outer_vars in pairs
-  )
-  if get_hi_primitive(eqn) is None or not has_same_arity:
-    return has_same_arity
-  return all(x for pair in pairs for x in map(_has_same_aval, *pair))
+  if get_hi_primitive(eqn) is None:
+    return all(len(inner) == len(outer) for inner, outer in pairs)
+  return all(_list_types(inner) == _list_types(outer) for inner, outer in pairs)
 
 
-def _has_same_aval(a: Any, b: Any) -> bool:
-  dtypes = (getattr(atom.aval, "dtype", None) for atom in (a, b))
-  return get_shape(a) == get_shape(b) and len(set(dtypes)) == 1
+def _list_types(atoms: Iterable[Any]) -> list[tuple[Any, str]]:
+  """Return the shape and dtype of each variable or literal."""
+  # The dtypes are strings, since `np.dtype("float64") == None` is True.
+  return [(get_shape(v), str(getattr(v.aval, "dtype", ""))) for v in atoms]
 
 
 def lower_hijax(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
@@ -226,21 +219,13 @@ def lower_hijax(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
   try:
     traced: Any = jax.jit(eqn_as_fun(eqn)).trace(*avals)
     # JAX has `lojax` since 0.10. Older versions make no equations of hijax.
-    lojax = getattr(traced, "lojax", None)
+    lojax_jaxpr = close_jaxpr(traced.lojax.jaxpr)
   except Exception:  # The primitive of another library may raise any error.
     return None
-  lojax_jaxpr = lojax and close_jaxpr(lojax.jaxpr)
   # A result with equations of hijax would be lowered in an endless recursion.
-  is_lojax = lojax_jaxpr is not None and not any(
-    map(get_hi_primitive, lojax_jaxpr.jaxpr.eqns)
-  )
-  return (
-    lojax_jaxpr
-    if lojax_jaxpr is not None
-    and is_lojax
-    and has_same_signature(lojax_jaxpr, eqn)
-    else None
-  )
+  is_lojax = not any(map(get_hi_primitive, lojax_jaxpr.jaxpr.eqns))
+  can_replace_eqn = is_lojax and has_same_signature(lojax_jaxpr, eqn)
+  return lojax_jaxpr if can_replace_eqn else None
 
 
 def get_shape(atom: Any) -> tuple[Any, ...]:
@@ -320,30 +305,30 @@ def map_subjaxprs(
     The new equation. Its other parameters are the same objects.
   """
   hi_prim = get_hi_primitive(eqn)
-  old_params = eqn.params if hi_prim is None else hi_prim.params
-  params = {k: _map_param(v, map_fn) for k, v in old_params.items()}
-  if hi_prim is None:
-    return eqn.replace(params=params)
-  return replace_hi_primitive(
-    eqn, hi_prim, replace_hi_params(hi_prim, **params)
-  )
+  old_params: Any = getattr(hi_prim, "params", eqn.params)
+  new_params = {k: _map_param(v, map_fn) for k, v in old_params.items()}
+  return replace_params(eqn, hi_prim, new_params)
 
 
-def replace_hi_primitive(
-  eqn: core.JaxprEqn, old: Any, new: Any
+def replace_params(
+  eqn: core.JaxprEqn, hi_prim: Any, new_params: Mapping[str, Any]
 ) -> core.JaxprEqn:
-  """Replace the hijax primitive that an equation calls."""
-  params = {k: new if v is old else v for k, v in eqn.params.items()}
-  return eqn.replace(params=params)
+  """Replace parameters by others of the same types.
 
-
-def replace_hi_params(hi_prim: Any, **new_params: Any) -> Any:
-  """Copy a hijax primitive with other functions or jaxprs of the same types."""
+  Args:
+    eqn: the equation.
+    hi_prim: the hijax primitive that has the parameters; None if the equation
+      has them.
+    new_params: the parameters to replace.
+  """
+  if hi_prim is None:
+    return eqn.replace(params={**eqn.params, **new_params})
   # Each parameter is there twice: in `params`, and as an attribute.
   new_prim = copy.copy(hi_prim)
   new_prim.params = {**hi_prim.params, **new_params}
   vars(new_prim).update(new_params)
-  return new_prim
+  params = {k: new_prim if v is hi_prim else v for k, v in eqn.params.items()}
+  return eqn.replace(params=params)
 
 
 def _map_param(param: Any, map_fn: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:
@@ -449,5 +434,4 @@ def _make_template_jaxpr() -> Any:
 
   The constructor of a jaxpr differs between versions of JAX.
   """
-  closed_jaxpr = jax.make_jaxpr(lambda: ())()
-  return getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
+  return jax.make_jaxpr(lambda: ())().jaxpr

@@ -74,9 +74,12 @@ class While(NamedTuple):
 
   def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
     """Split the inputs into both kinds of constants and the carry."""
-    cond_end = self.cond_nconsts
-    body_end = cond_end + self.body_nconsts
-    return inputs[:cond_end], inputs[cond_end:body_end], inputs[body_end:]
+    body_end = self.cond_nconsts + self.body_nconsts
+    return (
+      inputs[: self.cond_nconsts],
+      inputs[self.cond_nconsts : body_end],
+      inputs[body_end:],
+    )
 
 
 class Cond(NamedTuple):
@@ -160,8 +163,7 @@ def parse_higher_order(eqn: core.JaxprEqn) -> HigherOrderOp | None:
     The parts of the equation; None if it has no sub-jaxprs or is not
     recognized.
   """
-  parse = _PARSERS.get(eqn.primitive.name, _parse_call)
-  return parse(eqn)
+  return _PARSERS.get(eqn.primitive.name, _parse_call)(eqn)
 
 
 def is_control_flow(eqn: core.JaxprEqn) -> bool:
@@ -171,11 +173,9 @@ def is_control_flow(eqn: core.JaxprEqn) -> bool:
 
 def has_hijax_scan(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
   """Return whether a jaxpr contains a scan of hijax (flag ``jax_scan3``)."""
-  eqns = closed_jaxpr.jaxpr.eqns
-  return any(map(_is_hijax_scan, eqns)) or any(
-    has_hijax_scan(subjaxpr)
-    for eqn in eqns
-    for subjaxpr in _eqns.subjaxprs(eqn)
+  return any(
+    _is_hijax_scan(eqn) or any(map(has_hijax_scan, _eqns.subjaxprs(eqn)))
+    for eqn in closed_jaxpr.jaxpr.eqns
   )
 
 
@@ -222,16 +222,17 @@ def pair_bodies_with_inputs(
     and a ``shard_map`` a shard; and the initial carry of a loop, where later
     iterations receive another one: see :func:`mask_carry`.
   """
-  bodies = get_bodies(hop)
   match hop:
-    case While():
+    case While(condition, body):
       cond_consts, body_consts, carry = hop.split(inputs)
-      body_inputs = [[*cond_consts, *carry], [*body_consts, *carry]]
-      return list(zip(bodies, body_inputs, strict=True))
-    case Cond():
-      return [(branch, inputs[1:]) for branch in bodies]
+      return [
+        (condition, [*cond_consts, *carry]),
+        (body, [*body_consts, *carry]),
+      ]
+    case Cond(branches):
+      return [(branch, inputs[1:]) for branch in branches]
     case _:
-      return [(body, inputs) for body in bodies]
+      return [(hop.body, inputs)]
 
 
 def mask_carry(
@@ -340,21 +341,20 @@ def parse_while(eqn: core.JaxprEqn) -> While | None:
   body = eqn.params.get("body_jaxpr")
   if condition is None or body is None:
     return None
-  condition, body = (
-    _eqns.close_jaxpr(condition),
-    _eqns.close_jaxpr(body),
-  )
+  condition, body = map(_eqns.close_jaxpr, (condition, body))
   # All outputs of the equation are the carry. Both jaxprs take it as their last
   # inputs, so the remaining inputs are constants.
   num_carry = len(eqn.outvars)
   cond_nconsts = len(condition.jaxpr.invars) - num_carry
   body_nconsts = len(body.jaxpr.invars) - num_carry
-  has_valid_arity = cond_nconsts + body_nconsts + num_carry == len(eqn.invars)
-  num_outputs = len(condition.jaxpr.outvars), len(body.jaxpr.outvars)
-  has_valid_arity = has_valid_arity and num_outputs == (1, num_carry)
-  if min(cond_nconsts, body_nconsts) < 0 or not has_valid_arity:
-    return None
-  return While(condition, body, cond_nconsts, body_nconsts)
+  is_consistent = (
+    min(cond_nconsts, body_nconsts) >= 0
+    and cond_nconsts + body_nconsts + num_carry == len(eqn.invars)
+    and len(condition.jaxpr.outvars) == 1
+    and len(body.jaxpr.outvars) == num_carry
+  )
+  hop = While(condition, body, cond_nconsts, body_nconsts)
+  return hop if is_consistent else None
 
 
 def parse_cond(eqn: core.JaxprEqn) -> Cond | None:
@@ -372,8 +372,6 @@ def parse_shard_map(eqn: core.JaxprEqn) -> ShardMap | None:
   """Parse a ``shard_map``; None if it is not recognized."""
   bodies = list(_eqns.subjaxprs(eqn))
   params: Any = eqn.params
-  if len(bodies) != 1:
-    return None
   # The second name is that of JAX < 0.10: remove it once jax >= 0.10.
   manual_axes = params.get("newly_manual_axes", params.get("manual_axes"))
   fields = (
@@ -383,9 +381,8 @@ def parse_shard_map(eqn: core.JaxprEqn) -> ShardMap | None:
     manual_axes,
     params.get("check_vma"),
   )
-  if any(field is None for field in fields) or not _eqns.has_same_signature(
-    bodies[0], eqn
-  ):
+  is_complete = len(bodies) == 1 and all(x is not None for x in fields)
+  if not is_complete or not _eqns.has_same_signature(bodies[0], eqn):
     return None
   return ShardMap(bodies[0], *fields)
 

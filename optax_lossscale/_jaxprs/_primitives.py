@@ -34,7 +34,7 @@ WEIGHT_PRESERVING = DATA_MOVEMENT | BROADCASTING | {
   "reduce_precision", "reshard", "select_n", "split", "stop_gradient",
   "unstack",
 }  # fmt: skip
-_REDUCTIONS = {"reduce_sum", "reduce_window_sum", "reduce_prod"}
+_REDUCTIONS = {"reduce_sum", "reduce_prod"}
 _CUMULATIVE_REDUCTIONS = {"cumsum", "cumprod", "cumlogsumexp"}
 # These combine updates with an array at given indices. One of them computes the
 # gradient of a gather, such as an embedding.
@@ -54,16 +54,15 @@ def has_castable_dtypes(eqn: core.JaxprEqn) -> bool:
   the angles of rotary embeddings; an inner product of vectors, which is a sum;
   and a matmul whose ``precision=`` is the highest one or an algorithm.
   """
-  is_contraction = CONTRACTION_PREDICATES.get(
-    eqn.primitive.name, lambda eqn: False
-  )
+  multiplies_matrices = CONTRACTION_PREDICATES.get(eqn.primitive.name)
   precision: Any = eqn.params.get("precision")
   precisions = precision if isinstance(precision, tuple) else (precision,)
   castable_precisions = (None, lax.Precision.DEFAULT, lax.Precision.HIGH)
   return (
-    "preferred_element_type" in eqn.params
+    multiplies_matrices is not None
+    and "preferred_element_type" in eqn.params
     and all(x in castable_precisions for x in precisions)
-    and is_contraction(eqn)
+    and multiplies_matrices(eqn)
   )
 
 
@@ -141,6 +140,11 @@ CONTRACTION_PREDICATES = {
 def _count_dot_flops(eqn: Any) -> int:
   """Count the FLOPs of a ``dot_general``."""
   (contracting_dims, _), _ = eqn.params["dimension_numbers"]
+  return _count_contraction_flops(eqn, contracting_dims)
+
+
+def _count_contraction_flops(eqn: Any, contracting_dims: Any) -> int:
+  """Count the FLOPs if each entry of the result contracts these axes."""
   lhs = eqn.invars[0].aval.shape
   contraction_size = math.prod(lhs[axis] for axis in contracting_dims)
   return 2 * contraction_size * math.prod(eqn.outvars[0].aval.shape)
@@ -154,14 +158,13 @@ def _count_ragged_dot_flops(eqn: Any) -> int:
   """
   dimension_numbers = eqn.params["ragged_dot_dimension_numbers"]
   (contracting_dims, _), _ = dimension_numbers.dot_dimension_numbers
-  lhs, _, group_sizes = (v.aval.shape for v in eqn.invars[:3])
-  contraction_size = math.prod(lhs[axis] for axis in contracting_dims)
-  num_multiplies = contraction_size * math.prod(eqn.outvars[0].aval.shape)
+  flops = _count_contraction_flops(eqn, contracting_dims)
   (ragged_dim,) = dimension_numbers.lhs_ragged_dimensions
-  if ragged_dim in contracting_dims:
-    # Each group contracts its own terms only, and has a result for itself.
-    num_multiplies //= group_sizes[-1]
-  return 2 * num_multiplies
+  if ragged_dim not in contracting_dims:
+    return flops
+  # Each group contracts its own terms only, and has a result for itself.
+  num_groups = eqn.invars[2].aval.shape[-1]
+  return flops // num_groups
 
 
 def _count_conv_flops(eqn: Any) -> int:
@@ -235,8 +238,11 @@ def get_collective_axes(eqn: core.JaxprEqn) -> tuple[Any, ...]:
   if eqn.primitive.name not in PERMUTING_COLLECTIVES:
     # All other collectives have an effect for each axis.
     effects: Any = eqn.effects
-    is_named = lambda effect: type(effect).__name__ == "NamedAxisEffect"
-    return tuple(effect.name for effect in filter(is_named, effects))
+    return tuple(
+      effect.name
+      for effect in effects
+      if type(effect).__name__ == "NamedAxisEffect"
+    )
   axis_names: Any = eqn.params.get("axis_name")
   is_single = not isinstance(axis_names, (tuple, list))
   return (axis_names,) if is_single else tuple(axis_names)
@@ -244,9 +250,9 @@ def get_collective_axes(eqn: core.JaxprEqn) -> tuple[Any, ...]:
 
 def is_noop_reduce_precision(eqn: core.JaxprEqn) -> bool:
   """Return whether an equation rounds an array to the format it already has."""
-  aval: Any = eqn.invars[0].aval if eqn.invars else None
   if eqn.primitive.name != "reduce_precision":
     return False
+  aval: Any = eqn.invars[0].aval
   finfo: Any = jnp.finfo(aval.dtype)
   bits = eqn.params.get("exponent_bits"), eqn.params.get("mantissa_bits")
   return bits == (finfo.nexp, finfo.nmant)
@@ -256,8 +262,7 @@ def get_exponent(eqn: core.JaxprEqn) -> float | None:
   """Return the exponent of a power that the program contains; else None."""
   if eqn.primitive.name == "integer_pow":
     return eqn.params["y"]
-  is_power = eqn.primitive.name == "pow"
-  exponent = eqn.invars[1] if is_power else None
+  exponent = eqn.invars[1] if eqn.primitive.name == "pow" else None
   return exponent.val if isinstance(exponent, core.Literal) else None
 
 
@@ -292,7 +297,8 @@ def _count_colliding_updates(eqn: core.JaxprEqn) -> int:
   )
   # The last axis of the indices contains the coordinates of one index. Along a
   # batching axis, the updates go to different parts of the array.
-  axis_sizes = enumerate(indices.shape[:-1])
   return math.prod(
-    size for axis, size in axis_sizes if axis not in batching_dims
+    size
+    for axis, size in enumerate(indices.shape[:-1])
+    if axis not in batching_dims
   )

@@ -4,7 +4,7 @@ Reports identify a matmul by a label of these names, and ``keep_float32=`` of
 ``autocast`` selects it by them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import itertools
 from typing import Any, NamedTuple, TypeVar
 
@@ -120,17 +120,17 @@ class EqnNames(NamedTuple):
       if any(full_name[:n])  # A key may be empty.
     }
 
+  def line_prefixes(self) -> list[str]:
+    """Return the names that may precede a line to select the equation."""
+    no_weights = [] if self.param_path else [NO_WEIGHTS]
+    return ["", *self.prefixes(), *no_weights]
+
   def selectors(self) -> Iterator[str]:
     """Yield all names that select the equation: prefixes, lines and pairs."""
-    prefixes, line_selectors = (
-      self.prefixes(),
-      [x for y in self.lines for x in y.selectors],
-    )
-    yield from prefixes
-    yield from line_selectors
-    line_prefixes = [*prefixes] if self.param_path else [*prefixes, NO_WEIGHTS]
-    for pair in itertools.product(line_prefixes, line_selectors):
-      yield format_location(*pair)
+    yield from self.prefixes()
+    line_selectors = [x for line in self.lines for x in line.selectors]
+    pairs = itertools.product(self.line_prefixes(), line_selectors)
+    yield from itertools.starmap(format_location, pairs)
 
   def candidate_labels(self) -> list[str]:
     """Return the names without lines that a label may consist of.
@@ -230,9 +230,9 @@ class EqnLocation(NamedTuple):
     loss scale is.
     """
     # JAX records only these names of derivatives, the outermost one first.
-    names = (x.name for x in self.name_stack if _is_transform(x))
-    derivatives = (name for name in names if name in ("jvp", "transpose"))
-    return next(derivatives, "") == "transpose"
+    transforms = [x.name for x in self.name_stack if _is_transform(x)]
+    derivatives = [x for x in transforms if x in ("jvp", "transpose")]
+    return derivatives[:1] == ["transpose"]
 
   def push_scope(self, eqn: core.JaxprEqn) -> "EqnLocation":
     """Return the location of an equation, without its lines.
@@ -259,10 +259,15 @@ class EqnLocation(NamedTuple):
 
 def _join_scopes(stack: Sequence[Any], *excluded_types: type[str]) -> str:
   """Join the scopes of a name stack, except scopes of the excluded types."""
+  groups: list[list[str]] = [[]]  # Each transformation begins a group.
+  for entry in stack:
+    if _is_transform(entry):
+      groups.append([])
+    else:
+      groups[-1].append(entry.name)
   joined_parts: list[str] = []
   # The scopes that follow a transformation may repeat those before it.
-  for _, group in itertools.groupby(stack, _TransformGrouper()):
-    scopes = [x.name for x in group if not _is_transform(x)]
+  for scopes in groups:
     group_parts = [
       name
       for scope in scopes
@@ -279,29 +284,13 @@ def _join_scopes(stack: Sequence[Any], *excluded_types: type[str]) -> str:
   return "/".join(joined_parts)
 
 
-class _TransformGrouper:
-  """A stateful key for ``itertools.groupby`` on the entries of a name stack.
-
-  A group consists of consecutive transformations and the scopes that follow.
-  """
-
-  def __init__(self) -> None:
-    self._group, self._was_transform = 0, False
-
-  def __call__(self, scope: Any) -> int:
-    is_transform = _is_transform(scope)
-    self._group += is_transform and not self._was_transform
-    self._was_transform = is_transform
-    return self._group
-
-
 def has_scope(eqn: core.JaxprEqn, name: str) -> bool:
   """Return whether the name stack of an equation has a user's scope.
 
   The enclosing equations are not considered.
   """
   user_scopes = [x.name for x in _get_name_stack(eqn) if type(x.name) is str]
-  return any(name in scope.split("/") for scope in user_scopes if name in scope)
+  return any(name in scope.split("/") for scope in user_scopes)
 
 
 def tag_param_path(eqn: core.JaxprEqn, path: Sequence[str]) -> core.JaxprEqn:
@@ -322,9 +311,7 @@ def _extend_name_stack(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
   if not hasattr(source_info.name_stack, "extend"):
     return eqn  # This JAX stores scopes differently.
   name_stack = source_info.name_stack.extend(name)
-  return eqn.replace(
-    source_info=type(source_info)(source_info.traceback, name_stack)
-  )
+  return eqn.replace(source_info=source_info.replace(name_stack=name_stack))
 
 
 def _get_name_stack(eqn: core.JaxprEqn) -> tuple[Any, ...]:
@@ -363,31 +350,17 @@ def make_unique_labels(
   """
   # If a prefix occurs in the forward pass, only the matmuls of the forward pass
   # decide whether it is unique, since the backward pass has their derivatives.
-  names_by_prefix: dict[str, list[EqnNames]] = {}
-  for is_backward in False, True:
-    pass_names_by_prefix: dict[str, list[EqnNames]] = {}
-    for names in dict.fromkeys(
-      x for x, backward in sites if backward == is_backward
-    ):
-      for prefix in names.prefixes():
-        pass_names_by_prefix.setdefault(prefix, []).append(names)
-    names_by_prefix = pass_names_by_prefix | names_by_prefix
+  forward_names = [names for names, is_backward in sites if not is_backward]
+  backward_names = [names for names, is_backward in sites if is_backward]
+  names_by_prefix = {
+    **_group_names(backward_names, EqnNames.prefixes),
+    **_group_names(forward_names, EqnNames.prefixes),
+  }
   distinct_names = dict.fromkeys(names for names, _ in sites)
-  names_by_line: dict[_source_info.SourceLine, list[EqnNames]] = {}
-  for names in distinct_names:
-    for line in names.lines:
-      names_by_line.setdefault(line, []).append(names)
-  prefixes_by_names = {names: names.prefixes() for names in distinct_names}
-
-  def match_names(prefix: str, line: _source_info.SourceLine) -> list[EqnNames]:
-    """Return the names that a prefix with a line selects."""
-    if prefix == NO_WEIGHTS:
-      return [x for x in names_by_line[line] if not x.param_path]
-    return [
-      x
-      for x in names_by_line[line]
-      if not prefix or prefix in prefixes_by_names[x]
-    ]
+  names_by_line = _group_names(distinct_names, lambda names: names.lines)
+  line_prefixes = {
+    names: set(names.line_prefixes()) for names in distinct_names
+  }
 
   def make_label(names: EqnNames) -> tuple[str, str]:
     """Return the label and the line of an equation with these names."""
@@ -395,24 +368,35 @@ def make_unique_labels(
     unique_candidates = [
       x for x in candidates if _is_single_site(names_by_prefix.get(x, []))
     ]
-    fallbacks = [] if names.param_path else [NO_WEIGHTS]
-    prefixes = [*unique_candidates, *candidates, *fallbacks]
-    pairs = list(itertools.product(prefixes, names.lines))
+    no_weights = [] if names.param_path else [NO_WEIGHTS]
+    prefixes = [*unique_candidates, *candidates, *no_weights]
     unique_pairs = (
       (prefix, str(line))
-      for prefix, line in pairs
-      if all(_is_same_site(names, other) for other in match_names(prefix, line))
+      for prefix, line in itertools.product(prefixes, names.lines)
+      if all(
+        _is_same_site(names, other)
+        for other in names_by_line[line]
+        if prefix in line_prefixes[other]
+      )
     )
     nearest_line = str([*names.lines, ""][0])
-    prefix, source_line = next(
-      unique_pairs, ([*unique_candidates, *candidates][0], nearest_line)
-    )
-    return unique_candidates[0] if unique_candidates else format_location(
-      prefix, source_line
-    ), source_line
+    prefix, source_line = next(unique_pairs, (prefixes[0], nearest_line))
+    label = [*unique_candidates, format_location(prefix, source_line)][0]
+    return label, source_line
 
   labels = {names: make_label(names) for names in distinct_names}
   return [labels[names] for names, _ in sites]
+
+
+def _group_names(
+  sites: Iterable[EqnNames], get_keys: Callable[[EqnNames], Iterable[Any]]
+) -> dict[Any, list[EqnNames]]:
+  """Return for each key the distinct names that have it."""
+  groups: dict[Any, list[EqnNames]] = {}
+  for names in dict.fromkeys(sites):
+    for key in get_keys(names):
+      groups.setdefault(key, []).append(names)
+  return groups
 
 
 def _is_single_site(names: list[EqnNames]) -> bool:
@@ -422,17 +406,8 @@ def _is_single_site(names: list[EqnNames]) -> bool:
 
 def _is_same_site(a: EqnNames, b: EqnNames) -> bool:
   """Return whether two names may belong to one matmul and its derivatives."""
-  return a[:3] == b[:3] and _is_subsequence(a.lines, b.lines)
-
-
-def _is_subsequence(
-  a: tuple[_source_info.SourceLine, ...], b: tuple[_source_info.SourceLine, ...]
-) -> bool:
-  """Return whether the shorter of two tracebacks is a subsequence.
-
-  JAX drops lines from the tracebacks of some equations.
-  """
-  # `in` advances the iterator, so the lines must occur in this order.
-  shorter, longer = sorted([a, b], key=len)
+  # JAX drops lines from the tracebacks of some equations, so the shorter one
+  # must be a subsequence. `in` advances the iterator, which compares the order.
+  shorter, longer = sorted([a.lines, b.lines], key=len)
   longer_iter = iter(longer)
-  return all(line in longer_iter for line in shorter)
+  return a[:3] == b[:3] and all(line in longer_iter for line in shorter)

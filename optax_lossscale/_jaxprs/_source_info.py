@@ -52,8 +52,12 @@ class SourceLine(NamedTuple):
   def selectors(self) -> list[str]:
     """The names that select this line, its function or its file."""
     name = self.basename
-    file_selectors = f"{name} ({self.function})", f"{name}:{self.lineno}"
-    return [str(self), *file_selectors, name]
+    return [
+      str(self),
+      f"{name} ({self.function})",
+      f"{name}:{self.lineno}",
+      name,
+    ]
 
 
 def get_primitive_name(eqn: core.JaxprEqn) -> str:
@@ -107,17 +111,19 @@ def get_user_lines(
     traceback leads to the function that ``autocast`` wraps.
   """
   traceback: Any = eqn.source_info.traceback
-  debug_info = jaxpr.debug_info
-  file_name = getattr(debug_info, "func_filename", None)
-  first_lineno = getattr(debug_info, "func_lineno", None)
+  file_name = getattr(jaxpr.debug_info, "func_filename", None)
+  first_lineno = getattr(jaxpr.debug_info, "func_lineno", None)
   lines: list[SourceLine] = []
   for frame in traceback.frames if traceback else ():
     if frame.file_name.startswith(_AUTOCAST_DIR):
       return tuple(lines), True
     if is_user_file(frame.file_name):
-      lines.append(_line_from_frame(frame))
-    is_function_frame = frame.function_start_line == first_lineno
-    if is_function_frame and frame.file_name == file_name:
+      function = frame.function_name.rsplit("<locals>.", 1)[-1]
+      lines.append(SourceLine(frame.file_name, frame.line_num, function))
+    if (frame.file_name, frame.function_start_line) == (
+      file_name,
+      first_lineno,
+    ):
       break
   # In newer versions of JAX a traceback ends at the traced function.
   return tuple(lines), False
@@ -133,12 +139,6 @@ def strip_source_info(eqn: core.JaxprEqn) -> core.JaxprEqn:
   source_info: Any = eqn.source_info
   empty_stack = type(source_info.name_stack)()
   return eqn.replace(source_info=type(source_info)(None, empty_stack))
-
-
-def _line_from_frame(frame: Any) -> SourceLine:
-  """Convert a frame of a JAX traceback."""
-  function = frame.function_name.rsplit("<locals>.", 1)[-1]
-  return SourceLine(frame.file_name, frame.line_num, function)
 
 
 @functools.cache

@@ -85,11 +85,11 @@ class EqnVisit:
   @property
   def cond_branches(self) -> list[tuple[core.JaxprEqn, int]]:
     """The equation and the branch index of each enclosing ``cond``."""
-    pairs = [
-      (x.parent, x.body_index) for x in self.self_and_ancestors if x.parent
+    return [
+      (visit.parent.eqn, visit.body_index)
+      for visit in self.self_and_ancestors
+      if visit.parent and isinstance(visit.parent.hop, _higher_order.Cond)
     ]
-    is_cond = lambda visit: isinstance(visit.hop, _higher_order.Cond)
-    return [(visit.eqn, i) for visit, i in pairs if is_cond(visit)]
 
 
 def walk(
@@ -127,9 +127,8 @@ def walk(
     else ((eqn, None) for eqn in closed_jaxpr.jaxpr.eqns)
   )
   for eqn, eqn_used_outputs in eqns:
-    tagged_eqn = weights.tag_with_weight(eqn) if weights else eqn
     visit = EqnVisit(
-      tagged_eqn,
+      weights.tag_with_weight(eqn) if weights else eqn,
       closed_jaxpr,
       parent,
       body_index,

@@ -128,11 +128,11 @@ class JaxprWeights:
     if not self._has_weights() and not self._gradient_paths:
       return eqn
     if not _primitives.is_matmul(eqn):
-      return _provenance.tag_param_path(eqn, self._get_call_paths(eqn)[0])
+      return _provenance.tag_param_path(eqn, self._get_call_paths(eqn).prefix)
     # A weight among the operands has priority over a gradient as the result.
     paths = [
       *self.get_paths(eqn.invars[:2]),
-      _get_path(self._gradient_paths, eqn.outvars[0]),
+      *_get_paths(self._gradient_paths, eqn.outvars),
     ]
     return _provenance.tag_param_path(eqn, next(filter(None, paths), ()))
 
@@ -158,7 +158,7 @@ class JaxprWeights:
     """Return the cached paths of an equation."""
     if eqn not in self._call_paths:
       inputs = self.get_paths(eqn.invars)
-      outputs = [_get_path(self._gradient_paths, x) for x in eqn.outvars]
+      outputs = _get_paths(self._gradient_paths, eqn.outvars)
       self._call_paths[eqn] = _split_call_paths(eqn, inputs, outputs)
     return self._call_paths[eqn]
 
@@ -169,9 +169,8 @@ class JaxprWeights:
   def _propagate_forward(self, eqn: core.JaxprEqn) -> None:
     """Record the outputs of an equation that are weights."""
     paths = self.get_paths(eqn.invars)
-    if not any(path is not None for path in paths):
+    if all(path is None for path in paths):
       return
-    outs = eqn.outvars
     call_jaxpr = _eqns.get_call_jaxpr(eqn)
     if call_jaxpr is not None:  # A call may return a weight, such as a cast.
       prefix = self._get_call_paths(eqn).prefix
@@ -180,7 +179,7 @@ class JaxprWeights:
       paths = [path if path is None else (*prefix, *path) for path in paths]
     elif eqn.primitive.name not in _primitives.WEIGHT_PRESERVING:
       return
-    elif len(outs) == 1:
+    elif len(eqn.outvars) == 1:
       # The operands may include a mask or an index, which have no path. The
       # result of operands from two weights is neither of them.
       distinct_paths = {path for path in paths if path is not None}
@@ -191,30 +190,25 @@ class JaxprWeights:
       ]
     elif paths[0] is not None and len(paths) == 1:
       # A split: its outputs are the parts of one weight.
-      paths = [(*paths[0], str(i)) for i in range(len(outs))]
+      paths = [(*paths[0], str(i)) for i in range(len(eqn.outvars))]
     # Otherwise it is an `optimization_barrier`, with an output for each input.
-    self._weight_paths.update(_map_vars_to_paths(outs, paths))
+    self._weight_paths.update(_map_vars_to_paths(eqn.outvars, paths))
 
   def _propagate_backward(self, eqn: core.JaxprEqn) -> None:
     """Record the inputs of an equation that its output gradients consist of."""
-    paths = [_get_path(self._gradient_paths, x) for x in eqn.outvars]
+    paths = _get_paths(self._gradient_paths, eqn.outvars)
+    if all(path is None for path in paths):
+      return
     name = eqn.primitive.name
     call_jaxpr = _eqns.get_call_jaxpr(eqn)
-    if not any(path is not None for path in paths):
-      return
     if call_jaxpr is not None:
       prefix, _, body_suffixes = _split_call_paths(eqn, [], paths)
       body_weights = self._program.get_jaxpr_weights(
         call_jaxpr, body_suffixes[call_jaxpr.jaxpr]
       )
       # These inputs of the body are gradients that it passes on.
-      body_paths = [
-        _get_path(body_weights._gradient_paths, x)
-        for x in call_jaxpr.jaxpr.invars
-      ]
-      paths = [
-        path if path is None else (*prefix, *path) for path in body_paths
-      ]
+      paths = _get_paths(body_weights._gradient_paths, call_jaxpr.jaxpr.invars)
+      paths = [path if path is None else (*prefix, *path) for path in paths]
     elif (
       name not in _primitives.WEIGHT_PRESERVING | _LINEAR_SUMS | _CONCATENATIONS
     ):
@@ -254,7 +248,7 @@ def _split_call_paths(
     inputs: the weight path of each input.
     outputs: for each output the path of the weight whose gradient it is.
   """
-  if not any(path is not None for path in (*inputs, *outputs)):
+  if all(path is None for path in (*inputs, *outputs)):
     return _CallPaths()
   hop = _higher_order.parse_higher_order(eqn)
   # A loop changes its carry, so that is not a weight after the first iteration.
@@ -284,14 +278,21 @@ def _map_vars_to_paths(
   atoms: Sequence[Any], paths: Sequence[WeightPath]
 ) -> dict[Any, WeightPath]:
   """Return the paths by variable, without literals and values without path."""
-  pairs = zip(atoms, paths, strict=False)
-  is_literal = lambda x: isinstance(x, core.Literal)
-  return {x: p for x, p in pairs if p is not None and not is_literal(x)}
+  return {
+    atom: path
+    for atom, path in zip(atoms, paths, strict=False)
+    if path is not None and not isinstance(atom, core.Literal)
+  }
 
 
-def _get_path(paths: dict[Any, WeightPath], atom: Any) -> WeightPath:
-  """Return the path of a variable or literal; None if it has none."""
-  return None if isinstance(atom, core.Literal) else paths.get(atom)
+def _get_paths(
+  paths: dict[Any, WeightPath], atoms: Sequence[Any]
+) -> list[WeightPath]:
+  """Return the path of each variable or literal; None if it has none."""
+  return [
+    None if isinstance(atom, core.Literal) else paths.get(atom)
+    for atom in atoms
+  ]
 
 
 def _get_static_slice_index(eqn: core.JaxprEqn) -> tuple[str, ...]:
