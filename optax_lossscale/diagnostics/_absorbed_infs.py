@@ -6,7 +6,7 @@ gradients are wrong or zero. The tags make these operands outputs of the traced
 function.
 """
 
-from collections.abc import Callable
+import operator
 from typing import Any
 
 from jax.ad_checkpoint import checkpoint_name
@@ -88,7 +88,7 @@ class _Tagger:
         for eqn in open_jaxpr.eqns
         for new_eqn in self._tag_eqn(eqn, defining_eqns, location)
       ]
-      is_unchanged = all(map(lambda a, b: a is b, new_eqns, open_jaxpr.eqns))
+      is_unchanged = all(map(operator.is_, new_eqns, open_jaxpr.eqns))
       self._jaxprs[key] = (
         jaxpr
         if is_unchanged
@@ -112,14 +112,17 @@ class _Tagger:
     index = _get_absorbing_operand(eqn)
     if index is None or not _is_from_half(eqn.invars[index], defining_eqns):
       return [eqn]
-    if eqn.primitive.name.startswith("exp") and _is_square(
-      eqn.invars[index], defining_eqns
-    ):
+    is_exp = eqn.primitive.name.startswith("exp")
+    if is_exp and _is_square(eqn.invars[index], defining_eqns):
       return [eqn]
-    tag = _tags.format_tag(_tags.Tag("absorbed", 0, eqn.primitive.name))
-    replacement = _eqns.trace_replacement_eqns(
-      _make_tagged_fun(eqn, index, tag), eqn
-    )
+
+    def eval_with_tag(*operands: Any) -> list[Any]:
+      tag = _tags.format_tag(_tags.Tag("absorbed", 0, eqn.primitive.name))
+      tagged = list(operands)
+      tagged[index] = checkpoint_name(tagged[index], tag)
+      return _eqns.eqn_as_fun(eqn)(*tagged)
+
+    replacement = _eqns.trace_replacement_eqns(eval_with_tag, eqn)
     return [eqn] if replacement is None else replacement[0]
 
   def _tag_subjaxprs(
@@ -129,28 +132,13 @@ class _Tagger:
     if is_hijax or _higher_order.parse_higher_order(eqn) is None:
       return eqn
     tag_body = lambda jaxpr: self.tag_jaxpr(jaxpr, location)
-    bodies = list(_eqns.subjaxprs(eqn))
-
-    def tag_bodies() -> core.JaxprEqn:
-      return _eqns.map_subjaxprs(eqn, tag_body)
-
-    tagged_eqn = _higher_order.call_in_eqn_context(eqn, tag_bodies)
-    new_bodies = _eqns.subjaxprs(tagged_eqn)
-    is_unchanged = all(map(lambda a, b: a.jaxpr is b.jaxpr, bodies, new_bodies))
+    tagged_eqn = _higher_order.call_in_eqn_context(
+      eqn, lambda: _eqns.map_subjaxprs(eqn, tag_body)
+    )
+    bodies = [x.jaxpr for x in _eqns.subjaxprs(eqn)]
+    new_bodies = [x.jaxpr for x in _eqns.subjaxprs(tagged_eqn)]
+    is_unchanged = all(map(operator.is_, bodies, new_bodies))
     return eqn if is_unchanged else tagged_eqn
-
-
-def _make_tagged_fun(
-  eqn: core.JaxprEqn, index: int, tag: str
-) -> Callable[..., list[Any]]:
-  """Return a function that evaluates an equation with a tagged operand."""
-
-  def fun(*operands: Any) -> list[Any]:
-    tagged = list(operands)
-    tagged[index] = checkpoint_name(tagged[index], tag)
-    return _eqns.eqn_as_fun(eqn)(*tagged)
-
-  return fun
 
 
 def _get_absorbing_operand(eqn: core.JaxprEqn) -> int | None:
@@ -194,10 +182,6 @@ def _is_large_factor(atom: Any, is_divisor: bool) -> bool:
   return bool(np.all(is_large))
 
 
-def _has_inf(value: Any) -> bool:
-  return bool(np.isinf(np.asarray(value, np.float32)).any())
-
-
 def _find_defining_eqn(
   atom: Any, defining_eqns: dict[Any, core.JaxprEqn]
 ) -> core.JaxprEqn | None:
@@ -210,19 +194,19 @@ def _is_from_half(
 ) -> bool:
   """Return whether an operand may hold an inf of float16 or float8."""
   dtype: Any = getattr(atom.aval, "dtype", None)
-  is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-  if not is_float:
+  if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
     return False
   if _arrays.has_narrow_range(dtype):
-    is_literal = isinstance(atom, core.Literal)
-    return not is_literal or _has_inf(atom.val)
+    if not isinstance(atom, core.Literal):
+      return True
+    return bool(np.isinf(np.asarray(atom.val, np.float32)).any())
   eqn = _find_defining_eqn(atom, defining_eqns)
   if eqn is None or eqn.primitive.name not in _CHAIN_PRIMITIVES:
     return False
   # The matmuls of `autocast` are compared with float32.
-  is_autocast = _provenance.EqnLocation().push_scope(eqn).matmul_dtypes
+  autocast_dtypes = _provenance.EqnLocation().push_scope(eqn).matmul_dtypes
   return (
     depth < _MAX_CHAIN_LENGTH
-    and is_autocast is None
+    and autocast_dtypes is None
     and any(_is_from_half(x, defining_eqns, depth + 1) for x in eqn.invars)
   )

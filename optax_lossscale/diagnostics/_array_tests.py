@@ -6,6 +6,7 @@ finite.
 """
 
 from collections.abc import Callable, Iterable
+import functools
 from typing import Any
 
 import jax
@@ -35,12 +36,12 @@ def list_nonfinite(arrays: Iterable[Any]) -> list[int]:
 
 def has_inf(x: Any) -> bool:
   """Return whether an array contains inf."""
-  return bool(_test_floats(_has_inf, x))
+  return bool(_test_floats(jnp.isinf, x))
 
 
 def has_nan(x: Any) -> bool:
   """Return whether an array contains NaN."""
-  return bool(_test_floats(_has_nan, x))
+  return bool(_test_floats(jnp.isnan, x))
 
 
 def is_any_nonzero(arrays: Iterable[Any]) -> bool:
@@ -70,7 +71,7 @@ def count_different(pairs: Iterable[tuple[Any, Any]]) -> int:
 
 def count_nonzero(arrays: Iterable[Any]) -> int:
   """Return the number of entries of all arrays that are not zero."""
-  return sum(int(_count_nonzero(x)) for x in arrays)
+  return sum(int(jnp.count_nonzero(x)) for x in arrays)
 
 
 def compute_amax(arrays: Iterable[Any]) -> float:
@@ -78,25 +79,19 @@ def compute_amax(arrays: Iterable[Any]) -> float:
   return max(map(float, map(_amax, arrays)), default=0.0)
 
 
-def _test_floats(test: Callable[[Any], Any], x: Any) -> Any:
-  """Return the result of a test; False if the entries are not floats."""
+def _test_floats(predicate: Callable[[Any], Any], x: Any) -> Any:
+  """Return whether any entry satisfies a predicate; False unless floats."""
   is_float = _arrays.is_inexact(x) and not _avals.is_ref(jax.typeof(x))
-  return is_float and test(x)
+  return is_float and _any_entry(predicate, x)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnums=0)
+def _any_entry(predicate: Callable[[Any], Any], x: Any) -> jax.Array:
+  return predicate(_arrays.upcast_for_reduction(x)).any()
+
+
 def _is_nonfinite(x: Any) -> jax.Array:
-  return ~jnp.isfinite(_arrays.upcast_for_reduction(x)).all()
-
-
-@jax.jit
-def _has_inf(x: Any) -> jax.Array:
-  return jnp.isinf(_arrays.upcast_for_reduction(x)).any()
-
-
-@jax.jit
-def _has_nan(x: Any) -> jax.Array:
-  return jnp.isnan(_arrays.upcast_for_reduction(x)).any()
+  return ~jnp.isfinite(x)
 
 
 @jax.jit
@@ -123,11 +118,6 @@ def _checksum(x: Any) -> jax.Array:
 @jax.jit
 def _count_different(x: Any, y: Any) -> jax.Array:
   return jnp.count_nonzero(x != y)
-
-
-@jax.jit
-def _count_nonzero(x: Any) -> jax.Array:
-  return jnp.count_nonzero(x)
 
 
 @jax.jit

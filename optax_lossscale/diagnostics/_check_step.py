@@ -170,12 +170,15 @@ def check_step(
         " For a gradient alone, use find_overflow and compare_precision."
       )
     # The updates are needed only if few or no parameters change.
-    traced = full_traced.drop_kinds({"new_updates"})
-    updates = full_traced.restrict_to_kinds({"new_updates"})
+    is_update = [x.kind == "new_updates" for x in full_traced.outputs]
+    updates = full_traced.restrict_outputs(is_update)
+    traced = full_traced.restrict_outputs([not x for x in is_update])
     results = _run_reports(traced, updates, progress_line)
     problems, passed = _judge_results(traced, results, progress_line)
-  limitations = [*results.returned.limitations]
-  limitations += _describe_unchecked(traced, results)
+  limitations = [
+    *results.returned.limitations,
+    *_describe_unchecked(traced, results),
+  ]
   return StepCheck(
     problems=tuple(problems),
     passed=tuple(passed),
@@ -226,19 +229,19 @@ def _judge_results(
 ) -> tuple[list[_problems.Problem], list[str]]:
   """Return the problems of a step, and the checks that passed."""
   precision, search, comparison, returned = results
-  mistakes = [
-    *returned.mistakes,
-    *search.mistakes,
-    *(comparison.mistakes if comparison else ()),
-  ]
+  mistakes = dict.fromkeys(
+    [
+      *returned.mistakes,
+      *search.mistakes,
+      *(comparison.mistakes if comparison else ()),
+    ]
+  )
   # A step may skip update on purpose, for example to accumulate gradients. It
   # is a problem only together with an overflow: the branch may test for it.
   has_run = _scaling_mistakes.UPDATE_NOT_RUN not in search.mistakes
-  is_problem = lambda x: (
-    x is not _scaling_mistakes.UPDATE_NOT_RUN or search.origin
-  )
-  unique_mistakes = filter(is_problem, dict.fromkeys(mistakes))
-  problems = [_problems.Problem(*mistake) for mistake in unique_mistakes]
+  if search.origin is None:
+    mistakes.pop(_scaling_mistakes.UPDATE_NOT_RUN, None)
+  problems = [_problems.Problem(*mistake) for mistake in mistakes]
   numeric_problems = _find_numeric_problems(traced, results, has_run, progress)
   passed: list[str] = []
   if not problems and not numeric_problems:

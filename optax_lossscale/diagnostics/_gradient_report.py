@@ -123,29 +123,25 @@ class GradientReport(_report_format.PrintedReport):
   def _format_conclusion(self) -> str:
     """Return the fraction that the cast loses, and a better loss scale."""
     total = self.total
-    low, high = total.log2_scale_range or (None, None)
     if total.nonfinite_fraction:
       return (
-        f"{_format_percent(total.nonfinite_fraction)} of the gradient"
-        " entries are inf"
-        " or NaN: find the operation with find_overflow."
+        f"{_format_entries(total.nonfinite_fraction)} are inf or NaN: find the"
+        " operation with find_overflow."
       )
-    if low is None or high is None:
+    if total.log2_scale_range is None:
       return "All gradient entries are zero."
+    low, high = total.log2_scale_range
     if total.overflow_fraction:
       return (
-        f"{_format_percent(total.overflow_fraction)} of the gradient"
-        " entries overflow:"
-        f" lower the loss scale to 2**{high}."
+        f"{_format_entries(total.overflow_fraction)} overflow: lower the loss"
+        f" scale to 2**{high}."
       )
-    entries_text = (
-      f"{_format_percent(total.underflow_fraction)} of the gradient entries"
-    )
     if not total.underflow_fraction:
       return "No gradient entry overflows or underflows."
+    entries = _format_entries(total.underflow_fraction)
     if self.loss_scale < 2.0**low:
-      return f"{entries_text} underflow: raise the loss scale to 2**{low}."
-    return f"{entries_text} underflow, as few as possible without an overflow."
+      return f"{entries} underflow: raise the loss scale to 2**{low}."
+    return f"{entries} underflow, as few as possible without an overflow."
 
 
 @_transfer_guard.allow_transfers
@@ -267,9 +263,10 @@ def _as_row(
   amax, amin, *counts = stats
   fractions = [int(count) / max(header[-1], 1) for count in counts]
   log2_scale_range = _compute_log2_scale_range(amax, amin, limits)
-  amin = amin if amax > 0 else 0.0
-  measured_fields = float(amax), float(amin), *fractions
-  return GradientStats._make((*header, *measured_fields, log2_scale_range))
+  smallest_nonzero = float(amin) if amax > 0 else 0.0
+  return GradientStats._make(
+    (*header, float(amax), smallest_nonzero, *fractions, log2_scale_range)
+  )
 
 
 def _compute_log2_scale_range(
@@ -286,9 +283,10 @@ def _compute_log2_scale_range(
   return max(min(low, high), -max_log2_scale), high
 
 
-def _format_percent(fraction: float) -> str:
+def _format_entries(fraction: float) -> str:
   """Format a nonzero fraction so that it does not look like zero."""
-  return f"{fraction:.1%}" if fraction >= 0.0005 else "Fewer than 0.1%"
+  percentage = f"{fraction:.1%}" if fraction >= 0.0005 else "Fewer than 0.1%"
+  return f"{percentage} of the gradient entries"
 
 
 def _as_cells(row: GradientStats) -> dict[str, str]:

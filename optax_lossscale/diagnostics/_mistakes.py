@@ -1,6 +1,6 @@
 """The messages of reports on mistakes in a training step."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -21,8 +21,8 @@ class Mistake(NamedTuple):
 
 def fill_in_names(
   mistake: Mistake,
-  names: Sequence[str],
-  all_names: Collection[str],
+  names: Sequence[str] = (),
+  all_names: Sequence[str] = (),
   **kwargs: Any,
 ) -> Mistake:
   """Insert names into a message; none if all gradients are affected."""

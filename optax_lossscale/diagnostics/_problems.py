@@ -91,10 +91,10 @@ def find_numeric_problems(
     problems += _find_precision_problems(report, loss_scale, is_scale_cause)
   # The comparison only knows matmuls. Report the overflow of another operation
   # first if it is in the forward pass, and else if nothing explains it.
-  is_forward = origin is not None and not origin.backward
-  if origin is not None and is_forward and not origin.in_autocast:
-    return [_as_problem(origin), *problems]
-  return problems or [_as_problem(x) for x in (origin,) if x is not None]
+  if origin is None:
+    return problems
+  is_explained = problems and (origin.backward or origin.in_autocast)
+  return problems if is_explained else [_as_problem(origin), *problems]
 
 
 def _find_precision_problems(
@@ -262,7 +262,7 @@ def _list_zero_grads(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> Iterator[tuple[list[_scale_dependence.Output], str]]:
   """Yield the gradients of each `update` that ran and receives only zeros."""
-  applied_flags = _scaling_mistakes.read_applied_flags(traced.outputs, outs)
+  applied_flags = _scaling_mistakes.read_applied_flags(traced, outs)
   for i, flag in enumerate(applied_flags):
     pairs = [
       (output, out)
@@ -290,10 +290,7 @@ def _find_log2_increase(
   if run_step is None or not traced.scale_indices:
     return None
   for log2_increase in _LOG2_INCREASES:
-    inputs = _scaling_mistakes.scale_inputs(
-      traced.inputs, traced.scale_indices, 2.0**log2_increase
-    )
-    outs = run_step(inputs)
+    outs = run_step(traced.scale_inputs(2.0**log2_increase))
     values = [
       x
       for output, x in zip(traced.outputs, outs, strict=True)

@@ -58,23 +58,24 @@ def check_dependence(
     The mistakes; None if no result is an optimizer state or depends on what any
     `update` returns, so that the step seems to be a part of another one.
   """
+  outvars = traced.closed_jaxpr.jaxpr.outvars
   results = [
-    x for x in traced.outputs if x.kind in _scale_dependence.RETURNED_KINDS
+    (x, _eqns.get_shape(var))
+    for x, var in zip(traced.outputs, outvars, strict=True)
+    if x.kind in _scale_dependence.RETURNED_KINDS
   ]
   states = [x for x in traced.outputs if x.kind == "state_scale"]
   update_shapes = list(map(_eqns.get_shape, updates.closed_jaxpr.jaxpr.outvars))
-  pairs = zip(traced.outputs, traced.closed_jaxpr.jaxpr.outvars, strict=True)
   returned_params = frozenset().union(
     *(
       x.new_updates
-      for x, var in pairs
-      if x.kind in _scale_dependence.RETURNED_KINDS
-      and _may_be_param(_eqns.get_shape(var), update_shapes)
+      for x, shape in results
+      if _may_be_param(shape, update_shapes)
     )
   )
   # A state may be returned as a list of leaves, which nothing identifies.
   returned_states = frozenset().union(
-    *(x.new_scales for x in states or results)
+    *(x.new_scales for x in states or [x for x, _ in results])
   )
   if not states and not returned_params and not returned_states:
     return None
@@ -85,21 +86,25 @@ def check_dependence(
       mistakes[_OLD_STATE if states else _NO_STATE] = None
     if i in indices_with_updates - returned_params:
       mistakes[NO_PARAMS] = None
-  has_old_inner_state = not mistakes and _returns_old_inner_state(traced)
-  return [_OLD_INNER_STATE] if has_old_inner_state else list(mistakes)
+  if not mistakes and _has_old_inner_state(results):
+    return [_OLD_INNER_STATE]
+  return list(mistakes)
 
 
-def _returns_old_inner_state(traced: _tracing.TracedFunction) -> bool:
+def _has_old_inner_state(
+  results: Sequence[tuple[_scale_dependence.Output, tuple[int, ...]]],
+) -> bool:
   """Return whether no array of an inner state depends on the gradients.
 
   Moments may restart from zero, but then they depend on them, too.
+
+  Args:
+    results: the results of the step, and their shapes.
   """
-  pairs = zip(traced.outputs, traced.closed_jaxpr.jaxpr.outvars, strict=True)
   depends = [
     output.depends_on_update
-    for output, var in pairs
-    if output.kind in _scale_dependence.RETURNED_KINDS
-    and _eqns.get_shape(var)
+    for output, shape in results
+    if shape
     and "inner_state" in output.name.split("/")
     and "hyperparams" not in output.name.split("/")
   ]

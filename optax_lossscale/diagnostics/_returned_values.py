@@ -101,9 +101,9 @@ class ReturnedValues(NamedTuple):
     passed: what the step returns correctly, in sentences.
   """
 
-  mistakes: list[_mistakes.Mistake]
-  limitations: list[str]
-  passed: list[str]
+  mistakes: Sequence[_mistakes.Mistake] = ()
+  limitations: Sequence[str] = ()
+  passed: Sequence[str] = ()
 
 
 def check_returned_values(
@@ -123,56 +123,52 @@ def check_returned_values(
     outs: the outputs of the step.
   """
   subject = "what the step returns"
-  flags = _scaling_mistakes.read_applied_flags(traced.outputs, outs)
+  flags = _scaling_mistakes.read_applied_flags(traced, outs)
   ran_indices = [i for i, flag in enumerate(flags) if (flag >= 0).any()]
   if traced.unreached_locations or not ran_indices:
-    return ReturnedValues([], [], [])
+    return ReturnedValues()
   if _uses_refs(traced):
-    return ReturnedValues([], [f"{subject}, since it uses a Ref"], [])
+    return ReturnedValues(limitations=[f"{subject}, since it uses a Ref"])
   mistakes = _result_dependence.check_dependence(traced, updates, ran_indices)
   if mistakes is None:
     reason = "neither new parameters nor a new opt_state are among its results"
-    return ReturnedValues([], [f"{subject}: {reason}"], [])
+    return ReturnedValues(limitations=[f"{subject}: {reason}"])
   if mistakes == [
     _result_dependence.NO_PARAMS
   ] and _result_dependence.converts_to_integers(traced):
     reason = "it converts floats to integers, which are not followed"
-    return ReturnedValues([], [f"{subject}, since {reason}"], [])
+    return ReturnedValues(limitations=[f"{subject}, since {reason}"])
   if mistakes:
-    return ReturnedValues(mistakes, [], [])
+    return ReturnedValues(mistakes)
   passed = ["the new parameters and the new loss-scale state are returned"]
   if not traced.scale_indices and any(
     name.endswith("loss_scale") for name in traced.input_names
   ):
-    return ReturnedValues([_UNUSED_STATE], [], [])
-  if run_step is None or not traced.scale_indices:
-    reason = (
-      "it has side effects, such as an io_callback with a result"
-      if run_step is None
-      else "its loss scale is not among its arguments"
-    )
-    limitation = f"{subject} after an overflow, since {reason}"
-    return ReturnedValues([], [limitation], passed)
-  run_scaled = lambda factor: run_step(
-    _scaling_mistakes.scale_inputs(traced.inputs, traced.scale_indices, factor)
-  )
+    return ReturnedValues([_UNUSED_STATE])
+  subject = f"{subject} after an overflow"
+  if run_step is None:
+    reason = "it has side effects, such as an io_callback with a result"
+    return ReturnedValues([], [f"{subject}, since {reason}"], passed)
+  if not traced.scale_indices:
+    reason = "its loss scale is not among its arguments"
+    return ReturnedValues([], [f"{subject}, since {reason}"], passed)
+  run_scaled = lambda factor: run_step(traced.scale_inputs(factor))
   try:
     # Wait for the results, since an error of a callback is raised with them.
     overflow_outs = jax.block_until_ready(run_scaled(math.inf))
   except Exception:  # JAX raises errors of callbacks as several types.
-    limitation = f"{subject} after an overflow, since it raises an error then"
-    return ReturnedValues([], [limitation], passed)
-  overflow_flags = _scaling_mistakes.read_applied_flags(
-    traced.outputs, overflow_outs
-  )
+    reason = "it raises an error then"
+    return ReturnedValues([], [f"{subject}, since {reason}"], passed)
+  overflow_flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
   flag_pairs = list(zip(flags, overflow_flags, strict=True))
-  unchanged_mistakes, limitations = _check_changes(
-    traced, updates, outs, overflow_outs, flag_pairs
+  findings = list(
+    _check_changes(traced, updates, outs, overflow_outs, flag_pairs)
   )
+  limitations = [x for x in findings if isinstance(x, str)]
   mistakes = [
     *_find_hidden_overflows(traced, overflow_outs),
     *_check_state_after_overflow(traced, overflow_outs, flag_pairs),
-    *unchanged_mistakes,
+    *(x for x in findings if isinstance(x, _mistakes.Mistake)),
     *_check_copies(traced, outs),
   ]
   # Further runs, which are not needed if there is a mistake.
@@ -233,8 +229,7 @@ def _check_state_after_overflow(
 
 def _list_states(traced: _tracing.TracedFunction) -> list[frozenset[int]]:
   """Return the updates that each loss-scale state of the results depends on."""
-  states = [x for x in traced.outputs if x.kind == "state_scale"]
-  return [state.new_scales for state in states]
+  return [x.new_scales for x in traced.outputs if x.kind == "state_scale"]
 
 
 def _has_update_without(flags: Sequence[tuple[frozenset[int], bool]]) -> bool:
@@ -274,7 +269,7 @@ def _find_hidden_overflows(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[_mistakes.Mistake]:
   """Return a mistake if an overflow is hidden from each `update` that ran."""
-  mistakes = _scaling_mistakes.check_applied_flags(traced.outputs, outs)
+  mistakes = _scaling_mistakes.check_applied_flags(traced, outs)
   return [x for x in mistakes if x is not _scaling_mistakes.UPDATE_NOT_RUN]
 
 
@@ -293,7 +288,7 @@ def _check_larger_scales(
   groups = {group for _, group in unscaled}
   for log2_increase in _LOG2_INCREASES if groups else ():
     outs = run_scaled(2.0**log2_increase)
-    flags = _scaling_mistakes.read_applied_flags(traced.outputs, outs)
+    flags = _scaling_mistakes.read_applied_flags(traced, outs)
     if any((flag == 0).any() for flag in flags):
       break
     indices = _array_tests.list_nonfinite([outs[i] for i, _ in unscaled])
@@ -310,7 +305,7 @@ def _check_changes(
   outs: Sequence[Any],
   overflow_outs: Sequence[Any],
   flag_pairs: Sequence[tuple[Any, Any]],
-) -> tuple[list[_mistakes.Mistake], list[str]]:
+) -> Iterator[_mistakes.Mistake | str]:
   """Check that a step changes the parameters.
 
   Args:
@@ -320,11 +315,9 @@ def _check_changes(
     overflow_outs: its outputs after an overflow, with the old parameters.
     flag_pairs: for each `update`, its flags in the step and after an overflow.
 
-  Returns:
-    The mistakes, and what could not be checked.
+  Yields:
+    Mistakes, and sentences on what could not be checked.
   """
-  mistakes: list[_mistakes.Mistake] = []
-  limitations: list[str] = []
   triples = list(zip(traced.outputs, outs, overflow_outs, strict=True))
   is_compared = [
     (flag == 1).all() and (overflow_flag == 0).all()
@@ -348,12 +341,9 @@ def _check_changes(
     )
     update_leaves = run_updates(group.inputs)
     if has_changed:
-      mistakes += _check_lost_fraction(pairs, update_leaves)
+      yield from _check_lost_fraction(pairs, update_leaves)
     else:
-      found = _explain_unchanged_params([x for x, _ in pairs], update_leaves)
-      mistakes += found[0]
-      limitations += found[1]
-  return mistakes, limitations
+      yield from _explain_unchanged_params([x for x, _ in pairs], update_leaves)
 
 
 def _check_copies(
@@ -364,33 +354,31 @@ def _check_copies(
     is_returned = output.kind in _scale_dependence.RETURNED_KINDS
     is_new = output.new_updates or output.new_scales
     if is_returned and is_new and _array_tests.has_different_copies(x):
-      return [
-        _mistakes.fill_in_names(_DIFFERENT_COPIES, [], [], name=output.name)
-      ]
+      return [_mistakes.fill_in_names(_DIFFERENT_COPIES, name=output.name)]
   return []
 
 
 def _explain_unchanged_params(
   params: Sequence[Any], updates: Sequence[Any]
-) -> tuple[list[_mistakes.Mistake], list[str]]:
-  """Return why a step returns the old parameters: mistakes and limitations."""
+) -> Iterator[_mistakes.Mistake | str]:
+  """Yield why a step returns the old parameters: a mistake or a limitation."""
   update_amax = _array_tests.compute_amax(updates)
   if update_amax == 0:
-    return [], []
+    return
   dtypes = sorted({x.dtype for x in params}, key=str)
   # No number changes only if each update is smaller than the distance to the
   # next number.
   eps = max(map(_get_eps, dtypes))
-  if update_amax > eps * _array_tests.compute_amax(params):
-    return [_UNCHANGED_PARAMS], []
   text = " and ".join(map(str, dtypes))
-  if eps <= _FLOAT32_EPS:
-    limitation = (
+  if update_amax > eps * _array_tests.compute_amax(params):
+    yield _UNCHANGED_PARAMS
+  elif eps <= _FLOAT32_EPS:
+    yield (
       f"whether the parameters change: the updates of this step are too small"
       f" for {text}, as at the beginning of a warm-up"
     )
-    return [], [limitation]
-  return [_mistakes.fill_in_names(_LOST_UPDATES, [], [], dtype=text)], []
+  else:
+    yield _mistakes.fill_in_names(_LOST_UPDATES, dtype=text)
 
 
 def _may_lose_updates(pairs: Sequence[tuple[Any, Any]]) -> bool:
@@ -403,7 +391,7 @@ def _may_lose_updates(pairs: Sequence[tuple[Any, Any]]) -> bool:
 
 def _check_lost_fraction(
   pairs: Sequence[tuple[Any, Any]], updates: Sequence[Any]
-) -> list[_mistakes.Mistake]:
+) -> Iterator[_mistakes.Mistake]:
   """Check that a step changes most parameters that have an update.
 
   Args:
@@ -415,15 +403,13 @@ def _check_lost_fraction(
   num_lost = num_updates - _array_tests.count_different(pairs)
   is_stacked = sum(x.size for x in updates) > sum(x.size for x, _ in pairs)
   if is_stacked or num_lost <= _MAX_LOST_FRACTION * num_updates:
-    return []
+    return
   half_dtypes = {x.dtype for x, _ in pairs if _get_eps(x.dtype) > _FLOAT32_EPS}
   text = " and ".join(sorted(map(str, half_dtypes)))
   fraction = num_lost / num_updates
-  return [
-    _mistakes.fill_in_names(
-      _PARTLY_LOST_UPDATES, [], [], dtype=text, fraction=fraction
-    )
-  ]
+  yield _mistakes.fill_in_names(
+    _PARTLY_LOST_UPDATES, dtype=text, fraction=fraction
+  )
 
 
 def _get_eps(dtype: Any) -> float:

@@ -7,7 +7,8 @@ not be added to gradients of a loss that was not scaled. The analysis also finds
 the outputs that the results of each ``update`` reach.
 """
 
-from collections.abc import Iterable, Sequence
+import collections
+from collections.abc import Iterator, Sequence
 import contextlib
 import functools
 import itertools
@@ -50,15 +51,23 @@ _PARTLY_NOT_SCALED = _mistakes.Mistake(
   "Differentiate each loss with ols.value_and_grad(loss_fn, opt_state), or the"
   " sum of the losses.",
 )
+# In the order in which they are reported.
+_GRAD_MISTAKES = (
+  _CAST_TO_HALF,
+  _PARTLY_NOT_SCALED,
+  _NOT_SCALED,
+  _CONSTANT_SCALE,
+  _OTHER_STATE,
+)
+_NUM_LABELS = 7
 # Labels of the dataflow analysis: the value was computed in a backward pass; it
 # was computed in half precision in a backward pass; it was unscaled; it was
 # cast to half precision after it was unscaled; gradients of an unscaled loss
 # were added to it after it was unscaled; it depends on an input other than a
 # loss scale; it depends on a loss scale that is not an input.
 _BACKWARD, _HALF, _UNSCALED, _ROUNDED, _MIXED, _INPUT, _UNKNOWN_SCALE = (
-  1 << i for i in range(7)
+  1 << i for i in range(_NUM_LABELS)
 )
-_NUM_LABELS = 7
 _ADDITIONS = {"add", "add_any", "sub"}
 
 # The kinds of outputs that are results of the traced function.
@@ -153,14 +162,11 @@ def check_dependence(
   )
   # Unscaled gradients matter only if an `update` receives a value that depends
   # on them. Without an `update`, they all matter.
-  received_labels = 0
-  for grad in transfer.grads:
-    received_labels |= grad.labels
-  relevant_tag_labels = (
-    received_labels & transfer.unscaled_tag_labels
-    if transfer.grads
-    else transfer.unscaled_tag_labels
-  )
+  relevant_tag_labels = transfer.unscaled_tag_labels
+  if transfer.grads:
+    relevant_tag_labels &= functools.reduce(
+      operator.or_, [grad.labels for grad in transfer.grads]
+    )
   return ScaleDependence(
     [
       transfer.describe_output(out, x)
@@ -196,9 +202,8 @@ class _ReceivedGrad(NamedTuple):
     tag_label: the label of its tag.
     labels: the labels of the gradient.
     is_scaled: whether the `update` expects gradients of a scaled loss.
-    update_scale_labels: the labels of the loss scale of the `update`; 0 if
-      unknown.
-    has_fixed_scale: whether this loss scale is fixed.
+    update_scale_labels: the labels of the loss scale of the `update`; 0 if it
+      is unknown, or fixed.
   """
 
   update_index: int
@@ -207,7 +212,6 @@ class _ReceivedGrad(NamedTuple):
   labels: int
   is_scaled: bool
   update_scale_labels: int
-  has_fixed_scale: bool
 
 
 class _StepTransferFunctions:
@@ -234,14 +238,14 @@ class _StepTransferFunctions:
     }
     self.unscaled_tag_labels = 0
     self.scale_labels = _UNKNOWN_SCALE
-    self._next_label = _NUM_LABELS + num_candidates
-    self._candidate_labels = (1 << self._next_label) - (1 << _NUM_LABELS)
-    self._label_by_eqn: dict[Any, int] = {}
-    self._update_index, self._update_scale_labels, self._has_fixed_scale = (
-      0,
-      0,
-      False,
+    self._candidate_labels = ((1 << num_candidates) - 1) << _NUM_LABELS
+    # Each equation of a tag has its own label, after those of the candidates.
+    bits = itertools.count(_NUM_LABELS + num_candidates)
+    self._tag_labels = collections.defaultdict[Any, int](
+      lambda: 1 << next(bits)
     )
+    self._update_index = 0
+    self._update_scale_labels = 0
 
   def transfer_tag(
     self, eqn: Any, name: str, labels: int, is_final: bool
@@ -255,15 +259,18 @@ class _StepTransferFunctions:
       case "update_scale" | "fixed_update_scale":
         if is_final:
           self._update_index += 1
-          self._update_scale_labels = self._record_scale(labels)
-          self._has_fixed_scale = tag.kind.startswith("fixed")
+          scale_labels = self._record_scale(labels)
+          # The user may multiply the loss by a fixed scale as a constant, which
+          # has no tag, so a missing dependence is not a mistake then.
+          is_fixed = tag.kind == "fixed_update_scale"
+          self._update_scale_labels = 0 if is_fixed else scale_labels
           with contextlib.suppress(ValueError):  # The lowest scale is unknown.
             self.lowest_scales.append(float(tag.path))
         # The `update` divides by this scale, so its updates must not depend on
         # it.
         return 0
       case "unscaled":
-        label = self._get_tag_label(eqn)
+        label = self._tag_labels[eqn]
         self.unscaled_tag_labels |= label
         return (
           labels & ~(_ROUNDED | _MIXED | self.unscaled_tag_labels)
@@ -271,7 +278,7 @@ class _StepTransferFunctions:
           | label
         )
       case "grads" | "scaled_grads":
-        label = self._get_tag_label(eqn)
+        label = self._tag_labels[eqn]
         if is_final:
           self.grads.append(
             _ReceivedGrad(
@@ -281,14 +288,13 @@ class _StepTransferFunctions:
               labels,
               tag.kind == "scaled_grads",
               self._update_scale_labels,
-              self._has_fixed_scale,
             )
           )
         # Drop the labels of this training step: the function may run another
         # one, with the updated parameters.
         return label
       case "new_updates" | "new_scale":
-        label = self._get_tag_label(eqn)
+        label = self._tag_labels[eqn]
         if is_final:
           self._result_labels[tag.kind].append((self._update_index - 1, label))
         return labels | label
@@ -322,29 +328,25 @@ class _StepTransferFunctions:
 
   def describe_output(self, output: Output, labels: int) -> Output:
     """Return an output with the fields that its labels determine."""
+    grads = [grad for grad in self.grads if grad.tag_label & labels]
     if output.kind == "grads":
+      # All inputs but the loss scales.
+      input_labels = (self._candidate_labels & ~self.scale_labels) | _INPUT
       return output._replace(
-        expected_ratio=self.expected_ratio(labels),
-        is_constant=self._is_constant(labels),
+        expected_ratio=self._expected_ratio(grads),
+        is_constant=not any(grad.labels & input_labels for grad in grads),
       )
     new_updates, new_scales = (
       frozenset(i for i, label in pairs if label & labels)
       for pairs in self._result_labels.values()
     )
     return output._replace(
-      depends_on_update=any(x.tag_label & labels for x in self.grads),
+      depends_on_update=bool(grads),
       new_updates=new_updates,
       new_scales=new_scales,
     )
 
-  def _is_constant(self, labels: int) -> bool:
-    """Return whether a gradient with a tag depends on no input but scales."""
-    inputs = (self._candidate_labels & ~self.scale_labels) | _INPUT
-    return not any(
-      grad.labels & inputs for grad in self.grads if grad.tag_label & labels
-    )
-
-  def expected_ratio(self, labels: int) -> float | None:
+  def _expected_ratio(self, grads: list[_ReceivedGrad]) -> float | None:
     """Return the ratio of a correct gradient if the scale halves, or None.
 
     It is 0.5 for a gradient that must be scaled, 1.0 for one that must be
@@ -355,82 +357,46 @@ class _StepTransferFunctions:
       (0.5 if grad.is_scaled else 1.0)
       if grad.labels & self.scale_labels
       else None
-      for grad in self.grads
-      if grad.tag_label & labels
+      for grad in grads
     }
     return ratios.pop() if len(ratios) == 1 else None
 
   def find_mistakes(self) -> list[_mistakes.Mistake]:
     """Return the mistakes of all updates."""
     mistakes: dict[_mistakes.Mistake, None] = {}
-    for _, grads in itertools.groupby(
+    for _, group in itertools.groupby(
       self.grads, lambda grad: grad.update_index
     ):
-      mistakes.update(dict.fromkeys(self._find_update_mistakes(list(grads))))
+      grads = list(group)
+      all_names = [grad.name for grad in grads]
+      for mistake in _GRAD_MISTAKES:
+        names = [x.name for x in grads if mistake in self._judge_grad(x)]
+        if names:
+          mistakes[_mistakes.fill_in_names(mistake, names, all_names)] = None
     return list(mistakes)
 
-  def _find_update_mistakes(
-    self, grads: list[_ReceivedGrad]
-  ) -> Iterable[_mistakes.Mistake]:
-    names = [grad.name for grad in grads]
-    rounded_grads = [
-      x for x in grads if x.labels & _ROUNDED and not x.is_scaled
-    ]
-    if rounded_grads:
-      yield _mistakes.fill_in_names(
-        _CAST_TO_HALF, [x.name for x in rounded_grads], names
-      )
-    mixed_grads = [x for x in grads if x.labels & _MIXED]
-    if mixed_grads:
-      yield _mistakes.fill_in_names(
-        _PARTLY_NOT_SCALED, [x.name for x in mixed_grads], names
-      )
-    # The user may multiply the loss by a fixed scale as a constant, which has
-    # no tag, so a missing dependence is not a mistake then.
-    if grads[0].has_fixed_scale or not grads[0].update_scale_labels:
-      return
+  def _judge_grad(self, grad: _ReceivedGrad) -> Iterator[_mistakes.Mistake]:
+    """Yield the mistakes of a gradient, without names."""
+    if grad.labels & _ROUNDED and not grad.is_scaled:
+      yield _CAST_TO_HALF
+    if grad.labels & _MIXED:
+      yield _PARTLY_NOT_SCALED
     # Gradients that are arguments of the step have no such label. They are not
     # judged, since the step does not show how they were scaled.
-    backward_grads = [x for x in grads if x.labels & _BACKWARD]
-    scaled_grads = [x for x in backward_grads if x.labels & self.scale_labels]
-    # A gradient that is computed only in float32 does not need a scale.
-    unscaled_grads = [
-      x
-      for x in backward_grads
-      if not x.labels & self.scale_labels and x.labels & _HALF
-    ]
-    if unscaled_grads:
-      yield _mistakes.fill_in_names(
-        _NOT_SCALED, [x.name for x in unscaled_grads], names
-      )
-    other_scale_grads = [
-      x for x in scaled_grads if not x.labels & x.update_scale_labels
-    ]
-    constant_scale_grads = [
-      x for x in other_scale_grads if x.labels & _UNKNOWN_SCALE
-    ]
-    if (
-      constant_scale_grads and not grads[0].update_scale_labels & _UNKNOWN_SCALE
-    ):
-      yield _mistakes.fill_in_names(
-        _CONSTANT_SCALE, [x.name for x in constant_scale_grads], names
-      )
-    other_state_grads = [
-      x for x in other_scale_grads if not x.labels & _UNKNOWN_SCALE
-    ]
-    if other_state_grads and not grads[0].update_scale_labels & _UNKNOWN_SCALE:
-      yield _mistakes.fill_in_names(
-        _OTHER_STATE, [x.name for x in other_state_grads], names
-      )
+    if not grad.update_scale_labels or not grad.labels & _BACKWARD:
+      return
+    if not grad.labels & self.scale_labels:
+      # A gradient that is computed only in float32 does not need a scale.
+      if grad.labels & _HALF:
+        yield _NOT_SCALED
+    elif not grad.labels & grad.update_scale_labels:
+      if grad.labels & _UNKNOWN_SCALE:
+        yield _CONSTANT_SCALE
+      elif not grad.update_scale_labels & _UNKNOWN_SCALE:
+        yield _OTHER_STATE
 
   def _record_scale(self, labels: int) -> int:
     """Return the labels of a loss scale, given the labels at its tag."""
     scale_labels = labels & self._candidate_labels or _UNKNOWN_SCALE
     self.scale_labels |= scale_labels
     return scale_labels
-
-  def _get_tag_label(self, eqn: Any) -> int:
-    if eqn not in self._label_by_eqn:
-      self._label_by_eqn[eqn] = 1 << self._next_label
-      self._next_label += 1
-    return self._label_by_eqn[eqn]

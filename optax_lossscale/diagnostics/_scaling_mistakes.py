@@ -9,7 +9,7 @@ These checks run the step, where ``_scale_dependence`` analyzes it:
   that is unscaled exactly once stays the same.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from optax_lossscale.diagnostics import (
   _host_values,
   _mistakes,
   _scale_dependence,
+  _tracing,
 )
 
 _NEVER_UNSCALED = _mistakes.Mistake(
@@ -73,40 +74,34 @@ _FAR_LOG2_SCALES = (-16, -8, 8)
 
 
 def check_applied_flags(
-  outputs: list[_scale_dependence.Output], outs: Sequence[Any]
+  traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[_mistakes.Mistake]:
   """Check that `update` ran in a step, and that no overflow is hidden from it.
 
   Args:
-    outputs: the outputs of the step.
-    outs: their values.
+    traced: the step.
+    outs: its outputs.
 
   Returns:
     Mistakes; empty if the step is correct.
   """
-  applied_outputs = [out for out in outputs if out.kind == "applied"]
-  flags = read_applied_flags(outputs, outs)
+  applied_outputs = [out for out in traced.outputs if out.kind == "applied"]
+  flags = read_applied_flags(traced, outs)
   applied_flags = list(zip(applied_outputs, flags, strict=True))
   if not applied_flags:
     return []
-  replaced_masks = [
-    _compute_replaced_mask(out, flag, applied_flags)
-    for out, flag in applied_flags
-  ]
-  relevant_flags = [
-    flag[~is_replaced]
-    for (_, flag), is_replaced in zip(
-      applied_flags, replaced_masks, strict=True
-    )
-  ]
   # Flags are negative if `update` did not run, 0 if it skipped the step, 1 if
   # it applied it. An `update` is not missing if another branch replaced it.
-  flag_values = np.concatenate(relevant_flags)
+  flag_values = np.concatenate(
+    [
+      flag[~_compute_replaced_mask(out, flag, applied_flags)]
+      for out, flag in applied_flags
+    ]
+  )
   if (flag_values < 0).all():
     return [UPDATE_NOT_RUN]
-  has_overflow = not _array_tests.all_finite(
-    x for out, x in zip(outputs, outs, strict=True) if out.kind == "unscaled"
-  )
+  unscaled_grads = traced.select_kind(outs, "unscaled")
+  has_overflow = not _array_tests.all_finite(unscaled_grads)
   # If any `update` skipped its step, it may have received the overflow. If one
   # did not run, such as behind an accumulation, it may receive the overflow in
   # a later step. So the overflow is only hidden if all updates were applied.
@@ -114,21 +109,19 @@ def check_applied_flags(
 
 
 def check_needless_skip(
-  outputs: list[_scale_dependence.Output], outs: Sequence[Any]
+  traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[_mistakes.Mistake]:
   """Check that no `update` skipped a step whose outputs are finite."""
-  flags = read_applied_flags(outputs, outs)
+  flags = read_applied_flags(traced, outs)
   is_skipped = any((flag == 0).any() for flag in flags)
   return [_NEEDLESS_SKIP] if is_skipped else []
 
 
 def read_applied_flags(
-  outputs: list[_scale_dependence.Output], outs: Sequence[Any]
+  traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[np.ndarray]:
   """Return the flags of each `update`: 1 or 0, or -1 if it did not run."""
-  pairs = zip(outputs, outs, strict=True)
-  flags = [x for out, x in pairs if out.kind == "applied"]
-  return _host_values.to_host(flags)
+  return _host_values.to_host(traced.select_kind(outs, "applied"))
 
 
 def _compute_replaced_mask(
@@ -147,9 +140,7 @@ def _compute_replaced_mask(
 
 
 def check_scale_invariance(
-  inputs: Sequence[Any],
-  scale_indices: Collection[int],
-  outputs: list[_scale_dependence.Output],
+  traced: _tracing.TracedFunction,
   run_step: Callable[[list[Any]], Sequence[Any]],
   outs: Sequence[Any],
   *,
@@ -164,11 +155,9 @@ def check_scale_invariance(
   rounding noise, or gradients of another batch: they are not judged.
 
   Args:
-    inputs: the inputs of the step.
-    scale_indices: the indices of the inputs that are loss scales.
-    outputs: the outputs of the step.
+    traced: the step.
     run_step: a function from the inputs of the step to its outputs.
-    outs: the outputs for ``inputs``.
+    outs: the outputs of the step.
     is_exact: whether gradients cannot underflow, as in a step without half
       precision. Only then are ratios reported that are not powers of two.
 
@@ -176,11 +165,11 @@ def check_scale_invariance(
     Mistakes; empty if the step is correct.
   """
   measured_indices = [
-    i for i, out in enumerate(outputs) if out.expected_ratio is not None
+    i for i, out in enumerate(traced.outputs) if out.expected_ratio is not None
   ]
-  if not measured_indices or not scale_indices:
+  if not measured_indices or not traced.scale_indices:
     return []
-  grad_outputs = [outputs[i] for i in measured_indices]
+  grad_outputs = [traced.outputs[i] for i in measured_indices]
   grads = [outs[i] for i in measured_indices]
   log2_ratios = np.log2(
     np.array([out.expected_ratio for out in grad_outputs], np.float64)
@@ -188,8 +177,7 @@ def check_scale_invariance(
 
   def measure_at(log2_scale: int) -> np.ndarray:
     """Return how much the gradients change: ratio and error of each."""
-    scaled_inputs = scale_inputs(inputs, scale_indices, 2.0**log2_scale)
-    changed_outs = run_step(scaled_inputs)
+    changed_outs = run_step(traced.scale_inputs(2.0**log2_scale))
     changed_grads = [changed_outs[i] for i in measured_indices]
     pairs = zip(grads, changed_grads, strict=True)
     rows = _host_values.to_host([_measure_change(x, y) for x, y in pairs])
@@ -204,17 +192,6 @@ def check_scale_invariance(
     k: np.where(is_stable, measure_at(k)[:, 0], np.nan) for k in log2_scales
   }
   return list(dict.fromkeys(_judge_ratios(grad_outputs, ratios, is_exact)))
-
-
-def scale_inputs(
-  inputs: Sequence[Any], scale_indices: Collection[int], factor: float
-) -> list[Any]:
-  """Return the inputs of a step with all loss scales times a factor."""
-  return [
-    # A NumPy factor keeps the array on its devices.
-    x * np.asarray(factor, x.dtype) if i in scale_indices else x
-    for i, x in enumerate(inputs)
-  ]
 
 
 def _judge_ratios(
@@ -241,13 +218,12 @@ def _judge_ratios(
   for log2_scale, ratio in ratios.items() if is_exact else ():
     is_affected = (np.abs(ratio - 1) > _EXACT_TOLERANCE) & ~is_explained
     is_explained |= is_affected
-    kwargs = {"factor": ratio[is_affected].max(initial=0)}
     yield from _repeat_by_update(
       _DEPENDS_ON_SCALE,
       grad_outputs,
       is_affected,
       log2_scale=log2_scale,
-      **kwargs,
+      factor=ratio[is_affected].max(initial=0),
     )
 
 
@@ -278,15 +254,11 @@ def _repeat_by_update(
 ) -> Iterable[_mistakes.Mistake]:
   """Return the mistake for each `update` that receives affected gradients."""
   for group in dict.fromkeys(out.group for out in grads):
-    pairs = zip(grads, is_affected, strict=True)
-    group_grads = [
-      (out.name, bool(x)) for out, x in pairs if out.group == group
-    ]
-    names = [name for name, x in group_grads if x]
+    indices = [i for i, out in enumerate(grads) if out.group == group]
+    all_names = [grads[i].name for i in indices]
+    names = [grads[i].name for i in indices if is_affected[i]]
     if names:
-      yield _mistakes.fill_in_names(
-        mistake, names, [name for name, _ in group_grads], **kwargs
-      )
+      yield _mistakes.fill_in_names(mistake, names, all_names, **kwargs)
 
 
 def has_narrow_range_eqn(
@@ -311,7 +283,5 @@ def has_narrow_range_eqn(
 
 
 def _is_half_var(var: Any) -> bool:
-  dtype = getattr(var.aval, "dtype", None)
-  if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-    return False
-  return _arrays.has_narrow_range(dtype)
+  is_float = _arrays.is_inexact(var.aval)
+  return is_float and _arrays.has_narrow_range(var.aval.dtype)

@@ -7,7 +7,7 @@ its outputs. Values that a training step need not return become outputs, too
 the function changes in its arguments, such as a model of Flax NNX.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 import inspect
@@ -68,24 +68,21 @@ class TracedFunction(NamedTuple):
     pairs = zip(outs, self.outputs, strict=True)
     return [x for x, output in pairs if output.kind == kind]
 
-  def restrict_to_kinds(self, kinds: Collection[str]) -> "TracedFunction":
-    """Return the function without the outputs of other kinds."""
-    return self.restrict_outputs([out.kind in kinds for out in self.outputs])
-
-  def drop_kinds(self, kinds: Collection[str]) -> "TracedFunction":
-    """Return the function without the outputs of these kinds."""
-    return self.restrict_outputs(
-      [out.kind not in kinds for out in self.outputs]
-    )
+  def scale_inputs(self, factor: float) -> list[Any]:
+    """Return the inputs with all loss scales times a factor."""
+    return [
+      # A NumPy factor keeps the array on its devices.
+      x * np.asarray(factor, x.dtype) if i in self.scale_indices else x
+      for i, x in enumerate(self.inputs)
+    ]
 
   def restrict_outputs(self, output_mask: Sequence[bool]) -> "TracedFunction":
     """Return the function with only the outputs in the mask."""
-    indices = list(itertools.compress(range(len(self.outputs)), output_mask))
-    outvars = [self.closed_jaxpr.jaxpr.outvars[i] for i in indices]
+    outvars = self.closed_jaxpr.jaxpr.outvars
     closed_jaxpr: Any = _eqns.replace_jaxpr_fields(
-      self.closed_jaxpr, outvars=outvars
+      self.closed_jaxpr, outvars=list(itertools.compress(outvars, output_mask))
     )
-    outputs = [self.outputs[i] for i in indices]
+    outputs = list(itertools.compress(self.outputs, output_mask))
     return self._replace(closed_jaxpr=closed_jaxpr, outputs=outputs)
 
 
@@ -244,23 +241,22 @@ def trace(
   dependence = _scale_dependence.check_dependence(
     harvest.closed_jaxpr, input_names, outputs
   )
+  described_outputs = dependence.outputs
+  if check_results:
+    described_outputs = _outputs.distinguish_metrics(
+      harvest.closed_jaxpr.jaxpr, described_outputs
+    )
   traced = TracedFunction(
     harvest.closed_jaxpr,
     inputs,
     input_names,
-    dependence.outputs,
+    described_outputs,
     harvest.unreached_labels,
     harvest.cond_labels,
     dependence.scale_indices,
     dependence.lowest_scale,
     dependence.mistakes,
   )
-  if check_results:
-    traced = traced._replace(
-      outputs=_outputs.distinguish_metrics(
-        traced.closed_jaxpr.jaxpr, traced.outputs
-      )
-    )
   # Drop unscaled gradients that reach no update, such as those of a metric.
   return traced.restrict_outputs(dependence.relevant_mask)
 
@@ -308,11 +304,10 @@ def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
   attributes = getattr(owner, "__dict__", {})
   saved_attributes = dict(attributes)
   yield
-  is_tracer = lambda x: isinstance(x, jax.core.Tracer)
   leaked_names = [
     name
     for name, value in attributes.items()
-    if any(map(is_tracer, jax.tree.leaves(value)))
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
   ]
   if leaked_names:
     attributes.clear()
@@ -327,7 +322,13 @@ def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
 
 def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
   """Return a name for each positional argument."""
-  names = _get_parameter_names(fun)[:num_args]
+  try:
+    parameters = list(inspect.signature(fun).parameters.values())
+  except (TypeError, ValueError):  # The signature is unknown.
+    parameters = []
+  # The enum lists POSITIONAL_ONLY and POSITIONAL_OR_KEYWORD before
+  # VAR_POSITIONAL.
+  names = [p.name for p in parameters[:num_args] if p.kind < p.VAR_POSITIONAL]
   return names + [f"args[{i}]" for i in range(len(names), num_args)]
 
 
@@ -413,14 +414,3 @@ def _check_inputs(
       )
   if not allow_abstract and isinstance(jnp.zeros(()), jax.core.Tracer):
     raise TypeError(f"{requirement}.")
-
-
-def _get_parameter_names(fun: Callable[..., Any]) -> list[str]:
-  """Return the names of the positional parameters; none if unknown."""
-  try:
-    parameters = inspect.signature(fun).parameters.values()
-  except (TypeError, ValueError):
-    return []
-  # The enum lists POSITIONAL_ONLY and POSITIONAL_OR_KEYWORD before
-  # VAR_POSITIONAL.
-  return [p.name for p in parameters if p.kind < p.VAR_POSITIONAL]

@@ -307,12 +307,12 @@ def _find_inaccurate_arrays(
   runs: _runs.PrecisionRuns, eps: float
 ) -> list[_report.ArrayError]:
   """Return the arrays with a large error, the worst first."""
-  columns = (
+  arrays = map(
+    _report.ArrayError,
     runs.names,
     runs.half_errors.array_errors.tolist(),
     runs.half_errors.norm_fractions.tolist(),
   )
-  arrays = map(_report.ArrayError._make, zip(*columns, strict=True))
   # Noise that is not finite in half precision is still an overflow.
   comparable_mask = ~(runs.noise_mask & runs.half_errors.finite_mask)
   inaccurate_arrays = [

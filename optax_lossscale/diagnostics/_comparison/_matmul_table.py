@@ -84,8 +84,12 @@ class MatmulTable:
     )
     self.names = [name for name, _ in names_and_lines]
     self.source_lines = [source_line for _, source_line in names_and_lines]
-    self.dtypes = {dtype for site in self.sites for dtype in site.dtypes}
-    self.dtypes -= {np.dtype(np.float32)}
+    self.dtypes = {
+      dtype
+      for site in self.sites
+      for dtype in site.dtypes
+      if dtype != np.float32
+    }
 
   def get_site_index(
     self, eqn: core.JaxprEqn, location: _provenance.EqnLocation

@@ -79,10 +79,13 @@ class ExactProgram:
     self._num_flags = len(sites) if has_flags else 0
 
     def run(inputs: Sequence[Any], run_inputs: _RunInputs) -> RunResult:
-      stats: Any = {i: _site_stats.make_empty_stats() for i in sites}
-      stats = stats if has_stats else {}
-      evaluator = _ExactEvaluator(table, run_inputs)
-      outs = evaluator.eval_program(closed_jaxpr, inputs, stats)
+      measured_sites = list(sites) if has_stats else []
+      stats = {i: _site_stats.make_empty_stats() for i in measured_sites}
+      evaluator = _ExactEvaluator(table, run_inputs, measured_sites)
+      frame = _state_threading.Frame(closed_jaxpr)
+      outs = evaluator.eval_jaxpr(
+        frame, list(map(evaluator.upcast, inputs)), stats
+      )
       return RunResult(outs, stats)
 
     options = _compiler_options.make_compiler_options(example_inputs)
@@ -133,29 +136,21 @@ class _ExactEvaluator(_effects.PrintRemover):
   """
 
   def __init__(
-    self, table: _matmul_table.MatmulTable, run_inputs: _RunInputs
+    self,
+    table: _matmul_table.MatmulTable,
+    run_inputs: _RunInputs,
+    measured_sites: list[int],
   ) -> None:
     super().__init__(run_inputs)
     self.parse_higher_order = table.get_higher_order
     self._table = table
-    self._all_keys: list[int] = []
-
-  def eval_program(
-    self,
-    closed_jaxpr: _eqns.ClosedJaxpr,
-    inputs: Sequence[Any],
-    stats: dict[int, _site_stats.SiteStats],
-  ) -> list[Any]:
-    """Evaluate a program, and update the statistics of its sites."""
-    self._all_keys = list(stats)
-    frame = _state_threading.Frame(closed_jaxpr)
-    return self.eval_jaxpr(frame, list(map(self._upcast, inputs)), stats)
+    self._measured_sites = measured_sites
 
   def select_keys(self, visit: _state_threading.Visit) -> list[Any] | None:
     # Enter only calls and loops that may contain half precision. All others run
     # as one eqn, which is traced faster.
     if self._table.has_tagged_eqn(visit.eqn):
-      return self._all_keys
+      return self._measured_sites
     return [] if self._has_half(visit.eqn) else super().select_keys(visit)
 
   def is_unchanged(self, visit: _state_threading.Visit) -> bool:
@@ -173,7 +168,7 @@ class _ExactEvaluator(_effects.PrintRemover):
 
   def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
     del atom
-    return self._upcast(value)
+    return self.upcast(value)
 
   def eval_eqn(
     self,
@@ -186,8 +181,10 @@ class _ExactEvaluator(_effects.PrintRemover):
       location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
       site_index = self._table.get_site_index(eqn, location)
       return self._eval_matmul(eqn, site_index, inputs, state)
-    is_entered = self.select_keys(visit) is not None
-    is_entered = is_entered and self.parse_higher_order(eqn) is not None
+    is_entered = (
+      self.select_keys(visit) is not None
+      and self.parse_higher_order(eqn) is not None
+    )
     if self._has_half(eqn) and not is_entered:
       return self._eval_half_precision_eqn(eqn, frame, inputs)
     return super().eval_eqn(visit, inputs, state)
@@ -248,9 +245,9 @@ class _ExactEvaluator(_effects.PrintRemover):
     args = [
       x.astype(aval.dtype) if self._is_half(aval) else x for x, aval in pairs
     ]
-    return list(map(self._upcast, _eqns.eqn_as_fun(eqn)(*args)))
+    return list(map(self.upcast, _eqns.eqn_as_fun(eqn)(*args)))
 
-  def _upcast(self, x: Any) -> Any:
+  def upcast(self, x: Any) -> Any:
     """Cast an array to float32 if it is in half precision."""
     return jnp.asarray(x, jnp.float32) if self._is_half(x) else x
 

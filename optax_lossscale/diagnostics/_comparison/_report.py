@@ -200,15 +200,12 @@ class PrecisionComparison(_report_format.PrintedReport):
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
-    rows = {
-      name: [row._asdict() for row in getattr(self, name)]
-      for name in ("inaccurate_arrays", "matmuls")
-    }
-    lists = {
+    return vars(self) | {
+      "inaccurate_arrays": [row._asdict() for row in self.inaccurate_arrays],
+      "matmuls": [row._asdict() for row in self.matmuls],
       "limitations": list(self.limitations),
       "warnings": list(self.warnings),
     }
-    return vars(self) | rows | lists
 
   def __str__(self) -> str:
     lines = [*self.warnings, *self._format_conclusion(), self._format_errors()]
@@ -260,14 +257,13 @@ class PrecisionComparison(_report_format.PrintedReport):
     return lines or ["No single layer dominates the error."]
 
   def _format_forward_overflows(self) -> str:
+    keep_arg = _format_keep_float32(self.overflowing)
     if len(self.overflowing) == 1:
-      (name,) = self.overflowing
       return (
-        f"1 layer overflows in the forward pass: {name}. Keep it in float32:"
-        f" {_format_keep_float32(self.overflowing)}."
+        f"1 layer overflows in the forward pass: {self.overflowing[0]}. Keep it"
+        f" in float32: {keep_arg}."
       )
     first_row = min(self._overflowing_rows(), key=lambda row: row.program_index)
-    keep_arg = _format_keep_float32(self.overflowing)
     if len(self.overflowing) > _MAX_ARRAYS:
       keep_arg = "keep_float32=report.overflowing"
     return (

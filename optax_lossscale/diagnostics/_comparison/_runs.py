@@ -137,13 +137,9 @@ class PrecisionRuns:
     """Return mistakes in how the step uses its gradients."""
     mistakes: list[_mistakes.Mistake] = []
     for outs in reference_outs, half_outs:
-      mistakes += _scaling_mistakes.check_applied_flags(
-        self._traced.outputs, outs
-      )
+      mistakes += _scaling_mistakes.check_applied_flags(self._traced, outs)
     mistakes += _scaling_mistakes.check_scale_invariance(
-      self._traced.inputs,
-      self._traced.scale_indices,
-      self._traced.outputs,
+      self._traced,
       lambda inputs: self._program.run(inputs).outs,
       reference_outs,
       is_exact=not _scaling_mistakes.has_narrow_range_eqn(

@@ -1,6 +1,6 @@
 """Values in whose regions an inf or a NaN originated (see ``_dataflow``)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 import itertools
 from typing import Any, NamedTuple
 
@@ -36,24 +36,26 @@ class NonfiniteValues:
   ) -> None:
     self.program, self.dataflow = program, program.dataflow
     self.inputs = inputs
-    bad_args = _array_tests.list_nonfinite(inputs)
-    nan_args = [i for i in bad_args if _array_tests.has_nan(inputs[i])]
+    bad_args: list[Key] = [
+      (_dataflow.ARGUMENT, i) for i in _array_tests.list_nonfinite(inputs)
+    ]
+    has_nan = lambda key: _array_tests.has_nan(inputs[key[1]])
+    self._nan_args = list(filter(has_nan, bad_args))
     # An argument with inf, but no NaN, may be a mask.
-    self._inf_args = {(_dataflow.ARGUMENT, i) for i in bad_args} - {
-      (_dataflow.ARGUMENT, i) for i in nan_args
-    }
-    self.bad_outputs = list(map(_dataflow.get_output_key, bad_outputs))
-    self._nan_args = [(_dataflow.ARGUMENT, i) for i in nan_args]
-    self.iterations: dict[Key, Iterations] = {}
-    self.replace(record.first_nonfinite, self.bad_outputs)
+    self._inf_args = set(bad_args).difference(self._nan_args)
+    self.replace(
+      record.first_nonfinite, map(_dataflow.get_output_key, bad_outputs)
+    )
 
   def replace(
-    self, iterations: dict[Key, Iterations], bad_outputs: Collection[Key]
+    self, iterations: dict[Key, Iterations], bad_outputs: Iterable[Key]
   ) -> None:
     """Replace the nonfinite values by those of another run."""
     self.bad_outputs = sorted(bad_outputs)
-    others: list[Key] = [*self._nan_args, *self.bad_outputs]
-    self.iterations = {**dict.fromkeys(others, ()), **iterations}
+    others: dict[Key, Iterations] = dict.fromkeys(
+      [*self._nan_args, *self.bad_outputs], ()
+    )
+    self.iterations = others | iterations
 
   def get_time(self, key: Key) -> Key:
     """Return when a value first was nonfinite; times are ordered."""
@@ -63,11 +65,6 @@ class NonfiniteValues:
     for i in range(0, len(key) - 2, 2):
       time += [key[i], iterations.get(key[: i + 1], 0), key[i + 1]]
     return *time, *key[-2:]
-
-  def list_sources(self, key: Key) -> list[Key]:
-    """Return the nonfinite values that a value reads."""
-    sources = self.dataflow.list_sources(key)
-    return [source for source in sources if source in self.iterations]
 
   def list_constants(self, key: Key) -> list[Key]:
     """Return the nonfinite constants, and arguments with inf, that it reads."""
@@ -88,7 +85,7 @@ class NonfiniteValues:
     consumers: dict[Key, list[Key]] = {key: [] for key in times}
     candidates = []
     for key in sorted(times, key=lambda key: times[key]):
-      sources = self.list_sources(key)
+      sources = [x for x in self.dataflow.list_sources(key) if x in times]
       for source in sources:
         consumers[source].append(key)
       is_first = all(
@@ -110,17 +107,15 @@ class NonfiniteValues:
     consumers: dict[Key, list[Key]],
   ) -> dict[Key, Key]:
     """Return the first nonfinite consumer of each candidate that is near."""
-    get_time = lambda key: times[key]
     later = {
       key: [x for x in consumers[key] if times[x] > times[key]]
       for key in candidates
     }
-    first = {key: min(x, key=get_time) for key, x in later.items() if x}
-    if not first:
-      return {}
+    # Consumers are in the order of their times.
+    first = {key: x[0] for key, x in later.items() if x}
     # A program that ends at a distant consumer is as large as the whole one.
-    nearest = min(map(get_time, first.values()))
-    horizon = max(nearest, *map(get_time, candidates))
+    nearest = min((times[x] for x in first.values()), default=())
+    horizon = max([nearest, *(times[key] for key in candidates)])
     return {key: x for key, x in first.items() if times[x] <= horizon}
 
   def _find_outputs(

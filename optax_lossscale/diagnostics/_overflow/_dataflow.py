@@ -16,8 +16,8 @@ import operator
 from typing import Any, NamedTuple
 
 from jax.extend import core
-import jax.numpy as jnp
 
+from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import (
   _avals,
   _eqns,
@@ -190,9 +190,10 @@ class _Analysis:
     for i, eqn in enumerate(jaxpr.eqns):
       hop = self._parse_higher_order(eqn)
       # A literal is a part of its equation, unless the equation is a call.
-      is_part = lambda atom, hop=hop: not hop and isinstance(atom, core.Literal)
       operands = [
-        0 if is_part(atom) else read(atom, (*path, i, -1 - k))
+        0
+        if hop is None and isinstance(atom, core.Literal)
+        else read(atom, (*path, i, -1 - k))
         for k, atom in enumerate(eqn.invars)
       ]
       outs = self._propagate_eqn(eqn, hop, operands, (*path, i))
@@ -205,8 +206,10 @@ class _Analysis:
   def _get_const_label(self, const: Any, key: Key) -> int:
     return 0 if self._is_finite(const) else self.get_label(key)
 
-  def _check(self, key: Key, labels: int) -> int:
-    """Check a value, and return its label."""
+  def _check(self, key: Key, labels: int, *, is_selected: bool = True) -> int:
+    """Check a value if it is selected, now or before, and return its label."""
+    if not is_selected and key not in self._checked:
+      return labels
     self._checked.add(key)
     self.reads[key] = self.reads.get(key, 0) | labels
     return self.get_label(key)
@@ -238,21 +241,17 @@ class _Analysis:
     own_label = self.get_label(path)
     self._eqn_labels |= own_label
     labels = functools.reduce(operator.or_, inputs, own_label)
-    is_checked = (
+    is_selected = (
       self._check_all
       or _primitives.is_matmul(eqn)
       or (labels & self._eqn_labels).bit_count() > _MAX_REGION_SIZE
     )
-    outs = []
-    for i, var in enumerate(eqn.outvars):
-      key = (*path, OUTPUT + i)
-      if not is_inexact(var):
-        outs.append(0)
-      elif is_checked or key in self._checked:
-        outs.append(self._check(key, labels))
-      else:
-        outs.append(labels)
-    return outs
+    return [
+      self._check((*path, OUTPUT + i), labels, is_selected=is_selected)
+      if is_inexact(var)
+      else 0
+      for i, var in enumerate(eqn.outvars)
+    ]
 
   def _propagate_loop(
     self,
@@ -293,14 +292,17 @@ class _Analysis:
 
     An output that is an input, or a checked value, needs no flag.
     """
-    checked_outs = []
-    for i, (labels, var) in enumerate(zip(outs, jaxpr.outvars, strict=True)):
-      key = (*path, len(jaxpr.eqns), OUTPUT + i)
-      is_computed = var not in jaxpr.invars and labels & self._eqn_labels
-      if is_computed or key in self._checked:
-        labels = self._check(key, labels)
-      checked_outs.append(labels)
-    return checked_outs
+    is_computed = lambda labels, var: (
+      var not in jaxpr.invars and labels & self._eqn_labels != 0
+    )
+    end = (*path, len(jaxpr.eqns))
+    pairs = zip(outs, jaxpr.outvars, strict=True)
+    return [
+      self._check(
+        (*end, OUTPUT + i), labels, is_selected=is_computed(labels, var)
+      )
+      for i, (labels, var) in enumerate(pairs)
+    ]
 
 
 def _join(labels: Sequence[int], other_labels: Sequence[int]) -> list[int]:
@@ -311,6 +313,4 @@ def _join(labels: Sequence[int], other_labels: Sequence[int]) -> list[int]:
 def is_inexact(atom: Any) -> bool:
   """Return whether a variable or literal is a float or complex array."""
   # Writes into a Ref are not followed.
-  dtype: Any = getattr(atom.aval, "dtype", None)
-  is_array = dtype is not None and not _avals.is_ref(atom.aval)
-  return is_array and jnp.issubdtype(dtype, jnp.inexact)
+  return _arrays.is_inexact(atom.aval) and not _avals.is_ref(atom.aval)

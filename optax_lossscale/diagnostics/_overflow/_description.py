@@ -32,13 +32,13 @@ def describe_origin(
   if _dataflow.is_argument(key):
     array, name = traced.inputs[key[1]], traced.input_names[key[1]]
     location = _provenance.EqnLocation(eqn_path=(name,))
-    kind = _get_kind(array)
-    return _make_report("argument", location, array.dtype, kind)
+    return _make_report("argument", location, array.dtype, _get_kind(array))
   frame = _locate_jaxpr(traced.closed_jaxpr, key, origin.iterations)
   if _dataflow.is_constant(key):
     value, location = _get_constant(frame, key)
-    kind, dtype = _get_kind(value), jnp.result_type(value)
-    return _make_report("constant", location, dtype, kind)
+    location = location.push_eqn_path("constant")
+    dtype = jnp.result_type(value)
+    return _make_report("constant", location, dtype, _get_kind(value))
   return _describe_eqn(_get_eqn(frame.closed_jaxpr.jaxpr, key), frame, origin)
 
 
@@ -60,14 +60,15 @@ def _describe_eqn(
     stats.operand_amax.tolist() if origin.stats else [None] * len(eqn.invars),
     strict=True,
   )
-  was_measured = origin.stats is not None
+  primitive = _source_info.get_primitive_name(eqn)
+  location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
   return _make_report(
-    _source_info.get_primitive_name(eqn),
-    frame.location.locate(eqn, frame.closed_jaxpr.jaxpr),
+    primitive,
+    location.push_eqn_path(primitive),
     out_aval.dtype,
     "nan" if is_nan else "inf",
     [_operand.make_operand(*operand) for operand in operands],
-    is_reproduced=not was_measured or bool(stats.is_nonfinite.any()),
+    is_reproduced=origin.stats is None or bool(stats.is_nonfinite.any()),
   )
 
 
@@ -84,7 +85,7 @@ def _make_report(
 
   Args:
     primitive: its name.
-    location: its location.
+    location: its location, with its own name at the end of the path.
     dtype: the dtype of its result.
     kind: ``"inf"`` or ``"nan"``.
     inputs: its operands.
@@ -93,10 +94,6 @@ def _make_report(
   Returns:
     The report.
   """
-  is_argument = primitive == "argument"
-  eqn_path = (
-    location.eqn_path if is_argument else (*location.eqn_path, primitive)
-  )
   return _report.Overflow(
     primitive=primitive,
     dtype=np.dtype(dtype),
@@ -105,7 +102,7 @@ def _make_report(
     param_path=location.param_path,
     name=location.label,
     source_line=location.source_line,
-    eqn_path="/".join(eqn_path),
+    eqn_path="/".join(location.eqn_path),
     backward=location.is_backward,
     inputs=tuple(inputs),
     in_autocast=location.autocast_dtype is not None,
@@ -138,8 +135,6 @@ def _locate_jaxpr(
         label = f"while[{next(remaining)}]"
       case _higher_order.Cond():
         label = f"cond(branch {body_index})"
-      case _higher_order.ShardMap():
-        label = "shard_map"
     location = location.locate(eqn, jaxpr).push_eqn_path(label)
     closed_jaxpr = _higher_order.get_bodies(hop)[body_index]
   return _state_threading.Frame(closed_jaxpr, location=location)
@@ -158,18 +153,16 @@ def _get_constant(
   frame: _state_threading.Frame, key: _dataflow.Key
 ) -> tuple[Any, _provenance.EqnLocation]:
   """Return a constant of a jaxpr, or a literal, with its location."""
-  closed_jaxpr, location = frame.closed_jaxpr, frame.location
+  jaxpr, location = frame.closed_jaxpr.jaxpr, frame.location
   eqn_index, index = key[-2:]
   if eqn_index == _dataflow.CONSTANT:
-    return closed_jaxpr.consts[index], location
-  jaxpr = closed_jaxpr.jaxpr
-  operand_index = -1 - index
-  if eqn_index == len(jaxpr.eqns):
-    literal: Any = jaxpr.outvars[operand_index]
-    return literal.val, location
-  eqn = jaxpr.eqns[eqn_index]
-  literal = eqn.invars[operand_index]
-  return literal.val, location.locate(eqn, jaxpr)
+    return frame.closed_jaxpr.consts[index], location
+  operands = jaxpr.outvars
+  if eqn_index < len(jaxpr.eqns):
+    eqn = jaxpr.eqns[eqn_index]
+    operands, location = eqn.invars, location.locate(eqn, jaxpr)
+  literal: Any = operands[-1 - index]
+  return literal.val, location
 
 
 def _get_kind(array: Any) -> str:

@@ -181,20 +181,20 @@ def search_traced(
   progress.set_description("running the compiled function")
   record = program.run(traced.inputs, has_prints=True)
   mistakes = traced.mistakes + _scaling_mistakes.check_applied_flags(
-    traced.outputs, record.outs
+    traced, record.outs
   )
   bad_outputs = [
     i
     for i in _array_tests.list_nonfinite(record.outs)
     if traced.outputs[i].kind not in _UNCHECKED_KINDS
   ]
-  origins: list[_report.Overflow] = []
-  if bad_outputs:
-    origins = _find_origins(traced, program, record, bad_outputs, progress)
+  origins = (
+    _find_origins(traced, program, record, bad_outputs, progress)
+    if bad_outputs
+    else []
+  )
   if not origins:
-    mistakes += _scaling_mistakes.check_needless_skip(
-      traced.outputs, record.outs
-    )
+    mistakes += _scaling_mistakes.check_needless_skip(traced, record.outs)
     limitations = _describe_limitations(traced)
     return SearchResult(None, mistakes, limitations, program, record)
   result = SearchResult(None, mistakes, [], program, record)
@@ -246,9 +246,7 @@ def measure_scaling(
   if result.origin is not None or result.run_step is None:
     return []
   return _scaling_mistakes.check_scale_invariance(
-    traced.inputs,
-    traced.scale_indices,
-    traced.outputs,
+    traced,
     result.run_step,
     result.outs,
     is_exact=not _scaling_mistakes.has_narrow_range_eqn(
@@ -356,9 +354,11 @@ def _select_relevant_origins(
     return not kinds.isdisjoint(_UPDATE_KINDS)
 
   def is_relevant(origin: _search.Origin) -> bool:
-    if not _dataflow.is_argument(origin.key):
-      return True
-    return _is_faulty_state(traced, origin.key[1]) or reaches_update(origin)
+    return (
+      not _dataflow.is_argument(origin.key)
+      or _is_faulty_state(traced, origin.key[1])
+      or reaches_update(origin)
+    )
 
   return sorted(
     filter(is_relevant, origins), key=lambda origin: not reaches_update(origin)

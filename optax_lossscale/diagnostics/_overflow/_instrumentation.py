@@ -16,12 +16,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._jaxprs import (
-  _avals,
-  _eqns,
-  _interpret,
-  _state_threading,
-)
+from optax_lossscale._jaxprs import _eqns, _interpret, _state_threading
 from optax_lossscale.diagnostics import _effects, _host_values
 from optax_lossscale.diagnostics._overflow import _dataflow, _measurement
 
@@ -57,6 +52,8 @@ class InstrumentedProgram:
     measures_all: whether to check the result of each equation, and to measure
       each when it first is an origin, instead of its last execution within the
       limits of a run.
+
+  The arguments are attributes, too.
   """
 
   def __init__(
@@ -70,33 +67,17 @@ class InstrumentedProgram:
     output_indices: Sequence[int] | None = None,
     measures_all: bool = False,
   ) -> None:
-    num_outs = len(closed_jaxpr.jaxpr.outvars)
     self.closed_jaxpr, self.dataflow = closed_jaxpr, dataflow
+    self.compiler_options = compiler_options
+    self.checked = dataflow.checked if checked is None else sorted(checked)
+    self.measured = sorted(dataflow.eqns if measures_all else measured)
+    self.output_indices = (
+      range(len(closed_jaxpr.jaxpr.outvars))
+      if output_indices is None
+      else output_indices
+    )
     self.measures_all = measures_all
-    self._checked = dataflow.checked if checked is None else sorted(checked)
-    self._measured = sorted(dataflow.eqns if measures_all else measured)
-    self._loops = sorted(dataflow.loops)
-    self._output_indices = (
-      range(num_outs) if output_indices is None else output_indices
-    )
-    self._compiler_options = compiler_options
     self._run = jax.jit(self._eval_program, compiler_options=compiler_options)
-
-  def restrict(
-    self,
-    checked: Collection[_dataflow.Key],
-    measured: Collection[_dataflow.Key],
-    output_indices: Sequence[int],
-  ) -> "InstrumentedProgram":
-    """Return the program with other flags, measurements and outputs."""
-    return InstrumentedProgram(
-      self.closed_jaxpr,
-      self.dataflow,
-      self._compiler_options,
-      checked=checked,
-      measured=measured,
-      output_indices=output_indices,
-    )
 
   def run(
     self,
@@ -122,38 +103,36 @@ class InstrumentedProgram:
     """
     limits = limits or {}
     shared = _Inputs(
-      np.array([key in healed for key in self._measured], bool),
+      np.array([key in healed for key in self.measured], bool),
       np.float32(heal_value),
-      np.array([limits.get(loop, _NEVER) for loop in self._loops], np.int32),
+      {x: np.int32(limits.get(x, _NEVER)) for x in self.dataflow.loops},
       np.bool_(has_prints),
     )
     with np.errstate(all="ignore"):  # JAX folds casts of literals with NumPy.
       outs, flags, stats = self._run(shared, *inputs)
     flags, stats = _host_values.to_host((flags, stats))
-    rows = {key: tuple(row.tolist()) for key, row in flags.items()}
-    first_nonfinite = {key: row[1:] for key, row in rows.items() if row[0]}
+    first_nonfinite = {
+      key: tuple(row[1:].tolist()) for key, row in flags.items() if row[0]
+    }
     return RunRecord(outs, first_nonfinite, stats)
 
   def _eval_program(self, shared: "_Inputs", *inputs: Any) -> Any:
-    instrumenter = _Instrumenter(
-      shared, self.dataflow, self._checked, self._measured, self.measures_all
-    )
+    instrumenter = _Instrumenter(shared, self)
     state = instrumenter.make_state()
     jaxpr = self.closed_jaxpr.jaxpr
     # Keep equations alive whose flags are needed, even if their results
     # are not.
-    keys = [*self._checked, *self._measured]
-    indices = sorted({key[0] for key in keys})
+    indices = sorted({key[0] for key in [*self.checked, *self.measured]})
     live_vars = [var for i in indices for var in jaxpr.eqns[i].outvars]
-    outvars = [jaxpr.outvars[i] for i in self._output_indices]
+    outvars = [jaxpr.outvars[i] for i in self.output_indices]
     program = _interpret.replace_outvars(
       self.closed_jaxpr, [*outvars, *live_vars]
     )
     outs = instrumenter.eval_jaxpr(
       _state_threading.Frame(program), inputs, state
     )
-    flags = {key: state[key] for key in self._checked}
-    stats = {key: state[key] for key in self._measured}
+    flags = {key: state[key] for key in self.checked}
+    stats = {key: state[key] for key in self.measured}
     return outs[: len(outvars)], flags, stats
 
 
@@ -163,7 +142,7 @@ class _Inputs(NamedTuple):
   Attributes:
     is_healed: whether each measured equation is healed; bool[equations].
     heal_value: the number that replaces an inf or a NaN; float32[].
-    limits: the last iteration of each loop to be measured; int32[loops].
+    limits: the last iteration of each loop to be measured; int32[] each.
     has_prints: whether equations that print are run; bool[].
   """
 
@@ -181,35 +160,25 @@ class _Instrumenter(_effects.PrintRemover):
   equation, its ``EqnStats``.
   """
 
-  def __init__(
-    self,
-    shared: _Inputs,
-    dataflow: _dataflow.Dataflow,
-    checked: list[_dataflow.Key],
-    measured: list[_dataflow.Key],
-    measures_all: bool,
-  ) -> None:
+  def __init__(self, shared: _Inputs, program: InstrumentedProgram) -> None:
     super().__init__(shared)
-    self._dataflow = dataflow
-    self._checked = set(checked)
-    self._index_by_measured = {key: i for i, key in enumerate(measured)}
-    self._loop_index = {key: i for i, key in enumerate(sorted(dataflow.loops))}
-    self._measures_all = measures_all
+    self._program = program
+    self._dataflow = program.dataflow
+    self._checked = set(program.checked)
+    self._index_by_measured = {key: i for i, key in enumerate(program.measured)}
     # The equations that are measured, or have a checked result.
-    self._changed = {*measured, *(key[:-1] for key in checked)}
+    self._changed = {*program.measured, *(key[:-1] for key in program.checked)}
     self._keys_by_eqn: dict[_dataflow.Key, list[_dataflow.Key]] = {}
-    for key in [*checked, *measured]:
+    for key in [*program.checked, *program.measured]:
       # The prefixes of a key are the positions of the equations around it.
       for i in range(1, len(key) - 1, 2):
         self._keys_by_eqn.setdefault(key[:i], []).append(key)
 
   def make_state(self) -> _state_threading.State:
     """Return the state before the program runs."""
-    sizes = {
-      key: 1 + len(self._dataflow.list_loops(key)) for key in self._checked
-    }
     state: _state_threading.State = {
-      key: jnp.zeros(size, jnp.int32) for key, size in sizes.items()
+      key: jnp.zeros(1 + len(self._dataflow.list_loops(key)), jnp.int32)
+      for key in self._checked
     }
     return state | {
       key: _measurement.make_empty_stats(self._dataflow.eqns[key])
@@ -291,11 +260,9 @@ class _Instrumenter(_effects.PrintRemover):
     is_nonfinite = ~_measurement.is_finite(value)
     old = state[key]
     if not frame.iterations:
-      new = is_nonfinite.astype(jnp.int32).reshape(1)
       # Within a `shard_map` the types of branches must be equal, also if a
-      # value is the same on all devices.
-      axes = _avals.get_varying_axes(old) - _avals.get_varying_axes(new)
-      state[key] = _avals.cast_to_varying(new, tuple(axes)) if axes else new
+      # value is the same on all devices: `maximum` varies like the old flag.
+      state[key] = jnp.maximum(old, is_nonfinite.astype(jnp.int32))
       return
     first = jnp.stack([1, *frame.iterations]).astype(jnp.int32)
     state[key] = jnp.where(is_nonfinite & (old[0] == 0), first, old)
@@ -304,13 +271,13 @@ class _Instrumenter(_effects.PrintRemover):
     self, frame: _state_threading.Frame, old_stats: _measurement.EqnStats
   ) -> Any:
     """Return whether new statistics of an equation replace the old ones."""
-    if self._measures_all:
+    if self._program.measures_all:
       return ~old_stats.is_fault
     loops = self._dataflow.list_loops((*frame.path, 0))
     is_within = jnp.array(True)
     # Iterations are ordered by the outermost loop first.
     for loop, i in reversed(list(zip(loops, frame.iterations, strict=True))):
-      limit = self.shared.limits[self._loop_index[loop]]
+      limit = self.shared.limits[loop]
       is_within = (i < limit) | (i == limit) & is_within
     return is_within
 

@@ -5,6 +5,7 @@ division by zero is not. The loss scale is an input of the compiled step, so the
 step runs with lower scales, without another compilation.
 """
 
+import bisect
 from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 from optax_lossscale.diagnostics import (
   _array_tests,
   _host_values,
-  _scaling_mistakes,
   _tracing,
 )
 from optax_lossscale.diagnostics._overflow import _report
@@ -22,7 +22,6 @@ from optax_lossscale.diagnostics._overflow import _report
 # The largest decrease that is tried, as a power of two. It takes any scale of a
 # policy into the range where float16 gradients underflow.
 _MAX_LOG2_DECREASE = 64
-_GRAD_KINDS = {"grads", "unscaled"}
 
 
 def assess_loss_scale(
@@ -82,21 +81,16 @@ def _find_scale_factor(
   """
 
   def run(log2_decrease: int) -> Sequence[Any]:
-    inputs = _scaling_mistakes.scale_inputs(
-      traced.inputs, traced.scale_indices, 2.0**-log2_decrease
-    )
-    return run_step(inputs)
+    return run_step(traced.scale_inputs(2.0**-log2_decrease))
 
+  is_enough = lambda decrease: _has_finite_grads(traced, run(decrease))
   # The gradients are not finite with `low`, and finite with `high`.
   low, high = 0, 1
-  while not _has_finite_grads(traced, run(high)):
+  while not is_enough(high):
     if high == _MAX_LOG2_DECREASE:
       return 0.0
     low, high = high, 2 * high
-  while high - low > 1:
-    middle = (low + high) // 2
-    is_finite = _has_finite_grads(traced, run(middle))
-    low, high = (low, middle) if is_finite else (middle, high)
+  high = bisect.bisect_left(range(high), True, lo=low + 1, key=is_enough)
   grads = traced.select_kind(run(high), "grads")
   return 2.0**-high if _array_tests.is_any_nonzero(grads) else 0.0
 
@@ -114,7 +108,6 @@ def _has_finite_grads(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> bool:
   """Return whether all gradients are finite."""
-  pairs = zip(outs, traced.outputs, strict=True)
   return _array_tests.all_finite(
-    [x for x, output in pairs if output.kind in _GRAD_KINDS]
+    traced.select_kind(outs, "grads") + traced.select_kind(outs, "unscaled")
   )

@@ -173,6 +173,5 @@ def _find_own_entries(
 
 
 def _is_float(x: Any) -> bool:
-  aval: Any = jax.typeof(x)
-  is_array = hasattr(aval, "dtype") and not _avals.is_ref(aval)
-  return is_array and jnp.issubdtype(aval.dtype, jnp.inexact)
+  aval = jax.typeof(x)
+  return _arrays.is_inexact(aval) and not _avals.is_ref(aval)

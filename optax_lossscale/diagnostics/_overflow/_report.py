@@ -90,7 +90,21 @@ class Overflow(_report_format.PrintedReport):
   @property
   def fix(self) -> str:
     """The fix, in a sentence or two, with a line of code if possible."""
-    return suggest_fix(self)
+    template = next(fix for applies, fix in _FIXES if applies(self))
+    layer = self.name.removesuffix(f" at {self.source_line}")
+    return template.format(
+      dtype=self.dtype,
+      primitive=self.primitive,
+      argument=self.eqn_path,
+      # The path of a parameter selects the layer. A scope may hold others.
+      layer=layer if self.param_path else self.name,
+      top=_operand.format_number(float(jnp.finfo(self.dtype).max)),
+      exponent=_dtype_limits.format_overflow_threshold(
+        self.primitive, self.dtype
+      ),
+      limit=_SMALL_CONSTANT_HINT if _has_narrow_range(self) else "",
+      scale_change=f"scale / {1 / (self.scale_factor or 1 / 16):g}",
+    )
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report, and ``"fix"``, as dicts and lists, for machines."""
@@ -140,37 +154,6 @@ class Overflow(_report_format.PrintedReport):
     )
 
 
-def suggest_fix(origin: Overflow) -> str:
-  """Return the fix that keeps an operation finite.
-
-  Args:
-    origin: the operation.
-
-  Returns:
-    One or two sentences, with a line of code if possible.
-  """
-  template = next(fix for applies, fix in _FIXES if applies(origin))
-  layer = origin.name.removesuffix(f" at {origin.source_line}")
-  return template.format(
-    dtype=origin.dtype,
-    primitive=origin.primitive,
-    argument=origin.eqn_path,
-    # The path of a parameter selects the layer. A scope may hold others.
-    layer=layer if origin.param_path else origin.name,
-    top=_operand.format_number(float(jnp.finfo(origin.dtype).max)),
-    exponent=_dtype_limits.format_overflow_threshold(
-      origin.primitive, origin.dtype
-    ),
-    limit=_SMALL_CONSTANT_HINT if _has_narrow_range(origin) else "",
-    scale_change=_format_scale_change(origin.scale_factor),
-  )
-
-
-def _format_scale_change(factor: float | None) -> str:
-  """Format the change of the loss scale: ``scale / 16``."""
-  return f"scale / {1 / factor:g}" if factor else "scale / 16"
-
-
 def _is_primitive_in(primitives: set[str]) -> Callable[[Overflow], bool]:
   return lambda origin: origin.primitive in primitives
 
@@ -188,15 +171,6 @@ def _has_literal_inf(origin: Overflow) -> bool:
   """Return whether an inf is written in the program, as in ``x + -jnp.inf``."""
   return origin.kind == "inf" and any(
     not operand.all_finite and operand.shape == () for operand in origin.inputs
-  )
-
-
-def _is_masked_softmax(origin: Overflow) -> bool:
-  """Return whether a softmax subtracts the maximum -inf of a masked row."""
-  return (
-    origin.kind == "nan"
-    and origin.primitive == "sub"
-    and _has_nonfinite_operand(origin)
   )
 
 
@@ -247,10 +221,9 @@ def _is_overflow_of_equal_terms(origin: Overflow) -> bool:
   """Return whether the number of terms overflows, and not their sum."""
   if origin.primitive != "reduce_sum" or _has_nonfinite_operand(origin):
     return False
-  (operand,) = origin.inputs
-  num_terms = math.prod(operand.shape)
+  num_terms = math.prod(origin.inputs[0].shape)
   dtype_max = float(jnp.finfo(origin.dtype).max)
-  return (operand.amax or 0.0) * num_terms <= dtype_max < num_terms
+  return _get_amax(origin, 0) * num_terms <= dtype_max < num_terms
 
 
 def _is_where_constant(origin: Overflow) -> bool:
@@ -317,7 +290,8 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " writes into a Ref are not followed.",
   ),
   (
-    _is_masked_softmax,
+    # A softmax subtracts the maximum, which is -inf in a masked row.
+    lambda x: x.primitive == "sub" and _is_nan_from_infs(x),
     "a row of a softmax is masked completely, and exp(-inf - -inf) is NaN. Mask"
     " with jnp.where(keep, scores, jnp.finfo(scores.dtype).min), or leave such"
     " rows out.",

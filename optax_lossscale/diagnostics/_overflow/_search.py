@@ -88,23 +88,21 @@ def _select_measured_origins(
   values: _candidates.NonfiniteValues, stats: dict[Key, _measurement.EqnStats]
 ) -> list[Origin]:
   """Select the origins in a run that measured each equation."""
-
-  def is_fault(key: Key) -> bool:
-    eqn_stats = stats.get(key[:-1])
-    return _dataflow.is_argument(key) or (
-      eqn_stats is not None and bool(eqn_stats.is_fault)
-    )
-
+  faulty_eqns = {key for key, eqn_stats in stats.items() if eqn_stats.is_fault}
   examined: dict[Key, frozenset[int]] = {}
   while True:
     outputs = values.find_candidates(examined).outputs
-    # The others only pass an inf of the program on.
-    faults = list(filter(is_fault, outputs))
-    if len(faults) == len(outputs):
+    # All but arguments and faulty equations only pass on an inf of the program.
+    others = {
+      key: x
+      for key, x in outputs.items()
+      if not _dataflow.is_argument(key) and key[:-1] not in faulty_eqns
+    }
+    if not others:
       break
-    examined |= {key: x for key, x in outputs.items() if key not in faults}
+    examined |= others
   candidates = {
-    key if _dataflow.is_argument(key) else key[:-1]: key for key in faults
+    key if _dataflow.is_argument(key) else key[:-1]: key for key in outputs
   } or _find_constants(values, stats, examined)
   outputs |= examined
   return [
@@ -155,7 +153,7 @@ class _OriginSearch:
     self._values = values
     self._progress = progress
     self._is_large = len(values.dataflow.eqns) > _MAX_WHOLE
-    self._whole_program: _trial.TrialProgram | None = None
+    self._whole_program: _instrumentation.InstrumentedProgram | None = None
     # The outputs that each former candidate may reach.
     self._examined: dict[Key, frozenset[int]] = {}
     # The equations and arguments that may be origins, in the order of
@@ -167,8 +165,7 @@ class _OriginSearch:
 
   def search(self) -> list[Origin]:
     """Return the origins, in program order."""
-    num_rounds = 0
-    while True:
+    for _ in range(_MAX_ROUNDS):
       candidates = self._values.find_candidates(self._examined)
       if not candidates.outputs:
         break
@@ -179,17 +176,18 @@ class _OriginSearch:
       if not (is_clear or self._is_large):
         self._outputs.clear()
         is_unexplained = self._examine(candidates, is_whole=True)
-      num_rounds += 1
       # Another round would look for further origins with a longer program.
       has_origin = any(self._outputs.values())
-      if not is_unexplained or has_origin or num_rounds == _MAX_ROUNDS:
+      if not is_unexplained or has_origin:
         break
-    keys = [key for key, outputs in self._outputs.items() if outputs]
-    keys = keys or self._suspects
+    keys = [
+      key for key, outputs in self._outputs.items() if outputs
+    ] or self._suspects
     if not keys:
       constants = _find_constants(self._values, self._stats, self._examined)
-      for key, candidate in constants.items():
-        self._iterations[key] = self._iterations[candidate]
+      self._iterations |= {
+        key: self._iterations[candidate] for key, candidate in constants.items()
+      }
       keys = list(constants)
     all_outputs = frozenset(itertools.chain(*self._examined.values()))
     origins = [
@@ -225,13 +223,14 @@ class _OriginSearch:
       is_whole=is_whole,
       program=self._whole_program,
     )
-    for key, outputs in candidates.outputs.items():
-      self._examined[key] = outputs
-      self._iterations[key] = self._values.iterations[key]
+    self._examined |= candidates.outputs
+    self._iterations |= {
+      key: self._values.iterations[key] for key in candidates.outputs
+    }
     result = initial = trial.measure([])
-    new = [*filter(_dataflow.is_argument, trial.regions)]
-    new += self._record(initial)
-    new = [key for key in new if key not in self._suspects]
+    arguments = filter(_dataflow.is_argument, trial.regions)
+    origins = [*arguments, *self._record(initial)]
+    new = [key for key in origins if key not in self._suspects]
     is_healed = not self._suspects
     while result.bad_targets and (new or not is_healed):
       self._suspects += new
@@ -263,4 +262,4 @@ class _OriginSearch:
 
 def _has_nonfinite_literal(eqn: core.JaxprEqn) -> bool:
   literals = [x.val for x in eqn.invars if isinstance(x, core.Literal)]
-  return not all(map(_array_tests.is_finite, literals))
+  return not _array_tests.all_finite(literals)

@@ -1,5 +1,6 @@
 """A program that shows which equations make values nonfinite."""
 
+import collections
 import itertools
 from typing import Any, NamedTuple
 
@@ -40,20 +41,6 @@ class TrialResult(NamedTuple):
   stats: dict[Key, tuple[_measurement.EqnStats, Iterations]]
 
 
-class TrialProgram(NamedTuple):
-  """A program that measures equations.
-
-  Attributes:
-    program: the compiled program.
-    measured: the positions of the equations.
-    output_keys: the keys of the outputs that it returns.
-  """
-
-  program: _instrumentation.InstrumentedProgram
-  measured: frozenset[Key]
-  output_keys: list[Key]
-
-
 class Trial:
   """A program that measures the regions of some candidates.
 
@@ -83,10 +70,9 @@ class Trial:
     progress: _progress.ProgressLine,
     *,
     is_whole: bool,
-    program: TrialProgram | None = None,
+    program: _instrumentation.InstrumentedProgram | None,
   ) -> None:
     self.regions: dict[Key, list[Key]] = {}
-    self._outputs: dict[Key, frozenset[int]] = {}
     measured = {x for x in suspects if not _dataflow.is_argument(x)}
     # Without the inf of a candidate, the value that reads it may overflow by
     # itself.
@@ -97,7 +83,6 @@ class Trial:
         break
       self.regions[key] = region
       measured.update(region)
-      self._outputs[key] = candidates.find_outputs(key)
     self._candidates = candidates
     self._values = values
     self._iterations = dict(values.iterations)
@@ -108,7 +93,7 @@ class Trial:
     else:
       self._targets = {candidates.get_target(key) for key in self.regions}
       checked = [*self.regions, *self._targets]
-    if program is None or not measured <= program.measured:
+    if program is None or not measured.issubset(program.measured):
       if is_whole:
         measured |= self._list_later_eqns(_MAX_MEASURED - len(measured))
       program = _make_program(values, checked, measured)
@@ -156,16 +141,15 @@ class Trial:
 
   def find_reached(self, suspect: Key, suspects: list[Key]) -> frozenset[Key]:
     """Return the targets that a suspect makes nonfinite on its own."""
-    get_target = self._candidates.get_target
-    regions_by_target: dict[Key, list[Key]] = {}
+    suspects_by_target: dict[Key, set[Key]] = collections.defaultdict(set)
     for key in self.regions:
-      regions_by_target.setdefault(get_target(key), []).append(key)
+      target = self._candidates.get_target(key)
+      suspects_by_target[target] |= {
+        x for x in suspects if self._is_own(key, x)
+      }
     # The only suspect in the regions that lead to a target needs no test.
     reached = frozenset(
-      target
-      for target, keys in regions_by_target.items()
-      if {x for x in suspects for key in keys if self._is_own(key, x)}
-      == {suspect}
+      target for target, own in suspects_by_target.items() if own == {suspect}
     )
     if reached and not self.is_whole:
       return reached
@@ -185,7 +169,7 @@ class Trial:
     if self.is_whole:
       return frozenset(map(_dataflow.get_output_index, targets))
     outputs = {
-      key: self._outputs[key]
+      key: self._candidates.find_outputs(key)
       for key in self.regions
       if self._candidates.get_target(key) in targets
     }
@@ -196,7 +180,7 @@ class Trial:
 
   def _is_own(self, key: Key, suspect: Key) -> bool:
     """Return whether a suspect is a candidate, or in its region."""
-    return suspect == key or suspect in self.regions.get(key, ())
+    return suspect == key or suspect in self.regions[key]
 
   def _run(
     self,
@@ -208,25 +192,28 @@ class Trial:
     inputs = list(self._values.inputs)
     for key in filter(_dataflow.is_argument, healed):
       inputs[key[1]] = _replace_nonfinite(inputs[key[1]], value)
-    record = self.program.program.run(inputs, healed, value, limits)
-    bad_outputs = _array_tests.list_nonfinite(record.outs)
-    bad_keys = {*record.first_nonfinite} | {
-      self.program.output_keys[i] for i in bad_outputs
+    record = self.program.run(inputs, healed, value, limits)
+    bad_outputs = {
+      _dataflow.get_output_key(self.program.output_indices[i])
+      for i in _array_tests.list_nonfinite(record.outs)
     }
+    bad_keys = bad_outputs.union(record.first_nonfinite)
     return record, frozenset(self._targets & bad_keys)
 
 
 def _make_program(
   values: _candidates.NonfiniteValues, checked: list[Key], measured: set[Key]
-) -> TrialProgram:
+) -> _instrumentation.InstrumentedProgram:
   """Return a program that checks some values and measures some equations."""
-  output_keys = sorted({*filter(_dataflow.is_output, checked)})
-  program = values.program.restrict(
-    {key for key in checked if _dataflow.is_checked_value(key)},
-    measured,
-    [_dataflow.get_output_index(key) for key in output_keys],
+  output_keys = set(filter(_dataflow.is_output, checked))
+  return _instrumentation.InstrumentedProgram(
+    values.program.closed_jaxpr,
+    values.dataflow,
+    values.program.compiler_options,
+    checked={key for key in checked if _dataflow.is_checked_value(key)},
+    measured=measured,
+    output_indices=sorted(map(_dataflow.get_output_index, output_keys)),
   )
-  return TrialProgram(program, frozenset(measured), output_keys)
 
 
 @jax.jit

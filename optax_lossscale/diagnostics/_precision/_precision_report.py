@@ -162,9 +162,6 @@ def _build_report(
 ) -> _report.PrecisionReport:
   all_matmuls = _collect_matmuls(visits)
   matmuls = [x for x in all_matmuls if not _is_in_optimizer(x.visit)]
-  optimizer_flops = sum(
-    x.flops for x in all_matmuls if _is_in_optimizer(x.visit)
-  )
   total_flops = sum(matmul.flops for matmul in matmuls)
   flops_in_dtype = sum(
     p.flops for p in matmuls if not _is_wider(p.operand_dtype, dtype)
@@ -185,7 +182,7 @@ def _build_report(
     ),
     at_risk=tuple(_group_rows(_build_risk_rows(visits, dtype))),
     limitations=tuple(dict.fromkeys(limitations)),
-    optimizer_flops=optimizer_flops,
+    optimizer_flops=sum(x.flops for x in all_matmuls) - total_flops,
   )
 
 
@@ -224,11 +221,14 @@ def _build_unconverted_rows(
       )
       has_line = name.endswith(source_line)
       layer_name = name if location.param_path or has_line else name_with_line
-      location_fields = _get_location_fields(location, layer_name)
-      matmul_fields = p.primitive, p.operand_dtype, p.result_dtype
-      count_fields = p.flops, 0.0, p.visit.num_executions
-      yield _report.UnconvertedMatmul._make(
-        (*matmul_fields, *count_fields, *location_fields)
+      yield _report.UnconvertedMatmul(
+        p.primitive,
+        p.operand_dtype,
+        p.result_dtype,
+        p.flops,
+        0.0,
+        p.visit.num_executions,
+        *_get_location_fields(location, layer_name),
       )
 
 
@@ -243,11 +243,12 @@ def _build_risk_rows(
     if visit in parents:  # The eqns inside of it are visited, too.
       continue
     for reason in _risks.find_risks(visit, dtype, constants):
-      name = _source_info.get_primitive_name(visit.eqn)
-      location_fields = _get_location_fields(
-        visit.location, visit.location.label
+      yield _report.Risk(
+        _source_info.get_primitive_name(visit.eqn),
+        reason,
+        visit.num_executions,
+        *_get_location_fields(visit.location, visit.location.label),
       )
-      yield _report.Risk(name, reason, visit.num_executions, *location_fields)
 
 
 def _get_location_fields(

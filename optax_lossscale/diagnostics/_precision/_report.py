@@ -150,14 +150,13 @@ class PrecisionReport(_report_format.PrintedReport):
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
-    lists = {
+    return vars(self) | {
+      "flops": [row._asdict() for row in self.flops],
+      "unconverted": [row._asdict() for row in self.unconverted],
+      "at_risk": [row._asdict() for row in self.at_risk],
       "limitations": list(self.limitations),
       "warnings": list(self.warnings),
     }
-    fields = vars(self) | lists
-    for name in ("flops", "unconverted", "at_risk"):
-      fields[name] = [row._asdict() for row in fields[name]]
-    return fields
 
   def __str__(self) -> str:
     flops = [

@@ -141,8 +141,9 @@ class ConstantPropagation:
     """Return the eqn whose first output is this operand, or None."""
     jaxpr = visit.closed_jaxpr.jaxpr
     if jaxpr not in self._defining_eqns:
-      defining_eqns = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars[:1]}
-      self._defining_eqns[jaxpr] = defining_eqns
+      self._defining_eqns[jaxpr] = {
+        v: eqn for eqn in jaxpr.eqns for v in eqn.outvars[:1]
+      }
     is_literal = isinstance(atom, core.Literal)
     return None if is_literal else self._defining_eqns[jaxpr].get(atom)
 
