@@ -364,6 +364,10 @@ def _explain_unchanged_params(
   """Yield why a step returns the old parameters: a mistake or a limitation."""
   update_amax = _array_tests.compute_amax(updates)
   if update_amax == 0:
+    yield (
+      "whether the parameters change: all updates of this step are zero, as at"
+      " the beginning of a warm-up"
+    )
     return
   dtypes = sorted({x.dtype for x in params}, key=str)
   # No number changes only if each update is smaller than the distance to the

@@ -386,6 +386,13 @@ def test_updates_that_are_too_small_for_float32_are_no_problem():
   assert "the updates of this step are too small for float32" in str(check)
 
 
+def test_updates_that_are_all_zero_are_no_problem_but_a_fact():
+  step = make_step(RETURN_NEW, optax.set_to_zero())
+  check = check_step(*flat(step))
+  assert check.is_sound
+  assert "all updates of this step are zero" in str(check)
+
+
 def round_by_bits(params):
   bits = lax.bitcast_convert_type(params["w"], jnp.uint32)
   return {"w": lax.bitcast_convert_type(bits & ~jnp.uint32(1), jnp.float32)}
