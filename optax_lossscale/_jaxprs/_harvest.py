@@ -131,31 +131,21 @@ class _Harvester:
       else self._harvest_eqn(eqn, jaxpr, location)
       for eqn in jaxpr.eqns
     ]
-    captured_vars = [
-      value for harvested in harvested_eqns for value in harvested.captured_vars
+    join = lambda field: [
+      x for harvested in harvested_eqns for x in getattr(harvested, field)
     ]
     new_jaxpr: Any = _eqns.replace_jaxpr_fields(
       closed_jaxpr,
-      eqns=[eqn for harvested in harvested_eqns for eqn in harvested.eqns],
-      outvars=[*jaxpr.outvars, *captured_vars],
+      eqns=join("eqns"),
+      outvars=[*jaxpr.outvars, *join("captured_vars")],
       # It has a path for each output, and the new outputs have none.
       debug_info=jaxpr.debug_info._replace(result_paths=None),
     )
     return HarvestedJaxpr(
       new_jaxpr,
-      [
-        value
-        for harvested in harvested_eqns
-        for value in harvested.tagged_values
-      ],
-      [
-        label
-        for harvested in harvested_eqns
-        for label in harvested.unreached_labels
-      ],
-      [
-        label for harvested in harvested_eqns for label in harvested.cond_labels
-      ],
+      join("tagged_values"),
+      join("unreached_labels"),
+      join("cond_labels"),
     )
 
   def _harvest_eqn(
@@ -174,8 +164,11 @@ class _Harvester:
     label = _provenance.format_location(
       _source_info.get_primitive_name(eqn), eqn_location.label
     )
+    labels = [label] * self._required_search.any_inside(eqn)
+    unreached = _HarvestedEqn([eqn], unreached_labels=labels)
     harvest_body = functools.partial(self.harvest_jaxpr, location=eqn_location)
-    match _higher_order.parse_higher_order(eqn):
+    hop = _higher_order.parse_higher_order(eqn)
+    match hop:
       case _higher_order.Call(body) if _can_add_outputs(eqn):
         return _add_outputs_to_call(eqn, harvest_body(body))
       case _higher_order.Cond(branches):
@@ -183,48 +176,35 @@ class _Harvester:
           _add_cond_branch(harvest_body(branch), id(eqn), i)
           for i, branch in enumerate(branches)
         ]
-        harvested_eqn = _rebuild_eqn(
-          eqn, _make_cond_with_outputs(bodies), bodies
-        )
-        labels = [label] * self._required_search.any_inside(eqn)
-        harvested_eqn = harvested_eqn and harvested_eqn._replace(
-          cond_labels=[*labels, *harvested_eqn.cond_labels]
-        )
-      case _higher_order.Scan() as scan:
-        bodies = [harvest_body(scan.body)]
-        harvested_eqn = _rebuild_eqn(
-          eqn, _make_scan_with_outputs(scan, bodies[0].closed_jaxpr), bodies
-        )
-      case _higher_order.ShardMap() as shard_map:
+        fun = _make_cond_with_outputs(bodies)
+      case _higher_order.Scan():
+        bodies = [harvest_body(hop.body)]
+        fun = _make_scan_with_outputs(hop, bodies[0].closed_jaxpr)
+      case _higher_order.ShardMap():
         # Captures are traced while the body is rewritten, so the mesh axes
         # must be bound.
         bodies = [
-          _higher_order.call_in_eqn_context(
-            eqn, lambda: harvest_body(shard_map.body)
-          )
+          _higher_order.call_in_eqn_context(eqn, lambda: harvest_body(hop.body))
         ]
-        harvested_eqn = _rebuild_eqn(
-          eqn,
-          _make_shard_map_with_outputs(shard_map, bodies[0].closed_jaxpr),
-          bodies,
-        )
+        fun = _make_shard_map_with_outputs(hop, bodies[0].closed_jaxpr)
       case _:
         # The number of iterations of a `while` is unknown, so its values can't
         # be stacked. Custom rules and hijax primitives fix their outputs.
-        harvested_eqn = None
-    is_unreached = harvested_eqn is None and self._required_search.any_inside(
-      eqn
-    )
-    return harvested_eqn or _HarvestedEqn(
-      [eqn], unreached_labels=[label] if is_unreached else []
-    )
+        return unreached
+    harvested_eqn = _rebuild_eqn(eqn, fun, bodies)
+    if harvested_eqn and isinstance(hop, _higher_order.Cond):
+      cond_labels = [*labels, *harvested_eqn.cond_labels]
+      return harvested_eqn._replace(cond_labels=cond_labels)
+    return harvested_eqn or unreached
 
   def _list_unchanged_vars(self, jaxpr: core.Jaxpr) -> set[Any]:
     """Return the variables that tags return unchanged."""
-    tag_eqns = [
-      x for x in jaxpr.eqns if self._get_capture(x) is capture_unchanged
-    ]
-    return {v for x in tag_eqns for v in _eqns.drop_literals(x.invars)}
+    return {
+      v
+      for eqn in jaxpr.eqns
+      if self._get_capture(eqn) is capture_unchanged
+      for v in _eqns.drop_literals(eqn.invars)
+    }
 
   def _get_capture(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:
     """Return the capture of a tag equation; None if it isn't harvested."""
@@ -408,11 +388,10 @@ def _make_shard_map_with_outputs(
   The first axis of each new output has an entry for each device.
   """
   num_outs = len(shard_map.out_specs)
-  avals = [v.aval for v in body.jaxpr.outvars[num_outs:]]
   # The new axis is sharded over all axes along which the value varies.
   captured_specs = [
-    jax.sharding.PartitionSpec(shard_map.list_varying_axes(aval))
-    for aval in avals
+    jax.sharding.PartitionSpec(shard_map.list_varying_axes(v.aval))
+    for v in body.jaxpr.outvars[num_outs:]
   ]
 
   def fun(*inputs: Any) -> list[Any]:
