@@ -33,6 +33,8 @@ from optax_lossscale._jaxprs import (
 # Takes a tag, and returns a function whose result for the tagged value becomes
 # an output; None if the tag is not harvested.
 SelectCaptureFn = Callable[[str], Callable[[Any], Any] | None]
+# The function of values that become outputs as they are: it need not be traced.
+UNCHANGED: Callable[[Any], Any] = lambda x: x
 
 
 class TaggedValue(NamedTuple):
@@ -202,7 +204,7 @@ class _Harvester:
     return {
       v
       for eqn in jaxpr.eqns
-      if self._get_capture(eqn) is capture_unchanged
+      if self._get_capture(eqn) is UNCHANGED
       for v in _eqns.drop_literals(eqn.invars)
     }
 
@@ -226,7 +228,7 @@ def _capture_eqn(
   """Append the equations of its capture to a tag equation."""
   eqn = _eqns.replace_dropped_outvars(eqn)
   tagged_values = [TaggedValue(str(get_tag(eqn)))]
-  if capture is capture_unchanged:
+  if capture is UNCHANGED:
     return _HarvestedEqn([eqn], eqn.outvars, tagged_values)
 
   def fun(x: Any) -> list[Any]:
@@ -237,11 +239,6 @@ def _capture_eqn(
   # A capture that returns its input has no equations, hence no replacement.
   eqns, captured_vars = replacement or ([eqn], eqn.outvars)
   return _HarvestedEqn(eqns, captured_vars, tagged_values)
-
-
-def capture_unchanged(x: Any) -> Any:
-  """Return a tagged value: the capture that need not be traced."""
-  return x
 
 
 def _add_cond_branch(

@@ -114,14 +114,13 @@ class StateThreader(abc.ABC):
         first axis.
     """
 
+  @abc.abstractmethod
   def is_unchanged(self, visit: Visit) -> bool:
     """Return whether JAX evaluates an equation, instead of :meth:`eval_eqn`.
 
     Equations next to each other of which this is true are traced together,
     which is faster.
     """
-    del visit
-    return False
 
   def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
     """Return the value that replaces a literal or a constant of a jaxpr."""

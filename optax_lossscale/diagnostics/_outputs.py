@@ -119,7 +119,7 @@ def get_capture_fn(
     "loss": _nonfinite_indicator,
     "unscaled": _nonfinite_indicator,
   }
-  return capture_fns.get(tag.kind, _harvest.capture_unchanged)
+  return capture_fns.get(tag.kind, _harvest.UNCHANGED)
 
 
 def is_optional_tag(name: str) -> bool:

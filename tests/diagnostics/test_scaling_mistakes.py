@@ -303,6 +303,20 @@ def test_a_gradient_function_that_closes_over_the_first_state_is_reported(
   assert "that a constant loss scale scaled" in warning
 
 
+def test_a_state_that_update_closes_over_is_no_mistake_of_the_gradients():
+  """Its scale may be the same, as far as the program shows."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1), DYNAMIC)
+  first_state = tx.init(PARAMS)
+
+  def step(params, state, batch):
+    grads = ols.grad(ols.autocast(plain_loss), state)(params, batch)
+    updates, state = tx.update(grads, first_state)
+    return optax.apply_updates(params, updates), state
+
+  args = PARAMS, first_state, BATCH
+  assert from_precision_report(step, *args) == ()
+
+
 def test_a_state_in_a_dict_is_halved_like_any_other():
   """As of Flax NNX's functional interface, or from a checkpoint."""
   tx = ols.with_loss_scaling(optax.sgd(0.1), DYNAMIC)
