@@ -411,7 +411,7 @@ def live_eqns(
     order, each with the mask of its outputs that are read.
   """
   outvars = itertools.compress(
-    jaxpr.outvars, used_outputs or itertools.repeat(1)
+    jaxpr.outvars, used_outputs or itertools.repeat(True)
   )
   live_vars = set(drop_literals(outvars))
   eqns_with_masks = []

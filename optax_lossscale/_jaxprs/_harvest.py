@@ -33,7 +33,7 @@ from optax_lossscale._jaxprs import (
 # Takes a tag, and returns a function whose result for the tagged value becomes
 # an output; None if the tag is not harvested.
 SelectCaptureFn = Callable[[str], Callable[[Any], Any] | None]
-# The function of values that become outputs as they are: it need not be traced.
+# The identity function, for tagged values that become outputs themselves.
 UNCHANGED: Callable[[Any], Any] = lambda x: x
 
 
@@ -227,18 +227,17 @@ def _capture_eqn(
 ) -> _HarvestedEqn:
   """Append the equations of its capture to a tag equation."""
   eqn = _eqns.replace_dropped_outvars(eqn)
-  tagged_values = [TaggedValue(str(get_tag(eqn)))]
-  if capture is UNCHANGED:
-    return _HarvestedEqn([eqn], eqn.outvars, tagged_values)
 
   def fun(x: Any) -> list[Any]:
     (out,) = _eqns.eqn_as_fun(eqn)(x)
     return [out, capture(out)]
 
-  replacement = _eqns.trace_replacement_eqns(fun, eqn)
   # A capture that returns its input has no equations, hence no replacement.
+  replacement = (
+    None if capture is UNCHANGED else _eqns.trace_replacement_eqns(fun, eqn)
+  )
   eqns, captured_vars = replacement or ([eqn], eqn.outvars)
-  return _HarvestedEqn(eqns, captured_vars, tagged_values)
+  return _HarvestedEqn(eqns, captured_vars, [TaggedValue(str(get_tag(eqn)))])
 
 
 def _add_cond_branch(
