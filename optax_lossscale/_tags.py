@@ -27,8 +27,6 @@ from optax_lossscale import _grads, _paths
 # dtypes of the parameters.
 # "new_scale": the loss scale that an `update` returns.
 # "new_skip_count": the `total_notfinite` that an `update` returns.
-# "absorbed": an operand whose inf an operation turns into a finite number. The
-# reports insert this tag.
 TagKind = Literal[
   "scale",
   "unscaled",
@@ -42,7 +40,6 @@ TagKind = Literal[
   "new_updates",
   "new_scale",
   "new_skip_count",
-  "absorbed",
 ]
 
 _PREFIX = "optax_lossscale|"

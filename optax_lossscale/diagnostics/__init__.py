@@ -20,6 +20,7 @@ from optax_lossscale.diagnostics._gradient_report import (
   GradientReport,
   GradientStats,
 )
+from optax_lossscale.diagnostics._layer_precision import LayerPrecision
 from optax_lossscale.diagnostics._leaves import (
   finite_per_leaf,
   nonfinite_leaves,
@@ -28,14 +29,10 @@ from optax_lossscale.diagnostics._leaves import (
 from optax_lossscale.diagnostics._overflow._find_overflow import find_overflow
 from optax_lossscale.diagnostics._overflow._operand import Operand
 from optax_lossscale.diagnostics._overflow._report import Overflow
-from optax_lossscale.diagnostics._precision._precision_report import (
-  precision_report,
-)
-from optax_lossscale.diagnostics._precision._report import (
+from optax_lossscale.diagnostics._precision_report import (
   Flops,
+  precision_report,
   PrecisionReport,
-  Risk,
-  UnconvertedMatmul,
 )
 from optax_lossscale.diagnostics._probes import (
   probe,
@@ -57,9 +54,8 @@ __all__ = [
   "PrecisionComparison",
   "PrecisionReport",
   "Problem",
-  "Risk",
   "StepCheck",
-  "UnconvertedMatmul",
+  "LayerPrecision",
   "check_step",
   "compare_precision",
   "find_overflow",

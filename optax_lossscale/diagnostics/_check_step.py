@@ -14,6 +14,7 @@ import numpy as np
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
+  _precision_report,
   _problems,
   _progress,
   _report_format,
@@ -27,10 +28,6 @@ from optax_lossscale.diagnostics._comparison import (
 )
 from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
-from optax_lossscale.diagnostics._precision import _precision_report
-from optax_lossscale.diagnostics._precision import (
-  _report as _precision_data,
-)
 
 # The printed report has at most 20 lines: longer lists are cut.
 _MAX_PROBLEMS = 4
@@ -69,7 +66,7 @@ class StepCheck(_report_format.PrintedReport):
   problems: tuple[_problems.Problem, ...]
   passed: tuple[str, ...]
   not_checked: tuple[str, ...]
-  precision: _precision_data.PrecisionReport
+  precision: _precision_report.PrecisionReport
   overflow: _overflow_report.Overflow | None
   comparison: _comparison_report.PrecisionComparison | None
 
@@ -192,7 +189,7 @@ def check_step(
 class _Results(NamedTuple):
   """The results of all reports on a step."""
 
-  precision: _precision_data.PrecisionReport
+  precision: _precision_report.PrecisionReport
   search: _find_overflow.SearchResult
   comparison: _compare_precision.ComparisonResult | None
   returned: _returned_values.ReturnedValues
@@ -279,10 +276,6 @@ def _find_numeric_problems(
   problems = _problems.find_numeric_problems(search.origin, report, loss_scale)
   if search.origin is not None:
     return problems
-  absorbed_infs = _find_overflow.find_absorbed_infs(traced, search, progress)
-  problems += [
-    _problems.as_absorbed_inf_problem(*pair) for pair in absorbed_infs
-  ]
   return problems or list(
     _problems.find_zero_grad_problems(
       traced, search.outs, search.run_step, report, loss_scale

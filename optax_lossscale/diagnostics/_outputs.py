@@ -20,7 +20,7 @@ from optax_lossscale.diagnostics import _scale_dependence
 # The tags that show what becomes of the results of ``update``.
 _RESULT_KINDS = {"new_updates", "new_scale", "new_skip_count"}
 # The tags whose values are left out if they cannot become outputs.
-_OPTIONAL_KINDS = {*_RESULT_KINDS, "absorbed", "loss", "unscaled"}
+_OPTIONAL_KINDS = {*_RESULT_KINDS, "loss", "unscaled"}
 
 
 def collect_float_results(
@@ -114,7 +114,6 @@ def get_capture_fn(
   if tag.kind in _RESULT_KINDS and not check_results:
     return None
   capture_fns = {
-    "absorbed": _nonfinite_indicator,
     "applied": lambda x: x.astype(jnp.int8),
     "loss": _nonfinite_indicator,
     "unscaled": _nonfinite_indicator,

@@ -7,7 +7,6 @@ most important first.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import (
@@ -194,28 +193,6 @@ def _describe_origin(origin: _overflow_report.Overflow) -> str:
     f"{origin.primitive} in {location} returns {origin.kind} in the {direction}"
     " pass"
   )
-
-
-def as_absorbed_inf_problem(
-  site: str, origin: _overflow_report.Overflow
-) -> Problem:
-  """Return the problem of an inf that an operation makes finite.
-
-  Args:
-    site: the operation that makes the inf finite.
-    origin: the origin of the inf.
-  """
-  cause = (
-    f"{_describe_origin(origin)}, and {site} makes zero of it, so the loss is"
-    " finite, but wrong."
-  )
-  fix = origin.fix
-  if origin.primitive == "constant":
-    fix = (
-      f"Compute in float32 here, since {origin.dtype} ends at"
-      f" {float(jnp.finfo(origin.dtype).max):.5g}: x.astype(jnp.float32)."
-    )
-  return Problem(cause, fix)
 
 
 def find_zero_grad_problems(

@@ -85,9 +85,8 @@ class Output(NamedTuple):
       run; ``"unscaled"``, a number that is finite if and only if a gradient
       that `value_and_grad` returns is, and ``"loss"``, the same for its loss;
       ``"new_updates"``, ``"new_scale"`` and ``"new_skip_count"``, what `update`
-      returns; ``"absorbed"``, a number that is finite if and only if an operand
-      is whose inf would disappear. ``"state_scale"`` and ``"state_skip_count"``
-      are fields of a loss-scale state among the results.
+      returns. ``"state_scale"`` and ``"state_skip_count"`` are fields of a
+      loss-scale state among the results.
     name: its path, such as ``1/kernel``.
     group: the index of the result, or of the ``update``, that it is part of.
     branches: for each ``cond`` around the tag, the outermost first, an

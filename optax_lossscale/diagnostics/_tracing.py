@@ -21,7 +21,6 @@ import numpy as np
 from optax_lossscale import _arrays, _checks, _flattening
 from optax_lossscale._jaxprs import _avals, _eqns, _harvest, _higher_order
 from optax_lossscale.diagnostics import (
-  _absorbed_infs,
   _mistakes,
   _outputs,
   _progress,
@@ -174,7 +173,7 @@ def trace(
     kwargs: its keyword arguments.
     allow_abstract: whether arguments may be ``jax.ShapeDtypeStruct``.
     check_results: whether to add the outputs that show what becomes of the
-      results of ``update``, and which infs of the forward pass disappear.
+      results of ``update``.
 
   Returns:
     A :class:`TracedFunction`.
@@ -228,8 +227,6 @@ def trace(
     *inputs
   )
   closed_jaxpr = _trace_or_unwrap(caller, fun, trace_fun)
-  if check_results:
-    closed_jaxpr = _absorbed_infs.tag_absorbed_operands(closed_jaxpr)
   harvest = _harvest.harvest_tagged_values(
     closed_jaxpr,
     functools.partial(_outputs.get_capture_fn, check_results),

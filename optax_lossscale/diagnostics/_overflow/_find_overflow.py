@@ -25,7 +25,6 @@ from optax_lossscale._jaxprs import (
   _walk,
 )
 from optax_lossscale.diagnostics import (
-  _absorbed_infs,
   _array_tests,
   _compiler_options,
   _effects,
@@ -45,8 +44,6 @@ from optax_lossscale.diagnostics._overflow import (
 
 # The outputs that show what an ``update`` receives and computes.
 _UPDATE_KINDS = {"grads", "unscaled", "updates"}
-# The outputs that may be nonfinite in a sound program.
-_UNCHECKED_KINDS = {"absorbed", "metric"}
 # Matches the name of an argument in the state of a wrapped optimizer.
 # ``update`` receives this state, too.
 _INNER_STATE_RE = re.compile(r"\.inner_state\b")
@@ -186,7 +183,7 @@ def search_traced(
   bad_outputs = [
     i
     for i in _array_tests.list_nonfinite(record.outs)
-    if traced.outputs[i].kind not in _UNCHECKED_KINDS
+    if traced.outputs[i].kind != "metric"
   ]
   origins = (
     _find_origins(traced, program, record, bad_outputs, progress)
@@ -253,43 +250,6 @@ def measure_scaling(
       traced.closed_jaxpr, ignore_autocast=False
     ),
   )
-
-
-def find_absorbed_infs(
-  traced: _tracing.TracedFunction,
-  result: SearchResult,
-  progress: _progress.ProgressLine,
-) -> list[tuple[str, _report.Overflow]]:
-  """Find the origins of infs that an operation makes finite again.
-
-  Args:
-    traced: the program, with outputs of the kind ``"absorbed"``.
-    result: the result of the search in it.
-    progress: the progress line.
-
-  Returns:
-    The operation that makes an inf finite, and the origin of the inf. Masks are
-    left out.
-  """
-  indices_by_site: dict[str, list[int]] = {}
-  for i in _array_tests.list_nonfinite(result.outs):
-    output = traced.outputs[i]
-    if output.kind == "absorbed":
-      site = output.name.split("/")[-1]
-      indices_by_site.setdefault(site, []).append(i)
-  # An inf may reach several operations: the first one is enough.
-  site_by_origin: dict[_report.Overflow, str] = {}
-  for site, indices in indices_by_site.items():
-    for origin in _find_origins(
-      traced, result.program, result.record, indices, progress
-    ):
-      if _absorbed_infs.is_suspicious_origin(site, origin.primitive):
-        # The equation of a tag reads a number that is written in the program.
-        is_tag = origin.primitive == "name"
-        primitive = "constant" if is_tag else origin.primitive
-        origin = dataclasses.replace(origin, primitive=primitive)
-        site_by_origin.setdefault(origin, site)
-  return [(site, origin) for origin, site in site_by_origin.items()]
 
 
 def _disambiguate_names(

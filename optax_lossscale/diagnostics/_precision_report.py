@@ -1,0 +1,449 @@
+"""``precision_report``: the dtypes in which a function computes, by location.
+
+The function is traced, and its jaxpr is walked without running it. Each matmul
+and convolution contributes FLOPs to a pair of dtypes, times the number of its
+executions.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _transfer_guard
+from optax_lossscale._jaxprs import (
+  _eqns,
+  _higher_order,
+  _primitives,
+  _provenance,
+  _source_info,
+  _walk,
+)
+from optax_lossscale.diagnostics import (
+  _dtype_limits,
+  _layer_precision,
+  _report_format,
+  _tracing,
+)
+
+# The jaxpr inside of these primitives only combines two numbers. It is not
+# counted as a body that runs.
+_REDUCER_PREFIXES = (
+  "arg",
+  "cum",
+  "reduce",
+  "scatter",
+  "select_and",
+  "sort",
+  "top_k",
+)
+
+
+class Flops(NamedTuple):
+  """The matmuls and convolutions of one pair of dtypes.
+
+  Attributes:
+    operand_dtype: the dtype of the operands; the wider one of two.
+    result_dtype: the dtype of the result. XLA accumulates 16-bit matmuls in
+      float32, and rounds the result once.
+    flops: the number of floating-point operations.
+    fraction: the fraction of all FLOPs.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> report = diagnostics.precision_report(jnp.dot, *[jnp.eye(8)] * 2)
+    >>> report.flops[0].operand_dtype, report.flops[0].flops
+    ('float32', 1024)
+  """
+
+  operand_dtype: str
+  result_dtype: str
+  flops: int
+  fraction: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionReport(_report_format.PrintedReport):
+  """The report of :func:`precision_report`: how much runs in which dtype.
+
+  Attributes:
+    dtype: the dtype in which the function should compute, as a string.
+    total_flops: the FLOPs of all matmuls and convolutions outside of the
+      optimizer.
+    fraction: the fraction of them whose operands are in this dtype, or in one
+      with fewer bits; 1.0 if there are none. In another dtype with as many
+      bits, they don't count: float16 hardware may not have bfloat16.
+    flops: a :class:`Flops` for each pair of dtypes, the largest first.
+    unconverted: a :class:`LayerPrecision` for each layer whose operands are in
+      another dtype, the largest first.
+    can_autocast: whether :func:`optax_lossscale.autocast` can cast any of these
+      layers: they are in float32, and the function has no ``autocast`` yet.
+    limitations: the parts of the program that were not analyzed.
+    warnings: mistakes in the training step as a whole, in sentences: ``update``
+      receives gradients that are not scaled as it expects.
+    optimizer_flops: the FLOPs of the matmuls and convolutions of the optimizer
+      that :func:`~optax_lossscale.with_loss_scaling` wraps, such as Muon. No
+      other field counts them.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> from optax_lossscale import diagnostics
+    >>> report = diagnostics.precision_report(
+    ...   ols.autocast(jnp.dot), jnp.eye(8), jnp.eye(8))
+    >>> report.fraction, report.unconverted
+    (1.0, ())
+  """
+
+  dtype: str
+  total_flops: int
+  fraction: float
+  flops: tuple[Flops, ...]
+  unconverted: tuple[_layer_precision.LayerPrecision, ...]
+  can_autocast: bool
+  limitations: tuple[str, ...]
+  warnings: tuple[str, ...] = ()
+  optimizer_flops: int = 0
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the report as dicts and lists, for machines."""
+    return vars(self) | {
+      "flops": [row._asdict() for row in self.flops],
+      "unconverted": [row._asdict() for row in self.unconverted],
+      "limitations": list(self.limitations),
+      "warnings": list(self.warnings),
+    }
+
+  def __str__(self) -> str:
+    flops = [
+      {
+        "operand dtype": row.operand_dtype,
+        "result dtype": row.result_dtype,
+        "flops": f"{row.flops:.3g}",
+        "fraction": f"{row.fraction:.1%}",
+      }
+      for row in self.flops
+    ]
+    unconverted = [
+      _report_format.format_location_cells(row)
+      | {
+        "operand dtype": row.dtype,
+        "count": str(row.run_count),
+        "fraction": f"{row.fraction:.1%}",
+      }
+      for row in self.unconverted
+    ]
+    optimizer_line = (
+      f"FLOPs of the matmuls of the optimizer: {self.optimizer_flops:.3g}, not"
+      " counted below."
+    )
+    parts = [
+      *self.warnings,
+      *self._format_conclusion(),
+      *[optimizer_line] * bool(self.optimizer_flops),
+      *(f"Not analyzed: {limitation}" for limitation in self.limitations),
+    ]
+    for title, rows, num_left_aligned in (
+      (f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}", flops, 2),
+      (f"Matmuls and convolutions not in {self.dtype}:", unconverted, 3),
+    ):
+      parts += (
+        [title, _report_format.format_table(rows, num_left_aligned)]
+        if rows
+        else []
+      )
+    return "\n".join(parts)
+
+  def _format_conclusion(self) -> list[str]:
+    """Return the fraction that runs in the dtype, and how to raise it."""
+    if not self.flops:
+      suffix = " outside of the optimizer" * bool(self.optimizer_flops)
+      return [f"The function has no matmuls and no convolutions{suffix}."]
+    lines = [
+      f"{self.fraction:.1%} of the matmul and convolution FLOPs run in"
+      f" {self.dtype}."
+    ]
+    if self.unconverted:
+      dtype = "" if self.dtype == "float16" else f", jnp.{self.dtype}"
+      cast = "cast the operands of the layers below"
+      fix = (
+        f"ols.autocast(loss_fn{dtype}), or {cast}"
+        if self.can_autocast
+        else cast
+      )
+      lines.append(
+        f"Fix: {fix}. (Ignore this for layers that you keep in a wider dtype.)"
+      )
+    return lines
+
+
+@_transfer_guard.allow_transfers
+def precision_report(
+  fun: Callable[..., Any],
+  *args: Any,
+  dtype: Any = jnp.float16,
+  **kwargs: Any,
+) -> PrecisionReport:
+  """Reports how many matmul FLOPs a function computes in which dtype.
+
+  The function is traced and not run. Operations count if they lead to a result,
+  to a change of an argument, or to the gradients that the ``update`` of
+  :func:`~optax_lossscale.with_loss_scaling` receives.
+
+  Args:
+    fun: any function that ``jax.jit`` could take, such as a training step, or
+      ``jax.value_and_grad(loss_fn)``.
+    *args: its arguments. Arrays may be ``jax.ShapeDtypeStruct``.
+    dtype: the dtype in which the function should compute, a float dtype of at
+      most 32 bits. (If ``fun`` has an argument of this name, bind it with
+      ``functools.partial``.)
+    **kwargs: its keyword arguments.
+
+  Returns:
+    A :class:`PrecisionReport`. It prints a conclusion and tables. The body of a
+    ``scan`` is counted once per iteration, the body of a ``while`` loop once,
+    the branch with the most FLOPs of a ``cond``, and the body of a
+    ``shard_map`` once per device.
+
+  Raises:
+    TypeError: if ``fun`` is not callable, an argument is traced, or ``dtype``
+      is not a float dtype of at most 32 bits.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> def loss_fn(w, x):
+    ...   return jnp.mean(jnp.exp(x @ w.astype(jnp.float16)))
+    >>> w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> x = jax.ShapeDtypeStruct((128, 64), jnp.float16)
+    >>> report = diagnostics.precision_report(loss_fn, w, x)
+    >>> report.total_flops, report.fraction
+    (1048576, 1.0)
+
+  .. seealso:: :func:`compare_precision` measures the error of each layer.
+  """
+  target_dtype = _dtype_limits.check_float_dtype(dtype)
+  traced = _tracing.trace(
+    "precision_report", fun, args, kwargs, allow_abstract=True
+  )
+  return report_traced(traced, target_dtype)
+
+
+class _MatmulStats(NamedTuple):
+  """The matmuls or convolutions of one equation.
+
+  Attributes:
+    operand_dtype: the dtype of the operands; the wider one of two.
+    flops: the flops of all of them.
+    visit: the equation, with its location and the number of its executions.
+  """
+
+  operand_dtype: str
+  flops: int
+  visit: _walk.EqnVisit
+
+
+def report_traced(
+  traced: _tracing.TracedFunction, dtype: np.dtype
+) -> PrecisionReport:
+  """Return the report of a traced function."""
+  # Only live equations, since XLA removes the others.
+  visits = list(
+    _walk.walk(traced.closed_jaxpr, _executed_subjaxprs, only_live=True)
+  )
+  limitations = _tracing.describe_unreached(traced.unreached_locations)
+  limitations += [
+    f"whether update runs, in {location}"
+    for location in traced.cond_branch_locations
+  ]
+  limitations += list(filter(None, map(_describe_limitation, visits)))
+  all_matmuls = _collect_matmuls(visits)
+  matmuls = [x for x in all_matmuls if not _is_in_optimizer(x.visit)]
+  total_flops = sum(matmul.flops for matmul in matmuls)
+  is_converted = lambda matmul: _is_as_narrow(matmul.operand_dtype, dtype)
+  flops_in_dtype = sum(x.flops for x in filter(is_converted, matmuls))
+  unconverted = [x for x in matmuls if not is_converted(x)]
+  has_autocast = any(x.visit.location.autocast_dtype for x in matmuls)
+  return PrecisionReport(
+    dtype=str(dtype),
+    total_flops=total_flops,
+    fraction=flops_in_dtype / total_flops if total_flops else 1.0,
+    flops=_merge_with_fractions(map(_as_flops, matmuls), total_flops),
+    unconverted=_merge_with_fractions(
+      _build_rows(matmuls, is_converted), total_flops
+    ),
+    can_autocast=not has_autocast and any(map(_is_castable, unconverted)),
+    limitations=tuple(dict.fromkeys(limitations)),
+    warnings=tuple(map(str, traced.mistakes)),
+    optimizer_flops=sum(x.flops for x in all_matmuls) - total_flops,
+  )
+
+
+def _is_in_optimizer(visit: _walk.EqnVisit) -> bool:
+  """Return whether the optimizer that `with_loss_scaling` wraps runs an eqn."""
+  return any(
+    _provenance.has_scope(x.eqn, _provenance.OPTIMIZER_SCOPE)
+    for x in visit.self_and_ancestors
+  )
+
+
+def _is_as_narrow(operand_dtype: str, dtype: np.dtype) -> bool:
+  """Return whether a dtype is another one, or has fewer bits."""
+  np_dtype = jnp.dtype(operand_dtype)
+  if jnp.issubdtype(np_dtype, jnp.inexact):
+    bits = jnp.finfo(np_dtype).bits
+  else:  # finfo does not know integers and booleans.
+    bits = 8 * np_dtype.itemsize
+  return np_dtype == dtype or bits < jnp.finfo(dtype).bits
+
+
+def _is_castable(matmul: _MatmulStats) -> bool:
+  """Return whether `autocast` could cast the operands of a matmul."""
+  eqn = matmul.visit.eqn
+  operand_avals: list[Any] = [v.aval for v in (*eqn.invars[:2], *eqn.outvars)]
+  return _primitives.has_castable_dtypes(eqn) and all(
+    aval.dtype == jnp.float32 for aval in operand_avals
+  )
+
+
+def _as_flops(matmul: _MatmulStats) -> Flops:
+  result_dtype = _primitives.get_result_dtype(matmul.visit.eqn)
+  return Flops(matmul.operand_dtype, str(result_dtype), matmul.flops, 0.0)
+
+
+def _build_rows(
+  matmuls: list[_MatmulStats], is_converted: Callable[[_MatmulStats], bool]
+) -> Iterator[_layer_precision.LayerPrecision]:
+  """Yield a row for each matmul that is not in the dtype of the report."""
+  locations = [matmul.visit.location for matmul in matmuls]
+  names_and_lines = _provenance.make_unique_labels(
+    [(x.names, x.is_backward) for x in locations]
+  )
+  for matmul, location, (name, source_line) in zip(
+    matmuls, locations, names_and_lines, strict=True
+  ):
+    if is_converted(matmul):
+      continue
+    # Without a parameter path, several layers may share a scope, so the name
+    # includes the line.
+    if not location.param_path and not name.endswith(source_line):
+      name = _provenance.format_location(
+        location.names.candidate_labels()[0], source_line
+      )
+    yield _layer_precision.LayerPrecision(
+      primitive=_source_info.get_primitive_name(matmul.visit.eqn),
+      name=name,
+      name_scope=location.name_scope,
+      param_path=location.param_path,
+      source_line=location.source_line,
+      backward=location.is_backward,
+      dtype=matmul.operand_dtype,
+      in_autocast=location.autocast_dtype is not None,
+      run_count=matmul.visit.num_executions,
+      flops=matmul.flops,
+    )
+
+
+def _merge_with_fractions(
+  rows: Iterable[Any], total_flops: int
+) -> tuple[Any, ...]:
+  """Merge rows that differ only in integers, which are added up.
+
+  Returns:
+    The rows with their fractions of the FLOPs, the largest first.
+  """
+  counts_by_key: dict[Any, collections.Counter[str]] = {}
+  for row in rows:
+    # Not isinstance: a bool, such as `backward`, is part of the key.
+    counts = {x: v for x, v in row._asdict().items() if type(v) is int}
+    key = row._replace(**dict.fromkeys(counts, 0))
+    counts_by_key.setdefault(key, collections.Counter()).update(counts)
+  merged_rows = [key._replace(**x) for key, x in counts_by_key.items()]
+  merged_rows.sort(key=lambda row: row.flops, reverse=True)
+  return tuple(
+    x._replace(fraction=x.flops / total_flops if total_flops else 1.0)
+    for x in merged_rows
+  )
+
+
+def _collect_matmuls(visits: list[_walk.EqnVisit]) -> list[_MatmulStats]:
+  """Return all matmuls, from each ``cond`` only those of its largest branch."""
+  matmuls = [
+    _MatmulStats(
+      _get_operand_dtype(visit.eqn), flops * visit.num_executions, visit
+    )
+    for visit in visits
+    if (flops := _primitives.count_flops(visit.eqn)) is not None
+  ]
+  flops_by_branch: collections.Counter[Any] = collections.Counter()
+  for matmul in matmuls:
+    for branch in matmul.visit.cond_branches:
+      flops_by_branch[branch] += matmul.flops
+  # Maps each cond to its branch with the most FLOPs: in ascending order, the
+  # last branch of a cond overwrites the others.
+  largest_branches = dict(
+    sorted(flops_by_branch, key=lambda branch: flops_by_branch[branch])
+  )
+  return [
+    matmul
+    for matmul in matmuls
+    if all(
+      largest_branches[cond] == i for cond, i in matmul.visit.cond_branches
+    )
+  ]
+
+
+def _get_operand_dtype(eqn: core.JaxprEqn) -> str:
+  """Return the dtype of the operands of a matmul; the wider one of two."""
+  # A ragged_dot has a third input, the sizes of the groups.
+  operand_avals: list[Any] = [v.aval for v in eqn.invars[:2]]
+  return str(max(operand_avals, key=lambda aval: aval.dtype.itemsize).dtype)
+
+
+def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
+  """Return the jaxprs that an equation runs."""
+  call = _higher_order.parse_higher_order(eqn)
+  return (
+    _non_reducer_subjaxprs(eqn)
+    if call is None
+    else _higher_order.get_bodies(call)
+  )
+
+
+def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
+  """Return the jaxprs in an equation, except those that combine two numbers."""
+  is_reducer = _source_info.get_primitive_name(eqn).startswith(
+    _REDUCER_PREFIXES
+  )
+  return [] if is_reducer else list(_eqns.subjaxprs(eqn))
+
+
+def _describe_limitation(visit: _walk.EqnVisit) -> str:
+  """Return the limitation of counting an equation by shapes, or ``""``."""
+  reason = _find_limitation(visit)
+  if not reason:
+    return ""
+  name = _source_info.get_primitive_name(visit.eqn)
+  where = _provenance.format_location(name, visit.location.source_line)
+  return f"{where}: {reason}"
+
+
+def _find_limitation(visit: _walk.EqnVisit) -> str:
+  if isinstance(visit.hop, _higher_order.While):
+    return "only one iteration is counted"
+  if visit.hop is not None:
+    return ""
+  if _non_reducer_subjaxprs(visit.eqn):
+    return "its body is counted once"
+  if _eqns.get_hi_primitive(visit.eqn) is not None:
+    return "it is unknown, and counted as no FLOPs"
+  is_counted = _primitives.count_flops(visit.eqn) is not None
+  if is_counted or not _primitives.is_matmul(visit.eqn):
+    return ""
+  return "its FLOPs are not counted"
