@@ -321,17 +321,17 @@ def _as_metrics(x: Any) -> Any:
 _MAX_HEIGHT = 40.0  # in binades; infinite headroom is clipped to it
 _NORMAL_COLOR, _OUTLIER_COLOR = "tab:gray", "tab:red"
 
-_Rows = list[diagnostics.MatmulPrecision]
+_Rows = list[diagnostics.LayerPrecision]
 
 
 @_transfer_guard.allow_transfers
 def plot_precision(
   report: diagnostics.PrecisionComparison, *, axes: Any = None
 ) -> Any:
-  """Plots the error and the headroom of each matmul in half precision.
+  """Plots the error and the headroom of each layer in half precision.
 
-  The upper plot shows the error of the results if only this layer's matmuls and
-  convolutions run in half precision. The lower plot shows the headroom: the
+  The upper plot shows the error of the results if only this layer runs in half
+  precision. The lower plot shows the headroom: the
   number of binades between the largest magnitude and the largest number of the
   dtype. Layers are in program order. Outliers and layers that overflow are red
   and labeled.
@@ -364,7 +364,7 @@ def plot_precision(
     )
   axes = _get_axes(axes, "plot_precision", rows=2)
   top, bottom = axes
-  rows = sorted(report.matmuls, key=lambda row: row.program_index)
+  rows = sorted(report.layers, key=lambda row: row.program_index)
   highlighted_names = {*report.top_outliers(len(rows)), *report.overflowing}
   colors = [
     _OUTLIER_COLOR if row.name in highlighted_names else _NORMAL_COLOR
@@ -381,28 +381,27 @@ def _draw_isolated_errors(
 ) -> None:
   """Draw a bar for the isolated error of each row, on a log axis."""
   # Zero and infinite errors get the height of the limits of the axis.
-  finite_errors = [
-    row.isolated_error for row in rows if 0 < row.isolated_error < math.inf
-  ]
+  errors = [row.isolated_error or 0.0 for row in rows]
+  finite_errors = [x for x in errors if 0 < x < math.inf]
   low, high = (
     min(finite_errors, default=1e-4) / 3,
     10 * max([*finite_errors, 1.0]),
   )
-  heights = [min(max(row.isolated_error, low), high) for row in rows]
-  hatches = ["//" if row.isolated_error == math.inf else "" for row in rows]
+  heights = [min(max(x, low), high) for x in errors]
+  hatches = ["//" if x == math.inf else "" for x in errors]
   ax.bar(range(len(rows)), heights, color=colors, hatch=hatches)
   ax.set_yscale("log")
   ax.set_ylim(low, high)
-  ax.set_ylabel(f"error if only this\nmatmul is in {dtype}")
+  ax.set_ylabel(f"error if only this\nlayer is in {dtype}")
   if any(hatches):
     ax.set_title("hatched: inf or NaN in the results", fontsize="small")
 
 
 def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
   """Draw a bar for the headroom of each row, and shade the backward pass."""
-  heights = np.clip(
-    [row.log2_headroom for row in rows], -_MAX_HEIGHT, _MAX_HEIGHT
-  )
+  # The headroom is unknown if the layer was not measured.
+  headrooms = [row.log2_headroom or 0.0 for row in rows]
+  heights = np.clip(headrooms, -_MAX_HEIGHT, _MAX_HEIGHT)
   ax.bar(range(len(rows)), heights, color=colors)
   ax.axhline(0, color="black", linewidth=0.8)
   first_backward = next((i for i, row in enumerate(rows) if row.backward), None)
@@ -410,7 +409,7 @@ def _draw_headroom(ax: Any, rows: _Rows, colors: list[str], dtype: str) -> None:
     style = {"color": "tab:blue", "alpha": 0.1, "linewidth": 0}
     ax.axvspan(first_backward - 0.5, len(rows) - 0.5, label="backward", **style)
     ax.legend(fontsize="small", loc="upper right")
-  ax.set_xlabel("matmuls and convolutions, in program order")
+  ax.set_xlabel("layers, in program order")
   ax.set_ylabel(f"log2 headroom\nin {dtype}")
 
 
@@ -434,7 +433,7 @@ def _annotate_outliers(
   }
   for level, name in enumerate(labels):
     bars = [i for i, row in enumerate(rows) if row.name == name]
-    i = max(bars, key=lambda i: rows[i].isolated_error)
+    i = max(bars, key=lambda i: rows[i].isolated_error or 0.0)
     # Labels are at eight levels, so that neighbors don't overlap.
     position = i, 0.93 - 0.1 * (level % 8)
     alignment, shift = ("right", -8) if 2 * i > len(rows) else ("left", 8)

@@ -16,6 +16,7 @@ import tempfile
 import time
 
 import jax
+import jax.numpy as jnp
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from shared import large_steps
@@ -68,6 +69,12 @@ STEPS = {
   ),
   "the same, overflow in the backward pass": functools.partial(
     large_steps.gpt, loss_scale=2.0**30
+  ),
+  "GPT of 12 layers by hand, sound": functools.partial(
+    large_steps.gpt, dtype=jnp.float16
+  ),
+  "the same, an error in one norm": functools.partial(
+    large_steps.gpt, dtype=jnp.float16, inaccurate_layer=5
   ),
   "200 layers, 400 arrays": functools.partial(large_steps.small_layers, 200),
   "1,000 layers, 2,000 arrays": functools.partial(

@@ -39,6 +39,7 @@ class EqnVisit:
       outermost jaxpr.
     body_index: the index of this jaxpr among the jaxprs of the parent that the
       walk enters.
+    eqn_index: the index of the equation in this jaxpr.
     root_location: the location of the outermost jaxpr.
   """
 
@@ -46,6 +47,7 @@ class EqnVisit:
   closed_jaxpr: _eqns.ClosedJaxpr
   parent: "EqnVisit | None"
   body_index: int
+  eqn_index: int
   root_location: _provenance.EqnLocation
 
   @functools.cached_property
@@ -55,6 +57,19 @@ class EqnVisit:
       self.parent.location if self.parent else self.root_location
     )
     return parent_location.locate(self.eqn, self.closed_jaxpr.jaxpr)
+
+  @property
+  def stack_location(self) -> _provenance.EqnLocation:
+    """The location of the equation without its lines, which is cheaper."""
+    parent = self.parent
+    location = parent.stack_location if parent else self.root_location
+    return location.push_scope(self.eqn)
+
+  @property
+  def path(self) -> tuple[int, ...]:
+    """The position of the equation: see ``_state_threading.Path``."""
+    prefix = (*self.parent.path, self.body_index) if self.parent else ()
+    return *prefix, self.eqn_index
 
   @property
   def self_and_ancestors(self) -> "list[EqnVisit]":
@@ -126,12 +141,14 @@ def walk(
     if only_live
     else ((eqn, None) for eqn in closed_jaxpr.jaxpr.eqns)
   )
+  index_by_eqn = {id(eqn): i for i, eqn in enumerate(closed_jaxpr.jaxpr.eqns)}
   for eqn, eqn_used_outputs in eqns:
     visit = EqnVisit(
       weights.tag_with_weight(eqn) if weights else eqn,
       closed_jaxpr,
       parent,
       body_index,
+      index_by_eqn[id(eqn)],
       root_location or _provenance.EqnLocation(),
     )
     yield visit

@@ -10,11 +10,7 @@ from optax_lossscale.diagnostics._check_step import check_step, StepCheck
 from optax_lossscale.diagnostics._comparison._compare_precision import (
   compare_precision,
 )
-from optax_lossscale.diagnostics._comparison._report import (
-  ArrayError,
-  MatmulPrecision,
-  PrecisionComparison,
-)
+from optax_lossscale.diagnostics._comparison._report import PrecisionComparison
 from optax_lossscale.diagnostics._gradient_report import (
   gradient_report,
   GradientReport,
@@ -43,11 +39,10 @@ from optax_lossscale.diagnostics._probes import (
 from optax_lossscale.diagnostics._problems import Problem
 
 __all__ = [
-  "ArrayError",
   "Flops",
   "GradientReport",
   "GradientStats",
-  "MatmulPrecision",
+  "LayerPrecision",
   "NonfiniteLeaf",
   "Operand",
   "Overflow",
@@ -55,7 +50,6 @@ __all__ = [
   "PrecisionReport",
   "Problem",
   "StepCheck",
-  "LayerPrecision",
   "check_step",
   "compare_precision",
   "find_overflow",

@@ -7,6 +7,7 @@ list of problems, each with a fix, the most important first.
 
 from collections.abc import Callable, Iterator
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -44,8 +45,8 @@ class StepCheck(_report_format.PrintedReport):
     not_checked: the checks that were not possible, in sentences.
     precision: the :class:`PrecisionReport` of the step.
     overflow: the :class:`Overflow`; None if all gradients are finite.
-    comparison: the :class:`PrecisionComparison`; None if ``autocast`` casts no
-      matmul of the step.
+    comparison: the :class:`PrecisionComparison`; None if the step rounds
+      nothing to half precision.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -112,9 +113,10 @@ def check_step(
   """Checks whether a float16 training step is sound, and suggests fixes.
 
   Combines :func:`precision_report`, :func:`find_overflow` and
-  :func:`compare_precision` with ``search="bisect"``. Fix the first problem, and
-  check the step again: an overflow hides all that follows it. If several
-  processes train together, call it in each of them: all get the same report.
+  :func:`compare_precision`, of which it measures layers only if an error is
+  large. Fix the first problem, and check the step again: an overflow hides all
+  that follows it. If several processes train together, call it in each of them:
+  all get the same report.
 
   Args:
     fun: the training step: a function that ``jax.jit`` could take and that
@@ -208,8 +210,13 @@ def _run_reports(
   search = _find_overflow.search_traced(traced, progress)
   comparison = None
   if traced.grad_outputs:
+    mask = _compare_precision.select_outputs(traced)
     comparison = _compare_precision.compare_traced(
-      traced, "bisect", progress, search.outs
+      traced.restrict_outputs(mask),
+      lambda inputs: list(itertools.compress(search.run_step(inputs), mask)),
+      list(itertools.compress(search.outs, mask)),
+      progress,
+      measures_all=False,
     )
   if comparison is None:  # Otherwise it has measured the scaling in float32.
     search.mistakes.extend(_find_overflow.measure_scaling(traced, search))
@@ -299,17 +306,15 @@ def _describe_errors(
   comparison: _compare_precision.ComparisonResult,
 ) -> Iterator[str]:
   report = comparison.report
-  noise_names = {*report.noise_only_arrays}
-  errors = {
-    k: x for k, x in report.array_errors.items() if k not in noise_names
-  }
-  errors = errors or report.array_errors
-  worst_name = max(errors, key=lambda name: errors[name])
-  yield (
-    f"relative error of the gradients {report.error:.2g}; largest in"
-    f" {worst_name or 'them'}, {errors[worst_name]:.2g}"
-  )
-  yield f"{comparison.underflow_fraction:.1%} of the gradient entries underflow"
+  excused = {*report.noise_only_arrays, *report.amplified_arrays}
+  errors = {k: x for k, x in report.array_errors.items() if k not in excused}
+  if errors:
+    worst_name = max(errors, key=lambda name: errors[name])
+    yield (
+      f"relative error of the gradients in {report.dtype} {report.error:.2g};"
+      f" largest in {worst_name or 'them'}, {errors[worst_name]:.2g}"
+    )
+  yield f"{report.underflow_fraction:.1%} of the gradient entries underflow"
 
 
 def _describe_unchecked(
@@ -328,16 +333,28 @@ def _describe_unchecked(
     )
   elif search.origin is not None:
     yield "whether gradients are unscaled once, since they are not finite"
-  if precision.total_flops and not precision.fraction:
-    yield (
-      f"{precision.dtype}, in which no matmul of this step runs:"
-      " ols.autocast(loss_fn) casts them"
-    )
-  elif comparison is None:
-    yield (
-      "the precision of each layer: autocast casts no matmul on which the"
-      " gradients depend"
-    )
-  yield from comparison.report.limitations if comparison else ()
+  if comparison is None:
+    offer = ": ols.autocast(loss_fn) casts its matmuls" * precision.can_autocast
+    yield f"half precision, to which this step rounds nothing{offer}"
+  if comparison:
+    yield from _describe_amplification(comparison.report)
+    yield from comparison.report.limitations
   yield from precision.limitations
   yield from search.limitations
+
+
+def _describe_amplification(
+  report: _comparison_report.PrecisionComparison,
+) -> Iterator[str]:
+  """Yield that errors are large because the step amplifies any rounding."""
+  names = list(report.amplified_arrays)
+  # A few gradients are rounding noise in many sound steps.
+  if 2 * len(report.noise_only_arrays) > len(report.array_errors):
+    names += report.noise_only_arrays
+  if names:
+    error = max(report.array_errors[name] for name in names)
+    yield (
+      f"the precision of {len(names)} gradients, such as {names[0]}: the step"
+      f" amplifies any rounding, so errors of {error:.2g} are expected in"
+      f" {report.dtype}"
+    )

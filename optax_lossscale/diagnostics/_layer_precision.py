@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from optax_lossscale._jaxprs import _provenance
-
 
 class LayerPrecision(NamedTuple):
   """Operations of one layer, in one pass of the program.
@@ -68,3 +66,8 @@ class LayerPrecision(NamedTuple):
   underflow_fraction: float | None = None
   subnormal_fraction: float | None = None
   program_index: int = 0
+
+  @property
+  def overflows(self) -> bool:
+    """Whether a number exceeds the range of the dtype, if this was measured."""
+    return self.log2_headroom is not None and self.log2_headroom < 0

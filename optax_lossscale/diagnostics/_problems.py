@@ -5,8 +5,10 @@ most important first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+import math
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import (
@@ -23,6 +25,8 @@ from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 
 # If all gradients are zero, the loss scale is raised by these powers of two.
 _LOG2_INCREASES = (4, 8, 12, 16, 20, 24)
+# If no layer alone explains an error, so many are listed.
+_MAX_LAYERS = 3
 
 
 class Problem(NamedTuple):
@@ -105,16 +109,8 @@ def _find_precision_problems(
   if report.reference_is_zero:
     return
   if report.overflowing:
-    forward_rows = {row.name: row for row in report.matmuls if not row.backward}
     for name in report.overflowing:
-      amax = forward_rows[name].amax
-      # Not from the dtype of the report, which may be two dtypes.
-      dtype_max = amax * 2.0 ** forward_rows[name].log2_headroom
-      yield _suggest_float32(
-        name,
-        f"{name} overflows in the forward pass: max abs {amax:.2g},"
-        f" {report.dtype} ends at {dtype_max:.5g}.",
-      )
+      yield _suggest_float32(report, name, _describe_overflow(report, name))
   elif log2_change < 0 and is_scale_cause:
     consequence = ", so this step is skipped" * loss_scale.can_decrease
     yield _suggest_rescale(
@@ -123,26 +119,65 @@ def _find_precision_problems(
       loss_scale,
     )
   elif log2_change > 0:
-    worst_array = report.inaccurate_arrays[0]
+    name = [*report.inaccurate_arrays, "The gradient"][0]
+    error = report.array_errors.get(name, report.error)
     yield _suggest_rescale(
-      f"{worst_array.name} underflows in the backward pass: relative error"
-      f" {worst_array.error:.2g}",
-      max(log2_change - 1, 1),  # Leave a factor of two of headroom.
+      f"{name} underflows in the backward pass: relative error {error:.2g}",
+      log2_change,
       loss_scale,
     )
-  else:
+  elif report.outliers:
     for name in report.outliers:
-      error = max(
-        row.isolated_error for row in report.matmuls if row.name == name
-      )
+      row = report.get_row(name)
       yield _suggest_float32(
+        report,
         name,
-        f"{name} loses precision in {report.dtype}: relative error {error:.2g}"
-        " from this layer alone.",
+        f"{name} loses precision in {row.dtype}: relative error"
+        f" {row.isolated_error:.2g} from this layer alone.",
       )
+  elif not report.is_accurate and math.isfinite(report.error):
+    yield _explain_large_error(report)
 
 
-def _suggest_float32(name: str, cause: str) -> Problem:
+def _describe_overflow(
+  report: _comparison_report.PrecisionComparison, name: str
+) -> str:
+  """Return how a layer overflows in the forward pass."""
+  row = report.get_row(name)
+  return (
+    f"{name} overflows in the forward pass: max abs {row.amax:.2g}, {row.dtype}"
+    f" ends at {float(jnp.finfo(row.dtype).max):.5g}."
+  )
+
+
+def _explain_large_error(
+  report: _comparison_report.PrecisionComparison,
+) -> Problem:
+  """Return the problem of an error that no layer causes alone."""
+  worst_name = [*report.inaccurate_arrays, ""][0]
+  details = f"relative error {report.error:.2g}"
+  if worst_name:
+    details += (
+      f", largest in {worst_name}: {report.array_errors[worst_name]:.2g}"
+    )
+  names = list(dict.fromkeys(row.name for row in report.layers))[:_MAX_LAYERS]
+  layers = ", ".join(
+    f"{name} ({report.get_row(name).isolated_error:.2g})" for name in names
+  )
+  return Problem(
+    f"The gradients are inaccurate in {report.dtype}: {details}. No layer alone"
+    f" explains it; the largest errors of single layers: {layers}.",
+    f"Run some of the layers in float32: {report.format_fix(names)}",
+  )
+
+
+def _suggest_float32(
+  report: _comparison_report.PrecisionComparison, name: str, cause: str
+) -> Problem:
+  """Return a problem whose fix is to compute a layer in float32."""
+  if not report.get_row(name).in_autocast:
+    fix = report.format_fix([name])
+    return Problem(cause, f"{fix[0].upper()}{fix[1:]}.")
   fix = f"ols.autocast(loss_fn, keep_float32={name!r})"
   return Problem(cause, fix, keep_float32=(name,))
 

@@ -1,84 +1,95 @@
-"""``compare_precision``: which matmul loses the precision of the gradients.
+"""``compare_precision``: which layer loses the precision of the gradients.
 
 1. Trace the function, and run it as trained.
-2. Run it with all matmuls in float32 (the reference), and with perturbed
-   operands. An array that the perturbation changes much is rounding noise, and
-   is not judged (``_runs``, ``_program``).
-3. Run it with the matmuls of one layer in half precision, for each layer; or,
-   if an error is large, with halves of the layers, to find the worst ones by
+2. Run it with float32 in place of all half precision (the reference), and with
+   perturbed operands. An error that any rounding causes is expected (``_runs``,
+   ``_program``).
+3. If an error is large, run the function as trained with other loss scales: an
+   underflow ends with a higher one.
+4. Run it with one layer in half precision, for each layer; or, in
+   ``check_step``, with halves of the layers, to find the worst ones by
    bisection (``_outliers``). One program serves all of these runs.
-4. Report the error that each layer causes alone, and the outliers among them.
+5. Report the error that each layer causes alone, and the outliers among them.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale._autocast import _matmuls
+from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
+  _effects,
+  _layer_precision,
   _mistakes,
   _progress,
+  _scale_search,
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import (
-  _matmul_table,
+  _layer_stats,
+  _layers,
   _outliers,
+  _output_errors,
   _report,
   _runs,
 )
 
-# If more than this fraction of a matmul's operands or result underflows or is
-# subnormal, underflow causes the error, and a larger loss scale is suggested.
-_UNDERFLOW_MAJORITY = 0.5
-# The largest suggested change of the scale. If all operands are zero, the
-# headroom is infinite.
-_MAX_BINADES = 126
+# Powers of two by which the loss scale is raised to find an underflow.
+_LOG2_INCREASES = (4, 8, 12, 16, 20, 24)
+# An error that is smaller by this factor with another loss scale is an
+# underflow.
+_MIN_IMPROVEMENT = 2.0
+# Of the arrays with at least this fraction of the largest error, one is
+# explained; and at most so many layers are described.
+_WORST_FRACTION = 0.5
+_MAX_EXPLAINED = 8
 
 
 @_transfer_guard.allow_transfers
 def compare_precision(
   fun: Callable[..., Any],
   *args: Any,
-  search: Literal["exhaustive", "bisect"] = "exhaustive",
   progress: bool = True,
   **kwargs: Any,
 ) -> _report.PrecisionComparison:
-  """Measures which matmuls of a function lose precision in half precision.
+  """Measures which layers of a function lose precision in half precision.
 
-  The function contains an :func:`optax_lossscale.autocast`, as in training. It
-  runs as trained, with all matmuls and convolutions that ``autocast``
-  casts in float32, and once for each layer, with only the matmuls of this layer
-  in half precision. The runs for the layers share one compiled program.
+  The function computes in float16, bfloat16 or float8, whatever makes it do so:
+  :func:`optax_lossscale.autocast`, the ``dtype=`` of a library, or casts by
+  hand. It runs as trained, with float32 in place of all half precision, and
+  once for each layer, with only the operations of this layer in half precision.
+  The runs for the layers share one compiled program. A *layer* is what a
+  program computes at one location: a matmul, a normalization, a sum.
 
   Each array is judged individually, since optimizers such as Adam scale each
-  gradient relative to its size. Arrays that are only rounding noise are left
-  out. They are detected by one more run in float32, in which an operand of each
-  matmul changes by a relative 2**-20: rounding noise changes by far more.
+  gradient relative to its size. Errors that any rounding would cause are left
+  out. They are detected by one more run in float32, in which operands change by
+  a relative 2**-20.
 
-  For a training step, only the gradients that the ``update`` of
-  :func:`~optax_lossscale.with_loss_scaling` receives are compared. (Updated
+  For a training step, the gradients that the ``update`` of
+  :func:`~optax_lossscale.with_loss_scaling` receives are compared, and results
+  that don't depend on the updates, such as running averages. (Updated
   parameters are useless for this: with Adam they move by about the learning
   rate, whatever the gradients are.) For a function without such an ``update``,
   its results are compared.
 
   Args:
-    fun: a function that ``jax.jit`` could take, with an ``autocast`` inside: a
-      training step, whatever it returns, or gradients,
-      ``ols.grad(ols.autocast(loss_fn), opt_state)``. Callbacks that return
-      nothing, such as ``jax.debug.print``, do not run; others run each time.
+    fun: a function that ``jax.jit`` could take, and that computes in half
+      precision: a training step, whatever it returns, or gradients,
+      ``ols.grad(loss_fn, opt_state)``. Callbacks that return nothing, such as
+      ``jax.debug.print``, do not run; others are called by each run.
     *args: its arguments: anything that ``fun`` takes.
-    search: ``"exhaustive"`` measures each layer. ``"bisect"``, for a large
-      model, measures layers only if an error is large, and finds the layers
-      that cause it by bisection, in few runs.
     progress: whether to show on the standard error stream how far it is, after
-      a second. (If ``fun`` has an argument of one of these two names, bind it
-      with ``functools.partial``.)
+      a second. (If ``fun`` has an argument of this name, bind it with
+      ``functools.partial``.)
     **kwargs: its keyword arguments.
 
   Returns:
@@ -89,37 +100,45 @@ def compare_precision(
       under the flag ``jax_scan3``.
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
       traced.
-    ValueError: if there is no ``autocast`` inside, or it found no matmuls; if
-      there is no ``update`` inside, and the results hold no floats; or if
-      ``search`` is neither of the two.
+    ValueError: if ``fun`` rounds nothing to half precision; or if there is no
+      ``update`` inside, and the results hold no floats.
 
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
-    >>> import optax_lossscale as ols
     >>> from optax_lossscale import diagnostics
     >>> def loss_fn(params, x):
-    ...   hidden = x @ params["first"]
-    ...   scores = 1e4 * hidden @ params["second"]
-    ...   return jnp.mean(jax.nn.softmax(scores) ** 2)
+    ...   hidden = x.astype(jnp.float16) @ params["first"].astype(jnp.float16)
+    ...   scores = 1e4 * hidden @ params["second"].astype(jnp.float16)
+    ...   return jnp.mean(jax.nn.softmax(scores.astype(jnp.float32)) ** 2)
     >>> params = {"first": jnp.eye(8), "second": jnp.eye(8)}
     >>> report = diagnostics.compare_precision(
-    ...   ols.autocast(loss_fn), params, jnp.full((4, 8), 9.0), progress=False)
-    >>> report.error, [name.split(" at ")[0] for name in report.overflowing]
-    (inf, ['second'])
+    ...   loss_fn, params, jnp.full((4, 8), 9.0), progress=False)
+    >>> report.error, len(report.overflowing)
+    (inf, 1)
+
+  .. seealso:: :func:`check_step` searches for the worst layers of a large model
+    in few runs.
   """
-  if search not in ("exhaustive", "bisect"):
-    raise ValueError(
-      f"search must be 'exhaustive' or 'bisect', got search = {search!r}."
-    )
   with _tracing.trace_on_host(
-    "compare_precision", fun, args, kwargs, progress=progress
+    "compare_precision",
+    fun,
+    args,
+    kwargs,
+    progress=progress,
+    check_results=True,
   ) as (traced, progress_line):
+    traced = traced.restrict_outputs(select_outputs(traced))
     if not traced.outputs:
       raise ValueError(_no_floats_message(fun))
-    comparison = compare_traced(traced, search, progress_line)
+    run_as_trained = _effects.compile_without_prints(
+      traced.closed_jaxpr, traced.inputs
+    )
+    comparison = compare_traced(
+      traced, run_as_trained, None, progress_line, measures_all=True
+    )
     if comparison is None:
-      raise ValueError(_no_matmuls_message(fun, traced))
+      raise ValueError(_no_half_message(fun, traced))
     return comparison.report
 
 
@@ -129,224 +148,297 @@ class ComparisonResult(NamedTuple):
   Attributes:
     report: the report.
     mistakes: mistakes in how a step uses its gradients.
-    underflow_fraction: the fraction of all compared entries that are zero in
-      half precision, but not in float32.
   """
 
   report: _report.PrecisionComparison
   mistakes: list[_mistakes.Mistake]
-  underflow_fraction: float
 
 
 def compare_traced(
   traced: _tracing.TracedFunction,
-  search: str,
+  run_as_trained: _runs.RunFn,
+  half_outs: Sequence[Any] | None,
   progress: _progress.ProgressLine,
-  half_outs: Sequence[Any] | None = None,
+  *,
+  measures_all: bool,
 ) -> ComparisonResult | None:
   """Compare a traced function in half precision with float32.
 
   Args:
-    traced: the function.
-    search: ``"exhaustive"`` or ``"bisect"``.
+    traced: the function, with the outputs of :func:`select_outputs`.
+    run_as_trained: a function from its inputs to its outputs.
+    half_outs: its outputs as trained; by default it is run.
     progress: shows how far it is.
-    half_outs: the values of ``traced.outputs`` as trained, if they are known;
-      by default, another program is compiled to compute them.
+    measures_all: whether to measure each layer; otherwise the worst ones are
+      searched for if an error is large.
 
   Returns:
-    A :class:`ComparisonResult`; None if `autocast` casts no matmul that leads
-    to an output.
+    A :class:`ComparisonResult`; None if nothing that leads to an output is
+    rounded to half precision.
   """
-  limitations = [
-    f"Not analyzed: {x}."
-    for x in _tracing.describe_unreached(traced.unreached_locations)
-  ]
-  traced, half_outs = _select_outputs(traced, half_outs)
-  table = _matmul_table.MatmulTable(traced.closed_jaxpr)
-  if not table.sites:
+  dtypes = _layers.find_half_dtypes(traced.closed_jaxpr)
+  if not dtypes:
     return None
-  limitations += [
-    f"Not analyzed: {name}, which runs unchanged in every run."
-    for name in table.unanalyzed_names
-  ]
-  runs = _runs.PrecisionRuns(
-    traced, table, progress, half_outs, measures_sites=search == "exhaustive"
-  )
   # With two dtypes, thresholds are those of the one with fewer bits.
-  eps = max(float(jnp.finfo(dtype).eps) for dtype in table.dtypes)
-  effects_by_site = _measure_sites(search, table, runs, eps)
-  report = _build_report(traced, table, runs, effects_by_site, limitations)
-  # If the backward pass overflows, the errors of all layers are infinite, so
-  # only the loss scale is reported.
-  log2_excess = _report.compute_log2_scale_excess(report)
-  if log2_excess:
-    report = dataclasses.replace(
-      report, suggested_log2_scale_change=-log2_excess
-    )
-  elif report.reference_is_finite and report.matmuls:
-    report = _add_outliers(report, runs, effects_by_site, eps)
-  mistakes = [*traced.mistakes, *runs.mistakes]
-  return ComparisonResult(report, mistakes, runs.underflow_fraction)
+  eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+  if half_outs is None:
+    progress.set_description("running the function as trained")
+    half_outs = jax.block_until_ready(run_as_trained(traced.inputs))
+  runs = _runs.ReferenceRuns(traced, eps, run_as_trained, half_outs, progress)
+  report = _build_report(traced, runs, dtypes, eps)
+  if report.reference_is_finite and not report.reference_is_zero:
+    report = _add_loss_scale(report, traced, runs, eps)
+    layers = None
+    if measures_all:
+      layers = _measure_all_layers(traced, runs, progress)
+    elif runs.table:  # The outputs are not finite.
+      layers = _explain_overflow(runs.table, runs)
+    elif not report.suggested_log2_scale_change and (
+      _outliers.exceeds_limits(runs.half_effects, eps).any()
+    ):
+      layers = _search_layers(traced, runs, progress, eps)
+    if layers:
+      report = _report_layers(report, layers, eps)
+  return ComparisonResult(report, [*traced.mistakes, *runs.mistakes])
 
 
-def _select_outputs(
-  traced: _tracing.TracedFunction, half_outs: Sequence[Any] | None
-) -> tuple[_tracing.TracedFunction, Sequence[Any] | None]:
-  """Drop the outputs that the comparison doesn't need, and their values."""
-  # Only "grads" are compared. The other kinds are needed to detect mistakes.
-  step_kinds = {"grads", "applied", "unscaled"}
-  kinds = step_kinds if traced.grad_outputs else {"result"}
-  mask = [output.kind in kinds for output in traced.outputs]
-  if half_outs is not None:
-    half_outs = list(itertools.compress(half_outs, mask))
-  return traced.restrict_outputs(mask), half_outs
-
-
-def _measure_sites(
-  search: str,
-  table: _matmul_table.MatmulTable,
-  runs: _runs.PrecisionRuns,
-  eps: float,
-) -> dict[int, np.ndarray]:
-  """Return the effects of each matmul site, measured alone or by bisection.
-
-  Bisection measures nothing unless an error is large.
-  """
-  site_groups = table.group_by_name()
-  if search == "exhaustive":
-    return {
-      i: runs.measure_effects([i]) for group in site_groups for i in group
-    }
-  total_effect = runs.compute_effects(runs.half_errors)
-  errors = runs.half_errors
-  can_have_outlier = _outliers.exceeds_limits(total_effect, eps).any()
-  if errors.is_zero or not errors.is_finite or not can_have_outlier:
-    return {}
-  # If matmuls overflow, they are the cause, and their effects need not be
-  # measured.
-  overflowing_sites = [
-    i for i in runs.site_stats if _compute_log2_headroom(i, table, runs) < 0
+def select_outputs(traced: _tracing.TracedFunction) -> list[bool]:
+  """Return the mask of the outputs that a comparison needs."""
+  compared = set(_output_errors.list_compared_indices(traced.outputs))
+  # The other kinds are needed to detect mistakes.
+  step_kinds = {"applied", "unscaled"} if traced.grad_outputs else set()
+  return [
+    i in compared or output.kind in step_kinds
+    for i, output in enumerate(traced.outputs)
   ]
-  if overflowing_sites:
-    overflow_effect = np.where(np.isinf(total_effect), math.inf, 0.0)
-    return dict.fromkeys(overflowing_sites, overflow_effect)
-  runs.start_measuring()
-  return _outliers.bisect_effects(
-    runs.measure_effects, site_groups, total_effect, eps
-  )
-
-
-def _compute_log2_headroom(
-  site_index: int, table: _matmul_table.MatmulTable, runs: _runs.PrecisionRuns
-) -> float:
-  """Return log2 of the largest number over the largest magnitude of a site."""
-  amax = float(runs.site_stats[site_index].amax)
-  dtype_max = float(jnp.finfo(table.sites[site_index].dtypes.result).max)
-  return math.log2(dtype_max) - math.log2(amax) if amax else math.inf
 
 
 def _build_report(
   traced: _tracing.TracedFunction,
-  table: _matmul_table.MatmulTable,
-  runs: _runs.PrecisionRuns,
-  effects_by_site: dict[int, np.ndarray],
-  limitations: list[str],
-) -> _report.PrecisionComparison:
-  """Return a report of all measurements, without outliers."""
-  matmuls = [
-    _as_matmul_precision(i, site_effects[0], table, runs)
-    for i, site_effects in effects_by_site.items()
-  ]
-  # If errors are equal, such as inf, the matmul with the largest numbers is
-  # first.
-  matmuls.sort(
-    key=lambda row: (row.isolated_error, -row.log2_headroom), reverse=True
-  )
-  names = runs.names
-  return _report.PrecisionComparison(
-    dtype=" and ".join(sorted(map(str, table.dtypes))),
-    target="gradients" if traced.grad_outputs else "results",
-    reference_is_zero=runs.half_errors.is_zero,
-    error=runs.half_errors.error,
-    cosine=runs.half_errors.cosine,
-    reference_is_finite=runs.half_errors.is_finite,
-    outliers=(),
-    array_errors=dict(
-      zip(names, runs.half_errors.array_errors.tolist(), strict=True)
-    ),
-    matmuls=tuple(matmuls),
-    limitations=tuple(dict.fromkeys(limitations)),
-    warnings=tuple(map(str, [*traced.mistakes, *runs.mistakes])),
-    noise_only_arrays=tuple(itertools.compress(names, runs.noise_mask)),
-  )
-
-
-def _add_outliers(
-  report: _report.PrecisionComparison,
-  runs: _runs.PrecisionRuns,
-  effects_by_site: dict[int, np.ndarray],
+  runs: _runs.ReferenceRuns,
+  dtypes: set[Any],
   eps: float,
 ) -> _report.PrecisionComparison:
-  """Add the outliers, the inaccurate arrays and a better scale to a report."""
-  matmuls = report.matmuls
-  effects = np.array([effects_by_site[row.program_index] for row in matmuls])
-  inaccurate_arrays = _find_inaccurate_arrays(runs, eps)
-  log2_increase = 0
-  if inaccurate_arrays:
-    worst_index = runs.names.index(inaccurate_arrays[0].name)
-    log2_increase = _compute_log2_increase(matmuls, effects[:, 1 + worst_index])
+  """Return a report of the errors, without layers."""
+  names = runs.names
+  effects = runs.half_effects
+  limitations = [
+    f"Not analyzed: {x}."
+    for x in _tracing.describe_unreached(traced.unreached_locations)
+  ]
+  is_large = _outliers.find_large_errors(effects, eps)
+  array_errors = runs.half_errors.array_errors
+  order = np.argsort(-array_errors, kind="stable")
+  return _report.PrecisionComparison(
+    dtype=" and ".join(sorted(map(str, dtypes))),
+    target="gradients" if traced.grad_outputs else "results",
+    reference_is_zero=runs.half_errors.is_zero,
+    error=float(effects[0]),
+    reference_is_finite=runs.half_errors.is_finite,
+    outliers=(),
+    array_errors=dict(zip(names, array_errors.tolist(), strict=True)),
+    layers=(),
+    limitations=tuple(dict.fromkeys([*limitations, *runs.limitations])),
+    warnings=tuple(map(str, [*traced.mistakes, *runs.mistakes])),
+    noise_only_arrays=tuple(itertools.compress(names, runs.noise_mask)),
+    amplified_arrays=tuple(itertools.compress(names, runs.amplified_mask)),
+    inaccurate_arrays=tuple(names[i] for i in order if is_large[1 + i]),
+    underflow_fraction=runs.underflow_fraction,
+    is_accurate=not is_large.any(),
+  )
+
+
+def _add_loss_scale(
+  report: _report.PrecisionComparison,
+  traced: _tracing.TracedFunction,
+  runs: _runs.ReferenceRuns,
+  eps: float,
+) -> _report.PrecisionComparison:
+  """Add a better loss scale to a report, if an error is large."""
+  if report.is_accurate or not traced.scale_indices:
+    return report
+  if not np.isfinite(runs.half_effects).all():
+    is_finite = lambda x: bool(np.isfinite(runs.measure_effects_at(-x)).all())
+    log2_change = -(_scale_search.find_log2_decrease(is_finite) or 0)
+  else:
+    log2_change = _find_log2_increase(runs, eps)
+  return dataclasses.replace(report, suggested_log2_scale_change=log2_change)
+
+
+def _find_log2_increase(runs: _runs.ReferenceRuns, eps: float) -> int:
+  """Return log2 of a factor on the loss scale that makes errors smaller, or 0.
+
+  Each error is compared with its limit, since some may be due to a layer.
+  """
+  limits = _outliers.make_limits(len(runs.half_effects), eps)
+  get_excess = lambda effects: float(np.max(effects / limits))
+  excess_by_increase = {0: get_excess(runs.half_effects)}
+  for log2_increase in _LOG2_INCREASES:
+    effects = runs.measure_effects_at(log2_increase)
+    if not np.isfinite(effects).all():
+      break
+    excess_by_increase[log2_increase] = get_excess(effects)
+  best = max(min(excess_by_increase.values()), 1.0)
+  if excess_by_increase[0] < _MIN_IMPROVEMENT * best:
+    return 0
+  return next(k for k, x in excess_by_increase.items() if x <= 1.1 * best)
+
+
+class _MeasuredLayers(NamedTuple):
+  """The layers of a program that were measured.
+
+  Attributes:
+    table: all layers.
+    effects: for each measured layer, by its index: the error of all arrays
+      together, and then of each, if this layer alone runs in half precision;
+      float64[1 + arrays].
+    stats: the statistics of some layers.
+  """
+
+  table: _layers.LayerTable
+  effects: dict[int, np.ndarray]
+  stats: dict[int, _layer_stats.LayerStats]
+
+
+def _measure_all_layers(
+  traced: _tracing.TracedFunction,
+  runs: _runs.ReferenceRuns,
+  progress: _progress.ProgressLine,
+) -> _MeasuredLayers:
+  table = _layers.LayerTable(traced.closed_jaxpr)
+  indices = range(len(table.layers))
+  layer_runs = _runs.LayerRuns(
+    traced, table, runs.excused_mask, progress, measured=indices
+  )
+  effects = {i: layer_runs.measure_effects([i]) for i in indices}
+  return _MeasuredLayers(table, effects, layer_runs.stats)
+
+
+def _explain_overflow(
+  table: _layers.LayerTable, runs: _runs.ReferenceRuns
+) -> _MeasuredLayers:
+  """Return the matmuls that overflow, with an infinite effect."""
+  effect = np.where(np.isinf(runs.half_effects), math.inf, 0.0)
+  is_overflow = lambda i: (
+    _compute_log2_headroom(table.layers[i], runs.stats[i]) < 0
+  )
+  effects = dict.fromkeys(filter(is_overflow, runs.stats), effect)
+  return _MeasuredLayers(table, effects, runs.stats)
+
+
+def _search_layers(
+  traced: _tracing.TracedFunction,
+  runs: _runs.ReferenceRuns,
+  progress: _progress.ProgressLine,
+  eps: float,
+) -> _MeasuredLayers:
+  """Find the layers that cause a large error by bisection.
+
+  A single array is compared if the error of any is large: of the worst ones,
+  the one on which the fewest operations depend. So less is compiled.
+  """
+  effect, excused_mask = runs.half_effects, runs.excused_mask
+  worst_index = _select_array(traced, runs, eps)
+  if worst_index is not None:
+    output_index = _output_errors.list_compared_indices(traced.outputs)[
+      worst_index
+    ]
+    traced = traced.restrict_outputs(
+      [i == output_index for i in range(len(traced.outputs))]
+    )
+    effect, excused_mask = effect[[1 + worst_index] * 2], np.zeros(1, bool)
+  table = _layers.LayerTable(traced.closed_jaxpr)
+  layer_runs = _runs.LayerRuns(traced, table, excused_mask, progress)
+  effects = _outliers.bisect_effects(
+    layer_runs.measure_effects, table.group_by_name(), effect, eps
+  )
+  worst_layers = sorted(effects, key=lambda i: effects[i].max(), reverse=True)
+  stats = _runs.measure_stats(traced, table, worst_layers[:_MAX_EXPLAINED])
+  return _MeasuredLayers(table, effects, stats)
+
+
+def _select_array(
+  traced: _tracing.TracedFunction, runs: _runs.ReferenceRuns, eps: float
+) -> int | None:
+  """Return the index of the array to explain; None if all of them are."""
+  errors = runs.half_effects[1:]
+  is_large = _outliers.find_large_errors(runs.half_effects, eps)[1:]
+  is_large &= errors >= _WORST_FRACTION * errors.max()
+  if not is_large.any():
+    return None
+  indices = _output_errors.list_compared_indices(traced.outputs)
+
+  def count_eqns(i: int) -> int:
+    mask = [j == indices[i] for j in range(len(traced.outputs))]
+    return len(_eqns.live_eqns(traced.closed_jaxpr.jaxpr, mask))
+
+  return min(np.flatnonzero(is_large).tolist(), key=count_eqns)
+
+
+def _report_layers(
+  report: _report.PrecisionComparison, layers: _MeasuredLayers, eps: float
+) -> _report.PrecisionComparison:
+  """Add the layers that were measured to a report, and the outliers."""
+  rows = [_as_row(layers, i) for i in layers.effects]
+  # If errors are equal, such as inf, the layer with the largest numbers is
+  # first.
+  effect_by_row = lambda row: layers.effects[row.program_index]
+  rows.sort(key=lambda row: (-effect_by_row(row)[0], -(row.amax or 0.0)))
+  is_cause = lambda row: bool(
+    _outliers.exceeds_limits(effect_by_row(row), eps).any()
+  )
+  overflowing = [
+    row for row in rows if row.overflows and row.name and not row.backward
+  ]
+  overflowing = sorted(
+    filter(is_cause, overflowing), key=lambda row: row.log2_headroom or 0.0
+  )
+  outliers: tuple[str, ...] = ()
+  # If the backward pass overflows, the errors of all layers are infinite.
+  if rows and report.suggested_log2_scale_change >= 0:
+    effects = np.array(list(map(effect_by_row, rows)))
+    outliers = _outliers.find_outliers([x.name for x in rows], effects, eps)
   return dataclasses.replace(
     report,
-    outliers=_outliers.find_outliers([r.name for r in matmuls], effects, eps),
-    inaccurate_arrays=tuple(inaccurate_arrays),
-    suggested_log2_scale_change=log2_increase,
+    layers=tuple(rows),
+    outliers=outliers,
+    overflowing=tuple(dict.fromkeys(row.name for row in overflowing)),
   )
 
 
-def _find_inaccurate_arrays(
-  runs: _runs.PrecisionRuns, eps: float
-) -> list[_report.ArrayError]:
-  """Return the arrays with a large error, the worst first."""
-  arrays = map(
-    _report.ArrayError,
-    runs.names,
-    runs.half_errors.array_errors.tolist(),
-    runs.half_errors.norm_fractions.tolist(),
+def _as_row(
+  layers: _MeasuredLayers, index: int
+) -> _layer_precision.LayerPrecision:
+  layer, stats = layers.table.layers[index], layers.stats.get(index)
+  measurements: dict[str, float] = {}
+  if stats is not None:
+    measurements = {k: float(x) for k, x in stats._asdict().items()}
+    measurements["log2_headroom"] = _compute_log2_headroom(layer, stats)
+  names = layer.location.names
+  return _layer_precision.LayerPrecision(
+    primitive=layer.primitive,
+    name=layer.name,
+    name_scope=names.name_scope,
+    param_path=names.param_path,
+    source_line=layer.source_line,
+    backward=layer.location.is_backward,
+    dtype=str(layer.dtype),
+    in_autocast=layer.in_autocast,
+    run_count=layer.run_count,
+    flops=layer.flops,
+    isolated_error=float(layers.effects[index][0]),
+    program_index=index,
+    **measurements,
   )
-  # Noise that is not finite in half precision is still an overflow.
-  comparable_mask = ~(runs.noise_mask & runs.half_errors.finite_mask)
-  inaccurate_arrays = [
-    array
-    for array in itertools.compress(arrays, comparable_mask)
-    if array.error > _outliers.INACCURATE_EPS * eps
-  ]
-  return sorted(inaccurate_arrays, key=lambda array: array.error, reverse=True)
 
 
-def _compute_log2_increase(
-  matmuls: Sequence[_report.MatmulPrecision], effects: np.ndarray
-) -> int:
-  """Return log2 of the factor by which to raise the scale, for one array.
-
-  The result is 0 unless the matmul that causes the largest error is in the
-  backward pass and underflows.
-
-  Args:
-    matmuls: all matmuls.
-    effects: the error of the array if each runs alone in half precision;
-      float64[matmuls].
-  """
-  worst_matmul = matmuls[int(np.argmax(effects))]
-  # The loss scale multiplies only the cotangents of the backward pass.
-  is_underflow = (
-    worst_matmul.backward
-    and worst_matmul.underflow_fraction + worst_matmul.subnormal_fraction
-    > _UNDERFLOW_MAJORITY
-  )
-  headroom = min(
-    row.log2_headroom for row in matmuls if row.backward or not is_underflow
-  )
-  return max(math.floor(min(headroom, _MAX_BINADES)), 0) if is_underflow else 0
+def _compute_log2_headroom(
+  layer: _layers.Layer, stats: _layer_stats.LayerStats
+) -> float:
+  """Return log2 of the largest number over the largest magnitude."""
+  dtype_max = float(jnp.finfo(layer.dtype).max)
+  amax = float(stats.amax)
+  return math.log2(dtype_max) - math.log2(amax) if amax else math.inf
 
 
 def _no_floats_message(fun: Callable[..., Any]) -> str:
@@ -358,42 +450,17 @@ def _no_floats_message(fun: Callable[..., Any]) -> str:
   )
 
 
-def _no_matmuls_message(
+def _no_half_message(
   fun: Callable[..., Any], traced: _tracing.TracedFunction
 ) -> str:
   name = getattr(fun, "__name__", fun)
-  cause = f"{name} has no autocast, or its autocast found no float32 matmuls"
-  # Without autocast there is no half precision to which operands are cast.
+  message = (
+    f"compare_precision has nothing to compare: {name} rounds nothing to"
+    " float16, bfloat16 or float8 that leads to a result."
+  )
   if _matmuls.MatmulSearch(jnp.float32).any_in_jaxpr(traced.closed_jaxpr.jaxpr):
-    cause = f"all matmuls of {name} run in float32"
-  return (
-    f"compare_precision has nothing to compare: {cause}. Pass a function with"
-    " an autocast inside, such as ols.grad(ols.autocast(loss_fn), opt_state),"
-    " or a training step that differentiates ols.autocast(loss_fn)."
-  )
-
-
-def _as_matmul_precision(
-  site_index: int,
-  effect: float,
-  table: _matmul_table.MatmulTable,
-  runs: _runs.PrecisionRuns,
-) -> _report.MatmulPrecision:
-  site = table.sites[site_index]
-  stats = runs.site_stats[site_index]
-  num_entries = np.maximum(stats.num_entries, 1)
-  return _report.MatmulPrecision(
-    site.primitive,
-    table.names[site_index],
-    site.names.name_scope,
-    site.names.param_path,
-    table.source_lines[site_index],
-    site.backward,
-    isolated_error=effect,
-    amax=float(stats.amax),
-    log2_headroom=_compute_log2_headroom(site_index, table, runs),
-    underflow_fraction=float(np.max(stats.num_underflows / num_entries)),
-    subnormal_fraction=float(np.max(stats.num_subnormals / num_entries)),
-    run_count=round(float(stats.num_executions)),
-    program_index=site_index,
-  )
+    message += (
+      " Its matmuls run in float32: pass a function with an autocast inside,"
+      " such as ols.grad(ols.autocast(loss_fn), opt_state)."
+    )
+  return message

@@ -1,6 +1,6 @@
 """The search for the layers that cause an error.
 
-The effect of a matmul is the error of each array if this matmul alone runs in
+The effect of a layer is the error of each array if this layer alone runs in
 half precision. ``bisect_effects`` measures the large effects without a run for
 each layer: independent errors add up in squares, so a half of the layers with a
 small part of the total squared error needs no further runs. ``find_outliers``
@@ -15,9 +15,11 @@ import numpy as np
 
 # Bisection skips a half whose share of the total squared error is below this.
 _MIN_ERROR_SHARE = 0.3
+# Larger errors do not add up in squares, so a larger total counts as this.
+_MAX_ADDITIVE_ERROR = 0.25
 # A layer is an outlier if its effect is above _OUTLIER_EPS times the spacing of
 # numbers at 1, and above _OUTLIER_RATIO times the effect of all lesser layers
-# together. In float16 the first is an error of 0.016, with a cosine of 0.9999.
+# together. In float16 the first is an error of 0.016.
 # Layers in front of batch normalization may be far above it, but not above
 # their neighbours.
 _OUTLIER_EPS = 16.0
@@ -28,41 +30,45 @@ _OUTLIER_RATIO = 4.0
 # At most this fraction of the layers (but at least one) may be outliers: an
 # error that most layers share is not the fault of a single one.
 _MAX_OUTLIER_FRACTION = 1 / 2
-# Returns the errors if only these sites run in half precision: the error of all
-# arrays together, and then of each array.
+# Above this limit, the error of all arrays together is large in any case. Sound
+# models are below 12 in float16 and in bfloat16.
+_LARGE_EPS = 32.0
+# Returns the errors if only these layers run in half precision: the error of
+# all arrays together, and then of each array.
 MeasureFn = Callable[[list[int]], np.ndarray]
 
 
 def bisect_effects(
   measure: MeasureFn,
-  site_groups: Sequence[list[int]],
+  layer_groups: Sequence[list[int]],
   total_effect: np.ndarray,
   eps: float,
 ) -> dict[int, np.ndarray]:
-  """Measure large effects by bisection, in far fewer runs than there are sites.
+  """Measure large effects by bisection, in few runs.
 
   Independent errors add up in squares. So a half of the layers with less than
   ``_MIN_ERROR_SHARE`` of the total squared error is not split further.
 
   Args:
-    measure: returns the errors if only these sites run in half precision.
-    site_groups: the sites of each layer.
-    total_effect: the errors if all sites run in half precision.
+    measure: returns the errors if only these layers run in half precision.
+    layer_groups: the two passes of each layer.
+    total_effect: the errors if all layers run in half precision.
     eps: the spacing of numbers at 1 in half precision.
 
   Returns:
-    The effects of each site. Sites that were measured together have equal parts
-    of their squared error.
+    The effects of each layer. Layers that were measured together have equal
+    parts of their squared error.
   """
   can_be_outlier = exceeds_limits(total_effect, eps)
+  min_effect = math.sqrt(_MIN_ERROR_SHARE) * np.minimum(
+    total_effect, _MAX_ADDITIVE_ERROR
+  )
   effects: dict[int, np.ndarray] = {}
-  worklist = [(site_groups, total_effect)]
+  worklist = [(layer_groups, total_effect)]
   while worklist:
     groups, effect = worklist.pop()
     rows = [row for rows in groups for row in rows]
-    is_large = (
-      effect > math.sqrt(_MIN_ERROR_SHARE) * total_effect
-    ) | ~np.isfinite(effect)
+    is_large = (effect > min_effect) | ~np.isfinite(effect)
     is_relevant = bool((is_large & can_be_outlier).any())
     if len(rows) == 1 or not is_relevant:
       effects.update((row, effect / math.sqrt(len(rows))) for row in rows)
@@ -82,9 +88,28 @@ def exceeds_limits(effects: np.ndarray, eps: float) -> np.ndarray:
     effects: the error of all arrays together, and then of each; float64[n].
     eps: the spacing of numbers at 1 in half precision.
   """
-  thresholds = np.full(effects.shape, INACCURATE_EPS * eps)
-  thresholds[:1] = _OUTLIER_EPS * eps
-  return effects > thresholds
+  return effects > _make_thresholds(len(effects), eps, _OUTLIER_EPS)
+
+
+def find_large_errors(effects: np.ndarray, eps: float) -> np.ndarray:
+  """Return whether each error is too large for the dtype.
+
+  Args:
+    effects: the error of all arrays together, and then of each; float64[n].
+    eps: the spacing of numbers at 1 in half precision.
+  """
+  return effects > make_limits(len(effects), eps)
+
+
+def make_limits(size: int, eps: float) -> np.ndarray:
+  """Return the limit of the error of all arrays together, and of each."""
+  return _make_thresholds(size, eps, _LARGE_EPS)
+
+
+def _make_thresholds(size: int, eps: float, total_eps: float) -> np.ndarray:
+  thresholds = np.full(size, INACCURATE_EPS * eps)
+  thresholds[:1] = total_eps * eps
+  return thresholds
 
 
 def find_outliers(
@@ -97,9 +122,9 @@ def find_outliers(
   others.
 
   Args:
-    names: the layer of each matmul; at least one.
-    effects: the effect of each matmul on all arrays together, and on each
-      array; float64[matmuls, 1 + arrays].
+    names: the name of each layer and pass; at least one.
+    effects: the effect of each of them on all arrays together, and on each
+      array; float64[layers, 1 + arrays].
     eps: the spacing of numbers at 1 in half precision.
 
   Returns:

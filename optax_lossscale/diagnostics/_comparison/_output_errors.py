@@ -1,6 +1,7 @@
 """Errors of the outputs of a run, compared with those of a run in float32."""
 
 from collections.abc import Sequence
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -19,28 +20,22 @@ class RunErrors(NamedTuple):
 
   Attributes:
     error: the relative error of the result with the largest one, as a norm.
-    cosine: the smallest cosine between a result and its reference.
     is_finite: whether the outputs in float32 can be compared: no array has a
       NaN, or nothing but infs.
     is_zero: whether all outputs are zero in float32.
     num_underflows: the number of entries that are zero, but not in float32.
     array_errors: the relative error of each array; float64[arrays].
     finite_mask: whether each array has a finite difference; bool[arrays].
-    norm_fractions: the norm of each array as a fraction of the norm of its
-      result, both in float32; float64[arrays].
-    squared_norms: for each array, the squared norms of the difference, of the
-      reference and of the array, and the dot product of the latter two;
-      float64[arrays, 4].
+    squared_norms: for each array, the squared norms of the difference and of
+      the reference; float64[arrays, 2].
   """
 
   error: float
-  cosine: float
   is_finite: bool
   is_zero: bool
   num_underflows: float
   array_errors: np.ndarray
   finite_mask: np.ndarray
-  norm_fractions: np.ndarray
   squared_norms: np.ndarray
 
 
@@ -67,10 +62,20 @@ class OutputComparison:
     self._indices = list_compared_indices(outputs)
     self.names = [outputs[i].name for i in self._indices]
     # The arrays of a result are contiguous, so reduceat can sum over them.
-    groups = [outputs[i].group for i in self._indices]
-    _, self._group_starts, self._group_sizes = np.unique(
-      groups, return_index=True, return_counts=True
-    )
+    keys = [(outputs[i].kind, outputs[i].group) for i in self._indices]
+    self._group_starts = [
+      i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]
+    ]
+    has_grads = any(kind == "grads" for kind, _ in keys)
+    if has_grads:
+      self.names = [
+        x if kind == "grads" else f"result {x}"
+        for x, (kind, _) in zip(self.names, keys, strict=True)
+      ]
+    # State next to gradients, such as running averages, is judged by itself.
+    self._in_total = [
+      keys[i][0] == "grads" or not has_grads for i in self._group_starts
+    ]
     self._reference = [reference_outs[i] for i in self._indices]
     self.num_entries = sum(x.size for x in self._reference)
 
@@ -82,78 +87,76 @@ class OutputComparison:
     rows = [_ArraySums(*np.asarray(row, np.float64)) for row in vectors]
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
       # Undo the division by the unit.
-      squared_norms = np.array([row[:4] for row in rows]) * np.array(
+      squared_norms = np.array([row[:2] for row in rows]) * np.array(
         [[row.unit**2] for row in rows]
       )
-      result_norms = self._sum_by_result(squared_norms)
-      squared_fractions = squared_norms[:, 1] / np.repeat(
-        result_norms[:, 1], self._group_sizes
-      )
     return RunErrors(
-      error=max(map(_compute_relative_error, result_norms)),
-      cosine=float(
-        np.min(list(map(_compute_cosine, result_norms)))
-      ),  # NaN if one is.
+      error=self._compute_total_error(squared_norms),
       is_finite=all(row.is_finite for row in rows),
       is_zero=not any(row.is_nonzero for row in rows),
       num_underflows=float(sum(row.num_underflows for row in rows)),
       array_errors=np.array(list(map(_compute_relative_error, squared_norms))),
       finite_mask=np.isfinite(squared_norms[:, 0]),
-      norm_fractions=np.sqrt(np.nan_to_num(squared_fractions)),
       squared_norms=squared_norms,
     )
 
   def compute_effects(
-    self, errors: RunErrors, noise_mask: np.ndarray
+    self, errors: RunErrors, excused_mask: np.ndarray
   ) -> np.ndarray:
-    """Return the errors that can be attributed to matmuls.
+    """Return the errors that can be attributed to layers.
 
-    The error of an array that is only rounding noise is meaningless if it is
-    finite: it is left out of the total, and set to zero for the array. The
-    relative error of an array that is zero in float32 is meaningless, too, but
-    its norm counts in the total.
+    A finite error of an array that no layer is to blame for is left out of the
+    total, and is zero for the array. The relative error of an array that is
+    zero in float32 is meaningless, too, but its norm counts in the total.
 
     Args:
       errors: the errors of a run.
-      noise_mask: whether each array is only rounding noise; bool[arrays].
+      excused_mask: the arrays whose errors no layer is to blame for;
+        bool[arrays].
 
     Returns:
       The error of all arrays together, and then of each; float64[1 + arrays].
     """
-    is_finite_noise = noise_mask & errors.finite_mask
-    squared_norms = np.where(
-      is_finite_noise[:, None], 0.0, errors.squared_norms
-    )
-    total_error = max(
-      map(_compute_relative_error, self._sum_by_result(squared_norms))
-    )
-    is_uninformative = is_finite_noise | (
-      errors.finite_mask & (errors.norm_fractions == 0)
-    )
-    return np.array(
-      [total_error, *np.where(is_uninformative, 0.0, errors.array_errors)]
-    )
+    is_excused = excused_mask & errors.finite_mask
+    squared_norms = np.where(is_excused[:, None], 0.0, errors.squared_norms)
+    total_error = self._compute_total_error(squared_norms)
+    is_zero = errors.finite_mask & (errors.squared_norms[:, 1] == 0)
+    array_errors = np.where(is_excused | is_zero, 0.0, errors.array_errors)
+    return np.array([total_error, *array_errors])
 
-  def _sum_by_result(self, squared_norms: np.ndarray) -> np.ndarray:
-    """Sum over the arrays of each result; float64[results, 4]."""
+  def _compute_total_error(self, squared_norms: np.ndarray) -> float:
+    """Return the largest error of a result, as a norm over its arrays."""
     with np.errstate(invalid="ignore", over="ignore"):
-      return np.add.reduceat(squared_norms, self._group_starts)
+      result_norms = np.add.reduceat(squared_norms, self._group_starts)
+    rows = itertools.compress(result_norms, self._in_total)
+    return max(map(_compute_relative_error, rows))
 
 
 def list_compared_indices(
   outputs: Sequence[_scale_dependence.Output],
 ) -> list[int]:
-  """Return the indices of the outputs that are compared."""
-  return [i for i, x in enumerate(outputs) if x.kind in ("grads", "result")]
+  """Return the indices of the outputs that are compared.
+
+  For a step these are the gradients that `update` receives, and results that
+  are neither parameters nor metrics, such as running averages.
+  """
+  if not any(x.kind == "grads" for x in outputs):
+    return [i for i, x in enumerate(outputs) if x.kind == "result"]
+  is_state = lambda x: (
+    x.kind in _scale_dependence.RETURNED_KINDS
+    and not x.depends_on_update
+    and not x.new_scales
+    and not x.new_updates
+  )
+  return [i for i, x in enumerate(outputs) if x.kind == "grads" or is_state(x)]
 
 
 class _ArraySums(NamedTuple):
   """Numbers that compare an array with its reference.
 
   Attributes:
-    difference, reference, other: the sums of squares of the difference, the
-      reference and the array, each divided by the squared unit.
-    dot: the dot product of the reference and the array, likewise.
+    difference, reference: the sums of squares of the difference and of the
+      reference, each divided by the squared unit.
     unit: the largest magnitude of both arrays; 1 if it is zero.
     is_finite: whether the reference is finite enough to be compared with.
     is_nonzero: whether any entry of the reference is not zero.
@@ -162,8 +165,6 @@ class _ArraySums(NamedTuple):
 
   difference: float
   reference: float
-  other: float
-  dot: float
   unit: float
   is_finite: float
   is_nonzero: float
@@ -191,34 +192,24 @@ def _compare_arrays(reference: Any, other: Any) -> Any:
   amax = jnp.maximum(compute_amax(x), compute_amax(y))
   unit = jnp.where(amax > 0, amax, jnp.ones_like(amax))
   x, y = x / unit.astype(x.dtype), y / unit.astype(y.dtype)
-  operand_pairs = [(y - x, y - x), (x, x), (y, y), (x, y)]
   is_finite = ~jnp.isnan(a).any() & (jnp.isfinite(a).any() | (a.size == 0))
-  sums = [_dot(*pair) for pair in operand_pairs]
+  sums = [_sum_squares(y - x), _sum_squares(x)]
   counts = [is_finite, jnp.any(a != 0), jnp.sum((a != 0) & (b == 0))]
   dtype = sums[0].dtype
   return jnp.stack([x.astype(dtype) for x in (*sums, unit, *counts)])
 
 
-def _dot(x: Any, y: Any) -> Any:
-  terms = jnp.real(jnp.conj(x) * y)
+def _sum_squares(x: Any) -> Any:
+  terms = jnp.abs(x) ** 2
   dtype = jnp.promote_types(terms.dtype, jnp.float32)
   return jnp.sum(terms, dtype=dtype)
 
 
 def _compute_relative_error(sums: Any) -> float:
   """Return the norm of the difference over the norm of the reference."""
-  difference, reference, _, _ = sums
+  difference, reference = sums
   if not math.isfinite(difference):
     return math.inf
   if reference == 0:
     return 0.0 if difference == 0 else math.inf
   return math.sqrt(difference) / math.sqrt(reference)
-
-
-def _compute_cosine(sums: Any) -> float:
-  """Return the cosine between an array and its reference."""
-  _, reference, other, dot = map(float, sums)
-  if reference == other == 0:
-    return 1.0
-  norm = math.sqrt(reference) * math.sqrt(other)
-  return dot / norm if norm else 0.0

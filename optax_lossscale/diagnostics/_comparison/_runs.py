@@ -1,6 +1,6 @@
 """The runs of a function in float32 and in half precision."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,6 @@ import numpy as np
 
 from optax_lossscale.diagnostics import (
   _array_tests,
-  _effects,
   _host_values,
   _mistakes,
   _progress,
@@ -16,120 +15,142 @@ from optax_lossscale.diagnostics import (
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import (
-  _matmul_table,
+  _layer_stats,
+  _layers,
+  _outliers,
   _output_errors,
   _program,
 )
 
-# An array whose relative error is above this if the operands of matmuls change
-# by a relative 2**-20 is rounding noise in float32, too.
+# An array whose relative error is above this if operands change by a relative
+# 2**-20 is rounding noise in float32, too.
 _NOISE_THRESHOLD = 0.05
+# An error is expected if it is at most this many times as large as the error
+# that rounding causes in matmul operands and casts alone. Other operations
+# round, too.
+_MAX_AMPLIFIED_ROUNDINGS = 4.0
+
+RunFn = Callable[[list[Any]], Sequence[Any]]
 
 
-class PrecisionRuns:
-  """Runs a function in different precisions, and measures its errors.
+class ReferenceRuns:
+  """Runs a function in float32, and compares it with the function as trained.
 
   Args:
     traced: the function.
-    table: its matmul sites.
+    eps: the spacing of numbers at 1 in half precision.
+    run_as_trained: a function from the inputs of the function to its outputs.
+    half_outs: the outputs as trained.
     progress: shows how far it is.
-    half_outs: the outputs of the function as trained, if known.
-    measures_sites: whether single sites will run in half precision in any case.
 
   Attributes:
     names: the names of the arrays that are compared.
     half_errors: the errors as trained.
     noise_mask: whether each array is only rounding noise in float32, too;
       bool[arrays].
+    amplified_mask: whether the error of each array is as large as expected of
+      any rounding, since the function amplifies it; bool[arrays].
     mistakes: mistakes in how the step uses its gradients.
     underflow_fraction: the fraction of all compared entries that are zero as
       trained, but not in float32.
-    site_stats: the statistics of each matmul site in float32, by its index;
-      empty until they are needed.
+    table: the layers; None if they are not needed.
+    stats: the statistics of layers in float32, by the index of the layer.
+    limitations: what was not compared, in sentences.
   """
 
   def __init__(
     self,
     traced: _tracing.TracedFunction,
-    table: _matmul_table.MatmulTable,
+    eps: float,
+    run_as_trained: RunFn,
+    half_outs: Sequence[Any],
     progress: _progress.ProgressLine,
-    half_outs: Sequence[Any] | None,
-    *,
-    measures_sites: bool,
   ) -> None:
     self._traced = traced
-    self._table = table
+    self._eps = eps
+    self._run_as_trained = run_as_trained
     self._progress = progress
-    self._num_runs = 0
-    # Each site, as trained, and in float32. Bisection stops at some time.
-    self._num_all_runs = len(table.sites) + 2 if measures_sites else None
-    if half_outs is None:
-      self._show_next_run()
-      run_as_trained = _effects.compile_without_prints(
-        traced.closed_jaxpr, traced.inputs
-      )
-      half_outs = jax.block_until_ready(run_as_trained(traced.inputs))
+    self.table: _layers.LayerTable | None = None
     indices = _output_errors.list_compared_indices(traced.outputs)
-    has_overflow = not _array_tests.all_finite([half_outs[i] for i in indices])
-    # The magnitudes of the matmuls explain an overflow.
-    reference_outs = self._start_program(
-      has_stats=measures_sites or has_overflow, has_flags=measures_sites
+    measured: list[int] = []
+    if not _array_tests.all_finite([half_outs[i] for i in indices]):
+      # The magnitudes of the matmuls explain an overflow.
+      self.table = _layers.LayerTable(traced.closed_jaxpr)
+      layers = enumerate(self.table.layers)
+      measured = [i for i, layer in layers if layer.has_matmul]
+    self._program = _program.ReferenceProgram(
+      traced.closed_jaxpr, traced.inputs, self.table, measured
+    )
+    reference = self._run()
+    self.limitations = list(self._program.limitations)
+    self.stats = _host_values.to_host(reference.stats)
+    self._comparison = _output_errors.OutputComparison(
+      traced.outputs, reference.outs
     )
     self.names = self._comparison.names
     self.half_errors = self._comparison.compute_errors(half_outs)
     self.underflow_fraction = self.half_errors.num_underflows / max(
       self._comparison.num_entries, 1
     )
-    self.noise_mask = self._find_noise()
-    self.mistakes = self._find_mistakes(reference_outs, half_outs)
+    self.noise_mask, self.amplified_mask = self._judge_large_errors()
+    self.mistakes = self._find_mistakes(reference.outs, half_outs)
 
-  def start_measuring(self) -> None:
-    """Compile a program in which single sites can run in half precision."""
-    self._start_program(has_stats=True, has_flags=True)
+  @property
+  def half_effects(self) -> np.ndarray:
+    """The errors as trained that layers are to blame for; float64[1 + arrays].
 
-  def measure_effects(self, half_sites: Sequence[int]) -> np.ndarray:
-    """Run only these sites in half precision, and return their effects.
+    See :meth:`_output_errors.OutputComparison.compute_effects`.
+    """
+    return self._compute_effects(self.half_errors)
+
+  @property
+  def excused_mask(self) -> np.ndarray:
+    """Whether no layer is to blame for the error of an array; bool[arrays]."""
+    return self.noise_mask | self.amplified_mask
+
+  def measure_effects_at(self, log2_factor: int) -> np.ndarray:
+    """Run the function as trained with another loss scale.
+
+    Args:
+      log2_factor: log2 of the factor on the loss scale.
 
     Returns:
-      See :meth:`compute_effects`.
+      See :attr:`half_effects`.
     """
-    outs = self._run(half_sites).outs
-    return self.compute_effects(self._comparison.compute_errors(outs))
+    outs = self._run_as_trained(self._traced.scale_inputs(2.0**log2_factor))
+    unscaled_outs = [
+      # With `grads_are_scaled`, an `update` receives gradients times the scale.
+      x * np.asarray(2.0**-log2_factor, x.dtype)
+      if output.expected_ratio == 0.5
+      else x
+      for output, x in zip(self._traced.outputs, outs, strict=True)
+    ]
+    return self._compute_effects(self._comparison.compute_errors(unscaled_outs))
 
-  def compute_effects(self, errors: _output_errors.RunErrors) -> np.ndarray:
-    """Return the errors that can be attributed to matmuls.
+  def _compute_effects(self, errors: _output_errors.RunErrors) -> np.ndarray:
+    return self._comparison.compute_effects(errors, self.excused_mask)
 
-    Returns:
-      The error of all arrays together, and then of each; float64[1 + arrays].
-    """
-    return self._comparison.compute_effects(errors, self.noise_mask)
-
-  def _start_program(self, *, has_stats: bool, has_flags: bool) -> list[Any]:
-    """Compile a program, run it in float32, and return the outputs."""
-    self._program = _program.ExactProgram(
-      self._traced.closed_jaxpr,
-      self._table,
-      self._traced.inputs,
-      has_stats=has_stats,
-      has_flags=has_flags,
+  def _judge_large_errors(self) -> tuple[np.ndarray, np.ndarray]:
+    """Return which arrays are noise, and which have an expected error."""
+    errors = self.half_errors.array_errors
+    none = np.zeros(len(self.names), bool)
+    total_error = np.array([self.half_errors.error])
+    is_large = _outliers.exceeds_limits(
+      np.append(total_error, errors), self._eps
     )
-    result = self._run()
-    self.site_stats = _host_values.to_host(result.stats)
-    self._comparison = _output_errors.OutputComparison(
-      self._traced.outputs, result.outs
-    )
-    return result.outs
-
-  def _find_noise(self) -> np.ndarray:
-    """Return which arrays are only rounding noise in float32; bool[arrays]."""
-    noise_mask = np.zeros(len(self.names), bool)
     # Half precision makes noise of numbers that are less exact by far.
-    if (self.half_errors.array_errors > _NOISE_THRESHOLD).any():
-      self._num_all_runs = self._num_all_runs and self._num_all_runs + 1
-      outs = self._run(is_perturbed=True).outs
-      errors = self._comparison.compute_errors(outs)
-      noise_mask = errors.array_errors > _NOISE_THRESHOLD
-    return noise_mask
+    if not is_large.any() and not (errors > _NOISE_THRESHOLD).any():
+      return none, none
+    outs = self._run(is_perturbed=True).outs
+    perturbed_errors = self._comparison.compute_errors(outs).array_errors
+    # A rounding changes a number by half of the spacing at most.
+    amplification = perturbed_errors / _program.PERTURBATION
+    expected_errors = _MAX_AMPLIFIED_ROUNDINGS * amplification * self._eps / 2
+    is_noise = perturbed_errors > _NOISE_THRESHOLD
+    is_amplified = (errors <= expected_errors) & (
+      errors > _outliers.INACCURATE_EPS * self._eps
+    )
+    return is_noise, is_amplified & ~is_noise
 
   def _find_mistakes(
     self, reference_outs: Sequence[Any], half_outs: Sequence[Any]
@@ -142,24 +163,83 @@ class PrecisionRuns:
       self._traced,
       lambda inputs: self._program.run(inputs).outs,
       reference_outs,
-      is_exact=not _scaling_mistakes.has_narrow_range_eqn(
-        self._traced.closed_jaxpr, ignore_autocast=True
-      ),
+      is_exact=not self.limitations,
     )
     return list(dict.fromkeys(mistakes))
 
-  def _run(
-    self, half_sites: Sequence[int] = (), *, is_perturbed: bool = False
-  ) -> _program.RunResult:
-    self._show_next_run()
-    # Wait, so that the progress line shows the run that is being executed.
+  def _run(self, *, is_perturbed: bool = False) -> _program.RunResult:
+    self._progress.set_description("running the function in float32")
+    # Wait, so that the progress line shows what is being executed.
     return jax.block_until_ready(
-      self._program.run(
-        self._traced.inputs, half_sites, is_perturbed=is_perturbed
-      )
+      self._program.run(self._traced.inputs, is_perturbed=is_perturbed)
     )
 
-  def _show_next_run(self) -> None:
+
+class LayerRuns:
+  """Runs a function with single layers in half precision.
+
+  Args:
+    traced: the function.
+    table: its layers.
+    excused_mask: the arrays whose errors no layer is to blame for;
+      bool[arrays].
+    progress: shows how far it is.
+    measured: the layers that have statistics.
+
+  Attributes:
+    stats: the statistics of the measured layers in float32.
+  """
+
+  def __init__(
+    self,
+    traced: _tracing.TracedFunction,
+    table: _layers.LayerTable,
+    excused_mask: np.ndarray,
+    progress: _progress.ProgressLine,
+    measured: Sequence[int] = (),
+  ) -> None:
+    self._inputs = traced.inputs
+    self._excused_mask = excused_mask
+    self._progress = progress
+    self._num_runs = 0
+    self._program = _program.ReferenceProgram(
+      traced.closed_jaxpr, traced.inputs, table, measured, has_flags=True
+    )
+    reference = self._run(())
+    self.stats = _host_values.to_host(reference.stats)
+    self._comparison = _output_errors.OutputComparison(
+      traced.outputs, reference.outs
+    )
+
+  def measure_effects(self, half_layers: Sequence[int]) -> np.ndarray:
+    """Run only these layers in half precision.
+
+    Returns:
+      See :meth:`_output_errors.OutputComparison.compute_effects`.
+    """
+    outs = self._run(half_layers).outs
+    errors = self._comparison.compute_errors(outs)
+    return self._comparison.compute_effects(errors, self._excused_mask)
+
+  def _run(self, half_layers: Sequence[int]) -> _program.RunResult:
     self._num_runs += 1
-    total = f" of {self._num_all_runs}" if self._num_all_runs else ""
-    self._progress.set_description(f"run {self._num_runs}{total}")
+    self._progress.set_description(f"measuring layers, run {self._num_runs}")
+    return jax.block_until_ready(self._program.run(self._inputs, half_layers))
+
+
+def measure_stats(
+  traced: _tracing.TracedFunction,
+  table: _layers.LayerTable,
+  measured: Sequence[int],
+) -> dict[int, _layer_stats.LayerStats]:
+  """Return the statistics of some layers of a function in float32.
+
+  XLA compiles only what these layers depend on.
+  """
+  program = _program.ReferenceProgram(
+    traced.closed_jaxpr, traced.inputs, table, measured, has_outs=False
+  )
+  stats: dict[int, _layer_stats.LayerStats] = _host_values.to_host(
+    program.run(traced.inputs).stats
+  )
+  return stats

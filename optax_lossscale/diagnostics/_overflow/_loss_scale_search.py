@@ -5,7 +5,6 @@ division by zero is not. The loss scale is an input of the compiled step, so the
 step runs with lower scales, without another compilation.
 """
 
-import bisect
 from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
@@ -15,13 +14,10 @@ import numpy as np
 from optax_lossscale.diagnostics import (
   _array_tests,
   _host_values,
+  _scale_search,
   _tracing,
 )
 from optax_lossscale.diagnostics._overflow import _report
-
-# The largest decrease that is tried, as a power of two. It takes any scale of a
-# policy into the range where float16 gradients underflow.
-_MAX_LOG2_DECREASE = 64
 
 
 def assess_loss_scale(
@@ -84,15 +80,11 @@ def _find_scale_factor(
     return run_step(traced.scale_inputs(2.0**-log2_decrease))
 
   is_enough = lambda decrease: _has_finite_grads(traced, run(decrease))
-  # The gradients are not finite with `low`, and finite with `high`.
-  low, high = 0, 1
-  while not is_enough(high):
-    if high == _MAX_LOG2_DECREASE:
-      return 0.0
-    low, high = high, 2 * high
-  high = bisect.bisect_left(range(high), True, lo=low + 1, key=is_enough)
-  grads = traced.select_kind(run(high), "grads")
-  return 2.0**-high if _array_tests.is_any_nonzero(grads) else 0.0
+  log2_decrease = _scale_search.find_log2_decrease(is_enough)
+  if log2_decrease is None:
+    return 0.0
+  grads = traced.select_kind(run(log2_decrease), "grads")
+  return 2.0**-log2_decrease if _array_tests.is_any_nonzero(grads) else 0.0
 
 
 def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:

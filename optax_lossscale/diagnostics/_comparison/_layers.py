@@ -1,0 +1,135 @@
+"""The operations of a program that round to half precision, by layer.
+
+A layer has the operations at one location, in the forward or in the backward
+pass: a matmul and its bias, a normalization, a sum.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+from typing import Any
+
+from jax.extend import core
+
+from optax_lossscale._jaxprs import (
+  _eqns,
+  _higher_order,
+  _primitives,
+  _provenance,
+  _source_info,
+  _state_threading,
+  _walk,
+)
+from optax_lossscale.diagnostics._comparison import _float32_eqns
+
+
+@dataclasses.dataclass
+class Layer:
+  """The operations at one location, in one pass.
+
+  Attributes:
+    location: the location of the first one, or of the first matmul.
+    primitive: JAX's name of this operation.
+    dtype: the dtype of its operands, or of its result unless it is a matmul.
+    has_matmul: whether it is a matmul or a convolution.
+    run_count: the number of times that this operation runs.
+    flops: the FLOPs of the matmuls.
+    name: the shortest unique label of the layer.
+    source_line: a line that distinguishes layers of similar names.
+  """
+
+  location: _provenance.EqnLocation
+  primitive: str
+  dtype: Any
+  has_matmul: bool
+  run_count: int = 0
+  flops: int = 0
+  name: str = ""
+  source_line: str = ""
+
+  @property
+  def in_autocast(self) -> bool:
+    """Whether `autocast` casts the operations."""
+    return self.location.autocast_dtype is not None
+
+
+class LayerTable:
+  """The layers of a program.
+
+  Attributes:
+    layers: all layers, in the order of the program. A layer and its backward
+      pass are two entries.
+    index_by_path: the index of the layer of each equation that rounds, by the
+      position of the equation.
+  """
+
+  def __init__(self, closed_jaxpr: _eqns.ClosedJaxpr) -> None:
+    self.layers: list[Layer] = []
+    self.index_by_path: dict[_state_threading.Path, int] = {}
+    index_by_key: dict[Any, int] = {}
+    for visit in walk_rounding_eqns(closed_jaxpr):
+      location = visit.location
+      key = location.names, location.is_backward, location.autocast_dtype
+      layer = _make_layer(visit)
+      index = index_by_key.setdefault(key, len(self.layers))
+      self.index_by_path[visit.path] = index
+      if index == len(self.layers):
+        self.layers.append(layer)
+      elif layer.has_matmul and not self.layers[index].has_matmul:
+        self.layers[index] = layer
+      if layer.primitive == self.layers[index].primitive:
+        self.layers[index].run_count += visit.num_executions
+        self.layers[index].flops += layer.flops
+    names_and_lines = _provenance.make_unique_labels(
+      [(x.location.names, x.location.is_backward) for x in self.layers]
+    )
+    for layer, pair in zip(self.layers, names_and_lines, strict=True):
+      layer.name, layer.source_line = pair
+
+  def group_by_name(self) -> list[list[int]]:
+    """Return the indices of the layers that share a name: both passes."""
+    indices_by_name: dict[str, list[int]] = {}
+    for i, layer in enumerate(self.layers):
+      indices_by_name.setdefault(layer.name, []).append(i)
+    return list(indices_by_name.values())
+
+
+def _make_layer(visit: _walk.EqnVisit) -> Layer:
+  """Return a layer with one equation, which isn't counted yet."""
+  eqn = visit.eqn
+  is_matmul = _primitives.is_matmul(eqn)
+  atoms: Sequence[Any] = eqn.invars if is_matmul else eqn.outvars
+  dtypes = [v.aval.dtype for v in atoms if _float32_eqns.is_half(v.aval)]
+  name = _source_info.get_primitive_name(eqn)
+  flops = (_primitives.count_flops(eqn) or 0) * visit.num_executions
+  return Layer(visit.location, name, dtypes[0], is_matmul, flops=flops)
+
+
+def find_half_dtypes(closed_jaxpr: _eqns.ClosedJaxpr) -> set[Any]:
+  """Return the half-precision dtypes to which a program rounds."""
+  avals: Iterator[Any] = (
+    v.aval
+    for visit in walk_rounding_eqns(closed_jaxpr)
+    for v in [*visit.eqn.outvars, *visit.eqn.invars]
+  )
+  return {aval.dtype for aval in avals if _float32_eqns.is_half(aval)}
+
+
+def walk_rounding_eqns(
+  closed_jaxpr: _eqns.ClosedJaxpr,
+) -> Iterator[_walk.EqnVisit]:
+  """Visit each equation that rounds, and on which an output depends.
+
+  The casts of `autocast` are left out, since its matmuls round their operands.
+  """
+  for visit in _walk.walk(closed_jaxpr, _get_bodies, only_live=True):
+    is_rounding = _float32_eqns.is_rounding(visit.eqn)
+    if not is_rounding or _get_bodies(visit.eqn):
+      continue
+    is_matmul = _primitives.is_matmul(visit.eqn)
+    if is_matmul or visit.stack_location.autocast_dtype is None:
+      yield visit
+
+
+def _get_bodies(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
+  hop = _higher_order.parse_higher_order(eqn)
+  return [] if hop is None else _higher_order.get_bodies(hop)
