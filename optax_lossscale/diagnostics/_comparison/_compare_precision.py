@@ -199,6 +199,8 @@ def compare_traced(
       layers = _search_layers(traced, runs, progress, eps)
     if layers:
       report = _report_layers(report, layers, eps)
+    if not report.outliers and not report.overflowing:
+      report = _excuse_amplified_errors(report, runs, eps)
   return ComparisonResult(report, [*traced.mistakes, *runs.mistakes])
 
 
@@ -241,7 +243,6 @@ def _build_report(
     limitations=tuple(dict.fromkeys([*limitations, *runs.limitations])),
     warnings=tuple(map(str, [*traced.mistakes, *runs.mistakes])),
     noise_only_arrays=tuple(itertools.compress(names, runs.noise_mask)),
-    amplified_arrays=tuple(itertools.compress(names, runs.amplified_mask)),
     inaccurate_arrays=tuple(names[i] for i in order if is_large[1 + i]),
     underflow_fraction=runs.underflow_fraction,
     is_accurate=not is_large.any(),
@@ -308,7 +309,7 @@ def _measure_all_layers(
   table = _layers.LayerTable(traced.closed_jaxpr)
   indices = range(len(table.layers))
   layer_runs = _runs.LayerRuns(
-    traced, table, runs.excused_mask, progress, measured=indices
+    traced, table, runs.noise_mask, progress, measured=indices
   )
   effects = {i: layer_runs.measure_effects([i]) for i in indices}
   return _MeasuredLayers(table, effects, layer_runs.stats)
@@ -337,7 +338,7 @@ def _search_layers(
   A single array is compared if the error of any is large: of the worst ones,
   the one on which the fewest operations depend. So less is compiled.
   """
-  effect, excused_mask = runs.half_effects, runs.excused_mask
+  effect, noise_mask = runs.half_effects, runs.noise_mask
   worst_index = _select_array(traced, runs, eps)
   if worst_index is not None:
     output_index = _output_errors.list_compared_indices(traced.outputs)[
@@ -346,9 +347,9 @@ def _search_layers(
     traced = traced.restrict_outputs(
       [i == output_index for i in range(len(traced.outputs))]
     )
-    effect, excused_mask = effect[[1 + worst_index] * 2], np.zeros(1, bool)
+    effect, noise_mask = effect[[1 + worst_index] * 2], np.zeros(1, bool)
   table = _layers.LayerTable(traced.closed_jaxpr)
-  layer_runs = _runs.LayerRuns(traced, table, excused_mask, progress)
+  layer_runs = _runs.LayerRuns(traced, table, noise_mask, progress)
   effects = _outliers.bisect_effects(
     layer_runs.measure_effects, table.group_by_name(), effect, eps
   )
@@ -394,8 +395,11 @@ def _report_layers(
     filter(is_cause, overflowing), key=lambda row: row.log2_headroom or 0.0
   )
   outliers: tuple[str, ...] = ()
+  log2_change = report.suggested_log2_scale_change
+  if not log2_change and not overflowing and not math.isfinite(report.error):
+    log2_change = -_compute_log2_excess(rows)
   # If the backward pass overflows, the errors of all layers are infinite.
-  if rows and report.suggested_log2_scale_change >= 0:
+  if rows and log2_change >= 0:
     effects = np.array(list(map(effect_by_row, rows)))
     outliers = _outliers.find_outliers([x.name for x in rows], effects, eps)
   return dataclasses.replace(
@@ -403,6 +407,36 @@ def _report_layers(
     layers=tuple(rows),
     outliers=outliers,
     overflowing=tuple(dict.fromkeys(row.name for row in overflowing)),
+    suggested_log2_scale_change=log2_change,
+  )
+
+
+def _compute_log2_excess(rows: list[_layer_precision.LayerPrecision]) -> int:
+  """Return log2 of the factor by which the backward pass overflows, or 0.
+
+  It suggests a loss scale where none is an argument, so that none was tried.
+  """
+  headrooms = [row.log2_headroom or 0.0 for row in rows if row.backward]
+  excess = -min(headrooms, default=0.0)
+  return math.ceil(excess) if 0 < excess < math.inf else 0
+
+
+def _excuse_amplified_errors(
+  report: _report.PrecisionComparison, runs: _runs.ReferenceRuns, eps: float
+) -> _report.PrecisionComparison:
+  """Leave out arrays whose large errors no layer explains, but any rounding."""
+  names = tuple(itertools.compress(runs.names, runs.amplified_mask))
+  if not names or report.suggested_log2_scale_change:
+    return report
+  effects = runs.compute_effects_without(runs.amplified_mask)
+  return dataclasses.replace(
+    report,
+    amplified_arrays=names,
+    error=float(effects[0]),
+    inaccurate_arrays=tuple(
+      x for x in report.inaccurate_arrays if x not in names
+    ),
+    is_accurate=not _outliers.find_large_errors(effects, eps).any(),
   )
 
 

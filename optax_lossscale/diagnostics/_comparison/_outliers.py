@@ -9,6 +9,7 @@ outlier if its effect is some times as large.
 """
 
 from collections.abc import Callable, Sequence
+import heapq
 import math
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy as np
 _MIN_ERROR_SHARE = 0.3
 # Larger errors do not add up in squares, so a larger total counts as this.
 _MAX_ADDITIVE_ERROR = 0.25
+# If so many layers have large errors, no few of them are to blame.
+_MAX_RUNS = 64
 # A layer is an outlier if its effect is above _OUTLIER_EPS times the spacing of
 # numbers at 1, and above _OUTLIER_RATIO times the effect of all lesser layers
 # together. In float16 the first is an error of 0.016.
@@ -64,20 +67,27 @@ def bisect_effects(
     total_effect, _MAX_ADDITIVE_ERROR
   )
   effects: dict[int, np.ndarray] = {}
-  worklist = [(layer_groups, total_effect)]
-  while worklist:
-    groups, effect = worklist.pop()
-    rows = [row for rows in groups for row in rows]
+  num_runs = 0
+  # The worst half is split first, and has the largest effect: a heap returns
+  # the smallest key. The counter orders equal ones.
+  heap = [(-math.inf, 0, layer_groups, total_effect)]
+  while heap:
+    _, _, groups, effect = heapq.heappop(heap)
+    layers = [layer for group in groups for layer in group]
     is_large = (effect > min_effect) | ~np.isfinite(effect)
     is_relevant = bool((is_large & can_be_outlier).any())
-    if len(rows) == 1 or not is_relevant:
-      effects.update((row, effect / math.sqrt(len(rows))) for row in rows)
-    elif len(groups) <= 1:
-      effects.update((row, measure([row])) for row in rows)
-    else:
-      middle = len(groups) // 2
-      for half in groups[:middle], groups[middle:]:
-        worklist.append((half, measure([row for rows in half for row in rows])))
+    if len(layers) == 1 or not is_relevant or num_runs >= _MAX_RUNS:
+      share = effect / math.sqrt(len(layers))
+      effects.update((layer, share) for layer in layers)
+      continue
+    # The two passes of a layer are measured separately.
+    groups = groups if len(groups) > 1 else [[layer] for layer in layers]
+    middle = len(groups) // 2
+    for half in groups[:middle], groups[middle:]:
+      half_effect = measure([layer for group in half for layer in group])
+      num_runs += 1
+      worst = float(np.max(np.nan_to_num(half_effect, nan=math.inf)))
+      heapq.heappush(heap, (-worst, num_runs, half, half_effect))
   return effects
 
 

@@ -101,27 +101,26 @@ class OutputComparison:
     )
 
   def compute_effects(
-    self, errors: RunErrors, excused_mask: np.ndarray
+    self, errors: RunErrors, noise_mask: np.ndarray
   ) -> np.ndarray:
     """Return the errors that can be attributed to layers.
 
-    A finite error of an array that no layer is to blame for is left out of the
-    total, and is zero for the array. The relative error of an array that is
+    A finite error of rounding noise is left out of the total, and is zero for
+    the array. The relative error of an array that is
     zero in float32 is meaningless, too, but its norm counts in the total.
 
     Args:
       errors: the errors of a run.
-      excused_mask: the arrays whose errors no layer is to blame for;
-        bool[arrays].
+      noise_mask: the arrays that are only rounding noise; bool[arrays].
 
     Returns:
       The error of all arrays together, and then of each; float64[1 + arrays].
     """
-    is_excused = excused_mask & errors.finite_mask
-    squared_norms = np.where(is_excused[:, None], 0.0, errors.squared_norms)
+    is_noise = noise_mask & errors.finite_mask
+    squared_norms = np.where(is_noise[:, None], 0.0, errors.squared_norms)
     total_error = self._compute_total_error(squared_norms)
     is_zero = errors.finite_mask & (errors.squared_norms[:, 1] == 0)
-    array_errors = np.where(is_excused | is_zero, 0.0, errors.array_errors)
+    array_errors = np.where(is_noise | is_zero, 0.0, errors.array_errors)
     return np.array([total_error, *array_errors])
 
   def _compute_total_error(self, squared_norms: np.ndarray) -> float:
@@ -141,7 +140,8 @@ def list_compared_indices(
   are neither parameters nor metrics, such as running averages.
   """
   if not any(x.kind == "grads" for x in outputs):
-    return [i for i, x in enumerate(outputs) if x.kind == "result"]
+    kinds = "result", "metric"
+    return [i for i, x in enumerate(outputs) if x.kind in kinds]
   is_state = lambda x: (
     x.kind in _scale_dependence.RETURNED_KINDS
     and not x.depends_on_update

@@ -45,8 +45,9 @@ class PrecisionComparison(_report_format.PrintedReport):
     noise_only_arrays: the names of arrays that are only rounding noise in
       float32, too, such as the gradient of a bias in front of a normalization.
       No layer is to blame for their errors.
-    amplified_arrays: the names of other arrays whose large error is as large as
-      expected of any rounding to this dtype: the function amplifies roundings.
+    amplified_arrays: the names of other arrays with a large error, which no
+      layer causes alone, and which is as large as expected of any rounding to
+      this dtype: the function amplifies roundings.
     inaccurate_arrays: the names of all other arrays whose error is above 64
       times the spacing of numbers at 1 (in float16, 0.06; in bfloat16, 0.5),
       the largest error first.
@@ -62,8 +63,9 @@ class PrecisionComparison(_report_format.PrintedReport):
       scale helps. A derivative inside the loss, such as a force, is part of the
       forward pass.
     suggested_log2_scale_change: log2 of the factor by which to change the loss
-      scale; 0 if the loss scale is not the cause. It was tried: below zero, the
-      gradients are finite with it; above zero, their errors are smaller.
+      scale; 0 if the loss scale is not the cause. If the loss scale is an
+      argument, it was tried: below zero, the gradients are finite with it;
+      above zero, their errors are smaller.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -48,8 +48,8 @@ class ReferenceRuns:
     half_errors: the errors as trained.
     noise_mask: whether each array is only rounding noise in float32, too;
       bool[arrays].
-    amplified_mask: whether the error of each array is as large as expected of
-      any rounding, since the function amplifies it; bool[arrays].
+    amplified_mask: whether each array has a large error that any rounding may
+      cause, since the function amplifies roundings; bool[arrays].
     mistakes: mistakes in how the step uses its gradients.
     underflow_fraction: the fraction of all compared entries that are zero as
       trained, but not in float32.
@@ -103,10 +103,15 @@ class ReferenceRuns:
     """
     return self._compute_effects(self.half_errors)
 
-  @property
-  def excused_mask(self) -> np.ndarray:
-    """Whether no layer is to blame for the error of an array; bool[arrays]."""
-    return self.noise_mask | self.amplified_mask
+  def compute_effects_without(self, mask: np.ndarray) -> np.ndarray:
+    """Return the errors as trained without these arrays.
+
+    Returns:
+      See :attr:`half_effects`.
+    """
+    return self._comparison.compute_effects(
+      self.half_errors, self.noise_mask | mask
+    )
 
   def measure_effects_at(self, log2_factor: int) -> np.ndarray:
     """Run the function as trained with another loss scale.
@@ -128,7 +133,7 @@ class ReferenceRuns:
     return self._compute_effects(self._comparison.compute_errors(unscaled_outs))
 
   def _compute_effects(self, errors: _output_errors.RunErrors) -> np.ndarray:
-    return self._comparison.compute_effects(errors, self.excused_mask)
+    return self._comparison.compute_effects(errors, self.noise_mask)
 
   def _judge_large_errors(self) -> tuple[np.ndarray, np.ndarray]:
     """Return which arrays are noise, and which have an expected error."""
@@ -181,8 +186,7 @@ class LayerRuns:
   Args:
     traced: the function.
     table: its layers.
-    excused_mask: the arrays whose errors no layer is to blame for;
-      bool[arrays].
+    noise_mask: the arrays that are only rounding noise; bool[arrays].
     progress: shows how far it is.
     measured: the layers that have statistics.
 
@@ -194,12 +198,12 @@ class LayerRuns:
     self,
     traced: _tracing.TracedFunction,
     table: _layers.LayerTable,
-    excused_mask: np.ndarray,
+    noise_mask: np.ndarray,
     progress: _progress.ProgressLine,
     measured: Sequence[int] = (),
   ) -> None:
     self._inputs = traced.inputs
-    self._excused_mask = excused_mask
+    self._noise_mask = noise_mask
     self._progress = progress
     self._num_runs = 0
     self._program = _program.ReferenceProgram(
@@ -219,7 +223,7 @@ class LayerRuns:
     """
     outs = self._run(half_layers).outs
     errors = self._comparison.compute_errors(outs)
-    return self._comparison.compute_effects(errors, self._excused_mask)
+    return self._comparison.compute_effects(errors, self._noise_mask)
 
   def _run(self, half_layers: Sequence[int]) -> _program.RunResult:
     self._num_runs += 1

@@ -1,0 +1,467 @@
+"""The reports judge half precision, whatever makes a program compute in it."""
+
+import functools
+import re
+
+import equinox as eqx
+from flax import linen as nn
+import haiku as hk
+from helpers import find_line_number, mark_slow_params, sharding
+from helpers.jax_limits import skip_if_jax_cannot
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+
+SIZE = 16
+KEYS = jax.random.split(jax.random.key(0), 8)
+X = jax.random.normal(KEYS[0], (8, SIZE))
+DTYPES = [jnp.float16, jnp.bfloat16]
+
+
+def init_params(*names):
+  shape = SIZE, SIZE
+  keys = jax.random.split(KEYS[1], len(names))
+  return {
+    name: jax.random.normal(key, shape) / SIZE**0.5
+    for name, key in zip(names, keys, strict=True)
+  }
+
+
+def check(loss_fn, params, *batch, loss_scale=2.0**10):
+  """Return the report on a step that differentiates a loss."""
+  tx = ols.with_loss_scaling(optax.adam(1e-3), loss_scale)
+
+  def train_step(params, opt_state, *batch):
+    grads = ols.grad(loss_fn, opt_state)(params, *batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  return diagnostics.check_step(
+    train_step, params, tx.init(params), *batch, progress=False
+  )
+
+
+# Each of these takes weights and an array of the dtype in which it computes.
+def loops(w, x):
+  def body(carry, w):
+    carry = lax.cond(carry[0, 0] > 0, jnp.tanh, jnp.sin, carry @ w)
+    return carry, carry.sum()
+
+  x, sums = lax.scan(body, x, jnp.stack([w, w.T]), reverse=True)
+  return x * jnp.tanh(sums.mean())
+
+
+def while_loop(w, x):
+  body = lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ w))
+  return lax.while_loop(lambda carry: carry[0] < 3, body, (0, x))[1]
+
+
+def calls(w, x):
+  block = jax.checkpoint(lambda w, x: jax.nn.gelu(x @ w) + x)
+  return jax.jit(block)(w, x)
+
+
+@jax.custom_vjp
+def scaled_matmul(w, x):
+  return jnp.cumsum(x @ w, -1) / SIZE
+
+
+scaled_matmul.defvjp(
+  lambda w, x: (scaled_matmul(w, x), (w, x)),
+  lambda residuals, g: (residuals[1].T @ g, jnp.tanh(g @ residuals[0].T)),
+)
+
+
+def indices(w, x):
+  rows = w[jnp.array([0, 3, 3, 1, 0, 2, 2, 2])]
+  return jnp.sort(x, -1) * rows + x.at[:, :3].max(rows[:, :3])
+
+
+def pooled(w, x):
+  pools = (
+    nn.max_pool(x[:, :, None], (4,), (2,)),
+    nn.avg_pool(x[..., None], (2,)),
+  )
+  return (
+    jnp.concatenate([pool.reshape(8, -1) for pool in pools], 1)
+    @ (jnp.concatenate([w, w])[: 7 + 15])
+  )
+
+
+def on_devices(w, x):
+  mesh = sharding.make_mesh((2,), ("i",))
+  fun = lambda w, x: jnp.tanh(x @ w) * lax.pmean(x.sum(), "i")
+  return jax.shard_map(
+    fun, mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i")
+  )(w, x)
+
+
+def mapped(w, x):
+  return jax.vmap(lambda row: jax.nn.softmax(row @ w))(x)
+
+
+def with_ref(w, x):
+  ref = jax.new_ref(x)
+  ref[...] = jnp.tanh(ref[...] @ w)
+  ref[0] += 1
+  return ref[...]
+
+
+def inside_autocast(w, x):
+  w, dtype = w.astype(jnp.float32), x.dtype
+  by_hand = lambda w, x: jnp.tanh(x.astype(dtype) @ w.astype(dtype))
+  # With float32, nothing is cast, as in the program to compare with.
+  cast = ols.autocast if dtype != jnp.float32 else lambda fun, dtype: fun
+  return cast(lambda w, x: by_hand(w, x @ w), dtype)(w, x.astype(jnp.float32))
+
+
+PROGRAMS = (
+  calls, indices, inside_autocast, loops, mapped, on_devices, pooled,
+  scaled_matmul, while_loop, with_ref,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fun", mark_slow_params([calls, indices], PROGRAMS))
+def test_errors_are_those_against_an_independent_program_in_float32(fun, dtype):
+  params = init_params("first", "middle", "last")
+
+  def loss_fn(params, x, dtype):
+    params = jax.tree.map(lambda w: w.astype(dtype), params)
+    h = jnp.tanh(x.astype(dtype) @ params["first"])
+    h = fun(params["middle"], h).astype(dtype) @ params["last"][:, :SIZE]
+    return jnp.mean((h.astype(jnp.float32) - 1) ** 2)
+
+  wrt = jax.jacfwd if fun is while_loop else jax.grad
+  grad_fn = functools.partial(wrt(loss_fn), dtype=dtype)
+  skip_if_jax_cannot(jax.jit(grad_fn), params, X)
+  report = diagnostics.compare_precision(grad_fn, params, X, progress=False)
+  assert report.limitations == () and report.is_accurate
+  assert report.dtype == jnp.dtype(dtype).name
+  options = {"xla_allow_excess_precision": False}
+  trained = jax.jit(grad_fn, compiler_options=options)(params, X)
+  with jax.default_matmul_precision("highest"):
+    exact = jax.jit(wrt(loss_fn), static_argnums=2)(params, X, jnp.float32)
+  for name in params:
+    difference = np.linalg.norm(trained[name] - exact[name])
+    error = difference / np.linalg.norm(exact[name])
+    assert error / 1.3 < report.array_errors[name] < 1.3 * error
+
+
+def norm_by_squares(w, x):
+  x = 500 * x
+  mean_square = jnp.mean(x * x, -1, keepdims=True)  # norm_by_squares
+  return x * lax.rsqrt(mean_square + 1)
+
+
+def variance(w, x, shift=60):
+  x = x + shift
+  mean = jnp.mean(x, -1, keepdims=True)
+  square = jnp.mean(x * x, -1, keepdims=True) - mean * mean  # variance
+  return (x - mean) * lax.rsqrt(jnp.abs(square) + 2.0**-7)
+
+
+def softmax_by_hand(w, x):
+  exps = jnp.exp(15 * x)  # softmax_by_hand
+  return exps / exps.sum(-1, keepdims=True)
+
+
+def infinite_count(w, x):
+  count = jnp.sum(jnp.ones(70_000, bool)).astype(x.dtype)  # infinite_count
+  return 128 * x * 512 / count
+
+
+def swallowed_sum(w, x, start=4096):
+  starts = jnp.full((8, 1), start, x.dtype)
+  sums = jnp.cumsum(jnp.concatenate([starts, x, x], 1), -1)  # swallowed_sum
+  return x * jnp.tanh(sums[:, -1:] - start)
+
+
+def embedding(w, x):
+  rows = w[jnp.zeros(6000, int)]  # embedding
+  return x + x * rows.sum(0) / 8192
+
+
+def attention(w, x):
+  scores = jnp.clip((300 * x) @ (300 * x).T, -6e4, 6e4)  # attention
+  return jax.nn.softmax(scores / 16384) @ x
+
+
+# The operations that lose precision in float16, and those that do in bfloat16.
+PLANTED = {
+  norm_by_squares: DTYPES[:1],
+  variance: DTYPES,
+  softmax_by_hand: DTYPES[:1],
+  infinite_count: DTYPES[:1],
+  swallowed_sum: DTYPES,
+  embedding: DTYPES,
+  attention: DTYPES[:1],
+}
+PLANTED_CASES = [(fun, x) for fun, dtypes in PLANTED.items() for x in dtypes]
+
+
+@pytest.mark.parametrize(
+  "case", mark_slow_params([(norm_by_squares, jnp.float16)], PLANTED_CASES)
+)
+def test_an_operation_that_loses_precision_is_named_at_its_line(case):
+  fun, dtype = case
+  params = init_params("first", "middle", "last")
+
+  def loss_fn(params, x):
+    params = jax.tree.map(lambda w: w.astype(dtype), params)
+    h = jnp.tanh(x.astype(dtype) @ params["first"])
+    h = jnp.tanh(fun(params["middle"], h) @ params["last"])
+    return jnp.mean((h.astype(jnp.float32) - X) ** 2)
+
+  report = check(loss_fn, params, X)
+  first = report.problems[0]
+  line = find_line_number(fun.__name__, __file__)
+  assert f"test_any_half_precision.py:{line}" in first.cause
+  assert "x.astype(jnp.float32)" in first.fix or "subtract" in first.fix
+  assert first.keep_float32 == ()
+
+
+@pytest.mark.parametrize(("dtype", "shift"), [(jnp.float16, 60)])
+def test_state_that_is_no_parameter_is_compared_too(dtype, shift):
+  """A running variance by difference does not reach the gradients."""
+  params = init_params("w")
+  tx = ols.with_loss_scaling(optax.sgd(0.1), 2.0**10)
+
+  def loss_fn(params, variance, x):
+    h = x.astype(dtype) @ params["w"].astype(dtype) + shift
+    batch_variance = jnp.mean(h * h, 0) - jnp.mean(h, 0) ** 2  # state
+    variance = 0.9 * variance + 0.1 * batch_variance.astype(jnp.float32)
+    return jnp.mean(((h - shift).astype(jnp.float32) - 1) ** 2), variance
+
+  def train_step(params, opt_state, variance, x):
+    grad_fn = ols.grad(loss_fn, opt_state, has_aux=True)
+    grads, variance = grad_fn(params, variance, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, variance
+
+  args = params, tx.init(params), jnp.ones(SIZE), X
+  report = diagnostics.check_step(train_step, *args, progress=False)
+  line = find_line_number("state", __file__)
+  assert f"test_any_half_precision.py:{line}" in report.problems[0].cause
+  assert report.comparison.inaccurate_arrays == ("result 2",)
+
+
+def sum_of_many(params, x, shift):
+  """Each of its layers rounds a large number, and all errors are alike."""
+  h = x.astype(jnp.float16)
+  for name in "abcd":
+    with jax.named_scope(name):
+      h = h + (h @ params[name].astype(jnp.float16) + shift)
+    h = h - shift
+  return jnp.mean((h.astype(jnp.float32) - 1) ** 2)
+
+
+def test_a_large_error_is_a_problem_even_if_no_layer_is_an_outlier():
+  params = init_params(*"abcd")
+  loss_fn = functools.partial(sum_of_many, shift=512)
+  report = check(loss_fn, params, X)
+  (problem,) = report.problems
+  assert re.match(
+    r"The gradients are inaccurate in float16: relative error 0\.\d+, largest"
+    r" in .: .*\. No layer alone explains it; the largest errors of single"
+    r" layers:",
+    problem.cause,
+  )
+  assert not any("relative error" in sentence for sentence in report.passed)
+  assert check(functools.partial(sum_of_many, shift=0), params, X).is_sound
+
+
+def test_a_step_that_amplifies_any_rounding_is_not_blamed_for_its_dtype():
+  """A chaotic iteration: a change by 2**-20 in float32 changes the result."""
+  params = init_params("w")
+
+  def loss_fn(params, x):
+    w, h = 3 * params["w"].astype(jnp.float16), x.astype(jnp.float16)
+    for _ in range(12):
+      h = jnp.sin(2 * (h @ w))
+    return jnp.mean((h.astype(jnp.float32) - 1) ** 2)
+
+  report = check(loss_fn, params, X)
+  assert report.is_sound
+  assert any("amplifies any rounding" in text for text in report.not_checked)
+
+
+def test_a_loss_scale_that_is_too_low_is_raised_to_one_that_was_tried():
+  params = init_params("w", "v")
+
+  def loss_fn(params, x):
+    params = jax.tree.map(lambda w: w.astype(jnp.float16), params)
+    h = jnp.tanh(x.astype(jnp.float16) @ params["w"]) @ params["v"]
+    return 1e-6 * jnp.mean((h.astype(jnp.float32) - 1) ** 2)
+
+  (problem,) = check(loss_fn, params, X, loss_scale=1.0).problems
+  assert "underflows in the backward pass" in problem.cause
+  assert problem.loss_scale > 1
+  assert check(loss_fn, params, X, loss_scale=problem.loss_scale).is_sound
+
+
+def bitcast(x):
+  bits = lax.bitcast_convert_type(x, jnp.uint16)
+  return lax.bitcast_convert_type(bits & np.uint16(0xFFF0), x.dtype)
+
+
+def callback(x):
+  shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return jax.pure_callback(lambda x: np.sin(np.asarray(x)), shape, x)
+
+
+def pallas_kernel(x):
+  def kernel(x_ref, out_ref):
+    out_ref[...] = x_ref[...] + 1
+
+  shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x)
+
+
+def next_number(x):
+  return jnp.nextafter(x, jnp.ones((), x.dtype))
+
+
+@pytest.mark.parametrize(
+  ("fun", "name"),
+  [
+    (bitcast, "bitcast_convert_type"),
+    (callback, "pure_callback"),
+    (pallas_kernel, "pallas_call"),
+    (next_number, "nextafter"),
+  ],
+)
+def test_an_operation_without_a_float32_version_runs_as_written(fun, name):
+  apply = lambda x: jnp.tanh(fun(x.astype(jnp.float16))).astype(jnp.float32)
+  report = diagnostics.compare_precision(apply, X, progress=False)
+  (note,) = report.limitations
+  assert note.startswith(f"Not analyzed: {name} at test_any_half_precision.py")
+  assert note.endswith("which runs in half precision in every run.")
+  expected = np.tanh(np.float32(fun(X.astype(jnp.float16))))
+  error = np.linalg.norm(apply(X) - expected) / np.linalg.norm(expected)
+  assert report.error == pytest.approx(error, rel=0.05)
+
+
+def test_random_bits_are_no_limitation():
+  def fun(key, x):
+    noise = jax.random.normal(key, x.shape, jnp.float16)
+    return x.astype(jnp.float16) * noise
+
+  report = diagnostics.compare_precision(fun, KEYS[0], X, progress=False)
+  assert report.limitations == () and 0 < report.error < 1e-3
+
+
+class LinenModel(nn.Module):
+  dtype: jnp.dtype
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.LayerNorm(dtype=self.dtype)(nn.Dense(SIZE, dtype=self.dtype)(x))
+    x = nn.BatchNorm(False, dtype=self.dtype)(x)
+    x = x + nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(x)
+    return nn.Dense(4, dtype=self.dtype)(nn.gelu(x))
+
+
+def with_linen(dtype):
+  model = LinenModel(dtype)
+  variables = model.init(KEYS[2], X)
+
+  def loss_fn(params, x):
+    collections = {"params": params, "batch_stats": variables["batch_stats"]}
+    out, _ = model.apply(collections, x, mutable=["batch_stats"])
+    return jnp.mean((out.astype(jnp.float32) - 1) ** 2)
+
+  return loss_fn, variables["params"]
+
+
+def with_equinox(dtype):
+  model = eqx.nn.MLP(SIZE, 4, SIZE, 2, key=KEYS[2])
+  params, static = eqx.partition(model, eqx.is_inexact_array)
+
+  def loss_fn(params, x):
+    params = jax.tree.map(lambda w: w.astype(dtype), params)
+    out = jax.vmap(eqx.combine(params, static))(x.astype(dtype))
+    return jnp.mean((out.astype(jnp.float32) - 1) ** 2)
+
+  return loss_fn, params
+
+
+def with_haiku(dtype):
+  model = hk.transform(
+    lambda x: hk.nets.MLP([SIZE, 4])(hk.LayerNorm(-1, True, True)(x))
+  )
+
+  def loss_fn(params, x):
+    params = jax.tree.map(lambda w: w.astype(dtype), params)
+    out = model.apply(params, None, x.astype(dtype))
+    return jnp.mean((out.astype(jnp.float32) - 1) ** 2)
+
+  return loss_fn, model.init(KEYS[2], X)
+
+
+def with_half_params(dtype):
+  params = jax.tree.map(lambda w: w.astype(dtype), init_params("w", "v"))
+  loss_fn = lambda params, x: jnp.mean(
+    jnp.square(jnp.tanh(x.astype(dtype) @ params["w"]) @ params["v"])
+  )
+  return loss_fn, params
+
+
+LIBRARIES = with_linen, with_equinox, with_haiku, with_half_params
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+  "make", mark_slow_params([with_half_params], LIBRARIES)
+)
+def test_models_of_each_library_are_compared_with_float32(make, dtype):
+  loss_fn, params = make(dtype)
+  report = check(loss_fn, params, X)
+  assert report.is_sound, str(report)
+  name = jnp.dtype(dtype).name
+  assert report.comparison.dtype == name
+  assert report.comparison.limitations == ()
+  error = f"relative error of the gradients in {name}"
+  assert any(text.startswith(error) for text in report.passed)
+
+
+@pytest.mark.slow
+def test_a_mixed_precision_model_of_keras_is_compared_with_float32():
+  keras = pytest.importorskip("keras")
+  policy = keras.mixed_precision.DTypePolicy("mixed_float16")
+  layers = keras.layers
+  model = keras.Sequential(
+    [
+      keras.Input((SIZE,)),
+      layers.Dense(SIZE, dtype=policy),
+      layers.BatchNormalization(dtype=policy),
+      layers.Dense(4, dtype=policy),
+    ]
+  )
+  trainable = [x.value for x in model.trainable_variables]
+  others = [x.value for x in model.non_trainable_variables]
+
+  def loss_fn(trainable, others, x):
+    out, others = model.stateless_call(trainable, others, x, training=True)
+    return jnp.mean((out.astype(jnp.float32) - 1) ** 2), others
+
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def train_step(trainable, others, opt_state, x):
+    grad_fn = ols.grad(loss_fn, opt_state, has_aux=True)
+    grads, others = grad_fn(trainable, others, x)
+    updates, opt_state = tx.update(grads, opt_state, trainable)
+    return optax.apply_updates(trainable, updates), others, opt_state
+
+  report = diagnostics.check_step(
+    train_step, trainable, others, tx.init(trainable), X, progress=False
+  )
+  assert report.is_sound and report.comparison.dtype == "float16"
