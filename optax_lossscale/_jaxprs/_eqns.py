@@ -384,11 +384,6 @@ def is_var_in(atom: Any, variables: Container[Any]) -> bool:
   return not isinstance(atom, core.Literal) and atom in variables
 
 
-def list_effects(eqn: core.JaxprEqn) -> set[str]:
-  """Return the names of the types of an equation's effects."""
-  return {type(effect).__name__ for effect in eqn.effects}
-
-
 def has_ref_operand(eqn: core.JaxprEqn) -> bool:
   """Return whether an equation could write to a Ref.
 

@@ -22,8 +22,8 @@ from optax_lossscale.diagnostics._leaves import (
   nonfinite_leaves,
   NonfiniteLeaf,
 )
+from optax_lossscale.diagnostics._overflow._eqn_stats import Operand
 from optax_lossscale.diagnostics._overflow._find_overflow import find_overflow
-from optax_lossscale.diagnostics._overflow._operand import Operand
 from optax_lossscale.diagnostics._overflow._report import Overflow
 from optax_lossscale.diagnostics._precision_report import (
   Flops,

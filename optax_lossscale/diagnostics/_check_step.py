@@ -122,7 +122,7 @@ def check_step(
     fun: the training step: a function that ``jax.jit`` could take and that
       calls the ``update`` of :func:`~optax_lossscale.with_loss_scaling`. It may
       return anything. Its arguments are not modified. Its prints and logs
-      appear once; callbacks that return something run several times.
+      appear once; each run calls the callbacks that return something.
     *args: its arguments, with a batch as in training.
     progress: whether to show on the standard error stream how far it is, after
       a second. (If ``fun`` has an argument of this name, bind it with

@@ -4,9 +4,8 @@
   so all runs but the first leave it out.
 * A Ref belongs to the program, since the tracer copies the Refs among its
   arguments. So each run may read and write it.
-* A pure callback has no effect, and may be called again.
-* All other effects must happen only once, such as an ``io_callback`` whose
-  result the program uses.
+* A callback that returns something is called by each run. It is reported if it
+  has an effect, as an ``io_callback`` has.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,21 +15,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs import (
-  _eqns,
-  _higher_order,
-  _state_threading,
-  _walk,
-)
+from optax_lossscale._jaxprs import _eqns, _state_threading, _walk
 from optax_lossscale.diagnostics import _compiler_options
 
 _PRINT_RE = re.compile("callback|print")
-# A collective has the last of these effects only because it needs the axis of a
-# mesh.
-_REPEATABLE = {
-  "AccumEffect", "InternalMutableArrayEffect", "ReadEffect", "WriteEffect",
-  "NamedAxisEffect",
-}  # fmt: skip
 
 
 def is_print(eqn: core.JaxprEqn) -> bool:
@@ -38,22 +26,12 @@ def is_print(eqn: core.JaxprEqn) -> bool:
   return not eqn.outvars and bool(_PRINT_RE.search(eqn.primitive.name))
 
 
-def must_run_once(jaxpr: Any) -> bool:
-  """Return whether a jaxpr has an effect that must happen only once.
-
-  A print in an equation that ``_state_threading`` doesn't enter is such an
-  effect, too, since it can't be left out.
-  """
-  return any(map(_must_run_once, jaxpr.eqns))
-
-
-def _must_run_once(eqn: core.JaxprEqn) -> bool:
-  if is_print(eqn) or not _eqns.list_effects(eqn) - _REPEATABLE:
-    return False
-  hop = _higher_order.parse_higher_order(eqn)
-  return hop is None or any(
-    must_run_once(body.jaxpr) for body in _higher_order.get_bodies(hop)
+def has_callback_with_result(jaxpr: core.Jaxpr) -> bool:
+  """Return whether a jaxpr calls an ``io_callback`` that returns something."""
+  is_callback = lambda eqn: (
+    eqn.primitive.name == "io_callback" and bool(eqn.outvars)
   )
+  return _walk.EqnSearch(is_callback, _eqns.subjaxprs).any_in_jaxpr(jaxpr)
 
 
 class PrintRemover(_state_threading.StateThreader):

@@ -233,7 +233,7 @@ def _describe_origin(origin: _overflow_report.Overflow) -> str:
 def find_zero_grad_problems(
   traced: _tracing.TracedFunction,
   outs: Sequence[Any],
-  run_step: Callable[[list[Any]], Sequence[Any]] | None,
+  run_step: Callable[[list[Any]], Sequence[Any]],
   report: _comparison_report.PrecisionComparison | None,
   loss_scale: LossScale,
 ) -> Iterator[Problem]:
@@ -242,7 +242,7 @@ def find_zero_grad_problems(
   Args:
     traced: the step.
     outs: its outputs.
-    run_step: a function from the inputs of the step to its outputs, or None.
+    run_step: a function from the inputs of the step to its outputs.
     report: the comparison with float32, or None.
     loss_scale: the loss scale.
   """
@@ -292,14 +292,14 @@ def _list_zero_grads(
 
 def _find_log2_increase(
   traced: _tracing.TracedFunction,
-  run_step: Callable[[list[Any]], Sequence[Any]] | None,
+  run_step: Callable[[list[Any]], Sequence[Any]],
   grads: Sequence[_scale_dependence.Output],
 ) -> int | None:
   """Return log2 of a factor on the loss scale that makes gradients nonzero.
 
   None if there is none, or it cannot be measured.
   """
-  if run_step is None or not traced.scale_indices:
+  if not traced.scale_indices:
     return None
   for log2_increase in _LOG2_INCREASES:
     outs = run_step(traced.scale_inputs(2.0**log2_increase))

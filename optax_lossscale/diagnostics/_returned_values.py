@@ -109,7 +109,7 @@ class ReturnedValues(NamedTuple):
 def check_returned_values(
   traced: _tracing.TracedFunction,
   updates: _tracing.TracedFunction,
-  run_step: Callable[[list[Any]], Sequence[Any]] | None,
+  run_step: Callable[[list[Any]], Sequence[Any]],
   outs: Sequence[Any],
 ) -> ReturnedValues:
   """Check what a step returns after an applied and after a skipped step.
@@ -118,8 +118,7 @@ def check_returned_values(
     traced: the step.
     updates: the function that returns only the updates of the step. It is
       compiled only if few or no parameters change.
-    run_step: a function from the inputs of the step to its outputs; None if it
-      has an effect that must happen only once.
+    run_step: a function from the inputs of the step to its outputs.
     outs: the outputs of the step.
   """
   subject = "what the step returns"
@@ -146,9 +145,6 @@ def check_returned_values(
   ):
     return ReturnedValues([_UNUSED_STATE])
   subject = f"{subject} after an overflow"
-  if run_step is None:
-    reason = "it has side effects, such as an io_callback with a result"
-    return ReturnedValues([], [f"{subject}, since {reason}"], passed)
   if not traced.scale_indices:
     reason = "its loss scale is not among its arguments"
     return ReturnedValues([], [f"{subject}, since {reason}"], passed)

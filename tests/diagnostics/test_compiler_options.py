@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale.diagnostics import _compiler_options
-from optax_lossscale.diagnostics._overflow import _measurement
+from optax_lossscale.diagnostics._overflow import _eqn_stats
 
 X = jnp.ones((2, 2), jnp.float16)
 
@@ -18,11 +18,11 @@ def test_programs_are_compiled_without_autotuning_on_gpu(monkeypatch):
   assert options["xla_gpu_autotune_level"] == 0
 
 
-def test_xla_does_not_interpret_a_measurement_of_a_large_constant():
+def test_xla_does_not_interpret_a_eqn_stats_of_a_large_constant():
   """It would take ten seconds for these million numbers."""
 
   def measure():
-    return _measurement.measure(jnp.full((1_000, 1_000), 3.0))
+    return _eqn_stats.measure(jnp.full((1_000, 1_000), 3.0))
 
   options = _compiler_options.make_compiler_options([])
   program = jax.jit(measure, compiler_options=options).lower().compile()

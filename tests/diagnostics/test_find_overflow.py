@@ -6,6 +6,7 @@ names the fault.
 
 import dataclasses
 import html
+import itertools
 import json
 import time
 
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -37,9 +39,8 @@ from optax_lossscale.diagnostics import (
   find_overflow,
 )
 from optax_lossscale.diagnostics._overflow import (
-  _instrumentation,
-  _search,
-  _trial,
+  _instrumented_program,
+  _origins,
 )
 
 FAULTS = faulty_models.FAULTS
@@ -149,6 +150,22 @@ def test_the_overflow_report_converts_to_a_json_dict():
   ]
   assert data["dtype"] == "float16" and data["fix"] == hit.fix
   assert data["other_origins"][0]["primitive"] == "log"
+
+
+def test_a_report_on_the_loss_scale_converts_to_json():
+  tx = ols.with_loss_scaling(
+    optax.sgd(0.1), ols.DynamicLossScale(2.0**20, min_scale=2.0**20)
+  )
+
+  def step(w, state):
+    loss_fn = lambda w: jnp.mean((X @ w.astype(X.dtype)).astype(jnp.float32))
+    return tx.update(ols.grad(loss_fn, state)(w), state)
+
+  w = jnp.eye(4)
+  hit = find_overflow(step, w, tx.init(w))
+  data = json.loads(json.dumps(hit.as_dict()))
+  assert data["is_below_min_scale"] is True
+  assert 0 < data["scale_factor"] < 1
 
 
 def test_an_operand_is_printed_with_its_largest_magnitude():
@@ -408,7 +425,7 @@ def test_an_inf_literal_is_named_only_if_there_is_no_other_cause():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
-def test_callbacks_are_called_once_and_in_order(wrap):
+def test_prints_appear_once_and_in_order_next_to_other_callbacks(wrap):
   calls = []
 
   def body(x, i):
@@ -425,7 +442,7 @@ def test_callbacks_are_called_once_and_in_order(wrap):
 
   hit = find_overflow(wrap(fun), X)
   assert hit.eqn_path.endswith("scan[3]/mul")
-  assert calls.count("result") == 5
+  assert calls.count("result") > 5
   assert [i for i in calls if i != "result"] == [4, 3, 2, 1, 0]
 
 
@@ -655,17 +672,19 @@ def test_other_arguments_reach_the_function_unchanged():
   assert find_overflow(fun, X, 3, "no", scale=zeros, act=jnp.tanh) is None
 
 
-def test_a_fault_that_only_the_whole_program_shows_is_named_as_a_whole(
-  monkeypatch,
-):
-  """XLA may round otherwise if it compiles a part of the program."""
-  finite = _trial.TrialResult(frozenset(), {}, {})
-  monkeypatch.setattr(_trial.Trial, "measure", lambda *_: finite)
-  hit = find_overflow(lambda x: jnp.exp(x * 20), X)
-  assert (hit.eqn_path, hit.kind) == ("exp", "inf")
-  assert hit.inputs == (((2, 4), np.float16, None, True),)
-  hit = find_overflow(lambda x: lax.scan(lambda c, y: (c, y / 0), x, x)[1], X)
-  assert hit.eqn_path == "scan[0]/div"
+@pytest.mark.parametrize("loop", [False, True])
+def test_an_inf_that_is_not_reproduced_is_reported_with_its_operands(loop):
+  """A callback returns smaller numbers when it is called again."""
+  numbers = itertools.chain([X * 20], itertools.repeat(X * 5))
+
+  def fun(x):
+    y = io_callback(lambda: next(numbers), jax.typeof(x))
+    return lax.map(jnp.exp, y) if loop else jnp.exp(y)
+
+  hit = find_overflow(fun, X)
+  assert hit.eqn_path == ("scan[1]/exp" if loop else "exp")
+  assert (hit.kind, hit.is_reproduced) == ("inf", False)
+  assert hit.inputs == ((X.shape[loop:], np.float16, 10.0, True),)
 
 
 def test_a_function_without_a_signature_can_be_run():
@@ -717,7 +736,7 @@ def test_a_ref_may_be_an_argument():
 
 @pytest.mark.parametrize("factor", [1, 60000])
 @pytest.mark.parametrize("has_result", [False, True])
-def test_a_callback_is_called_once_in_finite_and_nonfinite_programs(
+def test_a_print_appears_once_and_each_run_calls_a_callback_with_a_result(
   has_result, factor
 ):
   seen = []
@@ -736,7 +755,12 @@ def test_a_callback_is_called_once_in_finite_and_nonfinite_programs(
 
   hit = find_overflow(fun, X)
   jax.effects_barrier()
-  assert len(seen) == 1 and (hit is None) == (factor == 1)
+  assert (hit is None) == (factor == 1)
+  is_repeated = has_result and hit is not None
+  assert (len(seen) > 1) == is_repeated
+  if hit is not None:
+    has_line = str(hit).startswith("find_overflow called the io_callback of")
+    assert has_line == is_repeated
 
 
 @pytest.mark.parametrize("shape", [(), (2, 2)])
@@ -786,7 +810,7 @@ def test_an_uninitialized_value_is_named_only_if_it_reaches_the_result(
   monkeypatch.setattr(_eqns, "eqn_as_fun", with_garbage)
   evaluate_alone = lambda self, visit: False
   monkeypatch.setattr(
-    _instrumentation._Instrumenter, "is_unchanged", evaluate_alone
+    _instrumented_program._Instrumenter, "is_unchanged", evaluate_alone
   )
   fun = lambda x: jnp.empty(4).at[:2].set(x)
   x = jnp.ones(2)
@@ -936,30 +960,28 @@ def test_a_carry_that_begins_as_inf_hides_no_fault():
   assert find_overflow(attend(60000), keys).eqn_path == "scan[2]/mul"
 
 
-def test_a_whole_program_measures_a_limited_number_of_later_operations(
-  monkeypatch,
-):
+def test_a_limited_number_of_later_operations_is_measured(monkeypatch):
   """It would take long to compile otherwise."""
-  monkeypatch.setattr(_trial, "_MAX_MEASURED", 20)
+  monkeypatch.setattr(_origins, "_MAX_MEASURED", 20)
   counts = []
-  make_program = _trial._make_program
+  select_eqns = _origins._OriginSearch._select_eqns
 
-  def record_count(values, checked, measured):
-    counts.append(len(measured))
-    return make_program(values, checked, measured)
+  def record_count(*args):
+    eqns = select_eqns(*args)
+    counts.append(len(eqns))
+    return eqns
 
-  monkeypatch.setattr(_trial, "_make_program", record_count)
+  monkeypatch.setattr(_origins._OriginSearch, "_select_eqns", record_count)
   hit = find_overflow(attend(60000), jnp.stack([QUERY] * 4))
   assert hit.eqn_path == "scan[2]/mul"
-  assert len(counts) > 1
-  assert max(counts) <= 20
+  assert 1 < counts[0] <= 20
 
 
 @pytest.mark.parametrize("max_whole", [0, 1000])
 def test_both_matmuls_of_a_sum_are_named_and_a_mask_only_in_a_large_program(
   max_whole, monkeypatch
 ):
-  monkeypatch.setattr(_search, "_MAX_WHOLE", max_whole)
+  monkeypatch.setattr(_origins, "_MAX_WHOLE", max_whole)
 
   def fun(x):
     ones = jnp.ones((2, 2), x.dtype)
@@ -971,6 +993,16 @@ def test_both_matmuls_of_a_sum_are_named_and_a_mask_only_in_a_large_program(
   assert names == ["log"] * (max_whole == 0) + ["dot_general"] * 2
 
 
+def test_a_mask_that_an_overflow_depends_on_is_not_an_origin():
+  """Without the mask, the probabilities are too small to overflow."""
+
+  def fun(x):
+    mask = jnp.log(jnp.array([1, 0, 0, 0], x.dtype))
+    return jax.nn.softmax(x * 0 + mask) * 60000 * 2
+
+  assert get_names(find_overflow(fun, X)) == ["mul"]
+
+
 def test_a_nan_argument_is_distinguished_from_another_fault():
   x, y = jnp.array([1, jnp.nan], X.dtype), jnp.ones(2, X.dtype)
   add = lambda x, y: x + jnp.exp(y * 20)
@@ -980,11 +1012,7 @@ def test_a_nan_argument_is_distinguished_from_another_fault():
   assert get_names(find_overflow(add, x, y / 4)) == ["argument"]
 
 
-@pytest.mark.parametrize("max_rounds", [1, 8])
-def test_an_inf_of_the_program_is_followed_through_matmuls(
-  max_rounds, monkeypatch
-):
-  monkeypatch.setattr(_search, "_MAX_ROUNDS", max_rounds)
+def test_an_inf_of_the_program_is_followed_through_matmuls():
   infs = jnp.array([jnp.inf] * 4, X.dtype)
   fun = lambda x: ((jnp.abs(x) + infs) @ (jnp.ones((4, 4), X.dtype))) @ x.T
   hit = find_overflow(fun, LARGE)
@@ -994,27 +1022,9 @@ def test_an_inf_of_the_program_is_followed_through_matmuls(
 
 
 def test_origins_beyond_many_operations_are_left_out(monkeypatch):
-  monkeypatch.setattr(_trial, "_MAX_MEASURED", 20)
+  monkeypatch.setattr(_origins, "_MAX_MEASURED", 20)
   hit = find_overflow(lambda x: [jnp.exp(x * 20 + i) for i in range(40)], X)
   assert get_names(hit) == ["exp"] * 6
-
-
-@pytest.mark.parametrize(
-  "fun, arg, names",
-  [
-    (lambda x: x * 2, X * np.nan, ["argument"]),
-    (lambda x: x * 2, X / 0, ["argument"]),
-    (lambda x: jnp.where(x > 0, x, -jnp.inf), X, ["constant"]),
-    (lambda x: lax.add(x[0, 0], np.float16(np.inf)), X, ["add"]),
-    (lambda x: jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)), X, ["sub"]),
-    (lambda x: (jnp.where(x > 0, x, -jnp.inf), jnp.exp(x * 20)), X, ["exp"]),
-  ],
-)
-def test_the_only_run_of_a_program_with_effects_tells_the_origin(
-  fun, arg, names
-):
-  with_effect = lambda x: fun(pass_through_host(x))
-  assert get_names(find_overflow(with_effect, arg)) == names
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

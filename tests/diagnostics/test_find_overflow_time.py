@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 from optax_lossscale.diagnostics import find_overflow
-from optax_lossscale.diagnostics._overflow import _instrumentation
+from optax_lossscale.diagnostics._overflow import _instrumented_program
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def count_compilations(caplog, fun):
   caplog.clear()
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
     fun()
-  name = _instrumentation.InstrumentedProgram._eval_program.__name__
+  name = _instrumented_program.InstrumentedProgram._eval_program.__name__
   pattern = re.compile(f"Finished XLA compilation of .*{name}")
   return sum(
     pattern.match(record.getMessage()) is not None for record in caplog.records

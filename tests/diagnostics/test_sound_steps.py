@@ -75,8 +75,6 @@ FACTS = (
   r"what the step returns, since it uses a Ref",
   r"whether the parameters change: all updates of this step are zero, as at the"
   r" beginning of a warm-up",
-  r"what the step returns after an overflow, since it has side effects, such as"
-  r" an io_callback with a result",
 )
 
 

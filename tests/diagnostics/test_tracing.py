@@ -25,7 +25,7 @@ from optax_lossscale.diagnostics import (
   find_overflow,
   precision_report,
 )
-from optax_lossscale.diagnostics._overflow import _measurement
+from optax_lossscale.diagnostics._overflow import _eqn_stats
 
 # Some steps contain the same mistake as those of users.
 pytestmark = pytest.mark.filterwarnings(
@@ -396,13 +396,13 @@ def test_faults_that_reach_update_are_named_before_others():
 def test_equations_after_the_gradients_are_not_measured(monkeypatch):
   """A skipped step makes nothing of what the optimizer computes."""
   measured = []
-  measure_eqn = _measurement.measure_eqn
+  measure_eqn = _eqn_stats.measure_eqn
 
   def record_eqn(eqn, *args):
     measured.append(eqn.primitive.name)
     return measure_eqn(eqn, *args)
 
-  monkeypatch.setattr(_measurement, "measure_eqn", record_eqn)
+  monkeypatch.setattr(_eqn_stats, "measure_eqn", record_eqn)
   slow = optax.stateless(lambda g, _: jax.tree.map(jax.lax.erf_inv, g))
   tx = ols.with_loss_scaling(slow, LARGE)
   plain = functools.partial(whole_steps.train_step, tx)

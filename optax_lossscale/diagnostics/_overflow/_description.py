@@ -16,38 +16,40 @@ from optax_lossscale._jaxprs import (
 )
 from optax_lossscale.diagnostics import _array_tests, _tracing
 from optax_lossscale.diagnostics._overflow import (
-  _dataflow,
-  _measurement,
-  _operand,
+  _eqn_stats,
+  _origins,
+  _regions,
   _report,
-  _search,
 )
 
 
 def describe_origin(
-  traced: _tracing.TracedFunction, origin: _search.Origin
+  traced: _tracing.TracedFunction, origin: _origins.Origin
 ) -> _report.Overflow:
   """Return the report on an equation, an argument or a constant."""
   key = origin.key
-  if _dataflow.is_argument(key):
-    array, name = traced.inputs[key[1]], traced.input_names[key[1]]
-    location = _provenance.EqnLocation(eqn_path=(name,))
+  if _regions.is_argument(key):
+    array = traced.inputs[key[1]]
+    location = _provenance.EqnLocation(eqn_path=(traced.input_names[key[1]],))
     return _make_report("argument", location, array.dtype, _get_kind(array))
   frame = _locate_jaxpr(traced.closed_jaxpr, key, origin.iterations)
-  if _dataflow.is_constant(key):
+  if _regions.is_constant(key):
     value, location = _get_constant(frame, key)
-    location = location.push_eqn_path("constant")
-    dtype = jnp.result_type(value)
-    return _make_report("constant", location, dtype, _get_kind(value))
+    return _make_report(
+      "constant",
+      location.push_eqn_path("constant"),
+      jnp.result_type(value),
+      _get_kind(value),
+    )
   return _describe_eqn(_get_eqn(frame.closed_jaxpr.jaxpr, key), frame, origin)
 
 
 def _describe_eqn(
-  eqn: core.JaxprEqn, frame: _state_threading.Frame, origin: _search.Origin
+  eqn: core.JaxprEqn, frame: _state_threading.Frame, origin: _origins.Origin
 ) -> _report.Overflow:
-  stats = origin.stats or _measurement.make_empty_stats(eqn)
+  stats = origin.stats or _eqn_stats.make_empty_stats(eqn)
   # If all results were finite, only the program as a whole makes one nonfinite.
-  is_float = list(map(_dataflow.is_inexact, eqn.outvars))
+  is_float = list(map(_regions.is_inexact, eqn.outvars))
   is_nonfinite = stats.is_nonfinite if stats.is_nonfinite.any() else is_float
   out_index = int(np.argmax(is_nonfinite))
   is_nan = stats.has_nan[out_index] and not (
@@ -67,8 +69,8 @@ def _describe_eqn(
     location.push_eqn_path(primitive),
     out_aval.dtype,
     "nan" if is_nan else "inf",
-    [_operand.make_operand(*operand) for operand in operands],
-    is_reproduced=origin.stats is None or bool(stats.is_nonfinite.any()),
+    [_eqn_stats.make_operand(*operand) for operand in operands],
+    is_reproduced=bool(stats.is_nonfinite.any()),
   )
 
 
@@ -77,7 +79,7 @@ def _make_report(
   location: _provenance.EqnLocation,
   dtype: Any,
   kind: str,
-  inputs: Sequence[_operand.Operand] = (),
+  inputs: Sequence[_eqn_stats.Operand] = (),
   *,
   is_reproduced: bool = True,
 ) -> _report.Overflow:
@@ -112,7 +114,7 @@ def _make_report(
 
 def _locate_jaxpr(
   closed_jaxpr: _eqns.ClosedJaxpr,
-  key: _dataflow.Key,
+  key: _regions.Key,
   iterations: Iterable[int],
 ) -> _state_threading.Frame:
   """Return the jaxpr that contains a key, with its location."""
@@ -140,22 +142,22 @@ def _locate_jaxpr(
   return _state_threading.Frame(closed_jaxpr, location=location)
 
 
-def _get_eqn(jaxpr: core.Jaxpr, key: _dataflow.Key) -> core.JaxprEqn:
+def _get_eqn(jaxpr: core.Jaxpr, key: _regions.Key) -> core.JaxprEqn:
   """Return the equation of a jaxpr at a position, or that computes a value."""
   eqn_index = key[-1] if len(key) % 2 else key[-2]
   if eqn_index < len(jaxpr.eqns):
     return jaxpr.eqns[eqn_index]
-  var = jaxpr.outvars[key[-1] - _dataflow.OUTPUT]
+  var = jaxpr.outvars[key[-1] - _regions.OUTPUT]
   return next(eqn for eqn in jaxpr.eqns if var in eqn.outvars)
 
 
 def _get_constant(
-  frame: _state_threading.Frame, key: _dataflow.Key
+  frame: _state_threading.Frame, key: _regions.Key
 ) -> tuple[Any, _provenance.EqnLocation]:
   """Return a constant of a jaxpr, or a literal, with its location."""
   jaxpr, location = frame.closed_jaxpr.jaxpr, frame.location
   eqn_index, index = key[-2:]
-  if eqn_index == _dataflow.CONSTANT:
+  if eqn_index == _regions.CONSTANT:
     return frame.closed_jaxpr.consts[index], location
   operands = jaxpr.outvars
   if eqn_index < len(jaxpr.eqns):

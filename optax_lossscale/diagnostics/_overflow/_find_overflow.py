@@ -2,8 +2,8 @@
 
 1. Trace the function; tagged gradients become outputs of the jaxpr.
 2. Run it as one compiled program, with flags for values inside of it
-   (``_instrumentation``). If all outputs are finite, there is no overflow.
-3. Otherwise, find the origins of the nonfinite outputs (``_search``), and
+   (``_instrumented_program``). If all outputs are finite, there is no overflow.
+3. Otherwise, find the origins of the nonfinite outputs (``_origins``), and
    describe them (``_description``).
 4. Report origins that reach an ``update`` first.
 """
@@ -34,12 +34,12 @@ from optax_lossscale.diagnostics import (
   _tracing,
 )
 from optax_lossscale.diagnostics._overflow import (
-  _dataflow,
   _description,
-  _instrumentation,
+  _instrumented_program,
   _loss_scale_search,
+  _origins,
+  _regions,
   _report,
-  _search,
 )
 
 # The outputs that show what an ``update`` receives and computes.
@@ -47,6 +47,10 @@ _UPDATE_KINDS = {"grads", "unscaled", "updates"}
 # Matches the name of an argument in the state of a wrapped optimizer.
 # ``update`` receives this state, too.
 _INNER_STATE_RE = re.compile(r"\.inner_state\b")
+_REPEATED_CALLBACK = (
+  "find_overflow called the io_callback of this function in each of its runs,"
+  " since the function uses the result."
+)
 
 
 @_transfer_guard.allow_transfers
@@ -72,17 +76,18 @@ def find_overflow(
   optimizes it less, and may not keep numbers in more bits than their dtype has.
   The program also returns flags for values inside of it. If all checked values
   are finite, the search ends. Otherwise a second program measures the
-  operations where an inf or a NaN originated, and replaces their infs and NaNs,
-  to see whether they reach the result. An inf that reaches no result is not
-  reported, such as a masked logit of -inf, or the branch of a ``where`` that is
-  not taken. If one overflow follows another, further programs may be necessary.
+  operations where an inf or a NaN originated, and runs with their infs and NaNs
+  replaced, all but those of one operation at a time, to see which of them reach
+  the result. An inf that reaches no result is not reported, such as a masked
+  logit of -inf, or the branch of a ``where`` that is not taken. If the function
+  has more than 1,000 operations, the second program ends soon after the first
+  inf, and a mask may be reported as a further origin.
 
-  What the function prints or logs appears once. A function with other effects,
-  such as an ``io_callback`` with a result, runs only once, and is compiled with
-  measurements of all its operations. An inf that reaches no result cannot be
-  distinguished then if other infs hide it. Writes into a ``Ref`` of JAX are
-  not followed: the operation that reads the ``Ref`` is reported. A primitive
-  that is unknown to this package is reported as a whole.
+  What the function prints or logs appears once. A callback that returns
+  something, such as an ``io_callback`` with a result, is called by each run,
+  and the report says so in its first line. Writes into a ``Ref`` of JAX are not
+  followed: the operation that reads the ``Ref`` is reported. A primitive that
+  is unknown to this package is reported as a whole.
 
   Args:
     fun: any function that ``jax.jit`` could take, also one that is jitted or
@@ -147,34 +152,26 @@ class SearchResult(NamedTuple):
     mistakes: mistakes in how the step uses its gradients.
     limitations: why a program without an origin may still be wrong, in
       sentences.
-    program: the compiled program.
-    record: the record of its run.
+    outs: the outputs of the program.
+    run_step: runs the program with other inputs, and returns its outputs.
   """
 
   origin: _report.Overflow | None
   mistakes: list[_mistakes.Mistake]
   limitations: list[str]
-  program: _instrumentation.InstrumentedProgram
-  record: _instrumentation.RunRecord
-
-  @property
-  def outs(self) -> list[Any]:
-    """The outputs of the program."""
-    return self.record.outs
-
-  @property
-  def run_step(self) -> Callable[[Sequence[Any]], list[Any]] | None:
-    """Runs the program with other inputs; None if it must run only once."""
-    if self.program.measures_all:
-      return None
-    return lambda inputs: self.program.run(inputs).outs
+  outs: list[Any]
+  run_step: Callable[[Sequence[Any]], list[Any]]
 
 
 def search_traced(
   traced: _tracing.TracedFunction, progress: _progress.ProgressLine
 ) -> SearchResult:
   """Find the origin of an inf or a NaN in a traced program."""
-  program = _instrument(traced)
+  program = _instrumented_program.InstrumentedProgram(
+    traced.closed_jaxpr,
+    _regions.find_regions(traced.closed_jaxpr, _array_tests.is_finite),
+    _compiler_options.make_compiler_options(traced.inputs),
+  )
   progress.set_description("running the compiled function")
   record = program.run(traced.inputs, has_prints=True)
   mistakes = traced.mistakes + _scaling_mistakes.check_applied_flags(
@@ -185,27 +182,28 @@ def search_traced(
     for i in _array_tests.list_nonfinite(record.outs)
     if traced.outputs[i].kind != "metric"
   ]
-  origins = (
-    _find_origins(traced, program, record, bad_outputs, progress)
-    if bad_outputs
-    else []
-  )
+  origins = [
+    _description.describe_origin(traced, origin)
+    for origin in _find_relevant_origins(
+      traced, program, record, bad_outputs, progress
+    )
+  ]
+  run_step = lambda inputs: program.run(inputs).outs
   if not origins:
     mistakes += _scaling_mistakes.check_needless_skip(traced, record.outs)
     limitations = _describe_limitations(traced)
-    return SearchResult(None, mistakes, limitations, program, record)
-  result = SearchResult(None, mistakes, [], program, record)
-  if result.run_step is not None:
-    origins = _loss_scale_search.assess_loss_scale(
-      traced, result.run_step, record.outs, origins
-    )
-  origins = _disambiguate_names(traced, origins)
-  origin = dataclasses.replace(
-    origins[0],
-    other_origins=tuple(origins[1:]),
-    warnings=tuple(map(str, mistakes)),
+    return SearchResult(None, mistakes, limitations, record.outs, run_step)
+  origins = _loss_scale_search.assess_loss_scale(
+    traced, run_step, record.outs, origins
   )
-  return result._replace(origin=origin)
+  origins = _disambiguate_names(traced, origins)
+  warnings = list(map(str, mistakes))
+  if _effects.has_callback_with_result(traced.closed_jaxpr.jaxpr):
+    warnings.insert(0, _REPEATED_CALLBACK)
+  origin = dataclasses.replace(
+    origins[0], other_origins=tuple(origins[1:]), warnings=tuple(warnings)
+  )
+  return SearchResult(origin, mistakes, [], record.outs, run_step)
 
 
 def _describe_limitations(traced: _tracing.TracedFunction) -> list[str]:
@@ -240,7 +238,7 @@ def measure_scaling(
   Returns:
     Mistakes; empty if the program is correct, or was not run.
   """
-  if result.origin is not None or result.run_step is None:
+  if result.origin is not None:
     return []
   return _scaling_mistakes.check_scale_invariance(
     traced,
@@ -280,42 +278,34 @@ def _disambiguate_names(
   ]
 
 
-def _find_origins(
+def _find_relevant_origins(
   traced: _tracing.TracedFunction,
-  program: _instrumentation.InstrumentedProgram,
-  record: _instrumentation.RunRecord,
+  program: _instrumented_program.InstrumentedProgram,
+  record: _instrumented_program.RunRecord,
   bad_outputs: list[int],
   progress: _progress.ProgressLine,
-) -> list[_report.Overflow]:
-  """Return the origins of nonfinite outputs."""
-  origins = _search.find_origins(
-    program, traced.inputs, record, bad_outputs, progress
-  )
-  return [
-    _description.describe_origin(traced, origin)
-    for origin in _select_relevant_origins(origins, traced)
-  ]
-
-
-def _select_relevant_origins(
-  origins: list[_search.Origin], traced: _tracing.TracedFunction
-) -> list[_search.Origin]:
-  """Select the origins to report; those that reach an ``update`` come first.
+) -> list[_origins.Origin]:
+  """Return the origins to report; those that reach an ``update`` come first.
 
   A nonfinite argument of a training step that reaches no ``update``, such as
   the mean of a metric that an earlier step made NaN, is not a fault of this
   step.
   """
+  if not bad_outputs:
+    return []
+  origins = _origins.find_origins(
+    program, traced.inputs, record, bad_outputs, progress
+  )
   if not traced.grad_outputs or traced.unreached_locations:
     return origins
 
-  def reaches_update(origin: _search.Origin) -> bool:
+  def reaches_update(origin: _origins.Origin) -> bool:
     kinds = {traced.outputs[i].kind for i in origin.outputs}
     return not kinds.isdisjoint(_UPDATE_KINDS)
 
-  def is_relevant(origin: _search.Origin) -> bool:
+  def is_relevant(origin: _origins.Origin) -> bool:
     return (
-      not _dataflow.is_argument(origin.key)
+      not _regions.is_argument(origin.key)
       or _is_faulty_state(traced, origin.key[1])
       or reaches_update(origin)
     )
@@ -333,22 +323,3 @@ def _is_faulty_state(traced: _tracing.TracedFunction, index: int) -> bool:
   array, name = traced.inputs[index], traced.input_names[index]
   is_state = _INNER_STATE_RE.search(name) is not None
   return is_state and (array.shape != () or _array_tests.has_nan(array))
-
-
-def _instrument(
-  traced: _tracing.TracedFunction,
-) -> _instrumentation.InstrumentedProgram:
-  """Return the program with flags.
-
-  If an effect must happen only once, the only run measures each equation.
-  """
-  runs_once = _effects.must_run_once(traced.closed_jaxpr.jaxpr)
-  dataflow = _dataflow.analyze(
-    traced.closed_jaxpr, _array_tests.is_finite, check_all=runs_once
-  )
-  return _instrumentation.InstrumentedProgram(
-    traced.closed_jaxpr,
-    dataflow,
-    _compiler_options.make_compiler_options(traced.inputs),
-    measures_all=runs_once,
-  )

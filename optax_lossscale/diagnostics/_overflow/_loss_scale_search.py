@@ -92,7 +92,7 @@ def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:
   scales = _host_values.to_host(
     [traced.inputs[i] for i in traced.scale_indices]
   )
-  new_scale = factor * min(map(np.min, scales))
+  new_scale = factor * min(float(np.min(scale)) for scale in scales)
   return traced.lowest_scale is not None and new_scale < traced.lowest_scale
 
 

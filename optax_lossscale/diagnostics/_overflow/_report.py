@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import _dtype_limits, _report_format
-from optax_lossscale.diagnostics._overflow import _operand
+from optax_lossscale.diagnostics._overflow import _eqn_stats
 
 MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
 _EXPONENTIALS = set(_dtype_limits.OVERFLOW_THRESHOLDS)
@@ -79,7 +79,7 @@ class Overflow(_report_format.PrintedReport):
   source_line: str
   eqn_path: str
   backward: bool
-  inputs: tuple[_operand.Operand, ...]
+  inputs: tuple[_eqn_stats.Operand, ...]
   other_origins: tuple["Overflow", ...] = ()
   warnings: tuple[str, ...] = ()
   in_autocast: bool = False
@@ -98,7 +98,7 @@ class Overflow(_report_format.PrintedReport):
       argument=self.eqn_path,
       # The path of a parameter selects the layer. A scope may hold others.
       layer=layer if self.param_path else self.name,
-      top=_operand.format_number(float(jnp.finfo(self.dtype).max)),
+      top=_eqn_stats.format_number(float(jnp.finfo(self.dtype).max)),
       exponent=_dtype_limits.format_overflow_threshold(
         self.primitive, self.dtype
       ),

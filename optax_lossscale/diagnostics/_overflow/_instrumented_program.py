@@ -1,13 +1,12 @@
 """A program that also returns whether values inside of it are finite.
 
 Only scalars are added to the program, and only scalars leave the device: for
-each checked value (see ``_dataflow``), the iteration in which it first was not
+each checked value (see ``_regions``), the iteration in which it first was not
 finite; and for each *measured* equation, what a report needs. A measured
 equation can also be *healed*: its nonfinite results are replaced by a number.
 """
 
-from collections.abc import Collection, Sequence
-import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 
 from optax_lossscale._jaxprs import _eqns, _interpret, _state_threading
 from optax_lossscale.diagnostics import _effects, _host_values
-from optax_lossscale.diagnostics._overflow import _dataflow, _measurement
+from optax_lossscale.diagnostics._overflow import _eqn_stats, _regions
 
 _NEVER = np.iinfo(np.int32).max
 
@@ -34,8 +33,8 @@ class RunRecord(NamedTuple):
   """
 
   outs: list[Any]
-  first_nonfinite: dict[_dataflow.Key, tuple[int, ...]]
-  stats: dict[_dataflow.Key, _measurement.EqnStats]
+  first_nonfinite: dict[_regions.Key, tuple[int, ...]]
+  stats: dict[_regions.Key, _eqn_stats.EqnStats]
 
 
 class InstrumentedProgram:
@@ -43,15 +42,14 @@ class InstrumentedProgram:
 
   Args:
     closed_jaxpr: the program.
-    dataflow: its checked values.
+    regions: its checked values.
     compiler_options: the options of XLA.
     checked: the keys of the values to check; by default all of them.
-    measured: the positions of the equations to measure.
+    measured: the positions of the equations to measure, each with the value
+      in whose region it is. In a loop, it is measured in the iteration in which
+      this value first was nonfinite, or in the last one.
     output_indices: the indices of the outputs to return; by default all of
       them.
-    measures_all: whether to check the result of each equation, and to measure
-      each when it first is an origin, instead of its last execution within the
-      limits of a run.
 
   The arguments are attributes, too.
   """
@@ -59,32 +57,32 @@ class InstrumentedProgram:
   def __init__(
     self,
     closed_jaxpr: _eqns.ClosedJaxpr,
-    dataflow: _dataflow.Dataflow,
+    regions: _regions.Regions,
     compiler_options: dict[str, Any],
     *,
-    checked: Collection[_dataflow.Key] | None = None,
-    measured: Collection[_dataflow.Key] = (),
+    checked: Collection[_regions.Key] | None = None,
+    measured: Mapping[_regions.Key, _regions.Key] | None = None,
     output_indices: Sequence[int] | None = None,
-    measures_all: bool = False,
   ) -> None:
-    self.closed_jaxpr, self.dataflow = closed_jaxpr, dataflow
+    self.closed_jaxpr, self.regions = closed_jaxpr, regions
     self.compiler_options = compiler_options
-    self.checked = dataflow.checked if checked is None else sorted(checked)
-    self.measured = sorted(dataflow.eqns if measures_all else measured)
+    self.checked = sorted(
+      filter(_regions.is_checked_value, regions.reads)
+      if checked is None
+      else checked
+    )
+    self.measured = dict(sorted((measured or {}).items()))
     self.output_indices = (
       range(len(closed_jaxpr.jaxpr.outvars))
       if output_indices is None
       else output_indices
     )
-    self.measures_all = measures_all
     self._run = jax.jit(self._eval_program, compiler_options=compiler_options)
 
   def run(
     self,
     inputs: Sequence[Any],
-    healed: Collection[_dataflow.Key] = (),
-    heal_value: float = 0.0,
-    limits: dict[_dataflow.Key, int] | None = None,
+    healed: Collection[_regions.Key] = (),
     *,
     has_prints: bool = False,
   ) -> RunRecord:
@@ -93,19 +91,13 @@ class InstrumentedProgram:
     Args:
       inputs: its inputs.
       healed: the positions of the equations to heal.
-      heal_value: the number that replaces an inf or a NaN.
-      limits: for some loops, the last iteration to be measured. Each equation
-        is measured in its last execution until then.
       has_prints: whether this run prints and logs what the program does.
 
     Returns:
       A :class:`RunRecord`.
     """
-    limits = limits or {}
     shared = _Inputs(
       np.array([key in healed for key in self.measured], bool),
-      np.float32(heal_value),
-      {x: np.int32(limits.get(x, _NEVER)) for x in self.dataflow.loops},
       np.bool_(has_prints),
     )
     with np.errstate(all="ignore"):  # JAX folds casts of literals with NumPy.
@@ -141,14 +133,10 @@ class _Inputs(NamedTuple):
 
   Attributes:
     is_healed: whether each measured equation is healed; bool[equations].
-    heal_value: the number that replaces an inf or a NaN; float32[].
-    limits: the last iteration of each loop to be measured; int32[] each.
     has_prints: whether equations that print are run; bool[].
   """
 
   is_healed: Any
-  heal_value: Any
-  limits: Any
   has_prints: Any
 
 
@@ -162,34 +150,35 @@ class _Instrumenter(_effects.PrintRemover):
 
   def __init__(self, shared: _Inputs, program: InstrumentedProgram) -> None:
     super().__init__(shared)
-    self._program = program
-    self._dataflow = program.dataflow
+    self._regions = program.regions
     self._checked = set(program.checked)
-    self._index_by_measured = {key: i for i, key in enumerate(program.measured)}
+    self._measured = program.measured
     # The equations that are measured, or have a checked result.
     self._changed = {*program.measured, *(key[:-1] for key in program.checked)}
-    self._keys_by_eqn: dict[_dataflow.Key, list[_dataflow.Key]] = {}
+    self._keys_by_eqn: dict[_regions.Key, set[_regions.Key]] = {}
     for key in [*program.checked, *program.measured]:
+      # The state of the value in whose region an equation is, is read.
+      keys = self._checked & {key, self._measured.get(key, key)} | {key}
       # The prefixes of a key are the positions of the equations around it.
       for i in range(1, len(key) - 1, 2):
-        self._keys_by_eqn.setdefault(key[:i], []).append(key)
+        self._keys_by_eqn.setdefault(key[:i], set()).update(keys)
 
   def make_state(self) -> _state_threading.State:
     """Return the state before the program runs."""
     state: _state_threading.State = {
-      key: jnp.zeros(1 + len(self._dataflow.list_loops(key)), jnp.int32)
+      key: jnp.zeros(1 + len(self._regions.list_loops(key)), jnp.int32)
       for key in self._checked
     }
     return state | {
-      key: _measurement.make_empty_stats(self._dataflow.eqns[key])
-      for key in self._index_by_measured
+      key: _eqn_stats.make_empty_stats(self._regions.eqns[key])
+      for key in self._measured
     }
 
   def select_keys(
     self, visit: _state_threading.Visit
-  ) -> list[_dataflow.Key] | None:
+  ) -> list[_regions.Key] | None:
     keys = self._keys_by_eqn.get(visit.path)
-    return super().select_keys(visit) if keys is None else keys
+    return super().select_keys(visit) if keys is None else sorted(keys)
 
   def is_unchanged(self, visit: _state_threading.Visit) -> bool:
     return visit.path not in self._changed and super().is_unchanged(visit)
@@ -209,7 +198,7 @@ class _Instrumenter(_effects.PrintRemover):
   ) -> None:
     end = len(frame.closed_jaxpr.jaxpr.eqns)
     for i, out in enumerate(outs):
-      key = (*frame.path, end, _dataflow.OUTPUT + i)
+      key = (*frame.path, end, _regions.OUTPUT + i)
       self._check(key, out, frame, state)
 
   def eval_eqn(
@@ -220,17 +209,18 @@ class _Instrumenter(_effects.PrintRemover):
   ) -> Sequence[Any]:
     outs = super().eval_eqn(visit, inputs, state)
     eqn, frame, key = visit.eqn, visit.frame, visit.path
-    if key in self._index_by_measured:
-      stats = _measurement.measure_eqn(eqn, inputs, outs)
-      is_current = self._is_current(frame, state[key])
-      update = functools.partial(jnp.where, is_current)
-      state[key] = jax.tree.map(update, stats, state[key])
-      is_healed = self.shared.is_healed[self._index_by_measured[key]]
-      outs = _measurement.heal(
-        eqn, inputs, outs, is_healed, stats, self.shared.heal_value
+    if key in self._measured:
+      stats = _eqn_stats.measure_eqn(eqn, inputs, outs)
+      value_state = state.get(self._measured[key], np.zeros(1, np.int32))
+      state[key] = jax.tree.map(
+        lambda new, old: jnp.where(value_state[0] == 0, new, old),
+        stats,
+        state[key],
       )
+      is_healed = self.shared.is_healed[list(self._measured).index(key)]
+      outs = _eqn_stats.heal(eqn, inputs, outs, is_healed, stats)
     for i, out in enumerate(outs):
-      self._check((*key, _dataflow.OUTPUT + i), out, frame, state)
+      self._check((*key, _regions.OUTPUT + i), out, frame, state)
     return outs
 
   def merge_devices(
@@ -239,17 +229,16 @@ class _Instrumenter(_effects.PrintRemover):
     device_states: _state_threading.State,
   ) -> _state_threading.State:
     del state  # The state of each device includes it.
-    maximum = functools.partial(jnp.max, axis=0)
     return {
       key: _select_first(x)
       if key in self._checked
-      else jax.tree.map(maximum, x)
+      else jax.tree.map(lambda flags: jnp.max(flags, 0), x)
       for key, x in device_states.items()
     }
 
   def _check(
     self,
-    key: _dataflow.Key,
+    key: _regions.Key,
     value: Any,
     frame: _state_threading.Frame,
     state: _state_threading.State,
@@ -257,7 +246,7 @@ class _Instrumenter(_effects.PrintRemover):
     """Record when a checked value is nonfinite for the first time."""
     if key not in self._checked:
       return
-    is_nonfinite = ~_measurement.is_finite(value)
+    is_nonfinite = ~_eqn_stats.is_finite(value)
     old = state[key]
     if not frame.iterations:
       # Within a `shard_map` the types of branches must be equal, also if a
@@ -266,20 +255,6 @@ class _Instrumenter(_effects.PrintRemover):
       return
     first = jnp.stack([1, *frame.iterations]).astype(jnp.int32)
     state[key] = jnp.where(is_nonfinite & (old[0] == 0), first, old)
-
-  def _is_current(
-    self, frame: _state_threading.Frame, old_stats: _measurement.EqnStats
-  ) -> Any:
-    """Return whether new statistics of an equation replace the old ones."""
-    if self._program.measures_all:
-      return ~old_stats.is_fault
-    loops = self._dataflow.list_loops((*frame.path, 0))
-    is_within = jnp.array(True)
-    # Iterations are ordered by the outermost loop first.
-    for loop, i in reversed(list(zip(loops, frame.iterations, strict=True))):
-      limit = self.shared.limits[loop]
-      is_within = (i < limit) | (i == limit) & is_within
-    return is_within
 
 
 def _select_first(rows: Any) -> Any:

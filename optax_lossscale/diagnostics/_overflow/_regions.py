@@ -39,7 +39,7 @@ ARGUMENT, CONSTANT = -2, -1
 _MAX_REGION_SIZE = 128
 
 
-class Dataflow(NamedTuple):
+class Regions(NamedTuple):
   """The checked values of a program, and what they read.
 
   Attributes:
@@ -55,11 +55,6 @@ class Dataflow(NamedTuple):
   keys: list[Key]
   loops: set[Key]
   eqns: dict[Key, core.JaxprEqn]
-
-  @property
-  def checked(self) -> list[Key]:
-    """The keys of the checked values, except those of the outputs."""
-    return sorted(filter(is_checked_value, self.reads))
 
   def list_sources(self, key: Key) -> list[Key]:
     """Return the checked values, arguments and constants that a value reads."""
@@ -113,23 +108,20 @@ def is_constant(key: Key) -> bool:
   return key[-1] < 0 or CONSTANT in key
 
 
-def analyze(
+def find_regions(
   closed_jaxpr: _eqns.ClosedJaxpr,
   is_finite: Callable[[Any], bool],
-  *,
-  check_all: bool = False,
-) -> Dataflow:
+) -> Regions:
   """Select the values of a program to check, and find their regions.
 
   Args:
     closed_jaxpr: the program.
     is_finite: returns whether a constant is finite.
-    check_all: whether to check the results of all equations.
 
   Returns:
-    A :class:`Dataflow`.
+    A :class:`Regions`.
   """
-  analysis = _Analysis(is_finite, check_all)
+  analysis = _Analysis(is_finite)
   labels = [
     analysis.get_label((ARGUMENT, i)) if is_inexact(var) else 0
     for i, var in enumerate(closed_jaxpr.jaxpr.invars)
@@ -140,7 +132,7 @@ def analyze(
     analysis.reads.clear()
     outs = analysis.propagate(closed_jaxpr, labels, ())
   analysis.reads |= {get_output_key(i): out for i, out in enumerate(outs)}
-  return Dataflow(
+  return Regions(
     analysis.reads, list(analysis.bits), analysis.loops, analysis.eqns
   )
 
@@ -151,9 +143,8 @@ class _Analysis:
   Only floats have labels: an integer is never nonfinite.
   """
 
-  def __init__(self, is_finite: Callable[[Any], bool], check_all: bool) -> None:
+  def __init__(self, is_finite: Callable[[Any], bool]) -> None:
     self._is_finite = is_finite
-    self._check_all = check_all
     self._parse_higher_order = functools.cache(_higher_order.parse_higher_order)
     self._checked: set[Key] = set()
     self._eqn_labels = 0
@@ -198,9 +189,9 @@ class _Analysis:
       ]
       outs = self._propagate_eqn(eqn, hop, operands, (*path, i))
       env.update(zip(eqn.outvars, outs, strict=True))
-    end = len(jaxpr.eqns)
     return [
-      read(atom, (*path, end, -1 - k)) for k, atom in enumerate(jaxpr.outvars)
+      read(atom, (*path, len(jaxpr.eqns), -1 - k))
+      for k, atom in enumerate(jaxpr.outvars)
     ]
 
   def _get_const_label(self, const: Any, key: Key) -> int:
@@ -242,8 +233,7 @@ class _Analysis:
     self._eqn_labels |= own_label
     labels = functools.reduce(operator.or_, inputs, own_label)
     is_selected = (
-      self._check_all
-      or _primitives.is_matmul(eqn)
+      _primitives.is_matmul(eqn)
       or (labels & self._eqn_labels).bit_count() > _MAX_REGION_SIZE
     )
     return [
@@ -295,13 +285,13 @@ class _Analysis:
     is_computed = lambda labels, var: (
       var not in jaxpr.invars and labels & self._eqn_labels != 0
     )
-    end = (*path, len(jaxpr.eqns))
-    pairs = zip(outs, jaxpr.outvars, strict=True)
     return [
       self._check(
-        (*end, OUTPUT + i), labels, is_selected=is_computed(labels, var)
+        (*path, len(jaxpr.eqns), OUTPUT + i),
+        labels,
+        is_selected=is_computed(labels, var),
       )
-      for i, (labels, var) in enumerate(pairs)
+      for i, (labels, var) in enumerate(zip(outs, jaxpr.outvars, strict=True))
     ]
 
 

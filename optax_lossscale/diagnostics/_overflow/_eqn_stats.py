@@ -1,4 +1,8 @@
-"""Measure an equation for a report, on the device."""
+"""The statistics of an equation and its operands, and how to heal its results.
+
+They are measured on the device. To *heal* a result is to replace its infs and
+NaNs by a number.
+"""
 
 from collections.abc import Sequence
 import functools
@@ -13,6 +17,10 @@ import numpy as np
 
 from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import _avals, _primitives
+
+# The number that replaces an inf or a NaN. A zero may be a divisor, and a one
+# the operand of a difference.
+_HEALED = 0.7
 
 
 class EqnStats(NamedTuple):
@@ -35,11 +43,6 @@ class EqnStats(NamedTuple):
   has_nan: Any
   operand_is_nonfinite: Any
   operand_amax: Any
-
-  @property
-  def is_fault(self) -> Any:
-    """Whether this equation is an origin of an inf or a NaN; bool[]."""
-    return self.is_origin | self.is_nan_origin
 
   @property
   def is_nonfinite(self) -> Any:
@@ -125,7 +128,6 @@ def heal(
   outs: Sequence[Any],
   is_healed: Any,
   stats: EqnStats,
-  value: Any,
 ) -> list[Any]:
   """Replace the infs and NaNs that an equation makes of finite operands.
 
@@ -135,7 +137,6 @@ def heal(
     outs: its results.
     is_healed: whether to replace anything; bool[].
     stats: the statistics of the equation.
-    value: the number that replaces them.
 
   Returns:
     The results.
@@ -144,11 +145,17 @@ def heal(
   def heal_output(x: Any) -> Any:
     if not _is_float(x):
       return x
-    is_own = _find_own_entries(eqn, inputs, x, stats.is_fault)
-    mask = is_healed & is_own & ~jnp.isfinite(x)
-    return lax.select(mask, jnp.full_like(x, value), x)
+    is_fault = stats.is_origin | stats.is_nan_origin
+    is_own = _find_own_entries(eqn, inputs, x, is_fault)
+    return jnp.where(is_healed & is_own, heal_array(x), x)
 
   return list(map(heal_output, outs))
+
+
+@jax.jit
+def heal_array(x: Any) -> Any:
+  """Replace the nonfinite entries of a float array."""
+  return jnp.where(jnp.isfinite(x), x, jnp.full_like(x, _HEALED))
 
 
 def _find_own_entries(
@@ -175,3 +182,55 @@ def _find_own_entries(
 def _is_float(x: Any) -> bool:
   aval = jax.typeof(x)
   return _arrays.is_inexact(aval) and not _avals.is_ref(aval)
+
+
+class Operand(NamedTuple):
+  """An operand of an operation.
+
+  Attributes:
+    shape: the shape, under ``shard_map`` the shape on one device.
+    dtype: the dtype.
+    amax: the largest finite magnitude; 0.0 if no entry is finite, None if the
+      entries are not numbers.
+    all_finite: whether all entries are finite.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_lossscale import diagnostics
+    >>> hit = diagnostics.find_overflow(jnp.exp, jnp.float16(12))
+    >>> hit.inputs[0].amax, hit.inputs[0].all_finite
+    (12.0, True)
+  """
+
+  shape: tuple[int, ...]
+  dtype: Any
+  amax: float | None
+  all_finite: bool
+
+  def __str__(self) -> str:
+    text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+    details = []
+    if self.amax is not None:
+      details.append(f"max abs {format_number(self.amax)}")
+    if not self.all_finite:
+      details.append("contains inf or NaN")
+    return f"{text} ({', '.join(details)})" if details else text
+
+
+def make_operand(aval: Any, is_nonfinite: bool, amax: float | None) -> Operand:
+  """Return an operand of this type."""
+  is_number = jnp.issubdtype(aval.dtype, jnp.number) and not _avals.is_ref(aval)
+  has_amax = is_number and 0 not in aval.shape
+  return Operand(
+    tuple(aval.shape),
+    aval.dtype,
+    amax if has_amax else None,
+    not (has_amax and is_nonfinite),
+  )
+
+
+def format_number(number: float) -> str:
+  """Format a number: 65504, 9.3e+04, 0.0132."""
+  if number == 65504:  # Every reader knows the largest number of float16.
+    return "65504"
+  return f"{float(f'{number:.3g}'):g}"

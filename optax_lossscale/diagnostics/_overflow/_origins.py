@@ -1,0 +1,376 @@
+"""Find the equations from which the nonfinite outputs of a program come.
+
+1. A run of the program shows which checked values (see ``_regions``) were not
+   finite, and when. A *candidate* is a value in whose region an inf or a NaN
+   originated: all that its region reads was finite until then.
+2. A second program measures each equation in the regions of the candidates, and
+   of the values that read them. It is the whole program if this is small. A
+   large program ends at its *targets*, the first values that the candidates
+   made nonfinite.
+3. A *suspect* is an equation with finite operands and a nonfinite result. The
+   second program runs with the suspects healed, which may reveal further ones,
+   until its targets are finite. Then it runs once for each suspect, in program
+   order, with all others healed. A suspect whose inf or NaN does not reach a
+   target, such as a mask of -inf, is not an origin, and isn't healed any more.
+"""
+
+from collections.abc import Iterable, Sequence
+import itertools
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from optax_lossscale.diagnostics import _array_tests, _progress
+from optax_lossscale.diagnostics._overflow import (
+  _eqn_stats,
+  _instrumented_program,
+  _regions,
+)
+
+# A program with more equations is not compiled as a whole for a second time.
+_MAX_WHOLE = 1000
+# Compilation takes longer the more equations are measured.
+_MAX_MEASURED = 256
+# The program runs once for each suspect.
+_MAX_SUSPECTS = 31
+
+Key = _regions.Key
+# For a nonfinite value, the iteration of each loop around it.
+Iterations = tuple[int, ...]
+
+
+class Origin(NamedTuple):
+  """An equation, an argument or a constant that is not finite.
+
+  Attributes:
+    key: the position of the equation, or the key of the argument or constant.
+    iterations: the iteration of each loop around it.
+    stats: what the equation read and returned; None if it was not measured.
+    outputs: the indices of the nonfinite outputs that it reaches.
+  """
+
+  key: Key
+  iterations: Iterations
+  stats: _eqn_stats.EqnStats | None
+  outputs: frozenset[int]
+
+
+def find_origins(
+  program: _instrumented_program.InstrumentedProgram,
+  inputs: Sequence[Any],
+  record: _instrumented_program.RunRecord,
+  bad_outputs: list[int],
+  progress: _progress.ProgressLine,
+) -> list[Origin]:
+  """Find the origins of nonfinite outputs.
+
+  Args:
+    program: the program with its checked values.
+    inputs: its inputs.
+    record: the record of its run.
+    bad_outputs: the indices of the nonfinite outputs.
+    progress: shows how many equations the second program measures.
+
+  Returns:
+    The origins, in program order.
+  """
+  search = _OriginSearch(
+    program,
+    inputs,
+    _NonfiniteValues(program.regions, inputs, record, bad_outputs),
+  )
+  count = len(search.program.measured)
+  progress.set_description(f"measuring {count} operation{'s' * (count > 1)}")
+  return search.find_origins()
+
+
+class _NonfiniteValues:
+  """The nonfinite values of a run.
+
+  Args:
+    regions: the checked values, and what they read.
+    inputs: the inputs of the program.
+    record: the record of its run.
+    bad_outputs: the indices of its nonfinite outputs.
+
+  Attributes:
+    bad_outputs: the index of each nonfinite output, by its key.
+    iterations: for each nonfinite checked value, output and NaN argument, in
+      program order, the iterations in which it first was nonfinite.
+  """
+
+  def __init__(
+    self,
+    regions: _regions.Regions,
+    inputs: Sequence[Any],
+    record: _instrumented_program.RunRecord,
+    bad_outputs: Iterable[int],
+  ) -> None:
+    self._regions = regions
+    bad_args: list[Key] = [
+      (_regions.ARGUMENT, i) for i in _array_tests.list_nonfinite(inputs)
+    ]
+    has_nan = lambda key: _array_tests.has_nan(inputs[key[1]])
+    nan_args = list(filter(has_nan, bad_args))
+    # An argument with inf, but no NaN, may be a mask.
+    self._inf_args = set(bad_args).difference(nan_args)
+    self.bad_outputs = {
+      _regions.get_output_key(i): frozenset([i]) for i in bad_outputs
+    }
+    iterations: dict[Key, Iterations] = record.first_nonfinite | dict.fromkeys(
+      [*nan_args, *self.bad_outputs], ()
+    )
+    self._times = {key: self._get_time(key, x) for key, x in iterations.items()}
+    keys = sorted(iterations, key=lambda key: self._times[key])
+    self.iterations = {key: iterations[key] for key in keys}
+    # In the order of their times.
+    self._consumers: dict[Key, list[Key]] = {key: [] for key in keys}
+    for key in keys:
+      for source in self._list_nonfinite_sources(key):
+        self._consumers[source].append(key)
+
+  def _get_time(self, key: Key, iterations: Iterations) -> Key:
+    """Return when a value first was nonfinite; times are ordered."""
+    loops = self._regions.list_loops(key)
+    iteration_by_loop = dict(zip(loops, iterations, strict=False))
+    time: list[int] = []
+    for i in range(0, len(key) - 2, 2):
+      time += [key[i], iteration_by_loop.get(key[: i + 1], 0), key[i + 1]]
+    return *time, *key[-2:]
+
+  def _list_nonfinite_sources(self, key: Key) -> list[Key]:
+    sources = self._regions.list_sources(key)
+    return [source for source in sources if source in self._times]
+
+  def list_constants(self, key: Key) -> list[Key]:
+    """Return the nonfinite constants, and arguments with inf, that it reads."""
+    sources = self._regions.list_sources(key)
+    is_constant = lambda x: _regions.is_constant(x) or x in self._inf_args
+    return list(filter(is_constant, sources))
+
+  def find_candidates(self) -> dict[Key, frozenset[int]]:
+    """Find the values in whose regions an inf or a NaN originated.
+
+    Returns:
+      For each of these candidates, in program order, the indices of the
+      nonfinite outputs that it may reach. Candidates that reach none are left
+      out.
+    """
+    outputs = {
+      key: self._find_outputs(key)
+      for key in self.iterations
+      if all(
+        self._times[source] >= self._times[key]
+        for source in self._list_nonfinite_sources(key)
+      )
+    }
+    return {key: reached for key, reached in outputs.items() if reached}
+
+  def _find_outputs(self, key: Key) -> frozenset[int]:
+    """Return the nonfinite outputs that a value may reach."""
+    reached = {key}
+    stack = [key]
+    while stack:
+      new = set(self._consumers[stack.pop()]) - reached
+      reached |= new
+      stack += new
+    return frozenset(
+      map(_regions.get_output_index, filter(_regions.is_output, reached))
+    )
+
+  def find_targets(
+    self, candidates: dict[Key, frozenset[int]]
+  ) -> dict[Key, frozenset[int]]:
+    """Find the values that show whether the infs of candidates matter.
+
+    A candidate may be a mask, so its target is the first nonfinite value that
+    reads it. If this value is distant, the target is the candidate itself.
+
+    Args:
+      candidates: see :meth:`find_candidates`.
+
+    Returns:
+      For each target, the indices of the outputs that its candidates may reach.
+    """
+    targets = {}
+    for key in candidates:
+      is_later = lambda x, time=self._times[key]: self._times[x] > time
+      targets[key] = next(filter(is_later, self._consumers[key]), key)
+    # A program that ends at a distant value is as large as the whole one.
+    consumers = set(targets.values()).difference(candidates)
+    nearest = min((self._times[x] for x in consumers), default=())
+    horizon = max([nearest, *(self._times[key] for key in candidates)])
+    outputs: dict[Key, frozenset[int]] = {}
+    for key, target in targets.items():
+      target = target if self._times[target] <= horizon else key
+      outputs[target] = outputs.get(target, frozenset()) | candidates[key]
+    return outputs
+
+
+class _OriginSearch:
+  """A search with a second program, which runs with healed equations.
+
+  Args:
+    program: the program with its checked values.
+    inputs: its inputs.
+    values: the nonfinite values of its run.
+
+  Attributes:
+    program: the second program.
+  """
+
+  def __init__(
+    self,
+    program: _instrumented_program.InstrumentedProgram,
+    inputs: Sequence[Any],
+    values: _NonfiniteValues,
+  ) -> None:
+    self._inputs = inputs
+    self._values = values
+    self._candidates = values.find_candidates()
+    self._regions = program.regions
+    self._stats: dict[Key, _eqn_stats.EqnStats] = {}
+    # The iterations in which each equation was measured.
+    self._iterations: dict[Key, Iterations] = {}
+    is_whole = len(self._regions.eqns) <= _MAX_WHOLE
+    # The outputs that each target may reach.
+    self._targets = (
+      values.bad_outputs if is_whole else values.find_targets(self._candidates)
+    )
+    # Without the inf of a candidate, a value that reads it may overflow by
+    # itself.
+    later_values = values.iterations if is_whole else self._targets
+    measured = self._select_eqns([*self._candidates, *later_values])
+    self.program = _instrumented_program.InstrumentedProgram(
+      program.closed_jaxpr,
+      program.regions,
+      program.compiler_options,
+      checked=set(
+        filter(_regions.is_checked_value, {*measured.values(), *self._targets})
+      ),
+      measured=measured,
+      output_indices=[
+        _regions.get_output_index(key)
+        for key in filter(_regions.is_output, self._targets)
+      ],
+    )
+
+  def _select_eqns(self, values: Iterable[Key]) -> dict[Key, Key]:
+    """Return the equations to measure, each with the value that it leads to.
+
+    Args:
+      values: the values whose regions are measured if they are not too large.
+        The region of the first one always is.
+    """
+    eqns: dict[Key, Key] = {}
+    for key in values:
+      more = dict.fromkeys(self._regions.list_region(key), key) | eqns
+      if eqns and len(more) > _MAX_MEASURED:
+        break
+      eqns = more
+    return eqns
+
+  def find_origins(self) -> list[Origin]:
+    """Return the origins, in program order."""
+    suspects: list[Key] = []
+    initial = bad_targets = self._measure(suspects)
+    new = list(filter(_regions.is_argument, self._candidates))
+    new += self._list_faults(suspects)
+    while bad_targets and new:
+      suspects += new
+      bad_targets = self._measure(suspects)
+      new = self._list_faults(suspects)
+    outputs: dict[Key, frozenset[int]] = {}
+    explained = initial - bad_targets
+    healed = suspects
+    for key in sorted(suspects)[:_MAX_SUSPECTS] if explained else ():
+      others = [x for x in healed if x != key]
+      _, reached = self._run(others)
+      outputs[key] = self._list_outputs(reached & explained)
+      if not outputs[key]:
+        # It is harmless, and a mask may be necessary for a later overflow.
+        healed = others
+    all_outputs = self._list_outputs(self._targets)
+    reaching = [key for key, indices in outputs.items() if indices]
+    iterations = {
+      key: self._iterations.get(key, ()) for key in reaching or suspects
+    } or self._find_constants()
+    return [
+      Origin(
+        key,
+        iterations[key],
+        self._stats.get(key),
+        outputs.get(key) or all_outputs,
+      )
+      for key in sorted(iterations)
+    ]
+
+  def _list_outputs(self, targets: Iterable[Key]) -> frozenset[int]:
+    return frozenset(itertools.chain(*(self._targets[x] for x in targets)))
+
+  def _measure(self, healed: list[Key]) -> frozenset[Key]:
+    """Measure the equations that are not healed, with the others healed.
+
+    Returns:
+      The nonfinite targets.
+    """
+    record, bad_targets = self._run(healed)
+    iterations = self._values.iterations | record.first_nonfinite
+    for key, value in self.program.measured.items():
+      if key not in healed:
+        self._stats[key] = record.stats[key]
+        num_loops = len(self._regions.list_loops(key))
+        self._iterations[key] = iterations[value][:num_loops]
+    return bad_targets
+
+  def _list_faults(self, healed: list[Key]) -> list[Key]:
+    """Return the other equations that were an origin in the last run."""
+    stats = {key: x for key, x in self._stats.items() if key not in healed}
+    return [key for key, x in stats.items() if x.is_origin] or [
+      key for key, x in stats.items() if x.is_nan_origin
+    ]
+
+  def _run(
+    self, healed: list[Key]
+  ) -> tuple[_instrumented_program.RunRecord, frozenset[Key]]:
+    """Run the program, and return its record and the nonfinite targets."""
+    inputs = list(self._inputs)
+    for _, i in filter(_regions.is_argument, healed):
+      inputs[i] = _eqn_stats.heal_array(inputs[i])
+    record = self.program.run(inputs, healed)
+    bad_outputs = {
+      _regions.get_output_key(self.program.output_indices[i])
+      for i in _array_tests.list_nonfinite(record.outs)
+    }
+    bad_keys = bad_outputs.union(record.first_nonfinite)
+    return record, frozenset(bad_keys.intersection(self._targets))
+
+  def _find_constants(self) -> dict[Key, Iterations]:
+    """Return the nonfinite constants and literals that the candidates read.
+
+    If there are none, only the compiled program as a whole makes a candidate
+    nonfinite. Return the equations that compute the candidates then.
+
+    Returns:
+      The key of each, with the iterations of a candidate.
+    """
+    read_literals = lambda key: [
+      atom.val
+      for atom in self._regions.eqns[key].invars
+      if isinstance(atom, core.Literal)
+    ]
+    is_literal = lambda key: (
+      key in self._stats
+      and self._stats[key].is_nonfinite.any()
+      and not _array_tests.all_finite(read_literals(key))
+    )
+    constants: dict[Key, Iterations] = {}
+    last_eqns: dict[Key, Iterations] = {}
+    for candidate in self._candidates:
+      iterations = self._values.iterations[candidate]
+      region = self._regions.list_region(candidate)
+      keys = self._values.list_constants(candidate)
+      keys += filter(is_literal, region)
+      constants |= dict.fromkeys(keys, iterations)
+      last_eqns[max(region, default=candidate)] = iterations
+    return constants or last_eqns
