@@ -19,6 +19,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
+from optax_lossscale.diagnostics import _compiler_options
 
 SIZE = 16
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -146,7 +147,7 @@ def test_errors_are_those_against_an_independent_program_in_float32(fun, dtype):
   report = diagnostics.compare_precision(grad_fn, params, X, progress=False)
   assert report.limitations == () and report.is_accurate
   assert report.dtype == jnp.dtype(dtype).name
-  options = {"xla_allow_excess_precision": False}
+  options = _compiler_options.make_compiler_options([X])
   trained = jax.jit(grad_fn, compiler_options=options)(params, X)
   with jax.default_matmul_precision("highest"):
     exact = jax.jit(wrt(loss_fn), static_argnums=2)(params, X, jnp.float32)
@@ -191,8 +192,9 @@ def embedding(w, x):
 
 
 def attention(w, x):
-  scores = jnp.clip((300 * x) @ (300 * x).T, -6e4, 6e4)  # attention
-  return jax.nn.softmax(scores / 16384) @ x
+  scores = (3000 * x) @ (300 * x).T  # attention
+  scores = jnp.where(jnp.isfinite(scores), scores, 0)
+  return jax.nn.softmax(scores / 1024 / 1024) @ x
 
 
 # The operations that lose precision in float16, and those that do in bfloat16.
@@ -221,7 +223,7 @@ def test_an_operation_that_loses_precision_is_named_at_its_line(case):
     h = jnp.tanh(fun(params["middle"], h) @ params["last"])
     return jnp.mean((h.astype(jnp.float32) - X) ** 2)
 
-  report = check(loss_fn, params, X)
+  report = check(loss_fn, params, X, loss_scale=16.0)
   first = report.problems[0]
   line = find_line_number(fun.__name__, __file__)
   assert f"test_any_half_precision.py:{line}" in first.cause
@@ -284,13 +286,13 @@ def test_a_step_that_amplifies_any_rounding_is_not_blamed_for_its_dtype():
   params = init_params("w")
 
   def loss_fn(params, x):
-    w, h = 3 * params["w"].astype(jnp.float16), x.astype(jnp.float16)
-    for _ in range(12):
-      h = jnp.sin(2 * (h @ w))
+    w, h = params["w"].astype(jnp.float16), x.astype(jnp.float16)
+    for _ in range(8):
+      h = jnp.sin(3 * (h @ w))
     return jnp.mean((h.astype(jnp.float32) - 1) ** 2)
 
-  report = check(loss_fn, params, X)
-  assert report.is_sound
+  report = check(loss_fn, params, X, loss_scale=1.0)
+  assert report.is_sound, str(report)
   assert any("amplifies any rounding" in text for text in report.not_checked)
 
 
@@ -356,7 +358,7 @@ def test_random_bits_are_no_limitation():
     return x.astype(jnp.float16) * noise
 
   report = diagnostics.compare_precision(fun, KEYS[0], X, progress=False)
-  assert report.limitations == () and 0 < report.error < 1e-3
+  assert report.limitations == () and 0 < report.error < 1e-2
 
 
 class LinenModel(nn.Module):
@@ -364,8 +366,8 @@ class LinenModel(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    x = nn.LayerNorm(dtype=self.dtype)(nn.Dense(SIZE, dtype=self.dtype)(x))
-    x = nn.BatchNorm(False, dtype=self.dtype)(x)
+    x = nn.BatchNorm(False, dtype=self.dtype)(nn.Dense(SIZE)(x))
+    x = nn.LayerNorm(dtype=self.dtype)(nn.gelu(x))
     x = x + nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(x)
     return nn.Dense(4, dtype=self.dtype)(nn.gelu(x))
 
@@ -409,8 +411,9 @@ def with_haiku(dtype):
 
 def with_half_params(dtype):
   params = jax.tree.map(lambda w: w.astype(dtype), init_params("w", "v"))
+  apply = lambda params, x: jnp.tanh(x @ params["w"]) @ params["v"]
   loss_fn = lambda params, x: jnp.mean(
-    jnp.square(jnp.tanh(x.astype(dtype) @ params["w"]) @ params["v"])
+    jnp.square(apply(params, x.astype(dtype)).astype(jnp.float32))
   )
   return loss_fn, params
 

@@ -199,8 +199,7 @@ def compare_traced(
       layers = _search_layers(traced, runs, progress, eps)
     if layers:
       report = _report_layers(report, layers, eps)
-    if not report.outliers and not report.overflowing:
-      report = _excuse_amplified_errors(report, runs, eps)
+    report = _excuse_amplified_errors(report, runs, layers, eps)
   return ComparisonResult(report, [*traced.mistakes, *runs.mistakes])
 
 
@@ -294,11 +293,19 @@ class _MeasuredLayers(NamedTuple):
       together, and then of each, if this layer alone runs in half precision;
       float64[1 + arrays].
     stats: the statistics of some layers.
+    runs: the program that measured them; None if they were not measured.
   """
 
   table: _layers.LayerTable
   effects: dict[int, np.ndarray]
   stats: dict[int, _layer_stats.LayerStats]
+  runs: _runs.LayerRuns | None = None
+
+  def measure_without(self, names: Sequence[str]) -> np.ndarray:
+    """Run all layers but these in half precision, and return their effects."""
+    assert self.runs is not None
+    others = (i for i, x in enumerate(self.table.layers) if x.name not in names)
+    return self.runs.measure_effects(list(others))
 
 
 def _measure_all_layers(
@@ -312,7 +319,7 @@ def _measure_all_layers(
     traced, table, runs.noise_mask, progress, measured=indices
   )
   effects = {i: layer_runs.measure_effects([i]) for i in indices}
-  return _MeasuredLayers(table, effects, layer_runs.stats)
+  return _MeasuredLayers(table, effects, layer_runs.stats, layer_runs)
 
 
 def _explain_overflow(
@@ -355,7 +362,7 @@ def _search_layers(
   )
   worst_layers = sorted(effects, key=lambda i: effects[i].max(), reverse=True)
   stats = _runs.measure_stats(traced, table, worst_layers[:_MAX_EXPLAINED])
-  return _MeasuredLayers(table, effects, stats)
+  return _MeasuredLayers(table, effects, stats, layer_runs)
 
 
 def _select_array(
@@ -364,9 +371,12 @@ def _select_array(
   """Return the index of the array to explain; None if all of them are."""
   errors = runs.half_effects[1:]
   is_large = _outliers.find_large_errors(runs.half_effects, eps)[1:]
-  is_large &= errors >= _WORST_FRACTION * errors.max()
   if not is_large.any():
     return None
+  # An error that any rounding may cause says little about layers.
+  if (is_large & ~runs.amplified_mask).any():
+    is_large &= ~runs.amplified_mask
+  is_large &= errors >= _WORST_FRACTION * errors[is_large].max()
   indices = _output_errors.list_compared_indices(traced.outputs)
 
   def count_eqns(i: int) -> int:
@@ -422,21 +432,33 @@ def _compute_log2_excess(rows: list[_layer_precision.LayerPrecision]) -> int:
 
 
 def _excuse_amplified_errors(
-  report: _report.PrecisionComparison, runs: _runs.ReferenceRuns, eps: float
+  report: _report.PrecisionComparison,
+  runs: _runs.ReferenceRuns,
+  layers: _MeasuredLayers | None,
+  eps: float,
 ) -> _report.PrecisionComparison:
-  """Leave out arrays whose large errors no layer explains, but any rounding."""
+  """Leave out arrays whose large errors any rounding causes, but no layer."""
   names = tuple(itertools.compress(runs.names, runs.amplified_mask))
-  if not names or report.suggested_log2_scale_change:
+  if not names or report.suggested_log2_scale_change or report.overflowing:
     return report
   effects = runs.compute_effects_without(runs.amplified_mask)
+  is_accurate = not _outliers.find_large_errors(effects, eps).any()
+  if report.outliers:
+    # Outliers are to blame if the errors are small without them.
+    assert layers is not None
+    remaining = layers.measure_without(report.outliers)
+    is_fixed = not _outliers.find_large_errors(remaining, eps).any()
+    if is_fixed or not is_accurate:
+      return report
   return dataclasses.replace(
     report,
+    outliers=(),
     amplified_arrays=names,
     error=float(effects[0]),
     inaccurate_arrays=tuple(
       x for x in report.inaccurate_arrays if x not in names
     ),
-    is_accurate=not _outliers.find_large_errors(effects, eps).any(),
+    is_accurate=is_accurate,
   )
 
 

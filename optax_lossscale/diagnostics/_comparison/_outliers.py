@@ -77,7 +77,7 @@ def bisect_effects(
     is_large = (effect > min_effect) | ~np.isfinite(effect)
     is_relevant = bool((is_large & can_be_outlier).any())
     if len(layers) == 1 or not is_relevant or num_runs >= _MAX_RUNS:
-      share = effect / math.sqrt(len(layers))
+      share = effect / math.sqrt(max(len(layers), 1))
       effects.update((layer, share) for layer in layers)
       continue
     # The two passes of a layer are measured separately.
