@@ -23,7 +23,7 @@ import optax_lossscale as ols
 
 STEPS = 48
 TOP = 65504.0
-benchmark = load_benchmark("policies/policies")
+simulation = load_benchmark("policies/simulation")
 NAN, INF = math.nan, math.inf
 POLICY = ols.HeadroomLossScale()
 POLICIES = [
@@ -191,8 +191,9 @@ def test_intermediate_values_do_not_keep_the_scale_low_as_gradients_shrink():
   # The gradients fall by 10 binades, and what overflowed with them.
   for on_the_way in (6, 12, 18):
     log2_amax = np.where(np.arange(30_000) < 16_000, -14.0, -24.0)
-    process = benchmark.Process(log2_amax[None], on_the_way=on_the_way)
-    (log2_scale,), _, _ = benchmark.simulate_one(POLICY, process)
+    (log2_scale,), _, _ = simulation.simulate_runs(
+      POLICY, log2_amax[None], on_the_way
+    )
     near = log2_scale[16_000:] >= 16 + 24 - on_the_way - 6
     assert 0 < near.argmax() <= 12_000, on_the_way
 
@@ -214,9 +215,8 @@ def test_a_burst_of_nans_leaves_the_scale_within_a_binade():
 )
 def test_repeated_nans_keep_the_scale_as_low_as_the_docs_say(every, mean):
   run = np.where(np.arange(40_000) % every == every - 1, np.nan, -14.0)
-  process = benchmark.Process(run[None])
-  (log2_scale,), _, _ = benchmark.simulate_one(POLICY, process)
-  under = benchmark.TOP + 14 - log2_scale[10_000:]
+  (log2_scale,), _, _ = simulation.simulate_runs(POLICY, run[None])
+  under = simulation.TOP + 14 - log2_scale[10_000:]
   assert under.mean() <= mean
   assert under.max() <= 31
 
@@ -301,9 +301,8 @@ def test_failed_searches_become_rare_until_consecutive_gradients_arrive():
 
 @pytest.mark.parametrize("divided_by", range(4, 13))
 def test_gradients_that_were_divided_later_cost_few_steps(divided_by):
-  calm, _ = benchmark.make_calm(np.random.default_rng(0), 400)
-  process = benchmark.Process(calm + 9.5, on_the_way=divided_by)
-  _, finite, _ = benchmark.simulate_one(POLICY, process)
+  calm, _ = simulation.make_calm(np.random.default_rng(0), 400)
+  _, finite, _ = simulation.simulate_runs(POLICY, calm + 9.5, divided_by)
   skips = (~finite).cumsum(axis=1)
   assert skips[:, 39].mean() <= 6
   assert skips[:, -1].mean() <= 8
@@ -311,12 +310,13 @@ def test_gradients_that_were_divided_later_cost_few_steps(divided_by):
 
 @pytest.mark.slow
 def test_headroom_loses_hardly_more_informative_steps_than_dynamic():
-  processes = benchmark.make_processes(12_000)
+  processes = simulation.make_processes(12_000)
   lost = {}
   for policy in (POLICY, ols.DynamicLossScale()):
-    traces = benchmark.simulate(policy, processes)
+    traces = simulation.simulate(policy, processes)
     for name, process in processes.items():
-      median = np.median(benchmark.count_lost(process, traces[name]))
+      is_lost = simulation.find_lost(process.log2_amax, traces[name])
+      median = np.median(is_lost.sum(axis=1))
       lost.setdefault(name, []).append(median)
   for name, (headroom, dynamic) in lost.items():
     assert headroom <= dynamic + 10, name
