@@ -24,6 +24,7 @@ import optax
 import tqdm
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from shared.jax_program import compile_step
 from shared.tables import markdown
 
 import optax_lossscale as ols
@@ -48,20 +49,15 @@ def measure(name: str, n_arrays: int) -> dict[str, float]:
   params = {f"w{i:04}": leaf for i in range(n_arrays)}
   state = jax.eval_shape(tx.init, params)
 
-  def step(params, state, grads):
+  def step(carry, grads):
+    params, state = carry
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
   gc.collect()
   # CPU time, since it does not grow when others use the machine.
-  start = time.process_time()
-  traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, params)
-  traced_at = time.process_time()
-  lowered = traced.lower()
-  lowered_at = time.process_time()
-  lowered.compile()
-  compiled_at = time.process_time()
-  return {"trace": traced_at - start, "compile": compiled_at - lowered_at}
+  stages = compile_step(step, (params, state), params, clock=time.process_time)
+  return {"trace": stages.trace_seconds, "compile": stages.compile_seconds}
 
 
 def run(

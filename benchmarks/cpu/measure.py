@@ -1,48 +1,20 @@
-"""Compiles the variants of a workload, takes their figures and their times."""
+"""Compile the variants of a workload, and take their figures and times."""
 
-import random
 import statistics
 import time
 from typing import Any
 
 import jax
-import numpy as np
+from shared import clock
+from shared.jax_program import copy_for_donation, JaxProgram
 from shared.variants import VARIANTS
 import tqdm
-
-
-class Program:
-  """One variant of one workload, compiled, with its own state.
-
-  Attributes:
-    figures: the figures that don't depend on the clock, by name.
-  """
-
-  def __init__(self, name, workload):
-    make, self.baseline = VARIANTS[name]
-    self.name = name
-    step, carry = make(workload)
-    self.data = jax.device_put(workload.data)
-    self.overflowing_data = jax.device_put(workload.overflowing_data())
-    self.carry = jax.tree.map(_own_buffer, carry)
-    n_params = sum(leaf.size for leaf in jax.tree.leaves(workload.params))
-    self._compiled, self.figures = _compile(step, self.carry, self.data)
-    for key in ("bytes", "flops", "temporary_bytes", "aliased_bytes"):
-      self.figures[key] /= n_params
-
-  def run(self, *, overflow: bool = False) -> tuple[float, float]:
-    """Takes a step; returns its seconds by the clock and of CPU time."""
-    data = self.overflowing_data if overflow else self.data
-    start = time.perf_counter(), time.process_time()
-    self.carry, loss = self._compiled(self.carry, data)
-    jax.block_until_ready((self.carry, loss))
-    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def measure(
   workload: Any, names: list[str], rounds: int, bar: tqdm.tqdm
 ) -> dict[str, dict[str, Any]]:
-  """All figures of the named variants of one workload.
+  """Return all figures of the named variants of one workload.
 
   Args:
     workload: the workload.
@@ -54,30 +26,30 @@ def measure(
     By variant, by figure: the number, or [first quartile, median, third
     quartile] of a ratio taken within each round.
   """
-  programs = {}
+  programs = []
   for name in names:
     bar.set_postfix_str(f"compiles {name}")
-    programs[name] = Program(name, workload)
+    programs.append(_make_program(name, workload))
     bar.update()
-  runs = [(name, skip) for name in names for skip in (False, True)]
-  # Baselines can't skip a step: they would continue with NaN.
-  runs = [r for r in runs if not r[1] or programs[r[0]].baseline != r[0]]
-  seconds = {run: [] for run in runs}
-  for i in range(rounds + 1):
-    bar.set_postfix_str(f"round {i} of {rounds}")
-    for name, skip in random.sample(runs, len(runs)):
-      elapsed = programs[name].run(overflow=skip)
-      if i > 0:  # The first round touches all memory for the first time.
-        seconds[name, skip].append(elapsed)
-    bar.update()
-  return {
-    name: _summarize(program, programs[program.baseline], seconds)
-    for name, program in programs.items()
-  }
+  bar.set_postfix_str("rounds")
+  samples = clock.measure(
+    programs, rounds=rounds, steps=1, after_round=lambda _: bar.update()
+  )
+  n_params = sum(leaf.size for leaf in jax.tree.leaves(workload.params))
+  results: dict[str, dict[str, Any]] = {}
+  for i, (name, program) in enumerate(zip(names, programs, strict=True)):
+    if "error" in program.row:
+      raise RuntimeError(f"{name} failed: {program.row['error']}")
+    results[name] = _get_figures(program, n_params)
+    baseline = names.index(VARIANTS[name][1])
+    results[name] |= _compare_times(samples, i, baseline)
+  for name, figures in results.items():
+    _compare_figures(figures, results[VARIANTS[name][1]])
+  return results
 
 
 def count_traces(name: str, workload: Any, n_steps: int = 10) -> int:
-  """How often JAX traces the step in a loop of some applied, some skipped."""
+  """Return how often JAX traces the step in a loop with skipped steps."""
   step, carry = VARIANTS[name][0](workload)
   traces = 0
 
@@ -87,65 +59,61 @@ def count_traces(name: str, workload: Any, n_steps: int = 10) -> int:
     return step(carry, data)
 
   jitted = jax.jit(counted, donate_argnums=0)
-  carry = jax.tree.map(_own_buffer, carry)
+  carry = copy_for_donation(carry)
   for i in range(n_steps):
     data = workload.overflowing_data() if i == 5 else workload.data
     carry, _ = jitted(carry, data)
   return traces
 
 
-def _summarize(program, baseline, seconds):
-  """The figures and the ratios, each of two times of the same round."""
-  own = seconds[program.name, False]
-  base = seconds[baseline.name, False]
-  figures = dict(program.figures)
-  figures["bytes_ratio"] = figures["bytes"] / baseline.figures["bytes"]
-  figures["trace_and_compile_ratio"] = sum(_seconds(program)) / sum(
-    _seconds(baseline)
-  )
-  figures["milliseconds"] = 1e3 * statistics.median(wall for wall, _ in own)
-  figures["time"] = _ratio(own, base, 0)
-  figures["cpu_time"] = _ratio(own, base, 1)
-  if (program.name, True) in seconds:
-    skipped = seconds[program.name, True]
-    figures["skipped_time"] = _ratio(skipped, own, 0)
-    figures["skipped_cpu_time"] = _ratio(skipped, own, 1)
-  return figures
+def _make_program(name, workload):
+  make, baseline = VARIANTS[name]
+  # Baselines can't skip a step: they would continue with NaN.
+  bad_data = None if name == baseline else workload.overflowing_data()
+  data, bad_data = jax.device_put((workload.data, bad_data))
+  return JaxProgram({}, *make(workload), [data], bad_data, time.process_time)
 
 
-def _seconds(program):
-  return program.figures["trace_seconds"], program.figures["compile_seconds"]
+def _get_figures(program, n_params):
+  """Return the figures that don't depend on the clock, or only once."""
+  traced, compiled, *seconds = program.stages
+  trace_seconds, lower_seconds, compile_seconds = seconds
+  cost = compiled.cost_analysis()
+  return {
+    "bytes": cost["bytes accessed"] / n_params,
+    "flops": cost["flops"] / n_params,
+    "temporary_bytes": program.row["temporary_bytes"] / n_params,
+    "aliased_bytes": program.row["aliased_bytes"] / n_params,
+    "equations": len(traced.jaxpr.eqns),
+    "instructions": compiled.as_text().count(" = "),
+    "trace_seconds": trace_seconds + lower_seconds,
+    "compile_seconds": compile_seconds,
+  }
+
+
+def _compare_times(samples, program, baseline):
+  """Return the times, and ratios of two times of the same round."""
+  own, base = samples[program, False], samples[baseline, False]
+  wall, cpu = 0, 1
+  times = {
+    "milliseconds": 1e3 * statistics.median(sample[wall] for sample in own),
+    "time": _ratio(own, base, wall),
+    "cpu_time": _ratio(own, base, cpu),
+  }
+  if skipped := samples.get((program, True)):
+    times["skipped_time"] = _ratio(skipped, own, wall)
+    times["skipped_cpu_time"] = _ratio(skipped, own, cpu)
+  return times
+
+
+def _compare_figures(figures, baseline):
+  seconds = [
+    f["trace_seconds"] + f["compile_seconds"] for f in (figures, baseline)
+  ]
+  figures["bytes_ratio"] = figures["bytes"] / baseline["bytes"]
+  figures["trace_and_compile_ratio"] = seconds[0] / seconds[1]
 
 
 def _ratio(times, base, which):
   ratios = [a[which] / b[which] for a, b in zip(times, base, strict=True)]
   return statistics.quantiles(ratios, n=4)
-
-
-def _compile(step, carry, data):
-  # CPU time, since it does not grow when others use the machine.
-  start = time.process_time()
-  traced = jax.jit(step, donate_argnums=0).trace(carry, data)
-  lowered = traced.lower()
-  traced_at = time.process_time()
-  compiled = lowered.compile()
-  compiled_at = time.process_time()
-  cost = compiled.cost_analysis()
-  memory = compiled.memory_analysis()
-  return compiled, {
-    "bytes": cost["bytes accessed"],
-    "flops": cost["flops"],
-    "temporary_bytes": memory.temp_size_in_bytes,
-    "aliased_bytes": memory.alias_size_in_bytes,
-    "equations": len(traced.jaxpr.eqns),
-    "instructions": compiled.as_text().count(" = "),
-    "trace_seconds": traced_at - start,
-    "compile_seconds": compiled_at - traced_at,
-  }
-
-
-def _own_buffer(leaf):
-  """A copy that may be donated, of the same type, weak or not."""
-  if isinstance(leaf, np.ndarray):
-    return jax.device_put(leaf.copy())
-  return leaf.copy() if isinstance(leaf, jax.Array) else leaf

@@ -2,7 +2,9 @@
 
 import time
 
-from on_gpu import clock, events
+from shared import clock
+
+from on_gpu import events
 
 SECONDS = 5.0  # at most
 

@@ -11,11 +11,11 @@ import signal
 import sys
 import time
 
-from on_gpu import findings, picture, plan, processes, sizes
+from on_gpu import findings, plan, processes, sizes
 from on_gpu.versions import version
 
-OPTIONAL = ("torch", "flax", "jmp", "matplotlib")
-RESERVE = 8.0  # seconds for ending the last part, and for the picture
+OPTIONAL = ("torch", "flax", "jmp")
+RESERVE = 8.0  # seconds for ending the last part
 LEAST = 3.0  # seconds without which no part begins
 
 
@@ -27,14 +27,11 @@ def main(description: str | None) -> None:
   out = args.out.resolve()
   scratch = out / "scratch"
   scratch.mkdir(parents=True, exist_ok=True)
-  os.environ |= processes.environment(scratch)  # For Matplotlib.
   found = findings.Findings(out, _facts(args))
   try:
     missing = _report_missing(args.without, found)
     _run_parts(args, missing, until - RESERVE, scratch, found)
     found.print_tables()
-    if "matplotlib" not in missing:
-      picture.draw(found.tables, out / "times.png")
   finally:
     found.write()
     shutil.rmtree(scratch, ignore_errors=True)

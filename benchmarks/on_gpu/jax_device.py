@@ -9,7 +9,7 @@ from on_gpu.versions import version
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "numpy")
 
 
-def ready(size_name: str) -> bool:
+def is_ready(size_name: str) -> bool:
   """Report versions and device; return whether it can measure at this size."""
   device = jax.devices()[0]
   stats = device.memory_stats() or {}

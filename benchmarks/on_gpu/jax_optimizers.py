@@ -1,18 +1,21 @@
 """Measures optimizer steps in JAX, without the computation of gradients."""
 
 import dataclasses
+import functools
 import gc
+import math
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from shared import clock
+from shared.jax_program import JaxProgram
 from shared.variants import NEEDS, VARIANTS
 from shared.workloads import Workload
 
-from on_gpu import bandwidth, clock, events, expected_bytes, jax_device
-from on_gpu.jax_program import JaxProgram
+from on_gpu import bandwidth, events, expected_bytes, jax_device
 from on_gpu.rows import Rows
 
 COMPARED = (
@@ -44,6 +47,7 @@ class Case:
   compared: tuple[str, ...] = COMPARED
 
 
+NUM_LARGE = 4  # leaves
 CLIPPED = {"weight_decay": True, "clip": True}
 LARGE = {
   "Adam": Case("adam"),
@@ -62,18 +66,30 @@ SMALL = {
 }
 
 
-def run(
-  cases: dict[str, Case], size, until: float, without, finished=None
-) -> None:
-  """Measure the cases one after the other, and report a table of each."""
+CASES = {"large": LARGE, "small": SMALL}
+# A variant takes up to so many times as long to compile as the bare optimizer.
+VARIANT_TO_BARE = 2.5
+
+
+def run(what: str, size, until: float, without=(), finished=None) -> None:
+  """Measure cases one after the other, and report a table of each.
+
+  Args:
+    what: a name in ``CASES``.
+    size: the sizes.
+    until: the time at which the last case should have ended.
+    without: the libraries to leave out.
+    finished: the rows that an earlier process measured.
+  """
   copy = bandwidth.measure(jax_device.Copy(size.copied), "JAX")
+  cases = CASES[what]
   for i, (name, case) in enumerate(cases.items()):
     now = time.time()
     share = (until - now) / (len(cases) - i)
     if share < 1:
       events.line(f"Left out, since no time is left: {name} in JAX")
       continue
-    table = Rows("optimizer", f"{name}, JAX", finished or {})
+    table = Rows("optimizer", f"{name}, JAX", finished)
     _run_case(table, case, size, now + share, without, copy)
     # Free the state of this case for the state of the next.
     jax.clear_caches()
@@ -81,52 +97,89 @@ def run(
 
 
 def _run_case(table, case, size, until, without, copy):
-  workload = make_workload(case, size)
-  bad = overflowing(workload.data)
-  n_params = sum(leaf.size for leaf in jax.tree.leaves(workload.params))
-  programs = []
-  compiled_until = until - 0.3 * (until - time.time())
-  for variant in case.compared:
-    if NEEDS.get(variant) in without:
-      continue
-    row = {"variant": variant, "parameters": n_params, "copy": copy}
-    row["expected_bytes"] = expected_bytes.get_bytes_per_parameter(
-      case.same_as, variant
+  variants = [v for v in case.compared if NEEDS.get(v) not in without]
+  begin_until = until - 0.3 * (until - time.time())
+
+  def measure_each(variants, leaves):
+    workload = make_workload(case, size, leaves)
+    n_params = sum(leaf.size for leaf in jax.tree.leaves(workload.params))
+    rows = [
+      {
+        "variant": variant,
+        "leaves": leaves if case.many else None,
+        "parameters": n_params,
+        "copy": copy,
+        "expected_bytes": expected_bytes.get_bytes_per_parameter(
+          case.same_as, variant
+        ),
+      }
+      for variant in variants
+    ]
+    make = functools.partial(
+      _make_program, workload=workload, steps=size.steps_in_a_row + 1
     )
-    if not table.begin(row):
-      continue
-    if time.time() > compiled_until:
-      row["error"] = "left out, since no time is left"
-      table.tell()
-      continue
-    with clock.catch(row):
-      step, carry = VARIANTS[variant][0](workload)
-      program = JaxProgram(
-        row, step, carry, [workload.data], None if variant == "bare" else bad
-      )
-      del carry
-      program.count_host_reads()
-      clock.first_steps(program, size.steps_in_a_row + 1)
-      programs.append(program)
-    table.tell()
+    return table.measure_each(rows, make, begin_until)
+
+  if case.many:
+    # The first row compiles soon, and shows how long the others take.
+    programs = measure_each(variants[:1], size.few_small_leaves)
+    leaves = _choose_leaves(table.rows[0], size, len(variants), begin_until)
+    if leaves == size.few_small_leaves:
+      variants = variants[1:]
+    programs += measure_each(variants, leaves)
+  else:
+    programs = measure_each(variants, NUM_LARGE)
   clock.measure(
     programs, rounds=size.rounds, steps=size.steps_in_a_row, until=until
   )
   table.tell(complete=True)
 
 
-def make_workload(case: Case, size) -> Workload:
-  """Parameters and gradients, drawn on the device."""
-  shapes = [size.small] * size.small_leaves if case.many else [size.large] * 4
-  names = [f"w{i:03}" for i in range(len(shapes))]
+def _choose_leaves(first, size, num_variants, begin_until):
+  """Return the number of small leaves, and keep it for a later process."""
+  if "chosen_leaves" not in first:
+    first["chosen_leaves"] = fit_leaves(
+      first.get("compile_seconds", math.inf) / size.few_small_leaves,
+      size.few_small_leaves,
+      size.small_leaves,
+      (begin_until - time.time()) / (num_variants * VARIANT_TO_BARE),
+    )
+    if first["chosen_leaves"] < size.small_leaves:
+      events.line(
+        f"{first['chosen_leaves']} leaves instead of {size.small_leaves}, since"
+        " these would take longer to compile than the part has"
+      )
+  return first["chosen_leaves"]
 
-  @jax.jit
+
+def fit_leaves(
+  seconds_per_leaf: float, fewest: int, most: int, available: float
+) -> int:
+  """Return the number of leaves that compile in the available seconds."""
+  if seconds_per_leaf * most <= available:
+    return most
+  return max(fewest, int(available / seconds_per_leaf))
+
+
+def _make_program(row, workload, steps):
+  """Compile a row, and take its first steps."""
+  step, carry = VARIANTS[row["variant"]][0](workload)
+  bad = None if row["variant"] == "bare" else overflowing(workload.data)
+  program = JaxProgram(row, step, carry, [workload.data], bad)
+  del carry
+  program.count_host_reads()
+  clock.take_first_steps(program, steps)
+  return program
+
+
+def make_workload(case: Case, size, leaves: int) -> Workload:
+  """Parameters and gradients, drawn on the device."""
+  shape = size.small if case.many else size.large
+
   def draw(key):
-    keys = jax.random.split(key, len(shapes))
-    return {
-      name: 1e-2 * jax.random.normal(key, shape)
-      for name, key, shape in zip(names, keys, shapes, strict=True)
-    }
+    # One program: with one for each of 300 leaves, it compiles for a minute.
+    drawn = jax.jit(jax.random.normal, static_argnums=1)(key, (leaves, *shape))
+    return {f"w{i:03}": 1e-2 * leaf for i, leaf in enumerate(drawn)}
 
   key = jax.random.key(0)
   grads = jax.tree.map(lambda g: g.astype(case.dtype), draw(key))

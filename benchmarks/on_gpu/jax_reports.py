@@ -1,12 +1,10 @@
 """Times `check_step` on a GPT, next to tracing and compiling its step."""
 
-import gc
 import time
 
 import jax
 from shared import large_steps
 
-from on_gpu import clock
 from on_gpu.rows import Rows
 from optax_lossscale import diagnostics
 
@@ -16,22 +14,19 @@ SOUND = "check_step, sound step"
 OVERFLOW = "check_step, overflow in the middle block"
 
 
-def run(size, until: float, finished=None) -> None:
+def run(what, size, until: float, without=(), finished=None) -> None:
   """Measure the compilation of the step, and each report."""
-  table = Rows("report", TITLE, finished or {})
-  for name in (COMPILE, SOUND, OVERFLOW):
-    row = {"variant": name}
-    if not table.begin(row):
-      continue
-    if time.time() > until:
-      row["error"] = "left out, since no time is left"
-    else:
-      with clock.catch(row):
-        row |= _measure(name, size)
-        if name != COMPILE and (seconds := table.rows[0].get("seconds")):
-          row["to_compiling"] = row["seconds"] / seconds
-      _free_memory()
-    table.tell()
+  table = Rows("report", TITLE, finished)
+
+  def measure(row):
+    jax.clear_caches()
+    row |= _measure(row["variant"], size)
+    compiling = table.rows[0].get("seconds")
+    if row["variant"] != COMPILE and compiling:
+      row["to_compiling"] = row["seconds"] / compiling
+
+  rows = [{"variant": name} for name in (COMPILE, SOUND, OVERFLOW)]
+  table.measure_each(rows, measure, begin_until=until)
   table.tell(complete=True)
 
 
@@ -67,9 +62,3 @@ def make_step(size, *, overflows: bool):
     vocab=size.vocabulary,
     overflowing_layer=size.depth // 2 if overflows else None,
   )
-
-
-def _free_memory():
-  """Free the arrays of a row, and forget what was traced and compiled."""
-  jax.clear_caches()
-  gc.collect()

@@ -1,16 +1,17 @@
 """Training steps in JAX, in each precision."""
 
 import dataclasses
-import gc
+import functools
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from shared import clock
+from shared.jax_program import JaxProgram
 
-from on_gpu import clock, models, weights
-from on_gpu.jax_program import JaxProgram
+from on_gpu import models, weights
 from on_gpu.rows import Rows
 import optax_lossscale as ols
 
@@ -94,32 +95,23 @@ class Model:
     return models.RECOMPUTE(loss_fn) if checkpoint and not scanned else loss_fn
 
 
-def run(name: str, size, until: float, finished=None) -> None:
+def run(name: str, size, until: float, without=(), finished=None) -> None:
   """Measures one model in as many rows as there is time for."""
   model = Model(name, size)
-  programs: list[JaxProgram] = []
-  table = Rows("training", f"{name}, JAX", finished or {})
-  compiled_until = until - 0.3 * (until - time.time())
-  took = 0.0
-  for precision, checkpoint in ROWS[: size.rows]:
-    row = {"variant": precision, "checkpoint": checkpoint}
-    if not table.begin(row):
-      continue
-    start = time.time()
-    if start + took > compiled_until:
-      row["error"] = "left out, since no time is left"
-      table.tell()
-      continue
-    with clock.catch(row):
-      programs.append(_begin(row, model, size))
-    took = time.time() - start
-    gc.collect()
-    table.tell()
+  table = Rows("training", f"{name}, JAX", finished)
+  programs = table.measure_each(
+    [
+      {"variant": precision, "checkpoint": checkpoint}
+      for precision, checkpoint in ROWS[: size.rows]
+    ],
+    functools.partial(_make_program, model=model, size=size),
+    begin_until=until - 0.3 * (until - time.time()),
+  )
   clock.measure(programs, rounds=size.rounds, steps=2, until=until)
   table.tell(complete=True)
 
 
-def _begin(row, model, size):
+def _make_program(row, model, size):
   """Compiles a row, and takes its first steps."""
   precision = PRECISIONS[row["variant"]]
   step, carry = make_step(
@@ -127,7 +119,7 @@ def _begin(row, model, size):
   )
   program = JaxProgram(row, step, carry, model.batches)
   del carry
-  clock.first_steps(program, size.first_steps)
+  clock.take_first_steps(program, size.first_steps)
   row["loss"], row["steps"] = program.loss(), size.first_steps
   if precision.scaled:
     state = ols.get_loss_scale_state(program.carry)

@@ -1,10 +1,13 @@
 """Runs one part of the plan in its own process; `processes` starts it."""
 
+import importlib
 import json
 import os
 import sys
 
-from on_gpu import clock, events, plan, sizes
+from shared import clock
+
+from on_gpu import events, plan, sizes
 
 
 def main() -> None:
@@ -19,17 +22,16 @@ def main() -> None:
 
 
 def _run(part, size, until, without, finished):
-  chosen = plan.PARTS[part]
+  module, what, _ = plan.PARTS[part]
+  library = plan.PARTS[part].library
   if size == "tiny":  # Optimizing tiny programs takes longer than it saves.
     flags = os.environ.get("XLA_FLAGS", "")
     level = "--xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = f"{flags} {level}"
-  if chosen.library == "torch":
-    from on_gpu import torch_device as device
-  else:
-    from on_gpu import jax_device as device
-  if device.ready(size):
-    chosen.run(sizes.SIZES[size], until, without, finished)
+  device = importlib.import_module(f"on_gpu.{library}_device")
+  if device.is_ready(size):
+    run = importlib.import_module(f"on_gpu.{module}").run
+    run(what, sizes.SIZES[size], until, without, finished)
 
 
 if __name__ == "__main__":

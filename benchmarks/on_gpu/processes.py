@@ -6,10 +6,10 @@ import json
 import math
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from typing import Any
 
@@ -34,7 +34,6 @@ def environment(scratch: pathlib.Path) -> dict[str, str]:
     "PYTHONUNBUFFERED": "1",
     "TMPDIR": str(scratch),
     "XDG_CACHE_HOME": folder("cache"),
-    "MPLCONFIGDIR": folder("matplotlib"),
     "CUDA_CACHE_PATH": folder("cuda"),
     "TORCH_HOME": folder("torch"),
     "TORCHINDUCTOR_CACHE_DIR": folder("inductor"),
@@ -76,115 +75,78 @@ def run(
 def _run_process(request, scratch, log, row_seconds):
   """Run a process of a part, and return whether another one continues it."""
   process, pipe = _start(request, scratch, log)
-  watch = _Watch(process, request["until"] + GRACE, row_seconds)
+  until = {"part": request["until"] + GRACE, "row": math.inf}
+  begun = overtime = None  # the event of the row that is being measured
   try:
-    for event in _read(pipe, watch):
-      _record_rows(event, request)
+    lines = _Lines(pipe)
+    while line := lines.read(min(until.values())):
+      event = json.loads(line)
+      if event["kind"] == "end":
+        return (
+          False  # Its own processes may continue, such as compiler workers.
+        )
+      if event["kind"] == "begin":
+        begun, until["row"] = event, time.time() + row_seconds
+        continue
+      if event["kind"] == "table":
+        begun, until["row"] = None, math.inf
+        request["finished"][event["title"]] = event["rows"]
       yield event
+    if line is None:
+      overtime = min(until, key=until.get)
   finally:
-    watch.cancel()
     _kill(process)
-    pipe.close()
-  if watch.ended:
-    return False
-  for event in _report_end(request["part"], watch):
-    _record_rows(event, request)
-    yield event
-  if watch.overtime == "part" or not (watch.overtime or watch.begun):
-    return False
-  if time.time() > request["until"]:
-    yield _line(f"{request['part']} ended, since its time was over.")
-    return False
-  return True
-
-
-class _Watch:
-  """Kills a process if its time, or the time of a row, is over.
-
-  Attributes:
-    begun: the event of the row that is being measured, or None.
-    ended: whether the process said that it ends.
-    overtime: the time that was over, "part" or "row", or None.
-    late: the event of the row that was being measured then, or None.
-    row_seconds: how long a row may take.
-  """
-
-  def __init__(self, process, until, row_seconds):
-    self.begun = self.overtime = self.late = None
-    self.ended = False
-    self.row_seconds = row_seconds
-    self._process = process
-    self._timers = {"part": self._start("part", until - time.time())}
-
-  def begin_row(self, event):
-    self.finish_row()
-    self.begun = event
-    if self.row_seconds < math.inf:
-      self._timers["row"] = self._start("row", self.row_seconds)
-
-  def finish_row(self):
-    self.begun = None
-    if "row" in self._timers:
-      self._timers.pop("row").cancel()
-
-  def cancel(self):
-    for timer in self._timers.values():
-      timer.cancel()
-
-  def _start(self, name, seconds):
-    timer = threading.Timer(seconds, self._end, [name])
-    timer.start()
-    return timer
-
-  def _end(self, name):
-    if self.overtime is None:
-      self.overtime, self.late = name, self.begun
-    _kill(self._process)
-
-
-def _read(pipe, watch):
-  """Yield the events for the command, until the process ends."""
-  for line in pipe:
-    if not line.endswith("\n"):  # It was ended while it wrote.
-      return
-    event = json.loads(line)
-    if event["kind"] == "end":
-      watch.ended = True
-      return  # Its own processes may continue, such as compiler workers.
-    if event["kind"] == "begin":
-      watch.begin_row(event)
-      continue
-    if event["kind"] == "table":
-      watch.finish_row()
-    yield event
-
-
-def _record_rows(event, request):
-  """Keep the rows of a table for the next process of the part."""
-  if event["kind"] == "table":
+    os.close(pipe)
+  part = request["part"]
+  if begun:
+    event = _add_error(begun, overtime, row_seconds)
     request["finished"][event["title"]] = event["rows"]
-
-
-def _report_end(part, watch):
-  """Yield the row that ended a process, and a line about the part."""
-  # Otherwise the row had been measured, and the next one had begun.
-  if watch.begun and (watch.overtime is None or watch.begun is watch.late):
-    reason = {
-      "row": f"more than {watch.row_seconds:g} s",
-      "part": "the time of its part was over",
-      None: "its process broke off, and log.txt may say why",
-    }[watch.overtime]
-    *rows, row = watch.begun["rows"]
-    rows.append(row | {"error": f"not measured: {reason}"})
-    yield watch.begun | {"kind": "table", "rows": rows}
-  if watch.overtime == "part":
+    yield event
+  if overtime == "part":
     yield _line(f"{part} was ended, since its time was over.")
-  elif watch.overtime is None and not watch.begun:
+  elif not begun:
     yield _line(f"{part} broke off: log.txt may say why.")
+  elif time.time() > request["until"]:
+    yield _line(f"{part} ended, since its time was over.")
+  else:
+    return True
+  return False
+
+
+def _add_error(begun, overtime, row_seconds):
+  """Return the table with the row that ended a process."""
+  reason = {
+    "row": f"more than {row_seconds:g} s",
+    "part": "the time of its part was over",
+    None: "its process broke off, and log.txt may say why",
+  }[overtime]
+  *rows, row = begun["rows"]
+  rows.append(row | {"error": f"not measured: {reason}"})
+  return begun | {"kind": "table", "rows": rows}
+
+
+class _Lines:
+  """The lines of a pipe."""
+
+  def __init__(self, pipe: int):
+    self._pipe, self._rest = pipe, b""
+
+  def read(self, until: float) -> bytes | None:
+    """Return a line, b"" at the end of the pipe, or None at a time."""
+    while b"\n" not in self._rest:
+      seconds = max(0.0, until - time.time())
+      if not select.select([self._pipe], [], [], seconds)[0]:
+        return None
+      read = os.read(self._pipe, 2**16)
+      if not read:
+        return b""
+      self._rest += read
+    line, self._rest = self._rest.split(b"\n", 1)
+    return line
 
 
 def _start(request, scratch, log):
-  """Start a part, and return its process and the file of its events."""
+  """Start a part, and return its process and the pipe of its events."""
   reads, writes = os.pipe()
   with log.open("a") as printed:
     process = subprocess.Popen(
@@ -198,7 +160,7 @@ def _start(request, scratch, log):
       start_new_session=True,  # To end its own processes, too.
     )
   os.close(writes)
-  return process, os.fdopen(reads)
+  return process, reads
 
 
 def _kill(process):

@@ -5,11 +5,17 @@ starts another process for the rows after it. A row is begun before anything is
 computed for it, so that the command knows the row that takes too long.
 """
 
+from collections.abc import Callable, Iterable
+import gc
+import time
 from typing import Any
+
+from shared import clock
 
 from on_gpu import events
 
 Row = dict[str, Any]
+NO_TIME = "left out, since no time is left"
 
 
 class Rows:
@@ -19,7 +25,9 @@ class Rows:
     rows: the rows so far, in the order of the table.
   """
 
-  def __init__(self, kind: str, title: str, finished: dict[str, list[Row]]):
+  def __init__(
+    self, kind: str, title: str, finished: dict[str, list[Row]] | None
+  ):
     """Continue a table.
 
     Args:
@@ -29,8 +37,45 @@ class Rows:
         ended it.
     """
     self._kind, self._title = kind, title
-    self._finished = list(finished.get(title, []))
+    self._finished = list((finished or {}).get(title, []))
+    self._took: dict[Any, float] = {}
     self.rows: list[Row] = []
+
+  def measure_each(
+    self,
+    rows: Iterable[Row],
+    measure: Callable[[Row], Any],
+    begin_until: float | Callable[[Row], float],
+  ) -> list[Any]:
+    """Measure rows one by one, and send the table after each.
+
+    A row that fails has an error. A row that would take too long, judged by the
+    row before it, says so.
+
+    Args:
+      rows: what identifies each row.
+      measure: adds the results to a row.
+      begin_until: the time at which the last row should be measured.
+
+    Returns:
+      What `measure` returned, without the rows that failed or were finished.
+    """
+    results = []
+    for row in rows:
+      if not self.begin(row):
+        continue
+      kind = row.get("compiled")
+      until = begin_until(row) if callable(begin_until) else begin_until
+      start = time.time()
+      if start + self._took.get(kind, 0.0) > until:
+        row["error"] = NO_TIME
+      else:
+        with clock.catch(row):
+          results.append(measure(row))
+        self._took[kind] = time.time() - start
+        gc.collect()
+      self.tell()
+    return results
 
   def begin(self, row: Row) -> bool:
     """Add a row.

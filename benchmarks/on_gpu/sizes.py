@@ -11,7 +11,8 @@ class Size:
     copied: float32 numbers that are copied to measure the bandwidth.
     large: shape of each of the 4 large leaves.
     small: shape of each of the small leaves.
-    small_leaves: how many of these there are.
+    small_leaves: how many of these there are, at most.
+    few_small_leaves: how many are measured first, and at least.
     steps_in_a_row: steps of an optimizer that are timed together.
     rounds: how often each variant is timed, at most.
     first_steps: training steps before the timing, whose last loss is shown.
@@ -33,6 +34,7 @@ class Size:
   large: tuple[int, int] = (8192, 8192)
   small: tuple[int, int] = (512, 512)
   small_leaves: int = 300
+  few_small_leaves: int = 30
   steps_in_a_row: int = 4
   rounds: int = 20
   first_steps: int = 20
@@ -68,6 +70,7 @@ SIZES = {
     large=(64, 64),
     small=(8, 8),
     small_leaves=6,
+    few_small_leaves=2,
     steps_in_a_row=2,
     rounds=3,
     first_steps=3,

@@ -13,9 +13,15 @@ Row = dict[str, Any]
 def render(kind: str, rows: list[Row]) -> str:
   """A table of rows of one kind, "optimizer", "training" or "report"."""
   columns = COLUMNS[kind]
-  first = next((row for row in rows if "milliseconds" in row), None)
+  firsts: dict[int | None, Row] = {}  # by the number of leaves
+  for row in rows:
+    if "milliseconds" in row:
+      firsts.setdefault(row.get("leaves"), row)
   cells = [
-    [cell(row, first) if _shown(name, row) else "" for name, cell in columns]
+    [
+      cell(row, firsts.get(row.get("leaves"))) if _shown(name, row) else ""
+      for name, cell in columns
+    ]
     for row in rows
   ]
   return markdown([[name for name, _ in columns], *cells], right_from=1)
@@ -24,6 +30,8 @@ def render(kind: str, rows: list[Row]) -> str:
 def name(row: Row) -> str:
   """Return the label of a row."""
   added = [word for word in ("checkpoint", "compiled") if row.get(word)]
+  if row.get("leaves"):
+    added.append(f"{row['leaves']} leaves")
   return ", ".join([row["variant"], *added])
 
 

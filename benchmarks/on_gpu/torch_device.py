@@ -13,7 +13,7 @@ if DEVICE == "cpu":
   torch.set_num_threads(1)  # Tiny operations take longer on several threads.
 
 
-def ready(size_name: str) -> bool:
+def is_ready(size_name: str) -> bool:
   """Report versions and device; return whether it can measure at this size."""
   name = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
   facts = {

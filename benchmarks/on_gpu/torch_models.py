@@ -1,6 +1,6 @@
-"""The same transformer and residual network as in ``models``, in torch.
+"""The transformer of ``models`` in torch.
 
-They are float32, for ``torch.autocast``. Attention is written out, as there.
+It is float32, for ``torch.autocast``. Attention is written out, as there.
 """
 
 from typing import Any
@@ -26,27 +26,6 @@ def transformer_loss(heads: int):
   return loss_fn
 
 
-def resnet_loss(strides: list[int]):
-  """The loss of the residual network; images are in torch's own layout."""
-
-  def loss_fn(params: Any, batch: Any):
-    x = _same_padding(batch["inputs"], 7, 2)
-    x = F.relu(_conv(x, params["stem"], 2, padded=True))
-    low = torch.finfo(x.dtype).min
-    x = F.max_pool2d(_same_padding(x, 3, 2, low), 3, 2)
-    for block, stride in zip(params["blocks"], strides, strict=True):
-      y = F.relu(_conv(x, block["reduce"]))
-      y = F.relu(_conv(y, block["middle"], stride))
-      y = _conv(y, block["expand"])
-      if "shortcut" in block:
-        x = _conv(x, block["shortcut"], stride)
-      x = F.relu(x + y)
-    x = x.float().mean((2, 3))
-    return F.cross_entropy((x @ params["head"]).float(), batch["labels"])
-
-  return loss_fn
-
-
 def _attention(x, layer, heads):
   batch, length, width = x.shape
   qkv = (x @ layer["qkv"]).view(batch, length, 3, heads, -1)
@@ -60,22 +39,3 @@ def _attention(x, layer, heads):
 
 def _rms_norm(x, gain):
   return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain
-
-
-def _conv(x, weights, stride=1, padded=False):
-  kernel = weights["kernel"]
-  if not padded:
-    x = _same_padding(x, kernel.shape[-1], stride)
-  y = F.conv2d(x, kernel, stride=stride)
-  return F.batch_norm(
-    y, None, None, weights["gain"], weights["bias"], training=True
-  )
-
-
-def _same_padding(x, kernel, stride, value=0.0):
-  """As XLA's "SAME" pads: more at the end, if it is an odd number."""
-  lengths = []
-  for n in reversed(x.shape[2:]):
-    total = max(0, (-(-n // stride) - 1) * stride + kernel - n)
-    lengths += [total // 2, total - total // 2]
-  return F.pad(x, lengths, value=value) if any(lengths) else x

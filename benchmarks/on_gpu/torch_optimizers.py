@@ -2,9 +2,10 @@
 
 import time
 
+from shared import clock
 import torch
 
-from on_gpu import bandwidth, clock, events, expected_bytes, torch_device
+from on_gpu import bandwidth, events, expected_bytes, torch_device
 from on_gpu.rows import Rows
 from on_gpu.torch_device import DEVICE
 
@@ -67,7 +68,7 @@ class Optimizer:
     torch_device.wait()
 
 
-def run(size, until: float, finished=None) -> None:
+def run(what, size, until: float, without=(), finished=None) -> None:
   """Measure each case, and report a table of it."""
   copy = bandwidth.measure(torch_device.Copy(size.copied), "torch")
   for i, (name, (many, clipped)) in enumerate(CASES.items()):
@@ -76,7 +77,7 @@ def run(size, until: float, finished=None) -> None:
     if share < 1:
       events.line(f"Left out, since no time is left: {name} in torch")
       continue
-    table = Rows("optimizer", f"{name}, torch", finished or {})
+    table = Rows("optimizer", f"{name}, torch", finished)
     _run_case(table, many, clipped, size, now + share, copy)
     if DEVICE == "cuda":
       torch.cuda.empty_cache()
@@ -89,22 +90,25 @@ def _run_case(table, many, clipped, size, until, copy):
     1e-2 * torch.randn(shape, device=DEVICE, generator=generator)
   )
   grads, params = ([draw(shape) for shape in shapes] for _ in range(2))
-  programs = []
-  for variant in VARIANTS:
-    key = f"{variant}, clipped" if clipped else variant
-    row = {
+
+  def make_program(row):
+    program = Optimizer(row, params, grads, clipped=clipped)
+    clock.take_first_steps(program, size.steps_in_a_row + 1)
+    return program
+
+  rows = [
+    {
       "variant": variant,
+      "leaves": len(shapes) if many else None,
       "parameters": sum(p.numel() for p in params),
       "copy": copy,
-      "expected_bytes": expected_bytes.TORCH.get(key),
+      "expected_bytes": expected_bytes.TORCH.get(
+        f"{variant}, clipped" if clipped else variant
+      ),
     }
-    if not table.begin(row):
-      continue
-    with clock.catch(row):
-      program = Optimizer(row, params, grads, clipped=clipped)
-      clock.first_steps(program, size.steps_in_a_row + 1)
-      programs.append(program)
-    table.tell()
+    for variant in VARIANTS
+  ]
+  programs = table.measure_each(rows, make_program, begin_until=until)
   clock.measure(
     programs, rounds=size.rounds, steps=size.steps_in_a_row, until=until
   )

@@ -3,9 +3,10 @@
 import contextlib
 import time
 
+from shared import clock
 import torch
 
-from on_gpu import clock, torch_device, torch_models, weights
+from on_gpu import torch_device, torch_models, weights
 from on_gpu.rows import Rows
 from on_gpu.torch_device import DEVICE
 
@@ -59,7 +60,6 @@ class Training:
 
   def prepare(self, skip):
     torch.set_float32_matmul_precision("high" if self._tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = self._tf32
 
   def step(self, skip):
     batch = self._batches[self._taken % len(self._batches)]
@@ -99,44 +99,34 @@ class Training:
     )
 
 
-def run(name: str, size, until: float, finished=None) -> None:
-  """Measures one model in as many rows as there is time for."""
-  loss_fn, params, batches = _model(name, size)
-  programs = []
-  table = Rows("training", f"{name}, torch", finished or {})
+def run(name: str, size, until: float, without=(), finished=None) -> None:
+  """Measures the transformer in as many rows as there is time for."""
+  loss_fn = torch_models.transformer_loss(size.heads)
+  params = weights.unstacked(weights.transformer(size))
+  batches = [
+    {key: torch.tensor(x, device=DEVICE).long() for key, x in batch.items()}
+    for batch in weights.token_batches(size)
+  ]
+  table = Rows("training", f"{name}, torch", finished)
   now = time.time()
   eager_until = now + 0.3 * (until - now)
-  begun_until = now + 0.8 * (until - now)
-  took = {False: 0.0, True: 0.0}
-  for precision, compiled in ROWS[: size.rows and size.rows + 1]:
-    row = {"variant": precision, "compiled": compiled}
-    if not table.begin(row):
-      continue
-    start = time.time()
-    if start + took[compiled] > (begun_until if compiled else eager_until):
-      row["error"] = "left out, since no time is left"
-      table.tell()
-      continue
-    with clock.catch(row):
-      program = Training(row, loss_fn, params, batches)
-      program.begin(size.first_steps)
-      programs.append(program)
-    took[compiled] = time.time() - start
-    table.tell()
+  compiled_until = now + 0.8 * (until - now)
+
+  def make_program(row):
+    program = Training(row, loss_fn, params, batches)
+    program.begin(size.first_steps)
+    return program
+
+  programs = table.measure_each(
+    [
+      {"variant": precision, "compiled": compiled}
+      for precision, compiled in ROWS[: size.rows and size.rows + 1]
+    ],
+    make_program,
+    lambda row: compiled_until if row["compiled"] else eager_until,
+  )
   clock.measure(programs, rounds=size.rounds, steps=2, until=until)
   table.tell(complete=True)
-
-
-def _model(name, size):
-  """The loss, the weights and the batches of a model."""
-  if name == "residual network":
-    loss_fn = torch_models.resnet_loss(weights.strides(size))
-    params, batches = weights.resnet(size), weights.image_batches(size)
-  else:
-    loss_fn = torch_models.transformer_loss(size.heads)
-    params = weights.unstacked(weights.transformer(size))
-    batches = weights.token_batches(size)
-  return loss_fn, params, [_batch(batch) for batch in batches]
 
 
 def _memory(reset=False):
@@ -159,21 +149,7 @@ def _make_trainable(params):
     if isinstance(value, list):
       return [convert(item) for item in value]
     tensor = torch.tensor(value, device=DEVICE)
-    if tensor.ndim == 4:  # A kernel: out, in, height, width.
-      tensor = tensor.permute(3, 2, 0, 1).contiguous(
-        memory_format=torch.channels_last
-      )
     leaves.append(tensor.requires_grad_())
     return tensor
 
   return convert(params), leaves
-
-
-def _batch(batch):
-  inputs = torch.tensor(batch["inputs"], device=DEVICE)
-  if inputs.ndim == 4:  # Images, which stay in the layout of JAX in memory.
-    inputs = inputs.permute(0, 3, 1, 2)
-  return {
-    "inputs": inputs if inputs.is_floating_point() else inputs.long(),
-    "labels": torch.tensor(batch["labels"], device=DEVICE).long(),
-  }

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 bandwidth = load_benchmark("on_gpu.bandwidth")
-clock = load_benchmark("on_gpu.clock")
+clock = load_benchmark("shared.clock")
 events = load_benchmark("on_gpu.events")
 expected = load_benchmark("on_gpu.expected_bytes")
 findings = load_benchmark("on_gpu.findings")
@@ -298,11 +298,38 @@ def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
   case = dataclasses.replace(
     jax_optimizers.LARGE["Adam"], compared=("bare", "ours")
   )
-  jax_optimizers.run({"Adam": case}, TINY, time.time() + 60, [])
+  monkeypatch.setitem(jax_optimizers.CASES, "large", {"Adam": case})
+  jax_optimizers.run("large", TINY, time.time() + 60)
   bare, ours = read_events(capsys.readouterr().out)[-1]["rows"]
   assert ours["error"] == FAILED
   assert bare["milliseconds"] and bare["host_reads"] == 0
   assert bare["parameters"] == 4 * 64 * 64
+
+
+def test_of_many_leaves_few_are_measured_before_the_others(capsys, monkeypatch):
+  case = dataclasses.replace(
+    jax_optimizers.SMALL["Adam, many leaves"], compared=("bare", "ours")
+  )
+  monkeypatch.setitem(jax_optimizers.CASES, "small", {"many": case})
+  jax_optimizers.run("small", TINY, time.time() + 600)
+  rows = read_events(capsys.readouterr().out)[-1]["rows"]
+  assert [tables.name(row) for row in rows] == [
+    "bare, 2 leaves",
+    "bare, 6 leaves",
+    "ours, 6 leaves",
+  ]
+  relative = [
+    line.split("|")[3] for line in tables.render("optimizer", rows).splitlines()
+  ]
+  assert [cell.strip() for cell in relative[2:4]] == ["1.00x", "1.00x"]
+
+
+@pytest.mark.parametrize(
+  ("available", "leaves"), [(600, 300), (299, 149), (1, 30), (-5, 30)]
+)
+def test_as_many_leaves_are_compiled_as_there_is_time_for(available, leaves):
+  assert jax_optimizers.fit_leaves(2.0, 30, 300, available) == leaves
+  assert jax_optimizers.fit_leaves(math.inf, 30, 300, available) == 30
 
 
 def test_the_copy_is_measured(capsys):
@@ -346,7 +373,9 @@ def test_rows_of_a_training_without_time_say_so(capsys):
 def test_rows_of_an_earlier_process_are_not_measured_again(capsys):
   earlier = {"variant": "TF32", "checkpoint": False, "milliseconds": [1.0] * 3}
   finished = {"transformer, scan, JAX": [earlier]}
-  jax_training.run("transformer, scan", TINY, time.time() - 1, finished)
+  jax_training.run(
+    "transformer, scan", TINY, time.time() - 1, finished=finished
+  )
   (event,) = read_events(capsys.readouterr().out)
   assert event["rows"] == [earlier]
 
@@ -362,7 +391,7 @@ def test_reports_are_timed_relative_to_the_compilation(capsys, monkeypatch):
   is_finite = []
   Checked = collections.namedtuple("Checked", "problems")
   monkeypatch.setattr(jax_reports.diagnostics, "check_step", check_step)
-  jax_reports.run(TINY, time.time() + 600)
+  jax_reports.run("all", TINY, time.time() + 600)
   found = read_events(capsys.readouterr().out)
   # Each row is sent before the next one begins.
   assert [e["kind"] for e in found] == ["begin", "table"] * 3 + ["table"]

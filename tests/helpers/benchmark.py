@@ -9,7 +9,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def load_benchmark(script):
-  """A module of benchmarks/, such as "cpu/report" or "on_gpu.clock".
+  """A module of benchmarks/, such as "cpu/report" or "shared.clock".
 
   Before the slash is the folder in which it finds its neighbours, as a script
   does that is run.

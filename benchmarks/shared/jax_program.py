@@ -2,11 +2,44 @@
 
 from collections.abc import Callable, Sequence
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from compilers import scheduled_hlo
 import jax
 import numpy as np
+
+
+class CompiledStep(NamedTuple):
+  """A compiled step, its trace, and the seconds of each stage."""
+
+  traced: jax.stages.Traced
+  compiled: jax.stages.Compiled
+  trace_seconds: float
+  lower_seconds: float
+  compile_seconds: float
+
+
+def compile_step(
+  step: Callable[..., Any],
+  *args: Any,
+  clock: Callable[[], float] = time.perf_counter,
+) -> CompiledStep:
+  """Trace and compile a step that donates its first argument.
+
+  Args:
+    step: the step.
+    *args: its arguments, or their shapes.
+    clock: returns seconds. CPU time does not grow with other work on the
+      machine, but includes all threads of the compiler.
+  """
+  times = [clock()]
+  traced = jax.jit(step, donate_argnums=0).trace(*args)
+  times.append(clock())
+  lowered = traced.lower()
+  times.append(clock())
+  compiled = lowered.compile()
+  times.append(clock())
+  return CompiledStep(traced, compiled, *np.diff(times).tolist())
 
 
 class JaxProgram:
@@ -18,6 +51,7 @@ class JaxProgram:
     row: the facts about the program, by name.
     skips: whether it has data of which each step must be skipped.
     carry: the carry after the last step.
+    stages: the compiled step.
   """
 
   def __init__(
@@ -27,18 +61,17 @@ class JaxProgram:
     carry: Any,
     data: Sequence[Any],
     bad_data: Any = None,
+    clock: Callable[[], float] = time.perf_counter,
   ):
     self.row = row
     self.skips = bad_data is not None
-    self.carry = jax.tree.map(_own_buffer, carry)
+    self.carry = copy_for_donation(carry)
     self._data, self._bad_data = data, bad_data
     self._taken = 0
     self._loss: Any = None
-    start = time.perf_counter()
-    lowered = jax.jit(step, donate_argnums=0).lower(self.carry, data[0])
-    self._compiled = lowered.compile()
-    row["compile_seconds"] = time.perf_counter() - start
-    row |= _figures(self._compiled)
+    self.stages = compile_step(step, self.carry, data[0], clock=clock)
+    row["compile_seconds"] = sum(self.stages[2:])
+    row |= _figures(self.stages.compiled)
 
   def prepare(self, skip: bool) -> None:
     pass
@@ -46,7 +79,7 @@ class JaxProgram:
   def step(self, skip: bool) -> None:
     data = self._data[self._taken % len(self._data)]
     self._taken += 1
-    self.carry, self._loss = self._compiled(
+    self.carry, self._loss = self.stages.compiled(
       self.carry, self._bad_data if skip else data
     )
 
@@ -54,11 +87,11 @@ class JaxProgram:
     jax.block_until_ready((self.carry, self._loss))
 
   def loss(self) -> float:
-    """The loss of the last step, read to the host."""
+    """Return the loss of the last step."""
     return float(self._loss)
 
   def count_host_reads(self) -> None:
-    """Takes a step in which JAX refuses to move anything to or from the host.
+    """Take a step in which JAX refuses to move anything to or from the host.
 
     A compiled program cannot transfer to the host, so this shows that the
     Python code between two steps does not, either. On a CPU it shows nothing.
@@ -75,6 +108,17 @@ class JaxProgram:
     else:
       self.row["host_reads"] = 0
     self.wait()
+
+
+def copy_for_donation(tree: Any) -> Any:
+  """Return a copy of a tree, with leaves of the same types, weak or not."""
+
+  def copy(leaf):
+    if isinstance(leaf, np.ndarray):
+      return jax.device_put(leaf.copy())
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
+
+  return jax.tree.map(copy, tree)
 
 
 def _figures(compiled):
@@ -95,10 +139,3 @@ def _figures(compiled):
   except Exception:  # Another compiler may write HLO that `parse` can't read.
     return figures
   return figures | {"moved_bytes": moved.bytes, "kernels": moved.kernels}
-
-
-def _own_buffer(leaf):
-  """A copy that may be donated, of the same type, weak or not."""
-  if isinstance(leaf, np.ndarray):
-    return jax.device_put(leaf.copy())
-  return leaf.copy() if isinstance(leaf, jax.Array) else leaf

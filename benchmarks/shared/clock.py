@@ -1,10 +1,15 @@
 """Times programs against each other, round by round, in random order."""
 
 from collections.abc import Callable, Sequence
+import math
 import random
 import statistics
 import time
 from typing import Any, Protocol
+
+# By the index of the program and whether its steps were skipped, of each round:
+# the seconds of a step by the clock, and its CPU seconds.
+Samples = dict[tuple[int, bool], list[tuple[float, float]]]
 
 
 class Program(Protocol):
@@ -19,13 +24,13 @@ class Program(Protocol):
   skips: bool
 
   def prepare(self, skip: bool) -> None:
-    """Makes ready for steps; this is not timed."""
+    """Make ready for steps; this is not timed."""
 
   def step(self, skip: bool) -> None:
-    """Starts a step, and need not wait for its end."""
+    """Start a step, without waiting for its end."""
 
   def wait(self) -> None:
-    """Waits until all steps have ended."""
+    """Wait until all steps have ended."""
 
 
 def measure(
@@ -33,10 +38,10 @@ def measure(
   *,
   rounds: int,
   steps: int,
-  until: float,
-  after_round: Callable[[int], None] = lambda done: None,
-) -> None:
-  """Adds to each row the time of a step, and of a skipped one.
+  until: float = math.inf,
+  after_round: Callable[[int], Any] = lambda done: None,
+) -> Samples:
+  """Add to each row the time of a step, and of a skipped one.
 
   In each round each program takes some steps in a row, as in training, and the
   clock is read when the last has ended. The first round is not counted.
@@ -47,34 +52,46 @@ def measure(
     steps: how many are taken in a row.
     until: the time at which the last round should have ended.
     after_round: is called with the number of rounds that were counted.
+
+  Returns:
+    The times of all rounds.
   """
-  runs = [(p, skip) for p in programs for skip in (False, True)[: 1 + p.skips]]
-  seconds: dict[tuple[int, bool], list[float]] = {}
+  runs = [
+    (i, skip)
+    for i, program in enumerate(programs)
+    for skip in (False, True)[: 1 + program.skips]
+  ]
+  samples: Samples = {}
   for done in range(rounds + 1):
     started = time.time()
-    for program, skip in random.sample(runs, len(runs)):
-      if "error" in program.row:
+    for i, skip in random.sample(runs, len(runs)):
+      if "error" in programs[i].row:
         continue
-      with catch(program.row):
-        elapsed = _time(program, skip, steps)
-        if done:
-          seconds.setdefault((id(program), skip), []).append(elapsed)
-    _record_seconds(runs, seconds)
+      with catch(programs[i].row):
+        elapsed = _time(programs[i], skip, steps)
+        if done:  # The first round touches all memory for the first time.
+          samples.setdefault((i, skip), []).append(elapsed)
+    for (i, skip), times in samples.items():
+      key = "skipped_milliseconds" if skip else "milliseconds"
+      seconds = quartiles([wall for wall, _ in times])
+      programs[i].row[key] = [1e3 * s for s in seconds]
+      programs[i].row["rounds"] = len(times)
     after_round(done)
     now = time.time()
     if now + (now - started) > until:
       break
+  return samples
 
 
-def first_steps(program: Program, steps: int) -> None:
-  """Takes steps, and notes a time, in case that there will be no rounds.
+def take_first_steps(program: Program, steps: int) -> None:
+  """Take steps, and note a time, in case that there will be no rounds.
 
   The first step is not timed.
   """
   program.prepare(False)
   program.step(False)
   program.wait()
-  mean = 1e3 * _time(program, False, steps - 1)
+  mean = 1e3 * _time(program, False, steps - 1)[0]
   program.row |= {"milliseconds": [mean] * 3, "rounds": 0}
 
 
@@ -96,7 +113,7 @@ class catch:  # noqa: N801
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-  """First quartile, median and third quartile."""
+  """Return the first quartile, the median and the third quartile."""
   if len(values) < 2:
     return [values[0]] * 3
   return statistics.quantiles(values, n=4, method="inclusive")
@@ -105,16 +122,9 @@ def quartiles(values: Sequence[float]) -> list[float]:
 def _time(program, skip, steps):
   program.prepare(skip)
   program.wait()
-  start = time.perf_counter()
+  start = time.perf_counter(), time.process_time()
   for _ in range(steps):
     program.step(skip)
   program.wait()
-  return (time.perf_counter() - start) / steps
-
-
-def _record_seconds(runs, seconds):
-  for program, skip in runs:
-    if found := seconds.get((id(program), skip)):
-      key = "skipped_milliseconds" if skip else "milliseconds"
-      program.row[key] = [1e3 * s for s in quartiles(found)]
-      program.row["rounds"] = len(found)
+  end = time.perf_counter(), time.process_time()
+  return tuple((b - a) / steps for a, b in zip(start, end, strict=True))
