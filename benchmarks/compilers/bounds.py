@@ -1,8 +1,11 @@
-"""Bounds of a GPU: the least time of a step, and the largest batch."""
+"""The least time of a step on a GPU, the largest batch, and their table."""
 
 from collections.abc import Callable
+from typing import Any
 
 from gpus import Gpu
+import scheduled_hlo
+from shared.tables import markdown
 
 # On a T4 with 16 GB, CUDA reports 15.8 GB (16.9 GB on a V100), of which its
 # context and the libraries take some hundred MB.
@@ -75,3 +78,23 @@ def _around(guess, memory_needed, available):
   while guess > step and memory_needed(guess - step) > available:
     guess, step = guess - step, 2 * step
   return max(0, guess - step), guess
+
+
+def format_steps(by_variant: dict[str, dict[str, Any]]) -> str:
+  """Return the figures of one model on one device as Markdown."""
+  head = ["", "GB moved", "GB needed", "kernels", "largest batch"]
+  head += ["ms at least, memory", "products", "library calls"]
+  rows = [
+    [
+      variant,
+      f"{found['bytes'] / 1e9:.1f}",
+      f"{found['needed'] / 1e9:.1f}",
+      f"{found['kernels']:,}",
+      str(found["largest_batch"] or ""),
+      f"{1e3 * found['seconds']['memory']:.0f}",
+      f"{1e3 * found['seconds']['products']:.0f}",
+      scheduled_hlo.format_matmuls(found["products"]),
+    ]
+    for variant, found in by_variant.items()
+  ]
+  return markdown([head, *rows])

@@ -2,42 +2,35 @@
 
 import argparse
 from collections import Counter
+from collections.abc import Callable, Iterable
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import pathlib
 import sys
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import attention_costs
+import bounds
 import compiled_bytes  # Before others import jax.
+import gpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scheduled_hlo
 import sharded_costs
-import tqdm
-import trained_models
-import training_costs
-
-import optax_lossscale as ols
-
-sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from shared.tables import markdown
 from shared.variants import VARIANTS
 from shared.workloads import make_workloads, Workload
-from training_tables import calls, table
+import tqdm
+import trained_models
 
-HERE = pathlib.Path(__file__).parent
-# The version of the figures; "environments" has the versions of each device.
-PARTS = (
-  "environments",
-  "steps",
-  "optimizers",
-  "training",
-  "attention",
-  "collectives",
-)
+import optax_lossscale as ols
+
+FOLDER = pathlib.Path(__file__).parent
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax")
 # Keras keeps its own optimizers, and is compared with Keras by `cpu/run.py`.
 COMPARED = [name for name in VARIANTS if not name.startswith("Keras")]
@@ -63,137 +56,121 @@ OPTIMIZERS = {
   ),
   "adadelta": lambda: optax.adadelta(1e-3),
 }
+IMAGES = 64  # of a whole step
+Figures = dict[str, Any]
 
 
 def main() -> None:
-  """Takes the figures that the command line asks for, prints and writes."""
+  """Measure what the command line asks for, and print and write it."""
   args = _parse_args()
-  results = {part: {} for part in PARTS}
-  for device in args.devices:
-    results["steps"][device] = _steps(device, args.workloads)
-    results["optimizers"][device] = _measure_optimizers(device)
-    _write(args.output, results, f"steps, {device}")
-  for device in args.training:
-    results["training"][device] = _training(device)
-    _write(args.output, results, f"training, {device}")
-  for device in args.attention:
-    results["attention"][device] = attention_costs.attention(device)
-    _write(args.output, results, f"attention, {device}")
-  for chips in args.chips:
-    results["collectives"].update(_collectives(chips))
-    _write(args.output, results, f"collectives, {chips} chips")
-  _print(results)
+  for part in args.parts:
+    for device in args.devices or DEVICES[part]:
+      if device in DEVICES[part] + ON_REQUEST.get(part, ()):
+        figures = MEASURES[part](device)
+        _write(args.output, part, device, figures)
+        _print(part, device, figures)
 
 
 def _parse_args():
+  known = {*sum((*DEVICES.values(), *ON_REQUEST.values()), ())}
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument(
+    "--parts", nargs="+", default=list(MEASURES), choices=list(MEASURES)
+  )
+  parser.add_argument(
     "--devices",
-    nargs="*",
-    default=["v5e", "v6e", "t4", "v100", "h100"],
-    choices=("v5e", "v5p", "v6e", "t4", "v100", "h100"),
-  )
-  parser.add_argument(
-    "--workloads",
     nargs="+",
-    default=WORKLOADS,
-    choices=WORKLOADS,
-    help="of the steps; models take longer than an optimizer alone",
+    choices=sorted(known),
+    help="by default, each part has its own devices",
   )
-  parser.add_argument(
-    "--training",
-    nargs="*",
-    default=["t4", "v100"],
-    choices=("t4", "v100"),
-    help="whole steps of models; each device takes ten minutes",
-  )
-  parser.add_argument(
-    "--attention",
-    nargs="*",
-    default=["h100"],
-    choices=("h100",),
-    help="a layer of attention by cuDNN, which needs an Ampere or later",
-  )
-  parser.add_argument(
-    "--chips",
-    nargs="*",
-    type=int,
-    default=[8, 16],
-    choices=list(sharded_costs.CHIPS),
-    help="of the sharded steps; each number takes some minutes",
-  )
-  parser.add_argument("--output", type=pathlib.Path, default=HERE)
+  parser.add_argument("--output", type=pathlib.Path, default=FOLDER)
   return parser.parse_args()
 
 
-def _write(output: pathlib.Path, results: dict[str, Any], taken: str) -> None:
-  """Write the figures so far, and keep the figures of other devices on file."""
-  installed = {d.name: d.version for d in importlib.metadata.distributions()}
-  versions = {name: installed[name] for name in PACKAGES if name in installed}
-  results["environments"][taken] = versions
+def _write(output: pathlib.Path, part: str, device: str, figures: Figures):
+  """Write figures with their versions, and keep the others on file."""
   output.mkdir(parents=True, exist_ok=True)
   path = output / "compile_costs.json"
-  earlier = json.loads(path.read_text()) if path.exists() else {}
-  merged = {part: earlier.get(part, {}) | results[part] for part in PARTS}
-  path.write_text(json.dumps(merged, indent=1) + "\n")
-
-
-def _make_workloads() -> dict[str, Workload]:
-  """Those of WORKLOADS."""
-  workloads = {name: make() for name, make in make_workloads(1).items()}
-  adam = workloads["adam"]
-  names = ("adam, float16 gradients", "adamw, clipped", "adam, 100 leaves")
-  return {
-    "adam": adam,
-    **{name: workloads[name] for name in names},
-    "adam, bfloat16 moments": dataclasses.replace(adam, mu_dtype=jnp.bfloat16),
-    "mlp": workloads["mlp"],
-    "transformer": workloads["transformer"],
+  results = json.loads(path.read_text()) if path.exists() else {}
+  installed = {d.name: d.version for d in importlib.metadata.distributions()}
+  results.setdefault("environments", {})[f"{part}, {device}"] = {
+    name: installed[name] for name in PACKAGES if name in installed
   }
+  own = figures if part == "collectives" else {device: figures}
+  results.setdefault(part, {}).update(own)
+  path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def _steps(device: str, names: list[str]) -> dict[str, dict[str, Any]]:
-  """Figures by workload and variant."""
-  results: dict[str, dict[str, Any]] = {}
+def _measure_steps(device: str) -> Figures:
+  """Return figures by workload and variant."""
   workloads = _make_workloads()
-  pairs = [(w, v) for w in names for v in COMPARED]
-  for name, variant in tqdm.tqdm(pairs, desc=device):
-    workload = workloads[name]
-    step, carry = VARIANTS[variant][0](workload)
-    figures = compiled_bytes.figures(
-      step, carry, workload.data, device=device, donate_argnums=0
-    )
-    results.setdefault(name, {})[variant] = _divide_by_parameters(
-      figures, workload.params
-    )
-  return results
+
+  def measure(name, variant):
+    step, carry = VARIANTS[variant][0](workloads[name])
+    data, params = workloads[name].data, workloads[name].params
+    return measure_per_parameter(device, step, carry, data, params)
+
+  return _measure_table(WORKLOADS, COMPARED, measure, device)
 
 
-def _measure_optimizers(device: str) -> dict[str, dict[str, Any]]:
-  """Figures of other optimizers, bare and ours, by optimizer."""
+def _measure_optimizers(device: str) -> Figures:
+  """Return figures of other optimizers, bare and ours."""
   shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
   params = {f"w{i}": shape for i in range(4)}
-  results: dict[str, dict[str, Any]] = {}
-  for name, make in OPTIMIZERS.items():
-    wrapped = ols.with_loss_scaling(make())
-    for variant, tx in {"bare": make(), "ours": wrapped}.items():
 
-      def step(carry, grads, tx=tx):
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+  def measure(name, variant):
+    tx = OPTIMIZERS[name]()
+    tx = ols.with_loss_scaling(tx) if variant == "ours" else tx
+    return measure_update(device, tx, params, params)
 
-      carry = params, jax.eval_shape(tx.init, params)
-      figures = compiled_bytes.figures(
-        step, carry, params, device=device, donate_argnums=0
-      )
-      results.setdefault(name, {})[variant] = _divide_by_parameters(
-        figures, params
-      )
+  return _measure_table(OPTIMIZERS, ("bare", "ours"), measure, device)
+
+
+def _measure_training(device: str) -> Figures:
+  """Return figures of whole steps by model and variant."""
+  return _measure_table(
+    trained_models.MODELS,
+    trained_models.VARIANTS,
+    functools.partial(_measure_whole_step, device),
+    f"training, {device}",
+  )
+
+
+def _measure_table(
+  names: Iterable[str],
+  variants: Iterable[str],
+  measure: Callable[[str, str], Figures],
+  description: str,
+) -> Figures:
+  """Measure each pair of a name and a variant."""
+  pairs = [(name, variant) for name in names for variant in variants]
+  results: Figures = {}
+  for name, variant in tqdm.tqdm(pairs, desc=description):
+    results.setdefault(name, {})[variant] = measure(name, variant)
   return results
 
 
-def _divide_by_parameters(figures: compiled_bytes.Figures, params: Any) -> dict:
+def measure_update(
+  device: str, tx: optax.GradientTransformation, params: Any, grads: Any
+) -> Figures:
+  """Return the figures of an update of params, which are shapes."""
+
+  def step(carry, grads):
+    params, state = carry
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  carry = params, jax.eval_shape(tx.init, params)
+  return measure_per_parameter(device, step, carry, grads, params)
+
+
+def measure_per_parameter(
+  device: str, step: Callable[..., Any], carry: Any, data: Any, params: Any
+) -> Figures:
+  """Return the figures of a step that donates its carry."""
+  figures = compiled_bytes.figures(
+    step, carry, data, device=device, donate_argnums=0
+  )
   n_params = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
   names = "bytes", "temporary", "peak", "aliased"
   per_parameter = {
@@ -202,79 +179,134 @@ def _divide_by_parameters(figures: compiled_bytes.Figures, params: Any) -> dict:
   return per_parameter | {"kernels": figures.kernels}
 
 
-def _training(device: str) -> dict[str, dict[str, Any]]:
-  """Figures of whole steps by model and variant."""
-  results: dict[str, dict[str, Any]] = {}
-  models, variants = trained_models.MODELS, trained_models.VARIANTS
-  pairs = [(m, v) for m in models for v in variants]
-  for model, variant in tqdm.tqdm(pairs, desc=f"training, {device}"):
-    figures = training_costs.training(device, model, variant)
-    results.setdefault(model, {})[variant] = figures
-  return results
+def _make_workloads() -> dict[str, Workload]:
+  makers = make_workloads(1)
+  workloads = {name: makers[name]() for name in WORKLOADS if name in makers}
+  workloads["adam, bfloat16 moments"] = dataclasses.replace(
+    workloads["adam"], mu_dtype=jnp.bfloat16
+  )
+  return workloads
 
 
-def _collectives(chips: int) -> dict[str, list[str]]:
+def _measure_whole_step(device: str, model: str, variant: str) -> Figures:
+  """Return the figures of a step with ``IMAGES``, and of the largest batch."""
+
+  @functools.cache
+  def figures(batch: int) -> compiled_bytes.Figures:
+    batches.append(batch)
+    step, carry, data = trained_models.make_training_step(model, variant, batch)
+    return compiled_bytes.figures(
+      step, carry, data, device=device, donate_argnums=0
+    )
+
+  batches: list[int] = []
+  found = figures(IMAGES)
+  flops = _count_flops_by_dtype(
+    *trained_models.make_training_step(model, variant, IMAGES)
+  )
+  # The model by hand is only for comparison, and its search would take minutes.
+  searched = variant != "by hand"
+  largest = (
+    bounds.largest_batch(lambda n: figures(n).needed) if searched else None
+  )
+  return found._asdict() | {
+    "flops": flops,
+    "seconds": bounds.least_seconds(gpus.GPUS[device], found.bytes, flops),
+    "batches": {
+      batch: {"bytes": figures(batch).bytes, "needed": figures(batch).needed}
+      for batch in sorted(batches)
+    },
+    "largest_batch": largest,
+  }
+
+
+def _count_flops_by_dtype(step: Callable[..., Any], *args: Any) -> Figures:
+  """Return the FLOPs of matmuls by operand dtype, before compilation."""
+  names = {"float32": "f32", "float16": "f16"}
+  counts: Counter = Counter()
+  for row in ols.diagnostics.precision_report(step, *args).flops:
+    counts[names[row.operand_dtype]] += row.flops
+  return dict(counts)
+
+
+def _measure_collectives(chips: str) -> dict[str, list[str]]:
   """Return the added collectives, by a sentence that describes the step."""
+  count = int(chips.split()[0])
+  cases = [(8, {}), (300, {}), (8, {"max_norm": 1.0})]
+  steps = [
+    (layout, *case) for layout in sharded_costs.LAYOUTS for case in cases
+  ]
   results = {}
-  cases = [(layout, n) for layout in sharded_costs.LAYOUTS for n in (8, 300)]
-  for layout, n in tqdm.tqdm(cases, desc=f"{chips} chips"):
-    gain = sharded_costs.gained(layout, chips, n)
-    results[f"{layout}, {chips} chips, {n} leaves"] = _describe_gain(gain)
-  for layout in sharded_costs.LAYOUTS:
-    gain = sharded_costs.gained(layout, chips, 8, max_norm=1.0)
-    key = f"{layout}, {chips} chips, 8 leaves, max_norm"
-    results[key] = _describe_gain(gain)
+  for layout, leaves, options in tqdm.tqdm(steps, desc=chips):
+    gain = sharded_costs.gained(layout, count, leaves, **options)
+    name = ", ".join([layout, chips, f"{leaves} leaves", *options])
+    results[name] = [
+      f"{abs(n)} {'fewer ' if n < 0 else ''}{operation} of {types}"
+      for (operation, types), n in gain.items()
+    ]
   return results
 
 
-def _describe_gain(gain: Counter) -> list[str]:
-  return [
-    f"{abs(n)} {'fewer ' if n < 0 else ''}{name} of {types}"
-    for (name, types), n in gain.items()
-  ]
-
-
-def _print(results: dict[str, Any]) -> None:
-  for taken, versions in results["environments"].items():
-    pairs = (f"{name} {version}" for name, version in versions.items())
-    print(f"{taken}: {', '.join(pairs)}")
-  for device, steps in results["steps"].items():
-    for title, cell in (
-      ("bytes per parameter", lambda f: f"{f['bytes']:.2f}"),
-      ("kernels", lambda f: str(f["kernels"])),
-    ):
-      print(f"\n### {device}, {title}\n\n{_table(steps, COMPARED, cell)}")
+def _print(part: str, device: str, figures: Figures) -> None:
+  """Print the tables of a part."""
+  format_bytes = lambda f: f"{f['bytes']:.2f}"
+  if part == "steps":
+    print(f"\n### {device}, bytes per parameter\n")
+    print(_format_table(figures, format_bytes))
+    print(f"\n### {device}, kernels\n")
+    print(_format_table(figures, lambda f: str(f["kernels"])))
+  elif part == "optimizers":
     print(f"\n### {device}, other optimizers, bytes per parameter\n")
-    cell = lambda f: f"{f['bytes']:.2f}"
-    print(_table(results["optimizers"][device], ["bare", "ours"], cell))
-  for device, models in results["training"].items():
-    for model, by_variant in models.items():
-      print(f"\n### {device}, {model}\n")
-      print(table(by_variant))
-  for device, by_name in results["attention"].items():
-    print(f"\n### {device}, attention, MB\n")
+    print(_format_table(figures, format_bytes))
+  elif part == "training":
+    for model, by_variant in figures.items():
+      print(f"\n### {device}, {model}\n\n{bounds.format_steps(by_variant)}")
+  elif part == "attention":
     rows = [
-      [name, f"{f['bytes'] / 1e6:,.0f}", calls(f["products"])]
-      for name, f in by_name.items()
+      [
+        name,
+        f"{f['bytes'] / 1e6:,.0f}",
+        scheduled_hlo.format_matmuls(f["products"]),
+      ]
+      for name, f in figures.items()
       if "error" not in f
     ]
+    print(f"\n### {device}, attention, MB\n")
     print(markdown([["", "moved", "products"], *rows]))
-  if results["collectives"]:
+  else:
+    rows = [[name, "; ".join(gain) or "none"] for name, gain in figures.items()]
     print("\n### Collectives that bare Optax has not\n")
-    rows = [
-      [name, "; ".join(gain) or "none"]
-      for name, gain in results["collectives"].items()
-    ]
     print(markdown([["step", "gained"], *rows]))
 
 
-def _table(results, variants, cell) -> str:
+def _format_table(figures: Figures, cell: Callable[[Figures], str]) -> str:
+  variants = list(next(iter(figures.values())))
   rows = [
     [name, *(cell(by_variant[v]) for v in variants)]
-    for name, by_variant in results.items()
+    for name, by_variant in figures.items()
   ]
   return markdown([["step", *variants], *rows])
 
+
+MEASURES = {
+  "steps": _measure_steps,
+  "optimizers": _measure_optimizers,
+  "training": _measure_training,
+  "attention": attention_costs.attention,
+  "collectives": _measure_collectives,
+}
+DEVICES = {
+  "steps": ("v5e", "v6e", "t4", "v100", "h100"),
+  "optimizers": ("v5e", "v6e", "t4", "v100", "h100"),
+  "training": ("t4", "v100"),
+  "attention": ("h100",),
+  "collectives": ("8 chips", "16 chips"),
+}
+ON_REQUEST = {
+  "steps": ("v5p",),
+  "optimizers": ("v5p",),
+  "collectives": ("256 chips", "2048 chips"),
+}
 
 if __name__ == "__main__":
   main()

@@ -25,6 +25,14 @@ COLLECTIVES = (
   "collective-permute",
   "reduce-scatter",
 )
+# By the prefix of a call, or by the operation of XLA itself.
+LIBRARIES = (
+  ("__cublas$lt", "cuBLASLt"),
+  ("__cublas$gemm", "cuBLAS"),
+  ("__cudnn$", "cuDNN"),
+  ("dot", "XLA"),
+  ("convolution", "XLA"),
+)
 BITS = {"pred": 8, "token": 0}
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
@@ -100,6 +108,20 @@ def count_matmuls(text: str) -> dict[str, dict[str, int]]:
         dtype = _ARRAY.search(types[i.operands[0]])[1]
         results.setdefault(name, Counter())[dtype] += 1
   return {name: dict(results[name]) for name in sorted(results)}
+
+
+def format_matmuls(matmuls: dict[str, dict[str, int]]) -> str:
+  """Return the counts by library: "cuBLASLt: 40 f16; cuDNN: 14 f16"."""
+  by_library: dict[str, Counter] = {}
+  for target, counts in matmuls.items():
+    library = next(
+      (lib for p, lib in LIBRARIES if target.startswith(p)), target
+    )
+    by_library.setdefault(library, Counter()).update(counts)
+  return "; ".join(
+    f"{library}: " + ", ".join(f"{n} {dtype}" for dtype, n in counts.items())
+    for library, counts in sorted(by_library.items())
+  )
 
 
 def _parse_computations(text):

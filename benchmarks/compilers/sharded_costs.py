@@ -1,11 +1,11 @@
 """Counts the collectives of a step that bare Optax does not have."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import compiled_bytes
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -45,37 +45,33 @@ def gained(layout: str, chips: int, n_leaves: int, **options: Any) -> Counter:
     The number of added collectives, by operation and types of the operands. It
     is negative for collectives that only bare Optax has.
   """
-  if layout == "shard_map":
-    options["axis_name"] = LAYOUTS[layout][0]
   inner = optax.adam(1e-3)
   clip = optax.clip_by_global_norm(options.get("max_norm", 1.0))
   bare = optax.chain(clip, inner) if "max_norm" in options else inner
-  results = Counter(_collectives(layout, chips, n_leaves, bare, None))
+  if layout == "shard_map":
+    options["axis_name"] = LAYOUTS[layout][0]
   wrapped = ols.with_loss_scaling(inner, **options)
   gain = Counter(
     _collectives(layout, chips, n_leaves, wrapped, ols.value_and_grad)
   )
-  gain.subtract(results)
+  value_and_grad = lambda fun, state: jax.value_and_grad(fun)
+  gain.subtract(_collectives(layout, chips, n_leaves, bare, value_and_grad))
   return Counter({key: n for key, n in gain.items() if n})
 
 
-def _collectives(
-  layout: str,
-  chips: int,
-  n_leaves: int,
-  tx: optax.GradientTransformation,
-  value_and_grad: Callable[..., Any] | None,
-) -> list[tuple[str, str]]:
+def _collectives(layout, chips, n_leaves, tx, value_and_grad):
   axes, spec = LAYOUTS[layout]
-  mesh = _mesh(CHIPS[chips], axes)
-  weight = jax.ShapeDtypeStruct(SHAPE, jax.numpy.float32)
+  devices = np.array(compiled_bytes.get_topology_devices(CHIPS[chips]))
+  shape = (-1,) if len(axes) == 1 else (devices.size // 8, 8)
+  mesh = jax.sharding.Mesh(devices.reshape(shape), axes)
+  weight = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
   params = {f"w{i:03}": weight for i in range(n_leaves)}
   carry = params, jax.eval_shape(tx.init, params)
-  batch = jax.ShapeDtypeStruct((8 * chips, SHAPE[0]), jax.numpy.float32)
+  batch = jax.ShapeDtypeStruct((8 * chips, SHAPE[0]), jnp.float32)
 
   def step(carry, batch):
     params, state = carry
-    grads = _grads(value_and_grad, params, state, batch)
+    _, grads = value_and_grad(_loss_fn, state)(params, batch)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
@@ -99,26 +95,14 @@ def _collectives(
   return scheduled_hlo.collectives(compiled.as_text())
 
 
-def _grads(value_and_grad, params, state, batch):
-  """Gradients of a sum over the leaves; under ``shard_map`` of the own part."""
-
-  def loss_fn(params, batch):
-    half = lambda x: x.astype(jax.numpy.float16)
-    loss = 0.0
-    for w in params.values():
-      if len(params) > FEW:
-        y = half(w) * half(jax.numpy.mean(batch))
-      else:
-        y = half(batch)[:, : w.shape[0]] @ half(w)
-      loss += jax.numpy.mean(y.astype(jax.numpy.float32) ** 2)
-    return loss
-
-  if value_and_grad is None:
-    return jax.grad(loss_fn)(params, batch)
-  return value_and_grad(loss_fn, state)(params, batch)[1]
-
-
-def _mesh(topology: str, axes: tuple[str, ...]) -> jax.sharding.Mesh:
-  devices = np.array(compiled_bytes.get_topology_devices(topology))
-  shape = (-1,) if len(axes) == 1 else (devices.size // 8, 8)
-  return jax.sharding.Mesh(devices.reshape(shape), axes)
+def _loss_fn(params, batch):
+  """A sum over the leaves; under ``shard_map`` of the device's own part."""
+  half = lambda x: x.astype(jnp.float16)
+  loss = 0.0
+  for w in params.values():
+    if len(params) > FEW:
+      y = half(w) * half(jnp.mean(batch))
+    else:
+      y = half(batch)[:, : w.shape[0]] @ half(w)
+    loss += jnp.mean(y.astype(jnp.float32) ** 2)
+  return loss

@@ -7,6 +7,7 @@ import json
 import sys
 
 import attention_costs
+import compile_costs
 import compiled_bytes  # Before others import jax.
 from flax import linen as nn
 import jax
@@ -21,28 +22,13 @@ SIDE = 1024
 
 
 def measure_step(device, tx, *, leaves=4, side=SIDE, dtype=jnp.float32):
-  """Those of one step, bytes for one parameter."""
+  """The figures of one step, with the bytes for one parameter."""
   params = {
     f"w{i:03}": jax.ShapeDtypeStruct((side, side), jnp.float32)
     for i in range(leaves)
   }
   grads = {name: x.update(dtype=dtype) for name, x in params.items()}
-
-  def step(carry, grads):
-    params, state = carry
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  carry = params, jax.eval_shape(tx.init, params)
-  result = compiled_bytes.figures(
-    step, carry, grads, device=device, donate_argnums=0
-  )
-  count = leaves * side**2
-  return {
-    "bytes": result.bytes / count,
-    "aliased": result.aliased / count,
-    "kernels": result.kernels,
-  }
+  return compile_costs.measure_update(device, tx, params, grads)
 
 
 def measure_steps(device):

@@ -19,7 +19,7 @@ COMPILED = json.loads(
 REPORT = vars(load_benchmark("cpu/report"))
 BOUNDS = load_benchmark("compilers/bounds")
 GPUS = load_benchmark("compilers/gpus").GPUS
-TRAINING_TABLES = load_benchmark("compilers/training_tables")
+SCHEDULED_HLO = load_benchmark("compilers/scheduled_hlo")
 MODELS = load_benchmark("compilers/trained_models")
 TRAINING = COMPILED["training"]
 # Each variant of each model, by the device that it was compiled for.
@@ -172,7 +172,7 @@ def test_the_largest_batch_was_compiled_and_so_was_the_next(device):
 def test_the_page_on_compilers_has_the_whole_steps(device):
   page = (ROOT / "benchmarks" / "compilers" / "README.md").read_text()
   for model, by_variant in TRAINING[device].items():
-    table = TRAINING_TABLES.table(by_variant)
+    table = BOUNDS.format_steps(by_variant)
     assert f"### {device}, {model}\n\n{table}\n" in page
 
 
@@ -270,7 +270,7 @@ def test_library_calls_are_told_by_library_and_dtype():
     "__cudnn$convForward": {"f16": 2, "f32": 1},
     "dot": {"f32": 3},
   }
-  assert TRAINING_TABLES.calls(products) == (
+  assert SCHEDULED_HLO.format_matmuls(products) == (
     "XLA: 3 f32; cuBLAS: 1 f32; cuBLASLt: 40 f16; cuDNN: 3 f16, 1 f32"
   )
 
