@@ -15,13 +15,16 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 
 import optax_lossscale as ols
 
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "tests"))
 from helpers import float32_models, matmul_flops
+from shared.tables import markdown
 
-COLUMNS = (
+COLUMNS = [
   "model",
   "products in half",
   "1 - cosine of gradients",
@@ -29,7 +32,7 @@ COLUMNS = (
   "equations",
   "tracing",
   "temporary memory",
-)
+]
 
 
 def main():
@@ -37,15 +40,14 @@ def main():
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--rounds", type=int, default=6, help="traces of each")
+  names = float32_models.NAMES
+  parser.add_argument("--models", nargs="+", choices=names, default=names)
   args = parser.parse_args()
-  print_row(COLUMNS)
-  print_row(["---"] + (len(COLUMNS) - 1) * ["--:"])
-  for name in float32_models.NAMES:
-    print_row([name, *measure(float32_models.make_model(name), args.rounds)])
-
-
-def print_row(cells):
-  print("| " + " | ".join(cells) + " |", flush=True)
+  rows = [
+    [name, *measure(float32_models.make_model(name), args.rounds)]
+    for name in tqdm.tqdm(args.models)
+  ]
+  print(markdown([COLUMNS, *rows], right_from=1))
 
 
 def measure(model, rounds):

@@ -11,7 +11,6 @@ NVIDIA library and by dtype.
 """
 
 import argparse
-import functools
 import pathlib
 import sys
 
@@ -22,25 +21,15 @@ from flax import linen as nn
 import gpus
 import jax
 import jax.numpy as jnp
-from training_tables import calls
+from on_gpu.models import RECOMPUTE
+from scheduled_hlo import format_matmuls
+from shared.tables import markdown
 
 import optax_lossscale as ols
 
 HALF = {"v5e": jnp.bfloat16, **dict.fromkeys(gpus.GPUS, jnp.float16)}
 BLOCKS, WIDTH, HEADS, BATCH, TOKENS = 16, 512, 8, 16, 512
-COLUMNS = ("gradient", "MB moved", "peak MB", "temporary MB", "kernels")
-
-
-class Block(nn.Module):
-  dtype: jnp.dtype | None = None
-
-  @nn.compact
-  def __call__(self, x):
-    dtype = self.dtype
-    y = nn.LayerNorm(dtype=dtype)(x)
-    x = x + nn.MultiHeadDotProductAttention(HEADS, dtype=dtype)(y)
-    y = nn.Dense(4 * WIDTH, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x))
-    return x + nn.Dense(WIDTH, dtype=dtype)(nn.gelu(y))
+COLUMNS = ["gradient", "MB moved", "peak MB", "temporary MB", "kernels"]
 
 
 class Stack(nn.Module):
@@ -48,9 +37,13 @@ class Stack(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    x = x.astype(self.dtype or x.dtype)
+    dtype = self.dtype
+    x = x.astype(dtype or x.dtype)
     for _ in range(BLOCKS):
-      x = Block(self.dtype)(x)
+      y = nn.LayerNorm(dtype=dtype)(x)
+      x = x + nn.MultiHeadDotProductAttention(HEADS, dtype=dtype)(y)
+      y = nn.Dense(4 * WIDTH, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x))
+      x = x + nn.Dense(WIDTH, dtype=dtype)(nn.gelu(y))
     return x.astype(jnp.float32)
 
 
@@ -62,33 +55,24 @@ def main():
   device = parser.parse_args().device
   x = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), jnp.float32)
   params = jax.eval_shape(Stack().init, jax.random.key(0), x)
-  on_gpu = device in gpus.GPUS
-  print_row([*COLUMNS, *on_gpu * ["products"]])
-  print_row(["---"] + (len(COLUMNS) - 1) * ["--:"] + on_gpu * ["---"])
-  for name, loss_fn in variants(HALF[device]).items():
+  rows = [[*COLUMNS, "products"]]
+  for name, loss_fn in make_variants(HALF[device]).items():
     f = compiled_bytes.figures(jax.grad(loss_fn), params, x, device=device)
     sizes = [f"{n / 1e6:,.0f}" for n in (f.bytes, f.peak, f.temporary)]
-    messages = on_gpu * [calls(f.products)]
-    print_row([name, *sizes, f"{f.kernels:,}", *messages])
+    rows.append([name, *sizes, f"{f.kernels:,}", format_matmuls(f.products)])
+  print(markdown(rows))
 
 
-def print_row(cells):
-  print("| " + " | ".join(cells) + " |", flush=True)
-
-
-def variants(half):
+def make_variants(half):
   """Return the loss functions by name."""
   loss = lambda dtype: lambda p, x: jnp.mean(Stack(dtype).apply(p, x) ** 2)
   by_hand, cast = loss(half), ols.autocast(loss(None), half)
-  remat = functools.partial(
-    jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
-  )
   return {
     "float32": loss(None),
     "by hand": by_hand,
     "`autocast`": cast,
-    "by hand, `dots_saveable`": remat(by_hand),
-    "`autocast`, `dots_saveable`": remat(cast),
+    "by hand, `dots_saveable`": RECOMPUTE(by_hand),
+    "`autocast`, `dots_saveable`": RECOMPUTE(cast),
   }
 
 
