@@ -143,10 +143,8 @@ bench-autocast: $(VENV)/installed-test ## Measure autocast on the models of the 
 	$(BIN)/python benchmarks/autocast/reports.py
 	$(MAKE) --no-print-directory VENV=.venv-compile-costs \
 	  .venv-compile-costs/installed-compile-costs
-	for device in v5e t4 v100 h100; do \
-	  .venv-compile-costs/bin/python benchmarks/autocast/autocast_bytes.py \
-	    $$device || exit; \
-	done
+	.venv-compile-costs/bin/python benchmarks/compilers/compile_costs.py \
+	  --parts autocast
 
 docs: ## Build the pages in docs/_build/html, and look at them
 	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs

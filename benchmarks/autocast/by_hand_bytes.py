@@ -39,7 +39,7 @@ def main():
   parser.add_argument("--device", default="h100")
   args = parser.parse_args()
   size = dataclasses.replace(SIZES["full"], depth=args.layers)
-  params = weights.unstacked(weights.transformer(size))
+  params = weights.transformer(size)
   batch = weights.token_batches(size)[0]
   rows, by_hand = [COLUMNS], None
   for name, variant in VARIANTS.items():

@@ -19,6 +19,7 @@ import gpus
 import jax
 import jax.numpy as jnp
 import numpy as np
+from on_gpu.models import RECOMPUTE
 import optax
 import scheduled_hlo
 import sharded_costs
@@ -134,6 +135,33 @@ def _measure_training(device: str) -> Figures:
     functools.partial(_measure_whole_step, device),
     f"training, {device}",
   )
+
+
+def _measure_autocast(device: str, **sizes: int) -> Figures:
+  """Return figures of the gradient of a stack of blocks, by variant."""
+  half = jnp.bfloat16 if device in ON_TPU else jnp.float16
+  make_loss = lambda dtype: (
+    lambda params, x: jnp.mean(
+      trained_models.Stack(dtype, **sizes).apply(params, x) ** 2
+    )
+  )
+  by_hand, cast = make_loss(half), ols.autocast(make_loss(None), half)
+  variants = {
+    "float32": make_loss(None),
+    "by hand": by_hand,
+    "`autocast`": cast,
+    "by hand, `dots_saveable`": RECOMPUTE(by_hand),
+    "`autocast`, `dots_saveable`": RECOMPUTE(cast),
+  }
+  stack = trained_models.Stack(**sizes)
+  x = jax.ShapeDtypeStruct((16, 512, stack.width), jnp.float32)
+  params = jax.eval_shape(stack.init, jax.random.key(0), x)
+  return {
+    name: compiled_bytes.figures(
+      jax.grad(loss_fn), params, x, device=device
+    )._asdict()
+    for name, loss_fn in tqdm.tqdm(variants.items(), desc=f"autocast, {device}")
+  }
 
 
 def _measure_table(
@@ -261,6 +289,15 @@ def _print(part: str, device: str, figures: Figures) -> None:
   elif part == "training":
     for model, by_variant in figures.items():
       print(f"\n### {device}, {model}\n\n{bounds.format_steps(by_variant)}")
+  elif part == "autocast":
+    rows = [
+      ["gradient", "MB moved", "peak MB", "temporary MB", "kernels", "products"]
+    ]
+    for name, f in figures.items():
+      sizes = [f"{f[x] / 1e6:,.0f}" for x in ("bytes", "peak", "temporary")]
+      products = scheduled_hlo.format_matmuls(f["products"])
+      rows.append([name, *sizes, f"{f['kernels']:,}", products])
+    print(f"\n### {device}, autocast\n\n{markdown(rows)}")
   elif part == "attention":
     rows = [
       [
@@ -292,13 +329,16 @@ MEASURES = {
   "steps": _measure_steps,
   "optimizers": _measure_optimizers,
   "training": _measure_training,
+  "autocast": _measure_autocast,
   "attention": attention_costs.attention,
   "collectives": _measure_collectives,
 }
+ON_TPU = ("v5e", "v5p", "v6e")
 DEVICES = {
   "steps": ("v5e", "v6e", "t4", "v100", "h100"),
   "optimizers": ("v5e", "v6e", "t4", "v100", "h100"),
   "training": ("t4", "v100"),
+  "autocast": ("v5e", "t4", "v100", "h100"),
   "attention": ("h100",),
   "collectives": ("8 chips", "16 chips"),
 }

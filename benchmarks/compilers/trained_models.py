@@ -76,6 +76,26 @@ class ResNet50(nn.Module):
     return nn.Dense(CLASSES, dtype=self.dtype)(jnp.mean(x, axis=(1, 2)))
 
 
+class Stack(nn.Module):
+  """Blocks of a transformer, on activations of float32."""
+
+  dtype: Any = None
+  depth: int = 16
+  width: int = 512
+  heads: int = 8
+
+  @nn.compact
+  def __call__(self, x):
+    dense = functools.partial(nn.Dense, dtype=self.dtype)
+    norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+    x = x.astype(self.dtype or x.dtype)
+    for _ in range(self.depth):
+      attention = nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)
+      x += attention(norm()(x))
+      x += dense(self.width)(nn.gelu(dense(4 * self.width)(norm()(x))))
+    return x.astype(jnp.float32)
+
+
 MODELS = {"ViT-B/16": ViT, "ResNet-50": ResNet50}
 
 

@@ -70,29 +70,19 @@ class Model:
     else:
       self.params = weights.transformer(size)
       batches = weights.token_batches(size)
-    if name == "transformer, unrolled":
-      self.params = weights.unstacked(self.params)
     self.params = jax.device_put(self.params)
     self.batches = [jax.device_put(batch) for batch in batches]
 
   def loss_fn(self, precision: Precision, checkpoint: bool):
-    """With a checkpoint around each layer of a scan, or else around the loss.
-
-    So docs/how_to/profiling.md advises.
-    """
-    scanned = self.name == "transformer, scan"
+    """Return the loss function, as docs/how_to/profiling.md advises."""
     if self.name == "residual network":
       strides = weights.strides(self._size)
       loss_fn = models.resnet_loss(strides, precision.dtype)
     else:
-      loss_fn = models.transformer_loss(
-        self._size.heads,
-        precision.dtype,
-        checkpoint_layers=checkpoint and scanned,
-      )
+      loss_fn = models.transformer_loss(self._size.heads, precision.dtype)
     if precision.autocast is not None:
       loss_fn = ols.autocast(loss_fn, precision.autocast)
-    return models.RECOMPUTE(loss_fn) if checkpoint and not scanned else loss_fn
+    return models.RECOMPUTE(loss_fn) if checkpoint else loss_fn
 
 
 def run(name: str, size, until: float, without=(), finished=None) -> None:

@@ -20,23 +20,14 @@ RECOMPUTE = functools.partial(
 )
 
 
-def transformer_loss(
-  heads: int, dtype: Any, *, checkpoint_layers: bool = False
-) -> Callable[[Any, Any], jax.Array]:
-  """The loss of a transformer, whose layers run in a scan if stacked."""
-  block = functools.partial(_block, heads=heads)
-  if checkpoint_layers:
-    block = RECOMPUTE(block)
+def transformer_loss(heads: int, dtype: Any) -> Callable[[Any, Any], jax.Array]:
+  """The loss of a transformer without loops."""
 
   def loss_fn(params, batch):
     tokens = batch["inputs"]
     x = (params["embedding"][tokens] + params["positions"]).astype(dtype)
-    if isinstance(params["layers"], list):
-      for layer in params["layers"]:
-        x = block(x, layer)
-    else:
-      body = lambda x, layer: (block(x, layer), None)
-      x, _ = lax.scan(body, x, params["layers"])
+    for layer in params["layers"]:
+      x = _block(x, layer, heads)
     x = _rms_norm(x, params["norm"])
     logits = x @ params["embedding"].astype(x.dtype).T
     return cross_entropy(logits, batch["labels"])
@@ -69,7 +60,6 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _block(x, layer, heads):
-  # Cast here, so that layers in a scan are stacked in float32.
   weights = {k: w.astype(x.dtype) for k, w in layer.items() if k != "norms"}
   x += _attention(_rms_norm(x, layer["norms"][0]), weights, heads)
   hidden = jax.nn.gelu(_rms_norm(x, layer["norms"][1]) @ weights["up"])

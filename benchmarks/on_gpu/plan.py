@@ -31,7 +31,6 @@ PARTS = {
   "transformer": Part("jax_training", "transformer, unrolled", 26),
   "torch-optimizers": Part("torch_optimizers", "all", 6),
   "torch-transformer": Part("torch_training", "transformer", 16),
-  "transformer-in-scan": Part("jax_training", "transformer, scan", 14),
   "resnet": Part("jax_training", "residual network", 20),
   "reports": Part("jax_reports", "all", 20),
   "many-leaves": Part("jax_optimizers", "small", 12),

@@ -102,7 +102,7 @@ class Training:
 def run(name: str, size, until: float, without=(), finished=None) -> None:
   """Measures the transformer in as many rows as there is time for."""
   loss_fn = torch_models.transformer_loss(size.heads)
-  params = weights.unstacked(weights.transformer(size))
+  params = weights.transformer(size)
   batches = [
     {key: torch.tensor(x, device=DEVICE).long() for key, x in batch.items()}
     for batch in weights.token_batches(size)

@@ -9,31 +9,28 @@ LEARNING_RATE, WEIGHT_DECAY = 3e-4, 1e-4  # of AdamW
 
 
 def transformer(size) -> dict[str, Any]:
-  """Weights of a transformer; those of the layers are stacked."""
+  """Weights of a transformer, with a dictionary for each layer."""
   rng = np.random.default_rng(0)
   width, depth = size.width, size.depth
   draw = lambda scale, *shape: _normal(rng, scale, shape)
   deep = (2 * depth) ** -0.5  # Keeps the sum of all layers near one.
+  embedding = draw(0.02, size.vocabulary, width)
+  positions = draw(0.02, size.length, width)
+  stacked = {
+    "qkv": draw(width**-0.5, depth, width, 3 * width),
+    "out": draw(width**-0.5 * deep, depth, width, width),
+    "up": draw(width**-0.5, depth, width, 4 * width),
+    "down": draw((4 * width) ** -0.5 * deep, depth, 4 * width, width),
+    "norms": np.ones((depth, 2, width), np.float32),
+  }
   return {
-    "embedding": draw(0.02, size.vocabulary, width),
-    "positions": draw(0.02, size.length, width),
-    "layers": {
-      "qkv": draw(width**-0.5, depth, width, 3 * width),
-      "out": draw(width**-0.5 * deep, depth, width, width),
-      "up": draw(width**-0.5, depth, width, 4 * width),
-      "down": draw((4 * width) ** -0.5 * deep, depth, 4 * width, width),
-      "norms": np.ones((depth, 2, width), np.float32),
-    },
+    "embedding": embedding,
+    "positions": positions,
+    "layers": [
+      {name: w[i] for name, w in stacked.items()} for i in range(depth)
+    ],
     "norm": np.ones(width, np.float32),
   }
-
-
-def unstacked(params: dict[str, Any]) -> dict[str, Any]:
-  """The same weights, with a dictionary for each layer."""
-  layers = params["layers"]
-  depth = len(layers["qkv"])
-  each = [{name: w[i] for name, w in layers.items()} for i in range(depth)]
-  return params | {"layers": each}
 
 
 def token_batches(size) -> list[dict[str, Any]]:
