@@ -24,6 +24,7 @@ import optax
 import tqdm
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from shared.clock import quartiles
 from shared.jax_program import compile_step
 from shared.tables import markdown
 
@@ -60,42 +61,36 @@ def measure(name: str, n_arrays: int) -> dict[str, float]:
   return {"trace": stages.trace_seconds, "compile": stages.compile_seconds}
 
 
-def run(
-  names: list[str], n_arrays: int, rounds: int, bar: tqdm.tqdm
-) -> dict[str, dict[str, Any]]:
-  """The figures by optimizer; a ratio is taken within a round."""
+def run(names: list[str], n_arrays: int, rounds: int) -> dict[str, Any]:
+  """Return the figures by optimizer; a ratio is taken within a round."""
   seconds = {name: [] for name in names}
-  for _ in range(rounds):
+  for _ in tqdm.trange(rounds, desc=f"{n_arrays} arrays"):
     for name in random.sample(names, len(names)):
-      bar.set_postfix_str(f"{n_arrays} arrays, {name}")
       seconds[name].append(measure(name, n_arrays))
-      bar.update()
   return {name: _summarize(seconds[name], seconds["bare"]) for name in names}
-
-
-def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
-  """A row for each number of arrays and each optimizer, in Markdown."""
-  rows = [["arrays", "Adam", "trace, s", "ratio", "compile, s", "ratio"]]
-  for n_arrays, by_name in results.items():
-    for name, found in by_name.items():
-      cells = [f"{int(n_arrays):,}", name]
-      for figure in ("trace", "compile"):
-        cells.append(f"{found[figure]:.1f}")
-        low, median, high = found[f"{figure}_ratio"]
-        cells.append(f"{median:.2f} [{low:.2f}, {high:.2f}]")
-      rows.append(cells)
-  return markdown(rows, right_from=2)
 
 
 def _summarize(own, bare):
   figures = {"rounds": len(own)}
   for key in ("trace", "compile"):
-    figures[key] = statistics.median(seconds[key] for seconds in own)
     ratios = [a[key] / b[key] for a, b in zip(own, bare, strict=True)]
-    figures[f"{key}_ratio"] = statistics.quantiles(
-      ratios, n=4, method="inclusive"
-    )
+    figures[key] = statistics.median(seconds[key] for seconds in own)
+    figures[f"{key}_ratio"] = quartiles(ratios)
   return figures
+
+
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+  """Return a row for each number of arrays and each optimizer, in Markdown."""
+  rows = [["arrays", "Adam", "trace, s", "ratio", "compile, s", "ratio"]]
+  for n_arrays, by_name in results.items():
+    for name, found in by_name.items():
+      cells = [f"{int(n_arrays):,}", name]
+      for figure in ("trace", "compile"):
+        low, median, high = found[f"{figure}_ratio"]
+        cells.append(f"{found[figure]:.1f}")
+        cells.append(f"{median:.2f} [{low:.2f}, {high:.2f}]")
+      rows.append(cells)
+  return markdown(rows, right_from=2)
 
 
 def main() -> None:
@@ -104,33 +99,18 @@ def main() -> None:
   parser.add_argument("--arrays", nargs="+", type=int, default=[1000, 2000])
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
-  parser.add_argument(
-    "--optimizers",
-    nargs="+",
-    choices=list(OPTIMIZERS),
-    default=list(OPTIMIZERS),
-    help="`bare`, with which the others are compared, and any others",
-  )
   args = parser.parse_args()
-  names = args.optimizers
+  names = list(OPTIMIZERS)
   for name in names:  # Leave out what a process computes once.
     measure(name, 3)
-  # Those of other numbers of arrays are kept.
-  results = (
-    json.loads(args.output.read_text())["results"]
-    if args.output.exists()
-    else {}
-  )
-  with tqdm.tqdm(total=len(args.arrays) * len(names) * args.rounds) as bar:
-    for n_arrays in args.arrays:
-      results[str(n_arrays)] = run(names, n_arrays, args.rounds, bar)
-      found = {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
-        "results": results,
-      }
-      args.output.write_text(json.dumps(found, indent=1) + "\n")
-  print(table(results))
+  versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+  found = {"python": platform.python_version(), **versions, "results": {}}
+  if args.output.exists():  # Keep other numbers of arrays.
+    found["results"] = json.loads(args.output.read_text())["results"]
+  for n_arrays in args.arrays:
+    found["results"][str(n_arrays)] = run(names, n_arrays, args.rounds)
+    args.output.write_text(json.dumps(found, indent=1) + "\n")
+  print(table(found["results"]))
 
 
 if __name__ == "__main__":

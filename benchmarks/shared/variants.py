@@ -68,15 +68,7 @@ def ours_plain_select(workload: Workload) -> Built:
 def ours_scaled_grads(workload: Workload) -> Built:
   """Ours, for gradients that are still scaled."""
   tx = _wrapped(workload, grads_are_scaled=True)
-
-  def step(carry, data):
-    params, state = carry
-    scale = functools.partial(ols.scale_loss, state=state)
-    loss, grads = _compute_scaled_grads(workload, scale, params, data)
-    updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), loss
-
-  return step, (workload.params, tx.init(workload.params))
+  return _make_optax_step(workload, tx, ols.scale_loss)
 
 
 def flax(workload: Workload) -> Built:
@@ -143,18 +135,14 @@ def apply_if_finite(workload: Workload) -> Built:
   tx = optax.apply_if_finite(
     workload.clipping_optimizer(), max_consecutive_errors=10**6
   )
-
-  def step(carry, data):
-    params, state = carry
-    scale = lambda loss: loss * INIT_SCALE
-    loss, grads = _compute_scaled_grads(workload, scale, params, data)
-    # In float32: it raises if float16 gradients meet float32 parameters.
-    unscale = lambda g: g.astype(jnp.float32) / INIT_SCALE
-    grads = jax.tree.map(unscale, grads)
-    updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), loss
-
-  return step, (workload.params, tx.init(workload.params))
+  # In float32: it raises if float16 gradients meet float32 parameters.
+  unscale = lambda g: g.astype(jnp.float32) / INIT_SCALE
+  return _make_optax_step(
+    workload,
+    tx,
+    scale=lambda loss, state: loss * INIT_SCALE,
+    unscale=lambda grads: jax.tree.map(unscale, grads),
+  )
 
 
 def keras_bare(workload: Workload) -> Built:
@@ -198,13 +186,15 @@ def _wrapped(workload, **options):
   return ols.with_loss_scaling(workload.optimizer(), **options)
 
 
-def _make_optax_step(workload, tx):
+def _make_optax_step(
+  workload, tx, scale=lambda loss, state: loss, unscale=lambda grads: grads
+):
   def step(carry, data):
     params, state = carry
     loss, grads = _compute_scaled_grads(
-      workload, lambda loss: loss, params, data
+      workload, functools.partial(scale, state=state), params, data
     )
-    updates, state = tx.update(grads, state, params)
+    updates, state = tx.update(unscale(grads), state, params)
     return (optax.apply_updates(params, updates), state), loss
 
   return step, (workload.params, tx.init(workload.params))
