@@ -116,7 +116,7 @@ nightly: $(VENV)/installed-test ## Run what takes two hours more: 50 kills, 10,0
 
 mutants: $(addprefix mutants-,$(CORE) $(SAMPLED)) ## Break the package in one place at a time; tests must fail. Hours: -j2
 
-$(addprefix mutants-,$(SAMPLED)): SAMPLE = --sample 200 --seed 0
+$(addprefix mutants-,$(SAMPLED)): SAMPLE = --sample 200
 
 mutants-check: $(VENV)/installed-mutants ## Break one place in each module; the tests of the module in tests/README.md must fail
 	$(BIN)/python tools/mutants.py --check

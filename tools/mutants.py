@@ -1,7 +1,7 @@
 """Mutation testing: changes the package in one location at a time.
 
     python tools/mutants.py _policies._dynamic
-    python tools/mutants.py _autocast --sample 200 --seed 0
+    python tools/mutants.py _autocast --sample 200
     python tools/mutants.py --check
 
 cosmic-ray replaces operators, numbers, conditions and decorators of a module,
@@ -29,7 +29,6 @@ import random
 import re
 import shutil
 import sys
-import time
 import warnings
 
 from cosmic_ray import plugins
@@ -75,6 +74,17 @@ ALWAYS_CAUGHT = re.compile(
   r"((Add|Sub|Mul|Div|Pow)_(FloorDiv|Mod|RShift|LShift|Bit.*)"
   r"|Bit.*_(Add|Sub|Mul|Div|Pow|FloorDiv|Mod|RShift|LShift))"
 )
+PYTEST_OPTIONS = (
+  "-x",
+  "-q",
+  "-p",
+  "no:cacheprovider",
+  "--hypothesis-profile=mutants",
+  # pytest can't rewrite the asserts of a module that is imported before it, and
+  # need not.
+  "-W",
+  "ignore::pytest.PytestAssertRewriteWarning",
+)
 TIMEOUT = 600  # seconds for the tests of one mutant
 PASSED = 0, 5  # pytest exits with 5 if no test was selected
 FOREIGN = 100  # the exit status if the tests imported another copy
@@ -87,30 +97,32 @@ def main():
   set_environment()
   for library in LIBRARIES:
     importlib.import_module(library)
-  items = [
-    item
-    for item in list_items(folder, find_modules(args.name))
-    if is_informative(item)
-  ]
-  counts = collections.Counter(
-    get_mutated_module(folder, item) for item in items
-  )
-  # The order is random, so that the mutants before `--minutes` are a sample.
-  random.Random(args.seed).shuffle(items)
-  items = draw_one_of_each(folder, items) if args.check else items
+  items = list_items(folder, find_modules(args.name))
+  items = [item for item in items if is_informative(item)]
+  counts = collections.Counter(get_module(folder, item) for item in items)
+  random.Random(0).shuffle(items)
+  if args.check:  # the first mutant of each module
+    by_module = {get_module(folder, item): item for item in reversed(items)}
+    items = list(by_module.values())
   items = items[: args.sample]
-  items.sort(
-    key=lambda item: get_mutated_module(folder, item).startswith(SLOWEST)
-  )
-  check_tests_pass(folder, items, args)
-  end = time.monotonic() + 60 * (args.minutes or float("inf"))
+  items.sort(key=lambda item: get_module(folder, item).startswith(SLOWEST))
+  check_tests_pass(folder, items, is_quick=args.check)
   outcomes = collections.defaultdict(list)
   for item in items:
-    if time.monotonic() > end:
-      break
-    module = get_mutated_module(folder, item)
-    outcomes[module].append(is_caught(folder, item, args))
-  sys.exit(report(args.name, counts, outcomes, 1.0 if args.check else 0.9))
+    caught = is_caught(folder, item, is_quick=args.check)
+    outcomes[get_module(folder, item)].append(caught)
+  for module in sorted(outcomes):
+    print_figures(module, counts[module], outcomes[module])
+  every = [caught for caughts in outcomes.values() for caught in caughts]
+  if len(counts) > 1:
+    print_figures(args.name or "all modules", sum(counts.values()), every)
+  sys.exit(int(sum(every) < (1.0 if args.check else 0.9) * len(every)))
+
+
+def print_figures(name: str, count: int, caught: list[bool]) -> None:
+  """Print how many of the mutants that were tried failed a test."""
+  tried = len(caught)
+  print(f"{name}: {sum(caught)} of {tried} mutants failed a test, of {count}")
 
 
 def parse_args() -> argparse.Namespace:
@@ -129,17 +141,11 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument(
     "--sample", type=int, help="the number of mutants, drawn at random"
   )
-  parser.add_argument("--seed", type=int, default=0, help="of the sample")
-  parser.add_argument(
-    "--minutes", type=float, help="start no mutant after this"
-  )
-  parser.add_argument("--quick", action="store_true", help="no slow tests")
   args = parser.parse_args()
   if not (args.name or args.check):
     parser.error("name a module or folder, or use --check for all modules")
   if not find_modules(args.name):
     parser.error(f"tests/README.md lists no tests for {args.name}")
-  args.quick |= args.check
   return args
 
 
@@ -200,22 +206,12 @@ def get_sort_key(item: WorkItem) -> tuple[str, str, int]:
   return path, operator, mutation.occurrence
 
 
-def draw_one_of_each(
-  folder: pathlib.Path, items: Iterable[WorkItem]
-) -> list[WorkItem]:
-  """Return the first mutant of each module."""
-  first: dict[str, WorkItem] = {}
-  for item in items:
-    first.setdefault(get_mutated_module(folder, item), item)
-  return list(first.values())
-
-
 def get_copy_path(folder: pathlib.Path, module: str) -> pathlib.Path:
   """Return the path of a module in the copy."""
   return folder / PACKAGE / f"{module.replace('.', '/')}.py"
 
 
-def get_mutated_module(folder: pathlib.Path, item: WorkItem) -> str:
+def get_module(folder: pathlib.Path, item: WorkItem) -> str:
   """Return the module that a mutant changes."""
   path = item.mutations[0].module_path.relative_to(folder / PACKAGE)
   return ".".join(path.with_suffix("").parts)
@@ -233,12 +229,12 @@ def find_test_paths(modules: Iterable[str], *, doctests: bool) -> list[str]:
 
 
 def check_tests_pass(
-  folder: pathlib.Path, items: list[WorkItem], args: argparse.Namespace
+  folder: pathlib.Path, items: list[WorkItem], *, is_quick: bool
 ) -> None:
   """Exit if a test fails without a mutant, as then it says nothing of one."""
-  modules = sorted({get_mutated_module(folder, item) for item in items})
-  paths = find_test_paths(modules, doctests=not args.check)
-  for slow in (False,) if args.quick else (False, True):
+  modules = sorted({get_module(folder, item) for item in items})
+  paths = find_test_paths(modules, doctests=not is_quick)
+  for slow in (False,) if is_quick else (False, True):
     if fails(folder, paths, slow=slow, is_mutant=False):
       sys.exit("The tests fail without a mutant.")
 
@@ -251,20 +247,11 @@ def fails(
   is_mutant: bool = True,
 ) -> bool:
   """Return whether a quick or a slow test fails, or the tests time out."""
-  options = [
-    "-x",
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "--hypothesis-profile=mutants",
-  ]
-  options += ["-m", f"{'' if slow else 'not '}slow and not nightly"]
-  # pytest can't rewrite the asserts of a module that is imported before it, and
-  # need not.
-  options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-  arguments = folder, [*options, *paths], is_mutant
-  context = multiprocessing.get_context("fork")
-  process = context.Process(target=run, args=arguments)
+  marks = f"{'' if slow else 'not '}slow and not nightly"
+  arguments = folder, [*PYTEST_OPTIONS, "-m", marks, *paths], is_mutant
+  process = multiprocessing.get_context("fork").Process(
+    target=run, args=arguments
+  )
   process.start()
   # The timeout is for a mutant that never ends. Without a mutant, the tests of
   # many modules may run.
@@ -299,19 +286,17 @@ def run(folder: pathlib.Path, arguments: list[str], is_mutant: bool) -> None:
   os._exit(status)
 
 
-def is_caught(
-  folder: pathlib.Path, item: WorkItem, args: argparse.Namespace
-) -> bool:
+def is_caught(folder: pathlib.Path, item: WorkItem, *, is_quick: bool) -> bool:
   """Return whether a mutant fails a test, and print the mutant if not."""
   (mutation,) = item.mutations
   operator = plugins.get_operator(mutation.operator_name)
   operator = operator(**mutation.operator_args)
-  path = mutation.module_path
-  module = get_mutated_module(folder, item)
-  paths = find_test_paths([module], doctests=not args.check)
-  with use_mutation(path, operator, mutation.occurrence) as (old, new):
+  module = get_module(folder, item)
+  paths = find_test_paths([module], doctests=not is_quick)
+  mutant = use_mutation(mutation.module_path, operator, mutation.occurrence)
+  with mutant as (old, new):
     caught = fails(folder, paths)
-    caught = caught or (not args.quick and fails(folder, paths, slow=True))
+    caught = caught or (not is_quick and fails(folder, paths, slow=True))
   if not caught:
     lines = difflib.unified_diff(old.split("\n"), new.split("\n"), n=0)
     changed = [x for x in lines if re.match(r"@@|[-+](?![-+])", x)]
@@ -346,37 +331,6 @@ def find_annotation_lines(source: str) -> set[int]:
     if isinstance(node, ast.AnnAssign) and not node.value:
       lines.add(node.lineno)
   return lines
-
-
-def report(
-  name: str | None,
-  counts: dict[str, int],
-  outcomes: dict[str, list[bool]],
-  least_caught: float,
-) -> int:
-  """Print the figures of each module and of all, and return the exit status.
-
-  Args:
-    name: the module or folder, or None for all modules.
-    counts: the number of mutants of each module.
-    outcomes: for each module, whether each mutant that was tried was caught.
-    least_caught: the fraction of mutants that must be caught.
-
-  Returns:
-    0 if enough mutants were caught, or else 1.
-  """
-  for module in sorted(outcomes):
-    print_figures(module, counts[module], outcomes[module])
-  every = [caught for caughts in outcomes.values() for caught in caughts]
-  if len(counts) > 1:
-    print_figures(name or "all modules", sum(counts.values()), every)
-  return int(sum(every) < least_caught * len(every))
-
-
-def print_figures(name: str, count: int, caught: list[bool]) -> None:
-  """Print how many of the mutants that were tried failed a test."""
-  tried = len(caught)
-  print(f"{name}: {sum(caught)} of {tried} mutants failed a test, of {count}")
 
 
 if __name__ == "__main__":
