@@ -110,7 +110,7 @@ REPOSITORY = PROJECT["urls"]["Source"]
 # Of GitHub's own making, and so in no folder of the repository.
 MADE_BY_GITHUB = {"", "issues", "releases", "security/advisories/new"}
 
-NO_TEXTS = {".json", ".msgpack", ".pickle", ".png"}
+NO_TEXTS = {".json", ".msgpack", ".npz", ".pickle", ".png"}
 
 
 def read_tracked_texts():
