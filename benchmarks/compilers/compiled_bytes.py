@@ -51,27 +51,15 @@ COMPILER_OPTIONS = {"tpu": {"xla_msa_enable": "false"}, "cuda": {}}
 
 
 class Figures(NamedTuple):
-  """The costs of a compiled program on one device.
+  """The costs of a compiled program on one device."""
 
-  Attributes:
-    bytes: bytes that its kernels read from and write to the device's memory.
-    kernels: how many kernels it runs.
-    temporary: bytes of memory that are neither arguments nor results.
-    peak: the most bytes of memory in use at once.
-    aliased: bytes of results that are written over donated arguments.
-    needed: bytes of memory that must be free for it: arguments, results that
-      are not aliased, and the temporary ones, which are one piece.
-    products: the number of matmuls and convolutions, by library and dtype, in a
-      program for GPU: see ``scheduled_hlo.count_matmuls``.
-  """
-
-  bytes: int
-  kernels: int
-  temporary: int
-  peak: int
-  aliased: int
-  needed: int
-  products: dict[str, dict[str, int]]
+  bytes: int  # that kernels read from and write to memory
+  kernels: int  # that run
+  temporary: int  # bytes, neither arguments nor results
+  peak: int  # the most bytes in use at once
+  aliased: int  # bytes of results over donated arguments
+  needed: int  # bytes that must be free
+  products: dict[str, dict[str, int]]  # on GPU; see scheduled_hlo.count_matmuls
 
 
 def figures(

@@ -32,35 +32,20 @@ KB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-  """A GPU, as far as a compiler and a bound want to know it.
+  """A GPU, as far as a compiler and a bound want to know it."""
 
-  Attributes:
-    name: as CUDA prints it.
-    compute_capability: major and minor version.
-    cores: streaming multiprocessors.
-    units: float32 units of a core.
-    clock_ghz: the highest clock.
-    memory: bytes.
-    bandwidth: of the memory, bytes in a second.
-    l2_cache: bytes.
-    shared_memory: of a core, bytes.
-    shared_memory_of_block: the most that one block may request, bytes.
-    threads: of a core.
-    flops: the peak FLOPs per second of matmuls, by dtype.
-  """
-
-  name: str
-  compute_capability: tuple[int, int]
-  cores: int
-  units: int
-  clock_ghz: float
-  memory: int
-  bandwidth: int
-  l2_cache: int
-  shared_memory: int
-  shared_memory_of_block: int
-  threads: int
-  flops: dict[str, float]
+  name: str  # as CUDA prints it
+  compute_capability: tuple[int, int]  # major and minor version
+  cores: int  # streaming multiprocessors
+  units: int  # float32 units of a core
+  clock_ghz: float  # the highest
+  memory: int  # bytes
+  bandwidth: int  # bytes in a second
+  l2_cache: int  # bytes
+  shared_memory: int  # bytes of a core
+  shared_memory_of_block: int  # bytes, at most
+  threads: int  # of a core
+  flops: dict[str, float]  # peak of matmuls in a second, by dtype
 
   def target_config(self) -> str:
     """Return the compilation target, as the text of a GpuTargetConfigProto."""

@@ -30,21 +30,14 @@ COMPARED = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """An optimizer, its gradients and its leaves.
+  """An optimizer, its gradients and its leaves."""
 
-  Attributes:
-    same_as: the name of these steps in compile_costs.json.
-    many: many small leaves instead of few large ones.
-    dtype: that of the gradients.
-    options: for ``Workload``.
-    compared: the variants.
-  """
-
-  same_as: str
-  many: bool = False
-  dtype: Any = jnp.float32
+  same_as: str  # its name in compile_costs.json
+  many: bool = False  # many small leaves, not few large ones
+  dtype: Any = jnp.float32  # of the gradients
+  # For Workload.
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
-  compared: tuple[str, ...] = COMPARED
+  compared: tuple[str, ...] = COMPARED  # variants
 
 
 NUM_LARGE = 4  # leaves

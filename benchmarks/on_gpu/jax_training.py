@@ -18,19 +18,12 @@ import optax_lossscale as ols
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-  """How a row computes.
+  """How a row computes."""
 
-  Attributes:
-    dtype: the dtype of the model.
-    autocast: the dtype of ``ols.autocast`` around it, if any.
-    matmul_precision: the argument of ``jax.default_matmul_precision``.
-    scaled: whether the loss is scaled, by ours.
-  """
-
-  dtype: Any = jnp.float32
-  autocast: Any = None
-  matmul_precision: str = "tensorfloat32"
-  scaled: bool = False
+  dtype: Any = jnp.float32  # of the model
+  autocast: Any = None  # the dtype of autocast, if any
+  matmul_precision: str = "tensorfloat32"  # the default of JAX
+  scaled: bool = False  # whether ours scales the loss
 
 
 PRECISIONS = {

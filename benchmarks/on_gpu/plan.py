@@ -8,17 +8,11 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-  """The measurements of one process.
+  """The measurements of one process."""
 
-  Attributes:
-    module: its module in this folder, whose ``run`` measures.
-    what: the first argument of ``run``, which selects the measurements.
-    weight: its share of the time, relative to the parts after it.
-  """
-
-  module: str
-  what: str
-  weight: float
+  module: str  # in this folder, whose `run` measures
+  what: str  # the first argument of `run`
+  weight: float  # share of the time, relative to later parts
 
   @property
   def library(self) -> str:

@@ -5,50 +5,28 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-  """One choice of --size.
+  """One choice of --size."""
 
-  Attributes:
-    copied: float32 numbers that are copied to measure the bandwidth.
-    large: shape of each of the 4 large leaves.
-    small: shape of each of the small leaves.
-    small_leaves: how many of these there are, at most.
-    few_small_leaves: how many are measured first, and at least.
-    steps_in_a_row: steps of an optimizer that are timed together.
-    rounds: how often each variant is timed, at most.
-    first_steps: training steps before the timing, whose last loss is shown.
-    rows: how many rows a training has at most; None for all.
-    width: of the transformer.
-    depth: its layers.
-    heads: its attention heads.
-    vocabulary: its tokens.
-    sequences: in a batch.
-    length: tokens of a sequence.
-    blocks: bottleneck blocks in each stage of the residual network.
-    channels: inner channels of the blocks of the first stage.
-    images: in a batch.
-    pixels: height and width of an image.
-    classes: of images.
-  """
-
-  copied: int = 2**28
-  large: tuple[int, int] = (8192, 8192)
-  small: tuple[int, int] = (512, 512)
-  small_leaves: int = 300
-  few_small_leaves: int = 30
-  steps_in_a_row: int = 4
-  rounds: int = 20
-  first_steps: int = 20
-  rows: int | None = None
-  width: int = 1024
+  copied: int = 2**28  # float32 numbers, to measure the bandwidth
+  large: tuple[int, int] = (8192, 8192)  # of each of the 4 large leaves
+  small: tuple[int, int] = (512, 512)  # of each of the small leaves
+  small_leaves: int = 300  # at most
+  few_small_leaves: int = 30  # measured first, and at least
+  steps_in_a_row: int = 4  # of an optimizer, timed together
+  rounds: int = 20  # at most
+  first_steps: int = 20  # of a training; the last one's loss is shown
+  rows: int | None = None  # of a training; None for all
+  width: int = 1024  # of the transformer, as up to `length`
   depth: int = 12
   heads: int = 16
-  vocabulary: int = 16384
+  vocabulary: int = 16384  # tokens
   sequences: int = 8
-  length: int = 1024
+  length: int = 1024  # tokens of a sequence
+  # In each stage of the residual network.
   blocks: tuple[int, ...] = (3, 4, 6, 3)
-  channels: int = 64
-  images: int = 128
-  pixels: int = 224
+  channels: int = 64  # of the blocks of the first stage
+  images: int = 128  # in a batch
+  pixels: int = 224  # height and width
   classes: int = 1000
 
 

@@ -19,25 +19,14 @@ Trace = list[np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-  """The largest gradient of each step, for any scale.
+  """The largest gradient of each step, for any scale."""
 
-  Attributes:
-    log2_amax: its log2, with the shape (seed, step); -inf if all gradients are
-      zero, NaN if they are NaN.
-    level: log2_amax without spikes, zeros and NaNs, with which the best scale
-      is computed; defaults to log2_amax.
-    on_the_way: by how many binades values in the backward pass exceed it.
-    log2_init_scale: the first scale of policies that have one.
-    change: the step from which the time to come near again is measured.
-    is_large: the steps of which the lost share is measured.
-  """
-
-  log2_amax: np.ndarray
-  level: np.ndarray | None = None
-  on_the_way: float = 0
-  log2_init_scale: int = 15
-  change: int | None = None
-  is_large: np.ndarray | None = None
+  log2_amax: np.ndarray  # (seed, step); -inf for zeros, NaN for NaNs
+  level: np.ndarray | None = None  # without spikes, zeros and NaNs
+  on_the_way: float = 0  # binades by which the backward pass exceeds it
+  log2_init_scale: int = 15  # of policies that have one
+  change: int | None = None  # the step of a change
+  is_large: np.ndarray | None = None  # the steps whose lost share counts
 
 
 def make_processes(steps: int) -> dict[str, Process]:

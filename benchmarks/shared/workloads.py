@@ -16,25 +16,14 @@ MAX_NORM = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """One thing to time.
+  """One thing to time."""
 
-  Attributes:
-    params: float32 parameters, or their shapes.
-    data: the argument of a step: the gradients themselves if there is no
-      loss_fn, else a batch.
-    loss_fn: ``loss_fn(params, batch)``, float32; None if the optimizer is timed
-      alone.
-    weight_decay: AdamW instead of Adam, with its default weight decay.
-    clip: whether gradients are clipped to a global norm of ``MAX_NORM``.
-    mu_dtype: the dtype of the first moment; None for that of the parameters.
-  """
-
-  params: Any
-  data: Any
-  loss_fn: Callable[..., Any] | None = None
-  weight_decay: bool = False
-  clip: bool = False
-  mu_dtype: Any = None
+  params: Any  # float32, or their shapes
+  data: Any  # the argument of a step: the gradients, or a batch for loss_fn
+  loss_fn: Callable[..., Any] | None = None  # of params and a batch
+  weight_decay: bool = False  # AdamW instead of Adam
+  clip: bool = False  # to a global norm of MAX_NORM
+  mu_dtype: Any = None  # of the first moment
 
   def optimizer(self) -> optax.GradientTransformation:
     """The optimizer without any clipping."""
