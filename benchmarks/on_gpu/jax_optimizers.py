@@ -160,7 +160,6 @@ def _make_program(row, workload, steps):
   bad = None if row["variant"] == "bare" else overflowing(workload.data)
   program = JaxProgram(row, step, carry, [workload.data], bad)
   del carry
-  program.count_host_reads()
   clock.take_first_steps(program, steps)
   return program
 

@@ -107,9 +107,6 @@ def _make_program(row, model, size):
   if precision.scaled:
     state = ols.get_loss_scale_state(program.carry)
     row["skipped"] = int(state.total_notfinite)
-  program.count_host_reads()
-  stats = jax.devices()[0].memory_stats() or {}
-  row["device_peak_so_far"] = stats.get("peak_bytes_in_use")
   return program
 
 

@@ -138,7 +138,6 @@ OPTIMIZER = [
   ("GB/s", _rate),
   ("copy of these bytes, ms", _format_bytes_time),
   ("verdict", lambda row, first: verdict(row)),
-  ("host reads", _number("host_reads", "d")),
   ("compile, s", _number("compile_seconds", ".1f")),
 ]
 TRAINING = [
@@ -149,7 +148,6 @@ TRAINING = [
   ("skipped", _number("skipped", "d")),
   ("loss", _number("loss", ".4f")),
   ("after steps", _number("steps", "d")),
-  ("host reads", _number("host_reads", "d")),
   ("first step or compile, s", _number("compile_seconds", ".1f")),
   ("error", lambda row, first: verdict(row) if "error" in row else ""),
 ]

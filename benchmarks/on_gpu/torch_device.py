@@ -1,8 +1,5 @@
 """The device by torch, and helpers that all parts in torch share."""
 
-from collections.abc import Callable
-import warnings
-
 import torch
 
 from on_gpu import events
@@ -32,25 +29,6 @@ def wait() -> None:
   """Waits for the device."""
   if DEVICE == "cuda":
     torch.cuda.synchronize()
-
-
-def count_host_reads(step: Callable[[], None]) -> int | None:
-  """How often a step reads a number from the GPU, and so waits for it.
-
-  torch itself warns of each. It cannot on a CPU, where nothing waits: None.
-  """
-  if DEVICE == "cpu":
-    step()
-    return None
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-      step()
-    finally:
-      torch.cuda.set_sync_debug_mode("default")
-  wait()
-  return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
 class Copy:

@@ -5,8 +5,9 @@ import time
 
 from shared import clock
 import torch
+import torch.nn.functional as F  # noqa: N812
 
-from on_gpu import torch_device, torch_models, weights
+from on_gpu import torch_device, weights
 from on_gpu.rows import Rows
 from on_gpu.torch_device import DEVICE
 
@@ -94,14 +95,11 @@ class Training:
       self.row["skipped"] = skipped
     if DEVICE == "cuda":
       self.row["peak_bytes"] = _memory()[1] - self._held
-    self.row["host_reads"] = torch_device.count_host_reads(
-      lambda: self.step(False)
-    )
 
 
 def run(name: str, size, until: float, without=(), finished=None) -> None:
   """Measures the transformer in as many rows as there is time for."""
-  loss_fn = torch_models.transformer_loss(size.heads)
+  loss_fn = transformer_loss(size.heads)
   params = weights.transformer(size)
   batches = [
     {key: torch.tensor(x, device=DEVICE).long() for key, x in batch.items()}
@@ -127,6 +125,38 @@ def run(name: str, size, until: float, without=(), finished=None) -> None:
   )
   clock.measure(programs, rounds=size.rounds, steps=2, until=until)
   table.tell(complete=True)
+
+
+def transformer_loss(heads: int):
+  """The loss of the transformer of `models`, in float32 for autocast."""
+
+  def loss_fn(params, batch):
+    tokens = batch["inputs"]
+    x = params["embedding"][tokens] + params["positions"]
+    for layer in params["layers"]:
+      x = x + _attention(_rms_norm(x, layer["norms"][0]), layer, heads)
+      hidden = _rms_norm(x, layer["norms"][1]) @ layer["up"]
+      x = x + F.gelu(hidden, approximate="tanh") @ layer["down"]
+    logits = _rms_norm(x, params["norm"]) @ params["embedding"].T
+    labels = batch["labels"].flatten()
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels)
+
+  return loss_fn
+
+
+def _attention(x, layer, heads):
+  batch, length, width = x.shape
+  qkv = (x @ layer["qkv"]).view(batch, length, 3, heads, -1)
+  q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+  scores = (q @ k.transpose(-1, -2)).float() * (width // heads) ** -0.5
+  seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+  share = scores.masked_fill(~seen, -1e9).softmax(-1)
+  y = (share @ v).transpose(1, 2).reshape(batch, length, width)
+  return y @ layer["out"]
+
+
+def _rms_norm(x, gain):
+  return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain
 
 
 def _memory(reset=False):

@@ -90,25 +90,6 @@ class JaxProgram:
     """Return the loss of the last step."""
     return float(self._loss)
 
-  def count_host_reads(self) -> None:
-    """Take a step in which JAX refuses to move anything to or from the host.
-
-    A compiled program cannot transfer to the host, so this shows that the
-    Python code between two steps does not, either. On a CPU it shows nothing.
-    """
-    self.step(False)
-    self.wait()
-    try:
-      with jax.transfer_guard("disallow"):
-        self.step(False)
-    except Exception as error:
-      if "transfer" not in str(error):
-        raise
-      self.row["host_reads"] = "some"
-    else:
-      self.row["host_reads"] = 0
-    self.wait()
-
 
 def copy_for_donation(tree: Any) -> Any:
   """Return a copy of a tree, with leaves of the same types, weak or not."""

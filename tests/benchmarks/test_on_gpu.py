@@ -302,7 +302,7 @@ def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
   jax_optimizers.run("large", TINY, time.time() + 60)
   bare, ours = read_events(capsys.readouterr().out)[-1]["rows"]
   assert ours["error"] == FAILED
-  assert bare["milliseconds"] and bare["host_reads"] == 0
+  assert bare["milliseconds"]
   assert bare["parameters"] == 4 * 64 * 64
 
 
