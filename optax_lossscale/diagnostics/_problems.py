@@ -96,8 +96,11 @@ def find_numeric_problems(
   # first if it is in the forward pass, and else if nothing explains it.
   if origin is None:
     return problems
-  is_explained = problems and (origin.backward or origin.in_autocast)
-  return problems if is_explained else [_as_problem(origin), *problems]
+  if problems and (origin.backward or origin.in_autocast):
+    return problems
+  # What the user wrote in half precision overflows because of the origin.
+  others = [x for x in problems if x.keep_float32 or x.loss_scale]
+  return [_as_problem(origin), *others]
 
 
 def _find_precision_problems(
@@ -126,6 +129,8 @@ def _find_precision_problems(
       log2_change,
       loss_scale,
     )
+  elif report.is_accurate:
+    return
   elif report.outliers:
     for name in report.outliers:
       row = report.get_row(name)
@@ -135,7 +140,7 @@ def _find_precision_problems(
         f"{name} loses precision in {row.dtype}: relative error"
         f" {row.isolated_error:.2g} from this layer alone.",
       )
-  elif not report.is_accurate and math.isfinite(report.error):
+  elif math.isfinite(report.error):
     yield _explain_large_error(report)
 
 
@@ -266,7 +271,8 @@ def find_zero_grad_problems(
       yield Problem(
         f"{subject} are zero{in_float32}.",
         "Check a batch that has gradients. If no batch has any, look for a"
-        " masked loss, a dead layer or a factor of zero.",
+        " masked loss, a dead layer, a factor of zero, or a constant that is"
+        " inf in float16, such as a count in a divisor.",
       )
 
 

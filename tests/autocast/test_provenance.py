@@ -197,7 +197,7 @@ def test_matmuls_without_weights_are_named_by_scope_or_line():
     return scores @ multiply(x, params["v"])
 
   fun, params = make_grad_fn(net), {"v": normal(8, 8)}
-  rows = compare_precision(fun, params, X, progress=False).matmuls
+  rows = compare_precision(fun, params, X, progress=False).layers
   names = {row.name for row in rows if not row.param_path}
   assert "scores" in names and len(names) == 2
   (line,) = names - {"scores"}
@@ -278,7 +278,7 @@ def test_a_name_keeps_only_the_matmuls_of_its_rows(name):
 
 def test_a_matmul_without_weights_has_one_name_in_all_reports():
   fun, params = jax.grad(ols.autocast(update_params)), PLAIN
-  rows = compare_precision(fun, params, progress=False).matmuls
+  rows = compare_precision(fun, params, progress=False).layers
   names = {row.name for row in rows if not row.param_path}
   report = precision_report(fun, params, dtype=jnp.float8_e4m3fn)
   assert names == {row.name for row in report.unconverted if not row.param_path}

@@ -23,8 +23,11 @@ def normal(i, *shape):
 
 
 def compare(loss, params, state=ONE, **kwargs):
-  fun = ols.grad(ols.autocast(loss), state)
-  return diagnostics.compare_precision(fun, params, progress=False, **kwargs)
+  def fun(params, state):
+    return ols.grad(ols.autocast(loss), state)(params)
+
+  args = params, state
+  return diagnostics.compare_precision(fun, *args, progress=False, **kwargs)
 
 
 PARAMS = {"big": normal(2, 16, 32), "small": normal(3, 16, 32)}
@@ -45,18 +48,16 @@ def cancelled(p):
   return jnp.mean((hidden @ p["out"] - Y) ** 2)
 
 
-@pytest.mark.parametrize("search", ["exhaustive", "bisect"])
-def test_a_small_gradient_that_underflows_is_an_outlier(search):
-  report = compare(flushed, PARAMS, search=search)
+def test_a_small_gradient_that_underflows_is_an_outlier():
+  report = compare(flushed, PARAMS)
   assert report.error < 1e-3 and report.outliers == ("small",)
-  (far,) = report.inaccurate_arrays
-  assert far.name == "small" and far.error > 0.5 and far.norm_fraction < 1e-5
-  assert far.error == report.array_errors[far.name]
-  assert report.suggested_log2_scale_change > 8
-  text = str(report)
+  assert report.inaccurate_arrays == ("small",)
+  assert report.array_errors["small"] > 0.5
   change = report.suggested_log2_scale_change
+  assert change >= 4
+  text = str(report)
   assert text.splitlines()[0] == (
-    f"small underflows in the backward pass: raise the loss scale by up to"
+    "small underflows in the backward pass: raise the loss scale by"
     f" 2**{change}."
   )
   assert "Outlier: keep_float32='small'.\n" in text
@@ -70,13 +71,12 @@ def test_a_small_gradient_that_underflows_is_an_outlier(search):
   assert cured.as_dict()["inaccurate_arrays"] == []
 
 
-@pytest.mark.parametrize("search", ["exhaustive", "bisect"])
-def test_a_small_gradient_that_cancels_is_an_outlier(search):
+def test_a_small_gradient_that_cancels_is_an_outlier():
   params = PARAMS | {"lost": normal(5, 32, 32)}
   scale = ols.FixedLossScale(2.0**15).init()
-  report = compare(cancelled, params, scale, search=search)
+  report = compare(cancelled, params, scale)
   assert report.error < 1e-3 and report.outliers[0] == "lost"
-  assert {x.name for x in report.inaccurate_arrays} <= {"lost", "small"}
+  assert {*report.inaccurate_arrays} <= {"lost", "small"}
   assert report.inaccurate_arrays and report.suggested_log2_scale_change == 0
   first = str(report).splitlines()[0]
   outliers = list(report.outliers)
@@ -99,9 +99,8 @@ def normed(p):
   return jnp.mean((jnp.tanh(h) @ p["out"] - Y) ** 2)
 
 
-@pytest.mark.parametrize("search", ["exhaustive", "bisect"])
 @pytest.mark.parametrize("loss", [attention, normed])
-def test_a_gradient_that_is_zero_except_for_rounding_is_ignored(loss, search):
+def test_a_gradient_that_is_zero_except_for_rounding_is_ignored(loss):
   params = {name: normal(i, 16, 16) for i, name in enumerate("qkvw")}
   params |= {"bias": normal(5, 16), "out": normal(6, 16, 4)}
   used = {"attention": "qkv", "normed": "w"}[loss.__name__]
@@ -111,7 +110,7 @@ def test_a_gradient_that_is_zero_except_for_rounding_is_ignored(loss, search):
   assert report.array_errors["bias"] > 0.5
   assert report.inaccurate_arrays == report.outliers == ()
   text = str(report)
-  assert text.startswith("No single layer dominates the error.\n")
+  assert text.startswith("No single layer dominates the error, which is small.")
   before, after = text.split("Only rounding noise in float32, too, so")
   assert "bias" not in before
   assert after.startswith(" no layer is to blame: bias.\n")
@@ -122,23 +121,18 @@ def difference(w):
   return X @ w - jnp.sum(X[:, ::-1, None] * w[::-1], 1)
 
 
-@pytest.mark.parametrize("search", ["exhaustive", "bisect"])
-def test_no_layer_is_blamed_for_errors_that_float32_has_too(search):
-  compare_fun = functools.partial(
-    diagnostics.compare_precision, progress=False, search=search
-  )
+def test_no_layer_is_blamed_for_errors_that_float32_has_too():
+  compare_fun = functools.partial(diagnostics.compare_precision, progress=False)
   report = compare_fun(ols.autocast(difference), normal(2, 16, 16))
-  assert report.error > 1 and report.noise_only_arrays == ("",)
+  assert report.error == 0 and report.noise_only_arrays == ("",)
   assert report.outliers == report.inaccurate_arrays == ()
-  # Bisection measures no layer if no error is to be explained.
-  rows = report.matmuls
-  assert [row.isolated_error for row in rows] == [0] * (search != "bisect")
+  assert [row.isolated_error for row in report.layers] == [0]
   assert "too, so no layer is to blame: the result.\n" in str(report)
 
   both = ols.autocast(lambda w: {"sound": X @ w, "noise": 1e9 * difference(w)})
   report = compare_fun(both, normal(2, 16, 16))
-  assert report.error > 1 and report.noise_only_arrays == ("noise",)
-  assert all(row.isolated_error < 1e-3 for row in report.matmuls)
+  assert report.error < 1e-3 and report.noise_only_arrays == ("noise",)
+  assert all(row.isolated_error < 1e-3 for row in report.layers)
 
   many = ols.autocast(lambda ws: list(map(difference, ws)))
   report = compare_fun(many, [normal(i, 16, 16) for i in range(5)])
@@ -156,11 +150,16 @@ def test_an_inaccurate_array_without_an_outlier_is_reported():
 
   layers = [normal(i, 16, 16) for i in range(8)]
   report = compare(deep, {"layers": layers, "out": normal(6, 16, 4)})
-  assert len(report.inaccurate_arrays) > 3
-  text = str(dataclasses.replace(report, outliers=()))
-  more = len(report.inaccurate_arrays) - 3
+  names = report.amplified_arrays
+  assert len(names) > 3 and report.inaccurate_arrays == ()
+  assert "The function amplifies any rounding, so these errors" in str(report)
+  other = dataclasses.replace(
+    report, amplified_arrays=(), inaccurate_arrays=names, is_accurate=False
+  )
+  text = str(other)
+  more = len(names) - 3
   assert f"  (+{more} more: report.inaccurate_arrays)\n" in text
-  assert text.startswith("No single layer dominates the error.\n")
+  assert text.startswith("The error is large, and no single layer dominates")
 
 
 def test_a_gradient_that_is_zero_in_float32_names_no_layer():
@@ -241,7 +240,7 @@ def test_an_unused_matmul_has_no_row(wrap):
   fun = ols.autocast(lambda w: jnp.sum(both(X, w)[0]))
   w = normal(2, 16, 16)
   report = diagnostics.compare_precision(fun, w, progress=False)
-  assert len(report.matmuls) == 1
+  assert len(report.layers) == 1
   assert diagnostics.precision_report(fun, w).total_flops == 2 * 64 * 16 * 16
 
 
@@ -280,7 +279,7 @@ def test_two_keys_with_a_slash_are_distinguished_by_quotes():
   names = ["a/b", "'a/b'"]
   report = compare(loss, params)
   assert list(report.array_errors) == names
-  assert {row.name for row in report.matmuls} == {*names}
+  assert {row.name for row in report.layers} == {*names}
   gradients = diagnostics.gradient_report(params).as_dict()["leaves"]
   assert list(gradients) == names
   for name in names:

@@ -76,14 +76,13 @@ SLOW_SOUND = {
 def test_a_bad_matmul_is_named_and_its_name_repairs_the_gradients(name):
   model = planted_layers.make_model(name)
   report = compare_planted(model)
-  assert any(map(model.is_planted, report.matmuls[:2]))
+  assert any(map(model.is_planted, report.layers[:2]))
   (worst,) = report.top_outliers(1)
-  assert compare_planted(model, search="bisect").top_outliers(1) == (worst,)
 
   names = report.overflowing + report.outliers
   repair = lambda fun: ols.autocast(fun, keep_float32=names)
   # Matmuls of activations and cotangents have no weights, so lines name them.
-  lines = [row.source_line for row in report.matmuls if row.name in names]
+  lines = [row.source_line for row in report.layers if row.name in names]
   repair_outside = lambda fun: ols.autocast(fun, keep_float32=lines)
 
   def reference(*args):
@@ -105,10 +104,9 @@ def test_a_bad_matmul_is_named_and_its_name_repairs_the_gradients(name):
 )
 def test_the_same_model_without_the_fault_has_no_outlier(name):
   model = planted_layers.make_model(name, fault=False)
-  for search in "exhaustive", "bisect":
-    report = compare_planted(model, search=search)
-    assert report.top_outliers(3) == report.overflowing == ()
-    assert report.cosine >= COSINE
+  report = compare_planted(model)
+  assert report.top_outliers(3) == report.overflowing == ()
+  assert report.is_accurate
 
 
 def test_bfloat16_has_different_thresholds():
@@ -145,18 +143,18 @@ def test_a_sound_model_has_no_outlier_and_its_error_is_exact(name):
   half = jax.jit(trained)(model.arrays)
   error = relative_error(exact, half)
   errors = map(relative_error, *map(jax.tree.leaves, (exact, half)))
-  for search in "exhaustive", "bisect":
-    report = compare(trained, model.arrays, search=search)
-    assert report.top_outliers(3) == report.overflowing == ()
+  report = compare(trained, model.arrays)
+  assert report.top_outliers(3) == report.overflowing == ()
+  if not report.noise_only_arrays:
     assert report.error == pytest.approx(error, rel=0.01)
   real_errors = dict(zip(report.array_errors, errors, strict=True))
   for array, reported in report.array_errors.items():
     if array not in report.noise_only_arrays:
       real = real_errors[array]
       assert reported == pytest.approx(real, rel=0.05, abs=1e-6), array
-  inaccurate_arrays = [array.name for array in report.inaccurate_arrays]
-  assert bool(inaccurate_arrays) == (name in HAVE_SMALL_SUMS)
-  assert all(real_errors[array] > 0.06 for array in inaccurate_arrays)
+  has_large_errors = report.inaccurate_arrays or report.amplified_arrays
+  assert bool(has_large_errors) == (name in HAVE_SMALL_SUMS)
+  assert all(real_errors[array] > 0.06 for array in report.inaccurate_arrays)
 
 
 def block(params, x):

@@ -114,13 +114,15 @@ def test_a_history_without_scales_is_refused(history):
 
 
 def make_matmul(scope, error, headroom, index, backward=False):
-  return diagnostics.MatmulPrecision(
+  return diagnostics.LayerPrecision(
     primitive="dot_general",
     name=f"{scope} at model.py:3 (f)",
     name_scope=scope,
     param_path="",
     source_line="model.py:3 (f)",
     backward=backward,
+    dtype="float16",
+    in_autocast=True,
     isolated_error=error,
     amax=1.0,
     log2_headroom=headroom,
@@ -137,11 +139,11 @@ def make_comparison(matmuls, outliers=()):
     target="results",
     reference_is_zero=False,
     error=0.1,
-    cosine=0.9,
     reference_is_finite=True,
     outliers=outliers,
     array_errors={},
-    matmuls=tuple(matmuls),
+    layers=tuple(matmuls),
+    overflowing=tuple(x.name for x in matmuls if x.overflows),
     limitations=(),
   )
 

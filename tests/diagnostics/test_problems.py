@@ -14,7 +14,6 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale.diagnostics import _absorbed_infs
 
 check_step = functools.partial(diagnostics.check_step, progress=False)
 F16 = jnp.float16
@@ -98,8 +97,9 @@ def test_gradients_that_are_zero_for_this_batch_are_a_problem():
   assert find_problem(ols.autocast(dead_layer)).cause == (
     "All gradients are zero, in float32 too."
   )
-  # It is not compared with float32.
-  assert find_problem(in_half(dead_layer)).cause == "All gradients are zero."
+  assert find_problem(in_half(dead_layer)).cause == (
+    "All gradients are zero, in float32 too."
+  )
 
 
 def test_zero_gradients_of_one_of_two_updates_are_named():
@@ -126,7 +126,7 @@ def tiny_loss(params, batch):
 
 def test_gradients_that_all_underflow_are_a_problem_with_a_higher_scale():
   problem = find_problem(tiny_loss, policy=ols.DynamicLossScale(1.0))
-  assert "All gradients are zero, because they underflow" in problem.cause
+  assert "w underflows in the backward pass: relative error 1" in problem.cause
   assert problem.loss_scale >= 2**8
   step, params, state, batch = make_step(tiny_loss, inner=optax.adam(0.1))
   state = ols.set_loss_scale(state, 2.0 * problem.loss_scale)
@@ -197,37 +197,34 @@ def in_a_scan(params, batch):
 
 
 ABSORBED = {
-  "a constant": (mean_of_many, "A constant in", "div", "float32"),
-  "a count": (mean_over_tokens, "convert_element_type", "div", "float32"),
-  "a clamped count": (
-    mean_over_clamped_tokens,
-    "convert_element_type",
-    "div",
-    "float32",
-  ),
-  "a norm": (norm_by_hand, "mul", "div", "float32"),
-  "an RMS norm": (rms_norm, "mul", "rsqrt", "float32"),
-  "a power": (inverse_of_a_square, "integer_pow", "integer_pow", "float32"),
-  "a kernel": (kernel_of_a_matmul, "dot_general", "exp", "float32"),
-  "a scan": (in_a_scan, "mul", "div", "float32"),
+  "mean_over_tokens": mean_over_tokens,
+  "mean_over_clamped_tokens": mean_over_clamped_tokens,
+  "norm_by_hand": norm_by_hand,
+  "rms_norm": rms_norm,
+  "inverse_of_a_square": inverse_of_a_square,
+  "kernel_of_a_matmul": kernel_of_a_matmul,
+  "body": in_a_scan,
 }
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@pytest.mark.parametrize(
-  "name", mark_slow_params({"a constant", "a norm", "a kernel"}, ABSORBED)
-)
+@pytest.mark.parametrize("name", mark_slow_params({"norm_by_hand"}, ABSORBED))
 def test_an_inf_of_the_forward_pass_that_disappears_is_a_problem(name):
-  loss_fn, origin, site, fix = ABSORBED[name]
+  loss_fn = ABSORBED[name]
   check = check_step(*make_step(loss_fn, ols.DynamicLossScale(1.0)))
   assert check.overflow is None
-  causes = [problem.cause for problem in check.problems]
-  assert any(
-    cause.startswith(origin) and f"and {site} makes zero of it" in cause
-    for cause in causes
-  ), causes
-  assert fix in check.problems[0].fix
-  assert not any("are zero" in cause for cause in causes)
+  first = check.problems[0]
+  assert "overflows in the forward pass: max abs" in first.cause
+  assert f"({name})" in first.cause
+  assert "x.astype(jnp.float32)" in first.fix
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_zero_gradients_may_come_from_a_constant_that_is_inf():
+  """The program has lost the number, so float32 has zeros, too."""
+  check = check_step(*make_step(mean_of_many, ols.DynamicLossScale(1.0)))
+  (problem,) = check.problems
+  assert "a constant that is inf in float16" in problem.fix
 
 
 def causal(x):
@@ -289,19 +286,7 @@ GAUSSIANS = {
 def test_a_gaussian_is_a_problem_only_if_its_overflow_changes_the_result(name):
   loss_fn = make_gaussian(GAUSSIANS[name])
   check = check_step(*make_step(loss_fn, ols.DynamicLossScale(1.0)))
-  is_problem = name.startswith("a wide")
-  assert check.is_sound != is_problem, str(check)
-  if is_problem:
-    assert "and exp makes zero of it" in check.problems[0].cause
-
-
-def test_an_equation_whose_bodies_are_not_known_has_no_tags_inside():
-  def solve(x):
-    square = lambda matvec, b: 1 / (b * b)
-    return lax.custom_linear_solve(lambda x: 2 * x, x, square, square)
-
-  jaxpr = jax.make_jaxpr(solve)(jnp.ones(3, F16))
-  assert _absorbed_infs.tag_absorbed_operands(jaxpr) is jaxpr
+  assert check.is_sound != (name == "a wide one"), str(check)
 
 
 @in_half
@@ -399,8 +384,9 @@ def test_without_autocast_the_scale_that_helps_is_named():
   squares = in_half(lambda p, x: jnp.mean(8 * (x @ p["w"] - 1) ** 2))
   check = check_step(*make_step(squares, ols.DynamicLossScale(2.0**24)))
   assert 0 < check.overflow.scale_factor < 1
-  factor = 1 / check.overflow.scale_factor
-  assert f"ols.set_loss_scale(opt_state, scale / {factor:g})" in str(check)
+  new_scale = 2.0**24 * check.overflow.scale_factor
+  assert check.problems[0].loss_scale == new_scale
+  assert f"ols.set_loss_scale(opt_state, {new_scale:g})" in str(check)
   low = ols.DynamicLossScale(2.0**24, min_scale=2.0**24)
   check = check_step(*make_step(squares, low))
   assert check.overflow.is_below_min_scale
@@ -507,8 +493,8 @@ def loss_that_bounds_the_scale(params, batch):
 def test_gradients_that_no_scale_makes_nonzero_are_a_problem():
   """With a higher scale the float16 loss overflows."""
   low = ols.DynamicLossScale(1.0)
-  problem = find_problem(loss_that_bounds_the_scale, low)
-  assert problem.cause == "All gradients are zero."
+  check = check_step(*make_step(loss_that_bounds_the_scale, low))
+  assert "relative error 1 from this layer alone" in check.problems[0].cause
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def from_find_overflow(step, *args):
 
 def from_compare_precision(step, *args):
   compare = diagnostics.compare_precision
-  return compare(step, *args, search="bisect", progress=False).warnings
+  return compare(step, *args, progress=False).warnings
 
 
 RUNS = [from_find_overflow, from_compare_precision]

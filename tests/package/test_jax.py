@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from optax_lossscale.diagnostics._precision import _risks
 import pytest
 
 from optax_lossscale._jaxprs import (
@@ -32,7 +33,6 @@ from optax_lossscale._jaxprs import (
   _weights,
 )
 from optax_lossscale.diagnostics import _absorbed_infs, _dtype_limits
-from optax_lossscale.diagnostics._precision import _risks
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
 X = jnp.ones((2, 2))

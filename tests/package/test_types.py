@@ -116,7 +116,7 @@ def read(step: Any, params: Any, grads: Any) -> None:
     names += comparison.noise_only_arrays + comparison.top_outliers(2)
     text = comparison.dtype + comparison.target
     error: float = comparison.error + comparison.cosine
-    for row in comparison.matmuls:
+    for row in comparison.layers:
       error += row.isolated_error + row.amax + row.log2_headroom
       error += row.underflow_fraction + row.subnormal_fraction
       change += row.run_count + row.program_index

@@ -193,9 +193,7 @@ def compare_traced(
       layers = _measure_all_layers(traced, runs, progress)
     elif runs.table:  # The outputs are not finite.
       layers = _explain_overflow(runs.table, runs)
-    elif not report.suggested_log2_scale_change and (
-      _outliers.exceeds_limits(runs.half_effects, eps).any()
-    ):
+    elif not report.is_accurate and not report.suggested_log2_scale_change:
       layers = _search_layers(traced, runs, progress, eps)
     if layers:
       report = _report_layers(report, layers, eps)

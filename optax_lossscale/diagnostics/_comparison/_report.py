@@ -179,9 +179,10 @@ class PrecisionComparison(_report_format.PrintedReport):
       lines.append(f"{label}: {self.format_fix(outliers)}.")
     if lines:
       return lines
-    if self.is_accurate:
-      return ["No single layer dominates the error, which is small."]
-    return ["The error is large, and no single layer dominates it."]
+    if not self.is_accurate:
+      return ["The error is large, and no single layer dominates it."]
+    suffix = "" if self.amplified_arrays else ", which is small"
+    return [f"No single layer dominates the error{suffix}."]
 
   def _format_worst_array(self) -> str:
     return [*self.inaccurate_arrays, "The result"][0] or "The result"

@@ -1,6 +1,7 @@
 """The runs of a function in float32 and in half precision."""
 
 from collections.abc import Callable, Sequence
+import math
 from typing import Any
 
 import jax
@@ -71,9 +72,12 @@ class ReferenceRuns:
     self._run_as_trained = run_as_trained
     self._progress = progress
     self.table: _layers.LayerTable | None = None
+    self._has_overflow = self._has_nonfinite_grads(half_outs)
     indices = _output_errors.list_compared_indices(traced.outputs)
     measured: list[int] = []
-    if not _array_tests.all_finite([half_outs[i] for i in indices]):
+    if self._has_overflow or not _array_tests.all_finite(
+      [half_outs[i] for i in indices]
+    ):
       # The magnitudes of the matmuls explain an overflow.
       self.table = _layers.LayerTable(traced.closed_jaxpr)
       layers = enumerate(self.table.layers)
@@ -101,7 +105,7 @@ class ReferenceRuns:
 
     See :meth:`_output_errors.OutputComparison.compute_effects`.
     """
-    return self._compute_effects(self.half_errors)
+    return self._compute_effects(self.half_errors, self._has_overflow)
 
   def compute_effects_without(self, mask: np.ndarray) -> np.ndarray:
     """Return the errors as trained without these arrays.
@@ -130,10 +134,22 @@ class ReferenceRuns:
       else x
       for output, x in zip(self._traced.outputs, outs, strict=True)
     ]
-    return self._compute_effects(self._comparison.compute_errors(unscaled_outs))
+    errors = self._comparison.compute_errors(unscaled_outs)
+    return self._compute_effects(errors, self._has_nonfinite_grads(outs))
 
-  def _compute_effects(self, errors: _output_errors.RunErrors) -> np.ndarray:
-    return self._comparison.compute_effects(errors, self.noise_mask)
+  def _compute_effects(
+    self, errors: _output_errors.RunErrors, has_overflow: bool
+  ) -> np.ndarray:
+    effects = self._comparison.compute_effects(errors, self.noise_mask)
+    return np.maximum(effects, math.inf) if has_overflow else effects
+
+  def _has_nonfinite_grads(self, outs: Sequence[Any]) -> bool:
+    """Return whether a gradient is not finite, even if `update` doesn't see it.
+
+    A step may hide it, or not call `update`.
+    """
+    unscaled = self._traced.select_kind(outs, "unscaled")
+    return not _array_tests.all_finite(unscaled)
 
   def _judge_large_errors(self) -> tuple[np.ndarray, np.ndarray]:
     """Return which arrays are noise, and which have an expected error."""
