@@ -310,6 +310,22 @@ def map_subjaxprs(
   return replace_params(eqn, hi_prim, new_params)
 
 
+def map_dtypes(
+  eqn: core.JaxprEqn, map_fn: Callable[[Any], Any]
+) -> core.JaxprEqn:
+  """Replace each dtype among the parameters of an equation.
+
+  Args:
+    eqn: the equation.
+    map_fn: a function from a dtype to a dtype.
+  """
+  params = {
+    k: jnp.dtype(map_fn(v)) if isinstance(v, jnp.dtype) else v
+    for k, v in eqn.params.items()
+  }
+  return eqn.replace(params=params)
+
+
 def replace_params(
   eqn: core.JaxprEqn, hi_prim: Any, new_params: Mapping[str, Any]
 ) -> core.JaxprEqn:

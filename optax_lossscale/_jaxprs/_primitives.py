@@ -34,8 +34,6 @@ WEIGHT_PRESERVING = DATA_MOVEMENT | BROADCASTING | {
   "reduce_precision", "reshard", "select_n", "split", "stop_gradient",
   "unstack",
 }  # fmt: skip
-_REDUCTIONS = {"reduce_sum", "reduce_prod"}
-_CUMULATIVE_REDUCTIONS = {"cumsum", "cumprod", "cumlogsumexp"}
 # These combine updates with an array at given indices. One of them computes the
 # gradient of a gather, such as an embedding.
 SCATTER_REDUCTIONS = {"scatter-add", "scatter-mul", "scatter-sub"}
@@ -256,49 +254,3 @@ def is_noop_reduce_precision(eqn: core.JaxprEqn) -> bool:
   finfo: Any = jnp.finfo(aval.dtype)
   bits = eqn.params.get("exponent_bits"), eqn.params.get("mantissa_bits")
   return bits == (finfo.nexp, finfo.nmant)
-
-
-def get_exponent(eqn: core.JaxprEqn) -> float | None:
-  """Return the exponent of a power that the program contains; else None."""
-  if eqn.primitive.name == "integer_pow":
-    return eqn.params["y"]
-  exponent = eqn.invars[1] if eqn.primitive.name == "pow" else None
-  return exponent.val if isinstance(exponent, core.Literal) else None
-
-
-def count_summands(eqn: core.JaxprEqn) -> int:
-  """Return the number of terms in each sum that an equation computes.
-
-  For a sum by index it is an upper bound, since the indices are not known: all
-  updates may have the same index. For equations that compute no sum, or have
-  unknown parameters, it is 1.
-  """
-  name, params = eqn.primitive.name, eqn.params
-  if name in SCATTER_REDUCTIONS:
-    return _count_colliding_updates(eqn)
-  if name == "reduce_window_sum":
-    window_dimensions: Any = params.get("window_dimensions", ())
-    return math.prod(window_dimensions)
-  axes: Any = params.get("axes", ()) if name in _REDUCTIONS else ()
-  if name in _CUMULATIVE_REDUCTIONS and "axis" in params:
-    axes = (params["axis"],)
-  aval: Any = eqn.invars[0].aval if axes else None
-  return math.prod(aval.shape[axis] for axis in axes)
-
-
-def _count_colliding_updates(eqn: core.JaxprEqn) -> int:
-  """Return the number of updates of a scatter that may have the same index."""
-  if eqn.params.get("unique_indices"):
-    return 1
-  indices: Any = eqn.invars[1].aval
-  dimension_numbers = eqn.params.get("dimension_numbers")
-  batching_dims = getattr(
-    dimension_numbers, "scatter_indices_batching_dims", ()
-  )
-  # The last axis of the indices contains the coordinates of one index. Along a
-  # batching axis, the updates go to different parts of the array.
-  return math.prod(
-    size
-    for axis, size in enumerate(indices.shape[:-1])
-    if axis not in batching_dims
-  )

@@ -302,7 +302,7 @@ def test_a_matmul_only_in_the_backward_pass_needs_no_line():
   params = {"w": normal(8, 8), "head": normal(8, 8)}
   rows = compare_precision(
     jax.grad(ols.autocast(net)), params, X, progress=False
-  ).matmuls
+  ).layers
   found = {(row.name, row.backward) for row in rows}
   assert found == {*expect_both_passes("w"), ("head", True)}
 

@@ -5,8 +5,6 @@ here are made by hand, as another JAX might make them. One that is not
 understood has no part, and is taken as a whole, and reports say so.
 """
 
-import types
-
 import jax
 from jax import lax
 from jax.extend import core
@@ -311,14 +309,3 @@ def test_a_matmul_whose_flops_are_unknown_is_reported(monkeypatch):
   (note,) = report.limitations
   assert note.startswith("dot_general at test_higher_order.py:")
   assert note.endswith(": its FLOPs are not counted")
-
-
-@pytest.mark.parametrize("name", ["reduce_sum", "cumsum", "reduce_window_sum"])
-def test_a_sum_whose_axes_are_not_known_has_one_term(name):
-  aval = types.SimpleNamespace(shape=(1000,), dtype=np.dtype(np.float16))
-  var = types.SimpleNamespace(aval=aval)
-  primitive = types.SimpleNamespace(name=name)
-  eqn = types.SimpleNamespace(
-    primitive=primitive, params={}, invars=[var], outvars=[var]
-  )
-  assert _primitives.count_summands(eqn) == 1

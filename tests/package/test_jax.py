@@ -19,7 +19,6 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from optax_lossscale.diagnostics._precision import _risks
 import pytest
 
 from optax_lossscale._jaxprs import (
@@ -32,7 +31,8 @@ from optax_lossscale._jaxprs import (
   _provenance,
   _weights,
 )
-from optax_lossscale.diagnostics import _absorbed_infs, _dtype_limits
+from optax_lossscale.diagnostics import _dtype_limits
+from optax_lossscale.diagnostics._comparison import _float32_eqns
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
 X = jnp.ones((2, 2))
@@ -247,12 +247,11 @@ def names_in_tables():
     *_eqns._CALL_PRIMITIVES,
     *_eqns._CANONICAL_NAMES.values(),
     *_primitives._FLOP_COUNTERS,
-    *_absorbed_infs._ABSORBING_OPERANDS,
     *_dtype_limits.OVERFLOW_THRESHOLDS,
-    *_risks._POWERS,
-    *_primitives._REDUCTIONS,
-    *_primitives._CUMULATIVE_REDUCTIONS,
-    *_risks._REDUCING_COLLECTIVES,
+    *_float32_eqns._EXACT,
+    *_float32_eqns._OPAQUE,
+    *_float32_eqns._REDUCERS,
+    *_float32_eqns.ACCUMULATING,
   }
 
 

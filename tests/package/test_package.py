@@ -232,13 +232,15 @@ def test_the_engines_of_the_diagnostics_do_not_import_each_other():
   engine_of = {
     module: module.split(".")[1]
     for module in MODULES
-    if re.match(r"diagnostics\.(.+\.|_gradient_report)", module)
+    if re.match(
+      r"diagnostics\.(.+\.|_gradient_report|_precision_report)", module
+    )
   }
   assert set(engine_of.values()) == {
     "_comparison",
     "_gradient_report",
     "_overflow",
-    "_precision",
+    "_precision_report",
   }
   for module in MODULES:
     # `check_step` combines them.

@@ -100,11 +100,10 @@ def read(step: Any, params: Any, grads: Any) -> None:
     fraction += flops.fraction * flops.flops
     text = flops.operand_dtype + flops.result_dtype
   for matmul in precision.unconverted:
-    text = matmul.primitive + matmul.operand_dtype + matmul.result_dtype
+    text = matmul.primitive + matmul.dtype
     text += matmul.name_scope + matmul.param_path + matmul.source_line
     fraction += matmul.fraction * matmul.run_count
-  for risk in precision.at_risk:
-    text = risk.reason + risk.name + risk.source_line
+  is_castable: bool = precision.can_autocast
   sentences = precision.limitations + precision.warnings
   comparison = check.comparison
   if comparison is not None:
@@ -115,13 +114,12 @@ def read(step: Any, params: Any, grads: Any) -> None:
     names: tuple[str, ...] = comparison.outliers + comparison.overflowing
     names += comparison.noise_only_arrays + comparison.top_outliers(2)
     text = comparison.dtype + comparison.target
-    error: float = comparison.error + comparison.cosine
+    names += comparison.inaccurate_arrays + comparison.amplified_arrays
+    error: float = comparison.error + comparison.underflow_fraction
     for row in comparison.layers:
-      error += row.isolated_error + row.amax + row.log2_headroom
-      error += row.underflow_fraction + row.subnormal_fraction
-      change += row.run_count + row.program_index
-    for array in comparison.inaccurate_arrays:
-      error += array.error + array.norm_fraction
+      if row.amax is not None and row.isolated_error is not None:
+        error += row.isolated_error + row.amax
+      change += row.run_count + row.program_index + row.flops
   report = diagnostics.gradient_report(grads)
   for stats in (report.total, *report.leaves):
     error = stats.amax + stats.smallest_nonzero + stats.zero_fraction

@@ -287,15 +287,15 @@ class _MeasuredLayers(NamedTuple):
 
   Attributes:
     table: all layers.
-    effects: for each measured layer, by its index: the error of all arrays
-      together, and then of each, if this layer alone runs in half precision;
-      float64[1 + arrays].
+    effect_by_layer: for each measured layer, by its index: the error of all
+      arrays together, and then of each, if this layer alone runs in half
+      precision; float64[1 + arrays].
     stats: the statistics of some layers.
     runs: the program that measured them; None if they were not measured.
   """
 
   table: _layers.LayerTable
-  effects: dict[int, np.ndarray]
+  effect_by_layer: dict[int, np.ndarray]
   stats: dict[int, _layer_stats.LayerStats]
   runs: _runs.LayerRuns | None = None
 
@@ -388,10 +388,10 @@ def _report_layers(
   report: _report.PrecisionComparison, layers: _MeasuredLayers, eps: float
 ) -> _report.PrecisionComparison:
   """Add the layers that were measured to a report, and the outliers."""
-  rows = [_as_row(layers, i) for i in layers.effects]
+  rows = [_as_row(layers, i) for i in layers.effect_by_layer]
   # If errors are equal, such as inf, the layer with the largest numbers is
   # first.
-  effect_by_row = lambda row: layers.effects[row.program_index]
+  effect_by_row = lambda row: layers.effect_by_layer[row.program_index]
   rows.sort(key=lambda row: (-effect_by_row(row)[0], -(row.amax or 0.0)))
   is_cause = lambda row: bool(
     _outliers.exceeds_limits(effect_by_row(row), eps).any()
@@ -480,7 +480,7 @@ def _as_row(
     in_autocast=layer.in_autocast,
     run_count=layer.run_count,
     flops=layer.flops,
-    isolated_error=float(layers.effects[index][0]),
+    isolated_error=float(layers.effect_by_layer[index][0]),
     program_index=index,
     **measurements,
   )

@@ -46,8 +46,7 @@ _OPAQUE = {
 # The jaxprs of these combine two numbers, so they can be traced for float32.
 _REDUCERS = {
   "reduce", "reduce_window", "scatter", "scatter-add", "scatter-mul",
-  "scatter-sub", "scatter_max", "scatter_min", "scatter-max", "scatter-min",
-  "select_and_scatter",
+  "scatter-max", "scatter-min", "scatter-sub", "select_and_scatter",
 }  # fmt: skip
 
 
@@ -122,21 +121,13 @@ def eval_in_float32(
     eqn = _eqns.map_subjaxprs(eqn, _retrace_in_float32)
   elif next(_eqns.subjaxprs(eqn), None) or _eqns.get_hi_primitive(eqn):
     return None
-  params = {
-    k: np.dtype(np.float32) if _is_half_param(v) else v
-    for k, v in eqn.params.items()
-  }
-  return _eqns.eqn_as_fun(eqn.replace(params=params))(*inputs)
+  as_float32 = lambda dtype: jnp.float32 if is_half_dtype(dtype) else dtype
+  return _eqns.eqn_as_fun(_eqns.map_dtypes(eqn, as_float32))(*inputs)
 
 
 def is_float32(x: Any) -> bool:
   """Return whether an array is in float32."""
   return getattr(x, "dtype", None) == jnp.float32
-
-
-def _is_half_param(value: Any) -> bool:
-  is_dtype = isinstance(value, (np.dtype, type)) and hasattr(value, "type")
-  return is_dtype and is_half_dtype(value)
 
 
 def _retrace_in_float32(jaxpr: _eqns.AnyJaxpr) -> _eqns.AnyJaxpr:
