@@ -148,15 +148,12 @@ class PrecisionReport(_report_format.PrintedReport):
       *[optimizer_line] * bool(self.optimizer_flops),
       *(f"Not analyzed: {limitation}" for limitation in self.limitations),
     ]
-    for title, rows, num_left_aligned in (
-      (f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}", flops, 2),
-      (f"Matmuls and convolutions not in {self.dtype}:", unconverted, 3),
-    ):
-      parts += (
-        [title, _report_format.format_table(rows, num_left_aligned)]
-        if rows
-        else []
-      )
+    if flops:
+      title = f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}"
+      parts += [title, _report_format.format_table(flops, 2)]
+    if unconverted:
+      title = f"Matmuls and convolutions not in {self.dtype}:"
+      parts += [title, _report_format.format_table(unconverted, 3)]
     return "\n".join(parts)
 
   def _format_conclusion(self) -> list[str]:
