@@ -36,7 +36,7 @@ from optax_lossscale.diagnostics._probes import (
   probe_metrics,
   probe_update_kwargs,
 )
-from optax_lossscale.diagnostics._problems import Problem
+from optax_lossscale.diagnostics._problem import Problem
 
 __all__ = [
   "Flops",

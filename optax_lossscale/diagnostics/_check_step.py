@@ -15,8 +15,9 @@ import numpy as np
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
+  _numeric_problems,
   _precision_report,
-  _problems,
+  _problem,
   _progress,
   _report_format,
   _returned_values,
@@ -64,7 +65,7 @@ class StepCheck(_report_format.PrintedReport):
     (True, 'the loss is scaled once, by the state that update holds')
   """
 
-  problems: tuple[_problems.Problem, ...]
+  problems: tuple[_problem.Problem, ...]
   passed: tuple[str, ...]
   not_checked: tuple[str, ...]
   precision: _precision_report.PrecisionReport
@@ -230,7 +231,7 @@ def _judge_results(
   traced: _tracing.TracedFunction,
   results: _Results,
   progress: _progress.ProgressLine,
-) -> tuple[list[_problems.Problem], list[str]]:
+) -> tuple[list[_problem.Problem], list[str]]:
   """Return the problems of a step, and the checks that passed."""
   precision, search, comparison, returned = results
   mistakes = dict.fromkeys(
@@ -245,7 +246,7 @@ def _judge_results(
   has_run = _scaling_mistakes.UPDATE_NOT_RUN not in search.mistakes
   if search.origin is None:
     mistakes.pop(_scaling_mistakes.UPDATE_NOT_RUN, None)
-  problems = [_problems.Problem(*mistake) for mistake in mistakes]
+  problems = list(mistakes)
   numeric_problems = _find_numeric_problems(traced, results, has_run, progress)
   passed: list[str] = []
   if not problems and not numeric_problems:
@@ -266,7 +267,7 @@ def _find_numeric_problems(
   results: _Results,
   has_run: bool,
   progress: _progress.ProgressLine,
-) -> list[_problems.Problem]:
+) -> list[_problem.Problem]:
   """Return the problems with overflow, lost precision and zero gradients.
 
   Args:
@@ -277,14 +278,16 @@ def _find_numeric_problems(
   """
   _, search, comparison, returned = results
   report = comparison.report if comparison and has_run else None
-  loss_scale = _problems.LossScale.from_step(
+  loss_scale = _numeric_problems.LossScale.from_step(
     traced, can_decrease=not (returned.mistakes or search.mistakes)
   )
-  problems = _problems.find_numeric_problems(search.origin, report, loss_scale)
+  problems = _numeric_problems.find_numeric_problems(
+    search.origin, report, loss_scale
+  )
   if search.origin is not None:
     return problems
   return problems or list(
-    _problems.find_zero_grad_problems(
+    _numeric_problems.find_zero_grad_problems(
       traced, search.outs, search.run_step, report, loss_scale
     )
   )

@@ -17,10 +17,13 @@ from optax_lossscale import _arrays, _paths, _state, _tags
 from optax_lossscale._jaxprs import _avals, _eqns, _harvest
 from optax_lossscale.diagnostics import _scale_dependence
 
-# The tags that show what becomes of the results of ``update``.
-_RESULT_KINDS = {"new_updates", "new_scale", "new_skip_count"}
+# The tags that show which loss scale ``update`` uses, and what becomes of its
+# results.
+_UPDATE_KINDS = {
+  "new_updates", "new_scale", "new_skip_count", "update_scale"
+}  # fmt: skip
 # The tags whose values are left out if they cannot become outputs.
-_OPTIONAL_KINDS = {*_RESULT_KINDS, "loss", "unscaled"}
+_OPTIONAL_KINDS = {*_UPDATE_KINDS, "loss", "unscaled"}
 
 
 def collect_float_results(
@@ -109,9 +112,9 @@ def get_capture_fn(
 ) -> Callable[[Any], Any] | None:
   """Return how to capture a value with this tag; None if it is not needed."""
   tag = _tags.parse_tag(name)
-  if tag is None or (tag.kind.endswith("scale") and tag.kind != "new_scale"):
+  if tag is None or tag.kind in ("scale", "fixed_update_scale"):
     return None
-  if tag.kind in _RESULT_KINDS and not check_results:
+  if tag.kind in _UPDATE_KINDS and not check_results:
     return None
   capture_fns = {
     "applied": lambda x: x.astype(jnp.int8),

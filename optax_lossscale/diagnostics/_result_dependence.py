@@ -13,28 +13,28 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import _eqns, _walk
 from optax_lossscale.diagnostics import (
-  _mistakes,
+  _problem,
   _scale_dependence,
   _tracing,
 )
 
-_OLD_STATE = _mistakes.Mistake(
+_OLD_STATE = _problem.Problem(
   "The step returns an old loss-scale state instead of the one that update"
   " returns, so the loss scale never changes.",
   "Return the opt_state that update returns, unchanged:"
   " updates, opt_state = tx.update(grads, opt_state, params).",
 )
-_NO_STATE = _mistakes.Mistake(
+_NO_STATE = _problem.Problem(
   "The step does not return the opt_state that update returns, so the loss"
   " scale never changes, and the optimizer learns nothing from its steps.",
   "Return it: updates, opt_state = tx.update(grads, opt_state, params).",
 )
-NO_PARAMS = _mistakes.Mistake(
+NO_PARAMS = _problem.Problem(
   "The step does not return parameters that depend on the updates, so nothing"
   " is trained.",
   "Return the new parameters: params = optax.apply_updates(params, updates).",
 )
-_OLD_INNER_STATE = _mistakes.Mistake(
+_OLD_INNER_STATE = _problem.Problem(
   "The step returns an old state of the inner optimizer, which learns nothing"
   " from its steps.",
   "Return the opt_state that update returns, unchanged:"
@@ -46,7 +46,7 @@ def check_dependence(
   traced: _tracing.TracedFunction,
   updates: _tracing.TracedFunction,
   ran_indices: list[int],
-) -> list[_mistakes.Mistake] | None:
+) -> list[_problem.Problem] | None:
   """Check that the results depend on what each `update` returns.
 
   Args:
@@ -80,7 +80,7 @@ def check_dependence(
   if not states and not returned_params and not returned_states:
     return None
   indices_with_updates = {x.group for x in updates.outputs}
-  mistakes: dict[_mistakes.Mistake, None] = {}
+  mistakes: dict[_problem.Problem, None] = {}
   for i in ran_indices:
     if i not in returned_states:
       mistakes[_OLD_STATE if states else _NO_STATE] = None

@@ -25,14 +25,14 @@ from optax_lossscale.diagnostics import (
   _array_tests,
   _effects,
   _host_values,
-  _mistakes,
+  _problem,
   _result_dependence,
   _scale_dependence,
   _scaling_mistakes,
   _tracing,
 )
 
-_STATE_PUT_BACK = _mistakes.Mistake(
+_STATE_PUT_BACK = _problem.Problem(
   "After an overflow the step returns the old loss-scale state, so the loss"
   " scale never decreases: after the first overflow, every step is skipped.",
   "Return the opt_state that update returns, unchanged, since"
@@ -40,25 +40,25 @@ _STATE_PUT_BACK = _mistakes.Mistake(
   " Select only other state, such as batch statistics, with"
   " ols.select_if_finite.",
 )
-_CONSTANT_SCALE = _mistakes.Mistake(
+_CONSTANT_SCALE = _problem.Problem(
   "The step returns a constant loss scale, so it never decreases: if the scale"
   " is too high, every step is skipped.",
   "Call ols.set_loss_scale once, before training, and return the opt_state that"
   " update returns, unchanged.",
 )
-_UNUSED_STATE = _mistakes.Mistake(
-  "The step does not use the loss-scale state among its arguments, so the loss"
-  " scale never changes.",
+_UNUSED_STATE = _problem.Problem(
+  "update does not use the loss-scale state among the arguments of the step, so"
+  " the loss scale never changes.",
   "Call tx.init once, before training, and pass its state to ols.value_and_grad"
   " and update.",
 )
-_NO_UPDATE_AFTER_OVERFLOW = _mistakes.Mistake(
+_NO_UPDATE_AFTER_OVERFLOW = _problem.Problem(
   "update does not run if the gradients overflow, since a branch tests whether"
   " they are finite. So the loss scale never decreases: after the first"
   " overflow, every step is skipped.",
   "Call update outside of the branch, since with_loss_scaling skips bad steps.",
 )
-_LOST_UPDATES = _mistakes.Mistake(
+_LOST_UPDATES = _problem.Problem(
   "No parameter changes, although the updates are not zero: they are smaller"
   " than the distance to the next number of {dtype}.",
   "Keep the parameters in float32, and cast them to half precision in the"
@@ -69,12 +69,21 @@ _PARTLY_LOST_UPDATES = _LOST_UPDATES._replace(
   " smaller than the distance to the next number of {dtype}."
 )
 
-_UNCHANGED_PARAMS = _mistakes.Mistake(
+_UNCHANGED_PARAMS = _problem.Problem(
   "The step returns the old parameters, although the updates are not zero.",
   "Return the new parameters: params = optax.apply_updates(params, updates).",
 )
 
-_DIFFERENT_COPIES = _mistakes.Mistake(
+_NONFINITE_STATE = _problem.Problem(
+  "After an overflow, the result {name} is not finite, and stays so: it is"
+  " computed from gradients that update has not seen, such as a momentum, an"
+  " average or a norm. If it reaches update, every later step is skipped.",
+  "Put it inside of the wrapper, as in"
+  " ols.with_loss_scaling(optax.chain(optax.trace(0.9), inner)), or keep its"
+  " old value in a skipped step: ols.select_if_finite(opt_state, new, old).",
+)
+
+_DIFFERENT_COPIES = _problem.Problem(
   "The copies of the result {name} on different devices are not equal, so the"
   " devices train different models.",
   "Average the gradients over the devices before update:"
@@ -101,7 +110,7 @@ class ReturnedValues(NamedTuple):
     passed: what the step returns correctly, in sentences.
   """
 
-  mistakes: Sequence[_mistakes.Mistake] = ()
+  mistakes: Sequence[_problem.Problem] = ()
   limitations: Sequence[str] = ()
   passed: Sequence[str] = ()
 
@@ -164,14 +173,15 @@ def check_returned_values(
   mistakes = [
     *_find_hidden_overflows(traced, overflow_outs),
     *_check_state_after_overflow(traced, overflow_outs, flag_pairs),
-    *(x for x in findings if isinstance(x, _mistakes.Mistake)),
+    *(x for x in findings if isinstance(x, _problem.Problem)),
     *_check_copies(traced, outs),
+    *_check_state_is_finite(traced, outs, overflow_outs),
   ]
   # Further runs, which are not needed if there is a mistake.
   mistakes = (
     mistakes
     or _check_scale_is_variable(
-      traced, overflow_outs, run_scaled(2.0**_LOG2_DECREASE)
+      traced, outs, overflow_outs, run_scaled(2.0**_LOG2_DECREASE)
     )
     or _check_larger_scales(traced, run_scaled)
   )
@@ -192,7 +202,7 @@ def _check_state_after_overflow(
   traced: _tracing.TracedFunction,
   overflow_outs: Sequence[Any],
   flag_pairs: Sequence[tuple[Any, Any]],
-) -> Iterator[_mistakes.Mistake]:
+) -> Iterator[_problem.Problem]:
   """Yield mistakes in the loss-scale states that come back after an overflow.
 
   Each must have a count of skipped steps that an `update` returned.
@@ -244,14 +254,24 @@ def _has_update_without(flags: Sequence[tuple[frozenset[int], bool]]) -> bool:
 
 def _check_scale_is_variable(
   traced: _tracing.TracedFunction,
+  outs: Sequence[Any],
   overflow_outs: Sequence[Any],
   decreased_outs: Sequence[Any],
-) -> list[_mistakes.Mistake]:
-  """Check that a step with another loss scale returns another loss scale."""
+) -> list[_problem.Problem]:
+  """Check that a step with another loss scale returns another loss scale.
+
+  So must each `update`, or it uses another state than that of the arguments.
+  """
   overflow_scales, decreased_scales = (
     _host_values.to_host(traced.select_kind(x, "state_scale"))
     for x in (overflow_outs, decreased_outs)
   )
+  update_scales = (
+    _host_values.to_host(traced.select_kind(x, "update_scale"))
+    for x in (outs, decreased_outs)
+  )
+  if any(map(np.array_equal, *update_scales)):
+    return [_UNUSED_STATE]
   triples = zip(
     _list_states(traced), overflow_scales, decreased_scales, strict=True
   )
@@ -263,7 +283,7 @@ def _check_scale_is_variable(
 
 def _find_hidden_overflows(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_mistakes.Mistake]:
+) -> list[_problem.Problem]:
   """Return a mistake if an overflow is hidden from each `update` that ran."""
   mistakes = _scaling_mistakes.check_applied_flags(traced, outs)
   return [x for x in mistakes if x is not _scaling_mistakes.UPDATE_NOT_RUN]
@@ -272,7 +292,7 @@ def _find_hidden_overflows(
 def _check_larger_scales(
   traced: _tracing.TracedFunction,
   run_scaled: Callable[[float], Sequence[Any]],
-) -> list[_mistakes.Mistake]:
+) -> list[_problem.Problem]:
   """Check that `update` skips a step in which a few gradients overflow.
 
   These are inf, which clipping makes finite. With a loss scale of inf they are
@@ -301,7 +321,7 @@ def _check_changes(
   outs: Sequence[Any],
   overflow_outs: Sequence[Any],
   flag_pairs: Sequence[tuple[Any, Any]],
-) -> Iterator[_mistakes.Mistake | str]:
+) -> Iterator[_problem.Problem | str]:
   """Check that a step changes the parameters.
 
   Args:
@@ -344,19 +364,40 @@ def _check_changes(
 
 def _check_copies(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_mistakes.Mistake]:
+) -> list[_problem.Problem]:
   """Check that devices with copies of a parameter or a loss scale agree."""
   for output, x in zip(traced.outputs, outs, strict=True):
     is_returned = output.kind in _scale_dependence.RETURNED_KINDS
     is_new = output.new_updates or output.new_scales
     if is_returned and is_new and _array_tests.has_different_copies(x):
-      return [_mistakes.fill_in_names(_DIFFERENT_COPIES, name=output.name)]
+      return [_problem.fill_in_names(_DIFFERENT_COPIES, name=output.name)]
   return []
+
+
+def _check_state_is_finite(
+  traced: _tracing.TracedFunction,
+  outs: Sequence[Any],
+  overflow_outs: Sequence[Any],
+) -> list[_problem.Problem]:
+  """Check that an overflow doesn't reach the state that a step returns."""
+  indices = [
+    i
+    for i, output in enumerate(traced.outputs)
+    if output.kind in _scale_dependence.RETURNED_KINDS and not output.new_scales
+  ]
+  nonfinite = [
+    {indices[j] for j in _array_tests.list_nonfinite([x[i] for i in indices])}
+    for x in (outs, overflow_outs)
+  ]
+  names = [traced.outputs[i].name for i in sorted(nonfinite[1] - nonfinite[0])]
+  if not names:
+    return []
+  return [_problem.fill_in_names(_NONFINITE_STATE, name=names[0])]
 
 
 def _explain_unchanged_params(
   params: Sequence[Any], updates: Sequence[Any]
-) -> Iterator[_mistakes.Mistake | str]:
+) -> Iterator[_problem.Problem | str]:
   """Yield why a step returns the old parameters: a mistake or a limitation."""
   update_amax = _array_tests.compute_amax(updates)
   if update_amax == 0:
@@ -378,7 +419,7 @@ def _explain_unchanged_params(
       f" for {text}, as at the beginning of a warm-up"
     )
   else:
-    yield _mistakes.fill_in_names(_LOST_UPDATES, dtype=text)
+    yield _problem.fill_in_names(_LOST_UPDATES, dtype=text)
 
 
 def _may_lose_updates(pairs: Sequence[tuple[Any, Any]]) -> bool:
@@ -391,7 +432,7 @@ def _may_lose_updates(pairs: Sequence[tuple[Any, Any]]) -> bool:
 
 def _check_lost_fraction(
   pairs: Sequence[tuple[Any, Any]], updates: Sequence[Any]
-) -> Iterator[_mistakes.Mistake]:
+) -> Iterator[_problem.Problem]:
   """Check that a step changes most parameters that have an update.
 
   Args:
@@ -407,7 +448,7 @@ def _check_lost_fraction(
   half_dtypes = {x.dtype for x, _ in pairs if _get_eps(x.dtype) > _FLOAT32_EPS}
   text = " and ".join(sorted(map(str, half_dtypes)))
   fraction = num_lost / num_updates
-  yield _mistakes.fill_in_names(
+  yield _problem.fill_in_names(
     _PARTLY_LOST_UPDATES, dtype=text, fraction=fraction
   )
 

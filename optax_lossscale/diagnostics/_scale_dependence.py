@@ -20,32 +20,32 @@ import jax.numpy as jnp
 
 from optax_lossscale import _arrays, _tags
 from optax_lossscale._jaxprs import _dependence, _eqns
-from optax_lossscale.diagnostics import _mistakes
+from optax_lossscale.diagnostics import _problem
 
-_NOT_SCALED = _mistakes.Mistake(
+_NOT_SCALED = _problem.Problem(
   "update received gradients of an unscaled loss{names}, so small float16"
   " gradients underflow.",
   "Differentiate with ols.value_and_grad(loss_fn, opt_state).",
 )
-_OTHER_STATE = _mistakes.Mistake(
+_OTHER_STATE = _problem.Problem(
   "update received gradients{names} that the state of another optimizer scaled,"
   " so its own loss scale does not act and falls with each overflow of the"
   " other.",
   "Pass the state of the same optimizer to ols.value_and_grad(loss_fn,"
   " opt_state).",
 )
-_CONSTANT_SCALE = _mistakes.Mistake(
+_CONSTANT_SCALE = _problem.Problem(
   "update received gradients{names} that a constant loss scale scaled, so the"
   " loss scale of the optimizer does not act and falls with each overflow.",
   "Pass the current opt_state to ols.value_and_grad(loss_fn, opt_state), inside"
   " of the step.",
 )
-_CAST_TO_HALF = _mistakes.Mistake(
+_CAST_TO_HALF = _problem.Problem(
   "update received gradients{names} that were cast to half precision after they"
   " were unscaled, so small ones are zero.",
   "Keep true gradients in float32, and add up micro-batches in float32.",
 )
-_PARTLY_NOT_SCALED = _mistakes.Mistake(
+_PARTLY_NOT_SCALED = _problem.Problem(
   "update received gradients{names} to which gradients of an unscaled loss were"
   " added, so small float16 gradients of that loss underflow.",
   "Differentiate each loss with ols.value_and_grad(loss_fn, opt_state), or the"
@@ -84,9 +84,10 @@ class Output(NamedTuple):
       ``"updates"``; ``"applied"``, which is 1 or 0, or -1 if `update` did not
       run; ``"unscaled"``, a number that is finite if and only if a gradient
       that `value_and_grad` returns is, and ``"loss"``, the same for its loss;
-      ``"new_updates"``, ``"new_scale"`` and ``"new_skip_count"``, what `update`
-      returns. ``"state_scale"`` and ``"state_skip_count"`` are fields of a
-      loss-scale state among the results.
+      ``"update_scale"``, the loss scale of an `update`; ``"new_updates"``,
+      ``"new_scale"`` and ``"new_skip_count"``, what `update` returns.
+      ``"state_scale"`` and ``"state_skip_count"`` are fields of a loss-scale
+      state among the results.
     name: its path, such as ``1/kernel``.
     group: the index of the result, or of the ``update``, that it is part of.
     branches: for each ``cond`` around the tag, the outermost first, an
@@ -128,7 +129,7 @@ class ScaleDependence(NamedTuple):
   relevant_mask: list[bool]
   scale_indices: frozenset[int]
   lowest_scale: float | None
-  mistakes: list[_mistakes.Mistake]
+  mistakes: list[_problem.Problem]
 
 
 def check_dependence(
@@ -360,9 +361,9 @@ class _StepTransferFunctions:
     }
     return ratios.pop() if len(ratios) == 1 else None
 
-  def find_mistakes(self) -> list[_mistakes.Mistake]:
+  def find_mistakes(self) -> list[_problem.Problem]:
     """Return the mistakes of all updates."""
-    mistakes: dict[_mistakes.Mistake, None] = {}
+    mistakes: dict[_problem.Problem, None] = {}
     for _, group in itertools.groupby(
       self.grads, lambda grad: grad.update_index
     ):
@@ -371,10 +372,10 @@ class _StepTransferFunctions:
       for mistake in _GRAD_MISTAKES:
         names = [x.name for x in grads if mistake in self._judge_grad(x)]
         if names:
-          mistakes[_mistakes.fill_in_names(mistake, names, all_names)] = None
+          mistakes[_problem.fill_in_names(mistake, names, all_names)] = None
     return list(mistakes)
 
-  def _judge_grad(self, grad: _ReceivedGrad) -> Iterator[_mistakes.Mistake]:
+  def _judge_grad(self, grad: _ReceivedGrad) -> Iterator[_problem.Problem]:
     """Yield the mistakes of a gradient, without names."""
     if grad.labels & _ROUNDED and not grad.is_scaled:
       yield _CAST_TO_HALF

@@ -21,44 +21,44 @@ from optax_lossscale._jaxprs import _eqns, _provenance, _walk
 from optax_lossscale.diagnostics import (
   _array_tests,
   _host_values,
-  _mistakes,
+  _problem,
   _scale_dependence,
   _tracing,
 )
 
-_NEVER_UNSCALED = _mistakes.Mistake(
+_NEVER_UNSCALED = _problem.Problem(
   "update received gradients{names} that were never unscaled: they halve if the"
   " loss scale halves.",
   "Call ols.unscale_grads(grads, opt_state), or create the optimizer with"
   " grads_are_scaled=True.",
 )
-_UNSCALED_TWICE = _mistakes.Mistake(
+_UNSCALED_TWICE = _problem.Problem(
   "update received gradients{names} that double if the loss scale halves: they"
   " were unscaled twice, or clipped while they were scaled.",
   "Drop unscale_grads and grads_are_scaled=True, since ols.value_and_grad and"
   " ols.grad return unscaled gradients. Clip inside of with_loss_scaling.",
 )
-_DEPENDS_ON_SCALE = _mistakes.Mistake(
+_DEPENDS_ON_SCALE = _problem.Problem(
   "update received gradients{names} that depend on the loss scale: they change"
   " by a factor of {factor:.3g} if the scale is multiplied by 2**{log2_scale}."
   " Something is added to, or cut off from, the loss or the gradients while"
   " they are scaled.",
   "Change them after ols.value_and_grad has unscaled them.",
 )
-UPDATE_NOT_RUN = _mistakes.Mistake(
+UPDATE_NOT_RUN = _problem.Problem(
   "update did not run in this step, since its branch was not taken.",
   "Pass arguments with which the branch is taken. If the branch tests whether"
   " the gradients are finite, call update outside of it, since"
   " with_loss_scaling skips bad steps.",
 )
-_HIDDEN_OVERFLOW = _mistakes.Mistake(
+_HIDDEN_OVERFLOW = _problem.Problem(
   "An overflow is hidden from update: value_and_grad returned gradients with"
   " an inf or a NaN, but update received finite ones. Something in between"
   " (nan_to_num, clipping, a mask) replaces them, so bad steps are applied and"
   " the loss scale never decreases.",
   "Pass the gradients to update unchanged.",
 )
-_NEEDLESS_SKIP = _mistakes.Mistake(
+_NEEDLESS_SKIP = _problem.Problem(
   "update skips this step although its gradients are finite.",
   "If you pass grads_finite= to update, check its value: False skips the step."
   " Otherwise the sum of the gradients exceeds the range of float32.",
@@ -75,7 +75,7 @@ _FAR_LOG2_SCALES = (-16, -8, 8)
 
 def check_applied_flags(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_mistakes.Mistake]:
+) -> list[_problem.Problem]:
   """Check that `update` ran in a step, and that no overflow is hidden from it.
 
   Args:
@@ -110,7 +110,7 @@ def check_applied_flags(
 
 def check_needless_skip(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_mistakes.Mistake]:
+) -> list[_problem.Problem]:
   """Check that no `update` skipped a step whose outputs are finite."""
   flags = read_applied_flags(traced, outs)
   is_skipped = any((flag == 0).any() for flag in flags)
@@ -145,7 +145,7 @@ def check_scale_invariance(
   outs: Sequence[Any],
   *,
   is_exact: bool,
-) -> list[_mistakes.Mistake]:
+) -> list[_problem.Problem]:
   """Check by measurement that no gradient depends on the loss scale.
 
   The step runs with a half and with a quarter of each loss scale. Both are
@@ -198,7 +198,7 @@ def _judge_ratios(
   grad_outputs: list[_scale_dependence.Output],
   ratios: dict[int, np.ndarray],
   is_exact: bool,
-) -> Iterable[_mistakes.Mistake]:
+) -> Iterable[_problem.Problem]:
   """Yield the mistakes that explain how gradients change with the loss scale.
 
   Args:
@@ -247,18 +247,18 @@ def _is_close(ratio: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _repeat_by_update(
-  mistake: _mistakes.Mistake,
+  mistake: _problem.Problem,
   grads: list[_scale_dependence.Output],
   is_affected: np.ndarray,
   **kwargs: Any,
-) -> Iterable[_mistakes.Mistake]:
+) -> Iterable[_problem.Problem]:
   """Return the mistake for each `update` that receives affected gradients."""
   for group in dict.fromkeys(out.group for out in grads):
     indices = [i for i, out in enumerate(grads) if out.group == group]
     all_names = [grads[i].name for i in indices]
     names = [grads[i].name for i in indices if is_affected[i]]
     if names:
-      yield _mistakes.fill_in_names(mistake, names, all_names, **kwargs)
+      yield _problem.fill_in_names(mistake, names, all_names, **kwargs)
 
 
 def has_narrow_range_eqn(

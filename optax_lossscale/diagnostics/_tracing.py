@@ -21,8 +21,8 @@ import numpy as np
 from optax_lossscale import _arrays, _checks, _flattening
 from optax_lossscale._jaxprs import _avals, _eqns, _harvest, _higher_order
 from optax_lossscale.diagnostics import (
-  _mistakes,
   _outputs,
+  _problem,
   _progress,
   _scale_dependence,
 )
@@ -55,7 +55,7 @@ class TracedFunction(NamedTuple):
   cond_branch_locations: list[str]
   scale_indices: frozenset[int]
   lowest_scale: float | None
-  mistakes: list[_mistakes.Mistake]
+  mistakes: list[_problem.Problem]
 
   @property
   def grad_outputs(self) -> list[_scale_dependence.Output]:

@@ -28,7 +28,7 @@ NO_PARAMS = "does not return parameters that depend on the updates"
 PUT_BACK = "After an overflow the step returns the old loss-scale state"
 NO_UPDATE = "update does not run if the gradients overflow"
 CONSTANT_SCALE = "returns a constant loss scale"
-UNUSED_STATE = "does not use the loss-scale state among its arguments"
+UNUSED_STATE = "update does not use the loss-scale state among the arguments"
 OLD_INNER_STATE = "returns an old state of the inner optimizer"
 UNCHANGED_PARAMS = "returns the old parameters, although the updates are not"
 HIDDEN = "An overflow is hidden from update"
@@ -768,3 +768,74 @@ def test_gradients_that_are_not_averaged_over_devices_are_a_problem(
   else:
     (cause,) = causes
     assert cause.startswith("The copies of the result 0/w on different devices")
+
+
+def average_by_hand(grads, average, opt_state):
+  return jax.tree.map(lambda a, g: 0.9 * a + 0.1 * g, average, grads)
+
+
+def selected_average(grads, average, opt_state):
+  new = average_by_hand(grads, average, opt_state)
+  return ols.select_if_finite(opt_state, new, average)
+
+
+@pytest.mark.parametrize("average_fn", [average_by_hand, selected_average])
+def test_an_average_of_gradients_must_not_keep_an_overflow(average_fn):
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(params, average, opt_state, batch):
+    grads = ols.grad(loss_fn, opt_state)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    average = average_fn(grads, average, opt_state)
+    return optax.apply_updates(params, updates), average, opt_state
+
+  params = {"w": PARAMS["w"]}
+  args = params, jax.tree.map(jnp.zeros_like, params), tx.init(params), BATCH
+  causes = list_causes(step, args)
+  if average_fn is selected_average:
+    assert causes == []
+  else:
+    assert ["is not finite, and stays so" in cause for cause in causes] == [
+      True
+    ]
+
+
+IN_FRONT = {
+  "trace": optax.trace(0.9),
+  "ema": optax.ema(0.9),
+  "scale_by_rms": optax.scale_by_rms(),
+}
+
+
+@pytest.mark.parametrize("name", mark_slow_params(["trace"], IN_FRONT))
+def test_a_momentum_in_front_of_the_wrapper_is_a_problem_with_a_cure(name):
+  def make(tx):
+    def step(params, opt_state, batch):
+      grads = ols.grad(loss_fn, opt_state)(params, batch)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    params = {"w": PARAMS["w"]}
+    return step, (params, tx.init(params), BATCH)
+
+  front, inner = IN_FRONT[name], optax.sgd(0.1)
+  step, args = make(optax.chain(front, ols.with_loss_scaling(inner)))
+  (problem,) = check_step(step, *args).problems
+  assert "is not finite, and stays so" in problem.cause
+  assert "ols.with_loss_scaling(optax.chain(" in problem.fix
+  step, args = make(ols.with_loss_scaling(optax.chain(front, inner)))
+  assert check_step(step, *args).is_sound
+
+
+def test_an_update_that_closes_over_the_first_state_is_a_problem():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  params = {"w": PARAMS["w"]}
+  first_state = tx.init(params)
+
+  def step(params, opt_state, batch):
+    grads = ols.grad(loss_fn, opt_state)(params, batch)
+    updates, opt_state = tx.update(grads, first_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  causes = list_causes(step, (params, first_state, BATCH))
+  assert any(UNUSED_STATE in cause for cause in causes)

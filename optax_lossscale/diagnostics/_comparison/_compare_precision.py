@@ -27,7 +27,7 @@ from optax_lossscale._autocast import _matmuls
 from optax_lossscale.diagnostics import (
   _effects,
   _layer_precision,
-  _mistakes,
+  _problem,
   _progress,
   _scale_search,
   _tracing,
@@ -146,7 +146,7 @@ class ComparisonResult(NamedTuple):
   """
 
   report: _report.PrecisionComparison
-  mistakes: list[_mistakes.Mistake]
+  mistakes: list[_problem.Problem]
 
 
 def compare_traced(

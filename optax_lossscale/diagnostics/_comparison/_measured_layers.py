@@ -1,4 +1,4 @@
-"""Measure the layers of a program: all of them, or those that cause an error."""
+"""Measure all layers of a program, or those that cause an error."""
 
 from collections.abc import Sequence
 import math

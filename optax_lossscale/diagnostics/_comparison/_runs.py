@@ -10,7 +10,7 @@ import numpy as np
 from optax_lossscale.diagnostics import (
   _array_tests,
   _host_values,
-  _mistakes,
+  _problem,
   _progress,
   _scaling_mistakes,
   _tracing,
@@ -175,9 +175,9 @@ class ReferenceRuns:
 
   def _find_mistakes(
     self, reference_outs: Sequence[Any], half_outs: Sequence[Any]
-  ) -> list[_mistakes.Mistake]:
+  ) -> list[_problem.Problem]:
     """Return mistakes in how the step uses its gradients."""
-    mistakes: list[_mistakes.Mistake] = []
+    mistakes: list[_problem.Problem] = []
     for outs in reference_outs, half_outs:
       mistakes += _scaling_mistakes.check_applied_flags(self._traced, outs)
     mistakes += _scaling_mistakes.check_scale_invariance(

@@ -28,7 +28,7 @@ from optax_lossscale.diagnostics import (
   _array_tests,
   _compiler_options,
   _effects,
-  _mistakes,
+  _problem,
   _progress,
   _scaling_mistakes,
   _tracing,
@@ -157,7 +157,7 @@ class SearchResult(NamedTuple):
   """
 
   origin: _report.Overflow | None
-  mistakes: list[_mistakes.Mistake]
+  mistakes: list[_problem.Problem]
   limitations: list[str]
   outs: list[Any]
   run_step: Callable[[Sequence[Any]], list[Any]]
@@ -228,7 +228,7 @@ def _runs_on_local_devices(eqn: core.JaxprEqn) -> bool:
 
 def measure_scaling(
   traced: _tracing.TracedFunction, result: SearchResult
-) -> list[_mistakes.Mistake]:
+) -> list[_problem.Problem]:
   """Run a program with other loss scales: are its gradients unscaled once?
 
   Args:

@@ -14,6 +14,7 @@ import numpy as np
 from optax_lossscale.diagnostics import (
   _array_tests,
   _host_values,
+  _problem,
   _scale_dependence,
   _scaling_mistakes,
   _tracing,
@@ -27,32 +28,6 @@ from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 _LOG2_INCREASES = (4, 8, 12, 16, 20, 24)
 # If no layer alone explains an error, so many are listed.
 _MAX_LAYERS = 3
-
-
-class Problem(NamedTuple):
-  """A problem of a training step.
-
-  Attributes:
-    cause: the fault, with a number.
-    fix: the fix; a line of code if possible.
-    keep_float32: the layers to pass to ``keep_float32=`` of
-      :func:`optax_lossscale.autocast`, if that is the fix; else empty.
-    loss_scale: the loss scale to set, if that is the fix; else None.
-
-  Examples:
-    >>> from optax_lossscale import diagnostics
-    >>> problem = diagnostics.Problem(
-    ...   "up overflows in the forward pass.",
-    ...   "ols.autocast(loss_fn, keep_float32='up')",
-    ...   keep_float32=("up",))
-    >>> print(problem.loss_scale)
-    None
-  """
-
-  cause: str
-  fix: str
-  keep_float32: tuple[str, ...] = ()
-  loss_scale: float | None = None
 
 
 class LossScale(NamedTuple):
@@ -86,9 +61,9 @@ def find_numeric_problems(
   origin: _overflow_report.Overflow | None,
   report: _comparison_report.PrecisionComparison | None,
   loss_scale: LossScale,
-) -> list[Problem]:
+) -> list[_problem.Problem]:
   """Return the problems with overflow, or else with lost precision."""
-  problems: list[Problem] = []
+  problems: list[_problem.Problem] = []
   is_scale_cause = origin is None or origin.scale_factor != 0
   if report is not None and report.reference_is_finite:
     problems += _find_precision_problems(report, loss_scale, is_scale_cause)
@@ -107,7 +82,7 @@ def _find_precision_problems(
   report: _comparison_report.PrecisionComparison,
   loss_scale: LossScale,
   is_scale_cause: bool,
-) -> Iterator[Problem]:
+) -> Iterator[_problem.Problem]:
   log2_change = report.suggested_log2_scale_change
   if report.reference_is_zero:
     return
@@ -157,7 +132,7 @@ def _describe_overflow(
 
 def _explain_large_error(
   report: _comparison_report.PrecisionComparison,
-) -> Problem:
+) -> _problem.Problem:
   """Return the problem of an error that no layer causes alone."""
   worst_name = [*report.inaccurate_arrays, ""][0]
   details = f"relative error {report.error:.2g}"
@@ -169,7 +144,7 @@ def _explain_large_error(
   layers = ", ".join(
     f"{name} ({report.get_row(name).isolated_error:.2g})" for name in names
   )
-  return Problem(
+  return _problem.Problem(
     f"The gradients are inaccurate in {report.dtype}: {details}. No layer alone"
     f" explains it; the largest errors of single layers: {layers}.",
     f"Run some of the layers in float32: {report.format_fix(names)}",
@@ -178,23 +153,23 @@ def _explain_large_error(
 
 def _suggest_float32(
   report: _comparison_report.PrecisionComparison, name: str, cause: str
-) -> Problem:
+) -> _problem.Problem:
   """Return a problem whose fix is to compute a layer in float32."""
   if not report.get_row(name).in_autocast:
     fix = report.format_fix([name])
-    return Problem(cause, f"{fix[0].upper()}{fix[1:]}.")
+    return _problem.Problem(cause, f"{fix[0].upper()}{fix[1:]}.")
   fix = f"ols.autocast(loss_fn, keep_float32={name!r})"
-  return Problem(cause, fix, keep_float32=(name,))
+  return _problem.Problem(cause, fix, keep_float32=(name,))
 
 
 def _suggest_rescale(
   cause: str, log2_change: int, loss_scale: LossScale
-) -> Problem:
+) -> _problem.Problem:
   """Return a problem whose fix is another loss scale."""
   if loss_scale.value is None:
     verb = "Raise" if log2_change > 0 else "Lower"
     fix = f"{verb} the loss scale by 2**{abs(log2_change)}."
-    return Problem(f"{cause}.", fix)
+    return _problem.Problem(f"{cause}.", fix)
   new_scale = loss_scale.value * 2.0**log2_change
   cause = f"{cause} (loss scale {loss_scale.value:g})."
   if loss_scale.lowest is not None and new_scale < loss_scale.lowest:
@@ -205,22 +180,23 @@ def _suggest_rescale(
       f" ols.DynamicLossScale(min_scale={new_scale:g}), or make the loss"
       " smaller."
     )
-    return Problem(cause, fix)
+    return _problem.Problem(cause, fix)
   fix = f"opt_state = ols.set_loss_scale(opt_state, {new_scale:g})"
   if log2_change < 0 and loss_scale.can_decrease:
     fix += "; a dynamic loss scale also decreases on its own"
-  return Problem(cause, fix, loss_scale=new_scale)
+  return _problem.Problem(cause, fix, loss_scale=new_scale)
 
 
-def _as_problem(origin: _overflow_report.Overflow) -> Problem:
+def _as_problem(origin: _overflow_report.Overflow) -> _problem.Problem:
   if origin.primitive == "argument":
-    return Problem(
+    return _problem.Problem(
       f"The argument {origin.eqn_path} holds {origin.kind}.", origin.fix
     )
   operands_text = f" of {', '.join(map(str, origin.inputs[:2]))}" * bool(
     origin.inputs
   )
-  return Problem(f"{_describe_origin(origin)}{operands_text}.", origin.fix)
+  cause = f"{_describe_origin(origin)}{operands_text}."
+  return _problem.Problem(cause, origin.fix)
 
 
 def _describe_origin(origin: _overflow_report.Overflow) -> str:
@@ -241,7 +217,7 @@ def find_zero_grad_problems(
   run_step: Callable[[list[Any]], Sequence[Any]],
   report: _comparison_report.PrecisionComparison | None,
   loss_scale: LossScale,
-) -> Iterator[Problem]:
+) -> Iterator[_problem.Problem]:
   """Yield a problem for each `update` whose gradients are all zero.
 
   Args:
@@ -253,7 +229,7 @@ def find_zero_grad_problems(
   """
   for grads, subject in _list_zero_grads(traced, outs):
     if all(grad.is_constant for grad in grads):
-      yield Problem(
+      yield _problem.Problem(
         f"{subject} are zero for any batch: the loss does not depend on the"
         " parameters through operations with a derivative.",
         "Look for stop_gradient, argmax, rounding, a comparison or a cast to"
@@ -268,7 +244,7 @@ def find_zero_grad_problems(
     else:
       is_zero_in_float32 = report is not None and report.reference_is_zero
       in_float32 = ", in float32 too" if is_zero_in_float32 else ""
-      yield Problem(
+      yield _problem.Problem(
         f"{subject} are zero{in_float32}.",
         "Check a batch that has gradients. If no batch has any, look for a"
         " masked loss, a dead layer, a factor of zero, or a constant that is"
