@@ -161,19 +161,15 @@ def check_step(
   """
   with _tracing.trace_on_host(
     "check_step", fun, args, kwargs, progress=progress, check_results=True
-  ) as (full_traced, progress_line):
-    if not full_traced.grad_outputs and not full_traced.unreached_locations:
+  ) as (traced, progress_line):
+    if not traced.grad_outputs and not traced.unreached_locations:
       raise ValueError(
         "check_step needs a training step that calls update of"
         f" with_loss_scaling, got {getattr(fun, '__name__', fun)}, which does"
         " not, or passes no gradients to it: a filter may select no parameter."
         " For a gradient alone, use find_overflow and compare_precision."
       )
-    # The updates are needed only if few or no parameters change.
-    is_update = [x.kind == "new_updates" for x in full_traced.outputs]
-    updates = full_traced.restrict_outputs(is_update)
-    traced = full_traced.restrict_outputs([not x for x in is_update])
-    results = _run_reports(traced, updates, progress_line)
+    results = _run_reports(traced, progress_line)
     problems, passed = _judge_results(traced, results, progress_line)
   limitations = [
     *results.returned.limitations,
@@ -200,10 +196,9 @@ class _Results(NamedTuple):
 
 def _run_reports(
   traced: _tracing.TracedFunction,
-  updates: _tracing.TracedFunction,
   progress: _progress.ProgressLine,
 ) -> _Results:
-  """Run all reports on a step, and on the function that returns its updates."""
+  """Run all reports on a step."""
   # The step is run, so it need not be said that a branch may not be taken.
   precision = _precision_report.report_traced(
     traced._replace(cond_branch_locations=[]), np.dtype(jnp.float16)
@@ -222,7 +217,7 @@ def _run_reports(
   if comparison is None:  # Otherwise it has measured the scaling in float32.
     search.mistakes.extend(_find_overflow.measure_scaling(traced, search))
   returned = _returned_values.check_returned_values(
-    traced, updates, search.run_step, search.outs
+    traced, search.run_step, search.outs
   )
   return _Results(precision, search, comparison, returned)
 

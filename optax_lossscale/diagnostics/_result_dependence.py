@@ -44,14 +44,12 @@ _OLD_INNER_STATE = _problem.Problem(
 
 def check_dependence(
   traced: _tracing.TracedFunction,
-  updates: _tracing.TracedFunction,
   ran_indices: list[int],
 ) -> list[_problem.Problem] | None:
   """Check that the results depend on what each `update` returns.
 
   Args:
     traced: the step.
-    updates: the function that returns only its updates.
     ran_indices: the indices of the updates that ran.
 
   Returns:
@@ -65,7 +63,12 @@ def check_dependence(
     if x.kind in _scale_dependence.RETURNED_KINDS
   ]
   states = [x for x in traced.outputs if x.kind == "state_scale"]
-  update_shapes = list(map(_eqns.get_shape, updates.closed_jaxpr.jaxpr.outvars))
+  update_pairs = [
+    (x.group, _eqns.get_shape(var))
+    for x, var in zip(traced.outputs, outvars, strict=True)
+    if x.kind == "new_updates"
+  ]
+  update_shapes = [shape for _, shape in update_pairs]
   returned_params = frozenset().union(
     *(
       x.new_updates
@@ -79,7 +82,7 @@ def check_dependence(
   )
   if not states and not returned_params and not returned_states:
     return None
-  indices_with_updates = {x.group for x in updates.outputs}
+  indices_with_updates = {group for group, _ in update_pairs}
   mistakes: dict[_problem.Problem, None] = {}
   for i in ran_indices:
     if i not in returned_states:

@@ -12,18 +12,16 @@ its loss scale. There are two checks:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-import itertools
 import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._jaxprs import _avals, _eqns, _walk
 from optax_lossscale.diagnostics import (
+  _applied_updates,
   _array_tests,
-  _effects,
   _host_values,
   _problem,
   _result_dependence,
@@ -58,22 +56,6 @@ _NO_UPDATE_AFTER_OVERFLOW = _problem.Problem(
   " overflow, every step is skipped.",
   "Call update outside of the branch, since with_loss_scaling skips bad steps.",
 )
-_LOST_UPDATES = _problem.Problem(
-  "No parameter changes, although the updates are not zero: they are smaller"
-  " than the distance to the next number of {dtype}.",
-  "Keep the parameters in float32, and cast them to half precision in the"
-  " model: ols.autocast(loss_fn), or params.astype(jnp.float16) in loss_fn.",
-)
-_PARTLY_LOST_UPDATES = _LOST_UPDATES._replace(
-  cause="{fraction:.0%} of the updates don't change their parameters: they are"
-  " smaller than the distance to the next number of {dtype}."
-)
-
-_UNCHANGED_PARAMS = _problem.Problem(
-  "The step returns the old parameters, although the updates are not zero.",
-  "Return the new parameters: params = optax.apply_updates(params, updates).",
-)
-
 _NONFINITE_STATE = _problem.Problem(
   "After an overflow, the result {name} is not finite, and stays so: it is"
   " computed from gradients that update has not seen, such as a momentum, an"
@@ -96,10 +78,6 @@ _LOG2_INCREASES = range(3, 34, 3)
 # The power of two with which gradients that do not overflow still don't.
 _LOG2_DECREASE = -8
 
-# The fraction of updates that may be lost in half precision.
-_MAX_LOST_FRACTION = 0.5
-_FLOAT32_EPS = float(jnp.finfo(jnp.float32).eps)
-
 
 class ReturnedValues(NamedTuple):
   """The result of the checks.
@@ -117,7 +95,6 @@ class ReturnedValues(NamedTuple):
 
 def check_returned_values(
   traced: _tracing.TracedFunction,
-  updates: _tracing.TracedFunction,
   run_step: Callable[[list[Any]], Sequence[Any]],
   outs: Sequence[Any],
 ) -> ReturnedValues:
@@ -125,8 +102,6 @@ def check_returned_values(
 
   Args:
     traced: the step.
-    updates: the function that returns only the updates of the step. It is
-      compiled only if few or no parameters change.
     run_step: a function from the inputs of the step to its outputs.
     outs: the outputs of the step.
   """
@@ -137,7 +112,7 @@ def check_returned_values(
     return ReturnedValues()
   if _uses_refs(traced):
     return ReturnedValues(limitations=[f"{subject}, since it uses a Ref"])
-  mistakes = _result_dependence.check_dependence(traced, updates, ran_indices)
+  mistakes = _result_dependence.check_dependence(traced, ran_indices)
   if mistakes is None:
     reason = "neither new parameters nor a new opt_state are among its results"
     return ReturnedValues(limitations=[f"{subject}: {reason}"])
@@ -167,13 +142,14 @@ def check_returned_values(
   overflow_flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
   flag_pairs = list(zip(flags, overflow_flags, strict=True))
   findings = list(
-    _check_changes(traced, updates, outs, overflow_outs, flag_pairs)
+    _applied_updates.check_changes(traced, outs, overflow_outs, flag_pairs)
   )
   limitations = [x for x in findings if isinstance(x, str)]
   mistakes = [
     *_find_hidden_overflows(traced, overflow_outs),
     *_check_state_after_overflow(traced, overflow_outs, flag_pairs),
     *(x for x in findings if isinstance(x, _problem.Problem)),
+    *_applied_updates.check_sums(traced, outs),
     *_check_copies(traced, outs),
     *_check_state_is_finite(traced, outs, overflow_outs),
   ]
@@ -315,53 +291,6 @@ def _check_larger_scales(
   return []
 
 
-def _check_changes(
-  traced: _tracing.TracedFunction,
-  updates: _tracing.TracedFunction,
-  outs: Sequence[Any],
-  overflow_outs: Sequence[Any],
-  flag_pairs: Sequence[tuple[Any, Any]],
-) -> Iterator[_problem.Problem | str]:
-  """Check that a step changes the parameters.
-
-  Args:
-    traced: the step.
-    updates: the function that returns only its updates.
-    outs: the outputs of the step.
-    overflow_outs: its outputs after an overflow, with the old parameters.
-    flag_pairs: for each `update`, its flags in the step and after an overflow.
-
-  Yields:
-    Mistakes, and sentences on what could not be checked.
-  """
-  triples = list(zip(traced.outputs, outs, overflow_outs, strict=True))
-  is_compared = [
-    (flag == 1).all() and (overflow_flag == 0).all()
-    for flag, overflow_flag in flag_pairs
-  ]
-  for i in itertools.compress(range(len(flag_pairs)), is_compared):
-    pairs = [
-      (x, y)
-      for output, x, y in triples
-      if output.kind in _scale_dependence.RETURNED_KINDS
-      and i in output.new_updates
-    ]
-    # A scalar may be a metric, unless the parameters are scalars.
-    pairs = [(x, y) for x, y in pairs if x.size > 1] or pairs
-    has_changed = _array_tests.is_any_different(pairs)
-    if not pairs or (has_changed and not _may_lose_updates(pairs)):
-      continue
-    group = updates.restrict_outputs([x.group == i for x in updates.outputs])
-    run_updates = _effects.compile_without_prints(
-      group.closed_jaxpr, group.inputs
-    )
-    update_leaves = run_updates(group.inputs)
-    if has_changed:
-      yield from _check_lost_fraction(pairs, update_leaves)
-    else:
-      yield from _explain_unchanged_params([x for x, _ in pairs], update_leaves)
-
-
 def _check_copies(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[_problem.Problem]:
@@ -393,65 +322,3 @@ def _check_state_is_finite(
   if not names:
     return []
   return [_problem.fill_in_names(_NONFINITE_STATE, name=names[0])]
-
-
-def _explain_unchanged_params(
-  params: Sequence[Any], updates: Sequence[Any]
-) -> Iterator[_problem.Problem | str]:
-  """Yield why a step returns the old parameters: a mistake or a limitation."""
-  update_amax = _array_tests.compute_amax(updates)
-  if update_amax == 0:
-    yield (
-      "whether the parameters change: all updates of this step are zero, as at"
-      " the beginning of a warm-up"
-    )
-    return
-  dtypes = sorted({x.dtype for x in params}, key=str)
-  # No number changes only if each update is smaller than the distance to the
-  # next number.
-  eps = max(map(_get_eps, dtypes))
-  text = " and ".join(map(str, dtypes))
-  if update_amax > eps * _array_tests.compute_amax(params):
-    yield _UNCHANGED_PARAMS
-  elif eps <= _FLOAT32_EPS:
-    yield (
-      f"whether the parameters change: the updates of this step are too small"
-      f" for {text}, as at the beginning of a warm-up"
-    )
-  else:
-    yield _problem.fill_in_names(_LOST_UPDATES, dtype=text)
-
-
-def _may_lose_updates(pairs: Sequence[tuple[Any, Any]]) -> bool:
-  """Return whether most entries of half-precision parameters don't change."""
-  half_pairs = [(x, y) for x, y in pairs if _get_eps(x.dtype) > _FLOAT32_EPS]
-  num_entries = sum(x.size for x, _ in half_pairs)
-  num_changed = _array_tests.count_different(half_pairs)
-  return num_entries - num_changed > _MAX_LOST_FRACTION * num_entries
-
-
-def _check_lost_fraction(
-  pairs: Sequence[tuple[Any, Any]], updates: Sequence[Any]
-) -> Iterator[_problem.Problem]:
-  """Check that a step changes most parameters that have an update.
-
-  Args:
-    pairs: the results that depend on the updates, and the same for a skipped
-      step. They may also be averages or master copies of parameters.
-    updates: the updates. Those of a loop are stacked, and are not compared.
-  """
-  num_updates = _array_tests.count_nonzero(updates)
-  num_lost = num_updates - _array_tests.count_different(pairs)
-  is_stacked = sum(x.size for x in updates) > sum(x.size for x, _ in pairs)
-  if is_stacked or num_lost <= _MAX_LOST_FRACTION * num_updates:
-    return
-  half_dtypes = {x.dtype for x, _ in pairs if _get_eps(x.dtype) > _FLOAT32_EPS}
-  text = " and ".join(sorted(map(str, half_dtypes)))
-  fraction = num_lost / num_updates
-  yield _problem.fill_in_names(
-    _PARTLY_LOST_UPDATES, dtype=text, fraction=fraction
-  )
-
-
-def _get_eps(dtype: Any) -> float:
-  return float(jnp.finfo(dtype).eps)

@@ -839,3 +839,59 @@ def test_an_update_that_closes_over_the_first_state_is_a_problem():
 
   causes = list_causes(step, (params, first_state, BATCH))
   assert any(UNUSED_STATE in cause for cause in causes)
+
+
+def make_two_layers(make_result):
+  """Return a step with two layers, and its arguments."""
+  tx = ols.with_loss_scaling(optax.adam(1e-2))
+
+  @ols.autocast
+  def two_layers(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["w"]) @ params["head"]
+    return jnp.mean((hidden - 1) ** 2)
+
+  def step(params, opt_state, batch):
+    grads = ols.grad(two_layers, opt_state)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return make_result(params, updates), opt_state
+
+  size = PARAMS["w"].shape[1]
+  params = {"w": PARAMS["w"], "head": jnp.eye(size)}
+  return step, (params, tx.init(params), BATCH)
+
+
+def subtract(params, updates):
+  return jax.tree.map(jnp.subtract, params, updates)
+
+
+def keep_one(params, updates):
+  return optax.apply_updates(params, updates) | {"head": params["head"]}
+
+
+def project(params, updates):
+  new = optax.apply_updates(params, updates)
+  return jax.tree.map(lambda x: x / jnp.linalg.norm(x), new)
+
+
+def keep_one_back(params, updates):
+  """As a schedule does, which another step does not."""
+  new = optax.apply_updates(params, updates)
+  is_late = jnp.sum(params["w"]) > 1e9
+  return new | {"head": jnp.where(is_late, new["head"], params["head"])}
+
+
+@pytest.mark.parametrize(
+  ("make_result", "cause"),
+  [
+    (subtract, "The updates are subtracted from the parameters (head)"),
+    (keep_one, "The step returns the old head, although its update is not"),
+    (project, None),
+    (keep_one_back, None),
+  ],
+)
+def test_parameters_are_the_old_ones_plus_the_updates(make_result, cause):
+  causes = list_causes(*make_two_layers(make_result))
+  if cause is None:
+    assert causes == []
+  else:
+    assert len(causes) == 1 and causes[0].startswith(cause)
