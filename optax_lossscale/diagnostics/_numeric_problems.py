@@ -246,9 +246,11 @@ def find_zero_grad_problems(
       in_float32 = ", in float32 too" if is_zero_in_float32 else ""
       yield _problem.Problem(
         f"{subject} are zero{in_float32}.",
-        "Check a batch that has gradients. If no batch has any, look for a"
-        " masked loss, a dead layer, a factor of zero, or a constant that is"
-        " inf in float16, such as a count in a divisor.",
+        "This is fine if it is meant, such as a loss that begins later, or an"
+        " accumulator in front of update. Otherwise check a batch that has"
+        " gradients. If no batch has any, look for a masked loss, a dead layer,"
+        " a factor of zero, or a constant that is inf in float16, such as a"
+        " count in a divisor.",
       )
 
 

@@ -72,6 +72,19 @@ _DIFFERENT_COPIES = _problem.Problem(
   " grads = jax.lax.pmean(grads, axis_name).",
 )
 
+_DIFFERENT_SCALES = _problem.Problem(
+  "The loss-scale states on different devices are not equal: each device looks"
+  " at its own gradients, and skips other steps.",
+  "Let the devices decide together:"
+  " ols.with_loss_scaling(inner, axis_name=axis_name).",
+)
+_ADJUSTED_TWICE = _problem.Problem(
+  "After update, the step adjusts the loss-scale state again, so the loss scale"
+  " decreases twice as fast.",
+  "Drop policy.adjust, since update adjusts the state, and return the opt_state"
+  " that update returns.",
+)
+
 # The range of powers of two by which a loss scale is raised until it is too
 # large. Far beyond, all gradients are NaN.
 _LOG2_INCREASES = range(3, 34, 3)
@@ -200,13 +213,15 @@ def _check_state_after_overflow(
     traced.select_kind(overflow_outs, "state_skip_count")
   )
   is_new: list[tuple[frozenset[int], bool]] = []
+  is_adjusted_again = False
   for indices, count in zip(_list_states(traced), state_counts, strict=True):
     if indices and indices <= skipped_indices and new_counts:
       possible_counts = [np.ravel(new_counts[i]) for i in indices]
       is_count = np.isin(count, np.concatenate(possible_counts))
       is_new.append((indices, bool(is_count.all())))
+      is_adjusted_again |= bool((count > np.max(possible_counts)).any())
   if _has_update_without(is_new):
-    yield _STATE_PUT_BACK
+    yield _ADJUSTED_TWICE if is_adjusted_again else _STATE_PUT_BACK
 
 
 def _list_states(traced: _tracing.TracedFunction) -> list[frozenset[int]]:
@@ -294,13 +309,19 @@ def _check_larger_scales(
 def _check_copies(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[_problem.Problem]:
-  """Check that devices with copies of a parameter or a loss scale agree."""
-  for output, x in zip(traced.outputs, outs, strict=True):
-    is_returned = output.kind in _scale_dependence.RETURNED_KINDS
-    is_new = output.new_updates or output.new_scales
-    if is_returned and is_new and _array_tests.has_different_copies(x):
-      return [_problem.fill_in_names(_DIFFERENT_COPIES, name=output.name)]
-  return []
+  """Check that devices agree on what they have copies of."""
+  different = [
+    output
+    for output, x in zip(traced.outputs, outs, strict=True)
+    if output.kind in _scale_dependence.RETURNED_KINDS
+    and (output.depends_on_update or output.new_scales)
+    and _array_tests.has_different_copies(x)
+  ]
+  # Parameters that are shards are no copies. Their scale should be one.
+  others = [x for x in different if not x.new_scales]
+  if others:
+    return [_problem.fill_in_names(_DIFFERENT_COPIES, name=others[0].name)]
+  return [_DIFFERENT_SCALES] if different else []
 
 
 def _check_state_is_finite(

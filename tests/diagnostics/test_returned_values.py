@@ -895,3 +895,50 @@ def test_parameters_are_the_old_ones_plus_the_updates(make_result, cause):
     assert causes == []
   else:
     assert len(causes) == 1 and causes[0].startswith(cause)
+
+
+def test_a_state_that_is_adjusted_twice_is_a_problem():
+  policy = ols.DynamicLossScale()
+
+  def adjust_again(old, new, finite):
+    params, state = new
+    scale_state = policy.adjust(state.loss_scale_state, finite)
+    return params, state._replace(loss_scale_state=scale_state)
+
+  causes = list_causes(*make_step(adjust_again, policy=policy))
+  assert [
+    cause.startswith("After update, the step adj") for cause in causes
+  ] == [True]
+
+
+@pytest.mark.parametrize("axis_name", [None, "i"])
+def test_shards_of_an_optimizer_need_one_loss_scale(axis_name):
+  """As in ZeRO: each device updates its own rows, one of which overflows."""
+  mesh = make_mesh((2,), ("i",))
+  tx = ols.with_loss_scaling(optax.sgd(0.1), axis_name=axis_name)
+  w = jnp.eye(4)
+
+  def loss_of_rows(rows, x):
+    out = x.astype(jnp.float16) @ rows.astype(jnp.float16)
+    return jnp.mean(out.astype(jnp.float32) ** 2)
+
+  def update_shard(rows, opt_state, x):
+    grads = ols.grad(loss_of_rows, opt_state)(rows, x)
+    updates, opt_state = tx.update(grads, opt_state, rows)
+    return optax.apply_updates(rows, updates), opt_state
+
+  def step(w, opt_state, x):
+    specs = P("i"), P(), P(None, "i")
+    return jax.shard_map(
+      update_shard,
+      mesh=mesh,
+      in_specs=specs,
+      out_specs=specs[:2],
+      check_vma=False,
+    )(w, opt_state, x)
+
+  x = jnp.ones((4, 4)).at[:, 0].set(4000.0)
+  state = ols.set_loss_scale(tx.init(w), 2.0**5)
+  fixes = [x.fix for x in check_step(step, w, state, x).problems]
+  is_advised = any("ols.with_loss_scaling(inner, axis_name" in x for x in fixes)
+  assert is_advised is (axis_name is None)
