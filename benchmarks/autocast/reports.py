@@ -66,7 +66,7 @@ def measure(model):
 
   def compare():
     report = diagnostics.compare_precision(fun, arrays, progress=False)
-    num_matmuls.append(len(report.matmuls))
+    num_matmuls.append(len(report.layers))
 
   return [
     *costs((fun, arrays), (large, arrays), compare),
@@ -77,7 +77,7 @@ def measure(model):
 def measure_step(make):
   small = make(loss_scale=1.0)
   compare = functools.partial(
-    diagnostics.compare_precision, *small, search="bisect", progress=False
+    diagnostics.compare_precision, *small, progress=False
   )
   return costs(small, make(), compare)
 

@@ -56,8 +56,8 @@ _NO_UPDATE_AFTER_OVERFLOW = _problem.Problem(
   " overflow, every step is skipped.",
   "Call update outside of the branch, since with_loss_scaling skips bad steps.",
 )
-_NONFINITE_STATE = _problem.Problem(
-  "After an overflow, the result {name} is not finite, and stays so: it is"
+_NAN_STATE = _problem.Problem(
+  "After an overflow, the result {name} is NaN, and stays so: it is"
   " computed from gradients that update has not seen, such as a momentum, an"
   " average or a norm. If it reaches update, every later step is skipped.",
   "Put it inside of the wrapper, as in"
@@ -164,7 +164,7 @@ def check_returned_values(
     *(x for x in findings if isinstance(x, _problem.Problem)),
     *_applied_updates.check_sums(traced, outs),
     *_check_copies(traced, outs),
-    *_check_state_is_finite(traced, outs, overflow_outs),
+    *_check_nan_state(traced, outs, overflow_outs),
   ]
   # Further runs, which are not needed if there is a mistake.
   mistakes = (
@@ -324,22 +324,21 @@ def _check_copies(
   return [_DIFFERENT_SCALES] if different else []
 
 
-def _check_state_is_finite(
+def _check_nan_state(
   traced: _tracing.TracedFunction,
   outs: Sequence[Any],
   overflow_outs: Sequence[Any],
 ) -> list[_problem.Problem]:
-  """Check that an overflow doesn't reach the state that a step returns."""
-  indices = [
-    i
-    for i, output in enumerate(traced.outputs)
-    if output.kind in _scale_dependence.RETURNED_KINDS and not output.new_scales
+  """Check that an overflow makes no NaN in the state that a step returns."""
+  # A state may hold inf from the start, such as the best loss so far.
+  names = [
+    output.name
+    for output, x, y in zip(traced.outputs, outs, overflow_outs, strict=True)
+    if output.kind in _scale_dependence.RETURNED_KINDS
+    and not output.new_scales
+    and _array_tests.has_nan(y)
+    and not _array_tests.has_nan(x)
   ]
-  nonfinite = [
-    {indices[j] for j in _array_tests.list_nonfinite([x[i] for i in indices])}
-    for x in (outs, overflow_outs)
-  ]
-  names = [traced.outputs[i].name for i in sorted(nonfinite[1] - nonfinite[0])]
   if not names:
     return []
-  return [_problem.fill_in_names(_NONFINITE_STATE, name=names[0])]
+  return [_problem.fill_in_names(_NAN_STATE, name=names[0])]
