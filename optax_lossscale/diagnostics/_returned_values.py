@@ -330,14 +330,17 @@ def _check_nan_state(
   overflow_outs: Sequence[Any],
 ) -> list[_problem.Problem]:
   """Check that an overflow makes no NaN in the state that a step returns."""
+  states = [
+    (output.name, x, y)
+    for output, x, y in zip(traced.outputs, outs, overflow_outs, strict=True)
+    if output.kind in _scale_dependence.RETURNED_KINDS and not output.new_scales
+  ]
+  nonfinite = _array_tests.list_nonfinite(y for _, _, y in states)
   # A state may hold inf from the start, such as the best loss so far.
   names = [
-    output.name
-    for output, x, y in zip(traced.outputs, outs, overflow_outs, strict=True)
-    if output.kind in _scale_dependence.RETURNED_KINDS
-    and not output.new_scales
-    and _array_tests.has_nan(y)
-    and not _array_tests.has_nan(x)
+    name
+    for name, x, y in map(states.__getitem__, nonfinite)
+    if _array_tests.has_nan(y) and not _array_tests.has_nan(x)
   ]
   if not names:
     return []
