@@ -229,10 +229,17 @@ class EqnLocation(NamedTuple):
     part of the forward pass: if it overflows, so does the loss, whatever the
     loss scale is.
     """
-    # JAX records only these names of derivatives, the outermost one first.
-    transforms = [x.name for x in self.name_stack if _is_transform(x)]
-    derivatives = [x for x in transforms if x in ("jvp", "transpose")]
-    return derivatives[:1] == ["transpose"]
+    return self._list_derivatives()[:1] == ["transpose"]
+
+  @property
+  def is_in_optimizer(self) -> bool:
+    """Whether the equation is part of an optimizer with loss scaling."""
+    return any(x.name == OPTIMIZER_SCOPE for x in self.name_stack)
+
+  @property
+  def is_differentiated(self) -> bool:
+    """Whether the equation is part of a function that is differentiated."""
+    return bool(self._list_derivatives())
 
   def push_scope(self, eqn: core.JaxprEqn) -> "EqnLocation":
     """Return the location of an equation, without its lines.
@@ -251,6 +258,12 @@ class EqnLocation(NamedTuple):
   def push_eqn_path(self, name: str) -> "EqnLocation":
     """Return the location within an equation, which has this name."""
     return self._replace(eqn_path=(*self.eqn_path, name))
+
+  def _list_derivatives(self) -> list[str]:
+    """Return the derivatives around the equation, the outermost first."""
+    # JAX records only these names of derivatives.
+    transforms = [x.name for x in self.name_stack if _is_transform(x)]
+    return [x for x in transforms if x in ("jvp", "transpose")]
 
   def _filter_scopes(self, cls: type[_Scope]) -> list[_Scope]:
     """Return the scopes of a class, the outermost first."""

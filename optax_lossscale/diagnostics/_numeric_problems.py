@@ -64,7 +64,9 @@ def find_numeric_problems(
 ) -> list[_problem.Problem]:
   """Return the problems with overflow, or else with lost precision."""
   problems: list[_problem.Problem] = []
-  is_scale_cause = origin is None or origin.scale_factor != 0
+  is_scale_cause = origin is None or (
+    origin.scale_factor != 0 and not origin.has_zero_grads
+  )
   if report is not None and report.reference_is_finite:
     problems += _find_precision_problems(report, loss_scale, is_scale_cause)
   # The comparison only knows matmuls. Report the overflow of another operation
@@ -204,10 +206,9 @@ def _describe_origin(origin: _overflow_report.Overflow) -> str:
   location = origin.name or origin.source_line or origin.eqn_path
   if origin.primitive == "constant":
     return f"A constant in {location} is {origin.kind} in {origin.dtype}"
-  direction = "backward" if origin.backward else "forward"
   return (
-    f"{origin.primitive} in {location} returns {origin.kind} in the {direction}"
-    " pass"
+    f"{origin.primitive} in {location} returns {origin.kind}"
+    f" {origin.format_stage()}"
   )
 
 

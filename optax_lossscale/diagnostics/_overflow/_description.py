@@ -1,6 +1,8 @@
 """Describe the origin of an inf or a NaN by its location and its operands."""
 
 from collections.abc import Iterable, Sequence
+import dataclasses
+import itertools
 from typing import Any
 
 from jax.extend import core
@@ -13,9 +15,11 @@ from optax_lossscale._jaxprs import (
   _provenance,
   _source_info,
   _state_threading,
+  _walk,
 )
 from optax_lossscale.diagnostics import _array_tests, _tracing
 from optax_lossscale.diagnostics._overflow import (
+  _domains,
   _eqn_stats,
   _origins,
   _regions,
@@ -41,11 +45,16 @@ def describe_origin(
       jnp.result_type(value),
       _get_kind(value),
     )
-  return _describe_eqn(_get_eqn(frame.closed_jaxpr.jaxpr, key), frame, origin)
+  return _describe_eqn(
+    traced, _get_eqn(frame.closed_jaxpr.jaxpr, key), frame, origin
+  )
 
 
 def _describe_eqn(
-  eqn: core.JaxprEqn, frame: _state_threading.Frame, origin: _origins.Origin
+  traced: _tracing.TracedFunction,
+  eqn: core.JaxprEqn,
+  frame: _state_threading.Frame,
+  origin: _origins.Origin,
 ) -> _report.Overflow:
   stats = origin.stats or _eqn_stats.make_empty_stats(eqn)
   # If all results were finite, only the program as a whole makes one nonfinite.
@@ -60,17 +69,25 @@ def _describe_eqn(
     (v.aval for v in eqn.invars),
     stats.operand_is_nonfinite.tolist(),
     stats.operand_amax.tolist() if origin.stats else [None] * len(eqn.invars),
+    (-stats.operand_neg_amin).tolist(),
     strict=True,
   )
   primitive = _source_info.get_primitive_name(eqn)
   location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
-  return _make_report(
+  report = _make_report(
     primitive,
     location.push_eqn_path(primitive),
     out_aval.dtype,
     "nan" if is_nan else "inf",
     [_eqn_stats.make_operand(*operand) for operand in operands],
+  )
+  return dataclasses.replace(
+    report,
     is_reproduced=bool(stats.is_nonfinite.any()),
+    function=_domains.find_function(
+      traced.closed_jaxpr, eqn, frame.closed_jaxpr.jaxpr, location
+    ),
+    after_backward=_is_after_backward(traced, eqn, location),
   )
 
 
@@ -80,8 +97,6 @@ def _make_report(
   dtype: Any,
   kind: str,
   inputs: Sequence[_eqn_stats.Operand] = (),
-  *,
-  is_reproduced: bool = True,
 ) -> _report.Overflow:
   """Return the report on an operation that returned an inf or a NaN.
 
@@ -91,7 +106,6 @@ def _make_report(
     dtype: the dtype of its result.
     kind: ``"inf"`` or ``"nan"``.
     inputs: its operands.
-    is_reproduced: whether it was seen to return the inf or NaN.
 
   Returns:
     The report.
@@ -108,8 +122,20 @@ def _make_report(
     backward=location.is_backward,
     inputs=tuple(inputs),
     in_autocast=location.autocast_dtype is not None,
-    is_reproduced=is_reproduced,
   )
+
+
+def _is_after_backward(
+  traced: _tracing.TracedFunction,
+  eqn: core.JaxprEqn,
+  location: _provenance.EqnLocation,
+) -> bool:
+  """Return whether an equation belongs to the optimizer, or to clipping."""
+  if location.is_in_optimizer or location.is_differentiated:
+    return location.is_in_optimizer
+  visits = _walk.walk(traced.closed_jaxpr, _eqns.subjaxprs)
+  earlier = itertools.takewhile(lambda x: x.eqn.outvars != eqn.outvars, visits)
+  return any(visit.location.is_backward for visit in earlier)
 
 
 def _locate_jaxpr(

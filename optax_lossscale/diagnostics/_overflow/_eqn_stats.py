@@ -35,6 +35,9 @@ class EqnStats(NamedTuple):
     has_nan: whether each result contained NaN; bool[results].
     operand_is_nonfinite: whether each operand was nonfinite; bool[operands].
     operand_amax: the largest finite magnitude of each operand; float[operands].
+    operand_neg_amin: minus the smallest finite magnitude of each operand, in an
+      elementwise operation among the entries with a nonfinite result;
+      float[operands]. It is negated, so that a maximum combines the devices.
   """
 
   is_origin: Any
@@ -43,6 +46,7 @@ class EqnStats(NamedTuple):
   has_nan: Any
   operand_is_nonfinite: Any
   operand_amax: Any
+  operand_neg_amin: Any
 
   @property
   def is_nonfinite(self) -> Any:
@@ -56,7 +60,9 @@ def make_empty_stats(eqn: core.JaxprEqn) -> EqnStats:
   out_flags = np.zeros(len(eqn.outvars), bool)
   operand_flags = np.zeros(len(eqn.invars), bool)
   amax = np.zeros(len(eqn.invars), jnp.result_type(float))
-  return EqnStats(none, none, out_flags, out_flags, operand_flags, amax)
+  return EqnStats(
+    none, none, out_flags, out_flags, operand_flags, amax, amax - np.inf
+  )
 
 
 def measure_eqn(
@@ -74,7 +80,15 @@ def measure_eqn(
   is_origin = (out_has_inf | out_has_nan).any() & ~is_nonfinite.any()
   is_nan_origin = out_has_nan.any() & has_inf.any() & ~has_nan.any()
   return EqnStats(
-    is_origin, is_nan_origin, out_has_inf, out_has_nan, is_nonfinite, amax
+    is_origin,
+    is_nan_origin,
+    out_has_inf,
+    out_has_nan,
+    is_nonfinite,
+    amax,
+    jnp.array(
+      [_measure_neg_amin(x, outs) for x in inputs], jnp.result_type(float)
+    ),
   )
 
 
@@ -114,6 +128,20 @@ def _measure_numbers(x: Any) -> tuple[Any, Any, Any]:
   operands = jnp.isinf(x), jnp.isnan(x), magnitudes
   identities = np.False_, np.False_, np.zeros((), dtype)
   return lax.reduce(operands, identities, combine, tuple(range(x.ndim)))
+
+
+def _measure_neg_amin(x: Any, outs: Sequence[Any]) -> Any:
+  """Return minus the smallest magnitude with a nonfinite result."""
+  if not _is_float(x):
+    return -jnp.inf
+  # In an elementwise operation, entries have their own results.
+  fits = all(_is_float(out) and out.shape == x.shape for out in outs)
+  own_outs = outs if fits else [jnp.nan]
+  has_fault = ~functools.reduce(operator.and_, map(jnp.isfinite, own_outs))
+  x = _arrays.upcast_for_reduction(x)
+  return jnp.max(
+    -jnp.abs(x), initial=-jnp.inf, where=jnp.isfinite(x) & has_fault
+  )
 
 
 @jax.jit
@@ -193,6 +221,9 @@ class Operand(NamedTuple):
     amax: the largest finite magnitude; 0.0 if no entry is finite, None if the
       entries are not numbers.
     all_finite: whether all entries are finite.
+    amin: the smallest finite magnitude; in an elementwise operation, among the
+      entries whose result is not finite. None if there is none, or it was not
+      measured.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -206,6 +237,7 @@ class Operand(NamedTuple):
   dtype: Any
   amax: float | None
   all_finite: bool
+  amin: float | None = None
 
   def __str__(self) -> str:
     text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -217,7 +249,9 @@ class Operand(NamedTuple):
     return f"{text} ({', '.join(details)})" if details else text
 
 
-def make_operand(aval: Any, is_nonfinite: bool, amax: float | None) -> Operand:
+def make_operand(
+  aval: Any, is_nonfinite: bool, amax: float | None, amin: float | None
+) -> Operand:
   """Return an operand of this type."""
   is_number = jnp.issubdtype(aval.dtype, jnp.number) and not _avals.is_ref(aval)
   has_amax = is_number and 0 not in aval.shape
@@ -226,6 +260,7 @@ def make_operand(aval: Any, is_nonfinite: bool, amax: float | None) -> Operand:
     aval.dtype,
     amax if has_amax else None,
     not (has_amax and is_nonfinite),
+    None if amin == np.inf else amin,
   )
 
 

@@ -43,20 +43,25 @@ def assess_loss_scale(
   """
   has_backward = any(origin.backward for origin in origins)
   is_loss_finite = _array_tests.all_finite(traced.select_kind(outs, "loss"))
-  factor = None
+  factor, has_zero_grads = None, False
   if (
     has_backward
     and traced.scale_indices
     and not _has_finite_grads(traced, outs)
   ):
-    factor = _find_scale_factor(traced, run_step)
+    factor, has_zero_grads = _find_scale_factor(traced, run_step)
   is_below_min = factor is not None and _is_below_min_scale(traced, factor)
+  has_loss_scale = bool(traced.scale_indices) or any(
+    output.kind in ("grads", "unscaled") for output in traced.outputs
+  )
   origins = [
     dataclasses.replace(
-      origin, scale_factor=factor, is_below_min_scale=is_below_min
+      origin,
+      has_loss_scale=has_loss_scale,
+      scale_factor=factor if origin.backward else None,
+      has_zero_grads=has_zero_grads and origin.backward,
+      is_below_min_scale=is_below_min and origin.backward,
     )
-    if origin.backward
-    else origin
     for origin in origins
   ]
   if factor == 0 or not is_loss_finite:
@@ -68,23 +73,21 @@ def assess_loss_scale(
 def _find_scale_factor(
   traced: _tracing.TracedFunction,
   run_step: Callable[[list[Any]], Sequence[Any]],
-) -> float:
+) -> tuple[float, bool]:
   """Return the largest power of two that keeps the gradients finite.
 
   Returns:
-    The factor on the loss scale; 0.0 if there is none, or if all gradients are
-    zero with it.
+    The factor on the loss scale, 0.0 if there is none; and whether all
+    gradients are zero with it.
   """
-
-  def run(log2_decrease: int) -> Sequence[Any]:
-    return run_step(traced.scale_inputs(2.0**-log2_decrease))
-
+  run = lambda decrease: run_step(traced.scale_inputs(2.0**-decrease))
   is_enough = lambda decrease: _has_finite_grads(traced, run(decrease))
   log2_decrease = _scale_search.find_log2_decrease(is_enough)
   if log2_decrease is None:
-    return 0.0
-  grads = traced.select_kind(run(log2_decrease), "grads")
-  return 2.0**-log2_decrease if _array_tests.is_any_nonzero(grads) else 0.0
+    return 0.0, False
+  outs = run(log2_decrease)
+  grads = traced.select_kind(outs, "grads")
+  return 2.0**-log2_decrease, not _array_tests.is_any_nonzero(grads)
 
 
 def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:

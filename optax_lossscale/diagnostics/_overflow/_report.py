@@ -9,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import _dtype_limits, _report_format
-from optax_lossscale.diagnostics._overflow import _eqn_stats
+from optax_lossscale.diagnostics._overflow import _domains, _eqn_stats
 
 MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
 _EXPONENTIALS = set(_dtype_limits.OVERFLOW_THRESHOLDS)
-_LOGARITHMS = {"log", "log1p", "log2"}
-_ROOTS = {"rsqrt", "sqrt"}
-_POWERS = {"integer_pow", "pow"}
 _SUMS = {
   "add_any", "cumsum", "psum", "psum_invariant", "reduce_scatter",
   "reduce_sum", "reduce_window_sum", "scatter-add",
@@ -61,6 +58,13 @@ class Overflow(_report_format.PrintedReport):
       not, only the compiled program as a whole does, which XLA simplifies.
     is_below_min_scale: whether the loss scale times ``scale_factor`` is below
       the ``min_scale`` of the policy.
+    function: JAX's name of the function whose derivative the operation
+      computes: ``"acos"`` if it divides by the root of 1 - x**2 there;
+      otherwise ``primitive``. Empty for an argument or a constant.
+    after_backward: whether the operation processes gradients: it is in the
+      optimizer, or between the backward pass and ``update``, as clipping.
+    has_loss_scale: whether the program has a loss scale.
+    has_zero_grads: whether all gradients are zero with ``scale_factor``.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -86,11 +90,19 @@ class Overflow(_report_format.PrintedReport):
   scale_factor: float | None = None
   is_below_min_scale: bool = False
   is_reproduced: bool = True
+  function: str = ""
+  after_backward: bool = False
+  has_loss_scale: bool = False
+  has_zero_grads: bool = False
 
   @property
   def fix(self) -> str:
     """The fix, in a sentence or two, with a line of code if possible."""
     template = next(fix for applies, fix in _FIXES if applies(self))
+    function = self.function or self.primitive
+    template = template.replace(
+      "{domain_fix}", _domains.FIXES.get(function, "")
+    )
     layer = self.name.removesuffix(f" at {self.source_line}")
     return template.format(
       dtype=self.dtype,
@@ -102,8 +114,19 @@ class Overflow(_report_format.PrintedReport):
       exponent=_dtype_limits.format_overflow_threshold(
         self.primitive, self.dtype
       ),
-      limit=_SMALL_CONSTANT_HINT if _has_narrow_range(self) else "",
-      scale_change=f"scale / {1 / (self.scale_factor or 1 / 16):g}",
+      limit=" A small constant such as 1e-8 is zero in float16."
+      if _has_narrow_range(self)
+      else "",
+      lower=(
+        "ols.set_loss_scale(opt_state, scale /"
+        f" {1 / (self.scale_factor or 1 / 16):g})"
+      ),
+      forward=""
+      if self.backward or not self.has_loss_scale
+      else " No loss scale helps in the forward pass.",
+      function=self.function or self.primitive,
+      small=_get_small_constant(self),
+      amin=_eqn_stats.format_number(_get_amin(self)),
     )
 
   def as_dict(self) -> dict[str, Any]:
@@ -147,11 +170,16 @@ class Overflow(_report_format.PrintedReport):
       return (
         f"A constant in the program is {kind} ({self.dtype}){location_text}."
       )
-    direction = "backward" if self.backward else "forward"
     return (
-      f"{self.primitive} returned {kind} ({self.dtype}) in the {direction}"
-      f" pass{location_text}."
+      f"{self.primitive} returned {kind} ({self.dtype})"
+      f" {self.format_stage()}{location_text}."
     )
+
+  def format_stage(self) -> str:
+    """Return the part of the step as text: ``in the forward pass``."""
+    if self.after_backward:
+      return "after the backward pass"
+    return f"in the {'backward' if self.backward else 'forward'} pass"
 
 
 def _is_primitive_in(primitives: set[str]) -> Callable[[Overflow], bool]:
@@ -178,36 +206,37 @@ def _is_nan_from_infs(origin: Overflow) -> bool:
   return origin.kind == "nan" and _has_nonfinite_operand(origin)
 
 
-def _is_division_by_zero(origin: Overflow) -> bool:
-  if origin.primitive != "div":
-    return False
-  # In the backward pass, a large cotangent over a small number may overflow,
-  # too.
-  is_from_scale = origin.backward and not _is_unaffected_by_scale(origin)
-  return not is_from_scale or origin.kind == "nan" or not _get_amax(origin, 1)
+def _is_scale_too_high(origin: Overflow) -> bool:
+  """Return whether the gradients were finite with a lower loss scale."""
+  return origin.backward and bool(origin.scale_factor)
 
 
-def _is_unaffected_by_scale(origin: Overflow) -> bool:
-  """Return whether an operation of the backward pass overflows at any scale."""
-  return origin.backward and origin.scale_factor == 0
+def _get_amin(origin: Overflow) -> float:
+  """Return the smallest magnitude of a divisor, or of the base of a power."""
+  operands = origin.inputs[origin.primitive == "div" :]
+  return min((x.amin for x in operands[:1] if x.amin is not None), default=1.0)
 
 
-def _is_power_of_zero(origin: Overflow) -> bool:
-  is_large = _get_amax(origin, 0) > 1
-  return origin.primitive in _POWERS and (origin.kind == "nan" or not is_large)
+def _has_small_operand(origin: Overflow) -> bool:
+  return _get_amin(origin) < float(_get_small_constant(origin))
 
 
-def _get_amax(origin: Overflow, index: int) -> float:
-  return origin.inputs[index].amax or 0.0
+def _get_small_constant(origin: Overflow) -> str:
+  return "1e-2" if _has_narrow_range(origin) else "1e-6"
 
 
 def _is_undefined(origin: Overflow) -> bool:
   """Return whether an operation is undefined for its operands.
 
-  A matmul or a sum may also return NaN if it overflows inside: inf - inf.
+  A matmul or a sum may also return NaN if it overflows inside: inf - inf. In a
+  dtype without inf, any overflow is NaN.
   """
   may_overflow = MATMULS | _SUMS
-  return origin.kind == "nan" and origin.primitive not in may_overflow
+  return (
+    origin.kind == "nan"
+    and origin.primitive not in may_overflow
+    and bool(jnp.isinf(jnp.asarray(jnp.inf, origin.dtype)))
+  )
 
 
 def _is_index_out_of_bounds(origin: Overflow) -> bool:
@@ -223,7 +252,8 @@ def _is_overflow_of_equal_terms(origin: Overflow) -> bool:
     return False
   num_terms = math.prod(origin.inputs[0].shape)
   dtype_max = float(jnp.finfo(origin.dtype).max)
-  return _get_amax(origin, 0) * num_terms <= dtype_max < num_terms
+  amax = origin.inputs[0].amax or 0.0
+  return amax * num_terms <= dtype_max < num_terms
 
 
 def _is_where_constant(origin: Overflow) -> bool:
@@ -235,7 +265,11 @@ def _is_where_constant(origin: Overflow) -> bool:
   )
 
 
-_SMALL_CONSTANT_HINT = " A small constant such as 1e-8 is zero in float16."
+_LOWER_SCALE = (
+  "the loss scale is too high. A dynamic loss scale decreases automatically"
+  " after each skipped step; lower a fixed one: {lower}. If the scale is at"
+  " min_scale, lower min_scale."
+)
 _MASK_HINT = (
   "if it is a mask, write jnp.where(keep, scores, jnp.finfo(scores.dtype).min)."
 )
@@ -303,32 +337,40 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " jnp.finfo(x.dtype).min instead of -inf.",
   ),
   (
-    _is_primitive_in(_LOGARITHMS),
-    "keep zero and negative numbers out before the operation:"
-    " jnp.log(jnp.where(x > 0, x, 1)).{limit} Or compute the loss from logits:"
-    " jax.nn.log_softmax, optax.losses.sigmoid_binary_cross_entropy.",
+    lambda x: _is_scale_too_high(x) and x.has_zero_grads,
+    "the loss scale is too high, but a lower one is not enough: with {lower},"
+    " all gradients are zero, since a value in the forward pass overflows, or"
+    " since they underflow. Set it, and call check_step for the reason.",
   ),
   (
-    _is_primitive_in(_ROOTS),
-    "keep zero and negative numbers out before the operation:"
-    " jnp.sqrt(jnp.where(x > 0, x, 1)).{limit}",
+    lambda x: _is_scale_too_high(x) and x.is_below_min_scale,
+    "the loss scale is too high, and min_scale of its policy stops it from"
+    " decreasing. Lower min_scale, for example"
+    " ols.DynamicLossScale(min_scale=2.0**-24), or make the loss smaller.",
+  ),
+  (_is_scale_too_high, _LOWER_SCALE),
+  *(
+    (lambda x, name=name: (x.function or x.primitive) == name, fix)
+    for name, fix in _domains.FIXES.items()
   ),
   (
-    lambda x: _is_division_by_zero(x) and _is_unaffected_by_scale(x),
-    "the divisor is zero, and no loss scale helps. Keep zero out before the"
-    " operation that is differentiated, with jnp.where or a larger epsilon, or"
-    " compute the loss from logits: jax.nn.log_softmax,"
-    " optax.losses.sigmoid_binary_cross_entropy.{limit}",
+    lambda x: x.primitive == "div" and _has_small_operand(x),
+    "a divisor is {amin}. Keep such numbers out before the operation:"
+    " x / jnp.where(jnp.abs(y) > {small}, y, 1), or use a larger epsilon, also"
+    " for the optimizer: eps={small}.{limit}",
   ),
   (
-    _is_division_by_zero,
-    "keep zero out of the divisor before the operation:"
-    " x / jnp.where(y != 0, y, 1), or a larger epsilon.{limit}",
+    lambda x: (
+      x.primitive == "pow" and (x.kind == "nan" or _has_small_operand(x))
+    ),
+    "an operand of pow is {amin} or negative. Keep such numbers out before"
+    " the operation: jnp.where(x > {small}, x, 1) ** p.",
   ),
   (
-    _is_power_of_zero,
-    "keep zero and negative numbers out before the operation:"
-    " jnp.where(x > 0, x, 1) ** p.{limit}",
+    lambda x: x.primitive == "integer_pow" and _has_small_operand(x),
+    "an operand is {amin}, which is too small for 1 / x, x**-2, a root or"
+    " their derivatives. Keep such numbers out before the operation:"
+    " jnp.where(jnp.abs(x) > {small}, x, 1).",
   ),
   (
     _is_undefined,
@@ -336,27 +378,26 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " the operation, with jnp.where.",
   ),
   (
-    _is_unaffected_by_scale,
+    lambda x: x.backward and x.scale_factor == 0,
     "{primitive} is not finite at any loss scale. Replace the operands that"
     " cause it before the operation, with jnp.where, or add an epsilon.",
   ),
+  (lambda x: x.backward and x.has_loss_scale, _LOWER_SCALE),
   (
-    lambda x: x.backward and x.is_below_min_scale,
-    "the loss scale is too high, and min_scale of its policy stops it from"
-    " decreasing. Lower min_scale, for example"
-    " ols.DynamicLossScale(min_scale=2.0**-24), or make the loss smaller.",
+    lambda x: x.after_backward and _has_narrow_range(x),
+    "the gradients are too large for {dtype}, whose largest number is {top}."
+    " Keep the parameters in float32, and so the optimizer;"
+    " ols.autocast(loss_fn) casts them for the matmuls.",
   ),
   (
-    lambda x: x.backward,
-    "the loss scale is too high. A dynamic loss scale decreases automatically"
-    " after each skipped step; lower a fixed one:"
-    " ols.set_loss_scale(opt_state, {scale_change}). If the scale is at"
-    " min_scale, lower min_scale.",
+    lambda x: x.after_backward,
+    "the gradients are too large. Clip them first, inside of the wrapper:"
+    " ols.with_loss_scaling(optax.chain(optax.clip(1.0), optimizer)).",
   ),
   (
     lambda x: x.in_autocast,
-    "ols.autocast(loss_fn, keep_float32={layer!r}) runs this layer in float32."
-    " No loss scale helps in the forward pass.",
+    "ols.autocast(loss_fn, keep_float32={layer!r}) runs this layer in"
+    " float32.{forward}",
   ),
   (
     lambda x: x.primitive in _EXPONENTIALS and _has_narrow_range(x),

@@ -1,0 +1,123 @@
+"""Functions that have no value, or no derivative, at the edge of their domain.
+
+The derivative of ``sqrt`` divides by zero at zero, but ``find_overflow`` finds
+only the division. The fix is in front of the function, not of the division.
+"""
+
+from typing import Any
+
+from jax.extend import core
+
+from optax_lossscale._jaxprs import _eqns, _provenance, _source_info, _walk
+
+# For each primitive, the functions whose derivatives it makes infinite.
+_FUNCTIONS_BY_PRIMITIVE = {
+  "div": ("sqrt", "atanh", "log1p", "atan2", "log", "svd"),
+  "integer_pow": ("eigh",),
+  "rsqrt": ("acos", "asin", "acosh"),
+}
+# These are between the function and the primitive.
+_ARITHMETIC = {
+  "add", "broadcast_in_dim", "convert_element_type", "integer_pow", "mul",
+  "neg", "one_minus_square", "reshape", "select_n", "square", "squeeze", "sub",
+  "transpose",
+}  # fmt: skip
+
+_EPS = "jnp.finfo(x.dtype).eps"
+# The fix for each function.
+FIXES = {
+  **dict.fromkeys(
+    ("acos", "asin", "atanh", "erf_inv"),
+    "{function} or its derivative is not finite at -1 and 1, and not defined"
+    " beyond. Clip the operand: jnp.clip(x, -1 + eps, 1 - eps), with eps ="
+    f" {_EPS}.",
+  ),
+  **dict.fromkeys(
+    ("cholesky", "custom_linear_solve", "lu", "triangular_solve"),
+    "the matrix is singular, or not positive definite. Add a small multiple of"
+    " the identity: a + 1e-3 * jnp.eye(len(a)).",
+  ),
+  **dict.fromkeys(
+    ("eigh", "svd"),
+    "{function} has no derivative if eigenvalues or singular values are equal."
+    " Make them distinct: a + jnp.diag(1e-3 * jnp.arange(len(a))).",
+  ),
+  **dict.fromkeys(
+    ("log", "log2"),
+    "keep zero and negative numbers out before the operation:"
+    " jnp.log(jnp.where(x > 0, x, 1)).{limit} Or compute the loss from logits:"
+    " jax.nn.log_softmax, optax.losses.sigmoid_binary_cross_entropy.",
+  ),
+  **dict.fromkeys(
+    ("rsqrt", "sqrt"),
+    "a root has no finite derivative at zero, and no value below. Keep such"
+    f" numbers out inside of the root: jnp.sqrt(jnp.maximum(x, {_EPS})). For a"
+    " norm or a distance, x is the sum of squares, and for a standard deviation"
+    " jnp.var.",
+  ),
+  "acosh": (
+    "acosh has no finite derivative at 1, and no value below. Limit the"
+    f" operand: jnp.arccosh(jnp.maximum(x, 1 + {_EPS}))."
+  ),
+  "atan2": (
+    "atan2 has no derivative at (0, 0). Keep this point out before the"
+    " operation: jnp.arctan2(y, jnp.where((x == 0) & (y == 0), 1, x))."
+  ),
+  "log1p": (
+    "log1p or its derivative is not finite at -1, and not defined below. Limit"
+    f" the operand: jnp.log1p(jnp.maximum(x, -1 + {_EPS}))."
+  ),
+}
+
+
+def find_function(
+  program: _eqns.ClosedJaxpr,
+  eqn: core.JaxprEqn,
+  jaxpr: core.Jaxpr,
+  location: _provenance.EqnLocation,
+) -> str:
+  """Return the primitive whose derivative an equation computes, or its own.
+
+  JAX gives the equations of a derivative the line of the function that it
+  differentiates. An operand or a result of this function is in the divisor.
+
+  Args:
+    program: the whole program.
+    eqn: the equation.
+    jaxpr: the jaxpr that contains it.
+    location: its location.
+  """
+  primitive = _source_info.get_primitive_name(eqn)
+  functions = _FUNCTIONS_BY_PRIMITIVE.get(primitive, ())
+  if not functions or not location.is_differentiated:
+    return primitive
+  sources = _list_sources(eqn, jaxpr)
+  # The forward pass may be another jaxpr.
+  is_residual = location.is_backward and _has_common(sources, jaxpr.invars)
+  found = {
+    _source_info.get_primitive_name(visit.eqn)
+    for visit in _walk.walk(program, _eqns.subjaxprs)
+    if visit.location.lines == location.lines
+    and (
+      is_residual
+      or _has_common(sources, [*visit.eqn.invars, *visit.eqn.outvars])
+    )
+  }
+  return next(filter(found.__contains__, functions), primitive)
+
+
+def _list_sources(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> list[Any]:
+  """Return the atoms from which the last operand follows by arithmetic."""
+  sources: list[Any] = eqn.invars[-1:]
+  for _ in range(8):  # Derivatives have fewer equations in a row.
+    sources = eqn.invars[-1:] + [
+      atom
+      for x in jaxpr.eqns
+      if x.primitive.name in _ARITHMETIC and _has_common(sources, x.outvars)
+      for atom in x.invars
+    ]
+  return sources
+
+
+def _has_common(atoms: list[Any], others: list[Any]) -> bool:
+  return any(x is y for x in atoms for y in others)
