@@ -205,12 +205,18 @@ def _run_reports(
   )
   search = _find_overflow.search_traced(traced, progress)
   comparison = None
+  compared, outs = traced, search.outs
+  if search.origin is not None and search.origin.has_zero_grads:
+    # An overflow of the forward pass is seen only where the backward pass is
+    # finite.
+    inputs = traced.scale_inputs(search.origin.scale_factor or 1.0)
+    compared, outs = traced._replace(inputs=inputs), search.run_step(inputs)
   if traced.grad_outputs:
     mask = _compare_precision.select_outputs(traced)
     comparison = _compare_precision.compare_traced(
-      traced.restrict_outputs(mask),
+      compared.restrict_outputs(mask),
       lambda inputs: list(itertools.compress(search.run_step(inputs), mask)),
-      list(itertools.compress(search.outs, mask)),
+      list(itertools.compress(outs, mask)),
       progress,
       measures_all=False,
     )

@@ -98,7 +98,7 @@ def _find_precision_problems(
       log2_change,
       loss_scale,
     )
-  elif log2_change > 0:
+  elif log2_change > 0 and is_scale_cause:
     name = [*report.inaccurate_arrays, "The gradient"][0]
     error = report.array_errors.get(name, report.error)
     yield _suggest_rescale(

@@ -339,8 +339,8 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
   (
     lambda x: _is_scale_too_high(x) and x.has_zero_grads,
     "the loss scale is too high, but a lower one is not enough: with {lower},"
-    " all gradients are zero, since a value in the forward pass overflows, or"
-    " since they underflow. Set it, and call check_step for the reason.",
+    " all gradients are zero. Either a value in the forward pass overflows, or"
+    " they underflow: check_step names the value, and compute it in float32.",
   ),
   (
     lambda x: _is_scale_too_high(x) and x.is_below_min_scale,
@@ -385,7 +385,7 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
   (lambda x: x.backward and x.has_loss_scale, _LOWER_SCALE),
   (
     lambda x: x.after_backward and _has_narrow_range(x),
-    "the gradients are too large for {dtype}, whose largest number is {top}."
+    "an update exceeds {dtype}, whose largest number is {top}."
     " Keep the parameters in float32, and so the optimizer;"
     " ols.autocast(loss_fn) casts them for the matmuls.",
   ),

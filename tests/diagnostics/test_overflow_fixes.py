@@ -1,0 +1,469 @@
+"""The printed fix of an overflow removes it from the program."""
+
+from typing import Any, NamedTuple
+
+from helpers import mark_slow_params
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+from optax_lossscale.diagnostics import find_overflow
+
+F16, F32, BF16 = (np.dtype(x) for x in (jnp.float16, jnp.float32, jnp.bfloat16))
+EPS = float(jnp.finfo(F32).eps)
+
+
+class Row(NamedTuple):
+  """A loss, the fix for it, and the same loss with the fix.
+
+  Attributes:
+    loss_fn: the loss, of which an operation or its derivative is not finite.
+    w: its argument.
+    fix: a fragment of the fix that is printed.
+    fixed_loss_fn: the loss to which this fix is applied literally.
+  """
+
+  loss_fn: Any
+  w: Any
+  fix: str
+  fixed_loss_fn: Any
+
+
+def safe_norm(x):
+  return jnp.sqrt(jnp.maximum(jnp.sum(x**2), EPS))
+
+
+def clip(x):
+  return jnp.clip(x, -1 + EPS, 1 - EPS)
+
+
+def keep_large(x):
+  return jnp.where(jnp.abs(x) > 1e-6, x, 1)
+
+
+def add_identity(a):
+  return a + 1e-3 * jnp.eye(len(a))
+
+
+def make_distinct(a):
+  return a + jnp.diag(1e-3 * jnp.arange(len(a)))
+
+
+def solve(a):
+  return jnp.linalg.solve(a, jnp.ones(len(a)))
+
+
+def first_eigenvector(a):
+  return jnp.linalg.eigh(a)[1][:, 0] @ jnp.arange(3.0)
+
+
+def first_singular_vector(a):
+  return jnp.linalg.svd(a)[0][:, 0] @ jnp.arange(3.0)
+
+
+def divide_in_half(x, y):
+  return (x.astype(F16) / y.astype(F16)).astype(F32)
+
+
+ZEROS = jnp.zeros(4)
+EDGE = jnp.array([1, 0.5, 0, -0.5])
+SOME_ZERO = jnp.array([1.0, 0, 2, -1])
+POSITIVE = jnp.abs(SOME_ZERO)
+SINGULAR = jnp.ones((3, 3))
+ROOT, UNIT = "jnp.sqrt(jnp.maximum(x, ", "jnp.clip(x, -1 + eps, 1 - eps)"
+IDENTITY, DISTINCT = "a + 1e-3 * jnp.eye(len(a))", "jnp.diag(1e-3 * jnp.arange"
+LARGE_BASE = "jnp.where(jnp.abs(x) > 1e-6, x, 1)"
+
+# An operation or its derivative is not finite at the edge of its domain.
+EDGES = {
+  "norm": Row(jnp.linalg.norm, ZEROS, ROOT, safe_norm),
+  "jitted norm": Row(jax.jit(jnp.linalg.norm), ZEROS, ROOT, safe_norm),
+  "distance": Row(
+    lambda w: jnp.sqrt(jnp.sum((w - 1) ** 2)), ZEROS + 1, ROOT,
+    lambda w: safe_norm(w - 1),
+  ),
+  "normalized": Row(
+    lambda w: jnp.sum(w / (jnp.linalg.norm(w) + 1e-6)), ZEROS, ROOT,
+    lambda w: jnp.sum(w / (safe_norm(w) + 1e-6)),
+  ),
+  "sqrt": Row(
+    jnp.sqrt, POSITIVE, ROOT, lambda w: jnp.sqrt(jnp.maximum(w, EPS))
+  ),
+  "sqrt of negative": Row(
+    jnp.sqrt, SOME_ZERO, ROOT, lambda w: jnp.sqrt(jnp.maximum(w, EPS))
+  ),
+  "where after sqrt": Row(
+    lambda w: jnp.where(w > 0, jnp.sqrt(w), 0), POSITIVE, ROOT,
+    lambda w: jnp.where(w > 0, jnp.sqrt(jnp.maximum(w, EPS)), 0),
+  ),
+  "std": Row(
+    jnp.std, ZEROS, ROOT, lambda w: jnp.sqrt(jnp.maximum(jnp.var(w), EPS))
+  ),
+  "rsqrt": Row(
+    lambda w: w * lax.rsqrt(jnp.mean(w**2)), ZEROS, ROOT,
+    lambda w: w * lax.rsqrt(jnp.maximum(jnp.mean(w**2), EPS)),
+  ),
+  "arccos": Row(jnp.arccos, EDGE, UNIT, lambda w: jnp.arccos(clip(w))),
+  "arccos beyond": Row(
+    jnp.arccos, 2 * EDGE, UNIT, lambda w: jnp.arccos(clip(w))
+  ),
+  "arcsin": Row(jnp.arcsin, EDGE, UNIT, lambda w: jnp.arcsin(clip(w))),
+  "arctanh": Row(jnp.arctanh, EDGE, UNIT, lambda w: jnp.arctanh(clip(w))),
+  "jitted arctanh": Row(
+    jax.jit(jnp.arctanh), EDGE, UNIT, lambda w: jnp.arctanh(clip(w))
+  ),
+  "erf_inv": Row(lax.erf_inv, EDGE, UNIT, lambda w: lax.erf_inv(clip(w))),
+  "arccosh": Row(
+    jnp.arccosh, EDGE[::-1] ** 2 + 1, "jnp.arccosh(jnp.maximum(x, 1 + ",
+    lambda w: jnp.arccosh(jnp.maximum(w, 1 + EPS)),
+  ),
+  "log1p": Row(
+    lambda w: jnp.log1p(-w), EDGE, "jnp.log1p(jnp.maximum(x, -1 + ",
+    lambda w: jnp.log1p(jnp.maximum(-w, -1 + EPS)),
+  ),
+  "log": Row(
+    jnp.log, POSITIVE, "jnp.log(jnp.where(x > 0, x, 1))",
+    lambda w: jnp.log(jnp.where(w > 0, w, 1)),
+  ),
+  "arctan2": Row(
+    lambda w: jnp.arctan2(w, w), SOME_ZERO, "(x == 0) & (y == 0), 1, x)",
+    lambda w: jnp.arctan2(w, jnp.where((w == 0) & (w == 0), 1, w)),
+  ),
+  "pow": Row(
+    lambda w: w**0.5001, SOME_ZERO, "jnp.where(x > 1e-6, x, 1) ** p",
+    lambda w: jnp.where(w > 1e-6, w, 1) ** 0.5001,
+  ),
+  "cbrt": Row(
+    jnp.cbrt, SOME_ZERO, LARGE_BASE, lambda w: jnp.cbrt(keep_large(w))
+  ),
+  "tiny power": Row(
+    lambda w: w**-2, SOME_ZERO + 1e-20, LARGE_BASE,
+    lambda w: keep_large(w) ** -2,
+  ),
+  "tiny divisor": Row(
+    lambda w: 1 / w, SOME_ZERO - 1e-25, LARGE_BASE, lambda w: 1 / keep_large(w)
+  ),
+  "zero divisor": Row(
+    lambda w: w / SOME_ZERO, SOME_ZERO,
+    "a divisor is 0. Keep such numbers out before the operation: x /"
+    " jnp.where(jnp.abs(y) > 1e-6, y, 1)",
+    lambda w: w / keep_large(SOME_ZERO),
+  ),
+  "temperature": Row(
+    lambda w: divide_in_half(w, jnp.float32(6e-6)), SOME_ZERO + 1,
+    "a divisor is 6.02e-06",
+    lambda w: divide_in_half(w, jnp.where(6e-6 > 1e-2, 6e-6, 1.0)),
+  ),
+  "solve": Row(solve, SINGULAR, IDENTITY, lambda w: solve(add_identity(w))),
+  "inverse": Row(
+    jnp.linalg.inv, SINGULAR, IDENTITY,
+    lambda w: jnp.linalg.inv(add_identity(w)),
+  ),
+  "cholesky": Row(
+    jnp.linalg.cholesky, SINGULAR, IDENTITY,
+    lambda w: jnp.linalg.cholesky(add_identity(w)),
+  ),
+  "log determinant": Row(
+    lambda w: jnp.linalg.slogdet(w)[1], SINGULAR, IDENTITY,
+    lambda w: jnp.linalg.slogdet(add_identity(w))[1],
+  ),
+  "eigh": Row(
+    first_eigenvector, jnp.eye(3), DISTINCT,
+    lambda w: first_eigenvector(make_distinct(w)),
+  ),
+  "svd": Row(
+    first_singular_vector, jnp.eye(3), DISTINCT,
+    lambda w: first_singular_vector(make_distinct(w)),
+  ),
+}  # fmt: skip
+QUICK_EDGES = {"norm", "arccos", "jitted arctanh", "tiny divisor"}
+
+
+def with_sum(fun):
+  return lambda w: jnp.sum(fun(w))
+
+
+def make_step(loss_fn, w, scale=2.0**10, inner=None, **kwargs):
+  """Return a training step and its arguments."""
+  tx = ols.with_loss_scaling(inner or optax.sgd(0.1), scale, **kwargs)
+
+  def step(w, opt_state):
+    grads = ols.grad(loss_fn, opt_state)(w)
+    updates, opt_state = tx.update(grads, opt_state, w)
+    return optax.apply_updates(w, updates), opt_state
+
+  return step, w, tx.init(w)
+
+
+def is_finite(tree):
+  return all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("name", mark_slow_params(QUICK_EDGES, EDGES))
+def test_the_fix_of_a_derivative_at_the_edge_of_a_domain_removes_it(name):
+  row = EDGES[name]
+  hit = find_overflow(jax.grad(with_sum(row.loss_fn)), row.w)
+  assert row.fix in hit.fix
+  assert "scale" not in hit.fix and "loss scale" not in str(hit)
+  assert hit.source_line.startswith("test_overflow_fixes.py:") or (
+    "jitted" in name
+  )
+  assert is_finite(jax.grad(with_sum(row.fixed_loss_fn))(row.w))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EDGES)
+def test_the_fix_for_a_training_step_makes_its_gradients_finite(name):
+  row = EDGES[name]
+  hit = find_overflow(*make_step(with_sum(row.loss_fn), row.w))
+  assert row.fix in hit.fix
+  scale = 1.0 if name == "temperature" else 2.0**10
+  step = make_step(with_sum(row.fixed_loss_fn), row.w, scale)
+  assert find_overflow(*step) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap])
+@pytest.mark.parametrize("fun", [first_eigenvector, first_singular_vector])
+def test_a_repeated_eigenvalue_is_reported_with_the_line_of_the_user(wrap, fun):
+  fun(jnp.eye(3))  # JAX reuses the jaxpr of eigh from another line.
+  batch = jnp.eye(3)[None] if wrap is jax.vmap else jnp.eye(3)
+  hit = find_overflow(jax.grad(with_sum(wrap(fun))), batch)
+  assert DISTINCT in hit.fix
+  assert hit.source_line.endswith(f" ({fun.__name__})")
+
+
+def half(loss_fn):
+  return lambda w: jnp.mean(loss_fn(w.astype(F16)).astype(F32))
+
+
+def scaled_too_high(w):
+  return jnp.sum((w.astype(F16) * F16.type(8)).astype(F32) * 60000)
+
+
+@pytest.mark.parametrize("scale", mark_slow_params({None}, [None, 2.0**10]))
+def test_only_a_fix_for_a_program_with_a_loss_scale_mentions_it(scale):
+  if scale is None:
+    hit = find_overflow(jax.grad(scaled_too_high), ZEROS)
+    assert not hit.has_loss_scale and "scale" not in hit.fix
+  else:
+    step, w, state = make_step(scaled_too_high, ZEROS, scale)
+    hit = find_overflow(step, w, state)
+    factor = 1 / hit.scale_factor
+    assert f"ols.set_loss_scale(opt_state, scale / {factor:g})" in hit.fix
+    state = ols.set_loss_scale(state, scale / factor)
+    assert find_overflow(step, w, state) is None
+  assert hit.backward
+
+
+def test_a_fixed_loss_scale_is_a_loss_scale():
+  step, w, state = make_step(scaled_too_high, ZEROS, ols.FixedLossScale(2.0**9))
+  hit = find_overflow(lambda w: step(w, state), w)
+  assert hit.has_loss_scale and "ols.set_loss_scale(opt_state" in hit.fix
+
+
+@pytest.mark.parametrize(
+  "dtype",
+  mark_slow_params(
+    {jnp.float8_e4m3fn},
+    [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3b11fnuz],
+  ),
+)
+def test_a_dtype_without_inf_overflows_if_the_loss_scale_is_too_high(dtype):
+  loss_fn = lambda w: jnp.mean((w.astype(F32) * jnp.arange(1.0, 5)) ** 2)
+  step, w, state = make_step(loss_fn, jnp.ones(4, dtype), 2.0**15)
+  hit = find_overflow(step, w, state)
+  assert hit.primitive == "convert_element_type"
+  assert hit.fix.startswith("the loss scale is too high")
+  state = ols.set_loss_scale(state, 2.0**15 * hit.scale_factor)
+  assert find_overflow(step, w, state) is None
+
+
+def rms_norm(dtype):
+  scale = jnp.arange(1.0, 5)
+
+  def loss_fn(w):
+    h = (1000 * w.astype(F16) * scale.astype(F16)).astype(dtype)
+    y = h * lax.rsqrt(jnp.mean(h * h) + F16.type(1e-5))
+    return jnp.mean((y.astype(F16) - scale[::-1].astype(F16)).astype(F32) ** 2)
+
+  return loss_fn, jnp.ones(4)
+
+
+def softmax(dtype):
+  def loss_fn(w):
+    exps = jnp.exp(w.astype(F16).astype(dtype) - w.max().astype(dtype))
+    return jnp.sum((exps / exps.sum())[:3].astype(F32) - 1) ** 2 * 2e4
+
+  return loss_fn, jnp.zeros(70_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_loss", [rms_norm, softmax])
+def test_an_overflow_of_the_forward_pass_is_named_if_it_makes_gradients_zero(
+  make_loss,
+):
+  """The backward pass overflows, too, but a lower scale is no help."""
+  check = diagnostics.check_step(*make_step(*make_loss(F16), 2.0**20))
+  assert check.overflow.has_zero_grads and "check_step" in check.overflow.fix
+  (problem,) = check.problems
+  assert "overflows in the forward pass" in problem.cause
+  assert "x.astype(jnp.float32)" in problem.fix
+  step = make_step(*make_loss(F32), 2.0**10)
+  assert diagnostics.check_step(*step).is_sound
+
+
+def clip_before_update(grads, max_norm=1.0):
+  return grads / jnp.linalg.norm(grads) * max_norm
+
+
+# An optimizer with parameters, the factor of the loss, a fragment of the fix,
+# and an optimizer with parameters to which the fix is applied.
+OPTIMIZERS = {
+  "a small epsilon": (
+    optax.adam(0.1, eps=0), ZEROS, 0.0, "eps=1e-6", optax.adam(0.1, eps=1e-6),
+    ZEROS,
+  ),
+  "large gradients": (
+    optax.adam(0.1), ZEROS, 1e25, "optax.chain(optax.clip(1.0), optimizer)",
+    optax.chain(optax.clip(1.0), optax.adam(0.1)), ZEROS,
+  ),
+  "half-precision updates": (
+    optax.sgd(1e3), ZEROS.astype(F16), 300.0, "parameters in float32",
+    optax.sgd(1e3), ZEROS,
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "name", mark_slow_params({"a small epsilon"}, OPTIMIZERS)
+)
+def test_the_fix_for_an_optimizer_removes_its_nan(name):
+  inner, w, factor, fix, fixed_inner, fixed_w = OPTIMIZERS[name]
+  loss_fn = lambda w: jnp.sum((w.astype(F32) + 1) * factor)
+  hit = find_overflow(*make_step(loss_fn, w, 1.0, inner))
+  assert " after the backward pass" in str(hit) and fix in hit.fix
+  assert find_overflow(*make_step(loss_fn, fixed_w, 1.0, fixed_inner)) is None
+
+
+def test_an_operation_before_update_is_after_the_backward_pass():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  @jax.jit
+  def step(w, opt_state):
+    grads = ols.grad(lambda w: jnp.sum(0 * w), opt_state)(w)
+    return tx.update(clip_before_update(grads), opt_state)
+
+  hit = find_overflow(step, ZEROS, tx.init(ZEROS))
+  assert hit.after_backward and not hit.backward
+  assert "after the backward pass" in str(
+    diagnostics.check_step(step, ZEROS, tx.init(ZEROS)).problems[0].cause
+  )
+  # The same operation in a loss is part of the forward pass.
+  hit = find_overflow(clip_before_update, ZEROS)
+  assert "in the forward pass" in str(hit)
+
+
+X = jnp.linspace(-2, 2, 8, dtype=F16).reshape(2, 4)
+MASK = "jnp.where(keep, scores, jnp.finfo(scores.dtype).min)"
+
+
+def read_of_a_ref(x):
+  ref = jax.new_ref(x)
+  ref[...] = x * 60000
+  return ref[...] + 1
+
+
+@pytest.mark.parametrize(
+  "fun, arg, fix",
+  [
+    (lambda batch: batch["x"] * 2, {"x": X / 0},
+     "If batch['x'] is a parameter"),
+    (lambda x: jnp.where(x > 0, x, jnp.nan), X, "replace this NaN"),
+    (lambda x: jnp.where(x > 0, x, -jnp.inf), X, MASK),
+    (lambda x: jnp.where(x > 0, x, -1e9), X, "holds, at most 65504; if it is"),
+    (lambda x: lax.add(x[0, 0], np.float16(np.inf)), X, "instead of inf"),
+    (lambda x: jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)), X,
+     "a row of a softmax is masked completely"),
+    (lambda x: 0 * x * jnp.array([np.inf] * 4, F16), X, "0 * inf"),
+    (read_of_a_ref, jnp.abs(X) + 1, "the Ref contains"),
+    (lambda x: jnp.sum(30000 * jnp.abs(x)), X, "Keep this value in"),
+  ],
+)  # fmt: skip
+def test_the_fix_of_an_inf_of_the_program_or_its_arguments(fun, arg, fix):
+  hit = find_overflow(fun, arg)
+  assert fix in hit.fix
+  assert f"\nFix: {hit.fix}" in str(hit)
+
+
+def operand(amax, amin, dtype=F16):
+  return diagnostics.Operand((2, 4), dtype, amax, True, amin)
+
+
+ONE, ZERO, LARGE = operand(1.0, 1.0), operand(0.0, 0.0), operand(300.0, 300.0)
+IN_BACKWARD = {"backward": True, "has_loss_scale": True}
+
+
+@pytest.mark.parametrize(
+  "primitive, kind, dtype, inputs, fields, fix",
+  [
+    ("log", "nan", F16, [ONE], {}, "jnp.where(x > 0, x, 1)). A small const"),
+    ("log", "nan", F32, [ONE], {}, "jnp.log(jnp.where(x > 0, x, 1)). Or"),
+    ("rsqrt", "inf", F16, [ZERO], {}, ROOT),
+    ("acos", "nan", F16, [LARGE], {}, UNIT),
+    ("div", "nan", F16, [ZERO, ZERO], {}, "a divisor is 0"),
+    ("div", "inf", F16, [ONE, operand(9.0, 0.0)], {}, "jnp.abs(y) > 1e-2, y"),
+    ("div", "inf", F32, [ONE, operand(9.0, 1e-20)], {}, "divisor is 1e-20"),
+    ("div", "inf", F16, [LARGE, operand(9.0, 0.3)], {}, "div in float32"),
+    ("div", "inf", F16, [ONE, ZERO], {"function": "sqrt"}, ROOT),
+    ("div", "inf", F16, [LARGE, ZERO], IN_BACKWARD, "a divisor is 0"),
+    ("div", "inf", F16, [LARGE, ONE], IN_BACKWARD, "loss scale is too high"),
+    ("div", "inf", F16, [LARGE, ZERO], {**IN_BACKWARD, "scale_factor": 0.5},
+     "ols.set_loss_scale(opt_state, scale / 2)"),
+    ("mul", "inf", F16, [LARGE, LARGE], {**IN_BACKWARD, "scale_factor": 0.0},
+     "mul is not finite at any loss scale"),
+    ("mul", "inf", F16, [LARGE, LARGE], {"backward": True},
+     "compute mul in float32"),
+    ("mul", "inf", F16, [LARGE, LARGE], {"in_autocast": True, "backward": True},
+     "runs this layer in float32."),
+    ("integer_pow", "inf", F16, [ZERO], {}, "jnp.where(jnp.abs(x) > 1e-2, x"),
+    ("integer_pow", "inf", F16, [LARGE], {}, "compute integer_pow in float32"),
+    ("pow", "nan", F16, [LARGE, ONE], {}, "jnp.where(x > 1e-2, x, 1) ** p"),
+    ("pow", "inf", F16, [LARGE, ONE], {}, "compute pow in float32"),
+    ("digamma", "nan", F16, [ONE], {}, "is not defined for some of its opera"),
+    ("exp", "inf", F16, [LARGE], {}, "exp overflows above 11.1 in float16."
+     " Compute it in float32: jnp.exp(x.astype(jnp.float32))"),
+    ("exp2", "inf", F16, [LARGE], {}, "exp2 overflows above 16 in float16"),
+    ("cosh", "inf", F16, [LARGE], {}, "cosh overflows above 11.8 in float16"),
+    ("exp", "inf", F32, [LARGE], {}, "above 88.7 in float32. Subtract"),
+    ("mul", "inf", F32, [LARGE], {}, "outside the range of float32"),
+    ("mul", "inf", np.dtype(np.complex64), [LARGE], {}, "range of complex64"),
+    ("dot_general", "nan", F16, [LARGE], {}, "compute this layer in float32"),
+    ("cumsum", "inf", F16, [LARGE], {}, "jnp.sum(x, dtype=jnp.float32)"),
+    ("convert_element_type", "inf", np.dtype(jnp.float8_e5m2), [LARGE], {},
+     "57300"),
+    ("convert_element_type", "nan", np.dtype(jnp.float8_e4m3fn), [LARGE], {},
+     "float8_e4m3fn is 448"),
+  ],
+)  # fmt: skip
+def test_the_fix_depends_on_the_description(
+  primitive, kind, dtype, inputs, fields, fix
+):
+  location = dict.fromkeys(("name_scope", "param_path", "name"), "layer")
+  hit = diagnostics.Overflow(
+    primitive=primitive,
+    dtype=dtype,
+    kind=kind,
+    source_line="",
+    eqn_path=primitive,
+    inputs=tuple(inputs),
+    **location,
+    **{"backward": False, **fields},
+  )
+  assert fix in hit.fix
+  assert hit.has_loss_scale or "scale" not in hit.fix
