@@ -1,7 +1,6 @@
 """Describe the origin of an inf or a NaN by its location and its operands."""
 
 from collections.abc import Iterable, Sequence
-import dataclasses
 import itertools
 from typing import Any
 
@@ -74,15 +73,12 @@ def _describe_eqn(
   )
   primitive = _source_info.get_primitive_name(eqn)
   location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
-  report = _make_report(
+  return _make_report(
     primitive,
     location.push_eqn_path(primitive),
     out_aval.dtype,
     "nan" if is_nan else "inf",
     [_eqn_stats.make_operand(*operand) for operand in operands],
-  )
-  return dataclasses.replace(
-    report,
     is_reproduced=bool(stats.is_nonfinite.any()),
     function=_domains.find_function(
       traced.closed_jaxpr, eqn, frame.closed_jaxpr.jaxpr, location
@@ -97,6 +93,7 @@ def _make_report(
   dtype: Any,
   kind: str,
   inputs: Sequence[_eqn_stats.Operand] = (),
+  **fields: Any,
 ) -> _report.Overflow:
   """Return the report on an operation that returned an inf or a NaN.
 
@@ -106,6 +103,7 @@ def _make_report(
     dtype: the dtype of its result.
     kind: ``"inf"`` or ``"nan"``.
     inputs: its operands.
+    **fields: further fields of the report.
 
   Returns:
     The report.
@@ -122,6 +120,7 @@ def _make_report(
     backward=location.is_backward,
     inputs=tuple(inputs),
     in_autocast=location.autocast_dtype is not None,
+    **fields,
   )
 
 
@@ -133,8 +132,10 @@ def _is_after_backward(
   """Return whether an equation belongs to the optimizer, or to clipping."""
   if location.is_in_optimizer or location.is_differentiated:
     return location.is_in_optimizer
-  visits = _walk.walk(traced.closed_jaxpr, _eqns.subjaxprs)
-  earlier = itertools.takewhile(lambda x: x.eqn.outvars != eqn.outvars, visits)
+  earlier = itertools.takewhile(
+    lambda visit: visit.eqn.outvars != eqn.outvars,
+    _walk.walk(traced.closed_jaxpr, _eqns.subjaxprs),
+  )
   return any(visit.location.is_backward for visit in earlier)
 
 

@@ -135,8 +135,8 @@ def _measure_neg_amin(x: Any, outs: Sequence[Any]) -> Any:
   if not _is_float(x):
     return -jnp.inf
   # In an elementwise operation, entries have their own results.
-  fits = all(_is_float(out) and out.shape == x.shape for out in outs)
-  own_outs = outs if fits else [jnp.nan]
+  has_own = lambda out: _is_float(out) and out.shape == x.shape
+  own_outs = outs if all(map(has_own, outs)) else [jnp.nan]
   has_fault = ~functools.reduce(operator.and_, map(jnp.isfinite, own_outs))
   x = _arrays.upcast_for_reduction(x)
   return jnp.max(

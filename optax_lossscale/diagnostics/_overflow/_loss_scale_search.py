@@ -41,11 +41,9 @@ def assess_loss_scale(
     The origins. Those in the backward pass have a ``scale_factor`` if it can be
     measured.
   """
-  has_backward = any(origin.backward for origin in origins)
-  is_loss_finite = _array_tests.all_finite(traced.select_kind(outs, "loss"))
   factor, has_zero_grads = None, False
   if (
-    has_backward
+    any(origin.backward for origin in origins)
     and traced.scale_indices
     and not _has_finite_grads(traced, outs)
   ):
@@ -64,7 +62,9 @@ def assess_loss_scale(
     )
     for origin in origins
   ]
-  if factor == 0 or not is_loss_finite:
+  if factor == 0 or not _array_tests.all_finite(
+    traced.select_kind(outs, "loss")
+  ):
     # An argument is the origin of what it reaches, whatever the direction is.
     origins.sort(key=lambda origin: origin.backward)
   return origins
@@ -85,9 +85,12 @@ def _find_scale_factor(
   log2_decrease = _scale_search.find_log2_decrease(is_enough)
   if log2_decrease is None:
     return 0.0, False
-  outs = run(log2_decrease)
-  grads = traced.select_kind(outs, "grads")
-  return 2.0**-log2_decrease, not _array_tests.is_any_nonzero(grads)
+  # Without an `update`, the gradients themselves are no outputs.
+  grads = traced.select_kind(run(log2_decrease), "grads")
+  return (
+    2.0**-log2_decrease,
+    bool(grads) and not _array_tests.is_any_nonzero(grads),
+  )
 
 
 def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:

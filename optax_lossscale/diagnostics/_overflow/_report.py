@@ -206,11 +206,6 @@ def _is_nan_from_infs(origin: Overflow) -> bool:
   return origin.kind == "nan" and _has_nonfinite_operand(origin)
 
 
-def _is_scale_too_high(origin: Overflow) -> bool:
-  """Return whether the gradients were finite with a lower loss scale."""
-  return origin.backward and bool(origin.scale_factor)
-
-
 def _get_amin(origin: Overflow) -> float:
   """Return the smallest magnitude of a divisor, or of the base of a power."""
   operands = origin.inputs[origin.primitive == "div" :]
@@ -231,18 +226,18 @@ def _is_undefined(origin: Overflow) -> bool:
   A matmul or a sum may also return NaN if it overflows inside: inf - inf. In a
   dtype without inf, any overflow is NaN.
   """
-  may_overflow = MATMULS | _SUMS
   return (
     origin.kind == "nan"
-    and origin.primitive not in may_overflow
+    and origin.primitive not in MATMULS | _SUMS
     and bool(jnp.isinf(jnp.asarray(jnp.inf, origin.dtype)))
   )
 
 
 def _is_index_out_of_bounds(origin: Overflow) -> bool:
-  is_gather = origin.primitive in {"gather", "dynamic_slice"}
   return (
-    is_gather and origin.kind == "nan" and not _has_nonfinite_operand(origin)
+    origin.primitive in {"gather", "dynamic_slice"}
+    and origin.kind == "nan"
+    and not _has_nonfinite_operand(origin)
   )
 
 
@@ -252,8 +247,8 @@ def _is_overflow_of_equal_terms(origin: Overflow) -> bool:
     return False
   num_terms = math.prod(origin.inputs[0].shape)
   dtype_max = float(jnp.finfo(origin.dtype).max)
-  amax = origin.inputs[0].amax or 0.0
-  return amax * num_terms <= dtype_max < num_terms
+  total = (origin.inputs[0].amax or 0.0) * num_terms
+  return total <= dtype_max < num_terms
 
 
 def _is_where_constant(origin: Overflow) -> bool:
@@ -337,18 +332,18 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " jnp.finfo(x.dtype).min instead of -inf.",
   ),
   (
-    lambda x: _is_scale_too_high(x) and x.has_zero_grads,
+    lambda x: x.has_zero_grads,
     "the loss scale is too high, but a lower one is not enough: with {lower},"
     " all gradients are zero. Either a value in the forward pass overflows, or"
     " they underflow: check_step names the value, and compute it in float32.",
   ),
   (
-    lambda x: _is_scale_too_high(x) and x.is_below_min_scale,
+    lambda x: bool(x.scale_factor) and x.is_below_min_scale,
     "the loss scale is too high, and min_scale of its policy stops it from"
     " decreasing. Lower min_scale, for example"
     " ols.DynamicLossScale(min_scale=2.0**-24), or make the loss smaller.",
   ),
-  (_is_scale_too_high, _LOWER_SCALE),
+  (lambda x: bool(x.scale_factor), _LOWER_SCALE),
   *(
     (lambda x, name=name: (x.function or x.primitive) == name, fix)
     for name, fix in _domains.FIXES.items()
@@ -378,7 +373,7 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " the operation, with jnp.where.",
   ),
   (
-    lambda x: x.backward and x.scale_factor == 0,
+    lambda x: x.scale_factor == 0,
     "{primitive} is not finite at any loss scale. Replace the operands that"
     " cause it before the operation, with jnp.where, or add an epsilon.",
   ),
