@@ -227,6 +227,29 @@ def test_the_fix_for_a_training_step_makes_its_gradients_finite(name):
   assert find_overflow(*step) is None
 
 
+ONES_AND_ZEROS = jnp.array([1.0, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+@pytest.mark.parametrize(
+  "fun, function",
+  [
+    (lambda x, y: (x + 1) / jnp.log(y + 1), "div"),
+    (lambda x, y: jnp.sqrt(x + 2) * (x / y), "div"),
+    (lambda x, y: jnp.sqrt(x) + jnp.arccos(x / 2), "sqrt"),
+    (lambda x, y: jnp.sqrt(x + 1) + jnp.arccos(x), "acos"),
+    (lambda x, y: jnp.sqrt(x + 1) + jnp.arctanh(x), "atanh"),
+  ],
+)
+def test_a_division_is_distinguished_from_a_derivative_on_its_line(
+  wrap, fun, function
+):
+  grad = jax.value_and_grad(wrap(lambda x, y: jnp.sum(fun(x, y))))
+  hit = find_overflow(wrap(grad), ONES_AND_ZEROS, ONES_AND_ZEROS)
+  assert hit.function == function
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap])
 @pytest.mark.parametrize("fun", [first_eigenvector, first_singular_vector])

@@ -80,9 +80,7 @@ def _describe_eqn(
     "nan" if is_nan else "inf",
     [_eqn_stats.make_operand(*operand) for operand in operands],
     is_reproduced=bool(stats.is_nonfinite.any()),
-    function=_domains.find_function(
-      traced.closed_jaxpr, eqn, frame.closed_jaxpr.jaxpr, location
-    ),
+    function=_domains.find_function(traced.closed_jaxpr, eqn, frame),
     after_backward=_is_after_backward(traced, eqn, location),
   )
 
@@ -130,13 +128,14 @@ def _is_after_backward(
   location: _provenance.EqnLocation,
 ) -> bool:
   """Return whether an equation belongs to the optimizer, or to clipping."""
-  if location.is_in_optimizer or location.is_differentiated:
-    return location.is_in_optimizer
   earlier = itertools.takewhile(
     lambda visit: visit.eqn.outvars != eqn.outvars,
     _walk.walk(traced.closed_jaxpr, _eqns.subjaxprs),
   )
-  return any(visit.location.is_backward for visit in earlier)
+  return location.is_in_optimizer or (
+    not location.is_differentiated
+    and any(visit.location.is_backward for visit in earlier)
+  )
 
 
 def _locate_jaxpr(

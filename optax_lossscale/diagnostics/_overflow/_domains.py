@@ -8,14 +8,23 @@ from typing import Any
 
 from jax.extend import core
 
-from optax_lossscale._jaxprs import _eqns, _provenance, _source_info, _walk
+from optax_lossscale._jaxprs import (
+  _eqns,
+  _source_info,
+  _state_threading,
+  _walk,
+)
 
-# For each primitive, the functions whose derivatives it makes infinite.
+# For each primitive, the functions whose derivatives it makes infinite, and
+# whether it divides by what follows from their operands or from their results.
 _FUNCTIONS_BY_PRIMITIVE = {
-  "div": ("sqrt", "atanh", "log1p", "atan2", "log", "svd"),
-  "integer_pow": ("eigh",),
-  "rsqrt": ("acos", "asin", "acosh"),
-}
+  "div": {
+    "sqrt": "outvars", "atanh": "invars", "log1p": "invars", "atan2": "invars",
+    "log": "invars", "svd": "outvars",
+  },
+  "integer_pow": {"eigh": "outvars"},
+  "rsqrt": {"acos": "invars", "asin": "invars", "acosh": "invars"},
+}  # fmt: skip
 # These are between the function and the primitive.
 _ARITHMETIC = {
   "add", "broadcast_in_dim", "convert_element_type", "integer_pow", "mul",
@@ -73,8 +82,7 @@ FIXES = {
 def find_function(
   program: _eqns.ClosedJaxpr,
   eqn: core.JaxprEqn,
-  jaxpr: core.Jaxpr,
-  location: _provenance.EqnLocation,
+  frame: _state_threading.Frame,
 ) -> str:
   """Return the primitive whose derivative an equation computes, or its own.
 
@@ -84,23 +92,27 @@ def find_function(
   Args:
     program: the whole program.
     eqn: the equation.
-    jaxpr: the jaxpr that contains it.
-    location: its location.
+    frame: the jaxpr that contains it.
   """
+  jaxpr = frame.closed_jaxpr.jaxpr
+  location = frame.location.locate(eqn, jaxpr)
   primitive = _source_info.get_primitive_name(eqn)
-  functions = _FUNCTIONS_BY_PRIMITIVE.get(primitive, ())
+  functions = _FUNCTIONS_BY_PRIMITIVE.get(primitive, {})
   if not functions or not location.is_differentiated:
     return primitive
   sources = _list_sources(eqn, jaxpr)
-  # The forward pass may be another jaxpr.
-  is_residual = location.is_backward and _has_common(sources, jaxpr.invars)
+  # A jaxpr of the backward pass has operands of the forward pass as inputs.
+  is_residual = frame.location.is_backward and _has_common(
+    sources, jaxpr.invars
+  )
   found = {
-    _source_info.get_primitive_name(visit.eqn)
+    name
     for visit in _walk.walk(program, _eqns.subjaxprs)
-    if visit.location.lines == location.lines
+    if (name := _source_info.get_primitive_name(visit.eqn)) in functions
+    and visit.location.lines == location.lines
     and (
-      is_residual
-      or _has_common(sources, [*visit.eqn.invars, *visit.eqn.outvars])
+      (is_residual and functions[name] == "invars")
+      or _has_common(sources, getattr(visit.eqn, functions[name]))
     )
   }
   return next(filter(found.__contains__, functions), primitive)
