@@ -472,6 +472,9 @@ IN_BACKWARD = {"backward": True, "has_loss_scale": True}
     ("exp", "inf", F32, [LARGE], {}, "above 88.7 in float32. Subtract"),
     ("mul", "inf", F32, [LARGE], {}, "outside the range of float32"),
     ("mul", "inf", np.dtype(np.complex64), [LARGE], {}, "range of complex64"),
+    ("mul", "inf", F32, [LARGE], {"after_backward": True}, "optax.clip(1.0)"),
+    ("mul", "inf", F16, [LARGE], {"after_backward": True},
+     "Compute mul in float32: x.astype(jnp.float32)"),
     ("dot_general", "nan", F16, [LARGE], {}, "compute this layer in float32"),
     ("cumsum", "inf", F16, [LARGE], {}, "jnp.sum(x, dtype=jnp.float32)"),
     ("convert_element_type", "inf", np.dtype(jnp.float8_e5m2), [LARGE], {},
@@ -495,4 +498,4 @@ def test_the_fix_depends_on_the_description(
     **{"backward": False, **fields},
   )
   assert fix in hit.fix
-  assert hit.has_loss_scale or "scale" not in hit.fix
+  assert hit.has_loss_scale or "the loss scale" not in hit.fix

@@ -380,13 +380,14 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
   (lambda x: x.backward and x.has_loss_scale, _LOWER_SCALE),
   (
     lambda x: x.after_backward and _has_narrow_range(x),
-    "an update exceeds {dtype}, whose largest number is {top}."
-    " Keep the parameters in float32, and so the optimizer;"
+    "the largest number of {dtype} is {top}. Compute {primitive} in float32:"
+    " x.astype(jnp.float32). For the optimizer, keep the parameters in float32;"
     " ols.autocast(loss_fn) casts them for the matmuls.",
   ),
   (
     lambda x: x.after_backward,
-    "the gradients are too large. Clip them first, inside of the wrapper:"
+    "the result is outside the range of {dtype}. Normalize the operands. If"
+    " they are gradients, clip them inside of the wrapper:"
     " ols.with_loss_scaling(optax.chain(optax.clip(1.0), optimizer)).",
   ),
   (
