@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import random
+import re
 
+from helpers import ROOT
 from helpers.policy_models import Model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +98,76 @@ def test_hysteresis_of_two_tolerates_one_overflow_until_refilled(
   policy = ols.DynamicLossScale(64.0, hysteresis=2, hysteresis_refill=refill)
   assert run_scales(policy, "TFTTFT") == mixed
   assert run_scales(policy, "TTTT") == overflows
+
+
+def simulate_guided_diffusion(steps):
+  """Return the scale after each step: the log2 moves at each of them."""
+  log_scale = 20.0
+  for step in steps:
+    log_scale += 0.001 if step == "F" else -1
+    yield 2**log_scale
+
+
+def simulate_colossalai(steps):
+  """Return the scale after each step: two overflows tolerate one."""
+  scale, growth_step, hysteresis_step = 2.0**16, 0, 0
+  for step in steps:
+    growth_step += 1
+    if step == "T":
+      hysteresis_step += 1
+      growth_step = 0
+      scale *= 0.5 if hysteresis_step >= 2 else 1
+    elif growth_step == 1000:
+      growth_step = hysteresis_step = 0
+      scale *= 2
+    yield scale
+
+
+def simulate_fastai(steps):
+  """Return the scale after each step: an overflow keeps the count."""
+  scale, count = 2.0**24, 0
+  for step in steps:
+    count += step == "F"
+    if step == "T":
+      scale /= 2
+    elif count == 500:
+      scale, count = 2 * scale, 0
+    yield scale
+
+
+SCALERS = {
+  "guided-diffusion": simulate_guided_diffusion,
+  "ColossalAI": simulate_colossalai,
+  "to_non_native_fp16": simulate_fastai,
+}
+
+
+def read_policy(scaler):
+  """Return the policy that the page on migrating gives for a scaler."""
+  page = (ROOT / "docs" / "reference" / "migrating.md").read_text()
+  (call,) = re.findall(
+    rf"^\|.*{scaler}.*\| `(ols\..*)` \|$", page, re.MULTILINE
+  )
+  return eval(call, {"ols": ols})
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_a_policy_of_the_page_on_migrating_follows_the_rule(scaler):
+  steps = "FFTFTTT" + 2100 * "F" + "TFTT"
+  if scaler == "to_non_native_fp16":
+    steps = 1200 * "F" + "TTT"
+  found = run_scales(read_policy(scaler), steps)
+  # The float32 factor of 2**0.001 differs by 6e-8, in each of 2,000 steps.
+  expected = [*SCALERS[scaler](steps)]
+  np.testing.assert_allclose(found, expected, rtol=2e-4)
+
+
+def test_the_scale_of_fastai_is_never_below_that_of_its_policy():
+  draw = random.Random(0)
+  steps = [draw.choices("FT", (400, 1))[0] for _ in range(6000)]
+  found = run_scales(read_policy("to_non_native_fp16"), steps)
+  expected = [*simulate_fastai(steps)]
+  assert np.all(np.less_equal(found, expected)) and found != expected
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3])
