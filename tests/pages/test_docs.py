@@ -57,11 +57,11 @@ def test_each_public_name_has_one_entry_on_an_api_page():
   assert sorted(entries()) == sorted(ours)
 
 
-def test_the_tables_of_an_api_page_have_each_entry_of_the_page():
+def test_a_table_of_an_api_page_has_each_entry_of_the_page():
   for page in API_PAGES:
     rows = re.findall(r"^\|([^|]*)\|", page.read_text(), re.MULTILINE)
     named = re.findall(r"`(?:\w+)\.(\w+)`", " ".join(rows))
-    if page.stem != "index":
+    if rows:
       assert sorted(named) == sorted(name for _, name in entries_of(page)), page
 
 

@@ -81,11 +81,6 @@ def a_skipped_step_of_each_framework_keeps_the_other_state(names, out):
   for name in ("params", "batch_stats", "average"):
     assert_same(getattr(after, name), getattr(state, name))
 
-  carry = ols.set_loss_scale(names["carry"], 2.0**40)
-  *after, logged = names["haiku_step"](*carry, *batch)
-  assert np.isnan(logged)
-  assert_same(after[:3], carry[:3])  # parameters, model state, average
-
   model, optimizer = names["model"], names["optimizer"]
   nnx.update(optimizer, ols.set_loss_scale(nnx.state(optimizer), 2.0**40))
   old = jax.tree.map(jnp.copy, nnx.state(model))
@@ -162,7 +157,7 @@ def relative_error(exact, half):
 @pytest.mark.parametrize("page", WITH_STEPS)
 def test_the_error_of_a_step_is_that_of_its_gradient(page, monkeypatch):
   steps = find_steps(page)
-  assert len(steps) == {"README": 1, "frameworks": 7}[page]
+  assert len(steps) == {"README": 1, "frameworks": 6}[page]
   compared = 0
   for step, args in steps:
     with warnings.catch_warnings():
@@ -181,4 +176,4 @@ def test_the_error_of_a_step_is_that_of_its_gradient(page, monkeypatch):
       expected = relative_error(exact, half)
       assert report.error == pytest.approx(expected, rel=0.05)
       compared += 1
-  assert compared == {"README": 1, "frameworks": 6}[page]
+  assert compared == {"README": 1, "frameworks": 5}[page]
