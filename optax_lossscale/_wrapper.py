@@ -111,12 +111,12 @@ def with_loss_scaling(
     max_norm: the largest global norm, a float32 scalar in units of the unscaled
       gradients. Gradients with a larger norm are scaled down to it, as by
       :func:`optax.clip_by_global_norm`, but in the same pass that tests them.
-      Around :class:`optax.MultiSteps` this clips each micro-batch; to clip their
-      mean, put :func:`optax.clip_by_global_norm` inside of ``MultiSteps``. A
-      norm above 1.8e19 (of the scaled gradients, if ``grads_are_scaled``) can't
-      be squared in float32, and counts as an overflow. Together with
-      ``axis_name`` it requires ``shard_map`` with ``check_vma=True``, which
-      distinguishes sharded from replicated gradients.
+      Around :class:`optax.MultiSteps` this clips each micro-batch. To clip
+      their mean, put :func:`optax.clip_by_global_norm` inside of
+      ``MultiSteps``. A norm above 1.8e19 (of the scaled gradients, if
+      ``grads_are_scaled``) can't be squared in float32, and counts as an
+      overflow. Together with ``axis_name`` it requires ``shard_map`` with
+      ``check_vma=True``, which distinguishes sharded from replicated gradients.
     grads_are_scaled: whether ``update`` receives gradients of the scaled loss
       and unscales them.
     check_updates: whether an inf or a NaN in the updates of ``inner`` counts as

@@ -246,14 +246,14 @@ def test_a_mask_of_infs_is_not_blamed_for_another_fault():
 
 
 @pytest.mark.slow
-def test_a_new_fault_is_found_among_nonfinite_values_of_another():
-  def fun(x):
-    x = x.at[0, 0].set(jnp.exp(x[1, 3] * 20))
+def test_a_fault_behind_another_is_found_once_the_first_is_mended():
+  def fun(x, dtype):
+    x = x.at[0, 0].set(jnp.exp(x[1, 3].astype(dtype) * 20) / 1e9)
     x = x * jnp.array([1, 1, 1, 6e4], x.dtype)
     return x + 0.5
 
-  hit = find_overflow(fun, X)
-  assert get_names(hit) == ["exp", "mul"]
+  assert get_names(find_overflow(lambda x: fun(x, x.dtype), X)) == ["exp"]
+  assert get_names(find_overflow(lambda x: fun(x, jnp.float32), X)) == ["mul"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@
    until its targets are finite. Then it runs once for each suspect, in program
    order, with all others healed. A suspect whose inf or NaN does not reach a
    target, such as a mask of -inf, is not an origin, and isn't healed any more.
+   Suspects that were revealed matter only if all others are such masks: without
+   the first overflow, a later one may follow.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,6 +35,9 @@ _MAX_WHOLE = 1000
 _MAX_MEASURED = 256
 # The program runs once for each suspect.
 _MAX_SUSPECTS = 31
+# A fault behind a few masks is found by healing them. In a loop that diverges,
+# each iteration overflows if those before it are healed.
+_MAX_ROUNDS = 3
 
 Key = _regions.Key
 # For a nonfinite value, the iteration of each loop around it.
@@ -120,7 +125,7 @@ class _NonfiniteValues:
     iterations: dict[Key, Iterations] = record.first_nonfinite | dict.fromkeys(
       [*nan_args, *self.bad_outputs], ()
     )
-    self._times = {key: self._get_time(key, x) for key, x in iterations.items()}
+    self._times = {key: self.get_time(key, x) for key, x in iterations.items()}
     keys = sorted(iterations, key=lambda key: self._times[key])
     self.iterations = {key: iterations[key] for key in keys}
     # In the order of their times.
@@ -129,7 +134,7 @@ class _NonfiniteValues:
       for source in self._list_nonfinite_sources(key):
         self._consumers[source].append(key)
 
-  def _get_time(self, key: Key, iterations: Iterations) -> Key:
+  def get_time(self, key: Key, iterations: Iterations) -> Key:
     """Return when a value first was nonfinite; times are ordered."""
     loops = self._regions.list_loops(key)
     iteration_by_loop = dict(zip(loops, iterations, strict=False))
@@ -271,30 +276,27 @@ class _OriginSearch:
     return eqns
 
   def find_origins(self) -> list[Origin]:
-    """Return the origins, in program order."""
-    suspects: list[Key] = []
-    initial = bad_targets = self._measure(suspects)
-    new = list(filter(_regions.is_argument, self._candidates))
-    new += self._list_faults(suspects)
-    while bad_targets and new:
-      suspects += new
-      bad_targets = self._measure(suspects)
-      new = self._list_faults(suspects)
-    outputs: dict[Key, frozenset[int]] = {}
-    explained = initial - bad_targets
-    healed = suspects
-    for key in sorted(suspects)[:_MAX_SUSPECTS] if explained else ():
-      others = [x for x in healed if x != key]
-      _, reached = self._run(others)
-      outputs[key] = self._list_outputs(reached & explained)
-      if not outputs[key]:
-        # It is harmless, and a mask may be necessary for a later overflow.
-        healed = others
+    """Return the origins, in the order in which they ran."""
+    initial = bad_targets = self._measure([])
+    suspects = list(filter(_regions.is_argument, self._candidates))
+    suspects += self._list_faults([])
+    revealed: list[Key] = []
+    for _ in range(_MAX_ROUNDS if suspects else 0):
+      bad_targets = self._measure([*suspects, *revealed])
+      if not bad_targets:
+        break
+      revealed += self._list_faults([*suspects, *revealed])
+    outputs = self._find_reached([*suspects, *revealed], initial - bad_targets)
     all_outputs = self._list_outputs(self._targets)
-    reaching = [key for key, indices in outputs.items() if indices]
+    keys = (
+      [key for key in suspects if outputs.get(key)]
+      or [key for key in revealed if outputs.get(key)]
+      or suspects
+    )
     iterations = {
-      key: self._iterations.get(key, ()) for key in reaching or suspects
+      key: self._iterations.get(key, ()) for key in keys
     } or self._find_constants()
+    get_time = lambda key: self._values.get_time(key, iterations[key])
     return [
       Origin(
         key,
@@ -302,8 +304,23 @@ class _OriginSearch:
         self._stats.get(key),
         outputs.get(key) or all_outputs,
       )
-      for key in sorted(iterations)
+      for key in sorted(iterations, key=get_time)
     ]
+
+  def _find_reached(
+    self, suspects: list[Key], targets: frozenset[Key]
+  ) -> dict[Key, frozenset[int]]:
+    """Return the outputs that each suspect reaches through some targets."""
+    outputs: dict[Key, frozenset[int]] = {}
+    healed = suspects
+    for key in sorted(suspects)[:_MAX_SUSPECTS] if targets else ():
+      others = [x for x in healed if x != key]
+      _, reached = self._run(others)
+      outputs[key] = self._list_outputs(reached & targets)
+      if not outputs[key]:
+        # It is harmless, and a mask may be necessary for a later overflow.
+        healed = others
+    return outputs
 
   def _list_outputs(self, targets: Iterable[Key]) -> frozenset[int]:
     return frozenset(itertools.chain(*(self._targets[x] for x in targets)))
