@@ -2,8 +2,7 @@
 
 Call ``check_step``, ``find_overflow``, ``compare_precision``,
 ``gradient_report`` and ``nonfinite_leaves`` outside ``jit``, since they read
-values. ``precision_report`` reads only shapes. Use ``finite_per_leaf`` and the
-probes inside ``jit``.
+values. ``precision_report`` reads only shapes. Use the probes inside ``jit``.
 """
 
 from optax_lossscale.diagnostics._check_step import check_step, StepCheck
@@ -18,7 +17,6 @@ from optax_lossscale.diagnostics._gradient_report import (
 )
 from optax_lossscale.diagnostics._layer_precision import LayerPrecision
 from optax_lossscale.diagnostics._leaves import (
-  finite_per_leaf,
   nonfinite_leaves,
   NonfiniteLeaf,
 )
@@ -53,7 +51,6 @@ __all__ = [
   "check_step",
   "compare_precision",
   "find_overflow",
-  "finite_per_leaf",
   "gradient_report",
   "nonfinite_leaves",
   "precision_report",

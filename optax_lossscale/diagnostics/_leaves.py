@@ -1,4 +1,4 @@
-"""``nonfinite_leaves``, ``finite_per_leaf``, and helpers of leaf reports."""
+"""``nonfinite_leaves``, and helpers of leaf reports."""
 
 from collections.abc import Callable
 import functools
@@ -16,36 +16,6 @@ from optax_lossscale import (
   _state,
   _transfer_guard,
 )
-
-
-def finite_per_leaf(grads: Any) -> Any:
-  """Returns whether each leaf is finite; works under ``jit``.
-
-  Use it inside a step that should return only the flags and not the gradients.
-  Outside ``jit``, :func:`nonfinite_leaves` reports more.
-
-  Args:
-    grads: any pytree.
-
-  Returns:
-    A pytree of the same structure, whose leaves are bools of shape ``()``. They
-    are True for leaves that are not gradients, such as integers.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> from optax_lossscale import diagnostics
-    >>> grads = {"a": jnp.ones(3), "b": jnp.array(jnp.nan)}
-    >>> flags = diagnostics.finite_per_leaf(grads)
-    >>> print(flags["a"], flags["b"])
-    True False
-  """
-
-  def is_finite(path: Any, leaf: Any) -> jax.Array:
-    if _grads.is_fp8_stat(path) or not _arrays.is_array_like(leaf):
-      return jnp.bool_(True)
-    return _grads.all_finite(leaf)
-
-  return jax.tree_util.tree_map_with_path(is_finite, grads)
 
 
 class NonfiniteLeaf(NamedTuple):
@@ -194,7 +164,7 @@ def measure_grads(
       raise TypeError(
         f"{caller} must be called outside jit, since it reads values, got a"
         f" tracer at {name!r}. Return the gradients from the jitted function,"
-        " or call diagnostics.finite_per_leaf inside it."
+        " or jax.tree.map(optax_lossscale.all_finite, grads)."
       )
   # Measure all leaves before reading the first result, so that devices need not
   # wait for the host.

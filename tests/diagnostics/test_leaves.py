@@ -79,8 +79,6 @@ def test_leaves_that_are_not_gradients_are_omitted():
   report = ols.diagnostics.gradient_report(tree)
   assert [leaf.name for leaf in report.leaves] == ["c", "w"]
   assert plots.exponent_histogram(tree).counts.sum() == 2
-  flags = ols.diagnostics.finite_per_leaf(tree)
-  assert all(jax.tree.leaves(flags))
 
 
 def test_nnx_and_equinox_leaves_are_named_as_their_users_name_them():
@@ -113,17 +111,6 @@ def test_nnx_and_equinox_leaves_are_named_as_their_users_name_them():
   assert "layers/0/kernel" in [
     leaf.name for leaf in ols.diagnostics.nonfinite_leaves(grads)
   ]
-
-
-def test_flags_per_leaf_leave_a_jitted_step():
-  tree = {
-    "a": jnp.ones(2),
-    "b": [jnp.array([1.0, NAN]), shard_array(BAD)],
-    "n": 3,
-  }
-  flags = jax.jit(ols.diagnostics.finite_per_leaf)(tree)
-  expected = {"a": True, "b": [False, False], "n": True}
-  assert jax.tree.map(bool, flags) == expected
 
 
 @pytest.mark.parametrize(

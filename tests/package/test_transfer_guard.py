@@ -110,7 +110,6 @@ IN_A_STEP = {
   ols.unscale_grads,
   ols.value_and_grad,
   ols.with_loss_scaling,
-  diagnostics.finite_per_leaf,
   diagnostics.probe,
   diagnostics.probe_counters,
   diagnostics.probe_metrics,
