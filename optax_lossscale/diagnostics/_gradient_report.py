@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks, _transfer_guard
+from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import _dtype_limits, _leaves, _report_format
 
 
@@ -31,16 +31,13 @@ class GradientStats(NamedTuple):
     subnormal_fraction: the fraction that becomes subnormal, and loses bits.
     overflow_fraction: the fraction that becomes infinite.
     nonfinite_fraction: the fraction that is inf or NaN before the cast.
-    log2_scale_range: two integers, log2 of the smallest and of the largest loss
-      scale with which no entry overflows and as few as possible underflow. None
-      if all entries are zero, so that any scale will do.
 
   Examples:
     >>> import jax.numpy as jnp
     >>> from optax_lossscale import diagnostics
     >>> report = diagnostics.gradient_report({"w": jnp.array([1.0, 1e-9])})
-    >>> report.total.underflow_fraction, report.total.log2_scale_range
-    (0.5, (5, 15))
+    >>> report.total.underflow_fraction
+    0.5
   """
 
   name: str
@@ -54,7 +51,6 @@ class GradientStats(NamedTuple):
   subnormal_fraction: float
   overflow_fraction: float
   nonfinite_fraction: float
-  log2_scale_range: tuple[int, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,37 +68,13 @@ class GradientReport(_report_format.PrintedReport):
     >>> from optax_lossscale import diagnostics
     >>> report = diagnostics.gradient_report({"w": jnp.array([1.0, 1e-9])})
     >>> print(str(report).splitlines()[0])
-    50.0% of the gradient entries underflow: raise the loss scale to 2**5.
+    50.0% of the gradient entries underflow: find a loss scale with check_step.
   """
 
   dtype: str
   loss_scale: float
   leaves: tuple[GradientStats, ...]
   total: GradientStats
-
-  def sorted_by(self, column: str, reverse: bool = True) -> "GradientReport":
-    """Returns the report with its leaves in another order.
-
-    Args:
-      column: a field of :class:`GradientStats`.
-      reverse: whether the largest come first.
-
-    Returns:
-      Another :class:`GradientReport`.
-
-    Raises:
-      ValueError: if there is no such column.
-    """
-    if column not in GradientStats._fields:
-      raise ValueError(
-        f"column must be one of {', '.join(GradientStats._fields)}, got column"
-        f" = {column!r}."
-      )
-    # None, which means any scale, sorts before all other values.
-    value = lambda row: getattr(row, column)
-    key = lambda row: (value(row) is not None, value(row) or 0)
-    leaves = sorted(self.leaves, key=key, reverse=reverse)
-    return dataclasses.replace(self, leaves=tuple(leaves))
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the rows as dicts: ``"leaves"`` by name, and ``"total"``."""
@@ -121,27 +93,26 @@ class GradientReport(_report_format.PrintedReport):
     return "\n".join([self._format_conclusion(), heading, table])
 
   def _format_conclusion(self) -> str:
-    """Return the fraction that the cast loses, and a better loss scale."""
+    """Return the fraction that the cast loses, and what to do."""
     total = self.total
     if total.nonfinite_fraction:
       return (
         f"{_format_entries(total.nonfinite_fraction)} are inf or NaN: find the"
         " operation with find_overflow."
       )
-    if total.log2_scale_range is None:
-      return "All gradient entries are zero."
-    low, high = total.log2_scale_range
     if total.overflow_fraction:
       return (
         f"{_format_entries(total.overflow_fraction)} overflow: lower the loss"
-        f" scale to 2**{high}."
+        " scale."
       )
-    if not total.underflow_fraction:
-      return "No gradient entry overflows or underflows."
-    entries = _format_entries(total.underflow_fraction)
-    if self.loss_scale < 2.0**low:
-      return f"{entries} underflow: raise the loss scale to 2**{low}."
-    return f"{entries} underflow, as few as possible without an overflow."
+    if total.underflow_fraction:
+      return (
+        f"{_format_entries(total.underflow_fraction)} underflow: find a loss"
+        " scale with check_step."
+      )
+    if total.amax == 0:
+      return "All gradient entries are zero."
+    return "No gradient entry overflows or underflows."
 
 
 @_transfer_guard.allow_transfers
@@ -163,8 +134,7 @@ def gradient_report(
 
   Returns:
     A :class:`GradientReport` with ``leaves`` and ``total``. It prints a
-    conclusion and a table. With each loss scale in the column "scale range", no
-    entry overflows, and as few as possible underflow to zero.
+    conclusion and a table.
 
   Raises:
     TypeError: if ``dtype`` is not a float dtype of at most 32 bits, if
@@ -178,11 +148,10 @@ def gradient_report(
     >>> report = diagnostics.gradient_report(grads, jnp.float16)
     >>> print(f"{report.total.underflow_fraction:.1%} underflow")
     16.7% underflow
-    >>> for leaf in report.sorted_by("underflow_fraction").leaves:
-    ...   low, high = leaf.log2_scale_range
-    ...   print(f"{leaf.name}: best 2^{low} to 2^{high}")
-    w: best 2^2 to 2^25
-    b: best 2^-24 to 2^15
+    >>> for leaf in report.leaves:
+    ...   print(f"{leaf.name}: {leaf.underflow_fraction:.1%}")
+    b: 0.0%
+    w: 25.0%
   """
   dtype = _dtype_limits.check_float_dtype(dtype)
   scale = _leaves.to_float_scale(loss_scale)
@@ -193,12 +162,12 @@ def gradient_report(
     lambda leaf: _measure_leaf(leaf, *_cast_thresholds(leaf, scale, limits)),
   )
   rows = [
-    _as_row((name, leaf.shape, str(leaf.dtype), leaf.size), stats, limits)
+    _as_row((name, leaf.shape, str(leaf.dtype), leaf.size), stats)
     for name, leaf, stats in leaf_stats
   ]
   total_size = sum(leaf.size for _, leaf, _ in leaf_stats)
   total_stats = _merge_stats([stats for _, _, stats in leaf_stats])
-  total = _as_row(("total", (), "", total_size), total_stats, limits)
+  total = _as_row(("total", (), "", total_size), total_stats)
   return GradientReport(str(dtype), scale, tuple(rows), total)
 
 
@@ -257,30 +226,14 @@ def _merge_stats(leaf_stats: list[_LeafStats]) -> _LeafStats:
 def _as_row(
   header: tuple[str, tuple[int, ...], str, int],
   stats: _LeafStats,
-  limits: _dtype_limits.CastThresholds,
 ) -> GradientStats:
   """Return a row, given its name, shape, dtype and size, and its statistics."""
   amax, amin, *counts = stats
   fractions = [int(count) / max(header[-1], 1) for count in counts]
-  log2_scale_range = _compute_log2_scale_range(amax, amin, limits)
   smallest_nonzero = float(amin) if amax > 0 else 0.0
   return GradientStats._make(
-    (*header, float(amax), smallest_nonzero, *fractions, log2_scale_range)
+    (*header, float(amax), smallest_nonzero, *fractions)
   )
-
-
-def _compute_log2_scale_range(
-  amax: float, amin: float, limits: _dtype_limits.CastThresholds
-) -> tuple[int, int] | None:
-  if amax == 0:
-    return None
-  # The largest power of two that keeps the largest entry below inf, and the
-  # smallest that lifts the smallest entry above zero.
-  high = math.ceil(math.log2(limits.overflow_threshold) - math.log2(amax)) - 1
-  low = math.floor(math.log2(limits.underflow_threshold) - math.log2(amin)) + 1
-  max_log2_scale = round(math.log2(_checks.MAX_LOSS_SCALE))
-  high = min(max(high, -max_log2_scale), max_log2_scale)
-  return max(min(low, high), -max_log2_scale), high
 
 
 def _format_entries(fraction: float) -> str:
@@ -290,7 +243,6 @@ def _format_entries(fraction: float) -> str:
 
 
 def _as_cells(row: GradientStats) -> dict[str, str]:
-  low, high = row.log2_scale_range or (None, None)
   return {
     "": row.name,
     "shape": str(list(row.shape)) if row.dtype else str(row.size),
@@ -302,5 +254,4 @@ def _as_cells(row: GradientStats) -> dict[str, str]:
     "subnormal": f"{row.subnormal_fraction:.1%}",
     "overflow": f"{row.overflow_fraction:.1%}",
     "nonfinite": f"{row.nonfinite_fraction:.1%}",
-    "scale range": "any" if low is None else f"2^{low} to 2^{high}",
   }

@@ -467,33 +467,9 @@ def test_the_total_of_a_report_weights_leaves_by_their_size():
     report.loss_scale = 2.0
 
 
-@pytest.mark.parametrize(
-  "values",
-  [[1.0], [1e-3, 1e-8], [65519.0, 3e-7], [2.0**-3, 2.0**-10], [1e4, 1e-30]],
-)
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_the_best_scales_are_exactly_those_that_lose_least(values):
-  x = np.array(values, np.float32)
-
-  def loses(log2_scale):
-    with np.errstate(over="ignore"):
-      shares = count_fractions(x, np.float16, np.exp2(np.float64(log2_scale)))
-    return shares["overflow_fraction"], shares["underflow_fraction"]
-
-  low, high = ols.diagnostics.gradient_report([x]).total.log2_scale_range
-  least = min(loses(k) for k in range(-60, 100))
-  assert loses(low) == loses(high) == least
-  assert loses(high + 1) > least
-  # Where no scale saves all, only the largest that does not overflow is named.
-  assert least[1] > 0 or loses(low - 1) > least
-
-
-def test_the_best_scales_of_zeros_are_any():
+def test_a_gradient_report_of_zeros_says_so():
   report = ols.diagnostics.gradient_report({"w": jnp.zeros(3)})
-  assert report.leaves[0].log2_scale_range is None
-  lines = str(report).splitlines()
-  assert lines[0] == "All gradient entries are zero."
-  assert lines[3].endswith("any")
+  assert str(report).splitlines()[0] == "All gradient entries are zero."
   assert ols.diagnostics.gradient_report({}).total.size == 0
 
 
@@ -502,15 +478,13 @@ def test_the_best_scales_of_zeros_are_any():
   [
     ([1e-3, 0.0], 1.0, "No gradient entry overflows or underflows."),
     ([1e-9, 1.0], 1.0,
-     "50.0% of the gradient entries underflow: raise the loss scale to 2**5."),
+     "50.0% of the gradient entries underflow: find a loss scale with"
+     " check_step."),
     ([1e-9, *[1.0] * 3999], 1.0,
-     "Fewer than 0.1% of the gradient entries underflow: raise the loss scale"
-     " to 2**5."),
-    ([1e-12, 100.0], 2.0**9,
-     "50.0% of the gradient entries underflow, as few as possible without an"
-     " overflow."),
+     "Fewer than 0.1% of the gradient entries underflow: find a loss scale with"
+     " check_step."),
     ([1.0, 100.0], 2.0**15,
-     "50.0% of the gradient entries overflow: lower the loss scale to 2**9."),
+     "50.0% of the gradient entries overflow: lower the loss scale."),
     ([1.0, np.inf, np.nan, 0.0], 1.0,
      "50.0% of the gradient entries are inf or NaN: find the operation with"
      " find_overflow."),
@@ -529,26 +503,20 @@ def test_a_gradient_report_begins_with_its_conclusion(
   assert report._repr_html_() == f"<pre>{report}</pre>"
 
 
-def test_the_report_prints_aligned_and_sorts_by_any_column():
+def test_the_columns_of_a_gradient_report_are_aligned():
   grads = {"w": jnp.array([1e-9, 1.0]), "bias": jnp.zeros(3), "x": jnp.ones(1)}
   report = ols.diagnostics.gradient_report(
     grads, loss_scale=ols.FixedLossScale(2.0).init()
   )
   lines = str(report).splitlines()
-  assert lines[0].endswith(" underflow: raise the loss scale to 2**5.")
+  assert lines[0].endswith(" underflow: find a loss scale with check_step.")
   assert lines[1] == "Gradients multiplied by loss scale 2 and cast to float16:"
   assert " ".join(lines[2].split()) == (
     "shape dtype amax smallest nonzero zero underflow subnormal overflow"
-    " nonfinite scale range"
+    " nonfinite"
   )
   assert [line.split()[0] for line in lines[3:]] == ["bias", "w", "x", "total"]
   assert len({line.index("%") for line in lines[3:]}) <= 2
-  for column in ols.diagnostics.GradientStats._fields:
-    ascending = report.sorted_by(column, reverse=False)
-    assert {leaf.name for leaf in ascending.leaves} == {"bias", "w", "x"}
-  assert report.sorted_by("underflow_fraction").leaves[0].name == "w"
-  with pytest.raises(ValueError, match="got column = 'color'"):
-    report.sorted_by("color")
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,6 @@ def read(step: Any, params: Any, grads: Any) -> None:
     error = stats.amax + stats.smallest_nonzero + stats.zero_fraction
     error += stats.underflow_fraction + stats.subnormal_fraction
     error += stats.overflow_fraction + stats.nonfinite_fraction
-    exponents: tuple[int, int] | None = stats.log2_scale_range
   state = ols.get_loss_scale_state(params)
   value: jax.Array = state.loss_scale
   policy_state: Any = state.policy_state
