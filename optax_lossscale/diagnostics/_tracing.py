@@ -98,7 +98,7 @@ def trace_on_host(
   """Trace a function, and set the context in which to run its jaxpr.
 
   In the context, JAX raises neither on NaN or inf nor if a random key is used
-  twice, and ``jit`` is enabled. The progress line also covers the tracing.
+  twice, and ``jit`` is enabled.
 
   Args:
     caller: the name of the public function, for messages.
@@ -116,9 +116,9 @@ def trace_on_host(
     TypeError: see :func:`trace`.
   """
   with (
-    _progress.ProgressLine(
-      caller, progress
-    ).refresh_in_background() as progress_line,
+    contextlib.closing(
+      _progress.ProgressLine(caller, progress)
+    ) as progress_line,
     jax.debug_nans(False),
     jax.debug_infs(False),
     jax.debug_key_reuse(False),

@@ -8,6 +8,7 @@ import dataclasses
 import html
 import itertools
 import json
+import sys
 import time
 
 from helpers import (
@@ -752,28 +753,26 @@ def test_progress_is_shown_only_if_it_takes_long(capsys, monkeypatch):
   monkeypatch.setattr(_progress, "_DELAY_SECONDS", 60)
   find_overflow(fun, X)
   monkeypatch.setattr(_progress, "_DELAY_SECONDS", -1)
-  monkeypatch.setattr(_progress, "_MIN_INTERVAL_SECONDS", 0)
   find_overflow(fun, X, progress=False)
   assert capsys.readouterr() == ("", "")
   find_overflow(fun, X)
   out, err = capsys.readouterr()
-  lines = [line.strip() for line in err.split("\r")]
-  printed = {line.rpartition(", ")[0] for line in lines}
   assert out == ""
-  assert "find_overflow: running the compiled function" in printed
-  assert "find_overflow: measuring 1 operation" in printed
-  # It is erased at the end.
-  assert lines[-2:] == ["", ""] and len(err.split("\r")[-2]) > 40
+  assert [line.rpartition(", ")[0] for line in err.splitlines()] == [
+    "find_overflow: compiling and running the function",
+    "find_overflow: measuring 1 operation",
+  ]
 
 
-def test_progress_is_shown_while_nothing_else_can_write(capsys, monkeypatch):
-  """XLA compiles for minutes, and a thread says how long it has been."""
-  monkeypatch.setattr(_progress, "_DELAY_SECONDS", 0.01)
-  with _progress.ProgressLine(
-    "find_overflow", is_enabled=True
-  ).refresh_in_background():
-    time.sleep(0.2)
-  assert "\rfind_overflow: tracing the function, 0 s" in capsys.readouterr().err
+def test_on_a_terminal_each_line_replaces_the_line_before(capsys, monkeypatch):
+  monkeypatch.setattr(_progress, "_DELAY_SECONDS", -1)
+  monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+  find_overflow(lambda x: x * 60000, X)
+  first, second, erased, _ = capsys.readouterr().err.split("\r")
+  assert first.startswith("find_overflow: compiling and running the function, ")
+  assert second.startswith("find_overflow: measuring 1 operation, ")
+  assert len(second) == len(first)
+  assert erased == " " * len(second.rstrip())
 
 
 def test_a_row_that_has_ended_in_an_inf_is_followed_through_its_loop():

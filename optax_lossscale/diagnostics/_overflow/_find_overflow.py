@@ -172,7 +172,7 @@ def search_traced(
     _regions.find_regions(traced.closed_jaxpr, _array_tests.is_finite),
     _compiler_options.make_compiler_options(traced.inputs),
   )
-  progress.set_description("running the compiled function")
+  progress.set_description("compiling and running the function")
   record = program.run(traced.inputs, has_prints=True)
   mistakes = traced.mistakes + _scaling_mistakes.check_applied_flags(
     traced, record.outs
