@@ -19,8 +19,8 @@ class LossScalePolicy(Protocol):
   :func:`~optax_lossscale.with_loss_scaling`.
 
   A policy may have the attributes ``min_scale`` and ``max_scale``, its lowest
-  and highest scale. With them, :func:`loss_scale_metrics` and
-  :func:`raise_if_stuck` report if the scale cannot decrease any further.
+  and highest scale. With them, :func:`loss_scale_metrics` reports if the scale
+  cannot decrease any further.
 
   Examples:
     >>> import jax.numpy as jnp

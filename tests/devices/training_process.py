@@ -68,7 +68,7 @@ def assert_remote_members_raise():
   shardings = jax.tree.map(lambda _: NamedSharding(mesh, P("members")), state)
   state = {"opt": sharding.put_on_devices(state, shardings)}
   try:
-    ols.raise_if_stuck(state, N_DEVICES - 1)
+    ols.raise_if_stuck(state, max_consecutive_skips=N_DEVICES - 1)
   except ValueError as error:
     assert "process_allgather" in str(error)
   else:
@@ -77,7 +77,7 @@ def assert_remote_members_raise():
     ols.get_loss_scale_state(state), tiled=True
   )
   try:
-    ols.raise_if_stuck(whole, N_DEVICES - 1)
+    ols.raise_if_stuck(whole, max_consecutive_skips=N_DEVICES - 1)
   except ols.LossScaleError as error:
     assert f"The last {N_DEVICES - 1} steps" in str(error)
   else:

@@ -156,98 +156,32 @@ def make_stuck_state(policy, skips):
   return state
 
 
-DYNAMIC = ols.DynamicLossScale(init_scale=2.0)
-AT_FLOOR = make_stuck_state(DYNAMIC, 5)
+AT_FLOOR = make_stuck_state(ols.DynamicLossScale(init_scale=2.0), 5)
 FIXED = make_stuck_state(ols.FixedLossScale(1024.0), 5)
-INFS = {"v": jnp.array(NAN), "w": jnp.array([1.0, INF])}
-NANS = {"w": jnp.array([1.0, NAN])}
 
 
-WELL = {"w": jnp.ones(2)}
-FLOOR = "2. The scale is the lowest allowed (min_scale = 1)"
-W_INF = "\n  w float32[2]: 1 inf, 0 NaN of 2, first at [1]"
-
-
-@pytest.mark.parametrize(
-  "state, policy, grads, messages",
-  [
-    (AT_FLOOR, DYNAMIC, None, [FLOOR, "Pass grads"]),
-    (
-      AT_FLOOR,
-      "dynamic",
-      INFS,
-      [FLOOR, "lower min_scale", "\n  v float32[]: 0 inf, 1 NaN", W_INF],
-    ),
-    (AT_FLOOR, DYNAMIC, NANS, [FLOOR, "no loss scale helps", "1 NaN"]),
-    (FIXED, 1024, None, ["is 1024.", "is fixed: use DynamicLossScale"]),
-    (FIXED, 1024, INFS, ["fixed", "not finite:\n  v float32"]),
-    (FIXED, DYNAMIC, None, ["is 1024.", "still decreasing", "Pass grads"]),
-    (AT_FLOOR, DYNAMIC, WELL, ["are finite", "check_updates"]),
-    (AT_FLOOR, None, None, ["is 1.", "Pass policy", "Pass grads"]),
-    (AT_FLOOR, None, INFS, ["is 1.", "Pass policy", W_INF]),
-    (AT_FLOOR, None, WELL, ["are finite", "check_updates"]),
-  ],
-)
-def test_the_error_distinguishes_a_scale_that_can_decrease_from_nans(
-  state, policy, grads, messages
-):
+def test_the_error_of_a_stuck_run_sends_to_check_step():
   with pytest.raises(ols.LossScaleError) as error:
-    ols.raise_if_stuck({"opt": state}, 5, policy=policy, grads=grads)
-  for message in ["The last 5 steps were all skipped.", *messages]:
-    assert message in str(error.value)
+    ols.raise_if_stuck({"opt": AT_FLOOR}, max_consecutive_skips=5)
+  assert str(error.value) == (
+    "The last 5 steps were all skipped. The loss scale is 1. To find the cause"
+    " and its fix, call"
+    " diagnostics.check_step(train_step, params, opt_state, batch)."
+  )
 
 
-@pytest.mark.parametrize(
-  "grads, leads", [(None, True), (NANS, True), (WELL, False)]
-)
-@pytest.mark.parametrize(
-  "options",
-  [{"max_consecutive_skips": 5}, {"max_skip_rate": 0.5, "steps": 5}],
-)
-def test_the_error_mentions_find_overflow_unless_all_is_finite(
-  options, grads, leads
-):
-  with pytest.raises(ols.LossScaleError) as error:
-    ols.raise_if_stuck(AT_FLOOR, grads=grads, **options)
-  call = "diagnostics.find_overflow(train_step, params, opt_state, batch)"
-  assert (call in str(error.value)) == leads
-
-
-def test_an_unknown_min_scale_is_not_mentioned():
-  """At 0.125 a HeadroomLossScale is far from its own, which is 2**-24."""
-  state = ols.set_loss_scale(AT_FLOOR, 0.125)
-  with pytest.raises(ols.LossScaleError) as error:
-    ols.raise_if_stuck(state, 5)
-  assert "lowest" not in str(error.value)
-  assert "floor" not in str(error.value)
-  with pytest.raises(ols.LossScaleError, match="still decreasing"):
-    ols.raise_if_stuck(state, 5, policy=ols.HeadroomLossScale())
-
-
-def test_the_error_for_a_policy_without_min_scale_does_not_mention_it():
-  class Halving:
-    def init(self):
-      return ols.FixedLossScale(8.0).init()
-
-    def adjust(self, state, grads_finite, *, grads_amax=None):
-      state = ols.FixedLossScale(8.0).adjust(state, grads_finite)
-      return state._replace(loss_scale=state.loss_scale / 2)
-
-  with pytest.raises(ols.LossScaleError) as error:
-    ols.raise_if_stuck(make_stuck_state(Halving(), 5), 5, policy=Halving())
-  text = str(error.value)
-  assert "The loss scale is 0.25." in text
-  assert "If the loss scale is still decreasing" in text
-  assert "Pass policy" not in text
-  assert "min_scale" not in text
-
-
-def test_a_min_scale_that_float32_rounds_is_reached():
-  policy = ols.DynamicLossScale(init_scale=0.4, min_scale=0.1)
-  with pytest.raises(
-    ols.LossScaleError, match=r"lowest allowed .min_scale = 0.1"
-  ):
-    ols.raise_if_stuck(make_stuck_state(policy, 5), 5, policy=policy)
+def test_a_run_that_skips_its_first_steps_to_find_the_scale_is_not_stuck():
+  """The gradient, 100 times the scale, is finite in float16 from 2**9 on."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+  w, skipped = jnp.float32(1), []
+  opt_state = tx.init(w)
+  loss_fn = lambda w: (w.astype(jnp.float16) * 100).astype(jnp.float32)
+  for _ in range(10):
+    updates, opt_state = tx.update(ols.grad(loss_fn, opt_state)(w), opt_state)
+    skipped.append(updates == 0)
+    ols.raise_if_stuck(opt_state)
+  assert skipped == [True] * 6 + [False] * 4
+  ols.raise_if_stuck(opt_state, max_consecutive_skips=1)
 
 
 FAIRSEQ = [
@@ -276,42 +210,10 @@ def test_the_lowest_scale_of_fairseq_is_where_its_rule_stops(options):
     assert at_floor == stays
   assert floors[0] == 0 and floors[-1] == 1
   assert state.loss_scale > policy.min_scale
-  lower = "lower threshold and min_s" if "threshold" in options else "lower min"
-  with pytest.raises(ols.LossScaleError, match=f"lowest allowed .*: {lower}"):
-    ols.raise_if_stuck(state, 5, policy=policy)
-
-
-def make_sparse_state(steps):
-  """A state after steps of which every tenth is lost, and none in a row."""
-  policy = ols.DynamicLossScale()
-  step = lambda state, i: (policy.adjust(state, i % 10 != 0), None)
-  return jax.lax.scan(step, policy.init(), jnp.arange(steps))[0]
-
-
-def test_skips_that_are_not_consecutive_are_found_by_their_fraction():
-  state = make_sparse_state(100)
-  ols.raise_if_stuck(state, 2)
-  ols.raise_if_stuck(state, 2, max_skip_rate=0.1, steps=100)
-  ols.raise_if_stuck(state, 2, max_skip_rate=0.05, steps=200)
-  with pytest.raises(ols.LossScaleError) as error:
-    ols.raise_if_stuck(
-      state, 2, max_skip_rate=0.05, steps=jnp.int32(100), grads=INFS
-    )
-  text = str(error.value)
-  assert "10 of 100 steps were skipped" in text
-  assert "max_skip_rate = 0.05" in text
-  assert f"The loss scale is {float(state.loss_scale):g}." in text
-  assert "\n  w float32[2]: 1 inf" in text
-  with pytest.raises(ols.LossScaleError, match="10 of 100") as error:
-    ols.raise_if_stuck(state, max_skip_rate=0, steps=100)
-  assert "Gradients that are not finite" not in str(error.value)
 
 
 def test_the_worst_of_many_members_is_reported():
   stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-  states = stack(ols.DynamicLossScale().init(), make_sparse_state(20))
-  with pytest.raises(ols.LossScaleError, match="2 of 20 steps"):
-    ols.raise_if_stuck(states, max_skip_rate=0.05, steps=20)
   states = stack(ols.FixedLossScale(4.0).init(), FIXED)
   with pytest.raises(ols.LossScaleError, match=r"last 5 steps .* is 1024"):
     ols.raise_if_stuck(states, max_consecutive_skips=5)
@@ -339,23 +241,7 @@ def test_members_of_other_processes_must_be_gathered():
   with pytest.raises(ValueError, match=r"sharded over processes.*allgather"):
     ols.raise_if_stuck(seen(False))
   with pytest.raises(ols.LossScaleError, match="The last 5 steps"):
-    ols.raise_if_stuck(seen(True), 5)
-
-
-TOGETHER = "max_skip_rate and steps must be given together"
-
-
-@pytest.mark.parametrize(
-  "kwargs, message",
-  [
-    ({"max_skip_rate": 0.5}, TOGETHER),
-    ({"steps": 10}, TOGETHER),
-    ({"max_skip_rate": 0.5, "steps": 3}, "steps must .* steps = 3 and 5"),
-  ],
-)
-def test_a_skip_rate_requires_at_least_as_many_steps_as_skips(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    ols.raise_if_stuck(AT_FLOOR, **kwargs)
+    ols.raise_if_stuck(seen(True), max_consecutive_skips=5)
 
 
 def test_no_error_is_raised_below_the_limit_or_after_a_finite_step():
@@ -366,28 +252,12 @@ def test_no_error_is_raised_below_the_limit_or_after_a_finite_step():
 
 
 @pytest.mark.parametrize(
-  "kwargs, error",
-  [
-    ({"max_consecutive_skips": 0}, ValueError),
-    ({"max_consecutive_skips": 2.5}, ValueError),
-    ({"max_consecutive_skips": True}, TypeError),
-    ({"policy": 0.0}, ValueError),
-    ({"policy": "low"}, TypeError),
-    ({"policy": ols.DynamicLossScale}, TypeError),
-    ({"max_skip_rate": -0.1, "steps": 1}, ValueError),
-    ({"max_skip_rate": 1.1, "steps": 1}, ValueError),
-    ({"max_skip_rate": "all", "steps": 1}, TypeError),
-    ({"steps": 0, "max_skip_rate": 0.5}, ValueError),
-    ({"steps": 1.5, "max_skip_rate": 0.5}, ValueError),
-    ({"steps": True, "max_skip_rate": 0.5}, TypeError),
-  ],
+  "limit, error", [(0, ValueError), (2.5, ValueError), (True, TypeError)]
 )
-def test_raise_if_stuck_refuses_wrong_arguments_even_if_not_stuck(
-  kwargs, error
-):
-  name, *_ = kwargs
-  with pytest.raises(error, match=f"{name} must be"):
-    ols.raise_if_stuck(ols.FixedLossScale(1.0).init(), **kwargs)
+def test_raise_if_stuck_refuses_a_wrong_limit_even_if_not_stuck(limit, error):
+  state = ols.FixedLossScale(1.0).init()
+  with pytest.raises(error, match="max_consecutive_skips must be"):
+    ols.raise_if_stuck(state, max_consecutive_skips=limit)
 
 
 # The effect of a dtype on scaled gradients, compared with plain rounding.

@@ -56,7 +56,7 @@ ON_HOST = {
   ols.loss_scale_metrics: lambda: ols.loss_scale_metrics(
     STATE, policy=POLICY, steps=np.int32(3)
   ),
-  ols.raise_if_stuck: lambda: ols.raise_if_stuck(STATE, policy=POLICY),
+  ols.raise_if_stuck: lambda: ols.raise_if_stuck(STATE),
   ols.set_loss_scale: lambda: ols.set_loss_scale(STATE, 2.0**10),
   diagnostics.check_step: lambda: diagnostics.check_step(
     train_step, PARAMS, OPT_STATE, X, progress=False

@@ -39,7 +39,7 @@ ols.with_loss_scaling(optax.MultiSteps(tx, 2), "headroom", max_norm=1.0)
 ols.with_loss_scaling(tx, ols.interop.DeepSpeedLossScale())
 ols.with_loss_scaling(tx, jnp.float32(8.0))
 ols.loss_scale_metrics(state, policy="dynamic", steps=1)
-ols.raise_if_stuck(state, policy=8)
+ols.raise_if_stuck(state, max_consecutive_skips=8)
 loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(params, x)
 grads = ols.grad(loss_fn, state, (0,))(params, x=x, weight=2.0)
 params = ols.select_if_finite(state, params, params)
@@ -52,7 +52,7 @@ value = ols.autocast()(ols.keep_float32(loss_fn))(params, x)
 ols.with_loss_scaling(tx, "dynmic")  # mistake
 ols.with_loss_scaling(tx, growth_interval=3)  # mistake
 ols.loss_scale_metrics(state, policy="dynmic")  # mistake
-ols.raise_if_stuck(state, policy="dynmic")  # mistake
+ols.raise_if_stuck(state, max_consecutive_skips="8")  # mistake
 ols.DynamicLossScale(hysteresis_refill="never")  # mistake
 ols.value_and_grad(loss_fn, state)(params, x, wieght=2.0)  # mistake
 ols.value_and_grad(loss_fn, state, params, x)  # mistake
